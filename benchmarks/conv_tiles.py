@@ -84,8 +84,8 @@ class Pass:
         self.args = ConvArgs(
             **{name: tensor.data_ptr() for name, tensor in self.kept.items()},
             x_h=case.h, x_w=case.w, x_pitch=case.in_c, in_c=case.in_c, y_h=y_h, y_w=y_w, y_pitch=pitch, y_c=y_c,
-            add_pitch=outs, k=k, stride=case.stride, up=case.up, silu=case.groups > 0 and k > 1, clamp=(y_c, 0, 0),
-            multiply=1, bias_scale=1,
+            add_pitch=outs, k=k, stride=case.stride, pad=case.pad, up=case.up, act=case.groups > 0 and k > 1,
+            clamp=(y_c, 0, 0), out_scale=1, multiply=1, bias_scale=1,
         )  # fmt: skip
 
     def tiles(self, most_shared: int) -> list[tuple[int, int, int]]:

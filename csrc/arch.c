@@ -13,6 +13,9 @@
  *   flux2  black-forest-labs/FLUX.2-dev  vae/config.json: the defaults of diffusers' AutoencoderKLFlux2
  *   qwen-image  Qwen/Qwen-Image  vae/config.json: the defaults of diffusers' AutoencoderKLQwenImage, which are those of
  *         AutoencoderKLWan too (Wan-AI/Wan2.1-T2V-14B-Diffusers); the same tensors, finetuned
+ *   taesd, taef1  madebyollin/taesd, taesdxl (4 latent channels), taesd3, taef1 (16)  config.json: the defaults of
+ *         diffusers' AutoencoderTiny
+ *   taef2  madebyollin/taesd  taesd.py, use_midblock_gn: GroupNorm of 4 groups, with PyTorch's own eps
  *   flux2-small  black-forest-labs/FLUX.2-small-decoder: flux2 with another decoder (huggingface/diffusers#13428)
  *   wan2.2  Wan-AI/Wan2.2-TI2V-5B  vae/config.json, as diffusers' convert_wan_to_diffusers.py writes it; the statistics
  *         stand in wan/modules/vae2_2.py of Wan-Video/Wan2.2
@@ -22,7 +25,8 @@
  *
  * eps is 1e-6 in every GroupNorm of these models (diffusers passes resnet_eps=1e-6; LDM writes eps=1e-6).
  * The encoder's downsampling pads (0, 1, 0, 1) and convolves with stride 2 and no padding (diffusers'
- * downsample_padding=0; LDM's Downsample): it is part of every model here and not a setting. */
+ * downsample_padding=0; LDM's Downsample): it is part of every model here and not a setting. Tiny ones pad
+ * all sides. */
 #include "vm.h"
 
 /* What most have in common. */
@@ -158,10 +162,17 @@ static const vm_arch hunyuan_image = {.name = "hunyuanimage-2.1",
                                       .scaling_known = true,
                                       .scaling_factor = 0.75289f};
 
+#define VM_TAE                                                                                                   \
+    .family = VM_TINY, .in_channels = 3, .out_channels = 3, .levels = 4, .block_out_channels = {64, 64, 64, 64}, \
+    .layers_per_block = 3, .norm_eps = 1e-5f, .scaling_known = true, .scaling_factor = 1
+static const vm_arch taesd = {VM_TAE, .name = "taesd", .latent_channels = 4};
+static const vm_arch taef1 = {VM_TAE, .name = "taef1", .latent_channels = 16};
+static const vm_arch taef2 = {VM_TAE, .name = "taef2", .latent_channels = 32, .norm_num_groups = 4};
+
 const vm_arch *const *vm_arch_models(void) {
-    static const vm_arch *const all[] = {&sd15,     &sdxl,          &flux,          &sd3,         &zimage,
-                                         &cogview4, &playground,    &flux2,         &flux2_small, &qwen_image,
-                                         &wan22,    &qwen_image_21, &hunyuan_image, NULL};
+    static const vm_arch *const all[] = {&sd15,          &sdxl,  &flux,        &sd3,        &zimage, &cogview4,
+                                         &playground,    &flux2, &flux2_small, &qwen_image, &wan22,  &qwen_image_21,
+                                         &hunyuan_image, &taesd, &taef1,       &taef2,      NULL};
     return all;
 }
 
@@ -175,10 +186,16 @@ static vm_status check_widths(const vm_arch *a, const char *what, const size_t *
     for (size_t i = 0; i < a->levels; i++) {
         vm_status s = in_range(what, width[i], 1, 65536);
         if (s) return s;
+        if (a->family == VM_TINY && width[i] != width[0])
+            return vm_fail(VM_EINVAL, "config: %s[%zu]: want %zu, the width of the whole half, got %zu", what, i,
+                           width[0], width[i]);
+        if (a->family == VM_TINY && a->norm_num_groups && 4 * width[i] % a->norm_num_groups)
+            return vm_fail(VM_EINVAL, "config: %s[%zu]: want 4 times it a multiple of norm_num_groups %zu, got %zu",
+                           what, i, a->norm_num_groups, width[i]);
         if (a->family == VM_WAN && !a->residual && i && width[i] % 2)
             return vm_fail(VM_EINVAL, "config: %s[%zu]: want an even number, which an upsampler halves, got %zu", what,
                            i, width[i]);
-        if (a->family != VM_WAN && width[i] % a->norm_num_groups)
+        if (a->family != VM_WAN && a->family != VM_TINY && width[i] % a->norm_num_groups)
             return vm_fail(VM_EINVAL, "config: %s[%zu]: want a multiple of norm_num_groups %zu, got %zu", what, i,
                            a->norm_num_groups, width[i]);
     }
@@ -216,7 +233,8 @@ vm_status vm_arch_check(const vm_arch *a) {
         {"latent_channels", a->latent_channels, 1, 1024},
         {"block_out_channels (how many)", a->levels, 1, VM_MAX_LEVELS},
         {"layers_per_block", a->layers_per_block, 1, VM_MAX_LAYERS},
-        {"norm_num_groups", a->norm_num_groups, a->family != VM_WAN, a->family != VM_WAN ? 65536 : 0},
+        {"norm_num_groups", a->norm_num_groups, a->family == VM_KL || a->family == VM_HUNYUAN_IMAGE,
+         a->family == VM_WAN ? 0 : 65536},
     };
     for (size_t i = 0; i < sizeof ranges / sizeof *ranges; i++) {
         vm_status s = in_range(ranges[i].what, ranges[i].value, ranges[i].low, ranges[i].high);
@@ -237,5 +255,7 @@ vm_status vm_arch_check(const vm_arch *a) {
 const size_t *vm_arch_widths(const vm_arch *a, vm_op op) {
     return op == VM_DECODE && a->decoder_block_out_channels[0] ? a->decoder_block_out_channels : a->block_out_channels;
 }
+
+size_t vm_arch_encoded(const vm_arch *a) { return (a->family == VM_TINY ? 1 : 2) * a->latent_channels; }
 
 size_t vm_arch_factor(const vm_arch *a) { return (a->image_patch ? 2 : (size_t)1) << (a->levels - 1); }

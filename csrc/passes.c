@@ -8,6 +8,9 @@
  *   resnet  x -> conv1(silu norm1 x) = h;  conv2(silu norm2 h) + x,
  *           where x passes a 1x1 shortcut if the number of channels changes
  *
+ * VM_TINY is conv, { block x layers } x levels, conv; a conv between levels halves or doubles the sides. A block is
+ * relu(conv4(relu conv2(relu conv0 x)) + x), whose x may be x + pool3(relu norm pool0 x).
+ *
  * VM_WAN is built alike. Its convolutions are causal 3D ones, of which one frame meets the last slice, unless they are
  * called flat here; its upsamplers halve the channels. Where it is residual, they do not: what a level began with is
  * moved to the channels and pixels that it ends with, and added; and an image may come as patches of 2x2 pixels.
@@ -63,9 +66,12 @@ typedef struct conv {
     size_t in, out;
     int k, stride;
     bool up;
-    const char *norm; /* module of the norm (with SiLU) on load, or NULL */
+    const char *norm; /* module of the norm (with the activation) on load, or NULL */
     bool linear;      /* the file's weight is (out, in) */
     bool flat;        /* no causal 3D convolution, whatever the family's others are */
+    bool centred;     /* of stride 2: zeros on all sides of x, and not only below and behind */
+    bool bare;        /* without a bias */
+    bool relu;        /* on store */
 } conv;
 
 static const struct words *words_of(const builder *b) { return &words[b->m->arch.family]; }
@@ -79,8 +85,11 @@ static vm_node conv_node(builder *b, const conv *c) {
                  .y.c = c->out,
                  .ksize = c->k,
                  .stride = c->stride ? c->stride : 1,
+                 .pad = c->stride == 2 && !c->centred ? 0 : c->k / 2,
                  .up = c->up,
                  .add = c->add != VM_NONE,
+                 .relu = c->relu,
+                 .out_scale = 1,
                  .clamp = {.from = (uint32_t)c->out}},
         .x_level = b->level,
         .x = c->x,
@@ -102,10 +111,10 @@ static int add_vector(builder *b, const char *module, const char *leaf, size_t c
 }
 
 /* of_frames: of a norm of a pixel, whether the module is made for several frames: its gamma is (c, 1, 1, 1). */
-static void norm_on_load(builder *b, vm_node *n, const char *module, bool silu, bool of_frames) {
+static void norm_on_load(builder *b, vm_node *n, const char *module, vm_act act, bool of_frames) {
     const size_t c = n->pass.x.c;
     n->pass.norm = is_wan(b) ? VM_NORM_PIXEL : VM_NORM_GROUP;
-    n->pass.silu = silu;
+    n->pass.act = act;
     n->pass.groups = b->m->arch.norm_num_groups;
     n->pass.eps = b->m->arch.norm_eps;
     if (is_wan(b)) {
@@ -121,9 +130,9 @@ static int add_conv(builder *b, const conv *c) {
     const bool causal = is_wan(b) && b->m->arch.slices && !c->flat;
     const vm_weight weight = {c->out, c->in, (size_t)c->k, .up = c->up, .past = causal && c->k == 3 ? 2 : 0};
     vm_node n = conv_node(b, c);
-    if (c->norm) norm_on_load(b, &n, c->norm, true, true);
+    if (c->norm) norm_on_load(b, &n, c->norm, b->m->arch.family == VM_TINY ? VM_ACT_RELU : VM_ACT_SILU, true);
     n.weight = add_tensor(b, c->module, "weight", causal ? 5 : c->linear ? 2 : 4, weight);
-    n.bias = add_vector(b, c->module, "bias", c->out, 1);
+    if (!c->bare) n.bias = add_vector(b, c->module, "bias", c->out, 1);
     return add_node(b, &n);
 }
 
@@ -194,7 +203,7 @@ static int attention(builder *b, int x, size_t c) {
     const size_t padded = VM_BLOCKS(c) * VM_BLOCK;
     const bool linear = b->m->arch.family == VM_KL;
     vm_node n = conv_node(b, &(conv){"to_qkv", x, VM_NONE, c, 3 * padded, 1});
-    norm_on_load(b, &n, words_of(b)->attention_norm, false, false);
+    norm_on_load(b, &n, words_of(b)->attention_norm, VM_ACT_NONE, false);
     if (is_wan(b)) {
         n.weight = add_tensor(b, "to_qkv", "weight", 4, (vm_weight){3 * c, c, 1, .qkv = true});
         n.bias = add_tensor(b, "to_qkv", "bias", 1, (vm_weight){3 * c, 1, 1, .vector = true, .qkv = true});
@@ -295,9 +304,61 @@ static void decode(builder *b) {
     if (is_wan(b) && !b->status) b->g->node[x].pass.clamp = (vm_clamp){0, -1, 1};
 }
 
+/* ---- VM_TINY: modules are numbered through a half, activations and upsamplers too ---- */
+
+static int tiny_block(builder *b, vm_op op, size_t number, int x) {
+    const vm_arch *a = &b->m->arch;
+    const size_t c = vm_arch_widths(a, op)[0];
+    enter(b, "%s.layers.%zu.", op == VM_ENCODE ? "encoder" : "decoder", number);
+    if (a->norm_num_groups && b->level + 1 == (int)a->levels) {
+        const int wide = add_conv(b, &(conv){"pool.0", x, VM_NONE, c, 4 * c, 1, .bare = true});
+        x = add_conv(b, &(conv){"pool.3", wide, x, 4 * c, c, 1, .norm = "pool.1", .bare = true});
+    }
+    int h = add_conv(b, &(conv){"conv.0", x, VM_NONE, c, c, 3, .relu = true});
+    h = add_conv(b, &(conv){"conv.2", h, VM_NONE, c, c, 3, .relu = true});
+    return add_conv(b, &(conv){"conv.4", h, x, c, c, 3, .relu = true});
+}
+
+/* A convolution between blocks, whose module is a number. */
+static int tiny_conv(builder *b, vm_op op, size_t number, conv c) {
+    char module[24];
+    snprintf(module, sizeof module, "%zu", number);
+    c.module = module;
+    enter(b, "%s.layers.", op == VM_ENCODE ? "encoder" : "decoder");
+    return add_conv(b, &c);
+}
+
+static void tiny(builder *b, vm_op op) {
+    const vm_arch *a = &b->m->arch;
+    const bool encode = op == VM_ENCODE;
+    const size_t c = vm_arch_widths(a, op)[0], latent = a->latent_channels, in = encode ? a->in_channels : latent;
+    size_t number = 0;
+    b->level = encode ? 0 : (int)a->levels - 1;
+    int x = tiny_conv(b, op, number, (conv){NULL, VM_NONE, VM_NONE, in, c, 3, .relu = !encode});
+    number += encode ? 1 : 2;
+    for (size_t i = 0; i < a->levels; i++) {
+        if (encode && i)
+            x = tiny_conv(b, op, number++, (conv){NULL, x, VM_NONE, c, c, 3, 2, .centred = true, .bare = true});
+        for (size_t j = 0; j < (b->level ? a->layers_per_block : 1); j++) x = tiny_block(b, op, number++, x);
+        if (encode || i + 1 == a->levels) continue;
+        x = tiny_conv(b, op, number + 1, (conv){NULL, x, VM_NONE, c, c, 3, .up = true, .bare = true});
+        number += 2;
+    }
+    x = tiny_conv(b, op, number, (conv){NULL, x, VM_NONE, c, encode ? latent : a->out_channels, 3});
+    if (b->status) return;
+    vm_pass *first = &b->g->node[0].pass, *last = &b->g->node[x].pass;
+    if (encode) /* images are within [0, 1] there */
+        first->affine = true, first->in_scale = first->in_shift = 0.5f;
+    else
+        first->act = VM_ACT_BOUND, last->out_scale = 2, last->out_shift = -1;
+}
+
 vm_status vm_passes_build(vm_model *model, vm_op op) {
     builder b = {.m = model, .g = &model->graph[op], .op = op};
-    (op == VM_ENCODE ? encode : decode)(&b);
+    if (model->arch.family == VM_TINY)
+        tiny(&b, op);
+    else
+        (op == VM_ENCODE ? encode : decode)(&b);
     return b.status;
 }
 

@@ -70,7 +70,8 @@ static vm_status build(const vm_model *m, vm_plan *plan) {
     r->own_output &=
         !plan->staged; /* a staged one has its place in the arena; the host's copy is no part of the plan */
     plan->in_bytes = pixel_bytes(r, r->in, encode ? m->arch.in_channels : latent, encode ? 1 : factor);
-    plan->out_bytes = pixel_bytes(r, r->out, encode ? 2 * latent : m->arch.out_channels, encode ? factor : 1);
+    plan->out_bytes =
+        pixel_bytes(r, r->out, encode ? vm_arch_encoded(&m->arch) : m->arch.out_channels, encode ? factor : 1);
     for (int i = 0; i < (int)plan->steps && !s; i++) { /* before a backend is asked about passes of such sizes */
         set_shapes(plan, i, &m->arch);
         s = check_fits(r, VM_PRODUCT(vm_plan_row_bytes(plan, i), plan->step[i].pass.y.h, 8));

@@ -78,7 +78,10 @@ typedef enum vm_family {
     /* AutoencoderKLQwenImage and AutoencoderKLWan, of one frame: convolutions whose last temporal slice alone meets it,
      * norms of a pixel, upsamplers that halve the channels, images within [-1, 1]; and AutoencoderKLQwenImage21 */
     VM_WAN,
-    VM_HUNYUAN_IMAGE /* AutoencoderKLHunyuanImage: pixel shuffles between levels */
+    VM_HUNYUAN_IMAGE, /* AutoencoderKLHunyuanImage: pixel shuffles between levels */
+    /* AutoencoderTiny: convolutions and ReLU, one width in a half, latents and no moments; norms in the smallest level
+     * of TAEF2 alone (norm_num_groups, else 0); layers_per_block blocks a level, one where the image has its own size */
+    VM_TINY
 } vm_family;
 
 /* An autoencoder as its config.json describes it (names are those of AutoencoderKL in diffusers). */
@@ -88,7 +91,7 @@ typedef struct vm_arch {
     size_t in_channels, out_channels, latent_channels;
     size_t levels, block_out_channels[VM_MAX_LEVELS], layers_per_block;
     size_t decoder_block_out_channels[VM_MAX_LEVELS]; /* zeros: as block_out_channels */
-    size_t norm_num_groups;                           /* 0 where norms are of a pixel */
+    size_t norm_num_groups;                           /* 0 where there are none, or of a pixel */
     float norm_eps;
     bool use_quant_conv, use_post_quant_conv, mid_block_add_attention;
     bool slices;                  /* of VM_WAN: weights have a slice for each of three frames */
@@ -108,6 +111,8 @@ const vm_arch *const *vm_arch_models(void);
 vm_status vm_arch_check(const vm_arch *arch);
 /* Pixels of an image side per latent pixel: 2^(levels - 1), and as often again as a patch has. */
 size_t vm_arch_factor(const vm_arch *arch);
+/* What an encoder gives: means and log-variances, or latents alone. */
+size_t vm_arch_encoded(const vm_arch *arch);
 /* block_out_channels of the half that does `op`. */
 const size_t *vm_arch_widths(const vm_arch *arch, vm_op op);
 

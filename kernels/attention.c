@@ -258,7 +258,8 @@ static void store_block(const task *t, size_t block, size_t first, size_t n) {
         for (size_t i = 0, some; i < n; i += some) {
             const size_t x = (first + i) % w;
             some = VM_MIN(n - i, w - x);
-            j->cpu->ops->store(vm_pixel(y, (first + i) / w, b, x), y->dtype, pixels + i * VM_BLOCK, some, 1, NULL);
+            j->cpu->ops->store(vm_pixel(y, (first + i) / w, b, x), y->dtype, pixels + i * VM_BLOCK, some, 1, NULL,
+                               false);
         }
     }
 }

@@ -136,7 +136,7 @@ static void multiply_rows(const job *j, const tile *t, size_t block, size_t bloc
     if (first) { /* the sum of the runs before */
         g.add = g.y;
     } else {
-        g.bias = at->bias + block * VM_BLOCK;
+        if (at->bias) g.bias = at->bias + block * VM_BLOCK;
         if (p->add && in_place) {
             g.add = vm_pixel(&at->add, top, block, left);
             g.add_block = (ptrdiff_t)at->add.block;
@@ -154,8 +154,8 @@ static void multiply(const job *j, const tile *t, size_t block, size_t blocks) {
         for (size_t first = 0; first < j->l.batches; first += j->l.run)
             for (size_t row = 0; row < t->at.h; row += rows)
                 multiply_rows(j, t, block, blocks, row, rows, phase, first);
-    if (in_place) return;
-    for (size_t o = 0; o < blocks; o++)
+    for (size_t o = 0; in_place && o < blocks; o++) vm_activate_box(&j->work, out, block + o);
+    for (size_t o = 0; !in_place && o < blocks; o++)
         for (size_t row = 0; row < out->rows; row++)
             vm_store_row(&j->work, t->y + (o * out->rows + row) * out->width * VM_BLOCK, block + o,
                          (size_t)out->top + row, (size_t)out->left, out->width);

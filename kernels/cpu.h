@@ -38,7 +38,7 @@ typedef struct vm_gemm {
  * output pixels. In: one channel block, `tiles` tiles side by side; v[f*v_step + t*16 + l] from x[row*x_row + column*16
  * + l], tile t's input of rows*columns pixels beginning at column width*t, or t after nearest 2x. Weights: [9][n] to
  * u[f*u_step + i]. Out: from m[f*m_step + t*16 + l] the pixels y[row*y_row + column*16 + l], row < y_rows <= height,
- * column < y_width <= width*tiles, plus bias and, where not NULL, add (which may be y). */
+ * column < y_width <= width*tiles, plus bias and add (which may be y) where these are not NULL. */
 typedef struct vm_transforms {
     size_t rows, columns, height, width;
     void (*in)(float *v, size_t v_step, const float *x, size_t x_row, size_t tiles);
@@ -53,14 +53,14 @@ enum {
     VM_ROWS_FLAT = 2   /* of a tile: flat ones keep rings of streamed rows short */
 };
 
-/* Pixels of one block: f(x[p][l] * factor[p] * scale[l] + shift[l]), f SiLU or nothing; scale and shift NULL: x itself;
- * factor NULL: 1. */
+/* Pixels of one block: act(x[p][l] * factor[p] * scale[l] + shift[l]); scale and shift NULL: of x itself; factor NULL:
+ * 1. */
 typedef struct vm_source {
     const void *x;
     vm_dtype dtype;
     size_t pixels;
     const float *scale, *shift, *factor; /* a factor only where there is a scale */
-    bool silu;
+    vm_act act;
 } vm_source;
 
 /* One way to multiply. */
@@ -80,8 +80,9 @@ typedef struct vm_products {
 
 typedef struct vm_cpu_ops {
     vm_products floats;
-    /* y = x * factor + add, in the type given; add may be y, or NULL. Whether all of y is finite. */
-    bool (*store)(void *y, vm_dtype dtype, const float *x, size_t pixels, float factor, const void *add);
+    /* y = x * factor + add, and with `relu` no less than 0, in the type given; add may be y, or NULL, and y may be x
+     * where it is float32. Whether all of y is finite. */
+    bool (*store)(void *y, vm_dtype dtype, const float *x, size_t pixels, float factor, const void *add, bool relu);
     /* sum[p][l] += x[p][l]^2 */
     void (*squares)(float *sum, const void *x, vm_dtype dtype, size_t pixels);
     /* mean[l] and m2[l] = sum of (x - mean)^2 over rows x pixels of one block; x_row numbers apart. */
@@ -182,6 +183,8 @@ void vm_multiply(const vm_products *products, vm_gemm all);
  * block, with the residual added, into y or the user's pixels. */
 bool vm_in_place(const vm_cpu *cpu, const vm_pass *pass);
 void vm_store_row(const vm_work *work, const float *from, size_t block, size_t y, size_t x, size_t n);
+/* What is left to do where results went in place: ReLU. */
+void vm_activate_box(const vm_work *work, const vm_box *box, size_t block);
 /* One number into the user's image of shape s: bytes, or else planes of floats. */
 static inline void vm_store_number(bool bytes, void *image, const vm_shape *s, vm_clamp clamp, size_t pixel, size_t c,
                                    float v) {

@@ -188,6 +188,14 @@ typedef enum vm_norm {
     VM_NORM_PIXEL  /* each pixel over its length: x / max(|x|, eps) * sqrt(channels) * gamma */
 } vm_norm;
 
+/* What is done to a number. ReLU keeps NaN. */
+typedef enum vm_act {
+    VM_ACT_NONE,
+    VM_ACT_SILU, /* x / (1 + e^-x) */
+    VM_ACT_RELU,
+    VM_ACT_BOUND /* 3 tanh(x / 3), which stays within [-3, 3] */
+} vm_act;
+
 /* The user's channels from `from` on are kept within [low, high]; NaN stays. */
 typedef struct vm_clamp {
     uint32_t from;
@@ -240,15 +248,18 @@ static inline VM_ANYWHERE bool vm_move_from(vm_move m, size_t channels, size_t a
 typedef struct vm_pass {
     vm_pass_kind kind;
     vm_shape x, y;     /* of the tensors in memory; c is the sum over q, k and v for attention's input */
-    int ksize, stride; /* 3 or 1; 1, or 2 with PyTorch's pad (0, 1, 0, 1) before it. A move to fewer pixels: 2 and 2 */
+    int ksize, stride; /* 3 or 1; 1 or 2. A move to fewer pixels: 2 and 2 */
+    int pad;           /* rows of zeros above x, and columns before it; below and behind as many as are needed */
     bool up;           /* nearest 2x before a 3x3 convolution; or a move to more pixels */
     vm_move move;
     vm_norm norm;
-    bool silu;   /* on load, after the norm */
-    bool affine; /* x * in_scale + in_shift on load (scaled latents) */
+    bool affine; /* x * in_scale + in_shift on load, of the user's pixels */
+    vm_act act;  /* on load, after these */
     bool add;    /* add a tensor of y's shape on store */
+    bool relu;   /* on store, after that */
     bool stats;  /* leave the sums that the next GroupNorm needs */
     float in_scale, in_shift;
+    float out_scale, out_shift; /* y * out_scale + out_shift on store, of the user's pixels */
     vm_format x_format, y_format;
     size_t groups; /* of a GroupNorm on load */
     float eps;
@@ -283,7 +294,7 @@ typedef struct vm_operands {
     const vm_numbers *numbers; /* how these lie; NULL: packed */
     void *y_pixels;            /* when y_format is not VM_ROWS */
     const void *weight;        /* as the device keeps it (vm_device.set_weight) */
-    const float *bias;         /* [y.c rounded up to 16] */
+    const float *bias;         /* [y.c rounded up to 16], or NULL */
     const float *gamma, *beta; /* [x.c rounded up to 16] */
     const float *x_stats;      /* what the producer of x left */
     float *y_stats;            /* what this pass leaves: vm_needs.parts times vm_stats_floats(y.c) floats */

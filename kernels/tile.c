@@ -54,7 +54,7 @@ vm_grid vm_grid_of(const vm_pass *pass, size_t cell_h, size_t cell_w) {
                      .step_h = pass->up ? cell_h / 2 : cell_h * stride,
                      .step_w = pass->up ? cell_w / 2 : cell_w * stride,
                      .overlap = k - stride,
-                     .pad = stride == 1 ? k / 2 : 0,
+                     .pad = (size_t)pass->pad,
                      .height = (pass->y.h + cell_h - 1) / cell_h,
                      .width = (pass->y.w + cell_w - 1) / cell_w,
                      .output_h = pass->y.h,
@@ -117,7 +117,7 @@ static void put(const vm_work *j, float *x, size_t block, size_t plane, const vm
 
 /* What is done to a block of channels on load. */
 static vm_source how_to_load(const vm_work *j, size_t block) {
-    vm_source from = {.silu = j->pass->silu};
+    vm_source from = {.act = j->pass->act};
     if (!j->scale) return from;
     from.scale = j->scale + block * VM_BLOCK;
     from.shift = j->shift + block * VM_BLOCK;
@@ -268,7 +268,7 @@ static void store_pixels(const vm_work *j, const float *from, size_t block, size
     bool finite = true;
     for (size_t c = block * VM_BLOCK; c < VM_MIN((block + 1) * VM_BLOCK, s->c); c++)
         for (size_t i = 0; i < n; i++) {
-            const float v = from[i * VM_BLOCK + c % VM_BLOCK];
+            const float v = from[i * VM_BLOCK + c % VM_BLOCK] * j->pass->out_scale + j->pass->out_shift;
             finite = finite && isfinite(v);
             vm_store_number(bytes, j->at.y_pixels, s, j->pass->clamp, y * s->w + x + i, c, v);
         }
@@ -282,9 +282,17 @@ void vm_store_row(const vm_work *j, const float *from, size_t block, size_t y, s
     }
     const void *add = j->pass->add ? vm_pixel(&j->at.add, y, block, x) : NULL;
     const vm_view *v = &j->at.y;
-    const bool finite = j->cpu->ops->store(vm_pixel(v, y, block, x), v->dtype, from, n, j->pass->y_scale, add);
+    const bool finite =
+        j->cpu->ops->store(vm_pixel(v, y, block, x), v->dtype, from, n, j->pass->y_scale, add, j->pass->relu);
     if (!finite && v->dtype != VM_F32) /* floats show it themselves */
         __atomic_store_n(j->at.overflow, true, __ATOMIC_RELAXED);
+}
+
+void vm_activate_box(const vm_work *j, const vm_box *box, size_t block) {
+    for (size_t r = 0; j->pass->relu && r < box->rows; r++) {
+        float *row = vm_pixel(&j->at.y, (size_t)box->top + r, block, (size_t)box->left);
+        j->cpu->ops->store(row, VM_F32, row, box->width, 1, NULL, true);
+    }
 }
 
 /* ---- measure ---- */

@@ -173,11 +173,13 @@ static void store(const job *j, const region *r, size_t block, const float *m) {
     for (size_t t = 0; t < r->at.h; t++) {
         const size_t top = (size_t)box.top + t * j->g.cell_h, rows = VM_MIN(j->g.cell_h, p->y.h - top);
         j->transforms->out(in_place ? vm_pixel(y, top, block, left) : r->y, in_place ? y->row : own,
-                           m + t * r->at.w * VM_BLOCK, j->l.m_step, rows, box.width, j->work.at.bias + block * VM_BLOCK,
+                           m + t * r->at.w * VM_BLOCK, j->l.m_step, rows, box.width,
+                           j->work.at.bias ? j->work.at.bias + block * VM_BLOCK : NULL,
                            in_place && p->add ? vm_pixel(a, top, block, left) : NULL, a->row);
         for (size_t i = 0; !in_place && i < rows; i++)
             vm_store_row(&j->work, r->y + i * own, block, top + i, left, box.width);
     }
+    if (in_place) vm_activate_box(&j->work, &box, block);
 }
 
 static void winograd_region(const void *context, size_t task, unsigned thread) {

@@ -82,10 +82,13 @@ class Conv:
     groups: int = 0
     add: str = ""  # "apart", or "in place": the residual lies where y is written
     model: bool = False  # one of the models' own
+    tiny: bool = False  # without a bias, ReLU for SiLU and on store too, and zeros on all sides of x
 
     def __str__(self) -> str:
         name = f"{self.in_c}-{self.out_c} {self.k}x{self.k} of {self.h}x{self.w}"
-        name += " after 2x" * self.up + f" stride {self.stride}" * (self.stride > 1) + self.norm
+        name += (
+            " after 2x" * self.up + f" stride {self.stride}" * (self.stride > 1) + self.norm + " with ReLU" * self.tiny
+        )
         return name + f" add {self.add}" * bool(self.add)
 
     @property
@@ -96,6 +99,11 @@ class Conv:
     def y(self) -> tuple[int, int, int]:
         step = 2 if self.up else 1
         return self.out_c, self.h * step // self.stride, self.w * step // self.stride
+
+    @property
+    def pad(self) -> int:
+        """Zeros above x and before it."""
+        return self.k // 2 if self.stride == 1 or self.tiny else 0
 
     @property
     def by_winograd(self) -> bool:
@@ -162,6 +170,10 @@ CONVS = [
     Conv(24, 40, 7, 13, groups=-1),
     Conv(72, 3, 40, 131, groups=-1),
     Conv(96, 48, 5, 67, k=1, groups=-1),
+    Conv(64, 64, 33, 37, add="in place", tiny=True),
+    Conv(48, 40, 14, 22, stride=2, tiny=True),
+    Conv(24, 24, 9, 67, up=True, tiny=True),
+    Conv(64, 24, 7, 5, k=1, groups=4, add="apart", tiny=True),
     # of a decode to 512x512, and what only an encode has
     Conv(128, 128, 512, 512, groups=32, model=True),
     Conv(256, 256, 256, 256, groups=32, model=True),
@@ -198,14 +210,15 @@ def models(table: list) -> list:
     return [case for case in table if case.model]
 
 
-def conv64(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, stride: int, up: bool) -> np.ndarray:
-    """The convolution in float64: pad 1 for a 3x3 with stride 1, (0, 1, 0, 1) with stride 2."""
+def conv64(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, case: Conv) -> np.ndarray:
+    """The convolution in float64."""
+    stride, up = case.stride, case.up
     x, weight = x.astype(np.float64), weight.astype(np.float64)
     if up:
         x = x.repeat(2, 1).repeat(2, 2)
     k = weight.shape[2]
-    pad = ((0, 0), (0, 1), (0, 1)) if stride == 2 else ((0, 0), (k // 2, k // 2), (k // 2, k // 2))
-    x = np.pad(x, pad)
+    sides = (case.pad, k // 2 if stride == 1 else 1)
+    x = np.pad(x, ((0, 0), sides, sides))
     h, w = (x.shape[1] - k) // stride + 1, (x.shape[2] - k) // stride + 1
     y = np.zeros((weight.shape[0], h, w))
     for dy in range(k):
@@ -239,12 +252,12 @@ class ConvRun:
         self.x = kept(r.standard_normal((case.in_c, case.h, case.w)) * 2 + 1)
         scale = np.sqrt(case.in_c * case.k**2)
         self.weight = kept(r.standard_normal((case.out_c, case.in_c, case.k, case.k)) / scale)
-        self.bias = r.standard_normal(case.out_c).astype(np.float32)
+        self.bias = r.standard_normal(case.out_c).astype(np.float32) * (not case.tiny)
         self.gamma, self.beta = r.standard_normal((2, case.in_c)).astype(np.float32)
         self.add = kept(r.standard_normal(case.y)) if case.add else None
         shapes = (case.in_c, case.h, case.w, *case.y)
         scratch, sums = _kernels.needs(
-            backend, threads, "conv", shapes, (case.k, case.stride, case.up), dtype, precision, by_task
+            backend, threads, "conv", shapes, (case.k, case.stride, case.up, case.pad), dtype, precision, by_task
         )
         rows = as_kept(np.zeros(0), dtype).dtype.type
         outputs = guarded(up16(case.out_c) * case.y[1] * case.y[2], rows), guarded(sums), guarded(scratch)
@@ -255,9 +268,9 @@ class ConvRun:
         sums_of_x = self.left_by_the_producer() if case.groups > 0 else None
         self.call = (
             backend, threads, "conv", shapes,
-            (case.k, case.stride, case.up, bool(case.norm), case.groups, 1e-6),
-            (as_kept(to_rows(self.x), dtype), self.y, residual, pack(self.weight, dtype), pad16(self.bias),
-             pad16(self.gamma), pad16(self.beta), sums_of_x, self.stats, own),
+            (case.k, case.stride, case.up, bool(case.groups) * (1 + case.tiny), case.groups, 1e-6, case.pad, case.tiny),
+            (as_kept(to_rows(self.x), dtype), self.y, residual, pack(self.weight, dtype),
+             None if case.tiny else pad16(self.bias), pad16(self.gamma), pad16(self.beta), sums_of_x, self.stats, own),
             dtype, precision, by_task,
         )  # fmt: skip
 
@@ -289,7 +302,7 @@ class ConvRun:
         g = x.reshape(self.case.groups, -1)
         g = ((g - g.mean(1, keepdims=True)) / np.sqrt(g.var(1, keepdims=True) + 1e-6)).reshape(x.shape)
         g = g * self.gamma[:, None, None] + self.beta[:, None, None]
-        return g / (1 + np.exp(-g))
+        return np.maximum(g, 0) if self.case.tiny else g / (1 + np.exp(-g))
 
     def check(self) -> tuple[np.ndarray, np.ndarray]:
         """What came, and what float64 gives, which it is close to."""
@@ -300,15 +313,16 @@ class ConvRun:
         got = from_rows(y, *case.y)
         loaded, weight, bias = self.loaded(), self.weight[some], self.bias[some]
         add = 0 if self.add is None else self.add[some].astype(np.float64)
-        want = conv64(loaded, weight, bias, case.stride, case.up) + add
+        want = conv64(loaded, weight, bias, case) + add
+        want = np.maximum(want, 0) if case.tiny else want
         # sums of runs of 128 or so products, or of tiles of 32 on AMX; the loaded value itself carries a few eps from
         # normalise and SiLU; Winograd's sums of up to 24 inputs and products, of factors up to (3/2)^3, add some more
-        size = conv64(np.abs(loaded), np.abs(weight), np.abs(bias), case.stride, case.up) + np.abs(add)
+        size = conv64(np.abs(loaded), np.abs(weight), np.abs(bias), case) + np.abs(add)
         # A factor that is rounded to bfloat16 is off by up to half a step, independently of the others: by 0.42 of
         # that in root mean square, two factors by 0.6, and a sum by as much of the root of its squared terms. Seven
         # times that is out of reach, and less than one term that is missing. After 2x up to four taps fall on the same
         # rounded pixel, whose error all four carry: twice the root of four that are independent.
-        spread = np.sqrt(conv64(loaded**2, weight.astype(np.float64) ** 2, 0 * bias, case.stride, case.up))
+        spread = np.sqrt(conv64(loaded**2, weight.astype(np.float64) ** 2, 0 * bias, case))
         factors = (8.4 if case.up else 4.2) * FACTOR[self.pairs] * spread
         stored = STEP[self.dtype] * (np.abs(want) + factors) + (2.0**-25 if self.dtype == "float16" else 0)
         assert (np.abs(got[some] - want) <= 40 * EPS * size + 1e-6 + factors + stored).all()
@@ -352,11 +366,11 @@ class AttentionRun:
         self.qkv = as_float(as_kept(qkv.astype(np.float32), dtype))
         self.rows = as_kept(np.concatenate([to_rows(t) for t in self.qkv], axis=1), dtype)
         shapes = (3 * up16(case.c), case.h, case.w, case.c, case.h, case.w)
-        scratch, _ = _kernels.needs(backend, threads, "attention", shapes, (1, 1, False), dtype, precision)
+        scratch, _ = _kernels.needs(backend, threads, "attention", shapes, (1, 1, False, 0), dtype, precision)
         (self.x, own), self.kept = zip(guarded(self.rows.size, self.rows.dtype.type), guarded(scratch), strict=True)
         own[:] = np.nan
         unused = np.zeros(up16(case.c) * case.n, self.rows.dtype)
-        how = (1, 1, False, False, 0, 0.0)
+        how = (1, 1, False, 0, 0, 0.0, 0, False)
         self.call = (backend, threads, "attention", shapes, how, (self.x, unused, *[None] * 7, own))
         self.call += (dtype, precision)
 

@@ -42,7 +42,7 @@ class LoadArgs(Args):
         ("x_plane", c_uint64),
         *((name, c_uint32) for name in ("x_h", "x_w", "x_c", "x_pitch", "x_row", "first_factor")),
         *((name, c_int32) for name in ("top", "left")),
-        *((name, c_uint32) for name in ("rows", "width", "channels", "format", "silu")),
+        *((name, c_uint32) for name in ("rows", "width", "channels", "format", "act")),
         *((name, c_float) for name in ("in_scale", "in_shift", "multiply")),
     )
 
@@ -57,9 +57,9 @@ class StoreArgs(Args):
     _fields_ = (
         *((name, c_void_p) for name in ("raw", "bias", "add", "y", "stats", "flags")),
         *((name, c_uint32) for name in ("y_h", "y_w", "y_c", "y_pitch", "add_pitch")),
-        *((name, c_uint32) for name in ("row0", "rows", "channels", "part_pixels", "up", "format")),
+        *((name, c_uint32) for name in ("row0", "rows", "channels", "part_pixels", "up", "relu", "format")),
         ("clamp", Clamp),
-        ("bias_scale", c_float),
+        *((name, c_float) for name in ("out_scale", "out_shift", "bias_scale")),
     )
 
 
@@ -103,9 +103,9 @@ class ConvArgs(Args):
         *((name, c_void_p) for name in ("x", "w", "scale", "shift", "factor", "bias", "add", "y", "stats", "flags")),
         *((name, c_uint32) for name in ("x_h", "x_w", "x_pitch", "in_c")),
         *((name, c_uint32) for name in ("y_h", "y_w", "y_pitch", "y_c", "add_pitch")),
-        *((name, c_uint32) for name in ("k", "stride", "up", "silu", "format")),
+        *((name, c_uint32) for name in ("k", "stride", "pad", "up", "act", "relu", "format")),
         ("clamp", Clamp),
-        *((name, c_float) for name in ("multiply", "bias_scale")),
+        *((name, c_float) for name in ("out_scale", "out_shift", "multiply", "bias_scale")),
     )
 
 

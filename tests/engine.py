@@ -66,13 +66,22 @@ OTHERS |= FRAMES
 OTHERS["hunyuan"] = {"_class_name": "AutoencoderKLHunyuanImage", "in_channels": 3, "out_channels": 3}
 OTHERS["hunyuan"] |= {"latent_channels": 8, "block_out_channels": (32, 64, 64), "layers_per_block": 1}
 OTHERS["hunyuan"] |= {"spatial_compression_ratio": 4, "scaling_factor": 0.75289, "sample_size": 32}
+# Tiny autoencoders: TAESD's, and one with norms in the smallest level, as TAEF2 has them; its channels fill no blocks.
+_TINY = {"_class_name": "AutoencoderTiny", "num_encoder_blocks": [1, 2, 2], "num_decoder_blocks": [2, 2, 1]}
+TINY = {
+    "tiny": _TINY | {f"{half}_block_out_channels": [32] * 3 for half in ("encoder", "decoder")},
+    "tiny-normed": _TINY
+    | {"encoder_block_out_channels": [40] * 3, "decoder_block_out_channels": [24] * 3}
+    | {"latent_channels": 8, "use_midblock_gn": True},
+}
+OTHERS |= TINY
 BACKENDS = [name for name, usable in _core.backends() if usable]
 
 
 def config(name: str) -> dict:
     """A config.json with what the small models have in common."""
     settings = (SMALL | OTHERS)[name]
-    if name in FRAMES or name == "hunyuan":
+    if name in FRAMES | TINY or name == "hunyuan":
         return dict(settings)
     levels = len(settings["block_out_channels"])
     return {

@@ -33,7 +33,7 @@ def test_config_names_the_known_models(tmp_path, name):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("_class_name", "AutoencoderTiny"),
+        ("_class_name", "AutoencoderDC"),
         ("act_fn", "relu"),
         ("down_block_types", ["DownEncoderBlock2D", "AttnDownEncoderBlock2D"]),
         ("up_block_types", ["UpDecoderBlock2D"]),

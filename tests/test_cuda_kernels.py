@@ -101,7 +101,7 @@ def load(kernels):
 
 
 def exact_load(
-    dtype, x, top, left, rows, width, channels, *, scale=None, shift=None, factor=None, silu=0, in_scale=1, in_shift=0,
+    dtype, x, top, left, rows, width, channels, *, scale=None, shift=None, factor=None, act=0, in_scale=1, in_shift=0,
     multiply=1,
 ):  # fmt: skip
     """x: (h, w, c) float64. What load should give, and how far off it may be."""
@@ -110,13 +110,11 @@ def exact_load(
     t = x * scale if factor is None else x * scale * factor[..., None]
     early = 0 if factor is None else 1.1 * E * np.abs(t) * multiply
     t = t + shift
-    y = t * multiply
-    if silu:
-        y = y / (1 + np.exp(-t))
+    y = [t, t / (1 + np.exp(-t)), np.maximum(t, 0), 3 * np.tanh(t / 3)][act] * multiply
     tolerance = (
         np.abs(y) * ((2 * np.abs(t) + 8) * E + UNIT[dtype]) + 1.1 * E * np.abs(t) * multiply + LEAST[dtype] + early
     )
-    tolerance += SILU[dtype] * np.abs(t) * multiply if silu else 0
+    tolerance += [0, SILU[dtype] * np.abs(t), 0, 36 * E][act] * multiply  # the bound is made of numbers up to 6
     out = np.zeros((2, rows, width, channels))
     for r in range(max(0, -top), min(rows, x.shape[0] - top)):
         for q in range(max(0, -left), min(width, x.shape[1] - left)):
@@ -149,9 +147,10 @@ def test_load(load, dtype, case):
     rng = np.random.default_rng(len(case))
     x = numbers(rng, shape, TYPES[dtype], 3)
     scale, shift = (numbers(rng, shape[2], np.float32) for _ in range(2))
-    norm, silu = {"scale": scale, "shift": shift}, {"silu": 1, "multiply": 0.25}
+    norm, silu = {"scale": scale, "shift": shift}, {"act": 1, "multiply": 0.25}
     of_pixels = {"factor": np.exp(numbers(rng, shape[:2], np.float32))}
-    for more in ({}, norm, norm | silu, norm | of_pixels, norm | of_pixels | silu):
+    others = [{"act": act} for act in (2, 3)]  # ReLU, and within 3
+    for more in ({}, norm, norm | silu, norm | of_pixels, norm | of_pixels | silu, norm | others[0], *others):
         want, tolerance = exact_load(dtype, x.astype(np.float64), *geometry, **more)
         for grid, pitch in ((1, None), (3, round_up(shape[2]) + 16), (70, None)):
             close(load(dtype, x, *geometry, grid=grid, pitch=pitch, **more), want, tolerance)
@@ -165,7 +164,7 @@ def test_load_of_any_size(load, dtype, seed):
     c = int(rng.integers(1, 200))
     geometry = (*rng.integers(-3, 3, 2), *rng.integers(1, 34, 2), round_up(c))
     x = numbers(rng, (h, w, c), TYPES[dtype], 4)
-    more = {"scale": numbers(rng, c, np.float32), "shift": numbers(rng, c, np.float32), "silu": seed % 2}
+    more = {"scale": numbers(rng, c, np.float32), "shift": numbers(rng, c, np.float32), "act": seed % 2}
     want, tolerance = exact_load(dtype, x.astype(np.float64), *(int(n) for n in geometry), **more)
     close(load(dtype, x, *geometry, grid=int(rng.integers(1, 9)), seed=seed + 1, **more), want, tolerance)
 
@@ -193,7 +192,7 @@ def test_load_keeps_what_is_not_finite(load, dtype):
     plain = load(dtype, x, -1, -1, 5, 7, 16, **one).astype(np.float32)
     assert np.isnan(plain[1, 1, 0]) and plain[2, 3, 3] == np.inf and plain[3, 5, 15] == -np.inf
     assert np.isfinite(plain).sum() == plain.size - 3
-    silu = load(dtype, x, -1, -1, 5, 7, 16, silu=1, **one).astype(np.float32)
+    silu = load(dtype, x, -1, -1, 5, 7, 16, act=1, **one).astype(np.float32)
     assert np.isnan(silu[1, 1, 0]) and silu[2, 3, 3] == np.inf and np.isnan(silu[3, 5, 15])  # -Inf / Inf
     assert np.isfinite(silu).sum() == silu.size - 3 and abs(silu[2, 2, 1]) <= 100 * SILU[dtype] + 1e-30
 

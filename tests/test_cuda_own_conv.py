@@ -50,12 +50,15 @@ class Case:
 
     def __init__(
         self, dtype, h, w, in_c, out, *, k=3, stride=1, up=False, norm=False, silu=False, add=False, stats=False,
-        multiply=1.0, bias_scale=1.0, format=ROWS, clamp_from=None, seed=0, pixels=False,
+        multiply=1.0, bias_scale=1.0, format=ROWS, clamp_from=None, seed=0, pixels=False, tiny=False,
+        out_scale=1.0, out_shift=0.0,
     ):  # fmt: skip
         rng = np.random.default_rng([seed, h, w, in_c, out, k])
         self.dtype, self.type, self.k, self.stride, self.up = dtype, TYPES[dtype], 2 if up else k, stride, up
         self.silu, self.multiply, self.bias_scale, self.stats = silu, multiply, bias_scale, stats
         self.format, self.out, self.clamp_from = format, out, out if clamp_from is None else clamp_from
+        self.out_scale, self.out_shift = out_scale, out_shift
+        self.tiny, self.pad = tiny, self.k // 2 if stride == 1 or tiny else 0  # as cases.py has it
         self.y_h, self.y_w = ((n * 2 if up else (n + stride - 1) // stride) for n in (h, w))
         in_p, out_p = round_up(in_c), round_up(out)
         taps, phases = self.k**2, 4 if up else 1
@@ -64,7 +67,7 @@ class Case:
         self.w = np.zeros((phases, out_p, self.k, self.k, in_p), self.type)
         self.w[:, :out, ..., :in_c] = rng.standard_normal((phases, out, self.k, self.k, in_c)) * (taps * in_c) ** -0.5
         self.bias = np.zeros(out_p, np.float32)
-        self.bias[:out] = rng.standard_normal(out)
+        self.bias[:out] = 0 if tiny else rng.standard_normal(out)
         self.add = np.zeros((self.y_h, self.y_w, out_p), self.type) if add else None
         if add:
             self.add[..., :out] = rng.standard_normal((self.y_h, self.y_w, out))
@@ -78,7 +81,7 @@ class Case:
     def sum_over(self, f, w):
         """Of taps and channels, (y_h, y_w, out). f: x's pixels; w: (phases, out, k, k, c)."""
         h, wide, _ = f.shape
-        pad = self.k // 2 if self.stride == 1 else 0
+        pad = self.pad
         f = np.pad(f, ((pad, 2), (pad, 2), (0, 0)))
         y = np.zeros((self.y_h, self.y_w, w.shape[1]))
         step = 2 if self.up else 1
@@ -97,7 +100,7 @@ class Case:
             t *= self.factor.astype(np.float64)[..., None]
         if self.scale is not None:
             t = t * self.scale.astype(np.float64) + self.shift
-        f = (t / (1 + np.exp(-t)) if self.silu else t) * self.multiply
+        f = (np.maximum(t, 0) if self.tiny and self.silu else t / (1 + np.exp(-t)) if self.silu else t) * self.multiply
         w = self.w.astype(np.float64)
         y = self.sum_over(f, w) + self.bias.astype(np.float64) * self.bias_scale
         size, terms = self.sum_over(np.abs(f), np.abs(w)), self.k**2 * self.x.shape[2]
@@ -110,15 +113,16 @@ class Case:
         if self.add is not None:
             y = y + self.add.astype(np.float64)
             tolerance = tolerance + 4 * E * np.abs(self.add.astype(np.float64))
-        return y, tolerance
+        return np.maximum(y, 0) if self.tiny else y, tolerance
 
     def args(self, **more):
         """All but the pointers and pitches."""
         h, w, in_c = self.x.shape
         return ConvArgs(
             x_h=h, x_w=w, in_c=in_c, y_h=self.y_h, y_w=self.y_w, y_c=self.out, k=self.k, stride=self.stride, up=self.up,
-            silu=self.silu, format=self.format, clamp=(self.clamp_from, -30, 20), multiply=self.multiply,
-            bias_scale=self.bias_scale, **more,
+            pad=self.pad, act=self.silu * (1 + self.tiny), relu=self.tiny, format=self.format,
+            clamp=(self.clamp_from, -30, 20), out_scale=self.out_scale, out_shift=self.out_shift,
+            multiply=self.multiply, bias_scale=self.bias_scale, **more,
         )  # fmt: skip
 
 
@@ -154,6 +158,7 @@ class Conv:
             add[:n, :out] = case.add.reshape(-1, out)
         given = ("scale", "shift", "factor", "bias")
         vectors = {v: None if getattr(case, v) is None else memory.copy(getattr(case, v), Memory.NAN) for v in given}
+        vectors |= {"bias": None} if case.tiny else {}
         flags = memory.full(1, np.uint32, 0)
         args = case.args(
             x=x, w=weights, y=y, add=add, **vectors, flags=flags, x_pitch=x_pitch, add_pitch=add_pitch,
@@ -254,7 +259,7 @@ def test_shapes(conv, dtype, shape):
     norm = shape.groups > 0
     case = Case(
         dtype, shape.h, shape.w, shape.in_c, shape.out_c, k=shape.k, stride=shape.stride, up=shape.up, norm=norm,
-        silu=norm, add=bool(shape.add), stats=True,
+        silu=norm, add=bool(shape.add), stats=True, tiny=shape.tiny,
     )  # fmt: skip
     chosen = header().conv_choose(number(dtype), case.args(), False, SM_90, 132)
     tile = (chosen.rows, chosen.outs, chosen.stride)
@@ -350,14 +355,16 @@ NARROW = (16, 16, 1)  # the tile that knows the user's pixels
 @pytest.mark.parametrize("format", [F32_NCHW, F16_NCHW, BF16_NCHW, U8_NHWC])
 @pytest.mark.parametrize("out,k", [(3, 3), (40, 3), (8, 1)])
 def test_pixels(conv, dtype, format, out, k):
+    scale, shift = (2, -1) if out == 8 else (1, 0)
     case = Case(
-        dtype, 17, 18, 80, out, k=k, norm=True, silu=True, format=format, clamp_from=out // 2, add=out == 40
+        dtype, 17, 18, 80, out, k=k, norm=True, silu=True, format=format, clamp_from=out // 2, add=out == 40,
+        out_scale=scale, out_shift=shift,
     )  # fmt: skip
     case.bias[:out] += np.where(np.arange(out) % 3 == 0, 40, -1)  # beyond 20 where clamped
     case.bias[out // 2] = -100
     got = conv(case, NARROW, wider=16, add_is_y=False)
     want, tolerance = case.exact()
-    want, tolerance = want[..., :out], tolerance[..., :out]
+    want, tolerance = want[..., :out] * scale + shift, tolerance[..., :out] * scale + 2 * E * (abs(want[..., :out]) + 1)
     want[..., out // 2 :] = np.clip(want[..., out // 2 :], -30, 20)
     if format == U8_NHWC:
         want, tolerance = np.clip((want + 1) * 127.5, 0, 255), tolerance * 127.5 + 0.5 + 1e-4

@@ -55,12 +55,12 @@ class Store:
         parts, pitch, add_pitch = -(-rows * w // part_pixels), pitch or padded, add_pitch or padded
         shape = (c, h, w) if planes else (h, w, pitch if format_ == "rows" else c)
         y = memory.empty(shape, t if format_ == "rows" else TYPES.get(format_, np.uint8))
-        raw, bias = memory.copy(raw), memory.copy(np.pad(bias, (0, padded - c)))
+        raw, bias = memory.copy(raw), None if bias is None else memory.copy(np.pad(bias, (0, padded - c)))
         flags, sums = memory.copy(np.array([4], np.uint32)), memory.empty((parts, BLOCK + 2 * padded), np.float32)
         args = StoreArgs(
             raw=raw, bias=bias, y=y, flags=flags, stats=sums if stats else None, y_h=h, y_w=w, y_c=c, y_pitch=pitch,
             row0=row0, rows=rows, channels=padded, part_pixels=part_pixels, format=FORMATS[format_],
-            **{"clamp": (c, -30, 20), "bias_scale": 1, **more},
+            **{"clamp": (c, -30, 20), "bias_scale": 1, "out_scale": 1, **more},
         )  # fmt: skip
         if add is not None:
             held = y if in_place else memory.empty((h, w, add_pitch), t)
@@ -260,6 +260,32 @@ def test_store_says_what_is_too_large(store, dtype, large):
     assert not finite and np.isposinf(y.astype(np.float32)).all()
 
 
+@every_type
+def test_store_with_relu_and_without_a_bias(store, dtype):
+    rng, t, shape = np.random.default_rng(4), TYPES[dtype], (5, 7, 40)
+    raw, add = (numbers(rng, (5, 7, 48), t) for _ in range(2))
+    raw[..., 40:], add[..., 40:] = 0, 0
+    y, sums, finite = store(dtype, raw, None, shape, add=add, relu=1, part_pixels=20)
+    want = np.maximum(raw.astype(np.float64) + add.astype(np.float64), 0)
+    close(y, want, want * (UNIT[dtype] + E) + LEAST[dtype])
+    check_parts(sums, y, 20)
+    assert finite
+
+
+@every_type
+@every_format
+def test_store_scales_the_users_pixels(store, dtype, format_):
+    raw = numbers(np.random.default_rng(5), (5, 7, 16), TYPES[dtype])
+    exact = raw[..., :3].astype(np.float64) * 2 - 1
+    y, _, _ = store(
+        dtype, raw, np.zeros(3, np.float32), (5, 7, 3), format_=format_, stats=False, out_scale=2, out_shift=-1
+    )
+    if format_ == "u8":
+        assert np.abs(y.astype(np.float64) - np.clip((exact + 1) * 127.5, 0, 255)).max() <= 0.5 + 1e-3
+    else:
+        close(y, exact, 4 * E * (np.abs(exact) + 1) + UNIT[format_] * np.abs(exact) + LEAST[format_])
+
+
 def test_store_beyond_2_to_the_32(store):
     t, pitch, w = TYPES["f16"], 1 << 22, 1040
     y, raw = far(w, pitch, t), Memory().copy(numbers(np.random.default_rng(2), (w, 16), t))
@@ -268,7 +294,7 @@ def test_store_beyond_2_to_the_32(store):
     bias, flags = memory.copy(np.zeros(16, np.float32)), memory.copy(np.zeros(1, np.uint32))
     args = StoreArgs(
         raw=raw, bias=bias, add=y, y=y, flags=flags, y_h=1, y_w=w, y_c=16, y_pitch=pitch, add_pitch=pitch, rows=1,
-        channels=16, part_pixels=300, clamp=(16, 0, 0),
+        channels=16, part_pixels=300, clamp=(16, 0, 0), out_scale=1,
     )  # fmt: skip
     store.kernels.launch("vm_store_f16", (4,), (THREADS,), args)
     np.testing.assert_array_equal(y[:, :16], (raw.astype(np.float32) + 1).astype(t))

@@ -8,7 +8,7 @@ import gpu
 import ml_dtypes
 import numpy as np
 import pytest
-from engine import FRAMES, SMALL, config, error, images, latents, small_vae
+from engine import FRAMES, SMALL, TINY, config, error, images, latents, small_vae
 from gpu import LIMIT, U, every_dtype, on_gpu, pair
 
 from vaemem import VAE, Tiling
@@ -24,7 +24,7 @@ NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfl
 
 @pytest.mark.one_in(5)
 @every_dtype
-@pytest.mark.parametrize("name", [*SMALL, *FRAMES])
+@pytest.mark.parametrize("name", [*SMALL, *FRAMES, *TINY])
 @pytest.mark.parametrize("size", [(4, 4), (12, 5), (3, 16)])
 def test_decode(name, dtype, size):
     cpu, there = pair(name, dtype)
@@ -34,14 +34,14 @@ def test_decode(name, dtype, size):
 
 @pytest.mark.one_in(5)
 @every_dtype
-@pytest.mark.parametrize("name", [*SMALL, *FRAMES])
+@pytest.mark.parametrize("name", [*SMALL, *FRAMES, *TINY])
 @pytest.mark.parametrize("size", [(16, 16), (48, 20), (12, 64)])
 def test_encode(name, dtype, size):
     cpu, there = pair(name, dtype)
     x = images(*size, batch=2)
     got, want = there.encode(x), cpu.encode(x)
     assert error(got.mean, want.mean) < LIMIT[dtype] * 2  # means are small beside what they are summed from
-    assert error(got.logvar, want.logvar) < LIMIT[dtype] * 2
+    assert name in TINY or error(got.logvar, want.logvar) < LIMIT[dtype] * 2
 
 
 @pytest.mark.one_in(3)

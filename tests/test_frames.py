@@ -164,7 +164,7 @@ def test_configs(name):
 def test_architectures_that_no_config_says(change, message):
     with pytest.raises(ValueError, match=message):
         layouts.read_config(_core.models()["qwen-image"] | change)
-    with pytest.raises(ValueError, match="family: want kl, wan or hunyuan_image, got 'x'"):
+    with pytest.raises(ValueError, match="family: want kl, wan, hunyuan_image or tiny, got 'x'"):
         _core.Model(_core.models()["qwen-image"] | {"family": "x"})
 
 

@@ -80,6 +80,14 @@ def test_gemm_passes_nonfinite_on(backend, bad):
 
 # ---- load ----
 
+NONE, SILU, RELU, BOUND = range(4)  # vm_act
+
+
+def activated(act, t):
+    """In float64."""
+    with np.errstate(over="ignore"):
+        return [t, t / (1 + np.exp(-t)), np.maximum(t, 0), 3 * np.tanh(t / 3)][act]
+
 
 @every_backend
 @pytest.mark.parametrize("pixels", [1, 2, 7, 64])
@@ -88,19 +96,20 @@ def test_load(backend, pixels):
     x = (r.standard_normal((pixels, 16)) * 20).astype(np.float32)
     x.flat[:6] = [0, -0.0, 90, -90, 1e-30, 300]
     scale, shift = r.standard_normal((2, 16)).astype(np.float32)
-    for silu in (False, True):
+    for act in range(4):
         for affine in (False, True):
             y, check = guarded(pixels * 16)
-            _kernels.load(backend, y, None, x.ravel(), scale if affine else None, shift if affine else None, silu)
+            _kernels.load(backend, y, None, x.ravel(), scale if affine else None, shift if affine else None, act)
             check()
             t = x.astype(np.float64)
             # the affine is one or two roundings of numbers up to |x * scale| + |shift|; SiLU's slope is at most 1.1
             slack = 3 * EPS * (np.abs(t * scale) + np.abs(shift)) if affine else 0
             t = t * scale + shift if affine else t
-            with np.errstate(over="ignore"):
-                want = t / (1 + np.exp(-t)) if silu else t
-            # e^x is good to 2 eps of itself, 1 + and / add one each; below e^-87 results are under 1e-36
-            assert (np.abs(y.reshape(pixels, 16) - want) <= 1.1 * slack + 6 * EPS * np.abs(want) + 1e-35).all()
+            want = activated(act, t)
+            # e^x is good to 2 eps of itself, 1 + and / add one each; below e^-87 results are under 1e-36; the bound is
+            # made of numbers up to 6
+            size = 6 if act == BOUND else np.abs(want)
+            assert (np.abs(y.reshape(pixels, 16) - want) <= 1.1 * slack + 6 * EPS * size + 1e-35).all()
 
 
 @every_backend
@@ -201,6 +210,10 @@ def test_store_adds_and_says_whether_all_is_finite(backend, dtype):
     assert (np.abs(as_float(y) - want) <= (STEP[dtype] + 2 * EPS) * (np.abs(x) + np.abs(as_float(add)))).all()
     _kernels.store(backend, add, x, 0.25, add)  # add may be y
     assert np.array_equal(add, y)
+    kept, spoilt = np.maximum(as_float(y), 0), x.copy()
+    spoilt[5] = np.nan
+    assert _kernels.store(backend, y, spoilt, 0.25, as_kept(residual, dtype), True) is False
+    assert np.isnan(as_float(y)[5]) and np.array_equal(np.delete(as_float(y), 5), np.delete(kept, 5))
     for bad in (np.nan, np.inf, -np.inf):
         x[77] = bad
         assert _kernels.store(backend, y, x, 0.25, None) is False
@@ -224,7 +237,8 @@ PAIRS = [name for name, usable in _core.backends("bfloat16") if usable and pairs
 @pytest.mark.parametrize("dtype", ["float32", *HALVES])
 @pytest.mark.parametrize("pixels", [1, 9])
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("how", ["copied", "scaled", "silu", "scaled silu", "scaled pixels", "scaled silu pixels"])
+@pytest.mark.parametrize("how", ["copied", "scaled", "silu", "scaled silu", "scaled pixels", "scaled silu pixels",
+                                 "relu", "scaled relu", "bound", "scaled bound"])  # fmt: skip
 def test_load_pairs(backend, dtype, pixels, split, how):
     """Rounded to bfloat16, in half of each pixel's 32 places; and what that leaves, rounded again."""
     x = (rng().standard_normal(pixels * 16) * 8).astype(np.float32)
@@ -234,7 +248,8 @@ def test_load_pairs(backend, dtype, pixels, split, how):
     (y, check), (rest, check_rest) = guarded(pixels * 32, np.uint16), guarded(pixels * 32, np.uint16)
     affine = (scale, shift) if "scaled" in how else (None, None)
     factor = rng(2).uniform(0, 2, pixels).astype(np.float32) if "pixels" in how else None
-    _kernels.load(backend, y, rest if split else None, x, *affine, "silu" in how, factor)
+    act = next((n for n, name in enumerate(("", "silu", "relu", "bound")) if n and name in how), NONE)
+    _kernels.load(backend, y, rest if split else None, x, *affine, act, factor)
     check(), check_rest()
     assert (y.reshape(pixels, 32)[:, 16:] == 12345).all()
     t = as_float(x).astype(np.float64).reshape(pixels, 16)
@@ -243,12 +258,12 @@ def test_load_pairs(backend, dtype, pixels, split, how):
     if "scaled" in how:  # one or two roundings of numbers up to |x * scale| + |shift|; SiLU's slope is at most 1.1
         slack = 3.3 * EPS * (np.abs(t * scale) + np.abs(shift))
         t = t * scale + shift
-    with np.errstate(over="ignore"):
-        want = t / (1 + np.exp(-t)) if "silu" in how else t
+    want = activated(act, t)
     high = as_float(y).reshape(pixels, 32)[:, :16]
     # half a step of what is kept, and SiLU within 2^-12 of itself, or 2^-20 where the rest is wanted, but for what is
     # under 1e-36: there e^x overflows, and below 2^-126 bfloat16 may be zero
-    of_silu = (2.0**-20 if split else 2.0**-12) if "silu" in how else 0
+    of_silu = (2.0**-20 if split else 2.0**-12) if act == SILU else 0
+    slack += 6 * 2.0**-20 if act == BOUND else 0
     assert (np.abs(high - want) <= (STEP["bfloat16"] + of_silu) * np.abs(want) + slack + 1e-36).all()
     if split:
         low = as_float(rest).reshape(pixels, 32)[:, :16]

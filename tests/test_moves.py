@@ -72,7 +72,7 @@ def test_a_move(case, dtype, precision, add):
     results, sums_of = set(), {}
     for backend in [name for name, usable in _core.backends(dtype, precision) if usable]:
         for threads in (1, 3):
-            scratch, sums = _kernels.needs(backend, threads, kind, shapes, how, dtype, precision)
+            scratch, sums = _kernels.needs(backend, threads, kind, shapes, (*how, 0), dtype, precision)
             rows = as_kept(np.zeros(0), dtype).dtype.type
             outputs = guarded(up16(out_c) * size[0] * size[1], rows), guarded(sums), guarded(scratch)
             (y, stats, own), kept = zip(*outputs, strict=True)
@@ -81,7 +81,7 @@ def test_a_move(case, dtype, precision, add):
             if add == "in place":
                 y[:] = add_rows.ravel()
             arrays = (as_kept(to_rows(x), dtype), y, y if add == "in place" else add_rows, *[None] * 5, stats, own)
-            _kernels.run_pass(backend, threads, kind, shapes, (*how, False, 0, 0.0), arrays, dtype, precision)
+            _kernels.run_pass(backend, threads, kind, shapes, (*how, 0, 0, 0.0, 0, False), arrays, dtype, precision)
             for guard in kept:
                 guard()
             results.add(y.tobytes())
@@ -106,5 +106,5 @@ def test_a_move_passes_nan_on_and_nothing_else():
     y, stats, own = np.zeros((1, 1, 2, 16), np.float32), None, np.zeros(1 << 14, np.float32)
     shapes = (8, 2, 4, 4, 1, 2)
     arrays = (to_rows(x), y, *[None] * 6, stats, own)
-    _kernels.run_pass("ref", 1, "move01", shapes, (2, 2, False, False, 0, 0.0), arrays)
+    _kernels.run_pass("ref", 1, "move01", shapes, (2, 2, False, 0, 0, 0.0, 0, False), arrays)
     assert np.array_equal(from_rows(y, 4, 1, 2), want, equal_nan=True) and np.isnan(want).sum() == 1

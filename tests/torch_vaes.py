@@ -65,6 +65,39 @@ def of_config(config: dict, dtype: torch.dtype = torch.float32, device: str = "m
         return cls(**{key: value for key, value in config.items() if key in taken}).eval().to(dtype)
 
 
+class Tiny(nn.Module):
+    """diffusers' AutoencoderTiny, with TAEF2's branch before the blocks of the smallest level, as taesd.py of
+    madebyollin/taesd has it: x + conv(relu(norm(conv(x))))."""
+
+    def __init__(self, config: dict):
+        super().__init__()
+        settings = {key: value for key, value in config.items() if key != "use_midblock_gn"}
+        self.vae = diffusers.AutoencoderTiny(**settings)
+        blocks = config["num_encoder_blocks"][-1]
+        encoder, decoder = self.vae.encoder.layers, self.vae.decoder.layers
+        for block in (*encoder[-1 - blocks : -1], *decoder[2 : 2 + blocks]) if config.get("use_midblock_gn") else ():
+            c = block.conv[0].in_channels
+            block.pool = nn.Sequential(
+                nn.Conv2d(c, 4 * c, 1, bias=False),
+                nn.GroupNorm(4, 4 * c),
+                nn.ReLU(),
+                nn.Conv2d(4 * c, c, 1, bias=False),
+            )
+            block.register_forward_pre_hook(lambda block, args: (args[0] + block.pool(args[0]),))
+
+    def state_dict(self):
+        return self.vae.state_dict()
+
+    def load_state_dict(self, state):
+        return self.vae.load_state_dict(state)
+
+    def encode(self, x):
+        return self.vae.encode(x)
+
+    def decode(self, z):
+        return self.vae.decode(z)
+
+
 def tile(vae: nn.Module, side: int, scale: int) -> None:
     """Has diffusers' module decode in tiles of so many pixels, a quarter of which are shared."""
     if isinstance(vae, OneFrame):
@@ -78,6 +111,9 @@ def tile(vae: nn.Module, side: int, scale: int) -> None:
 
 
 def diffusers_vae(arch: dict, dtype: torch.dtype, device: str = "meta") -> nn.Module:
+    if arch.get("family") == "tiny":
+        with torch.device(device):
+            return Tiny(config_of(arch)).eval().to(dtype)
     if arch.get("family") == "wan":
         return OneFrame(of_config(config_of(arch), dtype, device))
     if arch.get("family") == "hunyuan_image":

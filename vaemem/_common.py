@@ -90,6 +90,11 @@ def latent_factor(arch: Mapping[str, Any]) -> int:
     return int(2 ** (len(arch["block_out_channels"]) - 1)) * int(arch.get("image_patch") or 1)
 
 
+def encoded_channels(arch: Mapping[str, Any]) -> int:
+    """Channels that an encoder gives: means and log-variances, or of an AutoencoderTiny latents alone."""
+    return int(arch["latent_channels"]) * (1 if arch.get("family") == "tiny" else 2)
+
+
 def choose(argument: str, value: Any, among: Iterable[str]) -> None:
     """ValueError where an argument's value is not one of those that there are; it says which of many is the nearest."""
     known = tuple(among)

@@ -119,6 +119,11 @@ void vm_parameters_free(vm_parameters *p) {
 
 vm_status vm_walk_check_arch(const vm_arch *arch) {
     if (arch->family == VM_KL) return vm_arch_check(arch);
+    if (arch->family == VM_TINY)
+        return vm_fail(VM_EINVAL,
+                       "model: %s is an AutoencoderTiny, which is not predicted by name yet: "
+                       "vaemem.pytorch.predict_peak follows a module of diffusers",
+                       arch->name);
     return vm_fail(VM_EINVAL,
                    "model: %s is not predicted by name yet: vaemem.pytorch.predict_peak follows a module of diffusers",
                    arch->name);

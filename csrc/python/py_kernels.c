@@ -61,15 +61,15 @@ static PyObject *gemm(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* load(backend, y, rest, x, scale, shift, silu, factor=None): x of any rows' type; y float32; pairs: y, rest uint16. */
+/* load(backend, y, rest, x, scale, shift, act, factor=None): x of any rows' type; y float32; pairs: y, rest uint16. */
 static PyObject *load(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *backend;
     PyObject *y, *rest, *x, *scale, *shift, *factor = Py_None;
-    int silu;
-    if (!PyArg_ParseTuple(args, "sOOOOOp|O", &backend, &y, &rest, &x, &scale, &shift, &silu, &factor)) return NULL;
+    int act;
+    if (!PyArg_ParseTuple(args, "sOOOOOi|O", &backend, &y, &rest, &x, &scale, &shift, &act, &factor)) return NULL;
     const bool pairs = rows_of(y) == VM_BF16;
     const vm_cpu *cpu = cpu_of(backend, pairs ? VM_BF16 : VM_F32);
-    vm_source from = {.dtype = rows_of(x), .silu = silu};
+    vm_source from = {.dtype = rows_of(x), .act = (vm_act)act};
     if (cpu && pairs && !cpu->pairs)
         return PyErr_Format(PyExc_ValueError, "load: %s has no products of pairs", backend);
     if (!cpu || !(from.x = data_of(x, "x", numpy_type(from.dtype), 0, false))) return NULL;
@@ -85,19 +85,20 @@ static PyObject *load(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* store(backend, y, x, factor, add) -> whether all of y is finite; y and add of any rows' type. */
+/* store(backend, y, x, factor, add, relu=False) -> whether all of y is finite; y and add of any rows' type. */
 static PyObject *store(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *backend;
     PyObject *y, *x, *add;
     float factor;
-    if (!PyArg_ParseTuple(args, "sOOfO", &backend, &y, &x, &factor, &add)) return NULL;
+    int relu = false;
+    if (!PyArg_ParseTuple(args, "sOOfO|p", &backend, &y, &x, &factor, &add, &relu)) return NULL;
     const vm_cpu_ops *ops = ops_of(backend);
     const float *from = ops ? data_of(x, "x", NPY_FLOAT, 0, false) : NULL;
     const size_t items = from ? (size_t)PyArray_SIZE((PyArrayObject *)x) : 0;
     const int type = numpy_type(rows_of(y));
     void *to = from ? data_of(y, "y", type, items, true) : NULL, *more = NULL;
     if (!to || (add != Py_None && !(more = data_of(add, "add", type, items, false)))) return NULL;
-    return PyBool_FromLong(ops->store(to, rows_of(y), from, items / VM_BLOCK, factor, more));
+    return PyBool_FromLong(ops->store(to, rows_of(y), from, items / VM_BLOCK, factor, more, relu));
 }
 
 static PyObject *squares(PyObject *Py_UNUSED(module), PyObject *args) {
@@ -242,29 +243,31 @@ static vm_pass_kind kind_of(const char *kind, vm_move *move) {
     return VM_PASS_MOVE;
 }
 
-/* run_pass(backend, threads, kind, (xc, xh, xw, yc, yh, yw), (ksize, stride, up, silu, groups, eps), arrays,
+/* run_pass(backend, threads, kind, (xc, xh, xw, yc, yh, yw), (ksize, stride, up, act, groups, eps, pad, relu), arrays,
  * dtype='float32', precision='highest', by_task=False)
  * groups: -1 for a norm of a pixel. arrays: a tuple of x, y, add, weight, bias, gamma, beta, x_stats, y_stats, scratch;
  * None where there is none; all rows. x, y, add and weight are of that dtype (bfloat16 as uint16), the rest float32. */
 static PyObject *run_pass(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *backend, *kind;
     unsigned threads;
-    int up, silu, by_task = false;
+    int up, act, relu, by_task = false;
     double seconds = 0;
     PyObject *arrays, *a[10];
     vm_pass p = {.x_scale = 1, .y_scale = 1};
     vm_dtype dtype = VM_F32;
     vm_precision precision = VM_HIGHEST;
-    if (!PyArg_ParseTuple(args, "sO&s(nnnnnn)(iippnf)O!|O&O&p", &backend, vm_py_to_threads, &threads, &kind, &p.x.c,
-                          &p.x.h, &p.x.w, &p.y.c, &p.y.h, &p.y.w, &p.ksize, &p.stride, &up, &silu, &p.groups, &p.eps,
-                          &PyTuple_Type, &arrays, vm_py_to_dtype, &dtype, vm_py_to_precision, &precision, &by_task) ||
+    if (!PyArg_ParseTuple(args, "sO&s(nnnnnn)(iipinfip)O!|O&O&p", &backend, vm_py_to_threads, &threads, &kind, &p.x.c,
+                          &p.x.h, &p.x.w, &p.y.c, &p.y.h, &p.y.w, &p.ksize, &p.stride, &up, &act, &p.groups, &p.eps,
+                          &p.pad, &relu, &PyTuple_Type, &arrays, vm_py_to_dtype, &dtype, vm_py_to_precision, &precision,
+                          &by_task) ||
         !PyArg_ParseTuple(arrays, "OOOOOOOOOO", &a[0], &a[1], &a[2], &a[3], &a[4], &a[5], &a[6], &a[7], &a[8], &a[9]))
         return NULL;
     const vm_backend *b = vm_py_backend(backend, dtype, precision);
     if (!b) return NULL;
     p.kind = kind_of(kind, &p.move);
     p.up = up;
-    p.silu = silu;
+    p.act = (vm_act)act;
+    p.relu = relu;
     const bool of_pixels = p.groups == (size_t)-1;
     p.norm = of_pixels ? VM_NORM_PIXEL : p.groups ? VM_NORM_GROUP : VM_NORM_NONE;
     if (of_pixels) p.groups = 0;
@@ -323,7 +326,7 @@ static PyObject *run_pass(PyObject *Py_UNUSED(module), PyObject *args) {
     return s ? vm_py_raise(s) : PyFloat_FromDouble(seconds);
 }
 
-/* needs(backend, threads, kind, shapes, (ksize, stride, up), dtype='float32', precision='highest',
+/* needs(backend, threads, kind, shapes, (ksize, stride, up, pad), dtype='float32', precision='highest',
  * by_task=False) -> (scratch floats, y_stats floats) */
 static PyObject *needs(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *backend, *kind;
@@ -332,8 +335,8 @@ static PyObject *needs(PyObject *Py_UNUSED(module), PyObject *args) {
     vm_pass p = {.x_scale = 1, .y_scale = 1};
     vm_dtype dtype = VM_F32;
     vm_precision precision = VM_HIGHEST;
-    if (!PyArg_ParseTuple(args, "sO&s(nnnnnn)(iip)|O&O&p", &backend, vm_py_to_threads, &threads, &kind, &p.x.c, &p.x.h,
-                          &p.x.w, &p.y.c, &p.y.h, &p.y.w, &p.ksize, &p.stride, &up, vm_py_to_dtype, &dtype,
+    if (!PyArg_ParseTuple(args, "sO&s(nnnnnn)(iipi)|O&O&p", &backend, vm_py_to_threads, &threads, &kind, &p.x.c, &p.x.h,
+                          &p.x.w, &p.y.c, &p.y.h, &p.y.w, &p.ksize, &p.stride, &up, &p.pad, vm_py_to_dtype, &dtype,
                           vm_py_to_precision, &precision, &by_task))
         return NULL;
     const vm_backend *b = vm_py_backend(backend, dtype, precision);

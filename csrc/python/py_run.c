@@ -306,8 +306,8 @@ static int describe(const vm_model *m, vm_request *r, PyArrayObject *in, npy_int
     }
     npy_intp in_dims[4];
     shape_of(r->in, n, encode ? (npy_intp)m->arch.in_channels : latent, h, w, in_dims);
-    shape_of(r->out, n, encode ? 2 * latent : (npy_intp)m->arch.out_channels, encode ? h / factor : h * factor,
-             encode ? w / factor : w * factor, out_dims);
+    shape_of(r->out, n, (npy_intp)(encode ? vm_arch_encoded(&m->arch) : m->arch.out_channels),
+             encode ? h / factor : h * factor, encode ? w / factor : w * factor, out_dims);
     r->batch = (size_t)n;
     r->height = (size_t)(encode ? h : h * factor);
     r->width = (size_t)(encode ? w : w * factor);

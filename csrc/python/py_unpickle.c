@@ -1,4 +1,6 @@
-/* vaemem._core.read_pickle: a pickle of plain data (protocols 2 to 5), read without the pickle machine.
+/* vaemem._core.read_pickle: a pickle of plain data (protocols 2 to 5), read without the pickle machine. `named` admits
+ * what PyTorch's files have beside: names, which become text, and calls, which become tuples of what is called and its
+ * arguments. Nothing is looked up, and nothing is called.
  *
  * Snapshots come from strangers. The opcodes known here build dicts, lists, tuples, integers, floats, strings, bytes,
  * bools and None; none of them can name a class or call anything. Every length is checked against the bytes that are
@@ -11,6 +13,7 @@ typedef struct reader {
     PyObject **stack, **memo;
     size_t *mark;
     size_t depth, stack_size, marks, mark_size, memo_size, memo_used;
+    bool named;
 } reader;
 
 static int refuse(const reader *r, const char *why) {
@@ -155,6 +158,42 @@ static int recall(reader *r, int length_bytes) {
     return push(r, Py_NewRef(r->memo[index]));
 }
 
+/* "module\nname\n" as the text module.name. */
+static int push_name(reader *r) {
+    const char *module = (const char *)r->at, *left = (const char *)r->end;
+    const char *dot = memchr(module, '\n', (size_t)(left - module));
+    const char *end = dot ? memchr(dot + 1, '\n', (size_t)(left - dot - 1)) : NULL;
+    if (!end) return refuse(r, "the file ends in the middle of a name");
+    r->at = (const uint8_t *)end + 1;
+    PyObject *a = PyUnicode_DecodeUTF8(module, dot - module, NULL), *b = NULL, *name = NULL;
+    if (a) b = PyUnicode_DecodeUTF8(dot + 1, end - dot - 1, NULL);
+    if (b) name = PyUnicode_FromFormat("%U.%U", a, b);
+    Py_XDECREF(a);
+    Py_XDECREF(b);
+    return push(r, name);
+}
+
+/* What is called and its arguments become a tuple of both; an OrderedDict, which items follow, a dict. */
+static int push_call(reader *r) {
+    if (above_mark(r) < 2) return refuse(r, "a call wants a name and arguments");
+    PyObject *called = r->stack[r->depth - 2], *args = r->stack[r->depth - 1];
+    if (!PyUnicode_CheckExact(called) || !PyTuple_CheckExact(args))
+        return refuse(r, "a call wants a name and arguments");
+    if (PyTuple_GET_SIZE(args) || PyUnicode_CompareWithASCIIString(called, "collections.OrderedDict"))
+        return push_tuple(r, 2);
+    drop(r, 2);
+    return push(r, PyDict_New());
+}
+
+/* GLOBAL, REDUCE, BUILD, whose state is dropped, and BINPERSID, which leaves the description of what it stands for. */
+static int step_named(reader *r, uint8_t op) {
+    if (op == 'c') return push_name(r);
+    if (op == 'R') return push_call(r);
+    if (above_mark(r) < (op == 'b' ? 2 : 1)) return refuse(r, "nothing that a name or a state belongs to");
+    if (op == 'b') drop(r, 1);
+    return 0;
+}
+
 static int unknown(const reader *r, uint8_t op) {
     /* GLOBAL, REDUCE, BUILD, INST, OBJ, NEWOBJ, NEWOBJ_EX, STACK_GLOBAL, EXT1, EXT2, EXT4, PERSID, BINPERSID */
     static const char calls[] = "cRbio\x81\x92\x93\x82\x83\x84PQ";
@@ -256,14 +295,16 @@ static int step(reader *r) {
     case 'j':
         return recall(r, 4);
     default:
-        return unknown(r, *op);
+        return r->named && *op && strchr("cRbQ", *op) ? step_named(r, *op) : unknown(r, *op);
     }
 }
 
-static PyObject *read_pickle(PyObject *Py_UNUSED(module), PyObject *data) {
+static PyObject *read_pickle(PyObject *Py_UNUSED(module), PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"", "named", NULL};
     Py_buffer view;
-    if (PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)) return NULL;
-    reader r = {.start = view.buf, .at = view.buf, .end = (const uint8_t *)view.buf + view.len};
+    int named = false;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "y*|p:read_pickle", names, &view, &named)) return NULL;
+    reader r = {.start = view.buf, .at = view.buf, .end = (const uint8_t *)view.buf + view.len, .named = named};
     int done = 0;
     for (size_t steps = 1; !done; steps++) {
         done = step(&r);
@@ -279,9 +320,10 @@ static PyObject *read_pickle(PyObject *Py_UNUSED(module), PyObject *data) {
     return result;
 }
 
-PyMethodDef vm_py_unpickle[] = {{"read_pickle", read_pickle, METH_O,
-                                 "read_pickle(data, /)\n--\n\nThe object in a pickle of plain data (protocol 2 to "
-                                 "5): dict, list, tuple, int of 64 bits,\n"
-                                 "float, str, bytes, bool and None.\n\nRaises ValueError for anything else, and for "
-                                 "a pickle that is cut or corrupt."},
+PyMethodDef vm_py_unpickle[] = {{"read_pickle", (PyCFunction)(void (*)(void))read_pickle, METH_VARARGS | METH_KEYWORDS,
+                                 "read_pickle(data, /, named=False)\n--\n\nThe object in a pickle of plain data "
+                                 "(protocol 2 to 5): dict, list, tuple, int of 64 bits,\n"
+                                 "float, str, bytes, bool and None. named: names are text there, and calls tuples of "
+                                 "the name and the\narguments; none is looked up or called.\n\nRaises ValueError "
+                                 "for anything else, and for a pickle that is cut or corrupt."},
                                 {NULL, NULL, 0, NULL}};

@@ -19,14 +19,15 @@ PyObject *vm_py_sizes(const size_t *size, size_t count) { return tuple(count, si
 
 /* ---- architectures ---- */
 
-static const char *const families[] = {[VM_KL] = "kl", [VM_WAN] = "wan", [VM_HUNYUAN_IMAGE] = "hunyuan_image"};
-
 /* Adds what an arch has of its own; takes over the reference to value. */
 static int put(PyObject *dict, const char *key, PyObject *value) {
     const int failed = !dict || !value || PyDict_SetItemString(dict, key, value);
     Py_XDECREF(value);
     return failed ? -1 : 0;
 }
+
+static const char *const families[] = {
+    [VM_KL] = "kl", [VM_WAN] = "wan", [VM_HUNYUAN_IMAGE] = "hunyuan_image", [VM_TINY] = "tiny"};
 
 PyObject *vm_py_arch_to_dict(const vm_arch *a) {
     PyObject *dict = Py_BuildValue(
@@ -121,12 +122,11 @@ static int get_family(PyObject *dict, vm_family *out) {
     PyObject *v = PyDict_GetItemString(dict, "family");
     const char *text = v && v != Py_None ? PyUnicode_AsUTF8(v) : "kl";
     if (!text) return -1;
-    for (size_t i = 0; i < sizeof families / sizeof *families; i++)
-        if (!strcmp(text, families[i])) {
-            *out = (vm_family)i;
-            return 0;
-        }
-    PyErr_Format(PyExc_ValueError, "arch: family: want kl, wan or hunyuan_image, got %R", v);
+    for (size_t i = 0; i < sizeof families / sizeof *families; i++) {
+        *out = (vm_family)i;
+        if (!strcmp(text, families[i])) return 0;
+    }
+    PyErr_Format(PyExc_ValueError, "arch: family: want kl, wan, hunyuan_image or tiny, got %R", v);
     return -1;
 }
 

@@ -13,11 +13,10 @@ INLINE __m512 widened(vm_dtype dtype, const void *x, size_t i) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
 }
 
-/* x / (1 + e^-x), within 2^-12 of it, or 2^-20 where it is exact and x above -16 (2^-18 below). e^-x is 2^(n + f),
+/* 1 / (1 + e^-x), within 2^-12 of it, or 2^-20 where it is exact and x above -16 (2^-18 below). e^-x is 2^(n + f),
  * where n is an integer and 0 <= f < 1: a polynomial of f, which is 2^f within 2^-13.7 or 2^-22.6 (of those of its
- * degree the one whose largest relative error is least), times 2^n, which scalef makes of n + f. An Inf stays one or
- * becomes NaN, as it should: -Inf * 0. */
-INLINE __m512 silu(__m512 x, bool exact) {
+ * degree the one whose largest relative error is least), times 2^n, which scalef makes of n + f. */
+INLINE __m512 sigmoid(__m512 x, bool exact) {
     static const float near[] = {0x1.3f96a4p-4f, 0x1.cefc4cp-3f, 0x1.64444cp-1f, 0x1.fff632p-1f};
     static const float nearer[] = {0x1.ec320ap-10f, 0x1.26900cp-7f, 0x1.c95456p-5f,
                                    0x1.ebd5a8p-3f,  0x1.62e4f6p-1f, 0x1.fffffep-1f};
@@ -33,12 +32,21 @@ INLINE __m512 silu(__m512 x, bool exact) {
         const __m512 error = _mm512_fnmadd_ps(sum, inverse, _mm512_set1_ps(1));
         inverse = _mm512_mask_fmadd_ps(inverse, small, error, inverse);
     }
-    return _mm512_mul_ps(x, inverse);
+    return inverse;
+}
+
+/* exact: of SiLU. An Inf stays one or becomes NaN, as it should: -Inf * 0. */
+INLINE __m512 activated(vm_act act, __m512 x, bool exact) {
+    if (act == VM_ACT_SILU) return _mm512_mul_ps(x, sigmoid(x, exact));
+    if (act == VM_ACT_RELU) return _mm512_max_ps(_mm512_setzero_ps(), x); /* NaN where the second is */
+    if (act != VM_ACT_BOUND) return x;
+    const __m512 share = sigmoid(_mm512_mul_ps(x, _mm512_set1_ps(2 / 3.f)), true);
+    return _mm512_fmsub_ps(share, _mm512_set1_ps(6), _mm512_set1_ps(3));
 }
 
 INLINE __m256i narrow(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
 
-INLINE void load_as(vm_dtype dtype, bool scaled, bool activated, bool split, uint16_t *y, uint16_t *rest,
+INLINE void load_as(vm_dtype dtype, bool scaled, vm_act act, bool split, uint16_t *y, uint16_t *rest,
                     const vm_source *from) {
     const void *x = from->x;
     const __m512 scale = scaled ? _mm512_loadu_ps(from->scale) : _mm512_set1_ps(1);
@@ -47,7 +55,7 @@ INLINE void load_as(vm_dtype dtype, bool scaled, bool activated, bool split, uin
         __m512 v = widened(dtype, x, p * VM_BLOCK);
         if (scaled && from->factor) v = _mm512_mul_ps(v, _mm512_set1_ps(from->factor[p]));
         if (scaled) v = _mm512_fmadd_ps(v, scale, shift);
-        if (activated) v = silu(v, split);
+        if (act) v = activated(act, v, split);
         const __m256i half = narrow(v);
         _mm256_storeu_si256((__m256i_u *)(y + 2 * p * VM_BLOCK), half);
         if (split)
@@ -57,15 +65,15 @@ INLINE void load_as(vm_dtype dtype, bool scaled, bool activated, bool split, uin
 }
 
 INLINE void load_dtype(vm_dtype dtype, uint16_t *y, uint16_t *rest, const vm_source *from) {
-    const bool scaled = from->scale, activated = from->silu, split = rest;
-    if (activated && scaled && split)
-        load_as(dtype, true, true, true, y, rest, from);
-    else if (activated && scaled)
-        load_as(dtype, true, true, false, y, rest, from);
+    const bool scaled = from->scale, split = rest;
+    if (from->act == VM_ACT_SILU && scaled && split)
+        load_as(dtype, true, VM_ACT_SILU, true, y, rest, from);
+    else if (from->act == VM_ACT_SILU && scaled)
+        load_as(dtype, true, VM_ACT_SILU, false, y, rest, from);
     else if (split)
-        load_as(dtype, scaled, activated, true, y, rest, from);
+        load_as(dtype, scaled, from->act, true, y, rest, from);
     else
-        load_as(dtype, scaled, activated, false, y, rest, from);
+        load_as(dtype, scaled, from->act, false, y, rest, from);
 }
 
 void vm_load_pairs_avx512bf16(void *y, void *rest, const vm_source *from) {

@@ -54,8 +54,7 @@ static void lay_out(const vm_pass *p, shape *s, size_t rows, size_t element) {
 }
 
 static shape shape_of(const vm_pass *p, const vm_limits *limits, size_t element) {
-    shape s = {.k = p->up ? 2 : (size_t)p->ksize, .stride = (size_t)p->stride};
-    s.pad = s.stride == 1 ? (size_t)p->ksize / 2 : 0;
+    shape s = {.k = p->up ? 2 : (size_t)p->ksize, .stride = (size_t)p->stride, .pad = (size_t)p->pad};
     s.in_c = vm_padded(p->x.c);
     s.raw_c = vm_padded(p->y.c) * (p->up ? 4 : 1);
     s.raw_w = p->up ? p->x.w + 1 : p->y.w;
@@ -111,10 +110,14 @@ static vm_conv_args own_args(const vm_pass *p) {
                           .y_c = (uint32_t)p->y.c,
                           .k = p->up ? 2 : (uint32_t)p->ksize,
                           .stride = (uint32_t)p->stride,
+                          .pad = (uint32_t)p->pad,
                           .up = p->up,
-                          .silu = p->silu,
+                          .act = p->act,
+                          .relu = p->relu,
                           .format = p->y_format,
                           .clamp = p->clamp,
+                          .out_scale = p->out_scale,
+                          .out_shift = p->out_shift,
                           .bias_scale = p->y_scale};
 }
 
@@ -247,7 +250,7 @@ static vm_status load(const vm_gpu *g, const vm_pass *p, const vm_operands *at, 
                       .width = (uint32_t)s->in_w,
                       .channels = (uint32_t)s->in_c,
                       .format = p->x_format,
-                      .silu = p->silu,
+                      .act = p->act,
                       .in_scale = p->affine ? p->in_scale : 1,
                       .in_shift = p->affine ? p->in_shift : 0,
                       .multiply = multiplier(p)};
@@ -276,8 +279,11 @@ static vm_status store(const vm_gpu *g, const vm_pass *p, const vm_operands *at,
                        .channels = (uint32_t)vm_padded(p->y.c),
                        .part_pixels = (uint32_t)part_pixels(p),
                        .up = p->up,
+                       .relu = p->relu,
                        .format = p->y_format,
                        .clamp = p->clamp,
+                       .out_scale = p->out_scale,
+                       .out_shift = p->out_shift,
                        .bias_scale = p->y_scale};
     const size_t vectors = vm_padded(p->y.c) / 8;
     return launch(g, g->kernel[VM_KERNEL_STORE], parts_of(p, rows), (vectors + VM_CUDA_LANES - 1) / VM_CUDA_LANES,
@@ -286,8 +292,8 @@ static vm_status store(const vm_gpu *g, const vm_pass *p, const vm_operands *at,
 
 /* Whether cuDNN may read x itself: there is nothing to do on load, and x's pixels are packed. */
 static bool reads_x(const vm_pass *p, const vm_operands *at, const shape *s) {
-    return p->ksize == 1 && !p->norm && !p->affine && p->x_format == VM_ROWS && pitch_of(&at->x, &p->x) == s->in_c &&
-           p->x_scale == p->y_scale;
+    return p->ksize == 1 && !p->norm && !p->affine && !p->act && p->x_format == VM_ROWS &&
+           pitch_of(&at->x, &p->x) == s->in_c && p->x_scale == p->y_scale;
 }
 
 static vm_status conv(vm_gpu *g, const vm_pass *p, const vm_operands *at, const vm_limits *limits) {
@@ -334,6 +340,7 @@ static vm_status own_conv(vm_gpu *g, const vm_pass *p, const vm_operands *at, co
     a.stats = p->stats ? at->y_stats : NULL;
     a.flags = g->flags;
     a.multiply = !rows ? 1 : multiplier(p);
+    if (!rows) a.act = VM_ACT_NONE; /* load has done it */
     return launch(g, kernel, vm_conv_grid(&a, *tile, (uint32_t)g->multiprocessors), 1, tile->threads, tile->shared, &a);
 }
 

@@ -79,11 +79,16 @@ VM_DEVICE void vm_conv_store(const vm_conv_args &a, float (&d)[S::M][S::N][4], c
                     v[e][1] += more_v[1];
                 }
             }
+            if (a.relu) {
+#pragma unroll
+                for (int e = 0; e < 4; e++) v[e / 2][e % 2] = v[e / 2][e % 2] < 0 ? 0 : v[e / 2][e % 2];
+            }
             if constexpr (PIXELS) {
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
                     const uint32_t c = out + vm_conv_channel(2 * n + e);
-                    v[e / 2][e % 2] = some && c < a.y_c ? vm_store_number(a, pixel, c, v[e / 2][e % 2]) : 0;
+                    const float scaled = fmaf(v[e / 2][e % 2], a.out_scale, a.out_shift);
+                    v[e / 2][e % 2] = some && c < a.y_c ? vm_store_number(a, pixel, c, scaled) : 0;
                     nonfinite = fmaf(v[e / 2][e % 2], 0.0f, nonfinite);
                 }
             } else {
@@ -231,7 +236,7 @@ VM_DEVICE void vm_convolve(const vm_conv_args &a, char *shared) {
 #pragma unroll
         for (int i = 0; i < 2 * S::N; i++) {
             const uint32_t o = at.out + across * S::N * 8 + vm_conv_channel(i);
-            const float bias = o < VM_ROUND_UP(a.y_c, VM_BLOCK) ? a.bias[o] * a.bias_scale : 0;
+            const float bias = a.bias && o < VM_ROUND_UP(a.y_c, VM_BLOCK) ? a.bias[o] * a.bias_scale : 0;
 #pragma unroll
             for (int r = 0; r < 2 * S::M; r++) d[r / 2][i / 2][r % 2 * 2 + i % 2] = bias;
         }

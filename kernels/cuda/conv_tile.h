@@ -53,9 +53,8 @@ VM_DEVICE void vm_conv_input_at(const vm_conv_args &a, vm_conv_input &in, uint32
     in.chunk = 0;
     if (item >= items) return;
     const vm_conv_item at = vm_conv_item_of<S>(a, item);
-    const int32_t pad = S::STRIDE > 1 ? 0 : (int32_t)a.k / 2;
-    in.top = (int32_t)(at.row * S::STRIDE + at.phase / 2) - pad;
-    in.left = (int32_t)(at.column * S::STRIDE + at.phase % 2) - pad;
+    in.top = (int32_t)(at.row * S::STRIDE + at.phase / 2) - (int32_t)a.pad;
+    in.left = (int32_t)(at.column * S::STRIDE + at.phase % 2) - (int32_t)a.pad;
 }
 
 /* The thread's i-th vector. */
@@ -117,7 +116,7 @@ VM_DEVICE void vm_conv_transform(const vm_conv_args &a, const vm_conv_input &in,
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             const float t = fmaf(v[j] * factor, scale[j], shift[j]);
-            v[j] = (a.silu ? vm_silu<T>(t) : t) * a.multiply;
+            v[j] = vm_activated<T>(a.act, t) * a.multiply;
         }
         vm_store8(p, v);
     }

@@ -17,7 +17,7 @@
 enum { VM_CUDA_THREADS = 256, VM_CUDA_LANES = 64 };
 
 /* vm_load_<dtype>: out[r][q][c] = f(x[top + r][left + q][c]) * multiply, zero outside x and for c >= x_c.
- * f(v) = v * factor[pixel] * scale[c] + shift[c] (where given), then SiLU where asked; else v * in_scale + in_shift.
+ * f(v) = act(v * factor[pixel] * scale[c] + shift[c]), where a scale is given, else act(v * in_scale + in_shift).
  * Any one-dimensional grid of VM_CUDA_THREADS threads. */
 typedef struct vm_load_args {
     const void *x; /* [x_h][x_w][x_pitch], or the user's pixels by format */
@@ -31,32 +31,33 @@ typedef struct vm_load_args {
     int32_t top, left;
     uint32_t rows, width, channels;
     uint32_t format; /* vm_format of x */
-    uint32_t silu;
+    uint32_t act;    /* vm_act */
     float in_scale, in_shift, multiply;
 } vm_load_args;
 
-/* vm_store_<dtype>: y[row0 + r][q][c] = raw + bias[c] * bias_scale + add
+/* vm_store_<dtype>: y[row0 + r][q][c] = raw + bias[c] * bias_scale + add, no less than 0 where relu
  *   for r < rows, q < y_w, c < VM_ROUND_UP(y_c, VM_BLOCK), where raw is
  *     raw[r][q][c]                                                of [rows][y_w][channels], or with up
  *     raw[i + (R & 1)][q / 2 + (q & 1)][phase * channels + c]     of [..][y_w / 2 + 1][4 * channels],
  *     R = row0 + r, i = R / 2 - row0 / 2, phase = 2 * (R & 1) + (q & 1)   (row0 and rows even).
  * Sums are in float. Part p of the sums covers pixels [p * part_pixels, ...) of the stripe in row order: count, then
  * per channel mean and sum of squared deviations of the stored (rounded) values, at stats + p * vm_stats_floats(y_c).
- * The user's pixels get channels c < y_c only, clamped; bytes are clamped and rounded.
+ * The user's pixels get channels c < y_c only, times out_scale plus out_shift, clamped; bytes are clamped and rounded.
  * *flags |= 1 where a stored value is not finite.
  * Grid (parts of the stripe, channel vectors of 8 / VM_CUDA_LANES rounded up), VM_CUDA_THREADS threads. */
 typedef struct vm_store_args {
     const void *raw;
-    const float *bias;
-    const void *add; /* [y_h][y_w][add_pitch] or NULL; may be y */
-    void *y;         /* [y_h][y_w][y_pitch], or the user's pixels by format */
-    float *stats;    /* of this stripe's first part, or NULL */
+    const float *bias; /* or NULL */
+    const void *add;   /* [y_h][y_w][add_pitch] or NULL; may be y */
+    void *y;           /* [y_h][y_w][y_pitch], or the user's pixels by format */
+    float *stats;      /* of this stripe's first part, or NULL */
     uint32_t *flags;
     uint32_t y_h, y_w, y_c, y_pitch, add_pitch;
     uint32_t row0, rows, channels, part_pixels;
-    uint32_t up;
+    uint32_t up, relu;
     uint32_t format; /* vm_format of y */
-    vm_clamp clamp;  /* of the user's pixels */
+    vm_clamp clamp;  /* of the user's pixels, as are these two */
+    float out_scale, out_shift;
     float bias_scale;
 } vm_store_args;
 
@@ -122,9 +123,10 @@ static inline vm_attention_shape vm_attention_choose(vm_dtype dtype, size_t larg
  *   y[Y][X][o] = bias[o] * bias_scale + add[Y][X][o] + sum over taps a, b and channels c of
  *                w[o][a][b][c] * f(x[Y * stride + a - pad][X * stride + b - pad][c])
  *
- * f(v) = v * factor[pixel] * scale[c] + shift[c] (where given), then SiLU where asked, then * multiply, rounded to the
- * type; zero outside x. k = 3 with pad 1, 1 with pad 0, and 3 with stride 2 and pad 0. After nearest 2x (up) k = 2, and
- * w is [4 phases][o][a][b][c]: y[2 i + py][2 j + px] sums over x[i + py + a - 1][j + px + b - 1], phase = 2 * py + px.
+ * f(v) = act(v * factor[pixel] * scale[c] + shift[c]) (where given), SiLU or ReLU, then * multiply, rounded to the
+ * type; zero outside x. With relu y is no less than 0. k = 3 with pad 1, 1 with pad 0, and 3 with stride 2 and pad 0 or
+ * 1. After nearest 2x (up) k = 2, and w is [4 phases][o][a][b][c]: y[2 i + py][2 j + px] sums over
+ * x[i + py + a - 1][j + px + b - 1], phase = 2 * py + px.
  *
  * Sums over all taps and channels are in float, bias and add too. Channels: x has in_c, padded with zeros to a multiple
  * of VM_BLOCK; w has as many, and filters padded likewise, as bias is; y gets all of VM_ROUND_UP(y_c, VM_BLOCK), the
@@ -137,16 +139,17 @@ typedef struct vm_conv_args {
     const void *x, *w;          /* [x_h][x_w][x_pitch], [y_c padded][k][k][in_c] */
     const float *scale, *shift; /* [in_c], or NULL */
     const float *factor;        /* [x_h][x_w], or NULL */
-    const float *bias;          /* [y_c padded] */
+    const float *bias;          /* [y_c padded], or NULL */
     const void *add;            /* [y_h][y_w][add_pitch], or NULL */
     void *y;                    /* [y_h][y_w][y_pitch], or the user's pixels by format */
     float *stats;               /* vm_conv_parts of vm_stats_floats(y_c), or NULL */
     uint32_t *flags;
     uint32_t x_h, x_w, x_pitch, in_c;
     uint32_t y_h, y_w, y_pitch, y_c, add_pitch;
-    uint32_t k, stride, up, silu;
+    uint32_t k, stride, pad, up, act, relu;
     uint32_t format; /* vm_format of y */
-    vm_clamp clamp;  /* of the user's pixels */
+    vm_clamp clamp;  /* of the user's pixels, as are these two */
+    float out_scale, out_shift;
     float multiply, bias_scale;
 } vm_conv_args;
 enum { VM_CONV_COLUMNS = 16, VM_CONV_CHUNK = 64 /* channels of x in shared memory at a time */ };

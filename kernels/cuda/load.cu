@@ -68,7 +68,7 @@ VM_DEVICE void vm_load(const vm_load_args &a) {
                     for (int i = 0; i < 8; i++) {
                         if (!ROWS && c + i < a.x_c) v[i] = vm_user_number(a, from[j], c + i);
                         v[i] = fmaf(v[i] * factor[j], scale[i], shift[i]);
-                        v[i] = (a.silu ? vm_silu<T>(v[i]) : v[i]) * a.multiply;
+                        v[i] = vm_activated<T>(a.act, v[i]) * a.multiply;
                     }
                     if (c + 8 > a.x_c) { /* memory beyond x's channels may hold anything */
 #pragma unroll

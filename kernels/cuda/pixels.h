@@ -23,6 +23,14 @@ VM_DEVICE float vm_silu(float v) {
     return v * vm_reciprocal(1 + vm_exp2(v * -(float)M_LOG2E));
 }
 
+template <typename T>
+VM_DEVICE float vm_activated(uint32_t act, float v) {
+    if (act == VM_ACT_SILU) return vm_silu<T>(v);
+    if (act == VM_ACT_RELU) return v < 0 ? 0 : v;
+    if (act == VM_ACT_BOUND) return 3 - 6 * vm_reciprocal(1 + vm_exp2(v * (float)(2 * M_LOG2E / 3)));
+    return v;
+}
+
 /* Merges the mean and squared deviations of other numbers (b) into those of n numbers. share: b's part of all. */
 VM_DEVICE void vm_merge_sums(float n, float share, float &mean, float &m2, float b_mean, float b_m2) {
     const float delta = b_mean - mean;

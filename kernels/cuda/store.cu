@@ -67,9 +67,9 @@ VM_DEVICE void vm_store(const vm_store_args &a) {
     const size_t y0 = (size_t)a.row0 * a.y_w;
 
     float bias[8], base[8], sum[8], square[8];
-    vm_load8(bias, a.bias + c);
+    if (a.bias) vm_load8(bias, a.bias + c);
 #pragma unroll
-    for (int i = 0; i < 8; i++) bias[i] *= a.bias_scale, base[i] = sum[i] = square[i] = 0;
+    for (int i = 0; i < 8; i++) bias[i] = a.bias ? bias[i] * a.bias_scale : 0, base[i] = sum[i] = square[i] = 0;
 
     bool finite = true;
     uint32_t row = first / a.y_w, column = first % a.y_w; /* of the stripe */
@@ -103,11 +103,16 @@ VM_DEVICE void vm_store(const vm_store_args &a) {
 #pragma unroll
                 for (int i = 0; i < 8; i++) v[i] += more[i];
             }
+            if (a.relu) {
+#pragma unroll
+                for (int i = 0; i < 8; i++) v[i] = v[i] < 0 ? 0 : v[i];
+            }
             if constexpr (ROWS) {
                 vm_store8_rounded(static_cast<T *>(a.y) + (y0 + at) * a.y_pitch + c, v);
             } else {
 #pragma unroll
-                for (int i = 0; i < 8; i++) v[i] = c + i < a.y_c ? vm_store_number(a, y0 + at, c + i, v[i]) : 0;
+                for (int i = 0; i < 8; i++)
+                    v[i] = c + i < a.y_c ? vm_store_number(a, y0 + at, c + i, fmaf(v[i], a.out_scale, a.out_shift)) : 0;
             }
 #pragma unroll
             for (int i = 0; i < 8; i++) {

@@ -68,7 +68,16 @@ static void gemm_pairs(const vm_gemm *g) {
 static float element_at(const vm_source *from, size_t i) {
     const float x = vm_element(from->dtype, from->x, i) * (from->factor ? from->factor[i / L] : 1);
     const float v = from->scale ? x * from->scale[i % L] + from->shift[i % L] : x;
-    return from->silu ? v / (1 + expf(-v)) : v;
+    switch (from->act) {
+    case VM_ACT_SILU:
+        return v / (1 + expf(-v));
+    case VM_ACT_RELU:
+        return v < 0 ? 0 : v;
+    case VM_ACT_BOUND:
+        return 3 * tanhf(v / 3);
+    default:
+        return v;
+    }
 }
 
 static void load(void *y, void *rest, const vm_source *from) {
@@ -85,11 +94,13 @@ void vm_load_pairs_ref(void *y, void *rest, const vm_source *from) {
     }
 }
 
-static bool store_rows(void *y, vm_dtype dtype, const float *x, size_t pixels, float factor, const void *add) {
+static bool store_rows(void *y, vm_dtype dtype, const float *x, size_t pixels, float factor, const void *add,
+                       bool relu) {
     bool finite = true;
     for (size_t i = 0; i < pixels * L; i++) {
         float v = x[i] * factor;
         if (add) v += vm_element(dtype, add, i);
+        if (relu && v < 0) v = 0;
         vm_set_element(dtype, y, i, v);
         finite &= isfinite(vm_element(dtype, y, i)) != 0;
     }
@@ -218,7 +229,7 @@ static void tiles_out(const line *down, const line *across, float *y, size_t y_r
             between(pixel, down->out[r], across->out[x % across->pixels], down->numbers, across->numbers,
                     m + x / across->pixels * L, across->numbers * m_step, m_step);
             for (size_t l = 0; l < L; l++) {
-                pixel[l] += bias[l];
+                if (bias) pixel[l] += bias[l];
                 if (add) pixel[l] += add[r * add_row + x * L + l];
                 y[r * y_row + x * L + l] = pixel[l];
             }

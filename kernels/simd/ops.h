@@ -100,22 +100,29 @@ INLINE vf vexp(vf x) {
 
 /* ---- the rest: a lane is a channel (or, in softmax, a query), so nothing is ever reduced across lanes ---- */
 
+INLINE vf activated(vm_act act, vf x) {
+    if (act == VM_ACT_SILU) return x / (splat(1) + vexp(-x));
+    if (act == VM_ACT_RELU) return VM_NO_LESS(splat(0), x);
+    if (act == VM_ACT_BOUND) return splat(3) - splat(6) / (splat(1) + vexp(x * splat(2 / 3.f)));
+    return x;
+}
+
 INLINE void load_as(vm_dtype dtype, float *y, const vm_source *from) {
+    const vm_act act = from->act;
     for (size_t l = 0; l < VM_BLOCK; l += VM_LANES) {
         const vf a = from->scale ? at(from->scale + l) : splat(1), b = from->scale ? at(from->shift + l) : splat(0);
         for (size_t i = l; i < from->pixels * VM_BLOCK; i += VM_BLOCK) {
             vf x = widened(dtype, from->x, i);
             if (from->factor) x *= splat(from->factor[i / VM_BLOCK]);
             x = x * a + b;
-            if (from->silu) x /= splat(1) + vexp(-x);
-            put(y + i, x);
+            put(y + i, activated(act, x));
         }
     }
 }
 
 static void load(void *y, void *rest, const vm_source *from) {
     (void)rest;
-    const bool copied = !from->scale && !from->silu && from->dtype == VM_F32;
+    const bool copied = !from->scale && !from->act && from->dtype == VM_F32;
     if (copied) {
         memcpy(y, from->x, from->pixels * VM_BLOCK * sizeof(float));
         return;
@@ -123,12 +130,13 @@ static void load(void *y, void *rest, const vm_source *from) {
     VM_FOR_DTYPE(from->dtype, load_as, y, from)
 }
 
-INLINE bool store_as(vm_dtype dtype, void *y, const float *x, size_t pixels, float factor, const void *add) {
+INLINE bool store_as(vm_dtype dtype, void *y, const float *x, size_t pixels, float factor, const void *add, bool relu) {
     const vf f = splat(factor);
     vi bad = {0};
     for (size_t i = 0; i < pixels * VM_BLOCK; i += VM_LANES) {
         vf v = at(x + i) * f;
         if (add) v += widened(dtype, add, i);
+        if (relu) v = VM_NO_LESS(splat(0), v);
         bad |= narrow(dtype, y, i, v);
     }
     int32_t any = 0;
@@ -136,8 +144,8 @@ INLINE bool store_as(vm_dtype dtype, void *y, const float *x, size_t pixels, flo
     return !any;
 }
 
-static bool store_rows(void *y, vm_dtype dtype, const float *x, size_t pixels, float factor,
-                       const void *add){VM_FOR_DTYPE(dtype, store_as, y, x, pixels, factor, add)}
+static bool store_rows(void *y, vm_dtype dtype, const float *x, size_t pixels, float factor, const void *add,
+                       bool relu){VM_FOR_DTYPE(dtype, store_as, y, x, pixels, factor, add, relu)}
 
 INLINE void squares_as(vm_dtype dtype, float *sum, const void *x, size_t pixels) {
     for (size_t i = 0; i < pixels * VM_BLOCK; i += VM_LANES) {
@@ -352,7 +360,7 @@ INLINE void tiles_out(int down, int across, float *y, size_t y_row, const float 
                       size_t y_width, const float *bias, const float *add, size_t add_row) {
     const size_t width = (size_t)pixels_of(across);
     for (size_t l = 0; l < VM_BLOCK; l += VM_LANES) {
-        const vf b = at(bias + l);
+        const vf b = bias ? at(bias + l) : (vf){0};
         for (size_t x = 0; x < y_width; x += width) {
             vf t[4][6];
             UNROLL for (int c = 0; c < numbers(across); c++) {

@@ -181,7 +181,8 @@ static void test_gemm(const vm_cpu_ops *ops) {
 
 static void test_load(const vm_cpu_ops *ops) {
     const size_t pixels = below(20), n = pixels * L;
-    const bool silu = one_in(2), affine = one_in(2);
+    const vm_act act = (vm_act)below(4);
+    const bool affine = one_in(2);
     const float *scale = affine ? array(L, one_in(8)) : NULL, *shift = affine ? array(L, one_in(8)) : NULL;
     float *x = array(n, one_in(4));
     if (one_in(2)) /* where e^x overflows and where it vanishes */
@@ -190,8 +191,7 @@ static void test_load(const vm_cpu_ops *ops) {
     float *y = one_in(2) ? x : array(n, false);
     const float *factor = affine && one_in(2) ? array(pixels, false) : NULL;
     ops->floats.load(
-        y, NULL,
-        &(vm_source){.x = x, .pixels = pixels, .scale = scale, .shift = shift, .factor = factor, .silu = silu});
+        y, NULL, &(vm_source){.x = x, .pixels = pixels, .scale = scale, .shift = shift, .factor = factor, .act = act});
     for (size_t i = 0; i < n; i++) {
         sum s = {0, 0};
         const double times = (affine ? (double)scale[i % L] : 1) * (factor ? (double)factor[i / L] : 1);
@@ -199,8 +199,10 @@ static void test_load(const vm_cpu_ops *ops) {
         if (affine) add(&s, shift[i % L]);
         /* the affine is two roundings, a factor one, which SiLU's slope makes 1.1 times as large; then e^x, the sum and
          * the quotient */
-        const double t = s.value, want = silu ? t / (1 + exp(-t)) : t;
-        check(y[i], want, (affine ? 4.4 * U * s.size : 0) + (silu ? 6 * U * fabs(want) + TINY : 0), "y", i);
+        const double t = s.value, relu = t < 0 ? 0 : t;
+        const double want[] = {t, t / (1 + exp(-t)), relu, 3 * tanh(t / 3)}; /* the bound is made of numbers up to 6 */
+        const double made[] = {0, 6 * U * fabs(want[VM_ACT_SILU]) + TINY, 0, 36 * U};
+        check(y[i], want[act], (affine ? 4.4 * U * s.size : 0) + made[act], "y", i);
     }
 }
 
@@ -224,10 +226,11 @@ static void test_halves(const vm_cpu_ops *ops) {
     if (one_in(2)) /* where float16 overflows, and its subnormals */
         for (size_t i = 0; i < n; i++) x[i] *= one_in(2) ? 65504 : 0x1p-24f;
     uint16_t *half = (uint16_t *)(void *)rows;
-    const bool finite = ops->store(half, dtype, x, pixels, factor, NULL);
+    const bool relu = one_in(2), finite = ops->store(half, dtype, x, pixels, factor, NULL, relu);
     bool all = true;
     for (size_t i = 0; i < n; i++) {
-        const uint16_t want = dtype == VM_BF16 ? vm_to_bfloat16(x[i] * factor) : vm_to_float16(x[i] * factor);
+        const float stored = relu && x[i] < 0 ? 0 : x[i] * factor;
+        const uint16_t want = dtype == VM_BF16 ? vm_to_bfloat16(stored) : vm_to_float16(stored);
         const float value = vm_element(dtype, &want, 0);
         all &= isfinite(value) != 0;
         if (half[i] != want && value == value)

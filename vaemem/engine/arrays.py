@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from vaemem import _core
-from vaemem._common import Message, Named, latent_factor
+from vaemem._common import Message, Named, encoded_channels, latent_factor
 from vaemem.engine.device import Device, DeviceArray, itemsize
 
 INPUT_NAMES = {"encode": "x", "decode": "z"}  # of what goes in
@@ -29,7 +29,7 @@ def ends_of(arch: Mapping[str, Any], op: str) -> tuple[tuple[int, int], tuple[in
     where the latents have one: 1 for latents themselves, 8 for the images of most models."""
     if op == "decode":
         return (1, arch["latent_channels"]), (latent_factor(arch), arch["out_channels"])
-    return (latent_factor(arch), arch["in_channels"]), (1, 2 * arch["latent_channels"])
+    return (latent_factor(arch), arch["in_channels"]), (1, encoded_channels(arch))
 
 
 class _Arrays:

@@ -9,6 +9,7 @@ ldm        CompVis' names, in original Stable Diffusion checkpoints under ``firs
 bfl        the same names without quant convs, or with those of FLUX.2 within the halves: Black Forest Labs' files
 wan        the names of Wan's authors, in ComfyUI's files of the VAEs of Qwen-Image, Wan 2.1 and Wan 2.2
 hunyuan    the names of HunyuanImage's authors, which are CompVis' but for the order of a decoder's levels
+taesd      the numbers of TAESD's authors, in their files of tiny autoencoders (`vaemem.engine.tiny`)
 =========  ===========================================================================================================
 
 Sources of the names: ``AutoencoderKL`` of diffusers 0.33, ``AutoencoderKLFlux2`` of its main branch in August 2026,
@@ -33,6 +34,7 @@ import numpy as np
 
 from vaemem import _core
 from vaemem._common import Message, Named, letters, meant
+from vaemem.engine import tiny
 from vaemem.engine.arguments import as_path
 
 Shape = tuple[int, ...]
@@ -41,7 +43,7 @@ Spelt = Mapping[str, str]
 Arch = dict[str, Any]
 Config = str | os.PathLike[str] | Mapping[str, Any]  # a path, or contents
 
-LAYOUTS = ("diffusers", "ldm", "bfl", "wan", "hunyuan")
+LAYOUTS = ("diffusers", "ldm", "bfl", "wan", "hunyuan", tiny.AUTHORS)
 PREFIXES = ("first_stage_model.", "vae.", "")
 CONFIG = "config.json"
 LARGEST = float(np.finfo(np.float32).max)
@@ -67,6 +69,7 @@ _HUNYUAN = {"mid_block.resnets.0.": "mid.block_1.", "mid_block.resnets.1.": "mid
 _HUNYUAN |= {_ATTENTION + "proj.": "mid.attn_1.proj_out.", _ATTENTION + "to_": "mid.attn_1."}
 _HUNYUAN |= {_ATTENTION: "mid.attn_1."}
 _PIECES |= {"ldm": _LDM, "bfl": _LDM, "wan": _WAN, "hunyuan": _HUNYUAN}
+_PIECES |= {layout: {} for layout in (tiny.AUTHORS, *tiny.HALVES)}
 
 
 def spell(names: Iterable[str], layout: str, levels: int, prefix: str = "", layers: int = 2) -> dict[str, str]:
@@ -97,7 +100,7 @@ def spell(names: Iterable[str], layout: str, levels: int, prefix: str = "", laye
     spelt, names = {}, list(names)
     residual = any(".upsampler." in name or ".downsampler." in name for name in names)
     for name in names:
-        theirs = name
+        theirs = tiny.spell_tiny(name, layout)
         for mine, piece in _PIECES[layout].items():
             theirs = theirs.replace(mine, piece)
         if _PIECES[layout] is _LDM:
@@ -172,12 +175,22 @@ _HUNYUAN_KEYS: Arch = {"in_channels": 3, "out_channels": 3, "latent_channels": 6
 _HUNYUAN_KEYS |= {"block_out_channels": (128, 256, 512, 512, 1024, 1024), "spatial_compression_ratio": 32}
 _HUNYUAN_KEYS |= {"scaling_factor": None, "downsample_match_channel": True, "upsample_match_channel": True}
 _SHUFFLED: dict[str, Arch] = {"AutoencoderKLHunyuanImage": _HUNYUAN_KEYS}
-CLASSES = (*_CLASSES, *_OF_FRAMES, *_SHUFFLED)  # of diffusers, that run here
+# And of a third, whose first keys stand for numbers too. The last is TAEF2's, which diffusers has not.
+_TINY: Arch = {"in_channels": 3, "out_channels": 3, "latent_channels": 4, "scaling_factor": 1.0, "shift_factor": 0.0}
+_TINY |= {f"{half}_block_out_channels": (64,) * 4 for half in ("encoder", "decoder")}
+_TINY |= {"num_encoder_blocks": (1, 3, 3, 3), "num_decoder_blocks": (3, 3, 3, 1), "use_midblock_gn": False}
+_TINY_BUILT: Arch = {"act_fn": "relu", "upsample_fn": "nearest", "upsampling_scaling_factor": 2}
+_TINY_IGNORED = ("latent_magnitude", "latent_shift", "block_out_channels")
+_NO_KL = {"use_quant_conv": False, "use_post_quant_conv": False, "mid_block_add_attention": False, "norm_eps": 1e-5}
+# Why not, of other classes that people try.
+_REFUSED = {"AutoencoderDC": "Sana's has linear attention over many channels, which is another kind of network"}
+CLASSES = (*_CLASSES, *_OF_FRAMES, *_SHUFFLED, "AutoencoderTiny")  # of diffusers, that run here
 _NOT_BUILT = ("attn_scales", "dropout", "downsample_match_channel", "upsample_match_channel")
 _FRAMES = ("slices", "temperal_downsample", "image_patch")  # of an arch of frames, where it is residual
 _KEYS = [*dict.fromkeys(key for keys in _CLASSES.values() for key in keys), "family", *_FRAMES]
 _STATISTICS = ("latents_mean", "latents_std")
-_LISTS = ("block_out_channels", "decoder_block_out_channels", "patch_size", "dim_mult", *_STATISTICS)
+_LISTS = ["block_out_channels", "decoder_block_out_channels", "patch_size", "dim_mult", *_STATISTICS]
+_LISTS += [key for key, value in _TINY.items() if isinstance(value, tuple)]
 _ALWAYS = (*_AUTOENCODER, "scaling_factor", "shift_factor")  # keys of every arch; it has others where they are not None
 _SCALING = ("name", "norm_eps", "scaling_factor", "shift_factor", *_STATISTICS)  # what tensors cannot tell
 _BLOCK_TYPES = {"down_block_types": "DownEncoderBlock2D", "up_block_types": "UpDecoderBlock2D"}
@@ -206,6 +219,9 @@ _CALLED = {
     " hunyuanvideo-community/HunyuanImage-2.1-Diffusers",
     "qwen-image": "qwen Qwen/Qwen-Image Qwen/Qwen-Image-Edit Qwen/Qwen-Image-2512 wan wan2.1 Wan-AI/Wan2.1-T2V-1.3B"
     " Wan-AI/Wan2.1-T2V-14B Wan-AI/Wan2.1-T2V-1.3B-Diffusers Wan-AI/Wan2.1-T2V-14B-Diffusers",
+    "taesd": "taesdxl taexl madebyollin/taesd madebyollin/taesdxl",
+    "taef1": "taesd3 madebyollin/taef1 madebyollin/taesd3",
+    "taef2": "madebyollin/taef2",
 }
 SPELT_MODELS = {
     letters(said): model
@@ -215,10 +231,11 @@ SPELT_MODELS = {
 }
 SAMPLE_SIZES = dict.fromkeys(_core.models(), 1024) | {"sd15": 512, "hunyuanimage-2.1": 384}
 SAMPLE_SIZES |= dict.fromkeys(("qwen-image", "wan2.2", "qwen-image-2.1"), 256)
+SAMPLE_SIZES |= {name: 512 for name, arch in _core.models().items() if arch.get("family") == "tiny"}
 # What their configs say otherwise, of those that are called so.
 _OTHER_SAMPLE_SIZES = {"sdvaeftmse": 256, "sdvaeftema": 256}
-_CLASS_SAMPLE_SIZES = {"AutoencoderKL": 32, "AutoencoderKLFlux2": 1024} | dict.fromkeys(_OF_FRAMES, 256)
-_CLASS_SAMPLE_SIZES |= {"AutoencoderKLHunyuanImage": 384}
+_CLASS_SAMPLE_SIZES = {"AutoencoderKL": 32, "AutoencoderKLFlux2": 1024, "AutoencoderTiny": 512}
+_CLASS_SAMPLE_SIZES |= dict.fromkeys(_OF_FRAMES, 256) | {"AutoencoderKLHunyuanImage": 384}
 # Where several models have the same tensors, the first of them in the core's order is found: FLUX.1, whose tensors SD3
 # and Z-Image have too. But tensors of SD1.5, which are SDXL's and Playground's too, say nothing of the scaling.
 _AMBIGUOUS = {"sd15": {"name": "sd", "scaling_factor": None}}
@@ -348,6 +365,8 @@ def _class_of(config: Mapping[str, Any]) -> Any:
         named = "AutoencoderKLQwenImage21" if config.get("slices") is False else named
     elif family == "hunyuan_image" or "spatial_compression_ratio" in config:
         named = "AutoencoderKLHunyuanImage"
+    elif family == "tiny" or "num_encoder_blocks" in config:
+        named = "AutoencoderTiny"
     else:
         named = "AutoencoderKLFlux2" if config.get("patch_size") else "AutoencoderKL"
     return config.get("_class_name", named)
@@ -448,11 +467,60 @@ def _shuffled_config(arch: Mapping[str, Any]) -> Arch:
     return {"_class_name": "AutoencoderKLHunyuanImage"} | config | {"spatial_compression_ratio": ratio}
 
 
+def _tiny(config: Mapping[str, Any]) -> Arch:
+    """The architecture of an AutoencoderTiny."""
+    for key, value in config.items():
+        if key not in _TINY | _TINY_BUILT and key not in _IGNORED + _TINY_IGNORED and str(key)[:1] != "_":
+            raise _bad_config(str(key), "a key of AutoencoderTiny", value)
+        if key in _TINY_BUILT and value != _TINY_BUILT[key]:
+            raise _bad_config(key, f"{_TINY_BUILT[key]}, the only one that runs here", value)
+    said = {key: _setting(key, config.get(key, default), default) for key, default in _TINY.items()}
+    blocks = said["num_encoder_blocks"]
+    for key, order in (("num_encoder_blocks", 1), ("num_decoder_blocks", -1)):
+        if said[key] != (1, *blocks[-1:] * (len(blocks) - 1))[::order]:
+            wanted = "as many blocks in each level, but for one where an image has its own size, alike in both halves"
+            raise _bad_config(key, wanted, said[key])
+    widths = {half: said[f"{half}_block_out_channels"] for half in ("encoder", "decoder")}
+    for half, width in widths.items():
+        if width != width[:1] * len(blocks):
+            wanted = f"{len(blocks)} numbers, one for each of num_{half}_blocks, all alike"
+            raise _bad_config(f"{half}_block_out_channels", wanted, width)
+    arch = {key: said[key] for key in ("in_channels", "out_channels", "latent_channels")}
+    arch |= {
+        "family": "tiny",
+        "name": "custom",
+        "block_out_channels": widths["encoder"],
+        "layers_per_block": blocks[-1],
+    }
+    arch |= _NO_KL | {"norm_num_groups": 4 if said["use_midblock_gn"] else 0}
+    arch |= {key: said[key] for key in ("scaling_factor", "shift_factor")}
+    if widths["decoder"] != widths["encoder"]:
+        arch["decoder_block_out_channels"] = widths["decoder"]
+    return _known(arch, but=("name",)) or arch
+
+
+def _tiny_config(arch: Mapping[str, Any]) -> Arch:
+    """What `_tiny` reads, which checks it."""
+    if arch.get("norm_num_groups") not in (0, 4):
+        raise _bad_config("norm_num_groups", "4, or 0 for no norms", arch.get("norm_num_groups"))
+    widths = _setting("block_out_channels", arch.get("block_out_channels"), (64,))
+    blocks = [1] + [arch.get("layers_per_block")] * (len(widths) - 1)
+    config: Arch = {"_class_name": "AutoencoderTiny", "encoder_block_out_channels": list(widths)}
+    config["decoder_block_out_channels"] = list(arch.get("decoder_block_out_channels") or widths)
+    config |= {"num_encoder_blocks": blocks, "num_decoder_blocks": blocks[::-1]} | _TINY_BUILT
+    config |= {key: _decimal(arch.get(key)) for key in _TINY if key not in config and key != "use_midblock_gn"}
+    return config | ({"use_midblock_gn": True} if arch["norm_num_groups"] else {})
+
+
 def _parse_config(config: Mapping[str, Any]) -> Arch:
     name = _class_of(config)
     if not isinstance(name, str) or name not in CLASSES:
         *others, last = CLASSES
-        raise _bad_config("_class_name", f"{', '.join(others)} or {last}", name)
+        why = f": {_REFUSED[name]}" if isinstance(name, str) and name in _REFUSED else ""
+        wanted = f"{', '.join(others)} or {last}"
+        raise ValueError(f"{_bad_config('_class_name', wanted, name)}{why}")
+    if name == "AutoencoderTiny":
+        return _tiny(_tiny_config(config) if "family" in config else config)
     if name in _SHUFFLED:
         return _shuffled(_shuffled_config(config) if "family" in config else config, name)
     if name in _OF_FRAMES:
@@ -492,8 +560,8 @@ def _parse_config(config: Mapping[str, Any]) -> Arch:
 def config_of(arch: Arch, sample_size: int | None = None) -> Arch:
     """What diffusers' from_pretrained reads. An unknown scaling factor is written as null, an unknown sample_size not
     at all."""
-    if arch.get("family") == "wan":
-        return _of_frames_config(arch)
+    if arch.get("family") in ("wan", "tiny"):
+        return (_of_frames_config if arch["family"] == "wan" else _tiny_config)(arch)
     if arch.get("family") == "hunyuan_image":
         usual = SAMPLE_SIZES.get(arch["name"], SAMPLE_SIZES["hunyuanimage-2.1"])  # the class has no default
         return _shuffled_config(arch) | {"sample_size": sample_size or usual}
@@ -551,6 +619,8 @@ _OTHERS = {"a diffusion model": re.compile(rf"({_DIFFUSION})\."), "a text encode
 def find_layout(names: Iterable[str]) -> tuple[str, str]:
     """(layout, prefix) of a file's names; the layout ``"diffusers-old"`` apart from ``"diffusers"``."""
     names = list(names)
+    if found := tiny.tiny_layout(names, PREFIXES):
+        return found
     for prefix in PREFIXES:
         inside = [n[len(prefix) :] for n in names if n.startswith((prefix + "encoder.", prefix + "decoder."))]
         # every model has a middle block, and each family spells it in its own way; the majority decides, so that
@@ -624,6 +694,10 @@ def _find_arch(in_file: Shapes, layout: str, prefix: str, parts: str) -> Arch:
         return _find_of_frames(shapes)
     if layout == "hunyuan" or any(re.match(r"(en|de)coder\.(down|up)_blocks\.\d+\.conv", name) for name in shapes):
         return known_arch("hunyuanimage-2.1")  # one of other widths needs its config
+    if layout.startswith(tiny.AUTHORS) or any(".layers." in name for name in shapes):
+        latent_channels, normed = tiny.shown_by_shapes(shapes, layout)
+        seen = known_arch("taef2" if normed else "taesd") | {"name": "custom", "latent_channels": latent_channels}
+        return _known(seen, but=("name",)) or seen
     halves = {half_of(name) for name in shapes}
     half = parts if parts in halves else "decoder" if "decoder" in halves else "encoder"
     widths, layers = _blocks_of(shapes, half, layout)

@@ -139,10 +139,10 @@ class Model:
         Parameters
         ----------
         path : path, mapping or module
-            A safetensors or GGUF file in diffusers, LDM/SD checkpoint, BFL or Wan layout (detected), float32, float16
-            or bfloat16, and in GGUF any type that the ``gguf`` package decodes (Q8_0, Q4_0, Q4_K...), which becomes
-            float32; or a directory of diffusers' (a VAE's, or a pipeline's, in which ``vae`` is meant), whose
-            ``config.json`` is then the architecture.
+            A safetensors, GGUF or PyTorch file (``.pth``, of which nothing is run) in diffusers, LDM/SD checkpoint,
+            BFL, Wan or TAESD layout (detected), float32, float16 or bfloat16, and in GGUF any type that the ``gguf``
+            package decodes (Q8_0, Q4_0, Q4_K...), which becomes float32; or a directory of diffusers' (a VAE's, or a
+            pipeline's, in which ``vae`` is meant), whose ``config.json`` is then the architecture.
             Or a state dict, of NumPy arrays or of torch tensors wherever they lie, by the same names, or a checkpoint
             that holds one under ``"state_dict"``. Or a module with such a ``state_dict()``, whose ``config``, if it has
             one, is then the architecture. Tensors are copied.
@@ -151,8 +151,8 @@ class Model:
             Needed only where ``scaled=True`` will be, for SD1.5, SDXL and Playground, whose tensors are the same, and
             for SD3, whose tensors are FLUX's.
         config : path or mapping, optional
-            An AutoencoderKL, AutoencoderKLFlux2, AutoencoderKLQwenImage or AutoencoderKLWan ``config.json`` for any
-            other architecture; wins likewise.
+            An AutoencoderKL, AutoencoderKLFlux2, AutoencoderKLQwenImage, AutoencoderKLWan or AutoencoderTiny
+            ``config.json`` for any other architecture; wins likewise.
         parts : {"all", "encoder", "decoder"}
             Reads only that half; the file need not hold the other, whose tensors are not looked at.
         device : str
@@ -176,7 +176,7 @@ class Model:
         ------
         ValueError
             A bad argument; a ``config.json`` that is not the one its weights were saved with; a file that is damaged,
-            neither safetensors nor GGUF (of a ``.bin`` or ``.ckpt`` it says how to convert it), or of no VAE; a tensor
+            none of these (of one from before PyTorch 1.6 it says how to convert it), or of no VAE; a tensor
             that is missing, extra, misshapen, cut, of another dtype or without plain numbers (on "meta", sparse,
             masked), by its name. Whatever is raised, nothing stays allocated.
         OSError

@@ -130,9 +130,11 @@ class Encoded:
     ----------
     moments : array of shape (N, 2C, H/8, W/8)
         Means, then log-variances: float32 in host memory, or of the image's library and dtype on its GPU. Where that is
-        a `DeviceArray` there is no mean or logvar: take it to a library first.
+        a `DeviceArray` there is no mean or logvar: take it to a library first. An AutoencoderTiny gives means alone,
+        (N, C, H/8, W/8).
     mean, logvar : array of shape (N, C, H/8, W/8)
-        Raw, never scaled; logvar is clamped to [-30, 20] as diffusers does. Both are views of moments.
+        Raw, never scaled; logvar is clamped to [-30, 20] as diffusers does. Both are views of moments. An
+        AutoencoderTiny's logvar has no channels, and its samples are the mean.
     size : (int, int) or None
         Height and width of the images before they were padded, as `VAE.decode` takes it. None: unknown.
 
@@ -146,12 +148,16 @@ class Encoded:
     """
 
     def __init__(
-        self, moments: Any, held: Callable[[Any], Any] | None = None, size: tuple[int, int] | None = None
+        self,
+        moments: Any,
+        held: Callable[[Any], Any] | None = None,
+        size: tuple[int, int] | None = None,
+        channels: int | None = None,
     ) -> None:
-        """held: what `mode` and `sample` make of latents."""
+        """held: what `mode` and `sample` make of latents. channels: of the latents; None: half of moments'."""
         self.moments, self.size = moments, size
         self._held = held
-        self._channels = moments.shape[1] // 2
+        self._channels = moments.shape[1] // 2 if channels is None else channels
 
     @property
     def mean(self) -> Any:
@@ -175,6 +181,8 @@ class Encoded:
         noise : array of mean's shape, optional
             Standard normal numbers, of moments' own library.
         """
+        if self.moments.shape[1] == self._channels:  # nothing to draw from
+            return self.mode()
         if noise is None:
             if not isinstance(self.moments, np.ndarray):
                 wanted = "want standard normal numbers for moments on a GPU, such as torch.randn_like(mean)"

@@ -245,7 +245,7 @@ class VAE(Model):
         arrays.notes = (*notes, *done)
         moments = self._run(arrays, progress, tiling, memory_limit, cancel)
         size = images.image_size(x) if done else (arrays.request["height"], arrays.request["width"])
-        return Encoded(moments, latents.held if latents else None, size)
+        return Encoded(moments, latents.held if latents else None, size, self.arch["latent_channels"])
 
     def estimate(
         self,

@@ -15,7 +15,7 @@ import numpy as np
 
 from vaemem import _core
 from vaemem._common import Message, Named, choose, replacing
-from vaemem.engine import file_tensors, layouts
+from vaemem.engine import file_tensors, layouts, tiny, torch_files
 from vaemem.engine.arguments import as_path, check_mask
 from vaemem.engine.file_tensors import FILE_NAMES, FLOATS, FileTensor, bytes_of
 from vaemem.engine.layouts import CONFIG, Arch, Config, Shape, shown
@@ -24,6 +24,7 @@ from vaemem.engine.limits import parse_size
 PARTS = ("all", "encoder", "decoder")
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 WEIGHTS_FP16 = "diffusion_pytorch_model.fp16.safetensors"
+WEIGHTS_TORCH = "diffusion_pytorch_model.bin"
 PIPELINE = "model_index.json"  # in a pipeline's directory, beside its parts' own
 SAVED_WITH = "vaemem.config"  # the metadata of weights in a directory: the config.json that was written with them
 SAVED_LAYOUTS = ("diffusers", "ldm", "bfl")  # the layouts that save writes
@@ -51,13 +52,13 @@ def _locate(path: Path, need_config: bool) -> Path:
     needed."""
     path = _in_pipeline(path)
     if not path.is_dir():
-        want = "path: want a .safetensors or .gguf file, or a diffusers directory"
+        want = "path: want a .safetensors, .gguf or .pth file, or a diffusers directory"
         if not path.exists():
             raise FileNotFoundError(f"{want}, got {path}: no such file")
         if not path.is_file():
             raise ValueError(f"{want}, got {path}, which is neither")
         return path
-    files = [path / name for name in (WEIGHTS, WEIGHTS_FP16) if (path / name).is_file()]
+    files = [path / name for name in (WEIGHTS, WEIGHTS_FP16, WEIGHTS_TORCH) if (path / name).is_file()]
     if not files:
         pickles = [file for file in sorted(path.iterdir()) if file.suffix in PICKLES]
         have = f"only {pickles[0].name}. {_convert(pickles[0])}" if pickles else "which has none"
@@ -69,7 +70,7 @@ def _locate(path: Path, need_config: bool) -> Path:
 
 
 def _convert(pickle: Path) -> str:
-    """What to do with a file that may run what it holds."""
+    """What to do with a file of an old PyTorch's, which runs what it holds."""
     config = f", config={str(pickle.parent / CONFIG)!r}" if (pickle.parent / CONFIG).is_file() else ""
     load = f"VAE.load(torch.load({str(pickle)!r}, map_location='cpu', weights_only=True){config})"
     save = f".save({str(pickle.with_suffix('.safetensors'))!r})"
@@ -109,6 +110,8 @@ def load(
 def _load_from(source: _Source, arch: Arch | None, parts: str, where: Mapping[str, Any]) -> _core.Model:
     shapes = source.shapes
     layout, prefix = layouts.find_layout(shapes)
+    if parts == "all" and (half := tiny.HALVES.get(layout)):
+        raise ValueError(Message("want both halves, or ", Named("parts", half), f", got a file of the {half} alone"))
     arch = arch or layouts.detect(shapes, parts)[2]
     result = _core.Model(arch, parts, **where)
     tensors = dict(result.tensors)
@@ -156,14 +159,18 @@ class _Source(NamedTuple):
 
 @contextlib.contextmanager
 def _reading(file: Path) -> Iterator[_Source]:
-    """GGUF where its first bytes say so; as the length of a safetensors header they would be above the limit."""
+    """GGUF, or PyTorch's, where its first bytes say so; as the length of a safetensors header they would be above the
+    limit."""
+    headers = {"GGUF": file_tensors.gguf_header, "PyTorch": torch_files.torch_header}
+    headers["safetensors"] = file_tensors.safetensors_header
     with open(file, "rb") as f:
-        is_gguf = f.peek(4).startswith(file_tensors.MAGIC) or file.suffix == ".gguf"
+        first = f.peek(4)
+        is_gguf = first.startswith(file_tensors.MAGIC) or file.suffix == ".gguf"
+        kind = "GGUF" if is_gguf else "PyTorch" if first.startswith(torch_files.ARCHIVE) else "safetensors"
         try:
-            tensors, about = file_tensors.gguf_header(f) if is_gguf else file_tensors.safetensors_header(f)
+            tensors, about = headers[kind](f)
         except (ValueError, RecursionError) as error:
-            hint = f". {_convert(file)}" if file.suffix in PICKLES else ""
-            kind = "GGUF" if is_gguf else "safetensors"
+            hint = f". {_convert(file)}" if file.suffix in PICKLES and kind == "safetensors" else ""
             raise ValueError(f"path: want a {kind} file, got {file}: {error}{hint}") from None
         held = {tensor.name: tensor for tensor in tensors}
 
@@ -225,7 +232,7 @@ def look(path: Any) -> Contents:
             arch = _arch_beside(source, beside)
     names = layouts.ours(source.shapes, prefix, "all")
     halves = {half for name in names if (half := layouts.half_of(name))}
-    parts = halves.pop() if len(halves) == 1 else "all"
+    parts = halves.pop() if len(halves) == 1 else tiny.HALVES.get(layout, "all")
     dtypes = tuple(sorted({source.tensors[prefix + name].dtype for name in names}))
     return Contents(file, layout, arch, parts, dtypes, len(names))
 
@@ -317,6 +324,8 @@ def save(
     if arch.get("family") == "wan":
         kept = "of its convolutions over several frames only what one frame meets is kept"
         raise ValueError(f"{arch['name']}: want a model that is kept whole, and {kept}: copy the file that was loaded")
+    if arch.get("family") == "tiny" and layout != "diffusers":
+        raise ValueError(f"layout: {layout} is of no AutoencoderTiny: want diffusers")
     quant, flux2 = arch["use_quant_conv"] + arch["use_post_quant_conv"], "patch_size" in arch
     holds = {"diffusers": True, "ldm": quant == 2 and not flux2, "bfl": quant == (2 if flux2 else 0)}
     if not holds[layout]:
