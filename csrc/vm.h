@@ -80,7 +80,7 @@ typedef enum vm_family {
     VM_WAN,
     VM_HUNYUAN_IMAGE, /* AutoencoderKLHunyuanImage: pixel shuffles between levels */
     /* AutoencoderTiny: convolutions and ReLU, one width in a half, latents and no moments; norms in the smallest level
-     * of TAEF2 alone (norm_num_groups, else 0); layers_per_block blocks a level, one where the image has its own size */
+     * of TAEF2 alone (norm_num_groups, else 0); layers_per_block blocks a level, but one in the image's */
     VM_TINY
 } vm_family;
 

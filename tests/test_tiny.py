@@ -347,3 +347,36 @@ def test_predictions_are_refused():
 
     with pytest.raises(ValueError, match="model: taef1 is an AutoencoderTiny, which is not predicted by name yet"):
         predict("taef1", "decode", 1024, 1024)
+
+
+def test_the_drop_in_is_diffusers(tmp_path):
+    torch = pytest.importorskip("torch")
+    diffusers = pytest.importorskip("diffusers")
+    from vaemem.pytorch import AutoencoderTiny
+
+    torch.manual_seed(0)
+    theirs = diffusers.AutoencoderTiny(**{k: v for k, v in config("tiny").items() if k != "_class_name"})
+    ours = AutoencoderTiny.from_module(theirs)
+    assert isinstance(ours, diffusers.AutoencoderTiny) and dict(ours.config) == dict(theirs.config)
+    theirs.save_pretrained(tmp_path / "tiny")
+    loaded = AutoencoderTiny.from_pretrained(tmp_path / "tiny", memory_limit="4 MiB")
+    x, z = torch.from_numpy(images(16, 24, 2)), torch.randn(2, 4, 4, 6)
+    theirs.enable_slicing()  # which changes no number
+    with torch.no_grad():
+        for vae in (ours, loaded):
+            for mine, want in (
+                (vae.encode(x).latents, theirs.encode(x).latents),
+                (vae.encode(x, return_dict=False)[0], theirs.encode(x, return_dict=False)[0]),
+                (vae.decode(z).sample, theirs.decode(z).sample),
+                (vae.decode(z, return_dict=False)[0], theirs.decode(z, return_dict=False)[0]),
+            ):
+                assert mine.shape == want.shape and error(mine.numpy(), want.double().numpy()) <= PARITY
+        assert ours(x).sample.shape == x.shape
+        with pytest.raises(ValueError, match="x: want a height and a width that are multiples of 4"):
+            ours.encode(x[:, :, :15])
+        ours.enable_tiling()
+        with pytest.raises(ValueError, match="enable_tiling: want none, for tiles of AutoencoderTiny are others"):
+            ours.decode(z)
+    assert all(torch.equal(ours.state_dict()[name], tensor) for name, tensor in theirs.state_dict().items())
+    with pytest.raises(ValueError, match="want one that diffusers' AutoencoderTiny can be, got taef2, which has norms"):
+        AutoencoderTiny(VAE.random("taef2"))

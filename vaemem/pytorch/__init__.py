@@ -15,17 +15,18 @@ from vaemem.pytorch.measuring_pipelines import MeasuredPhase, MeasuredPipeline, 
 from vaemem.pytorch.recording import Recording, predict_peak, record
 
 if TYPE_CHECKING:
-    from vaemem.pytorch.autoencoder import AutoencoderKL, AutoencoderKLWan
+    from vaemem.pytorch.autoencoder import AutoencoderKL, AutoencoderKLWan, AutoencoderTiny
 
 __all__ = [
-    "AutoencoderKL", "AutoencoderKLWan", "MeasuredPhase", "MeasuredPipeline", "ModulePrediction", "Recording",
-    "load_pipeline", "measure", "measure_pipeline", "predict_peak", "record",
+    "AutoencoderKL", "AutoencoderKLWan", "AutoencoderTiny", "MeasuredPhase", "MeasuredPipeline", "ModulePrediction",
+    "Recording", "load_pipeline", "measure", "measure_pipeline", "predict_peak", "record",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     """The drop-ins, which alone want diffusers, when they are asked for."""
-    if name in ("AutoencoderKL", "AutoencoderKLQwenImage", "AutoencoderKLQwenImage21", "AutoencoderKLWan"):
+    newer = ("AutoencoderKLQwenImage", "AutoencoderKLQwenImage21")
+    if name in ("AutoencoderKL", "AutoencoderKLWan", "AutoencoderTiny", *newer):
         from vaemem.pytorch import autoencoder
 
         return getattr(autoencoder, name)

@@ -32,10 +32,11 @@ if TYPE_CHECKING:
 
 need("diffusers", "vaemem.pytorch.AutoencoderKL")
 import diffusers
+from diffusers.models.autoencoders.autoencoder_tiny import AutoencoderTinyOutput
 from diffusers.models.autoencoders.vae import DecoderOutput
 
 _NEWER = ("AutoencoderKLQwenImage", "AutoencoderKLQwenImage21")  # classes that not every version of diffusers has
-__all__ = ["AutoencoderKL", "AutoencoderKLWan", *_NEWER]
+__all__ = ["AutoencoderKL", "AutoencoderKLWan", "AutoencoderTiny", *_NEWER]
 
 TORCH_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 SETTINGS = ("threads", "memory_limit", "cache_limit", "on_out_of_memory")  # of a VAE, for its runs on the CPU
@@ -372,6 +373,49 @@ class AutoencoderKL(_DropIn, diffusers.AutoencoderKL):  # type: ignore[misc]
         latent = self.tile_latent_min_size * latent_factor(self.vae.arch)
         side = self.tile_sample_min_size if op == "encode" else latent
         return Tiling(side, self.tile_overlap_factor) if self.use_tiling else None
+
+
+class AutoencoderTiny(_DropIn, diffusers.AutoencoderTiny):  # type: ignore[misc]
+    """A drop-in for diffusers' AutoencoderTiny (TAESD, TAESDXL, TAESD3, TAEF1). All is as `AutoencoderKL` says, but for
+    tiles: those of this class of diffusers are refused (ValueError), and a `memory_limit` goes without any. TAEF2 is
+    refused too, for it has norms that diffusers' class has not: `vaemem.VAE` runs it.
+
+    Examples
+    --------
+    >>> import diffusers, torch
+    >>> from vaemem.pytorch import AutoencoderTiny
+    >>> vae = AutoencoderTiny.from_module(diffusers.AutoencoderTiny())  # such as a pipeline's
+    >>> with torch.no_grad():
+    ...     vae.decode(vae.encode(torch.zeros(1, 3, 64, 96)).latents).sample.shape
+    torch.Size([1, 3, 64, 96])
+    >>> vae.save_pretrained("taesd")
+    >>> AutoencoderTiny.from_pretrained("taesd").config.latent_channels
+    4
+    >>> file = "taesd/diffusion_pytorch_model.safetensors"
+    >>> AutoencoderTiny.from_single_file(file, torch_dtype=torch.bfloat16).state_dict()["decoder.layers.0.bias"].dtype
+    torch.bfloat16
+    """
+
+    theirs = diffusers.AutoencoderTiny
+
+    def __init__(self, vae: VAE, config: Any = None, *args: Any, **kwargs: Any) -> None:
+        if vae.arch.get("family") == "tiny" and vae.arch["norm_num_groups"]:
+            raise ValueError(f"vae: want one that diffusers' AutoencoderTiny can be, got {vae.model}, which has norms")
+        if config is not None:  # without what diffusers adds to it
+            config = {key: value for key, value in config.items() if key != "block_out_channels"}
+        super().__init__(vae, config, *args, **kwargs)
+
+    def encode(self, x: torch.Tensor, return_dict: bool = True) -> Any:
+        latents = self._encode(x)
+        return AutoencoderTinyOutput(latents=latents) if return_dict else (latents,)
+
+    def decode(self, x: torch.Tensor, generator: Any = None, return_dict: bool = True) -> Any:
+        return self._decode(x, return_dict)
+
+    def _tiling(self, op: str) -> Tiling | None:
+        if self.use_tiling:
+            raise ValueError("enable_tiling: want none, for tiles of AutoencoderTiny are others: set memory_limit")
+        return None
 
 
 class _OneFrame(_DropIn):
