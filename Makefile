@@ -150,7 +150,8 @@ newer:
 	rm -rf build/newer && $(PYTHON) -m venv build/newer
 	VAEMEM_CUDA=0 build/newer/bin/pip --disable-pip-version-check -q install . $(NEWER) 'pytest>=8'
 	PYTHONSAFEPATH=1 build/newer/bin/pytest -rs tests/test_programs.py tests/test_module_calls.py -k "qwen or zimage or z_image"
-	PYTHONSAFEPATH=1 build/newer/bin/pytest -rs tests/test_frames.py tests/test_other_vaes.py -k "frames or qwen or wan"
+	PYTHONSAFEPATH=1 build/newer/bin/pytest -rs tests/test_frames.py tests/test_other_vaes.py tests/test_trace_frames.py \
+	    -k "frames or qwen or wan"
 
 # A wheel for Windows, and its tests under wine, where there is one.
 windows: $(BIN)/python

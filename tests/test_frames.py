@@ -248,15 +248,6 @@ def test_halves(name, dtype):
     assert error(half.encode(x).mean, vae.encode(x).mean.astype(np.float64)) <= LIMIT[dtype]
 
 
-def test_predictions_are_refused():
-    from vaemem import predict
-
-    with pytest.raises(
-        ValueError, match=r"qwen-image is not predicted by name yet: vaemem\.pytorch\.predict_peak follows a module"
-    ):
-        predict("qwen-image", "decode", 1024, 1024)
-
-
 @pytest.mark.parametrize("name", FRAMES)
 def test_the_drop_in_is_diffusers_for_one_frame(name):
     torch = pytest.importorskip("torch")

@@ -185,6 +185,7 @@ class Trace:
         cls, arch: Mapping[str, Any], runtime: str, op: str, dtype: str, height: int, width: int, batch: int = 1,
         tile: int = 0, slicing: bool = False, sm: int = 89, multiprocessors: int = 128, free_bytes: int = 0,
         channels_last: bool = False, first: str | None = None, sends: bool = False, tile_overlap: float = 0.25,
+        release: int = 42,
     ) -> Trace: ...  # fmt: skip
     @classmethod
     def weights(cls, arch: Mapping[str, Any], runtime: str, dtype: str, /) -> Trace: ...

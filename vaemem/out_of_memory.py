@@ -29,6 +29,8 @@ MADE_SIZES = (
 )  # fmt: skip
 # VAEs whose tensors differ: SD1.5's are SDXL's and Playground's, FLUX.1's SD3's, Z-Image's and CogView4's.
 ALIKE = {"sdxl": "SD1.5, SDXL", "flux": "FLUX.1, SD3, Z-Image"}
+# By what a text says of a model; the first that it says.
+NAMED = {r"flux": "flux", r"sdxl|\bxl\b": "sdxl", r"qwen": "qwen-image", r"\bwan|KLWan": "wan2.1"}
 COMMON = 25  # of these: so many are made much more than the others
 MOST_MATCHES = 5
 LARGEST_TILE = 1024  # pixels
@@ -251,9 +253,7 @@ def _bytes(said: str) -> int:
 
 def _models(text: str) -> list[str]:
     """The models that a text may be about."""
-    return (
-        ["flux"] if re.search(r"flux", text, re.I) else ["sdxl"] if re.search(r"sdxl|\bxl\b", text, re.I) else [*ALIKE]
-    )
+    return [model for said, model in NAMED.items() if re.search(said, text, re.I)][:1] or [*ALIKE]
 
 
 def _ops(text: str) -> list[str]:

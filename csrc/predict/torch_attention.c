@@ -5,8 +5,7 @@
  * modules/sd_hijack_optimizations.py. */
 #include "torch_walk.h"
 
-/* One head as wide as the channels. */
-static tensor attend(walk *w, const tensor *x, path name) {
+tensor vm_walk_attend(walk *w, const tensor *x, path name) {
     const size_t tokens = VM_PRODUCT(x->h, x->w);
     const vm_heads heads = {.dims = 4, .batch = x->n, .heads = 1, .length = tokens, .depth = x->c};
     const vm_sdpa call = {.dtype = w->dtype, .q = heads, .k = heads, .v = heads};
@@ -17,8 +16,8 @@ static tensor attend(walk *w, const tensor *x, path name) {
     return y;
 }
 
-/* The format of a view of (N, H*W, C) as (N, C, H, W): the batch's stride collapses with one image. */
-static layout seen(const tensor *x) {
+/* Of a view of (N, H*W, C) as (N, C, H, W): the batch's stride collapses with one image. */
+layout vm_walk_seen(const tensor *x) {
     return x->c == 1 || x->h * x->w == 1 ? CONTIGUOUS : x->n == 1 ? CHANNELS_LAST_ONE : CHANNELS_LAST;
 }
 
@@ -37,13 +36,13 @@ tensor vm_walk_attention_diffusers(walk *w, const tensor *x, path name) {
         blas(w, product_op, rows, c, c, linear[i]);
         send_back(w, &weights);
     }
-    tensor h = attend(w, x, name);
+    tensor h = vm_walk_attend(w, x, name);
     const sent weights = send(w, numbers, c, out);
     const tensor projected = take_like(w, &normed, out);
     blas(w, VM_TRACE_CUBLASLT, rows, c, c, at(out, " [workspace]"));
     send_back(w, &weights);
     bind(w, &h, projected);
-    const layout layout = x->layout == CHANNELS_LAST ? CHANNELS_LAST : seen(x);
+    const layout layout = x->layout == CHANNELS_LAST ? CHANNELS_LAST : vm_walk_seen(x);
     tensor y = take(w, x->n, x->c, x->h, x->w, layout, at(name, " [sum]"));
     give(w, &h);
     bind(w, &y, take_like(w, &y, name)); /* / rescale_output_factor */
@@ -81,7 +80,7 @@ tensor vm_walk_attention_bfl(walk *w, const tensor *x, path name) {
         give_copy(w, &a.qkv[i], &dense);
         a.qkv[i] = dense;
     }
-    tensor h = attend(w, x, name);
+    tensor h = vm_walk_attend(w, x, name);
     give(w, &a.normed);
     give_qkv(w, &a);
     h.layout = h.c > 1 ? CHANNELS_LAST : CONTIGUOUS; /* a permutation of (N, H, W, C) */
@@ -95,10 +94,10 @@ tensor vm_walk_attention_comfyui(walk *w, const tensor *x, path name) {
     const heads a = project(w, x, name);
     tensor dense[3];
     for (int i = 0; i < 3; i++) dense[i] = transposed(w, &a.qkv[i], at(name, ".%c", "qkv"[i]));
-    tensor h = attend(w, x, name);
+    tensor h = vm_walk_attend(w, x, name);
     for (int i = 0; i < 3; i++) give_copy(w, &dense[i], &a.qkv[i]);
     give(w, &a.normed);
-    h.layout = seen(x);
+    h.layout = vm_walk_seen(x);
     bind(w, &h, conv1(w, &h, h.c, at(name, ".proj_out")));
     const tensor y = take_like(w, x, name);
     give(w, &h);

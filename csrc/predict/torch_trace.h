@@ -126,6 +126,7 @@ typedef struct vm_trace_vae {
     size_t tile;                 /* side of a tile in pixels; 0: tiling is off */
     double tile_overlap; /* diffusers' tile_overlap_factor, the part of its side that tiles share; others' is fixed */
     bool slicing;
+    int release;        /* 38 of diffusers 0.38, whose class runs one frame of a video's VAE (torch_frames.c) */
     bool sends;         /* accelerate's hooks (cpu_offload) send each submodule's weights for its call */
     bool channels_last; /* the filters' memory format: module.to(memory_format=torch.channels_last) */
     vm_trace_gpu gpu;
@@ -139,7 +140,7 @@ vm_status vm_trace_vae_build(const vm_trace_vae *vae, vm_trace **out);
 typedef struct vm_parameter {
     char name[VM_NAME];
     int dims;
-    size_t shape[4]; /* [dims] */
+    size_t shape[5]; /* [dims] */
     bool integer;    /* 64 bits in any dtype */
 } vm_parameter;
 

@@ -42,8 +42,14 @@ static tiling tiling_of(const vm_trace_vae *v) {
     const size_t h = decodes ? v->height / factor : v->height, w = decodes ? v->width / factor : v->width;
     tiling t = {.in = decodes ? small : v->tile, .out = decodes ? v->tile : small};
     if (!v->tile || (h <= t.in && w <= t.in)) return t;
-    t.step = (size_t)((double)t.in * (1 - v->tile_overlap));
-    t.extent = (size_t)((double)t.out * v->tile_overlap);
+    if (v->arch->family == VM_WAN) { /* whose distance of tiles is set in pixels */
+        const size_t stride = (size_t)((double)v->tile * (1 - v->tile_overlap)), latents = VM_MAX(stride / factor, 1);
+        t.step = decodes ? latents : stride;
+        t.extent = decodes ? v->tile - stride : small - latents;
+    } else {
+        t.step = (size_t)((double)t.in * (1 - v->tile_overlap));
+        t.extent = (size_t)((double)t.out * v->tile_overlap);
+    }
     t.rows = (h + t.step - 1) / t.step;
     t.cols = (w + t.step - 1) / t.step;
     return t;
@@ -58,8 +64,14 @@ static void blend(walk *w, size_t lines, size_t count, path name) {
     }
 }
 
+/* The tiled decode of AutoencoderKLWan, from 0.36 on, clamps its image; AutoencoderKLQwenImage's does not. */
+enum { CLAMPS_TILES = 36 };
+static bool clamps_tiles(const vm_trace_vae *v) {
+    return v->op == VM_DECODE && v->release >= CLAMPS_TILES && !strcmp(v->arch->name, "wan2.1");
+}
+
 static tensor tiled(walk *w, const tensor *x, tiling tiles) {
-    const bool decodes = w->vae->op == VM_DECODE;
+    const bool decodes = w->vae->op == VM_DECODE, is_frame = w->vae->arch->family == VM_WAN;
     const size_t in = tiles.in, step = tiles.step, rows = tiles.rows, cols = tiles.cols;
     const size_t extent = tiles.extent, limit = tiles.out - extent;
     const path blending = {"blend"}, cat = {"cat"};
@@ -67,13 +79,17 @@ static tensor tiled(walk *w, const tensor *x, tiling tiles) {
     if (!w->status) w->status = vm_mem_alloc(vm_mem_common, VM_SCRATCH, (rows * cols + rows) * sizeof(tensor), &block);
     if (w->status) return *x;
     tensor *grid = block, *strip = grid + rows * cols;
+    frame f = {.named = {.id = EXTERNAL}, .result = {.id = EXTERNAL}};
     for (size_t i = 0; !w->status && i < rows * cols; i++) {
         tensor part = *x;
         part.h = VM_MIN(in, x->h - i / cols * step);
         part.w = VM_MIN(in, x->w - i % cols * step);
         part.slice = (part.h > 1 && part.w != x->w) || (x->n * x->c > 1 && part.h * part.w != x->h * x->w);
-        grid[i] = decodes ? decode_latents(w, &part) : encode_moments(w, &part);
+        grid[i] = is_frame  ? vm_walk_frame_tile(w, &f, &part)
+                  : decodes ? decode_latents(w, &part)
+                            : encode_moments(w, &part);
     }
+    if (is_frame) vm_walk_frame_tiles_done(w, &f);
     for (size_t r = 0; !w->status && r < rows; r++) {
         size_t wide = 0;
         for (size_t c = 0; c < cols; c++) {
@@ -88,8 +104,13 @@ static tensor tiled(walk *w, const tensor *x, tiling tiles) {
     }
     size_t high = 0;
     for (size_t r = 0; r < rows; r++) high += strip[r].h;
-    const tensor y = take(w, strip[0].n, strip[0].c, high, strip[0].w, CONTIGUOUS, cat);
+    tensor y = take(w, strip[0].n, strip[0].c, high, strip[0].w, CONTIGUOUS, cat);
+    if (is_frame && clamps_tiles(w->vae)) {
+        const size_t scale = vm_arch_factor(w->vae->arch);
+        bind(w, &y, take(w, y.n, y.c, VM_MIN(y.h, x->h * scale), VM_MIN(y.w, x->w * scale), CONTIGUOUS, cat));
+    }
     for (size_t i = 0; i < rows * cols + rows; i++) give(w, &grid[i]);
+    give(w, &f.result);
     vm_mem_free(vm_mem_common, VM_SCRATCH, block, (rows * cols + rows) * sizeof(tensor));
     return y;
 }
@@ -97,6 +118,7 @@ static tensor tiled(walk *w, const tensor *x, tiling tiles) {
 static tensor one_call(walk *w, const tensor *x) {
     const tiling tiles = tiling_of(w->vae);
     if (tiles.rows) return tiled(w, x, tiles);
+    if (w->vae->arch->family == VM_WAN) return vm_walk_frame(w, x);
     return w->vae->op == VM_DECODE ? decode_latents(w, x) : encode_moments(w, x);
 }
 
@@ -250,6 +272,7 @@ static vm_status check_runtime(const vm_trace_vae *v) {
     const char *name = vm_trace_runtime_name[v->runtime];
     const quant quant = vm_walk_frames[v->runtime].quant;
     const int convs = v->arch->use_quant_conv + v->arch->use_post_quant_conv;
+    if (v->arch->family == VM_WAN) return vm_walk_check_frame(v);
     if (v->arch->patch_size[0] && v->runtime != VM_TORCH_DIFFUSERS)
         return vm_fail(VM_EINVAL, "runtime: want diffusers for %s, whose BatchNorm other runtimes apply within, got %s",
                        v->arch->name, name);

@@ -4,6 +4,7 @@
  *   torch_walk.h       tensors and operators
  *   torch_attention.c  the attention blocks
  *   torch_coders.c     the other blocks, encoder and decoder
+ *   torch_frames.c     one frame of VAEs that are made for videos
  *   torch_tiled_vae.c  these tile by tile, as A1111's extension runs them
  *   torch_vae.c        the methods around them, tiles and slices
  *
@@ -206,15 +207,39 @@ tensor vm_walk_attention_a1111(walk *w, const tensor *x, path name);
 
 /* Tiled VAE's: the same without the norm before and the sum after. */
 tensor vm_walk_attention_of_tile(walk *w, const tensor *normed, path name);
+/* scaled_dot_product_attention of one head as wide as the channels; and the format of what it gives, as an image. */
+tensor vm_walk_attend(walk *w, const tensor *x, path name);
+layout vm_walk_seen(const tensor *x);
 
 tensor vm_walk_downsample(walk *w, const tensor *x, path name);
 tensor vm_walk_upsample(walk *w, const tensor *x, path name);
 tensor vm_walk_encoder(walk *w, const tensor *image);
 tensor vm_walk_decoder(walk *w, const tensor *z);
-/* vm_arch_check, and whether an architecture can be walked. */
-vm_status vm_walk_check_arch(const vm_arch *arch);
 /* Either half by A1111's extension Tiled VAE; vm_walk_pad: what it adds to a tile on each side. */
 tensor vm_walk_tiled_vae(walk *w, const tensor *x);
 size_t vm_walk_pad(const vm_trace_vae *vae);
+
+/* ---- one frame ---- */
+
+enum { MOST_CACHED = 2 * VM_MAX_LEVELS * (VM_MAX_LAYERS + 1) + VM_MAX_LEVELS + 6 };
+
+/* What outlives the encoder or the decoder: their cache of features; and of a tile the names of its latents, and of
+ * what came out. */
+typedef struct frame {
+    size_t count;
+    tensor cached[MOST_CACHED], named, result;
+} frame;
+
+/* Moments or the image. */
+tensor vm_walk_frame(walk *w, const tensor *x);
+/* The next tile of some; then what the last of them leaves is given back, but its result. */
+tensor vm_walk_frame_tile(walk *w, frame *f, const tensor *part);
+void vm_walk_frame_tiles_done(walk *w, frame *f);
+/* Whether a runtime's code of an architecture is followed. */
+/* VM_EINVAL for an architecture that is not followed. */
+vm_status vm_walk_check_arch(const vm_arch *arch);
+vm_status vm_walk_check_code(const vm_arch *arch, vm_trace_runtime runtime);
+/* That, and what their classes cannot do. */
+vm_status vm_walk_check_frame(const vm_trace_vae *v);
 
 #endif

@@ -111,42 +111,104 @@ static void decoder(list *l) {
     finish(l, c[0], a->out_channels, half);
 }
 
+/* ---- of videos' VAEs (torch_frames.c) ---- */
+
+/* A filter of `frames` slices. */
+static void cube(list *l, size_t in, size_t out, size_t frames, size_t side, path name) {
+    add(l, name, "weight", (vm_parameter){.dims = 5, .shape = {out, in, frames, side, side}});
+    vector(l, name, "bias", out);
+}
+
+static void rms_norm(list *l, size_t c, int dims, path name) {
+    add(l, name, "gamma", (vm_parameter){.dims = dims, .shape = {c, 1, 1, 1}});
+}
+
+static void frame_resnet(list *l, size_t in, size_t out, path name) {
+    rms_norm(l, in, 4, at(name, ".norm1"));
+    cube(l, in, out, 3, 3, at(name, ".conv1"));
+    rms_norm(l, out, 4, at(name, ".norm2"));
+    cube(l, out, out, 3, 3, at(name, ".conv2"));
+    if (in != out) cube(l, in, out, 1, 1, at(name, ".conv_shortcut"));
+}
+
+static void frame_mid(list *l, size_t c, path half) {
+    const path attention = at(half, ".mid_block.attentions.0");
+    if (l->arch->mid_block_add_attention) {
+        rms_norm(l, c, 3, at(attention, ".norm"));
+        filters(l, c, 3 * c, 1, at(attention, ".to_qkv"));
+        filters(l, c, c, 1, at(attention, ".proj"));
+    }
+    for (int i = 0; i < 2; i++) frame_resnet(l, c, c, at(half, ".mid_block.resnets.%d", i));
+}
+
+static void frame_half(list *l, vm_op op) {
+    const vm_arch *a = l->arch;
+    const bool decodes = op == VM_DECODE;
+    const size_t *c = vm_arch_widths(a, op), last = a->levels - 1, deepest = c[last];
+    const path half = at((path){""}, "%s", decodes ? "decoder" : "encoder");
+    size_t in = decodes ? deepest : c[0], block = 0;
+    cube(l, decodes ? a->latent_channels : a->in_channels, in, 3, 3, at(half, ".conv_in"));
+    if (decodes) frame_mid(l, deepest, half);
+    for (size_t i = 0; i <= last; i++) {
+        const size_t level = decodes ? last - i : i, width = c[level];
+        const path up = at(half, ".up_blocks.%zu", i);
+        for (size_t j = 0; j < a->layers_per_block + decodes; j++, in = width)
+            frame_resnet(l, in, width, decodes ? at(up, ".resnets.%zu", j) : at(half, ".down_blocks.%zu", block++));
+        if (i == last) break;
+        in = decodes ? width / 2 : width;
+        const path resample = decodes ? at(up, ".upsamplers.0") : at(half, ".down_blocks.%zu", block++);
+        filters(l, width, in, 3, at(resample, ".resample.1"));
+        if (decodes ? level > 1 : level) cube(l, width, decodes ? 2 * width : width, 3, 1, at(resample, ".time_conv"));
+    }
+    if (!decodes) frame_mid(l, deepest, half);
+    rms_norm(l, c[decodes ? 0 : last], 4, at(half, ".norm_out"));
+    cube(l, c[decodes ? 0 : last], decodes ? a->out_channels : 2 * a->latent_channels, 3, 3, at(half, ".conv_out"));
+}
+
+static vm_status finished(list *l, void *found, vm_parameters **out) {
+    if (l->status)
+        vm_parameters_free(found);
+    else
+        *out = found;
+    return l->status;
+}
+
 void vm_parameters_free(vm_parameters *p) {
     if (!p) return;
     vm_mem_free(vm_mem_common, VM_SCRATCH, p->item, vm_mem_capacity(p->count) * sizeof *p->item);
     vm_mem_free(vm_mem_common, VM_SCRATCH, p, sizeof *p);
 }
 
-vm_status vm_walk_check_arch(const vm_arch *arch) {
-    if (arch->family == VM_KL) return vm_arch_check(arch);
-    if (arch->family == VM_TINY)
-        return vm_fail(VM_EINVAL,
-                       "model: %s is an AutoencoderTiny, which is not predicted by name yet: "
-                       "vaemem.pytorch.predict_peak follows a module of diffusers",
-                       arch->name);
+vm_status vm_walk_check_arch(const vm_arch *a) {
+    const bool of_frames = a->family == VM_WAN && a->slices && !a->residual && !a->image_patch;
+    if (a->family == VM_KL || of_frames) return vm_arch_check(a);
     return vm_fail(VM_EINVAL,
                    "model: %s is not predicted by name yet: vaemem.pytorch.predict_peak follows a module of diffusers",
-                   arch->name);
+                   a->name);
 }
 
 vm_status vm_trace_vae_parameters(const vm_arch *arch, vm_trace_runtime runtime, vm_parameters **out) {
     void *found = NULL;
     *out = NULL;
     vm_status s = vm_walk_check_arch(arch);
+    if (!s) s = vm_walk_check_code(arch, runtime);
     if (!s) s = vm_mem_alloc(vm_mem_common, VM_SCRATCH, sizeof **out, &found);
     if (s) return s;
     const size_t z = arch->latent_channels;
     list l = {.found = found, .arch = arch, .diffusers = runtime == VM_TORCH_DIFFUSERS};
+    if (arch->family == VM_WAN) {
+        frame_half(&l, VM_ENCODE);
+        cube(&l, 2 * z, 2 * z, 1, 1, (path){"quant_conv"});
+        cube(&l, z, z, 1, 1, (path){"post_quant_conv"});
+        frame_half(&l, VM_DECODE);
+        return finished(&l, found, out);
+    }
     encoder(&l);
     decoder(&l);
     if (arch->use_quant_conv) filters(&l, 2 * z, 2 * z, 1, (path){"quant_conv"});
     if (arch->use_post_quant_conv) filters(&l, z, z, 1, (path){"post_quant_conv"});
     if (arch->patch_size[0]) batch_norm(&l, VM_PRODUCT(arch->patch_size[0], arch->patch_size[1], z), (path){"bn"});
-    if (l.status)
-        vm_parameters_free(found);
-    else
-        *out = found;
-    return l.status;
+    return finished(&l, found, out);
 }
 
 vm_status vm_trace_vae_weights(const vm_arch *arch, vm_trace_runtime runtime, vm_dtype dtype, vm_trace **out) {

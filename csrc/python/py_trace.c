@@ -63,18 +63,19 @@ vm_trace *vm_py_trace(PyObject *object, vm_py_lock **lock) {
 /* ---- from an architecture ---- */
 
 static PyObject *trace_vae(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"arch",  "runtime",      "op", "dtype",           "height",     "width",         "batch",
-                            "tile",  "slicing",      "sm", "multiprocessors", "free_bytes", "channels_last", "first",
-                            "sends", "tile_overlap", NULL};
+    static char *names[] = {"arch",          "runtime", "op",      "dtype",        "height",          "width",
+                            "batch",         "tile",    "slicing", "sm",           "multiprocessors", "free_bytes",
+                            "channels_last", "first",   "sends",   "tile_overlap", "release",         NULL};
     const char *runtime, *op;
     vm_arch arch;
-    vm_trace_vae vae = {.arch = &arch, .batch = 1, .tile_overlap = 0.25, .gpu = {.sm = 89, .multiprocessors = 128}};
+    vm_trace_vae vae = {
+        .arch = &arch, .batch = 1, .tile_overlap = 0.25, .gpu = {.sm = 89, .multiprocessors = 128}, .release = 42};
     int slicing = 0, channels_last = 0, sends = 0;
     PyObject *first = Py_None;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&ssO&nn|nnpiinpOpd:vae", names, vm_py_to_arch, &arch, &runtime,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&ssO&nn|nnpiinpOpdi:vae", names, vm_py_to_arch, &arch, &runtime,
                                      &op, vm_py_to_dtype, &vae.dtype, &vae.height, &vae.width, &vae.batch, &vae.tile,
                                      &slicing, &vae.gpu.sm, &vae.gpu.multiprocessors, &vae.gpu.free_bytes,
-                                     &channels_last, &first, &sends, &vae.tile_overlap))
+                                     &channels_last, &first, &sends, &vae.tile_overlap, &vae.release))
         return NULL;
     vae.first = vae.dtype;
     if (first != Py_None && !vm_py_to_dtype(first, &vae.first)) return NULL;
@@ -356,13 +357,14 @@ static PyObject *trace_kept(Trace *self, void *Py_UNUSED(closure)) {
 static PyMethodDef methods[] = {
     {"vae", VM_PY_KEYWORDS(trace_vae), METH_VARARGS | METH_KEYWORDS | METH_CLASS,
      "vae($type, /, arch, runtime, op, dtype, height, width, batch=1, tile=0, slicing=False, sm=89, "
-     "multiprocessors=128, free_bytes=0, channels_last=False, first=None, sends=False, tile_overlap=0.25)\n--\n\n"
+     "multiprocessors=128, free_bytes=0, channels_last=False, first=None, sends=False, tile_overlap=0.25, "
+     "release=42)\n--\n\n"
      "encode or decode of a VAE, from its arch dict. tile: side in pixels, 0 for none. free_bytes: of the GPU's memory "
      "when\nthe call begins, which a1111 looks at; 0 for without end. first: the dtype of post_quant_conv, "
      "decoder.conv_in and\ndecoder.mid_block, where diffusers' upcast_vae leaves them another one. sends: each "
      "submodule's weights come for its call,\nas accelerate's hooks send them. tile_overlap: the part of its side that "
      "a tile of "
-     "diffusers shares with the next."},
+     "diffusers shares with the next. release: 38 of diffusers 0.38, whose class of a video's VAE runs."},
     {"weights", (PyCFunction)trace_weights, METH_VARARGS | METH_CLASS,
      "weights($type, arch, runtime, dtype, /)\n--\n\nThe parameters, in the order in which Module.to moves them."},
     {"parameters", trace_parameters, METH_VARARGS | METH_STATIC,

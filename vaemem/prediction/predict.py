@@ -25,7 +25,7 @@ from vaemem.prediction.benchmark import USUAL_PROTOCOL
 from vaemem.prediction.closed import derive
 from vaemem.prediction.gpus import Gpu, find_gpu
 from vaemem.prediction.question import OVERLAP, ModuleQuestion, Question, ask
-from vaemem.prediction.runtimes import architecture
+from vaemem.prediction.runtimes import architecture, followed
 from vaemem.prediction.seconds import Seconds
 from vaemem.prediction.usual import OVERFLOWING, usual_dtypes
 from vaemem.prediction.verdict import DOES_NOT_FIT, FITS
@@ -218,6 +218,7 @@ class Prediction(SimulatedAnswer):
         """What the answer is of: a line each."""
         return [
             f"Asked: {self._asked}.",
+            *([f"Followed: {code}."] if (code := followed(self._question.job.arch)) else []),
             *([f"Assumed: {self.assumed}."] if self.assumed else []),
         ]
 

@@ -34,6 +34,11 @@ PROGRAMS = {"invokeai": {"": "diffusers", "flux": "bfl"}, "forge": {"": "comfyui
 PROGRAM_NAMES = (*RUNTIMES, *PROGRAMS)
 
 
+# What videos' VAEs are called here where their tensors are another's: whose class, and so whose code, differs.
+WAN = "wan2.1"
+FRAMES_CODE = "one frame by {} of diffusers 0.42"
+
+
 def code_of(program: str, model: str) -> str:
     """Whose code a program runs a model's VAE with: one of `RUNTIMES`."""
     codes = PROGRAMS.get(program, {"": program})
@@ -57,4 +62,13 @@ def architecture(model: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str,
     is_path = isinstance(model, str) and model not in known and os.path.exists(model)
     if is_path or isinstance(model, Mapping | os.PathLike):
         return read_config(model)
-    return dict(known[named_model("model", model, "an arch dict (VAE.arch)", "a config.json")])
+    arch = dict(known[named_model("model", model, "an arch dict (VAE.arch)", "a config.json")])
+    is_wan = arch.get("family") == "wan" and str(model).rpartition("/")[2].lower().startswith("wan")
+    return arch | {"name": WAN} if is_wan else arch
+
+
+def followed(arch: Mapping[str, Any]) -> str:
+    """Which class's code is followed, of which release, where classes and releases differ; else nothing."""
+    if arch.get("family") != "wan":
+        return ""
+    return FRAMES_CODE.format("AutoencoderKLWan" if arch["name"] == WAN else "AutoencoderKLQwenImage")

@@ -23,9 +23,9 @@ _BLAS = {getattr(aten, name).default for name in ("mm", "bmm", "baddbmm", "addmv
 # Operators besides the pointwise ones that take nothing but their outputs.
 _PLAIN_NAMES = """
     empty empty_like empty_strided new_empty zeros zeros_like ones ones_like full full_like new_zeros new_ones
-    new_full arange clone _to_copy copy_ cat stack constant_pad_nd upsample_nearest2d embedding index_select
-    gather _softmax _log_softmax native_layer_norm _unsafe_view repeat roll tril triu lift_fresh scalar_tensor
-    randn rand randn_like rand_like native_dropout fill_ zero_ avg_pool2d glu index fill linspace flip eye
+    new_full arange clone _to_copy copy_ cat stack constant_pad_nd upsample_nearest2d _upsample_nearest_exact2d
+    embedding index_select gather _softmax _log_softmax native_layer_norm _unsafe_view repeat roll tril triu lift_fresh
+    scalar_tensor randn rand randn_like rand_like native_dropout fill_ zero_ avg_pool2d glu index fill linspace flip eye
     rms_norm _fused_rms_norm masked_fill masked_fill_
 """
 _PLAIN = {getattr(aten, name) for name in _PLAIN_NAMES.split() if hasattr(aten, name)}
@@ -37,17 +37,20 @@ def _is_plain(func: Any) -> bool:
 
 
 # Sums over a dimension take nothing but their outputs while one block of threads sums all that makes an element: below
-# 256 elements, or 256 times a warp along the dimension in which they lie side by side (setReduceConfig in Reduce.cuh).
+# 256 elements a thread, of which at least 4 share the work, or a warp along the dimension in which they lie side by
+# side (setReduceConfig in Reduce.cuh: 512 threads, for 32 elements each of up to 4 outputs).
 _REDUCTIONS = {aten.sum, aten.mean, aten.amax, aten.amin, aten.argmax, aten.argmin, aten.any, aten.all}
-_BLOCK_SUMS, _WARP = 256, 32
+_NORM = aten.linalg_vector_norm
+_BLOCK_SUMS, _FEWEST, _WARP = 256, 4, 32
 
 
-def _sums_in_a_block(func: Any, out: Any, x: Any, dims: Any = None, *_: Any) -> bool:
-    if func.overloadpacket not in _REDUCTIONS or not out.numel():
+def _sums_in_a_block(func: Any, out: Any, x: Any, *more: Any) -> bool:
+    if func.overloadpacket not in _REDUCTIONS | {_NORM} or not out.numel():
         return False
-    summed = [dims] if isinstance(dims, int) else dims or range(x.dim())
+    dims = (more[1:] if func.overloadpacket is _NORM else more) or (None,)  # the norm's order comes first
+    summed = [dims[0]] if isinstance(dims[0], int) else dims[0] or range(x.dim())
     together = min((x.stride(i) for i in summed), default=1) == 1
-    return bool(x.numel() // out.numel() < _BLOCK_SUMS * (_WARP if together else 1))
+    return bool(x.numel() // out.numel() < _BLOCK_SUMS * (_WARP if together else _FEWEST))
 
 
 class Recording:

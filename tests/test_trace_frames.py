@@ -1,0 +1,127 @@
+"""The traces of one frame of videos' VAEs beside recordings of diffusers' classes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from traces import lifetimes
+
+from vaemem import _core, predict
+
+QWEN = _core.models()["qwen-image"]
+SMALL = {**QWEN, "block_out_channels": (32, 64, 64)}
+FLAT = {**QWEN, "block_out_channels": (24,)}
+UNEVEN = {**QWEN, "block_out_channels": (96, 192), "layers_per_block": 1}
+NAMES = {"AutoencoderKLWan": "wan2.1", "AutoencoderKLQwenImage": "qwen-image"}
+
+
+def case(kind, arch, op, height, width, batch=1, dtype="float32", tile=0, slicing=False, tile_overlap=0.25):
+    torch = pytest.importorskip("torch")
+    diffusers = pytest.importorskip("diffusers")
+    from torch_vaes import of_frames
+
+    from vaemem.engine.layouts import config_of
+    from vaemem.pytorch import record
+
+    release = int(diffusers.__version__.split(".")[1])
+    if not hasattr(diffusers, kind) or (release < 34 and (tile or slicing)):
+        pytest.skip(f"diffusers {diffusers.__version__} has no such {kind}")
+    arch = arch | {"name": NAMES[kind]}
+    factor, run = 2 ** (len(arch["block_out_channels"]) - 1), getattr(torch, dtype)
+    vae = of_frames(config_of(arch) | {"_class_name": kind}, run)
+    vae.use_slicing, vae.spatial_compression_ratio = slicing, factor
+    if tile:
+        stride = int(tile * (1 - tile_overlap))
+        vae.enable_tiling(tile, tile, stride, stride)
+    small = arch["latent_channels"], 1, height // factor, width // factor
+    x = torch.empty(batch, *(small if op == "decode" else (3, 1, height, width)), dtype=run, device="meta")
+    call = {"decode": lambda v, x: v.decode(x).sample, "encode": lambda v, x: v.encode(x).latent_dist}[op]
+    recording = record(vae, x, call=call)
+    built = _core.Trace.vae(
+        arch, "diffusers", op, dtype, height, width, batch, tile, slicing, tile_overlap=tile_overlap, release=release
+    )
+    ours, real = lifetimes(built.steps), lifetimes(recording.trace.steps)
+    for i, (a, b) in enumerate(zip(ours, real, strict=False)):
+        assert a == b, f"step {i}: built {ours[max(0, i - 4) : i + 2]}, recorded {real[max(0, i - 4) : i + 2]}"
+    assert len(ours) == len(real) and built.convs == recording.trace.convs
+    assert (built.flops, built.attended) == (recording.trace.flops, recording.trace.attended)
+    assert recording.unmodelled == {}
+    weights = [(name, math.prod(shape) * run.itemsize) for name, shape, _ in _core.Trace.parameters(arch, "diffusers")]
+    assert weights == recording.weights
+
+
+@pytest.mark.parametrize("op", ["encode", "decode"])
+@pytest.mark.parametrize("kind", list(NAMES))
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (QWEN, 256, 256),
+        (QWEN, 64, 96, 1, "float16"),
+        (QWEN, 96, 64, 2, "bfloat16"),
+        (QWEN, 8, 8),
+        (QWEN, 8, 8, 2, "float16"),
+        (QWEN, 512, 8),
+        (SMALL, 40, 72, 3, "bfloat16"),
+        (FLAT, 16, 24, 2),
+        (UNEVEN, 16, 24, 1, "float16"),
+    ],
+)
+def test_one_frame_lives_as_recorded(sizes, kind, op):
+    case(kind, sizes[0], op, *sizes[1:])
+
+
+@pytest.mark.parametrize("op", ["encode", "decode"])
+@pytest.mark.parametrize("kind", list(NAMES))
+@pytest.mark.parametrize(
+    "cut",
+    [
+        (64, 96, 2, "float16", 0, True),
+        (64, 96, 2, "float16", 64, True),
+        (96, 160, 1, "bfloat16", 64, False, 0.5),
+        (112, 176, 2, "float32", 48, False, 0.3),
+        (40, 40, 1, "float32", 64),
+    ],
+)
+def test_frames_in_tiles_and_slices_live_as_recorded(cut, kind, op):
+    case(kind, SMALL, op, *cut)
+
+
+def test_releases_differ():
+    def steps(release, dtype, tile=0, name="wan2.1"):
+        arch = QWEN | {"name": name}
+        return _core.Trace.vae(
+            arch, "diffusers", "decode", dtype, 512, 512, tile=tile, release=release
+        ).steps  # fmt: skip
+
+    assert steps(37, "float32") != steps(38, "float32")  # a name holds the unit vectors
+    assert sum(s[2] for s in steps(38, "float16")) > sum(s[2] for s in steps(37, "float16"))  # in float32
+    assert len(steps(36, "float16", 256)) == len(steps(35, "float16", 256)) + 2  # the clamp of the tiled decode
+    assert steps(36, "float16", 256, "qwen-image") == steps(35, "float16", 256, "qwen-image")
+    with pytest.raises(ValueError, match=r"tile: want diffusers 0.34 or later for wan2.1, got 0.33, which has none"):
+        steps(33, "float16", 256)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"runtime": "bfl"}, "runtime: want diffusers for qwen-image, the only code of it that is followed, got bfl"),
+        ({"channels_last": True}, "channels_last: want False for qwen-image: PyTorch raises for its filters of five"),
+    ],
+)
+def test_what_frames_cannot_is_refused_by_name(change, message):
+    with pytest.raises(ValueError, match=message):
+        predict("qwen-image", "decode", 512, 512, **change)
+    with pytest.raises(ValueError, match="sends: want it with another model than qwen-image"):
+        _core.Trace.vae(QWEN, "diffusers", "decode", "float16", 64, 64, sends=True)
+    with pytest.raises(ValueError, match="first: want it with another model than qwen-image"):
+        _core.Trace.vae(QWEN, "diffusers", "decode", "float32", 64, 64, first="float16")
+
+
+def test_names_say_whose_class_runs():
+    qwen, wan = (predict(name, "decode", 256, 256) for name in ("Qwen/Qwen-Image", "Wan-AI/Wan2.1-T2V-14B"))
+    assert (qwen.model, qwen.dtype) == ("qwen-image", "bfloat16")
+    assert (wan.model, wan.dtype) == ("wan2.1", "float32")
+    assert "Followed: one frame by AutoencoderKLQwenImage of diffusers 0.42." in str(qwen)
+    assert "AutoencoderKLWan of diffusers 0.42" in wan.numbers
+    assert wan.weights_bytes == 2 * qwen.weights_bytes
