@@ -2,15 +2,15 @@
 
     python benchmarks/record_profiles.py [--cudnn FOLDER] [--capability 8.9,9.0] [--step 32]
     python benchmarks/record_profiles.py --cudnn FOLDER --capability 8.9 --same-as 9.10.2
-    python benchmarks/record_profiles.py --cudnn FOLDER --add
+    python benchmarks/record_profiles.py --cudnn FOLDER --add [--only "frames' VAEs"]
 
-For each compute capability: asks an installed cuDNN (9.8 or later) for every convolution of the SD, SDXL and FLUX VAEs
-and of the UNets in vaemem/data/modules, at every square image up to 2048 pixels in steps of 32, at pairs of common
-sides, at random rectangles and batches; explains each answer by a formula; learns the decision tree that picks the
-formula; and checks it against questions that it has not seen. About three minutes for each capability. With --same-as
-it asks for the squares of a profile of another version, and writes a reference to that profile where every answer is
-the same. With --add it goes through the files of the version, keeps what they have and adds the convolutions and kinds
-of question that they lack.
+For each compute capability: asks an installed cuDNN (9.8 or later) for every convolution of the SD, SDXL and FLUX VAEs,
+of the UNets in vaemem/data/modules and of one frame of Qwen-Image's and Wan 2.1's VAE, at every square image up to 2048
+pixels in steps of 32, at pairs of common sides, at random rectangles and batches; explains each answer by a formula;
+learns the decision tree that picks the formula; and checks it against questions that it has not seen. About three
+minutes for each capability. With --same-as it asks for the squares of a profile of another version, and writes a
+reference to that profile where every answer is the same. With --add it goes through the files of the version, keeps
+what they have and adds the convolutions and kinds of question that they lack.
 """
 
 import argparse
@@ -32,9 +32,10 @@ from vaemem.prediction.gpus import Gpu, find_gpu, gpu_names
 
 COMMON = (512, 576, 640, 704, 720, 768, 832, 896, 960, 1024, 1088, 1152, 1216, 1280, 1344, 1536, 1664, 1920, 2048)
 FEATURES = ("P", "Q", "h", "w", "m", "n")
+OFFSETS = 2303  # bytes beside an index buffer and its tiles, on Volta and Turing
 TENSORS = ("", "i+o+f", "i+f", "i+o", "I+O+F", "I+F", "i", "o", "f", "9i")
 
-Shape = tuple[int, int, int, int, int]  # c, k, r, stride, padding
+Shape = tuple[int, ...]  # c, k, r, stride, padding; with three dimensions the frames of input and filter
 
 
 class Network(NamedTuple):
@@ -46,6 +47,7 @@ class Network(NamedTuple):
     smallest: side of an image in pixels
     batches: of the squares, and of what is held out; the rest is of the first
     others: batches of some more rectangles
+    thin: of the rectangles and pairs of common sides that others are asked about, every so many
     """
 
     about: str
@@ -54,6 +56,7 @@ class Network(NamedTuple):
     smallest: int
     batches: tuple[int, ...]
     others: tuple[int, ...]
+    thin: int = 1
 
     def asked(self, gpu: Gpu) -> list[str]:
         """Its kinds for a GPU: before compute capability 8.0 there is neither bfloat16 nor TF32."""
@@ -77,6 +80,8 @@ def networks() -> tuple[Network, ...]:
     return (
         Network("VAEs", _of_vaes(), vaes, 8, (1,), (2, 2, 2, 2, 3, 4, 4, 4, 8, 8)),
         Network("UNets", _of_unets(), vaes[:3], 256, (2, 1, 4, 8), (1, 2, 3, 4, 6, 8, 16) * 20),
+        Network("frames' VAEs", _of_frames(), (*vaes[:3], vaes[6]), 64, (1,), (2, 2, 4), thin=2),
+        Network("attention of frames' VAEs", {(384, 384, 1, 1, 0): {3}}, vaes[3:6], 64, (2,), (3, 4, 4)),
     )
 
 
@@ -108,6 +113,37 @@ def _of_vaes() -> dict[Shape, set[int]]:
     return found
 
 
+def _of_frames() -> dict[Shape, set[int]]:
+    """Of one frame, which diffusers runs as the last of three, and ComfyUI by the filters' last slices."""
+    found: dict[Shape, set[int]] = collections.defaultdict(set)
+    widths, latents = (96, 192, 384, 384), 16
+
+    def add(level: int, c: int, k: int) -> None:
+        found[c, k, 3, 1, 0, 3].add(level)
+        found[c, k, 3, 1, 1, 1].add(level)
+
+    add(0, 3, widths[0])
+    add(0, widths[0], 3)
+    for level, width in enumerate(widths):
+        before = widths[max(level - 1, 0)]
+        add(level, before, width)
+        add(level, width, width)
+        if before != width:
+            found[before, width, 1, 1, 0, 1].add(level)
+        if level < 3:
+            found[width, width, 3, 2, 0].add(level)
+            found[widths[level + 1], widths[level + 1] // 2, 3, 1, 1].add(level)  # after the upsampling
+    add(2, widths[1], widths[2])  # of half the channels, which the upsampling leaves
+    found[widths[1], widths[2], 1, 1, 0, 1].add(2)
+    add(3, latents, widths[3])
+    add(3, widths[3], 2 * latents)
+    for channels in (latents, 2 * latents):
+        found[channels, channels, 1, 1, 0, 1].add(3)
+    found[widths[3], 3 * widths[3], 1, 1, 0].add(3)
+    found[widths[3], widths[3], 1, 1, 0].add(3)
+    return found
+
+
 def _of_unets() -> dict[Shape, set[int]]:
     found: dict[Shape, set[int]] = collections.defaultdict(set)
     side = 2048
@@ -118,6 +154,18 @@ def _of_unets() -> dict[Shape, set[int]]:
             for _, _, c, h, _, k, r, stride, padding, _ in trace.convs:
                 found[c, k, r, stride, padding].add((side // h).bit_length() - 1)
     return found
+
+
+def question(conv: Shape, kind: str, height: int, width: int, level: int, n: int) -> dict:
+    """What is asked of an image's height and width, as `profiles.Conv` names it."""
+    c, k, r, stride, padding, *frames = conv
+    padded = r - stride if r > 1 and not padding else 0  # before it: one side with a stride of 2, else both
+    h, w = (-(-side >> level) + padded for side in (height, width))
+    asked = dict(dtype=kind.split()[0], n=n, c=c, h=h, w=w, k=k, r=r, stride=stride, padding=padding)
+    if not frames:
+        return asked
+    depth = frames[0]
+    return asked | {"r": (depth, r, r), "stride": (1, stride, stride), "padding": (0, padding, padding), "depth": depth}
 
 
 class Recorder:
@@ -131,15 +179,11 @@ class Recorder:
 
     def ask(self, height: int, width: int, level: int, n: int = 1) -> tuple[dict[str, int], int | None]:
         """Of an image's height and width."""
-        c, k, r, stride, padding = self.conv
-        padded = stride == 2 and padding == 0  # the VAEs pad one side before a stride of 2
-        h, w = (-(-side >> level) + padded for side in (height, width))
-        dtype = self.kind.split()[0]
-        question = dict(dtype=dtype, n=n, c=c, h=h, w=w, k=k, r=r, stride=stride, padding=padding)
+        asked = question(self.conv, self.kind, height, width, level, n)
         settings = {"nhwc": "nhwc" in self.kind, "tf32": "strict" not in self.kind}
-        plan = self.cudnn.conv(self.gpu.device_json, **question, **settings)
+        plan = self.cudnn.conv(self.gpu.device_json, **asked, **settings)
         self.untried += plan["untried"] if plan else 0
-        return profiles.sizes(profiles.Conv(**question)), plan and plan["bytes"]
+        return profiles.sizes(profiles.Conv(**asked)), plan and plan["bytes"]
 
     def learn(self, height: int, width: int, level: int, n: int = 1) -> None:
         size, count = self.ask(height, width, level, n)
@@ -160,10 +204,14 @@ def explain(recorder: Recorder) -> list[tuple | None]:
             if rest < 0:
                 continue
             cover[tensors, 0, 0, 0, rest].add(j)
-            for index in (6, 12):  # an index buffer of precomputed offsets
+            for index in (6, 12, 18):  # an index buffer of precomputed offsets
                 more = rest - profiles.formula_bytes(["", index, 0, 0, 0], s)
                 if 0 <= more <= 128:
                     cover[tensors, index, 0, 0, more].add(j)
+                for tile in (32, 64, 128, 256) if more > OFFSETS else ():  # and a few numbers for each tile
+                    per_tile, uneven = divmod(more - OFFSETS, -(-s["P"] // tile))
+                    if not uneven and 0 < per_tile <= 64:
+                        cover[tensors, index, tile, per_tile, OFFSETS].add(j)
             for formula in _partial_sums(tensors, rest, s["P"], recorder.conv[1]):
                 cover[formula].add(j)
     formulas: list[tuple | None] = [None] * len(answers)
@@ -240,8 +288,8 @@ class Learned:
         for level, side, n in itertools.product(levels, range(step, 2049, step), network.batches):
             if side >= network.smallest and side >> level:
                 recorder.learn(side, side, level, n)
-        pairs = [(a, b) for a in COMMON for b in COMMON if a != b]
-        for height, width in pairs + network.rectangles(rng, 240):
+        pairs = [(a, b) for a in COMMON for b in COMMON if a != b][:: network.thin]
+        for height, width in pairs + network.rectangles(rng, 240 // network.thin):
             recorder.learn(height, width, rng.choice(levels), usual)
         for (height, width), n in zip(network.rectangles(rng, len(network.others)), network.others, strict=True):
             recorder.learn(height, width, rng.choice(levels), n)
@@ -299,14 +347,16 @@ def alike(cudnn: InstalledCudnn, capability: str) -> list[list[Gpu]]:
     return groups
 
 
-def record(cudnn: InstalledCudnn, gpus: list[Gpu], step: int, known: dict | None = None) -> dict:
-    """The profile of GPUs that answer alike, or what is `known` of it with the questions that it lacks."""
+def record(cudnn: InstalledCudnn, gpus: list[Gpu], step: int, known: dict | None = None, only: str = "") -> dict:
+    """The profile of GPUs that answer alike, or what is `known` of it with the questions that it lacks. only: of the
+    networks whose name ends so."""
     profile = known or {"capability": gpus[0].capability, "cudnn": cudnn.version, "formulas": [], "convolutions": {}}
     formulas = {formula and tuple(formula): i for i, formula in enumerate(profile["formulas"])}
     trees = dict(profile["convolutions"])
     made = []
     for network in networks():
-        made += ask(cudnn, gpus, step, network, formulas, trees)
+        if network.about.endswith(only):
+            made += ask(cudnn, gpus, step, network, formulas, trees)
     recorded = profile.get("recorded")
     first, *added = ([recorded, *recorded.get("added", [])] if recorded else []) + made
     return {
@@ -365,11 +415,9 @@ def compare(cudnn: InstalledCudnn, gpu: Gpu, version: str, count: int = 1000) ->
     for _ in range(count):
         conv, kind, level, n = random_question(rng, gpu)
         side = 64 * rng.randint(4, 32)
-        size, answer = Recorder(cudnn, gpu, conv, kind).ask(side, side, level, n)
-        c, k, r, stride, padding = conv
-        layout = "nhwc" if "nhwc" in kind else "nchw"
-        question = profiles.Conv(kind.split()[0], n, c, size["h"], size["w"], k, r, stride, padding, layout)
-        known = profile.conv(question, "strict" not in kind)
+        answer = Recorder(cudnn, gpu, conv, kind).ask(side, side, level, n)[1]
+        asked = profiles.Conv(**question(conv, kind, side, side, level, n), layout="nhwc" if "nhwc" in kind else "nchw")
+        known = profile.conv(asked, "strict" not in kind)
         if (known and known[0]) != answer:
             raise SystemExit(
                 f"{gpu.name}: {conv} {kind} at {side} (level {level}): {version} says {known}, this says {answer}"
@@ -389,7 +437,7 @@ def write(profile: dict, path: str) -> None:
         file.write("{\n" + "\n".join(lines) + "\n }\n}\n")
 
 
-def add(cudnn: InstalledCudnn, folder: str, capability: str | None, step: int) -> None:
+def add(cudnn: InstalledCudnn, folder: str, capability: str | None, step: int, only: str) -> None:
     """The questions that the files of a version lack."""
     for name, (sm, _, number) in sorted(profiles.profile_files().items()):
         path = os.path.join(folder, name)
@@ -400,7 +448,7 @@ def add(cudnn: InstalledCudnn, folder: str, capability: str | None, step: int) -
         if "same_as" not in known:
             first = known["recorded"]["gpus"][0]
             groups = alike(cudnn, known["capability"])
-            profile = record(cudnn, next(g for g in groups if first in [gpu.name for gpu in g]), step, known)
+            profile = record(cudnn, next(g for g in groups if first in [gpu.name for gpu in g]), step, known, only)
             write(profile, path)
             print(path, profile["recorded"].get("added", [])[-1:], flush=True)
 
@@ -414,6 +462,7 @@ def main() -> None:
         "--same-as", metavar="VERSION", help="refer to this version's profiles where the answers are the same"
     )
     parser.add_argument("--add", action="store_true", help="what the version's files lack, of one --capability or all")
+    parser.add_argument("--only", default="", metavar="NAMES_END", help='with --add: "frames\' VAEs", of some networks')
     parser.add_argument("--out", default="vaemem/data/profiles")
     arguments = parser.parse_args()
     path = arguments.cudnn
@@ -423,7 +472,7 @@ def main() -> None:
     if cudnn.version is None:
         sys.exit(cudnn.reason)
     if arguments.add:
-        return add(cudnn, arguments.out, arguments.capability, arguments.step)
+        return add(cudnn, arguments.out, arguments.capability, arguments.step, arguments.only)
     every = dict.fromkeys(find_gpu(name).capability for name in gpu_names())
     for capability in arguments.capability.split(",") if arguments.capability else every:
         try:

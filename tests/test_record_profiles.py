@@ -1,11 +1,13 @@
 """How profiles are made: whose convolutions are asked, formulas for the answers, and trees that pick them."""
 
+import math
 import random
 import sys
 from pathlib import Path
 
 import pytest
 
+from vaemem import _core
 from vaemem.prediction import profiles
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.profiles import Conv, formula_bytes
@@ -44,12 +46,30 @@ def network(*shapes):
 
 
 def test_the_unets_convolutions_are_those_of_the_recorded_modules():
-    vaes, unets = record_profiles.networks()
+    vaes, unets, *_ = record_profiles.networks()
     assert vaes.convolutions[128, 128, 3, 2, 0] == {0}
     assert unets.convolutions[320, 320, 3, 2, 1] == unets.convolutions[4, 320, 3, 1, 1] == {3}
     assert unets.convolutions[1280, 1280, 3, 1, 1] == {4, 5, 6} and unets.convolutions[2560, 1280, 1, 1, 0] == {5, 6}
     assert not set(vaes.convolutions) & set(unets.convolutions)
     assert "bfloat16" not in unets.asked(find_gpu("T4")) and "bfloat16" in unets.asked(find_gpu("A100"))
+
+
+def test_frames_convolutions_are_those_of_the_walk():
+    """Of one frame in diffusers, encode and decode, at every level."""
+    frames, attention = record_profiles.networks()[2:]
+    side, levels = 512, {}
+    for op in ("encode", "decode"):
+        for conv in _core.Trace.vae(_core.models()["qwen-image"], "diffusers", op, "float16", side, side).convs:
+            conv = Conv(*conv)
+            r, stride, padding = ((e if isinstance(e, int) else e[-1]) for e in (conv.r, conv.stride, conv.padding))
+            shape = conv.c, conv.k, r, stride, padding, *([conv.depth] if conv.depth else [])
+            levels.setdefault(shape, set()).add(round(math.log2(side / conv.h)))
+            level = round(math.log2(side / conv.h))
+            asked = record_profiles.question(shape, "float16", side, side, level, 1)
+            assert Conv(**asked).size == conv.size and Conv(**asked).out == conv.out
+    assert levels == {shape: at for shape, at in frames.convolutions.items() if shape[5:] != (1,) or shape[2] == 1}
+    batch = _core.Trace.vae(_core.models()["qwen-image"], "diffusers", "decode", "float16", side, side, 2).convs
+    assert [conv[2:3] + conv[5:9] for conv in batch if conv[9] == "nhwc"] == [*attention.convolutions]
 
 
 def test_answers_become_formulas_and_a_tree():

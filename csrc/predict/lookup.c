@@ -13,12 +13,17 @@ static vm_status narrow(wide value, uint64_t *out) {
 
 static int first_dim(const vm_conv *c) { return VM_CONV_DIMS - c->dims; }
 
-/* Two dimensions, square, one group, no dilation, not transposed: the kind that profiles and rules hold. */
-static bool is_plain(const vm_conv *c) {
-    bool plain = c->dims == 2 && c->groups == 1 && !c->transposed;
-    plain = plain && c->filter[1] == c->filter[2] && c->stride[1] == c->stride[2] && c->padding[1] == c->padding[2];
-    return plain && c->dilation[1] == 1 && c->dilation[2] == 1;
+/* Square, one group, no dilation, not transposed: the kind that profiles hold, where there are two dimensions, or as
+ * many frames as the filter has, which make one. */
+static bool is_square(const vm_conv *c) {
+    bool square = c->groups == 1 && !c->transposed && c->dilation[1] == 1 && c->dilation[2] == 1;
+    square = square && c->filter[1] == c->filter[2] && c->stride[1] == c->stride[2] && c->padding[1] == c->padding[2];
+    const bool frame = c->size[0] == c->filter[0] && c->stride[0] == 1 && !c->padding[0] && c->dilation[0] == 1;
+    return square && (c->dims == 2 || frame);
 }
+
+/* The kind that rules hold. */
+static bool is_plain(const vm_conv *c) { return c->dims == 2 && is_square(c); }
 
 static int64_t out_along(const vm_conv *c, int d) {
     const int64_t reach = c->dilation[d] * (c->filter[d] - 1) + 1;
@@ -185,9 +190,9 @@ vm_status vm_profile_add_node(vm_profile *p, int feature, uint64_t limit, int32_
 }
 
 static int order(const vm_profile_key *a, const vm_profile_key *b) {
-    const int64_t x[8] = {a->c, a->k, a->r, a->stride, a->padding, a->dtype, a->strict, a->nhwc};
-    const int64_t y[8] = {b->c, b->k, b->r, b->stride, b->padding, b->dtype, b->strict, b->nhwc};
-    for (int i = 0; i < 8; i++)
+    const int64_t x[] = {a->c, a->k, a->r, a->stride, a->padding, a->frames, a->dtype, a->strict, a->nhwc};
+    const int64_t y[] = {b->c, b->k, b->r, b->stride, b->padding, b->frames, b->dtype, b->strict, b->nhwc};
+    for (size_t i = 0; i < sizeof x / sizeof *x; i++)
         if (x[i] != y[i]) return x[i] < y[i] ? -1 : 1;
     return 0;
 }
@@ -231,8 +236,15 @@ static vm_status answer_here(const vm_profile *p, const vm_conv *c, bool strict,
     vm_status s = vm_conv_sizes(c, size);
     for (size_t i = 0; !s && !formula && i < p->rules; i++)
         if (applies(&p->rule[i], c, strict)) formula = &p->rule[i].formula, *rule = (int)i;
-    const vm_profile_key key = {
-        c->c, c->k, c->filter[1], c->stride[1], c->padding[1], c->dtype, strict && c->dtype == VM_F32, c->nhwc};
+    const vm_profile_key key = {.c = c->c,
+                                .k = c->k,
+                                .r = c->filter[1],
+                                .stride = c->stride[1],
+                                .padding = c->padding[1],
+                                .frames = c->dims == 3 ? c->filter[0] : 0,
+                                .dtype = c->dtype,
+                                .strict = strict && c->dtype == VM_F32,
+                                .nhwc = c->nhwc};
     int32_t n;
     if (!s && !formula && vm_profile_tree(p, &key, &n)) {
         while (n >= 0) n = size[p->node[n].feature] <= p->node[n].limit ? p->node[n].up_to : p->node[n].beyond;
@@ -248,7 +260,7 @@ vm_status vm_profile_conv(const vm_profile *p, const vm_conv *c, bool tf32, bool
     *how = (vm_profile_how){0, -1};
     *found = false;
     vm_status s = VM_OK;
-    bool ends = !is_plain(c);
+    bool ends = !is_square(c);
     for (; !s && !*found && !ends && p; p = p->otherwise) {
         s = answer_here(p, c, p->strict && !tf32, found, bytes, &how->rule, &ends);
         how->steps += !*found;

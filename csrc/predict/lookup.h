@@ -1,7 +1,7 @@
 /* How much workspace a convolution of PyTorch's takes, by what was recorded: profiles of cuDNN's answers, and rules
  * (vaemem/prediction/profiles.py says what their files hold).
  *
- *   profile  (channels, filter, stride, padding, kind) -> decision tree -> formula
+ *   profile  (channels, filter, stride, padding, frames, kind) -> decision tree -> formula
  *   rule     which convolutions -> formula, or the answer of a profile
  *   lookup   PyTorch's own convolutions, else the first of its rules and profiles that answers; it remembers
  *
@@ -53,6 +53,7 @@ vm_status vm_profile_add_formula(vm_profile *p, const vm_formula *formula); /* N
 vm_status vm_profile_add_node(vm_profile *p, int feature, uint64_t limit, int32_t up_to, int32_t beyond, int32_t *node);
 typedef struct vm_profile_key {
     int64_t c, k, r, stride, padding;
+    int64_t frames; /* the filter's, and the input's; 0 with two dimensions */
     vm_dtype dtype;
     bool strict, nhwc;
 } vm_profile_key;

@@ -169,14 +169,16 @@ static int add_tree(vm_profile *p, const char **at, int32_t *node) {
     return s ? (vm_py_raise(s), -1) : 0;
 }
 
-/* "128,128,3,1,1/float16 nhwc" */
+/* "128,128,3,1,1/float16 nhwc", or "96,96,3,1,0,3/float16" with three frames */
 static int read_key(const char **at, vm_profile_key *key) {
     char name[NAME], kind[NAME];
-    long long n[5];
+    long long n[6] = {0};
     if (read_name(at, name)) return -1;
-    if (sscanf(name, "%lld,%lld,%lld,%lld,%lld/%63[a-z0-9 ]", n, n + 1, n + 2, n + 3, n + 4, kind) != 6)
+    const char *const slash = strchr(name, '/');
+    const int numbers = sscanf(name, "%lld,%lld,%lld,%lld,%lld,%lld", n, n + 1, n + 2, n + 3, n + 4, n + 5);
+    if (numbers < 5 || !slash || sscanf(slash, "/%63[a-z0-9 ]", kind) != 1)
         return bad_text("keys such as '128,128,3,1,1/float16'", name);
-    *key = (vm_profile_key){n[0], n[1], n[2], n[3], n[4], VM_F32, false, false};
+    *key = (vm_profile_key){n[0], n[1], n[2], n[3], n[4], n[5], VM_F32, false, false};
     char *rest = strchr(kind, ' ');
     key->strict = rest && strstr(rest, " strict");
     key->nhwc = rest && strstr(rest, " nhwc");
