@@ -8,6 +8,7 @@ import pytest
 from traces import lifetimes
 
 from vaemem import _core, predict
+from vaemem.prediction.profiles import Conv
 
 QWEN = _core.models()["qwen-image"]
 SMALL = {**QWEN, "block_out_channels": (32, 64, 64)}
@@ -87,6 +88,39 @@ def test_frames_in_tiles_and_slices_live_as_recorded(cut, kind, op):
     case(kind, SMALL, op, *cut)
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (QWEN, 256, 256, 1, "bfloat16"),
+        (QWEN, 96, 64, 2, "float32"),
+        (QWEN, 8, 8),
+        (SMALL, 40, 72, 3, "float16"),
+        (FLAT, 16, 24, 2),
+        (UNEVEN, 16, 24, 1, "float16"),
+    ],
+)
+def test_comfyuis_decoder_lives_as_its_frames_are_written(sizes):
+    torch = pytest.importorskip("torch")
+    from torch_wan import Model
+
+    from vaemem.pytorch import record
+
+    arch, height, width, batch, dtype = (*sizes, *(1, "float32")[len(sizes) - 3 :])
+    factor, run = 2 ** (len(arch["block_out_channels"]) - 1), getattr(torch, dtype)
+    with torch.device("meta"):
+        vae = Model(arch).to(run).eval()
+    z = torch.empty(batch, 16, 1, height // factor, width // factor, dtype=run, device="meta")
+    recording = record(vae, z, call=lambda vae, z: vae.decode_from_host(z))
+    built = _core.Trace.vae(arch, "comfyui", "decode", dtype, height, width, batch)
+    ours, real = lifetimes(built.steps), lifetimes(recording.trace.steps)
+    for i, (a, b) in enumerate(zip(ours, real, strict=False)):
+        assert a == b, f"step {i}: built {ours[max(0, i - 4) : i + 2]}, recorded {real[max(0, i - 4) : i + 2]}"
+    assert len(ours) == len(real) and built.convs == recording.trace.convs
+    assert recording.unmodelled == {}
+    weights = {name: math.prod(shape) * run.itemsize for name, shape, _ in _core.Trace.parameters(arch, "comfyui")}
+    assert {name: size for name, size in weights.items() if not name.startswith("encoder.")} == dict(recording.weights)
+
+
 def test_releases_differ():
     def steps(release, dtype, tile=0, name="wan2.1"):
         arch = QWEN | {"name": name}
@@ -105,13 +139,15 @@ def test_releases_differ():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"runtime": "bfl"}, "runtime: want diffusers for qwen-image, the only code of it that is followed, got bfl"),
+        ({"runtime": "bfl"}, "runtime: want diffusers or comfyui for qwen-image, the only code .* followed, got bfl"),
+        ({"runtime": "comfyui", "op": "encode"}, "op: want the decode of a whole qwen-image in ComfyUI, the only part"),
+        ({"runtime": "comfyui", "op": "decode_tiled"}, "tile: want the decode of a whole qwen-image in ComfyUI"),
         ({"channels_last": True}, "channels_last: want False for qwen-image: PyTorch raises for its filters of five"),
     ],
 )
 def test_what_frames_cannot_is_refused_by_name(change, message):
     with pytest.raises(ValueError, match=message):
-        predict("qwen-image", "decode", 512, 512, **change)
+        predict("qwen-image", **{"op": "decode", "height": 512, "width": 512} | change)
     with pytest.raises(ValueError, match="sends: want it with another model than qwen-image"):
         _core.Trace.vae(QWEN, "diffusers", "decode", "float16", 64, 64, sends=True)
     with pytest.raises(ValueError, match="first: want it with another model than qwen-image"):
@@ -125,3 +161,47 @@ def test_names_say_whose_class_runs():
     assert "Followed: one frame by AutoencoderKLQwenImage of diffusers 0.42." in str(qwen)
     assert "AutoencoderKLWan of diffusers 0.42" in wan.numbers
     assert wan.weights_bytes == 2 * qwen.weights_bytes
+
+
+def test_comfyui_calls_cudnn_itself_where_pytorch_does_not():
+    """In half precision with PyTorch 2.9 and 2.10 and cuDNN 9.10.2 to 9.14, where diffusers' are unfolded."""
+    by, comfyui = {}, {}
+    for version in ("2.8.0+cu128", "2.9.1+cu128"):
+        run = "qwen-image", "decode", 512, 512, "bfloat16"
+        by[version] = predict(*run, torch_version=version).allocated
+        comfyui[version] = predict(*run, torch_version=version, runtime="comfyui")
+    assert by["2.9.1+cu128"] > 1.9 * by["2.8.0+cu128"]
+    assert len({p.allocated for p in comfyui.values()}) == 1
+    assert "Followed: one frame by ComfyUI's WanVAE of 2026." in comfyui["2.8.0+cu128"].numbers
+    assert predict("qwen-image", "decode", 64, 64, runtime="comfyui", gpu="T4").dtype == "float16"
+
+
+@pytest.mark.parametrize(
+    "gpu, torch_version", [("RTX 4090", "2.8.0"), ("RTX 3060", "2.12.0"), ("H100", "2.13.0"), ("T4", "2.8.0")]
+)
+def test_profiles_answer_for_every_convolution_of_a_frame(gpu, torch_version):
+    for runtime, op in (("diffusers", "decode"), ("diffusers", "encode"), ("comfyui", "decode")):
+        for batch in (1, 2):
+            p = predict(
+                "wan2.1", op, 512, 768, "float32", batch=batch, gpu=gpu, torch_version=torch_version, runtime=runtime
+            )
+            assert p.substitutions == () and "rule" not in p.workspace_source and p.band == (p.reserved, p.reserved)
+
+
+def test_profiles_hold_convolutions_of_as_many_frames_as_their_filters():
+    core = _core.Profile(
+        True,
+        None,
+        [["i", 0, 0, 0, 0], ["o", 0, 0, 0, 7]],
+        [],
+        '{"96,96,3,1,0,3/float32": 0, "96,96,3,1,1,1/float32": 1}',
+    )
+    frame = Conv("float32", 1, 96, 66, 66, 96, (3, 3, 3), (1, 1, 1), (0, 0, 0), depth=3)
+    assert core.conv(frame, True)[0] == 4 * 3 * 66 * 66 * 96
+    last = frame._replace(h=64, w=64, r=(1, 3, 3), padding=(0, 1, 1), depth=1)
+    assert core.conv(last, True)[0] == 4 * 64 * 64 * 96 + 7
+    for other in (
+        frame._replace(depth=4), frame._replace(r=(3, 3, 1)), frame._replace(padding=(1, 0, 0)),
+        frame._replace(stride=(2, 1, 1)), last._replace(depth=0, r=3, stride=1, padding=1),
+    ):  # fmt: skip
+        assert core.conv(other, True) is None

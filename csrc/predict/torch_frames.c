@@ -8,13 +8,19 @@
  *   encode   conv_in | levels: resnets, pad + strided conv | mid: resnet attention resnet | norm silu conv_out | 1x1x1
  *   decode   1x1x1 | conv_in | mid | levels: resnets, nearest 2x + conv to half the channels | norm silu conv_out clamp
  *
- * Releases differ: `release` of vm_trace_vae says which one is followed. */
+ * Releases differ: `release` of vm_trace_vae says which one is followed.
+ *
+ * ComfyUI's WanVAE (comfy/ldm/wan/vae.py since its #13014), whose decode alone is followed, caches nothing for one
+ * frame. Its convolutions take the last slice of their filters, which is copied, and pad nothing; its decoder holds
+ * what the middle made. */
 #include "torch_walk.h"
 
 enum { WITH_TILES = 34, FLOAT_NORM = 38 };
 
+static bool is_comfyui(const walk *w) { return w->vae->runtime == VM_TORCH_COMFYUI; }
+
 static void keep(walk *w, frame *f, const tensor *x, path name) {
-    if (f->count < MOST_CACHED) f->cached[f->count++] = take_like(w, x, at(name, " [cache]"));
+    if (!is_comfyui(w) && f->count < MOST_CACHED) f->cached[f->count++] = take_like(w, x, at(name, " [cache]"));
 }
 
 static void forget(walk *w, frame *f) {
@@ -24,16 +30,21 @@ static void forget(walk *w, frame *f) {
 
 /* A causal convolution without what it caches. */
 static tensor causal(walk *w, const tensor *x, size_t k, size_t side, path name) {
-    const size_t h = x->h + side - 1, wide = x->w + side - 1;
-    const tensor padded = take(w, x->n, VM_PRODUCT(x->c, side), h, wide, CONTIGUOUS, at(name, " [pad]"));
+    const bool pads = !is_comfyui(w);
+    const size_t border = pads ? side - 1 : 0, h = x->h + border, wide = x->w + border;
+    tensor copy = *x; /* of the input, or of the filters */
+    if (pads) copy = take(w, x->n, VM_PRODUCT(x->c, side), h, wide, CONTIGUOUS, at(name, " [pad]"));
+    const tensor in = pads ? *x : contiguous(w, x, name);
     const tensor y = take(w, x->n, k, x->h, x->w, CONTIGUOUS, name);
+    if (!pads && side > 1) copy = take(w, k, x->c, side, side, CONTIGUOUS, at(name, " [filter]"));
     const int64_t shape[4] = {(int64_t)x->n, (int64_t)x->c, (int64_t)h, (int64_t)wide};
-    vm_conv question = vm_conv_square(w->dtype, shape, (int64_t)k, (int64_t)side, 1, 0);
+    vm_conv question = vm_conv_square(w->dtype, shape, (int64_t)k, (int64_t)side, 1, pads ? 0 : (int64_t)side / 2);
     question.tf32 = true;
     question.dims = 3;
-    question.size[0] = question.filter[0] = (int64_t)side;
+    if (pads) question.size[0] = question.filter[0] = (int64_t)side;
     if (!w->status) w->status = vm_trace_conv(w->t, &question, at(name, " [workspace]").text);
-    give(w, &padded);
+    give_copy(w, &copy, x);
+    give_copy(w, &in, x);
     return y;
 }
 
@@ -46,7 +57,7 @@ static void remember_and_convolve(walk *w, frame *f, tensor *x, size_t k, path n
 /* F.normalize(x) * scale * gamma + bias. From 0.38 on half precision is normalised in float32, and a name holds what
  * comes of it. */
 static tensor rms_norm(walk *w, const tensor *x, path name) {
-    const bool named = w->vae->release >= FLOAT_NORM, widens = named && element(w) < 4;
+    const bool named = w->vae->release >= FLOAT_NORM && !is_comfyui(w), widens = named && element(w) < 4;
     const size_t size = widens ? 4 : element(w);
     tensor in = *x;
     if (widens) in = take_sized(w, x->n, x->c, x->h, x->w, CONTIGUOUS, size, at(name, " [float]"));
@@ -69,14 +80,20 @@ static tensor rms_norm(walk *w, const tensor *x, path name) {
 static void silu(walk *w, tensor *x, path name) { bind(w, x, take_like(w, x, at(name, " [silu]"))); }
 
 static tensor resnet(walk *w, frame *f, const tensor *x, size_t c, path name) {
-    const path norm2 = at(name, ".norm2");
-    const tensor skip = x->c == c ? *x : causal(w, x, c, 1, at(name, ".conv_shortcut"));
-    tensor h = rms_norm(w, x, at(name, ".norm1"));
-    silu(w, &h, at(name, ".norm1"));
-    remember_and_convolve(w, f, &h, c, at(name, ".conv1"));
-    bind(w, &h, rms_norm(w, &h, norm2));
-    silu(w, &h, norm2);
-    remember_and_convolve(w, f, &h, c, at(name, ".conv2"));
+    const bool comfyui = is_comfyui(w);
+    const path shortcut = at(name, comfyui ? ".shortcut" : ".conv_shortcut");
+    tensor skip = *x;
+    if (x->c != c && !comfyui) skip = causal(w, x, c, 1, shortcut);
+    tensor h = *x;
+    for (int i = 1; i <= 2; i++) {
+        const path norm = comfyui ? at(name, ".residual.%d", 3 * i - 3) : at(name, ".norm%d", i);
+        const tensor normed = rms_norm(w, &h, norm);
+        give_copy(w, &h, x);
+        h = normed;
+        silu(w, &h, norm);
+        remember_and_convolve(w, f, &h, c, comfyui ? at(name, ".residual.%d", 4 * i - 2) : at(name, ".conv%d", i));
+    }
+    if (x->c != c && comfyui) skip = causal(w, x, c, 1, shortcut);
     const tensor y = take_like(w, &h, name);
     vm_trace_move(w->t, y.bytes); /* which reads two */
     give_copy(w, &skip, x);
@@ -86,38 +103,50 @@ static tensor resnet(walk *w, frame *f, const tensor *x, size_t c, path name) {
 
 static tensor attention(walk *w, const tensor *x, path name) {
     const tensor normed = rms_norm(w, x, at(name, ".norm"));
-    tensor qkv = conv1(w, &normed, 3 * x->c, at(name, ".to_qkv"));
-    if (x->h * x->w > 1) bind(w, &qkv, take_like(w, &qkv, at(name, " [q, k, v by token]")));
+    tensor qkv = conv1(w, &normed, 3 * x->c, at(name, ".to_qkv")), own[3];
+    const bool copies = x->h * x->w > 1, comfyui = is_comfyui(w);
+    const path by_token = at(name, " [q, k, v by token]");
+    for (int i = 0; copies && comfyui && i < 3; i++)
+        own[i] = take_like(w, x, by_token); /* of a function that returns */
+    if (copies && !comfyui) bind(w, &qkv, take_like(w, &qkv, by_token));
     tensor h = vm_walk_attend(w, x, name);
+    for (int i = 0; copies && comfyui && i < 3; i++) give(w, &own[i]);
     give(w, &normed);
     h.layout = x->c > 1 && x->h * x->w == 1 ? CHANNELS_LAST : vm_walk_seen(x);
     bind(w, &h, conv1(w, &h, x->c, at(name, ".proj")));
-    const tensor y = take(w, x->n, x->c, x->h, x->w, CONTIGUOUS, at(name, " [sum]"));
+    tensor y = take(w, x->n, x->c, x->h, x->w, CONTIGUOUS, at(name, " [sum]"));
+    if (h.layout == CHANNELS_LAST && !either(x)) y.layout = CHANNELS_LAST_ONE; /* as five dimensions */
     vm_trace_move(w->t, y.bytes);
     give(w, &qkv);
     give(w, &h);
     return y;
 }
 
-static tensor mid(walk *w, frame *f, const tensor *x, path half) {
-    const path name = at(half, "mid_block");
-    tensor h = resnet(w, f, x, x->c, at(name, ".resnets.0"));
-    if (w->vae->arch->mid_block_add_attention) bind(w, &h, attention(w, &h, at(name, ".attentions.0")));
-    bind(w, &h, resnet(w, f, &h, x->c, at(name, ".resnets.1")));
+/* Of an input that it gives back. */
+static tensor mid(walk *w, frame *f, tensor x, path half) {
+    static const char *const names[2][3] = {{"mid_block.resnets.0", "mid_block.attentions.0", "mid_block.resnets.1"},
+                                            {"middle.0", "middle.1", "middle.2"}};
+    const char *const *name = names[is_comfyui(w)];
+    tensor h = resnet(w, f, &x, x.c, at(half, "%s", name[0]));
+    if (is_comfyui(w)) give(w, &x);
+    if (w->vae->arch->mid_block_add_attention) bind(w, &h, attention(w, &h, at(half, "%s", name[1])));
+    bind(w, &h, resnet(w, f, &h, x.c, at(half, "%s", name[2])));
+    if (!is_comfyui(w)) give(w, &x); /* which its caller's name held */
     return h;
 }
 
 static void finish(walk *w, frame *f, tensor *x, size_t c, path half) {
-    const path name = at(half, "norm_out");
+    const path name = at(half, is_comfyui(w) ? "head.0" : "norm_out");
     bind(w, x, rms_norm(w, x, name));
     silu(w, x, name);
-    remember_and_convolve(w, f, x, c, at(half, "conv_out"));
+    remember_and_convolve(w, f, x, c, at(half, is_comfyui(w) ? "head.2" : "conv_out"));
 }
 
 /* An input that is the caller's. */
 static tensor begin(walk *w, frame *f, const tensor *x, size_t c, path half) {
-    keep(w, f, x, at(half, "conv_in"));
-    return causal(w, x, c, 3, at(half, "conv_in"));
+    const path name = at(half, is_comfyui(w) ? "conv1" : "conv_in");
+    keep(w, f, x, name);
+    return causal(w, x, c, 3, name);
 }
 
 static tensor encoder(walk *w, frame *f, const tensor *image) {
@@ -135,17 +164,18 @@ static tensor encoder(walk *w, frame *f, const tensor *image) {
         if (level) keep(w, f, &y, resample); /* what halves the frames too keeps its last one */
         bind(w, &h, y);
     }
-    bind(w, &h, mid(w, f, &h, name));
+    h = mid(w, f, h, name);
     finish(w, f, &h, 2 * a->latent_channels, name);
     return h;
 }
 
-/* In float32. */
+/* In float32, in diffusers. */
 static tensor upsample(walk *w, const tensor *x, path name) {
-    const bool widens = element(w) < 4;
+    const bool widens = element(w) < 4 && !is_comfyui(w);
+    const size_t size = widens ? 4 : element(w);
     tensor in = *x;
-    if (widens) in = take_sized(w, x->n, x->c, x->h, x->w, CONTIGUOUS, 4, at(name, " [float]"));
-    tensor wide = take_sized(w, x->n, x->c, 2 * x->h, 2 * x->w, CONTIGUOUS, 4, at(name, " [nearest 2x]"));
+    if (widens) in = take_sized(w, x->n, x->c, x->h, x->w, CONTIGUOUS, size, at(name, " [float]"));
+    tensor wide = take_sized(w, x->n, x->c, 2 * x->h, 2 * x->w, CONTIGUOUS, size, at(name, " [nearest 2x]"));
     give_copy(w, &in, x);
     if (widens) bind(w, &wide, take_like(w, &wide, at(name, " [nearest 2x, to %s]", vm_dtype_name(w->dtype))));
     const tensor y = conv3(w, &wide, x->c / 2, name);
@@ -156,21 +186,26 @@ static tensor upsample(walk *w, const tensor *x, path name) {
 static tensor decoder(walk *w, frame *f, const tensor *z) {
     const vm_arch *a = w->vae->arch;
     const size_t *width = vm_arch_widths(a, VM_DECODE), last = a->levels - 1;
+    const bool comfyui = is_comfyui(w);
     const path name = {"decoder."};
     tensor h = begin(w, f, z, width[last], name);
-    bind(w, &h, mid(w, f, &h, name));
-    for (size_t i = 0; i <= last; i++) {
-        const tensor held = h; /* by the caller's name */
-        const path block = at(name, "up_blocks.%zu", i);
-        for (size_t j = 0; j < a->layers_per_block + 1 + (i < last); j++) {
-            const tensor y = j > a->layers_per_block ? upsample(w, &h, at(block, ".upsamplers.0.resample.1"))
-                                                     : resnet(w, f, &h, width[last - i], at(block, ".resnets.%zu", j));
+    h = mid(w, f, h, name);
+    tensor held = h; /* by a caller's name: a level's input, in ComfyUI the first one's to the end */
+    for (size_t i = 0, block = 0; i <= last; i++) {
+        const path up = at(name, "up_blocks.%zu", i);
+        for (size_t j = 0; j < a->layers_per_block + 1 + (i < last); j++, block++) {
+            const bool widens = j > a->layers_per_block;
+            const path own = widens ? at(up, ".upsamplers.0") : at(up, ".resnets.%zu", j);
+            const path one = comfyui ? at(name, "upsamples.%zu", block) : own;
+            const tensor y = widens ? upsample(w, &h, at(one, ".resample.1")) : resnet(w, f, &h, width[last - i], one);
             if (h.id != held.id) give(w, &h);
             h = y;
         }
-        give(w, &held);
+        if (!comfyui) bind(w, &held, h);
     }
+    if (!comfyui) held.id = EXTERNAL; /* h, which goes with the norm */
     finish(w, f, &h, a->out_channels, name);
+    give(w, &held);
     return h;
 }
 
@@ -179,9 +214,10 @@ tensor vm_walk_frame(walk *w, const tensor *x) {
     frame f = {0};
     tensor h, y;
     if (w->vae->op == VM_DECODE) {
-        const tensor latents = causal(w, x, z, 1, (path){"post_quant_conv"});
+        const bool comfyui = is_comfyui(w);
+        const tensor latents = causal(w, x, z, 1, at((path){""}, comfyui ? "conv2" : "post_quant_conv"));
         h = decoder(w, &f, &latents);
-        y = take_like(w, &h, (path){"decode [clamp]"});
+        y = take_like(w, &h, at((path){""}, comfyui ? "decode [cat]" : "decode [clamp]"));
         forget(w, &f);
         give(w, &latents);
     } else {
@@ -225,8 +261,8 @@ void vm_walk_frame_tiles_done(walk *w, frame *f) {
 }
 
 vm_status vm_walk_check_code(const vm_arch *arch, vm_trace_runtime runtime) {
-    if (arch->family == VM_KL || runtime == VM_TORCH_DIFFUSERS) return VM_OK;
-    return vm_fail(VM_EINVAL, "runtime: want diffusers for %s, the only code of it that is followed, got %s",
+    if (arch->family == VM_KL || runtime == VM_TORCH_DIFFUSERS || runtime == VM_TORCH_COMFYUI) return VM_OK;
+    return vm_fail(VM_EINVAL, "runtime: want diffusers or comfyui for %s, the only code of it that is followed, got %s",
                    arch->name, vm_trace_runtime_name[runtime]);
 }
 
@@ -241,6 +277,13 @@ vm_status vm_walk_check_frame(const vm_trace_vae *v) {
     if (v->sends || v->first != v->dtype)
         return vm_fail(VM_EINVAL, "%s: want it with another model than %s, whose submodules have none",
                        v->sends ? "sends" : "first", name);
+    if (v->runtime == VM_TORCH_COMFYUI && (v->op == VM_ENCODE || v->tile || v->slicing))
+        return vm_fail(VM_EINVAL,
+                       "%s: want the decode of a whole %s in ComfyUI, the only part of its code that is followed",
+                       v->op == VM_ENCODE ? "op"
+                       : v->tile          ? "tile"
+                                          : "slicing",
+                       name);
     if ((v->tile || v->slicing) && v->release < WITH_TILES)
         return vm_fail(VM_EINVAL, "%s: want diffusers 0.%d or later for %s, got 0.%d, which has none",
                        v->tile ? "tile" : "slicing", WITH_TILES, name, v->release);

@@ -212,7 +212,9 @@ static void call_from_host(walk *w, tensor x, bool tile) {
     const bool decodes = w->vae->op == VM_DECODE;
     const tensor in = take(w, x.n, x.c, x.h, x.w, decodes || x.c == 1 ? CONTIGUOUS : CHANNELS_LAST, (path){"input"});
     tensor y;
-    if (decodes) {
+    if (w->vae->arch->family == VM_WAN) {
+        y = vm_walk_frame(w, &in);
+    } else if (decodes) {
         y = decode_latents(w, &in);
     } else {
         const tensor moments = encode_moments(w, &in);

@@ -124,45 +124,55 @@ static void rms_norm(list *l, size_t c, int dims, path name) {
 }
 
 static void frame_resnet(list *l, size_t in, size_t out, path name) {
-    rms_norm(l, in, 4, at(name, ".norm1"));
-    cube(l, in, out, 3, 3, at(name, ".conv1"));
-    rms_norm(l, out, 4, at(name, ".norm2"));
-    cube(l, out, out, 3, 3, at(name, ".conv2"));
-    if (in != out) cube(l, in, out, 1, 1, at(name, ".conv_shortcut"));
+    const char *const names[2][5] = {{".residual.0", ".residual.2", ".residual.3", ".residual.6", ".shortcut"},
+                                     {".norm1", ".conv1", ".norm2", ".conv2", ".conv_shortcut"}};
+    const char *const *own = names[l->diffusers];
+    rms_norm(l, in, 4, at(name, "%s", own[0]));
+    cube(l, in, out, 3, 3, at(name, "%s", own[1]));
+    rms_norm(l, out, 4, at(name, "%s", own[2]));
+    cube(l, out, out, 3, 3, at(name, "%s", own[3]));
+    if (in != out) cube(l, in, out, 1, 1, at(name, "%s", own[4]));
+}
+
+static void frame_attention(list *l, size_t c, path name) {
+    if (!l->arch->mid_block_add_attention) return;
+    rms_norm(l, c, 3, at(name, ".norm"));
+    filters(l, c, 3 * c, 1, at(name, ".to_qkv"));
+    filters(l, c, c, 1, at(name, ".proj"));
 }
 
 static void frame_mid(list *l, size_t c, path half) {
-    const path attention = at(half, ".mid_block.attentions.0");
-    if (l->arch->mid_block_add_attention) {
-        rms_norm(l, c, 3, at(attention, ".norm"));
-        filters(l, c, 3 * c, 1, at(attention, ".to_qkv"));
-        filters(l, c, c, 1, at(attention, ".proj"));
-    }
-    for (int i = 0; i < 2; i++) frame_resnet(l, c, c, at(half, ".mid_block.resnets.%d", i));
+    if (!l->diffusers) frame_resnet(l, c, c, at(half, ".middle.0"));
+    frame_attention(l, c, at(half, l->diffusers ? ".mid_block.attentions.0" : ".middle.1"));
+    if (l->diffusers) frame_resnet(l, c, c, at(half, ".mid_block.resnets.0"));
+    frame_resnet(l, c, c, at(half, l->diffusers ? ".mid_block.resnets.1" : ".middle.2"));
 }
 
 static void frame_half(list *l, vm_op op) {
     const vm_arch *a = l->arch;
-    const bool decodes = op == VM_DECODE;
+    const bool decodes = op == VM_DECODE, flat = !l->diffusers || !decodes;
     const size_t *c = vm_arch_widths(a, op), last = a->levels - 1, deepest = c[last];
     const path half = at((path){""}, "%s", decodes ? "decoder" : "encoder");
+    const path blocks = at(half, l->diffusers ? ".down_blocks" : decodes ? ".upsamples" : ".downsamples");
     size_t in = decodes ? deepest : c[0], block = 0;
-    cube(l, decodes ? a->latent_channels : a->in_channels, in, 3, 3, at(half, ".conv_in"));
+    cube(l, decodes ? a->latent_channels : a->in_channels, in, 3, 3, at(half, l->diffusers ? ".conv_in" : ".conv1"));
     if (decodes) frame_mid(l, deepest, half);
     for (size_t i = 0; i <= last; i++) {
         const size_t level = decodes ? last - i : i, width = c[level];
         const path up = at(half, ".up_blocks.%zu", i);
         for (size_t j = 0; j < a->layers_per_block + decodes; j++, in = width)
-            frame_resnet(l, in, width, decodes ? at(up, ".resnets.%zu", j) : at(half, ".down_blocks.%zu", block++));
+            frame_resnet(l, in, width, flat ? at(blocks, ".%zu", block++) : at(up, ".resnets.%zu", j));
         if (i == last) break;
         in = decodes ? width / 2 : width;
-        const path resample = decodes ? at(up, ".upsamplers.0") : at(half, ".down_blocks.%zu", block++);
+        const path resample = flat ? at(blocks, ".%zu", block++) : at(up, ".upsamplers.0");
         filters(l, width, in, 3, at(resample, ".resample.1"));
         if (decodes ? level > 1 : level) cube(l, width, decodes ? 2 * width : width, 3, 1, at(resample, ".time_conv"));
     }
     if (!decodes) frame_mid(l, deepest, half);
-    rms_norm(l, c[decodes ? 0 : last], 4, at(half, ".norm_out"));
-    cube(l, c[decodes ? 0 : last], decodes ? a->out_channels : 2 * a->latent_channels, 3, 3, at(half, ".conv_out"));
+    const size_t ends = c[decodes ? 0 : last];
+    rms_norm(l, ends, 4, at(half, l->diffusers ? ".norm_out" : ".head.0"));
+    cube(l, ends, decodes ? a->out_channels : 2 * a->latent_channels, 3, 3,
+         at(half, l->diffusers ? ".conv_out" : ".head.2"));
 }
 
 static vm_status finished(list *l, void *found, vm_parameters **out) {
@@ -198,8 +208,8 @@ vm_status vm_trace_vae_parameters(const vm_arch *arch, vm_trace_runtime runtime,
     list l = {.found = found, .arch = arch, .diffusers = runtime == VM_TORCH_DIFFUSERS};
     if (arch->family == VM_WAN) {
         frame_half(&l, VM_ENCODE);
-        cube(&l, 2 * z, 2 * z, 1, 1, (path){"quant_conv"});
-        cube(&l, z, z, 1, 1, (path){"post_quant_conv"});
+        cube(&l, 2 * z, 2 * z, 1, 1, at((path){""}, l.diffusers ? "quant_conv" : "conv1"));
+        cube(&l, z, z, 1, 1, at((path){""}, l.diffusers ? "post_quant_conv" : "conv2"));
         frame_half(&l, VM_DECODE);
         return finished(&l, found, out);
     }

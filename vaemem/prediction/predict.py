@@ -218,7 +218,7 @@ class Prediction(SimulatedAnswer):
         """What the answer is of: a line each."""
         return [
             f"Asked: {self._asked}.",
-            *([f"Followed: {code}."] if (code := followed(self._question.job.arch)) else []),
+            *([f"Followed: {code}."] if (code := followed(self._question.job.arch, self._question.code)) else []),
             *([f"Assumed: {self.assumed}."] if self.assumed else []),
         ]
 

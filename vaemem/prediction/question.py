@@ -16,11 +16,12 @@ from vaemem.engine.limits import parse_size
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, Counters, Reading, benchmark
 from vaemem.prediction.gpus import CONTEXT, Gpu, find_gpu
 from vaemem.prediction.process import SimulatedProcess
+from vaemem.prediction.profiles import version_number
 from vaemem.prediction.runtimes import DEFAULT_TORCH, PROGRAM_NAMES, RUNTIMES, architecture, code_of
 from vaemem.prediction.seconds import Machine, vae_machine, vae_work
 from vaemem.prediction.snapshot import BACKENDS, CachingAllocator, parse_conf
 from vaemem.prediction.usual import is_fixed, usual_dtypes
-from vaemem.prediction.workspace import torch_release
+from vaemem.prediction.workspace import Workspace, cudnn_of_torch, torch_for, torch_release
 
 # PyTorch whose GroupNorm on CUDA wants NCHW. The kernel for NHWC (pytorch#191945) is in 2.15's wheel, not in 2.14's.
 LAST_COPYING_NORM = (2, 14)
@@ -199,6 +200,16 @@ class Asked:
         )  # fmt: skip
 
 
+def _called_by_comfyui(gpu: Gpu, software: Software) -> Workspace | None:
+    """ComfyUI calls cuDNN itself where PyTorch 2.9 and 2.10 keep 3D convolutions in half precision from it, as 2.8 does
+    (comfy/ops.py, NVIDIA_MEMORY_CONV_BUG_WORKAROUND); else None."""
+    version = torch_for(gpu, software.torch_version)
+    cudnn = software.cudnn_version or cudnn_of_torch(version)
+    if torch_release(version) not in ((2, 9), (2, 10)) or not 91002 <= version_number(cudnn) < 91500:
+        return None
+    return Workspace(gpu, cudnn, "2.8.0", software.allow_tf32)
+
+
 @dataclass(frozen=True)
 class Question(Asked):
     """What `vaemem.predict` is asked. assumed: which types were taken where none was named, and why; calibrate: rows
@@ -212,6 +223,16 @@ class Question(Asked):
     def code(self) -> str:
         """Whose code runs it: one of `RUNTIMES`."""
         return code_of(self.software.runtime, self.job.arch["name"])
+
+    def start(self, workspace: Any = None, **device: Any) -> SimulatedProcess:
+        if (
+            workspace is None
+            and self.workspace is None
+            and self.code == "comfyui"
+            and self.job.arch.get("family") == "wan"
+        ):
+            workspace = _called_by_comfyui(self.card.gpu, self.software)
+        return super().start(workspace, **device)
 
     def at(self, height: int, width: int) -> Question:
         """The same of another size."""

@@ -36,7 +36,7 @@ PROGRAM_NAMES = (*RUNTIMES, *PROGRAMS)
 
 # What videos' VAEs are called here where their tensors are another's: whose class, and so whose code, differs.
 WAN = "wan2.1"
-FRAMES_CODE = "one frame by {} of diffusers 0.42"
+FRAMES_CODE = {"diffusers": "one frame by {} of diffusers 0.42", "comfyui": "one frame by ComfyUI's WanVAE of 2026"}
 
 
 def code_of(program: str, model: str) -> str:
@@ -67,8 +67,8 @@ def architecture(model: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str,
     return arch | {"name": WAN} if is_wan else arch
 
 
-def followed(arch: Mapping[str, Any]) -> str:
-    """Which class's code is followed, of which release, where classes and releases differ; else nothing."""
+def followed(arch: Mapping[str, Any], code: str) -> str:
+    """Which class is followed, of which release, where classes and releases differ; else nothing."""
     if arch.get("family") != "wan":
         return ""
-    return FRAMES_CODE.format("AutoencoderKLWan" if arch["name"] == WAN else "AutoencoderKLQwenImage")
+    return FRAMES_CODE[code].format("AutoencoderKLWan" if arch["name"] == WAN else "AutoencoderKLQwenImage")

@@ -21,6 +21,8 @@ PIPELINE_DTYPES = {
 # Models whose VAE overflows in float16: its config says force_upcast, which StableDiffusionXLPipeline obeys.
 OVERFLOWING = ("sdxl", "playground-v2.5")
 BFLOAT16_SM = 80  # compute capability from which ComfyUI and Forge take bfloat16
+# Models of which they take float16 before it, from this one on: `working_dtypes` lists it.
+FLOAT16_TOO, FLOAT16_SM = ("qwen-image", "wan2.1"), 70
 
 
 class Usual(NamedTuple):
@@ -48,7 +50,8 @@ def usual_dtypes(runtime: str, name: str, sm: int, fixed: bool) -> Usual:
     overflows = name in OVERFLOWING and not fixed
     fix = "; madebyollin/sdxl-vae-fp16-fix, which can be named as the model, stays in float16" if overflows else ""
     if runtime in ("comfyui", "forge"):
-        dtype, program = "bfloat16" if sm >= BFLOAT16_SM else "float32", {"comfyui": "ComfyUI"}.get(runtime, "Forge")
+        less = "float16" if name in FLOAT16_TOO and sm >= FLOAT16_SM else "float32"
+        dtype, program = "bfloat16" if sm >= BFLOAT16_SM else less, {"comfyui": "ComfyUI"}.get(runtime, "Forge")
         flags = "--fp16-vae, --bf16-vae and --fp32-vae" if runtime == "comfyui" else "--vae-in-fp16 and its like"
         where = "from compute capability 8.0 on" if sm >= BFLOAT16_SM else "on cards before compute capability 8.0"
         return Usual(dtype, dtype, False, f"{dtype}, in which {program} runs VAEs {where}. Its {flags} change that")
