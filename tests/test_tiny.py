@@ -345,7 +345,7 @@ def test_nearly_all_of_a_decode_is_streamed():
 def test_predictions_are_refused():
     from vaemem import predict
 
-    with pytest.raises(ValueError, match="model: taef1 is an AutoencoderTiny, which is not predicted by name yet"):
+    with pytest.raises(ValueError, match="model: taef1 is not predicted by name yet"):
         predict("taef1", "decode", 1024, 1024)
 
 

@@ -235,9 +235,9 @@ tensor vm_walk_frame(walk *w, const tensor *x);
 /* The next tile of some; then what the last of them leaves is given back, but its result. */
 tensor vm_walk_frame_tile(walk *w, frame *f, const tensor *part);
 void vm_walk_frame_tiles_done(walk *w, frame *f);
-/* Whether a runtime's code of an architecture is followed. */
 /* VM_EINVAL for an architecture that is not followed. */
 vm_status vm_walk_check_arch(const vm_arch *arch);
+/* Whether a runtime's code of an architecture is followed. */
 vm_status vm_walk_check_code(const vm_arch *arch, vm_trace_runtime runtime);
 /* That, and what their classes cannot do. */
 vm_status vm_walk_check_frame(const vm_trace_vae *v);
