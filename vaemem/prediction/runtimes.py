@@ -63,7 +63,7 @@ def architecture(model: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str,
     if is_path or isinstance(model, Mapping | os.PathLike):
         return read_config(model)
     arch = dict(known[named_model("model", model, "an arch dict (VAE.arch)", "a config.json")])
-    is_wan = arch.get("family") == "wan" and str(model).rpartition("/")[2].lower().startswith("wan")
+    is_wan = arch["name"] == "qwen-image" and str(model).rpartition("/")[2].lower().startswith("wan")
     return arch | {"name": WAN} if is_wan else arch
 
 
