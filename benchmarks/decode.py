@@ -20,8 +20,8 @@ them one after another, so that what the machine does meanwhile falls on all. Me
 --precision is of float32 products, ours and PyTorch's (set_float32_matmul_precision, and the same for convolutions):
 all run at the first one that is named, vaemem and torch at the others too, and OpenVINO at "highest". All have the same
 weights, random ones, and the same input, a float32 array. With --model qwen-image the weights are those that PyTorch
-makes for diffusers' AutoencoderKLWan, which has Qwen-Image's tensors and runs them as 3D. A peer that is not installed
-(pip install '.[bench]') is left out, and said.
+makes for diffusers' AutoencoderKLWan, which has Qwen-Image's tensors and runs them as 3D; --model taesd is diffusers'
+AutoencoderTiny. A peer that is not installed (pip install '.[bench]') is left out, and said.
 
 Errors are those of the small run beside PyTorch's in float64: the largest |y - reference|, and the relative RMS,
 |y - reference| / |reference|. `first` is that run's seconds: where something is compiled it tells what that takes, and
@@ -66,6 +66,7 @@ PEERS = {  # name: (who, environment)
     **{f"torch-{mode}": (f"torch {mode}", {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}) for mode in COMPILED},
     "openvino": ("openvino", {"CI": "true"}),  # else its import wants to send usage statistics
 }
+CLASSES = {"sdxl": "AutoencoderKL", "qwen-image": "AutoencoderKLWan", "taesd": "AutoencoderTiny"}  # diffusers'
 DTYPES = ("float32", "bfloat16", "float16")
 PRECISIONS = ("highest", "high", "medium")
 
@@ -108,7 +109,7 @@ BARS = [
 def inputs(op: str, size: int, model: str = "sdxl") -> np.ndarray:
     rng = np.random.default_rng(0)
     if op == "decode":
-        channels = 4 if model == "sdxl" else 16
+        channels = 16 if model == "qwen-image" else 4
         return rng.standard_normal((1, channels, size // 8, size // 8), dtype=np.float32)
     return rng.uniform(-1, 1, (1, 3, size, size)).astype(np.float32)
 
@@ -139,10 +140,13 @@ class Ours:
 
 def write_weights(folder: str, model: str, small: bool) -> None:
     """In diffusers' layout."""
-    if model == "sdxl":
+    if model != "qwen-image":
         import vaemem
 
-        vaemem.VAE.random(config=architecture({"small": small})).save(folder)
+        sizes = {f"{half}_block_out_channels": [16] * 4 for half in ("encoder", "decoder")} if small else {}
+        tiny = {"_class_name": CLASSES[model]} | sizes
+        config = architecture({"small": small}) if model == "sdxl" else tiny
+        vaemem.VAE.random(config=config).save(folder)
         return
     import diffusers
     import torch
@@ -165,8 +169,8 @@ class Torch:
         torch.set_float32_matmul_precision(args["precision"])
         kinds = {"highest": "ieee", "high": "tf32", "medium": "bf16"}
         torch.backends.mkldnn.conv.fp32_precision = kinds[args["precision"]]
-        self.flat = args["model"] == "sdxl"
-        kind = diffusers.AutoencoderKL if self.flat else diffusers.AutoencoderKLWan
+        self.flat = args["model"] != "qwen-image"
+        kind = getattr(diffusers, CLASSES[args["model"]])
         self.vae = (
             kind.from_pretrained(args["folder"], low_cpu_mem_usage=False).eval().to(getattr(torch, args["dtype"]))
         )
@@ -180,7 +184,11 @@ class Torch:
 
     def forward(self, x: Any) -> Any:
         x = x if self.flat else x[:, :, None]  # one frame
-        y = self.vae.decode(x).sample if self.op == "decode" else self.vae.encode(x).latent_dist.parameters
+        if self.op == "decode":
+            y = self.vae.decode(x).sample
+        else:
+            encoded = self.vae.encode(x)
+            y = encoded.latents if hasattr(encoded, "latents") else encoded.latent_dist.parameters
         return y if self.flat else y[:, :, 0]
 
     def run(self, x: np.ndarray) -> np.ndarray:
@@ -490,7 +498,7 @@ def contestant(name: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="sdxl", choices=["sdxl", "qwen-image"])
+    parser.add_argument("--model", default="sdxl", choices=list(CLASSES))
     parser.add_argument("--op", default=["decode"], nargs="+", choices=["decode", "encode"])
     parser.add_argument("--size", default=[512], nargs="+", type=int)
     parser.add_argument("--dtype", default=["float32"], nargs="+", choices=DTYPES)

@@ -317,13 +317,41 @@ def test_more_frames_of_a_video(tmp_path):
 
 
 @pytest.mark.thorough
-def test_the_vae_of_videos(tmp_path):
-    """One frame, beside diffusers' 3D convolutions."""
+@pytest.mark.parametrize("model", ["qwen-image", "taesd"])
+def test_other_vaes(tmp_path, model):
+    """One frame of a VAE of videos, beside diffusers' 3D convolutions; a tiny autoencoder."""
     pytest.importorskip("diffusers")
-    run("decode.py", f"--model qwen-image {TINY} vaemem torch", tmp_path)
-    rows = table(tmp_path / "qwen-image_decode_64_float32_small_cpu.csv")
-    assert [row["contestant"] for row in rows] == ["vaemem", "torch"]
-    assert all(row["model"] == "qwen-image" and 0 < float(row["rms_error"]) < 1e-5 for row in rows)
+    run("decode.py", f"--model {model} --op decode encode {TINY} vaemem torch", tmp_path)
+    for op in ("decode", "encode"):
+        rows = table(tmp_path / f"{model}_{op}_64_float32_small_cpu.csv")
+        assert [row["contestant"] for row in rows] == ["vaemem", "torch"]
+        assert all(row["model"] == model and 0 < float(row["rms_error"]) < 1e-5 for row in rows)
+
+
+def test_a_photograph_there_and_back(tmp_path):
+    """With random weights nothing but that both agree, and that PSNR is what it is called."""
+    pytest.importorskip("diffusers")
+    pillow = pytest.importorskip("PIL.Image")
+    torch = pytest.importorskip("torch")
+    from vaemem import VAE
+    from vaemem.engine import layouts
+
+    vae = VAE.random("taef2")
+    for half in ("encoder", "decoder"):
+        spelt = layouts.spell(vae.state_dict(), f"taesd-{half}", 4)
+        state = {spelt[name]: torch.from_numpy(t) for name, t in vae.state_dict().items() if name.startswith(half)}
+        torch.save(state, tmp_path / f"taef2_{half}.pth")
+    photo = np.random.default_rng(0).integers(0, 256, (40, 52, 3), np.uint8)
+    pillow.fromarray(photo).save(tmp_path / "photo.png")
+    files = [str(tmp_path / name) for name in ("taef2_encoder.pth", "taef2_decoder.pth", "photo.png", "back.png")]
+    said = run("photograph.py", f"{' '.join(files[:3])} --save {files[3]} --crop 0 0 52 40", tmp_path)
+    figures = dict(line.split(": ") for line in said.splitlines() if ": " in line)
+    back = np.asarray(pillow.open(files[3])).astype(np.float64)
+    assert back.shape == (40, 48, 3)  # whole latents of it
+    error = np.mean((back - photo[:, :48]) ** 2)
+    assert float(figures["ours and the photograph"].split()[0]) == pytest.approx(10 * np.log10(255**2 / error), abs=0.2)
+    assert figures["ours and the photograph"] == figures["PyTorch's and the photograph"]
+    assert float(figures["ours and PyTorch's"].split()[0]) > 110
 
 
 def test_peers_that_are_not_installed(tmp_path):

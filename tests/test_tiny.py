@@ -336,7 +336,7 @@ def test_the_bytes_are_those_of_the_parameters():
     assert counts == [1222532, 1222531]
 
 
-def test_nearly_all_of_a_decode_is_streamed():
+def test_large_tensors_of_a_decode_are_streamed():
     """Without norms nothing waits: of a decode at 1024x1024 an eighth of one activation, 64 * H * W, is held."""
     run = VAE.random("taesd", parts="decoder").estimate("decode", 1024, 1024, output_type="uint8")
     assert run.activations_bytes < 0.13 * 4 * 64 * 1024 * 1024 and run.work == 1
