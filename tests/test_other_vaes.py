@@ -342,9 +342,30 @@ def test_the_small_decoder_takes_less():
     assert formula("flux2-small", "decode", "bfloat16").closed.predict(1024, 1024) == small
 
 
-@pytest.mark.parametrize("runtime", ["bfl", "ldm", "comfyui", "a1111"])
+@pytest.mark.parametrize("runtime", ["bfl", "ldm", "a1111", "forge"])
 def test_other_runtimes_of_flux2_are_refused(runtime):
     from vaemem import predict
 
-    with pytest.raises(ValueError, match=f"runtime: want diffusers for flux2, whose BatchNorm .*, got {runtime}"):
+    with pytest.raises(ValueError, match=f"runtime: want diffusers or comfyui for flux2, .*, got {runtime}"):
         predict("flux2", "decode", 512, 512, runtime=runtime)
+
+
+@pytest.mark.parametrize("name", FLUX2)
+def test_comfyui_takes_and_gives_packed_latents_of_flux2(name):
+    """(N, 128, H/16, W/16): images are of whole 16 pixels, and tiles too."""
+    from vaemem import SimulatedProcess, predict, predict_largest
+
+    process = SimulatedProcess("RTX 4090")
+    vae = process.load(name, "bfloat16", runtime="comfyui")
+    assert (vae.factor, vae.latent_channels) == (16, 128)
+    latents = process.encode(vae, process.tensor((1, 3, 256, 512), "bfloat16", host=True))
+    assert latents.shape == (1, 128, 16, 32)
+    z = process.tensor((1, 128, 16, 32), "bfloat16", host=True)
+    assert process.decode(vae, z).shape == (1, 3, 256, 512)
+    with pytest.raises(ValueError, match="decode: want a tensor"):
+        process.decode(vae, process.tensor((1, 32, 32, 64), "bfloat16", host=True))
+    whole, tiled = (predict(name, op, 1536, 1536, runtime="comfyui") for op in ("decode", "decode_tiled"))
+    assert tiled.tile == 512 and tiled.allocated < whole.allocated / 6
+    with pytest.raises(ValueError, match="height: want a multiple of 16, got 1000"):
+        predict(name, "decode", 1000, 1008, runtime="comfyui")
+    assert all(side % 16 == 0 for side in predict_largest(name, "decode", runtime="comfyui", gpu="RTX 3060"))

@@ -172,16 +172,16 @@ def test_other_questions():
     assert upcast.allocated - native.allocated == pytest.approx(83653863 * 2, rel=0.05)
 
 
-@pytest.mark.parametrize("runtime", ["ldm", "comfyui", "a1111"])
+@pytest.mark.parametrize("runtime", ["ldm", "comfyui", "a1111", "forge"])
 def test_runtimes_after_compvis(runtime):
     """Where T = 128*H*W*e, a decode peaks at the last upsampler: 0.5 T goes in, is doubled to 2 T, 2 T come out, with
-    4 T of workspace; diffusers' caller holds T more."""
+    4 T of workspace; diffusers' caller holds T more, ComfyUI's decoder T / 16, what the first upsampling got."""
     T = 128 * 1024 * 1024 * 2
     p = predict("sdxl", "decode", 1024, 1024, "float16", runtime=runtime)
-    assert p.runtime == runtime and 8.5 < p.allocated / T < 8.52
+    assert p.runtime == runtime and 8.5 < p.allocated / T - (runtime == "comfyui") / 16 < 8.52
     assert p.peak_tensors[0].name == "decoder.up.1.upsample.conv [workspace]"
     listed = predict("sdxl", "encode", 1024, 1024, "float16", runtime=runtime)
-    assert ("encoder.down.0.block.0 [sum]" in dict(listed.peak_tensors)) == (runtime != "comfyui")
+    assert ("encoder.down.0.block.0 [sum]" in dict(listed.peak_tensors)) == (runtime not in ("comfyui", "forge"))
     assert predict("sdxl", "encode", 1024, 1024, "float32", runtime=runtime).allocated > listed.allocated
 
 
@@ -312,7 +312,7 @@ def test_any_config(tmp_path):
         ({"torch_version": "1.13.1"}, "torch_version: want one of"),
         ({"cudnn_version": "nine"}, "cudnn_version"),
         ({"runtime": "bfl"}, "quant convolutions"),
-        ({"runtime": "fooocus"}, "runtime: want one of diffusers, bfl, ldm, comfyui, a1111, invokeai, forge"),
+        ({"runtime": "fooocus"}, "runtime: want one of diffusers, bfl, ldm, comfyui, a1111, forge, invokeai"),
         ({"safe": 1}, "safe: want True or False, got 1"),
         ({"runtime": "ldm", "model": "flux"}, "such as bfl or comfyui, got ldm"),
         ({"runtime": "ldm", "op": "decode_tiled"}, "tile: want diffusers, comfyui or a1111 for tiles"),

@@ -180,7 +180,9 @@ def ldm_case(runtime, arch, op, height, width, batch=1, tile=0, dtype="float16",
 
     factor = 2 ** (len(arch["block_out_channels"]) - 1)
     vae = formatted(ldm_vae(arch, runtime, getattr(torch, dtype)), channels_last)
-    small = arch["latent_channels"], height // factor, width // factor
+    packed = arch["patch_size"][0] if "patch_size" in arch else 1  # FLUX.2's latents in ComfyUI
+    factor *= packed
+    small = arch["latent_channels"] * packed * packed, height // factor, width // factor
     shape = (batch, *(small if op == "decode" else (arch["in_channels"], height, width)))
     call = getattr(vae, f"{op}_tiled" if tile else op)
     sides = (tile // factor, min(64, tile // 4) // factor) if op == "decode" else (tile, min(64, tile // 4))
@@ -188,12 +190,13 @@ def ldm_case(runtime, arch, op, height, width, batch=1, tile=0, dtype="float16",
     recording = record(vae, x, call=lambda _, x: call(x, *(sides if tile else ())))
     built = _core.Trace.vae(arch, runtime, op, dtype, height, width, batch, tile, channels_last=channels_last)
     assert_same(built, recording.trace)
-    assert recording.unmodelled == {}
+    # Of a BatchNorm's statistics nothing is known but their bytes, which are in both.
+    assert set(recording.unmodelled) <= {"aten.native_batch_norm.default"}
 
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("op", ["encode", "decode"])
-@pytest.mark.parametrize("runtime", ["ldm", "comfyui", "a1111"])
+@pytest.mark.parametrize("runtime", ["ldm", "comfyui", "a1111", "forge"])
 @pytest.mark.parametrize(
     "case",
     [
@@ -227,8 +230,20 @@ def test_ldm_lives_as_its_frames_are_written(runtime, case, op):
         (SMALL, 32, 32, 1, 64),
     ],
 )
-def test_comfyui_tiles_and_vaes_without_quant_convolutions(case, op):
-    ldm_case("comfyui", case[0], op, *case[1:])
+@pytest.mark.parametrize("runtime", ["comfyui", "forge"])
+def test_comfyui_tiles_and_vaes_without_quant_convolutions(runtime, case, op):
+    ldm_case(runtime, case[0], op, *case[1:])
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("op", ["encode", "decode"])
+@pytest.mark.parametrize("model", ["flux2", "flux2-small"])
+@pytest.mark.parametrize(
+    "case", [(256, 256), (192, 256, 2, 0, "float32"), (768, 640, 1, 512), (160, 96, 2, 64), (64, 96, 1, 64)]
+)
+def test_flux2_in_comfyui_packs_and_normalises_its_latents(case, model, op):
+    for channels_last in (False, True):
+        ldm_case("comfyui", MODELS[model], op, *case, channels_last=channels_last)
 
 
 @pytest.mark.one_in(4)
@@ -283,7 +298,7 @@ def test_channels_last_lives_as_recorded(case, op):
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("op", ["encode", "decode"])
-@pytest.mark.parametrize("runtime", ["ldm", "comfyui", "a1111"])
+@pytest.mark.parametrize("runtime", ["ldm", "comfyui", "a1111", "forge"])
 @pytest.mark.parametrize("case", [(MODELS["sd15"], 256, 256), (SMALL, 64, 96, 3), (SMALL, 4, 8), (ODD, 32, 48, 2)])
 def test_channels_last_in_code_after_compvis(runtime, case, op):
     ldm_case(runtime, case[0], op, *case[1:], channels_last=True)
@@ -341,6 +356,8 @@ def test_a1111_takes_queries_in_parts_where_memory_is_short():
         ("ldm", MODELS["sd15"]),
         ("comfyui", MODELS["sdxl"]),
         ("comfyui", MODELS["flux"]),
+        ("comfyui", MODELS["flux2-small"]),
+        ("forge", MODELS["flux"]),
         ("a1111", ODD),
     ],
 )

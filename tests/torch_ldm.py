@@ -1,4 +1,4 @@
-"""VAEs that live as CompVis' AutoencoderKL does, and as ComfyUI's, A1111's and Black Forest Labs' versions of it do.
+"""VAEs that live as CompVis' AutoencoderKL does, and as ComfyUI's, Forge's, A1111's and Black Forest Labs' do.
 
 No package index has these, so each function below stands for the one that its comment names, with the same order of
 names bound and dropped. They compute the same as the originals but for A1111's and ComfyUI's choices by free memory.
@@ -78,7 +78,7 @@ class SlicedAttention(Attention):  # A1111, modules/sd_hijack_optimizations.py: 
         return out
 
 
-def pytorch_attention(q, k, v):  # ComfyUI, comfy/ldm/modules/diffusionmodules/model.py
+def pytorch_attention(q, k, v):  # ComfyUI and Forge, comfy/ldm/modules/diffusionmodules/model.py
     shape = n, c, _, _ = q.shape
     q, k, v = (t.view(n, 1, c, -1).transpose(2, 3).contiguous() for t in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v)
@@ -123,14 +123,15 @@ class Resample(nn.Module):  # CompVis: Downsample and Upsample
 class Runtime:
     """Whose blocks there are, and what the two halves do with their results."""
 
-    def __init__(self, resnet, last, attention, lists: bool):
-        self.resnet, self.last, self.attention, self.lists = resnet, last, attention, lists
+    def __init__(self, resnet, last, attention, lists: bool = False, rolls: bool = False):
+        self.resnet, self.last, self.attention, self.lists, self.rolls = resnet, last, attention, lists, rolls
 
 
 RUNTIMES = {
     "ldm": Runtime(swish, swish, Attention, lists=True),
-    # ComfyUI's ResnetBlock has nn.SiLU(inplace=True), its Encoder and Decoder end with CompVis' nonlinearity.
-    "comfyui": Runtime(lambda x: F.silu(x, inplace=True), swish, ComfyAttention, lists=False),
+    # Their ResnetBlock has nn.SiLU(inplace=True). Forge's Encoder and Decoder end with CompVis' nonlinearity.
+    "comfyui": Runtime(lambda x: F.silu(x, inplace=True), F.silu, ComfyAttention, rolls=True),
+    "forge": Runtime(lambda x: F.silu(x, inplace=True), swish, ComfyAttention),
     "bfl": Runtime(F.silu, F.silu, BflAttention, lists=True),
     "a1111": Runtime(F.silu, F.silu, SlicedAttention, lists=True),  # modules/sd_hijack.py: nonlinearity = silu
 }
@@ -154,10 +155,10 @@ class Half(nn.Module):
         self.norm_out, self.conv_out = nn.GroupNorm(groups, c, 1e-6), nn.Conv2d(c, out, 3, padding=1)
 
 
-class Encoder(Half):  # CompVis: Encoder, which lists what it makes; ComfyUI's does not
+class Encoder(Half):  # CompVis: Encoder, which lists what it makes; ComfyUI's and Forge's do not
     def __init__(self, arch: dict, runtime: Runtime):
         super().__init__()
-        self.last, self.lists = runtime.last, runtime.lists
+        self.last, self.lists, self.rolls = runtime.last, runtime.lists, runtime.rolls
         widths, groups = arch["block_out_channels"], arch["norm_num_groups"]
         c = widths[0]
         self.conv_in = nn.Conv2d(arch["in_channels"], c, 3, padding=1)
@@ -179,21 +180,23 @@ class Encoder(Half):  # CompVis: Encoder, which lists what it makes; ComfyUI's d
                 h = block(h)
                 if self.lists:
                     kept.append(h)
+        part = h if self.rolls else None  # ComfyUI: h1, one part of a video, from all of which h is joined
         h = self.mid.block_1(h)
         h = self.mid.attn_1(h)
         h = self.mid.block_2(h)
         h = self.norm_out(h)
         h = self.last(h)
         h = self.conv_out(h)
+        del part
         return h
 
 
 class Decoder(Half):  # CompVis: Decoder
     def __init__(self, arch: dict, runtime: Runtime):
         super().__init__()
-        self.last = runtime.last
-        widths, groups = arch["block_out_channels"], arch["norm_num_groups"]
-        c = widths[-1]
+        self.last, self.rolls = runtime.last, runtime.rolls
+        widths = arch.get("decoder_block_out_channels", arch["block_out_channels"])
+        groups, c = arch["norm_num_groups"], widths[-1]
         self.conv_in = nn.Conv2d(arch["latent_channels"], c, 3, padding=1)
         self.middle(c, arch, runtime)
         levels = []
@@ -211,6 +214,7 @@ class Decoder(Half):  # CompVis: Decoder
         h = self.mid.block_1(h)
         h = self.mid.attn_1(h)
         h = self.mid.block_2(h)
+        parts = [h] if self.rolls else None  # ComfyUI: h, the parts of a video, which h1 goes through
         for level in reversed(self.up):
             for block in level.block:
                 h = block(h)
@@ -219,6 +223,7 @@ class Decoder(Half):  # CompVis: Decoder
         h = self.norm_out(h)
         h = self.last(h)
         h = self.conv_out(h)
+        del parts
         return h
 
 
@@ -255,10 +260,16 @@ class AutoencoderKL(nn.Module):  # CompVis, ldm/models/autoencoder.py
         return self.decoder(z)
 
 
-class ComfyModel(AutoencoderKL):  # ComfyUI, comfy/ldm/models/autoencoder.py: AutoencodingEngine and its heir
+class ComfyModel(AutoencoderKL):  # ComfyUI, comfy/ldm/models/autoencoder.py: AutoencodingEngine and its heirs
+    def __init__(self, arch: dict, runtime: str):
+        super().__init__(arch, runtime)
+        self.draws = runtime == "forge"
+        if "patch_size" in arch:
+            self.bn = nn.BatchNorm2d(4 * arch["latent_channels"], affine=False)
+
     def regularization(self, z):
         posterior = Gaussian(z)
-        z = posterior.sample()
+        z = posterior.sample() if self.draws else posterior.mean
         return z, None
 
     def encode(self, x):
@@ -266,18 +277,27 @@ class ComfyModel(AutoencoderKL):  # ComfyUI, comfy/ldm/models/autoencoder.py: Au
         if hasattr(self, "quant_conv"):
             z = self.quant_conv(z)
         z, _ = self.regularization(z)
+        if hasattr(self, "bn"):
+            n, c, h, w = z.shape
+            z = z.reshape(n, c, h // 2, 2, w // 2, 2).permute(0, 1, 3, 5, 2, 4).reshape(n, 4 * c, h // 2, w // 2)
+            z = F.batch_norm(z, self.bn.running_mean, self.bn.running_var)
         return z
 
     def decode(self, z):
+        if hasattr(self, "bn"):
+            deviation = torch.sqrt(self.bn.running_var.view(1, -1, 1, 1) + 1e-4)
+            z = z * deviation + self.bn.running_mean.view(1, -1, 1, 1)
+            n, c, h, w = z.shape
+            z = z.reshape(n, c // 4, 2, 2, h, w).permute(0, 1, 4, 2, 5, 3).reshape(n, c // 4, 2 * h, 2 * w)
         dec = self.post_quant_conv(z) if hasattr(self, "post_quant_conv") else z
         dec = self.decoder(dec)
         return dec
 
 
 class BflModel(nn.Module):  # black-forest-labs/flux: AutoEncoder, whose `reg` is DiagonalGaussian
-    def __init__(self, arch: dict):
+    def __init__(self, arch: dict, runtime: str):
         super().__init__()
-        self.encoder, self.decoder = Encoder(arch, RUNTIMES["bfl"]), Decoder(arch, RUNTIMES["bfl"])
+        self.encoder, self.decoder = Encoder(arch, RUNTIMES[runtime]), Decoder(arch, RUNTIMES[runtime])
         self.scale, self.shift = arch["scaling_factor"], arch["shift_factor"]
 
     def reg(self, moments):
@@ -302,9 +322,9 @@ def from_host(x, image: bool):
 
 
 class ComfyVae(nn.Module):  # ComfyUI, comfy/sd.py: VAE. What it gives goes to the host, and so nothing is returned.
-    def __init__(self, arch: dict):
+    def __init__(self, arch: dict, runtime: str):
         super().__init__()
-        self.first_stage_model = ComfyModel(arch, "comfyui")
+        self.first_stage_model = ComfyModel(arch, runtime)
 
     def decode(self, latents):
         samples = from_host(latents, image=False)
@@ -334,9 +354,9 @@ def tiled_scale(samples, function, tile_x: int, tile_y: int, overlap: int):  # C
 
 
 def ldm_vae(arch: dict, runtime: str, dtype: torch.dtype) -> nn.Module:
-    models = {"comfyui": ComfyVae, "bfl": BflModel}
+    models = {"bfl": BflModel, "ldm": AutoencoderKL, "a1111": AutoencoderKL, "comfyui": ComfyVae, "forge": ComfyVae}
     with torch.device("meta"):
-        return (models[runtime](arch) if runtime in models else AutoencoderKL(arch, runtime)).eval().to(dtype)
+        return models[runtime](arch, runtime).eval().to(dtype)
 
 
 # ---- A1111's extension Tiled VAE: multidiffusion-upscaler-for-automatic1111, scripts/tilevae.py, fast mode ----

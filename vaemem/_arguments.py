@@ -17,9 +17,9 @@ batch of a VAE : int
     How many images there are in one run.
 runtime of a VAE : str
     Whose code runs the VAE: ``"diffusers"`` (AutoencoderKL, the default), ``"bfl"`` (AutoEncoder of the flux
-    repository), ``"ldm"`` (CompVis' AutoencoderKL), ``"comfyui"`` (its class VAE) or ``"a1111"`` (CompVis' as A1111
-    changes it); or a program that runs another's: ``"invokeai"`` (diffusers' class, for FLUX BFL's) or ``"forge"``
-    (ComfyUI's class of an earlier day). docs/PREDICTION.md says how each was checked.
+    repository), ``"ldm"`` (CompVis' AutoencoderKL), ``"comfyui"`` (its class VAE), ``"a1111"`` (CompVis' as A1111
+    changes it) or ``"forge"`` (ComfyUI's of an earlier day); or a program that runs others': ``"invokeai"`` (diffusers'
+    class, for FLUX BFL's). docs/PREDICTION.md says how each was checked.
 safe : bool
     Whether what is tight does not count as fitting (`fits`, and the command's exit status).
 gpu : str

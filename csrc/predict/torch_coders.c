@@ -1,6 +1,7 @@
-/* Encoder and decoder of a VAE as five runtimes hold them: diffusers' AutoencoderKL (0.33); the AutoEncoder of BFL's
+/* Encoder and decoder of a VAE as six runtimes hold them: diffusers' AutoencoderKL (0.33); the AutoEncoder of BFL's
  * flux repository, as InvokeAI carries it; CompVis' AutoencoderKL (ldm/modules/diffusionmodules/model.py of
- * stable-diffusion); ComfyUI's file of that name (comfy/ldm); and CompVis' as A1111 changes it (modules/sd_hijack*.py).
+ * stable-diffusion); ComfyUI's file of that name (comfy/ldm, since v0.3.77); CompVis' as A1111 changes it
+ * (modules/sd_hijack*.py); and Forge's (backend/nn/vae.py), which is as ComfyUI's was before 2025.
  *
  * They compute the same. What differs is how long tensors live: a Python name (or a caller's, or the encoder's list)
  * holds a tensor until it is bound again or its function returns, and a statement such as h = norm(h) holds both for a
@@ -19,11 +20,17 @@ const frames vm_walk_frames[VM_TORCH_RUNTIMES] = {
                       .last = SIGMOID_PRODUCT,
                       .attention = vm_walk_attention_ldm,
                       .quant = QUANT_BOTH},
-    [VM_TORCH_COMFYUI] = {.resnet = SILU_IN_PLACE,
-                          .last = SIGMOID_PRODUCT,
+    [VM_TORCH_COMFYUI] = {.rolls = true,
+                          .packs = true,
+                          .resnet = SILU_IN_PLACE,
                           .attention = vm_walk_attention_comfyui,
                           .quant = QUANT_EVEN},
     [VM_TORCH_A1111] = {.lists = true, .attention = vm_walk_attention_a1111, .quant = QUANT_BOTH},
+    [VM_TORCH_FORGE] = {.draws = true,
+                        .resnet = SILU_IN_PLACE,
+                        .last = SIGMOID_PRODUCT,
+                        .attention = vm_walk_attention_comfyui,
+                        .quant = QUANT_EVEN},
 };
 
 /* ---- blocks ---- */
@@ -141,7 +148,7 @@ tensor vm_walk_encoder(walk *w, const tensor *image) {
         }
         if (d) give(w, &held);
     }
-    if (d || lists) kept[keeps++] = h;
+    if (d || lists || w->frames->rolls) kept[keeps++] = h;
     h = mid(w, &h, !keeps, name);
     if (d) give(w, &kept[--keeps]);
     finish(w, &h, 2 * a->latent_channels, name);
@@ -153,25 +160,27 @@ tensor vm_walk_decoder(walk *w, const tensor *z) {
     const vm_arch *a = w->vae->arch;
     const size_t *width = vm_arch_widths(a, VM_DECODE);
     const path name = {"decoder."};
+    const bool d = w->frames->diffusers, rolls = w->frames->rolls;
     tensor h = conv3(w, z, width[a->levels - 1], at(name, "conv_in")), held = h;
-    h = mid(w, &h, !w->frames->diffusers, name);
-    if (w->frames->diffusers) give(w, &held); /* by the caller's name, here and below */
+    h = mid(w, &h, !d, name);
+    if (d) give(w, &held); /* by the caller's name, here and below */
     if (w->dtype != w->vae->dtype) {
         w->dtype = w->vae->dtype;
         bind(w, &h, take_like(w, &h, at((path){"decoder"}, " [to %s]", vm_dtype_name(w->dtype))));
     }
     for (size_t i = 0; i < a->levels; i++) {
         const size_t level = a->levels - 1 - i; /* diffusers numbers by order, the others by size */
-        held = h;
+        if (d || !i) held = h;
         for (size_t j = 0; j < a->layers_per_block + 1 + (level > 0); j++) {
             const bool up = j == a->layers_per_block + 1;
-            const path block = block_name(w, name, "up", w->frames->diffusers ? i : level, j, up);
+            const path block = block_name(w, name, "up", d ? i : level, j, up);
             const tensor y = up ? vm_walk_upsample(w, &h, block) : resnet(w, &h, width[level], block);
-            if (!w->frames->diffusers || h.id != held.id) give(w, &h);
+            if (!(d || rolls) || h.id != held.id) give(w, &h);
             h = y;
         }
-        if (w->frames->diffusers) give(w, &held);
+        if (d) give(w, &held);
     }
     finish(w, &h, a->out_channels, name);
+    if (rolls) give(w, &held);
     return h;
 }

@@ -112,6 +112,7 @@ typedef enum vm_trace_runtime {
     VM_TORCH_LDM,
     VM_TORCH_COMFYUI,
     VM_TORCH_A1111,
+    VM_TORCH_FORGE,
     VM_TORCH_RUNTIMES
 } vm_trace_runtime;
 extern const char *const vm_trace_runtime_name[VM_TORCH_RUNTIMES];
@@ -133,8 +134,8 @@ typedef struct vm_trace_vae {
 } vm_trace_vae;
 
 /* encode(image) or decode(latents) as the model's method; the input is the caller's and not in the trace. What stays:
- * decode: the image; encode: bfl's latents, or the others' posterior (moments, logvar, std, var). ComfyUI's methods
- * take from the host and give to it: the input is in the trace, and nothing stays. */
+ * decode: the image; encode: bfl's latents, or the others' posterior (moments, logvar, std, var). ComfyUI's and
+ * Forge's methods take from the host and give to it: the input is in the trace, and nothing stays. */
 vm_status vm_trace_vae_build(const vm_trace_vae *vae, vm_trace **out);
 /* A parameter or a buffer. */
 typedef struct vm_parameter {

@@ -206,24 +206,70 @@ static void call_bfl(walk *w, tensor x) {
     give(w, &z);
 }
 
+/* Sides in pixels of a pixel of the latents that the runtime takes and gives. */
+static size_t unit_of(const vm_trace_vae *v) {
+    return vm_arch_factor(v->arch) * (vm_walk_frames[v->runtime].packs ? VM_MAX(v->arch->patch_size[0], 1) : 1);
+}
+
+/* A copy of x with 2x2 pixels as channels, or back. */
+static tensor repack(walk *w, const tensor *x, bool packs) {
+    const size_t side = w->vae->arch->patch_size[0], c = x->c, area = side * side;
+    return packs ? take(w, x->n, c * area, x->h / side, x->w / side, CONTIGUOUS, (path){"latents [packed]"})
+                 : take(w, x->n, c / area, x->h * side, x->w * side, CONTIGUOUS, (path){"latents [unpacked]"});
+}
+
+/* FLUX.2's latents in ComfyUI: decode(z) multiplies them, adds, and holds the factors until it returns. z is given back
+ * where no name but decode's own holds it: a tile's. */
+static tensor decode_packed(walk *w, tensor *z, bool gives) {
+    tensor scale = take(w, 1, z->c, 1, 1, CONTIGUOUS, (path){"bn [variance + eps]"});
+    bind(w, &scale, take(w, 1, z->c, 1, 1, CONTIGUOUS, (path){"bn [deviation]"}));
+    tensor h = take_like(w, z, (path){"latents [z * deviation]"});
+    bind(w, &h, take_like(w, z, (path){"latents [+ mean]"}));
+    if (gives) {
+        give(w, z);
+        z->id = EXTERNAL;
+    }
+    bind(w, &h, repack(w, &h, false));
+    const tensor y = decode_latents(w, &h);
+    give(w, &h);
+    give(w, &scale);
+    return y;
+}
+
+/* encode's latents, packed, and then normalised by batch_norm, whose own mean and deviation go with its call. */
+static tensor encode_packed(walk *w, const tensor *mean) {
+    const tensor packed = repack(w, mean, true);
+    give(w, mean);
+    const tensor y = take_like(w, &packed, (path){"encode [bn]"});
+    tensor saved[2];
+    for (int i = 0; i < 2; i++) saved[i] = take_sized(w, 1, y.c, 1, 1, CONTIGUOUS, 4, (path){"bn [saved]"});
+    for (int i = 0; i < 2; i++) give(w, &saved[i]);
+    give(w, &packed);
+    return y;
+}
+
 /* One call of ComfyUI's model: the input comes from the host, where images lie as (N, H, W, C), and keeps its strides;
- * the latents are drawn within; the result goes to the host, a tile's as floats. */
+ * encode makes latents within; the result goes to the host, a tile's as floats. */
 static void call_from_host(walk *w, tensor x, bool tile) {
     const bool decodes = w->vae->op == VM_DECODE;
-    const tensor in = take(w, x.n, x.c, x.h, x.w, decodes || x.c == 1 ? CONTIGUOUS : CHANNELS_LAST, (path){"input"});
+    tensor in = take(w, x.n, x.c, x.h, x.w, decodes || x.c == 1 ? CONTIGUOUS : CHANNELS_LAST, (path){"input"});
+    const bool packs = w->frames->packs && w->vae->arch->patch_size[0];
     tensor y;
     if (w->vae->arch->family == VM_WAN) {
         y = vm_walk_frame(w, &in);
     } else if (decodes) {
-        y = decode_latents(w, &in);
+        y = packs ? decode_packed(w, &in, tile) : decode_latents(w, &in);
     } else {
         const tensor moments = encode_moments(w, &in);
         const gaussian g = posterior(w, &moments);
-        y = draw(w, &moments);
+        y = moments; /* of which the mean is a view */
+        y.c /= 2;
+        if (w->frames->draws) y = draw(w, &moments);
         give(w, &g.logvar);
         give(w, &g.std);
         give(w, &g.var);
-        give(w, &moments);
+        if (w->frames->draws) give(w, &moments);
+        if (packs) y = encode_packed(w, &y);
     }
     give(w, &in);
     if (tile && element(w) < 4) bind(w, &y, take_sized(w, y.n, y.c, y.h, y.w, CONTIGUOUS, 4, (path){"[float]"}));
@@ -239,7 +285,7 @@ static size_t tiles_along(size_t side, size_t tile, size_t overlap) {
 static void call_comfyui(walk *w, tensor x) {
     const vm_trace_vae *v = w->vae;
     const bool decodes = v->op == VM_DECODE;
-    const size_t scale = decodes ? vm_arch_factor(v->arch) : 1, tile = v->tile / scale;
+    const size_t scale = decodes ? unit_of(v) : 1, tile = v->tile / scale;
     const size_t overlap = VM_MIN(64, v->tile / 4) / scale;
     const size_t square[2] = {tile, tile}, wide[2] = {tile / 2, 2 * tile}, high[2] = {2 * tile, tile / 2};
     const size_t *const passes[2][3] = {{square, wide, high}, {high, wide, square}};
@@ -259,14 +305,14 @@ static void call_comfyui(walk *w, tensor x) {
 
 static void (*const call[VM_TORCH_RUNTIMES])(walk *w, tensor x) = {
     [VM_TORCH_DIFFUSERS] = call_diffusers, [VM_TORCH_BFL] = call_bfl,   [VM_TORCH_LDM] = call_ldm,
-    [VM_TORCH_COMFYUI] = call_comfyui,     [VM_TORCH_A1111] = call_ldm,
+    [VM_TORCH_COMFYUI] = call_comfyui,     [VM_TORCH_A1111] = call_ldm, [VM_TORCH_FORGE] = call_comfyui,
 };
 
 /* ---- what the outside calls ---- */
 
 const char *const vm_trace_runtime_name[VM_TORCH_RUNTIMES] = {
     [VM_TORCH_DIFFUSERS] = "diffusers", [VM_TORCH_BFL] = "bfl",     [VM_TORCH_LDM] = "ldm",
-    [VM_TORCH_COMFYUI] = "comfyui",     [VM_TORCH_A1111] = "a1111",
+    [VM_TORCH_COMFYUI] = "comfyui",     [VM_TORCH_A1111] = "a1111", [VM_TORCH_FORGE] = "forge",
 };
 
 /* What the runtime's code cannot do. */
@@ -275,8 +321,8 @@ static vm_status check_runtime(const vm_trace_vae *v) {
     const quant quant = vm_walk_frames[v->runtime].quant;
     const int convs = v->arch->use_quant_conv + v->arch->use_post_quant_conv;
     if (v->arch->family == VM_WAN) return vm_walk_check_frame(v);
-    if (v->arch->patch_size[0] && v->runtime != VM_TORCH_DIFFUSERS)
-        return vm_fail(VM_EINVAL, "runtime: want diffusers for %s, whose BatchNorm other runtimes apply within, got %s",
+    if (v->arch->patch_size[0] && v->runtime != VM_TORCH_DIFFUSERS && !vm_walk_frames[v->runtime].packs)
+        return vm_fail(VM_EINVAL, "runtime: want diffusers or comfyui for %s, whose BatchNorm is theirs, got %s",
                        v->arch->name, name);
     if (quant == QUANT_NONE && convs)
         return vm_fail(VM_EINVAL,
@@ -302,13 +348,13 @@ static vm_status check_runtime(const vm_trace_vae *v) {
 }
 
 static vm_status check(const vm_trace_vae *v) {
-    const size_t factor = vm_arch_factor(v->arch), side[2] = {v->height, v->width};
+    const size_t factor = unit_of(v), side[2] = {v->height, v->width};
     for (int i = 0; i < 2; i++)
         if (!side[i] || side[i] % factor || side[i] > 1u << 20)
             return vm_fail(VM_EINVAL, "%s: want a multiple of %zu up to 2^20, got %zu", i ? "width" : "height", factor,
                            side[i]);
     if (!v->batch || v->batch > 1u << 16) return vm_fail(VM_EINVAL, "batch: want 1 to 65536, got %zu", v->batch);
-    const size_t multiple = v->runtime == VM_TORCH_COMFYUI ? 2 * factor : factor; /* ComfyUI halves tiles */
+    const size_t multiple = call[v->runtime] == call_comfyui ? 2 * factor : factor; /* ComfyUI halves tiles */
     if (v->tile && (v->tile % multiple || v->tile < 4 * factor || v->tile > 1u << 20))
         return vm_fail(VM_EINVAL, "tile: want a multiple of %zu, at least %zu, at most 2^20, got %zu", multiple,
                        4 * factor, v->tile);
@@ -334,13 +380,14 @@ vm_status vm_trace_vae_build(const vm_trace_vae *vae, vm_trace **out) {
     s = vm_trace_new(out);
     if (s) return s;
     const bool decodes = vae->op == VM_DECODE;
-    const size_t scale = decodes ? vm_arch_factor(vae->arch) : 1;
+    const size_t scale = decodes ? unit_of(vae) : 1, packed = unit_of(vae) / vm_arch_factor(vae->arch);
     walk w = {.t = *out, .vae = vae, .frames = &vm_walk_frames[vae->runtime], .dtype = vae->dtype};
-    call[vae->runtime](&w, (tensor){.id = EXTERNAL,
-                                    .n = vae->batch,
-                                    .c = decodes ? vae->arch->latent_channels : vae->arch->in_channels,
-                                    .h = vae->height / scale,
-                                    .w = vae->width / scale});
+    call[vae->runtime](&w,
+                       (tensor){.id = EXTERNAL,
+                                .n = vae->batch,
+                                .c = decodes ? vae->arch->latent_channels * packed * packed : vae->arch->in_channels,
+                                .h = vae->height / scale,
+                                .w = vae->width / scale});
     if (w.status) {
         vm_trace_free(*out);
         *out = NULL;

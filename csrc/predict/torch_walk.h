@@ -187,6 +187,9 @@ typedef enum quant { QUANT_ANY, QUANT_NONE, QUANT_BOTH, QUANT_EVEN } quant;
 struct frames {
     bool diffusers; /* its names of modules, divisions by scale factors, and callers that hold what goes into a level */
     bool lists;     /* the encoder keeps all that it makes in a list until it returns */
+    bool rolls;     /* names for the parts of a video keep the encoder's last level and what the decoder upsamples */
+    bool draws;     /* encode's latents are drawn from the posterior; else they are its mean, a view */
+    bool packs;     /* it takes and gives FLUX.2's latents with 2x2 pixels in the channels, normalised */
     activation resnet, last;
     tensor (*attention)(walk *w, const tensor *x, path name);
     quant quant;

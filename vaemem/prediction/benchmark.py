@@ -106,7 +106,7 @@ def benchmark(
     input_dtype = input_dtype or weights_dtype
     names = Names(process)
     image = (batch, vae.arch["in_channels"], height, width)
-    latent = (batch, vae.arch["latent_channels"], height // vae.factor, width // vae.factor)
+    latent = (batch, vae.latent_channels, height // vae.factor, width // vae.factor)
     runtime = RUNTIMES[vae.runtime]
     names["input"] = process.tensor(image if op == "encode" else latent, input_dtype, host=runtime.host)
 

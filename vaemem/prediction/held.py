@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vaemem._common import MIB, latent_factor
+from vaemem.prediction.runtimes import packing
 
 
 class _Held:
@@ -52,8 +53,8 @@ class LoadedVAE(_Held):
         One of `RUNTIMES`.
     dtype : str
         The weights' type now.
-    factor : int
-        Image pixels a side of one latent pixel.
+    factor, latent_channels : int
+        Image pixels a side of one pixel of the latents that the runtime takes and gives, and their channels.
     channels_last : bool
         Whether the convolutions' filters are in that memory format.
     first : str or None
@@ -72,7 +73,8 @@ class LoadedVAE(_Held):
         super().__init__(weights)
         self.arch, self.runtime, self.dtype, self.channels_last = dict(arch), runtime, dtype, channels_last
         self.sends = sends
-        self.factor = latent_factor(arch)
+        packed = packing(runtime, arch)
+        self.factor, self.latent_channels = latent_factor(arch) * packed, arch["latent_channels"] * packed * packed
         self.key = tuple(sorted(self.arch.items()))
 
     def __repr__(self) -> str:

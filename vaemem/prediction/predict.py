@@ -25,14 +25,13 @@ from vaemem.prediction.benchmark import USUAL_PROTOCOL
 from vaemem.prediction.closed import derive
 from vaemem.prediction.gpus import Gpu, find_gpu
 from vaemem.prediction.question import OVERLAP, ModuleQuestion, Question, ask
-from vaemem.prediction.runtimes import architecture, followed
+from vaemem.prediction.runtimes import RUNTIMES, architecture, followed
 from vaemem.prediction.seconds import Seconds
 from vaemem.prediction.usual import OVERFLOWING, usual_dtypes
 from vaemem.prediction.verdict import DOES_NOT_FIT, FITS
 
 TILED_SIDE = 1 << 14  # pixels: no further in tiles, where a larger image may take no more
 SMALL_TILE = 512  # pixels: of the tiles that are advised where the usual ones do not cut the image
-TILING = ("diffusers", "comfyui", "a1111")  # whose code has tiles
 
 
 class Advice(NamedTuple):
@@ -259,7 +258,7 @@ class Prediction(SimulatedAnswer):
         """Other ways to run the same."""
         q, job = self._question, self._question.job
         side = min(max(job.height, job.width), job.tile or LARGEST_SIDE)
-        if q.code in TILING:
+        if RUNTIMES[q.code].tiles:
             op = f"{job.op.removesuffix('_tiled')}_tiled"
             tiled = ask(job.arch, op, job.height, job.width, runtime=q.code, gpu=q.card.gpu).job.tile
             for tile in dict.fromkeys((tiled, SMALL_TILE)):
@@ -488,14 +487,15 @@ def predict_largest(
     for name in ("height", "width"):
         if name in others:
             raise ValueError(f"{name}: want none, which is what is looked for, got {others[name]!r}")
-    factor = latent_factor(architecture(model))
-    question = ask(model, op, factor, factor, dtype=dtype, batch=batch, gpu=gpu, used=used, safe=safe, **others)
+    arch = architecture(model)
+    side = latent_factor(arch) * arch.get("patch_size", (1, 1))[0]  # any that all runtimes take
+    question = ask(model, op, side, side, dtype=dtype, batch=batch, gpu=gpu, used=used, safe=safe, **others)
     return _largest(question, check_aspect(aspect), flag("every", every))
 
 
 def _largest(question: Question, aspect: float, every: bool) -> tuple[int, int]:
     """As `predict_largest`, of what is asked of any size."""
-    job, factor = question.job, latent_factor(question.job.arch)
+    job, factor = question.job, question.unit
     refused: dict[tuple[int, int], bool] = {}  # whether it was played, or is more than can be
 
     def fits(height: int, width: int) -> bool:

@@ -417,7 +417,7 @@ class SimulatedProcess:
 
     def _call_vae(self, vae: LoadedVAE, op: str, x: Tensor, tile: int, tile_overlap: float, slicing: bool) -> Tensor:
         arch, encodes = vae.arch, op == "encode"
-        channels = arch["in_channels" if encodes else "latent_channels"]
+        channels = arch["in_channels"] if encodes else vae.latent_channels
         if vae.storages is None or x.storages is None:
             raise ValueError(f"{op}: want a model and an input that were not dropped")
         if len(x.shape) != 4 or x.shape[1] != channels:
@@ -432,7 +432,7 @@ class SimulatedProcess:
         batch, _, h, w = x.shape
         height, width = (h, w) if encodes else (h * vae.factor, w * vae.factor)
         if encodes:
-            result = (batch, arch["latent_channels"], h // vae.factor, w // vae.factor)
+            result = (batch, vae.latent_channels, h // vae.factor, w // vae.factor)
         else:
             result = (batch, arch["out_channels"], height, width)
         # cudaMemGetInfo's free bytes and what the allocator holds of the rest, as A1111's get_available_vram adds them.

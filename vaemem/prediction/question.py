@@ -10,14 +10,14 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from vaemem import _core
-from vaemem._common import DTYPES, MIB, TILED_OPS, Message, Named, choose, flag, latent_factor, meant, real, whole
+from vaemem._common import DTYPES, MIB, OPS, TILED_OPS, Message, Named, choose, flag, latent_factor, meant, real, whole
 from vaemem.engine.layouts import SAMPLE_SIZES, named_sample_size, sample_size_of
 from vaemem.engine.limits import parse_size
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, Counters, Reading, benchmark
 from vaemem.prediction.gpus import CONTEXT, Gpu, find_gpu
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.profiles import version_number
-from vaemem.prediction.runtimes import DEFAULT_TORCH, PROGRAM_NAMES, RUNTIMES, architecture, code_of
+from vaemem.prediction.runtimes import DEFAULT_TORCH, PROGRAM_NAMES, RUNTIMES, architecture, code_of, packing
 from vaemem.prediction.seconds import Machine, vae_machine, vae_work
 from vaemem.prediction.snapshot import BACKENDS, CachingAllocator, parse_conf
 from vaemem.prediction.usual import is_fixed, usual_dtypes
@@ -34,10 +34,10 @@ KEPT = {"linux": (0, 0), "windows": (125 * MIB, 850 * MIB)}
 OVERLAP = 0.25  # the part of its side that a tile shares with the next by default: diffusers' tile_overlap_factor
 MOST_SIDE = 1 << 20  # pixels a side
 MOST = {"height": MOST_SIDE, "width": MOST_SIDE, "tile": MOST_SIDE, "batch": 1 << 16}  # as the core has them
-# Pixels of a tile's side on a card of more MiB than so many: ComfyUI's nodes, and what A1111's Tiled VAE recommends.
+# Pixels of a tile's side on a card of more MiB than so many: what ComfyUI's nodes and Forge take by default, and what
+# A1111's Tiled VAE recommends.
 TILED_SIDES = {
-    ("comfyui", "encode_tiled"): ((0, 512),),
-    ("comfyui", "decode_tiled"): ((0, 512),),
+    **{(code, op): ((0, 512),) for code in ("comfyui", "forge") for op in TILED_OPS if op not in OPS},
     ("a1111", "encode_tiled"): ((16000, 3072), (12000, 2048), (8000, 1536), (0, 960)),
     ("a1111", "decode_tiled"): ((30000, 2048), (16000, 1536), (12000, 1024), (8000, 768), (0, 512)),
 }
@@ -164,10 +164,6 @@ class Job:
         for name, most in MOST.items():
             if name != "tile" or self.is_tiled:
                 object.__setattr__(self, name, whole(name, getattr(self, name), most=most))
-        factor = latent_factor(self.arch)
-        for name, value in (("height", self.height), ("width", self.width)):
-            if value % factor:
-                raise ValueError(f"{name}: want a multiple of {factor}, got {value}")
 
     @property
     def is_tiled(self) -> bool:
@@ -218,6 +214,17 @@ class Question(Asked):
     job: Job
     assumed: str = field(default="", kw_only=True)
     calibrate: Sequence[Mapping[str, Any]] = field(default=(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("height", "width"):
+            if (value := getattr(self.job, name)) % self.unit:
+                raise ValueError(f"{name}: want a multiple of {self.unit}, got {value}")
+
+    @property
+    def unit(self) -> int:
+        """Image pixels a side of one pixel of the latents that the code takes and gives."""
+        return latent_factor(self.job.arch) * packing(self.code, self.job.arch)
 
     @property
     def code(self) -> str:

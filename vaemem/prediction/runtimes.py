@@ -19,18 +19,20 @@ class Runtime(NamedTuple):
     samples: bool = False  # encode returns latents and decode takes them, scaled within or elsewhere; else a posterior
     host: bool = False  # inputs come from the host's memory, and results go there
     looks_at_memory: bool = False  # attention is cut up where free memory is short
+    tiles: bool = True
+    packs: bool = False  # FLUX.2's latents come and go with 2x2 pixels in their channels
 
 
 RUNTIMES = {
     "diffusers": Runtime(),
-    "bfl": Runtime(samples=True),
-    "ldm": Runtime(),
-    "comfyui": Runtime(samples=True, host=True),
+    "bfl": Runtime(samples=True, tiles=False),
+    "ldm": Runtime(tiles=False),
+    "comfyui": Runtime(samples=True, host=True, packs=True),
     "a1111": Runtime(looks_at_memory=True),
+    "forge": Runtime(samples=True, host=True),
 }
 # Programs that run another's code, by model where that differs. InvokeAI has diffusers' class, and BFL's for FLUX.
-# Forge's class is ComfyUI's of an earlier day; its last swish makes one tensor more, where the peak is not.
-PROGRAMS = {"invokeai": {"": "diffusers", "flux": "bfl"}, "forge": {"": "comfyui"}}
+PROGRAMS = {"invokeai": {"": "diffusers", "flux": "bfl"}}
 PROGRAM_NAMES = (*RUNTIMES, *PROGRAMS)
 
 
@@ -43,6 +45,11 @@ def code_of(program: str, model: str) -> str:
     """Whose code a program runs a model's VAE with: one of `RUNTIMES`."""
     codes = PROGRAMS.get(program, {"": program})
     return codes.get(model, codes[""])
+
+
+def packing(code: str, arch: Mapping[str, Any]) -> int:
+    """How many of the VAE's latent pixels a side are one of the latents that a runtime's code takes and gives."""
+    return int(arch["patch_size"][0]) if RUNTIMES[code].packs and "patch_size" in arch else 1
 
 
 @functools.cache
