@@ -31,7 +31,17 @@ SDXL_INPUTS = 4 * 4 * 128 * 128 + 2 * 128  # bytes: the latent, and two numbers 
         ("comfyui", {}, 2178 * PIXELS * 2),
         ("comfyui", {"dtype": "float32", "model": "flux"}, 2178 * PIXELS * 4),
         ("comfyui", {"op": "encode", "dtype": "bfloat16"}, 1767 * PIXELS * 2),
-        ("comfyui", {"op": "decode_tiled"}, 2178 * PIXELS * 2),  # it asks for the whole image
+        ("comfyui", {"op": "decode_tiled"}, 2178 * 512 * 512 * 2),
+        ("comfyui", {"op": "encode_tiled"}, 1767 * PIXELS * 2),  # it asks for the whole image
+        ("comfyui-0.4", {"op": "decode_tiled"}, 2178 * PIXELS * 2),
+        ("comfyui-0.4", {"model": "qwen-image"}, 7000 * PIXELS * 2),
+        ("comfyui-0.4", {"model": "qwen-image", "op": "encode"}, 6000 * PIXELS * 2),
+        ("comfyui", {"model": "wan2.2"}, 8000 * PIXELS * 2),
+        ("invokeai", {"model": "qwen-image", "op": "encode"}, 1600 * PIXELS * 2),
+        ("invokeai-6.13", {"model": "qwen-image", "op": "decode_tiled"}, 2900 * PIXELS * 2),
+        ("invokeai-6.13", {"op": "encode_tiled", "dtype": "float32"}, 512 * 512 * 4 * 1100 * 1.25 + 250 * MIB),
+        ("invokeai", {"model": "flux2"}, None),
+        ("invokeai", {"model": "sd3", "op": "encode_tiled"}, None),
         ("comfyui", {"batch": 3}, 3 * 2178 * PIXELS * 2),
         ("invokeai", {}, 2200 * PIXELS * 2),
         ("invokeai", {"op": "encode"}, 1100 * PIXELS * 2),
@@ -60,6 +70,29 @@ SDXL_INPUTS = 4 * 4 * 128 * 128 + 2 * 128  # bytes: the latent, and two numbers 
 )
 def test_what_each_says(name, case, want):
     assert estimate(name, **case) == want
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "op", "dtype", "want"),
+    [
+        ("comfyui", "sdxl", "decode", "bfloat16", 7682171904),
+        ("comfyui", "flux2", "decode", "float16", 7682171904),
+        ("comfyui", "flux2-small", "encode", "float16", 6232505856),
+        ("comfyui", "qwen-image", "decode", "bfloat16", 7759769600),
+        ("comfyui", "qwen-image", "encode", "float32", 10581504000),
+        ("comfyui", "wan2.2", "encode", "float16", 11639654400),
+        ("invokeai", "sd15", "decode_tiled", "float32", 3145728000),
+        ("invokeai", "zimage", "encode", "bfloat16", 3879884800),
+        ("invokeai", "cogview4", "decode", "float32", 15519539200),
+        ("invokeai", "qwen-image", "decode", "float16", 10228787200),
+        ("invokeai", "qwen-image", "decode_tiled", "bfloat16", 1953451520),
+        ("invokeai", "qwen-image", "encode_tiled", "float16", 1059157504),
+    ],
+)
+def test_equal_what_the_programs_own_functions_said(name, model, op, dtype, want):
+    """At 1328x1328, on a CPU: the lambdas of ComfyUI's class VAE (v0.19.3, 2026-04-19; v0.38.1 reads the same), made
+    from weights of each kind, and InvokeAI's vae_working_memory.py (8e71a8a, 2026-08-19), with tiles of 512."""
+    assert int(estimate(name, model=model, op=op, dtype=dtype, side=1328)) == want
 
 
 def test_the_whole_equation_for_sd15():
@@ -213,8 +246,8 @@ def test_printing():
     comparison = compare(table)
     assert isinstance(comparison, Comparison)
     lines = str(comparison).splitlines()
-    assert lines[1].split() == ["model", "op", "dtype", "rows", "comfyui", "invokeai", "mlx-im2col", "sd.cpp-im2col",
-                                "sd.cpp-direct"]  # fmt: skip
+    assert lines[1].split() == ["model", "op", "dtype", "rows", "comfyui", "comfyui-0.4", "invokeai", "invokeai-6.13",
+                                "mlx-im2col", "sd.cpp-im2col", "sd.cpp-direct"]  # fmt: skip
     assert lines[-1].startswith("all") and len(lines) == 6
     assert "4356.00 (+1.9)" in comparison.text(rows=True)
     assert "| sdxl " in comparison.text(markdown=True) and "| ---" in comparison._repr_markdown_()

@@ -45,7 +45,7 @@ class Estimator:
     >>> mine({"height": 1024, "width": 1024}) / 2**20
     4400.0
     >>> ESTIMATORS["comfyui"].formula
-    '2178 H W e (decode), 1767 H W e (encode); the same for a tiled run'
+    '2178 H W e (decode), 1767 H W e (encode); ...decode in tiles: 512^2 e k'
     """
 
     name: str
@@ -71,31 +71,52 @@ def _images(row: Row) -> int:
     return row["batch"] or 1
 
 
-# Bytes for each H W e that applications reserve, by op.
-_COMFYUI, _INVOKEAI = {"decode": 2178, "encode": 1767}, {"decode": 2200, "encode": 1100}
-SHIPPED = {op: {"ComfyUI": _COMFYUI[op], "InvokeAI": _INVOKEAI[op]} for op in ("decode", "encode")}
+# Bytes for each H W e that applications reserve, by op: of an AutoencoderKL or AutoencoderKLFlux2, which "" stands for,
+# and of those that have their own.
+_Constants = Mapping[str, Mapping[str, int]]
+_COMFYUI: _Constants = {
+    "": {"decode": 2178, "encode": 1767},
+    "qwen-image": {"decode": 2200, "encode": 1500},  # of up to four frames of latents
+    "wan2.2": {"decode": 8000, "encode": 3300},
+    "qwen-image-2.1": {"decode": 900, "encode": 600},
+    "hunyuanimage-2.1": {"decode": 700, "encode": 700},
+}
+_INVOKEAI: _Constants = {"": {"decode": 2200, "encode": 1100}, "qwen-image": {"decode": 2900, "encode": 1600}}
+# Until e711aaf of 2025-12-10 a frame was taken for a video.
+_COMFYUI_04 = {**_COMFYUI, "qwen-image": {"decode": 7000, "encode": 6000}}
+SHIPPED = {op: {"ComfyUI": _COMFYUI[""][op], "InvokeAI": _INVOKEAI[""][op]} for op in OPS}
+_TILE = {"height": BENCHMARK_TILE, "width": BENCHMARK_TILE}
 
 
-def _by_constant(constants: Mapping[str, int], row: Row) -> int | None:
-    """H*W*e times the op's constant, the same for tiles; None where the op has none, or the dtype no known width."""
-    constant, element = constants.get(row["op"].removesuffix("_tiled")), ELEMENT_BYTES.get(row["dtype"])
+def _by_constant(constants: _Constants, row: Row) -> int | None:
+    """H*W*e times the constant of the model's op; None where the op has none, or the dtype no known width."""
+    own = constants.get(row["model"], constants[""])
+    constant, element = own.get(row["op"].removesuffix("_tiled")), ELEMENT_BYTES.get(row["dtype"])
     return constant * pixels(row) * element if constant and element else None
 
 
-def _comfyui(row: Row) -> int | None:
-    # Tiled runs are charged the whole image; a batch goes through in as many images at once as fit.
-    one = _by_constant(_COMFYUI, row)
+def _comfyui(constants: _Constants, by_tile: bool, row: Row) -> int | None:
+    # A batch goes through in as many images at once as fit.
+    tile = {}
+    if by_tile and row["op"] == "decode_tiled":
+        tile = {side: min(row[side], most) for side, most in _TILE.items()}
+    one = _by_constant(constants, row | tile)
     return one and one * _images(row)
 
 
-def _invokeai(row: Row) -> float | None:
-    is_tiled = row["op"].endswith("_tiled")
-    tile = {"height": BENCHMARK_TILE, "width": BENCHMARK_TILE} if is_tiled else {}
-    estimate = _by_constant(_INVOKEAI, row | tile)
-    if estimate is None or _images(row) > 1 or (is_tiled and row["model"] == "flux"):
-        return None  # knows no batch, and no tiles for FLUX
-    is_upcast = row["dtype"] == "float32" and row["model"] in ("sd15", "sdxl")
-    return estimate * (1.25 if is_tiled else 1) + (250 * MIB if is_upcast else 0)
+def _invokeai(tiles_qwen: bool, row: Row) -> float | None:
+    model, is_tiled = row["model"], row["op"].endswith("_tiled")
+    is_sd, is_qwen = model in ("sd15", "sdxl", "playground-v2.5"), model == "qwen-image"
+    if _images(row) > 1 or model.startswith("flux2") or (is_tiled and not is_sd and not is_qwen):
+        return None  # knows no batch, nothing of FLUX.2, and no tiles but theirs
+    by_tile = is_tiled and (is_sd or tiles_qwen)
+    estimate = _by_constant(_INVOKEAI, row | (_TILE if by_tile else {}))
+    if estimate is None:
+        return None
+    images = (5 if row["op"] == "decode_tiled" else 1) if by_tile and is_qwen else 0  # whole ones, beside the tile
+    held = 3 * images * pixels(row) * ELEMENT_BYTES[row["dtype"]]
+    is_upcast = is_sd and row["dtype"] == "float32"
+    return estimate * (1.25 if by_tile else 1) + held + (250 * MIB if is_upcast else 0)
 
 
 # Parameters of stable-diffusion-v1-5: UNet2DConditionModel, AutoencoderKL and CLIPTextModel, from their configs.
@@ -151,7 +172,7 @@ def _sd15_equation(row: Row) -> float | None:
 
 
 def _mlx_im2col(row: Row) -> int | None:
-    one = _by_constant({"decode": 9 * 128}, row) if row["op"] == "decode" else None
+    one = _by_constant({"": {"decode": 9 * 128}}, row) if row["op"] == "decode" else None
     return one and one * _images(row)
 
 
@@ -167,12 +188,23 @@ def _sd_cpp(conv_direct: bool, row: Row) -> int | None:
 ESTIMATORS: dict[str, Estimator] = {
     estimator.name: estimator
     for estimator in (
-        Estimator("comfyui", "2178 H W e (decode), 1767 H W e (encode); the same for a tiled run",
-            "ComfyUI, class VAE in comfy/sd.py (2.73 times that on AMD); Forge takes the same", _comfyui),
+        Estimator("comfyui", "2178 H W e (decode), 1767 H W e (encode); Qwen-Image, Wan 2.1: 2200 and 1500, Wan 2.2:"
+            f" 8000 and 3300, Qwen-Image-2.1: 900 and 600, HunyuanImage: 700; decode in tiles: {BENCHMARK_TILE}^2 e k",
+            "ComfyUI v0.38.1 (2026-11), class VAE in comfy/sd.py; 2.73 times that for SD, FLUX and FLUX.2 on AMD since"
+            " v0.3.65; encode in tiles reserves the whole", functools.partial(_comfyui, _COMFYUI, True)),
+        Estimator("comfyui-0.4", "2178 H W e (decode), 1767 H W e (encode); Qwen-Image, Wan 2.1: 7000 and 6000,"
+            " Wan 2.2: 8000 and 3300, HunyuanImage: 700; the same for a tiled run",
+            "ComfyUI v0.4.0 (2025-12-09). v0.5.0 (#11199) lowered Qwen's, #15499 (2026-08) asks for a tile's in decode;"
+            " Forge (dfdcbab) has the first two", functools.partial(_comfyui, _COMFYUI_04, False)),
         Estimator("invokeai",
-            f"2200 H W e (decode), 1100 H W e (encode), + 250 MiB for float32 SD; tiled: {BENCHMARK_TILE}^2 e k 1.25",
-            "InvokeAI, estimate_vae_working_memory_sd15_sdxl and _flux; the 250 MiB stand for larger weights",
-            _invokeai),
+            "2200 H W e (decode), 1100 H W e (encode), + 250 MiB for float32 SD; Qwen-Image: 2900 and 1600; in tiles of"
+            f" SD: {BENCHMARK_TILE}^2 e k 1.25, of Qwen-Image + 15 H W e (decode), 3 H W e (encode)",
+            "InvokeAI 8e71a8a (2026-08-19, after v6.14.0-rc2), vae_working_memory.py on CUDA; the 250 MiB stand for"
+            " larger weights; nothing for FLUX.2. Wan and Anima as single images: 2900 and 1450",
+            functools.partial(_invokeai, True)),
+        Estimator("invokeai-6.13", "the same; Qwen-Image's tiled run as a whole one",
+            "InvokeAI v6.13.8 (2026-08-13); before v6.13.5 (#9305) it knew nothing of Qwen-Image",
+            functools.partial(_invokeai, False)),
         Estimator("sd15-calculator",
             "8 (H/8) (W/8) + 24 H W: latent, image and three copies of it, in 2 bytes an element",
             "An SD 1.5 VRAM calculator's VAE phases, before its 20% overhead on everything", _sd15_calculator),
