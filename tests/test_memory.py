@@ -127,8 +127,9 @@ def test_one_packed_copy_of_the_weights():
         model = _core.Model(_core.models()[name])
         # of (out, in, frames, k, k) the last slice alone is kept
         numbers = sum(int(np.prod(shape)) // (shape[2] if len(shape) == 5 else 1) for _, shape in model.tensors)
-        # channels padded to 16 (in, out and latent convolutions) and the tables: under 0.3%
-        assert 4 * numbers <= model.reserved_bytes <= 4 * numbers * 1.003
+        # channels padded to 16 (in, out and latent convolutions) and the tables: under 0.3%, of tiny ones 1.5%
+        more = 0.015 if model.arch.get("family") == "tiny" else 0.003
+        assert 4 * numbers <= model.reserved_bytes <= 4 * numbers * (1 + more)
 
 
 PROCESS = """
