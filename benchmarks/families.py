@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vaemem._common import distinct, grouped, render
-from vaemem.engine.layouts import CLASSES
+from vaemem.engine.configs import CLASSES
 
 AUTOENCODER = re.compile(r"\w*Autoencoder\w*|\w*VQModel|\w*VAE\w*")
 PICTURE = re.compile(r"(control_)?(image|video|adapter_image)s?")

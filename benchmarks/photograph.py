@@ -24,7 +24,7 @@ from vaemem.engine import images
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from torch_vaes import Tiny
 
-from vaemem.engine.layouts import config_of
+from vaemem.engine.configs import config_of
 
 
 def psnr(a: np.ndarray, b: np.ndarray) -> str:

@@ -6,13 +6,13 @@ import pytest
 from weights_files import SMALL, autoencoder
 
 from vaemem import _core
-from vaemem.engine import layouts
+from vaemem.engine import configs
 
 
 def test_config_defaults_are_diffusers():
     theirs = dict(autoencoder({}).config)
-    ours = layouts.read_config({})
-    assert layouts.read_config(theirs) == ours
+    ours = configs.read_config({})
+    assert configs.read_config(theirs) == ours
     assert all(ours[k] == (theirs[k] or 0) for k in ours.keys() & theirs.keys() - {"block_out_channels"})
     assert ours["block_out_channels"] == tuple(theirs["block_out_channels"])
 
@@ -20,14 +20,14 @@ def test_config_defaults_are_diffusers():
 @pytest.mark.parametrize("name", ["sd15", "sdxl", "flux"])
 def test_config_names_the_known_models(tmp_path, name):
     arch = _core.models()[name]
-    config = layouts.config_of(arch)
+    config = configs.config_of(arch)
     assert config["scaling_factor"] == {"sd15": 0.18215, "sdxl": 0.13025, "flux": 0.3611}[name]
     assert config["shift_factor"] == {"flux": 0.1159}.get(name)
     (tmp_path / "config.json").write_text(json.dumps(config))
     for given in (config, arch, tmp_path, tmp_path / "config.json", str(tmp_path)):
-        assert layouts.read_config(given) == arch
-    assert layouts.read_config({**config, "scaling_factor": 0.2})["name"] == "custom"
-    assert layouts.read_config({**config, "scaling_factor": None})["scaling_factor"] is None
+        assert configs.read_config(given) == arch
+    assert configs.read_config({**config, "scaling_factor": 0.2})["name"] == "custom"
+    assert configs.read_config({**config, "scaling_factor": None})["scaling_factor"] is None
 
 
 @pytest.mark.parametrize(
@@ -56,16 +56,16 @@ def test_config_names_the_known_models(tmp_path, name):
 )
 def test_config_refused_by_key(key, value):
     with pytest.raises(ValueError, match=f"config: {key}.*: want .*, got "):
-        layouts.read_config({**SMALL, key: value})
+        configs.read_config({**SMALL, key: value})
 
 
 def test_config_files_that_are_none(tmp_path):
     path = tmp_path / "config.json"
     with pytest.raises(FileNotFoundError, match=r"config: want a config\.json, got .*config\.json"):
-        layouts.read_config(tmp_path)
+        configs.read_config(tmp_path)
     for contents in (b"", b"{", b"\xff\xfe", b"[1]", b"[" * 100_000, b'{"act_fn": "gelu"}'):
         path.write_bytes(contents)
         with pytest.raises(ValueError, match=r"config: .*config\.json"):
-            layouts.read_config(path)
+            configs.read_config(path)
     with pytest.raises(TypeError, match="config: want a path or a dict, got int"):
-        layouts.read_config(7)
+        configs.read_config(7)

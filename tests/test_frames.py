@@ -7,7 +7,7 @@ import pytest
 from engine import FRAMES, config, error, images, latents, small_vae
 
 from vaemem import VAE, Tiling, _core
-from vaemem.engine import layouts
+from vaemem.engine import configs, layouts
 from vaemem.engine.weights import random_tensors
 
 PARITY = 1e-5  # as test_other_vaes has it
@@ -132,21 +132,21 @@ def test_files_without_a_config_are_found_out(layout):
 
 @pytest.mark.parametrize("name", ["Qwen-Image", "Qwen/Qwen-Image-Edit", "wan2.1", "Wan-AI/Wan2.1-T2V-14B-Diffusers"])
 def test_what_people_call_it(name):
-    assert layouts.named_model("model", name) == "qwen-image"
+    assert configs.named_model("model", name) == "qwen-image"
 
 
 @pytest.mark.parametrize("name", FRAMES)
 def test_configs(name):
-    arch = layouts.read_config(config(name))
+    arch = configs.read_config(config(name))
     assert (arch["family"], arch["latent_channels"]) == ("wan", 4)
     wider = {"block_out_channels": tuple(2 * c for c in arch["block_out_channels"]), "decoder_block_out_channels": None}
     wider = {key: value for key, value in (arch | wider | {"in_channels": 4, "out_channels": 4}).items() if value}
     wider |= {key: value for key, value in arch.items() if not value}
     usual = {"qwen21": "qwen-image-2.1"}.get(name, "qwen-image")
     for one in (arch, wider, *(_core.models()[named] for named in ("qwen-image", "wan2.2", "qwen-image-2.1"))):
-        assert layouts.read_config(layouts.config_of(one)) == layouts.read_config(one) == one
-    assert layouts.read_config({"_class_name": config(name)["_class_name"]}) == _core.models()[usual]
-    assert layouts.sample_size_of(config(name), "") == 256  # diffusers' tiles
+        assert configs.read_config(configs.config_of(one)) == configs.read_config(one) == one
+    assert configs.read_config({"_class_name": config(name)["_class_name"]}) == _core.models()[usual]
+    assert configs.sample_size_of(config(name), "") == 256  # diffusers' tiles
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_configs(name):
 )
 def test_architectures_that_no_config_says(change, message):
     with pytest.raises(ValueError, match=message):
-        layouts.read_config(_core.models()["qwen-image"] | change)
+        configs.read_config(_core.models()["qwen-image"] | change)
     with pytest.raises(ValueError, match="family: want kl, wan, hunyuan_image or tiny, got 'x'"):
         _core.Model(_core.models()["qwen-image"] | {"family": "x"})
 
@@ -171,7 +171,7 @@ def test_architectures_that_no_config_says(change, message):
 def test_other_ends_and_decoders_are_said():
     arch = _core.models()["qwen-image"]
     for change in ({"out_channels": 4}, {"decoder_block_out_channels": (64, 128, 256, 256)}):
-        again = layouts.read_config(layouts.config_of(arch | change))
+        again = configs.read_config(configs.config_of(arch | change))
         assert _core.Model(again).arch == arch | change | {"name": "custom"}
 
 
@@ -300,7 +300,7 @@ def test_measurements_are_of_autoencoders_of_images():
 
 
 def test_random_gammas_are_near_one():
-    core = _core.Model(layouts.read_config(config("wan")))
+    core = _core.Model(configs.read_config(config("wan")))
     random_tensors(core, 0)
     gammas = np.concatenate([t.ravel() for name, t in tensors_of(core).items() if name.endswith(".gamma")])
     assert abs(gammas.mean() - 1) < 0.05 and 0.05 < gammas.std() < 0.2
@@ -381,7 +381,7 @@ def test_files_of_their_authors(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["wan2.2", "Wan-AI/Wan2.2-TI2V-5B", "Qwen/Qwen-Image-2.1", "tencent/HunyuanImage-2.1"])
 def test_what_people_call_the_others(name):
-    assert layouts.named_model("model", name) in ("wan2.2", "qwen-image-2.1", "hunyuanimage-2.1")
+    assert configs.named_model("model", name) in ("wan2.2", "qwen-image-2.1", "hunyuanimage-2.1")
 
 
 @pytest.mark.parametrize(
@@ -417,7 +417,7 @@ def test_images_of_four_channels():
 def test_predictions_of_moved_residuals_are_refused(name):
     from vaemem import predict
 
-    for model in (name, layouts.config_of(_core.models()[name])):
+    for model in (name, configs.config_of(_core.models()[name])):
         with pytest.raises(
             ValueError, match=f"model: {name} is not predicted by name yet: vaemem.pytorch.predict_peak"
         ):

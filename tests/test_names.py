@@ -9,7 +9,7 @@ import pytest
 import vaemem
 from vaemem import VAE, predict, predict_pipeline, sweep
 from vaemem._common import DTYPES, SPELT_DTYPES, choose, letters, meant
-from vaemem.engine.layouts import SAMPLE_SIZES, SPELT_MODELS, config_of, known_arch, named_model
+from vaemem.engine.configs import SAMPLE_SIZES, SPELT_MODELS, config_of, known_arch, named_model
 from vaemem.pipelines.components import PIPELINES, SPELT_PIPELINES
 from vaemem.prediction.process import SimulatedProcess
 

@@ -9,7 +9,7 @@ import pytest
 from engine import BACKENDS, FRAMES, OTHERS, TINY, config, error, images, latents, small_vae
 
 from vaemem import VAE, Tiling, _core
-from vaemem.engine import layouts
+from vaemem.engine import configs, layouts
 
 # As for the other models: fp32 roundings of some 60 layers leave 1e-6.
 PARITY = 1e-5
@@ -24,14 +24,14 @@ def pair(name: str):
     from torch_vaes import diffusers_vae
 
     torch.manual_seed(0)
-    theirs = diffusers_vae(layouts.read_config(config(name)), torch.float32, "cpu")
+    theirs = diffusers_vae(configs.read_config(config(name)), torch.float32, "cpu")
     with torch.no_grad():
         for p in theirs.parameters():
             p += 0.02 * torch.randn(p.shape)
         if name in FLUX2:
             theirs.bn.running_mean.normal_()
             theirs.bn.running_var.uniform_(0.5, 4)
-    vae = VAE(_core.Model(layouts.read_config(config(name))), config=config(name))
+    vae = VAE(_core.Model(configs.read_config(config(name))), config=config(name))
     for tensor, _ in vae._core.tensors:
         vae._core.set_tensor(tensor, theirs.state_dict()[tensor].contiguous().numpy())
     return theirs.double(), vae
@@ -246,22 +246,22 @@ def test_shipped_models_are_their_configs(name):
     from torch_vaes import diffusers_vae
 
     arch = _core.models()[name]
-    written = layouts.config_of(arch)
-    assert layouts.read_config(written)["name"] == {"zimage": "flux"}.get(name, name)
-    assert layouts.read_config(json.loads(json.dumps(written))) == layouts.read_config(arch)
-    assert layouts.sample_size_of(written, "") == layouts.SAMPLE_SIZES[name]
+    written = configs.config_of(arch)
+    assert configs.read_config(written)["name"] == {"zimage": "flux"}.get(name, name)
+    assert configs.read_config(json.loads(json.dumps(written))) == configs.read_config(arch)
+    assert configs.sample_size_of(written, "") == configs.SAMPLE_SIZES[name]
     state = diffusers_vae(arch, torch.float32).state_dict()
     unused = [n for n in state if n == "bn.num_batches_tracked" or ".time_conv." in n]
     assert {n: tuple(t.shape) for n, t in state.items() if n not in unused} == dict(_core.Model(arch).tensors)
 
 
 def test_defaults_of_flux2_are_diffusers():
-    assert layouts.read_config({"_class_name": "AutoencoderKLFlux2"}) == _core.models()["flux2"]
+    assert configs.read_config({"_class_name": "AutoencoderKLFlux2"}) == _core.models()["flux2"]
     small = {"_class_name": "AutoencoderKLFlux2", "decoder_block_out_channels": [96, 192, 384, 384]}
-    assert layouts.read_config(small) == _core.models()["flux2-small"]
+    assert configs.read_config(small) == _core.models()["flux2-small"]
     same = {"_class_name": "AutoencoderKLFlux2", "decoder_block_out_channels": [128, 256, 512, 512]}
-    assert layouts.read_config(same) == _core.models()["flux2"]
-    assert layouts.sample_size_of({"_class_name": "AutoencoderKLFlux2"}, "") == 1024
+    assert configs.read_config(same) == _core.models()["flux2"]
+    assert configs.sample_size_of({"_class_name": "AutoencoderKLFlux2"}, "") == 1024
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_defaults_of_flux2_are_diffusers():
 )
 def test_configs_refused_by_key(name, change, message):
     with pytest.raises(ValueError, match=f"config: {message}"):
-        layouts.read_config(config(name) | change)
+        configs.read_config(config(name) | change)
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ def test_predictions_by_name_and_by_config(name):
 
     by_name = predict(name, "decode", 512, 768)
     assert (by_name.model, by_name.runtime) == (name, "diffusers")
-    config = layouts.config_of(_core.models()[name])
+    config = configs.config_of(_core.models()[name])
     by_config = predict(config, "decode", 512, 768, dtype=by_name.dtype)
     by_name = predict(name, "decode", 512, 768, by_name.dtype)
     assert (by_name.allocated, by_name.reserved) == (by_config.allocated, by_config.reserved)

@@ -9,7 +9,7 @@ import pytest
 import vaemem
 from vaemem import VAE, Table, compare, fit, predict, predict_pipeline, report, seed_table, sweep
 from vaemem.__main__ import main
-from vaemem.engine.layouts import config_of, known_arch
+from vaemem.engine.configs import config_of, known_arch
 from vaemem.tables.estimators import sd15_equation
 
 CARDS = ["RTX 4090", "RTX 3060"]

@@ -13,7 +13,7 @@ import pytest
 from engine import config, error, images, latents, small_vae
 
 from vaemem import VAE, Tiling, _core
-from vaemem.engine import layouts
+from vaemem.engine import configs
 from vaemem.engine.model import Runner
 
 PARITY = 1e-5  # of the norm, as for whole images
@@ -26,7 +26,7 @@ def pair(name: str, sample_size: int | None, overlap: float = 0.25):
     from torch_vaes import diffusers_vae
 
     torch.manual_seed(0)
-    arch = layouts.read_config(config(name))
+    arch = configs.read_config(config(name))
     theirs = diffusers_vae(arch, torch.float32, "cpu")
     with torch.no_grad():
         for p in theirs.parameters():
@@ -126,8 +126,8 @@ def test_sample_size_is_the_configs(tmp_path):
     assert side(VAE.load(tmp_path / "vae")) == side(VAE.load(file, config=tmp_path / "vae")) == 64
     assert side(VAE.load(file, config={**small, "sample_size": None})) is None
     known = _core.models()
-    assert [layouts.sample_size_of(known[name], "") for name in ("sd15", "sdxl", "flux")] == [512, 1024, 1024]
-    assert layouts.sample_size_of(layouts.config_of(known["sdxl"]) | {"sample_size": 256}, "sdxl") == 256
+    assert [configs.sample_size_of(known[name], "") for name in ("sd15", "sdxl", "flux")] == [512, 1024, 1024]
+    assert configs.sample_size_of(configs.config_of(known["sdxl"]) | {"sample_size": 256}, "sdxl") == 256
     z = latents(vae, 20, 20)
     assert np.array_equal(vae.decode(z, tiling=Tiling()), vae.decode(z, tiling=Tiling(64)))
 

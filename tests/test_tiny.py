@@ -11,7 +11,7 @@ import pytest
 from engine import BACKENDS, TINY, config, error, images, latents, small_vae
 
 from vaemem import VAE, Tiling, _core
-from vaemem.engine import layouts
+from vaemem.engine import configs, layouts
 from vaemem.engine.weights import look, tensor_types
 
 PARITY = 1e-5  # as test_other_vaes has it
@@ -277,16 +277,16 @@ def test_saving(tmp_path):
      ("taesd3", "taef1"), ("madebyollin/taef1", "taef1"), ("TAEF.2", "taef2"), ("madebyollin/taef2", "taef2")],
 )  # fmt: skip
 def test_what_people_call_it(name, model):
-    assert layouts.named_model("model", name) == model
+    assert configs.named_model("model", name) == model
 
 
 @pytest.mark.parametrize("name", TINY)
 def test_configs(name):
-    arch = layouts.read_config(config(name))
+    arch = configs.read_config(config(name))
     for one in (arch, *(_core.models()[model] for model in SHIPPED)):
-        assert layouts.read_config(layouts.config_of(one)) == layouts.read_config(one) == one
-    assert layouts.read_config({"_class_name": "AutoencoderTiny"}) == _core.models()["taesd"]
-    assert layouts.sample_size_of(config(name), "") == 512
+        assert configs.read_config(configs.config_of(one)) == configs.read_config(one) == one
+    assert configs.read_config({"_class_name": "AutoencoderTiny"}) == _core.models()["taesd"]
+    assert configs.sample_size_of(config(name), "") == 512
 
 
 def test_a_config_of_diffusers_own():
@@ -294,7 +294,7 @@ def test_a_config_of_diffusers_own():
     module = diffusers.AutoencoderTiny(latent_channels=16)
     vae = VAE.load(module)
     assert vae.arch == _core.models()["taef1"] and vae.model == "taef1"
-    assert layouts.read_config(dict(module.config)) == vae.arch
+    assert configs.read_config(dict(module.config)) == vae.arch
 
 
 @pytest.mark.parametrize(

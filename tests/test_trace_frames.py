@@ -22,7 +22,7 @@ def case(kind, arch, op, height, width, batch=1, dtype="float32", tile=0, slicin
     diffusers = pytest.importorskip("diffusers")
     from torch_vaes import of_frames
 
-    from vaemem.engine.layouts import config_of
+    from vaemem.engine.configs import config_of
     from vaemem.pytorch import record
 
     release = int(diffusers.__version__.split(".")[1])

@@ -40,7 +40,7 @@ def autoencoder(settings: dict, seed: int = 0):
 
 
 def ours(model, settings: dict) -> VAE:
-    core = _core.Model(vaemem.engine.layouts.read_config(settings))
+    core = _core.Model(vaemem.engine.configs.read_config(settings))
     state = model.state_dict()
     for name, _ in core.tensors:
         core.set_tensor(name, state[name].contiguous().numpy())
@@ -302,7 +302,7 @@ def test_what_an_encode_gives_is_pickled_and_copied(name):
 
 
 def test_missing_half_and_unknown_scaling():
-    arch = vaemem.engine.layouts.read_config(config("sd")) | {"scaling_factor": None}
+    arch = vaemem.engine.configs.read_config(config("sd")) | {"scaling_factor": None}
     core = _core.Model(arch, "decoder")
     vaemem.engine.weights.random_tensors(core, 0)
     vae = VAE(core)
@@ -314,7 +314,7 @@ def test_missing_half_and_unknown_scaling():
 
 
 def test_unset_weights_are_named():
-    core = _core.Model(vaemem.engine.layouts.read_config(config("sd")))
+    core = _core.Model(vaemem.engine.configs.read_config(config("sd")))
     with pytest.raises(ValueError, match=r"weights: encoder\.conv_in\.weight was never set"):
         VAE(core).decode(np.zeros((1, 4, 2, 2)))
 
@@ -470,7 +470,7 @@ def few_objects():
 
 @pytest.mark.parametrize("op", ["new", "plan", "encode", "decode"])
 def test_every_allocation_fails_in_turn(few_objects, op):
-    arch = vaemem.engine.layouts.read_config(config("sd"))
+    arch = vaemem.engine.configs.read_config(config("sd"))
     vae = small_vae()
     vae.on_out_of_memory = "raise"
     x, z = images(8, 8), latents(vae, 2, 2)

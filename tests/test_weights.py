@@ -10,7 +10,7 @@ from safetensors import numpy as safetensors_numpy
 from weights_files import CONFIGS, FLUX_LIKE, SMALL, autoencoder, make, respell, same, tensors_of, write
 
 from vaemem import _core
-from vaemem.engine import layouts, weights
+from vaemem.engine import configs, layouts, weights
 
 # ---- names, against the real thing ----
 
@@ -18,7 +18,7 @@ from vaemem.engine import layouts, weights
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_cores_names_and_shapes_are_diffusers(name):
     want = {n: tuple(t.shape) for n, t in autoencoder(CONFIGS[name]).state_dict().items()}
-    assert dict(_core.Model(layouts.read_config(CONFIGS[name]), "all").tensors) == want
+    assert dict(_core.Model(configs.read_config(CONFIGS[name]), "all").tensors) == want
 
 
 @pytest.mark.parametrize("name", ["sd15", "sdxl", "flux"])
@@ -206,7 +206,7 @@ def test_detected_architecture(layout, parts):
         scaling = None if want == "sd" else arch["scaling_factor"]
         assert found == {**arch, "name": want, "scaling_factor": scaling}
     for config in CONFIGS.values():
-        arch = {**layouts.read_config(config), "scaling_factor": None, "shift_factor": 0.0}
+        arch = {**configs.read_config(config), "scaling_factor": None, "shift_factor": 0.0}
         if arch["norm_num_groups"] != 32:
             continue
         levels = len(arch["block_out_channels"])

@@ -18,7 +18,7 @@ from safetensors import numpy as safetensors_numpy
 from weights_files import CONFIGS, FLUX_LIKE, SMALL, make, respell, same, tensors_of, write
 
 from vaemem import VAE, _core
-from vaemem.engine import file_tensors, layouts, weights
+from vaemem.engine import configs, file_tensors, weights
 
 # ---- tensors that are not as they should be ----
 
@@ -59,9 +59,9 @@ def test_what_a_file_says_is_shown_escaped_and_short(tmp_path):
         weights.load(path)
     assert len(str(caught.value)) < 500
     with pytest.raises(ValueError, match=r"config: '\\x1b\[2J': want a key of AutoencoderKL"):
-        layouts.read_config({"\x1b[2J": 1})
+        configs.read_config({"\x1b[2J": 1})
     with pytest.raises(ValueError, match="config: scaling_factor: want a finite number of single precision"):
-        layouts.read_config({"scaling_factor": 10**400})
+        configs.read_config({"scaling_factor": 10**400})
 
 
 @pytest.mark.parametrize("prefix", ["", "first_stage_model."])

@@ -12,7 +12,7 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.models.modeling_outputs import AutoencoderKLOutput
 from torch import nn
 
-from vaemem.engine.layouts import config_of
+from vaemem.engine.configs import config_of
 
 
 class AutoencoderKLFlux2(diffusers.AutoencoderKL):

@@ -5,7 +5,7 @@ import pytest
 from safetensors import numpy as safetensors_numpy
 
 from vaemem import _core
-from vaemem.engine import layouts, weights
+from vaemem.engine import configs, layouts, weights
 
 SMALL = {"block_out_channels": (32, 64), "layers_per_block": 1, "latent_channels": 4}
 FLUX_LIKE = {"block_out_channels": (32, 96, 64), "latent_channels": 8, "use_quant_conv": False}
@@ -23,7 +23,7 @@ CONFIGS = {
 
 
 def make(config=SMALL, parts="all", seed=0):
-    model = _core.Model(layouts.read_config(config), parts)
+    model = _core.Model(configs.read_config(config), parts)
     weights.random_tensors(model, seed)
     return model
 

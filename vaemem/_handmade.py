@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from vaemem import _core
-from vaemem.engine.layouts import known_arch
+from vaemem.engine.configs import known_arch
 from vaemem.engine.vae import VAE
 
 # Colours from 0 to 1: what all have, and what each bit adds. A bit is a half or minus a half, so the middle is grey.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from vaemem import _core
 from vaemem._common import ELEMENT_BYTES, MIB, OPS, Answer, meant
-from vaemem.engine.layouts import named_model
+from vaemem.engine.configs import named_model
 from vaemem.prediction.gpus import CONTEXT, Gpu, coarse_names, find_gpu, gpu_names
 from vaemem.prediction.predict import Prediction
 from vaemem.prediction.question import Card, Question, ask

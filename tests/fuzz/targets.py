@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from vaemem import Table, _core
-from vaemem.engine import layouts, weights
+from vaemem.engine import configs, weights
 from vaemem.prediction.replay import replay
 from vaemem.prediction.snapshot import CachingAllocator
 
@@ -167,7 +167,7 @@ def _spoil(rng: random.Random, root: object) -> None:
 
 
 def _weights(rng: random.Random) -> bytes:
-    model = _core.Model(layouts.read_config(CONFIG), "all")
+    model = _core.Model(configs.read_config(CONFIG), "all")
     header: dict = {}
     end = 0
     for name, shape in model.tensors:
@@ -196,7 +196,7 @@ def _gguf(rng: random.Random) -> bytes:
         writer.add_custom_alignment(rng.choice([8, 64, 1024]))
     writer.add_array("tokens", ["a", "bc"])
     kind = rng.choice([GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_0, GGMLQuantizationType.F16])
-    for name, shape in _core.Model(layouts.read_config(CONFIG), "all").tensors:
+    for name, shape in _core.Model(configs.read_config(CONFIG), "all").tensors:
         tensor = np.zeros(shape, np.float32)
         if tensor.ndim == 4 and tensor.size % 256 == 0:
             writer.add_array(f"comfy.gguf.orig_shape.{name}", list(shape))

@@ -44,7 +44,7 @@ from vaemem._common import (
 from vaemem.cli.flags import FLAGS, WORDS, FlagSettings, Later, count
 
 if TYPE_CHECKING:
-    from vaemem.engine.layouts import Arch
+    from vaemem.engine.configs import Arch
     from vaemem.tables.table import Table
 
 _ON_A_CARD = (
@@ -167,7 +167,7 @@ def _bare(arch: Arch, dtype: str = "float32", precision: str = "highest", parts:
 @command("vaemem:VAE.load", "file usual_sizes dtype precision")
 def run_info(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """What a weights file holds, and what each run with it will take."""
-    from vaemem.engine.layouts import config_of
+    from vaemem.engine.configs import config_of
     from vaemem.engine.weights import look
 
     found = look(args.file)
@@ -307,7 +307,7 @@ def run_largest(args: argparse.Namespace, asked: dict[str, Any]) -> None:
             wanted = "--engine: want nothing of a card beside it, since it asks what our own engine has room for in"
             named = [part for one in asked.items() for part in (", ", Named(*one))][1:]
             raise ValueError(Message(f"{wanted} that memory, got ", *named))
-        from vaemem.engine.layouts import known_arch
+        from vaemem.engine.configs import known_arch
 
         vae = _bare(known_arch(model), dtype, args.precision)
         height, width = vae.largest(op, args.engine, args.aspect, batch)

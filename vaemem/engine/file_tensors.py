@@ -19,7 +19,8 @@ import ml_dtypes
 import numpy as np
 
 from vaemem._common import need
-from vaemem.engine.layouts import Shape, shown
+from vaemem.engine.configs import shown
+from vaemem.engine.layouts import Shape
 
 # In bytes, safetensors' own limit. GGUF has none; 262,144 words and half a million merges take about 15 million.
 MAX_HEADER = 100_000_000

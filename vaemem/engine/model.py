@@ -17,8 +17,8 @@ from vaemem._core import Model as Core
 from vaemem.engine import weights
 from vaemem.engine.arguments import Poll
 from vaemem.engine.arrays import Arrays, DeviceTile
+from vaemem.engine.configs import Arch, known_arch, read_config, sample_size_of
 from vaemem.engine.device import Device, open_device
-from vaemem.engine.layouts import Arch, known_arch, read_config, sample_size_of
 from vaemem.engine.limits import Plans, taken
 from vaemem.engine.records import Run, make_run
 

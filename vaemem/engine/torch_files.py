@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from typing import IO, Any
 
 from vaemem import _core
+from vaemem.engine.configs import shown
 from vaemem.engine.file_tensors import BLOCKS, MAX_HEADER, FileTensor, bytes_of
-from vaemem.engine.layouts import shown
 
 ARCHIVE = b"PK\x03\x04"
 _STORAGES = {"Float": "F32", "Half": "F16", "BFloat16": "BF16", "Double": "F64", "Long": "I64", "Int": "I32"}

@@ -15,10 +15,11 @@ import numpy as np
 
 from vaemem import _core
 from vaemem._common import Message, Named, choose, replacing
-from vaemem.engine import file_tensors, layouts, tiny, torch_files
+from vaemem.engine import configs, file_tensors, layouts, tiny, torch_files
 from vaemem.engine.arguments import as_path, check_mask
+from vaemem.engine.configs import CONFIG, Arch, Config, shown
 from vaemem.engine.file_tensors import FILE_NAMES, FLOATS, FileTensor, bytes_of
-from vaemem.engine.layouts import CONFIG, Arch, Config, Shape, shown
+from vaemem.engine.layouts import Shape
 from vaemem.engine.limits import parse_size
 
 PARTS = ("all", "encoder", "decoder")
@@ -86,10 +87,10 @@ def load(
     the peak while loading is the packed copy plus one tensor as it lies in the file.
     """
     choose("parts", parts, PARTS)
-    model = None if model is None else layouts.named_model("model", model)
-    arch = None if model is None else layouts.known_arch(model)
+    model = None if model is None else configs.named_model("model", model)
+    arch = None if model is None else configs.known_arch(model)
     if config is not None:
-        arch = layouts.read_config(config)
+        arch = configs.read_config(config)
         if model not in (None, arch["name"]):
             rest = f" describes ({arch['name']}), or only one of both, got {model!r}"
             raise ValueError(Message("model: want one that ", Named("config"), rest))
@@ -129,12 +130,12 @@ def _load_from(source: _Source, arch: Arch | None, parts: str, where: Mapping[st
 def _arch_beside(source: _Source, config: Any) -> Arch:
     """The architecture of the config beside weights. ValueError where these say that they were saved with another: a
     save that is killed between its two files leaves the new weights and the old config."""
-    arch, saved = layouts.read_config(config), source.about.get(SAVED_WITH, "{}")
+    arch, saved = configs.read_config(config), source.about.get(SAVED_WITH, "{}")
     try:
         want = dict(json.loads(saved))
     except (TypeError, ValueError, RecursionError):
         raise ValueError(f"{SAVED_WITH} in the weights beside {config}: want JSON, got {shown(saved)}") from None
-    got = layouts.config_of(arch, layouts.sample_size_of(config, arch["name"]))
+    got = configs.config_of(arch, configs.sample_size_of(config, arch["name"]))
     if wrong := [key for key in got if key in want and want[key] != got[key]]:
         values = ", ".join(f"{key} {shown(want[key])}, got {shown(got[key])}" for key in wrong)
         wanted = f"want what the weights beside it were saved with, {values}: a save was cut short"
@@ -355,7 +356,7 @@ def save(
     target.mkdir(parents=True, exist_ok=True)
     try:
         with replacing(target / CONFIG) as c, replacing(target / WEIGHTS) as f:  # the weights take their place first
-            config = json.dumps(layouts.config_of(arch, sample_size), indent=2) + "\n"
+            config = json.dumps(configs.config_of(arch, sample_size), indent=2) + "\n"
             c.write(config.encode())
             c.flush()
             os.fsync(c.fileno())  # a full disk is found before anything takes its place

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from vaemem._arguments import shared
 from vaemem._common import DTYPES, MIB, OPS, __version__, chosen, distinct, listed, meant, render, whole
 from vaemem.engine.arguments import BAR, Progress, polling
-from vaemem.engine.layouts import named_model
+from vaemem.engine.configs import named_model
 from vaemem.prediction.predict import Prediction
 from vaemem.prediction.question import Card, Job, Question, Software, find_card
 from vaemem.prediction.runtimes import architecture

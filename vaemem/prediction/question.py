@@ -11,7 +11,7 @@ from typing import Any
 
 from vaemem import _core
 from vaemem._common import DTYPES, MIB, OPS, TILED_OPS, Message, Named, choose, flag, latent_factor, meant, real, whole
-from vaemem.engine.layouts import SAMPLE_SIZES, named_sample_size, sample_size_of
+from vaemem.engine.configs import SAMPLE_SIZES, named_sample_size, sample_size_of
 from vaemem.engine.limits import parse_size
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, Counters, Reading, benchmark
 from vaemem.prediction.gpus import CONTEXT, Gpu, find_gpu

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from vaemem import _core
-from vaemem.engine.layouts import named_model, read_config
+from vaemem.engine.configs import named_model, read_config
 
 DEFAULT_TORCH = "2.7.1+cu128"  # the build that predictions were compared with measurements for
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from vaemem._common import latent_factor, need
 from vaemem.engine import weights
 from vaemem.engine.arguments import Progress
-from vaemem.engine.layouts import config_of
+from vaemem.engine.configs import config_of
 from vaemem.engine.limits import Limit
 from vaemem.engine.records import Run
 from vaemem.engine.tiling import Tiling

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from vaemem import _core
 from vaemem._common import DTYPES, Message, Named, choose, meant, need
-from vaemem.engine.layouts import config_of
+from vaemem.engine.configs import config_of
 from vaemem.pipelines.asked import OFFLOADS, VAE_WAYS
 from vaemem.pipelines.components import CLIP_TOKENS, CLIPS, PIPELINES, SPELT_PIPELINES
 from vaemem.prediction.runtimes import architecture

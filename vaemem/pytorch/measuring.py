@@ -33,7 +33,7 @@ from vaemem._common import (
     whole,
     write,
 )
-from vaemem.engine.layouts import config_of, read_config
+from vaemem.engine.configs import config_of, read_config
 from vaemem.prediction.benchmark import BENCHMARK_TILE
 from vaemem.prediction.profiles import Conv
 from vaemem.prediction.runtimes import architecture

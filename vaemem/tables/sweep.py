@@ -30,7 +30,7 @@ from vaemem._common import (
 )
 from vaemem.engine.arguments import BAR, Progress, polling
 from vaemem.engine.arrays import ends_of
-from vaemem.engine.layouts import named_model
+from vaemem.engine.configs import named_model
 from vaemem.engine.limits import Limit
 from vaemem.engine.vae import VAE, Run
 from vaemem.prediction.gpus import find_gpu
