@@ -36,13 +36,18 @@ class _VAE:
 
 def estimate(functions, application, model, op, height, width, dtype, tile=None):
     """What the pasted source says of a run."""
-    scale = 8 if op == "decode" else 1
+    packs = application == "comfyui" and model.startswith("flux2")
+    scale = (16 if packs else 8) if op == "decode" else 1
     shape = (1, 4 if op == "decode" else 3, height // scale, width // scale)
     if application == "comfyui":
-        return getattr(functions, f"memory_used_{op}")(shape, f"torch.{dtype}")
+        name = f"memory_used_{op}_flux2" if packs else f"memory_used_{op}"
+        return getattr(functions, name)(shape, f"torch.{dtype}", tile and tile // scale)
     tensor = SimpleNamespace(shape=shape)
-    if model == "flux":
+    if model in ("flux", "zimage"):
         return functions.estimate_vae_working_memory_flux(op, tensor, _VAE(dtype), tile)
+    if model not in ("sd15", "sdxl", "playground-v2.5"):
+        name = model.removesuffix("-small")
+        return getattr(functions, f"estimate_vae_working_memory_{name}")(op, tensor, _VAE(dtype))
     return functions.estimate_vae_working_memory_sd15_sdxl(op, tensor, _VAE(dtype), tile, dtype == "float32")
 
 
@@ -50,16 +55,20 @@ def ways(application, model, dtype):
     """(runtime, weights_dtype) of the runs that an application makes."""
     if application == "comfyui":
         return [("comfyui", dtype)]
-    if model == "flux":
+    if model in ("flux", "zimage"):
         return [("bfl", dtype), ("diffusers", dtype)]
-    return [("diffusers", dtype)] + ([("diffusers", "float16")] if dtype == "float32" else [])
+    is_sd = model in ("sd15", "sdxl", "playground-v2.5")
+    return [("diffusers", dtype)] + ([("diffusers", "float16")] if dtype == "float32" and is_sd else [])
 
 
 @pytest.mark.one_in(9)
 @pytest.mark.parametrize("application, gpu", [("comfyui", "RTX 4090"), ("invokeai", "RTX 4090"), ("comfyui", "T4")])
 def test_no_prediction_of_the_domain_lies_above_what_is_pasted(application, gpu):
     b = bound(application, gpu=gpu, torch_version=TORCH, sides=SIDES)
-    functions, most = pasted(b), {line: dict.fromkeys(((h, w) for h in SIDES for w in SIDES), 0) for line in b.lines}
+    functions, most = pasted(b), {}
+    for line in b.lines:
+        sides = [side for side in SIDES if side % 16 == 0 or (application, line.function) != ("comfyui", "flux2")]
+        most[line] = dict.fromkeys(((h, w) for h in sides for w in sides), 0)
     for function in APPLICATIONS[application].functions.values():
         for model, op, dtype in ((m, op, d) for m in function.models for op in OPS for d in function.dtypes):
             line = b.find(model, op, dtype)
@@ -74,7 +83,7 @@ def test_no_prediction_of_the_domain_lies_above_what_is_pasted(application, gpu)
                 ]  # fmt: skip
                 assert said == line.bytes(height, width) >= max(uppers), (model, op, dtype, height, width)
                 most[line][height, width] = max(known, *uppers)
-    assert len(most) == (6 if application == "comfyui" else 10)
+    assert len(most) == (12 if application == "comfyui" else 28)
     for line, uppers in most.items():  # the largest is the one that is told
         assert line.overshoot == max(line.bytes(*size) / upper - 1 for size, upper in uppers.items())
 
@@ -113,6 +122,23 @@ def test_no_prediction_in_tiles_lies_above():
     )
 
 
+@pytest.mark.parametrize("model", ["sdxl", "flux2"])
+def test_no_prediction_in_tiles_of_comfyui_lies_above(model):
+    b = bound("comfyui", model, "float16", torch_version=TORCH, sides=(512, 1024, 1536))
+    functions = pasted(b)
+    assert "tiles: 512, 768, 1024 pixels as ComfyUI cuts them" in b.domain
+    for op, tile, size in (("decode", 512, (1536, 1024)), ("decode", 768, (1024, 1536)), ("encode", 768, (1536, 1536))):
+        said = estimate(functions, "comfyui", model, op, *size, "float16", tile)
+        p = predict(model, f"{op}_tiled", *size, "float16", runtime="comfyui", tile=tile, torch_version=TORCH)
+        assert said == b.find(model, op, "float16").bytes(*size, tile) >= p.upper
+        assert said < (1 if tile > 512 else 0.4) * estimate(functions, "comfyui", model, op, *size, "float16")
+
+
+def test_flux2_in_comfyui_wants_whole_16_pixels():
+    with pytest.raises(ValueError, match="sides: want one of a multiple of 16 for flux2, which takes no other"):
+        bound("comfyui", "flux2", "float16", torch_version=TORCH, sides=[1000])
+
+
 @pytest.mark.thorough
 def test_no_measured_row_lies_above():
     """The seed table's rows are of the code that InvokeAI runs: no prediction, and nothing that the lines saw."""
@@ -144,7 +170,7 @@ def test_each_card_and_version_is_in_it():
                     ).upper
                     for height in sides for width in sides
                 )  # fmt: skip
-                assert line.predictions == 2 * other.predictions == 8
+                assert line.predictions == 2 * other.predictions == 2 * (4 + 3 + 3)  # three in tiles of 512 and of 768
     assert "cards: NVIDIA GeForce RTX 4090, NVIDIA H200" in both.domain and "every cuDNN" in both.domain
     assert "versions: PyTorch 2.9.1" in alone.domain
 
@@ -177,7 +203,7 @@ def test_prints(capsys):
     for text in (str(b), b.python()):
         assert "every pair of 512, 768, 1024 pixels" in text
         assert "models: flux; one image" in text and f"{100 * b.lines[0].overshoot:.1f}%" in text
-    assert str(b.lines[0].predictions) == "9"
+    assert b.lines[0].predictions == 9 + 3 + 3  # in tiles of 512 and 768
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from vaemem.engine.arguments import BAR, Progress, polling
 from vaemem.engine.configs import named_model
 from vaemem.prediction.predict import Prediction
 from vaemem.prediction.question import Card, Job, Question, Software, find_card
-from vaemem.prediction.runtimes import architecture
+from vaemem.prediction.runtimes import RUNTIMES, architecture, packing
 
 # Pixels: of the sizes that are predicted where none are given. Those that people use, and some that are multiples of 8
 # alone, for which cuDNN chooses otherwise: without these one size in four between the others is up to 2% above a line.
@@ -23,6 +23,7 @@ SIDES = (
     1536, 1720, 1792, 1920, 1928, 2048,
 )  # fmt: skip
 TILES = (512, 768, 1024)  # pixels
+PASSES = (1, 1), (2, 0.5), (0.5, 2)  # heights and widths of ComfyUI's tiles, in sides; others cut squares alone
 TILED_STEP = 512  # pixels: the sides of the images that are predicted in tiles
 
 
@@ -43,64 +44,105 @@ class _Application(NamedTuple):
 
 
 _LINE = """
-def _line(name, op, dtype):
+def _bytes(name, op, height, width, dtype, tile=None):
     key = name, op, str(dtype).removeprefix("torch.")
     if key not in BYTES:
         known = ", ".join(map(" ".join, BYTES))
         raise ValueError(f"want one of {known}, got {' '.join(key)}: vaemem.bound makes formulas for more")
-    return BYTES[key]
+    per_pixel, constant, *in_tiles = BYTES[key]
+    if tile is None or (tile >= height and tile >= width):
+        return per_pixel * height * width + constant
+    return per_pixel * _largest(tile, height, width) + constant + in_tiles[0] * height * width
 
 """
 
 _COMFYUI = '''
-def _bytes(op, height, width, dtype):
-    per_pixel, constant = _line("vae", op, dtype)
-    return per_pixel * height * width + constant
+def _largest(tile, height, width):
+    shapes = (tile, tile), (2 * tile, tile // 2), (tile // 2, 2 * tile)  # in three passes
+    return max(min(high, height) * min(wide, width) for high, wide in shapes)
 
 
-def memory_used_encode(shape, dtype):
-    """Bytes for one image; shape: of the pixels, (N, C, H, W)."""
-    return _bytes("encode", shape[2], shape[3], dtype)
+def memory_used_encode(shape, dtype, tile=None):
+    """Bytes for one image; shape: of the pixels, (N, C, H, W); tile: the side of encode_tiled's, in pixels."""
+    return _bytes("vae", "encode", shape[2], shape[3], dtype, tile)
 
 
-def memory_used_decode(shape, dtype):
-    """Bytes for one image; shape: of the latents, (N, C, H / 8, W / 8)."""
-    return _bytes("decode", 8 * shape[2], 8 * shape[3], dtype)
+def memory_used_decode(shape, dtype, tile=None):
+    """Bytes for one image; shape: of the latents, (N, C, H / 8, W / 8); tile: decode_tiled's, in pixels of latents."""
+    return _bytes("vae", "decode", 8 * shape[2], 8 * shape[3], dtype, tile and 8 * tile)
+
+
+def memory_used_encode_flux2(shape, dtype, tile=None):
+    return _bytes("flux2", "encode", shape[2], shape[3], dtype, tile)
+
+
+def memory_used_decode_flux2(shape, dtype, tile=None):
+    """The same of FLUX.2's, (N, 128, H / 16, W / 16)."""
+    return _bytes("flux2", "decode", 16 * shape[2], 16 * shape[3], dtype, tile and 16 * tile)
 '''
 
 _INVOKEAI = """
-def _bytes(name, operation, image_tensor, dtype, tile):
+def _largest(tile, height, width):
+    return min(tile, height) * min(tile, width)
+
+
+def _of(name, operation, image_tensor, dtype, tile=None):
     scale = 8 if operation == "decode" else 1
     height, width = (scale * side for side in image_tensor.shape[-2:])
-    per_pixel, constant, in_tiles = _line(name, operation, dtype)
-    if tile is None or (tile >= height and tile >= width):
-        return per_pixel * height * width + constant
-    return per_pixel * min(tile, height) * min(tile, width) + constant + in_tiles * height * width
+    return _bytes(name, operation, height, width, dtype, tile)
 
 
 def estimate_vae_working_memory_sd15_sdxl(operation, image_tensor, vae, tile_size, fp32):
     tile = vae.tile_sample_min_size if tile_size == 0 else tile_size
-    return _bytes("sd15_sdxl", operation, image_tensor, "float32" if fp32 else "float16", tile)
+    return _of("sd15_sdxl", operation, image_tensor, "float32" if fp32 else "float16", tile)
 
 
 def estimate_vae_working_memory_flux(operation, image_tensor, vae, tile_size=None):
     tile = tile_size if tile_size is None or tile_size > 0 else 512  # 0: the nodes' default
-    return _bytes("flux", operation, image_tensor, next(vae.parameters()).dtype, tile)
+    return _of("flux", operation, image_tensor, next(vae.parameters()).dtype, tile)
+
+
+def estimate_vae_working_memory_flux2(operation, image_tensor, vae):
+    return _of("flux2", operation, image_tensor, next(vae.parameters()).dtype)
+
+
+def estimate_vae_working_memory_sd3(operation, image_tensor, vae):
+    return _of("sd3", operation, image_tensor, next(vae.parameters()).dtype)
+
+
+def estimate_vae_working_memory_cogview4(operation, image_tensor, vae):
+    return _of("cogview4", operation, image_tensor, next(vae.parameters()).dtype)
 """
 
+_FLUX2_MODELS = ("flux2", "flux2-small")
 APPLICATIONS = {
-    "comfyui": _Application("ComfyUI", {"vae": _Function(("sd15", "sdxl", "flux"), DTYPES, ("comfyui",))}, _COMFYUI),
+    # Its class VAE has one estimate for all AutoencoderKL, and another for latents that FLUX.2's BatchNorm packs.
+    "comfyui": _Application(
+        "ComfyUI",
+        {
+            "vae": _Function(
+                ("sd15", "sdxl", "flux", "sd3", "zimage", "playground-v2.5"), DTYPES, ("comfyui",), is_tiled=True
+            ),
+            "flux2": _Function(_FLUX2_MODELS, DTYPES, ("comfyui",), is_tiled=True),
+        },
+        _COMFYUI,
+    ),
     # It runs SD's VAE in one of two dtypes, whatever the weights are stored in; FLUX's in its own AutoEncoder, after
-    # BFL's, and later in diffusers'.
+    # BFL's, and in diffusers', and so Z-Image's. FLUX.2's runs without an estimate of its own (8e71a8a).
     "invokeai": _Application(
         "InvokeAI",
         {
-            "sd15_sdxl": _Function(("sd15", "sdxl"), ("float16", "float32"), ("diffusers",), True, True),
-            "flux": _Function(("flux",), DTYPES, ("bfl", "diffusers"), False, True),
+            "sd15_sdxl": _Function(
+                ("sd15", "sdxl", "playground-v2.5"), ("float16", "float32"), ("diffusers",), True, True
+            ),
+            "flux": _Function(("flux", "zimage"), DTYPES, ("bfl", "diffusers"), False, True),
+            "flux2": _Function(_FLUX2_MODELS, DTYPES, ("diffusers",)),
+            "sd3": _Function(("sd3",), DTYPES, ("diffusers",)),
+            "cogview4": _Function(("cogview4",), DTYPES, ("diffusers",)),
         },
         _INVOKEAI,
     ),
-}  # fmt: skip
+}
 
 
 class BoundLine(NamedTuple):
@@ -114,14 +156,16 @@ class BoundLine(NamedTuple):
     per_pixel, constant : int
         Bytes.
     in_tiles : int or None
-        With tiles smaller than the image, H and W are the tile's, and this is added for each pixel of the image; None
-        where the application's estimate knows no tiles.
+        With tiles smaller than the image, H and W are the largest tile's, and this is added for each pixel of the
+        image; None where the application's estimate knows no tiles.
     predictions : int
         That it was made from and holds for.
     overshoot : float
         The most that it is above the largest `upper` of a size, as a share of that, without tiles.
     at : tuple of int
         (height, width) where that is.
+    passes : tuple of pairs
+        The heights and widths of its tiles, in sides of a tile: ComfyUI's three passes cut other shapes too.
     """
 
     function: str
@@ -133,6 +177,7 @@ class BoundLine(NamedTuple):
     predictions: int
     overshoot: float
     at: tuple[int, int]
+    passes: tuple[tuple[float, float], ...] = ((1, 1),)
 
     def bytes(self, height: int, width: int, tile: int | None = None) -> int:
         """The bytes of an image of so many pixels, in tiles of `tile` pixels a side where that is given."""
@@ -142,7 +187,8 @@ class BoundLine(NamedTuple):
             return self.per_pixel * height * width + self.constant
         if self.in_tiles is None:
             raise ValueError(f"tile: want none, for {self.function} knows no tiles, got {tile}")
-        return self.per_pixel * min(tile, height) * min(tile, width) + self.constant + self.in_tiles * height * width
+        largest = max(min(int(tile * h), height) * min(int(tile * w), width) for h, w in self.passes)
+        return self.per_pixel * largest + self.constant + self.in_tiles * height * width
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -226,8 +272,9 @@ def bound(
     Parameters
     ----------
     application : str
-        ``"comfyui"``: ``memory_used_encode`` and ``memory_used_decode`` of its class VAE. ``"invokeai"``:
-        ``estimate_vae_working_memory_sd15_sdxl`` and ``_flux``, with tiles.
+        ``"comfyui"``: ``memory_used_encode`` and ``memory_used_decode`` of its class VAE, with tiles, and the same for
+        FLUX.2. ``"invokeai"``: ``estimate_vae_working_memory_sd15_sdxl`` and ``_flux`` (Z-Image's too), with tiles, and
+        ``_flux2``, ``_sd3`` and ``_cogview4``. Of Qwen-Image's and Wan's VAE, which both run as 3D, there is none yet.
     models, dtypes : str or sequence of str, optional
         What the formulas are for: ``"sd15"``, ``"sdxl"``, ``"flux"``, ``"float16"`` ...; by default all that its
         functions are about. What is left out is not in the formulas.
@@ -252,7 +299,8 @@ def bound(
     All sizes on one card take up to a minute where no version is given, for every version counts. Between the sizes of
     the domain the formulas were not checked, and beyond it they are no bound. Images are one at a time.
 
-    Tiles are predicted with 512, 768 and 1024 pixels a side, in images with sides of multiples of 512.
+    Tiles are predicted with 512, 768 and 1024 pixels a side, in images with sides of multiples of 512. FLUX.2's images
+    are of whole 16 pixels in ComfyUI: other sides are left out there.
 
     Examples
     --------
@@ -284,7 +332,7 @@ def bound(
     ]
     if not ways:
         raise ValueError(f"models, dtypes: want some that {application} runs, got {models!r}, {dtypes!r}")
-    done, work = itertools.count(1), len(ways) * len(pixels) ** 2
+    done, work = itertools.count(1), sum(len(_taken(function, pixels)) ** 2 for _, function, _, _ in ways)
     with polling(progress, "bound", total=work, bar_format=BAR) as poll:
         lines = [asked.line(*way, pixels, lambda: poll(next(done), work) if poll else None) for way in ways]
     return Bound(application, lines, asked.domain(functions.values(), pixels))
@@ -301,12 +349,17 @@ class _Asked(NamedTuple):
     ) -> BoundLine:
         """The line over the predictions of all sizes, each of which is told, and what is added in tiles."""
         uppers: dict[tuple[int, int], list[int]] = {}
+        sides = _taken(function, sides)
+        if not sides:
+            raise ValueError(f"sides: want one of a multiple of {_step(function)} for {name}, which takes no other")
         for height, width in itertools.product(sides, sides):
             uppers[height, width] = [p.upper for p in self._predictions(function, op, dtype, height, width)]
             tell()
         most = {size: max(found) for size, found in uppers.items()}
         per_pixel, constant = _over([(height * width, size) for (height, width), size in most.items()])
-        line = BoundLine(name, op, dtype, per_pixel, constant, None, sum(map(len, uppers.values())), 0.0, (0, 0))
+        predicted = sum(map(len, uppers.values()))
+        passes = PASSES if "comfyui" in function.runtimes else PASSES[:1]
+        line = BoundLine(name, op, dtype, per_pixel, constant, None, predicted, 0.0, (0, 0), passes)
         overshoot, at = max((line.bytes(*size) / upper - 1, size) for size, upper in most.items())
         line = line._replace(overshoot=overshoot, at=at)
         return self._in_tiles(line, function, sides) if function.is_tiled else line
@@ -316,7 +369,7 @@ class _Asked(NamedTuple):
         in_tiles, count = 0, 0
         images = [side for side in sides if side % TILED_STEP == 0]
         for tile, height, width in ((t, h, w) for t in TILES for h in images for w in images if t < max(h, w)):
-            alone = line.bytes(min(tile, height), min(tile, width))
+            alone = line._replace(in_tiles=0).bytes(height, width, tile)
             for p in self._predictions(function, f"{line.op}_tiled", line.dtype, height, width, tile):
                 in_tiles, count = max(in_tiles, -((alone - p.upper) // (height * width))), count + 1
         return line._replace(in_tiles=in_tiles, predictions=line.predictions + count)
@@ -326,7 +379,7 @@ class _Asked(NamedTuple):
     ) -> Iterator[Prediction]:
         """In every way that the application may run one size."""
         weights = distinct((dtype, "float16")) if function.is_upcast and dtype == "float32" else [dtype]
-        runtimes = ["diffusers"] if tile else function.runtimes
+        runtimes = [code for code in function.runtimes if RUNTIMES[code].tiles or not tile]
         # Models of the same layers take the same memory.
         archs = map(architecture, function.models)
         layers = {tuple(v for k, v in arch.items() if k not in _NO_LAYERS): arch for arch in archs}
@@ -351,14 +404,22 @@ class _Asked(NamedTuple):
         if any(f.is_tiled for f in functions):
             images = [side for side in sides if side % TILED_STEP == 0]
             tiles = [str(tile) for tile in TILES if tile < max(images, default=0)]
-            told = (
-                f"{', '.join(tiles)} pixels as diffusers cuts them, in images of {', '.join(map(str, images))} a side"
-            )
+            who = "ComfyUI" if any("comfyui" in f.runtimes for f in functions) else "diffusers"
+            told = f"{', '.join(tiles)} pixels as {who} cuts them, in images of {', '.join(map(str, images))} a side"
             lines.append(f"tiles: {told if tiles else 'none were predicted'}")
         return "\n".join(f"- {line}" for line in lines)
 
 
-_NO_LAYERS = ("name", "scaling_factor", "shift_factor")
+def _step(function: _Function) -> int:
+    """Pixels of which the sides of its images are multiples, where they are of more than its models' own."""
+    return max(packing(code, architecture(model)) * 8 for code in function.runtimes for model in function.models)
+
+
+def _taken(function: _Function, sides: Sequence[int]) -> list[int]:
+    return [side for side in sides if _step(function) == 8 or side % _step(function) == 0]
+
+
+_NO_LAYERS = ("name", "scaling_factor", "shift_factor", "latents_mean", "latents_std")
 
 
 def _over(points: Iterable[tuple[int, int]]) -> tuple[int, int]:
