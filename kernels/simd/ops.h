@@ -107,8 +107,7 @@ INLINE vf activated(vm_act act, vf x) {
     return x;
 }
 
-INLINE void load_as(vm_dtype dtype, float *y, const vm_source *from) {
-    const vm_act act = from->act;
+INLINE void load_as(vm_dtype dtype, float *y, const vm_source *from, vm_act act) {
     for (size_t l = 0; l < VM_BLOCK; l += VM_LANES) {
         const vf a = from->scale ? at(from->scale + l) : splat(1), b = from->scale ? at(from->shift + l) : splat(0);
         for (size_t i = l; i < from->pixels * VM_BLOCK; i += VM_BLOCK) {
@@ -127,7 +126,8 @@ static void load(void *y, void *rest, const vm_source *from) {
         memcpy(y, from->x, from->pixels * VM_BLOCK * sizeof(float));
         return;
     }
-    VM_FOR_DTYPE(from->dtype, load_as, y, from)
+    if (from->act == VM_ACT_SILU) VM_FOR_DTYPE(from->dtype, load_as, y, from, VM_ACT_SILU) /* the one that counts */
+    VM_FOR_DTYPE(from->dtype, load_as, y, from, from->act)
 }
 
 INLINE bool store_as(vm_dtype dtype, void *y, const float *x, size_t pixels, float factor, const void *add, bool relu) {
