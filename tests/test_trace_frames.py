@@ -20,7 +20,7 @@ NAMES = {"AutoencoderKLWan": "wan2.1", "AutoencoderKLQwenImage": "qwen-image"}
 def case(kind, arch, op, height, width, batch=1, dtype="float32", tile=0, slicing=False, tile_overlap=0.25):
     torch = pytest.importorskip("torch")
     diffusers = pytest.importorskip("diffusers")
-    from torch_vaes import of_frames
+    from torch_vaes import of_config
 
     from vaemem.engine.configs import config_of
     from vaemem.pytorch import record
@@ -30,7 +30,7 @@ def case(kind, arch, op, height, width, batch=1, dtype="float32", tile=0, slicin
         pytest.skip(f"diffusers {diffusers.__version__} has no such {kind}")
     arch = arch | {"name": NAMES[kind]}
     factor, run = 2 ** (len(arch["block_out_channels"]) - 1), getattr(torch, dtype)
-    vae = of_frames(config_of(arch) | {"_class_name": kind}, run)
+    vae = of_config(config_of(arch) | {"_class_name": kind}, run)
     vae.use_slicing, vae.spatial_compression_ratio = slicing, factor
     if tile:
         stride = int(tile * (1 - tile_overlap))
