@@ -112,9 +112,11 @@ class Turn:
         self, of: Pass, name: tuple[int, int, int], launch: Callable[..., None], most_shared: int, multiprocessors: int
     ):
         tile = conv_tiles(most_shared)[name]
-        grid = header().conv_grid(of.args, tile, multiprocessors)
+        args = ConvArgs.from_buffer_copy(of.args)
+        args.items = header().conv_items(args, tile)
+        grid = header().conv_grid(args, tile, multiprocessors)
         kernel = "vm_conv_{}_{}x{}_{}".format(of.short, *name)
-        self.run = lambda: launch(kernel, (grid,), (tile.threads,), of.args, tile.shared)
+        self.run = lambda: launch(kernel, (grid,), (tile.threads,), args, tile.shared)
 
     def time(self, machine: Machine) -> tuple[float, float]:
         device, host = machine.time(lambda: [self.run() for _ in range(LAUNCHES)])

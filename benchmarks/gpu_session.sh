@@ -81,7 +81,7 @@ sanitize() { # TOOL: only our own kernels, since a library's take too long; a sm
         tests/test_cuda_own_conv.py tests/test_cuda_vae.py -k "(test_fused and bf16) or (test_decode and odd and size1)"
 }
 
-# What memory limits cost: the smallest plan and some between, whose stripes are ever lower.
+# What memory limits cost: every plan from the fastest to the smallest.
 LIMITS='import sys, time, numpy, vaemem
 size = int(sys.argv[1])
 vae = vaemem.VAE.random("sdxl", parts="decoder", device="cuda", dtype="bfloat16")

@@ -35,7 +35,7 @@ size_t vm_chain_stages(const vm_plan *plan, const vm_chain *chain, vm_stage *sta
         const vm_node *n = &plan->graph->node[i];
         const vm_pass *p = &plan->step[i].pass;
         vm_stage *s = &stage[i - first];
-        *s = (vm_stage){.cut = b->cut(b, p),
+        *s = (vm_stage){.cut = b->cut(b, p, chain->tight),
                         .x_rows = p->x.h,
                         .y_rows = p->y.h,
                         .x = n->x >= first ? n->x - first : VM_NONE,
@@ -152,16 +152,17 @@ void vm_chain_skip(vm_repeats *seen, vm_stage *stage, size_t stages) {
 
 vm_manner vm_chain_manner(const vm_plan *plan, const vm_chain *chain, int node) {
     vm_stage stage;
-    vm_chain_stages(plan, &(vm_chain){.first = node, .last = node, .steps = chain->steps}, &stage);
+    vm_chain_stages(plan, &(vm_chain){.first = node, .last = node, .tight = chain->tight, .steps = chain->steps},
+                    &stage);
     const bool alone = chain->first == chain->last;
     const size_t at_once = alone ? stage.cut.rows : VM_MIN(stage.each, stage.cut.rows);
-    return (vm_manner){.at_once = at_once, .by_task = chain->by_task};
+    return (vm_manner){.at_once = at_once, .stepped = !alone || !plan->ample, .tight = chain->tight};
 }
 
 bool vm_chain_can(const vm_plan *plan, int first, int last) {
     const vm_node *node = plan->graph->node;
     if (first == last) return true;
-    if (plan->whole || last - first >= VM_CHAIN) return false;
+    if (last - first >= VM_CHAIN) return false;
     int stored = VM_NONE; /* the level of what is read later */
     for (int i = first; i <= last; i++) {
         bool inside = false, later = plan->step[i].last > last;
@@ -173,20 +174,27 @@ bool vm_chain_can(const vm_plan *plan, int first, int last) {
     return true;
 }
 
-double vm_chain_flops(const vm_plan *plan, int first, int last, int node) {
+/* FLOPs of all rounds, of one node or all; priced: by what each pass's steps cost. */
+static double sum_flops(const vm_plan *plan, const vm_chain *chain, int node, bool priced) {
     vm_stage stage[VM_CHAIN];
     int target;
-    double flops = 0;
+    double flops = 0, more = 0; /* beyond the first one's price: passes of the same price cost exactly so many FLOPs */
+    const size_t stages = vm_chain_stages(plan, chain, stage);
+    for (size_t round = 0; vm_chain_round(plan, chain->first, stage, stages, round, &target); round++)
+        for (size_t i = 0; i < stages; i++) {
+            if (!stage[i].active || (node != VM_NONE && node != chain->first + (int)i)) continue;
+            const double once = vm_pass_flops(&plan->step[chain->first + (int)i].pass);
+            flops += once;
+            more += once * (stage[i].cut.cost - stage[0].cut.cost);
+        }
+    return priced ? flops * stage[0].cut.cost + more : flops;
+}
+
+double vm_chain_flops(const vm_plan *plan, int first, int last, int node) {
     if (first == last) return vm_pass_flops(&plan->step[first].pass);
-    const size_t stages = vm_chain_stages(plan, &(vm_chain){.first = first, .last = last}, stage);
-    for (size_t round = 0; vm_chain_round(plan, first, stage, stages, round, &target); round++)
-        for (size_t i = 0; i < stages; i++)
-            if (stage[i].active && (node == VM_NONE || node == first + (int)i))
-                flops += vm_pass_flops(&plan->step[first + (int)i].pass);
-    return flops;
+    return sum_flops(plan, &(vm_chain){.first = first, .last = last}, node, false);
 }
 
 double vm_chain_work(const vm_plan *plan, const vm_chain *chain) {
-    const double longer = 1.1; /* a decode that transforms all its weights by task takes so much time (docs/SPEED.md) */
-    return vm_chain_flops(plan, chain->first, chain->last, VM_NONE) * (chain->by_task ? longer : 1);
+    return sum_flops(plan, chain, VM_NONE, chain->first != chain->last || chain->stepped || chain->tight);
 }

@@ -1,15 +1,15 @@
 /* Which tensors are stored and which streamed: where the list of passes is cut into chains.
  *
  * For every stretch of passes that can be a chain: the bytes that it needs, if what it stores may lie over what it
- * reads for the last time, and its work, rounds counted. Both are known for two manners: transformed weights are kept,
- * or each task transforms its own, which takes less memory and more time. Dynamic programming over the list then finds,
- * for a bound on bytes, the cuts with the least work. What a plan really takes is known when it is laid out; the bound
- * is lowered until that keeps within the limit. Where passes run whole (GPUs) the one choice is the size of stripes. */
+ * reads for the last time, and its work, rounds counted. Both are known for two manners, of which one is tight: it
+ * takes less memory and more time (vm_manner). Dynamic programming over the list then finds, for a bound on bytes, the
+ * cuts with the least work. What a plan really takes is known when it is laid out; the bound is lowered until that
+ * keeps within the limit. */
 #include <string.h>
 
 #include "plan.h"
 
-/* With weights kept, and transformed by task. */
+/* In a manner that is not tight, and in one that is. */
 typedef struct stretch {
     double work[2]; /* negative: no such chain */
     size_t bytes[2], steps;
@@ -64,32 +64,31 @@ static stretch look(const vm_plan *plan, int first, int last, bool free) {
     const double work = vm_chain_work(plan, &(vm_chain){.first = first, .last = last});
     if (free && work > once) return s;
     const size_t dying = stored_after(plan, first - 1, last), kept = stored_after(plan, first - 1, end) - dying;
-    size_t born = 0, streamed = 0, ring[VM_CHAIN];
+    size_t born = 0, ring[VM_CHAIN];
+    bool lower = false; /* rows of tiles, where the manner is tight */
     if (free) s.steps = most_steps(plan, first, last);
-    if (first != last)
-        vm_plan_ring_rows(plan, &(vm_chain){.first = first, .last = last, .steps = s.steps}, ring, STEPS);
     for (int i = first; i <= last; i++) {
-        const vm_step *step = &plan->step[i];
-        const size_t row = vm_plan_row_bytes(plan, i);
-        if (step->last > last)
-            born = vm_sum(born, VM_PRODUCT(row, step->pass.y.h));
-        else if (i + 1 < end)
-            streamed = vm_sum(streamed, VM_PRODUCT(row, ring[i - first]));
+        const vm_pass *p = &plan->step[i].pass;
+        lower |= b->cut(b, p, true).out_rows < b->cut(b, p, false).out_rows;
+        if (plan->step[i].last > last) born = vm_sum(born, VM_PRODUCT(vm_plan_row_bytes(plan, i), p->y.h));
     }
-    for (int by_task = 0; by_task < 2; by_task++) {
-        const vm_chain c = {.first = first, .last = last, .by_task = by_task, .steps = s.steps};
-        size_t bytes = vm_sum(vm_sum(kept, VM_MAX(dying, born)), streamed), scratch = 0;
+    for (int tight = 0; tight < (free ? 1 : 2); tight++) {
+        const vm_chain c = {.first = first, .last = last, .tight = tight, .steps = s.steps};
+        size_t bytes = vm_sum(kept, VM_MAX(dying, born)), scratch = 0;
+        if (first != last && (!tight || lower)) vm_plan_ring_rows(plan, &c, ring, STEPS);
         for (int i = first; i <= last; i++) {
             const vm_pass *p = &plan->step[i].pass;
+            if (plan->step[i].last <= last && i + 1 < end)
+                bytes = vm_sum(bytes, VM_PRODUCT(vm_plan_row_bytes(plan, i), ring[i - first]));
             const vm_needs n = b->needs(b, p, &plan->ask.limits, vm_chain_manner(plan, &c, i));
             bytes = vm_sum(bytes, vm_sum(n.prepared, VM_PRODUCT(n.parts, vm_stats_floats(p->y.c), sizeof(float))));
             scratch = VM_MAX(scratch, n.scratch);
         }
-        s.bytes[by_task] = vm_sum(bytes, scratch);
+        s.bytes[tight] = vm_sum(bytes, scratch);
     }
     s.work[0] = work;
     if (!free && s.bytes[1] < s.bytes[0])
-        s.work[1] = vm_chain_work(plan, &(vm_chain){.first = first, .last = last, .by_task = true});
+        s.work[1] = vm_chain_work(plan, &(vm_chain){.first = first, .last = last, .tight = true});
     return s;
 }
 
@@ -101,12 +100,12 @@ static bool cut(choice *c, size_t bound, size_t *most) {
         for (int first = last; first >= 0 && last - first < VM_CHAIN; first--) {
             stretch *s = &c->at[first * n + last];
             if (!s->known) *s = look(c->plan, first, last, c->free);
-            const bool by_task = s->bytes[0] > bound;
-            if (s->work[by_task] < 0 || s->bytes[by_task] > bound || (first && c->work[first - 1] < 0)) continue;
-            const double work = s->work[by_task] + (first ? c->work[first - 1] : 0);
+            const bool tight = s->bytes[0] > bound;
+            if (s->work[tight] < 0 || s->bytes[tight] > bound || (first && c->work[first - 1] < 0)) continue;
+            const double work = s->work[tight] + (first ? c->work[first - 1] : 0);
             if (c->work[last] >= 0 && (c->longer ? work > c->work[last] : work >= c->work[last])) continue;
             c->work[last] = work;
-            c->cut[last] = (vm_chain){.first = first, .last = last, .by_task = by_task, .steps = s->steps};
+            c->cut[last] = (vm_chain){.first = first, .last = last, .tight = tight, .steps = s->steps};
         }
     }
     if (c->work[n - 1] < 0) return false;
@@ -116,7 +115,7 @@ static bool cut(choice *c, size_t bound, size_t *most) {
     c->plan->chains = chains;
     for (int last = n - 1; last >= 0; last = c->cut[last].first - 1) {
         const vm_chain *chain = &c->cut[last];
-        *most = VM_MAX(*most, c->at[chain->first * n + last].bytes[chain->by_task]);
+        *most = VM_MAX(*most, c->at[chain->first * n + last].bytes[chain->tight]);
         c->plan->chain[--chains] = *chain;
     }
     return true;
@@ -138,10 +137,19 @@ static vm_status refuse(vm_plan *plan) {
                    smallest, (double)smallest / 1048576, limit, (double)limit / 1048576);
 }
 
+/* Whether a pass takes longer in steps than whole. */
+static bool steps_cost(const vm_plan *plan) {
+    const vm_backend *b = plan->ask.backend;
+    bool cost = false;
+    for (size_t i = 0; i < plan->steps; i++) cost |= b->cut(b, &plan->step[i].pass, false).cost > 1;
+    return cost;
+}
+
 /* The least bytes: every cut that is found costs the same work, that of each pass once. */
 static vm_status without_limit(const vm_model *m, choice *c) {
     size_t bound = SIZE_MAX, most, taken_by[2] = {0};
     vm_status s = VM_OK;
+    c->plan->ample = steps_cost(c->plan);
     while (cut(c, bound, &most)) bound = most - 1;
     for (int way = 0; way < 2 && !s; way++) { /* then by the longer of equal chains */
         c->longer = way;
@@ -162,6 +170,7 @@ static vm_status within_limit(const vm_model *m, choice *c) {
     vm_plan *plan = c->plan;
     size_t bound = SIZE_MAX, smallest = SIZE_MAX, best = SIZE_MAX, most = 0;
     bool longer = false;
+    plan->ample = false;
     while (cut(c, bound, &most)) {
         vm_status s = vm_plan_lay_out(m, plan);
         if (s || within(plan)) return s;
@@ -186,38 +195,10 @@ static size_t most_stripe_bytes(const vm_model *m, const vm_request *r) {
     return VM_MAX(VM_PRODUCT(c, r->height, r->width, vm_dtype_bytes(r->backend->dtype)) / 10, LEAST);
 }
 
-/* A bound from below on what the plan takes with these stripes, for which no library is asked about workspaces. */
-static size_t least(const vm_model *m, const vm_plan *plan) {
-    size_t most = 0;
-    for (int i = 0; i < (int)plan->steps; i++) most = VM_MAX(most, look(plan, i, i, false).bytes[0]);
-    return vm_sum(vm_plan_beside_arena(m, plan), most);
-}
-
-/* Passes that run whole, in stripes: the largest ones, halved from a tenth of T on, whose plan keeps within the limit.
- * An ample workspace is the first thing to go. */
-static vm_status by_stripes(const vm_model *m, vm_plan *plan) {
-    const size_t limit = plan->ask.memory_limit;
-    vm_limits *try = &plan->ask.limits;
-    try->ample = true;
-    for (try->stripe_bytes = most_stripe_bytes(m, &plan->ask); try->stripe_bytes > 1;) {
-        if (!limit || least(m, plan) <= limit) {
-            vm_status s = vm_plan_lay_out(m, plan);
-            if (s || within(plan)) return s;
-        }
-        if (!try->ample) try->stripe_bytes /= 2;
-        try->ample = false;
-    }
-    vm_status s = vm_plan_lay_out(m, plan);
-    return s || within(plan) ? s : refuse(plan);
-}
-
 vm_status vm_plan_choose(const vm_model *m, vm_plan *plan) {
     const size_t n = plan->steps;
-    plan->whole = !plan->ask.backend->prepare;
-    plan->chains = n;
-    for (size_t i = 0; i < n; i++) plan->chain[i] = (vm_chain){.first = (int)i, .last = (int)i};
-    if (plan->whole) return by_stripes(m, plan);
     size_t bytes = 0;
+    plan->ask.limits.stripe_bytes = most_stripe_bytes(m, &plan->ask);
     const size_t at = vm_put_bytes(&bytes, n * n * sizeof(stretch), VM_ALIGN);
     const size_t work = vm_put_bytes(&bytes, n * sizeof(double), VM_ALIGN);
     const size_t cuts = vm_put_bytes(&bytes, n * sizeof(vm_chain), VM_ALIGN);

@@ -120,10 +120,9 @@ static int place_of(const vm_plan *plan, int node) {
     const size_t blocks = VM_BLOCKS(p->y.c);
     if (blocks > VM_BLOCKS(plan->step[over].pass.y.c)) return VM_NONE;
     /* A sum that lies within wider rows keeps all of their bytes. Other tensors use them where the layout is wide;
-     * else the sum had better have a narrower piece of its own, which lies over the wide one as its heir.
-     * Passes that run whole have no heirs. */
+     * else the sum had better have a narrower piece of its own, which lies over the wide one as its heir, if it may. */
     const bool narrower = n->add != VM_NONE && blocks < plan->piece[plan->step[over].y].pitch;
-    return narrower && !plan->wide && !plan->whole ? VM_NONE : over;
+    return narrower && !plan->wide && !plan->ample ? VM_NONE : over;
 }
 
 /* A piece of tensors as high and wide as the pass's, in whose rows so many blocks side by side are free all through
@@ -202,8 +201,7 @@ void vm_plan_ring_rows(const vm_plan *plan, const vm_chain *chain, size_t *rows,
                 if (from == SIZE_MAX) from = vm_stage_made(&stage[i], stage[i].done); /* only measured */
                 if (made > from) rows[i] = VM_MAX(rows[i], made - from);
             }
-    for (size_t i = 0; i < stages; i++)
-        rows[i] = VM_MIN(vm_round_up(rows[i], VM_MAX(stage[i].cut.out_rows, 2)), stage[i].y_rows);
+    for (size_t i = 0; i < stages; i++) rows[i] = VM_MIN(vm_round_up(rows[i], stage[i].cut.together), stage[i].y_rows);
 }
 
 /* What a chain stores: the place of what it adds to or passes by, or a piece of its own, rows side by side. */
@@ -241,7 +239,7 @@ static void add_outputs(vm_plan *plan, int c) {
     const int piece = add_piece(plan, VM_ACTIVATIONS, VM_PRODUCT(row, s->pass.y.h), c, last);
     plan->piece[piece].pitch = pitch;
     for (size_t o = 0; o < outputs; o++) plan->step[output[o]].y = piece;
-    if (plan->whole || s->pass.kind == VM_PASS_ATTENTION) return;
+    if (plan->ample || s->pass.kind == VM_PASS_ATTENTION) return;
     for (int p = 0; p < piece; p++) {
         vm_piece *dying = &plan->piece[p];
         if (dying->last != c || dying->first == c || !dying->pitch) continue;
@@ -254,7 +252,7 @@ static vm_status add_chain(vm_plan *plan, int c) {
     const vm_backend *b = plan->ask.backend;
     const vm_limits *limits = &plan->ask.limits;
     vm_chain *chain = &plan->chain[c];
-    size_t scratch = 0, ring[VM_CHAIN];
+    size_t scratch = 0, workspace = 0, ring[VM_CHAIN];
     if (chain->first != chain->last) vm_plan_ring_rows(plan, chain, ring, SIZE_MAX);
     add_outputs(plan, c);
     for (int i = chain->first; i <= chain->last; i++) {
@@ -269,7 +267,8 @@ static vm_status add_chain(vm_plan *plan, int c) {
         int last = i; /* the last norm that wants its sums */
         for (int j = i + 1; j < (int)plan->steps; j++)
             if (plan->graph->node[j].x == i && plan->graph->node[j].pass.norm == VM_NORM_GROUP) last = j;
-        const vm_needs needs = b->needs(b, &s->pass, limits, vm_chain_manner(plan, chain, i));
+        const vm_manner manner = vm_chain_manner(plan, chain, i);
+        const vm_needs needs = b->needs(b, &s->pass, limits, manner);
         s->parts = needs.parts;
         if (s->parts)
             s->y_stats = add_piece(plan, VM_SCRATCH, VM_PRODUCT(s->parts, vm_stats_floats(s->pass.y.c), sizeof(float)),
@@ -277,10 +276,11 @@ static vm_status add_chain(vm_plan *plan, int c) {
         if (needs.prepared) s->prepared = add_piece(plan, VM_SCRATCH, needs.prepared, c, c);
         scratch = VM_MAX(scratch, needs.scratch);
         size_t bytes = 0;
-        const vm_status status = vm_said(b->device, b->workspace(b, &s->pass, limits, &bytes), n->name);
+        const vm_status status = vm_said(b->device, b->workspace(b, &s->pass, limits, manner, &bytes), n->name);
         if (status) return status;
-        if (bytes) s->workspace = add_piece(plan, VM_WORKSPACE, bytes, c, c);
+        workspace = VM_MAX(workspace, bytes);
     }
+    chain->workspace = workspace ? add_piece(plan, VM_WORKSPACE, workspace, c, c) : VM_NONE;
     chain->scratch = add_piece(plan, VM_SCRATCH, scratch, c, c);
     return VM_OK;
 }
@@ -291,7 +291,7 @@ static void add_staging(vm_plan *plan) {
     const int last = (int)plan->chains - 1, whole = plan->ask.batch > 1;
     plan->in = plan->out = VM_NONE;
     if (!plan->staged) return;
-    plan->in = add_piece(plan, VM_ACTIVATIONS, plan->in_bytes, 0, whole ? last : plan->chain[0].last);
+    plan->in = add_piece(plan, VM_ACTIVATIONS, plan->in_bytes, 0, whole ? last : 0);
     plan->out = add_piece(plan, VM_OUTPUT, plan->out_bytes, whole ? 0 : last, last);
 }
 
@@ -347,22 +347,18 @@ static void count_live(const vm_model *m, vm_plan *plan) {
 static vm_status lay_out(const vm_model *m, vm_plan *plan) {
     double once = 0, all = 0;
     plan->pieces = plan->rows = 0;
-    for (vm_chain *c = plan->chain; c < plan->chain + plan->chains; c++) {
-        c->stepped = c->first != c->last;
-        all += vm_chain_work(plan, c);
-    }
+    for (vm_chain *c = plan->chain; c < plan->chain + plan->chains; c++) c->stepped = c->first != c->last;
     for (int i = 0; i < (int)plan->steps; i++) {
         vm_step *s = &plan->step[i];
         const vm_chain *c = &plan->chain[chain_of(plan, i)];
         s->streamed = s->last <= c->last && !vm_plan_ends_with(plan, i);
-        s->y = s->y_stats = s->prepared = s->workspace = VM_NONE;
+        s->y = s->y_stats = s->prepared = VM_NONE;
         s->y_block = 0;
         s->flops = vm_chain_flops(plan, c->first, c->last, i);
         once += vm_pass_flops(&s->pass);
         plan->rows = vm_sum(
             plan->rows, VM_PRODUCT(s->pass.y.h, plan->ask.batch, (size_t)(s->flops / vm_pass_flops(&s->pass) + 0.5)));
     }
-    plan->work = all / once;
     for (size_t c = 0; c < plan->chains; c++) {
         vm_status s = add_chain(plan, (int)c);
         if (s) return s;
@@ -371,6 +367,8 @@ static vm_status lay_out(const vm_model *m, vm_plan *plan) {
     place(plan);
     count_shared(plan);
     count_live(m, plan);
+    for (size_t c = 0; c < plan->chains; c++) all += vm_chain_work(plan, &plan->chain[c]);
+    plan->work = all / once;
     return VM_OK;
 }
 
@@ -378,7 +376,7 @@ vm_status vm_plan_lay_out(const vm_model *m, vm_plan *plan) {
     plan->wide = false;
     vm_status s = lay_out(m, plan);
     const size_t narrow = plan->arena_bytes;
-    if (s || plan->whole) return s;
+    if (s || plan->ample) return s;
     plan->wide = true;
     if ((s = lay_out(m, plan)) || plan->arena_bytes <= narrow) return s;
     plan->wide = false;

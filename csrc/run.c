@@ -38,9 +38,9 @@ static vm_view view(const walk *w, int node) {
     if (node == VM_NONE || w->plan->step[node].y == VM_NONE) return (vm_view){.dtype = dtype, .ring = SIZE_MAX};
     const vm_step *s = &w->plan->step[node];
     const vm_piece *p = &w->plan->piece[s->y];
-    const size_t block = s->pass.y.w * VM_BLOCK;
+    const size_t row = s->pass.y.w * VM_BLOCK, block = w->device->channels_last ? VM_BLOCK : row;
     char *data = (char *)address(w, s->y) + s->y_block * block * vm_dtype_bytes(dtype);
-    return (vm_view){data, dtype, block, p->pitch * block, p->ring};
+    return (vm_view){data, dtype, block, p->pitch * row, p->ring};
 }
 
 /* How the user's pixels lie where the first pass reads them; NULL: packed. */
@@ -87,17 +87,17 @@ static vm_operands operands(const walk *w, int node, const vm_chain *chain, size
         .manner = vm_chain_manner(plan, chain, node),
         .scratch = address(w, chain->scratch),
         .scratch_each = plan->piece[chain->scratch].bytes / plan->ask.limits.threads,
-        .workspace = address(w, s->workspace),
+        .workspace = address(w, chain->workspace),
         .overflow = &w->run->overflow,
     };
 }
 
 /* Whether a chain may write to a piece. */
 static bool written(const walk *w, const vm_chain *c, int piece) {
-    bool is = piece == c->scratch;
+    bool is = piece == c->scratch || piece == c->workspace;
     for (int i = c->first; i <= c->last; i++) {
         const vm_step *s = &w->plan->step[i];
-        is |= piece == s->y || piece == s->y_stats || piece == s->prepared || piece == s->workspace;
+        is |= piece == s->y || piece == s->y_stats || piece == s->prepared;
     }
     return is;
 }
@@ -156,11 +156,13 @@ typedef struct batch {
     size_t stages;
 } batch;
 
+static size_t tasks_of(const vm_stage *s, const vm_tasks *tasks) { return tasks->fn ? s->now * s->cut.columns : 0; }
+
 static void batch_task(const void *job, size_t task, unsigned thread) {
     const batch *b = job;
     for (size_t i = 0; i < b->stages; i++) {
         const vm_stage *s = &b->stage[i];
-        const size_t n = s->now * s->cut.columns;
+        const size_t n = tasks_of(s, &b->tasks[i]);
         if (task < n) {
             b->tasks[i].fn(b->tasks[i].job, s->done * s->cut.columns + task, thread);
             return;
@@ -169,10 +171,31 @@ static void batch_task(const void *job, size_t task, unsigned thread) {
     }
 }
 
+/* What the host waits for, now and then, while it enqueues; with a graph it need not. */
+static vm_status keep_pace(const walk *w, size_t step, size_t rows) {
+    if (w->run->replay) return VM_OK;
+    return said(w, w->device->step_enqueued(w->backend, step, rows, w->run->wait ? &w->exec : NULL));
+}
+
+/* The step that the stages stand at. */
+static vm_status run_step(const walk *w, const vm_stage *stage, const vm_tasks *tasks, size_t stages) {
+    size_t n = 0, rows = 0;
+    for (size_t i = 0; i < stages; i++) {
+        const vm_stage *s = &stage[i];
+        n += tasks_of(s, &tasks[i]);
+        rows += vm_stage_made(s, s->done + s->now) - vm_stage_made(s, s->done);
+    }
+    vm_status s = w->exec.each(w->exec.pool, n, rows, batch_task, &(batch){stage, tasks, stages});
+    for (size_t i = 0; i < stages && !s; i++)
+        if (stage[i].now && tasks[i].rows) s = said(w, tasks[i].rows(&tasks[i], stage[i].done, stage[i].now));
+    return s ? s : keep_pace(w, SIZE_MAX, 0);
+}
+
 /* Row by row. Each pass is made ready in the first round that it is part of. */
 static vm_status run_stepped(walk *w, const vm_chain *c, size_t item) {
     vm_stage stage[VM_CHAIN];
     vm_tasks tasks[VM_CHAIN];
+    vm_operands at[VM_CHAIN];
     bool ready[VM_CHAIN] = {false};
     int target;
     vm_status s = VM_OK;
@@ -180,21 +203,12 @@ static vm_status run_stepped(walk *w, const vm_chain *c, size_t item) {
     for (size_t round = 0; !s && vm_chain_round(w->plan, c->first, stage, stages, round, &target); round++) {
         for (size_t i = 0; i < stages && !s; i++) {
             if (!stage[i].active || ready[i]) continue;
-            const vm_operands at = operands(w, c->first + (int)i, c, item);
-            s = w->backend->prepare(w->backend, &w->plan->step[c->first + (int)i].pass, &at, &w->exec, &tasks[i]);
+            const vm_pass *pass = &w->plan->step[c->first + (int)i].pass;
+            at[i] = operands(w, c->first + (int)i, c, item);
+            s = said(w, w->backend->prepare(w->backend, pass, &at[i], &w->exec, &tasks[i]));
             ready[i] = true;
         }
-        while (!s && vm_chain_step(stage, stages)) {
-            size_t n = 0, rows = 0;
-            for (size_t i = 0; i < stages; i++) {
-                n += stage[i].now * stage[i].cut.columns;
-                rows +=
-                    vm_stage_made(&stage[i], stage[i].done + stage[i].now) - vm_stage_made(&stage[i], stage[i].done);
-            }
-            s = w->exec.each(w->exec.pool, n, rows, batch_task, &(batch){stage, tasks, stages});
-            for (size_t i = 0; i < stages && !s; i++)
-                if (stage[i].now && tasks[i].merge) tasks[i].merge(tasks[i].job, stage[i].done, stage[i].now);
-        }
+        while (!s && vm_chain_step(stage, stages)) s = run_step(w, stage, tasks, stages);
     }
     return s;
 }
@@ -215,14 +229,12 @@ static vm_status run_passes(walk *w, int i, size_t item) {
     guard(w, c);
     const double start = vm_now();
     vm_status status =
-        said(w, c->stepped ? run_stepped(w, c, item) : w->backend->run(w->backend, first, &at, &w->exec));
+        c->stepped ? run_stepped(w, c, item) : said(w, w->backend->run(w->backend, first, &at, &w->exec));
     share_seconds(w, c, vm_now() - start);
     unguard(w);
     if (!status && w->run->check && outside(w, i, false) != before)
         status = vm_fail(VM_EINVAL, "check: %s wrote outside its plan", w->plan->graph->node[c->first].name);
-    if (!status && !w->run->replay)
-        status = said(w, w->device->step_enqueued(w->backend, (size_t)i, first->y.h, w->run->wait ? &w->exec : NULL));
-    return status;
+    return status ? status : keep_pace(w, (size_t)i, c->stepped ? 0 : first->y.h);
 }
 
 static vm_status run_chain(walk *w, int c, size_t item, bool enqueued) {
@@ -242,13 +254,25 @@ static vm_status run_chain(walk *w, int c, size_t item, bool enqueued) {
     return status;
 }
 
+/* Where the plan has things, and how it has them computed. */
+static uint64_t hash_of(const vm_plan *plan) {
+    uint64_t hash = 14695981039346656037u;
+    for (const vm_chain *c = plan->chain; c < plan->chain + plan->chains; c++)
+        hash = fnv(hash, (size_t[]){(size_t)c->last, c->stepped, c->tight}, 3 * sizeof(size_t));
+    for (const vm_piece *p = plan->piece; p < plan->piece + plan->pieces; p++)
+        hash = fnv(hash, (size_t[]){p->offset, p->bytes, p->pitch, p->ring}, 4 * sizeof(size_t));
+    for (const vm_step *s = plan->step; s < plan->step + plan->steps; s++)
+        hash = fnv(hash, (size_t[]){(size_t)s->y, s->y_block}, 2 * sizeof(size_t));
+    return hash;
+}
+
 /* All that the enqueued passes of an item depend on beside the backend itself. */
 static uint64_t key_of(const walk *w, size_t item) {
     const vm_request *r = &w->plan->ask;
     const struct {
         const void *model, *weights, *arena, *in, *out;
-        size_t op, many, staged, height, width, in_row, in_channel, in_format, out_format, scaled, unclamped,
-            stripe_bytes, ample;
+        size_t op, many, staged, height, width, in_row, in_channel, in_format, out_format, scaled, unclamped;
+        uint64_t plan;
         double scale;
     } all = {.model = w->m,
              .weights = w->m->weights,
@@ -266,8 +290,7 @@ static uint64_t key_of(const walk *w, size_t item) {
              .out_format = r->out,
              .scaled = r->scaled,
              .unclamped = r->unclamped,
-             .stripe_bytes = r->limits.stripe_bytes,
-             .ample = r->limits.ample,
+             .plan = hash_of(w->plan),
              .scale = (double)r->scale};
     return fnv(14695981039346656037u, &all, sizeof all);
 }
@@ -305,8 +328,13 @@ static vm_status run_items(walk *w) {
     if (!s && plan->staged) s = fetch(w, plan->ask.batch - 1);
     /* what was enqueued must not outlive the memory that it works on: a run that failed waits too */
     const vm_status finished = w->device->finish(w->backend, s ? NULL : &w->exec, s || run->wait, &run->overflow);
-    for (size_t i = 0; i < plan->chains && !s && run->wait && !run->replay; i++)
-        w->device->seconds(w->backend, i, &plan->step[plan->chain[i].first].seconds);
+    for (size_t i = 0; i < plan->chains && !s && run->wait && !run->replay; i++) {
+        const vm_chain *c = &plan->chain[i];
+        double took = 0;
+        for (int n = c->first; n <= c->last; n++) took += plan->step[n].seconds, plan->step[n].seconds = 0;
+        w->device->seconds(w->backend, i, &took);
+        share_seconds(w, c, took);
+    }
     return s ? s : said(w, finished);
 }
 

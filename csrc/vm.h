@@ -208,11 +208,11 @@ typedef struct vm_stage {
 typedef struct vm_chain {
     int first, last;
     bool stepped;                   /* row by row; else its one pass runs whole */
-    bool by_task;                   /* vm_manner.by_task, of all its passes */
+    bool tight;                     /* vm_manner.tight, of all its passes */
     size_t steps;                   /* of a round, at most; 0 for any number: rings are then as low as can be */
     size_t live[VM_CATEGORIES];     /* planned bytes in use while it runs */
     size_t measured[VM_CATEGORIES]; /* the same, as mem.c counted them */
-    int scratch;                    /* piece */
+    int scratch, workspace;         /* pieces; workspace may be VM_NONE */
 } vm_chain;
 
 struct vm_plan;
@@ -233,7 +233,7 @@ typedef struct vm_repeats {
 void vm_chain_skip(vm_repeats *seen, vm_stage *stage, size_t stages);
 /* How a chain has one of its nodes computed. */
 vm_manner vm_chain_manner(const struct vm_plan *plan, const vm_chain *chain, int node);
-/* What a chain costs in FLOPs, for one batch item: all its rounds, and the time of transforming weights by task. */
+/* What a chain costs in FLOPs, for one batch item: all its rounds, and what vm_cut.cost says. */
 double vm_chain_work(const struct vm_plan *plan, const vm_chain *chain);
 /* Before row k of tiles: rows of output that a stage has made, and the first row of input that it still reads. */
 size_t vm_stage_made(const vm_stage *stage, size_t k);
@@ -260,7 +260,7 @@ typedef struct vm_piece {
 /* What a node needs, by index into vm_plan.piece; VM_NONE where it needs none. */
 typedef struct vm_step {
     vm_pass pass; /* with its sizes */
-    int y, y_stats, prepared, workspace;
+    int y, y_stats, prepared;
     size_t y_block; /* where its tensor begins in a row of its piece */
     int last;       /* the last node that reads its tensor */
     bool streamed;
@@ -272,7 +272,7 @@ typedef struct vm_step {
 typedef struct vm_request {
     vm_op op;
     const vm_backend *backend;
-    vm_limits limits;            /* stripe_bytes and ample: the planner's choice */
+    vm_limits limits;            /* stripe_bytes: the planner's choice */
     size_t height, width, batch; /* of the image */
     vm_format in, out;           /* of the user's arrays */
     bool host_arrays;            /* they are in the host's memory, else in the device's */
@@ -293,7 +293,7 @@ typedef struct vm_plan {
     vm_step *step; /* one a node */
     vm_chain *chain;
     vm_piece *piece;
-    bool whole; /* every pass is a chain of its own and runs whole */
+    bool ample; /* no pass that is a chain of its own runs in steps, since these cost time */
     bool wide; /* tensors may lie side by side in the rows of one piece, which then lives as long as the last of them */
     size_t arena_bytes, pool_bytes, plan_bytes;
     size_t own_bytes;           /* pool_bytes + plan_bytes where they count as the run's scratch: on the host; else 0 */

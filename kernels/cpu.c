@@ -105,9 +105,13 @@ static way way_of(const vm_backend *b, const vm_pass *p) {
     return floats && worth ? (way){&vm_winograd, floats} : (way){&vm_direct, cpu};
 }
 
-static vm_cut cut(const vm_backend *b, const vm_pass *p) {
+static vm_cut cut(const vm_backend *b, const vm_pass *p, bool tight) {
+    const double longer = 1.1; /* a decode that transforms all its weights by task takes so much time (docs/SPEED.md) */
     const way w = way_of(b, p);
-    return w.method->cut(w.cpu, p);
+    vm_cut c = w.method->cut(w.cpu, p);
+    c.together = VM_MAX(c.out_rows, 2);
+    c.cost = tight ? longer : 1;
+    return c;
 }
 
 static vm_needs needs(const vm_backend *b, const vm_pass *p, const vm_limits *limits, vm_manner manner) {
@@ -118,8 +122,9 @@ static vm_needs needs(const vm_backend *b, const vm_pass *p, const vm_limits *li
     return n;
 }
 
-static vm_status workspace(const vm_backend *b, const vm_pass *p, const vm_limits *limits, size_t *bytes) {
-    (void)b, (void)p, (void)limits;
+static vm_status workspace(const vm_backend *b, const vm_pass *p, const vm_limits *limits, vm_manner manner,
+                           size_t *bytes) {
+    (void)b, (void)p, (void)limits, (void)manner;
     *bytes = 0;
     return VM_OK;
 }
@@ -131,12 +136,11 @@ static vm_status prepare(const vm_backend *b, const vm_pass *p, const vm_operand
 }
 
 static vm_status run(const vm_backend *b, const vm_pass *p, const vm_operands *at, const vm_exec *exec) {
-    const vm_cut c = cut(b, p);
+    const vm_cut c = cut(b, p, at->manner.tight);
     vm_tasks tasks;
     vm_status s = prepare(b, p, at, exec, &tasks);
     if (!s) s = exec->each(exec->pool, c.rows * c.columns, p->y.h, tasks.fn, tasks.job);
-    if (!s && tasks.merge) tasks.merge(tasks.job, 0, c.rows);
-    return s;
+    return s || !tasks.rows ? s : tasks.rows(&tasks, 0, c.rows);
 }
 
 /* ---- the list ----

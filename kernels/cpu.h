@@ -232,8 +232,8 @@ const float *vm_filter_block(float *to, const vm_cpu_ops *ops, const vm_filter *
 
 /* ---- norm.c ---- */
 
-/* vm_tasks.merge of a job that begins with its vm_work: adds the tiles' partial sums up into the last. */
-void vm_merge_rows(const void *work, size_t row, size_t rows);
+/* vm_tasks.rows of a job that begins with its vm_work: adds the tiles' partial sums up into the last. */
+vm_status vm_merge_rows(const vm_tasks *tasks, size_t row, size_t rows);
 /* From what x's producer left to y = x*scale + shift. */
 void vm_norm_scale(float *scale, float *shift, const vm_pass *pass, const vm_operands *at);
 

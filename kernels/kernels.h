@@ -285,7 +285,10 @@ static inline void *vm_pixel(const vm_view *v, size_t y, size_t block, size_t x)
 /* How the plan has a pass computed. */
 typedef struct vm_manner {
     size_t at_once; /* rows of tiles that are at work at the same time, at most: all of them, or a step's */
-    bool by_task;   /* each task transforms the weights that it needs, in its scratch; else they are kept, done once */
+    bool stepped;   /* some rows of tiles may be asked for at a time; else it runs whole, and memory is ample */
+    /* As little memory as can be, whatever the time. On a CPU each task transforms the weights that it needs, in its
+     * scratch, which else are kept, done once. On a GPU rows of tiles are low. */
+    bool tight;
 } vm_manner;
 
 typedef struct vm_operands {
@@ -299,7 +302,7 @@ typedef struct vm_operands {
     const float *x_stats;      /* what the producer of x left */
     float *y_stats;            /* what this pass leaves: vm_needs.parts times vm_stats_floats(y.c) floats */
     size_t x_parts;            /* number of partial sums in x_stats */
-    void *prepared;            /* vm_needs.prepared bytes, VM_ALIGN-aligned */
+    void *prepared;            /* vm_needs.prepared bytes, aligned as vm_device.align says */
     vm_manner manner;          /* as vm_needs were asked for */
     void *scratch;             /* vm_needs.scratch bytes or more, likewise */
     size_t scratch_each;       /* of them, each thread's own */
@@ -313,8 +316,7 @@ typedef void (*vm_task)(const void *job, size_t task, unsigned thread);
 /* What a run may use. */
 typedef struct vm_limits {
     unsigned threads;
-    size_t stripe_bytes; /* what a pass's stripes should keep within, where the backend computes by stripes */
-    bool ample;          /* a library may take as much again as the stripes, where that makes it faster */
+    size_t stripe_bytes; /* what copies of x and y may take where a pass runs whole and makes some, stripe by stripe */
 } vm_limits;
 
 /* Threads lent to a backend for the length of a run. each() calls fn for every task in [0, n)
@@ -383,11 +385,13 @@ static inline size_t vm_weight_lanes(const vm_weight *w) {
 }
 
 /* How the rows of a pass's output are cut into rows of tiles: what can be computed piece by piece. It follows from the
- * shape alone. */
+ * shape and vm_manner.tight alone. */
 typedef struct vm_cut {
-    size_t rows, columns;         /* of tiles; a tile is a task, counted row by row */
+    size_t rows, columns;         /* of tiles; a tile is a task, counted row by row; a GPU takes a row as one */
     size_t out_rows;              /* of the output in a full row of tiles */
+    size_t together;              /* as many of these, from a multiple on, lie one after another in a ring too */
     size_t in_step, in_rows, pad; /* row k reads rows [k * in_step - pad, k * in_step - pad + in_rows) of x */
+    double cost;                  /* time in steps, relative to a pass that runs whole and need not be tight */
 } vm_cut;
 
 /* What a pass needs beside its tensors: bytes that are kept from its beginning to its end, and bytes that are in use
@@ -397,22 +401,28 @@ typedef struct vm_needs {
     size_t prepared, scratch, parts;
 } vm_needs;
 
+typedef struct vm_backend vm_backend;
+
 /* A pass at work: task t of it is fn(job, t, thread). */
 typedef struct vm_tasks {
-    vm_task fn;
+    vm_task fn; /* NULL where tiles are no tasks */
     const void *job;
-    /* After the tasks of rows [row, row + rows) of tiles, in their order; NULL where there is nothing to add up. */
-    void (*merge)(const void *job, size_t row, size_t rows);
+    /* After the tasks of rows [row, row + rows) of tiles, in their order: adds up what they left, or, where tiles are
+     * no tasks, enqueues these rows. NULL where there is nothing to do. */
+    vm_status (*rows)(const struct vm_tasks *tasks, size_t row, size_t rows);
+    const vm_backend *backend; /* what prepare was given, for rows */
+    const vm_pass *pass;
+    const vm_operands *at;
+    const vm_exec *exec;
 } vm_tasks;
-
-typedef struct vm_backend vm_backend;
 
 /* Where the memory of a backend is, and how work gets done there. The host is one (kernels/host.c), each GPU another.
  * Work is enqueued on one stream in the order of the calls; only fetch and finish wait for it. Pointers are the
  * device's unless they are said to be the host's. */
 typedef struct vm_device {
-    size_t align;     /* of a buffer in the arena, in bytes; a multiple of VM_ALIGN */
-    bool addressable; /* the host reads and writes this memory: its arrays need no copies, tests may look inside */
+    size_t align;       /* of a buffer in the arena, in bytes; a multiple of VM_ALIGN */
+    bool channels_last; /* a row is [w][c]; else [c / 16][w][16] */
+    bool addressable;   /* the host reads and writes this memory: its arrays need no copies, tests may look inside */
     /* VM_OK with *out NULL where there is no memory left; another status where the device refused otherwise. */
     vm_status (*take)(const vm_backend *b, size_t bytes, void **out);
     void (*give)(const vm_backend *b, void *block, size_t bytes);
@@ -430,7 +440,8 @@ typedef struct vm_device {
      * one graph. *replayed: they have been enqueued whole. end returns so_far, or what went wrong since. */
     vm_status (*begin)(const vm_backend *b, uint64_t key, bool *replayed);
     vm_status (*end)(const vm_backend *b, uint64_t key, vm_status so_far);
-    /* After step i. Where exec is given, waits until the device is a few steps behind and tells exec of `rows`. */
+    /* After step i, or SIZE_MAX: within one. Where exec is given, waits until the device is a few of these calls behind
+     * and tells exec of `rows`. */
     vm_status (*step_enqueued)(const vm_backend *b, size_t step, size_t rows, const vm_exec *exec);
     /* After a run that waited: what a step took, where the device knows better than *seconds, which the host saw. */
     void (*seconds)(const vm_backend *b, size_t step, double *seconds);
@@ -447,13 +458,13 @@ struct vm_backend {
     bool (*usable)(void);
     vm_dtype dtype;         /* of tensors between passes, and of weights */
     vm_precision precision; /* of float32's products */
-    vm_cut (*cut)(const vm_backend *b, const vm_pass *pass);
+    vm_cut (*cut)(const vm_backend *b, const vm_pass *pass, bool tight);
     vm_needs (*needs)(const vm_backend *b, const vm_pass *pass, const vm_limits *limits, vm_manner manner);
     /* Bytes that a library needs besides: only the library knows, and it may refuse the pass. */
-    vm_status (*workspace)(const vm_backend *b, const vm_pass *pass, const vm_limits *limits, size_t *bytes);
+    vm_status (*workspace)(const vm_backend *b, const vm_pass *pass, const vm_limits *limits, vm_manner manner,
+                           size_t *bytes);
     vm_status (*run)(const vm_backend *b, const vm_pass *pass, const vm_operands *at, const vm_exec *exec);
-    /* Makes a pass ready to be computed, row of tiles by row of tiles. *out borrows pass and at->prepared. NULL: passes
-     * run whole only. */
+    /* Makes a pass ready to be computed, row of tiles by row of tiles. *out borrows all that is given. */
     vm_status (*prepare)(const vm_backend *b, const vm_pass *pass, const vm_operands *at, const vm_exec *exec,
                          vm_tasks *out);
     const vm_device *device;

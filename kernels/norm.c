@@ -8,8 +8,8 @@
 
 #include "cpu.h"
 
-void vm_merge_rows(const void *work, size_t row, size_t rows) {
-    const vm_work *w = work;
+vm_status vm_merge_rows(const vm_tasks *tasks, size_t row, size_t rows) {
+    const vm_work *w = tasks->job;
     const size_t padded = VM_BLOCKS(w->pass->y.c) * VM_BLOCK, floats = vm_stats_floats(w->pass->y.c);
     double *count = w->sums, *mean = count + VM_BLOCK, *m2 = mean + padded;
     if (!row) memset(count, 0, floats * sizeof *count);
@@ -23,8 +23,8 @@ void vm_merge_rows(const void *work, size_t row, size_t rows) {
         }
         *count = total;
     }
-    if (row + rows < w->cut.rows) return;
-    for (size_t i = 0; i < floats; i++) w->at.y_stats[i] = (float)count[i];
+    for (size_t i = 0; row + rows == w->cut.rows && i < floats; i++) w->at.y_stats[i] = (float)count[i];
+    return VM_OK;
 }
 
 void vm_norm_scale(float *scale, float *shift, const vm_pass *pass, const vm_operands *at) {

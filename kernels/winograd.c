@@ -77,17 +77,17 @@ static layout make_layout(const vm_cpu *cpu, const vm_pass *p, const vm_grid *g,
     l.m_block = tiles * VM_BLOCK;
     l.v_step = xb * l.m_block + LINE;
     l.m_step = VM_MIN(yb, 2) * l.m_block + LINE;
-    l.u_run = manner.by_task ? VM_MIN(l.run, xb) : xb;
-    l.u_step = vm_sum(VM_PRODUCT(manner.by_task ? VM_MIN(yb, 2) : yb, l.u_run, l.depth, VM_BLOCK), LINE);
+    l.u_run = manner.tight ? VM_MIN(l.run, xb) : xb;
+    l.u_step = vm_sum(VM_PRODUCT(manner.tight ? VM_MIN(yb, 2) : yb, l.u_run, l.depth, VM_BLOCK), LINE);
     const size_t u = VM_PRODUCT(l.numbers, l.u_step, sizeof(float));
     vm_put_bytes(&l.prepared, sizeof(job), VM_ALIGN);
     l.work = vm_put_bytes(&l.prepared, vm_work_bytes(p, g, manner.at_once), VM_ALIGN);
     l.offsets = vm_put_bytes(&l.prepared, xb * sizeof(ptrdiff_t), VM_ALIGN);
-    l.kept = vm_put_bytes(&l.prepared, manner.by_task ? 0 : u, VM_ALIGN);
+    l.kept = vm_put_bytes(&l.prepared, manner.tight ? 0 : u, VM_ALIGN);
     vm_put_bytes(&l.scratch, VM_PRODUCT(xb, l.x_plane, sizeof(float)), VM_ALIGN);
     l.v = vm_put_bytes(&l.scratch, VM_PRODUCT(l.numbers, l.v_step, sizeof(float)), VM_ALIGN);
     l.m = vm_put_bytes(&l.scratch, VM_PRODUCT(l.numbers, l.m_step, sizeof(float)), VM_ALIGN);
-    l.made = vm_put_bytes(&l.scratch, manner.by_task ? u : 0, VM_ALIGN);
+    l.made = vm_put_bytes(&l.scratch, manner.tight ? u : 0, VM_ALIGN);
     l.y = vm_put_bytes(&l.scratch,
                        vm_in_place(cpu, p) ? 0 : VM_PRODUCT(t->height, t->width, g->tile_w, VM_BLOCK, sizeof(float)),
                        VM_ALIGN);
@@ -216,7 +216,7 @@ static vm_status winograd_prepare(const vm_cpu *cpu, const vm_pass *pass, const 
     *j = (job){.g = make_grid(cpu, pass), .transforms = transforms_of(cpu, pass)};
     j->l = make_layout(cpu, pass, &j->g, at->manner);
     j->work = vm_work_begin(cpu, pass, at, &j->g, prepared + j->l.work);
-    if (!at->manner.by_task) j->u = (float *)(prepared + j->l.kept);
+    if (!at->manner.tight) j->u = (float *)(prepared + j->l.kept);
     j->offsets = (ptrdiff_t *)(prepared + j->l.offsets);
     const size_t plane = j->g.tile_h * j->g.tile_w * VM_BLOCK;
     for (size_t b = 0; b < VM_BLOCKS(pass->x.c); b++) j->offsets[b] = (ptrdiff_t)(b * plane);

@@ -36,11 +36,19 @@ class Args(ctypes.Structure):
         super().__init__(**{n: v.ctypes.data if isinstance(v, np.ndarray) else v for n, v in fields.items()})
 
 
+class Ring(ctypes.Structure):
+    """cuda.h's vm_ring_rows; zeros: all rows are there."""
+
+    _fields_ = (("shift", c_uint32), ("rows", c_uint32))
+
+
 class LoadArgs(Args):
     _fields_ = (
         *((name, c_void_p) for name in ("x", "out", "scale", "shift", "factor")),
         ("x_plane", c_uint64),
-        *((name, c_uint32) for name in ("x_h", "x_w", "x_c", "x_pitch", "x_row", "first_factor")),
+        *((name, c_uint32) for name in ("x_h", "x_w", "x_c", "x_pitch", "x_row")),
+        ("x_ring", Ring),
+        ("first_factor", c_uint32),
         *((name, c_int32) for name in ("top", "left")),
         *((name, c_uint32) for name in ("rows", "width", "channels", "format", "act")),
         *((name, c_float) for name in ("in_scale", "in_shift", "multiply")),
@@ -57,6 +65,7 @@ class StoreArgs(Args):
     _fields_ = (
         *((name, c_void_p) for name in ("raw", "bias", "add", "y", "stats", "flags")),
         *((name, c_uint32) for name in ("y_h", "y_w", "y_c", "y_pitch", "add_pitch")),
+        *((name, Ring) for name in ("y_ring", "add_ring")),
         *((name, c_uint32) for name in ("row0", "rows", "channels", "part_pixels", "up", "relu", "format")),
         ("clamp", Clamp),
         *((name, c_float) for name in ("out_scale", "out_shift", "bias_scale")),
@@ -74,7 +83,7 @@ class MergeArgs(Args):
 class PixelNormArgs(Args):
     _fields_ = (
         *((name, c_void_p) for name in ("x", "gamma", "factor", "scale", "shift")),
-        *((name, c_uint32) for name in ("pixels", "c", "x_pitch")),
+        *((name, c_uint32) for name in ("first", "pixels", "ring_pixels", "c", "x_pitch")),
         ("least", c_float),
     )
 
@@ -103,6 +112,8 @@ class ConvArgs(Args):
         *((name, c_void_p) for name in ("x", "w", "scale", "shift", "factor", "bias", "add", "y", "stats", "flags")),
         *((name, c_uint32) for name in ("x_h", "x_w", "x_pitch", "in_c")),
         *((name, c_uint32) for name in ("y_h", "y_w", "y_pitch", "y_c", "add_pitch")),
+        *((name, c_uint32) for name in ("first_item", "items", "first_factor")),
+        *((name, Ring) for name in ("x_ring", "y_ring", "add_ring")),
         *((name, c_uint32) for name in ("k", "stride", "pad", "up", "act", "relu", "format")),
         ("clamp", Clamp),
         *((name, c_float) for name in ("out_scale", "out_shift", "multiply", "bias_scale")),

@@ -90,6 +90,7 @@ def test_grid():
     args = geometry(17, 33, 64, 130)
     tile = conv_tiles()[16, 128, 1]
     assert header().conv_parts(args, tile) == 6 and header().conv_items(args, tile) == 12
+    args.items = 12
     assert header().conv_grid(args, tile, 4) == 4 and header().conv_grid(args, tile, 132) == 12
     args = geometry(17, 33, 64, 130, up=True)
     assert header().conv_parts(args, tile) == 24 and header().conv_items(args, tile) == 48

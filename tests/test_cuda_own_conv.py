@@ -169,7 +169,8 @@ class Conv:
         if case.stats:
             parts = memory.empty((header().conv_parts(args, t), 16 + 2 * out), np.float32)
             args.stats = parts.ctypes.data
-        grid = grid or min(2, header().conv_items(args, t))  # most often fewer blocks than items
+        args.items = header().conv_items(args, t)
+        grid = grid or min(2, args.items)  # most often fewer blocks than items
         name = f"vm_conv_{case.dtype}_{tile[0]}x{tile[1]}_{tile[2]}"
         self.kernels.launch(name, (grid,), (t.threads,), args, t.shared, seed)
 

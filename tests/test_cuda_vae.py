@@ -383,7 +383,7 @@ def test_too_little_memory_says_what_would_fit():
 
 
 def limits_of(there, *ask, **how):
-    """Of every plan, the largest stripes first."""
+    """Of every plan, the fastest first."""
     return [max(run.peak_bytes, run.reserved_bytes) for run in there.tradeoff(*ask, **how)]
 
 
@@ -408,9 +408,8 @@ def test_a_limit_is_kept_and_does_not_show(name, dtype, op):
         assert error(got, want) < LIMIT[dtype] * (1 if op == "decode" else 2)
         taken, planned = there.last_run, there.estimate(op, 48, 32, 2, memory_limit=limit)
         assert [f for f in vars(taken) if getattr(taken, f) != getattr(planned, f)] == ["pass_seconds", "seconds"]
-        assert max(taken.peak_bytes, taken.reserved_bytes) <= limit and taken.work == 1
-        assert set(kind for _, kind in taken.values) == {"stored"}
-    assert there.last_run.peak_bytes < first.peak_bytes
+        assert max(taken.peak_bytes, taken.reserved_bytes) <= limit
+    assert there.last_run.peak_bytes < first.peak_bytes and there.last_run.work > first.work == 1
     there.memory_limit = limits[0]
     assert (run(there) == whole).all() and there.last_run.peak_bytes == first.peak_bytes
 
@@ -484,7 +483,7 @@ def test_plain_float32_pays_for_its_first_engine_where_the_limit_allows():
 
 
 def test_auto_is_what_the_gpu_has_free_when_a_run_begins(monkeypatch):
-    """Others take of the GPU between runs: stripes become smaller, and then none fit."""
+    """Others take of the GPU between runs: plans become smaller, and then none fit."""
     emulator = gpu.emulator()
     there = small_vae("odd", device="cuda")
     z, weights, limits = latents(there, 12, 8), there.reserved_bytes, limits_of(there, "decode", 48, 32)

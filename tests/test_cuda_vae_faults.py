@@ -236,7 +236,7 @@ def test_tiles_interrupted_on_it():
 
 
 @pytest.mark.parametrize("hosted", [True, False])
-def test_memory_that_runs_out_is_tried_again_with_smaller_stripes(hosted):
+def test_memory_that_runs_out_is_tried_again_with_a_smaller_plan(hosted):
     cpu, there = pair("odd")
     z = latents(cpu, 12, 8)
     want = cpu.decode(z)
@@ -279,7 +279,7 @@ def test_a_driver_that_refuses_memory_is_asked_for_less():
     assert retried > 0
 
 
-def test_smaller_stripes_fit_where_the_first_do_not(monkeypatch):
+def test_smaller_plans_fit_where_the_first_do_not(monkeypatch):
     """A GPU of which others leave what a plan takes, down to the smallest; and then a little less."""
     emulator = gpu.emulator()
     cpu, there = pair("odd")
@@ -294,7 +294,9 @@ def test_smaller_stripes_fit_where_the_first_do_not(monkeypatch):
     for i, limit in enumerate(limits):
         leave(limit)
         assert error(there.decode(z), want) < LIMIT["float32"]
-        assert there.last_run.peak_bytes <= limit and len(there.last_run.notes) == i
+        assert (
+            there.last_run.peak_bytes <= limit and len(there.last_run.notes) >= i
+        )  # plans that the curve leaves out too
     leave(there.smallest("decode", 48, 32) - 512)
     says = r"decode of 48x32 needs .* more and .* are free on cuda:0: (\d+)x\1 would fit"
     with pytest.raises(MemoryError, match=says) as caught:

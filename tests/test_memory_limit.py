@@ -342,7 +342,7 @@ def test_where_there_is_one_plan_of_a_size():
                 error.smallest = size
                 raise error
             peak = {"weights": 1000, "workspace": 0, "output": height * width}
-            return {"peak": peak, "reserved": size, "work": 1.0, "stripe_bytes": 0}
+            return {"peak": peak, "reserved": size, "work": 1.0}
 
     plans = Plans(Core(), dict(op="decode", height=8, width=8))
     assert taken(plans.within(0)) == taken(plans.within(1064)) == plans.smallest()[0] == 1064

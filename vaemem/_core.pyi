@@ -29,7 +29,6 @@ class _Plan(TypedDict):
     backend: str
     threads: int
     work: float
-    stripe_bytes: int
     steps: list[_Step]
     overflow: bool  # of a run
 

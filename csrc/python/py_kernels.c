@@ -279,7 +279,7 @@ static PyObject *run_pass(PyObject *Py_UNUSED(module), PyObject *args) {
     const vm_weight w = {p.y.c, p.x.c, (size_t)p.ksize};
     const bool conv = p.kind == VM_PASS_CONV;
     const vm_limits limits = {threads, 0};
-    const vm_manner manner = {b->cut(b, &p).rows, by_task};
+    const vm_manner manner = {b->cut(b, &p, by_task).rows, false, by_task};
     const vm_needs needed = b->needs(b, &p, &limits, manner);
     const size_t need[10] = {rows_floats(&p.x),
                              rows_floats(&p.y),
@@ -345,7 +345,7 @@ static PyObject *needs(PyObject *Py_UNUSED(module), PyObject *args) {
     p.up = up;
     p.norm = VM_NORM_GROUP, p.stats = true; /* the most that the pass can want */
     const vm_limits limits = {threads, 0};
-    const vm_needs needed = b->needs(b, &p, &limits, (vm_manner){b->cut(b, &p).rows, by_task});
+    const vm_needs needed = b->needs(b, &p, &limits, (vm_manner){b->cut(b, &p, by_task).rows, false, by_task});
     return Py_BuildValue("nn", (Py_ssize_t)scratch_floats(&needed),
                          (Py_ssize_t)(needed.parts * vm_stats_floats(p.y.c)));
 }

@@ -26,12 +26,11 @@ static PyObject *step_item(const void *context, size_t i) {
 static PyObject *summary(const vm_plan *plan, const vm_run *run) {
     PyObject *steps = vm_py_list(plan->steps, step_item, &(told){plan, run});
     if (!steps) return NULL;
-    return Py_BuildValue(
-        "{s:N, s:n, s:n, s:s, s:i, s:d, s:n, s:N, s:N}", "peak", bytes_dict(run ? run->peak : plan->peak), "reserved",
-        (Py_ssize_t)(run ? run->reserved : plan->reserved), "arena",
-        (Py_ssize_t)(plan->arena_bytes + (run ? run->reserved - plan->reserved : 0)), "backend",
-        plan->ask.backend->name, "threads", (int)plan->ask.limits.threads, "work", plan->work, "stripe_bytes",
-        (Py_ssize_t)plan->ask.limits.stripe_bytes, "steps", steps, "overflow", PyBool_FromLong(run && run->overflow));
+    return Py_BuildValue("{s:N, s:n, s:n, s:s, s:i, s:d, s:N, s:N}", "peak", bytes_dict(run ? run->peak : plan->peak),
+                         "reserved", (Py_ssize_t)(run ? run->reserved : plan->reserved), "arena",
+                         (Py_ssize_t)(plan->arena_bytes + (run ? run->reserved - plan->reserved : 0)), "backend",
+                         plan->ask.backend->name, "threads", (int)plan->ask.limits.threads, "work", plan->work, "steps",
+                         steps, "overflow", PyBool_FromLong(run && run->overflow));
 }
 
 static const struct {

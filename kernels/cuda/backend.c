@@ -1,27 +1,37 @@
-/* A pass on a GPU, stripe by stripe (cuda.h):
+/* A pass on a GPU, or some rows of it, stripe by stripe (cuda.h):
  *
  *   merge: the sums that x's producer left -> scale, shift
  *   for each stripe of rows of y:   x --load--> stripe in --cuDNN--> raw stripe --store--> y and its sums
  *
- *   scratch:  scale | shift | factors | stripe in | raw stripe         workspace: cuDNN's
+ *   prepared: scale | shift        scratch: factors | stripe in | raw stripe        workspace: cuDNN's
  *
- * A norm of one pixel has factors of its pixels: pixel_norm makes those that a stripe needs, before its load.
+ * A norm of one pixel has factors of its pixels: pixel_norm makes those that a stripe needs, before its load. Our own
+ * convolution takes any rows in one kernel, without stripes but for factors, and the user's pixels as rows.
  *
- * The two stripes take at most limits.stripe_bytes, so no copy of a tensor is ever stored whole. They go down the image
- * in order on one stream, so y may lie in x's place where a pixel of y needs only that pixel of x. */
+ * Where a pass runs whole its stripes take at most limits.stripe_bytes, so no copy of a tensor is ever stored whole.
+ * Else a stripe is a step of a chain. They go down the image in order on one stream, so y may lie in x's place where a
+ * pixel of y needs only that pixel of x. */
 #include <math.h>
 
 #include "gpu.h"
 
-enum { PARTS_WANTED = 2048, PART_LEAST = 192 };
+enum {
+    PARTS_WANTED = 2048,
+    PART_LEAST = 192,
+    WAVES = 1,        /* in a step, of tiles that are at work at the same time: 1, 2 or 4, as a GPU will say */
+    TILE = 128 * 128, /* numbers of y that cuDNN is taken to compute in a block */
+    LEAST_ROWS = 4    /* of y that it is given in a step */
+};
+static const double stepped_cost = 1.05; /* of a pass in steps, relative to it whole: assumed, for no GPU has said */
 
 /* How a convolution is cut; sizes in elements. */
 typedef struct shape {
-    size_t rows;                            /* of y in a stripe */
-    size_t in_w, in_c;                      /* of the padded stripe */
-    size_t raw_w, raw_c;                    /* of what the convolution gives */
-    size_t k, stride, pad;                  /* of the filter as it is convolved */
-    size_t scale, factor, in, raw, scratch; /* bytes: offsets in scratch, and its size */
+    bool own;
+    size_t rows;                     /* of y in a stripe */
+    size_t in_w, in_c;               /* of the stripe */
+    size_t raw_w, raw_c;             /* of what cuDNN gives */
+    size_t k, stride, pad;           /* of the filter as it is convolved */
+    size_t factor, in, raw, scratch; /* bytes: offsets in scratch, and its size */
 } shape;
 
 /* Elements from pixel to pixel: channels lie side by side. */
@@ -38,68 +48,22 @@ static ptrdiff_t top_of(const vm_pass *p, const shape *s, size_t row0) {
 
 static size_t put_bytes(size_t *end, size_t bytes) { return vm_put_bytes(end, bytes, 256); }
 
-/* What a norm needs on load, of `rows` rows of x. */
-static void lay_out_norm(const vm_pass *p, shape *s, size_t rows) {
-    s->scratch = 0;
-    s->scale = put_bytes(&s->scratch, p->norm ? 2 * s->in_c * sizeof(float) : 0);
-    s->factor = put_bytes(&s->scratch, p->norm == VM_NORM_PIXEL ? rows * p->x.w * sizeof(float) : 0);
+static size_t prepared_bytes(const vm_pass *p) {
+    return p->norm ? VM_ROUND_UP(2 * vm_padded(p->x.c) * sizeof(float), 256) : 0;
 }
 
 /* Fills the layout for stripes of `rows`. */
 static void lay_out(const vm_pass *p, shape *s, size_t rows, size_t element) {
+    const size_t padded = in_rows(p, s, rows), there = VM_MIN(padded, p->x.h);
+    const size_t in = !s->own ? padded : p->x_format == VM_ROWS ? 0 : there;
     s->rows = rows;
-    lay_out_norm(p, s, VM_MIN(in_rows(p, s, rows), p->x.h));
-    s->in = put_bytes(&s->scratch, in_rows(p, s, rows) * s->in_w * s->in_c * element);
-    s->raw = put_bytes(&s->scratch, (p->up ? rows / 2 + 1 : rows) * s->raw_w * s->raw_c * element);
+    s->scratch = 0;
+    s->factor = put_bytes(&s->scratch, p->norm == VM_NORM_PIXEL ? there * p->x.w * sizeof(float) : 0);
+    s->in = put_bytes(&s->scratch, in * s->in_w * s->in_c * element);
+    s->raw = put_bytes(&s->scratch, s->own ? 0 : (p->up ? rows / 2 + 1 : rows) * s->raw_w * s->raw_c * element);
 }
 
-static shape shape_of(const vm_pass *p, const vm_limits *limits, size_t element) {
-    shape s = {.k = p->up ? 2 : (size_t)p->ksize, .stride = (size_t)p->stride, .pad = (size_t)p->pad};
-    s.in_c = vm_padded(p->x.c);
-    s.raw_c = vm_padded(p->y.c) * (p->up ? 4 : 1);
-    s.raw_w = p->up ? p->x.w + 1 : p->y.w;
-    s.in_w = p->up ? p->x.w + 2 : (p->y.w - 1) * s.stride + s.k;
-    /* the most rows that fit, by bisection; then as many stripes of nearly the same height */
-    const size_t even = p->up ? 2 : 1;
-    size_t low = even, high = p->y.h;
-    while (low < high) {
-        const size_t rows = VM_ROUND_UP((low + high) / 2 + 1, even);
-        lay_out(p, &s, VM_MIN(rows, p->y.h), element);
-        if (s.scratch > limits->stripe_bytes)
-            high = VM_MIN(rows, p->y.h) - even;
-        else
-            low = VM_MIN(rows, p->y.h);
-    }
-    const size_t stripes = (p->y.h + low - 1) / low;
-    lay_out(p, &s, VM_ROUND_UP((p->y.h + stripes - 1) / stripes, even), element);
-    return s;
-}
-
-/* Pixels of one partial sum: parts enough to keep the GPU busy, and few enough to be stored and merged. */
-static size_t part_pixels(const vm_pass *p) { return VM_MAX(p->y.h * p->y.w / PARTS_WANTED, PART_LEAST); }
-
-static size_t parts_of(const vm_pass *p, size_t rows) {
-    const size_t pixels = part_pixels(p);
-    return (rows * p->y.w + pixels - 1) / pixels;
-}
-
-static size_t stripe_rows(const vm_pass *p, const shape *s, size_t row0) { return VM_MIN(s->rows, p->y.h - row0); }
-
-static vm_conv_key key_of(const vm_gpu *g, const vm_pass *p, const vm_limits *limits, const shape *s, size_t rows) {
-    const int64_t x[4] = {1, (int64_t)s->in_c, (int64_t)in_rows(p, s, rows), (int64_t)s->in_w};
-    vm_conv conv = vm_conv_square(g->backend.dtype, x, (int64_t)s->raw_c, (int64_t)s->k, (int64_t)s->stride, 0);
-    conv.tf32 = g->tf32;
-    conv.nhwc = true;
-    /* On GPUs other than Hopper cuDNN's TF32 engines want tens of megabytes; with less it computes in plain float32. */
-    const size_t least = g->tf32 ? 64u << 20 : 1u << 20, usual = VM_MAX(limits->stripe_bytes / 5 * 2, least);
-    /* What cuDNN 9.28 ranks first for plain float32 on a described H200 or A100 (engine 1) copies its tensors into
-     * another layout: it wants the bytes of x, y and the filters, and some KiB. */
-    const size_t copies = s->scratch + s->raw_c * s->k * s->k * s->in_c * sizeof(float) + least;
-    const bool copy = limits->ample && g->backend.dtype == VM_F32 && !g->tf32;
-    return (vm_conv_key){conv, copy ? VM_MAX(usual, copies) : usual};
-}
-
-/* ---- our own convolution: a pass in one kernel; only the user's pixels are first converted, whole, by load ---- */
+/* ---- our own convolution ---- */
 
 static vm_conv_args own_args(const vm_pass *p) {
     return (vm_conv_args){.x_h = (uint32_t)p->x.h,
@@ -130,45 +94,127 @@ static vm_conv_tile own_tile(const vm_gpu *g, const vm_pass *p) {
                           (uint32_t)g->multiprocessors);
 }
 
-/* scratch: scale | shift | factors | the user's pixels as rows */
-static shape own_shape(const vm_pass *p, size_t element) {
-    shape s = {.rows = p->y.h, .in_w = p->x.w, .in_c = vm_padded(p->x.c), .k = 1, .stride = 1};
-    lay_out_norm(p, &s, p->x.h);
-    s.in = put_bytes(&s.scratch, p->x_format == VM_ROWS ? 0 : p->x.h * s.in_w * s.in_c * element);
+/* Rows of y in a row of its tiles. */
+static size_t tile_rows(const vm_pass *p, const vm_conv_tile *t) { return t->rows * (p->up ? 2 : 1); }
+
+/* ---- steps and stripes ---- */
+
+/* Of a step: tiles enough for the whole device, or where that is tight one row of them. */
+typedef struct slab {
+    size_t rows; /* of y */
+    double cost;
+} slab;
+
+static slab slab_of(const vm_gpu *g, const vm_pass *p, bool tight) {
+    const vm_conv_tile t = own_tile(g, p);
+    const vm_conv_args a = own_args(p);
+    const size_t unit = t.rows ? tile_rows(p, &t) : LEAST_ROWS, units = (p->y.h + unit - 1) / unit;
+    const size_t tiles = t.rows ? vm_conv_row_items(&a, t) : VM_MAX(unit * p->y.w * vm_padded(p->y.c) / TILE, 1);
+    const size_t wave = WAVES * (size_t)g->multiprocessors * (t.rows ? t.resident : 1);
+    const size_t enough = VM_MIN((wave + tiles - 1) / tiles, units), some = tight ? 1 : enough;
+    return (slab){VM_MIN(some * unit, p->y.h), stepped_cost * (double)enough / (double)some};
+}
+
+/* The filter, and what does not depend on the stripe's height. */
+static shape shape_of_pass(const vm_gpu *g, const vm_pass *p) {
+    shape s = {.own = own_tile(g, p).rows, .k = p->up ? 2 : (size_t)p->ksize, .stride = (size_t)p->stride};
+    s.pad = (size_t)p->pad;
+    s.in_c = vm_padded(p->x.c);
+    s.raw_c = vm_padded(p->y.c) * (p->up ? 4 : 1);
+    s.raw_w = p->up ? p->x.w + 1 : p->y.w;
+    s.in_w = s.own ? p->x.w : p->up ? p->x.w + 2 : (p->y.w - 1) * s.stride + s.k;
     return s;
 }
 
-/* Passes run whole. */
-vm_cut vm_gpu_cut(const vm_backend *b, const vm_pass *p) {
-    (void)b;
-    return (vm_cut){.rows = 1, .columns = 1, .out_rows = p->y.h, .in_rows = p->x.h};
+static shape shape_of(const vm_gpu *g, const vm_pass *p, const vm_limits *limits, vm_manner manner) {
+    const size_t element = vm_dtype_bytes(g->backend.dtype);
+    shape s = shape_of_pass(g, p);
+    if (manner.stepped || s.own) {
+        const bool whole = !manner.stepped || (s.own && p->norm != VM_NORM_PIXEL && p->x_format == VM_ROWS);
+        lay_out(p, &s, whole ? p->y.h : slab_of(g, p, manner.tight).rows, element);
+        return s;
+    }
+    /* the most rows that fit, by bisection; then as many stripes of nearly the same height */
+    const size_t even = p->up ? 2 : 1;
+    size_t low = even, high = p->y.h;
+    while (low < high) {
+        const size_t rows = VM_ROUND_UP((low + high) / 2 + 1, even);
+        lay_out(p, &s, VM_MIN(rows, p->y.h), element);
+        if (prepared_bytes(p) + s.scratch > limits->stripe_bytes)
+            high = VM_MIN(rows, p->y.h) - even;
+        else
+            low = VM_MIN(rows, p->y.h);
+    }
+    const size_t stripes = (p->y.h + low - 1) / low;
+    lay_out(p, &s, VM_ROUND_UP((p->y.h + stripes - 1) / stripes, even), element);
+    return s;
+}
+
+vm_cut vm_gpu_cut(const vm_backend *b, const vm_pass *p, bool tight) {
+    if (p->kind != VM_PASS_CONV)
+        return (vm_cut){.rows = 1, .columns = 1, .out_rows = p->y.h, .in_rows = p->x.h, .cost = 1};
+    const shape s = shape_of_pass(b->self, p);
+    const slab step = slab_of(b->self, p, tight);
+    return (vm_cut){.rows = (p->y.h + step.rows - 1) / step.rows,
+                    .columns = 1,
+                    .out_rows = step.rows,
+                    .together = 1,
+                    .in_step = p->up ? step.rows / 2 : step.rows * s.stride,
+                    .in_rows = in_rows(p, &s, step.rows),
+                    .pad = s.pad,
+                    .cost = step.cost};
+}
+
+/* Pixels of one partial sum: parts enough to keep the GPU busy, and few enough to be stored and merged. */
+static size_t part_pixels(const vm_pass *p) { return VM_MAX(p->y.h * p->y.w / PARTS_WANTED, PART_LEAST); }
+
+static size_t parts_of(const vm_pass *p, size_t rows) {
+    const size_t pixels = part_pixels(p);
+    return (rows * p->y.w + pixels - 1) / pixels;
+}
+
+static size_t stripe_rows(const vm_pass *p, const shape *s, size_t row0) { return VM_MIN(s->rows, p->y.h - row0); }
+
+static vm_conv_key key_of(const vm_gpu *g, const vm_pass *p, const vm_limits *limits, vm_manner manner, const shape *s,
+                          size_t rows) {
+    const int64_t x[4] = {1, (int64_t)s->in_c, (int64_t)in_rows(p, s, rows), (int64_t)s->in_w};
+    vm_conv conv = vm_conv_square(g->backend.dtype, x, (int64_t)s->raw_c, (int64_t)s->k, (int64_t)s->stride, 0);
+    conv.tf32 = g->tf32;
+    conv.nhwc = true;
+    /* On GPUs other than Hopper cuDNN's TF32 engines want tens of megabytes; with less it computes in plain float32. */
+    const size_t least = g->tf32 ? 64u << 20 : 1u << 20, copied = manner.stepped ? s->scratch : limits->stripe_bytes;
+    const size_t usual = VM_MAX(copied / 5 * 2, least);
+    /* What cuDNN 9.28 ranks first for plain float32 on a described H200 or A100 (engine 1) copies its tensors into
+     * another layout: it wants the bytes of x, y and the filters, and some KiB. */
+    const size_t copies = s->scratch + s->raw_c * s->k * s->k * s->in_c * sizeof(float) + least;
+    const bool copy = !manner.stepped && g->backend.dtype == VM_F32 && !g->tf32;
+    return (vm_conv_key){conv, copy ? VM_MAX(usual, copies) : usual};
 }
 
 vm_needs vm_gpu_needs(const vm_backend *b, const vm_pass *p, const vm_limits *limits, vm_manner manner) {
-    (void)manner;
     if (p->kind != VM_PASS_CONV) return (vm_needs){0};
-    const size_t element = vm_dtype_bytes(b->dtype);
     const vm_conv_tile tile = own_tile(b->self, p);
     const vm_conv_args a = own_args(p);
-    if (tile.rows)
-        return (vm_needs){.scratch = own_shape(p, element).scratch, .parts = p->stats ? vm_conv_parts(&a, tile) : 0};
-    const shape s = shape_of(p, limits, element);
-    vm_needs n = {.scratch = s.scratch};
-    for (size_t row = 0; p->stats && row < p->y.h; row += s.rows) n.parts += parts_of(p, stripe_rows(p, &s, row));
+    const shape s = shape_of(b->self, p, limits, manner);
+    vm_needs n = {.prepared = prepared_bytes(p), .scratch = s.scratch};
+    if (p->stats && s.own) n.parts = vm_conv_parts(&a, tile);
+    for (size_t row = 0; p->stats && !s.own && row < p->y.h; row += s.rows)
+        n.parts += parts_of(p, stripe_rows(p, &s, row));
     return n;
 }
 
-vm_status vm_gpu_workspace(const vm_backend *b, const vm_pass *p, const vm_limits *limits, size_t *bytes) {
+vm_status vm_gpu_workspace(const vm_backend *b, const vm_pass *p, const vm_limits *limits, vm_manner manner,
+                           size_t *bytes) {
     vm_gpu *g = b->self;
     *bytes = 0;
     if (p->kind != VM_PASS_CONV || own_tile(g, p).rows) return VM_OK;
     if (!g->convs) return vm_fail(VM_EDEVICE, "%s", g->no_cudnn);
-    const shape s = shape_of(p, limits, vm_dtype_bytes(b->dtype));
+    const shape s = shape_of(g, p, limits, manner);
     const size_t last = p->y.h % s.rows;
     VM_ENTER(g);
     vm_status status = VM_OK;
     for (int i = 0; i < (last ? 2 : 1) && !status; i++) {
-        const vm_conv_key key = key_of(g, p, limits, &s, i ? last : s.rows);
+        const vm_conv_key key = key_of(g, p, limits, manner, &s, i ? last : s.rows);
         size_t one = 0;
         status = vm_cudnn_convs_bytes(g->convs, &key, &one);
         if (g->autotune) one = key.limit; /* which plan wins is known when there is memory to run them on */
@@ -176,6 +222,8 @@ vm_status vm_gpu_workspace(const vm_backend *b, const vm_pass *p, const vm_limit
     }
     return status;
 }
+
+/* ---- launches ---- */
 
 static vm_status launch(const vm_gpu *g, CUfunction kernel, size_t x, size_t y, size_t threads, size_t shared,
                         void *args) {
@@ -186,15 +234,24 @@ static vm_status launch(const vm_gpu *g, CUfunction kernel, size_t x, size_t y, 
                            "launching a kernel");
 }
 
-static float *scale_at(const vm_operands *at, const shape *s) { return (float *)((char *)at->scratch + s->scale); }
-static float *factor_at(const vm_operands *at, const shape *s) { return (float *)((char *)at->scratch + s->factor); }
+/* Of a view, of which the rows from `first` on are used. */
+static vm_ring_rows ring_of(const vm_view *v, size_t first) {
+    if (v->ring == SIZE_MAX) return (vm_ring_rows){0, 0};
+    return (vm_ring_rows){(uint32_t)(first % v->ring) - (uint32_t)first, (uint32_t)v->ring};
+}
 
-static vm_status merge(const vm_gpu *g, const vm_pass *p, const vm_operands *at, const shape *s) {
+static float *scale_of(const vm_pass *p, const vm_operands *at) { return p->norm ? at->prepared : NULL; }
+static float *shift_of(const vm_pass *p, const vm_operands *at) {
+    return p->norm ? (float *)at->prepared + vm_padded(p->x.c) : NULL;
+}
+static void *scratch_at(const vm_operands *at, size_t offset) { return (char *)at->scratch + offset; }
+
+static vm_status merge(const vm_gpu *g, const vm_pass *p, const vm_operands *at) {
     vm_merge_args a = {.stats = at->x_stats,
                        .gamma = at->gamma,
                        .beta = at->beta,
-                       .scale = scale_at(at, s),
-                       .shift = scale_at(at, s) + s->in_c,
+                       .scale = scale_of(p, at),
+                       .shift = shift_of(p, at),
                        .parts = (uint32_t)at->x_parts,
                        .c = (uint32_t)p->x.c,
                        .groups = (uint32_t)p->groups,
@@ -202,19 +259,32 @@ static vm_status merge(const vm_gpu *g, const vm_pass *p, const vm_operands *at,
     return launch(g, g->kernel[VM_KERNEL_MERGE], p->groups, 1, VM_CUDA_THREADS, 0, &a);
 }
 
-/* Of `rows` rows of x. */
-static vm_status pixel_norm(const vm_gpu *g, const vm_pass *p, const vm_operands *at, const shape *s, size_t row,
-                            size_t rows) {
-    vm_pixel_norm_args a = {.x = (char *)at->x.data + row * at->x.row * vm_dtype_bytes(g->backend.dtype),
+/* Rows [first, end) of x. */
+typedef struct span {
+    size_t first, end;
+} span;
+
+/* Those that rows [row, row + rows) of y need. */
+static span needed(const vm_pass *p, const shape *s, size_t row, size_t rows) {
+    const ptrdiff_t top = top_of(p, s, row);
+    return (span){(size_t)VM_MAX(top, 0), VM_MIN((size_t)(top + (ptrdiff_t)in_rows(p, s, rows)), p->x.h)};
+}
+
+static vm_status pixel_norm(const vm_gpu *g, const vm_pass *p, const vm_operands *at, const shape *s, span x) {
+    const vm_ring_rows ring = ring_of(&at->x, x.first);
+    const size_t pixels = (x.end - x.first) * p->x.w;
+    vm_pixel_norm_args a = {.x = at->x.data,
                             .gamma = at->gamma,
-                            .factor = factor_at(at, s),
-                            .scale = scale_at(at, s),
-                            .shift = scale_at(at, s) + s->in_c,
-                            .pixels = (uint32_t)(rows * p->x.w),
+                            .factor = scratch_at(at, s->factor),
+                            .scale = scale_of(p, at),
+                            .shift = shift_of(p, at),
+                            .first = vm_ring_row(ring, (uint32_t)x.first) * (uint32_t)p->x.w,
+                            .pixels = (uint32_t)pixels,
+                            .ring_pixels = ring.rows * (uint32_t)p->x.w,
                             .c = (uint32_t)p->x.c,
                             .x_pitch = pitch_of(&at->x, &p->x),
                             .least = p->eps * p->x_scale};
-    const size_t blocks = (rows * p->x.w + VM_CUDA_THREADS / 8 - 1) / (VM_CUDA_THREADS / 8);
+    const size_t blocks = (pixels + VM_CUDA_THREADS / 8 - 1) / (VM_CUDA_THREADS / 8);
     const size_t most = (size_t)g->multiprocessors * 32;
     return launch(g, g->kernel[VM_KERNEL_PIXEL_NORM], VM_MIN(blocks, most), 1, VM_CUDA_THREADS, 0, &a);
 }
@@ -222,30 +292,28 @@ static vm_status pixel_norm(const vm_gpu *g, const vm_pass *p, const vm_operands
 /* The factor from x's power of two, or from a normalised x, to y's. */
 static float multiplier(const vm_pass *p) { return p->norm ? p->y_scale : p->y_scale / p->x_scale; }
 
+/* For cuDNN with zeros around; for our own convolution as it is. */
 static vm_status load(const vm_gpu *g, const vm_pass *p, const vm_operands *at, const shape *s, size_t row0,
                       size_t rows) {
-    const size_t n = in_rows(p, s, rows);
-    const ptrdiff_t top = top_of(p, s, row0);
-    const bool of_pixels = p->norm == VM_NORM_PIXEL;
-    const size_t first = (size_t)VM_MAX(top, 0), end = VM_MIN((size_t)(top + (ptrdiff_t)n), p->x.h);
-    vm_status status = of_pixels ? pixel_norm(g, p, at, s, first, end - first) : VM_OK;
-    if (status) return status;
+    const span x = needed(p, s, row0, rows);
+    const size_t n = s->own ? x.end - x.first : in_rows(p, s, rows);
     const vm_numbers *part = p->x_format == VM_ROWS ? NULL : at->numbers;
     const size_t pixel = part ? (size_t)part->pixel : 1, channel = part ? (size_t)part->channel : 0;
     vm_load_args a = {.x = p->x_format == VM_ROWS ? at->x.data : at->x_pixels,
-                      .out = (char *)at->scratch + s->in,
-                      .scale = p->norm ? scale_at(at, s) : NULL,
-                      .shift = p->norm ? scale_at(at, s) + s->in_c : NULL,
-                      .factor = of_pixels ? factor_at(at, s) : NULL,
-                      .first_factor = (uint32_t)(first * p->x.w),
+                      .out = scratch_at(at, s->in),
+                      .scale = scale_of(p, at),
+                      .shift = shift_of(p, at),
+                      .factor = p->norm == VM_NORM_PIXEL ? scratch_at(at, s->factor) : NULL,
+                      .first_factor = (uint32_t)(x.first * p->x.w),
                       .x_plane = part ? channel / pixel : p->x.h * p->x.w,
                       .x_h = (uint32_t)p->x.h,
                       .x_w = (uint32_t)p->x.w,
                       .x_c = (uint32_t)p->x.c,
                       .x_pitch = pitch_of(&at->x, &p->x),
                       .x_row = (uint32_t)(part ? (size_t)part->row / pixel : p->x.w),
-                      .top = (int32_t)top,
-                      .left = -(int32_t)s->pad,
+                      .x_ring = ring_of(&at->x, x.first),
+                      .top = s->own ? (int32_t)x.first : (int32_t)top_of(p, s, row0),
+                      .left = s->own ? 0 : -(int32_t)s->pad,
                       .rows = (uint32_t)n,
                       .width = (uint32_t)s->in_w,
                       .channels = (uint32_t)s->in_c,
@@ -261,19 +329,22 @@ static vm_status load(const vm_gpu *g, const vm_pass *p, const vm_operands *at, 
 }
 
 static vm_status store(const vm_gpu *g, const vm_pass *p, const vm_operands *at, const shape *s, size_t row0,
-                       size_t rows, size_t part0) {
+                       size_t rows) {
     const bool own = p->y_format == VM_ROWS;
-    vm_store_args a = {.raw = (char *)at->scratch + s->raw,
+    const size_t part = row0 / s->rows * parts_of(p, s->rows);
+    vm_store_args a = {.raw = scratch_at(at, s->raw),
                        .bias = at->bias,
                        .add = p->add ? at->add.data : NULL,
                        .y = own ? at->y.data : at->y_pixels,
-                       .stats = p->stats ? at->y_stats + part0 * vm_stats_floats(p->y.c) : NULL,
+                       .stats = p->stats ? at->y_stats + part * vm_stats_floats(p->y.c) : NULL,
                        .flags = g->flags,
                        .y_h = (uint32_t)p->y.h,
                        .y_w = (uint32_t)p->y.w,
                        .y_c = (uint32_t)p->y.c,
                        .y_pitch = pitch_of(&at->y, &p->y),
                        .add_pitch = pitch_of(&at->add, &p->y),
+                       .y_ring = ring_of(&at->y, row0),
+                       .add_ring = ring_of(&at->add, row0),
                        .row0 = (uint32_t)row0,
                        .rows = (uint32_t)rows,
                        .channels = (uint32_t)vm_padded(p->y.c),
@@ -293,55 +364,69 @@ static vm_status store(const vm_gpu *g, const vm_pass *p, const vm_operands *at,
 /* Whether cuDNN may read x itself: there is nothing to do on load, and x's pixels are packed. */
 static bool reads_x(const vm_pass *p, const vm_operands *at, const shape *s) {
     return p->ksize == 1 && !p->norm && !p->affine && !p->act && p->x_format == VM_ROWS &&
-           pitch_of(&at->x, &p->x) == s->in_c && p->x_scale == p->y_scale;
+           pitch_of(&at->x, &p->x) == s->in_c && p->x_scale == p->y_scale && at->x.ring == SIZE_MAX;
 }
 
-static vm_status conv(vm_gpu *g, const vm_pass *p, const vm_operands *at, const vm_limits *limits) {
-    const shape s = shape_of(p, limits, vm_dtype_bytes(g->backend.dtype));
-    const bool direct = reads_x(p, at, &s);
-    vm_status status = p->norm == VM_NORM_GROUP ? merge(g, p, at, &s) : VM_OK;
-    for (size_t row = 0, part = 0; row < p->y.h && !status; row += s.rows) {
-        const size_t rows = stripe_rows(p, &s, row);
-        const vm_conv_key key = key_of(g, p, limits, &s, rows);
-        const char *in = direct ? (char *)at->x.data + row * p->x.w * s.in_c * vm_dtype_bytes(g->backend.dtype)
-                                : (char *)at->scratch + s.in;
-        if (!direct) status = load(g, p, at, &s, row, rows);
-        char *raw = (char *)at->scratch + s.raw;
-        if (!status && g->autotune && !g->outside)
-            status = vm_cudnn_convs_tune(g->convs, &key, g->stream, in, at->weight, raw, at->workspace, vm_gpu_time, g);
-        if (!status) status = vm_cudnn_convs_run(g->convs, &key, g->stream, in, at->weight, raw, at->workspace);
-        if (!status) status = store(g, p, at, &s, row, rows, part);
-        part += parts_of(p, rows);
-    }
-    return status;
+/* A stripe. */
+static vm_status conv(vm_gpu *g, const vm_pass *p, const vm_operands *at, const vm_limits *limits, const shape *s,
+                      size_t row, size_t rows) {
+    const vm_conv_key key = key_of(g, p, limits, at->manner, s, rows);
+    const bool direct = reads_x(p, at, s);
+    const char *in =
+        direct ? (char *)at->x.data + row * p->x.w * s->in_c * vm_dtype_bytes(g->backend.dtype) : scratch_at(at, s->in);
+    char *raw = scratch_at(at, s->raw);
+    vm_status status = direct ? VM_OK : load(g, p, at, s, row, rows);
+    if (!status && g->autotune && !g->outside)
+        status = vm_cudnn_convs_tune(g->convs, &key, g->stream, in, at->weight, raw, at->workspace, vm_gpu_time, g);
+    if (!status) status = vm_cudnn_convs_run(g->convs, &key, g->stream, in, at->weight, raw, at->workspace);
+    return status ? status : store(g, p, at, s, row, rows);
 }
 
-static vm_status own_conv(vm_gpu *g, const vm_pass *p, const vm_operands *at, const vm_conv_tile *tile) {
-    const shape s = own_shape(p, vm_dtype_bytes(g->backend.dtype));
-    const bool rows = p->x_format == VM_ROWS, own_y = p->y_format == VM_ROWS;
+static vm_status own_conv(vm_gpu *g, const vm_pass *p, const vm_operands *at, const shape *s, size_t row, size_t rows) {
+    const bool from_rows = p->x_format == VM_ROWS, to_rows = p->y_format == VM_ROWS;
+    const vm_conv_tile tile = own_tile(g, p);
+    const size_t height = tile_rows(p, &tile);
+    const span x = needed(p, s, row, rows);
     CUfunction kernel;
-    vm_status status = vm_gpu_conv_kernel(g, tile, &kernel);
-    if (!status && p->norm == VM_NORM_GROUP) status = merge(g, p, at, &s);
-    if (!status && p->norm == VM_NORM_PIXEL) status = pixel_norm(g, p, at, &s, 0, p->x.h);
-    if (!status && !rows) status = load(g, p, at, &s, 0, p->x.h);
+    vm_status status = vm_gpu_conv_kernel(g, &tile, &kernel);
+    if (!status && !from_rows) status = load(g, p, at, s, row, rows);
     if (status) return status;
     vm_conv_args a = own_args(p);
-    a.x = rows ? (const void *)at->x.data : (const char *)at->scratch + s.in;
-    a.x_pitch = rows ? pitch_of(&at->x, &p->x) : (uint32_t)s.in_c;
+    a.x = from_rows ? at->x.data : scratch_at(at, s->in);
+    a.x_pitch = from_rows ? pitch_of(&at->x, &p->x) : (uint32_t)s->in_c;
+    a.x_ring = from_rows ? ring_of(&at->x, x.first) : (vm_ring_rows){-(uint32_t)x.first, 0};
     a.w = at->weight;
-    a.scale = p->norm ? scale_at(at, &s) : NULL;
-    a.shift = p->norm ? scale_at(at, &s) + s.in_c : NULL;
-    a.factor = p->norm == VM_NORM_PIXEL ? factor_at(at, &s) : NULL;
+    a.scale = scale_of(p, at);
+    a.shift = shift_of(p, at);
+    a.factor = p->norm == VM_NORM_PIXEL ? scratch_at(at, s->factor) : NULL;
+    a.first_factor = (uint32_t)(x.first * p->x.w);
     a.bias = at->bias;
     a.add = p->add ? at->add.data : NULL;
     a.add_pitch = pitch_of(&at->add, &p->y);
-    a.y = own_y ? (void *)at->y.data : at->y_pixels;
+    a.add_ring = ring_of(&at->add, row);
+    a.y = to_rows ? at->y.data : at->y_pixels;
     a.y_pitch = pitch_of(&at->y, &p->y);
+    a.y_ring = ring_of(&at->y, row);
+    a.first_item = (uint32_t)(row / height) * vm_conv_row_items(&a, tile);
+    a.items = (uint32_t)((rows + height - 1) / height) * vm_conv_row_items(&a, tile);
     a.stats = p->stats ? at->y_stats : NULL;
     a.flags = g->flags;
-    a.multiply = !rows ? 1 : multiplier(p);
-    if (!rows) a.act = VM_ACT_NONE; /* load has done it */
-    return launch(g, kernel, vm_conv_grid(&a, *tile, (uint32_t)g->multiprocessors), 1, tile->threads, tile->shared, &a);
+    a.multiply = !from_rows ? 1 : multiplier(p);
+    if (!from_rows) a.act = VM_ACT_NONE; /* load has done it */
+    return launch(g, kernel, vm_conv_grid(&a, tile, (uint32_t)g->multiprocessors), 1, tile.threads, tile.shared, &a);
+}
+
+/* Rows [row, end) of y, of which the first begins a step. */
+static vm_status convolve(vm_gpu *g, const vm_pass *p, const vm_operands *at, const vm_limits *limits, size_t row,
+                          size_t end) {
+    const shape s = shape_of(g, p, limits, at->manner);
+    vm_status status = VM_OK;
+    for (size_t rows; row < end && !status; row += rows) {
+        rows = VM_MIN(s.rows, end - row);
+        if (p->norm == VM_NORM_PIXEL) status = pixel_norm(g, p, at, &s, needed(p, &s, row, rows));
+        if (!status) status = s.own ? own_conv(g, p, at, &s, row, rows) : conv(g, p, at, limits, &s, row, rows);
+    }
+    return status;
 }
 
 static vm_status attention(vm_gpu *g, const vm_pass *p, const vm_operands *at) {
@@ -360,10 +445,25 @@ static vm_status attention(vm_gpu *g, const vm_pass *p, const vm_operands *at) {
                   vm_attention_shared(g->backend.dtype, g->attention, (uint32_t)c), &a);
 }
 
+static vm_status step(const vm_tasks *t, size_t row, size_t rows) {
+    const size_t height = vm_gpu_cut(t->backend, t->pass, t->at->manner.tight).out_rows;
+    vm_gpu *g = t->backend->self;
+    VM_ENTER(g);
+    return convolve(g, t->pass, t->at, &t->exec->limits, row * height, VM_MIN((row + rows) * height, t->pass->y.h));
+}
+
+vm_status vm_gpu_prepare(const vm_backend *b, const vm_pass *p, const vm_operands *at, const vm_exec *exec,
+                         vm_tasks *out) {
+    const vm_gpu *g = b->self;
+    *out = (vm_tasks){.rows = step, .backend = b, .pass = p, .at = at, .exec = exec};
+    VM_ENTER(g);
+    return p->norm == VM_NORM_GROUP ? merge(g, p, at) : VM_OK;
+}
+
 vm_status vm_gpu_run(const vm_backend *b, const vm_pass *p, const vm_operands *at, const vm_exec *exec) {
     vm_gpu *g = b->self;
     VM_ENTER(g);
     if (p->kind != VM_PASS_CONV) return attention(g, p, at);
-    const vm_conv_tile tile = own_tile(g, p);
-    return tile.rows ? own_conv(g, p, at, &tile) : conv(g, p, at, &exec->limits);
+    const vm_status status = p->norm == VM_NORM_GROUP ? merge(g, p, at) : VM_OK;
+    return status ? status : convolve(g, p, at, &exec->limits, 0, p->y.h);
 }

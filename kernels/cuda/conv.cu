@@ -39,16 +39,16 @@ VM_DEVICE void vm_conv_store(const vm_conv_args &a, float (&d)[S::M][S::N][4], c
     const T *const add = static_cast<const T *>(a.add);
     T *const y = static_cast<T *>(a.y);
 
-    const auto pixel_of = [&](int r, bool &some) {
+    const auto pixel_of = [&](int r, vm_ring_rows ring, bool &some) {
         const uint32_t row = (row0 + r / 2) * step + at.phase / 2;
         const uint32_t column = (at.column + lane / 4 + r % 2 * 8) * step + at.phase % 2;
         some = WHOLE || (row < a.y_h && column < a.y_w);
-        return (size_t)row * a.y_w + column;
+        return (size_t)vm_ring_row(ring, row) * a.y_w + column;
     };
     uint32_t more[2][S::N / 2][2] = {};
     const auto fetch = [&](int r) {
         bool some;
-        const size_t from = pixel_of(r, some) * a.add_pitch + out + mine;
+        const size_t from = pixel_of(r, a.add_ring, some) * a.add_pitch + out + mine;
 #pragma unroll
         for (int n = 0; n < S::N / 2; n++)
             if (WHOLE || (some && out + n * 16 < outs)) {
@@ -64,7 +64,7 @@ VM_DEVICE void vm_conv_store(const vm_conv_args &a, float (&d)[S::M][S::N][4], c
 #pragma unroll
     for (int r = 0; r < 2 * S::M; r++) {
         bool some;
-        const size_t pixel = pixel_of(r, some);
+        const size_t pixel = pixel_of(r, a.y_ring, some);
         if (add && r + 1 < 2 * S::M) fetch(r + 1);
 #pragma unroll
         for (int n = 0; n < S::N; n += 2) {
@@ -179,10 +179,8 @@ VM_DEVICE void vm_conv_finish(const vm_conv_args &a, float (&d)[S::M][S::N][4], 
 template <typename T, typename S>
 VM_DEVICE void vm_convolve(const vm_conv_args &a, char *shared) {
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, across = warp % S::ACROSS, down = warp / S::ACROSS;
-    const uint32_t taps = a.k * a.k, outs = (a.y_c + S::OUTS - 1) / S::OUTS;
-    const uint32_t h = a.up ? a.x_h : a.y_h, w = a.up ? a.x_w : a.y_w,
-                   columns = (w + VM_CONV_COLUMNS - 1) / VM_CONV_COLUMNS;
-    const uint32_t items = (h + S::ROWS - 1) / S::ROWS * columns * outs * (a.up ? 4 : 1);
+    const uint32_t taps = a.k * a.k;
+    const uint32_t h = a.up ? a.x_h : a.y_h, w = a.up ? a.x_w : a.y_w, items = a.items;
     float *const sums = reinterpret_cast<float *>(shared + S::SUMS);
 
     /* The next chunk's copy was begun before those of the last filters, and copies arrive in order: when the ring has

@@ -29,8 +29,10 @@ struct vm_conv_item {
     uint32_t part, phase, row, column, out;
 };
 
+/* item: of those that are to be computed. */
 template <typename S>
 VM_DEVICE vm_conv_item vm_conv_item_of(const vm_conv_args &a, uint32_t item) {
+    item += a.first_item;
     const uint32_t outs = (a.y_c + S::OUTS - 1) / S::OUTS;
     const uint32_t columns = ((a.up ? a.x_w : a.y_w) + VM_CONV_COLUMNS - 1) / VM_CONV_COLUMNS;
     const uint32_t part = item / outs, tile = a.up ? part / 4 : part;
@@ -88,7 +90,8 @@ VM_DEVICE void vm_conv_fetch_input(const vm_conv_args &a, const vm_conv_input &i
 #pragma unroll 4
     for (int i = 0; i < S::EACH; i++) {
         const vm_conv_vector v = vm_conv_vector_of<S>(a, in, i);
-        if (v.any) vm_copy_async(to + v.at, v.some ? x + ((size_t)v.y * a.x_w + v.x) * a.x_pitch + c : x, v.some);
+        const size_t pixel = (size_t)vm_ring_row(a.x_ring, v.y) * a.x_w + v.x;
+        if (v.any) vm_copy_async(to + v.at, v.some ? x + pixel * a.x_pitch + c : x, v.some);
     }
 }
 
@@ -110,7 +113,7 @@ VM_DEVICE void vm_conv_transform(const vm_conv_args &a, const vm_conv_input &in,
         const vm_conv_vector at = vm_conv_vector_of<S>(a, in, i);
         if (!at.some) continue; /* zeros stay zeros */
         T *const p = reinterpret_cast<T *>(chunk + at.at);
-        const float factor = a.factor ? a.factor[(size_t)at.y * a.x_w + at.x] : 1;
+        const float factor = a.factor ? a.factor[(size_t)at.y * a.x_w + at.x - a.first_factor] : 1;
         float v[8];
         vm_load8(v, p);
 #pragma unroll
@@ -186,7 +189,8 @@ VM_DEVICE void vm_conv_prefetch(const vm_conv_args &a, const vm_conv_item &at) {
         const uint32_t row = (at.row + pixel / VM_CONV_COLUMNS) * step + at.phase / 2;
         const uint32_t column = (at.column + pixel % VM_CONV_COLUMNS) * step + at.phase % 2;
         if (row >= a.y_h || column >= a.y_w) continue;
-        const T *const from = static_cast<const T *>(a.add) + ((size_t)row * a.y_w + column) * a.add_pitch + at.out;
+        const size_t from_pixel = (size_t)vm_ring_row(a.add_ring, row) * a.y_w + column;
+        const T *const from = static_cast<const T *>(a.add) + from_pixel * a.add_pitch + at.out;
 #pragma unroll 1
         for (uint32_t c = 0; c < S::OUTS && at.out + c < a.y_c; c += LINE) vm_prefetch(from + c);
     }

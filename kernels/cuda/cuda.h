@@ -16,6 +16,17 @@
 
 enum { VM_CUDA_THREADS = 256, VM_CUDA_LANES = 64 };
 
+/* Where the rows of a tensor lie that is not there whole: row r, of those that are, at r + shift (modulo 2^32), less
+ * `rows` where that is as many or more. Zeros: all rows are there. */
+typedef struct vm_ring_rows {
+    uint32_t shift, rows;
+} vm_ring_rows;
+
+static inline VM_ANYWHERE uint32_t vm_ring_row(vm_ring_rows ring, uint32_t row) {
+    row += ring.shift;
+    return row >= ring.rows ? row - ring.rows : row;
+}
+
 /* vm_load_<dtype>: out[r][q][c] = f(x[top + r][left + q][c]) * multiply, zero outside x and for c >= x_c.
  * f(v) = act(v * factor[pixel] * scale[c] + shift[c]), where a scale is given, else act(v * in_scale + in_shift).
  * Any one-dimensional grid of VM_CUDA_THREADS threads. */
@@ -27,6 +38,7 @@ typedef struct vm_load_args {
     uint64_t x_plane;    /* of planes: numbers from channel to channel */
     uint32_t x_h, x_w, x_c, x_pitch;
     uint32_t x_row; /* pixels from row to row: x_w, or more of the user's pixels, which may be a part of an image */
+    vm_ring_rows x_ring;
     uint32_t first_factor;
     int32_t top, left;
     uint32_t rows, width, channels;
@@ -40,8 +52,9 @@ typedef struct vm_load_args {
  *     raw[r][q][c]                                                of [rows][y_w][channels], or with up
  *     raw[i + (R & 1)][q / 2 + (q & 1)][phase * channels + c]     of [..][y_w / 2 + 1][4 * channels],
  *     R = row0 + r, i = R / 2 - row0 / 2, phase = 2 * (R & 1) + (q & 1)   (row0 and rows even).
- * Sums are in float. Part p of the sums covers pixels [p * part_pixels, ...) of the stripe in row order: count, then
- * per channel mean and sum of squared deviations of the stored (rounded) values, at stats + p * vm_stats_floats(y_c).
+ * Of y and add those rows must lie one after another, but for the end of a ring. Sums are in float. Part p covers
+ * pixels [p * part_pixels, ...) of the stripe in row order: count, then per channel mean and sum of squared deviations
+ * of the stored (rounded) values, at stats + p * vm_stats_floats(y_c).
  * The user's pixels get channels c < y_c only, times out_scale plus out_shift, clamped; bytes are clamped and rounded.
  * *flags |= 1 where a stored value is not finite.
  * Grid (parts of the stripe, channel vectors of 8 / VM_CUDA_LANES rounded up), VM_CUDA_THREADS threads. */
@@ -53,6 +66,7 @@ typedef struct vm_store_args {
     float *stats;      /* of this stripe's first part, or NULL */
     uint32_t *flags;
     uint32_t y_h, y_w, y_c, y_pitch, add_pitch;
+    vm_ring_rows y_ring, add_ring;
     uint32_t row0, rows, channels, part_pixels;
     uint32_t up, relu;
     uint32_t format; /* vm_format of y */
@@ -72,14 +86,14 @@ typedef struct vm_merge_args {
 } vm_merge_args;
 
 /* vm_pixel_norm_<dtype>: factor[i] = 1 / max(|x[i]|, least), where |x[i]| is the length of a pixel's c channels, with
- * squares summed in float; NaN stays. scale[j] = sqrt(c) * gamma[j], and 0 from c up to its padding; shift[j] = 0. Any
- * one-dimensional grid of VM_CUDA_THREADS threads. */
+ * squares summed in float; NaN stays. Pixels from ring_pixels on are those from 0 on. scale[j] = sqrt(c) * gamma[j],
+ * and 0 from c up to its padding; shift[j] = 0. Any one-dimensional grid of VM_CUDA_THREADS threads. */
 typedef struct vm_pixel_norm_args {
     const void *x; /* [pixels][x_pitch] */
     const float *gamma;
-    float *factor;        /* [pixels] */
-    float *scale, *shift; /* [VM_ROUND_UP(c, VM_BLOCK)] */
-    uint32_t pixels, c, x_pitch;
+    float *factor;                                   /* [pixels] */
+    float *scale, *shift;                            /* [VM_ROUND_UP(c, VM_BLOCK)] */
+    uint32_t first, pixels, ring_pixels, c, x_pitch; /* x[first] is the first; ring_pixels 0: no ring */
     float least;
 } vm_pixel_norm_args;
 
@@ -118,7 +132,7 @@ static inline vm_attention_shape vm_attention_choose(vm_dtype dtype, size_t larg
     return shapes[4];
 }
 
-/* vm_conv_<dtype>_<rows>x<outs>_<stride>, f16 and bf16: a whole pass in one kernel, without stripes or scratch.
+/* vm_conv_<dtype>_<rows>x<outs>_<stride>, f16 and bf16: some rows of tiles of a pass, or all, in one kernel.
  *
  *   y[Y][X][o] = bias[o] * bias_scale + add[Y][X][o] + sum over taps a, b and channels c of
  *                w[o][a][b][c] * f(x[Y * stride + a - pad][X * stride + b - pad][c])
@@ -146,6 +160,9 @@ typedef struct vm_conv_args {
     uint32_t *flags;
     uint32_t x_h, x_w, x_pitch, in_c;
     uint32_t y_h, y_w, y_pitch, y_c, add_pitch;
+    uint32_t first_item, items; /* of the pass: a row of tiles has vm_conv_row_items of them */
+    uint32_t first_factor;      /* the pixel of x that factor begins with */
+    vm_ring_rows x_ring, y_ring, add_ring;
     uint32_t k, stride, pad, up, act, relu;
     uint32_t format; /* vm_format of y */
     vm_clamp clamp;  /* of the user's pixels, as are these two */
@@ -226,15 +243,21 @@ static inline uint32_t vm_conv_parts(const vm_conv_args *a, vm_conv_tile t) {
     return (h + t.rows - 1) / t.rows * ((w + VM_CONV_COLUMNS - 1) / VM_CONV_COLUMNS) * (a->up ? 4 : 1);
 }
 
-/* Tiles of pixels and channels: what the blocks of a grid share among themselves. */
+/* Rows of tiles, and in each the tiles of pixels and channels: what the blocks of a grid share among themselves. */
+static inline uint32_t vm_conv_tile_rows(const vm_conv_args *a, vm_conv_tile t) {
+    return ((a->up ? a->x_h : a->y_h) + t.rows - 1) / t.rows;
+}
+static inline uint32_t vm_conv_row_items(const vm_conv_args *a, vm_conv_tile t) {
+    return vm_conv_parts(a, t) / vm_conv_tile_rows(a, t) * ((VM_ROUND_UP(a->y_c, VM_BLOCK) + t.outs - 1) / t.outs);
+}
 static inline uint32_t vm_conv_items(const vm_conv_args *a, vm_conv_tile t) {
-    return vm_conv_parts(a, t) * ((VM_ROUND_UP(a->y_c, VM_BLOCK) + t.outs - 1) / t.outs);
+    return vm_conv_tile_rows(a, t) * vm_conv_row_items(a, t);
 }
 
 /* Any grid does; this one fills the device. A block has t.threads threads. */
 static inline uint32_t vm_conv_grid(const vm_conv_args *a, vm_conv_tile t, uint32_t multiprocessors) {
-    const uint32_t items = vm_conv_items(a, t), most = multiprocessors * t.resident;
-    return VM_MIN(items, most);
+    const uint32_t most = multiprocessors * t.resident;
+    return VM_MIN(a->items, most);
 }
 
 /* The tile that should be fastest, of those that fit: largest_shared is the most bytes that a block may opt in to (64

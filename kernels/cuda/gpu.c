@@ -57,6 +57,8 @@ static vm_status make_streams(vm_gpu *g) {
     for (size_t i = 0; i < sizeof timed / sizeof *timed; i++)
         VM_TRY(g, EventCreate(timed[i], CU_EVENT_DEFAULT), "making an event");
     for (int i = 0; i < VM_GPU_STEPS; i++) VM_TRY(g, EventCreate(&g->step[i], CU_EVENT_DEFAULT), "making an event");
+    for (int i = 0; i < VM_GPU_LAG; i++)
+        VM_TRY(g, EventCreate(&g->pace[i], CU_EVENT_DISABLE_TIMING), "making an event");
     CUdeviceptr flags;
     VM_TRY(g, MemAlloc(&flags, sizeof *g->flags), "taking memory");
     g->flags = (uint32_t *)(uintptr_t)flags;
@@ -105,6 +107,7 @@ vm_status vm_gpu_open(const vm_gpu_options *o, vm_gpu **out) {
                               .needs = vm_gpu_needs,
                               .workspace = vm_gpu_workspace,
                               .run = vm_gpu_run,
+                              .prepare = vm_gpu_prepare,
                               .device = &vm_gpu_device,
                               .self = g};
     g->tf32 = o->tf32;
@@ -130,6 +133,8 @@ static void empty(vm_gpu *g) {
         if (g->graph[i].exec) d->GraphExecDestroy(g->graph[i].exec);
     for (int i = 0; i < VM_GPU_STEPS; i++)
         if (g->step[i]) d->EventDestroy(g->step[i]);
+    for (int i = 0; i < VM_GPU_LAG; i++)
+        if (g->pace[i]) d->EventDestroy(g->pace[i]);
     for (int i = 0; i < VM_GPU_SLOTS; i++)
         if (g->slot[i]) d->EventDestroy(g->slot[i]);
     CUevent const events[] = {g->item, g->begun,      g->tried[0],   g->tried[1],

@@ -10,7 +10,8 @@
 
 enum {
     VM_GPU_STEPS = 256,   /* passes of a batch item that are timed */
-    VM_GPU_LAG = 4,       /* passes that the host enqueues ahead of the GPU in a run that it waits for */
+    VM_GPU_LAG = 8,       /* passes, or steps of a chain, that the host enqueues ahead of the GPU in a run that it
+                           * waits for */
     VM_GPU_GRAPHS = 8,    /* graphs kept for replay */
     VM_GPU_SLOTS = 2,     /* pieces of pinned memory: the host copies one while the GPU copies the other */
     VM_GPU_SLOT = 4 << 20 /* bytes of each */
@@ -59,7 +60,8 @@ typedef struct vm_gpu {
     CUevent item;               /* where the first pass of a batch item begins */
     CUevent tried[2];           /* around the convolutions that vm_gpu_time times */
     CUevent input_free, input_sent, output_ready, slot[VM_GPU_SLOTS];
-    CUevent step[VM_GPU_STEPS];
+    CUevent step[VM_GPU_STEPS], pace[VM_GPU_LAG];
+    size_t paced;            /* how often pace was recorded in this run */
     uint32_t *flags;         /* on the device: bit 0 where a stored number was not finite */
     char *pinned;            /* VM_GPU_SLOTS slots, then one word for the flags */
     pthread_mutex_t copying; /* held while the slots are used */
@@ -127,9 +129,12 @@ double vm_gpu_time(void *gpu, vm_status (*run)(void *job), void *job);
     } while (0)
 
 /* backend.c: a pass enqueued on gpu->stream. */
-vm_cut vm_gpu_cut(const vm_backend *b, const vm_pass *pass);
+vm_cut vm_gpu_cut(const vm_backend *b, const vm_pass *pass, bool tight);
 vm_needs vm_gpu_needs(const vm_backend *b, const vm_pass *pass, const vm_limits *limits, vm_manner manner);
-vm_status vm_gpu_workspace(const vm_backend *b, const vm_pass *pass, const vm_limits *limits, size_t *bytes);
+vm_status vm_gpu_workspace(const vm_backend *b, const vm_pass *pass, const vm_limits *limits, vm_manner manner,
+                           size_t *bytes);
+vm_status vm_gpu_prepare(const vm_backend *b, const vm_pass *pass, const vm_operands *at, const vm_exec *exec,
+                         vm_tasks *out);
 vm_status vm_gpu_run(const vm_backend *b, const vm_pass *pass, const vm_operands *at, const vm_exec *exec);
 /* weights_cuda.c: a tensor of a file as the passes want it, in the GPU's type. */
 size_t vm_gpu_weight_bytes(const vm_backend *b, const vm_weight *w);

@@ -132,6 +132,7 @@ static vm_status start(const vm_backend *b, void *stream) {
     vm_gpu *g = b->self;
     VM_ENTER(g);
     g->stream = stream ? stream : g->own;
+    g->paced = 0;
     VM_TRY(g, StreamWaitEvent(g->stream, g->done, 0), "ordering runs");
     for (int i = 0; i < VM_GPU_SLOTS; i++) /* weights may still be on their way */
         VM_TRY(g, StreamWaitEvent(g->stream, g->slot[i], 0), "ordering copies");
@@ -160,8 +161,9 @@ static vm_status step_enqueued(const vm_backend *b, size_t step, size_t rows, co
     if (step == 0) VM_TRY(g, EventRecord(g->input_free, g->stream), "marking a pass");
     if (step < VM_GPU_STEPS) VM_TRY(g, EventRecord(g->step[step], g->stream), "marking a pass");
     if (!exec) return VM_OK;
-    vm_status s = VM_OK;
-    if (step >= VM_GPU_LAG && step < VM_GPU_STEPS) s = wait_for(g, g->step[step - VM_GPU_LAG], exec);
+    CUevent const pace = g->pace[g->paced % VM_GPU_LAG];
+    vm_status s = g->paced++ < VM_GPU_LAG ? VM_OK : wait_for(g, pace, exec);
+    if (!s) s = vm_driver_check(g->d, g->d->EventRecord(pace, g->stream), "marking a pass");
     return s ? s : exec->each(exec->pool, 1, rows, nothing, NULL);
 }
 
@@ -313,6 +315,7 @@ double vm_gpu_time(void *gpu, vm_status (*run)(void *job), void *job) {
 }
 
 const vm_device vm_gpu_device = {.align = 256, /* as GPU libraries expect it */
+                                 .channels_last = true,
                                  .take = take,
                                  .give = give,
                                  .weight_bytes = vm_gpu_weight_bytes,

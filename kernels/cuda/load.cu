@@ -44,7 +44,7 @@ VM_DEVICE void vm_load(const vm_load_args &a) {
                  column = first % a.width; /* of x; above x it wraps to huge numbers, outside too */
         for (uint32_t pixel = first; pixel < pixels; pixel += AT_ONCE * step) {
             vm_eight<T> own[AT_ONCE];
-            uint32_t from[AT_ONCE];
+            uint32_t from[AT_ONCE]; /* of all rows */
             float factor[AT_ONCE];
             bool inside[AT_ONCE];
 #pragma unroll
@@ -53,7 +53,8 @@ VM_DEVICE void vm_load(const vm_load_args &a) {
                 inside[j] = pixel + j * step < pixels && row < a.x_h && x < a.x_w && c < a.x_c;
                 from[j] = row * a.x_row + x;
                 factor[j] = ROWS && a.factor && inside[j] ? a.factor[from[j] - a.first_factor] : 1;
-                if (ROWS && inside[j]) own[j] = vm_take8(static_cast<const T *>(a.x) + (size_t)from[j] * a.x_pitch + c);
+                const size_t at = ROWS ? (size_t)vm_ring_row(a.x_ring, row) * a.x_row + x : 0;
+                if (ROWS && inside[j]) own[j] = vm_take8(static_cast<const T *>(a.x) + at * a.x_pitch + c);
                 row += step_rows;
                 column += step_columns;
                 if (column >= a.width) column -= a.width, row++;

@@ -13,7 +13,8 @@ VM_DEVICE void vm_pixel_norm(const vm_pixel_norm_args &a) {
     const uint32_t lane = threadIdx.x % LANES, padded = VM_ROUND_UP(a.c, VM_BLOCK);
     for (uint32_t first = blockIdx.x * AT_ONCE; first < a.pixels; first += gridDim.x * AT_ONCE) {
         const uint32_t pixel = first + threadIdx.x / LANES;
-        const T *const x = static_cast<const T *>(a.x) + (size_t)pixel * a.x_pitch;
+        const uint32_t at = a.first + pixel, ring = at >= a.ring_pixels ? a.ring_pixels : 0;
+        const T *const x = static_cast<const T *>(a.x) + (size_t)(at - ring) * a.x_pitch;
         float sum = 0;
 #pragma unroll 4
         for (uint32_t c = lane * 8; c < a.c && pixel < a.pixels; c += LANES * 8) {

@@ -54,6 +54,19 @@ VM_DEVICE void vm_leave_part(const vm_store_args &a, float n, float mean[8], flo
     vm_store8(part + VM_BLOCK + VM_ROUND_UP(a.y_c, VM_BLOCK) + c, m2);
 }
 
+/* Where the pixels of a stripe lie from: the first, and that which begins at the ring's first row. */
+struct vm_stripe {
+    size_t first;
+    uint32_t end, ring;
+};
+
+VM_DEVICE vm_stripe vm_stripe_of(const vm_store_args &a, vm_ring_rows ring) {
+    const uint32_t row = vm_ring_row(ring, a.row0);
+    return {(size_t)row * a.y_w, ring.rows ? (ring.rows - row) * a.y_w : UINT32_MAX, ring.rows * a.y_w};
+}
+
+VM_DEVICE size_t vm_stripe_pixel(const vm_stripe &s, uint32_t at) { return s.first + at - (at >= s.end ? s.ring : 0); }
+
 template <typename T, bool ROWS>
 VM_DEVICE void vm_store(const vm_store_args &a) {
     constexpr int AT_ONCE = ROWS ? 8 / sizeof(T) : 1;
@@ -65,6 +78,7 @@ VM_DEVICE void vm_store(const vm_store_args &a) {
     const uint32_t first = pixel_lane < pixel_lanes ? begin + pixel_lane : end;
     const uint32_t step_rows = pixel_lanes / a.y_w, step_columns = pixel_lanes % a.y_w;
     const size_t y0 = (size_t)a.row0 * a.y_w;
+    const vm_stripe y_at = vm_stripe_of(a, a.y_ring), add_at = vm_stripe_of(a, a.add_ring);
 
     float bias[8], base[8], sum[8], square[8];
     if (a.bias) vm_load8(bias, a.bias + c);
@@ -87,7 +101,8 @@ VM_DEVICE void vm_store(const vm_store_args &a) {
                 if (column >= a.y_w) column -= a.y_w, row++;
             }
             if (at < end) raw[j] = vm_take8(static_cast<const T *>(a.raw) + (size_t)from * a.channels + c);
-            if (at < end && a.add) add[j] = vm_take8(static_cast<const T *>(a.add) + (y0 + at) * a.add_pitch + c);
+            if (at < end && a.add)
+                add[j] = vm_take8(static_cast<const T *>(a.add) + vm_stripe_pixel(add_at, at) * a.add_pitch + c);
         }
 #pragma unroll
         for (int j = 0; j < AT_ONCE; j++) {
@@ -108,7 +123,7 @@ VM_DEVICE void vm_store(const vm_store_args &a) {
                 for (int i = 0; i < 8; i++) v[i] = v[i] < 0 ? 0 : v[i];
             }
             if constexpr (ROWS) {
-                vm_store8_rounded(static_cast<T *>(a.y) + (y0 + at) * a.y_pitch + c, v);
+                vm_store8_rounded(static_cast<T *>(a.y) + vm_stripe_pixel(y_at, at) * a.y_pitch + c, v);
             } else {
 #pragma unroll
                 for (int i = 0; i < 8; i++)

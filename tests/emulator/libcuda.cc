@@ -3,6 +3,7 @@
  *   VAEMEM_EMULATED_SM=90               compute capability
  *   VAEMEM_EMULATED_MEMORY=2147483648   bytes of the device
  *   VAEMEM_EMULATED_L2=1048576          bytes of its L2 cache
+ *   VAEMEM_EMULATED_MULTIPROCESSORS=4   of the device
  *   VAEMEM_EMULATED_DRIVER=12040        version that the driver says it is
  *
  * Device memory is host memory, filled with 0xff. Calls that CUDA forbids are refused as CUDA does. What gives
@@ -236,7 +237,7 @@ CUresult cuDeviceGetAttribute(int *out, CUdevice_attribute which, CUdevice devic
         *out = capability() % 10;
         break;
     case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT:
-        *out = 4;
+        *out = (int)gpu_setting("VAEMEM_EMULATED_MULTIPROCESSORS", 4);
         break;
     case CU_DEVICE_ATTRIBUTE_WARP_SIZE:
         *out = 32;

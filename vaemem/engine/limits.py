@@ -133,9 +133,8 @@ class Plans:
         self._core, self.request = core, dict(request)
 
     def look(self, limit: int, **other: Any) -> tuple[Any, int]:
-        """The plan with the least work (on a GPU: with the largest stripes) that keeps within a limit, and what it
-        takes. Where there is none: None, and a limit that may do. limit: in bytes, 0 for no limit. other: arguments in
-        place of the request's."""
+        """The plan with the least work that keeps within a limit, and what it takes. Where there is none: None, and a
+        limit that may do. limit: in bytes, 0 for no limit. other: arguments in place of the request's."""
         try:
             record = self._core.plan(**{**self.request, **other}, memory_limit=limit)
         except ValueError as error:
@@ -172,9 +171,9 @@ class Plans:
     def curve(self) -> list[Any]:
         """From the fastest plan to the smallest, without those that another one beats in memory and in work."""
 
-        def work(record: Any) -> tuple[float, int, int]:
-            """With the same FLOPs, smaller stripes mean more kernels, and a smaller workspace slower ones."""
-            return record["work"], -record["stripe_bytes"], -record["peak"]["workspace"]
+        def work(record: Any) -> tuple[float, int]:
+            """With the same FLOPs, a smaller workspace means slower kernels."""
+            return record["work"], -record["peak"]["workspace"]
 
         found: list[Any] = []
         record = self.within(0)

@@ -46,7 +46,8 @@ class Run:
     notes : tuple of str
         What was done besides: float16 that overflowed and was run again, memory that ran out and a smaller plan.
     work : float
-        FLOPs relative to a run without a limit; passes whose tasks transform their own weights count a tenth more.
+        FLOPs relative to a run without a limit; passes whose tasks transform their own weights count a tenth more. On a
+        GPU what runs in steps counts 1.05 times, and as many times more as the steps leave multiprocessors idle.
     values : tuple of (str, str)
         Each pass's result by the pass's name: ``"stored"`` (whole) or ``"streamed"`` (a few rows at a time).
     finite : bool

@@ -129,9 +129,9 @@ class VAE(Model):
             Of `Run.peak_bytes` and `Run.reserved_bytes`, weights and output included: bytes, ``"512 MiB"``, ``"2 GB"``
             (decimal), or ``"auto"``: the bytes that the VAE holds and those that are free when the run begins (the
             least of MemAvailable and what the cgroups leave, or the GPU's), less an eighth of the latter, at most 1
-            GiB, for others. None: the attribute `memory_limit`. On the CPU the result has the same bits under every
-            limit, and `Run.work` says what a limit costs; on a GPU a limit means smaller stripes, which may change the
-            last bits and take longer.
+            GiB, for others. None: the attribute `memory_limit`. `Run.work` says what a limit costs. On the CPU the
+            result has the same bits under every limit, and on a GPU with ``convolution="own"``; with cuDNN the last
+            ones may change.
         tiling : Tiling, optional
             In tiles, as diffusers does it: not exact, as a limit is, and no limit beside it. On a GPU the call waits
             for the run.
@@ -291,8 +291,7 @@ class VAE(Model):
         self, op: str, height: int, width: int, batch: int = 1, output_type: str = "float", staged: bool = True
     ) -> tuple[Run, ...]:
         """Estimates of every plan worth choosing, from the fastest to the smallest: each takes less memory and more
-        work than the one before; on a GPU the same work in smaller stripes. Arguments are `estimate`'s.
-        `vaemem.tradeoff` gives them as a table."""
+        work than the one before. Arguments are `estimate`'s. `vaemem.tradeoff` gives them as a table."""
         request = self._request(op, height, width, batch, output_type, staged)
         return tuple(make_run(request, record) for record in Plans(self._core, request).curve())
 

@@ -236,7 +236,7 @@ def tradeoff(
     Returns
     -------
     Table
-        Each row takes less memory and more `work` than the one before (on a GPU the same, in smaller stripes);
+        Each row takes less memory and more `work` than the one before;
         `streamed` counts the tensors that are never whole (their names: `VAE.tradeoff`). `limit_bytes` as
         ``memory_limit`` gives that plan; it counts the weights too.
 

@@ -1,0 +1,48 @@
+"""Work and bytes of every plan that a memory limit can pick on a GPU, counted: nothing runs.
+
+    python benchmarks/gpu_plans.py --model sdxl --sizes 1024 2048
+
+On the emulator of tests/emulator as a GPU with --multiprocessors of them, so the workspaces are those of its stand-in
+for cuDNN. T is one activation of 128 channels at full size; bytes are beside the weights, arrays on the GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+from emulator import build
+
+import vaemem
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", default="sdxl")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1024, 2048])
+    parser.add_argument("--multiprocessors", type=int, default=132)
+    args = parser.parse_args()
+    libcuda, libcudnn = build.build()
+    os.environ |= {"VAEMEM_LIBCUDA": str(libcuda), "VAEMEM_CUDNN": str(libcudnn)}
+    os.environ["VAEMEM_EMULATED_MULTIPROCESSORS"] = str(args.multiprocessors)
+    print("| run | convolution | T: work of each plan |\n|---|---|---|")
+    for op in ("decode", "encode"):
+        for size in args.sizes:
+            for convolution in ("cudnn", "own"):
+                vae = vaemem.VAE.random(
+                    args.model, device="cuda", dtype="bfloat16", parts=f"{op}r", convolution=convolution
+                )
+                tensor = 128 * size * size * 2
+                plans = [
+                    f"{(max(run.peak_bytes, run.reserved_bytes) - run.weights_bytes) / tensor:.2f}: {run.work:.2f}"
+                    for run in vae.tradeoff(op, size, size, staged=False)
+                ]
+                print(f"| {op} {size}x{size} | {convolution} | {', '.join(plans)} |")
+                vae.close()
+
+
+if __name__ == "__main__":
+    main()
