@@ -145,21 +145,38 @@ static bool steps_cost(const vm_plan *plan) {
     return cost;
 }
 
-/* The least bytes: every cut that is found costs the same work, that of each pass once. */
+/* Where a plan's chains end, as one number. */
+static uint64_t ends(const vm_plan *plan) {
+    uint64_t number = 0;
+    for (size_t i = 0; i < plan->chains; i++) number = (number ^ (uint64_t)plan->chain[i].last) * 1099511628211u + 1;
+    return number;
+}
+
+/* The cuts within a bound, into the longer or the shorter of equal chains. */
+static uint64_t cut_again(choice *c, size_t bound, bool longer) {
+    size_t most;
+    c->longer = longer;
+    cut(c, bound, &most);
+    c->longer = false;
+    return ends(c->plan);
+}
+
+/* The least bytes: every cut that is found costs the same work, that of each pass once. Of cuts with the same bound now
+ * the longer chains can be laid out in less, now the shorter. */
 static vm_status without_limit(const vm_model *m, choice *c) {
-    size_t bound = SIZE_MAX, most, taken_by[2] = {0};
-    vm_status s = VM_OK;
+    size_t bound = SIZE_MAX, most;
     c->plan->ample = steps_cost(c->plan);
     while (cut(c, bound, &most)) bound = most - 1;
-    for (int way = 0; way < 2 && !s; way++) { /* then by the longer of equal chains */
-        c->longer = way;
-        cut(c, bound + 1, &most);
-        s = vm_plan_lay_out(m, c->plan);
-        taken_by[way] = taken(c->plan);
-    }
-    c->longer = false;
-    if (s || taken_by[1] < taken_by[0]) return s;
-    cut(c, bound + 1, &most);
+    bound++;
+    const uint64_t longer = cut_again(c, bound, true);
+    const bool same = cut_again(c, bound, false) == longer;
+    vm_status s = vm_plan_lay_out(m, c->plan);
+    const size_t shorter = taken(c->plan);
+    if (s || same) return s;
+    cut_again(c, bound, true);
+    s = vm_plan_lay_out(m, c->plan);
+    if (s || taken(c->plan) < shorter) return s;
+    cut_again(c, bound, false);
     return vm_plan_lay_out(m, c->plan);
 }
 

@@ -24,7 +24,7 @@ NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfl
 
 @pytest.mark.one_in(5)
 @every_dtype
-@pytest.mark.parametrize("name", [*SMALL, *FRAMES, *TINY])
+@pytest.mark.parametrize("name", [*SMALL, *FRAMES, *TINY, "hunyuan"])
 @pytest.mark.parametrize("size", [(4, 4), (12, 5), (3, 16)])
 def test_decode(name, dtype, size):
     cpu, there = pair(name, dtype)
@@ -34,7 +34,7 @@ def test_decode(name, dtype, size):
 
 @pytest.mark.one_in(5)
 @every_dtype
-@pytest.mark.parametrize("name", [*SMALL, *FRAMES, *TINY])
+@pytest.mark.parametrize("name", [*SMALL, *FRAMES, *TINY, "hunyuan"])
 @pytest.mark.parametrize("size", [(16, 16), (48, 20), (12, 64)])
 def test_encode(name, dtype, size):
     cpu, there = pair(name, dtype)

@@ -5,8 +5,9 @@
  *
  *   prepared: scale | shift        scratch: factors | stripe in | raw stripe        workspace: cuDNN's
  *
- * A norm of one pixel has factors of its pixels: pixel_norm makes those that a stripe needs, before its load. Our own
- * convolution takes any rows in one kernel, without stripes but for factors, and the user's pixels as rows.
+ * A move has its own kernel in the place of cuDNN. A norm of one pixel has factors of its pixels: pixel_norm makes those
+ * that a stripe needs, before its load. Our own convolution takes any rows in one kernel, without stripes but for
+ * factors, and the user's pixels as rows.
  *
  * Where a pass runs whole its stripes take at most limits.stripe_bytes, so no copy of a tensor is ever stored whole.
  * Else a stripe is a step of a chain. They go down the image in order on one stream, so y may lie in x's place where a
@@ -37,8 +38,11 @@ typedef struct shape {
 /* Elements from pixel to pixel: channels lie side by side. */
 static uint32_t pitch_of(const vm_view *v, const vm_shape *s) { return (uint32_t)(v->row / s->w); }
 
+/* A convolution after nearest 2x: four of 2x2. */
+static bool folds(const vm_pass *p) { return p->up && p->kind == VM_PASS_CONV; }
+
 static size_t in_rows(const vm_pass *p, const shape *s, size_t rows) {
-    return p->up ? rows / 2 + 2 : (rows - 1) * s->stride + s->k;
+    return p->up ? rows / 2 + (folds(p) ? 2 : 0) : (rows - 1) * s->stride + s->k;
 }
 
 /* Of x, of which a stripe's first row may be the padding above it. */
@@ -60,7 +64,7 @@ static void lay_out(const vm_pass *p, shape *s, size_t rows, size_t element) {
     s->scratch = 0;
     s->factor = put_bytes(&s->scratch, p->norm == VM_NORM_PIXEL ? there * p->x.w * sizeof(float) : 0);
     s->in = put_bytes(&s->scratch, in * s->in_w * s->in_c * element);
-    s->raw = put_bytes(&s->scratch, s->own ? 0 : (p->up ? rows / 2 + 1 : rows) * s->raw_w * s->raw_c * element);
+    s->raw = put_bytes(&s->scratch, s->own ? 0 : (folds(p) ? rows / 2 + 1 : rows) * s->raw_w * s->raw_c * element);
 }
 
 /* ---- our own convolution ---- */
@@ -89,7 +93,7 @@ static vm_conv_args own_args(const vm_pass *p) {
 static vm_conv_tile own_tile(const vm_gpu *g, const vm_pass *p) {
     const vm_conv_args a = own_args(p);
     const bool narrows = p->ksize == 1 && !p->norm && !p->add && p->y.c < p->x.c;
-    if (!g->own_conv) return (vm_conv_tile){0};
+    if (!g->own_conv || p->kind != VM_PASS_CONV) return (vm_conv_tile){0};
     return vm_conv_choose(g->backend.dtype, &a, narrows && p->x_format == VM_ROWS, (size_t)g->shared_max,
                           (uint32_t)g->multiprocessors);
 }
@@ -117,12 +121,12 @@ static slab slab_of(const vm_gpu *g, const vm_pass *p, bool tight) {
 
 /* The filter, and what does not depend on the stripe's height. */
 static shape shape_of_pass(const vm_gpu *g, const vm_pass *p) {
-    shape s = {.own = own_tile(g, p).rows, .k = p->up ? 2 : (size_t)p->ksize, .stride = (size_t)p->stride};
+    shape s = {.own = own_tile(g, p).rows, .k = folds(p) ? 2 : (size_t)p->ksize, .stride = (size_t)p->stride};
     s.pad = (size_t)p->pad;
     s.in_c = vm_padded(p->x.c);
-    s.raw_c = vm_padded(p->y.c) * (p->up ? 4 : 1);
-    s.raw_w = p->up ? p->x.w + 1 : p->y.w;
-    s.in_w = s.own ? p->x.w : p->up ? p->x.w + 2 : (p->y.w - 1) * s.stride + s.k;
+    s.raw_c = vm_padded(p->y.c) * (folds(p) ? 4 : 1);
+    s.raw_w = folds(p) ? p->x.w + 1 : p->y.w;
+    s.in_w = s.own ? p->x.w : p->up ? p->x.w + (folds(p) ? 2 : 0) : (p->y.w - 1) * s.stride + s.k;
     return s;
 }
 
@@ -151,7 +155,7 @@ static shape shape_of(const vm_gpu *g, const vm_pass *p, const vm_limits *limits
 }
 
 vm_cut vm_gpu_cut(const vm_backend *b, const vm_pass *p, bool tight) {
-    if (p->kind != VM_PASS_CONV)
+    if (p->kind == VM_PASS_ATTENTION)
         return (vm_cut){.rows = 1, .columns = 1, .out_rows = p->y.h, .in_rows = p->x.h, .cost = 1};
     const shape s = shape_of_pass(b->self, p);
     const slab step = slab_of(b->self, p, tight);
@@ -192,7 +196,7 @@ static vm_conv_key key_of(const vm_gpu *g, const vm_pass *p, const vm_limits *li
 }
 
 vm_needs vm_gpu_needs(const vm_backend *b, const vm_pass *p, const vm_limits *limits, vm_manner manner) {
-    if (p->kind != VM_PASS_CONV) return (vm_needs){0};
+    if (p->kind == VM_PASS_ATTENTION) return (vm_needs){0};
     const vm_conv_tile tile = own_tile(b->self, p);
     const vm_conv_args a = own_args(p);
     const shape s = shape_of(b->self, p, limits, manner);
@@ -349,7 +353,7 @@ static vm_status store(const vm_gpu *g, const vm_pass *p, const vm_operands *at,
                        .rows = (uint32_t)rows,
                        .channels = (uint32_t)vm_padded(p->y.c),
                        .part_pixels = (uint32_t)part_pixels(p),
-                       .up = p->up,
+                       .up = folds(p),
                        .relu = p->relu,
                        .format = p->y_format,
                        .clamp = p->clamp,
@@ -368,6 +372,29 @@ static bool reads_x(const vm_pass *p, const vm_operands *at, const shape *s) {
 }
 
 /* A stripe. */
+static vm_status move(const vm_gpu *g, const vm_pass *p, const vm_operands *at, const shape *s, size_t row,
+                      size_t rows) {
+    const bool down = p->stride == 2;
+    vm_move_args a = {.x = scratch_at(at, s->in),
+                      .out = scratch_at(at, s->raw),
+                      .x_w = (uint32_t)s->in_w,
+                      .x_c = (uint32_t)p->x.c,
+                      .x_pitch = (uint32_t)s->in_c,
+                      .y_w = (uint32_t)p->y.w,
+                      .y_c = (uint32_t)p->y.c,
+                      .rows = (uint32_t)rows,
+                      .channels = (uint32_t)s->raw_c,
+                      .up = p->up,
+                      .down = down,
+                      .share = (uint32_t)vm_move_share(p->move, p->x.c, p->y.c, p->up, down),
+                      .move = p->move};
+    const size_t blocks = (rows * p->y.w * s->raw_c / 8 + VM_CUDA_THREADS - 1) / VM_CUDA_THREADS;
+    const size_t most = (size_t)g->multiprocessors * 32;
+    vm_status status = load(g, p, at, s, row, rows);
+    if (!status) status = launch(g, g->kernel[VM_KERNEL_MOVE], VM_MIN(blocks, most), 1, VM_CUDA_THREADS, 0, &a);
+    return status ? status : store(g, p, at, s, row, rows);
+}
+
 static vm_status conv(vm_gpu *g, const vm_pass *p, const vm_operands *at, const vm_limits *limits, const shape *s,
                       size_t row, size_t rows) {
     const vm_conv_key key = key_of(g, p, limits, at->manner, s, rows);
@@ -424,7 +451,10 @@ static vm_status convolve(vm_gpu *g, const vm_pass *p, const vm_operands *at, co
     for (size_t rows; row < end && !status; row += rows) {
         rows = VM_MIN(s.rows, end - row);
         if (p->norm == VM_NORM_PIXEL) status = pixel_norm(g, p, at, &s, needed(p, &s, row, rows));
-        if (!status) status = s.own ? own_conv(g, p, at, &s, row, rows) : conv(g, p, at, limits, &s, row, rows);
+        if (!status)
+            status = p->kind == VM_PASS_MOVE ? move(g, p, at, &s, row, rows)
+                     : s.own                 ? own_conv(g, p, at, &s, row, rows)
+                                             : conv(g, p, at, limits, &s, row, rows);
     }
     return status;
 }
@@ -463,7 +493,7 @@ vm_status vm_gpu_prepare(const vm_backend *b, const vm_pass *p, const vm_operand
 vm_status vm_gpu_run(const vm_backend *b, const vm_pass *p, const vm_operands *at, const vm_exec *exec) {
     vm_gpu *g = b->self;
     VM_ENTER(g);
-    if (p->kind != VM_PASS_CONV) return attention(g, p, at);
+    if (p->kind == VM_PASS_ATTENTION) return attention(g, p, at);
     const vm_status status = p->norm == VM_NORM_GROUP ? merge(g, p, at) : VM_OK;
     return status ? status : convolve(g, p, at, &exec->limits, 0, p->y.h);
 }

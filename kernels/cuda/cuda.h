@@ -97,6 +97,16 @@ typedef struct vm_pixel_norm_args {
     float least;
 } vm_pixel_norm_args;
 
+/* vm_move_<dtype>: out[r][q][c] from x as kernels.h says of VM_PASS_MOVE, and 0 from y_c on. Any one-dimensional grid
+ * of VM_CUDA_THREADS threads. */
+typedef struct vm_move_args {
+    const void *x; /* [rows of it][x_w][x_pitch] */
+    void *out;     /* [rows][y_w][channels] */
+    uint32_t x_w, x_c, x_pitch, y_w, y_c, rows, channels;
+    uint32_t up, down, share; /* share: vm_move_share */
+    vm_move move;
+} vm_move_args;
+
 /* vm_attention_<dtype>: y[i] = softmax(q[i] k^T * scale) v over n pixels with one head of `channels` (at most
  * VM_ATTENTION_CHANNELS, a multiple of VM_BLOCK). q, k, v lie side by side in a pixel: x + i * pitch + {0, 1, 2} *
  * channels; y may be x's queries. Scores and sums in float. */

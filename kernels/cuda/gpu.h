@@ -24,6 +24,7 @@ enum {
     X(STORE, store)           \
     X(MERGE, norm)            \
     X(PIXEL_NORM, pixel_norm) \
+    X(MOVE, move)             \
     X(ATTENTION, attention)   \
     X(BLEND, blend)           \
     X(CONV, conv)

@@ -34,6 +34,7 @@ vm_status vm_gpu_load_kernels(vm_gpu *g) {
     snprintf(names[VM_KERNEL_STORE], sizeof *names, "vm_store_%s", suffix[g->backend.dtype]);
     snprintf(names[VM_KERNEL_MERGE], sizeof *names, "vm_merge");
     snprintf(names[VM_KERNEL_PIXEL_NORM], sizeof *names, "vm_pixel_norm_%s", suffix[g->backend.dtype]);
+    snprintf(names[VM_KERNEL_MOVE], sizeof *names, "vm_move_%s", suffix[g->backend.dtype]);
     snprintf(names[VM_KERNEL_BLEND], sizeof *names, "vm_blend");
     snprintf(names[VM_KERNEL_ATTENTION], sizeof *names, "vm_attention_%s_%ux%u", suffix[g->backend.dtype],
              g->attention.queries, g->attention.keys);
