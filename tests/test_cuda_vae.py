@@ -371,9 +371,9 @@ def test_within_three_tensors_and_a_fifth(name, latent, op, convolution):
 def test_too_little_memory_says_what_would_fit():
     gpu.emulator()
     there = VAE.random("flux", device="cuda", dtype="bfloat16", parts="decoder")
-    z = latents(there, 256, 256)
+    z = latents(there, 1024, 1024)
     with pytest.raises(
-        MemoryError, match=r"decode of 2048x2048 needs .* MiB more and .* are free on cuda:0: \d+x\d+ would fit"
+        MemoryError, match=r"decode of 8192x8192 needs .* MiB more and .* are free on cuda:0: \d+x\d+ would fit"
     ):
         there.decode(z)
     assert there.reserved_bytes == there.estimate("decode", 8, 8).weights_bytes  # nothing is left of it
