@@ -284,6 +284,8 @@ class ComfyModel(AutoencoderKL):  # ComfyUI, comfy/ldm/models/autoencoder.py: Au
         return z
 
     def decode(self, z):
+        # A tile has no name where it is passed, so the call itself holds none of it; some evaluators of frames do.
+        z = z.pop() if isinstance(z, list) else z
         if hasattr(self, "bn"):
             deviation = torch.sqrt(self.bn.running_var.view(1, -1, 1, 1) + 1e-4)
             z = z * deviation + self.bn.running_mean.view(1, -1, 1, 1)
@@ -336,7 +338,7 @@ class ComfyVae(nn.Module):  # ComfyUI, comfy/sd.py: VAE. What it gives goes to t
 
     def decode_tiled(self, latents, tile: int, overlap: int):
         for x, y in ((tile // 2, tile * 2), (tile * 2, tile // 2), (tile, tile)):
-            tiled_scale(latents, lambda a: self.first_stage_model.decode(from_host(a, image=False)), x, y, overlap)
+            tiled_scale(latents, lambda a: self.first_stage_model.decode([from_host(a, image=False)]), x, y, overlap)
 
     def encode_tiled(self, image, tile: int, overlap: int):
         for x, y in ((tile, tile), (tile * 2, tile // 2), (tile // 2, tile * 2)):

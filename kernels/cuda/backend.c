@@ -5,8 +5,8 @@
  *
  *   prepared: scale | shift        scratch: factors | stripe in | raw stripe        workspace: cuDNN's
  *
- * A move has its own kernel in the place of cuDNN. A norm of one pixel has factors of its pixels: pixel_norm makes those
- * that a stripe needs, before its load. Our own convolution takes any rows in one kernel, without stripes but for
+ * A move has its own kernel in the place of cuDNN. A norm of one pixel has factors of its pixels: pixel_norm makes
+ * those that a stripe needs, before its load. Our own convolution takes any rows in one kernel, without stripes but for
  * factors, and the user's pixels as rows.
  *
  * Where a pass runs whole its stripes take at most limits.stripe_bytes, so no copy of a tensor is ever stored whole.
