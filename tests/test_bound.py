@@ -11,7 +11,6 @@ import pytest
 
 from vaemem import bound, predict, seed_table
 from vaemem.__main__ import main
-from vaemem._common import OPS
 from vaemem.prediction.bound import APPLICATIONS, TILES, BoundLine, _over
 
 TORCH = "2.7.1+cu128"
@@ -38,7 +37,10 @@ def estimate(functions, application, model, op, height, width, dtype, tile=None)
     """What the pasted source says of a run."""
     packs = application == "comfyui" and model.startswith("flux2")
     scale = (16 if packs else 8) if op == "decode" else 1
-    shape = (1, 4 if op == "decode" else 3, height // scale, width // scale)
+    frame = (1,) if model == "qwen-image" else ()
+    shape = (1, 4 if op == "decode" else 3, *frame, height // scale, width // scale)
+    if application == "comfyui" and frame:
+        return functions.memory_used_decode_wan(shape, f"torch.{dtype}")
     if application == "comfyui":
         name = f"memory_used_{op}_flux2" if packs else f"memory_used_{op}"
         return getattr(functions, name)(shape, f"torch.{dtype}", tile and tile // scale)
@@ -46,7 +48,7 @@ def estimate(functions, application, model, op, height, width, dtype, tile=None)
     if model in ("flux", "zimage"):
         return functions.estimate_vae_working_memory_flux(op, tensor, _VAE(dtype), tile)
     if model not in ("sd15", "sdxl", "playground-v2.5"):
-        name = model.removesuffix("-small")
+        name = model.removesuffix("-small").replace("-", "_")
         return getattr(functions, f"estimate_vae_working_memory_{name}")(op, tensor, _VAE(dtype))
     return functions.estimate_vae_working_memory_sd15_sdxl(op, tensor, _VAE(dtype), tile, dtype == "float32")
 
@@ -70,7 +72,7 @@ def test_no_prediction_of_the_domain_lies_above_what_is_pasted(application, gpu)
         sides = [side for side in SIDES if side % 16 == 0 or (application, line.function) != ("comfyui", "flux2")]
         most[line] = dict.fromkeys(((h, w) for h in sides for w in sides), 0)
     for function in APPLICATIONS[application].functions.values():
-        for model, op, dtype in ((m, op, d) for m in function.models for op in OPS for d in function.dtypes):
+        for model, op, dtype in ((m, op, d) for m in function.models for op in function.ops for d in function.dtypes):
             line = b.find(model, op, dtype)
             for (height, width), known in most[line].items():
                 said = estimate(functions, application, model, op, height, width, dtype)
@@ -83,9 +85,21 @@ def test_no_prediction_of_the_domain_lies_above_what_is_pasted(application, gpu)
                 ]  # fmt: skip
                 assert said == line.bytes(height, width) >= max(uppers), (model, op, dtype, height, width)
                 most[line][height, width] = max(known, *uppers)
-    assert len(most) == (12 if application == "comfyui" else 28)
+    assert len(most) == (15 if application == "comfyui" else 34)
     for line, uppers in most.items():  # the largest is the one that is told
         assert line.overshoot == max(line.bytes(*size) / upper - 1 for size, upper in uppers.items())
+
+
+def test_qwen_image_in_tiles_and_what_anima_calls():
+    b = bound("invokeai", "qwen-image", "bfloat16", torch_version=TORCH, sides=(512, 1024))
+    functions = pasted(b)
+    tensor = SimpleNamespace(shape=(1, 16, 1, 128, 64))
+    p = predict("qwen-image", "decode_tiled", 1024, 512, "bfloat16", tile=512, torch_version=TORCH)
+    for function in (functions.estimate_vae_working_memory_qwen_image, functions.estimate_vae_working_memory_anima):
+        assert function("decode", tensor, _VAE("bfloat16"), 512) >= p.upper
+        assert function("decode", tensor, _VAE("bfloat16"), None) == b.find("qwen-image", "decode", "bfloat16").bytes(
+            1024, 512
+        )
 
 
 @pytest.mark.parametrize("application, model, other", [("comfyui", "sdxl", "sdxl"), ("invokeai", "flux", "sd15")])

@@ -35,6 +35,7 @@ class _Function(NamedTuple):
     runtimes: tuple[str, ...]  # whose code the application runs, in any of its releases
     is_upcast: bool = False  # float32 runs of float16 weights, too
     is_tiled: bool = False  # it is told a tile's side
+    ops: tuple[str, ...] = OPS
 
 
 class _Application(NamedTuple):
@@ -79,6 +80,11 @@ def memory_used_encode_flux2(shape, dtype, tile=None):
 def memory_used_decode_flux2(shape, dtype, tile=None):
     """The same of FLUX.2's, (N, 128, H / 16, W / 16)."""
     return _bytes("flux2", "decode", 16 * shape[2], 16 * shape[3], dtype, tile and 16 * tile)
+
+
+def memory_used_decode_wan(shape, dtype):
+    """The same of Qwen-Image's and Wan 2.1's, (N, 16, 1, H / 8, W / 8), without tiles."""
+    return _bytes("wan", "decode", 8 * shape[3], 8 * shape[4], dtype)
 '''
 
 _INVOKEAI = """
@@ -112,6 +118,13 @@ def estimate_vae_working_memory_sd3(operation, image_tensor, vae):
 
 def estimate_vae_working_memory_cogview4(operation, image_tensor, vae):
     return _of("cogview4", operation, image_tensor, next(vae.parameters()).dtype)
+
+
+def estimate_vae_working_memory_qwen_image(operation, image_tensor, vae, tile_size=None):
+    return _of("qwen_image", operation, image_tensor, next(vae.parameters()).dtype, tile_size)
+
+
+estimate_vae_working_memory_anima = estimate_vae_working_memory_qwen_image  # Wan 2.1's, of the same layers
 """
 
 _FLUX2_MODELS = ("flux2", "flux2-small")
@@ -124,6 +137,7 @@ APPLICATIONS = {
                 ("sd15", "sdxl", "flux", "sd3", "zimage", "playground-v2.5"), DTYPES, ("comfyui",), is_tiled=True
             ),
             "flux2": _Function(_FLUX2_MODELS, DTYPES, ("comfyui",), is_tiled=True),
+            "wan": _Function(("qwen-image",), DTYPES, ("comfyui",), ops=("decode",)),  # its encode is not followed
         },
         _COMFYUI,
     ),
@@ -139,6 +153,7 @@ APPLICATIONS = {
             "flux2": _Function(_FLUX2_MODELS, DTYPES, ("diffusers",)),
             "sd3": _Function(("sd3",), DTYPES, ("diffusers",)),
             "cogview4": _Function(("cogview4",), DTYPES, ("diffusers",)),
+            "qwen_image": _Function(("qwen-image",), DTYPES, ("diffusers",), is_tiled=True),
         },
         _INVOKEAI,
     ),
@@ -273,8 +288,9 @@ def bound(
     ----------
     application : str
         ``"comfyui"``: ``memory_used_encode`` and ``memory_used_decode`` of its class VAE, with tiles, and the same for
-        FLUX.2. ``"invokeai"``: ``estimate_vae_working_memory_sd15_sdxl`` and ``_flux`` (Z-Image's too), with tiles, and
-        ``_flux2``, ``_sd3`` and ``_cogview4``. Of Qwen-Image's and Wan's VAE, which both run as 3D, there is none yet.
+        FLUX.2, and of one frame of Qwen-Image's and Wan 2.1's VAE for whole decodes alone. ``"invokeai"``:
+        ``estimate_vae_working_memory_sd15_sdxl``, ``_flux`` (Z-Image's too), ``_qwen_image`` and ``_anima``, with
+        tiles, and ``_flux2``, ``_sd3`` and ``_cogview4``.
     models, dtypes : str or sequence of str, optional
         What the formulas are for: ``"sd15"``, ``"sdxl"``, ``"flux"``, ``"float16"`` ...; by default all that its
         functions are about. What is left out is not in the formulas.
@@ -326,7 +342,7 @@ def bound(
     ways = [
         (name, function, op, dtype)
         for name, function in functions.items()
-        for op in OPS
+        for op in function.ops
         for dtype in function.dtypes
         if dtype in dtypes
     ]
