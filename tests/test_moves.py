@@ -56,6 +56,7 @@ CASES = [
 ]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("dtype, precision", KINDS)
 @pytest.mark.parametrize("add", [None, "beside", "in place"])
