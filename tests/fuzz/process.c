@@ -58,7 +58,7 @@ static void call(vm_process *p, const vm_trace *t, input *in, uint64_t held[HELD
 enum { ROWS = 3 };
 
 /* The same steps with other workspaces: each row alone says what all say together. */
-static void again(const vm_process *p, input *in) {
+static void again(vm_process *p, input *in) {
     const vm_trace *script = vm_process_script(p);
     const size_t convs = script->convs;
     const vm_process_span span[2] = {{0, script->steps}, {script->steps / 2, script->steps}};
