@@ -379,9 +379,28 @@ def test_files_of_their_authors(tmp_path, name):
     assert np.array_equal(VAE.load(tmp_path / "a.safetensors", config=config(name)).decode(z), vae.decode(z))
 
 
-@pytest.mark.parametrize("name", ["wan2.2", "Wan-AI/Wan2.2-TI2V-5B", "Qwen/Qwen-Image-2.1", "tencent/HunyuanImage-2.1"])
-def test_what_people_call_the_others(name):
-    assert configs.named_model("model", name) in ("wan2.2", "qwen-image-2.1", "hunyuanimage-2.1")
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [("Wan-AI/Wan2.2-TI2V-5B", "wan2.2"), ("Qwen/Qwen-Image-2.1", "qwen-image-2.1"),
+     ("tencent/HunyuanImage-2.1", "hunyuanimage-2.1"), ("Hunyuan-Image", "hunyuanimage-2.1")],
+)  # fmt: skip
+def test_what_people_call_the_others(said, name):
+    assert configs.named_model("model", said) == name
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("sd15", {"image_patch": 2}, "temperal_downsample, image_patch: want none, got them of another family"),
+        ("sd15", {"temperal_downsample": (True,) * 3}, "temperal_downsample, image_patch: want none"),
+        ("wan2.2", {"image_patch": 3}, "image_patch: want 2, got 3"),
+        ("hunyuanimage-2.1", {"norm_num_groups": 2, "block_out_channels": (2,) * 6, "latent_channels": 1},
+         "block_out_channels: want multiples of 4, got 2"),
+    ],
+)  # fmt: skip
+def test_architectures_that_cannot_be_moved(name, change, message):
+    with pytest.raises(ValueError, match=f"config: {message}"):
+        _core.Model(_core.models()[name] | change)
 
 
 @pytest.mark.parametrize(
