@@ -150,7 +150,8 @@ newer: $(VENV)/test.stamp
 	rm -rf build/newer && $(BIN)/python -m venv build/newer
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > "$$(echo build/newer/lib/python3*/site-packages)/beside.pth"
 	build/newer/bin/pip --disable-pip-version-check -q install --no-compile $(NEWER)
-	PYTHONSAFEPATH=1 build/newer/bin/python -m pytest -rs tests/test_programs.py tests/test_module_calls.py -k "qwen or zimage or z_image"
+	PYTHONSAFEPATH=1 build/newer/bin/python -m pytest -rs tests/test_programs.py tests/test_module_calls.py -k "qwen or zimage or z_image or flux2"
+	PYTHONSAFEPATH=1 build/newer/bin/python -m pytest -rs -m "thorough or not thorough" tests/test_whole_pipelines.py -k flux2
 	PYTHONSAFEPATH=1 build/newer/bin/python -m pytest -rs tests/test_frames.py tests/test_trace_frames.py tests/test_other_vaes.py
 
 # A wheel for Windows, and its tests under wine, where there is one.

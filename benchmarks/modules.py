@@ -136,6 +136,16 @@ def _flux_call(sizes: Sizes, dtype: torch.dtype, guidance: bool) -> Call:
     }  # fmt: skip
 
 
+def _flux2_call(sizes: Sizes, dtype: torch.dtype) -> Call:
+    n, t, patches = sizes["n"], sizes["t"], sizes["h"] // 2 * (sizes["w"] // 2)
+    return (), {
+        "hidden_states": torch.empty(n, patches, 128, dtype=dtype), "timestep": torch.empty(n, dtype=dtype),
+        "guidance": None, "encoder_hidden_states": torch.empty(n, t, 7680, dtype=dtype),
+        "txt_ids": torch.empty(n, t, 4, dtype=torch.int64), "img_ids": torch.empty(n, patches, 4, dtype=torch.int64),
+        "joint_attention_kwargs": None, "return_dict": False,
+    }  # fmt: skip
+
+
 # Z-Image pads tokens and patches to multiples of 32, where they are none; its batch is a list, of up to 4 images here
 # with prompts of one length.
 ZIMAGE_SIZES = (
@@ -200,6 +210,20 @@ def _tokens_for_all_layers(sizes: Sizes, dtype: torch.dtype) -> Call:
 def _padded_tokens(sizes: Sizes, dtype: torch.dtype) -> Call:
     mask = torch.empty(sizes["n"], sizes["t"], dtype=torch.bool)
     return (), {"input_ids": _ids(sizes), "attention_mask": mask, "output_hidden_states": True}
+
+
+def _padded_tokens_without_cache(sizes: Sizes, dtype: torch.dtype) -> Call:
+    mask = torch.empty(sizes["n"], sizes["t"], dtype=torch.int64)
+    return (), {
+        "input_ids": _ids(sizes), "attention_mask": mask, "output_hidden_states": True, "use_cache": False,
+    }  # fmt: skip
+
+
+def _three_layers(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """As FLUX.2-klein's pipeline keeps them, side by side."""
+    output = module(*args, **kwargs)
+    stacked = torch.stack([output.hidden_states[layer] for layer in (9, 18, 27)], dim=1)
+    return stacked.permute(0, 2, 1, 3).reshape(stacked.shape[0], stacked.shape[2], -1)
 
 
 def _last_but_one(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -277,6 +301,18 @@ MODULES = {
         BUILDERS["qwen3-4b"],
         _padded_tokens, LONG_POINTS, LONG_CHECKS, TEXT_MONOMIALS, cases=SINGLE, run=_last_but_one,
         needs=("transformers", "5.23"),
+    ),
+    "qwen3-4b-flux2": Module(
+        "Qwen3ForCausalLM of FLUX.2-klein-4B's text_encoder; n prompts, padded to t tokens",
+        BUILDERS["qwen3-4b-flux2"],
+        _padded_tokens_without_cache, LONG_POINTS, LONG_CHECKS, TEXT_MONOMIALS, cases=SINGLE, run=_three_layers,
+        dtypes=HALF, needs=("transformers", "5.23"),
+    ),
+    "flux2-klein-transformer": Module(
+        "Flux2Transformer2DModel of FLUX.2-klein-4B; n images, an even latent h x w, t tokens",
+        BUILDERS["flux2-klein-transformer"],
+        _flux2_call, FLUX_POINTS, FLUX_CHECKS, PATCH_MONOMIALS, PATCHES, (*SINGLE, *EVEN),
+        dtypes=HALF, needs=("diffusers", "0.42"),
     ),
     "zimage-transformer": Module(
         "ZImageTransformer2DModel of Z-Image-Turbo; n images, an even latent h x w, t tokens of each prompt",

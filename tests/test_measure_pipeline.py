@@ -501,7 +501,10 @@ def test_the_command(small, tmp_path, monkeypatch, capsys):
         (["sd15", "512x516", "--random"], "width: want a multiple of 8 up to 1048576 for sd15, got 516"),
         (["flux", "520", "--random"], "height: want a multiple of 16 up to 1048576 for flux, got 520"),
         (["absent", "516"], "height: want a multiple of 8 up to 1048576, got 516"),
-        (["sd3", "512", "--random"], "source: want one of sd15, sdxl, flux, flux-schnell, zimage-turbo, got 'sd3'"),
+        (
+            ["sd3", "512", "--random"],
+            "source: want one of sd15, sdxl, flux, flux-schnell, zimage-turbo, flux2-klein, got 'sd3'",
+        ),
     ],
 )
 def test_the_command_refuses_before_anything_is_built(arguments, message, monkeypatch, capsys):

@@ -471,6 +471,13 @@ def test_formulas_in_a_notebook():
     ("pipeline", "height", "given", "message"),
     [
         ("flux", 1000, {}, "height: want a multiple of 16 up to 1048576 for flux, got 1000"),
+        ("flux2-klein", 512, {"image": True}, "image: want none with flux2-klein, which takes images as tokens"),
+        (
+            "flux2-klein",
+            512,
+            {"runtime": "sd.cpp"},
+            "pipeline: want one of .* zimage-turbo with sd.cpp, got 'flux2-klein'",
+        ),
         ("sd15", 1 << 21, {}, "height: want a multiple of 8 up to"),
         ("sd15", 512, {"components": ["nf4"]}, "components: want {role: type or file}"),
         ("sd15", 512, {"components": {"unet": ["nf4"]}}, r"components\['unet'\]: want one of"),

@@ -97,6 +97,7 @@ def test_attention_by_the_math_path_takes_the_steps_of_the_module(module, name):
         ("sd15-unet", 859520964), ("sdxl-unet", 2567463684), ("flux-transformer", 11901408320),
         ("flux-schnell-transformer", 11891178560), ("zimage-transformer", 6154908736), ("clip-l", 123060480),
         ("openclip-g", 694659840), ("t5-xxl", 4762310656), ("qwen3-4b", 4022468096),
+        ("qwen3-4b-flux2", 4022468096), ("flux2-klein-transformer", 3875544576),
     ],
 )  # fmt: skip
 def test_parameters_are_as_many_as_published(name, parameters):

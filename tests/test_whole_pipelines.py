@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ if not BENCHMARKS.exists():
 sys.path.insert(0, str(BENCHMARKS))
 
 from diffusers.quantizers.quantization_config import QuantizationMethod
-from modules import MODULES, make
+from modules import MODULES, make, missing
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_vaes import diffusers_vae
 
@@ -41,7 +40,11 @@ class Tokenizer:
     def __call__(self, prompt, padding=None, max_length=77, **_):
         length = max_length if padding == "max_length" else 5
         count = 1 if isinstance(prompt, str) else len(prompt)
-        return types.SimpleNamespace(input_ids=torch.zeros(count, length, dtype=torch.int64), attention_mask=None)
+        ids = torch.zeros(count, length, dtype=torch.int64)
+        return transformers.BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+
+    def apply_chat_template(self, messages, **_):
+        return messages[0]["content"]
 
     def tokenize(self, prompt):
         return [prompt]
@@ -69,6 +72,8 @@ class Scheduler:
 def built(name):
     """A module of the pipeline's components, and the pipeline that calls them, both on the device "meta"."""
     kind = PIPELINES[name]
+    if reason := missing(MODULES[kind.parts[kind.denoiser]]):
+        pytest.skip(reason)
     dtype = getattr(torch, kind.dtype)
     vae = diffusers_vae(_core.models()[kind.parts["vae"]], dtype)
     parts = {role: vae if role == "vae" else make(MODULES[part], dtype) for role, part in kind.parts.items()}
@@ -78,6 +83,8 @@ def built(name):
         pipeline = diffusers.StableDiffusionPipeline(**parts, **none, **rest)
     elif name == "sdxl":
         pipeline = diffusers.StableDiffusionXLPipeline(**parts, **none, tokenizer_2=None, add_watermarker=False)
+    elif name == "flux2-klein":
+        pipeline = diffusers.Flux2KleinPipeline(**parts, **none, is_distilled=True)
     else:
         parts["vae"].register_to_config(shift_factor=0.1159)
         pipeline = diffusers.FluxPipeline(**parts, **none, tokenizer_2=None)
@@ -91,6 +98,7 @@ CASES = {  # of each: up to which phase, in how many steps, on which GPU, at whi
     "sd15": (("latent", "denoise", 2, "T4", 512), ("pt", "decode", 2, "T4", 512)),
     "sdxl": (("latent", "denoise", 1, "RTX 4090", 768),),  # to decode it changes weights' dtype, which is not recorded
     "flux": (("pt", "decode", 1, "H200", 768),),
+    "flux2-klein": (("latent", "denoise", 2, "RTX 4090", 1024), ("pt", "decode", 2, "H200", 768)),
 }
 
 
@@ -102,7 +110,9 @@ def test_a_pipeline_to_the_byte(name, case):
     parts, pipeline = built(name)
     asked = {"height": side, "width": side}
     recording = record(
-        parts, gpu=gpu, call=lambda _: pipeline("x", **asked, num_inference_steps=steps, output_type=output).images
+        parts,
+        gpu=gpu,
+        call=lambda _: pipeline(prompt="x", **asked, num_inference_steps=steps, output_type=output).images,
     )
     assert not recording.unmodelled
     process = SimulatedProcess(gpu)

@@ -40,12 +40,13 @@ cudnn_version, torch_version : str, optional
     Where nobody could ask a version (below 9.8), the nearest one that was asked answers: `Prediction.band` and
     `Prediction.substitutions` say so.
 pipeline : str
-    ``"sd15"``, ``"sdxl"``, ``"flux"``, ``"flux-schnell"`` or ``"zimage-turbo"``.
+    ``"sd15"``, ``"sdxl"``, ``"flux"``, ``"flux-schnell"``, ``"zimage-turbo"`` or ``"flux2-klein"``.
 prompt_tokens : int, optional
     How long the prompt is: 77 by default, and FLUX's 512, which is its max_sequence_length, at most 8192. SD 1.5 and
     SDXL pad to 77 and encode longer prompts in parts of so many.
 guidance : bool
-    Whether SD 1.5 and SDXL denoise each image twice. FLUX takes guidance as a number, Z-Image-Turbo none.
+    Whether SD 1.5 and SDXL denoise each image twice. FLUX takes guidance as a number, Z-Image-Turbo and
+    FLUX.2-klein none.
 components : dict, optional
     What the weights of components are stored in, by role (``"text_encoder"``, ``"text_encoder_2"``, ``"unet"``,
     ``"transformer"``, ``"vae"``): a type as `vaemem.pipelines.storage.tensor_bytes` has them (``"nf4"``, ``"Q8_0"``,
@@ -58,7 +59,7 @@ image : bool
 steps : int, optional
     How often the denoiser runs. Memory is that of two steps; FLOPs are those of all.
 dtype of a pipeline : str, optional
-    What is computed in: float16 for SD 1.5 and SDXL, bfloat16 for FLUX and Z-Image.
+    What is computed in: float16 for SD 1.5 and SDXL, bfloat16 for FLUX, FLUX.2 and Z-Image.
 """
 
 from __future__ import annotations

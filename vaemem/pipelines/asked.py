@@ -248,6 +248,10 @@ def ask_pipeline(
     """Arguments of `predict_pipeline` as a question, nothing offloaded and the VAE whole; ValueError names the one that
     cannot be answered."""
     known = PIPELINES[pipeline]
+    if image and not known.begins:
+        raise ValueError(
+            f"image: want none with {pipeline}, which takes images as tokens beside the prompt's, got True"
+        )
     dtype = known.dtype if dtype is None else meant("dtype", dtype, DTYPES)
     height, width = image_sides(height, width, known.stride, f" for {pipeline}")
     tokens = known.tokens if prompt_tokens is None else whole("prompt_tokens", prompt_tokens, most=MOST_TOKENS)

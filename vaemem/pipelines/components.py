@@ -17,6 +17,9 @@ MOST_SEQUENCE = 512  # what FluxPipeline refuses to go beyond, and what ZImagePi
 VAE_STRIDE = 8  # pixels a side of one pixel of a latent
 
 
+Made = tuple[int, str, str]  # elements, of what, dtype
+
+
 class Pipeline(NamedTuple):
     """A pipeline of diffusers.
 
@@ -31,11 +34,16 @@ class Pipeline(NamedTuple):
     pads: whether the denoiser sees the padded prompt
     guides: whether guidance takes a second image through the denoiser (else it is an input of it, or there is none)
     rescales: whether the latents that are decoded take the place of the others
-    conditions: what is held beside the prompt while it denoises, {name: (elements, of what, dtype)}: of n images, t
-        tokens, p image tokens, or "" for none of them; "run" is the pipeline's dtype
-    passes: what is made for each call of the denoiser, in the same way
+    asks: what a text encoder is called with, {name: (elements, of what, dtype)}: of n images, t tokens, p image tokens,
+        a product of them, or "" for none; "run" is the pipeline's dtype
+    conditions: what is held beside the prompt while it denoises, in the same way
+    passes: what is made for each call of the denoiser
+    rescalers: what is made for the latents that are decoded
+    keeps_input: whether the latents of the last step but one are held until the image is there
     latents: the dtype in which they are kept
     optional: further parts, there where they are named; they stay on the device whatever is offloaded
+    begins: whether there is a pipeline of its weights that begins with an image's latents
+    read: the release of diffusers that it was read in
     """
 
     about: str
@@ -49,10 +57,15 @@ class Pipeline(NamedTuple):
     pads: bool = True
     guides: bool = False
     rescales: bool = True
-    conditions: Mapping[str, tuple[int, str, str]] = {}
-    passes: Mapping[str, tuple[int, str, str]] = {}
+    asks: Mapping[str, Made] = {"text_input_ids": (1, "t", "int64")}
+    conditions: Mapping[str, Made] = {}
+    passes: Mapping[str, Made] = {}
+    rescalers: Mapping[str, Made] = {}
+    keeps_input: bool = False
     latents: str = "run"
     optional: Mapping[str, str] = {}
+    begins: bool = True
+    read: str = "0.33"
 
     @property
     def class_name(self) -> str:
@@ -123,7 +136,17 @@ PIPELINES = {
         about="ZImagePipeline of Z-Image-Turbo",
         parts={"text_encoder": "qwen3-4b", "transformer": "zimage-transformer", "vae": "zimage"},
         dtype="bfloat16", width=2560, pooled=0, tokens=77, encoded=512, steps=9, pads=False,
-        conditions={"timestep": (1, "n", "float32")}, latents="float32",
+        conditions={"timestep": (1, "n", "float32")}, latents="float32", read="0.42",
+    ),
+    "flux2-klein": Pipeline(
+        about="Flux2KleinPipeline of FLUX.2-klein-4B",
+        parts={"text_encoder": "qwen3-4b-flux2", "transformer": "flux2-klein-transformer", "vae": "flux2"},
+        dtype="bfloat16", width=7680, pooled=0, tokens=512, encoded=512, steps=4,
+        conditions={
+            "text_ids": (4, "nt", "int64"), "latent_ids": (4, "np", "int64"), "timestep": (1, "n", "run"),
+        },
+        passes={"timestep / 1000": (1, "n", "run")}, rescalers={"latents_bn_std": (128, "", "run")}, keeps_input=True,
+        asks={"input_ids": (1, "t", "int64"), "attention_mask": (1, "t", "int64")}, begins=False, read="0.42",
     ),
 }  # fmt: skip
 # What people call pipelines beside: short names, and repositories on the Hub.
@@ -135,6 +158,7 @@ SPELT_PIPELINES = {
         "flux": "flux1 flux-dev black-forest-labs/FLUX.1-dev",
         "flux-schnell": "black-forest-labs/FLUX.1-schnell",
         "zimage-turbo": "zimage Tongyi-MAI/Z-Image-Turbo",
+        "flux2-klein": "flux2-klein-4b klein black-forest-labs/FLUX.2-klein-4B",
     }.items()
     for name in names.split()
     for said in (name, name.rpartition("/")[2])

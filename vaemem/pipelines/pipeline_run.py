@@ -1,9 +1,9 @@
 """What the pipelines of diffusers do on a simulated process, phase by phase, in the order and with the names of their
 own code: components come and go, names hold tensors, phases are read.
 
-Read in StableDiffusionPipeline, StableDiffusionXLPipeline and FluxPipeline of diffusers 0.33, and ZImagePipeline of
-0.42. Tensors of prompts, latents and images are followed by the names that hold them; what a scheduler's step makes in
-passing is three tensors of the latents' size.
+Read in StableDiffusionPipeline, StableDiffusionXLPipeline and FluxPipeline of diffusers 0.33, ZImagePipeline and
+Flux2KleinPipeline of 0.42. Tensors of prompts, latents and images are followed by the names that hold them; what a
+scheduler's step makes in passing is three tensors of the latents' size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vaemem._common import ELEMENT_BYTES
 from vaemem._core import OutOfMemoryError
 from vaemem.pipelines import programs
 from vaemem.pipelines.asked import PipelineQuestion
-from vaemem.pipelines.components import CLIP_TOKENS, CLIPS, VAE_STRIDE, vae_counts
+from vaemem.pipelines.components import CLIP_TOKENS, CLIPS, VAE_STRIDE, Made, vae_counts
 from vaemem.pipelines.storage import BITSANDBYTES
 from vaemem.prediction.benchmark import Names
 from vaemem.prediction.gpus import find_gpu
@@ -227,6 +227,14 @@ class PipelineRun:
         """A tensor that the name of the same name holds."""
         self.names[name] = self.tensor(name, shape, dtype)
 
+    def made(self, what: Mapping[str, Made], **counts: int) -> dict[str, Tensor]:
+        """What a `Pipeline` says is made, where there are so many images, tokens and image tokens."""
+        dtype = self.asked.dtype
+        return {
+            name: self.tensor(name, (elements, *(counts[one] for one in of)), dtype if own == "run" else own)
+            for name, (elements, of, own) in what.items()
+        }
+
     @contextlib.contextmanager
     def phase(self, name: str, first: str | None = None) -> Iterator[None]:
         """Reads the counters around a phase, which begins when the component that it calls `first` is there: the one
@@ -329,9 +337,9 @@ def _encode_prompt(run: PipelineRun, encoders: list[str]) -> None:
             # FLUX's CLIP has its own number of tokens; its pooled output alone is kept.
             own = CLIP_TOKENS if run.parts[role].component in CLIPS else encodes
             for _ in range(calls):
-                ids = run.tensor("text_input_ids", (1, own), "int64")
+                given = run.made(pipeline.asks, n=1, t=own)
                 encoded.append(run.call(role, n=1, t=own))
-                run.process.drop(ids)
+                run.process.drop(*given.values())
             if run.parts[role].component == "clip-l-flux":  # which gives the pooled output alone
                 pool(name)
                 run.process.drop(encoded.pop())
@@ -371,19 +379,14 @@ def _denoise(run: PipelineRun) -> None:
     latent = (asked.batch, channels, height, width)
     run.name("timesteps", (asked.steps,), "float32")
     run.name("latents", latent, kept)
-    counts = {"": 1, "n": images, "t": tokens, "p": height // 2 * (width // 2)}
-
-    def made(what: Mapping[str, tuple[int, str, str]]) -> dict[str, Tensor]:
-        return {
-            name: run.tensor(name, (elements * counts[of],), dtype if own == "run" else own)
-            for name, (elements, of, own) in what.items()
-        }
-
-    names.held.update(made(pipeline.conditions))
+    counts = {"n": images, "t": tokens, "p": height // 2 * (width // 2)}
+    names.held.update(run.made(pipeline.conditions, **counts))
     for _ in run.steps(asked.steps):
+        if pipeline.keeps_input and "latent_model_input" in names.held:
+            names.delete("latent_model_input")
         if images > asked.batch or kept != dtype:
             run.name("latent_model_input", (images, *latent[1:]), dtype)
-        passed = made(pipeline.passes)
+        passed = run.made(pipeline.passes, **counts)
         names["noise_pred"] = run.call(pipeline.denoiser, n=images, h=height, w=width, t=tokens)
         process.drop(*passed.values())
         if images > asked.batch:  # uncond + scale * (text - uncond), both parts of what the denoiser gave
@@ -400,6 +403,8 @@ def _denoise(run: PipelineRun) -> None:
             names["noise_pred"] = run.tensor("- noise_pred", latent, kept)
             process.drop(stacked)
         steps = [run.tensor("scheduler.step", latent, "float32") for _ in range(2)]
+        if pipeline.keeps_input:
+            names.held["latent_model_input"] = names.held.pop("latents")
         run.name("latents", latent, kept)
         process.drop(*steps)
 
@@ -407,6 +412,7 @@ def _denoise(run: PipelineRun) -> None:
 def _decode(run: PipelineRun) -> None:
     asked, names, part = run.asked, run.names, run.parts["vae"]
     kept = "latents" if asked.pipeline.rescales else "latents / scaling_factor"
+    names.held.update(run.made(asked.pipeline.rescalers))
     names[kept] = run.tensor("latents / scaling_factor", names["latents"].shape, part.dtype)
     names["image"] = run.decode(names[kept])
     if not asked.pipeline.rescales:

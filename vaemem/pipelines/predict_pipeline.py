@@ -541,8 +541,8 @@ def predict_pipeline(
     ----------
     pipeline : shared
     height, width : int
-        The image's size in pixels: multiples of 8, and of 16 for FLUX and Z-Image. For other sizes diffusers makes the
-        next smaller one with FLUX, and none with Z-Image.
+        The image's size in pixels: multiples of 8, and of 16 for FLUX, FLUX.2 and Z-Image. For other sizes diffusers
+        makes the next smaller one with FLUX and FLUX.2, and none with Z-Image.
     batch : int
         Images of one prompt.
     prompt_tokens, guidance : shared

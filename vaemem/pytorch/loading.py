@@ -23,7 +23,7 @@ from vaemem.pytorch.measuring import find_device
 
 # Their configurations are those of config.json in the published folders, where they differ from the classes' defaults:
 # stable-diffusion-v1-5, stabilityai/stable-diffusion-xl-base-1.0, black-forest-labs/FLUX.1-dev and FLUX.1-schnell,
-# Tongyi-MAI/Z-Image-Turbo.
+# Tongyi-MAI/Z-Image-Turbo, black-forest-labs/FLUX.2-klein-4B.
 
 
 def _sd15_unet() -> Any:
@@ -97,6 +97,20 @@ def _qwen3_4b() -> Any:
     return Qwen3Model(config)
 
 
+def _qwen3_4b_with_head() -> Any:
+    from transformers import Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(_qwen3_4b().config)
+
+
+def _flux2_klein() -> Any:
+    from diffusers import Flux2Transformer2DModel
+
+    return Flux2Transformer2DModel(
+        num_layers=5, num_single_layers=20, num_attention_heads=24, joint_attention_dim=7680, guidance_embeds=False
+    )
+
+
 def _safety_checker() -> Any:
     from diffusers.pipelines.stable_diffusion import StableDiffusionSafetyChecker
     from transformers import CLIPConfig
@@ -120,6 +134,7 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "safety-checker": _safety_checker, "sd15-unet": _sd15_unet, "sdxl-unet": _sdxl_unet,
     "flux-transformer": partial(_flux, guidance=True), "flux-schnell-transformer": partial(_flux, guidance=False),
     "zimage-transformer": _zimage, "openclip-g": _openclip_g, "t5-xxl": _t5_xxl, "qwen3-4b": _qwen3_4b,
+    "flux2-klein-transformer": _flux2_klein, "qwen3-4b-flux2": _qwen3_4b_with_head,
     **dict.fromkeys(("clip-l", "clip-l-sdxl", "clip-l-flux"), _clip_l),
     **{model: partial(_vae, model) for model in _core.models()},
 }  # fmt: skip
@@ -198,7 +213,7 @@ def load_pipeline(
     ----------
     source : str
         A folder of diffusers', or an id whose files are in the Hub's cache; with `random` ``"sd15"``, ``"sdxl"``,
-        ``"flux"``, ``"flux-schnell"`` or ``"zimage-turbo"``.
+        ``"flux"``, ``"flux-schnell"``, ``"zimage-turbo"`` or ``"flux2-klein"``.
     dtype : str, optional
         What it is loaded in; by default float16 for SD 1.5 and SDXL, bfloat16 for others.
     offload : str
@@ -230,7 +245,7 @@ def load_pipeline(
     >>> load_pipeline("sd3", random=True)
     Traceback (most recent call last):
         ...
-    ValueError: source: want one of sd15, sdxl, flux, flux-schnell, zimage-turbo, got 'sd3'
+    ValueError: source: want one of sd15, sdxl, flux, flux-schnell, zimage-turbo, flux2-klein, got 'sd3'
     """
     place = find_device(device)
     choose("offload", offload, OFFLOADS)

@@ -415,7 +415,7 @@ def _predicted(
         raise ValueError(f"its tiles are not of {tile} pixels, a quarter of which overlaps")
     prediction = PipelinePrediction(question.run_with(asked["offload"], asked["vae"]))
     tried, done, lacking = prediction._within(prediction.available)
-    notes, read = list(prediction.notes), "0.42" if question.name == "zimage-turbo" else "0.33"
+    notes, read = list(prediction.notes), question.pipeline.read
     if lacking:
         where = prediction._run.phases[done].name if done < len(prediction._run.phases) else "its last phase"
         notes.append(f"It is predicted to run out in {where}, at {lacking.name} of {lacking.bytes / MIB:.0f} MiB.")

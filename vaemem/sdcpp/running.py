@@ -103,6 +103,8 @@ SDCPP_NOTES = (
 def options_of(pipeline: str) -> dict[str, Mapping[str, object]]:
     """The program's options that each word stands for, in the order that words have in a way. A type is that of the
     denoiser and of encoders that are no CLIP."""
+    if pipeline not in MODELS:
+        raise ValueError(f"pipeline: want one of {', '.join(MODELS)} with sd.cpp, got {pipeline!r}")
     known = MODELS[pipeline]
     tensors = [TENSORS[model] for model in (known.denoiser, *known.encoders.values()) if model in TENSORS]
     types = {word: ",".join(f"{name}={kind}" for name in tensors) for word, kind in TYPES_BY_WORD.items()}
