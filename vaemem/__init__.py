@@ -64,38 +64,11 @@ _PLACES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for 
 _PLACES |= {name: f"{__name__}.{name}" for name in ("_core", "engine", "prediction", "tables")}  # modules
 
 __all__ = [
-    "ESTIMATORS",
-    "VAE",
-    "CachingAllocator",
-    "Cancelled",
-    "DeviceArray",
-    "Encoded",
-    "Estimator",
-    "OutOfMemoryError",
-    "PipelinePlan",
-    "PipelinePrediction",
-    "Prediction",
-    "Replay",
-    "Run",
-    "SimulatedProcess",
-    "Table",
-    "Tiling",
-    "backends",
-    "bound",
-    "compare",
-    "explain",
-    "fit",
-    "formula",
-    "plan_pipeline",
-    "predict",
-    "predict_largest",
-    "predict_pipeline",
-    "replay",
-    "report",
-    "seed_table",
-    "sweep",
-    "tradeoff",
-]
+    "ESTIMATORS", "VAE", "CachingAllocator", "Cancelled", "DeviceArray", "Encoded", "Estimator", "OutOfMemoryError",
+    "PipelinePlan", "PipelinePrediction", "Prediction", "Replay", "Run", "SimulatedProcess", "Table", "Tiling",
+    "backends", "bound", "compare", "explain", "fit", "formula", "plan_pipeline", "predict", "predict_largest",
+    "predict_pipeline", "replay", "report", "seed_table", "sweep", "tradeoff",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> _Any:

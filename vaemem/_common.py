@@ -43,17 +43,9 @@ SPELT_DTYPES = {  # as people write them beside; "float" has 32 bits to torch an
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 OPS = ("encode", "decode")
 EXTRAS = {  # that bring a package
-    "pandas": "table",
-    "scipy": "fit",
-    "matplotlib": "plot",
-    "tqdm": "progress",
-    "PIL": "image",
-    "torch": "pytorch",
-    "diffusers": "diffusers",
-    "accelerate": "diffusers",
-    "argcomplete": "completion",
-    "gguf": "gguf",
-}
+    "pandas": "table", "scipy": "fit", "matplotlib": "plot", "tqdm": "progress", "PIL": "image", "torch": "pytorch",
+    "diffusers": "diffusers", "accelerate": "diffusers", "argcomplete": "completion", "gguf": "gguf",
+}  # fmt: skip
 TILED_OPS = (*OPS, "encode_tiled", "decode_tiled")  # what PyTorch's runtimes do beside
 
 

@@ -25,22 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import vaemem
 from vaemem._arguments import described
-from vaemem._common import (
-    ELEMENT_BYTES,
-    MIB,
-    OPS,
-    Message,
-    Named,
-    check_writable,
-    choose,
-    distinct,
-    meant,
-    mib,
-    need,
-    render,
-    saved,
-    write,
-)
+from vaemem._common import ELEMENT_BYTES, MIB, OPS, Message, Named, check_writable, choose, need, render, saved, write
 from vaemem.cli.flags import FLAGS, WORDS, FlagSettings, Later, count
 
 if TYPE_CHECKING:
@@ -174,7 +159,7 @@ def run_info(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     vae, config = _bare(found.arch, parts=found.parts, **asked), config_of(found.arch)
     alone = "" if found.parts == "all" else f", the {found.parts} alone"
     print(f"{found.file}: {found.layout} layout, {found.tensors} tensors of {', '.join(found.dtypes)}{alone}")
-    print(f"model {vae.model}, {vae.parameters:,} parameters, {mib(os.path.getsize(found.file))} MiB on disk")
+    print(f"model {vae.model}, {vae.parameters:,} parameters, {os.path.getsize(found.file) / MIB:.2f} MiB on disk")
     print("; ".join(f"{name} {value}" for name, value in config.items() if not name.endswith("_block_types")))
     print(vaemem.sweep(vae, [op for op in OPS if found.parts in ("all", f"{op}r")], args.sizes, measure=False))
 
@@ -219,9 +204,8 @@ def run_estimate(args: argparse.Namespace, asked: dict[str, Any]) -> None:
 @command("vaemem:tradeoff", "model op sizes batch dtype precision format")
 def run_tradeoff(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """What less memory costs: the engine's plans, from the fastest to the smallest."""
-    _print(
-        vaemem.Table([row for h, w in args.sizes for row in vaemem.tradeoff(height=h, width=w, **asked)]), args.format
-    )
+    plans = [row for h, w in args.sizes for row in vaemem.tradeoff(height=h, width=w, **asked)]
+    _print(vaemem.Table(plans), args.format)
 
 
 def _has_bar() -> bool:
@@ -314,21 +298,20 @@ def run_largest(args: argparse.Namespace, asked: dict[str, Any]) -> None:
         print(f"{height}x{width}", vae.estimate(op, height, width, batch, memory_limit=args.engine), sep="\n")
         return
     if args.precision != "highest":
-        raise ValueError(
-            f"--precision: want it with --engine, whose products have precisions, got {args.precision} without"
-        )
+        wanted = "want it with --engine, whose products have precisions"
+        raise ValueError(f"--precision: {wanted}, got {args.precision} without")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         kinds = [True, False] if asked.pop("safe", True) else [False]
         sizes = [vaemem.predict_largest(aspect=args.aspect, safe=safe, **asked) for safe in kinds]
-    found = [vaemem.predict(height=height, width=width, **asked) for height, width in distinct(sizes)]
+    found = [vaemem.predict(height=height, width=width, **asked) for height, width in dict.fromkeys(sizes)]
     if args.format == "json":
         _print_all(found, args.format)
     else:
         for p in found:
             print(f"{p.height}x{p.width} {p.summary}.")
         print(f"Asked: {found[0]._asked}.", *[f"Assumed: {found[0].assumed}."] * bool(found[0].assumed), sep="\n")
-    for text in distinct(str(warning.message) for warning in said):
+    for text in dict.fromkeys(str(warning.message) for warning in said):
         print(f"vaemem largest: {text}", file=sys.stderr)
 
 
@@ -381,13 +364,13 @@ def run_measure(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     """A pipeline of diffusers on this machine's GPU, phase by phase, beside its prediction; 1 if it runs out there."""
     from vaemem import pytorch  # which wants torch
     from vaemem.pipelines.asked import image_sides
-    from vaemem.pipelines.components import PIPELINES, SPELT_PIPELINES
+    from vaemem.pipelines.components import PIPELINES, known_pipeline
 
     if args.csv:
         check_writable(args.csv)
     loaded = {name: asked[name] for name in ("dtype", "offload", "vae") if name in asked}
     called: dict[str, Any] = {name: asked[name] for name in ("batch", "steps") if name in asked}
-    known = PIPELINES[meant("source", args.source, PIPELINES, SPELT_PIPELINES)] if args.random else None
+    known = PIPELINES[known_pipeline("source", args.source)] if args.random else None
     height, width = args.size
     if known:
         image_sides(height, width, known.stride, f" for {args.source}")
@@ -438,16 +421,11 @@ def run_reproduce(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     from vaemem.published.reproduce import print_all
     from vaemem.published.times import judge_seconds
 
-    reports = {
-        judge_seconds: args.seconds,
-        reproduce_plan: args.plan,
-        judge_text: args.equation,
-        judge_guide: args.guide,
-    }
-    if any(reports.values()):
+    judges = {"seconds": judge_seconds, "plan": reproduce_plan, "equation": judge_text, "guide": judge_guide}
+    if reports := [str(judge()) for name, judge in judges.items() if getattr(args, name)]:
         if args.table or args.csv:
             raise ValueError("--seconds, --plan, --equation, --guide: want neither a table nor --csv beside them")
-        print("\n\n".join(str(judge()) for judge, is_asked in reports.items() if is_asked))
+        print("\n\n".join(reports))
         return
     if args.csv:
         check_writable(args.csv)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import pkgutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,13 +64,16 @@ def _measured(text: str) -> tuple[str, float]:
 
 @dataclass(frozen=True)
 class Later:
-    """A setting that is made of the package's names when its flag is added: ``"tables.fit:KEY"``."""
+    """A setting that is made of the package's names when its flag is added: ``"tables.fit:KEY"``, or a text that has
+    each of them for a ``{}``."""
 
     names: str
-    make: Callable[..., Any] = tuple
+    text: str = ""
 
     def __call__(self) -> Any:
-        return self.make(*(pkgutil.resolve_name(f"vaemem.{name}") for name in self.names.split()))
+        found = [pkgutil.resolve_name(f"vaemem.{name}") for name in self.names.split()]
+        lists = [tuple(one() if callable(one) else one) for one in found]
+        return self.text.format(*map(", ".join, lists)) if self.text else lists[0]
 
 
 FlagSettings = dict[str, Any]  # of a flag, as argparse's add_argument takes them
@@ -87,14 +89,10 @@ WORDS += ["application", "message", "source"]
 
 # By the name of the argument that it is.
 FLAGS: dict[str, FlagSettings] = {
-    "model": _flag(Later("_core:models", lambda models: f"One of {', '.join(models())}.")),
+    "model": _flag(Later("_core:models", "One of {}.")),
     "op": _flag("The operation.", choices=OPS),
-    "sizes": _flag(
-        "The height x width of each image in pixels, such as 512x768; one number is a square.",
-        type=_size,
-        nargs="+",
-        metavar="HxW",
-    ),
+    "sizes": _flag("The height x width of each image in pixels, such as 512x768; one number is a square.", type=_size,
+        nargs="+", metavar="HxW"),
     "size": _flag("The height x width of the image in pixels.", type=_size, metavar="HxW"),
     "batch": _flag("How many images there are in one run."),
     "dtype": _flag(type=_dtype, choices=DTYPES),
@@ -111,16 +109,9 @@ FLAGS: dict[str, FlagSettings] = {
     "of_op": _flag("The operation, where it is known.", dest="op", choices=OPS),
     "formula_op": _flag("The operation of a VAE; none for a whole pipeline.", dest="op", choices=TILED_OPS, nargs="?"),
     "formula_of": _flag(
-        Later(
-            "pipelines.components:PIPELINES _core:models",
-            lambda pipelines, models: (
-                f"A whole pipeline, one of {', '.join(pipelines)}; or before an operation a VAE, "
-                f"one of {', '.join(models())}."
-            ),
-        ),
-        metavar="MODEL",
-        dest="model",
-    ),
+        Later("pipelines.components:PIPELINES _core:models",
+              "A whole pipeline, one of {}; or before an operation a VAE, one of {}."),
+        metavar="MODEL", dest="model"),
     "of_model": _flag("Which model the weights are, where the file leaves it open.", metavar="MODEL", dest="model"),
     "config": _flag("The config.json of diffusers, of any other model.", metavar="FILE"),
     "scaled": _flag("The latents are as a pipeline holds them.", action="store_true"),
@@ -128,9 +119,8 @@ FLAGS: dict[str, FlagSettings] = {
     "latents": _flag("Latents as .npy, .safetensors, ComfyUI's .latent, .pt or .pth.", metavar="LATENTS"),
     "images": _flag("Files that Pillow reads, all of one size.", nargs="+", metavar="IMAGE"),
     "pad": _flag("How to fill up images whose sides are no multiples of the latents'.", choices=["reflect", "edge"]),
-    "sample": _flag(
-        "Draw from the distribution with this seed, instead of taking its mean.", type=count, metavar="SEED"
-    ),
+    "sample": _flag("Draw from the distribution with this seed, instead of taking its mean.", type=count,
+        metavar="SEED"),
     "message": _flag("The message, a file of it, or - for what a pipe brings, which is the default.", nargs="?"),
     "file": _flag("A safetensors or GGUF file, or a directory of diffusers'.", metavar="FILE"),
     # of tables
@@ -159,9 +149,8 @@ FLAGS: dict[str, FlagSettings] = {
     "protocol": _flag(choices=Later("prediction.benchmark:PROTOCOLS")),
     "cudnn_version": _flag(metavar="VERSION", option="--cudnn"),
     "torch_version": _flag(metavar="VERSION", option="--torch"),
-    "allow_tf32": _flag(
-        "Predict for torch.backends.cudnn.allow_tf32 = False.", action="store_false", option="--no-tf32"
-    ),
+    "allow_tf32": _flag("Predict for torch.backends.cudnn.allow_tf32 = False.", action="store_false",
+        option="--no-tf32"),
     "allocator": _flag(metavar="CONF"),
     "cudnn_benchmark": _flag("This is refused: which plan is the fastest only the card can tell."),
     "tensors": _flag("How many of the peak's tensors to show.", type=count, default=6),
@@ -172,47 +161,23 @@ FLAGS: dict[str, FlagSettings] = {
     "offload": _flag(
         "What comes and goes: none, model (enable_model_cpu_offload) or sequential (enable_sequential_cpu_offload); or "
         "where components are and run, such as text_encoder=cpu,text_encoder_2=cpu, the others on the GPU. Default: "
-        "none.",
-        type=_offload,
-        metavar="OFFLOAD",
-    ),
+        "none.", type=_offload, metavar="OFFLOAD"),
     "guidance": _flag("SD 1.5 and SDXL denoise each image once.", action="store_false", option="--no-guidance"),
     "components": _flag(
         "The type of a component's weights, or a file of them, such as transformer=Q8_0. It may be given"
-        " more than once.",
-        type=_pair,
-        metavar="ROLE=TYPE",
-        action="append",
-        option="--component",
-    ),
+        " more than once.", type=_pair, metavar="ROLE=TYPE", action="append", option="--component"),
     "calibrate": _flag(
         "Seconds that a way took on this machine, by its name as the plan prints it. It may be given more than once.",
-        type=_measured,
-        metavar="WAY=SECONDS",
-        action="append",
-        option="--measured",
-    ),
+        type=_measured, metavar="WAY=SECONDS", action="append", option="--measured"),
     "time_limit": _flag(metavar="SECONDS"),
     "source": _flag(
-        Later(
-            "pipelines.components:PIPELINES",
-            lambda names: (
-                "A folder of diffusers', or an id whose files are in the Hub's cache; with --random one of "
-                f"{', '.join(names)}."
-            ),
-        )
-    ),
+        Later("pipelines.components:PIPELINES",
+              "A folder of diffusers', or an id whose files are in the Hub's cache; with --random one of {}.")),
     "random": _flag("Build it from configs, of full size with random weights: no file is needed.", action="store_true"),
     "prompt": _flag("What the picture shows.", default="a photo of a cat"),
     # of formulas and published figures
-    "domain_sides": _flag(
-        "The least and the greatest side in pixels.",
-        type=positive,
-        nargs=2,
-        default=(256, 2048),
-        dest="sides",
-        metavar=("LEAST", "MOST"),
-    ),
+    "domain_sides": _flag("The least and the greatest side in pixels.", type=positive, nargs=2, default=(256, 2048),
+        dest="sides", metavar=("LEAST", "MOST")),
     "domain_step": _flag("From side to side in pixels.", type=positive, default=64, dest="step"),
     "domain_batch": _flag("The most images in one run.", type=positive, default=4, dest="batch"),
     "application": _flag(choices=Later("prediction.bound:APPLICATIONS")),
@@ -223,9 +188,8 @@ FLAGS: dict[str, FlagSettings] = {
     "equation": _flag("Judge a published equation for SD 1.5, term by term.", action="store_true"),
     "guide": _flag(
         "Judge a guide to a VAE's performance, claim by claim. Without any of these four it shows the benchmark.",
-        action="store_true",
-    ),
-}
+        action="store_true"),
+}  # fmt: skip
 
 
 def _like(name: str, **changes: Any) -> FlagSettings:
@@ -239,50 +203,39 @@ FLAGS |= {
     "of_sizes": _like("sizes"),
     "sweep_ops": _like("ops", choices=(*TILED_OPS, "pipeline"), help="The operations; pipeline: whole ones."),
     "batches": _like("batch", help="How many images there are in one run.", type=count, nargs="+", metavar="N"),
-    "sweep_dtype": _like(
-        "dtype", help="The type of the numbers; by default float32 for the engine, else the program's.", default=None
-    ),
+    "sweep_dtype": _like("dtype",
+        help="The type of the numbers; by default float32 for the engine, else the program's.", default=None),
     "sweep_runtime": _like("runtime", help="Predicted: whose code runs it.", default=None),
-    "sweep_offload": _flag(
-        "Of pipelines: what comes and goes, none, model or sequential.", default=None, dest="offload"
-    ),
+    "sweep_offload": _flag("Of pipelines: what comes and goes, none, model or sequential.", default=None,
+        dest="offload"),
     "sweep_vae": _flag("Of pipelines: whether the VAE runs whole, tiled or sliced.", default=None, dest="vae"),
     "prompt_lengths": _like("prompt_tokens", type=count, nargs="+"),
     "usual_sizes": _like("sizes", default=[512, 1024, 2048]),
     "only_sizes": _like("sizes", help="Take only these sizes."),
     "float32": _like("dtype", default="float32"),
     "highest": _like("precision", default="highest"),
-    "byte_target": _like(
-        "target", choices=Later("tables.fit:TARGETS", lambda all: [one for one in all if one != "seconds"])
-    ),
+    "byte_target": _like("target", choices=Later("tables.table:BYTE_COLUMNS")),
     "fit_format": _like("format", choices=("text", "python", "latex", "json")),
     "python_format": _like("format", choices=("text", "python")),
     "markdown_format": _like("format", choices=("text", "markdown")),
     "output": _like("out", option="-o --out", help="The file that is written.", required=True, metavar="FILE"),
     "report_out": _like("out", help="The folder for report.md, report.html and figures.", default="report"),
-    "demo_weights": _like(
-        "weights", help="The weights of a VAE; by default made by hand, nothing trained.", required=False
-    ),
+    "demo_weights": _like("weights", help="The weights of a VAE; by default made by hand, nothing trained.",
+        required=False),
     "become_scaled": _like("scaled", help="The latents become as a pipeline holds them."),
     "no_table": _like("table", help="The table, by default the copy that comes with vaemem.", nargs="?"),
     "rows_csv": _like("csv", help="What is measured and predicted is also written to this file."),
     "predicted_runtime": _like("runtime", choices=Later("pipelines.predict_pipeline:PREDICTED_RUNTIMES")),
     "planned_runtime": _like("runtime", choices=Later("pipelines.plan:PLANNED_RUNTIMES")),
     "formula_runtime": _like("runtime", help="Whose code runs the VAE."),
-    "measured_offload": _flag(
-        "What comes to the GPU for its call alone.", choices=Later("pipelines.asked:OFFLOADS"), dest="offload"
-    ),
-    "measured_vae": _flag(
-        "How the VAE runs.", choices=Later("pipelines.asked:VAE_WAYS", lambda ways: ways[:-1]), dest="vae"
-    ),
+    "measured_offload": _flag("What comes to the GPU for its call alone.", choices=Later("pipelines.asked:OFFLOADS"),
+        dest="offload"),
+    "measured_vae": _flag("How the VAE runs.", choices=Later("pipelines.asked:TORCH_WAYS"), dest="vae"),
     "call_guidance": _like("guidance", help="It is called with a guidance_scale of 0.", default=True),
     "measured_csv": _like("csv", option="-o --csv"),
     "answer_format": _like("format", choices=("text", "json")),
     "calibrate_rows": _flag(
         "A table, as CSV, of runs that were measured on this card, which rows without a device are taken to be.",
-        metavar="CSV",
-        dest="calibrate",
-        option="--measured",
-    ),
+        metavar="CSV", dest="calibrate", option="--measured"),
     "gpus": _flag(nargs="+", metavar="GPU", dest="gpu"),
-}
+}  # fmt: skip

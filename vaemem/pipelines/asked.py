@@ -21,7 +21,8 @@ from vaemem.prediction.question import MOST_SIDE, Asked, Card, Software
 
 MOST_TOKENS = 1 << 13  # of a prompt: diffusers' encoders take 77 or 512 at a time
 OFFLOADS = ("none", "model", "sequential")
-VAE_WAYS = ("whole", "tiled", "sliced", "vaemem")
+TORCH_WAYS = ("whole", "tiled", "sliced")
+VAE_WAYS = (*TORCH_WAYS, "vaemem")
 WEIGHT_TYPES = [name for name in TYPES if SPELT.get(name, name) not in ("float64", "int64", "bool")]  # tables, masks
 KEPT_TRACES = 4  # of each component
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from vaemem import _core
-from vaemem._common import Message, Named, letters
+from vaemem._common import Message, Named, letters, meant
 from vaemem.pipelines.programs import Weight, load_program
 from vaemem.prediction.runtimes import architecture
 
@@ -163,6 +163,13 @@ SPELT_PIPELINES = {
     for name in names.split()
     for said in (name, name.rpartition("/")[2])
 }
+
+
+def known_pipeline(argument: str, name: Any) -> str:
+    """The pipeline that is meant; a ValueError names the argument where there is none."""
+    return meant(argument, name, PIPELINES, SPELT_PIPELINES)
+
+
 # Arguments that a runtime has no use for.
 WITHOUT = {
     "diffusers": ("flash", "cache_limit"),

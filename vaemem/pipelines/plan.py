@@ -13,7 +13,7 @@ from vaemem.engine.limits import parse_size
 from vaemem.engine.weights import told_bytes
 from vaemem.pipelines import ways_mlx
 from vaemem.pipelines.asked import PipelineQuestion, ask_pipeline, parts_of
-from vaemem.pipelines.components import CLIPS, PIPELINES, SPELT_PIPELINES, refuse, weights_of
+from vaemem.pipelines.components import CLIPS, PIPELINES, known_pipeline, refuse, weights_of
 from vaemem.pipelines.predict_pipeline import PipelinePrediction
 from vaemem.pipelines.storage import FOUR_BITS
 from vaemem.pipelines.ways import PipelinePlan, Room, outcome
@@ -115,7 +115,7 @@ def plan_pipeline(
     >>> print(plan.recommended.seconds)
     32 s (19 to 52)
     """
-    pipeline = meant("pipeline", pipeline, PIPELINES, SPELT_PIPELINES)
+    pipeline = known_pipeline("pipeline", pipeline)
     runtime = meant("runtime", runtime, PLANNED_RUNTIMES)
     guidance, image, flash = flag("guidance", guidance), flag("image", image), flag("flash", flash)
     safe = flag("safe", safe)

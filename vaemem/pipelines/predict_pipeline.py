@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from vaemem._arguments import shared
 from vaemem._common import MIB, __version__, distinct, flag, html_table, meant, render, whole
 from vaemem.pipelines.asked import OFFLOADS, Part, PipelineQuestion, ask_pipeline
-from vaemem.pipelines.components import CLIP_TOKENS, PIPELINES, SPELT_PIPELINES, refuse
+from vaemem.pipelines.components import CLIP_TOKENS, PIPELINES, known_pipeline, refuse
 from vaemem.pipelines.pipeline_run import Phase, PipelineRun, play_pipeline
 from vaemem.pipelines.ways import Written
 from vaemem.prediction.answer import MARGIN, SEGMENT
@@ -589,7 +589,7 @@ def predict_pipeline(
     >>> p.fits, p.bottleneck
     (True, 'decode')
     """
-    pipeline = meant("pipeline", pipeline, PIPELINES, SPELT_PIPELINES)
+    pipeline = known_pipeline("pipeline", pipeline)
     runtime = meant("runtime", runtime, PREDICTED_RUNTIMES)
     guidance, image = flag("guidance", guidance), flag("image", image)
     kind = PIPELINES[pipeline]

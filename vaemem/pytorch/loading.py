@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 from vaemem import _core
 from vaemem._common import DTYPES, Message, Named, choose, meant, need
 from vaemem.engine.configs import config_of
-from vaemem.pipelines.asked import OFFLOADS, VAE_WAYS
-from vaemem.pipelines.components import CLIP_TOKENS, CLIPS, PIPELINES, SPELT_PIPELINES
+from vaemem.pipelines.asked import OFFLOADS, TORCH_WAYS
+from vaemem.pipelines.components import CLIP_TOKENS, CLIPS, PIPELINES, known_pipeline
 from vaemem.prediction.runtimes import architecture
 from vaemem.pytorch.measuring import find_device
 
@@ -249,12 +249,12 @@ def load_pipeline(
     """
     place = find_device(device)
     choose("offload", offload, OFFLOADS)
-    choose("vae", vae, VAE_WAYS[:-1])
+    choose("vae", vae, TORCH_WAYS)
     dtype = None if dtype is None else meant("dtype", dtype, DTYPES)
     if offload != "none":
         need("accelerate", f"offload {offload}")
     if random:
-        name = meant("source", source, PIPELINES, SPELT_PIPELINES)
+        name = known_pipeline("source", source)
         pipe = _random_pipeline(name, dtype or PIPELINES[name].dtype)
     else:
         loader = need("diffusers", "load_pipeline").DiffusionPipeline

@@ -20,19 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vaemem._common import (
-    DTYPES,
-    TILED_OPS,
-    as_csv,
-    choose,
-    chosen,
-    distinct,
-    latent_factor,
-    need,
-    setting,
-    whole,
-    write,
-)
+from vaemem._common import DTYPES, TILED_OPS, as_csv, choose, chosen, latent_factor, need, setting, whole, write
 from vaemem.engine.configs import config_of, read_config
 from vaemem.prediction.benchmark import BENCHMARK_TILE
 from vaemem.prediction.profiles import Conv
@@ -435,7 +423,7 @@ def _convolutions(vae: Any, op: str, x: Any) -> list[Conv]:
     for conv in found:
         if not conv.is_plain:
             raise ValueError(f"profile: want square convolutions of one group without dilation, got {conv}")
-    return distinct(found)
+    return list(dict.fromkeys(found))
 
 
 def _workspace(conv: Conv, device: Any) -> int:

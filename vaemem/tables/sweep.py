@@ -14,20 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vaemem import _core
-from vaemem._common import (
-    DTYPES,
-    OPS,
-    TILED_OPS,
-    Message,
-    Named,
-    __version__,
-    choose,
-    chosen,
-    latent_factor,
-    listed,
-    meant,
-    whole,
-)
+from vaemem._common import DTYPES, OPS, TILED_OPS, Message, Named, __version__, choose, chosen, listed, meant, whole
 from vaemem.engine.arguments import BAR, Progress, polling
 from vaemem.engine.arrays import ends_of
 from vaemem.engine.configs import named_model
@@ -168,11 +155,8 @@ def sweep(
     [('sd15', 512, 1962), ('sd15', 768, 2570), ('sdxl', 512, 5342), ('sdxl', 768, 5536)]
     """
     models, asked_for, pairs = listed(models, (str, Mapping, VAE)), listed(ops, str), image_sizes(sizes)
-    types, cards, lengths = (
-        listed(dtypes, str),
-        listed("RTX 4090" if gpu is None else gpu, str),
-        listed(prompt_tokens, ()),
-    )
+    types, cards = listed(dtypes, str), listed("RTX 4090" if gpu is None else gpu, str)
+    lengths = listed(prompt_tokens, ())
     batches, repeats = [whole("batch", one) for one in listed(batch, ())], whole("repeats", repeats)
     lists = {"models": models, "ops": asked_for, "sizes": pairs, "dtypes": types, "gpu": cards, "batch": batches,
              "prompt_tokens": lengths}  # fmt: skip
@@ -356,8 +340,8 @@ def _row(vae: VAE, case: Case, source: str, run: Run, limited: bool) -> Row:
 
 def _input(vae: VAE, case: Case) -> np.ndarray:
     """Noise of the input's shape: time and memory do not depend on the values."""
-    (scale, channels), _ = ends_of(vae.arch, case.op)
-    shrink = latent_factor(vae.arch) // scale
+    (scale, channels), (other, _) = ends_of(vae.arch, case.op)
+    shrink = max(scale, other) // scale
     shape = (case.batch, channels, case.height // shrink, case.width // shrink)
     return np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
 
@@ -367,9 +351,9 @@ def _configs(models: Any, ops: Sequence[str]) -> list[Any]:
     configs: list[Any] = []
     for model in listed(models, (str, Mapping, VAE)):
         if "pipeline" in ops:
-            from vaemem.pipelines.components import PIPELINES, SPELT_PIPELINES
+            from vaemem.pipelines.components import known_pipeline
 
-            configs.append(meant("models", model, PIPELINES, SPELT_PIPELINES))
+            configs.append(known_pipeline("models", model))
             continue
         if not isinstance(model, str | os.PathLike | Mapping | VAE):
             raise ValueError(f"models: want {', '.join(_core.models())}, a config or a VAE, got {model!r}")
