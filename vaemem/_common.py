@@ -114,10 +114,9 @@ def meant(argument: str, value: Any, among: Iterable[str], also: Mapping[str, st
     return found
 
 
-def chosen(argument: str, values: Any, among: Iterable[str]) -> list[str]:
+def chosen(argument: str, values: Any, among: Sequence[str]) -> list[str]:
     """One name, or a sequence of them, as a list; ValueError as `choose` raises it for any of them."""
-    known = tuple(among)
-    return [meant(argument, value, known) for value in listed(values, str)]
+    return [meant(argument, value, among) for value in listed(values, str)]
 
 
 def flag(argument: str, value: Any) -> bool:
@@ -339,6 +338,8 @@ class Answer:
 
     def __str__(self) -> str:
         return self._text()
+
+    __repr__ = __str__
 
 
 def saved(save: Callable[..., object], *more: Any, **options: Any) -> bytes:

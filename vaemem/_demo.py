@@ -118,9 +118,8 @@ def _round_trip(document: Document, vae: VAE, image: np.ndarray, made_by_hand: b
         if made_by_hand
         else "The weights are those that were given. The picture was drawn for others, made by hand, that vaemem has."
     )
-    panels = {f"picture, {size}": image, f"its latents, {latents.shape[1]} channels": _mosaic(latents[0])}
-    back = _bytes(whole)
-    panels["decoded"] = back
+    back, about_latents = _bytes(whole), f"its latents, {latents.shape[1]} channels"
+    panels = {f"picture, {size}": image, about_latents: _mosaic(latents[0]), "decoded": back}
     document.figure("pictures", "A picture, its latents, and what they decode to", _row(panels))
     document.text(
         f"Encoded in {seconds:.1f} s, decoded in {_last(vae).seconds:.1f} s, to within {_psnr(back, image):.1f} dB."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import re
@@ -140,8 +141,6 @@ class Explanation(Answer):
             lines += [f"  {one.what}: {one.says}\n    {one.command}" for one in fitting]
         return "\n".join(lines)
 
-    __repr__ = Answer.__str__
-
     def _data(self) -> dict[str, Any]:
         p = self.prediction
         return {
@@ -199,14 +198,12 @@ def explain(
         size = int(found[1])
         note = f"It was the host's memory that ran out, not the card's: {size / MIB:.0f} MiB were asked for."
         return Explanation({"requested": size}, (), (note,), None)
-    buffer = next((found[1] for pattern in _BUFFER if (found := re.search(pattern, text, re.I))), "")
-    if buffer:
+    if buffer := _first(_BUFFER, text):
         size = round(_number(buffer) * (MIB if re.search("[.,]", buffer) else 1))
         return _of_graphs(size, [name for name in models if name in LATENT_CHANNELS], ops)
     begins = [found.start() for found in _BEGINS.finditer(text)]
     figures = text[begins[0] : begins[1] if len(begins) > 1 else None] if begins else ""
-    read = {name: _first(patterns, figures) for name, patterns in _SAYS.items()}
-    said = {name: size for name, size in read.items() if size is not None}
+    said = {name: _bytes(told) for name, patterns in _SAYS.items() if (told := _first(patterns, figures))}
     if "requested" not in said:
         if not (_BARE.search(text) or begins):
             raise ValueError(f"error: want an out-of-memory message of PyTorch's or ggml's, got {text[:200]!r}")
@@ -237,9 +234,9 @@ def explain(
 # ---- what a message says ----
 
 
-def _first(patterns: Sequence[str], text: str) -> int | None:
-    found = next((found[1] for pattern in patterns if (found := re.search(pattern, text, re.I))), None)
-    return None if found is None else _bytes(found)
+def _first(patterns: Sequence[str], text: str) -> str:
+    """What the first of the patterns that are found has in brackets."""
+    return next((found[1] for pattern in patterns if (found := re.search(pattern, text, re.I))), "")
 
 
 def _number(said: str) -> float:
@@ -305,9 +302,11 @@ def _candidates(
     for (height, width), op, code, dtype in itertools.product(MADE_SIZES, ops, codes, ("float16", "float32")):
         found: dict[tuple[str, int, int], list[str]] = {}
         for model in models:
-            trace = _trace(model, code_of(code, model), op, dtype, height, width, card.sm)
-            for want in trace.wants(requested - slack, requested + slack, is_native) if trace else ():
-                found.setdefault(want, []).append(model)
+            own = code_of(code, model)
+            with contextlib.suppress(ValueError):  # a run that cannot be
+                trace = _core.Trace.vae(architecture(model), own, op, dtype, height, width, sm=card.sm)
+                for want in trace.wants(requested - slack, requested + slack, is_native):
+                    found.setdefault(want, []).append(model)
         for (tensor, size, before), known in found.items():
             beside = said["allocated"] - before if "allocated" in said else None
             if beside is None or beside > _weights(known[0], dtype) // 2:  # what is less had no VAE
@@ -316,7 +315,8 @@ def _candidates(
                 match = Match(names, op, height, width, types, code, tensor, size, beside, False)
                 question = _question(said, known[0], match, dtype, card)
                 is_told = {"total", "allocated", "free"} <= said.keys()
-                yield match._replace(played=is_told and _runs_out_at(question, tensor)), question
+                full = Prediction(question).out_of_memory_at if is_told else None
+                yield match._replace(played=full is not None and full.name == tensor), question
 
 
 def _likeliest(runs: Iterable[tuple[Match, Question]], is_tile: bool) -> list[tuple[Match, Question]]:
@@ -334,14 +334,6 @@ def _likeliest(runs: Iterable[tuple[Match, Question]], is_tile: bool) -> list[tu
             run = match.op, match.height, match.width, match.dtype, match.runtime
             found.setdefault(run, (match, question))
     return list(found.values())
-
-
-def _trace(model: str, code: str, op: str, dtype: str, height: int, width: int, sm: int) -> _core.Trace | None:
-    """A run's; None where it cannot be."""
-    try:
-        return _core.Trace.vae(architecture(model), code, op, dtype, height, width, sm=sm)
-    except ValueError:
-        return None
 
 
 @functools.cache
@@ -366,11 +358,6 @@ def _rounded(question: Question) -> Prediction:
     """What is predicted where others hold a round figure, which a command can be given."""
     card = question.card
     return Prediction(replace(question, card=replace(card, used=-(-card.used // ROUNDED) * ROUNDED)))
-
-
-def _runs_out_at(question: Question, tensor: str) -> bool:
-    p = Prediction(question)
-    return p.out_of_memory_at is not None and p.out_of_memory_at.name == tensor
 
 
 def _card_of(size: int, maker: str) -> Gpu:

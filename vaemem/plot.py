@@ -297,12 +297,10 @@ def tile_peaks(predictions: Iterable[Prediction], target: Literal["allocated", "
     figure = _figure(2.7 * columns + 0.6, 2.0 * rows + 0.8)
     panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat
     for axes, (model, made) in zip(panels, models.items(), strict=False):
-        for i, part in enumerate(
-            parts
-        ):  # lines that coincide stay visible: the first is drawn widest, under the others
-            points = sorted(
-                (p.tile, getattr(p, target) / MIB) for p in made if p.tile and part == (p.tile_overlap or 0.0)
-            )
+        for i, part in enumerate(parts):
+            mine = [p for p in made if p.tile and part == (p.tile_overlap or 0.0)]
+            points = sorted((p.tile, getattr(p, target) / MIB) for p in mine)
+            # Lines that coincide stay visible: the first is drawn widest, under the others.
             style = {"linewidth": 1.2 + 2.2 * (len(parts) - 1 - i), "color": _COLOURS[i % len(_COLOURS)]}
             axes.plot(*zip(*points, strict=True), label=f"overlap {part:g}", **style)
         for p in (p for p in made if not p.tile):
@@ -315,9 +313,8 @@ def tile_peaks(predictions: Iterable[Prediction], target: Literal["allocated", "
     panels[0].set_ylim(bottom=0)
     figure.supxlabel("side of a tile, pixels", fontsize=9)
     figure.supylabel(f"{target}, MiB", fontsize=9)
-    figure.legend(
-        *panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize=8, frameon=False
-    )
+    handles = panels[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside upper center", ncols=4, fontsize=8, frameon=False)
     return figure
 
 

@@ -350,8 +350,7 @@ class PipelinePlan(Written):
         >>> int(plan.to_pandas()["recommended"].sum())
         1
         """
-        frame: pandas.DataFrame = need("pandas", "to_pandas").DataFrame(self.rows())
-        return frame
+        return need("pandas", "to_pandas").DataFrame(self.rows())
 
     # ---- for people ----
 
@@ -396,9 +395,6 @@ class PipelinePlan(Written):
             )
         parts += self.notes
         return ("\n\n" if markdown else "\n").join(parts)
-
-    def __repr__(self) -> str:
-        return self._text()
 
     def _repr_html_(self) -> str:
         header, lines = self._grid()

@@ -95,6 +95,7 @@ class _DropIn(diffusers.ModelMixin):  # type: ignore[misc]
     """What the drop-ins share; the class of diffusers that each is comes behind it."""
 
     theirs: ClassVar[Any]  # that class
+    _taken_over: ClassVar[tuple[str, ...]] = ("use_slicing", "use_tiling")  # what calls of a module have set
 
     def __init__(
         self, vae: VAE, config: Any = None, torch_dtype: torch.dtype | None = None, memory_limit: Limit = None
@@ -124,15 +125,9 @@ class _DropIn(diffusers.ModelMixin):  # type: ignore[misc]
 
     @classmethod
     def from_pretrained(
-        cls,
-        pretrained_model_name_or_path: str | os.PathLike[str],
-        *,
-        torch_dtype: torch.dtype | None = None,
-        memory_limit: Limit = None,
-        precision: str = "highest",
-        subfolder: str | None = None,
-        **kwargs: Any,
-    ) -> Self:
+        cls, pretrained_model_name_or_path: str | os.PathLike[str], *, torch_dtype: torch.dtype | None = None,
+        memory_limit: Limit = None, precision: str = "highest", subfolder: str | None = None, **kwargs: Any,
+    ) -> Self:  # fmt: skip
         """From a directory: a VAE's, or a pipeline's, in which ``vae`` is meant. It is read by vaemem where nothing
         else is asked for. For the hub's names, and with any other keyword of diffusers', diffusers loads and
         `from_module` copies. `precision` is `VAE.load`'s, here and below."""
@@ -148,28 +143,18 @@ class _DropIn(diffusers.ModelMixin):  # type: ignore[misc]
 
     @classmethod
     def from_single_file(
-        cls,
-        path: str | os.PathLike[str],
-        *,
-        model: str | None = None,
-        config: Any = None,
-        torch_dtype: torch.dtype | None = None,
-        memory_limit: Limit = None,
-        precision: str = "highest",
-    ) -> Self:
+        cls, path: str | os.PathLike[str], *, model: str | None = None, config: Any = None,
+        torch_dtype: torch.dtype | None = None, memory_limit: Limit = None, precision: str = "highest",
+    ) -> Self:  # fmt: skip
         """From a safetensors or GGUF file in any layout that `VAE.load` reads. SD1.5's and SDXL's files are alike:
         `model` (``"sd15"`` or ``"sdxl"``) or `config` says which it is."""
         return cls(VAE.load(path, model, config, precision=precision), None, torch_dtype, memory_limit)
 
     @classmethod
     def from_module(
-        cls,
-        module: Any,
-        *,
-        torch_dtype: torch.dtype | None = None,
-        memory_limit: Limit = None,
+        cls, module: Any, *, torch_dtype: torch.dtype | None = None, memory_limit: Limit = None,
         precision: str = "highest",
-    ) -> Self:
+    ) -> Self:  # fmt: skip
         """From diffusers' class of that name, such as a pipeline's: its weights are copied, its config, dtype and
         device are taken over."""
         if not isinstance(module, cls.theirs):
@@ -177,7 +162,9 @@ class _DropIn(diffusers.ModelMixin):  # type: ignore[misc]
         said = {**module.config, "_class_name": cls.theirs.__name__}
         vae = VAE.load(module, config=said, precision=precision)
         made = cls(vae, module.config, torch_dtype or module.dtype, memory_limit)
-        made._take_over(module)
+        for name in cls._taken_over:
+            if hasattr(module, name):  # old versions of diffusers have no tiles of a video's VAE
+                setattr(made, name, getattr(module, name))
         return made.to(module.device)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -233,10 +220,6 @@ class _DropIn(diffusers.ModelMixin):  # type: ignore[misc]
     def _decode(self, z: torch.Tensor, return_dict: bool = True) -> Any:
         image = self._run("decode", z)
         return DecoderOutput(sample=image) if return_dict else (image,)
-
-    def _take_over(self, module: Any) -> None:
-        """What calls of the module have set."""
-        self.use_slicing, self.use_tiling = module.use_slicing, module.use_tiling
 
     def _tiling(self, op: str) -> Tiling | None:
         """The tiles that enable_tiling asked for."""
@@ -421,6 +404,11 @@ class AutoencoderTiny(_DropIn, diffusers.AutoencoderTiny):  # type: ignore[misc]
 class _OneFrame(_DropIn):
     """A drop-in for a VAE of videos, of which one frame is run: (N, C, 1, h, w)."""
 
+    _taken_over = (
+        "use_slicing", "use_tiling", "tile_sample_min_height", "tile_sample_min_width", "tile_sample_stride_height",
+        "tile_sample_stride_width",
+    )  # fmt: skip
+
     def _encode(self, x: torch.Tensor) -> torch.Tensor:
         return super()._encode(self._frame("x", x))[:, :, None]
 
@@ -430,18 +418,14 @@ class _OneFrame(_DropIn):
 
     @staticmethod
     def _frame(name: str, x: torch.Tensor) -> torch.Tensor:
-        if not isinstance(x, torch.Tensor) or (x.ndim == 5 and x.shape[2] == 1):
-            return x[:, :, 0] if isinstance(x, torch.Tensor) else x  # else refused, as by all drop-ins
+        if not isinstance(x, torch.Tensor):
+            return x  # refused, as by all drop-ins
+        if x.ndim == 5 and x.shape[2] == 1:
+            return x[:, :, 0]
         raise ValueError(
             f"{name}: want one frame, (N, C, 1, h, w), got {tuple(x.shape)}: vaemem runs this VAE for images alone, "
             "diffusers' own runs it for videos"
         )
-
-    def _take_over(self, module: Any) -> None:
-        names = ("min_height", "min_width", "stride_height", "stride_width")
-        for name in ("use_slicing", "use_tiling", *(f"tile_sample_{name}" for name in names)):
-            if hasattr(module, name):  # old versions of diffusers have no tiles of these
-                setattr(self, name, getattr(module, name))
 
     def _tiling(self, op: str) -> Tiling | None:
         if not getattr(self, "use_tiling", False):

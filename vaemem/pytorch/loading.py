@@ -6,6 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -26,116 +27,61 @@ from vaemem.pytorch.measuring import find_device
 # Tongyi-MAI/Z-Image-Turbo, black-forest-labs/FLUX.2-klein-4B.
 
 
-def _sd15_unet() -> Any:
-    from diffusers import UNet2DConditionModel
-
-    return UNet2DConditionModel(sample_size=64, cross_attention_dim=768, attention_head_dim=8)
-
-
-def _sdxl_unet() -> Any:
-    from diffusers import UNet2DConditionModel
-
-    return UNet2DConditionModel(
-        sample_size=128, block_out_channels=(320, 640, 1280), cross_attention_dim=2048,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"), attention_head_dim=(5, 10, 20),
-        transformer_layers_per_block=(1, 2, 10), use_linear_projection=True, addition_embed_type="text_time",
-        addition_time_embed_dim=256, projection_class_embeddings_input_dim=2816,
-    )  # fmt: skip
-
-
-def _flux(guidance: bool) -> Any:
-    from diffusers import FluxTransformer2DModel
-
-    return FluxTransformer2DModel(guidance_embeds=guidance)
-
-
-def _zimage() -> Any:
-    from diffusers import ZImageTransformer2DModel
-
-    return ZImageTransformer2DModel(axes_lens=[1536, 512, 512])
-
-
-def _clip_l() -> Any:
-    from transformers import CLIPTextConfig, CLIPTextModel
-
-    config = CLIPTextConfig(
-        vocab_size=49408, hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12,
-        projection_dim=768, hidden_act="quick_gelu", bos_token_id=0, eos_token_id=2, pad_token_id=1,
-    )  # fmt: skip
-    return CLIPTextModel(config)
-
-
-def _openclip_g() -> Any:
-    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
-
-    config = CLIPTextConfig(
-        vocab_size=49408, hidden_size=1280, intermediate_size=5120, num_hidden_layers=32, num_attention_heads=20,
-        projection_dim=1280, hidden_act="gelu", bos_token_id=0, eos_token_id=2, pad_token_id=1,
-    )  # fmt: skip
-    return CLIPTextModelWithProjection(config)
-
-
-def _t5_xxl() -> Any:
-    from transformers import T5Config, T5EncoderModel
-
-    config = T5Config(
-        vocab_size=32128, d_model=4096, d_kv=64, d_ff=10240, num_layers=24, num_heads=64,
-        feed_forward_proj="gated-gelu", tie_word_embeddings=False, use_cache=False,
-    )  # fmt: skip
-    return T5EncoderModel(config)
-
-
-def _qwen3_4b() -> Any:
-    from transformers import Qwen3Config, Qwen3Model
-
-    config = Qwen3Config(
-        vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, rope_theta=1000000, rms_norm_eps=1e-6,
-        tie_word_embeddings=True,
-    )  # fmt: skip
-    return Qwen3Model(config)
-
-
-def _qwen3_4b_with_head() -> Any:
-    from transformers import Qwen3ForCausalLM
-
-    return Qwen3ForCausalLM(_qwen3_4b().config)
-
-
-def _flux2_klein() -> Any:
-    from diffusers import Flux2Transformer2DModel
-
-    return Flux2Transformer2DModel(
-        num_layers=5, num_single_layers=20, num_attention_heads=24, joint_attention_dim=7680, guidance_embeds=False
-    )
-
-
-def _safety_checker() -> Any:
-    from diffusers.pipelines.stable_diffusion import StableDiffusionSafetyChecker
-    from transformers import CLIPConfig
-
-    vision = dict(
-        hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16, patch_size=14,
-        image_size=224, projection_dim=768,
-    )  # fmt: skip
-    return StableDiffusionSafetyChecker(CLIPConfig(vision_config=vision, projection_dim=768))
+def _make(class_name: str, config_name: str = "", **settings: Any) -> Any:
+    """A module of that class, made of settings; or of a configuration that is made of them."""
+    build = resolve_name(class_name)
+    return build(resolve_name(config_name)(**settings)) if config_name else build(**settings)
 
 
 def _vae(model: str) -> Any:
-    import diffusers
-
     config = config_of(architecture(model))
-    return getattr(diffusers, config.pop("_class_name"))(**config)
+    return _make(f"diffusers:{config.pop('_class_name')}", **config)
 
 
+_UNET, _FLUX = "diffusers:UNet2DConditionModel", "diffusers:FluxTransformer2DModel"
+_CLIP: dict[str, Any] = {
+    "config_name": "transformers:CLIPTextConfig", "vocab_size": 49408, "bos_token_id": 0, "eos_token_id": 2,
+    "pad_token_id": 1,
+}  # fmt: skip
+_CLIP_L = partial(
+    _make, "transformers:CLIPTextModel", **_CLIP, hidden_size=768, intermediate_size=3072, num_hidden_layers=12,
+    num_attention_heads=12, projection_dim=768, hidden_act="quick_gelu",
+)  # fmt: skip
+_QWEN3: dict[str, Any] = {
+    "config_name": "transformers:Qwen3Config", "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728,
+    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 40960, "rope_theta": 1000000, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+}  # fmt: skip
 # What makes each component, in the default dtype on the default device.
 BUILDERS: dict[str, Callable[[], Any]] = {
-    "safety-checker": _safety_checker, "sd15-unet": _sd15_unet, "sdxl-unet": _sdxl_unet,
-    "flux-transformer": partial(_flux, guidance=True), "flux-schnell-transformer": partial(_flux, guidance=False),
-    "zimage-transformer": _zimage, "openclip-g": _openclip_g, "t5-xxl": _t5_xxl, "qwen3-4b": _qwen3_4b,
-    "flux2-klein-transformer": _flux2_klein, "qwen3-4b-flux2": _qwen3_4b_with_head,
-    **dict.fromkeys(("clip-l", "clip-l-sdxl", "clip-l-flux"), _clip_l),
+    "safety-checker": partial(
+        _make, "diffusers.pipelines.stable_diffusion:StableDiffusionSafetyChecker", "transformers:CLIPConfig",
+        projection_dim=768, vision_config=dict(
+            hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16, patch_size=14,
+            image_size=224, projection_dim=768)),
+    "sd15-unet": partial(_make, _UNET, sample_size=64, cross_attention_dim=768, attention_head_dim=8),
+    "sdxl-unet": partial(
+        _make, _UNET, sample_size=128, block_out_channels=(320, 640, 1280), cross_attention_dim=2048,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"), attention_head_dim=(5, 10, 20),
+        transformer_layers_per_block=(1, 2, 10), use_linear_projection=True, addition_embed_type="text_time",
+        addition_time_embed_dim=256, projection_class_embeddings_input_dim=2816),
+    "flux-transformer": partial(_make, _FLUX, guidance_embeds=True),
+    "flux-schnell-transformer": partial(_make, _FLUX, guidance_embeds=False),
+    "zimage-transformer": partial(_make, "diffusers:ZImageTransformer2DModel", axes_lens=[1536, 512, 512]),
+    **dict.fromkeys(("clip-l", "clip-l-sdxl", "clip-l-flux"), _CLIP_L),
+    "openclip-g": partial(
+        _make, "transformers:CLIPTextModelWithProjection", **_CLIP, hidden_size=1280, intermediate_size=5120,
+        num_hidden_layers=32, num_attention_heads=20, projection_dim=1280, hidden_act="gelu"),
+    "t5-xxl": partial(
+        _make, "transformers:T5EncoderModel", "transformers:T5Config", vocab_size=32128, d_model=4096, d_kv=64,
+        d_ff=10240, num_layers=24, num_heads=64, feed_forward_proj="gated-gelu", tie_word_embeddings=False,
+        use_cache=False),
+    "qwen3-4b": partial(_make, "transformers:Qwen3Model", **_QWEN3),
+    "qwen3-4b-flux2": partial(_make, "transformers:Qwen3ForCausalLM", **_QWEN3),
+    "flux2-klein-transformer": partial(
+        _make, "diffusers:Flux2Transformer2DModel", num_layers=5, num_single_layers=20, num_attention_heads=24,
+        joint_attention_dim=7680, guidance_embeds=False),
     **{model: partial(_vae, model) for model in _core.models()},
 }  # fmt: skip
 

@@ -32,14 +32,8 @@ from vaemem.tables.table import Table
 
 # Arguments of a pipeline's call that do not change what is predicted, or only what the denoiser's first call shows.
 _HARMLESS = {
-    "output_type",
-    "negative_prompt",
-    "guidance_scale",
-    "max_sequence_length",
-    "generator",
-    "image",
-    "strength",
-}
+    "output_type", "negative_prompt", "guidance_scale", "max_sequence_length", "generator", "image", "strength",
+}  # fmt: skip
 # What PyTorch computes by its own attention, as the modules were recorded.
 _PROCESSORS = {"AttnProcessor2_0", "FluxAttnProcessor2_0", "FluxAttnProcessor", "ZSingleStreamAttnProcessor"}
 _COUNTERS = ("allocated", "reserved")
@@ -186,9 +180,6 @@ class MeasuredPipeline(Written):
         full = [f"Out of memory in {': '.join(self.out_of_memory_at)}"] if self.out_of_memory_at else []
         parts = [self.title, render(*self._grid(), markdown), *full, *self.notes, self.versions]
         return ("\n\n" if markdown else "\n").join(parts)
-
-    def __repr__(self) -> str:
-        return self._text()
 
     def _repr_html_(self) -> str:
         return html_table(*self._grid())

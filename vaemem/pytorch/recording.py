@@ -263,13 +263,9 @@ def _set_indexed(x: Any, key: Any, value: Any) -> None:
 
 
 def record(
-    module: torch.nn.Module,
-    *args: Any,
-    gpu: str = "RTX 4090",
-    call: Callable[..., Any] | None = None,
-    autocast: torch.dtype | None = None,
-    **kwargs: Any,
-) -> Recording:
+    module: torch.nn.Module, *args: Any, gpu: str = "RTX 4090", call: Callable[..., Any] | None = None,
+    autocast: torch.dtype | None = None, **kwargs: Any,
+) -> Recording:  # fmt: skip
     """Runs a module under fake tensors and records what a CUDA run would take from the caching allocator.
 
     Parameters

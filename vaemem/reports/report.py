@@ -87,15 +87,9 @@ class Report:
 
 
 def report(
-    table: Table,
-    path: str | os.PathLike[str] | None = None,
-    html: bool | str | os.PathLike[str] = True,
-    *,
-    claims: Iterable[Claim] | None = None,
-    estimators: Any = None,
-    plots: bool = True,
-    title: str = "Memory of VAEs",
-) -> Report:
+    table: Table, path: str | os.PathLike[str] | None = None, html: bool | str | os.PathLike[str] = True, *,
+    claims: Iterable[Claim] | None = None, estimators: Any = None, plots: bool = True, title: str = "Memory of VAEs",
+) -> Report:  # fmt: skip
     """Report on a table: what its rows hold, what follows from them, and which published statements they contradict.
 
     Parameters
@@ -179,9 +173,8 @@ def _of_vaes(
 def _pipelines(document: Document, table: Table) -> None:
     """Whole pipelines: what each phase must have of the card, how it grows, and a published equation beside."""
     document.heading("Whole pipelines")
-    document.text(
-        "What the card must have in each phase, beside a CUDA context, in MiB; the whole needs the most of them."
-    )
+    wanted = "What the card must have in each phase, beside a CUDA context, in MiB"
+    document.text(f"{wanted}; the whole needs the most of them.")
     key = ("model", "device", "way", "height", "width", "batch", "tokens")
     for (model, device, way), mine in grouped(table, operator.itemgetter(*key[:3])).items():
         document.heading(f"{model} on {device}, {way}", 3)
@@ -219,11 +212,8 @@ class _Facts:
         self.word = self.target.removesuffix("_bytes")
         self.held = [row for row in self.rows if row[self.target]]
         # Rows that an implied constant means something for: whole images, a dtype of known width.
-        self.sized = [
-            row
-            for row in self.whole
-            if row[self.target] and row["dtype"] in ELEMENT_BYTES and not row["op"].endswith("_tiled")
-        ]
+        images = [row for row in self.whole if row[self.target] and not row["op"].endswith("_tiled")]
+        self.sized = [row for row in images if row["dtype"] in ELEMENT_BYTES]
         names = ("runtime", "device", "batch", "source")
         self._varying = {
             model: [name for name in names if len({row[name] for row in same}) > 1]
@@ -389,10 +379,9 @@ def _constants(document: Document, facts: _Facts, plots: bool) -> None:
     if plots:
         figure = plot.implied_constants(Table(facts.sized), SHIPPED, target)
         document.figure("constants", "Implied constants against pixels", figure)
-    header = ("model", "op", "size", "dtype", "group", "constant", f"{facts.word} MiB")
-    shown = [(f"{constant(row, target):.0f}", mib(row[target])) for row in facts.sized]
     document.table(
-        header, [(facts.label(r), r["op"], *_case(r), *cells) for r, cells in zip(facts.sized, shown, strict=True)]
+        ("model", "op", "size", "dtype", "group", "constant", f"{facts.word} MiB"),
+        [(facts.label(r), r["op"], *_case(r), f"{constant(r, target):.0f}", mib(r[target])) for r in facts.sized],
     )
 
 
@@ -416,11 +405,9 @@ def _formulas(document: Document, facts: _Facts) -> None:
     if not fitted:
         return
     has_scipy = importlib.util.find_spec("scipy") is not None
-    safe_line = (
-        "Safe: the lowest line that no row lies above (quantile 1)."
-        if has_scipy
-        else "The safe line needs SciPy, which is not installed here: `pip install 'vaemem[fit]'`."
-    )
+    safe_line = "The safe line needs SciPy, which is not installed here: `pip install 'vaemem[fit]'`."
+    if has_scipy:
+        safe_line = "Safe: the lowest line that no row lies above (quantile 1)."
     document.heading("Formulas")
     document.text(
         f"{facts.word.capitalize()} bytes = a H W e + b by least squares with standard errors, T = 128 H W e; errors "
@@ -456,9 +443,8 @@ def _models(document: Document, facts: _Facts) -> None:
         document.heading("Models compared")
     for model, other, same in found:
         document.heading(f"{model} and {other}", 3)
-        allocated, reserved = (
-            [_times(a, b, name) - 1 for a, b in same] for name in ("allocated_bytes", "reserved_bytes")
-        )
+        allocated = [_times(a, b, "allocated_bytes") - 1 for a, b in same]
+        reserved = [_times(a, b, "reserved_bytes") - 1 for a, b in same]
         alike = sum(abs(value) < 0.005 for value in reserved)
         a, b = same[max(range(len(same)), key=lambda i: abs(reserved[i]))]
         document.text(
@@ -520,11 +506,8 @@ def _claims(document: Document, checked: Checked) -> None:
         "contradicted. A published statement is judged by measured rows of the models, ops, sizes, dtypes, batch, "
         "runtimes and card that it was made from, where there is one of each such kind, and by no others."
     )
-    for title, verdicts in (
-        ("Contradicted, or true only of a mixture", (fails, mixed)),
-        ("Borne out", (holds,)),
-        ("Not judged", (unknown,)),
-    ):
+    kinds = {"Contradicted, or true only of a mixture": (fails, mixed), "Borne out": (holds,), "Not judged": (unknown,)}
+    for title, verdicts in kinds.items():
         if some := Checked(pair for pair in checked if pair[1].verdict in verdicts):
             document.heading(title, 3)
             document.table(*some.grid())

@@ -327,10 +327,9 @@ class Comparison:
             for compared in grouped(self.rows, lambda row: id(row.row)).values():
                 r, measured = compared[0].row, compared[0].measured
                 said = {row.estimator: f"{mib(row.estimate)} ({_percent(row.error)})" for row in compared}
-                size, shown = f"{r['height']}x{r['width']}", [said.get(name, "") for name in names]
-                lines.append(
-                    [r["model"], " ".join(filter(None, (r["op"], r["phase"]))), size, r["dtype"], mib(measured), *shown]
-                )
+                op, size = " ".join(filter(None, (r["op"], r["phase"]))), f"{r['height']}x{r['width']}"
+                shown = [said.get(name, "") for name in names]
+                lines.append([r["model"], op, size, r["dtype"], mib(measured), *shown])
             return ["model", "op", "size", "dtype", "rows' MiB", *names], lines
         for key, groups in grouped(sorted(self.groups, key=lambda g: g.model is None), lambda g: g[1:4]).items():
             said = {g.estimator: f"{_percent(g.median)} ({_percent(g.lowest)}..{_percent(g.highest)})" for g in groups}
@@ -348,14 +347,12 @@ class Comparison:
 
     def to_pandas(self, rows: bool = False) -> pandas.DataFrame:
         """The groups as a pandas.DataFrame, or with `rows` a line for each row and estimator; errors are fractions."""
-        pd = need("pandas", "to_pandas")
         keys = ("model", "op", "height", "width", "batch", "dtype", "runtime", "device", "group")
         lines: list[dict[str, Any]] = [group._asdict() for group in self.groups]
         if rows:
             said = ComparedRow._fields[1:]
             lines = [{key: r.row[key] for key in keys} | {name: getattr(r, name) for name in said} for r in self.rows]
-        frame: pandas.DataFrame = pd.DataFrame(lines)
-        return frame
+        return need("pandas", "to_pandas").DataFrame(lines)
 
     def __str__(self) -> str:
         return self.text()
@@ -415,17 +412,17 @@ def compare(table: Table, estimators: Any = None, target: str = "reserved_bytes"
         if not row[target]:
             wanted = "more than 0, which errors are shares of"
             raise ValueError(f"row {i}: {target}: want {wanted}, got 0; filter such rows out")
-    compared: list[ComparedRow] = []
     rows = with_tiles(table)
-    for row in (row for row, tiled in rows if not tiled):
-        for estimator in chosen:
-            estimate = _estimate(estimator, row, target)
-            if estimate is not None:
-                compared.append(ComparedRow(row, estimator.name, row[target], estimate, estimate / row[target] - 1))
+    compared = tuple(
+        ComparedRow(row, estimator.name, row[target], estimate, estimate / row[target] - 1)
+        for row, is_tiled in rows
+        for estimator in (() if is_tiled else chosen)
+        if (estimate := _estimate(estimator, row, target)) is not None
+    )
     if not compared:
         names, kinds = (", ".join(distinct(all_of)) for all_of in ([one.name for one in chosen], map(_kind, table)))
         raise ValueError(f"estimators: want one that is about {kinds}, got {names}")
-    return Comparison(target, chosen, tuple(compared), Table(row for row, tiled in rows if tiled))
+    return Comparison(target, chosen, compared, Table(row for row, is_tiled in rows if is_tiled))
 
 
 def _kind(row: Row) -> str:
@@ -506,10 +503,7 @@ def _predicted(predict: Callable[..., Any], row: Row) -> Any:
     asked = {name: value for name, value in said.items() if name in known and value is not None}
     if row["source"] == "predicted" and row["weights_bytes"]:  # weights may have been of another type than the run
         usual = predict(**{name: value for name, value in asked.items() if name != "dtype"})
-        if (getattr(usual, "dtype", None), getattr(usual, "weights_bytes", None)) == (
-            row["dtype"],
-            row["weights_bytes"],
-        ):
+        if all(getattr(usual, name, None) == row[name] for name in ("dtype", "weights_bytes")):
             return usual
     return predict(**asked)
 

@@ -56,23 +56,12 @@ class Case(NamedTuple):
 
 
 def sweep(
-    models: Any = ("sd15", "sdxl", "flux"),
-    ops: str | Sequence[str] = OPS,
-    sizes: int | Sequence[int | tuple[int, int]] = (256, 512, (512, 768)),
-    dtypes: str | Sequence[str] | None = None,
-    *,
-    source: str | None = None,
-    device: str | None = None,
-    gpu: str | Sequence[str] | None = None,
-    batch: int | Sequence[int] = 1,
-    prompt_tokens: int | Sequence[int] | None = None,
-    measure: bool = True,
-    repeats: int = 1,
-    progress: Progress = None,
-    memory_limit: Limit = None,
-    precision: str = "highest",
-    **others: Any,
-) -> Table:
+    models: Any = ("sd15", "sdxl", "flux"), ops: str | Sequence[str] = OPS,
+    sizes: int | Sequence[int | tuple[int, int]] = (256, 512, (512, 768)), dtypes: str | Sequence[str] | None = None,
+    *, source: str | None = None, device: str | None = None, gpu: str | Sequence[str] | None = None,
+    batch: int | Sequence[int] = 1, prompt_tokens: int | Sequence[int] | None = None, measure: bool = True,
+    repeats: int = 1, progress: Progress = None, memory_limit: Limit = None, precision: str = "highest", **others: Any,
+) -> Table:  # fmt: skip
     """Measure or estimate the engine's memory and time, or predict PyTorch's memory on GPUs.
 
     Parameters
@@ -185,12 +174,8 @@ def sweep(
         right = "measured or estimated" if is_predicted else "predicted"
         raise ValueError(f"{name}: want it with source {right}, got it with {source}")
     known = (*TILED_OPS, "pipeline") if is_predicted else OPS
-    cases = [
-        Case(op, height, width, batch)
-        for op in chosen("ops", asked_for, known)
-        for batch in batches
-        for height, width in pairs
-    ]
+    every = itertools.product(chosen("ops", asked_for, known), batches, pairs)
+    cases = [Case(op, height, width, images) for op, images, (height, width) in every]
     if is_predicted:
         for card in cards:
             find_gpu(card, others.get("memory"))  # refuses an unknown one before anything is predicted

@@ -374,8 +374,7 @@ class Table(Sequence[Row]):
             if dtype != "object" and None in values:
                 dtype = dtype.capitalize()
             columns[name] = pd.Series(values, dtype=dtype)
-        frame: pandas.DataFrame = pd.DataFrame(columns)
-        return frame
+        return pd.DataFrame(columns)
 
     @classmethod
     def from_pandas(cls, frame: pandas.DataFrame) -> Table:
