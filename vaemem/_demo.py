@@ -121,9 +121,8 @@ def _round_trip(document: Document, vae: VAE, image: np.ndarray, made_by_hand: b
     back, about_latents = _bytes(whole), f"its latents, {latents.shape[1]} channels"
     panels = {f"picture, {size}": image, about_latents: _mosaic(latents[0]), "decoded": back}
     document.figure("pictures", "A picture, its latents, and what they decode to", _row(panels))
-    document.text(
-        f"Encoded in {seconds:.1f} s, decoded in {_last(vae).seconds:.1f} s, to within {_psnr(back, image):.1f} dB."
-    )
+    took = f"Encoded in {seconds:.1f} s, decoded in {_last(vae).seconds:.1f} s"
+    document.text(f"{took}, to within {_psnr(back, image):.1f} dB.")
     return latents, whole
 
 

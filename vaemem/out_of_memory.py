@@ -381,15 +381,13 @@ def _of_graphs(size: int, models: Sequence[str], ops: Sequence[str]) -> Explanat
             buffer = graph(f"vae-{op}r", height, width, model=model, conv_direct=direct).buffer
             if abs(buffer - size) <= size // 1000:
                 how = "sd.cpp --vae-conv-direct" if direct else "sd.cpp"
-                matches.append(
-                    Match(model, op, height, width, "float32", how, "the compute buffer", buffer, None, True)
-                )
+                run = model, op, height, width, "float32", how
+                matches.append(Match(*run, "the compute buffer", buffer, beside=None, played=True))
     matches.sort(key=lambda match: abs(match.bytes - size))
     notes = [f"Graphs are those of {SDCPP_VERSION}."]
     if matches and matches[0].runtime == "sd.cpp":
-        notes.append(
-            "--vae-conv-direct and --vae-tiling make it smaller: vaemem plan MODEL HxW --runtime sd.cpp says how much."
-        )
+        how = "vaemem plan MODEL HxW --runtime sd.cpp says how much"
+        notes.append(f"--vae-conv-direct and --vae-tiling make it smaller: {how}.")
     if not matches:
         notes.insert(0, "No VAE's graph at a usual size has a compute buffer of as many bytes: it was another model's.")
     return Explanation({"requested": size}, matches[:MOST_MATCHES], notes, None)

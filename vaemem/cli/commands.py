@@ -476,9 +476,8 @@ class _Parser(argparse.ArgumentParser):
 
 def parser(every: bool = False) -> _Parser:
     """The command line's words, from the tables above. every: whether all commands have their flags at once."""
-    made = _Parser(
-        prog="vaemem", description="Run the VAEs of SD1.5, SDXL, SD3, FLUX and others in a memory known to the byte."
-    )
+    says = "Run the VAEs of SD1.5, SDXL, SD3, FLUX and others in a memory known to the byte."
+    made = _Parser(prog="vaemem", description=says)
     made.add_argument("--version", action="version", version=f"vaemem {vaemem.__version__}")
     made.set_defaults(run=lambda args: made.print_help())
     subparsers = made.add_subparsers(dest="command", metavar="COMMAND")

@@ -155,9 +155,8 @@ def plan_pipeline(
     if kinds == []:
         raise ValueError("types: want one type or more, or None, got none")
     if runtime == "sd.cpp":
-        make = functools.partial(
-            running.sdcpp_ways, pipeline, height, width, batch, steps, guidance, prompt_tokens, components
-        )
+        asked = pipeline, height, width, batch, steps, guidance, prompt_tokens, components
+        make = functools.partial(running.sdcpp_ways, *asked)
         ways = make([words for kind in kinds or [None] for words in running.planned_words(flash, kind)])
         if kinds is None and not any(outcome(way, room, None).fits for way in ways):
             ways += make(running.planned_words(flash, running.SMALLER_TYPE))
@@ -196,9 +195,8 @@ def weights_bytes(role: str, component: str, given: Any) -> int:
 def _any_card(memory: int | str | None, dtype: str) -> Gpu:
     """One that stands for any of that memory."""
     if memory is None:
-        raise ValueError(
-            Message("gpu: want a card's name, or what it has as ", Named("memory", "12 GB"), ", got neither")
-        )
+        wanted = "gpu: want a card's name, or what it has as "
+        raise ValueError(Message(wanted, Named("memory", "12 GB"), ", got neither"))
     cards = cards_of(sold(memory))
     # PyTorch writes out the scores of bfloat16's attention on older cards, which stand for few others.
     return next((card for card in cards if dtype != "bfloat16" or card.sm >= 80), cards[0])

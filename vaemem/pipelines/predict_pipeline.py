@@ -52,9 +52,8 @@ class _Phases(Written, CardAnswer):
         """The first phases go through, as many as are done; the next one, where there is one, lacks what is said, and
         those after it are not reached."""
         self.title, self.available, self.host, self.notes = title, available, host, notes
-        self.phases = tuple(
-            phase._replace(fits=True if i < done else False if i == done else None) for i, phase in enumerate(phases)
-        )
+        outcomes = [*[True] * done, False, *[None] * len(phases)]  # for each phase, and more
+        self.phases = tuple(phase._replace(fits=fits) for phase, fits in zip(phases, outcomes, strict=False))
         self.out_of_memory_at = lacking and (phases[done].name, lacking)
         self.on_card = None if lacking else self.peak
         self._most = self.peak
@@ -92,13 +91,6 @@ class _Phases(Written, CardAnswer):
         phase, (name, size) = self.out_of_memory_at or ("", PeakTensor("", 0))
         return f"it runs out in {phase} at {name}, which asks for {size / MIB:.0f} MiB"
 
-    @property
-    def _peak_line(self) -> str:
-        """Where the peak is, and how sure that is."""
-        least, most = (f"{size / MIB:.0f}" for size in self.band)
-        sure = "" if least == most else f" ({least} to {most})"
-        return f"the peak is in {self.bottleneck}: {self.peak / MIB:.0f} MiB{sure}"
-
     # ---- files ----
 
     def rows(self) -> list[dict[str, Any]]:
@@ -135,17 +127,14 @@ class _Phases(Written, CardAnswer):
         """One dict a phase: sizes in bytes, the largest tensor at its height, whether it goes through."""
         return [
             {
-                "phase": phase.name,
-                "total_bytes": phase.total,
+                "phase": phase.name, "total_bytes": phase.total,
                 **{f"{name}_bytes": getattr(phase, name) for name in (*_PARTS, "sent")},
-                "flops": phase.flops,
-                "host_flops": phase.host_flops,
+                "flops": phase.flops, "host_flops": phase.host_flops,
                 "largest": largest.name if (largest := _largest(phase)) else None,
-                "largest_bytes": largest.bytes if largest else None,
-                "fits": phase.fits,
+                "largest_bytes": largest.bytes if largest else None, "fits": phase.fits,
             }
             for phase in self.phases
-        ]
+        ]  # fmt: skip
 
     def _data(self) -> dict[str, Any]:
         return {
@@ -173,13 +162,12 @@ class _Phases(Written, CardAnswer):
         return list(cells), list(zip(*cells.values(), strict=True))
 
     def _text(self, markdown: bool = False) -> str:
-        table = render(*self._cells(), markdown)
+        least, most = (f"{size / MIB:.0f}" for size in self.band)
+        sure = "" if least == most else f" ({least} to {most})"
+        peak = f"the peak is in {self.bottleneck}: {self.peak / MIB:.0f} MiB{sure}"
         host = f"; {self.host / MIB:.0f} MiB of weights are kept by the host" if self.host else ""
-        lines = [
-            f"{self.summary[0].upper()}{self.summary[1:]}.",
-            f"Asked: {self.title}; {self._peak_line}{host}.",
-            table,
-        ]
+        answer = f"{self.summary[0].upper()}{self.summary[1:]}."
+        lines = [answer, f"Asked: {self.title}; {peak}{host}.", render(*self._cells(), markdown)]
         notes = [*self.notes, *self._advice()]
         if markdown:
             return "\n\n".join([*lines, "\n".join(f"- {note}" for note in notes)])
@@ -222,9 +210,8 @@ def _play_phases(question: PipelineQuestion, workspace: Any, point: Point) -> di
     seen = {}
     for one in phases:
         tensors = {name: size for name, size in one.peak_tensors if name != ROUNDED_UP}
-        seen[one.name] = PlayedPeak(
-            one.allocated, f"{one.name}: {one.where}".rstrip(": "), tensors, largest_of(tensors)
-        )
+        where = f"{one.name}: {one.where}".rstrip(": ")
+        seen[one.name] = PlayedPeak(one.allocated, where, tensors, largest_of(tensors))
     fullest, highest = (max(phases, key=operator.attrgetter(what)) for what in ("total", "allocated"))
     total = seen[fullest.name]._replace(bytes=fullest.total, tensors={})
     return {"reserved": total, "allocated": seen[highest.name], **seen}

@@ -313,33 +313,27 @@ class PipelinePlan(Written):
         best, rows = self.recommended, []
         for one in self.outcomes:
             way, took, phases = one.way, one.seconds, {phase.name: phase for phase in one.way.phases}
-            row: dict[str, Any] = {"way": way.name, "fits": one.fits, "unsure": way.unsure}
-            row |= {"fails_in": one.fails_in, "short": one.short}
+            row: dict[str, Any] = {"way": way.name, "fits": one.fits, "unsure": way.unsure, "fails_in": one.fails_in}
+            row["short"] = one.short
             for name in self._phases():
                 phase, lasts, key = phases.get(name), one.phase_seconds.get(name), name.replace(" ", "_")
                 row[f"{key}_bytes"] = phase and phase.total
                 row[f"{key}_weights_bytes"] = phase and phase.weights
                 row[f"{key}_seconds"] = lasts and lasts.likely
             row |= {"peak_bytes": way.peak.total, "host_bytes": way.host, "seconds": took and took.likely}
-            row |= {"seconds_low": took and took.low, "seconds_high": took and took.high}
-            rows.append(
-                row
-                | {"verdict": one.verdict, "summary": one.summary, "changes": way.changes, "recommended": one is best}
-            )
+            row |= {"seconds_low": took and took.low, "seconds_high": took and took.high, "verdict": one.verdict}
+            row |= {"summary": one.summary, "changes": way.changes, "recommended": one is best}
+            rows.append(row)
         return rows
 
     def _data(self) -> dict[str, Any]:
         best = self.recommended
         return {
-            "title": self.title,
-            "card_bytes": self.room.card,
-            "host_bytes": self.room.host,
-            "ways": self.rows(),
-            "recommended": best.way.name if best else None,
-            "reason": self.reason,
+            "title": self.title, "card_bytes": self.room.card, "host_bytes": self.room.host, "ways": self.rows(),
+            "recommended": best.way.name if best else None, "reason": self.reason,
             "rates": {name: str(rate) for name, rate in self.machine.rates.items()} if self.machine else {},
             "notes": list(self.notes),
-        }
+        }  # fmt: skip
 
     def to_pandas(self) -> pandas.DataFrame:
         """The rows as a pandas.DataFrame. Needs pandas (``pip install 'vaemem[table]'``).
@@ -372,27 +366,18 @@ class PipelinePlan(Written):
     def _text(self, markdown: bool = False) -> str:
         card = "" if self.room.card is None else f", {self.room.card / MIB:.0f} MiB of it for the run"
         advice, why = self._advice
-        parts = [
-            advice,
-            f"Asked: {self.title}{card}",
-            render(*self._grid(), markdown=markdown),
-            *([why] if why else []),
-        ]
+        parts = [advice, f"Asked: {self.title}{card}", render(*self._grid(), markdown=markdown), *filter(None, [why])]
         works = [phase.work for one in self.outcomes for phase in one.way.phases]
         used = {name for work in works for name, amount in work.items() if amount}
         if self.machine:
             parts += [f"{name}: {rate}" for name, rate in self.machine.rates.items() if name in used]
         read = next((phase.work for one in self.outcomes for phase in one.way.phases if "disk" in phase.work), None)
         if self.machine and read:
-            took = self.machine.seconds(read)
-            parts.append(
-                f"Loading reads {read['disk'] / MIB:.0f} MiB of weights, {took}, once for many pictures: it is not in"
-                " the seconds above."
-            )
+            reads = f"Loading reads {read['disk'] / MIB:.0f} MiB of weights, {self.machine.seconds(read)}"
+            parts.append(f"{reads}, once for many pictures: it is not in the seconds above.")
         if any(one.fits and one.way.peak.total > (self.room.card or one.way.peak.total) for one in self.outcomes):
-            parts.append(
-                "A way that goes through although it takes more where there is room: PyTorch gives cached memory back."
-            )
+            freed = "PyTorch gives cached memory back"
+            parts.append(f"A way that goes through although it takes more where there is room: {freed}.")
         parts += self.notes
         return ("\n\n" if markdown else "\n").join(parts)
 
@@ -400,10 +385,12 @@ class PipelinePlan(Written):
         header, lines = self._grid()
         best = self.recommended
         bold = lines[self.outcomes.index(best)] if best else None
-        advice, *said = (
-            f"<p>{html.escape(text)}</p>" for text in (self._advice[0], self.title, self._advice[1], *self.notes)
+        advice, why = self._advice
+        above, below = (
+            "".join(f"<p>{html.escape(text)}</p>" for text in texts)
+            for texts in ((advice, self.title), (why, *self.notes))
         )
-        return f"{advice}{said[0]}{html_table(header, lines, bold)}{''.join(said[1:])}"
+        return f"{above}{html_table(header, lines, bold)}{below}"
 
 
 def _runs(ways: Sequence[Way], measured: Any) -> list[tuple[Mapping[str, float], float]]:

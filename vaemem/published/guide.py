@@ -53,9 +53,7 @@ class Guide(Checked):
             f"Judged for {MODEL}'s decode in {DTYPE} by diffusers on {card}, where nothing else is said."
         ]
         for number, (claim, finding) in enumerate(self, 1):
-            told = textwrap.fill(
-                f"{finding.how}: {finding.found}", 116, initial_indent=" " * 4, subsequent_indent=" " * 4
-            )
+            told = textwrap.indent(textwrap.fill(f"{finding.how}: {finding.found}", 112), " " * 4)
             parts.append(f"{number}. {claim.says} ({claim.source})\n    {finding.verdict}\n{told}")
         return "\n\n".join(parts)
 
@@ -115,10 +113,9 @@ def _architecture(_: Any) -> Finding:
 
 def _memory_speed(_: Any) -> Finding:
     own, stated = _bandwidth(find_gpu(CARD)), 504
-    alike = [
-        name.removeprefix("NVIDIA GeForce ") for name in gpu_names() if round(_bandwidth(find_gpu(name))) == stated
-    ]
-    return _judged(round(own) == stated, COUNTED, f"{own:.0f} GB/s; {stated} are those of {', '.join(alike)}")
+    alike = [name for name in gpu_names() if round(_bandwidth(find_gpu(name))) == stated]
+    named = ", ".join(name.removeprefix("NVIDIA GeForce ") for name in alike)
+    return _judged(round(own) == stated, COUNTED, f"{own:.0f} GB/s; {stated} are those of {named}")
 
 
 def _tensor_rates(_: Any) -> Finding:
@@ -162,10 +159,8 @@ def _benchmark(_: Any) -> Finding:
         why = "it is predicted"
     except ValueError as error:
         why = str(error).rpartition("got True: ")[2]
-    p = _predicted("decode", 1024)
-    found = (
-        f"{why}. Without it the largest workspace is {p.peak_tensors[0].bytes / MIB:.0f} MiB. {_ON_A_GPU} --ablation"
-    )
+    largest = _predicted("decode", 1024).peak_tensors[0].bytes / MIB
+    found = f"{why}. Without it the largest workspace is {largest:.0f} MiB. {_ON_A_GPU} --ablation"
     return Finding(UNKNOWN, found, NEEDS_GPU)
 
 
@@ -209,9 +204,8 @@ def _channels_last(_: Any) -> Finding:
 
 def _flash(_: Any) -> Finding:
     heads = ((1, 1, _TILE, 512), (_TILE * 512, _TILE * 512, 512, 1))
-    chosen = _core.Trace.choose_kernel(
-        (DTYPE, heads, heads, heads, None, False, False), find_gpu(CARD).sm, ("flash", "efficient", "math")
-    )
+    call = (DTYPE, heads, heads, heads, None, False, False)
+    chosen = _core.Trace.choose_kernel(call, find_gpu(CARD).sm, ("flash", "efficient", "math"))
     found = f"of flash, efficient and math PyTorch takes {chosen} for one head of 512 channels, the VAEs' middle block"
     return _judged(chosen == "flash", COUNTED, found)
 
@@ -232,10 +226,8 @@ def _transfers(_: Any) -> Finding:
 
 def _preallocated(_: Any) -> Finding:
     takes = [name for op, _, _, name in _traced().steps if op == "take"]
-    result, held = (
-        3 * _SIDE * _SIDE * 2,
-        _predicted(tile=_TILE).allocated - _predicted("decode", _TILE).allocated,
-    )
+    result = 3 * _SIDE * _SIDE * 2
+    held = _predicted(tile=_TILE).allocated - _predicted("decode", _TILE).allocated
     found = (
         f"{takes.count('cat')} of the {len(takes)} tensors that a decode in tiles takes are put together from others,"
         f" {takes.count('blend')} are lines that are blended, the rest are the model's. The tiles that are kept add"
@@ -301,9 +293,8 @@ def ssim(a: np.ndarray, b: np.ndarray) -> float:
 
 def _without_loss(_: Any) -> Finding:
     said, worst, _share = _quality()
-    return _judged(
-        round(worst, 4) == 1, RUN, f"96x96 in tiles of 64 beside the whole image, PSNR and SSIM by blend: {said}"
-    )
+    found = f"96x96 in tiles of 64 beside the whole image, PSNR and SSIM by blend: {said}"
+    return _judged(round(worst, 4) == 1, RUN, found)
 
 
 def _ramps(_: Any) -> Finding:
@@ -345,9 +336,8 @@ def _smaller(_: Any) -> Finding:
     works = {tile: _traced(tile).flops / _traced(0).flops for tile in made}
     found = "; ".join(f"{tile}: {_said(p)}, {works[tile]:.2f} times the whole's work" for tile, p in made.items())
     whole = _predicted("decode")
-    return _judged(
-        made[512].reserved < made[1024].reserved < whole.reserved, PREDICTED, f"{found}; whole: {_said(whole)}"
-    )
+    is_so = made[512].reserved < made[1024].reserved < whole.reserved
+    return _judged(is_so, PREDICTED, f"{found}; whole: {_said(whole)}")
 
 
 @functools.cache
@@ -368,20 +358,16 @@ def _thresholds(_: Any) -> Finding:
 
 def _recommended(_: Any) -> Finding:
     p, whole = _predicted(tile=_TILE, tile_overlap=0.125), _predicted("decode", _TILE)
-    work = _traced(_TILE, 0.125).flops / _traced(0).flops
-    found = (
-        f"{_SIDE}x{_SIDE} so {_said(p)} of {p.available / MIB:.0f}: {p.verdict}, with {work:.2f} times the whole's work"
-    )
+    work = f"{_traced(_TILE, 0.125).flops / _traced(0).flops:.2f} times the whole's work"
+    found = f"{_SIDE}x{_SIDE} so {_said(p)} of {p.available / MIB:.0f}: {p.verdict}, with {work}"
     more = f" Up to {_largest()[CARD]} pixels a side the whole image surely fits, and has no seams"
     return _judged(p.fits and whole.fits, PREDICTED, f"{found}.{more}")
 
 
 def _offload(_: Any) -> Finding:
     p = _predicted(tile=_TILE)
-    found = (
-        f"between decodes {p.weights_bytes / MIB:.0f} MiB of weights; the decode's own {p.peak_reserved / MIB:.0f} stay"
-    )
-    return Finding(HOLDS, found, PREDICTED)
+    held = f"between decodes {p.weights_bytes / MIB:.0f} MiB of weights"
+    return Finding(HOLDS, f"{held}; the decode's own {p.peak_reserved / MIB:.0f} stay", PREDICTED)
 
 
 def _empty_cache(_: Any) -> Finding:
@@ -404,11 +390,8 @@ _COMPILED = (
     " torch-default torch-reduce-overhead torch-max-autotune"
 )
 _STATED: tuple[tuple[str, str, Callable[[Any], Finding]], ...] = (
-    (
-        "overview",
-        "the RTX 5070 Ti has Ada Lovelace architecture, and tensor cores of the 4th generation",
-        _architecture,
-    ),
+    ("overview", "the RTX 5070 Ti has Ada Lovelace architecture, and tensor cores of the 4th generation",
+     _architecture),
     ("memory bandwidth", "the RTX 5070 Ti has 504 GB/s", _memory_speed),
     ("tensor cores", "up to 660 TFLOPS in FP16/BF16, 330 in TF32", _tensor_rates),
     ("tensor cores", "all convolutions use them; the GPU is used to 90-100%", _measured_by(f"{_ON_A_GPU} --parts")),
@@ -433,5 +416,5 @@ _STATED: tuple[tuple[str, str, Callable[[Any], Finding]], ...] = (
     ("future", "flash attention for the VAE's attention", _flash),
     ("future", "channels_last for better convolutions", _channels_last),
     ("conclusion", "faster without any quality loss (cosine ramps, tiles)", _without_loss),
-)
+)  # fmt: skip
 GUIDE = tuple(Claim(*stated) for stated in _STATED)

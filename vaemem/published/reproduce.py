@@ -223,10 +223,11 @@ def beside(rows: Iterable[Replayed]) -> str:
 
 def write_csv(rows: Iterable[Replayed], path: str | os.PathLike[str]) -> None:
     """Writes the rows under `WRITTEN`."""
-    lines = (
-        [*key, *(f"{m:.2f}" for m in measured), *(f"{p:.4f}" for p in predicted)] for key, measured, predicted in rows
-    )
-    write(path, as_csv([dict(zip(WRITTEN, line, strict=True)) for line in lines], WRITTEN))
+    lines = []
+    for key, measured, predicted in rows:
+        sizes = (*(f"{m:.2f}" for m in measured), *(f"{p:.4f}" for p in predicted))
+        lines.append(dict(zip(WRITTEN, (*key, *sizes), strict=True)))
+    write(path, as_csv(lines, WRITTEN))
 
 
 def print_all(path: str | os.PathLike[str] | None = None, csv_path: str | os.PathLike[str] | None = None) -> None:

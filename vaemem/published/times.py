@@ -91,10 +91,6 @@ def _summed(errors: Sequence[float]) -> tuple[str, str]:
     return f"{fmean(map(abs, errors)):.1%}", f"{max(errors, key=abs):+.1%}"
 
 
-def _cells(errors: Sequence[float]) -> str:
-    return ", ".join(_summed(errors))
-
-
 def judge_seconds() -> str:
     """The errors by model, operation and type as a table, and what was fitted from what; ``vaemem reproduce --seconds``
     prints it.
@@ -111,14 +107,12 @@ def judge_seconds() -> str:
     columns = {"as predicted": ours, **{f"{by} left out": left_out_errors(rows, by) for by in LEFT_OUT}}
     names = grouped(range(len(rows)), lambda i: " ".join((rows[i].key[0], rows[i].key[1], rows[i].key[4])))
     lines = [
-        [name, str(len(which)), *(_cells([errors[i] for i in which]) for errors in columns.values())]
+        [name, str(len(which)), *(", ".join(_summed([errors[i] for i in which])) for errors in columns.values())]
         for name, which in [*names.items(), ("all", range(len(rows)))]
     ]
     held = sum(row.predicted.low <= row.measured <= row.predicted.high for row in rows)
     mean, worst = _summed(ours)
-    answer = (
-        f"Predicted seconds are off by {mean} in the mean, and by {worst} at the worst, over {len(rows)} measured runs."
-    )
+    off = f"Predicted seconds are off by {mean} in the mean, and by {worst} at the worst"
     title = (
         f"{len(rows)} times of the seed table on {GPU}: convolutions and products at {share:.1%} of the peak, an"
         f" attention's FLOPs {ratio:.2f} times as long, bytes at {memory_rate(GPU)}"
@@ -130,6 +124,6 @@ def judge_seconds() -> str:
         " architecture, so without one of them the other still is there. Times have three decimals, which is 3% of the"
         " shortest.",
     )
-    return "\n".join(
-        [answer, title, "the mean of errors, and the worst:", render(("", "rows", *columns), lines), "", *said]
-    )
+    table = render(("", "rows", *columns), lines)
+    answer = f"{off}, over {len(rows)} measured runs."
+    return "\n".join([answer, title, "the mean of errors, and the worst:", table, "", *said])

@@ -398,9 +398,7 @@ def _predicted(
     )  # fmt: skip
     about, system = torch.cuda.get_device_properties(place), "windows" if sys.platform == "win32" else "linux"
     card, sizes = find_card(about.name, about.total_memory, used, system), ("height", "width", "batch", "steps")
-    question = _question(
-        pipe, seen, card, software, image="image" in call, **{name: asked[name] for name in sizes}
-    )  # fmt: skip
+    question = _question(pipe, seen, card, software, image="image" in call, **{name: asked[name] for name in sizes})
     tile = usual_tile(question.part("vae").component)
     if asked["vae"] == "tiled" and (pipe.vae.tile_sample_min_size, pipe.vae.tile_overlap_factor) != (tile, 0.25):
         raise ValueError(f"its tiles are not of {tile} pixels, a quarter of which overlaps")
@@ -514,9 +512,8 @@ def measure_pipeline(
             phases.end(fits=False)
     asked["tokens"] = phases.seen and phases.seen.tokens
     if beside > MIB:
-        notes.append(
-            f"{beside / MIB:.0f} MiB were allocated beside the pipeline before: they count in what is measured."
-        )
+        held = f"{beside / MIB:.0f} MiB were allocated beside the pipeline before"
+        notes.append(f"{held}: they count in what is measured.")
     try:
         predicted, more = _predicted(pipe, phases.seen, call, place, used, asked)
         notes += more
@@ -563,7 +560,6 @@ def _sizes(pipe: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _versions(place: Any) -> str:
-    there = [
-        f"{name} {sys.modules[name].__version__}" for name in ("transformers", "accelerate") if name in sys.modules
-    ]
-    return ", ".join([what_ran(place, "diffusers"), *there, f"vaemem {__version__}"])
+    there = [name for name in ("transformers", "accelerate") if name in sys.modules]
+    versions = [f"{name} {sys.modules[name].__version__}" for name in there]
+    return ", ".join([what_ran(place, "diffusers"), *versions, f"vaemem {__version__}"])

@@ -181,13 +181,11 @@ def as_on_a_gpu(recorder: Recorder) -> Iterator[None]:
         recorder.casts.clear()
         clear()
 
-    functional = dict.fromkeys(
-        ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _never
-    )
+    names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     with (
         setting(torch, clear_autocast_cache=clear_autocast_cache),
         setting(torch.overrides, has_torch_function=_never),
-        setting(torch.nn.functional, **functional),
+        setting(torch.nn.functional, **dict.fromkeys(names, _never)),
         setting(torch.cuda.amp.common, amp_definitely_not_available=_never),
         setting(torch.cuda, is_bf16_supported=lambda *_: True),
     ):

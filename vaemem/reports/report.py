@@ -67,9 +67,8 @@ class Report:
         """
         file = Path(path)
         file = file if file.suffix == ".md" else file / "report.md"
-        written = {file: self.markdown.encode()} | {
-            file.parent / f"{name}.png": png(figure) for name, figure in self.figures.items()
-        }
+        figures = {file.parent / f"{name}.png": png(figure) for name, figure in self.figures.items()}
+        written = {file: self.markdown.encode(), **figures}
         if html:
             written[file.with_suffix(".html") if html is True else Path(html)] = self.html.encode()
         for target, content in written.items():

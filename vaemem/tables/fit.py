@@ -319,12 +319,9 @@ def fit(
     varying = [i for i, name in enumerate(KEY) if i < 2 or name == "phase" or len({key[i] for key in keys}) > 1]
     formulas = []
     for key, rows in zip(keys, groups, strict=True):
-        said = [
-            f"{name} {value}" if name in ("batch", "tokens") else value for name, value in zip(KEY, key, strict=True)
-        ]
-        name = " ".join(
-            "-" if key[i] is None else str(said[i]) for i in varying if KEY[i] != "phase" or key[i] is not None
-        )
+        known = {KEY[i]: key[i] for i in varying if KEY[i] != "phase" or key[i] is not None}
+        known |= {what: f"{what} {known[what]}" for what in ("batch", "tokens") if known.get(what) is not None}
+        name = " ".join("-" if value is None else str(value) for value in known.values())
         formulas.append(_fit_one(name, key, rows, target, quantile))
     return Fit(target, quantile, formulas)
 
