@@ -66,17 +66,14 @@ class Outcome(NamedTuple):
         return DOES_NOT_FIT if self.fails_in else TIGHT if self.way.unsure else FITS
 
     @property
-    def _is_surely_late(self) -> bool:
-        """Whether even the least of its seconds are more than the room's."""
-        return self.seconds is not None and self.seconds.low > self.seconds.likely - self.short
-
-    @property
     def summary(self) -> str:
         """In words, with what is lacking."""
         lacks = f"lacks {self.short / MIB:.0f} MiB"
+        # Whether even the least of its seconds are more than the room's.
+        is_surely_late = self.seconds is not None and self.seconds.low > self.seconds.likely - self.short
         said = {
             None: f"tight: {re.split('[,;]', self.way.unsure)[0]}" if self.way.unsure else "fits",
-            "time": f"{'' if self._is_surely_late else 'likely '}takes {self.short:.0f} s too long",
+            "time": f"{'' if is_surely_late else 'likely '}takes {self.short:.0f} s too long",
             "host": f"{lacks} of the host's",
         }
         return said.get(self.fails_in, f"runs out in {self.fails_in}, {lacks}")

@@ -6,6 +6,7 @@ GPU. It is about a video VAE; here it is judged for the image VAEs that people f
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 import textwrap
@@ -180,18 +181,16 @@ def _contiguous(_: Any) -> Finding:
 
 
 def _in_place(_: Any) -> Finding:
-    gains, cases = list[float](), 0
-    for model in ("sdxl", "flux"):
-        for op, tile in (("decode", None), ("encode", None), ("decode_tiled", 512)):
-            for dtype in (DTYPE, "float32"):
-                p = _predicted(op, 1024, model, tile=tile, dtype=dtype)
-                rest = max(moment.allocated for moment in p.timeline if not ELEMENTWISE.search(moment.name))
-                gains, cases = [*gains, 1 - rest / p.peak_allocated], cases + 1
+    gains, ops = list[float](), (("decode", None), ("encode", None), ("decode_tiled", 512))
+    for model, (op, tile), dtype in itertools.product(("sdxl", "flux"), ops, (DTYPE, "float32")):
+        p = _predicted(op, 1024, model, tile=tile, dtype=dtype)
+        rest = max(moment.allocated for moment in p.timeline if not ELEMENTWISE.search(moment.name))
+        gains.append(1 - rest / p.peak_allocated)
     p = _predicted("decode", 1024)
     found = (
         f"a tensor that is overwritten stays, and its result is not taken beside it: only steps that compute element by"
-        f" element get lower. Without these steps the peaks of {cases} runs are {100 * max(gains):.1f}% lower at most,"
-        f" for they lie at convolutions ({p.peak_tensors[0].name}, {p.peak_tensors[0].bytes / MIB:.0f} MiB)"
+        f" element get lower. Without these steps the peaks of {len(gains)} runs are {100 * max(gains):.1f}% lower at"
+        f" most, for they lie at convolutions ({p.peak_tensors[0].name}, {p.peak_tensors[0].bytes / MIB:.0f} MiB)"
     )
     return _judged(max(gains) >= 0.1, COUNTED, found)
 

@@ -167,9 +167,8 @@ class Recorder(TorchDispatchMode):
         try:
             out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
-            raise ValueError(
-                f"{self.name()}: {NO_CONTENTS}; {func} asks for it (.item() and `if` on a tensor do)"
-            ) from None
+            asks = f"{func} asks for it (.item() and `if` on a tensor do)"
+            raise ValueError(f"{self.name()}: {NO_CONTENTS}; {asks}") from None
         if torch.Tag.pointwise in func.tags and not func._schema.is_mutable and func.overloadpacket not in _PLAIN:
             out = self._as_eager(func, args, out)
         elif func is aten.view.default:
@@ -242,9 +241,8 @@ class Recorder(TorchDispatchMode):
             if lines and not x.is_contiguous():
                 x = torch.empty_like(x, memory_format=torch.contiguous_format)
                 copies.append(self.borrow(x.numel() * size, "contiguous"))
-            out = aten.convolution.default(
-                x, weight, bias, stride, padding, dilation, transposed, output_padding, groups
-            )
+            how = stride, padding, dilation, transposed, output_padding, groups
+            out = aten.convolution.default(x, weight, bias, *how)
             if lines:
                 x, weight, out = (tensor.unsqueeze(2) for tensor in (x, weight, out))
                 stride, padding, dilation = (1, *stride), (0, *padding), (1, *dilation)
@@ -293,10 +291,6 @@ class Recorder(TorchDispatchMode):
         call = AttentionCall(_DTYPES[q.dtype], queries, keys, values, size, causal, grouped)
         return call, _core.Trace.choose_kernel(call, self._gpu.sm, _enabled_kernels())
 
-    def attend(self, call: AttentionCall, kernel: str) -> int | None:
-        """What a fused kernel takes; the output's id."""
-        return self._trace.attend(call, kernel, self._gpu.sm, self._gpu.multiprocessors, self.name())
-
     def attention(
         self, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
         scale: Any = None, enable_gqa: bool = False,
@@ -322,7 +316,7 @@ class Recorder(TorchDispatchMode):
             self._miss("scaled_dot_product_attention with dropout")
         if kernel == "cudnn":
             self._miss("the workspace of cuDNN's attention")
-        number = self.attend(call, kernel)
+        number = self._trace.attend(call, kernel, self._gpu.sm, self._gpu.multiprocessors, self.name())
         batch, heads, queries, _ = q.shape
         with setting(self, _silent=True):
             out = q.new_empty((batch, queries, heads, v.shape[-1])).transpose(1, 2)
