@@ -89,13 +89,9 @@ def _cards(document: Document, vae: VAE) -> None:
     )
     sizes = [f"{side}x{side}" for side in ASKED]
     document.table(["card", "GiB to use", *sizes, "largest square"], lines)
-    document.table(
-        [f"GiB that it takes on {CARDS[-1]}", *sizes],
-        [
-            ["with room to spare", *(_gib(p.peak_reserved) for p in asked)],
-            ["at least: PyTorch frees its cache when short", *(_gib(p.least_reserved) for p in asked)],
-        ],
-    )
+    usual = ["with room to spare", *(_gib(p.peak_reserved) for p in asked)]
+    least = ["at least: PyTorch frees its cache when short", *(_gib(p.least_reserved) for p in asked)]
+    document.table([f"GiB that it takes on {CARDS[-1]}", *sizes], [usual, least])
     run, smallest = vae.estimate("decode", ASKED[0], ASKED[0]), vae.smallest("decode", ASKED[0], ASKED[0])
     document.text(
         f"vaemem's own decode of {sizes[0]} on this CPU, in float32, takes {mib(run.peak_bytes)} MiB with the weights; "
@@ -181,14 +177,9 @@ def _beside_pytorch(document: Document, ours: Run) -> None:
     except (ImportError, OSError) as error:  # not installed; a system that does not let a process look at its own size
         document.text(f"Not measured: {error}")
         return
-    beside = ours.peak_bytes - ours.weights_bytes
-    document.table(
-        [f"decode {size}, float32", "MiB beside the weights", "seconds"],
-        [
-            ["vaemem", mib(beside), f"{ours.seconds:.1f}"],
-            ["PyTorch", mib(theirs["reserved_bytes"]), f"{theirs['seconds']:.1f}"],
-        ],
-    )
+    own = ["vaemem", mib(ours.peak_bytes - ours.weights_bytes), f"{ours.seconds:.1f}"]
+    other = ["PyTorch", mib(theirs["reserved_bytes"]), f"{theirs['seconds']:.1f}"]
+    document.table([f"decode {size}, float32", "MiB beside the weights", "seconds"], [own, other])
     document.text(f"PyTorch's is the growth of the process; each ran once. {theirs['versions']}.")
 
 
@@ -221,16 +212,11 @@ def _sweep(document: Document, folder: Path) -> None:
         f"{len(measured)} cases:"
     )
     document.figure("memory", "Peak memory against pixels", plot.memory_vs_pixels(table, formulas))
-    document.table(
-        ["model", "op", "bytes", "too much by at most", "too little by at most"],
-        [
-            [
-                line.model, line.op, f"{line.a:.1f} H W 4 {line.b:+,.0f}",
-                f"{100 * line.max_over:.1f}%", f"{100 * line.max_under:.1f}%",
-            ]
-            for line in formulas
-        ],
-    )  # fmt: skip
+    lines = []
+    for line in formulas:
+        errors = (f"{100 * error:.1f}%" for error in (line.max_over, line.max_under))
+        lines.append([line.model, line.op, f"{line.a:.1f} H W 4 {line.b:+,.0f}", *errors])
+    document.table(["model", "op", "bytes", "too much by at most", "too little by at most"], lines)
 
 
 # ---- pictures ----

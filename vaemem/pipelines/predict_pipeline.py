@@ -106,14 +106,11 @@ class _Phases(Written, CardAnswer):
         >>> print(fit(Table([*table, *predict_pipeline("sd15", 768, 768, gpu="T4").rows()]).filter(phase="decode")))
         sd15 pipeline decode: allocated_bytes = ...
         """
-        rows = [
-            {
-                "phase": phase.name, "allocated_bytes": phase.allocated, "reserved_bytes": phase.total,
-                "weights_bytes": phase.weights, "activations_bytes": phase.activations,
-                "scratch_bytes": phase.workspace,
-            }
-            for phase in self.phases
-        ]  # fmt: skip
+        rows = []
+        for phase in self.phases:
+            row = {"phase": phase.name, "allocated_bytes": phase.allocated, "reserved_bytes": phase.total}
+            row |= {"weights_bytes": phase.weights, "activations_bytes": phase.activations}
+            rows.append(row | {"scratch_bytes": phase.workspace})
         most = max(phase.allocated for phase in self.phases)
         whole = {"phase": "whole", "allocated_bytes": most, "reserved_bytes": self.peak}
         lasts = self._seconds()
@@ -125,16 +122,13 @@ class _Phases(Written, CardAnswer):
 
     def _lines(self) -> list[dict[str, Any]]:
         """One dict a phase: sizes in bytes, the largest tensor at its height, whether it goes through."""
-        return [
-            {
-                "phase": phase.name, "total_bytes": phase.total,
-                **{f"{name}_bytes": getattr(phase, name) for name in (*_PARTS, "sent")},
-                "flops": phase.flops, "host_flops": phase.host_flops,
-                "largest": largest.name if (largest := _largest(phase)) else None,
-                "largest_bytes": largest.bytes if largest else None, "fits": phase.fits,
-            }
-            for phase in self.phases
-        ]  # fmt: skip
+        lines = []
+        for phase in self.phases:
+            line = {f"{name}_bytes": getattr(phase, name) for name in ("total", *_PARTS, "sent")}
+            line |= {"flops": phase.flops, "host_flops": phase.host_flops}
+            name, size = _largest(phase) or (None, None)
+            lines.append({"phase": phase.name, **line, "largest": name, "largest_bytes": size, "fits": phase.fits})
+        return lines
 
     def _data(self) -> dict[str, Any]:
         return {
@@ -589,10 +583,8 @@ def predict_pipeline(
             cudnn_version=cudnn_version, torch_version=torch_version,
         )  # fmt: skip
         card = find_card(gpu, memory, used, os)
-        (way,) = running.sdcpp_ways(
-            pipeline, height, width, whole("batch", batch), steps, guidance, prompt_tokens, components or {},
-            [running.words_of(pipeline, offload, vae)],
-        )  # fmt: skip
+        made = pipeline, height, width, whole("batch", batch), steps, guidance, prompt_tokens, components or {}
+        (way,) = running.sdcpp_ways(*made, [running.words_of(pipeline, offload, vae)])
         asked = {
             "model": pipeline, "height": height, "width": width, "batch": batch, "tokens": prompt_tokens,
             "device": card.gpu.name, "versions": running.SDCPP_VERSION,

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+_COUNTERS = ("allocated_bytes", "reserved_bytes")
+
+
 class Report:
     """What `vaemem.report` gives.
 
@@ -205,7 +208,7 @@ class _Facts:
         self.rows = [row for row, _ in rows]
         self.tiled = [row for row, tiled in rows if tiled]
         self.whole = [row for row, tiled in rows if not tiled]
-        self.both = [row for row in self.rows if row["allocated_bytes"] and row["reserved_bytes"]]
+        self.both = [row for row in self.rows if all(row[name] for name in _COUNTERS)]
         has_reserved = any(row["reserved_bytes"] for row in self.rows)
         self.target = "reserved_bytes" if has_reserved else "allocated_bytes"
         self.word = self.target.removesuffix("_bytes")
@@ -296,15 +299,12 @@ def _tables(document: Document, facts: _Facts) -> None:
         document.heading(model, 3)
         for op, rows in _by("op", mine).items():
             document.heading(op, 4)
-            lines = [
-                (
-                    *_case(row), _known(row["allocated_bytes"], mib), _known(row["reserved_bytes"], mib),
-                    f"{ratio(row):.2f}" if row["allocated_bytes"] and row["reserved_bytes"] else "",
-                    _known(row["seconds"], "{:.3f}".format),
-                    "ran in tiles" if id(row) in marked else "",
-                )
-                for row in rows
-            ]  # fmt: skip
+            lines = []
+            for row in rows:
+                sizes = (_known(row[name], mib) for name in _COUNTERS)
+                times = f"{ratio(row):.2f}" if all(row[name] for name in _COUNTERS) else ""
+                note = "ran in tiles" if id(row) in marked else ""
+                lines.append((*_case(row), *sizes, times, _known(row["seconds"], "{:.3f}".format), note))
             document.table(header, lines)
 
 
@@ -334,27 +334,20 @@ def _scaling(document: Document, facts: _Facts) -> None:
     if not ends:
         return
     document.heading("Scaling with the pixels")
-    powers = [
-        math.log(_times(a, b, "allocated_bytes")) / math.log(pixels(b) / pixels(a))
-        for a, b in ends
-        if not a["op"].endswith("_tiled")
-    ]
+    whole = [(a, b) for a, b in ends if not a["op"].endswith("_tiled")]
+    powers = [math.log(_times(a, b, "allocated_bytes")) / math.log(pixels(b) / pixels(a)) for a, b in whole]
     if powers:
         document.text(
             f"Whole images: allocated bytes grow as the pixels to the power {published.span(powers, '{:.3f}'.format)}, "
             f"compared within one dtype and series ({len(powers)} of them), smallest with largest."
         )
-    lines = [
-        (
-            facts.label(a), a["op"], a["dtype"], a["group"], _size(a), _size(b), f"{pixels(b) / pixels(a):.1f}",
-            f"{_times(a, b, 'allocated_bytes'):.2f}",
-            f"{_times(a, b, 'reserved_bytes'):.2f}" if a["reserved_bytes"] and b["reserved_bytes"] else "",
-        )
-        for a, b in ends
-    ]  # fmt: skip
-    document.table(
-        ("model", "op", "dtype", "group", "from", "to", "pixels, times", "allocated, times", "reserved, times"), lines
-    )
+    header = ("model", "op", "dtype", "group", "from", "to", "pixels, times", "allocated, times", "reserved, times")
+    lines = []
+    for a, b in ends:
+        grown = (f"{_times(a, b, name):.2f}" if a[name] and b[name] else "" for name in _COUNTERS)
+        sizes = _size(a), _size(b), f"{pixels(b) / pixels(a):.1f}"
+        lines.append((facts.label(a), a["op"], a["dtype"], a["group"], *sizes, *grown))
+    document.table(header, lines)
 
 
 def _constants(document: Document, facts: _Facts, plots: bool) -> None:
@@ -417,11 +410,8 @@ def _formulas(document: Document, facts: _Facts) -> None:
     lines = []
     for key, rows in fitted.items():
         (line,) = fit(rows, facts.target)
-        cells = [
-            *key, line.n, f"{line.a:.2f}", _known(line.a_error, "{:.2f}".format),
-            f"{line.a / 128:.3f}", mib(line.b), _known(line.b_error, mib),
-            _span(line),
-        ]  # fmt: skip
+        a = f"{line.a:.2f}", _known(line.a_error, "{:.2f}".format), f"{line.a / 128:.3f}"
+        cells = [*key, line.n, *a, mib(line.b), _known(line.b_error, mib), _span(line)]
         if has_scipy:
             (safe,) = fit(rows, facts.target, quantile=1)
             cells += [f"{safe.a:.2f}", mib(safe.b), _percent(safe.max_over)]
@@ -435,31 +425,28 @@ def _span(line: FittedLine) -> str:
 
 
 def _models(document: Document, facts: _Facts) -> None:
-    whole = [row for row in facts.whole if row["allocated_bytes"] and row["reserved_bytes"]]
+    whole = [row for row in facts.whole if all(row[name] for name in _COUNTERS)]
     two = itertools.combinations(distinct(row["model"] for row in facts.both), 2)
     found = [(a, b, same) for a, b in two if (same := published.pairs(whole, a, b))]
     if found:
         document.heading("Models compared")
     for model, other, same in found:
         document.heading(f"{model} and {other}", 3)
-        allocated = [_times(a, b, "allocated_bytes") - 1 for a, b in same]
-        reserved = [_times(a, b, "reserved_bytes") - 1 for a, b in same]
+        allocated, reserved = ([_times(a, b, name) - 1 for a, b in same] for name in _COUNTERS)
         alike = sum(abs(value) < 0.005 for value in reserved)
         a, b = same[max(range(len(same)), key=lambda i: abs(reserved[i]))]
+        more_allocated, more_reserved = (published.span(values, _percent) for values in (allocated, reserved))
         document.text(
-            f"In {_count(len(same), 'case')} with the same op, size, dtype and group, {other} allocates "
-            f"{published.span(allocated, _percent)} more than {model} and reserves "
-            f"{published.span(reserved, _percent)} more; the same within half a percent "
-            f"in {alike} of {len(same)}. The widest: {case(b)}, "
-            f"{mib(b['reserved_bytes'])} MiB beside {mib(a['reserved_bytes'])}."
+            f"In {_count(len(same), 'case')} with the same op, size, dtype and group, {other} allocates"
+            f" {more_allocated} more than {model} and reserves {more_reserved} more; the same within half a percent in"
+            f" {alike} of {len(same)}. The widest: {case(b)}, {mib(b['reserved_bytes'])} MiB beside"
+            f" {mib(a['reserved_bytes'])}."
         )
-        document.table(
-            ("op", "size", "dtype", "group", f"{model} reserved MiB", f"{other} reserved MiB", "more", "allocated"),
-            [
-                (a["op"], *_case(a), mib(a["reserved_bytes"]), mib(b["reserved_bytes"]), _percent(r), _percent(m))
-                for (a, b), m, r in zip(same, allocated, reserved, strict=True)
-            ],
-        )
+        lines = []
+        for (a, b), *more in zip(same, reserved, allocated, strict=True):
+            lines.append((a["op"], *_case(a), *(mib(row["reserved_bytes"]) for row in (a, b)), *map(_percent, more)))
+        sizes = f"{model} reserved MiB", f"{other} reserved MiB"
+        document.table(("op", "size", "dtype", "group", *sizes, "more", "allocated"), lines)
 
 
 def _advice(document: Document, facts: _Facts, comparison: Comparison | None) -> None:

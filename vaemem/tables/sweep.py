@@ -221,11 +221,9 @@ def tradeoff(
     vae = _vae(model, "cpu", dtype, precision)
     runs, last = vae.tradeoff(op, height, width, batch), vae.last_run
     speed = last.seconds / sum(last.flops) if last and last.op == op and last.seconds and vae.device == "cpu" else None
-    return Table(
-        _row(vae, Case(op, height, width, batch), "estimated", run, limited=True)
-        | {"seconds": speed and sum(run.flops) * speed}
-        for run in runs
-    )
+    case = Case(op, height, width, batch)
+    rows = [_row(vae, case, "estimated", run, limited=True) for run in runs]
+    return Table(row | {"seconds": speed and sum(run.flops) * speed} for row, run in zip(rows, runs, strict=True))
 
 
 def _table(rows: Iterator[Row]) -> Table:
