@@ -243,7 +243,8 @@ def _store(tensor: Weight, shapes: dict[str, tuple[int, ...]], type: str, rule: 
     if own != "run":
         return _as(tensor, own)
     goes = name.removesuffix("bias") + "weight" if rule.biases and name.endswith(".bias") else name
-    dims = _dims(shapes.get(goes, shape))
+    sides = shapes.get(goes, shape)
+    dims = len([*itertools.dropwhile(lambda side: side == 1, sides[:-1]), *sides[-1:]])  # without 1 before others
     if re.search(rule.single, name) or math.prod(shape) < rule.least:
         return _as(tensor, "float32")
     if dims == 1 and 1 not in rule.dims:
@@ -257,8 +258,3 @@ def _store(tensor: Weight, shapes: dict[str, tuple[int, ...]], type: str, rule: 
         shape = (math.prod(shape) // 256, 256)
     is_odd = bool(shape) and shape[-1] % together > 0
     return _as(tensor._replace(shape=shape), (rule.odd or dtype) if is_odd else type)
-
-
-def _dims(shape: Sequence[int]) -> int:
-    """How many dimensions a shape has, without those of 1 before the others."""
-    return len([*itertools.dropwhile(lambda side: side == 1, shape[:-1]), *shape[-1:]])
