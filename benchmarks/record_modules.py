@@ -66,14 +66,12 @@ class Script:
     def blas(self, name: str, lt: bool = False) -> None:
         self._add("blas", "l" if lt else "b", self.flops)
 
-    def conv(
-        self, dtype: str, n: int, c: int, h: int, w: int, k: int, r: Any, stride: Any, padding: Any, nhwc: bool,
-        name: str, dilation: Any, groups: int, output_padding: Any, *depth: int,
-    ) -> None:  # fmt: skip
+    def conv(self, question: tuple[Any, ...], name: str) -> None:
+        dtype, n, c, h, w, k, r, stride, padding, layout, dilation, groups, output_padding, *depth = question
         uneven = any(len(set(extent)) > 1 for extent in (r, stride, padding))
         if uneven or set(dilation) != {1} or groups > 1 or output_padding or depth:
             raise ValueError(f"{name}: want a plain 2d convolution with a square filter")
-        self._add("conv", dtype, "nhwc" if nhwc else "nchw", n, c, h, w, k, r[0], stride[0], padding[0])
+        self._add("conv", dtype, layout, n, c, h, w, k, r[0], stride[0], padding[0])
 
     def attention(self, call: AttentionCall) -> int:
         self.taken += 1

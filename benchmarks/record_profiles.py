@@ -179,11 +179,11 @@ class Recorder:
 
     def ask(self, height: int, width: int, level: int, n: int = 1) -> tuple[dict[str, int], int | None]:
         """Of an image's height and width."""
-        asked = question(self.conv, self.kind, height, width, level, n)
-        settings = {"nhwc": "nhwc" in self.kind, "tf32": "strict" not in self.kind}
-        plan = self.cudnn.conv(self.gpu.device_json, **asked, **settings)
+        layout = "nhwc" if "nhwc" in self.kind else "nchw"
+        asked = profiles.Conv(**question(self.conv, self.kind, height, width, level, n), layout=layout)
+        plan = self.cudnn.conv(self.gpu.device_json, asked, "strict" not in self.kind)
         self.untried += plan["untried"] if plan else 0
-        return profiles.sizes(profiles.Conv(**asked)), plan and plan["bytes"]
+        return profiles.sizes(asked), plan and plan["bytes"]
 
     def learn(self, height: int, width: int, level: int, n: int = 1) -> None:
         size, count = self.ask(height, width, level, n)

@@ -121,16 +121,16 @@ CONV = dict(n=1, c=96, h=40, w=56, k=200, r=3, stride=1, padding=1)
 def test_asking_walks_the_list_as_pytorch_does(tmp_path):
     cudnn = fake_cudnn(tmp_path)
     assert cudnn.version == "9.10.0"
-    plan = cudnn.conv(named("x").device_json, dtype="float16", **CONV)
+    plan = cudnn.conv(named("x").device_json, Conv("float16", **CONV))
     assert plan == {"bytes": 1002, "least": 1002, "engine": "eng12_k2=7", "rank": 2, "untried": 1, "fallback": False}
-    every = cudnn.conv(named("x").device_json, dtype="float16", every=True, **CONV)
+    every = cudnn.conv(named("x").device_json, Conv("float16", **CONV), every=True)
     assert every == plan | {"least": 502}  # the fallback list's third, after the first list's end
-    strict = cudnn.conv(named("x").device_json, dtype="float32", tf32=False, **CONV)
+    strict = cudnn.conv(named("x").device_json, Conv("float32", **CONV), tf32=False)
     assert (strict["bytes"], strict["rank"]) == (1003, 3)  # no tensor cores without TF32
-    assert cudnn.conv(named("x").device_json, dtype="float32", **CONV)["bytes"] == 1002
-    fallback = cudnn.conv(named("fallback").device_json, dtype="float16", **CONV)
+    assert cudnn.conv(named("x").device_json, Conv("float32", **CONV))["bytes"] == 1002
+    fallback = cudnn.conv(named("fallback").device_json, Conv("float16", **CONV))
     assert fallback["fallback"] and fallback["bytes"] == 502
-    assert cudnn.conv(named("none").device_json, dtype="float16", **CONV) is None
+    assert cudnn.conv(named("none").device_json, Conv("float16", **CONV)) is None
     cudnn.close()
 
 
@@ -140,10 +140,11 @@ def test_what_a_transposed_convolution_in_3d_is_asked_as(tmp_path, monkeypatch, 
     monkeypatch.setenv("FAKE_LOG", str(tmp_path / "log"))
     cudnn = fake_cudnn(tmp_path)
     x, y, w = (2, 8, 5, 6, 7), (2, 12, 9, 13, 21), (8, 6, 2, 3, 3)
-    cudnn.conv(
-        named("x").device_json, dtype="float16", n=2, c=8, depth=5, h=6, w=7, k=12, r=(2, 3, 3), stride=(2, 2, 3),
-        padding=(1, 0, 0), dilation=1, groups=2, output_padding=(1, 0, 0), nhwc=layout == "nhwc",
+    asked = Conv(
+        "float16", n=2, c=8, depth=5, h=6, w=7, k=12, r=(2, 3, 3), stride=(2, 2, 3), padding=(1, 0, 0), dilation=1,
+        groups=2, output_padding=(1, 0, 0), layout=layout,
     )  # fmt: skip
+    cudnn.conv(named("x").device_json, asked)
     cudnn.close()
     log = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
 
@@ -183,12 +184,12 @@ def test_what_the_asked_answer_says(tmp_path):
 def test_a_refusal_and_a_crash_are_survived(tmp_path):
     cudnn = fake_cudnn(tmp_path)
     with pytest.raises(RuntimeError, match="cuDNN 91000: device properties: BAD_PARAM: a fake complaint"):
-        cudnn.conv(named("bad").device_json, dtype="float16", **CONV)
+        cudnn.conv(named("bad").device_json, Conv("float16", **CONV))
     with pytest.raises(RuntimeError, match=r"conv: want sizes of 1 to 1048575 .*, got 1x96x4611686018427387904x56"):
-        cudnn.conv(named("x").device_json, dtype="float16", **(CONV | {"h": 1 << 62}))
+        cudnn.conv(named("x").device_json, Conv("float16", **(CONV | {"h": 1 << 62})))
     with pytest.raises(RuntimeError, match=r"cuDNN ended its process \(status -6\): about to fall"):
-        cudnn.conv(named("crash").device_json, dtype="float16", **CONV)
-    assert cudnn.conv(named("x").device_json, dtype="float16", **CONV)["bytes"] == 1002
+        cudnn.conv(named("crash").device_json, Conv("float16", **CONV))
+    assert cudnn.conv(named("x").device_json, Conv("float16", **CONV))["bytes"] == 1002
     count, source = Workspace(named("crash"), cudnn=cudnn).conv("float16", 1, 96, 40, 56, 200, 3)
     assert count == (96 * 40 * 56 + 200 * 40 * 56 + 200 * 96 * 9) * 2 and source.startswith("rule: ")
     assert "cuDNN ended its process" in source
@@ -217,8 +218,8 @@ def test_no_cublaslt_is_said_before_cudnn_aborts(tmp_path):
 # ---- whose reply it is ----
 
 # The fake's answers differ: 1003 to STRICT, 1002 to HALF.
-HALF = dict(dtype="float16", **CONV)
-STRICT = dict(dtype="float32", tf32=False, **CONV)
+HALF = (Conv("float16", **CONV),)
+STRICT = (Conv("float32", **CONV), False)
 
 
 @pytest.fixture
@@ -243,8 +244,8 @@ def test_an_exception_between_question_and_reply(fake, on_signal):
     on_signal(interrupt)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            fake.conv(named("signal").device_json, **STRICT)
-        assert fake.conv(named("x").device_json, **HALF)["bytes"] == 1002
+            fake.conv(named("signal").device_json, *STRICT)
+        assert fake.conv(named("x").device_json, *HALF)["bytes"] == 1002
 
 
 def test_asked_by_a_signal_handler_meanwhile(fake, on_signal):
@@ -252,22 +253,22 @@ def test_asked_by_a_signal_handler_meanwhile(fake, on_signal):
 
     def ask():
         with pytest.raises(RuntimeError, match="asked from a signal handler") as raised:
-            fake.conv(named("x").device_json, **HALF)
+            fake.conv(named("x").device_json, *HALF)
         said.append(raised)
 
     on_signal(ask)
-    assert fake.conv(named("signal").device_json, **STRICT)["bytes"] == 1003
-    assert said and fake.conv(named("x").device_json, **HALF)["bytes"] == 1002
+    assert fake.conv(named("signal").device_json, *STRICT)["bytes"] == 1003
+    assert said and fake.conv(named("x").device_json, *HALF)["bytes"] == 1002
 
 
 def test_a_reply_to_another_question_is_no_answer(fake):
     assert fake.version == "9.10.0"
     process = fake._process
     process.asked = 1  # a question that was sent, and its reply not read
-    process.socket.sendall(json.dumps([1, named("x").device_json, STRICT]).encode() + b"\n")
+    process.socket.sendall(json.dumps([1, named("x").device_json, *STRICT]).encode() + b"\n")
     with pytest.raises(RuntimeError, match="want the reply to question 2, got that to 1"):
-        fake.conv(named("x").device_json, **HALF)
-    assert fake.conv(named("x").device_json, **HALF)["bytes"] == 1002
+        fake.conv(named("x").device_json, *HALF)
+    assert fake.conv(named("x").device_json, *HALF)["bytes"] == 1002
 
 
 def test_one_that_has_died_is_replaced(fake):
@@ -275,7 +276,7 @@ def test_one_that_has_died_is_replaced(fake):
     first = fake._process.popen
     first.kill()
     first.wait()
-    assert fake.conv(named("x").device_json, **HALF)["bytes"] == 1002
+    assert fake.conv(named("x").device_json, *HALF)["bytes"] == 1002
     assert fake._process.popen.pid != first.pid
 
 
@@ -289,7 +290,7 @@ def test_eight_threads_share_one_process(fake, monkeypatch):
         assert fake.version == "9.10.0"
         for k in range(20):
             question, want = ((HALF, 1002), (STRICT, 1003))[(i + k) % 2]
-            answers.append(fake.conv(named("x").device_json, **question)["bytes"] == want)
+            answers.append(fake.conv(named("x").device_json, *question)["bytes"] == want)
 
     threads = [threading.Thread(target=ask, args=(i,)) for i in range(8)]
     for thread in threads:
@@ -317,13 +318,13 @@ def test_a_forked_copy_asks_for_itself(fake):
         first = cudnn._process.popen.pid
         asked = []  # no Event: a handler that sets one waits for ever for the lock of the wait that it interrupts
         signal.signal(signal.SIGUSR1, lambda *_: asked.append(True))  # sent by the fake while it thinks
-        waiting = threading.Thread(target=lambda: print(cudnn.conv(json.dumps(slow), **strict)["bytes"] == 1003))
+        waiting = threading.Thread(target=lambda: print(cudnn.conv(json.dumps(slow), *strict)["bytes"] == 1003))
         waiting.start()
         while not asked:
             time.sleep(0.001)
         copy = os.fork()
         mine, want = (half, 1002) if copy else (strict, 1003)
-        right = all(cudnn.conv(json.dumps(x), **mine)["bytes"] == want for _ in range(20))
+        right = all(cudnn.conv(json.dumps(x), *mine)["bytes"] == want for _ in range(20))
         if not copy:
             right = right and cudnn._process.popen.pid != first
             cudnn.close()
@@ -395,9 +396,7 @@ def test_installed_cudnn_says_what_was_recorded(installed):
         for side in (512, 768, 1024):
             for dtype in ("float16", "float32"):
                 conv = Conv(dtype, 1, 128, side, side, 128, 3)
-                question = conv._asdict()
-                del question["layout"]
-                assert installed.conv(gpu.device_json, **question)["bytes"] == profile.conv(conv)[0]
+                assert installed.conv(gpu.device_json, conv)["bytes"] == profile.conv(conv)[0]
                 compared += 1
     if not compared:
         pytest.skip(f"no profile was recorded with cuDNN {installed.version}")
@@ -410,9 +409,7 @@ def test_installed_cudnn_answers_for_every_convolution(installed):
         dict(r=4, stride=2, output_padding=0), dict(depth=5, padding=(0, 1, 1), h=64),
     ):  # fmt: skip
         conv = Conv(**(dict(dtype="float16", n=1, c=128, h=256, w=256, k=128, r=3) | more))
-        question = conv._asdict()
-        del question["layout"]
-        plan = installed.conv(find_gpu("RTX 4090").device_json, every=True, **question)
+        plan = installed.conv(find_gpu("RTX 4090").device_json, conv, every=True)
         assert plan["bytes"] == pytest.approx(2 * sum(conv.elements), rel=0.02) and plan["least"] == 0, conv
 
 

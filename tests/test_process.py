@@ -26,7 +26,7 @@ def a_trace(r, names="abc"):
         elif what == "g" and held:
             trace.give(held.pop(r.randrange(len(held))))
         elif what == "c":
-            trace.conv("float16", 1, 64, r.randint(8, 64), 64, 64, 3, 1, 1, False, "conv [workspace]")
+            trace.conv(("float16", 1, 64, r.randint(8, 64), 64, 64, 3, 1, 1, "nchw"), "conv [workspace]")
         elif what in "bl":
             trace.blas("product [workspace]", what == "l")
     for one in held[2:]:
@@ -176,7 +176,7 @@ def test_a_full_device():
 def test_next_workspaces():
     _, core = process(total_memory=64 << 20)
     trace = _core.Trace()
-    trace.conv("float16", 1, 64, 64, 64, 64, 3, 1, 1, False, "conv [workspace]")
+    trace.conv(("float16", 1, 64, 64, 64, 64, 3, 1, 1, "nchw"), "conv [workspace]")
     for _ in range(2):  # the plan that ran is kept to
         core.call(trace, [100 << 20], [5 << 20])
         assert core.refused == 1 and core.peak() == ("conv [workspace]", [("conv [workspace]", 5 << 20)])

@@ -36,9 +36,9 @@ class Rules:
 
     version = "9.99.0"
 
-    def conv(self, _device, nhwc, tf32, **question):
-        assert not nhwc and tf32
-        return {"bytes": answer(question["n"], profiles.sizes(Conv(**question))), "untried": 0}
+    def conv(self, _device, conv, tf32):
+        assert conv.layout == "nchw" and tf32
+        return {"bytes": answer(conv.n, profiles.sizes(conv)), "untried": 0}
 
 
 def network(*shapes):

@@ -437,7 +437,7 @@ def test_bytes_that_move():
     trace = _core.Trace()
     trace.take(100, "a")
     assert (trace.moved, trace.flops) == (200, 0)
-    trace.conv("float16", 2, 3, 8, 8, 5, 3, 2, 1, False, "strided")  # of 8x8 it makes 4x4
+    trace.conv(("float16", 2, 3, 8, 8, 5, 3, 2, 1, "nchw"), "strided")  # of 8x8 it makes 4x4
     assert trace.flops == 2 * 2 * 3 * 5 * 9 * 16
     assert trace.moved == 200 + 2 * (2 * 3 * 64 + 3 * 5 * 9 + 2 * 5 * 16)
     before, size = trace.moved, 2 * 4096 * 40 * 8
@@ -613,7 +613,7 @@ def process(use="each", **device):
 def test_a_run_on_an_allocator():
     trace = _core.Trace()
     x = trace.take(3 << 20, "x")
-    trace.conv("float16", 1, 8, 8, 8, 8, 3, 1, 1, False, "conv")
+    trace.conv(("float16", 1, 8, 8, 8, 8, 3, 1, 1, "nchw"), "conv")
     trace.blas("product")
     trace.blas("fused", True)
     y = trace.take(1 << 20, "y")
@@ -653,7 +653,7 @@ def test_a_full_device_gives_everything_back():
 def test_the_next_plans_workspace():
     trace = _core.Trace()
     x = trace.take(30 << 20, "x")
-    trace.conv("float16", 1, 8, 8, 8, 8, 3, 1, 1, False, "conv")
+    trace.conv(("float16", 1, 8, 8, 8, 8, 3, 1, 1, "nchw"), "conv")
     trace.give(x)
     full, core = process(total_memory=70 << 20)
     core.call(trace, [50 << 20], [40 << 20])

@@ -11,7 +11,6 @@
 #define NO_IMPORT_ARRAY
 #endif
 #include <numpy/arrayobject.h>
-#include <stdatomic.h>
 
 #include "../vm.h"
 
@@ -30,45 +29,28 @@ bool vm_py_is_bfloat16(PyArrayObject *a);
 /* A tuple of integers. */
 PyObject *vm_py_sizes(const size_t *size, size_t count);
 
-/* Threads. An object that two of them can reach (Model, CachingAllocator, Process, Trace) has one vm_py_lock.
- * Whoever reads or changes what the object may change after it was made holds it, with the GIL or without; what is
- * fixed when the object is made (an architecture, an allocator's settings) is read without it, and so a run can be
- * planned during another. Arguments are parsed before it is taken, since that may call Python; of Python's code only
- * a run's progress callback and signal handlers are called with it held on purpose. Some calls take several, in this
- * order: a Trace's, a Process's, a CachingAllocator's. Cudnn and vaemem._cuda.Backend have none: their C locks
- * itself, without the GIL. Accounts (mem.c) lock themselves too.
- * A fork may leave a lock held by a thread that the child does not have. The child then refuses to use that object. */
-typedef struct vm_py_lock {
-    PyThread_type_lock lock;
-    const char *type;   /* the object's, for messages */
-    atomic_ulong owner; /* the thread that holds it, or 0 */
-    atomic_uint forks;  /* of which process that thread is */
-    unsigned readers;   /* how often that thread holds it once more, to read */
-} vm_py_lock;
+/* Threads. What simulates (CachingAllocator, Process, Trace, Lookup) is read and changed with the GIL held. No pointer
+ * into it is kept while Python's code may run, which may add to what is listed, but takes nothing away. A Model, whose
+ * runs give the GIL up, has a lock (py_model.h). Cudnn and vaemem._cuda.Backend have none: their C locks itself,
+ * without the GIL. Accounts (mem.c) lock themselves too. */
 
-/* -1 with an exception set. An object of zeros may be freed too. */
-int vm_py_lock_new(vm_py_lock *l, const char *type);
-void vm_py_lock_free(vm_py_lock *l);
-/* Waits without the GIL, in slices so that Ctrl-C is heard. call: the method, for messages. -1 with an exception set:
- * RuntimeError where this same thread holds it already, or a thread that a fork left behind. */
-int vm_py_acquire(vm_py_lock *l, const char *call);
-/* For what reads only what no holder changes while it calls Python, such as a model's weights: the thread that holds
- * the lock gets it once more. */
-int vm_py_acquire_to_read(vm_py_lock *l, const char *call);
-void vm_py_release(vm_py_lock *l);
-/* Releases it; None, or the status raised. */
-PyObject *vm_py_done(vm_py_lock *l, vm_status status);
+/* A convolution's question: (dtype, n, c, h, w, k, r, stride, padding, layout), then, if any, (dilation, groups,
+ * output_padding, depth); r, stride, padding, dilation and output_padding are an int, or one for each dimension,
+ * output_padding None where nothing is transposed, depth 0 with two dimensions. For PyArg_ParseTuple's O&, and back. */
+struct vm_conv;
+int vm_py_to_conv(PyObject *question, void *conv);
+PyObject *vm_py_from_conv(const struct vm_conv *conv);
 
 /* py_allocator.c: raises allocator.OutOfMemoryError with vm_error()'s sentence and the figures. */
 struct vm_talloc;
 struct vm_talloc_oom;
 void vm_py_raise_full(PyObject *allocator, const struct vm_talloc_oom *oom);
-/* The simulated allocator inside a CachingAllocator, and the lock to take for it; both borrowed. NULL: TypeError. */
-struct vm_talloc *vm_py_allocator(PyObject *object, vm_py_lock **lock);
+/* The simulated allocator inside a CachingAllocator, borrowed. NULL: TypeError. */
+struct vm_talloc *vm_py_allocator(PyObject *object);
 
 /* py_trace.c: the same of a Trace. */
 struct vm_trace;
-struct vm_trace *vm_py_trace(PyObject *object, vm_py_lock **lock);
+struct vm_trace *vm_py_trace(PyObject *object);
 /* py_process.c: all that a Process did, as one; NULL where it is no Process. */
 const struct vm_trace *vm_py_script(PyObject *object);
 /* A Trace, a type of the module's, around a trace, which it takes over even where it fails. */

@@ -6,18 +6,17 @@
 typedef struct Allocator {
     PyObject_HEAD
     vm_talloc *talloc;
-    vm_py_lock lock;
 } Allocator;
 
 void vm_py_raise_full(PyObject *allocator, const struct vm_talloc_oom *oom) {
-    PyObject *type = PyObject_GetAttrString(allocator, "OutOfMemoryError");
-    PyObject *error = type ? PyObject_CallFunction(type, "s", vm_error()) : NULL;
     const struct {
         const char *name;
         uint64_t value;
     } figures[] = {{"requested", oom->requested}, {"wanted", oom->wanted},   {"total", oom->total},
                    {"free", oom->free},           {"allowed", oom->allowed}, {"allocated", oom->allocated},
                    {"reserved", oom->reserved},   {"tag", oom->tag}};
+    PyObject *type = PyObject_GetAttrString(allocator, "OutOfMemoryError");
+    PyObject *error = type ? PyObject_CallFunction(type, "s", vm_error()) : NULL;
     for (size_t i = 0; error && i < sizeof figures / sizeof *figures; i++) {
         PyObject *value = PyLong_FromUnsignedLongLong(figures[i].value);
         if (!value || PyObject_SetAttrString(error, figures[i].name, value)) Py_CLEAR(error);
@@ -28,14 +27,12 @@ void vm_py_raise_full(PyObject *allocator, const struct vm_talloc_oom *oom) {
     Py_XDECREF(type);
 }
 
-/* Releases the lock. A full simulated device is an OutOfMemoryError with the figures; any other failure is what
- * vm_py_raise makes of it. Returns NULL. */
-static PyObject *release_and_raise(Allocator *self, vm_status status) {
+/* A full simulated device is an OutOfMemoryError with the figures; any other failure is what vm_py_raise makes of it.
+ * Returns NULL. */
+static PyObject *raise_status(Allocator *self, vm_status status) {
     const vm_talloc_oom *full = status == VM_ENOMEM ? vm_talloc_last_oom(self->talloc) : NULL;
-    const vm_talloc_oom oom = full ? *full : (vm_talloc_oom){0};
-    vm_py_release(&self->lock);
     if (!full) return vm_py_raise(status);
-    vm_py_raise_full((PyObject *)self, &oom);
+    vm_py_raise_full((PyObject *)self, full);
     return NULL;
 }
 
@@ -100,25 +97,18 @@ static PyObject *allocator_new(PyTypeObject *type, PyObject *args, PyObject *kwa
     config.history = history;
     Allocator *self = (Allocator *)type->tp_alloc(type, 0);
     if (!self) return NULL;
-    vm_status s = vm_py_lock_new(&self->lock, "CachingAllocator") ? VM_ENOMEM : vm_talloc_new(&config, &self->talloc);
-    if (!s) return (PyObject *)self;
-    Py_DECREF(self);
-    return vm_py_raise(s);
+    return vm_py_made((PyObject *)self, vm_talloc_new(&config, &self->talloc));
 }
 
 static void allocator_dealloc(Allocator *self) {
     vm_talloc_delete(self->talloc);
-    vm_py_lock_free(&self->lock);
     vm_py_free((PyObject *)self);
 }
 
-vm_talloc *vm_py_allocator(PyObject *object, vm_py_lock **lock) {
+vm_talloc *vm_py_allocator(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
     while (type && type->tp_dealloc != (destructor)allocator_dealloc) type = type->tp_base;
-    if (type) {
-        *lock = &((Allocator *)object)->lock;
-        return ((Allocator *)object)->talloc;
-    }
+    if (type) return ((Allocator *)object)->talloc;
     PyErr_Format(PyExc_TypeError, "allocator: want a CachingAllocator, got %s", Py_TYPE(object)->tp_name);
     return NULL;
 }
@@ -130,13 +120,9 @@ static PyObject *allocator_malloc(Allocator *self, PyObject *args, PyObject *kwa
     PyObject *size, *on = NULL;
     uint64_t bytes, stream = 0, address = 0;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|O", names, &size, &on)) return NULL;
-    if (to_uint64(size, "bytes", &bytes) || (on && to_uint64(on, "stream", &stream)) ||
-        vm_py_acquire(&self->lock, "malloc"))
-        return NULL;
+    if (to_uint64(size, "bytes", &bytes) || (on && to_uint64(on, "stream", &stream))) return NULL;
     vm_status s = vm_talloc_malloc(self->talloc, bytes, stream, &address);
-    if (s) return release_and_raise(self, s);
-    vm_py_release(&self->lock);
-    return PyLong_FromUnsignedLongLong(address);
+    return s ? raise_status(self, s) : PyLong_FromUnsignedLongLong(address);
 }
 
 static PyObject *allocator_free(Allocator *self, PyObject *args, PyObject *kwargs) {
@@ -145,14 +131,12 @@ static PyObject *allocator_free(Allocator *self, PyObject *args, PyObject *kwarg
     int pending = 0;
     uint64_t address;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|p", names, &where, &pending)) return NULL;
-    if (to_uint64(where, "address", &address) || vm_py_acquire(&self->lock, "free")) return NULL;
-    return vm_py_done(&self->lock,
-                      pending ? vm_talloc_free_request(self->talloc, address) : vm_talloc_free(self->talloc, address));
+    if (to_uint64(where, "address", &address)) return NULL;
+    return vm_py_none_or_raise((pending ? vm_talloc_free_request : vm_talloc_free)(self->talloc, address));
 }
 
 static PyObject *allocator_empty_cache(Allocator *self, PyObject *Py_UNUSED(ignored)) {
-    if (vm_py_acquire(&self->lock, "empty_cache")) return NULL;
-    return vm_py_done(&self->lock, vm_talloc_empty_cache(self->talloc));
+    return vm_py_none_or_raise(vm_talloc_empty_cache(self->talloc));
 }
 
 static PyObject *allocator_round(Allocator *self, PyObject *size) {
@@ -162,40 +146,38 @@ static PyObject *allocator_round(Allocator *self, PyObject *size) {
     return PyLong_FromUnsignedLongLong(vm_talloc_round(vm_talloc_settings(self->talloc), bytes));
 }
 
+/* Some steps at a time, between which signals are heard and other threads may run. */
 static PyObject *allocator_run(Allocator *self, PyObject *args) {
+    enum { AT_ONCE = 1 << 14 };
     Py_buffer steps, addresses;
     if (!PyArg_ParseTuple(args, "y*w*", &steps, &addresses)) return NULL;
-    PyObject *result = NULL;
-    if (steps.len % (Py_ssize_t)sizeof(vm_talloc_step) || addresses.len % 8 || (uintptr_t)steps.buf % 8 ||
-        (uintptr_t)addresses.buf % 8) {
+    const vm_talloc_step *step = steps.buf;
+    const size_t count = (size_t)steps.len / sizeof *step, ids = (size_t)addresses.len / 8;
+    size_t done = 0, taken = 0;
+    vm_status s = VM_OK;
+    if (steps.len % (Py_ssize_t)sizeof *step || addresses.len % 8 || (uintptr_t)steps.buf % 8 ||
+        (uintptr_t)addresses.buf % 8)
         PyErr_Format(PyExc_ValueError,
                      "steps, addresses: want aligned items of %zu and 8 bytes, got buffers of %zd and %zd bytes",
-                     sizeof(vm_talloc_step), steps.len, addresses.len);
-    } else if (!vm_py_acquire(&self->lock, "run")) {
-        size_t done = 0;
-        vm_status s;
+                     sizeof *step, steps.len, addresses.len);
+    while (!PyErr_Occurred() && done < count) {
+        s = vm_talloc_run(self->talloc, step + done, VM_MIN(count - done, AT_ONCE), addresses.buf, ids, &taken);
+        done += taken;
+        if (s) raise_status(self, s);
+        if (s || PyErr_CheckSignals()) break;
         Py_BEGIN_ALLOW_THREADS
-        s = vm_talloc_run(self->talloc, steps.buf, (size_t)steps.len / sizeof(vm_talloc_step), addresses.buf,
-                          (size_t)addresses.len / 8, &done);
         Py_END_ALLOW_THREADS
-        if (s) {
-            release_and_raise(self, s);
-        } else {
-            vm_py_release(&self->lock);
-            result = PyLong_FromSize_t(done);
-        }
     }
     PyBuffer_Release(&steps);
     PyBuffer_Release(&addresses);
-    return result;
+    return PyErr_Occurred() ? NULL : PyLong_FromSize_t(done);
 }
 
 /* ---- figures ---- */
 
 static PyObject *allocator_reset_peak(Allocator *self, PyObject *Py_UNUSED(ignored)) {
-    if (vm_py_acquire(&self->lock, "reset_peak_stats")) return NULL;
     vm_talloc_reset_peak(self->talloc);
-    return vm_py_done(&self->lock, VM_OK);
+    Py_RETURN_NONE;
 }
 
 static int put(PyObject *dict, const char *key, int64_t value) {
@@ -218,10 +200,8 @@ static int put_stat(PyObject *dict, const char *name, const char *pool, const vm
 }
 
 static PyObject *allocator_stats(Allocator *self, PyObject *Py_UNUSED(ignored)) {
-    if (vm_py_acquire(&self->lock, "stats")) return NULL;
     const vm_talloc_stats s = *vm_talloc_get_stats(self->talloc);
     const uint64_t split = vm_talloc_settings(self->talloc)->max_split_size;
-    vm_py_release(&self->lock);
     PyObject *dict = PyDict_New();
     int bad = !dict;
     for (int k = 0; k < VM_TALLOC_KINDS; k++)
@@ -238,33 +218,28 @@ static PyObject *allocator_stats(Allocator *self, PyObject *Py_UNUSED(ignored)) 
 }
 
 static PyObject *least_refused(Allocator *self, PyObject *Py_UNUSED(ignored)) {
-    if (vm_py_acquire(&self->lock, "_least_refused")) return NULL;
     const uint64_t bytes = vm_talloc_get_stats(self->talloc)->least_refused;
-    vm_py_release(&self->lock);
     return bytes ? PyLong_FromUnsignedLongLong(bytes) : Py_NewRef(Py_None);
 }
 
-static PyObject *one_stat(Allocator *self, const char *call, vm_talloc_kind kind, bool peak) {
-    if (vm_py_acquire(&self->lock, call)) return NULL;
-    const vm_talloc_stat s = vm_talloc_get_stats(self->talloc)->of[kind][VM_TALLOC_ALL];
-    vm_py_release(&self->lock);
-    return PyLong_FromLongLong(peak ? s.peak : s.current);
+static const vm_talloc_stat *bytes_in_all(Allocator *self, vm_talloc_kind kind) {
+    return &vm_talloc_get_stats(self->talloc)->of[kind][VM_TALLOC_ALL];
 }
 
 static PyObject *memory_allocated(Allocator *self, PyObject *Py_UNUSED(ignored)) {
-    return one_stat(self, "memory_allocated", VM_TALLOC_ALLOCATED_BYTES, false);
+    return PyLong_FromLongLong(bytes_in_all(self, VM_TALLOC_ALLOCATED_BYTES)->current);
 }
 
 static PyObject *max_memory_allocated(Allocator *self, PyObject *Py_UNUSED(ignored)) {
-    return one_stat(self, "max_memory_allocated", VM_TALLOC_ALLOCATED_BYTES, true);
+    return PyLong_FromLongLong(bytes_in_all(self, VM_TALLOC_ALLOCATED_BYTES)->peak);
 }
 
 static PyObject *memory_reserved(Allocator *self, PyObject *Py_UNUSED(ignored)) {
-    return one_stat(self, "memory_reserved", VM_TALLOC_RESERVED_BYTES, false);
+    return PyLong_FromLongLong(bytes_in_all(self, VM_TALLOC_RESERVED_BYTES)->current);
 }
 
 static PyObject *max_memory_reserved(Allocator *self, PyObject *Py_UNUSED(ignored)) {
-    return one_stat(self, "max_memory_reserved", VM_TALLOC_RESERVED_BYTES, true);
+    return PyLong_FromLongLong(bytes_in_all(self, VM_TALLOC_RESERVED_BYTES)->peak);
 }
 
 /* ---- what a snapshot shows ---- */
@@ -278,32 +253,25 @@ static PyObject *block_item(const void *blocks, size_t i) {
 }
 
 static PyObject *allocator_blocks(Allocator *self, PyObject *Py_UNUSED(ignored)) {
-    if (vm_py_acquire(&self->lock, "_blocks")) return NULL;
     const size_t n = vm_talloc_blocks(self->talloc, NULL);
     vm_talloc_block *block = PyMem_Calloc(n ? n : 1, sizeof *block);
     if (block) vm_talloc_blocks(self->talloc, block);
-    vm_py_release(&self->lock);
     PyObject *list = block ? vm_py_list(n, block_item, block) : PyErr_NoMemory();
     PyMem_Free(block);
     return list;
 }
 
-static PyObject *event_item(const void *events, size_t i) {
-    const vm_talloc_event *e = (const vm_talloc_event *)events + i;
+static PyObject *event_item(const void *talloc, size_t i) {
+    size_t n;
+    const vm_talloc_event *e = &vm_talloc_events(talloc, &n)[i];
     return Py_BuildValue("(sKKKI)", vm_talloc_action_name[e->action], (unsigned long long)e->address,
                          (unsigned long long)e->size, (unsigned long long)e->stream, e->tag);
 }
 
 static PyObject *allocator_events(Allocator *self, PyObject *Py_UNUSED(ignored)) {
-    if (vm_py_acquire(&self->lock, "_events")) return NULL;
     size_t n;
-    const vm_talloc_event *events = vm_talloc_events(self->talloc, &n);
-    vm_talloc_event *e = PyMem_Malloc((n ? n : 1) * sizeof *e);
-    if (e && n) memcpy(e, events, n * sizeof *e);
-    vm_py_release(&self->lock);
-    PyObject *list = e ? vm_py_list(n, event_item, e) : PyErr_NoMemory();
-    PyMem_Free(e);
-    return list;
+    vm_talloc_events(self->talloc, &n);
+    return vm_py_list(n, event_item, self->talloc);
 }
 
 static PyObject *allocator_settings(Allocator *self, PyObject *Py_UNUSED(ignored)) {
@@ -323,21 +291,18 @@ static PyObject *allocator_settings(Allocator *self, PyObject *Py_UNUSED(ignored
 
 static PyObject *allocator_place(Allocator *self, PyObject *where) {
     uint64_t address;
-    if (to_uint64(where, "address", &address) || vm_py_acquire(&self->lock, "_place")) return NULL;
-    return vm_py_done(&self->lock, vm_talloc_place(self->talloc, address));
+    if (to_uint64(where, "address", &address)) return NULL;
+    return vm_py_none_or_raise(vm_talloc_place(self->talloc, address));
 }
 
 static PyObject *allocator_has_whole_segment(Allocator *self, PyObject *Py_UNUSED(ignored)) {
-    if (vm_py_acquire(&self->lock, "_has_whole_segment")) return NULL;
-    const bool has = vm_talloc_has_whole_segment(self->talloc);
-    vm_py_release(&self->lock);
-    return PyBool_FromLong(has);
+    return PyBool_FromLong(vm_talloc_has_whole_segment(self->talloc));
 }
 
 static PyObject *allocator_release(Allocator *self, PyObject *where) {
     uint64_t address;
-    if (to_uint64(where, "address", &address) || vm_py_acquire(&self->lock, "_release")) return NULL;
-    return vm_py_done(&self->lock, vm_talloc_release(self->talloc, address));
+    if (to_uint64(where, "address", &address)) return NULL;
+    return vm_py_none_or_raise(vm_talloc_release(self->talloc, address));
 }
 
 static PyObject *allocator_restore(Allocator *self, PyObject *args) {
@@ -361,8 +326,7 @@ static PyObject *allocator_restore(Allocator *self, PyObject *args) {
             goto done;
         b->state = pending ? VM_TALLOC_PENDING : VM_TALLOC_LIVE;
     }
-    if (vm_py_acquire(&self->lock, "_restore")) goto done;
-    result = vm_py_done(&self->lock, vm_talloc_restore(self->talloc, &segment, block, (size_t)n));
+    result = vm_py_none_or_raise(vm_talloc_restore(self->talloc, &segment, block, (size_t)n));
 done:
     if (!result && !PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "blocks: want tuples of four");
     PyMem_Free(block);
@@ -372,9 +336,9 @@ done:
 
 static PyObject *allocator_tag(Allocator *self, PyObject *number) {
     uint64_t tag;
-    if (to_uint64(number, "tag", &tag) || vm_py_acquire(&self->lock, "tag")) return NULL;
+    if (to_uint64(number, "tag", &tag)) return NULL;
     vm_talloc_tag(self->talloc, (uint32_t)tag);
-    return vm_py_done(&self->lock, VM_OK);
+    Py_RETURN_NONE;
 }
 
 /* ---- the type ---- */

@@ -1,5 +1,6 @@
 /* Convolutions between Python and C. */
-#include "py_conv.h"
+#include "../predict/workspace.h"
+#include "py.h"
 
 /* One number for all dimensions, or a sequence of them; `none` stands for the depth where there is none. */
 static int to_extents(const char *name, PyObject *value, int dims, int64_t none, int64_t out[VM_CONV_DIMS]) {
@@ -20,25 +21,35 @@ static int to_extents(const char *name, PyObject *value, int dims, int64_t none,
     return PyErr_Occurred() ? -1 : 0;
 }
 
-int vm_py_to_conv(const vm_py_conv *from, vm_conv *conv) {
-    const int dims = from->depth ? 3 : 2;
-    const bool transposed = from->output_padding && from->output_padding != Py_None;
-    *conv = (vm_conv){.dtype = from->dtype,
+int vm_py_to_conv(PyObject *question, void *out) {
+    vm_conv *conv = out;
+    vm_dtype dtype;
+    long long n, c, h, w, k, groups = 1, depth = 0;
+    PyObject *r, *stride, *padding, *dilation = NULL, *output_padding = Py_None;
+    const char *layout;
+    if (!PyTuple_Check(question)) {
+        PyErr_Format(PyExc_TypeError, "conv: want a tuple, got %R", question);
+        return 0;
+    }
+    if (!PyArg_ParseTuple(question, "O&LLLLLOOOs|OLOL:conv", vm_py_to_dtype, &dtype, &n, &c, &h, &w, &k, &r, &stride,
+                          &padding, &layout, &dilation, &groups, &output_padding, &depth))
+        return 0;
+    const int dims = depth ? 3 : 2;
+    *conv = (vm_conv){.dtype = dtype,
                       .tf32 = true,
-                      .nhwc = from->nhwc,
-                      .transposed = transposed,
+                      .nhwc = !strcmp(layout, "nhwc"),
+                      .transposed = output_padding != Py_None,
                       .dims = dims,
-                      .n = from->n,
-                      .c = from->c,
-                      .k = from->k,
-                      .groups = from->groups,
-                      .size = {from->depth ? from->depth : 1, from->h, from->w},
+                      .n = n,
+                      .c = c,
+                      .k = k,
+                      .groups = groups,
+                      .size = {depth ? depth : 1, h, w},
                       .dilation = {1, 1, 1}};
-    if (to_extents("r", from->r, dims, 1, conv->filter) || to_extents("stride", from->stride, dims, 1, conv->stride) ||
-        to_extents("padding", from->padding, dims, 0, conv->padding))
-        return -1;
-    if (from->dilation && to_extents("dilation", from->dilation, dims, 1, conv->dilation)) return -1;
-    return transposed ? to_extents("output_padding", from->output_padding, dims, 0, conv->output_padding) : 0;
+    return !to_extents("r", r, dims, 1, conv->filter) && !to_extents("stride", stride, dims, 1, conv->stride) &&
+           !to_extents("padding", padding, dims, 0, conv->padding) &&
+           (!dilation || !to_extents("dilation", dilation, dims, 1, conv->dilation)) &&
+           (!conv->transposed || !to_extents("output_padding", output_padding, dims, 0, conv->output_padding));
 }
 
 static PyObject *from_extents(const int64_t extents[VM_CONV_DIMS], int dims) {

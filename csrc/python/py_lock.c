@@ -1,7 +1,7 @@
-/* The lock of every object that two threads can reach; py.h has the rule. */
+/* A Model's lock; py_model.h has the rule. */
 #include <pthread.h>
 
-#include "py.h"
+#include "py_model.h"
 
 /* Forks between the first process that loaded this module and this one. */
 static atomic_uint forks;
@@ -11,8 +11,7 @@ static void count_fork(void) { atomic_fetch_add(&forks, 1); }
 __attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, count_fork); }
 #endif
 
-int vm_py_lock_new(vm_py_lock *l, const char *type) {
-    l->type = type;
+int vm_py_lock_new(vm_py_lock *l) {
     if ((l->lock = PyThread_allocate_lock())) return 0;
     PyErr_SetString(PyExc_MemoryError, "memory: no lock could be made");
     return -1;
@@ -29,14 +28,14 @@ static bool mine(const vm_py_lock *l) { return atomic_load(&l->owner) == PyThrea
 static int hopeless(const vm_py_lock *l, const char *call) {
     if (forked(l))
         PyErr_Format(PyExc_RuntimeError,
-                     "%s: this process was forked while another call was at work on this %s, which is unfinished here "
+                     "%s: this process was forked while another call was at work on this VAE, which is unfinished here "
                      "for good; make a new one in this process, or fork between calls",
-                     call, l->type);
+                     call);
     else if (mine(l))
         PyErr_Format(PyExc_RuntimeError,
-                     "%s: this thread is in the middle of another call of this same %s, from which a progress "
+                     "%s: this thread is in the middle of another call of this same VAE, from which a progress "
                      "callback, a signal handler or a __del__ made this one; wait until that call has returned",
-                     call, l->type);
+                     call);
     else
         return PyErr_CheckSignals();
     return -1;

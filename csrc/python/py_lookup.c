@@ -3,7 +3,7 @@
  * may run. */
 #include "../predict/lookup.h"
 #include "../predict/torch_trace.h"
-#include "py_conv.h"
+#include "py.h"
 
 typedef struct Profile {
     PyObject_HEAD
@@ -258,29 +258,13 @@ static void profile_dealloc(Profile *self) {
     vm_py_free((PyObject *)self);
 }
 
-/* A question as Conv and Trace.convs have it: -1 with an exception set. */
-static int to_question(PyObject *tuple, vm_conv *conv) {
-    const char *layout;
-    vm_py_conv from = {.groups = 1};
-    if (!PyTuple_Check(tuple) ||
-        !PyArg_ParseTuple(tuple, "O&LLLLLOOOs|OLOL:conv", vm_py_to_dtype, &from.dtype, &from.n, &from.c, &from.h,
-                          &from.w, &from.k, &from.r, &from.stride, &from.padding, &layout, &from.dilation, &from.groups,
-                          &from.output_padding, &from.depth)) {
-        if (!PyErr_Occurred()) PyErr_Format(PyExc_TypeError, "conv: want a tuple, got %R", tuple);
-        return -1;
-    }
-    from.nhwc = !strcmp(layout, "nhwc");
-    return vm_py_to_conv(&from, conv);
-}
-
 static PyObject *profile_conv(Profile *self, PyObject *args) {
-    PyObject *question;
     vm_conv conv;
     int tf32;
     bool found;
     uint64_t bytes;
     vm_profile_how how;
-    if (!PyArg_ParseTuple(args, "Op:conv", &question, &tf32) || to_question(question, &conv)) return NULL;
+    if (!PyArg_ParseTuple(args, "O&p:conv", vm_py_to_conv, &conv, &tf32)) return NULL;
     const vm_status s = vm_profile_conv(self->profile, &conv, tf32, &found, &bytes, &how);
     if (s) return vm_py_raise(s);
     if (!found) Py_RETURN_NONE;
@@ -386,11 +370,10 @@ static int know(Lookup *self, const vm_conv *conv, PyObject *told, vm_known *out
 }
 
 static PyObject *lookup_conv(Lookup *self, PyObject *args) {
-    PyObject *question, *told;
+    PyObject *told;
     vm_conv conv;
     vm_known known;
-    if (!PyArg_ParseTuple(args, "OO:conv", &question, &told) || to_question(question, &conv) ||
-        know(self, &conv, told, &known))
+    if (!PyArg_ParseTuple(args, "O&O:conv", vm_py_to_conv, &conv, &told) || know(self, &conv, told, &known))
         return NULL;
     return Py_BuildValue("(KO)", (unsigned long long)known.bytes, PyList_GET_ITEM(self->sources, known.source));
 }
@@ -403,7 +386,6 @@ static int append(PyObject *list, PyObject *item) {
 
 /* The i-th convolution of a Trace, a Process or a Lookup: 1, or 0 behind the last; -1 with an exception set. */
 static int question_of(PyObject *of, size_t i, vm_conv *out) {
-    vm_py_lock *lock;
     size_t count;
     if (Py_TYPE(of)->tp_dealloc == (destructor)lookup_dealloc) {
         const vm_known *known = vm_lookup_all(((Lookup *)of)->lookup, &count);
@@ -411,7 +393,7 @@ static int question_of(PyObject *of, size_t i, vm_conv *out) {
         return i < count;
     }
     const vm_trace *t = vm_py_script(of);
-    if (!t && !(t = vm_py_trace(of, &lock))) return -1;
+    if (!t && !(t = vm_py_trace(of))) return -1;
     if (i < t->convs) *out = t->conv[i];
     return i < t->convs;
 }
@@ -500,7 +482,7 @@ static PyObject *lookup_known(Lookup *self, PyObject *args) {
 static PyObject *conv_sizes(PyObject *Py_UNUSED(module), PyObject *question) {
     vm_conv conv;
     uint64_t size[VM_SIZES];
-    if (to_question(question, &conv)) return NULL;
+    if (!vm_py_to_conv(question, &conv)) return NULL;
     const vm_status s = vm_conv_sizes(&conv, size);
     if (s) return vm_py_raise(s);
     PyObject *tuple = PyTuple_New(VM_SIZES);

@@ -27,10 +27,8 @@ static PyObject *model_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     Model *self = (Model *)type->tp_alloc(type, 0);
     if (!self) return NULL;
     self->backend = Py_NewRef(capsule);
-    vm_status s = vm_py_lock_new(&self->lock, "VAE") ? VM_ENOMEM : vm_model_new(&arch, parts, backend, &self->model);
-    if (!s) return (PyObject *)self;
-    Py_DECREF(self);
-    return vm_py_raise(s);
+    const bool locked = !vm_py_lock_new(&self->lock);
+    return vm_py_made((PyObject *)self, locked ? vm_model_new(&arch, parts, backend, &self->model) : VM_ENOMEM);
 }
 
 static void model_dealloc(Model *self) {

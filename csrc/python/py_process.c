@@ -1,12 +1,11 @@
 /* vaemem._core.Process: a simulated PyTorch process, raw. vaemem/prediction/process.py is its face. */
 #include "../predict/process.h"
-#include "py_conv.h"
+#include "py.h"
 
 typedef struct Process {
     PyObject_HEAD
     vm_process *process;
     PyObject *allocator; /* a CachingAllocator */
-    vm_py_lock lock;
 } Process;
 
 static const char *const cublaslt_name[] = {"each", "kept", "shared"};
@@ -17,23 +16,17 @@ static PyObject *process_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     unsigned long long cublas, cublaslt;
     const char *use;
     int u = 0;
-    vm_py_lock *lock;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OKKs:Process", names, &allocator, &cublas, &cublaslt, &use))
         return NULL;
     while (u < 3 && strcmp(use, cublaslt_name[u])) u++;
     if (u == 3)
         return PyErr_Format(PyExc_ValueError, "cublaslt_use: want one of 'each', 'kept', 'shared', got '%s'", use);
-    vm_talloc *talloc = vm_py_allocator(allocator, &lock);
+    vm_talloc *talloc = vm_py_allocator(allocator);
     Process *self = talloc ? (Process *)type->tp_alloc(type, 0) : NULL;
     if (!self) return NULL;
     const vm_process_blas blas = {cublas, cublaslt, (vm_cublaslt)u};
     self->allocator = Py_NewRef(allocator);
-    vm_status s = VM_OK;
-    if (vm_py_lock_new(&self->lock, "Process") || (s = vm_process_new(talloc, &blas, &self->process))) {
-        Py_DECREF(self);
-        return s ? vm_py_raise(s) : NULL;
-    }
-    return (PyObject *)self;
+    return vm_py_made((PyObject *)self, vm_process_new(talloc, &blas, &self->process));
 }
 
 static int process_traverse(Process *self, visitproc visit, void *arg) {
@@ -52,30 +45,14 @@ static int process_clear(Process *self) {
 static void process_dealloc(Process *self) {
     PyObject_GC_UnTrack(self);
     process_clear(self);
-    vm_py_lock_free(&self->lock);
     vm_py_free((PyObject *)self);
 }
 
-/* The process's lock and its allocator's. -1 with an exception set. */
-static int acquire(Process *self, const char *call) {
-    vm_py_lock *lock;
-    vm_py_allocator(self->allocator, &lock);
-    if (vm_py_acquire(&self->lock, call)) return -1;
-    if (!vm_py_acquire(lock, call)) return 0;
-    vm_py_release(&self->lock);
-    return -1;
-}
-
-/* Releases them; -1 with an exception set where the status is a failure. */
-static int finish(Process *self, vm_status s) {
-    vm_py_lock *lock;
-    vm_py_allocator(self->allocator, &lock);
+/* -1 with an exception set where the status is a failure. */
+static int check(Process *self, vm_status s) {
     const vm_talloc_oom *full = s ? vm_process_last_oom(self->process) : NULL;
-    const vm_talloc_oom oom = full ? *full : (vm_talloc_oom){0};
-    vm_py_release(lock);
-    vm_py_release(&self->lock);
     if (full)
-        vm_py_raise_full(self->allocator, &oom);
+        vm_py_raise_full(self->allocator, full);
     else if (s)
         vm_py_raise(s);
     return s ? -1 : 0;
@@ -118,7 +95,7 @@ static PyObject *process_hold(Process *self, PyObject *args) {
     uint64_t *bytes = to_numbers("bytes", sizes, &count), *address = NULL;
     PyObject *list = NULL;
     if (bytes && !(address = PyMem_Calloc(count + 1, sizeof *address))) PyErr_NoMemory();
-    if (address && !acquire(self, "hold") && !finish(self, vm_process_hold(self->process, name, bytes, count, address)))
+    if (address && !check(self, vm_process_hold(self->process, name, bytes, count, address)))
         list = vm_py_list(count, number_item, address);
     PyMem_Free(bytes);
     PyMem_Free(address);
@@ -128,17 +105,15 @@ static PyObject *process_hold(Process *self, PyObject *args) {
 static PyObject *process_place(Process *self, PyObject *args) {
     const char *stamp, *name;
     PyObject *trace;
-    vm_py_lock *lock;
     if (!PyArg_ParseTuple(args, "ssO:place", &stamp, &name, &trace)) return NULL;
-    const vm_trace *t = vm_py_trace(trace, &lock);
-    if (!t || vm_py_acquire(lock, "place")) return NULL;
+    const vm_trace *t = vm_py_trace(trace);
+    if (!t) return NULL;
     const size_t count = t->ids;
     uint64_t *address = PyMem_Calloc(count + 1, sizeof *address);
     PyObject *list = NULL;
     if (!address) PyErr_NoMemory();
-    if (address && !acquire(self, "place") && !finish(self, vm_process_place(self->process, stamp, name, t, address)))
+    if (address && !check(self, vm_process_place(self->process, stamp, name, t, address)))
         list = vm_py_list(count, number_item, address);
-    vm_py_release(lock);
     PyMem_Free(address);
     return list;
 }
@@ -153,8 +128,8 @@ static PyObject *process_copy(Process *self, PyObject *args) {
     int failed = -1;
     if (bytes && wanted != count)
         PyErr_Format(PyExc_ValueError, "bytes: want %zu of them, got %zu", count, wanted);
-    else if (bytes && !acquire(self, "copy"))
-        failed = finish(self, vm_process_copy(self->process, stamp, address, bytes, count, &copied));
+    else if (bytes)
+        failed = check(self, vm_process_copy(self->process, stamp, address, bytes, count, &copied));
     PyObject *type = NULL, *value = NULL, *traceback = NULL;
     if (failed) PyErr_Fetch(&type, &value, &traceback); /* what was copied is told in any case */
     for (size_t i = 0; i < copied; i++) {
@@ -172,13 +147,9 @@ static PyObject *process_release(Process *self, PyObject *addresses) {
     uint64_t *address = to_numbers("addresses", addresses, &count);
     if (!address) return NULL;
     vm_status s = VM_OK;
-    int failed = acquire(self, "release");
-    if (!failed) {
-        for (size_t i = 0; !s && i < count; i++) s = vm_process_release(self->process, address[i]);
-        failed = finish(self, s);
-    }
+    for (size_t i = 0; !s && i < count; i++) s = vm_process_release(self->process, address[i]);
     PyMem_Free(address);
-    return failed ? NULL : Py_NewRef(Py_None);
+    return check(self, s) ? NULL : Py_NewRef(Py_None);
 }
 
 /* {id: address} of what a call left. */
@@ -194,17 +165,16 @@ static PyObject *left(const uint64_t *address, size_t ids) {
     return dict;
 }
 
-/* With the trace's lock held. */
-static PyObject *call_locked(Process *self, const vm_trace *t, const uint64_t *workspace, const uint64_t *next) {
+static PyObject *play(Process *self, const vm_trace *t, const uint64_t *workspace, const uint64_t *next) {
     npy_intp steps[1] = {(npy_intp)t->steps};
     PyObject *allocated = PyArray_SimpleNew(1, steps, NPY_UINT64), *reserved = PyArray_SimpleNew(1, steps, NPY_UINT64);
     uint64_t *address = PyMem_Calloc((size_t)t->ids + 1, sizeof *address);
     PyObject *result = NULL;
     if (!address) PyErr_NoMemory();
-    if (allocated && reserved && address && !acquire(self, "call") &&
-        !finish(self,
-                vm_process_call(self->process, t, workspace, next, address, PyArray_DATA((PyArrayObject *)allocated),
-                                PyArray_DATA((PyArrayObject *)reserved)))) {
+    if (allocated && reserved && address &&
+        !check(self,
+               vm_process_call(self->process, t, workspace, next, address, PyArray_DATA((PyArrayObject *)allocated),
+                               PyArray_DATA((PyArrayObject *)reserved)))) {
         PyObject *ids = left(address, t->ids);
         if (ids) result = PyTuple_Pack(3, ids, allocated, reserved);
         Py_XDECREF(ids);
@@ -217,20 +187,15 @@ static PyObject *call_locked(Process *self, const vm_trace *t, const uint64_t *w
 
 static PyObject *process_call(Process *self, PyObject *args) {
     PyObject *trace, *workspaces, *following, *result = NULL;
-    vm_py_lock *lock;
     size_t count, others;
     if (!PyArg_ParseTuple(args, "OOO:call", &trace, &workspaces, &following)) return NULL;
-    const vm_trace *t = vm_py_trace(trace, &lock);
+    const vm_trace *t = vm_py_trace(trace);
     uint64_t *workspace = t ? to_numbers("workspaces", workspaces, &count) : NULL;
     uint64_t *next = workspace ? to_numbers("next", following, &others) : NULL;
-    if (next && !vm_py_acquire(lock, "call")) {
-        if (count != t->convs || others != t->convs)
-            PyErr_Format(PyExc_ValueError, "workspaces, next: want %zu of each, got %zu and %zu", t->convs, count,
-                         others);
-        else
-            result = call_locked(self, t, workspace, next);
-        vm_py_release(lock);
-    }
+    if (next && (count != t->convs || others != t->convs))
+        PyErr_Format(PyExc_ValueError, "workspaces, next: want %zu of each, got %zu and %zu", t->convs, count, others);
+    else if (next)
+        result = play(self, t, workspace, next);
     PyMem_Free(workspace);
     PyMem_Free(next);
     return result;
@@ -275,8 +240,7 @@ static PyObject *process_again(Process *self, PyObject *args) {
     vm_process_span *steps = workspace ? PyMem_Calloc(spans + 1, sizeof *steps) : NULL;
     if (steps && !(most = PyMem_Calloc(count * spans + 1, sizeof *most))) PyErr_NoMemory();
     for (size_t i = 0; most && i < spans; i++) steps[i] = (vm_process_span){span[2 * i], span[2 * i + 1]};
-    if (most && !acquire(self, "again") &&
-        !finish(self, vm_process_again(self->process, steps, spans, above, workspace, count, most)))
+    if (most && !check(self, vm_process_again(self->process, steps, spans, above, workspace, count, most)))
         list = vm_py_list(count, row_item, &(table){most, spans});
     PyMem_Free(most);
     PyMem_Free(steps);
@@ -286,14 +250,12 @@ static PyObject *process_again(Process *self, PyObject *args) {
 }
 
 static PyObject *process_empty_cache(Process *self, PyObject *Py_UNUSED(ignored)) {
-    if (acquire(self, "empty_cache") || finish(self, vm_process_empty_cache(self->process))) return NULL;
-    Py_RETURN_NONE;
+    return check(self, vm_process_empty_cache(self->process)) ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *process_reset_peak(Process *self, PyObject *Py_UNUSED(ignored)) {
-    if (acquire(self, "reset_peak")) return NULL;
     vm_process_reset_peak(self->process);
-    return finish(self, VM_OK) ? NULL : Py_NewRef(Py_None);
+    Py_RETURN_NONE;
 }
 
 /* ---- what happened ---- */
@@ -317,42 +279,33 @@ static PyObject *named_item(const void *context, size_t i) {
 
 static PyObject *process_peak(Process *self, PyObject *Py_UNUSED(ignored)) {
     const vm_names *names = &vm_process_script(self->process)->names;
-    vm_process_list list;
     const vm_trace_step *step;
-    if (acquire(self, "peak")) return NULL;
-    const vm_status s = vm_process_peak(self->process, &list, &step);
-    PyObject *tensors = s ? NULL : vm_py_list(list.count, named_item, &(named){names, &list});
-    PyObject *result = tensors ? Py_BuildValue("zN", step ? vm_names_get(names, step->name) : NULL, tensors) : NULL;
+    vm_process_list list;
+    if (check(self, vm_process_peak(self->process, &list, &step))) return NULL;
+    PyObject *name = step ? PyUnicode_FromString(vm_names_get(names, step->name)) : Py_NewRef(Py_None);
+    PyObject *tensors = vm_py_list(list.count, named_item, &(named){names, &list});
     vm_process_list_free(&list);
-    return finish(self, s) ? NULL : result;
+    return Py_BuildValue("NN", name, tensors);
 }
 
 static PyObject *process_baseline(Process *self, PyObject *Py_UNUSED(ignored)) {
     vm_process_list list;
-    if (acquire(self, "baseline")) return NULL;
-    const vm_status s = vm_process_baseline(self->process, &list);
-    const named all = {&vm_process_script(self->process)->names, &list};
-    PyObject *tensors = s ? NULL : vm_py_list(list.count, named_item, &all);
+    if (check(self, vm_process_baseline(self->process, &list))) return NULL;
+    PyObject *tensors = vm_py_list(list.count, named_item, &(named){&vm_process_script(self->process)->names, &list});
     vm_process_list_free(&list);
-    return finish(self, s) ? NULL : tensors;
+    return tensors;
 }
 
 static PyObject *process_bytes_at(Process *self, PyObject *number) {
     const unsigned long long address = PyLong_AsUnsignedLongLong(number);
-    if (PyErr_Occurred() || vm_py_acquire(&self->lock, "bytes_at")) return NULL;
-    const uint64_t bytes = vm_process_bytes_at(self->process, address);
-    vm_py_release(&self->lock);
-    return PyLong_FromUnsignedLongLong(bytes);
+    return PyErr_Occurred() ? NULL : PyLong_FromUnsignedLongLong(vm_process_bytes_at(self->process, address));
 }
 
 static PyObject *frame_item(const void *names, size_t i) { return PyUnicode_FromString(vm_names_get(names, i)); }
 
 static PyObject *process_frames(Process *self, void *Py_UNUSED(closure)) {
-    if (vm_py_acquire(&self->lock, "frames")) return NULL;
     const vm_names *names = &vm_process_script(self->process)->names;
-    PyObject *list = vm_py_list(names->count, frame_item, names);
-    vm_py_release(&self->lock);
-    return list;
+    return vm_py_list(names->count, frame_item, names);
 }
 
 static PyObject *conv_item(const void *script, size_t i) {
@@ -360,11 +313,8 @@ static PyObject *conv_item(const void *script, size_t i) {
 }
 
 static PyObject *process_convs(Process *self, void *Py_UNUSED(closure)) {
-    if (vm_py_acquire(&self->lock, "convs")) return NULL;
     const vm_trace *script = vm_process_script(self->process);
-    PyObject *list = vm_py_list(script->convs, conv_item, script);
-    vm_py_release(&self->lock);
-    return list;
+    return vm_py_list(script->convs, conv_item, script);
 }
 
 static PyObject *process_steps(Process *self, void *Py_UNUSED(closure)) {

@@ -13,10 +13,7 @@ static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "s:Program", names, &text)) return NULL;
     Program *self = (Program *)type->tp_alloc(type, 0);
     if (!self) return NULL;
-    vm_status s = vm_program_read(text, &self->program);
-    if (!s) return (PyObject *)self;
-    Py_DECREF(self);
-    return vm_py_raise(s);
+    return vm_py_made((PyObject *)self, vm_program_read(text, &self->program));
 }
 
 static void program_dealloc(Program *self) {

@@ -27,6 +27,13 @@ static inline PyObject *vm_py_none_or_raise(vm_status status) {
     return status ? vm_py_raise(status) : Py_NewRef(Py_None);
 }
 
+/* A new object; where it could not be made whole, NULL, and what the status is to Python is raised. */
+static inline PyObject *vm_py_made(PyObject *self, vm_status status) {
+    if (!status) return self;
+    Py_DECREF(self);
+    return vm_py_raise(status);
+}
+
 /* A list of what item(context, i) makes for each i below n; where it makes NULL without an exception, nothing. A long
  * one can be interrupted. */
 static inline PyObject *vm_py_list(size_t n, PyObject *(*item)(const void *context, size_t i), const void *context) {

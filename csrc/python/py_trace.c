@@ -1,11 +1,10 @@
 /* vaemem._core.Trace: what a PyTorch call takes and gives back, built from an architecture or recorded step by step. */
 #include "../predict/torch_trace.h"
-#include "py_conv.h"
+#include "py.h"
 
 typedef struct Trace {
     PyObject_HEAD
     vm_trace *trace;
-    vm_py_lock lock;
 } Trace;
 
 static const char *const op_name[] = {[VM_ENCODE] = "encode", [VM_DECODE] = "decode"};
@@ -28,12 +27,10 @@ static int choose(const char *argument, const char *text, const char *const *nam
 
 PyObject *vm_py_wrap_trace(PyTypeObject *type, vm_trace *trace) {
     Trace *self = (Trace *)type->tp_alloc(type, 0);
-    if (!self) {
+    if (self)
+        self->trace = trace;
+    else
         vm_trace_free(trace);
-        return NULL;
-    }
-    self->trace = trace;
-    if (vm_py_lock_new(&self->lock, "Trace")) Py_CLEAR(self);
     return (PyObject *)self;
 }
 
@@ -47,17 +44,12 @@ static PyObject *trace_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 static void trace_dealloc(Trace *self) {
     vm_trace_free(self->trace);
-    vm_py_lock_free(&self->lock);
     vm_py_free((PyObject *)self);
 }
 
-vm_trace *vm_py_trace(PyObject *object, vm_py_lock **lock) {
-    if (Py_TYPE(object)->tp_dealloc != (destructor)trace_dealloc) {
-        PyErr_Format(PyExc_TypeError, "trace: want a Trace, got %s", Py_TYPE(object)->tp_name);
-        return NULL;
-    }
-    *lock = &((Trace *)object)->lock;
-    return ((Trace *)object)->trace;
+vm_trace *vm_py_trace(PyObject *object) {
+    if (Py_TYPE(object)->tp_dealloc == (destructor)trace_dealloc) return ((Trace *)object)->trace;
+    return (void *)PyErr_Format(PyExc_TypeError, "trace: want a Trace, got %s", Py_TYPE(object)->tp_name);
 }
 
 /* ---- from an architecture ---- */
@@ -141,16 +133,14 @@ static PyObject *trace_take(Trace *self, PyObject *args) {
     const char *name;
     uint32_t id;
     if (!PyArg_ParseTuple(args, "Ks:take", &bytes, &name)) return NULL;
-    if (vm_py_acquire(&self->lock, "take")) return NULL;
     vm_status s = vm_trace_take(self->trace, bytes, name, &id);
-    vm_py_release(&self->lock);
     return s ? vm_py_raise(s) : PyLong_FromUnsignedLong(id);
 }
 
 static PyObject *trace_give(Trace *self, PyObject *number) {
     const unsigned long id = PyLong_AsUnsignedLong(number);
-    if (PyErr_Occurred() || vm_py_acquire(&self->lock, "give")) return NULL;
-    return vm_py_done(&self->lock, vm_trace_give(self->trace, (uint32_t)VM_MIN(id, UINT32_MAX)));
+    if (PyErr_Occurred()) return NULL;
+    return vm_py_none_or_raise(vm_trace_give(self->trace, (uint32_t)VM_MIN(id, UINT32_MAX)));
 }
 
 typedef struct wants {
@@ -169,39 +159,28 @@ static PyObject *trace_wants(Trace *self, PyObject *args) {
     unsigned long long low, high;
     int segments;
     if (!PyArg_ParseTuple(args, "KKp:wants", &low, &high, &segments)) return NULL;
-    if (vm_py_acquire(&self->lock, "wants")) return NULL;
     wants found = {.t = self->trace};
     size_t count;
     const vm_status s = vm_trace_wants(self->trace, low, high, segments, found.want, &count);
-    PyObject *list = s ? NULL : vm_py_list(count, want_item, &found);
-    vm_py_release(&self->lock);
-    return s ? vm_py_raise(s) : list;
+    return s ? vm_py_raise(s) : vm_py_list(count, want_item, &found);
 }
 
 static PyObject *trace_blas(Trace *self, PyObject *args) {
     const char *name;
     int lt = 0;
     if (!PyArg_ParseTuple(args, "s|p:blas", &name, &lt)) return NULL;
-    if (vm_py_acquire(&self->lock, "blas")) return NULL;
-    return vm_py_done(&self->lock, vm_trace_blas(self->trace, lt ? VM_TRACE_CUBLASLT : VM_TRACE_CUBLAS, name));
+    return vm_py_none_or_raise(vm_trace_blas(self->trace, lt ? VM_TRACE_CUBLASLT : VM_TRACE_CUBLAS, name));
 }
 
 static PyObject *trace_empty_cache(Trace *self, PyObject *Py_UNUSED(ignored)) {
-    if (vm_py_acquire(&self->lock, "empty_cache")) return NULL;
-    return vm_py_done(&self->lock, vm_trace_empty_cache(self->trace));
+    return vm_py_none_or_raise(vm_trace_empty_cache(self->trace));
 }
 
 static PyObject *trace_conv(Trace *self, PyObject *args) {
     const char *name;
-    vm_py_conv from = {.groups = 1};
     vm_conv conv;
-    if (!PyArg_ParseTuple(args, "O&LLLLLOOOps|OLOL:conv", vm_py_to_dtype, &from.dtype, &from.n, &from.c, &from.h,
-                          &from.w, &from.k, &from.r, &from.stride, &from.padding, &from.nhwc, &name, &from.dilation,
-                          &from.groups, &from.output_padding, &from.depth) ||
-        vm_py_to_conv(&from, &conv))
-        return NULL;
-    if (vm_py_acquire(&self->lock, "conv")) return NULL;
-    return vm_py_done(&self->lock, vm_trace_conv(self->trace, &conv, name));
+    if (!PyArg_ParseTuple(args, "O&s:conv", vm_py_to_conv, &conv, &name)) return NULL;
+    return vm_py_none_or_raise(vm_trace_conv(self->trace, &conv, name));
 }
 
 /* ---- attention ---- */
@@ -274,9 +253,8 @@ static PyObject *trace_attend(Trace *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "O&siis:attend", to_sdpa, &call, &kernel, &gpu.sm, &gpu.multiprocessors, &name))
         return NULL;
     const int k = choose("kernel", kernel, vm_attention_kernel_name, VM_ATTENTION_KERNELS);
-    if (k < 0 || vm_py_acquire(&self->lock, "attend")) return NULL;
+    if (k < 0) return NULL;
     vm_status s = vm_trace_attention(self->trace, &call, (vm_attention_kernel)k, &gpu, name, &id);
-    vm_py_release(&self->lock);
     if (s) return vm_py_raise(s);
     return k == VM_ATTENTION_CUDNN ? Py_NewRef(Py_None) : PyLong_FromUnsignedLong(id);
 }
@@ -296,37 +274,21 @@ static PyObject *name_item(const void *t, size_t i) {
     return PyUnicode_FromString(vm_names_get(&((const vm_trace *)t)->names, i));
 }
 
-/* The attributes that are numbers, or lists: where vm_trace has the number, or the length, and what makes an item. */
-typedef struct listing {
-    const char *name;
-    size_t count;
-    PyObject *(*item)(const void *trace, size_t i);
-} listing;
-
-static const listing convs = {"convs", offsetof(vm_trace, convs), conv_item};
-static const listing steps = {"steps", offsetof(vm_trace, steps), step_item};
-static const listing names = {"names", offsetof(vm_trace, names.count), name_item};
-
-static PyObject *trace_list(Trace *self, void *closure) {
-    const listing *l = closure;
-    if (vm_py_acquire(&self->lock, l->name)) return NULL;
-    const size_t n = *(const size_t *)((const char *)self->trace + l->count);
-    PyObject *list = vm_py_list(n, l->item, self->trace);
-    vm_py_release(&self->lock);
-    return list;
+static PyObject *trace_convs(Trace *self, void *Py_UNUSED(closure)) {
+    return vm_py_list(self->trace->convs, conv_item, self->trace);
 }
 
-static const listing flops = {"flops", offsetof(vm_trace, flops), NULL};
-static const listing attended = {"attended", offsetof(vm_trace, attended), NULL};
-static const listing moved = {"moved", offsetof(vm_trace, moved), NULL};
-static const listing sent = {"sent", offsetof(vm_trace, sent), NULL};
+static PyObject *trace_steps(Trace *self, void *Py_UNUSED(closure)) {
+    return vm_py_list(self->trace->steps, step_item, self->trace);
+}
 
-static PyObject *trace_count(Trace *self, void *closure) {
-    const listing *l = closure;
-    if (vm_py_acquire(&self->lock, l->name)) return NULL;
-    const uint64_t count = *(const uint64_t *)((const char *)self->trace + l->count);
-    vm_py_release(&self->lock);
-    return PyLong_FromUnsignedLongLong(count);
+static PyObject *trace_names(Trace *self, void *Py_UNUSED(closure)) {
+    return vm_py_list(self->trace->names.count, name_item, self->trace);
+}
+
+/* Where in vm_trace the number stands is the closure. */
+static PyObject *trace_count(Trace *self, void *offset) {
+    return PyLong_FromUnsignedLongLong(*(const uint64_t *)((const char *)self->trace + (size_t)offset));
 }
 
 typedef struct gifts {
@@ -342,12 +304,10 @@ static PyObject *kept_item(const void *context, size_t i) {
 
 static PyObject *trace_kept(Trace *self, void *Py_UNUSED(closure)) {
     const vm_trace *t = self->trace;
-    if (vm_py_acquire(&self->lock, "kept")) return NULL;
     bool *given = PyMem_Calloc(t->ids ? t->ids : 1, sizeof *given);
     for (size_t i = 0; given && i < t->steps; i++)
         if (t->step[i].op == VM_TRACE_GIVE) given[t->step[i].id] = true;
     PyObject *list = given ? vm_py_list(t->steps, kept_item, &(gifts){t, given}) : PyErr_NoMemory();
-    vm_py_release(&self->lock);
     PyMem_Free(given);
     return list;
 }
@@ -382,9 +342,7 @@ static PyMethodDef methods[] = {
     {"empty_cache", (PyCFunction)trace_empty_cache, METH_NOARGS,
      "empty_cache($self, /)\n--\n\nCached segments go back to the device, as torch.cuda.empty_cache returns them."},
     {"conv", (PyCFunction)trace_conv, METH_VARARGS,
-     "conv($self, dtype, n, c, h, w, k, r, stride, padding, nhwc, name, dilation=1, groups=1, output_padding=None, "
-     "depth=0, /)\n--\n\nA convolution's workspace. r, stride, padding, dilation, output_padding: an int, or a tuple "
-     "with one for each\ndimension; output_padding: of a transposed convolution; depth: 0 with two dimensions."},
+     "conv($self, question, name, /)\n--\n\nA convolution's workspace. question: as convs has them."},
     {"choose_kernel", trace_choose_kernel, METH_VARARGS | METH_STATIC,
      "choose_kernel(call, sm, enabled, /)\n--\n\nThe first of the enabled kernels that takes an attention on a card of "
      "compute\ncapability sm (89 for 8.9). Raises ValueError where none does: PyTorch would raise."},
@@ -394,24 +352,28 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL}};
 
 static PyGetSetDef attributes[] = {
-    {"convs", (getter)trace_list, NULL,
+    {"convs", (getter)trace_convs, NULL,
      "[(dtype, n, c, h, w, k, r, stride, padding, layout)], each once, with (dilation, groups, output_padding, depth)\n"
-     "where these are others than usual.",
-     (void *)&convs},
-    {"steps", (getter)trace_list, NULL, "[(op, id, bytes, name)]; op: take, give, conv, cublas, cublaslt or empty.",
-     (void *)&steps},
+     "where these are others than usual. r, stride, padding, dilation, output_padding: an int, or a tuple with one "
+     "for\n"
+     "each dimension; output_padding: of a transposed convolution; depth: 0 with two dimensions.",
+     NULL},
+    {"steps", (getter)trace_steps, NULL, "[(op, id, bytes, name)]; op: take, give, conv, cublas, cublaslt or empty.",
+     NULL},
     {"kept", (getter)trace_kept, NULL, "The steps that take what is not given back.", NULL},
-    {"names", (getter)trace_list, NULL, "By tag: who took it.", (void *)&names},
+    {"names", (getter)trace_names, NULL, "By tag: who took it.", NULL},
     {"flops", (getter)trace_count, NULL,
      "FLOPs of its convolutions and attentions, and of the products of a VAE; a multiplication and an addition count "
      "two.",
-     (void *)&flops},
-    {"attended", (getter)trace_count, NULL, "Those of them that are of fused attentions.", (void *)&attended},
+     (void *)offsetof(vm_trace, flops)},
+    {"attended", (getter)trace_count, NULL, "Those of them that are of fused attentions.",
+     (void *)offsetof(vm_trace, attended)},
     {"moved", (getter)trace_count, NULL,
      "Bytes that its operators read and write of the device's memory: what is taken counts twice of itself, a\n"
      "convolution's input, filters and output once more, and a norm's input.",
-     (void *)&moved},
-    {"sent", (getter)trace_count, NULL, "Bytes of the weights that are sent for the call.", (void *)&sent},
+     (void *)offsetof(vm_trace, moved)},
+    {"sent", (getter)trace_count, NULL, "Bytes of the weights that are sent for the call.",
+     (void *)offsetof(vm_trace, sent)},
     {NULL, NULL, NULL, NULL, NULL}};
 
 static PyType_Slot slots[] = {

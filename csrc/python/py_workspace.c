@@ -1,5 +1,6 @@
 /* vaemem._core.Cudnn: an installed cuDNN that answers for devices that need not exist. */
-#include "py_conv.h"
+#include "../predict/workspace.h"
+#include "py.h"
 
 typedef struct {
     PyObject_HEAD
@@ -34,19 +35,11 @@ static PyObject *cudnn_version(Cudnn *self, void *Py_UNUSED(closure)) {
 }
 
 static PyObject *cudnn_conv(Cudnn *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"device", "dtype", "n",        "c",      "h",
-                            "w",      "k",     "r",        "stride", "padding",
-                            "tf32",   "nhwc",  "dilation", "groups", "output_padding",
-                            "depth",  "every", NULL};
+    static char *names[] = {"device", "question", "tf32", "every", NULL};
     const char *device;
     int tf32 = 1, every = 0;
-    vm_py_conv from = {.groups = 1};
     vm_conv conv;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO&LLLLLOOO|ppOLOLp:conv", names, &device, vm_py_to_dtype,
-                                     &from.dtype, &from.n, &from.c, &from.h, &from.w, &from.k, &from.r, &from.stride,
-                                     &from.padding, &tf32, &from.nhwc, &from.dilation, &from.groups,
-                                     &from.output_padding, &from.depth, &every) ||
-        vm_py_to_conv(&from, &conv))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO&|pp:conv", names, &device, vm_py_to_conv, &conv, &tf32, &every))
         return NULL;
     conv.tf32 = tf32;
     vm_conv_plan plan;
@@ -63,14 +56,11 @@ static PyObject *cudnn_conv(Cudnn *self, PyObject *args, PyObject *kwargs) {
 
 static PyMethodDef methods[] = {
     {"conv", VM_PY_KEYWORDS(cudnn_conv), METH_VARARGS | METH_KEYWORDS,
-     "conv(device, dtype, n, c, h, w, k, r, stride, padding, tf32=True, nhwc=False, dilation=1, groups=1, "
-     "output_padding=None, depth=0, every=False)\n--\n\n"
+     "conv(device, question, tf32=True, every=False)\n--\n\n"
      "The plan that PyTorch's eager convolution would run, as a dict with its workspace in bytes; None where cuDNN has "
      "none.\n"
-     "device: cuDNN's device properties as JSON. r, stride, padding, dilation, output_padding: an int, or a tuple with "
-     "one\nfor each dimension; output_padding: of a transposed convolution. depth: 0 with two dimensions. untried:\n"
-     "configurations before it that compile at run time. least: the fewest bytes that it or, with every, a later plan\n"
-     "wants."},
+     "device: cuDNN's device properties as JSON. question: as Trace.convs has them. untried: configurations before it\n"
+     "that compile at run time. least: the fewest bytes that it or, with every, a later plan wants."},
     {NULL, NULL, 0, NULL}};
 
 static PyGetSetDef attributes[] = {{"version", (getter)cudnn_version, NULL, "cuDNN's version, '9.28.0'.", NULL},

@@ -162,14 +162,16 @@ class InstalledCudnn:
         except OSError as error:  # no cuDNN where VAEMEM_CUDNN says, or no process to be had
             return {"error": str(error)}
 
-    def conv(self, device_json: str, **question: Any) -> dict[str, Any] | None:
+    def conv(
+        self, device_json: str, conv: tuple[Any, ...], tf32: bool = True, every: bool = False
+    ) -> dict[str, Any] | None:
         """The plan of one convolution (``bytes``, ``engine`` and more), asked with cuDNN's device properties and what
         ``vaemem._core.Cudnn.conv`` takes; None where cuDNN has no engine for it on this device.
 
         RuntimeError where there is no cuDNN to ask, it refused the question or crashed on it, or a signal handler asks
         while the thread that it interrupted waits for a reply.
         """
-        reply = self._talk(device_json, question)
+        reply = self._talk(device_json, conv, tf32, every)
         if "error" in reply:
             raise RuntimeError(reply["error"])
         return reply["plan"]
@@ -210,9 +212,9 @@ def serve() -> None:
             return reply(0, error=str(error))
         reply(0, version=cudnn.version)
         for line in questions:
-            number, device, question = json.loads(line)
+            number, device, conv, *how = json.loads(line)
             try:
-                reply(number, plan=cudnn.conv(device, **question))
+                reply(number, plan=cudnn.conv(device, tuple(conv), *how))
             except ValueError as error:
                 reply(number, error=str(error))
 

@@ -355,11 +355,9 @@ class Workspace:
 
     def _ask_or_guess(self, conv: Conv) -> tuple[int, str]:
         """What the installed cuDNN answers, or where there is none, a rule."""
-        question = conv._asdict()
-        question.update(nhwc=question.pop("layout") == "nhwc", tf32=self.tf32)
         try:
             if conv not in self._plans:
-                self._plans[conv] = self._cudnn.conv(self.gpu.device_json, **question)
+                self._plans[conv] = self._cudnn.conv(self.gpu.device_json, conv, self.tf32)
             plan = self._plans[conv]
         except RuntimeError as error:
             wanted = self.cudnn_version or (self._profile and self._profile.version)

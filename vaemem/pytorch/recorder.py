@@ -260,11 +260,12 @@ class Recorder(TorchDispatchMode):
             copies.append(self.borrow(weight.numel() * size, "filter"))
         if x.dtype in _DTYPES:
             n, c, *depth, h, w = x.shape
-            self._trace.conv(
+            question = (
                 _DTYPES[x.dtype], n, c, h, w, out.shape[1], tuple(weight.shape[2:]), tuple(stride), tuple(padding),
-                nhwc, self.name("workspace"), tuple(dilation), groups, tuple(output_padding) if transposed else None,
+                "nhwc" if nhwc else "nchw", tuple(dilation), groups, tuple(output_padding) if transposed else None,
                 *depth,
             )  # fmt: skip
+            self._trace.conv(question, self.name("workspace"))
         else:
             self._miss(f"aten.convolution in {x.dtype}")
         for number in reversed(copies):
