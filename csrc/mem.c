@@ -119,8 +119,11 @@ size_t vm_mem_capacity(size_t count) {
     return capacity;
 }
 
+/* Whether so many items fill what an array that grows has place for. */
+static bool is_full(size_t count) { return !count || (count >= 16 && !(count & (count - 1))); }
+
 vm_status vm_mem_grow(vm_mem *mem, vm_category category, void **array, size_t count, size_t item_bytes) {
-    if (count && (count < 16 || count & (count - 1))) return VM_OK; /* below a capacity, which is a power of two */
+    if (!is_full(count)) return VM_OK;
     void *wider;
     vm_status s = vm_mem_alloc(mem, category, vm_mem_capacity(count + 1) * item_bytes, &wider);
     if (s) return s;
@@ -128,6 +131,35 @@ vm_status vm_mem_grow(vm_mem *mem, vm_category category, void **array, size_t co
     vm_mem_free(mem, category, *array, vm_mem_capacity(count) * item_bytes);
     *array = wider;
     return VM_OK;
+}
+
+/* Scratch lies behind its size. */
+vm_status vm_scratch_new(size_t items, size_t item_bytes, void *out) {
+    const size_t bytes = vm_sum(VM_PRODUCT(items, item_bytes), VM_ALIGN);
+    char *block;
+    *(void **)out = NULL;
+    vm_status s = vm_mem_alloc(vm_mem_common, VM_SCRATCH, bytes, (void **)&block);
+    if (s) return s;
+    *(size_t *)(void *)block = bytes;
+    *(void **)out = block + VM_ALIGN;
+    return VM_OK;
+}
+
+vm_status vm_scratch_grow(void *array, size_t count, size_t item_bytes) {
+    if (!is_full(count)) return VM_OK;
+    void **old = array, *wider;
+    vm_status s = vm_scratch_new(vm_mem_capacity(count + 1), item_bytes, &wider);
+    if (s) return s;
+    if (count) memcpy(wider, *old, count * item_bytes);
+    vm_scratch_free(*old);
+    *old = wider;
+    return VM_OK;
+}
+
+void vm_scratch_free(void *scratch) {
+    if (!scratch) return;
+    char *block = (char *)scratch - VM_ALIGN;
+    vm_mem_free(vm_mem_common, VM_SCRATCH, block, *(const size_t *)(const void *)block);
 }
 
 void vm_mem_reset_peak(vm_mem *mem) {

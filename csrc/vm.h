@@ -60,6 +60,10 @@ vm_status vm_mem_reserve(vm_mem *mem, size_t bytes, void **out);
 void vm_mem_unreserve(vm_mem *mem, void *block, size_t bytes);
 void vm_mem_use(vm_mem *mem, vm_category category, size_t bytes);
 void vm_mem_unuse(vm_mem *mem, vm_category category, size_t bytes);
+/* Scratch of vm_mem_common's, which knows how large it is. An array that grows doubles, as vm_mem_grow makes it. */
+vm_status vm_scratch_new(size_t items, size_t item_bytes, void *out);
+vm_status vm_scratch_grow(void *array, size_t count, size_t item_bytes);
+void vm_scratch_free(void *scratch); /* accepts NULL */
 void vm_mem_reset_peak(vm_mem *mem);
 vm_usage vm_mem_usage(vm_mem *mem);
 /* Fault injection for tests: the nth allocation from now fails (1 is the next; 0 turns it off). Returns how many were

@@ -106,32 +106,24 @@ struct vm_profile {
     size_t rules, formulas, nodes, trees;
 };
 
-static void release(void *array, size_t items, size_t item) {
-    vm_mem_free(vm_mem_common, VM_SCRATCH, array, items * item);
-}
-
-static vm_status grow(void *array, size_t items, size_t item) {
-    return vm_mem_grow(vm_mem_common, VM_SCRATCH, array, items, item);
-}
-
 vm_status vm_profile_new(bool strict, const vm_profile *otherwise, vm_profile **out) {
-    vm_status s = vm_mem_alloc(vm_mem_common, VM_SCRATCH, sizeof **out, (void **)out);
+    vm_status s = vm_scratch_new(1, sizeof **out, out);
     if (s) return s;
     (*out)->strict = strict;
     (*out)->otherwise = otherwise;
     return VM_OK;
 }
 
-static void release_rule(const vm_rule *rule) { release((void *)rule->channels, 2 * rule->pairs, sizeof(int64_t)); }
+static void release_rule(const vm_rule *rule) { vm_scratch_free((void *)rule->channels); }
 
 void vm_profile_free(vm_profile *p) {
     if (!p) return;
     for (size_t i = 0; i < p->rules; i++) release_rule(&p->rule[i]);
-    release(p->rule, vm_mem_capacity(p->rules), sizeof *p->rule);
-    release(p->formula, vm_mem_capacity(p->formulas), sizeof *p->formula);
-    release(p->node, vm_mem_capacity(p->nodes), sizeof *p->node);
-    release(p->tree, vm_mem_capacity(p->trees), sizeof *p->tree);
-    release(p, 1, sizeof *p);
+    vm_scratch_free(p->rule);
+    vm_scratch_free(p->formula);
+    vm_scratch_free(p->node);
+    vm_scratch_free(p->tree);
+    vm_scratch_free(p);
 }
 
 /* Whether a rule speaks of a convolution. strict: its float32 may not be TF32, of which no rule speaks. */
@@ -147,11 +139,10 @@ static bool applies(const vm_rule *rule, const vm_conv *c, bool strict) {
 
 /* A copy with channels of its own. */
 static vm_status copy_rule(const vm_rule *rule, vm_rule *out) {
-    void *channels = NULL;
-    const size_t bytes = 2 * rule->pairs * sizeof(int64_t);
-    vm_status s = rule->pairs ? vm_mem_alloc(vm_mem_common, VM_SCRATCH, bytes, &channels) : VM_OK;
+    int64_t *channels;
+    vm_status s = vm_scratch_new(2 * rule->pairs, sizeof *channels, &channels);
     if (s) return s;
-    if (channels) memcpy(channels, rule->channels, bytes);
+    for (size_t i = 0; i < 2 * rule->pairs; i++) channels[i] = rule->channels[i];
     *out = *rule;
     out->channels = channels;
     return VM_OK;
@@ -159,8 +150,8 @@ static vm_status copy_rule(const vm_rule *rule, vm_rule *out) {
 
 vm_status vm_profile_add_rule(vm_profile *p, const vm_rule *rule) {
     vm_rule own = {0};
-    vm_status s = copy_rule(rule, &own); /* first, since what grows is an item longer from then on */
-    if (!s) s = grow(&p->rule, p->rules, sizeof *p->rule);
+    vm_status s = copy_rule(rule, &own);
+    if (!s) s = vm_scratch_grow(&p->rule, p->rules, sizeof *p->rule);
     if (s)
         release_rule(&own);
     else
@@ -169,7 +160,7 @@ vm_status vm_profile_add_rule(vm_profile *p, const vm_rule *rule) {
 }
 
 vm_status vm_profile_add_formula(vm_profile *p, const vm_formula *formula) {
-    vm_status s = grow(&p->formula, p->formulas, sizeof *p->formula);
+    vm_status s = vm_scratch_grow(&p->formula, p->formulas, sizeof *p->formula);
     if (!s) p->formula[p->formulas++] = formula ? *formula : (vm_formula){.index = NO_FORMULA};
     return s;
 }
@@ -182,7 +173,7 @@ static bool is_there(const vm_profile *p, int32_t at) {
 vm_status vm_profile_add_node(vm_profile *p, int feature, uint64_t limit, int32_t up_to, int32_t beyond, int32_t *out) {
     if (feature < 0 || feature >= VM_SIZES || !is_there(p, up_to) || !is_there(p, beyond) || p->nodes >= INT32_MAX)
         return vm_fail(VM_EINVAL, "profile: want nodes of a size, with two nodes or formulas that are there");
-    vm_status s = grow(&p->node, p->nodes, sizeof *p->node);
+    vm_status s = vm_scratch_grow(&p->node, p->nodes, sizeof *p->node);
     if (s) return s;
     *out = (int32_t)p->nodes;
     p->node[p->nodes++] = (node){limit, feature, up_to, beyond};
@@ -212,7 +203,7 @@ static size_t before(const vm_profile *p, const vm_profile_key *key) {
 
 vm_status vm_profile_add_tree(vm_profile *p, const vm_profile_key *key, int32_t root) {
     if (!is_there(p, root)) return vm_fail(VM_EINVAL, "profile: want trees of a node or a formula that is there");
-    vm_status s = grow(&p->tree, p->trees, sizeof *p->tree);
+    vm_status s = vm_scratch_grow(&p->tree, p->trees, sizeof *p->tree);
     if (s) return s;
     const size_t at = before(p, key);
     memmove(&p->tree[at + 1], &p->tree[at], (p->trees - at) * sizeof *p->tree);
@@ -344,7 +335,7 @@ struct vm_lookup {
 };
 
 vm_status vm_lookup_new(const vm_lookup_torch *torch, bool tf32, vm_lookup **out) {
-    vm_status s = vm_mem_alloc(vm_mem_common, VM_SCRATCH, sizeof **out, (void **)out);
+    vm_status s = vm_scratch_new(1, sizeof **out, out);
     if (s) return s;
     (*out)->torch = *torch;
     (*out)->tf32 = tf32;
@@ -354,16 +345,16 @@ vm_status vm_lookup_new(const vm_lookup_torch *torch, bool tf32, vm_lookup **out
 void vm_lookup_free(vm_lookup *l) {
     if (!l) return;
     for (size_t i = 0; i < l->entries; i++) release_rule(&l->entry[i].rule);
-    release(l->entry, vm_mem_capacity(l->entries), sizeof *l->entry);
-    release(l->known, vm_mem_capacity(l->knowns), sizeof *l->known);
-    release(l->bin, l->bins, sizeof *l->bin);
-    release(l, 1, sizeof *l);
+    vm_scratch_free(l->entry);
+    vm_scratch_free(l->known);
+    vm_scratch_free(l->bin);
+    vm_scratch_free(l);
 }
 
 vm_status vm_lookup_add(vm_lookup *l, const vm_rule *rule, const vm_profile *profile) {
     entry one = {.has_rule = rule != NULL, .profile = profile};
     vm_status s = rule ? copy_rule(rule, &one.rule) : VM_OK;
-    if (!s) s = grow(&l->entry, l->entries, sizeof *l->entry);
+    if (!s) s = vm_scratch_grow(&l->entry, l->entries, sizeof *l->entry);
     if (s)
         release_rule(&one.rule);
     else
@@ -425,12 +416,12 @@ const vm_known *vm_lookup_known(const vm_lookup *l, const vm_conv *conv) {
 }
 
 vm_status vm_lookup_remember(vm_lookup *l, const vm_known *known) {
-    vm_status s = grow(&l->known, l->knowns, sizeof *l->known);
+    vm_status s = vm_scratch_grow(&l->known, l->knowns, sizeof *l->known);
     if (!s && 2 * (l->knowns + 1) > l->bins) {
         const size_t bins = l->bins ? 2 * l->bins : 64;
-        void *wider;
-        if ((s = vm_mem_alloc(vm_mem_common, VM_SCRATCH, bins * sizeof *l->bin, &wider))) return s;
-        release(l->bin, l->bins, sizeof *l->bin);
+        uint32_t *wider;
+        if ((s = vm_scratch_new(bins, sizeof *wider, &wider))) return s;
+        vm_scratch_free(l->bin);
         l->bin = wider;
         l->bins = bins;
         for (size_t i = 0; i < l->knowns; i++) *find(l, &l->known[i].conv) = (uint32_t)i + 1;

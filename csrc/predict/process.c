@@ -13,12 +13,9 @@
 vm_status vm_process_new(vm_talloc *talloc, const vm_process_blas *blas, vm_process **out) {
     vm_process *p;
     *out = NULL;
-    vm_status s = vm_mem_alloc(vm_mem_common, VM_SCRATCH, sizeof *p, (void **)&p);
+    vm_status s = vm_scratch_new(1, sizeof *p, &p);
+    if (!s && (s = vm_trace_new(&p->script))) vm_scratch_free(p);
     if (s) return s;
-    if ((s = vm_trace_new(&p->script))) {
-        release(p, 1, sizeof *p);
-        return s;
-    }
     p->talloc = talloc;
     p->blas = *blas;
     p->kept[CUBLAS].step = p->kept[CUBLASLT].step = NEVER;
@@ -28,11 +25,11 @@ vm_status vm_process_new(vm_talloc *talloc, const vm_process_blas *blas, vm_proc
 
 void vm_process_free(vm_process *p) {
     if (!p) return;
-    release(p->storage, vm_mem_capacity(p->script->ids), sizeof *p->storage);
-    release(p->most, vm_mem_capacity(p->mosts), sizeof *p->most);
+    vm_scratch_free(p->storage);
+    vm_scratch_free(p->most);
     vm_process_forget_row(&p->small);
     vm_trace_free(p->script);
-    release(p, 1, sizeof *p);
+    vm_scratch_free(p);
 }
 
 const vm_trace *vm_process_script(const vm_process *p) { return p->script; }
@@ -45,12 +42,12 @@ static vm_status push(vm_process *p, vm_trace_step step) {
     vm_trace *t = p->script;
     if (t->steps == UINT32_MAX) return vm_fail(VM_EOVERFLOW, "process: want fewer than 2^32 steps");
     if (step.op == VM_TRACE_TAKE) {
-        vm_status s = grow(&p->storage, t->ids, sizeof *p->storage);
+        vm_status s = vm_scratch_grow(&p->storage, t->ids, sizeof *p->storage);
         if (s) return s;
         p->storage[t->ids] = (storage){0, step.bytes, step.name};
         step.id = t->ids++;
     }
-    vm_status s = grow(&t->step, t->steps, sizeof *t->step);
+    vm_status s = vm_scratch_grow(&t->step, t->steps, sizeof *t->step);
     if (!s) t->step[t->steps++] = step;
     return s;
 }
@@ -180,12 +177,12 @@ vm_status vm_process_hold(vm_process *p, const char *name, const uint64_t *bytes
 
 vm_status vm_process_place(vm_process *p, const char *stamp, const char *name, const vm_trace *t, uint64_t *address) {
     uint64_t *bytes;
-    vm_status s = take(t->ids, sizeof *bytes, &bytes);
+    vm_status s = vm_scratch_new(t->ids, sizeof *bytes, &bytes);
     if (s) return done(p, s);
     for (size_t i = 0; i < t->steps; i++)
         if (t->step[i].op == VM_TRACE_TAKE) bytes[t->step[i].id] = t->step[i].bytes;
     s = hold_all(p, stamp, name, bytes, t->ids, address);
-    release(bytes, (size_t)t->ids + 1, sizeof *bytes);
+    vm_scratch_free(bytes);
     return s;
 }
 
@@ -209,14 +206,14 @@ vm_status vm_process_copy(vm_process *p, const char *stamp, uint64_t *address, c
 static vm_status append(vm_process *p, const vm_trace *t, uint32_t *conv) {
     const uint32_t first = p->script->ids;
     uint32_t *name;
-    vm_status s = take(t->names.count, sizeof *name, &name);
+    vm_status s = vm_scratch_new(t->names.count, sizeof *name, &name);
     if (s) return s;
     for (size_t i = 0; !s && i < t->names.count; i++)
         s = vm_names_add(&p->script->names, vm_names_get(&t->names, i), &name[i]);
     for (size_t i = 0; !s && i < t->convs; i++) {
         s = vm_trace_question(p->script, &t->conv[i], &conv[i]);
         while (!s && p->mosts < p->script->convs)
-            if (!(s = grow(&p->most, p->mosts, sizeof *p->most))) p->most[p->mosts++] = UINT64_MAX;
+            if (!(s = vm_scratch_grow(&p->most, p->mosts, sizeof *p->most))) p->most[p->mosts++] = UINT64_MAX;
     }
     for (size_t i = 0; !s && i < t->steps; i++) {
         vm_trace_step step = t->step[i];
@@ -224,7 +221,7 @@ static vm_status append(vm_process *p, const vm_trace *t, uint32_t *conv) {
         step.id = step.op == VM_TRACE_CONV ? conv[step.id] : first + step.id;
         s = push(p, step);
     }
-    release(name, t->names.count + 1, sizeof *name);
+    vm_scratch_free(name);
     return s;
 }
 
@@ -252,44 +249,37 @@ vm_status vm_process_call(vm_process *p, const vm_trace *t, const uint64_t *work
                           uint64_t *address, uint64_t *allocated, uint64_t *reserved) {
     const size_t from = p->script->steps, room = p->script->convs + t->convs;
     const uint32_t first = p->script->ids;
-    uint32_t *conv;
-    uint64_t *plans;
+    uint32_t *conv = NULL;
+    uint64_t *plan = NULL, *following = NULL;
     memset(address, 0, t->ids * sizeof *address);
-    vm_status s = take(t->convs, sizeof *conv, &conv);
-    if (s) return done(p, s);
-    if (done(p, take(2 * room, sizeof *plans, &plans))) {
-        s = VM_ENOMEM;
-    } else {
-        s = append(p, t, conv);
-        run r = run_of(p);
-        r.workspace = plans;
-        r.next = plans + room;
-        r.allocated = allocated;
-        r.reserved = reserved;
-        for (size_t i = 0; !s && i < t->convs; i++) {
-            r.workspace[conv[i]] = VM_MIN(workspace[i], p->most[conv[i]]);
-            r.next[conv[i]] = next[i];
-        }
-        s = s ? done(p, s) : play_call(p, &r, t, from, first, address);
-        for (size_t i = 0; !s && i < t->convs; i++) {
-            uint64_t *most = &p->most[conv[i]];
-            if (r.workspace[conv[i]] >= VM_MIN(workspace[i], *most)) continue;
-            p->refused += *most == UINT64_MAX;
-            *most = r.workspace[conv[i]];
-        }
-        if (s) forget(p, from);
-        release(plans, 2 * room + 1, sizeof *plans);
+    vm_status s = vm_scratch_new(t->convs, sizeof *conv, &conv);
+    if (!s) s = vm_scratch_new(room, sizeof *plan, &plan);
+    if (!s) s = vm_scratch_new(room, sizeof *following, &following);
+    if (!s) s = append(p, t, conv);
+    for (size_t i = 0; !s && i < t->convs; i++) {
+        plan[conv[i]] = VM_MIN(workspace[i], p->most[conv[i]]);
+        following[conv[i]] = next[i];
     }
-    release(conv, t->convs + 1, sizeof *conv);
+    run r = run_of(p);
+    r.workspace = plan;
+    r.next = following;
+    r.allocated = allocated;
+    r.reserved = reserved;
+    s = s ? done(p, s) : play_call(p, &r, t, from, first, address);
+    for (size_t i = 0; !s && i < t->convs; i++) {
+        uint64_t *most = &p->most[conv[i]];
+        if (plan[conv[i]] >= VM_MIN(workspace[i], *most)) continue;
+        p->refused += *most == UINT64_MAX;
+        *most = plan[conv[i]];
+    }
+    if (s) forget(p, from);
+    vm_scratch_free(following);
+    vm_scratch_free(plan);
+    vm_scratch_free(conv);
     return s;
 }
 
 /* ---- what happened ---- */
-
-void vm_process_list_free(vm_process_list *list) {
-    release(list->item, list->room, sizeof *list->item);
-    *list = (vm_process_list){0};
-}
 
 /* row: by name, its place in the list + 1, or 0. */
 static void add(vm_process_list *list, uint32_t *row, uint32_t name, uint64_t bytes) {
@@ -329,14 +319,14 @@ static vm_status list_at(const vm_process *p, size_t call, size_t end, vm_proces
     const size_t names = p->script->names.count;
     bool *live = NULL;
     uint32_t *row = NULL;
-    *out = (vm_process_list){.room = names + 1};
-    vm_status s = take(names, sizeof *out->item, &out->item);
-    if (!s) s = take(p->script->ids, sizeof *live, &live);
-    if (!s) s = take(names, sizeof *row, &row);
+    *out = (vm_process_list){0};
+    vm_status s = vm_scratch_new(names, sizeof *out->item, &out->item);
+    if (!s) s = vm_scratch_new(p->script->ids, sizeof *live, &live);
+    if (!s) s = vm_scratch_new(names, sizeof *row, &row);
     if (!s) list_live(p, call, end, live, row, out);
-    if (s) vm_process_list_free(out);
-    release(live, (size_t)p->script->ids + 1, sizeof *live);
-    release(row, names + 1, sizeof *row);
+    if (s) vm_scratch_free(out->item);
+    vm_scratch_free(live);
+    vm_scratch_free(row);
     return s;
 }
 

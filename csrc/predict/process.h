@@ -77,13 +77,12 @@ typedef struct vm_process_named {
 
 /* Storages that were live at once, by name, in the order in which each name came first. */
 typedef struct vm_process_list {
-    size_t count, room;
+    size_t count;
     vm_process_named *item;
 } vm_process_list;
-void vm_process_list_free(vm_process_list *list);
 
 /* At the peak since the last reset. *step: the call's step that makes it, or NULL where the peak lies outside of calls,
- * borrowed until the next call. The list is the caller's on success. */
+ * borrowed until the next call. The list is the caller's on success, its items scratch. */
 vm_status vm_process_peak(const vm_process *p, vm_process_list *out, const vm_trace_step **step);
 /* When the peak was reset. */
 vm_status vm_process_baseline(const vm_process *p, vm_process_list *out);

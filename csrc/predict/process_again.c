@@ -3,8 +3,8 @@
 #include "process_play.h"
 
 void vm_process_forget_row(played *row) {
-    release(row->met, row->calls + 1, sizeof *row->met);
-    release(row->change, vm_mem_capacity(row->changes), sizeof *row->change);
+    vm_scratch_free(row->met);
+    vm_scratch_free(row->change);
     *row = (played){0};
 }
 
@@ -21,9 +21,9 @@ static vm_status read_score(const run *r, size_t until, score *o) {
     for (size_t i = 0; !s && i < until; i++) {
         const bool stored = step[i].op == VM_TRACE_TAKE || step[i].op == VM_TRACE_GIVE;
         if (stored ? !vm_play_has(r, o->p->storage[step[i].id].bytes) : step[i].op == VM_TRACE_NOTHING) continue;
-        if (!(s = grow(&o->step, o->steps, sizeof *o->step))) o->step[o->steps++] = (uint32_t)i;
+        if (!(s = vm_scratch_grow(&o->step, o->steps, sizeof *o->step))) o->step[o->steps++] = (uint32_t)i;
         if (s || step[i].op != VM_TRACE_CONV) continue;
-        if (!(s = grow(&o->asked, o->calls, sizeof *o->asked))) o->asked[o->calls++] = step[i].id;
+        if (!(s = vm_scratch_grow(&o->asked, o->calls, sizeof *o->asked))) o->asked[o->calls++] = step[i].id;
     }
     return s;
 }
@@ -37,18 +37,17 @@ static bool makes_the_same(const score *o, const run *r, const met *before) {
 
 static vm_status play_row(const score *o, run r, played *row) {
     uint64_t reserved = 0, height;
-    vm_status s = r.pool == BOTH_POOLS ? VM_OK : take(o->calls, sizeof *row->met, &row->met);
+    vm_status s = r.pool == BOTH_POOLS ? VM_OK : vm_scratch_new(o->calls, sizeof *row->met, &row->met);
     vm_talloc *a = NULL;
     if (!s) s = vm_talloc_new(vm_talloc_settings(r.talloc), &a);
     r.talloc = a;
     r.met = row->met;
     row->like = row;
-    row->calls = o->calls;
     for (size_t i = 0; !s && i < o->steps; i++) {
         s = vm_play_step(&r, &o->p->script->step[o->step[i]], &height);
         if (s || vm_play_now(a, VM_TALLOC_RESERVED_BYTES) == reserved) continue;
         reserved = vm_play_now(a, VM_TALLOC_RESERVED_BYTES);
-        if (!(s = grow(&row->change, row->changes, sizeof *row->change)))
+        if (!(s = vm_scratch_grow(&row->change, row->changes, sizeof *row->change)))
             row->change[row->changes++] = (change){o->step[i], reserved};
     }
     vm_talloc_delete(a);
@@ -62,7 +61,7 @@ static vm_status play_rows(const vm_process *p, pool pool, size_t until, uint64_
     run r = {.talloc = p->talloc, .blas = &p->blas, .pool = pool};
     score o = {.p = p};
     vm_status s = read_score(&r, until, &o);
-    if (!s) s = take(p->script->ids, sizeof *r.storage, &r.storage);
+    if (!s) s = vm_scratch_new(p->script->ids, sizeof *r.storage, &r.storage);
     for (size_t i = 0; !s && i < rows; i++) {
         r.workspace = workspace + i * p->script->convs;
         if (first && !first->like) s = play_row(&o, r, first);
@@ -71,9 +70,9 @@ static vm_status play_rows(const vm_process *p, pool pool, size_t until, uint64_
             if (row[like].met && makes_the_same(&o, &r, row[like].met)) row[i].like = &row[like];
         if (!s && !row[i].like) s = play_row(&o, r, &row[i]);
     }
-    release(r.storage, (size_t)p->script->ids + 1, sizeof *r.storage);
-    release(o.asked, vm_mem_capacity(o.calls), sizeof *o.asked);
-    release(o.step, vm_mem_capacity(o.steps), sizeof *o.step);
+    vm_scratch_free(r.storage);
+    vm_scratch_free(o.asked);
+    vm_scratch_free(o.step);
     return s;
 }
 
@@ -107,7 +106,7 @@ vm_status vm_process_again(vm_process *p, const vm_process_span *span, size_t sp
                            span[i].since, span[i].until);
         until = VM_MAX(until, span[i].until);
     }
-    vm_status s = take(2 * rows, sizeof **row, row);
+    vm_status s = vm_scratch_new(2 * rows, sizeof **row, row);
     if (!s) row[1] = row[0] + rows;
     if (!s) s = play_rows(p, plain ? LARGE_POOL : BOTH_POOLS, until, workspace, rows, NULL, row[0]);
     if (until != p->until) vm_process_forget_row(&p->small);
@@ -119,6 +118,6 @@ vm_status vm_process_again(vm_process *p, const vm_process_span *span, size_t sp
             most[i * spans + j] =
                 most_of((const played *[]){row[0][i].like, plain ? row[1][i].like : &none}, &span[j], above);
     for (size_t i = 0; row[0] && i < 2 * rows; i++) vm_process_forget_row(&row[0][i]);
-    release(row[0], 2 * rows + 1, sizeof **row);
+    vm_scratch_free(row[0]);
     return s;
 }

@@ -33,7 +33,7 @@ typedef struct change {
 typedef struct played {
     met *met; /* [calls], or NULL where the allocator is not plain */
     change *change;
-    size_t calls, changes;
+    size_t changes;
     const struct played *like; /* itself, or a row before it that went alike */
 } played;
 
@@ -58,18 +58,6 @@ struct vm_process {
     bool full;          /* the last call failed because the simulated device was full, */
     vm_talloc_oom oom;  /* and these are its figures */
 };
-
-static inline void release(void *array, size_t items, size_t item) {
-    vm_mem_free(vm_mem_common, VM_SCRATCH, array, items * item);
-}
-
-static inline vm_status take(size_t items, size_t item, void *out) {
-    return vm_mem_alloc(vm_mem_common, VM_SCRATCH, (items + 1) * item, out);
-}
-
-static inline vm_status grow(void *array, size_t count, size_t item) {
-    return vm_mem_grow(vm_mem_common, VM_SCRATCH, array, count, item);
-}
 
 /* ---- process_play.c ---- */
 

@@ -154,7 +154,7 @@ typedef struct derived {
 
 struct vm_program {
     char *text; /* lines end with 0 */
-    size_t length, given, names, calls, steps, count[LISTS];
+    size_t given, names, calls, steps, count[LISTS];
     const char *title, *name[VM_PROGRAM_NAMES];
     derived follows[VM_PROGRAM_NAMES];
     recorded *call;
@@ -172,10 +172,6 @@ static int dtype_of(word w) {
     for (int d = VM_F32; d <= VM_BF16; d++)
         if (word_is(w, vm_dtype_name((vm_dtype)d))) return d;
     return -1;
-}
-
-static vm_status grow(void *array, size_t count, size_t item) {
-    return vm_mem_grow(vm_mem_common, VM_SCRATCH, array, count, item);
 }
 
 static span *own(vm_program *p, int list) { return &p->call[p->calls - 1].own[list]; }
@@ -232,7 +228,7 @@ static vm_status read_derived(vm_program *p, char *line) {
 }
 
 static vm_status read_call(vm_program *p, char *line) {
-    vm_status s = grow(&p->call, p->calls, sizeof *p->call);
+    vm_status s = vm_scratch_grow(&p->call, p->calls, sizeof *p->call);
     if (s) return s;
     recorded *c = &p->call[p->calls++];
     *c = (recorded){.cases = ""};
@@ -250,7 +246,7 @@ static vm_status read_call(vm_program *p, char *line) {
 
 static vm_status read_size(vm_program *p, char *line) {
     vm_status s = check_polynomial(p, line);
-    if (!s) s = grow(&p->size, p->count[SIZES], sizeof *p->size);
+    if (!s) s = vm_scratch_grow(&p->size, p->count[SIZES], sizeof *p->size);
     if (!s) p->size[p->count[SIZES]++] = line;
     return s;
 }
@@ -268,7 +264,7 @@ static vm_status read_question(vm_program *p, const char *at, int list, size_t s
         good = good && (q.flag[i] || word_is(w, "0"));
     }
     if (!good || *at) return vm_fail(VM_EINVAL, "want a dtype, %zu sizes and %zu flags", sizes, flags);
-    vm_status s = grow(&p->question[list], p->count[list], sizeof q);
+    vm_status s = vm_scratch_grow(&p->question[list], p->count[list], sizeof q);
     if (!s) p->question[list][p->count[list]++] = q;
     return s;
 }
@@ -321,11 +317,11 @@ static vm_status read_module(vm_program *p, char *line) {
         next = cut(line);
         if (!*line || !read_step(p, line, &one)) return bad("words of what there is, such as +3 -1 c0 conv1=12");
         if (!count_step(p, &p->call[p->calls - 1], &one, &m)) return bad("at most 2^22 steps, 64 calls deep");
-        s = grow(&p->step, p->steps, sizeof *p->step);
+        s = vm_scratch_grow(&p->step, p->steps, sizeof *p->step);
         if (!s) p->step[p->steps++] = one;
     }
     m.steps = p->steps - m.first;
-    if (!s) s = grow(&p->module, p->count[MODULES], sizeof *p->module);
+    if (!s) s = vm_scratch_grow(&p->module, p->count[MODULES], sizeof *p->module);
     if (!s) p->module[p->count[MODULES]++] = m;
     return s;
 }
@@ -370,12 +366,11 @@ static vm_status check_calls(const vm_program *p) {
 vm_status vm_program_read(const char *text, vm_program **out) {
     vm_program *p;
     *out = NULL;
-    vm_status s = vm_mem_alloc(vm_mem_common, VM_SCRATCH, sizeof *p, (void **)&p);
+    vm_status s = vm_scratch_new(1, sizeof *p, &p);
     if (s) return s;
     p->title = "";
-    p->length = strlen(text) + 1;
-    s = vm_mem_alloc(vm_mem_common, VM_SCRATCH, p->length, (void **)&p->text);
-    if (!s) memcpy(p->text, text, p->length);
+    s = vm_scratch_new(strlen(text) + 1, 1, &p->text);
+    if (!s) strcpy(p->text, text);
     size_t number = 1;
     for (char *line = p->text, *end; !s && *line; line = end, number++) {
         end = line + strcspn(line, "\n");
@@ -395,20 +390,15 @@ vm_status vm_program_read(const char *text, vm_program **out) {
     return s;
 }
 
-static void release(void *array, size_t count, size_t item) {
-    vm_mem_free(vm_mem_common, VM_SCRATCH, array, vm_mem_capacity(count) * item);
-}
-
 void vm_program_free(vm_program *p) {
     if (!p) return;
-    release(p->call, p->calls, sizeof *p->call);
-    release(p->step, p->steps, sizeof *p->step);
-    release(p->size, p->count[SIZES], sizeof *p->size);
-    for (int list = CONVS; list <= ATTENTIONS; list++)
-        release(p->question[list], p->count[list], sizeof *p->question[list]);
-    release(p->module, p->count[MODULES], sizeof *p->module);
-    vm_mem_free(vm_mem_common, VM_SCRATCH, p->text, p->length);
-    vm_mem_free(vm_mem_common, VM_SCRATCH, p, sizeof *p);
+    vm_scratch_free(p->call);
+    vm_scratch_free(p->step);
+    vm_scratch_free(p->size);
+    for (int list = CONVS; list <= ATTENTIONS; list++) vm_scratch_free(p->question[list]);
+    vm_scratch_free(p->module);
+    vm_scratch_free(p->text);
+    vm_scratch_free(p);
 }
 
 /* ---- variables and cases ---- */
@@ -532,7 +522,7 @@ static vm_status prepare(player *y, const vm_program *p, const vm_program_call *
                        vm_dtype_name(asked->dtype));
     if (!y->call) return not_recorded(p, asked->dtype, &known);
     const span sizes = y->call->own[SIZES];
-    s = vm_mem_alloc(vm_mem_common, VM_SCRATCH, (sizes.count + 1) * sizeof *y->size, (void **)&y->size);
+    s = vm_scratch_new(sizes.count, sizeof *y->size, &y->size);
     for (size_t i = 0; !s && i < sizes.count; i++) {
         s = evaluate_all(&known, p->size[sizes.first + i], &y->size[i]);
         if (!s && y->size[i] < 0)
@@ -545,12 +535,6 @@ static vm_status prepare(player *y, const vm_program *p, const vm_program_call *
 static const module *outermost(const player *y) {
     const span own = y->call->own[MODULES];
     return &y->p->module[own.first + own.count - 1];
-}
-
-static void finish(player *y) {
-    if (!y->call) return;
-    vm_mem_free(vm_mem_common, VM_SCRATCH, y->size, (y->call->own[SIZES].count + 1) * sizeof *y->size);
-    vm_mem_free(vm_mem_common, VM_SCRATCH, y->id, (outermost(y)->takes + 1) * sizeof *y->id);
 }
 
 /* A question with its sizes. Returns its dtype. */
@@ -680,10 +664,11 @@ vm_status vm_program_trace(const vm_program *p, const vm_program_call *call, vm_
     player y = {0};
     *out = NULL;
     vm_status s = prepare(&y, p, call);
-    if (!s) s = vm_mem_alloc(vm_mem_common, VM_SCRATCH, (outermost(&y)->takes + 1) * sizeof *y.id, (void **)&y.id);
+    if (!s) s = vm_scratch_new(outermost(&y)->takes + 1, sizeof *y.id, &y.id);
     if (!s) s = vm_trace_new(&y.t);
     if (!s) s = play(&y, (uint32_t)(y.call->own[MODULES].count - 1), NULL, p->title);
-    finish(&y);
+    vm_scratch_free(y.size);
+    vm_scratch_free(y.id);
     if (s)
         vm_trace_free(y.t);
     else

@@ -382,10 +382,9 @@ vm_status vm_talloc_new(const vm_talloc_config *config, vm_talloc **out) {
     if (!c.max_split_size) c.max_split_size = UINT64_MAX;
     if (!c.reservation) c.reservation = c.total_memory ? c.total_memory + c.total_memory / 8 : TA_RESERVATION;
     if (!c.max_non_split_rounding) c.max_non_split_rounding = TA_LARGE_SEGMENT;
-    void *memory;
-    vm_status s = vm_mem_alloc(vm_mem_common, VM_SCRATCH, sizeof(vm_talloc), &memory);
+    vm_talloc *a;
+    vm_status s = vm_scratch_new(1, sizeof *a, &a);
     if (s) return s;
-    vm_talloc *a = memory;
     a->config = c;
     a->next_address = TA_FIRST_ADDRESS;
     a->pools[0].cached.by_size = a->pools[1].cached.by_size = true;
@@ -396,7 +395,7 @@ vm_status vm_talloc_new(const vm_talloc_config *config, vm_talloc **out) {
 void vm_talloc_delete(vm_talloc *a) {
     if (!a) return;
     ta_storage_free(a);
-    vm_mem_free(vm_mem_common, VM_SCRATCH, a, sizeof *a);
+    vm_scratch_free(a);
 }
 
 const vm_talloc_config *vm_talloc_settings(const vm_talloc *a) { return &a->config; }

@@ -196,16 +196,15 @@ void ta_table_remove(vm_talloc *a, block *b) {
 
 static vm_status grow_table(vm_talloc *a) {
     const size_t old_size = a->table_size, size = VM_MAX(2 * old_size, 1024);
-    block **old = a->table;
-    void *table;
-    vm_status s = vm_mem_alloc(vm_mem_common, VM_SCRATCH, size * sizeof *old, &table);
+    block **old = a->table, **table;
+    vm_status s = vm_scratch_new(size, sizeof *table, &table);
     if (s) return s;
     a->table = table;
     a->table_size = size;
     a->table_used = 0;
     for (size_t i = 0; i < old_size; i++)
         if (old[i]) ta_table_add(a, old[i]);
-    vm_mem_free(vm_mem_common, VM_SCRATCH, old, old_size * sizeof *old);
+    vm_scratch_free(old);
     return VM_OK;
 }
 
@@ -221,10 +220,9 @@ typedef struct slab {
 _Static_assert(sizeof(segment) <= sizeof(block) && sizeof(gap) <= sizeof(block), "elements are as large as blocks");
 
 static vm_status grow_spares(vm_talloc *a) {
-    void *memory;
-    vm_status s = vm_mem_alloc(vm_mem_common, VM_SCRATCH, sizeof(slab), &memory);
+    slab *fresh;
+    vm_status s = vm_scratch_new(1, sizeof *fresh, &fresh);
     if (s) return s;
-    slab *fresh = memory;
     fresh->next = a->slabs;
     a->slabs = fresh;
     for (size_t i = 0; i < SLAB; i++) ta_recycle(a, &fresh->element[i]);
@@ -233,11 +231,11 @@ static vm_status grow_spares(vm_talloc *a) {
 
 static vm_status grow_history(vm_talloc *a, size_t events) {
     const size_t item = sizeof *a->history, size = VM_MAX(2 * a->history_size, a->history_used + events);
-    void *history;
-    vm_status s = vm_mem_alloc(vm_mem_common, VM_SCRATCH, size * item, &history);
+    vm_talloc_event *history;
+    vm_status s = vm_scratch_new(size, item, &history);
     if (s) return s;
     if (a->history_used) memcpy(history, a->history, a->history_used * item);
-    vm_mem_free(vm_mem_common, VM_SCRATCH, a->history, a->history_size * item);
+    vm_scratch_free(a->history);
     a->history = history;
     a->history_size = size;
     return VM_OK;
@@ -277,11 +275,11 @@ void ta_recycle(vm_talloc *a, void *element) {
 void ta_storage_free(vm_talloc *a) {
     while (a->slabs) {
         slab *next = a->slabs->next;
-        vm_mem_free(vm_mem_common, VM_SCRATCH, a->slabs, sizeof(slab));
+        vm_scratch_free(a->slabs);
         a->slabs = next;
     }
-    vm_mem_free(vm_mem_common, VM_SCRATCH, a->table, a->table_size * sizeof *a->table);
-    vm_mem_free(vm_mem_common, VM_SCRATCH, a->history, a->history_size * sizeof *a->history);
+    vm_scratch_free(a->table);
+    vm_scratch_free(a->history);
 }
 
 bool ta_fits(vm_talloc *a, uint64_t bytes) {

@@ -6,10 +6,10 @@
 /* A wider array with what the old one had; zeros behind it. */
 static vm_status widen(void *array, size_t used, size_t *room, size_t wanted, size_t item) {
     void **const old = array, *wider;
-    vm_status s = vm_mem_alloc(vm_mem_common, VM_SCRATCH, wanted * item, &wider);
+    vm_status s = vm_scratch_new(wanted, item, &wider);
     if (s) return s;
     if (used) memcpy(wider, *old, used * item);
-    vm_mem_free(vm_mem_common, VM_SCRATCH, *old, *room * item);
+    vm_scratch_free(*old);
     *old = wider;
     *room = wanted;
     return VM_OK;
@@ -45,7 +45,7 @@ vm_status vm_names_add(vm_names *n, const char *text, uint32_t *number) {
     *number = *bin - 1;
     if (*bin) return VM_OK;
     if (n->room - n->used < length) s = widen(&n->text, n->used, &n->room, 2 * (n->room + length) + 4096, 1);
-    if (!s) s = vm_mem_grow(vm_mem_common, VM_SCRATCH, (void **)&n->at, n->count, sizeof *n->at);
+    if (!s) s = vm_scratch_grow(&n->at, n->count, sizeof *n->at);
     if (s) return s;
     memcpy(n->text + n->used, text, length);
     n->at[n->count] = n->used;
@@ -56,7 +56,7 @@ vm_status vm_names_add(vm_names *n, const char *text, uint32_t *number) {
 }
 
 void vm_names_free(vm_names *n) {
-    vm_mem_free(vm_mem_common, VM_SCRATCH, n->text, n->room);
-    vm_mem_free(vm_mem_common, VM_SCRATCH, n->at, vm_mem_capacity(n->count) * sizeof *n->at);
-    vm_mem_free(vm_mem_common, VM_SCRATCH, n->bin, n->bins * sizeof *n->bin);
+    vm_scratch_free(n->text);
+    vm_scratch_free(n->at);
+    vm_scratch_free(n->bin);
 }

@@ -11,21 +11,17 @@
 /* Makes place for one more item in *array; there are no more of any kind than steps. */
 static vm_status grow(void *array, size_t count, size_t item) {
     if (count == VM_TRACE_STEPS) return vm_fail(VM_EOVERFLOW, "trace: want at most %zu steps, got more", count);
-    return vm_mem_grow(vm_mem_common, VM_SCRATCH, array, count, item);
+    return vm_scratch_grow(array, count, item);
 }
 
-vm_status vm_trace_new(vm_trace **out) { return vm_mem_alloc(vm_mem_common, VM_SCRATCH, sizeof **out, (void **)out); }
-
-static void release(void *array, size_t items, size_t item) {
-    vm_mem_free(vm_mem_common, VM_SCRATCH, array, items * item);
-}
+vm_status vm_trace_new(vm_trace **out) { return vm_scratch_new(1, sizeof **out, out); }
 
 void vm_trace_free(vm_trace *t) {
     if (!t) return;
-    release(t->step, vm_mem_capacity(t->steps), sizeof *t->step);
-    release(t->conv, vm_mem_capacity(t->convs), sizeof *t->conv);
+    vm_scratch_free(t->step);
+    vm_scratch_free(t->conv);
     vm_names_free(&t->names);
-    release(t, 1, sizeof *t);
+    vm_scratch_free(t);
 }
 
 /* ---- names ---- */
@@ -76,10 +72,9 @@ vm_status vm_trace_give(vm_trace *t, uint32_t id) {
 
 vm_status vm_trace_wants(const vm_trace *t, uint64_t low, uint64_t high, bool segments,
                          vm_trace_want out[VM_TRACE_WANTS], size_t *count) {
-    const size_t room = ((size_t)t->ids + 1) * sizeof(uint64_t);
     uint64_t *held, live = 0, most = 0; /* held: by id */
     *count = 0;
-    vm_status s = vm_mem_alloc(vm_mem_common, VM_SCRATCH, room, (void **)&held);
+    vm_status s = vm_scratch_new(t->ids, sizeof *held, &held);
     if (s) return s;
     for (size_t i = 0; i < t->steps; i++) {
         const vm_trace_step *const step = &t->step[i];
@@ -96,7 +91,7 @@ vm_status vm_trace_wants(const vm_trace *t, uint64_t low, uint64_t high, bool se
             most = VM_MAX(most, live);
         }
     }
-    vm_mem_free(vm_mem_common, VM_SCRATCH, held, room);
+    vm_scratch_free(held);
     return VM_OK;
 }
 

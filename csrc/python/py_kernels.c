@@ -172,17 +172,16 @@ static PyObject *transpose(PyObject *Py_UNUSED(module), PyObject *args) {
 
 static vm_status open_pool(unsigned threads, vm_exec *out) {
     vm_pool *pool;
-    vm_status s = vm_mem_alloc(vm_mem_common, VM_SCRATCH, vm_pool_bytes(threads), (void **)&pool);
+    vm_status s = vm_scratch_new(1, vm_pool_bytes(threads), &pool);
     if (s) return s;
     *out = (vm_exec){{threads, 0}, pool, vm_pool_each};
-    if ((s = vm_pool_open(pool, threads, 0, NULL, NULL)))
-        vm_mem_free(vm_mem_common, VM_SCRATCH, pool, vm_pool_bytes(threads));
+    if ((s = vm_pool_open(pool, threads, 0, NULL, NULL))) vm_scratch_free(pool);
     return s;
 }
 
 static void close_pool(const vm_exec *exec) {
     vm_pool_close(exec->pool);
-    vm_mem_free(vm_mem_common, VM_SCRATCH, exec->pool, vm_pool_bytes(exec->limits.threads));
+    vm_scratch_free(exec->pool);
 }
 
 typedef struct peak_job {

@@ -284,7 +284,7 @@ static PyObject *process_peak(Process *self, PyObject *Py_UNUSED(ignored)) {
     if (check(self, vm_process_peak(self->process, &list, &step))) return NULL;
     PyObject *name = step ? PyUnicode_FromString(vm_names_get(names, step->name)) : Py_NewRef(Py_None);
     PyObject *tensors = vm_py_list(list.count, named_item, &(named){names, &list});
-    vm_process_list_free(&list);
+    vm_scratch_free(list.item);
     return Py_BuildValue("NN", name, tensors);
 }
 
@@ -292,7 +292,7 @@ static PyObject *process_baseline(Process *self, PyObject *Py_UNUSED(ignored)) {
     vm_process_list list;
     if (check(self, vm_process_baseline(self->process, &list))) return NULL;
     PyObject *tensors = vm_py_list(list.count, named_item, &(named){&vm_process_script(self->process)->names, &list});
-    vm_process_list_free(&list);
+    vm_scratch_free(list.item);
     return tensors;
 }
 

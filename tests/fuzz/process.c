@@ -82,10 +82,10 @@ static void check(vm_process *p, const vm_talloc *talloc, const uint64_t held[HE
     CHECK(bytes <= (uint64_t)s->current);
     CHECK(!vm_process_peak(p, &list, &step) && sum_of(&list) <= (uint64_t)s->peak);
     CHECK(!step || step->name < vm_process_script(p)->names.count);
-    vm_process_list_free(&list);
+    vm_scratch_free(list.item);
     CHECK(!vm_process_baseline(p, &list));
     sum_of(&list);
-    vm_process_list_free(&list);
+    vm_scratch_free(list.item);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
