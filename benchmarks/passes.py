@@ -33,6 +33,7 @@ from decode import DTYPES, PRECISIONS, architecture, errors_of, inputs
 
 import vaemem
 from vaemem import _core, _kernels
+from vaemem.engine.arrays import HostArrays
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -49,7 +50,9 @@ def whole(args: argparse.Namespace, op: str) -> list[dict]:
     runs, peaks = [], []
     for _ in range(args.rounds + 1):
         start = time.perf_counter()
-        _, record = vae._core.run(op, x, threads=args.threads, backend=args.backend)
+        arrays = HostArrays(vae.arch, op, x, "float", None)
+        arrays.request["threads"] = args.threads
+        _, record = arrays.run(vae._core, True, backend=args.backend)
         runs.append((time.perf_counter() - start, record["steps"]))
         peaks.append(_kernels.peak(args.backend, args.threads, PEAK_ROUNDS, args.dtype, args.precision))
     runs, peaks = runs[1:], peaks[1:]  # the first round warms up

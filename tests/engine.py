@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from vaemem import VAE, _core
+from vaemem.engine.arrays import HostArrays
 
 # Every tensor of each differs; (24, 40, 72) has channels that fill no block of 16, and groups of 3, 5 and 9.
 SMALL = {
@@ -76,6 +77,13 @@ TINY = {
 }
 OTHERS |= TINY
 BACKENDS = [name for name, usable in _core.backends() if usable]
+
+
+def run_core(core: _core.Model, op: str, data: np.ndarray, threads: int = 1, **how) -> tuple[np.ndarray, dict]:
+    """The result and the record of a run of the core's on arrays in host memory. how: arguments of the core's run."""
+    arrays = HostArrays(core.arch, op, data, "float", None)
+    arrays.request["threads"] = threads
+    return arrays.run(core, True, **how)
 
 
 def config(name: str) -> dict:

@@ -381,11 +381,6 @@ def test_no_driver_and_an_old_one():
         assert why in done.stdout and f"RuntimeError: {why}" in done.stderr, done
 
 
-def test_run_on_the_cpu_only():
-    with pytest.raises(ValueError, match="run_at: want a model on a device"):
-        small_vae("sd")._core.run_at("decode", 0, 0, 8, 8)
-
-
 def test_sweep_on_it():
     config_vae = small_vae("sd", device="cuda", dtype="bfloat16")
     (row,) = vaemem.sweep(config_vae, "decode", 32)

@@ -9,7 +9,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from engine import SMALL, config, error, images, latents, small_vae
+from engine import SMALL, config, error, images, latents, run_core, small_vae
 from gpu import LIMIT
 
 import vaemem
@@ -60,7 +60,7 @@ def test_precisions_in_plain_c():
     z = latents(vae, 12, 5)
     want, errors = vae.decode(z), {}
     for precision in ("highest", "high", "medium"):
-        got, record = small_vae(precision=precision)._core.run("decode", z, backend="ref")
+        got, record = run_core(small_vae(precision=precision)._core, "decode", z, backend="ref")
         errors[precision] = error(got, want)
         assert record["backend"] == "ref"
     assert errors["highest"] < 2e-6 < errors["high"] < NUMBERS["float32", "high"]
@@ -111,8 +111,8 @@ def test_no_pass_leaves_its_plan(op, dtype, precision):
     data = latents(vae, 4, 6, 2) if op == "decode" else images(16, 24, 2)
     for backend in [name for name, usable in _core.backends(dtype, precision) if usable]:
         for threads in (1, 3):
-            plain, _ = vae._core.run(op, data, threads=threads, backend=backend)
-            checked, _ = vae._core.run(op, data, threads=threads, backend=backend, check=True)
+            plain, _ = run_core(vae._core, op, data, threads=threads, backend=backend)
+            checked, _ = run_core(vae._core, op, data, threads=threads, backend=backend, check=True)
             assert np.isfinite(plain).all() and np.array_equal(plain, checked)
 
 
@@ -169,7 +169,7 @@ def test_other_numbers_than_float16_take_no_factor():
     for dtype in ("float32", "bfloat16"):
         vae = small_vae(dtype=dtype)
         z = latents(vae, 8, 8)
-        assert np.array_equal(vae._core.run("decode", z, scale=2.0**-4)[0], vae.decode(z))
+        assert np.array_equal(run_core(vae._core, "decode", z, scale=2.0**-4)[0], vae.decode(z))
 
 
 @pytest.mark.parametrize("kind", ["q", "k", "v", "all of v"])

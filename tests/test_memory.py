@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 import pytest
-from engine import BACKENDS, SMALL, images, latents, small_vae
+from engine import BACKENDS, SMALL, images, latents, run_core, small_vae
 
 from vaemem import _core
 from vaemem._common import latent_factor
@@ -83,8 +83,8 @@ def test_no_pass_leaves_its_plan(name, op, backend):
     for h, w in ((16, 24), (40, 8)):
         data = latents(vae, h // 4, w // 4, 2) if op == "decode" else images(h, w, 2)
         for threads in (1, 3):
-            plain, _ = vae._core.run(op, data, threads=threads, backend=backend)
-            checked, _ = vae._core.run(op, data, threads=threads, backend=backend, check=True)
+            plain, _ = run_core(vae._core, op, data, threads=threads, backend=backend)
+            checked, _ = run_core(vae._core, op, data, threads=threads, backend=backend, check=True)
             assert np.isfinite(plain).all() and np.array_equal(plain, checked)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from engine import error, images, latents, small_vae
+from engine import error, images, latents, run_core, small_vae
 
 from vaemem import _core
 
@@ -37,7 +37,7 @@ def small(request):
     vae = small_vae(request.param)
     inputs = {"decode": latents(vae, 9, 14), "encode": images(56, 88)}
     exact = model(vae, "float32", "highest")
-    return vae, inputs, {op: exact.run(op, x)[0] for op, x in inputs.items()}
+    return vae, inputs, {op: run_core(exact, op, x)[0] for op, x in inputs.items()}
 
 
 @pytest.mark.one_in(4)
@@ -46,13 +46,13 @@ def small(request):
 def test_error_beside_float32(small, op, dtype, precision, backend):
     vae, inputs, exact = small
     made = model(vae, dtype, precision)
-    got, ran = made.run(op, inputs[op], backend=backend, threads=2)
+    got, ran = run_core(made, op, inputs[op], backend=backend, threads=2)
     assert ran["backend"] == backend and ran["overflow"] is False
     # About 40 passes with three roundings each (of x, of weights, of what is stored), independent of each other, so
     # that they add up as their squares do; twice that, since an error is normalised with the rest.
     assert error(got, exact[op]) < 2 * np.sqrt(3 * 40) * STEP[dtype, precision]
     for threads in (1, 3):
-        assert np.array_equal(made.run(op, inputs[op], backend=backend, threads=threads)[0], got)
+        assert np.array_equal(run_core(made, op, inputs[op], backend=backend, threads=threads)[0], got)
 
 
 @pytest.mark.parametrize("dtype,precision,backend", [run for run in RUNS if run[0] == "float32"])
@@ -60,7 +60,7 @@ def test_floats_show_themselves_what_is_not_finite(dtype, precision, backend):
     vae = small_vae("sd")
     z = latents(vae, 4, 4)
     z[0, 1, 2, 3] = np.nan
-    got, ran = model(vae, dtype, precision).run("decode", z, backend=backend, threads=2)
+    got, ran = run_core(model(vae, dtype, precision), "decode", z, backend=backend, threads=2)
     assert np.isnan(got).all() and ran["overflow"] is False
 
 
@@ -73,7 +73,7 @@ def test_streamed_rows_change_no_bit(op, dtype, precision, backend):
     with pytest.raises(ValueError, match="memory_limit: want at least") as caught:
         made.plan(op, 128, 160, threads=2, backend=backend, memory_limit=1)
     least = int(str(caught.value).split("want at least ")[1].split()[0])
-    whole = made.run(op, x, backend=backend, threads=2)[0]
-    got, ran = made.run(op, x, backend=backend, threads=2, memory_limit=least)
+    whole = run_core(made, op, x, backend=backend, threads=2)[0]
+    got, ran = run_core(made, op, x, backend=backend, threads=2, memory_limit=least)
     assert ran["work"] > stored["work"] and ran["reserved"] < stored["reserved"]
     assert np.array_equal(got, whole)

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from engine import BACKENDS, FRAMES, OTHERS, TINY, config, error, images, latents, small_vae
+from engine import BACKENDS, FRAMES, OTHERS, TINY, config, error, images, latents, run_core, small_vae
 
 from vaemem import VAE, Tiling, _core
 from vaemem.engine import configs, layouts
@@ -100,8 +100,8 @@ def test_backends_agree_and_threads_do_not_matter(name, op):
     x = images(*SIZE, 2) if op == "encode" else latents(vae, SIZE[0] // 4, SIZE[1] // 4, 2)
     first = None
     for backend in BACKENDS:
-        one = vae._core.run(op, x, threads=1, backend=backend)[0]
-        assert np.array_equal(one, vae._core.run(op, x, threads=3, backend=backend, check=True)[0])
+        one = run_core(vae._core, op, x, threads=1, backend=backend)[0]
+        assert np.array_equal(one, run_core(vae._core, op, x, threads=3, backend=backend, check=True)[0])
         first = one if first is None else first
         assert error(one, first.astype(np.float64)) <= PARITY
 

@@ -8,7 +8,7 @@ import zipfile
 
 import numpy as np
 import pytest
-from engine import BACKENDS, TINY, config, error, images, latents, small_vae
+from engine import BACKENDS, TINY, config, error, images, latents, run_core, small_vae
 
 from vaemem import VAE, Tiling, _core
 from vaemem.engine import configs, layouts
@@ -33,7 +33,8 @@ def same(one: VAE, other: VAE) -> bool:
     """Whether the halves that `one` has give the same bits."""
     parts = ("encode", "decode") if one.parts == "all" else ("decode" if one.parts == "decoder" else "encode",)
     given = {"encode": images(16, 24, 2), "decode": latents(one, 4, 6, 2)}
-    return all(np.array_equal(one._core.run(op, given[op])[0], other._core.run(op, given[op])[0]) for op in parts)
+    runs = ([run_core(vae._core, op, given[op])[0] for vae in (one, other)] for op in parts)
+    return all(np.array_equal(*results) for results in runs)
 
 
 # ---- numbers ----
@@ -61,7 +62,7 @@ def test_latents_are_bounded():
     with torch.no_grad():
         want = theirs.decode(torch.from_numpy(z).double()).sample.numpy()
     for backend in BACKENDS:
-        assert error(vae._core.run("decode", z, backend=backend)[0], want) <= PARITY
+        assert error(run_core(vae._core, "decode", z, backend=backend)[0], want) <= PARITY
 
 
 @pytest.mark.parametrize("name", TINY)

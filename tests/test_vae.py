@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from engine import BACKENDS, SMALL, config, error, images, latents, small_vae
+from engine import BACKENDS, SMALL, config, error, images, latents, run_core, small_vae
 
 import vaemem
 from vaemem import VAE, _core
@@ -90,7 +90,7 @@ def test_instruction_sets_agree_and_threads_do_not_matter(name):
     for op, data in (("encode", x), ("decode", z)):
         first = None
         for backend in BACKENDS:
-            results = [vae._core.run(op, data, threads=n, backend=backend)[0] for n in (1, 2, 3, 7)]
+            results = [run_core(vae._core, op, data, threads=n, backend=backend)[0] for n in (1, 2, 3, 7)]
             assert all(np.array_equal(results[0], r) for r in results), (op, backend)
             first = results[0] if first is None else first
             assert error(results[0], first.astype(np.float64)) <= PARITY

@@ -163,7 +163,6 @@ static PyMethodDef methods[] = {
      "a causal 3D convolution the slices that one frame does not meet are not kept, and zero here."},
     {"plan", VM_PY_KEYWORDS(vm_py_plan), METH_VARARGS | METH_KEYWORDS, vm_py_plan_doc},
     {"run", VM_PY_KEYWORDS(vm_py_run), METH_VARARGS | METH_KEYWORDS, vm_py_run_doc},
-    {"run_at", VM_PY_KEYWORDS(vm_py_run_at), METH_VARARGS | METH_KEYWORDS, vm_py_run_at_doc},
     {"reserve", (PyCFunction)vm_py_reserve, METH_O, vm_py_reserve_doc},
     {"blend", VM_PY_KEYWORDS(vm_py_blend), METH_VARARGS | METH_KEYWORDS, vm_py_blend_doc},
     {"trim", (PyCFunction)model_trim, METH_NOARGS, "trim()\n--\n\nGives the arena back to the system."},

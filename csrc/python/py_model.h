@@ -38,10 +38,9 @@ typedef struct Model {
     PyObject *backend; /* the capsule that keeps model->backend alive, or None */
 } Model;
 
-extern const char vm_py_plan_doc[], vm_py_run_doc[], vm_py_run_at_doc[], vm_py_reserve_doc[], vm_py_blend_doc[];
+extern const char vm_py_plan_doc[], vm_py_run_doc[], vm_py_reserve_doc[], vm_py_blend_doc[];
 PyObject *vm_py_plan(Model *self, PyObject *args, PyObject *kwargs);
 PyObject *vm_py_run(Model *self, PyObject *args, PyObject *kwargs);
-PyObject *vm_py_run_at(Model *self, PyObject *args, PyObject *kwargs);
 PyObject *vm_py_reserve(Model *self, PyObject *bytes);
 PyObject *vm_py_blend(Model *self, PyObject *args, PyObject *kwargs);
 

@@ -1,4 +1,4 @@
-/* vaemem._core.Model.plan, run and run_at. */
+/* vaemem._core.Model.plan, run, reserve and blend. */
 #include "py_model.h"
 
 static PyObject *bytes_dict(const size_t bytes[VM_CATEGORIES]) {
@@ -246,175 +246,61 @@ static int to_callback(PyObject *object, void *out) {
     return 0;
 }
 
-/* ---- on NumPy arrays ---- */
-
-static int type_of(vm_format format) { return format == VM_U8_NHWC ? NPY_UINT8 : NPY_FLOAT; }
-
-static bool has_shape(PyArrayObject *a, const npy_intp dims[4]) {
-    return PyArray_NDIM(a) == 4 && PyArray_CompareLists(PyArray_DIMS(a), dims, 4);
-}
-
-static int check_output(PyArrayObject *a, const npy_intp dims[4], vm_format format) {
-    if (has_shape(a, dims) && PyArray_TYPE(a) == type_of(format) && PyArray_ISCARRAY(a)) return 0;
-    PyErr_Format(PyExc_ValueError, "out: want a writable, C-contiguous, aligned %s array of shape (%zd, %zd, %zd, %zd)",
-                 format == VM_U8_NHWC ? "uint8" : "float32", dims[0], dims[1], dims[2], dims[3]);
-    return -1;
-}
-
-/* The input as the run reads it, a new reference. A CPU reads nearly every type at any strides. What it does not know,
- * and what is sent to a device, is packed first. */
-static PyArrayObject *open_input(const vm_model *m, PyArrayObject *a, vm_format format, vm_numbers *how) {
-    const int type = PyArray_TYPE(a);
-    const bool bytes = format == VM_U8_NHWC, real = PyTypeNum_ISINTEGER(type) || PyTypeNum_ISFLOAT(type);
-    const bool known = bytes ? type == NPY_UINT8 : real || vm_py_is_bfloat16(a);
-    if (bytes && !known) return (void *)PyErr_Format(PyExc_ValueError, "image: want uint8 with pixels='uint8'");
-    if (known && on_host(m))
-        Py_INCREF(a);
-    else if (!(a = (PyArrayObject *)PyArray_FROMANY((PyObject *)a, type_of(format), 4, 4,
-                                                    NPY_ARRAY_CARRAY_RO | NPY_ARRAY_FORCECAST)))
-        return NULL;
-    const npy_intp *stride = PyArray_STRIDES(a);
-    *how = (vm_numbers){.data = PyArray_DATA(a),
-                        .kind = vm_py_is_bfloat16(a) ? 'b' : PyArray_DESCR(a)->kind,
-                        .size = (size_t)PyArray_ITEMSIZE(a),
-                        .swapped = PyArray_ISBYTESWAPPED(a),
-                        .item = stride[0],
-                        .channel = stride[bytes ? 3 : 1],
-                        .row = stride[bytes ? 1 : 2],
-                        .pixel = stride[bytes ? 2 : 3]};
-    return a;
-}
-
-static void shape_of(vm_format format, npy_intp n, npy_intp c, npy_intp h, npy_intp w, npy_intp dims[4]) {
-    const npy_intp planes[4] = {n, c, h, w}, pixels[4] = {n, h, w, c};
-    memcpy(dims, format == VM_U8_NHWC ? pixels : planes, sizeof planes);
-}
-
-/* Sizes of the image and of the output, from the input's. */
-static int describe(const vm_model *m, vm_request *r, PyArrayObject *in, npy_intp out_dims[4]) {
-    if (PyArray_NDIM(in) != 4) {
-        PyErr_Format(PyExc_ValueError, "input: want 4 dimensions, got %d", PyArray_NDIM(in));
-        return -1;
-    }
-    const bool encode = r->op == VM_ENCODE, bytes = r->in == VM_U8_NHWC;
-    const npy_intp factor = (npy_intp)vm_arch_factor(&m->arch), latent = (npy_intp)m->arch.latent_channels;
-    const npy_intp *d = PyArray_DIMS(in), n = d[0], h = d[bytes ? 1 : 2], w = d[bytes ? 2 : 3];
-    if (!encode && VM_MAX(h, w) > NPY_MAX_INTP / factor) {
-        PyErr_SetString(PyExc_OverflowError, "latent: its image's size overflows");
-        return -1;
-    }
-    npy_intp in_dims[4];
-    shape_of(r->in, n, encode ? (npy_intp)m->arch.in_channels : latent, h, w, in_dims);
-    shape_of(r->out, n, (npy_intp)(encode ? vm_arch_encoded(&m->arch) : m->arch.out_channels),
-             encode ? h / factor : h * factor, encode ? w / factor : w * factor, out_dims);
-    r->batch = (size_t)n;
-    r->height = (size_t)(encode ? h : h * factor);
-    r->width = (size_t)(encode ? w : w * factor);
-    if (has_shape(in, in_dims)) return 0;
-    PyErr_Format(PyExc_ValueError, "%s: want an array of shape (%zd, %zd, %zd, %zd)", encode ? "image" : "latent",
-                 in_dims[0], in_dims[1], in_dims[2], in_dims[3]);
-    return -1;
-}
-
 const char vm_py_run_doc[] =
-    "run(op, input, out=None, pixels='float', threads=1, scaled=False, backend=None, poll=None, check=False, "
-    "scale=1.0, replay=False, memory_limit=0, unclamped=False)\n--\n\n"
-    "(output, what it took as a dict), NumPy arrays. poll(rows_done, rows_total) is called about 20 times a second and "
-    "once at the end. unclamped: log-variances may leave [-30, 20].";
+    "run(op, input, out, height, width, batch=1, pixels='float', latents='float', threads=1, scaled=False, "
+    "backend=None, host_arrays=True, stream=0, wait=True, poll=None, check=False, scale=1.0, replay=False, "
+    "own_output=False, memory_limit=0, unclamped=False, strides=(0, 0, 0, 0), numbers=('f', 4, False))\n--\n\n"
+    "(address of the output, its owner or None, what it took as a dict). input, out: addresses, in host memory or in "
+    "the "
+    "device's; out 0: taken by the run. own_output: out was taken for this run and counts as its output. strides: "
+    "bytes "
+    "of the input from item, channel, row and pixel to the next. numbers: NumPy's kind (b: bfloat16), bytes, and "
+    "whether "
+    "they are swapped; a device takes those of its formats alone, packed where host_arrays, and reads no others' "
+    "strides "
+    "than a part of an image has. poll(rows_done, rows_total) is called about 20 times a second and once at the end. "
+    "unclamped: log-variances may leave [-30, 20].";
 
 PyObject *vm_py_run(Model *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"op",   "input", "out",   "pixels", "threads",      "scaled",    "backend",
-                            "poll", "check", "scale", "replay", "memory_limit", "unclamped", NULL};
-    const char *op, *pixels = "float", *backend = NULL;
-    PyArrayObject *in;
-    PyObject *out = Py_None, *callback = NULL;
-    npy_intp out_dims[4];
+    static char *names[] = {"op",         "input",        "out",       "height",  "width",   "batch",
+                            "pixels",     "latents",      "threads",   "scaled",  "backend", "host_arrays",
+                            "stream",     "wait",         "poll",      "check",   "scale",   "replay",
+                            "own_output", "memory_limit", "unclamped", "strides", "numbers", NULL};
+    const char *op, *pixels = "float", *latents = NULL, *backend = NULL;
+    unsigned long long in, out, stream = 0;
     unsigned threads = 1;
-    int scaled = 0, check = 0, replay = 0, unclamped = 0;
-    vm_request r = {.scale = 1, .host_arrays = true};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO!|OsO&pzO&pfpnp", names, &op, &PyArray_Type, &in, &out, &pixels,
-                                     vm_py_to_threads, &threads, &scaled, &backend, to_callback, &callback, &check,
-                                     &r.scale, &replay, &r.memory_limit, &unclamped))
+    PyObject *callback = NULL;
+    int scaled = 0, host_arrays = 1, wait = 1, check = 0, replay = 0, own_output = 0, unclamped = 0;
+    int kind = 'f', size = sizeof(float), swapped = 0;
+    Py_ssize_t item = 0, channel = 0, row = 0, pixel = 0;
+    vm_request r = {.batch = 1, .scale = 1};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sKKnn|nszO&pzpKpO&pfppnp(nnnn)(Cip)", names, &op, &in, &out,
+                                     &r.height, &r.width, &r.batch, &pixels, &latents, vm_py_to_threads, &threads,
+                                     &scaled, &backend, &host_arrays, &stream, &wait, to_callback, &callback, &check,
+                                     &r.scale, &replay, &own_output, &r.memory_limit, &unclamped, &item, &channel, &row,
+                                     &pixel, &kind, &size, &swapped))
         return NULL;
-    if (strcmp(pixels, "float") && strcmp(pixels, "uint8"))
-        return PyErr_Format(PyExc_ValueError, "pixels: want float or uint8, got '%s'", pixels);
-    if (parse_request(self, &r, op, pixels, NULL, threads, backend) || describe(self->model, &r, in, out_dims) ||
-        check_sizes(&r))
+    if (parse_request(self, &r, op, pixels, latents, threads, backend) || check_sizes(&r) ||
+        vm_py_acquire(&self->lock, op))
         return NULL;
-    PyArrayObject *given = NULL;
-    if (out != Py_None) {
-        if (!PyArray_Check(out))
-            return PyErr_Format(PyExc_TypeError, "out: want an array, got %s", Py_TYPE(out)->tp_name);
-        given = (PyArrayObject *)out;
-        if (check_output(given, out_dims, r.out)) return NULL;
-    }
-    vm_numbers how;
-    PyArrayObject *input = open_input(self->model, in, r.in, &how);
-    if (!input || vm_py_acquire(&self->lock, op)) {
-        Py_XDECREF(input);
-        return NULL;
-    }
-    r.own_output = !given;
     r.scaled = scaled;
+    r.host_arrays = host_arrays;
+    r.own_output = own_output || !out;
     r.unclamped = unclamped;
-    job j = {.run = {.in = how,
-                     .out = given ? PyArray_DATA(given) : NULL,
-                     .wait = true,
+    job j = {.run = {.in = {.data = (const void *)(uintptr_t)in,
+                            .kind = (char)kind,
+                            .size = (size_t)size,
+                            .swapped = swapped,
+                            .item = item,
+                            .channel = channel,
+                            .row = row,
+                            .pixel = pixel},
+                     .out = (void *)(uintptr_t)out,
+                     .stream = (void *)(uintptr_t)stream,
+                     .wait = wait,
                      .replay = replay && !on_host(self->model),
                      .check = check},
              .callback = callback};
-    const int failed = run_locked(self, &r, &j);
-    vm_py_release(&self->lock);
-    Py_DECREF(input);
-    if (failed) return NULL;
-    PyObject *array = given ? Py_NewRef(out) : PyArray_SimpleNewFromData(4, out_dims, type_of(r.out), j.run.out);
-    if (array && j.owner)
-        PyArray_SetBaseObject((PyArrayObject *)array, j.owner); /* steals; cannot fail: a new array has no base */
-    else
-        Py_XDECREF(j.owner);
-    return Py_BuildValue("(NN)", array, j.record);
-}
-
-/* ---- on a device's own memory ---- */
-
-const char vm_py_run_at_doc[] =
-    "run_at(op, input, out, height, width, batch=1, pixels='float32', latents='float32', scaled=False, stream=0, "
-    "wait=True, poll=None, scale=1.0, replay=False, own_output=False, memory_limit=0, unclamped=False, "
-    "strides=(0, 0, 0, 0))\n--\n\n"
-    "(address of the output, its owner or None, what it took as a dict), for a model on a device. input, out: "
-    "addresses there; out 0: taken by the run. own_output: out was taken for this run and counts as its output. "
-    "strides: where the input is a part of an image, its bytes from item, channel, row and pixel to the next.";
-
-PyObject *vm_py_run_at(Model *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"op",         "input",        "out",       "height",  "width", "batch", "pixels",
-                            "latents",    "scaled",       "stream",    "wait",    "poll",  "scale", "replay",
-                            "own_output", "memory_limit", "unclamped", "strides", NULL};
-    const char *op, *pixels = "float32", *latents = NULL;
-    unsigned long long in, out, stream = 0;
-    PyObject *callback = NULL;
-    int scaled = 0, wait = 1, replay = 0, own_output = 0, unclamped = 0;
-    Py_ssize_t item = 0, channel = 0, row = 0, pixel = 0;
-    vm_request r = {.batch = 1, .scale = 1};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sKKnn|nszpKpO&fppnp(nnnn)", names, &op, &in, &out, &r.height,
-                                     &r.width, &r.batch, &pixels, &latents, &scaled, &stream, &wait, to_callback,
-                                     &callback, &r.scale, &replay, &own_output, &r.memory_limit, &unclamped, &item,
-                                     &channel, &row, &pixel))
-        return NULL;
-    if (on_host(self->model))
-        return PyErr_Format(PyExc_ValueError, "run_at: want a model on a device, got one on the CPU");
-    if (parse_request(self, &r, op, pixels, latents, 1, NULL) || check_sizes(&r) || vm_py_acquire(&self->lock, op))
-        return NULL;
-    r.scaled = scaled;
-    r.own_output = own_output || !out;
-    r.unclamped = unclamped;
-    job j = {
-        .run =
-            {.in = {.data = (const void *)(uintptr_t)in, .item = item, .channel = channel, .row = row, .pixel = pixel},
-             .out = (void *)(uintptr_t)out,
-             .stream = (void *)(uintptr_t)stream,
-             .wait = wait,
-             .replay = replay},
-        .callback = callback};
     const int failed = run_locked(self, &r, &j);
     vm_py_release(&self->lock);
     if (failed) return NULL;

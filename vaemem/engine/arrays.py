@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -76,13 +77,19 @@ class _Arrays:
         self._whole = self._beside = None
 
 
+def _owned(address: int, owner: Any, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Memory of the core's as an array, which keeps its owner."""
+    told = {"version": 3, "data": (address, False), "shape": shape, "typestr": np.dtype(dtype).str}
+    return np.asarray(SimpleNamespace(__array_interface__=told, owner=owner))
+
+
 class HostArrays(_Arrays):
     """NumPy's arrays. What goes in is read where it lies, whatever its type and strides. For a GPU it is packed
     first, as float32 or bytes."""
 
     _becomes_bytes = False
 
-    def __init__(self, arch: dict[str, Any], op: str, array: Any, pixels: str, out: Any):
+    def __init__(self, arch: dict[str, Any], op: str, array: Any, pixels: str, out: Any, device: Device | None = None):
         data = np.asarray(array)
         if op == "decode" or data.dtype != np.uint8:
             check_real(data, INPUT_NAMES[op], "(N, C, h, w)" if op == "decode" else f"(N, {arch['in_channels']}, H, W)")
@@ -90,12 +97,20 @@ class HostArrays(_Arrays):
         if out is not None:
             check_out(out, self.shape, self.dtype)
             check_apart(np.lib.array_utils.byte_bounds(data), np.lib.array_utils.byte_bounds(out))
-        self.data, self.out, self._arch = data, out, arch
+        self.data, self.out, self._arch, self._device = data, out, arch, device
 
     def run(self, core: _core.Model, wait: bool, **how: Any) -> tuple[np.ndarray, Any]:
         """The result, and the core's record of the run. how: more arguments of the core's run."""
-        asked = {name: self.request[name] for name in ("op", "pixels", "threads", "scaled")}
-        result, record = core.run(input=self.data, out=self.out, **asked, **how)
+        as_bytes, data = self.request["op"] == "encode" and self.request["pixels"] == "uint8", self.data
+        kind = "b" if data.dtype.name == "bfloat16" else data.dtype.kind
+        if self._device or (data.dtype.isbuiltin == 2 and kind != "b"):  # of a library's that the core does not know
+            data, kind = np.require(data, np.uint8 if as_bytes else np.float32, ["C", "A"]), "f"
+        item, *others = data.strides
+        row, pixel, channel = others if as_bytes else (*others[1:], others[0])
+        how |= dict(input=data.ctypes.data, out=0 if self.out is None else self.out.ctypes.data, wait=True)
+        numbers = kind, data.itemsize, not data.dtype.isnative
+        address, owner, record = core.run(strides=(item, channel, row, pixel), numbers=numbers, **self.request, **how)
+        result = _owned(address, owner, self.shape, self.dtype) if self.out is None else self.out
         if self._becomes_bytes and not np.isfinite([result.min(), result.max()]).all():
             record["overflow"] = True
         return result, record
@@ -109,7 +124,7 @@ class HostArrays(_Arrays):
     def tile(self, request: dict[str, Any], ys: slice, xs: slice) -> HostArrays:
         """request: arguments of the core's plan. ys, xs: which part of what goes in."""
         piece = self.data[:, ys, xs] if request["pixels"] == "uint8" else self.data[:, :, ys, xs]
-        one = HostArrays(self._arch, request["op"], piece, "float", None)
+        one = HostArrays(self._arch, request["op"], piece, "float", None, self._device)
         one.out = self._beside[: math.prod(one.shape)].reshape(one.shape)
         # Bytes do not show that a number is not finite, so the tile is looked at, as the core does with bytes.
         one.request, one._becomes_bytes = request, self.dtype == "uint8"
@@ -156,10 +171,10 @@ class DeviceArrays(_Arrays):
         return self._out
 
     def run(self, core: _core.Model, wait: bool, **how: Any) -> tuple[Any, Any]:
-        """The result, and the core's record of the run. how: more arguments of the core's run_at."""
+        """As of `HostArrays`."""
         out, target = self._opened()
         where = dict(input=self._given.address, out=target.address if target else 0, stream=self.stream)
-        address, owner, record = _run_at(core, self.request, wait=wait, **where, **how)
+        address, owner, record = core.run(**self.request, wait=wait, **where, **how)
         return self._made(address, owner) if out is None else out, record
 
     def _made(self, address: int, owner: Any) -> Any:
@@ -197,15 +212,11 @@ class DeviceTile:
     waits = True
 
     def __init__(self, request: dict[str, Any], where: dict[str, Any]) -> None:
-        """request: arguments of the core's plan. where: more of its run_at."""
+        """request: arguments of the core's plan. where: more of its run."""
         self.request, self._where = request, where
 
     def run(self, core: _core.Model, wait: bool, **how: Any) -> tuple[None, Any]:
-        return None, _run_at(core, self.request, wait=wait, **self._where, **how)[-1]
-
-
-def _run_at(core: _core.Model, request: Mapping[str, Any], **how: Any) -> tuple[int, Any, Any]:
-    return core.run_at(**{k: v for k, v in request.items() if k not in ("host_arrays", "threads")}, **how)
+        return None, core.run(**self.request, wait=wait, **self._where, **how)[-1]
 
 
 Arrays = HostArrays | DeviceArrays

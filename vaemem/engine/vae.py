@@ -373,7 +373,7 @@ class VAE(Model):
         if self._device and Device.holds(array):
             made: Arrays = DeviceArrays(self.arch, op, array, pixels, out, self._device)
         else:
-            made = HostArrays(self.arch, op, array, pixels, out)
+            made = HostArrays(self.arch, op, array, pixels, out, self._device)
         made.request |= self._threads() | {"scaled": isinstance(latents, Scaling)}
         return made
 
