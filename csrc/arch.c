@@ -34,22 +34,13 @@
     .in_channels = 3, .out_channels = 3, .levels = 4, .block_out_channels = {128, 256, 512, 512}, \
     .layers_per_block = 2, .norm_num_groups = 32, .norm_eps = 1e-6f, .mid_block_add_attention = true
 #define VM_SD_FAMILY VM_SD_BLOCKS, .scaling_known = true
+#define VM_SD VM_SD_FAMILY, .latent_channels = 4, .use_quant_conv = true, .use_post_quant_conv = true
 #define VM_FLUX2                                                                                                    \
     VM_SD_BLOCKS, .latent_channels = 32, .use_quant_conv = true, .use_post_quant_conv = true, .patch_size = {2, 2}, \
         .batch_norm_eps = 1e-4f
 
-static const vm_arch sd15 = {VM_SD_FAMILY,
-                             .name = "sd15",
-                             .latent_channels = 4,
-                             .use_quant_conv = true,
-                             .use_post_quant_conv = true,
-                             .scaling_factor = 0.18215f};
-static const vm_arch sdxl = {VM_SD_FAMILY,
-                             .name = "sdxl",
-                             .latent_channels = 4,
-                             .use_quant_conv = true,
-                             .use_post_quant_conv = true,
-                             .scaling_factor = 0.13025f};
+static const vm_arch sd15 = {VM_SD, .name = "sd15", .scaling_factor = 0.18215f};
+static const vm_arch sdxl = {VM_SD, .name = "sdxl", .scaling_factor = 0.13025f};
 static const vm_arch flux = {VM_SD_FAMILY, .name = "flux", .latent_channels = 16, .scaling_factor = 0.3611f,
                              .shift_factor = 0.1159f};
 static const vm_arch sd3 = {VM_SD_FAMILY, .name = "sd3", .latent_channels = 16, .scaling_factor = 1.5305f,
@@ -67,11 +58,8 @@ static const vm_arch cogview4 = {.name = "cogview4",
                                  .norm_eps = 1e-6f,
                                  .scaling_known = true,
                                  .scaling_factor = 1};
-static const vm_arch playground = {VM_SD_FAMILY,
+static const vm_arch playground = {VM_SD,
                                    .name = "playground-v2.5",
-                                   .latent_channels = 4,
-                                   .use_quant_conv = true,
-                                   .use_post_quant_conv = true,
                                    .scaling_factor = 0.5f,
                                    .statistics = 4,
                                    .latents_mean = {-1.6574f, 1.886f, -1.383f, 2.5155f},

@@ -100,6 +100,26 @@ typedef struct vm_cpu_ops {
     vm_transforms winograd, upsampled; /* of a 3x3 convolution, and of one after nearest 2x */
 } vm_cpu_ops;
 
+/* A vm_transforms' functions, of a folder's tiles_in, filters_in and tiles_out by these matrices down and across. */
+#define VM_TRANSFORMS(NAME, DOWN, ACROSS)                                                                        \
+    static void NAME##_in(float *v, size_t v_step, const float *x, size_t x_row, size_t tiles) {                 \
+        tiles_in(DOWN, ACROSS, v, v_step, x, x_row, tiles);                                                      \
+    }                                                                                                            \
+    static void NAME##_weights(float *u, size_t u_step, const float *w, size_t n) {                              \
+        filters_in(DOWN, ACROSS, u, u_step, w, n);                                                               \
+    }                                                                                                            \
+    static void NAME##_out(float *y, size_t y_row, const float *m, size_t m_step, size_t y_rows, size_t y_width, \
+                           const float *bias, const float *add, size_t add_row) {                                \
+        tiles_out(DOWN, ACROSS, y, y_row, m, m_step, y_rows, y_width, bias, add, add_row);                       \
+    }
+
+/* A folder's operations, which have these names there. */
+#define VM_CPU_OPS(MAX_PIXELS)                                                                                    \
+    .floats = {1, MAX_PIXELS, VM_ROWS_FLAT, VM_STEPS, gemm, load, burn}, .store = store_rows, .squares = squares, \
+    .stats = stats, .softmax = softmax, .rescale = rescale, .transpose = transpose, .unpack = unpack,             \
+    .winograd = {4, 6, 2, 4, winograd_in, winograd_weights, winograd_out},                                        \
+    .upsampled = {3, 3, 2, 2, upsampled_in, upsampled_weights, upsampled_out}
+
 extern const vm_cpu_ops vm_cpu_ref;
 extern const vm_products vm_pairs_ref;
 void vm_load_pairs_ref(void *y, void *rest, const vm_source *from);

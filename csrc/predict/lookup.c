@@ -114,11 +114,8 @@ vm_status vm_profile_new(bool strict, const vm_profile *otherwise, vm_profile **
     return VM_OK;
 }
 
-static void release_rule(const vm_rule *rule) { vm_scratch_free((void *)rule->channels); }
-
 void vm_profile_free(vm_profile *p) {
     if (!p) return;
-    for (size_t i = 0; i < p->rules; i++) release_rule(&p->rule[i]);
     vm_scratch_free(p->rule);
     vm_scratch_free(p->formula);
     vm_scratch_free(p->node);
@@ -132,30 +129,14 @@ static bool applies(const vm_rule *rule, const vm_conv *c, bool strict) {
     if (rule->r && (c->filter[1] != rule->r || c->stride[1] != rule->stride)) return false;
     bool known = !rule->pairs;
     for (size_t i = 0; i < rule->pairs; i++)
-        known = known || (rule->channels[2 * i] == c->c && rule->channels[2 * i + 1] == c->k);
+        known = known || (rule->channels[i][0] == c->c && rule->channels[i][1] == c->k);
     const wide pixels = (wide)c->size[1] * (wide)c->size[2];
     return known && pixels >= (wide)rule->least && pixels <= (wide)rule->most;
 }
 
-/* A copy with channels of its own. */
-static vm_status copy_rule(const vm_rule *rule, vm_rule *out) {
-    int64_t *channels;
-    vm_status s = vm_scratch_new(2 * rule->pairs, sizeof *channels, &channels);
-    if (s) return s;
-    for (size_t i = 0; i < 2 * rule->pairs; i++) channels[i] = rule->channels[i];
-    *out = *rule;
-    out->channels = channels;
-    return VM_OK;
-}
-
 vm_status vm_profile_add_rule(vm_profile *p, const vm_rule *rule) {
-    vm_rule own = {0};
-    vm_status s = copy_rule(rule, &own);
-    if (!s) s = vm_scratch_grow(&p->rule, p->rules, sizeof *p->rule);
-    if (s)
-        release_rule(&own);
-    else
-        p->rule[p->rules++] = own;
+    vm_status s = vm_scratch_grow(&p->rule, p->rules, sizeof *p->rule);
+    if (!s) p->rule[p->rules++] = *rule;
     return s;
 }
 
@@ -344,7 +325,6 @@ vm_status vm_lookup_new(const vm_lookup_torch *torch, bool tf32, vm_lookup **out
 
 void vm_lookup_free(vm_lookup *l) {
     if (!l) return;
-    for (size_t i = 0; i < l->entries; i++) release_rule(&l->entry[i].rule);
     vm_scratch_free(l->entry);
     vm_scratch_free(l->known);
     vm_scratch_free(l->bin);
@@ -352,14 +332,10 @@ void vm_lookup_free(vm_lookup *l) {
 }
 
 vm_status vm_lookup_add(vm_lookup *l, const vm_rule *rule, const vm_profile *profile) {
-    entry one = {.has_rule = rule != NULL, .profile = profile};
-    vm_status s = rule ? copy_rule(rule, &one.rule) : VM_OK;
-    if (!s) s = vm_scratch_grow(&l->entry, l->entries, sizeof *l->entry);
-    if (s)
-        release_rule(&one.rule);
-    else
-        l->entry[l->entries++] = one;
-    return s;
+    vm_status s = vm_scratch_grow(&l->entry, l->entries, sizeof *l->entry);
+    if (s) return s;
+    l->entry[l->entries++] = (entry){.has_rule = rule != NULL, .rule = rule ? *rule : (vm_rule){0}, .profile = profile};
+    return VM_OK;
 }
 
 static bool is_conv(const vm_conv *c) {

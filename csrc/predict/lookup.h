@@ -31,12 +31,14 @@ vm_status vm_formula_bytes(const vm_formula *formula, const uint64_t size[VM_SIZ
 
 /* ---- profiles ---- */
 
+enum { VM_RULE_PAIRS = 16 };
+
 typedef struct vm_rule {
-    unsigned dtypes;         /* one bit for each vm_dtype */
-    int64_t r, stride;       /* r: 0 for any */
-    int64_t least, most;     /* pixels of the input */
-    const int64_t *channels; /* input, output, input ...; borrowed */
-    size_t pairs;            /* of channels; 0: any */
+    unsigned dtypes;                    /* one bit for each vm_dtype */
+    int64_t r, stride;                  /* r: 0 for any */
+    int64_t least, most;                /* pixels of the input */
+    size_t pairs;                       /* of channels; 0: any */
+    int64_t channels[VM_RULE_PAIRS][2]; /* of input and output */
     vm_formula formula;
 } vm_rule;
 
@@ -45,8 +47,8 @@ typedef struct vm_profile vm_profile;
 /* strict: whether TF32 makes a difference to float32 (compute capability 8.0 and later). otherwise: asked where the
  * profile has no tree, or NULL; borrowed. */
 vm_status vm_profile_new(bool strict, const vm_profile *otherwise, vm_profile **out);
-void vm_profile_free(vm_profile *p);                                        /* accepts NULL */
-vm_status vm_profile_add_rule(vm_profile *p, const vm_rule *rule);          /* copies it, its channels too */
+void vm_profile_free(vm_profile *p); /* accepts NULL */
+vm_status vm_profile_add_rule(vm_profile *p, const vm_rule *rule);
 vm_status vm_profile_add_formula(vm_profile *p, const vm_formula *formula); /* NULL: none was recorded */
 /* A node goes on at up_to where size[feature] <= limit, else at beyond: both nodes that are there already (0 and
  * up), or ~formula for the end. *node: its number. */

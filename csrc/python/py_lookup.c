@@ -8,7 +8,7 @@
 typedef struct Profile {
     PyObject_HEAD
     vm_profile *profile;
-    PyObject *otherwise; /* another Profile, or NULL */
+    PyObject *otherwise; /* another Profile, or None */
 } Profile;
 
 typedef struct Lookup {
@@ -23,6 +23,11 @@ typedef struct Lookup {
 static int bad(const char *what, PyObject *got) {
     if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "profile: want %s, got %R", what, got);
     return -1;
+}
+
+static int check(vm_status s) {
+    if (s) vm_py_raise(s);
+    return s ? -1 : 0;
 }
 
 static int to_number(PyObject *object, uint64_t *out) {
@@ -79,10 +84,9 @@ static int to_pair(PyObject *object, int64_t out[2]) {
     return failed;
 }
 
-/* rule->channels is the caller's to free, with PyMem_Free. formula: whether the rule has to have one. */
-static int to_rule(PyObject *dict, bool formula, vm_rule *rule, int64_t **channels) {
+/* formula: whether the rule has to have one. */
+static int to_rule(PyObject *dict, bool formula, vm_rule *rule) {
     *rule = (vm_rule){.most = INT64_MAX};
-    *channels = NULL;
     if (!PyDict_Check(dict)) return bad("rules that are dicts", dict);
     PyObject *dtypes = item(dict, "dtypes"), *pairs = item(dict, "channels"), *pixels = item(dict, "pixels");
     if (!dtypes || !PyList_Check(dtypes)) return bad("a rule with a list of dtypes", dict);
@@ -102,10 +106,9 @@ static int to_rule(PyObject *dict, bool formula, vm_rule *rule, int64_t **channe
     if (!pairs) return 0;
     if (!PyList_Check(pairs)) return bad("a rule with a list of channels", dict);
     rule->pairs = (size_t)PyList_GET_SIZE(pairs);
-    rule->channels = *channels = PyMem_Calloc(2 * rule->pairs + 1, sizeof **channels);
-    if (!*channels) return PyErr_NoMemory(), -1;
+    if (rule->pairs > VM_RULE_PAIRS) return bad("a rule with at most 16 pairs of channels", dict);
     for (size_t i = 0; i < rule->pairs; i++)
-        if (to_pair(PyList_GET_ITEM(pairs, (Py_ssize_t)i), *channels + 2 * i)) return -1;
+        if (to_pair(PyList_GET_ITEM(pairs, (Py_ssize_t)i), rule->channels[i])) return -1;
     return 0;
 }
 
@@ -165,8 +168,7 @@ static int add_tree(vm_profile *p, const char **at, int32_t *node) {
     const int failed = add_tree(p, at, &up_to) || want(at, ',') || add_tree(p, at, &beyond) || want(at, ']');
     Py_LeaveRecursiveCall();
     if (failed) return -1;
-    const vm_status s = vm_profile_add_node(p, (int)(feature - VM_SIZE_NAMES), number, up_to, beyond, node);
-    return s ? (vm_py_raise(s), -1) : 0;
+    return check(vm_profile_add_node(p, (int)(feature - VM_SIZE_NAMES), number, up_to, beyond, node));
 }
 
 /* "128,128,3,1,1/float16 nhwc", or "96,96,3,1,0,3/float16" with three frames */
@@ -203,8 +205,7 @@ static int add_trees(vm_profile *p, const char *at) {
         } else if (!vm_profile_tree(p, &like, &root)) {
             return bad_text("an earlier key", at);
         }
-        const vm_status s = vm_profile_add_tree(p, &key, root);
-        if (s) return vm_py_raise(s), -1;
+        if (check(vm_profile_add_tree(p, &key, root))) return -1;
         if (next(&at) != '}' && want(&at, ',')) return -1;
     }
     return 0;
@@ -220,13 +221,10 @@ static int fill(vm_profile *p, PyObject *formulas, PyObject *rules, const char *
     }
     for (Py_ssize_t i = 0; !s && i < PyList_GET_SIZE(rules); i++) {
         vm_rule rule;
-        int64_t *channels;
-        const int failed = to_rule(PyList_GET_ITEM(rules, i), true, &rule, &channels);
-        if (!failed) s = vm_profile_add_rule(p, &rule);
-        PyMem_Free(channels);
-        if (failed) return -1;
+        if (to_rule(PyList_GET_ITEM(rules, i), true, &rule)) return -1;
+        s = vm_profile_add_rule(p, &rule);
     }
-    return s ? (vm_py_raise(s), -1) : add_trees(p, trees);
+    return check(s) ? -1 : add_trees(p, trees);
 }
 
 static PyObject *profile_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -241,15 +239,11 @@ static PyObject *profile_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
         return PyErr_Format(PyExc_TypeError, "otherwise: want a Profile, got %s", Py_TYPE(otherwise)->tp_name);
     Profile *self = (Profile *)type->tp_alloc(type, 0);
     if (!self) return NULL;
-    const vm_profile *other = NULL;
-    if (otherwise != Py_None) {
-        self->otherwise = Py_NewRef(otherwise);
-        other = ((Profile *)otherwise)->profile;
-    }
-    const vm_status s = vm_profile_new(strict, other, &self->profile);
-    if (!s && !fill(self->profile, formulas, rules, trees)) return (PyObject *)self;
-    Py_DECREF(self);
-    return s ? vm_py_raise(s) : NULL;
+    self->otherwise = Py_NewRef(otherwise);
+    const vm_profile *other = otherwise == Py_None ? NULL : ((Profile *)otherwise)->profile;
+    if (check(vm_profile_new(strict, other, &self->profile)) || fill(self->profile, formulas, rules, trees))
+        Py_CLEAR(self);
+    return (PyObject *)self;
 }
 
 static void profile_dealloc(Profile *self) {
@@ -283,20 +277,14 @@ static bool is_profile(PyObject *object) {
 static int add_entry(Lookup *self, PyObject *pair, Py_ssize_t i) {
     PyObject *rule, *profile;
     vm_rule read;
-    int64_t *channels = NULL;
     if (!PyTuple_Check(pair) || !PyArg_ParseTuple(pair, "OO", &rule, &profile)) return bad("pairs", pair);
     const bool has_rule = rule != Py_None, has_profile = profile != Py_None;
     if (has_profile && !is_profile(profile)) return -1;
-    int failed = has_rule ? to_rule(rule, !has_profile, &read, &channels) : 0;
-    if (!failed && !has_rule && !has_profile) failed = bad("a rule or a profile", pair);
+    if (has_rule && to_rule(rule, !has_profile, &read)) return -1;
+    if (!has_rule && !has_profile) return bad("a rule or a profile", pair);
     PyTuple_SET_ITEM(self->profiles, i, Py_NewRef(profile));
-    if (!failed) {
-        const vm_status s =
-            vm_lookup_add(self->lookup, has_rule ? &read : NULL, has_profile ? ((Profile *)profile)->profile : NULL);
-        if (s) failed = (vm_py_raise(s), -1);
-    }
-    PyMem_Free(channels);
-    return failed;
+    return check(
+        vm_lookup_add(self->lookup, has_rule ? &read : NULL, has_profile ? ((Profile *)profile)->profile : NULL));
 }
 
 static PyObject *lookup_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -312,9 +300,8 @@ static PyObject *lookup_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     Lookup *self = (Lookup *)type->tp_alloc(type, 0);
     if (self) self->tf32 = tf32;
     const Py_ssize_t count = PyTuple_GET_SIZE(list);
-    int failed = !self || !(self->profiles = PyTuple_New(count)) || !(self->sources = PyList_New(0)) ? -1 : 0;
-    const vm_status s = failed ? VM_OK : vm_lookup_new(&torch, tf32, &self->lookup);
-    if (s) failed = (vm_py_raise(s), -1);
+    int failed = !self || !(self->profiles = PyTuple_New(count)) || !(self->sources = PyList_New(0)) ||
+                 check(vm_lookup_new(&torch, tf32, &self->lookup));
     for (Py_ssize_t i = 0; !failed && i < count; i++) failed = add_entry(self, PyTuple_GET_ITEM(list, i), i);
     Py_DECREF(list);
     if (failed) Py_CLEAR(self);
@@ -347,7 +334,7 @@ static int know(Lookup *self, const vm_conv *conv, PyObject *told, vm_known *out
     }
     vm_lookup_answer a;
     const vm_status s = vm_lookup_conv(self->lookup, conv, &a);
-    if (s && s != VM_EINVAL) return vm_py_raise(s), -1;
+    if (s != VM_EINVAL && check(s)) return -1;
     PyObject *question = vm_py_from_conv(conv), *source = NULL;
     PyObject *said = question ? PyObject_CallFunction(told, "OKiiii", question, (unsigned long long)a.bytes, (int)a.own,
                                                       s ? -2 : a.entry, a.how.steps, a.how.rule)
@@ -361,8 +348,7 @@ static int know(Lookup *self, const vm_conv *conv, PyObject *told, vm_known *out
     int failed = !said || !PyArg_ParseTuple(said, "KU", &bytes, &source) || number_of(self, source, &out->source);
     if (!failed) {
         out->bytes = bytes;
-        const vm_status kept = vm_lookup_remember(self->lookup, out);
-        if (kept) failed = (vm_py_raise(kept), 1);
+        failed = check(vm_lookup_remember(self->lookup, out));
     }
     Py_XDECREF(said);
     Py_XDECREF(question);
@@ -432,13 +418,11 @@ static PyObject *by_profile(Lookup *self, PyObject *of, const vm_profile *profil
         vm_known known = {0};
         vm_profile_how how;
         bool found;
-        const vm_status s = vm_profile_conv(profile, &conv, self->tf32, &found, &known.bytes, &how);
+        failed = check(vm_profile_conv(profile, &conv, self->tf32, &found, &known.bytes, &how));
         held += found;
-        if (s)
-            failed = (vm_py_raise(s), -1);
-        else if (own && own->own)
+        if (!failed && own && own->own)
             known = *own;
-        else if (!found)
+        else if (!failed && !found)
             failed = know(rest, &conv, told, &known);
         failed = failed || append(list, PyLong_FromUnsignedLongLong(known.bytes));
     }

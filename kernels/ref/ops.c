@@ -236,19 +236,8 @@ static void tiles_out(const line *down, const line *across, float *y, size_t y_r
         }
 }
 
-#define VM_TRANSFORMS(NAME, DOWN, ACROSS)                                                                        \
-    static void NAME##_in(float *v, size_t v_step, const float *x, size_t x_row, size_t tiles) {                 \
-        tiles_in(&DOWN, &ACROSS, v, v_step, x, x_row, tiles);                                                    \
-    }                                                                                                            \
-    static void NAME##_weights(float *u, size_t u_step, const float *w, size_t n) {                              \
-        filters_in(&DOWN, &ACROSS, u, u_step, w, n);                                                             \
-    }                                                                                                            \
-    static void NAME##_out(float *y, size_t y_row, const float *m, size_t m_step, size_t y_rows, size_t y_width, \
-                           const float *bias, const float *add, size_t add_row) {                                \
-        tiles_out(&DOWN, &ACROSS, y, y_row, m, m_step, y_rows, y_width, bias, add, add_row);                     \
-    }
-VM_TRANSFORMS(winograd, two, four)
-VM_TRANSFORMS(upsampled, doubled, doubled)
+VM_TRANSFORMS(winograd, &two, &four)
+VM_TRANSFORMS(upsampled, &doubled, &doubled)
 
 static double burn(size_t rounds, float *sink) {
     float x[8][L] = {{0}};
@@ -260,15 +249,5 @@ static double burn(size_t rounds, float *sink) {
     return 2.0 * 8 * L * (double)rounds;
 }
 
-const vm_cpu_ops vm_cpu_ref = {{1, PIXELS, VM_ROWS_FLAT, VM_STEPS, gemm, load, burn},
-                               store_rows,
-                               squares,
-                               stats,
-                               softmax,
-                               rescale,
-                               transpose,
-                               unpack,
-                               {4, 6, 2, 4, winograd_in, winograd_weights, winograd_out},
-                               {3, 3, 2, 2, upsampled_in, upsampled_weights, upsampled_out}};
-
+const vm_cpu_ops vm_cpu_ref = {VM_CPU_OPS(PIXELS)};
 const vm_products vm_pairs_ref = {1, PIXELS, VM_ROWS_FLAT, VM_STEPS, gemm_pairs, vm_load_pairs_ref, burn};

@@ -385,18 +385,6 @@ INLINE void tiles_out(int down, int across, float *y, size_t y_row, const float 
     }
 }
 
-#define VM_TRANSFORMS(NAME, DOWN, ACROSS)                                                                        \
-    static void NAME##_in(float *v, size_t v_step, const float *x, size_t x_row, size_t tiles) {                 \
-        tiles_in(DOWN, ACROSS, v, v_step, x, x_row, tiles);                                                      \
-    }                                                                                                            \
-    static void NAME##_weights(float *u, size_t u_step, const float *w, size_t n) {                              \
-        filters_in(DOWN, ACROSS, u, u_step, w, n);                                                               \
-    }                                                                                                            \
-    static void NAME##_out(float *y, size_t y_row, const float *m, size_t m_step, size_t y_rows, size_t y_width, \
-                           const float *bias, const float *add, size_t add_row) {                                \
-        tiles_out(DOWN, ACROSS, y, y_row, m, m_step, y_rows, y_width, bias, add, add_row);                       \
-    }
-
 VM_TRANSFORMS(winograd, TWO, FOUR)
 VM_TRANSFORMS(upsampled, UP, UP)
 
@@ -412,13 +400,4 @@ static double burn(size_t rounds, float *sink) {
     return 2.0 * 12 * VM_LANES * (double)rounds;
 }
 
-const vm_cpu_ops VM_OPS = {{1, VM_PIXELS, VM_ROWS_FLAT, VM_STEPS, gemm, load, burn},
-                           store_rows,
-                           squares,
-                           stats,
-                           softmax,
-                           rescale,
-                           transpose,
-                           unpack,
-                           {4, 6, 2, 4, winograd_in, winograd_weights, winograd_out},
-                           {3, 3, 2, 2, upsampled_in, upsampled_weights, upsampled_out}};
+const vm_cpu_ops VM_OPS = {VM_CPU_OPS(VM_PIXELS)};

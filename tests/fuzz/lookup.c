@@ -26,20 +26,19 @@ static vm_formula a_formula(input *in) {
     return f;
 }
 
-static vm_rule a_rule(input *in, const int64_t channels[2]) {
+static vm_rule a_rule(input *in, const vm_conv *like) {
     return (vm_rule){.dtypes = (unsigned)take(in, 1) & 7,
                      .r = (int64_t)take(in, 1) % 4,
                      .stride = 1,
                      .least = 1,
                      .most = INT64_MAX,
-                     .channels = channels,
+                     .channels = {{like->c, like->k}},
                      .pairs = take(in, 1) & 1,
                      .formula = a_formula(in)};
 }
 
 static vm_profile *a_profile(input *in, const vm_profile *otherwise, const vm_conv *like) {
     vm_profile *p;
-    const int64_t channels[2] = {like->c, like->k};
     CHECK(!vm_profile_new(take(in, 1) & 1, otherwise, &p));
     for (uint64_t n = take(in, 1) % 6; n; n--) {
         const vm_formula f = a_formula(in);
@@ -53,7 +52,7 @@ static vm_profile *a_profile(input *in, const vm_profile *otherwise, const vm_co
         const vm_profile_key key = {like->c,          like->k,         like->filter[1], like->stride[1],
                                     like->padding[1], take(in, 1) % 3, take(in, 1) & 1, take(in, 1) & 1};
         vm_profile_add_tree(p, &key, (int8_t)take(in, 1));
-        const vm_rule rule = a_rule(in, channels);
+        const vm_rule rule = a_rule(in, like);
         CHECK(!vm_profile_add_rule(p, &rule));
     }
     return p;
@@ -63,13 +62,12 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     input in = {data, data + size};
     const uint64_t how = take(&in, 1);
     const vm_conv like = a_conv(&in);
-    const int64_t channels[2] = {like.c, like.k};
     vm_profile *const last = a_profile(&in, NULL, &like), *const first = a_profile(&in, last, &like);
     const vm_lookup_torch torch = {
         .sm = (int)take(&in, 1), .cudnn = (int)take(&in, 3), .release = (int)take(&in, 1) * 2, .is_290 = how & 1};
     vm_lookup *l;
     CHECK(!vm_lookup_new(&torch, how & 2, &l));
-    const vm_rule rule = a_rule(&in, channels);
+    const vm_rule rule = a_rule(&in, &like);
     CHECK(!vm_lookup_add(l, &rule, how & 4 ? first : NULL) && !vm_lookup_add(l, NULL, first));
     for (int i = 0; i < 20 && (!i || in.at < in.end); i++) {
         const vm_conv c = i ? a_conv(&in) : like;
