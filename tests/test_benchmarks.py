@@ -321,11 +321,11 @@ def test_more_frames_of_a_video(tmp_path):
 def test_other_vaes(tmp_path, model):
     """One frame of a VAE of videos, beside diffusers' 3D convolutions; a tiny autoencoder."""
     pytest.importorskip("diffusers")
-    run("decode.py", f"--model {model} --op decode encode {TINY} vaemem torch", tmp_path)
-    for op in ("decode", "encode"):
-        rows = table(tmp_path / f"{model}_{op}_64_float32_small_cpu.csv")
-        assert [row["contestant"] for row in rows] == ["vaemem", "torch"]
-        assert all(row["model"] == model and 0 < float(row["rms_error"]) < 1e-5 for row in rows)
+    op = "encode" if model == "taesd" else "decode"
+    run("decode.py", f"--model {model} --op {op} {TINY} vaemem torch", tmp_path)
+    rows = table(tmp_path / f"{model}_{op}_64_float32_small_cpu.csv")
+    assert [row["contestant"] for row in rows] == ["vaemem", "torch"]
+    assert all(row["model"] == model and 0 < float(row["rms_error"]) < 1e-5 for row in rows)
 
 
 def test_a_photograph_there_and_back(tmp_path):

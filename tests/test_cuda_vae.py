@@ -140,7 +140,7 @@ def test_tiles_of_host_arrays(dtype):
 
 @pytest.mark.one_in(4)
 @every_dtype
-@pytest.mark.parametrize("tiling", [Tiling(16), Tiling(16, 0.5, "cosine")])
+@pytest.mark.parametrize("tiling", [Tiling(16), Tiling(16, 0.25, "cosine")])
 def test_tiles_of_arrays_on_it(dtype, tiling):
     """They are read, blended and written where they lie: as from host memory, where the blending is the host's."""
     there, name = on_gpu("flux", dtype), dtype.partition(" ")[0]

@@ -333,7 +333,7 @@ FORMULA_CARDS = ("T4", "RTX 3060", "RTX 4060", "RTX 4090", "A100 80GB", "RX 7900
 
 @pytest.mark.one_in(9)
 @pytest.mark.parametrize("offload", ["none", "model", "sequential"])
-@pytest.mark.parametrize("gpu", FORMULA_CARDS)
+@pytest.mark.parametrize("gpu", FORMULA_CARDS[::2])
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_every_pipeline_has_a_formula(pipeline, gpu, offload):
     """No phase is without, nothing raises, and each point that was played lies within the bounds, in one piece."""
@@ -358,8 +358,8 @@ def test_every_pipeline_has_a_formula(pipeline, gpu, offload):
 @pytest.mark.parametrize("gpu", FORMULA_CARDS)
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_every_pipeline_has_rows_and_plans(pipeline, gpu):
-    """At six sizes nothing raises, no row lacks a number, and every way of a plan says whether it fits."""
-    sizes = [512, 768, 1024, (1216, 832), (768, 1344), 1536]
+    """At three sizes nothing raises, no row lacks a number, and every way of a plan says whether it fits."""
+    sizes = [512, (1216, 832), 1536]
     for offload in ("none", "model", "sequential"):
         for row in sweep(pipeline, "pipeline", sizes, gpu=gpu, offload=offload):
             assert row["phase"] and row["tokens"] and 0 < row["allocated_bytes"] <= row["reserved_bytes"]

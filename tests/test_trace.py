@@ -135,10 +135,10 @@ def test_upcast_vae_leaves_the_first_blocks_in_half_precision(case, channels_las
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("op", ["encode", "decode"])
-@pytest.mark.parametrize("tile, overlap", [(72, 0.25), (64, 0.0), (64, 0.125), (64, 0.3), (64, 0.5), (72, 0.75)])
+@pytest.mark.parametrize("tile, overlap", [(72, 0.25), (64, 0.0), (64, 0.125), (64, 0.3), (64, 0.5), (72, 0.7)])
 def test_tiles_overlap_as_diffusers_rounds_it(tile, overlap, op):
     """Where a part is no whole latent, diffusers rounds the distance of tiles and what is blended each down."""
-    diffusers_case(SMALL, op, 192, 196, tile=tile, tile_overlap=overlap)
+    diffusers_case(SMALL, op, 96, 132, tile=tile, tile_overlap=overlap)
 
 
 def test_tiles_of_a_shipped_model():
@@ -239,10 +239,10 @@ def test_comfyui_tiles_and_vaes_without_quant_convolutions(runtime, case, op):
 @pytest.mark.parametrize("op", ["encode", "decode"])
 @pytest.mark.parametrize("model", ["flux2", "flux2-small"])
 @pytest.mark.parametrize(
-    "case", [(256, 256), (192, 256, 2, 0, "float32"), (768, 640, 1, 512), (160, 96, 2, 64), (64, 96, 1, 64)]
+    "case", [(256, 256), (192, 256, 2, 0, "float32"), (768, 640, 1, 512), (112, 96, 2, 64), (64, 96, 1, 64)]
 )
 def test_flux2_in_comfyui_packs_and_normalises_its_latents(case, model, op):
-    for channels_last in (False, True):
+    for channels_last in (False, True) if case[0] == 256 else (op == "encode",):
         ldm_case("comfyui", MODELS[model], op, *case, channels_last=channels_last)
 
 
