@@ -23,7 +23,7 @@ UNIT = {"f32": E, "f16": 2.0**-11, "bf16": 2.0**-8, "u8": 0}
 SILU = {"f32": 0, "f16": 0, "bf16": 2.0**-12}  # the error of a bfloat16's SiLU, by the size of its argument (pixels.h)
 LEAST = {"f32": 1e-36, "f16": 2.0**-25, "bf16": 1e-36, "u8": 0}
 FORMATS = {"rows": 0, "f32": 1, "u8": 2, "f16": 3, "bf16": 4}  # vm_format
-BLOCK, THREADS, LANES = 16, 256, 64
+BLOCK, THREADS, LANES, MERGE_BLOCKS = 16, 256, 64, 4
 SM_75, SM_80, SM_86, SM_90 = 64 << 10, 163 << 10, 99 << 10, 227 << 10  # what a block may have of shared memory there
 every_type = pytest.mark.parametrize("dtype", TYPES)
 every_format = pytest.mark.parametrize("format_", [f for f in FORMATS if f != "rows"])
@@ -74,7 +74,7 @@ class StoreArgs(Args):
 
 class MergeArgs(Args):
     _fields_ = (
-        *((name, c_void_p) for name in ("stats", "gamma", "beta", "scale", "shift")),
+        *((name, c_void_p) for name in ("stats", "gamma", "beta", "scale", "shift", "sums", "arrived")),
         *((name, c_uint32) for name in ("parts", "c", "groups")),
         ("eps", c_float),
     )
@@ -283,8 +283,10 @@ def run_merge(kernels, sums, gamma, beta, groups, eps, seed=1):
     sums, gamma, beta = (memory.copy(v) for v in (sums, gamma, beta))
     scale, shift = (memory.empty(round_up(c), np.float32) for _ in range(2))
     arrays = {"stats": sums, "gamma": gamma, "beta": beta, "scale": scale, "shift": shift}
-    args = MergeArgs(**arrays, parts=len(sums), c=c, groups=groups, eps=eps)
-    kernels.launch("vm_merge", (groups,), (THREADS,), args, seed=seed)
+    own, arrived = memory.empty((groups, MERGE_BLOCKS, 3), np.float64), memory.full(1, np.uint32, 0)
+    args = MergeArgs(**arrays, sums=own, arrived=arrived, parts=len(sums), c=c, groups=groups, eps=eps)
+    kernels.launch("vm_merge", (groups, MERGE_BLOCKS), (THREADS,), args, seed=seed)
     memory.check()
+    assert arrived == 0
     assert (scale[c:] == 0).all() and (shift[c:] == 0).all()
     return scale[:c], shift[:c]

@@ -107,16 +107,16 @@ class Convs:
         of, memory = Key(*key), Memory()
         y_shape = *((n - of.filter[1]) // of.stride[1] + 1 for n in of.size[1:]), of.k
         arrays = memory.copy(x), memory.copy(w), memory.empty(y_shape, x.dtype), memory.empty(workspace, np.uint8)
-        return memory, arrays, [ctypes.c_void_p(a.ctypes.data) for a in arrays]
+        return memory, arrays, [ctypes.c_void_p(a.ctypes.data) if a.size else None for a in arrays]
 
     def run(self, key, x, w, workspace=None):
         """y of x [h][w][c] and w [k][r][r][c]; workspace: bytes, by default as many as are wanted."""
-        memory, arrays, at = self._memory(key, x, w, workspace or self.bytes(key))
+        memory, arrays, at = self._memory(key, x, w, self.bytes(key) if workspace is None else workspace)
         self._check(self.library.vm_cudnn_convs_run(self.convs, ctypes.byref(Key(*key)), None, *at))
         memory.check()
         assert [a.tobytes() for a in arrays[:2]] == [x.tobytes(), w.tobytes()], "wrote into an input"
         used = arrays[3] != Memory.FILL
-        assert workspace or used.all(), "the stand-in did not use the workspace that it asked for"
+        assert workspace is not None or used.all(), "the stand-in did not use the workspace that it asked for"
         return arrays[2].copy()
 
     def tune(self, key, x, w, times):

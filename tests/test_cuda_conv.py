@@ -54,6 +54,7 @@ def convs(stand_in_process, library, stand_in):
 
 # The stand-in's engines: 100 to 102 are not to be taken, 103 wants 1 GiB, 104 cannot be made, 105 has tensor cores,
 # 106 is Winograd's, 107 to 109 plain: 107 wants more than 1 MiB, 109 is of the fallback list. Workspaces grow with h.
+# 99, the first for 1x1, has tensor cores and wants none.
 FIRST = [
     ("float16", False, 105, 5),
     ("bfloat16", False, 105, 5),
@@ -90,6 +91,17 @@ def test_limit(convs, limit, engine, bytes_):
 def test_plain_float32_wants_more_of_its_first_engine(convs):
     k = key(limit=2 * MIB)
     assert convs.bytes(k) == 1025 << 10 and convs.name(k).startswith("eng107_")
+
+
+@pytest.mark.parametrize("limit", [0, MIB])
+def test_a_plan_without_a_workspace_is_given_none(convs, limit):
+    k = key("float16", r=1, limit=limit)
+    x, w = tensors(k)
+    assert convs.bytes(k) == 0 and convs.name(k).startswith("eng99_")
+    want, sizes = exact(k, x, w)
+    assert (abs(convs.run(k, x, w).astype(np.float64) - want) <= tolerance(k, want, sizes)).all()
+    with pytest.raises(RuntimeError, match="no workspace"):
+        convs.run(key("float16"), *tensors(key("float16")), workspace=0)
 
 
 def test_no_plan_within_the_limit(convs):

@@ -3,7 +3,7 @@
  *   merge: the sums that x's producer left -> scale, shift
  *   for each stripe of rows of y:   x --load--> stripe in --cuDNN--> raw stripe --store--> y and its sums
  *
- *   prepared: scale | shift        scratch: factors | stripe in | raw stripe        workspace: cuDNN's
+ *   prepared: scale | shift | merge's sums        scratch: factors | stripe in | raw stripe        workspace: cuDNN's
  *
  * A move has its own kernel in the place of cuDNN. A norm of one pixel has factors of its pixels: pixel_norm makes
  * those that a stripe needs, before its load. Our own convolution takes any rows in one kernel, without stripes but for
@@ -53,7 +53,9 @@ static ptrdiff_t top_of(const vm_pass *p, const shape *s, size_t row0) {
 static size_t put_bytes(size_t *end, size_t bytes) { return vm_put_bytes(end, bytes, 256); }
 
 static size_t prepared_bytes(const vm_pass *p) {
-    return p->norm ? VM_ROUND_UP(2 * vm_padded(p->x.c) * sizeof(float), 256) : 0;
+    const size_t factors = 2 * vm_padded(p->x.c) * sizeof(float);
+    const size_t sums = p->norm == VM_NORM_GROUP ? 3 * VM_MERGE_BLOCKS * p->groups * sizeof(double) : 0;
+    return p->norm ? VM_ROUND_UP(factors + sums, 256) : 0;
 }
 
 /* Fills the layout for stripes of `rows`. */
@@ -179,9 +181,10 @@ static size_t parts_of(const vm_pass *p, size_t rows) {
 
 static size_t stripe_rows(const vm_pass *p, const shape *s, size_t row0) { return VM_MIN(s->rows, p->y.h - row0); }
 
-static vm_conv_key key_of(const vm_gpu *g, const vm_pass *p, const vm_limits *limits, vm_manner manner, const shape *s,
-                          size_t rows) {
-    const int64_t x[4] = {1, (int64_t)s->in_c, (int64_t)in_rows(p, s, rows), (int64_t)s->in_w};
+/* Of every stripe: the last one too is computed as high as the others, so that a pass has one engine of cuDNN's. */
+static vm_conv_key key_of(const vm_gpu *g, const vm_pass *p, const vm_limits *limits, vm_manner manner,
+                          const shape *s) {
+    const int64_t x[4] = {1, (int64_t)s->in_c, (int64_t)in_rows(p, s, s->rows), (int64_t)s->in_w};
     vm_conv conv = vm_conv_square(g->backend.dtype, x, (int64_t)s->raw_c, (int64_t)s->k, (int64_t)s->stride, 0);
     conv.tf32 = g->tf32;
     conv.nhwc = true;
@@ -214,16 +217,10 @@ vm_status vm_gpu_workspace(const vm_backend *b, const vm_pass *p, const vm_limit
     if (p->kind != VM_PASS_CONV || own_tile(g, p).rows) return VM_OK;
     if (!g->convs) return vm_fail(VM_EDEVICE, "%s", g->no_cudnn);
     const shape s = shape_of(g, p, limits, manner);
-    const size_t last = p->y.h % s.rows;
+    const vm_conv_key key = key_of(g, p, limits, manner, &s);
     VM_ENTER(g);
-    vm_status status = VM_OK;
-    for (int i = 0; i < (last ? 2 : 1) && !status; i++) {
-        const vm_conv_key key = key_of(g, p, limits, manner, &s, i ? last : s.rows);
-        size_t one = 0;
-        status = vm_cudnn_convs_bytes(g->convs, &key, &one);
-        if (g->autotune) one = key.limit; /* which plan wins is known when there is memory to run them on */
-        *bytes = VM_MAX(*bytes, one);
-    }
+    const vm_status status = vm_cudnn_convs_bytes(g->convs, &key, bytes);
+    if (g->autotune) *bytes = key.limit; /* which plan wins is known when there is memory to run them on */
     return status;
 }
 
@@ -256,11 +253,13 @@ static vm_status merge(const vm_gpu *g, const vm_pass *p, const vm_operands *at)
                        .beta = at->beta,
                        .scale = scale_of(p, at),
                        .shift = shift_of(p, at),
+                       .sums = (double *)(shift_of(p, at) + vm_padded(p->x.c)),
+                       .arrived = g->flags + 1,
                        .parts = (uint32_t)at->x_parts,
                        .c = (uint32_t)p->x.c,
                        .groups = (uint32_t)p->groups,
                        .eps = p->eps * p->x_scale * p->x_scale};
-    return launch(g, g->kernel[VM_KERNEL_MERGE], p->groups, 1, VM_CUDA_THREADS, 0, &a);
+    return launch(g, g->kernel[VM_KERNEL_MERGE], p->groups, VM_MERGE_BLOCKS, VM_CUDA_THREADS, 0, &a);
 }
 
 /* Rows [first, end) of x. */
@@ -365,9 +364,9 @@ static vm_status store(const vm_gpu *g, const vm_pass *p, const vm_operands *at,
                   VM_CUDA_THREADS, 0, &a);
 }
 
-/* Whether cuDNN may read x itself: there is nothing to do on load, and x's pixels are packed. */
-static bool reads_x(const vm_pass *p, const vm_operands *at, const shape *s) {
-    return p->ksize == 1 && !p->norm && !p->affine && !p->act && p->x_format == VM_ROWS &&
+/* Whether cuDNN may read x itself: there is nothing to do on load, and a whole stripe of x's pixels lies packed. */
+static bool reads_x(const vm_pass *p, const vm_operands *at, const shape *s, size_t rows) {
+    return rows == s->rows && p->ksize == 1 && !p->norm && !p->affine && !p->act && p->x_format == VM_ROWS &&
            pitch_of(&at->x, &p->x) == s->in_c && p->x_scale == p->y_scale && at->x.ring == SIZE_MAX;
 }
 
@@ -397,12 +396,12 @@ static vm_status move(const vm_gpu *g, const vm_pass *p, const vm_operands *at, 
 
 static vm_status conv(vm_gpu *g, const vm_pass *p, const vm_operands *at, const vm_limits *limits, const shape *s,
                       size_t row, size_t rows) {
-    const vm_conv_key key = key_of(g, p, limits, at->manner, s, rows);
-    const bool direct = reads_x(p, at, s);
+    const vm_conv_key key = key_of(g, p, limits, at->manner, s);
+    const bool direct = reads_x(p, at, s, rows);
     const char *in =
         direct ? (char *)at->x.data + row * p->x.w * s->in_c * vm_dtype_bytes(g->backend.dtype) : scratch_at(at, s->in);
     char *raw = scratch_at(at, s->raw);
-    vm_status status = direct ? VM_OK : load(g, p, at, s, row, rows);
+    vm_status status = direct ? VM_OK : load(g, p, at, s, row, s->rows); /* zeros below the image */
     if (!status && g->autotune && !g->outside)
         status = vm_cudnn_convs_tune(g->convs, &key, g->stream, in, at->weight, raw, at->workspace, vm_gpu_time, g);
     if (!status) status = vm_cudnn_convs_run(g->convs, &key, g->stream, in, at->weight, raw, at->workspace);

@@ -76,11 +76,16 @@ typedef struct vm_store_args {
 } vm_store_args;
 
 /* vm_merge: the parts of x's producer into y = x * scale + shift; sums in double. Channels from c up to its padding get
- * 0. Grid (groups), VM_CUDA_THREADS threads. */
+ * 0. Grid (groups, VM_MERGE_BLOCKS), VM_CUDA_THREADS threads. */
+enum {
+    VM_MERGE_BLOCKS = 4 /* for each group: with 32 groups as many blocks as a GPU has multiprocessors, or nearly */
+};
 typedef struct vm_merge_args {
     const float *stats;
     const float *gamma, *beta;
     float *scale, *shift; /* [VM_ROUND_UP(c, VM_BLOCK)] */
+    double *sums;         /* [groups][VM_MERGE_BLOCKS][3], for the kernel's own use */
+    uint32_t *arrived;    /* 0, and 0 again afterwards */
     uint32_t parts, c, groups;
     float eps;
 } vm_merge_args;

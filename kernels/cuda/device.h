@@ -91,6 +91,14 @@ VM_DEVICE float vm_reciprocal(float v) {
 VM_DEVICE uint4 vm_load16(const void *p) { return *static_cast<const uint4 *>(p); }
 VM_DEVICE void vm_store16(void *p, uint4 v) { *static_cast<uint4 *>(p) = v; }
 VM_DEVICE uint32_t vm_atomic_or(uint32_t *p, uint32_t bits) { return atomicOr(p, bits); }
+/* Called by one thread of each of so many blocks: whether all others have called it. What they wrote before can then be
+ * read as volatile. *arrived is 0 before the first call and after the last. */
+VM_DEVICE bool vm_arrives_last(uint32_t *arrived, uint32_t blocks) {
+    __threadfence();
+    const bool last = atomicInc(arrived, blocks - 1) == blocks - 1;
+    __threadfence();
+    return last;
+}
 
 /* Begins to bring what lies at p from memory into the L2 cache: a hint. */
 VM_DEVICE void vm_prefetch(const void *p) {

@@ -60,7 +60,7 @@ static vm_status make_streams(vm_gpu *g) {
     for (int i = 0; i < VM_GPU_LAG; i++)
         VM_TRY(g, EventCreate(&g->pace[i], CU_EVENT_DISABLE_TIMING), "making an event");
     CUdeviceptr flags;
-    VM_TRY(g, MemAlloc(&flags, sizeof *g->flags), "taking memory");
+    VM_TRY(g, MemAlloc(&flags, 2 * sizeof *g->flags), "taking memory");
     g->flags = (uint32_t *)(uintptr_t)flags;
     VM_TRY(g, MemHostAlloc((void **)&g->pinned, VM_GPU_SLOTS * VM_GPU_SLOT + sizeof(uint32_t), 0),
            "taking pinned memory");

@@ -62,9 +62,9 @@ typedef struct vm_gpu {
     CUevent tried[2];           /* around the convolutions that vm_gpu_time times */
     CUevent input_free, input_sent, output_ready, slot[VM_GPU_SLOTS];
     CUevent step[VM_GPU_STEPS], pace[VM_GPU_LAG];
-    size_t paced;            /* how often pace was recorded in this run */
-    uint32_t *flags;         /* on the device: bit 0 where a stored number was not finite */
-    char *pinned;            /* VM_GPU_SLOTS slots, then one word for the flags */
+    size_t paced;    /* how often pace was recorded in this run */
+    uint32_t *flags; /* on the device: bit 0 where a stored number was not finite; then vm_merge's count of blocks */
+    char *pinned;    /* VM_GPU_SLOTS slots, then one word for the flags */
     pthread_mutex_t copying; /* held while the slots are used */
     size_t next_slot;
 

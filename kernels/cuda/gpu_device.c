@@ -136,7 +136,8 @@ static vm_status start(const vm_backend *b, void *stream) {
     VM_TRY(g, StreamWaitEvent(g->stream, g->done, 0), "ordering runs");
     for (int i = 0; i < VM_GPU_SLOTS; i++) /* weights may still be on their way */
         VM_TRY(g, StreamWaitEvent(g->stream, g->slot[i], 0), "ordering copies");
-    VM_TRY(g, MemsetD8Async((CUdeviceptr)(uintptr_t)g->flags, 0, sizeof *g->flags, g->stream), "clearing the flags");
+    VM_TRY(g, MemsetD8Async((CUdeviceptr)(uintptr_t)g->flags, 0, 2 * sizeof *g->flags, g->stream),
+           "clearing the flags");
     VM_TRY(g, EventRecord(g->begun, g->stream), "marking the beginning");
     return VM_OK;
 }

@@ -1,23 +1,26 @@
 /* merge: from the partial sums that the producer of x left to one scale and shift a channel, which load applies:
  * together they are GroupNorm.
  *
- * A block merges one group, in one pass over its parts, with many loads under way at once. The means are summed less
- * the first of them, in double, which has digits enough for what cancels at the end. Every thread sums its own share of
- * the parts, and shares are added in a fixed order: the same bits every time. */
+ * Each group has several blocks, so that every multiprocessor has work. A thread sums its own share of the parts, in
+ * one pass with many loads under way at once. The means are summed less the first of them, in double, which has digits
+ * enough for what cancels at the end. Shares are added in a fixed order, those of blocks by the block that comes last:
+ * the same bits every time, on every GPU. */
 #include <math.h>
 
 #include "device.h"
 
 VM_KERNEL __launch_bounds__(VM_CUDA_THREADS, 1) vm_merge(vm_merge_args a) {
-    constexpr int AT_ONCE = 16;
+    constexpr int AT_ONCE = 16, SHARES = VM_CUDA_THREADS * VM_MERGE_BLOCKS;
     __shared__ double shares[3][VM_CUDA_THREADS];
+    __shared__ bool last;
     const uint32_t me = threadIdx.x, padded = VM_ROUND_UP(a.c, VM_BLOCK), width = a.c / a.groups;
-    const uint32_t first = blockIdx.x * width, step_parts = VM_CUDA_THREADS / width, step = VM_CUDA_THREADS % width;
+    const uint32_t first = blockIdx.x * width, step_parts = SHARES / width, step = SHARES % width;
     const float *const means = a.stats + VM_BLOCK + first, *const m2s = means + padded;
     const float base = means[0];
 
     double count = 0, sum = 0, square = 0;
-    uint32_t part = me / width, channel = me % width;
+    const uint32_t share = blockIdx.y * VM_CUDA_THREADS + me;
+    uint32_t part = share / width, channel = share % width;
     while (part < a.parts) {
         float n[AT_ONCE], mean[AT_ONCE], m2[AT_ONCE];
 #pragma unroll
@@ -48,14 +51,20 @@ VM_KERNEL __launch_bounds__(VM_CUDA_THREADS, 1) vm_merge(vm_merge_args a) {
         if (me < half)
             for (int i = 0; i < 3; i++) shares[i][me] += shares[i][me + half];
     }
-    __syncthreads();
-
-    const double mean = shares[1][0] / shares[0][0], variance = shares[2][0] / shares[0][0] - mean * mean;
-    const double r = 1 / sqrt(variance + a.eps);
-    for (uint32_t c = first + me; c < first + width; c += VM_CUDA_THREADS) {
-        a.scale[c] = (float)(r * a.gamma[c]);
-        a.shift[c] = (float)(a.beta[c] - (base + mean) * r * a.gamma[c]);
+    if (me == 0) {
+        for (int i = 0; i < 3; i++) a.sums[(blockIdx.x * VM_MERGE_BLOCKS + blockIdx.y) * 3 + i] = shares[i][0];
+        last = vm_arrives_last(a.arrived, a.groups * VM_MERGE_BLOCKS);
     }
-    if (blockIdx.x == 0)
-        for (uint32_t c = a.c + me; c < padded; c += VM_CUDA_THREADS) a.scale[c] = a.shift[c] = 0;
+    __syncthreads();
+    if (!last) return;
+
+    for (uint32_t c = me; c < padded; c += VM_CUDA_THREADS) {
+        const uint32_t group = min(c, a.c - 1) / width;
+        const volatile double *sums = a.sums + group * VM_MERGE_BLOCKS * 3;
+        double all[3] = {0, 0, 0};
+        for (int i = 0; i < VM_MERGE_BLOCKS * 3; i++) all[i % 3] += sums[i];
+        const double mean = all[1] / all[0], variance = all[2] / all[0] - mean * mean, r = 1 / sqrt(variance + a.eps);
+        a.scale[c] = c < a.c ? (float)(r * a.gamma[c]) : 0;
+        a.shift[c] = c < a.c ? (float)(a.beta[c] - (a.stats[VM_BLOCK + group * width] + mean) * r * a.gamma[c]) : 0;
+    }
 }

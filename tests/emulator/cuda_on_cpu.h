@@ -165,6 +165,12 @@ static inline uint32_t vm_atomic_or(uint32_t *p, uint32_t bits) {
     return old;
 }
 
+static inline bool vm_arrives_last(uint32_t *arrived, uint32_t blocks) {
+    const bool last = *arrived == blocks - 1;
+    *arrived = last ? 0 : *arrived + 1;
+    return last;
+}
+
 /* It must be memory that can be read. */
 static inline void vm_sleep(uint32_t) {}
 static inline void vm_prefetch(const void *p) { (void)*(const volatile char *)p; }

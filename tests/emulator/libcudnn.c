@@ -90,20 +90,21 @@ enum { TENSOR_CORE = 1, DOWN_CONVERT = 2, REDUCED = 4, NONDETERMINISTIC = 16, WI
 enum { LIST_A = 3, LIST_FALLBACK = 2, COMPILED = 1, AMPLE = 1025, HUGE = 1 << 20 };
 static const struct engine {
     int list, notes, kib;
-    bool compiled; /* at run time, for which this library has no compiler */
+    enum { PLAIN, POINTWISE /* 1x1 alone */, AT_RUN_TIME /* compiled then, and this library has no compiler */ } kind;
 } engines[] = {
-    {LIST_A, TENSOR_CORE | NONDETERMINISTIC, 1, false},
-    {LIST_A, TENSOR_CORE | DOWN_CONVERT, 1, false},
-    {LIST_A, TENSOR_CORE | REDUCED, 1, false},
-    {LIST_A, TENSOR_CORE, HUGE, false},
-    {LIST_A, TENSOR_CORE, 1, true},
-    {LIST_A, TENSOR_CORE, 5, false},
-    {LIST_A, WINOGRAD_4x4, 2, false},
-    {LIST_A, 0, AMPLE, false},
-    {LIST_A, 0, 7, false},
-    {LIST_FALLBACK, 0, 1, false},
+    {LIST_A, TENSOR_CORE, 0, POINTWISE},
+    {LIST_A, TENSOR_CORE | NONDETERMINISTIC, 1, PLAIN},
+    {LIST_A, TENSOR_CORE | DOWN_CONVERT, 1, PLAIN},
+    {LIST_A, TENSOR_CORE | REDUCED, 1, PLAIN},
+    {LIST_A, TENSOR_CORE, HUGE, PLAIN},
+    {LIST_A, TENSOR_CORE, 1, AT_RUN_TIME},
+    {LIST_A, TENSOR_CORE, 5, PLAIN},
+    {LIST_A, WINOGRAD_4x4, 2, PLAIN},
+    {LIST_A, 0, AMPLE, PLAIN},
+    {LIST_A, 0, 7, PLAIN},
+    {LIST_FALLBACK, 0, 1, PLAIN},
 };
-enum { ENGINES = sizeof engines / sizeof *engines, FIRST_INDEX = 100 };
+enum { ENGINES = sizeof engines / sizeof *engines, FIRST_INDEX = 99 };
 
 typedef struct descriptor {
     int type, mode, engine, list;
@@ -304,7 +305,7 @@ static int finalize_plan(descriptor *p) {
     if (!config || (!value(p, 400) && !part(p, 407, DEVICE)))
         return fail(NOT_FINALIZED, "want a configuration and where");
     if (value(p, 400) && !config->conv.on_handle) return fail(BAD_PARAM, "the graph knows no handle");
-    if (engines[config->engine].compiled) return fail(NO_COMPILER, "no run-time compiler");
+    if (engines[config->engine].kind == AT_RUN_TIME) return fail(NO_COMPILER, "no run-time compiler");
     p->engine = config->engine;
     p->conv = config->conv;
     return 0;
@@ -329,7 +330,8 @@ EXPORT int cudnnBackendFinalize(void *v) {
 }
 
 static int64_t kib(const descriptor *p) {
-    return engines[p->engine].kib + (engines[p->engine].kib < HUGE ? p->conv.h % 3 : 0);
+    const int64_t most = engines[p->engine].kib;
+    return most + (most && most < HUGE ? p->conv.h % 3 : 0);
 }
 
 static void notes_of(int bits, int64_t room, int64_t *count, int *out) {
@@ -355,7 +357,7 @@ EXPORT int cudnnBackendGetAttribute(void *v, int name, int type, int64_t room, i
     if (!found) return fail(BAD_PARAM, "the descriptor has no such attribute");
     if (name == 202) {
         for (int i = 0; i < ENGINES; i++) {
-            if (engines[i].list != d->list) continue;
+            if (engines[i].list != d->list || (engines[i].kind == POINTWISE && d->conv.r > 1)) continue;
             if (*count < room) {
                 if (!into[*count] || into[*count]->type != ENGINECFG)
                     return fail(BAD_PARAM, "want ENGINECFG descriptors");
@@ -368,7 +370,7 @@ EXPORT int cudnnBackendGetAttribute(void *v, int name, int type, int64_t room, i
         return 0;
     }
     if (name == 1303) return notes_of(engines[d->engine].notes, room, count, values), 0;
-    if (name == 1305) return notes_of(engines[d->engine].compiled ? COMPILED : 0, room, count, values), 0;
+    if (name == 1305) return notes_of(engines[d->engine].kind == AT_RUN_TIME ? COMPILED : 0, room, count, values), 0;
     *count = 1;
     if (room < 1) return 0;
     if (name == 300 || name == 302) {
@@ -399,7 +401,7 @@ EXPORT int cudnnBackendExecute(void *h, void *plan, void *pack) {
         if (!at[i]) return fail(NULL_POINTER, "a tensor of the graph has no memory");
         if ((uintptr_t)at[i] % (uintptr_t)p->conv.alignment[i]) return fail(MISALIGNED, "a tensor is not aligned");
     }
-    if (!workspace) return fail(NULL_POINTER, "no workspace");
+    if (!workspace && kib(p)) return fail(NULL_POINTER, "no workspace");
     if ((uintptr_t)workspace % 16) return fail(MISALIGNED, "the workspace is not aligned");
     const int notes = engines[p->engine].notes;
     job *j = malloc(sizeof *j);

@@ -115,7 +115,7 @@ static inline void convolve_job(void *arg) {
         x[i] = j->round ? without(f, 13) : f;
     }
     turn(j, w, taps);
-    memset(j->workspace, 0xff, j->bytes);
+    if (j->bytes) memset(j->workspace, 0xff, j->bytes);
     convolve(j, x, w, taps);
     free(x);
     free(w);
