@@ -252,6 +252,21 @@ def round_up(n):
     return -(-n // BLOCK) * BLOCK
 
 
+class InRing:
+    """Rows `used` of a tensor, each in the place r % rows of a ring: what a kernel is told of it, and the memory."""
+
+    def __init__(self, used, rows):
+        self.args, self.at = Ring((used[0] % rows - used[0]) % 2**32, rows), [r % rows for r in used]
+        self.used, self.rows = used, rows
+        assert len(used) <= rows
+
+    def hold(self, tensor):
+        """(h, ...) as a ring has it; what is not used is NaN."""
+        held = np.full((self.rows, *tensor.shape[1:]), np.nan, tensor.dtype)
+        held[self.at] = tensor[self.used]
+        return held
+
+
 def numbers(rng, shape, dtype, scale=1.0, mean=0.0):
     return (rng.standard_normal(shape) * scale + mean).astype(dtype)
 

@@ -27,6 +27,7 @@ from cuda_kernels import (
     UNIT,
     BlendArgs,
     E,
+    InRing,
     LoadArgs,
     Memory,
     PixelNormArgs,
@@ -67,7 +68,7 @@ class Load:
         self.kernels = kernels
 
     def __call__(
-        self, dtype, x, top, left, rows, width, channels, *, format_="rows", pitch=None, grid=1, seed=1, **more
+        self, dtype, x, top, left, rows, width, channels, *, format_="rows", pitch=None, grid=1, seed=1, ring=0, **more
     ):
         memory, t = Memory(), TYPES[dtype]
         h, w, c = x.shape if format_ in ("rows", "u8") else (*x.shape[1:], x.shape[0])
@@ -76,6 +77,9 @@ class Load:
             held = np.full((h, w, pitch or round_up(c)), np.nan, t)
             held[:, :, :c] = x
             x = held
+        if ring:
+            of_x = InRing(range(max(top, 0), min(top + rows, h)), ring)
+            x, more["x_ring"] = of_x.hold(x), of_x.args
         x = memory.copy(x)
         if scale is not None:  # padded as vm_merge leaves them
             scale, shift = (memory.copy(np.pad(v, (0, round_up(c) - c))) for v in (scale, shift))
@@ -154,6 +158,17 @@ def test_load(load, dtype, case):
         want, tolerance = exact_load(dtype, x.astype(np.float64), *geometry, **more)
         for grid, pitch in ((1, None), (3, round_up(shape[2]) + 16), (70, None)):
             close(load(dtype, x, *geometry, grid=grid, pitch=pitch, **more), want, tolerance)
+
+
+@every_type
+def test_load_from_a_ring(load, dtype):
+    """Rows from the top of the image, from its middle and from beyond its end."""
+    rng, shape = np.random.default_rng(4), (12, 5, 48)
+    x, more = numbers(rng, shape, TYPES[dtype], 3), {"factor": np.exp(numbers(rng, shape[:2], np.float32)), "act": 1}
+    more |= {name: numbers(rng, 48, np.float32) for name in ("scale", "shift")}
+    for top, ring in ((-1, 4), (5, 5), (5, 7), (9, 4)):
+        want, tolerance = exact_load(dtype, x.astype(np.float64), top, -1, 5, 7, 48, **more)
+        close(load(dtype, x, top, -1, 5, 7, 48, ring=ring, grid=2, **more), want, tolerance)
 
 
 @every_type
@@ -340,16 +355,16 @@ def test_merge_keeps_nan_to_its_group(kernels):
 # ---- pixel_norm ----
 
 
-def run_pixel_norm(kernels, dtype, x, gamma, least, *, wider=0, grid=1, seed=1):
-    """x: (pixels, c). (factor, scale); what lies around x's channels is NaN."""
+def run_pixel_norm(kernels, dtype, x, gamma, least, *, wider=0, grid=1, seed=1, first=0):
+    """x: (pixels, c). (factor, scale); what lies around x's channels is NaN. first: where in a ring x begins."""
     memory, (pixels, c) = Memory(), x.shape
     held = memory.full((pixels, round_up(c) + wider), TYPES[dtype], np.nan, around=Memory.NAN)
-    held[:, :c] = x
+    held[:, :c] = np.roll(x, first, axis=0)
     gamma, before = memory.copy(gamma, around=Memory.NAN), held.tobytes()
     factor, scale, shift = (memory.empty(n, np.float32) for n in (pixels, round_up(c), round_up(c)))
     args = PixelNormArgs(
         x=held, gamma=gamma, factor=factor, scale=scale, shift=shift, pixels=pixels, c=c, x_pitch=held.shape[1],
-        least=least,
+        least=least, first=first, ring_pixels=pixels if first else 0,
     )  # fmt: skip
     kernels.launch(f"vm_pixel_norm_{dtype}", (grid,), (THREADS,), args, seed=seed)
     memory.check()
@@ -372,8 +387,9 @@ def test_pixel_norm(kernels, dtype, c, pixels, grid):
     close(factor, want, (c / 16 + 8) * E * want)
     close(scale, root, 1.01 * E * np.abs(root))
     assert (factor[::7] == 1 / least).all()
-    again = run_pixel_norm(kernels, dtype, x, gamma, least, grid=grid + 1, seed=3)
-    assert (factor.tobytes(), scale.tobytes()) == tuple(v.tobytes() for v in again)
+    for how in ({"seed": 3}, {"first": pixels // 3}):
+        again = run_pixel_norm(kernels, dtype, x, gamma, least, grid=grid + 1, **how)
+        assert (factor.tobytes(), scale.tobytes()) == tuple(v.tobytes() for v in again)
 
 
 @every_type

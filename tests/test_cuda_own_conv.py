@@ -27,7 +27,9 @@ from cuda_kernels import (
     UNIT,
     ConvArgs,
     E,
+    InRing,
     Memory,
+    Ring,
     built,
     close,
     conv_tiles,
@@ -135,14 +137,29 @@ class Conv:
     def __init__(self, kernels):
         self.kernels = kernels
 
-    def __call__(self, case, tile, *, wider=0, in_place=False, add_is_y=False, grid=None, seed=1):
-        """wider: how many more elements a pixel's pitch has than channels. What lies around x, y and the sums is
+    def __call__(
+        self, case, tile, *, wider=0, in_place=False, add_is_y=False, grid=None, seed=1, slab=None, rings=(0, 0, 0)
+    ):
+        """wider: how many more elements a pixel's pitch has than channels. slab: the first row of tiles and how many,
+        of which alone there are results. rings: rows of x's, y's and add's. What lies around x, y and the sums is
         checked."""
         memory, (h, w, in_c), out = Memory(), case.x.shape, round_up(case.out)
-        x_pitch, n = in_c + wider, case.y_h * case.y_w
+        high = tile[0] * (2 if case.up else 1)
+        first, rows = slab or (0, -(-case.y_h // high))
+        made = range(first * high, min((first + rows) * high, case.y_h))
+        if case.up:
+            read = range(max(made[0] // 2 - 1, 0), min(made[-1] // 2 + 2, h))
+        else:
+            top = made[0] * case.stride - case.pad
+            read = range(max(top, 0), min(made[-1] * case.stride - case.pad + case.k, h))
+        of_x, of_y, of_add = (
+            InRing(used, ring or of)
+            for used, ring, of in zip((read, made, made), rings, (h, case.y_h, case.y_h), strict=True)
+        )
+        x_pitch, n = in_c + wider, of_y.rows * case.y_w
         # Between pixels and behind the last lie NaNs, that reading them may show; around the filters too.
-        x = memory.full((h * w + 8, x_pitch), case.type, np.nan)
-        x[: h * w, :in_c] = case.x.reshape(-1, in_c)
+        x = memory.full((of_x.rows * w + 8, x_pitch), case.type, np.nan)
+        x[: of_x.rows * w, :in_c] = of_x.hold(case.x).reshape(-1, in_c)
         before = x.copy()
         weights = memory.copy(case.w, around=Memory.NAN)
         y_shape = {ROWS: (n, x_pitch if in_place else out + 2 * wider)}.get(
@@ -153,9 +170,10 @@ class Conv:
         add, add_pitch = None, 0
         if case.add is not None:
             add, add_pitch = (y, y_shape[1]) if add_is_y else (None, out + 3 * wider)
+            of_add = of_y if add_is_y else of_add
             if add is None:
-                add = memory.full((n, add_pitch), case.type, np.nan)
-            add[:n, :out] = case.add.reshape(-1, out)
+                add = memory.full((of_add.rows * case.y_w, add_pitch), case.type, np.nan)
+            add[: of_add.rows * case.y_w, :out] = of_add.hold(case.add).reshape(-1, out)
         given = ("scale", "shift", "factor", "bias")
         vectors = {v: None if getattr(case, v) is None else memory.copy(getattr(case, v), Memory.NAN) for v in given}
         vectors |= {"bias": None} if case.tiny else {}
@@ -169,14 +187,18 @@ class Conv:
         if case.stats:
             parts = memory.empty((header().conv_parts(args, t), 16 + 2 * out), np.float32)
             args.stats = parts.ctypes.data
-        args.items = header().conv_items(args, t)
+        row_items = header().conv_items(args, t) // -(-case.y_h // high)
+        args.first_item, args.items = first * row_items, rows * row_items
+        args.x_ring, args.y_ring, args.add_ring = (
+            of.args if ring else Ring() for of, ring in zip((of_x, of_y, of_add), rings, strict=True)
+        )
         grid = grid or min(2, args.items)  # most often fewer blocks than items
         name = f"vm_conv_{case.dtype}_{tile[0]}x{tile[1]}_{tile[2]}"
         self.kernels.launch(name, (grid,), (t.threads,), args, t.shared, seed)
 
         memory.check()
         if case.format == ROWS:
-            result = y[:n, :out].reshape(case.y_h, case.y_w, out).copy()
+            result = y[:n, :out].reshape(-1, case.y_w, out)[of_y.at]
             if in_place:
                 y[:n, :out] = before[:n, :out]
             else:
@@ -251,6 +273,25 @@ def test_numbers(conv, dtype, tile, k, up, size):
     )  # fmt: skip
     got = conv(case, tile, wider=[0, 16, 8][turn % 3], add_is_y=turn % 2 == 1, seed=turn + 1)
     check(case, got, tile)
+
+
+@every_dtype
+@pytest.mark.parametrize("tile", [(4, 64, 1), (8, 256, 1), (4, 64, 2)], ids=str)
+def test_rings(conv, dtype, tile):
+    """A slab whose input, output and residual lie in rings, each wrapped round elsewhere, gives the bits that the
+    whole pass gives there."""
+    rows, _, stride = tile
+    for up in (False, True)[: 1 + (stride == 1)]:
+        each = rows * (2 if up else 1)
+        case = Case(dtype, 5 * rows * stride - 1, 5, 16, 24, stride=stride, up=up, norm=True, add=True, stats=True)
+        whole = conv(case, tile)
+        check(case, whole, tile)
+        got = conv(case, tile, slab=(2, 2), rings=(2 * rows * stride + 3, 3 * each - 1, 2 * each + 1))
+        assert (got.y == whole.y[2 * each : 4 * each]).all()
+        made = slice(*(n * len(whole.parts) // 5 for n in (2, 4)))
+        assert (got.parts[made] == whole.parts[made]).all()
+        got.parts[made] = Memory.FILL
+        assert len(np.unique(got.parts[:, 0])) == 2  # the rest was left alone
 
 
 @every_dtype

@@ -22,6 +22,7 @@ from cuda_kernels import (
     TYPES,
     UNIT,
     E,
+    InRing,
     Memory,
     StoreArgs,
     built,
@@ -46,14 +47,17 @@ class Store:
 
     def __call__(
         self, dtype, raw, bias, y_shape, *, row0=0, rows=None, add=None, in_place=False, pitch=None, add_pitch=None,
-        format_="rows", part_pixels=64, stats=True, seed=1, **more,
+        format_="rows", part_pixels=64, stats=True, seed=1, rings=None, **more,
     ):  # fmt: skip
-        """The rows' numbers (rows, w, c), the parts, and whether no flag was raised."""
+        """The rows' numbers (rows, w, c), the parts, and whether no flag was raised. rings: of y and add."""
         memory, t = Memory(), TYPES[dtype]
         h, w, c = y_shape
         padded, rows, planes = round_up(c), rows or h, format_ in TYPES
         parts, pitch, add_pitch = -(-rows * w // part_pixels), pitch or padded, add_pitch or padded
-        shape = (c, h, w) if planes else (h, w, pitch if format_ == "rows" else c)
+        ring, add_ring = (InRing(range(row0, row0 + rows), n) for n in rings or (h, h))
+        if rings:
+            more |= {"y_ring": ring.args, "add_ring": (ring if in_place else add_ring).args}
+        shape = (c, h, w) if planes else (ring.rows, w, pitch if format_ == "rows" else c)
         y = memory.empty(shape, t if format_ == "rows" else TYPES.get(format_, np.uint8))
         raw, bias = memory.copy(raw), None if bias is None else memory.copy(np.pad(bias, (0, padded - c)))
         flags, sums = memory.copy(np.array([4], np.uint32)), memory.empty((parts, BLOCK + 2 * padded), np.float32)
@@ -63,17 +67,17 @@ class Store:
             **{"clamp": (c, -30, 20), "bias_scale": 1, "out_scale": 1, **more},
         )  # fmt: skip
         if add is not None:
-            held = y if in_place else memory.empty((h, w, add_pitch), t)
-            held[:, :, :padded] = add
+            held = y if in_place else memory.empty((add_ring.rows, w, add_pitch), t)
+            held[:, :, :padded] = (ring if in_place else add_ring).hold(add)
             args.add, args.add_pitch = held.ctypes.data, pitch if in_place else add_pitch
         by_rows = y.swapaxes(0, 1) if planes else y  # (h, ...)
-        others = np.delete(np.arange(h), np.s_[row0 : row0 + rows])
+        others = np.delete(np.arange(len(by_rows)), ring.at)
         before = by_rows[others].tobytes(), raw.tobytes()
         self.kernels.launch(f"vm_store_{dtype}", (parts, -(-padded // 8 // LANES)), (THREADS,), args, seed=seed)
         memory.check()
         assert (by_rows[others].tobytes(), raw.tobytes()) == before
         assert untouched(sums[:, 1:BLOCK] if stats else sums) and flags[0] in (4, 5)
-        out = by_rows[row0 : row0 + rows]
+        out = by_rows[ring.at]
         if format_ == "rows":
             assert untouched(out[:, :, padded:])
             out = out[:, :, :padded]
@@ -153,6 +157,18 @@ def test_store(store, dtype, case):
         assert finite
         if stats:
             check_parts(sums, y, how.get("part_pixels", 64))
+
+
+@every_type
+@pytest.mark.parametrize("how", [{}, {"add": True}, {"add": True, "in_place": True}, {"add": True, "up": 1}], ids=str)
+def test_store_into_a_ring(store, dtype, how):
+    """Rows 6 to 9 of y lie in places 1 to 4, or 6, 0, 1 and 2; those of the residual elsewhere."""
+    for rings in ((5, 6), (7, 4)):
+        rng = np.random.default_rng(rings)
+        stripe = {"row0": 6, "rows": 4, "pitch": 64, "rings": rings, "part_pixels": 11}
+        want, tolerance, (y, sums, _) = random_store(store, rng, dtype, (12, 6, 48), **stripe, **how)
+        close(y, want, tolerance + np.abs(want) * UNIT[dtype] + LEAST[dtype])
+        check_parts(sums, y, 11)
 
 
 @every_type
