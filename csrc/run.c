@@ -171,9 +171,8 @@ static void batch_task(const void *job, size_t task, unsigned thread) {
     }
 }
 
-/* What the host waits for, now and then, while it enqueues; with a graph it need not. */
+/* What the host waits for, now and then, while it enqueues. */
 static vm_status keep_pace(const walk *w, size_t step, size_t rows) {
-    if (w->run->replay) return VM_OK;
     return said(w, w->device->step_enqueued(w->backend, step, rows, w->run->wait ? &w->exec : NULL));
 }
 

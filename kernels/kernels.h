@@ -440,8 +440,8 @@ typedef struct vm_device {
      * one graph. *replayed: they have been enqueued whole. end returns so_far, or what went wrong since. */
     vm_status (*begin)(const vm_backend *b, uint64_t key, bool *replayed);
     vm_status (*end)(const vm_backend *b, uint64_t key, vm_status so_far);
-    /* After step i, or SIZE_MAX: within one. Where exec is given, waits until the device is a few of these calls behind
-     * and tells exec of `rows`. */
+    /* After step i, or SIZE_MAX: within one. Where exec is given, and what is enqueued is not kept as a graph, waits
+     * until the device is a few of these calls behind and tells exec of `rows`. */
     vm_status (*step_enqueued)(const vm_backend *b, size_t step, size_t rows, const vm_exec *exec);
     /* After a run that waited: what a step took, where the device knows better than *seconds, which the host saw. */
     void (*seconds)(const vm_backend *b, size_t step, double *seconds);

@@ -99,7 +99,7 @@ class Emulator:
 
     def __init__(self):
         self.driver = ctypes.CDLL(os.environ["VAEMEM_LIBCUDA"])
-        for name in ("emulator_calls", "emulator_peak"):
+        for name in ("emulator_calls", "emulator_launches", "emulator_peak"):
             getattr(self.driver, name).restype = ctypes.c_size_t
 
     @functools.cached_property
@@ -116,6 +116,10 @@ class Emulator:
     def calls(self) -> int:
         """Of the driver, by anyone."""
         return self.driver.emulator_calls()
+
+    def launches(self) -> int:
+        """Of our kernels."""
+        return self.driver.emulator_launches()
 
     def peak(self) -> int:
         """The most device bytes since the last question."""

@@ -85,6 +85,21 @@ def test_chains_as_graphs(kind):
             assert (run(memory_limit=limit) == first).all()
 
 
+def test_graphs_of_too_many_kernels_are_not_kept():
+    """The smallest plan of so tall an image has more than 4096 of them."""
+    emulator, there, size = gpu.emulator(), on_gpu("qwen", "bfloat16"), (768, 8)
+    there.graphs = True
+    run, seen = runner(there, "decode", *size), []
+    for limit, graphs in ((None, 1), (there.smallest("decode", *size), 0)):
+        before, launches = emulator.live()[6], emulator.launches()
+        first = run(memory_limit=limit)
+        seen.append(emulator.launches() - launches)
+        for _ in range(2):
+            assert (run(memory_limit=limit) == first).all()
+        assert emulator.live()[6] - before == graphs
+    assert seen[0] < 100 and seen[1] > 4096 * 2 / 3  # cuDNN's are not counted: a load and a store for each
+
+
 def test_progress_counts_every_row():
     there, seen = on_gpu("qwen", "bfloat16 own"), []
     z, limit = latents(there, SIZE[0] // 4, SIZE[1] // 4), there.smallest("decode", *SIZE)

@@ -226,9 +226,9 @@ vm_status vm_gpu_workspace(const vm_backend *b, const vm_pass *p, const vm_limit
 
 /* ---- launches ---- */
 
-static vm_status launch(const vm_gpu *g, CUfunction kernel, size_t x, size_t y, size_t threads, size_t shared,
-                        void *args) {
+static vm_status launch(vm_gpu *g, CUfunction kernel, size_t x, size_t y, size_t threads, size_t shared, void *args) {
     if (x > INT32_MAX || y > 65535) return vm_fail(VM_EINVAL, "CUDA: a grid of %zu x %zu blocks is too large", x, y);
+    g->launches++;
     return vm_driver_check(g->d,
                            g->d->LaunchKernel(kernel, (unsigned)x, (unsigned)y, 1, (unsigned)threads, 1, 1,
                                               (unsigned)shared, g->stream, (void *[]){args}, NULL),
@@ -247,7 +247,7 @@ static float *shift_of(const vm_pass *p, const vm_operands *at) {
 }
 static void *scratch_at(const vm_operands *at, size_t offset) { return (char *)at->scratch + offset; }
 
-static vm_status merge(const vm_gpu *g, const vm_pass *p, const vm_operands *at) {
+static vm_status merge(vm_gpu *g, const vm_pass *p, const vm_operands *at) {
     vm_merge_args a = {.stats = at->x_stats,
                        .gamma = at->gamma,
                        .beta = at->beta,
@@ -273,7 +273,7 @@ static span needed(const vm_pass *p, const shape *s, size_t row, size_t rows) {
     return (span){(size_t)VM_MAX(top, 0), VM_MIN((size_t)(top + (ptrdiff_t)in_rows(p, s, rows)), p->x.h)};
 }
 
-static vm_status pixel_norm(const vm_gpu *g, const vm_pass *p, const vm_operands *at, const shape *s, span x) {
+static vm_status pixel_norm(vm_gpu *g, const vm_pass *p, const vm_operands *at, const shape *s, span x) {
     const vm_ring_rows ring = ring_of(&at->x, x.first);
     const size_t pixels = (x.end - x.first) * p->x.w;
     vm_pixel_norm_args a = {.x = at->x.data,
@@ -296,8 +296,7 @@ static vm_status pixel_norm(const vm_gpu *g, const vm_pass *p, const vm_operands
 static float multiplier(const vm_pass *p) { return p->norm ? p->y_scale : p->y_scale / p->x_scale; }
 
 /* For cuDNN with zeros around; for our own convolution as it is. */
-static vm_status load(const vm_gpu *g, const vm_pass *p, const vm_operands *at, const shape *s, size_t row0,
-                      size_t rows) {
+static vm_status load(vm_gpu *g, const vm_pass *p, const vm_operands *at, const shape *s, size_t row0, size_t rows) {
     const span x = needed(p, s, row0, rows);
     const size_t n = s->own ? x.end - x.first : in_rows(p, s, rows);
     const vm_numbers *part = p->x_format == VM_ROWS ? NULL : at->numbers;
@@ -331,8 +330,7 @@ static vm_status load(const vm_gpu *g, const vm_pass *p, const vm_operands *at, 
     return launch(g, g->kernel[VM_KERNEL_LOAD], VM_MIN(blocks, most), 1, VM_CUDA_THREADS, 0, &a);
 }
 
-static vm_status store(const vm_gpu *g, const vm_pass *p, const vm_operands *at, const shape *s, size_t row0,
-                       size_t rows) {
+static vm_status store(vm_gpu *g, const vm_pass *p, const vm_operands *at, const shape *s, size_t row0, size_t rows) {
     const bool own = p->y_format == VM_ROWS;
     const size_t part = row0 / s->rows * parts_of(p, s->rows);
     vm_store_args a = {.raw = scratch_at(at, s->raw),
@@ -371,8 +369,7 @@ static bool reads_x(const vm_pass *p, const vm_operands *at, const shape *s, siz
 }
 
 /* A stripe. */
-static vm_status move(const vm_gpu *g, const vm_pass *p, const vm_operands *at, const shape *s, size_t row,
-                      size_t rows) {
+static vm_status move(vm_gpu *g, const vm_pass *p, const vm_operands *at, const shape *s, size_t row, size_t rows) {
     const bool down = p->stride == 2;
     vm_move_args a = {.x = scratch_at(at, s->in),
                       .out = scratch_at(at, s->raw),
@@ -404,6 +401,7 @@ static vm_status conv(vm_gpu *g, const vm_pass *p, const vm_operands *at, const 
     vm_status status = direct ? VM_OK : load(g, p, at, s, row, s->rows); /* zeros below the image */
     if (!status && g->autotune && !g->outside)
         status = vm_cudnn_convs_tune(g->convs, &key, g->stream, in, at->weight, raw, at->workspace, vm_gpu_time, g);
+    g->launches++;
     if (!status) status = vm_cudnn_convs_run(g->convs, &key, g->stream, in, at->weight, raw, at->workspace);
     return status ? status : store(g, p, at, s, row, rows);
 }
@@ -483,7 +481,7 @@ static vm_status step(const vm_tasks *t, size_t row, size_t rows) {
 
 vm_status vm_gpu_prepare(const vm_backend *b, const vm_pass *p, const vm_operands *at, const vm_exec *exec,
                          vm_tasks *out) {
-    const vm_gpu *g = b->self;
+    vm_gpu *g = b->self;
     *out = (vm_tasks){.rows = step, .backend = b, .pass = p, .at = at, .exec = exec};
     VM_ENTER(g);
     return p->norm == VM_NORM_GROUP ? merge(g, p, at) : VM_OK;

@@ -13,6 +13,7 @@ enum {
     VM_GPU_LAG = 8,       /* passes, or steps of a chain, that the host enqueues ahead of the GPU in a run that it
                            * waits for */
     VM_GPU_GRAPHS = 8,    /* graphs kept for replay */
+    VM_GPU_NODES = 4096,  /* kernels in one of them, at most; more are enqueued one by one each time */
     VM_GPU_SLOTS = 2,     /* pieces of pinned memory: the host copies one while the GPU copies the other */
     VM_GPU_SLOT = 4 << 20 /* bytes of each */
 };
@@ -38,6 +39,7 @@ typedef enum vm_gpu_kernel {
 typedef struct vm_graph_entry {
     uint64_t key, used; /* used: when, by graph_clock; 0: the entry is empty */
     CUgraphExec exec;   /* NULL: it has been run once, pass by pass, and is captured the next time */
+    size_t nodes;       /* launches of the run before */
 } vm_graph_entry;
 
 typedef struct vm_gpu {
@@ -71,6 +73,7 @@ typedef struct vm_gpu {
     CUstream outside; /* while passes are captured on `own`: the run's stream, where the graph will be launched */
     vm_graph_entry graph[VM_GPU_GRAPHS];
     uint64_t graph_clock;
+    size_t launches;     /* since an item's first */
     size_t free_at_open; /* bytes of the device that were free once the context existed */
 } vm_gpu;
 

@@ -158,6 +158,7 @@ static vm_status wait_for(const vm_gpu *g, CUevent event, const vm_exec *exec) {
 
 static vm_status step_enqueued(const vm_backend *b, size_t step, size_t rows, const vm_exec *exec) {
     vm_gpu *g = b->self;
+    if (g->outside) return VM_OK; /* the host captures, and need not wait */
     VM_ENTER(g);
     if (step == 0) VM_TRY(g, EventRecord(g->input_free, g->stream), "marking a pass");
     if (step < VM_GPU_STEPS) VM_TRY(g, EventRecord(g->step[step], g->stream), "marking a pass");
@@ -256,18 +257,19 @@ static void new_graph(vm_gpu *g, uint64_t key) {
 }
 
 /* The first time that a key is seen its passes are enqueued one by one, since libraries then load code and time
- * engines, which a capture forbids. The second time they are captured, on the GPU's own stream (the caller's may be one
- * that cannot be), and launched on the run's. */
+ * engines, which a capture forbids. The second time they are captured, unless they are too many, on the GPU's own
+ * stream (the caller's may be one that cannot be), and launched on the run's. */
 static vm_status begin(const vm_backend *b, uint64_t key, bool *replayed) {
     vm_gpu *g = b->self;
     *replayed = false;
+    g->launches = 0;
     VM_ENTER(g);
     vm_graph_entry *e = key ? find_graph(g, key) : NULL;
     VM_TRY(g, EventRecord(g->item, g->stream), "marking the beginning");
     *replayed = e && e->exec;
     if (*replayed) return launch_graph(g, e);
     if (key && !e) new_graph(g, key);
-    if (!e) return VM_OK;
+    if (!e || e->nodes > VM_GPU_NODES) return VM_OK;
     VM_TRY(g, StreamBeginCapture(g->own, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL), "beginning a graph");
     g->outside = g->stream;
     g->stream = g->own;
@@ -295,6 +297,7 @@ static vm_status end(const vm_backend *b, uint64_t key, vm_status so_far) {
         *e = (vm_graph_entry){0};
     }
     if (s) return s;
+    if (e && !e->exec) e->nodes = g->launches;
     if (key) VM_TRY(g, EventRecord(g->input_free, g->stream), "marking a pass");
     VM_TRY(g, EventRecord(g->output_ready, g->stream), "marking a pass");
     return VM_OK;
