@@ -80,7 +80,7 @@ static void place(vm_plan *plan) {
         best = way;
         plan->arena_bytes = height;
     }
-    plan->arena_bytes = place_by(plan, orders[best / 2], best % 2);
+    plan->arena_bytes = vm_held(plan->ask.backend, place_by(plan, orders[best / 2], best % 2));
 }
 
 /* ---- pieces ---- */
@@ -321,7 +321,9 @@ static size_t output_bytes(const vm_plan *plan) {
 }
 
 size_t vm_plan_beside_arena(const vm_model *m, const vm_plan *plan) {
-    return vm_sum(vm_mem_usage(m->mem).live[VM_WEIGHTS], vm_sum(output_bytes(plan), plan->own_bytes));
+    const vm_backend *b = plan->ask.backend;
+    const size_t weights = vm_held(b, vm_mem_usage(m->mem).live[VM_WEIGHTS]), output = vm_held(b, output_bytes(plan));
+    return vm_sum(weights, vm_sum(output, plan->own_bytes));
 }
 
 static void count_live(const vm_model *m, vm_plan *plan) {

@@ -63,9 +63,12 @@ void vm_mem_release(vm_mem *mem) {
     if (last) free(mem);
 }
 
+static size_t held(const vm_mem *mem, size_t bytes) { return mem->backend ? vm_held(mem->backend, bytes) : bytes; }
+
 vm_status vm_mem_reserve(vm_mem *mem, size_t bytes, void **out) {
     *out = NULL;
     if (bytes > PTRDIFF_MAX) return vm_fail(VM_EOVERFLOW, "memory: want at most %td bytes, got more", PTRDIFF_MAX);
+    bytes = held(mem, bytes);
     vm_status s = injected_fault() ? VM_OK : mem->device->take(mem->backend, bytes, out);
     if (s) return vm_said(mem->device, s, NULL);
     if (!*out)
@@ -79,6 +82,7 @@ vm_status vm_mem_reserve(vm_mem *mem, size_t bytes, void **out) {
 
 void vm_mem_unreserve(vm_mem *mem, void *block, size_t bytes) {
     if (!block) return;
+    bytes = held(mem, bytes);
     mem->device->give(mem->backend, block, bytes);
     lock();
     mem->usage.reserved -= bytes;

@@ -393,7 +393,8 @@ vm_status vm_plan_run(vm_model *m, vm_plan *plan, vm_run *run) {
     if (!(s = open_output(m, plan, run))) s = run_with_output(m, plan, run);
     vm_usage usage = vm_mem_usage(m->mem);
     memcpy(run->peak, usage.peak, sizeof run->peak);
-    run->reserved = usage.live[VM_WEIGHTS] + m->arena_bytes + plan->own_bytes + usage.live[VM_OUTPUT];
+    run->reserved =
+        vm_held(b, usage.live[VM_WEIGHTS]) + m->arena_bytes + plan->own_bytes + vm_held(b, usage.live[VM_OUTPUT]);
     close_output(m, plan, run, s);
     vm_mem_unuse(m->host, VM_SCRATCH, plan->plan_bytes);
     if (s) vm_model_trim(m);

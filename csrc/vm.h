@@ -303,7 +303,7 @@ typedef struct vm_plan {
     size_t own_bytes;           /* pool_bytes + plan_bytes where they count as the run's scratch: on the host; else 0 */
     size_t peak[VM_CATEGORIES]; /* when their sum is largest */
     double work;                /* FLOPs, relative to those of every pass once */
-    size_t reserved;            /* weights + arena + output + what the run itself needs */
+    size_t reserved;            /* weights + arena + output, each as it is held, + what the run itself needs */
     size_t rows;                /* of progress, the whole batch */
 } vm_plan;
 

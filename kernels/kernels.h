@@ -468,8 +468,14 @@ struct vm_backend {
     vm_status (*prepare)(const vm_backend *b, const vm_pass *pass, const vm_operands *at, const vm_exec *exec,
                          vm_tasks *out);
     const vm_device *device;
+    size_t granularity; /* the device's memory is held in multiples of so many bytes; 0: as it is asked for */
     void *self;
 };
+
+/* What is held of the device for so many bytes. */
+static inline size_t vm_held(const vm_backend *b, size_t bytes) {
+    return b->granularity ? vm_round_up(bytes, b->granularity) : bytes;
+}
 
 /* host.c */
 extern const vm_device vm_host;

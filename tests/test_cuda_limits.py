@@ -50,7 +50,7 @@ def test_every_limit(name, kind, op):
         taken, planned = there.last_run, there.estimate(*ask, memory_limit=limit)
         assert [f for f in vars(taken) if getattr(taken, f) != getattr(planned, f)] == ["pass_seconds", "seconds"]
         assert max(taken.peak_bytes, taken.reserved_bytes) <= limit
-        assert 0 <= emulator.peak() - others - taken.reserved_bytes <= 2 * 255  # two blocks, rounded up to 256 bytes
+        assert emulator.peak() - others == taken.reserved_bytes
         if kind.endswith("own"):
             assert (got == want).all()
         else:

@@ -7,7 +7,9 @@ def lend(address: int, shape: tuple[int, ...], dtype: str, device: int, owner: o
 class Backend:
     capsule: Any
     stream: int
-    free_at_open: int
+    granularity: int
+    unaccounted: int
+    to_come: int
     cudnn_version: str | None
     def __init__(
         self,

@@ -85,8 +85,14 @@ static PyObject *get_capsule(Backend *self, void *Py_UNUSED(closure)) { return P
 static PyObject *get_stream(Backend *self, void *Py_UNUSED(closure)) {
     return PyLong_FromUnsignedLongLong((uintptr_t)self->gpu->own);
 }
-static PyObject *get_free_at_open(Backend *self, void *Py_UNUSED(closure)) {
-    return PyLong_FromSize_t(self->gpu->free_at_open);
+static PyObject *get_granularity(Backend *self, void *Py_UNUSED(closure)) {
+    return PyLong_FromSize_t(self->gpu->backend.granularity);
+}
+static PyObject *get_unaccounted(Backend *self, void *Py_UNUSED(closure)) {
+    return PyLong_FromSsize_t(self->gpu->unaccounted);
+}
+static PyObject *get_to_come(Backend *self, void *Py_UNUSED(closure)) {
+    return PyLong_FromSize_t(vm_gpu_to_come(self->gpu));
 }
 static PyObject *get_cudnn(Backend *self, void *Py_UNUSED(closure)) {
     if (!self->gpu->convs) Py_RETURN_NONE;
@@ -107,7 +113,10 @@ static PyMethodDef backend_methods[] = {
 static PyGetSetDef backend_attributes[] = {
     {"capsule", (getter)get_capsule, NULL, "What vaemem._core.Model takes as backend.", NULL},
     {"stream", (getter)get_stream, NULL, "Its own stream, as an integer.", NULL},
-    {"free_at_open", (getter)get_free_at_open, NULL, "Bytes that were free once the context was there.", NULL},
+    {"granularity", (getter)get_granularity, NULL, "Memory is held in multiples of so many bytes.", NULL},
+    {"unaccounted", (getter)get_unaccounted, NULL,
+     "Bytes that kernels, cuDNN and graphs have taken, by what was free before and after.", NULL},
+    {"to_come", (getter)get_to_come, NULL, "Bytes that graphs which are still to be captured may take.", NULL},
     {"cudnn_version", (getter)get_cudnn, NULL, "'9.19.0', or None where our own convolution does without.", NULL},
     {NULL, NULL, NULL, NULL, NULL}};
 

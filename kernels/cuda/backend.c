@@ -411,9 +411,7 @@ static vm_status own_conv(vm_gpu *g, const vm_pass *p, const vm_operands *at, co
     const vm_conv_tile tile = own_tile(g, p);
     const size_t height = tile_rows(p, &tile);
     const span x = needed(p, s, row, rows);
-    CUfunction kernel;
-    vm_status status = vm_gpu_conv_kernel(g, &tile, &kernel);
-    if (!status && !from_rows) status = load(g, p, at, s, row, rows);
+    vm_status status = from_rows ? VM_OK : load(g, p, at, s, row, rows);
     if (status) return status;
     vm_conv_args a = own_args(p);
     a.x = from_rows ? at->x.data : scratch_at(at, s->in);
@@ -437,7 +435,8 @@ static vm_status own_conv(vm_gpu *g, const vm_pass *p, const vm_operands *at, co
     a.flags = g->flags;
     a.multiply = !from_rows ? 1 : multiplier(p);
     if (!from_rows) a.act = VM_ACT_NONE; /* load has done it */
-    return launch(g, kernel, vm_conv_grid(&a, tile, (uint32_t)g->multiprocessors), 1, tile.threads, tile.shared, &a);
+    return launch(g, g->conv[tile.kind], vm_conv_grid(&a, tile, (uint32_t)g->multiprocessors), 1, tile.threads,
+                  tile.shared, &a);
 }
 
 /* Rows [row, end) of y, of which the first begins a step. */

@@ -17,7 +17,7 @@ typedef struct plan {
     vm_conv_key key;
     vm_cudnn_plan made;
     desc config; /* lives as long as the plan that was made from it */
-    bool tuned;
+    bool tuned, ran;
 } plan;
 
 struct vm_cudnn_convs {
@@ -25,6 +25,8 @@ struct vm_cudnn_convs {
     void *handle;
     char *device_json;
     plan *plans;
+    vm_conv_watch watch; /* or NULL */
+    void *watching;
 };
 
 static plan *find(const vm_cudnn_convs *s, const vm_conv_key *key) {
@@ -72,6 +74,15 @@ void vm_cudnn_convs_free(vm_cudnn_convs *s) {
     vm_cudnn_close(s->c);
     free(s->device_json);
     free(s);
+}
+
+void vm_cudnn_convs_watch(vm_cudnn_convs *s, vm_conv_watch call, void *context) {
+    s->watch = call;
+    s->watching = context;
+}
+
+static vm_status watch(const vm_cudnn_convs *s, bool begin, size_t *free) {
+    return s->watch ? s->watch(s->watching, begin, free) : VM_OK;
 }
 
 size_t vm_cudnn_convs_version(const vm_cudnn_convs *s) { return s->c->version; }
@@ -160,12 +171,14 @@ static vm_status look(search *f) {
 static vm_status plan_of(vm_cudnn_convs *s, const vm_conv_key *key, plan **out) {
     if ((*out = find(s, key))) return VM_OK;
     search f = {.s = s, .key = key, .wanted = 1};
-    const vm_status status = look(&f);
+    size_t free;
+    vm_status status = watch(s, true, &free);
+    if (!status) status = look(&f);
     if (status) return status;
     *out = f.found[0];
     (*out)->next = s->plans;
     s->plans = *out;
-    return VM_OK;
+    return watch(s, false, &free);
 }
 
 vm_status vm_cudnn_convs_bytes(vm_cudnn_convs *s, const vm_conv_key *key, size_t *bytes) {
@@ -191,7 +204,7 @@ static vm_status execute(const vm_cudnn_convs *s, desc plan, void *stream, const
     vm_cudnn_finalize(&q, pack, "variant pack");
     if (!q.status && (q.status = s->c->set_stream(s->handle, stream))) q.step = "stream";
     if (!q.status && (q.status = s->c->execute(s->handle, plan, pack))) q.step = "running a convolution";
-    return vm_cudnn_end(&q, VM_EDEVICE);
+    return vm_cudnn_end(&q, q.status == STATUS_DEVICE_ALLOCATION_FAILED ? VM_ENOMEM : VM_EDEVICE);
 }
 
 static vm_status no_device(void) {
@@ -204,7 +217,12 @@ vm_status vm_cudnn_convs_run(vm_cudnn_convs *s, const vm_conv_key *key, void *st
     if (!s->handle) return no_device();
     pthread_mutex_lock(&s->c->lock);
     vm_status status = plan_of(s, key, &p);
+    const bool first = !status && !p->ran;
+    size_t free;
+    if (first) status = watch(s, true, &free);
     if (!status) status = execute(s, p->made.plan, stream, x, filters, y, workspace);
+    if (!status && first) status = watch(s, false, &free);
+    if (!status) p->ran = true;
     pthread_mutex_unlock(&s->c->lock);
     return status;
 }
@@ -230,6 +248,8 @@ vm_status vm_cudnn_convs_tune(vm_cudnn_convs *s, const vm_conv_key *key, void *s
     if (!s->handle) return no_device();
     pthread_mutex_lock(&s->c->lock);
     vm_status status = plan_of(s, key, &kept); /* its place in the cache, whatever is found now */
+    size_t free;
+    if (!status && !kept->tuned) status = watch(s, true, &free);
     if (!status && !kept->tuned) status = look(&f);
     double best = -1;
     size_t winner = 0;
@@ -248,6 +268,7 @@ vm_status vm_cudnn_convs_tune(vm_cudnn_convs *s, const vm_conv_key *key, void *s
     }
     if (!status) kept->tuned = true; /* where none could be timed the heuristics' first stays */
     for (size_t i = 0; i < f.count; i++) free_plan(s->c, f.found[i]);
+    if (!status && f.count) status = watch(s, false, &free);
     pthread_mutex_unlock(&s->c->lock);
     return status;
 }

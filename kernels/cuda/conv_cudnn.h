@@ -21,6 +21,10 @@ typedef struct vm_cudnn_convs vm_cudnn_convs;
  * which to plan (nothing runs then), or NULL: the current context's. */
 vm_status vm_cudnn_convs_new(const char *path, const char *device_json, vm_cudnn_convs **out);
 void vm_cudnn_convs_free(vm_cudnn_convs *convs);
+/* Called before cuDNN makes a plan or runs one for the first time, when it may take memory of the device for its code,
+ * and after. begin: whether it is before. *free: what was free then, filled before. */
+typedef vm_status (*vm_conv_watch)(void *context, bool begin, size_t *free);
+void vm_cudnn_convs_watch(vm_cudnn_convs *convs, vm_conv_watch watch, void *context);
 size_t vm_cudnn_convs_version(const vm_cudnn_convs *convs);
 /* Finds or makes the plan; *bytes of workspace, the same in every run until it is tuned. VM_EINVAL: not a convolution;
  * VM_EDEVICE: no engine takes it within the limit. */

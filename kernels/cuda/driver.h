@@ -22,6 +22,8 @@
     X(CtxPopCurrent, "cuCtxPopCurrent_v2", (CUcontext *))                                                             \
     X(CtxSynchronize, "cuCtxSynchronize", (void))                                                                     \
     X(MemGetInfo, "cuMemGetInfo_v2", (size_t *, size_t *))                                                            \
+    X(MemGetAllocationGranularity, "cuMemGetAllocationGranularity",                                                   \
+      (size_t *, const CUmemAllocationProp *, CUmemAllocationGranularity_flags))                                      \
     X(MemAlloc, "cuMemAlloc_v2", (CUdeviceptr *, size_t))                                                             \
     X(MemFree, "cuMemFree_v2", (CUdeviceptr))                                                                         \
     X(MemHostAlloc, "cuMemHostAlloc", (void **, size_t, unsigned))                                                    \

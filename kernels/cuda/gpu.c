@@ -5,13 +5,18 @@
 #include <stdlib.h>
 #include <string.h>
 
-vm_status vm_gpu_memory(vm_gpu *g, size_t *free, size_t *total) {
-    VM_ENTER(g);
-    VM_TRY(g, MemGetInfo(free, total), "asking for the free memory");
-    return VM_OK;
-}
-
 /* ---- open and close ---- */
+
+/* In what the driver maps memory in: 2 MiB on GPUs so far. MemAlloc says nothing of how it rounds; of what is a
+ * multiple of this no part is left over for others, nor taken from what others left. */
+static vm_status find_granularity(vm_gpu *g) {
+    const CUmemAllocationProp prop = {.type = CU_MEM_ALLOCATION_TYPE_PINNED,
+                                      .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = g->device}};
+    size_t *const out = &g->backend.granularity;
+    const CUresult result = g->d->MemGetAllocationGranularity(out, &prop, CU_MEM_ALLOC_GRANULARITY_MINIMUM);
+    if (result == CUDA_ERROR_NOT_SUPPORTED) *out = 2 << 20; /* a driver that maps no memory on request */
+    return result == CUDA_ERROR_NOT_SUPPORTED ? VM_OK : vm_driver_check(g->d, result, "asking for the granularity");
+}
 
 static int attribute(const vm_gpu *g, CUdevice_attribute which) {
     int value = 0;
@@ -68,16 +73,20 @@ static vm_status make_streams(vm_gpu *g) {
 }
 
 static vm_status fill(vm_gpu *g, const vm_gpu_options *o) {
-    size_t total;
+    size_t free;
     VM_ENTER(g);
-    VM_TRY(g, MemGetInfo(&g->free_at_open, &total), "asking for the free memory");
-    vm_status s = vm_gpu_load_kernels(g);
+    vm_status s = find_granularity(g);
+    if (!s) s = vm_gpu_watch(g, true, &free);
+    if (!s) s = vm_gpu_load_kernels(g);
     if (!s) s = make_streams(g);
     if (s) return s;
     s = vm_cudnn_convs_new(o->libcudnn, NULL, &g->convs);
-    if (!s || !g->own_conv) return s;
-    snprintf(g->no_cudnn, sizeof g->no_cudnn, "%s", vm_error()); /* said when a pass wants it */
-    return VM_OK;
+    if (s && !g->own_conv) return s;
+    if (s)
+        snprintf(g->no_cudnn, sizeof g->no_cudnn, "%s", vm_error()); /* said when a pass wants it */
+    else
+        vm_cudnn_convs_watch(g->convs, vm_gpu_watch, g);
+    return vm_gpu_watch(g, false, &free);
 }
 
 /* The device's primary context, shared with everyone in the process; never given back, since libraries keep things in

@@ -19,7 +19,7 @@ enum {
 };
 
 /* The fat binaries, each with the one kernel in it that fits the type and the device. conv's has a kernel for each
- * tile, found when first wanted (vm_gpu_conv_kernel). */
+ * tile. */
 #define VM_GPU_KERNELS(X)     \
     X(LOAD, load)             \
     X(STORE, store)           \
@@ -55,7 +55,7 @@ typedef struct vm_gpu {
     CUfunction kernel[VM_KERNELS_COUNT];
     vm_attention_shape attention;
     bool own_conv;                  /* our own convolution wherever it has a tile, instead of cuDNN's */
-    CUfunction conv[VM_CONV_KINDS]; /* its kernels, found when first wanted */
+    CUfunction conv[VM_CONV_KINDS]; /* its kernels, where the device has room for their tiles */
     char no_cudnn[512];             /* why convs is NULL */
 
     CUstream own, copy, stream; /* stream: where the current run is enqueued, `own` or the caller's */
@@ -73,8 +73,12 @@ typedef struct vm_gpu {
     CUstream outside; /* while passes are captured on `own`: the run's stream, where the graph will be launched */
     vm_graph_entry graph[VM_GPU_GRAPHS];
     uint64_t graph_clock;
-    size_t launches;     /* since an item's first */
-    size_t free_at_open; /* bytes of the device that were free once the context existed */
+    size_t launches; /* since an item's first */
+
+    /* Bytes of the device, by what was free before and after (vm_gpu_watch): those that went to kernels, libraries and
+     * graphs, and the most that went to one graph. */
+    _Atomic ptrdiff_t unaccounted;
+    size_t graph_most;
 } vm_gpu;
 
 typedef struct vm_gpu_options {
@@ -88,6 +92,10 @@ typedef struct vm_gpu_options {
 vm_status vm_gpu_open(const vm_gpu_options *options, vm_gpu **out);
 void vm_gpu_close(vm_gpu *gpu);
 vm_status vm_gpu_memory(vm_gpu *gpu, size_t *free, size_t *total);
+/* A vm_conv_watch: counts what is taken between two calls. gpu: a vm_gpu. */
+vm_status vm_gpu_watch(void *gpu, bool begin, size_t *free);
+/* What graphs that are still to be captured may take, by the largest so far. */
+size_t vm_gpu_to_come(const vm_gpu *gpu);
 /* What is enqueued on `stream` from now on comes after the last run. */
 vm_status vm_gpu_order(vm_gpu *gpu, void *stream);
 /* VM_EINVAL where the stream is being captured: a run cannot be part of somebody else's graph. */
@@ -117,8 +125,6 @@ static inline void vm_gpu_leave_scope(const vm_gpu **gpu) {
 
 /* gpu_kernels.c, inside vm_gpu_enter. VM_EDEVICE: no machine code for the device. */
 vm_status vm_gpu_load_kernels(vm_gpu *gpu);
-/* The kernel for a tile. */
-vm_status vm_gpu_conv_kernel(vm_gpu *gpu, const vm_conv_tile *tile, CUfunction *out);
 
 /* gpu_device.c */
 extern const vm_device vm_gpu_device;

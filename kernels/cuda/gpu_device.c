@@ -37,6 +37,27 @@ static void give(const vm_backend *b, void *block, size_t bytes) {
     vm_gpu_leave(g);
 }
 
+vm_status vm_gpu_memory(vm_gpu *g, size_t *free, size_t *total) {
+    VM_ENTER(g);
+    VM_TRY(g, MemGetInfo(free, total), "asking for the free memory");
+    return VM_OK;
+}
+
+vm_status vm_gpu_watch(void *gpu, bool begin, size_t *free) {
+    vm_gpu *g = gpu;
+    const size_t before = *free;
+    size_t total;
+    vm_status s = vm_gpu_memory(g, free, &total);
+    if (!s && !begin) g->unaccounted += (ptrdiff_t)(before - *free);
+    return s;
+}
+
+size_t vm_gpu_to_come(const vm_gpu *g) {
+    size_t more = 0;
+    for (int i = 0; i < VM_GPU_GRAPHS; i++) more += g->graph[i].exec ? 0 : g->graph_most;
+    return more;
+}
+
 /* ---- copies ---- */
 
 static char *slot_of(const vm_gpu *g, size_t slot) { return g->pinned + slot * VM_GPU_SLOT; }
@@ -247,13 +268,24 @@ static vm_status launch_graph(vm_gpu *g, vm_graph_entry *e) {
     return vm_driver_check(g->d, g->d->GraphLaunch(e->exec, g->stream), "launching a graph");
 }
 
+static vm_status drop_graph(vm_gpu *g, vm_graph_entry *e) {
+    CUgraphExec const exec = e->exec;
+    size_t free;
+    *e = (vm_graph_entry){0};
+    if (!exec) return VM_OK;
+    vm_status s = vm_gpu_watch(g, true, &free);
+    g->d->GraphExecDestroy(exec);
+    return s ? s : vm_gpu_watch(g, false, &free);
+}
+
 /* Gives the key the entry of the graph that has not been used for longest. */
-static void new_graph(vm_gpu *g, uint64_t key) {
+static vm_status new_graph(vm_gpu *g, uint64_t key) {
     vm_graph_entry *e = &g->graph[0];
     for (int i = 0; i < VM_GPU_GRAPHS; i++)
         if (g->graph[i].used < e->used) e = &g->graph[i];
-    if (e->exec) g->d->GraphExecDestroy(e->exec);
+    vm_status s = drop_graph(g, e);
     *e = (vm_graph_entry){.key = key, .used = ++g->graph_clock};
+    return s;
 }
 
 /* The first time that a key is seen its passes are enqueued one by one, since libraries then load code and time
@@ -268,7 +300,7 @@ static vm_status begin(const vm_backend *b, uint64_t key, bool *replayed) {
     VM_TRY(g, EventRecord(g->item, g->stream), "marking the beginning");
     *replayed = e && e->exec;
     if (*replayed) return launch_graph(g, e);
-    if (key && !e) new_graph(g, key);
+    if (key && !e) return new_graph(g, key);
     if (!e || e->nodes > VM_GPU_NODES) return VM_OK;
     VM_TRY(g, StreamBeginCapture(g->own, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL), "beginning a graph");
     g->outside = g->stream;
@@ -278,13 +310,20 @@ static vm_status begin(const vm_backend *b, uint64_t key, bool *replayed) {
 
 static vm_status end_capture(vm_gpu *g, vm_graph_entry *e, vm_status so_far) {
     CUgraph graph = NULL;
+    size_t free, after;
     g->stream = g->outside;
     g->outside = NULL;
     const CUresult result = g->d->StreamEndCapture(g->own, &graph);
     vm_status s = so_far ? so_far : vm_driver_check(g->d, result, "ending a graph");
+    if (!s) s = vm_gpu_watch(g, true, &free);
     if (!s) s = vm_driver_check(g->d, g->d->GraphInstantiate(&e->exec, graph, 0), "making a graph ready");
     if (graph) g->d->GraphDestroy(graph);
-    return s ? s : launch_graph(g, e);
+    if (!s) s = launch_graph(g, e);
+    if (s) return s;
+    after = free;
+    s = vm_gpu_watch(g, false, &after);
+    if (!s && free > after) g->graph_most = VM_MAX(g->graph_most, free - after);
+    return s;
 }
 
 static vm_status end(const vm_backend *b, uint64_t key, vm_status so_far) {
@@ -292,10 +331,7 @@ static vm_status end(const vm_backend *b, uint64_t key, vm_status so_far) {
     VM_ENTER(g);
     vm_graph_entry *e = key ? find_graph(g, key) : NULL;
     vm_status s = g->outside ? end_capture(g, e, so_far) : so_far;
-    if (s && e) { /* forgotten: its next run goes pass by pass again */
-        if (e->exec) g->d->GraphExecDestroy(e->exec);
-        *e = (vm_graph_entry){0};
-    }
+    if (s && e) drop_graph(g, e); /* forgotten: its next run goes pass by pass again */
     if (s) return s;
     if (e && !e->exec) e->nodes = g->launches;
     if (key) VM_TRY(g, EventRecord(g->input_free, g->stream), "marking a pass");

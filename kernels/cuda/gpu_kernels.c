@@ -9,10 +9,11 @@ VM_GPU_KERNELS(VM_GPU_FATBIN)
 
 static const char *const suffix[] = {[VM_F32] = "f32", [VM_F16] = "f16", [VM_BF16] = "bf16"};
 
-vm_status vm_gpu_conv_kernel(vm_gpu *g, const vm_conv_tile *t, CUfunction *out) {
+static vm_status find_conv(vm_gpu *g, uint32_t kind) {
+    const vm_conv_tile tile = vm_conv_tile_at(kind, (size_t)g->shared_max), *t = &tile;
+    CUfunction *out = &g->conv[kind];
     char name[48];
-    *out = g->conv[t->kind];
-    if (*out) return VM_OK;
+    if (!t->resident) return VM_OK; /* nor is it chosen */
     snprintf(name, sizeof name, "vm_conv_%s_%ux%u_%u", suffix[g->backend.dtype], t->rows, t->outs, t->stride);
     VM_TRY(g, ModuleGetFunction(out, g->module[VM_KERNEL_CONV], name), name);
     VM_TRY(g, FuncSetAttribute(*out, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, (int)t->shared),
@@ -20,7 +21,6 @@ vm_status vm_gpu_conv_kernel(vm_gpu *g, const vm_conv_tile *t, CUfunction *out) 
     VM_TRY(g,
            FuncSetAttribute(*out, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, CU_SHAREDMEM_CARVEOUT_MAX_SHARED),
            "giving a convolution its shared memory");
-    g->conv[t->kind] = *out;
     return VM_OK;
 }
 
@@ -28,7 +28,7 @@ vm_status vm_gpu_load_kernels(vm_gpu *g) {
 #define VM_GPU_IMAGE(NAME, FATBIN) vm_fatbin_##FATBIN,
     static const char *const images[] = {VM_GPU_KERNELS(VM_GPU_IMAGE)};
 #undef VM_GPU_IMAGE
-    char names[VM_KERNEL_CONV][32]; /* conv's kernels are found one by one */
+    char names[VM_KERNEL_CONV][32];
     g->attention = vm_attention_choose(g->backend.dtype, (size_t)g->shared_max);
     snprintf(names[VM_KERNEL_LOAD], sizeof *names, "vm_load_%s", suffix[g->backend.dtype]);
     snprintf(names[VM_KERNEL_STORE], sizeof *names, "vm_store_%s", suffix[g->backend.dtype]);
@@ -55,5 +55,9 @@ vm_status vm_gpu_load_kernels(vm_gpu *g) {
            FuncSetAttribute(g->kernel[VM_KERNEL_ATTENTION], CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                             (int)vm_attention_shared(g->backend.dtype, g->attention, VM_ATTENTION_CHANNELS)),
            "giving attention its shared memory");
+    for (uint32_t kind = 0; g->own_conv && kind < VM_CONV_KINDS; kind++) {
+        vm_status s = find_conv(g, kind);
+        if (s) return s;
+    }
     return VM_OK;
 }

@@ -30,6 +30,7 @@ struct CUgraph_st {
 };
 struct CUgraphExec_st {
     std::vector<std::shared_ptr<work>> nodes;
+    long long bytes;
 };
 
 struct CUstream_st {
@@ -55,13 +56,14 @@ struct CUfunc_st {
 };
 struct CUmod_st {
     std::map<std::string, CUfunc_st> functions;
+    long long bytes;
 };
 struct CUctx_st {
     int users = 0;
 };
 
 struct block_of_memory {
-    size_t bytes;
+    size_t bytes, counted;
     bool host;
 };
 enum { MEMORY_ALIGN = 256 };
@@ -83,11 +85,14 @@ extern thread_local bool gpu_waited; /* for all work, since this thread entered 
 
 size_t gpu_setting(const char *name, size_t otherwise); /* of the environment, as it is now */
 size_t gpu_total();
+size_t gpu_granularity();
 int gpu_shared_most(); /* bytes a block, where asked for */
 CUresult gpu_take(size_t bytes, bool host, void **out);
 /* Waits for nothing: a fault while work is in flight, which may use it, unless this thread has waited for all work since it
  * entered the context. What another thread has enqueued after that cannot be told from work that uses the block. */
 CUresult gpu_give(uintptr_t at, bool host);
+/* Memory that is taken for no block, or where bytes is negative given back. */
+CUresult gpu_lose_bytes(long long bytes);
 bool gpu_has(uintptr_t at, size_t bytes); /* within one block of the device's memory */
 void gpu_lose();                          /* everything, as when a context is reset */
 /* From now on every call fails with code. */

@@ -2,6 +2,10 @@
  *
  *   VAEMEM_EMULATED_SM=90               compute capability
  *   VAEMEM_EMULATED_MEMORY=2147483648   bytes of the device
+ *   VAEMEM_EMULATED_GRANULARITY=256     memory is given in multiples of so many bytes; a real GPU's are 2 MiB
+ *   VAEMEM_EMULATED_MODULE=0            bytes of the device that a module takes
+ *   VAEMEM_EMULATED_NODE=0              and each kernel of a graph that is ready
+ *   VAEMEM_EMULATED_CUDNN=0             and each of cuDNN's plans, from its first run on (libcudnn.c)
  *   VAEMEM_EMULATED_L2=1048576          bytes of its L2 cache
  *   VAEMEM_EMULATED_MULTIPROCESSORS=4   of the device
  *   VAEMEM_EMULATED_DRIVER=12040        version that the driver says it is
@@ -167,6 +171,11 @@ void emulator_live(size_t counts[9]) {
                            gpu.execs.size(),   gpu.modules.size(),       (size_t)gpu.context.users};
     memcpy(counts, now, sizeof now);
 }
+/* What others take of the device's memory, or give back where bytes is negative. */
+CUresult emulator_lose(long long bytes) {
+    const std::lock_guard<std::recursive_mutex> held(vm_lock);
+    return gpu_lose_bytes(bytes);
+}
 /* fn(arg), each time that this place of the stream or of a graph is reached. */
 CUresult emulator_enqueue(CUstream stream, void (*fn)(void *), void *arg, void (*free_arg)(void *)) {
     const std::lock_guard<std::recursive_mutex> held(vm_lock);
@@ -330,6 +339,15 @@ CUresult cuMemGetInfo(size_t *free, size_t *total) {
     ENTER(A_CONTEXT);
     *total = gpu_total();
     *free = *total > gpu.used ? *total - gpu.used : 0;
+    return CUDA_SUCCESS;
+}
+CUresult cuMemGetAllocationGranularity(size_t *out, const CUmemAllocationProp *prop,
+                                       CUmemAllocationGranularity_flags which) {
+    ENTER(THE_DRIVER);
+    WANT(prop->type == CU_MEM_ALLOCATION_TYPE_PINNED && prop->location.type == CU_MEM_LOCATION_TYPE_DEVICE &&
+             !prop->location.id && which == CU_MEM_ALLOC_GRANULARITY_MINIMUM,
+         CUDA_ERROR_INVALID_VALUE);
+    *out = gpu_granularity();
     return CUDA_SUCCESS;
 }
 CUresult cuMemAlloc(CUdeviceptr *out, size_t bytes) {

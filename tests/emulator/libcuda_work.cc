@@ -13,6 +13,23 @@ CUresult remove(std::set<T> &from, T handle) {
     delete handle;
     return CUDA_SUCCESS;
 }
+/* What takes memory of the device beside its own. */
+template <typename T>
+CUresult add_bytes(std::set<T> &to, T handle, long long bytes) {
+    const CUresult full = gpu_lose_bytes(handle->bytes = bytes);
+    if (full) {
+        delete handle;
+        return full;
+    }
+    to.insert(handle);
+    return CUDA_SUCCESS;
+}
+template <typename T>
+CUresult remove_bytes(std::set<T> &from, T handle) {
+    WANT(from.count(handle), CUDA_ERROR_INVALID_HANDLE);
+    gpu_lose_bytes(-handle->bytes);
+    return remove(from, handle);
+}
 
 /* A fat binary by itself, or the structure by which a host program refers to one. */
 bool is_fatbin(const void *image) {
@@ -117,14 +134,13 @@ CUresult cuModuleLoadData(CUmodule *out, const void *image) {
     NOT_IN_CAPTURE(nullptr);
     WANT(is_fatbin(image), CUDA_ERROR_INVALID_IMAGE);
     *out = new CUmod_st;
-    gpu.modules.insert(*out);
-    return CUDA_SUCCESS;
+    return add_bytes(gpu.modules, *out, (long long)gpu_setting("VAEMEM_EMULATED_MODULE", 0));
 }
 CUresult cuModuleUnload(CUmodule module) {
     ENTER_TO_GIVE(A_CONTEXT);
     WANT(gpu.modules.count(module), CUDA_ERROR_INVALID_HANDLE);
     streams_drain();
-    LEAVE(remove(gpu.modules, module));
+    LEAVE(remove_bytes(gpu.modules, module));
 }
 /* Every module has all kernels: they are linked into this library. */
 CUresult cuModuleGetFunction(CUfunction *out, CUmodule module, const char *name) {
@@ -206,9 +222,8 @@ CUresult cuStreamEndCapture(CUstream stream, CUgraph *out) {
 CUresult cuGraphInstantiateWithFlags(CUgraphExec *out, CUgraph graph, unsigned long long) {
     ENTER(A_CONTEXT);
     WANT(gpu.graphs.count(graph), CUDA_ERROR_INVALID_HANDLE);
-    *out = new CUgraphExec_st{graph->nodes};
-    gpu.execs.insert(*out);
-    return CUDA_SUCCESS;
+    *out = new CUgraphExec_st{graph->nodes, 0};
+    return add_bytes(gpu.execs, *out, (long long)(graph->nodes.size() * gpu_setting("VAEMEM_EMULATED_NODE", 0)));
 }
 CUresult cuGraphLaunch(CUgraphExec exec, CUstream stream) {
     ENTER(A_CONTEXT);
@@ -221,7 +236,7 @@ CUresult cuGraphLaunch(CUgraphExec exec, CUstream stream) {
 }
 CUresult cuGraphExecDestroy(CUgraphExec exec) {
     ENTER_TO_GIVE(A_CONTEXT);
-    LEAVE(remove(gpu.execs, exec));
+    LEAVE(remove_bytes(gpu.execs, exec));
 }
 CUresult cuGraphDestroy(CUgraph graph) {
     ENTER_TO_GIVE(A_CONTEXT);

@@ -29,6 +29,7 @@ enum { /* cudnnStatus_t */
        NO_SUCH_LAYOUT = 3004,
        NO_COMPILER = 3008,
        NO_HOST_MEMORY = 4003,
+       NO_DEVICE_MEMORY = 4004,
        DRIVER_FAILED = 5001
 };
 enum { /* cudnnBackendDescriptorType_t */
@@ -109,6 +110,7 @@ enum { ENGINES = sizeof engines / sizeof *engines, FIRST_INDEX = 99 };
 typedef struct descriptor {
     int type, mode, engine, list;
     bool final;
+    long long code; /* of a plan that has run: bytes of the device */
     void *value[ATTRIBUTES];
     int64_t count[ATTRIBUTES];
     conv conv; /* of graphs and of what is made from them */
@@ -218,9 +220,21 @@ EXPORT int cudnnBackendCreateDescriptor(int type, void **out) {
     return 0;
 }
 
+/* A function of the stand-in driver's, where that is loaded. */
+static void *in_driver(const char *name) { return dlsym(RTLD_DEFAULT, name); }
+
+/* Of the device's memory; whether it was there. */
+static bool lose(long long bytes) {
+    int (*take)(long long) = NULL;
+    void *found = bytes ? in_driver("emulator_lose") : NULL;
+    memcpy(&take, &found, sizeof found);
+    return !take || !take(bytes);
+}
+
 EXPORT int cudnnBackendDestroyDescriptor(void *v) {
     descriptor *d = v;
     if (!d) return fail(NULL_POINTER, "no descriptor");
+    lose(-d->code);
     for (int i = 0; i < ATTRIBUTES; i++) free(d->value[i]);
     free(d);
     live--;
@@ -389,7 +403,8 @@ EXPORT int cudnnBackendGetAttribute(void *v, int name, int type, int64_t room, i
 /* ---- running ---- */
 
 EXPORT int cudnnBackendExecute(void *h, void *plan, void *pack) {
-    const descriptor *p = plan, *v = pack;
+    descriptor *p = plan;
+    const descriptor *v = pack;
     const int status = enter();
     if (status) return status;
     if (!h || !p || !v || p->type != PLAN || v->type != PACK || !p->final || !v->final || !value(p, 400))
@@ -403,6 +418,11 @@ EXPORT int cudnnBackendExecute(void *h, void *plan, void *pack) {
     }
     if (!workspace && kib(p)) return fail(NULL_POINTER, "no workspace");
     if ((uintptr_t)workspace % 16) return fail(MISALIGNED, "the workspace is not aligned");
+    const char *code = getenv("VAEMEM_EMULATED_CUDNN");
+    if (code && !p->code) {
+        if (!lose(atoll(code))) return fail(NO_DEVICE_MEMORY, "no room for a kernel");
+        p->code = atoll(code);
+    }
     const int notes = engines[p->engine].notes;
     job *j = malloc(sizeof *j);
     if (!j) return fail(NO_HOST_MEMORY, "no memory");
@@ -415,7 +435,7 @@ EXPORT int cudnnBackendExecute(void *h, void *plan, void *pack) {
                .workspace = workspace,
                .bytes = 1024 * (size_t)kib(p)};
     int (*enqueue)(void *, void (*)(void *), void *, void (*)(void *)) = NULL;
-    void *found = dlsym(RTLD_DEFAULT, "emulator_enqueue"); /* of the stand-in driver, where that is loaded */
+    void *found = in_driver("emulator_enqueue");
     memcpy(&enqueue, &found, sizeof found);
     if (enqueue)
         return enqueue(((handle *)h)->stream, convolve_job, j, free) ? fail(DRIVER_FAILED, "the driver refused") : 0;

@@ -16,6 +16,8 @@ size_t gpu_setting(const char *name, size_t otherwise) {
 
 size_t gpu_total() { return gpu_setting("VAEMEM_EMULATED_MEMORY", (size_t)2 << 30); }
 
+size_t gpu_granularity() { return gpu_setting("VAEMEM_EMULATED_GRANULARITY", MEMORY_ALIGN); }
+
 CUresult gpu_fail(CUresult code, const char *why) {
     fprintf(stderr, "emulated GPU: %s\n", why);
     if (!gpu.failed) gpu.failed = code;
@@ -24,16 +26,27 @@ CUresult gpu_fail(CUresult code, const char *why) {
 
 /* ---- memory ---- */
 
+CUresult gpu_lose_bytes(long long bytes) {
+    const size_t total = gpu_total();
+    if (bytes > 0 && (gpu.used > total || (size_t)bytes > total - gpu.used)) return CUDA_ERROR_OUT_OF_MEMORY;
+    gpu.used += (size_t)bytes;
+    if (gpu.used > gpu.peak) gpu.peak = gpu.used;
+    return CUDA_SUCCESS;
+}
+
 CUresult gpu_take(size_t bytes, bool host, void **out) {
     *out = nullptr;
     if (!bytes) return CUDA_ERROR_INVALID_VALUE;
-    const size_t counted = host ? 0 : (bytes + MEMORY_ALIGN - 1) / MEMORY_ALIGN * MEMORY_ALIGN, total = gpu_total();
-    if (bytes > SIZE_MAX / 2 || gpu.used > total || counted > total - gpu.used) return CUDA_ERROR_OUT_OF_MEMORY;
+    if (bytes > SIZE_MAX / 2) return CUDA_ERROR_OUT_OF_MEMORY;
+    const size_t granularity = gpu_granularity(), counted = (bytes + granularity - 1) / granularity * granularity;
+    const CUresult full = gpu_lose_bytes(host ? 0 : (long long)counted);
+    if (full) return full;
     void *const at = vm_guarded_take(bytes, MEMORY_ALIGN);
-    if (!at) return CUDA_ERROR_OUT_OF_MEMORY;
-    gpu.used += counted;
-    if (gpu.used > gpu.peak) gpu.peak = gpu.used;
-    gpu.memory[(uintptr_t)at] = {bytes, host};
+    if (!at) {
+        gpu_lose_bytes(host ? 0 : -(long long)counted);
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    gpu.memory[(uintptr_t)at] = {bytes, host ? 0 : counted, host};
     *out = at;
     return CUDA_SUCCESS;
 }
@@ -46,8 +59,8 @@ CUresult gpu_give(uintptr_t at, bool host) {
     const size_t bytes = found->second.bytes;
     const bool whole = vm_guarded_whole((void *)at, bytes, MEMORY_ALIGN);
     vm_guarded_give((void *)at, bytes, MEMORY_ALIGN);
+    gpu.used -= found->second.counted;
     gpu.memory.erase(found);
-    if (!host) gpu.used -= (bytes + MEMORY_ALIGN - 1) / MEMORY_ALIGN * MEMORY_ALIGN;
     if (whole) return CUDA_SUCCESS;
     char why[96];
     snprintf(why, sizeof why, "something was written beside a block of %zu bytes", bytes);

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from vaemem import _core
-from vaemem._common import DTYPES, PRECISIONS, choose, distinct, flag, meant
+from vaemem._common import DTYPES, PRECISIONS, choose, distinct, flag, meant, mib
 from vaemem.engine.cudnn_path import find_cudnn
 
 try:
@@ -192,6 +192,26 @@ class Device:
         libcuda = os.environ.get("VAEMEM_LIBCUDA")
         tf32, own = precision != "highest", convolution == "own"
         self.backend = _cuda.Backend(number, dtype, tf32, autotune, libcuda, find_cudnn(), own)
+
+    def held(self, size: int) -> int:
+        """What a block of so many bytes takes of the GPU."""
+        return -(-size // self.backend.granularity) * self.backend.granularity
+
+    def room(self) -> int:
+        """Bytes that a run may take beside what this VAE holds: what is free, less what stays for others, an eighth at
+        most 1 GiB, or for graphs that are still to be captured where these may take more."""
+        free = self.backend.memory()[0]
+        return max(free - max(min(free // 8, 1 << 30), self.backend.to_come), 0)
+
+    def in_torch(self) -> str:
+        """A sentence on what PyTorch's cache holds there and would give back; empty where that is nothing."""
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_initialized():
+            return ""
+        stats = torch.cuda.memory_stats(self.number)
+        used, split = stats["active_bytes.all.current"], stats["inactive_split_bytes.all.current"]
+        size = stats["reserved_bytes.all.current"] - used - split
+        return f". PyTorch's cache would give back {mib(size)} MiB of it: torch.cuda.empty_cache()" if size else ""
 
     @staticmethod
     def holds(array: Any) -> bool:

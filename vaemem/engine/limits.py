@@ -42,13 +42,14 @@ def parse_size(argument: str, value: Any, least: int = 1) -> int:
 
 def resolve(given: Limit, held: int, device: Any) -> int:
     """A limit in bytes, 0 for none. "auto" is what the VAE's weights and arena hold already and the free memory of the
-    device, or the system's, less what stays for others: an eighth of that, at most 1 GiB."""
+    device, or the system's, less what stays for others: an eighth of that, at most 1 GiB (`Device.room`)."""
     if given is None:
         return 0
     if not (isinstance(given, str) and given.strip().lower() == "auto"):
         return parse_size("memory_limit", given)
-    free = device.backend.memory()[0] if device else available_memory()
-    if free is None:
+    if device:
+        return int(held + device.room())
+    if (free := available_memory()) is None:
         raise ValueError("memory_limit: this system does not say what is free: want bytes instead of 'auto'")
     return held + free - min(free // 8, 1 << 30)
 
@@ -216,11 +217,12 @@ class Plans:
     def out_of_memory(self, error: MemoryError, failed: Mapping[str, Any], device: Any) -> MemoryError:
         """What a plan that failed required of a GPU beside the weights, the free memory, and the largest square for
         it."""
-        ask, weights = self.request, failed["peak"]["weights"]
+        ask, weights = self.request, device.held(failed["peak"]["weights"])
         free, total = device.backend.memory()
         run, free_of = f"{ask['op']} of {ask['height']}x{ask['width']}", f"{_mib(free)} of {_mib(total)}"
         more = f"{_mib(taken(failed) - weights)} more and {free_of} are free on cuda:{device.number}"
-        return MemoryError(f"{error}. This {run} needs {more}: {self.largest_square(weights + free)} would fit")
+        fits = f"{self.largest_square(weights + free)} would fit"
+        return MemoryError(f"{error}. This {run} needs {more}: {fits}{device.in_torch()}")
 
 
 def largest_size(

@@ -350,11 +350,10 @@ class Model:
 
     @property
     def unaccounted_bytes(self) -> int:
-        """What a GPU has lost since this VAE was opened beside `reserved_bytes`: kernels, cuDNN's handle, and whatever
-        else was taken there meanwhile, by anyone. The context itself was there before. 0 on the CPU."""
-        if not self._device:
-            return 0
-        return self._device.backend.free_at_open - self._device.backend.memory()[0] - self.reserved_bytes
+        """What a GPU has lost to this VAE beside `reserved_bytes`: our kernels, cuDNN's handle and kernels, and CUDA
+        graphs, each by what was free before and after it was loaded, first run or captured; so whatever others took in
+        these moments is in it too. The context itself was there before. 0 on the CPU."""
+        return max(self._device.backend.unaccounted, 0) if self._device else 0
 
     @property
     def parameters(self) -> int:

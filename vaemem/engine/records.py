@@ -26,8 +26,8 @@ class Run:
         In use at the peak. Scratch is each pass's own, GroupNorm's sums and the plan; workspace is cuDNN's; output is 0
         where the caller gave ``out=`` (NumPy's output has a place on the GPU all the same).
     reserved_bytes : int
-        Held from the system: weights, the whole arena and the output. Larger than the peak only where an earlier,
-        larger run's arena was kept, or where the plan has holes.
+        Held from the system: weights, the whole arena and the output, on a GPU each in multiples of its granularity.
+        Larger than the peak only by that, where an earlier, larger run's arena was kept, or where the plan has holes.
     passes : tuple of str
         Names of the passes, in order.
     timeline : tuple of (str, int)

@@ -145,15 +145,18 @@ class _Tiles:
         """The run of all tiles, from theirs joined. Beside a GPU what lies in the host's memory is not counted, as an
         ordinary run's arrays are not."""
         output, scratch = (self.output_bytes() if own_output else 0), self.scratch_bytes()
-        if self.runner.device and self.request.get("host_arrays", True):
-            output = scratch = 0
+        device, held = self.runner.device, output + scratch
+        if device:
+            if self.request.get("host_arrays", True):
+                output = scratch = 0
+            held = device.held(output) + device.held(scratch)
         return replace(
             tiles,
             height=self.height * self.factor,
             width=self.width * self.factor,
             output_bytes=tiles.output_bytes + output,
             scratch_bytes=tiles.scratch_bytes + scratch,
-            reserved_bytes=tiles.reserved_bytes + output + scratch,
+            reserved_bytes=tiles.reserved_bytes + held,
             timeline=tuple((name, live + output + scratch) for name, live in tiles.timeline),
             seconds=seconds,
             notes=(f"{self.count} tiles of {self.side * self.factor}x{self.side * self.factor}", *tiles.notes),
@@ -208,9 +211,9 @@ class _Tiles:
         except MemoryError as error:
             output, scratch = mib(self.output_bytes()), mib(self.scratch_bytes())
             what = f"{self.op} of {self.request['height']}x{self.request['width']} in tiles"
-            raise MemoryError(
-                f"{error}. This {what} holds {output} MiB of output and {scratch} MiB to blend with"
-            ) from None
+            holds = f"This {what} holds {output} MiB of output and {scratch} MiB to blend with"
+            device = self.runner.device
+            raise MemoryError(f"{error}. {holds}{device.in_torch() if device else ''}") from None
 
     def blending(self, y: int, x: int, h: int, w: int) -> dict[str, int]:
         """How a tile is blended: fields of kernels.h's vm_blend_args."""
