@@ -10,7 +10,7 @@ from vaemem import VAE
 
 pytestmark = pytest.mark.usefixtures("cuda")
 SIZE = 128, 16  # tall, so that a step has few of its rows
-TALL = 256, 16  # our own convolution's tiles are up to 16 rows high
+TALL = 256, 16  # our own convolution's tiles are up to 16 rows high, and of their decoders some stream only then
 
 
 def limits_of(there, *ask, **how):
@@ -32,7 +32,8 @@ def test_every_limit(name, kind, op):
     """Our own convolution gives the same bits for each; with cuDNN the last ones may depend on it. What the driver gave
     is what was planned."""
     there, emulator = on_gpu(name, kind), gpu.emulator()
-    ask = op, *(TALL if kind.endswith("own") else SIZE), 2 if name == "qwen" else 1
+    tall = kind.endswith("own") and op == "decode" and name != "qwen"
+    ask = op, *(TALL if tall else SIZE), 2 if name == "qwen" else 1
     run = runner(there, *ask)
     want, whole = run(), there.last_run
     assert {held for _, held in whole.values} == {"stored"} and whole.work == 1
@@ -80,7 +81,7 @@ def test_chains_as_graphs(kind):
     run, limits = runner(there, "encode", *SIZE), limits_of(there, "encode", *SIZE)
     there.encode(images(*SIZE))  # an arena that the others find large enough
     want = {limit: run(memory_limit=limit) for limit in (limits[0], limits[-1])}
-    for _ in range(3):
+    for _ in range(2):
         for limit, first in want.items():
             assert (run(memory_limit=limit) == first).all()
 

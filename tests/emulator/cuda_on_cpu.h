@@ -243,7 +243,9 @@ struct vm_mma_lent {
 /* Fragments as PTX lays them out for mma.m16n8k16: lane = 4 * group + t. Products are exact; each sum is rounded. */
 template <typename T>
 static inline void vm_mma_act(void *const lanes[32]) {
-    float a[16][16], b[16][8];
+    typedef float row __attribute__((vector_size(32))); /* 8 columns */
+    float a[16][16];
+    row b[16], d[16];
     const auto number = [](uint32_t pair, int j) { return vm_to_float(T{(uint16_t)(pair >> 16 * j)}); };
     for (int i = 0; i < 32; i++) {
         const vm_mma_lent *const l = (vm_mma_lent *)lanes[i];
@@ -251,13 +253,14 @@ static inline void vm_mma_act(void *const lanes[32]) {
         for (int j = 0; j < 2; j++) {
             for (int part = 0; part < 4; part++) a[group + part % 2 * 8][t + j + part / 2 * 8] = number(l->a[part], j);
             for (int part = 0; part < 2; part++) b[t + j + part * 8][group] = number(l->b[part], j);
+            for (int part = 0; part < 2; part++) d[group + part * 8][t + j] = l->d[part * 2 + j];
         }
     }
+    for (int i = 0; i < 16; i++)
+        for (int k = 0; k < 16; k++) d[i] += a[i][k] * b[k];
     for (int i = 0; i < 32; i++)
-        for (int part = 0; part < 4; part++) {
-            float *const d = &((vm_mma_lent *)lanes[i])->d[part];
-            for (int k = 0; k < 16; k++) *d += a[i / 4 + part / 2 * 8][k] * b[k][i % 4 * 2 + part % 2];
-        }
+        for (int part = 0; part < 4; part++)
+            ((vm_mma_lent *)lanes[i])->d[part] = d[i / 4 + part / 2 * 8][i % 4 * 2 + part % 2];
 }
 template <typename T>
 static inline void vm_mma_16816(float d[4], const uint32_t a[4], const uint32_t b[2], VM_PLACE) {
