@@ -343,13 +343,6 @@ def test_large_tensors_of_a_decode_are_streamed():
     assert run.activations_bytes < 0.13 * 4 * 64 * 1024 * 1024 and run.work == 1
 
 
-def test_predictions_are_refused():
-    from vaemem import predict
-
-    with pytest.raises(ValueError, match="model: taef1 is not predicted by name yet"):
-        predict("taef1", "decode", 1024, 1024)
-
-
 def test_the_drop_in_is_diffusers(tmp_path):
     torch = pytest.importorskip("torch")
     diffusers = pytest.importorskip("diffusers")

@@ -1,4 +1,5 @@
-"""The traces of one frame of videos' VAEs beside recordings of diffusers' classes."""
+"""The traces of VAEs other than AutoencoderKL, of one frame where they are of videos, beside recordings of diffusers'
+classes."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import pytest
 from traces import lifetimes
 
 from vaemem import _core, predict
+from vaemem._common import latent_factor
 from vaemem.prediction.profiles import Conv
 
 QWEN = _core.models()["qwen-image"]
@@ -18,30 +20,52 @@ NAMES = {"AutoencoderKLWan": "wan2.1", "AutoencoderKLQwenImage": "qwen-image"}
 
 
 def case(kind, arch, op, height, width, batch=1, dtype="float32", tile=0, slicing=False, tile_overlap=0.25):
-    torch = pytest.importorskip("torch")
     diffusers = pytest.importorskip("diffusers")
-    from torch_vaes import of_config
-
-    from vaemem.engine.configs import config_of
-    from vaemem.pytorch import record
-
     release = int(diffusers.__version__.split(".")[1])
     if not hasattr(diffusers, kind) or (release < 34 and (tile or slicing)):
         pytest.skip(f"diffusers {diffusers.__version__} has no such {kind}")
     arch = arch | {"name": NAMES[kind]}
-    factor, run = 2 ** (len(arch["block_out_channels"]) - 1), getattr(torch, dtype)
-    vae = of_config(config_of(arch) | {"_class_name": kind}, run)
-    vae.use_slicing, vae.spatial_compression_ratio = slicing, factor
-    if tile:
-        stride = int(tile * (1 - tile_overlap))
-        vae.enable_tiling(tile, tile, stride, stride)
-    small = arch["latent_channels"], 1, height // factor, width // factor
-    x = torch.empty(batch, *(small if op == "decode" else (3, 1, height, width)), dtype=run, device="meta")
-    call = {"decode": lambda v, x: v.decode(x).sample, "encode": lambda v, x: v.encode(x).latent_dist}[op]
+
+    def prepare(vae):
+        vae.spatial_compression_ratio = latent_factor(arch)
+        if tile:
+            stride = int(tile * (1 - tile_overlap))
+            vae.enable_tiling(tile, tile, stride, stride)
+
+    lives_as_recorded(arch, op, height, width, batch, dtype, tile, slicing, tile_overlap, prepare, kind)
+
+
+def lives_as_recorded(
+    arch, op, height, width, batch, dtype, tile, slicing, tile_overlap, prepare, kind, channels_last=False
+):
+    """prepare: what is done to diffusers' module, of the class that is called so, before it runs."""
+    import diffusers
+    import torch
+    from torch_vaes import diffusers_vae, of_config
+
+    from vaemem.engine.configs import config_of
+    from vaemem.pytorch import record
+
+    factor, run = latent_factor(arch), getattr(torch, dtype)
+    is_tiny = arch["family"] == "tiny"
+    vae = diffusers_vae(arch, run).vae if is_tiny else of_config(config_of(arch) | {"_class_name": kind}, run)
+    vae.use_slicing = slicing
+    prepare(vae)
+    if channels_last:
+        vae = vae.to(memory_format=torch.channels_last)
+    frames = (1,) * (arch["family"] == "wan")
+    shapes = {
+        "decode": (arch["latent_channels"], *frames, height // factor, width // factor),
+        "encode": (arch["in_channels"], *frames, height, width),
+    }
+    x = torch.empty(batch, *shapes[op], dtype=run, device="meta")
+    posterior = "latents" if is_tiny else "latent_dist"
+    call = {"decode": lambda v, x: v.decode(x).sample, "encode": lambda v, x: getattr(v.encode(x), posterior)}[op]
     recording = record(vae, x, call=call)
     built = _core.Trace.vae(
-        arch, "diffusers", op, dtype, height, width, batch, tile, slicing, tile_overlap=tile_overlap, release=release
-    )
+        arch, "diffusers", op, dtype, height, width, batch, tile, slicing, tile_overlap=tile_overlap,
+        release=int(diffusers.__version__.split(".")[1]), channels_last=channels_last,
+    )  # fmt: skip
     ours, real = lifetimes(built.steps), lifetimes(recording.trace.steps)
     for i, (a, b) in enumerate(zip(ours, real, strict=False)):
         assert a == b, f"step {i}: built {ours[max(0, i - 4) : i + 2]}, recorded {real[max(0, i - 4) : i + 2]}"
@@ -70,6 +94,51 @@ def case(kind, arch, op, height, width, batch=1, dtype="float32", tile=0, slicin
 )
 def test_one_frame_lives_as_recorded(sizes, kind, op):
     case(kind, sizes[0], op, *sizes[1:])
+
+
+TINY = {name: arch for name, arch in _core.models().items() if arch.get("family") == "tiny"}
+
+
+@pytest.mark.parametrize("op", ["encode", "decode"])
+@pytest.mark.parametrize(
+    "name, case, tile, tile_overlap",
+    [
+        ("taesd", (256, 256, 1, "float16"), 0, 0.125),
+        ("taesd", (64, 96, 2, "bfloat16", True), 0, 0.125),
+        ("taesd", (8, 8, 2, "float32"), 0, 0.125),
+        ("taesd", (160, 200, 2, "float16", True), 64, 0.125),
+        ("taesd", (96, 64, 2, "float32"), 64, 0.5),
+        ("taesd", (40, 32, 1, "bfloat16"), 64, 0.25),
+        ("taef1", (64, 512, 1, "bfloat16"), 0, 0.125),
+        ("taef2", (64, 96, 2, "float32"), 0, 0.125),
+        ("taef2", (8, 8, 1, "bfloat16"), 0, 0.125),
+    ],
+)
+def test_tiny_autoencoders_live_as_recorded(name, case, tile, tile_overlap, op):
+    pytest.importorskip("diffusers")
+    height, width, batch, dtype, *slicing = case
+
+    def prepare(vae):
+        vae.use_tiling, vae.tile_overlap_factor = bool(tile), tile_overlap
+        vae.tile_sample_min_size, vae.tile_latent_min_size = tile, tile // 8
+
+    for channels_last in (False, True):
+        lives_as_recorded(
+            TINY[name], op, height, width, batch, dtype, tile, bool(slicing), tile_overlap, prepare, "", channels_last
+        )
+
+
+def test_tiny_autoencoders_by_name():
+    p = predict("madebyollin/taesdxl", "decode_tiled", 1024, 1024, "float16")
+    assert (p.model, p.tile, p.tile_overlap) == ("taesd", 512, 0.125)
+    assert "Followed: AutoencoderTiny of diffusers 0.42." in str(p)
+    assert "with TAEF2's branch, which it has not." in predict("taef2", "encode", 64, 64).numbers
+    with pytest.raises(ValueError, match=r"tile: want 4 latent channels, .* got the 16 of taef1, for which it raises"):
+        predict("taesd3", "encode_tiled", 1024, 1024)
+    with pytest.raises(ValueError, match=r"tile_overlap: want a multiple of 8 pixels of a tile, .* got 100 of 512"):
+        predict("taesd", "encode_tiled", 1024, 1024, tile=512, tile_overlap=100 / 512)
+    with pytest.raises(ValueError, match=r"runtime: want diffusers for taesd, the only code .* got comfyui"):
+        predict("taesd", "decode", 1024, 1024, runtime="comfyui")
 
 
 @pytest.mark.parametrize("op", ["encode", "decode"])

@@ -80,7 +80,7 @@ class Tiny(nn.Module):
             block.pool = nn.Sequential(
                 nn.Conv2d(c, 4 * c, 1, bias=False),
                 nn.GroupNorm(4, 4 * c),
-                nn.ReLU(),
+                nn.ReLU(inplace=True),
                 nn.Conv2d(4 * c, c, 1, bias=False),
             )
             block.register_forward_pre_hook(lambda block, args: (args[0] + block.pool(args[0]),))

@@ -261,22 +261,48 @@ void vm_walk_frame_tiles_done(walk *w, frame *f) {
 }
 
 vm_status vm_walk_check_code(const vm_arch *arch, vm_trace_runtime runtime) {
-    if (arch->family == VM_KL || runtime == VM_TORCH_DIFFUSERS || runtime == VM_TORCH_COMFYUI) return VM_OK;
-    return vm_fail(VM_EINVAL, "runtime: want diffusers or comfyui for %s, the only code of it that is followed, got %s",
-                   arch->name, vm_trace_runtime_name[runtime]);
+    const bool comfyui = arch->family == VM_WAN;
+    if (arch->family == VM_KL || runtime == VM_TORCH_DIFFUSERS || (comfyui && runtime == VM_TORCH_COMFYUI))
+        return VM_OK;
+    return vm_fail(VM_EINVAL, "runtime: want diffusers%s for %s, the only code of it that is followed, got %s",
+                   comfyui ? " or comfyui" : "", arch->name, vm_trace_runtime_name[runtime]);
 }
 
-vm_status vm_walk_check_frame(const vm_trace_vae *v) {
+/* AutoencoderTiny's tiles, which take its shapes for granted. */
+static vm_status check_tiny_tiles(const vm_trace_vae *v) {
+    const vm_arch *a = v->arch;
+    const size_t factor = vm_arch_factor(a), shared = (size_t)((double)v->tile * v->tile_overlap);
+    const bool encodes = v->op == VM_ENCODE;
+    if (a->levels != 4 || a->out_channels != 3)
+        return vm_fail(VM_EINVAL,
+                       "tile: want a factor of 8 and 3 channels, which AutoencoderTiny's tiles have, got %zu "
+                       "and %zu",
+                       factor, a->out_channels);
+    if (encodes && a->latent_channels != 4)
+        return vm_fail(VM_EINVAL,
+                       "tile: want 4 latent channels, which AutoencoderTiny's tiled encode has, got the %zu "
+                       "of %s, for which it raises",
+                       a->latent_channels, a->name);
+    if (encodes && shared % factor)
+        return vm_fail(VM_EINVAL,
+                       "tile_overlap: want a multiple of %zu pixels of a tile, or AutoencoderTiny raises, got "
+                       "%zu of %zu",
+                       factor, shared, v->tile);
+    return VM_OK;
+}
+
+vm_status vm_walk_check_class(const vm_trace_vae *v) {
     const char *name = v->arch->name;
     vm_status s = vm_walk_check_code(v->arch, v->runtime);
     if (s) return s;
-    if (v->channels_last)
+    if (v->channels_last && v->arch->family != VM_TINY)
         return vm_fail(VM_EINVAL,
                        "channels_last: want False for %s: PyTorch raises for its filters of five dimensions, got True",
                        name);
     if (v->sends || v->first != v->dtype)
         return vm_fail(VM_EINVAL, "%s: want it with another model than %s, whose submodules have none",
                        v->sends ? "sends" : "first", name);
+    if (v->arch->family == VM_TINY) return v->tile ? check_tiny_tiles(v) : VM_OK;
     if (v->runtime == VM_TORCH_COMFYUI && (v->op == VM_ENCODE || v->tile || v->slicing))
         return vm_fail(VM_EINVAL,
                        "%s: want the decode of a whole %s in ComfyUI, the only part of its code that is followed",

@@ -41,8 +41,11 @@ static tiling tiling_of(const vm_trace_vae *v) {
     const bool decodes = v->op == VM_DECODE;
     const size_t h = decodes ? v->height / factor : v->height, w = decodes ? v->width / factor : v->width;
     tiling t = {.in = decodes ? small : v->tile, .out = decodes ? v->tile : small};
-    if (!v->tile || (h <= t.in && w <= t.in)) return t;
-    if (v->arch->family == VM_WAN) { /* whose distance of tiles is set in pixels */
+    const bool is_tiny = v->arch->family == VM_TINY;
+    if (!v->tile || (!is_tiny && h <= t.in && w <= t.in)) return t;
+    if (is_tiny) {
+        t.step = t.in - (size_t)((double)t.in * v->tile_overlap);
+    } else if (v->arch->family == VM_WAN) { /* whose distance of tiles is set in pixels */
         const size_t stride = (size_t)((double)v->tile * (1 - v->tile_overlap)), latents = VM_MAX(stride / factor, 1);
         t.step = decodes ? latents : stride;
         t.extent = decodes ? v->tile - stride : small - latents;
@@ -117,6 +120,8 @@ static tensor tiled(walk *w, const tensor *x, tiling tiles) {
 
 static tensor one_call(walk *w, const tensor *x) {
     const tiling tiles = tiling_of(w->vae);
+    if (w->vae->arch->family == VM_TINY)
+        return tiles.rows ? vm_walk_tiny_tiles(w, x, tiles.in, tiles.out, tiles.step) : vm_walk_tiny(w, x);
     if (tiles.rows) return tiled(w, x, tiles);
     if (w->vae->arch->family == VM_WAN) return vm_walk_frame(w, x);
     return w->vae->op == VM_DECODE ? decode_latents(w, x) : encode_moments(w, x);
@@ -141,6 +146,8 @@ static gaussian posterior(walk *w, const tensor *moments) {
     return g;
 }
 
+static bool has_posterior(const walk *w) { return w->vae->op == VM_ENCODE && w->vae->arch->family != VM_TINY; }
+
 static void sliced(walk *w, const tensor *x) {
     void *block;
     if (!w->status) w->status = vm_mem_alloc(vm_mem_common, VM_SCRATCH, x->n * sizeof(tensor), &block);
@@ -148,8 +155,10 @@ static void sliced(walk *w, const tensor *x) {
     tensor *part = block, one = *x;
     one.n = 1;
     for (size_t i = 0; !w->status && i < x->n; i++) part[i] = one_call(w, &one);
-    const tensor y = take(w, x->n, part[0].c, part[0].h, part[0].w, CONTIGUOUS, (path){"cat"});
-    if (w->vae->op == VM_ENCODE) posterior(w, &y); /* while the Python list still refers to each slice */
+    const bool is_float = w->vae->tile && w->vae->arch->family == VM_TINY; /* as such tiles are blended */
+    const tensor y =
+        take_sized(w, x->n, part[0].c, part[0].h, part[0].w, CONTIGUOUS, is_float ? 4 : element(w), (path){"cat"});
+    if (has_posterior(w)) posterior(w, &y); /* while the Python list still refers to each slice */
     for (size_t i = 0; i < x->n; i++) give(w, &part[i]);
     vm_mem_free(vm_mem_common, VM_SCRATCH, block, x->n * sizeof(tensor));
 }
@@ -160,7 +169,7 @@ static void call_diffusers(walk *w, tensor x) {
         return;
     }
     const tensor y = one_call(w, &x);
-    if (w->vae->op == VM_ENCODE) posterior(w, &y);
+    if (has_posterior(w)) posterior(w, &y);
 }
 
 /* ---- the others' methods ---- */
@@ -320,7 +329,7 @@ static vm_status check_runtime(const vm_trace_vae *v) {
     const char *name = vm_trace_runtime_name[v->runtime];
     const quant quant = vm_walk_frames[v->runtime].quant;
     const int convs = v->arch->use_quant_conv + v->arch->use_post_quant_conv;
-    if (v->arch->family == VM_WAN) return vm_walk_check_frame(v);
+    if (v->arch->family != VM_KL) return vm_walk_check_class(v);
     if (v->arch->patch_size[0] && v->runtime != VM_TORCH_DIFFUSERS && !vm_walk_frames[v->runtime].packs)
         return vm_fail(VM_EINVAL, "runtime: want diffusers or comfyui for %s, whose BatchNorm is theirs, got %s",
                        v->arch->name, name);

@@ -5,6 +5,7 @@
  *   torch_attention.c  the attention blocks
  *   torch_coders.c     the other blocks, encoder and decoder
  *   torch_frames.c     one frame of VAEs that are made for videos
+ *   torch_tiny.c       tiny autoencoders
  *   torch_tiled_vae.c  these tile by tile, as A1111's extension runs them
  *   torch_vae.c        the methods around them, tiles and slices
  *
@@ -222,6 +223,10 @@ tensor vm_walk_decoder(walk *w, const tensor *z);
 tensor vm_walk_tiled_vae(walk *w, const tensor *x);
 size_t vm_walk_pad(const vm_trace_vae *vae);
 
+/* A tiny autoencoder's latents or image; and of tiles of `in` pixels a side that give `out`, one every `step`. */
+tensor vm_walk_tiny(walk *w, const tensor *x);
+tensor vm_walk_tiny_tiles(walk *w, const tensor *x, size_t in, size_t out, size_t step);
+
 /* ---- one frame ---- */
 
 enum { MOST_CACHED = 2 * VM_MAX_LEVELS * (VM_MAX_LAYERS + 1) + VM_MAX_LEVELS + 6 };
@@ -242,7 +247,7 @@ void vm_walk_frame_tiles_done(walk *w, frame *f);
 vm_status vm_walk_check_arch(const vm_arch *arch);
 /* Whether a runtime's code of an architecture is followed. */
 vm_status vm_walk_check_code(const vm_arch *arch, vm_trace_runtime runtime);
-/* That, and what their classes cannot do. */
-vm_status vm_walk_check_frame(const vm_trace_vae *v);
+/* That, and what their classes cannot do, of all but AutoencoderKL. */
+vm_status vm_walk_check_class(const vm_trace_vae *v);
 
 #endif

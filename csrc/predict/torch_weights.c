@@ -24,8 +24,13 @@ static void vector(list *l, path name, const char *own, size_t c) {
     add(l, name, own, (vm_parameter){.dims = 1, .shape = {c}});
 }
 
-static void filters(list *l, size_t in, size_t out, size_t side, path name) {
+/* Without a bias. */
+static void bare(list *l, size_t in, size_t out, size_t side, path name) {
     add(l, name, "weight", (vm_parameter){.dims = 4, .shape = {out, in, side, side}});
+}
+
+static void filters(list *l, size_t in, size_t out, size_t side, path name) {
+    bare(l, in, out, side, name);
     vector(l, name, "bias", out);
 }
 
@@ -111,6 +116,33 @@ static void decoder(list *l) {
     finish(l, c[0], a->out_channels, half);
 }
 
+/* ---- of tiny autoencoders (torch_tiny.c) ---- */
+
+static void tiny_half(list *l, vm_op op) {
+    const vm_arch *a = l->arch;
+    const bool decodes = op == VM_DECODE;
+    const size_t c = vm_arch_widths(a, op)[0], last = a->levels - 1, latent = a->latent_channels;
+    const path name = at((path){""}, "%s.layers", decodes ? "decoder" : "encoder");
+    size_t number = decodes ? 2 : 1;
+    filters(l, decodes ? latent : a->in_channels, c, 3, at(name, ".0"));
+    for (size_t i = 0; i <= last; i++) {
+        const size_t level = decodes ? last - i : i;
+        if (!decodes && i) bare(l, c, c, 3, at(name, ".%zu", number++));
+        for (size_t j = 0; j < (level ? a->layers_per_block : 1); j++) {
+            const path block = at(name, ".%zu", number++), pool = at(block, ".pool");
+            for (int k = 0; k < 3; k++) filters(l, c, c, 3, at(block, ".conv.%d", 2 * k));
+            if (!a->norm_num_groups || level < last) continue;
+            bare(l, c, 4 * c, 1, at(pool, ".0"));
+            group_norm(l, 4 * c, at(pool, ".1"));
+            bare(l, 4 * c, c, 1, at(pool, ".3"));
+        }
+        if (!decodes || i == last) continue;
+        bare(l, c, c, 3, at(name, ".%zu", number + 1));
+        number += 2; /* the upsampler, which has none, and this */
+    }
+    filters(l, c, decodes ? a->out_channels : latent, 3, at(name, ".%zu", number));
+}
+
 /* ---- of videos' VAEs (torch_frames.c) ---- */
 
 /* A filter of `frames` slices. */
@@ -191,7 +223,7 @@ void vm_parameters_free(vm_parameters *p) {
 
 vm_status vm_walk_check_arch(const vm_arch *a) {
     const bool of_frames = a->family == VM_WAN && a->slices && !a->residual && !a->image_patch;
-    if (a->family == VM_KL || of_frames) return vm_arch_check(a);
+    if (a->family == VM_KL || a->family == VM_TINY || of_frames) return vm_arch_check(a);
     return vm_fail(VM_EINVAL,
                    "model: %s is not predicted by name yet: vaemem.pytorch.predict_peak follows a module of diffusers",
                    a->name);
@@ -206,6 +238,11 @@ vm_status vm_trace_vae_parameters(const vm_arch *arch, vm_trace_runtime runtime,
     if (s) return s;
     const size_t z = arch->latent_channels;
     list l = {.found = found, .arch = arch, .diffusers = runtime == VM_TORCH_DIFFUSERS};
+    if (arch->family == VM_TINY) {
+        tiny_half(&l, VM_ENCODE);
+        tiny_half(&l, VM_DECODE);
+        return finished(&l, found, out);
+    }
     if (arch->family == VM_WAN) {
         frame_half(&l, VM_ENCODE);
         cube(&l, 2 * z, 2 * z, 1, 1, at((path){""}, l.diffusers ? "quant_conv" : "conv1"));

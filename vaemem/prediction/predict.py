@@ -24,7 +24,7 @@ from vaemem.prediction.answer import SimulatedAnswer
 from vaemem.prediction.benchmark import USUAL_PROTOCOL
 from vaemem.prediction.closed import derive
 from vaemem.prediction.gpus import Gpu, find_gpu
-from vaemem.prediction.question import OVERLAP, ModuleQuestion, Question, ask
+from vaemem.prediction.question import ModuleQuestion, Question, ask, usual_overlap
 from vaemem.prediction.runtimes import RUNTIMES, architecture, followed
 from vaemem.prediction.seconds import Seconds
 from vaemem.prediction.usual import OVERFLOWING, usual_dtypes
@@ -334,7 +334,8 @@ def shell_command(question: Question, verb: str = "fits") -> str:
             "os": "windows" if card.unsure else None, "dtype": None if is_usual else job.dtype,
             "weights-dtype": None if is_usual or job.dtype == job.weights_dtype else job.weights_dtype,
             "runtime": None if software.runtime == "diffusers" else software.runtime, "tile": job.tile,
-            "tile-overlap": None if job.tile_overlap == OVERLAP else job.tile_overlap, "slicing": job.slicing,
+            "tile-overlap": None if job.tile_overlap == usual_overlap(job.arch) else job.tile_overlap,
+            "slicing": job.slicing,
             "torch": software.torch_version, "cudnn": software.cudnn_version,
             "protocol": None if software.protocol == USUAL_PROTOCOL else software.protocol,
             "channels-last": software.channels_last, "no-tf32": not software.allow_tf32,
@@ -376,7 +377,8 @@ def predict(
         Whether one image of the batch is run after the other (diffusers' ``enable_slicing``).
     tile_overlap : float, optional
         The part of its side that a tile shares with the next, from 0 to less than 1: diffusers' tile_overlap_factor, a
-        quarter by default. For the tiled ops of diffusers alone, whose class lets it be set.
+        quarter by default, an eighth of tiny autoencoders. For the tiled ops of diffusers alone, whose class lets it
+        be set.
     memory, used : shared
     workspace : object, optional
         What answers for the convolutions' workspaces in place of `vaemem.prediction.workspace.Workspace`.

@@ -31,7 +31,7 @@ LAST_COPYING_NORM = (2, 14)
 # left 0.78 to 0.94 GiB out of PyTorch's reach, the context among it (black-forest-labs/flux#70, ComfyUI-SUPIR#102).
 # Windows 10 before 2020 kept 15% and more (ollama#9167), which is not meant.
 KEPT = {"linux": (0, 0), "windows": (125 * MIB, 850 * MIB)}
-OVERLAP = 0.25  # the part of its side that a tile shares with the next by default: diffusers' tile_overlap_factor
+OVERLAP, TINY_OVERLAP = 0.25, 0.125  # diffusers' tile_overlap_factor, the part of its side that a tile shares
 MOST_SIDE = 1 << 20  # pixels a side
 MOST = {"height": MOST_SIDE, "width": MOST_SIDE, "tile": MOST_SIDE, "batch": 1 << 16}  # as the core has them
 # Pixels of a tile's side on a card of more MiB than so many: what ComfyUI's nodes and Forge take by default, and what
@@ -252,7 +252,7 @@ class Question(Asked):
         if not job.tile:
             return self.software.unusual
         where = "in tiles" if max(job.height, job.width) > job.tile else "whole, in one tile"
-        shared = () if job.tile_overlap == OVERLAP else (f"{job.tile_overlap:g} of which overlaps",)
+        shared = () if job.tile_overlap == usual_overlap(job.arch) else (f"{job.tile_overlap:g} of which overlaps",)
         return f"{where} of {job.tile}", *shared, *self.software.unusual
 
     @property
@@ -336,7 +336,7 @@ def ask(
     if slicing and code_of(runtime, arch["name"]) != "diffusers":
         raise ValueError(f"slicing: want it with the diffusers runtime, got {runtime}")
     if tile_overlap is None:
-        tile_overlap = OVERLAP
+        tile_overlap = usual_overlap(arch)
     elif not is_tiled or code_of(runtime, arch["name"]) != "diffusers":
         raise ValueError(f"tile_overlap: want it with a tiled op of the diffusers runtime, got {op} of {runtime}")
     known = {one.name for one in (*fields(Software), *fields(Job))}
@@ -396,6 +396,11 @@ def _measured_on(gpu: Gpu, rows: Any) -> tuple[Mapping[str, Any], ...]:
             f" {len(rows)} rows"
         )
     return tuple(found)
+
+
+def usual_overlap(arch: Mapping[str, Any]) -> float:
+    """The part of its side that a tile of diffusers' class shares with the next where nobody says another."""
+    return TINY_OVERLAP if arch.get("family") == "tiny" else OVERLAP
 
 
 def usual_tile(model: Any) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from vaemem import _core
-from vaemem.engine.configs import named_model, read_config
+from vaemem.engine.configs import config_of, named_model, read_config
 
 DEFAULT_TORCH = "2.7.1+cu128"  # the build that predictions were compared with measurements for
 
@@ -38,7 +38,6 @@ PROGRAM_NAMES = (*RUNTIMES, *PROGRAMS)
 
 # What videos' VAEs are called here where their tensors are another's: whose class, and so whose code, differs.
 WAN = "wan2.1"
-FRAMES_CODE = {"diffusers": "one frame by {} of diffusers 0.42", "comfyui": "one frame by ComfyUI's WanVAE of 2026"}
 
 
 def code_of(program: str, model: str) -> str:
@@ -76,6 +75,10 @@ def architecture(model: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str,
 
 def followed(arch: Mapping[str, Any], code: str) -> str:
     """Which class is followed, of which release, where classes and releases differ; else nothing."""
-    if arch.get("family") != "wan":
+    if "family" not in arch:
         return ""
-    return FRAMES_CODE[code].format("AutoencoderKLWan" if arch["name"] == WAN else "AutoencoderKLQwenImage")
+    frame = "one frame by " * (arch["family"] == "wan")
+    if code == "comfyui":
+        return f"{frame}ComfyUI's WanVAE of 2026"
+    branch = ", with TAEF2's branch, which it has not" * (arch["family"] == "tiny" and arch["norm_num_groups"] > 0)
+    return f"{frame}{config_of(dict(arch))['_class_name']} of diffusers 0.42{branch}"

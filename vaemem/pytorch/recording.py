@@ -57,9 +57,10 @@ class Eager(TorchFunctionMode):
     def __init__(self, recorder: Recorder):
         super().__init__()
         self._recorder = recorder
-        # The bindings of contiguous() and of indexing ask for a CUDA build; the operators below them do not.
+        # The bindings of contiguous(), copy_() and indexing ask for a CUDA build; the operators below them do not.
         self._ways: dict[Any, Callable[..., Any]] = {
             torch.Tensor.contiguous: _contiguous,
+            torch.Tensor.copy_: torch.ops.aten.copy_.default,
             torch.Tensor.__getitem__: _indexed,
             torch.Tensor.__setitem__: _set_indexed,
             scaled_dot_product_attention: recorder.attention,
