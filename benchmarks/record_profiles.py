@@ -5,12 +5,12 @@
     python benchmarks/record_profiles.py --cudnn FOLDER --add [--only "frames' VAEs"]
 
 For each compute capability: asks an installed cuDNN (9.8 or later) for every convolution of the SD, SDXL and FLUX VAEs,
-of the UNets in vaemem/data/modules and of one frame of Qwen-Image's and Wan 2.1's VAE, at every square image up to 2048
-pixels in steps of 32, at pairs of common sides, at random rectangles and batches; explains each answer by a formula;
-learns the decision tree that picks the formula; and checks it against questions that it has not seen. About three
-minutes for each capability. With --same-as it asks for the squares of a profile of another version, and writes a
-reference to that profile where every answer is the same. With --add it goes through the files of the version, keeps
-what they have and adds the convolutions and kinds of question that they lack.
+of the UNets in vaemem/data/modules, of one frame of Qwen-Image's and Wan 2.1's VAE and of the VAEs of 2026, at every
+square image up to 2048 pixels in steps of 32, at pairs of common sides, at random rectangles and batches; explains each
+answer by a formula; learns the decision tree that picks the formula; and checks it against questions that it has not
+seen. About five minutes for each capability. With --same-as it asks for the squares of a profile of another version,
+and writes a reference to that profile where every answer is the same. With --add it goes through the files of the
+version, keeps what they have and adds the convolutions and kinds of question that they lack.
 """
 
 import argparse
@@ -25,6 +25,7 @@ import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from vaemem import _core
 from vaemem.pipelines import programs
 from vaemem.prediction import profiles
 from vaemem.prediction.cudnn import InstalledCudnn
@@ -32,6 +33,7 @@ from vaemem.prediction.gpus import Gpu, find_gpu, gpu_names
 
 COMMON = (512, 576, 640, 704, 720, 768, 832, 896, 960, 1024, 1088, 1152, 1216, 1280, 1344, 1536, 1664, 1920, 2048)
 FEATURES = ("P", "Q", "h", "w", "m", "n")
+LATER = "taesd", "taef1", "taef2", "wan2.2", "qwen-image-2.1", "hunyuanimage-2.1"
 OFFSETS = 2303  # bytes beside an index buffer and its tiles, on Volta and Turing
 TENSORS = ("", "i+o+f", "i+f", "i+o", "I+O+F", "I+F", "i", "o", "f", "9i")
 
@@ -82,6 +84,10 @@ def networks() -> tuple[Network, ...]:
         Network("UNets", _of_unets(), vaes[:3], 256, (2, 1, 4, 8), (1, 2, 3, 4, 6, 8, 16) * 20),
         Network("frames' VAEs", _of_frames(), (*vaes[:3], vaes[6]), 64, (1,), (2, 2, 4), thin=2),
         Network("attention of frames' VAEs", {(384, 384, 1, 1, 0): {3}}, vaes[3:6], 64, (2,), (3, 4, 4)),
+        Network("VAEs of 2026", of_walks(*LATER), (*vaes[:3], vaes[6]), 64, (1,), (2, 2, 4), thin=4),
+        Network(
+            "attention of HunyuanImage's VAE", {(1024, 1024, 1, 1, 0): {5}}, vaes[3:6], 64, (1,), (2, 2, 4), thin=4
+        ),
     )
 
 
@@ -141,6 +147,20 @@ def _of_frames() -> dict[Shape, set[int]]:
         found[channels, channels, 1, 1, 0, 1].add(3)
     found[widths[3], 3 * widths[3], 1, 1, 0].add(3)
     found[widths[3], widths[3], 1, 1, 0].add(3)
+    return found
+
+
+def of_walks(*models: str) -> dict[Shape, set[int]]:
+    """Of diffusers' modules as `predict` follows them, in NCHW."""
+    found: dict[Shape, set[int]] = collections.defaultdict(set)
+    side, known = 512, _core.models()
+    for model, op in itertools.product(models, ("encode", "decode")):
+        for each in _core.Trace.vae(known[model], "diffusers", op, "float16", side, side).convs:
+            conv = profiles.Conv(*each)
+            r, stride, padding = ((e if isinstance(e, int) else e[-1]) for e in (conv.r, conv.stride, conv.padding))
+            shape = conv.c, conv.k, r, stride, padding, *([conv.depth] if conv.depth else [])
+            if conv.layout == "nchw":
+                found[shape].add(round(math.log2(side / conv.h)))
     return found
 
 

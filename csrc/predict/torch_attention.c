@@ -5,9 +5,9 @@
  * modules/sd_hijack_optimizations.py. */
 #include "torch_walk.h"
 
-tensor vm_walk_attend(walk *w, const tensor *x, path name) {
+tensor vm_walk_attend(walk *w, const tensor *x, int dims, path name) {
     const size_t tokens = VM_PRODUCT(x->h, x->w);
-    const vm_heads heads = {.dims = 4, .batch = x->n, .heads = 1, .length = tokens, .depth = x->c};
+    const vm_heads heads = {.dims = dims, .batch = x->n, .heads = 1, .length = tokens, .depth = x->c};
     const vm_sdpa call = {.dtype = w->dtype, .q = heads, .k = heads, .v = heads};
     tensor y = *x;
     y.bytes = VM_PRODUCT(x->n, x->c, tokens, element(w));
@@ -36,7 +36,7 @@ tensor vm_walk_attention_diffusers(walk *w, const tensor *x, path name) {
         blas(w, product_op, rows, c, c, linear[i]);
         send_back(w, &weights);
     }
-    tensor h = vm_walk_attend(w, x, name);
+    tensor h = vm_walk_attend(w, x, 4, name);
     const sent weights = send(w, numbers, c, out);
     const tensor projected = take_like(w, &normed, out);
     blas(w, VM_TRACE_CUBLASLT, rows, c, c, at(out, " [workspace]"));
@@ -80,7 +80,7 @@ tensor vm_walk_attention_bfl(walk *w, const tensor *x, path name) {
         give_copy(w, &a.qkv[i], &dense);
         a.qkv[i] = dense;
     }
-    tensor h = vm_walk_attend(w, x, name);
+    tensor h = vm_walk_attend(w, x, 4, name);
     give(w, &a.normed);
     give_qkv(w, &a);
     h.layout = h.c > 1 ? CHANNELS_LAST : CONTIGUOUS; /* a permutation of (N, H, W, C) */
@@ -94,7 +94,7 @@ tensor vm_walk_attention_comfyui(walk *w, const tensor *x, path name) {
     const heads a = project(w, x, name);
     tensor dense[3];
     for (int i = 0; i < 3; i++) dense[i] = transposed(w, &a.qkv[i], at(name, ".%c", "qkv"[i]));
-    tensor h = vm_walk_attend(w, x, name);
+    tensor h = vm_walk_attend(w, x, 4, name);
     for (int i = 0; i < 3; i++) give_copy(w, &dense[i], &a.qkv[i]);
     give(w, &a.normed);
     h.layout = vm_walk_seen(x);

@@ -8,6 +8,13 @@
  *   encode   conv_in | levels: resnets, pad + strided conv | mid: resnet attention resnet | norm silu conv_out | 1x1x1
  *   decode   1x1x1 | conv_in | mid | levels: resnets, nearest 2x + conv to half the channels | norm silu conv_out clamp
  *
+ * Residual ones (Wan 2.2's) clone what goes into a level, move it to the channels and pixels that the level ends with,
+ * and add that; their upsamplers keep the channels, and patches of 2x2 pixels are copies before the encoder and after
+ * the decoder. AutoencoderKLQwenImage21 is that with convolutions in 2D.
+ *
+ * AutoencoderKLHunyuanImage has these blocks with GroupNorm, convolutions in 2D, three projections and no cache, and
+ * resamples by a convolution whose channels are moved to pixels or back, with its input moved likewise beside it.
+ *
  * Releases differ: `release` of vm_trace_vae says which one is followed.
  *
  * ComfyUI's WanVAE (comfy/ldm/wan/vae.py since its #13014), whose decode alone is followed, caches nothing for one
@@ -18,9 +25,11 @@
 enum { WITH_TILES = 34, FLOAT_NORM = 38 };
 
 static bool is_comfyui(const walk *w) { return w->vae->runtime == VM_TORCH_COMFYUI; }
+static bool is_wan(const walk *w) { return w->vae->arch->family == VM_WAN; }
 
 static void keep(walk *w, frame *f, const tensor *x, path name) {
-    if (!is_comfyui(w) && f->count < MOST_CACHED) f->cached[f->count++] = take_like(w, x, at(name, " [cache]"));
+    if (is_wan(w) && !is_comfyui(w) && f->count < MOST_CACHED)
+        f->cached[f->count++] = take_like(w, x, at(name, " [cache]"));
 }
 
 static void forget(walk *w, frame *f) {
@@ -32,6 +41,13 @@ static void forget(walk *w, frame *f) {
 static tensor causal(walk *w, const tensor *x, size_t k, size_t side, path name) {
     const bool pads = !is_comfyui(w);
     const size_t border = pads ? side - 1 : 0, h = x->h + border, wide = x->w + border;
+    if (!is_wan(w)) return conv(w, x, k, side, 1, side / 2, name);
+    if (!w->vae->arch->slices) {
+        const tensor padded = take(w, x->n, x->c, h, wide, x->layout, at(name, " [pad]"));
+        const tensor y = conv(w, &padded, k, side, 1, 0, name);
+        give(w, &padded);
+        return y;
+    }
     tensor copy = *x; /* of the input, or of the filters */
     if (pads) copy = take(w, x->n, VM_PRODUCT(x->c, side), h, wide, CONTIGUOUS, at(name, " [pad]"));
     const tensor in = pads ? *x : contiguous(w, x, name);
@@ -54,9 +70,10 @@ static void remember_and_convolve(walk *w, frame *f, tensor *x, size_t k, path n
     bind(w, x, causal(w, x, k, 3, name));
 }
 
-/* F.normalize(x) * scale * gamma + bias. From 0.38 on half precision is normalised in float32, and a name holds what
- * comes of it. */
-static tensor rms_norm(walk *w, const tensor *x, path name) {
+/* GroupNorm; or F.normalize(x) * scale * gamma + bias. From 0.38 on half precision is normalised in float32, and a name
+ * holds what comes of it. */
+static tensor normalise(walk *w, const tensor *x, path name) {
+    if (!is_wan(w)) return norm(w, x, name);
     const bool named = w->vae->release >= FLOAT_NORM && !is_comfyui(w), widens = named && element(w) < 4;
     const size_t size = widens ? 4 : element(w);
     tensor in = *x;
@@ -86,11 +103,11 @@ static tensor resnet(walk *w, frame *f, const tensor *x, size_t c, path name) {
     if (x->c != c && !comfyui) skip = causal(w, x, c, 1, shortcut);
     tensor h = *x;
     for (int i = 1; i <= 2; i++) {
-        const path norm = comfyui ? at(name, ".residual.%d", 3 * i - 3) : at(name, ".norm%d", i);
-        const tensor normed = rms_norm(w, &h, norm);
+        const path own = comfyui ? at(name, ".residual.%d", 3 * i - 3) : at(name, ".norm%d", i);
+        const tensor normed = normalise(w, &h, own);
         give_copy(w, &h, x);
         h = normed;
-        silu(w, &h, norm);
+        silu(w, &h, own);
         remember_and_convolve(w, f, &h, c, comfyui ? at(name, ".residual.%d", 4 * i - 2) : at(name, ".conv%d", i));
     }
     if (x->c != c && comfyui) skip = causal(w, x, c, 1, shortcut);
@@ -101,21 +118,44 @@ static tensor resnet(walk *w, frame *f, const tensor *x, size_t c, path name) {
     return y;
 }
 
+/* Of HunyuanImage's: three projections, and tensors of three dimensions, which no fused kernel takes. */
+static tensor attention_of_tokens(walk *w, const tensor *x, path name) {
+    const tensor normed = norm(w, x, at(name, ".norm"));
+    tensor own[3];
+    for (int i = 0; i < 3; i++) own[i] = conv1(w, &normed, x->c, at(name, ".to_%c", "qkv"[i]));
+    for (int i = 0; i < 3; i++) {
+        const tensor by_token = dense(w, &own[i], true, at(name, ".to_%c", "qkv"[i]));
+        give_copy(w, &own[i], &by_token);
+        own[i] = by_token;
+    }
+    tensor h = vm_walk_attend(w, x, 3, name);
+    give(w, &normed);
+    h.layout = h.c > 1 ? CHANNELS_LAST : CONTIGUOUS; /* a permutation of (N, H, W, C) */
+    bind(w, &h, conv1(w, &h, x->c, at(name, ".proj")));
+    const tensor y = take_like(w, &h, at(name, " [sum]"));
+    vm_trace_move(w->t, y.bytes);
+    give(w, &h);
+    for (int i = 0; i < 3; i++) give(w, &own[i]);
+    return y;
+}
+
 static tensor attention(walk *w, const tensor *x, path name) {
-    const tensor normed = rms_norm(w, x, at(name, ".norm"));
+    if (!is_wan(w)) return attention_of_tokens(w, x, name);
+    const tensor normed = normalise(w, x, at(name, ".norm"));
     tensor qkv = conv1(w, &normed, 3 * x->c, at(name, ".to_qkv")), own[3];
     const bool copies = x->h * x->w > 1, comfyui = is_comfyui(w);
     const path by_token = at(name, " [q, k, v by token]");
     for (int i = 0; copies && comfyui && i < 3; i++)
         own[i] = take_like(w, x, by_token); /* of a function that returns */
     if (copies && !comfyui) bind(w, &qkv, take_like(w, &qkv, by_token));
-    tensor h = vm_walk_attend(w, x, name);
+    tensor h = vm_walk_attend(w, x, 4, name);
     for (int i = 0; copies && comfyui && i < 3; i++) give(w, &own[i]);
     give(w, &normed);
     h.layout = x->c > 1 && x->h * x->w == 1 ? CHANNELS_LAST : vm_walk_seen(x);
     bind(w, &h, conv1(w, &h, x->c, at(name, ".proj")));
     tensor y = take(w, x->n, x->c, x->h, x->w, CONTIGUOUS, at(name, " [sum]"));
-    if (h.layout == CHANNELS_LAST && !either(x)) y.layout = CHANNELS_LAST_ONE; /* as five dimensions */
+    if (h.layout == CHANNELS_LAST && !either(x)) /* which five dimensions are not */
+        y.layout = w->vae->arch->slices ? CHANNELS_LAST_ONE : CHANNELS_LAST;
     vm_trace_move(w->t, y.bytes);
     give(w, &qkv);
     give(w, &h);
@@ -137,7 +177,7 @@ static tensor mid(walk *w, frame *f, tensor x, path half) {
 
 static void finish(walk *w, frame *f, tensor *x, size_t c, path half) {
     const path name = at(half, is_comfyui(w) ? "head.0" : "norm_out");
-    bind(w, x, rms_norm(w, x, name));
+    bind(w, x, normalise(w, x, name));
     silu(w, x, name);
     remember_and_convolve(w, f, x, c, at(half, is_comfyui(w) ? "head.2" : "conv_out"));
 }
@@ -149,79 +189,196 @@ static tensor begin(walk *w, frame *f, const tensor *x, size_t c, path half) {
     return causal(w, x, c, 3, name);
 }
 
-static tensor encoder(walk *w, frame *f, const tensor *image) {
-    const vm_arch *a = w->vae->arch;
-    const size_t *width = vm_arch_widths(a, VM_ENCODE);
-    const path name = {"encoder."};
-    tensor h = begin(w, f, image, width[0], name);
-    size_t block = 0;
-    for (size_t level = 0; level < a->levels; level++) {
-        for (size_t i = 0; i < a->layers_per_block; i++)
-            bind(w, &h, resnet(w, f, &h, width[level], at(name, "down_blocks.%zu", block++)));
-        if (level + 1 == a->levels) break;
-        const path resample = at(name, "down_blocks.%zu.resample.1", block++);
-        const tensor y = vm_walk_downsample(w, &h, resample);
-        if (level) keep(w, f, &y, resample); /* what halves the frames too keeps its last one */
-        bind(w, &h, y);
-    }
-    h = mid(w, f, h, name);
-    finish(w, f, &h, 2 * a->latent_channels, name);
-    return h;
+/* ---- what is moved between channels and pixels ---- */
+
+/* Of so many channels. */
+static tensor take_moved(walk *w, const tensor *x, size_t c, size_t h, size_t wide, path name) {
+    return take(w, x->n, c, h, wide, CONTIGUOUS, at(name, " [moved]"));
 }
 
+static bool divides(walk *w, size_t all, size_t c, path name) {
+    if (!w->status && all % c)
+        w->status =
+            vm_fail(VM_EINVAL, "config: %s: want channels that are whole groups of %zu, got %zu", name.text, c, all);
+    return !w->status;
+}
+
+/* x as `side` times as few rows and columns of c channels, each the mean of a group; frames: of zeros and x, whose
+ * numbers count as channels. */
+static tensor average(walk *w, const tensor *x, size_t frames, size_t side, size_t c, path name) {
+    const size_t all = VM_PRODUCT(x->c, frames, side, side), h = x->h / side, wide = x->w / side;
+    if (!divides(w, all, c, name)) return *x;
+    tensor y = *x;
+    if (is_wan(w)) y = take(w, x->n, VM_PRODUCT(x->c, frames), x->h, x->w, CONTIGUOUS, at(name, " [pad]"));
+    if (side > 1 && (!is_wan(w) || h * wide > 1)) {
+        const tensor moved = take_moved(w, x, all, h, wide, name);
+        give_copy(w, &y, x);
+        y = moved;
+    }
+    const tensor mean = take(w, x->n, c, h, wide, CONTIGUOUS, at(name, " [mean]"));
+    give_copy(w, &y, x);
+    return mean;
+}
+
+/* x as `side` times as many rows and columns of c channels, in so many frames, by repetition. */
+static tensor repeat(walk *w, const tensor *x, size_t frames, size_t side, size_t c, path name) {
+    const size_t all = VM_PRODUCT(c, frames, side, side);
+    if (!divides(w, all, x->c, name)) return *x;
+    tensor y = take(w, x->n, all, x->h, x->w, CONTIGUOUS, at(name, " [repeated]"));
+    if (side > 1 && x->h * x->w > 1) bind(w, &y, take_moved(w, x, all / (side * side), x->h * side, x->w * side, name));
+    y.c = c; /* of the last frame, a view */
+    y.h = x->h * side;
+    y.w = x->w * side;
+    return y;
+}
+
+/* *h + moved, which goes. */
+static void add_moved(walk *w, tensor *h, tensor moved, path name) {
+    const tensor y = take_like(w, h, at(name, " [sum]"));
+    vm_trace_move(w->t, y.bytes);
+    give(w, &moved);
+    bind(w, h, y);
+}
+
+/* HunyuanImage's resamplers, to c channels. */
+static tensor shuffle(walk *w, const tensor *x, size_t c, bool down, path name) {
+    const size_t h = down ? x->h / 2 : x->h * 2, wide = down ? x->w / 2 : x->w * 2;
+    if (down && !divides(w, c, 4, name)) return *x;
+    tensor y = conv3(w, x, down ? c / 4 : 4 * c, at(name, ".conv"));
+    if (down || x->h * x->w > 1)
+        bind(w, &y, take_moved(w, &y, c, h, wide, name));
+    else
+        y = (tensor){.id = y.id, .n = y.n, .c = c, .h = h, .w = wide, .layout = CHANNELS_LAST, .bytes = y.bytes};
+    tensor moved = down ? average(w, x, 1, 2, c, name) : repeat(w, x, 1, 2, c, name);
+    if (!down) moved.layout = y.layout;
+    add_moved(w, &y, moved, name);
+    return y;
+}
+
+/* ---- encoder and decoder ---- */
+
+bool vm_walk_is_temporal(const vm_arch *a, size_t level) { return a->residual ? a->temporal[level] : level > 0; }
+
 /* In float32, in diffusers. */
-static tensor upsample(walk *w, const tensor *x, path name) {
+static tensor upsample(walk *w, const tensor *x, size_t c, path name) {
     const bool widens = element(w) < 4 && !is_comfyui(w);
     const size_t size = widens ? 4 : element(w);
     tensor in = *x;
     if (widens) in = take_sized(w, x->n, x->c, x->h, x->w, CONTIGUOUS, size, at(name, " [float]"));
-    tensor wide = take_sized(w, x->n, x->c, 2 * x->h, 2 * x->w, CONTIGUOUS, size, at(name, " [nearest 2x]"));
+    const layout layout = x->layout == CHANNELS_LAST ? CHANNELS_LAST : CONTIGUOUS;
+    tensor wide = take_sized(w, x->n, x->c, 2 * x->h, 2 * x->w, layout, size, at(name, " [nearest 2x]"));
     give_copy(w, &in, x);
     if (widens) bind(w, &wide, take_like(w, &wide, at(name, " [nearest 2x, to %s]", vm_dtype_name(w->dtype))));
-    const tensor y = conv3(w, &wide, x->c / 2, name);
+    const tensor y = conv3(w, &wide, c, name);
     give(w, &wide);
     return y;
 }
 
+static tensor encoder(walk *w, frame *f, const tensor *image) {
+    const vm_arch *a = w->vae->arch;
+    const size_t *width = vm_arch_widths(a, VM_ENCODE), last = a->levels - 1, moments = 2 * a->latent_channels;
+    const path name = {"encoder."};
+    tensor h = begin(w, f, image, width[0], name), residual;
+    size_t block = 0;
+    for (size_t level = 0; level <= last; level++) {
+        const path top = at(name, "down_blocks.%zu", level);
+        const tensor held = h; /* where a level is a module: by its caller's name */
+        tensor begun = h;
+        if (a->residual) begun = take_like(w, &h, at(top, " [clone]"));
+        for (size_t i = 0; i < a->layers_per_block + (level < last); i++) {
+            const bool down = i == a->layers_per_block;
+            const path flat = at(name, "down_blocks.%zu", block++),
+                       own = at(top, down ? ".downsampler" : ".resnets.%zu", i);
+            const path one = a->residual ? own : flat, resample = at(one, ".resample.1");
+            tensor y;
+            if (!down)
+                y = resnet(w, f, &h, width[level], one);
+            else if (is_wan(w))
+                y = vm_walk_downsample(w, &h, resample);
+            else
+                y = shuffle(w, &h, width[level + 1], true, one);
+            if (down && vm_walk_is_temporal(a, level))
+                keep(w, f, &y, resample); /* what halves the frames too keeps its last one */
+            if (!a->residual || h.id != held.id) give(w, &h);
+            h = y;
+        }
+        if (!a->residual) continue;
+        const size_t frames = level < last && vm_walk_is_temporal(a, level) ? 2 : 1, side = level < last ? 2 : 1;
+        add_moved(w, &h, average(w, &begun, frames, side, width[level], at(top, ".avg_shortcut")), top);
+        give(w, &begun);
+        give(w, &held);
+    }
+    h = mid(w, f, h, name);
+    if (!is_wan(w)) residual = average(w, &h, 1, 1, moments, at(name, "mean"));
+    finish(w, f, &h, moments, name);
+    if (!is_wan(w)) add_moved(w, &h, residual, name);
+    return h;
+}
+
 static tensor decoder(walk *w, frame *f, const tensor *z) {
     const vm_arch *a = w->vae->arch;
-    const size_t *width = vm_arch_widths(a, VM_DECODE), last = a->levels - 1;
-    const bool comfyui = is_comfyui(w);
+    const size_t *width = vm_arch_widths(a, VM_DECODE), last = a->levels - 1, patch = VM_MAX(a->image_patch, 1);
+    const bool comfyui = is_comfyui(w), flat = comfyui || !is_wan(w);
     const path name = {"decoder."};
     tensor h = begin(w, f, z, width[last], name);
+    if (!is_wan(w)) add_moved(w, &h, repeat(w, z, 1, 1, width[last], at(name, "repeated")), name);
     h = mid(w, f, h, name);
     tensor held = h; /* by a caller's name: a level's input, in ComfyUI the first one's to the end */
     for (size_t i = 0, block = 0; i <= last; i++) {
+        const size_t level = last - i;
         const path up = at(name, "up_blocks.%zu", i);
+        tensor begun = h;
+        if (a->residual) begun = take_like(w, &h, at(up, " [clone]"));
         for (size_t j = 0; j < a->layers_per_block + 1 + (i < last); j++, block++) {
             const bool widens = j > a->layers_per_block;
-            const path own = widens ? at(up, ".upsamplers.0") : at(up, ".resnets.%zu", j);
-            const path one = comfyui ? at(name, "upsamples.%zu", block) : own;
-            const tensor y = widens ? upsample(w, &h, at(one, ".resample.1")) : resnet(w, f, &h, width[last - i], one);
-            if (h.id != held.id) give(w, &h);
+            const path own = widens ? at(up, a->residual ? ".upsampler" : ".upsamplers.0") : at(up, ".resnets.%zu", j);
+            const path one = flat ? at(name, comfyui ? "upsamples.%zu" : "up_blocks.%zu", block) : own;
+            tensor y;
+            if (!widens)
+                y = resnet(w, f, &h, width[level], one);
+            else if (is_wan(w))
+                y = upsample(w, &h, a->residual ? h.c : h.c / 2, at(one, ".resample.1"));
+            else
+                y = shuffle(w, &h, width[level - 1], false, one);
+            if (!is_wan(w) || h.id != held.id) give(w, &h);
             h = y;
         }
-        if (!comfyui) bind(w, &held, h);
+        if (a->residual && level) {
+            const size_t frames = vm_walk_is_temporal(a, level - 1) ? 2 : 1;
+            add_moved(w, &h, repeat(w, &begun, frames, 2, h.c, at(up, ".avg_shortcut")), up);
+        }
+        if (a->residual) give(w, &begun);
+        if (!flat) bind(w, &held, h);
     }
     if (!comfyui) held.id = EXTERNAL; /* h, which goes with the norm */
-    finish(w, f, &h, a->out_channels, name);
+    finish(w, f, &h, VM_PRODUCT(a->out_channels, patch, patch), name);
     give(w, &held);
     return h;
 }
 
+/* Patches of 2x2 pixels as channels, or back. */
+tensor vm_walk_patch(walk *w, const tensor *x, bool back) {
+    const size_t c = back ? x->c / 4 : x->c * 4, h = back ? x->h * 2 : x->h / 2, wide = back ? x->w * 2 : x->w / 2;
+    return take(w, x->n, c, h, wide, CONTIGUOUS, at((path){""}, back ? "unpatchify" : "patchify"));
+}
+
 tensor vm_walk_frame(walk *w, const tensor *x) {
     const size_t z = w->vae->arch->latent_channels;
+    const bool patches = w->vae->arch->image_patch;
     frame f = {0};
     tensor h, y;
+    if (!is_wan(w)) return w->vae->op == VM_DECODE ? decoder(w, &f, x) : encoder(w, &f, x);
     if (w->vae->op == VM_DECODE) {
         const bool comfyui = is_comfyui(w);
         const tensor latents = causal(w, x, z, 1, at((path){""}, comfyui ? "conv2" : "post_quant_conv"));
         h = decoder(w, &f, &latents);
+        if (patches) bind(w, &h, vm_walk_patch(w, &h, true));
         y = take_like(w, &h, at((path){""}, comfyui ? "decode [cat]" : "decode [clamp]"));
         forget(w, &f);
         give(w, &latents);
     } else {
-        h = encoder(w, &f, x);
+        const tensor image = patches ? vm_walk_patch(w, x, false) : *x;
+        h = encoder(w, &f, &image);
         y = causal(w, &h, 2 * z, 1, (path){"quant_conv"});
         if (w->vae->release < WITH_TILES) { /* mean and log-variance apart, and together again */
             const tensor moments = take_like(w, &y, (path){"encode [cat]"});
@@ -231,6 +388,7 @@ tensor vm_walk_frame(walk *w, const tensor *x) {
         } else {
             forget(w, &f);
         }
+        give_copy(w, &image, x);
     }
     give(w, &h);
     return y;
@@ -261,7 +419,7 @@ void vm_walk_frame_tiles_done(walk *w, frame *f) {
 }
 
 vm_status vm_walk_check_code(const vm_arch *arch, vm_trace_runtime runtime) {
-    const bool comfyui = arch->family == VM_WAN;
+    const bool comfyui = arch->family == VM_WAN && arch->slices && !arch->residual;
     if (arch->family == VM_KL || runtime == VM_TORCH_DIFFUSERS || (comfyui && runtime == VM_TORCH_COMFYUI))
         return VM_OK;
     return vm_fail(VM_EINVAL, "runtime: want diffusers%s for %s, the only code of it that is followed, got %s",
@@ -296,8 +454,12 @@ vm_status vm_walk_check_class(const vm_trace_vae *v) {
     vm_status s = vm_walk_check_code(v->arch, v->runtime);
     if (s) return s;
     if (v->channels_last && v->arch->family != VM_TINY)
+        return vm_fail(VM_EINVAL, "channels_last: want False for %s%s, got True", name,
+                       v->arch->slices ? ": PyTorch raises for its filters of five dimensions"
+                                       : ", which is followed in PyTorch's usual format alone");
+    if (v->arch->family == VM_HUNYUAN_IMAGE && v->tile && v->op == VM_ENCODE)
         return vm_fail(VM_EINVAL,
-                       "channels_last: want False for %s: PyTorch raises for its filters of five dimensions, got True",
+                       "tile: want none for the encode of %s, whose class raises in tiles: it wants five dimensions",
                        name);
     if (v->sends || v->first != v->dtype)
         return vm_fail(VM_EINVAL, "%s: want it with another model than %s, whose submodules have none",
@@ -310,6 +472,13 @@ vm_status vm_walk_check_class(const vm_trace_vae *v) {
                        : v->tile          ? "tile"
                                           : "slicing",
                        name);
+    const size_t cells = vm_arch_factor(v->arch) / VM_MAX(v->arch->image_patch, 1);
+    const size_t stride = (size_t)((double)v->tile * (1 - v->tile_overlap));
+    if (v->arch->residual && v->op == VM_ENCODE && stride % cells)
+        return vm_fail(VM_EINVAL,
+                       "tile_overlap: want tiles every so many pixels that %zu divides, or the class of %s "
+                       "raises, got %zu",
+                       cells, name, stride);
     if ((v->tile || v->slicing) && v->release < WITH_TILES)
         return vm_fail(VM_EINVAL, "%s: want diffusers 0.%d or later for %s, got 0.%d, which has none",
                        v->tile ? "tile" : "slicing", WITH_TILES, name, v->release);

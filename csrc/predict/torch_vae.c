@@ -37,10 +37,11 @@ typedef struct tiling {
 } tiling;
 
 static tiling tiling_of(const vm_trace_vae *v) {
-    const size_t factor = vm_arch_factor(v->arch), small = v->tile / factor;
     const bool decodes = v->op == VM_DECODE;
-    const size_t h = decodes ? v->height / factor : v->height, w = decodes ? v->width / factor : v->width;
-    tiling t = {.in = decodes ? small : v->tile, .out = decodes ? v->tile : small};
+    const size_t patch = VM_MAX(v->arch->image_patch, 1), factor = vm_arch_factor(v->arch) / (decodes ? 1 : patch);
+    const size_t small = v->tile / factor, unit = decodes ? factor : 1;
+    size_t h = v->height / unit, w = v->width / unit;
+    tiling t = {.in = decodes ? small : v->tile, .out = decodes ? v->tile / patch : small};
     const bool is_tiny = v->arch->family == VM_TINY;
     if (!v->tile || (!is_tiny && h <= t.in && w <= t.in)) return t;
     if (is_tiny) {
@@ -48,7 +49,8 @@ static tiling tiling_of(const vm_trace_vae *v) {
     } else if (v->arch->family == VM_WAN) { /* whose distance of tiles is set in pixels */
         const size_t stride = (size_t)((double)v->tile * (1 - v->tile_overlap)), latents = VM_MAX(stride / factor, 1);
         t.step = decodes ? latents : stride;
-        t.extent = decodes ? v->tile - stride : small - latents;
+        t.extent = decodes ? (v->tile - stride) / patch : small - latents;
+        if (!decodes) h /= patch, w /= patch; /* whose tiles are of patches, as many as pixels were asked for */
     } else {
         t.step = (size_t)((double)t.in * (1 - v->tile_overlap));
         t.extent = (size_t)((double)t.out * v->tile_overlap);
@@ -67,14 +69,20 @@ static void blend(walk *w, size_t lines, size_t count, path name) {
     }
 }
 
-/* The tiled decode of AutoencoderKLWan, from 0.36 on, clamps its image; AutoencoderKLQwenImage's does not. */
+/* The tiled decode of AutoencoderKLWan, from 0.36 on, and of AutoencoderKLQwenImage21 clamp their image;
+ * AutoencoderKLQwenImage's does not. */
 enum { CLAMPS_TILES = 36 };
 static bool clamps_tiles(const vm_trace_vae *v) {
-    return v->op == VM_DECODE && v->release >= CLAMPS_TILES && !strcmp(v->arch->name, "wan2.1");
+    return v->op == VM_DECODE && v->release >= CLAMPS_TILES && (v->arch->residual || !strcmp(v->arch->name, "wan2.1"));
+}
+
+static tensor untiled(walk *w, const tensor *x) {
+    if (w->vae->arch->family != VM_KL) return vm_walk_frame(w, x);
+    return w->vae->op == VM_DECODE ? decode_latents(w, x) : encode_moments(w, x);
 }
 
 static tensor tiled(walk *w, const tensor *x, tiling tiles) {
-    const bool decodes = w->vae->op == VM_DECODE, is_frame = w->vae->arch->family == VM_WAN;
+    const bool is_frame = w->vae->arch->family == VM_WAN;
     const size_t in = tiles.in, step = tiles.step, rows = tiles.rows, cols = tiles.cols;
     const size_t extent = tiles.extent, limit = tiles.out - extent;
     const path blending = {"blend"}, cat = {"cat"};
@@ -88,9 +96,7 @@ static tensor tiled(walk *w, const tensor *x, tiling tiles) {
         part.h = VM_MIN(in, x->h - i / cols * step);
         part.w = VM_MIN(in, x->w - i % cols * step);
         part.slice = (part.h > 1 && part.w != x->w) || (x->n * x->c > 1 && part.h * part.w != x->h * x->w);
-        grid[i] = is_frame  ? vm_walk_frame_tile(w, &f, &part)
-                  : decodes ? decode_latents(w, &part)
-                            : encode_moments(w, &part);
+        grid[i] = is_frame ? vm_walk_frame_tile(w, &f, &part) : untiled(w, &part);
     }
     if (is_frame) vm_walk_frame_tiles_done(w, &f);
     for (size_t r = 0; !w->status && r < rows; r++) {
@@ -109,8 +115,11 @@ static tensor tiled(walk *w, const tensor *x, tiling tiles) {
     for (size_t r = 0; r < rows; r++) high += strip[r].h;
     tensor y = take(w, strip[0].n, strip[0].c, high, strip[0].w, CONTIGUOUS, cat);
     if (is_frame && clamps_tiles(w->vae)) {
-        const size_t scale = vm_arch_factor(w->vae->arch);
-        bind(w, &y, take(w, y.n, y.c, VM_MIN(y.h, x->h * scale), VM_MIN(y.w, x->w * scale), CONTIGUOUS, cat));
+        const size_t patch = VM_MAX(w->vae->arch->image_patch, 1), scale = vm_arch_factor(w->vae->arch) / patch;
+        y.h = VM_MIN(y.h, x->h * scale);
+        y.w = VM_MIN(y.w, x->w * scale);
+        if (patch > 1) bind(w, &y, vm_walk_patch(w, &y, true));
+        bind(w, &y, take(w, y.n, y.c, y.h, y.w, CONTIGUOUS, cat));
     }
     for (size_t i = 0; i < rows * cols + rows; i++) give(w, &grid[i]);
     give(w, &f.result);
@@ -122,9 +131,11 @@ static tensor one_call(walk *w, const tensor *x) {
     const tiling tiles = tiling_of(w->vae);
     if (w->vae->arch->family == VM_TINY)
         return tiles.rows ? vm_walk_tiny_tiles(w, x, tiles.in, tiles.out, tiles.step) : vm_walk_tiny(w, x);
-    if (tiles.rows) return tiled(w, x, tiles);
-    if (w->vae->arch->family == VM_WAN) return vm_walk_frame(w, x);
-    return w->vae->op == VM_DECODE ? decode_latents(w, x) : encode_moments(w, x);
+    if (!tiles.rows) return untiled(w, x);
+    const bool patches = w->vae->arch->image_patch && w->vae->op == VM_ENCODE;
+    const tensor in = patches ? vm_walk_patch(w, x, false) : *x, y = tiled(w, &in, tiles);
+    give_copy(w, &in, x);
+    return y;
 }
 
 /* A latent-sized tensor: half of the moments' channels. */
@@ -378,7 +389,7 @@ enum { MOST_CALLS = VM_TRACE_STEPS / 64 };
 
 vm_status vm_trace_vae_build(const vm_trace_vae *vae, vm_trace **out) {
     *out = NULL;
-    vm_status s = vm_walk_check_arch(vae->arch);
+    vm_status s = vm_arch_check(vae->arch);
     if (!s) s = check(vae);
     if (s) return s;
     const tiling tiles = tiling_of(vae);

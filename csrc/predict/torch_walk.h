@@ -211,8 +211,9 @@ tensor vm_walk_attention_a1111(walk *w, const tensor *x, path name);
 
 /* Tiled VAE's: the same without the norm before and the sum after. */
 tensor vm_walk_attention_of_tile(walk *w, const tensor *normed, path name);
-/* scaled_dot_product_attention of one head as wide as the channels; and the format of what it gives, as an image. */
-tensor vm_walk_attend(walk *w, const tensor *x, path name);
+/* scaled_dot_product_attention of one head as wide as the channels, of tensors of three or four dimensions; and the
+ * format of what it gives, as an image. */
+tensor vm_walk_attend(walk *w, const tensor *x, int dims, path name);
 layout vm_walk_seen(const tensor *x);
 
 tensor vm_walk_downsample(walk *w, const tensor *x, path name);
@@ -240,11 +241,13 @@ typedef struct frame {
 
 /* Moments or the image. */
 tensor vm_walk_frame(walk *w, const tensor *x);
+/* Whether the resampler behind an encoder's level, which is that before a decoder's, is one of frames too. */
+bool vm_walk_is_temporal(const vm_arch *arch, size_t level);
+/* An image's patches of 2x2 pixels as channels, or back. */
+tensor vm_walk_patch(walk *w, const tensor *x, bool back);
 /* The next tile of some; then what the last of them leaves is given back, but its result. */
 tensor vm_walk_frame_tile(walk *w, frame *f, const tensor *part);
 void vm_walk_frame_tiles_done(walk *w, frame *f);
-/* VM_EINVAL for an architecture that is not followed. */
-vm_status vm_walk_check_arch(const vm_arch *arch);
 /* Whether a runtime's code of an architecture is followed. */
 vm_status vm_walk_check_code(const vm_arch *arch, vm_trace_runtime runtime);
 /* That, and what their classes cannot do, of all but AutoencoderKL. */

@@ -145,66 +145,92 @@ static void tiny_half(list *l, vm_op op) {
 
 /* ---- of videos' VAEs (torch_frames.c) ---- */
 
-/* A filter of `frames` slices. */
+static bool is_wan(const list *l) { return l->arch->family == VM_WAN; }
+
+/* A filter of `frames` slices, where the model has any. */
 static void cube(list *l, size_t in, size_t out, size_t frames, size_t side, path name) {
+    if (!l->arch->slices) {
+        filters(l, in, out, side, name);
+        return;
+    }
     add(l, name, "weight", (vm_parameter){.dims = 5, .shape = {out, in, frames, side, side}});
     vector(l, name, "bias", out);
 }
 
-static void rms_norm(list *l, size_t c, int dims, path name) {
-    add(l, name, "gamma", (vm_parameter){.dims = dims, .shape = {c, 1, 1, 1}});
+static void frame_norm(list *l, size_t c, int dims, path name) {
+    if (is_wan(l))
+        add(l, name, "gamma", (vm_parameter){.dims = dims, .shape = {c, 1, 1, 1}});
+    else
+        group_norm(l, c, name);
 }
 
 static void frame_resnet(list *l, size_t in, size_t out, path name) {
     const char *const names[2][5] = {{".residual.0", ".residual.2", ".residual.3", ".residual.6", ".shortcut"},
                                      {".norm1", ".conv1", ".norm2", ".conv2", ".conv_shortcut"}};
     const char *const *own = names[l->diffusers];
-    rms_norm(l, in, 4, at(name, "%s", own[0]));
+    frame_norm(l, in, 4, at(name, "%s", own[0]));
     cube(l, in, out, 3, 3, at(name, "%s", own[1]));
-    rms_norm(l, out, 4, at(name, "%s", own[2]));
+    frame_norm(l, out, 4, at(name, "%s", own[2]));
     cube(l, out, out, 3, 3, at(name, "%s", own[3]));
     if (in != out) cube(l, in, out, 1, 1, at(name, "%s", own[4]));
 }
 
 static void frame_attention(list *l, size_t c, path name) {
     if (!l->arch->mid_block_add_attention) return;
-    rms_norm(l, c, 3, at(name, ".norm"));
-    filters(l, c, 3 * c, 1, at(name, ".to_qkv"));
+    frame_norm(l, c, 3, at(name, ".norm"));
+    if (is_wan(l)) filters(l, c, 3 * c, 1, at(name, ".to_qkv"));
+    for (int i = 0; !is_wan(l) && i < 3; i++) filters(l, c, c, 1, at(name, ".to_%c", "qkv"[i]));
     filters(l, c, c, 1, at(name, ".proj"));
 }
 
 static void frame_mid(list *l, size_t c, path half) {
+    const path attention = at(half, l->diffusers ? ".mid_block.attentions.0" : ".middle.1");
     if (!l->diffusers) frame_resnet(l, c, c, at(half, ".middle.0"));
-    frame_attention(l, c, at(half, l->diffusers ? ".mid_block.attentions.0" : ".middle.1"));
+    if (is_wan(l)) frame_attention(l, c, attention);
     if (l->diffusers) frame_resnet(l, c, c, at(half, ".mid_block.resnets.0"));
     frame_resnet(l, c, c, at(half, l->diffusers ? ".mid_block.resnets.1" : ".middle.2"));
+    if (!is_wan(l)) frame_attention(l, c, attention);
+}
+
+/* Behind level number `level` of `op`; of c channels, to `next`. */
+static void frame_resampler(list *l, vm_op op, size_t level, size_t c, size_t next, path name) {
+    const vm_arch *a = l->arch;
+    const bool decodes = op == VM_DECODE;
+    if (!is_wan(l)) {
+        filters(l, c, decodes ? 4 * next : next / 4, 3, at(name, ".conv"));
+        return;
+    }
+    filters(l, c, next, 3, at(name, ".resample.1"));
+    if (vm_walk_is_temporal(a, level - decodes)) cube(l, c, decodes ? 2 * c : c, 3, 1, at(name, ".time_conv"));
 }
 
 static void frame_half(list *l, vm_op op) {
     const vm_arch *a = l->arch;
-    const bool decodes = op == VM_DECODE, flat = !l->diffusers || !decodes;
-    const size_t *c = vm_arch_widths(a, op), last = a->levels - 1, deepest = c[last];
+    const bool decodes = op == VM_DECODE, flat = !l->diffusers || !is_wan(l) || (!decodes && !a->residual);
+    const size_t *c = vm_arch_widths(a, op), last = a->levels - 1, deepest = c[last], patch = VM_MAX(a->image_patch, 1);
+    const size_t pixels = (decodes ? a->out_channels : a->in_channels) * patch * patch, latent = a->latent_channels;
     const path half = at((path){""}, "%s", decodes ? "decoder" : "encoder");
-    const path blocks = at(half, l->diffusers ? ".down_blocks" : decodes ? ".upsamples" : ".downsamples");
+    const path blocks = at(half, l->diffusers ? decodes ? ".up_blocks" : ".down_blocks"
+                                 : decodes    ? ".upsamples"
+                                              : ".downsamples");
+    const char *resampler = !a->residual ? ".upsamplers.0" : decodes ? ".upsampler" : ".downsampler";
     size_t in = decodes ? deepest : c[0], block = 0;
-    cube(l, decodes ? a->latent_channels : a->in_channels, in, 3, 3, at(half, l->diffusers ? ".conv_in" : ".conv1"));
+    cube(l, decodes ? latent : pixels, in, 3, 3, at(half, l->diffusers ? ".conv_in" : ".conv1"));
     if (decodes) frame_mid(l, deepest, half);
     for (size_t i = 0; i <= last; i++) {
         const size_t level = decodes ? last - i : i, width = c[level];
-        const path up = at(half, ".up_blocks.%zu", i);
+        const path top = at(blocks, ".%zu", i);
         for (size_t j = 0; j < a->layers_per_block + decodes; j++, in = width)
-            frame_resnet(l, in, width, flat ? at(blocks, ".%zu", block++) : at(up, ".resnets.%zu", j));
+            frame_resnet(l, in, width, flat ? at(blocks, ".%zu", block++) : at(top, ".resnets.%zu", j));
         if (i == last) break;
-        in = decodes ? width / 2 : width;
-        const path resample = flat ? at(blocks, ".%zu", block++) : at(up, ".upsamplers.0");
-        filters(l, width, in, 3, at(resample, ".resample.1"));
-        if (decodes ? level > 1 : level) cube(l, width, decodes ? 2 * width : width, 3, 1, at(resample, ".time_conv"));
+        if (!is_wan(l)) in = c[decodes ? level - 1 : level + 1];
+        if (is_wan(l) && decodes && !a->residual) in = width / 2;
+        frame_resampler(l, op, level, width, in, flat ? at(blocks, ".%zu", block++) : at(top, "%s", resampler));
     }
     if (!decodes) frame_mid(l, deepest, half);
     const size_t ends = c[decodes ? 0 : last];
-    rms_norm(l, ends, 4, at(half, l->diffusers ? ".norm_out" : ".head.0"));
-    cube(l, ends, decodes ? a->out_channels : 2 * a->latent_channels, 3, 3,
-         at(half, l->diffusers ? ".conv_out" : ".head.2"));
+    frame_norm(l, ends, 4, at(half, l->diffusers ? ".norm_out" : ".head.0"));
+    cube(l, ends, decodes ? pixels : 2 * latent, 3, 3, at(half, l->diffusers ? ".conv_out" : ".head.2"));
 }
 
 static vm_status finished(list *l, void *found, vm_parameters **out) {
@@ -221,33 +247,23 @@ void vm_parameters_free(vm_parameters *p) {
     vm_mem_free(vm_mem_common, VM_SCRATCH, p, sizeof *p);
 }
 
-vm_status vm_walk_check_arch(const vm_arch *a) {
-    const bool of_frames = a->family == VM_WAN && a->slices && !a->residual && !a->image_patch;
-    if (a->family == VM_KL || a->family == VM_TINY || of_frames) return vm_arch_check(a);
-    return vm_fail(VM_EINVAL,
-                   "model: %s is not predicted by name yet: vaemem.pytorch.predict_peak follows a module of diffusers",
-                   a->name);
-}
-
 vm_status vm_trace_vae_parameters(const vm_arch *arch, vm_trace_runtime runtime, vm_parameters **out) {
     void *found = NULL;
     *out = NULL;
-    vm_status s = vm_walk_check_arch(arch);
+    vm_status s = vm_arch_check(arch);
     if (!s) s = vm_walk_check_code(arch, runtime);
     if (!s) s = vm_mem_alloc(vm_mem_common, VM_SCRATCH, sizeof **out, &found);
     if (s) return s;
     const size_t z = arch->latent_channels;
     list l = {.found = found, .arch = arch, .diffusers = runtime == VM_TORCH_DIFFUSERS};
-    if (arch->family == VM_TINY) {
-        tiny_half(&l, VM_ENCODE);
-        tiny_half(&l, VM_DECODE);
-        return finished(&l, found, out);
-    }
-    if (arch->family == VM_WAN) {
-        frame_half(&l, VM_ENCODE);
-        cube(&l, 2 * z, 2 * z, 1, 1, at((path){""}, l.diffusers ? "quant_conv" : "conv1"));
-        cube(&l, z, z, 1, 1, at((path){""}, l.diffusers ? "post_quant_conv" : "conv2"));
-        frame_half(&l, VM_DECODE);
+    if (arch->family != VM_KL) {
+        void (*const half)(list *l, vm_op op) = arch->family == VM_TINY ? tiny_half : frame_half;
+        half(&l, VM_ENCODE);
+        if (arch->family == VM_WAN) {
+            cube(&l, 2 * z, 2 * z, 1, 1, at((path){""}, l.diffusers ? "quant_conv" : "conv1"));
+            cube(&l, z, z, 1, 1, at((path){""}, l.diffusers ? "post_quant_conv" : "conv2"));
+        }
+        half(&l, VM_DECODE);
         return finished(&l, found, out);
     }
     encoder(&l);

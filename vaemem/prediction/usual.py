@@ -16,9 +16,11 @@ from vaemem._common import letters
 PIPELINE_DTYPES = {
     "sd15": "float16", "sdxl": "float16", "sd3": "float16", "playground-v2.5": "float16", "flux": "bfloat16",
     "flux2": "bfloat16", "flux2-small": "bfloat16", "zimage": "bfloat16", "cogview4": "bfloat16",
-    "qwen-image": "bfloat16", "wan2.1": "float32",  # whose VAE is loaded in float32 beside a pipeline in bfloat16
+    "qwen-image": "bfloat16", "qwen-image-2.1": "bfloat16", "hunyuanimage-2.1": "bfloat16",
+    "wan2.1": "float32", "wan2.2": "float32",  # whose VAE is loaded in float32 beside a pipeline in bfloat16
 }  # fmt: skip
 # Models whose VAE overflows in float16: its config says force_upcast, which StableDiffusionXLPipeline obeys.
+WANS = ("wan2.1", "wan2.2")
 OVERFLOWING = ("sdxl", "playground-v2.5")
 BFLOAT16_SM = 80  # compute capability from which ComfyUI and Forge take bfloat16
 # Models of which they take float16 before it, from this one on: `working_dtypes` lists it.
@@ -57,7 +59,7 @@ def usual_dtypes(runtime: str, name: str, sm: int, fixed: bool) -> Usual:
         return Usual(dtype, dtype, False, f"{dtype}, in which {program} runs VAEs {where}. Its {flags} change that")
     if runtime == "a1111" and overflows:
         return Usual("float32", "float32", False, f"float32, where A1111 stays once float16 has given NaN{fix}")
-    if runtime == "invokeai" and name == "wan2.1":
+    if runtime == "invokeai" and name in WANS:
         return Usual("bfloat16", "bfloat16", False, "bfloat16, in which InvokeAI loads Wan's VAE whatever its setting")
     if runtime == "invokeai" and name in ("sd15", "sdxl"):
         why = "float32, which InvokeAI's setting VAE precision is by default. It may be fp16: name float16 then"
@@ -68,6 +70,6 @@ def usual_dtypes(runtime: str, name: str, sm: int, fixed: bool) -> Usual:
         return Usual("float32", "float16", True, why + fix)
     whose = {"a1111": "A1111 runs VAEs", "invokeai": "InvokeAI runs it", "ldm": "CompVis' code is run"}
     whose["bfl"] = "BFL's scripts decode, by autocast, of which nothing more is modelled"
-    loads = "diffusers' documentation loads it" if name == "wan2.1" else "its pipeline in diffusers runs it"
+    loads = "diffusers' documentation loads it" if name in WANS else "its pipeline in diffusers runs it"
     known = f"in which {whose.get(runtime, loads)}"
     return Usual(half, half, False, f"{half}, {known if name in PIPELINE_DTYPES else 'as most VAEs are run'}")
