@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vaemem._common import ELEMENT_BYTES, MIB, OPS, choose, distinct, grouped, listed, mib, need, render, whole
 from vaemem.prediction.benchmark import BENCHMARK_TILE
 from vaemem.prediction.predict import predict as predict_vae
+from vaemem.prediction.runtimes import WAN
 from vaemem.sdcpp.graphs import LATENT_CHANNELS, SDCPP_VERSION, graph
 from vaemem.tables.fit import KEY, Fit, FittedLine
 from vaemem.tables.table import BYTE_COLUMNS, Row, Table, check_complete
@@ -77,13 +78,19 @@ _Constants = Mapping[str, Mapping[str, int]]
 _COMFYUI: _Constants = {
     "": {"decode": 2178, "encode": 1767},
     "qwen-image": {"decode": 2200, "encode": 1500},  # of up to four frames of latents
+    WAN: {"decode": 2200, "encode": 1500},
     "wan2.2": {"decode": 8000, "encode": 3300},
     "qwen-image-2.1": {"decode": 900, "encode": 600},
     "hunyuanimage-2.1": {"decode": 700, "encode": 700},
 }
-_INVOKEAI: _Constants = {"": {"decode": 2200, "encode": 1100}, "qwen-image": {"decode": 2900, "encode": 1600}}
+_INVOKEAI: _Constants = {
+    "": {"decode": 2200, "encode": 1100},
+    "qwen-image": {"decode": 2900, "encode": 1600},
+    WAN: {"decode": 2900, "encode": 1450},
+    "wan2.2": {"decode": 2900, "encode": 1450},
+}
 # Until e711aaf of 2025-12-10 a frame was taken for a video.
-_COMFYUI_04 = {**_COMFYUI, "qwen-image": {"decode": 7000, "encode": 6000}}
+_COMFYUI_04 = {**_COMFYUI, **{name: {"decode": 7000, "encode": 6000} for name in ("qwen-image", WAN)}}
 SHIPPED = {op: {"ComfyUI": _COMFYUI[""][op], "InvokeAI": _INVOKEAI[""][op]} for op in OPS}
 _TILE = {"height": BENCHMARK_TILE, "width": BENCHMARK_TILE}
 
@@ -107,13 +114,17 @@ def _comfyui(constants: _Constants, by_tile: bool, row: Row) -> int | None:
 def _invokeai(tiles_qwen: bool, row: Row) -> float | None:
     model, is_tiled = row["model"], row["op"].endswith("_tiled")
     is_sd, is_qwen = model in ("sd15", "sdxl", "playground-v2.5"), model == "qwen-image"
-    if _images(row) > 1 or model.startswith("flux2") or (is_tiled and not is_sd and not is_qwen):
+    is_wan = model in (WAN, "wan2.2")
+    if _images(row) > 1 or model.startswith("flux2") or (is_tiled and not (is_sd or is_qwen or is_wan)):
         return None  # knows no batch, nothing of FLUX.2, and no tiles but theirs
-    by_tile = is_tiled and (is_sd or tiles_qwen)
+    by_tile = is_tiled and (is_sd or is_wan or tiles_qwen)
     estimate = _by_constant(_INVOKEAI, row | (_TILE if by_tile else {}))
     if estimate is None:
         return None
-    images = (5 if row["op"] == "decode_tiled" else 1) if by_tile and is_qwen else 0  # whole ones, beside the tile
+    decodes = row["op"].startswith("decode")
+    images = (
+        (5 if decodes else 1) if by_tile and is_qwen else (2 if decodes else 1) if is_wan else 0
+    )  # whole ones beside
     held = 3 * images * pixels(row) * ELEMENT_BYTES[row["dtype"]]
     is_upcast = is_sd and row["dtype"] == "float32"
     return estimate * (1.25 if by_tile else 1) + held + (250 * MIB if is_upcast else 0)
@@ -200,7 +211,7 @@ ESTIMATORS: dict[str, Estimator] = {
             "2200 H W e (decode), 1100 H W e (encode), + 250 MiB for float32 SD; Qwen-Image: 2900 and 1600; in tiles of"
             f" SD: {BENCHMARK_TILE}^2 e k 1.25, of Qwen-Image + 15 H W e (decode), 3 H W e (encode)",
             "InvokeAI 8e71a8a (2026-08-19, after v6.14.0-rc2), vae_working_memory.py on CUDA; the 250 MiB stand for"
-            " larger weights; nothing for FLUX.2. Wan and Anima as single images: 2900 and 1450",
+            " larger weights; nothing for FLUX.2. Wan: 2900 and 1450, and 6 or 3 H W e; Anima the same without these",
             functools.partial(_invokeai, True)),
         Estimator("invokeai-6.13", "the same; Qwen-Image's tiled run as a whole one",
             "InvokeAI v6.13.8 (2026-08-13); before v6.13.5 (#9305) it knew nothing of Qwen-Image",
