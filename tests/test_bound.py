@@ -11,6 +11,7 @@ import pytest
 
 from vaemem import bound, predict, seed_table
 from vaemem.__main__ import main
+from vaemem._common import OPS
 from vaemem.prediction.bound import APPLICATIONS, TILES, BoundLine, _over
 
 TORCH = "2.7.1+cu128"
@@ -39,10 +40,8 @@ def estimate(functions, application, model, op, height, width, dtype, tile=None)
     scale = (16 if packs else 8) if op == "decode" else 1
     frame = (1,) if model == "qwen-image" else ()
     shape = (1, 4 if op == "decode" else 3, *frame, height // scale, width // scale)
-    if application == "comfyui" and frame:
-        return functions.memory_used_decode_wan(shape, f"torch.{dtype}")
     if application == "comfyui":
-        name = f"memory_used_{op}_flux2" if packs else f"memory_used_{op}"
+        name = f"memory_used_{op}{'_flux2' if packs else '_wan' if frame else ''}"
         return getattr(functions, name)(shape, f"torch.{dtype}", tile and tile // scale)
     tensor = SimpleNamespace(shape=shape)
     if model in ("flux", "zimage"):
@@ -72,7 +71,7 @@ def test_no_prediction_of_the_domain_lies_above_what_is_pasted(application, gpu)
         sides = [side for side in SIDES if side % 16 == 0 or (application, line.function) != ("comfyui", "flux2")]
         most[line] = dict.fromkeys(((h, w) for h in sides for w in sides), 0)
     for function in APPLICATIONS[application].functions.values():
-        for model, op, dtype in ((m, op, d) for m in function.models for op in function.ops for d in function.dtypes):
+        for model, op, dtype in ((m, op, d) for m in function.models for op in OPS for d in function.dtypes):
             line = b.find(model, op, dtype)
             for (height, width), known in most[line].items():
                 said = estimate(functions, application, model, op, height, width, dtype)
@@ -85,7 +84,7 @@ def test_no_prediction_of_the_domain_lies_above_what_is_pasted(application, gpu)
                 ]  # fmt: skip
                 assert said == line.bytes(height, width) >= max(uppers), (model, op, dtype, height, width)
                 most[line][height, width] = max(known, *uppers)
-    assert len(most) == (15 if application == "comfyui" else 34)
+    assert len(most) == (18 if application == "comfyui" else 34)
     for line, uppers in most.items():  # the largest is the one that is told
         assert line.overshoot == max(line.bytes(*size) / upper - 1 for size, upper in uppers.items())
 

@@ -201,37 +201,43 @@ def test_frames_in_tiles_and_slices_live_as_recorded(cut, kind, op):
     case(kind, SMALL, op, *cut)
 
 
+@pytest.mark.parametrize("op", ["encode", "decode"])
 @pytest.mark.parametrize(
-    "sizes",
+    "sizes, tile",
     [
-        (QWEN, 256, 256, 1, "bfloat16"),
-        (QWEN, 96, 64, 2, "float32"),
-        (QWEN, 8, 8),
-        (SMALL, 40, 72, 3, "float16"),
-        (FLAT, 16, 24, 2),
-        (UNEVEN, 16, 24, 1, "float16"),
+        ((QWEN, 256, 256, 1, "bfloat16"), 0),
+        ((QWEN, 96, 64, 2, "float32"), 0),
+        ((QWEN, 8, 8), 0),
+        ((SMALL, 40, 72, 3, "float16"), 0),
+        ((FLAT, 16, 24, 2), 0),
+        ((UNEVEN, 16, 24, 1, "float16"), 0),
+        ((SMALL, 96, 160, 2, "bfloat16"), 64),
+        ((SMALL, 64, 48, 1, "float32"), 64),
     ],
 )
-def test_comfyuis_decoder_lives_as_its_frames_are_written(sizes):
+def test_comfyuis_frames_live_as_they_are_written(sizes, tile, op):
     torch = pytest.importorskip("torch")
     from torch_wan import Model
 
     from vaemem.pytorch import record
 
     arch, height, width, batch, dtype = (*sizes, *(1, "float32")[len(sizes) - 3 :])
+    if op == "encode":
+        batch = 1
     factor, run = 2 ** (len(arch["block_out_channels"]) - 1), getattr(torch, dtype)
     with torch.device("meta"):
         vae = Model(arch).to(run).eval()
-    z = torch.empty(batch, 16, 1, height // factor, width // factor, dtype=run, device="meta")
-    recording = record(vae, z, call=lambda vae, z: vae.decode_from_host(z))
-    built = _core.Trace.vae(arch, "comfyui", "decode", dtype, height, width, batch)
+    shapes = {"encode": (3, 1, height, width), "decode": (16, 1, height // factor, width // factor)}
+    x = torch.empty(batch, *shapes[op], dtype=run, device="meta")
+    recording = record(vae, x, call=lambda vae, x: vae.tiles_from_host(op, x, tile) if tile else vae.from_host(op, x))
+    built = _core.Trace.vae(arch, "comfyui", op, dtype, height, width, batch, tile)
     ours, real = lifetimes(built.steps), lifetimes(recording.trace.steps)
     for i, (a, b) in enumerate(zip(ours, real, strict=False)):
         assert a == b, f"step {i}: built {ours[max(0, i - 4) : i + 2]}, recorded {real[max(0, i - 4) : i + 2]}"
     assert len(ours) == len(real) and built.convs == recording.trace.convs
     assert recording.unmodelled == {}
-    weights = {name: math.prod(shape) * run.itemsize for name, shape, _ in _core.Trace.parameters(arch, "comfyui")}
-    assert {name: size for name, size in weights.items() if not name.startswith("encoder.")} == dict(recording.weights)
+    weights = [(name, math.prod(shape) * run.itemsize) for name, shape, _ in _core.Trace.parameters(arch, "comfyui")]
+    assert weights == recording.weights
 
 
 def test_releases_differ():
@@ -253,8 +259,10 @@ def test_releases_differ():
     "change, message",
     [
         ({"runtime": "bfl"}, "runtime: want diffusers or comfyui for qwen-image, the only code .* followed, got bfl"),
-        ({"runtime": "comfyui", "op": "encode"}, "op: want the decode of a whole qwen-image in ComfyUI, the only part"),
-        ({"runtime": "comfyui", "op": "decode_tiled"}, "tile: want the decode of a whole qwen-image in ComfyUI"),
+        (
+            {"runtime": "comfyui", "op": "encode", "batch": 2},
+            "batch: want 1, for ComfyUI encodes a batch with qwen-image as",
+        ),
         ({"channels_last": True}, "channels_last: want False for qwen-image: PyTorch raises for its filters of five"),
     ],
 )

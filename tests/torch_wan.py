@@ -1,7 +1,9 @@
-"""ComfyUI's decoder of Wan 2.1's VAE for one frame, written after comfy/ldm/wan/vae.py (dcbf1c1): what holds a
-tensor there holds it here."""
+"""ComfyUI's Wan 2.1 VAE for one frame, written after comfy/ldm/wan/vae.py (dcbf1c1) and tiled_scale_multidim of
+comfy/utils.py: what holds a tensor there holds it here."""
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 import torch.nn.functional as F
@@ -77,12 +79,50 @@ class Upsample(nn.Module):
         return x.unflatten(0, (-1, 1)).transpose(1, 2)
 
 
+class Downsample(nn.Module):
+    def __init__(self, c: int, over_time: bool):
+        super().__init__()
+        self.resample = nn.Sequential(nn.ZeroPad2d((0, 1, 0, 1)), nn.Conv2d(c, c, 3, stride=2))
+        if over_time:
+            self.time_conv = nn.Conv3d(c, c, (3, 1, 1))
+
+    def forward(self, x):
+        x = x.transpose(1, 2).flatten(0, 1)
+        x = self.resample(x)
+        return x.unflatten(0, (-1, 1)).transpose(1, 2)
+
+
+def middle(c: int) -> nn.Sequential:
+    return nn.Sequential(Residual(c, c), Attention(c), Residual(c, c))
+
+
+class Encoder(nn.Module):
+    def __init__(self, arch: dict):
+        super().__init__()
+        width = arch["block_out_channels"]
+        self.conv1, c, blocks = CausalConv(arch["in_channels"], width[0], 3), width[0], []
+        for level in range(len(width)):
+            for _ in range(arch["layers_per_block"]):
+                blocks.append(Residual(c, width[level]))
+                c = width[level]
+            if level + 1 < len(width):
+                blocks.append(Downsample(c, level > 0))
+        self.downsamples, self.middle = nn.Sequential(*blocks), middle(c)
+        self.head = nn.Sequential(Norm(c, 3), nn.SiLU(), CausalConv(c, 2 * arch["latent_channels"], 3))
+
+    def forward(self, x):
+        x = self.conv1(x)
+        for layer in (*self.downsamples, *self.middle, *self.head):
+            x = layer(x)
+        return x
+
+
 class Decoder(nn.Module):
     def __init__(self, arch: dict):
         super().__init__()
         *_, deepest = width = arch["block_out_channels"]
         self.conv1 = CausalConv(arch["latent_channels"], deepest, 3)
-        self.middle = nn.Sequential(Residual(deepest, deepest), Attention(deepest), Residual(deepest, deepest))
+        self.middle = middle(deepest)
         blocks, c = [], deepest
         for level in reversed(range(len(width))):
             for _ in range(arch["layers_per_block"] + 1):
@@ -117,18 +157,39 @@ class Decoder(nn.Module):
 
 
 class Model(nn.Module):
-    """Its encoder's parameters are not here."""
-
     def __init__(self, arch: dict):
         super().__init__()
-        z = arch["latent_channels"]
-        self.conv1, self.conv2, self.decoder = CausalConv(2 * z, 2 * z, 1), CausalConv(z, z, 1), Decoder(arch)
+        z, self.factor = arch["latent_channels"], 2 ** (len(arch["block_out_channels"]) - 1)
+        self.encoder, self.conv1, self.conv2 = Encoder(arch), CausalConv(2 * z, 2 * z, 1), CausalConv(z, z, 1)
+        self.decoder = Decoder(arch)
+
+    def encode(self, x):
+        out = self.encoder(x[:, :, :1])
+        mean, _ = self.conv1(out).chunk(2, dim=1)
+        return mean
 
     def decode(self, z):
         x = self.conv2(z)
         out = self.decoder(x[:, :, :1])
         return torch.cat(out, 2)
 
-    def decode_from_host(self, latents):
-        samples = from_host(latents, image=False)
-        self.decode(samples)
+    def from_host(self, op: str, x):
+        """Whole: latents, or an image, whose one frame has the strides of its channels."""
+        on_device = of_host(op, x)
+        getattr(self, op)(on_device)
+
+    def tiles_from_host(self, op: str, x, tile: int):
+        unit = self.factor if op == "decode" else 1
+        side, overlap = tile // unit, min(64, tile // 4) // unit
+        for one in x.split(1):
+            corners = [range(0, s - overlap, side - overlap) if s > side else [0] for s in one.shape[3:]]
+            for i, j in itertools.product(*corners):
+                getattr(self, op)(of_host(op, one[..., i : i + side, j : j + side])).float()
+
+
+def of_host(op: str, x):
+    """``.to(device)`` of latents, or of ``image * 2 - 1``, which lies as (H, W, C)."""
+    if op == "decode":
+        return from_host(x, image=False)
+    _, c, _, h, w = x.shape  # a batch would be frames; its stride is the channels' number
+    return torch.empty_strided(x.shape, (c, 1, h * w * c, w * c, c), dtype=x.dtype, device=x.device)

@@ -17,9 +17,8 @@
  *
  * Releases differ: `release` of vm_trace_vae says which one is followed.
  *
- * ComfyUI's WanVAE (comfy/ldm/wan/vae.py since its #13014), whose decode alone is followed, caches nothing for one
- * frame. Its convolutions take the last slice of their filters, which is copied, and pad nothing; its decoder holds
- * what the middle made. */
+ * ComfyUI's WanVAE (comfy/ldm/wan/vae.py since its #13014) caches nothing for one frame. Its convolutions take the last
+ * slice of their filters, which is copied, and pad nothing; its decoder holds what the middle made. */
 #include "torch_walk.h"
 
 enum { WITH_TILES = 34, FLOAT_NORM = 38 };
@@ -287,7 +286,7 @@ static tensor encoder(walk *w, frame *f, const tensor *image) {
         if (a->residual) begun = take_like(w, &h, at(top, " [clone]"));
         for (size_t i = 0; i < a->layers_per_block + (level < last); i++) {
             const bool down = i == a->layers_per_block;
-            const path flat = at(name, "down_blocks.%zu", block++),
+            const path flat = at(name, is_comfyui(w) ? "downsamples.%zu" : "down_blocks.%zu", block++),
                        own = at(top, down ? ".downsampler" : ".resnets.%zu", i);
             const path one = a->residual ? own : flat, resample = at(one, ".resample.1");
             tensor y;
@@ -379,7 +378,7 @@ tensor vm_walk_frame(walk *w, const tensor *x) {
     } else {
         const tensor image = patches ? vm_walk_patch(w, x, false) : *x;
         h = encoder(w, &f, &image);
-        y = causal(w, &h, 2 * z, 1, (path){"quant_conv"});
+        y = causal(w, &h, 2 * z, 1, at((path){""}, is_comfyui(w) ? "conv1" : "quant_conv"));
         if (w->vae->release < WITH_TILES) { /* mean and log-variance apart, and together again */
             const tensor moments = take_like(w, &y, (path){"encode [cat]"});
             forget(w, &f);
@@ -465,13 +464,11 @@ vm_status vm_walk_check_class(const vm_trace_vae *v) {
         return vm_fail(VM_EINVAL, "%s: want it with another model than %s, whose submodules have none",
                        v->sends ? "sends" : "first", name);
     if (v->arch->family == VM_TINY) return v->tile ? check_tiny_tiles(v) : VM_OK;
-    if (v->runtime == VM_TORCH_COMFYUI && (v->op == VM_ENCODE || v->tile || v->slicing))
-        return vm_fail(VM_EINVAL,
-                       "%s: want the decode of a whole %s in ComfyUI, the only part of its code that is followed",
-                       v->op == VM_ENCODE ? "op"
-                       : v->tile          ? "tile"
-                                          : "slicing",
-                       name);
+    if (v->runtime == VM_TORCH_COMFYUI && v->op == VM_ENCODE && v->batch > 1)
+        return vm_fail(VM_EINVAL, "batch: want 1, for ComfyUI encodes a batch with %s as frames of a video, got %zu",
+                       name, v->batch);
+    if (v->runtime == VM_TORCH_COMFYUI && v->slicing)
+        return vm_fail(VM_EINVAL, "slicing: want it with the diffusers runtime, got comfyui");
     const size_t cells = vm_arch_factor(v->arch) / VM_MAX(v->arch->image_patch, 1);
     const size_t stride = (size_t)((double)v->tile * (1 - v->tile_overlap));
     if (v->arch->residual && v->op == VM_ENCODE && stride % cells)

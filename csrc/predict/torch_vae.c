@@ -272,11 +272,14 @@ static tensor encode_packed(walk *w, const tensor *mean) {
  * encode makes latents within; the result goes to the host, a tile's as floats. */
 static void call_from_host(walk *w, tensor x, bool tile) {
     const bool decodes = w->vae->op == VM_DECODE;
-    tensor in = take(w, x.n, x.c, x.h, x.w, decodes || x.c == 1 ? CONTIGUOUS : CHANNELS_LAST, (path){"input"});
+    const bool is_frame = w->vae->arch->family == VM_WAN; /* whose axis has the strides of one that is not last */
+    const layout layout = decodes || x.c == 1 ? CONTIGUOUS : is_frame ? CHANNELS_LAST_ONE : CHANNELS_LAST;
+    tensor in = take(w, x.n, x.c, x.h, x.w, layout, (path){"input"});
     const bool packs = w->frames->packs && w->vae->arch->patch_size[0];
     tensor y;
-    if (w->vae->arch->family == VM_WAN) {
+    if (is_frame) {
         y = vm_walk_frame(w, &in);
+        if (!decodes) y.c /= 2; /* the mean, a view */
     } else if (decodes) {
         y = packs ? decode_packed(w, &in, tile) : decode_latents(w, &in);
     } else {
@@ -301,7 +304,8 @@ static size_t tiles_along(size_t side, size_t tile, size_t overlap) {
 }
 
 /* comfy/sd.py: without tiles the batch at once; with them image by image, three times, in squares and in tiles of twice
- * the width or the height. Nodes' overlap: 64 pixels, a quarter of the tile at most. */
+ * the width or the height; what may be a video once, in squares. Nodes' overlap: 64 pixels, a quarter of the tile at
+ * most. */
 static void call_comfyui(walk *w, tensor x) {
     const vm_trace_vae *v = w->vae;
     const bool decodes = v->op == VM_DECODE;
@@ -309,10 +313,11 @@ static void call_comfyui(walk *w, tensor x) {
     const size_t overlap = VM_MIN(64, v->tile / 4) / scale;
     const size_t square[2] = {tile, tile}, wide[2] = {tile / 2, 2 * tile}, high[2] = {2 * tile, tile / 2};
     const size_t *const passes[2][3] = {{square, wide, high}, {high, wide, square}};
+    const bool once = v->arch->family == VM_WAN;
     if (!v->tile) call_from_host(w, x, false);
     x.n = 1;
-    for (size_t i = 0; v->tile && i < 3 * v->batch; i++) {
-        const size_t *side = passes[decodes][i / v->batch];
+    for (size_t i = 0; v->tile && i < (once ? 1 : 3) * v->batch; i++) {
+        const size_t *side = once ? square : passes[decodes][i / v->batch];
         const size_t rows = tiles_along(x.h, side[0], overlap), cols = tiles_along(x.w, side[1], overlap);
         for (size_t k = 0; !w->status && k < rows * cols; k++) {
             tensor part = x;

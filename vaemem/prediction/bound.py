@@ -35,7 +35,6 @@ class _Function(NamedTuple):
     runtimes: tuple[str, ...]  # whose code the application runs, in any of its releases
     is_upcast: bool = False  # float32 runs of float16 weights, too
     is_tiled: bool = False  # it is told a tile's side
-    ops: tuple[str, ...] = OPS
 
 
 class _Application(NamedTuple):
@@ -82,9 +81,13 @@ def memory_used_decode_flux2(shape, dtype, tile=None):
     return _bytes("flux2", "decode", 16 * shape[2], 16 * shape[3], dtype, tile and 16 * tile)
 
 
-def memory_used_decode_wan(shape, dtype):
-    """The same of Qwen-Image's and Wan 2.1's, (N, 16, 1, H / 8, W / 8), without tiles."""
-    return _bytes("wan", "decode", 8 * shape[3], 8 * shape[4], dtype)
+def memory_used_encode_wan(shape, dtype, tile=None):
+    return _bytes("wan", "encode", shape[3], shape[4], dtype, tile)
+
+
+def memory_used_decode_wan(shape, dtype, tile=None):
+    """The same of one frame of Qwen-Image's and Wan 2.1's, (N, 16, 1, H / 8, W / 8)."""
+    return _bytes("wan", "decode", 8 * shape[3], 8 * shape[4], dtype, tile and 8 * tile)
 '''
 
 _INVOKEAI = """
@@ -137,7 +140,7 @@ APPLICATIONS = {
                 ("sd15", "sdxl", "flux", "sd3", "zimage", "playground-v2.5"), DTYPES, ("comfyui",), is_tiled=True
             ),
             "flux2": _Function(_FLUX2_MODELS, DTYPES, ("comfyui",), is_tiled=True),
-            "wan": _Function(("qwen-image",), DTYPES, ("comfyui",), ops=("decode",)),  # its encode is not followed
+            "wan": _Function(("qwen-image",), DTYPES, ("comfyui",), is_tiled=True),
         },
         _COMFYUI,
     ),
@@ -342,7 +345,7 @@ def bound(
     ways = [
         (name, function, op, dtype)
         for name, function in functions.items()
-        for op in function.ops
+        for op in OPS
         for dtype in function.dtypes
         if dtype in dtypes
     ]

@@ -18,6 +18,7 @@ from vaemem.prediction.eager import AttentionCall, Heads, Mask, eager_strides
 from vaemem.prediction.gpus import Gpu
 
 aten = torch.ops.aten
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _BLAS = {getattr(aten, name).default for name in ("mm", "bmm", "baddbmm", "addmv", "mv", "dot")} | {aten.bmm.out}
 # Operators besides the pointwise ones that take nothing but their outputs.
@@ -146,10 +147,9 @@ class Recorder(TorchDispatchMode):
         if self._silent:
             return func(*args, **kwargs)
         if torch.is_inference_mode_enabled() and func.namespace == "aten":  # operators made of others are still whole
-            with self:
-                parts = func.decompose(*args, **kwargs)
-            if parts is not NotImplemented:
-                return parts
+            if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE.name):
+                with self:  # as C++ makes them, whatever func.decompose does in Python
+                    return func._op_dk(_COMPOSITE, *args, **kwargs)
         self.sweep()
         if torch.is_grad_enabled() and any(id(x) in self.leaves for x in tree_flatten(args)[0]):
             raise ValueError(f"{self.name()}: {NO_GRADIENTS}")
