@@ -3,6 +3,7 @@ classes."""
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -316,6 +317,15 @@ def test_profiles_answer_for_every_convolution_of_a_frame(gpu, torch_version):
                 "wan2.1", op, 512, 768, "float32", batch=batch, gpu=gpu, torch_version=torch_version, runtime=runtime
             )
             assert p.substitutions == () and "rule" not in p.workspace_source and p.band == (p.reserved, p.reserved)
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("name", [*LATER, *TINY])
+@pytest.mark.parametrize("gpu", ["RTX 4090", "RTX 3060", "A100", "RTX 5090", "H100", "T4"])
+def test_profiles_answer_for_every_convolution_of_later_vaes(name, gpu):
+    for op, dtype in itertools.product(("decode", "encode"), ("float16", "float32")):
+        p = predict(name, op, 512, 768, dtype, gpu=gpu, torch_version="2.8.0", cudnn_version="9.10.2")
+        assert p.substitutions == () and "rule" not in p.workspace_source
 
 
 def test_profiles_hold_convolutions_of_as_many_frames_as_their_filters():
