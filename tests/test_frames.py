@@ -430,14 +430,3 @@ def test_images_of_four_channels():
     vae = VAE.random(config=config("qwen21") | {"in_channels": 4, "out_channels": 4})
     x = np.random.default_rng(0).uniform(-1, 1, (1, 4, 16, 24)).astype(np.float32)
     assert vae.encode(x).mean.shape == (1, 4, 4, 6) and vae.decode(latents(vae, 4, 6)).shape == (1, 4, 16, 24)
-
-
-@pytest.mark.parametrize("name", ["wan2.2", "qwen-image-2.1", "hunyuanimage-2.1"])
-def test_predictions_of_moved_residuals_are_refused(name):
-    from vaemem import predict
-
-    for model in (name, configs.config_of(_core.models()[name])):
-        with pytest.raises(
-            ValueError, match=f"model: {name} is not predicted by name yet: vaemem.pytorch.predict_peak"
-        ):
-            predict(model, "decode", 1024, 1024)

@@ -205,7 +205,7 @@ def test_auto_leaves_something_for_others(vae, monkeypatch):
     assert resolve("auto", 5, None) == 5 + 700 * MIB
     free = 100 * GIB
     assert resolve(" Auto ", 5, None) == 5 + 99 * GIB
-    gpu = SimpleNamespace(backend=SimpleNamespace(memory=lambda: (80 * MIB, GIB)))
+    gpu = SimpleNamespace(room=lambda: 70 * MIB)
     assert resolve("auto", 5, gpu) == 5 + 70 * MIB, "what is free on the GPU"
     free = None
     with pytest.raises(ValueError, match="memory_limit: this system does not say"):
