@@ -277,7 +277,7 @@ static tensor encoder(walk *w, frame *f, const tensor *image) {
     const vm_arch *a = w->vae->arch;
     const size_t *width = vm_arch_widths(a, VM_ENCODE), last = a->levels - 1, moments = 2 * a->latent_channels;
     const path name = {"encoder."};
-    tensor h = begin(w, f, image, width[0], name), residual;
+    tensor h = begin(w, f, image, width[0], name);
     size_t block = 0;
     for (size_t level = 0; level <= last; level++) {
         const path top = at(name, "down_blocks.%zu", level);
@@ -308,7 +308,7 @@ static tensor encoder(walk *w, frame *f, const tensor *image) {
         give(w, &held);
     }
     h = mid(w, f, h, name);
-    if (!is_wan(w)) residual = average(w, &h, 1, 1, moments, at(name, "mean"));
+    const tensor residual = is_wan(w) ? h : average(w, &h, 1, 1, moments, at(name, "mean"));
     finish(w, f, &h, moments, name);
     if (!is_wan(w)) add_moved(w, &h, residual, name);
     return h;

@@ -171,7 +171,7 @@ static vm_status look(search *f) {
 static vm_status plan_of(vm_cudnn_convs *s, const vm_conv_key *key, plan **out) {
     if ((*out = find(s, key))) return VM_OK;
     search f = {.s = s, .key = key, .wanted = 1};
-    size_t free;
+    size_t free = 0;
     vm_status status = watch(s, true, &free);
     if (!status) status = look(&f);
     if (status) return status;
@@ -218,7 +218,7 @@ vm_status vm_cudnn_convs_run(vm_cudnn_convs *s, const vm_conv_key *key, void *st
     pthread_mutex_lock(&s->c->lock);
     vm_status status = plan_of(s, key, &p);
     const bool first = !status && !p->ran;
-    size_t free;
+    size_t free = 0;
     if (first) status = watch(s, true, &free);
     if (!status) status = execute(s, p->made.plan, stream, x, filters, y, workspace);
     if (!status && first) status = watch(s, false, &free);
@@ -248,7 +248,7 @@ vm_status vm_cudnn_convs_tune(vm_cudnn_convs *s, const vm_conv_key *key, void *s
     if (!s->handle) return no_device();
     pthread_mutex_lock(&s->c->lock);
     vm_status status = plan_of(s, key, &kept); /* its place in the cache, whatever is found now */
-    size_t free;
+    size_t free = 0;
     if (!status && !kept->tuned) status = watch(s, true, &free);
     if (!status && !kept->tuned) status = look(&f);
     double best = -1;

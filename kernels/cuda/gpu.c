@@ -73,7 +73,7 @@ static vm_status make_streams(vm_gpu *g) {
 }
 
 static vm_status fill(vm_gpu *g, const vm_gpu_options *o) {
-    size_t free;
+    size_t free = 0;
     VM_ENTER(g);
     vm_status s = find_granularity(g);
     if (!s) s = vm_gpu_watch(g, true, &free);

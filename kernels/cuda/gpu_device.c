@@ -270,7 +270,7 @@ static vm_status launch_graph(vm_gpu *g, vm_graph_entry *e) {
 
 static vm_status drop_graph(vm_gpu *g, vm_graph_entry *e) {
     CUgraphExec const exec = e->exec;
-    size_t free;
+    size_t free = 0;
     *e = (vm_graph_entry){0};
     if (!exec) return VM_OK;
     vm_status s = vm_gpu_watch(g, true, &free);
@@ -310,7 +310,7 @@ static vm_status begin(const vm_backend *b, uint64_t key, bool *replayed) {
 
 static vm_status end_capture(vm_gpu *g, vm_graph_entry *e, vm_status so_far) {
     CUgraph graph = NULL;
-    size_t free, after;
+    size_t free = 0, after;
     g->stream = g->outside;
     g->outside = NULL;
     const CUresult result = g->d->StreamEndCapture(g->own, &graph);

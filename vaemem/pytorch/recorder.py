@@ -292,6 +292,10 @@ class Recorder(TorchDispatchMode):
         call = AttentionCall(_DTYPES[q.dtype], queries, keys, values, size, causal, grouped)
         return call, _core.Trace.choose_kernel(call, self._gpu.sm, _enabled_kernels())
 
+    def attend(self, call: AttentionCall, kernel: str) -> int | None:
+        """Adds what a kernel takes, and what it leaves: the output's number."""
+        return self._trace.attend(call, kernel, self._gpu.sm, self._gpu.multiprocessors, self.name())
+
     def attention(
         self, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
         scale: Any = None, enable_gqa: bool = False,
@@ -317,7 +321,7 @@ class Recorder(TorchDispatchMode):
             self._miss("scaled_dot_product_attention with dropout")
         if kernel == "cudnn":
             self._miss("the workspace of cuDNN's attention")
-        number = self._trace.attend(call, kernel, self._gpu.sm, self._gpu.multiprocessors, self.name())
+        number = self.attend(call, kernel)
         batch, heads, queries, _ = q.shape
         with setting(self, _silent=True):
             out = q.new_empty((batch, queries, heads, v.shape[-1])).transpose(1, 2)
