@@ -136,11 +136,12 @@ def _flux_call(sizes: Sizes, dtype: torch.dtype, guidance: bool) -> Call:
     }  # fmt: skip
 
 
-def _flux2_call(sizes: Sizes, dtype: torch.dtype) -> Call:
+def _flux2_call(sizes: Sizes, dtype: torch.dtype, width: int, guidance: bool = False) -> Call:
     n, t, patches = sizes["n"], sizes["t"], sizes["h"] // 2 * (sizes["w"] // 2)
     return (), {
         "hidden_states": torch.empty(n, patches, 128, dtype=dtype), "timestep": torch.empty(n, dtype=dtype),
-        "guidance": None, "encoder_hidden_states": torch.empty(n, t, 7680, dtype=dtype),
+        "guidance": torch.empty(1, dtype=torch.float32).expand(n) if guidance else None,
+        "encoder_hidden_states": torch.empty(n, t, width, dtype=dtype),
         "txt_ids": torch.empty(n, t, 4, dtype=torch.int64), "img_ids": torch.empty(n, patches, 4, dtype=torch.int64),
         "joint_attention_kwargs": None, "return_dict": False,
     }  # fmt: skip
@@ -220,7 +221,7 @@ def _padded_tokens_without_cache(sizes: Sizes, dtype: torch.dtype) -> Call:
 
 
 def _three_layers(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """As FLUX.2-klein's pipeline keeps them, side by side."""
+    """As FLUX.2's pipelines keep them, side by side; which three does not matter here."""
     output = module(*args, **kwargs)
     stacked = torch.stack([output.hidden_states[layer] for layer in (9, 18, 27)], dim=1)
     return stacked.permute(0, 2, 1, 3).reshape(stacked.shape[0], stacked.shape[2], -1)
@@ -302,18 +303,29 @@ MODULES = {
         _padded_tokens, LONG_POINTS, LONG_CHECKS, TEXT_MONOMIALS, cases=SINGLE, run=_last_but_one,
         needs=("transformers", "5.23"),
     ),
-    "qwen3-4b-flux2": Module(
-        "Qwen3ForCausalLM of FLUX.2-klein-4B's text_encoder; n prompts, padded to t tokens",
-        BUILDERS["qwen3-4b-flux2"],
-        _padded_tokens_without_cache, LONG_POINTS, LONG_CHECKS, TEXT_MONOMIALS, cases=SINGLE, run=_three_layers,
-        dtypes=HALF, needs=("transformers", "5.23"),
-    ),
-    "flux2-klein-transformer": Module(
-        "Flux2Transformer2DModel of FLUX.2-klein-4B; n images, an even latent h x w, t tokens",
-        BUILDERS["flux2-klein-transformer"],
-        _flux2_call, FLUX_POINTS, FLUX_CHECKS, PATCH_MONOMIALS, PATCHES, (*SINGLE, *EVEN),
-        dtypes=HALF, needs=("diffusers", "0.42"),
-    ),
+    **{
+        name: Module(
+            f"{about}; n prompts, padded to t tokens", BUILDERS[name],
+            _padded_tokens_without_cache, LONG_POINTS, LONG_CHECKS, TEXT_MONOMIALS, cases=SINGLE, run=_three_layers,
+            dtypes=HALF, needs=("transformers", "5.23"),
+        )
+        for name, about in {
+            "qwen3-4b-flux2": "Qwen3ForCausalLM of FLUX.2-klein-4B's text_encoder",
+            "qwen3-8b-flux2": "Qwen3ForCausalLM of FLUX.2-klein-9B's text_encoder",
+            "mistral3-flux2": "Mistral3ForConditionalGeneration of FLUX.2-dev's text_encoder",
+        }.items()
+    },
+    **{
+        name: Module(
+            f"Flux2Transformer2DModel of {about}; n images, an even latent h x w, t tokens", BUILDERS[name],
+            partial(_flux2_call, width=width, guidance=about == "FLUX.2-dev"), FLUX_POINTS, FLUX_CHECKS,
+            PATCH_MONOMIALS, PATCHES, (*SINGLE, *EVEN), dtypes=HALF, needs=("diffusers", "0.42"),
+        )
+        for name, about, width in (
+            ("flux2-transformer", "FLUX.2-dev", 15360), ("flux2-klein-transformer", "FLUX.2-klein-4B", 7680),
+            ("flux2-klein-9b-transformer", "FLUX.2-klein-9B", 12288),
+        )
+    },
     "zimage-transformer": Module(
         "ZImageTransformer2DModel of Z-Image-Turbo; n images, an even latent h x w, t tokens of each prompt",
         BUILDERS["zimage-transformer"],

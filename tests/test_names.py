@@ -107,7 +107,17 @@ def test_refusals(call, said):
 
 def test_no_name_means_two_things():
     # repositories that are called as the model is
-    same = {"zimageturbo", "qwenimage", "qwenimage21", "hunyuanimage21", "wan22", "taesd", "taef1", "taef2"}
+    same = {
+        "zimageturbo",
+        "flux2klein9b",
+        "qwenimage",
+        "qwenimage21",
+        "hunyuanimage21",
+        "wan22",
+        "taesd",
+        "taef1",
+        "taef2",
+    }
     for known, also in ((DTYPES, SPELT_DTYPES), (SAMPLE_SIZES, SPELT_MODELS), (PIPELINES, SPELT_PIPELINES)):
         plain = [letters(name) for name in known]
         assert len(set(plain)) == len(plain) and not set(also) & set(plain) - same

@@ -328,13 +328,14 @@ def test_a_formula_with_the_length_of_the_prompt():
     assert encode == "encode prompt" and found.predict(512, 512) == found.predict(512, 512, 1, 512)
 
 
+KINDS = [name for name in PIPELINES if name not in ("flux-schnell", "flux2", "flux2-klein-9b")]  # not two alike
 FORMULA_CARDS = ("T4", "RTX 3060", "RTX 4060", "RTX 4090", "A100 80GB", "RX 7900 XTX")
 
 
 @pytest.mark.one_in(9)
 @pytest.mark.parametrize("offload", ["none", "model", "sequential"])
 @pytest.mark.parametrize("gpu", FORMULA_CARDS[::2])
-@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.parametrize("pipeline", KINDS)
 def test_every_pipeline_has_a_formula(pipeline, gpu, offload):
     """No phase is without, nothing raises, and each point that was played lies within the bounds, in one piece."""
     where = {"gpu": gpu, "offload": offload}
@@ -356,7 +357,7 @@ def test_every_pipeline_has_a_formula(pipeline, gpu, offload):
 
 @pytest.mark.one_in(15)
 @pytest.mark.parametrize("gpu", FORMULA_CARDS)
-@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.parametrize("pipeline", KINDS)
 def test_every_pipeline_has_rows_and_plans(pipeline, gpu):
     """At three sizes nothing raises, no row lacks a number, and every way of a plan says whether it fits."""
     sizes = [512, (1216, 832), 1536]

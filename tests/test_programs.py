@@ -97,7 +97,9 @@ def test_attention_by_the_math_path_takes_the_steps_of_the_module(module, name):
         ("sd15-unet", 859520964), ("sdxl-unet", 2567463684), ("flux-transformer", 11901408320),
         ("flux-schnell-transformer", 11891178560), ("zimage-transformer", 6154908736), ("clip-l", 123060480),
         ("openclip-g", 694659840), ("t5-xxl", 4762310656), ("qwen3-4b", 4022468096),
-        ("qwen3-4b-flux2", 4022468096), ("flux2-klein-transformer", 3875544576),
+        ("qwen3-4b-flux2", 4022468096), ("qwen3-8b-flux2", 8190735360), ("mistral3-flux2", 24011361280),
+        ("flux2-klein-transformer", 3875544576), ("flux2-klein-9b-transformer", 9078581248),
+        ("flux2-transformer", 32223281152),
     ],
 )  # fmt: skip
 def test_parameters_are_as_many_as_published(name, parameters):
@@ -270,6 +272,32 @@ def test_flops_are_those_that_pytorch_counts(module, name):
     run, gpu = str(dtype).removeprefix("torch."), find_gpu(programs.ANY_GPU)
     flops = programs.load_program(name).trace(run, gpu, **module.checks[0]).flops
     assert flops == counter.get_total_flops()
+
+
+def test_what_the_recorder_writes_is_replayed(modules, monkeypatch):
+    """From recordings at several sizes to a file's data, whose replay is compared at a size beside them."""
+    import record_modules
+    import torch
+    from modules import Module, points, products
+
+    class Attention(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(32, 32)
+
+        def forward(self, x):
+            heads = self.linear(x).unflatten(-1, (2, 16)).transpose(1, 2)
+            return torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
+
+    small = Module(
+        "attention alone", Attention,
+        lambda sizes, dtype: ((torch.empty(sizes["n"], sizes["t"], 32, dtype=dtype),), {}),
+        points("n t", (2, 8), (3, 16), (2, 24), (4, 40)), points("n t", (5, 32)), products(["", "n"], ["", "t"]),
+        dtypes=(torch.float16,),
+    )  # fmt: skip
+    monkeypatch.setitem(modules, "small", small)
+    data = record_modules.record("small", lambda _: None)  # raises where the replay takes other steps
+    assert len(data["calls"]["float16"]["attentions"]) == 1 and data["weights"]
 
 
 def test_files_are_as_the_recorder_writes_them(modules):

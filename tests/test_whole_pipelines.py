@@ -43,8 +43,8 @@ class Tokenizer:
         ids = torch.zeros(count, length, dtype=torch.int64)
         return transformers.BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 
-    def apply_chat_template(self, messages, **_):
-        return messages[0]["content"]
+    def apply_chat_template(self, messages, tokenize=False, **kwargs):
+        return self([""] * len(messages), **kwargs) if tokenize else messages[0]["content"]
 
     def tokenize(self, prompt):
         return [prompt]
@@ -61,6 +61,9 @@ class Scheduler:
     def set_timesteps(self, steps=None, device=None, sigmas=None, mu=None):
         count = steps if sigmas is None else len(sigmas)
         self.timesteps = torch.arange(count, device=device, dtype=torch.float32)
+
+    def set_begin_index(self, _):
+        pass
 
     def scale_model_input(self, sample, _):
         return sample
@@ -83,8 +86,9 @@ def built(name):
         pipeline = diffusers.StableDiffusionPipeline(**parts, **none, **rest)
     elif name == "sdxl":
         pipeline = diffusers.StableDiffusionXLPipeline(**parts, **none, tokenizer_2=None, add_watermarker=False)
-    elif name == "flux2-klein":
-        pipeline = diffusers.Flux2KleinPipeline(**parts, **none, is_distilled=True)
+    elif name.startswith("flux2"):
+        own = {} if name == "flux2" else {"is_distilled": True}
+        pipeline = getattr(diffusers, kind.class_name)(**parts, **none, **own)
     else:
         parts["vae"].register_to_config(shift_factor=0.1159)
         pipeline = diffusers.FluxPipeline(**parts, **none, tokenizer_2=None)
@@ -98,7 +102,9 @@ CASES = {  # of each: up to which phase, in how many steps, on which GPU, at whi
     "sd15": (("latent", "denoise", 2, "T4", 512), ("pt", "decode", 2, "T4", 512)),
     "sdxl": (("latent", "denoise", 1, "RTX 4090", 768),),  # to decode it changes weights' dtype, which is not recorded
     "flux": (("pt", "decode", 1, "H200", 768),),
+    "flux2": (("latent", "denoise", 1, "H200", 1024),),  # to unpack latents for a decode it looks at their places
     "flux2-klein": (("latent", "denoise", 2, "RTX 4090", 1024), ("pt", "decode", 2, "H200", 768)),
+    "flux2-klein-9b": (("pt", "decode", 1, "RTX 4090", 768),),
 }
 
 

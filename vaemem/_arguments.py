@@ -40,13 +40,14 @@ cudnn_version, torch_version : str, optional
     Where nobody could ask a version (below 9.8), the nearest one that was asked answers: `Prediction.band` and
     `Prediction.substitutions` say so.
 pipeline : str
-    ``"sd15"``, ``"sdxl"``, ``"flux"``, ``"flux-schnell"``, ``"zimage-turbo"`` or ``"flux2-klein"``.
+    ``"sd15"``, ``"sdxl"``, ``"flux"``, ``"flux-schnell"``, ``"zimage-turbo"``, ``"flux2"``,
+    ``"flux2-klein"`` or ``"flux2-klein-9b"``.
 prompt_tokens : int, optional
     How long the prompt is: 77 by default, and FLUX's 512, which is its max_sequence_length, at most 8192. SD 1.5 and
     SDXL pad to 77 and encode longer prompts in parts of so many.
 guidance : bool
-    Whether SD 1.5 and SDXL denoise each image twice. FLUX takes guidance as a number, Z-Image-Turbo and
-    FLUX.2-klein none.
+    Whether SD 1.5 and SDXL denoise each image twice. FLUX takes guidance as a number, FLUX.2 too, Z-Image-Turbo
+    and FLUX.2-klein none.
 components : dict, optional
     What the weights of components are stored in, by role (``"text_encoder"``, ``"text_encoder_2"``, ``"unet"``,
     ``"transformer"``, ``"vae"``): a type as `vaemem.pipelines.storage.tensor_bytes` has them (``"nf4"``, ``"Q8_0"``,

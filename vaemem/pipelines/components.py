@@ -113,6 +113,23 @@ _FLUX = Pipeline(
     },
     passes={"timestep / 1000": (1, "n", "run")},
 )  # fmt: skip
+_FLUX2 = Pipeline(
+    about="Flux2Pipeline of FLUX.2-dev",
+    parts={"text_encoder": "mistral3-flux2", "transformer": "flux2-transformer", "vae": "flux2"},
+    dtype="bfloat16", width=15360, pooled=0, tokens=512, encoded=512, steps=50,
+    asks={"input_ids": (1, "t", "int64"), "attention_mask": (1, "t", "int64")},
+    conditions={
+        "text_ids": (4, "nt", "int64"), "latent_ids": (4, "np", "int64"), "timestep": (1, "n", "run"),
+        "guidance": (1, "", "float32"),
+    },
+    passes={"timestep / 1000": (1, "n", "run")}, rescalers={"latents_bn_std": (128, "", "run")}, keeps_input=True,
+    begins=False, read="0.42",
+)  # fmt: skip
+_KLEIN = _FLUX2._replace(
+    about="Flux2KleinPipeline of FLUX.2-klein-4B", width=7680, steps=4,
+    parts={**_FLUX2.parts, "text_encoder": "qwen3-4b-flux2", "transformer": "flux2-klein-transformer"},
+    conditions={name: made for name, made in _FLUX2.conditions.items() if name != "guidance"},
+)  # fmt: skip
 PIPELINES = {
     "sd15": Pipeline(
         about="StableDiffusionPipeline of stable-diffusion-v1-5",
@@ -138,15 +155,11 @@ PIPELINES = {
         dtype="bfloat16", width=2560, pooled=0, tokens=77, encoded=512, steps=9, pads=False,
         conditions={"timestep": (1, "n", "float32")}, latents="float32", read="0.42",
     ),
-    "flux2-klein": Pipeline(
-        about="Flux2KleinPipeline of FLUX.2-klein-4B",
-        parts={"text_encoder": "qwen3-4b-flux2", "transformer": "flux2-klein-transformer", "vae": "flux2"},
-        dtype="bfloat16", width=7680, pooled=0, tokens=512, encoded=512, steps=4,
-        conditions={
-            "text_ids": (4, "nt", "int64"), "latent_ids": (4, "np", "int64"), "timestep": (1, "n", "run"),
-        },
-        passes={"timestep / 1000": (1, "n", "run")}, rescalers={"latents_bn_std": (128, "", "run")}, keeps_input=True,
-        asks={"input_ids": (1, "t", "int64"), "attention_mask": (1, "t", "int64")}, begins=False, read="0.42",
+    "flux2": _FLUX2,
+    "flux2-klein": _KLEIN,
+    "flux2-klein-9b": _KLEIN._replace(
+        about="Flux2KleinPipeline of FLUX.2-klein-9B", width=12288,
+        parts={**_KLEIN.parts, "text_encoder": "qwen3-8b-flux2", "transformer": "flux2-klein-9b-transformer"},
     ),
 }  # fmt: skip
 # What people call pipelines beside: short names, and repositories on the Hub.
@@ -158,7 +171,9 @@ SPELT_PIPELINES = {
         "flux": "flux1 flux-dev black-forest-labs/FLUX.1-dev",
         "flux-schnell": "black-forest-labs/FLUX.1-schnell",
         "zimage-turbo": "zimage Tongyi-MAI/Z-Image-Turbo",
+        "flux2": "flux2-dev black-forest-labs/FLUX.2-dev",
         "flux2-klein": "flux2-klein-4b klein black-forest-labs/FLUX.2-klein-4B",
+        "flux2-klein-9b": "klein-9b black-forest-labs/FLUX.2-klein-9B",
     }.items()
     for name in names.split()
     for said in (name, name.rpartition("/")[2])

@@ -24,7 +24,7 @@ from vaemem.pytorch.measuring import find_device
 
 # Their configurations are those of config.json in the published folders, where they differ from the classes' defaults:
 # stable-diffusion-v1-5, stabilityai/stable-diffusion-xl-base-1.0, black-forest-labs/FLUX.1-dev and FLUX.1-schnell,
-# Tongyi-MAI/Z-Image-Turbo, black-forest-labs/FLUX.2-klein-4B.
+# Tongyi-MAI/Z-Image-Turbo, black-forest-labs/FLUX.2-dev, FLUX.2-klein-4B and -9B.
 
 
 def _make(class_name: str, config_name: str = "", **settings: Any) -> Any:
@@ -39,6 +39,7 @@ def _vae(model: str) -> Any:
 
 
 _UNET, _FLUX = "diffusers:UNet2DConditionModel", "diffusers:FluxTransformer2DModel"
+_FLUX2 = "diffusers:Flux2Transformer2DModel"
 _CLIP: dict[str, Any] = {
     "config_name": "transformers:CLIPTextConfig", "vocab_size": 49408, "bos_token_id": 0, "eos_token_id": 2,
     "pad_token_id": 1,
@@ -79,9 +80,25 @@ BUILDERS: dict[str, Callable[[], Any]] = {
         use_cache=False),
     "qwen3-4b": partial(_make, "transformers:Qwen3Model", **_QWEN3),
     "qwen3-4b-flux2": partial(_make, "transformers:Qwen3ForCausalLM", **_QWEN3),
+    "qwen3-8b-flux2": partial(
+        _make, "transformers:Qwen3ForCausalLM",
+        **_QWEN3 | {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False}),
+    "mistral3-flux2": partial(
+        _make, "transformers:Mistral3ForConditionalGeneration", "transformers:Mistral3Config",
+        tie_word_embeddings=False, text_config=dict(
+            model_type="mistral", vocab_size=131072, hidden_size=5120, intermediate_size=32768, num_hidden_layers=40,
+            num_attention_heads=32, num_key_value_heads=8, head_dim=128, max_position_embeddings=131072,
+            rope_theta=1e9, sliding_window=None),
+        vision_config=dict(
+            model_type="pixtral", hidden_size=1024, intermediate_size=4096, num_hidden_layers=24,
+            num_attention_heads=16, image_size=1540, patch_size=14, head_dim=64)),
+    "flux2-transformer": partial(_make, _FLUX2),
     "flux2-klein-transformer": partial(
-        _make, "diffusers:Flux2Transformer2DModel", num_layers=5, num_single_layers=20, num_attention_heads=24,
-        joint_attention_dim=7680, guidance_embeds=False),
+        _make, _FLUX2, num_layers=5, num_single_layers=20, num_attention_heads=24, joint_attention_dim=7680,
+        guidance_embeds=False),
+    "flux2-klein-9b-transformer": partial(
+        _make, _FLUX2, num_single_layers=24, num_attention_heads=32, joint_attention_dim=12288,
+        guidance_embeds=False),
     **{model: partial(_vae, model) for model in _core.models()},
 }  # fmt: skip
 
@@ -132,7 +149,7 @@ def _random_pipeline(name: str, dtype: str) -> Any:
         "sdxl": diffusers.EulerDiscreteScheduler(**betas),
     }.get(name, flow)
     without = dict.fromkeys(("safety_checker", "feature_extractor"))
-    without |= dict.fromkeys(("requires_safety_checker", "add_watermarker"), False)
+    without |= {"requires_safety_checker": False, "add_watermarker": False, "is_distilled": True}
     known = inspect.signature(build).parameters
     return build(**parts, **{key: value for key, value in without.items() if key in known})
 
@@ -159,7 +176,8 @@ def load_pipeline(
     ----------
     source : str
         A folder of diffusers', or an id whose files are in the Hub's cache; with `random` ``"sd15"``, ``"sdxl"``,
-        ``"flux"``, ``"flux-schnell"``, ``"zimage-turbo"`` or ``"flux2-klein"``.
+        ``"flux"``, ``"flux-schnell"``, ``"zimage-turbo"``, ``"flux2"``, ``"flux2-klein"`` or
+        ``"flux2-klein-9b"``.
     dtype : str, optional
         What it is loaded in; by default float16 for SD 1.5 and SDXL, bfloat16 for others.
     offload : str
@@ -191,7 +209,7 @@ def load_pipeline(
     >>> load_pipeline("sd3", random=True)
     Traceback (most recent call last):
         ...
-    ValueError: source: want one of sd15, sdxl, flux, flux-schnell, zimage-turbo, flux2-klein, got 'sd3'
+    ValueError: source: want one of sd15, sdxl, flux, flux-schnell, zimage-turbo, flux2, ..., got 'sd3'
     """
     place = find_device(device)
     choose("offload", offload, OFFLOADS)
