@@ -52,7 +52,7 @@ def questions() -> dict[str, Callable[[int, int], Any]]:
     import vaemem
 
     return {
-        "predict": lambda h, w: vaemem.predict("sdxl", "decode", h, w, gpu="RTX 4090"),
+        "predict": lambda h, w: vaemem.predict("sdxl", "decode", h, w, "float16", gpu="RTX 4090"),
         "predict_pipeline": lambda h, w: vaemem.predict_pipeline("sdxl", h, w, gpu="RTX 4090"),
         "plan_pipeline": lambda h, w: vaemem.plan_pipeline("sdxl", h, w, gpu="RTX 4060"),
     }
