@@ -153,6 +153,7 @@ newer: $(VENV)/test.stamp
 	build/newer/bin/pip --disable-pip-version-check -q install --no-compile $(NEWER)
 	PYTHONSAFEPATH=1 build/newer/bin/python -m pytest -rs tests/test_programs.py tests/test_module_calls.py -k "qwen or zimage or z_image or flux2"
 	PYTHONSAFEPATH=1 build/newer/bin/python -m pytest -rs -m "thorough or not thorough" tests/test_whole_pipelines.py -k "flux2 and not 9b"
+	PYTHONSAFEPATH=1 build/newer/bin/python -m pytest -rs tests/test_measure_pipeline.py -k "named_pipeline"
 	PYTHONSAFEPATH=1 build/newer/bin/python -m pytest -rs tests/test_frames.py tests/test_trace_frames.py tests/test_other_vaes.py
 
 # A wheel for Windows, and its tests under wine, where there is one.

@@ -35,7 +35,10 @@ def _make(class_name: str, config_name: str = "", **settings: Any) -> Any:
 
 def _vae(model: str) -> Any:
     config = config_of(architecture(model))
-    return _make(f"diffusers:{config.pop('_class_name')}", **config)
+    build = resolve_name(f"diffusers:{config.pop('_class_name')}")
+    if "force_upcast" not in inspect.signature(build).parameters:  # as in FLUX.2's
+        config.pop("force_upcast", None)
+    return build(**config)
 
 
 _UNET, _FLUX = "diffusers:UNet2DConditionModel", "diffusers:FluxTransformer2DModel"
