@@ -1,9 +1,9 @@
 """What the pipelines of diffusers do on a simulated process, phase by phase, in the order and with the names of their
 own code: components come and go, names hold tensors, phases are read.
 
-Read in StableDiffusionPipeline, StableDiffusionXLPipeline and FluxPipeline of diffusers 0.33, ZImagePipeline and
-Flux2KleinPipeline of 0.42. Tensors of prompts, latents and images are followed by the names that hold them; what a
-scheduler's step makes in passing is three tensors of the latents' size.
+Read in StableDiffusionPipeline, StableDiffusionXLPipeline and FluxPipeline of diffusers 0.33, ZImagePipeline,
+Flux2Pipeline and Flux2KleinPipeline of 0.42. Tensors of prompts, latents and images are followed by the names that hold
+them; what a scheduler's step makes in passing is three tensors of the latents' size.
 """
 
 from __future__ import annotations
@@ -382,7 +382,7 @@ def _denoise(run: PipelineRun) -> None:
     counts = {"n": images, "t": tokens, "p": height // 2 * (width // 2)}
     names.held.update(run.made(pipeline.conditions, **counts))
     for _ in run.steps(asked.steps):
-        if pipeline.keeps_input and "latent_model_input" in names.held:
+        if pipeline.keeps_input:
             names.delete("latent_model_input")
         if images > asked.batch or kept != dtype:
             run.name("latent_model_input", (images, *latent[1:]), dtype)
