@@ -25,8 +25,17 @@ def runner(there, op, height, width, batch=1):
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("kind", ["bfloat16 own", "float16 own", "bfloat16", "float32"])
-@pytest.mark.parametrize("name", ["sd", "flux", "qwen"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("flux", "bfloat16 own"),
+        ("sd", "float16 own"),
+        ("qwen", "bfloat16 own"),
+        ("flux", "float32"),
+        ("sd", "bfloat16"),
+        ("qwen", "bfloat16"),
+    ],
+)
 @pytest.mark.parametrize("op", ["decode", "encode"])
 def test_every_limit(name, kind, op):
     """Our own convolution gives the same bits for each; with cuDNN the last ones may depend on it. What the driver gave
@@ -109,7 +118,7 @@ def test_progress_counts_every_row():
 
 
 @pytest.mark.one_in(4)
-@pytest.mark.parametrize("name", ["sd15", "sdxl", "flux", "qwen-image"])
+@pytest.mark.parametrize("name", ["sdxl", "flux", "qwen-image"])
 @pytest.mark.parametrize("op", ["decode", "encode"])
 @pytest.mark.parametrize("convolution", ["cudnn", "own"])
 def test_below_one_tensor(name, op, convolution, monkeypatch):

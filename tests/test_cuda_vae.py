@@ -144,14 +144,14 @@ def test_tiles_of_host_arrays(dtype):
 def test_tiles_of_arrays_on_it(dtype, tiling):
     """They are read, blended and written where they lie: as from host memory, where the blending is the host's."""
     there, name = on_gpu("flux", dtype), dtype.partition(" ")[0]
-    z, x = (a.astype(NUMPY[name]) for a in (latents(there, 6, 5, batch=2), images(20, 24, batch=2)))
+    z, x = (a.astype(NUMPY[name]) for a in (latents(there, 3, 5, batch=2), images(12, 20, batch=2)))
     x8 = np.ascontiguousarray(np.rint((x.transpose(0, 2, 3, 1).astype(np.float32) + 1) * 127.5).astype(np.uint8))
     limit = 4 * U[name]  # the one that is stored, and blending that is fused or not
     before = there.reserved_bytes
     for output_type, out in (("float", NUMPY[name]), ("uint8", np.uint8)):
         there.trim()  # the arena of host arrays is larger
         got = there.decode(gpu.Array(z, name), output_type=output_type, tiling=tiling)
-        took, planned = there.last_run, there.estimate("decode", 24, 20, 2, output_type, staged=False, tiling=tiling)
+        took, planned = there.last_run, there.estimate("decode", 12, 20, 2, output_type, staged=False, tiling=tiling)
         assert [f for f in vars(took) if getattr(took, f) != getattr(planned, f)] == ["pass_seconds", "seconds"]
         assert took.output_bytes == got.numpy().nbytes == np.prod(got.shape) * np.dtype(out).itemsize
         assert got.numpy().dtype == out and there.reserved_bytes <= took.reserved_bytes
@@ -163,7 +163,7 @@ def test_tiles_of_arrays_on_it(dtype, tiling):
     for given in (x, x8):
         there.trim()
         got = there.encode(gpu.Array(given, "uint8" if given is x8 else name), tiling=tiling).moments
-        took, planned = there.last_run, there.estimate("encode", 20, 24, 2, staged=False, tiling=tiling)
+        took, planned = there.last_run, there.estimate("encode", 12, 20, 2, staged=False, tiling=tiling)
         assert took.reserved_bytes == planned.reserved_bytes and took.notes == planned.notes
         assert error(got.numpy(), there.encode(given, tiling=tiling).moments) < limit
     del got

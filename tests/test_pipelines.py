@@ -356,7 +356,7 @@ def test_every_pipeline_has_a_formula(pipeline, gpu, offload):
 
 
 @pytest.mark.one_in(15)
-@pytest.mark.parametrize("gpu", FORMULA_CARDS)
+@pytest.mark.parametrize("gpu", FORMULA_CARDS[1::2])
 @pytest.mark.parametrize("pipeline", KINDS)
 def test_every_pipeline_has_rows_and_plans(pipeline, gpu):
     """At three sizes nothing raises, no row lacks a number, and every way of a plan says whether it fits."""

@@ -138,7 +138,7 @@ def test_upcast_vae_leaves_the_first_blocks_in_half_precision(case, channels_las
 @pytest.mark.parametrize("tile, overlap", [(72, 0.25), (64, 0.0), (64, 0.125), (64, 0.3), (64, 0.5), (72, 0.7)])
 def test_tiles_overlap_as_diffusers_rounds_it(tile, overlap, op):
     """Where a part is no whole latent, diffusers rounds the distance of tiles and what is blended each down."""
-    diffusers_case(SMALL, op, 96, 132, tile=tile, tile_overlap=overlap)
+    diffusers_case(SMALL, op, 84, 96, tile=tile, tile_overlap=overlap)
 
 
 def test_tiles_of_a_shipped_model():
