@@ -8,12 +8,13 @@ import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from vaemem._common import ELEMENT_BYTES, MIB, distinct, render, typeset, whole
-from vaemem.prediction.cutting import ROUNDING, in_fractions
+from vaemem.prediction.cutting import ROUNDING, in_fractions, largest_of
+from vaemem.prediction.pieces import PlayedPeak
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.question import Question
 
@@ -216,23 +217,16 @@ class ClosedForm:
 # ---- the derivation ----
 
 
-class Peak(NamedTuple):
-    """Bytes allocated at a peak, the step that makes it, and {name: requested bytes} of what lives then."""
-
-    allocated: int
-    where: str
-    tensors: dict[str, int]
-
-    @property
-    def key(self) -> tuple[str, frozenset[str]]:
-        return self.where, frozenset(self.tensors)
-
-
-def _peak(question: Question, process: SimulatedProcess) -> Peak | None:
-    """The peak of a fresh process's run; None where it lies outside of the model's call."""
+def played_peaks(question: Question, process: SimulatedProcess) -> dict[str, PlayedPeak]:
+    """What the run of a fresh process takes above its weights and its input. A peak outside of the model's call has no
+    tensors."""
     measured = question.play(process)
-    peak = process.peak_above_baseline()
-    return peak and Peak(measured.allocated, *peak)
+    where, tensors = process.peak_above_baseline() or ("outside of the model's call", {})
+    largest = largest_of(tensors)
+    return {
+        "reserved": PlayedPeak(measured.reserved, where, {}, largest),
+        "allocated": PlayedPeak(measured.allocated, where, tensors, largest),
+    }
 
 
 def name_of(q: Question) -> str:
@@ -247,39 +241,25 @@ def name_of(q: Question) -> str:
 def derive(question: Question) -> ClosedForm:
     """The closed form of the peak that answers a question; ValueError where it has none, as `formula` says."""
     process = question.start()
-    peak = _peak(question, process)
+    anchor = played_peaks(question, process)["allocated"]
     q = replace(question, workspace=process.workspace)  # what this one has looked up need not be looked up again
-    job = q.job
+    job, height, width = q.job, q.job.height, q.job.width
+    if not anchor.tensors:
+        raise ValueError(f"formula: want a size whose peak lies within the model's call, got {height}x{width}")
 
-    def look(height: int, width: int) -> Peak | None:
+    def look(height: int, width: int) -> PlayedPeak | None:
         try:
             other = q.at(height, width)
-            return _peak(other, other.start())
+            return played_peaks(other, other.start())["allocated"]
         except ValueError:  # PyTorch would refuse the size
             return None
 
-    labels = {
-        "name": name_of(q), "model": job.arch["name"], "op": job.op, "dtype": job.dtype, "runtime": q.software.runtime,
-        "gpu": process.gpu.name, "batch": job.batch, "workspace_source": process.workspace_source,
-    }  # fmt: skip
-    return close(labels, look, peak, job.height, job.width, range(STEP, LAST + 1, STEP))
-
-
-def close(
-    labels: Mapping[str, Any], look: Callable[[int, int], Peak | None], anchor: Peak | None, height: int, width: int,
-    sides: Sequence[int],
-) -> ClosedForm:  # fmt: skip
-    """The closed form of the peak `anchor` at height x width, from what `look` finds at the squares of `sides`, which
-    are a `STEP` apart; it is labelled with the first fields of `ClosedForm`, down to workspace_source."""
-    if anchor is None:
-        raise ValueError(f"formula: want a size whose peak lies within the model's call, got {height}x{width}")
     # All of them: a peak may rule, give way to another, and rule again.
-    peaks = {side: look(side, side) for side in sides}
+    peaks = {side: look(side, side) for side in range(STEP, LAST + 1, STEP)}
     same = {side: peak for side, peak in peaks.items() if peak and peak.key == anchor.key}
     if not same:
         raise ValueError(
-            f"formula: want squares of {sides[0]} to {sides[-1]} pixels a side that peak as {height}x{width} does, got"
-            " none"
+            f"formula: want squares of {STEP} to {LAST} pixels a side that peak as {height}x{width} does, got none"
         )
     centre = min(same, key=lambda side: abs(side * side - height * width))
     alike = _around(centre, same)
@@ -294,24 +274,23 @@ def close(
             f" solved for, got {len(run)}"
         )
 
-    def unsplit(size: tuple[int, int], peak: Peak | None) -> int | None:
+    def unsplit(size: tuple[int, int], peak: PlayedPeak | None) -> int | None:
         """What the allocator added at a size; None where the tensors are not what the laws say."""
         if peak is None or peak.key != anchor.key:
             return None
         sizes = {name: _value(law, *size) for name, (law, _) in laws.items()}
-        if any(abs(sizes[name] - size) > within for name, size in peak.tensors.items()):
+        if any(abs(sizes[name] - found) > within for name, found in peak.tensors.items()):
             return None
-        return peak.allocated - sum(map(_up, sizes.values()))
+        return peak.bytes - sum(map(_up, sizes.values()))
 
     def beyond(side: int) -> str | None:
         if side not in peaks:
             return None
         peak = peaks[side]
-        found = peak.where if peak else "no peak within the model's call"
+        found = peak.where if peak and peak.tensors else "no peak within the model's call"
         return f"at {side}x{side} {'the same tensors in other sizes' if side in same else found}"
 
-    e = ELEMENT_BYTES[labels["dtype"]]
-    squares: dict[tuple[int, int], Peak | None] = {(side, side): same[side] for side in run}
+    squares: dict[tuple[int, int], PlayedPeak | None] = {(side, side): same[side] for side in run}
     held_out = {
         (h, w): look(h, w)
         for h, w in distinct([(height, width), *HELD_OUT])
@@ -319,22 +298,22 @@ def close(
     }
     added = {size: unsplit(size, peak) for size, peak in (squares | held_out).items()}
     known = [count for count in added.values() if count is not None]
+    e, largest_first = (
+        ELEMENT_BYTES[job.dtype],
+        sorted(laws.items(), key=lambda item: -_value(item[1][0], height, width)),
+    )
     return ClosedForm(
-        **labels,
-        where=anchor.where,
+        name=name_of(q), model=job.arch["name"], op=job.op, dtype=job.dtype, runtime=q.software.runtime,
+        gpu=process.gpu.name, batch=job.batch, workspace_source=process.workspace_source, where=anchor.where,
         terms=tuple(
             Term(name, law[0] / e, law[3], name.partition(" [")[0], law[1] / e, law[2] / e)
-            for name, (law, _) in sorted(laws.items(), key=lambda item: -_value(item[1][0], height, width))
+            for name, (law, _) in largest_first
         ),
-        lowest=run[0],
-        highest=run[-1],
-        below=beyond(run[0] - STEP),
-        above=beyond(run[-1] + STEP),
-        within=within,
+        lowest=run[0], highest=run[-1], below=beyond(run[0] - STEP), above=beyond(run[-1] + STEP), within=within,
         unsplit=(min(known), max(known)),
         checked=tuple(size for size in held_out if added[size] is not None),
         elsewhere=tuple(size for size in held_out if added[size] is None),
-    )
+    )  # fmt: skip
 
 
 def _around(centre: int, sides: Container[int]) -> list[int]:

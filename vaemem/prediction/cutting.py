@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vaemem._common import distinct
+from vaemem._common import distinct, grouped
 from vaemem.prediction.moments import ROUNDED_UP
-from vaemem.prediction.pieces import POWERS, QUANTITIES, Domain, Form, Piece, PlayedPeak, Point, Polynomial, power_at
+from vaemem.prediction.pieces import COMPUTED, POWERS, QUANTITIES, Domain, Form, Piece, PlayedPeak, Point, Polynomial
 
 MOST_PIECES = 12
 MOST_POINTS = 50_000  # of a domain: minutes
@@ -65,25 +65,20 @@ class _Leaf(NamedTuple):
 class _Points:
     """What was played: peaks, the quantities and powers of their points, and the laws of their tensors."""
 
-    def __init__(self, points: Sequence[Point], seen: Sequence[PlayedPeak]):
-        columns = np.array(points, dtype=float).T
-        self.points, self.seen = points, seen
-        self.bytes = np.array([one.bytes for one in seen], dtype=float)
-        shape = self.bytes.shape
-        every = {*POWERS, *QUANTITIES}
-        self.powers = {power: np.broadcast_to(power_at(power, *columns), shape).astype(float) for power in every}
-        self.quantities = {name: self.powers[name] for name in QUANTITIES}
-        keys: dict[tuple[str, frozenset[str]], list[int]] = {}
-        for i, one in enumerate(seen):
-            keys.setdefault((one.where, frozenset(one.tensors)), []).append(i)
-        common = sorted(keys.items(), key=lambda item: -len(item[1]))[:MOST_PIECES]
-        self.laws = [law for (_, names), mine in common if (law := self._law(names, np.array(mine)))]
+    def __init__(self, peaks: Mapping[Point, PlayedPeak]):
+        self.points, self.seen = [*peaks], [*peaks.values()]
+        self.bytes = np.array([one.bytes for one in self.seen], dtype=float)
+        columns, shape = np.array(self.points, dtype=float).T, self.bytes.shape
+        self.powers = {name: np.broadcast_to(at(*columns), shape).astype(float) for name, at in COMPUTED.items()}
+        alike = grouped(range(len(self.seen)), lambda i: self.seen[i].key).values()
+        common = sorted(alike, key=len, reverse=True)[:MOST_PIECES]
+        self.laws = [law for mine in common if (law := self._law(np.array(mine)))]
 
-    def _law(self, names: frozenset[str], mine: np.ndarray) -> _Law | None:
+    def _law(self, mine: np.ndarray) -> _Law | None:
         """Of a peak's tensors, from the points that have it; None where one of them is no polynomial."""
-        terms: list[tuple[str, Polynomial]] = []
-        for name in sorted(names, key=lambda name: (-self.seen[mine[-1]].tensors[name], name)):
-            law = _exact(np.array([self.seen[i].tensors[name] for i in mine], dtype=float), mine, self.powers)
+        peak, terms = self.seen[mine[-1]], list[tuple[str, Polynomial]]()
+        for name in sorted(peak.tensors, key=lambda name: (-peak.tensors[name], name)):
+            law = self._exact(np.array([self.seen[i].tensors[name] for i in mine], dtype=float), mine)
             if law is None:
                 return None
             terms.append((name, law))
@@ -91,7 +86,7 @@ class _Points:
             return None
         values = sum(self._values(law) for _, law in terms)
         added = math.floor((self.bytes - values)[mine].min())  # by the allocator, everywhere
-        return _Law(self.seen[mine[-1]], (*terms, (ROUNDED_UP, {"": Fraction(added)})), values + added)
+        return _Law(peak, (*terms, (ROUNDED_UP, {"": Fraction(added)})), values + added)
 
     def _values(self, law: Polynomial) -> Any:
         return sum(float(value) * self.powers[power] for power, value in law.items())
@@ -99,7 +94,7 @@ class _Points:
     def leaf(self, mine: np.ndarray, within: dict[str, tuple[float, float]]) -> _Leaf:
         """By a law that follows all of the points, or by the usual powers and least squares: quick, and good enough to
         say where to cut."""
-        _, value = _solved(USUAL[: _most(mine)], mine, self.powers, self.bytes)
+        _, value = self._solved(USUAL[: _most(mine)], mine)
         ratio, law = self.bytes[mine] / np.where(value, value, self.bytes[mine].max()), None
         for one in self.laws:
             exact = self.bytes[mine] / one.values[mine]
@@ -112,7 +107,7 @@ class _Points:
         """The two halves whose bounds are the narrowest in all; the leaf itself where it cannot be cut."""
         best = [leaf]
         for name in QUANTITIES:
-            values = self.quantities[name]
+            values = self.powers[name]
             known, (low, high) = np.unique(values[leaf.mine]), leaf.within.get(name, (-math.inf, math.inf))
             first, last = 0, len(known) - 2  # the last of those on the lower side, by index
             while first <= last:  # from all over to around the best so far, until each is tried
@@ -139,27 +134,91 @@ class _Points:
         at = law.of if law else next(self.seen[i] for i in mine[::-1] if self.seen[i].where == most)
         polynomial: Polynomial
         if law:
-            total: Counter[str] = Counter()
-            for _, one in law.terms:
-                total.update(one)
-            polynomial = {power: total[power] for power in POWERS if total[power]}
+            total = {power: sum(one.get(power, 0) for _, one in law.terms) for power in POWERS}
+            polynomial = {power: value for power, value in total.items() if value}
             ratio = self.bytes[mine] / law.values[mine]
         else:
-            polynomial, values = _nearest(mine, self.powers, self.bytes)
+            polynomial, values = self._nearest(mine)
             ratio = self.bytes[mine] / values
         return Piece(
             leaf.within, polynomial, float(ratio.min()) * (1 - 1e-12), float(ratio.max()) * (1 + 1e-12), at.where,
             law.terms if law else (), at.largest, len(mine),
         )  # fmt: skip
 
+    def _matrix(self, powers: Sequence[str], mine: np.ndarray) -> np.ndarray:
+        return np.stack([self.powers[power][mine] for power in powers], 1)
 
-def fit_pieces(name: str, domain: Domain, points: Sequence[Point], seen: Sequence[PlayedPeak]) -> Form:
+    def _solved(self, powers: Sequence[str], mine: np.ndarray, weight: Any = 1.0) -> tuple[np.ndarray, np.ndarray]:
+        """Coefficients of these powers by least squares of the relative error, and the values; 0 where the terms cancel
+        too much, or add up to less than nothing."""
+        matrix, y = self._matrix(powers, mine), self.bytes[mine]
+        law = _least_squares(matrix / y[:, None], np.ones(len(y)), np.sqrt(weight))
+        value = matrix @ law
+        return law, np.where(np.abs(matrix) @ np.abs(law) <= CANCELS * value, value, 0)
+
+    def _nearest(self, mine: np.ndarray) -> tuple[dict[str, float], np.ndarray]:
+        """The polynomial of few powers whose upper bound is too far above the fewest points, and whose largest relative
+        error is about the least, by Lawson's weights; and its values."""
+        y = self.bytes[mine]
+
+        def closest(powers: Sequence[str]) -> tuple[float, dict[str, float], np.ndarray]:
+            """How far off the one of these powers is, its coefficients, and its values."""
+            weight, tries = np.full(len(mine), 1 / len(mine)), []
+            for _ in range(LAWSON):
+                found, value = self._solved(powers, mine, weight)
+                off = _off(y / value) if value.all() else math.inf
+                tries.append((off, dict(zip(powers, found.tolist(), strict=True)), value))
+                weight = weight * (np.abs(value / y - 1) + 1e-12)
+                weight /= weight.sum()
+            return min(tries, key=by_off)
+
+        by_off = operator.itemgetter(0)
+        known, most = self._known(mine), _most(mine)
+        usual = [power for power in USUAL if power in known][:most]
+        best = min(closest([""]), closest(usual[:2]), key=by_off)
+        while best[0] > FINE and len(best[1]) < most:
+            others = (closest([*best[1], one]) for one in known if one not in best[1])
+            further = min(others, key=by_off, default=best)
+            if further[0] > PAYS * best[0]:
+                break
+            best = further
+        if best[0] > EXCESS - 1:  # several powers may be near where none alone is
+            best = min(best, closest(usual), key=by_off)
+        ratio = y / best[2]
+        middle = math.sqrt(ratio.max() * ratio.min())
+        return {power: value * middle for power, value in best[1].items()}, best[2] * middle
+
+    def _known(self, mine: np.ndarray) -> list[str]:
+        """The powers that can be told from a constant, or from the batch, at these points: those of H and W where there
+        are several sizes, those of the tokens where there are several numbers of these."""
+        spread = {power: np.ptp(values[mine]) for power, values in self.powers.items()}
+        fixed = [one for one, name in (("H", "H*W"), ("tokens", "tokens")) if not spread[name]]
+        return ["", *(power for power in POWERS if spread[power] and not any(one in power for one in fixed))]
+
+    def _exact(self, sizes: np.ndarray, mine: np.ndarray) -> dict[str, Fraction] | None:
+        """The law of one tensor: the first that is exact at each of its points, else within the allocator's granule, as
+        an index of cuDNN's is that is rounded up to its own tiles; None where none is that near."""
+        near, known = None, {*self._known(mine)}
+        for powers in _TRIED:
+            if len(mine) <= len(powers) + 1 or not known.issuperset(powers):
+                continue
+            matrix = self._matrix(powers, mine)
+            rounded = in_fractions(matrix, sizes)
+            off = np.abs(matrix @ np.array([float(one) for one in rounded]) - sizes).max()
+            law = {power: one for power, one in zip(powers, rounded, strict=True) if one}
+            if off < 1:
+                return law
+            near = near or (law if off <= ROUNDING else None)
+        return near
+
+
+def fit_pieces(name: str, domain: Domain, peaks: Mapping[Point, PlayedPeak]) -> Form:
     """The form of a peak that was played at the points of a domain, or at those of them that can be run."""
-    played = _Points(points, seen)
+    played = _Points(peaks)
     leaves = _grown(played)
     pieces = [played.piece(leaf) for leaf in leaves]
     excess = np.concatenate([
-        [piece.value(points[i]) * piece.high / seen[i].bytes - 1 for i in leaf.mine]
+        [piece.value(played.points[i]) * piece.high / played.seen[i].bytes - 1 for i in leaf.mine]
         for leaf, piece in zip(leaves, pieces, strict=True)
     ])  # fmt: skip
     pieces.sort(key=lambda piece: [piece.within.get(name, (-math.inf, 0)) for name in QUANTITIES])
@@ -201,65 +260,9 @@ def _off(ratio: np.ndarray) -> float:
     return _spread(ratio) - 1 + FAR * _far(ratio) / len(ratio)
 
 
-def _solved(
-    chosen: Sequence[str], mine: np.ndarray, powers: Mapping[str, np.ndarray], y: np.ndarray, weight: Any = 1.0
-) -> tuple[np.ndarray, np.ndarray]:
-    """Coefficients of these powers by least squares of the relative error, and the values; 0 where the terms cancel too
-    much, or add up to less than nothing."""
-    matrix = np.stack([powers[power][mine] for power in chosen], 1)
-    scaled = matrix / y[mine, None]
-    size = np.abs(scaled).max(0)
-    size[size == 0] = 1
-    weights = np.sqrt(np.broadcast_to(weight, y[mine].shape))
-    found, *_ = np.linalg.lstsq(scaled / size * weights[:, None], weights, rcond=None)
-    law = found / size
-    value = matrix @ law
-    return law, np.where(np.abs(matrix) @ np.abs(law) <= CANCELS * value, value, 0)
-
-
-def _nearest(mine: np.ndarray, powers: Mapping[str, np.ndarray], y: np.ndarray) -> tuple[dict[str, float], np.ndarray]:
-    """The polynomial of few powers whose upper bound is too far above the fewest points, and whose largest relative
-    error is about the least, by Lawson's weights; and its values."""
-
-    def closest(chosen: Sequence[str]) -> tuple[float, dict[str, float], np.ndarray]:
-        """How far off the one of these powers is, its coefficients, and its values."""
-        weight, tries = np.full(len(mine), 1 / len(mine)), []
-        for _ in range(LAWSON):
-            found, value = _solved(chosen, mine, powers, y, weight)
-            off = _off(y[mine] / value) if value.all() else math.inf
-            tries.append((off, dict(zip(chosen, found.tolist(), strict=True)), value))
-            weight = weight * (np.abs(value / y[mine] - 1) + 1e-12)
-            weight /= weight.sum()
-        return min(tries, key=by_off)
-
-    by_off = operator.itemgetter(0)
-    known, most = _known(mine, powers), _most(mine)
-    usual = [power for power in USUAL if power in known][:most]
-    best = min(closest([""]), closest(usual[:2]), key=by_off)
-    while best[0] > FINE and len(best[1]) < most:
-        others = (closest([*best[1], one]) for one in known if one not in best[1])
-        further = min(others, key=by_off, default=best)
-        if further[0] > PAYS * best[0]:
-            break
-        best = further
-    if best[0] > EXCESS - 1:  # several powers may be near where none alone is
-        best = min(best, closest(usual), key=by_off)
-    ratio = y[mine] / best[2]
-    middle = math.sqrt(ratio.max() * ratio.min())
-    return {power: value * middle for power, value in best[1].items()}, best[2] * middle
-
-
 def _most(mine: np.ndarray) -> int:
     """How many powers a polynomial may have."""
     return max(len(mine) // SUPPORT, 2)
-
-
-def _known(mine: np.ndarray, powers: Mapping[str, np.ndarray]) -> list[str]:
-    """The powers that can be told from a constant, or from the batch, at these points: those of H and W where there are
-    several sizes, those of the tokens where there are several numbers of these."""
-    fixed = [one for one, name in (("H", "H*W"), ("tokens", "tokens")) if not np.ptp(powers[name][mine])]
-    told = [power for power in POWERS if np.ptp(powers[power][mine]) and not any(one in power for one in fixed)]
-    return ["", *told]
 
 
 # The powers of a tensor: nearly all are of the first few.
@@ -273,55 +276,22 @@ _TRIED = (
 )  # fmt: skip
 
 
-def in_fractions(powers: np.ndarray, sizes: np.ndarray) -> list[Fraction]:
-    """What a tensor's sizes at some points are made of: the factor of each power, a column, by least squares."""
-    size = np.abs(powers).max(0)
+def _least_squares(columns: np.ndarray, y: np.ndarray, weights: Any = 1.0) -> np.ndarray:
+    """The factor of each column. Columns are scaled first, for the powers of a size lie far apart."""
+    size = np.abs(columns).max(0)
     size[size == 0] = 1
-    found, *_ = np.linalg.lstsq(powers / size, sizes, rcond=None)
-    return [Fraction(round(float(value) * FINEST), FINEST) for value in found / size]
+    return np.linalg.lstsq(columns / size * np.reshape(weights, (-1, 1)), y * weights, rcond=None)[0] / size
 
 
-def _exact(sizes: np.ndarray, mine: np.ndarray, powers: Mapping[str, np.ndarray]) -> dict[str, Fraction] | None:
-    """The law of one tensor: the first that is exact at each of its points, else within the allocator's granule, as an
-    index of cuDNN's is that is rounded up to its own tiles; None where none is that near."""
-    near, known = None, {"", *_known(mine, powers)}
-    for chosen in _TRIED:
-        if len(mine) <= len(chosen) + 1 or not known.issuperset(chosen):
-            continue
-        matrix = np.stack([powers[power][mine] for power in chosen], 1)
-        rounded = in_fractions(matrix, sizes)
-        off = np.abs(matrix @ np.array([float(one) for one in rounded]) - sizes).max()
-        law = {power: one for power, one in zip(chosen, rounded, strict=True) if one}
-        if off < 1:
-            return law
-        near = near or (law if off <= ROUNDING else None)
-    return near
+def in_fractions(powers: np.ndarray, sizes: np.ndarray) -> list[Fraction]:
+    """What a tensor's sizes at some points are made of: the factor of each power, a column."""
+    return [Fraction(round(value * FINEST), FINEST) for value in _least_squares(powers, sizes).tolist()]
 
 
 def largest_of(tensors: Mapping[str, int]) -> str:
     """The largest tensor beside weights; "" where there is none."""
     beside = [name for name in tensors if not name.startswith("weights of ")]
     return max(beside, key=tensors.__getitem__, default="")
-
-
-def play_points(
-    every: Sequence[Point], play: Callable[[Point], Mapping[str, PlayedPeak]],
-    poll: Callable[[int, int], object] | None = None,
-) -> tuple[list[Point], dict[str, list[PlayedPeak]], list[Point]]:  # fmt: skip
-    """Points played: those that can be, {name: its peaks there}, and those that cannot."""
-    points, left_out, found = list[Point](), list[Point](), dict[str, list[PlayedPeak]]()
-    for done, point in enumerate(every, 1):
-        try:
-            seen = play(point)
-        except (ValueError, OverflowError):  # a size that the program refuses, or that is more than can be played
-            left_out.append(point)
-            continue
-        points.append(point)
-        for name, one in seen.items():
-            found.setdefault(name, []).append(one)
-        if poll:
-            poll(done, len(every))
-    return points, found, left_out
 
 
 def fit_domain(
@@ -335,11 +305,18 @@ def fit_domain(
     count = len(grid) // OTHERS + 1
     between = {*domain.between(count)}
     every = distinct([*grid, *domain.beside(count), *between])
-    points, found, left_out = play_points(every, play, poll)
+    played, left_out = dict[Point, Mapping[str, PlayedPeak]](), list[Point]()
+    for done, point in enumerate(every, 1):
+        try:
+            played[point] = play(point)
+        except (ValueError, OverflowError):  # a size that the program refuses, or that is more than can be played
+            left_out.append(point)
+            continue
+        if poll:
+            poll(done, len(every))
+    within, off = ([point for point in played if (point in between) == is_off] for is_off in (False, True))
     forms = dict[str, Form]()
-    within = [i for i, point in enumerate(points) if point not in between]
-    off = [i for i, point in enumerate(points) if point in between]
-    for name, seen in found.items() if within else ():
-        form = fit_pieces(name, domain, [points[i] for i in within], [seen[i] for i in within])
-        forms[name] = form.widened([points[i] for i in off], [seen[i] for i in off])
+    for name in played[within[0]] if within else ():
+        form = fit_pieces(name, domain, {point: played[point][name] for point in within})
+        forms[name] = form.widened({point: played[point][name] for point in off})
     return forms, [point for point in left_out if point not in between]

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from vaemem._arguments import shared
 from vaemem._common import MIB, Answer, typeset
 from vaemem.engine.arguments import BAR, Progress, polling
-from vaemem.prediction.closed import ClosedForm, derive, name_of
-from vaemem.prediction.cutting import fit_domain, largest_of
+from vaemem.prediction.closed import ClosedForm, derive, name_of, played_peaks
+from vaemem.prediction.cutting import fit_domain
 from vaemem.prediction.pieces import Domain, Form, PlayedPeak, Point, numbered
 from vaemem.prediction.question import Question, ask
 
@@ -214,9 +214,14 @@ class VAEFormula(Formula):
         self._question, job = question, question.job
         workspace = question.start().workspace  # what it has looked up need not be looked up again
         batches = (1, 2, 3, 4) if job.batch == 1 else (job.batch,)
-        play = functools.partial(_play, replace(question, workspace=workspace))
+
+        def play_at(point: Point) -> dict[str, PlayedPeak]:
+            at = replace(job, height=point.height, width=point.width, batch=point.batch)
+            other = replace(question, job=at, workspace=workspace)
+            return played_peaks(other, other.start())
+
         at = Point(job.height, job.width, job.batch)
-        super().__init__(name_of(question), Domain(batches=batches, tile=job.tile or 0), at, play)
+        super().__init__(name_of(question), Domain(batches=batches, tile=job.tile or 0), at, play_at)
 
     @functools.cached_property
     def closed(self) -> ClosedForm:
@@ -284,17 +289,3 @@ def formula(
             f" predict_pipeline({name!r}, ...).formula"
         )
     return VAEFormula(ask(model, op, height, width, dtype=dtype, runtime=runtime, gpu=gpu, **settings))
-
-
-def _play(question: Question, point: Point) -> dict[str, PlayedPeak]:
-    """What a VAE's run takes above its weights and its input."""
-    job = replace(question.job, height=point.height, width=point.width, batch=point.batch)
-    other = replace(question, job=job)
-    process = other.start()
-    measured = other.play(process)
-    where, tensors = process.peak_above_baseline() or ("outside of the model's call", {})
-    largest = largest_of(tensors)
-    return {
-        "reserved": PlayedPeak(measured.reserved, where, {}, largest),
-        "allocated": PlayedPeak(measured.allocated, where, tensors, largest),
-    }

@@ -17,34 +17,42 @@ from vaemem._common import MIB, distinct, render, whole
 
 GRAIN = 8  # pixels: what the sides of these are multiples of
 COARSER = 4
-# What the domain is cut by, and the powers that polynomials are of: how Python and LaTeX write them.
+
+
+class Power(NamedTuple):
+    """A quantity as Python, LaTeX and a table in MiB write it. unit: what the table multiplies a coefficient by, beside
+    1/MiB."""
+
+    python: str
+    latex: str
+    short: str = ""
+    unit: int = 1
+
+
+# What polynomials are of. h and w are the sides of a tile, t the tokens of attention between an image and its prompt.
 _TILE = "min(height, tile) * min(width, tile)"
-QUANTITIES = {
-    "batch": ("batch", "N"), "tokens": ("tokens", "t"), "H*W": ("height * width", "H W"),
-    "batch*H*W": ("batch * height * width", "N H W"), "batch*h*w": (f"batch * {_TILE}", "N h w"),
-    "batch*(H+W)": ("batch * (height + width)", "N (H + W)"),  # padding
-    # Above 0 where 128 channels of half precision are no whole number of the allocator's pages of 2 MiB.
-    "batch*H*W % 8192": ("batch * height * width % 8192", r"N H W \bmod 8192"),
-}  # fmt: skip
 POWERS = {
-    "": ("1", ""),
-    "batch*H*W": ("batch * height * width", "N H W"),
-    "batch": ("batch", "N"),
-    "batch*tokens": ("batch * tokens", "N t"),
-    "tokens": ("tokens", "t"),
-    "batch*(H+W)": ("batch * (height + width)", "N (H + W)"),
-    "H*W": ("height * width", "H W"),
-    "batch*(H*W)^2": ("batch * (height * width) ** 2", "N (H W)^2"),
-    "batch*h*w": (f"batch * {_TILE}", "N h w"),
-    "batch*tokens*H*W": ("batch * tokens * height * width", "N t H W"),  # attention's between an image and its prompt
-    "batch*tokens^2": ("batch * tokens**2", "N t^2"),
+    "": Power("1", ""),
+    "batch*H*W": Power("batch * height * width", "N H W", "N*MP", MIB),
+    "batch": Power("batch", "N", "N"),
+    "batch*tokens": Power("batch * tokens", "N t", "N*t"),
+    "tokens": Power("tokens", "t", "t"),
+    "batch*(H+W)": Power("batch * (height + width)", "N (H + W)", "N*(H+W)"),  # padding
+    "H*W": Power("height * width", "H W", "MP", MIB),
+    "batch*(H*W)^2": Power("batch * (height * width) ** 2", "N (H W)^2", "N*MP^2", MIB**2),
+    "batch*h*w": Power(f"batch * {_TILE}", "N h w", "N*mp", MIB),
+    "batch*tokens*H*W": Power("batch * tokens * height * width", "N t H W", "N*t*MP", MIB),
+    "batch*tokens^2": Power("batch * tokens**2", "N t^2", "N*t^2"),
 }
-# How a table in MiB writes the powers, and what their coefficients are multiplied by beside 1/MiB.
-SHORT = {
-    "": ("", 1), "batch*H*W": ("N*MP", MIB), "batch": ("N", 1), "batch*tokens": ("N*t", 1), "tokens": ("t", 1),
-    "batch*(H+W)": ("N*(H+W)", 1), "H*W": ("MP", MIB), "batch*(H*W)^2": ("N*MP^2", MIB**2), "batch*h*w": ("N*mp", MIB),
-    "batch*tokens*H*W": ("N*t*MP", MIB), "batch*tokens^2": ("N*t^2", 1),
-}  # fmt: skip
+# What the domain is cut by. The last is above 0 where 128 channels of half precision are no whole number of the
+# allocator's pages of 2 MiB.
+QUANTITIES = {name: POWERS[name] for name in ("batch", "tokens", "H*W", "batch*H*W", "batch*h*w", "batch*(H+W)")}
+QUANTITIES |= {"batch*H*W % 8192": Power("batch * height * width % 8192", r"N H W \bmod 8192")}
+# Each is computed by the very Python that it is written in, of numbers or of columns of them.
+COMPUTED: dict[str, Callable[..., Any]] = {
+    name: eval(f"lambda height, width, batch, tokens, tile: {power.python}", {"min": np.minimum})
+    for name, power in {**POWERS, **QUANTITIES}.items()
+}
 Coefficient = float | Fraction
 Polynomial = Mapping[str, Coefficient]  # bytes by power
 
@@ -68,6 +76,11 @@ class PlayedPeak(NamedTuple):
     where: str
     tensors: Mapping[str, int]
     largest: str = ""
+
+    @property
+    def key(self) -> tuple[str, frozenset[str]]:
+        """What two peaks are the same by: the step, and whose tensors are alive."""
+        return self.where, frozenset(self.tensors)
 
 
 @dataclass(frozen=True)
@@ -151,14 +164,14 @@ class Domain:
             whole("height", height), whole("width", width), whole("batch", batch), whole("tokens", tokens, least=0),
             self.tile,
         )  # fmt: skip
-        for name, value, known in (("batch", point.batch, self.batches), ("tokens", point.tokens, self.tokens)):
-            if known == (0,):  # they make no difference
-                continue
-            if not min(known) <= value <= max(known):
-                raise ValueError(f"{name}: want {min(known)} to {max(known)}, which the formula is of, got {value}")
-        for name, side in (("height", point.height), ("width", point.width)):
-            if not self.least <= side <= self.most:
-                raise ValueError(f"{name}: want {self.least} to {self.most}, which the formula is of, got {side}")
+        spans = {
+            "batch": (self.batches[0], self.batches[-1]), "tokens": (self.tokens[0], self.tokens[-1]),
+            "height": (self.least, self.most), "width": (self.least, self.most),
+        }  # fmt: skip
+        for name, (low, high) in spans.items():
+            value = getattr(point, name)
+            if high and not low <= value <= high:  # tokens of 0 alone make no difference
+                raise ValueError(f"{name}: want {low} to {high}, which the formula is of, got {value}")
         if not self._shaped(point):
             shape = f"{point.height}x{point.width}"
             raise ValueError(
@@ -212,7 +225,7 @@ class Piece(NamedTuple):
         return bool(self.terms)
 
     def holds(self, point: Point) -> bool:
-        return all(low < power_at(name, *point) <= high for name, (low, high) in self.within.items())
+        return all(low < COMPUTED[name](*point) <= high for name, (low, high) in self.within.items())
 
     def value(self, point: Point) -> float:
         """Bytes, before the bounds' factors."""
@@ -265,18 +278,8 @@ def _sum(law: Polynomial, times: Callable[[str], str], number: Callable[[float],
     return text or "0"
 
 
-def power_at(name: str, height: Any, width: Any, batch: Any, tokens: Any, tile: Any) -> Any:
-    pixels, cut = height * width, np.minimum(height, tile) * np.minimum(width, tile)
-    return {
-        "": 1, "batch*H*W": batch * pixels, "batch": batch, "batch*tokens": batch * tokens, "tokens": tokens,
-        "batch*(H+W)": batch * (height + width), "H*W": pixels, "batch*(H*W)^2": batch * pixels * pixels,
-        "batch*tokens*H*W": batch * tokens * pixels, "batch*tokens^2": batch * tokens * tokens,
-        "batch*h*w": batch * cut, "batch*H*W % 8192": batch * pixels % 8192,
-    }[name]  # fmt: skip
-
-
 def _at(law: Polynomial, point: Point) -> Coefficient:
-    return sum((value * power_at(name, *point) for name, value in law.items()), Fraction(0))
+    return sum((value * COMPUTED[name](*point) for name, value in law.items()), Fraction(0))
 
 
 class Between(NamedTuple):
@@ -342,12 +345,12 @@ class Form:
         _, below, above = Between() if self.domain.is_step(point) else self.between
         return low.value(less) * low.low * below, high.value(more) * high.high * above
 
-    def widened(self, points: Sequence[Point], seen: Sequence[PlayedPeak]) -> Form:
+    def widened(self, peaks: Mapping[Point, PlayedPeak]) -> Form:
         """The same whose bounds hold at these points too, which lie between the domain's steps."""
-        bounds = [self._bounds(point) for point in points]
-        below = min([1.0, *(one.bytes / low for one, (low, _) in zip(seen, bounds, strict=True))])
-        above = max([1.0, *(one.bytes / high for one, (_, high) in zip(seen, bounds, strict=True))])
-        return replace(self, between=Between(len(points), below, above))
+        bounds = [(one.bytes, *self._bounds(point)) for point, one in peaks.items()]
+        below = min([1.0, *(size / low for size, low, _ in bounds)])
+        above = max([1.0, *(size / high for size, _, high in bounds)])
+        return replace(self, between=Between(len(bounds), below, above))
 
     # ---- for people ----
 
@@ -378,10 +381,10 @@ class Form:
         side, batch, tokens = self.domain.most, self.domain.batches[-1], self.domain.tokens[-1]
         most = Point(side, side, batch, tokens, self.domain.tile)
         scaled = {
-            power: float(value) * SHORT[power][1] / MIB for power, value in law.items()
-            if abs(value) * power_at(power, *most) >= 0.1 * MIB
+            power: float(value) * POWERS[power].unit / MIB for power, value in law.items()
+            if abs(value) * COMPUTED[power](*most) >= 0.1 * MIB
         }  # fmt: skip
-        return _sum(scaled, lambda power: f" {SHORT[power][0]}", lambda v: f"{v:.1f}" if v >= 1000 else f"{v:.4g}")
+        return _sum(scaled, lambda power: f" {POWERS[power].short}", lambda v: f"{v:.1f}" if v >= 1000 else f"{v:.4g}")
 
     def text(self, markdown: bool = False) -> str:
         """How wide the bounds are, and a line a piece."""
@@ -427,9 +430,10 @@ class Form:
             "    def peak(height, width):",
         ]
         for piece in self.pieces:
-            tests = _conditions(piece.within, lambda name: QUANTITIES[name][0])
-            powers = {power: f" * {written}" for power, (written, _) in POWERS.items()}
-            likely = " + ".join(f"{float(value)!r}{powers[name] if name else ''}" for name, value in piece.law.items())
+            tests = _conditions(piece.within, lambda name: QUANTITIES[name].python)
+            likely = " + ".join(
+                f"{float(value)!r}{f' * {POWERS[name].python}' if name else ''}" for name, value in piece.law.items()
+            )
             indent = "        " + "    " * bool(tests)
             lines += [f"        if {' and '.join(tests)}:  # {piece.where}"] if tests else []
             lines += [f"{indent}likely = {likely or '0.0'}"]
@@ -446,8 +450,10 @@ class Form:
         """The formula as cases, a LaTeX equation body; N images, t tokens."""
         rows = []
         for piece in self.pieces:
-            condition = r",\ ".join(_conditions(piece.within, lambda name: QUANTITIES[name][1])).replace("<=", r"\le")
-            equation = _sum(piece.law, lambda power: r"\," + POWERS[power][1])
+            condition = r",\ ".join(_conditions(piece.within, lambda name: QUANTITIES[name].latex)).replace(
+                "<=", r"\le"
+            )
+            equation = _sum(piece.law, lambda power: r"\," + POWERS[power].latex)
             rows.append(f"{equation} & {condition}".rstrip("& "))
         name = self.name.replace("_", r"\_")
         body = rows[0] if len(rows) == 1 else r"\begin{cases} " + r" \\ ".join(rows) + r" \end{cases}"
