@@ -286,7 +286,7 @@ class Workspace:
             others += [self._with(self._profile, self._rules, guess) for guess in (_least, _most)]
         if self.gpu.coarse:
             others += [Workspace(name, None, self._torch_version, self.tf32, self._cudnn) for name in ONE_OF_EACH]
-            found.setdefault((0,) * len(next(iter(found))), _Nothing)
+            found.setdefault((0,) * len(next(iter(found))), lambda: _Most([]))
         for other in others:
             with contextlib.suppress(ValueError):  # it has no engine for one of them: PyTorch would not run
                 found.setdefault(tuple(other.answers(of, False)[0]), functools.partial(lambda other: other, other))
@@ -408,30 +408,14 @@ class Workspace:
         return installed is not None and version_number(installed) == wanted
 
 
-class _Nothing:
-    """Convolutions that want no workspace."""
-
-    def conv(self, *question: Any, **more: Any) -> tuple[int, str]:
-        return 0, "nothing"
-
-    def answers(self, of: Any, has_other: bool) -> tuple[list[int], list[int], list[str]]:
-        count = len(of.convs)
-        return [0] * count, [0] * count, ["nothing"] * count
-
-
 class _Most:
-    """For each convolution the most that any of some workspaces says."""
+    """For each convolution the most that any of some workspaces says: nothing where there are none."""
 
     def __init__(self, workspaces: Sequence[Workspace]):
         self._workspaces = workspaces
 
     def conv(self, *question: Any, **more: Any) -> tuple[int, str]:
-        return max(workspace.conv(*question, **more) for workspace in self._workspaces)
-
-    def answers(self, of: _Asking, has_other: bool) -> tuple[list[int], list[int], list[str]]:
-        each = [workspace.answers(of, has_other) for workspace in self._workspaces]
-        most = [max(counts) for counts in zip(*(counts for counts, _, _ in each), strict=True)]
-        return most, each[0][1] if has_other else most, each[0][2]
+        return max((workspace.conv(*question, **more) for workspace in self._workspaces), default=(0, "nothing"))
 
 
 # A card of each compute capability, whose workspaces may be those of a card that no cuDNN was asked about.

@@ -22,6 +22,7 @@ from vaemem.engine.limits import Limit
 from vaemem.engine.vae import VAE, Run
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.predict import Prediction, predict
+from vaemem.prediction.question import ask
 from vaemem.prediction.runtimes import architecture
 from vaemem.tables.table import SOURCES, Row, Table
 
@@ -162,9 +163,10 @@ def sweep(
         raise ValueError(f"ops: want encode or decode with source {source}, got pipeline; {instead}")
     told = [*others, *(["prompt_tokens"] if prompt_tokens is not None else [])]
     for name in told:
-        if name not in _asked(False)[1] | _asked(True)[1]:
+        taken_by = {kind for kind in (False, True) if name in _asked(kind)[1]}
+        if not taken_by:
             raise TypeError(f"sweep() got an unexpected keyword argument {name!r}")
-        if not any(name in _asked(kind)[1] for kind in kinds):
+        if taken_by.isdisjoint(kinds):
             right = "a VAE's op" if True in kinds else "pipeline"
             raise ValueError(f"{name}: want it with {right} among the ops, got it with {', '.join(asked_for)}")
     engine = {"device": device is not None, "repeats": repeats > 1, "memory_limit": memory_limit is not None,
@@ -281,12 +283,12 @@ def _predictions(
     done, work = 0, sum(case.work for *_, case in wanted)
     with polling(progress, "sweep", total=work, bar_format=BAR) as poll:
         for model, gpu, dtype, case in wanted:
-            if case.op == "pipeline":
-                run = dict(zip(("height", "width", "batch"), case[1:], strict=True), dtype=dtype, gpu=gpu)
+            run = {**case._asdict(), "dtype": dtype, "gpu": gpu}
+            if run.pop("op") == "pipeline":
                 for tokens in lengths:
                     yield from _asked(True)[0](model, **run, prompt_tokens=tokens, **of_pipeline).rows()
             else:
-                yield _predicted(predict(model, **case._asdict(), dtype=dtype, gpu=gpu, **of_vae))
+                yield _predicted(Prediction(ask(model, case.op, **run, **of_vae)))
             done += case.work
             if poll:
                 poll(done, work)
@@ -329,15 +331,15 @@ def _input(vae: VAE, case: Case) -> np.ndarray:
     return np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
 
 
-def _configs(models: Any, ops: Sequence[str]) -> list[Any]:
-    """What `predict` takes for models: of a VAE, its architecture. With whole pipelines among the ops, their names."""
-    configs: list[Any] = []
-    for model in listed(models, (str, Mapping, VAE)):
-        if "pipeline" in ops:
-            from vaemem.pipelines.components import known_pipeline
+def _configs(models: Sequence[Any], ops: Sequence[str]) -> list[Any]:
+    """What is asked about: the names of pipelines where these are among the ops, else architectures or what means them,
+    of which none is refused later."""
+    if "pipeline" in ops:
+        from vaemem.pipelines.components import known_pipeline
 
-            configs.append(known_pipeline("models", model))
-            continue
+        return [known_pipeline("models", model) for model in models]
+    configs = []
+    for model in models:
         if not isinstance(model, str | os.PathLike | Mapping | VAE):
             raise ValueError(f"models: want {', '.join(_core.models())}, a config or a VAE, got {model!r}")
         configs.append(model.arch if isinstance(model, VAE) else model)
