@@ -398,10 +398,10 @@ class SimulatedProcess:
     # ---- within ----
 
     def _alternatives(self, every: bool = False) -> list[tuple[int, ...]]:
-        """Bytes of each convolution so far, as `Workspace.alternatives` have them; none with a `workspace` that does
+        """Bytes of each convolution so far, as `Workspace.alternatives` has them; none with a `workspace` that does
         not know."""
-        known = getattr(self.workspace, "other_answers", None)
-        return known(self._core, every) if known else []
+        known = getattr(self.workspace, "alternatives", None)
+        return known(every, self._core) if known else []
 
     def _note_run(self, reserved: int) -> None:
         """The counters were read: so much was reserved since the peaks were reset, beyond what was before."""

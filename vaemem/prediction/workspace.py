@@ -248,59 +248,51 @@ class Workspace:
         """
         return self._asked().answers(of, has_other, self._told)
 
-    def alternatives(self, every: bool = False) -> list[Any]:
-        """Other workspaces that may be the true ones: none where nothing was substituted.
+    def alternatives(self, every: bool = False, of: _Asking | None = None) -> list[tuple[int, ...]]:
+        """What other workspaces that may be the true ones answer: bytes of each convolution of a trace or a process, by
+        default of all that were asked about so far, in that order. None where nothing was substituted.
 
         These are the `relatives`, and what takes the most that any of them says of each convolution, because an unknown
         version may answer now as one and now as another; below 9.8 also the inferred profiles and the possible rules of
         ``older.json``; and where a rule had to guess, the least and the most that there can be. Where an inferred
-        profile answers, only the nearest version that was asked is tried. There is one workspace for each set of
-        answers to the questions so far, and none for this one's. `every`: for a process whose cuDNN is not known.
+        profile answers, only the nearest version that was asked is tried. Each set of answers is there once, and this
+        workspace's own is not. `every`: for a process whose cuDNN is not known.
         """
-        return [make() for make in list(self._different(self._asked(), every).values())[1:]]
-
-    def other_answers(self, of: _Asking, every: bool = False) -> list[tuple[int, ...]]:
-        """Bytes of each convolution of a trace or a process, as each of the `alternatives` has them."""
-        return list(self._different(of, every))[1:]
-
-    def _different(self, of: _Asking, every: bool) -> dict[tuple[int, ...], Callable[[], Any]]:
-        """Every set of answers that may be the true one, and what makes a workspace with them: first this one's."""
-        found: dict[tuple[int, ...], Callable[[], Any]] = {tuple(self.answers(of, False)[0]): lambda: self}
-        others: list[Workspace] = []
+        of = of or self._asked()
+        mine = tuple(self.answers(of, False)[0])
+        found, others = {mine: None}, list[Workspace]()
         if every or set(self.substitutions).difference(_RULED.values()):
             version = None if every else self.cudnn_version
             near = profiles_near(self.gpu, version)
             asked = [profile for profile in near if profile.how != "inferred"]
-            is_inferred = not every and self._profile is not None and self._profile.how == "inferred"
-            informed = self._best_informed(of, asked if is_inferred else relatives(self.gpu.sm, version))
-            for profile, answers in informed[:1] if is_inferred else informed:
-                found.setdefault(answers, functools.partial(self._with, profile))
-            if informed and not is_inferred:
-                most = tuple(map(max, zip(*(answers for _, answers in informed), strict=True)))
-                found.setdefault(most, lambda: _Most([self._with(profile) for profile, _ in informed]))
-            possible = [] if is_inferred else older_rules(self.gpu, version, "possible")
-            if possible:
-                others += [self._with(profile) for profile in near if profile.how == "inferred"]
-                others.append(self._with(min(asked, key=lambda p: version_number(p.version)), possible))
+            if not every and self._profile is not None and self._profile.how == "inferred":
+                found |= dict.fromkeys(self._best_informed(of, asked)[:1])
+            else:
+                informed = self._best_informed(of, relatives(self.gpu.sm, version))
+                found |= dict.fromkeys(informed)
+                if informed:
+                    found[tuple(map(max, zip(*informed, strict=True)))] = None
+                if possible := older_rules(self.gpu, version, "possible"):
+                    others += [self._with(profile) for profile in near if profile.how == "inferred"]
+                    others.append(self._with(min(asked, key=lambda p: version_number(p.version)), possible))
         if not set(_RULED.values()).isdisjoint(self.substitutions):
             others += [self._with(self._profile, self._rules, guess) for guess in (_least, _most)]
         if self.gpu.coarse:
             others += [Workspace(name, None, self._torch_version, self.tf32, self._cudnn) for name in ONE_OF_EACH]
-            found.setdefault((0,) * len(next(iter(found))), lambda: _Most([]))
+            found[(0,) * len(mine)] = None
         for other in others:
             with contextlib.suppress(ValueError):  # it has no engine for one of them: PyTorch would not run
-                found.setdefault(tuple(other.answers(of, False)[0]), functools.partial(lambda other: other, other))
-        return found
+                found[tuple(other.answers(of, False)[0])] = None
+        return [answers for answers in found if answers != mine]
 
-    def _best_informed(self, of: _Asking, profiles: Sequence[Profile]) -> list[tuple[Profile, tuple[int, ...]]]:
-        """Those of the profiles that answer most of the questions, for not every file holds every kind, and the
-        answers."""
+    def _best_informed(self, of: _Asking, profiles: Sequence[Profile]) -> list[tuple[int, ...]]:
+        """The answers of those of the profiles that answer most of the questions, for not every file holds every
+        kind."""
         rest = self._with(next(iter(self._near), None))  # what answers the others
         cores = tuple(profile.core for profile in profiles)
-        said = self._asked().by_each(of, cores, rest._asked(), rest._told)
-        known = [(profile, *one) for profile, one in zip(profiles, said, strict=True) if one]
-        most = max((held for *_, held in known), default=0)
-        return [(profile, answers) for profile, answers, held in known if held == most]
+        said = [one for one in self._asked().by_each(of, cores, rest._asked(), rest._told) if one]
+        most = max((held for _, held in said), default=0)
+        return [answers for answers, held in said if held == most]
 
     def _with(self, profile: Profile | None, rules: Iterable[dict[str, Any]] = (), guess: Any = None) -> Workspace:
         """The same with other answers, whatever version was wanted."""
@@ -406,16 +398,6 @@ class Workspace:
         is_other = self._may_ask_first and self._profile is not None and self._differs(self._profile) != ""
         installed = self._cudnn.version if is_other and wanted >= _ASKABLE else None
         return installed is not None and version_number(installed) == wanted
-
-
-class _Most:
-    """For each convolution the most that any of some workspaces says: nothing where there are none."""
-
-    def __init__(self, workspaces: Sequence[Workspace]):
-        self._workspaces = workspaces
-
-    def conv(self, *question: Any, **more: Any) -> tuple[int, str]:
-        return max((workspace.conv(*question, **more) for workspace in self._workspaces), default=(0, "nothing"))
 
 
 # A card of each compute capability, whose workspaces may be those of a card that no cuDNN was asked about.

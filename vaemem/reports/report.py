@@ -185,13 +185,12 @@ def _pipelines(document: Document, table: Table) -> None:
         lines = []
         for rows in runs:
             held = {row["phase"]: _known(row["reserved_bytes"], mib) for row in rows}
-            first = rows[0]
-            shown = (_known(first[name], str) for name in ("batch", "tokens", "dtype"))
-            lines.append((_size(first), *shown, *(held.get(phase, "") for phase in phases)))
+            shown = (rows[0][name] for name in ("batch", "tokens", "dtype"))
+            lines.append((_size(rows[0]), *shown, *map(held.get, phases)))
         document.table(("size", "batch", "tokens", "dtype", *phases), lines)
         with contextlib.suppress(ValueError):  # one size alone
             fitted = fit(Table(mine), "reserved_bytes")
-            grows = [(f.phase, f.batch, _known(f.tokens, str), f"{f.a:.1f}", mib(f.b), _span(f)) for f in fitted]
+            grows = [(f.phase, f.batch, f.tokens, f"{f.a:.1f}", mib(f.b), _span(f)) for f in fitted]
             document.text("The same as a H W e + b by least squares; errors are the worst of the rows:")
             document.table(("phase", "batch", "tokens", "a", "b MiB", "error"), grows)
     with contextlib.suppress(ValueError):  # which is about none of them
