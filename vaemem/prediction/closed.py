@@ -262,13 +262,8 @@ def derive(question: Question) -> ClosedForm:
             f"formula: want squares of {STEP} to {LAST} pixels a side that peak as {height}x{width} does, got none"
         )
     centre = min(same, key=lambda side: abs(side * side - height * width))
-    alike = _around(centre, same)
-    for within in (ROUNDING, ALTERNATION):
-        laws = {n: _solve({side: same[side].tensors[n] for side in alike}, centre, within) for n in anchor.tensors}
-        run = [side for side in alike if all(side in extent for _, extent in laws.values())]
-        if len(run) >= 3:
-            break
-    else:
+    within, laws, run = _laws([*anchor.tensors], same, centre)
+    if len(run) < 3:
         raise ValueError(
             f"formula: want 3 squares or more that peak as {height}x{width} does, from which its tensors' growth can be"
             f" solved for, got {len(run)}"
@@ -298,22 +293,45 @@ def derive(question: Question) -> ClosedForm:
     }
     added = {size: unsplit(size, peak) for size, peak in (squares | held_out).items()}
     known = [count for count in added.values() if count is not None]
-    e, largest_first = (
-        ELEMENT_BYTES[job.dtype],
-        sorted(laws.items(), key=lambda item: -_value(item[1][0], height, width)),
-    )
+    e = ELEMENT_BYTES[job.dtype]
+    terms = [
+        Term(name, law[0] / e, law[3], name.partition(" [")[0], law[1] / e, law[2] / e)
+        for name, (law, _) in sorted(laws.items(), key=lambda item: -_value(item[1][0], height, width))
+    ]
     return ClosedForm(
-        name=name_of(q), model=job.arch["name"], op=job.op, dtype=job.dtype, runtime=q.software.runtime,
-        gpu=process.gpu.name, batch=job.batch, workspace_source=process.workspace_source, where=anchor.where,
-        terms=tuple(
-            Term(name, law[0] / e, law[3], name.partition(" [")[0], law[1] / e, law[2] / e)
-            for name, (law, _) in largest_first
-        ),
-        lowest=run[0], highest=run[-1], below=beyond(run[0] - STEP), above=beyond(run[-1] + STEP), within=within,
+        name=name_of(q),
+        model=job.arch["name"],
+        op=job.op,
+        dtype=job.dtype,
+        runtime=q.software.runtime,
+        gpu=process.gpu.name,
+        batch=job.batch,
+        workspace_source=process.workspace_source,
+        where=anchor.where,
+        terms=tuple(terms),
+        lowest=run[0],
+        highest=run[-1],
+        below=beyond(run[0] - STEP),
+        above=beyond(run[-1] + STEP),
+        within=within,
         unsplit=(min(known), max(known)),
         checked=tuple(size for size in held_out if added[size] is not None),
         elsewhere=tuple(size for size in held_out if added[size] is None),
-    )  # fmt: skip
+    )
+
+
+def _laws(
+    names: Sequence[str], peaks: Mapping[int, PlayedPeak], centre: int
+) -> tuple[int, dict[str, tuple[Law, list[int]]], list[int]]:
+    """The laws of a peak's tensors at the squares around one of them, each with its squares: within how many bytes they
+    hold, the laws, and the squares at which all of them do."""
+    alike = _around(centre, peaks)
+    for within in (ROUNDING, ALTERNATION):
+        laws = {name: _solve({side: peaks[side].tensors[name] for side in alike}, centre, within) for name in names}
+        run = [side for side in alike if all(side in extent for _, extent in laws.values())]
+        if len(run) >= 3:
+            break
+    return within, laws, run
 
 
 def _around(centre: int, sides: Container[int]) -> list[int]:

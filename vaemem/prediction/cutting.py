@@ -36,9 +36,7 @@ ROUNDING = 512  # bytes: the allocator's granule; a tensor that is off its law b
 FINEST = 1 << 13  # denominators of exact coefficients: 64 pixels a latent's, squared, and two more
 LAWSON = 12  # rounds of reweighting
 PAYS = 0.75  # a further power is taken where it leaves so much of the distance between the bounds
-CANCELS = (
-    5  # times a polynomial that its terms' sizes may add up to; one that cancels more is no guide beside its points
-)
+CANCELS = 5  # times its value that a polynomial's terms may add up to without their signs; beyond, it is no guide
 SUPPORT = 6  # points for each power of a polynomial that has more than two
 # The powers that say where to cut: nearly every peak is near a polynomial of these.
 USUAL = ("", "batch*H*W", "batch", "batch*tokens", "batch*h*w", "batch*(H*W)^2", "batch*tokens*H*W")

@@ -181,8 +181,6 @@ class Formula(Answer):
         text = ("\n\n" if markdown else "\n").join(lines)
         return text.replace("*", r"\*") if markdown else text
 
-    __repr__ = Answer.__str__
-
     def _repr_latex_(self) -> str:
         return typeset([self.reserved.latex(), self.allocated.latex()])
 

@@ -8,12 +8,12 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from itertools import islice
+from itertools import islice, product
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from vaemem._common import MIB, distinct, render, whole
+from vaemem._common import MIB, distinct, listed, render, whole
 
 GRAIN = 8  # pixels: what the sides of these are multiples of
 COARSER = 4
@@ -53,8 +53,7 @@ COMPUTED: dict[str, Callable[..., Any]] = {
     name: eval(f"lambda height, width, batch, tokens, tile: {power.python}", {"min": np.minimum})
     for name, power in {**POWERS, **QUANTITIES}.items()
 }
-Coefficient = float | Fraction
-Polynomial = Mapping[str, Coefficient]  # bytes by power
+Polynomial = Mapping[str, float | Fraction]  # bytes by power
 
 
 class Point(NamedTuple):
@@ -101,9 +100,7 @@ class Domain:
         for name in ("least", "most", "step", "ratio"):
             whole(name, getattr(self, name))
         for name, least in (("batches", 1), ("tokens", 0)):
-            given = getattr(self, name)
-            given = given if isinstance(given, Iterable) else [given]
-            values = tuple(sorted({whole(name, one, least=least) for one in given}))
+            values = tuple(sorted({whole(name, one, least=least) for one in listed(getattr(self, name), ())}))
             if not values:
                 raise ValueError(f"{name}: want one number or more, got none")
             object.__setattr__(self, name, values)
@@ -113,11 +110,9 @@ class Domain:
     def __iter__(self) -> Iterator[Point]:
         for tokens in self.tokens:
             sides = self._sides(1 if tokens == self.tokens[-1] else COARSER)
-            for batch in self.batches:
-                for height in sides:
-                    for width in sides:
-                        if self._shaped(point := Point(height, width, batch, tokens, self.tile)):
-                            yield point
+            for batch, height, width in product(self.batches, sides, sides):
+                if self._shaped(point := Point(height, width, batch, tokens, self.tile)):
+                    yield point
 
     def _sides(self, steps: int = 1) -> list[int]:
         """So many steps apart, and the greatest one."""
@@ -164,12 +159,10 @@ class Domain:
             whole("height", height), whole("width", width), whole("batch", batch), whole("tokens", tokens, least=0),
             self.tile,
         )  # fmt: skip
-        spans = {
-            "batch": (self.batches[0], self.batches[-1]), "tokens": (self.tokens[0], self.tokens[-1]),
-            "height": (self.least, self.most), "width": (self.least, self.most),
-        }  # fmt: skip
-        for name, (low, high) in spans.items():
-            value = getattr(point, name)
+        sides = self.least, self.most
+        spans = {"batch": self.batches, "tokens": self.tokens, "height": sides, "width": sides}
+        for name, span in spans.items():
+            value, low, high = getattr(point, name), span[0], span[-1]
             if high and not low <= value <= high:  # tokens of 0 alone make no difference
                 raise ValueError(f"{name}: want {low} to {high}, which the formula is of, got {value}")
         if not self._shaped(point):
@@ -229,7 +222,7 @@ class Piece(NamedTuple):
 
     def value(self, point: Point) -> float:
         """Bytes, before the bounds' factors."""
-        return float(_at(self.law, point))
+        return float(sum(value * COMPUTED[name](*point) for name, value in self.law.items()))
 
     def condition(self, written: Callable[[str], str] = str) -> str:
         """In words: ``H*W <= 1310720 and batch > 1``; "everywhere" where the domain is not cut."""
@@ -276,10 +269,6 @@ def _sum(law: Polynomial, times: Callable[[str], str], number: Callable[[float],
         size = abs(value)
         text += f"{sign}{f'{size:.0f}' if size >= 1e6 else number(size)}{times(power) if power else ''}"
     return text or "0"
-
-
-def _at(law: Polynomial, point: Point) -> Coefficient:
-    return sum((value * COMPUTED[name](*point) for name, value in law.items()), Fraction(0))
 
 
 class Between(NamedTuple):

@@ -122,10 +122,8 @@ def _invokeai(tiles_qwen: bool, row: Row) -> float | None:
     if estimate is None:
         return None
     decodes = row["op"].startswith("decode")
-    images = (
-        (5 if decodes else 1) if by_tile and is_qwen else (2 if decodes else 1) if is_wan else 0
-    )  # whole ones beside
-    held = 3 * images * pixels(row) * ELEMENT_BYTES[row["dtype"]]
+    whole_ones = (5 if decodes else 1) if by_tile and is_qwen else (2 if decodes else 1) if is_wan else 0
+    held = 3 * whole_ones * pixels(row) * ELEMENT_BYTES[row["dtype"]]
     is_upcast = is_sd and row["dtype"] == "float32"
     return estimate * (1.25 if by_tile else 1) + held + (250 * MIB if is_upcast else 0)
 
