@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from vaemem import _core
-from vaemem._common import DTYPES, ELEMENT_BYTES, choose
+from vaemem._common import ELEMENT_BYTES, choose
 from vaemem.prediction.cudnn import InstalledCudnn, installed_cudnn
 from vaemem.prediction.gpus import Gpu, find_gpu
 from vaemem.prediction.profiles import (
@@ -238,7 +238,7 @@ class Workspace:
             A bad argument, or a convolution that cuDNN has no engine for (PyTorch would raise).
         """
         conv = Conv(*question, **more)
-        _check(conv)
+        choose("layout", conv.layout, ("nchw", "nhwc"))
         return self._asked().conv(conv, self._told)
 
     def answers(self, of: _Asking, has_other: bool) -> tuple[list[int], list[int], list[str]]:
@@ -326,11 +326,9 @@ class Workspace:
         if own:
             return count, self._said.setdefault((-own, 0, 0), f"PyTorch's {_OWN[own].format(self.gpu)}")
         if entry < 0:
-            conv = Conv(*question)
-            _check(conv)
             if entry < -1:
-                raise ValueError(f"conv: want sizes below 2^31, got {conv}")
-            return self._ask_or_guess(conv)
+                raise ValueError(_wrong_with(Conv(*question)))
+            return self._ask_or_guess(Conv(*question))
         source = self._said.get((entry, steps, number))
         if source is None:
             rule, profile = self._entries[entry]
@@ -410,24 +408,18 @@ _RULED = {
 }
 
 
-@functools.lru_cache(maxsize=4096)
-def _check(conv: Conv) -> None:
-    choose("dtype", conv.dtype, DTYPES)
-    if conv.layout not in ("nchw", "nhwc"):
-        raise ValueError(f"layout: want 'nchw' or 'nhwc', got {conv.layout!r}")
-    dims, extents = len(conv.size), (conv.r, conv.stride, conv.padding, conv.dilation, conv.output_padding or 0)
-    if any(len(conv.along(extent)) != dims for extent in extents):
-        raise ValueError(f"conv: want an int or {dims} of them for each extent, got {conv}")
-    least = (conv.n, conv.c, conv.k, conv.groups, *conv.size, *map(min, map(conv.along, extents[:2])))
+def _wrong_with(conv: Conv) -> str:
+    """Why the core takes it for no convolution."""
+    extents = conv.r, conv.stride, conv.padding, conv.dilation, conv.output_padding or 0
+    least = conv.n, conv.c, conv.k, conv.groups, *conv.size, *map(min, map(conv.along, extents[:2]))
     if min(least) < 1 or min(conv.along(conv.dilation)) < 1 or min(map(min, map(conv.along, extents))) < 0:
-        raise ValueError(f"conv: want sizes and a stride of 1 or more and no negative padding, got {conv}")
+        return f"conv: want sizes and a stride of 1 or more and no negative padding, got {conv}"
     if conv.c % conv.groups or conv.k % conv.groups:
-        raise ValueError(f"conv: want channels that fall into {conv.groups} groups, got {conv}")
+        return f"conv: want channels that fall into {conv.groups} groups, got {conv}"
     if min(conv.out) < 1:
         filters, sides = ("x".join(map(str, conv.along(extent))) for extent in (conv.r, conv.size))
-        raise ValueError(
-            f"conv: want a {filters} filter within the padded input, got {sides} and padding {conv.padding}"
-        )
+        return f"conv: want a {filters} filter within the padded input, got {sides} and padding {conv.padding}"
+    return f"conv: want sizes below 2^31, got {conv}"
 
 
 def _rule(gpu: Gpu, version: int, tf32: bool, conv: Conv) -> tuple[int, str]:
