@@ -16,8 +16,8 @@ from vaemem.prediction.predict import Prediction
 from vaemem.prediction.question import Card, Job, Question, Software, find_card
 from vaemem.prediction.runtimes import RUNTIMES, architecture, packing
 
-# Pixels: of the sizes that are predicted where none are given. Those that people use, and some that are multiples of 8
-# alone, for which cuDNN chooses otherwise: without these one size in four between the others is up to 2% above a line.
+# The sides that are predicted by default, in pixels: those that people use, and some that are multiples of 8 and of no
+# more, for which cuDNN chooses other plans. Without the latter, one size in four is up to 2% above its line.
 SIDES = (
     256, 264, 320, 360, 384, 512, 520, 616, 640, 720, 768, 832, 896, 1000, 1024, 1080, 1152, 1216, 1280, 1344, 1384,
     1536, 1720, 1792, 1920, 1928, 2048,
@@ -366,7 +366,7 @@ class _Asked(NamedTuple):
     def line(
         self, name: str, function: _Function, op: str, dtype: str, sides: Sequence[int], tell: Callable[[], object]
     ) -> BoundLine:
-        """The line over the predictions of all sizes, each of which is told, and what is added in tiles."""
+        """The line over the predictions of all sizes, and what is added in tiles. tell: called after each size."""
         uppers: dict[tuple[int, int], list[int]] = {}
         sides = _taken(function, sides)
         if not sides:
@@ -430,11 +430,12 @@ class _Asked(NamedTuple):
 
 
 def _step(function: _Function) -> int:
-    """Pixels of which the sides of its images are multiples, where they are of more than its models' own."""
+    """Pixels that the sides of its images are multiples of, for its models and for the latents that its code takes."""
     return max(packing(code, architecture(model)) * 8 for code in function.runtimes for model in function.models)
 
 
 def _taken(function: _Function, sides: Sequence[int]) -> list[int]:
+    """Those that its code takes; multiples of 8, which its models want, are left for the prediction to check."""
     return [side for side in sides if _step(function) == 8 or side % _step(function) == 0]
 
 

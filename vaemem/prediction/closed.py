@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import textwrap
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -198,10 +199,8 @@ class ClosedForm:
         return header, cells
 
     def __str__(self) -> str:
-        header, cells = self._grid()
-        indented = [(f"  {name}", *others) for name, *others in (header, *cells)]
-        lines = [f"{self.name}: allocated_bytes = {self.equation}", *(f"  {line}" for line in self._facts())]
-        return "\n".join([*lines, render(indented[0], indented[1:])])
+        facts = "\n".join([*self._facts(), render(*self._grid())])
+        return f"{self.name}: allocated_bytes = {self.equation}\n{textwrap.indent(facts, '  ')}"
 
     __repr__ = __str__
 

@@ -27,10 +27,10 @@ MOST_PIECES = 12
 MOST_POINTS = 50_000  # of a domain: minutes
 OTHERS = 10  # for every so many points of a domain, one is played between its steps, and one with other tokens
 NARROW = 1.04  # upper over lower bound of a piece that is not cut any more
-EXACT = 1.03  # and of one that keeps the law of its tensors, though another polynomial were nearer
-FINE = 0.005  # by how much more than 1 it may be where a polynomial is good enough
-EXCESS = 1.1  # what the upper bound may be of the peak, at most points
-FAR = 2  # what a point costs beside whose bound is further above
+EXACT = 1.03  # and of one that keeps the law of its tensors even where another polynomial is nearer
+FINE = 0.005  # a polynomial is good enough where the upper bound over the lower one is this more than 1, or less
+EXCESS = 1.1  # the upper bound is to be no more than so many times the peak, at most points
+FAR = 2  # what it costs beside where a point's bound is further above
 CUTS = 16  # places at which a cut is tried, of each quantity
 ROUNDING = 512  # bytes: the allocator's granule; a tensor that is off its law by no more follows it
 FINEST = 1 << 13  # denominators of exact coefficients: 64 pixels a latent's, squared, and two more
@@ -82,12 +82,9 @@ class _Points:
             terms.append((name, law))
         if not terms:
             return None
-        values = sum(self._values(law) for _, law in terms)
+        values = sum(float(value) * self.powers[power] for _, law in terms for power, value in law.items())
         added = math.floor((self.bytes - values)[mine].min())  # by the allocator, everywhere
         return _Law(peak, (*terms, (ROUNDED_UP, {"": Fraction(added)})), values + added)
-
-    def _values(self, law: Polynomial) -> Any:
-        return sum(float(value) * self.powers[power] for power, value in law.items())
 
     def leaf(self, mine: np.ndarray, within: dict[str, tuple[float, float]]) -> _Leaf:
         """By a law that follows all of the points, or by the usual powers and least squares: quick, and good enough to

@@ -121,7 +121,7 @@ class FittedLine:
         dtype = self.dtype or "float32" if dtype is None else meant("dtype", dtype, ELEMENT_BYTES)
         if self.dtype not in (None, dtype):
             raise ValueError(f"dtype: want {self.dtype}, which {self.name} was fitted to, got {dtype!r}")
-        value = self.a * (height * width * _element_bytes(dtype)) + self.b
+        value = self.a * (height * width * ELEMENT_BYTES[dtype]) + self.b
         if self.target == "seconds":
             return value
         return round(value) if self.quantile is None else math.ceil(value)
@@ -332,7 +332,8 @@ def _common_key(rows: Sequence[Row]) -> tuple[Any, ...]:
 
 
 def _fit_one(name: str, key: tuple[Any, ...], rows: list[Row], target: str, quantile: float | None) -> FittedLine:
-    sizes = [row["height"] * row["width"] * _element_bytes(row["dtype"]) for row in rows]
+    widths = (ELEMENT_BYTES[meant("dtype", row["dtype"], ELEMENT_BYTES)] for row in rows)
+    sizes = [row["height"] * row["width"] * e for row, e in zip(rows, widths, strict=True)]
     if len(set(sizes)) < 2:
         only = f"{rows[0]['height']}x{rows[0]['width']} {rows[0]['dtype']}"
         raise ValueError(f"{name}: want rows of at least 2 distinct height*width*element bytes, got only {only}")
@@ -382,10 +383,6 @@ def _quantile_line(x: np.ndarray, y: np.ndarray, quantile: float) -> tuple[float
     a, b = float(found.x[0]) * y_scale / x_scale, float(found.x[1]) * y_scale
     # What rounding left above the line is taken into b, so that quantile 1 is a bound.
     return a, b + max(0.0, float((y - (a * x + b)).max())) if quantile == 1 else b
-
-
-def _element_bytes(dtype: str) -> int:
-    return ELEMENT_BYTES[meant("dtype", dtype, ELEMENT_BYTES)]
 
 
 def _percent(error: float | None) -> str:
