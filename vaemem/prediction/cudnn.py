@@ -50,9 +50,6 @@ class _Process:
                 start_new_session=True,  # Ctrl-C is for the caller
             )
 
-    def alive(self) -> bool:
-        return self.popen.poll() is None
-
     def reply(self) -> dict[str, Any]:
         """What it says about the last question, or where nothing was asked, about itself."""
         line = b""
@@ -141,7 +138,7 @@ class InstalledCudnn:
                 self._busy = True
                 if self._greeting and "error" in self._greeting:
                     return self._greeting
-                if not (self._process and self._process.alive()):
+                if self._process is None or self._process.popen.poll() is not None:
                     greeting = self._spawn()
                     self._greeting = self._greeting or greeting
                     if "error" in greeting:

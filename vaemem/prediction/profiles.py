@@ -23,7 +23,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -149,9 +149,8 @@ class Profile:
         Keys of the GPUs that alone it is for; none where it is for all of its capability.
     """
 
-    def __init__(self, data: dict[str, Any], file: str = ""):
-        self.file = file
-        self.cards: list[str] = []
+    def __init__(self, data: dict[str, Any], file: str = "", cards: Sequence[str] = ()):
+        self.file, self.cards = file, list(cards)
         other = data.get("otherwise")
         self._otherwise = _load(other) if other else None
         self.capability: str = data["capability"]
@@ -192,9 +191,7 @@ def _load(name: str) -> Profile:
     file = data.get("same_as", name)
     if file != name:  # another version that gave the same answers
         data = _read(file) | data
-    profile = Profile(data, file)
-    profile.cards = profile_files()[name][1]
-    return profile
+    return Profile(data, file, profile_files()[name][1])
 
 
 @functools.cache
