@@ -298,25 +298,13 @@ def derive(question: Question) -> ClosedForm:
         for name, (law, _) in sorted(laws.items(), key=lambda item: -_value(item[1][0], height, width))
     ]
     return ClosedForm(
-        name=name_of(q),
-        model=job.arch["name"],
-        op=job.op,
-        dtype=job.dtype,
-        runtime=q.software.runtime,
-        gpu=process.gpu.name,
-        batch=job.batch,
-        workspace_source=process.workspace_source,
-        where=anchor.where,
-        terms=tuple(terms),
-        lowest=run[0],
-        highest=run[-1],
-        below=beyond(run[0] - STEP),
-        above=beyond(run[-1] + STEP),
-        within=within,
-        unsplit=(min(known), max(known)),
+        name=name_of(q), model=job.arch["name"], op=job.op, dtype=job.dtype, runtime=q.software.runtime,
+        gpu=process.gpu.name, batch=job.batch, workspace_source=process.workspace_source, where=anchor.where,
+        terms=tuple(terms), lowest=run[0], highest=run[-1], below=beyond(run[0] - STEP), above=beyond(run[-1] + STEP),
+        within=within, unsplit=(min(known), max(known)),
         checked=tuple(size for size in held_out if added[size] is not None),
         elsewhere=tuple(size for size in held_out if added[size] is None),
-    )
+    )  # fmt: skip
 
 
 def _laws(
