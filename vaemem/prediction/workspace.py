@@ -258,7 +258,7 @@ class Workspace:
         profile answers, only the nearest version that was asked is tried. Each set of answers is there once, and this
         workspace's own is not. `every`: for a process whose cuDNN is not known.
         """
-        of = of or self._asked()
+        of = self._asked() if of is None else of
         mine = tuple(self.answers(of, False)[0])
         found, others = {mine: None}, list[Workspace]()
         if every or set(self.substitutions).difference(_RULED.values()):
