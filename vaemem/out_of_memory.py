@@ -220,9 +220,10 @@ def explain(
     maker = next((maker for words, maker in _MAKERS_SAID.items() if words.lower() in text.lower()), "NVIDIA")
     card = _card_of(said.get("total", USUAL_CARD), maker) if gpu is None else find_gpu(gpu)
     runs: list[tuple[Match, Question]] = []
-    if not (is_native and said["requested"] in SMALL_SEGMENTS):
+    is_small = is_native and said["requested"] in SMALL_SEGMENTS
+    if not is_small:
         runs = _likeliest(_candidates(said, is_native, models, ops, codes, card), is_tile)
-    notes = list(_notes(said, is_native, is_tile, bool(runs)))
+    notes = list(_notes(said, is_small, is_tile, bool(runs)))
     if runs and gpu is None and "total" not in said:
         notes.append(f"The message does not say how large the card is: {card.name} is supposed.")
     elif runs and gpu is None:
@@ -270,8 +271,8 @@ def _programs(text: str) -> list[str]:
     return ["diffusers", "comfyui", "a1111", "ldm"]
 
 
-def _notes(said: Mapping[str, int], is_native: bool, is_tile: bool, has_matches: bool) -> Iterator[str]:
-    if is_native and said["requested"] in SMALL_SEGMENTS:
+def _notes(said: Mapping[str, int], is_small: bool, is_tile: bool, has_matches: bool) -> Iterator[str]:
+    if is_small:
         size = said["requested"] // MIB
         yield (
             f"PyTorch asked for a segment of {size} MiB, which stands for any tensor of less than"
@@ -286,7 +287,7 @@ def _notes(said: Mapping[str, int], is_native: bool, is_tile: bool, has_matches:
         yield "It was raised in tiles, which ComfyUI and Forge retry in: the size is a tile's."
     if "allocated" in said and said["allocated"] > said.get("total", said["allocated"]):
         yield "More was allocated than the card has: Windows' driver had already spilled to the host's memory."
-    if "free" in said and "requested" in said and said["free"] >= said["requested"]:
+    if said.get("free", -1) >= said["requested"]:
         yield "The card had more free than was asked for: the limit was set lower, or the host's page file was full."
 
 

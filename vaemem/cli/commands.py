@@ -72,8 +72,9 @@ def _table(path: str, **missing: Any) -> Table:
 
 
 def _print(result: Any, form: str) -> None:
-    text = str(result) if form == "text" else getattr(result, f"to_{form}")()
-    print(text.rstrip("\n"))
+    """An answer in one of the formats, of which each has a method: ``to_csv``, or ``latex`` of what is a formula."""
+    say = getattr(result, f"to_{form}", None) or getattr(result, form, result.__str__)
+    print(say().rstrip("\n"))
 
 
 @command("vaemem._demo:make_demo", "demo_weights out")
@@ -220,8 +221,6 @@ def _has_bar() -> bool:
 )
 def run_sweep(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """Memory and time over models, operations and sizes: the engine's, measured, or PyTorch's, predicted."""
-    if args.csv:
-        check_writable(args.csv)
     ended: BaseException | None = None
     others = {name: value for name, value in vars(args).items() if name in ("runtime", "offload", "vae") and value}
     try:
@@ -246,7 +245,7 @@ def run_fit(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     if not len(chosen := table.filter(**equals)):
         raise ValueError(f"{args.table}: no row has {', '.join(f'{n}={v}' for n, v in equals.items()) or 'anything'}")
     formulas = vaemem.fit(**asked | {"table": chosen})
-    print(str(formulas) if args.format == "text" else getattr(formulas, args.format)())
+    _print(formulas, args.format)
 
 
 @command("vaemem:compare", "table byte_target rows predict only_sizes markdown_format")
@@ -353,7 +352,7 @@ def run_formula(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     else:
         found = vaemem.formula(args.model, args.op, height=side, width=side, **asked)
     found = found.over(_has_bar(), least=least, most=most, step=args.step, batches=range(1, args.batch + 1))
-    print({"python": found.python, "latex": found.latex, "json": found.to_json}.get(args.format, found.__str__)())
+    _print(found, args.format)
 
 
 @command(
@@ -366,8 +365,6 @@ def run_measure(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     from vaemem.pipelines.asked import image_sides
     from vaemem.pipelines.components import PIPELINES, known_pipeline
 
-    if args.csv:
-        check_writable(args.csv)
     loaded = {name: asked[name] for name in ("dtype", "offload", "vae") if name in asked}
     called: dict[str, Any] = {name: asked[name] for name in ("batch", "steps") if name in asked}
     known = PIPELINES[known_pipeline("source", args.source)] if args.random else None
@@ -402,15 +399,13 @@ def run_explain(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     elif os.path.isfile(text):
         data = Path(text).read_bytes()
         text = data.decode("utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8", "replace")
-    explained = vaemem.explain(text, **asked)
-    print(explained if args.format == "text" else (explained.to_json() or "").rstrip())
+    _print(vaemem.explain(text, **asked), args.format)
 
 
 @command("vaemem:bound", "application models dtypes sides gpus memory cudnn_version torch_version python_format")
 def run_bound(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """Formulas that ComfyUI and InvokeAI can paste: above every prediction of a domain."""
-    found = vaemem.bound(**asked, progress=_has_bar())
-    print(found if args.format == "text" else found.python().rstrip("\n"))
+    _print(vaemem.bound(**asked, progress=_has_bar()), args.format)
 
 
 @command("vaemem.published.reproduce:print_all", "no_table rows_csv seconds plan equation guide")
@@ -427,8 +422,6 @@ def run_reproduce(args: argparse.Namespace, asked: dict[str, Any]) -> None:
             raise ValueError("--seconds, --plan, --equation, --guide: want neither a table nor --csv beside them")
         print("\n\n".join(reports))
         return
-    if args.csv:
-        check_writable(args.csv)
     print_all(args.table, args.csv)
 
 
@@ -503,6 +496,8 @@ def _run(run: Action, known: Mapping[str, inspect.Parameter], args: argparse.Nam
     given |= {name: dict(given[name]) for name in ("components", "calibrate") if isinstance(given.get(name), list)}
     if isinstance(given.get("calibrate"), str):
         given["calibrate"] = _table(given["calibrate"])
+    if getattr(args, "csv", None):
+        check_writable(args.csv)
     return run(args, given)
 
 

@@ -132,14 +132,14 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _are_sizes(value: object) -> bool:
+def are_sizes(value: object) -> bool:
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 64 for n in value)
 
 
 FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {  # of a tensor: what each is, and whether it is
     "dtype": ("a type of the format", lambda value: isinstance(value, str) and value in BLOCKS.keys() - QUANTISED),
-    "shape": ("a list of integers from 0 to 2^64", _are_sizes),
-    "data_offsets": ("two integers from 0 to 2^64", lambda value: _are_sizes(value) and len(value) == 2),
+    "shape": ("a list of integers from 0 to 2^64", are_sizes),
+    "data_offsets": ("two integers from 0 to 2^64", lambda value: are_sizes(value) and len(value) == 2),
 }
 
 
@@ -197,25 +197,20 @@ class _Cursor:
         self.size, self.at = os.fstat(f.fileno()).st_size, 0
         self._file, self._end = f, min(self.size, MAX_HEADER)
 
-    def room_for(self, count: int, each: int, what: str) -> int:
-        """What so many take, checked before anything is made of it."""
+    def check_room(self, count: int, each: int, what: str) -> None:
+        """ValueError where so many cannot lie in what is left, before anything is made of them."""
         if count * each > self._end - self.at:
             raise ValueError(
                 f"header: want {shown(count)} {what} of {each} or more bytes at byte {self.at}, got "
                 f"{self._end - self.at} bytes up to the end of the file, or of {MAX_HEADER}"
             )
-        return count * each
-
-    def skip(self, count: int, each: int, what: str) -> None:
-        self.at += self.room_for(count, each, what)
-        self._file.seek(self.at)
 
     def take(self, count: int, each: int, what: str) -> bytes:
-        wanted = self.room_for(count, each, what)
-        taken = self._file.read(wanted)
-        if len(taken) < wanted:
+        self.check_room(count, each, what)
+        taken = self._file.read(count * each)
+        if len(taken) < count * each:
             raise ValueError("header: the file was cut while read")
-        self.at += wanted
+        self.at += count * each
         return taken
 
     def numbers(self, kind: str, count: int) -> tuple[Any, ...]:
@@ -226,7 +221,7 @@ class _Cursor:
 
     def names(self, count: int, each: int, what: str) -> Iterator[str]:
         """So many names, of which none comes twice; whoever takes one reads what belongs to it before the next."""
-        self.room_for(count, each, what)
+        self.check_room(count, each, what)
         found = set[str]()
         for _ in range(count):
             at, text = self.at, self.take(self.number("Q"), 1, "letters")
@@ -244,7 +239,7 @@ class _Cursor:
         if kind in SCALARS:
             return self.number(SCALARS[kind])
         if kind == STRING:
-            self.skip(self.number("Q"), 1, "letters")
+            self.take(self.number("Q"), 1, "letters")
             return None
         if kind != ARRAY:
             raise ValueError(f"header: want a value of a type that the format has, got {kind} before byte {self.at}")
@@ -252,9 +247,9 @@ class _Cursor:
         if kind in SCALARS and count <= MAX_DIMS:
             return self.numbers(SCALARS[kind], count)
         if kind in SCALARS:
-            self.skip(count, struct.calcsize(f"<{SCALARS[kind]}"), "numbers")
+            self.take(count, struct.calcsize(f"<{SCALARS[kind]}"), "numbers")
         elif kind == STRING:
-            self.room_for(count, 8, "texts")
+            self.check_room(count, 8, "texts")
             for _ in range(count):
                 self.value(STRING)
         else:

@@ -85,20 +85,18 @@ def spell(names: Iterable[str], layout: str, levels: int, prefix: str = "", laye
         side, (i, j) = found[1], divmod(int(found[2]), layers + (1 if found[1] == "down" else 2))
         return f"{side}.{i}.block.{j}." if j < layers + (side == "up") else f"{side}.{i}.{side}sample."
 
+    numbered = re.compile(r"(down|up)_blocks\.(\d+)\.")
+    number = {"ldm": (numbered, level), "bfl": (numbered, level), "hunyuan": (numbered, levelled)}
+    number["wan"] = re.compile(rf"{numbered.pattern}((?:resnets\.(\d+)|(?:down|up)sampler(?:s\.0)?)\.)?"), flat
     spelt, names = {}, list(names)
     residual = any(".upsampler." in name or ".downsampler." in name for name in names)
     for name in names:
         theirs = tiny.spell_tiny(name, layout)
         for mine, piece in _PIECES[layout].items():
             theirs = theirs.replace(mine, piece)
-        if _PIECES[layout] is _LDM:
-            theirs = re.sub(r"(down|up)_blocks\.(\d+)\.", level, theirs)
-        if layout == "wan":
-            theirs = re.sub(
-                r"(down|up)_blocks\.(\d+)\.((?:resnets\.(\d+)|(?:down|up)sampler(?:s\.0)?)\.)?", flat, theirs
-            )
-        if layout == "hunyuan":
-            theirs = re.sub(r"(down|up)_blocks\.(\d+)\.", levelled, theirs)
+        if layout in number:
+            pattern, change = number[layout]
+            theirs = pattern.sub(change, theirs)
         if layout == "bfl" and _QUANT.match(name):  # it is the encoder's, or the decoder's
             theirs = f"{half_of(name)}.{theirs}"
         spelt[name] = prefix + theirs
@@ -165,14 +163,8 @@ def check_shapes(
 
 # ---- detection ----
 
-_SCALING = (
-    "name",
-    "norm_eps",
-    "scaling_factor",
-    "shift_factor",
-    "latents_mean",
-    "latents_std",
-)  # what tensors cannot tell
+# What tensors cannot tell.
+_SCALING = ("name", "norm_eps", "scaling_factor", "shift_factor", "latents_mean", "latents_std")
 # Where several models have the same tensors, the first of them in the core's order is found: FLUX.1, whose tensors SD3
 # and Z-Image have too. But tensors of SD1.5, which are SDXL's and Playground's too, say nothing of the scaling.
 _AMBIGUOUS = {"sd15": {"name": "sd", "scaling_factor": None}}
@@ -270,8 +262,8 @@ def _find_arch(in_file: Shapes, layout: str, prefix: str, parts: str) -> Arch:
     widths, layers = _blocks_of(shapes, half, layout)
     flux2 = any(name.startswith("bn.") for name in shapes)
     sides = {half: widths}
-    if flux2 and parts == "all" and {"encoder", "decoder"} <= halves:  # only then may the halves differ
-        sides = {each: _blocks_of(shapes, each, layout)[0] for each in ("encoder", "decoder")}
+    if flux2 and parts == "all":  # only then may the halves differ
+        sides = {each: _blocks_of(shapes, each, layout)[0] for each in ("encoder", "decoder") if each in halves}
 
     def votes(*where: tuple[str, int, int]) -> list[int]:
         """What tensors say of one number: each is found in a tensor's shape on an axis, times a factor."""

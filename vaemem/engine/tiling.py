@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections import Counter
@@ -201,11 +202,10 @@ class _Tiles:
     def open(self, arrays: Arrays) -> tuple[int, int]:
         """The addresses of the result and of what is held beside it."""
         floats = sum(self.floats())
-        try:
+        with contextlib.suppress(MemoryError):
             return arrays.open_tiles(self.runner.core, floats)
-        except MemoryError:
-            arrays.close_tiles()
-            self.runner.trim()  # the arena that an earlier run has left
+        arrays.close_tiles()
+        self.runner.trim()  # the arena that an earlier run has left
         try:
             return arrays.open_tiles(self.runner.core, floats)
         except MemoryError as error:

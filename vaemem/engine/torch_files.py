@@ -17,17 +17,13 @@ from typing import IO, Any
 
 from vaemem import _core
 from vaemem.engine.configs import shown
-from vaemem.engine.file_tensors import BLOCKS, MAX_HEADER, FileTensor, bytes_of
+from vaemem.engine.file_tensors import BLOCKS, MAX_HEADER, FileTensor, are_sizes, bytes_of
 
 ARCHIVE = b"PK\x03\x04"
 _STORAGES = {"Float": "F32", "Half": "F16", "BFloat16": "BF16", "Double": "F64", "Long": "I64", "Int": "I32"}
 _STORAGES |= {"Short": "I16", "Char": "I8", "Byte": "U8", "Bool": "BOOL"}
 _STORAGES = {f"torch.{name}Storage": dtype for name, dtype in _STORAGES.items()}
 _LOCAL_HEADER = 30  # bytes, before an entry's name and what it has besides
-
-
-def _are_sizes(value: Any) -> bool:
-    return isinstance(value, tuple) and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
 
 
 def _tensor(name: str, value: Any, storages: Mapping[str, tuple[int, int]]) -> FileTensor | None:
@@ -39,7 +35,7 @@ def _tensor(name: str, value: Any, storages: Mapping[str, tuple[int, int]]) -> F
     try:
         (tag, kind, key, _, _), offset, shape, strides = value[1][:4]
         at, size = storages[key]
-        good = tag == "storage" and isinstance(kind, str) and _are_sizes((offset, *shape, *strides))
+        good = tag == "storage" and isinstance(kind, str) and are_sizes([offset, *shape, *strides])
     except (TypeError, ValueError, KeyError):
         good = False
     if not good or len(shape) != len(strides):
