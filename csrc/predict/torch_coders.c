@@ -51,7 +51,8 @@ static void activate(walk *w, tensor *h, activation how, path name) {
     bind(w, h, product);
 }
 
-static tensor resnet(walk *w, const tensor *x, size_t c, path name) {
+static tensor resnet(walk *w, frame *f, const tensor *x, size_t c, path name) {
+    (void)f;
     const path norm1 = at(name, ".norm1"), norm2 = at(name, ".norm2");
     tensor h = norm(w, x, norm1);
     activate(w, &h, w->frames->resnet, norm1);
@@ -61,7 +62,7 @@ static tensor resnet(walk *w, const tensor *x, size_t c, path name) {
     bind(w, &h, conv3(w, &h, c, at(name, ".conv2")));
     tensor skip = *x;
     if (x->c != c) {
-        const path shortcut = at(name, w->frames->diffusers ? ".conv_shortcut" : ".nin_shortcut");
+        const path shortcut = at(name, ".%s", vm_walk_names(w->vae->arch, w->vae->runtime)->in_resnet[4]);
         const tensor in = w->frames->diffusers ? contiguous(w, x, shortcut) : *x;
         skip = conv1(w, &in, c, shortcut);
         give_copy(w, &in, x);
@@ -72,25 +73,6 @@ static tensor resnet(walk *w, const tensor *x, size_t c, path name) {
     give_copy(w, &skip, x);
     give(w, &h);
     return y;
-}
-
-/* drops: nobody else names x, so it goes as soon as the first resnet is done. */
-static tensor mid(walk *w, const tensor *x, bool drops, path name) {
-    const bool d = w->frames->diffusers;
-    const path attention = at(name, d ? "mid_block.attentions.0" : "mid.attn_1");
-    tensor h = resnet(w, x, x->c, at(name, d ? "mid_block.resnets.0" : "mid.block_1"));
-    if (drops) give(w, x);
-    if (w->vae->arch->mid_block_add_attention) bind(w, &h, w->frames->attention(w, &h, attention));
-    bind(w, &h, resnet(w, &h, x->c, at(name, d ? "mid_block.resnets.1" : "mid.block_2")));
-    return h;
-}
-
-/* norm, silu, conv_out of *x, which is bound to the result. */
-static void finish(walk *w, tensor *x, size_t c, path name) {
-    const path normed = at(name, w->frames->diffusers ? "conv_norm_out" : "norm_out");
-    bind(w, x, norm(w, x, normed));
-    activate(w, x, w->frames->last, normed);
-    bind(w, x, conv3(w, x, c, at(name, "conv_out")));
 }
 
 tensor vm_walk_downsample(walk *w, const tensor *x, path name) {
@@ -117,70 +99,21 @@ tensor vm_walk_upsample(walk *w, const tensor *x, path name) {
 
 /* ---- encoder and decoder ---- */
 
-/* way: "down" or "up". */
-static path block_name(const walk *w, path half, const char *way, size_t level, size_t block, bool resamples) {
-    const path top = at(half, w->frames->diffusers ? "%s_blocks.%zu" : "%s.%zu", way, level);
-    if (resamples) return at(top, w->frames->diffusers ? ".%ssamplers.0.conv" : ".%ssample.conv", way);
-    return at(top, w->frames->diffusers ? ".resnets.%zu" : ".block.%zu", block);
+static tensor conv_at_end(walk *w, frame *f, const tensor *x, size_t c, path name) {
+    (void)f;
+    return conv3(w, x, c, name);
 }
 
-enum { MOST_KEPT = VM_MAX_LEVELS * (VM_MAX_LAYERS + 1) + 1 };
+static tensor attention(walk *w, const tensor *x, path name) { return w->frames->attention(w, x, name); }
 
-tensor vm_walk_encoder(walk *w, const tensor *image) {
-    const vm_arch *a = w->vae->arch;
-    const size_t *width = vm_arch_widths(a, VM_ENCODE);
-    const bool d = w->frames->diffusers, lists = w->frames->lists;
-    const path name = {"encoder."};
-    tensor h = conv3(w, image, width[0], at(name, "conv_in"));
-    tensor kept[MOST_KEPT]; /* the list; diffusers: the caller's name holds the input of a level, or of mid */
-    size_t keeps = 0;
-    for (size_t level = 0; level < a->levels; level++) {
-        const tensor held = h;
-        for (size_t i = 0; i < a->layers_per_block + (level + 1 < a->levels); i++) {
-            const bool down = i == a->layers_per_block;
-            const path block = block_name(w, name, "down", level, i, down);
-            const tensor y = down ? vm_walk_downsample(w, &h, block) : resnet(w, &h, width[level], block);
-            if (lists)
-                kept[keeps++] = h;
-            else if (!d || h.id != held.id)
-                give(w, &h);
-            h = y;
-        }
-        if (d) give(w, &held);
-    }
-    if (d || lists || w->frames->rolls) kept[keeps++] = h;
-    h = mid(w, &h, !keeps, name);
-    if (d) give(w, &kept[--keeps]);
-    finish(w, &h, 2 * a->latent_channels, name);
-    for (size_t i = 0; i < keeps; i++) give(w, &kept[i]);
-    return h;
+static tensor resample(walk *w, frame *f, const tensor *x, const part *p) {
+    (void)f;
+    return (w->vae->op == VM_DECODE ? vm_walk_upsample : vm_walk_downsample)(w, x, at(p->name, ".conv"));
 }
 
-tensor vm_walk_decoder(walk *w, const tensor *z) {
-    const vm_arch *a = w->vae->arch;
-    const size_t *width = vm_arch_widths(a, VM_DECODE);
-    const path name = {"decoder."};
-    const bool d = w->frames->diffusers, rolls = w->frames->rolls;
-    tensor h = conv3(w, z, width[a->levels - 1], at(name, "conv_in")), held = h;
-    h = mid(w, &h, !d, name);
-    if (d) give(w, &held); /* by the caller's name, here and below */
-    if (w->dtype != w->vae->dtype) {
-        w->dtype = w->vae->dtype;
-        bind(w, &h, take_like(w, &h, at((path){"decoder"}, " [to %s]", vm_dtype_name(w->dtype))));
-    }
-    for (size_t i = 0; i < a->levels; i++) {
-        const size_t level = a->levels - 1 - i; /* diffusers numbers by order, the others by size */
-        if (d || !i) held = h;
-        for (size_t j = 0; j < a->layers_per_block + 1 + (level > 0); j++) {
-            const bool up = j == a->layers_per_block + 1;
-            const path block = block_name(w, name, "up", d ? i : level, j, up);
-            const tensor y = up ? vm_walk_upsample(w, &h, block) : resnet(w, &h, width[level], block);
-            if (!(d || rolls) || h.id != held.id) give(w, &h);
-            h = y;
-        }
-        if (d) give(w, &held);
-    }
-    finish(w, &h, a->out_channels, name);
-    if (rolls) give(w, &held);
-    return h;
+static void activate_last(walk *w, tensor *x, path name) { activate(w, x, w->frames->last, name); }
+
+tensor vm_walk_coder(walk *w, const tensor *x) {
+    static const blocks own = {conv_at_end, resnet, attention, resample, norm, activate_last};
+    return vm_walk_half(w, NULL, &own, x);
 }

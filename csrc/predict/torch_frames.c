@@ -24,7 +24,6 @@
 enum { WITH_TILES = 34, FLOAT_NORM = 38 };
 
 static bool is_comfyui(const walk *w) { return w->vae->runtime == VM_TORCH_COMFYUI; }
-static bool is_wan(const walk *w) { return w->vae->arch->family == VM_WAN; }
 
 static void keep(walk *w, frame *f, const tensor *x, path name) {
     if (is_wan(w) && !is_comfyui(w) && f->count < MOST_CACHED)
@@ -63,10 +62,10 @@ static tensor causal(walk *w, const tensor *x, size_t k, size_t side, path name)
     return y;
 }
 
-/* The same of a name that is bound to the result, with its cache. */
-static void remember_and_convolve(walk *w, frame *f, tensor *x, size_t k, path name) {
+/* The same with its cache. */
+static tensor remember_and_convolve(walk *w, frame *f, const tensor *x, size_t c, path name) {
     keep(w, f, x, name);
-    bind(w, x, causal(w, x, k, 3, name));
+    return causal(w, x, c, 3, name);
 }
 
 /* GroupNorm; or F.normalize(x) * scale * gamma + bias. From 0.38 on half precision is normalised in float32, and a name
@@ -97,17 +96,18 @@ static void silu(walk *w, tensor *x, path name) { bind(w, x, take_like(w, x, at(
 
 static tensor resnet(walk *w, frame *f, const tensor *x, size_t c, path name) {
     const bool comfyui = is_comfyui(w);
-    const path shortcut = at(name, comfyui ? ".shortcut" : ".conv_shortcut");
+    const char *const *own = vm_walk_names(w->vae->arch, w->vae->runtime)->in_resnet;
+    const path shortcut = at(name, ".%s", own[4]);
     tensor skip = *x;
     if (x->c != c && !comfyui) skip = causal(w, x, c, 1, shortcut);
     tensor h = *x;
-    for (int i = 1; i <= 2; i++) {
-        const path own = comfyui ? at(name, ".residual.%d", 3 * i - 3) : at(name, ".norm%d", i);
-        const tensor normed = normalise(w, &h, own);
+    for (int i = 0; i < 4; i += 2) {
+        const path norm = at(name, ".%s", own[i]);
+        const tensor normed = normalise(w, &h, norm);
         give_copy(w, &h, x);
         h = normed;
-        silu(w, &h, own);
-        remember_and_convolve(w, f, &h, c, comfyui ? at(name, ".residual.%d", 4 * i - 2) : at(name, ".conv%d", i));
+        silu(w, &h, norm);
+        bind(w, &h, remember_and_convolve(w, f, &h, c, at(name, ".%s", own[i + 1])));
     }
     if (x->c != c && comfyui) skip = causal(w, x, c, 1, shortcut);
     const tensor y = take_like(w, &h, name);
@@ -161,102 +161,22 @@ static tensor attention(walk *w, const tensor *x, path name) {
     return y;
 }
 
-/* Of an input that it gives back. */
-static tensor mid(walk *w, frame *f, tensor x, path half) {
-    static const char *const names[2][3] = {{"mid_block.resnets.0", "mid_block.attentions.0", "mid_block.resnets.1"},
-                                            {"middle.0", "middle.1", "middle.2"}};
-    const char *const *name = names[is_comfyui(w)];
-    tensor h = resnet(w, f, &x, x.c, at(half, "%s", name[0]));
-    if (is_comfyui(w)) give(w, &x);
-    if (w->vae->arch->mid_block_add_attention) bind(w, &h, attention(w, &h, at(half, "%s", name[1])));
-    bind(w, &h, resnet(w, f, &h, x.c, at(half, "%s", name[2])));
-    if (!is_comfyui(w)) give(w, &x); /* which its caller's name held */
-    return h;
-}
-
-static void finish(walk *w, frame *f, tensor *x, size_t c, path half) {
-    const path name = at(half, is_comfyui(w) ? "head.0" : "norm_out");
-    bind(w, x, normalise(w, x, name));
-    silu(w, x, name);
-    remember_and_convolve(w, f, x, c, at(half, is_comfyui(w) ? "head.2" : "conv_out"));
-}
-
-/* An input that is the caller's. */
-static tensor begin(walk *w, frame *f, const tensor *x, size_t c, path half) {
-    const path name = at(half, is_comfyui(w) ? "conv1" : "conv_in");
-    keep(w, f, x, name);
-    return causal(w, x, c, 3, name);
-}
-
-/* ---- what is moved between channels and pixels ---- */
-
-/* Of so many channels. */
-static tensor take_moved(walk *w, const tensor *x, size_t c, size_t h, size_t wide, path name) {
-    return take(w, x->n, c, h, wide, CONTIGUOUS, at(name, " [moved]"));
-}
-
-static bool divides(walk *w, size_t all, size_t c, path name) {
-    if (!w->status && all % c)
-        w->status =
-            vm_fail(VM_EINVAL, "config: %s: want channels that are whole groups of %zu, got %zu", name.text, c, all);
-    return !w->status;
-}
-
-/* x as `side` times as few rows and columns of c channels, each the mean of a group; frames: of zeros and x, whose
- * numbers count as channels. */
-static tensor average(walk *w, const tensor *x, size_t frames, size_t side, size_t c, path name) {
-    const size_t all = VM_PRODUCT(x->c, frames, side, side), h = x->h / side, wide = x->w / side;
-    if (!divides(w, all, c, name)) return *x;
-    tensor y = *x;
-    if (is_wan(w)) y = take(w, x->n, VM_PRODUCT(x->c, frames), x->h, x->w, CONTIGUOUS, at(name, " [pad]"));
-    if (side > 1 && (!is_wan(w) || h * wide > 1)) {
-        const tensor moved = take_moved(w, x, all, h, wide, name);
-        give_copy(w, &y, x);
-        y = moved;
-    }
-    const tensor mean = take(w, x->n, c, h, wide, CONTIGUOUS, at(name, " [mean]"));
-    give_copy(w, &y, x);
-    return mean;
-}
-
-/* x as `side` times as many rows and columns of c channels, in so many frames, by repetition. */
-static tensor repeat(walk *w, const tensor *x, size_t frames, size_t side, size_t c, path name) {
-    const size_t all = VM_PRODUCT(c, frames, side, side);
-    if (!divides(w, all, x->c, name)) return *x;
-    tensor y = take(w, x->n, all, x->h, x->w, CONTIGUOUS, at(name, " [repeated]"));
-    if (side > 1 && x->h * x->w > 1) bind(w, &y, take_moved(w, x, all / (side * side), x->h * side, x->w * side, name));
-    y.c = c; /* of the last frame, a view */
-    y.h = x->h * side;
-    y.w = x->w * side;
-    return y;
-}
-
-/* *h + moved, which goes. */
-static void add_moved(walk *w, tensor *h, tensor moved, path name) {
-    const tensor y = take_like(w, h, at(name, " [sum]"));
-    vm_trace_move(w->t, y.bytes);
-    give(w, &moved);
-    bind(w, h, y);
-}
-
 /* HunyuanImage's resamplers, to c channels. */
 static tensor shuffle(walk *w, const tensor *x, size_t c, bool down, path name) {
     const size_t h = down ? x->h / 2 : x->h * 2, wide = down ? x->w / 2 : x->w * 2;
-    if (down && !divides(w, c, 4, name)) return *x;
+    if (down && !vm_walk_divides(w, c, 4, name)) return *x;
     tensor y = conv3(w, x, down ? c / 4 : 4 * c, at(name, ".conv"));
     if (down || x->h * x->w > 1)
-        bind(w, &y, take_moved(w, &y, c, h, wide, name));
+        bind(w, &y, vm_walk_moved(w, &y, c, h, wide, name));
     else
         y = (tensor){.id = y.id, .n = y.n, .c = c, .h = h, .w = wide, .layout = CHANNELS_LAST, .bytes = y.bytes};
-    tensor moved = down ? average(w, x, 1, 2, c, name) : repeat(w, x, 1, 2, c, name);
+    tensor moved = down ? vm_walk_average(w, x, 1, 2, c, name) : vm_walk_repeat(w, x, 1, 2, c, name);
     if (!down) moved.layout = y.layout;
-    add_moved(w, &y, moved, name);
+    vm_walk_add(w, &y, moved, name);
     return y;
 }
 
-/* ---- encoder and decoder ---- */
-
-bool vm_walk_is_temporal(const vm_arch *a, size_t level) { return a->residual ? a->temporal[level] : level > 0; }
+/* ---- resamplers, encoder and decoder ---- */
 
 /* In float32, in diffusers. */
 static tensor upsample(walk *w, const tensor *x, size_t c, path name) {
@@ -273,86 +193,21 @@ static tensor upsample(walk *w, const tensor *x, size_t c, path name) {
     return y;
 }
 
-static tensor encoder(walk *w, frame *f, const tensor *image) {
-    const vm_arch *a = w->vae->arch;
-    const size_t *width = vm_arch_widths(a, VM_ENCODE), last = a->levels - 1, moments = 2 * a->latent_channels;
-    const path name = {"encoder."};
-    tensor h = begin(w, f, image, width[0], name);
-    size_t block = 0;
-    for (size_t level = 0; level <= last; level++) {
-        const path top = at(name, "down_blocks.%zu", level);
-        const tensor held = h; /* where a level is a module: by its caller's name */
-        tensor begun = h;
-        if (a->residual) begun = take_like(w, &h, at(top, " [clone]"));
-        for (size_t i = 0; i < a->layers_per_block + (level < last); i++) {
-            const bool down = i == a->layers_per_block;
-            const path flat = at(name, is_comfyui(w) ? "downsamples.%zu" : "down_blocks.%zu", block++),
-                       own = at(top, down ? ".downsampler" : ".resnets.%zu", i);
-            const path one = a->residual ? own : flat, resample = at(one, ".resample.1");
-            tensor y;
-            if (!down)
-                y = resnet(w, f, &h, width[level], one);
-            else if (is_wan(w))
-                y = vm_walk_downsample(w, &h, resample);
-            else
-                y = shuffle(w, &h, width[level + 1], true, one);
-            if (down && vm_walk_is_temporal(a, level))
-                keep(w, f, &y, resample); /* what halves the frames too keeps its last one */
-            if (!a->residual || h.id != held.id) give(w, &h);
-            h = y;
-        }
-        if (!a->residual) continue;
-        const size_t frames = level < last && vm_walk_is_temporal(a, level) ? 2 : 1, side = level < last ? 2 : 1;
-        add_moved(w, &h, average(w, &begun, frames, side, width[level], at(top, ".avg_shortcut")), top);
-        give(w, &begun);
-        give(w, &held);
-    }
-    h = mid(w, f, h, name);
-    const tensor residual = is_wan(w) ? h : average(w, &h, 1, 1, moments, at(name, "mean"));
-    finish(w, f, &h, moments, name);
-    if (!is_wan(w)) add_moved(w, &h, residual, name);
-    return h;
+static tensor resample(walk *w, frame *f, const tensor *x, const part *p) {
+    const bool down = w->vae->op == VM_ENCODE;
+    const path own = at(p->name, ".resample.1");
+    if (!is_wan(w)) return shuffle(w, x, p->out, down, p->name);
+    if (!down) return upsample(w, x, p->out, own);
+    const tensor y = vm_walk_downsample(w, x, own);
+    if (vm_walk_is_temporal(w->vae->arch, p->level))
+        keep(w, f, &y, own); /* what halves the frames keeps its last one */
+    return y;
 }
 
-static tensor decoder(walk *w, frame *f, const tensor *z) {
-    const vm_arch *a = w->vae->arch;
-    const size_t *width = vm_arch_widths(a, VM_DECODE), last = a->levels - 1, patch = VM_MAX(a->image_patch, 1);
-    const bool comfyui = is_comfyui(w), flat = comfyui || !is_wan(w);
-    const path name = {"decoder."};
-    tensor h = begin(w, f, z, width[last], name);
-    if (!is_wan(w)) add_moved(w, &h, repeat(w, z, 1, 1, width[last], at(name, "repeated")), name);
-    h = mid(w, f, h, name);
-    tensor held = h; /* by a caller's name: a level's input, in ComfyUI the first one's to the end */
-    for (size_t i = 0, block = 0; i <= last; i++) {
-        const size_t level = last - i;
-        const path up = at(name, "up_blocks.%zu", i);
-        tensor begun = h;
-        if (a->residual) begun = take_like(w, &h, at(up, " [clone]"));
-        for (size_t j = 0; j < a->layers_per_block + 1 + (i < last); j++, block++) {
-            const bool widens = j > a->layers_per_block;
-            const path own = widens ? at(up, a->residual ? ".upsampler" : ".upsamplers.0") : at(up, ".resnets.%zu", j);
-            const path one = flat ? at(name, comfyui ? "upsamples.%zu" : "up_blocks.%zu", block) : own;
-            tensor y;
-            if (!widens)
-                y = resnet(w, f, &h, width[level], one);
-            else if (is_wan(w))
-                y = upsample(w, &h, a->residual ? h.c : h.c / 2, at(one, ".resample.1"));
-            else
-                y = shuffle(w, &h, width[level - 1], false, one);
-            if (!is_wan(w) || h.id != held.id) give(w, &h);
-            h = y;
-        }
-        if (a->residual && level) {
-            const size_t frames = vm_walk_is_temporal(a, level - 1) ? 2 : 1;
-            add_moved(w, &h, repeat(w, &begun, frames, 2, h.c, at(up, ".avg_shortcut")), up);
-        }
-        if (a->residual) give(w, &begun);
-        if (!flat) bind(w, &held, h);
-    }
-    if (!comfyui) held.id = EXTERNAL; /* h, which goes with the norm */
-    finish(w, f, &h, VM_PRODUCT(a->out_channels, patch, patch), name);
-    give(w, &held);
-    return h;
+/* Encoder or decoder. */
+static tensor half(walk *w, frame *f, const tensor *x) {
+    static const blocks own = {remember_and_convolve, resnet, attention, resample, normalise, silu};
+    return vm_walk_half(w, f, &own, x);
 }
 
 /* Patches of 2x2 pixels as channels, or back. */
@@ -366,18 +221,18 @@ tensor vm_walk_frame(walk *w, const tensor *x) {
     const bool patches = w->vae->arch->image_patch;
     frame f = {0};
     tensor h, y;
-    if (!is_wan(w)) return w->vae->op == VM_DECODE ? decoder(w, &f, x) : encoder(w, &f, x);
+    if (!is_wan(w)) return half(w, &f, x);
     if (w->vae->op == VM_DECODE) {
         const bool comfyui = is_comfyui(w);
         const tensor latents = causal(w, x, z, 1, at((path){""}, comfyui ? "conv2" : "post_quant_conv"));
-        h = decoder(w, &f, &latents);
+        h = half(w, &f, &latents);
         if (patches) bind(w, &h, vm_walk_patch(w, &h, true));
         y = take_like(w, &h, at((path){""}, comfyui ? "decode [cat]" : "decode [clamp]"));
         forget(w, &f);
         give(w, &latents);
     } else {
         const tensor image = patches ? vm_walk_patch(w, x, false) : *x;
-        h = encoder(w, &f, &image);
+        h = half(w, &f, &image);
         y = causal(w, &h, 2 * z, 1, at((path){""}, is_comfyui(w) ? "conv1" : "quant_conv"));
         if (w->vae->release < WITH_TILES) { /* mean and log-variance apart, and together again */
             const tensor moments = take_like(w, &y, (path){"encode [cat]"});
@@ -401,10 +256,10 @@ tensor vm_walk_frame_tile(walk *w, frame *f, const tensor *part) {
     give(w, &f->named);
     if (w->vae->op == VM_DECODE) {
         f->named = causal(w, part, z, 1, (path){"post_quant_conv"});
-        bind(w, &f->result, decoder(w, f, &f->named));
+        bind(w, &f->result, half(w, f, &f->named));
     } else {
         give(w, &f->result);
-        const tensor h = encoder(w, f, part);
+        const tensor h = half(w, f, part);
         f->result = causal(w, &h, 2 * z, 1, (path){"quant_conv"});
         give(w, &h);
     }

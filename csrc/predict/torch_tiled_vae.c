@@ -64,43 +64,37 @@ static void resnet(worker *k, size_t c, path name) {
     add(k);
 }
 
-static void mid(worker *k, path half) {
-    const path name = at(half, "mid."), attention = at(name, "attn_1");
-    resnet(k, k->tile.c, at(name, "block_1"));
-    if (k->w->vae->arch->mid_block_add_attention) {
-        store(k, k->tile);
-        apply_norm(k, at(attention, ".norm"));
-        next(k, vm_walk_attention_of_tile(k->w, &k->tile, attention));
-        add(k);
-    }
-    resnet(k, k->tile.c, at(name, "block_2"));
+static void attend(worker *k, path name) {
+    store(k, k->tile);
+    apply_norm(k, at(name, ".norm"));
+    next(k, vm_walk_attention_of_tile(k->w, &k->tile, name));
+    add(k);
 }
 
 /* The queue on x, which the worker takes over. */
 static void run(worker *k, tensor x) {
-    const vm_arch *a = k->w->vae->arch;
     const bool decodes = k->w->vae->op == VM_DECODE;
-    const path half = at((path){""}, decodes ? "decoder." : "encoder.");
-    const size_t *c = vm_arch_widths(a, k->w->vae->op), last = a->levels - 1;
+    part part[MOST_PARTS];
+    const size_t parts = vm_walk_parts(k->w->vae->arch, VM_TORCH_A1111, k->w->vae->op, part);
     k->tile = x;
-    next(k, conv3(k->w, &x, c[decodes ? last : 0], at(half, "conv_in")));
-    if (decodes) mid(k, half);
-    for (size_t i = 0; i <= last; i++) {
-        const size_t level = decodes ? last - i : i;
-        const path name = at(half, "%s.%zu", decodes ? "up" : "down", level);
-        for (size_t j = 0; j < a->layers_per_block + decodes; j++) resnet(k, c[level], at(name, ".block.%zu", j));
-        if (i == last) break;
-        next(k, decodes ? vm_walk_upsample(k->w, &k->tile, at(name, ".upsample.conv"))
-                        : vm_walk_downsample(k->w, &k->tile, at(name, ".downsample.conv")));
+    for (size_t i = 0; i < parts; i++) {
+        const struct part *p = &part[i];
+        if (p->kind == RESNET) {
+            resnet(k, p->out, p->name);
+        } else if (p->kind == ATTENTION) {
+            attend(k, p->name);
+        } else if (p->kind == RESAMPLER) {
+            next(k, (decodes ? vm_walk_upsample : vm_walk_downsample)(k->w, &k->tile, at(p->name, ".conv")));
+        } else if (p->kind != NORM_OUT) {
+            next(k, conv3(k->w, &k->tile, p->out, p->name));
+        } else if (k->learns) {
+            learn(k, p->name);
+            give(k->w, &k->tile);
+            return;
+        } else {
+            apply_norm(k, p->name);
+        }
     }
-    if (!decodes) mid(k, half);
-    if (k->learns) {
-        learn(k, at(half, "norm_out"));
-        give(k->w, &k->tile);
-        return;
-    }
-    apply_norm(k, at(half, "norm_out"));
-    next(k, conv3(k->w, &k->tile, decodes ? a->out_channels : 2 * a->latent_channels, at(half, "conv_out")));
 }
 
 size_t vm_walk_pad(const vm_trace_vae *vae) { return vae->op == VM_DECODE ? 11 : 32; }

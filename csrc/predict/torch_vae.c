@@ -1,4 +1,4 @@
-/* The traces of VAEs: the methods that a runtime calls, around the encoder and the decoder of torch_coders.c.
+/* The traces of VAEs: the methods that a runtime calls, around the encoder and the decoder of torch_halves.c.
  *
  * Sources: diffusers' AutoencoderKL (tiles and slices); BFL's AutoEncoder; CompVis' ldm/models/autoencoder.py, which
  * A1111 calls too; ComfyUI's comfy/sd.py (class VAE), comfy/utils.py (tiled_scale) and
@@ -11,7 +11,7 @@ static tensor half_of_model(walk *w, const tensor *x) {
     const size_t tile = decodes ? w->vae->tile / vm_arch_factor(w->vae->arch) : w->vae->tile;
     if (w->vae->runtime == VM_TORCH_A1111 && tile && VM_MAX(x->h, x->w) > tile + 2 * vm_walk_pad(w->vae))
         return vm_walk_tiled_vae(w, x);
-    return decodes ? vm_walk_decoder(w, x) : vm_walk_encoder(w, x);
+    return vm_walk_coder(w, x);
 }
 
 static tensor encode_moments(walk *w, const tensor *image) {

@@ -3,7 +3,8 @@
  *
  *   torch_walk.h       tensors and operators
  *   torch_attention.c  the attention blocks
- *   torch_coders.c     the other blocks, encoder and decoder
+ *   torch_halves.c     encoders and decoders as lists of modules
+ *   torch_coders.c     the other blocks of AutoencoderKL
  *   torch_frames.c     one frame of VAEs that are made for videos
  *   torch_tiny.c       tiny autoencoders
  *   torch_tiled_vae.c  these tile by tile, as A1111's extension runs them
@@ -104,6 +105,8 @@ static inline tensor contiguous(walk *w, const tensor *x, path name) { return de
 static inline void give_copy(walk *w, const tensor *copy, const tensor *of) {
     if (copy->id != of->id) give(w, copy);
 }
+
+static inline bool is_wan(const walk *w) { return w->vae->arch->family == VM_WAN; }
 
 /* ---- weights ---- */
 
@@ -218,8 +221,8 @@ layout vm_walk_seen(const tensor *x);
 
 tensor vm_walk_downsample(walk *w, const tensor *x, path name);
 tensor vm_walk_upsample(walk *w, const tensor *x, path name);
-tensor vm_walk_encoder(walk *w, const tensor *image);
-tensor vm_walk_decoder(walk *w, const tensor *z);
+/* AutoencoderKL's encoder or decoder. */
+tensor vm_walk_coder(walk *w, const tensor *x);
 /* Either half by A1111's extension Tiled VAE; vm_walk_pad: what it adds to a tile on each side. */
 tensor vm_walk_tiled_vae(walk *w, const tensor *x);
 size_t vm_walk_pad(const vm_trace_vae *vae);
@@ -239,10 +242,66 @@ typedef struct frame {
     tensor cached[MOST_CACHED], named, result;
 } frame;
 
-/* Moments or the image. */
-tensor vm_walk_frame(walk *w, const tensor *x);
+/* ---- encoders and decoders ---- */
+
+/* How a runtime's code of a family names their modules. */
+typedef struct names {
+    const char *mid[3], *ends[3]; /* ends: the first convolution, and the last with its norm before it */
+    const char *level[2];         /* an encoder's, a decoder's */
+    const char *in_level[3];      /* a resnet, an encoder's and a decoder's resampler */
+    const char *in_resnet[5];     /* norm, convolution, norm, convolution, the convolution of a shortcut */
+    bool by_size;                 /* levels are numbered from the image's on, else by order of use */
+} names;
+
+const names *vm_walk_names(const vm_arch *arch, vm_trace_runtime runtime);
+
+typedef enum part_kind { CONV_IN, RESNET, ATTENTION, RESAMPLER, NORM_OUT, CONV_OUT } part_kind;
+
+/* In place of a level: what stands before all levels, in the middle, and at the end. */
+enum { BEGIN = VM_MAX_LEVELS, MID, END, MOST_PARTS = VM_MAX_LEVELS * (VM_MAX_LAYERS + 2) + 6 };
+
+/* A module of an encoder or a decoder, from `in` to `out` channels. */
+typedef struct part {
+    part_kind kind;
+    size_t level, in, out;
+    bool begins, ends; /* its level, or the middle */
+    path name;
+} part;
+
+/* The modules of a half in the order of their calls; how many. */
+size_t vm_walk_parts(const vm_arch *arch, vm_trace_runtime runtime, vm_op op, part item[MOST_PARTS]);
+
 /* Whether the resampler behind an encoder's level, which is that before a decoder's, is one of frames too. */
 bool vm_walk_is_temporal(const vm_arch *arch, size_t level);
+
+/* What a family's modules are, each of which gives its output and leaves its input to the caller. activate: in place of
+ * x, named after its norm. */
+typedef struct blocks {
+    tensor (*conv)(walk *w, frame *f, const tensor *x, size_t c, path name);
+    tensor (*resnet)(walk *w, frame *f, const tensor *x, size_t c, path name);
+    tensor (*attention)(walk *w, const tensor *x, path name);
+    tensor (*resample)(walk *w, frame *f, const tensor *x, const part *p);
+    tensor (*norm)(walk *w, const tensor *x, path name);
+    void (*activate)(walk *w, tensor *x, path name);
+} blocks;
+
+/* f: for the blocks alone, or NULL. */
+tensor vm_walk_half(walk *w, frame *f, const blocks *blocks, const tensor *x);
+
+/* What is moved between channels and pixels, to so many channels. */
+tensor vm_walk_moved(walk *w, const tensor *x, size_t c, size_t h, size_t wide, path name);
+/* Whether `all` channels are whole groups of c; else the walk fails. */
+bool vm_walk_divides(walk *w, size_t all, size_t c, path name);
+/* x as `side` times as few rows and columns of c channels, each the mean of a group; frames: of zeros and x, whose
+ * numbers count as channels. */
+tensor vm_walk_average(walk *w, const tensor *x, size_t frames, size_t side, size_t c, path name);
+/* x as `side` times as many rows and columns of c channels, in so many frames, by repetition. */
+tensor vm_walk_repeat(walk *w, const tensor *x, size_t frames, size_t side, size_t c, path name);
+/* *h + moved, which goes. */
+void vm_walk_add(walk *w, tensor *h, tensor moved, path name);
+
+/* Moments or the image. */
+tensor vm_walk_frame(walk *w, const tensor *x);
 /* An image's patches of 2x2 pixels as channels, or back. */
 tensor vm_walk_patch(walk *w, const tensor *x, bool back);
 /* The next tile of some; then what the last of them leaves is given back, but its result. */
