@@ -383,7 +383,7 @@ def test_channels_last_copies_filters_one_by_one():
     assert plain.load("sdxl").nbytes == vae.nbytes and vae.channels_last
     largest = 512 * 512 * 9 * 2
     assert process.peak_allocated - plain.peak_allocated <= largest + MIB < process.peak_reserved
-    order = [size for _, _, size, _ in _core.Trace.weights(_core.models()["sdxl"], "diffusers", "float16").steps]
+    order = [2 * math.prod(shape) for _, shape, _ in _core.Trace.parameters(_core.models()["sdxl"], "diffusers")]
     assert list(vae.storages.values()) == order  # Module.to goes through them in the old order
 
 

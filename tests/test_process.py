@@ -183,12 +183,11 @@ def test_next_workspaces():
 
 
 def test_weights_are_placed():
-    arch = _core.models()["sd15"]
-    trace = _core.Trace.weights(arch, "diffusers", "float16")
     allocator, core = process()
-    addresses = core.place("weights", "weights of sd15", trace)
-    assert [core.bytes_at(address) for address in addresses] == [size for _, _, size, _ in trace.steps]
-    assert core.peak() == (None, [("weights of sd15", sum(size for _, _, size, _ in trace.steps))])
+    sizes = [1 << 20, 512, 3 << 20]
+    addresses = core.hold("weights of sd15", sizes, "weights")
+    assert [core.bytes_at(address) for address in addresses] == sizes
+    assert core.peak() == (None, [("weights of sd15", sum(sizes))]) and core.frames == ["weights", "weights of sd15"]
     core.release(addresses)
     assert allocator.memory_allocated() == 0
 
@@ -249,7 +248,7 @@ def play(core):
     trace = a_trace(random.Random(1))
     held = core.hold("held", [1 << 20] * 40)
     core.copy("weights", held, [2 << 20] * 40)
-    core.place("weights", "weights of sd15", _core.Trace.weights(_core.models()["sd15"], "diffusers", "float16"))
+    core.hold("weights of sd15", [1 << 20, 512] * 100, "weights")
     core.reset_peak()
     left, *_ = core.call(trace, [1 << 20] * len(trace.convs), [0] * len(trace.convs))
     core.release([*left.values(), *held[::2]])

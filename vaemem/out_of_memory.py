@@ -15,6 +15,7 @@ from vaemem._common import ELEMENT_BYTES, MIB, OPS, Answer, meant
 from vaemem.engine.configs import named_model
 from vaemem.prediction.gpus import CONTEXT, Gpu, coarse_names, find_gpu, gpu_names
 from vaemem.prediction.predict import Prediction
+from vaemem.prediction.process import parameter_bytes
 from vaemem.prediction.question import Card, Question, ask
 from vaemem.prediction.runtimes import PROGRAM_NAMES, architecture, code_of
 from vaemem.sdcpp.graphs import LATENT_CHANNELS, SDCPP_VERSION, graph
@@ -340,7 +341,7 @@ def _likeliest(runs: Iterable[tuple[Match, Question]], is_tile: bool) -> list[tu
 @functools.cache
 def _weights(model: str, dtype: str) -> int:
     """Bytes of a VAE's weights."""
-    return sum(size for _, _, size, _ in _core.Trace.weights(architecture(model), "diffusers", dtype).steps)
+    return sum(parameter_bytes(tuple(sorted(architecture(model).items())), "diffusers", dtype)[0])
 
 
 def _question(said: Mapping[str, int], model: str, match: Match, dtype: str, card: Gpu) -> Question:

@@ -163,27 +163,12 @@ static vm_status take_all(vm_process *p, uint32_t stamp, uint32_t name, const ui
     return done(p, s);
 }
 
-static vm_status hold_all(vm_process *p, const char *stamp, const char *name, const uint64_t *bytes, size_t count,
+vm_status vm_process_hold(vm_process *p, const char *stamp, const char *name, const uint64_t *bytes, size_t count,
                           uint64_t *address) {
     uint32_t shown, own;
     vm_status s = vm_names_add(&p->script->names, stamp, &shown);
     if (!s) s = vm_names_add(&p->script->names, name, &own);
     return s ? done(p, s) : take_all(p, shown, own, bytes, count, address);
-}
-
-vm_status vm_process_hold(vm_process *p, const char *name, const uint64_t *bytes, size_t count, uint64_t *address) {
-    return hold_all(p, name, name, bytes, count, address);
-}
-
-vm_status vm_process_place(vm_process *p, const char *stamp, const char *name, const vm_trace *t, uint64_t *address) {
-    uint64_t *bytes;
-    vm_status s = vm_scratch_new(t->ids, sizeof *bytes, &bytes);
-    if (s) return done(p, s);
-    for (size_t i = 0; i < t->steps; i++)
-        if (t->step[i].op == VM_TRACE_TAKE) bytes[t->step[i].id] = t->step[i].bytes;
-    s = hold_all(p, stamp, name, bytes, t->ids, address);
-    vm_scratch_free(bytes);
-    return s;
 }
 
 vm_status vm_process_copy(vm_process *p, const char *stamp, uint64_t *address, const uint64_t *bytes, size_t count,

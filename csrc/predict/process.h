@@ -1,6 +1,6 @@
 /* A PyTorch process on a simulated device: what it loads, calls and gives back, and what was live at its peak, by name.
  *
- *   hold, place, copy, release, call -> steps of one trace, the script, which are played as they come
+ *   hold, copy, release, call -> steps of one trace, the script, which are played as they come
  *   the step at which most was allocated, or at which the peak was reset -> the script up to there -> who was live
  *   the script, other workspaces -> what the same process would have reserved
  *
@@ -28,10 +28,10 @@ void vm_process_free(vm_process *p); /* accepts NULL */
  * figures, or where this machine has no memory. What the failed call took is given back. */
 const vm_talloc_oom *vm_process_last_oom(const vm_process *p); /* NULL unless the last call failed so */
 
-/* Takes a storage of each size under a name, all or none: its address is 0 for 0 bytes. Or each storage that a trace
- * takes, which gives nothing back (address: [t->ids]). stamp: the name in the allocator's history. */
-vm_status vm_process_hold(vm_process *p, const char *name, const uint64_t *bytes, size_t count, uint64_t *address);
-vm_status vm_process_place(vm_process *p, const char *stamp, const char *name, const vm_trace *t, uint64_t *address);
+/* Takes a storage of each size under a name, all or none: its address is 0 for 0 bytes. stamp: the name in the
+ * allocator's history. */
+vm_status vm_process_hold(vm_process *p, const char *stamp, const char *name, const uint64_t *bytes, size_t count,
+                          uint64_t *address);
 /* Copies each storage into a new one of so many bytes, under its own name, and gives the old one back: address[i]
  * becomes the new one's; one for which 0 bytes are said stays as it is. Where one cannot be had, *done says how many
  * were gone through, and these stay so. */

@@ -153,8 +153,5 @@ typedef struct vm_parameters {
 /* The parameters in the order in which Module.to moves them. */
 vm_status vm_trace_vae_parameters(const vm_arch *arch, vm_trace_runtime runtime, vm_parameters **out);
 void vm_parameters_free(vm_parameters *p); /* accepts NULL */
-/* The same, taken one by one; those of four dimensions, which alone have a memory format, under the name "filter", the
- * others under "weights". */
-vm_status vm_trace_vae_weights(const vm_arch *arch, vm_trace_runtime runtime, vm_dtype dtype, vm_trace **out);
 
 #endif

@@ -115,9 +115,11 @@ static void add_part(list *l, vm_op op, const part *p) {
 static void add_level(list *l, vm_op op, const part *part, size_t parts, size_t level) {
     const bool apart = level == MID && l->diffusers;
     const part_kind first = l->arch->family == VM_HUNYUAN_IMAGE ? RESNET : ATTENTION;
-    for (int pass = 0; pass <= apart; pass++)
-        for (size_t i = 0; i < parts; i++)
-            if (part[i].level == level && (!apart || (part[i].kind != first) == pass)) add_part(l, op, &part[i]);
+    for (int pass = 0; pass < (apart ? 2 : 1); pass++)
+        for (size_t i = 0; i < parts; i++) {
+            const bool is_now = !apart || (pass ? part[i].kind != first : part[i].kind == first);
+            if (part[i].level == level && is_now) add_part(l, op, &part[i]);
+        }
 }
 
 /* An encoder or a decoder. The decoder of diffusers' AutoencoderKL assigns its middle behind the levels, and CompVis'
@@ -192,24 +194,4 @@ vm_status vm_trace_vae_parameters(const vm_arch *arch, vm_trace_runtime runtime,
     else
         *out = found;
     return l.status;
-}
-
-vm_status vm_trace_vae_weights(const vm_arch *arch, vm_trace_runtime runtime, vm_dtype dtype, vm_trace **out) {
-    vm_parameters *p;
-    *out = NULL;
-    vm_status s = vm_trace_vae_parameters(arch, runtime, &p);
-    if (!s) s = vm_trace_new(out);
-    for (size_t i = 0; !s && i < p->count; i++) {
-        const vm_parameter *one = &p->item[i];
-        size_t bytes = one->integer ? sizeof(int64_t) : vm_dtype_bytes(dtype);
-        for (int d = 0; d < one->dims; d++) bytes = VM_PRODUCT(bytes, one->shape[d]);
-        uint32_t id;
-        s = vm_trace_take(*out, bytes, one->dims == 4 ? "filter" : "weights", &id);
-    }
-    vm_parameters_free(p);
-    if (s) {
-        vm_trace_free(*out);
-        *out = NULL;
-    }
-    return s;
 }

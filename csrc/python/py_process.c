@@ -88,32 +88,16 @@ static PyObject *number_item(const void *numbers, size_t i) {
 /* ---- taking and giving ---- */
 
 static PyObject *process_hold(Process *self, PyObject *args) {
-    const char *name;
+    const char *name, *stamp = NULL;
     PyObject *sizes;
     size_t count;
-    if (!PyArg_ParseTuple(args, "sO:hold", &name, &sizes)) return NULL;
+    if (!PyArg_ParseTuple(args, "sO|z:hold", &name, &sizes, &stamp)) return NULL;
     uint64_t *bytes = to_numbers("bytes", sizes, &count), *address = NULL;
     PyObject *list = NULL;
     if (bytes && !(address = PyMem_Calloc(count + 1, sizeof *address))) PyErr_NoMemory();
-    if (address && !check(self, vm_process_hold(self->process, name, bytes, count, address)))
+    if (address && !check(self, vm_process_hold(self->process, stamp ? stamp : name, name, bytes, count, address)))
         list = vm_py_list(count, number_item, address);
     PyMem_Free(bytes);
-    PyMem_Free(address);
-    return list;
-}
-
-static PyObject *process_place(Process *self, PyObject *args) {
-    const char *stamp, *name;
-    PyObject *trace;
-    if (!PyArg_ParseTuple(args, "ssO:place", &stamp, &name, &trace)) return NULL;
-    const vm_trace *t = vm_py_trace(trace);
-    if (!t) return NULL;
-    const size_t count = t->ids;
-    uint64_t *address = PyMem_Calloc(count + 1, sizeof *address);
-    PyObject *list = NULL;
-    if (!address) PyErr_NoMemory();
-    if (address && !check(self, vm_process_place(self->process, stamp, name, t, address)))
-        list = vm_py_list(count, number_item, address);
     PyMem_Free(address);
     return list;
 }
@@ -329,13 +313,9 @@ static PyObject *process_refused(Process *self, void *Py_UNUSED(closure)) {
 
 static PyMethodDef methods[] = {
     {"hold", (PyCFunction)process_hold, METH_VARARGS,
-     "hold($self, name, sizes, /)\n--\n\nTakes so many bytes each under a name, all or none. Returns the addresses (0 "
-     "for "
-     "0 bytes)."},
-    {"place", (PyCFunction)process_place, METH_VARARGS,
-     "place($self, stamp, name, trace, /)\n--\n\nTakes what a trace takes, of which it gives nothing back, under one "
-     "name; "
-     "stamp: the\nname in the allocator's history. Returns the addresses."},
+     "hold($self, name, sizes, stamp=None, /)\n--\n\nTakes so many bytes each under a name, all or none; stamp: "
+     "another name "
+     "in the\nallocator's history. Returns the addresses (0 for 0 bytes)."},
     {"copy", (PyCFunction)process_copy, METH_VARARGS,
      "copy($self, stamp, addresses, sizes, /)\n--\n\nCopies each storage into a new one of so many bytes, and gives "
      "the old one back; with 0 bytes it stays\nas it is. The new addresses take the old ones' places in the list, also "

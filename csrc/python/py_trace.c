@@ -95,18 +95,6 @@ static PyObject *trace_vae(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return s ? vm_py_raise(s) : vm_py_wrap_trace(type, trace);
 }
 
-static PyObject *trace_weights(PyTypeObject *type, PyObject *args) {
-    const char *runtime;
-    vm_dtype dtype;
-    vm_arch arch;
-    if (!PyArg_ParseTuple(args, "O&sO&:weights", vm_py_to_arch, &arch, &runtime, vm_py_to_dtype, &dtype)) return NULL;
-    const int r = choose("runtime", runtime, vm_trace_runtime_name, VM_TORCH_RUNTIMES);
-    if (r < 0) return NULL;
-    vm_trace *trace;
-    vm_status s = vm_trace_vae_weights(&arch, (vm_trace_runtime)r, dtype, &trace);
-    return s ? vm_py_raise(s) : vm_py_wrap_trace(type, trace);
-}
-
 static PyObject *parameter_item(const void *parameters, size_t i) {
     const vm_parameter *p = &((const vm_parameters *)parameters)->item[i];
     return Py_BuildValue("(sNs)", p->name, vm_py_sizes(p->shape, (size_t)p->dims), p->integer ? "int64" : "run");
@@ -325,11 +313,9 @@ static PyMethodDef methods[] = {
      "submodule's weights come for its call,\nas accelerate's hooks send them. tile_overlap: the part of its side that "
      "a tile of "
      "diffusers shares with the next. release: 38 of diffusers 0.38, whose class of a video's VAE runs."},
-    {"weights", (PyCFunction)trace_weights, METH_VARARGS | METH_CLASS,
-     "weights($type, arch, runtime, dtype, /)\n--\n\nThe parameters, in the order in which Module.to moves them."},
     {"parameters", trace_parameters, METH_VARARGS | METH_STATIC,
-     "parameters(arch, runtime, /)\n--\n\n[(name, shape, dtype)] in that order; dtype: run, that of the module, or "
-     "int64."},
+     "parameters(arch, runtime, /)\n--\n\n[(name, shape, dtype)] in the order in which Module.to moves them; "
+     "dtype: run, that of the module, or int64."},
     {"take", (PyCFunction)trace_take, METH_VARARGS,
      "take($self, bytes, name, /)\n--\n\nA storage is made. Returns its id."},
     {"give", (PyCFunction)trace_give, METH_O, "give($self, id, /)\n--\n\nThe storage's last reference went."},

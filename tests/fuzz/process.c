@@ -108,10 +108,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         switch (op % 8) {
         case 0:
         case 1:
-            if (!held[which]) vm_process_hold(p, name, bytes, 1, &held[which]);
+            if (!held[which]) vm_process_hold(p, name, name, bytes, 1, &held[which]);
             break;
         case 2:
-            if (!held[which] && !vm_process_hold(p, name, bytes, 2, address)) {
+            if (!held[which] && !vm_process_hold(p, name, name, bytes, 2, address)) {
                 vm_mem_fail_at(0);
                 held[which] = address[0];
                 CHECK(!vm_process_release(p, address[1]));

@@ -23,8 +23,12 @@ static vm_trace *build(input *in) {
     v.sends = more & 8;
     v.tile_overlap = more & 16 ? (double)(more / 32) / 8 : 0.25;
     vm_trace *t;
-    vm_status s = how & 128 ? vm_trace_vae_weights(&arch, v.runtime, v.dtype, &t) : vm_trace_vae_build(&v, &t);
-    return s ? NULL : t;
+    if (how & 128) {
+        vm_parameters *p;
+        CHECK(vm_trace_vae_parameters(&arch, v.runtime, &p) || p->count);
+        vm_parameters_free(p);
+    }
+    return vm_trace_vae_build(&v, &t) ? NULL : t;
 }
 
 static vm_trace *record(input *in) {

@@ -24,6 +24,7 @@ from vaemem.prediction.answer import SimulatedAnswer
 from vaemem.prediction.benchmark import USUAL_PROTOCOL
 from vaemem.prediction.closed import derive
 from vaemem.prediction.gpus import Gpu, find_gpu
+from vaemem.prediction.process import parameter_bytes
 from vaemem.prediction.question import ModuleQuestion, Question, ask, usual_overlap
 from vaemem.prediction.runtimes import RUNTIMES, architecture, followed
 from vaemem.prediction.seconds import Seconds
@@ -183,8 +184,7 @@ class Prediction(SimulatedAnswer):
     @property
     def weights_bytes(self) -> int:
         job = self._question.job
-        weights = _core.Trace.weights(job.arch, self._question.code, job.weights_dtype)
-        return sum(size for _, _, size, _ in weights.steps)
+        return sum(parameter_bytes(tuple(sorted(job.arch.items())), self._question.code, job.weights_dtype)[0])
 
     @property
     def _title(self) -> str:

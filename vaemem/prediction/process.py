@@ -42,13 +42,14 @@ def _conversion(
 
 
 @functools.lru_cache(maxsize=256)
-def _weights_trace(
+def parameter_bytes(
     arch: tuple[tuple[str, Any], ...], runtime: str, dtype: str
-) -> tuple[_core.Trace, tuple[int, ...], tuple[str, ...]]:
-    """With the bytes and the names of its steps: one a parameter."""
-    trace = _core.Trace.weights(dict(arch), runtime, dtype)
-    _, _, sizes, names = zip(*trace.steps, strict=True)
-    return trace, sizes, names
+) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+    """Bytes of each parameter, in the order in which they are moved, and whether it is a filter: of four dimensions,
+    which alone have a memory format."""
+    made = _core.Trace.parameters(dict(arch), runtime)
+    sizes = tuple(math.prod(shape) * (ELEMENT_BYTES[dtype] if own == "run" else 8) for _, shape, own in made)
+    return sizes, tuple(len(shape) == 4 for _, shape, _ in made)
 
 
 class SimulatedProcess:
@@ -200,16 +201,16 @@ class SimulatedProcess:
         runtime = meant("runtime", runtime, RUNTIMES)
         dtype = meant("dtype", dtype, DTYPES)
         key, name = tuple(sorted(arch.items())), f"weights of {arch['name']}"
-        trace, sizes, names = _weights_trace(key, runtime, dtype)
+        sizes, filters = parameter_bytes(key, runtime, dtype)
         if first is None:
-            placed = self._core.place("weights", name, trace)
+            placed = self._core.hold(name, sizes, "weights")
         else:
             sizes, _ = _conversion(key, runtime, (dtype, dtype), (dtype, meant("first", first, DTYPES)))
             placed = self._core.hold(name, sizes)
         vae = LoadedVAE(arch, runtime, dtype, dict(zip(placed, sizes, strict=True)), channels_last)
         vae.first = None if first == dtype else first
         if channels_last:
-            self._copy(vae, sizes, [size * (name == "filter") for size, name in zip(sizes, names, strict=True)])
+            self._copy(vae, sizes, [size * of for size, of in zip(sizes, filters, strict=True)])
         return vae
 
     def convert(self, vae: LoadedVAE, dtype: str, first: str | None = None) -> None:
