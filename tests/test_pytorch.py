@@ -13,7 +13,7 @@ diffusers = pytest.importorskip("diffusers")
 
 from torch import nn
 from torch.nn import functional as F
-from traces import lifetimes
+from traces import left_by, lifetimes
 
 from vaemem.prediction.benchmark import PROTOCOLS
 from vaemem.pytorch import predict_peak, record
@@ -87,7 +87,7 @@ def test_in_place_and_numbers():
 
     recording = record(Calls(run), meta(4, 8, dtype=torch.float32))
     assert takes(recording) == [128, 32, 16]
-    assert [count for _, _, count, _ in recording.trace.kept] == [128]
+    assert [count for _, _, count, _ in left_by(recording.trace)] == [128]
 
 
 def test_indexing_by_tensors():
@@ -97,7 +97,7 @@ def test_indexing_by_tensors():
         return y[[0, 1]]
 
     recording = record(Calls(run), meta(10, 4, dtype=torch.float32), meta(5, dtype=torch.long))
-    assert takes(recording)[0] == 5 * 4 * 4 and recording.trace.kept[0][2] == 2 * 4 * 4
+    assert takes(recording)[0] == 5 * 4 * 4 and left_by(recording.trace)[0][2] == 2 * 4 * 4
     assert "aten.index_put_.default" in recording.unmodelled
 
 
@@ -156,7 +156,7 @@ def test_convolutions_are_questions():
     assert recording.trace.convs[0][-1] == "nhwc" and recording.output.is_contiguous(memory_format=torch.channels_last)
     assert takes(recording) == [2 * 16 * 16 * 12 * 2, 16 * 8 * 9 * 2]  # the filter is made channels_last for the call
     sliced = record(layer, meta(2, 8, 64, 48), call=lambda layer, x: layer(x[:, :, ::2, ::2]))
-    assert takes(sliced) == [2 * 8 * 32 * 24 * 2, 2 * 16 * 16 * 12 * 2] and len(sliced.trace.kept) == 1
+    assert takes(sliced) == [2 * 8 * 32 * 24 * 2, 2 * 16 * 16 * 12 * 2] and len(left_by(sliced.trace)) == 1
 
 
 PLAIN = (1, 1, None, 0)
@@ -199,7 +199,7 @@ def test_convolutions_of_channels_last_in_3d_and_of_lines():
     assert recording.trace.convs[0][9] == "nhwc" and takes(recording) == [16 * 3 * 14 * 16 * 2, 16 * 8 * 27 * 2]
     assert recording.output.is_contiguous(memory_format=torch.channels_last_3d)
     lines = record(on_meta(lambda: nn.Conv1d(8, 4, 1)), meta(2, 16, 8), call=lambda layer, x: layer(x.mT))
-    assert takes(lines) == [2 * 16 * 8 * 2, 2 * 4 * 16 * 2] and len(lines.trace.kept) == 1  # made dense, the result
+    assert takes(lines) == [2 * 16 * 8 * 2, 2 * 4 * 16 * 2] and len(left_by(lines.trace)) == 1  # made dense, the result
 
 
 def test_convolutions_that_pytorch_unfolds():
@@ -335,7 +335,7 @@ def test_autocast_keeps_the_casts_of_weights():
     region = record(layer, x, call=twice, autocast=torch.float16)
     assert region.output[2] and region.output[0].dtype is torch.float16
     assert takes(region) == [*weights, inputs, outputs, inputs, outputs]  # of the second call the input alone
-    assert [count for _, _, count, _ in region.trace.kept] == [outputs, outputs]  # the region has ended
+    assert [count for _, _, count, _ in left_by(region.trace)] == [outputs, outputs]  # the region has ended
 
     def regions(layer, x):
         with torch.autocast("cuda", torch.bfloat16):
@@ -569,7 +569,7 @@ def test_an_encoder_layer_takes_its_fast_path(norm_first, activation):
     assert takes(recording) == expected and not recording.unmodelled
     # The feed-forward part's input, its four times wider middle, its output; with norm_first the sum before its norm.
     assert max(lives(recording)) == (6 + norm_first) * WIDTH
-    assert [count for _, _, count, _ in recording.trace.kept] == [WIDTH]
+    assert [count for _, _, count, _ in left_by(recording.trace)] == [WIDTH]
     slow = record(layer, x, autocast=torch.float16)  # autocast has no fast path
     assert len(takes(slow)) > len(takes(recording))
 
@@ -583,7 +583,7 @@ def test_multi_head_attention_with_and_without_weights():
     # dense, projected, the mean of the heads.
     weights = record(layer, x, x, x)
     assert takes(weights) == [3 * WIDTH, 3 * WIDTH, scores, WIDTH, WIDTH, scores // 4]
-    assert sorted(count for _, _, count, _ in weights.trace.kept) == sorted([WIDTH, scores // 4])
+    assert sorted(count for _, _, count, _ in left_by(weights.trace)) == sorted([WIDTH, scores // 4])
     each = record(layer, x, x, x, average_attn_weights=False)
     assert takes(each) == [3 * WIDTH, 3 * WIDTH, scores, WIDTH, WIDTH]
     assert each.output[1].shape == (2, 4, 128, 128)

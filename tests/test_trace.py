@@ -6,7 +6,7 @@ import functools
 import random
 
 import pytest
-from traces import lifetimes
+from traces import left_by, lifetimes
 
 from vaemem import CachingAllocator, OutOfMemoryError, _core
 from vaemem.prediction.eager import AttentionCall, Heads, eager_strides
@@ -406,7 +406,7 @@ def test_eager_strides_are_pytorchs():
 
 def test_shapes_of_a_decode():
     trace = _core.Trace.vae(MODELS["sdxl"], "diffusers", "decode", "float16", 512, 512)
-    kept = trace.kept
+    kept = left_by(trace)
     assert [(count, name) for _, _, count, name in kept] == [(3 * 512 * 512 * 2, "decoder.conv_out")]
     taken = {name: count for op, _, count, name in trace.steps if op == "take"}
     assert taken["decoder.up_blocks.2.upsamplers.0.conv [nearest 2x]"] == 256 * 512 * 512 * 2
@@ -418,9 +418,9 @@ def test_shapes_of_a_decode():
 
 def test_what_encode_leaves():
     moments = 8 * 64 * 64 * 2
-    left = _core.Trace.vae(MODELS["sd15"], "diffusers", "encode", "float16", 512, 512).kept
+    left = left_by(_core.Trace.vae(MODELS["sd15"], "diffusers", "encode", "float16", 512, 512))
     assert [count for _, _, count, _ in left] == [moments, moments // 2, moments // 2, moments // 2]
-    left = _core.Trace.vae(MODELS["flux"], "bfl", "encode", "float16", 512, 512).kept
+    left = left_by(_core.Trace.vae(MODELS["flux"], "bfl", "encode", "float16", 512, 512))
     assert [count for _, _, count, _ in left] == [16 * 64 * 64 * 2]
 
 
@@ -494,8 +494,8 @@ def test_attention_takes(dtype, heads, queries, depth, kernel, sm, extra):
     size = 4 if dtype == "float32" else 2
     counts = [count for op, number, count, _ in trace.steps if op == "take" and number != out]
     assert sorted(counts) == sorted(extra)
-    assert [count for _, number, count, _ in trace.kept if number == out] == [heads * queries * depth * size]
-    assert len(trace.kept) == 1
+    assert [count for _, number, count, _ in left_by(trace) if number == out] == [heads * queries * depth * size]
+    assert len(left_by(trace)) == 1
 
 
 def test_flash_attention_splits_keys_when_queries_are_few():
@@ -693,6 +693,7 @@ def test_every_failing_allocation_is_said(make):
 def test_long_names_keep_their_end():
     trace = _core.Trace()
     trace.take(1, "x" * 200 + ".conv")
-    assert trace.names[0].endswith("x.conv") and len(trace.names[0]) == 71
+    name = trace.steps[0][3]
+    assert name.endswith("x.conv") and len(name) == 71
     with pytest.raises(ValueError, match="id"):
         trace.give(7)

@@ -18,3 +18,9 @@ def lifetimes(steps):
             given = []
         found.append((op, count) if op == "take" else (op, number))
     return [*found, ("give", *sorted(filter(None, given)))]
+
+
+def left_by(trace):
+    """The steps that take what is not given back."""
+    given = {number for op, number, *_ in trace.steps if op == "give"}
+    return [step for step in trace.steps if step[0] == "take" and step[1] not in given]

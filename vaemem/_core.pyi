@@ -152,8 +152,6 @@ class Cudnn:
 class Trace:
     convs: list[_Conv]
     steps: list[_TraceStep]
-    kept: list[_TraceStep]
-    names: list[str]
     flops: int
     attended: int
     moved: int

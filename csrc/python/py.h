@@ -40,6 +40,9 @@ PyObject *vm_py_sizes(const size_t *size, size_t count);
 struct vm_conv;
 int vm_py_to_conv(PyObject *question, void *conv);
 PyObject *vm_py_from_conv(const struct vm_conv *conv);
+/* A list of those of a trace. */
+struct vm_trace;
+PyObject *vm_py_convs(const struct vm_trace *trace);
 
 /* py_allocator.c: raises allocator.OutOfMemoryError with vm_error()'s sentence and the figures. */
 struct vm_talloc;
@@ -49,7 +52,6 @@ void vm_py_raise_full(PyObject *allocator, const struct vm_talloc_oom *oom);
 struct vm_talloc *vm_py_allocator(PyObject *object);
 
 /* py_trace.c: the same of a Trace. */
-struct vm_trace;
 struct vm_trace *vm_py_trace(PyObject *object);
 /* py_process.c: all that a Process did, as one; NULL where it is no Process. */
 const struct vm_trace *vm_py_script(PyObject *object);

@@ -1,5 +1,5 @@
 /* Convolutions between Python and C. */
-#include "../predict/workspace.h"
+#include "../predict/torch_trace.h"
 #include "py.h"
 
 /* One number for all dimensions, or a sequence of them; `none` stands for the depth where there is none. */
@@ -78,3 +78,7 @@ PyObject *vm_py_from_conv(const vm_conv *c) {
     Py_DECREF(plain);
     return whole;
 }
+
+static PyObject *conv_item(const void *convs, size_t i) { return vm_py_from_conv((const vm_conv *)convs + i); }
+
+PyObject *vm_py_convs(const vm_trace *t) { return vm_py_list(t->convs, conv_item, t->conv); }

@@ -292,13 +292,8 @@ static PyObject *process_frames(Process *self, void *Py_UNUSED(closure)) {
     return vm_py_list(names->count, frame_item, names);
 }
 
-static PyObject *conv_item(const void *script, size_t i) {
-    return vm_py_from_conv(&((const vm_trace *)script)->conv[i]);
-}
-
 static PyObject *process_convs(Process *self, void *Py_UNUSED(closure)) {
-    const vm_trace *script = vm_process_script(self->process);
-    return vm_py_list(script->convs, conv_item, script);
+    return vm_py_convs(vm_process_script(self->process));
 }
 
 static PyObject *process_steps(Process *self, void *Py_UNUSED(closure)) {
@@ -314,8 +309,7 @@ static PyObject *process_refused(Process *self, void *Py_UNUSED(closure)) {
 static PyMethodDef methods[] = {
     {"hold", (PyCFunction)process_hold, METH_VARARGS,
      "hold($self, name, sizes, stamp=None, /)\n--\n\nTakes so many bytes each under a name, all or none; stamp: "
-     "another name "
-     "in the\nallocator's history. Returns the addresses (0 for 0 bytes)."},
+     "another name in the\nallocator's history. Returns the addresses (0 for 0 bytes)."},
     {"copy", (PyCFunction)process_copy, METH_VARARGS,
      "copy($self, stamp, addresses, sizes, /)\n--\n\nCopies each storage into a new one of so many bytes, and gives "
      "the old one back; with 0 bytes it stays\nas it is. The new addresses take the old ones' places in the list, also "

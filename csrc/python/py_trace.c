@@ -249,8 +249,6 @@ static PyObject *trace_attend(Trace *self, PyObject *args) {
 
 /* ---- reading ---- */
 
-static PyObject *conv_item(const void *t, size_t i) { return vm_py_from_conv(&((const vm_trace *)t)->conv[i]); }
-
 static PyObject *step_item(const void *trace, size_t i) {
     const vm_trace *t = trace;
     const vm_trace_step *step = &t->step[i];
@@ -258,46 +256,15 @@ static PyObject *step_item(const void *trace, size_t i) {
                          step->op == VM_TRACE_GIVE ? "" : vm_names_get(&t->names, step->name));
 }
 
-static PyObject *name_item(const void *t, size_t i) {
-    return PyUnicode_FromString(vm_names_get(&((const vm_trace *)t)->names, i));
-}
-
-static PyObject *trace_convs(Trace *self, void *Py_UNUSED(closure)) {
-    return vm_py_list(self->trace->convs, conv_item, self->trace);
-}
+static PyObject *trace_convs(Trace *self, void *Py_UNUSED(closure)) { return vm_py_convs(self->trace); }
 
 static PyObject *trace_steps(Trace *self, void *Py_UNUSED(closure)) {
     return vm_py_list(self->trace->steps, step_item, self->trace);
 }
 
-static PyObject *trace_names(Trace *self, void *Py_UNUSED(closure)) {
-    return vm_py_list(self->trace->names.count, name_item, self->trace);
-}
-
 /* Where in vm_trace the number stands is the closure. */
 static PyObject *trace_count(Trace *self, void *offset) {
     return PyLong_FromUnsignedLongLong(*(const uint64_t *)((const char *)self->trace + (size_t)offset));
-}
-
-typedef struct gifts {
-    const vm_trace *t;
-    bool *given; /* by id */
-} gifts;
-
-static PyObject *kept_item(const void *context, size_t i) {
-    const gifts *g = context;
-    const vm_trace_step *s = &g->t->step[i];
-    return s->op == VM_TRACE_TAKE && !g->given[s->id] ? step_item(g->t, i) : NULL;
-}
-
-static PyObject *trace_kept(Trace *self, void *Py_UNUSED(closure)) {
-    const vm_trace *t = self->trace;
-    bool *given = PyMem_Calloc(t->ids ? t->ids : 1, sizeof *given);
-    for (size_t i = 0; given && i < t->steps; i++)
-        if (t->step[i].op == VM_TRACE_GIVE) given[t->step[i].id] = true;
-    PyObject *list = given ? vm_py_list(t->steps, kept_item, &(gifts){t, given}) : PyErr_NoMemory();
-    PyMem_Free(given);
-    return list;
 }
 
 /* ---- the type ---- */
@@ -346,8 +313,6 @@ static PyGetSetDef attributes[] = {
      NULL},
     {"steps", (getter)trace_steps, NULL, "[(op, id, bytes, name)]; op: take, give, conv, cublas, cublaslt or empty.",
      NULL},
-    {"kept", (getter)trace_kept, NULL, "The steps that take what is not given back.", NULL},
-    {"names", (getter)trace_names, NULL, "By tag: who took it.", NULL},
     {"flops", (getter)trace_count, NULL,
      "FLOPs of its convolutions and attentions, and of the products of a VAE; a multiplication and an addition count "
      "two.",
