@@ -52,13 +52,13 @@ class Phase(NamedTuple):
     allocated: int
     reserved: int
     weights: int
-    workspace: int
-    activations: int
-    outside: int
-    peak_tensors: tuple[PeakTensor, ...]
-    where: str
-    flops: int
-    sent: int
+    workspace: int = 0
+    activations: int = 0
+    outside: int = 0
+    peak_tensors: tuple[PeakTensor, ...] = ()
+    where: str = ""
+    flops: int = 0
+    sent: int = 0
     fits: bool | None = True
     host_flops: int = 0
     attended: int = 0
@@ -239,10 +239,11 @@ class PipelineRun:
     def phase(self, name: str, first: str | None = None) -> Iterator[None]:
         """Reads the counters around a phase, which begins when the component that it calls `first` is there: the one
         before has then gone, where it goes."""
-        self._work.clear()
+        work: Any = self._work
+        work.clear()
         if first:
             self.bring(first)
-        process, work = self.process, self._work
+        process = self.process
         process.reset_peak()
         self._outside = 0
         yield
@@ -253,14 +254,11 @@ class PipelineRun:
         workspace = sum(size for what, size in tensors if what.endswith("[workspace]"))
         step, _ = process.peak_above_baseline() or ("", {})
         self.spans.append((process._since, process._core.steps))
-        self.phases.append(
-            Phase(
-                name, process.peak_allocated, process.peak_reserved, weights, workspace,
-                process.peak_allocated - weights - workspace, self._outside, tensors, step,
-                work["flops"], work["sent"], host_flops=work["host_flops"], attended=work["attended"],
-                moved=work["moved"],
-            )
-        )  # fmt: skip
+        allocated = process.peak_allocated
+        self.phases.append(Phase(
+            name, allocated, process.peak_reserved, weights, workspace, allocated - weights - workspace, self._outside,
+            tensors, step, **work,
+        ))  # fmt: skip
 
     def steps(self, count: int) -> Iterator[int]:
         """Plays the first steps of a loop, and counts the others' work as that of the last one played."""
@@ -275,6 +273,15 @@ class PipelineRun:
         """Every call step by step; names begin with the role."""
         for role, (trace, allocated, reserved) in self.calls:
             yield from moments(trace, allocated, reserved, f"{role}.")
+
+    def is_that_of(self, capacity: int, has_other_plans: bool) -> bool:
+        """Whether a card of so many bytes comes to the same: it has the most that was reserved, and not the least that
+        was refused, so the allocator takes the same steps there. What stands in for cuDNN's first plans matters where
+        one of them could not be had."""
+        process, refused = self.process, self.process.allocator._least_refused()
+        had_first_plans = not process._core.refused and (process.has_other_plans or not self.lacking)
+        alike = had_first_plans or process.has_other_plans == has_other_plans
+        return alike and process.most_reserved <= capacity and (refused is None or capacity < refused)
 
 
 # ---- what each pipeline does ----

@@ -8,9 +8,10 @@ import html
 import itertools
 import math
 import operator
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from vaemem._arguments import shared
 from vaemem._common import MIB, __version__, distinct, flag, html_table, meant, render, whole
@@ -106,15 +107,18 @@ class _Phases(Written, CardAnswer):
         >>> print(fit(Table([*table, *predict_pipeline("sd15", 768, 768, gpu="T4").rows()]).filter(phase="decode")))
         sd15 pipeline decode: allocated_bytes = ...
         """
-        rows = []
-        for phase in self.phases:
-            row = {"phase": phase.name, "allocated_bytes": phase.allocated, "reserved_bytes": phase.total}
-            row |= {"weights_bytes": phase.weights, "activations_bytes": phase.activations}
-            rows.append(row | {"scratch_bytes": phase.workspace})
+        rows: list[dict[str, Any]] = [
+            {
+                "phase": phase.name, "allocated_bytes": phase.allocated, "reserved_bytes": phase.total,
+                "weights_bytes": phase.weights, "activations_bytes": phase.activations,
+                "scratch_bytes": phase.workspace,
+            }
+            for phase in self.phases
+        ]  # fmt: skip
         most = max(phase.allocated for phase in self.phases)
-        whole = {"phase": "whole", "allocated_bytes": most, "reserved_bytes": self.peak}
+        rows.append({"phase": "whole", "allocated_bytes": most, "reserved_bytes": self.peak})
         lasts = self._seconds()
-        return [self._run_row | row | lasts.get(str(row["phase"]), {}) for row in (*rows, whole)]
+        return [self._run_row | row | lasts.get(row["phase"], {}) for row in rows]
 
     def _seconds(self) -> dict[str, dict[str, float]]:
         """The columns that say how long a phase takes, and the whole, where that is known."""
@@ -171,8 +175,7 @@ class _Phases(Written, CardAnswer):
         """What else would go through, where this does not."""
         return []
 
-    def _repr_markdown_(self) -> str:
-        return self._text(markdown=True)
+    _repr_markdown_ = Written.to_markdown
 
     def _repr_html_(self) -> str:
         """The fullest phase beside the card's size, and the table."""
@@ -209,35 +212,6 @@ def _play_phases(question: PipelineQuestion, workspace: Any, point: Point) -> di
     fullest, highest = (max(phases, key=operator.attrgetter(what)) for what in ("total", "allocated"))
     total = seen[fullest.name]._replace(bytes=fullest.total, tensors={})
     return {"reserved": total, "allocated": seen[highest.name], **seen}
-
-
-class _Tried(NamedTuple):
-    """What a run came to on a card: and on every card that has the most that it reserved, and does not have the least
-    that it was refused, since there the allocator takes the same steps."""
-
-    phases: Sequence[Phase]
-    lacking: PeakTensor | None
-    substitutions: tuple[str, ...]
-    guesses: bool
-    most: int
-    refused: float
-    has_other_plans: bool
-    first_plans: bool  # whether it is known that each convolution had the workspace of its first plan
-
-    @classmethod
-    def of(cls, run: PipelineRun) -> _Tried:
-        process, refused = run.process, run.process.allocator._least_refused()
-        return cls(
-            run.phases, run.lacking, process.substitutions, process.guessed_plans, process.most_reserved,
-            math.inf if refused is None else refused, process.has_other_plans,
-            not process._core.refused and (process.has_other_plans or not run.lacking),
-        )  # fmt: skip
-
-    def is_that_of(self, capacity: int, has_other_plans: bool) -> bool:
-        """Whether a card of so many bytes comes to the same. What stands in for cuDNN's first plans matters where one
-        of them could not be had."""
-        alike = self.first_plans or self.has_other_plans == has_other_plans
-        return alike and self.most <= capacity < self.refused
 
 
 class PipelinePrediction(_Phases):
@@ -311,7 +285,7 @@ class PipelinePrediction(_Phases):
             "way": f"offload {q.offload}, VAE {q.vae}{on_cpu}", "source": "predicted",
         }  # fmt: skip
         self._run = play_pipeline(question)
-        self._process, self._tried = self._run.process, [_Tried.of(self._run)]
+        self._process, self._tried = self._run.process, [self._run]
         cudnn = getattr(self._process.workspace, "cudnn_version", None)
         ran = f"torch {self._process.torch_version}{f', cudnn {cudnn}' if cudnn else ''}"
         self._run_row["versions"] = f"{ran}, vaemem {__version__}"
@@ -320,18 +294,18 @@ class PipelinePrediction(_Phases):
         super().__init__(
             f"{q.name} {q.height}x{q.width}{batch} ({where})", available,
             sum(part.nbytes for part in q.parts if part.role in moved), self._run.phases, done, lacking,
-            (*(self._process if lacking else tried).substitutions, *_notes(q)),
+            (*(self._run if lacking else tried).process.substitutions, *_notes(q)),
         )  # fmt: skip
         if not lacking:
             self.on_card = max(phase.total for phase in tried.phases)
-            self._guesses = tried.guesses
+            self._guesses = tried.process.guessed_plans
 
-    def _within(self, capacity: int, has_other_plans: bool = True) -> tuple[_Tried, int, PeakTensor | None]:
+    def _within(self, capacity: int, has_other_plans: bool = True) -> tuple[PipelineRun, int, PeakTensor | None]:
         """The same run where the card gives so many bytes: how many phases go through, and what the next one lacks."""
         tried = next((one for one in self._tried if one.is_that_of(capacity, has_other_plans)), None)
         if tried is None:
             workspace = self._process.workspace
-            tried = _Tried.of(play_pipeline(self._question, workspace, has_other_plans, total_memory=max(capacity, 1)))
+            tried = play_pipeline(self._question, workspace, has_other_plans, total_memory=max(capacity, 1))
             self._tried.append(tried)
         for i, phase in enumerate(tried.phases):
             if phase.outside and phase.total > capacity:
@@ -413,11 +387,11 @@ class PipelinePrediction(_Phases):
     def _seconds(self) -> dict[str, dict[str, float]]:
         if self.coarse:
             return {}
-        machine, whole = machine_of(self._card.gpu, dtype=self._question.dtype), dict[str, float]()
-        works = {phase.name: self.work(phase, machine) for phase in self.phases if phase.name != "load"}
-        for name, amount in itertools.chain.from_iterable(work.items() for work in works.values()):
-            whole[name] = whole.get(name, 0) + amount
-        took = {name: machine.seconds(work) for name, work in (*works.items(), ("whole", whole))}
+        machine, whole = machine_of(self._card.gpu, dtype=self._question.dtype), Counter[str]()
+        works: dict[str, Any] = {phase.name: self.work(phase, machine) for phase in self.phases if phase.name != "load"}
+        for work in works.values():
+            whole.update(work)  # which adds, fractions too
+        took = {name: machine.seconds(work) for name, work in {**works, "whole": whole}.items()}
         return {
             name: {"seconds": one.likely, "seconds_low": one.low, "seconds_high": one.high}
             for name, one in took.items()
@@ -498,9 +472,8 @@ class GraphPrediction(_Phases):
             sent, moved, _ = (work.pop(name, 0) for name in ("link", "memory", "disk"))
             on_cpu = sum(amount for name, amount in work.items() if name.startswith("cpu"))
             phases.append(Phase(
-                phase.name, phase.total, phase.total, phase.weights, workspace=0, activations=phase.added, outside=0,
-                peak_tensors=(), where="", flops=sum(work.values()) - on_cpu, sent=sent, host_flops=on_cpu,
-                moved=moved,
+                phase.name, phase.total, phase.total, phase.weights, activations=phase.added, moved=moved, sent=sent,
+                flops=sum(work.values()) - on_cpu, host_flops=on_cpu,
             ))  # fmt: skip
         done, full = next(((i, one) for i, one in enumerate(phases) if one.total > available), (len(phases), None))
         lacking = full and PeakTensor(f"compute buffer of {full.name}", full.activations)
