@@ -331,11 +331,12 @@ def test_smaller_types_are_tried_where_weights_are_large():
         ({"runtime": "mlx"}, "memory: want what the Mac has"),
         ({"runtime": "mlx", "memory": "16 GB", "gpu": "RTX 3060"}, "gpu: want none with runtime='mlx'"),
         ({"runtime": "sd.cpp", "memory": "12 GB", "dtype": "float16"}, "dtype: want none with runtime='sd.cpp'"),
+        ({"pipeline": "flux2", "runtime": "sd.cpp", "memory": "12 GB"}, "pipeline: want .* with sd.cpp, got 'flux2'"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(asked, said):
     with pytest.raises(ValueError, match=said):
-        plan_pipeline("sd15", 512, 512, **asked)
+        plan_pipeline(**{"pipeline": "sd15", "height": 512, "width": 512, **asked})
 
 
 def test_flux_offloaded_leaf_by_leaf_takes_what_was_measured():

@@ -365,13 +365,12 @@ class PipelinePlan(Written):
         advice, why = self._advice
         parts = [advice, f"Asked: {self.title}{card}", render(*self._grid(), markdown=markdown), *filter(None, [why])]
         works = [phase.work for one in self.outcomes for phase in one.way.phases]
-        used = {name for work in works for name, amount in work.items() if amount}
         if self.machine:
+            used = {name for work in works for name, amount in work.items() if amount}
             parts += [f"{name}: {rate}" for name, rate in self.machine.rates.items() if name in used]
-        read = next((phase.work for one in self.outcomes for phase in one.way.phases if "disk" in phase.work), None)
-        if self.machine and read:
-            reads = f"Loading reads {read['disk'] / MIB:.0f} MiB of weights, {self.machine.seconds(read)}"
-            parts.append(f"{reads}, once for many pictures: it is not in the seconds above.")
+            for read in [work for work in works if "disk" in work][:1]:  # of the first way
+                reads = f"Loading reads {read['disk'] / MIB:.0f} MiB of weights, {self.machine.seconds(read)}"
+                parts.append(f"{reads}, once for many pictures: it is not in the seconds above.")
         if any(one.fits and one.way.peak.total > (self.room.card or one.way.peak.total) for one in self.outcomes):
             freed = "PyTorch gives cached memory back"
             parts.append(f"A way that goes through although it takes more where there is room: {freed}.")

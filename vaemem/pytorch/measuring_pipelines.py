@@ -162,16 +162,15 @@ class MeasuredPipeline(Written):
 
     def _grid(self) -> tuple[list[str], list[tuple[str, ...]]]:
         """Header and a line a phase; a column that has nothing is left out."""
-        columns: dict[str, list[str]] = {"phase": [phase.name for phase in self.phases]}
-        shown = {f"{name}_bytes": f"{name} MiB" for name in _COUNTERS}
+        columns, rows = {"phase": [phase.name for phase in self.phases]}, self._lines()
         for name in _COUNTERS:
-            shown |= {f"predicted_{name}_bytes": f"{name} predicted", f"{name}_error_percent": f"{name} error %"}
-        rows = self._lines()
-        for key in [key for key in rows[0] if key in shown]:
-            if any(row[key] is not None for row in rows):
-                form = "{:+.1f}" if key.endswith("percent") else "{:.0f}"
-                scale = 1 if key.endswith("percent") else MIB
-                columns[shown[key]] = ["" if row[key] is None else form.format(row[key] / scale) for row in rows]
+            for key, title, form, unit in (
+                (f"{name}_bytes", f"{name} MiB", ".0f", MIB),
+                (f"predicted_{name}_bytes", f"{name} predicted", ".0f", MIB),
+                (f"{name}_error_percent", f"{name} error %", "+.1f", 1),
+            ):
+                if any(row[key] is not None for row in rows):
+                    columns[title] = ["" if row[key] is None else format(row[key] / unit, form) for row in rows]
         columns["seconds"] = [f"{phase.seconds:.2f}" for phase in self.phases]
         columns["outcome"] = ["goes through" if phase.fits else "out of memory" for phase in self.phases]
         return list(columns), list(zip(*columns.values(), strict=True))

@@ -59,8 +59,8 @@ class Eager(TorchFunctionMode):
         self._recorder = recorder
         # The bindings of contiguous(), copy_() and indexing ask for a CUDA build; the operators below them do not.
         self._ways: dict[Any, Callable[..., Any]] = {
-            torch.Tensor.contiguous: _contiguous,
-            torch.Tensor.copy_: torch.ops.aten.copy_.default,
+            torch.Tensor.contiguous: aten.contiguous.default,
+            torch.Tensor.copy_: aten.copy_.default,
             torch.Tensor.__getitem__: _indexed,
             torch.Tensor.__setitem__: _set_indexed,
             scaled_dot_product_attention: recorder.attention,
@@ -205,10 +205,6 @@ def check_module(module: torch.nn.Module, call: Any) -> None:
             raise ValueError(f"{name or 'module'}: {NO_COMPILER}")
     if hasattr(call, "_torchdynamo_orig_callable"):
         raise ValueError(f"call: {NO_COMPILER}")
-
-
-def _contiguous(x: Any, memory_format: Any = torch.contiguous_format) -> Any:
-    return aten.contiguous.default(x, memory_format=memory_format)
 
 
 def _view(x: Any, key: Any, sets: bool = False) -> tuple[Any, list[Any]]:

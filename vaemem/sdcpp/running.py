@@ -194,7 +194,7 @@ def sdcpp_ways(
         The words of each way, as `words_of` and `planned_words` have them. What `components` say of a type goes
         before a type among them.
     """
-    known, options = MODELS[pipeline], options_of(pipeline)
+    options, known = options_of(pipeline), MODELS[pipeline]
     models = {**known.encoders, known.role: known.denoiser, "vae": "vae-decoder"}
     for role in components:
         choose("components", role, models)
