@@ -255,6 +255,21 @@ def test_shipped_models_are_their_configs(name):
     assert {n: tuple(t.shape) for n, t in state.items() if n not in unused} == dict(_core.Model(arch).tensors)
 
 
+@pytest.mark.parametrize("name", ["sd3", *FLUX2])
+def test_what_is_measured_by_name_is_diffusers_module_with_these_weights(name):
+    torch, diffusers = pytest.importorskip("torch"), pytest.importorskip("diffusers")
+    from vaemem.pytorch.measuring import vae_builder
+
+    arch = _core.models()[name]
+    if name in FLUX2 and not hasattr(diffusers, "AutoencoderKLFlux2"):
+        with pytest.raises(ImportError, match="a test needs a diffusers that has AutoencoderKLFlux2, got 0"):
+            vae_builder(arch, "a test")
+        return
+    with torch.device("meta"):
+        shapes = {name: tuple(weight.shape) for name, weight in vae_builder(arch, "a test")().named_parameters()}
+    assert shapes.items() <= dict(_core.Model(arch).tensors).items()
+
+
 def test_defaults_of_flux2_are_diffusers():
     assert configs.read_config({"_class_name": "AutoencoderKLFlux2"}) == _core.models()["flux2"]
     small = {"_class_name": "AutoencoderKLFlux2", "decoder_block_out_channels": [96, 192, 384, 384]}

@@ -14,11 +14,10 @@ from torch.overrides import TorchFunctionMode
 
 from vaemem import _core
 from vaemem._common import DTYPES, Message, Named, choose, meant, need
-from vaemem.engine.configs import config_of
 from vaemem.pipelines.asked import OFFLOADS, TORCH_WAYS
 from vaemem.pipelines.components import CLIP_TOKENS, CLIPS, PIPELINES, known_pipeline
 from vaemem.prediction.runtimes import architecture
-from vaemem.pytorch.measuring import find_device
+from vaemem.pytorch.measuring import find_device, vae_builder
 
 # ---- components ----
 
@@ -34,11 +33,7 @@ def _make(class_name: str, config_name: str = "", **settings: Any) -> Any:
 
 
 def _vae(model: str) -> Any:
-    config = config_of(architecture(model))
-    build = resolve_name(f"diffusers:{config.pop('_class_name')}")
-    if "force_upcast" not in inspect.signature(build).parameters:  # as in FLUX.2's
-        config.pop("force_upcast", None)
-    return build(**config)
+    return vae_builder(architecture(model), f"a VAE of {model}")()
 
 
 _UNET, _FLUX = "diffusers:UNet2DConditionModel", "diffusers:FluxTransformer2DModel"

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
+import inspect
 import os
 import platform
 import re
@@ -322,16 +324,23 @@ def _maker(model: Any, runtime: str) -> Callable[[], _Subject]:
     arch = architecture(os.fspath(model))
     if arch.get("family") == "wan":
         raise ValueError(f"model: want an autoencoder of images, got {model!r}, which diffusers runs as one of videos")
-    config = config_of(arch)
+    build = vae_builder(arch, f"measure of {model!r} and not of a module")
+    return lambda: _described(build(), runtime)._replace(model=arch["name"])
+
+
+def vae_builder(arch: dict[str, Any], what: str) -> Callable[[], Any]:
+    """Makes diffusers' module of an architecture, with random weights; ImportError where there is no class of it, which
+    `what` needs. A scaling factor that is not known is 1.0: any takes the same memory and time."""
+    config, diffusers = config_of(arch), need("diffusers", what)
     name = config.pop("_class_name")
-    diffusers = need("diffusers", f"measure of {model!r} and not of a module")
     build = getattr(diffusers, name, None)
     if build is None:
-        raise ImportError(f"measure of {model!r} needs a diffusers that has {name}, got {diffusers.__version__}")
+        raise ImportError(f"{what} needs a diffusers that has {name}, got {diffusers.__version__}")
+    if "force_upcast" not in inspect.signature(build).parameters:  # as in FLUX.2's
+        config.pop("force_upcast", None)
     if "scaling_factor" in config:
-        # Without a factor any number does: the multiplication takes memory and time, its value neither.
         config["scaling_factor"] = config["scaling_factor"] or 1.0
-    return lambda: _described(build(**config), runtime)._replace(model=arch["name"])
+    return functools.partial(build, **config)
 
 
 def _described(vae: Any, runtime: str) -> _Subject:
