@@ -13,7 +13,7 @@ from vaemem.__main__ import main
 from vaemem.pipelines import ways_mlx
 from vaemem.pipelines.components import PIPELINES
 from vaemem.pipelines.ways import PipelinePlan, Room, outcome
-from vaemem.prediction.planned import PlannedPhase, Way
+from vaemem.prediction.planned import Phase, Way
 from vaemem.prediction.seconds import Machine, Rate, machine_of, vae_work
 from vaemem.sdcpp import running
 from vaemem.sdcpp.graphs import DEFAULT_TILE, graph
@@ -24,7 +24,7 @@ MACHINE = Machine({"a": Rate(1.0, 2, "FLOP/s", "a guess")})
 
 def way(name="x", sizes=(1, 2), seconds=10.0, **other):
     phases = tuple(
-        PlannedPhase(phase, MIB, (size - 1) * MIB, {"a": seconds / len(sizes)})
+        Phase.planned(phase, MIB, (size - 1) * MIB, {"a": seconds / len(sizes)})
         for phase, size in zip(("denoise", "decode"), sizes, strict=True)
     )
     return Way(name, {}, phases, **other)
@@ -109,7 +109,7 @@ TWO_RATES = Machine({"a": Rate(1.0, 2, "FLOP/s", "a guess"), "b": Rate(1.0, 2, "
 
 
 def by(name, **work):
-    return Way(name, {}, (PlannedPhase("decode", MIB, 0, work),))
+    return Way(name, {}, (Phase.planned("decode", MIB, 0, work),))
 
 
 def test_what_may_be_as_fast_is_not_called_faster():

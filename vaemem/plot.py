@@ -318,16 +318,15 @@ def tile_peaks(predictions: Iterable[Prediction], target: Literal["allocated", "
     return figure
 
 
-# What a phase of a pipeline is made of, from the bottom up: attribute, meaning, colour. A phase has some of
-# these parts: a plan's and a prediction's differ.
+# What a phase of a pipeline is made of, from the bottom up: attribute, meaning, colour. A plan's has two parts.
 _PHASE_PARTS = (
     ("weights", "weights", _LIGHT),
     ("activations", "tensors", _COLOURS[0]),
     ("workspace", "workspaces", _COLOURS[4]),
-    ("added", "beside the weights", _COLOURS[0]),
     ("cached", "kept by the allocator", _COLOURS[5]),
     ("outside", "outside of PyTorch", _COLOURS[3]),
 )
+_PLANNED_PARTS = (_PHASE_PARTS[0], ("added", "beside the weights", _COLOURS[0]))
 
 
 def pipeline(run: Any, available: int | None = None) -> Figure:
@@ -358,8 +357,8 @@ def pipeline(run: Any, available: int | None = None) -> Figure:
     available = getattr(run, "available", None) if available is None else available
     axes = _figure(1.6 + 1.3 * len(phases), 4.2).subplots()
     bottom = np.zeros(len(phases))
-    for name, meaning, colour in _PHASE_PARTS:
-        sizes = np.array([getattr(phase, name, 0) for phase in phases], dtype=np.float64) / MIB
+    for name, meaning, colour in _PHASE_PARTS if way is run else _PLANNED_PARTS:
+        sizes = np.array([getattr(phase, name) for phase in phases], dtype=np.float64) / MIB
         if sizes.any():
             axes.bar(range(len(phases)), sizes, 0.62, bottom, color=colour, label=meaning)
             bottom += sizes

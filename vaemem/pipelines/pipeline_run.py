@@ -12,7 +12,7 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from vaemem import _core
 from vaemem._common import ELEMENT_BYTES
@@ -24,55 +24,12 @@ from vaemem.pipelines.storage import BITSANDBYTES
 from vaemem.prediction.benchmark import Names
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.moments import Moment, PeakTensor, moments
+from vaemem.prediction.planned import Phase
 from vaemem.prediction.process import LoadedVAE, SimulatedProcess, Tensor
 from vaemem.prediction.question import usual_tile
 from vaemem.prediction.runtimes import architecture
 
 PLAYED_STEPS = 2  # of the denoiser; the cache and the sizes are the same from the second one on
-
-
-class Phase(NamedTuple):
-    """What a pipeline takes in one of its phases. Sizes in bytes.
-
-    name: load, encode prompt, encode image, denoise, decode
-    allocated, reserved: as PyTorch's counters stand at their height
-    weights: of components on the device at that height
-    workspace: of convolutions and products, at that height
-    activations: the rest of allocated: tensors, inputs, what the allocator rounds up
-    outside: on the device, but not by PyTorch's allocator
-    peak_tensors: (name, bytes) of what is allocated at that height, largest first
-    where: the step of a call that makes it; "" outside of calls
-    flops, host_flops: of all its calls on the device, and on the host
-    attended, moved: of the VAE's calls on the device, the FLOPs of its attention, and the bytes that move
-    sent: bytes of weights that go to the device for it
-    fits: whether it goes through on the card; None where an earlier phase does not
-    """
-
-    name: str
-    allocated: int
-    reserved: int
-    weights: int
-    workspace: int = 0
-    activations: int = 0
-    outside: int = 0
-    peak_tensors: tuple[PeakTensor, ...] = ()
-    where: str = ""
-    flops: int = 0
-    sent: int = 0
-    fits: bool | None = True
-    host_flops: int = 0
-    attended: int = 0
-    moved: int = 0
-
-    @property
-    def cached(self) -> int:
-        """What PyTorch's allocator has reserved beyond what is allocated, each at its height."""
-        return self.reserved - self.allocated
-
-    @property
-    def total(self) -> int:
-        """What the card gives for it besides the CUDA context."""
-        return self.reserved + self.outside
 
 
 class PipelineRun:

@@ -18,7 +18,7 @@ from vaemem.pipelines.predict_pipeline import PipelinePrediction
 from vaemem.pipelines.storage import FOUR_BITS
 from vaemem.pipelines.ways import PipelinePlan, Room, outcome
 from vaemem.prediction.gpus import CONTEXT, Gpu, sold
-from vaemem.prediction.planned import PlannedPhase, Way
+from vaemem.prediction.planned import Way
 from vaemem.prediction.question import Software, find_card, usual_tile
 from vaemem.prediction.seconds import Machine, cards_of, machine_of
 
@@ -246,11 +246,10 @@ def diffusers_ways(
 
 
 def _way(p: PipelinePrediction, name: str, settings: Mapping[str, Any], changes: str, machine: Machine | None) -> Way:
-    phases, read = [], {"disk": float(sum(part.nbytes for part in p.parts.values()))}
-    for phase in p.phases:
-        work = read if phase.name == "load" else p.work(phase, machine)
-        phases.append(PlannedPhase(phase.name, phase.weights, phase.total - phase.weights, work))
+    read = {"disk": float(sum(part.nbytes for part in p.parts.values()))}
+    works = (read if phase.name == "load" else p.work(phase, machine) for phase in p.phases)
+    phases = tuple(phase._replace(work=work) for phase, work in zip(p.phases, works, strict=True))
     notes = (*p.notes, *[SEQUENTIAL] * (settings["offload"] == "sequential"))
     out = (p.out_of_memory_at[0], max(p.least - p.available, 1)) if p.out_of_memory_at else None
     unsure = "" if out else BY_VAEMEM if settings["vae"] == "vaemem" else p.tight_because
-    return Way(name, settings, tuple(phases), p.host, changes, notes, out, True, unsure)
+    return Way(name, settings, phases, p.host, changes, notes, out, True, unsure)

@@ -17,7 +17,7 @@ from vaemem._arguments import shared
 from vaemem._common import MIB, __version__, distinct, flag, html_table, meant, render, whole
 from vaemem.pipelines.asked import OFFLOADS, Part, PipelineQuestion, ask_pipeline
 from vaemem.pipelines.components import CLIP_TOKENS, PIPELINES, known_pipeline, refuse
-from vaemem.pipelines.pipeline_run import Phase, PipelineRun, play_pipeline
+from vaemem.pipelines.pipeline_run import PipelineRun, play_pipeline
 from vaemem.pipelines.ways import Written
 from vaemem.prediction.answer import MARGIN, SEGMENT
 from vaemem.prediction.cutting import largest_of
@@ -25,7 +25,7 @@ from vaemem.prediction.formula import Formula
 from vaemem.prediction.gpus import CONTEXT
 from vaemem.prediction.moments import ROUNDED_UP, Moment, PeakTensor
 from vaemem.prediction.pieces import Domain, PlayedPeak, Point
-from vaemem.prediction.planned import Way
+from vaemem.prediction.planned import Phase, Way
 from vaemem.prediction.question import Card, Software, find_card, usual_tile
 from vaemem.prediction.seconds import Machine, machine_of, peak, vae_work
 from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, CardAnswer, bar
@@ -463,18 +463,10 @@ class GraphPrediction(_Phases):
 
     def __init__(self, asked: Mapping[str, Any], way: Way, available: int, card: Card, safe: bool = False):
         """asked: what its rows have in common, beside the way."""
-        self.way, phases = way, list[Phase]()
+        self.way, phases = way, way.phases
         self._run_row = {**asked, "op": "pipeline", "way": way.name, "runtime": "sd.cpp", "source": "predicted"}
         title = f"{asked['model']} {asked['height']}x{asked['width']} by sd.cpp ({card.gpu.name})"
         self._card, self._unsure, self._safe = card, card.unsure, safe
-        for phase in way.phases:
-            work = {name: int(amount) for name, amount in phase.work.items()}
-            sent, moved, _ = (work.pop(name, 0) for name in ("link", "memory", "disk"))
-            on_cpu = sum(amount for name, amount in work.items() if name.startswith("cpu"))
-            phases.append(Phase(
-                phase.name, phase.total, phase.total, phase.weights, activations=phase.added, moved=moved, sent=sent,
-                flops=sum(work.values()) - on_cpu, host_flops=on_cpu,
-            ))  # fmt: skip
         done, full = next(((i, one) for i, one in enumerate(phases) if one.total > available), (len(phases), None))
         lacking = full and PeakTensor(f"compute buffer of {full.name}", full.activations)
         super().__init__(f"{title}, {way.name}", available, way.host, phases, done, lacking, way.notes)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from vaemem import _core
 from vaemem._common import DTYPES, ELEMENT_BYTES, choose, meant
 from vaemem.engine.weights import PARTS
-from vaemem.prediction.planned import PlannedPhase, Way
+from vaemem.prediction.planned import Phase, Way
 
 # Winograd's F(6x6, 3x3): 64 numbers for each tile of 6 x 6 outputs.
 WINOGRAD_TILE, WINOGRAD_NUMBERS = 6, 64
@@ -182,9 +182,9 @@ def mlx_ways(model: str, height: int, width: int, denoiser: int, cache_limit: in
         name = ", ".join([*words, dtype, *[f"tiles of {TILE}"] * tiled, *[lowering] * (lowering == "im2col")])
         settings = {"parts": parts, "dtype": dtype, "unload": not kept, "tile": TILE if tiled else None}
         phases = (
-            PlannedPhase("load", denoiser + vae, 0, {"disk": float(denoiser + vae)}),
-            PlannedPhase("denoise", denoiser + vae, cached, {}),
-            PlannedPhase("decode", vae + denoiser * kept, most + cached, {}),
+            Phase.planned("load", denoiser + vae, 0, {"disk": float(denoiser + vae)}),
+            Phase.planned("denoise", denoiser + vae, cached, {}),
+            Phase.planned("decode", vae + denoiser * kept, most + cached, {}),
         )
         changes = "tiles are blended where they overlap" if tiled else ""
         made.append(Way(name, settings | {"cache_limit": cache_limit}, phases, changes=changes, notes=MLX_NOTES))

@@ -1,35 +1,74 @@
-"""One way of running a pipeline, and what each of its phases takes, whoever's code runs it."""
+"""A pipeline's phase, and one way of running the pipeline, whoever's code runs it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from vaemem.prediction.moments import PeakTensor
 
-class PlannedPhase(NamedTuple):
-    """What one phase of a way takes.
 
-    Attributes
-    ----------
-    name : str
-        load, encode prompt, denoise, decode.
-    weights : int
-        Bytes of components that are on the card at the phase's height.
-    added : int
-        Bytes beside these: tensors, workspaces, what an allocator keeps.
-    work : dict of str to float
-        What it does, for `vaemem.prediction.seconds.Machine`; of load, the bytes of all weights, as ``"disk"``.
+class Phase(NamedTuple):
+    """What a pipeline takes in one of its phases. Sizes in bytes.
+
+    name: load, encode prompt, encode image, denoise, decode
+    allocated, reserved: as PyTorch's counters stand at their height
+    weights: of components on the device at that height
+    workspace: of convolutions and products, at that height
+    activations: the rest of allocated: tensors, inputs, what the allocator rounds up
+    outside: on the device, but not by PyTorch's allocator
+    peak_tensors: (name, bytes) of what is allocated at that height, largest first
+    where: the step of a call that makes it; "" outside of calls
+    flops, host_flops: of all its calls on the device, and on the host
+    attended, moved: of the VAE's calls on the device, the FLOPs of its attention, and the bytes that move
+    sent: bytes of weights that go to the device for it
+    fits: whether it goes through on the card; None where an earlier phase does not
+    work: what it does, for `vaemem.prediction.seconds.Machine`; of load, the bytes of all weights, as "disk"
     """
 
     name: str
+    allocated: int
+    reserved: int
     weights: int
-    added: int
-    work: Mapping[str, float]
+    workspace: int = 0
+    activations: int = 0
+    outside: int = 0
+    peak_tensors: tuple[PeakTensor, ...] = ()
+    where: str = ""
+    flops: int = 0
+    sent: int = 0
+    fits: bool | None = True
+    host_flops: int = 0
+    attended: int = 0
+    moved: int = 0
+    work: Mapping[str, float] = {}
+
+    @classmethod
+    def planned(cls, name: str, weights: int, added: int, work: Mapping[str, float]) -> Phase:
+        """One that has its weights and as many bytes beside them on the card, all the time, and does this work."""
+        counts = {kind: int(amount) for kind, amount in work.items()}
+        sent, moved, _ = (counts.pop(kind, 0) for kind in ("link", "memory", "disk"))
+        on_cpu = sum(count for kind, count in counts.items() if kind.startswith("cpu"))
+        size, flops = weights + added, sum(counts.values()) - on_cpu
+        return cls(
+            name, size, size, weights, activations=added, flops=flops, sent=sent, host_flops=on_cpu, moved=moved,
+            work=work,
+        )  # fmt: skip
+
+    @property
+    def cached(self) -> int:
+        """What PyTorch's allocator has reserved beyond what is allocated, each at its height."""
+        return self.reserved - self.allocated
 
     @property
     def total(self) -> int:
-        """Bytes on the card."""
-        return self.weights + self.added
+        """What the card gives for it besides the CUDA context."""
+        return self.reserved + self.outside
+
+    @property
+    def added(self) -> int:
+        """What of that is beside the weights."""
+        return self.total - self.weights
 
 
 class Way(NamedTuple):
@@ -41,7 +80,7 @@ class Way(NamedTuple):
     settings : dict
         How it is asked for: arguments of `predict_pipeline`; or options of stable-diffusion.cpp, which its `offload`
         takes.
-    phases : tuple of PlannedPhase
+    phases : tuple of Phase
     host : int
         Bytes of the host's memory for weights and buffers that are not on the card.
     changes : str
@@ -59,7 +98,7 @@ class Way(NamedTuple):
 
     name: str
     settings: Mapping[str, Any]
-    phases: tuple[PlannedPhase, ...]
+    phases: tuple[Phase, ...]
     host: int = 0
     changes: str = ""
     notes: tuple[str, ...] = ()
@@ -77,6 +116,6 @@ class Way(NamedTuple):
         return total
 
     @property
-    def peak(self) -> PlannedPhase:
+    def peak(self) -> Phase:
         """The phase that takes most, the first of equals."""
         return max(self.phases, key=lambda phase: phase.total)

@@ -22,10 +22,10 @@ import torch
 from vaemem._common import MIB, __version__, html_table, render, whole
 from vaemem.pipelines.asked import Part, PipelineQuestion, ask_pipeline, image_sides
 from vaemem.pipelines.components import PIPELINES, VAE_STRIDE, weights_of
-from vaemem.pipelines.pipeline_run import Phase
 from vaemem.pipelines.predict_pipeline import PipelinePrediction
 from vaemem.pipelines.ways import Written
 from vaemem.prediction.gpus import CONTEXT
+from vaemem.prediction.planned import Phase
 from vaemem.prediction.question import Card, Software, find_card, usual_tile
 from vaemem.pytorch.measuring import CpuMeter, CudaMeter, cudnn_version, find_device, what_ran
 from vaemem.tables.table import Table

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from vaemem._common import MIB, choose
 from vaemem.engine.weights import told_bytes
-from vaemem.prediction.planned import PlannedPhase, Way
+from vaemem.prediction.planned import Phase, Way
 from vaemem.sdcpp.graphs import COMPONENTS, DEFAULT_TILE, GGML_TYPES, SDCPP_VERSION, Graph, graph
 
 # A CUDA context alone took 426 MiB on an RTX 6000 Ada (unslothai/unsloth-zoo#1053); what ggml's kernels add was not
@@ -247,7 +247,7 @@ def _weights(role: str, given: Any) -> tuple[str | None, int | None]:
 
 def _phases(
     words: tuple[str, ...], models: Mapping[str, Graph], role: str, encoders_on_cpu: str
-) -> tuple[tuple[PlannedPhase, ...], int]:
+) -> tuple[tuple[Phase, ...], int]:
     """What each phase takes, and the host. role, encoders_on_cpu: the kinds of work that these do."""
     residence, phases = RESIDENCES[words[0]], []
     on_cpu = {_ENCODERS: encoders_on_cpu} if residence.on_cpu else {}
@@ -266,6 +266,6 @@ def _phases(
             added = one.buffer + one.pool
             if runs in residence.crosses:
                 work["link"] = float(residence.crosses[runs] * one.weights)
-        phases.append(PlannedPhase(name, weights, added, work))
+        phases.append(Phase.planned(name, weights, added, work))
     host = sum(models[model].weights for model in {*residence.kept, *on_cpu})
     return tuple(phases), host + max((models[model].buffer for model in on_cpu), default=0)
