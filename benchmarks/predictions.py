@@ -3,8 +3,8 @@
     python benchmarks/predictions.py [--sizes N] [--beside PATH] [--bound]
     python benchmarks/predictions.py --commands [BEGINNING] [--beside PATH]
 
-The package is the one that Python finds. `--beside` names another checkout, built in place: each question is then asked
-of both in turns, in processes of their own, so that each figure stands beside that of the commit before. Plans take
+The package is that of this checkout, with the core that is built in place there, or else the installed one. `--beside`
+names another checkout, built in place: each question is then asked of both in turns, in processes of their own, so that each figure stands beside that of the commit before. Plans take
 longer and are asked at fewer sizes, which the table says. Time is what the process itself used, so that others on the
 machine disturb it less. With `--commands` it is that of whole commands, each a process of its own from its start to its
 end, all of them or those that begin so: CPU seconds, then elapsed ones. Python's compiled files are there already.
@@ -82,7 +82,7 @@ def time_here(name: str, count: int, first: int) -> list[float]:
 
 def time_in(checkout: Path, name: str, count: int, first: int) -> list[float]:
     """The same in a process of its own, by the package of a checkout."""
-    env = os.environ | ({} if checkout == ROOT else {"PYTHONPATH": str(checkout)})
+    env = os.environ | {"PYTHONPATH": str(checkout)}
     asked = [str(part) for part in (name, count, first)]
     done = subprocess.run(
         [sys.executable, __file__, "--here", *asked], env=env, capture_output=True, text=True, cwd=checkout
