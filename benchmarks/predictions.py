@@ -4,10 +4,11 @@
     python benchmarks/predictions.py --commands [BEGINNING] [--beside PATH]
 
 The package is that of this checkout, with the core that is built in place there, or else the installed one. `--beside`
-names another checkout, built in place: each question is then asked of both in turns, in processes of their own, so that each figure stands beside that of the commit before. Plans take
-longer and are asked at fewer sizes, which the table says. Time is what the process itself used, so that others on the
-machine disturb it less. With `--commands` it is that of whole commands, each a process of its own from its start to its
-end, all of them or those that begin so: CPU seconds, then elapsed ones. Python's compiled files are there already.
+names another checkout, built in place: each question is then asked of both in turns, in processes of their own, so that
+each figure stands beside that of the commit before. Plans take longer and are asked at fewer sizes, which the table
+says. Time is what the process itself used, so that others on the machine disturb it less. With `--commands` it is that
+of whole commands, each a process of its own from its start to its end, all of them or those that begin so: CPU seconds,
+then elapsed ones. Python's compiled files are there already.
 """
 
 from __future__ import annotations
