@@ -130,7 +130,7 @@ class PipelineRun:
         asked, dtype = self.asked, self.parts["vae"].dtype
         tile = self._count_vae("decode")
         if "vae" in asked.on_cpu:
-            return Tensor("image", (), dtype, {})
+            return Tensor(self.process, "image", (), dtype, ())
         if asked.vae == "vaemem":
             self._outside = asked.vae_limit
             return self.tensor("image", (asked.batch, 3, asked.height, asked.width), latents.dtype)
@@ -146,7 +146,7 @@ class PipelineRun:
         """On the device; with sequential offload one whose weights come for their calls."""
         part = self.parts["vae"]
         if self.asked.offload == "sequential":
-            return LoadedVAE(architecture(part.component), "diffusers", part.dtype, {}, sends=True)
+            return LoadedVAE(self.process, architecture(part.component), "diffusers", part.dtype, (), sends=True)
         self.bring("vae")
         vae = self._loaded["vae"]
         assert isinstance(vae, LoadedVAE)
@@ -178,7 +178,7 @@ class PipelineRun:
     def tensor(self, name: str, shape: Sequence[int], dtype: str) -> Tensor:
         size = math.prod(shape) * programs.DTYPE_BYTES[dtype]
         address = self.process.hold(name, size)
-        return Tensor(name, shape, dtype, {address: size} if address else {})
+        return Tensor(self.process, name, shape, dtype, [address] if address else ())
 
     def name(self, name: str, shape: Sequence[int], dtype: str) -> None:
         """A tensor that the name of the same name holds."""

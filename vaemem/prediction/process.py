@@ -10,14 +10,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vaemem import _core
-from vaemem._common import DTYPES, ELEMENT_BYTES, meant
+from vaemem._common import DTYPES, ELEMENT_BYTES, MIB, latent_factor, meant
 from vaemem.prediction.gpus import CONTEXT, Gpu, find_gpu
-from vaemem.prediction.held import LoadedVAE, Tensor
 from vaemem.prediction.moments import ROUNDED_UP, Moment, PeakTensor, blas_settings, moments
 from vaemem.prediction.profiles import Conv
-from vaemem.prediction.runtimes import RUNTIMES, architecture
+from vaemem.prediction.runtimes import RUNTIMES, architecture, packing
 from vaemem.prediction.snapshot import CachingAllocator
 from vaemem.prediction.workspace import Workspace, torch_for
+
+
+def _key(arch: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted(arch.items()))
 
 
 @functools.lru_cache(maxsize=256)
@@ -30,15 +33,11 @@ FIRST = ("post_quant_conv.", "decoder.conv_in.", "decoder.mid_block.")
 
 
 @functools.lru_cache(maxsize=64)
-def _conversion(
-    arch: tuple[tuple[str, Any], ...], runtime: str, old: tuple[str, str], new: tuple[str, str]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(bytes afterwards, of those that are copied and 0 of the others) of each parameter, in the order in which they
-    are moved. old, new: the dtypes of all and of the `FIRST` blocks."""
+def _parameters(arch: tuple[tuple[str, Any], ...], runtime: str) -> list[tuple[int, bool]]:
+    """Of each parameter its elements, and whether it is one of the `FIRST` blocks'; in the order in which they are
+    moved."""
     made = _core.Trace.parameters(dict(arch), runtime)
-    each = [(math.prod(shape), name.startswith(FIRST)) for name, shape, *_ in made]
-    after = tuple(count * ELEMENT_BYTES[new[first]] for count, first in each)
-    return after, tuple(size * (old[first] != new[first]) for size, (_, first) in zip(after, each, strict=True))
+    return [(math.prod(shape), name.startswith(FIRST)) for name, shape, _ in made]
 
 
 @functools.lru_cache(maxsize=256)
@@ -50,6 +49,79 @@ def parameter_bytes(
     made = _core.Trace.parameters(dict(arch), runtime)
     sizes = tuple(math.prod(shape) * (ELEMENT_BYTES[dtype] if own == "run" else 8) for _, shape, own in made)
     return sizes, tuple(len(shape) == 4 for _, shape, _ in made)
+
+
+class _Held:
+    """Storages that something of a simulated process holds until it is dropped."""
+
+    def __init__(self, process: SimulatedProcess, storages: Iterable[int]):
+        self._process = process
+        self.storages: list[int] | None = list(storages)  # addresses, in order; None once dropped
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(self._process._core.bytes_at, self.storages or ()))
+
+
+class Tensor(_Held):
+    """Storages of a simulated process. `drop` it when the name that held it goes.
+
+    Attributes
+    ----------
+    name : str
+        Who made it.
+    shape : tuple of int
+        The tensor's, or that of the latents that a posterior describes.
+    dtype : str
+    nbytes : int
+        Requested bytes of all its storages.
+    """
+
+    def __init__(
+        self, process: SimulatedProcess, name: str, shape: Sequence[int], dtype: str, storages: Iterable[int]
+    ):  # fmt: skip
+        super().__init__(process, storages)
+        self.name, self.shape, self.dtype = name, tuple(shape), dtype
+
+    def __repr__(self) -> str:
+        state = "dropped" if self.storages is None else f"{self.nbytes / MIB:.2f} MiB"
+        return f"<Tensor {self.name} {'x'.join(map(str, self.shape))} {self.dtype}, {state}>"
+
+
+class LoadedVAE(_Held):
+    """A VAE whose weights lie on the simulated device.
+
+    Attributes
+    ----------
+    arch : dict
+    runtime : str
+        One of `RUNTIMES`.
+    dtype : str
+        The weights' type now.
+    factor, latent_channels : int
+        Image pixels a side of one pixel of the latents that the runtime takes and gives, and their channels.
+    channels_last : bool
+        Whether the convolutions' filters are in that memory format.
+    first : str or None
+        The dtype of post_quant_conv, decoder.conv_in and decoder.mid_block, and of latents to decode, where it is
+        another, as diffusers' ``upcast_vae`` leaves it.
+    sends : bool
+        Whether each submodule's weights come for its call, as accelerate's hooks send them; none are there before.
+    """
+
+    def __init__(
+        self, process: SimulatedProcess, arch: Mapping[str, Any], runtime: str, dtype: str, weights: Iterable[int], *,
+        first: str | None = None, channels_last: bool = False, sends: bool = False,
+    ):  # fmt: skip
+        super().__init__(process, weights)
+        self.arch, self.runtime, self.dtype, self.first = dict(arch), runtime, dtype, first
+        self.channels_last, self.sends = channels_last, sends
+        packed = packing(runtime, arch)
+        self.factor, self.latent_channels = latent_factor(arch) * packed, arch["latent_channels"] * packed * packed
+        self._key = _key(arch)
+
+    def __repr__(self) -> str:
+        return f"<LoadedVAE {self.arch['name']} ({self.runtime}, {self.dtype}), {self.nbytes / MIB:.2f} MiB>"
 
 
 class SimulatedProcess:
@@ -198,20 +270,19 @@ class SimulatedProcess:
             The dtype of a decode's first blocks, where they were converted before, as `convert` has them.
         """
         arch = architecture(model)
-        runtime = meant("runtime", runtime, RUNTIMES)
-        dtype = meant("dtype", dtype, DTYPES)
-        key, name = tuple(sorted(arch.items())), f"weights of {arch['name']}"
+        runtime, dtype = meant("runtime", runtime, RUNTIMES), meant("dtype", dtype, DTYPES)
+        key, name = _key(arch), f"weights of {arch['name']}"
         sizes, filters = parameter_bytes(key, runtime, dtype)
         if first is None:
             placed = self._core.hold(name, sizes, "weights")
         else:
-            sizes, _ = _conversion(key, runtime, (dtype, dtype), (dtype, meant("first", first, DTYPES)))
+            types = dtype, meant("first", first, DTYPES)
+            sizes = tuple(count * ELEMENT_BYTES[types[is_first]] for count, is_first in _parameters(key, runtime))
             placed = self._core.hold(name, sizes)
-        vae = LoadedVAE(arch, runtime, dtype, dict(zip(placed, sizes, strict=True)), channels_last)
-        vae.first = None if first == dtype else first
         if channels_last:
-            self._copy(vae, sizes, [size * of for size, of in zip(sizes, filters, strict=True)])
-        return vae
+            self._core.copy("weights", placed, [size * of for size, of in zip(sizes, filters, strict=True)])
+        first = None if first == dtype else first
+        return LoadedVAE(self, arch, runtime, dtype, placed, first=first, channels_last=channels_last)
 
     def convert(self, vae: LoadedVAE, dtype: str, first: str | None = None) -> None:
         """``vae.to(dtype)``: each parameter of another dtype is copied, then the old one dropped.
@@ -229,10 +300,11 @@ class SimulatedProcess:
         if vae.storages is None:
             raise ValueError("vae: want one that was not dropped")
         old, new = (vae.dtype, vae.first or vae.dtype), (dtype, first)
-        if old == new:
-            return
-        if not vae.sends:
-            self._copy(vae, *_conversion(vae.key, vae.runtime, old, new))
+        if old != new and not vae.sends:
+            self._core.copy("weights", vae.storages, [
+                count * ELEMENT_BYTES[new[is_first]] * (old[is_first] != new[is_first])
+                for count, is_first in _parameters(vae._key, vae.runtime)
+            ])  # fmt: skip
         vae.dtype, vae.first = dtype, None if first == dtype else first
 
     def tensor(self, shape: Sequence[int], dtype: str, name: str = "input", *, host: bool = False) -> Tensor:
@@ -241,7 +313,7 @@ class SimulatedProcess:
         dtype = meant("dtype", dtype, DTYPES)
         if not shape or min(shape) < 1:
             raise ValueError(f"shape: want sizes of 1 or more, got {tuple(shape)}")
-        return Tensor(name, shape, dtype, {}) if host else self._take(name, shape, dtype)
+        return Tensor(self, name, shape, dtype, ()) if host else self._take(name, shape, dtype)
 
     def hold(self, name: str, size: int) -> int:
         """Takes `size` bytes for good under a name. Returns the address (0 for 0 bytes), which `release` takes."""
@@ -439,7 +511,7 @@ class SimulatedProcess:
         # cudaMemGetInfo's free bytes and what the allocator holds of the rest, as A1111's get_available_vram adds them.
         free = max(self.available - self.allocated, 0) if runtime.looks_at_memory else 0
         trace = _vae_trace(
-            vae.key, runtime=vae.runtime, op=op, dtype=vae.dtype, height=height, width=width, batch=batch,
+            vae._key, runtime=vae.runtime, op=op, dtype=vae.dtype, height=height, width=width, batch=batch,
             tile=tile, slicing=slicing, sm=self.gpu.sm, multiprocessors=self.gpu.multiprocessors, free_bytes=free,
             channels_last=vae.channels_last, first=first, sends=vae.sends, tile_overlap=tile_overlap,
         )  # fmt: skip
@@ -447,23 +519,11 @@ class SimulatedProcess:
 
     def _as_tensor(self, name: str, left: Mapping[int, int], shape: Sequence[int], dtype: str) -> Tensor:
         """What `call` left, as one tensor."""
-        return Tensor(name, shape, dtype, {at: self._core.bytes_at(at) for at in left.values()})
-
-    def _copy(self, vae: LoadedVAE, after: Sequence[int], copied: Sequence[int]) -> None:
-        """Parameters are copied into so many bytes, 0 for one that is not, then the old ones dropped; `after`: what
-        each of them has then."""
-        assert vae.storages is not None
-        addresses = list(vae.storages)
-        try:
-            self._core.copy("weights", addresses, copied)
-        except _core.OutOfMemoryError:
-            vae.storages = {address: self._core.bytes_at(address) for address in addresses}
-            raise
-        vae.storages = dict(zip(addresses, after, strict=True))
+        return Tensor(self, name, shape, dtype, left.values())
 
     def _take(self, name: str, shape: Sequence[int], dtype: str) -> Tensor:
         size = math.prod(shape) * ELEMENT_BYTES[dtype]
-        return Tensor(name, shape, dtype, {self.hold(name, size): size})
+        return Tensor(self, name, shape, dtype, [self.hold(name, size)])
 
 
 def _answers(workspace: Any, trace: _core.Trace, has_other: bool) -> tuple[list[int], list[int], list[str]]:
