@@ -8,8 +8,8 @@ import pytest
 
 from vaemem import formula, predict
 from vaemem.prediction.cutting import fit_domain, largest_of
-from vaemem.prediction.moments import ROUNDED_UP
 from vaemem.prediction.pieces import Domain, PlayedPeak, Point
+from vaemem.prediction.process import ROUNDED_UP
 
 SMALL = Domain(256, 1024, (1, 2, 3), step=128)
 

@@ -23,9 +23,8 @@ from vaemem.prediction.answer import MARGIN
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, benchmark
 from vaemem.prediction.cudnn import InstalledCudnn
 from vaemem.prediction.formula import formula
-from vaemem.prediction.moments import ROUNDED_UP
 from vaemem.prediction.predict import Prediction, predict, shell_command
-from vaemem.prediction.process import SimulatedProcess
+from vaemem.prediction.process import ROUNDED_UP, SimulatedProcess
 from vaemem.prediction.workspace import Workspace
 from vaemem.published import reproduce
 

@@ -23,9 +23,8 @@ from vaemem.pipelines.components import CLIP_TOKENS, CLIPS, VAE_STRIDE, Made, va
 from vaemem.pipelines.storage import BITSANDBYTES
 from vaemem.prediction.benchmark import Names
 from vaemem.prediction.gpus import find_gpu
-from vaemem.prediction.moments import Moment, PeakTensor, moments
 from vaemem.prediction.planned import Phase
-from vaemem.prediction.process import LoadedVAE, SimulatedProcess, Tensor
+from vaemem.prediction.process import LoadedVAE, Moment, PeakTensor, SimulatedProcess, Tensor, moments
 from vaemem.prediction.question import usual_tile
 from vaemem.prediction.runtimes import architecture
 

@@ -23,9 +23,9 @@ from vaemem.prediction.answer import MARGIN, SEGMENT
 from vaemem.prediction.cutting import largest_of
 from vaemem.prediction.formula import Formula
 from vaemem.prediction.gpus import CONTEXT
-from vaemem.prediction.moments import ROUNDED_UP, Moment, PeakTensor
 from vaemem.prediction.pieces import Domain, PlayedPeak, Point
 from vaemem.prediction.planned import Phase, Way
+from vaemem.prediction.process import ROUNDED_UP, Moment, PeakTensor
 from vaemem.prediction.question import Card, Software, find_card, usual_tile
 from vaemem.prediction.seconds import Machine, machine_of, peak, vae_work
 from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, CardAnswer, bar

@@ -14,8 +14,7 @@ from vaemem._common import MIB
 from vaemem._core import OutOfMemoryError
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, Reading
 from vaemem.prediction.gpus import CONTEXT
-from vaemem.prediction.moments import Moment, PeakTensor
-from vaemem.prediction.process import SimulatedProcess
+from vaemem.prediction.process import Moment, PeakTensor, SimulatedProcess
 from vaemem.prediction.question import ModuleQuestion, Question
 from vaemem.prediction.verdict import CardAnswer, bar
 

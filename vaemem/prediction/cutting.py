@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vaemem._common import distinct, grouped
-from vaemem.prediction.moments import ROUNDED_UP
 from vaemem.prediction.pieces import COMPUTED, POWERS, QUANTITIES, Domain, Form, Piece, PlayedPeak, Point, Polynomial
+from vaemem.prediction.process import ROUNDED_UP
 
 MOST_PIECES = 12
 MOST_POINTS = 50_000  # of a domain: minutes

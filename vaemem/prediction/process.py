@@ -6,17 +6,55 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from vaemem import _core
 from vaemem._common import DTYPES, ELEMENT_BYTES, MIB, latent_factor, meant
 from vaemem.prediction.gpus import CONTEXT, Gpu, find_gpu
-from vaemem.prediction.moments import ROUNDED_UP, Moment, PeakTensor, blas_settings, moments
-from vaemem.prediction.profiles import Conv
 from vaemem.prediction.runtimes import RUNTIMES, architecture, packing
 from vaemem.prediction.snapshot import CachingAllocator
-from vaemem.prediction.workspace import Workspace, torch_for
+from vaemem.prediction.workspace import Workspace, torch_for, torch_release
+
+ROUNDED_UP = "[rounded up by the allocator]"  # to 512 bytes, and remainders of blocks that are too small to split off
+# PyTorch takes cuBLASLt's workspace again in each call up to the first release, keeps it up to the second, and later
+# uses cuBLAS's.
+_LAST_EACH, _LAST_KEPT = (2, 8), (2, 11)
+
+
+def blas_settings(gpu: Gpu, torch_version: str) -> dict[str, Any]:
+    """Bytes of cuBLAS's and cuBLASLt's workspaces and how PyTorch keeps the latter (CublasHandlePool.cpp,
+    CUDABlas.cpp)."""
+    release = torch_release(torch_version)
+    use = "each" if release <= _LAST_EACH else "kept" if release <= _LAST_KEPT else "shared"
+    cublas = 32 * MIB if gpu.sm == 90 else 2 * 4 * MIB + 8 * 16 * 1024
+    return {"cublas_bytes": cublas, "cublaslt_bytes": MIB, "cublaslt_use": use}
+
+
+class Moment(NamedTuple):
+    """A point of a call: who acted, and the bytes that the process had allocated and reserved at its height."""
+
+    name: str
+    allocated: int
+    reserved: int
+
+
+class PeakTensor(NamedTuple):
+    """Something that was allocated at the peak."""
+
+    name: str
+    bytes: int
+
+
+def moments(trace: _core.Trace, allocated: Any, reserved: Any, caller: str = "") -> Iterator[Moment]:
+    """A call's steps, each with the most bytes that were allocated and reserved in it; `caller` stands before each
+    name."""
+    owner: dict[int, str] = {}
+    for (op, id_, _, name), *counters in zip(trace.steps, allocated.tolist(), reserved.tolist(), strict=True):
+        if op == "take":
+            owner[id_] = name
+        yield Moment(f"free {caller}{owner[id_]}" if op == "give" else caller + name, *counters)
 
 
 def _key(arch: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -189,7 +227,7 @@ class SimulatedProcess:
         self._core = _core.Process(self.allocator, **blas_settings(self.gpu, self.torch_version))
         room = self.gpu.available(CONTEXT, used)
         self.available: int = self.allocator._settings()["total_memory"] or room
-        self.sources: dict[str, int] = {}  # who answered how many questions for workspaces
+        self.sources = Counter[str]()  # who answered how many questions for workspaces
         # Whether cuDNN has plans without workspace where that is not known; else what the first wants has to be had.
         self.has_other_plans = True
         self._most_reserved = 0  # before the peaks were reset
@@ -237,7 +275,7 @@ class SimulatedProcess:
     @property
     def workspace_source(self) -> str:
         """Who said how much the convolutions' workspaces take, most answers first."""
-        return "; ".join(sorted(self.sources, key=lambda source: -self.sources[source]))
+        return "; ".join(source for source, _ in self.sources.most_common())
 
     @property
     def substitutions(self) -> tuple[str, ...]:
@@ -391,8 +429,7 @@ class SimulatedProcess:
         >>> p.release(left.values())
         """
         wanted, following, sources = _answers(self.workspace, trace, self.has_other_plans or self._knows_plans)
-        for source in sources:
-            self.sources[source] = self.sources.get(source, 0) + 1
+        self.sources.update(sources)
         left, allocated, reserved = self._core.call(trace, wanted, following)
         self._last = (trace, allocated, reserved)
         return left
@@ -531,7 +568,5 @@ def _answers(workspace: Any, trace: _core.Trace, has_other: bool) -> tuple[list[
     if hasattr(workspace, "answers"):
         return workspace.answers(trace, has_other)
     said = [workspace.conv(*question) for question in trace.convs]
-    own = getattr(workspace, "by_pytorch", ())
-    kept = [not has_other or bool(own and Conv(*question) in own) for question in trace.convs]
     counts = [count for count, _ in said]
-    return counts, [count * keeps for count, keeps in zip(counts, kept, strict=True)], [source for _, source in said]
+    return counts, [0] * len(counts) if has_other else counts, [source for _, source in said]
