@@ -250,9 +250,9 @@ def test_a_measured_row_scales_the_seconds(tmp_path, capsys):
     [
         ([], "calibrate: want runs of PyTorch that were measured on NVIDIA GeForce RTX 3060, .* got none in 0 rows"),
         (seed_table(), "got none in 98 rows"),
-        ([{"seconds": 1.0}], "calibrate: want rows that have model, op, height, width and seconds, got {'"),
-        ("mine.csv", "calibrate: want a row of a table, or several, got 'mine.csv'"),
-        (3.0, "calibrate: want a row of a table, or several, got 3.0"),
+        ([{"seconds": 1.0}], "calibrate: want one or more rows of a table that have .*, got {'"),
+        ("mine.csv", "calibrate: want one or more rows of a table that have .*, got 'mine.csv'"),
+        (3.0, "calibrate: want one or more rows of a table that have .*, got 3.0"),
     ],
 )  # fmt: skip
 def test_what_cannot_calibrate(rows, message):

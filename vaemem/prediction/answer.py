@@ -33,6 +33,7 @@ def _bound_of(reserved: int) -> int:
 class SimulatedAnswer(CardAnswer):
     """What a prediction reads off the process that it played."""
 
+    _took: int
     upper_share = 0.9989
     upper_basis = (
         "3568 of 3572 answers of profiles that were left out in turn, a version or a card (benchmarks/left_out.py: SDXL"
@@ -55,7 +56,7 @@ class SimulatedAnswer(CardAnswer):
         full, process, last = (None, process, first) if self._has_room else self._within(self.available)
         self.out_of_memory_at, self.on_card = full, last.peak_reserved if last else None
         self.substitutions = process.substitutions
-        self._guesses, self._held = process.guessed_plans, process.most_reserved
+        self._guesses, self._took = process.guessed_plans, process.most_reserved
         self._most = self._process.most_reserved
 
     def _played(self, protocol: str) -> tuple[SimulatedProcess, int]:
@@ -151,10 +152,6 @@ class SimulatedAnswer(CardAnswer):
     @property
     def timeline(self) -> tuple[Moment, ...]:
         return tuple(self._process.timeline())
-
-    @property
-    def _took(self) -> int:
-        return self._held
 
     @property
     def _bound(self) -> int:

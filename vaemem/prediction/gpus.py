@@ -201,6 +201,14 @@ def find_gpu(name: str | Gpu, memory: int | str | None = None) -> Gpu:
     return _with(gpus[known], size)
 
 
+def known_gpu(name: Any) -> Gpu | None:
+    """The GPU of that name, or None where there is none."""
+    try:
+        return find_gpu(name)
+    except ValueError:
+        return None
+
+
 def sold(memory: int | str) -> int:
     """Bytes of a card's memory, whose GB are of 2^30 bytes.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from vaemem.prediction.moments import PeakTensor
+from vaemem.prediction.process import PeakTensor
 
 
 class Phase(NamedTuple):

@@ -23,7 +23,7 @@ from vaemem.engine.vae import VAE
 from vaemem.prediction.answer import SimulatedAnswer
 from vaemem.prediction.benchmark import USUAL_PROTOCOL
 from vaemem.prediction.closed import derive
-from vaemem.prediction.gpus import Gpu, find_gpu
+from vaemem.prediction.gpus import known_gpu
 from vaemem.prediction.process import parameter_bytes
 from vaemem.prediction.question import ModuleQuestion, Question, ask, usual_overlap
 from vaemem.prediction.runtimes import RUNTIMES, architecture, followed
@@ -227,36 +227,30 @@ class Prediction(SimulatedAnswer):
 
     @functools.cached_property
     def would_fit(self) -> tuple[Advice, ...]:
-        q, found = self._question, list[Advice]()
-        with contextlib.suppress(ValueError), warnings.catch_warnings():  # where none fits; that larger ones may
-            warnings.simplefilter("ignore")
-            if not q.job.is_tiled:
-                height, width = _largest(replace(q, safe=True), self.width / self.height, False)
-                largest = Prediction(q.at(height, width))
-                found.append(largest._as_advice(f"{height}x{width}, the largest of that shape"))
+        q, job, found = self._question, self._question.job, list[Advice]()
         for what, other in self._alike():
-            try:
+            with contextlib.suppress(ValueError, OverflowError):  # it cannot be, or is more than can be played
                 p = Prediction(other)
-            except (ValueError, OverflowError):  # which cannot be, or is more than can be played
-                continue
-            if p.verdict != DOES_NOT_FIT:
-                found.append(p._as_advice(what))
-        if not q.job.is_tiled:
-            run = VAE(_core.Model(dict(q.job.arch), dtype="float32")).estimate(
-                self.op, self.height, self.width, self.batch
-            )
+                if p.verdict != DOES_NOT_FIT:
+                    took = f"takes {p._took / MIB:.0f} of {p.available / MIB:.0f} MiB"
+                    found.append(Advice(what, f"{p.verdict}, {took}", shell_command(other)))
+        if not job.is_tiled:
+            vae = VAE(_core.Model(dict(job.arch), dtype="float32"))
+            run = vae.estimate(job.op, job.height, job.width, job.batch)
             takes = -(-max(run.peak_bytes, run.reserved_bytes) // MIB)
             says = f"takes {takes} MiB of the host's memory in float32, and none of the card's"
             found.append(Advice("by vaemem on the CPU", says, shell_command(q, "estimate")))
         return tuple(found)
 
-    def _as_advice(self, what: str) -> Advice:
-        took = f"takes {self._took / MIB:.0f} of {self.available / MIB:.0f} MiB"
-        return Advice(what, f"{self.verdict}, {took}", shell_command(self._question))
-
     def _alike(self) -> Iterator[tuple[str, Question]]:
-        """Other ways to run the same."""
-        q, job = self._question, self._question.job
+        """The largest image of that shape, and other ways to run this one."""
+        q, job, largest = self._question, self._question.job, list[tuple[int, int]]()
+        if not job.is_tiled:
+            with contextlib.suppress(ValueError), warnings.catch_warnings():  # none fits; larger ones may
+                warnings.simplefilter("ignore")
+                largest.append(_largest(replace(q, safe=True), job.width / job.height, False))
+        for height, width in largest:
+            yield f"{height}x{width}, the largest of that shape", q.at(height, width)
         side = min(max(job.height, job.width), job.tile or LARGEST_SIDE)
         if RUNTIMES[q.code].tiles:
             op = f"{job.op.removesuffix('_tiled')}_tiled"
@@ -306,14 +300,6 @@ class Prediction(SimulatedAnswer):
         return said | {"would_fit": [one._asdict() for one in advice]}
 
 
-def _is_found(gpu: Gpu) -> bool:
-    """Whether its name alone finds it."""
-    try:
-        return find_gpu(gpu.name).total_memory == gpu.total_memory
-    except ValueError:
-        return False
-
-
 def _sized(size: int, unit: int) -> str:
     """Bytes as an argument: in GB of so many, where that is a tenth of one or more, else as a number."""
     return f"{size / unit:g}GB" if size * 10 % unit == 0 else str(size)
@@ -326,10 +312,12 @@ def shell_command(question: Question, verb: str = "fits") -> str:
     flags: dict[str, Any] = {"batch": job.batch if job.batch > 1 else None}
     if verb == "fits":
         usual = usual_dtypes(software.runtime, job.arch["name"], card.gpu.sm, False)
+        found = known_gpu(card.gpu.name)
+        is_whole = found and found.total_memory == card.gpu.total_memory  # the name tells its memory
         is_usual = (job.dtype, job.weights_dtype, job.upcast) == usual[:3]
         flags |= {
             "gpu": card.gpu.name.removeprefix("NVIDIA ").removeprefix("GeForce "),
-            "memory": None if _is_found(card.gpu) else _sized(card.gpu.total_memory, 1 << 30),
+            "memory": None if is_whole else _sized(card.gpu.total_memory, 1 << 30),
             "used": _sized(card.used, 10**9) if card.used else None,
             "os": "windows" if card.unsure else None, "dtype": None if is_usual else job.dtype,
             "weights-dtype": None if is_usual or job.dtype == job.weights_dtype else job.weights_dtype,

@@ -5,16 +5,30 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vaemem import _core
-from vaemem._common import DTYPES, MIB, OPS, TILED_OPS, Message, Named, choose, flag, latent_factor, meant, real, whole
+from vaemem._common import (
+    DTYPES,
+    MIB,
+    OPS,
+    TILED_OPS,
+    Message,
+    Named,
+    choose,
+    flag,
+    latent_factor,
+    listed,
+    meant,
+    real,
+    whole,
+)
 from vaemem.engine.configs import SAMPLE_SIZES, named_sample_size, sample_size_of
 from vaemem.engine.limits import parse_size
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, Counters, Reading, benchmark
-from vaemem.prediction.gpus import CONTEXT, Gpu, find_gpu
+from vaemem.prediction.gpus import CONTEXT, Gpu, find_gpu, known_gpu
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.profiles import version_number
 from vaemem.prediction.runtimes import DEFAULT_TORCH, PROGRAM_NAMES, RUNTIMES, architecture, code_of, packing
@@ -232,12 +246,7 @@ class Question(Asked):
         return code_of(self.software.runtime, self.job.arch["name"])
 
     def start(self, workspace: Any = None, **device: Any) -> SimulatedProcess:
-        if (
-            workspace is None
-            and self.workspace is None
-            and self.code == "comfyui"
-            and self.job.arch.get("family") == "wan"
-        ):
+        if workspace is self.workspace is None and self.code == "comfyui" and self.job.arch.get("family") == "wan":
             workspace = _called_by_comfyui(self.card.gpu, self.software)
         return super().start(workspace, **device)
 
@@ -320,76 +329,63 @@ class ModuleQuestion(Asked):
 def ask(
     model: Any, op: str, height: int, width: int, *, gpu: Any = "RTX 4090", memory: int | str | None = None,
     used: int | str = 0, runtime: str = "diffusers", dtype: Any = None, weights_dtype: Any = None,
-    tile: int | None = None, tile_overlap: float | None = None, slicing: bool = False, workspace: Any = None,
-    cudnn_benchmark: bool = False, safe: bool = False, os: str = "linux", calibrate: Any = None, **others: Any,
+    batch: int = 1, tile: int | None = None, tile_overlap: float | None = None, slicing: bool = False,
+    workspace: Any = None, cudnn_benchmark: bool = False, safe: bool = False, os: str = "linux", calibrate: Any = None,
+    **software: Any,
 ) -> Question:  # fmt: skip
     """The arguments of `vaemem.predict` as values, with the defaults that follow from others filled in: ValueError
-    names the one that cannot be answered. others: what `Software` and `Job` have beside."""
+    names the one that cannot be answered. software: what `Software` has beside the runtime."""
     op = meant("op", op, TILED_OPS)
     if flag("cudnn_benchmark", cudnn_benchmark):
         raise ValueError(
             "cudnn_benchmark: want False, got True: PyTorch then times all of cuDNN's plans and keeps to the"
             " fastest, which only the card can tell; vaemem.pytorch.measure reads there what it takes"
         )
-    arch, is_tiled, slicing = architecture(model), op.endswith("_tiled"), flag("slicing", slicing)
-    runtime = meant("runtime", runtime, PROGRAM_NAMES)
-    if slicing and code_of(runtime, arch["name"]) != "diffusers":
+    arch, slicing, runtime = architecture(model), flag("slicing", slicing), meant("runtime", runtime, PROGRAM_NAMES)
+    name, code, is_tiled = arch["name"], code_of(runtime, arch["name"]), op.endswith("_tiled")
+    if slicing and code != "diffusers":
         raise ValueError(f"slicing: want it with the diffusers runtime, got {runtime}")
     if tile_overlap is None:
         tile_overlap = usual_overlap(arch)
-    elif not is_tiled or code_of(runtime, arch["name"]) != "diffusers":
+    elif not is_tiled or code != "diffusers":
         raise ValueError(f"tile_overlap: want it with a tiled op of the diffusers runtime, got {op} of {runtime}")
-    known = {one.name for one in (*fields(Software), *fields(Job))}
-    for name in others:
-        if name not in known:
-            raise TypeError(f"got an unexpected keyword argument {name!r}")
-    software = Software(runtime, **{one.name: others.pop(one.name) for one in fields(Software) if one.name in others})
-    card = find_card(gpu, memory, used, os)
+    runs, card = Software(runtime, **software), find_card(gpu, memory, used, os)
     if is_tiled and tile is None:
-        sides = TILED_SIDES.get((code_of(runtime, arch["name"]), op), ())
+        sides = TILED_SIDES.get((code, op), ())
         tile = next((side for least, side in sides if card.gpu.total_memory // MIB > least), None) or usual_tile(model)
-    usual = usual_dtypes(runtime, arch["name"], card.gpu.sm, is_fixed(model))
+    usual = usual_dtypes(runtime, name, card.gpu.sm, is_fixed(model))
     assumed, kept = (usual.why, usual.weights_dtype) if dtype is None else ("", dtype)
     dtype = meant("dtype", usual.dtype if dtype is None else dtype, DTYPES)
     weights_dtype = meant("weights_dtype", kept if weights_dtype is None else weights_dtype, DTYPES)
     upcast = bool(assumed) and usual.upcast and weights_dtype != dtype
-    job = Job(
-        arch, op, height, width, dtype, weights_dtype, tile=tile, tile_overlap=tile_overlap, slicing=slicing,
-        upcast=upcast, **others,
-    )  # fmt: skip
-    if RUNTIMES[code_of(runtime, arch["name"])].host and weights_dtype != dtype:
+    job = Job(arch, op, height, width, dtype, weights_dtype, batch, tile, tile_overlap, slicing, upcast)
+    if RUNTIMES[code].host and weights_dtype != dtype:
         raise ValueError(
             f"weights_dtype: want the run's dtype {dtype} with {runtime}, which keeps its weights in it, "
             f"got {weights_dtype!r}"
         )
     rows = () if calibrate is None else _measured_on(card.gpu, calibrate)
-    question = Question(
-        card, software, job, workspace=workspace, assumed=assumed, safe=flag("safe", safe), calibrate=rows
-    )
+    question = Question(card, runs, job, workspace=workspace, assumed=assumed, safe=flag("safe", safe), calibrate=rows)
     if rows:
         _ = question.machine  # refuses rows that cannot be
     return question
 
 
-def _measured_on(gpu: Gpu, rows: Any) -> tuple[Mapping[str, Any], ...]:
-    """Those of the argument `calibrate`, a row or several, that are PyTorch's on that card, and have seconds."""
+def _is_of(device: str | None, gpu: Gpu) -> bool:
+    """Whether a row's device, if it names one, is that card."""
+    card = known_gpu(device or gpu)
+    return card is not None and card.key == gpu.key
 
-    def is_its(name: str | None) -> bool:
-        try:
-            return not name or find_gpu(name).key == gpu.key
-        except ValueError:
-            return False
 
-    rows = [rows] if isinstance(rows, Mapping) else rows
-    if not isinstance(rows, Iterable) or isinstance(rows, str):
-        raise ValueError(f"calibrate: want a row of a table, or several, got {rows!r}")
-    rows = list(rows)
-    if wrong := [
-        row for row in rows if not isinstance(row, Mapping) or not {"model", "op", "height", "width"} <= {*row}
-    ]:
-        raise ValueError(f"calibrate: want rows that have model, op, height, width and seconds, got {wrong[0]!r}")
-    found = [row for row in rows if row.get("seconds") and row.get("runtime") != "vaemem" and is_its(row.get("device"))]
-    found = [row for row in found if row.get("source") in (None, "measured")]
+def _measured_on(gpu: Gpu, calibrate: Any) -> tuple[Mapping[str, Any], ...]:
+    """Those of the rows, or of the one, that are PyTorch's on that card, and have seconds."""
+    rows = listed(calibrate, (Mapping, str))
+    for row in rows:
+        if not isinstance(row, Mapping) or not {"model", "op", "height", "width"} <= {*row}:
+            such = "rows of a table that have model, op, height, width and seconds"
+            raise ValueError(f"calibrate: want one or more {such}, got {row!r}")
+    timed = [row for row in rows if row.get("seconds") and row.get("runtime") != "vaemem"]
+    found = [row for row in timed if row.get("source") in (None, "measured") and _is_of(row.get("device"), gpu)]
     if not found:
         raise ValueError(
             f"calibrate: want runs of PyTorch that were measured on {gpu.name}, with their seconds, got none in"

@@ -7,7 +7,6 @@ import itertools
 import os
 from bisect import bisect
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from vaemem import _core
@@ -93,7 +92,6 @@ def _read_segments(segments: list[Any], device: int) -> list[_Segment]:
 # ---- replay ----
 
 
-@dataclass(repr=False)
 class Replay:
     """What a recorded history says, and what the simulated allocator makes of the same requests.
 
@@ -134,21 +132,19 @@ class Replay:
     first difference: none
     """
 
-    device: int
-    events: int
-    whole: bool
-    why_not: list[str]
-    recorded_reserved: int
-    recorded_reserved_peak: int
-    recorded_segments: int
-    recorded_allocated: int
-    simulated_reserved: int
-    simulated_reserved_peak: int
-    simulated_segments: int
-    simulated_allocated: int
-    first_difference: str | None
-    imposed_releases: int
-    allocator: CachingAllocator
+    def __init__(self, device: int, events: int, why_not: list[str], final: list[_Segment], player: _Player):
+        """final: the segments that the record has at its end; player: who has played the events."""
+        self.device, self.events, self.whole, self.why_not = device, events, not why_not, why_not
+        self.recorded_reserved = sum(segment.size for segment in final)
+        self.recorded_reserved_peak = player.recorded_peak
+        self.recorded_segments = len(final)
+        self.recorded_allocated = sum(b.size for segment in final for b in segment.blocks if not b.pending)
+        self.allocator = allocator = player.allocator
+        self.simulated_reserved = allocator.memory_reserved()
+        self.simulated_reserved_peak = allocator.max_memory_reserved()
+        self.simulated_segments = sum(first for first, *_ in allocator._blocks())
+        self.simulated_allocated = allocator.memory_allocated()
+        self.first_difference, self.imposed_releases = player.difference, player.imposed
 
     @property
     def same(self) -> bool:
@@ -236,23 +232,7 @@ def replay(
     for index, event in enumerate(events):
         player.step(index, *event)
     player.finish(len(events))
-    return Replay(
-        device=device,
-        events=len(events),
-        whole=not holes,
-        why_not=holes,
-        recorded_reserved=sum(s.size for s in final),
-        recorded_reserved_peak=player.recorded_peak,
-        recorded_segments=len(final),
-        recorded_allocated=sum(b.size for s in final for b in s.blocks if not b.pending),
-        simulated_reserved=allocator.memory_reserved(),
-        simulated_reserved_peak=allocator.max_memory_reserved(),
-        simulated_segments=sum(first for first, *_ in allocator._blocks()),
-        simulated_allocated=allocator.memory_allocated(),
-        first_difference=player.difference,
-        imposed_releases=player.imposed,
-        allocator=allocator,
-    )
+    return Replay(device, len(events), holes, final, player)
 
 
 def _recorded_settings(snapshot: dict[str, Any]) -> dict[str, Any]:
@@ -401,6 +381,12 @@ class _Player:
     def differ(self, text: str) -> None:
         self.difference = self.difference or text
 
+    def compare_reserved(self, when: str, before: str = "") -> None:
+        reserved = self.allocator.memory_reserved()
+        if reserved != self.recorded:
+            recorded = f"{self.recorded} bytes are reserved in the record"
+            self.differ(f"{when} {recorded}, {reserved}{before} in the simulation")
+
     @contextlib.contextmanager
     def noting(self, where: str) -> Iterator[None]:
         try:
@@ -442,10 +428,7 @@ class _Player:
             with self.noting(what):
                 self.allocator.free(old)
         self.address[address] = got
-        reserved = self.allocator.memory_reserved()
-        if reserved != self.recorded:
-            found = f"{reserved} (before it: {before}) in the simulation"
-            self.differ(f"{what}: {self.recorded} bytes are reserved in the record, {found}")
+        self.compare_reserved(f"{what}:", f" (before it: {before})")
         if self.placed and got != address:
             self.differ(f"{what}: at {address:#x} in the record, {got:#x} in the simulation")
 
@@ -463,14 +446,12 @@ class _Player:
                     self.allocator._release(address)
                     known += 1
             if known < len(frees):
-                found = f"{known} of them are whole here"
-                self.differ(f"event {index}: the record gives back {len(frees)} segments, {found}")
+                self.differ(
+                    f"event {index}: the record gives back {len(frees)} segments, {known} of them are whole here"
+                )
             if self.allocator._has_whole_segment():
                 self.imposed += known
-        reserved = self.allocator.memory_reserved()
-        if reserved != self.recorded:
-            found = f"{self.recorded} bytes are reserved in the record, {reserved} in the simulation"
-            self.differ(f"event {index}: after giving segments back {found}")
+        self.compare_reserved(f"event {index}: after giving segments back")
 
     def finish(self, index: int) -> None:
         if self.given_back:
