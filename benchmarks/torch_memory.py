@@ -75,7 +75,7 @@ def predicted(model: str, row: dict, warmups: int, runs: int) -> dict:
         vae = process.load(model, row["dtype"], row["runtime"])
         said = benchmark(
             process, vae, row["op"].removesuffix("_tiled"), row["height"], row["width"], tile=512 if tiled else 0,
-            protocol=Protocol("what was measured", warmups, runs),
+            protocol=Protocol(warmups, runs),
         )  # fmt: skip
     except ValueError as error:  # a GPU, PyTorch or cuDNN that is not known
         return {"workspace_source": f"no prediction: {error}"}

@@ -5,7 +5,8 @@ Which names the script holds meanwhile decides what is still allocated when a me
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+from typing import NamedTuple
 
 from vaemem._common import OPS, choose
 from vaemem.prediction.process import LoadedVAE, SimulatedProcess, Tensor
@@ -17,23 +18,19 @@ BENCHMARK_TILE = 512  # pixels: the side of the seed table's tiles, whatever its
 class Protocol(NamedTuple):
     """What a fresh process has done with its loaded model when the counters are read."""
 
-    what: str  # in words
     warmups: int = 2
     runs: int = 1  # measured ones
     emptied: bool = True  # the cache is emptied, and the peaks are reset, before each run
 
 
 PROTOCOLS = {
-    "cold": Protocol("the first run, which no other came before", warmups=0),
-    "warm": Protocol("the first run after two warm-up runs, while what the second of them left is still bound"),
-    "repeated": Protocol("the second run after two warm-up runs, when nothing of them is bound any more", runs=2),
-    "kept": Protocol(
-        "three runs in a row from a cold start, the cache never emptied, and the most that any of them took",
-        warmups=0, runs=3, emptied=False,
-    ),
-}  # fmt: skip
+    "cold": Protocol(warmups=0),  # the first run, which no other came before
+    "warm": Protocol(),  # the first run after two warm-up runs, while what the second of them left is still bound
+    "repeated": Protocol(runs=2),  # the second run after two warm-up runs, when nothing of them is bound any more
+    "kept": Protocol(warmups=0, runs=3, emptied=False),  # three runs in a row, and the most that any of them took
+}
 USUAL_PROTOCOL = "warm"
-SEED_TABLE = Protocol("five runs after two warm-up runs, of which the table has the mean", runs=5)
+SEED_TABLE = Protocol(runs=5)  # of which the table has the mean
 
 
 class Reading(NamedTuple):
@@ -100,10 +97,11 @@ def benchmark(
     run, it is emptied before the first measured one alone, and each reading is of all measured runs so far.
     """
     choose("op", op, OPS)
-    how: dict[str, Any] = {"tile": tile, "tile_overlap": tile_overlap, "slicing": slicing}
     weights_dtype = vae.dtype
     dtype = dtype or weights_dtype
     input_dtype = input_dtype or weights_dtype
+    method = process.encode if op == "encode" else process.decode
+    run = functools.partial(method, vae, tile=tile, tile_overlap=tile_overlap, slicing=slicing)
     names = Names(process)
     image = (batch, vae.arch["in_channels"], height, width)
     latent = (batch, vae.latent_channels, height // vae.factor, width // vae.factor)
@@ -124,16 +122,15 @@ def benchmark(
     def call(measured: bool) -> None:
         x = converted()
         if runtime.samples:
-            method = process.encode if op == "encode" else process.decode
-            names["result"] = method(vae, x, **how)  # refused where the runtime has neither
+            names["result"] = run(x)  # refused where the runtime has neither
         elif op == "encode":
-            names["dist"] = process.encode(vae, x, **how)
+            names["dist"] = run(x)
             names["result"] = process.sample(names["dist"])
             if measured:
                 names["result"] = process.elementwise(names["result"], "latents")
         else:
             names["scaled"] = process.elementwise(x, "latents [scaled]")
-            names["result"] = process.decode(vae, names["scaled"], **how)
+            names["result"] = run(names["scaled"])
 
     measurements: list[Reading] = []
     for i in range(protocol.warmups + protocol.runs):

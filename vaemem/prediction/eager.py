@@ -52,14 +52,11 @@ def eager_strides(
 ) -> tuple[int, ...]:
     """Strides that an eager pointwise operator gives its output of a shape (TensorIterator.cpp); shapes and strides of
     its inputs are given in order."""
-    contiguous = _dense(shape, reversed(range(len(shape))))
     if all(size == shape for size, _ in operands):
-        if all(_is(shape, strides, contiguous) for _, strides in operands):
-            return contiguous
-        if len(shape) == 4:
-            channels_last = _dense(shape, (1, 3, 2, 0))
-            if all(_is(shape, strides, channels_last) for _, strides in operands):
-                return channels_last
+        for dims in (range(len(shape))[::-1], (1, 3, 2, 0)):  # contiguous, and channels_last of four dimensions
+            dense = _dense(shape, dims) if len(shape) == len(dims) else ()
+            if dense and all(_is(shape, strides, dense) for _, strides in operands):
+                return dense
         first = operands[0][1]
         ordered = sorted(range(len(shape)), key=lambda dim: (first[dim], shape[dim] > 1))
         if _is(shape, first, _dense(shape, ordered)) and all(strides == first for _, strides in operands):

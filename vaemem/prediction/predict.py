@@ -202,24 +202,20 @@ class Prediction(SimulatedAnswer):
     @property
     def numbers(self) -> str:
         """What is predicted, whether it fits, and where that comes from: a line each."""
+        takes = [f"It takes {self.seconds}: {self.seconds.why}."] if self.seconds else []
         lines = [
             f"{self._title}: {self._numbers}, beside weights and input.",
             f"{self.summary[0].upper()}{self.summary[1:]}.",
-            *([f"It takes {self.seconds}: {self.seconds.why}."] if self.seconds else []),
-            *self._basis,
-            *self._stand_ins,
-            f"Workspaces: {self.workspace_source}.",
+            *takes,
         ]
-        return "\n  ".join(lines)
+        return "\n  ".join([*lines, *self._basis, *self._stand_ins, f"Workspaces: {self.workspace_source}."])
 
     @property
     def _basis(self) -> list[str]:
         """What the answer is of: a line each."""
-        return [
-            f"Asked: {self._asked}.",
-            *([f"Followed: {code}."] if (code := followed(self._question.job.arch, self._question.code)) else []),
-            *([f"Assumed: {self.assumed}."] if self.assumed else []),
-        ]
+        code = followed(self._question.job.arch, self._question.code)
+        lines = {"Asked": self._asked, "Followed": code, "Assumed": self.assumed}
+        return [f"{what}: {text}." for what, text in lines.items() if text]
 
     @property
     def _stand_ins(self) -> list[str]:

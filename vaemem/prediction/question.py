@@ -316,7 +316,7 @@ class ModuleQuestion(Asked):
         """The module is called in a fresh process as often as the software's protocol, or another one, says."""
         for name, size in self.held:
             process.hold(name, size)
-        _, warmups, runs, emptied = PROTOCOLS[protocol or self.software.protocol]
+        warmups, runs, emptied = PROTOCOLS[protocol or self.software.protocol]
         for i in range(warmups + runs):
             if emptied or i == warmups:
                 counters = Counters(process)
