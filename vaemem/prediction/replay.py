@@ -275,47 +275,34 @@ def _find_start(
 ) -> tuple[list[_Segment], list[str]]:
     """What the allocator held before the first event, and what keeps the history from being whole.
 
-    A segment or block that is given back without having been taken was there before; so was one that stands at the end
-    and was never taken. Between live blocks a segment is free, for free neighbours are always merged.
+    Undone from the last one to the first, the events lead from what stands at the end to what was there before: a
+    segment or block that is given back was there, and one that is taken was not. Between live blocks a segment is free,
+    for free neighbours are always merged.
     """
-    born: set[int] = set()  # segments taken and not given back
-    last: dict[int, str] = {}  # what happened last to a block
-    segments: dict[int, _Segment] = {}
-    live: dict[int, _Block] = {}
-    mapped = 0  # bytes of expandable segments, by the record
+    segments = {one.address: one._replace(blocks=[]) for one in final if not one.expandable}
+    live = {b.address: b for segment in final for b in segment.blocks}
+    following = dict.fromkeys(live, "stands")  # what happens next to the block at an address
+    first: dict[int, int] = {}  # the event that is the first about a block
+    mapped = -sum(one.size for one in final if one.expandable)  # bytes by the record, less those that stand
     lost_frees = lost_allocs = lost_segments = 0
-    for action, address, size, stream in events:
-        if action == "alloc":
-            lost_frees += last.get(address) in ("alloc", "free_requested")
-            last[address] = action
-        elif action == "segment_alloc":
-            lost_segments += address in born
-            born.add(address)
+    for index, (action, address, size, stream) in reversed([*enumerate(events)]):
+        if action == "segment_alloc":
+            lost_segments += segments.pop(address, None) is None
         elif action == "segment_free":
-            if address not in born:
-                segments.setdefault(address, _Segment(address, size, stream, size == 2 * MIB, []))
-            born.discard(address)
+            segments[address] = _Segment(address, size, stream, size == 2 * MIB, [])
         elif action in ("segment_map", "segment_unmap"):
             mapped += size if action == "segment_map" else -size
         else:
-            lost_allocs += last.get(address) == "free_completed"
-            if address not in last:
-                whole = _size_shown(address, size, last, allocator)
-                live[address] = _Block(address, whole, size, action == "free_completed")
-            last[address] = action
-    for segment in final:
-        if segment.expandable:
-            mapped -= segment.size
-        elif segment.address in born:
-            born.remove(segment.address)
-        else:
-            segments.setdefault(segment.address, segment._replace(blocks=[]))
-        for b in segment.blocks:
-            lost_allocs += last.get(b.address) == "free_completed"
-            if b.address not in last:
-                live[b.address] = b
+            after, following[address], first[address] = following.get(address), action, index
+            lost_frees += action != "free_completed" and after == "alloc"
+            lost_allocs += action == "free_completed" and after not in (None, "alloc")
+            if action == "alloc":
+                live.pop(address, None)
+            else:
+                live[address] = _Block(address, 0, size, action == "free_completed")
+    blocks = [b._replace(size=_size_shown(b, first, allocator)) if b.address in first else b for b in live.values()]
     start = [segments[address] for address in sorted(segments)]
-    unplaced = _place_blocks(start, sorted(live.values()), allocator)
+    unplaced = _place_blocks(start, sorted(blocks), allocator)
     older = f"segments ({sum(s.size for s in start) / MIB:.0f} MiB) are older than the trace"
     holes = [
         (abs(mapped), "bytes of expandable segments were mapped before the trace began; they are not rebuilt"),
@@ -324,20 +311,21 @@ def _find_start(
         (unplaced, "of them lie in no segment that could be rebuilt"),
         (lost_frees, "blocks are taken where the trace shows no free of the one before"),
         (lost_allocs, "blocks are freed or stand at the end where the trace shows none taken"),
-        (lost_segments + len(born), "segments were taken but neither given back nor there at the end"),
+        (lost_segments, "segments were taken but neither given back nor there at the end"),
     ]
     return start, [f"{count} {what}" for count, what in holes if count]
 
 
-def _size_shown(address: int, requested: int, taken: dict[int, str], allocator: CachingAllocator) -> int:
+def _size_shown(b: _Block, first: dict[int, int], allocator: CachingAllocator) -> int:
     """The size of a block older than the trace, where a neighbour taken while it lived shows its end; else 0.
 
     In the large pool a block may keep a tail of up to 1 MiB; what follows it is taken from the front.
     """
-    end = address + allocator.rounded_size(requested)
-    if end - address <= MIB:
-        return end - address
-    return next((at - address for at in range(end, end + MIB + 512, 512) if at in taken), 0)
+    end = b.address + allocator.rounded_size(b.requested)
+    if end - b.address <= MIB:
+        return end - b.address
+    neighbours = range(end, end + MIB + 512, 512)
+    return next((at - b.address for at in neighbours if at in first and first[at] < first[b.address]), 0)
 
 
 def _place_blocks(segments: list[_Segment], blocks: list[_Block], allocator: CachingAllocator) -> int:
