@@ -122,30 +122,26 @@ def _find_coarse(name: str, size: int | None) -> Gpu | None:
 
 
 @functools.cache
-def _table() -> tuple[dict[str, Gpu], dict[str, str], dict[str, int]]:
-    """GPUs by device name, device names by the key of each name they are known by, and the multiprocessors of one MIG
-    slice by device name."""
+def _table() -> tuple[list[Gpu], dict[str, Gpu], dict[str, int | None]]:
+    """GPUs; the same by the key of each name that they are known by; and the multiprocessors of one MIG slice by device
+    name."""
     data = json.loads(shipped("gpus.json"))
-    gpus: dict[str, Gpu] = {}
-    keys: dict[str, str] = {}
-    slices: dict[str, int] = {}
+    gpus: list[Gpu] = []
+    keys: dict[str, Gpu] = {}
+    slices: dict[str, int | None] = {}
     for entry in data["gpus"]:
-        capability, name = entry["compute_capability"], entry["deviceName"]
+        name, capability = entry["deviceName"], entry["compute_capability"]
         properties = data["every_gpu"] | data["compute_capability"][capability] | entry
-        source = properties["source"]
-        if "migSlice" in entry:
-            slices[name] = entry["migSlice"]
-        for key in ("source", "aliases", "compute_capability", "migSlice"):
-            properties.pop(key, None)
-        gpus[name] = Gpu(name, capability, entry["totalGlobalMem"], properties, source)
-        for known in [name, *entry["aliases"]]:
-            keys[_key(known)] = name
+        own = ("compute_capability", "source", "aliases", "migSlice")  # not of cuDNN's
+        _, source, aliases, slices[name] = (properties.pop(key, None) for key in own)
+        gpus.append(Gpu(name, capability, entry["totalGlobalMem"], properties, source))
+        keys |= dict.fromkeys(map(_key, (name, *aliases)), gpus[-1])
     return gpus, keys, slices
 
 
 def gpu_names() -> list[str]:
     """Device names of the GPUs whose properties are shipped."""
-    return list(_table()[0])
+    return [gpu.name for gpu in _table()[0]]
 
 
 def find_gpu(name: str | Gpu, memory: int | str | None = None) -> Gpu:
@@ -181,24 +177,24 @@ def find_gpu(name: str | Gpu, memory: int | str | None = None) -> Gpu:
     if not isinstance(name, str):
         raise TypeError(f"gpu: want a name such as 'RTX 4090', got {type(name).__name__}")
     text = name.strip().lower()
-    capability, _, card = text.partition(" (as ")
+    capability, _, full = text.partition(" (as ")
     if match := _CAPABILITY.fullmatch(capability):
-        if card and size is None:  # the name of a Gpu that was found so
-            size = find_gpu(card.removesuffix(")")).total_memory
+        if full and size is None:  # the name of a Gpu that was found so
+            size = find_gpu(full.removesuffix(")")).total_memory
         return _of_capability(".".join(filter(None, match.groups())), size)
     if match := _SLICE.fullmatch(text):
         return _with(_slice(find_gpu(match[1]), int(match[2]), int(match[3])), size)
-    gpus, keys, _ = _table()
-    known = keys.get(_key(name)) or keys.get(_key(re.sub(r"^(laptop|mobile) (.*)$", r"\2 \1", text)))
-    if known is None and (match := _SIZED.fullmatch(text)) and (known := keys.get(_key(match[1]))):
+    keys = _table()[1]
+    card = keys.get(_key(name)) or keys.get(_key(re.sub(r"^(laptop|mobile) (.*)$", r"\2 \1", text)))
+    if card is None and (match := _SIZED.fullmatch(text)) and (card := keys.get(_key(match[1]))):
         nominal = int(match[2]) << 30
-        if size is None and not 0.9 * nominal < gpus[known].total_memory <= nominal:  # another variant of the card
+        if size is None and not 0.9 * nominal < card.total_memory <= nominal:  # another variant of the card
             size = nominal
-    if known is None and (coarse := _find_coarse(name, size)):
+    if card is not None:
+        return _with(card, size)
+    if coarse := _find_coarse(name, size):
         return coarse
-    if known is None:
-        raise ValueError(_unknown(name))
-    return _with(gpus[known], size)
+    raise ValueError(_unknown(name))
 
 
 def known_gpu(name: Any) -> Gpu | None:
@@ -231,7 +227,7 @@ def _with(gpu: Gpu, size: int | None, **changes: Any) -> Gpu:
 
 def _of_capability(capability: str, size: int | None) -> Gpu:
     """A compute capability by the card of it that has the memory, or its first."""
-    alike = [gpu for gpu in _table()[0].values() if gpu.capability == capability]
+    alike = [gpu for gpu in _table()[0] if gpu.capability == capability]
     if not alike:
         raise ValueError(f"gpu: want a compute capability that was recorded ({_capabilities()}), got {capability}")
     card = min(alike, key=lambda gpu: abs(gpu.total_memory - size)) if size else alike[0]
@@ -252,19 +248,19 @@ def _slice(gpu: Gpu, slices: int, gigabytes: int) -> Gpu:
 
 
 def _capabilities() -> str:
-    return ", ".join(dict.fromkeys(f"sm_{gpu.sm}" for gpu in _table()[0].values()))
+    return ", ".join(dict.fromkeys(f"sm_{gpu.sm}" for gpu in _table()[0]))
 
 
 def _unknown(name: str) -> Message:
     """What to say of a name that is no card's."""
-    wanted = "gpu: want a card such as 'RTX 4090', or 'sm_89' with "
-    return Message(wanted, Named("memory", "16 GB"), f"; got {name!r}{_why_unknown(name)}")
-
-
-def _why_unknown(name: str) -> str:
-    if _OTHERS.match(name.strip().lower()) or _UNRECORDED.match(name.strip().lower()):
-        return ", of which nothing is listed: with its memory it is answered coarsely"
-    keys = _table()[1] | {key: full for key, (full, _, _) in _coarse().items()}
+    text, (_, cards, _) = name.strip().lower(), _table()
+    keys = {key: card.name for key, card in cards.items()} | {key: full for key, (full, _, _) in _coarse().items()}
     near = difflib.get_close_matches(_key(name), keys, n=3, cutoff=0.6)
-    names = ", ".join(dict.fromkeys(keys[key] for key in near))
-    return f" (nearest: {names})" if near else f" (no name is near; compute capabilities: {_capabilities()})"
+    if _OTHERS.match(text) or _UNRECORDED.match(text):
+        why = ", of which nothing is listed: with its memory it is answered coarsely"
+    elif near:
+        why = f" (nearest: {', '.join(dict.fromkeys(keys[key] for key in near))})"
+    else:
+        why = f" (no name is near; compute capabilities: {_capabilities()})"
+    wanted = "gpu: want a card such as 'RTX 4090', or 'sm_89' with "
+    return Message(wanted, Named("memory", "16 GB"), f"; got {name!r}{why}")
