@@ -6,7 +6,7 @@ import functools
 import html
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -70,10 +70,11 @@ class SimulatedAnswer(CardAnswer):
             self._question.play(self._plays[protocol], protocol)
         return self._plays[protocol], -1
 
-    def _read(self, protocol: str) -> int:
-        """The bytes that this process reserved above the baseline."""
+    def _readings(self, protocol: str, workspaces: Sequence[tuple[int, ...]] = ()) -> list[int]:
+        """The bytes that a process of this protocol reserved above the baseline; then those that it would have reserved
+        with each of these workspaces of its convolutions."""
         process, run = self._played(protocol)
-        return process._runs[run][0]
+        return [process._runs[run][0], *process._again(workspaces, run)]
 
     def _within(
         self, capacity: int, has_other_plans: bool = True
@@ -106,22 +107,22 @@ class SimulatedAnswer(CardAnswer):
             low, high = (middle, high) if full else (low, middle)
         return high * PAGE
 
-    def _others(self, every: bool, *protocols: str) -> Iterator[int]:
-        """Reserved bytes by each of these protocols, with each of the other workspaces that may be the true ones."""
-        if alternatives := self._process._alternatives(every):
-            for process, run in map(self._played, protocols):
-                yield from process._again(alternatives, run)
+    def _possible(self, every: bool, *protocols: str) -> Iterator[int]:
+        """Reserved bytes by each of these protocols, also with each of the other workspaces that may be the true ones.
+        every: those of every cuDNN."""
+        others = self._process._alternatives(every)
+        for protocol in protocols:
+            yield from self._readings(protocol, others)
 
     @functools.cached_property
     def band(self) -> tuple[int, int]:
-        sizes = [self.reserved, *self._others(False, self.protocol)]
+        sizes = list(self._possible(False, self.protocol))
         return min(sizes), max(sizes)
 
     @functools.cached_property
     def upper(self) -> int:
-        # The others first, for most of the band's are among them, and what is alike is then played once.
-        others = list(self._others(not self._has_version, *self._bounding))
-        return _bound_of(max(*map(self._read, self._bounding), *self.band, *others))
+        # Of every cuDNN first, for most of the band's are among them, and what is alike is then played once.
+        return _bound_of(max(*self._possible(not self._has_version, *self._bounding), *self.band))
 
     @property
     def _bounding(self) -> tuple[str, ...]:
@@ -131,13 +132,10 @@ class SimulatedAnswer(CardAnswer):
     def _may_take(self, size: int) -> bool:
         # What this workspace takes, or the largest of the others, mostly says it before all of them are asked.
         least = size - (self.peak_reserved - self.reserved)
-        if any(_bound_of(self._read(name)) >= least for name in self._bounding):
+        if any(_bound_of(*self._readings(protocol)) >= least for protocol in self._bounding):
             return True
-        if largest := sorted(self._process._alternatives(not self._has_version), key=sum)[-1:]:
-            process, run = self._played(self.protocol)
-            if _bound_of(*process._again(largest, run)) >= least:
-                return True
-        return self._bound >= size
+        largest = sorted(self._process._alternatives(not self._has_version), key=sum)[-1:]
+        return _bound_of(max(self._readings(self.protocol, largest))) >= least or self._bound >= size
 
     def save_snapshot(self, path: str | os.PathLike[str]) -> None:
         """Writes the simulated history as a pickle that ``torch.cuda._memory_viz`` and pytorch.org/memory_viz read."""

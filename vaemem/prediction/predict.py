@@ -159,13 +159,12 @@ class Prediction(SimulatedAnswer):
             self.upper_share, self.upper_basis = math.nan, "nothing: no measurement of this allocator is known"
         super().__init__(question)
 
-    def _others(self, every: bool, *protocols: str) -> Iterator[int]:
-        yield from super()._others(every, *protocols)
+    def _possible(self, every: bool, *protocols: str) -> Iterator[int]:
+        yield from super()._possible(every, *protocols)
         if self.allocator == "cudaMallocAsync":  # how much the driver's pool wastes is not known: as much as PyTorch's?
-            workspace, software = self._process.workspace, replace(self._question.software, allocator="native")
+            software, workspace = replace(self._question.software, allocator="native"), self._process.workspace
             native = Prediction(replace(self._question, software=software, workspace=workspace))
-            yield from map(native._read, protocols)
-            yield from native._others(every, *protocols)
+            yield from native._possible(every, *protocols)
 
     @functools.cached_property
     def seconds(self) -> Seconds | None:
