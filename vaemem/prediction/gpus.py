@@ -109,7 +109,8 @@ def coarse_names(maker: str) -> list[str]:
 
 
 def _find_coarse(name: str, size: int | None) -> Gpu | None:
-    """A card that no cuDNN was asked about, or of which `size` says what it has; None for another name."""
+    """The card of that name that no cuDNN was asked about: one that is listed, or one that only sounds like such a card
+    where `size` says how much memory it has. None for any other name."""
     text = name.strip().lower()
     listed = _coarse().get(_key(_MAKERS.sub("", text)))
     is_other = bool(_OTHERS.match(text))

@@ -490,9 +490,8 @@ class SimulatedProcess:
         step, tensors = self._core.peak()
         if step is None:
             return None
-        found = dict(tensors)
-        for name, size in self._core.baseline():
-            found[name] = found.get(name, 0) - size
+        found = Counter(dict(tensors))
+        found.subtract(dict(self._core.baseline()))
         return step, {name: size for name, size in found.items() if size}
 
     def timeline(self) -> list[Moment]:
@@ -514,12 +513,13 @@ class SimulatedProcess:
         return known(every, self._core) if known else []
 
     def _note_run(self, reserved: int) -> None:
-        """The counters were read: so much was reserved since the peaks were reset, beyond what was before."""
+        """Notes a reading of the counters: so many bytes were reserved at most since the peaks were reset, beyond what
+        had been reserved until then."""
         self._runs.append((reserved, (self._since, self._core.steps)))
         self._with_others = {}
 
     def _again(self, workspaces: Sequence[tuple[int, ...]], run: int) -> list[int]:
-        """What would have been read of a run with each of these other workspaces of the convolutions."""
+        """What would have been read of a run if its convolutions had taken each of these other workspaces."""
         new = tuple(one for one in workspaces if one not in self._with_others)
         spans = tuple(span for _, span in self._runs)
         self._with_others.update(zip(new, self._core.again(new, spans) if new else (), strict=True))
@@ -564,7 +564,7 @@ class SimulatedProcess:
 
 
 def _answers(workspace: Any, trace: _core.Trace, has_other: bool) -> tuple[list[int], list[int], list[str]]:
-    """As `Workspace.answers`, of a workspace that has `conv` alone too."""
+    """What `Workspace.answers` says; where a workspace has `conv` alone, the same made of its answers."""
     if hasattr(workspace, "answers"):
         return workspace.answers(trace, has_other)
     said = [workspace.conv(*question) for question in trace.convs]

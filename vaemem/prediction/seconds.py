@@ -477,7 +477,7 @@ def vae_machine(gpu: str | Gpu, dtype: str, runs: Iterable[tuple[str, Work, floa
 
 
 def cards_of(memory: int) -> list[Gpu]:
-    """Those of the list that have so many bytes, within 5%."""
+    """The listed cards whose memory is so many bytes, within 5%."""
     listed = [find_gpu(name) for name in gpu_names()]
     cards = [card for card in listed if 0.95 * memory < card.total_memory < 1.05 * memory]
     if not cards:

@@ -1,4 +1,4 @@
-"""What programs run a VAE in where nobody names a type: which numbers, and what the weights are kept in.
+"""The types that programs run a VAE in where nobody names one: those of its numbers, and of its weights between runs.
 
 Read in diffusers 0.33 (StableDiffusionXLPipeline), ComfyUI (a7631e3, comfy/model_management.py `vae_dtype`, comfy/sd.py
 `working_dtypes`), Forge (dfdcbab, backend/memory_management.py `vae_dtype`), A1111 (0027ce1, modules/processing.py

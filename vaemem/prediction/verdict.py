@@ -65,7 +65,7 @@ class CardAnswer(Answer):
 
     @property
     def _is_tight(self) -> bool:
-        """Of a run that goes through: whether there is something that `tight_because` says, without the words."""
+        """Whether a run that goes through is tight. `tight_because` says why, for which it has to know more."""
         return self._guesses or self._most > self.available or self._may_take(self.available - self._unsure + 1)
 
     def _may_take(self, size: int) -> bool:
