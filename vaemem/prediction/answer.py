@@ -12,9 +12,9 @@ from typing import Any
 
 from vaemem._common import MIB
 from vaemem._core import OutOfMemoryError
-from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, Reading
+from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL
 from vaemem.prediction.gpus import CONTEXT
-from vaemem.prediction.process import Moment, PeakTensor, SimulatedProcess
+from vaemem.prediction.process import Moment, PeakTensor, Reading, SimulatedProcess
 from vaemem.prediction.question import ModuleQuestion, Question
 from vaemem.prediction.verdict import CardAnswer, bar
 

@@ -9,7 +9,7 @@ import functools
 from typing import NamedTuple
 
 from vaemem._common import OPS, choose
-from vaemem.prediction.process import LoadedVAE, SimulatedProcess, Tensor
+from vaemem.prediction.process import LoadedVAE, Reading, SimulatedProcess, Tensor
 from vaemem.prediction.runtimes import RUNTIMES
 
 BENCHMARK_TILE = 512  # pixels: the side of the seed table's tiles, whatever its models' configs say
@@ -31,31 +31,6 @@ PROTOCOLS = {
 }
 USUAL_PROTOCOL = "warm"
 SEED_TABLE = Protocol(runs=5)  # of which the table has the mean
-
-
-class Reading(NamedTuple):
-    """What a benchmark reads off the counters for one run, in bytes: above the baseline, and as they stand."""
-
-    allocated: int
-    reserved: int
-    peak_allocated: int
-    peak_reserved: int
-
-
-class Counters:
-    """Reads a process's counters around one run, as a benchmark does: the cache is emptied, the peaks are reset."""
-
-    def __init__(self, process: SimulatedProcess):
-        process.empty_cache()
-        process.reset_peak()
-        self._process = process
-        self._baseline = process.allocated, process.reserved
-
-    def read(self) -> Reading:
-        allocated, reserved = self._process.peak_allocated, self._process.peak_reserved
-        reading = Reading(allocated - self._baseline[0], reserved - self._baseline[1], allocated, reserved)
-        self._process._note_run(reading.reserved)
-        return reading
 
 
 class Names:
@@ -139,10 +114,11 @@ def benchmark(
         # A first run before which nothing was given back is a cold one, for there is no cache that could be emptied.
         is_cold = not i and process.allocated == process.peak_allocated
         if is_cold or (is_measured and (protocol.emptied or not measurements)):
-            counters = Counters(process)
+            process.empty_cache()
+            process.reset_peak()
         call(is_measured)
         if is_cold or is_measured:
-            measurements.append(counters.read())
+            measurements.append(process._read())
         process.convert(vae, weights_dtype)
         if is_measured:
             names.delete("result", "dist", "scaled")

@@ -40,6 +40,16 @@ class Moment(NamedTuple):
     reserved: int
 
 
+class Reading(NamedTuple):
+    """What the counters say of a run, in bytes: above the baseline, which was there when the peaks were reset, and as
+    they stand."""
+
+    allocated: int
+    reserved: int
+    peak_allocated: int
+    peak_reserved: int
+
+
 class PeakTensor(NamedTuple):
     """Something that was allocated at the peak."""
 
@@ -231,7 +241,7 @@ class SimulatedProcess:
         # Whether cuDNN has plans without workspace where that is not known; else what the first wants has to be had.
         self.has_other_plans = True
         self._most_reserved = 0  # before the peaks were reset
-        self._since = 0  # steps that the core had taken when the peaks were reset
+        self._since, self._baseline = 0, (0, 0)  # when the peaks were reset: steps taken, bytes allocated and reserved
         self._runs: list[tuple[int, tuple[int, int]]] = []  # bytes that were read, and since and until which step
         self._with_others: dict[tuple[int, ...], list[int]] = {}  # the same with other workspaces, by run
         self._last: tuple[_core.Trace, Any, Any] | None = None
@@ -462,7 +472,7 @@ class SimulatedProcess:
         """``torch.cuda.reset_peak_memory_stats()``."""
         self._most_reserved = self.most_reserved
         self._core.reset_peak()
-        self._since = self._core.steps
+        self._since, self._baseline = self._core.steps, (self.allocated, self.reserved)
 
     # ---- what happened ----
 
@@ -512,11 +522,13 @@ class SimulatedProcess:
         known = getattr(self.workspace, "alternatives", None)
         return known(every, self._core) if known else []
 
-    def _note_run(self, reserved: int) -> None:
-        """Notes a reading of the counters: so many bytes were reserved at most since the peaks were reset, beyond what
-        had been reserved until then."""
-        self._runs.append((reserved, (self._since, self._core.steps)))
+    def _read(self) -> Reading:
+        """Reads the counters of what ran since the peaks were reset, as one run."""
+        allocated, reserved = self.peak_allocated, self.peak_reserved
+        reading = Reading(allocated - self._baseline[0], reserved - self._baseline[1], allocated, reserved)
+        self._runs.append((reading.reserved, (self._since, self._core.steps)))
         self._with_others = {}
+        return reading
 
     def _again(self, workspaces: Sequence[tuple[int, ...]], run: int) -> list[int]:
         """What would have been read of a run if its convolutions had taken each of these other workspaces."""

@@ -27,9 +27,9 @@ from vaemem._common import (
 )
 from vaemem.engine.configs import SAMPLE_SIZES, named_sample_size, sample_size_of
 from vaemem.engine.limits import parse_size
-from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, Counters, Reading, benchmark
+from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, benchmark
 from vaemem.prediction.gpus import CONTEXT, Gpu, find_gpu, known_gpu
-from vaemem.prediction.process import SimulatedProcess
+from vaemem.prediction.process import Reading, SimulatedProcess
 from vaemem.prediction.profiles import version_number
 from vaemem.prediction.runtimes import DEFAULT_TORCH, PROGRAM_NAMES, RUNTIMES, architecture, code_of, packing
 from vaemem.prediction.seconds import Machine, vae_machine, vae_work
@@ -319,9 +319,10 @@ class ModuleQuestion(Asked):
         warmups, runs, emptied = PROTOCOLS[protocol or self.software.protocol]
         for i in range(warmups + runs):
             if emptied or i == warmups:
-                counters = Counters(process)
+                process.empty_cache()
+                process.reset_peak()
             left = process.call(self.trace)
-            measured = counters.read()
+            measured = process._read()
             process.release(left.values())
         return measured
 
