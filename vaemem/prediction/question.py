@@ -336,6 +336,8 @@ def ask(
 ) -> Question:  # fmt: skip
     """The arguments of `vaemem.predict` as values, with the defaults that follow from others filled in: ValueError
     names the one that cannot be answered. software: what `Software` has beside the runtime."""
+    for name in software.keys() - Software.__dataclass_fields__.keys():
+        raise TypeError(f"got an unexpected keyword argument {name!r}")
     op = meant("op", op, TILED_OPS)
     if flag("cudnn_benchmark", cudnn_benchmark):
         raise ValueError(
