@@ -147,14 +147,14 @@ asan: $(VENV)/check.stamp
 # What newer packages have alone, in an environment of its own that finds all else in $(VENV): Z-Image's modules, beside fresh
 # recordings of them, and the classes and tiles of VAEs that diffusers 0.33 has not, beside the engine and the walk.
 NEWER := torch==2.13.0 diffusers==0.42.1 transformers==5.23.0
+NEWER_TESTS := '(test_programs or test_module_calls) and (qwen or zimage or z_image or flux2) or test_whole_pipelines and flux2 and not 9b \
+	or named_pipeline or test_frames or test_trace_frames or test_other_vaes'
 newer: $(VENV)/test.stamp
 	rm -rf build/newer && $(BIN)/python -m venv build/newer
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > "$$(echo build/newer/lib/python3*/site-packages)/beside.pth"
 	build/newer/bin/pip --disable-pip-version-check -q install --no-compile $(NEWER)
-	PYTHONSAFEPATH=1 build/newer/bin/python -m pytest -rs tests/test_programs.py tests/test_module_calls.py -k "qwen or zimage or z_image or flux2"
-	PYTHONSAFEPATH=1 build/newer/bin/python -m pytest -rs -m "thorough or not thorough" tests/test_whole_pipelines.py -k "flux2 and not 9b"
-	PYTHONSAFEPATH=1 build/newer/bin/python -m pytest -rs tests/test_measure_pipeline.py -k "named_pipeline"
-	PYTHONSAFEPATH=1 build/newer/bin/python -m pytest -rs tests/test_frames.py tests/test_trace_frames.py tests/test_other_vaes.py
+	PYTHONSAFEPATH=1 build/newer/bin/python -m pytest -rs -n logical --dist worksteal -m "thorough or not thorough" -k $(NEWER_TESTS) \
+	    $(addprefix tests/test_,programs.py module_calls.py whole_pipelines.py measure_pipeline.py frames.py trace_frames.py other_vaes.py)
 
 # A wheel for Windows, and its tests under wine, where there is one.
 windows: $(BIN)/python
@@ -171,7 +171,8 @@ clang: $(VENV)/check.stamp
 # The tests that need NumPy alone, in a CPython of another version. Left out is what is of C and its compilers more than of
 # Python (kernels, plans, allocators, emulators, programs in C), formulas over whole domains, and profiles.
 NOT_OF_PYTHON := 'cuda_*' 'emulator*' 'isa*' 'fuzz*' 'threads*' 'sizes*' 'kernels*' 'products*' 'numbers*' 'cpu_attention*' \
-	'gpu_session*' 'bound*' 'workspace*' 'allocator*' 'trace*' 'memory_limit*' 'tiling*' 'moves*' 'frames*' 'tiny*' 'other_vaes*'
+	'gpu_session*' 'bound*' 'workspace*' 'allocator*' 'trace*' 'memory_limit*' 'tiling*' 'moves*' 'frames*' 'tiny*' 'other_vaes*' \
+	'demo*' 'dtypes*' 'benchmarks*'
 pythons: $(VENV)/check.stamp
 	@other="$$(.ci/other_python $(BIN)/python)"; \
 	if [ -z "$$other" ]; then echo "pythons: there is no second CPython of 3.10 or later: skipped"; exit; fi; set -ex; \

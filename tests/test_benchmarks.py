@@ -309,16 +309,14 @@ def test_more_frames_of_a_video(tmp_path):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("model", "op", "contestants"), [("qwen-image", "decode", ["vaemem", "torch"]), ("taesd", "encode", ["vaemem"])]
-)
-def test_other_vaes(tmp_path, model, op, contestants):
-    """One frame of a VAE of videos, beside diffusers' 3D convolutions; a tiny autoencoder."""
+@pytest.mark.parametrize(("model", "op"), [("qwen-image", "decode"), ("taesd", "encode")])
+def test_other_vaes(tmp_path, model, op):
+    """One frame of a VAE of videos, beside diffusers' 3D convolutions in float64; a tiny autoencoder."""
     pytest.importorskip("diffusers")
-    run("decode.py", f"--model {model} --op {op} {TINY} {' '.join(contestants)}", tmp_path)
-    rows = table(tmp_path / f"{model}_{op}_64_float32_small_cpu.csv")
-    assert [row["contestant"] for row in rows] == contestants
-    assert all((row["model"], row["op"]) == (model, op) and 0 < float(row["rms_error"]) < 1e-5 for row in rows)
+    run("decode.py", f"--model {model} --op {op} {TINY} vaemem", tmp_path)
+    (row,) = table(tmp_path / f"{model}_{op}_64_float32_small_cpu.csv")
+    assert (row["contestant"], row["model"], row["op"]) == ("vaemem", model, op)
+    assert 0 < float(row["rms_error"]) < 1e-5
 
 
 def test_a_photograph_there_and_back(tmp_path):

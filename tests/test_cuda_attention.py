@@ -106,10 +106,9 @@ def random(n, c, dtype, seed=0):
 @pytest.mark.one_in(12)
 @every_kernel
 @pytest.mark.parametrize("case", small(ATTENTIONS), ids=str)
-@pytest.mark.parametrize("in_place", [False, True])
-def test_shapes(attention, dtype, largest, case, in_place):
+def test_shapes(attention, dtype, largest, case):
     qkv = random(case.n, round_up(case.c), dtype)
-    check(attention(qkv, dtype, largest, in_place=in_place), qkv, dtype)
+    check(attention(qkv, dtype, largest, in_place=case.n % 2 == 1), qkv, dtype)
 
 
 @every_kernel

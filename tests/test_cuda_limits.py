@@ -24,7 +24,7 @@ def runner(there, op, height, width, batch=1):
     return lambda **how: there.decode(data, **how) if op == "decode" else there.encode(data, **how).moments
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -118,7 +118,7 @@ def test_progress_counts_every_row():
 
 
 @pytest.mark.one_in(4)
-@pytest.mark.parametrize("name", ["sdxl", "flux", "qwen-image"])
+@pytest.mark.parametrize("name", ["flux", "qwen-image"])
 @pytest.mark.parametrize("op", ["decode", "encode"])
 @pytest.mark.parametrize("convolution", ["cudnn", "own"])
 def test_below_one_tensor(name, op, convolution, monkeypatch):

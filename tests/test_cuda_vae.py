@@ -24,13 +24,13 @@ NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfl
 
 def sized(*sizes):
     """Every size of the small models, and one of the others, whose passes differ from theirs by few kinds."""
-    others = [(name, sizes[1]) for name in (*FRAMES, *TINY, "hunyuan")]
+    others = [(name, sizes[0]) for name in (*FRAMES, *TINY, "hunyuan")]
     return pytest.mark.parametrize(("name", "size"), [*((name, size) for name in SMALL for size in sizes), *others])
 
 
 @pytest.mark.one_in(5)
 @every_dtype
-@sized((4, 4), (12, 5), (3, 16))
+@sized((12, 5), (3, 16))
 def test_decode(name, dtype, size):
     cpu, there = pair(name, dtype)
     z = latents(cpu, *size, batch=2)
@@ -39,7 +39,7 @@ def test_decode(name, dtype, size):
 
 @pytest.mark.one_in(5)
 @every_dtype
-@sized((16, 16), (48, 20), (12, 64))
+@sized((48, 20), (12, 64))
 def test_encode(name, dtype, size):
     cpu, there = pair(name, dtype)
     x = images(*size, batch=2)
@@ -66,7 +66,7 @@ def test_channels_of_one_frame(dtype):
     settings = config("wan") | {"base_dim": 96, "dim_mult": [1, 2], "temperal_downsample": [False], "num_res_blocks": 1}
     settings |= {"z_dim": 16, "latents_mean": [0.1] * 16, "latents_std": [0.5] * 16}
     cpu, there = (VAE.random(seed=0, config=settings, **how) for how in ({}, gpu.kind_of(dtype)))
-    z, x = latents(cpu, 5, 7, batch=2), images(10, 14)
+    z, x = latents(cpu, 5, 3, batch=2), images(10, 6)
     for vae in (cpu, there):
         vae._core.set_tensor("decoder.conv_out.bias", np.array([2, 0, -2], np.float32))
     for tiling in (None, Tiling(8)):
