@@ -59,6 +59,11 @@ def test_config_refused_by_key(key, value):
         configs.read_config({**SMALL, key: value})
 
 
+def test_a_family_beside_a_class_of_another_is_refused():
+    with pytest.raises(ValueError, match="config: family: want a key of AutoencoderKL, got 'wan'"):
+        configs.read_config({**SMALL, "_class_name": "AutoencoderKL", "family": "wan"})
+
+
 def test_config_files_that_are_none(tmp_path):
     path = tmp_path / "config.json"
     with pytest.raises(FileNotFoundError, match=r"config: want a config\.json, got .*config\.json"):

@@ -220,29 +220,37 @@ def test_a_signal_is_heard_while_a_long_list_is_made_and_many_steps_are_taken():
     """)
 
 
-@pytest.mark.parametrize("kind", ["allocator", "trace"])
+@pytest.mark.parametrize("kind", ["allocator", "trace", "convs"])
 def test_a_del_run_by_garbage_collection(kind):
     """Making the items of a list may collect garbage, whose __del__ may change the object that is being read."""
     run(f"""
         from vaemem import CachingAllocator, _core
         allocator, trace = CachingAllocator(), _core.Trace()
+        def conv(n):
+            trace.conv(("float16", n, 8, 8, 8, 8, 3, 1, 1, "nchw"), f"conv {{n}}")
         for i in range(3000):
             allocator.free(allocator.malloc(1000))
             trace.give(trace.take(8, "x"))
-        seen = []
+            conv(1 + i)
+        change, read = {{
+            "allocator": (allocator.malloc, allocator._events),
+            "trace": (lambda i: trace.take(8, f"late {{i}}"), lambda: trace.steps),
+            "convs": (lambda i: conv(5000 + i), lambda: trace.convs),
+        }}[{kind!r}]
+        want, seen = read(), []
         class Late:
             def __init__(self):
                 self.me = self
             def __del__(self):
                 for i in range(10_000):
-                    {{"allocator": allocator.malloc, "trace": lambda i: trace.take(8, f"late {{i}}")}}[{kind!r}](i)
+                    change(1 + i)
                 seen.append("done")
         Late()
         gc.set_threshold(50)
-        read = {{"allocator": allocator._events, "trace": lambda: trace.steps}}[{kind!r}]()
+        got = read()
         gc.set_threshold(700)
         gc.collect()
-        assert len(read) >= 6000 and seen == ["done"], (len(read), seen)
+        assert got[:len(want)] == want and len(want) >= 3000 and seen == ["done"], (len(want), len(got), seen)
     """)
 
 
@@ -343,7 +351,10 @@ def test_forks_at_any_moment_of_a_run():
     """)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
+# A sanitizer's allocator may be locked by another thread while the process forks, and the child waits for it for ever.
+@pytest.mark.parametrize(
+    "threads", [1, pytest.param(3, marks=pytest.mark.skipif("VAEMEM_SANITIZED" in os.environ, reason="forks threads"))]
+)
 def test_a_fork_in_a_runs_own_callback(threads):
     """Alone, the child ends the run; where its workers stayed with the parent it says so and can decode again."""
     run(f"""

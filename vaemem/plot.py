@@ -351,13 +351,15 @@ def pipeline(run: Any, available: int | None = None) -> Figure:
     """
     way = getattr(run, "way", run)
     _expect("run", way, "phases", "a prediction, or one outcome of a plan, such as plan.recommended")
+    for phase in way.phases:
+        _expect("run", phase, "weights", "the phases of a prediction or of a plan")
     phases = way.phases
     if not phases:
         raise ValueError("run: want one with phases, got none")
     available = getattr(run, "available", None) if available is None else available
     axes = _figure(1.6 + 1.3 * len(phases), 4.2).subplots()
     bottom = np.zeros(len(phases))
-    for name, meaning, colour in _PHASE_PARTS if way is run else _PLANNED_PARTS:
+    for name, meaning, colour in _PLANNED_PARTS if hasattr(way, "played") else _PHASE_PARTS:
         sizes = np.array([getattr(phase, name) for phase in phases], dtype=np.float64) / MIB
         if sizes.any():
             axes.bar(range(len(phases)), sizes, 0.62, bottom, color=colour, label=meaning)

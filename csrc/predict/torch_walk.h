@@ -189,7 +189,7 @@ typedef enum activation { SILU, SILU_IN_PLACE, SIGMOID_PRODUCT } activation; /* 
 typedef enum quant { QUANT_ANY, QUANT_NONE, QUANT_BOTH, QUANT_EVEN } quant;
 
 struct frames {
-    bool diffusers; /* its names of modules, divisions by scale factors, and callers that hold what goes into a level */
+    bool diffusers; /* its divisions by scale factors, contiguous copies, and callers that hold a level's input */
     bool lists;     /* the encoder keeps all that it makes in a list until it returns */
     bool rolls;     /* names for the parts of a video keep the encoder's last level and what the decoder upsamples */
     bool draws;     /* encode's latents are drawn from the posterior; else they are its mean, a view */

@@ -79,6 +79,9 @@ PyObject *vm_py_from_conv(const vm_conv *c) {
     return whole;
 }
 
-static PyObject *conv_item(const void *convs, size_t i) { return vm_py_from_conv((const vm_conv *)convs + i); }
+static PyObject *conv_item(const void *trace, size_t i) {
+    const vm_conv c = ((const vm_trace *)trace)->conv[i]; /* a copy: Python's code may run meanwhile, and add to them */
+    return vm_py_from_conv(&c);
+}
 
-PyObject *vm_py_convs(const vm_trace *t) { return vm_py_list(t->convs, conv_item, t->conv); }
+PyObject *vm_py_convs(const vm_trace *t) { return vm_py_list(t->convs, conv_item, t); }

@@ -120,7 +120,13 @@ static PyObject *process_copy(Process *self, PyObject *args) {
         PyObject *now = PyLong_FromUnsignedLongLong(address[i]);
         if (!now || PyList_SetItem(list, (Py_ssize_t)i, now)) break;
     }
-    if (failed && !PyErr_Occurred()) PyErr_Restore(type, value, traceback);
+    if (failed && !PyErr_Occurred()) {
+        PyErr_Restore(type, value, traceback);
+    } else {
+        Py_XDECREF(type);
+        Py_XDECREF(value);
+        Py_XDECREF(traceback);
+    }
     PyMem_Free(address);
     PyMem_Free(bytes);
     return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
@@ -219,8 +225,13 @@ static PyObject *process_again(Process *self, PyObject *args) {
     int above = 1;
     if (!PyArg_ParseTuple(args, "O!O!|p:again", &PyTuple_Type, &rows, &PyTuple_Type, &pairs, &above)) return NULL;
     const size_t count = (size_t)PyTuple_GET_SIZE(rows), spans = (size_t)PyTuple_GET_SIZE(pairs);
-    if ((span = to_rows("spans", pairs, 2)))
-        workspace = to_rows("workspaces", rows, vm_process_script(self->process)->convs);
+    const size_t convs = vm_process_script(self->process)->convs;
+    if ((span = to_rows("spans", pairs, 2))) workspace = to_rows("workspaces", rows, convs);
+    if (workspace && vm_process_script(self->process)->convs != convs) {
+        PyErr_SetString(PyExc_ValueError, "workspaces: want a process that does nothing while they are read");
+        PyMem_Free(workspace);
+        workspace = NULL;
+    }
     vm_process_span *steps = workspace ? PyMem_Calloc(spans + 1, sizeof *steps) : NULL;
     if (steps && !(most = PyMem_Calloc(count * spans + 1, sizeof *most))) PyErr_NoMemory();
     for (size_t i = 0; most && i < spans; i++) steps[i] = (vm_process_span){span[2 * i], span[2 * i + 1]};
@@ -258,7 +269,8 @@ static PyObject *named_item(const void *context, size_t i) {
     const named *n = context;
     const vm_process_named *one = &n->list->item[i];
     if (!one->bytes) return NULL;
-    return Py_BuildValue("(sK)", vm_names_get(n->names, one->name), (unsigned long long)one->bytes);
+    return Py_BuildValue("(NK)", PyUnicode_FromString(vm_names_get(n->names, one->name)),
+                         (unsigned long long)one->bytes);
 }
 
 static PyObject *process_peak(Process *self, PyObject *Py_UNUSED(ignored)) {

@@ -139,8 +139,8 @@ typedef struct wants {
 static PyObject *want_item(const void *context, size_t i) {
     const wants *w = context;
     const vm_trace_want *one = &w->want[i];
-    return Py_BuildValue("(sKK)", vm_names_get(&w->t->names, one->name), (unsigned long long)one->bytes,
-                         (unsigned long long)one->before);
+    return Py_BuildValue("(NKK)", PyUnicode_FromString(vm_names_get(&w->t->names, one->name)),
+                         (unsigned long long)one->bytes, (unsigned long long)one->before);
 }
 
 static PyObject *trace_wants(Trace *self, PyObject *args) {
@@ -252,8 +252,9 @@ static PyObject *trace_attend(Trace *self, PyObject *args) {
 static PyObject *step_item(const void *trace, size_t i) {
     const vm_trace *t = trace;
     const vm_trace_step *step = &t->step[i];
-    return Py_BuildValue("(sIKs)", step_name[step->op], step->id, (unsigned long long)step->bytes,
-                         step->op == VM_TRACE_GIVE ? "" : vm_names_get(&t->names, step->name));
+    return Py_BuildValue(
+        "(sIKN)", step_name[step->op], step->id, (unsigned long long)step->bytes,
+        step->op == VM_TRACE_GIVE ? PyUnicode_New(0, 0) : PyUnicode_FromString(vm_names_get(&t->names, step->name)));
 }
 
 static PyObject *trace_convs(Trace *self, void *Py_UNUSED(closure)) { return vm_py_convs(self->trace); }

@@ -405,7 +405,7 @@ def _parse_config(config: Mapping[str, Any]) -> Arch:
         why = f": {_REFUSED[name]}" if isinstance(name, str) and name in _REFUSED else ""
         wanted = f"{', '.join(others)} or {last}"
         raise ValueError(f"{_bad_config('_class_name', wanted, name)}{why}")
-    if str(config.get("family")) in _FAMILIES:
+    if str(config.get("family")) in _FAMILIES and _CLASSES[name].read is not _read_kl:
         config = config_of(config)
         name = config["_class_name"]
     kind = _CLASSES[name]
@@ -427,6 +427,6 @@ def config_of(arch: Mapping[str, Any], sample_size: int | None = None) -> Arch:
     at all."""
     name = _class_of(arch)
     config = {"_class_name": name} | _CLASSES[name].config(arch)
-    size = sample_size or SAMPLE_SIZES.get(arch.get("name", ""))
+    size = sample_size or SAMPLE_SIZES.get(str(arch.get("name")))
     has_size = size and arch.get("family") not in ("wan", "tiny")  # whose classes have no such key
     return config | ({"sample_size": size} if has_size else {})

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import re
 import sys
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -259,9 +259,12 @@ def largest_size(
 
 def check_aspect(aspect: Any) -> float:
     """Width over height."""
-    is_number = isinstance(aspect, Real) and not isinstance(aspect, bool)
-    if not is_number:
-        raise TypeError(f"aspect: want width / height as a number, got {repr(aspect)[:80]}")
-    if not 1 / 256 <= aspect <= 256:
+    try:
+        if isinstance(aspect, bool | str):
+            raise TypeError
+        number = float(aspect)
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(f"aspect: want width / height as a number, got {repr(aspect)[:80]}") from None
+    if not (math.isfinite(number) and 1 / 256 <= number <= 256):
         raise ValueError(f"aspect: want width / height from 1/256 to 256, got {aspect!r}")
-    return float(aspect)
+    return number

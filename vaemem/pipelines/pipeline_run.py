@@ -12,7 +12,7 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from vaemem import _core
 from vaemem._common import ELEMENT_BYTES
@@ -230,14 +230,39 @@ class PipelineRun:
         for role, (trace, allocated, reserved) in self.calls:
             yield from moments(trace, allocated, reserved, f"{role}.")
 
+    @property
+    def outcome(self) -> RunOutcome:
+        process = self.process
+        return RunOutcome(
+            tuple(self.phases), self.lacking, process.substitutions, process.guessed_plans, process.most_reserved,
+            process.allocator._least_refused(), process.has_other_plans,
+            not process._core.refused and (process.has_other_plans or not self.lacking),
+        )  # fmt: skip
+
+
+class RunOutcome(NamedTuple):
+    """How a run went on a card, without the process that was played.
+
+    guesses: whether a workspace could not be had where cuDNN is not known to have a plan without
+    most, refused: the most bytes that were reserved, and the least that were refused, if any were
+    has_other_plans, had_first_plans: whether other plans than cuDNN's first stood by, and whether none was needed
+    """
+
+    phases: tuple[Phase, ...]
+    lacking: PeakTensor | None
+    substitutions: tuple[str, ...]
+    guesses: bool
+    most: int
+    refused: int | None
+    has_other_plans: bool
+    had_first_plans: bool
+
     def is_that_of(self, capacity: int, has_other_plans: bool) -> bool:
         """Whether a card of so many bytes comes to the same: it has the most that was reserved, and not the least that
         was refused, so the allocator takes the same steps there. What stands in for cuDNN's first plans matters where
         one of them could not be had."""
-        process, refused = self.process, self.process.allocator._least_refused()
-        had_first_plans = not process._core.refused and (process.has_other_plans or not self.lacking)
-        alike = had_first_plans or process.has_other_plans == has_other_plans
-        return alike and process.most_reserved <= capacity and (refused is None or capacity < refused)
+        alike = self.had_first_plans or self.has_other_plans == has_other_plans
+        return alike and self.most <= capacity and (self.refused is None or capacity < self.refused)
 
 
 # ---- what each pipeline does ----

@@ -17,7 +17,7 @@ from vaemem._arguments import shared
 from vaemem._common import MIB, __version__, distinct, flag, html_table, meant, render, whole
 from vaemem.pipelines.asked import OFFLOADS, Part, PipelineQuestion, ask_pipeline
 from vaemem.pipelines.components import CLIP_TOKENS, PIPELINES, known_pipeline, refuse
-from vaemem.pipelines.pipeline_run import PipelineRun, play_pipeline
+from vaemem.pipelines.pipeline_run import RunOutcome, play_pipeline
 from vaemem.pipelines.ways import Written
 from vaemem.prediction.answer import MARGIN, SEGMENT
 from vaemem.prediction.cutting import largest_of
@@ -285,7 +285,7 @@ class PipelinePrediction(_Phases):
             "way": f"offload {q.offload}, VAE {q.vae}{on_cpu}", "source": "predicted",
         }  # fmt: skip
         self._run = play_pipeline(question)
-        self._process, self._tried = self._run.process, [self._run]
+        self._process, self._tried = self._run.process, [self._run.outcome]
         cudnn = getattr(self._process.workspace, "cudnn_version", None)
         ran = f"torch {self._process.torch_version}{f', cudnn {cudnn}' if cudnn else ''}"
         self._run_row["versions"] = f"{ran}, vaemem {__version__}"
@@ -294,18 +294,18 @@ class PipelinePrediction(_Phases):
         super().__init__(
             f"{q.name} {q.height}x{q.width}{batch} ({where})", available,
             sum(part.nbytes for part in q.parts if part.role in moved), self._run.phases, done, lacking,
-            (*(self._run if lacking else tried).process.substitutions, *_notes(q)),
+            (*(self._tried[0] if lacking else tried).substitutions, *_notes(q)),
         )  # fmt: skip
         if not lacking:
             self.on_card = max(phase.total for phase in tried.phases)
-            self._guesses = tried.process.guessed_plans
+            self._guesses = tried.guesses
 
-    def _within(self, capacity: int, has_other_plans: bool = True) -> tuple[PipelineRun, int, PeakTensor | None]:
+    def _within(self, capacity: int, has_other_plans: bool = True) -> tuple[RunOutcome, int, PeakTensor | None]:
         """The same run where the card gives so many bytes: how many phases go through, and what the next one lacks."""
         tried = next((one for one in self._tried if one.is_that_of(capacity, has_other_plans)), None)
         if tried is None:
             workspace = self._process.workspace
-            tried = play_pipeline(self._question, workspace, has_other_plans, total_memory=max(capacity, 1))
+            tried = play_pipeline(self._question, workspace, has_other_plans, total_memory=max(capacity, 1)).outcome
             self._tried.append(tried)
         for i, phase in enumerate(tried.phases):
             if phase.outside and phase.total > capacity:

@@ -23,7 +23,8 @@ class Phase(NamedTuple):
     attended, moved: of the VAE's calls on the device, the FLOPs of its attention, and the bytes that move
     sent: bytes of weights that go to the device for it
     fits: whether it goes through on the card; None where an earlier phase does not
-    work: what it does, for `vaemem.prediction.seconds.Machine`; of load, the bytes of all weights, as "disk"
+    work: in a plan and with stable-diffusion.cpp what it does, for `vaemem.prediction.seconds.Machine`; of load, the
+        bytes of all weights, as "disk". Empty in a prediction of diffusers, whose `work` says it
     """
 
     name: str
@@ -54,6 +55,9 @@ class Phase(NamedTuple):
             name, size, size, weights, activations=added, flops=flops, sent=sent, host_flops=on_cpu, moved=moved,
             work=work,
         )  # fmt: skip
+
+    def __hash__(self) -> int:
+        return hash(self[:-1])  # the work is a dict
 
     @property
     def cached(self) -> int:

@@ -289,6 +289,7 @@ def _find_start(
         if action == "segment_alloc":
             lost_segments += segments.pop(address, None) is None
         elif action == "segment_free":
+            lost_segments += address in segments
             segments[address] = _Segment(address, size, stream, size == 2 * MIB, [])
         elif action in ("segment_map", "segment_unmap"):
             mapped += size if action == "segment_map" else -size
@@ -311,7 +312,7 @@ def _find_start(
         (unplaced, "of them lie in no segment that could be rebuilt"),
         (lost_frees, "blocks are taken where the trace shows no free of the one before"),
         (lost_allocs, "blocks are freed or stand at the end where the trace shows none taken"),
-        (lost_segments, "segments were taken but neither given back nor there at the end"),
+        (lost_segments, "segments were taken but neither given back nor there at the end, or the other way round"),
     ]
     return start, [f"{count} {what}" for count, what in holes if count]
 

@@ -239,7 +239,10 @@ class Workspace:
         """
         conv = Conv(*question, **more)
         choose("layout", conv.layout, ("nchw", "nhwc"))
-        return self._asked().conv(conv, self._told)
+        try:
+            return self._asked().conv(conv, self._told)
+        except TypeError:
+            raise ValueError(f"conv: want whole numbers, got {conv}") from None
 
     def answers(self, of: _Asking, has_other: bool) -> tuple[list[int], list[int], list[str]]:
         """For each convolution of a trace or a process its bytes, what it wants where these cannot be had, who says so.
