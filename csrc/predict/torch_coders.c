@@ -1,7 +1,8 @@
-/* Encoder and decoder of a VAE as six runtimes hold them: diffusers' AutoencoderKL (0.33); the AutoEncoder of BFL's
- * flux repository, as InvokeAI carries it; CompVis' AutoencoderKL (ldm/modules/diffusionmodules/model.py of
- * stable-diffusion); ComfyUI's file of that name (comfy/ldm, since v0.3.77); CompVis' as A1111 changes it
- * (modules/sd_hijack*.py); and Forge's (backend/nn/vae.py), which is as ComfyUI's was before 2025.
+/* The blocks of AutoencoderKL's encoder and decoder (torch_halves.c) as six runtimes hold them: diffusers'
+ * AutoencoderKL (0.33); the AutoEncoder of BFL's flux repository, as InvokeAI carries it; CompVis' AutoencoderKL
+ * (ldm/modules/diffusionmodules/model.py of stable-diffusion); ComfyUI's file of that name (comfy/ldm, since v0.3.77);
+ * CompVis' as A1111 changes it (modules/sd_hijack*.py); and Forge's (backend/nn/vae.py), which is as ComfyUI's was
+ * before 2025.
  *
  * They compute the same. What differs is how long tensors live: a Python name (or a caller's, or the encoder's list)
  * holds a tensor until it is bound again or its function returns, and a statement such as h = norm(h) holds both for a

@@ -107,7 +107,6 @@ size_t vm_walk_parts(const vm_arch *a, vm_trace_runtime runtime, vm_op op, part 
 
 /* ---- what is moved between channels and pixels ---- */
 
-/* Of so many channels. */
 tensor vm_walk_moved(walk *w, const tensor *x, size_t c, size_t h, size_t wide, path name) {
     return take(w, x->n, c, h, wide, CONTIGUOUS, at(name, " [moved]"));
 }

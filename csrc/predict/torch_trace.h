@@ -137,6 +137,7 @@ typedef struct vm_trace_vae {
  * decode: the image; encode: bfl's latents, or the others' posterior (moments, logvar, std, var). ComfyUI's and
  * Forge's methods take from the host and give to it: the input is in the trace, and nothing stays. */
 vm_status vm_trace_vae_build(const vm_trace_vae *vae, vm_trace **out);
+
 /* A parameter or a buffer. */
 typedef struct vm_parameter {
     char name[VM_NAME];

@@ -7,8 +7,9 @@
  *   torch_coders.c     the other blocks of AutoencoderKL
  *   torch_frames.c     one frame of VAEs that are made for videos
  *   torch_tiny.c       tiny autoencoders
- *   torch_tiled_vae.c  these tile by tile, as A1111's extension runs them
+ *   torch_tiled_vae.c  AutoencoderKL's encoder and decoder tile by tile, as A1111's extension runs them
  *   torch_vae.c        the methods around them, tiles and slices
+ *   torch_weights.c    their parameters, in the order in which they are moved
  *
  * Functions named after a module return its output and leave its input to the caller. Errors stick in walk.status. */
 #ifndef VM_TORCH_WALK_H
@@ -246,7 +247,7 @@ typedef struct frame {
 
 /* How a runtime's code of a family names their modules. */
 typedef struct names {
-    const char *mid[3], *ends[3]; /* ends: the first convolution, and the last with its norm before it */
+    const char *mid[3], *ends[3]; /* ends: the first convolution, the last norm, the last convolution */
     const char *level[2];         /* an encoder's, a decoder's */
     const char *in_level[3];      /* a resnet, an encoder's and a decoder's resampler */
     const char *in_resnet[5];     /* norm, convolution, norm, convolution, the convolution of a shortcut */
