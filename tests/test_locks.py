@@ -418,6 +418,26 @@ def test_blocks_that_shrink_while_they_are_read():
     assert not items and allocator.memory_allocated() == 99 * 512
 
 
+def test_rows_whose_numbers_change_the_process_that_reads_them():
+    from vaemem import SimulatedProcess
+
+    def conv(n):
+        trace = _core.Trace()
+        trace.conv(("float16", n, 8, 8, 8, 8, 3, 1, 1, "nchw"), "conv")
+        return trace
+
+    class Calls:
+        def __index__(self) -> int:
+            process.call(conv(2))
+            return 0
+
+    process = SimulatedProcess("RTX 4090")
+    process.call(conv(1))
+    with pytest.raises(ValueError, match="workspaces: want a process that does nothing while they are read"):
+        process._core.again(((Calls(),),), ((0, process._core.steps),))
+    assert len(process._core.again(((0, 0),), ((0, process._core.steps),))) == 1
+
+
 @pytest.mark.parametrize("key", ["latents_mean", "latents_std"])
 def test_lists_of_an_architecture_that_shrink_while_they_are_read(key):
     items: list = [1e6, 1e6, 1e6, 1e6]

@@ -65,6 +65,7 @@ def test_phases_of_a_pipeline():
     assert [p.name for p in found.phases] == ["load", "encode prompt", "denoise", "decode"]
     weights = {part.role: part.nbytes for part in found.parts.values()}
     assert sum(weights.values()) == 2 * (859_520_964 + 123_060_480 + 83_653_863) + 8 * 77  # int64 position_ids
+    assert len({*found.phases}) == 4
     for p in found.phases:
         assert p.weights == sum(weights.values())
         assert p.allocated == p.weights + p.workspace + p.activations == sum(size for _, size in p.peak_tensors)

@@ -14,6 +14,7 @@ from vaemem.pipelines import ways_mlx
 from vaemem.pipelines.components import PIPELINES
 from vaemem.pipelines.ways import PipelinePlan, Room, outcome
 from vaemem.prediction.planned import Phase, Way
+from vaemem.prediction.process import Reading
 from vaemem.prediction.seconds import Machine, Rate, machine_of, vae_work
 from vaemem.sdcpp import running
 from vaemem.sdcpp.graphs import DEFAULT_TILE, graph
@@ -444,6 +445,8 @@ def test_phases_are_drawn(small_card):
     assert [tops[i] for i in range(len(p.phases))] == pytest.approx([phase.total / MIB for phase in p.phases])
     with pytest.raises(ValueError, match="run: want one with phases"):
         plot.pipeline(Way("x", {}, ()))
+    with pytest.raises(ValueError, match="run: want the phases of a prediction or of a plan, got Reading"):
+        plot.pipeline(Way("x", {}, (Reading(0, 0, 0, 0),)))
     with pytest.raises(ValueError, match=r"run: want a prediction, or one outcome of a plan, .*got PipelinePlan"):
         plot.pipeline(small_card)
 

@@ -774,3 +774,14 @@ def test_bad_convolutions(nobody, change, message):
     good = dict(dtype="float16", n=1, c=8, h=8, w=8, k=8, r=3)
     with pytest.raises(ValueError, match=message):
         Workspace("RTX 4090", cudnn=nobody).conv(**(good | change))
+
+
+def test_what_pytorch_runs_by_itself_is_listed_and_a_size_that_is_no_whole_number_is_refused():
+    workspace = Workspace("RTX 4090")
+    sizes = {"n": 1, "c": 64, "h": 32, "w": 32, "k": 64, "r": 3, "stride": 1, "padding": 1, "layout": "nchw"}
+    workspace.conv("float16", **sizes)
+    assert workspace.by_pytorch == set()
+    own = Conv("float32", **sizes, groups=64)
+    assert "PyTorch's" in workspace.conv(*own)[1] and workspace.by_pytorch == {own}
+    with pytest.raises(ValueError, match=r"conv: want whole numbers, got Conv\(.* c=1.5"):
+        workspace.conv("float16", **{**sizes, "c": 1.5})
