@@ -291,7 +291,7 @@ def bound(
     ----------
     application : str
         ``"comfyui"``: ``memory_used_encode`` and ``memory_used_decode`` of its class VAE, with tiles, and the same for
-        FLUX.2, and of one frame of Qwen-Image's and Wan 2.1's VAE for whole decodes alone. ``"invokeai"``:
+        FLUX.2 and for one frame of Qwen-Image's and Wan 2.1's VAE. ``"invokeai"``:
         ``estimate_vae_working_memory_sd15_sdxl``, ``_flux`` (Z-Image's too), ``_qwen_image`` and ``_anima``, with
         tiles, and ``_flux2``, ``_sd3`` and ``_cogview4``.
     models, dtypes : str or sequence of str, optional
