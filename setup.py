@@ -7,6 +7,7 @@ Everything else about the package stands in pyproject.toml. Environment:
   VAEMEM_KERNELS=1   vaemem._kernels is built where it would not be (make test)
   VAEMEM_CUDA=1      nvcc that is missing is an error; 0: vaemem._cuda is not built
   VAEMEM_CUDA_ARCHS  the GPUs that get machine code, such as "80 90", instead of all
+  VAEMEM_FATBINS     a folder with machine code that was compiled before, used if it is of these sources
   VAEMEM_EMULATE_AMX tests/emulator, on which AMX's products run where there is AVX2 alone, slowly (tests)
   CUDA_HOME          the toolkit, where nvcc is not on the path
   VAEMEM_WINDOWS     the folder of a Windows Python with NumPy, for which Linux builds vaemem._core (make windows)
@@ -26,6 +27,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "kernels", "cuda"))
+import fatbins
 
 # The instruction sets of this machine, and the macro that tells the sources of them.
 X86 = (["sse", "avx2", "avx512", "avx512bf16", "amx"], "VM_HAVE_X86")
@@ -66,8 +70,6 @@ FOLDERS += [f"kernels/{name}" for name in SETS]
 
 # The GPUs that get machine code, as far as this nvcc knows them; later ones compile PTX when they load it.
 CUDA_ARCHS = (os.environ.get("VAEMEM_CUDA_ARCHS") or "75 80 86 89 90 100 120").split()
-CUDA_PTX = 90
-NVCC_FLAGS = ["-std=c++17", "-O3", "-Wno-deprecated-gpu-targets", "-Xfatbin", "-compress-all", "--threads=0"]
 
 
 def flags_for(source: str) -> list[str]:
@@ -109,24 +111,14 @@ def find_cuda() -> tuple[str, str] | None:
     return (nvcc, include) if nvcc and include else None
 
 
-def compile_kernels(nvcc: str, folder: str) -> None:
-    """kernels/cuda/*.cu to one fat binary each: machine code for every GPU of CUDA_ARCHS, and PTX."""
+def compile_kernels(nvcc: str) -> str:
+    """Returns the folder of the machine code of kernels/cuda/*.cu for every GPU of CUDA_ARCHS, and PTX."""
     known = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True).stdout.split()
     archs = [a for a in CUDA_ARCHS if f"sm_{a}" in known]
     if not archs or (os.environ.get("VAEMEM_CUDA_ARCHS") and archs != CUDA_ARCHS):
         want = f"want numbers such as '80 90', of {' '.join(known)}"
         raise SystemExit(f"vaemem: VAEMEM_CUDA_ARCHS: {want}, got {' '.join(CUDA_ARCHS)!r}")
-    targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs]
-    targets.append(f"-gencode=arch=compute_{CUDA_PTX},code=compute_{CUDA_PTX}")
-    os.makedirs(folder, exist_ok=True)
-
-    def compile_one(source: str) -> None:
-        target = os.path.join(folder, os.path.basename(source)[:-3] + ".fatbin")
-        newest = max(os.path.getmtime(f) for f in [source, *glob.glob("kernels/cuda/*.h"), "kernels/kernels.h"])
-        if not os.path.exists(target) or os.path.getmtime(target) < newest:
-            subprocess.run([nvcc, "-fatbin", *NVCC_FLAGS, *targets, "-o", target, source], check=True)
-
-    in_parallel(compile_one, sorted(glob.glob("kernels/cuda/*.cu")))
+    return fatbins.compile_all(nvcc, archs, in_parallel)
 
 
 class BuildPerFolder(build_ext):
@@ -188,13 +180,12 @@ class BuildPerFolder(build_ext):
             self.build_for_windows(ext)
             return
         if ext.name == "vaemem._cuda":
-            fatbins = os.path.abspath(os.path.join(self.build_temp, "fatbins-" + "-".join(CUDA_ARCHS)))
             self.force = True  # setuptools would not see that other machine code is to be embedded
             try:
-                compile_kernels(NVCC, fatbins)
+                folder = compile_kernels(NVCC)
             except subprocess.CalledProcessError as error:
                 raise SystemExit(f"vaemem: {error} (VAEMEM_CUDA=0 builds without CUDA)") from None
-            ext.define_macros.append(("VM_FATBINS", f'"{fatbins}"'))
+            ext.define_macros.append(("VM_FATBINS", f'"{folder}"'))
 
         compile_all, compile_one = self.compiler.compile, self.compiler._compile
 

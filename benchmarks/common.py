@@ -2,7 +2,8 @@
 
 Environment:
   VAEMEM_RESULTS  where the CSV files go, else benchmarks/results
-  VAEMEM_COMMIT   what the results are of, where there is no git
+  VAEMEM_ROWS     a file to which every row is also appended as a line of JSON, as soon as it is measured
+  VAEMEM_COMMIT   the measured commit, if there is no git
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -124,7 +126,20 @@ def commit() -> str:
     return "unknown"
 
 
+_appended: Counter[str] = Counter()  # rows of each table that are in VAEMEM_ROWS
+
+
+def append_rows(name: str, rows: list[dict]) -> None:
+    """Appends the rows that are new since the last call to the file VAEMEM_ROWS, if it is set."""
+    if os.environ.get("VAEMEM_ROWS"):
+        new = [json.dumps({"table": name} | row) + "\n" for row in rows[_appended[name] :]]
+        with open(os.environ["VAEMEM_ROWS"], "a") as file:
+            file.writelines(new)
+        _appended[name] = len(rows)
+
+
 def write_csv(name: str, rows: list[dict], quiet: bool = False) -> None:
+    append_rows(name, rows)
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / name
     with open(path, "w", newline="") as f:

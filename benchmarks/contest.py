@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch_vae
-from common import Machine, Worker, commit, median, serve
+from common import Machine, Worker, append_rows, commit, median, serve
 
 import vaemem
 from vaemem import _core
@@ -228,7 +228,7 @@ class Setup:
         def make():
             weights = self._once("weights", lambda: vaemem.VAE.random(config=self.case.arch))
             layout = torch.channels_last if channels_last else torch.contiguous_format
-            module = torch_vae.with_weights(weights)
+            module = torch_vae.peer(weights)
             return module.to(self.machine.device, getattr(torch, dtype)).to(memory_format=layout)
 
         return self._once((channels_last, dtype), make)
@@ -291,6 +291,7 @@ def about(machine: Machine, vae) -> dict[str, str]:
         "gpu": machine.name,
         "driver": driver_version() if machine.gpu else "",
         "torch": torch.__version__,
+        "peer": torch_vae.origin(),
         "torch_cudnn": cudnn_version(),
         "vaemem_cudnn": vae._device.backend.cudnn_version if vae and vae._device else "",
         "vaemem": vaemem.__version__,
@@ -366,6 +367,15 @@ def enter(
     return contestant, contestant.memory(machine), error
 
 
+def report_entry(
+    name: str, case: Case, contestant: Contestant, memory: dict[str, int | None], error: float | None
+) -> None:
+    """Prints memory, error and plans of a contestant before it is timed."""
+    taken = ", ".join(f"{what} {value}" for what, value in memory.items())
+    print(f"  entered: {name}: error {error and f'{error:.3e}'}, {taken} bytes {contestant.notes}", flush=True)
+    append_rows(f"entered {name} {case}", [{"error": error} | memory])
+
+
 def contest(
     setup: Setup,
     case: Case,
@@ -384,6 +394,8 @@ def contest(
         entered = {}
         for name, make in entries.items():
             entered[name] = attempt(lambda m=make: enter(m, machine, reference), name, failures)
+            if entered[name]:  # the race comes later, and may never end
+                report_entry(name, case, *entered[name])
         racing = {name: entry[0] for name, entry in entered.items() if entry}
         times = race(machine, dict(racing), args.rounds, args.case_seconds, failures)
     known = about(machine, next((c.vae for c in racing.values() if isinstance(c, Ours)), None))

@@ -26,10 +26,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch_vae
 from common import Machine, median, write_csv
 from contest import ELEMENT, Case, Contestant, Elsewhere, Ours, Peer, Setup, about, attempt, contest, hosted_data
 from torch.nn import functional as F
 from torch_vae import AutoencoderKL
+
+import vaemem
 
 PEERS = {  # name: (channels_last, mode of torch.compile)
     "eager": (False, None),
@@ -232,6 +235,7 @@ def passes_table(machine: Machine, case: Case, args: argparse.Namespace) -> list
     setup = Setup(machine, case)
     vae, shapes = setup.ours(convolution=args.convolution), shapes_of(case)
     x = setup.data(case) if machine.gpu else hosted_data(case)
+    module = setup.peer(True) if args.parts else torch_vae.with_weights(vaemem.VAE.random(config=case.arch))
     runs = []
     for _ in range(2 + args.rounds):
         (vae.decode if case.op == "decode" else vae.encode)(x, progress=lambda done, of: None)  # who asks waits
@@ -241,7 +245,7 @@ def passes_table(machine: Machine, case: Case, args: argparse.Namespace) -> list
     lines: list[dict[str, Any]] = []
     known: dict[Any, tuple[float, float | None]] = {}
     for i, name in enumerate(runs[0].passes):
-        part = Part(setup.peer(True), name, shapes, element)
+        part = Part(module, name, shapes, element)
         seconds, flops = median([run.pass_seconds[i] for run in runs[2:]]), runs[0].flops[i]
         floors = {"arithmetic": flops / peak, "bytes": part.bytes_moved / bandwidth}
         bound = max(floors, key=floors.__getitem__)

@@ -1,72 +1,98 @@
-"""What real PyTorch takes for diffusers' VAEs, beside what vaemem says that it takes.
+"""Measures real PyTorch's memory for diffusers' VAEs and compares it with the prediction.
 
-    python benchmarks/torch_memory.py [--sizes 832x1216 720x1280] [--models sd15 sdxl flux]
-        [--dtypes float16 bfloat16 float32] [--ops encode decode] [--runs 5] [--profile] [--snapshots FOLDER]
+    python benchmarks/torch_memory.py [--cases sdxl:decode:1024x1024:bfloat16 ...] [--protocols cold warm]
+        [--profile] [--snapshots FOLDER]
 
-Sizes are height x width. Each case is measured in a process of its own, since what is reserved depends on what a
-process did before: two warm-up runs, then the mean of five, as `vaemem.pytorch.measure` does it. Without diffusers the
-same module in plain PyTorch (torch_vae.py) stands in, and the column `versions` says so. The prediction is that
-of the same runs with the GPU, PyTorch and cuDNN that were measured (`vaemem.predict` says the first of them). Writes
-benchmarks/results/torch_memory_<gpu>.csv; with --profile also torch_workspaces_<gpu>.csv, the scratch that cuDNN took
-for each convolution. On the CPU only the growth of the process and the seconds are measured, and nothing is predicted.
+Each case and protocol is measured in a fresh process, since a process's history changes what is reserved. The processes
+are forks of this one, which has imported PyTorch and not touched the GPU, so each costs seconds. `cold` is the first run
+of the process; `warm` is the mean of five runs after two warm-ups, as `vaemem.pytorch.measure` and the seed table have
+it. Without diffusers the same module in plain PyTorch (torch_vae.py) stands in, and the column `versions` says so. The
+prediction is for the same runs on the GPU, PyTorch and cuDNN that were measured. Rows go to torch_memory_<gpu>.csv in
+benchmarks/results as they are measured; with --profile cuDNN's scratch for each convolution goes to
+torch_workspaces_<gpu>.csv. On the CPU only the growth of the process and the seconds are measured, and nothing is
+predicted.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import importlib.util
-import json
-import subprocess
+import multiprocessing
+import os
 import sys
 import tempfile
+from multiprocessing.connection import Connection
 from pathlib import Path
 
+import torch_vae
 from common import commit, write_csv
 
-from vaemem.prediction.benchmark import Protocol, benchmark
+from vaemem.prediction.benchmark import SEED_TABLE, Protocol, benchmark
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.runtimes import architecture
 from vaemem.prediction.workspace import Workspace
 from vaemem.pytorch import measure
 
 MIB = 2**20
-ASKED = ("model", "op", "height", "width", "dtype", "runtime", "device")
+ASKED = ("model", "op", "height", "width", "dtype", "protocol", "runtime", "device")
+FORK = multiprocessing.get_context("fork")
 
 
-def size(text: str) -> tuple[int, int]:
-    height, _, width = text.partition("x")
-    return int(height), int(width)
+PROTOCOLS = {"cold": Protocol(warmups=0, runs=1), "warm": SEED_TABLE}
+# The most valuable first: a session with a GPU may end anywhere.
+CASES = [
+    f"{model}:{op}:{size}x{size}:{dtype}"
+    for dtype in ("bfloat16", "float32")
+    for op, size in (("decode", 1024), ("encode", 1024), ("decode", 2048))
+    for model in ("sdxl", "flux")
+]
+
+
+def case_of(text: str) -> dict:
+    model, op, size, dtype = text.rsplit(":", 3)
+    height, _, width = size.partition("x")
+    return {"model": model, "op": op, "height": int(height), "width": int(width), "dtype": dtype}
 
 
 def measured(case: dict) -> tuple[dict | None, str]:
-    """The row of a case, from a process of its own; or None and the last line of what went wrong."""
-    done = subprocess.run([sys.executable, __file__, "--worker", json.dumps(case)], capture_output=True, text=True)
-    if done.returncode:
-        return None, done.stderr.strip().rpartition("\n")[2] or f"ended with status {done.returncode}"
-    return json.loads(done.stdout.strip().rpartition("\n")[2]), ""
+    """Returns the row of a case from a forked process; or None and what went wrong."""
+    receiver, sender = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=work, args=(case, sender))
+    process.start()
+    sender.close()
+    try:
+        row, failure = receiver.recv()
+    except EOFError:
+        row, failure = None, ""
+    process.join()
+    return row, failure if row or failure else f"ended with status {process.exitcode}"
 
 
-def work(case: dict) -> None:
-    """The worker's side."""
-    model, note = case["model"], ""
-    if importlib.util.find_spec("diffusers") is None:
-        from torch_vae import AutoencoderKL
+def work(case: dict, sender: Connection) -> None:
+    """The child's side: sends (row, "") or (None, failure)."""
+    try:
+        sender.send((measured_here(case), ""))
+    except Exception as error:
+        sender.send((None, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"))
 
-        model, note = AutoencoderKL(architecture(model)), ", module benchmarks/torch_vae.py"
+
+def measured_here(case: dict) -> dict:
+    model, note, protocol = case["model"], "", PROTOCOLS[case["protocol"]]
+    if torch_vae.diffusers_class() is None:
+        model, note = torch_vae.AutoencoderKL(architecture(model)), ", module benchmarks/torch_vae.py"
     table = measure(
         model, case["op"], [(case["height"], case["width"])], [case["dtype"]], device=case["device"],
-        warmups=case["warmups"], runs=case["runs"], snapshot=case["snapshot"], profile=case["profile"],
+        warmups=protocol.warmups, runs=protocol.runs, snapshot=case["snapshot"], profile=case["profile"],
     )  # fmt: skip
     row = table[0]
-    print(json.dumps(row | {"model": case["model"], "versions": row["versions"] + note}))
+    return row | {"model": case["model"], "protocol": case["protocol"], "versions": row["versions"] + note}
 
 
 def versions(row: dict) -> dict[str, str]:
     return dict(part.split(" ", 1) for part in row["versions"].split(", "))
 
 
-def predicted(model: str, row: dict, warmups: int, runs: int) -> dict:
+def predicted(model: str, row: dict, protocol: Protocol) -> dict:
     """What the same runs take in a simulated process, and the errors; or why there is no prediction."""
     have = versions(row)
     tiled = row["op"].endswith("_tiled")
@@ -75,13 +101,13 @@ def predicted(model: str, row: dict, warmups: int, runs: int) -> dict:
         vae = process.load(model, row["dtype"], row["runtime"])
         said = benchmark(
             process, vae, row["op"].removesuffix("_tiled"), row["height"], row["width"], tile=512 if tiled else 0,
-            protocol=Protocol(warmups, runs),
+            protocol=protocol,
         )  # fmt: skip
     except ValueError as error:  # a GPU, PyTorch or cuDNN that is not known
         return {"workspace_source": f"no prediction: {error}"}
     out: dict = {"workspace_source": process.workspace_source}
     for what in ("allocated", "reserved"):
-        value = round(sum(getattr(run, what) for run in said) / runs)
+        value = round(sum(getattr(run, what) for run in said) / protocol.runs)
         out[f"predicted_{what}_bytes"] = value
         out[f"{what}_error_percent"] = f"{100 * (value / row[f'{what}_bytes'] - 1):.3f}"
     return out
@@ -107,7 +133,7 @@ def result(case: dict, row: dict | None, failure: str, said: dict) -> dict:
 
 
 def shown(line: dict) -> str:
-    head = f"{line['model']:5} {line['op']:13} {line['height']}x{line['width']} {line['dtype']:9}"
+    head = f"{line['model']:5} {line['op']:7} {line['height']}x{line['width']} {line['dtype']:9} {line['protocol']}"
     if line["failure"]:
         return f"{head} {line['failure']}"
     parts = []
@@ -135,46 +161,35 @@ def workspaces(files: list[Path]) -> list[dict]:
     return list(found.values())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--sizes", nargs="+", type=size, default=[(832, 1216), (720, 1280)], metavar="HxW")
-    parser.add_argument("--models", nargs="+", default=["sd15", "sdxl", "flux"])
-    parser.add_argument("--dtypes", nargs="+", default=["float16", "bfloat16", "float32"])
-    parser.add_argument("--ops", nargs="+", default=["encode", "decode"])
-    parser.add_argument("--device", help="the GPU where there is one, else the CPU")
-    parser.add_argument("--warmups", type=int, default=2)
-    parser.add_argument("--runs", type=int, default=5)
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", type=case_of, default=[case_of(text) for text in CASES],
+                        metavar="MODEL:OP:HxW:DTYPE")  # fmt: skip
+    parser.add_argument("--protocols", nargs="+", choices=list(PROTOCOLS), default=list(PROTOCOLS))
+    parser.add_argument("--device", help="the GPU if there is one, otherwise the CPU")
     parser.add_argument("--profile", action="store_true", help="also write the convolutions' workspaces")
     parser.add_argument("--snapshots", help="folder for each case's allocator history (.pickle); slows the runs down")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker:
-        return work(json.loads(arguments.worker))
+    arguments = parser.parse_args(argv)
+    # PyTorch then counts GPUs without starting CUDA, which a fork could not use.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    torch_vae.diffusers_class()  # imported once, for all forks
     if arguments.snapshots:
         Path(arguments.snapshots).mkdir(parents=True, exist_ok=True)
-    cases = [
-        {"model": model, "op": op, "height": height, "width": width, "dtype": dtype}
-        for model in arguments.models
-        for dtype in arguments.dtypes
-        for height, width in arguments.sizes
-        for op in arguments.ops
-    ]
+    cases = [case | {"protocol": name} for case in arguments.cases for name in arguments.protocols]
     lines, profiles, name = [], [], ""
     with tempfile.TemporaryDirectory() as folder:
         for i, case in enumerate(cases):
-            profile = Path(folder) / f"{i}.csv" if arguments.profile else None
+            profile = Path(folder) / f"{i}.csv" if arguments.profile and case["protocol"] == "warm" else None
             label = "_".join(map(str, case.values()))
             snapshot = str(Path(arguments.snapshots) / f"{label}.pickle") if arguments.snapshots else None
-            case |= {
-                "device": arguments.device, "warmups": arguments.warmups, "runs": arguments.runs,
-                "snapshot": snapshot, "profile": profile and str(profile),
-            }  # fmt: skip
-            row, failure = measured(case)
+            case |= {"device": arguments.device}
+            asked = {"snapshot": snapshot, "profile": profile and str(profile)}
+            row, failure = measured(case | asked)
             said: dict = {}
             if row is not None:
                 name = row["device"]
                 if name != "cpu":
-                    said = predicted(case["model"], row, arguments.warmups, arguments.runs)
+                    said = predicted(case["model"], row, PROTOCOLS[case["protocol"]])
                 if profile:
                     profiles.append(profile)
             lines.append(result(case, row, failure, said))
@@ -182,12 +197,12 @@ def main() -> None:
             label = "".join(c if c.isalnum() else "_" for c in name.lower())
             if name:  # as it comes: the rest may take long
                 write_csv(f"torch_memory_{label}.csv", lines, quiet=True)
+            if profiles:
+                write_csv(f"torch_workspaces_{label}.csv", workspaces(profiles), quiet=True)
         if not name:
             sys.exit("nothing could be measured")
-        write_csv(f"torch_memory_{label}.csv", lines)
         if profiles:
             rows = workspaces(profiles)
-            write_csv(f"torch_workspaces_{label}.csv", rows)
             same = sum(int(row["workspace_bytes"]) == row["predicted_bytes"] for row in rows)
             print(f"workspaces of {len(rows)} convolutions: {same} as predicted")
 

@@ -1,4 +1,4 @@
-"""diffusers' AutoencoderKL in plain PyTorch, to measure beside where diffusers is not installed.
+"""diffusers' AutoencoderKL: its own class, or the same in plain PyTorch if diffusers cannot be imported.
 
 Modules, their names and their order are those of diffusers 0.33, so state dicts fit as they are. The operators that run
 are the same in the same order, and every tensor lives as long as there: a local name below stands for one that holds a
@@ -8,13 +8,17 @@ takes there. tests/test_benchmarks_gpu.py compares both, numbers and lifetimes.
 
 from __future__ import annotations
 
+import functools
+import sys
 from types import SimpleNamespace
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-__all__ = ["AutoencoderKL", "with_weights"]
+from vaemem.pytorch.measuring import vae_builder
+
+__all__ = ["AutoencoderKL", "diffusers_class", "origin", "peer", "with_weights"]
 
 
 class Config(dict):
@@ -217,10 +221,36 @@ class AutoencoderKL(nn.Module):
         return SimpleNamespace(sample=decoded) if return_dict else (decoded,)
 
 
-def with_weights(vae) -> AutoencoderKL:
-    """A module in eval mode with copies of the tensors of a vaemem.VAE on the CPU."""
+def with_weights(vae, make=AutoencoderKL):
+    """Returns make(vae.arch) in eval mode with copies of the tensors of a vaemem.VAE on the CPU."""
     with torch.device("meta"):
-        module = AutoencoderKL(vae.arch).eval()
+        module = make(vae.arch).eval()
     tensors = {name: torch.from_numpy(vae._core.get_tensor(name)).view(shape) for name, shape in vae._core.tensors}
     module.load_state_dict(tensors, assign=True)
+    return module
+
+
+@functools.cache
+def diffusers_class():
+    """Returns diffusers' AutoencoderKL, or None after a line that says why it cannot be imported."""
+    try:
+        from diffusers import AutoencoderKL
+    except Exception as error:  # a newer package beside it can break the import in any way
+        print(f"diffusers: {type(error).__name__}: {error}; benchmarks/torch_vae.py stands in", flush=True)
+        return None
+    return AutoencoderKL
+
+
+def origin() -> str:
+    """Names the code that `peer` returns."""
+    return f"diffusers {sys.modules['diffusers'].__version__}" if diffusers_class() else "benchmarks/torch_vae.py"
+
+
+def peer(vae):
+    """Returns diffusers' module with the weights of a vaemem.VAE, with methods `image` and `moments`."""
+    if diffusers_class() is None:
+        return with_weights(vae)
+    module = with_weights(vae, lambda arch: vae_builder(arch, "a benchmark")())
+    module.image = lambda z: module.decode(z, return_dict=False)[0]
+    module.moments = lambda x: module.encode(x).latent_dist.parameters
     return module

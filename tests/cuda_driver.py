@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import sys
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from pathlib import Path
 
@@ -17,7 +18,9 @@ import numpy as np
 import pytest
 from emulator import build
 
-BUILT = build.HERE.parents[1] / "build"
+sys.path.insert(0, str(build.CUDA))
+import fatbins
+
 MAJOR, MINOR, MOST_SHARED, UNIFIED, MULTIPROCESSORS = 75, 76, 97, 41, 16  # CUdevice_attribute
 DYNAMIC_SHARED, SHARED_CARVEOUT = 8, 9  # CUfunction_attribute
 
@@ -125,17 +128,16 @@ def driver() -> Driver | None:
 
 
 def image(source: Path, folder: Path) -> bytes:
-    """The machine code of a .cu file: what `setup.py build_ext --inplace` has left of it, or nvcc's."""
+    """The machine code of a .cu file: what setup.py has compiled of it, or nvcc's."""
     if source.parent != build.CUDA:
         target = folder / f"{source.stem}.fatbin"
         flags = ["-std=c++17", "-O3", "-fatbin", f"-arch={driver().target}", "-I", build.CUDA]
         build.run(build.nvcc(), *flags, "-o", target, source)
         return target.read_bytes()
-    found = max(BUILT.glob(f"temp.*/fatbins-*/{source.stem}.fatbin"), key=lambda f: f.stat().st_mtime, default=None)
-    newest = max(f.stat().st_mtime for f in (source, *build.CUDA.glob("*.h"), build.CUDA.parent / "kernels.h"))
-    if found is None or found.stat().st_mtime < newest:
-        pytest.fail(f"{source.name}: machine code that is as new is wanted: run setup.py build_ext --inplace first")
-    return found.read_bytes()
+    folder = fatbins.find()
+    if folder is None:
+        pytest.fail(f"{source.name}: found no machine code of these sources: run setup.py build_ext --inplace first")
+    return (Path(folder) / f"{source.stem}.fatbin").read_bytes()
 
 
 def load(sources: list[Path], folder: Path) -> Kernels:

@@ -10,6 +10,7 @@ class Backend:
     granularity: int
     unaccounted: int
     to_come: int
+    plans: list[str]
     cudnn_version: str | None
     def __init__(
         self,

@@ -100,6 +100,18 @@ static PyObject *get_cudnn(Backend *self, void *Py_UNUSED(closure)) {
     return PyUnicode_FromFormat("%zu.%zu.%zu", v / 10000, v / 100 % 100, v % 100);
 }
 
+static PyObject *get_plans(Backend *self, void *Py_UNUSED(closure)) {
+    const vm_cudnn_convs *convs = self->gpu->convs;
+    char text[256];
+    PyObject *plans = PyList_New(0);
+    for (size_t i = 0; plans && convs && vm_cudnn_convs_describe(convs, i, text, sizeof text); i++) {
+        PyObject *line = PyUnicode_FromString(text);
+        if (!line || PyList_Append(plans, line)) Py_CLEAR(plans);
+        Py_XDECREF(line);
+    }
+    return plans;
+}
+
 static PyMethodDef backend_methods[] = {
     {"memory", (PyCFunction)backend_memory, METH_NOARGS, "memory()\n--\n\n(free, total) bytes of the device now."},
     {"order", (PyCFunction)backend_order, METH_O,
@@ -117,6 +129,7 @@ static PyGetSetDef backend_attributes[] = {
     {"unaccounted", (getter)get_unaccounted, NULL,
      "Bytes that kernels, cuDNN and graphs have taken, by what was free before and after.", NULL},
     {"to_come", (getter)get_to_come, NULL, "Bytes that graphs which are still to be captured may take.", NULL},
+    {"plans", (getter)get_plans, NULL, "cuDNN's plans so far, the newest first: convolution, engine, workspace.", NULL},
     {"cudnn_version", (getter)get_cudnn, NULL, "'9.19.0', or None where our own convolution does without.", NULL},
     {NULL, NULL, NULL, NULL, NULL}};
 

@@ -102,6 +102,21 @@ const char *vm_cudnn_convs_name(const vm_cudnn_convs *s, const vm_conv_key *key)
     return p ? p->made.name : NULL;
 }
 
+bool vm_cudnn_convs_describe(const vm_cudnn_convs *s, size_t index, char *text, size_t size) {
+    pthread_mutex_lock(&s->c->lock);
+    const plan *p = s->plans;
+    while (p && index--) p = p->next;
+    if (p) {
+        const vm_conv *v = &p->key.conv;
+        snprintf(text, size, "%s%s %lldx%lldx%lld to %lld, %lldx%lld stride %lld: %s, %lld bytes of workspace",
+                 vm_dtype_name(v->dtype), v->tf32 ? " tf32" : "", (long long)v->size[1], (long long)v->size[2],
+                 (long long)v->c, (long long)v->k, (long long)v->filter[1], (long long)v->filter[2],
+                 (long long)v->stride[1], p->made.name, (long long)p->made.bytes);
+    }
+    pthread_mutex_unlock(&s->c->lock);
+    return p;
+}
+
 /* Notes of engines that must not be taken: they round more than their types say, or sum in another order each time. */
 static uint32_t bad_notes(const vm_conv *v) {
     const uint32_t all =

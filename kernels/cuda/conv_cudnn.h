@@ -32,6 +32,8 @@ vm_status vm_cudnn_convs_bytes(vm_cudnn_convs *convs, const vm_conv_key *key, si
 /* The engine and knobs of a plan, valid as long as convs; NULL where it was not planned. */
 const char *vm_cudnn_convs_name(const vm_cudnn_convs *convs, const vm_conv_key *key);
 size_t vm_cudnn_convs_count(const vm_cudnn_convs *convs);
+/* Writes the plan at index, the newest first, as a line of text. Returns false if index is not below the count. */
+bool vm_cudnn_convs_describe(const vm_cudnn_convs *convs, size_t index, char *text, size_t size);
 /* Enqueues it on the stream. */
 vm_status vm_cudnn_convs_run(vm_cudnn_convs *convs, const vm_conv_key *key, void *stream, const void *x,
                              const void *filters, void *y, void *workspace);
