@@ -16,7 +16,7 @@ SAY_BUILD = echo "Installing vaemem and what it needs in $(VENV): the C core and
 	"$(or $(VAEMEM_CUDA_ARCHS),75 to 120) (VAEMEM_CUDA_ARCHS='80 90' for others, VAEMEM_CUDA=0 for none)."
 
 .PHONY: demo test docs bench check thorough lint asan clang pythons packages fuzz newer windows format wheel wheel-cpu wheel-cuda clean \
-        build-gpu test-gpu bench-gpu check-gpu
+        build-gpu test-gpu bench-gpu check-gpu gpu-pack gpu-session
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/python -m vaemem demo --out out
@@ -44,8 +44,19 @@ bench: $(VENV)/bench.stamp
 	$(BIN)/python benchmarks/memory.py --size 2048 --rounds 0
 	$(BIN)/python benchmarks/memory.py --plot
 
-# What follows wants a GPU, and uses the Python that has PyTorch for it (PYTHON), as it is: built in place, nothing installed.
-# The session script does the same and more in two calls of ten minutes, what is worth most first.
+# What a borrowed GPU is asked for, most valuable first, in calls of a few minutes (benchmarks/gpu_session.py). gpu-pack builds
+# beforehand what takes long there, for that machine's Python (PACK_PYTHON) and GPU (PACK_ARCHS); gpu-session rehearses the
+# calls without a GPU, at tiny sizes.
+PACK_PYTHON ?= python3.12
+PACK_ARCHS ?= 90
+
+gpu-pack: $(VENV)/test.stamp
+	$(BIN)/python benchmarks/gpu_session.py pack --python $(PACK_PYTHON) --archs $(PACK_ARCHS)
+
+gpu-session: $(VENV)/test.stamp
+	$(BIN)/python benchmarks/gpu_session.py --rehearse --again first second
+
+# These need a GPU, and use the Python that has PyTorch for it (PYTHON), as it is: built in place, nothing installed.
 GPU := PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR) VAEMEM_TEST_GPU=1
 GPU_KERNELS := $(addprefix tests/test_,emulator.py cuda_kernels.py cuda_store.py cuda_attention.py cuda_own_conv.py)
 GPU_TESTS := $(wildcard tests/test_cuda_vae*.py) tests/test_measure.py tests/test_diffusers.py

@@ -185,7 +185,7 @@ def work(task: dict) -> Callable[[], dict]:
 # ---- who takes part ----
 
 
-def open_vae(case: Case, device: str, autotune: bool = False, convolution: str = "cudnn"):
+def open_vae(case: Case, device: str, autotune: bool = False, convolution: str = "auto"):
     return vaemem.VAE.random(
         config=case.arch,
         device=device,
@@ -217,7 +217,7 @@ class Setup:
             self.open[key] = make()
         return self.open[key]
 
-    def ours(self, autotune: bool = False, convolution: str = "cudnn", apart: Any = ()):
+    def ours(self, autotune: bool = False, convolution: str = "auto", apart: Any = ()):
         """apart: a VAE for each, where they would give back each other's arena or graphs in turns."""
         device, key = self.machine.device.type, ("ours", autotune, convolution, apart)
         return self._once(key, lambda: open_vae(self.case, device, autotune, convolution))

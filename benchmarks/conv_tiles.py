@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import cuda_driver
 from cases import Conv
-from cuda_kernels import SM_90, ConvArgs, conv_tiles, header, number, round_up
+from cuda_kernels import SM_90, ConvArgs, conv_kernel, conv_tiles, header, number, round_up
 from emulator import build
 
 LAUNCHES = 10
@@ -54,9 +54,9 @@ def passes(size: int, c: int) -> list[Conv]:
 
 
 class Pass:
-    """A pass on random numbers, by any tile."""
+    """A pass on random numbers, by any tile. blocked: filters are in blocks, as on Hopper GPUs."""
 
-    def __init__(self, case: Conv, dtype: str, device: torch.device):
+    def __init__(self, case: Conv, dtype: str, device: torch.device, blocked: bool):
         self.case, self.dtype, self.short = case, dtype, SHORT[dtype]
         kind, k, outs = getattr(torch, dtype), 2 if case.up else case.k, round_up(case.out_c)
         y_c, y_h, y_w = case.y
@@ -68,7 +68,9 @@ class Pass:
 
         self.kept = {
             "x": noise(case.h, case.w, case.in_c),
-            "w": noise(4 if case.up else 1, outs, k, k, case.in_c) * (k * k * case.in_c) ** -0.5,
+            # in blocks, of any numbers: whoever takes others reads fewer of them
+            "w": noise(4 if case.up else 1, -(-outs // 128) * 128, k, k, -(-case.in_c // 64) * 64)
+            * (k * k * case.in_c) ** -0.5,
             "bias": noise(outs, kind=torch.float32),
             "y": noise(y_h, y_w, outs),
             "stats": torch.zeros(parts * (16 + 2 * outs), device=device),  # of tiles of 4 rows or more
@@ -85,11 +87,11 @@ class Pass:
             **{name: tensor.data_ptr() for name, tensor in self.kept.items()},
             x_h=case.h, x_w=case.w, x_pitch=case.in_c, in_c=case.in_c, y_h=y_h, y_w=y_w, y_pitch=pitch, y_c=y_c,
             add_pitch=outs, k=k, stride=case.stride, pad=case.pad, up=case.up, act=case.groups > 0 and k > 1,
-            clamp=(y_c, 0, 0), out_scale=1, multiply=1, bias_scale=1,
+            blocked=blocked, clamp=(y_c, 0, 0), out_scale=1, multiply=1, bias_scale=1,
         )  # fmt: skip
 
-    def tiles(self, most_shared: int) -> list[tuple[int, int, int]]:
-        """That can compute it where a block may have so much shared memory."""
+    def tiles(self, most_shared: int) -> list[tuple[int, ...]]:
+        """Names of those that can compute it where a block may have so much shared memory."""
         left_out = {FOR_PIXELS} | ({FOR_1X1} if self.case.k > 1 else set())
         fit = {name: tile for name, tile in conv_tiles(most_shared).items() if header().conv_tile_fits(tile)}
         return [
@@ -97,25 +99,26 @@ class Pass:
             for name, tile in fit.items()
             if tile.stride == self.case.stride
             and name not in left_out
+            and (self.args.blocked or len(name) == 3)
             and (not self.in_place or tile.outs >= self.case.out_c)
         ]
 
-    def chosen(self, most_shared: int, multiprocessors: int) -> tuple[int, int, int]:
-        tile = header().conv_choose(number(self.short), self.args, self.in_place, most_shared, multiprocessors)
-        return tile.rows, tile.outs, tile.stride
+    def chosen(self, most_shared: int, multiprocessors: int) -> tuple[int, ...]:
+        words = number(self.short), self.args, self.in_place, most_shared, multiprocessors
+        return header().conv_choose(*words).name
 
 
 class Turn:
     """A pass by one tile, as one that takes part in a race."""
 
     def __init__(
-        self, of: Pass, name: tuple[int, int, int], launch: Callable[..., None], most_shared: int, multiprocessors: int
+        self, of: Pass, name: tuple[int, ...], launch: Callable[..., None], most_shared: int, multiprocessors: int
     ):
         tile = conv_tiles(most_shared)[name]
         args = ConvArgs.from_buffer_copy(of.args)
         args.items = header().conv_items(args, tile)
         grid = header().conv_grid(args, tile, multiprocessors)
-        kernel = "vm_conv_{}_{}x{}_{}".format(of.short, *name)
+        kernel = conv_kernel(of.short, name)
         self.run = lambda: launch(kernel, (grid,), (tile.threads,), args, tile.shared)
 
     def time(self, machine: Machine) -> tuple[float, float]:
@@ -125,19 +128,22 @@ class Turn:
 
 def table(machine: Machine, args: argparse.Namespace) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
-    source = build.CUDA / "conv.cu"
+    sources = [build.CUDA / name for name in ("conv.cu", "conv_wgmma.cu")]
     with tempfile.TemporaryDirectory() as folder:
         if machine.gpu:
             driver = cuda_driver.Driver(os.environ.get("VAEMEM_LIBCUDA") or "libcuda.so.1")
-            launch = cuda_driver.Kernels(driver, [cuda_driver.image(source, Path(folder))]).enqueue
+            launch = cuda_driver.Kernels(
+                driver, [cuda_driver.image(source, Path(folder)) for source in sources]
+            ).enqueue
+            wgmma = driver.target == "sm_90"
             most, count = driver.attribute(cuda_driver.MOST_SHARED), driver.attribute(cuda_driver.MULTIPROCESSORS)
         else:
-            launch, most, count = build.Kernels([source]).launch, SM_90, 2
+            launch, most, count, wgmma = build.Kernels(sources).launch, SM_90, 2, True
         ran = about(machine, None)
         for dtype in args.dtypes:
             peak = machine.flops(dtype if machine.gpu else "float32")
             for case in [case for size in args.sizes for case in passes(size, 16 if args.small else 128)]:
-                one = Pass(case, dtype, machine.device)
+                one = Pass(case, dtype, machine.device, wgmma)
                 turns = {name: Turn(one, name, launch, most, count) for name in one.tiles(most)}
                 chosen = one.chosen(most, count)
                 failures: dict[str, str] = {}
@@ -148,7 +154,7 @@ def table(machine: Machine, args: argparse.Namespace) -> list[dict[str, Any]]:
                         {
                             "pass": str(case),
                             "dtype": dtype,
-                            "tile": "{}x{}".format(*name),
+                            "tile": "{}x{}".format(*name) + " wgmma" * (len(name) > 3),
                             "chosen": int(name == chosen),
                             "ms": seconds and round(seconds * 1e3, 4),
                             "tflops": seconds and round(case.flops / seconds / 1e12, 1),

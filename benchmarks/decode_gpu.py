@@ -47,7 +47,7 @@ PEERS = {  # name: (channels_last, mode of torch.compile)
 
 
 def ours_here(
-    setup: Setup, case: Case, autotune: bool = False, convolution: str = "cudnn", hosted: bool = False,
+    setup: Setup, case: Case, autotune: bool = False, convolution: str = "auto", hosted: bool = False,
     smallest: bool = False, **settings: Any,
 ) -> Ours:  # fmt: skip
     """On arrays in the GPU's memory, or `hosted` in NumPy's, which is all that there is on the CPU; `smallest`: within
@@ -61,12 +61,13 @@ def ours_here(
 
 def entries_of(setup: Setup, case: Case, args: argparse.Namespace) -> dict[str, Callable[[], Contestant]]:
     entries: dict[str, Callable[[], Contestant]] = {"vaemem": lambda: ours_here(setup, case)}
-    if setup.machine.gpu and case.type != "float32":
-        entries["vaemem own conv"] = lambda: ours_here(setup, case, convolution="own")
     if args.graphs:
         entries["vaemem graphs"] = lambda: ours_here(setup, case, graphs=True)
-        if "vaemem own conv" in entries:
-            entries["vaemem own conv, graphs"] = lambda: ours_here(setup, case, convolution="own", graphs=True)
+    if setup.machine.gpu and case.type != "float32":
+        other = "cudnn" if setup.ours()._device.convolution == "own" else "own"
+        entries[f"vaemem {other}"] = lambda: ours_here(setup, case, convolution=other)
+        if args.graphs:
+            entries[f"vaemem {other}, graphs"] = lambda: ours_here(setup, case, convolution=other, graphs=True)
     if args.smallest:
         entries["vaemem smallest"] = lambda: ours_here(setup, case, smallest=True)
     for name in args.peers:
@@ -105,8 +106,9 @@ def ablation(machine: Machine, case: Case, args: argparse.Namespace) -> list[dic
         "vaemem autotune, graphs": lambda: ours_here(setup, case, autotune=True, graphs=True),
     }
     if machine.gpu and case.type != "float32":
-        entries["vaemem own conv"] = lambda: ours_here(setup, case, convolution="own")
-        entries["vaemem own conv, graphs"] = lambda: ours_here(setup, case, convolution="own", graphs=True)
+        for way in ("own", "cudnn"):
+            entries[f"vaemem {way}"] = lambda w=way: ours_here(setup, case, convolution=w)
+            entries[f"vaemem {way}, graphs"] = lambda w=way: ours_here(setup, case, convolution=w, graphs=True)
     entries |= {
         "vaemem smallest": lambda: ours_here(setup, case, smallest=True),
         "vaemem smallest, graphs": lambda: ours_here(setup, case, smallest=True, graphs=True),
@@ -315,7 +317,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--alone", action="store_true", help="also ours in a process of its own, on NumPy arrays")
     parser.add_argument("--passes", action="store_true", help="this table instead")
     parser.add_argument("--parts", action="store_true", help="with PyTorch's time for each pass; implies --passes")
-    parser.add_argument("--convolution", default="cudnn", choices=["cudnn", "own"], help="of ours, for --passes")
+    parser.add_argument("--convolution", default="auto", choices=["auto", "cudnn", "own"], help="of ours, for --passes")
     parser.add_argument("--ablation", action="store_true", help="this table instead")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--case-seconds", type=float, default=8, help="rounds end then, once there are three")

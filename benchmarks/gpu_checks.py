@@ -51,7 +51,9 @@ def one(args: argparse.Namespace) -> bool:
     got, want = vae.decode(z), decoder("cpu", "float32").decode(z)
     error = float(np.linalg.norm(got.astype(np.float64) - want) / np.linalg.norm(want))
     right = error < TOLERANCE[args.dtype]  # False for NaN
-    report("error", convolution=args.convolution, dtype=args.dtype, size=args.compare, error=f"{error:.3e}", right=right)
+    report(
+        "error", convolution=args.convolution, dtype=args.dtype, size=args.compare, error=f"{error:.3e}", right=right
+    )
     taken = []
     for _ in range(args.times):
         vae.decode(latents(args.size))

@@ -4,16 +4,17 @@
     python benchmarks/gpu_session.py [first] [second]  on the machine with the GPU; or any steps by name
     python benchmarks/gpu_session.py tables ROWS       afterwards: rows.jsonl as CSV files in benchmarks/results
     python benchmarks/gpu_session.py list              the steps
-    python benchmarks/gpu_session.py --rehearse ...    without a GPU: tiny sizes, our kernels on the emulator of the tests
+    python benchmarks/gpu_session.py --rehearse ...    without a GPU: tiny sizes, our kernels on the tests' emulator
 
-`first` answers what matters in at most 480 s: does it run, is it right, how fast is it compared with PyTorch, is PyTorch's
-memory as predicted. `second` follows at once with at most 150 s. Each step has its own limit. A step that fails or takes
-too long is stopped with SIGINT, so that Python says where it was, and the others have their turns. Steps that ended well
-are listed in build/gpu_session/done and skipped in the next call; `--again` runs them all the same.
+`first` answers what matters in at most 480 s: does it run, is it right, how fast is it compared with PyTorch, is
+PyTorch's memory as predicted. `second` follows at once with at most 150 s. Each step has its own limit. A step that
+fails or takes too long is stopped with SIGINT, so that Python says where it was, and the others have their turns.
+Steps that ended well are listed in build/gpu_session/done and skipped in the next call; `--again` runs them all the
+same.
 
-Everything is written as soon as it is there: session.log has all output, rows.jsonl a line of JSON for each row, so a call
-that is killed loses nothing that was measured. `pack` needs an interpreter of the machine's minor version of Python and
-nvcc; the machine needs PyTorch, and fetches nothing. Environment:
+Everything is written as soon as it is there: session.log has all output, rows.jsonl a line of JSON for each row, so a
+call that is killed loses nothing that was measured. `pack` needs an interpreter of the machine's minor version of
+Python and nvcc; the machine needs PyTorch, and fetches nothing. Environment:
 
     OUT             folder of session.log and rows.jsonl, build/gpu_session by default
     VAEMEM_COMMIT   the measured commit, if there is no git; `pack` notes it
@@ -53,6 +54,11 @@ class Scale:
         return ("16", "32") if self.small else ("1024", "2048")
 
     @property
+    def slower(self) -> int:
+        """How many times as long a step may take: the emulator is no GPU."""
+        return 4 if self.small else 1
+
+    @property
     def torch(self) -> Command:
         """Options of the benchmarks that compare with PyTorch."""
         return ["--device", "cpu", "--small"] if self.small else []
@@ -69,8 +75,8 @@ class Scale:
 
     def tests(self, *words: str) -> Command:
         most = [] if self.small else ["-n", "12"]
-        return [sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", "--maxfail=20", "-q", "-rfE",
-                "-m", "not packages", "-o", "faulthandler_timeout=20", *most, *words]  # fmt: skip
+        options = "-p no:cacheprovider --tb=short --maxfail=20 -q -rfE -o faulthandler_timeout=20".split()
+        return [sys.executable, "-P", "-m", "pytest", *options, "-m", "not packages", *most, *words]
 
 
 def bench(script: str, *words: str) -> Command:
@@ -94,61 +100,39 @@ print(sys.version, platform.platform(), *(f"{name} {version(name)}" for name in 
 import torch, vaemem
 print("cuDNN", torch.backends.cudnn.version(), "CUDA", torch.version.cuda, "vaemem", vaemem.__file__)
 print(*vaemem.backends("bfloat16"), sep="\\n")"""
-KERNEL_TESTS = [f"tests/test_{name}.py" for name in ("cuda_kernels", "cuda_store", "cuda_attention", "cuda_own_conv")]
+VAEMEM = [sys.executable, "-P", "-m", "vaemem"]
+KERNELS = [f"tests/test_{name}.py" for name in ("cuda_kernels", "cuda_store", "cuda_attention", "cuda_own_conv")]
 ON_GPU = {"VAEMEM_TEST_GPU": "1"}
-PEERS = ["--peers", "eager", "channels_last", "--graphs"]
+PEERS = ["--graphs", "--case-seconds", "5", "--peers", "eager", "channels_last"]
 
 
 def build(scale: Scale) -> list[Command]:
     """Nothing if what `pack` made can be imported."""
-    tried = subprocess.run([sys.executable, "-P", "-c", "import vaemem._cuda"], capture_output=True, env=environment(scale.small))
+    tried = subprocess.run(
+        [sys.executable, "-P", "-c", "import vaemem._cuda"], capture_output=True, env=environment(scale.small)
+    )
     return [] if tried.returncode == 0 else [[sys.executable, "setup.py", "-q", "build_ext", "--inplace"]]
 
 
 STEPS = {
-    # ---- first: 480 s ----
-    "build": Step(60, build, {"VAEMEM_CUDA": "1", "VAEMEM_KERNELS": "1"}),
-    "versions": Step(30, lambda s: [[sys.executable, "-P", "-c", VERSIONS]]),
-    "one": Step(45, lambda s: [s.check("one", "own"), s.check("one", "cudnn")]),
-    "dlpack": Step(20, lambda s: [] if s.small else [s.check("dlpack")]),
-    "headline": Step(45, lambda s: [s.decode(0, *PEERS, "--case-seconds", "5", "--label", "headline")]),
-    "large": Step(55, lambda s: [s.decode(1, *PEERS, "--case-seconds", "8", "--label", "large")]),
-    "predict": Step(
-        95,
-        lambda s: [
-            bench("torch_memory.py", "--cases", "sdxl:decode:64x64:float32", "--device", "cpu", "--protocols", "cold")
-            if s.small
-            else bench("torch_memory.py", "--profile")
-        ],
-    ),
-    "compile": Step(50, lambda s: [s.decode(0, "--peers", "compile", "--errors-up-to", "0", "--label", "compile")]),
+    # ---- first ----
+    "build": Step(40, build, {"VAEMEM_CUDA": "1", "VAEMEM_KERNELS": "1"}),
+    "versions": Step(25, lambda s: [[sys.executable, "-P", "-c", VERSIONS]]),
+    "one": Step(30, lambda s: [s.check("one", "own"), s.check("one", "cudnn")]),
+    "dlpack": Step(15, lambda s: [] if s.small else [s.check("dlpack")]),
+    "headline": Step(45, lambda s: [s.decode(0, *PEERS, "--label", "headline")]),
+    "large": Step(50, lambda s: [s.decode(1, *PEERS, "--label", "large")]),
+    "predict": Step(100, lambda s: [predict(s)]),
+    "compile": Step(60, lambda s: [s.decode(0, *PEERS, "compile", "--label", "compile")]),
     "kernels": Step(
-        80,
-        lambda s: [s.tests("tests/test_cuda_store.py", "-k", "one") if s.small else s.tests(*KERNEL_TESTS)],
-        ON_GPU,
+        60, lambda s: [s.tests(*(["tests/test_cuda_store.py", "-k", "one"] if s.small else KERNELS))], ON_GPU
     ),
-    # ---- second: 150 s ----
-    "compile_large": Step(
-        50, lambda s: [s.decode(1, "--peers", "compile", "--errors-up-to", "0", "--label", "compile_large")]
-    ),
-    "tiles": Step(
-        30,
-        lambda s: [
-            bench("conv_tiles.py", "--dtypes", "bfloat16", "--rounds", "1", "--case-seconds", "0.5",
-                  *(["--sizes", "8", *s.torch] if s.small else []))
-        ],
-    ),  # fmt: skip
-    "passes": Step(
-        25,
-        lambda s: [
-            s.decode(0, "--passes", "--convolution", way, "--rounds", "5", "--label", way) for way in ("own", "cudnn")
-        ],
-    ),
+    "passes": Step(40, lambda s: [passes(s, way) for way in ("own", "cudnn")]),
+    # ---- second ----
+    "compile_large": Step(75, lambda s: [s.decode(1, *PEERS, "compile", "--label", "compile_large")]),
+    "tiles": Step(30, lambda s: [tiles(s)]),
     "limits": Step(20, lambda s: [s.check("limits")]),
-    "scaling": Step(
-        25,
-        lambda s: [bench("scaling.py", *(["--size", "32", "--rounds", "1"] if s.small else ["--dtypes", "bfloat16"]))],
-    ),
+    "scaling": Step(25, lambda s: [scaling(s)]),
     # ---- only by name ----
     "parts": Step(40, lambda s: [s.decode(0, "--parts", "--rounds", "5", "--label", "parts")]),
     "engines": Step(20, lambda s: [s.check("one", "cudnn", "--with-torch")]),
@@ -156,32 +140,46 @@ STEPS = {
     "vae": Step(90, lambda s: [s.tests("tests/test_cuda_vae.py")], ON_GPU),
     "autotune": Step(60, lambda s: [s.decode(0, "--peers", "compile-autotune", "--label", "autotune")]),
     "ablation": Step(60, lambda s: [s.decode(0, "--ablation")]),
-    "encode": Step(
-        40,
-        lambda s: [
-            bench("decode_gpu.py", "--models", "sdxl", "--ops", "encode", "--sizes", s.sizes[0], *PEERS, "--label", "encode",
-                  *(s.torch if s.small else ["--dtypes", "bfloat16"]))
-        ],
-    ),  # fmt: skip
+    "encode": Step(40, lambda s: [encode(s)]),
     "plans": Step(45, lambda s: [bench("gpu_plans.py")]),
-    "memcheck": Step(90, lambda s: [sanitizer("memcheck", s)], ON_GPU),
-    "racecheck": Step(90, lambda s: [sanitizer("racecheck", s)], ON_GPU),
-    "counters": Step(90, lambda s: [] if s.small else [counters("regex:^vm_(conv|attention)")]),
+    "memcheck": Step(90, lambda s: [sanitizer("memcheck")], ON_GPU),
+    "racecheck": Step(90, lambda s: [sanitizer("racecheck")], ON_GPU),
+    "counters": Step(90, lambda s: [counters("regex:^vm_(conv|attention)")]),
     "pipelines": Step(
-        80,
-        lambda s: [
-            [sys.executable, "-P", "-m", "vaemem", "measure", "sdxl", "1024", "--random", "--steps", "4", "--offload", "model"]
-        ],
+        80, lambda s: [[*VAEMEM, "measure", "sdxl", "1024", *"--random --steps 4 --offload model".split()]]
     ),
-}  # fmt: skip
+}
 CALLS = {
-    "first": "build versions one dlpack headline large predict compile kernels".split(),
-    "second": "compile_large tiles passes limits scaling".split(),
+    "first": "build versions one dlpack headline large predict compile kernels passes".split(),
+    "second": "compile_large tiles limits scaling".split(),
 }
 LIMITS = {"first": 480, "second": 150}
 
 
-def sanitizer(tool: str, scale: Scale) -> Command:
+def predict(scale: Scale) -> Command:
+    small = ["--cases", "sdxl:decode:64x64:float32", "--device", "cpu", "--protocols", "cold"]
+    return bench("torch_memory.py", *(small if scale.small else ["--profile"]))
+
+
+def passes(scale: Scale, way: str) -> Command:
+    return scale.decode(0, "--passes", "--convolution", way, "--rounds", "5", "--label", way)
+
+
+def tiles(scale: Scale) -> Command:
+    small = ["--sizes", "8", *scale.torch] if scale.small else []
+    return bench("conv_tiles.py", "--dtypes", "bfloat16", "--rounds", "1", "--case-seconds", "0.5", *small)
+
+
+def scaling(scale: Scale) -> Command:
+    return bench("scaling.py", *(["--size", "32", "--rounds", "1"] if scale.small else ["--dtypes", "bfloat16"]))
+
+
+def encode(scale: Scale) -> Command:
+    where = scale.torch if scale.small else ["--dtypes", "bfloat16"]
+    return bench("decode_gpu.py", "--models", "sdxl", "--ops", "encode", "--sizes", scale.sizes[0], *PEERS, *where)
+
+
+def sanitizer(tool: str) -> Command:
     """compute-sanitizer on our own kernels in a small decode and in every tile of conv.cu."""
     return ["compute-sanitizer", "--target-processes", "application-only", "--tool", tool, "--kernel-name", "kns=vm_",
             "--report-api-errors", "no", "--error-exitcode", "1", sys.executable, "-P", "-m", "pytest", "-q", "-m",
@@ -191,10 +189,13 @@ def sanitizer(tool: str, scale: Scale) -> Command:
 
 def counters(kernels: str) -> Command:
     """ncu's counters of a decode at 1024x1024; the clocks stay as they are."""
-    sections = "SpeedOfLight Occupancy LaunchStats WarpStateStats MemoryWorkloadAnalysis ComputeWorkloadAnalysis".split()
-    return ["ncu", "--clock-control", "none", *(word for name in sections for word in ("--section", name)), "--kernel-name",
-            kernels, "--launch-count", "70", "--csv", "--page", "raw", "--log-file", str(Session.out() / "counters.csv"),
-            *bench("gpu_checks.py", "one", "own", "--times", "1", "--compare", "1024")]  # fmt: skip
+    sections = (
+        "SpeedOfLight Occupancy LaunchStats WarpStateStats MemoryWorkloadAnalysis ComputeWorkloadAnalysis".split()
+    )
+    options = [*"--clock-control none --launch-count 70 --csv --page raw --kernel-name".split(), kernels]
+    options += [word for name in sections for word in ("--section", name)]
+    options += ["--log-file", str(Session.out() / "counters.csv")]
+    return ["ncu", *options, *bench("gpu_checks.py", "one", "own", "--times", "1", "--compare", "1024")]
 
 
 # ---- a call ----
@@ -236,7 +237,7 @@ class Session:
         return all(how.startswith("well") for how in self.ended.values())
 
     def run_step(self, name: str, step: Step) -> str:
-        end, ending = self.now + step.seconds, "well"
+        end, ending = self.now + step.seconds * self.scale.slower, "well"
         for command in step.commands(self.scale):
             left = min(end, self.limit) - self.now
             self.say(f"-- {name}, at {self.now:.0f} s, for {left:.0f} s: {shown(command)}")
@@ -253,7 +254,7 @@ class Session:
         try:
             process = subprocess.Popen(
                 command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                errors="replace", start_new_session=True,
+                errors="replace", process_group=0,
             )  # fmt: skip
         except FileNotFoundError as error:
             self.say(str(error))
@@ -376,7 +377,10 @@ def pack(python: str, archs: str) -> None:
     subprocess.run([*to_site, "--no-build-isolation", str(work)], check=True, env=env)
     subprocess.run([*to_site, *WHEELS], check=True)
     version = subprocess.run(
-        [own, "-c", "import sys; print('python%d.%d' % sys.version_info[:2])"], capture_output=True, text=True, check=True
+        [own, "-c", "import sys; print('python%d.%d' % sys.version_info[:2])"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     (site / version.stdout.strip()).touch()
     sys.path.insert(0, str(ROOT / "kernels" / "cuda"))
@@ -430,7 +434,8 @@ def main(argv: list[str] | None = None) -> int:
     if unknown:
         parser.error(f"words: unknown {', '.join(unknown)}; want first, second, pack, tables, list or a step")
     limit = args.limit or sum(LIMITS.get(word, 0) for word in words or ["first"]) or 480
-    session = Session(limit, Scale(args.rehearse), environment(args.rehearse))
+    scale = Scale(args.rehearse)
+    session = Session(limit * scale.slower, scale, environment(args.rehearse))
     with clocks(session.out()):
         return 0 if session.run(chosen(words, args.again, session.done)) else 1
 

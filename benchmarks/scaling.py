@@ -2,8 +2,8 @@
 
     python benchmarks/scaling.py [--threads 16 8 4 2 1] [--size 512] [--dtypes float32 bfloat16] [--rounds 3]
 
-Each row is the median of `rounds` runs of one number of threads, after one warm-up. `speedup` compares it with the row of
-one thread, which is measured last because it takes longest. PyTorch runs the same module with the same weights
+Each row is the median of `rounds` runs of one number of threads, after one warm-up. `speedup` compares it with the
+row of one thread, which is measured last because it takes longest. PyTorch runs the same module with the same weights
 (torch_vae.py) if it is installed. Rows go to scaling_<cpu>.csv in benchmarks/results as they are measured.
 """
 
@@ -18,7 +18,6 @@ import numpy as np
 from common import append_rows, median, where, write_csv
 
 import vaemem
-
 
 Decode = Callable[[np.ndarray, int], object]  # of latents, by so many threads
 

@@ -3,14 +3,14 @@
     python benchmarks/torch_memory.py [--cases sdxl:decode:1024x1024:bfloat16 ...] [--protocols cold warm]
         [--profile] [--snapshots FOLDER]
 
-Each case and protocol is measured in a fresh process, since a process's history changes what is reserved. The processes
-are forks of this one, which has imported PyTorch and not touched the GPU, so each costs seconds. `cold` is the first run
-of the process; `warm` is the mean of five runs after two warm-ups, as `vaemem.pytorch.measure` and the seed table have
-it. Without diffusers the same module in plain PyTorch (torch_vae.py) stands in, and the column `versions` says so. The
-prediction is for the same runs on the GPU, PyTorch and cuDNN that were measured. Rows go to torch_memory_<gpu>.csv in
-benchmarks/results as they are measured; with --profile cuDNN's scratch for each convolution goes to
-torch_workspaces_<gpu>.csv. On the CPU only the growth of the process and the seconds are measured, and nothing is
-predicted.
+Each case and protocol is measured in a fresh process, since a process's history changes what is reserved. The
+processes are forks of this one, which has imported PyTorch and not touched the GPU, so each costs seconds. `cold` is
+the first run of the process; `warm` is the mean of five runs after two warm-ups, as `vaemem.pytorch.measure` and the
+seed table have it. Without diffusers the same module in plain PyTorch (torch_vae.py) stands in, and the column
+`versions` says so. The prediction is for the same runs on the GPU, PyTorch and cuDNN that were measured. Rows go to
+torch_memory_<gpu>.csv in benchmarks/results as they are measured; with --profile cuDNN's scratch for each convolution
+goes to torch_workspaces_<gpu>.csv. On the CPU only the growth of the process and the seconds are measured, and
+nothing is predicted.
 """
 
 from __future__ import annotations

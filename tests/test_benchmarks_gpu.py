@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -405,21 +406,51 @@ def test_no_gpu_is_said(capsys):
     assert "finds no GPU" in capsys.readouterr().err
 
 
-def test_torch_memory_without_diffusers(tmp_path, monkeypatch, capsys):
+WITHOUT_DIFFUSERS = "import torch_vae; torch_vae.diffusers_class = lambda: None"
+
+
+def test_a_diffusers_that_cannot_be_imported_is_said(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    assert torch_vae.diffusers_class.__wrapped__() is None
+    assert "benchmarks/torch_vae.py stands in" in capsys.readouterr().out
+
+
+def torch_memory(tmp_path, case: str, before: str = "") -> tuple[subprocess.CompletedProcess, list[dict[str, str]]]:
+    """In a process of its own, since it forks: what has used torch's threads must not."""
+    words = ["--cases", case, "--device", "cpu", "--protocols", "cold"]
+    code = f"{before}\nimport torch_memory\ntorch_memory.main({words})"
+    env = os.environ | {"PYTHONPATH": str(BENCHMARKS), "VAEMEM_RESULTS": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=300)
+    path = tmp_path / "torch_memory_cpu.csv"
+    return done, table(path) if path.exists() else []
+
+
+def test_torch_memory_without_diffusers(tmp_path):
     from test_measure import cpu_meter_or_skip
 
     cpu_meter_or_skip()
-    import torch_memory
-
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config("flux")))
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "diffusers" else find(name))
-    case = {"model": str(path), "op": "decode", "height": 32, "width": 16, "dtype": "float32", "device": "cpu"}
-    torch_memory.work(case | {"warmups": 0, "runs": 1, "snapshot": None, "profile": None})
-    row = json.loads(capsys.readouterr().out)
-    assert torch_memory.versions(row)["module"] == "benchmarks/torch_vae.py"
-    assert row["weights_bytes"] == 4 * small_vae("flux").parameters
+    done, (row,) = torch_memory(tmp_path, f"{path}:decode:32x16:float32", WITHOUT_DIFFUSERS)
+    assert done.returncode == 0
+    assert row["protocol"] == "cold" and "module benchmarks/torch_vae.py" in row["versions"]
+    assert int(row["measured_reserved_bytes"]) > 0 and not row["failure"]
+
+
+def test_torch_memory_says_why_a_case_failed(tmp_path):
+    done, rows = torch_memory(tmp_path, "sdxl:decode:12x8:float32")
+    assert "ValueError: sizes: want multiples of 8" in done.stdout and done.returncode == 1 and not rows
+
+
+def test_the_peer_is_diffusers_where_it_is_installed():
+    diffusers = pytest.importorskip("diffusers")
+    vae = small_vae("sd")
+    peer, z = torch_vae.peer(vae), torch.from_numpy(latents(vae, 3, 2))
+    assert type(peer).__name__ == "AutoencoderKL" and torch_vae.origin() == f"diffusers {diffusers.__version__}"
+    with torch.inference_mode():
+        assert torch.equal(peer.image(z), torch_vae.with_weights(vae).image(z))
+        x = torch.rand(1, 3, 16, 8)
+        assert torch.equal(peer.moments(x), torch_vae.with_weights(vae).moments(x))
 
 
 @pytest.mark.thorough

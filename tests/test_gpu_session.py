@@ -1,161 +1,181 @@
-"""benchmarks/gpu_session.sh on a machine without a GPU: its steps in order, with stand-ins for what they call."""
+"""benchmarks/gpu_session.py without a GPU: what its calls run, and that nothing is lost when one dies."""
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import re
+import signal
 import subprocess
 import sys
-import tarfile
+import time
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "gpu_session.sh"
-STAND_INS = {
-    "nvidia-smi": """
-case "$*" in
-*-lms*) echo "$*"; while sleep 0.01; do echo 1980; done ;;
-*compute_cap*) echo 9.0 ;;
-esac""",
-    "ncu": """
-while [ $# -gt 0 ]; do
-    if [ "$1" = --log-file ]; then echo counters >"$2"; fi
-    if [ "$1" = -c ]; then break; fi
-    shift
-done
-echo "ncu of $4" """,
-    "compute-sanitizer": """
-while [ "${1#python}" = "$1" ]; do echo "option $1"; shift; done
-exec "$@" """,
-    "python": """
-echo "gpu=$VAEMEM_TEST_GPU archs=$VAEMEM_CUDA_ARCHS: $*"
-case "$*" in
-*"$FAILS"*) echo "Traceback of it" >&2; exit 3 ;;
-*"$HANGS"*) trap 'echo KeyboardInterrupt >&2; exit 130' INT; sleep 1000 & wait ;;
-*decode_gpu.py*) echo row >"$VAEMEM_RESULTS/decode_gpu_h100.csv" ;;
-esac""",
-}
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "gpu_session.py"
+sys.path.insert(0, str(SCRIPT.parent))
+
+import gpu_session
+
+# A session whose steps are these instead. A measurement is noted in `truth` once common.append_rows has returned.
+STAND_IN = """
+import sys
+from pathlib import Path
+import gpu_session
+from gpu_session import Step
+measure = '''
+import os, sys, time
+sys.path.insert(0, {benchmarks!r})
+from common import append_rows
+rows = []
+for i in range(int(sys.argv[2])):
+    rows.append({{"step": sys.argv[1], "number": i}})
+    append_rows("numbers.csv", rows)
+    with open({truth!r}, "a") as file:
+        file.write(f"{{sys.argv[1]}} {{i}}\\\\n")
+    print(sys.argv[1], i, flush=True)
+    time.sleep(float(sys.argv[3]))
+'''
+def numbers(name, count, seconds):
+    return lambda scale: [[sys.executable, "-c", measure, name, str(count), str(seconds)]]
+hang = "import time; print('hangs', flush=True); time.sleep(100)"
+gpu_session.STEPS = {{
+    "first_step": Step(20, numbers("first_step", 30, 0.01)),
+    "fails": Step(20, lambda scale: [[sys.executable, "-c", "raise SystemExit(3)"]]),
+    "hangs": Step(3, lambda scale: [[sys.executable, "-c", hang]]),
+    "last_step": Step(20, numbers("last_step", 5, 0.01)),
+}}
+gpu_session.CALLS = {{"first": ["first_step", "last_step"], "second": ["fails"]}}
+gpu_session.ROOT = Path({root!r})
+sys.exit(gpu_session.main(sys.argv[1:]))
+"""
 
 
 class Session:
-    """One call of the script."""
+    def __init__(self, folder: Path, *words: str):
+        self.out, self.truth = folder / "out", folder / "truth"
+        names = {"benchmarks": str(SCRIPT.parent), "truth": str(self.truth), "root": str(folder)}
+        env = os.environ | {"OUT": str(self.out), "PYTHONPATH": str(SCRIPT.parent)}
+        command = [sys.executable, "-c", STAND_IN.format(**names), *words]
+        self.process = subprocess.Popen(
+            command, env=env, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
+        )
 
-    def __init__(self, folder: Path, *steps: str, fails: str = "nothing", hangs: str = "nothing", limit: int = 570):
-        for name, text in STAND_INS.items():
-            (folder / name).write_text(f"#!/bin/bash\n{text}\n")
-            (folder / name).chmod(0o755)
-        out = folder / "out"
-        env = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHON": "python", "OUT": str(out)}
-        env |= {"LIMIT": str(limit), "FAILS": fails, "HANGS": hangs, "TMPDIR": str(folder)}
-        done = subprocess.run(["bash", SCRIPT, *steps], capture_output=True, text=True, env=env)
-        self.status, self.said, self.errors = done.returncode, done.stdout, done.stderr
-        self.steps = [
-            line.split(",")[0][3:] for line in done.stdout.splitlines() if line.startswith("-- ") and ", at " in line
-        ]
-        self.files, self.parts = sorted(out.iterdir()) if out.exists() else [], {}
-        if (out / "session.tgz").exists():
-            with tarfile.open(out / "session.tgz") as archive:
-                for member in archive.getmembers():
-                    if member.isfile():
-                        self.parts[Path(member.name).name] = archive.extractfile(member).read().decode()
+    def wait(self) -> int:
+        self.printed, _ = self.process.communicate()
+        return self.process.returncode
 
-    def log(self, step: str) -> str:
-        return "".join(text for name, text in sorted(self.parts.items()) if name.endswith(f"-{step}.log"))
+    def kill(self) -> None:
+        """The session and, as at the end of a lease, whatever it has started."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
+    @property
+    def rows(self) -> list[str]:
+        found = []
+        for line in (self.out / "rows.jsonl").read_text().splitlines() if (self.out / "rows.jsonl").exists() else []:
+            row = json.loads(line)
+            assert row["table"] == "numbers.csv"
+            found.append(f"{row['step']} {row['number']}")
+        return found
 
-FIRST = "versions build light headline tiles kernels repeats".split()
-SECOND = "build passes profile_own profile_cudnn limits memory faults".split()
-THIRD = "build memcheck racecheck pipelines compile ablation cudnn_profile rest".split()
-
-
-@pytest.mark.parametrize(
-    ("asked", "steps"),
-    [((), FIRST), (("second",), SECOND), (("third",), THIRD), (("light", "passes"), ["light", "passes"])],
-)
-def test_steps_in_order(tmp_path, asked, steps):
-    session = Session(tmp_path, *asked)
-    assert session.status == 0 and "all well" in session.said
-    assert list(dict.fromkeys(session.steps)) == steps
-    assert [file.name for file in session.files] == ["session.log", "session.tgz"]
-    assert session.files[0].read_text() == session.said
-    assert all(session.log(step) for step in steps)
-    assert "clocks.sm" in session.parts["clocks.csv"]
-    assert not [left for left in tmp_path.iterdir() if left.name.startswith("tmp.")]
+    @property
+    def measured(self) -> list[str]:
+        return self.truth.read_text().splitlines() if self.truth.exists() else []
 
 
-@pytest.mark.parametrize("call", ["first", "second", "third"])
-def test_the_limits_of_a_call_add_up_to_no_more_than_it_has(tmp_path, call):
-    """Whatever hangs, all steps have their turn."""
-    said = Session(tmp_path, call).said
-    limits = [int(found) for found in re.findall(r"^-- \w+, at \d+ s, for (\d+) s: ", said, re.MULTILINE)]
-    assert len(limits) > 8 and 500 <= sum(limits) <= 570
-
-
-def test_what_is_missing_is_installed_from_what_was_brought(tmp_path):
-    session = Session(tmp_path, "versions", fails="import pytest")
-    assert "pip install -q --no-index --find-links build/wheels pytest" in session.log("versions")
-    assert "pip install" not in Session(tmp_path, "versions").log("versions")
-
-
-def test_what_each_step_calls(tmp_path):
+def test_steps_run_in_order_and_those_that_ended_well_are_skipped_the_next_time(tmp_path):
     session = Session(tmp_path)
-    assert "archs=90: setup.py" in session.log("build")
-    for name in ("test_emulator", "test_cuda_kernels", "test_cuda_store", "test_cuda_attention", "test_cuda_own_conv"):
-        assert session.log("kernels").count(f"tests/{name}.py") == 1  # each in a process of its own
-    assert "gpu=1" in session.log("kernels") and session.parts["decode_gpu_h100.csv"] == "row\n"
-    session = Session(tmp_path, "second")
-    assert "gpu=1" in session.log("faults")
-    assert len([name for name in session.parts if name.startswith("ncu-") and session.parts[name] == "counters\n"]) == 3
-    session = Session(tmp_path, "third")
-    for tool in ("memcheck", "racecheck"):
-        assert f"option {tool}" in session.log(tool) and "option kns=vm_" in session.log(tool)
-        assert "gpu=1" in session.log(tool) and "option application-only" in session.log(tool)
+    assert session.wait() == 0, session.printed
+    assert session.rows == [f"first_step {i}" for i in range(30)] + [f"last_step {i}" for i in range(5)]
+    log = (session.out / "session.log").read_text()
+    assert log == session.printed and "first_step well" in log
+    assert sorted(file.name for file in session.out.iterdir()) in (
+        ["rows.jsonl", "session.log"],
+        ["clocks.csv", "rows.jsonl", "session.log"],
+    )
+    again = Session(tmp_path, "second")  # first's are done
+    assert again.wait() == 1 and "-- session: fails, 150 s" in again.printed
+    again = Session(tmp_path, "--again")
+    assert again.wait() == 0 and "-- session: first_step last_step" in again.printed
 
 
-def test_a_step_that_fails_leaves_the_others_their_turns(tmp_path):
-    session = Session(tmp_path, fails="tests/test_cuda_store.py")
-    assert session.status == 1 and "not all well" in session.said
-    assert list(dict.fromkeys(session.steps)) == FIRST
-    assert "Traceback of it" in session.log("kernels") and session.log("repeats")
+def test_a_step_that_fails_or_hangs_leaves_the_others_their_turns(tmp_path):
+    session = Session(tmp_path, "fails", "hangs", "last_step")
+    assert session.wait() == 1
+    assert "fails: failed with status 3" in session.printed
+    assert "KeyboardInterrupt" in session.printed and "hangs stopped after its time" in session.printed
+    assert session.rows == [f"last_step {i}" for i in range(5)]
+    resumed = Session(tmp_path, "fails", "last_step")
+    assert resumed.wait() == 1 and "-- session: fails, 480 s" in resumed.printed
 
 
-def test_a_step_that_hangs_says_where_and_what_was_before_it_is_kept(tmp_path):
-    session = Session(tmp_path, "versions", "headline", "passes", hangs="headline", limit=8)
-    assert session.status == 1 and "stopped after its time" in session.said
-    assert "KeyboardInterrupt" in session.log("headline") and session.log("versions")
-    assert "no time is left" in session.said.partition("-- passes")[2]
+def test_no_step_begins_when_the_call_has_no_time_left(tmp_path):
+    session = Session(tmp_path, "hangs", "last_step", "--limit", "3.5")
+    assert session.wait() == 1
+    assert "last_step not begun: no time is left" in session.printed and not session.rows
+
+
+def test_what_was_measured_before_a_call_died_is_there(tmp_path):
+    """Killed at ten random moments: every measurement that was made is a whole row."""
+    seen = set()
+    for i in range(10):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        session = Session(folder)
+        until = time.monotonic() + 20
+        wanted = random.Random(i).randrange(1, 34)
+        while len(session.measured) < wanted and session.process.poll() is None and time.monotonic() < until:
+            time.sleep(0.002)
+        session.kill()
+        measured = session.measured
+        assert len(measured) >= wanted and session.rows[: len(measured)] == measured
+        seen.add(len(measured))
+    assert len(seen) > 3
+
+
+def test_the_limits_of_the_calls():
+    for name, limit in gpu_session.LIMITS.items():
+        assert limit * 0.9 <= sum(gpu_session.STEPS[step].seconds for step in gpu_session.CALLS[name]) <= limit
+
+
+def test_every_step_names_files_that_are_there():
+    for small in (False, True):
+        for step in gpu_session.STEPS.values():
+            for word in (word for command in step.commands(gpu_session.Scale(small)) for word in command):
+                if re.match(r"(tests|benchmarks)/\w+\.py$", word):
+                    assert (SCRIPT.parents[1] / word).exists(), word
 
 
 def test_unknown_steps_are_refused(tmp_path):
     session = Session(tmp_path, "nosuch")
-    assert session.status == 2 and "no step nosuch" in session.errors and not session.steps
+    assert session.wait() == 2 and "unknown nosuch" in session.printed
 
 
-def test_every_file_that_is_named_is_there():
-    words = {word.strip('"') for word in SCRIPT.read_text().split() if word.startswith(("tests/", "benchmarks/"))}
-    root = SCRIPT.parents[1]
-    assert len(words) > 8
-    for word in words:
-        assert list(root.glob(word)), word
+def test_rows_become_tables(tmp_path, monkeypatch):
+    import common
+
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.delenv("VAEMEM_ROWS", raising=False)
+    rows = [{"table": "a.csv", "x": 1}, {"table": "entered", "y": 2}, {"table": "a.csv", "x": 3, "z": 4}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"table": "a.c')
+    gpu_session.tables(tmp_path / "rows.jsonl")
+    assert (tmp_path / "a.csv").read_text().split() == ["x,z", "1,", "3,4"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.csv", "rows.jsonl"]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("name", "words", "says"),
-    [
-        ("ONE_DECODE", ["1", "own"], r"own \(1, 3, 8, 8\) 0\.\d+ "),
-        ("ONE_DECODE", ["1", "cudnn"], r"cudnn \(1, 3, 8, 8\) 0\.\d+ "),
-        ("REPEATS", ["1", "1"], "own launches 0 of 1 repeats have other bits"),
-        ("LIMITS", ["1"], r"^\d+ \d+ \d+\.\d+$"),
-    ],
+    "check",
+    ["one own", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("one cudnn", "repeats", "limits"))],
 )
-def test_what_is_written_in_the_script_runs(name, words, says):
-    """On the emulator, of the least latents."""
+def test_checks_run_on_the_emulator(check):
     import gpu
 
     _, env = gpu._find()
-    code = re.search(rf"^{name}='(.*?)'$", SCRIPT.read_text(), re.MULTILINE | re.DOTALL)[1]
-    done = subprocess.run([sys.executable, "-c", code, *words], env=os.environ | env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert re.search(says, done.stdout, re.MULTILINE), done.stdout
+    words = [*check.split(), *"--size 8 --compare 8 --times 1 --dtype float16".split()]
+    done = subprocess.run(
+        [sys.executable, SCRIPT.parent / "gpu_checks.py", *words], env=os.environ | env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
