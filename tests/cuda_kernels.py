@@ -114,7 +114,7 @@ class ConvArgs(Args):
         *((name, c_uint32) for name in ("y_h", "y_w", "y_pitch", "y_c", "add_pitch")),
         *((name, c_uint32) for name in ("first_item", "items", "first_factor")),
         *((name, Ring) for name in ("x_ring", "y_ring", "add_ring")),
-        *((name, c_uint32) for name in ("k", "stride", "pad", "up", "act", "relu", "format")),
+        *((name, c_uint32) for name in ("k", "stride", "pad", "up", "act", "relu", "blocked", "format")),
         ("clamp", Clamp),
         *((name, c_float) for name in ("out_scale", "out_shift", "multiply", "bias_scale")),
     )
@@ -132,8 +132,14 @@ class AttentionShape(ctypes.Structure):
 
 class ConvTile(ctypes.Structure):
     _fields_ = tuple(
-        (name, c_uint32) for name in ("rows", "outs", "stride", "threads", "shared", "resident", "cost", "kind")
+        (name, c_uint32)
+        for name in ("rows", "outs", "stride", "threads", "shared", "resident", "cost", "kind", "part_rows")
     )
+
+    @property
+    def name(self):
+        """(rows, outs, stride), and of conv_wgmma.cu's the rows that are measured together, which are fewer."""
+        return (self.rows, self.outs, self.stride, *(self.part_rows,) * (self.part_rows != self.rows))
 
 
 ARGS = {"load": LoadArgs, "store": StoreArgs, "merge": MergeArgs, "blend": BlendArgs}
@@ -147,7 +153,7 @@ vm_conv_tile conv_choose(int t, const vm_conv_args *a, int in_place, size_t most
 }
 vm_conv_tile conv_tile_at(uint32_t kind, size_t most) { return vm_conv_tile_at(kind, most); }
 int conv_tile_fits(vm_conv_tile t) { return vm_conv_tile_fits(t); }
-const uint32_t conv_kinds = VM_CONV_KINDS;
+const uint32_t conv_kinds = VM_CONV_ALL_KINDS;
 uint32_t conv_parts(const vm_conv_args *a, vm_conv_tile t) { return vm_conv_parts(a, t); }
 uint32_t conv_items(const vm_conv_args *a, vm_conv_tile t) { return vm_conv_items(a, t); }
 uint32_t conv_grid(const vm_conv_args *a, vm_conv_tile t, uint32_t n) { return vm_conv_grid(a, t, n); }
@@ -184,9 +190,29 @@ def header():
 
 @functools.cache
 def conv_tiles(most=SM_90):
-    """By (rows, outs, stride), as they are where a block may have so much shared memory."""
+    """By name, as they are where a block may have so much shared memory."""
     kinds = range(c_uint32.in_dll(header(), "conv_kinds").value)
-    return {(t.rows, t.outs, t.stride): t for t in (header().conv_tile_at(kind, most) for kind in kinds)}
+    return {t.name: t for t in (header().conv_tile_at(kind, most) for kind in kinds)}
+
+
+def in_blocks(w):
+    """Filters [phase][out][k][k][in] as cuda.h's vm_conv_filter_at has them; zeros beyond out and in."""
+    phases, outs, k, _, channels = w.shape
+    tiles, chunks = -(-outs // 128), -(-channels // 64)
+    whole = np.zeros((phases, tiles * 128, k * k, chunks * 64), w.dtype)
+    whole[:, :outs, :, :channels] = w.reshape(phases, outs, k * k, channels)
+    n = np.arange(128)
+    column = n // 16 * 16 + n // 2 % 2 * 8 + n % 16 // 4 * 2 + n % 2
+    # phase, tile, out, tap, chunk, plane, channel -> phase, tile, chunk, tap, plane, column, channel
+    apart = whole.reshape(phases, tiles, 128, k * k, chunks, 8, 8).transpose(0, 1, 4, 3, 5, 2, 6)
+    blocks = np.empty_like(apart, order="C")
+    blocks[:, :, :, :, :, column] = apart
+    return blocks
+
+
+def conv_kernel(dtype, name):
+    """The kernel of a tile."""
+    return f"vm_conv_{dtype}_wgmma" if len(name) > 3 else "vm_conv_{}_{}x{}_{}".format(dtype, *name)
 
 
 def number(dtype):

@@ -32,8 +32,10 @@ from cuda_kernels import (
     Ring,
     built,
     close,
+    conv_kernel,
     conv_tiles,
     header,
+    in_blocks,
     number,
     round_up,
     untouched,
@@ -41,10 +43,13 @@ from cuda_kernels import (
 
 ROWS, F32_NCHW, U8_NHWC, F16_NCHW, BF16_NCHW = range(5)  # vm_format
 FLAT = (4, 256, 1)  # of 1x1 filters alone
-TILES = [(16, 128, 1), (8, 128, 1), (16, 64, 1), (8, 256, 1), FLAT, (4, 64, 1), (16, 16, 1), (8, 128, 2), (4, 64, 2)]
+WGMMA = (16, 128, 1, 8)  # conv_wgmma.cu's, which measures 8 rows at a time
+TILES = [
+    (16, 128, 1), (8, 128, 1), (16, 64, 1), (8, 256, 1), FLAT, (4, 64, 1), (16, 16, 1), (8, 128, 2), (4, 64, 2), WGMMA,
+]  # fmt: skip
 every_dtype = pytest.mark.parametrize("dtype", ["f16", "bf16"])
 every_tile = pytest.mark.parametrize("tile", TILES, ids=lambda t: "{}x{}_{}".format(*t))
-kernels = built("conv")
+kernels = built("conv", "conv_wgmma")
 
 
 class Case:
@@ -138,8 +143,9 @@ class Conv:
         self.kernels = kernels
 
     def __call__(
-        self, case, tile, *, wider=0, in_place=False, add_is_y=False, grid=None, seed=1, slab=None, rings=(0, 0, 0)
-    ):
+        self, case, tile, *, wider=0, in_place=False, add_is_y=False, grid=None, seed=1, slab=None, rings=(0, 0, 0),
+        blocked=None,
+    ):  # fmt: skip
         """wider: how many more elements a pixel's pitch has than channels. slab: the first row of tiles and how many,
         of which alone there are results. rings: rows of x's, y's and add's. What lies around x, y and the sums is
         checked."""
@@ -161,7 +167,9 @@ class Conv:
         x = memory.full((of_x.rows * w + 8, x_pitch), case.type, np.nan)
         x[: of_x.rows * w, :in_c] = of_x.hold(case.x).reshape(-1, in_c)
         before = x.copy()
-        weights = memory.copy(case.w, around=Memory.NAN)
+        # conv_wgmma.cu takes filters in blocks alone, the others take both.
+        blocked = (seed % 2 == 0 or len(tile) > 3) if blocked is None else blocked
+        weights = memory.copy(in_blocks(case.w) if blocked else case.w, around=Memory.NAN)
         y_shape = {ROWS: (n, x_pitch if in_place else out + 2 * wider)}.get(
             case.format, (case.y_h, case.y_w, case.out) if case.format == U8_NHWC else (case.out, case.y_h, case.y_w)
         )
@@ -180,7 +188,7 @@ class Conv:
         flags = memory.full(1, np.uint32, 0)
         args = case.args(
             x=x, w=weights, y=y, add=add, **vectors, flags=flags, x_pitch=x_pitch, add_pitch=add_pitch,
-            y_pitch=y_shape[1] if case.format == ROWS else 0,
+            y_pitch=y_shape[1] if case.format == ROWS else 0, blocked=blocked,
         )  # fmt: skip
         t = conv_tiles()[tile]
         parts = None
@@ -193,8 +201,7 @@ class Conv:
             of.args if ring else Ring() for of, ring in zip((of_x, of_y, of_add), rings, strict=True)
         )
         grid = grid or min(2, args.items)  # most often fewer blocks than items
-        name = f"vm_conv_{case.dtype}_{tile[0]}x{tile[1]}_{tile[2]}"
-        self.kernels.launch(name, (grid,), (t.threads,), args, t.shared, seed)
+        self.kernels.launch(conv_kernel(case.dtype, tile), (grid,), (t.threads,), args, t.shared, seed)
 
         memory.check()
         if case.format == ROWS:
@@ -229,9 +236,9 @@ def check_stats(case, got, tile):
     by that with their own sum's error."""
     h, w = (case.y_h, case.y_w) if not case.up else (case.y_h // 2, case.y_w // 2)
     y, out, step = got.y.astype(np.float64), round_up(case.out), 2 if case.up else 1
-    part = 0
-    for row, column, phase in itertools.product(range(0, h, tile[0]), range(0, w, 16), range(4 if case.up else 1)):
-        v = y[phase // 2 :: step, phase % 2 :: step][row : row + tile[0], column : column + 16].reshape(-1, out)
+    part, high = 0, conv_tiles()[tile].part_rows
+    for row, column, phase in itertools.product(range(0, h, high), range(0, w, 16), range(4 if case.up else 1)):
+        v = y[phase // 2 :: step, phase % 2 :: step][row : row + high, column : column + 16].reshape(-1, out)
         n, top = len(v), np.abs(v).max(0)
         mean, m2 = v.mean(0), ((v - v.mean(0)) ** 2).sum(0)
         assert got.parts[part, 0] == n
@@ -276,11 +283,11 @@ def test_numbers(conv, dtype, tile, k, up, size):
 
 
 @every_dtype
-@pytest.mark.parametrize("tile", [(4, 64, 1), (8, 256, 1), (4, 64, 2)], ids=str)
+@pytest.mark.parametrize("tile", [(4, 64, 1), (8, 256, 1), (4, 64, 2), WGMMA], ids=str)
 def test_rings(conv, dtype, tile):
     """A slab whose input, output and residual lie in rings, each wrapped round elsewhere, gives the bits that the
     whole pass gives there."""
-    rows, _, stride = tile
+    rows, _, stride = tile[:3]
     for up in (False, True)[: 1 + (stride == 1)]:
         each = rows * (2 if up else 1)
         case = Case(dtype, 5 * rows * stride - 1, 5, 16, 24, stride=stride, up=up, norm=True, add=True, stats=True)
@@ -303,9 +310,21 @@ def test_shapes(conv, dtype, shape):
         dtype, shape.h, shape.w, shape.in_c, shape.out_c, k=shape.k, stride=shape.stride, up=shape.up, norm=norm,
         silu=norm, add=bool(shape.add), stats=True, tiny=shape.tiny,
     )  # fmt: skip
-    chosen = header().conv_choose(number(dtype), case.args(), False, SM_90, 132)
-    tile = (chosen.rows, chosen.outs, chosen.stride)
-    check(case, conv(case, tile, add_is_y=shape.add == "in place"), tile)
+    for blocked in (True, False):
+        chosen = header().conv_choose(number(dtype), case.args(blocked=blocked), False, SM_90, 132)
+        got = conv(case, chosen.name, add_is_y=shape.add == "in place", blocked=blocked)
+        check(case, got, chosen.name)
+
+
+@every_dtype
+@every_tile
+def test_filters_in_blocks_give_the_same_bits(conv, dtype, tile):
+    """Over two tiles of them, the second begun within it."""
+    if len(tile) > 3:
+        pytest.skip("takes no others")
+    case = Case(dtype, 3, 3, 80, 272, k=1 if tile == FLAT else 3, stride=tile[2], norm=True)
+    runs = [conv(case, tile, blocked=blocked) for blocked in (False, True)]
+    assert runs[0].y.tobytes() == runs[1].y.tobytes()
 
 
 @pytest.mark.one_in(3)
@@ -375,6 +394,7 @@ def test_up_is_nearest_then_3x3(conv, dtype, tile):
         (512, 256, (4, 256, 1)),
         (272, 144, (4, 256, 1)),
         (256, 128, (16, 128, 1)),
+        (256, 128, WGMMA),
         (160, 80, (8, 128, 1)),
         (128, 64, (16, 64, 1)),
         (64, 64, (4, 64, 1)),

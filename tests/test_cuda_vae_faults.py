@@ -347,7 +347,7 @@ def test_bad_arguments():
         small_vae("sd", device="cuda:77")
     with pytest.raises(ValueError, match="dtype: want one of float32, float16, bfloat16, got 'int8'"):
         small_vae("sd", device="cuda", dtype="int8")
-    with pytest.raises(ValueError, match="convolution: want cudnn or own, got 'mine'"):
+    with pytest.raises(ValueError, match="convolution: want one of auto, cudnn, own, got 'mine'"):
         small_vae("sd", device="cuda", dtype="float16", convolution="mine")
     with pytest.raises(ValueError, match="convolution: our own is for float16 and bfloat16, got dtype float32"):
         small_vae("sd", device="cuda", convolution="own")
@@ -424,7 +424,7 @@ def test_own_convolution_needs_no_cudnn(monkeypatch, tmp_path):
     (tmp_path / "libcudnn.so.9").write_bytes(b"no library")
     monkeypatch.setenv("VAEMEM_CUDNN", str(tmp_path))
     with pytest.raises(RuntimeError, match=r"cuDNN: want libcudnn.so.9"):
-        gpu_process('VAE.random("sdxl", device="cuda", dtype="float16", parts="decoder")')
+        gpu_process('VAE.random("sdxl", device="cuda", dtype="float16", parts="decoder", convolution="cudnn")')
     gpu_process('VAE.random("sdxl", device="cuda", dtype="float16", convolution="own").estimate("decode", 64, 64)')
     gpu_process('VAE.random("sdxl", device="cuda", dtype="float16", convolution="own").estimate("encode", 64, 64)')
 

@@ -421,7 +421,7 @@ def test_stable_diffusion_cpps_phases():
 def test_a_prediction_as_a_table():
     p = predict_pipeline("sdxl", 1024, 1024, gpu="T4", offload="model", vae="vaemem", vae_memory_limit="1 GB")
     (note,) = (note for note in p.notes if note.startswith("vae: "))
-    assert "in float16, where diffusers converts to float32" in note and "on an emulator only" in note
+    assert "in float16, where diffusers converts to float32" in note and "on one kind of GPU only" in note
     summary, asked, header, *lines = str(p).splitlines()
     assert summary[1:] == f"{p.summary[1:]}." and asked.startswith(f"Asked: {p.title}; the peak is in denoise: ")
     assert [line.split("  ")[0] for line in lines[:3]] == [phase.name for phase in p.phases]

@@ -71,7 +71,7 @@ static void lay_out(const vm_pass *p, shape *s, size_t rows, size_t element) {
 
 /* ---- our own convolution ---- */
 
-static vm_conv_args own_args(const vm_pass *p) {
+static vm_conv_args own_args(const vm_gpu *g, const vm_pass *p) {
     return (vm_conv_args){.x_h = (uint32_t)p->x.h,
                           .x_w = (uint32_t)p->x.w,
                           .in_c = (uint32_t)vm_padded(p->x.c),
@@ -84,6 +84,7 @@ static vm_conv_args own_args(const vm_pass *p) {
                           .up = p->up,
                           .act = p->act,
                           .relu = p->relu,
+                          .blocked = vm_gpu_blocked(g, p->ksize, vm_padded(p->x.c), vm_padded(p->y.c)),
                           .format = p->y_format,
                           .clamp = p->clamp,
                           .out_scale = p->out_scale,
@@ -93,7 +94,7 @@ static vm_conv_args own_args(const vm_pass *p) {
 
 /* rows 0 where the pass is cuDNN's. A shortcut that narrows may be asked to write in x's place. */
 static vm_conv_tile own_tile(const vm_gpu *g, const vm_pass *p) {
-    const vm_conv_args a = own_args(p);
+    const vm_conv_args a = own_args(g, p);
     const bool narrows = p->ksize == 1 && !p->norm && !p->add && p->y.c < p->x.c;
     if (!g->own_conv || p->kind != VM_PASS_CONV) return (vm_conv_tile){0};
     return vm_conv_choose(g->backend.dtype, &a, narrows && p->x_format == VM_ROWS, (size_t)g->shared_max,
@@ -113,7 +114,7 @@ typedef struct slab {
 
 static slab slab_of(const vm_gpu *g, const vm_pass *p, bool tight) {
     const vm_conv_tile t = own_tile(g, p);
-    const vm_conv_args a = own_args(p);
+    const vm_conv_args a = own_args(g, p);
     const size_t unit = t.rows ? tile_rows(p, &t) : LEAST_ROWS, units = (p->y.h + unit - 1) / unit;
     const size_t tiles = t.rows ? vm_conv_row_items(&a, t) : VM_MAX(unit * p->y.w * vm_padded(p->y.c) / TILE, 1);
     const size_t wave = WAVES * (size_t)g->multiprocessors * (t.rows ? t.resident : 1);
@@ -201,7 +202,7 @@ static vm_conv_key key_of(const vm_gpu *g, const vm_pass *p, const vm_limits *li
 vm_needs vm_gpu_needs(const vm_backend *b, const vm_pass *p, const vm_limits *limits, vm_manner manner) {
     if (p->kind == VM_PASS_ATTENTION) return (vm_needs){0};
     const vm_conv_tile tile = own_tile(b->self, p);
-    const vm_conv_args a = own_args(p);
+    const vm_conv_args a = own_args(b->self, p);
     const shape s = shape_of(b->self, p, limits, manner);
     vm_needs n = {.prepared = prepared_bytes(p), .scratch = s.scratch};
     if (p->stats && s.own) n.parts = vm_conv_parts(&a, tile);
@@ -393,6 +394,11 @@ static vm_status move(vm_gpu *g, const vm_pass *p, const vm_operands *at, const 
 
 static vm_status conv(vm_gpu *g, const vm_pass *p, const vm_operands *at, const vm_limits *limits, const shape *s,
                       size_t row, size_t rows) {
+    if (vm_gpu_blocked(g, p->ksize, vm_padded(p->x.c), vm_padded(p->y.c)))
+        return vm_fail(VM_EDEVICE,
+                       "CUDA: no tile fits a 3x3 convolution from %zu to %zu channels, stride %d, whose filters "
+                       "cuDNN cannot read",
+                       p->x.c, p->y.c, (int)p->stride);
     const vm_conv_key key = key_of(g, p, limits, at->manner, s);
     const bool direct = reads_x(p, at, s, rows);
     const char *in =
@@ -413,7 +419,7 @@ static vm_status own_conv(vm_gpu *g, const vm_pass *p, const vm_operands *at, co
     const span x = needed(p, s, row, rows);
     vm_status status = from_rows ? VM_OK : load(g, p, at, s, row, rows);
     if (status) return status;
-    vm_conv_args a = own_args(p);
+    vm_conv_args a = own_args(g, p);
     a.x = from_rows ? at->x.data : scratch_at(at, s->in);
     a.x_pitch = from_rows ? pitch_of(&at->x, &p->x) : (uint32_t)s->in_c;
     a.x_ring = from_rows ? ring_of(&at->x, x.first) : (vm_ring_rows){-(uint32_t)x.first, 0};

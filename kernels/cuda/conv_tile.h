@@ -11,6 +11,7 @@ template <int ROWS_, int OUTS_, int STRIDE_, int WARPS, int ACROSS_, int STAGES_
 struct vm_conv_shape {
     static constexpr int ROWS = ROWS_, OUTS = OUTS_, STRIDE = STRIDE_, STAGES = STAGES_;
     static constexpr int THREADS = WARPS * 32, ACROSS = ACROSS_, DOWN = WARPS / ACROSS;
+    VM_DEVICE void meet() { __syncthreads(); } /* the threads that share a tile wait for each other */
     static constexpr int M = ROWS / DOWN, N = OUTS / ACROSS / 8;
     static_assert(M * DOWN == ROWS && N * 8 * ACROSS == OUTS && N % 2 == 0, "warps share the tile evenly");
 
@@ -117,9 +118,13 @@ VM_DEVICE void vm_conv_transform(const vm_conv_args &a, const vm_conv_input &in,
         float v[8];
         vm_load8(v, p);
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
-            const float t = fmaf(v[j] * factor, scale[j], shift[j]);
-            v[j] = vm_activated<T>(a.act, t) * a.multiply;
+        for (int j = 0; j < 8; j++) v[j] = fmaf(v[j] * factor, scale[j], shift[j]);
+        if (a.act == VM_ACT_SILU) { /* asked once, not for each number */
+#pragma unroll
+            for (int j = 0; j < 8; j++) v[j] = vm_silu<T>(v[j]) * a.multiply;
+        } else {
+#pragma unroll
+            for (int j = 0; j < 8; j++) v[j] = vm_activated<T>(a.act, v[j]) * a.multiply;
         }
         vm_store8(p, v);
     }
@@ -127,9 +132,7 @@ VM_DEVICE void vm_conv_transform(const vm_conv_args &a, const vm_conv_input &in,
 
 /* ---- filters ---- */
 
-/* A product leaves a lane two neighbouring columns of each 8. So that these are four neighbouring channels of y in
- * memory, filters are read in another order: of 16, lane j of a matrix reads filter 4 * (j / 2) + j % 2 for the first 8
- * columns, and the one two further for the second. */
+/* vm_conv_filter_column's inverse, of 16: which filter a matrix's column is. */
 VM_DEVICE uint32_t vm_conv_filter_of(uint32_t column, bool second) { return column / 2 * 4 + second * 2 + column % 2; }
 /* Which of a lane's channels is its i-th, of 16 for every four. */
 VM_DEVICE uint32_t vm_conv_channel(uint32_t i) { return i / 4 * 16 + threadIdx.x % 4 * 4 + i % 4; }
@@ -162,14 +165,22 @@ VM_DEVICE void vm_conv_fetch_filter(const vm_conv_args &a, vm_conv_filter &f, ch
     const uint32_t taps = a.k * a.k, outs = VM_ROUND_UP(a.y_c, VM_BLOCK);
     const uint32_t v = threadIdx.x % S::VECTORS, first = threadIdx.x / S::VECTORS, c = f.chunk * VM_CONV_CHUNK + v * 8;
     const T *const w = static_cast<const T *>(a.w);
-    const uint32_t step = taps * a.in_c; /* of a filter; vm_conv_choose has seen that all of them keep within 32 bits */
-    const uint32_t from = (f.phase * outs + f.out + first) * step + f.tap * a.in_c + c;
+    /* vm_conv_choose has seen that the filters' numbers keep within 32 bits. Of blocks only rows and planes move within the
+     * loop; a tile of more outs than a block has goes on in the next tile's blocks. */
+    const uint32_t chunks = (a.in_c + VM_CONV_CHUNK - 1) / VM_CONV_CHUNK;
+    const uint32_t step = taps * a.in_c, next = chunks * taps * VM_CONV_FILTER_BLOCK;
+    const uint32_t from = a.blocked ? (uint32_t)vm_conv_filter_at(outs, a.in_c, taps, f.phase, f.out, f.tap, c) -
+                                          vm_conv_filter_column(f.out % VM_CONV_FILTERS) * 8
+                                    : (f.phase * outs + f.out + first) * step + f.tap * a.in_c + c;
+    const uint32_t in_block = f.out % VM_CONV_FILTERS + first;
 #pragma unroll
     for (int i = 0; i < S::OUTS; i += S::STEP) {
-        const uint32_t row = i + first;
+        const uint32_t row = i + first, of = in_block + i;
         if (S::OUTS % S::STEP && row >= S::OUTS) break;
         const bool some = f.out + row < outs && c < a.in_c;
-        vm_copy_async(to + vm_conv_filter_place<S>(row, v), w + (some ? from + i * step : 0), some);
+        const uint32_t further =
+            a.blocked ? of / VM_CONV_FILTERS * next + vm_conv_filter_column(of % VM_CONV_FILTERS) * 8 : i * step;
+        vm_copy_async(to + vm_conv_filter_place<S>(row, v), w + (some ? from + further : 0), some);
     }
     if (++f.tap < taps) return;
     f.tap = 0;
@@ -185,7 +196,7 @@ VM_DEVICE void vm_conv_prefetch(const vm_conv_args &a, const vm_conv_item &at) {
     enum { LINE = 64 }; /* numbers in 128 bytes */
     const uint32_t step = a.up ? 2 : 1;
 #pragma unroll 1
-    for (uint32_t pixel = threadIdx.x; pixel < S::ROWS * VM_CONV_COLUMNS; pixel += S::THREADS) {
+    for (uint32_t pixel = threadIdx.x % S::THREADS; pixel < S::ROWS * VM_CONV_COLUMNS; pixel += S::THREADS) {
         const uint32_t row = (at.row + pixel / VM_CONV_COLUMNS) * step + at.phase / 2;
         const uint32_t column = (at.column + pixel % VM_CONV_COLUMNS) * step + at.phase % 2;
         if (row >= a.y_h || column >= a.y_w) continue;
@@ -213,6 +224,161 @@ VM_DEVICE void vm_conv_share(float &n, float *mean, float *m2) {
     }
     n += other;
     if constexpr (MASK > 4) vm_conv_share<KEEP, MASK / 2>(n, mean, m2);
+}
+
+/* Adds the residual, rounds and writes y. d then holds the numbers as stored, and zeros for pixels and channels that
+ * lie outside y. WHOLE: the tile has none of those. */
+template <typename T, typename S, bool PIXELS, bool WHOLE>
+VM_DEVICE void vm_conv_store(const vm_conv_args &a, float (&d)[S::M][S::N][4], const vm_conv_item &at, uint32_t row0,
+                             uint32_t out) {
+    const uint32_t lane = threadIdx.x % 32, step = a.up ? 2 : 1, outs = VM_ROUND_UP(a.y_c, VM_BLOCK);
+    const uint32_t mine = vm_conv_channel(0);
+    const T *const add = static_cast<const T *>(a.add);
+    T *const y = static_cast<T *>(a.y);
+
+    const auto pixel_of = [&](int r, vm_ring_rows ring, bool &some) {
+        const uint32_t row = (row0 + r / 2) * step + at.phase / 2;
+        const uint32_t column = (at.column + lane / 4 + r % 2 * 8) * step + at.phase % 2;
+        some = WHOLE || (row < a.y_h && column < a.y_w);
+        return (size_t)vm_ring_row(ring, row) * a.y_w + column;
+    };
+    uint32_t more[2][S::N / 2][2] = {};
+    const auto fetch = [&](int r) {
+        bool some;
+        const size_t from = pixel_of(r, a.add_ring, some) * a.add_pitch + out + mine;
+#pragma unroll
+        for (int n = 0; n < S::N / 2; n++)
+            if (WHOLE || (some && out + n * 16 < outs)) {
+                const vm_long u = *reinterpret_cast<const vm_long *>(add + from + n * 16);
+                more[r & 1][n][0] = (uint32_t)u;
+                more[r & 1][n][1] = (uint32_t)(u >> 32);
+            }
+    };
+
+    float nonfinite = 0; /* becomes NaN, and stays it, once a number is not finite: v * 0 is 0 for all others */
+    uint32_t seen = 0;   /* the same of stored pairs */
+    if (add) fetch(0);
+#pragma unroll
+    for (int r = 0; r < 2 * S::M; r++) {
+        bool some;
+        const size_t pixel = pixel_of(r, a.y_ring, some);
+        if (add && r + 1 < 2 * S::M) fetch(r + 1);
+#pragma unroll
+        for (int n = 0; n < S::N; n += 2) {
+            const bool here = WHOLE || (some && out + n * 8 < outs);
+            float *const v[2] = {&d[r / 2][n][r % 2 * 2], &d[r / 2][n + 1][r % 2 * 2]};
+            if (add) {
+                float more_v[2];
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    vm_unpack<T>(more_v, more[r & 1][n / 2][e]);
+                    v[e][0] += more_v[0];
+                    v[e][1] += more_v[1];
+                }
+            }
+            if (a.relu) {
+#pragma unroll
+                for (int e = 0; e < 4; e++) v[e / 2][e % 2] = v[e / 2][e % 2] < 0 ? 0 : v[e / 2][e % 2];
+            }
+            if constexpr (PIXELS) {
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const uint32_t c = out + vm_conv_channel(2 * n + e);
+                    const float scaled = fmaf(v[e / 2][e % 2], a.out_scale, a.out_shift);
+                    v[e / 2][e % 2] = some && c < a.y_c ? vm_store_number(a, pixel, c, scaled) : 0;
+                    nonfinite = fmaf(v[e / 2][e % 2], 0.0f, nonfinite);
+                }
+            } else {
+                const uint32_t pairs[2] = {vm_pack<T>(v[0][0], v[0][1]), vm_pack<T>(v[1][0], v[1][1])};
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const uint32_t stored = here ? pairs[e] : 0;
+                    vm_unpack<T>(v[e], stored);
+                    seen = vm_spoil<T>(seen, stored);
+                }
+                if (here)
+                    *reinterpret_cast<vm_long *>(y + pixel * a.y_pitch + out + n * 8 + mine) =
+                        pairs[0] | (vm_long)pairs[1] << 32;
+            }
+        }
+    }
+    float last[2];
+    vm_unpack<T>(last, seen);
+    if (nonfinite != 0 || last[0] != 0 || last[1] != 0) vm_atomic_or(a.flags, 1);
+}
+
+/* The sums of the item's pixels and channels, its part of what the next GroupNorm needs: first within a lane, then
+ * between lanes, then between warps. */
+template <typename S, bool WHOLE>
+VM_DEVICE void vm_conv_measure(const vm_conv_args &a, const float (&d)[S::M][S::N][4], const vm_conv_item &at,
+                               uint32_t row0, float *sums) {
+    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x % S::THREADS / 32;
+    const uint32_t across = warp % S::ACROSS, down = warp / S::ACROSS;
+    const uint32_t h = a.up ? a.x_h : a.y_h, w = a.up ? a.x_w : a.y_w, outs = VM_ROUND_UP(a.y_c, VM_BLOCK);
+    float valid[2 * S::M], pixels = 0, n = 0;
+#pragma unroll
+    for (int r = 0; r < 2 * S::M; r++) {
+        valid[r] = WHOLE || (row0 + r / 2 < h && at.column + lane / 4 + r % 2 * 8 < w) ? 1 : 0;
+        pixels += valid[r];
+    }
+    const float over = pixels > 0 ? 1 / pixels : 0;
+    /* sums: [DOWN] counts, then means and deviations of each. Of a lane's channels at most 16 are summed at a time, since
+     * all of them would want more registers than there are. */
+    constexpr int PIECES = S::N > 8 ? S::N / 8 : 1, COUNT = 2 * S::N / PIECES, KEPT = COUNT >= 8 ? COUNT / 8 : 1;
+    const uint32_t first = lane / 4 * COUNT / 8; /* of the lane's COUNT channels, the first it has kept */
+    float *const mine = sums + S::DOWN * 4 + down * 2 * S::OUTS;
+#pragma unroll
+    for (int piece = 0; piece < PIECES; piece++) {
+        float mean[COUNT], m2[COUNT];
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            const int of = piece * COUNT + i;
+            mean[i] = m2[i] = 0;
+#pragma unroll
+            for (int r = 0; r < 2 * S::M; r++) mean[i] += d[r / 2][of / 2][r % 2 * 2 + of % 2];
+            mean[i] *= over;
+#pragma unroll
+            for (int r = 0; r < 2 * S::M; r++) {
+                const float deviation = valid[r] > 0 ? d[r / 2][of / 2][r % 2 * 2 + of % 2] - mean[i] : 0;
+                m2[i] = fmaf(deviation, deviation, m2[i]);
+            }
+        }
+        n = pixels;
+        vm_conv_share<COUNT, 16>(n, mean, m2);
+#pragma unroll
+        for (int i = 0; i < KEPT; i++) {
+            const uint32_t c = across * S::N * 8 + vm_conv_channel(piece * COUNT + first + i);
+            if (COUNT < 8 && lane & 4)
+                continue; /* two lanes have the same sums, rounded in another order: one writes */
+            mine[c] = mean[i];
+            mine[S::OUTS + c] = m2[i];
+        }
+    }
+    if (lane == 0 && across == 0) sums[down] = n;
+    S::meet();
+
+    static_assert(S::OUTS <= S::THREADS, "a channel's sums are merged by a thread of its own");
+    const uint32_t c = threadIdx.x % S::THREADS;
+    if (c >= S::OUTS || at.out + c >= outs) return;
+    float count = sums[0], all = sums[S::DOWN * 4 + c], all2 = sums[S::DOWN * 4 + S::OUTS + c];
+#pragma unroll
+    for (int i = 1; i < S::DOWN; i++) {
+        const float *const b = sums + S::DOWN * 4 + i * 2 * S::OUTS + c;
+        const float share = sums[i] > 0 ? sums[i] / (count + sums[i]) : 0;
+        vm_merge_sums(count, share, all, all2, b[0], b[S::OUTS]);
+        count += sums[i];
+    }
+    float *const part = a.stats + at.part * vm_stats_floats(a.y_c);
+    if (at.out + c == 0) part[0] = count;
+    part[VM_BLOCK + at.out + c] = all;
+    part[VM_BLOCK + outs + at.out + c] = all2;
+}
+
+template <typename T, typename S, bool PIXELS, bool WHOLE>
+VM_DEVICE void vm_conv_finish(const vm_conv_args &a, float (&d)[S::M][S::N][4], const vm_conv_item &at, float *sums) {
+    const uint32_t warp = threadIdx.x % S::THREADS / 32, row0 = at.row + warp / S::ACROSS * S::M;
+    vm_conv_store<T, S, PIXELS, WHOLE>(a, d, at, row0, at.out + warp % S::ACROSS * S::N * 8);
+    if (!PIXELS && a.stats) vm_conv_measure<S, WHOLE>(a, d, at, row0, sums);
 }
 
 #endif

@@ -179,8 +179,9 @@ typedef struct vm_conv_args {
     uint32_t first_factor;      /* the pixel of x that factor begins with */
     vm_ring_rows x_ring, y_ring, add_ring;
     uint32_t k, stride, pad, up, act, relu;
-    uint32_t format; /* vm_format of y */
-    vm_clamp clamp;  /* of the user's pixels, as are these two */
+    uint32_t blocked; /* w is in blocks (vm_conv_filter_at) and not [phase][out][k][k][in_c] */
+    uint32_t format;  /* vm_format of y */
+    vm_clamp clamp;   /* of the user's pixels, as are these two */
     float out_scale, out_shift;
     float multiply, bias_scale;
 } vm_conv_args;
@@ -212,17 +213,61 @@ enum { VM_CONV_COLUMNS = 16, VM_CONV_CHUNK = 64 /* channels of x in shared memor
 enum { VM_CONV_KINDS = VM_CONV_TILES(VM_CONV_ONE) };
 #undef VM_CONV_ONE
 
+/* The kernel of conv_wgmma.cu, for compute capability 9.0 alone: 16 rows of pixels by 128 channels, which two warpgroups
+ * multiply and a third one prepares. Each warpgroup of the two measures its own 8 rows. */
+enum { VM_CONV_WGMMA = VM_CONV_KINDS, VM_CONV_ALL_KINDS, VM_WGMMA_STAGES = 8 };
+
 typedef struct vm_conv_tile {
     uint32_t rows, outs, stride; /* 0 where no kernel fits */
     uint32_t threads, shared;    /* of a block; bytes of dynamic shared memory */
     uint32_t resident, cost;
-    uint32_t kind; /* below VM_CONV_KINDS */
+    uint32_t kind;      /* below VM_CONV_ALL_KINDS */
+    uint32_t part_rows; /* of the pixels that are measured together */
 } vm_conv_tile;
 
 /* Two chunks of x with a halo for 3x3, the filters in flight, and each row of warps' count, means and deviations. */
 #define VM_CONV_SHARED(ROWS, OUTS, STRIDE, DOWN, STAGES)                                              \
     (2 * (((ROWS) - 1) * (STRIDE) + 3) * ((VM_CONV_COLUMNS - 1) * (STRIDE) + 3) * VM_CONV_CHUNK * 2 + \
      (STAGES) * (OUTS) * VM_CONV_CHUNK * 2 + (DOWN) * (2 * (OUTS) + 4) * 4)
+
+/* Filters in blocks, as conv_wgmma.cu copies them to shared memory: [phase][tile of 128 outs][chunk of 64 channels][tap], and
+ * a block is [8 planes][128 outs][8 channels]. Of 16 outs, where the products need each is vm_conv_filter_column. */
+enum { VM_CONV_FILTERS = 128, VM_CONV_FILTER_BLOCK = VM_CONV_FILTERS * VM_CONV_CHUNK /* numbers */ };
+
+/* A product leaves a lane two neighbouring columns of each 8. So that these are four neighbouring channels of y in memory,
+ * filters are read in another order: of 16, column j of the first 8 is filter 4 * (j / 2) + j % 2, and of the second the one
+ * two further. The inverse: */
+static inline VM_ANYWHERE uint32_t vm_conv_filter_column(uint32_t filter) {
+    return filter / 16 * 16 + filter / 2 % 2 * 8 + filter % 16 / 4 * 2 + filter % 2;
+}
+
+/* Numbers of all blocks. taps: of a filter. */
+static inline size_t vm_conv_blocked(size_t phases, size_t outs, size_t in, size_t taps) {
+    return phases * ((outs + VM_CONV_FILTERS - 1) / VM_CONV_FILTERS) * ((in + VM_CONV_CHUNK - 1) / VM_CONV_CHUNK) *
+           taps * VM_CONV_FILTER_BLOCK;
+}
+/* Where a filter's number lies in them. */
+static inline VM_ANYWHERE size_t vm_conv_filter_at(uint32_t outs, uint32_t in, uint32_t taps, uint32_t phase,
+                                                   uint32_t out, uint32_t tap, uint32_t c) {
+    const uint32_t tiles = (outs + VM_CONV_FILTERS - 1) / VM_CONV_FILTERS;
+    const uint32_t chunks = (in + VM_CONV_CHUNK - 1) / VM_CONV_CHUNK;
+    const size_t block = ((phase * tiles + out / VM_CONV_FILTERS) * chunks + c / VM_CONV_CHUNK) * taps + tap;
+    return block * VM_CONV_FILTER_BLOCK + c % VM_CONV_CHUNK / 8 * VM_CONV_FILTERS * 8 +
+           vm_conv_filter_column(out % VM_CONV_FILTERS) * 8 + c % 8;
+}
+/* Whether a convolution's filters are in blocks on a device that has conv_wgmma.cu's kernel: those of 3x3, for which there
+ * always is a tile of ours. in, outs: padded to multiples of VM_BLOCK. */
+static inline bool vm_conv_is_blocked(size_t k, size_t in, size_t outs) {
+    return k == 3 && 16 * in * outs <= UINT32_MAX;
+}
+
+/* For conv_wgmma.cu: two chunks of x as eight planes of 18x18 pixels of 16 bytes, 80 bytes between the planes; blocks of
+ * filters; sums of both warpgroups; barriers. */
+#define VM_WGMMA_PLANE (18 * 18 * 16 + 80)
+#define VM_WGMMA_FILTER (VM_CONV_FILTER_BLOCK * 2)
+#define VM_WGMMA_SHARED                                                                       \
+    (2 * 8 * VM_WGMMA_PLANE + VM_WGMMA_STAGES * VM_WGMMA_FILTER + 2 * 4 * (2 * 128 + 4) * 4 + \
+     (2 * VM_WGMMA_STAGES + 4) * 8)
 
 /* What ending an item costs for each of its numbers, in cost times products: 16x128's, by the count above. */
 enum { VM_CONV_END = 40 * 1152 * 44 / 297 };
@@ -241,8 +286,9 @@ static inline VM_ANYWHERE bool vm_conv_apart(uint32_t threads, uint64_t products
 static inline vm_conv_tile vm_conv_tile_at(uint32_t kind, size_t largest_shared) {
 #define VM_CONV_TILE(ROWS, OUTS, STRIDE, WARPS, ACROSS, STAGES, RESIDENT, COST)                            \
     {ROWS,     OUTS, STRIDE, (WARPS) * 32, VM_CONV_SHARED(ROWS, OUTS, STRIDE, (WARPS) / (ACROSS), STAGES), \
-     RESIDENT, COST, 0},
-    static const vm_conv_tile tiles[VM_CONV_KINDS] = {VM_CONV_TILES(VM_CONV_TILE)};
+     RESIDENT, COST, 0,      ROWS},
+    static const vm_conv_tile tiles[VM_CONV_ALL_KINDS] = {
+        VM_CONV_TILES(VM_CONV_TILE){16, 128, 1, 512, VM_WGMMA_SHARED, 1, 18, 0, 8}};
 #undef VM_CONV_TILE
     vm_conv_tile t = tiles[kind];
     t.kind = kind;
@@ -255,7 +301,7 @@ static inline bool vm_conv_tile_fits(vm_conv_tile t) { return t.resident * t.thr
 
 static inline uint32_t vm_conv_parts(const vm_conv_args *a, vm_conv_tile t) {
     const uint32_t h = a->up ? a->x_h : a->y_h, w = a->up ? a->x_w : a->y_w;
-    return (h + t.rows - 1) / t.rows * ((w + VM_CONV_COLUMNS - 1) / VM_CONV_COLUMNS) * (a->up ? 4 : 1);
+    return (h + t.part_rows - 1) / t.part_rows * ((w + VM_CONV_COLUMNS - 1) / VM_CONV_COLUMNS) * (a->up ? 4 : 1);
 }
 
 /* Rows of tiles, and in each the tiles of pixels and channels: what the blocks of a grid share among themselves. */
@@ -263,7 +309,8 @@ static inline uint32_t vm_conv_tile_rows(const vm_conv_args *a, vm_conv_tile t) 
     return ((a->up ? a->x_h : a->y_h) + t.rows - 1) / t.rows;
 }
 static inline uint32_t vm_conv_row_items(const vm_conv_args *a, vm_conv_tile t) {
-    return vm_conv_parts(a, t) / vm_conv_tile_rows(a, t) * ((VM_ROUND_UP(a->y_c, VM_BLOCK) + t.outs - 1) / t.outs);
+    const uint32_t columns = ((a->up ? a->x_w : a->y_w) + VM_CONV_COLUMNS - 1) / VM_CONV_COLUMNS;
+    return columns * (a->up ? 4 : 1) * ((VM_ROUND_UP(a->y_c, VM_BLOCK) + t.outs - 1) / t.outs);
 }
 static inline uint32_t vm_conv_items(const vm_conv_args *a, vm_conv_tile t) {
     return vm_conv_tile_rows(a, t) * vm_conv_row_items(a, t);
@@ -280,14 +327,15 @@ static inline uint32_t vm_conv_grid(const vm_conv_args *a, vm_conv_tile t, uint3
  * counts, its pointers do not. */
 static inline vm_conv_tile vm_conv_choose(vm_dtype dtype, const vm_conv_args *a, bool in_place, size_t largest_shared,
                                           uint32_t multiprocessors) {
-    vm_conv_tile best = {0, 0, 0, 0, 0, 0, 0, 0};
+    vm_conv_tile best = {0, 0, 0, 0, 0, 0, 0, 0, 0};
     uint64_t least = UINT64_MAX;
     const uint64_t products = (uint64_t)a->in_c * a->k * a->k; /* for each number of y */
     const uint64_t filters = (uint64_t)(a->up ? 4 : 1) * VM_ROUND_UP(a->y_c, VM_BLOCK) * a->k * a->k;
     if (filters > UINT32_MAX / VM_MAX(a->in_c, 1)) return best; /* the kernels count filters' numbers in 32 bits */
     if (dtype == VM_F32 || (a->up ? a->k != 2 || a->stride != 1 : a->k != 1 && a->k != 3) || (in_place && a->k != 1))
         return best;
-    for (uint32_t kind = 0; kind < VM_CONV_KINDS; kind++) {
+    for (uint32_t kind = 0; kind < VM_CONV_ALL_KINDS; kind++) {
+        if (kind == VM_CONV_WGMMA && !a->blocked) continue;
         const vm_conv_tile t = vm_conv_tile_at(kind, largest_shared);
         if (t.stride != a->stride || !vm_conv_tile_fits(t) || (in_place && t.outs < a->y_c)) continue;
         if (a->format != VM_ROWS && t.outs != VM_BLOCK) continue;

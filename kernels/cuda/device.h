@@ -21,6 +21,7 @@
 
 #define VM_KERNEL extern "C" __global__ void
 #define VM_DEVICE static __device__ __forceinline__
+#define VM_METHOD __device__ __forceinline__ /* of a structure */
 
 /* Storage types. Sums are taken in float. */
 struct vm_half {
@@ -184,6 +185,115 @@ VM_DEVICE void vm_mma_16816(float d[4], const uint32_t a[4], const uint32_t b[2]
 }
 
 #endif /* VM_EMULATED */
+
+/* ---- warps that do different work, and Hopper's warpgroups (compute capability 9.0 alone) ---- */
+
+#if defined(VM_EMULATED) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define VM_HAS_WGMMA 1
+#endif
+
+#ifndef VM_EMULATED
+/* A barrier in shared memory: a phase ends when so many threads have arrived. A wait for a phase's parity returns at once
+ * when that phase has ended; the one before the first has parity 1. */
+VM_DEVICE void vm_barrier_init(uint64_t *barrier, uint32_t count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(vm_shared_address(barrier)), "r"(count) : "memory");
+}
+VM_DEVICE void vm_barrier_arrive(uint64_t *barrier) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(vm_shared_address(barrier)) : "memory");
+}
+/* Arrives, and lets the phase wait for so many bytes of vm_copy_bulk too. */
+VM_DEVICE void vm_barrier_expect(uint64_t *barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(vm_shared_address(barrier)), "r"(bytes)
+                 : "memory");
+}
+VM_DEVICE void vm_barrier_wait(uint64_t *barrier, uint32_t parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}" ::"r"(vm_shared_address(barrier)),
+        "r"(parity)
+        : "memory");
+}
+/* What this thread wrote to shared memory before can be read by wgmma once others know of it. */
+VM_DEVICE void vm_fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+/* So many threads, whole warps, wait for each other. id: 1 to 15. */
+template <int COUNT>
+VM_DEVICE void vm_meet_some(uint32_t id) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(COUNT) : "memory");
+}
+
+/* The first lane's v: the compiler then knows that it is the warp's. */
+VM_DEVICE uint32_t vm_of_warp(uint32_t v) { return __shfl_sync(0xffffffffu, v, 0); }
+
+#ifdef VM_HAS_WGMMA
+/* Begins to copy a multiple of 16 bytes; the barrier counts those that have arrived. wgmma may read them then. */
+VM_DEVICE void vm_copy_bulk(void *shared, const void *global, uint32_t bytes, uint64_t *barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     vm_shared_address(shared)),
+                 "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(vm_shared_address(barrier))
+                 : "memory");
+}
+/* Registers that each thread of the warpgroup has from now on. */
+template <int COUNT>
+VM_DEVICE void vm_fewer_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT>
+VM_DEVICE void vm_more_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+/* Rows of 8 numbers of 2 bytes, 16 bytes each: eight rows lie side by side, the next eight `rows` bytes further, the next
+ * 8 columns `columns` bytes further. */
+VM_DEVICE uint64_t vm_matrix(const void *first, uint32_t rows, uint32_t columns) {
+    return (uint64_t)(vm_shared_address(first) >> 4) | (uint64_t)(columns >> 4) << 16 | (uint64_t)(rows >> 4) << 32;
+}
+/* The matrix that lies so many bytes further, a multiple of 16. */
+VM_DEVICE uint64_t vm_matrix_at(uint64_t matrix, uint32_t bytes) { return matrix + (bytes >> 4); }
+
+/* Keeps the compiler from moving or retyping sums between products, which would make them wait. */
+VM_DEVICE void vm_wgmma_hold(float (&d)[2][16][4]) {
+#pragma unroll
+    for (int i = 0; i < 128; i++) asm volatile("" : "+f"(d[i / 64][i / 4 % 16][i % 4])::"memory");
+}
+/* Before the first product of registers that others have written. */
+VM_DEVICE void vm_wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+VM_DEVICE void vm_wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+/* Until all but the last N groups of products are done. */
+template <int N>
+VM_DEVICE void vm_wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+
+/* d += a b of 64x16 by 16x128 numbers, by a warpgroup: a warp has 16 rows. d[i][n][2 * HALF + e] is row lane / 4 + 8 i of
+ * them and column 8 n + lane % 4 * 2 + e. b is given as its transpose. */
+template <typename T, int HALF>
+VM_DEVICE void vm_wgmma_64x128(float (&d)[2][16][4], uint64_t a, uint64_t b) {
+#define VM_WGMMA(TYPES)                                                                                                \
+    asm volatile(                                                                                                      \
+        "wgmma.mma_async.sync.aligned.m64n128k16." TYPES                                                               \
+        " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "            \
+        "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, "         \
+        "%41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, "         \
+        "%61, %62, %63}, %64, %65, 1, 1, 1, 0, 0;"                                                                     \
+        : VM_WGMMA_D(0), VM_WGMMA_D(1), VM_WGMMA_D(2), VM_WGMMA_D(3), VM_WGMMA_D(4), VM_WGMMA_D(5), VM_WGMMA_D(6),     \
+          VM_WGMMA_D(7), VM_WGMMA_D(8), VM_WGMMA_D(9), VM_WGMMA_D(10), VM_WGMMA_D(11), VM_WGMMA_D(12), VM_WGMMA_D(13), \
+          VM_WGMMA_D(14), VM_WGMMA_D(15)                                                                               \
+        : "l"(a), "l"(b))
+#define VM_WGMMA_D(n) \
+    "+f"(d[0][n][2 * HALF]), "+f"(d[0][n][2 * HALF + 1]), "+f"(d[1][n][2 * HALF]), "+f"(d[1][n][2 * HALF + 1])
+    if constexpr (std::is_same<T, vm_half>::value)
+        VM_WGMMA("f32.f16.f16");
+    else
+        VM_WGMMA("f32.bf16.bf16");
+#undef VM_WGMMA
+#undef VM_WGMMA_D
+}
+#endif
+#endif
 
 /* To the nearest, ties to even; too large is infinite; NaN stays NaN. */
 template <typename T>

@@ -1,7 +1,7 @@
 """Finds or compiles the machine code of this folder's .cu files: one fat binary each.
 
-They lie in a folder <hash of the sources>-<compute capabilities>, in build/fatbins or where VAEMEM_FATBINS says. The hash
-decides whether they are up to date, so a folder that was made on another machine is taken as it is. setup.py and
+They lie in a folder <hash of the sources>-<compute capabilities>, in build/fatbins or where VAEMEM_FATBINS says. The
+hash decides whether they are up to date, so a folder that was made on another machine is taken as it is. setup.py and
 tests/cuda_driver.py use this.
 """
 
@@ -57,7 +57,9 @@ def compile_all(nvcc: str, archs: Sequence[str], in_parallel: Callable[[Callable
     found = find(archs)
     if found:
         return found
-    targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs]
+    # 90a: what Hopper has and later GPUs have not (wgmma)
+    names = [f"{a}a" if a == "90" else a for a in archs]
+    targets = [f"-gencode=arch=compute_{name},code=sm_{name}" for name in names]
     targets.append(f"-gencode=arch=compute_{PTX},code=compute_{PTX}")
     folder = os.path.join(places()[-1], f"{digest()}-{'-'.join(archs)}")
     os.makedirs(folder, exist_ok=True)

@@ -28,7 +28,8 @@ enum {
     X(MOVE, move)             \
     X(ATTENTION, attention)   \
     X(BLEND, blend)           \
-    X(CONV, conv)
+    X(CONV, conv)             \
+    X(CONV_WGMMA, conv_wgmma)
 typedef enum vm_gpu_kernel {
 #define VM_GPU_KERNEL(NAME, FATBIN) VM_KERNEL_##NAME,
     VM_GPU_KERNELS(VM_GPU_KERNEL)
@@ -54,9 +55,10 @@ typedef struct vm_gpu {
     CUmodule module[VM_KERNELS_COUNT];
     CUfunction kernel[VM_KERNELS_COUNT];
     vm_attention_shape attention;
-    bool own_conv;                  /* our own convolution wherever it has a tile, instead of cuDNN's */
-    CUfunction conv[VM_CONV_KINDS]; /* its kernels, where the device has room for their tiles */
-    char no_cudnn[512];             /* why convs is NULL */
+    bool own_conv;                      /* our own convolution wherever it has a tile, instead of cuDNN's */
+    bool wgmma;                         /* the device and its machine code have conv_wgmma.cu's kernel */
+    CUfunction conv[VM_CONV_ALL_KINDS]; /* its kernels, where the device has room for their tiles */
+    char no_cudnn[512];                 /* why convs is NULL */
 
     CUstream own, copy, stream; /* stream: where the current run is enqueued, `own` or the caller's */
     CUevent begun, done;        /* the beginning of the current run, the end of the last one */
@@ -146,6 +148,10 @@ vm_status vm_gpu_workspace(const vm_backend *b, const vm_pass *pass, const vm_li
 vm_status vm_gpu_prepare(const vm_backend *b, const vm_pass *pass, const vm_operands *at, const vm_exec *exec,
                          vm_tasks *out);
 vm_status vm_gpu_run(const vm_backend *b, const vm_pass *pass, const vm_operands *at, const vm_exec *exec);
+/* Whether filters of so many outs and channels in, both padded, lie in blocks (cuda.h). */
+static inline bool vm_gpu_blocked(const vm_gpu *g, size_t ksize, size_t in, size_t outs) {
+    return g->wgmma && vm_conv_is_blocked(ksize, in, outs);
+}
 /* weights_cuda.c: a tensor of a file as the passes want it, in the GPU's type. */
 size_t vm_gpu_weight_bytes(const vm_backend *b, const vm_weight *w);
 /* out: vm_gpu_weight_bytes. data: in the file's layout and type. VM_EINVAL where a number is not finite, or not in the

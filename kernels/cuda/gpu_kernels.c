@@ -14,8 +14,17 @@ static vm_status find_conv(vm_gpu *g, uint32_t kind) {
     CUfunction *out = &g->conv[kind];
     char name[48];
     if (!t->resident) return VM_OK; /* nor is it chosen */
-    snprintf(name, sizeof name, "vm_conv_%s_%ux%u_%u", suffix[g->backend.dtype], t->rows, t->outs, t->stride);
-    VM_TRY(g, ModuleGetFunction(out, g->module[VM_KERNEL_CONV], name), name);
+    if (kind == VM_CONV_WGMMA) {
+        snprintf(name, sizeof name, "vm_conv_%s_wgmma", suffix[g->backend.dtype]);
+        const CUresult found = g->capability == 90 ? g->d->ModuleGetFunction(out, g->module[VM_KERNEL_CONV_WGMMA], name)
+                                                   : CUDA_ERROR_NOT_FOUND;
+        g->wgmma = found == CUDA_SUCCESS;
+        if (found == CUDA_ERROR_NOT_FOUND) return VM_OK; /* another GPU, or code that the driver compiled from PTX */
+        VM_TRY(g, ModuleGetFunction(out, g->module[VM_KERNEL_CONV_WGMMA], name), name);
+    } else {
+        snprintf(name, sizeof name, "vm_conv_%s_%ux%u_%u", suffix[g->backend.dtype], t->rows, t->outs, t->stride);
+        VM_TRY(g, ModuleGetFunction(out, g->module[VM_KERNEL_CONV], name), name);
+    }
     VM_TRY(g, FuncSetAttribute(*out, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, (int)t->shared),
            "giving a convolution its shared memory");
     VM_TRY(g,
@@ -55,7 +64,7 @@ vm_status vm_gpu_load_kernels(vm_gpu *g) {
            FuncSetAttribute(g->kernel[VM_KERNEL_ATTENTION], CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                             (int)vm_attention_shared(g->backend.dtype, g->attention, VM_ATTENTION_CHANNELS)),
            "giving attention its shared memory");
-    for (uint32_t kind = 0; g->own_conv && kind < VM_CONV_KINDS; kind++) {
+    for (uint32_t kind = 0; g->own_conv && kind < VM_CONV_ALL_KINDS; kind++) {
         vm_status s = find_conv(g, kind);
         if (s) return s;
     }

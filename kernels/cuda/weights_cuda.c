@@ -2,6 +2,7 @@
  *
  *   convolution   [out][k][k][in]        out and in padded with zeros to multiples of VM_BLOCK
  *   after nearest 2x  [4][out][2][2][in] one 2x2 filter for each parity of the output's row and column
+ *   either            in blocks, as vm_conv_filter_at has them, where vm_gpu_blocked says so
  *   vector        [out] floats, padded likewise
  *
  * Of three convolutions in one (qkv) each is padded. Of filters over time the last slice is kept.
@@ -15,8 +16,15 @@
 
 #include "gpu.h"
 
+static bool blocked(const vm_backend *b, const vm_weight *w) {
+    return !w->vector && vm_gpu_blocked(b->self, w->ksize, vm_padded(w->in), vm_weight_lanes(w));
+}
+
 size_t vm_gpu_weight_bytes(const vm_backend *b, const vm_weight *w) {
     if (w->vector) return vm_weight_lanes(w) * sizeof(float);
+    if (blocked(b, w))
+        return vm_conv_blocked(w->up ? 4 : 1, vm_weight_lanes(w), vm_padded(w->in), w->up ? 4 : w->ksize * w->ksize) *
+               vm_dtype_bytes(b->dtype);
     return vm_weight_lanes(w) * (w->up ? 16 : w->ksize * w->ksize) * vm_padded(w->in) * vm_dtype_bytes(b->dtype);
 }
 
@@ -51,13 +59,18 @@ vm_status vm_gpu_pack_weight(const vm_backend *b, const vm_weight *w, void *out,
     memset(out, 0, vm_gpu_weight_bytes(b, w));
     const size_t file_taps = w->ksize * w->ksize, phases = w->up ? 4 : 1, taps = w->up ? 4 : file_taps;
     const size_t in = w->vector ? 1 : vm_padded(w->in), lanes = vm_weight_lanes(w);
+    const bool in_blocks = blocked(b, w);
     for (size_t phase = 0; phase < phases; phase++)
         for (size_t o = 0; o < w->out; o++)
             for (size_t tap = 0; tap < taps; tap++)
                 for (size_t i = 0; i < w->in; i++) {
                     const size_t first = ((o * w->in + i) * (w->past + 1) + w->past) * file_taps;
                     const float v = w->up ? folded(&from, first, phase, tap) : read(&from, first + tap);
-                    const size_t at = ((phase * lanes + vm_weight_lane(w, o)) * taps + tap) * in + i;
+                    const size_t lane = vm_weight_lane(w, o);
+                    const size_t at =
+                        in_blocks ? vm_conv_filter_at((uint32_t)lanes, (uint32_t)in, (uint32_t)taps, (uint32_t)phase,
+                                                      (uint32_t)lane, (uint32_t)tap, (uint32_t)i)
+                                  : ((phase * lanes + lane) * taps + tap) * in + i;
                     vm_set_element(kept, out, at, v);
                     fits &= isfinite(vm_element(kept, out, at)) != 0;
                 }

@@ -22,7 +22,7 @@ dim3 blockDim, gridDim;
 
 namespace {
 
-enum { WARP = 32, MOST_THREADS = 1024, STACK = 256 << 10 };
+enum { WARP = 32, WARPGROUP = 128, MOST_THREADS = 1024, STACK = 256 << 10 };
 
 #if defined(__x86_64__) && !defined(VM_UCONTEXT)
 extern "C" void vm_switch(void **from, void *to);
@@ -69,7 +69,7 @@ struct fiber {
     const char *meets; /* what it waits for; NULL while it can run */
     vm_place at;
     void *lent;
-    void (*act)(void *const[WARP]);
+    void (*act)(void *const[]);
     std::vector<copy> copies;
     int groups;
 };
@@ -80,6 +80,24 @@ fiber *self, *first_arrived;
 context scheduler;
 uint32_t threads, arrived, gone;
 uint32_t ready[MOST_THREADS / WARP], warp_arrived[MOST_THREADS / WARP];
+uint32_t group_arrived[MOST_THREADS / WARPGROUP], some_arrived[16];
+
+struct bulk {
+    char *to;
+    const char *from;
+    uint32_t bytes;
+    uint64_t *barrier;
+};
+std::vector<bulk> bulks; /* that have not arrived */
+
+struct product {
+    void (*work)(const void *);
+    std::vector<char> what;
+    int group;
+};
+/* Of each warpgroup: products that are still to be done, and how many groups of them were committed. */
+std::vector<product> products[MOST_THREADS / WARPGROUP];
+int product_groups[MOST_THREADS / WARPGROUP];
 char *stacks, *dynamic;
 size_t dynamic_bytes;
 const vm_entry *kernel;
@@ -172,6 +190,18 @@ void check_place(const fiber *other, const char *what, vm_place at) {
 }
 
 const char at_barrier[] = "__syncthreads", at_warp[] = "an operation of the warp";
+const char at_warpgroup[] = "an operation of the warpgroup", at_some[] = "a barrier of some threads";
+const char at_phase[] = "a barrier in shared memory";
+
+/* Lets those go on that wait at `what` for `lent`. */
+void wake(const char *what, const void *lent) {
+    for (uint32_t i = 0; i < threads; i++) {
+        fiber &f = fibers[i];
+        if (f.done || f.meets != what || f.lent != lent) continue;
+        f.meets = nullptr;
+        ready[i / WARP] |= 1u << i % WARP;
+    }
+}
 
 __attribute__((no_sanitize("address"))) void fill_static() {
     for (volatile char *p = __start_vm_shared; p < __stop_vm_shared; p++) *p = (char)0xff;
@@ -193,6 +223,11 @@ void run_block(const dim3 &block) {
         f.state.make(stacks + (size_t)i * (STACK + getpagesize()) + getpagesize(), fiber_main);
     }
     memset(warp_arrived, 0, sizeof warp_arrived);
+    memset(group_arrived, 0, sizeof group_arrived);
+    memset(some_arrived, 0, sizeof some_arrived);
+    for (std::vector<product> &left : products) left.clear();
+    memset(product_groups, 0, sizeof product_groups);
+    bulks.clear();
     release(0, threads);
     next(scheduler);
     self = nullptr;
@@ -291,6 +326,129 @@ void vm_meet_warp(vm_place at, void *mine, void (*act)(void *const[WARP])) {
     here = 0;
     for (int i = 0; i < WARP; i++) fibers[first + (uint32_t)i].meets = nullptr;
     ready[warp] = ~0u;
+}
+
+void vm_meet_warpgroup(vm_place at, void *mine, void (*act)(void *const[WARPGROUP])) {
+    const uint32_t group = self->index / WARPGROUP, first = group * WARPGROUP;
+    self->lent = mine;
+    self->act = act;
+    for (uint32_t i = first; group_arrived[group] && i < first + WARPGROUP; i++)
+        if (fibers[i].meets == at_warpgroup) {
+            check_place(&fibers[i], at_warpgroup, at);
+            if (fibers[i].act != act) vm_fault("two operations of the warpgroup at once (%s:%d)", at.file, at.line);
+            break;
+        }
+    if (++group_arrived[group] < WARPGROUP) {
+        wait(at_warpgroup, at);
+        return;
+    }
+    void *lanes[WARPGROUP];
+    for (int i = 0; i < WARPGROUP; i++) lanes[i] = fibers[first + (uint32_t)i].lent;
+    act(lanes);
+    group_arrived[group] = 0;
+    release(first, WARPGROUP);
+}
+
+void vm_meet_count(vm_place at, uint32_t id, uint32_t count) {
+    if (id < 1 || id > 15) vm_fault("barrier %u (%s:%d)", id, at.file, at.line);
+    self->lent = &some_arrived[id];
+    if (++some_arrived[id] < count) {
+        wait(at_some, at);
+        return;
+    }
+    some_arrived[id] = 0;
+    wake(at_some, &some_arrived[id]);
+}
+
+/* ---- barriers in shared memory, products that are done later ---- */
+
+namespace {
+struct phases {
+    uint16_t count, left;
+    uint32_t parity : 1, bytes : 31; /* bytes: that are expected and not there yet */
+};
+static_assert(sizeof(phases) == sizeof(uint64_t), "one fits in the other");
+
+phases *phases_of(uint64_t *barrier) {
+    if (!vm_is_shared(barrier, 8) || (uintptr_t)barrier % 8) vm_fault("a barrier at %p", (void *)barrier);
+    phases *const p = (phases *)barrier;
+    if (!p->count || p->count > MOST_THREADS) vm_fault("a barrier that nobody has begun");
+    return p;
+}
+
+void look(uint64_t *barrier) {
+    phases *const p = phases_of(barrier);
+    if (p->left || p->bytes) return;
+    p->left = p->count;
+    p->parity ^= 1;
+    wake(at_phase, barrier);
+}
+
+void copy_bulk(const bulk &copy) {
+    memcpy(copy.to, copy.from, copy.bytes);
+    phases_of(copy.barrier)->bytes -= copy.bytes;
+    look(copy.barrier);
+}
+}  // namespace
+
+void vm_barrier_begin(uint64_t *barrier, uint32_t count) {
+    if (!vm_is_shared(barrier, 8)) vm_fault("a barrier at %p", (void *)barrier);
+    phases p = {};
+    p.count = p.left = (uint16_t)count;
+    memcpy(barrier, &p, sizeof p);
+}
+
+void vm_barrier_here(uint64_t *barrier, uint32_t bytes) {
+    phases *const p = phases_of(barrier);
+    if (!p->left) vm_fault("a barrier that more threads come to than it counts");
+    p->left--;
+    p->bytes += bytes;
+    look(barrier);
+}
+
+void vm_barrier_until(vm_place at, uint64_t *barrier, uint32_t parity) {
+    const phases *const p = phases_of(barrier);
+    while (p->parity == parity) {
+        size_t i = 0;
+        while (i < bulks.size() && bulks[i].barrier != barrier) i++;
+        if (i < bulks.size()) {
+            const bulk copy = bulks[i];
+            bulks.erase(bulks.begin() + (ptrdiff_t)i);
+            copy_bulk(copy);
+            continue;
+        }
+        self->lent = barrier;
+        wait(at_phase, at);
+    }
+}
+
+void vm_bulk_later(void *shared, const void *global, uint32_t bytes, uint64_t *barrier) {
+    const bulk copy = {(char *)shared, (const char *)global, bytes, barrier};
+    if (phases_of(barrier)->bytes < bytes) vm_fault("a bulk copy of %u bytes that nobody expects", bytes);
+    if (chance() & 1)
+        copy_bulk(copy);
+    else
+        bulks.push_back(copy);
+}
+
+void vm_product_later(void (*work)(const void *), const void *what, size_t bytes) {
+    const uint32_t group = self->index / WARPGROUP;
+    if (products[group].empty() && chance() & 1) {
+        work(what);
+        return;
+    }
+    products[group].push_back({work, {(const char *)what, (const char *)what + bytes}, product_groups[group]});
+}
+
+void vm_product_commit() { product_groups[self->index / WARPGROUP]++; }
+
+void vm_product_finish(int but) {
+    const uint32_t group = self->index / WARPGROUP;
+    std::vector<product> &left = products[group];
+    size_t done = 0;
+    for (; done < left.size() && left[done].group + but < product_groups[group]; done++)
+        left[done].work(left[done].what.data());
+    left.erase(left.begin(), left.begin() + (ptrdiff_t)done);
 }
 
 void *vm_dynamic_shared() {

@@ -31,6 +31,7 @@
 typedef void vm_kernel; /* build.py finds the kernels by this word */
 #define VM_KERNEL extern "C" vm_kernel
 #define VM_DEVICE static inline
+#define VM_METHOD inline
 
 struct dim3 {
     uint32_t x, y, z;
@@ -54,6 +55,10 @@ struct vm_place {
 void vm_meet_block(vm_place at);
 /* Waits until all 32 lanes of the warp have called it; then `act` is called once, with the pointers `mine` of all. */
 void vm_meet_warp(vm_place at, void *mine, void (*act)(void *const lanes[32]));
+/* The same for the 128 threads of a warpgroup. */
+void vm_meet_warpgroup(vm_place at, void *mine, void (*act)(void *const lanes[128]));
+/* Waits until `count` threads have called it with this id. */
+void vm_meet_count(vm_place at, uint32_t id, uint32_t count);
 uint32_t vm_lane();
 void *vm_dynamic_shared();
 bool vm_is_shared(const void *p, size_t bytes);
@@ -266,6 +271,112 @@ template <typename T>
 static inline void vm_mma_16816(float d[4], const uint32_t a[4], const uint32_t b[2], VM_PLACE) {
     vm_mma_lent mine = {d, a, b};
     vm_meet_warp({file, line}, &mine, vm_mma_act<T>);
+}
+
+/* ---- warps that do different work, and warpgroups ---- */
+
+/* block.cc: a barrier is its count, how many are still to arrive, and the parity of the phase under way. */
+void vm_barrier_begin(uint64_t *barrier, uint32_t count);
+void vm_barrier_here(uint64_t *barrier, uint32_t bytes); /* and expects so many more bytes */
+void vm_bulk_later(void *shared, const void *global, uint32_t bytes, uint64_t *barrier);
+void vm_barrier_until(vm_place at, uint64_t *barrier, uint32_t parity);
+/* block.cc: does work(what) now or when the warpgroup waits for it, as chance has it, one after the other. */
+void vm_product_later(void (*work)(const void *what), const void *what, size_t bytes);
+void vm_product_commit();
+void vm_product_finish(int but);
+
+static inline void vm_barrier_init(uint64_t *barrier, uint32_t count) { vm_barrier_begin(barrier, count); }
+static inline void vm_barrier_arrive(uint64_t *barrier) { vm_barrier_here(barrier, 0); }
+static inline void vm_barrier_expect(uint64_t *barrier, uint32_t bytes) { vm_barrier_here(barrier, bytes); }
+static inline void vm_copy_bulk(void *shared, const void *global, uint32_t bytes, uint64_t *barrier) {
+    vm_check_aligned(shared, "bulk copy to shared memory");
+    vm_check_aligned(global, "bulk copy from global memory");
+    if (bytes % 16 || !vm_is_shared(shared, bytes)) vm_fault("bulk copy of %u bytes to %p", bytes, shared);
+    vm_bulk_later(shared, global, bytes, barrier);
+}
+static inline void vm_barrier_wait(uint64_t *barrier, uint32_t parity, VM_PLACE) {
+    vm_barrier_until({file, line}, barrier, parity);
+}
+static inline void vm_fence_async() {}
+static inline uint32_t vm_of_warp(uint32_t v) { return v; }
+template <int COUNT>
+static inline void vm_meet_some(uint32_t id, VM_PLACE) {
+    vm_meet_count({file, line}, id, COUNT);
+}
+template <int COUNT>
+static inline void vm_fewer_registers() {}
+template <int COUNT>
+static inline void vm_more_registers() {}
+
+static inline uint64_t vm_matrix(const void *first, uint32_t rows, uint32_t columns) {
+    vm_check_aligned(first, "matrix");
+    if (rows % 16 || columns % 16) vm_fault("a matrix whose rows lie %u and columns %u bytes apart", rows, columns);
+    const uint64_t at = (uint64_t)((const char *)first - (const char *)vm_dynamic_shared());
+    return at >> 4 | (uint64_t)(columns >> 4) << 16 | (uint64_t)(rows >> 4) << 32;
+}
+static inline uint64_t vm_matrix_at(uint64_t matrix, uint32_t bytes) {
+    if (bytes % 16) vm_fault("a matrix %u bytes further", bytes);
+    return matrix + (bytes >> 4);
+}
+static inline void vm_wgmma_hold(float (&)[2][16][4]) {}
+static inline void vm_wgmma_begin() {}
+static inline void vm_wgmma_commit(VM_PLACE) {
+    vm_meet_warpgroup({file, line}, nullptr, [](void *const[128]) { vm_product_commit(); });
+}
+template <int N>
+static inline void vm_wgmma_wait(VM_PLACE) {
+    vm_meet_warpgroup({file, line}, nullptr, [](void *const[128]) { vm_product_finish(N); });
+}
+
+struct vm_wgmma_lent {
+    float (*d)[16][4];
+    uint64_t a, b;
+};
+struct vm_wgmma_work {
+    float (*d[128])[16][4];
+    uint64_t a, b;
+};
+/* Products are exact; each sum is rounded. */
+template <typename T, int HALF>
+static inline void vm_wgmma_now(const void *what) {
+    const vm_wgmma_work *const work = (const vm_wgmma_work *)what;
+    typedef float row __attribute__((vector_size(512))); /* 128 columns */
+    const auto number = [](uint64_t matrix, uint32_t r, uint32_t c) {
+        const uint32_t rows = (matrix >> 32 & 0x3fff) << 4, columns = (matrix >> 16 & 0x3fff) << 4;
+        const char *const at = (const char *)vm_dynamic_shared() + ((matrix & 0x3fff) << 4) + r / 8 * rows +
+                               r % 8 * 16 + c / 8 * columns + c % 8 * 2;
+        if (!vm_is_shared(at, 2)) vm_fault("wgmma from %p, which is not shared memory", at);
+        T v;
+        memcpy(&v, at, 2);
+        return vm_to_float(v);
+    };
+    row b[16];
+    for (int k = 0; k < 16; k++)
+        for (int n = 0; n < 128; n++) b[k][n] = number(work->b, (uint32_t)n, (uint32_t)k);
+    for (uint32_t m = 0; m < 64; m++) {
+        row sum;
+        const auto place = [&](int n) -> float & {
+            return work->d[m / 16 * 32 + m % 8 * 4 + n % 8 / 2][m / 8 % 2][n / 8][2 * HALF + n % 2];
+        };
+        for (int n = 0; n < 128; n++) sum[n] = place(n);
+        for (uint32_t k = 0; k < 16; k++) sum += number(work->a, m, k) * b[k];
+        for (int n = 0; n < 128; n++) place(n) = sum[n];
+    }
+}
+template <typename T, int HALF>
+static inline void vm_wgmma_64x128(float (&d)[2][16][4], uint64_t a, uint64_t b, VM_PLACE) {
+    vm_wgmma_lent mine = {d, a, b};
+    vm_meet_warpgroup({file, line}, &mine, [](void *const lanes[128]) {
+        vm_wgmma_work work;
+        const vm_wgmma_lent *const first = (vm_wgmma_lent *)lanes[0];
+        work.a = first->a, work.b = first->b;
+        for (int i = 0; i < 128; i++) {
+            const vm_wgmma_lent *const l = (vm_wgmma_lent *)lanes[i];
+            if (l->a != work.a || l->b != work.b) vm_fault("a warpgroup multiplies different matrices");
+            work.d[i] = l->d;
+        }
+        vm_product_later(vm_wgmma_now<T, HALF>, &work, sizeof work);
+    });
 }
 
 #endif

@@ -1,0 +1,317 @@
+/* conv_wgmma: what conv.cu computes, for stride 1 on Hopper GPUs, whose tensor cores read both factors from shared memory.
+ *
+ * A block has four warpgroups. The first two multiply: each has 8 of the tile's 16 rows, as two products of 64 pixels (8 rows
+ * by 8 columns) by 128 channels, and ends its rows as conv.cu does. They share x and filters but do not wait for each other,
+ * so that one may multiply while the other adds, rounds, stores and measures. Of the other two one thread has filters copied
+ * into a ring, one tap of a chunk after the other, and seven warps normalise and activate chunks of 64 channels of x with their
+ * halo.
+ *
+ *   full_x, empty_x: two chunks of x           full_w, empty_w: the slots of the ring
+ *   x        [8 planes][18][18][8 channels]    the pixels that a tap needs lie 16 bytes from each other in a row, and the
+ *   filter   [8 planes][128][8 channels]       rows 288: no other copy is made of them */
+#include "conv_tile.h"
+
+#ifdef VM_HAS_WGMMA
+
+/* What one of the two warpgroups has of a tile, as conv_tile.h's shapes say it. */
+struct vm_wgmma_shape {
+    static constexpr int ROWS = 8, OUTS = 128, STRIDE = 1, THREADS = 128, ACROSS = 1, DOWN = 4, M = 2, N = 16;
+    VM_DEVICE void meet() { vm_meet_some<THREADS>(1 + threadIdx.x / THREADS); }
+};
+/* And the tile that both share. */
+struct vm_wgmma_tile {
+    static constexpr int ROWS = 16, OUTS = 128;
+};
+
+enum {
+    VM_WGMMA_WIDTH = VM_CONV_COLUMNS + 2,
+    VM_WGMMA_PIXELS = VM_WGMMA_WIDTH * 18,
+    VM_WGMMA_PLANES = VM_CONV_CHUNK / 8,
+    VM_WGMMA_INPUT = VM_WGMMA_PLANES * VM_WGMMA_PLANE,
+    VM_WGMMA_OUT = VM_CONV_FILTERS * 16, /* bytes of a plane of filters */
+    VM_WGMMA_RING = 2 * VM_WGMMA_INPUT,  /* a multiple of 128 */
+    VM_WGMMA_SUMS = VM_WGMMA_RING + VM_WGMMA_STAGES * VM_WGMMA_FILTER,
+    VM_WGMMA_GROUP_SUMS = 4 * (2 * 128 + 4) * 4,
+    VM_WGMMA_BARRIERS = VM_WGMMA_SUMS + 2 * VM_WGMMA_GROUP_SUMS,
+    VM_WGMMA_THREADS = 512, /* 256 multiply, a warp's first thread copies filters, seven warps prepare x */
+    VM_WGMMA_INPUTS = 224,
+    VM_WGMMA_STEP = VM_WGMMA_INPUTS / VM_WGMMA_PLANES /* pixels between them */
+};
+/* Registers of a thread: of each when the kernel begins, then of those that prepare and of those that multiply. What two
+ * warpgroups give back is all that the other two can have: they would wait for more forever. */
+enum { VM_WGMMA_REGISTERS = 128, VM_WGMMA_FEWER = 72, VM_WGMMA_MORE = 184 };
+static_assert(2 * VM_WGMMA_FEWER + 2 * VM_WGMMA_MORE <= 4 * VM_WGMMA_REGISTERS, "there are no more registers");
+static_assert(VM_WGMMA_BARRIERS + (2 * VM_WGMMA_STAGES + 4) * 8 == VM_WGMMA_SHARED, "as cuda.h");
+
+/* A place in a ring, and the parity of its round. */
+template <int COUNT>
+struct vm_wgmma_turn {
+    uint32_t at = 0, parity = 0;
+    VM_METHOD void next() {
+        if (++at == COUNT) at = 0, parity ^= 1;
+    }
+};
+
+struct vm_wgmma_barriers {
+    uint64_t *full_x, *empty_x, *full_w, *empty_w;
+};
+
+/* ---- the warps that prepare x ---- */
+
+/* A chunk of x with its halo: where it begins in x, and the thread's plane of it. */
+struct vm_wgmma_chunk {
+    int32_t top, left;
+    uint32_t c; /* the first of the thread's eight channels */
+};
+
+/* Whether the thread has number i of the chunk's pixels, and where it lies in x. */
+VM_DEVICE bool vm_wgmma_pixel(const vm_conv_args &a, const vm_wgmma_chunk &at, uint32_t i, uint32_t &y, uint32_t &x) {
+    const uint32_t row = i / VM_WGMMA_WIDTH, column = i % VM_WGMMA_WIDTH;
+    y = at.top + row;
+    x = at.left + column;
+    return row < 15 + a.k && column < VM_CONV_COLUMNS - 1 + a.k && y < a.x_h && x < a.x_w && at.c < a.in_c;
+}
+
+/* What is done to a chunk; SILU, with a norm, is what passes ask for most often, without a choice at each number. */
+enum vm_wgmma_change { VM_WGMMA_COPY, VM_WGMMA_SILU, VM_WGMMA_ANY };
+
+/* Asks for what is prepared after this, so that it comes from the L2 cache then. */
+template <typename T>
+VM_DEVICE void vm_wgmma_prefetch(const vm_conv_args &a, vm_wgmma_chunk at, uint32_t c, uint32_t thread) {
+    at.c = c;
+    for (uint32_t i = thread; i < VM_WGMMA_PIXELS; i += VM_WGMMA_INPUTS) {
+        uint32_t y, x;
+        if (!vm_wgmma_pixel(a, at, i, y, x)) continue;
+        vm_prefetch(static_cast<const T *>(a.x) + ((size_t)vm_ring_row(a.x_ring, y) * a.x_w + x) * a.x_pitch + c);
+    }
+}
+
+/* Waits until the chunk's place is empty, but asks for its first numbers before. */
+template <typename T, vm_wgmma_change CHANGE>
+VM_DEVICE void vm_wgmma_input(const vm_conv_args &a, const vm_wgmma_chunk &at, uint32_t first, char *to,
+                              uint64_t *empty, uint32_t parity) {
+    constexpr int BATCH = CHANGE == VM_WGMMA_COPY ? 6 : 4; /* vectors that a thread asks for at a time */
+    const T *const from = static_cast<const T *>(a.x) + at.c;
+    float scale[8], shift[8];
+    if (CHANGE != VM_WGMMA_COPY && a.scale && at.c < a.in_c) {
+        vm_load8(scale, a.scale + at.c);
+        vm_load8(shift, a.shift + at.c);
+    } else {
+#pragma unroll
+        for (int j = 0; j < 8; j++) scale[j] = 1, shift[j] = 0;
+    }
+#pragma unroll 1
+    for (uint32_t i = first; i < VM_WGMMA_PIXELS; i += BATCH * VM_WGMMA_STEP) {
+        uint4 got[BATCH];
+        uint32_t some = 0;
+#pragma unroll
+        for (int u = 0; u < BATCH; u++) {
+            uint32_t y, x;
+            got[u] = {0, 0, 0, 0};
+            if (vm_wgmma_pixel(a, at, i + u * VM_WGMMA_STEP, y, x)) {
+                got[u] = vm_load16(from + ((size_t)vm_ring_row(a.x_ring, y) * a.x_w + x) * a.x_pitch);
+                some |= 1u << u;
+            }
+        }
+        if (i == first) vm_barrier_wait(empty, parity);
+#pragma unroll
+        for (int u = 0; u < BATCH; u++) {
+            const uint32_t pixel = i + u * VM_WGMMA_STEP;
+            if (CHANGE == VM_WGMMA_COPY) {
+                if (pixel < VM_WGMMA_PIXELS) vm_store16(to + pixel * 16, got[u]);
+                continue;
+            }
+            float v[8];
+            vm_unpack<T>(v, got[u].x);
+            vm_unpack<T>(v + 2, got[u].y);
+            vm_unpack<T>(v + 4, got[u].z);
+            vm_unpack<T>(v + 6, got[u].w);
+            if (CHANGE == VM_WGMMA_ANY && a.factor && some >> u & 1) {
+                uint32_t y, x;
+                vm_wgmma_pixel(a, at, pixel, y, x);
+                const float factor = a.factor[(size_t)y * a.x_w + x - a.first_factor];
+#pragma unroll
+                for (int j = 0; j < 8; j++) v[j] *= factor;
+            }
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                v[j] = fmaf(v[j], scale[j], shift[j]);
+                v[j] = CHANGE == VM_WGMMA_SILU ? vm_silu<T>(v[j]) : vm_activated<T>(a.act, v[j]) * a.multiply;
+            }
+            const uint4 made = {vm_pack<T>(v[0], v[1]), vm_pack<T>(v[2], v[3]), vm_pack<T>(v[4], v[5]),
+                                vm_pack<T>(v[6], v[7])};
+            if (pixel < VM_WGMMA_PIXELS) vm_store16(to + pixel * 16, some >> u & 1 ? made : uint4{0, 0, 0, 0});
+        }
+    }
+}
+
+template <typename T>
+VM_DEVICE void vm_wgmma_prepare(const vm_conv_args &a, char *shared, const vm_wgmma_barriers &bars) {
+    const uint32_t thread = threadIdx.x - (VM_WGMMA_THREADS - VM_WGMMA_INPUTS);
+    const uint32_t plane = thread % VM_WGMMA_PLANES, first = thread / VM_WGMMA_PLANES;
+    const bool changes = a.scale || a.multiply != 1 || a.act;
+    const bool silu = a.act == VM_ACT_SILU && a.multiply == 1 && !a.factor;
+    vm_wgmma_turn<2> turn;
+    const auto chunk_of = [&](uint32_t item) {
+        const vm_conv_item of = vm_conv_item_of<vm_wgmma_tile>(a, item);
+        return vm_wgmma_chunk{(int32_t)(of.row + of.phase / 2) - (int32_t)a.pad,
+                              (int32_t)(of.column + of.phase % 2) - (int32_t)a.pad, plane * 8};
+    };
+    for (uint32_t item = blockIdx.x; item < a.items; item += gridDim.x) {
+        vm_wgmma_chunk at = chunk_of(item);
+#pragma unroll 1
+        for (uint32_t c = 0; c < a.in_c; c += VM_CONV_CHUNK, at.c += VM_CONV_CHUNK) {
+            if (c + VM_CONV_CHUNK < a.in_c)
+                vm_wgmma_prefetch<T>(a, at, c + VM_CONV_CHUNK, thread);
+            else if (item + gridDim.x < a.items)
+                vm_wgmma_prefetch<T>(a, chunk_of(item + gridDim.x), 0, thread);
+            char *const to = shared + turn.at * VM_WGMMA_INPUT + plane * VM_WGMMA_PLANE;
+            uint64_t *const empty = bars.empty_x + turn.at;
+            if (!changes)
+                vm_wgmma_input<T, VM_WGMMA_COPY>(a, at, first, to, empty, turn.parity ^ 1);
+            else if (silu)
+                vm_wgmma_input<T, VM_WGMMA_SILU>(a, at, first, to, empty, turn.parity ^ 1);
+            else
+                vm_wgmma_input<T, VM_WGMMA_ANY>(a, at, first, to, empty, turn.parity ^ 1);
+            vm_fence_async();
+            vm_barrier_arrive(bars.full_x + turn.at);
+            turn.next();
+        }
+    }
+}
+
+/* ---- the thread that copies filters ---- */
+
+VM_DEVICE void vm_wgmma_filters(const vm_conv_args &a, char *shared, const vm_wgmma_barriers &bars) {
+    const uint32_t taps = a.k * a.k, blocks = (a.in_c + VM_CONV_CHUNK - 1) / VM_CONV_CHUNK * taps;
+    const uint32_t outs = VM_ROUND_UP(a.y_c, VM_BLOCK);
+    vm_wgmma_turn<VM_WGMMA_STAGES> turn;
+    for (uint32_t item = blockIdx.x; item < a.items; item += gridDim.x) {
+        const vm_conv_item at = vm_conv_item_of<vm_wgmma_tile>(a, item);
+        const char *from =
+            static_cast<const char *>(a.w) + 2 * vm_conv_filter_at(outs, a.in_c, taps, at.phase, at.out, 0, 0);
+#pragma unroll 1
+        for (uint32_t block = 0; block < blocks; block++, from += VM_WGMMA_FILTER) {
+            vm_barrier_wait(bars.empty_w + turn.at, turn.parity ^ 1);
+            vm_barrier_expect(bars.full_w + turn.at, VM_WGMMA_FILTER);
+            vm_copy_bulk(shared + VM_WGMMA_RING + turn.at * VM_WGMMA_FILTER, from, VM_WGMMA_FILTER,
+                         bars.full_w + turn.at);
+            turn.next();
+        }
+    }
+}
+
+/* ---- the two that multiply ---- */
+
+template <typename T>
+VM_DEVICE void vm_wgmma_multiply(const vm_conv_args &a, char *shared, const vm_wgmma_barriers &bars) {
+    typedef vm_wgmma_shape S;
+    const uint32_t group = vm_of_warp(threadIdx.x / S::THREADS), lane = threadIdx.x % 32, taps = a.k * a.k;
+    const uint32_t h = a.up ? a.x_h : a.y_h, width = a.up ? a.x_w : a.y_w;
+    float *const sums = reinterpret_cast<float *>(shared + VM_WGMMA_SUMS + group * VM_WGMMA_GROUP_SUMS);
+    const uint64_t x_first =
+        vm_matrix(shared + group * S::ROWS * VM_WGMMA_WIDTH * 16, VM_WGMMA_WIDTH * 16, VM_WGMMA_PLANE);
+    const uint64_t w_first = vm_matrix(shared + VM_WGMMA_RING, 128, VM_WGMMA_OUT);
+    vm_wgmma_turn<2> x;
+    vm_wgmma_turn<VM_WGMMA_STAGES> w;
+    for (uint32_t item = blockIdx.x; item < a.items; item += gridDim.x) {
+        vm_conv_item at = vm_conv_item_of<vm_wgmma_tile>(a, item);
+        const uint32_t columns = (width + VM_CONV_COLUMNS - 1) / VM_CONV_COLUMNS, phases = a.up ? 4 : 1;
+        at.row += group * S::ROWS;
+        at.part = (at.row / S::ROWS * columns + at.column / VM_CONV_COLUMNS) * phases + at.phase;
+        if (a.add) vm_conv_prefetch<T, S>(a, at);
+        float d[2][16][4];
+#pragma unroll
+        for (int i = 0; i < 2 * S::N; i++) {
+            const uint32_t o = at.out + vm_conv_channel(i);
+            const float bias = a.bias && o < VM_ROUND_UP(a.y_c, VM_BLOCK) ? a.bias[o] * a.bias_scale : 0;
+#pragma unroll
+            for (int r = 0; r < 2 * S::M; r++) d[r / 2][i / 2][r % 2 * 2 + i % 2] = bias;
+        }
+        vm_wgmma_hold(d);
+        uint64_t *left_w = nullptr, *left_x = nullptr; /* what the products before the last ones have read */
+#pragma unroll 1
+        for (uint32_t c = 0; c < a.in_c; c += VM_CONV_CHUNK) {
+            vm_barrier_wait(bars.full_x + x.at, x.parity);
+            uint64_t x_now = vm_matrix_at(x_first, x.at * VM_WGMMA_INPUT);
+            uint32_t j = 0;
+#pragma unroll 1
+            for (uint32_t tap = 0; tap < taps; tap++) {
+                vm_barrier_wait(bars.full_w + w.at, w.parity);
+                const uint64_t w_now = vm_matrix_at(w_first, w.at * VM_WGMMA_FILTER);
+                vm_wgmma_begin();
+#pragma unroll
+                for (uint32_t step = 0; step < 4; step++) {
+                    const uint64_t x_step = vm_matrix_at(x_now, step * 2 * VM_WGMMA_PLANE);
+                    const uint64_t w_step = vm_matrix_at(w_now, step * 2 * VM_WGMMA_OUT);
+                    vm_wgmma_64x128<T, 0>(d, x_step, w_step);
+                    vm_wgmma_64x128<T, 1>(d, vm_matrix_at(x_step, 8 * 16), w_step);
+                }
+                vm_wgmma_commit();
+                vm_wgmma_wait<1>();
+                if (lane == 0 && left_w) vm_barrier_arrive(left_w);
+                if (lane == 0 && left_x) vm_barrier_arrive(left_x);
+                left_w = bars.empty_w + w.at;
+                left_x = nullptr;
+                w.next();
+                x_now = vm_matrix_at(x_now, 16);
+                if (++j == a.k) {
+                    j = 0;
+                    x_now = vm_matrix_at(x_now, (VM_WGMMA_WIDTH - a.k) * 16);
+                }
+            }
+            left_x = bars.empty_x + x.at;
+            x.next();
+        }
+        vm_wgmma_wait<0>();
+        float sum[2][16][4]; /* what follows takes numbers apart, and d would be kept as integers from the beginning */
+#pragma unroll
+        for (int i = 0; i < 128; i++) sum[i / 64][i / 4 % 16][i % 4] = d[i / 64][i / 4 % 16][i % 4];
+        vm_wgmma_hold(sum);
+        if (lane == 0) {
+            vm_barrier_arrive(left_w);
+            vm_barrier_arrive(left_x);
+        }
+        if (at.row >= h) continue;
+        if (at.row + S::ROWS <= h && at.column + VM_CONV_COLUMNS <= width && at.out + S::OUTS <= a.y_c)
+            vm_conv_finish<T, S, false, true>(a, sum, at, sums);
+        else
+            vm_conv_finish<T, S, false, false>(a, sum, at, sums);
+        if (a.stats) S::meet(); /* before the sums are written again */
+    }
+}
+
+template <typename T>
+VM_DEVICE void vm_wgmma_convolve(const vm_conv_args &a, char *shared) {
+    uint64_t *const first = reinterpret_cast<uint64_t *>(shared + VM_WGMMA_BARRIERS);
+    const vm_wgmma_barriers bars = {first, first + 2, first + 4, first + 4 + VM_WGMMA_STAGES};
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < 2; i++)
+            vm_barrier_init(bars.full_x + i, VM_WGMMA_INPUTS), vm_barrier_init(bars.empty_x + i, 8);
+        for (int i = 0; i < VM_WGMMA_STAGES; i++)
+            vm_barrier_init(bars.full_w + i, 1), vm_barrier_init(bars.empty_w + i, 8);
+    }
+    __syncthreads();
+    const uint32_t warp = vm_of_warp(threadIdx.x / 32);
+    if (warp < 8) {
+        vm_more_registers<VM_WGMMA_MORE>();
+        vm_wgmma_multiply<T>(a, shared, bars);
+    } else {
+        vm_fewer_registers<VM_WGMMA_FEWER>();
+        if (warp == 8) {
+            if (threadIdx.x % 32 == 0) vm_wgmma_filters(a, shared, bars);
+        } else
+            vm_wgmma_prepare<T>(a, shared, bars);
+    }
+}
+
+VM_KERNEL __launch_bounds__(VM_WGMMA_THREADS, 1) vm_conv_f16_wgmma(vm_conv_args a) {
+    VM_SHARED(char, shared);
+    vm_wgmma_convolve<vm_half>(a, shared);
+}
+VM_KERNEL __launch_bounds__(VM_WGMMA_THREADS, 1) vm_conv_bf16_wgmma(vm_conv_args a) {
+    VM_SHARED(char, shared);
+    vm_wgmma_convolve<vm_bfloat16>(a, shared);
+}
+
+#endif
