@@ -146,7 +146,7 @@ def _bare(arch: Arch, dtype: str = "float32", precision: str = "highest", parts:
     from vaemem import _core
     from vaemem.engine.device import open_device
 
-    _, where = open_device("cpu", dtype, precision, autotune=False, convolution="cudnn")
+    _, where = open_device("cpu", dtype, precision, autotune=False, convolution="auto")
     return vaemem.VAE(_core.Model(arch, parts, **where))
 
 

@@ -132,7 +132,7 @@ class Model:
         dtype: str = "float32",
         precision: str = "highest",
         autotune: bool = False,
-        convolution: str = "cudnn",
+        convolution: str = "auto",
     ) -> Self:
         """Loads a safetensors or GGUF file, a diffusers directory, or tensors that are in memory.
 
@@ -168,9 +168,11 @@ class Model:
             then, may round factors to TF32 (10 bits). Where a CPU has no such products all are "highest".
         autotune : bool
             On a GPU: time cuDNN's engines in the first run of a size, instead of taking the heuristics' first.
-        convolution : {"cudnn", "own"}
-            On a GPU, float16 and bfloat16: whose. Our own takes a pass in one kernel, with no stripes and less memory;
-            cuDNN is still asked where that has no tile.
+        convolution : {"auto", "cudnn", "own"}
+            On a GPU: whose convolution. Our own (float16 and bfloat16) computes a pass in one kernel, without
+            stripes and with less memory; cuDNN still computes passes that none of its tiles fits. "auto" is our own
+            on GPUs of compute capability 9.0 (H100, H200), where it was measured to be faster, and cuDNN elsewhere,
+            in float32 and with autotune.
 
         Raises
         ------
@@ -217,7 +219,7 @@ class Model:
         dtype: str = "float32",
         precision: str = "highest",
         autotune: bool = False,
-        convolution: str = "cudnn",
+        convolution: str = "auto",
     ) -> Self:
         """Weights of the real shapes: PyTorch's default initialisation, random norm affines.
 
@@ -241,7 +243,7 @@ class Model:
         dtype: str | None = None,
         precision: str | None = None,
         autotune: bool = False,
-        convolution: str = "cudnn",
+        convolution: str = "auto",
     ) -> Self:
         """A new VAE with the weights of this one, which must be on the CPU and, for another dtype, must have rounded
         none. Arguments are `load`'s; dtype and, for float32, precision are this one's where the call names none.

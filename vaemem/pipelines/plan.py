@@ -29,7 +29,7 @@ VAE_LIMIT = 3.2
 SEQUENTIAL = (
     "Sequential offload: what accelerate's hooks take at each submodule, beside moving its weights, is not counted."
 )
-BY_VAEMEM = "vaemem's code for GPUs has run on an emulator only"
+BY_VAEMEM = "vaemem's code has run on one kind of GPU only, an H100"
 SMALLER = ("Q8_0", "nf4")  # GGUF's and bitsandbytes'
 
 

@@ -440,7 +440,7 @@ def _notes(q: PipelineQuestion) -> Iterator[str]:
             yield f"{part.role}: of unpacking, only the unpacked weights of the layer that runs are counted"
         if part.role == "vae" and q.vae == "vaemem":
             upcast = ", where diffusers converts to float32" if part.upcast else ""
-            yield f"vae: vaemem decodes in {part.dtype}{upcast}; its code for GPUs has run on an emulator only"
+            yield f"vae: vaemem decodes in {part.dtype}{upcast}; its code has run on one kind of GPU only, an H100"
 
 
 class GraphPrediction(_Phases):
