@@ -118,7 +118,14 @@ STEPS = {
     # ---- first ----
     "build": Step(40, build, {"VAEMEM_CUDA": "1", "VAEMEM_KERNELS": "1"}),
     "versions": Step(25, lambda s: [[sys.executable, "-P", "-c", VERSIONS]]),
-    "one": Step(30, lambda s: [s.check("one", "own"), s.check("one", "cudnn")]),
+    "one": Step(
+        30,
+        lambda s: [
+            s.check("one", "own"),
+            s.check("one", "cudnn"),
+            *([] if s.small else [s.check("one", "cudnn", "--with-torch")]),
+        ],
+    ),
     "dlpack": Step(15, lambda s: [] if s.small else [s.check("dlpack")]),
     "headline": Step(45, lambda s: [s.decode(0, *PEERS, "--label", "headline")]),
     "large": Step(50, lambda s: [s.decode(1, *PEERS, "--label", "large")]),
@@ -135,7 +142,6 @@ STEPS = {
     "scaling": Step(25, lambda s: [scaling(s)]),
     # ---- only by name ----
     "parts": Step(40, lambda s: [s.decode(0, "--parts", "--rounds", "5", "--label", "parts")]),
-    "engines": Step(20, lambda s: [s.check("one", "cudnn", "--with-torch")]),
     "repeats": Step(25, lambda s: [s.check("repeats")]),
     "vae": Step(90, lambda s: [s.tests("tests/test_cuda_vae.py")], ON_GPU),
     "autotune": Step(60, lambda s: [s.decode(0, "--peers", "compile-autotune", "--label", "autotune")]),

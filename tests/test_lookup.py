@@ -208,3 +208,75 @@ def test_the_cores_numbers_are_the_documented_ones():
     with pytest.raises(OverflowError):
         profiles.sizes(Conv("float16", 1 << 30, 1 << 30, 1 << 20, 1 << 20, 1, 1, padding=0))
     assert find_gpu("RTX 4090").sm == 89
+
+
+# ---- data that changes while it is read ----
+
+
+class Clears(list):
+    """A pair whose iteration empties what it is read from."""
+
+    def __init__(self, pair, holder):
+        super().__init__(pair)
+        self.holder = holder
+
+    def __iter__(self):
+        self.holder.clear()
+        return iter([8, 16])
+
+
+class ClearingKey(str):
+    """A key whose comparison empties the dict that it is in."""
+
+    __hash__ = str.__hash__
+
+    def __eq__(self, other):
+        self.holder.clear()
+        return False
+
+
+def test_rules_that_change_while_they_are_read():
+    rule = dict(GOOD["rules"][0])
+    channels: list = []
+    channels += [Clears([8, 16], channels), [9, 9], [7, 7]]
+    p = profile(rules=[rule | {"channels": channels}])
+    assert p.conv(question(10), True) == (7, 0, 0) and not channels
+
+    rules: list = []
+    changing = dict(rule)
+    changing["pixels"] = Clears([1, 100], rules)
+    rules += [changing, dict(rule), dict(rule)]
+    profile(rules=rules)
+    assert not rules
+
+    changing = dict(rule)
+    changing["pixels"] = Clears([1, 100], changing)
+    profile(rules=[changing])
+    assert not changing
+
+    odd = {}
+    key = ClearingKey("dtypes")
+    key.holder = odd
+    odd[key] = ["float16"]
+    odd |= {name: value for name, value in rule.items() if name != "dtypes"}
+    with pytest.raises(ValueError, match="profile: want a rule with a list of dtypes"):
+        profile(rules=[odd])
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"stride": 0}, "stride: want 1 to 2"), ({"stride": (1, 0)}, "stride: want 1 to 2"),
+        ({"groups": 0}, "groups: want 1 to 2"), ({"dilation": 0}, "dilation: want 1 to 2"),
+        ({"padding": -1}, "padding: want 0 to 2"), ({"r": 0}, "r: want 1 to 2"), ({"h": 0}, "sizes: want 1 to 2"),
+        ({"h": 2**62}, "sizes: want 1 to 2"), ({"padding": 2**62}, "padding: want 0 to 2"),
+        ({"dilation": 2**62}, "dilation: want 1 to 2"), ({"n": -1}, "n, c, k and groups: want 1 to 2"),
+        ({"c": 0}, "n, c, k and groups: want 1 to 2"), ({"depth": -3}, "sizes: want 1 to 2"),
+    ],
+)  # fmt: skip
+def test_convolutions_that_there_are_not(change, named):
+    """Nothing divides by zero or leaves 64 bits, whichever function is asked."""
+    conv = question()._replace(**change)
+    for ask in (_core.conv_sizes, lambda conv: profile().conv(conv, True)):
+        with pytest.raises(ValueError, match=f"conv: .*{named}"):
+            ask(conv)

@@ -759,9 +759,9 @@ def test_the_rule_is_as_good_as_it_says(nobody, name, monkeypatch):
 BAD = [
     (dict(dtype="float64"), "dtype: want float32, float16 or bfloat16, got 'float64'"),
     (dict(layout="chwn"), "layout: want nchw or nhwc, got 'chwn'"),
-    (dict(h=0), "want sizes and a stride of 1 or more"),
-    (dict(stride=0), "want sizes and a stride of 1 or more"),
-    (dict(padding=-1), "want sizes and a stride of 1 or more"),
+    (dict(h=0), r"conv: sizes: want 1 to 2\^31, got 0"),
+    (dict(stride=0), r"conv: stride: want 1 to 2\^31, got 0"),
+    (dict(padding=-1), r"conv: padding: want 0 to 2\^31, got -1"),
     (dict(h=2, padding=0), "want a 3x3 filter within the padded input, got 2x8"),
     (dict(groups=3), "want channels that fall into 3 groups"),
     (dict(r=(1, 2, 3)), "r: want an int or 2 of them, got"),

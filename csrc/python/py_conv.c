@@ -21,6 +21,30 @@ static int to_extents(const char *name, PyObject *value, int dims, int64_t none,
     return PyErr_Occurred() ? -1 : 0;
 }
 
+/* Of a tensor's side, a filter's, a stride: what is computed of these then keeps within 64 bits. */
+static const int64_t most_extent = (int64_t)1 << 31;
+
+static int check_extents(const char *name, const int64_t *extent, int count, int64_t least) {
+    for (int i = 0; i < count; i++)
+        if (extent[i] < least || extent[i] > most_extent) {
+            PyErr_Format(PyExc_ValueError, "conv: %s: want %lld to 2^31, got %lld", name, (long long)least,
+                         (long long)extent[i]);
+            return -1;
+        }
+    return 0;
+}
+
+static int check_conv(const vm_conv *c) {
+    const int64_t sizes[] = {c->n, c->c, c->k, c->groups};
+    if (check_extents("n, c, k and groups", sizes, 4, 1) || check_extents("sizes", c->size, VM_CONV_DIMS, 1) ||
+        check_extents("r", c->filter, VM_CONV_DIMS, 1) || check_extents("stride", c->stride, VM_CONV_DIMS, 1) ||
+        check_extents("padding", c->padding, VM_CONV_DIMS, 0) ||
+        check_extents("dilation", c->dilation, VM_CONV_DIMS, 1) ||
+        check_extents("output_padding", c->output_padding, VM_CONV_DIMS, 0))
+        return -1;
+    return 0;
+}
+
 int vm_py_to_conv(PyObject *question, void *out) {
     vm_conv *conv = out;
     vm_dtype dtype;
@@ -49,7 +73,8 @@ int vm_py_to_conv(PyObject *question, void *out) {
     return !to_extents("r", r, dims, 1, conv->filter) && !to_extents("stride", stride, dims, 1, conv->stride) &&
            !to_extents("padding", padding, dims, 0, conv->padding) &&
            (!dilation || !to_extents("dilation", dilation, dims, 1, conv->dilation)) &&
-           (!conv->transposed || !to_extents("output_padding", output_padding, dims, 0, conv->output_padding));
+           (!conv->transposed || !to_extents("output_padding", output_padding, dims, 0, conv->output_padding)) &&
+           !check_conv(conv);
 }
 
 static PyObject *from_extents(const int64_t extents[VM_CONV_DIMS], int dims) {

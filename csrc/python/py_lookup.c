@@ -36,6 +36,7 @@ static int to_number(PyObject *object, uint64_t *out) {
     return *out >> 62 ? bad("integers from 0 to 2^62", object) : 0;
 }
 
+/* Of numbers and a text alone: it runs none of Python's code until it fails. */
 static int to_formula(PyObject *list, vm_formula *out) {
     *out = (vm_formula){0};
     if (!PyList_Check(list) || PyList_GET_SIZE(list) != 5 || !PyUnicode_Check(PyList_GET_ITEM(list, 0)))
@@ -84,32 +85,61 @@ static int to_pair(PyObject *object, int64_t out[2]) {
     return failed;
 }
 
-/* formula: whether the rule has to have one. */
-static int to_rule(PyObject *dict, bool formula, vm_rule *rule) {
-    *rule = (vm_rule){.most = INT64_MAX};
-    if (!PyDict_Check(dict)) return bad("rules that are dicts", dict);
-    PyObject *dtypes = item(dict, "dtypes"), *pairs = item(dict, "channels"), *pixels = item(dict, "pixels");
-    if (!dtypes || !PyList_Check(dtypes)) return bad("a rule with a list of dtypes", dict);
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(dtypes); i++) {
+/* A tuple of a list's items, which stays as it is whatever Python's code does to the list meanwhile. */
+static PyObject *items_of(const char *what, PyObject *list, PyObject *rule) {
+    if (list && PyList_Check(list)) return PyList_AsTuple(list);
+    bad(what, rule);
+    return NULL;
+}
+
+static int to_dtypes(PyObject *dict, vm_rule *rule) {
+    PyObject *dtypes = items_of("a rule with a list of dtypes", item(dict, "dtypes"), dict);
+    int failed = dtypes ? 0 : -1;
+    for (Py_ssize_t i = 0; !failed && i < PyTuple_GET_SIZE(dtypes); i++) {
         vm_dtype dtype;
-        if (!vm_py_to_dtype(PyList_GET_ITEM(dtypes, i), &dtype)) return -1;
-        rule->dtypes |= 1u << dtype;
+        failed = vm_py_to_dtype(PyTuple_GET_ITEM(dtypes, i), &dtype) ? 0 : -1;
+        if (!failed) rule->dtypes |= 1u << dtype;
     }
+    Py_XDECREF(dtypes);
+    return failed;
+}
+
+static int to_channels(PyObject *dict, vm_rule *rule) {
+    if (!item(dict, "channels")) return 0;
+    PyObject *pairs = items_of("a rule with a list of channels", item(dict, "channels"), dict);
+    int failed = pairs ? 0 : -1;
+    if (!failed && PyTuple_GET_SIZE(pairs) > VM_RULE_PAIRS)
+        failed = bad("a rule with at most 16 pairs of channels", dict);
+    if (!failed) rule->pairs = (size_t)PyTuple_GET_SIZE(pairs);
+    for (size_t i = 0; !failed && i < rule->pairs; i++)
+        failed = to_pair(PyTuple_GET_ITEM(pairs, (Py_ssize_t)i), rule->channels[i]);
+    Py_XDECREF(pairs);
+    return failed;
+}
+
+/* A dict that nobody else sees. */
+static int read_rule(PyObject *dict, bool formula, vm_rule *rule) {
     int64_t range[2] = {1, INT64_MAX};
-    if (to_extent(dict, "r", &rule->r) || to_extent(dict, "stride", &rule->stride) ||
+    PyObject *pixels = item(dict, "pixels");
+    if (to_dtypes(dict, rule) || to_extent(dict, "r", &rule->r) || to_extent(dict, "stride", &rule->stride) ||
         (pixels && to_pair(pixels, range)))
         return -1;
     rule->least = range[0];
     rule->most = range[1];
     if (formula && (!item(dict, "formula") || to_formula(item(dict, "formula"), &rule->formula)))
         return bad("a rule with a formula", dict);
-    if (!pairs) return 0;
-    if (!PyList_Check(pairs)) return bad("a rule with a list of channels", dict);
-    rule->pairs = (size_t)PyList_GET_SIZE(pairs);
-    if (rule->pairs > VM_RULE_PAIRS) return bad("a rule with at most 16 pairs of channels", dict);
-    for (size_t i = 0; i < rule->pairs; i++)
-        if (to_pair(PyList_GET_ITEM(pairs, (Py_ssize_t)i), rule->channels[i])) return -1;
-    return 0;
+    return to_channels(dict, rule);
+}
+
+/* formula: whether the rule has to have one. Items and keys may run Python's code, which may change the dict: what is read
+ * is a copy. */
+static int to_rule(PyObject *dict, bool formula, vm_rule *rule) {
+    *rule = (vm_rule){.most = INT64_MAX};
+    if (!PyDict_Check(dict)) return bad("rules that are dicts", dict);
+    PyObject *copy = PyDict_Copy(dict);
+    const int failed = copy ? read_rule(copy, formula, rule) : -1;
+    Py_XDECREF(copy);
+    return failed;
 }
 
 /* ---- Profile ---- */
@@ -211,17 +241,18 @@ static int add_trees(vm_profile *p, const char *at) {
     return 0;
 }
 
+/* formulas and rules: tuples. */
 static int fill(vm_profile *p, PyObject *formulas, PyObject *rules, const char *trees) {
     vm_status s = VM_OK;
-    for (Py_ssize_t i = 0; !s && i < PyList_GET_SIZE(formulas); i++) {
+    for (Py_ssize_t i = 0; !s && i < PyTuple_GET_SIZE(formulas); i++) {
         vm_formula formula;
-        PyObject *const one = PyList_GET_ITEM(formulas, i);
+        PyObject *const one = PyTuple_GET_ITEM(formulas, i);
         if (one != Py_None && to_formula(one, &formula)) return -1;
         s = vm_profile_add_formula(p, one == Py_None ? NULL : &formula);
     }
-    for (Py_ssize_t i = 0; !s && i < PyList_GET_SIZE(rules); i++) {
+    for (Py_ssize_t i = 0; !s && i < PyTuple_GET_SIZE(rules); i++) {
         vm_rule rule;
-        if (to_rule(PyList_GET_ITEM(rules, i), true, &rule)) return -1;
+        if (to_rule(PyTuple_GET_ITEM(rules, i), true, &rule)) return -1;
         s = vm_profile_add_rule(p, &rule);
     }
     return check(s) ? -1 : add_trees(p, trees);
@@ -241,8 +272,13 @@ static PyObject *profile_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     if (!self) return NULL;
     self->otherwise = Py_NewRef(otherwise);
     const vm_profile *other = otherwise == Py_None ? NULL : ((Profile *)otherwise)->profile;
-    if (check(vm_profile_new(strict, other, &self->profile)) || fill(self->profile, formulas, rules, trees))
+    formulas = PyList_AsTuple(formulas);
+    rules = PyList_AsTuple(rules);
+    if (!formulas || !rules || check(vm_profile_new(strict, other, &self->profile)) ||
+        fill(self->profile, formulas, rules, trees))
         Py_CLEAR(self);
+    Py_XDECREF(formulas);
+    Py_XDECREF(rules);
     return (PyObject *)self;
 }
 

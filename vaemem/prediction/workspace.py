@@ -413,10 +413,6 @@ _RULED = {
 
 def _wrong_with(conv: Conv) -> str:
     """Why the core takes it for no convolution."""
-    extents = conv.r, conv.stride, conv.padding, conv.dilation, conv.output_padding or 0
-    least = conv.n, conv.c, conv.k, conv.groups, *conv.size, *map(min, map(conv.along, extents[:2]))
-    if min(least) < 1 or min(conv.along(conv.dilation)) < 1 or min(map(min, map(conv.along, extents))) < 0:
-        return f"conv: want sizes and a stride of 1 or more and no negative padding, got {conv}"
     if conv.c % conv.groups or conv.k % conv.groups:
         return f"conv: want channels that fall into {conv.groups} groups, got {conv}"
     if min(conv.out) < 1:
