@@ -555,3 +555,13 @@ def test_a_files_own_types(tmp_path):
     assert part.unpacked[layer] == [("weight, unpacked", 3072 * 768 * 2)]
     with pytest.raises(ValueError, match=r"components\['unet'\]: .*want a file that has the model's 859520964 numbers"):
         predict_pipeline("sd15", 512, 512, components={"unet": tmp_path / "clip.gguf"})
+
+
+def test_sizes_of_numpy_are_pythons_integers():
+    """Also what is cached for those that ask with plain integers later."""
+    small = np.int32(512), np.int32(1024), np.int8(1)
+    ours = predict_pipeline("sdxl", *small, gpu="RTX 4090", runtime="sd.cpp", prompt_tokens=np.int16(77))
+    plain = predict_pipeline("sdxl", 512, 1024, gpu="RTX 4090", runtime="sd.cpp", prompt_tokens=77)
+    assert str(ours) == str(plain)
+    for one in (ours, plain):
+        assert all(type(phase.allocated) is int for phase in one.phases)

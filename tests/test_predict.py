@@ -1139,3 +1139,11 @@ def test_who_answers_can_be_chosen():
     assert p.workspace_source == "nobody"
     assert p.allocated < predict("sdxl", "decode", 512, 512, "float16").allocated
     assert isinstance(SimulatedProcess().workspace, Workspace)
+
+
+def test_an_overlap_of_numpys_is_a_float():
+    import numpy as np
+
+    said = predict("sdxl", "decode_tiled", 1024, 1024, gpu="RTX 4090", tile_overlap=np.float32(0.5))
+    assert type(said.tile_overlap) is float and said.tile_overlap == 0.5
+    assert '"tile_overlap": 0.5' in said.to_json()

@@ -206,6 +206,11 @@ def test_what_a_pth_holds_is_not_run(tmp_path):
     assert not (tmp_path / "made").exists()
 
 
+def pickled(value: tuple) -> bytes:
+    """A mapping with one entry that says what a call of that name would: a tuple, which is how the core reads calls."""
+    return pickle.dumps({"a": value}, protocol=2)
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -223,6 +228,15 @@ def test_what_a_pth_holds_is_not_run(tmp_path):
             "a: want a tensor of a storage that is",
         ),
         (pickle.dumps({"a": 1}, protocol=0), "want an opcode of plain data"),
+        (pickled(("torch._utils._rebuild_parameter",)), "unknown layout"),
+        (pickled(("torch._utils._rebuild_parameter", 7)), "unknown layout"),
+        (pickled(("torch._utils._rebuild_parameter", ())), "unknown layout"),
+        (pickled(("torch._utils._rebuild_tensor_v2",)), "a: want a tensor of a storage that is"),
+        (pickled(("torch._utils._rebuild_tensor_v2", 7)), "a: want a tensor of a storage that is"),
+        (
+            pickled(("torch._utils._rebuild_tensor_v2", ((1, 2, [3], 4, 5), 0, (1,), 7))),
+            "a: want a tensor of a storage",
+        ),
     ],
 )
 def test_broken_pth(tmp_path, data, message):

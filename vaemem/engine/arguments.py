@@ -55,10 +55,18 @@ def as_path(value: object, argument: str, want: str = "a path") -> Path:
 
 
 def check_mask(name: str, value: Any) -> None:
-    """ValueError where an array, or one of several, is NumPy's masked array with something masked."""
+    """ValueError if an array, or one of several, is NumPy's masked array with something masked.
+
+    It does not import numpy.ma: whoever has a masked array has imported it, and a fork during an import would leave the
+    child waiting for the import's lock.
+    """
+    ma = sys.modules.get("numpy.ma")
+    is_masked = getattr(ma, "is_masked", None)
+    if ma is None or is_masked is None:  # not imported, or only begun
+        return
     for array in value if isinstance(value, (list, tuple)) else (value,):
-        if np.ma.is_masked(array):
-            got = f"{np.ma.count_masked(array)} masked of {np.size(array)}"
+        if is_masked(array):
+            got = f"{ma.count_masked(array)} masked of {np.size(array)}"
             raise ValueError(f"{name}: want numbers everywhere, got {got}: np.ma.filled({name}, 0) gives them zeros")
 
 

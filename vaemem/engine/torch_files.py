@@ -28,15 +28,16 @@ _LOCAL_HEADER = 30  # bytes, before an entry's name and what it has besides
 
 def _tensor(name: str, value: Any, storages: Mapping[str, tuple[int, int]]) -> FileTensor | None:
     """None where a value is no tensor. storages: the first byte of each, and how many there are."""
-    if isinstance(value, tuple) and value[:1] == ("torch._utils._rebuild_parameter",) and value[1]:
-        value = value[1][0]
+    if isinstance(value, tuple) and value[:1] == ("torch._utils._rebuild_parameter",):
+        given = value[1] if len(value) > 1 else None
+        value = given[0] if isinstance(given, tuple) and given else None
     if not isinstance(value, tuple) or value[:1] != ("torch._utils._rebuild_tensor_v2",):
         return None
     try:
         (tag, kind, key, _, _), offset, shape, strides = value[1][:4]
         at, size = storages[key]
         good = tag == "storage" and isinstance(kind, str) and are_sizes([offset, *shape, *strides])
-    except (TypeError, ValueError, KeyError):
+    except (TypeError, ValueError, KeyError, IndexError):
         good = False
     if not good or len(shape) != len(strides):
         raise ValueError(f"{shown(name)}: want a tensor of a storage that is there, got {shown(value)}")

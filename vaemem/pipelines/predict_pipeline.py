@@ -548,7 +548,9 @@ def predict_pipeline(
             cudnn_version=cudnn_version, torch_version=torch_version,
         )  # fmt: skip
         card = find_card(gpu, memory, used, os)
-        made = pipeline, height, width, whole("batch", batch), steps, guidance, prompt_tokens, components or {}
+        height, width, batch = whole("height", height), whole("width", width), whole("batch", batch)
+        prompt_tokens = None if prompt_tokens is None else whole("prompt_tokens", prompt_tokens)
+        made = pipeline, height, width, batch, steps, guidance, prompt_tokens, components or {}
         (way,) = running.sdcpp_ways(*made, [running.words_of(pipeline, offload, vae)])
         asked = {
             "model": pipeline, "height": height, "width": width, "batch": batch, "tokens": prompt_tokens,

@@ -175,6 +175,7 @@ class Job:
             raise ValueError(f"tile: want it with a tiled op, got {self.tile!r} with {self.op}")
         if not 0 <= real(self.tile_overlap) < 1:
             raise ValueError(f"tile_overlap: want a number from 0 to less than 1, got {self.tile_overlap!r}")
+        object.__setattr__(self, "tile_overlap", real(self.tile_overlap))
         for name, most in MOST.items():
             if name != "tile" or self.is_tiled:
                 object.__setattr__(self, name, whole(name, getattr(self, name), most=most))

@@ -597,8 +597,10 @@ def graph(
     choose("component", component, COMPONENTS)
     build, stride, padded = COMPONENTS[component]
     is_vae = component.startswith("vae")
+    if stride:  # as Python's own integers, which the cache would otherwise give back as NumPy's
+        height, width = whole("height", height, stride), whole("width", width, stride)
     for name, side in (("height", height), ("width", width)):
-        if stride and whole(name, side, stride) % stride:
+        if stride and side % stride:
             raise ValueError(f"{name}: want a multiple of {stride} for {component}, got {side}")
     made = Builder(weight_type, conv_direct, flash and stride > 0, conv_scale and is_vae, backend)
     sides = tiles = [height // 8, width // 8] if stride else []
