@@ -439,3 +439,37 @@ def test_a_pipelines_phases(capsys):
     assert "--offload-to-cpu" in capsys.readouterr().out
     assert main(["pipeline", "sd15", "512", "--offload", "cpu"]) == 2
     assert capsys.readouterr().err == "vaemem pipeline: --offload: want one of none, model, sequential, got 'cpu'\n"
+
+
+# ---- closed and broken streams ----
+
+
+def shell(line: str) -> subprocess.CompletedProcess:
+    command = f'vaemem() {{ {shlex.quote(sys.executable)} -m vaemem "$@"; }}; {line}'
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+
+
+def test_closed_streams_are_said_in_a_line():
+    done = shell("vaemem predict sdxl decode 512 --gpu T4 >&-")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "standard output is closed" in done.stderr
+    done = shell("vaemem explain <&-")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "standard input is closed" in done.stderr
+
+
+def test_a_pipe_that_nobody_reads_leaves_the_exit_status():
+    line = "vaemem fits sdxl decode 4096 --gpu T4 --format json | true; echo ${PIPESTATUS[0]}"
+    done = shell(f"sleep 0; {line}")
+    assert done.stdout == "1\n" and not done.stderr
+
+
+def test_the_end_of_a_long_input_is_explained():
+    message = "CUDA out of memory. Tried to allocate 2.25 GiB. GPU 0 has a total capacity of 7.79 GiB"
+    noise = "yes 'a line of a log' | head -c 30000000"
+    done = shell(f"({noise}; echo '{message}') | vaemem explain -")
+    alone = shell(f"echo '{message}' | vaemem explain -")
+    assert done.returncode == alone.returncode == 0 and done.stdout == alone.stdout and "1536x1536" in done.stdout
+
+
+def test_a_path_that_is_not_there_is_no_message():
+    done = shell("vaemem explain nowhere/run.log")
+    assert done.returncode == 2 and "there is no file nowhere/run.log" in done.stderr

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TextIO
 
 from vaemem._common import Message, Named, need
 from vaemem.cli import commands
@@ -36,6 +38,30 @@ def _said(error: BaseException, args: argparse.Namespace) -> str:
     return (options.get(name) or [name])[-1] + colon + rest
 
 
+class _Output:
+    """Standard output that goes on when nobody reads it any more, so that the command still has its exit status."""
+
+    def __init__(self, file: TextIO):
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def _do(self, call: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return call(*args)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._file.fileno())  # also for what Python writes when it ends
+            return None
+
+    def write(self, text: str) -> int:
+        self._do(self._file.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._do(self._file.flush)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; 0 when done, 2 for bad input (a sentence on stderr, no traceback), 130 for Ctrl-C."""
     # Nothing here gives NumPy's threads work, and they spin while they wait. It is read when NumPy is imported.
@@ -45,11 +71,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if completes:
         need("argcomplete", "completion").autocomplete(parser)
     args, status = parser.parse_args(argv), 0
+    if sys.stdout is None:
+        print(f"vaemem {args.command}: standard output is closed: open it or redirect it to a file", file=sys.stderr)
+        return 2
     try:
-        status = args.run(args) or 0
-        sys.stdout.flush()
-    except BrokenPipeError:  # whoever read has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush when Python ends
+        with contextlib.redirect_stdout(_Output(sys.stdout)):  # type: ignore[type-var]
+            status = args.run(args) or 0
+            sys.stdout.flush()
+    except BrokenPipeError:  # a pipe other than standard output
+        pass
     except (ValueError, OSError, ImportError, OverflowError, MemoryError, RuntimeError) as error:
         print(f"vaemem {args.command}: {_said(error, args)}", file=sys.stderr)
         return 2

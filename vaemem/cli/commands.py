@@ -390,15 +390,31 @@ def run_measure(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     return 1 if measured.out_of_memory_at else 0
 
 
+MOST_OF_A_MESSAGE = 1 << 20  # characters: the end of a log, where the message is
+
+
+def _piped() -> str:
+    """The end of standard input."""
+    if sys.stdin is None:
+        raise ValueError("message: standard input is closed: give the message or a file's path")
+    kept = ""
+    while part := sys.stdin.read(MOST_OF_A_MESSAGE):
+        kept = (kept + part)[-MOST_OF_A_MESSAGE:]
+    return kept
+
+
 @command("vaemem:explain", "message of_run of_op gpu runtime answer_format")
 def run_explain(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """Which run and which tensor an out-of-memory message is about, and what would have fitted."""
     text = "-" if args.message is None else args.message
     if text == "-":
-        text = sys.stdin.read()
+        text = _piped()
+    elif len(text.split()) == 1 and (os.sep in text or Path(text).suffix) and not os.path.exists(text):
+        raise ValueError(f"message: there is no file {text}, and a message has several words")
     elif os.path.isfile(text):
         data = Path(text).read_bytes()
-        text = data.decode("utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8", "replace")
+        coding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8"
+        text = data.decode(coding, "replace")[-MOST_OF_A_MESSAGE:]
     _print(vaemem.explain(text, **asked), args.format)
 
 
