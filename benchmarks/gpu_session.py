@@ -305,6 +305,7 @@ def environment(rehearse: bool) -> dict[str, str]:
     """Of the steps. What `pack` made comes first on the path, but only if it was made for this Python."""
     out = Session.out()
     env = dict(os.environ)
+    env.pop("PYTHONSAFEPATH", None)  # benchmarks import what lies beside them
     packed = PACKED / "site"
     usable = (packed / f"python{sys.version_info.major}.{sys.version_info.minor}").exists()
     paths = [str(packed)] if usable and not rehearse else [] if rehearse else [str(ROOT)]

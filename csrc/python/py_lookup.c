@@ -131,8 +131,8 @@ static int read_rule(PyObject *dict, bool formula, vm_rule *rule) {
     return to_channels(dict, rule);
 }
 
-/* formula: whether the rule has to have one. Items and keys may run Python's code, which may change the dict: what is read
- * is a copy. */
+/* formula: whether the rule has to have one. Items and keys may run Python's code, which may change the dict: what is
+ * read is a copy. */
 static int to_rule(PyObject *dict, bool formula, vm_rule *rule) {
     *rule = (vm_rule){.most = INT64_MAX};
     if (!PyDict_Check(dict)) return bad("rules that are dicts", dict);

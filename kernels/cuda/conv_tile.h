@@ -165,8 +165,8 @@ VM_DEVICE void vm_conv_fetch_filter(const vm_conv_args &a, vm_conv_filter &f, ch
     const uint32_t taps = a.k * a.k, outs = VM_ROUND_UP(a.y_c, VM_BLOCK);
     const uint32_t v = threadIdx.x % S::VECTORS, first = threadIdx.x / S::VECTORS, c = f.chunk * VM_CONV_CHUNK + v * 8;
     const T *const w = static_cast<const T *>(a.w);
-    /* vm_conv_choose has seen that the filters' numbers keep within 32 bits. Of blocks only rows and planes move within the
-     * loop; a tile of more outs than a block has goes on in the next tile's blocks. */
+    /* vm_conv_choose has seen that the filters' numbers keep within 32 bits. Of blocks only rows and planes move within
+     * the loop; a tile of more outs than a block has goes on in the next tile's blocks. */
     const uint32_t chunks = (a.in_c + VM_CONV_CHUNK - 1) / VM_CONV_CHUNK;
     const uint32_t step = taps * a.in_c, next = chunks * taps * VM_CONV_FILTER_BLOCK;
     const uint32_t from = a.blocked ? (uint32_t)vm_conv_filter_at(outs, a.in_c, taps, f.phase, f.out, f.tap, c) -
@@ -322,8 +322,8 @@ VM_DEVICE void vm_conv_measure(const vm_conv_args &a, const float (&d)[S::M][S::
         pixels += valid[r];
     }
     const float over = pixels > 0 ? 1 / pixels : 0;
-    /* sums: [DOWN] counts, then means and deviations of each. Of a lane's channels at most 16 are summed at a time, since
-     * all of them would want more registers than there are. */
+    /* sums: [DOWN] counts, then means and deviations of each. Of a lane's channels at most 16 are summed at a time,
+     * since all of them would want more registers than there are. */
     constexpr int PIECES = S::N > 8 ? S::N / 8 : 1, COUNT = 2 * S::N / PIECES, KEPT = COUNT >= 8 ? COUNT / 8 : 1;
     const uint32_t first = lane / 4 * COUNT / 8; /* of the lane's COUNT channels, the first it has kept */
     float *const mine = sums + S::DOWN * 4 + down * 2 * S::OUTS;

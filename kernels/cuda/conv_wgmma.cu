@@ -1,14 +1,15 @@
-/* conv_wgmma: what conv.cu computes, for stride 1 on Hopper GPUs, whose tensor cores read both factors from shared memory.
+/* conv_wgmma: what conv.cu computes, for stride 1 on Hopper GPUs, whose tensor cores read both factors from shared
+ * memory.
  *
- * A block has four warpgroups. The first two multiply: each has 8 of the tile's 16 rows, as two products of 64 pixels (8 rows
- * by 8 columns) by 128 channels, and ends its rows as conv.cu does. They share x and filters but do not wait for each other,
- * so that one may multiply while the other adds, rounds, stores and measures. Of the other two one thread has filters copied
- * into a ring, one tap of a chunk after the other, and seven warps normalise and activate chunks of 64 channels of x with their
- * halo.
+ * A block has four warpgroups. The first two multiply: each has 8 of the tile's 16 rows, as two products of 64 pixels
+ * (8 rows by 8 columns) by 128 channels, and ends its rows as conv.cu does. They share x and filters but do not wait
+ * for each other, so that one may multiply while the other adds, rounds, stores and measures. Of the other two one
+ * thread has filters copied into a ring, one tap of a chunk after the other, and seven warps normalise and activate
+ * chunks of 64 channels of x with their halo.
  *
  *   full_x, empty_x: two chunks of x           full_w, empty_w: the slots of the ring
- *   x        [8 planes][18][18][8 channels]    the pixels that a tap needs lie 16 bytes from each other in a row, and the
- *   filter   [8 planes][128][8 channels]       rows 288: no other copy is made of them */
+ *   x        [8 planes][18][18][8 channels]    the pixels that a tap needs lie 16 bytes from each other in a row,
+ *   filter   [8 planes][128][8 channels]       and the rows 288: no other copy is made of them */
 #include "conv_tile.h"
 
 #ifdef VM_HAS_WGMMA
@@ -37,8 +38,8 @@ enum {
     VM_WGMMA_INPUTS = 224,
     VM_WGMMA_STEP = VM_WGMMA_INPUTS / VM_WGMMA_PLANES /* pixels between them */
 };
-/* Registers of a thread: of each when the kernel begins, then of those that prepare and of those that multiply. What two
- * warpgroups give back is all that the other two can have: they would wait for more forever. */
+/* Registers of a thread: of each when the kernel begins, then of those that prepare and of those that multiply. What
+ * two warpgroups give back is all that the other two can have: they would wait for more forever. */
 enum { VM_WGMMA_REGISTERS = 128, VM_WGMMA_FEWER = 72, VM_WGMMA_MORE = 184 };
 static_assert(2 * VM_WGMMA_FEWER + 2 * VM_WGMMA_MORE <= 4 * VM_WGMMA_REGISTERS, "there are no more registers");
 static_assert(VM_WGMMA_BARRIERS + (2 * VM_WGMMA_STAGES + 4) * 8 == VM_WGMMA_SHARED, "as cuda.h");

@@ -213,8 +213,8 @@ enum { VM_CONV_COLUMNS = 16, VM_CONV_CHUNK = 64 /* channels of x in shared memor
 enum { VM_CONV_KINDS = VM_CONV_TILES(VM_CONV_ONE) };
 #undef VM_CONV_ONE
 
-/* The kernel of conv_wgmma.cu, for compute capability 9.0 alone: 16 rows of pixels by 128 channels, which two warpgroups
- * multiply and a third one prepares. Each warpgroup of the two measures its own 8 rows. */
+/* The kernel of conv_wgmma.cu, for compute capability 9.0 alone: 16 rows of pixels by 128 channels, which two
+ * warpgroups multiply and two prepare. Each of the first two measures its own 8 rows. */
 enum { VM_CONV_WGMMA = VM_CONV_KINDS, VM_CONV_ALL_KINDS, VM_WGMMA_STAGES = 8 };
 
 typedef struct vm_conv_tile {
@@ -230,13 +230,14 @@ typedef struct vm_conv_tile {
     (2 * (((ROWS) - 1) * (STRIDE) + 3) * ((VM_CONV_COLUMNS - 1) * (STRIDE) + 3) * VM_CONV_CHUNK * 2 + \
      (STAGES) * (OUTS) * VM_CONV_CHUNK * 2 + (DOWN) * (2 * (OUTS) + 4) * 4)
 
-/* Filters in blocks, as conv_wgmma.cu copies them to shared memory: [phase][tile of 128 outs][chunk of 64 channels][tap], and
- * a block is [8 planes][128 outs][8 channels]. Of 16 outs, where the products need each is vm_conv_filter_column. */
+/* Filters in blocks, as conv_wgmma.cu copies them to shared memory: [phase][tile of 128 outs][chunk of 64
+ * channels][tap], and a block is [8 planes][128 outs][8 channels]. Of 16 outs, where the products need each is
+ * vm_conv_filter_column. */
 enum { VM_CONV_FILTERS = 128, VM_CONV_FILTER_BLOCK = VM_CONV_FILTERS * VM_CONV_CHUNK /* numbers */ };
 
-/* A product leaves a lane two neighbouring columns of each 8. So that these are four neighbouring channels of y in memory,
- * filters are read in another order: of 16, column j of the first 8 is filter 4 * (j / 2) + j % 2, and of the second the one
- * two further. The inverse: */
+/* A product leaves a lane two neighbouring columns of each 8. So that these are four neighbouring channels of y in
+ * memory, filters are read in another order: of 16, column j of the first 8 is filter 4 * (j / 2) + j % 2, and of the
+ * second the one two further. The inverse: */
 static inline VM_ANYWHERE uint32_t vm_conv_filter_column(uint32_t filter) {
     return filter / 16 * 16 + filter / 2 % 2 * 8 + filter % 16 / 4 * 2 + filter % 2;
 }
@@ -255,14 +256,14 @@ static inline VM_ANYWHERE size_t vm_conv_filter_at(uint32_t outs, uint32_t in, u
     return block * VM_CONV_FILTER_BLOCK + c % VM_CONV_CHUNK / 8 * VM_CONV_FILTERS * 8 +
            vm_conv_filter_column(out % VM_CONV_FILTERS) * 8 + c % 8;
 }
-/* Whether a convolution's filters are in blocks on a device that has conv_wgmma.cu's kernel: those of 3x3, for which there
- * always is a tile of ours. in, outs: padded to multiples of VM_BLOCK. */
+/* Whether a convolution's filters are in blocks on a device that has conv_wgmma.cu's kernel: those of 3x3, for which
+ * there always is a tile of ours. in, outs: padded to multiples of VM_BLOCK. */
 static inline bool vm_conv_is_blocked(size_t k, size_t in, size_t outs) {
     return k == 3 && 16 * in * outs <= UINT32_MAX;
 }
 
-/* For conv_wgmma.cu: two chunks of x as eight planes of 18x18 pixels of 16 bytes, 80 bytes between the planes; blocks of
- * filters; sums of both warpgroups; barriers. */
+/* For conv_wgmma.cu: two chunks of x as eight planes of 18x18 pixels of 16 bytes, 80 bytes between the planes; blocks
+ * of filters; sums of both warpgroups; barriers. */
 #define VM_WGMMA_PLANE (18 * 18 * 16 + 80)
 #define VM_WGMMA_FILTER (VM_CONV_FILTER_BLOCK * 2)
 #define VM_WGMMA_SHARED                                                                       \

@@ -193,8 +193,8 @@ VM_DEVICE void vm_mma_16816(float d[4], const uint32_t a[4], const uint32_t b[2]
 #endif
 
 #ifndef VM_EMULATED
-/* A barrier in shared memory: a phase ends when so many threads have arrived. A wait for a phase's parity returns at once
- * when that phase has ended; the one before the first has parity 1. */
+/* A barrier in shared memory: a phase ends when so many threads have arrived. A wait for a phase's parity returns at
+ * once when that phase has ended; the one before the first has parity 1. */
 VM_DEVICE void vm_barrier_init(uint64_t *barrier, uint32_t count) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(vm_shared_address(barrier)), "r"(count) : "memory");
 }
@@ -246,8 +246,8 @@ VM_DEVICE void vm_more_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
-/* Rows of 8 numbers of 2 bytes, 16 bytes each: eight rows lie side by side, the next eight `rows` bytes further, the next
- * 8 columns `columns` bytes further. */
+/* Rows of 8 numbers of 2 bytes, 16 bytes each: eight rows lie side by side, the next eight `rows` bytes further, the
+ * next 8 columns `columns` bytes further. */
 VM_DEVICE uint64_t vm_matrix(const void *first, uint32_t rows, uint32_t columns) {
     return (uint64_t)(vm_shared_address(first) >> 4) | (uint64_t)(columns >> 4) << 16 | (uint64_t)(rows >> 4) << 32;
 }
@@ -268,8 +268,8 @@ VM_DEVICE void vm_wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
-/* d += a b of 64x16 by 16x128 numbers, by a warpgroup: a warp has 16 rows. d[i][n][2 * HALF + e] is row lane / 4 + 8 i of
- * them and column 8 n + lane % 4 * 2 + e. b is given as its transpose. */
+/* d += a b of 64x16 by 16x128 numbers, by a warpgroup: a warp has 16 rows. d[i][n][2 * HALF + e] is row lane / 4 + 8 i
+ * of them and column 8 n + lane % 4 * 2 + e. b is given as its transpose. */
 template <typename T, int HALF>
 VM_DEVICE void vm_wgmma_64x128(float (&d)[2][16][4], uint64_t a, uint64_t b) {
 #define VM_WGMMA(TYPES)                                                                                                \
