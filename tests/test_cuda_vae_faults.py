@@ -429,6 +429,20 @@ def test_own_convolution_needs_no_cudnn(monkeypatch, tmp_path):
     gpu_process('VAE.random("sdxl", device="cuda", dtype="float16", convolution="own").estimate("encode", 64, 64)')
 
 
+def test_which_convolution_auto_is():
+    """Our own on compute capability 9.0 in half precision; cuDNN elsewhere, in float32 and to be timed."""
+    gpu.emulator()
+    code = """import sys
+from vaemem import VAE
+half = {"dtype": "float16"}
+for words in (half, {"dtype": "bfloat16"}, {"dtype": "float32"}, half | {"autotune": True}):
+    print(VAE.random("taesd", device="cuda", **words)._device.convolution)"""
+    for sm, want in (("90", "own own cudnn cudnn"), ("80", "cudnn " * 4), ("120", "cudnn " * 4)):
+        env = os.environ | {"VAEMEM_EMULATED_SM": sm}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+        assert done.stdout.split() == want.split(), done.stderr
+
+
 def gpu_process(code):
     """In a process of its own, which has no cuDNN yet."""
     code = f"from vaemem import VAE\n{code}"

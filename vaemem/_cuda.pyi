@@ -11,6 +11,7 @@ class Backend:
     unaccounted: int
     to_come: int
     plans: list[str]
+    wgmma: bool
     cudnn_version: str | None
     def __init__(
         self,

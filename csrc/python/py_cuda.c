@@ -100,6 +100,8 @@ static PyObject *get_cudnn(Backend *self, void *Py_UNUSED(closure)) {
     return PyUnicode_FromFormat("%zu.%zu.%zu", v / 10000, v / 100 % 100, v % 100);
 }
 
+static PyObject *get_wgmma(Backend *self, void *Py_UNUSED(closure)) { return PyBool_FromLong(self->gpu->wgmma); }
+
 static PyObject *get_plans(Backend *self, void *Py_UNUSED(closure)) {
     const vm_cudnn_convs *convs = self->gpu->convs;
     char text[256];
@@ -129,6 +131,7 @@ static PyGetSetDef backend_attributes[] = {
     {"unaccounted", (getter)get_unaccounted, NULL,
      "Bytes that kernels, cuDNN and graphs have taken, by what was free before and after.", NULL},
     {"to_come", (getter)get_to_come, NULL, "Bytes that graphs which are still to be captured may take.", NULL},
+    {"wgmma", (getter)get_wgmma, NULL, "Whether our own convolution has its kernel for compute capability 9.0.", NULL},
     {"plans", (getter)get_plans, NULL, "cuDNN's plans so far, the newest first: convolution, engine, workspace.", NULL},
     {"cudnn_version", (getter)get_cudnn, NULL, "'9.19.0', or None where our own convolution does without.", NULL},
     {NULL, NULL, NULL, NULL, NULL}};

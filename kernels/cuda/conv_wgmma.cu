@@ -291,6 +291,7 @@ VM_DEVICE void vm_wgmma_convolve(const vm_conv_args &a, char *shared) {
             vm_barrier_init(bars.full_x + i, VM_WGMMA_INPUTS), vm_barrier_init(bars.empty_x + i, 8);
         for (int i = 0; i < VM_WGMMA_STAGES; i++)
             vm_barrier_init(bars.full_w + i, 1), vm_barrier_init(bars.empty_w + i, 8);
+        vm_fence_async(); /* bulk copies see them too */
     }
     __syncthreads();
     const uint32_t warp = vm_of_warp(threadIdx.x / 32);
