@@ -19,11 +19,11 @@
 enum {
     PARTS_WANTED = 2048,
     PART_LEAST = 192,
-    WAVES = 1,        /* in a step, of tiles that are at work at the same time: 1, 2 or 4, as a GPU will say */
+    WAVES = 1,        /* in a step, of tiles that are at work at the same time: 1, 2 and 4 were not measured */
     TILE = 128 * 128, /* numbers of y that cuDNN is taken to compute in a block */
     LEAST_ROWS = 4    /* of y that it is given in a step */
 };
-static const double stepped_cost = 1.05; /* of a pass in steps, relative to it whole: assumed, for no GPU has said */
+static const double stepped_cost = 1.05; /* of a pass in steps, relative to it whole: assumed, not measured */
 
 /* How a convolution is cut; sizes in elements. */
 typedef struct shape {
