@@ -143,7 +143,7 @@ def table(machine: Machine, args: argparse.Namespace) -> list[dict[str, Any]]:
         for dtype in args.dtypes:
             peak = machine.flops(dtype if machine.gpu else "float32")
             for case in [case for size in args.sizes for case in passes(size, 16 if args.small else 128)]:
-                one = Pass(case, dtype, machine.device, wgmma)
+                one = Pass(case, dtype, machine.device, wgmma and case.k == 3)
                 turns = {name: Turn(one, name, launch, most, count) for name in one.tiles(most)}
                 chosen = one.chosen(most, count)
                 failures: dict[str, str] = {}
