@@ -140,12 +140,23 @@ void describe(char *out, size_t room) {
              waits->at.file, waits->at.line, threads, gone, threads - gone - same);
 }
 
+uint32_t ready_warps() {
+    uint32_t warps = 0;
+    for (uint32_t i = 0; i < (threads + WARP - 1) / WARP; i++) warps |= (uint32_t)(ready[i] != 0) << i;
+    return warps;
+}
+
+void bulk_arrives(uint32_t i);
+
 /* Leaves a fiber that cannot go on for one that can. */
 void next(context &from) {
     uint32_t warp = self ? self->index / WARP : 0;
     if (!self || !ready[warp]) {
-        uint32_t warps = 0;
-        for (uint32_t i = 0; i < (threads + WARP - 1) / WARP; i++) warps |= (uint32_t)(ready[i] != 0) << i;
+        uint32_t warps = ready_warps();
+        while (!warps && gone < threads && !bulks.empty()) { /* who waits may have come before the copy was begun */
+            bulk_arrives((uint32_t)(chance() % bulks.size()));
+            warps = ready_warps();
+        }
         if (!warps) {
             if (gone < threads) stuck();
             from.go(scheduler);
@@ -389,6 +400,13 @@ void copy_bulk(const bulk &copy) {
     phases_of(copy.barrier)->bytes -= copy.bytes;
     look(copy.barrier);
 }
+
+/* One that is on its way. */
+void bulk_arrives(uint32_t i) {
+    const bulk copy = bulks[i];
+    bulks.erase(bulks.begin() + (ptrdiff_t)i);
+    copy_bulk(copy);
+}
 }  // namespace
 
 void vm_barrier_begin(uint64_t *barrier, uint32_t count) {
@@ -412,9 +430,7 @@ void vm_barrier_until(vm_place at, uint64_t *barrier, uint32_t parity) {
         size_t i = 0;
         while (i < bulks.size() && bulks[i].barrier != barrier) i++;
         if (i < bulks.size()) {
-            const bulk copy = bulks[i];
-            bulks.erase(bulks.begin() + (ptrdiff_t)i);
-            copy_bulk(copy);
+            bulk_arrives((uint32_t)i);
             continue;
         }
         self->lent = barrier;
