@@ -2,7 +2,7 @@
 
 Environment:
   VAEMEM_RESULTS  where the CSV files go, else benchmarks/results
-  VAEMEM_ROWS     a file to which every row is also appended as a line of JSON, as soon as it is measured
+  VAEMEM_ROWS     a file; each row is appended to it as a line of JSON as soon as it is measured
   VAEMEM_COMMIT   the measured commit, if there is no git
 """
 
@@ -126,20 +126,20 @@ def commit() -> str:
     return "unknown"
 
 
-_appended: Counter[str] = Counter()  # rows of each table that are in VAEMEM_ROWS
+_appended: Counter[str] = Counter()  # rows of each table that write_csv has appended to VAEMEM_ROWS
 
 
-def append_rows(name: str, rows: list[dict]) -> None:
-    """Appends the rows that are new since the last call to the file VAEMEM_ROWS, if it is set."""
+def append_row(table: str, row: dict) -> None:
+    """Appends a line of JSON to the file VAEMEM_ROWS, if it is set."""
     if os.environ.get("VAEMEM_ROWS"):
-        new = [json.dumps({"table": name} | row) + "\n" for row in rows[_appended[name] :]]
         with open(os.environ["VAEMEM_ROWS"], "a") as file:
-            file.writelines(new)
-        _appended[name] = len(rows)
+            file.write(json.dumps({"table": table} | row) + "\n")
 
 
 def write_csv(name: str, rows: list[dict], quiet: bool = False) -> None:
-    append_rows(name, rows)
+    for row in rows[_appended[name] :]:
+        append_row(name, row)
+    _appended[name] = len(rows)
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / name
     with open(path, "w", newline="") as f:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch_vae
-from common import Machine, Worker, append_rows, commit, median, serve
+from common import Machine, Worker, append_row, commit, median, serve
 
 import vaemem
 from vaemem import _core
@@ -370,10 +370,10 @@ def enter(
 def report_entry(
     name: str, case: Case, contestant: Contestant, memory: dict[str, int | None], error: float | None
 ) -> None:
-    """Prints memory, error and plans of a contestant before it is timed."""
+    """Reports the memory and the error of a contestant before it is timed."""
     taken = ", ".join(f"{what} {value}" for what, value in memory.items())
     print(f"  entered: {name}: error {error and f'{error:.3e}'}, {taken} bytes {contestant.notes}", flush=True)
-    append_rows(f"entered {name} {case}", [{"error": error} | memory])
+    append_row("entered", {"contestant": name, "case": str(case), "error": error} | memory)
 
 
 def contest(

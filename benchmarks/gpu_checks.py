@@ -17,7 +17,7 @@ import sys
 import time
 
 import numpy as np
-from common import append_rows, median
+from common import append_row, median
 
 import vaemem
 
@@ -35,11 +35,7 @@ def latents(pixels: int) -> np.ndarray:
 
 def report(check: str, **row: object) -> None:
     print(f"{check}: " + ", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
-    rows.append({"check": check} | row)
-    append_rows(f"check {check}", [one for one in rows if one["check"] == check])
-
-
-rows: list[dict] = []
+    append_row("check", {"check": check} | row)
 
 
 def one(args: argparse.Namespace) -> bool:

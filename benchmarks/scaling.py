@@ -2,8 +2,7 @@
 
     python benchmarks/scaling.py [--threads 16 8 4 2 1] [--size 512] [--dtypes float32 bfloat16] [--rounds 3]
 
-Each row is the median of `rounds` runs of one number of threads, after one warm-up. `speedup` compares it with the
-row of one thread, which is measured last because it takes longest. PyTorch runs the same module with the same weights
+Each row is the median of `rounds` runs after one warm-up. One thread comes last because it takes longest. PyTorch runs the same module with the same weights
 (torch_vae.py) if it is installed. Rows go to scaling_<cpu>.csv in benchmarks/results as they are measured.
 """
 
@@ -15,11 +14,11 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from common import append_rows, median, where, write_csv
+from common import median, where, write_csv
 
 import vaemem
 
-Decode = Callable[[np.ndarray, int], object]  # of latents, by so many threads
+Decode = Callable[[np.ndarray, int], object]  # takes latents and a number of threads
 
 
 def ours(dtype: str) -> Decode:
@@ -81,12 +80,7 @@ def main(argv: list[str] | None = None) -> None:
                 row = {"contestant": who, "dtype": dtype, "size": args.size, "threads": threads}
                 lines.append(row | {"seconds": round(seconds, 4), **where()})
                 print(f"{who} {dtype} {args.size}x{args.size}, {threads} threads: {seconds:.3f} s", flush=True)
-                append_rows(name, lines)
-    for line in lines:
-        alone = [one for one in lines if one["threads"] == 1 and one["contestant"] == line["contestant"]]
-        one = next((one for one in alone if one["dtype"] == line["dtype"]), None)
-        line["speedup"] = one and round(one["seconds"] / line["seconds"], 2)
-    write_csv(name, lines)
+                write_csv(name, lines, quiet=True)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ sys.path.insert(0, str(SCRIPT.parent))
 
 import gpu_session
 
-# A session whose steps are these instead. A measurement is noted in `truth` once common.append_rows has returned.
+# A session whose steps are these instead. A measurement is noted in `truth` once common.append_row has returned.
 STAND_IN = """
 import sys
 from pathlib import Path
@@ -28,11 +28,9 @@ from gpu_session import Step
 measure = '''
 import os, sys, time
 sys.path.insert(0, {benchmarks!r})
-from common import append_rows
-rows = []
+from common import append_row
 for i in range(int(sys.argv[2])):
-    rows.append({{"step": sys.argv[1], "number": i}})
-    append_rows("numbers.csv", rows)
+    append_row("numbers.csv", {{"step": sys.argv[1], "number": i}})
     with open({truth!r}, "a") as file:
         file.write(f"{{sys.argv[1]}} {{i}}\\\\n")
     print(sys.argv[1], i, flush=True)
