@@ -2,8 +2,9 @@
 
     python benchmarks/scaling.py [--threads 16 8 4 2 1] [--size 512] [--dtypes float32 bfloat16] [--rounds 3]
 
-Each row is the median of `rounds` runs after one warm-up. One thread comes last because it takes longest. PyTorch runs the same module with the same weights
-(torch_vae.py) if it is installed. Rows go to scaling_<cpu>.csv in benchmarks/results as they are measured.
+Each row is the median of `rounds` runs after one warm-up. One thread comes last because it takes longest. PyTorch runs
+the same module with the same weights (torch_vae.py) if it is installed. Rows go to scaling_<cpu>.csv in
+benchmarks/results as they are measured.
 """
 
 from __future__ import annotations
