@@ -68,7 +68,7 @@ class Pass:
 
         self.kept = {
             "x": noise(case.h, case.w, case.in_c),
-            # in blocks, of any numbers: whoever takes others reads fewer of them
+            # large enough for blocks; kernels that read plain filters read fewer numbers
             "w": noise(4 if case.up else 1, -(-outs // 128) * 128, k, k, -(-case.in_c // 64) * 64)
             * (k * k * case.in_c) ** -0.5,
             "bias": noise(outs, kind=torch.float32),
@@ -91,7 +91,7 @@ class Pass:
         )  # fmt: skip
 
     def tiles(self, most_shared: int) -> list[tuple[int, ...]]:
-        """Names of those that can compute it where a block may have so much shared memory."""
+        """Returns the names of the tiles that can compute the pass if a block may use `most_shared` bytes."""
         left_out = {FOR_PIXELS} | ({FOR_1X1} if self.case.k > 1 else set())
         fit = {name: tile for name, tile in conv_tiles(most_shared).items() if header().conv_tile_fits(tile)}
         return [

@@ -277,7 +277,7 @@ class Session:
                 process.wait(wait)
                 break
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # what it has left running
+            os.killpg(process.pid, signal.SIGKILL)  # processes that it started and did not end
         reader.join(2)
         return None if late else process.returncode
 
@@ -302,10 +302,10 @@ def capability() -> str:
 
 
 def environment(rehearse: bool) -> dict[str, str]:
-    """Of the steps. What `pack` made comes first on the path, but only if it was made for this Python."""
+    """Returns the steps' environment. Files from `pack` come first on the path if they are for this Python."""
     out = Session.out()
     env = dict(os.environ)
-    env.pop("PYTHONSAFEPATH", None)  # benchmarks import what lies beside them
+    env.pop("PYTHONSAFEPATH", None)  # benchmarks import modules from their own folder
     packed = PACKED / "site"
     usable = (packed / f"python{sys.version_info.major}.{sys.version_info.minor}").exists()
     paths = [str(packed)] if usable and not rehearse else [] if rehearse else [str(ROOT)]
@@ -330,7 +330,7 @@ def environment(rehearse: bool) -> dict[str, str]:
 
 
 def chosen(names: list[str], again: bool, done: Path) -> list[str]:
-    """Returns the steps, those of an earlier call that did not end well first."""
+    """Returns the steps to run: not those that ended well before; `second` includes the rest of `first`."""
     before = set() if again or not done.exists() else set(done.read_text().split())
     steps = []
     for name in names or ["first"]:

@@ -235,7 +235,7 @@ def diffusers_class():
     """Returns diffusers' AutoencoderKL, or None after a line that says why it cannot be imported."""
     try:
         from diffusers import AutoencoderKL
-    except Exception as error:  # a newer package beside it can break the import in any way
+    except Exception as error:  # an incompatible package can make the import raise anything
         print(f"diffusers: {type(error).__name__}: {error}; benchmarks/torch_vae.py stands in", flush=True)
         return None
     return AutoencoderKL

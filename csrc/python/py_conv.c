@@ -21,7 +21,7 @@ static int to_extents(const char *name, PyObject *value, int dims, int64_t none,
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* Of a tensor's side, a filter's, a stride: what is computed of these then keeps within 64 bits. */
+/* The largest size, stride or padding. Products of two of them fit in 64 bits. */
 static const int64_t most_extent = (int64_t)1 << 31;
 
 static int check_extents(const char *name, const int64_t *extent, int count, int64_t least) {

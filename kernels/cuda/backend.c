@@ -396,8 +396,8 @@ static vm_status conv(vm_gpu *g, const vm_pass *p, const vm_operands *at, const 
                       size_t row, size_t rows) {
     if (vm_gpu_blocked(g, p->ksize, vm_padded(p->x.c), vm_padded(p->y.c)))
         return vm_fail(VM_EDEVICE,
-                       "CUDA: no tile fits a 3x3 convolution from %zu to %zu channels, stride %d, whose filters "
-                       "cuDNN cannot read",
+                       "CUDA: no tile of our own convolution fits 3x3, %zu to %zu channels, stride %d: use "
+                       "convolution='cudnn'",
                        p->x.c, p->y.c, (int)p->stride);
     const vm_conv_key key = key_of(g, p, limits, at->manner, s);
     const bool direct = reads_x(p, at, s, rows);

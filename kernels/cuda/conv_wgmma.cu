@@ -1,5 +1,5 @@
-/* conv_wgmma: what conv.cu computes, for stride 1 on Hopper GPUs, whose tensor cores read both factors from shared
- * memory.
+/* conv_wgmma: computes what conv.cu does, for stride 1, on Hopper GPUs. Their tensor cores read both factors from
+ * shared memory.
  *
  * A block has four warpgroups. The first two multiply: each has 8 of the tile's 16 rows, as two products of 64 pixels
  * (8 rows by 8 columns) by 128 channels, and ends its rows as conv.cu does. They share x and filters but do not wait
