@@ -64,7 +64,7 @@ def entries_of(setup: Setup, case: Case, args: argparse.Namespace) -> dict[str, 
     if args.graphs:
         entries["vaemem graphs"] = lambda: ours_here(setup, case, graphs=True)
     if setup.machine.gpu and case.type != "float32":
-        other = "cudnn" if setup.ours()._device.convolution == "own" else "own"
+        other = "cudnn" if setup.ours()._device.backend.convolution == "own" else "own"
         entries[f"vaemem {other}"] = lambda: ours_here(setup, case, convolution=other)
         if args.graphs:
             entries[f"vaemem {other}, graphs"] = lambda: ours_here(setup, case, convolution=other, graphs=True)

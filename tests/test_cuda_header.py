@@ -1,6 +1,7 @@
 """cuda.h as the host has it: the kernels' arguments, and what it chooses to launch."""
 
 import ctypes
+import itertools
 
 import pytest
 from cuda_kernels import ARGS, SM_75, SM_80, SM_86, SM_90, ConvArgs, conv_tiles, header, number
@@ -83,6 +84,20 @@ def test_choice_of_tile(dtype, most, pass_, in_place, want):
     tile = header().conv_choose(number(dtype), geometry(*pass_), in_place, most, H200)
     assert (tile.rows, tile.outs, tile.stride) == want
     assert tile.shared == (conv_tiles()[want].shared if want[0] else 0) <= most
+
+
+def test_filters_in_blocks_always_have_a_tile():
+    """cuDNN cannot read them: whatever 3x3 convolution has such filters, a tile of ours computes it."""
+    for dtype, stride, up, out, in_c, side in itertools.product(
+        ("f16", "bf16"), (1, 2), (False, True), (16, 48, 128, 272, 1024), (16, 64, 528, 1024), (1, 9, 64, 1030)
+    ):
+        for format in (ROWS, F32_NCHW, U8_NHWC):
+            if (up and (stride == 2 or format != ROWS)) or (stride == 2 and format != ROWS):
+                continue  # no pass is that
+            args = geometry(side, side, in_c, out, 3, stride, up, format)
+            args.blocked = True
+            tile = header().conv_choose(number(dtype), args, False, SM_90, H200)
+            assert tile.rows and (len(tile.name) == 3 or (stride == 1 and format == ROWS))
 
 
 def test_grid():

@@ -436,7 +436,7 @@ def test_which_convolution_auto_is():
 from vaemem import VAE
 half = {"dtype": "float16"}
 for words in (half, {"dtype": "bfloat16"}, {"dtype": "float32"}, half | {"autotune": True}):
-    print(VAE.random("taesd", device="cuda", **words)._device.convolution)"""
+    print(VAE.random("taesd", device="cuda", **words)._device.backend.convolution)"""
     for sm, want in (("90", "own own cudnn cudnn"), ("80", "cudnn " * 4), ("120", "cudnn " * 4)):
         env = os.environ | {"VAEMEM_EMULATED_SM": sm}
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)

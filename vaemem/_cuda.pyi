@@ -11,7 +11,7 @@ class Backend:
     unaccounted: int
     to_come: int
     plans: list[str]
-    wgmma: bool
+    convolution: str
     cudnn_version: str | None
     def __init__(
         self,
@@ -21,7 +21,7 @@ class Backend:
         autotune: bool = False,
         libcuda: str | None = None,
         libcudnn: str | None = None,
-        own_conv: bool = False,
+        convolution: str = "auto",
     ) -> None: ...
     def memory(self) -> tuple[int, int]: ...
     def order(self, stream: int, /) -> None: ...

@@ -17,18 +17,30 @@ static void close_gpu(PyObject *capsule) {
     Py_END_ALLOW_THREADS
 }
 
+static const char *const convolutions[] = {
+    [VM_CONVOLUTION_AUTO] = "auto", [VM_CONVOLUTION_CUDNN] = "cudnn", [VM_CONVOLUTION_OWN] = "own"};
+
+static int to_convolution(PyObject *name, void *out) {
+    for (vm_convolution i = VM_CONVOLUTION_AUTO; i <= VM_CONVOLUTION_OWN; i++)
+        if (PyUnicode_Check(name) && !PyUnicode_CompareWithASCIIString(name, convolutions[i])) {
+            *(vm_convolution *)out = i;
+            return 1;
+        }
+    PyErr_Format(PyExc_ValueError, "convolution: want auto, cudnn or own, got %R", name);
+    return 0;
+}
+
 static PyObject *backend_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"device", "dtype", "tf32", "autotune", "libcuda", "libcudnn", "own_conv", NULL};
+    static char *names[] = {"device", "dtype", "tf32", "autotune", "libcuda", "libcudnn", "convolution", NULL};
     vm_gpu_options o = {0};
-    int tf32 = 0, autotune = 0, own_conv = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|iO&ppzzp:Backend", names, &o.device, vm_py_to_dtype, &o.dtype,
-                                     &tf32, &autotune, &o.libcuda, &o.libcudnn, &own_conv))
+    int tf32 = 0, autotune = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|iO&ppzzO&:Backend", names, &o.device, vm_py_to_dtype, &o.dtype,
+                                     &tf32, &autotune, &o.libcuda, &o.libcudnn, to_convolution, &o.convolution))
         return NULL;
     if (tf32 && o.dtype != VM_F32)
         return PyErr_Format(PyExc_ValueError, "tf32: want dtype float32, got %s", vm_dtype_name(o.dtype));
     o.tf32 = tf32;
     o.autotune = autotune;
-    o.own_conv = own_conv;
     vm_gpu *gpu;
     vm_status s;
     Py_BEGIN_ALLOW_THREADS
@@ -100,7 +112,9 @@ static PyObject *get_cudnn(Backend *self, void *Py_UNUSED(closure)) {
     return PyUnicode_FromFormat("%zu.%zu.%zu", v / 10000, v / 100 % 100, v % 100);
 }
 
-static PyObject *get_wgmma(Backend *self, void *Py_UNUSED(closure)) { return PyBool_FromLong(self->gpu->wgmma); }
+static PyObject *get_convolution(Backend *self, void *Py_UNUSED(closure)) {
+    return PyUnicode_FromString(convolutions[self->gpu->own_conv ? VM_CONVOLUTION_OWN : VM_CONVOLUTION_CUDNN]);
+}
 
 static PyObject *get_plans(Backend *self, void *Py_UNUSED(closure)) {
     const vm_cudnn_convs *convs = self->gpu->convs;
@@ -131,7 +145,7 @@ static PyGetSetDef backend_attributes[] = {
     {"unaccounted", (getter)get_unaccounted, NULL,
      "Bytes that kernels, cuDNN and graphs have taken, by what was free before and after.", NULL},
     {"to_come", (getter)get_to_come, NULL, "Bytes that graphs which are still to be captured may take.", NULL},
-    {"wgmma", (getter)get_wgmma, NULL, "Whether our own convolution has its kernel for compute capability 9.0.", NULL},
+    {"convolution", (getter)get_convolution, NULL, "'own' or 'cudnn': what auto has become.", NULL},
     {"plans", (getter)get_plans, NULL, "cuDNN's plans so far, the newest first: convolution, engine, workspace.", NULL},
     {"cudnn_version", (getter)get_cudnn, NULL, "'9.19.0', or None where our own convolution does without.", NULL},
     {NULL, NULL, NULL, NULL, NULL}};
@@ -139,7 +153,7 @@ static PyGetSetDef backend_attributes[] = {
 static PyType_Slot backend_slots[] = {
     {Py_tp_doc,
      "Backend(device=0, dtype='float32', tf32=False, autotune=False, libcuda=None, libcudnn=None, "
-     "own_conv=False)\n--\n\n"
+     "convolution='auto')\n--\n\n"
      "One GPU with one type of numbers. libcuda, libcudnn: paths, where the loader would not find them."},
     {Py_tp_new, (void *)backend_new},
     {Py_tp_dealloc, (void *)backend_dealloc},

@@ -12,6 +12,7 @@
  * Where a pass runs whole its stripes take at most limits.stripe_bytes, so no copy of a tensor is ever stored whole.
  * Else a stripe is a step of a chain. They go down the image in order on one stream, so y may lie in x's place where a
  * pixel of y needs only that pixel of x. */
+#include <assert.h>
 #include <math.h>
 
 #include "gpu.h"
@@ -394,11 +395,7 @@ static vm_status move(vm_gpu *g, const vm_pass *p, const vm_operands *at, const 
 
 static vm_status conv(vm_gpu *g, const vm_pass *p, const vm_operands *at, const vm_limits *limits, const shape *s,
                       size_t row, size_t rows) {
-    if (vm_gpu_blocked(g, p->ksize, vm_padded(p->x.c), vm_padded(p->y.c)))
-        return vm_fail(VM_EDEVICE,
-                       "CUDA: no tile of our own convolution fits 3x3, %zu to %zu channels, stride %d: use "
-                       "convolution='cudnn'",
-                       p->x.c, p->y.c, (int)p->stride);
+    assert(!vm_gpu_blocked(g, p->ksize, vm_padded(p->x.c), vm_padded(p->y.c))); /* cuDNN reads plain filters */
     const vm_conv_key key = key_of(g, p, limits, at->manner, s);
     const bool direct = reads_x(p, at, s, rows);
     const char *in =

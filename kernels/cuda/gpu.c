@@ -45,8 +45,8 @@ static vm_status find_device(vm_gpu *g, const vm_gpu_options *o) {
         return vm_fail(VM_EINVAL, "%s: want a GPU of compute capability %s or later for %s, got %s, which is %d.%d",
                        g->capability < 75 ? "device" : "dtype", o->dtype == VM_BF16 ? "8.0" : "7.5",
                        vm_dtype_name(o->dtype), name, g->capability / 10, g->capability % 10);
-    snprintf(g->name, sizeof g->name, "cuda:%d %s%s%s", o->device, vm_dtype_name(o->dtype), o->tf32 ? " tf32" : "",
-             o->own_conv ? " own" : "");
+    snprintf(g->name, sizeof g->name - sizeof " own", "cuda:%d %s%s", o->device, vm_dtype_name(o->dtype),
+             o->tf32 ? " tf32" : "");
     return VM_OK;
 }
 
@@ -77,7 +77,11 @@ static vm_status fill(vm_gpu *g, const vm_gpu_options *o) {
     VM_ENTER(g);
     vm_status s = find_granularity(g);
     if (!s) s = vm_gpu_watch(g, true, &free);
+    const bool may_own = o->convolution == VM_CONVOLUTION_AUTO && o->dtype != VM_F32 && !o->autotune;
+    g->own_conv = o->convolution == VM_CONVOLUTION_OWN || may_own;
     if (!s) s = vm_gpu_load_kernels(g);
+    if (may_own) g->own_conv = g->wgmma;
+    if (g->own_conv) strcat(g->name, " own");
     if (!s) s = make_streams(g);
     if (s) return s;
     s = vm_cudnn_convs_new(o->libcudnn, NULL, &g->convs);
@@ -121,7 +125,6 @@ vm_status vm_gpu_open(const vm_gpu_options *o, vm_gpu **out) {
                               .self = g};
     g->tf32 = o->tf32;
     g->autotune = o->autotune;
-    g->own_conv = o->own_conv;
     vm_status s = (g->d = vm_driver_get(o->libcuda)) ? VM_OK : VM_EDEVICE;
     if (!s) s = find_device(g, o);
     if (!s) s = retain_context(g, o->device);

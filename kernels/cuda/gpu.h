@@ -83,10 +83,15 @@ typedef struct vm_gpu {
     size_t graph_most;
 } vm_gpu;
 
+/* Whose convolution. AUTO: our own in half precision where conv_wgmma.cu's kernel is there, unless cuDNN's is to be
+ * timed; otherwise cuDNN's. */
+typedef enum vm_convolution { VM_CONVOLUTION_AUTO, VM_CONVOLUTION_CUDNN, VM_CONVOLUTION_OWN } vm_convolution;
+
 typedef struct vm_gpu_options {
     int device;
     vm_dtype dtype;
-    bool tf32, autotune, own_conv;
+    bool tf32, autotune;
+    vm_convolution convolution;
     const char *libcuda, *libcudnn; /* NULL: where they are found */
 } vm_gpu_options;
 

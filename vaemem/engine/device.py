@@ -178,12 +178,6 @@ def library_of(array: Any) -> str:
 # ---- opened ----
 
 
-def _is_hopper(number: int, libcuda: str | None) -> bool:
-    """Return whether the GPU is of compute capability 9.0, where our own convolution was measured to be faster."""
-    found = _cuda.devices(libcuda)
-    return number < len(found) and tuple(found[number]["capability"]) == (9, 0)
-
-
 class Device:
     """A GPU with one type of numbers, opened for one VAE."""
 
@@ -196,14 +190,8 @@ class Device:
             raise ValueError("convolution: our own is for float16 and bfloat16, got dtype float32")
         self.number, self.dtype, self.precision = number, dtype, precision
         libcuda = os.environ.get("VAEMEM_LIBCUDA")
-        tf32, cudnn = precision != "highest", find_cudnn()
-        may = dtype != "float32" and not autotune and _is_hopper(number, libcuda)
-        own = convolution == "own" or (convolution == "auto" and may)
-        self.backend = _cuda.Backend(number, dtype, tf32, autotune, libcuda, cudnn, own)
-        if own and convolution == "auto" and not self.backend.wgmma:  # built without machine code for it
-            own = False
-            self.backend = _cuda.Backend(number, dtype, tf32, autotune, libcuda, cudnn, own)
-        self.convolution = "own" if own else "cudnn"
+        tf32 = precision != "highest"
+        self.backend = _cuda.Backend(number, dtype, tf32, autotune, libcuda, find_cudnn(), convolution)
 
     def held(self, size: int) -> int:
         """What a block of so many bytes takes of the GPU."""
