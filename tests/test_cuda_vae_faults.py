@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -427,6 +428,16 @@ def test_own_convolution_needs_no_cudnn(monkeypatch, tmp_path):
         gpu_process('VAE.random("sdxl", device="cuda", dtype="float16", parts="decoder", convolution="cudnn")')
     gpu_process('VAE.random("sdxl", device="cuda", dtype="float16", convolution="own").estimate("decode", 64, 64)')
     gpu_process('VAE.random("sdxl", device="cuda", dtype="float16", convolution="own").estimate("encode", 64, 64)')
+
+
+def test_cudnns_plans_are_described():
+    gpu.emulator()
+    there = small_vae("sd", device="cuda", dtype="float16", convolution="cudnn")
+    assert there._device.backend.cudnn_plans == []
+    there.decode(np.zeros((1, 4, 2, 2), np.float32))
+    plans = there._device.backend.cudnn_plans
+    form = r"float16 \d+x\d+x\d+ to \d+, \dx\d stride 1: eng\S+, \d+ bytes of workspace"
+    assert len(plans) == len(set(plans)) > 3 and all(re.fullmatch(form, plan) for plan in plans)
 
 
 def test_which_convolution_auto_is():

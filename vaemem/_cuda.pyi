@@ -10,7 +10,7 @@ class Backend:
     granularity: int
     unaccounted: int
     to_come: int
-    plans: list[str]
+    cudnn_plans: list[str]
     convolution: str
     cudnn_version: str | None
     def __init__(

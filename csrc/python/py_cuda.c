@@ -116,7 +116,7 @@ static PyObject *get_convolution(Backend *self, void *Py_UNUSED(closure)) {
     return PyUnicode_FromString(convolutions[self->gpu->own_conv ? VM_CONVOLUTION_OWN : VM_CONVOLUTION_CUDNN]);
 }
 
-static PyObject *get_plans(Backend *self, void *Py_UNUSED(closure)) {
+static PyObject *get_cudnn_plans(Backend *self, void *Py_UNUSED(closure)) {
     const vm_cudnn_convs *convs = self->gpu->convs;
     char text[256];
     PyObject *plans = PyList_New(0);
@@ -146,7 +146,8 @@ static PyGetSetDef backend_attributes[] = {
      "Bytes that kernels, cuDNN and graphs have taken, by what was free before and after.", NULL},
     {"to_come", (getter)get_to_come, NULL, "Bytes that graphs which are still to be captured may take.", NULL},
     {"convolution", (getter)get_convolution, NULL, "'own' or 'cudnn': what auto has become.", NULL},
-    {"plans", (getter)get_plans, NULL, "cuDNN's plans so far, the newest first: convolution, engine, workspace.", NULL},
+    {"cudnn_plans", (getter)get_cudnn_plans, NULL,
+     "cuDNN's plans so far, the newest first: convolution, engine, workspace.", NULL},
     {"cudnn_version", (getter)get_cudnn, NULL, "'9.19.0', or None where our own convolution does without.", NULL},
     {NULL, NULL, NULL, NULL, NULL}};
 
