@@ -38,9 +38,9 @@ enum {
     VM_WGMMA_INPUTS = 224,
     VM_WGMMA_STEP = VM_WGMMA_INPUTS / VM_WGMMA_PLANES /* pixels between them */
 };
-/* Registers of a thread: of each when the kernel begins, then of those that prepare and of those that multiply. What
- * two warpgroups give back is all that the other two can have: they would wait for more forever. */
-enum { VM_WGMMA_REGISTERS = 128, VM_WGMMA_FEWER = 72, VM_WGMMA_MORE = 184 };
+/* Registers of a thread that prepares and of one that multiplies. What two warpgroups give back is all that the other
+ * two can have: they would wait for more forever. */
+enum { VM_WGMMA_FEWER = 72, VM_WGMMA_MORE = 184 };
 static_assert(2 * VM_WGMMA_FEWER + 2 * VM_WGMMA_MORE <= 4 * VM_WGMMA_REGISTERS, "there are no more registers");
 static_assert(VM_WGMMA_BARRIERS + (2 * VM_WGMMA_STAGES + 4) * 8 == VM_WGMMA_SHARED, "as cuda.h");
 

@@ -216,6 +216,8 @@ enum { VM_CONV_KINDS = VM_CONV_TILES(VM_CONV_ONE) };
 /* The kernel of conv_wgmma.cu, for compute capability 9.0 alone: 16 rows of pixels by 128 channels, which two
  * warpgroups multiply and two prepare. Each of the first two measures its own 8 rows. */
 enum { VM_CONV_WGMMA = VM_CONV_KINDS, VM_CONV_ALL_KINDS, VM_WGMMA_STAGES = 8 };
+/* Of each thread when the kernel begins: nvcc gives this to 512 threads of a block. */
+enum { VM_WGMMA_REGISTERS = 128 };
 
 typedef struct vm_conv_tile {
     uint32_t rows, outs, stride; /* 0 where no kernel fits */

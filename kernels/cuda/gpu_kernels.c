@@ -9,18 +9,30 @@ VM_GPU_KERNELS(VM_GPU_FATBIN)
 
 static const char *const suffix[] = {[VM_F32] = "f32", [VM_F16] = "f16", [VM_BF16] = "bf16"};
 
+/* Sets wgmma if the device and its machine code have the kernel: other GPUs do not, nor does code that the driver
+ * compiled from PTX. With another number of registers, which another nvcc may choose, the kernel would wait forever. */
+static vm_status find_wgmma(vm_gpu *g, CUfunction *out) {
+    char name[32];
+    int registers = 0;
+    if (g->capability != 90) return VM_OK;
+    snprintf(name, sizeof name, "vm_conv_%s_wgmma", suffix[g->backend.dtype]);
+    const CUresult found = g->d->ModuleGetFunction(out, g->module[VM_KERNEL_CONV_WGMMA], name);
+    if (found == CUDA_ERROR_NOT_FOUND) return VM_OK;
+    const vm_status s = vm_driver_check(g->d, found, name);
+    if (s) return s;
+    VM_TRY(g, FuncGetAttribute(&registers, CU_FUNC_ATTRIBUTE_NUM_REGS, *out), "asking for a kernel's registers");
+    g->wgmma = registers == VM_WGMMA_REGISTERS;
+    return VM_OK;
+}
+
 static vm_status find_conv(vm_gpu *g, uint32_t kind) {
     const vm_conv_tile tile = vm_conv_tile_at(kind, (size_t)g->shared_max), *t = &tile;
     CUfunction *out = &g->conv[kind];
     char name[48];
     if (!t->resident) return VM_OK; /* nor is it chosen */
     if (kind == VM_CONV_WGMMA) {
-        snprintf(name, sizeof name, "vm_conv_%s_wgmma", suffix[g->backend.dtype]);
-        const CUresult found = g->capability == 90 ? g->d->ModuleGetFunction(out, g->module[VM_KERNEL_CONV_WGMMA], name)
-                                                   : CUDA_ERROR_NOT_FOUND;
-        g->wgmma = found == CUDA_SUCCESS;
-        if (found == CUDA_ERROR_NOT_FOUND) return VM_OK; /* another GPU, or code that the driver compiled from PTX */
-        VM_TRY(g, ModuleGetFunction(out, g->module[VM_KERNEL_CONV_WGMMA], name), name);
+        const vm_status s = find_wgmma(g, out);
+        if (s || !g->wgmma) return s;
     } else {
         snprintf(name, sizeof name, "vm_conv_%s_%ux%u_%u", suffix[g->backend.dtype], t->rows, t->outs, t->stride);
         VM_TRY(g, ModuleGetFunction(out, g->module[VM_KERNEL_CONV], name), name);

@@ -8,6 +8,7 @@
  *   VAEMEM_EMULATED_CUDNN=0             and each of cuDNN's plans, from its first run on (libcudnn.c)
  *   VAEMEM_EMULATED_L2=1048576          bytes of its L2 cache
  *   VAEMEM_EMULATED_MULTIPROCESSORS=4   of the device
+ *   VAEMEM_EMULATED_REGISTERS=128       of a thread of each kernel
  *   VAEMEM_EMULATED_DRIVER=12040        version that the driver says it is
  *
  * Device memory is host memory, filled with 0xff. Calls that CUDA forbids are refused as CUDA does. What gives

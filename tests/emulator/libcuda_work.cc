@@ -159,6 +159,12 @@ CUresult cuFuncSetAttribute(CUfunction f, CUfunction_attribute which, int value)
     f->shared_most = (size_t)value;
     return CUDA_SUCCESS;
 }
+CUresult cuFuncGetAttribute(int *out, CUfunction_attribute which, CUfunction) {
+    ENTER(A_CONTEXT);
+    WANT(which == CU_FUNC_ATTRIBUTE_NUM_REGS, CUDA_ERROR_NOT_SUPPORTED);
+    *out = (int)gpu_setting("VAEMEM_EMULATED_REGISTERS", 128);
+    return CUDA_SUCCESS;
+}
 CUresult cuLaunchKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                         unsigned shared, CUstream stream, void **params, void **extra) {
     ENTER(A_CONTEXT);
