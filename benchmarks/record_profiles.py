@@ -3,6 +3,7 @@
     python benchmarks/record_profiles.py [--cudnn FOLDER] [--capability 8.9,9.0] [--step 32]
     python benchmarks/record_profiles.py --cudnn FOLDER --capability 8.9 --same-as 9.10.2
     python benchmarks/record_profiles.py --cudnn FOLDER --add [--only "frames' VAEs"]
+    python benchmarks/record_profiles.py --cudnn FOLDER --batches [--capability 8.9]
 
 For each compute capability: asks an installed cuDNN (9.8 or later) for every convolution of the SD, SDXL and FLUX VAEs,
 of the UNets in vaemem/data/modules, of one frame of Qwen-Image's and Wan 2.1's VAE and of the VAEs of 2026, at every
@@ -10,7 +11,9 @@ square image up to 2048 pixels in steps of 32, at pairs of common sides, at rand
 answer by a formula; learns the decision tree that picks the formula; and checks it against questions that it has not
 seen. About five minutes for each capability. With --same-as it asks for the squares of a profile of another version,
 and writes a reference to that profile where every answer is the same. With --add it goes through the files of the
-version, keeps what they have and adds the convolutions and kinds of question that they lack.
+version, keeps what they have and adds the convolutions and kinds of question that they lack. With --batches it asks
+about batches of the networks that were recorded for single images; where the trees answer differently, it puts a second
+tree next to the first, for batches alone. It ends with questions that were not used: 500 for each file.
 """
 
 import argparse
@@ -22,7 +25,7 @@ import math
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from vaemem import _core
@@ -195,6 +198,7 @@ class Recorder:
         self.cudnn, self.gpu, self.conv, self.kind = cudnn, gpu, conv, kind
         self.sizes: list[dict[str, int]] = []
         self.bytes: list[int | None] = []
+        self.where: list[tuple[int, ...]] = []
         self.untried = 0
 
     def ask(self, height: int, width: int, level: int, n: int = 1) -> tuple[dict[str, int], int | None]:
@@ -207,6 +211,7 @@ class Recorder:
 
     def learn(self, height: int, width: int, level: int, n: int = 1) -> None:
         size, count = self.ask(height, width, level, n)
+        self.where.append((height, width, level, n))
         self.sizes.append(size)
         self.bytes.append(count)
 
@@ -229,10 +234,10 @@ def explain(recorder: Recorder) -> list[tuple | None]:
                 if 0 <= more <= 128:
                     cover[tensors, index, 0, 0, more].add(j)
                 for tile in (32, 64, 128, 256) if more > OFFSETS else ():  # and a few numbers for each tile
-                    per_tile, uneven = divmod(more - OFFSETS, -(-s["P"] // tile))
+                    per_tile, uneven = divmod(more - OFFSETS, -(-s["p"] // tile))
                     if not uneven and 0 < per_tile <= 64:
                         cover[tensors, index, tile, per_tile, OFFSETS].add(j)
-            for formula in _partial_sums(tensors, rest, s["P"], recorder.conv[1]):
+            for formula in _partial_sums(tensors, rest, s["p"], recorder.conv[1]):
                 cover[formula].add(j)
     formulas: list[tuple | None] = [None] * len(answers)
     left = set(range(len(answers)))
@@ -325,11 +330,16 @@ class Learned:
         self.questions = len(recorder.sizes)
 
     def _fit(self, recorder: Recorder) -> None:
-        explained = explain(recorder)
-        self.formulas = sorted(set(explained), key=lambda f: (f is None, f))
-        number = {formula: i for i, formula in enumerate(self.formulas)}
-        labels = [number[formula] for formula in explained]
-        self.tree = grow(recorder.sizes, labels, list(range(len(labels))))
+        self.formulas, self.tree = fitted(recorder)
+
+
+def fitted(recorder: Recorder) -> tuple[list[tuple | None], object]:
+    """Formulas, and a tree of their numbers, that give a recorder's answers."""
+    explained = explain(recorder)
+    formulas = sorted(set(explained), key=lambda f: (f is None, f))
+    number = {formula: i for i, formula in enumerate(formulas)}
+    labels = [number[formula] for formula in explained]
+    return formulas, grow(recorder.sizes, labels, list(range(len(labels))))
 
 
 def relabel(tree: object, numbers: dict[int, int]) -> object:
@@ -426,6 +436,120 @@ def ask(cudnn: InstalledCudnn, gpus: list[Gpu], step: int, network: Network, for
     return [recorded] if kinds else []
 
 
+PROBES, MOST = 64, 1024  # questions about batches of one convolution: the first ones, and in all
+
+
+def batch_size(rng: random.Random, levels: list[int]) -> tuple[int, int, int, int]:
+    """Height and width of an image, a level and a batch: squares, common rectangles and others, up to 2048 pixels."""
+    while True:
+        side, way = 64 * rng.randint(1, 32), rng.random()
+        height, width = side, side
+        if way > 0.65:
+            height, width = (8 * round(2 ** rng.uniform(5, 8)) for _ in range(2))
+        elif way > 0.35:
+            height, width = (64 * rng.randint(2, 32) for _ in range(2))
+        level = rng.choice(levels)
+        if max(height, width) <= 6 * min(height, width) and min(height, width) >> level:
+            return height, width, level, rng.choice((2, 2, 3, 4, 4, 5, 6, 7, 8, 8, 10, 12, 14, 16))
+
+
+def said(profile: profiles.Profile, conv: Shape, kind: str, *where: int) -> int | None:
+    """A profile's bytes for what a `Recorder` asks."""
+    layout = "nhwc" if "nhwc" in kind else "nchw"
+    found = profile.conv(profiles.Conv(**question(conv, kind, *where), layout=layout), "strict" not in kind)
+    return found and found[0]
+
+
+def single(gpu: Gpu) -> list[tuple[Network, Shape, str]]:
+    """What was recorded for single images."""
+    return [
+        (network, conv, kind)
+        for network in networks()
+        for conv, kind in itertools.product(network.convolutions, network.asked(gpu))
+        if network.batches == (1,)
+    ]
+
+
+def learn_batches(
+    recorder: Recorder, profile: profiles.Profile, levels: list[int]
+) -> tuple[list[tuple | None], object] | None:
+    """Formulas and a tree for batches; None if the profile answers the first questions. Asks twice as many each time,
+    until the tree so far has one in a hundred of the new ones wrong at most."""
+    conv, kind, rng = recorder.conv, recorder.kind, random.Random(f"batches of {recorder.conv}")
+
+    def wrong(count: int, answer: Callable[..., int | None]) -> int:
+        for _ in range(count):
+            recorder.learn(*batch_size(rng, levels))
+        asked = zip(recorder.where[-count:], recorder.sizes[-count:], recorder.bytes[-count:], strict=True)
+        return sum(rounded(answer(where, size)) != rounded(true) for where, size, true in asked)
+
+    if not wrong(PROBES, lambda where, _: said(profile, conv, kind, *where)):
+        return None
+    while True:
+        formulas, tree = fitted(recorder)
+
+        def answer(_: tuple[int, ...], size: dict[str, int]) -> int | None:
+            formula = formulas[pick(tree, size)]  # noqa: B023
+            return formula and profiles.formula_bytes(list(formula), size)
+
+        count = len(recorder.bytes)
+        if (wrong(count, answer) <= count // 100 and count > PROBES) or 2 * count >= MOST:
+            return fitted(recorder)
+
+
+def record_batches(cudnn: InstalledCudnn, gpu: Gpu, data: dict) -> dict:
+    """A profile's data with trees for batches: ``["n", 1, tree, tree of batches]`` where the tree was wrong."""
+    profile, trees = profiles.Profile(data), dict(data["convolutions"])
+    formulas = {formula and tuple(formula): i for i, formula in enumerate(data["formulas"])}
+    questions = 0
+    grown: dict[str, object] = {}
+    for network, conv, kind in single(gpu):
+        name = f"{','.join(map(str, conv))}/{kind}"
+        if name not in trees:
+            continue
+        recorder = Recorder(cudnn, gpu, conv, kind)
+        learned = learn_batches(recorder, profile, sorted(network.convolutions[conv]))
+        questions += len(recorder.bytes)
+        if learned:
+            numbers = {i: formulas.setdefault(f, len(formulas)) for i, f in enumerate(learned[0])}
+            grown[name] = relabel(learned[1], numbers)
+    for name, tree in grown.items():
+        half = name.replace("bfloat16", "float16")
+        if trees[name] == half and grown.get(half) == tree:
+            continue  # it still refers to float16's
+        trees[name] = ["n", 1, resolved(data["convolutions"], name), tree]
+    for name, tree in data["convolutions"].items():  # others may refer to what has changed
+        if isinstance(tree, str) and tree in grown and name not in grown:
+            trees[name] = resolved(data["convolutions"], name)
+    about = {"questions": questions, "trees": len(grown)}
+    recorded = {**data["recorded"], "batches": about}
+    new = {**data, "recorded": recorded, "convolutions": trees}
+    new["formulas"] = [list(formula) if formula else None for formula in formulas]
+    about.update(held_out(cudnn, gpu, profiles.Profile(new), 500))
+    return new
+
+
+def resolved(trees: dict, name: str) -> object:
+    tree = trees[name]
+    return trees[tree] if isinstance(tree, str) else tree
+
+
+def held_out(cudnn: InstalledCudnn, gpu: Gpu, profile: profiles.Profile, count: int) -> dict:
+    """How a profile answers questions that it was not made of: batches of 1 to 16, images up to 2048 pixels a side."""
+    rng, equal, worst = random.Random(2), 0, 0
+    for _ in range(count):
+        told = answer = None
+        while told is None or answer is None:  # the profile lacks it, or cuDNN has no engine for it
+            network, conv, kind = rng.choice(single(gpu))
+            height, width = (8 * rng.randint(32, 256) for _ in range(2))
+            where = height, width, rng.choice(sorted(network.convolutions[conv])), rng.randint(1, 16)
+            told = said(profile, conv, kind, *where)
+            answer = Recorder(cudnn, gpu, conv, kind).ask(*where)[1]
+        equal += rounded(told) == rounded(answer)
+        worst = max(worst, abs(told - answer))
+    return {"held_out": count, "held_out_same": equal, "held_out_worst_bytes": worst}
+
+
 def compare(cudnn: InstalledCudnn, gpu: Gpu, version: str, count: int = 1000) -> dict:
     """A reference to the profile of another version; SystemExit where an answer differs."""
     profile = profiles.nearest_profile(gpu, version)
@@ -473,6 +597,20 @@ def add(cudnn: InstalledCudnn, folder: str, capability: str | None, step: int, o
             print(path, profile["recorded"].get("added", [])[-1:], flush=True)
 
 
+def add_batches(cudnn: InstalledCudnn, folder: str, capability: str | None) -> None:
+    """Trees for batches, to the files of a version that have none."""
+    for name, (sm, _, number) in sorted(profiles.profile_files().items()):
+        path = os.path.join(folder, name)
+        if number != profiles.version_number(cudnn.version) or (capability and str(sm) != capability.replace(".", "")):
+            continue
+        with open(path, encoding="utf-8") as file:
+            known = json.load(file)
+        if "same_as" not in known and "batches" not in known["recorded"]:
+            profile = record_batches(cudnn, find_gpu(known["recorded"]["gpus"][0]), known)
+            write(profile, path)
+            print(path, profile["recorded"]["batches"], flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cudnn", help="libcudnn.so.9 or its folder; the installed one by default")
@@ -482,6 +620,7 @@ def main() -> None:
         "--same-as", metavar="VERSION", help="refer to this version's profiles where the answers are the same"
     )
     parser.add_argument("--add", action="store_true", help="what the version's files lack, of one --capability or all")
+    parser.add_argument("--batches", action="store_true", help="batches, in the version's files that have none")
     parser.add_argument("--only", default="", metavar="NAMES_END", help='with --add: "frames\' VAEs", of some networks')
     parser.add_argument("--out", default="vaemem/data/profiles")
     arguments = parser.parse_args()
@@ -493,6 +632,8 @@ def main() -> None:
         sys.exit(cudnn.reason)
     if arguments.add:
         return add(cudnn, arguments.out, arguments.capability, arguments.step, arguments.only)
+    if arguments.batches:
+        return add_batches(cudnn, arguments.out, arguments.capability)
     every = dict.fromkeys(find_gpu(name).capability for name in gpu_names())
     for capability in arguments.capability.split(",") if arguments.capability else every:
         try:

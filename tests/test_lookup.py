@@ -199,15 +199,27 @@ def test_the_cores_numbers_are_the_documented_ones():
         assert (s["i"], s["o"], s["f"]) == (up(i * size), up(o * size), up(f * size))
         assert s["I"] == conv.n * conv.h * conv.w * c and s["O"] == conv.n * oh * ow * k
         assert s["F"] == k * c // size * 9 and s["P"] == conv.n * oh * ow and s["Q"] == oh * ow
-        assert (s["h"], s["w"], s["n"], s["m"]) == (conv.h, conv.w, conv.n, -s["P"] % 128)
+        assert (s["h"], s["w"], s["n"], s["m"], s["p"]) == (conv.h, conv.w, conv.n, -s["P"] % 128, s["P"])
         index, tile, per_tile, constant = (r.randint(0, 200) for _ in range(4))
         want = 2 * s["i"] + s["F"] + constant
         want += 128 * (index * oh * ow // 128 + 1) if index else 0
-        want += per_tile * -(-s["P"] // tile) if tile else 0
+        want += per_tile * -(-s["p"] // tile) if tile else 0
         assert profiles.formula_bytes(["2i+F", index, tile, per_tile, constant], s) == want
     with pytest.raises(OverflowError):
         profiles.sizes(Conv("float16", 1 << 30, 1 << 30, 1 << 20, 1 << 20, 1, 1, padding=0))
     assert find_gpu("RTX 4090").sm == 89
+
+
+def test_tensors_of_more_than_2_31_elements_are_computed_in_parts():
+    """The tensors are a part's, the numbers of pixels that trees look at the batch's."""
+    whole = profiles.sizes(Conv("float16", 8, 256, 1024, 1024, 256, 3))  # 2^31 exactly
+    more = profiles.sizes(Conv("float16", 13, 256, 1024, 1024, 256, 3))
+    assert {name for name in whole if whole[name] != more[name]} == {"P", "n"} and more["P"] == 13 << 20
+    wide = profiles.sizes(Conv("float16", 3, 64, 2048, 2048, 300, 3))  # the output decides
+    assert wide["i"] == 64 * wide["p"] * 2 and wide["p"] == 1 << 22 and wide["P"] == 3 << 22
+    large = profiles.sizes(Conv("float16", 2, 128, 4096, 4096, 128, 3))
+    assert not any(large[name] for name in "ioIOp") and large["f"] and large["P"] == 1 << 25
+    assert profile().conv(Conv("float16", 1, 1 << 20, 64, 64, 1, 1, padding=0), True) == (0, 0, -2)
 
 
 # ---- data that changes while it is read ----

@@ -99,3 +99,27 @@ def test_what_a_profile_lacks_is_added(monkeypatch):
     profile = profiles.Profile(second)
     question = Conv("float32", 2, 640, 64, 64, 640, 3)
     assert profile.conv(question)[0] == answer(2, profiles.sizes(question))
+
+
+class OfBatches(Rules):
+    """A cuDNN that takes input and filter for batches in float16, and the input for all else."""
+
+    def conv(self, _device, conv, tf32):
+        s = profiles.sizes(conv)
+        return {"bytes": s["i"] + (s["f"] if conv.n > 1 and conv.dtype == "float16" else 16), "untried": 0}
+
+
+def test_batches_get_trees_where_they_differ(monkeypatch):
+    gpu = find_gpu("RTX 4090")
+    images = network(SHAPE)._replace(batches=(1,), others=())
+    monkeypatch.setattr(record_profiles, "networks", lambda: (images,))
+    first = record_profiles.record(OfBatches(), [gpu], 256)
+    second = record_profiles.record_batches(OfBatches(), gpu, first)
+    half, single = ("320,640,3,1,1/float" + bits for bits in ("16", "32"))
+    assert second["convolutions"][half][:3] == ["n", 1, first["convolutions"][half]]
+    assert second["convolutions"][single] == first["convolutions"][single]
+    assert second["recorded"]["batches"]["trees"] == 1 and second["recorded"]["batches"]["held_out_same"] >= 495
+    profile = profiles.Profile(second)
+    for n, h in ((1, 96), (3, 96), (7, 200)):
+        question = Conv("float16", n, 320, h, 64, 640, 3)
+        assert profile.conv(question)[0] == OfBatches().conv(None, question, True)["bytes"]

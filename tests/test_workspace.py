@@ -321,6 +321,20 @@ def test_unets_by_version(nobody):
     assert older.conv(*question)[0] == 125829935 and list(older.substitutions) == ["cuDNN 9.8.0 for 9.1.0"]
 
 
+def test_an_image_of_2_31_elements_takes_no_workspace(nobody):
+    """A plan for 64-bit offsets has none, whichever card and version; images below that keep theirs."""
+    for gpu in ("V100", "T4", "RTX 3090", "H100"):
+        for version in ("9.10.2", "9.20.0"):
+            for conv in (("float16", 1, 256, 3072, 3072, 256), ("float32", 2, 128, 4096, 4096, 128)):
+                count, source = Workspace(gpu, version).conv(*conv, 3)
+                assert count == 0 and source.endswith("asked: none for an image of 2^31 elements or more")
+    assert Workspace("H100", "9.10.2").conv("float16", 1, 128, 4096, 4088, 128, 3)[0] > 8000 * MIB
+    grouped, source = Workspace("H100", "9.10.2").conv("float16", 1, 128, 4096, 4096, 128, 3, groups=4)
+    assert grouped == 0 and "2^31" in source
+    decode = predict("sdxl", "decode", 3072, 3072, gpu="RTX 4090", dtype="float16", torch_version="2.8.0")
+    assert decode.peak_tensors[0][1] < 4700 * MIB  # of 128 channels; those of 256 would take 9217 MiB
+
+
 @pytest.mark.parametrize("name", sorted({*programs.recorded()} - {"safety-checker"}))  # whose one takes patches
 def test_no_convolution_of_a_recorded_module_is_left_to_a_rule(nobody, name):
     """At sizes that no profile was asked about; text encoders and transformers have no convolution."""

@@ -50,6 +50,18 @@ static vm_status count(const vm_conv *c, elements *e) {
     return most == SIZE_MAX ? vm_fail(VM_EOVERFLOW, "conv: want sizes below 2^63 bytes, got more") : VM_OK;
 }
 
+static size_t part_of(const vm_conv *c, const elements *e) {
+    const size_t image = VM_MAX(e->in, e->out) / (size_t)c->n, most = (size_t)1 << 31;
+    return image < most ? VM_MIN((size_t)c->n, most / image) : 0;
+}
+
+vm_status vm_conv_part(const vm_conv *c, size_t *part) {
+    elements e;
+    const vm_status s = count(c, &e);
+    if (!s) *part = part_of(c, &e);
+    return s;
+}
+
 static wide up(wide n, wide multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 vm_status vm_conv_sizes(const vm_conv *c, uint64_t size[VM_SIZES]) {
@@ -57,19 +69,21 @@ vm_status vm_conv_sizes(const vm_conv *c, uint64_t size[VM_SIZES]) {
     vm_status s = count(c, &e);
     if (s) return s;
     const wide element = vm_dtype_bytes(c->dtype), pixels = (wide)c->n * e.out_pixels;
+    const wide part = (wide)part_of(c, &e), in_pixels = part * e.in_pixels, out_pixels = part * e.out_pixels;
     const wide wide_c = up((wide)c->c * element, 16), wide_k = up((wide)c->k * element, 16);
-    const wide value[VM_SIZES] = {[VM_SIZE_i] = up(e.in * element, 16),
-                                  [VM_SIZE_o] = up(e.out * element, 16),
+    const wide value[VM_SIZES] = {[VM_SIZE_i] = up(in_pixels * c->c * element, 16),
+                                  [VM_SIZE_o] = up(out_pixels * c->k * element, 16),
                                   [VM_SIZE_f] = up(e.filter * element, 16),
-                                  [VM_SIZE_I] = e.in / (wide)c->c * wide_c,
-                                  [VM_SIZE_O] = pixels * wide_k,
+                                  [VM_SIZE_I] = in_pixels * wide_c,
+                                  [VM_SIZE_O] = out_pixels * wide_k,
                                   [VM_SIZE_F] = wide_k * wide_c / element * e.taps,
                                   [VM_SIZE_P] = pixels,
                                   [VM_SIZE_Q] = e.out_pixels,
                                   [VM_SIZE_h] = (wide)c->size[1],
                                   [VM_SIZE_w] = (wide)c->size[2],
                                   [VM_SIZE_n] = (wide)c->n,
-                                  [VM_SIZE_m] = up(pixels, 128) - pixels};
+                                  [VM_SIZE_m] = up(pixels, 128) - pixels,
+                                  [VM_SIZE_p] = out_pixels};
     for (int i = 0; !s && i < VM_SIZES; i++) s = narrow(value[i], &size[i]);
     return s;
 }
@@ -78,7 +92,7 @@ vm_status vm_formula_bytes(const vm_formula *f, const uint64_t size[VM_SIZES], u
     wide total = f->constant;
     for (int i = 0; i < VM_TENSORS; i++) total += (wide)f->times[i] * size[i];
     if (f->index > 0) total += 128 * ((wide)f->index * size[VM_SIZE_Q] / 128 + 1);
-    if (f->tile > 0) total += (wide)f->per_tile * ((size[VM_SIZE_P] + (wide)f->tile - 1) / f->tile);
+    if (f->tile > 0) total += (wide)f->per_tile * ((size[VM_SIZE_p] + (wide)f->tile - 1) / f->tile);
     return narrow(total, bytes);
 }
 
@@ -229,9 +243,11 @@ static vm_status answer_here(const vm_profile *p, const vm_conv *c, bool strict,
 
 vm_status vm_profile_conv(const vm_profile *p, const vm_conv *c, bool tf32, bool *found, uint64_t *bytes,
                           vm_profile_how *how) {
-    *how = (vm_profile_how){0, -1};
-    *found = false;
-    vm_status s = VM_OK;
+    size_t part = 0;
+    vm_status s = vm_conv_part(c, &part);
+    *how = (vm_profile_how){0, part ? VM_HOW_TREE : VM_HOW_LARGE};
+    *found = !s && !part;
+    *bytes = 0;
     bool ends = !is_square(c);
     for (; !s && !*found && !ends && p; p = p->otherwise) {
         s = answer_here(p, c, p->strict && !tf32, found, bytes, &how->rule, &ends);
@@ -351,7 +367,7 @@ static bool is_conv(const vm_conv *c) {
 }
 
 vm_status vm_lookup_conv(const vm_lookup *l, const vm_conv *c, vm_lookup_answer *out) {
-    *out = (vm_lookup_answer){.entry = -1, .how = {0, -1}};
+    *out = (vm_lookup_answer){.entry = -1, .how = {0, VM_HOW_TREE}};
     if (!is_conv(c)) return vm_fail(VM_EINVAL, "conv: want a convolution that leaves an output, below 2^31 a side");
     vm_status s = own_bytes(&l->torch, c, &out->own, &out->bytes);
     bool found = out->own != VM_OWN_NONE;
@@ -359,7 +375,7 @@ vm_status vm_lookup_conv(const vm_lookup *l, const vm_conv *c, vm_lookup_answer 
         const entry *e = &l->entry[i];
         if (e->has_rule && !applies(&e->rule, c, !l->tf32)) continue;
         uint64_t size[VM_SIZES];
-        vm_profile_how how = {0, -1};
+        vm_profile_how how = {0, VM_HOW_TREE};
         found = !e->profile;
         if (e->profile)
             s = vm_profile_conv(e->profile, c, e->has_rule || l->tf32, &found, &out->bytes, &how);

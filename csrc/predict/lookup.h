@@ -13,18 +13,25 @@
 
 /* What formulas and trees speak of, in their order: input, output and filter in bytes, each rounded up to 16, then with
  * the channels padded to 16 bytes; output pixels of the batch and of one image; height and width of the input; the
- * batch; what P lacks to a multiple of 128. */
+ * batch; what P lacks to a multiple of 128; output pixels of the part.
+ *
+ * If input or output has more than 2^31 elements, cuDNN (9.8 to 9.28 were asked) chooses a plan for the whole batch and
+ * runs it on as many images at a time as have no more. The tensors and p are of one such part, the others of the
+ * batch. */
 enum { VM_SIZE_i, VM_SIZE_o, VM_SIZE_f, VM_SIZE_I, VM_SIZE_O, VM_SIZE_F, VM_TENSORS };
-enum { VM_SIZE_P = VM_TENSORS, VM_SIZE_Q, VM_SIZE_h, VM_SIZE_w, VM_SIZE_n, VM_SIZE_m, VM_SIZES };
-#define VM_SIZE_NAMES "iofIOFPQhwnm"
+enum { VM_SIZE_P = VM_TENSORS, VM_SIZE_Q, VM_SIZE_h, VM_SIZE_w, VM_SIZE_n, VM_SIZE_m, VM_SIZE_p, VM_SIZES };
+#define VM_SIZE_NAMES "iofIOFPQhwnmp"
 
-/* Bytes: the tensors so often each, + 128 * (index * Q / 128 + 1) with an index, + per_tile * ceil(P / tile) with a
+/* Bytes: the tensors so often each, + 128 * (index * Q / 128 + 1) with an index, + per_tile * ceil(p / tile) with a
  * tile, + constant. */
 typedef struct vm_formula {
     uint32_t times[VM_TENSORS];
     int64_t index, tile, per_tile, constant; /* the constant may be negative */
 } vm_formula;
 
+/* Images that cuDNN computes at a time: the batch, or fewer if that has tensors of more than 2^31 elements; 0 if a
+ * single image has 2^31 or more, for which cuDNN's plans take no workspace. */
+vm_status vm_conv_part(const vm_conv *conv, size_t *part);
 /* VM_EOVERFLOW where a size, or the result, does not fit into 64 bits. */
 vm_status vm_conv_sizes(const vm_conv *conv, uint64_t size[VM_SIZES]);
 vm_status vm_formula_bytes(const vm_formula *formula, const uint64_t size[VM_SIZES], uint64_t *bytes);
@@ -63,7 +70,9 @@ vm_status vm_profile_add_tree(vm_profile *p, const vm_profile_key *key, int32_t 
 /* Whether there is a tree for key. *node: where it begins. */
 bool vm_profile_tree(const vm_profile *p, const vm_profile_key *key, int32_t *node);
 
-/* Who answered: the profile itself or, so many steps away, what it names as otherwise; by which of its rules, or -1. */
+/* Who answered: the profile itself or, so many steps away, the one that it names as otherwise; by which of its rules,
+ * by a tree, or because one image has 2^31 elements or more. */
+enum { VM_HOW_TREE = -1, VM_HOW_LARGE = -2 };
 typedef struct vm_profile_how {
     int steps, rule;
 } vm_profile_how;

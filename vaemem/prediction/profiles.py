@@ -8,15 +8,19 @@ behind it for channels_last tensors. A formula is ``[tensors, index, tile, per_t
 
     tensors
     + 128 * (index * oh * ow // 128 + 1)    where index is not 0
-    + per_tile * ceil(P / tile)             where tile is not 0
+    + per_tile * ceil(p / tile)             where tile is not 0
     + constant
 
 with `tensors` a sum such as ``i+o+f`` or ``i+f+3o``: input, output and filter, each rounded up to 16 bytes (``I``,
 ``O``, ``F``: with the channels padded to 16 bytes), and P the output pixels of the batch. A tree is a formula's number,
 or ``[feature, limit, tree up to it, tree beyond it]`` where the feature is ``P``, ``Q`` (P of one image), ``h``, ``w``
-(of the input), ``n`` (the batch) or ``m``, the pixels that P lacks to a multiple of 128. A file may also hold rules
-that go before its trees, and name the file that answers what it does not. An inferred profile answers for its own
-version alone. ``older.json`` holds rules for versions that were never asked.
+(of the input), ``n`` (the batch) or ``m``, the pixels that P lacks to a multiple of 128.
+
+If input or output has more than 2^31 elements, cuDNN works on a part of the batch at a time: ``i``, ``o``, ``I``, ``O``
+and ``p``, the output pixels, are of the largest part up to that. A single image of 2^31 or more takes no workspace.
+
+A file may also hold rules that go before its trees, and name the file that answers what it does not. An inferred
+profile answers for its own version alone. ``older.json`` holds rules for versions that were never asked.
 """
 
 import functools
@@ -124,7 +128,7 @@ def _version_number(version: str) -> int | None:
 
 def sizes(conv: Conv) -> dict[str, int]:
     """What formulas and trees speak of, for one convolution."""
-    return dict(zip("iofIOFPQhwnm", _core.conv_sizes(conv), strict=True))
+    return dict(zip("iofIOFPQhwnmp", _core.conv_sizes(conv), strict=True))
 
 
 def formula_bytes(formula: list[Any], s: Mapping[str, int]) -> int:
@@ -172,9 +176,12 @@ class Profile:
         return found and (found[0], self.source(*found[1:]))
 
     def source(self, steps: int, rule: int) -> str:
-        """Who answered, in words: itself, or so many steps away what it names as otherwise, by a rule or by none."""
+        """Says who answered: this profile or, so many steps away, the one that it names as otherwise; by a rule, by a
+        tree (-1), or because one image has 2^31 elements or more (-2)."""
         if steps and self._otherwise:
             return f"{self._otherwise.source(steps - 1, rule)}, in place of {self.version}"
+        if rule < -1:
+            return f"{self._source}: none for an image of 2^31 elements or more"
         return self._source if rule < 0 else f"{self._source} ({self._rules[rule]['name']})"
 
 

@@ -17,12 +17,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from vaemem import _core
-from vaemem._common import ELEMENT_BYTES, choose
+from vaemem._common import choose
 from vaemem.prediction.cudnn import InstalledCudnn, installed_cudnn
 from vaemem.prediction.gpus import Gpu, find_gpu
 from vaemem.prediction.profiles import (
@@ -421,6 +422,9 @@ def _wrong_with(conv: Conv) -> str:
     return f"conv: want sizes below 2^31, got {conv}"
 
 
+_LARGE = "none for an image of 2^31 elements or more"
+
+
 def _rule(gpu: Gpu, version: int, tf32: bool, conv: Conv) -> tuple[int, str]:
     """What most large convolutions take: NCHW tensors are copied to NHWC for the tensor cores and back.
 
@@ -432,8 +436,9 @@ def _rule(gpu: Gpu, version: int, tf32: bool, conv: Conv) -> tuple[int, str]:
     9.10.2 and 9.28 for an RTX 4090 and an H100 (docs/PREDICTION.md): grouped and transposed ones copy the output in
     float32 too.
     """
-    size = ELEMENT_BYTES[conv.dtype]
-    i, o, f = (count * size for count in conv.elements)
+    i, o, f = itertools.islice(sizes(conv).values(), 3)
+    if not i:
+        return 0, _LARGE
     strict = conv.dtype == "float32" and (not tf32 or gpu.sm < 80)
     if conv.layout == "nhwc":
         if strict:
