@@ -180,22 +180,86 @@ def test_weights_in_other_types():
     assert "text_encoder" not in given.parts and phase(given, "encode prompt").flops == 0
 
 
+LARGE = ("transformer", "text_encoder_2")  # of FLUX.1
+
+
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_bitsandbytes_quantises_matrix_by_matrix_as_it_loads(kind):
     """On the device, one after the other: of the components' full size there is one matrix at a time."""
-    both = dict.fromkeys(("transformer", "text_encoder_2"), kind)
+    both = dict.fromkeys(LARGE, f"{kind} from bf16")
     found = predict_pipeline("flux", 512, 512, offload="model", components=both, gpu="H100")
     parts = [found.parts[role] for role in both]
     load, *_ = found.phases
     quantised = sum(part.nbytes for part in parts)
     assert load.name == "load" and 0.98 * quantised < load.weights <= quantised
-    largest = max(2 * math.prod(weight.shape) for part in parts for weight in part.weights)
-    assert load.activations < largest + 64 * MIB
-    assert found.host == sum(p.nbytes for p in found.parts.values()) - (quantised if kind == "int8" else 0)
+    matrices = [2 * math.prod(weight.shape) for part in parts for weight in part.weights if weight.type == kind]
+    assert 0.8 * max(matrices) < load.activations < max(matrices) + 64 * MIB
+    whole = predict_pipeline("flux", 512, 512, offload="model", gpu="H100")
+    assert [part.file_bytes for part in parts] == [whole.parts[role].nbytes for role in both]
     small = predict_pipeline("flux", 512, 512, offload="model", components=both, gpu="RTX 3080", memory="10 GB")
     assert small.out_of_memory_at[0] == "load"
     alone = predict_pipeline("flux", 512, 512, components=both, gpu="H100")
     assert alone.phases[0].reserved < 1.01 * sum(part.nbytes for part in alone.parts.values())
+
+
+def test_a_quantised_file_is_loaded_to_the_cpu_unless_it_is_said():
+    """Offloaded by model, two components in nf4 never lie on the card together then; loaded on the card they do."""
+    asked = {"height": 1024, "width": 1024, "gpu": "RTX 3060", "offload": "model"}
+    found = {
+        place: predict_pipeline("flux", **asked, components=dict.fromkeys(LARGE, f"nf4{place}"))
+        for place in ("", " on cpu", " on cuda", " kept on cuda", " from bfloat16", " from bfloat16 on cpu")
+    }
+    stored, there, kept, quantised = (found[one] for one in ("", " on cuda", " kept on cuda", " from bfloat16"))
+    assert [one.verdict for one in found.values()] == ["fits"] * 2 + ["does not fit"] * 3 + ["fits"]
+    assert stored.phases == found[" on cpu"].phases == found[" from bfloat16 on cpu"].phases
+    assert [one.name for one in stored.phases] == ["encode prompt", "denoise", "decode"]
+    assert stored.peak < 7.6 * 1024 * MIB
+    for other in (there, quantised):
+        assert [(one.name, one.weights) for one in other.phases[1:]] == [
+            (one.name, one.weights) for one in stored.phases
+        ]
+    both = sum(stored.parts[role].nbytes for role in LARGE)
+    assert 0.99 * both < there.phases[0].weights <= both and there.out_of_memory_at[0] == "load"
+    assert not any("not quantised yet" in name for name, _ in there.phases[0].peak_tensors)
+    assert any("not quantised yet" in name for name, _ in quantised.phases[0].peak_tensors)
+    assert all(one.weights >= both for one in kept.phases[1:]) and kept.host == stored.host - both
+    assert [sum("loaded with device_map='cpu'" in note for note in one.notes) for one in (stored, there)] == [2, 0]
+    assert all(part.file_bytes == part.nbytes for part in stored.parts.values())
+    larger = [quantised.parts[role].file_bytes > 2 * stored.parts[role].nbytes for role in LARGE]
+    assert larger == [True, False], "T5's wo is float32 in both"
+
+
+def test_any_component_may_be_loaded_on_the_card():
+    early, late = (
+        predict_pipeline("sd15", 512, 512, gpu="T4", offload="model", components={"unet": f"float16{place}"})
+        for place in (" on cuda", "")
+    )
+    assert [one.name for one in early.phases[1:]] == [one.name for one in late.phases]
+    assert early.phases[0].weights == early.parts["unet"].nbytes == phase(late, "denoise").weights
+    int8 = {"transformer": "int8"}
+    moved, kept = (
+        predict_pipeline("flux", 512, 512, gpu="H100", offload="model", components=one)
+        for one in (int8, {"transformer": "int8 kept on cuda"})
+    )
+    assert moved.host - kept.host == moved.parts["transformer"].nbytes
+    assert any("ask for 'int8 kept on cuda' there" in note for note in moved.notes)
+
+
+@pytest.mark.parametrize("pipeline, absent", [("flux2", "text_encoder"), ("flux", "text_encoder_2")])
+def test_a_text_encoder_may_be_elsewhere(pipeline, absent):
+    """It takes nothing of the card; what it gives is there all the same."""
+    asked = {"height": 1024, "width": 1024, "gpu": "RTX 4090", "offload": "model"}
+    here, there = (
+        predict_pipeline(pipeline, **asked, components={absent: given, "transformer": "nf4"})
+        for given in ("nf4", "none")
+    )
+    assert absent not in there.parts and f"weights of {absent}" not in dict(phase(there, "encode prompt").peak_tensors)
+    held = [dict(phase(one, "denoise").peak_tensors)["prompt_embeds"] for one in (here, there)]
+    assert held[0] == held[1] and abs(phase(there, "denoise").total - phase(here, "denoise").total) < 64 * MIB
+    assert there.host == here.host - here.parts[absent].nbytes
+    plan = plan_pipeline(pipeline, 1024, 1024, gpu="RTX 4090", components={"transformer": "nf4", absent: None})
+    on_cpu = any("text encoders on CPU" in one.way.name for one in plan.outcomes)
+    assert plan.recommended and on_cpu == (pipeline == "flux"), "which has another"
 
 
 def test_unpacked_weights_are_there_for_their_layer():
@@ -262,6 +326,13 @@ def test_a_card_that_comes_to_the_same_is_not_tried_again(plans, monkeypatch):
         ({"components": {"transformer": "nf4"}}, "components: want"),
         ({"components": {"unet": "Q9"}}, "unet"),
         ({"components": {"unet": None}}, "unet"),
+        ({"components": {"unet": "none"}}, "unet"),
+        (
+            {"components": {"unet": "Q8_0 from float16"}},
+            "want 'from float16' after int8, nf4, nf4 double, got it after",
+        ),
+        ({"components": {"unet": "nf4 from Q8_0"}}, "want one of float32, float16, bfloat16, got 'Q8_0'"),
+        ({"components": {"unet": "nf4 on gpu"}}, "want one of .*got 'nf4 on gpu'"),
         ({"components": {"vae": "Q8_0"}}, "vae"),
         ({"dtype": "int8"}, "dtype: want"),
         ({"components": {"unet": "nf4"}, "offload": "sequential"}, "offload: want none or model"),

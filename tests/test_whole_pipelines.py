@@ -187,7 +187,10 @@ def test_sequential_offload_decodes_in_the_predicted_dtypes(monkeypatch):
     assert [one[0] for one in predicted if one != "empty"] == [torch.float16] * 6 + [torch.float32] * 30
 
 
-@pytest.mark.parametrize(("kind", "flag", "stay"), [("int8", "8bit", True), ("nf4", "4bit", False)])
+@pytest.mark.parametrize(
+    ("kind", "flag", "stay"),
+    [("int8 kept on cuda", "8bit", True), ("nf4 on cuda", "4bit", False), ("nf4", "4bit", False)],
+)
 def test_model_offload_moves_what_diffusers_hooks_move(kind, flag, stay, monkeypatch):
     """diffusers' own hooks on small modules that are marked as bitsandbytes' are; where their chain leaves each."""
     pytest.importorskip("accelerate")
@@ -217,11 +220,12 @@ def test_model_offload_moves_what_diffusers_hooks_move(kind, flag, stay, monkeyp
 
     found = predict_pipeline("flux", 512, 512, offload="model", components=dict.fromkeys(quantised, kind))
     held = [{role for role in roles if f"weights of {role}" in dict(p.peak_tensors)} for p in found.phases]
-    assert held[0] == set(quantised)  # both were loaded there, before any hook
+    if "cuda" in kind:
+        assert held.pop(0) == set(quantised)  # both were loaded there, before any hook
     there = {role for role in quantised if role not in before}
     assert (there == set(quantised)) == stay
     lie = []
     for role in roles:
         there = there - {before[role]} | {role} if role in before else there
         lie.append(there)
-    assert held[1:] == lie[1:]  # the second text encoder's call is the larger one
+    assert held == lie[1:]  # the second text encoder's call is the larger one

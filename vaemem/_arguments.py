@@ -52,7 +52,10 @@ components : dict, optional
     What the weights of components are stored in, by role (``"text_encoder"``, ``"text_encoder_2"``, ``"unet"``,
     ``"transformer"``, ``"vae"``): a type as `vaemem.pipelines.storage.tensor_bytes` has them (``"nf4"``, ``"Q8_0"``,
     ``"fp8"``, ``"float32"``), or the path of a safetensors or GGUF file, whose header says them (weights stay in the
-    file's types, which ``from_pretrained(torch_dtype=...)`` would change); None for a text encoder that is not there.
+    file's types, which ``from_pretrained(torch_dtype=...)`` would change); None, or ``"none"``, for a text encoder that
+    is not there. The file holds that type and is loaded to the CPU, unless words after the type say otherwise:
+    ``"nf4 from bfloat16"`` is quantised on the card while it is loaded, ``"nf4 on cuda"`` is loaded on the card,
+    ``"int8 kept on cuda"`` stays there.
     SD 1.5's ``"safety_checker"`` is there where it is named. SDXL's VAE is kept in float16 and converted
     to float32 for its call unless this says what it runs in.
 image : bool

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -25,6 +26,10 @@ TORCH_WAYS = ("whole", "tiled", "sliced")
 VAE_WAYS = (*TORCH_WAYS, "vaemem")
 WEIGHT_TYPES = [name for name in TYPES if SPELT.get(name, name) not in ("float64", "int64", "bool")]  # tables, masks
 KEPT_TRACES = 4  # of each component
+# Where from_pretrained puts weights before anything is offloaded: on the CPU (device_map="cpu"); on the card, until
+# offloading takes them away; or on the card, where they stay.
+PLACES = ("on cpu", "on cuda", "kept on cuda")
+_SPOKEN = re.compile(rf"(?P<type>.+?)(?: from (?P<source>\S+))?(?: (?P<place>{'|'.join(PLACES)}))?", re.I)
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,10 @@ class Part:
         As they are stored; of a VAE in `dtype`.
     upcast : bool
         Whether a VAE is converted to float32 for its call, and back.
+    place : str
+        Where it is loaded: one of `PLACES`.
+    source : str
+        The dtype of its file, if bitsandbytes quantises the weights on loading; "" if the file has them quantised.
     """
 
     role: str
@@ -50,6 +59,8 @@ class Part:
     dtype: str
     weights: tuple[Stored, ...]
     upcast: bool = False
+    place: str = PLACES[0]
+    source: str = ""
 
     def __reduce__(self) -> Any:
         """Copied and pickled without its traces, which are made again."""
@@ -76,6 +87,16 @@ class Part:
     @functools.cached_property
     def nbytes(self) -> int:
         return sum(weight.bytes for weight in self.weights)
+
+    @functools.cached_property
+    def file_bytes(self) -> int:
+        """What is read from its file."""
+        return sum(weight.nbytes(self.source) for weight in weights_of(self.component)) if self.source else self.nbytes
+
+    def unquantised_bytes(self, weight: Stored) -> int:
+        """What a matrix takes before bitsandbytes quantises it: in float16 for int8 (Int8Params.cuda), otherwise in the
+        dtype that the component is loaded in."""
+        return math.prod(weight.shape) * ELEMENT_BYTES["float16" if weight.type == "int8" else self.dtype]
 
     @functools.cached_property
     def pieces(self) -> list[int]:
@@ -118,28 +139,38 @@ class Part:
 
 
 @functools.lru_cache(maxsize=32)
-def _typed(role: str, component: str, dtype: str, given: str, rule: str, upcast: bool = False) -> Part:
+def _typed(
+    role: str, component: str, dtype: str, given: str, rule: str, upcast: bool, place: str, source: str
+) -> Part:  # fmt: skip
     """What is stored in a type is the same for every size and card."""
-    return Part(role, component, dtype, tuple(stored(weights_of(component), given, rule, dtype)), upcast)
+    return Part(role, component, dtype, tuple(stored(weights_of(component), given, rule, dtype)), upcast, place, source)
 
 
 def _part(role: str, component: str, dtype: str, given: Any, upcast: bool) -> Part:
-    """The weights of a component in a type, or as a file has them."""
-    is_vae, name = component in _core.models(), str(given)
+    """The weights of a component in a type, or as a file has them; with where they are loaded, and what from."""
+    is_vae, place, source, what = component in _core.models(), "", "", f"components[{role!r}]"
+    if isinstance(given, str) and not os.path.exists(given) and (spoken := _SPOKEN.fullmatch(given)):
+        given, source, place = (part or "" for part in spoken.group("type", "source", "place"))
+    # from_pretrained quantises on the card; what is stored quantised is loaded to the CPU by those who lack memory.
+    place, name = place.lower() or PLACES[bool(source)], str(given)
     is_file = isinstance(given, os.PathLike) or name.endswith((".safetensors", ".gguf")) or os.path.exists(name)
     if is_file and given not in DTYPES and not is_vae:
         try:
-            return Part(role, component, dtype, tuple(stored(weights_of(component), None, tensor_types(given))))
+            held = tuple(stored(weights_of(component), None, tensor_types(given)))
         except (ValueError, FileNotFoundError) as error:
-            raise type(error)(f"components[{role!r}]: {given}: {error}") from None
-    given = meant(f"components[{role!r}]", given, DTYPES if is_vae else WEIGHT_TYPES)
-    if given in DTYPES:
-        return _typed(role, component, given, given, "all", upcast and given == "float16")
+            raise type(error)(f"{what}: {given}: {error}") from None
+        return Part(role, component, dtype, held, place=place)
+    given = meant(what, given, DTYPES if is_vae else WEIGHT_TYPES)
+    if source and given not in BITSANDBYTES:
+        raise ValueError(f"{what}: want 'from {source}' after {', '.join(BITSANDBYTES)}, got it after {given!r}")
+    source = meant(what, source, DTYPES) if source else ""
     # Whose rule says which tensors a type is for, where no file does.
     rule = "layerwise" if given == "fp8" else "bitsandbytes" if given in BITSANDBYTES else "all"
     if given in GGML:
         rule = "llama.cpp" if role.startswith("text_encoder") else "comfyui-gguf"
-    return _typed(role, component, dtype, given, rule)
+    if given in DTYPES:  # it computes in what it is stored in
+        dtype, upcast = given, upcast and given == "float16"
+    return _typed(role, component, dtype, given, rule, upcast, place, source)
 
 
 def parts_of(pipeline: Pipeline, dtype: str, components: Mapping[str, Any]) -> tuple[Part, ...]:
@@ -152,7 +183,7 @@ def parts_of(pipeline: Pipeline, dtype: str, components: Mapping[str, Any]) -> t
     parts = []
     for role, component in known.items():
         given = components.get(role, None if role in pipeline.optional else dtype)
-        if given is not None:
+        if given not in (None, "none"):
             parts.append(_part(role, component, dtype, given, upcast=component == "sdxl" and role not in components))
         elif role not in (*pipeline.encoders, *pipeline.optional):
             raise ValueError(f"components: want a type or a file for {role}, got None")
@@ -192,12 +223,9 @@ class PipelineQuestion(Asked):
 
     @property
     def resident(self) -> tuple[str, ...]:
-        """Roles that offloading leaves on the device: what is no part of the sequence, and what is in LLM.int8(), which
-        diffusers 0.33 does not move."""
+        """Roles that offloading leaves on the device: what is no part of the sequence, and what is kept there."""
         return tuple(
-            part.role
-            for part in self.parts
-            if part.role in self.pipeline.optional or (self.offload == "model" and part.has(["int8"]))
+            part.role for part in self.parts if part.role in self.pipeline.optional or part.place == "kept on cuda"
         )
 
     def run_with(self, offload: Any, vae: str, vae_memory_limit: int | str | None = None) -> PipelineQuestion:

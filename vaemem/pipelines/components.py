@@ -89,11 +89,6 @@ class Pipeline(NamedTuple):
         return CLIP_TOKENS if self.encoded == CLIP_TOKENS else MOST_SEQUENCE
 
     @property
-    def pools(self) -> str:
-        """The text encoder whose pooled output is kept: FLUX's first, SDXL's second."""
-        return self.encoders[-1 if self.guides else 0]
-
-    @property
     def stride(self) -> int:
         """What the image's sides are multiples of, in pixels: transformers take latents in squares of two."""
         return VAE_STRIDE * (2 if self.denoiser == "transformer" else 1)

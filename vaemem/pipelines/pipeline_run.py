@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vaemem import _core
-from vaemem._common import ELEMENT_BYTES
 from vaemem._core import OutOfMemoryError
 from vaemem.pipelines import programs
-from vaemem.pipelines.asked import PipelineQuestion
+from vaemem.pipelines.asked import PLACES, PipelineQuestion
 from vaemem.pipelines.components import CLIP_TOKENS, CLIPS, VAE_STRIDE, Made, vae_counts
 from vaemem.pipelines.storage import BITSANDBYTES
 from vaemem.prediction.benchmark import Names
@@ -71,7 +70,7 @@ class PipelineRun:
         for weight in part.weights if quantises else ():
             sent, whole = weight.bytes, []
             if weight.type in BITSANDBYTES:
-                sent = math.prod(weight.shape) * ELEMENT_BYTES["float16" if weight.type == "int8" else part.dtype]
+                sent = part.unquantised_bytes(weight)
                 whole = [process.hold(f"{weight.name} of {role}, not quantised yet", sent)]
             held += process.hold_all(name, weight.pieces)
             process.release(whole)
@@ -286,16 +285,16 @@ def _play(run: PipelineRun) -> None:
     """All phases."""
     pipeline = run.asked.pipeline
     stay = [role for role in run.parts if role not in run.moved]
-    quantised = [role for role, part in run.parts.items() if part.has(BITSANDBYTES)]
-    if stay or quantised:
+    early = [role for role, part in run.parts.items() if part.place != PLACES[0]]
+    if stay or early:
         with run.phase("load"):
-            for role in quantised:  # by from_pretrained, before anything is said about offloading
-                run.load(role, quantises=True)
-            for role in quantised:
+            for role in early:  # by from_pretrained, before anything is said about offloading
+                run.load(role, quantises=bool(run.parts[role].source))
+            for role in early:
                 if role not in stay:
                     run.unload(role)
             for role in stay:
-                if role not in quantised:
+                if role not in early:
                     run.load(role)
     encoders = [role for role in pipeline.encoders if role in run.parts]
     with run.phase("encode prompt", *encoders[:1]):
@@ -338,7 +337,7 @@ def _encode_prompt(run: PipelineRun, encoders: list[str]) -> None:
         else:
             run.process.drop(*encoded)
     # SDXL's pooled outputs are a part of what was encoded until here, where they are repeated.
-    if pipeline.pooled and pipeline.pools in encoders and "pooled_prompt_embeds" not in names.held:
+    if pipeline.pooled and "pooled_prompt_embeds" not in names.held:
         for name in prompts:
             pool(name)
     run.process.drop(*listed)

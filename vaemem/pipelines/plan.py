@@ -218,7 +218,7 @@ def diffusers_ways(
         "no offload": "none",
         "model offload": "model",
         "sequential offload": "sequential",
-        "text encoders on CPU": dict.fromkeys(pipeline.encoders, "cpu"),
+        "text encoders on CPU": {part.role: "cpu" for part in q.parts if part.role in pipeline.encoders},
     }
     is_cut = max(q.height, q.width) > usual_tile(pipeline.parts["vae"])
     by_torch = ["whole", *["sliced"] * (q.batch > 1), *["tiled"] * is_cut]
@@ -229,7 +229,9 @@ def diffusers_ways(
         given = {**components, **({} if kind is None else {role: kind for role in large if role not in components})}
         stored = q if kind is None else replace(q, parts=parts_of(pipeline, q.dtype, given))
         for place, offload in offloads.items():
-            if offload == "sequential" and any(one in FOUR_BITS for one in given.values()):
+            if not offload:  # no text encoder is there
+                continue
+            if offload == "sequential" and any(part.has(FOUR_BITS) for part in stored.parts):
                 continue
             # vaemem only decodes, and accelerate's hooks are PyTorch's modules' alone.
             for vae in by_torch if q.image or offload == "sequential" else [*by_torch, "vaemem"]:
@@ -246,7 +248,7 @@ def diffusers_ways(
 
 
 def _way(p: PipelinePrediction, name: str, settings: Mapping[str, Any], changes: str, machine: Machine | None) -> Way:
-    read = {"disk": float(sum(part.nbytes for part in p.parts.values()))}
+    read = {"disk": float(sum(part.file_bytes for part in p.parts.values()))}
     works = (read if phase.name == "load" else p.work(phase, machine) for phase in p.phases)
     phases = tuple(phase._replace(work=work) for phase, work in zip(p.phases, works, strict=True))
     notes = (*p.notes, *[SEQUENTIAL] * (settings["offload"] == "sequential"))

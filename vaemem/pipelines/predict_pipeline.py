@@ -15,9 +15,10 @@ from typing import Any
 
 from vaemem._arguments import shared
 from vaemem._common import MIB, __version__, distinct, flag, html_table, meant, render, whole
-from vaemem.pipelines.asked import OFFLOADS, Part, PipelineQuestion, ask_pipeline
+from vaemem.pipelines.asked import OFFLOADS, PLACES, Part, PipelineQuestion, ask_pipeline
 from vaemem.pipelines.components import CLIP_TOKENS, PIPELINES, known_pipeline, refuse
 from vaemem.pipelines.pipeline_run import RunOutcome, play_pipeline
+from vaemem.pipelines.storage import BITSANDBYTES
 from vaemem.pipelines.ways import Written
 from vaemem.prediction.answer import MARGIN, SEGMENT
 from vaemem.prediction.cutting import largest_of
@@ -432,10 +433,14 @@ class PipelinePrediction(_Phases):
 def _notes(q: PipelineQuestion) -> Iterator[str]:
     """What of the parts is not counted."""
     for part in q.parts:
-        if part.has(["int8"]):
+        kind = next((one for one in BITSANDBYTES if part.has([one])), "")
+        if kind == "int8":
             yield f"{part.role}: what LLM.int8() makes of activations is not counted"
-            if part.role in q.resident:
-                yield f"{part.role}: int8 stays on the card, as with diffusers 0.33 (docs/PIPELINES.md)"
+        if kind == "int8" and q.offload == "model" and part.role not in q.resident:
+            older = "with transformers before 5 or bitsandbytes before 0.48, int8 stays on the card"
+            yield f"{part.role}: {older}; ask for 'int8 kept on cuda' there"
+        if kind and q.offload != "none" and part.place == PLACES[0]:
+            yield f"{part.role}: loaded with device_map='cpu'; without it, ask for '{kind} on cuda'"
         if part.unpacked:
             yield f"{part.role}: of unpacking, only the unpacked weights of the layer that runs are counted"
         if part.role == "vae" and q.vae == "vaemem":
