@@ -237,6 +237,29 @@ def test_ways_of_diffusers_are_predictions(small_card):
         assert {name: work[name] for name in ("vae", "memory")} == vae_work(last.flops, last.attended, last.moved)
 
 
+@pytest.mark.parametrize("os", ["linux", "windows"])
+@pytest.mark.parametrize("gpu, memory", [("RTX 3060", "4 GB"), ("RTX 4060", None), ("RTX 3090", None), ("H100", None)])
+@pytest.mark.parametrize("pipeline", ["sd15", "sdxl", "flux", "zimage-turbo"])
+def test_a_plan_and_a_prediction_say_the_same_of_every_way(pipeline, gpu, memory, os):
+    """Verdict and reason, for both runtimes."""
+    asked = {"height": 1024, "width": 1024, "gpu": gpu, "memory": memory, "os": os}
+    for runtime in ("diffusers", "sd.cpp"):
+        for one in plan_pipeline(pipeline, **asked, runtime=runtime).outcomes:
+            settings = one.way.settings if runtime == "diffusers" else {"offload": one.way.name}
+            p = predict_pipeline(pipeline, **asked, runtime=runtime, **settings)
+            assert (p.verdict, p.tight_because, p.fits) == (one.verdict, one.way.unsure, one.fits), one.way.name
+            if p.verdict == "does not fit":
+                assert one.fails_in == p.out_of_memory_at[0]
+
+
+def test_vaemems_decoder_is_tight_where_it_never_ran():
+    asked = {"height": 512, "width": 512, "vae": "vaemem", "vae_memory_limit": "1 GB"}
+    there, here = (predict_pipeline("sd15", gpu=gpu, **asked) for gpu in ("RTX 4090", "H100"))
+    assert (there.verdict, here.verdict) == ("tight", "fits")
+    assert there.summary.endswith("; vaemem's code has run on one kind of GPU only, an H100")
+    assert not predict_pipeline("sd15", gpu="RTX 4090", **asked, safe=True).fits and here.tight_because == ""
+
+
 def test_what_a_way_lacks_would_have_done(small_card):
     """With that much more of a card it fits, and with 4 MiB less than that it does not."""
     short = small_card["no offload, VAE whole"].short

@@ -14,7 +14,7 @@ from vaemem.engine.weights import told_bytes
 from vaemem.pipelines import ways_mlx
 from vaemem.pipelines.asked import PipelineQuestion, ask_pipeline, parts_of
 from vaemem.pipelines.components import CLIPS, PIPELINES, known_pipeline, refuse, weights_of
-from vaemem.pipelines.predict_pipeline import PipelinePrediction
+from vaemem.pipelines.predict_pipeline import GraphPrediction, PipelinePrediction
 from vaemem.pipelines.storage import FOUR_BITS
 from vaemem.pipelines.ways import PipelinePlan, Room, outcome
 from vaemem.prediction.gpus import CONTEXT, Gpu, sold
@@ -29,7 +29,6 @@ VAE_LIMIT = 3.2
 SEQUENTIAL = (
     "Sequential offload: what accelerate's hooks take at each submodule, beside moving its weights, is not counted."
 )
-BY_VAEMEM = "vaemem's code has run on one kind of GPU only, an H100"
 SMALLER = ("Q8_0", "nf4")  # GGUF's and bitsandbytes'
 
 
@@ -142,15 +141,14 @@ def plan_pipeline(
     dtype = known.dtype if dtype is None else meant("dtype", dtype, DTYPES)
     card = find_card(_any_card(memory, dtype) if gpu is None else gpu, None if gpu is None else memory, used, os)
     notes = [] if gpu is not None else [f"No card was named: {card.gpu.name} stands for any of that memory."]
-    room = Room(card.available(CONTEXT if runtime == "diffusers" else running.SDCPP_CONTEXT), host, time_limit)
+    available = card.available(CONTEXT if runtime == "diffusers" else running.SDCPP_CONTEXT)
+    room = Room(available, host, time_limit)
     steps = known.steps if steps is None else whole("steps", steps)
     if time_limit is not None and not real(time_limit) > 0:
         raise ValueError(f"time_limit: want more than 0 seconds, got {time_limit!r}")
     likely = machine_of(gpu and card.gpu, card.gpu.total_memory, dtype, runtime, link, cpu, cores)
     is_known = gpu is not None and not card.gpu.coarse  # how fast it is
     machine = likely if is_known or calibrate else None
-    if card.unsure and runtime == "sd.cpp":
-        notes.append(f"Windows may keep {card.unsure / MIB:.0f} MiB more of the card.")
     kinds = None if types is None else listed(types, str)
     if kinds == []:
         raise ValueError("types: want one type or more, or None, got none")
@@ -160,6 +158,8 @@ def plan_pipeline(
         ways = make([words for kind in kinds or [None] for words in running.planned_words(flash, kind)])
         if kinds is None and not any(outcome(way, room, None).fits for way in ways):
             ways += make(running.planned_words(flash, running.SMALLER_TYPE))
+        whose = {"model": pipeline, "height": height, "width": width}
+        ways = [way._replace(unsure=GraphPrediction(whose, way, available, card).tight_because) for way in ways]
     else:
         software = Software(torch_version=torch_version, cudnn_version=cudnn_version)
         question = ask_pipeline(
@@ -253,5 +253,4 @@ def _way(p: PipelinePrediction, name: str, settings: Mapping[str, Any], changes:
     phases = tuple(phase._replace(work=work) for phase, work in zip(p.phases, works, strict=True))
     notes = (*p.notes, *[SEQUENTIAL] * (settings["offload"] == "sequential"))
     out = (p.out_of_memory_at[0], max(p.least - p.available, 1)) if p.out_of_memory_at else None
-    unsure = "" if out else BY_VAEMEM if settings["vae"] == "vaemem" else p.tight_because
-    return Way(name, settings, phases, p.host, changes, notes, out, True, unsure)
+    return Way(name, settings, phases, p.host, changes, notes, out, True, p.tight_because)

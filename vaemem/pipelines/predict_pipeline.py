@@ -32,6 +32,7 @@ from vaemem.prediction.seconds import Machine, machine_of, peak, vae_work
 from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, CardAnswer, bar
 
 PREDICTED_RUNTIMES = ("diffusers", "sd.cpp")
+BY_VAEMEM = "vaemem's code has run on one kind of GPU only, an H100"
 _PARTS = ("weights", "activations", "workspace", "cached", "outside")  # make up a phase's total
 _OUTCOMES = {True: "goes through", False: "runs out", None: "not reached"}
 
@@ -234,7 +235,8 @@ class PipelinePrediction(_Phases):
         Whether the verdict is "fits" or "tight"; with ``safe=True`` whether it is "fits".
     verdict : str
         ``"fits"``, even by `upper`; ``"tight"``: it goes through, but not by `upper`, or only because PyTorch gives
-        cached memory back, or on next plans of a cuDNN before 9.8 that are not known; or ``"does not fit"``.
+        cached memory back, on next plans of a cuDNN before 9.8 that are not known, or by vaemem's decoder on a card
+        other than an H100, where it never ran; or ``"does not fit"``.
     summary : str
         The verdict with its figures and its reason, in a sentence.
     spare : int
@@ -277,6 +279,7 @@ class PipelinePrediction(_Phases):
         self._question = q = question
         self._safe, self._unsure, self.coarse = q.safe, q.card.unsure, bool(q.card.gpu.coarse)
         self._card, self._has_version = q.card, q.software.has_version
+        self._untried = BY_VAEMEM if q.vae == "vaemem" and "H100" not in q.card.gpu.name else ""
         batch = f", {q.batch} images" if q.batch > 1 else ""
         on_cpu = f", {' and '.join(q.on_cpu)} on the CPU" if q.on_cpu else ""
         where = self._where = f"{q.card.gpu.name}, offload {q.offload}, VAE {q.vae}{on_cpu}"
@@ -445,7 +448,7 @@ def _notes(q: PipelineQuestion) -> Iterator[str]:
             yield f"{part.role}: of unpacking, only the unpacked weights of the layer that runs are counted"
         if part.role == "vae" and q.vae == "vaemem":
             upcast = ", where diffusers converts to float32" if part.upcast else ""
-            yield f"vae: vaemem decodes in {part.dtype}{upcast}; its code has run on one kind of GPU only, an H100"
+            yield f"vae: vaemem decodes in {part.dtype}{upcast}; {BY_VAEMEM}"
 
 
 class GraphPrediction(_Phases):

@@ -42,6 +42,7 @@ class CardAnswer(Answer):
     _most: int  # what it takes where there is room
     _guesses: bool = False  # whether it goes through only with plans of cuDNN's that are not known
     _unsure: int = 0  # bytes that the operating system may keep of the card beside
+    _untried: str = ""  # what nobody has tried and the run rests on, in words
     _has_version: bool = True  # whether it is about a version that was named
     coarse: bool = False
     _safe: bool = False  # whether what is tight counts as not fitting
@@ -66,7 +67,9 @@ class CardAnswer(Answer):
     @property
     def _is_tight(self) -> bool:
         """Whether a run that goes through is tight. `tight_because` says why, for which it has to know more."""
-        return self._guesses or self._most > self.available or self._may_take(self.available - self._unsure + 1)
+        if self._guesses or self._untried or self._most > self.available:
+            return True
+        return self._may_take(self.available - self._unsure + 1)
 
     def _may_take(self, size: int) -> bool:
         """Whether `_bound` is so many bytes or more."""
@@ -97,7 +100,9 @@ class CardAnswer(Answer):
         if self._bound > self.available:
             why = "" if self._has_version else ", since no version of PyTorch or cuDNN was named"
             return f"by `upper` it may take {self._bound / MIB:.0f} MiB{why}"
-        return f"Windows may keep {self._unsure / MIB:.0f} MiB more of the card"
+        if self._bound > self.available - self._unsure:
+            return f"Windows may keep {self._unsure / MIB:.0f} MiB more of the card"
+        return self._untried
 
     @property
     def summary(self) -> str:
