@@ -24,6 +24,11 @@ def phase(prediction, name):
     return next(phase for phase in prediction.phases if phase.name == name)
 
 
+def stored(phase):
+    """Bytes of the weights that a phase has on the card, without what the allocator rounds them up by."""
+    return sum(size for name, size in phase.peak_tensors if name.startswith("weights of "))
+
+
 def test_a_fit_on_cudnns_next_plans_is_told():
     """What stood in on the card is among the notes, and the verdict says what the run takes there."""
     asked = {"components": {"unet": "nf4"}, "torch_version": "2.8.0"}
@@ -67,7 +72,7 @@ def test_phases_of_a_pipeline():
     assert sum(weights.values()) == 2 * (859_520_964 + 123_060_480 + 83_653_863) + 8 * 77  # int64 position_ids
     assert len({*found.phases}) == 4
     for p in found.phases:
-        assert p.weights == sum(weights.values())
+        assert stored(p) == sum(weights.values()) < p.weights < 1.02 * stored(p)
         assert p.allocated == p.weights + p.workspace + p.activations == sum(size for _, size in p.peak_tensors)
         assert p.allocated <= p.reserved == p.total and p.fits
     decode = predict("sd15", "decode", 512, 512, gpu="T4")
@@ -77,6 +82,17 @@ def test_phases_of_a_pipeline():
     assert found.band[0] <= found.peak <= found.band[1]
     assert max(moment.allocated for moment in found.timeline) == phase(found, "decode").allocated
     assert "decode" in repr(found)
+
+
+@pytest.mark.parametrize("offload", ["none", "model", "sequential"])
+@pytest.mark.parametrize("pipeline, vae", [("zimage-turbo", "zimage"), ("flux", "flux"), ("sd15", "sd15")])
+def test_a_decode_takes_as_much_beside_the_weights_as_the_vae_alone(pipeline, vae, offload):
+    """Plus cuBLAS's workspace and a few latents, but not what the allocator rounds 20 GB of weights up by."""
+    whole = phase(predict_pipeline(pipeline, 1024, 1024, gpu="RTX 4090", offload=offload), "decode")
+    alone = predict(vae, "decode", 1024, 1024, gpu="RTX 4090")
+    rounded = dict(whole.peak_tensors)["[rounded up by the allocator]"]
+    assert 0 < whole.activations + whole.workspace - alone.allocated < 16 * MIB
+    assert rounded > 100 * MIB or (pipeline, offload) != ("zimage-turbo", "none")
 
 
 @pytest.mark.parametrize("gpu", ["T4", "RTX 3060", "RTX 4090", "H100", "RTX 5090"])
@@ -104,8 +120,8 @@ def test_model_offload_keeps_one_component():
     found = predict_pipeline("sd15", 512, 512, gpu="T4", offload="model")
     parts = found.parts
     assert [p.name for p in found.phases] == ["encode prompt", "denoise", "decode"]
-    assert phase(found, "encode prompt").weights == parts["text_encoder"].nbytes
-    assert phase(found, "denoise").weights == parts["unet"].nbytes
+    assert stored(phase(found, "encode prompt")) == parts["text_encoder"].nbytes
+    assert stored(phase(found, "denoise")) == parts["unet"].nbytes
     assert phase(found, "denoise").sent == parts["unet"].nbytes and phase(found, "decode").sent == parts["vae"].nbytes
     whole = predict_pipeline("sd15", 512, 512, gpu="T4")
     gone = phase(whole, "denoise").allocated - phase(found, "denoise").allocated
@@ -191,7 +207,7 @@ def test_bitsandbytes_quantises_matrix_by_matrix_as_it_loads(kind):
     parts = [found.parts[role] for role in both]
     load, *_ = found.phases
     quantised = sum(part.nbytes for part in parts)
-    assert load.name == "load" and 0.98 * quantised < load.weights <= quantised
+    assert load.name == "load" and 0.98 * quantised < stored(load) <= quantised
     matrices = [2 * math.prod(weight.shape) for part in parts for weight in part.weights if weight.type == kind]
     assert 0.8 * max(matrices) < load.activations < max(matrices) + 64 * MIB
     whole = predict_pipeline("flux", 512, 512, offload="model", gpu="H100")
@@ -209,23 +225,23 @@ def test_a_quantised_file_is_loaded_to_the_cpu_unless_it_is_said():
         place: predict_pipeline("flux", **asked, components=dict.fromkeys(LARGE, f"nf4{place}"))
         for place in ("", " on cpu", " on cuda", " kept on cuda", " from bfloat16", " from bfloat16 on cpu")
     }
-    stored, there, kept, quantised = (found[one] for one in ("", " on cuda", " kept on cuda", " from bfloat16"))
+    default, there, kept, quantised = (found[one] for one in ("", " on cuda", " kept on cuda", " from bfloat16"))
     assert [one.verdict for one in found.values()] == ["fits"] * 2 + ["does not fit"] * 3 + ["fits"]
-    assert stored.phases == found[" on cpu"].phases == found[" from bfloat16 on cpu"].phases
-    assert [one.name for one in stored.phases] == ["encode prompt", "denoise", "decode"]
-    assert stored.peak < 7.6 * 1024 * MIB
+    assert default.phases == found[" on cpu"].phases == found[" from bfloat16 on cpu"].phases
+    assert [one.name for one in default.phases] == ["encode prompt", "denoise", "decode"]
+    assert default.peak < 7.6 * 1024 * MIB
     for other in (there, quantised):
-        assert [(one.name, one.weights) for one in other.phases[1:]] == [
-            (one.name, one.weights) for one in stored.phases
+        assert [(one.name, stored(one)) for one in other.phases[1:]] == [
+            (one.name, stored(one)) for one in default.phases
         ]
-    both = sum(stored.parts[role].nbytes for role in LARGE)
-    assert 0.99 * both < there.phases[0].weights <= both and there.out_of_memory_at[0] == "load"
+    both = sum(default.parts[role].nbytes for role in LARGE)
+    assert 0.99 * both < stored(there.phases[0]) <= both and there.out_of_memory_at[0] == "load"
     assert not any("not quantised yet" in name for name, _ in there.phases[0].peak_tensors)
     assert any("not quantised yet" in name for name, _ in quantised.phases[0].peak_tensors)
-    assert all(one.weights >= both for one in kept.phases[1:]) and kept.host == stored.host - both
-    assert [sum("loaded with device_map='cpu'" in note for note in one.notes) for one in (stored, there)] == [2, 0]
-    assert all(part.file_bytes == part.nbytes for part in stored.parts.values())
-    larger = [quantised.parts[role].file_bytes > 2 * stored.parts[role].nbytes for role in LARGE]
+    assert all(one.weights >= both for one in kept.phases[1:]) and kept.host == default.host - both
+    assert [sum("loaded with device_map='cpu'" in note for note in one.notes) for one in (default, there)] == [2, 0]
+    assert all(part.file_bytes == part.nbytes for part in default.parts.values())
+    larger = [quantised.parts[role].file_bytes > 2 * default.parts[role].nbytes for role in LARGE]
     assert larger == [True, False], "T5's wo is float32 in both"
 
 
@@ -235,7 +251,7 @@ def test_any_component_may_be_loaded_on_the_card():
         for place in (" on cuda", "")
     )
     assert [one.name for one in early.phases[1:]] == [one.name for one in late.phases]
-    assert early.phases[0].weights == early.parts["unet"].nbytes == phase(late, "denoise").weights
+    assert stored(early.phases[0]) == early.parts["unet"].nbytes == stored(phase(late, "denoise"))
     int8 = {"transformer": "int8"}
     moved, kept = (
         predict_pipeline("flux", 512, 512, gpu="H100", offload="model", components=one)
@@ -461,10 +477,10 @@ def test_model_offload_sends_away_what_came_before():
     """accelerate's hooks know one component before each: SDXL's first encoder comes back beside the second."""
     found = predict_pipeline("sdxl", 512, 512, offload="model")
     parts = found.parts
-    assert phase(found, "encode prompt").weights == parts["text_encoder"].nbytes + parts["text_encoder_2"].nbytes
-    assert phase(found, "denoise").weights == parts["unet"].nbytes
+    assert stored(phase(found, "encode prompt")) == parts["text_encoder"].nbytes + parts["text_encoder_2"].nbytes
+    assert stored(phase(found, "denoise")) == parts["unet"].nbytes
     again = predict_pipeline("sd15", 512, 512, offload="model", image=True)
-    assert phase(again, "encode image").weights == again.parts["vae"].nbytes + again.parts["text_encoder"].nbytes
+    assert stored(phase(again, "encode image")) == again.parts["vae"].nbytes + again.parts["text_encoder"].nbytes
 
 
 def test_stable_diffusion_cpps_phases():
@@ -575,7 +591,7 @@ def test_components_on_the_cpu():
     whole = predict_pipeline("sd15", 512, 512, gpu="T4")
     placed = predict_pipeline("sd15", 512, 512, gpu="T4", offload={"text_encoder": "cpu", "vae": "cpu", "unet": "cuda"})
     parts = whole.parts
-    assert phase(placed, "load").weights == parts["unet"].nbytes
+    assert stored(phase(placed, "load")) == parts["unet"].nbytes
     assert placed.host == parts["text_encoder"].nbytes + parts["vae"].nbytes
     for name in ("encode prompt", "decode"):
         assert (phase(placed, name).flops, phase(placed, name).host_flops) == (0, phase(whole, name).flops)

@@ -291,7 +291,8 @@ def test_text_encoders_on_the_cpu_take_the_hosts_time(small_card):
     encode = found.way.phases[1]
     p = predict_pipeline("sd15", 1024, 1024, gpu="RTX 3060", memory="4 GB")
     assert encode.work == {"cpu": p.phases[1].flops} and found.way.host == p.parts["text_encoder"].nbytes
-    assert "link" not in found.way.work and encode.weights == p.phases[1].weights - p.parts["text_encoder"].nbytes
+    rounded = p.phases[1].weights - encode.weights - p.parts["text_encoder"].nbytes
+    assert "link" not in found.way.work and 0 <= rounded < 8 * MIB
     whole = small_card["no offload, VAE whole"].way.phases[1].work
     assert whole in ({"transformer": p.phases[1].flops}, {"memory": p.parts["text_encoder"].nbytes})
 

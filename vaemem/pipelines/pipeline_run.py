@@ -23,7 +23,7 @@ from vaemem.pipelines.storage import BITSANDBYTES
 from vaemem.prediction.benchmark import Names
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.planned import Phase
-from vaemem.prediction.process import LoadedVAE, Moment, PeakTensor, SimulatedProcess, Tensor, moments
+from vaemem.prediction.process import ROUNDED_UP, LoadedVAE, Moment, PeakTensor, SimulatedProcess, Tensor, moments
 from vaemem.prediction.question import usual_tile
 from vaemem.prediction.runtimes import architecture
 
@@ -45,6 +45,7 @@ class PipelineRun:
         self.lacking: PeakTensor | None = None  # what could not be had, where it ended early
         self.calls: list[tuple[str, Any]] = []  # roles, and what the process keeps of their calls
         self._loaded: dict[str, list[int] | LoadedVAE] = {}  # addresses, none of what PyTorch's memory does not have
+        self._rounded: dict[str, int] = {}  # bytes that the allocator rounded a component's weights up by
         self._work: Counter[str] = Counter()  # of this phase so far, by the names of `Phase`
         self._outside = 0
 
@@ -54,7 +55,7 @@ class PipelineRun:
         """``component.to("cuda")``; or ``from_pretrained`` with bitsandbytes, which quantises each matrix on the device
         once it has come there in half precision."""
         part, process, name = self.parts[role], self.process, f"weights of {role}"
-        self._loaded[role] = []
+        self._loaded[role], before = [], process.allocated
         if role in self.asked.on_cpu or (role == "vae" and self.asked.vae == "vaemem"):
             return
         if part.component in _core.models():
@@ -63,7 +64,7 @@ class PipelineRun:
             first = part.dtype if is_upcast and not self.asked.image else None
             vae = process.load(part.component, "float32" if is_upcast else part.dtype, "diffusers", first=first)
             self._work["sent"] += vae.nbytes
-            self._loaded[role] = vae
+            self._loaded[role], self._rounded[role] = vae, process.allocated - before - vae.nbytes
             return
         held = [] if quantises else process.hold_all(name, part.pieces)
         self._work["sent"] += 0 if quantises else part.nbytes
@@ -75,7 +76,7 @@ class PipelineRun:
             held += process.hold_all(name, weight.pieces)
             process.release(whole)
             self._work["sent"] += sent
-        self._loaded[role] = held
+        self._loaded[role], self._rounded[role] = held, process.allocated - before - part.nbytes
 
     def unload(self, role: str) -> None:
         held = self._loaded.pop(role)
@@ -205,7 +206,10 @@ class PipelineRun:
         # The process names a VAE's weights after the model.
         roles = {f"weights of {part.component}": f"weights of {role}" for role, part in self.parts.items()}
         tensors = tuple(one._replace(name=roles.get(one.name, one.name)) for one in process.peak_tensors())
+        held = dict(tensors)
+        rounded = sum(size for role, size in self._rounded.items() if f"weights of {role}" in held)
         weights = sum(size for what, size in tensors if what.startswith("weights of "))
+        weights += min(rounded, held.get(ROUNDED_UP, 0))
         workspace = sum(size for what, size in tensors if what.endswith("[workspace]"))
         step, _ = process.peak_above_baseline() or ("", {})
         self.spans.append((process._since, process._core.steps))

@@ -13,9 +13,9 @@ class Phase(NamedTuple):
 
     name: load, encode prompt, encode image, denoise, decode
     allocated, reserved: as PyTorch's counters stand at their height
-    weights: of components on the device at that height
+    weights: of components on the device at that height, as the allocator rounds them up
     workspace: of convolutions and products, at that height
-    activations: the rest of allocated: tensors, inputs, what the allocator rounds up
+    activations: the rest of allocated: tensors, inputs, what the allocator rounds those up by
     outside: on the device, but not by PyTorch's allocator
     peak_tensors: (name, bytes) of what is allocated at that height, largest first
     where: the step of a call that makes it; "" outside of calls
