@@ -895,6 +895,37 @@ def test_a_notebook_shows_a_bar():
     assert "CUDA context 512 MiB" in pipe._repr_html_() and pipe._repr_html_().count("<tr>") == 4
 
 
+@pytest.mark.parametrize("protocol", ["warm", "kept"])
+@pytest.mark.parametrize(
+    "memory, verdict", [("3 GB", "tight"), ("4 GB", "tight"), ("6 GB", "fits"), ("2 GB", "does not fit")]
+)
+def test_the_parts_add_up_to_the_total_that_is_named(memory, verdict, protocol):
+    """What the text lists, and what the bar and JSON have of this card."""
+    p = predict(
+        "sdxl", "decode", 1024, 1024, "float16", gpu="RTX 3060", memory=memory, protocol=protocol, torch_version="2.9.1"
+    )
+    assert p.verdict == verdict
+    named, listed = re.search(r"it takes (\d+) MiB: ([^.]*)\.", str(p)).groups()
+    assert abs(int(named) - sum(map(int, re.findall(r"\d+", listed)))) <= 2  # each is rounded
+    assert named == f"{p._most / MIB:.0f}"
+    held = [p._parts[name] for name in ("weights", "tensors", "workspaces", "cached")]
+    took = p._most if verdict == "does not fit" else p._took
+    assert sum(held) == took and min(held) >= 0
+    if verdict == "tight":
+        assert f"takes {took / MIB:.0f} of" in p.summary and took < p._most
+        assert sum(json.loads(p.to_json())["parts"].values()) == p.reported_memory
+
+
+def test_a_tight_pipelines_bar_shows_what_it_takes_on_this_card():
+    p = predict_pipeline("sd15", 1024, 1024, gpu="RTX 3060", memory="4 GB", offload="model", torch_version="2.9.1")
+    assert (
+        p.verdict == "tight" and p.on_card < p.peak and f"where there is room, the peak is in {p.bottleneck}" in str(p)
+    )
+    shown = p._repr_html_().split("CUDA context")[0]
+    sizes = map(int, re.findall(r'title="[^"]* (\d+) MiB"', shown))
+    assert abs(sum(sizes) - p.on_card / MIB) <= 3
+
+
 def test_windows_keeps_some_of_the_card():
     """What fits only with the least that it keeps is tight; what does not fit is slow there."""
     asked = {"gpu": "RTX 3060", "dtype": "float16", "torch_version": "2.9.1"}

@@ -59,7 +59,7 @@ class _Phases(Written, CardAnswer):
         self.phases = tuple(phase._replace(fits=fits) for phase, fits in zip(phases, outcomes, strict=False))
         self.out_of_memory_at = lacking and (phases[done].name, lacking)
         self.on_card = None if lacking else self.peak
-        self._most = self.peak
+        self._most, self._here = self.peak, self.phases  # on this card, if it goes through there
 
     @property
     def peak(self) -> int:
@@ -164,7 +164,8 @@ class _Phases(Written, CardAnswer):
     def _text(self, markdown: bool = False) -> str:
         least, most = (f"{size / MIB:.0f}" for size in self.band)
         sure = "" if least == most else f" ({least} to {most})"
-        peak = f"the peak is in {self.bottleneck}: {self.peak / MIB:.0f} MiB{sure}"
+        room = "" if self.on_card == self.peak else "where there is room, "
+        peak = f"{room}the peak is in {self.bottleneck}: {self.peak / MIB:.0f} MiB{sure}"
         host = f"; {self.host / MIB:.0f} MiB of weights are kept by the host" if self.host else ""
         answer = f"{self.summary[0].upper()}{self.summary[1:]}."
         lines = [answer, f"Asked: {self.title}; {peak}{host}.", render(*self._cells(), markdown)]
@@ -181,7 +182,7 @@ class _Phases(Written, CardAnswer):
 
     def _repr_html_(self) -> str:
         """The fullest phase beside the card's size, and the table."""
-        phase, card = max(self.phases, key=lambda phase: phase.total), self._card
+        phase, card = max(self._here, key=lambda phase: phase.total), self._card
         size = card.gpu.reported_memory
         parts = {
             "weights": phase.weights, "tensors": phase.activations, "workspaces": phase.workspace,
@@ -301,7 +302,7 @@ class PipelinePrediction(_Phases):
             (*(self._tried[0] if lacking else tried).substitutions, *_notes(q)),
         )  # fmt: skip
         if not lacking:
-            self.on_card = max(phase.total for phase in tried.phases)
+            self.on_card, self._here = max(phase.total for phase in tried.phases), tried.phases
             self._guesses = tried.guesses
 
     def _within(self, capacity: int, has_other_plans: bool = True) -> tuple[RunOutcome, int, PeakTensor | None]:

@@ -56,7 +56,7 @@ class SimulatedAnswer(CardAnswer):
         full, process, last = (None, process, first) if self._has_room else self._within(self.available)
         self.out_of_memory_at, self.on_card = full, last.peak_reserved if last else None
         self.substitutions = process.substitutions
-        self._guesses, self._took = process.guessed_plans, process.most_reserved
+        self._guesses, self._took, self._here = process.guessed_plans, process.most_reserved, process
         self._most = self._process.most_reserved
 
     def _played(self, protocol: str) -> tuple[SimulatedProcess, int]:
@@ -189,18 +189,24 @@ class SimulatedAnswer(CardAnswer):
             "parts": self._parts,
         }
 
-    @property
-    def _parts(self) -> dict[str, int]:
-        """Bytes of what the card holds at the peak; on this card where the run goes through there."""
-        tensors = self.peak_tensors
+    def _held(self, is_here: bool) -> dict[str, int]:
+        """What the process holds at the peak, in bytes that add up to what it takes at most: here on this card, or on a
+        card with room."""
+        process, most = (self._here, self._took) if is_here else (self._process, self._most)
+        tensors, allocated = process.peak_tensors(), process.peak_allocated
         weights = sum(size for name, size in tensors if name.startswith("weights of "))
         workspaces = sum(size for name, size in tensors if name.endswith("[workspace]"))
-        held, kept = self._most if self.on_card is None else self._took, self._question.card.kept[0]
-        context = min(CONTEXT, self.reported_memory)
-        parts = {
-            "weights": weights, "tensors": self.peak_allocated - weights - workspaces, "workspaces": workspaces,
-            "cached": max(held - self.peak_allocated, 0), "CUDA context": context, "others": self.used, "Windows": kept,
+        return {
+            "weights": weights, "tensors": allocated - weights - workspaces, "workspaces": workspaces,
+            "cached": most - allocated,
         }  # fmt: skip
+
+    @property
+    def _parts(self) -> dict[str, int]:
+        """Bytes of what the card holds at the peak; on this card if the run goes through there."""
+        context, kept = min(CONTEXT, self.reported_memory), self._question.card.kept[0]
+        others = {"CUDA context": context, "others": self.used, "Windows": kept}
+        parts = self._held(self.on_card is not None) | others
         return parts | {"spare": max(self.reported_memory - sum(parts.values()), 0)}
 
     @property

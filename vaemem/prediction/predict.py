@@ -263,7 +263,7 @@ class Prediction(SimulatedAnswer):
 
     def _text(self, markdown: bool = False) -> str:
         parts = self._parts
-        held = ", ".join(f"{name} {size / MIB:.0f}" for name, size in list(parts.items())[:4] if size >= MIB / 2)
+        held = ", ".join(f"{name} {size / MIB:.0f}" for name, size in self._held(False).items() if size >= MIB / 2)
         largest = next(one for one in self.peak_tensors if not one.name.startswith("weights of "))
         room = "" if self._has_room else ", where there is room"
         others = f", {self.used / MIB:.0f} that others use" if self.used else ""
