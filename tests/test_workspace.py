@@ -1,18 +1,21 @@
 """The convolution workspace: GPUs, recorded profiles, asking cuDNN, rules, and what each answer says of itself."""
 
 import json
+import math
+import re
 
 import pytest
 
 from vaemem._common import shipped
 from vaemem.pipelines import programs
+from vaemem.pipelines.predict_pipeline import predict_pipeline
 from vaemem.prediction import profiles
 from vaemem.prediction.cudnn import InstalledCudnn
 from vaemem.prediction.gpus import _key, find_gpu, gpu_names
 from vaemem.prediction.predict import predict
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.profiles import Conv
-from vaemem.prediction.workspace import CUDNN_OF_TORCH, Workspace
+from vaemem.prediction.workspace import CUDNN_OF_TORCH, UnfoldingWorkspace, Workspace
 
 MIB = 1 << 20
 
@@ -141,14 +144,80 @@ def test_a_card_that_no_cudnn_was_asked_about_is_answered_coarsely(name, full, g
 
 def test_a_coarse_answer_has_a_range():
     """From none to the most that any card's workspaces take, and the tensors of the card that stands in."""
-    p = predict("sdxl", "decode", 512, 512, "float16", gpu="RX 6800", torch_version="2.9.1")
-    like = predict("sdxl", "decode", 512, 512, "float16", gpu="RTX 3090", torch_version="2.9.1")
+    p = predict("sdxl", "decode", 512, 512, "float16", gpu="GTX 1660", torch_version="2.9.1")
+    like = predict("sdxl", "decode", 512, 512, "float16", gpu="T4", torch_version="2.9.1")
     cards = [predict("sdxl", "decode", 512, 512, "float16", gpu=g, torch_version="2.9.1") for g in ("H100", "RTX 4090")]
     assert p.coarse and not like.coarse and p.allocated == like.allocated
     assert p.band[0] < like.reserved <= p.band[1] and all(p.upper >= other.reserved for other in cards)
     assert p.summary.startswith("fits, as far as can be told of such a card: it takes")
-    assert "RTX 3090 for AMD Radeon RX 6800" in repr(p)
+    assert "Tesla T4 for NVIDIA GeForce GTX 1660" in repr(p) and math.isnan(p.upper_share)
     assert find_gpu("L20").multiprocessors == 92 and not find_gpu("L20").coarse
+
+
+# Reserved bytes in GiB of FLUX.2's decode in bfloat16 on a Radeon PRO W7900 (torch 2.10.0+rocm7.1), by pixels a side:
+# published in invoke-ai/InvokeAI#9519.
+W7900_GIB = {512: 1.721, 768: 3.781, 1024: 6.703}
+
+
+@pytest.mark.parametrize("side", W7900_GIB)
+def test_on_amds_cards_the_range_is_from_no_workspaces_to_those_of_im2col(side):
+    p = predict("flux2", "decode", side, side, "bfloat16", gpu="PRO W7900", torch_version="2.10.0+rocm7.1")
+    assert p.band[0] < W7900_GIB[side] * 2**30 < p.band[1] < p.upper
+    assert p.reserved == p.band[0] and not any(name.endswith("conv [workspace]") for name, _ in p.peak_tensors)
+    assert p.spare == p.available - (p.peak_reserved - p.reserved + p.band[1])
+
+
+def test_im2cols_workspace_is_nine_times_the_input_of_a_3x3_convolution():
+    """Requests of 2.25 and 1.12 GiB were published: of SD1.5's last upsampler at 512x512 in float32, and of FLUX's."""
+    unfolds = UnfoldingWorkspace(find_gpu("RX 6800"), unfolds=True)
+    assert unfolds.conv("float32", 1, 256, 512, 512, 256, 3)[0] == 9 << 28
+    assert unfolds.conv("bfloat16", 4, 256, 512, 512, 256, 3)[0] == 9 << 27  # one image after the other
+    assert unfolds.conv("float16", 1, 128, 512, 512, 256, 3, stride=2, padding=1)[0] == 9 * 128 * 256 * 256 * 2
+    assert unfolds.conv("float16", 1, 512, 64, 64, 512, 1, padding=0)[0] == 0
+    transposed = unfolds.conv("float16", 1, 64, 32, 32, 16, 4, stride=2, padding=1, output_padding=0)
+    assert transposed[0] == 16 * 16 * 32 * 32 * 2
+
+
+def test_another_makers_card_is_tight_where_only_the_lower_end_fits():
+    for size, verdict in ((24, "fits"), (8, "tight"), (2, "does not fit")):
+        p = predict("flux2", "decode", 1024, 1024, gpu="RX 7900 XTX", memory=f"{size} GB")
+        assert p.verdict == verdict, size
+    tight = predict("flux2", "decode", 1024, 1024, gpu="RX 7900 XTX", memory="8 GB")
+    assert tight.tight_because.endswith("with im2col's workspaces, which MIOpen may take or do without")
+
+
+@pytest.mark.parametrize(
+    ("name", "memory", "library"),
+    [("RX 6800", None, "MIOpen"), ("Arc A770", None, "oneDNN"), ("apple m3 max", "36 GB", "Metal")],
+)
+def test_an_answer_about_another_makers_card_names_no_version_of_cuda_or_cudnn(name, memory, library):
+    p = predict("sdxl", "decode", 1024, 1024, gpu=name, memory=memory)
+    assert p.torch_version == "2.7.1" and p.cudnn_version is None and library in p.workspace_source
+    for text in (str(p), repr(p), p.numbers, p.to_json(), *p.substitutions):
+        assert not re.search(r"cuDNN|cudnn \d|\bcu\d", text), text
+    whole = predict_pipeline("sdxl", 1024, 1024, gpu=name, memory=memory)
+    assert not re.search(r"cuDNN|cudnn \d|\bcu\d", str(whole) + repr(whole.rows()))
+    with pytest.raises(ValueError, match=r"cudnn_version: want none with .*, on which no cuDNN runs, got '9.10.2'"):
+        predict("sdxl", "decode", 512, 512, gpu=name, memory=memory, cudnn_version="9.10.2")
+    with pytest.raises(ValueError, match=r"torch_version: want no CUDA build with .*got '2.7.1\+cu128'"):
+        predict("sdxl", "decode", 512, 512, gpu=name, memory=memory, torch_version="2.7.1+cu128")
+
+
+def test_without_tensor_cores_float16_takes_twice_input_output_and_filter():
+    """As was measured on Pascal, whose float32 is as on the T4; and as may be on a GTX 16, which nobody measured."""
+    conv = (1, 128, 512, 512, 128, 3)
+    twice = 2 * (2 * 64 * MIB + 9 * 128 * 128 * 2)
+    for name in ("GTX 1070", "P100", "TITAN X"):
+        count, source = Workspace(name, "9.7.1").conv("float16", *conv)
+        assert count == twice and "half precision without tensor cores" in source
+        assert (
+            Workspace(name, "9.10.2").conv("float32", *conv)[0] == Workspace("T4", "9.10.2").conv("float32", *conv)[0]
+        )
+    for name, memory in (("GTX 1660", None), ("GTX 970", "4 GB")):
+        p = predict("sd15", "decode", 512, 512, "float16", gpu=name, memory=memory)
+        like = predict("sd15", "decode", 512, 512, "float16", gpu="GTX 1070", memory=memory)
+        assert p.reserved < like.reserved <= p.band[1] < p.upper
+    assert not find_gpu("T4").rules
 
 
 def test_an_unknown_gpu_is_refused_with_the_nearest_names():

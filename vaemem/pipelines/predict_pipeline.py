@@ -82,6 +82,11 @@ class _Phases(Written, CardAnswer):
         return self.peak, self.peak
 
     @property
+    def _range(self) -> tuple[int, int]:
+        least, most = (size - self.peak + self._took for size in self.band)
+        return least, most
+
+    @property
     def _bound(self) -> int:
         return self.upper
 
@@ -291,6 +296,7 @@ class PipelinePrediction(_Phases):
         }  # fmt: skip
         self._run = play_pipeline(question)
         self._process, self._tried = self._run.process, [self._run.outcome]
+        self._between = getattr(self._process.workspace, "between", "")
         cudnn = getattr(self._process.workspace, "cudnn_version", None)
         ran = f"torch {self._process.torch_version}{f', cudnn {cudnn}' if cudnn else ''}"
         self._run_row["versions"] = f"{ran}, vaemem {__version__}"
@@ -328,7 +334,7 @@ class PipelinePrediction(_Phases):
             with contextlib.suppress(ValueError):
                 other = PipelinePrediction(q.run_with(offload, vae))
                 if other.verdict != DOES_NOT_FIT:
-                    took = f"takes {other._took / MIB:.0f} of {self.available / MIB:.0f} MiB"
+                    took = f"takes {other._takes} of {self.available / MIB:.0f} MiB"
                     found.append(f"With --offload {offload} and the VAE {vae} it {took}: {other.verdict}.")
         return [*found, "vaemem plan, with the same words, tries every way, and says how long each takes."]
 

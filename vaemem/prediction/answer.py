@@ -49,6 +49,7 @@ class SimulatedAnswer(CardAnswer):
         self.gpu, self.total_memory = process.gpu.name, process.gpu.total_memory
         self.reported_memory, self.used = process.gpu.reported_memory, question.card.used
         self._unsure, self.coarse = question.card.unsure, bool(process.gpu.coarse)
+        self._between = getattr(process.workspace, "between", "")
         self.torch_version = process.torch_version
         self.cudnn_version: str | None = getattr(process.workspace, "cudnn_version", None)
         self.workspace_source, self.available = process.workspace_source, process.available
@@ -150,6 +151,11 @@ class SimulatedAnswer(CardAnswer):
     @property
     def timeline(self) -> tuple[Moment, ...]:
         return tuple(self._process.timeline())
+
+    @property
+    def _range(self) -> tuple[int, int]:
+        least, most = (size - self.reserved + self._took for size in self.band)
+        return least, most
 
     @property
     def _bound(self) -> int:

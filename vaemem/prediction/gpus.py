@@ -34,6 +34,10 @@ class Gpu(NamedTuple):
         The device name of the card whose properties these are, where that is another's.
     coarse : str
         Why the card that stands in says little of workspaces, where no cuDNN could be asked about this one.
+    maker : str
+        ``"NVIDIA"``, or whose library runs its convolutions: ``"AMD"``, ``"Intel"``, ``"Apple"``.
+    rules : tuple of dict
+        What published measurements tell of its workspaces, as rules of profiles.
     """
 
     name: str
@@ -43,6 +47,8 @@ class Gpu(NamedTuple):
     source: str
     card: str = ""
     coarse: str = ""
+    maker: str = "NVIDIA"
+    rules: tuple[dict[str, Any], ...] = ()
 
     @property
     def key(self) -> str:
@@ -78,7 +84,11 @@ _BRANDS = re.compile(r"nvidia|geforce|tesla|quadro|rtx|\bgpu\b|\bgeneration\b|[^
 _CAPABILITY = re.compile(r"sm_?(\d{1,2})(\d)a?|(?:compute capability )?(\d{1,2})\.(\d)")
 _SLICE = re.compile(r"(.+?)\W+mig\W+([1-7])g\.(\d+)gb(?:\+me)?")
 _SIZED = re.compile(r"(.+?)\W*(\d+)\s*gb")
-_OTHERS = re.compile(r"amd|radeon|instinct|gfx\d|rx ?\d|mi\d|intel|arc\b|apple|m[1-9] (pro|max|ultra)|xpu")
+_OTHERS = {
+    "AMD": re.compile(r"amd|radeon|instinct|gfx\d|rx ?\d|mi\d"),
+    "Intel": re.compile(r"intel|arc\b|xpu"),
+    "Apple": re.compile(r"apple|m[1-9] (pro|max|ultra)"),
+}
 # NVIDIA's that no cuDNN was asked about: Kepler to Pascal, and what is newer than what was recorded, or embedded.
 _UNRECORDED = re.compile(
     r"(nvidia|geforce|tesla|quadro|\W)*(gtx ?(6|7|9|10)\d\d|titan x|[kmp]\d{1,4}\b|g?b300|gb10\b|dgx spark|jetson|orin|"
@@ -93,19 +103,36 @@ def _key(name: str) -> str:
     return _BRANDS.sub("", name.lower().replace("mobile", "laptop"))
 
 
+class _Kind(NamedTuple):
+    """What cards that no cuDNN was asked about have in common: who makes them, whose tensors stand for theirs, and
+    whether the rule for cards without tensor cores is "taken", or "possible", or says nothing of them ("")."""
+
+    maker: str
+    stand_in: str
+    standing: str = ""
+
+    @property
+    def rules(self) -> tuple[dict[str, Any], ...]:
+        rule = json.loads(shipped("gpus.json"))["without_tensor_cores"]
+        return (rule | {"standing": self.standing},) if self.standing else ()
+
+
 @functools.cache
-def _coarse() -> dict[str, tuple[str, int, str]]:
-    """{key: (name, GB as sold, what stands in)} of cards that no cuDNN was asked about."""
+def _coarse() -> dict[str, tuple[str, int, _Kind]]:
+    """{key: (name, GB as sold, its kind)} of cards that no cuDNN was asked about."""
     return {
-        _key(name): (" ".join(filter(None, (kind["maker"], kind["brand"], name))), gigabytes, kind["stand_in"])
+        _key(name): (
+            " ".join(filter(None, (kind["maker"], kind["brand"], name))), gigabytes,
+            _Kind(kind["maker"], kind["stand_in"], kind.get("standing", "")),
+        )
         for kind in json.loads(shipped("gpus.json"))["coarse"]
         for name, gigabytes in kind["gigabytes"].items()
-    }
+    }  # fmt: skip
 
 
 def coarse_names(maker: str) -> list[str]:
     """Names of a maker's cards that no cuDNN was asked about."""
-    return [name for name, _, _ in _coarse().values() if name.startswith(maker)]
+    return [name for name, *_ in _coarse().values() if name.startswith(maker)]
 
 
 def _find_coarse(name: str, size: int | None) -> Gpu | None:
@@ -113,13 +140,24 @@ def _find_coarse(name: str, size: int | None) -> Gpu | None:
     where `size` says how much memory it has. None for any other name."""
     text = name.strip().lower()
     listed = _coarse().get(_key(_MAKERS.sub("", text)))
-    is_other = bool(_OTHERS.match(text))
-    if listed is None and not (size and (is_other or _UNRECORDED.match(text))):
+    if listed is None and size and (unlisted := _kind_of(text)):
+        listed = name.strip(), 0, unlisted
+    if listed is None:
         return None
-    full, gigabytes, stand_in = listed or (name.strip(), 0, "RTX 3090" if is_other else "T4")
-    card = find_gpu(stand_in, size or gigabytes << 30)
+    full, gigabytes, kind = listed
+    card = find_gpu(kind.stand_in, size or gigabytes << 30)
     why = f"{card.name} for {full}, which no cuDNN was asked about: tensors are known, workspaces within a range"
-    return card._replace(name=full, card=card.name, coarse=why)
+    if kind.maker != "NVIDIA":
+        why = f"{card.name} for {full}: tensors are known, workspaces lie between none and those of im2col"
+    return card._replace(name=full, card=card.name, coarse=why, maker=kind.maker, rules=kind.rules)
+
+
+def _kind_of(text: str) -> _Kind | None:
+    """The kind of a card that is not listed, by how its name begins; None where no such card is meant."""
+    maker = next((maker for maker, begins in _OTHERS.items() if begins.match(text)), None)
+    if maker:
+        return _Kind(maker, "RTX 3090")
+    return _Kind("NVIDIA", "T4", "possible") if _UNRECORDED.match(text) else None
 
 
 @functools.cache
@@ -255,9 +293,9 @@ def _capabilities() -> str:
 def _unknown(name: str) -> Message:
     """What to say of a name that is no card's."""
     text, (_, cards, _) = name.strip().lower(), _table()
-    keys = {key: card.name for key, card in cards.items()} | {key: full for key, (full, _, _) in _coarse().items()}
+    keys = {key: card.name for key, card in cards.items()} | {key: full for key, (full, *_) in _coarse().items()}
     near = difflib.get_close_matches(_key(name), keys, n=3, cutoff=0.6)
-    if _OTHERS.match(text) or _UNRECORDED.match(text):
+    if _kind_of(text):
         why = ", of which nothing is listed: with its memory it is answered coarsely"
     elif near:
         why = f" (nearest: {', '.join(dict.fromkeys(keys[key] for key in near))})"

@@ -65,8 +65,8 @@ class Prediction(SimulatedAnswer):
         reservation add ``peak_reserved - reserved``. The 16th is derived from the seed table's rows alone.
     upper_share : float
         The share of answers that `upper` covers: where recorded versions of cuDNN and cards are left out in turn, and
-        predicted from the others. NaN with another allocator than the native one at its defaults, and for a module,
-        of which nothing is known.
+        predicted from the others. NaN with another allocator than the native one at its defaults, for a coarse card,
+        and for a module, of which nothing is known.
     upper_basis : str
         What `upper_share` was counted on.
     substitutions : tuple of str
@@ -87,9 +87,11 @@ class Prediction(SimulatedAnswer):
         The verdict with its figures, in a sentence.
     coarse : bool
         Whether no cuDNN was asked about the card or its like: its tensors are known, and `band` and `upper` are made of
-        all cards' workspaces, and of none.
+        all cards' workspaces, and of none. On AMD's, Intel's and Apple's cards of none, which is what `reserved` has,
+        and of those of im2col.
     spare : int
-        What is left of `available` while it runs; below 0 where it does not go through: what is lacking at least.
+        What is left of `available` while it runs, of a coarse answer at the most that it takes; below 0 where it does
+        not go through: what is lacking at least.
     assumed : str
         Which types were taken because none was named, whose rule that is, and what would change it.
     would_fit : tuple of Advice
@@ -155,9 +157,11 @@ class Prediction(SimulatedAnswer):
         self.runtime, self.allocator, self.settings = software.runtime, software.allocator, question.settings
         self.assumed = question.assumed
         self.channels_last, self.allow_tf32 = software.channels_last, software.allow_tf32
+        super().__init__(question)
         if software.allocator != "native":
             self.upper_share, self.upper_basis = math.nan, "nothing: no measurement of this allocator is known"
-        super().__init__(question)
+        elif self.coarse:
+            self.upper_share, self.upper_basis = math.nan, "nothing: no cuDNN was asked about such a card"
 
     def _possible(self, every: bool, *protocols: str) -> Iterator[int]:
         yield from super()._possible(every, *protocols)
@@ -227,7 +231,7 @@ class Prediction(SimulatedAnswer):
             with contextlib.suppress(ValueError, OverflowError):  # it cannot be, or is more than can be played
                 p = Prediction(other)
                 if p.verdict != DOES_NOT_FIT:
-                    took = f"takes {p._took / MIB:.0f} of {p.available / MIB:.0f} MiB"
+                    took = f"takes {p._takes} of {p.available / MIB:.0f} MiB"
                     found.append(Advice(what, f"{p.verdict}, {took}", shell_command(other)))
         if not job.is_tiled:
             vae = VAE(_core.Model(dict(job.arch), dtype="float32"))
@@ -268,6 +272,7 @@ class Prediction(SimulatedAnswer):
         room = "" if self._has_room else ", where there is room"
         others = f", {self.used / MIB:.0f} that others use" if self.used else ""
         others += f", and {parts['Windows'] / MIB:.0f} or more that Windows keeps" if parts["Windows"] else ""
+        context = "a CUDA context" if self._process.gpu.maker == "NVIDIA" else "a context"
         sold = "" if self.reported_memory == self.total_memory else f" of {self.total_memory / MIB:.0f} sold"
         lines = [
             f"{self.summary[0].upper()}{self.summary[1:]}.",
@@ -275,8 +280,8 @@ class Prediction(SimulatedAnswer):
             f"At its height{room} it takes {self._most / MIB:.0f} MiB: {held}. The largest tensor is"
             f" {largest.name}, {largest.bytes / MIB:.0f} MiB.",
             *([f"It takes {self.seconds}."] if self.seconds and self.verdict != DOES_NOT_FIT else []),
-            f"The card reports {self.reported_memory / MIB:.0f} MiB{sold}, less {parts['CUDA context'] / MIB:.0f} for a"
-            f" CUDA context{others}.",
+            f"The card reports {self.reported_memory / MIB:.0f} MiB{sold}, less {parts['CUDA context'] / MIB:.0f} for"
+            f" {context}{others}.",
             *self._stand_ins,
         ]
         if self.verdict != FITS:

@@ -15,7 +15,7 @@ from vaemem._common import DTYPES, ELEMENT_BYTES, MIB, latent_factor, meant
 from vaemem.prediction.gpus import CONTEXT, Gpu, find_gpu
 from vaemem.prediction.runtimes import RUNTIMES, architecture, packing
 from vaemem.prediction.snapshot import CachingAllocator
-from vaemem.prediction.workspace import Workspace, torch_for, torch_release
+from vaemem.prediction.workspace import torch_for, torch_release, workspace_on
 
 ROUNDED_UP = "[rounded up by the allocator]"  # to 512 bytes, and remainders of blocks that are too small to split off
 # PyTorch takes cuBLASLt's workspace again in each call up to the first release, keeps it up to the second, and later
@@ -229,7 +229,7 @@ class SimulatedProcess:
         self.gpu = find_gpu(gpu)
         self.torch_version = torch_for(self.gpu, torch_version)
         if workspace is None:
-            workspace = Workspace(self.gpu, cudnn_version, self.torch_version, allow_tf32)
+            workspace = workspace_on(self.gpu, cudnn_version, self.torch_version, allow_tf32)
         elif not hasattr(workspace, "conv"):
             raise ValueError(f"workspace: want an object whose conv(...) answers, as Workspace's, got {workspace!r}")
         self.workspace = workspace

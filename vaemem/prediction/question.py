@@ -215,6 +215,8 @@ def _called_by_comfyui(gpu: Gpu, software: Software) -> Workspace | None:
     """ComfyUI calls cuDNN itself where PyTorch 2.9 and 2.10 keep 3D convolutions in half precision from it, as 2.8 does
     (comfy/ops.py, NVIDIA_MEMORY_CONV_BUG_WORKAROUND); else None."""
     version = torch_for(gpu, software.torch_version)
+    if gpu.maker != "NVIDIA":
+        return None
     cudnn = software.cudnn_version or cudnn_of_torch(version)
     if torch_release(version) not in ((2, 9), (2, 10)) or not 91002 <= version_number(cudnn) < 91500:
         return None

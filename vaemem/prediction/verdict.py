@@ -45,6 +45,7 @@ class CardAnswer(Answer):
     _untried: str = ""  # what nobody has tried and the run rests on, in words
     _has_version: bool = True  # whether it is about a version that was named
     coarse: bool = False
+    _between: str = ""  # what the range of a coarse answer is between
     _safe: bool = False  # whether what is tight counts as not fitting
 
     if TYPE_CHECKING:
@@ -53,6 +54,8 @@ class CardAnswer(Answer):
         def least_band(self) -> tuple[int, int]: ...
         @property
         def _took(self) -> int: ...  # what the process takes on this card at most, in all its runs
+        @property
+        def _range(self) -> tuple[int, int]: ...  # the least and the most that it takes there
         @property
         def _bound(self) -> int: ...  # what it takes at most by `upper`
         @property
@@ -81,7 +84,15 @@ class CardAnswer(Answer):
 
     @property
     def spare(self) -> int:
-        return self.available - (self.least_band[0] if self.on_card is None else self._took)
+        if self.on_card is None:
+            return self.available - self.least_band[0]
+        return max(self.available - (self._range[1] if self.coarse else self._took), 0)
+
+    @property
+    def _takes(self) -> str:
+        """MiB that it takes on this card, of a coarse answer from the least to the most."""
+        least, most = (f"{size / MIB:.0f}" for size in (self._range if self.coarse else (self._took, self._took)))
+        return least if least == most else f"{least} to {most}"
 
     @functools.cached_property
     def tight_because(self) -> str:
@@ -99,6 +110,7 @@ class CardAnswer(Answer):
             )
         if self._bound > self.available:
             why = "" if self._has_version else ", since no version of PyTorch or cuDNN was named"
+            why = f", {self._between}" if self._between else why
             return f"by `upper` it may take {self._bound / MIB:.0f} MiB{why}"
         if self._bound > self.available - self._unsure:
             return f"Windows may keep {self._unsure / MIB:.0f} MiB more of the card"
@@ -111,7 +123,7 @@ class CardAnswer(Answer):
         if self.on_card is None:
             lacking = f"{needed(self.least_band)}, and the card gives {room}: {spare} are lacking"
             return f"does not fit{told}: {lacking}; {self._runs_out}{SPILLS if self._unsure else ''}"
-        took = f"it takes {self._took / MIB:.0f} of the {room} that the card gives"
+        took = f"it takes {self._takes} of the {room} that the card gives"
         if self.tight_because:
             return f"tight{told}: {took}; {self.tight_because}"
         return f"fits{told}: {took}, at most {self._bound / MIB:.0f} by `upper`; {spare} to spare"

@@ -18,6 +18,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -78,11 +79,7 @@ def torch_build(version: str) -> tuple[str, str]:
     ValueError
         Where it is no version, one whose operators are not modelled, or no CUDA build.
     """
-    match = _match_version(version) if isinstance(version, str) else None
-    if not match or match[1] not in CUDNN_OF_TORCH:
-        raise ValueError(
-            f"torch_version: want one of {', '.join(CUDNN_OF_TORCH)}, such as '2.7.1' or '2.7.1+cu128', got {version!r}"
-        )
+    match = _match_torch(version)
     if match[2] not in (None, "cu"):
         raise ValueError(
             f"torch_version: want a CUDA build such as '2.7.1+cu128', got {version!r}: only cuDNN's workspaces are"
@@ -91,9 +88,19 @@ def torch_build(version: str) -> tuple[str, str]:
     return match[1], f"cu{match[3]}" if match[2] else next(iter(CUDNN_OF_TORCH[match[1]]))
 
 
+def _match_torch(version: str) -> re.Match[str]:
+    """Release, and what it is built for; ValueError for no release whose operators are modelled."""
+    match = _match_version(version) if isinstance(version, str) else None
+    if not match or match[1] not in CUDNN_OF_TORCH:
+        raise ValueError(
+            f"torch_version: want one of {', '.join(CUDNN_OF_TORCH)}, such as '2.7.1' or '2.7.1+cu128', got {version!r}"
+        )
+    return match
+
+
 def torch_release(version: str) -> tuple[int, int]:
-    """(2, 7) of ``"2.7.1+cu128"``; ValueError where `torch_build` raises it."""
-    major, minor = torch_build(version)[0].split(".")
+    """(2, 7) of ``"2.7.1+cu128"``; ValueError for no release whose operators are modelled."""
+    major, minor = _match_torch(version)[1].split(".")
     return int(major), int(minor)
 
 
@@ -120,6 +127,13 @@ def torch_for(gpu: Gpu, version: str | None) -> str:
     ValueError
         It is no version, or its build has no kernels for the card. Builds that are not listed may have any.
     """
+    if gpu.maker != "NVIDIA":
+        release, of = (
+            (DEFAULT_TORCH.partition("+")[0], None) if version is None else (version, _match_torch(version)[2])
+        )
+        if of == "cu":
+            raise ValueError(f"torch_version: want no CUDA build with {gpu.name}, such as '2.9.1', got {version!r}")
+        return release
     release, build = torch_build(DEFAULT_TORCH if version is None else version)
     builds = CUDNN_OF_TORCH[release]
     if build not in builds or _has_kernels(gpu, release, build):
@@ -199,7 +213,8 @@ class Workspace:
         self.tf32 = tf32
         self._cudnn = cudnn or installed_cudnn()
         self._profile: Profile | None = nearest_profile(self.gpu, cudnn_version)
-        self._rules = older_rules(self.gpu, cudnn_version, "taken") if cudnn_version else []
+        self._rules = [rule for rule in self.gpu.rules if rule["standing"] == "taken"]
+        self._rules += older_rules(self.gpu, cudnn_version, "taken") if cudnn_version else []
         self._guess: Callable[[Gpu, int, bool, Conv], tuple[int, str]] = _rule
         self._may_ask_first = True  # whether the installed cuDNN may go before the profile
         self._lookup: _core.Lookup | None = None  # made when the first question comes
@@ -283,6 +298,7 @@ class Workspace:
             others += [self._with(self._profile, self._rules, guess) for guess in (_least, _most)]
         if self.gpu.coarse:
             others += [Workspace(name, None, self._torch_version, self.tf32, self._cudnn) for name in ONE_OF_EACH]
+            others.append(self._with(self._profile, self.gpu.rules))
             found[(0,) * len(mine)] = None
         for other in others:
             with contextlib.suppress(ValueError):  # it has no engine for one of them: PyTorch would not run
@@ -338,7 +354,7 @@ class Workspace:
             rule, profile = self._entries[entry]
             source = profile.source(steps, number) if profile else "rule"
             if rule:
-                what = f"{rule['name']}, in cuDNN before {rule['before']}"
+                what = rule["name"] + (f", in cuDNN before {rule['before']}" if "before" in rule else "")
                 source = f"{source}: {what}; from {rule['from']}"
                 self._substitute(f"a rule for {what}")
             else:
@@ -402,6 +418,72 @@ class Workspace:
         return installed is not None and version_number(installed) == wanted
 
 
+class UnfoldingWorkspace(Workspace):
+    """Workspaces on a card whose convolutions no cuDNN runs: from none to im2col's.
+
+    A library such as AMD's MIOpen has kernels that need no workspace, and may also unfold the input: the product of
+    filters and columns then needs all columns at once, nine times the input of a 3x3 convolution. Which it does varies
+    with its version, its settings and what it measured before, so that both are answered (`alternatives`).
+
+    unfolds: whether these are the workspaces of im2col; without it there are none
+    """
+
+    def __init__(self, gpu: Gpu, tf32: bool = True, unfolds: bool = False):
+        super().__init__(gpu, tf32=tf32)
+        self._library, self._unfolds = LIBRARIES[gpu.maker], unfolds
+        self._profile, self._near, self._rules = None, [], []
+
+    @property
+    def between(self) -> str:
+        """What the answers are between."""
+        known = "AMD" == self.gpu.maker  # what it does, by published requests
+        why = f"which {self._library} may take or do without" if known else f"since {self._library}'s are not known"
+        return f"with im2col's workspaces, {why}"
+
+    @property
+    def has_plan_without(self) -> bool:
+        return not self._unfolds
+
+    def alternatives(self, every: bool = False, of: _Asking | None = None) -> list[tuple[int, ...]]:
+        of = self._asked() if of is None else of
+        mine = tuple(self.answers(of, False)[0])
+        other = UnfoldingWorkspace(self.gpu, self.tf32, not self._unfolds)
+        answers = tuple(other.answers(of, False)[0])
+        return [answers] if answers != mine else []
+
+    def _ask_or_guess(self, conv: Conv) -> tuple[int, str]:
+        if self._unfolds:
+            return im2col_bytes(conv), f"im2col's columns, as {self._library} may need them"
+        return 0, f"none, as {self._library} may do without"
+
+
+def im2col_bytes(conv: Conv) -> int:
+    """Bytes of one image's columns: for each pixel that the filters meet, all that a filter multiplies. A filter of one
+    pixel multiplies the input as it is."""
+    taps = math.prod(conv.along(conv.r))
+    channels, pixels = (conv.c, conv.out) if conv.output_padding is None else (conv.k, conv.size)
+    if taps == 1 and conv.out == conv.size:
+        return 0
+    return channels * taps * math.prod(pixels) * ELEMENT_BYTES[conv.dtype]
+
+
+def workspace_on(gpu: Gpu, cudnn_version: str | None, torch_version: str, tf32: bool) -> Workspace:
+    """What answers for a card: cuDNN's workspaces, or those of another maker's library.
+
+    Raises
+    ------
+    ValueError
+        A version of cuDNN that is unknown, or for a card that it does not run on.
+    """
+    if gpu.maker == "NVIDIA":
+        return Workspace(gpu, cudnn_version, torch_version, tf32)
+    if cudnn_version is not None:
+        raise ValueError(f"cudnn_version: want none with {gpu.name}, on which no cuDNN runs, got {cudnn_version!r}")
+    return UnfoldingWorkspace(gpu, tf32)
+
+
+# What runs convolutions on other makers' cards.
+LIBRARIES = {"AMD": "MIOpen", "Intel": "oneDNN", "Apple": "Metal"}
 # A card of each compute capability, whose workspaces may be those of a card that no cuDNN was asked about.
 ONE_OF_EACH = ("V100", "T4", "A100", "RTX 3090", "RTX 4090", "H100", "B200", "RTX 5090")
 _ASKABLE = version_number("9.8.0")  # the first that answers without a device
