@@ -35,6 +35,7 @@ def test_flux_on_an_h100(components, loaded, peak, loaded_off, peak_off):
     p = predict_pipeline("flux", 1024, 1024, gpu="H100", memory="80 GB", components=components)
     assert p.phases[0].reserved / GIB == pytest.approx(loaded, rel=loaded_off)
     assert p.peak / GIB == pytest.approx(peak, rel=peak_off)
+    assert p.upper / GIB > peak
 
 
 @pytest.mark.parametrize(("dtype", "taken"), [("float32", 28.09), ("float16", 21.72)])
