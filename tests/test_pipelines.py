@@ -535,7 +535,26 @@ def test_a_prediction_in_files(tmp_path):
 def test_a_graphs_prediction_has_the_same_displays():
     p = predict_pipeline("zimage-turbo", 1024, 1024, gpu="RTX 3060", runtime="sd.cpp", offload="cond_only")
     assert "largest tensor" not in str(p) and "kept by the host" in str(p) and p.to_csv().count("\n") == 5
-    assert json.loads(p.to_json())["host_bytes"] == p.host and p.band == (p.peak, p.peak)
+    assert json.loads(p.to_json())["host_bytes"] == p.host and p.band == (p.on_card, p.peak)
+
+
+def test_how_stable_diffusion_cpp_convolves_is_answered_both_ways_where_nobody_says_it():
+    """Run 3 of the published benchmark of Z-Image with cond_only on 12 GB succeeded, which it could not by im2col."""
+    how = {"gpu": "RTX 3060", "runtime": "sd.cpp"}
+    p = predict_pipeline("zimage", 1024, 1024, offload="cond_only", **how)
+    im2col = predict_pipeline("zimage", 1024, 1024, offload="cond_only, VAE whole", **how)
+    direct = predict_pipeline("zimage", 1024, 1024, offload="cond_only", vae="direct", **how)
+    assert (p.verdict, im2col.verdict, direct.verdict) == ("tight", "does not fit", "fits")
+    assert (p.on_card, p.peak, p.upper) == (direct.peak, im2col.peak, im2col.peak)
+    assert not predict_pipeline("zimage", 1024, 1024, offload="cond_only", safe=True, **how).fits
+    sizes = [f"{one.phases[-1].total / MIB:.0f} MiB" for one in (im2col, direct)]
+    assert f"its decode takes {sizes[0]} by im2col and {sizes[1]} with --vae-conv-direct" in p.summary
+    neither = predict_pipeline("zimage", 1024, 1024, **how)
+    assert neither.verdict == "does not fit" and neither.least_band[0] == neither.direct.peak.total < neither.peak
+    both = predict_pipeline("zimage", 1024, 1024, **{**how, "gpu": "RTX 4090"})
+    assert both.verdict == "fits" and "--vae-conv-direct" in both.summary and both.on_card == both.peak
+    for said in ("cond_only, VAE whole", "cond_only, VAE direct", {"--offload-mode": "cond_only"}):
+        assert "--vae-conv-direct" not in predict_pipeline("zimage", 1024, 1024, offload=said, **how).summary
 
 
 def test_rows_last_as_long_as_the_plan_says():

@@ -29,7 +29,7 @@ from vaemem.prediction.planned import Phase, Way
 from vaemem.prediction.process import ROUNDED_UP, Moment, PeakTensor
 from vaemem.prediction.question import Card, Software, find_card, usual_tile
 from vaemem.prediction.seconds import Machine, machine_of, peak, vae_work
-from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, CardAnswer, bar
+from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, TIGHT, CardAnswer, bar
 
 PREDICTED_RUNTIMES = ("diffusers", "sd.cpp")
 BY_VAEMEM = "vaemem's code has run on one kind of GPU only, an H100"
@@ -475,23 +475,51 @@ class GraphPrediction(_Phases):
         and what ggml-cuda takes for its largest product; allocated and reserved are the same.
     way : Way
         How it runs, by the name that `vaemem.plan_pipeline` gives it.
+    direct : Way
+        The same with direct convolution in the VAE, if nobody said how it convolves; otherwise `way` itself. The phases
+        are those of `way`, by im2col. A card with room for direct convolution alone is tight.
 
     Examples
     --------
     >>> p = predict_pipeline("zimage-turbo", 1024, 1024, runtime="sd.cpp", offload="cond_only", gpu="RTX 3060")
-    >>> p.fits, p.out_of_memory_at[0], p.phases[2].total >> 20
-    (False, 'decode', 8794)
+    >>> p.verdict, p.on_card >> 20, p.phases[2].total >> 20, p.phases[3].total >> 20
+    ('tight', 10420, 8794, 13505)
     """
 
-    def __init__(self, asked: Mapping[str, Any], way: Way, available: int, card: Card, safe: bool = False):
+    def __init__(self, asked: Mapping[str, Any], way: Way, direct: Way, available: int, card: Card, safe: bool = False):
         """asked: what its rows have in common, beside the way."""
-        self.way, phases = way, way.phases
+        self.way, self.direct, phases = way, direct, direct.phases
         self._run_row = {**asked, "op": "pipeline", "way": way.name, "runtime": "sd.cpp", "source": "predicted"}
         title = f"{asked['model']} {asked['height']}x{asked['width']} by sd.cpp ({card.gpu.name})"
         self._card, self._unsure, self._safe = card, card.unsure, safe
         done, full = next(((i, one) for i, one in enumerate(phases) if one.total > available), (len(phases), None))
         lacking = full and PeakTensor(f"compute buffer of {full.name}", full.activations)
-        super().__init__(f"{title}, {way.name}", available, way.host, phases, done, lacking, way.notes)
+        super().__init__(f"{title}, {way.name}", available, way.host, way.phases, done, lacking, way.notes)
+        if not lacking:
+            self.on_card = self.peak if self.peak <= available else direct.peak.total
+
+    @property
+    def band(self) -> tuple[int, int]:
+        return min(self.direct.peak.total, self.peak), self.peak
+
+    @functools.cached_property
+    def least_band(self) -> tuple[int, int]:
+        return self.band[0], self.band[0]
+
+    @functools.cached_property
+    def tight_because(self) -> str:
+        is_full = self.verdict == TIGHT and self._most > self.available
+        return f"it goes through only with direct convolution; {self._both}" if is_full else super().tight_because
+
+    @property
+    def summary(self) -> str:
+        said = super().summary
+        return said if self.direct is self.way or self._both in said else f"{said}; {self._both}"
+
+    @property
+    def _both(self) -> str:
+        im2col, direct = (f"{way.phases[-1].total / MIB:.0f} MiB" for way in (self.way, self.direct))
+        return f"its decode takes {im2col} by im2col and {direct} with --vae-conv-direct"
 
 
 @shared
@@ -534,7 +562,8 @@ def predict_pipeline(
         files; `dtype`, `image`, `vae_memory_limit` and versions are none of its. `offload` may also be a whole way
         of `plan_pipeline`: its name, such as ``"cond_only, VAE direct, tiled"``, or its settings, which are options
         of the program, such as ``{"--offload-to-cpu": True, "--diffusion-fa": True}``; or these as they are typed,
-        ``"--offload-to-cpu --diffusion-fa"``.
+        ``"--offload-to-cpu --diffusion-fa"``. These say how the VAE convolves. With `offload` of the first kind and no
+        ``"direct"`` nobody does, and the answer is of both: by im2col, as without ``--vae-conv-direct``, and directly.
 
     Returns
     -------
@@ -573,12 +602,15 @@ def predict_pipeline(
         height, width, batch = whole("height", height), whole("width", width), whole("batch", batch)
         prompt_tokens = None if prompt_tokens is None else whole("prompt_tokens", prompt_tokens)
         made = pipeline, height, width, batch, steps, guidance, prompt_tokens, components or {}
-        (way,) = running.sdcpp_ways(*made, [running.words_of(pipeline, offload, vae)])
+        words = running.words_of(pipeline, offload, vae)
+        direct = running.with_direct(pipeline, offload, words)
+        ways = running.sdcpp_ways(*made, [words, direct] if direct != words else [words])
         asked = {
             "model": pipeline, "height": height, "width": width, "batch": batch, "tokens": prompt_tokens,
             "device": card.gpu.name, "versions": running.SDCPP_VERSION,
         }  # fmt: skip
-        return GraphPrediction(asked, way, card.available(running.SDCPP_CONTEXT), card, flag("safe", safe))
+        available = card.available(running.SDCPP_CONTEXT)
+        return GraphPrediction(asked, ways[0], ways[-1], available, card, flag("safe", safe))
     software = Software(torch_version=torch_version, cudnn_version=cudnn_version)
     question = ask_pipeline(
         pipeline, height, width, batch, find_card(gpu, memory, used, os), software, prompt_tokens=prompt_tokens,

@@ -155,6 +155,13 @@ def words_of(pipeline: str, offload: Any, vae: Any = "whole") -> tuple[str, ...]
     return tuple(word for word in options if word in said)
 
 
+def with_direct(pipeline: str, offload: Any, words: tuple[str, ...]) -> tuple[str, ...]:
+    """The words of a way with direct convolution too, if only a residence was named. A whole way, or the program's
+    options, say how the VAE convolves: its words are then as they were."""
+    is_open = isinstance(offload, str) and offload in ("none", *RESIDENCES) and "on CPU" not in words
+    return tuple(word for word in options_of(pipeline) if word in words or (is_open and word == "direct"))
+
+
 def _read(argument: str, text: Any, words: Iterable[str], wanted: Iterable[str]) -> list[str]:
     """Words out of a text, between blanks or commas; a ValueError that says what is wanted where there are others."""
     plain = " ".join(str(text).replace("VAE ", "").replace(",", " ").split())
