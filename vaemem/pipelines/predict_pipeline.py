@@ -486,9 +486,13 @@ class GraphPrediction(_Phases):
     ('tight', 10420, 8794, 13505)
     """
 
-    def __init__(self, asked: Mapping[str, Any], way: Way, direct: Way, available: int, card: Card, safe: bool = False):
+    def __init__(
+        self, asked: Mapping[str, Any], way: Way, available: int, card: Card, safe: bool = False,
+        direct: Way | None = None,
+    ):  # fmt: skip
         """asked: what its rows have in common, beside the way."""
-        self.way, self.direct, phases = way, direct, direct.phases
+        self.way, self.direct = way, direct or way
+        phases = self.direct.phases
         self._run_row = {**asked, "op": "pipeline", "way": way.name, "runtime": "sd.cpp", "source": "predicted"}
         title = f"{asked['model']} {asked['height']}x{asked['width']} by sd.cpp ({card.gpu.name})"
         self._card, self._unsure, self._safe = card, card.unsure, safe
@@ -496,7 +500,7 @@ class GraphPrediction(_Phases):
         lacking = full and PeakTensor(f"compute buffer of {full.name}", full.activations)
         super().__init__(f"{title}, {way.name}", available, way.host, way.phases, done, lacking, way.notes)
         if not lacking:
-            self.on_card = self.peak if self.peak <= available else direct.peak.total
+            self.on_card = self.peak if self.peak <= available else self.direct.peak.total
 
     @property
     def band(self) -> tuple[int, int]:
@@ -610,7 +614,7 @@ def predict_pipeline(
             "device": card.gpu.name, "versions": running.SDCPP_VERSION,
         }  # fmt: skip
         available = card.available(running.SDCPP_CONTEXT)
-        return GraphPrediction(asked, ways[0], ways[-1], available, card, flag("safe", safe))
+        return GraphPrediction(asked, ways[0], available, card, flag("safe", safe), ways[-1])
     software = Software(torch_version=torch_version, cudnn_version=cudnn_version)
     question = ask_pipeline(
         pipeline, height, width, batch, find_card(gpu, memory, used, os), software, prompt_tokens=prompt_tokens,
