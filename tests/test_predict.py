@@ -18,6 +18,7 @@ import pytest
 
 from vaemem import CachingAllocator, OutOfMemoryError, _core, predict_largest, predict_pipeline, sweep
 from vaemem.__main__ import main
+from vaemem.pipelines.plan import weights_bytes
 from vaemem.prediction import profiles, workspace
 from vaemem.prediction.answer import MARGIN
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, benchmark
@@ -25,6 +26,7 @@ from vaemem.prediction.cudnn import InstalledCudnn
 from vaemem.prediction.formula import formula
 from vaemem.prediction.predict import Prediction, predict, shell_command
 from vaemem.prediction.process import ROUNDED_UP, SimulatedProcess
+from vaemem.prediction.usual import held_by
 from vaemem.prediction.workspace import Workspace
 from vaemem.published import reproduce
 
@@ -1178,3 +1180,41 @@ def test_an_overlap_of_numpys_is_a_float():
     said = predict("sdxl", "decode_tiled", 1024, 1024, gpu="RTX 4090", tile_overlap=np.float32(0.5))
     assert type(said.tile_overlap) is float and said.tile_overlap == 0.5
     assert '"tile_overlap": 0.5' in said.to_json()
+
+
+# ---- what an answer has to say ----
+
+
+def test_a1111s_other_models_stay_on_the_card():
+    how = {"gpu": "RTX 3060", "torch_version": "2.9.1"}
+    kept = {"sd15": {"unet": "sd15-unet", "text_encoder": "clip-l"}}
+    kept["sdxl"] = {"unet": "sdxl-unet", "text_encoder": "clip-l-sdxl", "text_encoder_2": "openclip-g"}
+    for model, parts in kept.items():
+        size = sum(weights_bytes(role, part, "float16") for role, part in parts.items())
+        p, alone = (predict(model, "decode", 1024, 1024, runtime=name, **how) for name in ("a1111", "a1111-medvram"))
+        assert alone.available - p.available == size == held_by("a1111", model)[1]
+        assert (alone.allocated, alone.reserved, alone.dtype) == (p.allocated, p.reserved, p.dtype)
+        assert "A1111 keeps" in p.summary and "A1111 keeps" not in alone.summary
+    assert (p.verdict, alone.verdict) == ("tight", "fits")  # SDXL
+    offloaded = next(one for one in p.would_fit if "nothing else on the card" in one.what)
+    assert offloaded.command.endswith("--runtime a1111-medvram --torch 2.9.1")
+    for program in ("comfyui", "forge", "invokeai"):  # they send other models away first
+        other = predict("sdxl", "decode", 1024, 1024, runtime=program, **how)
+        assert other.available == alone.available and "first sends to the host" in str(other)
+
+
+def test_an_answer_about_a_videos_vae_is_for_one_frame():
+    for model in ("wan2.1", "wan2.2"):
+        p = predict(model, "decode", 480, 832, gpu="RTX 4090")
+        assert p.summary.startswith("fits, for one frame: it takes")
+    assert "frame" not in predict("qwen-image", "decode", 480, 832, gpu="RTX 4090").summary
+
+
+def test_sdxls_own_vae_in_float16_makes_black_pictures():
+    black = "Pictures: black, for SDXL's own VAE overflows in float16; madebyollin/sdxl-vae-fp16-fix does not."
+    fixed = "madebyollin/sdxl-vae-fp16-fix"
+    assert black in str(predict("sdxl", "decode", 512, 512, "float16"))
+    for model, dtype in ((fixed, "float16"), (fixed, None), ("sdxl", None), ("sdxl", "bfloat16"), ("sd15", "float16")):
+        assert black not in str(predict(model, "decode", 512, 512, dtype))
+    (advice,) = (one for one in predict("sdxl", "decode", 2048, 2048, gpu="RTX 4060").would_fit if fixed in one.what)
+    assert advice.command == f"vaemem fits {fixed} decode 2048x2048 --gpu 'RTX 4060'"

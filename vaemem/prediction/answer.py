@@ -211,7 +211,7 @@ class SimulatedAnswer(CardAnswer):
     def _parts(self) -> dict[str, int]:
         """Bytes of what the card holds at the peak; on this card if the run goes through there."""
         context, kept = min(CONTEXT, self.reported_memory), self._question.card.kept[0]
-        others = {"CUDA context": context, "others": self.used, "Windows": kept}
+        others = {"CUDA context": context, "others": self.used + self._question.card.held, "Windows": kept}
         parts = self._held(self.on_card is not None) | others
         return parts | {"spare": max(self.reported_memory - sum(parts.values()), 0)}
 

@@ -28,7 +28,7 @@ from vaemem.prediction.process import parameter_bytes
 from vaemem.prediction.question import ModuleQuestion, Question, ask, usual_overlap
 from vaemem.prediction.runtimes import RUNTIMES, architecture, followed
 from vaemem.prediction.seconds import Seconds
-from vaemem.prediction.usual import OVERFLOWING, usual_dtypes
+from vaemem.prediction.usual import FIXED, OVERFLOWING, SENDING, WANS, held_by, usual_dtypes
 from vaemem.prediction.verdict import DOES_NOT_FIT, FITS
 
 TILED_SIDE = 1 << 14  # pixels: no further in tiles, where a larger image may take no more
@@ -156,6 +156,10 @@ class Prediction(SimulatedAnswer):
         self.tile_overlap = job.tile_overlap if job.tile and question.code == "diffusers" else None
         self.runtime, self.allocator, self.settings = software.runtime, software.allocator, question.settings
         self.assumed = question.assumed
+        self._of = ", for one frame" if self.model in WANS else ""
+        if question.card.held:
+            what, size = held_by(software.runtime, self.model)
+            self._beside = f" beside {what}, which A1111 keeps there ({size / MIB:.0f} MiB)"
         self.channels_last, self.allow_tf32 = software.channels_last, software.allow_tf32
         super().__init__(question)
         if software.allocator != "native":
@@ -218,6 +222,13 @@ class Prediction(SimulatedAnswer):
         """What the answer is of: a line each."""
         code = followed(self._question.job.arch, self._question.code)
         lines = {"Asked": self._asked, "Followed": code, "Assumed": self.assumed}
+        if self._question.turns_black:
+            lines["Pictures"] = f"black, for SDXL's own VAE overflows in float16; {FIXED} does not"
+        if program := SENDING.get(self.runtime):
+            lines["Not counted"] = f"other models, of which {program} first sends to the host what its VAE needs by its"
+            lines["Not counted"] += " own estimate"
+        if self._question.card.held:
+            lines["Kept"] = f"{held_by(self.runtime, self.model)[0]}; with --medvram ask for the runtime a1111-medvram"
         return [f"{what}: {text}." for what, text in lines.items() if text]
 
     @property
@@ -260,10 +271,11 @@ class Prediction(SimulatedAnswer):
                     yield f"in tiles of {tile} pixels, blended where they overlap", replace(q, job=cut)
         if job.dtype == "float32" and q.software.runtime != "forge":
             half = replace(job, dtype="float16", weights_dtype="float16", upcast=False)
-            fixed = ", with madebyollin/sdxl-vae-fp16-fix" if self.model in OVERFLOWING else ""
-            yield f"in float16{fixed}", replace(q, job=half, assumed="")
-        if q.card.used:
-            yield "with nothing else on the card (the other models offloaded)", replace(q, card=replace(q.card, used=0))
+            fixed = f", with {FIXED}" if self.model in OVERFLOWING else ""
+            yield f"in float16{fixed}", replace(q, job=half, assumed="", fixed=bool(fixed))
+        if q.card.used or q.card.held:
+            alone = replace(q.card, used=0, held=0)
+            yield "with nothing else on the card (the other models offloaded)", replace(q, card=alone)
 
     def _text(self, markdown: bool = False) -> str:
         parts = self._parts
@@ -271,6 +283,8 @@ class Prediction(SimulatedAnswer):
         largest = next(one for one in self.peak_tensors if not one.name.startswith("weights of "))
         room = "" if self._has_room else ", where there is room"
         others = f", {self.used / MIB:.0f} that others use" if self.used else ""
+        kept = self._question.card.held
+        others += f", {kept / MIB:.0f} of other models" if kept else ""
         others += f", and {parts['Windows'] / MIB:.0f} or more that Windows keeps" if parts["Windows"] else ""
         context = "a CUDA context" if self._process.gpu.maker == "NVIDIA" else "a context"
         sold = "" if self.reported_memory == self.total_memory else f" of {self.total_memory / MIB:.0f} sold"
@@ -305,13 +319,22 @@ def _sized(size: int, unit: int) -> str:
     return f"{size / unit:g}GB" if size * 10 % unit == 0 else str(size)
 
 
+def _program(question: Question) -> str | None:
+    """The flag for the runtime: none for diffusers'; of A1111 without its other models the one that keeps none."""
+    runtime, held = question.software.runtime, question.card.held
+    if not held and held_by(runtime, question.job.arch["name"])[1]:
+        return f"{runtime}-medvram"
+    return None if runtime == "diffusers" else runtime
+
+
 def shell_command(question: Question, verb: str = "fits") -> str:
     """The command line that asks a question; of the verb ``"estimate"`` what our own engine takes for the same."""
     job, software, card = question.job, question.software, question.card
-    words = ["vaemem", verb, job.arch["name"], job.op, f"{job.height}x{job.width}"]
+    name = FIXED if question.fixed else job.arch["name"]
+    words = ["vaemem", verb, name, job.op, f"{job.height}x{job.width}"]
     flags: dict[str, Any] = {"batch": job.batch if job.batch > 1 else None}
     if verb == "fits":
-        usual = usual_dtypes(software.runtime, job.arch["name"], card.gpu.sm, False)
+        usual = usual_dtypes(software.runtime, job.arch["name"], card.gpu.sm, question.fixed)
         found = known_gpu(card.gpu.name)
         is_whole = found and found.total_memory == card.gpu.total_memory  # the name tells its memory
         is_usual = (job.dtype, job.weights_dtype, job.upcast) == usual[:3]
@@ -321,7 +344,7 @@ def shell_command(question: Question, verb: str = "fits") -> str:
             "used": _sized(card.used, 10**9) if card.used else None,
             "os": "windows" if card.unsure else None, "dtype": None if is_usual else job.dtype,
             "weights-dtype": None if is_usual or job.dtype == job.weights_dtype else job.weights_dtype,
-            "runtime": None if software.runtime == "diffusers" else software.runtime, "tile": job.tile,
+            "runtime": _program(question), "tile": job.tile,
             "tile-overlap": None if job.tile_overlap == usual_overlap(job.arch) else job.tile_overlap,
             "slicing": job.slicing,
             "torch": software.torch_version, "cudnn": software.cudnn_version,

@@ -34,7 +34,7 @@ from vaemem.prediction.profiles import version_number
 from vaemem.prediction.runtimes import DEFAULT_TORCH, PROGRAM_NAMES, RUNTIMES, architecture, code_of, packing
 from vaemem.prediction.seconds import Machine, vae_machine, vae_work
 from vaemem.prediction.snapshot import BACKENDS, CachingAllocator, parse_conf
-from vaemem.prediction.usual import is_fixed, usual_dtypes
+from vaemem.prediction.usual import OVERFLOWING, held_by, is_fixed, usual_dtypes
 from vaemem.prediction.workspace import Workspace, cudnn_of_torch, torch_for, torch_release
 
 # PyTorch whose GroupNorm on CUDA wants NCHW. The kernel for NHWC (pytorch#191945) is in 2.15's wheel, not in 2.14's.
@@ -60,16 +60,18 @@ TILED_SIDES = {
 @dataclass(frozen=True)
 class Card:
     """A GPU, with its name, compute capability, multiprocessors and memory, and the bytes that others hold of it. kept:
-    the least and the most bytes that the operating system may keep of it beside."""
+    the least and the most bytes that the operating system may keep of it beside; held: those of other models that the
+    program keeps there."""
 
     gpu: Gpu
     used: int = 0
     kept: tuple[int, int] = (0, 0)
+    held: int = 0
 
     @property
     def taken(self) -> int:
-        """What others hold, and the least that the operating system keeps."""
-        return self.used + self.kept[0]
+        """What others hold, what the program keeps, and the least that the operating system keeps."""
+        return self.used + self.held + self.kept[0]
 
     @property
     def unsure(self) -> int:
@@ -225,11 +227,12 @@ def _called_by_comfyui(gpu: Gpu, software: Software) -> Workspace | None:
 
 @dataclass(frozen=True)
 class Question(Asked):
-    """What `vaemem.predict` is asked. assumed: which types were taken where none was named, and why; calibrate: rows
-    that were measured on the card."""
+    """What `vaemem.predict` is asked. assumed: which types were taken where none was named, and why; fixed: whether the
+    weights are SDXL's that do not overflow in float16; calibrate: rows that were measured on the card."""
 
     job: Job
     assumed: str = field(default="", kw_only=True)
+    fixed: bool = field(default=False, kw_only=True)
     calibrate: Sequence[Mapping[str, Any]] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
@@ -242,6 +245,11 @@ class Question(Asked):
     def unit(self) -> int:
         """Image pixels a side of one pixel of the latents that the code takes and gives."""
         return latent_factor(self.job.arch) * packing(self.code, self.job.arch)
+
+    @property
+    def turns_black(self) -> bool:
+        """Whether the run overflows, so that its pictures are black."""
+        return self.job.arch["name"] in OVERFLOWING and self.job.dtype == "float16" and not self.fixed
 
     @property
     def code(self) -> str:
@@ -359,6 +367,7 @@ def ask(
     if is_tiled and tile is None:
         sides = TILED_SIDES.get((code, op), ())
         tile = next((side for least, side in sides if card.gpu.total_memory // MIB > least), None) or usual_tile(model)
+    card = replace(card, held=held_by(runtime, name)[1])
     usual = usual_dtypes(runtime, name, card.gpu.sm, is_fixed(model))
     assumed, kept = (usual.why, usual.weights_dtype) if dtype is None else ("", dtype)
     dtype = meant("dtype", usual.dtype if dtype is None else dtype, DTYPES)
@@ -371,7 +380,10 @@ def ask(
             f"got {weights_dtype!r}"
         )
     rows = () if calibrate is None else _measured_on(card.gpu, calibrate)
-    question = Question(card, runs, job, workspace=workspace, assumed=assumed, safe=flag("safe", safe), calibrate=rows)
+    question = Question(
+        card, runs, job, workspace=workspace, assumed=assumed, fixed=is_fixed(model), safe=flag("safe", safe),
+        calibrate=rows,
+    )  # fmt: skip
     if rows:
         _ = question.machine  # refuses rows that cannot be
     return question

@@ -32,7 +32,8 @@ RUNTIMES = {
     "forge": Runtime(samples=True, host=True),
 }
 # Programs that run another's code, by model where that differs. InvokeAI has diffusers' class, and BFL's for FLUX.
-PROGRAMS = {"invokeai": {"": "diffusers", "flux": "bfl"}}
+# A1111 with --medvram, or --lowvram, keeps no other model on the card while the VAE runs.
+PROGRAMS = {"invokeai": {"": "diffusers", "flux": "bfl"}, "a1111-medvram": {"": "a1111"}}
 PROGRAM_NAMES = (*RUNTIMES, *PROGRAMS)
 
 

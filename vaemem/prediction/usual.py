@@ -22,6 +22,7 @@ PIPELINE_DTYPES = {
 # Models whose VAE overflows in float16: its config says force_upcast, which StableDiffusionXLPipeline obeys.
 WANS = ("wan2.1", "wan2.2")
 OVERFLOWING = ("sdxl", "playground-v2.5")
+FIXED = "madebyollin/sdxl-vae-fp16-fix"  # SDXL's with weights that do not overflow
 BFLOAT16_SM = 80  # compute capability from which ComfyUI and Forge take bfloat16
 # Models of which they take float16 before it, from this one on: `working_dtypes` lists it.
 FLOAT16_TOO, FLOAT16_SM = ("qwen-image", "wan2.1"), 70
@@ -41,8 +42,28 @@ class Usual(NamedTuple):
     why: str
 
 
+# Bytes in float16 of the models that a program keeps on the card by default while the VAE runs, by its VAE: A1111's
+# lowvram.py moves nothing without --medvram or --lowvram.
+_SDXL = "the UNet and both text encoders", 5134927368 + 246121576 + 1389320296
+HELD = {
+    "a1111": {
+        "sd15": ("the UNet and the text encoder", 1719041928 + 246121576),
+        "sdxl": _SDXL,
+        "playground-v2.5": _SDXL,
+    }
+}
+# Programs that first send as much of their other models to the host as they take the VAE to need: ComfyUI and Forge in
+# VAE.decode (load_models_gpu with memory_required), InvokeAI in its model cache (_offload_unlocked_models).
+SENDING = {"comfyui": "ComfyUI", "forge": "Forge", "invokeai": "InvokeAI"}
+
+
+def held_by(program: str, name: str) -> tuple[str, int]:
+    """Which other models a program keeps on the card while the VAE of that name runs, and their bytes."""
+    return HELD.get(program, {}).get(name, ("", 0))
+
+
 def is_fixed(model: Any) -> bool:
-    """Whether SDXL's VAE with weights that do not overflow in float16 is meant: madebyollin/sdxl-vae-fp16-fix."""
+    """Whether SDXL's VAE with weights that do not overflow in float16 is meant."""
     return isinstance(model, str) and letters(model).endswith("fp16fix")
 
 
@@ -50,14 +71,14 @@ def usual_dtypes(runtime: str, name: str, sm: int, fixed: bool) -> Usual:
     """What a program runs the VAE of that name in on a card of that compute capability. fixed: as `is_fixed` says."""
     half = PIPELINE_DTYPES.get(name, "float16")
     overflows = name in OVERFLOWING and not fixed
-    fix = "; madebyollin/sdxl-vae-fp16-fix, which can be named as the model, stays in float16" if overflows else ""
+    fix = f"; {FIXED}, which can be named as the model, stays in float16" if overflows else ""
     if runtime in ("comfyui", "forge"):
         less = "float16" if name in FLOAT16_TOO and sm >= FLOAT16_SM else "float32"
         dtype, program = "bfloat16" if sm >= BFLOAT16_SM else less, {"comfyui": "ComfyUI"}.get(runtime, "Forge")
         flags = "--fp16-vae, --bf16-vae and --fp32-vae" if runtime == "comfyui" else "--vae-in-fp16 and its like"
         where = "from compute capability 8.0 on" if sm >= BFLOAT16_SM else "on cards before compute capability 8.0"
         return Usual(dtype, dtype, False, f"{dtype}, in which {program} runs VAEs {where}. Its {flags} change that")
-    if runtime == "a1111" and overflows:
+    if runtime.startswith("a1111") and overflows:
         return Usual("float32", "float32", False, f"float32, where A1111 stays once float16 has given NaN{fix}")
     if runtime == "invokeai" and name in WANS:
         return Usual("bfloat16", "bfloat16", False, "bfloat16, in which InvokeAI loads Wan's VAE whatever its setting")
@@ -68,7 +89,8 @@ def usual_dtypes(runtime: str, name: str, sm: int, fixed: bool) -> Usual:
         why = "float32 from float16 weights, because diffusers converts a VAE whose config says force_upcast (before"
         why += " 0.36, as here, but for a decode's first blocks)"
         return Usual("float32", "float16", True, why + fix)
-    whose = {"a1111": "A1111 runs VAEs", "invokeai": "InvokeAI runs it", "ldm": "CompVis' code is run"}
+    a1111 = "A1111 runs VAEs"
+    whose = {"a1111": a1111, "a1111-medvram": a1111, "invokeai": "InvokeAI runs it", "ldm": "CompVis' code is run"}
     whose["bfl"] = "BFL's scripts decode, by autocast, of which nothing more is modelled"
     loads = "diffusers' documentation loads it" if name in WANS else "its pipeline in diffusers runs it"
     known = f"in which {whose.get(runtime, loads)}"

@@ -45,6 +45,8 @@ class CardAnswer(Answer):
     _untried: str = ""  # what nobody has tried and the run rests on, in words
     _has_version: bool = True  # whether it is about a version that was named
     coarse: bool = False
+    _of: str = ""  # what the answer is of, where that is less than may be thought, in words
+    _beside: str = ""  # other models that the program keeps on the card, in words
     _between: str = ""  # what the range of a coarse answer is between
     _safe: bool = False  # whether what is tight counts as not fitting
 
@@ -118,12 +120,12 @@ class CardAnswer(Answer):
 
     @property
     def summary(self) -> str:
-        told = ", as far as can be told of such a card" if self.coarse else ""
+        told = self._of + (", as far as can be told of such a card" if self.coarse else "")
         room, spare = f"{self.available / MIB:.0f} MiB", f"{abs(self.spare) / MIB:.0f} MiB"
         if self.on_card is None:
-            lacking = f"{needed(self.least_band)}, and the card gives {room}: {spare} are lacking"
+            lacking = f"{needed(self.least_band)}, and the card gives {room}{self._beside}: {spare} are lacking"
             return f"does not fit{told}: {lacking}; {self._runs_out}{SPILLS if self._unsure else ''}"
-        took = f"it takes {self._takes} of the {room} that the card gives"
+        took = f"it takes {self._takes} of the {room} that the card gives{self._beside}"
         if self.tight_because:
             return f"tight{told}: {took}; {self.tight_because}"
         return f"fits{told}: {took}, at most {self._bound / MIB:.0f} by `upper`; {spare} to spare"
