@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from vaemem import Table, fit
-from vaemem.tables.estimators import ESTIMATORS, Comparison, compare, sd15_equation, with_tiles
+from vaemem.tables.estimators import ESTIMATORS, Comparison, compare, sd15_equation
 
 MIB = 2**20
 
@@ -22,6 +22,7 @@ def estimate(name, **case):
 
 
 PIXELS = 1024 * 1024
+TILED = {"op": "decode_tiled", "tile": 512}
 SDXL_INPUTS = 4 * 4 * 128 * 128 + 2 * 128  # bytes: the latent, and two numbers that each graph of sd.cpp holds
 
 
@@ -31,28 +32,32 @@ SDXL_INPUTS = 4 * 4 * 128 * 128 + 2 * 128  # bytes: the latent, and two numbers 
         ("comfyui", {}, 2178 * PIXELS * 2),
         ("comfyui", {"dtype": "float32", "model": "flux"}, 2178 * PIXELS * 4),
         ("comfyui", {"op": "encode", "dtype": "bfloat16"}, 1767 * PIXELS * 2),
-        ("comfyui", {"op": "decode_tiled"}, 2178 * 512 * 512 * 2),
-        ("comfyui", {"op": "encode_tiled"}, 1767 * PIXELS * 2),  # it asks for the whole image
-        ("comfyui-0.4", {"op": "decode_tiled"}, 2178 * PIXELS * 2),
+        ("comfyui", TILED, 2178 * 512 * 512 * 2),
+        ("comfyui", TILED | {"tile": 768, "width": 640}, 2178 * 768 * 640 * 2),
+        ("comfyui", TILED | {"tile": None}, None),
+        ("comfyui", TILED | {"op": "encode_tiled"}, None),  # it asks for the whole image
+        ("comfyui-0.4", TILED, None),
         ("comfyui-0.4", {"model": "qwen-image"}, 7000 * PIXELS * 2),
         ("comfyui-0.4", {"model": "qwen-image", "op": "encode"}, 6000 * PIXELS * 2),
         ("comfyui", {"model": "wan2.2"}, 8000 * PIXELS * 2),
         ("invokeai", {"model": "qwen-image", "op": "encode"}, 1600 * PIXELS * 2),
-        ("invokeai-6.13", {"model": "qwen-image", "op": "decode_tiled"}, 2900 * PIXELS * 2),
+        ("invokeai-6.13", TILED | {"model": "qwen-image"}, None),
         ("comfyui", {"model": "wan2.1", "op": "encode"}, 1500 * PIXELS * 2),
         ("comfyui-0.4", {"model": "wan2.1"}, 7000 * PIXELS * 2),
         ("invokeai", {"model": "wan2.1"}, 2906 * PIXELS * 2),
-        ("invokeai", {"model": "wan2.2", "op": "encode_tiled"}, (1450 * 1.25 * 512**2 + 3 * PIXELS) * 2),
-        ("invokeai-6.13", {"op": "encode_tiled", "dtype": "float32"}, 512 * 512 * 4 * 1100 * 1.25 + 250 * MIB),
+        ("invokeai", TILED | {"model": "wan2.2", "op": "encode_tiled"}, (1450 * 1.25 * 512**2 + 3 * PIXELS) * 2),
+        ("invokeai-6.13", TILED | {"op": "encode_tiled", "dtype": "float32"}, 512**2 * 4 * 1100 * 1.25 + 250 * MIB),
         ("invokeai", {"model": "flux2"}, None),
-        ("invokeai", {"model": "sd3", "op": "encode_tiled"}, None),
+        ("invokeai", TILED | {"model": "sd3", "op": "encode_tiled"}, None),
         ("comfyui", {"batch": 3}, 3 * 2178 * PIXELS * 2),
         ("invokeai", {}, 2200 * PIXELS * 2),
         ("invokeai", {"op": "encode"}, 1100 * PIXELS * 2),
         ("invokeai", {"dtype": "float32"}, 2200 * PIXELS * 4 + 250 * MIB),
         ("invokeai", {"dtype": "float32", "model": "flux"}, 2200 * PIXELS * 4),
-        ("invokeai", {"op": "decode_tiled"}, 512 * 512 * 2 * 2200 * 1.25),
-        ("invokeai", {"op": "decode_tiled", "model": "flux"}, None),
+        ("invokeai", TILED, 512 * 512 * 2 * 2200 * 1.25),
+        ("invokeai", TILED | {"tile": 256}, 256 * 256 * 2 * 2200 * 1.25),
+        ("invokeai", TILED | {"tile": None}, None),
+        ("invokeai", TILED | {"model": "flux"}, None),
         ("invokeai", {"batch": 2}, None),
         ("sd15-calculator", {}, None),
         ("sd15-calculator", {"model": "sd15"}, 8 * 128 * 128 + 24 * PIXELS),
@@ -65,7 +70,7 @@ SDXL_INPUTS = 4 * 4 * 128 * 128 + 2 * 128  # bytes: the latent, and two numbers 
         ("sd.cpp-im2col", {"dtype": "float32"}, 6656 * PIXELS + SDXL_INPUTS),  # 6656.25 MB, as its log says
         ("sd.cpp-im2col", {"op": "encode"}, 3382 * PIXELS + 12 * PIXELS + 256),
         ("sd.cpp-direct", {}, 2816 * PIXELS + SDXL_INPUTS),
-        ("sd.cpp-direct", {"model": "sd3", "op": "decode_tiled"}, None),
+        ("sd.cpp-direct", TILED | {"model": "sd3"}, None),
         ("sd.cpp-direct", {"batch": 2}, None),
         ("sd.cpp-direct", {"height": 1004}, None),
         ("comfyui", {"dtype": "int8"}, None),
@@ -96,7 +101,8 @@ def test_what_each_says(name, case, want):
 def test_equal_what_the_programs_own_functions_said(name, model, op, dtype, want):
     """At 1328x1328, on a CPU: the lambdas of ComfyUI's class VAE (v0.19.3, 2026-04-19; v0.38.1 reads the same), made
     from weights of each kind, and InvokeAI's vae_working_memory.py (8e71a8a, 2026-08-19), with tiles of 512."""
-    assert int(estimate(name, model=model, op=op, dtype=dtype, side=1328)) == want
+    tile = 512 if op.endswith("_tiled") else None
+    assert int(estimate(name, model=model, op=op, dtype=dtype, side=1328, tile=tile)) == want
 
 
 def test_the_whole_equation_for_sd15():
@@ -221,28 +227,48 @@ def encode(sizes, **other):
     return Table([row(op="encode", side=s, reserved=2 * mib * MIB, **other) for s, mib in sizes])
 
 
-def ran_tiled(table):
-    return [tiled for _, tiled in with_tiles(table)]
-
-
-def test_rows_that_ran_tiled_are_told_by_what_they_allocate():
-    whole = encode([(512, 384), (768, 864), (1024, 1536), (1536, 3456)])
-    assert ran_tiled(whole) == [False] * 4
-    tiled = encode([(512, 384), (768, 864), (1024, 1536), (1536, 385), (2048, 386)])
-    assert ran_tiled(tiled) == [False, False, False, True, True]
-    assert ran_tiled(encode([(512, 384), (1536, 385)])) == [False, True]
-    # A convolution's workspace may be half as large again at one size: no tiles.
-    assert ran_tiled(encode([(512, 384), (736, 560)])) == [False, False]
-    # Another series, an op that says so, and unknown sizes are no ground for it.
-    assert not any(ran_tiled(encode([(512, 384)], group=1) + encode([(1536, 385)], group=2)))
-    assert not any(ran_tiled(Table([row(op="decode_tiled", side=s, reserved=9) for s in (512, 2048)])))
-    assert ran_tiled(Table([{"model": "sdxl"}])) == [False]
-
-
 def test_rows_that_ran_tiled_are_left_out_and_said():
-    comparison = compare(encode([(512, 384), (1536, 385)]), "comfyui")
+    comparison = compare(encode([(512, 384)]) + encode([(1536, 385)], tile=512), "comfyui")
     assert len(comparison.rows) == 1 and comparison.left_out[0]["height"] == 1536
     assert "left out, ran in tiles: 1 rows (sdxl encode 1536x1536)" in str(comparison)
+    assert not compare(encode([(512, 384), (1536, 385)]), "comfyui").left_out, "whole, whatever they take"
+
+
+def test_tiles_are_compared_with_their_like():
+    """Errors of each side of a tile by themselves; what is shipped for whole images is not asked about tiles."""
+    cut = [
+        row("decode_tiled", side, reserved=9 * tile * tile, tile=tile, tile_overlap=0.25, runtime="diffusers")
+        for tile in (512, 1024)
+        for side in (1024, 2048)
+    ]
+    table = Table([row(reserved=9 * 2**20), *cut])
+    comparison = compare(table, ["comfyui", "comfyui-0.4", "mlx-im2col", "sd.cpp-direct"])
+    assert comparison.find("comfyui", "sdxl", "decode_tiled", "float16", 512).rows == 2
+    assert comparison.find("comfyui", "sdxl", "decode_tiled", "float16", 1024, 0.25).rows == 1
+    assert comparison.find("comfyui", "sdxl", "decode", "float16").rows == 2, "a tile of 1024 holds 1024x1024"
+    with pytest.raises(ValueError, match=r"tile: want one of several \(tile=512, tile_overlap=0.25, .*got None"):
+        comparison.find("comfyui", "sdxl", "decode_tiled", "float16")
+    for name in ("comfyui-0.4", "mlx-im2col", "sd.cpp-direct"):
+        assert comparison.find(name).rows == 2
+    lines = [line.split() for line in str(comparison).splitlines()]
+    assert lines[1][3:6] == ["tile", "overlap", "rows"] and [line[3:6] for line in lines[3:5]] == [
+        ["512", "0.25", "2"], ["1024", "0.25", "1"],
+    ]  # fmt: skip
+    (line,) = [
+        line.split() for line in comparison.text(rows=True).splitlines() if "2048x2048" in line and " 512 " in line
+    ]
+    assert line[:6] == ["sdxl", "decode_tiled", "2048x2048", "float16", "512", "0.25"]
+    asked = []
+
+    def predict(model, op, height, width, dtype, tile=1, tile_overlap=1):
+        asked.append((op, height, tile, tile_overlap))
+        return SimpleNamespace(reserved=1)
+
+    compare(Table([*cut, cut[0] | {"tile": None}]), predict)
+    assert asked == [
+        ("decode_tiled", 1024, 512, 0.25), ("decode_tiled", 2048, 512, 0.25), ("decode", 1024, 1, 1),
+        ("decode_tiled", 2048, 1024, 0.25),
+    ]  # fmt: skip
 
 
 def test_printing():

@@ -136,6 +136,41 @@ def test_what_cannot_be_fitted_is_named(table, arguments, message):
         fit(table, **arguments)
 
 
+def test_tiles_have_formulas_of_their_own():
+    """Of the published encodes those that ran in tiles, and of tiled runs each side and overlap; what one tile holds is
+    a run of a whole image."""
+    found = fit(seed_table().filter(model="sdxl", op="encode"))
+    assert all(formula.a > 0 and max(formula.max_over, formula.max_under) < 0.0002 for formula in found)
+    assert [(one.name, one.n, round(one.a / 128, 3), one.tile) for one in found] == [
+        ("sdxl encode float16", 3, 6.0, None), ("sdxl encode_tiled float16", 2, 0.002, 512),
+        ("sdxl encode float32", 3, 5.0, None), ("sdxl encode_tiled float32", 2, 0.002, 512),
+    ]  # fmt: skip
+    cut = [
+        row(side, 1000 * tile + side, op="decode_tiled", tile=tile, tile_overlap=part)
+        for tile in (512, 1024)
+        for part in (0.25, 0.5)
+        for side in (512, 1024, 2048)
+    ]
+    found = fit(Table([*cut, *line(9, 0)]))
+    assert [(one.name, one.n) for one in found] == [
+        ("sdxl decode", 10), ("sdxl decode_tiled overlap 0.25", 2),
+        ("sdxl decode_tiled overlap 0.5", 2),
+    ]  # fmt: skip
+    assert [(r["height"], r["tile"]) for r in found.left_out] == [(2048, 1024)] * 2
+    assert "Rows left out: 2 of one size alone (sdxl decode_tiled 2048x2048 float32)." in str(found)
+    assert "Rows left out" in found._repr_markdown_()
+    assert found.find(tile_overlap=0.5).tile == 512
+    assert [one.op for one in fit(Table([*cut, *line(9, 0)]), by=("model", "op"))] == ["decode", "decode_tiled"]
+
+
+def test_rows_without_the_target_are_left_out():
+    """PyTorch's on a CPU have no allocated bytes."""
+    held = [row(side, None, runtime="diffusers", source="measured") | {"reserved_bytes": 1} for side in (64, 128)]
+    found = fit(Table(held) + line(9, 0, runtime="vaemem"))
+    assert [(one.runtime, one.n) for one in found] == [("vaemem", 4)] and len(found.left_out) == 2
+    assert "Rows left out: 2 without allocated_bytes." in str(found)
+
+
 def test_two_rows_have_no_standard_error_and_equal_rows_no_r2():
     (formula,) = fit(line(3, 7, ((64, 64), (128, 128))))
     assert (formula.a_error, formula.b_error) == (None, None) and "standard errors" not in str(formula)
@@ -295,6 +330,29 @@ def test_memory_vs_pixels(plot, tmp_path):
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_no_two_series_are_drawn_alike(plot):
+    """Each card, batch and tile has a colour of its own, and each type of numbers a marker, predicted or measured."""
+    kinds = [
+        {"device": device, "dtype": dtype, "batch": batch, "source": source}
+        for device in ("RTX 4090", "T4", "RTX 3060", "A100")
+        for dtype in BYTES
+        for batch in (1, 2)
+        for source in ("measured", "predicted")
+    ]
+    whole = Table([row(side, 9 * side * side, **kind) for kind in kinds for side in (256, 512)])
+    cut = {"device": "T4", "op": "decode_tiled", "source": "measured", "batch": 1, "tile_overlap": 0.25}
+    tiled = Table([row(side, 9 * side, **cut, tile=tile) for tile in (256, 512) for side in (1024, 2048)])
+    for axes, series in zip(plot.memory_vs_pixels(whole + tiled).axes, (len(kinds), 2), strict=True):
+        drawn = [one for one in axes.lines if len(one.get_xdata())]
+        looks = {(tuple(np.atleast_1d(one.get_color())), one.get_marker()) for one in drawn}
+        assert len(drawn) == len(looks) == series
+    assert "sdxl (A100, batch 2) bfloat16, measured" in [
+        one.get_label() for one in plot.memory_vs_pixels(whole).axes[0].lines
+    ]
+    constants = plot.implied_constants(whole.filter(source="measured"), target="allocated_bytes").axes[0].lines
+    assert len({(tuple(np.atleast_1d(one.get_color())), one.get_marker()) for one in constants}) == len(kinds) // 2
+
+
 def test_a_legend_is_no_data(plot):
     """It lies outside the axes, so that no dot or line of it can be taken for a measurement."""
     measured = line(392, 5e6, source="measured")
@@ -324,8 +382,7 @@ def test_series_that_coincide_are_both_seen(plot):
 def test_rows_in_tiles_are_hollow(plot):
     rows = [row | {"source": "measured"} for row in line(392, 0)]
     biggest = max(rows, key=lambda row: row["height"] * row["width"])
-    smallest = min(rows, key=lambda row: row["height"] * row["width"])
-    tiled = Table([row | ({"allocated_bytes": smallest["allocated_bytes"]} if row is biggest else {}) for row in rows])
+    tiled = Table([row | ({"tile": 512} if row is biggest else {}) for row in rows])
     for figure in (plot.memory_vs_pixels(tiled), plot.implied_constants(tiled, target="allocated_bytes")):
         (axes,) = figure.axes
         dots = {drawn.get_fillstyle(): drawn for drawn in axes.lines if len(drawn.get_xdata())}

@@ -228,8 +228,10 @@ def test_a_module_keeps_its_tiling():
 
     vae.tiled_decode = tiled_decode
     before = vae.use_tiling, vae.tile_sample_min_size, vae.tile_latent_min_size
-    measure(vae, "decode_tiled", 64, "float32", device="cpu", tile=32, warmups=0, runs=1)
-    assert seen == [(32, 8)]
+    (row,) = measure(vae, "decode_tiled", 64, "float32", device="cpu", tile=32, warmups=0, runs=1)
+    assert seen == [(32, 8)] and (row["tile"], row["tile_overlap"]) == (32, 0.25)
+    (whole,) = measure(vae, "decode", 64, "float32", device="cpu", warmups=0, runs=1)
+    assert (whole["tile"], whole["tile_overlap"]) == (None, None)
     assert (vae.use_tiling, vae.tile_sample_min_size, vae.tile_latent_min_size) == before
     assert not next(vae.parameters()).is_inference()  # it can be trained on
 

@@ -52,6 +52,43 @@ def test_what_predict_takes_is_handed_on():
     assert row["versions"].startswith("torch 2.6.0+cu124, cudnn 9.1.0")
 
 
+def test_tiles_and_overlaps_are_swept():
+    asked = {"source": "predicted", "runtime": "diffusers"}
+    rows = sweep(
+        "sdxl",
+        ["decode", "decode_tiled"],
+        [1024, 1536, 2048],
+        "float16",
+        tile=[512, 1024],
+        tile_overlap=[0.25, 0.5],
+        **asked,
+    )
+    assert [(row["op"], row["height"], row["tile"], row["tile_overlap"]) for row in rows] == [
+        *(("decode", side, None, None) for side in (1024, 1536, 2048)),
+        *(
+            ("decode_tiled", side, tile, part)
+            for side in (1024, 1536, 2048)
+            for tile in (512, 1024)
+            for part in (0.25, 0.5)
+        ),
+    ]
+    for row in rows.filter(op="decode_tiled", height=2048):
+        p = predict("sdxl", "decode_tiled", 2048, 2048, "float16", tile=row["tile"], tile_overlap=row["tile_overlap"])
+        assert (row["allocated_bytes"], row["reserved_bytes"]) == (p.allocated, p.reserved)
+    found = fit(rows)
+    assert [one.n for one in found] == [3 + 2, 3, 3, 2, 2], "an image of one tile is a whole one"
+    assert all(one.r2 > 0.9 for one in found)
+    same = compare(rows, predict).find("predict")
+    assert same.rows == len(rows) and same.worst_over == same.worst_under == 0
+    markdown = report(rows, plots=False).markdown
+    assert "### sdxl (tile 512, overlap 0.25)" in markdown and "| tile | overlap |" in markdown
+    assert Table.from_csv(io.StringIO(rows.to_csv())) == rows
+    (usual,) = sweep("sdxl", "decode_tiled", 512, "float16", **asked)
+    assert (usual["tile"], usual["tile_overlap"]) == (1024, 0.25)
+    (comfyui,) = sweep("sdxl", "decode_tiled", 512, "float16", source="predicted", runtime="comfyui")
+    assert (comfyui["tile"], comfyui["tile_overlap"]) == (512, None)
+
+
 def test_a_tiled_row_says_whether_it_is_cut():
     rows = sweep("sdxl", ["decode", "decode_tiled"], [1024, (1024, 1088)], "float16", source="predicted")
     whole, _, one, cut = rows
@@ -115,7 +152,7 @@ def test_plot(table):
 
     figure = plot.memory_vs_pixels(table, target="reserved_bytes")
     names = {text.get_text() for axes in figure.axes for text in axes.get_legend().get_texts()}
-    assert "sdxl float16, predicted" in names
+    assert {f"sdxl ({device}) float16, predicted" for device in {row["device"] for row in table}} <= names
     assert plot.implied_constants(table).axes
     assert plot.estimator_errors(vaemem.compare(table)).axes
 
@@ -157,6 +194,8 @@ def test_estimated_is_measure_false():
             ValueError,
             "tile: want it with source predicted, got it with estimated",
         ),
+        ({"tile_overlap": 0.5}, ValueError, "tile_overlap: want it with a tiled op among the ops, got it with decode"),
+        ({"ops": "decode_tiled", "tile": [0, 512]}, ValueError, "tile: want a whole number of at least 1, got 0"),
         ({"height": 512}, TypeError, "unexpected keyword argument 'height'"),
         ({"source": "measured", "repeat": 3}, TypeError, "unexpected keyword argument 'repeat'"),
         ({"models": ["sdxl", "sd4"]}, ValueError, "model: want one of sd15"),
@@ -167,7 +206,7 @@ def test_estimated_is_measure_false():
         ({"gpu": [4090]}, TypeError, "gpu: want a name"),
         *(
             ({name: []}, ValueError, f"{name}: want at least one, got none")
-            for name in ("models", "ops", "sizes", "dtypes", "gpu", "batch")
+            for name in ("models", "ops", "sizes", "dtypes", "gpu", "batch", "tile", "tile_overlap")
         ),
     ],
 )
@@ -271,7 +310,7 @@ def test_sdcpps_pipelines_are_rows():
          "ops: want encode or decode with source measured, got pipeline; .* predicted, .* `vaemem measure`"),
         ({"measure": False}, ValueError, "ops: want encode or decode with source estimated, got pipeline"),
         ({"models": "sd3"}, ValueError, "models: want one of sd15, sdxl, flux"),
-        ({"tile": 512}, ValueError, "tile: want it with a VAE's op among the ops, got it with pipeline"),
+        ({"tile": 512}, ValueError, "tile: want it with a tiled op among the ops, got it with pipeline"),
         ({"ops": "decode", "source": "predicted", "offload": "model"}, ValueError,
          "offload: want it with pipeline among the ops, got it with decode"),
         ({"batch": [1, 0]}, ValueError, "batch: want a whole number of at least 1, got 0"),

@@ -260,6 +260,14 @@ def test_what_cannot_calibrate(rows, message):
         predict("sdxl", "decode", 512, 512, gpu="RTX 3060", calibrate=rows)
 
 
+def test_a_row_in_tiles_calibrates_by_its_own_tiles():
+    """Whatever its op says: its own seconds come out."""
+    for row in seed_table().filter(model="sdxl", tile=512, height=1536, dtype="float16"):
+        op = f"{row['op'].removesuffix('_tiled')}_tiled"
+        said = predict("sdxl", op, 1536, 1536, "float16", tile=512, calibrate=row).seconds
+        assert said.likely == pytest.approx(row["seconds"], rel=0.02)
+
+
 def test_the_table_of_a_card_calibrates_it():
     """All 98 rows at once: no surer than one of them, and as far off as the fit is."""
     mine = predict("flux", "encode", 1024, 1024, "float16", runtime="bfl", calibrate=seed_table()).seconds

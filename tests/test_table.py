@@ -6,20 +6,22 @@ import math
 import operator
 import re
 import sys
+from importlib import resources
 
 import numpy as np
 import pytest
 
 import vaemem
-from vaemem import Table, compare, fit, report
+from vaemem import Table, _common, compare, fit, report
 from vaemem._common import need, render
-from vaemem.tables.table import COLUMNS
+from vaemem.tables.table import COLUMNS, as_ran, in_tiles
 
 ROW = {"model": "sdxl", "op": "decode", "height": 512, "width": 768, "batch": 1, "dtype": "float32"}
 FULL = ROW | {
     "runtime": "vaemem", "device": "cpu", "source": "measured", "allocated_bytes": 2**53 + 1, "reserved_bytes": 0,
     "weights_bytes": 334_893_056, "activations_bytes": 3, "scratch_bytes": 2, "output_bytes": 1, "seconds": 0.1 + 0.2,
     "seconds_low": 0.25, "seconds_high": 0.5, "phase": "decode", "tokens": 77, "way": "offload none, VAE whole",
+    "tile": 512, "tile_overlap": 0.1875,
     "group": 3, "versions": 'vaemem 0.1, "x" | <b>, é', "work": 1.25, "streamed": 0, "limit_bytes": 4,
 }  # fmt: skip
 
@@ -38,8 +40,8 @@ def mixed() -> Table:
 
 def test_the_columns_that_scripts_rely_on():
     assert COLUMNS == Table.columns == (
-        "model", "op", "phase", "height", "width", "batch", "tokens", "dtype", "runtime", "way", "device", "source",
-        "allocated_bytes",
+        "model", "op", "phase", "height", "width", "batch", "tokens", "dtype", "tile", "tile_overlap", "runtime", "way",
+        "device", "source", "allocated_bytes",
         "reserved_bytes", "weights_bytes", "activations_bytes", "scratch_bytes", "output_bytes", "seconds",
         "seconds_low", "seconds_high", "group", "versions", "work", "streamed", "limit_bytes",
     )  # fmt: skip
@@ -242,7 +244,13 @@ def test_the_published_benchmark():
 
 
 def test_the_benchmark_that_comes_with_vaemem():
+    """It names its card, and a copy without that has the same rows once the card is said."""
     table = vaemem.seed_table()
+    path = resources.files("vaemem") / "data" / "seed_table.csv"
+    assert Table.from_csv(str(path)) == table
+    bare = [line.split(",NVIDIA")[0].replace(",device,versions", "") for line in path.read_text("utf-8").splitlines()]
+    said = {"device": "NVIDIA GeForce RTX 4090", "versions": "torch 2.7.1+cu128, cudnn 9.7.1"}
+    assert Table.from_csv(io.StringIO("\n".join(bare)), **said) == table
     assert len(table) == 98 and {row["source"] for row in table} == {"measured"}
     assert {(row["model"], row["runtime"]) for row in table} == {
         ("flux", "bfl"),
@@ -253,6 +261,42 @@ def test_the_benchmark_that_comes_with_vaemem():
     # The benchmark's own line: SDXL,decode,1024,1024,float16,2434.22,4274.00,0.156,1
     (row,) = table.filter(model="sdxl", op="decode", height=1024, dtype="float16", group=1)
     assert row["reserved_bytes"] == 4274 * 2**20 and abs(row["allocated_bytes"] - 2434.22 * 2**20) <= 5243
+
+
+def test_the_benchmark_says_by_its_bytes_which_encodes_ran_in_tiles():
+    table = vaemem.seed_table()
+    cut = table.filter(tile=512)
+    assert {row["tile"] for row in table} == {None, 512} and {row["tile_overlap"] for row in cut} == {0.25}
+    assert {row["op"] for row in cut} == {"encode", "decode_tiled"} and len(cut.filter(op="encode")) == 8
+    wanted = (row for row in table if row["op"] == "encode" and row["model"] != "flux" and row["height"] >= 1536)
+    assert cut.filter(op="encode") == Table(wanted) and table.filter(op="decode_tiled") == cut.filter(op="decode_tiled")
+
+    def ran_tiled(*sizes, **groups):
+        lines = [f"SDXL,encode,{s},{s},float16,{mib},{mib},1,{groups.get(f'at_{s}', 1)}" for s, mib in sizes]
+        read = Table.from_csv(io.StringIO("\n".join([BENCHMARK.splitlines()[0], *lines])))
+        return [in_tiles(row) for row in read]
+
+    assert ran_tiled((512, 384), (768, 864), (1024, 1536), (1536, 3456)) == [False] * 4
+    assert ran_tiled((512, 384), (768, 864), (1536, 385), (2048, 386)) == [False, False, True, True]
+    # A convolution's workspace may be half as large again at one size: no tiles. Nor does another series tell any.
+    assert ran_tiled((512, 384), (736, 560)) == ran_tiled((512, 384), (1536, 385), at_1536=2) == [False, False]
+
+
+def test_a_row_counts_under_the_op_that_ran():
+    def ran(op, side, tile):
+        row = ROW | {"op": op, "height": side, "width": side, "tile": tile}
+        return tuple(as_ran(Table([row])[0])[name] for name in ("op", "tile"))
+
+    assert ran("decode_tiled", 1024, 512) == ("decode_tiled", 512) and ran("encode", 1024, 512) == ("encode_tiled", 512)
+    assert ran("decode_tiled", 512, 512) == ran("decode", 512, 512) == ("decode", None)
+    assert ran("decode_tiled", 512, None) == ("decode_tiled", None), "tables that are older say no tile"
+    assert ran("pipeline", 512, None) == ("pipeline", None) and ran(None, 512, 256) == (None, 256)
+
+
+def test_files_without_tiles_are_read():
+    held = [name for name in COLUMNS if not name.startswith("tile")]
+    older = _common.as_csv([{name: FULL[name] for name in held}], held)
+    assert Table.from_csv(io.StringIO(older)) == Table([FULL | {"tile": None, "tile_overlap": None}])
 
 
 def test_what_people_see():

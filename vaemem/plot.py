@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from vaemem._common import ELEMENT_BYTES, MIB, choose, distinct, grouped, need, png
 from vaemem.prediction.predict import Prediction
-from vaemem.tables.estimators import Comparison, pixels, with_tiles
-from vaemem.tables.fit import Fit, FittedLine
-from vaemem.tables.table import BYTE_COLUMNS, Row, Table
+from vaemem.tables.estimators import Comparison, pixels
+from vaemem.tables.fit import KEY, Fit, FittedLine
+from vaemem.tables.table import BYTE_COLUMNS, Row, Table, differing, in_tiles, in_words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,20 +22,24 @@ if TYPE_CHECKING:
 # Colours that people with a colour-vision deficiency tell apart (Okabe and Ito).
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = {"float32": "o", "float16": "s", "bfloat16": "D", "float64": "^"}
+_CROSSES = {"float32": "x", "float16": "+", "bfloat16": "1", "float64": "2"}
+# What rows of one colour have in common.
+_COLOURED = tuple(name for name in KEY if name not in ("op", "dtype"))
 _SHIPPED_LINES = ("--", ":", "-.")
 _DASH = 5.0  # in widths of a line
 _GREY, _LIGHT = "#6E6E6E", "#D0D0D0"
 
 
 def memory_vs_pixels(table: Table, fit: Fit | None = None, target: str = "allocated_bytes") -> Figure:
-    """Memory against the number of pixels: one panel an operation, one colour a model.
+    """Memory against the number of pixels: one panel an operation, one colour a model, runtime, card, batch and tile,
+    one marker a dtype.
 
     Parameters
     ----------
     table : Table, pandas.DataFrame or iterable of mappings
         Rows without the target or a size are left out. Measured rows are dots, estimated and predicted ones
         crosses a little larger, so that a measurement that agrees with its estimate is a dot on a cross. Dots are
-        hollow where a row ran in tiles, whether its op says so or its bytes that do not grow with the pixels.
+        hollow where a row ran in tiles.
     fit : Fit, optional
         Drawn as lines over the sizes of the table, one for each dtype that the formula was fitted to. Where there
         are several models each is dashed, and the dashes of two that coincide lie in each other's gaps.
@@ -64,23 +68,22 @@ def memory_vs_pixels(table: Table, fit: Fit | None = None, target: str = "alloca
     rows = [row for row in table if None not in (row[target], row["height"], row["width"])]
     if not rows:
         raise ValueError(f"table: want rows with height, width and {target}, got none")
-    series = distinct((row["model"], row["runtime"]) for row in rows)
-    is_one_runtime = len({runtime for _, runtime in series}) == 1
+    name_of, colours = _series(rows)
     figure, panels = _panels(rows, 4.8)
     for op, (axes, here) in panels.items():
-        lines = grouped(here, lambda pair: (pair[0]["model"], pair[0]["runtime"]))
-        for i, (model, runtime) in enumerate(series):
-            mine = lines.get((model, runtime), [])
-            name = model if is_one_runtime else f"{model} ({runtime})"
+        lines = grouped(here, lambda pair: name_of(pair[0]))
+        for i, (name, colour) in enumerate(colours.items()):
+            mine = lines.get(name, [])
             # Models that coincide stay visible: the first is drawn largest, under the others.
-            excess, style = 3 * min(3, len(series) - 1 - i), {"color": _COLOURS[i % len(_COLOURS)], "zorder": 3 + i}
+            excess, style = 3 * min(3, len(colours) - 1 - i), {"color": colour, "zorder": 3 + i}
             for (dtype, source), some in grouped(mine, lambda pair: (pair[0]["dtype"], pair[0]["source"])).items():
-                marker, size = (_MARKERS.get(dtype, "v"), 5) if source in ("measured", None) else ("x", 9)
+                is_run = source in ("measured", None)
+                marker, size = (_MARKERS.get(dtype, "v"), 5) if is_run else (_CROSSES.get(dtype, "|"), 9)
                 values = [row[target] for row, _ in some]
                 _dots(axes, some, values, marker, size + excess, f"{name} {dtype}, {source}", style)
             for formula in fit or ():
-                if mine and (formula.op, formula.model, formula.runtime) == (op, model, runtime):
-                    dashes = "-" if len(series) == 1 else (_DASH * i, (_DASH, _DASH * (len(series) - 1)))
+                if mine and formula.op == op and _is_of(formula, mine[0][0]):
+                    dashes = "-" if len(colours) == 1 else (_DASH * i, (_DASH, _DASH * (len(colours) - 1)))
                     _line(axes, formula, name, max(pixels(row) for row, _ in here), style | {"linestyle": dashes})
     # One unit for all panels: the axis is in bytes, its labels are not.
     top = max(row[target] for row in rows)
@@ -209,15 +212,16 @@ def implied_constants(table: Table, shipped: Mapping[str, Mapping[str, float]] |
     rows = [r for r in table if None not in (r[target], r["height"], r["width"]) and r["dtype"] in ELEMENT_BYTES]
     if not rows:
         raise ValueError(f"table: want rows with height, width, dtype and {target}, got none")
-    models = distinct(row["model"] for row in rows)
+    name_of, colours = _series(rows)
+    names = list(colours)
     figure, panels = _panels(rows, 4.4)
     for op, (axes, here) in panels.items():
-        series = grouped(here, lambda pair: (pair[0]["model"], pair[0]["dtype"]))
-        for i, ((model, dtype), mine) in enumerate(series.items()):
+        series = grouped(here, lambda pair: (name_of(pair[0]), pair[0]["dtype"]))
+        for i, ((name, dtype), mine) in enumerate(series.items()):
             constants = [row[target] / (pixels(row) * ELEMENT_BYTES[dtype]) for row, _ in mine]
-            excess = 3 * min(3, len(models) - 1 - models.index(model))  # models that coincide stay visible
-            style = {"color": _COLOURS[models.index(model) % len(_COLOURS)], "zorder": 3 + i}
-            _dots(axes, mine, constants, _MARKERS.get(dtype, "v"), 5 + excess, f"{model} {dtype}", style)
+            excess = 3 * min(3, len(names) - 1 - names.index(name))  # models that coincide stay visible
+            style = {"color": colours[name], "zorder": 3 + i}
+            _dots(axes, mine, constants, _MARKERS.get(dtype, "v"), 5 + excess, f"{name} {dtype}", style)
         for i, (name, value) in enumerate((shipped or {}).get(op, {}).items()):
             dashes = _SHIPPED_LINES[i % 3]  # named in the legend: two may lie near each other
             axes.axhline(value, color=_GREY, linewidth=1, label=f"{name}, {value:g}", linestyle=dashes)
@@ -226,7 +230,7 @@ def implied_constants(table: Table, shipped: Mapping[str, Mapping[str, float]] |
 
 
 def estimator_errors(comparison: Comparison) -> Figure:
-    """Estimate over measured for each model, op and dtype: a dot at the median, a bar from the lowest to the highest.
+    """Estimate over measured for each model, op, dtype and tile: a dot at the median, a bar from lowest to highest.
 
     Parameters
     ----------
@@ -246,11 +250,11 @@ def estimator_errors(comparison: Comparison) -> Figure:
     groups = [group for group in comparison.groups if group.model is not None and group.lowest > -1]
     if not groups:
         raise ValueError("comparison: want an estimator that applies to a row, got none")
-    keys = distinct(group[1:4] for group in groups)  # model, op, dtype
+    keys = distinct(group[1:6] for group in groups)  # model, op, dtype and tiles
     estimators = grouped(groups, lambda group: group.estimator)
     axes = _figure(9, 1.4 + 0.34 * len(keys)).subplots()
     for i, (name, mine) in enumerate(estimators.items()):
-        y = [keys.index(g[1:4]) + (i - (len(estimators) - 1) / 2) * 0.8 / len(estimators) for g in mine]
+        y = [keys.index(g[1:6]) + (i - (len(estimators) - 1) / 2) * 0.8 / len(estimators) for g in mine]
         low, median, high = ([1 + value for value in column] for column in
                              zip(*((g.lowest, g.median, g.highest) for g in mine), strict=True))  # fmt: skip
         colour = _COLOURS[i % len(_COLOURS)]
@@ -262,7 +266,9 @@ def estimator_errors(comparison: Comparison) -> Figure:
     axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
     axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}x"))
     axes.xaxis.set_minor_locator(ticker.NullLocator())
-    axes.set_yticks(range(len(keys)), [" ".join(map(str, key)) for key in keys], fontsize=8)
+    kinds = [dict(zip(("model", "op", "dtype", "tile", "tile_overlap"), key, strict=True)) for key in keys]
+    told = ["model", "op", "dtype", *differing(kinds, ("tile", "tile_overlap"))]
+    axes.set_yticks(range(len(keys)), [" ".join(in_words(kind, told)) for kind in kinds], fontsize=8)
     axes.set(xlabel=f"estimate / {comparison.target.removesuffix('_bytes')}", ylim=(len(keys) - 0.4, -0.6))
     return _finish(axes, "x", ncols=3)
 
@@ -397,9 +403,8 @@ def _shown(figure: Figure, **_: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _panels(rows: Sequence[Row], height: float) -> tuple[Figure, dict[Any, tuple[Axes, list[tuple[Row, bool]]]]]:
     """One panel an operation, over the pixels, with one vertical axis. With each are its rows, and whether each of them
-    ran in tiles: as its op says, or as its bytes do."""
-    drawn = [(row, told or str(row["op"]).endswith("_tiled")) for row, told in with_tiles(Table(rows))]
-    ops = grouped(drawn, lambda pair: pair[0]["op"])
+    ran in tiles."""
+    ops = grouped(((row, in_tiles(row)) for row in rows), lambda pair: pair[0]["op"])
     figure = _figure(5.2 * len(ops) + 0.6, height)
     panels = figure.subplots(1, len(ops), sharey=True, squeeze=False)[0]
     for axes, op in zip(panels, ops, strict=True):
@@ -407,17 +412,38 @@ def _panels(rows: Sequence[Row], height: float) -> tuple[Figure, dict[Any, tuple
     return figure, dict(zip(ops, zip(panels, ops.values(), strict=True), strict=True))
 
 
+def _series(rows: Sequence[Row]) -> tuple[Callable[[Row], str], dict[str, Any]]:
+    """Names rows by what tells them apart besides operation, size, dtype and source; and each name's colour."""
+    told = [name for name in differing(rows, _COLOURED) if name != "model"]
+
+    def name_of(row: Row) -> str:
+        words = in_words(row, told)
+        return f"{row['model']} ({', '.join(words)})" if words else str(row["model"])
+
+    names = distinct(map(name_of, rows))
+    colours: Sequence[Any] = _COLOURS
+    if len(names) > len(_COLOURS):  # no colour twice
+        colours = need("matplotlib", "plot").colormaps["turbo"](np.linspace(0, 1, len(names)))
+    return name_of, dict(zip(names, colours, strict=False))
+
+
+def _is_of(formula: FittedLine, row: Row) -> bool:
+    """Whether a formula was fitted to rows of a row's colour; it leaves open what its own rows differ in."""
+    return all(getattr(formula, name) in (None, row[name]) for name in _COLOURED)
+
+
 def _dots(
     axes: Axes, rows: Sequence[tuple[Row, bool]], values: Sequence[float], marker: str, size: float, name: str,
     style: dict[str, Any],
 ) -> None:  # fmt: skip
     """Values over their rows' pixels; hollow for rows that ran in tiles."""
+    is_cross = marker in (*_CROSSES.values(), "|")
     for hollow in sorted({tiled for _, tiled in rows}):
         axes.plot(
             [pixels(row) / 1e6 for row, tiled in rows if tiled == hollow],
             [value for value, (_, tiled) in zip(values, rows, strict=True) if tiled == hollow],
             linestyle="none", clip_on=False, marker=marker, markersize=size, label=name,
-            fillstyle="none" if hollow else "full", markeredgewidth=1.5 if hollow or marker == "x" else 0, **style,
+            fillstyle="none" if hollow else "full", markeredgewidth=1.5 if hollow or is_cross else 0, **style,
         )  # fmt: skip
         name = "_"  # one line of the legend a series
 

@@ -216,8 +216,8 @@ def _has_bar() -> bool:
 
 @command(
     "vaemem:sweep",
-    "models sweep_ops of_sizes batches prompt_lengths device sweep_dtype precision repeats estimate row_source gpus"
-    " sweep_runtime sweep_offload sweep_vae csv format",
+    "models sweep_ops of_sizes batches sweep_tiles sweep_overlaps prompt_lengths device sweep_dtypes precision repeats"
+    " estimate row_source gpus sweep_runtime sweep_offload sweep_vae csv format",
 )
 def run_sweep(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """Memory and time over models, operations and sizes: the engine's, measured, or PyTorch's, predicted."""

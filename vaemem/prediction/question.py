@@ -296,9 +296,11 @@ class Question(Asked):
         """How fast the card is, as measured runs say: this card's where there are some, or others'."""
         gpu, runs = self.card.gpu, list[tuple[str, Mapping[str, float], float]]()
         for row in self.calibrate:
+            tile = row.get("tile")
             of = ask(
-                row["model"], row["op"], row["height"], row["width"], gpu=gpu, dtype=row.get("dtype"),
-                batch=row.get("batch") or 1, runtime=row.get("runtime") or "diffusers",
+                row["model"], f"{row['op'].removesuffix('_tiled')}_tiled" if tile else row["op"], row["height"],
+                row["width"], gpu=gpu, dtype=row.get("dtype"), batch=row.get("batch") or 1,
+                runtime=row.get("runtime") or "diffusers", tile=tile, tile_overlap=row.get("tile_overlap"),
             )  # fmt: skip
             runs.append((of.job.dtype, of.work, row["seconds"]))
         return vae_machine(gpu, self.job.dtype, runs)

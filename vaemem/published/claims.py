@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from vaemem import _core
 from vaemem._common import ELEMENT_BYTES, distinct, grouped, listed, mib, render
 from vaemem.prediction.gpus import find_gpu
-from vaemem.tables.estimators import pixels, series_of, with_tiles
-from vaemem.tables.table import Row, Table, seed_table
+from vaemem.tables.estimators import in_tiles_untold, pixels, series_of
+from vaemem.tables.table import Row, Table, in_tiles, seed_table
 
 HOLDS, MIXED, FAILS, UNKNOWN = "holds", "holds only by mixing unlike rows", "contradicted", "not judged"
 
@@ -56,8 +56,7 @@ class Rows:
     def __init__(self, table: Table) -> None:
         usable = operator.itemgetter("model", "op", "height", "width", "allocated_bytes", "reserved_bytes")
         mine = table.filter(lambda row: all(usable(row)) and row["runtime"] != "vaemem", dtype=[*ELEMENT_BYTES])
-        # Found among these alone, so that each row that ran in tiles has a whole image of its series beside it.
-        self._rows = with_tiles(mine)
+        self._rows = [(row, in_tiles_untold(row)) for row in mine]
 
     def judge(self, claim: Claim) -> Finding:
         """What the rows of the claim's kinds say of it."""
@@ -147,7 +146,9 @@ def _card(device: str | None) -> str | None:
 
 def _kind(row: Row) -> tuple[object, ...]:
     """What was run, how and on what."""
-    return case(row), row["batch"], row["source"], row["runtime"], _card(row["device"])
+    op_in_tiles = in_tiles(row) and not in_tiles_untold(row)
+    named = f"{case(row)} in tiles of {row['tile'] or 'a side that is not said'}" if op_in_tiles else case(row)
+    return named, row["batch"], row["source"], row["runtime"], _card(row["device"])
 
 
 _benchmark = functools.cache(seed_table)
@@ -178,7 +179,9 @@ def growth(rows: Sequence[Row]) -> dict[tuple[Any, ...], tuple[Row, Row]]:
 
 def pairs(rows: Sequence[Row], model: str, other: str) -> list[tuple[Row, Row]]:
     """Rows of two models that are alike in everything else, in their order."""
-    key = operator.itemgetter("op", "height", "width", "dtype", "batch", "device", "source", "group")
+    key = operator.itemgetter(
+        "op", "height", "width", "dtype", "tile", "tile_overlap", "batch", "device", "source", "group"
+    )
     mine = {key(row): row for row in rows if row["model"] == model}
     return [(mine[key(row)], row) for row in rows if row["model"] == other and key(row) in mine]
 
@@ -187,6 +190,7 @@ def pairs(rows: Sequence[Row], model: str, other: str) -> list[tuple[Row, Row]]:
 
 # A mean stands for its rows where each kind of them, taken alone, has a mean within this share of it.
 _ALIKE = 0.05
+_NO_WHOLE_IMAGES = Finding(UNKNOWN, "no rows of whole images")
 
 
 def _judged(found: str, is_stated: bool, is_alike: bool = True) -> Finding:
@@ -204,7 +208,7 @@ def _mean_ratio(stated: float, names: tuple[str, ...], rows: Rows) -> Finding:
     if len(kinds) > 1:
         ends = min(kinds, key=kinds.__getitem__), max(kinds, key=kinds.__getitem__)
         found += "; " + ", ".join(f"{kind} alone {kinds[kind]:.2f}" for kind in ends)
-    if tiled:
+    if 0 < len(tiled) < len(mine):
         kinds["tiled"] = statistics.mean(map(ratio, tiled))
         kinds["whole"] = statistics.mean(map(ratio, rows.of(whole_image=True)))
         found += f"; {len(tiled)} of the rows ran in tiles (mean {kinds['tiled']:.2f}, the others {kinds['whole']:.2f})"
@@ -254,6 +258,8 @@ def _middle(share: float, stated: float, rows: Rows) -> Finding:
 def _covers(stated: float, rows: Rows) -> Finding:
     """Whether stated*H*W*e is enough for every whole-image row, and what it asks too much."""
     mine = sorted(rows.of(whole_image=True), key=constant, reverse=True)
+    if not mine:
+        return _NO_WHOLE_IMAGES
     short = [row for row in mine if constant(row) > stated]
     found = f"the largest of {len(mine)} rows needs {constant(mine[0]):.0f}; "
     if short:
@@ -279,6 +285,8 @@ def _uses_more(model: str, other: str, stated: float, rows: Rows) -> Finding:
 def _models_apart(rows: Rows) -> Finding:
     """Whether models need constants that differ more than those of the dtypes of one model."""
     kinds = grouped(rows.of(whole_image=True), operator.itemgetter("model", "dtype"))
+    if not kinds:
+        return _NO_WHOLE_IMAGES
     most = {kind: max(map(constant, some)) for kind, some in kinds.items()}
 
     def apart(alike_in: int) -> float:
@@ -296,6 +304,8 @@ def _models_apart(rows: Rows) -> Finding:
 def _encode_needs(rows: Rows) -> Finding:
     key, form = operator.itemgetter("model", "height", "width", "dtype"), "{:.0f}".format
     mine = rows.of(op="encode", whole_image=True)
+    if not mine:
+        return _NO_WHOLE_IMAGES
     decode = {key(row): row["reserved_bytes"] for row in rows.of(op="decode", whole_image=True)}
     parts = [100 * (row["reserved_bytes"] / decode[key(row)]) for row in mine if key(row) in decode]
     constants = [constant(row) for row in mine]
@@ -309,12 +319,14 @@ def _whole_images(rows: Rows) -> Finding:
         return Finding(HOLDS, f"allocated grows with the pixels in all {len(mine)} rows")
     models, sides = (distinct(str(row[name]) for row in tiled) for name in ("model", "height"))
     most = max(tiled, key=pixels)
-    top = max(rows.of(whole_image=True, model=most["model"], dtype=most["dtype"]), key=pixels)
-    return Finding(
-        FAILS,
-        f"{len(tiled)} of {len(mine)} rows ran in tiles ({', '.join(models)} at {' and '.join(sides)} pixels a side): "
-        f"{case(most)} allocates {mib(most['allocated_bytes'])} MiB, {case(top)} {mib(top['allocated_bytes'])}",
+    found = (
+        f"{len(tiled)} of {len(mine)} rows ran in tiles ({', '.join(models)} at {' and '.join(sides)} pixels a side)"
     )
+    found += f": {case(most)} allocates {mib(most['allocated_bytes'])} MiB"
+    if whole := rows.of(whole_image=True, model=most["model"], dtype=most["dtype"]):
+        top = max(whole, key=pixels)
+        found += f", {case(top)} {mib(top['allocated_bytes'])}"
+    return Finding(FAILS, found)
 
 
 def _model_size(model: str, stated_mib: float, rows: Rows) -> Finding:

@@ -26,6 +26,7 @@ from vaemem._common import DTYPES, TILED_OPS, as_csv, choose, chosen, latent_fac
 from vaemem.engine.configs import config_of, read_config
 from vaemem.prediction.benchmark import BENCHMARK_TILE
 from vaemem.prediction.profiles import Conv
+from vaemem.prediction.question import OVERLAP
 from vaemem.prediction.runtimes import architecture
 from vaemem.pytorch.recording import record
 from vaemem.tables.sweep import image_sizes
@@ -259,7 +260,7 @@ def measure(
             vae = subject.vae.eval().to(getattr(torch, dtype)).to(place)
             known = {
                 "model": subject.model, "op": op, "batch": batch, "dtype": dtype, "runtime": runtime,
-                "source": "measured",
+                "source": "measured", "tile": tile if tiled else None, "tile_overlap": OVERLAP if tiled else None,
                 "device": torch.cuda.get_device_name(place) if place.type == "cuda" else "cpu",
                 "weights_bytes": sum(p.numel() * p.element_size() for p in vae.parameters()),
                 "versions": what_ran(place, runtime),
@@ -371,7 +372,7 @@ def _tiling(runtime: str, tile: int, factor: int) -> dict[str, Any]:
     if runtime != "diffusers" or not tile:
         return {"use_tiling": False} if runtime == "diffusers" else {}
     sizes = {"tile_sample_min_size": tile, "tile_latent_min_size": tile // factor}
-    return {"use_tiling": True, "tile_overlap_factor": 0.25} | sizes
+    return {"use_tiling": True, "tile_overlap_factor": OVERLAP} | sizes
 
 
 def what_ran(device: Any, runtime: str) -> str:

@@ -23,15 +23,16 @@ from vaemem.prediction.gpus import find_gpu
 from vaemem.published import claims as published
 from vaemem.published.claims import Checked, Claim, case, constant, ratio
 from vaemem.reports.document import Document
-from vaemem.tables.estimators import SHIPPED, Comparison, compare, pixels, with_tiles
+from vaemem.tables.estimators import SHIPPED, Comparison, compare, in_tiles_untold, pixels
 from vaemem.tables.fit import FittedLine, fit
-from vaemem.tables.table import Row, Table
+from vaemem.tables.table import Row, Table, as_ran, differing, in_tiles, in_words
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
 _COUNTERS = ("allocated_bytes", "reserved_bytes")
+_TILES = {"tile": "tile", "tile_overlap": "overlap"}  # columns, and what they are called here
 
 
 class Report:
@@ -122,7 +123,7 @@ def report(
     Notes
     -----
     Every figure in every sentence is computed from the rows. Rows that ran in tiles although their op does not say
-    so (allocated bytes that do not grow with the pixels) are listed, and left out of scaling, constants and fits.
+    so (their column `tile` does) are listed, and left out of scaling, constants and fits.
 
     Examples
     --------
@@ -203,27 +204,23 @@ class _Facts:
     """The rows with what every section asks of them."""
 
     def __init__(self, table: Table) -> None:
-        rows = with_tiles(table.filter(lambda row: row["height"] and row["width"] and row["op"] and row["model"]))
-        self.rows = [row for row, _ in rows]
-        self.tiled = [row for row, tiled in rows if tiled]
-        self.whole = [row for row, tiled in rows if not tiled]
+        self.rows = [*table.filter(lambda row: row["height"] and row["width"] and row["op"] and row["model"])]
+        self.tiled = [row for row in self.rows if in_tiles_untold(row)]
+        self.whole = [row for row in self.rows if not in_tiles_untold(row)]
         self.both = [row for row in self.rows if all(row[name] for name in _COUNTERS)]
         has_reserved = any(row["reserved_bytes"] for row in self.rows)
         self.target = "reserved_bytes" if has_reserved else "allocated_bytes"
         self.word = self.target.removesuffix("_bytes")
         self.held = [row for row in self.rows if row[self.target]]
         # Rows that an implied constant means something for: whole images, a dtype of known width.
-        images = [row for row in self.whole if row[self.target] and not row["op"].endswith("_tiled")]
+        images = [as_ran(row) for row in self.rows if row[self.target] and not in_tiles(row)]
         self.sized = [row for row in images if row["dtype"] in ELEMENT_BYTES]
-        names = ("runtime", "device", "batch", "source")
-        self._varying = {
-            model: [name for name in names if len({row[name] for row in same}) > 1]
-            for model, same in _by("model", self.rows).items()
-        }
+        names = ("runtime", "device", "batch", "source", *_TILES)
+        self._varying = {model: differing(same, names) for model, same in _by("model", self.rows).items()}
 
     def label(self, row: Row) -> str:
-        """A row's model, and what tells it from other rows of that model: runtime, device, batch, source."""
-        varying = [str(row[name]) for name in self._varying[row["model"]]]
+        """A row's model, and what tells it from other rows of that model: runtime, device, batch, source, tiles."""
+        varying = in_words(row, self._varying[row["model"]])
         return f"{row['model']} ({', '.join(varying)})" if varying else str(row["model"])
 
     def groups(self, rows: Iterable[Row], *names: str) -> dict[tuple[str, ...], list[Row]]:
@@ -278,9 +275,8 @@ def _system(document: Document, facts: _Facts) -> None:
     document.items(items)
     if facts.tiled:
         document.text(
-            f"**{_count(len(facts.tiled), 'row')} ran in tiles although the op does not say so**: allocated bytes "
-            "do not grow with the pixels. They stay in the tables and the mean ratios, marked, and are "
-            "left out of everything else."
+            f"**{_count(len(facts.tiled), 'row')} ran in tiles although the op does not say so**. They stay in the"
+            " tables and the mean ratios, marked, and are left out of everything else."
         )
         lines, alike = [], facts.groups(facts.whole, "op", "dtype")
         for key, tiled in facts.groups(facts.tiled, "op", "dtype").items():
@@ -292,18 +288,21 @@ def _system(document: Document, facts: _Facts) -> None:
 
 def _tables(document: Document, facts: _Facts) -> None:
     document.heading("Memory and time by model and op")
-    marked = [id(row) for row in facts.tiled]
-    header = ("size", "dtype", "group", "allocated MiB", "reserved MiB", "ratio", "seconds", "note")
+    cut = [name for name in _TILES if any(row[name] for row in facts.rows)]
+    sizes = ("allocated MiB", "reserved MiB", "ratio", "seconds")
+    header = ("size", "dtype", "group", *sizes, *(_TILES[name] for name in cut), "note")
     for model, mine in grouped(facts.rows, facts.label).items():
         document.heading(model, 3)
         for op, rows in _by("op", mine).items():
             document.heading(op, 4)
             lines = []
             for row in rows:
-                sizes = (_known(row[name], mib) for name in _COUNTERS)
+                held = (_known(row[name], mib) for name in _COUNTERS)
                 times = f"{ratio(row):.2f}" if all(row[name] for name in _COUNTERS) else ""
-                note = "ran in tiles" if id(row) in marked else ""
-                lines.append((*_case(row), *sizes, times, _known(row["seconds"], "{:.3f}".format), note))
+                tiles = (_known(row[name], "{:g}".format) for name in cut)
+                note = "ran in tiles" if in_tiles_untold(row) else ""
+                seconds = _known(row["seconds"], "{:.3f}".format)
+                lines.append((*_case(row), *held, times, seconds, *tiles, note))
             document.table(header, lines)
 
 
@@ -333,7 +332,7 @@ def _scaling(document: Document, facts: _Facts) -> None:
     if not ends:
         return
     document.heading("Scaling with the pixels")
-    whole = [(a, b) for a, b in ends if not a["op"].endswith("_tiled")]
+    whole = [(a, b) for a, b in ends if not in_tiles(a)]
     powers = [math.log(_times(a, b, "allocated_bytes")) / math.log(pixels(b) / pixels(a)) for a, b in whole]
     if powers:
         document.text(
@@ -457,7 +456,7 @@ def _advice(document: Document, facts: _Facts, comparison: Comparison | None) ->
         if len(widths) > 1:
             items.append(f"{op} with one constant for every dtype: {_enough(mine, facts.target)}.")
         items += _nearest(op, comparison)
-    tiled = [row for row in facts.whole if row[facts.target] and row["op"].endswith("_tiled")]
+    tiled = [row for row in facts.whole if row[facts.target] and in_tiles(row)]
     for (model, op, dtype), rows in facts.groups(tiled, "op", "dtype").items():
         sizes, areas = [row[facts.target] for row in rows], [*map(pixels, rows)]
         items.append(
@@ -530,7 +529,7 @@ def _nearest(op: str, comparison: Comparison | None) -> list[str]:
     if comparison is None:
         return []
     names = {estimator.name for estimator in comparison.estimators if estimator.runtime == "PyTorch"}
-    mine = [row for row in comparison.rows if row.row["op"] == op and row.estimator in names]
+    mine = [row for row in comparison.rows if as_ran(row.row)["op"] == op and row.estimator in names]
     errors = {name: [row.error for row in rows] for name, rows in grouped(mine, lambda r: r.estimator).items()}
     most = max(map(len, errors.values()), default=0)
     safe = {name: e for name, e in errors.items() if len(e) == most and min(e) >= 0}

@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vaemem._common import ELEMENT_BYTES, MIB, OPS, choose, distinct, grouped, listed, mib, need, render, whole
-from vaemem.prediction.benchmark import BENCHMARK_TILE
 from vaemem.prediction.predict import predict as predict_vae
 from vaemem.prediction.runtimes import WAN
 from vaemem.sdcpp.graphs import LATENT_CHANNELS, SDCPP_VERSION, graph
 from vaemem.tables.fit import KEY, Fit, FittedLine
-from vaemem.tables.table import BYTE_COLUMNS, Row, Table, check_complete
+from vaemem.tables.table import BYTE_COLUMNS, Row, Table, as_ran, check_complete, in_tiles
 
 if TYPE_CHECKING:
     import pandas
@@ -46,7 +45,7 @@ class Estimator:
     >>> mine({"height": 1024, "width": 1024}) / 2**20
     4400.0
     >>> ESTIMATORS["comfyui"].formula
-    '2178 H W e (decode), 1767 H W e (encode); ...decode in tiles: 512^2 e k'
+    '2178 H W e (decode), 1767 H W e (encode); ...decode in tiles: tile^2 e k'
     """
 
     name: str
@@ -64,8 +63,19 @@ def pixels(row: Row) -> int:
     return int(row["height"] * row["width"])
 
 
-# What rows have in common that differ in their size alone.
-series_of = operator.itemgetter(*KEY, "source", "group")
+_SERIES = operator.itemgetter(*KEY, "source", "group")
+# What tells the rows that errors are summed up for.
+_GROUP = ("model", "op", "dtype", "tile", "tile_overlap")
+
+
+def series_of(row: Row) -> tuple[Any, ...]:
+    """What rows have in common that differ in their size alone."""
+    return tuple(_SERIES(as_ran(row)))
+
+
+def in_tiles_untold(row: Row) -> bool:
+    """Whether a row ran in tiles although its op does not say so."""
+    return in_tiles(row) and not str(row["op"]).endswith("_tiled")
 
 
 def _images(row: Row) -> int:
@@ -92,7 +102,6 @@ _INVOKEAI: _Constants = {
 # Until e711aaf of 2025-12-10 a frame was taken for a video.
 _COMFYUI_04 = {**_COMFYUI, **{name: {"decode": 7000, "encode": 6000} for name in ("qwen-image", WAN)}}
 SHIPPED = {op: {"ComfyUI": _COMFYUI[""][op], "InvokeAI": _INVOKEAI[""][op]} for op in OPS}
-_TILE = {"height": BENCHMARK_TILE, "width": BENCHMARK_TILE}
 
 
 def _by_constant(constants: _Constants, row: Row) -> int | None:
@@ -103,29 +112,34 @@ def _by_constant(constants: _Constants, row: Row) -> int | None:
 
 
 def _comfyui(constants: _Constants, by_tile: bool, row: Row) -> int | None:
-    # A batch goes through in as many images at once as fit.
+    """Of a run in tiles: a tile's, if that is what the program reserves. It reserves the whole image's otherwise, which
+    is no estimate of such a run."""
     tile = {}
-    if by_tile and row["op"] == "decode_tiled":
-        tile = {side: min(row[side], most) for side, most in _TILE.items()}
+    if in_tiles(row):
+        if not (by_tile and row["op"] == "decode_tiled" and row.get("tile")):
+            return None
+        tile = {side: min(row[side], row["tile"]) for side in ("height", "width")}
+    # A batch goes through in as many images at once as fit.
     one = _by_constant(constants, row | tile)
     return one and one * _images(row)
 
 
 def _invokeai(tiles_qwen: bool, row: Row) -> float | None:
-    model, is_tiled = row["model"], row["op"].endswith("_tiled")
+    model, is_tiled = row["model"], in_tiles(row)
     is_sd, is_qwen = model in ("sd15", "sdxl", "playground-v2.5"), model == "qwen-image"
     is_wan = model in (WAN, "wan2.2")
     if _images(row) > 1 or model.startswith("flux2") or (is_tiled and not (is_sd or is_qwen or is_wan)):
         return None  # knows no batch, nothing of FLUX.2, and no tiles but theirs
-    by_tile = is_tiled and (is_sd or is_wan or tiles_qwen)
-    estimate = _by_constant(_INVOKEAI, row | (_TILE if by_tile else {}))
+    if is_tiled and not (row.get("tile") and (is_sd or is_wan or tiles_qwen)):
+        return None  # of a run in tiles it has a tile's estimate or none
+    estimate = _by_constant(_INVOKEAI, row | ({"height": row["tile"], "width": row["tile"]} if is_tiled else {}))
     if estimate is None:
         return None
     decodes = row["op"].startswith("decode")
-    whole_ones = (5 if decodes else 1) if by_tile and is_qwen else (2 if decodes else 1) if is_wan else 0
+    whole_ones = (5 if decodes else 1) if is_tiled and is_qwen else (2 if decodes else 1) if is_wan else 0
     held = 3 * whole_ones * pixels(row) * ELEMENT_BYTES[row["dtype"]]
     is_upcast = is_sd and row["dtype"] == "float32"
-    return estimate * (1.25 if by_tile else 1) + held + (250 * MIB if is_upcast else 0)
+    return estimate * (1.25 if is_tiled else 1) + held + (250 * MIB if is_upcast else 0)
 
 
 # Parameters of stable-diffusion-v1-5: UNet2DConditionModel, AutoencoderKL and CLIPTextModel, from their configs.
@@ -198,21 +212,23 @@ ESTIMATORS: dict[str, Estimator] = {
     estimator.name: estimator
     for estimator in (
         Estimator("comfyui", "2178 H W e (decode), 1767 H W e (encode); Qwen-Image, Wan 2.1: 2200 and 1500, Wan 2.2:"
-            f" 8000 and 3300, Qwen-Image-2.1: 900 and 600, HunyuanImage: 700; decode in tiles: {BENCHMARK_TILE}^2 e k",
+            " 8000 and 3300, Qwen-Image-2.1: 900 and 600, HunyuanImage: 700; decode in tiles: tile^2 e k",
             "ComfyUI v0.38.1 (2026-11), class VAE in comfy/sd.py; 2.73 times that for SD, FLUX and FLUX.2 on AMD since"
             " v0.3.65; encode in tiles reserves the whole", functools.partial(_comfyui, _COMFYUI, True)),
         Estimator("comfyui-0.4", "2178 H W e (decode), 1767 H W e (encode); Qwen-Image, Wan 2.1: 7000 and 6000,"
-            " Wan 2.2: 8000 and 3300, HunyuanImage: 700; the same for a tiled run",
-            "ComfyUI v0.4.0 (2025-12-09). v0.5.0 (#11199) lowered Qwen's, #15499 (2026-08) asks for a tile's in decode;"
-            " Forge (dfdcbab) has the first two", functools.partial(_comfyui, _COMFYUI_04, False)),
+            " Wan 2.2: 8000 and 3300, HunyuanImage: 700",
+            "ComfyUI v0.4.0 (2025-12-09), which reserves the whole image's for a run in tiles. v0.5.0 (#11199) lowered"
+            " Qwen's, #15499 (2026-08) asks for a tile's in decode; Forge (dfdcbab) has the first two",
+            functools.partial(_comfyui, _COMFYUI_04, False)),
         Estimator("invokeai",
             "2200 H W e (decode), 1100 H W e (encode), + 250 MiB for float32 SD; Qwen-Image: 2900 and 1600; in tiles of"
-            f" SD: {BENCHMARK_TILE}^2 e k 1.25, of Qwen-Image + 15 H W e (decode), 3 H W e (encode)",
+            " SD: tile^2 e k 1.25, of Qwen-Image + 15 H W e (decode), 3 H W e (encode)",
             "InvokeAI 8e71a8a (2026-08-19, after v6.14.0-rc2), vae_working_memory.py on CUDA; the 250 MiB stand for"
             " larger weights; nothing for FLUX.2. Wan: 2900 and 1450, and 6 or 3 H W e; Anima the same without these",
             functools.partial(_invokeai, True)),
-        Estimator("invokeai-6.13", "the same; Qwen-Image's tiled run as a whole one",
-            "InvokeAI v6.13.8 (2026-08-13); before v6.13.5 (#9305) it knew nothing of Qwen-Image",
+        Estimator("invokeai-6.13", "the same, without tiles of Qwen-Image",
+            "InvokeAI v6.13.8 (2026-08-13), which reserves the whole image's for these; before v6.13.5 (#9305) it knew"
+            " nothing of Qwen-Image",
             functools.partial(_invokeai, False)),
         Estimator("sd15-calculator",
             "8 (H/8) (W/8) + 24 H W: latent, image and three copies of it, in 2 bytes an element",
@@ -236,30 +252,6 @@ ESTIMATORS: dict[str, Estimator] = {
 }  # fmt: skip
 
 
-def with_tiles(table: Table) -> list[tuple[Row, bool]]:
-    """Each row, and whether it ran in tiles although its op does not say so.
-
-    Such a row's allocated bytes do not grow with its pixels: in the same series (model, op, dtype, runtime, device,
-    batch, source, group) a row of at most half its pixels took as much, up to the fourth root of the pixels' ratio.
-    A whole-image run grows in proportion; what cuDNN chooses for one size or another moves it by 1.4 at most, where
-    the least ratio that counts, 2, asks for 1.7.
-    """
-
-    def is_told(row: Row) -> bool:
-        known = None not in (row["op"], row["height"], row["width"]) and row["allocated_bytes"]
-        return bool(known and not row["op"].endswith("_tiled") and row["op"] != "pipeline")
-
-    rows = list(table)
-    series = grouped(filter(is_told, rows), series_of)
-
-    def is_tiled(row: Row) -> bool:
-        smaller = [other for other in series[series_of(row)] if 2 * pixels(other) <= pixels(row)]
-        grown = [other["allocated_bytes"] * (pixels(row) / pixels(other)) ** 0.25 for other in smaller]
-        return row["allocated_bytes"] < max(grown, default=0)
-
-    return [(row, is_told(row) and is_tiled(row)) for row in rows]
-
-
 class ComparedRow(NamedTuple):
     """A row and what one estimator says of it. `error` is estimate / measured - 1: positive where it says too much."""
 
@@ -271,7 +263,8 @@ class ComparedRow(NamedTuple):
 
 
 class GroupError(NamedTuple):
-    """The errors of one estimator on the rows of one model, op and dtype (None: of all), as fractions of the measured.
+    """The errors of one estimator on the rows of one model, op, dtype and tile (model None: of all), as fractions of
+    the measured. The op is the one that ran: a tiled one if the image was cut.
 
     `worst_over` and `worst_under` are 0 where the estimator never says too much, or too little; `lowest` and
     `highest` are the signed errors' range.
@@ -281,6 +274,8 @@ class GroupError(NamedTuple):
     model: str | None
     op: str | None
     dtype: str | None
+    tile: int | None
+    tile_overlap: float | None
     rows: int
     median: float
     worst_over: float
@@ -300,7 +295,7 @@ class Comparison:
     rows : tuple of ComparedRow
         One for each row and estimator that applies to it.
     groups : tuple of GroupError
-        One for each model, op, dtype and estimator, and for each estimator one of all its rows.
+        One for each model, op, dtype, tile and estimator, and for each estimator one of all its rows.
     left_out : Table
         Rows that ran in tiles although their op does not say so (see Notes of `compare`).
     """
@@ -311,7 +306,8 @@ class Comparison:
         self.target, self.estimators, self.rows, self.left_out = target, estimators, rows, left_out
         errors: dict[tuple[Any, ...], list[float]] = {}
         for row in rows:
-            for key in ((row.row["model"], row.row["op"], row.row["dtype"]), (None, None, None)):
+            ran = as_ran(row.row)
+            for key in (tuple(ran[name] for name in _GROUP), (None,) * len(_GROUP)):
                 errors.setdefault((row.estimator, *key), []).append(row.error)
         self.groups = tuple(
             GroupError._make((*key, len(e), statistics.median(e), max(0.0, *e), max(0.0, -min(e)), min(e), max(e)))
@@ -319,32 +315,47 @@ class Comparison:
         )
 
     def find(
-        self, estimator: str, model: str | None = None, op: str | None = None, dtype: str | None = None
-    ) -> GroupError:
-        """The errors of one estimator on one model, op and dtype, or on all rows; ValueError if it applies to none."""
-        for group in self.groups:
-            if group[:4] == (estimator, model, op, dtype):
-                return group
-        raise ValueError(f"no row of {model}, {op}, {dtype} that estimator {estimator!r} applies to")
+        self, estimator: str, model: str | None = None, op: str | None = None, dtype: str | None = None,
+        tile: int | None = None, tile_overlap: float | None = None,
+    ) -> GroupError:  # fmt: skip
+        """The errors of one estimator on one model, op, dtype and tile, or on all rows. The tile may be left out if all
+        rows have the same. ValueError if the estimator applies to none, or if several tiles are meant."""
+        found = [
+            group
+            for group in self.groups
+            if group[:4] == (estimator, model, op, dtype)
+            and tile in (None, group.tile)
+            and tile_overlap in (None, group.tile_overlap)
+        ]
+        if not found:
+            raise ValueError(f"no row of {model}, {op}, {dtype} that estimator {estimator!r} applies to")
+        if len(found) > 1:
+            ways = ", ".join(f"tile={group.tile}, tile_overlap={group.tile_overlap}" for group in found)
+            raise ValueError(f"tile: want one of several ({ways}), got {tile}")
+        return found[0]
 
     def grid(self, rows: bool = False) -> tuple[list[str], list[list[str]]]:
-        """Header and cells: one line a model, op and dtype, or one a row with `rows`."""
+        """Header and cells: one line a model, op, dtype and tile, or one a row with `rows`."""
         applied = {row.estimator for row in self.rows}
         names = [estimator.name for estimator in self.estimators if estimator.name in applied]
-        lines = []
+        lines, cut = [], [name for name in ("tile", "tile_overlap") if any(row.row[name] for row in self.rows)]
+        columns = ["tile" if name == "tile" else "overlap" for name in cut]
         if rows:
             for compared in grouped(self.rows, lambda row: id(row.row)).values():
                 r, measured = compared[0].row, compared[0].measured
                 said = {row.estimator: f"{mib(row.estimate)} ({_percent(row.error)})" for row in compared}
                 op, size = " ".join(filter(None, (r["op"], r["phase"]))), f"{r['height']}x{r['width']}"
                 shown = [said.get(name, "") for name in names]
-                lines.append([r["model"], op, size, r["dtype"], mib(measured), *shown])
-            return ["model", "op", "size", "dtype", "rows' MiB", *names], lines
-        for key, groups in grouped(sorted(self.groups, key=lambda g: g.model is None), lambda g: g[1:4]).items():
+                tiles = (_shown(r[name]) for name in cut)
+                lines.append([r["model"], op, size, r["dtype"], *tiles, mib(measured), *shown])
+            return ["model", "op", "size", "dtype", *columns, "rows' MiB", *names], lines
+        ordered = sorted(self.groups, key=lambda g: g.model is None)
+        for key, groups in grouped(ordered, operator.attrgetter(*_GROUP)).items():
             said = {g.estimator: f"{_percent(g.median)} ({_percent(g.lowest)}..{_percent(g.highest)})" for g in groups}
             count = str(max(group.rows for group in groups))  # of all rows, each estimator has its own
-            lines.append([*(part or "all" for part in key), count, *(said.get(name, "") for name in names)])
-        return ["model", "op", "dtype", "rows", *names], lines
+            tiles = (_shown(getattr(groups[0], name)) for name in cut)
+            lines.append([*(part or "all" for part in key[:3]), *tiles, count, *(said.get(name, "") for name in names)])
+        return ["model", "op", "dtype", *columns, "rows", *names], lines
 
     def text(self, rows: bool = False, markdown: bool = False) -> str:
         """The error table: median (lowest..highest) of estimate / measured - 1, in percent; with `rows`, each row."""
@@ -356,7 +367,19 @@ class Comparison:
 
     def to_pandas(self, rows: bool = False) -> pandas.DataFrame:
         """The groups as a pandas.DataFrame, or with `rows` a line for each row and estimator; errors are fractions."""
-        keys = ("model", "op", "height", "width", "batch", "dtype", "runtime", "device", "group")
+        keys = (
+            "model",
+            "op",
+            "height",
+            "width",
+            "batch",
+            "dtype",
+            "tile",
+            "tile_overlap",
+            "runtime",
+            "device",
+            "group",
+        )
         lines: list[dict[str, Any]] = [group._asdict() for group in self.groups]
         if rows:
             said = ComparedRow._fields[1:]
@@ -398,8 +421,10 @@ def compare(table: Table, estimators: Any = None, target: str = "reserved_bytes"
     size, batch, tokens, dtype, way and card of the row, and as is usual in what rows do not say: guidance, types of
     weights.
 
-    Rows that ran in tiles although their op does not say so are left out, and listed: no estimate of a whole image
-    is about them. They are told by allocated bytes that do not grow with the pixels.
+    A row counts under the op that ran: a tiled op whose tile holds the whole image counts as the whole image's. Rows
+    that ran in tiles although their op does not say so, as their column `tile` tells, are left out and listed. What
+    ComfyUI or InvokeAI ship for whole images is not compared with runs in tiles, and a tiled row that does not say its
+    tile is compared with none of them, nor with `vaemem.predict`.
 
     Examples
     --------
@@ -421,17 +446,18 @@ def compare(table: Table, estimators: Any = None, target: str = "reserved_bytes"
         if not row[target]:
             wanted = "more than 0, which errors are shares of"
             raise ValueError(f"row {i}: {target}: want {wanted}, got 0; filter such rows out")
-    rows = with_tiles(table)
+    left_out = table.filter(in_tiles_untold)
     compared = tuple(
         ComparedRow(row, estimator.name, row[target], estimate, estimate / row[target] - 1)
-        for row, is_tiled in rows
-        for estimator in (() if is_tiled else chosen)
-        if (estimate := _estimate(estimator, row, target)) is not None
+        for row in table
+        if not in_tiles_untold(row)
+        for estimator in chosen
+        if (estimate := _estimate(estimator, as_ran(row), target)) is not None
     )
     if not compared:
         names, kinds = (", ".join(distinct(all_of)) for all_of in ([one.name for one in chosen], map(_kind, table)))
         raise ValueError(f"estimators: want one that is about {kinds}, got {names}")
-    return Comparison(target, chosen, compared, Table(row for row, is_tiled in rows if is_tiled))
+    return Comparison(target, chosen, compared, left_out)
 
 
 def _kind(row: Row) -> str:
@@ -500,14 +526,16 @@ def _fitted(formulas: Fit, row: Row) -> float | None:
 
 def _predicted(predict: Callable[..., Any], row: Row) -> Any:
     """`vaemem.predict` asked for the row; what the row does not say, and what a partial has bound, stays as it is.
-    Tables do not say a tile's side: it is the seed table's, which `vaemem.pytorch.measure` takes by default too."""
+    None of a run in tiles that does not say which."""
     bound = predict.keywords if isinstance(predict, functools.partial) else {}
     if row["runtime"] == "vaemem":
         return None  # predicts PyTorch's VAEs, not this engine
     if row["op"] == "pipeline":
         return _pipeline_row(row, bound) if getattr(predict, "func", predict) is predict_vae else None
     said = {name: row[name] for name in ("model", "op", "height", "width", "dtype", "batch", "runtime")}
-    said |= {"gpu": row["device"], "tile": BENCHMARK_TILE if row["op"].endswith("_tiled") else None}
+    said |= {"gpu": row["device"], "tile": row["tile"], "tile_overlap": row["tile_overlap"]}
+    if in_tiles(row) and not (row["tile"] or "tile" in bound):
+        return None
     known = inspect.signature(predict).parameters.keys() - bound
     asked = {name: value for name, value in said.items() if name in known and value is not None}
     if row["source"] == "predicted" and row["weights_bytes"]:  # weights may have been of another type than the run
@@ -529,6 +557,10 @@ def _pipeline_row(row: Row, bound: Mapping[str, Any]) -> Row | None:
     told = {name: value for name, value in (said | {"gpu": row["device"]}).items() if value is not None}
     made = predict_pipeline(row["model"], **told | dict(bound))
     return next((one for one in Table(made.rows()) if one["phase"] == (row["phase"] or "whole")), None)
+
+
+def _shown(value: float | None) -> str:
+    return "" if value is None else f"{value:g}"
 
 
 def _percent(error: float) -> str:

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vaemem._common import ELEMENT_BYTES, MIB, choose, chosen, grouped, meant, mib, need, real, render, typeset
-from vaemem.tables.table import BYTE_COLUMNS, Row, Table, check_complete
+from vaemem.tables.table import BYTE_COLUMNS, Row, Table, as_ran, check_complete, differing, in_words
 
-KEY = ("model", "op", "phase", "dtype", "runtime", "way", "device", "batch", "tokens")
+KEY = ("model", "op", "phase", "dtype", "tile", "tile_overlap", "runtime", "way", "device", "batch", "tokens")
 TARGETS = (*BYTE_COLUMNS, "seconds")
 
 
@@ -56,6 +56,8 @@ class FittedLine:
     op: str | None
     phase: str | None
     dtype: str | None
+    tile: int | None
+    tile_overlap: float | None
     runtime: str | None
     way: str | None
     device: str | None
@@ -195,15 +197,26 @@ class FittedLine:
 
 
 class Fit(Sequence[FittedLine]):
-    """What `vaemem.fit` found: a sequence of formulas, one for each model, op, dtype, runtime, device and batch.
+    """What `vaemem.fit` found: a sequence of formulas, one for each model, op, dtype, tile, runtime, device and batch.
 
     Printing it shows every formula with its residuals.
+
+    Attributes
+    ----------
+    target : str
+    quantile : float or None
+    formulas : tuple of FittedLine
+    left_out : Table
+        Rows that no line was put through: those without the target, and those whose group has one size alone.
     """
 
-    def __init__(self, target: str, quantile: float | None, formulas: Sequence[FittedLine]) -> None:
+    def __init__(
+        self, target: str, quantile: float | None, formulas: Sequence[FittedLine], left_out: Table | None = None
+    ) -> None:
         self.target = target
         self.quantile = quantile
         self.formulas = tuple(formulas)
+        self.left_out = Table() if left_out is None else left_out
 
     def __len__(self) -> int:
         return len(self.formulas)
@@ -244,7 +257,15 @@ class Fit(Sequence[FittedLine]):
         return json.dumps(whole, ensure_ascii=False, indent=1)
 
     def __str__(self) -> str:
-        return "\n\n".join(map(str, self.formulas))
+        return "\n\n".join([*map(str, self.formulas), *self._notes()])
+
+    def _notes(self) -> list[str]:
+        """What was left out, in a sentence."""
+        lacking = [row for row in self.left_out if row[self.target] is None]
+        alone = [_one_size(as_ran(row)) for row in self.left_out if row[self.target] is not None]
+        said = [f"{len(lacking)} without {self.target}"] if lacking else []
+        said += [f"{len(alone)} of one size alone ({', '.join(dict.fromkeys(alone))})"] if alone else []
+        return [f"Rows left out: {'; '.join(said)}."] if said else []
 
     __repr__ = __str__
 
@@ -262,19 +283,19 @@ class Fit(Sequence[FittedLine]):
             for f in self.formulas
         ]  # fmt: skip
         what = f"{self.target} = a H W e + b" + ("; T = 128 H W e" if is_bytes else "")
-        return f"{self._repr_latex_()}\n\n{what}\n\n{render(header, cells, markdown=True)}"
+        return "\n\n".join([self._repr_latex_(), what, render(header, cells, markdown=True), *self._notes()])
 
 
 def fit(
     table: Table, target: str = "allocated_bytes", quantile: float | None = None, by: Sequence[str] = KEY
 ) -> Fit:  # fmt: skip
-    """Fit `a*H*W*e + b` to each model, op, dtype, runtime, device and batch of a table; of whole pipelines to each
-    phase, way and length of the prompt too.
+    """Fit `a*H*W*e + b` to each model, op, dtype, tile, runtime, device and batch of a table; of whole pipelines to
+    each phase, way and length of the prompt too.
 
     Parameters
     ----------
     table : Table, pandas.DataFrame or iterable of mappings
-        Rows need model, op, height, width, dtype and the target.
+        Rows need model, op, height, width and dtype. Rows without the target are left out (`Fit.left_out`).
     target : str
         A column in bytes, or ``"seconds"``.
     quantile : float, optional
@@ -289,11 +310,14 @@ def fit(
     Raises
     ------
     ValueError
-        Unknown target or quantile, an empty table, a row that lacks a value that is needed, or a group with fewer than
-        two distinct H*W*e, which no line can be put through.
+        Unknown target or quantile, an empty table, a row that lacks a value that is needed, no row with the target, or
+        no group with two distinct H*W*e, which a line needs. A group of one size is left out beside others.
 
     Notes
     -----
+    Runs that cut their image into tiles never share a formula with runs of whole images: a row counts under the op
+    that ran. A tiled op whose tile holds the whole image counts as the whole image's.
+
     Ordinary least squares with unit weights, so large sizes count most. Standard errors assume independent errors of
     one variance; residuals of a memory model are systematic, so read them as a scale, not as a guarantee.
 
@@ -311,29 +335,37 @@ def fit(
         raise ValueError(f"quantile: want a number above 0 and at most 1, or None, got {quantile!r}")
     if not len(table):
         raise ValueError("table: want at least 2 rows, got none")
-    check_complete(table, target)
+    known = table.filter(lambda row: row[target] is not None)
+    check_complete(known if len(known) else table, target)
     by = chosen("by", by, KEY)
-    groups = grouped(table, lambda row: tuple(row[name] for name in by)).values()
-    keys = [_common_key(rows) for rows in groups]
+    groups = [*grouped(map(as_ran, known), lambda row: tuple(row[name] for name in by)).values()]
+    fitting = [rows for rows in groups if len(set(_sizes(rows))) > 1] or groups
+    keys = [_common_key(rows) for rows in fitting]
     # A formula is named by its model, its op, and what else tells it from the others.
-    varying = [i for i, name in enumerate(KEY) if i < 2 or name == "phase" or len({key[i] for key in keys}) > 1]
-    formulas = []
-    for key, rows in zip(keys, groups, strict=True):
-        known = {KEY[i]: key[i] for i in varying if KEY[i] != "phase" or key[i] is not None}
-        known |= {what: f"{what} {known[what]}" for what in ("batch", "tokens") if known.get(what) is not None}
-        name = " ".join("-" if value is None else str(value) for value in known.values())
-        formulas.append(_fit_one(name, key, rows, target, quantile))
-    return Fit(target, quantile, formulas)
+    told = {"model", "op", "phase", *differing(keys, KEY)}
+    names = [" ".join(in_words(key, (name for name in KEY if name in told))) for key in keys]
+    formulas = [_fit_one(*one, target, quantile) for one in zip(names, keys, fitting, strict=True)]
+    alone = [row for rows in groups if rows not in fitting for row in rows]
+    return Fit(target, quantile, formulas, table.filter(lambda row: row[target] is None or as_ran(row) in alone))
 
 
-def _common_key(rows: Sequence[Row]) -> tuple[Any, ...]:
-    """What rows have in common of `KEY`; None for what they differ in."""
-    return tuple(rows[0][name] if len({row[name] for row in rows}) == 1 else None for name in KEY)
-
-
-def _fit_one(name: str, key: tuple[Any, ...], rows: list[Row], target: str, quantile: float | None) -> FittedLine:
+def _sizes(rows: Sequence[Row]) -> list[int]:
+    """H*W*e of each."""
     widths = (ELEMENT_BYTES[meant("dtype", row["dtype"], ELEMENT_BYTES)] for row in rows)
-    sizes = [row["height"] * row["width"] * e for row, e in zip(rows, widths, strict=True)]
+    return [row["height"] * row["width"] * e for row, e in zip(rows, widths, strict=True)]
+
+
+def _one_size(row: Row) -> str:
+    return f"{row['model']} {row['op']} {row['height']}x{row['width']} {row['dtype']}"
+
+
+def _common_key(rows: Sequence[Row]) -> Row:
+    """What rows have in common of `KEY`; None for what they differ in."""
+    return {name: rows[0][name] if len({row[name] for row in rows}) == 1 else None for name in KEY}
+
+
+def _fit_one(name: str, key: Row, rows: list[Row], target: str, quantile: float | None) -> FittedLine:
+    sizes = _sizes(rows)
     if len(set(sizes)) < 2:
         only = f"{rows[0]['height']}x{rows[0]['width']} {rows[0]['dtype']}"
         raise ValueError(f"{name}: want rows of at least 2 distinct height*width*element bytes, got only {only}")
@@ -353,9 +385,8 @@ def _fit_one(name: str, key: tuple[Any, ...], rows: list[Row], target: str, quan
         FitRow(r["height"], r["width"], r["dtype"], yi, fi, yi - fi, fi / yi - 1 if yi else None, yi / xi)
         for r, xi, yi, fi in zip(rows, x.tolist(), y.tolist(), fitted.tolist(), strict=True)
     )
-    known: dict[str, Any] = dict(zip(KEY, key, strict=True))
     return FittedLine(
-        name=name, **known, target=target, quantile=quantile, a=a, b=b, a_error=a_error, b_error=b_error, r2=r2,
+        name=name, **key, target=target, quantile=quantile, a=a, b=b, a_error=a_error, b_error=b_error, r2=r2,
         rows=fitted_rows,
     )  # fmt: skip
 

@@ -28,7 +28,7 @@ from vaemem.tables.table import SOURCES, Row, Table
 
 # What a pixel costs, encode beside decode (1117 and 2515 GFLOP at 512x512): for the progress bar only.
 _WORK = {"encode": 4, "decode": 9, "pipeline": 9}
-_SWEPT = {"model", "op", "pipeline", "height", "width", "dtype", "batch", "gpu", "workspace"}
+_SWEPT = {"model", "op", "pipeline", "height", "width", "dtype", "batch", "tile", "tile_overlap", "gpu", "workspace"}
 
 
 @functools.cache
@@ -50,6 +50,8 @@ class Case(NamedTuple):
     height: int
     width: int
     batch: int
+    tile: int | None = None
+    tile_overlap: float | None = None
 
     @property
     def work(self) -> int:
@@ -60,8 +62,10 @@ def sweep(
     models: Any = ("sd15", "sdxl", "flux"), ops: str | Sequence[str] = OPS,
     sizes: int | Sequence[int | tuple[int, int]] = (256, 512, (512, 768)), dtypes: str | Sequence[str] | None = None,
     *, source: str | None = None, device: str | None = None, gpu: str | Sequence[str] | None = None,
-    batch: int | Sequence[int] = 1, prompt_tokens: int | Sequence[int] | None = None, measure: bool = True,
-    repeats: int = 1, progress: Progress = None, memory_limit: Limit = None, precision: str = "highest", **others: Any,
+    batch: int | Sequence[int] = 1, tile: int | Sequence[int] | None = None,
+    tile_overlap: float | Sequence[float] | None = None, prompt_tokens: int | Sequence[int] | None = None,
+    measure: bool = True, repeats: int = 1, progress: Progress = None, memory_limit: Limit = None,
+    precision: str = "highest", **others: Any,
 ) -> Table:  # fmt: skip
     """Measure or estimate the engine's memory and time, or predict PyTorch's memory on GPUs.
 
@@ -90,6 +94,10 @@ def sweep(
         Predicted: the cards, as `vaemem.predict` takes them; an RTX 4090 by default.
     batch : int or sequence of int
         Images in one run.
+    tile : int or sequence of int, optional
+        Predicted, of tiled ops: the side of a tile in pixels, as `vaemem.predict` takes it, with the same default.
+    tile_overlap : float or sequence of float, optional
+        The same: the part of its side that a tile shares with the next.
     prompt_tokens : int or sequence of int, optional
         Of pipelines: how long the prompt is.
     measure : bool
@@ -105,7 +113,7 @@ def sweep(
     precision : {"highest", "high", "medium"}
         For named models in float32, as for `VAE.load`; other types want "highest". VAE objects have their own.
     **others
-        Predicted: `runtime`, `torch_version`, `cudnn_version`, `weights_dtype`, `tile`, `slicing`, `memory`, `used`,
+        Predicted: `runtime`, `torch_version`, `cudnn_version`, `weights_dtype`, `slicing`, `memory`, `used`,
         `protocol`, `channels_last`, `allow_tf32`, `allocator` and `calibrate`, as `vaemem.predict` takes them, for
         every row; of pipelines `offload`, `vae`, `components`, `guidance`, `image` and what else
         `vaemem.predict_pipeline` takes.
@@ -120,8 +128,9 @@ def sweep(
         and `reserved`, which are those of a card with room for them: whether it fits, `vaemem.predict` says. Their
         `seconds` are `Prediction.seconds`, likely, from `seconds_low` to `seconds_high`. `versions`
         tells what stood in for the cuDNN or the card that was asked for, and the settings that are not as usual: of a
-        tiled op the tile's side, or that one tile holds the whole image. Of a pipeline there is a row for each phase
-        and one of the whole (`PipelinePrediction.rows`), with the weights.
+        tiled op the tile's side, or that one tile holds the whole image. A tiled op's `tile` and `tile_overlap` are
+        columns too. Of a pipeline there is a row for each phase and one of the whole (`PipelinePrediction.rows`), with
+        the weights.
 
     Raises
     ------
@@ -146,10 +155,10 @@ def sweep(
     """
     models, asked_for, pairs = listed(models, (str, Mapping, VAE)), listed(ops, str), image_sizes(sizes)
     types, cards = listed(dtypes, str), listed("RTX 4090" if gpu is None else gpu, str)
-    lengths = listed(prompt_tokens, ())
+    lengths, tiles, overlaps = (listed(one, ()) for one in (prompt_tokens, tile, tile_overlap))
     batches, repeats = [whole("batch", one) for one in listed(batch, ())], whole("repeats", repeats)
     lists = {"models": models, "ops": asked_for, "sizes": pairs, "dtypes": types, "gpu": cards, "batch": batches,
-             "prompt_tokens": lengths}  # fmt: skip
+             "tile": tiles, "tile_overlap": overlaps, "prompt_tokens": lengths}  # fmt: skip
     if lacking := [name for name, values in lists.items() if not values]:
         raise ValueError(f"{lacking[0]}: want at least one, got none")
     if source is None:
@@ -162,6 +171,7 @@ def sweep(
         instead = "whole pipelines are predicted, by source predicted, and measured by `vaemem measure`"
         raise ValueError(f"ops: want encode or decode with source {source}, got pipeline; {instead}")
     told = [*others, *(["prompt_tokens"] if prompt_tokens is not None else [])]
+    cut = [name for name, value in (("tile", tile), ("tile_overlap", tile_overlap)) if value is not None]
     for name in told:
         taken_by = {kind for kind in (False, True) if name in _asked(kind)[1]}
         if not taken_by:
@@ -171,13 +181,19 @@ def sweep(
             raise ValueError(f"{name}: want it with {right} among the ops, got it with {', '.join(asked_for)}")
     engine = {"device": device is not None, "repeats": repeats > 1, "memory_limit": memory_limit is not None,
               "precision": precision != "highest"}  # fmt: skip
-    foreign = engine if is_predicted else {"gpu": gpu is not None} | dict.fromkeys(told, True)
+    foreign = engine if is_predicted else {"gpu": gpu is not None} | dict.fromkeys([*told, *cut], True)
     for name in (name for name, is_given in foreign.items() if is_given):  # which means nothing with this source
         right = "measured or estimated" if is_predicted else "predicted"
         raise ValueError(f"{name}: want it with source {right}, got it with {source}")
     known = (*TILED_OPS, "pipeline") if is_predicted else OPS
-    every = itertools.product(chosen("ops", asked_for, known), batches, pairs)
-    cases = [Case(op, height, width, images) for op, images, (height, width) in every]
+    wanted_ops = chosen("ops", asked_for, known)
+    if cut and not any(op.endswith("_tiled") for op in wanted_ops):
+        raise ValueError(f"{cut[0]}: want it with a tiled op among the ops, got it with {', '.join(wanted_ops)}")
+    cases = [
+        Case(op, height, width, images, *one)
+        for op, images, (height, width) in itertools.product(wanted_ops, batches, pairs)
+        for one in (itertools.product(tiles, overlaps) if op.endswith("_tiled") else [()])
+    ]
     if is_predicted:
         for card in cards:
             find_gpu(card, others.get("memory"))  # refuses an unknown one before anything is predicted
@@ -249,7 +265,9 @@ def _runs(
     with polling(progress if repeats else None, "sweep", total=work, bar_format=BAR) as poll:
         for model, dtype in wanted:
             vae = _vae(model, device, dtype, precision)
-            plans = [vae.estimate(*case, memory_limit=memory_limit) for case in cases]  # refuses all that cannot run
+            plans = [
+                vae.estimate(*case[:4], memory_limit=memory_limit) for case in cases
+            ]  # refuses all that cannot run
             for case, plan in zip(cases, plans, strict=True):
                 if not repeats:
                     yield _row(vae, case, "estimated", plan, memory_limit is not None)
@@ -285,6 +303,7 @@ def _predictions(
         for model, gpu, dtype, case in wanted:
             run = {**case._asdict(), "dtype": dtype, "gpu": gpu}
             if run.pop("op") == "pipeline":
+                del run["tile"], run["tile_overlap"]  # a pipeline's VAE has those of its config
                 for tokens in lengths:
                     yield from _asked(True)[0](model, **run, prompt_tokens=tokens, **of_pipeline).rows()
             else:
@@ -300,6 +319,7 @@ def _predicted(p: Prediction) -> Row:
     took = p.seconds
     return {
         "model": p.model, "op": p.op, "height": p.height, "width": p.width, "batch": p.batch, "dtype": p.dtype,
+        "tile": p.tile, "tile_overlap": p.tile_overlap,
         "runtime": p.runtime, "device": p.gpu, "source": "predicted", "allocated_bytes": p.allocated,
         "reserved_bytes": p.reserved, "weights_bytes": p.weights_bytes,
         "seconds": took and took.likely, "seconds_low": took and took.low, "seconds_high": took and took.high,

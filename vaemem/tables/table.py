@@ -16,7 +16,8 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, overload
 
-from vaemem._common import MIB, as_csv, choose, html_table, mib, need, render, shipped, write
+from vaemem._common import MIB, OPS, TILED_OPS, as_csv, choose, grouped, html_table, mib, need, render, shipped, write
+from vaemem.prediction.benchmark import BENCHMARK_TILE
 
 if TYPE_CHECKING:
     import pandas
@@ -42,6 +43,8 @@ SCHEMA: tuple[Column, ...] = (
     Column("batch", "count", "images in one run"),
     Column("tokens", "count", "of a pipeline's prompt"),
     Column("dtype", "text", "of the activations: float32, float16 or bfloat16"),
+    Column("tile", "count", "side of a tile in pixels, of a run in tiles; an image that is no larger runs whole"),
+    Column("tile_overlap", "ratio", "part of its side that a tile shares with the next, if the program lets it be set"),
     Column("runtime", "text", "who runs it: vaemem, or PyTorch code by name (diffusers, bfl)"),
     Column("way", "text", "how a pipeline runs: its offload and its VAE"),
     Column("device", "text", "cpu, or the GPU's name"),
@@ -68,13 +71,15 @@ _KIND = {column.name: column.kind for column in SCHEMA}
 _FLOATS = ("seconds", "ratio")
 _REPR = reprlib.Repr()  # what came may be anything, of any size and depth
 
-# The published benchmark that the project starts from has its own columns: PyTorch, measured, batch 1.
+# The published benchmark that the project starts from has its own columns: PyTorch, measured, batch 1. It cuts tiles of
+# one side, and does not say which of its encodes ran in them.
 _BENCHMARK_COLUMNS = {"allocated_mib": "allocated_bytes", "reserved_mib": "reserved_bytes", "time_s": "seconds"}
 _BENCHMARK_MODELS = {
     "FLUX": {"model": "flux", "runtime": "bfl"},
     "SD1.5": {"model": "sd15", "runtime": "diffusers"},
     "SDXL": {"model": "sdxl", "runtime": "diffusers"},
 }
+_BENCHMARK_TILES = {"tile": BENCHMARK_TILE, "tile_overlap": 0.25}
 
 
 def _value(name: str, value: Any) -> object:
@@ -99,6 +104,8 @@ def _value(name: str, value: Any) -> object:
     if kind in _FLOATS:
         if not 0 <= number < math.inf:
             raise ValueError(f"{name}: want a finite number >= 0, got {value!r}")
+        if name == "tile_overlap" and number >= 1:
+            raise ValueError(f"{name}: want a number from 0 to less than 1, got {value!r}")
         return number
     whole, least = int(number), 1 if kind == "count" else 0
     if whole.bit_length() > 63:
@@ -130,6 +137,67 @@ def _parse(name: str, text: str) -> tuple[str, object]:
         return column, round(number * MIB) if is_mib else number
     except (ValueError, OverflowError):
         raise ValueError(f"{name}: want a {_noun(kind)}, got {text[:80]!r}") from None
+
+
+def in_tiles(row: Mapping[str, Any]) -> bool:
+    """Whether a run cut its image: a tile of the side that the row says is smaller. If it says none, its op tells."""
+    height, width, tile = (row.get(name) for name in ("height", "width", "tile"))
+    if height and width and tile:
+        return bool(max(height, width) > tile)
+    return str(row["op"]).endswith("_tiled")
+
+
+def as_ran(row: Mapping[str, Any]) -> Row:
+    """A VAE's row under the op that ran: a tiled one if the image was cut, otherwise the whole image's, without tiles.
+    Rows are compared and grouped so."""
+    if row["op"] not in TILED_OPS:
+        return dict(row)
+    op = row["op"].removesuffix("_tiled")
+    return {**row, "op": f"{op}_tiled"} if in_tiles(row) else {**row, "op": op, "tile": None, "tile_overlap": None}
+
+
+# Columns that only some runs have, and how values stand in a name.
+_OF_SOME = ("phase", "tile", "tile_overlap")
+_WORDS = {"tile": "tile {}", "tile_overlap": "overlap {:g}", "batch": "batch {}", "tokens": "tokens {}"}
+
+
+def differing(rows: Iterable[Mapping[str, Any]], names: Iterable[str]) -> list[str]:
+    """The columns in which rows differ. A column that only some runs have counts if those differ in it."""
+    rows = list(rows)
+    found = {name: {row[name] for row in rows} - ({None} if name in _OF_SOME else set()) for name in names}
+    return [name for name, values in found.items() if len(values) > 1]
+
+
+def in_words(row: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """A row's values in columns, as they stand in a name: ``"tile 512"``. A column that only some runs have is left out
+    of the others."""
+    told = [name for name in names if row[name] is not None or name not in _OF_SOME]
+    return ["-" if row[name] is None else _WORDS.get(name, "{}").format(row[name]) for name in told]
+
+
+def _with_benchmark_tiles(rows: Sequence[Row]) -> None:
+    """Gives the benchmark's rows the tiles that they ran in. Its encodes do not say it, since it left tiling on by
+    mistake, but their allocated bytes do: they do not grow with the pixels.
+
+    In the same series a row of at most half the pixels took as much, up to the fourth root of the pixels' ratio. A
+    whole image's bytes grow in proportion; what cuDNN chooses for one size or another moves them by 1.4 at most, where
+    the least ratio that counts, 2, asks for 1.7.
+    """
+    sizes = operator.itemgetter("allocated_bytes", "height", "width")
+    series = grouped(
+        (row for row in rows if row["op"] in OPS and all(sizes(row))),
+        operator.itemgetter("model", "op", "dtype", "device", "batch", "group"),
+    )
+    cut = [row for row in rows if str(row["op"]).endswith("_tiled")]
+    for mine in series.values():
+        sized = [(row["height"] * row["width"], row) for row in mine]
+        for pixels, row in sized:
+            least = [other["allocated_bytes"] * (pixels / few) ** 0.25 for few, other in sized if 2 * few <= pixels]
+            if row["allocated_bytes"] < max(least, default=0):
+                cut.append(row)
+    for row in cut:
+        if row["tile"] is None:
+            row.update(_BENCHMARK_TILES)
 
 
 @contextlib.contextmanager
@@ -275,7 +343,8 @@ class Table(Sequence[Row]):
             Text, or bytes in UTF-8: the columns of the schema in any order, some or all. Or the columns of the
             published PyTorch benchmark (`allocated_mib`, `reserved_mib`, `time_s`, `group`): its models FLUX, SD1.5 and
             SDXL become flux (run by bfl) and sd15, sdxl (run by diffusers), measured, batch 1; its MiB have two
-            decimals, so the bytes are good to 5243.
+            decimals, so the bytes are good to 5243. Its tiles are of 512 pixels, a quarter of which overlaps; an encode
+            whose allocated bytes do not grow with the pixels ran in them too.
         **missing
             Values for columns that the file lacks or leaves empty, such as ``device="RTX 4090"``.
 
@@ -315,6 +384,8 @@ class Table(Sequence[Row]):
                     if is_benchmark:
                         values = {"batch": 1, "source": "measured"} | values | _BENCHMARK_MODELS[fields["model"]]
                     rows.append(_row(missing | {k: v for k, v in values.items() if v is not None}))
+            if is_benchmark:
+                _with_benchmark_tiles(rows)
         return cls(rows)
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str | None:
@@ -441,15 +512,14 @@ def seed_table() -> Table:
     Table
         98 measured rows: flux run by bfl, sd15 and sdxl by diffusers, on an RTX 4090 with torch 2.7.1+cu128 and cuDNN
         9.7.1; encode, decode and decode_tiled from 512x512 to 2048x2048 in float16, bfloat16 and float32. Its MiB have
-        two decimals, so the bytes are good to 5243.
+        two decimals, so the bytes are good to 5243. Eight encodes ran in tiles, as their column `tile` says.
 
     Examples
     --------
     >>> seed_table().filter(model="sdxl", op="decode", height=1024, dtype="float16")[0]["reserved_bytes"] / 2**20
     4274.0
     """
-    text = io.StringIO(shipped("seed_table.csv"))
-    return Table.from_csv(text, device="NVIDIA GeForce RTX 4090", versions="torch 2.7.1+cu128, cudnn 9.7.1")
+    return Table.from_csv(io.StringIO(shipped("seed_table.csv")))
 
 
 def check_complete(table: Table, target: str) -> None:
