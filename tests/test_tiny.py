@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import collections
+import functools
 import os
 import pickle
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -211,6 +215,11 @@ def pickled(value: tuple) -> bytes:
     return pickle.dumps({"a": value}, protocol=2)
 
 
+def rebuilt(offset, shape, strides, key="0") -> tuple:
+    """What torch.save writes of a tensor."""
+    return "torch._utils._rebuild_tensor_v2", (("storage", "torch.FloatStorage", key, "cpu", 1), offset, shape, strides)
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -221,7 +230,8 @@ def pickled(value: tuple) -> bytes:
         (b"\x80\x02NR.", "a call wants a name and arguments"),
         (b"\x80\x02N)R.", "a call wants a name and arguments"),
         (b"\x80\x02b.", "nothing that a name or a state belongs to"),
-        (b"\x80\x04\x8c\x02os\x8c\x06system\x93.", "opcode 0x93, which names or calls Python objects"),
+        (b"\x80\x04\x8c\x02os\x8c\x06system\x93.", "want a mapping of tensors, got str"),
+        (b"\x80\x04\x8c\x02osK\x06\x93.", "a name wants two texts"),
         (b"\x80\x02(ios\nsystem\n.", "opcode 0x69, which names or calls Python objects"),
         (
             b"\x80\x02}" + b"X\x01\0\0\0actorch._utils\n_rebuild_tensor_v2\n)Rs.",
@@ -237,13 +247,84 @@ def pickled(value: tuple) -> bytes:
             pickled(("torch._utils._rebuild_tensor_v2", ((1, 2, [3], 4, 5), 0, (1,), 7))),
             "a: want a tensor of a storage",
         ),
+        (pickled(rebuilt(0, {1: 2}, (1,))), "a: want a tensor of a storage"),  # a mapping has no order to go back in
+        (pickled(rebuilt(0, "", ())), "a: want a tensor of a storage"),
+        (pickled(rebuilt(0, (1,), (1,), key=["0"])), "a: want a tensor of a storage"),
+        (pickled(("torch._utils._rebuild_tensor_v3", (1,) * 6)), "a: want a tensor of a storage"),
+        (pickled(("torch._tensor._rebuild_from_type_v2", ("torch._utils._rebuild_tensor_v2",))), "unknown layout"),
     ],
 )
 def test_broken_pth(tmp_path, data, message):
     with zipfile.ZipFile(tmp_path / "a.pth", "w") as archive:
         archive.writestr("a/data.pkl", data)
+        archive.writestr("a/data/0", bytes(4))
     with pytest.raises(ValueError, match=message):
         VAE.load(tmp_path / "a.pth", model="taesd")
+
+
+class Odd:
+    """An object of a class that this program does not know."""
+
+    def __init__(self, value=0):
+        self.value = value
+
+
+class OddDict(dict):
+    pass
+
+
+class OddList(list):
+    pass
+
+
+class WithNamed:
+    def __new__(cls, *, value):
+        return super().__new__(cls)
+
+    def __getnewargs_ex__(self):
+        return (), {"value": Odd()}
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_objects_beside_the_tensors_do_not_stop_the_reader(tmp_path, protocol):
+    torch = pytest.importorskip("torch")
+    vae = small_vae("tiny")
+    state = {name: torch.from_numpy(tensor) for name, tensor in tensors_of(vae).items()}
+    beside = {
+        "odd": Odd(Odd({1: 2})), "dict": OddDict(a=OddList([1, Odd()])), "list": OddList([Odd(), 2]),
+        "default": collections.defaultdict(list, {"a": [1]}), "counter": collections.Counter("aab"),
+        "set": {1, 2}, "frozen": frozenset({3}), "bytes": bytearray(b"123"), "long": 1 << 100, "path": Path("a"),
+        "keys": {(1, 2): 3, None: 4}, "array": np.arange(3), "random": np.random.default_rng(0), "when": 1j,
+        "namespace": argparse.Namespace(lr=0.1), "type": torch.float16, "device": torch.device("cpu"), "class": Odd,
+        "named": WithNamed(value=1), "partial": functools.partial(int, base=2), "slice": slice(1, 2),
+    }  # fmt: skip
+    for saved in (beside | state, {"hyper": beside, "state_dict": beside | state}):
+        torch.save(saved, tmp_path / "a.pth", pickle_protocol=protocol)
+        assert same(VAE.load(tmp_path / "a.pth", config=config("tiny")), vae)
+
+
+def test_tensors_of_other_classes_and_in_fp8(tmp_path):
+    torch = pytest.importorskip("torch")
+
+    class Mine(torch.Tensor):
+        pass
+
+    Mine.__module__, Mine.__qualname__ = __name__, "Mine"
+    globals()["Mine"] = Mine  # where pickle looks for it
+    vae = small_vae("tiny")
+    state = {name: torch.from_numpy(tensor) for name, tensor in tensors_of(vae).items()}
+    other = {name: tensor.as_subclass(Mine) for name, tensor in state.items()}
+    marked = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in state.items()}
+    for parameter in marked.values():
+        parameter.mark = 1  # what is pickled as a parameter with state
+    for saved in (other, marked):
+        torch.save(saved, tmp_path / "a.pth")
+        assert same(VAE.load(tmp_path / "a.pth", config=config("tiny")), vae)
+    narrow = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in state.items()}
+    torch.save(narrow, tmp_path / "a.pth")
+    want = VAE.load({name: tensor.float() for name, tensor in narrow.items()}, config=config("tiny"))
+    assert same(VAE.load(tmp_path / "a.pth", config=config("tiny")), want)
+    assert same(VAE.load(narrow, config=config("tiny")), want)
 
 
 def test_cut_and_packed_pth(tmp_path):

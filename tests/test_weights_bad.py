@@ -76,7 +76,7 @@ def test_other_dtypes_are_named(tmp_path):
     tensors = tensors_of(make())
     tensors["decoder.conv_in.bias"] = tensors["decoder.conv_in.bias"].astype(np.float64)
     path = write(tmp_path / "a.safetensors", tensors)
-    with pytest.raises(ValueError, match=r"decoder\.conv_in\.bias: want F32, F16, BF16, got F64"):
+    with pytest.raises(ValueError, match=r"decoder\.conv_in\.bias: want F32, F16, BF16, F8_E4M3, F8_E5M2, got F64"):
         weights.load(path)
 
 

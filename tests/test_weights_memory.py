@@ -23,7 +23,9 @@ def test_a_state_dict_of_arrays(prefix):
     with pytest.raises(ValueError, match=rf"state dict: 1 tensor.*missing {prefix}encoder.conv_in.bias"):
         VAE.load(state)
     state[prefix + "encoder.conv_in.bias"] = np.zeros(32)
-    with pytest.raises(ValueError, match=rf"{prefix}encoder.conv_in.bias: want F32, F16, BF16, got float64"):
+    with pytest.raises(
+        ValueError, match=rf"{prefix}encoder.conv_in.bias: want F32, F16, BF16, F8_E4M3, F8_E5M2, got float64"
+    ):
         VAE.load(state)
     with pytest.raises(ValueError, match=r"state dict: unknown layout"):
         VAE.load({})
@@ -68,8 +70,8 @@ def test_tensors_without_plain_numbers_are_named():
         (torch.complex(weight, weight).conj().imag, "a dense tensor with numbers, got Tensor .*resolve_neg"),
         (torch.masked.masked_tensor(weight, weight > 0), "a dense tensor with numbers, got MaskedTensor"),
         (torch.nested.nested_tensor([weight[0], weight[1, :1]]), "a tensor of whole sides, got Tensor"),
-        (torch.quantize_per_tensor(weight, 0.1, 0, torch.qint8), "F32, F16, BF16, got qint8"),
-        (weight.to(torch.complex64), "F32, F16, BF16, got complex64"),
+        (torch.quantize_per_tensor(weight, 0.1, 0, torch.qint8), "F32, F16, BF16, F8_E4M3, F8_E5M2, got qint8"),
+        (weight.to(torch.complex64), "F32, F16, BF16, F8_E4M3, F8_E5M2, got complex64"),
         (np.ma.masked_array(state[name], state[name] > 0), rf"numbers everywhere, got .*np.ma.filled\({name}, 0\)"),
     ):
         with pytest.raises(ValueError, match=f"{name}: want {got}"):

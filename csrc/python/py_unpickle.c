@@ -1,6 +1,7 @@
 /* vaemem._core.read_pickle: a pickle of plain data (protocols 2 to 5), read without the pickle machine. `named` admits
- * what PyTorch's files have beside: names, which become text, and calls, which become tuples of what is called and its
- * arguments. Nothing is looked up, and nothing is called.
+ * what PyTorch's files have besides: names, which become text; calls, which become tuples of what is called and its
+ * arguments, without what is put into the object later; sets, which become lists and tuples. What has no such form, as
+ * an item under a tuple, is dropped. Nothing is looked up, and nothing is called.
  *
  * Snapshots come from strangers. The opcodes known here build dicts, lists, tuples, integers, floats, strings, bytes,
  * bools and None; none of them can name a class or call anything. Every length is checked against the bytes that are
@@ -69,6 +70,7 @@ static int number(reader *r, int n, uint64_t *out) {
 }
 
 static int push_signed(reader *r, uint64_t n) {
+    if (n > 8 && r->named) return bytes(r, n) ? push(r, Py_NewRef(Py_None)) : -1;
     if (n > 8) return refuse(r, "want integers of at most 64 bits, got a longer one");
     uint64_t value;
     if (number(r, (int)n, &value)) return -1;
@@ -118,9 +120,10 @@ static void drop(reader *r, size_t items) {
 static int append(reader *r, size_t items) {
     if (above_mark(r) < items + 1) return refuse(r, "an append has no list");
     PyObject *list = r->stack[r->depth - items - 1];
-    if (!PyList_CheckExact(list)) return refuse(r, "an append has no list");
+    const bool dropped = r->named && PyTuple_CheckExact(list); /* an object's */
+    if (!dropped && !PyList_CheckExact(list)) return refuse(r, "an append has no list");
     for (size_t i = r->depth - items; i < r->depth; i++)
-        if (PyList_Append(list, r->stack[i])) return -1;
+        if (!dropped && PyList_Append(list, r->stack[i])) return -1;
     drop(r, items);
     return 0;
 }
@@ -133,8 +136,10 @@ static bool is_plain_key(PyObject *key) {
 static int set_items(reader *r, size_t items) {
     if (above_mark(r) < items + 1 || items % 2) return refuse(r, "a dict wants pairs");
     PyObject *dict = r->stack[r->depth - items - 1];
-    if (!PyDict_CheckExact(dict)) return refuse(r, "an item has no dict");
+    const bool dropped = r->named && PyTuple_CheckExact(dict); /* an object's */
+    if (!dropped && !PyDict_CheckExact(dict)) return refuse(r, "an item has no dict");
     for (size_t i = r->depth - items; i < r->depth; i += 2) {
+        if (dropped || (r->named && !is_plain_key(r->stack[i]))) continue;
         if (!is_plain_key(r->stack[i])) return refuse(r, "a dict key is neither number, text, bytes nor None");
         if (PyDict_SetItem(dict, r->stack[i], r->stack[i + 1])) return -1;
     }
@@ -173,25 +178,58 @@ static int push_name(reader *r) {
     return push(r, name);
 }
 
-/* What is called and its arguments become a tuple of both; an OrderedDict, which items follow, a dict. */
-static int push_call(reader *r) {
-    if (above_mark(r) < 2) return refuse(r, "a call wants a name and arguments");
-    PyObject *called = r->stack[r->depth - 2], *args = r->stack[r->depth - 1];
-    if (!PyUnicode_CheckExact(called) || !PyTuple_CheckExact(args))
-        return refuse(r, "a call wants a name and arguments");
-    if (PyTuple_GET_SIZE(args) || PyUnicode_CompareWithASCIIString(called, "collections.OrderedDict"))
-        return push_tuple(r, 2);
+/* STACK_GLOBAL: the two texts on the stack as one. */
+static int join_name(reader *r) {
+    if (above_mark(r) < 2) return refuse(r, "a name wants two texts");
+    PyObject *module = r->stack[r->depth - 2], *name = r->stack[r->depth - 1];
+    if (!PyUnicode_CheckExact(module) || !PyUnicode_CheckExact(name)) return refuse(r, "a name wants two texts");
+    PyObject *joined = PyUnicode_FromFormat("%U.%U", module, name);
+    if (!joined) return -1;
     drop(r, 2);
+    return push(r, joined);
+}
+
+/* What is called, a name or what another call gave, and its arguments become a tuple of `parts`; an OrderedDict, which
+ * items follow, a dict. */
+static int push_call(reader *r, size_t parts) {
+    if (above_mark(r) < parts) return refuse(r, "a call wants a name and arguments");
+    PyObject *called = r->stack[r->depth - parts], *args = r->stack[r->depth - parts + 1];
+    const bool is_name = PyUnicode_CheckExact(called);
+    if (!(is_name || PyTuple_CheckExact(called)) || !PyTuple_CheckExact(args))
+        return refuse(r, "a call wants a name and arguments");
+    if (!is_name || PyTuple_GET_SIZE(args) || PyUnicode_CompareWithASCIIString(called, "collections.OrderedDict"))
+        return push_tuple(r, parts);
+    drop(r, parts);
     return push(r, PyDict_New());
 }
 
-/* GLOBAL, REDUCE, BUILD, whose state is dropped, and BINPERSID, which leaves the description of what it stands for. */
+static const char named_ops[] = "cRbQ\x81\x92\x93\x8f\x90\x91\x96";
+
 static int step_named(reader *r, uint8_t op) {
-    if (op == 'c') return push_name(r);
-    if (op == 'R') return push_call(r);
-    if (above_mark(r) < (op == 'b' ? 2 : 1)) return refuse(r, "nothing that a name or a state belongs to");
-    if (op == 'b') drop(r, 1);
-    return 0;
+    size_t items;
+    switch (op) {
+    case 'c':
+        return push_name(r);
+    case 0x93:
+        return join_name(r);
+    case 'R':
+    case 0x81: /* NEWOBJ */
+        return push_call(r, 2);
+    case 0x92: /* NEWOBJ_EX, with named arguments */
+        return push_call(r, 3);
+    case 0x8f: /* EMPTY_SET, ADDITEMS, FROZENSET */
+        return push(r, PyList_New(0));
+    case 0x90:
+        return pop_mark(r, &items) ? -1 : append(r, items);
+    case 0x91:
+        return pop_mark(r, &items) ? -1 : push_tuple(r, items);
+    case 0x96: /* BYTEARRAY8 */
+        return push_text(r, 8, false);
+    default: /* BUILD, whose state is dropped, and BINPERSID, which leaves the description of what it stands for */
+        if (above_mark(r) < (op == 'b' ? 2 : 1)) return refuse(r, "nothing that a name or a state belongs to");
+        if (op == 'b') drop(r, 1);
+        return 0;
+    }
 }
 
 static int unknown(const reader *r, uint8_t op) {
@@ -295,7 +333,7 @@ static int step(reader *r) {
     case 'j':
         return recall(r, 4);
     default:
-        return r->named && *op && strchr("cRbQ", *op) ? step_named(r, *op) : unknown(r, *op);
+        return r->named && *op && strchr(named_ops, *op) ? step_named(r, *op) : unknown(r, *op);
     }
 }
 
@@ -324,6 +362,7 @@ PyMethodDef vm_py_unpickle[] = {{"read_pickle", (PyCFunction)(void (*)(void))rea
                                  "read_pickle(data, /, named=False)\n--\n\nThe object in a pickle of plain data "
                                  "(protocol 2 to 5): dict, list, tuple, int of 64 bits,\n"
                                  "float, str, bytes, bool and None. named: names are text there, and calls tuples of "
-                                 "the name and the\narguments; none is looked up or called.\n\nRaises ValueError "
+                                 "the name and the\narguments; none is looked up or called, and items of other objects "
+                                 "are dropped.\n\nRaises ValueError "
                                  "for anything else, and for a pickle that is cut or corrupt."},
                                 {NULL, NULL, 0, NULL}};

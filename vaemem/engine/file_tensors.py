@@ -26,7 +26,10 @@ from vaemem.engine.layouts import Shape
 MAX_HEADER = 100_000_000
 # As stored (little-endian) and as the core takes it; numpy has no bfloat16, so its bits travel as integers.
 FLOATS = {"F32": ("<f4", np.float32), "F16": ("<f2", np.float16), "BF16": ("<u2", ml_dtypes.bfloat16)}
+FLOAT8 = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2}  # which become float32
 FILE_NAMES = {np.dtype(native).name: name for name, (_, native) in FLOATS.items()}  # by NumPy's
+FILE_NAMES |= {np.dtype(native).name: name for name, native in FLOAT8.items()}
+READABLE_FLOATS = (*FLOATS, *FLOAT8)  # what is read of safetensors and PyTorch's files
 # A type's smallest piece: how many numbers in how many bytes. First ggml's quantised types, from the sizes that its
 # ggml-common.h asserts (August 2026); then what the formats know beside, which tensors that are no VAE's may have.
 QUANTISED = {"Q1_0": (128, 18), "Q2_0": (64, 18), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22)}
@@ -96,6 +99,10 @@ def _fill(f: IO[bytes], name: str, at: int, into: np.ndarray) -> None:
 
 def read_tensor(f: IO[bytes], tensor: FileTensor, shape: Shape) -> np.ndarray:
     """A tensor's numbers in memory of their own: the one surplus that a load takes."""
+    if tensor.dtype in FLOAT8:
+        narrow = np.empty(shape, FLOAT8[tensor.dtype])
+        _fill(f, tensor.name, tensor.at, narrow)
+        return narrow.astype(np.float32)
     if tensor.dtype not in FLOATS:
         return _dequantise(f, tensor).reshape(shape)
     stored, native = FLOATS[tensor.dtype]
@@ -120,6 +127,24 @@ def _dequantise(f: IO[bytes], tensor: FileTensor) -> np.ndarray:
             wanted = f"{tensor.name}: want a type that the installed gguf package decodes, got {tensor.dtype}"
             raise ValueError(f"{wanted}: pip install -U gguf, or convert the file to F16") from None
     return array
+
+
+# ---- what people take for weights ----
+
+_POINTER = b"version https://git-lfs"
+_PICTURES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM")
+_PAGE = (b"<!doctype html", b"<html", b"<?xml")
+
+
+def mistaken_for_weights(first: bytes) -> str:
+    """What a file is instead, by its first 64 bytes, and what to do; nothing where it may hold weights."""
+    if first.startswith(_POINTER):
+        return "a git-lfs pointer, which stands for the weights: fetch them with 'git lfs pull'"
+    if first.lstrip().lower().startswith(_PAGE):
+        return "a web page: download the file itself (on the Hub, from /resolve/ and not from /blob/)"
+    if first.startswith(_PICTURES) or (first[:4], first[8:12]) == (b"RIFF", b"WEBP"):
+        return "a picture: pass the file of a VAE's weights"
+    return ""
 
 
 # ---- safetensors ----

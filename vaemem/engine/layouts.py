@@ -5,7 +5,7 @@ A layout is a spelling of those names, and `spell` is the only place that knows 
 
 =========  ===========================================================================================================
 diffusers  the core's names; older files write ``query``, ``key``, ``value``, ``proj_attn`` for ``to_q`` and so on
-ldm        CompVis' names, in original Stable Diffusion checkpoints under ``first_stage_model.``; with quant convs
+ldm        CompVis' names; in original Stable Diffusion checkpoints under ``first_stage_model.``; with quant convs
 bfl        the same names without quant convs, or with those of FLUX.2 within the halves: Black Forest Labs' files
 wan        the names of Wan's authors, in ComfyUI's files of the VAEs of Qwen-Image, Wan 2.1 and Wan 2.2
 hunyuan    the names of HunyuanImage's authors, which are CompVis' but for the order of a decoder's levels
@@ -23,8 +23,10 @@ from __future__ import annotations
 import itertools
 import re
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
+from vaemem import _core
 from vaemem._common import Message, Named
 from vaemem.engine import tiny
 from vaemem.engine.configs import SHORT_REPR, UNKNOWN_ARCH, Arch, known_arch, known_like, shown
@@ -34,7 +36,10 @@ Shapes = Mapping[str, Shape]  # by a tensor's name
 Spelt = Mapping[str, str]
 
 LAYOUTS = ("diffusers", "ldm", "bfl", "wan", "hunyuan", tiny.AUTHORS)
-PREFIXES = ("first_stage_model.", "vae.", "")
+# Under what programs put a model's tensors: of keys in a row, as in ``ema.vae.``, each holds the next.
+_WRAPPERS = ("ema", "state_dict", "model", "vae", "first_stage_model")
+_WRAPPED = re.compile(rf"(?:(?:{'|'.join(_WRAPPERS)})\.)*")
+_DEEPEST = 4  # wrappers in a row
 
 # ---- names ----
 
@@ -103,15 +108,17 @@ def spell(names: Iterable[str], layout: str, levels: int, prefix: str = "", laye
     return spelt
 
 
-def _held_as(name: str, shape: Shape) -> Shape:
-    """Another shape in which files hold a tensor of the core's, number for number: a 1x1 convolution for a matrix, a
-    convolution over the one frame of an image (HunyuanImage's), and in GGUF, which has four sides at most, the first
-    two of five as one (stable-diffusion.cpp's ``safetensors_io.cpp``)."""
+def _held_as(name: str, shape: Shape) -> tuple[Shape, ...]:
+    """The shapes in which files hold a tensor of the core's, number for number: its own; a 1x1 convolution for a
+    matrix; a convolution over the one frame of an image (HunyuanImage's); in GGUF, which has four sides at most, the
+    first two of five as one (stable-diffusion.cpp's ``safetensors_io.cpp``); a norm's factors with any sides of 1."""
     if is_attention_matrix(name, shape):
-        return (*shape, 1, 1)
+        return shape, (*shape, 1, 1)
+    if name.endswith(".gamma"):
+        return tuple((shape[0], *[1] * sides) for sides in range(4))
     if len(shape) == 4:
-        return (*shape[:2], 1, *shape[2:])
-    return (shape[0] * shape[1], *shape[2:]) if len(shape) == 5 else shape
+        return shape, (*shape[:2], 1, *shape[2:])
+    return (shape, (shape[0] * shape[1], *shape[2:])) if len(shape) == 5 else (shape,)
 
 
 def is_attention_matrix(name: str, shape: Shape) -> bool:
@@ -126,6 +133,33 @@ _HALVES |= dict.fromkeys(("decoder", "post_quant_conv", "conv2"), "decoder")
 def half_of(name: str) -> str | None:
     """The half that a tensor belongs to, by its name in any layout without its prefix; None for neither."""
     return _HALVES.get(name.partition(".")[0])
+
+
+# ---- where they lie ----
+
+
+def unwrapped(held: Mapping[Any, Any]) -> dict[str, Any]:
+    """What a mapping holds, by name; and what the mappings in it hold under a wrapper's name, as in ``ema.encoder...``.
+    Each mapping is gone through once, wherever else it lies."""
+    found, left, seen = {}, [("", held)], {id(held)}
+    while left:
+        prefix, mapping = left.pop()
+        for name, value in mapping.items():
+            if not isinstance(name, str):
+                continue
+            if name not in _WRAPPERS or not isinstance(value, Mapping):
+                found[prefix + name] = value
+            elif id(value) not in seen and prefix.count(".") < _DEEPEST:
+                seen.add(id(value))
+                left.append((f"{prefix}{name}.", value))
+    return found
+
+
+def _prefixes(names: Iterable[str]) -> list[str]:
+    """Under what a model's tensors may lie: averages over the training first, and the longer prefix before the
+    shorter."""
+    found = {match[0] for match in map(_WRAPPED.match, names) if match}
+    return sorted({*found, ""}, key=lambda prefix: ("ema." not in prefix, -len(prefix), prefix))
 
 
 # ---- checking ----
@@ -151,7 +185,7 @@ def check_shapes(
         got = shapes.get(in_file)
         if got is None:
             problems.append(f"missing {in_file}: want {shape}, got no such tensor")
-        elif got not in (shape, _held_as(name, shape)):
+        elif got not in _held_as(name, shape):
             problems.append(f"{in_file}: want {shape}, got {shown(got)}")
         elif faults and in_file in faults:
             problems.append(f"{in_file}: {faults[in_file]}")
@@ -168,6 +202,9 @@ _SCALING = ("name", "norm_eps", "scaling_factor", "shift_factor", "latents_mean"
 # Where several models have the same tensors, the first of them in the core's order is found: FLUX.1, whose tensors SD3
 # and Z-Image have too. But tensors of SD1.5, which are SDXL's and Playground's too, say nothing of the scaling.
 _AMBIGUOUS = {"sd15": {"name": "sd", "scaling_factor": None}}
+# What a whole checkpoint holds besides tells which of them it is (``single_file_utils.py`` of diffusers).
+_TOLD_BY = {"edm_mean": "playground-v2.5", "conditioner.embedders.": "sdxl", "cond_stage_model.": "sd15"}
+_TOLD_BY |= {"model.diffusion_model.joint_blocks.": "sd3", "model.diffusion_model.double_blocks.": "flux"}
 
 # What else a pipeline's files hold, by names that no VAE has: diffusers', the first authors', llama.cpp's.
 _DIFFUSION = r"model\.diffusion_model|(input|output|down|up|double|single|joint|transformer)_blocks|\w+_refiner"
@@ -178,9 +215,10 @@ _OTHERS = {"a diffusion model": re.compile(rf"({_DIFFUSION})\."), "a text encode
 def find_layout(names: Iterable[str]) -> tuple[str, str]:
     """(layout, prefix) of a file's names; the layout ``"diffusers-old"`` apart from ``"diffusers"``."""
     names = list(names)
-    if found := tiny.tiny_layout(names, PREFIXES):
+    prefixes = _prefixes(names)
+    if found := tiny.tiny_layout(names, prefixes):
         return found
-    for prefix in PREFIXES:
+    for prefix in prefixes:
         inside = [n[len(prefix) :] for n in names if n.startswith((prefix + "encoder.", prefix + "decoder."))]
         # every model has a middle block, and each family spells it in its own way; the majority decides, so that
         # one stray tensor is reported as such
@@ -227,22 +265,45 @@ def _blocks_of(shapes: Shapes, half: str, layout: str) -> tuple[list[int], int]:
     return widths if layout in ("ldm", "bfl") else widths[::-1], layers - 1
 
 
-def _find_of_frames(shapes: Shapes) -> Arch:
-    """Qwen-Image's VAE, which is Wan 2.1's, Wan 2.2's or Qwen-Image-2.1's, with as many channels of an image as tensors
-    show: all else that differs is found out by the check that follows. One of other widths needs its config."""
+def _nearest(archs: Iterable[Arch], in_file: Shapes, layout: str, prefix: str, parts: str) -> Arch:
+    """The one of some architectures that most of a file's tensors are of. ValueError where most are of none."""
+    names, counts = ours(in_file, prefix, parts), []
+    for arch in archs:
+        tensors = dict(_core.Model(arch).tensors)
+        spelt = spell(tensors, layout, len(arch["block_out_channels"]), prefix, arch["layers_per_block"])
+        counts.append((sum(in_file.get(spelt[n]) in _held_as(n, shape) for n, shape in tensors.items()), arch))
+    count, nearest = max(counts, key=lambda one: one[0])
+    if 2 * count < len(names):
+        known = f"{nearest['name']}'s, the nearest" if nearest["name"] != "custom" else "the nearest"
+        problem = f"other shapes than the known models have ({count} of {len(names)} tensors are like {known})"
+        raise ValueError(Message(f"unknown architecture: {problem}: pass ", Named("config")))
+    return nearest
+
+
+def _find_of_frames(shapes: Shapes, in_file: Shapes, layout: str, prefix: str, parts: str) -> Arch:
+    """Qwen-Image's VAE, which is Wan 2.1's, Wan 2.2's or Qwen-Image-2.1's, whole or with the filters of one frame cut
+    out of it, with as many channels of an image as tensors show. One of other widths needs its config."""
     ends = [(f"encoder.{name}.weight", 1) for name in ("conv_in", "conv1")]
     ends += [(f"decoder.{name}.weight", 0) for name in ("conv_out", "head.2")]
-    pieces = (".downsampler.", ".upsampler.", "downsamples.0.downsamples.", "upsamples.0.upsamples.")
-    if any(len(shapes.get(name, ())) == 4 for name, _ in ends):
-        known, patch = known_arch("qwen-image-2.1"), 1
-    elif any(piece in name for name in shapes for piece in pieces):
-        known, patch = known_arch("wan2.2"), 4
-    else:
-        known, patch = known_arch("qwen-image"), 1
-    usual = known["in_channels"]
-    seen = (shapes[name][axis] // patch for name, axis in ends if len(shapes.get(name, ())) > axis)
-    channels = next(seen, usual) or usual
-    return known if channels == usual else known | {"name": "custom", "in_channels": channels, "out_channels": channels}
+    seen = [(name, shapes[name][axis]) for name, axis in ends if len(shapes.get(name, ())) in (4, 5)]
+
+    def variants() -> Iterator[Arch]:
+        for name in ("qwen-image", "wan2.2", "qwen-image-2.1"):
+            known = known_arch(name)
+            channels = seen[0][1] // known.get("image_patch", 1) ** 2 if seen else 0
+            if channels and channels != known["in_channels"]:
+                known = known | {"name": "custom", "in_channels": channels, "out_channels": channels}
+            yield known
+            if "slices" not in known:
+                yield known | {"name": "custom", "slices": False}
+
+    found = _nearest(variants(), in_file, layout, prefix, parts)
+    last = next((one for one in seen if one[0].startswith("decoder.")), None)
+    if last and not found.get("image_patch") and last[1] in (12, 16):
+        larger = f"{last[0]}: {last[1]} channels, which become an image of twice the size (as Wan2.1-VAE-upscale2x's)"
+        advice = f" with out_channels {last[1]} to have them as they are"
+        raise ValueError(Message(f"{larger}, and that is not run here: pass ", Named("config"), advice))
+    return found
 
 
 def _find_arch(in_file: Shapes, layout: str, prefix: str, parts: str) -> Arch:
@@ -250,9 +311,9 @@ def _find_arch(in_file: Shapes, layout: str, prefix: str, parts: str) -> Arch:
     single missing, extra or misshapen one is found out by the check that follows, and named."""
     shapes = {_WITHIN_HALF.sub("", name): in_file[prefix + name] for name in ours(in_file, prefix, "all")}
     if any(name.endswith(".gamma") for name in shapes):
-        return _find_of_frames(shapes)
+        return _find_of_frames(shapes, in_file, layout, prefix, parts)
     if layout == "hunyuan" or any(re.match(r"(en|de)coder\.(down|up)_blocks\.\d+\.conv", name) for name in shapes):
-        return known_arch("hunyuanimage-2.1")  # one of other widths needs its config
+        return _nearest([known_arch("hunyuanimage-2.1")], in_file, layout, prefix, parts)  # other widths need a config
     if layout.startswith(tiny.AUTHORS) or any(".layers." in name for name in shapes):
         latent_channels, normed = tiny.shown_by_shapes(shapes, layout)
         seen = known_arch("taef2" if normed else "taesd") | {"name": "custom", "latent_channels": latent_channels}
@@ -301,6 +362,10 @@ def _find_arch(in_file: Shapes, layout: str, prefix: str, parts: str) -> Arch:
             divides = f"does not divide block_out_channels {tuple(channels)}"
             raise ValueError(Message(f"config: {unseen} {divides}: pass ", Named("config")))
     known = known_like(arch, but=_SCALING)
+    for mark, told in _TOLD_BY.items():
+        if known and any(name.startswith(mark) for name in in_file):
+            if known_like(known_arch(told), but=_SCALING) == known:
+                return known_arch(told)
     return known | _AMBIGUOUS.get(known["name"], {}) if known else arch
 
 
@@ -308,9 +373,10 @@ def detect(shapes: Shapes, parts: str = "all") -> tuple[str, str, Arch]:
     """Layout, prefix of the names, and architecture of a file's tensors, of which those that are no part of the VAE are
     ignored. Where the halves might disagree, `parts` says which to look at.
 
-    SD1.5, SDXL and Playground have the same tensors: the architecture is named ``"sd"``, with scaling_factor None.
-    FLUX's tensors give ``"flux"`` with its scaling, though SD3's VAE has the same ones and another scaling (1.5305,
-    shift 0.0609): pass its name or config. Any other model is ``"custom"``, with scaling_factor None.
+    SD1.5, SDXL and Playground have the same tensors: a whole checkpoint's other tensors tell which of them it is, and a
+    VAE's alone are named ``"sd"``, with scaling_factor None. So FLUX's tensors alone give ``"flux"`` with its scaling,
+    though SD3's VAE has the same ones and another scaling (1.5305, shift 0.0609): pass its name or config. Any other
+    model is ``"custom"``, with scaling_factor None.
 
     ValueError for an unknown layout, or tensors that fit no architecture; norm_num_groups, which leaves no trace in
     tensors, is taken to be 32, and where that does not divide the channels the error asks for ``config=``.

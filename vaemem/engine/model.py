@@ -140,16 +140,18 @@ class Model:
         ----------
         path : path, mapping or module
             A safetensors, GGUF or PyTorch file (``.pth``, of which nothing is run) in diffusers, LDM/SD checkpoint,
-            BFL, Wan or TAESD layout (detected), float32, float16 or bfloat16, and in GGUF any type that the ``gguf``
-            package decodes (Q8_0, Q4_0, Q4_K...), which becomes float32; or a directory of diffusers' (a VAE's, or a
-            pipeline's, in which ``vae`` is meant), whose ``config.json`` is then the architecture.
-            Or a state dict, of NumPy arrays or of torch tensors wherever they lie, by the same names, or a checkpoint
-            that holds one under ``"state_dict"``. Or a module with such a ``state_dict()``, whose ``config``, if it has
-            one, is then the architecture. Tensors are copied.
+            BFL, Wan or TAESD layout (detected), float32, float16, bfloat16 or float8, and in GGUF any type that the
+            ``gguf`` package decodes (Q8_0, Q4_0, Q4_K...), which becomes float32; or a directory of diffusers' (a
+            VAE's, or a pipeline's, in which ``vae`` is meant), whose ``config.json`` is then the architecture; or a
+            repository on the Hub, ``"stabilityai/sdxl-vae"``, that was downloaded: its folder in the Hub's local cache
+            is read. Or a state dict, of NumPy arrays or of torch tensors wherever they lie, by the same names. Tensors
+            may lie under ``ema``, ``state_dict``, ``model`` or ``vae``, in files too; averages (``ema``) come first.
+            Or a module with such a ``state_dict()``, whose ``config``, if it has one, is then the architecture.
+            Tensors are copied.
         model : str, optional
             A known one, as the attribute `model` lists them: wins over what the file says, and must fit its tensors.
-            Needed only where ``scaled=True`` will be, for SD1.5, SDXL and Playground, whose tensors are the same, and
-            for SD3, whose tensors are FLUX's.
+            Needed only if ``scaled=True`` follows and the file holds a VAE alone: SD1.5, SDXL and Playground have the
+            same tensors, and so have FLUX and SD3. A whole checkpoint tells which one it is.
         config : path or mapping, optional
             An AutoencoderKL, AutoencoderKLFlux2, AutoencoderKLQwenImage, AutoencoderKLWan or AutoencoderTiny
             ``config.json`` for any other architecture; wins likewise.

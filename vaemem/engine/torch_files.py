@@ -18,28 +18,48 @@ from typing import IO, Any
 from vaemem import _core
 from vaemem.engine.configs import shown
 from vaemem.engine.file_tensors import BLOCKS, MAX_HEADER, FileTensor, are_sizes, bytes_of
+from vaemem.engine.layouts import unwrapped
 
 ARCHIVE = b"PK\x03\x04"
 _STORAGES = {"Float": "F32", "Half": "F16", "BFloat16": "BF16", "Double": "F64", "Long": "I64", "Int": "I32"}
 _STORAGES |= {"Short": "I16", "Char": "I8", "Byte": "U8", "Bool": "BOOL"}
 _STORAGES = {f"torch.{name}Storage": dtype for name, dtype in _STORAGES.items()}
+_STORAGES |= {"torch.float8_e4m3fn": "F8_E4M3", "torch.float8_e5m2": "F8_E5M2"}
+_PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 _LOCAL_HEADER = 30  # bytes, before an entry's name and what it has besides
+
+
+def _rebuilt(value: Any) -> tuple[Any, ...] | None:
+    """What a tensor is rebuilt of, within a parameter or a tensor of another class; None where a value is no tensor."""
+    for _ in range(3):
+        if not isinstance(value, tuple) or not value or not isinstance(value[0], str):
+            return None
+        given = value[1] if len(value) == 2 and isinstance(value[1], tuple) else ()
+        if value[0] == "torch._utils._rebuild_tensor_v2":
+            return given
+        if value[0] == "torch._utils._rebuild_tensor_v3":  # which says the type of the numbers itself
+            return given if len(given) > 6 else ()
+        if value[0] in _PARAMETERS:
+            value = given[0] if given else None
+        elif value[0] == "torch._tensor._rebuild_from_type_v2":
+            value = (given[0], given[2]) if len(given) > 2 else None
+        else:
+            return None
+    return None
 
 
 def _tensor(name: str, value: Any, storages: Mapping[str, tuple[int, int]]) -> FileTensor | None:
     """None where a value is no tensor. storages: the first byte of each, and how many there are."""
-    if isinstance(value, tuple) and value[:1] == ("torch._utils._rebuild_parameter",):
-        given = value[1] if len(value) > 1 else None
-        value = given[0] if isinstance(given, tuple) and given else None
-    if not isinstance(value, tuple) or value[:1] != ("torch._utils._rebuild_tensor_v2",):
+    if (rebuilt := _rebuilt(value)) is None:
         return None
     try:
-        (tag, kind, key, _, _), offset, shape, strides = value[1][:4]
+        (tag, kind, key, _, _), offset, shape, strides = rebuilt[:4]
         at, size = storages[key]
+        kind = rebuilt[6] if kind == "torch.storage.UntypedStorage" else kind
         good = tag == "storage" and isinstance(kind, str) and are_sizes([offset, *shape, *strides])
     except (TypeError, ValueError, KeyError, IndexError):
         good = False
-    if not good or len(shape) != len(strides):
+    if not good or not (isinstance(shape, tuple) and isinstance(strides, tuple)) or len(shape) != len(strides):
         raise ValueError(f"{shown(name)}: want a tensor of a storage that is there, got {shown(value)}")
     dtype = _STORAGES.get(kind, kind)
     if dtype not in BLOCKS:
@@ -56,11 +76,14 @@ def _tensor(name: str, value: Any, storages: Mapping[str, tuple[int, int]]) -> F
 
 
 def torch_header(f: IO[bytes]) -> tuple[list[FileTensor], dict[str, str]]:
-    """The tensors of a file: those of the mapping that was saved, or of the one under ``"state_dict"`` in it."""
+    """The tensors of a file: those of the mapping that was saved, and of the ones in it that `layouts.unwrapped`
+    knows."""
     size = os.fstat(f.fileno()).st_size
     try:
         archive = zipfile.ZipFile(f)
         entries = {info.filename: info for info in archive.infolist() if info.compress_type == zipfile.ZIP_STORED}
+        if any(info.header_offset < 0 for info in entries.values()):
+            raise ValueError("want entries that begin in the file")
         found = [name for name in entries if name.count("/") == 1 and name.endswith("/data.pkl")]
         if len(found) != 1 or entries[found[0]].file_size > MAX_HEADER:
             raise ValueError(f"want one data.pkl of at most {MAX_HEADER} bytes, got {len(found)}")
@@ -80,9 +103,6 @@ def torch_header(f: IO[bytes]) -> tuple[list[FileTensor], dict[str, str]]:
             if at + info.file_size > size:
                 raise ValueError(f"want {at + info.file_size} bytes, up to the end of {shown(name)}, got {size}")
             storages[name.removeprefix(f"{folder}data/")] = at, info.file_size
-    inner = saved.get("state_dict") if isinstance(saved, dict) else None
-    given = inner if isinstance(inner, dict) else saved
-    if not isinstance(given, dict):
-        raise ValueError(f"want a mapping of tensors, got {type(given).__name__}")
-    items = [(name, value) for name, value in given.items() if isinstance(name, str)]
-    return [tensor for name, value in items if (tensor := _tensor(name, value, storages))], {}
+    if not isinstance(saved, dict):
+        raise ValueError(f"want a mapping of tensors, got {type(saved).__name__}")
+    return [tensor for item in unwrapped(saved).items() if (tensor := _tensor(*item, storages))], {}

@@ -15,7 +15,7 @@ import numpy as np
 
 from vaemem import _core
 from vaemem._common import Message, Named, choose, replacing
-from vaemem.engine import configs, file_tensors, layouts, tiny, torch_files
+from vaemem.engine import configs, file_tensors, hub, layouts, tiny, torch_files
 from vaemem.engine.arguments import as_path, check_mask
 from vaemem.engine.configs import CONFIG, Arch, Config, shown
 from vaemem.engine.file_tensors import FILE_NAMES, FLOATS, FileTensor, bytes_of
@@ -44,7 +44,8 @@ def config_beside(path: Any) -> Path | Mapping[str, Any] | None:
 
 
 def _in_pipeline(path: Path) -> Path:
-    """The directory of a pipeline's VAE; any other path as it is."""
+    """The directory of a pipeline's VAE, and of a repository that was downloaded; any other path as it is."""
+    path = hub.snapshot(path) or path
     return path / "vae" if (path / PIPELINE).is_file() and (path / "vae").is_dir() else path
 
 
@@ -55,7 +56,7 @@ def _locate(path: Path, need_config: bool) -> Path:
     if not path.is_dir():
         want = "path: want a .safetensors, .gguf or .pth file, or a diffusers directory"
         if not path.exists():
-            raise FileNotFoundError(f"{want}, got {path}: no such file")
+            raise FileNotFoundError(f"{want}, got {path}: no such file{hub.how_to_download(path)}")
         if not path.is_file():
             raise ValueError(f"{want}, got {path}, which is neither")
         return path
@@ -114,17 +115,23 @@ def _load_from(source: _Source, arch: Arch | None, parts: str, where: Mapping[st
     if parts == "all" and (half := tiny.HALVES.get(layout)):
         raise ValueError(Message("want both halves, or ", Named("parts", half), f", got a file of the {half} alone"))
     arch = arch or layouts.detect(shapes, parts)[2]
+    spelt = _spelt_in(source, arch, parts, layout, prefix)
     result = _core.Model(arch, parts, **where)
-    tensors = dict(result.tensors)
+    for tensor, shape in result.tensors:
+        result.set_tensor(tensor, source.read(spelt[tensor], shape))
+    return result
+
+
+def _spelt_in(source: _Source, arch: Arch, parts: str, layout: str, prefix: str) -> dict[str, str]:
+    """The core's names -> the source's, whose tensors are all there as `load` wants them; else ValueError."""
+    shapes, tensors = source.shapes, dict(_core.Model(arch, parts).tensors)
     spelt = layouts.spell(tensors, layout, len(arch["block_out_channels"]), prefix, arch["layers_per_block"])
     extra = {prefix + name for name in layouts.ours(shapes, prefix, parts)} - set(spelt.values())
     readable, types = ", ".join(source.readable), {name: tensor.dtype for name, tensor in source.tensors.items()}
     faults = {name: f"want {readable}, got {dtype}" for name, dtype in types.items() if dtype not in source.readable}
     wanted_by = f"{arch['name']}{'' if parts == 'all' else f' ({parts})'} in layout {layout}"
     layouts.check_shapes(shapes, tensors, spelt, wanted_by, faults, extra)
-    for tensor, shape in tensors.items():
-        result.set_tensor(tensor, source.read(spelt[tensor], shape))
-    return result
+    return spelt
 
 
 def _arch_beside(source: _Source, config: Any) -> Arch:
@@ -165,7 +172,9 @@ def _reading(file: Path) -> Iterator[_Source]:
     headers = {"GGUF": file_tensors.gguf_header, "PyTorch": torch_files.torch_header}
     headers["safetensors"] = file_tensors.safetensors_header
     with open(file, "rb") as f:
-        first = f.peek(4)
+        first = f.peek(64)
+        if mistaken := file_tensors.mistaken_for_weights(first[:64]):
+            raise ValueError(f"path: want weights, got {file}, {mistaken}")
         is_gguf = first.startswith(file_tensors.MAGIC) or file.suffix == ".gguf"
         kind = "GGUF" if is_gguf else "PyTorch" if first.startswith(torch_files.ARCHIVE) else "safetensors"
         try:
@@ -178,16 +187,15 @@ def _reading(file: Path) -> Iterator[_Source]:
         def read(name: str, shape: Shape) -> np.ndarray:
             return file_tensors.read_tensor(f, held[name], shape)
 
-        yield _Source(held, read, file_tensors.READABLE if is_gguf else tuple(FLOATS), about)
+        yield _Source(held, read, file_tensors.READABLE if is_gguf else file_tensors.READABLE_FLOATS, about)
 
 
 def _in_memory(tensors: Mapping[str, Any]) -> _Source:
     """Tensors of NumPy, or of torch, which is not imported for that."""
-    inner = tensors.get("state_dict")
-    given = inner if isinstance(inner, Mapping) else tensors
+    given = layouts.unwrapped(tensors)
     held = {}
     for name, value in given.items():
-        if isinstance(name, str) and hasattr(value, "dtype"):
+        if hasattr(value, "dtype"):
             dtype = str(value.dtype).removeprefix("torch.")
             try:
                 shape = tuple(int(side) for side in value.shape)
@@ -204,7 +212,7 @@ def _in_memory(tensors: Mapping[str, Any]) -> _Source:
         except (TypeError, RuntimeError) as error:  # PyTorch's, of a tensor on "meta", a sparse one, a subclass
             raise ValueError(f"{name}: want a dense tensor with numbers, got {_described(value)}: {error}") from None
 
-    return _Source(held, read, tuple(FLOATS), {})
+    return _Source(held, read, file_tensors.READABLE_FLOATS, {})
 
 
 def _described(tensor: Any) -> str:
@@ -225,15 +233,19 @@ class Contents(NamedTuple):
 
 
 def look(path: Any) -> Contents:
-    """A weights file's layout and architecture, as `load` would find them, without its numbers."""
+    """A weights file's layout and architecture, without its numbers. ValueError where `load` would raise it."""
     file = _locate(as_path(path, "path"), need_config=True)
     with _reading(file) as source:
         layout, prefix, arch = layouts.detect(source.shapes)
         if (beside := config_beside(path)) is not None:
             arch = _arch_beside(source, beside)
-    names = layouts.ours(source.shapes, prefix, "all")
-    halves = {half for name in names if (half := layouts.half_of(name))}
-    parts = halves.pop() if len(halves) == 1 else tiny.HALVES.get(layout, "all")
+        names = layouts.ours(source.shapes, prefix, "all")
+        halves = {half for name in names if (half := layouts.half_of(name))}
+        parts = halves.pop() if len(halves) == 1 else tiny.HALVES.get(layout, "all")
+        try:
+            _spelt_in(source, arch, parts, layout, prefix)
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from None
     dtypes = tuple(sorted({source.tensors[prefix + name].dtype for name in names}))
     return Contents(file, layout, arch, parts, dtypes, len(names))
 
