@@ -2,6 +2,7 @@
 
 import inspect
 import io
+import itertools
 import json
 import re
 import runpy
@@ -67,6 +68,34 @@ def test_formula_command(capsys):
     with pytest.raises(SystemExit):
         main(["formula", "sd15", "--sides", "0", "512"])
     assert "--sides: want a whole number of at least 1, got 0" in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("stream", [Terminal, io.StringIO])
+@pytest.mark.parametrize("command", ["formula", "bound", "sweep"])
+def test_long_commands_show_on_stderr_how_far_they_are(command, stream, monkeypatch, capsys):
+    """On a terminal one line, which is gone at the end; elsewhere lines. No package is needed."""
+    seconds = itertools.count(step=3)
+    monkeypatch.setattr("vaemem.cli.progress.time.monotonic", lambda: float(next(seconds)))
+    monkeypatch.setattr(sys, "stderr", stream())
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    more = {
+        "formula": ["sdxl", "decode", "--sides", "512", "576", "--batch", "1"],
+        "bound": ["invokeai", "--models", "sd15", "--dtypes", "float16", "--sides", "512", "1024"],
+        "sweep": ["--models", "sdxl", "--source", "predicted", "--sizes", "512", "1024"],
+    }
+    assert main([command, *more[command]]) == 0
+    said = sys.stderr.getvalue()
+    assert re.search(rf"vaemem {command}: (\[#+-+\] )?[1-9]\d?%, \d+ s left", said)
+    if stream is Terminal:
+        assert "\n" not in said and said.endswith("\r\x1b[K") and "[####" in said
+    else:
+        assert "\r" not in said and all(re.fullmatch(r".*: \d+%, \d+ s left", line) for line in said.splitlines())
+    assert "s left" not in capsys.readouterr().out
 
 
 class Stopped:

@@ -1,1 +1,1 @@
-"""The command line: flags.py is the table of flags, commands.py what each command takes and does."""
+"""The command line: flags.py is the table of flags, commands.py what each takes and does, progress.py how far it is."""

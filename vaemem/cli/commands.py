@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import difflib
 import functools
-import importlib.util
 import inspect
 import itertools
 import json
@@ -27,6 +26,7 @@ import vaemem
 from vaemem._arguments import described
 from vaemem._common import ELEMENT_BYTES, MIB, OPS, Message, Named, check_writable, choose, need, render, saved, write
 from vaemem.cli.flags import FLAGS, WORDS, FlagSettings, Later, count
+from vaemem.cli.progress import show_progress
 
 if TYPE_CHECKING:
     from vaemem.engine.configs import Arch
@@ -72,9 +72,13 @@ def _table(path: str, **missing: Any) -> Table:
 
 
 def _print(result: Any, form: str) -> None:
+    print(_formatted(result, form))
+
+
+def _formatted(result: Any, form: str) -> str:
     """An answer in one of the formats, of which each has a method: ``to_csv``, or ``latex`` of what is a formula."""
     say = getattr(result, f"to_{form}", None) or getattr(result, form, result.__str__)
-    print(say().rstrip("\n"))
+    return str(say()).rstrip("\n")
 
 
 @command("vaemem._demo:make_demo", "demo_weights out")
@@ -91,6 +95,10 @@ def _loaded(args: argparse.Namespace, asked: dict[str, Any], parts: str) -> vaem
         said = f"{len(vae.rounded)} tensors of the weights are rounded to {vae.dtype}"
         print(f"vaemem {args.command}: {said}", file=sys.stderr)
     return vae
+
+
+def _shown_progress(args: argparse.Namespace) -> contextlib.AbstractContextManager[Callable[[int, int], None] | None]:
+    return show_progress(f"vaemem {args.command}") if args.progress else contextlib.nullcontext()
 
 
 def _written(image: Any) -> dict[str, str]:
@@ -119,7 +127,8 @@ def run_decode(args: argparse.Namespace, asked: dict[str, Any]) -> None:
         raise ValueError(f"--out: want a name that ends in one of {' '.join(sorted(known))}, got {args.out!r}")
     check_writable(args.out)
     with _loaded(args, asked, "decoder") as vae:
-        pictures = vae.decode(z, args.scaled, "pil", args.progress, memory_limit=args.memory_limit, size=args.size)
+        with _shown_progress(args) as tell:
+            pictures = vae.decode(z, args.scaled, "pil", tell, memory_limit=args.memory_limit, size=args.size)
         for i, picture in enumerate(pictures):
             name = args.out if len(pictures) == 1 else f"{stem}-{i}{suffix}"
             write(name, saved(picture.save, format=known[suffix.lower()]))
@@ -136,7 +145,8 @@ def run_encode(args: argparse.Namespace, asked: dict[str, Any]) -> None:
         raise ValueError(f"--out: want a name that ends in .npy, got {args.out!r}")
     check_writable(args.out)
     with _loaded(args, asked, "encoder") as vae:
-        encoded = vae.encode(args.images, args.scaled, args.progress, memory_limit=args.memory_limit, pad=args.pad)
+        with _shown_progress(args) as tell:
+            encoded = vae.encode(args.images, args.scaled, tell, memory_limit=args.memory_limit, pad=args.pad)
         write(args.out, saved(np.save, encoded.mode() if args.sample is None else encoded.sample(args.sample)))
         print(args.out, vae.last_run, sep="\n")
 
@@ -209,11 +219,6 @@ def run_tradeoff(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     _print(vaemem.Table(plans), args.format)
 
 
-def _has_bar() -> bool:
-    """Whether somebody would see a bar of what takes long, and tqdm is there to draw it."""
-    return sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None
-
-
 @command(
     "vaemem:sweep",
     "models sweep_ops of_sizes batches sweep_tiles sweep_overlaps prompt_lengths device sweep_dtypes precision repeats"
@@ -224,7 +229,8 @@ def run_sweep(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     ended: BaseException | None = None
     others = {name: value for name, value in vars(args).items() if name in ("runtime", "offload", "vae") and value}
     try:
-        table = vaemem.sweep(dtypes=args.dtype, **asked, **others, progress=_has_bar())
+        with show_progress("vaemem sweep") as tell:
+            table = vaemem.sweep(dtypes=args.dtype, **asked, **others, progress=tell)
     except BaseException as error:
         table, ended = getattr(error, "table", vaemem.Table()), error
     if len(table):
@@ -351,8 +357,10 @@ def run_formula(args: argparse.Namespace, asked: dict[str, Any]) -> None:
         raise ValueError(Message(got, f": want it of a whole pipeline, got it with the VAE's {args.op}"))
     else:
         found = vaemem.formula(args.model, args.op, height=side, width=side, **asked)
-    found = found.over(_has_bar(), least=least, most=most, step=args.step, batches=range(1, args.batch + 1))
-    _print(found, args.format)
+    with show_progress("vaemem formula") as tell:
+        found = found.over(tell, least=least, most=most, step=args.step, batches=range(1, args.batch + 1))
+        text = _formatted(found, args.format)  # which plays the domain
+    print(text)
 
 
 @command(
@@ -421,7 +429,9 @@ def run_explain(args: argparse.Namespace, asked: dict[str, Any]) -> None:
 @command("vaemem:bound", "application models dtypes sides gpus memory cudnn_version torch_version python_format")
 def run_bound(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """Formulas that ComfyUI and InvokeAI can paste: above every prediction of a domain."""
-    _print(vaemem.bound(**asked, progress=_has_bar()), args.format)
+    with show_progress("vaemem bound") as tell:
+        found = vaemem.bound(**asked, progress=tell)
+    _print(found, args.format)
 
 
 @command("vaemem.published.reproduce:print_all", "no_table rows_csv seconds plan equation guide")

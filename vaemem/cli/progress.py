@@ -1,0 +1,41 @@
+"""How far a long command is, on standard error. It needs no package."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+WIDTH = 30  # characters of a whole bar
+
+
+@contextlib.contextmanager
+def show_progress(name: str) -> Iterator[Callable[[int, int], None]]:
+    """Give the function that takes (work done, work to do) and shows it.
+
+    On a terminal one line moves and is cleared at the end. Elsewhere, such as in a log, a line follows every 5 seconds.
+    name: what the line begins with.
+    """
+    file, started = sys.stderr, time.monotonic()
+    moves = file is not None and file.isatty()
+    every, shown = (0.1 if moves else 5.0), started
+
+    def tell(done: int, total: int) -> None:
+        nonlocal shown
+        now = time.monotonic()
+        if file is None or now - shown < every or not 0 < done <= total:
+            return
+        shown, drawn = now, WIDTH * done // total
+        left = (now - started) * (total - done) / done
+        picture = f"[{'#' * drawn}{'-' * (WIDTH - drawn)}] " if moves else ""
+        line = f"{name}: {picture}{100 * done // total}%, {left:.0f} s left"
+        file.write(f"\r{line}\x1b[K" if moves else f"{line}\n")
+        file.flush()
+
+    try:
+        yield tell
+    finally:
+        if moves and shown > started:
+            file.write("\r\x1b[K")
+            file.flush()
