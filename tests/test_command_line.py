@@ -265,6 +265,33 @@ def test_a_picture_there_and_back(weights, tmp_path, capsys):
     np.testing.assert_array_equal(image.open(tmp_path / "b-0.png"), want[0])
 
 
+def test_tiles_are_advised_and_taken(weights, tmp_path, capsys):
+    image = pytest.importorskip("PIL.Image")
+    source, latents, out = (str(tmp_path / name) for name in ("a.png", "z.npy", "b.png"))
+    image.fromarray(np.random.default_rng(0).integers(0, 256, (256, 300, 4), np.uint8)).save(source)
+    vae = VAE.load(weights)
+    x = np.asarray(image.open(source).convert("RGB"))[None]
+    limit = str(VAE.load(weights, parts="encoder").smallest("encode", 256, 300) - 1)
+    encode = ["encode", source, "--weights", weights, "-o", latents]
+    assert main([*encode, "--memory-limit", limit]) == 2
+    said = capsys.readouterr().err
+    advised = re.search(r"; (--tile (\d+)) without a limit takes ([\d.]+) MiB, but is not exact\n", said)
+    assert advised, said
+    assert main([*encode, *advised[1].split()]) == 0
+    error = capsys.readouterr().err
+    assert "vaemem encode: the image's alpha was left out\n" in error
+    assert re.search(rf"\nvaemem encode: \d+ tiles of {advised[2]}x{advised[2]}\n", error)
+    side = int(advised[2])
+    want = vae.encode(x, tiling=vaemem.Tiling(side)).mode()
+    np.testing.assert_array_equal(np.load(latents), want)
+    assert main(["decode", latents, "--weights", weights, "-o", out, "--tile", str(side)]) == 0
+    np.testing.assert_array_equal(image.open(out), vae.decode(want, tiling=vaemem.Tiling(side), output_type="uint8")[0])
+    assert main([*encode, "--tile", "64", "--memory-limit", "1 GB"]) == 2
+    assert "--memory-limit: want no limit with --tile (" in capsys.readouterr().err
+    assert main([*encode, "--tile", "63"]) == 2
+    assert "--tile: want a sample_size that is a positive multiple of 2, got 63" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("suffix", ["npy", "safetensors", "pt"])
 def test_latents_of_files(suffix, tmp_path):
     from vaemem.engine.latents import read_latents

@@ -1,5 +1,8 @@
 """Pillow's images and files in and out, sizes that are no multiples, batches of several sizes."""
 
+import struct
+import zlib
+
 import numpy as np
 import pytest
 from engine import config, images, latents, small_vae
@@ -36,6 +39,60 @@ def test_other_modes_become_rgb(mode):
     assert same(vae.encode(image), vae.encode(np.asarray(image.convert("RGB"))[None]))
     vae.encode(image)
     assert vae.last_run.notes == (("the image's alpha was left out",) if "A" in mode else ())
+
+
+def test_what_an_image_loses_is_noted(tmp_path):
+    """Alpha, further frames, and the lower 8 of 16 bits; grey ones of 16 are rounded to the nearest of 8."""
+    vae, frames = small_vae(), [picture(seed=seed) for seed in range(3)]
+    frames[0].save(tmp_path / "a.tiff", save_all=True, append_images=frames[1:])
+    assert same(vae.encode(tmp_path / "a.tiff"), vae.encode(frames[0]))
+    vae.encode(tmp_path / "a.tiff")
+    assert vae.last_run.notes == ("of the image's 3 frames only number 1 was taken",)
+    with Image.open(tmp_path / "a.tiff") as several:
+        several.seek(2)
+        assert same(vae.encode(several), vae.encode(frames[2]))
+    deep = np.random.default_rng(0).integers(0, 1 << 16, (8, 12), np.uint16)
+    deep[0, :4] = 0, 128, 129, 65535  # 128 / 257 is less than a half
+    Image.fromarray(deep).save(tmp_path / "grey.png")
+    grey = np.rint(deep / 257).astype(np.uint8)
+    assert grey[0, :4].tolist() == [0, 0, 1, 255]
+    for given in (tmp_path / "grey.png", Image.fromarray(deep)):
+        encoded = vae.encode(given)
+        assert vae.last_run.notes == ("the image's 16 bits a channel became 8",)
+        assert same(encoded, vae.encode(np.stack([grey] * 3, axis=-1)[None]))
+    (tmp_path / "colour.png").write_bytes(png16(colours := np.stack([deep, deep[::-1], deep[:, ::-1]], axis=-1)))
+    encoded = vae.encode(tmp_path / "colour.png")
+    assert vae.last_run.notes == ("the image's 16 bits a channel became 8",)
+    assert same(encoded, vae.encode((colours >> 8).astype(np.uint8)[None])), "Pillow's own"
+
+
+def png16(pixels):
+    """A PNG of 16 bits a channel and three channels, which Pillow cannot write."""
+
+    def chunk(name, content):
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+    height, width, _ = pixels.shape
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in pixels)
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 16, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int64", "uint16"])
+@pytest.mark.parametrize("top", [255, 65535])
+def test_numbers_with_the_range_of_bytes_are_refused(dtype, top):
+    """What is said to do gives the image that was meant."""
+    if (top, dtype) == (65535, "float16"):
+        pytest.skip("65535 is infinite there")
+    vae, white = small_vae(), np.iinfo(np.uint8 if top == 255 else np.uint16).max
+    meant = np.random.default_rng(0).integers(0, white + 1, (1, 3, 8, 12)).astype(dtype)
+    meant[0, 0, 0, :2] = 0, top
+    half = f"{top / 2}"
+    with pytest.raises(ValueError, match=rf"x: want .* got numbers from 0 to {top}: if white is {top}, x / {half} - 1"):
+        vae.encode(meant)
+    vae.encode(meant.astype(np.float32) / float(half) - 1)
+    vae.encode(meant.astype(np.float32) / top)  # dark, but an image
+    vae.encode(images(8, 12) * 9)  # noise, which has negative numbers
 
 
 def test_a_file_is_turned_as_its_exif_says(tmp_path):
@@ -96,7 +153,7 @@ def test_padding_in_tiles():
 def test_what_is_refused(tmp_path):
     vae = small_vae()
     (tmp_path / "a.png").write_bytes(b"no picture")
-    depth = Image.fromarray(np.zeros((8, 8), np.uint16))
+    depth = Image.fromarray(np.zeros((8, 8), np.float32))
     z, x = latents(vae, 2, 2), images(8, 8)
     masked = np.ma.masked_array(x, x > 0)
     for call, kind, message in (
@@ -114,7 +171,7 @@ def test_what_is_refused(tmp_path):
         (lambda: vae.encode(tmp_path / "b.png"), FileNotFoundError, "x: want an image file, got .*b.png: no such file"),
         (lambda: vae.encode(tmp_path / "a.png"), ValueError, "x: want an image file, got .*a.png: cannot identify"),
         (lambda: vae.encode(tmp_path), ValueError, "x: want an image file, got .*: .*Is a directory"),
-        (lambda: vae.encode(depth), ValueError, "x: want an image of 8 bits a channel, got mode I;16"),
+        (lambda: vae.encode(depth), ValueError, "x: want an image of 8 or 16 bits a channel, got mode F"),
         (lambda: vae.encode([]), ValueError, "x: want shape"),
         (lambda: vae.decode(z, size=(9, 8)), ValueError, "size: want 1x1 to 8x8, what these latents give, got 9x8"),
         (lambda: vae.decode(z, size=8), TypeError, r"size: want \(height, width\) or None, got 8"),

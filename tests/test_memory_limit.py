@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import re
 import sys
 import threading
 import tracemalloc
@@ -78,7 +79,8 @@ def test_an_input_is_read_where_it_lies(vae, op, layout):
         dtype = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
         if layout == "swapped" and name == "bfloat16":
             continue  # NumPy has none
-        x = (given * (1 if dtype.kind in "fV" else 20)).clip(0 if dtype.kind == "u" else -100).astype(dtype)
+        most = 2 if op == "encode" and dtype.kind == "u" and name != "u1" else 100  # more would be no image in [-1, 1]
+        x = (given * (1 if dtype.kind in "fV" else 20)).clip(0 if dtype.kind == "u" else -100, most).astype(dtype)
         if op == "encode" and name == "u1":
             x = x.transpose(0, 2, 3, 1)  # bytes, whose channels lie side by side
         x = LAYOUTS[layout](x) if layout else x
@@ -291,6 +293,10 @@ def test_smallest_is_the_least_that_will_do(vae, op):
     assert vae.last_run.peak_bytes == run.peak_bytes
 
 
+def taken_by(run):
+    return max(run.peak_bytes, run.reserved_bytes)
+
+
 def test_the_sentence_below_the_smallest_plan(vae):
     smallest = vae.smallest("decode", 256, 192, batch=2)
     with pytest.raises(ValueError) as caught:
@@ -300,8 +306,13 @@ def test_the_sentence_below_the_smallest_plan(vae):
     assert text.startswith(start) and end in text and "times the work of an unlimited run), got " in text
     named = text.removeprefix(start).split(end)[0] + " MiB"
     assert error.smallest == smallest <= parse_size("", named) <= smallest + MIB / 10, "the sentence's limit will do"
-    height, width = map(int, text.rsplit(" ", 1)[1].split("x"))
+    size, advice = text.rsplit(", which would do for ")[1].split("; ")
+    height, width = map(int, size.split("x"))
     assert vae.estimate("decode", height, width, batch=2, memory_limit=smallest - 1).peak_bytes < smallest
+    pattern = r"tiling=Tiling\(sample_size=(\d+)\) without a limit takes ([\d.]+) MiB, but is not exact"
+    side, said = re.fullmatch(pattern, advice).groups()
+    tiled = taken_by(vae.estimate("decode", 256, 192, batch=2, tiling=vaemem.Tiling(int(side))))
+    assert tiled / MIB == pytest.approx(float(said), abs=0.01) and tiled < smallest
     with pytest.raises(
         ValueError, match=r"want at least .* for an encode .* got 100 bytes, which is no more than the "
     ):

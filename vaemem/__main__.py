@@ -30,7 +30,7 @@ def _said(error: BaseException, args: argparse.Namespace) -> str:
     def option(part: object) -> str:
         if not isinstance(part, Named) or not options.get(part.name):
             return str(part)
-        value = "" if part.value in (None, True, False) else f" {shlex.quote(str(part.value))}"
+        value = "" if part.value in (None, True, False) else f" {shlex.quote(part.typed or str(part.value))}"
         return options[part.name][-1] + value
 
     text = "".join(map(option, getattr(message, "parts", [message])))

@@ -50,10 +50,12 @@ TILED_OPS = (*OPS, "encode_tiled", "decode_tiled")  # what PyTorch's runtimes do
 
 
 class Named(NamedTuple):
-    """An argument that a message advises: ``pad='reflect'``, and ``pad=`` where the value is left open."""
+    """An argument that a message advises: ``pad='reflect'``, and ``pad=`` where the value is left open. typed: the
+    value as the command line takes it, if that is another text."""
 
     name: str
     value: Any = None
+    typed: str | None = None
 
     def __str__(self) -> str:
         return f"{self.name}={'' if self.value is None else repr(self.value)}"

@@ -97,6 +97,14 @@ def _loaded(args: argparse.Namespace, asked: dict[str, Any], parts: str) -> vaem
     return vae
 
 
+def _print_run(args: argparse.Namespace, vae: vaemem.VAE) -> None:
+    """What the run took; on stderr what was changed or left out."""
+    run = vae.last_run
+    print(run)
+    for note in run.notes if run else ():
+        print(f"vaemem {args.command}: {note}", file=sys.stderr)
+
+
 def _shown_progress(args: argparse.Namespace) -> contextlib.AbstractContextManager[Callable[[int, int], None] | None]:
     return show_progress(f"vaemem {args.command}") if args.progress else contextlib.nullcontext()
 
@@ -115,7 +123,7 @@ def _written(image: Any) -> dict[str, str]:
     return {suffix: name for suffix, name in known.items() if name in formats}
 
 
-@command("vaemem:VAE.load", f"latents cropped {_WEIGHTS} scaled {_RUN}")
+@command("vaemem:VAE.load", f"latents cropped {_WEIGHTS} scaled tiling {_RUN}")
 def run_decode(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """Latents to pictures."""
     from vaemem.engine.latents import read_latents
@@ -127,16 +135,17 @@ def run_decode(args: argparse.Namespace, asked: dict[str, Any]) -> None:
         raise ValueError(f"--out: want a name that ends in one of {' '.join(sorted(known))}, got {args.out!r}")
     check_writable(args.out)
     with _loaded(args, asked, "decoder") as vae:
+        how = {"tiling": args.tiling, "memory_limit": args.memory_limit}
         with _shown_progress(args) as tell:
-            pictures = vae.decode(z, args.scaled, "pil", tell, memory_limit=args.memory_limit, size=args.size)
+            pictures = vae.decode(z, args.scaled, "pil", tell, size=args.size, **how)
         for i, picture in enumerate(pictures):
             name = args.out if len(pictures) == 1 else f"{stem}-{i}{suffix}"
             write(name, saved(picture.save, format=known[suffix.lower()]))
             print(name)
-        print(vae.last_run)
+        _print_run(args, vae)
 
 
-@command("vaemem:VAE.load", f"images pad sample {_WEIGHTS} become_scaled {_RUN}")
+@command("vaemem:VAE.load", f"images pad sample {_WEIGHTS} become_scaled tiling {_RUN}")
 def run_encode(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """Pictures to latents, as .npy."""
     import numpy as np
@@ -145,10 +154,12 @@ def run_encode(args: argparse.Namespace, asked: dict[str, Any]) -> None:
         raise ValueError(f"--out: want a name that ends in .npy, got {args.out!r}")
     check_writable(args.out)
     with _loaded(args, asked, "encoder") as vae:
+        how = {"tiling": args.tiling, "memory_limit": args.memory_limit}
         with _shown_progress(args) as tell:
-            encoded = vae.encode(args.images, args.scaled, tell, memory_limit=args.memory_limit, pad=args.pad)
+            encoded = vae.encode(args.images, args.scaled, tell, pad=args.pad, **how)
         write(args.out, saved(np.save, encoded.mode() if args.sample is None else encoded.sample(args.sample)))
-        print(args.out, vae.last_run, sep="\n")
+        print(args.out)
+        _print_run(args, vae)
 
 
 def _bare(arch: Arch, dtype: str = "float32", precision: str = "highest", parts: str = "all") -> vaemem.VAE:

@@ -38,6 +38,12 @@ def positive(text: str) -> int:
     return number
 
 
+def _tiling(text: str) -> Any:
+    from vaemem.engine.tiling import Tiling
+
+    return Tiling(positive(text))
+
+
 def _dtype(text: str) -> str:
     return SPELT_DTYPES.get(letters(text), text)
 
@@ -118,6 +124,9 @@ FLAGS: dict[str, FlagSettings] = {
     "progress": _flag("A bar shows how far the run is.", action="store_true"),
     "latents": _flag("Latents as .npy, .safetensors, ComfyUI's .latent, .pt or .pth.", metavar="LATENTS"),
     "images": _flag("Files that Pillow reads, all of one size.", nargs="+", metavar="IMAGE"),
+    "tiling": _flag(
+        "The side of tiles in pixels, cut and blended as diffusers does it: not exact, and without a limit.",
+        type=_tiling, metavar="PIXELS", option="--tile"),
     "pad": _flag("How to fill up images whose sides are no multiples of the latents'.", choices=["reflect", "edge"]),
     "sample": _flag("Draw from the distribution with this seed, instead of taking its mean.", type=count,
         metavar="SEED"),

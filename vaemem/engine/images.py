@@ -46,15 +46,43 @@ def _as_bytes(item: Any, notes: list[str]) -> np.ndarray:
     if isinstance(item, (str, os.PathLike)):
         pillow, ops = need("PIL.Image", "reading an image file"), need("PIL.ImageOps", "reading an image file")
         with reading("x: want an image file", item), pillow.open(item) as file:
+            is_deep = _look(file, notes)
             item = ops.exif_transpose(file)
             item.load()
-    if not _is_image(item):
+    elif _is_image(item):
+        is_deep = _look(item, notes)
+    else:
         raise TypeError(f"x: want images and files of them, or arrays, got {type(item).__name__} among images")
-    if item.mode not in BYTES:
-        raise ValueError(f"x: want an image of 8 bits a channel, got mode {item.mode}: make it an array in [-1, 1]")
     if item.mode in ALPHA or "transparency" in item.info:
         notes.append("the image's alpha was left out")
-    return np.asarray(item.convert("RGB"))
+    if item.mode in BYTES:
+        return np.asarray(item.convert("RGB"))
+    if not is_deep:
+        wanted = "x: want an image of 8 or 16 bits a channel"
+        raise ValueError(f"{wanted}, got mode {item.mode}: make it an array in [-1, 1]")
+    grey = (np.asarray(item).astype(np.uint32) + 128) // 257  # the nearest of 255
+    return np.stack([grey.astype(np.uint8)] * 3, axis=-1)
+
+
+def _look(image: Any, notes: list[str]) -> bool:
+    """Whether an image has 16 bits a channel, before its pixels are read; Pillow itself makes 8 of those of colours.
+    Notes say what will be lost."""
+    if (frames := getattr(image, "n_frames", 1)) > 1:
+        notes.append(f"of the image's {frames} frames only number {image.tell() + 1} was taken")
+    stored = " ".join(str(tile[3]) for tile in getattr(image, "tile", ()))  # as the decoder is to read it
+    if is_deep := image.mode.startswith("I;16") or ";16" in stored:
+        notes.append("the image's 16 bits a channel became 8")
+    return is_deep
+
+
+def check_range(x: np.ndarray) -> None:
+    """ValueError if an array that is no bytes has the values of bytes or of 16-bit numbers. They would be encoded as
+    white."""
+    if x.dtype == np.uint8 or not x.size or not x.min() >= 0 or not (most := x.max()) > 2:
+        return
+    top = 255 if most <= 255 else 65535
+    wanted = "x: want numbers from -1 to 1, or bytes (uint8, N, H, W, 3)"
+    raise ValueError(f"{wanted}, got numbers from {x.min():g} to {most:g}: if white is {top}, x / {top / 2} - 1")
 
 
 def pad(x: Any, how: str | None, factor: int) -> tuple[Any, Notes]:

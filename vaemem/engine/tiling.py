@@ -6,19 +6,21 @@ import contextlib
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from numbers import Real
 from operator import add
 from typing import Any
 
-from vaemem._common import choose, mib
+from vaemem._common import Message, Named, choose, distinct, mib
 from vaemem.engine.arguments import Poll, as_int
 from vaemem.engine.arrays import Arrays, ends_of
 from vaemem.engine.device import itemsize
 from vaemem.engine.model import Runner
 from vaemem.engine.records import Run, make_run
+
+ADVISED_SIDES = (1024, 512, 256)  # of tiles that are advised
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,10 @@ class Tiling:
             raise ValueError(f"overlap: want a number from 0 to less than 1, got {self.overlap}")
         choose("blend", self.blend, ("linear", "cosine"))
 
+    def __repr__(self) -> str:
+        given = ((one.name, getattr(self, one.name)) for one in fields(self) if getattr(self, one.name) != one.default)
+        return f"Tiling({', '.join(f'{name}={value!r}' for name, value in given)})"
+
 
 def cut(
     runner: Runner, tiling: Tiling | None, sample_size: int | None, request: Mapping[str, Any], limit: int
@@ -71,12 +77,13 @@ def cut(
     if not isinstance(tiling, Tiling):
         raise TypeError(f"tiling: want a vaemem.Tiling or None, got {type(tiling).__name__}")
     if limit:
-        raise ValueError("memory_limit: want no limit with tiling (a limit is exact and tiles are not), got both")
+        exact = "a limit is exact and tiles are not"
+        raise ValueError(Message("memory_limit: want no limit with ", Named("tiling"), f" ({exact}), got both"))
     size, factor = tiling.sample_size or sample_size, runner.factor
     if size is None:
         raise ValueError("sample_size: want one, such as Tiling(sample_size=512): no config tells it")
     if (size := as_int("sample_size", size)) < 1 or size % factor:
-        raise ValueError(f"sample_size: want a positive multiple of {factor}, got {size}")
+        raise ValueError(f"tiling: want a sample_size that is a positive multiple of {factor}, got {size}")
     side = size // factor
     shared = round(side * tiling.overlap)
     if abs(side * tiling.overlap - shared) > 1e-9 * side or shared == side:
@@ -86,6 +93,26 @@ def cut(
     if max(height, width) <= size or min(height, width, request["batch"]) < 1 or height % factor or width % factor:
         return None
     return _Tiles(runner, tiling, request, side, shared)
+
+
+@contextlib.contextmanager
+def advising_tiles(runner: Runner, sample_size: int | None, request: Mapping[str, Any], limit: int) -> Iterator[None]:
+    """Add to the refusal of a limit which tiles would keep within it, if any would. Arguments are `cut`'s."""
+    try:
+        yield
+    except ValueError as error:
+        if hasattr(error, "smallest"):
+            for side in distinct([sample_size or ADVISED_SIDES[0], *ADVISED_SIDES]):
+                tiling = Tiling(side)
+                with contextlib.suppress(ValueError):  # a side that is none for this model
+                    tiles = cut(runner, tiling, None, request, 0)
+                    run = tiles and tiles.estimate()
+                    if run and (needed := max(run.peak_bytes, run.reserved_bytes)) <= limit:
+                        advice = Named("tiling", tiling, str(side))
+                        takes = f" without a limit takes {mib(needed)} MiB, but is not exact"
+                        error.args = (Message(error.args[0], "; ", advice, takes),)
+                        break
+        raise
 
 
 class _Tiles:

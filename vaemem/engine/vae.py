@@ -17,7 +17,7 @@ from vaemem.engine.latents import Normalised, Scaling, held_by_pipelines
 from vaemem.engine.limits import Limit, Plans, check_aspect, parse_size, resolve
 from vaemem.engine.model import Model
 from vaemem.engine.records import Encoded, Run, make_run
-from vaemem.engine.tiling import Tiling, cut
+from vaemem.engine.tiling import Tiling, advising_tiles, cut
 
 
 class VAE(Model):
@@ -213,7 +213,9 @@ class VAE(Model):
         x : array, shape (N, 3, H, W) or, if uint8, (N, H, W, 3)
             Real numbers nominally in [-1, 1], or bytes, which become v / 127.5 - 1. H and W are multiples of 8.
             Or one of Pillow's images or an image file's path, or a list of N of them, which become bytes: RGB, without
-            alpha, and a file turned as its EXIF says. All of a batch have one size.
+            alpha, and a file turned as its EXIF says. All of a batch have one size. Of several frames one is taken, and
+            16 bits a channel become 8; `Run.notes` says what was left out. In host memory, numbers from 0 to more than
+            2 are refused: they are no image in [-1, 1].
         scaled : bool
             `Encoded.sample` and `Encoded.mode` give (latent - shift) * scaling, as pipelines pass them on; by channel,
             and for FLUX.2 packed, where `decode` takes them so, and then x must be in host memory.
@@ -243,6 +245,8 @@ class VAE(Model):
         padded, done = images.pad(x, pad, self._runner.factor)
         arrays = self._arrays("encode", padded, "", None, latents)
         arrays.notes = (*notes, *done)
+        if isinstance(arrays, HostArrays):
+            images.check_range(arrays.data)
         moments = self._run(arrays, progress, tiling, memory_limit, cancel)
         size = images.image_size(x) if done else (arrays.request["height"], arrays.request["width"])
         return Encoded(moments, latents.held if latents else None, size, self.arch["latent_channels"])
@@ -285,7 +289,10 @@ class VAE(Model):
         limit = self._limit(memory_limit)
         request = self._request(op, height, width, batch, output_type, staged)
         tiles = cut(self._runner, tiling, self.sample_size, request, limit)
-        return tiles.estimate() if tiles else make_run(request, Plans(self._core, request).within(limit))
+        if tiles:
+            return tiles.estimate()
+        with advising_tiles(self._runner, self.sample_size, request, limit):
+            return make_run(request, Plans(self._core, request).within(limit))
 
     def tradeoff(
         self, op: str, height: int, width: int, batch: int = 1, output_type: str = "float", staged: bool = True
@@ -385,7 +392,8 @@ class VAE(Model):
         cache = None if self.cache_limit is None else parse_size("cache_limit", self.cache_limit, least=0)
         tiles = cut(runner, tiling, self.sample_size, arrays.request, limit)
         retries = self.on_out_of_memory == "retry"
-        with polling(progress, op, cancel, tiles.says if tiles else None) as poll:
+        advising = advising_tiles(runner, self.sample_size, arrays.request, limit)
+        with advising, polling(progress, op, cancel, tiles.says if tiles else None) as poll:
             result, run = (tiles or runner).run(arrays, poll, limit, retries, cache, replay=self.graphs)
         self.last_run = replace(run, notes=arrays.notes + run.notes)
         if not run.finite:
