@@ -17,6 +17,7 @@ from vaemem import replay
 from vaemem.prediction.benchmark import benchmark
 from vaemem.prediction.predict import predict
 from vaemem.prediction.process import SimulatedProcess
+from vaemem.prediction.runtimes import architecture
 from vaemem.pytorch import measure, measuring
 from vaemem.pytorch.measuring import CpuMeter, CudaMeter
 
@@ -234,6 +235,30 @@ def test_a_module_keeps_its_tiling():
     assert (whole["tile"], whole["tile_overlap"]) == (None, None)
     assert (vae.use_tiling, vae.tile_sample_min_size, vae.tile_latent_min_size) == before
     assert not next(vae.parameters()).is_inference()  # it can be trained on
+
+
+@pytest.mark.parametrize(("name", "channels"), [("taesd", 4), ("taef1", 16), ("taef2", 32)])
+def test_tiny_autoencoders_by_name(name, channels):
+    """Their encoders give latents, which nothing is drawn from."""
+    pytest.importorskip("diffusers")
+    cpu_meter_or_skip()
+    how = {"device": "cpu", "warmups": 0, "runs": 1}
+    try:
+        encoded, decoded = (measure(name, op, 32, "float32", **how)[0] for op in ("encode", "decode"))
+    except ImportError as error:
+        assert name == "taef2" and "needs a diffusers whose AutoencoderTiny has use_midblock_gn" in str(error)
+        return
+    arch = architecture(name)
+    assert arch["latent_channels"] == channels and encoded["model"] == decoded["model"] == arch["name"]
+    assert encoded["weights_bytes"] == predict(name, "encode", 32, 32, "float32").weights_bytes
+
+
+def test_tiles_of_a_tiny_autoencoder_share_an_eighth():
+    cpu_meter_or_skip()
+    pytest.importorskip("diffusers")
+    (tiled,) = measure("taesd", "encode_tiled", 96, "float32", tile=64, device="cpu", warmups=0, runs=1)
+    assert (tiled["tile"], tiled["tile_overlap"]) == (64, 0.125)
+    assert predict("taesd", "encode_tiled", 96, 96, "float32", tile=64).tile_overlap == 0.125
 
 
 # ---- bad input ----

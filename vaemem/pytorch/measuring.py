@@ -26,7 +26,7 @@ from vaemem._common import DTYPES, TILED_OPS, as_csv, choose, chosen, latent_fac
 from vaemem.engine.configs import config_of, read_config
 from vaemem.prediction.benchmark import BENCHMARK_TILE
 from vaemem.prediction.profiles import Conv
-from vaemem.prediction.question import OVERLAP
+from vaemem.prediction.question import OVERLAP, TINY_OVERLAP
 from vaemem.prediction.runtimes import architecture
 from vaemem.pytorch.recording import record
 from vaemem.tables.sweep import image_sizes
@@ -117,15 +117,16 @@ def _status(key: str) -> int:
 def _call(vae: Any, op: str, x: Any, scaling: float | None, names: dict[str, Any], measured: bool) -> Any:
     """One run, whose result the caller binds.
 
-    diffusers' encode is sampled, and scaled where it is measured; its decode gets unscaled latents. BFL's scale within
-    (`scaling` is None). What the script binds on the way stays bound until the next run binds its own: it is part of
-    what is measured.
+    diffusers' encode is sampled, unless it gives latents as AutoencoderTiny's does, and scaled where it is measured;
+    its decode gets unscaled latents. BFL's scale within (`scaling` is None). What the script binds on the way stays
+    bound until the next run binds its own: it is part of what is measured.
     """
     if scaling is None:
         return getattr(vae, op)(x)
     if op == "encode":
-        names["dist"] = vae.encode(x).latent_dist
-        latents = names["dist"].sample()
+        encoded = vae.encode(x)
+        names["dist"] = encoded.latent_dist if hasattr(encoded, "latent_dist") else encoded.latents
+        latents = names["dist"].sample() if hasattr(encoded, "latent_dist") else names["dist"]
         return scaling * latents if measured else latents
     names["scaled"] = x / scaling
     return vae.decode(names["scaled"], return_dict=False)[0]
@@ -163,6 +164,7 @@ class _Subject(NamedTuple):
     channels: dict[str, int]  # of its inputs, by op
     factor: int
     scaling: float | None  # None for BFL's, which scales within
+    overlap: float = OVERLAP
 
 
 def measure(
@@ -175,9 +177,9 @@ def measure(
     Parameters
     ----------
     model : str or torch.nn.Module
-        A name that `vaemem.predict` takes, or a config.json: diffusers' module with random weights, on which neither
-        memory nor time depends. Or a module of `runtime`; it is put in eval mode, converted and moved to
-        `device`, and stays so.
+        A name or a config.json of an autoencoder of images, as `vaemem.predict` takes it: diffusers' module with random
+        weights, on which neither memory nor time depends. Or a module of `runtime`; it is put in eval mode, converted
+        and moved to `device`, and stays so. Autoencoders of videos, Qwen-Image's and Wan's, are refused.
     op : str
         ``"encode"`` (sampled and scaled, as pipelines do), ``"decode"``, ``"encode_tiled"`` or ``"decode_tiled"``.
     sizes : int or sequence of int and (int, int)
@@ -191,7 +193,8 @@ def measure(
     warmups, runs : int
         Runs that are not measured, and those whose mean is taken.
     tile : int, optional
-        Side of a tile in pixels for the tiled ops, 512 by default; tiles overlap by a quarter.
+        Side of a tile in pixels for the tiled ops, 512 by default; tiles overlap by a quarter, an AutoencoderTiny's by
+        an eighth.
     batch : int
         Images in one run.
     snapshot : path, optional
@@ -260,12 +263,13 @@ def measure(
             vae = subject.vae.eval().to(getattr(torch, dtype)).to(place)
             known = {
                 "model": subject.model, "op": op, "batch": batch, "dtype": dtype, "runtime": runtime,
-                "source": "measured", "tile": tile if tiled else None, "tile_overlap": OVERLAP if tiled else None,
+                "source": "measured",
+                "tile": tile if tiled else None, "tile_overlap": subject.overlap if tiled else None,
                 "device": torch.cuda.get_device_name(place) if place.type == "cuda" else "cpu",
                 "weights_bytes": sum(p.numel() * p.element_size() for p in vae.parameters()),
                 "versions": what_ran(place, runtime),
             }  # fmt: skip
-            with setting(vae, **_tiling(runtime, tile if tiled else 0, subject.factor)):
+            with setting(vae, **_tiling(runtime, tile if tiled else 0, subject)):
                 for height, width in pairs:
                     by = subject.factor if op_run == "decode" else 1
                     shape = batch, subject.channels[op_run], height // by, width // by
@@ -337,8 +341,12 @@ def vae_builder(arch: dict[str, Any], what: str) -> Callable[[], Any]:
     build = getattr(diffusers, name, None)
     if build is None:
         raise ImportError(f"{what} needs a diffusers that has {name}, got {diffusers.__version__}")
-    if "force_upcast" not in inspect.signature(build).parameters:  # as in FLUX.2's
+    known = inspect.signature(build).parameters
+    if "force_upcast" not in known:  # as in FLUX.2's
         config.pop("force_upcast", None)
+    if others := [key for key in config if key not in known]:
+        wanted = f"{what} needs a diffusers whose {name} has {', '.join(others)}"
+        raise ImportError(f"{wanted}, got {diffusers.__version__}")
     if "scaling_factor" in config:
         config["scaling_factor"] = config["scaling_factor"] or 1.0
     return functools.partial(build, **config)
@@ -346,17 +354,20 @@ def vae_builder(arch: dict[str, Any], what: str) -> Callable[[], Any]:
 
 def _described(vae: Any, runtime: str) -> _Subject:
     try:
-        channels = {"encode": vae.encoder.conv_in.in_channels, "decode": vae.decoder.conv_in.in_channels}
         if runtime == "bfl":
+            channels = {"encode": vae.encoder.conv_in.in_channels, "decode": vae.decoder.conv_in.in_channels}
             return _Subject(vae, "custom", channels, 2 ** (vae.encoder.num_resolutions - 1), None)
-        factor, scaling = latent_factor(vae.config), vae.config.get("scaling_factor")
+        config = {"_class_name": type(vae).__name__, **vae.config}
+        channels = {"encode": config["in_channels"], "decode": config["latent_channels"]}
+        factor, scaling = latent_factor(config), config.get("scaling_factor")
     except (AttributeError, KeyError) as error:
         wanted = "AutoencoderKL" if runtime == "diffusers" else "AutoEncoder"
         raise TypeError(f"model: want {runtime}'s {wanted}, got {type(vae).__name__}: {error}") from None
     name = "custom"  # an architecture that vaemem does not run can be measured all the same
     with contextlib.suppress(ValueError):
-        name = read_config(dict(vae.config))["name"]
-    return _Subject(vae, name, channels, factor, scaling or 1.0)
+        name = read_config(config)["name"]
+    overlap = TINY_OVERLAP if config["_class_name"] == "AutoencoderTiny" else OVERLAP
+    return _Subject(vae, name, channels, factor, scaling or 1.0, overlap)
 
 
 def _check_sizes(subject: _Subject, pairs: Sequence[tuple[int, int]], tile: int | None) -> None:
@@ -367,12 +378,12 @@ def _check_sizes(subject: _Subject, pairs: Sequence[tuple[int, int]], tile: int 
         raise ValueError(f"tile: want a multiple of {subject.factor}, got {tile}")
 
 
-def _tiling(runtime: str, tile: int, factor: int) -> dict[str, Any]:
+def _tiling(runtime: str, tile: int, subject: _Subject) -> dict[str, Any]:
     """The module's attributes for tiles of that side in pixels, none for 0."""
     if runtime != "diffusers" or not tile:
         return {"use_tiling": False} if runtime == "diffusers" else {}
-    sizes = {"tile_sample_min_size": tile, "tile_latent_min_size": tile // factor}
-    return {"use_tiling": True, "tile_overlap_factor": OVERLAP} | sizes
+    sizes = {"tile_sample_min_size": tile, "tile_latent_min_size": tile // subject.factor}
+    return {"use_tiling": True, "tile_overlap_factor": subject.overlap} | sizes
 
 
 def what_ran(device: Any, runtime: str) -> str:
