@@ -28,7 +28,8 @@ def between(formula, stride, count, rng):
         height, width = (rng.randrange(domain.least, domain.most + 1, stride) for _ in range(2))
         if max(height, width) <= domain.ratio * min(height, width):
             count -= 1
-            tokens = rng.randint(*domain.tokens[:: len(domain.tokens) - 1]) if len(domain.tokens) > 1 else 0
+            several = domain.prompt_tokens
+            tokens = rng.randint(several[0], several[-1]) if len(several) > 1 else 0
             yield height, width, rng.choice(domain.batches), tokens
 
 

@@ -132,7 +132,7 @@ def test_sides_that_are_no_steps():
     """The greatest side is played too, and bounds are those of the sides around."""
     domain = Domain(300, 1000, (1,), step=256)
     assert sorted({p.height for p in domain}) == [300, 556, 812, 1000]
-    several = {(p.height, p.tokens) for p in Domain(tokens=(0, 77))}
+    several = {(p.height, p.tokens) for p in Domain(prompt_tokens=(0, 77))}
     assert several >= {(320, 77), (512, 0)} and (320, 0) not in several, (
         "the most tokens alone are played at every side"
     )
@@ -164,7 +164,7 @@ def test_tokens():
         == pytest.approx(peak(Point(512, 512, 1, 512)), rel=1e-6)
     )
     assert form.predict(512, 512, 2, 300) == pytest.approx(peak(Point(512, 512, 2, 300)), rel=1e-6)
-    with pytest.raises(ValueError, match="tokens: want 1 to 512, which the formula is of, got 600"):
+    with pytest.raises(ValueError, match="prompt_tokens: want 1 to 512, which the formula is of, got 600"):
         form.predict(512, 512, 1, 600)
 
 
@@ -251,7 +251,9 @@ def test_domains_that_cannot_be(changes, message):
 def test_other_domains():
     found = formula("sdxl", "decode")
     assert found.over(batches=3).domain.batches == (3,)
-    with pytest.raises(TypeError, match="over: want least, most, batches, tokens, step, ratio or progress, got foo"):
+    with pytest.raises(
+        TypeError, match="over: want least, most, batches, prompt_tokens, step, ratio or progress, got foo"
+    ):
         found.over(foo=5)
     with pytest.raises(
         ValueError, match="domain: want at most 50000 points, got more: H and W 256 to 2048 in steps of 8"

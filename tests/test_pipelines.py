@@ -411,7 +411,7 @@ def test_a_formula_of_all_phases():
 
 def test_a_formula_with_the_length_of_the_prompt():
     _, found = small_formula("flux", "RTX 4090", "model")
-    assert found.domain.tokens == (1, 128, 256, 512)
+    assert found.domain.prompt_tokens == (1, 128, 256, 512)
     for tokens in (1, 77, 300, 512):  # of which 77 and 300 were not played
         other = predict_pipeline("flux", 768, 1024, 2, tokens, gpu="RTX 4090", offload="model")
         assert found.lower(768, 1024, 2, tokens) * 0.995 <= other.peak <= found.upper(768, 1024, 2, tokens) * 1.005
@@ -431,7 +431,9 @@ def test_every_pipeline_has_a_formula(pipeline, gpu, offload):
     """No phase is without, nothing raises, and each point that was played lies within the bounds, in one piece."""
     where = {"gpu": gpu, "offload": offload}
     p = predict_pipeline(pipeline, 1024, 1024, **where)
-    found = p.formula.over(least=512, most=1536, step=512, batches=(1, 2), tokens=p.formula.domain.tokens[-2:])
+    found = p.formula.over(
+        least=512, most=1536, step=512, batches=(1, 2), prompt_tokens=p.formula.domain.prompt_tokens[-2:]
+    )
     assert list(found.phases) == [phase.name for phase in p.phases] and not found.left_out
     for height, width, batch, tokens, _ in found.domain:
         given = {"prompt_tokens": tokens} if tokens else {}

@@ -426,7 +426,7 @@ class PipelinePrediction(_Phases):
         play = functools.partial(_play_phases, q, self._process.workspace)
         tile = usual_tile(q.part("vae").component) if q.vae == "tiled" else 0
         at = Point(q.height, q.width, q.batch, q.tokens if len(tokens) > 1 else 0)
-        return Formula(f"{q.name}, {self._where}", Domain(tokens=tokens, tile=tile), at, play)
+        return Formula(f"{q.name}, {self._where}", Domain(prompt_tokens=tokens, tile=tile), at, play)
 
     @functools.cached_property
     def least(self) -> int:

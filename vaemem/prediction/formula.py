@@ -93,7 +93,7 @@ class Formula(Answer):
         progress : bool or callable, optional
             True shows a bar (tqdm); a callable gets (points done, points to do).
         **changes
-            What `Domain` has: ``least``, ``most``, ``step`` in pixels, ``ratio``, ``batches``, ``tokens``.
+            What `Domain` has: ``least``, ``most``, ``step`` in pixels, ``ratio``, ``batches``, ``prompt_tokens``.
 
         Raises
         ------
@@ -115,7 +115,7 @@ class Formula(Answer):
         found.domain, found._progress = replace(self.domain, **changes), progress
         return found
 
-    def predict(self, height: int, width: int, batch: int = 1, tokens: int | None = None) -> int:
+    def predict(self, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None) -> int:
         """Bytes reserved. Sizes in pixels; tokens of the prompt, by default as many as the domain has at most.
 
         Raises
@@ -123,19 +123,19 @@ class Formula(Answer):
         ValueError
             What lies outside of the domain.
         """
-        return self.reserved.predict(height, width, batch, tokens)
+        return self.reserved.predict(height, width, batch, prompt_tokens)
 
-    def upper(self, height: int, width: int, batch: int = 1, tokens: int | None = None) -> int:
+    def upper(self, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None) -> int:
         """Bytes: nothing that was played reserves more, as `Form.upper` says."""
-        return self.reserved.upper(height, width, batch, tokens)
+        return self.reserved.upper(height, width, batch, prompt_tokens)
 
-    def lower(self, height: int, width: int, batch: int = 1, tokens: int | None = None) -> int:
+    def lower(self, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None) -> int:
         """Bytes: nothing that was played reserves less, as `Form.lower` says."""
-        return self.reserved.lower(height, width, batch, tokens)
+        return self.reserved.lower(height, width, batch, prompt_tokens)
 
     def python(self) -> str:
-        """Two Python functions of height, width, batch and tokens, of reserved and of allocated bytes, that give the
-        least, the likely and the most."""
+        """Two Python functions of height, width, batch and prompt_tokens, of reserved and of allocated bytes, that give
+        the least, the likely and the most."""
         name = re.sub(r"\W+", "_", self.name)
         name = f"{'_' * name[0].isdigit()}{name}"
         return "\n\n".join(form.python(f"{name}_{form.name}_bytes") for form in (self.reserved, self.allocated))
@@ -155,8 +155,8 @@ class Formula(Answer):
             at = self.domain.check(*at[:3], at.tokens or None)
         except ValueError:
             side = self.domain.most
-            at = Point(side, side, self.domain.batches[0], self.domain.tokens[-1])
-        tokens = f", {at.tokens} tokens" * (len(self.domain.tokens) > 1)
+            at = Point(side, side, self.domain.batches[0], self.domain.prompt_tokens[-1])
+        tokens = f", {at.tokens} tokens" * (len(self.domain.prompt_tokens) > 1)
         sizes = []
         for form in (self.reserved, self.allocated):
             likely, low, high = (f(*at[:4]) / MIB for f in (form.predict, form.lower, form.upper))
@@ -165,7 +165,7 @@ class Formula(Answer):
 
     def _text(self, markdown: bool = False) -> str:
         letters = ["N images", "MP = H*W / 1024^2"]
-        letters += ["t tokens"] * (len(self.domain.tokens) > 1)
+        letters += ["t tokens"] * (len(self.domain.prompt_tokens) > 1)
         letters += [f"mp = the same with sides up to {self.domain.tile}"] * bool(self.domain.tile)
         lines = [self._answer(), f"{self.name}: {', '.join(letters)}, for {self.domain}."]
         if self.left_out:

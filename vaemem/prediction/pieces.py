@@ -85,13 +85,13 @@ class PlayedPeak(NamedTuple):
 @dataclass(frozen=True)
 class Domain:
     """The points that are played: sides from the least in steps of so many pixels and the greatest one, shapes up to a
-    ratio, batches, tokens; of a VAE in tiles the side of these. Of several numbers of tokens all but the most are
-    played at every fourth side, and others at some."""
+    ratio, batches, tokens of the prompt; of a VAE in tiles the side of these. Of several numbers of tokens all but the
+    most are played at every fourth side, and others at some."""
 
     least: int = 256
     most: int = 2048
     batches: tuple[int, ...] = (1, 2, 3, 4)
-    tokens: tuple[int, ...] = (0,)
+    prompt_tokens: tuple[int, ...] = (0,)
     step: int = 64
     ratio: int = 4
     tile: int = 0
@@ -99,7 +99,7 @@ class Domain:
     def __post_init__(self) -> None:
         for name in ("least", "most", "step", "ratio"):
             whole(name, getattr(self, name))
-        for name, least in (("batches", 1), ("tokens", 0)):
+        for name, least in (("batches", 1), ("prompt_tokens", 0)):
             values = tuple(sorted({whole(name, one, least=least) for one in listed(getattr(self, name), ())}))
             if not values:
                 raise ValueError(f"{name}: want one number or more, got none")
@@ -108,8 +108,8 @@ class Domain:
             raise ValueError(f"most: want at least the least side {self.least}, got {self.most}")
 
     def __iter__(self) -> Iterator[Point]:
-        for tokens in self.tokens:
-            sides = self._sides(1 if tokens == self.tokens[-1] else COARSER)
+        for tokens in self.prompt_tokens:
+            sides = self._sides(1 if tokens == self.prompt_tokens[-1] else COARSER)
             for batch, height, width in product(self.batches, sides, sides):
                 if self._shaped(point := Point(height, width, batch, tokens, self.tile)):
                     yield point
@@ -125,11 +125,11 @@ class Domain:
 
     def beside(self, count: int) -> list[Point]:
         """So many points that lie at the steps, with any number of tokens; none where this makes no difference."""
-        return list(islice(self._drawn(self._sides(), count * (len(self.tokens) > 1)), count))
+        return list(islice(self._drawn(self._sides(), count * (len(self.prompt_tokens) > 1)), count))
 
     def _drawn(self, sides: Sequence[int], count: int) -> Iterator[Point]:
         rng = random.Random(0)
-        tokens = range(self.tokens[0], self.tokens[-1] + 1)
+        tokens = range(self.prompt_tokens[0], self.prompt_tokens[-1] + 1)
         for _ in range(8 * count * bool(sides)):
             height, width = rng.choices(sides, k=2)
             point = Point(height, width, rng.choice(self.batches), rng.choice(tokens), self.tile)
@@ -152,17 +152,14 @@ class Domain:
     def _shaped(self, point: Point) -> bool:
         return max(point[:2]) <= self.ratio * min(point[:2])
 
-    def check(self, height: Any, width: Any, batch: Any, tokens: Any) -> Point:
+    def check(self, height: Any, width: Any, batch: Any, prompt_tokens: Any) -> Point:
         """A point of it, on its grid or between; ValueError names what lies outside."""
-        tokens = self.tokens[-1] if tokens is None else tokens
-        point = Point(
-            whole("height", height), whole("width", width), whole("batch", batch), whole("tokens", tokens, least=0),
-            self.tile,
-        )  # fmt: skip
+        tokens = self.prompt_tokens[-1] if prompt_tokens is None else whole("prompt_tokens", prompt_tokens, least=0)
+        point = Point(whole("height", height), whole("width", width), whole("batch", batch), tokens, self.tile)
         sides = self.least, self.most
-        spans = {"batch": self.batches, "tokens": self.tokens, "height": sides, "width": sides}
+        spans = {"batch": self.batches, "prompt_tokens": self.prompt_tokens, "height": sides, "width": sides}
         for name, span in spans.items():
-            value, low, high = getattr(point, name), span[0], span[-1]
+            value, low, high = tokens if name == "prompt_tokens" else getattr(point, name), span[0], span[-1]
             if high and not low <= value <= high:  # tokens of 0 alone make no difference
                 raise ValueError(f"{name}: want {low} to {high}, which the formula is of, got {value}")
         if not self._shaped(point):
@@ -170,11 +167,12 @@ class Domain:
             raise ValueError(
                 f"height, width: want sides of 1:{self.ratio} at most, which the formula is of, got {shape}"
             )
-        return point if len(self.tokens) > 1 else point._replace(tokens=0)
+        return point if len(self.prompt_tokens) > 1 else point._replace(tokens=0)
 
     def __str__(self) -> str:
         batch = f"{self.batches[0]} to {self.batches[-1]}" if len(self.batches) > 1 else str(self.batches[0])
-        tokens = f", prompts of {self.tokens[0]} to {self.tokens[-1]} tokens" if len(self.tokens) > 1 else ""
+        fewest, *_, most = (*self.prompt_tokens, self.prompt_tokens[-1])
+        tokens = f", prompts of {fewest} to {most} tokens" * (fewest < most)
         return (
             f"H and W {self.least} to {self.most} in steps of {self.step} up to 1:{self.ratio}, batches of"
             f" {batch}{tokens}{f', h and w up to {self.tile}' * bool(self.tile)}"
@@ -306,27 +304,27 @@ class Form:
     median: float
     between: Between = field(default_factory=Between)
 
-    def piece(self, height: int, width: int, batch: int = 1, tokens: int | None = None) -> Piece:
+    def piece(self, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None) -> Piece:
         """The piece that a point lies in; ValueError outside of the domain."""
-        return self._find(self.domain.check(height, width, batch, tokens))
+        return self._find(self.domain.check(height, width, batch, prompt_tokens))
 
     def _find(self, point: Point) -> Piece:
         return next(piece for piece in self.pieces if piece.holds(point))
 
-    def predict(self, height: int, width: int, batch: int = 1, tokens: int | None = None) -> int:
+    def predict(self, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None) -> int:
         """Bytes. Sizes in pixels, whole numbers within the domain; tokens of the prompt, by default the most."""
-        point = self.domain.check(height, width, batch, tokens)
+        point = self.domain.check(height, width, batch, prompt_tokens)
         return round(self._find(point).value(point))
 
-    def upper(self, height: int, width: int, batch: int = 1, tokens: int | None = None) -> int:
+    def upper(self, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None) -> int:
         """Bytes: no peak of the points that were played is above it. Between the domain's steps it is that of the next
         larger sides, times what `between` says: many such points were played too, but not all."""
-        return math.ceil(self._bounds(self.domain.check(height, width, batch, tokens))[1])
+        return math.ceil(self._bounds(self.domain.check(height, width, batch, prompt_tokens))[1])
 
-    def lower(self, height: int, width: int, batch: int = 1, tokens: int | None = None) -> int:
+    def lower(self, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None) -> int:
         """Bytes: no peak of the points that were played is below it. Between the domain's steps it is that of the next
         smaller sides, times what `between` says."""
-        return math.floor(self._bounds(self.domain.check(height, width, batch, tokens))[0])
+        return math.floor(self._bounds(self.domain.check(height, width, batch, prompt_tokens))[0])
 
     def _bounds(self, point: Point) -> tuple[float, float]:
         less, more = self.domain.around(point)
@@ -367,7 +365,7 @@ class Form:
 
     def _in_mib(self, law: Polynomial) -> str:
         """A polynomial for people, without what adds less than 0.1 MiB anywhere in the domain."""
-        side, batch, tokens = self.domain.most, self.domain.batches[-1], self.domain.tokens[-1]
+        side, batch, tokens = self.domain.most, self.domain.batches[-1], self.domain.prompt_tokens[-1]
         most = Point(side, side, batch, tokens, self.domain.tile)
         scaled = {
             power: float(value) * POWERS[power].unit / MIB for power, value in law.items()
@@ -392,15 +390,16 @@ class Form:
     __repr__ = __str__
 
     def python(self, function: str) -> str:
-        """A Python function of that name, of height, width, batch and, where it matters, tokens: (least, likely, most)
-        bytes, as `lower`, `predict` and `upper` give them; ValueError outside of the domain."""
+        """A Python function of that name, of height, width, batch and, where it matters, prompt_tokens: (least, likely,
+        most) bytes, as `lower`, `predict` and `upper` give them; ValueError outside of the domain."""
         domain, (_, below, above) = self.domain, self.between
-        names = [f"batch={domain.batches[0]}", f"tokens={domain.tokens[-1]}"][: 1 + (len(domain.tokens) > 1)]
+        fewest, *_, most = (*domain.prompt_tokens, domain.prompt_tokens[-1])
+        names = [f"batch={domain.batches[0]}", *[f"prompt_tokens={most}"] * (fewest < most)]
         inside = [
             f"{domain.least} <= min(height, width)",
             f"max(height, width) <= min({domain.most}, {domain.ratio} * min(height, width))",
             f"{domain.batches[0]} <= batch <= {domain.batches[-1]}",
-            *([f"{domain.tokens[0]} <= tokens <= {domain.tokens[-1]}"] if len(domain.tokens) > 1 else []),
+            *[f"{fewest} <= prompt_tokens <= {most}"] * (fewest < most),
         ]
         lines = [
             f"def {function}(height, width, {', '.join(names)}):",
@@ -411,6 +410,7 @@ class Form:
             f"    if not ({' and '.join(inside)}):",
             f"        raise ValueError(f'want {domain}; got {{height}}x{{width}}, batch {{batch}}')",
             *([f"    tile = {domain.tile}"] if domain.tile else []),
+            *["    tokens = prompt_tokens"] * (fewest < most),
             "",
             "    def around(side):  # the next sides that were played",
             f"        less = side if side == {domain.most} else side - (side - {domain.least}) % {domain.step}",
