@@ -1079,6 +1079,21 @@ def test_what_fits_is_at_least_the_least():
     assert p.fits and p.least_reserved <= p.available < p.peak_reserved
 
 
+def test_the_largest_in_tiles_is_found_in_a_few_plays(monkeypatch):
+    """None of more pixels than are played in seconds; to a 64th of the sides."""
+    played = list[tuple[int, int]]()
+
+    def play(question):
+        played.append((question.job.height, question.job.width))
+        return Prediction(question)
+
+    monkeypatch.setattr("vaemem.prediction.predict.Prediction", play)
+    asked = {"dtype": "float16", "gpu": "RTX 4060", "tile": 512, "safe": False}
+    with pytest.warns(RuntimeWarning, match="5760x5760 fits, and larger images were not looked at"):
+        assert predict_largest("sdxl", "decode_tiled", **asked) == (5760, 5760)
+    assert len(played) <= 8 and max(height * width for height, width in played) <= 8192 * 4096
+
+
 def test_the_end_of_the_search_is_told(monkeypatch, capsys):
     """ComfyUI puts its tiles together in the host's memory: no image is too large for the card."""
     asked = {"runtime": "comfyui", "gpu": "RTX 4060", "aspect": 1 / 16}

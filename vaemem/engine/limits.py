@@ -227,14 +227,14 @@ class Plans:
 
 def largest_size(
     fits: Callable[[int, int], bool], factor: int, aspect: float, most: int = LARGEST_SIDE, *,
-    around: Callable[[int], range] = lambda n: range(n, n), every: bool = False,
+    around: Callable[[int], range] = lambda n: range(n, n), every: bool = False, grain: int | None = None,
 ) -> tuple[int, int] | None:  # fmt: skip
     """(height, width) of the largest image that fits, sides multiples of `factor`, `most` pixels at most; None where
     none does.
 
     What fits does not always grow with the size. `around` has the long sides, in factors, that are to be looked at one
     by one, given the one that bisection finds: the largest of them that fits is taken, or with `every` the one up to
-    which all of them do.
+    which all of them do. With a `grain` bisection ends when the sides are known to that part of them, 64 for a 64th.
     """
 
     def size(long: int) -> tuple[int, int]:
@@ -245,7 +245,7 @@ def largest_size(
     low, high, end = 0, 64, most // factor
     while high <= end and fits(*size(high)):
         low, high = high, min(high * 2, end + 1)
-    while high - low > 1:
+    while high - low > 1 + (low // grain if grain else 0):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(*size(middle)) else (low, middle)
     if low:

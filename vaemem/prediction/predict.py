@@ -31,7 +31,9 @@ from vaemem.prediction.seconds import Seconds
 from vaemem.prediction.usual import FIXED, OVERFLOWING, SENDING, WANS, held_by, usual_dtypes
 from vaemem.prediction.verdict import DOES_NOT_FIT, FITS
 
-TILED_SIDE = 1 << 14  # pixels: no further in tiles, where a larger image may take no more
+# No further in tiles, where a larger image may take no more: pixels a side, and pixels in all, which take seconds to
+# play. So bisection ends at this part of the sides.
+TILED_SIDE, TILED_PIXELS, TILED_GRAIN = 1 << 14, 1 << 25, 64
 SMALL_TILE = 512  # pixels: of the tiles that are advised where the usual ones do not cut the image
 
 
@@ -479,7 +481,8 @@ def predict_largest(
     -----
     RuntimeWarning
         Where the search ended before the card was full, so that larger images may fit: tiled ops are looked at up to
-        16,384 pixels a side, and as far as they can be played (65,536 tiles, 4,194,304 steps).
+        16,384 pixels a side and 33,554,432 in all (8192x4096), and as far as they can be played (65,536 tiles,
+        4,194,304 steps).
 
     Notes
     -----
@@ -487,7 +490,8 @@ def predict_largest(
     smaller.
 
     What PyTorch takes does not always grow with the size, since cuDNN plans each size by itself. So all sizes three
-    tenths around what bisection finds are predicted one by one; for tiled ops, which take long, bisection decides.
+    tenths around what bisection finds are predicted one by one; for tiled ops, which take long, bisection decides, to a
+    64th of the sides.
     Images of another shape, even of fewer pixels, may not fit.
 
     Examples
@@ -513,6 +517,8 @@ def _largest(question: Question, aspect: float, every: bool) -> tuple[int, int]:
 
     def fits(height: int, width: int) -> bool:
         try:
+            if job.is_tiled and height * width > TILED_PIXELS:
+                raise OverflowError("more than is looked at")
             if Prediction(question.at(height, width)).fits:
                 return True
             refused[height, width] = True
@@ -524,6 +530,7 @@ def _largest(question: Question, aspect: float, every: bool) -> tuple[int, int]:
     found = largest_size(
         fits, factor, aspect, TILED_SIDE if tiled else LARGEST_SIDE,
         around=lambda n: range(n, n) if tiled else range(n - n * 3 // 10, n + n * 3 // 10 + 1), every=every,
+        grain=TILED_GRAIN if tiled else None,
     )  # fmt: skip
     if found and not (refused and refused[min(refused)]):
         what = f"predict_largest: {found[0]}x{found[1]} fits, and larger images were not looked at"
