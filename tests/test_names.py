@@ -1,6 +1,7 @@
 """Names as people write them: of models, pipelines and types of numbers, and what a refusal says."""
 
 import json
+import re
 
 import ml_dtypes
 import numpy as np
@@ -8,9 +9,11 @@ import pytest
 
 import vaemem
 from vaemem import VAE, predict, predict_pipeline, sweep
+from vaemem.__main__ import main
 from vaemem._common import DTYPES, SPELT_DTYPES, choose, letters, meant
-from vaemem.engine.configs import SAMPLE_SIZES, SPELT_MODELS, config_of, known_arch, named_model
-from vaemem.pipelines.components import PIPELINES, SPELT_PIPELINES
+from vaemem.engine.configs import SAMPLE_SIZES, config_of, known_arch, named_model
+from vaemem.engine.names import find_called, whole_names
+from vaemem.pipelines.components import PIPELINES, known_pipeline
 from vaemem.prediction.process import SimulatedProcess
 
 
@@ -97,7 +100,8 @@ def test_a_file_is_no_name(tmp_path, monkeypatch):
         (lambda: VAE.random("Flux3"), r"model: want one of .*, got 'Flux3' \(the nearest is flux2?\)"),
         (lambda: VAE.random(None), "model: want one of .*, got None"),
         (lambda: predict_pipeline("sdx", 512, 512), "pipeline: want one of .*, got 'sdx' .the nearest is sdxl"),
-        (lambda: choose("x", "ab", "abc"), "x: want one of a, b, c, got 'ab'$"),
+        (lambda: choose("x", "zz", "abc"), "x: want one of a, b, c, got 'zz'$"),
+        (lambda: choose("op", "decoed", ("encode", "decode")), r"want encode or decode, .* \(the nearest is decode\)"),
     ],
 )
 def test_refusals(call, said):
@@ -106,19 +110,115 @@ def test_refusals(call, said):
 
 
 def test_no_name_means_two_things():
-    # repositories that are called as the model is
-    same = {
-        "zimageturbo",
-        "flux2klein9b",
-        "qwenimage",
-        "qwenimage21",
-        "hunyuanimage21",
-        "wan22",
-        "taesd",
-        "taef1",
-        "taef2",
-    }
-    for known, also in ((DTYPES, SPELT_DTYPES), (SAMPLE_SIZES, SPELT_MODELS), (PIPELINES, SPELT_PIPELINES)):
-        plain = [letters(name) for name in known]
-        assert len(set(plain)) == len(plain) and not set(also) & set(plain) - same
+    for known, also in (
+        (DTYPES, SPELT_DTYPES), (SAMPLE_SIZES, whole_names("vae")), (PIPELINES, whole_names("pipeline"))
+    ):  # fmt: skip
+        plain = {letters(name): name for name in known}
+        assert len(plain) == len(known)
         assert set(also.values()) <= set(known) and all(letters(name) == name for name in also)
+    models = {letters(name): name for name in SAMPLE_SIZES}
+    assert all(models.get(name, vae) == vae for name, vae in whole_names("vae").items())
+
+
+# Repositories whose VAE is known, with what `fits` and `pipeline` know of them.
+SHARED = [
+    ("stabilityai/stable-diffusion-2-1", "sd15", ""), ("stabilityai/sd-turbo", "sd15", ""),
+    ("Kwai-Kolors/Kolors-diffusers", "sdxl", ""), ("PixArt-alpha/PixArt-Sigma-XL-2-1024-MS", "sdxl", ""),
+    ("PixArt-alpha/PixArt-XL-2-1024-MS", "sd15", ""), ("segmind/SSD-1B", "sdxl", ""),
+    ("OnomaAIResearch/Illustrious-xl-early-release-v0", "sdxl", "sdxl"), ("Illustrious", "sdxl", "sdxl"),
+    ("AstraliteHeart/pony-diffusion-v6-xl", "sdxl", "sdxl"), ("Pony", "sdxl", "sdxl"),
+    ("RunDiffusion/Juggernaut-XL-v9", "sdxl", "sdxl"), ("RunDiffusion/Juggernaut-XI-v11", "sdxl", "sdxl"),
+    ("SG161222/RealVisXL_V4.0", "sdxl", "sdxl"), ("SG161222/RealVisXL_V5.0", "sdxl", "sdxl"),
+    ("lodestones/Chroma1-HD", "flux", ""), ("Alpha-VLLM/Lumina-Image-2.0", "flux", ""),
+    ("HiDream-ai/HiDream-I1-Full", "flux", ""), ("Qwen/Qwen-Image-Edit-2511", "qwen-image", ""),
+    ("Wan-AI/Wan2.2-T2V-A14B-Diffusers", "wan2.1", ""), ("wan-ai/wan2.2-i2v-a14b", "wan2.1", ""),
+    ("someone/FLUX.1-dev", "flux", "flux"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("written, vae, pipeline", SHARED)
+def test_models_that_have_anothers_vae(written, vae, pipeline):
+    """They are answered for that VAE, and the answer says so."""
+    found = predict(written, "decode", 64, 64, dtype="float32")
+    assert found.model == vae and found.allocated == predict(vae, "decode", 64, 64, dtype="float32").allocated
+    assert f"Model: {written} has " in str(found) and "'s VAE, which this is about." in str(found)
+    if pipeline:
+        assert known_pipeline("pipeline", written) == pipeline
+    else:
+        with pytest.raises(
+            ValueError, match=r"pipeline: want one of sd15, .*only the VAE \(.*\) of this model is known"
+        ):
+            predict_pipeline(written, 512, 512)
+
+
+def test_a_pipeline_of_anothers_modules_says_so():
+    said = predict_pipeline("RunDiffusion/Juggernaut-XL-v9", 512, 512, gpu="T4")
+    assert said.pipeline == "sdxl" and said.phases == predict_pipeline("sdxl", 512, 512, gpu="T4").phases
+    assert "Juggernaut-XL-v9 has SDXL's pipeline, which this is about" in str(said)
+    assert predict_pipeline("SDXL", 512, 512, gpu="T4").notes == predict_pipeline("sdxl", 512, 512, gpu="T4").notes
+    plan = vaemem.plan_pipeline("Illustrious", 512, 512, gpu="T4")
+    assert "Illustrious has SDXL's pipeline, which this is about" in str(plan)
+
+
+@pytest.mark.parametrize("name", [*SAMPLE_SIZES, *PIPELINES, "black-forest-labs/FLUX.2-klein-4B", "klein"])
+def test_every_name_is_known_to_all_commands(name):
+    """A VAE's name, or a pipeline's, is answered or refused with what is known; never as an unknown one."""
+    assert named_model("model", name.upper()) in SAMPLE_SIZES
+    try:
+        assert known_pipeline("pipeline", name.title()) in PIPELINES
+    except ValueError as error:
+        assert "only the VAE" in str(error)
+    assert not (find_called(name) or find_called("sd1")).why
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Sana",
+        "Efficient-Large-Model/Sana_1600M_1024px_diffusers",
+        "Efficient-Large-Model/SANA1.5_4.8B_1024px_diffusers",
+    ],
+)
+def test_a_model_of_another_architecture_says_so(name):
+    for call in (
+        lambda: predict(name, "decode", 64, 64),
+        lambda: VAE.random(name),
+        lambda: predict_pipeline(name, 64, 64),
+    ):
+        with pytest.raises(ValueError, match=r"(model|pipeline): Sana's VAE is an AutoencoderDC, another architecture"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["fits", "SDXL", "Decode", "512", "--runtime", "ComfyUI", "--gpu", "rtx 4090"],
+        ["fits", "sdxl", "decode-tiled", "512", "--dtype", "FP16", "--os", "Linux"],
+        ["pipeline", "Stable-Diffusion-XL-Base-1.0", "512", "--runtime", "Diffusers", "--offload", "Model"],
+    ],
+)
+def test_the_command_line_does_not_mind_case(words, capsys):
+    assert main(words) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["fits", "sdxl", "decoed", "512"], r"op: want one of encode, .*, got 'decoed' \(the nearest is decode\)"),
+        (["estimate", "sdxl", "decoed", "512"], r"op: want encode or decode, got 'decoed' \(the nearest is decode\)"),
+        (["pipeline", "sdxl", "512", "--offload", "modle"], r"offload: want one of .*'modle' \(the nearest is model\)"),
+        (["pipeline", "sdxl", "512", "--vae", "tield"], r"vae: want one of .*'tield' \(the nearest is tiled\)"),
+        (["fits", "sdxl", "decode", "512", "--runtime", "comfy"], r"--runtime: .*'comfy' \(the nearest is comfyui\)"),
+    ],
+)
+def test_typos_get_the_nearest_name(words, said, capsys):
+    assert main_status(words) == 2
+    assert re.search(said, capsys.readouterr().err)
+
+
+def main_status(words: list[str]) -> int:
+    """A command's exit status, however it ends."""
+    try:
+        return main(words)
+    except SystemExit as end:
+        return end.code

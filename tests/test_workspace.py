@@ -50,6 +50,14 @@ NAMES = [
     ("3060 mobile", "NVIDIA GeForce RTX 3060 Laptop GPU"),
     ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", "NVIDIA A100-SXM4-80GB MIG 3g.40gb"),
     ("h100 MIG 1g.10gb", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"),
+    ("A800", "NVIDIA A800-SXM4-80GB"),
+    ("H800", "NVIDIA H800"),
+    ("H20", "NVIDIA H20"),
+    ("5090D", "NVIDIA GeForce RTX 5090 D"),
+    ("RTX 5090 D V2", "NVIDIA GeForce RTX 5090 D v2"),
+    ("RTX 5050", "NVIDIA GeForce RTX 5050"),
+    ("A1000", "NVIDIA RTX A1000"),
+    ("RTX PRO 5000", "NVIDIA RTX PRO 5000 Blackwell"),
 ]
 # What cuDNN 9.28's device descriptor wants (earlier ones want fewer).
 KEYS = {
@@ -73,6 +81,26 @@ def test_every_gpu_has_what_cudnn_wants_and_a_source(name):
     assert set(json.loads(gpu.device_json)) == KEYS
     assert gpu.properties["deviceVer"] == gpu.sm * 10
     assert gpu.source and gpu.total_memory >= 4 << 30
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("A801", r"nearest: NVIDIA A800-SXM4-80GB, NVIDIA A100-SXM4-80GB\)$"),  # no Arc A580
+        (
+            "rx 7900 xtz",
+            r"with its memory it is answered coarsely \(nearest: AMD Radeon RX 7900 XT, AMD Radeon RX 7900 XTX",
+        ),
+        ("Intel Arc B57", r"with its memory it is answered coarsely \(nearest: Intel Arc B570"),
+        ("Strix Halo", "of which nothing is listed: with its memory it is answered coarsely"),
+    ],
+)
+def test_the_nearest_name_is_one_of_the_same_maker(asked, said):
+    with pytest.raises(ValueError, match=said) as caught:
+        find_gpu(asked)
+    made = {name for name in ("NVIDIA", "AMD", "Intel") if f"{name} " in str(caught.value).partition("; got")[2]}
+    assert len(made - {"Intel"} if asked.startswith("Intel") else made) <= 1
+    assert find_gpu("Strix Halo", "96 GB").coarse and find_gpu("Radeon 8060S", "64 GB").total_memory == 64 << 30
 
 
 def test_no_two_cards_go_by_one_name():

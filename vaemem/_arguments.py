@@ -4,8 +4,9 @@
 
 model of a VAE : str or dict
     ``"sd15"``, ``"sdxl"``, ``"flux"``, ``"sd3"``, ``"zimage"``, ``"cogview4"``, ``"playground-v2.5"``, ``"flux2"``,
-    ``"flux2-small"``, as people write them (``"SD 1.5"``, ``"stabilityai/sdxl-vae"``), or another's config,
-    AutoencoderKL or AutoencoderKLFlux2 (a dict, or a path).
+    ``"flux2-small"``, as people write them (``"SD 1.5"``, ``"stabilityai/sdxl-vae"``), a model that has the same VAE
+    (``"Kwai-Kolors/Kolors"``: the answer says whose it is), or another's config, AutoencoderKL or AutoencoderKLFlux2 (a
+    dict, or a path).
 op of a VAE : str
     ``"encode"``, ``"decode"``, ``"encode_tiled"`` or ``"decode_tiled"``.
 dtype of a VAE : str, optional
@@ -42,7 +43,8 @@ cudnn_version, torch_version : str, optional
     `Prediction.substitutions` say so.
 pipeline : str
     ``"sd15"``, ``"sdxl"``, ``"flux"``, ``"flux-schnell"``, ``"zimage-turbo"``, ``"flux2"``,
-    ``"flux2-klein"`` or ``"flux2-klein-9b"``.
+    ``"flux2-klein"`` or ``"flux2-klein-9b"``; or a model that has the same modules, such as
+    ``"RunDiffusion/Juggernaut-XL-v9"``.
 prompt_tokens : int, optional
     How long the prompt is: 77 by default, and FLUX's 512, which is its max_sequence_length, at most 8192. SD 1.5 and
     SDXL pad to 77 and encode longer prompts in parts of so many.

@@ -90,11 +90,11 @@ def encoded_channels(arch: Mapping[str, Any]) -> int:
 
 
 def choose(argument: str, value: Any, among: Iterable[str]) -> None:
-    """ValueError where an argument's value is not one of those that there are; it says which of many is the nearest."""
+    """ValueError where an argument's value is not one of those that there are; it says which is the nearest."""
     known = tuple(among)
     if value not in known:
         wanted = " or ".join(known) if len(known) == 2 else f"one of {', '.join(known)}"
-        near = difflib.get_close_matches(str(value).casefold(), known, 1) if len(known) > 4 else []
+        near = difflib.get_close_matches(str(value).casefold(), known, 1)
         raise ValueError(f"{argument}: want {wanted}, got {value!r}{f' (the nearest is {near[0]})' if near else ''}")
 
 

@@ -24,7 +24,20 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import vaemem
 from vaemem._arguments import described
-from vaemem._common import ELEMENT_BYTES, MIB, OPS, Message, Named, check_writable, choose, need, render, saved, write
+from vaemem._common import (
+    ELEMENT_BYTES,
+    MIB,
+    OPS,
+    Message,
+    Named,
+    check_writable,
+    choose,
+    letters,
+    need,
+    render,
+    saved,
+    write,
+)
 from vaemem.cli.flags import FLAGS, WORDS, FlagSettings, Later, count
 from vaemem.cli.progress import show_progress
 
@@ -495,6 +508,13 @@ class _Parser(argparse.ArgumentParser):
         if others:
             self.error(f"want nothing more, got {' '.join(others)}")
         return found, others
+
+    def _get_value(self, action: argparse.Action, text: str) -> Any:
+        """One of the choices however it is written."""
+        value = super()._get_value(action, text)
+        if action.choices is None or action.nargs == argparse.PARSER or not isinstance(value, str):
+            return value
+        return {letters(choice): choice for choice in action.choices}.get(letters(value), value)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None:

@@ -15,6 +15,7 @@ import numpy as np
 from vaemem import _core
 from vaemem._common import letters, meant
 from vaemem.engine.arguments import as_path
+from vaemem.engine.names import find_called
 
 Arch = dict[str, Any]
 Config = str | os.PathLike[str] | Mapping[str, Any]  # a path, or contents
@@ -59,38 +60,6 @@ _BLOCK_TYPES = {"down_block_types": "DownEncoderBlock2D", "up_block_types": "UpD
 # Says nothing about the arithmetic: tile size (`sample_size_of`) and precision are chosen by whoever runs the model;
 # momentum is for training.
 _IGNORED = ("name", "sample_size", "force_upcast", "batch_norm_momentum")
-# What people call the models beside: short names, and repositories on the Hub whose VAE has that config.
-_CALLED = {
-    "sd15": "sd1 sd14 runwayml/stable-diffusion-v1-5 stable-diffusion-v1-5/stable-diffusion-v1-5"
-    " CompVis/stable-diffusion-v1-4 stabilityai/sd-vae-ft-mse stabilityai/sd-vae-ft-ema",
-    "sdxl": "stabilityai/sdxl-vae madebyollin/sdxl-vae-fp16-fix stabilityai/sdxl-turbo"
-    " stabilityai/stable-diffusion-xl-base-1.0"
-    " stabilityai/stable-diffusion-xl-refiner-1.0",
-    "flux": "flux1 flux-dev flux-schnell black-forest-labs/FLUX.1-dev black-forest-labs/FLUX.1-schnell"
-    " black-forest-labs/FLUX.1-Fill-dev black-forest-labs/FLUX.1-Kontext-dev black-forest-labs/FLUX.1-Krea-dev",
-    "sd3": "sd35 stabilityai/stable-diffusion-3-medium stabilityai/stable-diffusion-3-medium-diffusers"
-    " stabilityai/stable-diffusion-3.5-medium stabilityai/stable-diffusion-3.5-large"
-    " stabilityai/stable-diffusion-3.5-large-turbo",
-    "zimage": "zimage-turbo Tongyi-MAI/Z-Image-Turbo",
-    "cogview4": "THUDM/CogView4-6B zai-org/CogView4-6B",
-    "playground-v2.5": "playground playgroundai/playground-v2.5-1024px-aesthetic",
-    "flux2": "flux2-dev black-forest-labs/FLUX.2-dev",
-    "wan2.2": "wan22 Wan-AI/Wan2.2-TI2V-5B Wan-AI/Wan2.2-TI2V-5B-Diffusers",
-    "qwen-image-2.1": "qwen21 Qwen/Qwen-Image-2.1",
-    "hunyuanimage-2.1": "hunyuanimage hunyuan-image tencent/HunyuanImage-2.1"
-    " hunyuanvideo-community/HunyuanImage-2.1-Diffusers",
-    "qwen-image": "qwen Qwen/Qwen-Image Qwen/Qwen-Image-Edit Qwen/Qwen-Image-2512 wan wan2.1 Wan-AI/Wan2.1-T2V-1.3B"
-    " Wan-AI/Wan2.1-T2V-14B Wan-AI/Wan2.1-T2V-1.3B-Diffusers Wan-AI/Wan2.1-T2V-14B-Diffusers",
-    "taesd": "taesdxl taexl madebyollin/taesd madebyollin/taesdxl",
-    "taef1": "taesd3 madebyollin/taef1 madebyollin/taesd3",
-    "taef2": "madebyollin/taef2",
-}
-SPELT_MODELS = {
-    letters(said): model
-    for model, names in _CALLED.items()
-    for name in names.split()
-    for said in (name, name.rpartition("/")[2])
-}
 SAMPLE_SIZES = dict.fromkeys(_core.models(), 1024) | {"sd15": 512, "hunyuanimage-2.1": 384}
 SAMPLE_SIZES |= dict.fromkeys(("qwen-image", "wan2.2", "qwen-image-2.1"), 256)
 SAMPLE_SIZES |= {name: 512 for name, arch in _core.models().items() if arch.get("family") == "tiny"}
@@ -182,8 +151,14 @@ def known_arch(model: str) -> Arch:
 
 def named_model(argument: str, model: Any, *others: str) -> str:
     """The name that the core has for a model, as people write it: ``"SD 1.5"``, ``"FLUX.1-dev"``, or the repository on
-    the Hub, ``"stabilityai/sdxl-vae"``; ValueError where it has none. others: what else is wanted, in words."""
-    return meant(argument, model, (*SAMPLE_SIZES, *others), SPELT_MODELS)
+    the Hub, ``"stabilityai/sdxl-vae"``; ValueError where it has none. A model that has another's VAE goes by that.
+    others: what else is wanted, in words."""
+    if not isinstance(model, str) or letters(model) not in map(letters, SAMPLE_SIZES):
+        if called := find_called(model):
+            if called.why:
+                raise ValueError(f"{argument}: {called.why}, got {model!r}")
+            return called.vae
+    return meant(argument, model, (*SAMPLE_SIZES, *others), {})
 
 
 def named_sample_size(model: str) -> int:

@@ -236,8 +236,7 @@ class PipelineQuestion(Asked):
                 choose("offload", role, self.pipeline.parts)
                 choose(f"offload[{role!r}]", place, ("cpu", "cuda"))
             on_cpu, offload = tuple(role for role, place in offload.items() if place == "cpu"), "none"
-        choose("offload", offload, OFFLOADS)
-        choose("vae", vae, VAE_WAYS)
+        offload, vae = meant("offload", offload, OFFLOADS), meant("vae", vae, VAE_WAYS)
         if (vae == "vaemem") != (vae_memory_limit is not None):
             got = f" and with that alone, got {vae_memory_limit!r} with {vae!r}"
             raise ValueError(Message("vae_memory_limit: want it with ", Named("vae", "vaemem"), got))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from vaemem import _core
 from vaemem._common import Message, Named, letters, meant
+from vaemem.engine.names import find_called
 from vaemem.pipelines.programs import Weight, load_program
 from vaemem.prediction.runtimes import architecture
 
@@ -157,27 +158,21 @@ PIPELINES = {
         parts={**_KLEIN.parts, "text_encoder": "qwen3-8b-flux2", "transformer": "flux2-klein-9b-transformer"},
     ),
 }  # fmt: skip
-# What people call pipelines beside: short names, and repositories on the Hub.
-SPELT_PIPELINES = {
-    letters(said): pipeline
-    for pipeline, names in {
-        "sd15": "sd1 stable-diffusion-v1-5/stable-diffusion-v1-5 runwayml/stable-diffusion-v1-5",
-        "sdxl": "stabilityai/stable-diffusion-xl-base-1.0",
-        "flux": "flux1 flux-dev black-forest-labs/FLUX.1-dev",
-        "flux-schnell": "black-forest-labs/FLUX.1-schnell",
-        "zimage-turbo": "zimage Tongyi-MAI/Z-Image-Turbo",
-        "flux2": "flux2-dev black-forest-labs/FLUX.2-dev",
-        "flux2-klein": "flux2-klein-4b klein black-forest-labs/FLUX.2-klein-4B",
-        "flux2-klein-9b": "klein-9b black-forest-labs/FLUX.2-klein-9B",
-    }.items()
-    for name in names.split()
-    for said in (name, name.rpartition("/")[2])
-}
 
 
 def known_pipeline(argument: str, name: Any) -> str:
     """The pipeline that is meant; a ValueError names the argument where there is none."""
-    return meant(argument, name, PIPELINES, SPELT_PIPELINES)
+    is_own = isinstance(name, str) and letters(name) in map(letters, PIPELINES)
+    called = None if is_own else find_called(name)
+    if called and called.pipeline:
+        return called.pipeline
+    vae = called.vae if called else next((vae for vae in _core.models() if letters(vae) == letters(str(name))), "")
+    if vae and not is_own:
+        known = f"only the VAE ({vae}) of this model is known, which vaemem fits and vaemem.predict answer for"
+        raise ValueError(f"{argument}: want one of {', '.join(PIPELINES)}, got {name!r}: {known}")
+    if called:
+        raise ValueError(f"{argument}: {called.why}, got {name!r}")
+    return meant(argument, name, PIPELINES, {})
 
 
 # Arguments that a runtime has no use for.

@@ -10,6 +10,7 @@ from typing import Any
 from vaemem._arguments import shared
 from vaemem._common import DTYPES, ELEMENT_BYTES, MIB, Message, Named, flag, listed, meant, real, whole
 from vaemem.engine.limits import parse_size
+from vaemem.engine.names import shared_note
 from vaemem.engine.weights import told_bytes
 from vaemem.pipelines import ways_mlx
 from vaemem.pipelines.asked import PipelineQuestion, ask_pipeline, parts_of
@@ -114,6 +115,7 @@ def plan_pipeline(
     >>> print(plan.recommended.seconds)
     32 s (19 to 52)
     """
+    taken = tuple(filter(None, [shared_note(pipeline, "pipeline")]))
     pipeline = known_pipeline("pipeline", pipeline)
     runtime = meant("runtime", runtime, PLANNED_RUNTIMES)
     guidance, image, flash = flag("guidance", guidance), flag("image", image), flag("flash", flash)
@@ -140,7 +142,8 @@ def plan_pipeline(
 
     dtype = known.dtype if dtype is None else meant("dtype", dtype, DTYPES)
     card = find_card(_any_card(memory, dtype) if gpu is None else gpu, None if gpu is None else memory, used, os)
-    notes = [] if gpu is not None else [f"No card was named: {card.gpu.name} stands for any of that memory."]
+    stands = [f"No card was named: {card.gpu.name} stands for any of that memory."] if gpu is None else []
+    notes = [*taken, *stands]
     available = card.available(CONTEXT if runtime == "diffusers" else running.SDCPP_CONTEXT)
     room = Room(available, host, time_limit)
     steps = known.steps if steps is None else whole("steps", steps)

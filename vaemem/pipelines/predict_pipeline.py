@@ -15,6 +15,7 @@ from typing import Any
 
 from vaemem._arguments import shared
 from vaemem._common import MIB, __version__, distinct, flag, html_table, meant, render, whole
+from vaemem.engine.names import shared_note
 from vaemem.pipelines.asked import OFFLOADS, PLACES, Part, PipelineQuestion, ask_pipeline
 from vaemem.pipelines.components import CLIP_TOKENS, PIPELINES, known_pipeline, refuse
 from vaemem.pipelines.pipeline_run import RunOutcome, play_pipeline
@@ -590,6 +591,7 @@ def predict_pipeline(
     >>> p.fits, p.bottleneck
     (True, 'decode')
     """
+    taken = tuple(filter(None, [shared_note(pipeline, "pipeline")]))
     pipeline = known_pipeline("pipeline", pipeline)
     runtime = meant("runtime", runtime, PREDICTED_RUNTIMES)
     guidance, image = flag("guidance", guidance), flag("image", image)
@@ -613,6 +615,7 @@ def predict_pipeline(
             "model": pipeline, "height": height, "width": width, "batch": batch, "tokens": prompt_tokens,
             "device": card.gpu.name, "versions": running.SDCPP_VERSION,
         }  # fmt: skip
+        ways = [way._replace(notes=(*way.notes, *taken)) for way in ways]
         available = card.available(running.SDCPP_CONTEXT)
         return GraphPrediction(asked, ways[0], available, card, flag("safe", safe), ways[-1])
     software = Software(torch_version=torch_version, cudnn_version=cudnn_version)
@@ -620,4 +623,6 @@ def predict_pipeline(
         pipeline, height, width, batch, find_card(gpu, memory, used, os), software, prompt_tokens=prompt_tokens,
         guidance=guidance, dtype=dtype, components=components, image=image, steps=steps, safe=flag("safe", safe),
     )  # fmt: skip
-    return PipelinePrediction(question.run_with(offload, vae, vae_memory_limit))
+    answer = PipelinePrediction(question.run_with(offload, vae, vae_memory_limit))
+    answer.notes += taken
+    return answer

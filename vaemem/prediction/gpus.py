@@ -84,8 +84,9 @@ _BRANDS = re.compile(r"nvidia|geforce|tesla|quadro|rtx|\bgpu\b|\bgeneration\b|[^
 _CAPABILITY = re.compile(r"sm_?(\d{1,2})(\d)a?|(?:compute capability )?(\d{1,2})\.(\d)")
 _SLICE = re.compile(r"(.+?)\W+mig\W+([1-7])g\.(\d+)gb(?:\+me)?")
 _SIZED = re.compile(r"(.+?)\W*(\d+)\s*gb")
+# Of other makers, by what names begin with.
 _OTHERS = {
-    "AMD": re.compile(r"amd|radeon|instinct|gfx\d|rx ?\d|mi\d"),
+    "AMD": re.compile(r"amd|radeon|instinct|gfx\d|rx ?\d|mi\d|strix|ryzen|80[456]0s"),
     "Intel": re.compile(r"intel|arc\b|xpu"),
     "Apple": re.compile(r"apple|m[1-9] (pro|max|ultra)"),
 }
@@ -152,10 +153,15 @@ def _find_coarse(name: str, size: int | None) -> Gpu | None:
     return card._replace(name=full, card=card.name, coarse=why, maker=kind.maker, rules=kind.rules)
 
 
+def _maker(name: str) -> str:
+    """Who made a card, by how its name begins; what names no other maker is NVIDIA's."""
+    text = name.strip().lower()
+    return next((maker for maker, begins in _OTHERS.items() if begins.match(text)), "NVIDIA")
+
+
 def _kind_of(text: str) -> _Kind | None:
     """The kind of a card that is not listed, by how its name begins; None where no such card is meant."""
-    maker = next((maker for maker, begins in _OTHERS.items() if begins.match(text)), None)
-    if maker:
+    if (maker := _maker(text)) != "NVIDIA":
         return _Kind(maker, "RTX 3090")
     return _Kind("NVIDIA", "T4", "possible") if _UNRECORDED.match(text) else None
 
@@ -292,14 +298,14 @@ def _capabilities() -> str:
 
 def _unknown(name: str) -> Message:
     """What to say of a name that is no card's."""
-    text, (_, cards, _) = name.strip().lower(), _table()
+    text, maker, (_, cards, _) = name.strip().lower(), _maker(name), _table()
     keys = {key: card.name for key, card in cards.items()} | {key: full for key, (full, *_) in _coarse().items()}
-    near = difflib.get_close_matches(_key(name), keys, n=3, cutoff=0.6)
+    keys = {key: full for key, full in keys.items() if _maker(full) == maker}
+    near = difflib.get_close_matches(_key(_MAKERS.sub("", text)), keys, n=3, cutoff=0.6)
+    nearest = f" (nearest: {', '.join(dict.fromkeys(keys[key] for key in near))})" if near else ""
     if _kind_of(text):
-        why = ", of which nothing is listed: with its memory it is answered coarsely"
-    elif near:
-        why = f" (nearest: {', '.join(dict.fromkeys(keys[key] for key in near))})"
+        why = f", of which nothing is listed: with its memory it is answered coarsely{nearest}"
     else:
-        why = f" (no name is near; compute capabilities: {_capabilities()})"
+        why = nearest or f" (no name is near; compute capabilities: {_capabilities()})"
     wanted = "gpu: want a card such as 'RTX 4090', or 'sm_89' with "
     return Message(wanted, Named("memory", "16 GB"), f"; got {name!r}{why}")

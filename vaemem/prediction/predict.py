@@ -223,7 +223,7 @@ class Prediction(SimulatedAnswer):
     def _basis(self) -> list[str]:
         """What the answer is of: a line each."""
         code = followed(self._question.job.arch, self._question.code)
-        lines = {"Asked": self._asked, "Followed": code, "Assumed": self.assumed}
+        lines = {"Asked": self._asked, "Model": self._question.taken, "Followed": code, "Assumed": self.assumed}
         if self._question.turns_black:
             lines["Pictures"] = f"black, for SDXL's own VAE overflows in float16; {FIXED} does not"
         if program := SENDING.get(self.runtime):

@@ -27,6 +27,7 @@ from vaemem._common import (
 )
 from vaemem.engine.configs import SAMPLE_SIZES, named_sample_size, sample_size_of
 from vaemem.engine.limits import parse_size
+from vaemem.engine.names import shared_note
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, benchmark
 from vaemem.prediction.gpus import CONTEXT, Gpu, find_gpu, known_gpu
 from vaemem.prediction.process import Reading, SimulatedProcess
@@ -227,10 +228,12 @@ def _called_by_comfyui(gpu: Gpu, software: Software) -> Workspace | None:
 
 @dataclass(frozen=True)
 class Question(Asked):
-    """What `vaemem.predict` is asked. assumed: which types were taken where none was named, and why; fixed: whether the
-    weights are SDXL's that do not overflow in float16; calibrate: rows that were measured on the card."""
+    """What `vaemem.predict` is asked. assumed: which types were taken where none was named, and why; taken: whose VAE
+    answers for the name that was given, where that is another model's; fixed: whether the weights are SDXL's that do
+    not overflow in float16; calibrate: rows that were measured on the card."""
 
     job: Job
+    taken: str = field(default="", kw_only=True)
     assumed: str = field(default="", kw_only=True)
     fixed: bool = field(default=False, kw_only=True)
     calibrate: Sequence[Mapping[str, Any]] = field(default=(), kw_only=True)
@@ -384,7 +387,7 @@ def ask(
     rows = () if calibrate is None else _measured_on(card.gpu, calibrate)
     question = Question(
         card, runs, job, workspace=workspace, assumed=assumed, fixed=is_fixed(model), safe=flag("safe", safe),
-        calibrate=rows,
+        calibrate=rows, taken=shared_note(model),
     )  # fmt: skip
     if rows:
         _ = question.machine  # refuses rows that cannot be
