@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from vaemem import _core
-from vaemem._common import choose
+from vaemem._common import ELEMENT_BYTES, choose
 from vaemem.prediction.cudnn import InstalledCudnn, installed_cudnn
 from vaemem.prediction.gpus import Gpu, find_gpu
 from vaemem.prediction.profiles import (
