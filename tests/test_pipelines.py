@@ -335,7 +335,10 @@ def test_a_card_that_comes_to_the_same_is_not_tried_again(plans, monkeypatch):
     [
         ({"pipeline": "sd16"}, "pipeline: want"),
         ({"height": 500}, "height: want a multiple of 8"),
-        ({"pipeline": "flux", "height": 1000}, "height: want a multiple of 16"),
+        ({"pipeline": "zimage-turbo", "height": 1000}, "height: want a multiple of 16"),
+        ({"pipeline": "flux", "height": 8}, "height: want a whole number of at least 16, got 8"),
+        ({"vae": "tiled 12"}, "vae: want the side of a tile, a multiple of 8 as in 'tiled 512', got 'tiled 12'"),
+        ({"vae": "tiled0"}, "vae: want one of whole, tiled, sliced, vaemem, got 'tiled0'"),
         ({"offload": "group"}, "offload: want"),
         ({"vae": "vaemem"}, "vae_memory_limit: want it"),
         ({"vae_memory_limit": "1 GB"}, "vae_memory_limit: want it"),
@@ -583,7 +586,7 @@ def test_formulas_in_a_notebook():
 @pytest.mark.parametrize(
     ("pipeline", "height", "given", "message"),
     [
-        ("flux", 1000, {}, "height: want a multiple of 16 up to 1048576 for flux, got 1000"),
+        ("zimage-turbo", 1000, {}, "height: want a multiple of 16 up to 1048576 for zimage-turbo, got 1000"),
         ("flux2-klein", 512, {"image": True}, "image: want none with flux2-klein, which takes images as tokens"),
         (
             "flux2-klein",
@@ -673,3 +676,32 @@ def test_sizes_of_numpy_are_pythons_integers():
     assert str(ours) == str(plain)
     for one in (ours, plain):
         assert all(type(phase.allocated) is int for phase in one.phases)
+
+
+@pytest.mark.parametrize("pipeline", ["flux", "flux-schnell", "flux2-klein"])
+def test_sizes_that_diffusers_makes_smaller_are_predicted_as_it_runs_them(pipeline):
+    """FluxPipeline and its like cut sides to multiples of 16: 1080x1920 becomes 1072x1920."""
+    p, smaller = (predict_pipeline(pipeline, h, 1920, gpu="H100", offload="model") for h in (1080, 1072))
+    assert p.phases == smaller.phases and p.rows() == smaller.rows()
+    assert p.summary.startswith("fits, at 1072x1920 as diffusers runs 1080x1920: ")
+    assert [note for note in p.notes if "1072x1920 of it, multiples of 16" in note]
+    assert "1080" not in repr(smaller) and not any("1072" in note for note in smaller.notes)
+
+
+def test_tiles_of_a_side_of_ones_own():
+    how = {"gpu": "RTX 3070", "offload": "model"}
+    whole, tiled, own = (
+        predict_pipeline("sdxl", 1024, 1024, vae=vae, **how) for vae in ("whole", "tiled", "tiled 512")
+    )
+    assert whole.phases[-1].total == tiled.phases[-1].total > own.phases[-1].total  # the config's tiles are of 1024
+    usual = predict_pipeline("sd15", 1024, 1024, vae="tiled", **how)
+    assert usual.phases == predict_pipeline("sd15", 1024, 1024, vae="tiled 512", **how).phases
+    assert any("vae.tile_sample_min_size = 512" in note for note in own.notes)
+
+
+def test_a_pipeline_with_sdxls_vae_in_float16_says_which():
+    p = predict_pipeline("sdxl", 1024, 1024, gpu="RTX 3070", components={"vae": "float16"})
+    fixed = "vae: madebyollin/sdxl-vae-fp16-fix in float16, for SDXL's own VAE overflows there, and pictures turn black"
+    assert fixed in p.notes
+    for given in ({}, {"components": {"vae": "float32"}}):
+        assert fixed not in predict_pipeline("sdxl", 1024, 1024, gpu="RTX 3070", **given).notes

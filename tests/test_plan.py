@@ -689,3 +689,21 @@ def test_a_vae_that_is_converted_to_float32_takes_as_long_as_in_float32():
     works = [one.way.phases[-1].work for one in (plain, converted)]
     assert works[1]["vae"] == pytest.approx(2 * works[0]["vae"], rel=0.01)
     assert works[1]["memory"] == pytest.approx(2 * works[0]["memory"], rel=0.01)
+
+
+def test_a_plan_tries_a_float16_vae_and_tiles_smaller_than_the_image():
+    plan = plan_pipeline("sdxl", 1024, 1024, gpu="RTX 3070", types=[None])
+    fixed, tiled = (plan[f"model offload, VAE {how}"] for how in ("whole in float16", "tiled 512"))
+    for one in (fixed, tiled):
+        p = predict_pipeline("sdxl", 1024, 1024, gpu="RTX 3070", **one.way.settings)
+        assert one.verdict == p.verdict == "fits" and [phase.total for phase in one.way.phases] == [
+            phase.total for phase in p.phases
+        ]
+    assert fixed.way.settings == {"offload": "model", "vae": "whole", "components": {"vae": "float16"}}
+    assert "madebyollin/sdxl-vae-fp16-fix" in fixed.way.changes and "blended" in tiled.way.changes
+    assert "model offload, VAE whole in float16 would take" in plan.reason
+    names = [one.way.name for one in plan_pipeline("sdxl", 512, 512, gpu="RTX 3070", types=[None]).outcomes]
+    assert not any("tiled" in name for name in names)
+    told = plan_pipeline("sdxl", 1024, 1024, gpu="RTX 3070", types=[None], components={"vae": "float32"})
+    assert not any("in float16" in one.way.name for one in told.outcomes)
+    assert any("VAE tiled" in one.way.name for one in plan_pipeline("sd15", 1024, 1024, gpu="RTX 3070").outcomes)

@@ -18,7 +18,8 @@ from vaemem.pipelines import programs
 from vaemem.pipelines.components import PIPELINES, VAE_STRIDE, Pipeline, weights_of
 from vaemem.pipelines.storage import BITSANDBYTES, FOUR_BITS, GGML, SPELT, TYPES, Stored, stored
 from vaemem.prediction.gpus import Gpu
-from vaemem.prediction.question import MOST_SIDE, Asked, Card, Software
+from vaemem.prediction.predict import SMALL_TILE
+from vaemem.prediction.question import MOST_SIDE, Asked, Card, Software, usual_tile
 
 MOST_TOKENS = 1 << 13  # of a prompt: diffusers' encoders take 77 or 512 at a time
 OFFLOADS = ("none", "model", "sequential")
@@ -208,6 +209,7 @@ class PipelineQuestion(Asked):
     on_cpu: tuple[str, ...] = ()
     vae: str = "whole"
     vae_limit: int = 0
+    made_of: str = ""  # the size that was asked for, if the pipeline makes another of it
 
     @property
     def pipeline(self) -> Pipeline:
@@ -220,6 +222,20 @@ class PipelineQuestion(Asked):
     def dtype(self) -> str:
         """What its denoiser computes in."""
         return self.part(self.pipeline.denoiser).dtype
+
+    @property
+    def tile(self) -> int:
+        """The side of the VAE's tiles in pixels, 0 where there are none."""
+        how, _, side = self.vae.partition(" ")
+        return (int(side) if side else usual_tile(self.part("vae").component)) if how == "tiled" else 0
+
+    @property
+    def tilings(self) -> list[str]:
+        """How the VAE may be run in tiles: the config's, or smaller ones where these do not cut the image."""
+        longest = max(self.height, self.width)
+        if longest > usual_tile(self.part("vae").component):
+            return ["tiled"]
+        return [f"tiled {SMALL_TILE}"] if longest > SMALL_TILE else []
 
     @property
     def resident(self) -> tuple[str, ...]:
@@ -236,7 +252,11 @@ class PipelineQuestion(Asked):
                 choose("offload", role, self.pipeline.parts)
                 choose(f"offload[{role!r}]", place, ("cpu", "cuda"))
             on_cpu, offload = tuple(role for role, place in offload.items() if place == "cpu"), "none"
-        offload, vae = meant("offload", offload, OFFLOADS), meant("vae", vae, VAE_WAYS)
+        offload = meant("offload", offload, OFFLOADS)
+        how, _, side = str(vae).partition(" ")
+        if how == "tiled" and side and not (side.isdecimal() and int(side) and int(side) % VAE_STRIDE == 0):
+            raise ValueError(f"vae: want the side of a tile, a multiple of {VAE_STRIDE} as in 'tiled 512', got {vae!r}")
+        vae = vae if how == "tiled" and side else meant("vae", vae, VAE_WAYS)
         if (vae == "vaemem") != (vae_memory_limit is not None):
             got = f" and with that alone, got {vae_memory_limit!r} with {vae!r}"
             raise ValueError(Message("vae_memory_limit: want it with ", Named("vae", "vaemem"), got))
@@ -281,9 +301,14 @@ def ask_pipeline(
             f"image: want none with {pipeline}, which takes images as tokens beside the prompt's, got True"
         )
     dtype = known.dtype if dtype is None else meant("dtype", dtype, DTYPES)
+    said = f"{height}x{width}"
+    if known.floors:
+        sides = {"height": height, "width": width}.items()
+        height, width = (whole(name, side, least=known.stride) // known.stride * known.stride for name, side in sides)
     height, width = image_sides(height, width, known.stride, f" for {pipeline}")
+    made_of = "" if said == f"{height}x{width}" else said
     tokens = known.tokens if prompt_tokens is None else whole("prompt_tokens", prompt_tokens, most=MOST_TOKENS)
     return PipelineQuestion(
         card, software, pipeline, height, width, whole("batch", batch), tokens, guidance, steps, image,
-        parts_of(known, dtype, components or {}), safe=safe,
+        parts_of(known, dtype, components or {}), safe=safe, made_of=made_of,
     )  # fmt: skip

@@ -45,6 +45,7 @@ class Pipeline(NamedTuple):
     optional: further parts, there where they are named; they stay on the device whatever is offloaded
     begins: whether there is a pipeline of its weights that begins with an image's latents
     read: the release of diffusers that it was read in
+    floors: whether it makes the next smaller size where sides are no multiples of `stride`; others refuse these
     """
 
     about: str
@@ -67,6 +68,7 @@ class Pipeline(NamedTuple):
     optional: Mapping[str, str] = {}
     begins: bool = True
     read: str = "0.33"
+    floors: bool = False
 
     @property
     def class_name(self) -> str:
@@ -107,7 +109,7 @@ _FLUX = Pipeline(
         "text_ids": (3, "t", "run"), "latent_image_ids": (3, "p", "run"), "timestep": (1, "n", "run"),
         "guidance": (1, "", "float32"),
     },
-    passes={"timestep / 1000": (1, "n", "run")},
+    passes={"timestep / 1000": (1, "n", "run")}, floors=True,
 )  # fmt: skip
 _FLUX2 = Pipeline(
     about="Flux2Pipeline of FLUX.2-dev",
@@ -119,7 +121,7 @@ _FLUX2 = Pipeline(
         "guidance": (1, "", "float32"),
     },
     passes={"timestep / 1000": (1, "n", "run")}, rescalers={"latents_bn_std": (128, "", "run")}, keeps_input=True,
-    begins=False, read="0.42",
+    begins=False, read="0.42", floors=True,
 )  # fmt: skip
 _KLEIN = _FLUX2._replace(
     about="Flux2KleinPipeline of FLUX.2-klein-4B", width=7680, steps=4,

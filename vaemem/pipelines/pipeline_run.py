@@ -24,7 +24,6 @@ from vaemem.prediction.benchmark import Names
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.planned import Phase
 from vaemem.prediction.process import ROUNDED_UP, LoadedVAE, Moment, PeakTensor, SimulatedProcess, Tensor, moments
-from vaemem.prediction.question import usual_tile
 from vaemem.prediction.runtimes import architecture
 
 PLAYED_STEPS = 2  # of the denoiser; the cache and the sizes are the same from the second one on
@@ -154,7 +153,7 @@ class PipelineRun:
     def _count_vae(self, op: str) -> int:
         """Counts the work of the VAE's call. Returns the side of its tiles in pixels, 0 where there are none."""
         asked, part = self.asked, self.parts["vae"]
-        tile = usual_tile(part.component) if asked.vae == "tiled" else 0
+        tile = asked.tile
         dtype = "float32" if part.upcast and asked.vae != "vaemem" else part.dtype
         counts = vae_counts(part.component, op, dtype, asked.height, asked.width, asked.batch, tile)
         names = ("host_flops",) if "vae" in asked.on_cpu else ("flops", "attended", "moved")

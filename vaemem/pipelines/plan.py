@@ -20,8 +20,9 @@ from vaemem.pipelines.storage import FOUR_BITS
 from vaemem.pipelines.ways import PipelinePlan, Room, outcome
 from vaemem.prediction.gpus import CONTEXT, Gpu, sold
 from vaemem.prediction.planned import Way
-from vaemem.prediction.question import Software, find_card, usual_tile
+from vaemem.prediction.question import Software, find_card
 from vaemem.prediction.seconds import Machine, cards_of, machine_of
+from vaemem.prediction.usual import FIXED
 
 PLANNED_RUNTIMES = ("diffusers", "sd.cpp", "mlx")
 # What vaemem's decode takes on a GPU beside its weights, in T = 128 * height * width * bytes of a number: 3.03 to 3.19
@@ -223,8 +224,7 @@ def diffusers_ways(
         "sequential offload": "sequential",
         "text encoders on CPU": {part.role: "cpu" for part in q.parts if part.role in pipeline.encoders},
     }
-    is_cut = max(q.height, q.width) > usual_tile(pipeline.parts["vae"])
-    by_torch = ["whole", *["sliced"] * (q.batch > 1), *["tiled"] * is_cut]
+    by_torch = ["whole", *["sliced"] * (q.batch > 1), *q.tilings, *["whole in float16"] * q.part("vae").upcast]
     full = 128 * q.height * q.width * ELEMENT_BYTES[q.part("vae").dtype]
     limit = f"{int((q.part('vae').nbytes + VAE_LIMIT * full) // MIB) + 1} MiB"  # vaemem decodes an image at a time
     found = []
@@ -238,14 +238,18 @@ def diffusers_ways(
                 continue
             # vaemem only decodes, and accelerate's hooks are PyTorch's modules' alone.
             for vae in by_torch if q.image or offload == "sequential" else [*by_torch, "vaemem"]:
-                settings: dict[str, Any] = {"offload": offload, "vae": vae}
-                settings |= {"components": given} if given else {}
-                how, changes = f"VAE {vae}", ["tiles are blended where they overlap"] * (vae == "tiled")
+                is_fixed = vae.endswith(" in float16")
+                held = {**given, "vae": "float16"} if is_fixed else given
+                settings: dict[str, Any] = {"offload": offload, "vae": vae.removesuffix(" in float16")}
+                settings |= {"components": held} if held else {}
+                how, changes = f"VAE {vae}", ["tiles are blended where they overlap"] * vae.startswith("tiled")
+                changes += [f"{FIXED} decodes it a little differently"] * is_fixed
                 if vae == "vaemem":
                     how, settings["vae_memory_limit"] = f"VAE by vaemem in {limit}", limit
                 if kind:
                     how, changes = f"{how}, {kind}", [*changes, f"weights in {kind} are rounded"]
-                p = PipelinePrediction(stored.run_with(offload, vae, settings.get("vae_memory_limit")))
+                run = replace(stored, parts=parts_of(pipeline, q.dtype, held)) if is_fixed else stored
+                p = PipelinePrediction(run.run_with(offload, settings["vae"], settings.get("vae_memory_limit")))
                 found.append(_way(p, f"{place}, {how}", settings, " and ".join(changes), machine))
     return found
 

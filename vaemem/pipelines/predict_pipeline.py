@@ -30,6 +30,7 @@ from vaemem.prediction.planned import Phase, Way
 from vaemem.prediction.process import ROUNDED_UP, Moment, PeakTensor
 from vaemem.prediction.question import Card, Software, find_card, usual_tile
 from vaemem.prediction.seconds import Machine, machine_of, peak, vae_work
+from vaemem.prediction.usual import FIXED, OVERFLOWING
 from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, TIGHT, CardAnswer, bar
 
 PREDICTED_RUNTIMES = ("diffusers", "sd.cpp")
@@ -288,6 +289,7 @@ class PipelinePrediction(_Phases):
         self._safe, self._unsure, self.coarse = q.safe, q.card.unsure, bool(q.card.gpu.coarse)
         self._card, self._has_version = q.card, q.software.has_version
         self._untried = BY_VAEMEM if q.vae == "vaemem" and "H100" not in q.card.gpu.name else ""
+        self._of = f", at {q.height}x{q.width} as diffusers runs {q.made_of}" if q.made_of else ""
         batch = f", {q.batch} images" if q.batch > 1 else ""
         on_cpu = f", {' and '.join(q.on_cpu)} on the CPU" if q.on_cpu else ""
         where = self._where = f"{q.card.gpu.name}, offload {q.offload}, VAE {q.vae}{on_cpu}"
@@ -329,8 +331,7 @@ class PipelinePrediction(_Phases):
         q, found = self._question, list[str]()
         if self.verdict == FITS:
             return found
-        is_cut = max(q.height, q.width) > usual_tile(q.part("vae").component)
-        for offload, vae in itertools.product(OFFLOADS, ("whole", *["tiled"] * is_cut)):
+        for offload, vae in itertools.product(OFFLOADS, ("whole", *q.tilings)):
             if (offload, vae) == (q.offload, q.vae):
                 continue
             with contextlib.suppress(ValueError):
@@ -425,9 +426,8 @@ class PipelinePrediction(_Phases):
         most = max(q.tokens, q.pipeline.most_tokens)
         tokens = (1, most // 4, most // 2, most) if q.pipeline.most_tokens > CLIP_TOKENS else (0,)
         play = functools.partial(_play_phases, q, self._process.workspace)
-        tile = usual_tile(q.part("vae").component) if q.vae == "tiled" else 0
         at = Point(q.height, q.width, q.batch, q.tokens if len(tokens) > 1 else 0)
-        return Formula(f"{q.name}, {self._where}", Domain(prompt_tokens=tokens, tile=tile), at, play)
+        return Formula(f"{q.name}, {self._where}", Domain(prompt_tokens=tokens, tile=q.tile), at, play)
 
     @functools.cached_property
     def least(self) -> int:
@@ -449,7 +449,9 @@ class PipelinePrediction(_Phases):
 
 
 def _notes(q: PipelineQuestion) -> Iterator[str]:
-    """What of the parts is not counted."""
+    """What of the parts is not counted, and what is run otherwise than it was asked for."""
+    if q.made_of:
+        yield f"{q.made_of}: {q.pipeline.class_name} makes {q.height}x{q.width} of it, multiples of {q.pipeline.stride}"
     for part in q.parts:
         kind = next((one for one in BITSANDBYTES if part.has([one])), "")
         if kind == "int8":
@@ -461,6 +463,10 @@ def _notes(q: PipelineQuestion) -> Iterator[str]:
             yield f"{part.role}: loaded with device_map='cpu'; without it, ask for '{kind} on cuda'"
         if part.unpacked:
             yield f"{part.role}: of unpacking, only the unpacked weights of the layer that runs are counted"
+        if part.role == "vae" and q.tile not in (0, usual_tile(part.component)):
+            yield f"vae: tiles of {q.tile} are vae.tile_sample_min_size = {q.tile}, and as much less for the latents"
+        if part.component in OVERFLOWING and part.dtype == "float16" and not (part.upcast or q.vae == "vaemem"):
+            yield f"vae: {FIXED} in float16, for SDXL's own VAE overflows there, and pictures turn black"
         if part.role == "vae" and q.vae == "vaemem":
             upcast = ", where diffusers converts to float32" if part.upcast else ""
             yield f"vae: vaemem decodes in {part.dtype}{upcast}; {BY_VAEMEM}"
@@ -542,8 +548,8 @@ def predict_pipeline(
     ----------
     pipeline : shared
     height, width : int
-        The image's size in pixels: multiples of 8, and of 16 for FLUX, FLUX.2 and Z-Image. For other sizes diffusers
-        makes the next smaller one with FLUX and FLUX.2, and none with Z-Image.
+        The image's size in pixels: multiples of 8, and of 16 for Z-Image. Of other sizes than multiples of 16 diffusers
+        makes the next smaller one with FLUX and FLUX.2, which is then predicted, and the answer says so.
     batch : int
         Images of one prompt.
     prompt_tokens, guidance : shared
@@ -554,8 +560,8 @@ def predict_pipeline(
         (``enable_sequential_cpu_offload``); or where components are and run, ``{"text_encoder_2": "cpu"}``, the others
         on the GPU.
     vae : str
-        How the VAE runs: ``"whole"``, ``"tiled"``, ``"sliced"``, or ``"vaemem"``: by this package, within
-        `vae_memory_limit`.
+        How the VAE runs: ``"whole"``, ``"tiled"``, ``"tiled 512"`` with the side of the tiles in pixels, ``"sliced"``,
+        or ``"vaemem"``: by this package, within `vae_memory_limit`.
     vae_memory_limit : int or str, optional
         What vaemem's decoder may take, weights included: bytes, or ``"1 GB"``.
     image, steps : shared
