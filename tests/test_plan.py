@@ -3,16 +3,19 @@
 import csv
 import io
 import json
+import re
 import struct
+import sys
 
 import numpy as np
 import pytest
 
-from vaemem import plan_pipeline, plot, predict_pipeline
+from vaemem import plan_pipeline, plot, predict, predict_pipeline
 from vaemem.__main__ import main
 from vaemem.pipelines import ways_mlx
 from vaemem.pipelines.components import PIPELINES
 from vaemem.pipelines.ways import PipelinePlan, Room, outcome
+from vaemem.prediction.gpus import find_gpu, present_gpu
 from vaemem.prediction.planned import Phase, Way
 from vaemem.prediction.process import Reading
 from vaemem.prediction.seconds import Machine, Rate, machine_of, vae_work
@@ -300,9 +303,73 @@ def test_text_encoders_on_the_cpu_take_the_hosts_time(small_card):
 def test_a_card_that_is_not_named_has_no_seconds():
     plan = plan_pipeline("sd15", 512, 512, memory="12 GB")
     assert plan.machine is None and plan.recommended.way.name == "no offload, VAE whole"
-    assert any("No card was named" in note for note in plan.notes) and "seconds" not in repr(plan).splitlines()[1]
+    assert str(plan).startswith("No card is named: NVIDIA GeForce RTX 3060 stands for any with 12 GB.\nTake ")
+    assert "seconds" not in str(plan).splitlines()[3], "the table's header"
     measured = plan_pipeline("sd15", 512, 512, memory="12 GB", calibrate={"no offload, VAE whole": 8.0})
     assert measured["no offload, VAE whole"].seconds.likely == pytest.approx(8, rel=0.02)
+
+
+COMMANDS = ("fits sd15 decode 512", "predict sd15 decode 512", "largest sd15 decode", "pipeline sd15 512",
+            "plan sd15 512", "pipeline sd15 512 --runtime sd.cpp", "plan sd15 512 --runtime sd.cpp",
+            "formula sd15 decode --sides 512 512", "formula sd15 --sides 512 512")  # fmt: skip
+ABSENT = "No card is named, and none is present: NVIDIA GeForce RTX 4090 stands for yours."
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("named", "card", "said"),
+    [
+        ("", "RTX 4090", ABSENT),
+        ("--memory 8GB", "RTX 3070", "No card is named: NVIDIA GeForce RTX 3070 stands for any with 8 GB."),
+        ("--gpu T4", "T4", ""),
+    ],
+)
+def test_one_question_is_answered_of_one_card(command, named, card, said, capsys):
+    """Whichever command asks; if nobody named the card, the first line says so."""
+    main([*command.split(), *named.split()])
+    printed = capsys.readouterr().out
+    assert printed.startswith(said) and ("No card" in printed) == bool(said)
+    main([*command.split(), "--gpu", card])
+    same, shown = capsys.readouterr().out, printed.removeprefix(said).lstrip()
+    if command.startswith("plan"):  # which tells no seconds of a card that was not named
+        same, shown = (re.sub(r"\d+ to \d+|[\d.]+ s\b", "", text).partition("Asked")[2][:99] for text in (same, shown))
+    assert shown == same
+
+
+def test_this_machines_card_is_meant_if_none_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr("vaemem.prediction.question.present_gpu", lambda: find_gpu("RTX 3060"))
+    here = {"height": 512, "width": 512}
+    for one in (predict("sd15", "decode", **here), predict_pipeline("sd15", **here), plan_pipeline("sd15", **here)):
+        assert one.assumed_card == "" and "No card" not in str(one) and "RTX 3060" in str(one)
+    assert plan_pipeline("sd15", **here).machine is not None, "its speed is known"
+    other = plan_pipeline("sd15", **here, memory="8 GB")
+    assert "RTX 3070" in other.assumed_card and json.loads(other.to_json())["assumed_card"] == other.assumed_card
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the program that stands in is a shell's")
+@pytest.mark.parametrize(
+    ("prints", "name"),
+    [
+        ("NVIDIA GeForce RTX 3060, 12288", "NVIDIA GeForce RTX 3060"),
+        ("NVIDIA H100 80GB HBM3, 81559\nTesla T4, 15360", "NVIDIA H100 80GB HBM3"),
+        ("Voodoo 5, 12288", None),
+        ("No devices were found", None),
+        ("", None),
+    ],
+)
+def test_nvidia_smi_names_the_card(prints, name, tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\ncat <<E\n{prints}\nE\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    found = present_gpu.__wrapped__()
+    assert found == (name and find_gpu(name))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert present_gpu.__wrapped__() is None
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert present_gpu.__wrapped__() is None
 
 
 def test_a_run_that_begins_with_an_image():
@@ -332,7 +399,6 @@ def test_smaller_types_are_tried_where_weights_are_large():
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({}, "gpu: want a card's name, or what it has as memory='12 GB'"),
         ({"gpu": "RTX 3060", "runtime": "ollama"}, "runtime: want "),
         ({"memory": "13 GB"}, r"memory: want what a card of the list has \(4, 6, .* got 13 GB"),
         ({"memory": 8}, "memory: want a card's, which is 1 GB or more, such as '16 GB', got 8"),
@@ -487,8 +553,6 @@ def test_the_command(capsys):
     assert json.loads(capsys.readouterr().out)["ways"][0]["denoise_weights_bytes"] > 6.8 * GIB
     assert main([*asked[:6], "1GB"]) == 1
     assert "Nothing fits." in capsys.readouterr().out
-    assert main(["plan", "sd15", "512"]) == 2
-    assert "vaemem plan: --gpu: want a card's name" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([*asked, "--measured", "no offload"])
     assert "want NAME=VALUE" in capsys.readouterr().err

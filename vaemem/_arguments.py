@@ -24,9 +24,11 @@ runtime of a VAE : str
     ``"a1111-medvram"`` has them off it. docs/PREDICTION.md says how each was checked.
 safe : bool
     Whether what is tight does not count as fitting (`fits`, and the command's exit status).
-gpu : str
+gpu : str, optional
     A card's name, ``"RTX 4090"``, ``"A100 80GB MIG 3g.40gb"``, ``"4070 laptop"`` ..., or a compute capability,
-    ``"sm_89"``: workspaces depend on that, and hardly on anything else.
+    ``"sm_89"``: workspaces depend on that, and hardly on anything else. If none is named, a card of that `memory`
+    stands for yours; without `memory` it is this machine's card, or an RTX 4090 if it has none. The answer's first line
+    says which card stands for yours.
 memory : int or str, optional
     What the card has, in bytes or as cards are sold, ``"16 GB"`` (of 2^30 bytes here). It tells variants apart, and
     says which card of a compute capability is meant.

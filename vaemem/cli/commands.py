@@ -337,6 +337,8 @@ def run_largest(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     if args.format == "json":
         _print_all(found, args.format)
     else:
+        if found[0].assumed_card:
+            print(found[0].assumed_card)
         for p in found:
             print(f"{p.height}x{p.width} {p.summary}.")
         print(f"Asked: {found[0]._asked}.", *[f"Assumed: {found[0].assumed}."] * bool(found[0].assumed), sep="\n")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from vaemem._arguments import shared
-from vaemem._common import DTYPES, ELEMENT_BYTES, MIB, Message, Named, flag, listed, meant, real, whole
+from vaemem._common import DTYPES, ELEMENT_BYTES, MIB, flag, listed, meant, real, whole
 from vaemem.engine.limits import parse_size
 from vaemem.engine.names import shared_note
 from vaemem.engine.weights import told_bytes
@@ -21,7 +21,7 @@ from vaemem.pipelines.ways import PipelinePlan, Room, outcome
 from vaemem.prediction.gpus import CONTEXT, Gpu, sold
 from vaemem.prediction.planned import Way
 from vaemem.prediction.question import Software, find_card
-from vaemem.prediction.seconds import Machine, cards_of, machine_of
+from vaemem.prediction.seconds import Machine, machine_of
 from vaemem.prediction.usual import FIXED
 
 PLANNED_RUNTIMES = ("diffusers", "sd.cpp", "mlx")
@@ -58,8 +58,8 @@ def plan_pipeline(
     host_memory : int or str, optional
         What the host may give for weights that are not on the card. By default it has enough.
     gpu : str or Gpu, optional
-        The card. Without one seconds are told only where `calibrate` measured them, and a card of that memory stands
-        for it.
+        The card. By default this machine's if no `memory` is given. Otherwise one of that memory stands for it, or an
+        RTX 4090, as the first line says, and seconds are told only where `calibrate` measured them.
     runtime : {"diffusers", "sd.cpp", "mlx"}
         sd.cpp is stable-diffusion.cpp with CUDA (`vaemem.sdcpp.running`). Its `components` are types of ggml's
         such as ``"Q8_0"``, which FLUX and Z-Image have by default, sizes such as ``"6.8 GiB"``, or files. With mlx
@@ -100,7 +100,7 @@ def plan_pipeline(
     Raises
     ------
     ValueError
-        What `predict_pipeline` refuses; no card and no memory; a way to calibrate with that is none.
+        What `predict_pipeline` refuses; a way to calibrate with that is none.
 
     Notes
     -----
@@ -142,16 +142,15 @@ def plan_pipeline(
     from vaemem.sdcpp import running  # half of this module's import
 
     dtype = known.dtype if dtype is None else meant("dtype", dtype, DTYPES)
-    card = find_card(_any_card(memory, dtype) if gpu is None else gpu, None if gpu is None else memory, used, os)
-    stands = [f"No card was named: {card.gpu.name} stands for any of that memory."] if gpu is None else []
-    notes = [*taken, *stands]
+    card = find_card(gpu, memory, used, os)
     available = card.available(CONTEXT if runtime == "diffusers" else running.SDCPP_CONTEXT)
     room = Room(available, host, time_limit)
     steps = known.steps if steps is None else whole("steps", steps)
     if time_limit is not None and not real(time_limit) > 0:
         raise ValueError(f"time_limit: want more than 0 seconds, got {time_limit!r}")
-    likely = machine_of(gpu and card.gpu, card.gpu.total_memory, dtype, runtime, link, cpu, cores)
-    is_known = gpu is not None and not card.gpu.coarse  # how fast it is
+    named = None if card.assumed else card.gpu
+    likely = machine_of(named, card.gpu.total_memory, dtype, runtime, link, cpu, cores)
+    is_known = named is not None and not card.gpu.coarse  # how fast it is
     machine = likely if is_known or calibrate else None
     kinds = None if types is None else listed(types, str)
     if kinds == []:
@@ -171,7 +170,8 @@ def plan_pipeline(
             dtype=dtype, components=components, image=image, steps=steps,
         )  # fmt: skip
         ways = diffusers_ways(question, components, machine, kinds)
-    return PipelinePlan(f"{title}, {steps} steps, on {card.gpu.name}", ways, room, machine, calibrate, notes, safe)
+    title = f"{title}, {steps} steps, on {card.gpu.name}"
+    return PipelinePlan(title, ways, room, machine, calibrate, taken, safe, card.assumed)
 
 
 def weights_bytes(role: str, component: str, given: Any) -> int:
@@ -194,16 +194,6 @@ def weights_bytes(role: str, component: str, given: Any) -> int:
         return told
     dtype = meant(f"components[{role!r}]", given, DTYPES)
     return sum(weight.nbytes(dtype) for weight in weights_of(component))
-
-
-def _any_card(memory: int | str | None, dtype: str) -> Gpu:
-    """One that stands for any of that memory."""
-    if memory is None:
-        wanted = "gpu: want a card's name, or what it has as "
-        raise ValueError(Message(wanted, Named("memory", "12 GB"), ", got neither"))
-    cards = cards_of(sold(memory))
-    # PyTorch writes out the scores of bfloat16's attention on older cards, which stand for few others.
-    return next((card for card in cards if dtype != "bfloat16" or card.sm >= 80), cards[0])
 
 
 def diffusers_ways(

@@ -145,7 +145,8 @@ class _Phases(Written, CardAnswer):
 
     def _data(self) -> dict[str, Any]:
         return {
-            "title": self.title, "available_bytes": self.available, "host_bytes": self.host, "peak_bytes": self.peak,
+            "title": self.title, "assumed_card": self.assumed_card,
+            "available_bytes": self.available, "host_bytes": self.host, "peak_bytes": self.peak,
             "peak_band_bytes": self.band, "upper_bytes": self.upper, "bottleneck": self.bottleneck, "fits": self.fits,
             "verdict": self.verdict, "summary": self.summary, "on_card_bytes": self.on_card, "spare_bytes": self.spare,
             "phases": self._lines(), "notes": self.notes,
@@ -175,7 +176,12 @@ class _Phases(Written, CardAnswer):
         peak = f"{room}the peak is in {self.bottleneck}: {self.peak / MIB:.0f} MiB{sure}"
         host = f"; {self.host / MIB:.0f} MiB of weights are kept by the host" if self.host else ""
         answer = f"{self.summary[0].upper()}{self.summary[1:]}."
-        lines = [answer, f"Asked: {self.title}; {peak}{host}.", render(*self._cells(), markdown)]
+        lines = [
+            *filter(None, [self.assumed_card]),
+            answer,
+            f"Asked: {self.title}; {peak}{host}.",
+            render(*self._cells(), markdown),
+        ]
         notes = [*self.notes, *self._advice()]
         if markdown:
             return "\n\n".join([*lines, "\n".join(f"- {note}" for note in notes)])
@@ -201,6 +207,7 @@ class _Phases(Written, CardAnswer):
         header, lines = self._cells()
         notes = "".join(f"<li>{html.escape(note)}</li>" for note in (*self.notes, *self._advice()))
         title = f"<b>{html.escape(self.title)}</b>: {html.escape(self.summary)}"
+        title = (f"<p>{html.escape(self.assumed_card)}</p>" if self.assumed_card else "") + title
         return f"<div>{title}{bar(parts, size)}{html_table(header, lines)}<ul>{notes}</ul></div>"
 
     def __repr__(self) -> str:
@@ -287,7 +294,7 @@ class PipelinePrediction(_Phases):
     def __init__(self, question: PipelineQuestion):
         self._question = q = question
         self._safe, self._unsure, self.coarse = q.safe, q.card.unsure, bool(q.card.gpu.coarse)
-        self._card, self._has_version = q.card, q.software.has_version
+        self._card, self.assumed_card, self._has_version = q.card, q.card.assumed, q.software.has_version
         self._untried = BY_VAEMEM if q.vae == "vaemem" and "H100" not in q.card.gpu.name else ""
         self._of = f", at {q.height}x{q.width} as diffusers runs {q.made_of}" if q.made_of else ""
         batch = f", {q.batch} images" if q.batch > 1 else ""
@@ -427,7 +434,9 @@ class PipelinePrediction(_Phases):
         tokens = (1, most // 4, most // 2, most) if q.pipeline.most_tokens > CLIP_TOKENS else (0,)
         play = functools.partial(_play_phases, q, self._process.workspace)
         at = Point(q.height, q.width, q.batch, q.tokens if len(tokens) > 1 else 0)
-        return Formula(f"{q.name}, {self._where}", Domain(prompt_tokens=tokens, tile=q.tile), at, play)
+        found = Formula(f"{q.name}, {self._where}", Domain(prompt_tokens=tokens, tile=q.tile), at, play)
+        found.assumed_card = self.assumed_card
+        return found
 
     @functools.cached_property
     def least(self) -> int:
@@ -502,7 +511,7 @@ class GraphPrediction(_Phases):
         phases = self.direct.phases
         self._run_row = {**asked, "op": "pipeline", "way": way.name, "runtime": "sd.cpp", "source": "predicted"}
         title = f"{asked['model']} {asked['height']}x{asked['width']} by sd.cpp ({card.gpu.name})"
-        self._card, self._unsure, self._safe = card, card.unsure, safe
+        self._card, self.assumed_card, self._unsure, self._safe = card, card.assumed, card.unsure, safe
         done, full = next(((i, one) for i, one in enumerate(phases) if one.total > available), (len(phases), None))
         lacking = full and PeakTensor(f"compute buffer of {full.name}", full.activations)
         super().__init__(f"{title}, {way.name}", available, way.host, way.phases, done, lacking, way.notes)
@@ -538,7 +547,7 @@ def predict_pipeline(
     pipeline: str, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None, guidance: bool = True,
     dtype: str | None = None, *, components: Mapping[str, Any] | None = None, offload: Any = "none",
     vae: str = "whole", vae_memory_limit: int | str | None = None, image: bool = False, steps: int | None = None,
-    gpu: str = "RTX 4090", memory: int | str | None = None, used: int | str = 0, cudnn_version: str | None = None,
+    gpu: str | None = None, memory: int | str | None = None, used: int | str = 0, cudnn_version: str | None = None,
     torch_version: str | None = None, runtime: str = "diffusers", safe: bool = False,
     os: str = "linux",
 ) -> Any:  # fmt: skip

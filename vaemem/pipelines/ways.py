@@ -158,6 +158,8 @@ class PipelinePlan(Written):
         Seconds that were measured, by the names of ways.
     notes : tuple of str
         What was taken for granted.
+    assumed_card : str
+        Which card stands for yours if none was named and none is present, in a sentence; "" otherwise.
 
     Examples
     --------
@@ -173,12 +175,14 @@ class PipelinePlan(Written):
     def __init__(
         self, title: str, ways: Sequence[Way], room: Room, machine: Machine | None = None,
         measured: Mapping[str, float] | None = None, notes: Sequence[str] = (), safe: bool = True,
+        assumed_card: str = "",
     ):  # fmt: skip
         """The plan of some ways. The machine is calibrated with what was measured, seconds by a way's name: ValueError
         where they are of a way that is none of these, or none that can be."""
         if measured and machine:
             machine = machine.calibrated(_runs(ways, measured))
         self.title, self.room, self.machine, self.safe = title, room, machine, safe
+        self.assumed_card = assumed_card
         self.measured = dict(measured or {})
         self.outcomes = tuple(outcome(way, room, machine) for way in ways)
         self.notes = tuple(distinct([*notes, *(note for way in ways for note in way.notes)]))
@@ -326,7 +330,8 @@ class PipelinePlan(Written):
     def _data(self) -> dict[str, Any]:
         best = self.recommended
         return {
-            "title": self.title, "card_bytes": self.room.card, "host_bytes": self.room.host, "ways": self.rows(),
+            "title": self.title, "assumed_card": self.assumed_card,
+            "card_bytes": self.room.card, "host_bytes": self.room.host, "ways": self.rows(),
             "recommended": best.way.name if best else None, "reason": self.reason,
             "rates": {name: str(rate) for name, rate in self.machine.rates.items()} if self.machine else {},
             "notes": list(self.notes),
@@ -363,7 +368,13 @@ class PipelinePlan(Written):
     def _text(self, markdown: bool = False) -> str:
         card = "" if self.room.card is None else f", {self.room.card / MIB:.0f} MiB of it for the run"
         advice, why = self._advice
-        parts = [advice, f"Asked: {self.title}{card}", render(*self._grid(), markdown=markdown), *filter(None, [why])]
+        parts = [
+            *filter(None, [self.assumed_card]),
+            advice,
+            f"Asked: {self.title}{card}",
+            render(*self._grid(), markdown=markdown),
+            *filter(None, [why]),
+        ]
         works = [phase.work for one in self.outcomes for phase in one.way.phases]
         if self.machine:
             used = {name for work in works for name, amount in work.items() if amount}
@@ -384,7 +395,7 @@ class PipelinePlan(Written):
         advice, why = self._advice
         above, below = (
             "".join(f"<p>{html.escape(text)}</p>" for text in texts)
-            for texts in ((advice, self.title), (why, *self.notes))
+            for texts in ((self.assumed_card, advice, self.title), (why, *self.notes))
         )
         return f"{above}{html_table(header, lines, bold)}{below}"
 

@@ -48,6 +48,7 @@ class SimulatedAnswer(CardAnswer):
         self._plays = {self.protocol: process}
         self.gpu, self.total_memory = process.gpu.name, process.gpu.total_memory
         self.reported_memory, self.used = process.gpu.reported_memory, question.card.used
+        self.assumed_card = question.card.assumed
         self._unsure, self.coarse = question.card.unsure, bool(process.gpu.coarse)
         self._between = getattr(process.workspace, "between", "")
         self.torch_version = process.torch_version
@@ -221,7 +222,8 @@ class SimulatedAnswer(CardAnswer):
 
     def _repr_html_(self) -> str:
         title = f"<b>{html.escape(self._title)}</b>: {html.escape(self.summary)}"
-        return f"<div>{title}{bar(self._parts, self.reported_memory)}</div>"
+        assumed = f"<p>{html.escape(self.assumed_card)}</p>" if self.assumed_card else ""
+        return f"<div>{assumed}{title}{bar(self._parts, self.reported_memory)}</div>"
 
     @property
     def _place(self) -> str:

@@ -53,6 +53,7 @@ class Formula(Answer):
     """
 
     _progress: Progress = None
+    assumed_card: str = ""
 
     _beside = "all that the card must have beside a CUDA context"
 
@@ -161,7 +162,8 @@ class Formula(Answer):
         for form in (self.reserved, self.allocated):
             likely, low, high = (f(*at[:4]) / MIB for f in (form.predict, form.lower, form.upper))
             sizes.append(f"{likely:.0f} MiB {form.name} ({low:.0f} to {high:.0f})")
-        return f"At {at.width}x{at.height}, batch {at.batch}{tokens}: {', '.join(sizes)}; {self._beside}."
+        answer = f"At {at.width}x{at.height}, batch {at.batch}{tokens}: {', '.join(sizes)}; {self._beside}."
+        return f"{self.assumed_card} {answer}".lstrip()
 
     def _text(self, markdown: bool = False) -> str:
         letters = ["N images", "MP = H*W / 1024^2"]
@@ -209,7 +211,7 @@ class VAEFormula(Formula):
     _beside = "beside the weights and the input, and a CUDA context"
 
     def __init__(self, question: Question):
-        self._question, job = question, question.job
+        self._question, job, self.assumed_card = question, question.job, question.card.assumed
         workspace = question.start().workspace  # what it has looked up need not be looked up again
         batches = (1, 2, 3, 4) if job.batch == 1 else (job.batch,)
 
@@ -237,7 +239,7 @@ class VAEFormula(Formula):
 
 @shared
 def formula(
-    model: Any, op: str | None = None, dtype: str | None = None, runtime: str = "diffusers", gpu: str = "RTX 4090",
+    model: Any, op: str | None = None, dtype: str | None = None, runtime: str = "diffusers", gpu: str | None = None,
     *, height: int = 1024, width: int = 1024, **settings: Any,
 ) -> Formula | Any:  # fmt: skip
     """PyTorch's memory as a function of the image's size, the batch and the prompt, in pieces: what is reserved, and

@@ -3,6 +3,7 @@
 import difflib
 import functools
 import json
+import os
 import re
 from typing import Any, NamedTuple
 
@@ -247,6 +248,22 @@ def known_gpu(name: Any) -> Gpu | None:
     try:
         return find_gpu(name)
     except ValueError:
+        return None
+
+
+@functools.cache
+def present_gpu() -> Gpu | None:
+    """This machine's first GPU, as nvidia-smi names it; None if it has none, or none that is known."""
+    import subprocess  # which few need
+
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        return None
+    asked = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout
+        name, _, mebibytes = said.partition("\n")[0].rpartition(",")
+        return known_gpu(name) or find_gpu(name, int(mebibytes) * MIB)
+    except (OSError, ValueError, subprocess.SubprocessError):
         return None
 
 

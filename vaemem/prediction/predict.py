@@ -96,6 +96,8 @@ class Prediction(SimulatedAnswer):
         not go through: what is lacking at least.
     assumed : str
         Which types were taken because none was named, whose rule that is, and what would change it.
+    assumed_card : str
+        Which card stands for yours if none was named and none is present, in a sentence; "" otherwise.
     would_fit : tuple of Advice
         What else was tried and goes through: the largest image of that shape, tiles, another type, nothing else on the
         card, our own engine on the CPU; each with the command that shows it. Tried when it is asked for, and in what
@@ -213,6 +215,7 @@ class Prediction(SimulatedAnswer):
         """What is predicted, whether it fits, and where that comes from: a line each."""
         takes = [f"It takes {self.seconds}: {self.seconds.why}."] if self.seconds else []
         lines = [
+            *filter(None, [self.assumed_card]),
             f"{self._title}: {self._numbers}, beside weights and input.",
             f"{self.summary[0].upper()}{self.summary[1:]}.",
             *takes,
@@ -291,6 +294,7 @@ class Prediction(SimulatedAnswer):
         context = "a CUDA context" if self._process.gpu.maker == "NVIDIA" else "a context"
         sold = "" if self.reported_memory == self.total_memory else f" of {self.total_memory / MIB:.0f} sold"
         lines = [
+            *filter(None, [self.assumed_card]),
             f"{self.summary[0].upper()}{self.summary[1:]}.",
             *self._basis,
             f"At its height{room} it takes {self._most / MIB:.0f} MiB: {held}. The largest tensor is"
@@ -308,7 +312,7 @@ class Prediction(SimulatedAnswer):
     def _data(self) -> dict[str, Any]:
         asked = (
             "model op height width batch dtype weights_dtype runtime tile tile_overlap slicing channels_last"
-            " allow_tf32 allocator assumed"
+            " allow_tf32 allocator assumed assumed_card"
         )
         advice = [] if self.verdict == FITS else self.would_fit
         said = {name: getattr(self, name) for name in asked.split()} | self._shared_data()
@@ -362,7 +366,7 @@ def shell_command(question: Question, verb: str = "fits") -> str:
 @shared
 def predict(
     model: str | Mapping[str, Any], op: str, height: int, width: int, dtype: str | None = None, batch: int = 1,
-    runtime: str = "diffusers", gpu: str = "RTX 4090", cudnn_version: str | None = None,
+    runtime: str = "diffusers", gpu: str | None = None, cudnn_version: str | None = None,
     torch_version: str | None = None, weights_dtype: str | None = None, tile: int | None = None, slicing: bool = False,
     *, tile_overlap: float | None = None, memory: int | str | None = None, used: int | str = 0, workspace: Any = None,
     protocol: str = USUAL_PROTOCOL, channels_last: bool = False, allow_tf32: bool = True,
@@ -454,7 +458,7 @@ def predict(
 
 @shared
 def predict_largest(
-    model: str | Mapping[str, Any], op: str, dtype: str | None = None, batch: int = 1, *, gpu: str = "RTX 4090",
+    model: str | Mapping[str, Any], op: str, dtype: str | None = None, batch: int = 1, *, gpu: str | None = None,
     aspect: float = 1.0, used: int | str = 0, every: bool = False, safe: bool = True, **others: Any,
 ) -> tuple[int, int]:  # fmt: skip
     """(height, width) of the largest image that PyTorch decodes, or encodes, on a card: of those whose `predict` fits.

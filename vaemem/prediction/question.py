@@ -29,13 +29,13 @@ from vaemem.engine.configs import SAMPLE_SIZES, named_sample_size, sample_size_o
 from vaemem.engine.limits import parse_size
 from vaemem.engine.names import shared_note
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, benchmark
-from vaemem.prediction.gpus import CONTEXT, Gpu, find_gpu, known_gpu
+from vaemem.prediction.gpus import CONTEXT, Gpu, find_gpu, known_gpu, present_gpu, sold
 from vaemem.prediction.process import Reading, SimulatedProcess
 from vaemem.prediction.profiles import version_number
 from vaemem.prediction.runtimes import DEFAULT_TORCH, PROGRAM_NAMES, RUNTIMES, architecture, code_of, packing
-from vaemem.prediction.seconds import Machine, vae_machine, vae_work
+from vaemem.prediction.seconds import Machine, cards_of, vae_machine, vae_work
 from vaemem.prediction.snapshot import BACKENDS, CachingAllocator, parse_conf
-from vaemem.prediction.usual import OVERFLOWING, held_by, is_fixed, usual_dtypes
+from vaemem.prediction.usual import BFLOAT16_SM, OVERFLOWING, held_by, is_fixed, usual_dtypes
 from vaemem.prediction.workspace import Workspace, cudnn_of_torch, torch_for, torch_release
 
 # PyTorch whose GroupNorm on CUDA wants NCHW. The kernel for NHWC (pytorch#191945) is in 2.15's wheel, not in 2.14's.
@@ -46,6 +46,7 @@ LAST_COPYING_NORM = (2, 14)
 # left 0.78 to 0.94 GiB out of PyTorch's reach, the context among it (black-forest-labs/flux#70, ComfyUI-SUPIR#102).
 # Windows 10 before 2020 kept 15% and more (ollama#9167), which is not meant.
 KEPT = {"linux": (0, 0), "windows": (125 * MIB, 850 * MIB)}
+USUAL_GPU = "RTX 4090"  # where no card is named and none is present
 OVERLAP, TINY_OVERLAP = 0.25, 0.125  # diffusers' tile_overlap_factor, the part of its side that a tile shares
 MOST_SIDE = 1 << 20  # pixels a side
 MOST = {"height": MOST_SIDE, "width": MOST_SIDE, "tile": MOST_SIDE, "batch": 1 << 16}  # as the core has them
@@ -62,12 +63,14 @@ TILED_SIDES = {
 class Card:
     """A GPU, with its name, compute capability, multiprocessors and memory, and the bytes that others hold of it. kept:
     the least and the most bytes that the operating system may keep of it beside; held: those of other models that the
-    program keeps there."""
+    program keeps there. assumed: a sentence that says that it stands for a card that was not named; "" if it was named,
+    or is this machine's."""
 
     gpu: Gpu
     used: int = 0
     kept: tuple[int, int] = (0, 0)
     held: int = 0
+    assumed: str = ""
 
     @property
     def taken(self) -> int:
@@ -89,7 +92,24 @@ def find_card(gpu: Any, memory: int | str | None = None, used: int | str = 0, os
     system = meant("os", os, KEPT)
     if isinstance(used, str) and re.fullmatch(r"\s*(\d{1,5}(\.\d*)?|\.\d+)\s*", used) and float(used):
         raise ValueError(f"used: want bytes, or a unit such as '{used.strip()} GB', got {used!r}")
-    return Card(find_gpu(gpu, memory), parse_size("used", used, least=0), KEPT[system])
+    card, assumed = _unnamed(memory) if gpu is None else (find_gpu(gpu, memory), "")
+    return Card(card, parse_size("used", used, least=0), KEPT[system], assumed=assumed)
+
+
+def _unnamed(memory: int | str | None) -> tuple[Gpu, str]:
+    """The card if none is named, and why it stands for another: one of that memory, this machine's, or a usual one."""
+    if memory is not None:
+        size = sold(memory)
+        cards = cards_of(size)
+        # PyTorch writes out the scores of bfloat16's attention on older cards, which stand for few others.
+        card = next((card for card in cards if card.sm >= BFLOAT16_SM), cards[0])
+        if not 0.95 * size < card.total_memory < 1.05 * size:  # no listed card has so much
+            card = find_gpu(card.name, size)
+        return card, f"No card is named: {card.name} stands for any with {card.total_memory / (1 << 30):.3g} GB."
+    if present := present_gpu():
+        return present, ""
+    card = find_gpu(USUAL_GPU)
+    return card, f"No card is named, and none is present: {card.name} stands for yours."
 
 
 @dataclass(frozen=True)
@@ -344,7 +364,7 @@ class ModuleQuestion(Asked):
 
 
 def ask(
-    model: Any, op: str, height: int, width: int, *, gpu: Any = "RTX 4090", memory: int | str | None = None,
+    model: Any, op: str, height: int, width: int, *, gpu: Any = None, memory: int | str | None = None,
     used: int | str = 0, runtime: str = "diffusers", dtype: Any = None, weights_dtype: Any = None,
     batch: int = 1, tile: int | None = None, tile_overlap: float | None = None, slicing: bool = False,
     workspace: Any = None, cudnn_benchmark: bool = False, safe: bool = False, os: str = "linux", calibrate: Any = None,

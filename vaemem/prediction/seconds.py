@@ -477,15 +477,11 @@ def vae_machine(gpu: str | Gpu, dtype: str, runs: Iterable[tuple[str, Work, floa
 
 
 def cards_of(memory: int) -> list[Gpu]:
-    """The listed cards whose memory is so many bytes, within 5%."""
+    """The listed cards whose memory is so many bytes within 5%, or those of the nearest size if there is none."""
     listed = [find_gpu(name) for name in gpu_names()]
-    cards = [card for card in listed if 0.95 * memory < card.total_memory < 1.05 * memory]
-    if not cards:
-        sizes = ", ".join(map(str, sorted({round(card.total_memory / 2**30) for card in listed})))
-        raise ValueError(
-            f"memory: want what a card of the list has ({sizes} GB), or gpu= beside it, got {memory / 2**30:.4g} GB"
-        )
-    return cards
+    nearest = min((card.total_memory for card in listed), key=lambda size: abs(size - memory))
+    wanted = memory if 0.95 * memory < nearest < 1.05 * memory else nearest
+    return [card for card in listed if 0.95 * wanted < card.total_memory < 1.05 * wanted]
 
 
 def _twice_as_wide(rate: Rate, why: str) -> Rate:

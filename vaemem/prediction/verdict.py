@@ -35,8 +35,11 @@ class CardAnswer(Answer):
     least_band : tuple of int
         The least `available` with which it goes through, and the least where cuDNN's next plans, which are not known,
         want what the first plan wants.
+    assumed_card : str
+        Which card stands for yours if none was named and none is present, in a sentence; "" otherwise.
     """
 
+    assumed_card: str = ""
     available: int
     on_card: int | None
     _most: int  # what it takes where there is room

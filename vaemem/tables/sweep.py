@@ -20,9 +20,8 @@ from vaemem.engine.arrays import ends_of
 from vaemem.engine.configs import named_model
 from vaemem.engine.limits import Limit
 from vaemem.engine.vae import VAE, Run
-from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.predict import Prediction, predict
-from vaemem.prediction.question import ask
+from vaemem.prediction.question import ask, find_card
 from vaemem.prediction.runtimes import architecture
 from vaemem.tables.table import SOURCES, Row, Table
 
@@ -91,7 +90,7 @@ def sweep(
         Where the engine runs named models: ``"cpu"`` (default), ``"cuda"``, ``"cuda:1"``. VAE objects run where they
         are.
     gpu : str or sequence of str, optional
-        Predicted: the cards, as `vaemem.predict` takes them; an RTX 4090 by default.
+        Predicted: the cards, as `vaemem.predict` takes them.
     batch : int or sequence of int
         Images in one run.
     tile : int or sequence of int, optional
@@ -154,7 +153,7 @@ def sweep(
     [('sd15', 512, 1962), ('sd15', 768, 2570), ('sdxl', 512, 5342), ('sdxl', 768, 5536)]
     """
     models, asked_for, pairs = listed(models, (str, Mapping, VAE)), listed(ops, str), image_sizes(sizes)
-    types, cards = listed(dtypes, str), listed("RTX 4090" if gpu is None else gpu, str)
+    types, cards = listed(dtypes, str), [None] if gpu is None else listed(gpu, str)
     lengths, tiles, overlaps = (listed(one, ()) for one in (prompt_tokens, tile, tile_overlap))
     batches, repeats = [whole("batch", one) for one in listed(batch, ())], whole("repeats", repeats)
     lists = {"models": models, "ops": asked_for, "sizes": pairs, "dtypes": types, "gpu": cards, "batch": batches,
@@ -195,8 +194,8 @@ def sweep(
         for one in (itertools.product(tiles, overlaps) if op.endswith("_tiled") else [()])
     ]
     if is_predicted:
-        for card in cards:
-            find_gpu(card, others.get("memory"))  # refuses an unknown one before anything is predicted
+        found = [find_card(card, others.get("memory")).gpu.name for card in cards]  # refuses an unknown one before all
+        cards = found if gpu is None else listed(gpu, str)
         types = [None] if dtypes is None else chosen("dtypes", types, DTYPES)
         return _table(_predictions(_configs(models, asked_for), cards, types, cases, progress, others, lengths))
     wanted, place = _models(models, "float32" if dtypes is None else types), "cpu" if device is None else device
