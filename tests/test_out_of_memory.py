@@ -10,6 +10,7 @@ import pytest
 import vaemem
 from vaemem import _core, explain
 from vaemem.__main__ import main
+from vaemem.out_of_memory.sizes import rank_of, sizes_of
 from vaemem.prediction.runtimes import architecture
 from vaemem.sdcpp.graphs import graph
 
@@ -58,7 +59,7 @@ def is_that(match, p):
 
 @pytest.mark.parametrize("form", [NATIVE, OLD])
 def test_runs_are_found_by_their_messages(form):
-    """Of the runs that do not fit, nearly all are among the matches, and most come first where the op is told."""
+    """Of the runs that do not fit, all are among the matches, and nearly all come first where the op is told."""
     asked = itertools.product(
         ("sdxl", "flux", "sd15"), ("decode", "encode"), ((1024, 1024), (2048, 2048), (832, 1216)),
         ("diffusers", "comfyui"), (("RTX 4060", 0), ("RTX 4060", "5 GB"), ("RTX 3060", "9 GB")),
@@ -75,7 +76,46 @@ def test_runs_are_found_by_their_messages(form):
         count += 1
         found += any(is_that(match, p) for match in e.matches)
         first += bool(e.matches) and is_that(e.matches[0], p)
-    assert count > 15 and found >= 0.85 * count and first >= 0.6 * count, (found, first, count)
+    assert count > 15 and found == count and first >= 0.9 * count, (found, first, count)
+
+
+@pytest.mark.parametrize(
+    ("model", "op", "height", "width", "gpu", "used"),
+    [
+        ("qwen-image", "decode", 1328, 1328, "RTX 3080", "6 GB"), ("sdxl", "decode", 1440, 2560, "RTX 3080", 0),
+        ("flux2", "decode", 1440, 2560, "RTX 4060", "2 GB"), ("sd15", "encode", 2160, 3840, "RTX 4060", "2 GB"),
+    ],
+)  # fmt: skip
+def test_nothing_need_be_told(model, op, height, width, gpu, used):
+    """The figures tell the run: what is cached agrees to the printed digits."""
+    p = vaemem.predict(model, op, height, width, gpu=gpu, used=used)
+    text, _ = message(p)
+    first = explain(text).matches[0]
+    assert (first.op, first.height, first.width) == (op, height, width) and p.dtype in first.dtype
+    assert first.played and first.agrees
+
+
+@pytest.mark.parametrize("rank", range(5))
+def test_sizes_are_solved_for(rank):
+    low, high = 7.0e6, 7.2e6
+    found = list(sizes_of(rank, [(low, high)]))
+    assert len({*found}) == len(found) and all(rank_of(one) == rank for one in found)
+    assert all(low <= h * w <= high and h <= w and not (h % 8 or w % 8) for h, w in found)
+    assert ((2488, 2864) in found) == (rank == 4) and ((2624, 2688) in found) == (rank == 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "tensor_bytes"),
+    [
+        ("CUDA out of memory. Tried to allocate 36.00 GiB. GPU 0 has a total capacity of 23.64 GiB", 4096, 36 * GIB),
+        ("HIP out of memory. Tried to allocate 2.25 GiB. GPU 0 has a total capacity of 15.98 GiB", 512, 9 * GIB // 4),
+    ],
+)
+def test_convolutions_that_are_lowered(text, size, tensor_bytes):
+    """Older cuDNN takes no convolution of 2^31 elements, and MIOpen may copy any: nine times the input."""
+    matches = explain(text, op="decode", model="sdxl", runtime="diffusers").matches
+    lowered = [match for match in matches if match.tensor.endswith("[im2col]")]
+    assert (size, size, tensor_bytes) in [(one.height, one.width, one.bytes) for one in lowered], matches
 
 
 def test_the_answer_begins_with_the_run_and_ends_with_what_would_fit():
@@ -232,5 +272,9 @@ def test_what_a_trace_wants():
     assert len(wanted) > 8 and trace.wants(0, 1 << 62, False) == wanted[:8]
     large = [one for one in wanted if 100 * MIB <= one[1] <= 300 * MIB]
     assert large and trace.wants(100 * MIB, 300 * MIB, False) == large[:8] == trace.wants(100 * MIB, 300 * MIB, True)
+    with_spare = [name for name, *_ in trace.wants(100 * MIB, 300 * MIB, False, 2 * GIB)]
+    assert len(with_spare) == 8 and with_spare[0] == next(
+        name for op, _, size, name in trace.steps if op == "take" and 100 * MIB <= size <= 300 * MIB
+    ), "whatever fits beside what came before"
     segments = [one for one in wanted if 1 << 20 < one[1] < 10 * MIB]
     assert trace.wants(20 * MIB, 20 * MIB, True) == segments[:8]

@@ -19,7 +19,7 @@ if _TYPE_CHECKING:
     from vaemem.engine.records import Encoded, Run
     from vaemem.engine.tiling import Tiling
     from vaemem.engine.vae import VAE
-    from vaemem.out_of_memory import explain
+    from vaemem.out_of_memory.explanation import explain
     from vaemem.pipelines.plan import plan_pipeline
     from vaemem.pipelines.predict_pipeline import PipelinePrediction, predict_pipeline
     from vaemem.pipelines.ways import PipelinePlan
@@ -43,7 +43,7 @@ _NAMES = {
     "engine.records": "Encoded Run",
     "engine.tiling": "Tiling",
     "engine.vae": "VAE",
-    "out_of_memory": "explain",
+    "out_of_memory.explanation": "explain",
     "pipelines.plan": "plan_pipeline",
     "pipelines.predict_pipeline": "PipelinePrediction predict_pipeline",
     "pipelines.ways": "PipelinePlan",

@@ -70,7 +70,7 @@ vm_status vm_trace_give(vm_trace *t, uint32_t id) {
     return add(t, VM_TRACE_GIVE, id, 0, NULL);
 }
 
-vm_status vm_trace_wants(const vm_trace *t, uint64_t low, uint64_t high, bool segments,
+vm_status vm_trace_wants(const vm_trace *t, uint64_t low, uint64_t high, bool segments, uint64_t spare,
                          vm_trace_want out[VM_TRACE_WANTS], size_t *count) {
     uint64_t *held, live = 0, most = 0; /* held: by id */
     *count = 0;
@@ -85,7 +85,8 @@ vm_status vm_trace_wants(const vm_trace *t, uint64_t low, uint64_t high, bool se
             const uint64_t size = VM_ROUND_UP(step->bytes, 512);
             const uint64_t asked = segments ? vm_talloc_segment(size) : step->bytes;
             held[step->id] = size;
-            if (live + size > most && asked >= low && asked <= high && *count < VM_TRACE_WANTS)
+            const bool is_full = live + VM_MAX(size - 1, spare) >= most;
+            if (is_full && asked >= low && asked <= high && *count < VM_TRACE_WANTS)
                 out[(*count)++] = (vm_trace_want){step->name, step->bytes, live};
             live += size;
             most = VM_MAX(most, live);

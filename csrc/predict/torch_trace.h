@@ -70,16 +70,17 @@ void vm_trace_move(vm_trace *t, uint64_t bytes);
 /* A weight that one of accelerate's hooks moves to the device for a submodule's call: the cache is emptied after it. */
 vm_status vm_trace_send(vm_trace *t, uint64_t bytes, const char *name, uint32_t *id);
 
-/* A storage that the call takes when it has more than ever before: it is asked for in vain where memory runs short. */
+/* A storage that may be refused: everything that the call took before it fitted. */
 typedef struct vm_trace_want {
     uint32_t name;
     uint64_t bytes, before; /* as requested; and what the call has then, rounded as the allocator rounds */
 } vm_trace_want;
 
 /* The first of those whose request is from low to high bytes; with `segments` the segment that PyTorch's native
- * allocator asks the driver for, which is what its message names. Returns how many there are. */
+ * allocator asks the driver for, which is what its message names. spare: bytes that were reserved but unallocated, or
+ * free, when it was refused; with 0 the call has more than ever before. Returns how many there are. */
 enum { VM_TRACE_WANTS = 8 };
-vm_status vm_trace_wants(const vm_trace *t, uint64_t low, uint64_t high, bool segments,
+vm_status vm_trace_wants(const vm_trace *t, uint64_t low, uint64_t high, bool segments, uint64_t spare,
                          vm_trace_want out[VM_TRACE_WANTS], size_t *count);
 
 /* ---- operators that take more than they return ---- */

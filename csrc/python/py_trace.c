@@ -144,12 +144,12 @@ static PyObject *want_item(const void *context, size_t i) {
 }
 
 static PyObject *trace_wants(Trace *self, PyObject *args) {
-    unsigned long long low, high;
+    unsigned long long low, high, spare = 0;
     int segments;
-    if (!PyArg_ParseTuple(args, "KKp:wants", &low, &high, &segments)) return NULL;
+    if (!PyArg_ParseTuple(args, "KKp|K:wants", &low, &high, &segments, &spare)) return NULL;
     wants found = {.t = self->trace};
     size_t count;
-    const vm_status s = vm_trace_wants(self->trace, low, high, segments, found.want, &count);
+    const vm_status s = vm_trace_wants(self->trace, low, high, segments, spare, found.want, &count);
     return s ? vm_py_raise(s) : vm_py_list(count, want_item, &found);
 }
 
@@ -288,9 +288,9 @@ static PyMethodDef methods[] = {
      "take($self, bytes, name, /)\n--\n\nA storage is made. Returns its id."},
     {"give", (PyCFunction)trace_give, METH_O, "give($self, id, /)\n--\n\nThe storage's last reference went."},
     {"wants", (PyCFunction)trace_wants, METH_VARARGS,
-     "wants($self, low, high, segments, /)\n--\n\n[(name, bytes, bytes that the call has then)] of the first storages "
-     "that are taken when it has more than ever\nbefore, and whose request is from low to high bytes; segments: the "
-     "segment that PyTorch's allocator asks for."},
+     "wants($self, low, high, segments, spare=0, /)\n--\n\n[(name, bytes, bytes that the call has then)] of the first "
+     "storages that may be refused where `spare` bytes are\ncached or free, and whose request is from low to high "
+     "bytes; segments: the segment that PyTorch's allocator\nasks for."},
     {"blas", (PyCFunction)trace_blas, METH_VARARGS,
      "blas($self, name, lt=False, /)\n--\n\nA matrix product by cuBLAS, or by cuBLASLt."},
     {"empty_cache", (PyCFunction)trace_empty_cache, METH_NOARGS,

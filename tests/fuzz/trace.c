@@ -96,7 +96,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     }
     vm_trace_want want[VM_TRACE_WANTS];
     size_t wants;
-    CHECK(!vm_trace_wants(t, workspace, UINT64_MAX, how & 64, want, &wants) && wants <= VM_TRACE_WANTS);
+    CHECK(!vm_trace_wants(t, workspace, UINT64_MAX, how & 64, workspace / 2, want, &wants) && wants <= VM_TRACE_WANTS);
     CHECK(!vm_process_new(talloc, &blas, &p));
     uint64_t *workspaces = calloc(t->convs + 1, 8), *address = calloc(t->ids + 1, 8);
     uint64_t *allocated = calloc(t->steps + 1, 8), *reserved = calloc(t->steps + 1, 8);

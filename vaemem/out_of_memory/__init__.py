@@ -1,0 +1,1 @@
+"""Out-of-memory messages: which run they are about."""

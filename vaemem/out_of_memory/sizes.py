@@ -1,0 +1,55 @@
+"""Heights and widths in pixels, the commonest first."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+Size = tuple[int, int]
+Areas = Sequence[tuple[float, float]]  # from and to, in pixels
+
+# What people make, the commonest first; either side may be the longer one.
+MADE_SIZES = (
+    (1024, 1024), (512, 512), (768, 768), (832, 1216), (896, 1152), (768, 1344), (640, 1536), (512, 768), (2048, 2048),
+    (1536, 1536), (1280, 1280), (1024, 1536), (1080, 1920), (1088, 1920), (720, 1280), (768, 1024), (640, 640),
+    (576, 1024), (1152, 2048), (1664, 2432), (1792, 2304), (1536, 2688), (1152, 1152), (1440, 1440), (1792, 1792),
+    (1440, 2560), (1920, 1920), (1536, 2048), (1024, 2048), (896, 896), (960, 960), (384, 384), (448, 448), (256, 256),
+    (576, 576), (704, 704), (832, 832), (512, 1024), (640, 960), (1216, 1216), (1344, 1344), (1408, 1408),
+    (1600, 1600), (1664, 1664), (2304, 2304), (2560, 2560), (3072, 3072), (2160, 3840), (4096, 4096),
+    (1328, 1328), (928, 1664), (1104, 1472), (1056, 1584),  # Qwen-Image's
+)  # fmt: skip
+COMMON = 25  # of these: so many are made much more than the others
+RATIOS = (1, 5 / 4, 4 / 3, 3 / 2, 16 / 10, 16 / 9, 2, 21 / 9)
+WIDEST = 2.4  # times as long as the other: no side is longer
+PARTS = 64, 8  # pixels: sides are multiples of the first where nobody asks for another size, and of the second always
+
+
+def rank_of(size: Size) -> int:
+    """How rare a size is: from 0 for the commonest to 4."""
+    low, high = sorted(size)
+    if (low, high) in MADE_SIZES:
+        return int((low, high) not in MADE_SIZES[:COMMON])
+    if not (low % PARTS[0] or high % PARTS[0]):
+        return 2
+    return 3 if any(abs(high - ratio * low) <= PARTS[1] for ratio in RATIOS) else 4
+
+
+def sizes_of(rank: int, areas: Areas) -> Iterator[Size]:
+    """Sizes of that rank whose area lies in one of the ranges, the longer side last."""
+    listed = MADE_SIZES[:COMMON], MADE_SIZES[COMMON:]
+    found: Iterable[Size]
+    if rank < len(listed):
+        found = (one for one in listed[rank] if any(low <= one[0] * one[1] <= high for low, high in areas))
+    else:
+        part = PARTS[rank > len(listed)]
+        found = itertools.chain.from_iterable(_divided(part, low, high) for low, high in areas)
+    return (one for one in dict.fromkeys(found) if rank_of(one) == rank)
+
+
+def _divided(part: int, low: float, high: float) -> Iterator[Size]:
+    """Pairs of multiples of `part` whose product lies in a range."""
+    for short in range(part * max(int(math.sqrt(low / WIDEST) / part), 1), int(math.sqrt(high)) + 1, part):
+        first = max(math.ceil(low / short / part) * part, short)
+        for long in range(first, int(min(high / short, WIDEST * short)) + 1, part):
+            yield short, long
