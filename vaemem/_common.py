@@ -24,7 +24,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from numbers import Real
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar, get_args
+
+from vaemem._types import DtypeName, Op, Precision, TiledOp
 
 with contextlib.suppress(ImportError):  # Windows has none
     import fcntl
@@ -32,21 +34,22 @@ with contextlib.suppress(ImportError):  # Windows has none
 __version__ = "0.1.0"
 
 Item = TypeVar("Item")
+Name = TypeVar("Name", bound=str)
 Content = TypeVar("Content", str, bytes)
 
 MIB = 1 << 20
-DTYPES = ("float32", "float16", "bfloat16")  # that models run in
-PRECISIONS = ("highest", "high", "medium")  # of float32's products, as torch.set_float32_matmul_precision has them
+DTYPES: tuple[DtypeName, ...] = get_args(DtypeName)  # that models run in
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 SPELT_DTYPES = {  # as people write them beside; "float" has 32 bits to torch and 64 to NumPy
     "fp32": "float32", "f32": "float32", "fp16": "float16", "f16": "float16", "half": "float16", "bf16": "bfloat16",
 }  # fmt: skip
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-OPS = ("encode", "decode")
+OPS: tuple[Op, ...] = get_args(Op)
 EXTRAS = {  # that bring a package
     "pandas": "table", "scipy": "fit", "matplotlib": "plot", "tqdm": "progress", "PIL": "image", "torch": "pytorch",
     "diffusers": "diffusers", "accelerate": "diffusers", "argcomplete": "completion", "gguf": "gguf",
 }  # fmt: skip
-TILED_OPS = (*OPS, "encode_tiled", "decode_tiled")  # what PyTorch's runtimes do beside
+TILED_OPS: tuple[TiledOp, ...] = get_args(TiledOp)
 
 
 class Named(NamedTuple):
@@ -103,20 +106,20 @@ def letters(name: str) -> str:
     return re.sub(r"[\s./_-]+", "", name.casefold())
 
 
-def meant(argument: str, value: Any, among: Iterable[str], also: Mapping[str, str] = SPELT_DTYPES) -> str:
+def meant(argument: str, value: Any, among: Iterable[Name], also: Mapping[str, str] = SPELT_DTYPES) -> Name:
     """The one of the names that there are which a value means, as people write names. also: {what else people call one
     of them, in `letters`: that one}. ValueError as `choose` raises it."""
-    known = tuple(among)
+    known = {str(name): name for name in among}
     if isinstance(value, str) and value in known:
-        return value
+        return known[value]
     text = value if isinstance(value, str) else getattr(value, "__name__", str(value))  # a dtype of torch's or NumPy's
     written = letters(text.removeprefix("torch."))
     found = {letters(name): name for name in known}.get(written, also.get(written, ""))
     choose(argument, found if found in known else value, known)
-    return found
+    return known[found]
 
 
-def chosen(argument: str, values: Any, among: Sequence[str]) -> list[str]:
+def chosen(argument: str, values: Any, among: Sequence[Name]) -> list[Name]:
     """One name, or a sequence of them, as a list; ValueError as `choose` raises it for any of them."""
     return [meant(argument, value, among) for value in listed(values, str)]
 

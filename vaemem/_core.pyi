@@ -71,8 +71,8 @@ def fail_alloc_at(n: int, /) -> int: ...
 class Model:
     arch: dict[str, Any]
     parts: str
-    dtype: str
-    precision: str  # of a model on the CPU
+    dtype: Literal["float32", "float16", "bfloat16"]
+    precision: Literal["highest", "high", "medium"]  # of a model on the CPU
     tensors: list[tuple[str, tuple[int, ...]]]
     reserved_bytes: int
     def __init__(

@@ -9,12 +9,13 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from vaemem._common import choose, need
 
+OutputType = Literal["float", "uint8", "pil"]
 Poll = Callable[[int, int], object] | None
 Progress = Poll | bool
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"  # tqdm's, of steps that mean nothing by themselves
@@ -70,8 +71,8 @@ def check_mask(name: str, value: Any) -> None:
             raise ValueError(f"{name}: want numbers everywhere, got {got}: np.ma.filled({name}, 0) gives them zeros")
 
 
-def pixels_of(output_type: str) -> str:
-    choose("output_type", output_type, ("float", "uint8", "pil"))
+def pixels_of(output_type: OutputType) -> str:
+    choose("output_type", output_type, get_args(OutputType))
     return "float" if output_type == "float" else "uint8"
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from vaemem import _core
 from vaemem._common import DTYPES, PRECISIONS, choose, distinct, flag, meant, mib
+from vaemem._types import Dtype, DtypeName, Precision
 from vaemem.engine.cudnn_path import find_cudnn
 
 try:
@@ -83,7 +84,7 @@ def _gpus(dtype: str, precision: str) -> list[dict[str, Any]]:
     return rows or [row | {"why": why}]
 
 
-def backends(dtype: str = "float32", precision: str = "highest") -> list[dict[str, Any]]:
+def backends(dtype: Dtype = "float32", precision: Precision = "highest") -> list[dict[str, Any]]:
     """The kernels this build has, the CPU's best for such numbers first, then GPUs.
 
     Parameters
@@ -182,7 +183,12 @@ class Device:
     """A GPU with one type of numbers, opened for one VAE."""
 
     def __init__(
-        self, number: int, dtype: str, precision: str = "highest", autotune: bool = False, convolution: str = "auto"
+        self,
+        number: int,
+        dtype: DtypeName,
+        precision: Precision = "highest",
+        autotune: bool = False,
+        convolution: str = "auto",
     ) -> None:
         if _cuda is None:
             raise RuntimeError(_gpus(dtype, precision)[0]["why"])
@@ -264,7 +270,7 @@ class Device:
         return array
 
 
-def _numbers(dtype: Any, precision: Any) -> tuple[str, str]:
+def _numbers(dtype: Any, precision: Any) -> tuple[DtypeName, Precision]:
     """The type and the precision that are meant."""
     dtype = meant("dtype", dtype, DTYPES)
     choose("precision", precision, PRECISIONS)
@@ -274,7 +280,7 @@ def _numbers(dtype: Any, precision: Any) -> tuple[str, str]:
 
 
 def open_device(
-    device: Any, dtype: str, precision: str, autotune: bool, convolution: str
+    device: Any, dtype: Any, precision: Any, autotune: bool, convolution: str
 ) -> tuple[Device | None, dict[str, Any]]:
     """The GPU that `device` names, or None for the CPU; and the core's arguments for a model there. Arguments are
     `VAE.load`'s. The caller's caller is warned where VAEMEM_DISABLE has changed since the import."""

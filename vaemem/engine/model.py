@@ -14,6 +14,7 @@ import numpy as np
 from vaemem import _core
 from vaemem._common import latent_factor
 from vaemem._core import Model as Core
+from vaemem._types import Dtype, DtypeName, Precision
 from vaemem.engine import weights
 from vaemem.engine.arguments import Poll
 from vaemem.engine.arrays import Arrays, DeviceTile
@@ -129,8 +130,8 @@ class Model:
         config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         parts: str = "all",
         device: Any = "cpu",
-        dtype: str = "float32",
-        precision: str = "highest",
+        dtype: Dtype = "float32",
+        precision: Precision = "highest",
         autotune: bool = False,
         convolution: str = "auto",
     ) -> Self:
@@ -218,8 +219,8 @@ class Model:
         config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         parts: str = "all",
         device: Any = "cpu",
-        dtype: str = "float32",
-        precision: str = "highest",
+        dtype: Dtype = "float32",
+        precision: Precision = "highest",
         autotune: bool = False,
         convolution: str = "auto",
     ) -> Self:
@@ -242,8 +243,8 @@ class Model:
     def copy(
         self,
         device: Any = "cpu",
-        dtype: str | None = None,
-        precision: str | None = None,
+        dtype: Dtype | None = None,
+        precision: Precision | None = None,
         autotune: bool = False,
         convolution: str = "auto",
     ) -> Self:
@@ -335,11 +336,11 @@ class Model:
         return "cpu" if self._device is None else f"cuda:{self._device.number}"
 
     @property
-    def dtype(self) -> str:
+    def dtype(self) -> DtypeName:
         return self._runner.dtype
 
     @property
-    def precision(self) -> str:
+    def precision(self) -> Precision:
         return self._runner.precision
 
     @property

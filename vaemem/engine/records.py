@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from vaemem._types import Op
+
 CATEGORIES = ("weights", "activations", "scratch", "workspace", "output")  # of memory, by the core's names
 
 
@@ -63,7 +65,7 @@ class Run:
     True
     """
 
-    op: str
+    op: Op
     height: int
     width: int
     batch: int

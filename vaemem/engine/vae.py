@@ -9,8 +9,9 @@ from typing import Any
 
 from vaemem import _core
 from vaemem._common import Message, Named, choose, flag, need
+from vaemem._types import Op
 from vaemem.engine import images
-from vaemem.engine.arguments import Progress, as_int, check_mask, default_threads, pixels_of, polling
+from vaemem.engine.arguments import OutputType, Progress, as_int, check_mask, default_threads, pixels_of, polling
 from vaemem.engine.arrays import Arrays, DeviceArrays, HostArrays, request_of
 from vaemem.engine.device import Device
 from vaemem.engine.latents import Normalised, Scaling, held_by_pipelines
@@ -99,7 +100,7 @@ class VAE(Model):
         self,
         z: Any,
         scaled: bool = False,
-        output_type: str = "float",
+        output_type: OutputType = "float",
         progress: Progress = None,
         out: Any = None,
         tiling: Tiling | None = None,
@@ -253,11 +254,11 @@ class VAE(Model):
 
     def estimate(
         self,
-        op: str,
+        op: Op,
         height: int,
         width: int,
         batch: int = 1,
-        output_type: str = "float",
+        output_type: OutputType = "float",
         staged: bool = True,
         tiling: Tiling | None = None,
         memory_limit: Limit = None,
@@ -295,7 +296,7 @@ class VAE(Model):
             return make_run(request, Plans(self._core, request).within(limit))
 
     def tradeoff(
-        self, op: str, height: int, width: int, batch: int = 1, output_type: str = "float", staged: bool = True
+        self, op: Op, height: int, width: int, batch: int = 1, output_type: OutputType = "float", staged: bool = True
     ) -> tuple[Run, ...]:
         """Estimates of every plan worth choosing, from the fastest to the smallest: each takes less memory and more
         work than the one before. Arguments are `estimate`'s. `vaemem.tradeoff` gives them as a table."""
@@ -303,18 +304,18 @@ class VAE(Model):
         return tuple(make_run(request, record) for record in Plans(self._core, request).curve())
 
     def smallest(
-        self, op: str, height: int, width: int, batch: int = 1, output_type: str = "float", staged: bool = True
+        self, op: Op, height: int, width: int, batch: int = 1, output_type: OutputType = "float", staged: bool = True
     ) -> int:
         """The smallest `memory_limit`, in bytes, that will do. Arguments are `estimate`'s."""
         return Plans(self._core, self._request(op, height, width, batch, output_type, staged)).smallest()[0]
 
     def largest(
         self,
-        op: str,
+        op: Op,
         memory_limit: Limit = None,
         aspect: float = 1.0,
         batch: int = 1,
-        output_type: str = "float",
+        output_type: OutputType = "float",
         staged: bool = True,
     ) -> tuple[int, int]:
         """(height, width) of the largest image that a limit allows, by bisection and up to 4 latent pixels further.
@@ -371,7 +372,9 @@ class VAE(Model):
         """An argument of the core's plan and run."""
         return {"threads": 1 if self._device else as_int("threads", self.threads)}
 
-    def _request(self, op: str, height: int, width: int, batch: int, output_type: str, staged: bool) -> dict[str, Any]:
+    def _request(
+        self, op: Op, height: int, width: int, batch: int, output_type: OutputType, staged: bool
+    ) -> dict[str, Any]:
         height, width, batch = (as_int(n, v) for n, v in (("height", height), ("width", width), ("batch", batch)))
         floats = self.dtype if self._device and not staged else None
         return request_of(op, height, width, batch, pixels_of(output_type), floats) | self._threads()

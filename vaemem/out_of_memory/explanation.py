@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vaemem._common import MIB, OPS, Answer, meant
+from vaemem._types import Op, Program
 from vaemem.engine.configs import named_model
 from vaemem.out_of_memory.messages import (
     Said,
@@ -77,8 +78,8 @@ class Explanation(Answer):
 
 
 def explain(
-    error: str | BaseException, *, model: str | None = None, op: str | None = None, gpu: str | None = None,
-    runtime: str | None = None,
+    error: str | BaseException, *, model: str | None = None, op: Op | None = None, gpu: str | None = None,
+    runtime: Program | None = None,
 ) -> Explanation:  # fmt: skip
     """Which VAE's run, at which size, and which of its tensors an out-of-memory message is about; and what would fit.
 

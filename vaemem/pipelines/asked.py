@@ -290,7 +290,7 @@ def image_sides(height: int, width: int, stride: int = VAE_STRIDE, what: str = "
 
 def ask_pipeline(
     pipeline: str, height: int, width: int, batch: int, card: Card, software: Software, *,
-    prompt_tokens: int | None, guidance: bool, dtype: str | None, components: Mapping[str, Any] | None, image: bool,
+    prompt_tokens: int | None, guidance: bool, dtype: Any, components: Mapping[str, Any] | None, image: bool,
     steps: int, safe: bool = False,
 ) -> PipelineQuestion:  # fmt: skip
     """Arguments of `predict_pipeline` as a question, nothing offloaded and the VAE whole; ValueError names the one that

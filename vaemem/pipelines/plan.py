@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 from vaemem._arguments import shared
 from vaemem._common import DTYPES, ELEMENT_BYTES, MIB, flag, listed, meant, real, whole
+from vaemem._types import Dtype
 from vaemem.engine.limits import parse_size
 from vaemem.engine.names import shared_note
 from vaemem.engine.weights import told_bytes
@@ -24,7 +25,8 @@ from vaemem.prediction.question import Software, find_card
 from vaemem.prediction.seconds import Machine, machine_of
 from vaemem.prediction.usual import FIXED
 
-PLANNED_RUNTIMES = ("diffusers", "sd.cpp", "mlx")
+PlannedRuntime = Literal["diffusers", "sd.cpp", "mlx"]
+PLANNED_RUNTIMES = get_args(PlannedRuntime)
 # What vaemem's decode takes on a GPU beside its weights, in T = 128 * height * width * bytes of a number: 3.03 to 3.19
 # are planned from 256x256 to 4096x4096 (docs/CUDA.md).
 VAE_LIMIT = 3.2
@@ -37,9 +39,9 @@ SMALLER = ("Q8_0", "nf4")  # GGUF's and bitsandbytes'
 @shared
 def plan_pipeline(
     pipeline: str, height: int, width: int, batch: int = 1, *, memory: int | str | None = None,
-    host_memory: int | str | None = None, gpu: str | Gpu | None = None, runtime: str = "diffusers",
+    host_memory: int | str | None = None, gpu: str | Gpu | None = None, runtime: PlannedRuntime = "diffusers",
     prompt_tokens: int | None = None, guidance: bool = True, image: bool = False, steps: int | None = None,
-    dtype: str | None = None, components: Mapping[str, Any] | None = None,
+    dtype: Dtype | None = None, components: Mapping[str, Any] | None = None,
     types: str | Sequence[str | None] | None = None, used: int | str = 0,
     calibrate: Mapping[str, float] | None = None, time_limit: float | None = None, flash: bool = False,
     cache_limit: int | str | None = None, link: str = "PCIe 3.0 x16", cpu: str = "AVX2", cores: int | None = None,
@@ -141,7 +143,7 @@ def plan_pipeline(
         return PipelinePlan(f"{title} on a Mac of {memory}", ways, Room(sold(memory) * share // of), safe=safe)
     from vaemem.sdcpp import running  # half of this module's import
 
-    dtype = known.dtype if dtype is None else meant("dtype", dtype, DTYPES)
+    dtype = meant("dtype", known.dtype if dtype is None else dtype, DTYPES)
     card = find_card(gpu, memory, used, os)
     available = card.available(CONTEXT if runtime == "diffusers" else running.SDCPP_CONTEXT)
     room = Room(available, host, time_limit)

@@ -11,10 +11,11 @@ import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, get_args, overload
 
 from vaemem._arguments import shared
 from vaemem._common import MIB, __version__, distinct, flag, html_table, meant, render, whole
+from vaemem._types import Dtype
 from vaemem.engine.names import shared_note
 from vaemem.pipelines.asked import OFFLOADS, PLACES, Part, PipelineQuestion, ask_pipeline
 from vaemem.pipelines.components import CLIP_TOKENS, PIPELINES, known_pipeline, refuse
@@ -33,7 +34,8 @@ from vaemem.prediction.seconds import Machine, machine_of, peak, vae_work
 from vaemem.prediction.usual import FIXED, OVERFLOWING
 from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, TIGHT, CardAnswer, bar
 
-PREDICTED_RUNTIMES = ("diffusers", "sd.cpp")
+PredictedRuntime = Literal["diffusers", "sd.cpp"]
+PREDICTED_RUNTIMES: tuple[PredictedRuntime, ...] = get_args(PredictedRuntime)
 BY_VAEMEM = "vaemem's code has run on one kind of GPU only, an H100"
 _PARTS = ("weights", "activations", "workspace", "cached", "outside")  # make up a phase's total
 _OUTCOMES = {True: "goes through", False: "runs out", None: "not reached"}
@@ -542,15 +544,35 @@ class GraphPrediction(_Phases):
         return f"its decode takes {im2col} by im2col and {direct} with --vae-conv-direct"
 
 
+@overload
+def predict_pipeline(
+    pipeline: str, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None, guidance: bool = True,
+    dtype: Dtype | None = None, *, components: Mapping[str, Any] | None = None,
+    offload: str | Mapping[str, Any] = "none", vae: str = "whole", vae_memory_limit: int | str | None = None,
+    image: bool = False, steps: int | None = None, gpu: str | None = None, memory: int | str | None = None,
+    used: int | str = 0, cudnn_version: str | None = None, torch_version: str | None = None,
+    runtime: Literal["diffusers"] = "diffusers", safe: bool = False, os: str = "linux",
+) -> PipelinePrediction: ...  # fmt: skip
+
+
+@overload
+def predict_pipeline(
+    pipeline: str, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None, guidance: bool = True,
+    *, runtime: Literal["sd.cpp"], components: Mapping[str, Any] | None = None,
+    offload: str | Mapping[str, Any] = "none", vae: str = "whole", steps: int | None = None, gpu: str | None = None,
+    memory: int | str | None = None, used: int | str = 0, safe: bool = False, os: str = "linux",
+) -> GraphPrediction: ...  # fmt: skip
+
+
 @shared
 def predict_pipeline(
     pipeline: str, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None, guidance: bool = True,
-    dtype: str | None = None, *, components: Mapping[str, Any] | None = None, offload: Any = "none",
-    vae: str = "whole", vae_memory_limit: int | str | None = None, image: bool = False, steps: int | None = None,
-    gpu: str | None = None, memory: int | str | None = None, used: int | str = 0, cudnn_version: str | None = None,
-    torch_version: str | None = None, runtime: str = "diffusers", safe: bool = False,
-    os: str = "linux",
-) -> Any:  # fmt: skip
+    dtype: Dtype | None = None, *, components: Mapping[str, Any] | None = None,
+    offload: str | Mapping[str, Any] = "none", vae: str = "whole", vae_memory_limit: int | str | None = None,
+    image: bool = False, steps: int | None = None, gpu: str | None = None, memory: int | str | None = None,
+    used: int | str = 0, cudnn_version: str | None = None, torch_version: str | None = None,
+    runtime: PredictedRuntime = "diffusers", safe: bool = False, os: str = "linux",
+) -> PipelinePrediction | GraphPrediction:  # fmt: skip
     """What a pipeline takes of a GPU in each phase: weights, activations, workspaces, and whether it fits.
 
     Parameters

@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vaemem._arguments import shared
 from vaemem._common import DTYPES, MIB, OPS, __version__, chosen, distinct, listed, meant, render, whole
+from vaemem._types import Dtype
 from vaemem.engine.arguments import BAR, Progress, polling
 from vaemem.engine.configs import named_model
 from vaemem.prediction.predict import Prediction
@@ -278,7 +279,7 @@ class Bound:
 
 @shared
 def bound(
-    application: str, models: str | Sequence[str] | None = None, dtypes: str | Sequence[str] = DTYPES, *,
+    application: str, models: str | Sequence[str] | None = None, dtypes: Dtype | Sequence[Dtype] = DTYPES, *,
     gpu: str | Sequence[str] = "RTX 4090", memory: int | str | None = None, cudnn_version: str | None = None,
     torch_version: str | None = None, sides: int | Iterable[int] = SIDES, progress: Progress = None,
 ) -> Bound:  # fmt: skip
@@ -394,7 +395,7 @@ class _Asked(NamedTuple):
         return line._replace(in_tiles=in_tiles, predictions=line.predictions + count)
 
     def _predictions(
-        self, function: _Function, op: str, dtype: str, height: int, width: int, tile: int | None = None
+        self, function: _Function, op: Any, dtype: Any, height: int, width: int, tile: int | None = None
     ) -> Iterator[Prediction]:
         """In every way that the application may run one size."""
         weights = distinct((dtype, "float16")) if function.is_upcast and dtype == "float32" else [dtype]

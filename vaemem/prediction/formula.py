@@ -8,10 +8,11 @@ import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from vaemem._arguments import shared
 from vaemem._common import MIB, Answer, typeset
+from vaemem._types import Dtype, Program, TiledOp
 from vaemem.engine.arguments import BAR, Progress, polling
 from vaemem.prediction.closed import ClosedForm, derive, name_of, played_peaks
 from vaemem.prediction.cutting import fit_domain
@@ -237,11 +238,22 @@ class VAEFormula(Formula):
         return f"{super()._text(markdown)}\n\n{closed}"
 
 
+@overload
+def formula(model: Any, op: None = None) -> Formula: ...
+
+
+@overload
+def formula(
+    model: Any, op: TiledOp, dtype: Dtype | None = None, runtime: Program = "diffusers", gpu: str | None = None,
+    *, height: int = 1024, width: int = 1024, **settings: Any,
+) -> VAEFormula: ...  # fmt: skip
+
+
 @shared
 def formula(
-    model: Any, op: str | None = None, dtype: str | None = None, runtime: str = "diffusers", gpu: str | None = None,
-    *, height: int = 1024, width: int = 1024, **settings: Any,
-) -> Formula | Any:  # fmt: skip
+    model: Any, op: TiledOp | None = None, dtype: Dtype | None = None, runtime: Program = "diffusers",
+    gpu: str | None = None, *, height: int = 1024, width: int = 1024, **settings: Any,
+) -> Formula:  # fmt: skip
     """PyTorch's memory as a function of the image's size, the batch and the prompt, in pieces: what is reserved, and
     what is allocated, with a bound below and above each.
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from vaemem import _core
 from vaemem._arguments import shared
 from vaemem._common import MIB, flag, latent_factor
+from vaemem._types import Dtype, Program, TiledOp
 from vaemem.engine.limits import LARGEST_SIDE, check_aspect, largest_size
 from vaemem.engine.vae import VAE
 from vaemem.prediction.answer import SimulatedAnswer
@@ -249,7 +250,7 @@ class Prediction(SimulatedAnswer):
                 if p.verdict != DOES_NOT_FIT:
                     took = f"takes {p._takes} of {p.available / MIB:.0f} MiB"
                     found.append(Advice(what, f"{p.verdict}, {took}", shell_command(other)))
-        if not job.is_tiled:
+        if job.op == "encode" or job.op == "decode":
             vae = VAE(_core.Model(dict(job.arch), dtype="float32"))
             run = vae.estimate(job.op, job.height, job.width, job.batch)
             takes = -(-max(run.peak_bytes, run.reserved_bytes) // MIB)
@@ -268,7 +269,7 @@ class Prediction(SimulatedAnswer):
             yield f"{height}x{width}, the largest of that shape", q.at(height, width)
         side = min(max(job.height, job.width), job.tile or LARGEST_SIDE)
         if RUNTIMES[q.code].tiles:
-            op = f"{job.op.removesuffix('_tiled')}_tiled"
+            op: TiledOp = "encode_tiled" if job.op.startswith("encode") else "decode_tiled"
             tiled = ask(job.arch, op, job.height, job.width, runtime=q.code, gpu=q.card.gpu).job.tile
             for tile in dict.fromkeys((tiled, SMALL_TILE)):
                 if tile and tile < side:
@@ -365,10 +366,11 @@ def shell_command(question: Question, verb: str = "fits") -> str:
 
 @shared
 def predict(
-    model: str | Mapping[str, Any], op: str, height: int, width: int, dtype: str | None = None, batch: int = 1,
-    runtime: str = "diffusers", gpu: str | None = None, cudnn_version: str | None = None,
-    torch_version: str | None = None, weights_dtype: str | None = None, tile: int | None = None, slicing: bool = False,
-    *, tile_overlap: float | None = None, memory: int | str | None = None, used: int | str = 0, workspace: Any = None,
+    model: str | Mapping[str, Any], op: TiledOp, height: int, width: int, dtype: Dtype | None = None, batch: int = 1,
+    runtime: Program = "diffusers", gpu: str | None = None, cudnn_version: str | None = None,
+    torch_version: str | None = None, weights_dtype: Dtype | None = None, tile: int | None = None,
+    slicing: bool = False, *, tile_overlap: float | None = None, memory: int | str | None = None,
+    used: int | str = 0, workspace: Any = None,
     protocol: str = USUAL_PROTOCOL, channels_last: bool = False, allow_tf32: bool = True,
     cudnn_benchmark: bool = False, allocator: str = "native", safe: bool = False,
     os: str = "linux", calibrate: Any = None,
@@ -458,7 +460,7 @@ def predict(
 
 @shared
 def predict_largest(
-    model: str | Mapping[str, Any], op: str, dtype: str | None = None, batch: int = 1, *, gpu: str | None = None,
+    model: str | Mapping[str, Any], op: TiledOp, dtype: Dtype | None = None, batch: int = 1, *, gpu: str | None = None,
     aspect: float = 1.0, used: int | str = 0, every: bool = False, safe: bool = True, **others: Any,
 ) -> tuple[int, int]:  # fmt: skip
     """(height, width) of the largest image that PyTorch decodes, or encodes, on a card: of those whose `predict` fits.

@@ -25,6 +25,7 @@ from vaemem._common import (
     real,
     whole,
 )
+from vaemem._types import DtypeName, Program, TiledOp
 from vaemem.engine.configs import SAMPLE_SIZES, named_sample_size, sample_size_of
 from vaemem.engine.limits import parse_size
 from vaemem.engine.names import shared_note
@@ -117,7 +118,7 @@ class Software:
     """What runs on the card, as `vaemem.predict` is told of it: whose code, which PyTorch and cuDNN, its allocator and
     its switches, and what the process has done when its counters are read. ValueError names what cannot be."""
 
-    runtime: str = "diffusers"
+    runtime: Program = "diffusers"
     torch_version: str | None = None
     cudnn_version: str | None = None
     protocol: str = USUAL_PROTOCOL
@@ -180,11 +181,11 @@ class Job:
     names what cannot be."""
 
     arch: Mapping[str, Any]
-    op: str
+    op: TiledOp
     height: int
     width: int
-    dtype: str
-    weights_dtype: str
+    dtype: DtypeName
+    weights_dtype: DtypeName
     batch: int = 1
     tile: int | None = None
     tile_overlap: float = OVERLAP
@@ -364,8 +365,8 @@ class ModuleQuestion(Asked):
 
 
 def ask(
-    model: Any, op: str, height: int, width: int, *, gpu: Any = None, memory: int | str | None = None,
-    used: int | str = 0, runtime: str = "diffusers", dtype: Any = None, weights_dtype: Any = None,
+    model: Any, op: Any, height: int, width: int, *, gpu: Any = None, memory: int | str | None = None,
+    used: int | str = 0, runtime: Any = "diffusers", dtype: Any = None, weights_dtype: Any = None,
     batch: int = 1, tile: int | None = None, tile_overlap: float | None = None, slicing: bool = False,
     workspace: Any = None, cudnn_benchmark: bool = False, safe: bool = False, os: str = "linux", calibrate: Any = None,
     **software: Any,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from vaemem import _core
+from vaemem._types import Program
 from vaemem.engine.configs import config_of, named_model, read_config
 
 DEFAULT_TORCH = "2.7.1+cu128"  # the build that predictions were compared with measurements for
@@ -34,7 +35,7 @@ RUNTIMES = {
 # Programs that run another's code, by model where that differs. InvokeAI has diffusers' class, and BFL's for FLUX.
 # A1111 with --medvram, or --lowvram, keeps no other model on the card while the VAE runs.
 PROGRAMS = {"invokeai": {"": "diffusers", "flux": "bfl"}, "a1111-medvram": {"": "a1111"}}
-PROGRAM_NAMES = (*RUNTIMES, *PROGRAMS)
+PROGRAM_NAMES: tuple[Program, ...] = get_args(Program)  # of both tables
 
 
 # What videos' VAEs are called here where their tensors are another's: whose class, and so whose code, differs.

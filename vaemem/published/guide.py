@@ -21,6 +21,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from vaemem import _core
 from vaemem._common import MIB, shipped
 from vaemem._handmade import handmade, picture
+from vaemem._types import DtypeName, TiledOp
 from vaemem.engine.tiling import Tiling
 from vaemem.engine.vae import VAE
 from vaemem.prediction.gpus import Gpu, find_gpu, gpu_names
@@ -28,7 +29,8 @@ from vaemem.prediction.predict import Prediction, predict, predict_largest
 from vaemem.prediction.seconds import link_rate, peak
 from vaemem.published.claims import FAILS, HOLDS, UNKNOWN, Checked, Claim, Finding
 
-CARD, MODEL, DTYPE = "RTX 5070 Ti", "sdxl", "bfloat16"
+CARD, MODEL = "RTX 5070 Ti", "sdxl"
+DTYPE: DtypeName = "bfloat16"
 _CARDS = ("RTX 4060", "RTX 3060", CARD, "RTX 4090")  # of 8, 12, 16 and 24 GB
 _SIDE, _TILE = 2048, 1024  # pixels
 COUNTED, RUN, PREDICTED, NEEDS_GPU = "counted", "run on this CPU", "predicted", "needs a GPU"
@@ -83,7 +85,7 @@ def _judged(holds: bool, how: str, found: str) -> Finding:
 
 
 @functools.cache
-def _predicted(op: str = "decode_tiled", side: int = _SIDE, model: str = MODEL, **asked: Any) -> Prediction:
+def _predicted(op: TiledOp = "decode_tiled", side: int = _SIDE, model: str = MODEL, **asked: Any) -> Prediction:
     return predict(model, op, side, side, **{"dtype": DTYPE, "gpu": CARD, **asked})
 
 

@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vaemem._common import latent_factor, need
+from vaemem._types import DtypeName, Precision
 from vaemem.engine import weights
 from vaemem.engine.arguments import Progress
 from vaemem.engine.configs import config_of
@@ -38,7 +39,11 @@ from diffusers.models.autoencoders.vae import DecoderOutput
 _NEWER = ("AutoencoderKLQwenImage", "AutoencoderKLQwenImage21")  # classes that not every version of diffusers has
 __all__ = ["AutoencoderKL", "AutoencoderKLWan", "AutoencoderTiny", *_NEWER]
 
-TORCH_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+TORCH_DTYPES: dict[torch.dtype, DtypeName] = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
 SETTINGS = ("threads", "memory_limit", "cache_limit", "on_out_of_memory")  # of a VAE, for its runs on the CPU
 
 
@@ -126,7 +131,7 @@ class _DropIn(diffusers.ModelMixin):  # type: ignore[misc]
     @classmethod
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | os.PathLike[str], *, torch_dtype: torch.dtype | None = None,
-        memory_limit: Limit = None, precision: str = "highest", subfolder: str | None = None, **kwargs: Any,
+        memory_limit: Limit = None, precision: Precision = "highest", subfolder: str | None = None, **kwargs: Any,
     ) -> Self:  # fmt: skip
         """From a directory: a VAE's, or a pipeline's, in which ``vae`` is meant. It is read by vaemem where nothing
         else is asked for. For the hub's names, and with any other keyword of diffusers', diffusers loads and
@@ -144,7 +149,7 @@ class _DropIn(diffusers.ModelMixin):  # type: ignore[misc]
     @classmethod
     def from_single_file(
         cls, path: str | os.PathLike[str], *, model: str | None = None, config: Any = None,
-        torch_dtype: torch.dtype | None = None, memory_limit: Limit = None, precision: str = "highest",
+        torch_dtype: torch.dtype | None = None, memory_limit: Limit = None, precision: Precision = "highest",
     ) -> Self:  # fmt: skip
         """From a safetensors or GGUF file in any layout that `VAE.load` reads. SD1.5's and SDXL's files are alike:
         `model` (``"sd15"`` or ``"sdxl"``) or `config` says which it is."""
@@ -153,7 +158,7 @@ class _DropIn(diffusers.ModelMixin):  # type: ignore[misc]
     @classmethod
     def from_module(
         cls, module: Any, *, torch_dtype: torch.dtype | None = None, memory_limit: Limit = None,
-        precision: str = "highest",
+        precision: Precision = "highest",
     ) -> Self:  # fmt: skip
         """From diffusers' class of that name, such as a pipeline's: its weights are copied, its config, dtype and
         device are taken over."""

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from vaemem import _core
 from vaemem._common import DTYPES, Message, Named, choose, meant, need
+from vaemem._types import Dtype
 from vaemem.pipelines.asked import OFFLOADS, TORCH_WAYS
 from vaemem.pipelines.components import CLIP_TOKENS, CLIPS, PIPELINES, known_pipeline
 from vaemem.prediction.runtimes import architecture
@@ -165,7 +166,7 @@ def _tokenizer(length: int) -> Any:
 
 
 def load_pipeline(
-    source: str, dtype: str | None = None, offload: str = "none", vae: str = "whole", random: bool = False,
+    source: str, dtype: Dtype | None = None, offload: str = "none", vae: str = "whole", random: bool = False,
     device: Any = None,
 ) -> Any:  # fmt: skip
     """A pipeline of diffusers, ready to be measured; nothing is downloaded.

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vaemem._common import DTYPES, TILED_OPS, as_csv, choose, chosen, latent_factor, need, setting, whole, write
+from vaemem._types import Dtype, Program, TiledOp
 from vaemem.engine.configs import config_of, read_config
 from vaemem.prediction.benchmark import BENCHMARK_TILE
 from vaemem.prediction.profiles import Conv
@@ -168,8 +169,9 @@ class _Subject(NamedTuple):
 
 
 def measure(
-    model: Any, op: str, sizes: int | Sequence[int | tuple[int, int]], dtypes: str | Sequence[str] = ("float16",), *,
-    runtime: str = "diffusers", device: Any = None, warmups: int = 2, runs: int = 5, tile: int | None = None,
+    model: Any, op: TiledOp, sizes: int | Sequence[int | tuple[int, int]],
+    dtypes: Dtype | Sequence[Dtype] = ("float16",), *,
+    runtime: Program = "diffusers", device: Any = None, warmups: int = 2, runs: int = 5, tile: int | None = None,
     batch: int = 1, snapshot: str | os.PathLike[str] | None = None, profile: str | os.PathLike[str] | None = None,
 ) -> Table:  # fmt: skip
     """Measures a VAE's memory and time in PyTorch, the way the seed table was measured.

@@ -101,7 +101,9 @@ _INVOKEAI: _Constants = {
 }
 # Until e711aaf of 2025-12-10 a frame was taken for a video.
 _COMFYUI_04 = {**_COMFYUI, **{name: {"decode": 7000, "encode": 6000} for name in ("qwen-image", WAN)}}
-SHIPPED = {op: {"ComfyUI": _COMFYUI[""][op], "InvokeAI": _INVOKEAI[""][op]} for op in OPS}
+SHIPPED: Mapping[str, Mapping[str, float]] = {
+    op: {"ComfyUI": _COMFYUI[""][op], "InvokeAI": _INVOKEAI[""][op]} for op in OPS
+}
 
 
 def _by_constant(constants: _Constants, row: Row) -> int | None:

@@ -9,12 +9,13 @@ import os
 import platform
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from vaemem import _core
 from vaemem._common import DTYPES, OPS, TILED_OPS, Message, Named, __version__, choose, chosen, listed, meant, whole
+from vaemem._types import Dtype, Op, Precision, TiledOp
 from vaemem.engine.arguments import BAR, Progress, polling
 from vaemem.engine.arrays import ends_of
 from vaemem.engine.configs import named_model
@@ -25,6 +26,7 @@ from vaemem.prediction.question import ask, find_card
 from vaemem.prediction.runtimes import architecture
 from vaemem.tables.table import SOURCES, Row, Table
 
+SweptOp = TiledOp | Literal["pipeline"]
 # What a pixel costs, encode beside decode (1117 and 2515 GFLOP at 512x512): for the progress bar only.
 _WORK = {"encode": 4, "decode": 9, "pipeline": 9}
 _SWEPT = {"model", "op", "pipeline", "height", "width", "dtype", "batch", "tile", "tile_overlap", "gpu", "workspace"}
@@ -45,7 +47,7 @@ def _asked(of_pipelines: bool) -> tuple[Callable[..., Any], frozenset[str]]:
 class Case(NamedTuple):
     """One thing to run on a model."""
 
-    op: str
+    op: Any
     height: int
     width: int
     batch: int
@@ -58,13 +60,13 @@ class Case(NamedTuple):
 
 
 def sweep(
-    models: Any = ("sd15", "sdxl", "flux"), ops: str | Sequence[str] = OPS,
-    sizes: int | Sequence[int | tuple[int, int]] = (256, 512, (512, 768)), dtypes: str | Sequence[str] | None = None,
-    *, source: str | None = None, device: str | None = None, gpu: str | Sequence[str] | None = None,
-    batch: int | Sequence[int] = 1, tile: int | Sequence[int] | None = None,
+    models: Any = ("sd15", "sdxl", "flux"), ops: SweptOp | Sequence[SweptOp] = OPS,
+    sizes: int | Sequence[int | tuple[int, int]] = (256, 512, (512, 768)),
+    dtypes: Dtype | Sequence[Dtype] | None = None, *, source: str | None = None, device: str | None = None,
+    gpu: str | Sequence[str] | None = None, batch: int | Sequence[int] = 1, tile: int | Sequence[int] | None = None,
     tile_overlap: float | Sequence[float] | None = None, prompt_tokens: int | Sequence[int] | None = None,
     measure: bool = True, repeats: int = 1, progress: Progress = None, memory_limit: Limit = None,
-    precision: str = "highest", **others: Any,
+    precision: Precision = "highest", **others: Any,
 ) -> Table:  # fmt: skip
     """Measure or estimate the engine's memory and time, or predict PyTorch's memory on GPUs.
 
@@ -203,8 +205,8 @@ def sweep(
 
 
 def tradeoff(
-    model: str | VAE, op: str, height: int, width: int, batch: int = 1, dtype: str = "float32",
-    precision: str = "highest",
+    model: str | VAE, op: Op, height: int, width: int, batch: int = 1, dtype: Dtype = "float32",
+    precision: Precision = "highest",
 ) -> Table:  # fmt: skip
     """What less memory costs: the plans of one run, from the fastest to the smallest.
 
@@ -233,9 +235,8 @@ def tradeoff(
     (1.0, True)
     """
     choose("ops", op, OPS)
-    dtype = meant("dtype", dtype, DTYPES)
-    ((model, dtype),) = _models([model], dtype)
-    vae = _vae(model, "cpu", dtype, precision)
+    ((model, kind),) = _models([model], meant("dtype", dtype, DTYPES))
+    vae = _vae(model, "cpu", kind, precision)
     runs, last = vae.tradeoff(op, height, width, batch), vae.last_run
     speed = last.seconds / sum(last.flops) if last and last.op == op and last.seconds and vae.device == "cpu" else None
     case = Case(op, height, width, batch)
@@ -381,7 +382,7 @@ def _models(models: Any, dtypes: str | Sequence[str]) -> list[tuple[str | VAE, s
     return pairs
 
 
-def _vae(model: str | VAE, device: str, dtype: str, precision: str) -> VAE:
+def _vae(model: str | VAE, device: str, dtype: Any, precision: Any) -> VAE:
     if isinstance(model, str):
         return VAE.random(model, device=device, dtype=dtype, precision=precision)
     if precision not in ("highest", model.precision):

@@ -1,0 +1,23 @@
+"""What arguments of several functions may be, for type checkers. When a program runs, more spellings are understood."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol
+
+Op = Literal["encode", "decode"]
+TiledOp = Literal["encode", "decode", "encode_tiled", "decode_tiled"]  # what PyTorch's runtimes do
+DtypeName = Literal["float32", "float16", "bfloat16"]
+DtypeSpelt = Literal["fp32", "f32", "fp16", "f16", "half", "bf16"]
+Precision = Literal["highest", "high", "medium"]  # torch.set_float32_matmul_precision's, of products of float32
+Program = Literal["diffusers", "bfl", "ldm", "comfyui", "a1111", "forge", "invokeai", "a1111-medvram"]
+
+
+class NumberType(Protocol):
+    """A type of numbers of another library: ``torch.float16`` or ``numpy.dtype("float16")``."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number."""
+
+
+Dtype = DtypeName | DtypeSpelt | NumberType | type[Any]  # a class: numpy.float16
