@@ -9,6 +9,7 @@ import pytest
 from vaemem import VAE, Table, fit, predict, predict_largest
 from vaemem.__main__ import main
 from vaemem._common import setting
+from vaemem.reports.document import MARKS
 
 for package in ("PIL", "matplotlib", "tqdm"):
     pytest.importorskip(package, reason="the demo needs the extra 'demo'")
@@ -47,7 +48,7 @@ def test_the_answer_comes_first_and_is_what_predict_says(report):
     for card in _demo.CARDS:
         line = cells(first, card)
         asked = [predict("sdxl", "decode", side, side, "float16", gpu=card) for side in _demo.ASKED]
-        assert line[2:-1] == [f"{'✓' if p.fits else '✗'} {p.verdict}" for p in asked]
+        assert line[2:-1] == [f"{MARKS[p.verdict]} {p.verdict}" for p in asked]
         assert line[-1] == "x".join(map(str, predict_largest("sdxl", "decode", "float16", gpu=card)))
 
 

@@ -43,6 +43,31 @@ def arm() -> tuple[list[str], str] | None:
     return next(((c, emulator) for c in found), None)
 
 
+@functools.cache
+def dump(page: str, *flags: str) -> str | None:
+    """A page as a browser has it after its scripts ran; None without a browser that works."""
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if not program:
+        return None
+    command = [
+        program,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--allow-file-access-from-files",
+        *flags,
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            command += [f"--user-data-dir={folder}", "--virtual-time-budget=5000", "--dump-dom", page]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        except (OSError, subprocess.SubprocessError):
+            return None
+    return done.stdout if done.returncode == 0 else None
+
+
 # What Debian calls it, and whether it is here.
 wants_32_bits = pytest.mark.tool("gcc-multilib", lambda: runs("gcc", "-m32"))
 wants_arm = pytest.mark.tool("qemu-user with clang and libc6-dev-arm64-cross, or gcc-aarch64-linux-gnu", arm)
+wants_browser = pytest.mark.tool("chromium", lambda: "ok" in (dump("data:text/html,<p>ok") or ""))

@@ -19,7 +19,7 @@ from vaemem.engine.device import backends
 from vaemem.engine.tiling import Tiling
 from vaemem.engine.vae import VAE, Run
 from vaemem.prediction.predict import predict, predict_largest
-from vaemem.reports.document import Document
+from vaemem.reports.document import MARKS, Document
 from vaemem.tables.estimators import compare
 from vaemem.tables.fit import fit
 from vaemem.tables.sweep import sweep, tradeoff
@@ -81,7 +81,7 @@ def _cards(document: Document, vae: VAE) -> None:
     for card in CARDS:
         asked = [predict("sdxl", "decode", side, side, "float16", gpu=card) for side in ASKED]
         height, width = predict_largest("sdxl", "decode", "float16", gpu=card)
-        verdicts = (f"{'✓' if p.fits else '✗'} {p.verdict}" for p in asked)
+        verdicts = (f"{MARKS[p.verdict]} {p.verdict}" for p in asked)
         lines.append([card, _gib(asked[0].available), *verdicts, f"{height}x{width}"])
     document.text(
         "SDXL's VAE decodes an image in PyTorch: diffusers, float16, nothing else on the card. Predicted, with no GPU "
@@ -89,6 +89,7 @@ def _cards(document: Document, vae: VAE) -> None:
     )
     sizes = [f"{side}x{side}" for side in ASKED]
     document.table(["card", "GiB to use", *sizes, "largest square"], lines)
+    document.text("≈ tight: the prediction fits, but its upper bound does not, or PyTorch has to free its cache first.")
     usual = ["with room to spare", *(_gib(p.peak_reserved) for p in asked)]
     least = ["at least: PyTorch frees its cache when short", *(_gib(p.least_reserved) for p in asked)]
     document.table([f"GiB that it takes on {CARDS[-1]}", *sizes], [usual, least])

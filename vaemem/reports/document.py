@@ -14,15 +14,29 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #1b1b1b; }
-table { border-collapse: collapse; font-size: 13px; margin: 1rem 0; }
-th, td { padding: .25rem .6rem; border-bottom: 1px solid #ddd; text-align: left; vertical-align: top; }
-th { border-bottom: 2px solid #888; }
+:root { color-scheme: light dark; --text: #1b1b1b; --page: #fff; --line: #ddd; --rule: #888; --code: #f2f2f2;
+  --yes: #1a7f37; --tight: #9a6700; --no: #c62828; }
+@media (prefers-color-scheme: dark) {
+  :root { --text: #e6e6e6; --page: #161616; --line: #3a3a3a; --rule: #888; --code: #2a2a2a;
+    --yes: #4ac26b; --tight: #e3b341; --no: #ff7b72; }
+  img { border-radius: 4px; }
+}
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: var(--text);
+  background: var(--page); overflow-wrap: anywhere; }
+div { overflow-x: auto; }
+table { border-collapse: collapse; font-size: 13px; margin: 1rem 0; overflow-wrap: normal; }
+th, td { padding: .25rem .6rem; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; }
+th { border-bottom: 2px solid var(--rule); }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+td.yes { color: var(--yes); }
+td.tight { color: var(--tight); }
+td.no { color: var(--no); }
 figure { margin: 1rem 0; }
-img { max-width: 100%; height: auto; }
-code { background: #f2f2f2; padding: 0 .25rem; }
+img { max-width: 100%; height: auto; background: #fff; }
+code { background: var(--code); padding: 0 .25rem; }
 """
+MARKS = {"fits": "✓", "tight": "≈", "does not fit": "✗"}  # of verdicts, before them
+_MARKED = {"✓": "yes", "≈": "tight", "✗": "no"}  # classes of cells that begin with one
 
 
 class Document:
@@ -66,7 +80,7 @@ class Document:
         columns = zip(header, *shown, strict=True)
         head = "".join(_cell("th", cell, all(_is_number(c) or not c for c in rest)) for cell, *rest in columns)
         body = "".join(f"<tr>{''.join(_cell('td', cell, _is_number(cell)) for cell in line)}</tr>" for line in shown)
-        whole = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        whole = f"<div><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
         self._blocks.append((render(header, shown, markdown=True), whole))
 
     def figure(self, name: str, caption: str, figure: Figure) -> None:
@@ -86,8 +100,9 @@ class Document:
         """The document as one HTML file that needs no other."""
         body = "\n".join(whole for _, whole in self._blocks)
         return (
-            f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(self.title)}</title>\n'
-            f"<style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
+            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+            f"<title>{html.escape(self.title)}</title>\n<style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
         )
 
 
@@ -97,7 +112,8 @@ def _inline(text: str) -> str:
 
 
 def _cell(tag: str, text: str, is_number: bool) -> str:
-    return f"<{tag}{' class=n' if is_number else ''}>{_inline(text)}</{tag}>"
+    kind = "n" if is_number else _MARKED.get(text[:1])
+    return f"<{tag}{f' class={kind}' if kind else ''}>{_inline(text)}</{tag}>"
 
 
 def _is_number(text: str) -> bool:
