@@ -4,6 +4,7 @@ import inspect
 import io
 import itertools
 import json
+import os
 import re
 import runpy
 import shlex
@@ -22,6 +23,7 @@ from vaemem import VAE, Table
 from vaemem.__main__ import main
 from vaemem._arguments import described
 from vaemem.cli.commands import COMMANDS, parser
+from vaemem.prediction.gpus import find_gpu, gpu_names
 
 
 def test_estimate_command(capsys):
@@ -216,17 +218,63 @@ def test_version(capsys):
 
 
 def test_the_shell_may_ask_what_comes_next(monkeypatch):
+    """Only the commands in the line are given their flags."""
     asked = []
 
-    def autocomplete(parser):
-        asked.append(parser.prog)
+    def autocomplete(parser, validator):
+        commands = next(action for action in parser._actions if action.dest == "command").choices
+        asked.extend(name for name, one in commands.items() if len(one._actions) > 1)
+        assert validator("RTX 4090", "rtx") and not validator("RTX 4090", "gtx")
         raise SystemExit(0)
 
     monkeypatch.setenv("_ARGCOMPLETE", "1")
+    monkeypatch.setenv("COMP_LINE", "vaemem fits sdxl ")
     monkeypatch.setitem(sys.modules, "argcomplete", types.SimpleNamespace(autocomplete=autocomplete))
     with pytest.raises(SystemExit):
         main([])
-    assert asked == ["vaemem"]
+    assert asked == ["fits"]
+
+
+def test_what_tab_offers_is_known():
+    made = parser(at_once=COMMANDS)
+    subparsers = next(action for action in made._actions if action.dest == "command").choices
+    offered = {
+        (name, action.dest): action.completer()
+        for name, sub in subparsers.items()
+        for action in sub._actions
+        if hasattr(action, "completer")
+    }
+    assert all(names and len(set(names)) == len(names) for names in offered.values())
+    cards = offered["fits", "gpu"]
+    assert {"RTX 4090", "T4", "RX 7900 XTX", "RTX 4090 Laptop GPU"} <= set(cards)
+    found = [find_gpu(name).name for name in cards]
+    assert len(set(found)) == len(found) and {*gpu_names()} <= set(found)
+    for model in offered["fits", "model"]:
+        assert vaemem.predict(model, "decode", 512, 512, gpu="T4").verdict
+    for offload in offered["pipeline", "offload"]:
+        assert vaemem.predict_pipeline("sd15", 512, 512, offload=offload, gpu="T4").verdict
+    for way in offered["pipeline", "vae"]:
+        limit = {"vae_memory_limit": "1 GB"} if way == "vaemem" else {}
+        assert vaemem.predict_pipeline("sd15", 512, 512, vae=way, gpu="T4", **limit).verdict
+    assert {"sdxl", "flux-schnell"} <= {*offered["pipeline", "pipeline"]} == {*offered["plan", "pipeline"]}
+    assert {"flux-schnell", "taesd"} <= {*offered["formula", "model"]}
+
+
+@pytest.mark.parametrize(
+    ("line", "want"),
+    [("fits sdx", {"sdxl"}), ("fits sdxl decode 512 --gpu rtx\\ 409",
+      {"RTX 4090", "RTX 4090 D", "RTX 4090 Laptop GPU"}),
+     ("plan flux-s", {"flux-schnell"}), ("fits sdxl decode 512 --runtime comf", {"comfyui"})],
+)  # fmt: skip
+def test_tab(line, want, tmp_path):
+    pytest.importorskip("argcomplete", reason="Tab needs the extra 'completion'")
+    line, out = f"vaemem {line}", tmp_path / "offered"
+    out.touch()
+    settings = {"": "1", "_IFS": "\n", "_STDOUT_FILENAME": str(out), "_SHELL": "bash"}
+    env = os.environ | {f"_ARGCOMPLETE{name}": value for name, value in settings.items()}
+    env |= {"COMP_LINE": line, "COMP_POINT": str(len(line))}
+    subprocess.run([sys.executable, "-m", "vaemem"], env=env, check=True, timeout=120)
+    assert {name.replace("\\", "").strip() for name in out.read_text().splitlines()} == want
 
 
 def test_a_table_from_a_pipe(monkeypatch, capsys):
@@ -410,7 +458,7 @@ def test_what_to_do_is_said_of_options(weights, tmp_path, capsys):
 
 def test_every_flag_says_what_it_is_for():
     """In whole sentences, which are those of the functions' own documentation where they take the same argument."""
-    made = parser(every=True)
+    made = parser(at_once=COMMANDS)
     subparsers = next(action for action in made._actions if action.dest == "command").choices
     assert list(subparsers) == list(COMMANDS)
     for name, sub in subparsers.items():

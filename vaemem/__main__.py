@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
-from vaemem._common import Message, Named, need
-from vaemem.cli import commands
+from vaemem._common import Message, Named
+from vaemem.cli import commands, completion
 
 
 def _said(error: BaseException, args: argparse.Namespace) -> str:
@@ -66,11 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; 0 when done, 2 for bad input (a sentence on stderr, no traceback), 130 for Ctrl-C."""
     # Nothing here gives NumPy's threads work, and they spin while they wait. It is read when NumPy is imported.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    completes = "_ARGCOMPLETE" in os.environ  # the shell asks what could come next
-    parser = commands.parser(every=completes)
-    if completes:
-        need("argcomplete", "completion").autocomplete(parser)
-    args, status = parser.parse_args(argv), 0
+    if completion.is_asked():
+        completion.answer(commands.parser)
+    args, status = commands.parser().parse_args(argv), 0
     if sys.stdout is None:
         print(f"vaemem {args.command}: standard output is closed: open it or redirect it to a file", file=sys.stderr)
         return 2

@@ -18,7 +18,7 @@ import os
 import pkgutil
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -38,6 +38,7 @@ from vaemem._common import (
     saved,
     write,
 )
+from vaemem.cli.completion import offer
 from vaemem.cli.flags import FLAGS, WORDS, FlagSettings, Later, count
 from vaemem.cli.progress import show_progress
 
@@ -526,8 +527,8 @@ class _Parser(argparse.ArgumentParser):
                 raise argparse.ArgumentError(None, str(error)) from None
 
 
-def parser(every: bool = False) -> _Parser:
-    """The command line's words, from the tables above. every: whether all commands have their flags at once."""
+def parser(at_once: Container[str] = ()) -> _Parser:
+    """The command line's words, from the tables above. at_once: commands that have their flags before they are run."""
     says = "Run the VAEs of SD1.5, SDXL, SD3, FLUX and others in a memory known to the byte."
     made = _Parser(prog="vaemem", description=says)
     made.add_argument("--version", action="version", version=f"vaemem {vaemem.__version__}")
@@ -537,7 +538,7 @@ def parser(every: bool = False) -> _Parser:
         about = inspect.getdoc(run)
         sub = subparsers.add_parser(name, help=about, description=about)
         sub.add_flags = functools.partial(_add_all, sub, run, function, flags)
-        if every:
+        if name in at_once:
             sub.complete()
     return made
 
@@ -579,4 +580,4 @@ def _add(sub: _Parser, flag: str, known: Mapping[str, inspect.Parameter], texts:
         settings["dest"] = name
     text = text.replace("%", "%%")
     said = next((one.option_strings[-1] for one in sub._actions if one.option_strings and one.help == text), None)
-    sub.add_argument(*names, help=f"See {said}." if said else text, **settings)
+    offer(sub.add_argument(*names, help=f"See {said}." if said else text, **settings), sub.prog.rpartition(" ")[2])
