@@ -235,6 +235,23 @@ def test_the_shell_may_ask_what_comes_next(monkeypatch):
     assert asked == ["fits"]
 
 
+def test_missing_extras_are_named_all_at_once(monkeypatch, capsys, tmp_path):
+    for package in ("PIL", "PIL.Image", "matplotlib", "matplotlib.figure", "tqdm", "tqdm.auto"):
+        monkeypatch.setitem(sys.modules, package, None)
+    assert main(["demo", "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "the demo needs PIL, matplotlib, tqdm: pip install 'vaemem[image,plot,progress]'" in said
+    assert not (tmp_path / "out").exists()
+    for package in ("torch", "diffusers", "transformers", "accelerate"):
+        monkeypatch.setitem(sys.modules, package, None)
+    for more, missing, extras in (
+        ([], "torch, diffusers, transformers", "pytorch,diffusers"),
+        (["--offload", "model"], "torch, diffusers, transformers, accelerate", "pytorch,diffusers"),
+    ):
+        assert main(["measure", "sd15", "512", "--random", *more]) == 2
+        assert f"measure needs {missing}: pip install 'vaemem[{extras}]'" in capsys.readouterr().err
+
+
 def test_what_tab_offers_is_known():
     made = parser(at_once=COMMANDS)
     subparsers = next(action for action in made._actions if action.dest == "command").choices

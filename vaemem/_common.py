@@ -47,7 +47,8 @@ ELEMENT_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 OPS: tuple[Op, ...] = get_args(Op)
 EXTRAS = {  # that bring a package
     "pandas": "table", "scipy": "fit", "matplotlib": "plot", "tqdm": "progress", "PIL": "image", "torch": "pytorch",
-    "diffusers": "diffusers", "accelerate": "diffusers", "argcomplete": "completion", "gguf": "gguf",
+    "diffusers": "diffusers", "accelerate": "diffusers", "transformers": "diffusers", "argcomplete": "completion",
+    "gguf": "gguf",
 }  # fmt: skip
 TILED_OPS: tuple[TiledOp, ...] = get_args(TiledOp)
 
@@ -174,14 +175,21 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, list
     return groups
 
 
-def need(module: str, what: str) -> Any:
-    """Import an optional package for `what`, or raise ImportError that names the extra to install."""
-    package = module.partition(".")[0]
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        extra = EXTRAS.get(package, "demo")
-        raise ImportError(f"{what} needs {package}: pip install 'vaemem[{extra}]' ({error})") from error
+def need(module: str, what: str, *others: str) -> Any:
+    """Import an optional package for `what`, and other packages it needs later. ImportError names all that are missing
+    and the extras to install."""
+    failed: dict[str, ImportError] = {}
+    for name in (module, *others):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            failed.setdefault(name.partition(".")[0], error)
+    if failed:
+        extras = ",".join(distinct(EXTRAS.get(package, "demo") for package in failed))
+        why = "; ".join(distinct(map(str, failed.values())))
+        wanted = f"{what} needs {', '.join(failed)}: pip install 'vaemem[{extras}]' ({why})"
+        raise ImportError(wanted) from next(iter(failed.values()))
+    return importlib.import_module(module)
 
 
 def typeset(equations: Iterable[str]) -> str:

@@ -38,8 +38,7 @@ def make_demo(out: str | os.PathLike[str] = "out", weights: str | os.PathLike[st
     how), which takes 0.4 GB. The folder is made if needed, and files of an earlier demo are overwritten. Gives the
     page's path, ``out/index.html``; ``out/report.md`` says the same.
     """
-    for module in ("PIL.Image", "matplotlib.figure", "tqdm.auto"):
-        need(module, "the demo")  # now, not after minutes of work
+    need("PIL.Image", "the demo", "matplotlib.figure", "tqdm.auto")  # now, not after minutes of work
     started, folder = time.perf_counter(), Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     if made_by_hand := weights is None:

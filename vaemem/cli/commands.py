@@ -396,7 +396,9 @@ def run_formula(args: argparse.Namespace, asked: dict[str, Any]) -> None:
 )
 def run_measure(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     """A pipeline of diffusers on this machine's GPU, phase by phase, beside its prediction; 1 if it runs out there."""
-    from vaemem import pytorch  # which wants torch
+    others = ["diffusers", "transformers", *["accelerate"] * (asked.get("offload", "none") != "none")]
+    need("torch", "measure", *others)  # all that is missing, at once
+    from vaemem import pytorch
     from vaemem.pipelines.asked import image_sides
     from vaemem.pipelines.components import PIPELINES, known_pipeline
 
