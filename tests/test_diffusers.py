@@ -1,5 +1,6 @@
 """The drop-in for diffusers' AutoencoderKL: in whole pipelines, and call by call beside diffusers' own."""
 
+import contextlib
 import copy
 import io
 import json
@@ -552,6 +553,16 @@ def test_from_pretrained(tmp_path):
     close(ours.decode(z).sample, want)
     assert not ours.config.force_upcast and ours.memory_limit == "1 GiB"
     assert AutoencoderKL.from_pretrained(tmp_path / "pipeline/vae", torch_dtype=torch.bfloat16).dtype == torch.bfloat16
+    # the weights' own config decides
+    small_vae("flux").save(tmp_path / "saved")
+    said = json.loads((tmp_path / "saved/config.json").read_text())
+    for text, upcast in ((json.dumps(said | {"force_upcast": False}), False), ("{}", True)):
+        (tmp_path / "saved/config.json").write_text(text)
+        with (
+            contextlib.nullcontext() if not upcast else pytest.warns(UserWarning, match="the config in the weights is")
+        ):
+            ours = AutoencoderKL.from_pretrained(tmp_path / "saved")
+        assert ours.config.scaling_factor == 0.3611 and ours.config.force_upcast is upcast
     # what only diffusers reads
     theirs.save_pretrained(tmp_path / "variant", variant="fp32", safe_serialization=False)
     ours = AutoencoderKL.from_pretrained(tmp_path / "variant", variant="fp32", use_safetensors=False)

@@ -4,7 +4,6 @@ import errno
 import json
 import math
 import os
-import re
 import stat
 import struct
 import subprocess
@@ -208,8 +207,7 @@ def test_paths_that_are_no_files(tmp_path):
         weights.load("/dev/null")
     with pytest.raises(TypeError, match="path: want a path, got int"):
         weights.load(3)
-    weights.save(make(), tmp_path)
-    (tmp_path / "config.json").unlink()
+    write(tmp_path / weights.WEIGHTS, tensors_of(make()))
     with pytest.raises(FileNotFoundError, match=r"path: want a directory with config\.json"):
         weights.load(tmp_path)
     assert weights.load(tmp_path, config=SMALL).missing() == []
@@ -295,45 +293,6 @@ def test_a_failed_save_leaves_what_was_there(tmp_path, nth):
         failing.left = nth
 
 
-KILLED = """
-import os, sys
-from vaemem.engine import weights
-old, new, renames = *sys.argv[1:3], int(sys.argv[3])
-model, rename = weights.load(new), os.replace
-
-def replace(*paths):
-    global renames
-    renames -= 1
-    if renames < 0:
-        os._exit(9)
-    rename(*paths)
-
-os.replace = replace
-weights.save(model, old)
-"""
-
-
-@pytest.mark.parametrize("renames", [0, 1])
-def test_a_killed_save_is_told(tmp_path, renames):
-    """Of a directory's two files the reader gets both or neither, or is told that they are no pair."""
-    path, other = tmp_path / "vae", tmp_path / "other"
-    old, new = make({**SMALL, "scaling_factor": 0.25}, seed=1), make({**SMALL, "scaling_factor": 0.5}, seed=2)
-    weights.save(old, path)
-    weights.save(new, other)
-    assert subprocess.run([sys.executable, "-c", KILLED, path, other, str(renames)]).returncode == 9
-    if renames:
-        config = re.escape(str(path / "config.json"))
-        with pytest.raises(ValueError, match=rf"^{config}: want what .* scaling_factor 0.5, got 0.25: a save was cut"):
-            weights.load(path)
-        same(weights.load(path, config=path / "config.json"), tensors_of(new))
-    else:
-        same(weights.load(path), tensors_of(old))
-    assert len(list(path.glob(".*"))) == 2 - renames
-    weights.save(new, path)
-    assert weights.load(path).arch["scaling_factor"] == 0.5
-    assert sorted(p.name for p in path.iterdir()) == ["config.json", weights.WEIGHTS]
-
-
 def test_a_save_that_fails_between_its_two_files(tmp_path, monkeypatch):
     """The config is on the disk before the weights take their place, so a full disk is found before that. A directory
     that was made for them goes again."""
@@ -359,10 +318,33 @@ def test_a_config_written_by_others_goes_with_weights_that_mean_the_same(tmp_pat
     assert VAE.load(tmp_path).sample_size == 64
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None} | {"_name": 1}))
     weights.load(tmp_path)
-    for key, value in (("sample_size", 32), ("norm_num_groups", 16)):
-        (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
-        with pytest.raises(ValueError, match=f"{key} {config[key]}, got {value}:"):
-            weights.load(tmp_path)
+
+
+def test_the_config_in_the_weights_decides(tmp_path):
+    """Wherever the file lies. What config.json says otherwise is told, whatever it is."""
+    weights.save(make({**SMALL, "scaling_factor": 0.5}), tmp_path, sample_size=64)
+    file, config = tmp_path / weights.WEIGHTS, json.loads((tmp_path / "config.json").read_text())
+    assert VAE.load(file).arch["scaling_factor"] == 0.5 and weights.look(file).arch["scaling_factor"] == 0.5
+    for text, said in (
+        (json.dumps(config | {"sample_size": 32}), "sample_size is 32, not 64;"),
+        (json.dumps(config | {"norm_num_groups": 16}), "norm_num_groups is 16, not 32;"),
+        (json.dumps(config | {"scaling_factor": None}), "scaling_factor is None, not 0.5;"),
+        (json.dumps(config | {"act_fn": "relu"}), "config: act_fn: want silu"),
+        ("{", "config: want a JSON file, got "),
+        ("", "config: want a JSON file, got "),
+        (None, "config: want a config.json, got "),
+    ):
+        (tmp_path / "config.json").unlink() if text is None else (tmp_path / "config.json").write_text(text)
+        with pytest.warns(UserWarning, match=rf"config\.json: {said}.*the config in the weights is taken") as seen:
+            vae = VAE.load(tmp_path)
+        assert seen[0].filename == __file__
+        assert (vae.arch["scaling_factor"], vae.arch["norm_num_groups"], vae.sample_size) == (0.5, 32, 64)
+        with pytest.warns(UserWarning, match=said):
+            assert weights.look(tmp_path).arch == weights.look(file).arch
+    vae.save(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text()) == config
+    (tmp_path / "config.json").write_text(json.dumps(config | {"scaling_factor": 0.25}))
+    assert VAE.load(tmp_path, config=tmp_path).arch["scaling_factor"] == 0.25
 
 
 @pytest.mark.parametrize("saved", ["[", "[" * 100000, "1"])
@@ -370,7 +352,9 @@ def test_what_weights_say_of_their_config_is_checked(tmp_path, saved):
     weights.save(make(), tmp_path)
     tensors = safetensors_numpy.load_file(tmp_path / weights.WEIGHTS)
     safetensors_numpy.save_file(tensors, tmp_path / weights.WEIGHTS, {weights.SAVED_WITH: saved})
-    with pytest.raises(ValueError, match=r"vaemem.config in the weights beside .*config.json: want JSON, got "):
+    with pytest.raises(
+        ValueError, match=r"path: want in the metadata, as vaemem.config, the config that .*, got .* in "
+    ):
         weights.load(tmp_path)
 
 

@@ -28,7 +28,9 @@ from typing import IO, Any, NamedTuple, TypeVar, get_args
 
 from vaemem._types import DtypeName, Op, Precision, TiledOp
 
-with contextlib.suppress(ImportError):  # Windows has none
+if sys.platform == "win32":
+    import msvcrt
+else:
     import fcntl
 
 __version__ = "0.1.0"
@@ -268,6 +270,75 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
                 os.fsync(folder)  # the name too
             finally:
                 os.close(folder)
+
+
+@contextlib.contextmanager
+def writing_folder(folder: Path) -> Iterator[None]:
+    """Makes a folder if there is none, and lets one thread of one process at a time into the block for it. Removes the
+    folder again if it made it and the block fails. The system frees the lock of a process that is killed."""
+    while True:
+        is_new = not folder.exists()
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder) as is_there:
+            if not is_there:  # the writer that was waited for made the folder, failed and removed it
+                continue
+            try:
+                yield
+            except BaseException:
+                if is_new:
+                    with contextlib.suppress(OSError):
+                        folder.rmdir()
+                raise
+            return
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Waits for the lock of a folder, and tells whether the folder is there then. POSIX systems lock the folder itself.
+    Windows cannot open a folder, and locks an empty file in the user's folder for temporary files."""
+    name = uuid.uuid5(uuid.NAMESPACE_URL, os.path.normcase(os.path.realpath(folder)))
+    path = os.path.join(tempfile.gettempdir(), f"vaemem-{name}.lock") if os.name == "nt" else folder
+    try:
+        lock = os.open(path, os.O_RDONLY | (os.O_CREAT if os.name == "nt" else 0))
+    except OSError:  # there is no lock for a folder that cannot be read
+        yield folder.is_dir()
+        return
+    _LOCKS.add(lock)
+    try:
+        _take(lock)
+        yield folder.is_dir() and (os.name == "nt" or os.path.samestat(os.fstat(lock), os.stat(folder)))
+    finally:
+        _LOCKS.discard(lock)
+        os.close(lock)
+        if os.name == "nt":
+            with contextlib.suppress(OSError):  # another writer has it open
+                os.unlink(path)
+
+
+_LOCKS = set[int]()  # descriptors; a child would hold their locks for as long as it lives
+
+
+def _close_locks() -> None:
+    while _LOCKS:
+        os.close(_LOCKS.pop())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_locks)
+
+
+def _take(lock: int) -> None:
+    """Waits for the lock on an open file. On a file system without locks there is none to wait for."""
+    if sys.platform == "win32":
+        while True:
+            try:
+                msvcrt.locking(lock, msvcrt.LK_LOCK, 1)  # tries for ten seconds, then raises EDEADLK
+                return
+            except OSError as error:
+                if error.errno != errno.EDEADLK:
+                    return
+    with contextlib.suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_EX)
 
 
 def _descriptor(path: str | os.PathLike[str]) -> int | None:

@@ -174,9 +174,14 @@ def read_config(config: Config) -> Arch:
     ``scaling_factor`` may be None (unknown). ValueError for a key that is unknown, of the wrong type, or asks for what
     the engine cannot do (another class, activation, block type).
     """
+    return read_contents(config)[0]
+
+
+def read_contents(config: Config) -> tuple[Arch, Mapping[str, Any]]:
+    """What `read_config` returns, and the contents of the config, read from its file once."""
     contents, path = _contents(config)
     try:
-        return _parse_config(contents)
+        return _parse_config(contents), contents
     except ValueError as error:
         raise ValueError(f"{error} (in {path})" if path else str(error)) from None
 

@@ -148,7 +148,8 @@ class Model:
             is read. Or a state dict, of NumPy arrays or of torch tensors wherever they lie, by the same names. Tensors
             may lie under ``ema``, ``state_dict``, ``model`` or ``vae``, in files too; averages (``ema``) come first.
             Or a module with such a ``state_dict()``, whose ``config``, if it has one, is then the architecture.
-            Tensors are copied.
+            Tensors are copied. Weights that `save` wrote to a directory hold their config: that one decides, and a
+            warning says how ``config.json`` differs.
         model : str, optional
             A known one, as the attribute `model` lists them: wins over what the file says, and must fit its tensors.
             Needed only if ``scaled=True`` follows and the file holds a VAE alone: SD1.5, SDXL and Playground have the
@@ -180,10 +181,9 @@ class Model:
         Raises
         ------
         ValueError
-            A bad argument; a ``config.json`` that is not the one its weights were saved with; a file that is damaged,
-            none of these (of one from before PyTorch 1.6 it says how to convert it), or of no VAE; a tensor
-            that is missing, extra, misshapen, cut, of another dtype or without plain numbers (on "meta", sparse,
-            masked), by its name. Whatever is raised, nothing stays allocated.
+            A bad argument; a file that is damaged, none of these (of one from before PyTorch 1.6 it says how to convert
+            it), or of no VAE; a tensor that is missing, extra, misshapen, cut, of another dtype or without plain
+            numbers (on "meta", sparse, masked), by its name. Whatever is raised, nothing stays allocated.
         OSError
             The file cannot be read. FileNotFoundError: no such file, or a directory without weights or config.
         ImportError
@@ -207,9 +207,8 @@ class Model:
         'high'
         """
         gpu, where = open_device(device, dtype, precision, autotune, convolution)
-        core = weights.load(path, model, config, parts, **where)
-        beside = config is None and model is None
-        return cls(core, gpu, weights.config_beside(path) if beside else config)
+        core, config = weights.read(path, model, config, parts, **where)
+        return cls(core, gpu, config)
 
     @classmethod
     def random(
@@ -289,8 +288,8 @@ class Model:
         path : path
             A ``.safetensors`` file; for ``"diffusers"`` also a directory, made where there is none, which gets a
             ``config.json`` too. A file without one does not tell norm_num_groups or the scaling. Weights in a directory
-            carry a copy of that config, and `load` refuses a pair that a killed save left, of new weights and an old
-            config.
+            hold that config as well, and `load` takes theirs. So a save that is killed leaves the old VAE or the new
+            one, never a mixture. One save at a time writes to a directory; others wait for it.
         layout : {"diffusers", "ldm", "bfl"}
             ``"ldm"`` wants both quant convs, ``"bfl"`` none and the middle attention.
 
@@ -300,8 +299,8 @@ class Model:
             A layout that is unknown or cannot hold the model, a path of the wrong kind, a VAE of videos, which is not
             kept whole, or a VAE on a GPU, whose weights are in another form.
         OSError
-            The file cannot be written. Whatever was there before is as it was; only where a directory's weights have
-            taken their place already and its config cannot, `VAE.load` refuses the two as no pair.
+            The file cannot be written. Whatever was there before is as it was. Only if the weights of a directory have
+            taken their place and ``config.json`` cannot, the old ``config.json`` stays: `load` warns of it.
         """
         weights.save(self._on_the_cpu("save"), path, layout=layout, sample_size=self.sample_size)
 

@@ -7,6 +7,8 @@ import json
 import math
 import os
 import re
+import stat
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -14,7 +16,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from vaemem import _core
-from vaemem._common import Message, Named, choose, replacing
+from vaemem._common import Message, Named, choose, replacing, writing_folder
 from vaemem.engine import configs, file_tensors, hub, layouts, tiny, torch_files
 from vaemem.engine.arguments import as_path, check_mask
 from vaemem.engine.configs import CONFIG, Arch, Config, shown
@@ -27,15 +29,15 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 WEIGHTS_FP16 = "diffusion_pytorch_model.fp16.safetensors"
 WEIGHTS_TORCH = "diffusion_pytorch_model.bin"
 PIPELINE = "model_index.json"  # in a pipeline's directory, beside its parts' own
-SAVED_WITH = "vaemem.config"  # the metadata of weights in a directory: the config.json that was written with them
+SAVED_WITH = "vaemem.config"  # in the metadata of weights that were saved to a directory: their config, which decides
 SAVED_LAYOUTS = ("diffusers", "ldm", "bfl")  # the layouts that save writes
 PICKLES = (".bin", ".ckpt", ".pt", ".pth")  # of PyTorch's files, and of diffusers' before safetensors
 
 # ---- reading ----
 
 
-def config_beside(path: Any) -> Path | Mapping[str, Any] | None:
-    """The config that weights bring with them: a module's, or the file in a directory; None where they have none."""
+def _config_beside(path: Any) -> Path | Mapping[str, Any] | None:
+    """The config next to weights: a module's, or the file of a directory, which may lack it; None for a file alone."""
     if hasattr(path, "state_dict") or isinstance(path, Mapping):
         config = getattr(path, "config", None)
         return config if isinstance(config, Mapping) else None
@@ -49,25 +51,23 @@ def _in_pipeline(path: Path) -> Path:
     return path / "vae" if (path / PIPELINE).is_file() and (path / "vae").is_dir() else path
 
 
-def _locate(path: Path, need_config: bool) -> Path:
-    """The weights file: path itself, or the one in a directory, which must have a config.json too if that is
-    needed."""
+def _locate(path: Path) -> Path:
+    """The weights file: path itself, or the one in a directory."""
     path = _in_pipeline(path)
-    if not path.is_dir():
-        want = "path: want a .safetensors, .gguf or .pth file, or a diffusers directory"
-        if not path.exists():
-            raise FileNotFoundError(f"{want}, got {path}: no such file{hub.how_to_download(path)}")
-        if not path.is_file():
-            raise ValueError(f"{want}, got {path}, which is neither")
+    want = "path: want a .safetensors, .gguf or .pth file, or a diffusers directory"
+    try:
+        mode = path.stat().st_mode  # once: another process may make the directory now
+    except (OSError, ValueError):
+        raise FileNotFoundError(f"{want}, got {path}: no such file{hub.how_to_download(path)}") from None
+    if stat.S_ISREG(mode):
         return path
+    if not stat.S_ISDIR(mode):
+        raise ValueError(f"{want}, got {path}, which is neither")
     files = [path / name for name in (WEIGHTS, WEIGHTS_FP16, WEIGHTS_TORCH) if (path / name).is_file()]
     if not files:
         pickles = [file for file in sorted(path.iterdir()) if file.suffix in PICKLES]
         have = f"only {pickles[0].name}. {_convert(pickles[0])}" if pickles else "which has none"
         raise FileNotFoundError(f"path: want a directory with {WEIGHTS}, got {path}, {have}")
-    if need_config and not (path / CONFIG).is_file():
-        wanted = f"path: want a directory with {CONFIG} (or pass "
-        raise FileNotFoundError(Message(wanted, Named("model"), " or ", Named("config"), f"), got {path}"))
     return files[0]
 
 
@@ -79,10 +79,16 @@ def _convert(pickle: Path) -> str:
     return f"A pickle may run whatever its maker wrote into it. To convert one that you trust: {load}{save}"
 
 
-def load(
+def load(path: Any, *args: Any, **where: Any) -> _core.Model:
+    """The model that `read` makes."""
+    return read(path, *args, **where)[0]
+
+
+def read(
     path: Any, model: str | None = None, config: Config | None = None, parts: str = "all", **where: Any
-) -> _core.Model:
-    """Reads weights into a new core model, all of its tensors set, as `vaemem.VAE.load` says.
+) -> tuple[_core.Model, Config | None]:
+    """Reads weights into a new core model, all of its tensors set, as `vaemem.VAE.load` says. Returns the config that
+    describes it as well; None if names and shapes of the tensors are all that describes it.
 
     where: the core's arguments that say on which device the model is and in which numbers. Tensors go there one by one:
     the peak while loading is the packed copy plus one tensor as it lies in the file.
@@ -96,13 +102,13 @@ def load(
             rest = f" describes ({arch['name']}), or only one of both, got {model!r}"
             raise ValueError(Message("model: want one that ", Named("config"), rest))
     state = path.state_dict() if hasattr(path, "state_dict") else path
-    file = None if isinstance(state, Mapping) else _locate(as_path(path, "path"), need_config=arch is None)
+    file = None if isinstance(state, Mapping) else _locate(as_path(path, "path"))
     name = str(file or "state dict")
     with _reading(file) if file else contextlib.nullcontext(_in_memory(state)) as source:
-        if arch is None and (beside := config_beside(path)) is not None:
-            arch = _arch_beside(source, beside)
+        if arch is None:
+            arch, config = _own_config(source, path)
         try:
-            return _load_from(source, arch, parts, where)
+            return _load_from(source, arch, parts, where), config
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         except OSError as error:
@@ -134,22 +140,45 @@ def _spelt_in(source: _Source, arch: Arch, parts: str, layout: str, prefix: str)
     return spelt
 
 
-def _arch_beside(source: _Source, config: Any) -> Arch:
-    """The architecture of the config beside weights. ValueError where these say that they were saved with another: a
-    save that is killed between its two files leaves the new weights and the old config."""
-    arch, saved = configs.read_config(config), source.about.get(SAVED_WITH, "{}")
+def _own_config(source: _Source, path: Any) -> tuple[Arch | None, Mapping[str, Any] | None]:
+    """The architecture and the config that weights bring with them; None and None if there is none.
+
+    A config in the weights' own metadata decides: so weights and config are one file, which a save replaces at once. If
+    config.json differs the caller's caller is warned. FileNotFoundError: a directory has neither.
+    """
+    beside, saved = _config_beside(path), source.about.get(SAVED_WITH)
+    if saved is None:
+        if isinstance(beside, Path) and not beside.is_file():
+            wanted = f"path: want a directory with {CONFIG} (or pass "
+            raise FileNotFoundError(Message(wanted, Named("model"), " or ", Named("config"), f"), got {path}"))
+        return (None, None) if beside is None else configs.read_contents(beside)
     try:
-        want = dict(json.loads(saved))
-    except (TypeError, ValueError, RecursionError):
-        raise ValueError(f"{SAVED_WITH} in the weights beside {config}: want JSON, got {shown(saved)}") from None
-    got = configs.config_of(arch, configs.sample_size_of(config, arch["name"]))
-    if wrong := [key for key in got if key in want and want[key] != got[key]]:
-        values = ", ".join(f"{key} {shown(want[key])}, got {shown(got[key])}" for key in wrong)
-        wanted = f"want what the weights beside it were saved with, {values}: a save was cut short"
-        advice = f"or one of the two files was changed. Save again, mend {CONFIG}, or pass "
-        as_it_is = Named("config", str(config)), " to take it as it is"
-        raise ValueError(Message(f"{config}: {wanted}, {advice}", *as_it_is))
-    return arch
+        arch, own = configs.read_contents(dict(json.loads(saved)))
+    except (TypeError, ValueError, RecursionError) as error:
+        wanted = f"path: want in the metadata, as {SAVED_WITH}, the config that the weights were saved with"
+        raise ValueError(f"{wanted}, got {shown(saved)} in {path}: {error}") from None
+    if beside is None:
+        return arch, own
+    try:
+        other, contents = configs.read_contents(beside)
+        differs = _difference(_written(other, contents), _written(arch, own))
+    except (OSError, ValueError) as error:
+        differs = str(error)
+    if not differs:
+        return other, contents  # which may have more keys
+    advice = Message("save again to make them agree, or pass ", Named("config"), " to choose")
+    warnings.warn(f"{beside}: {differs}; the config in the weights is taken: {advice}", stacklevel=4)
+    return arch, own
+
+
+def _written(arch: Arch, config: Mapping[str, Any]) -> Arch:
+    """The config that a save would write."""
+    return configs.config_of(arch, configs.sample_size_of(config, arch["name"]))
+
+
+def _difference(got: Arch, want: Arch) -> str:
+    wrong = [key for key in want | got if want.get(key) != got.get(key)]
+    return ", ".join(f"{key} is {shown(got.get(key))}, not {shown(want.get(key))}" for key in wrong)
 
 
 class _Source(NamedTuple):
@@ -234,11 +263,10 @@ class Contents(NamedTuple):
 
 def look(path: Any) -> Contents:
     """A weights file's layout and architecture, without its numbers. ValueError where `load` would raise it."""
-    file = _locate(as_path(path, "path"), need_config=True)
+    file = _locate(as_path(path, "path"))
     with _reading(file) as source:
         layout, prefix, arch = layouts.detect(source.shapes)
-        if (beside := config_beside(path)) is not None:
-            arch = _arch_beside(source, beside)
+        arch = _own_config(source, path)[0] or arch
         names = layouts.ours(source.shapes, prefix, "all")
         halves = {half for name in names if (half := layouts.half_of(name))}
         parts = halves.pop() if len(halves) == 1 else tiny.HALVES.get(layout, "all")
@@ -263,7 +291,7 @@ def tensor_types(path: Any) -> list[tuple[str, Shape, str, int]]:
 
     Types are named as the formats do: "F32", "BF16", "F8_E4M3", "Q8_0", "Q4_K". ValueError, OSError: as `load`.
     """
-    with _reading(_locate(as_path(path, "path"), need_config=False)) as source:
+    with _reading(_locate(as_path(path, "path"))) as source:
         return [(one.name, one.shape, one.dtype, one.nbytes) for one in source.tensors.values()]
 
 
@@ -364,20 +392,24 @@ def save(
         raise ValueError(f"path: want a name that ends in .safetensors for {what}, got {target}")
     if target.exists() and not target.is_dir():
         raise ValueError(f"path: want a directory or a name that ends in .safetensors, got the file {target}")
-    new = not target.exists()
-    target.mkdir(parents=True, exist_ok=True)
+    with writing_folder(target):
+        _save_folder(model, target, json.dumps(configs.config_of(arch, sample_size), indent=2) + "\n")
+
+
+def _save_folder(model: _core.Model, folder: Path, config: str) -> None:
+    """Writes weights that hold their config, and the config once more as config.json, which diffusers reads. The save
+    is done as soon as the weights have taken their place; then config.json follows."""
+    had_weights = (folder / WEIGHTS).exists()
     try:
-        with replacing(target / CONFIG) as c, replacing(target / WEIGHTS) as f:  # the weights take their place first
-            config = json.dumps(configs.config_of(arch, sample_size), indent=2) + "\n"
+        with replacing(folder / CONFIG) as c, replacing(folder / WEIGHTS) as f:
             c.write(config.encode())
             c.flush()
             os.fsync(c.fileno())  # a full disk is found before anything takes its place
-            _write_tensors(f, model, layout, {SAVED_WITH: config})
+            _write_tensors(f, model, "diffusers", {SAVED_WITH: config})
     except BaseException:
-        if new:
+        if not had_weights:
             with contextlib.suppress(OSError):
-                (target / WEIGHTS).unlink(missing_ok=True)
-                target.rmdir()
+                (folder / WEIGHTS).unlink(missing_ok=True)
         raise
 
 

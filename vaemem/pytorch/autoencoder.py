@@ -23,6 +23,7 @@ from vaemem._types import DtypeName, Precision
 from vaemem.engine import weights
 from vaemem.engine.arguments import Progress
 from vaemem.engine.configs import config_of
+from vaemem.engine.device import open_device
 from vaemem.engine.limits import Limit
 from vaemem.engine.records import Run
 from vaemem.engine.tiling import Tiling
@@ -139,8 +140,8 @@ class _DropIn(diffusers.ModelMixin):  # type: ignore[misc]
         dtype = torch_dtype or torch.float32
         path = os.path.join(pretrained_model_name_or_path, subfolder or "")
         if os.path.isdir(path) and not any(value is not None for value in kwargs.values()):
-            vae, beside = VAE.load(path, precision=precision), weights.config_beside(path)
-            return cls(vae, cls.theirs.load_config(beside), dtype, memory_limit)
+            core, config = weights.read(path, **open_device("cpu", "float32", precision, False, "auto")[1])
+            return cls(VAE(core, None, config), config, dtype, memory_limit)
         if subfolder is not None:
             kwargs["subfolder"] = subfolder
         module = cls.theirs.from_pretrained(pretrained_model_name_or_path, torch_dtype=dtype, **kwargs)
