@@ -3,9 +3,10 @@
 import gc
 import random
 
+import numpy as np
 import pytest
 
-from vaemem import CachingAllocator, OutOfMemoryError, _core
+from vaemem import CachingAllocator, OutOfMemoryError, SimulatedProcess, _core
 
 BLAS = {"cublas_bytes": 8 << 20, "cublaslt_bytes": 1 << 20}
 
@@ -319,3 +320,20 @@ def test_a_process_keeps_what_it_names():
     del allocator, core
     gc.collect()
     assert len(left) == 1
+
+
+def test_what_is_no_tensor_or_model_is_refused_by_name():
+    process = SimulatedProcess()
+    vae = process.load("sdxl")
+    z = process.tensor((1, 4, 8, 8), "float16")
+    for call, said in (
+        (lambda: process.decode(vae, None), "latents: want a Tensor of this process, got NoneType"),
+        (lambda: process.encode(vae, np.zeros(3)), "image: want a Tensor of this process, got ndarray"),
+        (lambda: process.decode("sdxl", z), "vae: want a LoadedVAE of this process, got str"),
+        (lambda: process.convert(None, "float32"), "vae: want a LoadedVAE of this process, got NoneType"),
+        (lambda: process.elementwise(None), "x: want a Tensor of this process, got NoneType"),
+        (lambda: process.sample(vae), "posterior: want a Tensor of this process, got LoadedVAE"),
+        (lambda: process.drop(z, 3), "drop: want a Tensor or LoadedVAE of this process, got int"),
+    ):
+        with pytest.raises(TypeError, match=f"^{said}$"):
+            call()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from vaemem._common import ELEMENT_BYTES, MIB, choose, distinct, grouped, need, png
+from vaemem._common import ELEMENT_BYTES, MIB, choose, distinct, grouped, need, png, whole
 from vaemem.prediction.predict import Prediction
 from vaemem.tables.estimators import Comparison, pixels
 from vaemem.tables.fit import KEY, Fit, FittedLine
@@ -362,7 +362,7 @@ def pipeline(run: Any, available: int | None = None) -> Figure:
     phases = way.phases
     if not phases:
         raise ValueError("run: want one with phases, got none")
-    available = getattr(run, "available", None) if available is None else available
+    available = getattr(run, "available", None) if available is None else whole("available", available, 0)
     axes = _figure(1.6 + 1.3 * len(phases), 4.2).subplots()
     bottom = np.zeros(len(phases))
     for name, meaning, colour in _PLANNED_PARTS if hasattr(way, "played") else _PHASE_PARTS:

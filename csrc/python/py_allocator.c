@@ -37,7 +37,7 @@ static PyObject *raise_status(Allocator *self, vm_status status) {
 }
 
 static int to_uint64(PyObject *object, const char *name, uint64_t *out) {
-    PyObject *index = PyNumber_Index(object);
+    PyObject *index = PyBool_Check(object) ? NULL : PyNumber_Index(object);
     if (!index) {
         PyErr_Format(PyExc_TypeError, "%s: want an integer, got %s", name, Py_TYPE(object)->tp_name);
         return -1;

@@ -191,6 +191,8 @@ class Encoded:
                 wanted = "want standard normal numbers for moments on a GPU, such as torch.randn_like(mean)"
                 raise TypeError(f"noise: {wanted}")
             try:
+                if isinstance(generator, bool):
+                    raise TypeError
                 source = np.random.default_rng(generator)
             except (TypeError, ValueError) as error:
                 wanted = "a numpy.random.Generator, a seed of 0 or more, or None"

@@ -53,8 +53,10 @@ class Tiling:
     blend: str = "linear"
 
     def __post_init__(self) -> None:
-        if self.sample_size is not None and as_int("sample_size", self.sample_size) < 1:
-            raise ValueError(f"sample_size: want a positive number of pixels, or None, got {self.sample_size}")
+        if self.sample_size is not None:
+            object.__setattr__(self, "sample_size", as_int("sample_size", self.sample_size))
+            if self.sample_size < 1:
+                raise ValueError(f"sample_size: want a positive number of pixels, or None, got {self.sample_size}")
         if isinstance(self.overlap, bool) or not isinstance(self.overlap, Real):
             raise TypeError(f"overlap: want a number from 0 to less than 1, got {self.overlap!r}")
         if not 0 <= self.overlap < 1:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vaemem import _core
-from vaemem._common import DTYPES, ELEMENT_BYTES, MIB, latent_factor, meant
+from vaemem._common import DTYPES, ELEMENT_BYTES, MIB, latent_factor, meant, whole
 from vaemem.prediction.gpus import CONTEXT, Gpu, find_gpu
 from vaemem.prediction.runtimes import RUNTIMES, architecture, packing
 from vaemem.prediction.snapshot import CachingAllocator
@@ -109,6 +109,14 @@ class _Held:
     @property
     def nbytes(self) -> int:
         return sum(map(self._process._core.bytes_at, self.storages or ()))
+
+
+def _is_dropped(argument: str, held: Any, kind: type[_Held]) -> bool:
+    """Whether a storage's owner was dropped; TypeError for anything else."""
+    if not isinstance(held, kind):
+        want = " or ".join(one.__name__ for one in (kind.__subclasses__() or [kind]))
+        raise TypeError(f"{argument}: want a {want} of this process, got {type(held).__name__}")
+    return held.storages is None
 
 
 class Tensor(_Held):
@@ -345,7 +353,7 @@ class SimulatedProcess:
         """
         dtype = meant("dtype", dtype, DTYPES)
         first = dtype if first is None else meant("first", first, DTYPES)
-        if vae.storages is None:
+        if _is_dropped("vae", vae, LoadedVAE):
             raise ValueError("vae: want one that was not dropped")
         old, new = (vae.dtype, vae.first or vae.dtype), (dtype, first)
         if old != new and not vae.sends:
@@ -358,14 +366,14 @@ class SimulatedProcess:
     def tensor(self, shape: Sequence[int], dtype: str, name: str = "input", *, host: bool = False) -> Tensor:
         """A new tensor, such as an input moved to the device; with `host` one in the host's memory, where the runtime
         comfyui takes its inputs from."""
-        dtype = meant("dtype", dtype, DTYPES)
-        if not shape or min(shape) < 1:
-            raise ValueError(f"shape: want sizes of 1 or more, got {tuple(shape)}")
+        dtype, shape = meant("dtype", dtype, DTYPES), tuple(whole("shape", side) for side in shape)
+        if not shape:
+            raise ValueError("shape: want sizes of 1 or more, got ()")
         return Tensor(self, name, shape, dtype, ()) if host else self._take(name, shape, dtype)
 
     def hold(self, name: str, size: int) -> int:
         """Takes `size` bytes for good under a name. Returns the address (0 for 0 bytes), which `release` takes."""
-        return self.hold_all(name, [size])[0]
+        return self._core.hold(name, [whole("size", size, 0)])[0]
 
     def hold_all(self, name: str, sizes: Sequence[int]) -> list[int]:
         """Takes each of these sizes in bytes under one name, as `hold` does. Returns the addresses.
@@ -375,10 +383,11 @@ class SimulatedProcess:
         >>> len(vaemem.SimulatedProcess("RTX 4090").hold_all("prompt", [512, 1024]))
         2
         """
-        return self._core.hold(name, sizes)
+        return self._core.hold(name, [whole("sizes", size, 0) for size in sizes])
 
     def elementwise(self, x: Tensor, name: str = "scaled", dtype: str | None = None) -> Tensor:
         """A new tensor of x's shape: ``x * 0.5``, or ``x.to(dtype)`` with another dtype."""
+        _is_dropped("x", x, Tensor)
         return self._take(name, x.shape, dtype or x.dtype)
 
     def encode(
@@ -408,6 +417,7 @@ class SimulatedProcess:
 
     def sample(self, posterior: Tensor, name: str = "latents") -> Tensor:
         """``posterior.sample()``: mean + std * noise."""
+        _is_dropped("posterior", posterior, Tensor)
         noise = self._take(f"{name} [noise]", posterior.shape, posterior.dtype)
         product = self._take(f"{name} [std * noise]", posterior.shape, posterior.dtype)
         latents = self._take(name, posterior.shape, posterior.dtype)
@@ -446,7 +456,7 @@ class SimulatedProcess:
 
     def release(self, addresses: Iterable[int]) -> None:
         """Frees what `call` left."""
-        self._core.release(list(addresses))
+        self._core.release([whole("addresses", address, 0) for address in addresses])
 
     def drop(self, *things: Tensor | LoadedVAE | None) -> None:
         """Gives tensors, or a model, back: the last name that held them goes. None is ignored.
@@ -459,7 +469,7 @@ class SimulatedProcess:
         for thing in things:
             if thing is None:
                 continue
-            if thing.storages is None:
+            if _is_dropped("drop", thing, _Held):
                 raise ValueError(f"drop: {thing!r} was dropped before")
             self.release(thing.storages)
             thing.storages = None
@@ -538,10 +548,11 @@ class SimulatedProcess:
         return [self._with_others[one][run] for one in workspaces]
 
     def _call_vae(self, vae: LoadedVAE, op: str, x: Tensor, tile: int, tile_overlap: float, slicing: bool) -> Tensor:
-        arch, encodes = vae.arch, op == "encode"
-        channels = arch["in_channels"] if encodes else vae.latent_channels
-        if vae.storages is None or x.storages is None:
+        encodes, tile = op == "encode", whole("tile", tile, 0)
+        if _is_dropped("vae", vae, LoadedVAE) | _is_dropped("image" if encodes else "latents", x, Tensor):
             raise ValueError(f"{op}: want a model and an input that were not dropped")
+        arch = vae.arch
+        channels = arch["in_channels"] if encodes else vae.latent_channels
         if len(x.shape) != 4 or x.shape[1] != channels:
             raise ValueError(f"{op}: want a tensor (N, {channels}, height, width), got {x.shape}")
         first = vae.dtype if encodes or not vae.first else vae.first

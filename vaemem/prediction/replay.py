@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from vaemem import _core
-from vaemem._common import MIB, choose, mib
+from vaemem._common import MIB, choose, mib, whole
 from vaemem.prediction.snapshot import INTERVALS, CachingAllocator, check_snapshot, load_snapshot, parse_conf, want
 
 _ACTIONS = (
@@ -220,6 +220,7 @@ def replay(
         raise ValueError("snapshot: want a trace, got none: torch.cuda.memory._record_memory_history was not on")
     if device is None and len(with_trace) == 1:
         device = with_trace[0]
+    device = device if device is None else whole("device", device, 0)
     if device not in with_trace:
         raise ValueError(f"device: want one of {shown}, which have a trace, got {device!r}")
     events = _read_trace(traces[device])

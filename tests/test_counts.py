@@ -1,0 +1,213 @@
+"""Sizes and counts: every public function takes NumPy's integers as Python's, and refuses floats and truth values."""
+
+import functools
+import inspect
+import re
+
+import numpy as np
+import pytest
+from engine import images, latents, small_vae
+
+import vaemem
+from vaemem import (
+    VAE,
+    CachingAllocator,
+    SimulatedProcess,
+    Tiling,
+    bound,
+    formula,
+    plan_pipeline,
+    predict,
+    predict_largest,
+    predict_pipeline,
+    replay,
+    sweep,
+    tradeoff,
+)
+
+ONE, SIDES, LIMIT = {"batch": 1}, {"height": 64, "width": 64}, {"memory_limit": 64 << 20}
+CARD = {"gpu": "RTX 3060", "memory": 12 << 30, "used": 1 << 20}
+PIPELINE = SIDES | CARD | ONE | {"prompt_tokens": 77, "steps": 2}
+
+
+@functools.cache
+def vae():
+    return small_vae()
+
+
+def simulated(op, **given):
+    process = SimulatedProcess("RTX 3060")
+    x = process.tensor((1, 3, 64, 64) if op == "encode" else (1, 4, 8, 8), "float16")
+    return getattr(process, op)(process.load("sdxl", "float16"), x, **given).shape
+
+
+def release(addresses):
+    process = SimulatedProcess()
+    process.hold("x", 512)
+    process.release(addresses)
+
+
+def snapshot():
+    allocator = CachingAllocator()
+    allocator.malloc(512)
+    return allocator.snapshot()
+
+
+def measure(**given):
+    diffusers = pytest.importorskip("diffusers")
+    from vaemem.pytorch import measure
+
+    settings = {"device": "cpu", "dtypes": "float32"}
+    table = measure(diffusers.AutoencoderKL(sample_size=32), "decode_tiled", **settings, **given)
+    return [(row["height"], row["width"], row["batch"], row["source"]) for row in table]
+
+
+def measure_pipeline(**given):
+    pytest.importorskip("torch")
+    from vaemem.pytorch import measure_pipeline
+
+    with pytest.raises(TypeError, match="pipe: want a pipeline"):  # which is looked at last
+        measure_pipeline(None, **given)
+
+
+def predict_peak(**given):
+    torch = pytest.importorskip("torch")
+    from vaemem.pytorch import predict_peak
+
+    return str(predict_peak(torch.nn.Linear(8, 8).eval(), torch.empty(1, 8), **given))
+
+
+# By the names of public functions: what calls each, and its arguments that are sizes or counts.
+CALLS = {
+    "CachingAllocator": (
+        lambda **given: CachingAllocator(**given)._settings(),
+        {"total_memory": 1 << 30, "max_split_size_mb": 32, "roundup_power2_divisions": [4] * 16}
+        | {"max_non_split_rounding_mb": 32, "reservation": 1 << 20},
+    ),
+    "CachingAllocator.free": (lambda **given: CachingAllocator().free(**given), {"address": 0}),
+    "CachingAllocator.malloc": (lambda **given: CachingAllocator().malloc(**given), {"bytes": 512, "stream": 1}),
+    "CachingAllocator.rounded_size": (lambda bytes: CachingAllocator().rounded_size(bytes), {"bytes": 700}),
+    "Encoded.sample": (lambda **given: vae().encode(images(16, 16)).sample(**given), {"generator": 1}),
+    "SimulatedProcess": (lambda **given: SimulatedProcess("RTX 3060", **given).reserved, {"used": 1 << 20}),
+    "SimulatedProcess.decode": (lambda **given: simulated("decode", **given), {"tile": 512}),
+    "SimulatedProcess.encode": (lambda **given: simulated("encode", **given), {"tile": 512}),
+    "SimulatedProcess.hold": (lambda **given: SimulatedProcess().hold("x", **given), {"size": 512}),
+    "SimulatedProcess.hold_all": (lambda **given: SimulatedProcess().hold_all("x", **given), {"sizes": [512, 513]}),
+    "SimulatedProcess.release": (release, {"addresses": [SimulatedProcess().hold("x", 512)]}),
+    "SimulatedProcess.tensor": (
+        lambda **given: repr(SimulatedProcess().tensor(dtype="float16", **given)),
+        {"shape": (1, 4, 8, 8)},
+    ),
+    "Tiling": (lambda **given: Tiling(**given), {"sample_size": 64}),
+    "VAE.decode": (lambda **given: vae().decode(latents(vae(), 4, 4), **given), LIMIT | {"size": (13, 14)}),
+    "VAE.encode": (lambda **given: vae().encode(images(16, 16), **given).mode(), LIMIT),
+    "VAE.estimate": (lambda **given: vae().estimate("decode", **given), SIDES | LIMIT | ONE),
+    "VAE.largest": (lambda **given: vae().largest("decode", **given), ONE | {"memory_limit": 8 << 20}),
+    "VAE.random": (lambda **given: VAE.random(config=vae().arch, **given).state_dict()["quant_conv.bias"], {"seed": 1}),
+    "VAE.smallest": (lambda **given: vae().smallest("decode", **given), SIDES | ONE),
+    "VAE.tradeoff": (lambda **given: vae().tradeoff("decode", **given), SIDES | ONE),
+    "bound": (
+        lambda **given: str(bound("comfyui", "flux", "float16", **given)),
+        {"memory": 24 << 30, "sides": [256, 512]},
+    ),
+    "formula": (lambda **given: str(formula("sdxl", "decode", **given)), SIDES),
+    "measure": (measure, ONE | {"sizes": [64, (64, 32)], "warmups": 0, "runs": 1, "tile": 32}),
+    "measure_pipeline": (measure_pipeline, SIDES | ONE | {"steps": 2}),
+    "plan_pipeline": (
+        lambda **given: plan_pipeline("sd15", **given).to_json(),
+        PIPELINE | {"host_memory": 8 << 30, "cores": 4},
+    ),
+    "plan_pipeline of mlx": (
+        lambda **given: plan_pipeline("sd15", 512, 512, runtime="mlx", **given).to_json(),
+        {"memory": 16 << 30, "cache_limit": 1 << 30},
+    ),
+    "plot.pipeline": (
+        lambda available: vaemem.plot.pipeline(predict_pipeline("sd15", 64, 64), available),
+        {"available": 1 << 34},
+    ),
+    "predict": (lambda **given: predict("sdxl", "decode_tiled", **given).to_json(), SIDES | CARD | ONE | {"tile": 64}),
+    "predict_largest": (lambda **given: predict_largest("sdxl", "decode", **given), CARD | ONE),
+    "predict_peak": (predict_peak, {"used": 1 << 20}),
+    "predict_pipeline": (lambda **given: predict_pipeline("sd15", **given).to_json(), PIPELINE),
+    "predict_pipeline of vaemem": (
+        lambda **given: predict_pipeline("sd15", 512, 512, vae="vaemem", **given).to_json(),
+        {"vae_memory_limit": 2 << 30},
+    ),
+    "replay": (lambda **given: str(replay(snapshot(), **given)), {"device": 0}),
+    "sweep": (
+        lambda **given: sweep(vae(), "decode", measure=False, **given).to_csv(),
+        {"sizes": [64, (64, 32)], "batch": [1, 2], "repeats": 1} | LIMIT,
+    ),
+    "sweep of pipelines": (
+        lambda **given: sweep("sd15", "pipeline", gpu="RTX 3060", **given).to_csv(),
+        {"sizes": 64, "prompt_tokens": [77, 90]},
+    ),
+    "tradeoff": (lambda **given: tradeoff("sd15", "decode", **given).to_csv(), SIDES | ONE),
+}
+# Values that vaemem makes: nobody calls these.
+MADE = {"DeviceArray", "Encoded", "MeasuredPhase", "ModulePrediction", "Replay", "Run"}
+
+
+def is_of(one, home):
+    return getattr(one, "__module__", "").startswith(home.__name__)
+
+
+def functions():
+    """Public functions, classes and methods by name."""
+    pytest.importorskip("diffusers")
+    import vaemem.pytorch
+
+    found = {name: getattr(vaemem, name) for name in vaemem.__all__}
+    for within, home in (("plot.", vaemem.plot), ("", vaemem.pytorch)):
+        found |= {within + name: one for name, one in vars(home).items() if is_of(one, home)}
+    for name, one in list(found.items()):
+        if inspect.isclass(one) and name not in MADE - {"Encoded"}:
+            found |= {f"{name}.{of}": method for of, method in inspect.getmembers(one, callable)}
+    return {name: one for name, one in found.items() if callable(one) and not re.search(r"(^|\.)_", name)}
+
+
+def test_every_size_and_count_is_tried():
+    wanted = set()
+    for name, function in functions().items():
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):  # of an exception
+            continue
+        counts = {
+            argument for argument, it in signature.parameters.items()
+            if re.search(r"\bint\b|Limit", str(it.annotation)) and name not in MADE
+        }  # fmt: skip
+        tried = {key for call, (_, given) in CALLS.items() if call.partition(" of ")[0] == name for key in given}
+        wanted |= {f"{name}({one})" for one in counts - tried}
+    assert not wanted
+
+
+def of_type(value, kind):
+    """The value, or those that it holds, as numbers of another type."""
+    if isinstance(value, list | tuple):
+        return type(value)(of_type(one, kind) for one in value)
+    return value if isinstance(value, str) else kind(value)
+
+
+SLOW = {"formula", "measure", "tradeoff"}  # without a faster call
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=pytest.mark.thorough) if one in SLOW else one for one in CALLS]
+)
+def test_integers_of_numpy(name):
+    call, given = CALLS[name]
+    want, got = call(**given), call(**{key: of_type(value, np.int64) for key, value in given.items()})
+    assert "np.int" not in repr(got)
+    if name != "plot.pipeline":
+        assert np.array_equal(got, want) and type(got) is type(want)
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"), [(name, one) for name, (_, given) in CALLS.items() for one in given if one != "gpu"]
+)
+@pytest.mark.parametrize("kind", [float, np.float32, bool, np.bool_])
+def test_floats_and_truth_values_are_refused(name, argument, kind):
+    call, given = CALLS[name]
+    with pytest.raises((TypeError, ValueError), match=rf"^{argument}: want "):
+        call(**given | {argument: of_type(given[argument], kind)})
