@@ -2,10 +2,11 @@
 
 import json
 
+import numpy as np
 import pytest
 from weights_files import SMALL, autoencoder
 
-from vaemem import _core
+from vaemem import VAE, SimulatedProcess, _core, predict
 from vaemem.engine import configs
 
 
@@ -74,3 +75,25 @@ def test_config_files_that_are_none(tmp_path):
             configs.read_config(path)
     with pytest.raises(TypeError, match="config: want a path or a dict, got int"):
         configs.read_config(7)
+
+
+FLUX2 = _core.models()["flux2-small"]
+SIZES = [key for key, value in FLUX2.items() if type(np.atleast_1d(value).tolist()[0]) is int]
+
+
+@pytest.mark.parametrize("key", SIZES)
+def test_sizes_of_an_arch_that_are_none_are_refused_by_name(key):
+    """By every function that takes an arch, and by the core itself. NumPy's integers are sizes."""
+    value = FLUX2[key]
+    sizes = tuple(map(np.int64, value)) if isinstance(value, tuple) else np.int64(value)
+    floats = list(map(float, value)) if isinstance(value, tuple) else float(value)
+    for take in (
+        lambda arch: predict(arch, "decode", 64, 64).allocated,
+        lambda arch: SimulatedProcess().load(arch).nbytes,
+        lambda arch: VAE.random(config=arch, parts="decoder").parameters,
+        lambda arch: _core.Model(arch, "decoder").tensors,
+    ):
+        assert take(FLUX2 | {key: sizes}) == take(FLUX2)
+        for bad in (floats, [None], {}, "x", 1.5, -1, [-1], np.float32(2)):
+            with pytest.raises((TypeError, ValueError), match=r"^(config|arch): "):
+                take(FLUX2 | {key: bad})

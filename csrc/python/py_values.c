@@ -61,18 +61,34 @@ static PyObject *item(PyObject *dict, const char *key) {
     return v;
 }
 
+/* Returns: 0; -1 if an exception is set, which names the key if the value is to blame. */
+static int check_value(const char *key, const char *want, PyObject *value) {
+    if (!PyErr_Occurred()) return 0;
+    if (PyErr_ExceptionMatches(PyExc_TypeError) || PyErr_ExceptionMatches(PyExc_OverflowError))
+        PyErr_Format(PyExc_TypeError, "arch: %s: want %s, got %R", key, want, value);
+    return -1;
+}
+
+static int to_size(PyObject *value, const char *key, size_t *out) {
+    PyObject *index = PyNumber_Index(value);
+    *out = index ? PyLong_AsSize_t(index) : 0;
+    Py_XDECREF(index);
+    return check_value(key, "a whole number of 0 or more", value);
+}
+
+static int to_float(PyObject *value, const char *key, float *out) {
+    *out = (float)PyFloat_AsDouble(value);
+    return check_value(key, "a number", value);
+}
+
 static int get_size(PyObject *dict, const char *key, size_t *out) {
     PyObject *v = item(dict, key);
-    if (!v) return -1;
-    *out = PyLong_AsSize_t(v);
-    return PyErr_Occurred() ? -1 : 0;
+    return v ? to_size(v, key, out) : -1;
 }
 
 static int get_float(PyObject *dict, const char *key, float *out) {
     PyObject *v = item(dict, key);
-    if (!v) return -1;
-    *out = (float)PyFloat_AsDouble(v);
-    return PyErr_Occurred() ? -1 : 0;
+    return v ? to_float(v, key, out) : -1;
 }
 
 static int get_bool(PyObject *dict, const char *key, bool *out) {
@@ -89,15 +105,13 @@ static int get_numbers(PyObject *value, const char *key, size_t *sizes, float *n
         PyErr_Format(PyExc_TypeError, "arch: %s: want a sequence of numbers, got %R", key, value);
     if (!list) return -1;
     *count = (size_t)PyTuple_GET_SIZE(list);
-    for (size_t i = 0; i < *count && i < most && !PyErr_Occurred(); i++) {
+    int failed = 0;
+    for (size_t i = 0; i < *count && i < most && !failed; i++) {
         PyObject *number = PyTuple_GET_ITEM(list, (Py_ssize_t)i);
-        if (sizes)
-            sizes[i] = PyLong_AsSize_t(number);
-        else
-            numbers[i] = (float)PyFloat_AsDouble(number);
+        failed = sizes ? to_size(number, key, &sizes[i]) : to_float(number, key, &numbers[i]);
     }
     Py_DECREF(list);
-    return PyErr_Occurred() ? -1 : 0;
+    return failed;
 }
 
 static int get_widths(PyObject *dict, vm_arch *a) {
@@ -121,7 +135,7 @@ static int get_list(PyObject *dict, const char *key, size_t *sizes, float *numbe
 static int get_family(PyObject *dict, vm_family *out) {
     PyObject *v = PyDict_GetItemString(dict, "family");
     const char *text = v && v != Py_None ? PyUnicode_AsUTF8(v) : "kl";
-    if (!text) return -1;
+    if (!text) return check_value("family", "text", v);
     for (size_t i = 0; i < sizeof families / sizeof *families; i++) {
         *out = (vm_family)i;
         if (!strcmp(text, families[i])) return 0;
@@ -138,8 +152,7 @@ static int get_frames(PyObject *dict, vm_arch *a) {
     const int sliced = !slices || slices == Py_None ? 1 : PyObject_IsTrue(slices);
     if (sliced < 0 || get_list(dict, "temperal_downsample", temporal, NULL, levels ? levels - 1 : 0, &a->residual))
         return -1;
-    if (patch && patch != Py_None) a->image_patch = PyLong_AsSize_t(patch);
-    if (PyErr_Occurred()) return -1;
+    if (patch && patch != Py_None && to_size(patch, "image_patch", &a->image_patch)) return -1;
     a->slices = a->family == VM_WAN && sliced;
     for (size_t i = 0; i < VM_MAX_LEVELS; i++) a->temporal[i] = temporal[i] != 0;
     return 0;
@@ -167,7 +180,7 @@ static int read_arch(PyObject *dict, vm_arch *a) {
     PyObject *name = PyDict_GetItemString(dict, "name"), *scaling = PyDict_GetItemString(dict, "scaling_factor");
     if (name) {
         const char *text = PyUnicode_AsUTF8(name);
-        if (!text) return -1;
+        if (!text) return check_value("name", "text", name);
         snprintf(a->name, sizeof a->name, "%s", text);
         vm_end_whole(a->name);
     }

@@ -194,7 +194,7 @@ def sample_size_of(config: Config | None, model: str) -> int | None:
     contents = _contents(config)[0]
     name = _class_of(contents)
     usual = _CLASSES[name].sample_size if name in CLASSES else 32
-    size = contents.get("sample_size", SAMPLE_SIZES.get(contents.get("name", ""), usual))
+    size = contents.get("sample_size", SAMPLE_SIZES.get(str(contents.get("name")), usual))
     size = size[0] if isinstance(size, (list, tuple)) and size else size
     return size if type(size) is int and size > 0 else None
 

@@ -65,7 +65,7 @@ def architecture(model: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str,
     ValueError for an unknown name, or a config of neither AutoencoderKL nor AutoencoderKLFlux2.
     """
     if isinstance(model, Mapping) and "norm_eps" in model:
-        return dict(model)  # an arch dict already
+        return read_config(model) | {"name": str(model.get("name", "custom"))}  # an arch dict already
     known = _known()
     is_path = isinstance(model, str) and model not in known and os.path.exists(model)
     if is_path or isinstance(model, Mapping | os.PathLike):
