@@ -12,6 +12,9 @@ export PYTHONUNBUFFERED := 1
 # minutes. VAEMEM_CUDA_ARCHS="80 90" asks for others and an empty one for all, as wheels have them.
 VAEMEM_CUDA_ARCHS ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -oE '^[0-9]+\.[0-9]$$' | tr -d . | sort -u),90)
 export VAEMEM_CUDA_ARCHS
+# Where there is nvcc; pip install . builds them only if VAEMEM_CUDA=1 asks for it.
+VAEMEM_CUDA ?= auto
+export VAEMEM_CUDA
 SAY_BUILD = echo "Installing vaemem and what it needs in $(VENV): the C core and, where there is nvcc, GPU kernels for compute capability" \
 	"$(or $(VAEMEM_CUDA_ARCHS),75 to 120) (VAEMEM_CUDA_ARCHS='80 90' for others, VAEMEM_CUDA=0 for none)."
 

@@ -1,11 +1,11 @@
-"""Builds vaemem._core (the C11 core, each kernels folder with its own instruction-set flags) and, where there is nvcc,
-vaemem._cuda. Tests and benchmarks have vaemem._kernels too, which is built in place and where it is asked for.
+"""Builds vaemem._core (the C11 core, each kernels folder with its own instruction-set flags) and vaemem._cuda, if
+VAEMEM_CUDA asks for it. Tests and benchmarks have vaemem._kernels too, which is built in place and where it is asked for.
 
 Everything else about the package stands in pyproject.toml. Environment:
   VAEMEM_WERROR=1    warnings are errors (CI)
   VAEMEM_SANITIZE=1  AddressSanitizer and UndefinedBehaviorSanitizer
   VAEMEM_KERNELS=1   vaemem._kernels is built where it would not be (make test)
-  VAEMEM_CUDA=1      nvcc that is missing is an error; 0: vaemem._cuda is not built
+  VAEMEM_CUDA=1      vaemem._cuda is built, whose GPU kernels take minutes to compile; auto: if there is nvcc
   VAEMEM_CUDA_ARCHS  the GPUs that get machine code, such as "80 90", instead of all
   VAEMEM_FATBINS     a folder with machine code that was compiled before, used if it is of these sources
   VAEMEM_EMULATE_AMX tests/emulator, on which AMX's products run where there is AVX2 alone, slowly (tests)
@@ -40,7 +40,7 @@ COMMON = ["-std=gnu11", "-O3", "-Wall", "-Wextra", "-Wno-missing-field-initializ
 KERNELS = [*COMMON, "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
 AVX512 = [*(f"-mavx512{x}" for x in ("f", "vl", "bw", "dq")), "-mfma", "-mprefer-vector-width=512"]
 SANITIZE = ["-fsanitize=address,undefined"] if os.environ.get("VAEMEM_SANITIZE") == "1" else []
-WANTS_CUDA = os.environ.get("VAEMEM_CUDA")
+WANTS_CUDA = os.environ.get("VAEMEM_CUDA") or "0"
 EMULATOR = os.environ.get("VAEMEM_EMULATE_AMX", "")
 AMX = ["-mavx2", "-mfma", "-iquote", EMULATOR] if EMULATOR else [*AVX512, "-mamx-tile", "-mamx-bf16"]
 # The folder of the Windows Python that is built for; empty when not building for Windows.
@@ -118,6 +118,7 @@ def compile_kernels(nvcc: str) -> str:
     if not archs or (os.environ.get("VAEMEM_CUDA_ARCHS") and archs != CUDA_ARCHS):
         want = f"want numbers such as '80 90', of {' '.join(known)}"
         raise SystemExit(f"vaemem: VAEMEM_CUDA_ARCHS: {want}, got {' '.join(CUDA_ARCHS)!r}")
+    print(f"vaemem: building GPU kernels for compute capability {' '.join(archs)} with {nvcc}", flush=True)
     return fatbins.compile_all(nvcc, archs, in_parallel)
 
 
@@ -235,6 +236,8 @@ if LINUX:
     # import takes for one (libcuda.so.1): whoever imported it would have a CUDA driver without a device.
     soname = ["-Wl,-soname,libcuda.so.1"]
     extensions.append(Extension("vaemem.data.libcuda", ["kernels/cudnn/no_driver/libcuda.c"], extra_link_args=soname))
+if WANTS_CUDA not in ("0", "1", "auto"):
+    raise SystemExit(f"vaemem: VAEMEM_CUDA: want 0, 1 or auto, got {WANTS_CUDA!r}")
 cuda = find_cuda() if LINUX and WANTS_CUDA != "0" else None
 if cuda:
     NVCC, include = cuda
@@ -251,10 +254,10 @@ if cuda:
 elif WANTS_CUDA == "1":
     raise SystemExit("vaemem: VAEMEM_CUDA=1 wants Linux, nvcc and cuda.h: put them on the path or set CUDA_HOME")
 elif WANTS_CUDA == "0":
-    print("vaemem: built without CUDA, as VAEMEM_CUDA=0 asks")
+    print("vaemem: building without CUDA (VAEMEM_CUDA=1 builds its GPU kernels, with nvcc)")
 elif not LINUX:
-    print("vaemem: built without CUDA, which is for Linux alone")
+    print("vaemem: building without CUDA, which is for Linux alone")
 else:
-    print("vaemem: built without CUDA: no nvcc with cuda.h (CUDA_HOME, else path, /usr/local/cuda, nvidia-* wheels)")
+    print("vaemem: building without CUDA: no nvcc with cuda.h (CUDA_HOME, else path, /usr/local/cuda, nvidia-* wheels)")
 
 setup(ext_modules=extensions, cmdclass={"build_ext": BuildPerFolder})
