@@ -1,5 +1,6 @@
 """Builds vaemem._core (the C11 core, each kernels folder with its own instruction-set flags) and vaemem._cuda, if
-VAEMEM_CUDA asks for it. Tests and benchmarks have vaemem._kernels too, which is built in place and where it is asked for.
+VAEMEM_CUDA asks for it. Tests and benchmarks have vaemem._kernels too, which is built in place and where it is asked
+for.
 
 Everything else about the package stands in pyproject.toml. Environment:
   VAEMEM_WERROR=1    warnings are errors (CI)

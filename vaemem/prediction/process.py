@@ -111,12 +111,12 @@ class _Held:
         return sum(map(self._process._core.bytes_at, self.storages or ()))
 
 
-def _is_dropped(argument: str, held: Any, kind: type[_Held]) -> bool:
-    """Whether a storage's owner was dropped; TypeError for anything else."""
+def _storages(argument: str, held: Any, kind: type[_Held]) -> list[int] | None:
+    """What a tensor or a model holds, None once it was dropped; TypeError for anything else."""
     if not isinstance(held, kind):
         want = " or ".join(one.__name__ for one in (kind.__subclasses__() or [kind]))
         raise TypeError(f"{argument}: want a {want} of this process, got {type(held).__name__}")
-    return held.storages is None
+    return held.storages
 
 
 class Tensor(_Held):
@@ -353,11 +353,11 @@ class SimulatedProcess:
         """
         dtype = meant("dtype", dtype, DTYPES)
         first = dtype if first is None else meant("first", first, DTYPES)
-        if _is_dropped("vae", vae, LoadedVAE):
+        if (storages := _storages("vae", vae, LoadedVAE)) is None:
             raise ValueError("vae: want one that was not dropped")
         old, new = (vae.dtype, vae.first or vae.dtype), (dtype, first)
         if old != new and not vae.sends:
-            self._core.copy("weights", vae.storages, [
+            self._core.copy("weights", storages, [
                 count * ELEMENT_BYTES[new[is_first]] * (old[is_first] != new[is_first])
                 for count, is_first in _parameters(vae._key, vae.runtime)
             ])  # fmt: skip
@@ -387,7 +387,7 @@ class SimulatedProcess:
 
     def elementwise(self, x: Tensor, name: str = "scaled", dtype: str | None = None) -> Tensor:
         """A new tensor of x's shape: ``x * 0.5``, or ``x.to(dtype)`` with another dtype."""
-        _is_dropped("x", x, Tensor)
+        _storages("x", x, Tensor)
         return self._take(name, x.shape, dtype or x.dtype)
 
     def encode(
@@ -417,7 +417,7 @@ class SimulatedProcess:
 
     def sample(self, posterior: Tensor, name: str = "latents") -> Tensor:
         """``posterior.sample()``: mean + std * noise."""
-        _is_dropped("posterior", posterior, Tensor)
+        _storages("posterior", posterior, Tensor)
         noise = self._take(f"{name} [noise]", posterior.shape, posterior.dtype)
         product = self._take(f"{name} [std * noise]", posterior.shape, posterior.dtype)
         latents = self._take(name, posterior.shape, posterior.dtype)
@@ -469,9 +469,9 @@ class SimulatedProcess:
         for thing in things:
             if thing is None:
                 continue
-            if _is_dropped("drop", thing, _Held):
+            if (storages := _storages("drop", thing, _Held)) is None:
                 raise ValueError(f"drop: {thing!r} was dropped before")
-            self.release(thing.storages)
+            self.release(storages)
             thing.storages = None
 
     def empty_cache(self) -> None:
@@ -549,7 +549,8 @@ class SimulatedProcess:
 
     def _call_vae(self, vae: LoadedVAE, op: str, x: Tensor, tile: int, tile_overlap: float, slicing: bool) -> Tensor:
         encodes, tile = op == "encode", whole("tile", tile, 0)
-        if _is_dropped("vae", vae, LoadedVAE) | _is_dropped("image" if encodes else "latents", x, Tensor):
+        model, given = _storages("vae", vae, LoadedVAE), _storages("image" if encodes else "latents", x, Tensor)
+        if model is None or given is None:
             raise ValueError(f"{op}: want a model and an input that were not dropped")
         arch = vae.arch
         channels = arch["in_channels"] if encodes else vae.latent_channels
