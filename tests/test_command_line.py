@@ -461,7 +461,7 @@ def test_what_to_do_is_said_of_options(weights, tmp_path, capsys):
             ["decode", latents, "--weights", alone, "-o", str(tmp_path / "x.png"), "--scaled"],
             "with --model or --config",
         ),
-        (["plan", "sd15", "512", "--memory", "13 GB"], "memory: want what a card of the list has"),
+        (["plan", "sd15", "512", "--memory", "0.5 GB"], "memory: want a card's, which is 1 GB or more"),
         (["plan", "sd15", "512", "--runtime", "mlx", "--steps", "3"], "steps: want none with --runtime mlx, which has"),
         (
             ["largest", "sdxl", "decode", "--engine", "1 GB", "--torch", "2.8.0", "--no-tf32"],

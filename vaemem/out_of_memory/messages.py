@@ -139,7 +139,7 @@ def models_said(text: str) -> list[str]:
 
 def ops_said(text: str) -> list[str]:
     """The operations that a text may be about, by the functions that a traceback names."""
-    named = [op for op in OPS if re.search(rf"{op}(?:_first_stage|_tiled|r\.)|vae[._ ]?{op}", text, re.I)]
+    named: list[str] = [op for op in OPS if re.search(rf"{op}(?:_first_stage|_tiled|r\.)|vae[._ ]?{op}", text, re.I)]
     return named or ["decode", "encode"]
 
 

@@ -106,7 +106,7 @@ def _unnamed(memory: int | str | None) -> tuple[Gpu, str]:
         card = next((card for card in cards if card.sm >= BFLOAT16_SM), cards[0])
         if not 0.95 * size < card.total_memory < 1.05 * size:  # no listed card has so much
             card = find_gpu(card.name, size)
-        return card, f"No card is named: {card.name} stands for any with {card.total_memory / (1 << 30):.3g} GB."
+        return card, f"No card is named: {card.name} stands for any with {size / (1 << 30):.4g} GB."
     if present := present_gpu():
         return present, ""
     card = find_gpu(USUAL_GPU)

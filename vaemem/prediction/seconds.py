@@ -530,7 +530,12 @@ def machine_of(
     4... GB/s within 2.1 times: any of 9 cards of that memory, from NVIDIA GeForce RTX 3060 to NVIDIA ...
     """
     choose("runtime", runtime, ("diffusers", "sd.cpp"))
-    cards = [find_gpu(gpu)] if gpu is not None else cards_of(memory or 0)
+    if gpu is not None:
+        cards = [find_gpu(gpu)]
+    elif memory:
+        cards = cards_of(memory)
+    else:
+        raise ValueError("gpu: want a card's name, or the memory of one as memory=, got neither")
     first, last = (min(cards, key=peak), max(cards, key=peak))
     which = f"any of {len(cards)} cards of that memory, from {first.name} to {last.name}"
 
