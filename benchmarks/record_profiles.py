@@ -38,7 +38,7 @@ COMMON = (512, 576, 640, 704, 720, 768, 832, 896, 960, 1024, 1088, 1152, 1216, 1
 FEATURES = ("P", "Q", "h", "w", "m", "n")
 LATER = "taesd", "taef1", "taef2", "wan2.2", "qwen-image-2.1", "hunyuanimage-2.1"
 OFFSETS = 2303  # bytes beside an index buffer and its tiles, on Volta and Turing
-TENSORS = ("", "i+o+f", "i+f", "i+o", "I+O+F", "I+F", "i", "o", "f", "9i")
+TENSORS = ("", "i+o+f", "i+f", "i+o", "I+O+F", "I+F", "i", "o", "f", "O", "9i")
 
 Shape = tuple[int, ...]  # c, k, r, stride, padding; with three dimensions the frames of input and filter
 
@@ -333,13 +333,20 @@ class Learned:
         self.formulas, self.tree = fitted(recorder)
 
 
-def fitted(recorder: Recorder) -> tuple[list[tuple | None], object]:
-    """Formulas, and a tree of their numbers, that give a recorder's answers."""
+def fitted(recorder: Recorder, prunes: bool = False) -> tuple[list[tuple | None], object]:
+    """Formulas, and a tree of their numbers, that give a recorder's answers; prunes: with a third of them."""
     explained = explain(recorder)
     formulas = sorted(set(explained), key=lambda f: (f is None, f))
     number = {formula: i for i, formula in enumerate(formulas)}
-    labels = [number[formula] for formula in explained]
-    return formulas, grow(recorder.sizes, labels, list(range(len(labels))))
+    labels, members = [number[formula] for formula in explained], range(len(explained))
+    if not prunes:
+        return formulas, grow(recorder.sizes, labels, [*members])
+    tree = grow(recorder.sizes, labels, [j for j in members if j % 3])
+    return formulas, pruned(tree, recorder.sizes, labels, [*members[::3]])
+
+
+def leaves(tree: object) -> set[int]:
+    return leaves(tree[2]) | leaves(tree[3]) if isinstance(tree, list) else {tree}
 
 
 def relabel(tree: object, numbers: dict[int, int]) -> object:
@@ -436,7 +443,7 @@ def ask(cudnn: InstalledCudnn, gpus: list[Gpu], step: int, network: Network, for
     return [recorded] if kinds else []
 
 
-PROBES, MOST = 64, 1024  # questions about batches of one convolution: the first ones, and in all
+PROBES, MOST = 64, 512  # questions about batches of one convolution: the first ones, and in all
 
 
 def batch_size(rng: random.Random, levels: list[int]) -> tuple[int, int, int, int]:
@@ -470,11 +477,28 @@ def single(gpu: Gpu) -> list[tuple[Network, Shape, str]]:
     ]
 
 
+def pruned(tree: object, sizes: list[dict[str, int]], labels: list[int], members: list[int]) -> object:
+    """The tree without the splits that give no more of the members their label: those that only learnt noise."""
+    if not isinstance(tree, list):
+        return tree
+    feature, limit, *below = tree
+    parts = [[j for j in members if (sizes[j][feature] <= limit) == is_up_to] for is_up_to in (True, False)]
+    kept = [feature, limit, *(pruned(t, sizes, labels, part) for t, part in zip(below, parts, strict=True))]
+    if not members:
+        return pick(tree, sizes[0])
+    label, count = collections.Counter(labels[j] for j in members).most_common(1)[0]
+    return label if count >= sum(pick(kept, sizes[j]) == labels[j] for j in members) else kept
+
+
+NOISY = 0.05  # of a doubling's questions wrong: then a third of all is for pruning
+
+
 def learn_batches(
     recorder: Recorder, profile: profiles.Profile, levels: list[int]
 ) -> tuple[list[tuple | None], object] | None:
     """Formulas and a tree for batches; None if the profile answers the first questions. Asks twice as many each time,
-    until the tree so far has one in a hundred of the new ones wrong at most."""
+    until the tree so far has one in a hundred of the new ones wrong at most. Some answers on Hopper follow no size that
+    trees look at; there the tree is pruned."""
     conv, kind, rng = recorder.conv, recorder.kind, random.Random(f"batches of {recorder.conv}")
 
     def wrong(count: int, answer: Callable[..., int | None]) -> int:
@@ -493,8 +517,9 @@ def learn_batches(
             return formula and profiles.formula_bytes(list(formula), size)
 
         count = len(recorder.bytes)
-        if (wrong(count, answer) <= count // 100 and count > PROBES) or 2 * count >= MOST:
-            return fitted(recorder)
+        missed = wrong(count, answer)
+        if (missed <= count // 100 and count > PROBES) or 2 * count >= MOST:
+            return fitted(recorder, missed > NOISY * count)
 
 
 def record_batches(cudnn: InstalledCudnn, gpu: Gpu, data: dict) -> dict:
@@ -511,8 +536,9 @@ def record_batches(cudnn: InstalledCudnn, gpu: Gpu, data: dict) -> dict:
         learned = learn_batches(recorder, profile, sorted(network.convolutions[conv]))
         questions += len(recorder.bytes)
         if learned:
-            numbers = {i: formulas.setdefault(f, len(formulas)) for i, f in enumerate(learned[0])}
-            grown[name] = relabel(learned[1], numbers)
+            own, tree = learned
+            numbers = {i: formulas.setdefault(own[i], len(formulas)) for i in sorted(leaves(tree))}
+            grown[name] = relabel(tree, numbers)
     for name, tree in grown.items():
         half = name.replace("bfloat16", "float16")
         if trees[name] == half and grown.get(half) == tree:

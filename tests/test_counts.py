@@ -142,6 +142,10 @@ CALLS = {
         lambda **given: sweep("sd15", "pipeline", gpu="RTX 3060", **given).to_csv(),
         {"sizes": 64, "prompt_tokens": [77, 90]},
     ),
+    "sweep of tiles": (
+        lambda **given: sweep("sd15", "decode_tiled", 640, source="predicted", gpu="RTX 3060", **given).to_csv(),
+        {"tile": [512, 256]},
+    ),
     "tradeoff": (lambda **given: tradeoff("sd15", "decode", **given).to_csv(), SIDES | ONE),
 }
 # Values that vaemem makes: nobody calls these.

@@ -121,7 +121,8 @@ def test_range():
     assert names <= live(f.lowest) and names <= live(f.highest)
     out = f.lowest - 64
     assert f.lowest > 64 and not names <= live(out)
-    assert f.below.startswith(f"at {out}x{out} encoder.") and f.above is None
+    above = 4096  # the largest that is looked at: there images of 2^31 elements take no workspace
+    assert f.below.startswith(f"at {out}x{out} encoder.") and f.above.startswith(f"at {above}x{above} encoder.")
     with pytest.raises(ValueError, match=rf"want {f.lowest}\^2 to {f.highest}\^2.*got {out}x{out}"):
         f.predict(out, out)
     assert f.below.removeprefix(f"at {out}x{out} ") in live(out)
@@ -237,7 +238,7 @@ def test_prints():
     function = names["sdxl_decode_float16_diffusers_allocated_bytes"]
     for size in ODD:
         assert function(*size) == f.predict(*size)
-    with pytest.raises(ValueError, match="64\\^2 to 4096\\^2"):
+    with pytest.raises(ValueError, match="64\\^2 to 2880\\^2"):
         function(8, 8)
     data = json.loads(f.json())
     assert data["a_exact"] == str(f.a) and data["terms"][0]["name"] == f.terms[0].name
@@ -247,7 +248,7 @@ def test_prints():
     )
     text = str(f)
     assert text.startswith("sdxl decode float16 diffusers: allocated_bytes = 1216.062 * H*W*e + 1179664\n")
-    assert "9.500488 T" in text and "rules from 64x64 to 4096x4096" in text and "profile" in text
+    assert "9.500488 T" in text and "rules from 64x64 to 2880x2880" in text and "profile" in text
 
 
 def test_a_notebook_shows_the_equation_and_the_tensors():

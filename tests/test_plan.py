@@ -321,7 +321,6 @@ ABSENT = "No card is named, and none is present: NVIDIA GeForce RTX 4090 stands 
     [
         ("", "RTX 4090", ABSENT),
         ("--memory 8GB", "RTX 3070", "No card is named: NVIDIA GeForce RTX 3070 stands for any with 8 GB."),
-        ("--memory 13GB", "RTX 3060", "No card is named: NVIDIA GeForce RTX 3060 stands for any with 13 GB."),
         ("--gpu T4", "T4", ""),
     ],
 )
@@ -335,6 +334,14 @@ def test_one_question_is_answered_of_one_card(command, named, card, said, capsys
     if command.startswith("plan"):  # which tells no seconds of a card that was not named
         same, shown = (re.sub(r"\d+ to \d+|[\d.]+ s\b", "", text).partition("Asked")[2][:99] for text in (same, shown))
     assert shown == same
+
+
+def test_a_memory_that_no_listed_card_has():
+    """The nearest card stands for it, with that memory."""
+    for memory, name in (("13 GB", "RTX 3060"), ("200 GB", "B200")):
+        for one in (predict("sd15", "decode", 512, 512, memory=memory), plan_pipeline("sd15", 512, 512, memory=memory)):
+            assert name in one.assumed_card and one.assumed_card.endswith(f"stands for any with {memory}.")
+        assert predict("sd15", "decode", 512, 512, memory=memory).total_memory == int(memory[:-3]) << 30
 
 
 def test_this_machines_card_is_meant_if_none_is_named(monkeypatch, tmp_path):

@@ -835,7 +835,7 @@ def test_where_all_fits_nothing_is_refused_and_nothing_changes():
 
 
 def test_a_run_that_the_card_has_no_room_for():
-    p = predict("sdxl", "decode", 4096, 4096, dtype="float32", gpu="RTX 4060")
+    p = predict("sdxl", "decode", 2560, 2560, dtype="float32", gpu="RTX 4060")
     name, size = p.out_of_memory_at
     assert not p.fits and (name, size) in [(step[3], step[2]) for step in p._process._last[0].steps]
     assert f"it runs out at {name}, which asks for {size / MIB:.0f} MiB" in repr(p)
@@ -1057,9 +1057,6 @@ def test_the_largest_of_all_and_up_to_which_all_fit(dtype, gpu, used):
     assert predict_largest("sdxl", "decode", safe=False, **asked)[0] == max(n for n in fits if fits[n])
     assert (
         predict_largest("sdxl", "decode", every=True, safe=False, **asked)[0] == min(n for n in fits if not fits[n]) - 8
-    )
-    assert predict_largest("sdxl", "decode", every=True, safe=False, **asked) < predict_largest(
-        "sdxl", "decode", safe=False, **asked
     )
 
 

@@ -418,6 +418,26 @@ def test_unets_by_version(nobody):
     assert older.conv(*question)[0] == 125829935 and list(older.substitutions) == ["cuDNN 9.8.0 for 9.1.0"]
 
 
+OF_BATCHES = [  # asked of cuDNN 9.10.2 apart from the recording: GPU, dtype, n, c, h, w, k, MiB
+    ("RTX 3090", "float16", (4, 256, 512, 512, 128), 1280.6251668930054),
+    ("RTX 3090", "bfloat16", (16, 256, 1032, 752, 128), 9474.462737083435),
+    ("V100", "float16", (4, 256, 512, 512, 256), 514.6251373291016),
+    ("V100", "float32", (3, 512, 128, 128, 512), 25.001953125),
+    ("T4", "float16", (8, 512, 128, 128, 512), 260.59388732910156),
+    ("RTX 2080 Ti", "float16", (3, 256, 832, 1216, 128), 2223.562515258789),
+    ("A100", "float16", (6, 256, 512, 512, 256), 1537.125015258789),
+    ("RTX 4090", "float32", (13, 256, 832, 1216, 256), 6.2509765625),  # above 2^31 elements, as the next
+    ("H100", "bfloat16", (16, 256, 1024, 1024, 256), 8193.125140190125),
+    ("RTX 4090", "bfloat16", (16, 128, 1024, 1024, 128), 8192.281265258789),  # 2^31 exactly
+]
+
+
+@pytest.mark.parametrize("gpu, dtype, conv, mebibytes", OF_BATCHES)
+def test_recorded_answers_of_batches(nobody, gpu, dtype, conv, mebibytes):
+    count, source = Workspace(gpu, "9.10.2").conv(dtype, *conv, 3)
+    assert abs(count - mebibytes * MIB) <= 64 and source.endswith("9.10.2, asked")
+
+
 def test_an_image_of_2_31_elements_takes_no_workspace(nobody):
     """A plan for 64-bit offsets has none, whichever card and version; images below that keep theirs."""
     for gpu in ("V100", "T4", "RTX 3090", "H100"):
@@ -430,6 +450,13 @@ def test_an_image_of_2_31_elements_takes_no_workspace(nobody):
     assert grouped == 0 and "2^31" in source
     decode = predict("sdxl", "decode", 3072, 3072, gpu="RTX 4090", dtype="float16", torch_version="2.8.0")
     assert decode.peak_tensors[0][1] < 4700 * MIB  # of 128 channels; those of 256 would take 9217 MiB
+
+
+def test_every_recorded_version_knows_batches():
+    for name in profiles.profile_files():
+        recorded = profiles._load(name).recorded
+        if recorded["how"] == "asked":
+            assert recorded["batches"]["held_out"] == 500, name
 
 
 @pytest.mark.parametrize("name", sorted({*programs.recorded()} - {"safety-checker"}))  # whose one takes patches

@@ -176,7 +176,7 @@ def judge_equation(height: int, width: int, prompt_tokens: int = 77, gpu: str = 
     Examples
     --------
     >>> [(term.phase, round(term.ratio or 0)) for term in judge_equation(512, 512)]
-    [('encode prompt', 0), ('encode image', 68), ('denoise', 9), ('decode', 107), ('total', 1)]
+    [('encode prompt', 0), ('encode image', 64), ('denoise', 8), ('decode', 103), ('total', 1)]
     """
     theirs = sd15_equation(height, width, prompt_tokens)
     p = predict_pipeline("sd15", height, width, prompt_tokens=prompt_tokens, image=True, gpu=gpu)

@@ -208,7 +208,7 @@ def load_pipeline(
     >>> load_pipeline("sd3", random=True)
     Traceback (most recent call last):
         ...
-    ValueError: source: want one of sd15, sdxl, flux, flux-schnell, zimage-turbo, flux2, ..., got 'sd3'
+    ValueError: source: want one of sd15, sdxl, flux, flux-schnell, zimage-turbo, flux2, ..., got 'sd3': only ...
     """
     place = find_device(device)
     choose("offload", offload, OFFLOADS)
