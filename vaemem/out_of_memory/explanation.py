@@ -13,13 +13,17 @@ from vaemem.out_of_memory.messages import (
     Said,
     buffer_bytes,
     host_bytes,
+    loads_weights,
     models_said,
     notes_on,
     ops_said,
+    parts_said,
     programs_said,
     read_message,
 )
-from vaemem.out_of_memory.runs import ALIKE, TELLING, Match, find_runs, rounded
+from vaemem.out_of_memory.parts import NOT_EXAMINED, Part, find_parts
+from vaemem.out_of_memory.refusals import AGREES
+from vaemem.out_of_memory.runs import ALIKE, TELLING, Found, Match, find_runs, rounded
 from vaemem.out_of_memory.sizes import MADE_SIZES
 from vaemem.prediction.gpus import Gpu, coarse_names, find_gpu, gpu_names
 from vaemem.prediction.predict import Prediction
@@ -44,26 +48,36 @@ class Explanation(Answer):
         What follows from the message beside.
     prediction : Prediction or None
         The likeliest run on such a card, with what else was held; `Prediction.would_fit` is what would have fitted.
+    parts : tuple of Part
+        Weights and scores of denoisers and text encoders that have as many bytes.
+    is_told : bool
+        Whether the message tells the first match from all others: it alone agrees best with all figures.
     """
 
     def __init__(
-        self, said: dict[str, int], matches: Sequence[Match], notes: Sequence[str], prediction: Prediction | None
-    ):
+        self, said: dict[str, int], matches: Sequence[Match], notes: Sequence[str], prediction: Prediction | None,
+        parts: Sequence[Part] = (), is_told: bool = False,
+    ):  # fmt: skip
         self.said, self.matches, self.notes, self.prediction = said, tuple(matches), tuple(notes), prediction
+        self.parts, self.is_told = tuple(parts), is_told
 
     def _text(self, markdown: bool = False) -> str:
-        is_told = self.matches and self.matches[0].bytes >= TELLING
-        how = "It was most likely" if is_told else "So small a tensor is one of many runs', among them"
-        lines = [f"{how} {self.matches[0]}."] if self.matches else []
-        if len(self.matches) > 1:
-            lines += ["It may also have been:", *(f"  {match}" for match in self.matches[1:])]
+        lines, weights = [], [part for part in self.parts if part.height is None]
+        rest = [*self.matches, *self.parts]
+        if self.matches and not self.matches[0].played:  # nothing tells that run, and a weight has one size
+            rest = [*weights, *self.matches, *(part for part in self.parts if part not in weights)]
+        if self.is_told:
+            lines.append(f"It was most likely {rest.pop(0)}.")
+        if rest:
+            lines.append("It may also have been:" if lines else "It may have been one of these:")
+            lines += [f"  {one}" for one in rest]
         lines += self.notes
         if self.said:
             sizes = ", ".join(f"{name} {size / MIB:.2f}" for name, size in self.said.items())
             lines.append(f"The message says, in MiB: {sizes}.")
         fitting = self.prediction.would_fit if self.prediction else ()
         if fitting:
-            lines.append("What would have fitted, each tried, for the first of these:")
+            lines.append("What would have fitted, each tried, for the first run of a VAE:")
             lines += [f"  {one.what}: {one.says}\n    {one.command}" for one in fitting]
         return "\n".join(lines)
 
@@ -72,6 +86,8 @@ class Explanation(Answer):
         return {
             "said": self.said,
             "matches": [match._asdict() for match in self.matches],
+            "parts": [part._asdict() for part in self.parts],
+            "is_told": self.is_told,
             "notes": list(self.notes),
             "would_fit": [one._asdict() for one in p.would_fit] if p else [],
         }
@@ -132,17 +148,30 @@ def explain(
             " CUDA context, cuDNN, pinned memory). vaemem fits MODEL decode HxW --gpu CARD says whether a run fits."
         )
         return Explanation({}, (), (note,), None)
+    through, is_weight = parts_said(text), loads_weights(text)
     cards = _cards_of(said) if gpu is None else [find_gpu(gpu)]
-    runs = [] if said.is_small else find_runs(said, models, ops, runtimes, cards)
-    notes = list(notes_on(said, bool(runs)))
+    may_run = not said.is_small and "VAE" in through and not is_weight
+    runs = find_runs(said, models, ops, runtimes, cards) if may_run else []
+    parts = [] if said.is_small else find_parts(said, through, is_weight)
+    notes = list(notes_on(said, bool(runs), through, is_weight))
     if runs and gpu is None:
         card = runs[0].question.card.gpu.name
         unsaid = "how large the card is" if "total" not in said.bytes else "the card"
         stands = "is supposed" if "total" not in said.bytes else "which has as much, stands for it"
         notes.append(f"The message does not say {unsaid}: {card} {stands}.")
+    is_told = _is_told(runs) and not any(part.height is None for part in parts)
+    if not (is_told or said.is_small):
+        notes.append(NOT_EXAMINED)
     matches = [one.match for one in runs[:MOST_MATCHES]]
-    prediction = rounded(runs[0].question) if runs and said.maker != "Apple" else None
-    return Explanation(said.bytes, matches, notes, prediction)
+    is_predicted = runs and not (said.is_tile or said.is_directml or said.maker == "Apple")
+    prediction = rounded(runs[0].question) if is_predicted else None
+    return Explanation(said.bytes, matches, notes, prediction, parts[:MOST_MATCHES], is_told)
+
+
+def _is_told(runs: Sequence[Found]) -> bool:
+    """Whether the first run agrees with all figures of the message, and better than any other."""
+    is_first = bool(runs) and all(one.fit < runs[0].fit for one in runs[1:])
+    return is_first and runs[0].fit >= AGREES and runs[0].match.bytes >= TELLING
 
 
 def _cards_of(said: Said) -> list[Gpu]:

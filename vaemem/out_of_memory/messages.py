@@ -18,7 +18,9 @@ _NUMBER = r"\d{1,12}(?:[.,]\d{1,6})?"
 _SIZE = rf"({_NUMBER} ?(?:bytes|[KMGT]i?B))"
 # What messages say, by the name of what it is.
 _SAYS = {
-    "requested": (rf"Tried to allocate {_SIZE}", rf"Requested\s*: ?{_SIZE}"),
+    "requested": (
+        rf"Tried to allocate {_SIZE}", rf"Requested\s*: ?{_SIZE}", rf"Could not allocate tensor with ({_NUMBER} bytes)",
+    ),
     "total": (rf"total capaci?ty of {_SIZE}", rf"{_SIZE} total capacity", rf"Device limit\s*: ?{_SIZE}"),
     "free": (rf"of which {_SIZE} is free", rf"{_SIZE} free;", rf"Free \(according to CUDA\)\s*: ?{_SIZE}"),
     "allocated": (
@@ -35,10 +37,34 @@ _BUFFER = (
 )
 _HOST = re.compile(r"DefaultCPUAllocator:.{0,99}? tried to allocate (\d{1,15}) bytes", re.I)
 _BARE = re.compile(r"Allocation on device|(CUDA|HIP|XPU|CUDA error:) out of memory", re.I)
-_BEGINS = re.compile(r"Tried to allocate|Currently allocated", re.I)  # the figures of a message
+_BEGINS = re.compile(r"Tried to allocate|Currently allocated|Could not allocate tensor", re.I)  # a message's figures
 _TILED = re.compile(r"tiled_|retrying with tiled|tiled vae|vae\w*tiled", re.I)
-# Whose card it is, where it is not NVIDIA's: the makers of cards that answers are coarse for.
-_MAKERS_SAID = {"HIP out of memory": "AMD", "XPU out of memory": "Intel", "MPS backend out of memory": "Apple"}
+# Whose card it is, where it is not NVIDIA's: the makers of cards that answers are coarse for. DirectML runs on
+# AMD's mostly.
+_MAKERS_SAID = {
+    "HIP out of memory": "AMD", "XPU out of memory": "Intel", "MPS backend out of memory": "Apple",
+    "not enough GPU video memory": "AMD",
+}  # fmt: skip
+# What a traceback goes through, by file and function of its frames, or by the node that ComfyUI names.
+PARTS = {
+    "VAE": (
+        r"VAE(?:De|En)code|autoencoder\w*\.py|[\\/]vae\w*\.py|first_stage|diffusionmodules[\\/]model\.py|\.py decode"
+        r"|\bsd\.py encode\b|(?:de|en)code_tiled"
+    ),
+    "denoiser": (
+        r"KSampler|SamplerCustom|calc_cond_batch|apply_model|k_diffusion|openaimodel\.py|ldm[\\/]\w+[\\/]model\.py"
+        r"|flux[\\/]model\.py|transformer_\w+\.py|unet_(?!2d_blocks)\w+\.py"
+    ),
+    "text encoder": (
+        r"CLIPTextEncode|encode_prompt|encode_from_tokens|text_encoders?[\\/]|sd1_clip\.py|modeling_\w+\.py forward"
+        r"|transformers[\\/](?:models|integrations)[\\/]"
+    ),
+}
+_FRAME = re.compile(r'File "([^"]{1,400})", line \d{1,6}, in ([\w<>.]{1,100})')
+_NODE = re.compile(r"(?:executing|Node Type:\W{0,4}) ?(\w{1,100})")
+_LOADS = re.compile(
+    r"module\.py (?:convert|_apply)\b|model_patcher\.py|cast_bias_weight|cast_to_device|set_module_tensor_to_device"
+)
 
 
 @dataclass(frozen=True)
@@ -79,7 +105,12 @@ class Said:
     @property
     def is_lowered(self) -> bool:
         """Whether the card's library may copy a convolution's input for each element of its filter, as MIOpen does."""
-        return self.maker == "AMD"
+        return self.maker == "AMD" and not self.is_directml
+
+    @property
+    def is_directml(self) -> bool:
+        """Whether DirectML says it, which names the tensor's own bytes and nothing else."""
+        return self.maker == "AMD" and not self.is_native
 
 
 def host_bytes(text: str) -> int | None:
@@ -143,6 +174,20 @@ def ops_said(text: str) -> list[str]:
     return named or ["decode", "encode"]
 
 
+def parts_said(text: str) -> list[str]:
+    """The parts of a pipeline that a traceback goes through, of `PARTS`; all where it names none."""
+    begins = [found.start() for found in _BEGINS.finditer(text)]
+    text = text[: begins[1] if len(begins) > 1 else None]
+    frames = [" ".join(frame) for frame in _FRAME.findall(text)] + _NODE.findall(text)
+    where = "\n".join(frames) or text
+    return [part for part, names in PARTS.items() if re.search(names, where)] or [*PARTS]
+
+
+def loads_weights(text: str) -> bool:
+    """Whether a traceback's frames move or cast a weight."""
+    return any(_LOADS.search(" ".join(frame)) for frame in _FRAME.findall(text))
+
+
 def programs_said(text: str) -> list[str]:
     """Whose code a text may be about, by its files and lines."""
     if re.search(r"comfy", text, re.I) or "Device limit" in text:
@@ -154,8 +199,8 @@ def programs_said(text: str) -> list[str]:
     return ["diffusers", "comfyui", "a1111", "ldm"]
 
 
-def notes_on(said: Said, has_matches: bool) -> Iterator[str]:
-    """What follows from a message's figures beside the run."""
+def notes_on(said: Said, has_matches: bool, parts: Sequence[str], is_weight: bool) -> Iterator[str]:
+    """What follows from a message's figures, and from the parts that its traceback goes through, beside the run."""
     figures = said.bytes
     if said.is_small:
         size = figures["requested"] // MIB
@@ -163,6 +208,12 @@ def notes_on(said: Said, has_matches: bool) -> Iterator[str]:
             f"PyTorch asked for a segment of {size} MiB, which stands for any tensor of less than"
             f" {10 if size == 20 else 1} MiB: it does not tell which run it was. The card was full before that."
         )
+    elif is_weight:
+        yield "The traceback moves a weight to the card, and no VAE's weight is as large: no VAE's run was looked for."
+    elif "VAE" not in parts:
+        yield f"The traceback goes through a {' and a '.join(parts)}, not a VAE: no VAE's run was looked for."
+    elif not has_matches and said.is_tile:
+        yield "No tensor of a tile's run is as large, in tiles of the sides that programs take unless they are told."
     elif not has_matches:
         yield (
             "No tensor of a VAE's run at a usual size is as large: it was another part of the pipeline, such as the"

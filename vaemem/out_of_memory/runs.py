@@ -14,7 +14,7 @@ from vaemem import _core
 from vaemem._common import ELEMENT_BYTES, MIB
 from vaemem.out_of_memory.messages import Said
 from vaemem.out_of_memory.refusals import AGREES, LEAST_LOWERED, LOWERED, PLAYED, SHARP, Refusals, Request, storages_of
-from vaemem.out_of_memory.sizes import Areas, sizes_of
+from vaemem.out_of_memory.sizes import Areas, Size, sizes_of
 from vaemem.prediction.gpus import CONTEXT, Gpu
 from vaemem.prediction.predict import Prediction
 from vaemem.prediction.process import parameter_bytes
@@ -23,7 +23,7 @@ from vaemem.prediction.runtimes import architecture, code_of
 
 # VAEs whose tensors differ: SD1.5's are SDXL's and Playground's, FLUX.1's SD3's, Z-Image's and CogView4's.
 ALIKE = {"sdxl": "SD1.5, SDXL", "flux": "FLUX.1, SD3, Z-Image", "flux2": "FLUX.2", "qwen-image": "Qwen-Image"}
-LARGEST_TILE = 1024  # pixels
+VIDEO_TILE = 256  # pixels a side: of ComfyUI's tiles for VAEs of videos
 TELLING = 64 * MIB  # a request of less is many runs'
 LISTED, RARE = [(0, 1)], [(2,), (3,), (4,)]  # ranks of sizes that are looked at together
 MOST_PLAYS = 1500  # of all runs: seconds
@@ -111,12 +111,12 @@ def find_runs(
     """
     found: list[Found] = []
     plays = MOST_PLAYS
-    ranks = LISTED + RARE if said.bytes["requested"] >= TELLING else LISTED
+    ranks = LISTED + RARE if said.bytes["requested"] >= TELLING and not said.is_tile else LISTED
     for some, card in itertools.product(ranks, cards):
         kinds = [_Kind(*one, card) for one in itertools.product(models, ops, runtimes, ("float16", "float32"))]
         for rank, kind in itertools.product(some, sorted(kinds, key=_rarity)):
-            for height, width in sizes_of(rank, _areas(kind, said)) if plays > 0 else ():
-                if plays > 0 and not (said.is_tile and height * width > LARGEST_TILE**2):
+            for height, width in _sizes(said, kind, rank) if plays > 0 else ():
+                if plays > 0:
                     with contextlib.suppress(ValueError):  # a run that cannot be
                         run, played = _tried(said, kind, height, width, rank)
                         plays -= played
@@ -133,7 +133,26 @@ def _rarity(kind: _Kind) -> int:
     return 2 * is_other_type + (kind.op == "encode") + (kind.runtime not in ("diffusers", "comfyui"))
 
 
-# ---- areas ----
+# ---- sizes ----
+
+
+def _sizes(said: Said, kind: _Kind, rank: int) -> Iterable[Size]:
+    """Sizes of that rank at which some storage may be as large as the message says; of a run in tiles, its tiles."""
+    return (_tiles(kind) if rank == 0 else []) if said.is_tile else sizes_of(rank, _areas(kind, said))
+
+
+def _tiles(kind: _Kind) -> list[Size]:
+    """The sizes of the tiles that a program cuts unless it is told others; none where it cuts none."""
+    try:
+        job = ask(kind.model, f"{kind.op}_tiled", REFERENCE, REFERENCE, runtime=kind.runtime, gpu=kind.card).job
+    except ValueError:
+        return []
+    side = job.tile or REFERENCE
+    if kind.runtime not in ("comfyui", "forge"):
+        return [(side, side)]
+    if "temperal_downsample" in job.arch or job.arch.get("family") == "wan":
+        return [(VIDEO_TILE, VIDEO_TILE)]
+    return [(side, side), (side // 2, side * 2), (side * 2, side // 2)]  # whose mean is the image
 
 
 @functools.lru_cache(maxsize=1024)

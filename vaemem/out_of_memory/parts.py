@@ -1,0 +1,108 @@
+"""Denoisers and text encoders: whose weight, or whose attention's scores, have the bytes that a message names."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from vaemem._common import MIB
+from vaemem.out_of_memory.messages import Said
+from vaemem.out_of_memory.sizes import sizes_of
+from vaemem.pipelines.programs import load_program, recorded
+
+# Bytes of a number: half precision, float32 (which LoRAs are added in), and fp8.
+NUMBERS = {2: "float16 or bfloat16", 4: "float32", 1: "fp8"}
+# Of the attention with the most scores, by recorded module: heads, pixels a side of a token, and tokens of text. VAEs'
+# are those that programs without a fused kernel write out.
+VAE = "a VAE"
+ATTENTIONS = {
+    VAE: (1, 8, 0),
+    "sd15-unet": (8, 8, 0), "sdxl-unet": (10, 16, 0), "flux-transformer": (24, 16, 512),
+    "flux2-transformer": (48, 16, 512), "flux2-klein-transformer": (24, 16, 512),
+    "flux2-klein-9b-transformer": (32, 16, 512),
+}  # fmt: skip
+NOT_EXAMINED = (
+    "Examined are runs of one image by VAEs, and weights and attention's scores of the denoisers and text encoders of"
+    " SD 1.5, SDXL, FLUX.1, FLUX.2 and Z-Image. Batches, videos, other models, and what else a denoiser takes are not."
+)
+
+
+class Part(NamedTuple):
+    """A weight of a denoiser or a text encoder, or an attention's scores, with the bytes that a message names.
+
+    Attributes
+    ----------
+    model : str
+        The recorded module, or "a VAE".
+    tensor : str
+        The first weight that has as many, or the scores.
+    alike : int
+        How many such weights there are; 1 for scores.
+    dtype : str
+        Its numbers.
+    height, width : int or None
+        The image, of scores.
+    bytes : int
+        As the tensor is.
+    """
+
+    model: str
+    tensor: str
+    alike: int
+    dtype: str
+    height: int | None
+    width: int | None
+    bytes: int
+
+    def __str__(self) -> str:
+        like = f", one of {self.alike} like it" if self.alike > 1 else ""
+        image = f" at {self.height}x{self.width}" if self.height else ""
+        return f"{self.model}{image}: {self.tensor} in {self.dtype}, {self.bytes / MIB:.0f} MiB{like}"
+
+
+def find_parts(said: Said, parts: Sequence[str], is_weight: bool) -> list[Part]:
+    """Weights and scores of some of messages' `PARTS`; is_weight: whether it is known to be a weight."""
+    low, high = said.range
+    names = [name for name in recorded() if ("denoiser" if _denoises(name) else "text encoder") in parts]
+    found = [
+        Part(name, tensor, count, dtype, None, None, numbers * size)
+        for name, (size, dtype) in itertools.product(names, NUMBERS.items())
+        for numbers, (tensor, count) in _weights(name).items()
+        if low < numbers * size <= high
+    ]
+    names += [VAE] * ("VAE" in parts)
+    ranks = range(4) if said.is_directml else range(2)  # exact bytes tell rare sizes
+    return found if is_weight else [*found, *_scores(low, high, names, ranks)]
+
+
+def _denoises(name: str) -> bool:
+    return name.endswith(("unet", "transformer"))
+
+
+@functools.cache
+def _weights(name: str) -> dict[int, tuple[str, int]]:
+    """The first weight of each number of elements, and how many there are."""
+    found: dict[int, tuple[str, int]] = {}
+    for weight in load_program(name).weights:
+        numbers = math.prod(weight.shape)
+        first, count = found.get(numbers, (weight.name, 0))
+        found[numbers] = first, count + 1
+    return found
+
+
+def _scores(low: int, high: int, names: Sequence[str], ranks: Iterable[int]) -> Iterator[Part]:
+    """Scores of one image, and of two, which guidance runs at once: heads x tokens x tokens."""
+    for name, images, (size, dtype) in itertools.product(ATTENTIONS, (1, 2), [*NUMBERS.items()][:2]):
+        heads, side, text = ATTENTIONS[name]
+        if name not in names or (images > 1 and (text or name == VAE)):  # FLUX's guidance is an input
+            continue
+        least, most = ((max(math.sqrt(at / (heads * images * size)) - text, 0)) * side**2 for at in (low, high))
+        for height, width in (one for rank in ranks for one in sizes_of(rank, [(least, most)])):
+            tokens = -(-height // side) * -(-width // side) + text
+            scores = images * heads * tokens**2 * size
+            if low < scores <= high:
+                tensor = f"attention's scores, {images} x {heads} x {tokens} x {tokens},"
+                yield Part(name, tensor, 1, dtype, height, width, scores)
