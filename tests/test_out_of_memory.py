@@ -11,7 +11,7 @@ import vaemem
 from vaemem import _core, explain
 from vaemem.__main__ import main
 from vaemem._common import shipped
-from vaemem.out_of_memory.parts import ATTENTIONS, VAE
+from vaemem.out_of_memory.parts import A_VAE, ATTENTIONS
 from vaemem.out_of_memory.sizes import rank_of, sizes_of
 from vaemem.prediction.runtimes import architecture
 from vaemem.sdcpp.graphs import graph
@@ -255,7 +255,7 @@ def test_scores_of_attentions_are_products():
     e = explain('File "ldm/models/diffusion/ddpm.py", line 8, in apply_model ' + FULL.format("512.00 MiB"))
     assert ("sd15-unet", 512, 512, 2 * 8 * 4096**2 * 2) in [(o.model, o.height, o.width, o.bytes) for o in e.parts]
     for name, (heads, side, text) in ATTENTIONS.items():
-        if name != VAE:
+        if name != A_VAE:
             data = json.loads(shipped("modules", f"{name}.json"))
             call = next(iter(data["calls"].values()))
             asked = {tuple(call["sizes"][i] for i in one[2:6:3]) for one in call["attentions"]}
@@ -319,6 +319,36 @@ def test_stable_diffusion_cpps_buffers(direct):
     older = explain(f"vae compute buffer size: {buffer // MIB}.00 MB(VRAM)").matches[0]
     assert (older.height, older.bytes) == (1024, buffer), "within a thousandth"
     assert not explain("failed to allocate CUDA0 buffer of size 123456789").matches
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        "ggml_gallocr_reserve_n_impl: failed to allocate Vulkan0 buffer of size {bytes}",
+        "ggml_gallocr_reserve_n: failed to allocate ROCm0 buffer of size {bytes}",
+        "ggml_gallocr_reserve_n: failed to allocate SYCL0 buffer of size {bytes}",
+        "ggml_vulkan: Device memory allocation of size {bytes} failed.",
+        "Device memory allocation of size {bytes} failed",
+        "cuda_buffer_type_alloc_buffer: allocating {mib:.2f} MiB on device 0: cudaMalloc failed: out of memory",
+        "alloc_buffer: allocating {mib:.2f} MiB on device 0: aclrtMalloc failed",
+        "ggml_backend_sycl_buffer_type_alloc_buffer: can't allocate {bytes} Bytes of memory on device",
+        "ggml_metal_buffer_init: error: failed to allocate buffer, size = {mib:8.2f} MiB",
+    ],
+)
+def test_ggmls_messages_of_any_backend(form):
+    buffer = graph("vae-decoder", 1024, 1024, model="sdxl").buffer
+    e = explain(form.format(bytes=buffer, mib=buffer / MIB))
+    first = e.matches[0]
+    assert (first.op, first.height, first.width, first.bytes) == ("decode", 1024, 1024, buffer)
+
+
+def test_the_pool_of_ggml():
+    """As posted, of a decode whose compute buffer is of 14978.25 MB: 1.05 times the largest product's copy."""
+    e = explain("ROCm pool[0]: alloc of 1209.60 MiB failed, flushing 935.90 MiB of cached buffers and retrying")
+    assert (e.matches[0].op, e.matches[0].height, e.matches[0].width) == ("decode", 1536, 1536)
+    assert e.matches[0].bytes == 1152 * MIB and all(match.op == "decode" for match in e.matches)
+    log = "[DEBUG] unet compute buffer size: 831.00 MB [DEBUG] vae compute buffer size: 14978.25 MB(VRAM)"
+    assert (explain(log).matches[0].models, explain(log).matches[0].height) == ("flux", 1536)
 
 
 def test_the_command(capsys, monkeypatch, tmp_path):

@@ -18,10 +18,11 @@ from vaemem.out_of_memory.messages import (
     notes_on,
     ops_said,
     parts_said,
+    pool_bytes,
     programs_said,
     read_message,
 )
-from vaemem.out_of_memory.parts import NOT_EXAMINED, Part, find_parts
+from vaemem.out_of_memory.parts import NOT_EXAMINED, OtherTensor, find_parts
 from vaemem.out_of_memory.refusals import AGREES
 from vaemem.out_of_memory.runs import ALIKE, TELLING, Found, Match, find_runs, rounded
 from vaemem.out_of_memory.sizes import MADE_SIZES
@@ -48,7 +49,7 @@ class Explanation(Answer):
         What follows from the message beside.
     prediction : Prediction or None
         The likeliest run on such a card, with what else was held; `Prediction.would_fit` is what would have fitted.
-    parts : tuple of Part
+    parts : tuple of OtherTensor
         Weights and scores of denoisers and text encoders that have as many bytes.
     is_told : bool
         Whether the message tells the first match from all others: it alone agrees best with all figures.
@@ -56,7 +57,7 @@ class Explanation(Answer):
 
     def __init__(
         self, said: dict[str, int], matches: Sequence[Match], notes: Sequence[str], prediction: Prediction | None,
-        parts: Sequence[Part] = (), is_told: bool = False,
+        parts: Sequence[OtherTensor] = (), is_told: bool = False,
     ):  # fmt: skip
         self.said, self.matches, self.notes, self.prediction = said, tuple(matches), tuple(notes), prediction
         self.parts, self.is_told = tuple(parts), is_told
@@ -139,8 +140,11 @@ def explain(
     if (size := host_bytes(text)) is not None:
         note = f"It was the host's memory that ran out, not the card's: {size / MIB:.0f} MiB were asked for."
         return Explanation({"requested": size}, (), (note,), None)
+    graphs = [name for name in models if name in LATENT_CHANNELS]
     if (size := buffer_bytes(text)) is not None:
-        return _of_graphs(size, [name for name in models if name in LATENT_CHANNELS], ops)
+        return _of_graphs(size, graphs, ops)
+    if (size := pool_bytes(text)) is not None:
+        return _of_graphs(size, graphs, ops, is_pool=True)
     said = read_message(text)
     if said is None:
         note = (
@@ -191,24 +195,32 @@ def _cards_of(said: Said) -> list[Gpu]:
 # ---- stable-diffusion.cpp's graphs ----
 
 
-def _of_graphs(size: int, models: Sequence[str], ops: Sequence[str]) -> Explanation:
-    """Of a compute buffer of so many bytes, which in another version of the program may differ by a thousandth."""
+def _of_graphs(size: int, models: Sequence[str], ops: Sequence[str], is_pool: bool = False) -> Explanation:
+    """Of a compute buffer of so many bytes, which in another version of the program may differ by a thousandth; or of
+    the pool's copy for a product."""
     matches = []
     for (height, width), model, op, direct in itertools.product(MADE_SIZES, models, ops, (False, True)):
-        # What the buffer takes for each pixel (`vaemem.ESTIMATORS`), before the graph is laid out.
+        if height % 8 or width % 8:
+            continue
+        # What each takes for a pixel (`vaemem.ESTIMATORS`), before the graph is laid out.
         least = {("decode", False): 6656, ("decode", True): 2816, ("encode", False): 3382, ("encode", True): 1538}
         rough = max(least[op, direct], 160 + height * width // 1024) * height * width
-        if 0.9 * rough - MIB < size < 1.1 * rough + MIB and not (height % 8 or width % 8):
-            buffer = graph(f"vae-{op}r", height, width, model=model, conv_direct=direct).buffer
-            if abs(buffer - size) <= size // 1000:
+        if is_pool:
+            rough = 0 if direct else {"decode": 512, "encode": 256}[op] * height * width
+        if 0.9 * rough - MIB < size < 1.1 * rough + MIB:
+            laid = graph(f"vae-{op}r", height, width, model=model, conv_direct=direct)
+            taken = laid.pool if is_pool else laid.buffer
+            if abs(taken - size) <= size // 1000:
                 how = "sd.cpp --vae-conv-direct" if direct else "sd.cpp"
                 run = model, op, height, width, "float32", how
-                matches.append(Match(*run, "the compute buffer", buffer, beside=None, played=True))
+                what = "a product's copy in the pool" if is_pool else "the compute buffer"
+                matches.append(Match(*run, what, taken, beside=None, played=True))
     matches.sort(key=lambda match: abs(match.bytes - size))
     notes = [f"Graphs are those of {SDCPP_VERSION}."]
     if matches and matches[0].runtime == "sd.cpp":
         how = "vaemem plan MODEL HxW --runtime sd.cpp says how much"
         notes.append(f"--vae-conv-direct and --vae-tiling make it smaller: {how}.")
     if not matches:
-        notes.insert(0, "No VAE's graph at a usual size has a compute buffer of as many bytes: it was another model's.")
+        notes.insert(0, "No VAE's graph at a usual size takes as many bytes: it was another model's, or its weights.")
+    notes.append("Examined are VAEs' graphs alone, at usual sizes: neither denoisers, text encoders nor weights.")
     return Explanation({"requested": size}, matches[:MOST_MATCHES], notes, None)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from vaemem._common import MIB, OPS
 
-SEGMENT = 2 * MIB  # of which all that the native allocator asks for are multiples
+SEGMENT_STEP = 2 * MIB  # of which all that the native allocator asks for are multiples
 SLACK = 64 * MIB  # products' workspaces, and what the allocator rounds up
-SMALL_SEGMENTS = (SEGMENT, 20 * MIB)  # what it asks for, whatever smaller tensor it is for
+SMALL_SEGMENTS = (SEGMENT_STEP, 20 * MIB)  # what it asks for, whatever smaller tensor it is for
 # By what a text says of a model; the first that it says.
 NAMED = {r"flux": "flux", r"sdxl|\bxl\b": "sdxl", r"qwen": "qwen-image", r"\bwan|KLWan": "wan2.1"}
 _UNITS = {"b": 1, "k": 1 << 10, "m": MIB, "g": 1 << 30, "t": 1 << 40}  # by the first letter
@@ -30,11 +30,18 @@ _SAYS = {
     "reserved": (rf"{_SIZE} (?:reserved in total by PyTorch|cached\))",),
     "process": (rf"this process has {_SIZE} memory in use",),
 }  # fmt: skip
+# ggml's, of any backend: CUDA and ROCm, Vulkan, SYCL, Metal, CANN. The graph's allocator says the same for each.
 _BUFFER = (
-    r"failed to allocate \w+ buffer of size (\d{1,15})\b",
-    rf"allocating ({_NUMBER}) MiB on device \d+: cudaMalloc failed",
-    rf"compute buffer size: ?({_NUMBER}) MB",
+    r"failed to allocate [\w.:-]+ buffer of size (\d{1,15})\b",
+    rf"allocating ({_NUMBER}) MiB on device \d+: \w+ failed",
+    r"Device memory allocation of size (\d{1,15}) failed",
+    r"can't allocate (\d{1,15}) Bytes of memory on device",
+    rf"failed to allocate buffer, size = {{0,8}}({_NUMBER}) MiB",
+    rf"vae compute buffer size[:=]? *({_NUMBER}) MB",
+    rf"compute buffer size[:=]? *({_NUMBER}) MB",
 )
+_POOL = (rf"pool\[\d+\]: alloc of ({_NUMBER}) MiB failed",)
+LOOK_AHEAD = 1.05  # how much more than a product's copy the pool asks for
 _HOST = re.compile(r"DefaultCPUAllocator:.{0,99}? tried to allocate (\d{1,15}) bytes", re.I)
 _BARE = re.compile(r"Allocation on device|(CUDA|HIP|XPU|CUDA error:) out of memory", re.I)
 _BEGINS = re.compile(r"Tried to allocate|Currently allocated|Could not allocate tensor", re.I)  # a message's figures
@@ -46,7 +53,7 @@ _MAKERS_SAID = {
     "not enough GPU video memory": "AMD",
 }  # fmt: skip
 # What a traceback goes through, by file and function of its frames, or by the node that ComfyUI names.
-PARTS = {
+_PARTS = {
     "VAE": (
         r"VAE(?:De|En)code|autoencoder\w*\.py|[\\/]vae\w*\.py|first_stage|diffusionmodules[\\/]model\.py|\.py decode"
         r"|\bsd\.py encode\b|(?:de|en)code_tiled"
@@ -93,7 +100,7 @@ class Said:
     def range(self) -> tuple[int, int]:
         """The tensor has more bytes than the first, and at most the second: a segment is rounded up."""
         size, within = self.bytes["requested"], self.within["requested"]
-        return size - within - (SEGMENT if self.is_native else 1), size + within
+        return size - within - (SEGMENT_STEP if self.is_native else 1), size + within
 
     @property
     def spare(self) -> int:
@@ -123,6 +130,12 @@ def buffer_bytes(text: str) -> int | None:
     """The bytes of a buffer that a message of ggml's is about."""
     buffer = _first(_BUFFER, text)
     return round(_number(buffer) * (MIB if re.search("[.,]", buffer) else 1)) if buffer else None
+
+
+def pool_bytes(text: str) -> int | None:
+    """The bytes of a product's copy that a message of ggml's says the pool had no room for."""
+    pool = _first(_POOL, text)
+    return round(_number(pool) * MIB / LOOK_AHEAD) if pool else None
 
 
 def read_message(text: str) -> Said | None:
@@ -175,12 +188,12 @@ def ops_said(text: str) -> list[str]:
 
 
 def parts_said(text: str) -> list[str]:
-    """The parts of a pipeline that a traceback goes through, of `PARTS`; all where it names none."""
+    """The parts of a pipeline that a traceback goes through, of `_PARTS`; all where it names none."""
     begins = [found.start() for found in _BEGINS.finditer(text)]
     text = text[: begins[1] if len(begins) > 1 else None]
     frames = [" ".join(frame) for frame in _FRAME.findall(text)] + _NODE.findall(text)
     where = "\n".join(frames) or text
-    return [part for part, names in PARTS.items() if re.search(names, where)] or [*PARTS]
+    return [part for part, names in _PARTS.items() if re.search(names, where)] or [*_PARTS]
 
 
 def loads_weights(text: str) -> bool:

@@ -17,9 +17,9 @@ from vaemem.pipelines.programs import load_program, recorded
 NUMBERS = {2: "float16 or bfloat16", 4: "float32", 1: "fp8"}
 # Of the attention with the most scores, by recorded module: heads, pixels a side of a token, and tokens of text. VAEs'
 # are those that programs without a fused kernel write out.
-VAE = "a VAE"
+A_VAE = "a VAE"
 ATTENTIONS = {
-    VAE: (1, 8, 0),
+    A_VAE: (1, 8, 0),
     "sd15-unet": (8, 8, 0), "sdxl-unet": (10, 16, 0), "flux-transformer": (24, 16, 512),
     "flux2-transformer": (48, 16, 512), "flux2-klein-transformer": (24, 16, 512),
     "flux2-klein-9b-transformer": (32, 16, 512),
@@ -30,7 +30,7 @@ NOT_EXAMINED = (
 )
 
 
-class Part(NamedTuple):
+class OtherTensor(NamedTuple):
     """A weight of a denoiser or a text encoder, or an attention's scores, with the bytes that a message names.
 
     Attributes
@@ -63,17 +63,17 @@ class Part(NamedTuple):
         return f"{self.model}{image}: {self.tensor} in {self.dtype}, {self.bytes / MIB:.0f} MiB{like}"
 
 
-def find_parts(said: Said, parts: Sequence[str], is_weight: bool) -> list[Part]:
-    """Weights and scores of some of messages' `PARTS`; is_weight: whether it is known to be a weight."""
+def find_parts(said: Said, parts: Sequence[str], is_weight: bool) -> list[OtherTensor]:
+    """Weights and scores of some parts of a pipeline; is_weight: whether it is known to be a weight."""
     low, high = said.range
     names = [name for name in recorded() if ("denoiser" if _denoises(name) else "text encoder") in parts]
     found = [
-        Part(name, tensor, count, dtype, None, None, numbers * size)
+        OtherTensor(name, tensor, count, dtype, None, None, numbers * size)
         for name, (size, dtype) in itertools.product(names, NUMBERS.items())
         for numbers, (tensor, count) in _weights(name).items()
         if low < numbers * size <= high
     ]
-    names += [VAE] * ("VAE" in parts)
+    names += [A_VAE] * ("VAE" in parts)
     ranks = range(4) if said.is_directml else range(2)  # exact bytes tell rare sizes
     return found if is_weight else [*found, *_scores(low, high, names, ranks)]
 
@@ -93,11 +93,11 @@ def _weights(name: str) -> dict[int, tuple[str, int]]:
     return found
 
 
-def _scores(low: int, high: int, names: Sequence[str], ranks: Iterable[int]) -> Iterator[Part]:
+def _scores(low: int, high: int, names: Sequence[str], ranks: Iterable[int]) -> Iterator[OtherTensor]:
     """Scores of one image, and of two, which guidance runs at once: heads x tokens x tokens."""
     for name, images, (size, dtype) in itertools.product(ATTENTIONS, (1, 2), [*NUMBERS.items()][:2]):
         heads, side, text = ATTENTIONS[name]
-        if name not in names or (images > 1 and (text or name == VAE)):  # FLUX's guidance is an input
+        if name not in names or (images > 1 and (text or name == A_VAE)):  # FLUX's guidance is an input
             continue
         least, most = ((max(math.sqrt(at / (heads * images * size)) - text, 0)) * side**2 for at in (low, high))
         for height, width in (one for rank in ranks for one in sizes_of(rank, [(least, most)])):
@@ -105,4 +105,4 @@ def _scores(low: int, high: int, names: Sequence[str], ranks: Iterable[int]) -> 
             scores = images * heads * tokens**2 * size
             if low < scores <= high:
                 tensor = f"attention's scores, {images} x {heads} x {tokens} x {tokens},"
-                yield Part(name, tensor, 1, dtype, height, width, scores)
+                yield OtherTensor(name, tensor, 1, dtype, height, width, scores)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from vaemem import _core
 from vaemem._common import ELEMENT_BYTES, MIB
-from vaemem.out_of_memory.messages import SEGMENT, Said
+from vaemem.out_of_memory.messages import SEGMENT_STEP, Said
 from vaemem.prediction.question import Question
 
 PLAYED, AGREES, ALONE = 1, 2, 3  # fits: refused there; with what the message says; and nothing else on the card
@@ -93,7 +93,7 @@ class Refusals:
 
     def at(self, room: int) -> Refusal | None:
         """What is refused where there is so much room; None where the run goes through."""
-        room = max(room // SEGMENT * SEGMENT, SEGMENT)
+        room = max(room // SEGMENT_STEP * SEGMENT_STEP, SEGMENT_STEP)
         if room not in self._known:
             process = self._question.start(self._process.workspace, total_memory=room)
             self._known[room] = None

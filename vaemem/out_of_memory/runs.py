@@ -29,7 +29,7 @@ LISTED, RARE = [(0, 1)], [(2,), (3,), (4,)]  # ranks of sizes that are looked at
 MOST_PLAYS = 1500  # of all runs: seconds
 ROUNDED = 10**8  # bytes: what others held is told in so many
 REFERENCE = 1024  # pixels a side of the run whose tensors others' areas follow from
-LARGEST = 1 << 26  # pixels: no image has more
+_LARGEST = 1 << 26  # pixels: no image has more
 NEARLY = 0.002  # of an area: tensors with padding grow a little less than it
 MOST_CHANNELS = 512  # of a convolution, for each pixel of the image
 
@@ -177,8 +177,8 @@ def _areas(kind: _Kind, said: Said) -> Areas:
     found: list[tuple[float, float]] = []
     for size, power in _growths(*kind[:4], kind.card.sm):
         least, most = (REFERENCE**2 * (bound / size) ** (1 / power) for bound in (low, high))
-        if least <= LARGEST:
-            found.append((least * (1 - NEARLY), min(most * (1 + NEARLY), LARGEST)))
+        if least <= _LARGEST:
+            found.append((least * (1 - NEARLY), min(most * (1 + NEARLY), _LARGEST)))
     merged: list[tuple[float, float]] = []
     for least, most in sorted(found):
         if merged and least <= merged[-1][1]:

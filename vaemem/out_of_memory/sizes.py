@@ -22,7 +22,7 @@ MADE_SIZES = (
 COMMON = 25  # of these: so many are made much more than the others
 RATIOS = (1, 5 / 4, 4 / 3, 3 / 2, 16 / 10, 16 / 9, 2, 21 / 9)
 WIDEST = 2.4  # times as long as the other: no side is longer
-PARTS = 64, 8  # pixels: sides are multiples of the first where nobody asks for another size, and of the second always
+_PARTS = 64, 8  # pixels: sides are multiples of the first where nobody asks for another size, and of the second always
 
 
 def rank_of(size: Size) -> int:
@@ -30,9 +30,9 @@ def rank_of(size: Size) -> int:
     low, high = sorted(size)
     if (low, high) in MADE_SIZES:
         return int((low, high) not in MADE_SIZES[:COMMON])
-    if not (low % PARTS[0] or high % PARTS[0]):
+    if not (low % _PARTS[0] or high % _PARTS[0]):
         return 2
-    return 3 if any(abs(high - ratio * low) <= PARTS[1] for ratio in RATIOS) else 4
+    return 3 if any(abs(high - ratio * low) <= _PARTS[1] for ratio in RATIOS) else 4
 
 
 def sizes_of(rank: int, areas: Areas) -> Iterator[Size]:
@@ -42,7 +42,7 @@ def sizes_of(rank: int, areas: Areas) -> Iterator[Size]:
     if rank < len(listed):
         found = (one for one in listed[rank] if any(low <= one[0] * one[1] <= high for low, high in areas))
     else:
-        part = PARTS[rank > len(listed)]
+        part = _PARTS[rank > len(listed)]
         found = itertools.chain.from_iterable(_divided(part, low, high) for low, high in areas)
     return (one for one in dict.fromkeys(found) if rank_of(one) == rank)
 
