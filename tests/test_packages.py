@@ -94,7 +94,7 @@ def test_the_source_distribution_is_the_tree(tree, sdist, tmp_path):
 
 
 def test_the_source_distribution_installs(sdist, tmp_path):
-    """With CUDA if there is nvcc, for the oldest GPUs and for those with kernels of their own, since all seven kinds take
+    """With CUDA if there is nvcc, for the oldest GPUs and for those with kernels of their own: all seven kinds take
     minutes; the wheel below is built without."""
     said = use(sdist, tmp_path, VAEMEM_CUDA=str(int(HAVE_NVCC)), VAEMEM_CUDA_ARCHS="75 90")
     assert ("built without CUDA" in said) != HAVE_NVCC
