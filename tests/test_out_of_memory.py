@@ -280,6 +280,7 @@ def test_directml_names_the_tensors_bytes():
     )
     assert e.said == {"requested": 2025000000} and e.prediction is None
     assert ("a VAE", 1200, 1200, 22500**2 * 4) in [(one.model, one.height, one.width, one.bytes) for one in e.parts]
+    assert "No tensor of a VAE's" not in str(e)
     exact = explain(text.replace("2025000000", str(512 * 1024**2 * 4)), op="decode", model="sdxl", runtime="comfyui")
     assert all(match.bytes == 2 * GIB for match in exact.matches) and exact.matches
 

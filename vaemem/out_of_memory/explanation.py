@@ -22,7 +22,7 @@ from vaemem.out_of_memory.messages import (
     programs_said,
     read_message,
 )
-from vaemem.out_of_memory.parts import NOT_EXAMINED, OtherTensor, find_parts
+from vaemem.out_of_memory.parts import A_VAE, NOT_EXAMINED, OtherTensor, find_parts
 from vaemem.out_of_memory.refusals import AGREES
 from vaemem.out_of_memory.runs import ALIKE, TELLING, Found, Match, find_runs, rounded
 from vaemem.out_of_memory.sizes import MADE_SIZES
@@ -157,7 +157,8 @@ def explain(
     may_run = not said.is_small and "VAE" in through and not is_weight
     runs = find_runs(said, models, ops, runtimes, cards) if may_run else []
     parts = [] if said.is_small else find_parts(said, through, is_weight)
-    notes = list(notes_on(said, bool(runs), through, is_weight))
+    has_vae = bool(runs) or any(part.model == A_VAE for part in parts)
+    notes = list(notes_on(said, has_vae, through, is_weight))
     if runs and gpu is None:
         card = runs[0].question.card.gpu.name
         unsaid = "how large the card is" if "total" not in said.bytes else "the card"
