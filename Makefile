@@ -145,11 +145,13 @@ in_place = rm -rf build/$(1) && mkdir -p build/$(1) && cp -r setup.py pyproject.
 # none of it (kernels alone on the emulator, programs that are built with sanitizers of their own), and what runs the same with
 # other numbers (on a GPU: its faults and arrays stay), by the thousand or in larger models: the demo, its weights, the
 # notebooks, formulas over whole domains, pipelines, errors of every kind of numbers, ramps of tiles, plans of whole models, the
-# README, tables and what is made of them, profiles, the command line and what is said of documents, names and rooms.
+# README, tables and what is made of them, profiles, the command line, messages, documents, types, saves by several
+# processes, and what is said of names, counts and rooms.
 NOT_THE_CORE := 'cuda_[!v]*' 'cuda_vae.py' 'emulator*' 'isa*' 'fuzz*' 'threads*' 'demo*' 'handmade*' 'notebooks*' 'bound*' 'integration*' \
 	'pipelines*' 'plan*' 'products*' 'module_calls*' 'whole_*' 'seconds*' 'storage*' 'ggml*' 'numbers*' 'sizes*' \
 	'other_vaes*' 'predict*' 'benchmarks*' 'examples*' 'gpu_session*' 'dtypes*' 'gguf*' 'readme*' 'workspace*' 'report*' 'table*' \
-	'estimators*' 'published*' 'record_profiles*' 'sweep*' 'fit*' 'formula*' 'guide*' 'command_line*' 'questions*' 'names*' 'rooms*'
+	'estimators*' 'published*' 'record_profiles*' 'sweep*' 'fit*' 'formula*' 'guide*' 'command_line*' 'questions*' 'names*' 'rooms*' \
+	'out_of_memory*' 'counts*' 'saves*' 'document*' 'types*' 'tab*' 'setup*'
 asan: $(VENV)/check.stamp
 	$(call in_place,asan,VAEMEM_SANITIZE=1 VAEMEM_CUDA_ARCHS=90,$(abspath $(BIN))/python)
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
@@ -186,7 +188,7 @@ clang: $(VENV)/check.stamp
 # Python (kernels, plans, allocators, emulators, programs in C), formulas over whole domains, and profiles.
 NOT_OF_PYTHON := 'cuda_*' 'emulator*' 'isa*' 'fuzz*' 'threads*' 'sizes*' 'kernels*' 'products*' 'numbers*' 'cpu_attention*' \
 	'gpu_session*' 'bound*' 'workspace*' 'allocator*' 'trace*' 'memory_limit*' 'tiling*' 'moves*' 'frames*' 'tiny*' 'other_vaes*' \
-	'demo*' 'dtypes*' 'benchmarks*'
+	'demo*' 'dtypes*' 'benchmarks*' 'out_of_memory*' 'plan*' 'document*' 'types*' 'setup*'
 pythons: $(VENV)/check.stamp
 	@other="$$(.ci/other_python $(BIN)/python)"; \
 	if [ -z "$$other" ]; then echo "pythons: there is no second CPython of 3.10 or later: skipped"; exit; fi; set -ex; \

@@ -86,7 +86,7 @@ def start(script: str, *args: object) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("saves", [4, pytest.param(50, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("saves", [4, pytest.param(16, marks=pytest.mark.thorough)])
 def test_savers_of_one_folder_and_their_readers(saves, tmp_path):
     """After one that was killed, which keeps nobody waiting."""
     folder, end = tmp_path / "vae", time.monotonic() + LIMIT
@@ -177,7 +177,7 @@ def test_a_child_takes_no_lock_along(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="system calls are counted by Linux's ptrace")
-@pytest.mark.parametrize("step", [11, pytest.param(1, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("step", [11, pytest.param(3, marks=pytest.mark.thorough)])
 def test_a_save_that_is_killed_at_any_system_call(step, tmp_path):
     """A reader gets the old VAE or the new one. The next saver finds no lock and clears what is left."""
     killer = start(KILLED, tmp_path, step)
