@@ -241,6 +241,10 @@ def test_private_pools_are_named():
         (lambda s: s["segments"].append(s["segments"][0]), "a list of 'blocks' for each segment"),
         (lambda s: s["allocator_settings"].update(roundup_power2_divisions=dict.fromkeys(range(16), "1")), "divisions"),
         (
+            lambda s: s["allocator_settings"].update(roundup_power2_divisions=dict.fromkeys(range(16), True)),
+            "divisions",
+        ),
+        (
             lambda s: s["allocator_settings"].update(PYTORCH_CUDA_ALLOC_CONF="\x1b[2Jmax_non_split_rounding_mb"),
             r"'\\x1b",
         ),

@@ -251,7 +251,8 @@ def _recorded_settings(snapshot: dict[str, Any]) -> dict[str, Any]:
     divisions = recorded.get("roundup_power2_divisions", {})
     if isinstance(divisions, dict) and len(divisions) == INTERVALS:
         for value in divisions.values():
-            want(isinstance(value, int) and 0 <= value < 1 << 32, "divisions from 0 to 2^32", value)
+            is_count = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 32
+            want(is_count, "divisions from 0 to 2^32", value)
         result["roundup_power2_divisions"] = list(divisions.values())
     return result
 
