@@ -40,7 +40,7 @@ def _number(item: dict[str, Any], key: str, what: str, default: int | None = Non
     """An address or a stream, or a size: PyTorch's allocator refuses those from 2^60 on."""
     value: Any = item.get(key, default)
     bits = 60 if key.endswith("size") else 62
-    good = isinstance(value, int) and 0 <= value < 1 << bits
+    good = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << bits
     want(good, f"{what} with {key!r} as an integer from 0 to 2^{bits}", value)
     return value
 
@@ -243,7 +243,7 @@ def _recorded_settings(snapshot: dict[str, Any]) -> dict[str, Any]:
     want(isinstance(recorded, dict), "a dict under 'allocator_settings'", recorded)
     result: dict[str, Any] = {"expandable_segments": recorded.get("expandable_segments") is True}
     split = recorded.get("max_split_size", -1)
-    if isinstance(split, int) and 0 < split < 1 << 60:
+    if isinstance(split, int) and not isinstance(split, bool) and 0 < split < 1 << 60:
         result["max_split_size_mb"] = split // MIB
     conf, rounding = recorded.get("PYTORCH_CUDA_ALLOC_CONF", ""), "max_non_split_rounding_mb"
     if isinstance(conf, str) and rounding in conf:
