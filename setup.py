@@ -6,7 +6,7 @@ Everything else about the package stands in pyproject.toml. Environment:
   VAEMEM_WERROR=1    warnings are errors (CI)
   VAEMEM_SANITIZE=1  AddressSanitizer and UndefinedBehaviorSanitizer
   VAEMEM_KERNELS=1   vaemem._kernels is built where it would not be (make test)
-  VAEMEM_CUDA=1      vaemem._cuda is built, whose GPU kernels take minutes to compile; auto: if there is nvcc
+  VAEMEM_CUDA=1      builds vaemem._cuda (its GPU kernels take minutes); auto: builds it if there is nvcc
   VAEMEM_CUDA_ARCHS  the GPUs that get machine code, such as "80 90", instead of all
   VAEMEM_FATBINS     a folder with machine code that was compiled before, used if it is of these sources
   VAEMEM_EMULATE_AMX tests/emulator, on which AMX's products run where there is AVX2 alone, slowly (tests)

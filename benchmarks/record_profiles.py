@@ -478,7 +478,7 @@ def single(gpu: Gpu) -> list[tuple[Network, Shape, str]]:
 
 
 def pruned(tree: object, sizes: list[dict[str, int]], labels: list[int], members: list[int]) -> object:
-    """The tree without the splits that give no more of the members their label: those that only learnt noise."""
+    """Removes the splits that do not help the members to get their label: these splits learnt noise."""
     if not isinstance(tree, list):
         return tree
     feature, limit, *below = tree
@@ -607,8 +607,8 @@ def write(profile: dict, path: str) -> None:
         file.write("{\n" + "\n".join(lines) + "\n }\n}\n")
 
 
-def add(cudnn: InstalledCudnn, folder: str, capability: str | None, step: int, only: str) -> None:
-    """The questions that the files of a version lack."""
+def recorded_files(cudnn: InstalledCudnn, folder: str, capability: str | None) -> Iterator[tuple[str, dict]]:
+    """Path and data of a version's files, of one capability or all; without those that refer to another version."""
     for name, (sm, _, number) in sorted(profiles.profile_files().items()):
         path = os.path.join(folder, name)
         if number != profiles.version_number(cudnn.version) or (capability and str(sm) != capability.replace(".", "")):
@@ -616,22 +616,23 @@ def add(cudnn: InstalledCudnn, folder: str, capability: str | None, step: int, o
         with open(path, encoding="utf-8") as file:
             known = json.load(file)
         if "same_as" not in known:
-            first = known["recorded"]["gpus"][0]
-            groups = alike(cudnn, known["capability"])
-            profile = record(cudnn, next(g for g in groups if first in [gpu.name for gpu in g]), step, known, only)
-            write(profile, path)
-            print(path, profile["recorded"].get("added", [])[-1:], flush=True)
+            yield path, known
+
+
+def add(cudnn: InstalledCudnn, folder: str, capability: str | None, step: int, only: str) -> None:
+    """The questions that the files of a version lack."""
+    for path, known in recorded_files(cudnn, folder, capability):
+        first = known["recorded"]["gpus"][0]
+        groups = alike(cudnn, known["capability"])
+        profile = record(cudnn, next(g for g in groups if first in [gpu.name for gpu in g]), step, known, only)
+        write(profile, path)
+        print(path, profile["recorded"].get("added", [])[-1:], flush=True)
 
 
 def add_batches(cudnn: InstalledCudnn, folder: str, capability: str | None) -> None:
     """Trees for batches, to the files of a version that have none."""
-    for name, (sm, _, number) in sorted(profiles.profile_files().items()):
-        path = os.path.join(folder, name)
-        if number != profiles.version_number(cudnn.version) or (capability and str(sm) != capability.replace(".", "")):
-            continue
-        with open(path, encoding="utf-8") as file:
-            known = json.load(file)
-        if "same_as" not in known and "batches" not in known["recorded"]:
+    for path, known in recorded_files(cudnn, folder, capability):
+        if "batches" not in known["recorded"]:
             profile = record_batches(cudnn, find_gpu(known["recorded"]["gpus"][0]), known)
             write(profile, path)
             print(path, profile["recorded"]["batches"], flush=True)

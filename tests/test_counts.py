@@ -187,7 +187,7 @@ def test_every_size_and_count_is_tried():
 
 
 def of_type(value, kind):
-    """The value, or those that it holds, as numbers of another type."""
+    """Converts a value to another type of number; of a list or a mapping, each of its items."""
     if isinstance(value, list | tuple):
         return type(value)(of_type(one, kind) for one in value)
     return value if isinstance(value, str) else kind(value)

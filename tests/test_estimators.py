@@ -235,7 +235,7 @@ def test_rows_that_ran_tiled_are_left_out_and_said():
 
 
 def test_tiles_are_compared_with_their_like():
-    """Errors of each side of a tile by themselves; what is shipped for whole images is not asked about tiles."""
+    """Errors are summed up for each tile side. Estimators for whole images do not judge runs in tiles."""
     cut = [
         row("decode_tiled", side, reserved=9 * tile * tile, tile=tile, tile_overlap=0.25, runtime="diffusers")
         for tile in (512, 1024)

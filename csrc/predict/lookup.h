@@ -70,8 +70,8 @@ vm_status vm_profile_add_tree(vm_profile *p, const vm_profile_key *key, int32_t 
 /* Whether there is a tree for key. *node: where it begins. */
 bool vm_profile_tree(const vm_profile *p, const vm_profile_key *key, int32_t *node);
 
-/* Who answered: the profile itself or, so many steps away, the one that it names as otherwise; by which of its rules,
- * by a tree, or because one image has 2^31 elements or more. */
+/* Who answered. steps: 0 for the profile itself, 1 for its `otherwise`, and so on. rule: the rule's index, or one of
+ * these: a tree answered, or one image has 2^31 elements or more. */
 enum { VM_HOW_TREE = -1, VM_HOW_LARGE = -2 };
 typedef struct vm_profile_how {
     int steps, rule;

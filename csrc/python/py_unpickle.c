@@ -1,7 +1,7 @@
 /* vaemem._core.read_pickle: a pickle of plain data (protocols 2 to 5), read without the pickle machine. `named` admits
- * what PyTorch's files have besides: names, which become text; calls, which become tuples of what is called and its
- * arguments, without what is put into the object later; sets, which become lists and tuples. What has no such form, as
- * an item under a tuple, is dropped. Nothing is looked up, and nothing is called.
+ * what PyTorch's files have besides. A name becomes text. A call becomes a tuple of the name and its arguments; state
+ * that is set later is dropped. A set becomes a list or a tuple. Items that have no such form are dropped. Nothing is
+ * looked up, and nothing is called.
  *
  * Snapshots come from strangers. The opcodes known here build dicts, lists, tuples, integers, floats, strings, bytes,
  * bools and None; none of them can name a class or call anything. Every length is checked against the bytes that are
