@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from vaemem import _core
-from vaemem._common import ELEMENT_BYTES, MIB
+from vaemem._common import MIB
 from vaemem.out_of_memory.messages import SEGMENT_STEP, Said
+from vaemem.prediction.profiles import Conv
 from vaemem.prediction.question import Question
+from vaemem.prediction.workspace import im2col_bytes
 
 PLAYED, AGREES, ALONE = 1, 2, 3  # fits: refused there; with what the message says; and nothing else on the card
 STEPS = 4  # towards what was allocated, of which the room follows
@@ -32,18 +34,10 @@ def storages_of(trace: _core.Trace) -> list[Storage]:
     ]
 
 
-def _lowered(conv: Any, name: str) -> Storage:
-    """A convolution's input, copied once for each element of its filter; nothing where that is a product as it is."""
-    dtype, images, channels, height, width, filters, side, stride, *_ = conv
-    sides, strides = (one if isinstance(one, tuple) else (one, one) for one in (side, stride))
-    taps = sides[-1] * sides[-2]
-    pixels = (height // strides[-2]) * (width // strides[-1])
-    elements = images * max(channels * height * width, filters * pixels)
-    return Storage(
-        f"{name.removesuffix(' [workspace]')} {LOWERED}",
-        taps * channels * pixels * ELEMENT_BYTES[dtype] if taps > 1 else 0,
-        elements,
-    )
+def _lowered(question: Any, name: str) -> Storage:
+    """The columns of a convolution's input; no bytes where it needs none."""
+    conv = Conv(*question)
+    return Storage(f"{name.removesuffix(' [workspace]')} {LOWERED}", im2col_bytes(conv), max(conv.elements[:2]))
 
 
 class Request(NamedTuple):
