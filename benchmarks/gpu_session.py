@@ -7,7 +7,7 @@
     python benchmarks/gpu_session.py --rehearse ...    without a GPU: tiny sizes, our kernels on the tests' emulator
 
 `first` answers what matters in at most 480 s: does it run, is it right, how fast is it compared with PyTorch, is
-PyTorch's memory as predicted. `second` follows at once with at most 150 s. Each step has its own limit. A step that
+PyTorch's memory as predicted. `second` follows at once with at most 210 s. Each step has its own limit. A step that
 fails or takes too long is stopped with SIGINT, so that Python says where it was, and the others have their turns.
 Steps that ended well are listed in build/gpu_session/done and skipped in the next call; `--again` runs them all the
 same.
@@ -138,8 +138,8 @@ STEPS = {
     # ---- second ----
     "compile_large": Step(75, lambda s: [s.decode(1, *PEERS, "compile", "--label", "compile_large")]),
     "tiles": Step(30, lambda s: [tiles(s)]),
-    "limits": Step(20, lambda s: [s.check("limits")]),
-    "scaling": Step(25, lambda s: [scaling(s)]),
+    "limits": Step(60, lambda s: [s.check("limits")]),
+    "scaling": Step(40, lambda s: [scaling(s)]),
     # ---- only by name ----
     "parts": Step(40, lambda s: [s.decode(0, "--parts", "--rounds", "5", "--label", "parts")]),
     "repeats": Step(25, lambda s: [s.check("repeats")]),
@@ -147,6 +147,8 @@ STEPS = {
     "autotune": Step(60, lambda s: [s.decode(0, "--peers", "compile-autotune", "--label", "autotune")]),
     "ablation": Step(60, lambda s: [s.decode(0, "--ablation")]),
     "encode": Step(40, lambda s: [encode(s)]),
+    "types": Step(100, lambda s: [s.decode(0, *PEERS, "--dtypes", "float16", "tf32", "float32", "--label", "types")]),
+    "arrays": Step(60, lambda s: [s.tests("tests/test_cuda_vae_arrays.py", "tests/test_cuda_limits.py")], ON_GPU),
     "plans": Step(45, lambda s: [bench("gpu_plans.py")]),
     "memcheck": Step(90, lambda s: [sanitizer("memcheck")], ON_GPU),
     "racecheck": Step(90, lambda s: [sanitizer("racecheck")], ON_GPU),
@@ -159,7 +161,7 @@ CALLS = {
     "first": "build versions one dlpack headline large predict compile kernels passes".split(),
     "second": "compile_large tiles limits scaling".split(),
 }
-LIMITS = {"first": 480, "second": 150}
+LIMITS = {"first": 480, "second": 210}
 
 
 def predict(scale: Scale) -> Command:
@@ -420,7 +422,7 @@ def tables(path: Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="first, second, steps, or: pack, tables ROWS, list")
-    parser.add_argument("--limit", type=float, help="seconds for the whole call; 480 for first, 150 for second")
+    parser.add_argument("--limit", type=float, help="seconds for the whole call; 480 for first, 210 for second")
     parser.add_argument("--again", action="store_true", help="also run steps that have ended well before")
     parser.add_argument("--rehearse", action="store_true", help="without a GPU, at tiny sizes")
     parser.add_argument("--python", default="python3.12", help="for pack: an interpreter of the machine's version")

@@ -51,6 +51,12 @@ void vm_model_free(vm_model *m) {
 }
 
 void vm_model_trim(vm_model *m) {
+    vm_model_trim_arena(m);
+    vm_plan_free(m, m->plan);
+    m->plan = NULL;
+}
+
+void vm_model_trim_arena(vm_model *m) {
     vm_mem_unreserve(m->mem, m->arena, m->arena_bytes);
     m->arena = NULL;
     m->arena_bytes = 0;

@@ -109,6 +109,35 @@ vm_status vm_plan_new(const vm_model *m, const vm_request *ask, vm_plan **out) {
     return s;
 }
 
+/* Whether the plan is what a request would be answered with. */
+static bool answers(const vm_plan *plan, const vm_request *b) {
+    const vm_request *a = &plan->ask;
+    return a->op == b->op && a->backend == b->backend && a->limits.threads == b->limits.threads &&
+           a->height == b->height && a->width == b->width && a->batch == b->batch && a->in == b->in &&
+           a->out == b->out && a->host_arrays == b->host_arrays && a->own_output == (b->own_output && !plan->staged) &&
+           a->scaled == b->scaled && a->unclamped == b->unclamped && a->scale == b->scale &&
+           a->memory_limit == b->memory_limit;
+}
+
+vm_status vm_plan_for_run(vm_model *m, const vm_request *ask, vm_plan **out) {
+    const bool again = m->plan && answers(m->plan, ask);
+    const vm_status s = again ? VM_OK : vm_plan_new(m, ask, out);
+    if (s) return s; /* as before this call */
+    if (again)
+        *out = m->plan;
+    else
+        vm_plan_free(m, m->plan);
+    m->plan = NULL;
+    return VM_OK;
+}
+
+void vm_plan_keep(vm_model *m, vm_plan *plan) {
+    if (m->host == m->mem)
+        vm_plan_free(m, plan);
+    else
+        m->plan = plan;
+}
+
 void vm_plan_free(const vm_model *m, vm_plan *plan) {
     if (plan) vm_mem_unreserve(m->host, plan, plan->plan_bytes);
 }

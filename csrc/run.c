@@ -341,7 +341,7 @@ static vm_status run_items(walk *w) {
 static vm_status reserve_arena(vm_model *m, const vm_plan *plan) {
     const size_t limit = plan->ask.memory_limit, beside = plan->reserved - plan->arena_bytes;
     if (m->arena_bytes >= plan->arena_bytes && (!limit || m->arena_bytes <= limit - beside)) return VM_OK;
-    vm_model_trim(m);
+    vm_model_trim_arena(m);
     vm_status s = vm_mem_reserve(m->mem, plan->arena_bytes, &m->arena);
     if (!s) m->arena_bytes = plan->arena_bytes;
     return s;
@@ -388,6 +388,7 @@ vm_status vm_plan_run(vm_model *m, vm_plan *plan, vm_run *run) {
     if (!s && run->check && !b->device->addressable) s = vm_fail(VM_EINVAL, "check: want a CPU, got %s", b->name);
     if (s) return s;
     run->overflow = false;
+    for (size_t i = 0; i < plan->steps; i++) plan->step[i].seconds = 0;
     vm_mem_reset_peak(m->mem);
     vm_mem_use(m->host, VM_SCRATCH, plan->plan_bytes);
     if (!(s = open_output(m, plan, run))) s = run_with_output(m, plan, run);
@@ -397,6 +398,6 @@ vm_status vm_plan_run(vm_model *m, vm_plan *plan, vm_run *run) {
         vm_held(b, usage.live[VM_WEIGHTS]) + m->arena_bytes + plan->own_bytes + vm_held(b, usage.live[VM_OUTPUT]);
     close_output(m, plan, run, s);
     vm_mem_unuse(m->host, VM_SCRATCH, plan->plan_bytes);
-    if (s) vm_model_trim(m);
+    if (s) vm_model_trim_arena(m);
     return s;
 }

@@ -172,14 +172,16 @@ typedef struct vm_model {
     size_t weights_bytes;
     void *arena; /* kept between runs */
     size_t arena_bytes;
+    struct vm_plan *plan; /* on a GPU: the last run's, kept for an equal request */
 } vm_model;
 
 /* backend: on whose device and in whose numbers, borrowed until the model and its outputs are gone. On the host any one
  * of vm_backend_at(dtype, precision, i) stands for all. */
 vm_status vm_model_new(const vm_arch *arch, unsigned parts, const vm_backend *backend, vm_model **out);
 void vm_model_free(vm_model *model);
-/* Gives the arena back to the system. */
+/* Gives the arena and the last run's plan back to the system. */
 void vm_model_trim(vm_model *model);
+void vm_model_trim_arena(vm_model *model);
 
 /* ---- weights.c ---- */
 
@@ -312,6 +314,12 @@ typedef struct vm_plan {
  * Needs nothing of the model that a run changes, so a model may be planned for while it runs. */
 vm_status vm_plan_new(const vm_model *model, const vm_request *ask, vm_plan **out);
 void vm_plan_free(const vm_model *model, vm_plan *plan);
+/* As vm_plan_new, but returns the plan that the model keeps if the request is equal: planning takes some ms. On success
+ * the model keeps no plan any more, and the caller owns *out. */
+vm_status vm_plan_for_run(vm_model *model, const vm_request *ask, vm_plan **out);
+/* Takes the plan that vm_plan_for_run returned, for the next run. On the host it is freed at once: all that the model
+ * keeps there counts against the next run's limit, and a run takes much longer than its plan. */
+void vm_plan_keep(vm_model *model, vm_plan *plan);
 
 /* ---- pool.c ---- */
 

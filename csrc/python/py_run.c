@@ -218,7 +218,7 @@ static int run_locked(Model *self, const vm_request *r, job *j) {
     run->poll = poll;
     run->poll_context = &p;
     p.thread = PyEval_SaveThread();
-    s = vm_plan_new(m, r, &plan);
+    s = vm_plan_for_run(m, r, &plan);
     if (!s) s = vm_plan_run(m, plan, run);
     PyEval_RestoreThread(p.thread);
     if (s)
@@ -228,7 +228,10 @@ static int run_locked(Model *self, const vm_request *r, job *j) {
     else
         vm_mem_unreserve(run->out_mem, run->out, run->out_bytes);
     const size_t rows = s ? 0 : plan->rows;
-    vm_plan_free(m, plan);
+    if (j->record)
+        vm_plan_keep(m, plan);
+    else
+        vm_plan_free(m, plan);
     if (j->record && j->callback) {
         PyObject *done = PyObject_CallFunction(j->callback, "nn", (Py_ssize_t)rows, (Py_ssize_t)rows);
         if (!done) Py_CLEAR(j->record);
