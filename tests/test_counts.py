@@ -77,6 +77,13 @@ def predict_peak(**given):
     return str(predict_peak(torch.nn.Linear(8, 8).eval(), torch.empty(1, 8), **given))
 
 
+def read_process():
+    process = SimulatedProcess()
+    process.hold("x", 512)
+    process.read()
+    return process
+
+
 # By the names of public functions: what calls each, and its arguments that are sizes or counts.
 CALLS = {
     "CachingAllocator": (
@@ -93,6 +100,9 @@ CALLS = {
     "SimulatedProcess.encode": (lambda **given: simulated("encode", **given), {"tile": 512}),
     "SimulatedProcess.hold": (lambda **given: SimulatedProcess().hold("x", **given), {"size": 512}),
     "SimulatedProcess.hold_all": (lambda **given: SimulatedProcess().hold_all("x", **given), {"sizes": [512, 513]}),
+    "SimulatedProcess.least": (lambda **given: read_process().least(**given), {"low": 0, "high": 4 << 20}),
+    "SimulatedProcess.peak_tensors": (lambda **given: read_process().peak_tensors(**given), {"reading": 0}),
+    "SimulatedProcess.read": (lambda **given: read_process().read(**given), {"outside": 512}),
     "SimulatedProcess.release": (release, {"addresses": [SimulatedProcess().hold("x", 512)]}),
     "SimulatedProcess.tensor": (
         lambda **given: repr(SimulatedProcess().tensor(dtype="float16", **given)),

@@ -37,6 +37,11 @@ import left_out
 MIB = 1 << 20
 
 
+def repeated(p, capacity):
+    """The process that a prediction played, on a device of so many bytes, and what it lacks there."""
+    return p._question.repeat(p._process, capacity)
+
+
 class NoCudnn(InstalledCudnn):
     """What is installed must not decide a test."""
 
@@ -209,7 +214,27 @@ def test_a1111_cuts_attention_by_what_the_card_has_free(op, gpu, used):
     parts = 2 ** max(math.ceil(math.log2(2.5 * 2 * 256**4 / free)), 0) if free > 0 else 1  # else it has raised before
     assert names.count(f"{op}r.mid.attn_1 [part]") == parts
     assert p.least_reserved <= p.available or not p.fits
-    assert p._within(p.least_reserved)[0] is None and p._within(p.least_reserved - 2 * MIB)[0]
+    assert repeated(p, p.least_reserved)[1] is None and repeated(p, p.least_reserved - 2 * MIB)[1]
+
+
+@pytest.mark.parametrize("runtime", ["diffusers", "a1111", "comfyui"])
+@pytest.mark.parametrize("op", ["encode", "decode"])
+def test_a_repeated_process_is_what_one_of_its_own_is(runtime, op):
+    """On devices of every size, whether memory suffices or not: what the core repeats is what Python plays there."""
+    p = predict("sdxl", op, 1536, 1024, "float16", runtime=runtime, gpu="RTX 4060")
+    most, ends = p._process.most_reserved, set()
+    for capacity in (*range(most // 8, most, most // 8), p.least_reserved, p.least_reserved - 2 * MIB, most):
+        own, want, full = p._question.start(p._process.workspace, total_memory=capacity), None, None
+        try:
+            want = p._question.play(own)
+        except OutOfMemoryError as error:
+            full = own.frames[error.tag], error.requested
+        again, lacking = repeated(p, capacity)
+        assert lacking == full and (want is None or again.readings[-1] == want)
+        assert again.most_reserved == own.most_reserved and again.peak_tensors() == own.peak_tensors()
+        assert again.substitutions == own.substitutions
+        ends.add(full is None)
+    assert ends == {True, False}
 
 
 def test_tiles_of_a1111_are_padded():
@@ -993,7 +1018,7 @@ def test_the_least_is_enough_and_two_mib_less_are_not(op, dtype):
     less = predict("sd15", op, 768, 512, dtype=dtype, gpu="RTX 3060", used=spare + 2 * MIB)
     assert enough.fits and not less.fits
     assert enough.reserved == p.reserved == less.reserved  # what is taken where there is room
-    assert enough._within(enough.available)[1].most_reserved <= p.least_reserved
+    assert repeated(enough, enough.available)[0].most_reserved <= p.least_reserved
     assert any("next plan" in what for what in enough.substitutions)
     assert not any("next plan" in what for what in p.substitutions)
 
@@ -1001,7 +1026,7 @@ def test_the_least_is_enough_and_two_mib_less_are_not(op, dtype):
 def test_what_fits_in_less_fits_in_more():
     """Which the search for the least takes for granted."""
     p = predict("flux", "encode", 512, 512, "float16", runtime="bfl")
-    fit = [p._within(2 * MIB * pages)[0] is None for pages in range(1, p._process.most_reserved // (2 * MIB) + 2)]
+    fit = [repeated(p, 2 * MIB * pages)[1] is None for pages in range(1, p._process.most_reserved // (2 * MIB) + 2)]
     assert fit == sorted(fit) and 2 * MIB * (fit.index(True) + 1) == p.least_reserved
 
 

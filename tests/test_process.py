@@ -255,7 +255,11 @@ def play(core):
     core.release([*left.values(), *held[::2]])
     core.empty_cache()
     core.again(tuple([size << 20] * len(core.convs) for size in (1, 9)), ((0, core.steps),))
-    return core.peak(), core.baseline(), core.frames
+    core.read(5)
+    other = process()[1]
+    other.replay(core, False)
+    assert other.readings == core.readings and other.peak(0) == core.peak(0)
+    return core.peak(), core.baseline(), core.frames, core.readings, core.least(True, 0, core.most_reserved)
 
 
 def test_every_allocation_fails_once():

@@ -26,7 +26,11 @@ vm_status vm_process_new(vm_talloc *talloc, const vm_process_blas *blas, vm_proc
 void vm_process_free(vm_process *p) {
     if (!p) return;
     vm_scratch_free(p->storage);
-    vm_scratch_free(p->most);
+    vm_scratch_free(p->plan);
+    for (size_t i = 0; i < p->events; i++) vm_scratch_free(p->event[i].again);
+    vm_scratch_free(p->event);
+    vm_scratch_free(p->reading);
+    vm_scratch_free(p->reading_peak);
     vm_process_forget_row(&p->small);
     vm_trace_free(p->script);
     vm_scratch_free(p);
@@ -38,7 +42,7 @@ size_t vm_process_refused(const vm_process *p) { return p->refused; }
 
 /* ---- the script ---- */
 
-static vm_status push(vm_process *p, vm_trace_step step) {
+vm_status vm_process_push(vm_process *p, vm_trace_step step) {
     vm_trace *t = p->script;
     if (t->steps == UINT32_MAX) return vm_fail(VM_EOVERFLOW, "process: want fewer than 2^32 steps");
     if (step.op == VM_TRACE_TAKE) {
@@ -50,6 +54,14 @@ static vm_status push(vm_process *p, vm_trace_step step) {
     vm_status s = vm_scratch_grow(&t->step, t->steps, sizeof *t->step);
     if (!s) t->step[t->steps++] = step;
     return s;
+}
+
+/* Makes place for an event, which add_event then adds. */
+static vm_status expect_event(vm_process *p) { return vm_scratch_grow(&p->event, p->events, sizeof *p->event); }
+
+static void add_event(vm_process *p, event e) {
+    e.until = p->script->steps;
+    p->event[p->events++] = e;
 }
 
 /* Takes back the steps from so many on, which were not played or were undone. */
@@ -99,36 +111,71 @@ static uint64_t most_allocated(const vm_process *p) {
 
 /* Whether what was played made a new peak. call: its first step, or NEVER where it is no call. */
 static void note_peak(vm_process *p, const run *r, size_t call) {
-    if (r->highest == NEVER || most_allocated(p) <= p->peak) return;
+    if (r->highest == NEVER || most_allocated(p) <= p->peak_bytes) return;
     const vm_trace_step *step = &p->script->step[r->highest];
-    p->peak = most_allocated(p);
-    p->end = r->highest + 1;
-    p->call = VM_MIN(call, p->end);
-    p->workspace = step->op == VM_TRACE_CONV ? r->workspace[step->id] : 0;
+    p->peak_bytes = most_allocated(p);
+    p->peak.end = r->highest + 1;
+    p->peak.call = VM_MIN(call, p->peak.end);
+    p->peak.workspace = step->op == VM_TRACE_CONV ? r->workspace[step->id] : 0;
 }
 
-void vm_process_reset_peak(vm_process *p) {
+static uint64_t peak_reserved(const vm_process *p) {
+    return (uint64_t)vm_talloc_get_stats(p->talloc)->of[VM_TALLOC_RESERVED_BYTES][VM_TALLOC_ALL].peak;
+}
+
+uint64_t vm_process_most_reserved(const vm_process *p) { return VM_MAX(p->most_reserved, peak_reserved(p)); }
+
+vm_status vm_process_reset_peak(vm_process *p) {
+    vm_status s = expect_event(p);
+    if (s) return done(p, s);
+    p->most_reserved = vm_process_most_reserved(p);
     vm_talloc_reset_peak(p->talloc);
-    p->peak = most_allocated(p);
-    p->reset = p->call = p->end = p->script->steps;
+    p->peak_bytes = most_allocated(p);
+    p->allocated = vm_play_now(p->talloc, VM_TALLOC_ALLOCATED_BYTES);
+    p->reserved = vm_play_now(p->talloc, VM_TALLOC_RESERVED_BYTES);
+    p->reset = p->script->steps;
+    p->peak = (peak){p->reset, p->reset, 0};
+    add_event(p, (event){.kind = EVENT_RESET, .from = p->reset});
+    return done(p, VM_OK);
+}
+
+vm_status vm_process_read(vm_process *p, uint64_t outside) {
+    vm_status s = expect_event(p);
+    if (!s) s = vm_scratch_grow(&p->reading, p->readings, sizeof *p->reading);
+    if (!s) s = vm_scratch_grow(&p->reading_peak, p->readings, sizeof *p->reading_peak);
+    if (s) return done(p, s);
+    const size_t steps = p->script->steps;
+    p->reading_peak[p->readings] = p->peak;
+    p->reading[p->readings++] =
+        (vm_reading){{p->reset, steps}, p->allocated, p->reserved, most_allocated(p), peak_reserved(p), outside};
+    add_event(p, (event){.kind = EVENT_READ, .from = steps, .outside = outside});
+    return done(p, VM_OK);
+}
+
+const vm_reading *vm_process_readings(const vm_process *p, size_t *count) {
+    *count = p->readings;
+    return p->reading;
 }
 
 /* ---- taking and giving ---- */
 
-static vm_status give(vm_process *p, uint32_t id) {
+vm_status vm_process_give(vm_process *p, uint32_t id) {
     const size_t from = p->script->steps;
-    vm_status s = push(p, (vm_trace_step){.op = VM_TRACE_GIVE, .id = id});
+    vm_status s = expect_event(p);
+    if (!s) s = vm_process_push(p, (vm_trace_step){.op = VM_TRACE_GIVE, .id = id});
     if (!s) s = vm_talloc_free(p->talloc, p->storage[id].address);
-    if (s)
+    if (s) {
         forget(p, from);
-    else
-        p->storage[id].address = 0;
-    return s;
+        return s;
+    }
+    p->storage[id].address = 0;
+    add_event(p, (event){.kind = EVENT_GIVE, .from = from});
+    return VM_OK;
 }
 
 vm_status vm_process_release(vm_process *p, uint64_t address) {
     uint32_t id;
-    if (find(p, address, &id)) return done(p, give(p, id));
+    if (find(p, address, &id)) return done(p, vm_process_give(p, id));
     vm_status s = vm_talloc_free(p->talloc, address);
     if (!s)
         s = vm_fail(VM_EINVAL, "address: want one of the process's storages, got %#llx", (unsigned long long)address);
@@ -136,27 +183,30 @@ vm_status vm_process_release(vm_process *p, uint64_t address) {
 }
 
 vm_status vm_process_empty_cache(vm_process *p) {
-    vm_status s = push(p, (vm_trace_step){.op = VM_TRACE_EMPTY});
+    const size_t from = p->script->steps;
+    vm_status s = expect_event(p);
+    if (!s) s = vm_process_push(p, (vm_trace_step){.op = VM_TRACE_EMPTY});
+    if (!s) add_event(p, (event){.kind = EVENT_EMPTY, .from = from});
     return done(p, s ? s : vm_talloc_empty_cache(p->talloc));
 }
 
-/* Takes `count` storages, all or none. */
-static vm_status take_all(vm_process *p, uint32_t stamp, uint32_t name, const uint64_t *bytes, size_t count,
+vm_status vm_process_take(vm_process *p, uint32_t stamp, uint32_t name, const uint64_t *bytes, size_t count,
                           uint64_t *address) {
     const size_t from = p->script->steps;
     const uint32_t first = p->script->ids;
     size_t at = from;
-    vm_status s = VM_OK;
+    vm_status s = expect_event(p);
     for (size_t i = 0; !s && i < count; i++)
-        s = push(p, (vm_trace_step){.op = VM_TRACE_TAKE, .name = name, .bytes = bytes[i]});
+        s = vm_process_push(p, (vm_trace_step){.op = VM_TRACE_TAKE, .name = name, .bytes = bytes[i]});
     run r = run_of(p);
     r.stamp = &stamp;
     if (!s) s = vm_play(&r, p->script, &at, p->script->steps);
     note_peak(p, &r, NEVER);
+    if (s) forget(p, at);
+    if (at > from) add_event(p, (event){.kind = EVENT_TAKE, .stamp = stamp, .from = from});
     if (s) {
         done(p, s);
-        forget(p, at);
-        for (uint32_t id = first + (uint32_t)(at - from); id-- > first;) give(p, id);
+        for (uint32_t id = first + (uint32_t)(at - from); id-- > first;) vm_process_give(p, id);
         return s;
     }
     for (size_t i = 0; i < count; i++) address[i] = p->storage[first + i].address;
@@ -168,7 +218,7 @@ vm_status vm_process_hold(vm_process *p, const char *stamp, const char *name, co
     uint32_t shown, own;
     vm_status s = vm_names_add(&p->script->names, stamp, &shown);
     if (!s) s = vm_names_add(&p->script->names, name, &own);
-    return s ? done(p, s) : take_all(p, shown, own, bytes, count, address);
+    return s ? done(p, s) : vm_process_take(p, shown, own, bytes, count, address);
 }
 
 vm_status vm_process_copy(vm_process *p, const char *stamp, uint64_t *address, const uint64_t *bytes, size_t count,
@@ -179,39 +229,42 @@ vm_status vm_process_copy(vm_process *p, const char *stamp, uint64_t *address, c
         uint64_t *const one = &address[*copied];
         if (!find(p, *one, &old)) return done(p, vm_fail(VM_EINVAL, "copy: want storages of the process"));
         if (!bytes[*copied]) continue;
-        s = take_all(p, shown, p->storage[old].name, &bytes[*copied], 1, one);
-        if (!s) s = give(p, old);
+        s = vm_process_take(p, shown, p->storage[old].name, &bytes[*copied], 1, one);
+        if (!s) s = vm_process_give(p, old);
     }
     return done(p, s);
 }
 
 /* ---- calls ---- */
 
-/* A trace's steps behind the script's, and the numbers that its convolutions have there. */
-static vm_status append(vm_process *p, const vm_trace *t, uint32_t *conv) {
+vm_status vm_process_question(vm_process *p, const vm_conv *conv, uint32_t *number) {
+    vm_status s = vm_trace_question(p->script, conv, number);
+    while (!s && p->plans < p->script->convs)
+        if (!(s = vm_scratch_grow(&p->plan, p->plans, sizeof *p->plan)))
+            p->plan[p->plans++] = (plan){.most = UINT64_MAX};
+    return s;
+}
+
+vm_status vm_process_append(vm_process *p, const vm_trace *t, uint32_t *conv) {
     const uint32_t first = p->script->ids;
     uint32_t *name;
     vm_status s = vm_scratch_new(t->names.count, sizeof *name, &name);
     if (s) return s;
     for (size_t i = 0; !s && i < t->names.count; i++)
         s = vm_names_add(&p->script->names, vm_names_get(&t->names, i), &name[i]);
-    for (size_t i = 0; !s && i < t->convs; i++) {
-        s = vm_trace_question(p->script, &t->conv[i], &conv[i]);
-        while (!s && p->mosts < p->script->convs)
-            if (!(s = vm_scratch_grow(&p->most, p->mosts, sizeof *p->most))) p->most[p->mosts++] = UINT64_MAX;
-    }
+    for (size_t i = 0; !s && i < t->convs; i++) s = vm_process_question(p, &t->conv[i], &conv[i]);
     for (size_t i = 0; !s && i < t->steps; i++) {
         vm_trace_step step = t->step[i];
         step.name = name[step.name];
         step.id = step.op == VM_TRACE_CONV ? conv[step.id] : first + step.id;
-        s = push(p, step);
+        s = vm_process_push(p, step);
     }
     vm_scratch_free(name);
     return s;
 }
 
-/* With the trace's steps from `from` on. */
-static vm_status play_call(vm_process *p, run *r, const vm_trace *t, size_t from, uint32_t first, uint64_t *address) {
+/* Gives back what a call that failed took, and tells which workspaces cuBLAS keeps since. */
+static vm_status play_call(vm_process *p, run *r, size_t from, uint32_t first) {
     uint32_t names[2];
     size_t at = from;
     vm_status s = vm_names_add(&p->script->names, "cublas [workspace]", &names[CUBLAS]);
@@ -225,42 +278,60 @@ static vm_status play_call(vm_process *p, run *r, const vm_trace *t, size_t from
         if (r->kept[k].step != p->kept[k].step) r->kept[k].before = first, r->kept[k].name = names[k];
         p->kept[k] = r->kept[k];
     }
-    if (!s && t->steps) note_peak(p, r, from);
-    for (uint32_t i = 0; i < t->ids; i++) address[i] = p->storage[first + i].address;
+    if (!s) note_peak(p, r, from);
+    return s;
+}
+
+vm_status vm_process_run(vm_process *p, size_t from, uint32_t first, const vm_trace_vae *again, uint64_t *allocated,
+                         uint64_t *reserved) {
+    uint64_t *workspace = NULL, *next = NULL;
+    vm_trace_vae *copy = NULL;
+    vm_status s = expect_event(p);
+    if (!s && again) s = vm_trace_vae_copy(again, &copy);
+    if (!s) s = vm_scratch_new(p->plans, sizeof *workspace, &workspace);
+    if (!s) s = vm_scratch_new(p->plans, sizeof *next, &next);
+    for (size_t i = 0; !s && i < p->plans; i++) {
+        workspace[i] = VM_MIN(p->plan[i].first, p->plan[i].most);
+        next[i] = p->first_only ? p->plan[i].first : p->plan[i].next;
+    }
+    run r = run_of(p);
+    r.workspace = workspace;
+    r.next = next;
+    r.allocated = allocated;
+    r.reserved = reserved;
+    const bool ready = !s;
+    s = s ? done(p, s) : play_call(p, &r, from, first);
+    for (size_t i = 0; !s && i < p->plans; i++) {
+        plan *one = &p->plan[i];
+        if (workspace[i] >= VM_MIN(one->first, one->most)) continue;
+        p->refused += one->most == UINT64_MAX;
+        one->most = workspace[i];
+    }
+    if (s) forget(p, from);
+    if (s) vm_scratch_free(copy);
+    if (ready) add_event(p, (event){.kind = EVENT_CALL, .from = from, .again = s ? NULL : copy});
+    vm_scratch_free(next);
+    vm_scratch_free(workspace);
     return s;
 }
 
 vm_status vm_process_call(vm_process *p, const vm_trace *t, const uint64_t *workspace, const uint64_t *next,
                           uint64_t *address, uint64_t *allocated, uint64_t *reserved) {
-    const size_t from = p->script->steps, room = p->script->convs + t->convs;
+    const size_t from = p->script->steps;
     const uint32_t first = p->script->ids;
-    uint32_t *conv = NULL;
-    uint64_t *plan = NULL, *following = NULL;
+    uint32_t *conv;
     memset(address, 0, t->ids * sizeof *address);
     vm_status s = vm_scratch_new(t->convs, sizeof *conv, &conv);
-    if (!s) s = vm_scratch_new(room, sizeof *plan, &plan);
-    if (!s) s = vm_scratch_new(room, sizeof *following, &following);
-    if (!s) s = append(p, t, conv);
-    for (size_t i = 0; !s && i < t->convs; i++) {
-        plan[conv[i]] = VM_MIN(workspace[i], p->most[conv[i]]);
-        following[conv[i]] = next[i];
-    }
-    run r = run_of(p);
-    r.workspace = plan;
-    r.next = following;
-    r.allocated = allocated;
-    r.reserved = reserved;
-    s = s ? done(p, s) : play_call(p, &r, t, from, first, address);
-    for (size_t i = 0; !s && i < t->convs; i++) {
-        uint64_t *most = &p->most[conv[i]];
-        if (plan[conv[i]] >= VM_MIN(workspace[i], *most)) continue;
-        p->refused += *most == UINT64_MAX;
-        *most = plan[conv[i]];
-    }
-    if (s) forget(p, from);
-    vm_scratch_free(following);
-    vm_scratch_free(plan);
+    if (s) return done(p, s);
+    s = vm_process_append(p, t, conv);
+    for (size_t i = 0; !s && i < t->convs; i++) p->plan[conv[i]].first = workspace[i], p->plan[conv[i]].next = next[i];
     vm_scratch_free(conv);
+    if (s) {
+        forget(p, from);
+        return done(p, s);
+    }
+    s = vm_process_run(p, from, first, t->again, allocated, reserved);
+    for (uint32_t i = 0; i < t->ids; i++) address[i] = p->storage[first + i].address;
     return s;
 }
 
@@ -275,9 +346,10 @@ static void add(vm_process_list *list, uint32_t *row, uint32_t name, uint64_t by
     list->item[row[name] - 1].bytes += bytes;
 }
 
-/* What is live behind `end` steps: outside of the call whose step is the `call`-th, then in it. */
-static void list_live(const vm_process *p, size_t call, size_t end, bool *live, uint32_t *row, vm_process_list *out) {
+/* What is live at a peak: outside of the call that makes it, then in it. */
+static void list_live(const vm_process *p, const peak *at, bool *live, uint32_t *row, vm_process_list *out) {
     const vm_trace_step *const step = p->script->step;
+    const size_t call = at->call, end = at->end;
     const uint64_t kept_bytes[2] = {p->blas.cublas_bytes, p->blas.cublaslt_bytes};
     uint32_t before = 0; /* the call */
     for (size_t i = 0; i < end; i++) {
@@ -295,12 +367,12 @@ static void list_live(const vm_process *p, size_t call, size_t end, bool *live, 
             if (p->kept[k].step == i) add(out, row, p->kept[k].name, kept_bytes[k]);
     }
     if (call == end) return;
-    if (step[end - 1].op == VM_TRACE_CONV) add(out, row, step[end - 1].name, p->workspace);
+    if (step[end - 1].op == VM_TRACE_CONV) add(out, row, step[end - 1].name, at->workspace);
     if (step[end - 1].op == VM_TRACE_CUBLASLT && p->blas.cublaslt_use == VM_CUBLASLT_EACH)
         add(out, row, step[end - 1].name, kept_bytes[CUBLASLT]);
 }
 
-static vm_status list_at(const vm_process *p, size_t call, size_t end, vm_process_list *out) {
+static vm_status list_at(const vm_process *p, const peak *at, vm_process_list *out) {
     const size_t names = p->script->names.count;
     bool *live = NULL;
     uint32_t *row = NULL;
@@ -308,16 +380,19 @@ static vm_status list_at(const vm_process *p, size_t call, size_t end, vm_proces
     vm_status s = vm_scratch_new(names, sizeof *out->item, &out->item);
     if (!s) s = vm_scratch_new(p->script->ids, sizeof *live, &live);
     if (!s) s = vm_scratch_new(names, sizeof *row, &row);
-    if (!s) list_live(p, call, end, live, row, out);
+    if (!s) list_live(p, at, live, row, out);
     if (s) vm_scratch_free(out->item);
     vm_scratch_free(live);
     vm_scratch_free(row);
     return s;
 }
 
-vm_status vm_process_peak(const vm_process *p, vm_process_list *out, const vm_trace_step **step) {
-    *step = p->call < p->end ? &p->script->step[p->end - 1] : NULL;
-    return list_at(p, p->call, p->end, out);
+vm_status vm_process_peak(const vm_process *p, size_t reading, vm_process_list *out, const vm_trace_step **step) {
+    const peak *at = reading < p->readings ? &p->reading_peak[reading] : &p->peak;
+    *step = at->call < at->end ? &p->script->step[at->end - 1] : NULL;
+    return list_at(p, at, out);
 }
 
-vm_status vm_process_baseline(const vm_process *p, vm_process_list *out) { return list_at(p, p->reset, p->reset, out); }
+vm_status vm_process_baseline(const vm_process *p, vm_process_list *out) {
+    return list_at(p, &(peak){p->reset, p->reset, 0}, out);
+}

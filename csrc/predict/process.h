@@ -51,18 +51,44 @@ vm_status vm_process_call(vm_process *p, const vm_trace *t, const uint64_t *work
 size_t vm_process_refused(const vm_process *p);
 
 /* torch.cuda.reset_peak_memory_stats: what is live now is the baseline. */
-void vm_process_reset_peak(vm_process *p);
+vm_status vm_process_reset_peak(vm_process *p);
+
+/* Steps of the script: those before `until`, from `since` on. */
+typedef struct vm_process_span {
+    size_t since, until;
+} vm_process_span;
+
+/* What the counters say of the steps since the peak was reset, in bytes: when it was reset, and at the most. outside:
+ * what the same program holds of the device besides PyTorch, meanwhile. */
+typedef struct vm_reading {
+    vm_process_span span;
+    uint64_t base_allocated, base_reserved, peak_allocated, peak_reserved, outside;
+} vm_reading;
+
+/* Reads the counters; the process keeps the reading. */
+vm_status vm_process_read(vm_process *p, uint64_t outside);
+/* Borrowed until the next call. */
+const vm_reading *vm_process_readings(const vm_process *p, size_t *count);
+/* The most bytes that were reserved since the process began. */
+uint64_t vm_process_most_reserved(const vm_process *p);
+
+/* ---- the same again on another device (process_replay.c) ---- */
+
+/* Does on p, which is new, all that `from` did, call by call: next plans and calls whose steps depend on the free
+ * memory are chosen anew. first_only: next plans are taken to want what the first ones want. Fails as the call fails
+ * that p has no memory for. */
+vm_status vm_process_replay(vm_process *p, const vm_process *from, bool first_only);
+
+/* The least memory of a device, in pages of 2 MiB, on which the replay goes through and leaves room for what is outside
+ * of PyTorch. low: bytes that are too few; high: bytes that are enough, as far as is known. If it goes through on some
+ * devices and fails on larger ones, the search finds one of the borders. */
+vm_status vm_process_least(const vm_process *p, bool first_only, uint64_t low, uint64_t high, uint64_t *least);
 
 /* ---- what happened ---- */
 
 /* All steps so far, with names and convolutions of its own; the allocator's tags are its names. Borrowed until the next
  * call. */
 const vm_trace *vm_process_script(const vm_process *p);
-
-/* Steps of the script: those before `until`, from `since` on. */
-typedef struct vm_process_span {
-    size_t since, until;
-} vm_process_span;
 
 /* The most that the same steps would have reserved in each span, on fresh allocators like the process's; with `above`
  * beyond what was reserved before the span. workspace: [rows][script->convs], changed; most: [rows][spans], out. Rows
@@ -81,9 +107,10 @@ typedef struct vm_process_list {
     vm_process_named *item;
 } vm_process_list;
 
-/* At the peak since the last reset. *step: the call's step that makes it, or NULL where the peak lies outside of calls,
- * borrowed until the next call. The list is the caller's on success, its items scratch. */
-vm_status vm_process_peak(const vm_process *p, vm_process_list *out, const vm_trace_step **step);
+/* At the peak of a reading, or since the last reset if there is no such reading. *step: the call's step that makes it,
+ * or NULL where the peak lies outside of calls, borrowed until the next call. The list is the caller's on success, its
+ * items scratch. */
+vm_status vm_process_peak(const vm_process *p, size_t reading, vm_process_list *out, const vm_trace_step **step);
 /* When the peak was reset. */
 vm_status vm_process_baseline(const vm_process *p, vm_process_list *out);
 

@@ -18,6 +18,29 @@ typedef struct kept {
     uint32_t name;
 } kept;
 
+/* What a convolution takes, as the last call that has it says; what its next plan takes; and the most that it still
+ * takes, once a workspace could not be had (UINT64_MAX before). */
+typedef struct plan {
+    uint64_t first, next, most;
+} plan;
+
+/* What the process was told to do. Its steps are those of the script from `from` until `until`. */
+typedef enum event_kind { EVENT_TAKE, EVENT_GIVE, EVENT_EMPTY, EVENT_CALL, EVENT_RESET, EVENT_READ } event_kind;
+typedef struct event {
+    event_kind kind;
+    uint32_t stamp; /* of a take: the name in the allocator's history */
+    size_t from, until;
+    uint64_t outside;    /* of a reading */
+    vm_trace_vae *again; /* of a call, owned: how to walk it again where its steps depend on the free memory; or NULL */
+} event;
+
+/* Where a peak lies: behind so many steps, of which those from `call` on are a call's, up to its height; and the
+ * workspace of the convolution that is the last of them. */
+typedef struct peak {
+    size_t call, end;
+    uint64_t workspace;
+} peak;
+
 /* What a convolution met in a pool: what was cached, and the segment that its workspace made. */
 typedef struct met {
     uint64_t room, made;
@@ -45,18 +68,25 @@ struct vm_process {
     vm_process_blas blas;
     vm_trace *script;
     storage *storage;      /* [script->ids] */
-    uint64_t *most;        /* by convolution: what ran where the workspace could not be had, else UINT64_MAX */
-    size_t mosts, refused; /* how many there are, and how many of these could not be had */
+    plan *plan;            /* [plans]: by convolution */
+    size_t plans, refused; /* how many there are, and how many could not have their workspace */
+    bool first_only;       /* whether next plans are taken to want what the first ones want */
+    event *event;          /* [events] */
+    size_t events;
     kept kept[2];
-    uint32_t found;     /* the storage that was looked for last */
-    size_t reset;       /* steps before the peak was reset */
-    uint64_t peak;      /* bytes at the most since, */
-    size_t call, end;   /* behind so many steps, of which those from `call` on are a call's, up to its height */
-    uint64_t workspace; /* of the convolution that is the last of them */
-    played small;       /* a row in the small pool, which nearly all others go like, */
-    size_t until;       /* of so many steps */
-    bool full;          /* the last call failed because the simulated device was full, */
-    vm_talloc_oom oom;  /* and these are its figures */
+    uint32_t found;               /* the storage that was looked for last */
+    uint64_t most_reserved;       /* before the peak was reset */
+    uint64_t allocated, reserved; /* bytes when the peak was reset, */
+    size_t reset;                 /* and the steps before that */
+    uint64_t peak_bytes;          /* at the most since, */
+    peak peak;                    /* and where that is */
+    vm_reading *reading;          /* [readings], */
+    peak *reading_peak;           /* and their peaks */
+    size_t readings;
+    played small;      /* a row in the small pool, which nearly all others go like, */
+    size_t until;      /* of so many steps */
+    bool full;         /* the last call failed because the simulated device was full, */
+    vm_talloc_oom oom; /* and these are its figures */
 };
 
 /* ---- process_play.c ---- */
@@ -86,6 +116,21 @@ uint64_t vm_play_makes(const run *r, uint64_t room, uint64_t workspace);
 vm_status vm_play_step(run *r, const vm_trace_step *step, uint64_t *height);
 /* Plays the script's steps from *at until `until`; *at: the first that was not played. */
 vm_status vm_play(run *r, const vm_trace *script, size_t *at, size_t until);
+
+/* ---- process.c, for process_replay.c ---- */
+
+vm_status vm_process_give(vm_process *p, uint32_t id);
+/* Takes `count` storages, all or none. address: [count], out. */
+vm_status vm_process_take(vm_process *p, uint32_t stamp, uint32_t name, const uint64_t *bytes, size_t count,
+                          uint64_t *address);
+/* The convolution's number, and a place for its plan. */
+vm_status vm_process_question(vm_process *p, const vm_conv *conv, uint32_t *number);
+vm_status vm_process_push(vm_process *p, vm_trace_step step);
+/* A trace's steps behind the script's. conv: [t->convs], out: the numbers that its convolutions have there. */
+vm_status vm_process_append(vm_process *p, const vm_trace *t, uint32_t *conv);
+/* Plays the script's steps from `from` on as one call, whose first storage is `first`. */
+vm_status vm_process_run(vm_process *p, size_t from, uint32_t first, const vm_trace_vae *again, uint64_t *allocated,
+                         uint64_t *reserved);
 
 /* ---- process_again.c ---- */
 

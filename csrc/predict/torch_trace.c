@@ -21,6 +21,7 @@ void vm_trace_free(vm_trace *t) {
     vm_scratch_free(t->step);
     vm_scratch_free(t->conv);
     vm_names_free(&t->names);
+    vm_scratch_free(t->again);
     vm_scratch_free(t);
 }
 

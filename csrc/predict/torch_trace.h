@@ -40,6 +40,7 @@ typedef struct vm_trace {
     vm_trace_step *step;
     vm_conv *conv; /* each question once */
     vm_names names;
+    struct vm_trace_vae *again; /* owned: how to walk the call again if its steps depend on the free memory; or NULL */
 } vm_trace;
 
 vm_status vm_trace_new(vm_trace **out);
@@ -119,7 +120,7 @@ typedef enum vm_trace_runtime {
 extern const char *const vm_trace_runtime_name[VM_TORCH_RUNTIMES];
 
 typedef struct vm_trace_vae {
-    const vm_arch *arch;
+    const vm_arch *arch; /* borrowed; a copy that vm_trace_vae_copy makes owns its own */
     vm_trace_runtime runtime;
     vm_op op;
     vm_dtype dtype, first; /* first: of post_quant_conv, decoder.conv_in and decoder.mid_block, in which diffusers'
@@ -138,6 +139,8 @@ typedef struct vm_trace_vae {
  * decode: the image; encode: bfl's latents, or the others' posterior (moments, logvar, std, var). ComfyUI's and
  * Forge's methods take from the host and give to it: the input is in the trace, and nothing stays. */
 vm_status vm_trace_vae_build(const vm_trace_vae *vae, vm_trace **out);
+/* *out: to be freed by vm_scratch_free. */
+vm_status vm_trace_vae_copy(const vm_trace_vae *vae, vm_trace_vae **out);
 
 /* A parameter or a buffer. */
 typedef struct vm_parameter {

@@ -392,6 +392,21 @@ static vm_status check(const vm_trace_vae *v) {
 /* Each call takes dozens of steps, so more calls than these would pass VM_TRACE_STEPS. */
 enum { MOST_CALLS = VM_TRACE_STEPS / 64 };
 
+vm_status vm_trace_vae_copy(const vm_trace_vae *vae, vm_trace_vae **out) {
+    struct {
+        vm_trace_vae vae;
+        vm_arch arch;
+    } *copy;
+    const vm_status s = vm_scratch_new(1, sizeof *copy, &copy);
+    *out = NULL;
+    if (s) return s;
+    copy->vae = *vae;
+    copy->arch = *vae->arch;
+    copy->vae.arch = &copy->arch;
+    *out = &copy->vae;
+    return VM_OK;
+}
+
 vm_status vm_trace_vae_build(const vm_trace_vae *vae, vm_trace **out) {
     *out = NULL;
     vm_status s = vm_arch_check(vae->arch);
@@ -413,6 +428,7 @@ vm_status vm_trace_vae_build(const vm_trace_vae *vae, vm_trace **out) {
                                 .c = decodes ? vae->arch->latent_channels * packed * packed : vae->arch->in_channels,
                                 .h = vae->height / scale,
                                 .w = vae->width / scale});
+    if (!w.status && vae->runtime == VM_TORCH_A1111) w.status = vm_trace_vae_copy(vae, &(*out)->again);
     if (w.status) {
         vm_trace_free(*out);
         *out = NULL;

@@ -249,8 +249,49 @@ static PyObject *process_empty_cache(Process *self, PyObject *Py_UNUSED(ignored)
 }
 
 static PyObject *process_reset_peak(Process *self, PyObject *Py_UNUSED(ignored)) {
-    vm_process_reset_peak(self->process);
-    Py_RETURN_NONE;
+    return check(self, vm_process_reset_peak(self->process)) ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *process_read(Process *self, PyObject *outside) {
+    const unsigned long long bytes = PyLong_AsUnsignedLongLong(outside);
+    return PyErr_Occurred() || check(self, vm_process_read(self->process, bytes)) ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *reading_item(const void *readings, size_t i) {
+    const vm_reading *r = (const vm_reading *)readings + i;
+    return Py_BuildValue("(nn)KKKKK", (Py_ssize_t)r->span.since, (Py_ssize_t)r->span.until,
+                         (unsigned long long)r->base_allocated, (unsigned long long)r->base_reserved,
+                         (unsigned long long)r->peak_allocated, (unsigned long long)r->peak_reserved,
+                         (unsigned long long)r->outside);
+}
+
+static PyObject *process_readings(Process *self, void *Py_UNUSED(closure)) {
+    size_t count;
+    const vm_reading *reading = vm_process_readings(self->process, &count);
+    return vm_py_list(count, reading_item, reading);
+}
+
+/* ---- on another device ---- */
+
+static PyObject *process_replay(Process *self, PyObject *args) {
+    PyObject *from;
+    int first_only;
+    if (!PyArg_ParseTuple(args, "O!p:replay", Py_TYPE(self), &from, &first_only)) return NULL;
+    return check(self, vm_process_replay(self->process, ((Process *)from)->process, first_only)) ? NULL
+                                                                                                 : Py_NewRef(Py_None);
+}
+
+static PyObject *process_least(Process *self, PyObject *args) {
+    unsigned long long low, high;
+    int first_only;
+    uint64_t least;
+    if (!PyArg_ParseTuple(args, "pKK:least", &first_only, &low, &high)) return NULL;
+    const vm_status s = vm_process_least(self->process, first_only, low, high, &least);
+    return s ? vm_py_raise(s) : PyLong_FromUnsignedLongLong(least);
+}
+
+static PyObject *process_most_reserved(Process *self, void *Py_UNUSED(closure)) {
+    return PyLong_FromUnsignedLongLong(vm_process_most_reserved(self->process));
 }
 
 /* ---- what happened ---- */
@@ -273,11 +314,13 @@ static PyObject *named_item(const void *context, size_t i) {
                          (unsigned long long)one->bytes);
 }
 
-static PyObject *process_peak(Process *self, PyObject *Py_UNUSED(ignored)) {
+static PyObject *process_peak(Process *self, PyObject *args) {
     const vm_names *names = &vm_process_script(self->process)->names;
     const vm_trace_step *step;
     vm_process_list list;
-    if (check(self, vm_process_peak(self->process, &list, &step))) return NULL;
+    Py_ssize_t reading = -1;
+    if (!PyArg_ParseTuple(args, "|n:peak", &reading)) return NULL;
+    if (check(self, vm_process_peak(self->process, (size_t)reading, &list, &step))) return NULL;
     PyObject *name = step ? PyUnicode_FromString(vm_names_get(names, step->name)) : Py_NewRef(Py_None);
     PyObject *tensors = vm_py_list(list.count, named_item, &(named){names, &list});
     vm_scratch_free(list.item);
@@ -341,9 +384,17 @@ static PyMethodDef methods[] = {
      "empty_cache($self, /)\n--\n\ntorch.cuda.empty_cache"},
     {"reset_peak", (PyCFunction)process_reset_peak, METH_NOARGS,
      "reset_peak($self, /)\n--\n\ntorch.cuda.reset_peak_memory_stats; what is live now is the baseline."},
-    {"peak", (PyCFunction)process_peak, METH_NOARGS,
-     "peak($self, /)\n--\n\n(name of the call's step that makes the peak or None, [(name, bytes)] of what was live "
-     "then)."},
+    {"read", (PyCFunction)process_read, METH_O,
+     "read($self, outside, /)\n--\n\nKeeps a reading of the counters; outside: bytes that are not PyTorch's."},
+    {"replay", (PyCFunction)process_replay, METH_VARARGS,
+     "replay($self, process, first_only, /)\n--\n\nDoes on this new process all that another one did. first_only: "
+     "cuDNN's next plans take what\nthe first ones take."},
+    {"least", (PyCFunction)process_least, METH_VARARGS,
+     "least($self, first_only, low, high, /)\n--\n\nBytes of the least device on which a replay goes through, in "
+     "pages of 2 MiB; low: too few bytes;\nhigh: enough, as far as is known."},
+    {"peak", (PyCFunction)process_peak, METH_VARARGS,
+     "peak($self, reading=-1, /)\n--\n\n(name of the call's step that makes the peak or None, [(name, bytes)] of "
+     "what was live then): of a\nreading, or since the last reset."},
     {"baseline", (PyCFunction)process_baseline, METH_NOARGS,
      "baseline($self, /)\n--\n\n[(name, bytes)] of what was live when the peak was reset."},
     {"bytes_at", (PyCFunction)process_bytes_at, METH_O,
@@ -354,6 +405,10 @@ static PyGetSetDef attributes[] = {
     {"frames", (getter)process_frames, NULL, "Names by tag, as the allocator's history and errors have it.", NULL},
     {"convs", (getter)process_convs, NULL, "Its calls' convolutions, each once, as Trace.convs has them.", NULL},
     {"steps", (getter)process_steps, NULL, "How many steps it took so far.", NULL},
+    {"readings", (getter)process_readings, NULL,
+     "[((since, until), allocated and reserved at the reset, the same at the peak, outside)]: steps, then bytes.",
+     NULL},
+    {"most_reserved", (getter)process_most_reserved, NULL, "The most bytes that were reserved so far.", NULL},
     {"refused", (getter)process_refused, NULL, "How many convolutions could not have their workspace so far.", NULL},
     {NULL, NULL, NULL, NULL, NULL}};
 

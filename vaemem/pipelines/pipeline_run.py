@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vaemem import _core
-from vaemem._core import OutOfMemoryError
 from vaemem.pipelines import programs
 from vaemem.pipelines.asked import PLACES, PipelineQuestion
 from vaemem.pipelines.components import CLIP_TOKENS, CLIPS, VAE_STRIDE, Made, vae_counts
@@ -23,10 +22,22 @@ from vaemem.pipelines.storage import BITSANDBYTES
 from vaemem.prediction.benchmark import Names
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.planned import Phase
-from vaemem.prediction.process import ROUNDED_UP, LoadedVAE, Moment, PeakTensor, SimulatedProcess, Tensor, moments
+from vaemem.prediction.process import ROUNDED_UP, LoadedVAE, Moment, SimulatedProcess, Tensor, moments
 from vaemem.prediction.runtimes import architecture
 
 PLAYED_STEPS = 2  # of the denoiser; the cache and the sizes are the same from the second one on
+
+
+class Stretch(NamedTuple):
+    """What is known of a phase besides what the counters say.
+
+    rounded: bytes that the allocator rounded a component's weights up by; work: by the names of `Phase`
+    """
+
+    name: str
+    outside: int
+    rounded: dict[str, int]
+    work: dict[str, Any]
 
 
 class PipelineRun:
@@ -39,9 +50,7 @@ class PipelineRun:
         self.parts = {part.role: part for part in asked.parts}  # in the order of ``model_cpu_offload_seq``
         resident = asked.resident
         self.moved = [role for role in self.parts if asked.offload != "none" and role not in resident]  # by offloading
-        self.phases: list[Phase] = []
-        self.spans: list[tuple[int, int]] = []  # of the process's steps, by phase
-        self.lacking: PeakTensor | None = None  # what could not be had, where it ended early
+        self.stretches: list[Stretch] = []  # by phase
         self.calls: list[tuple[str, Any]] = []  # roles, and what the process keeps of their calls
         self._loaded: dict[str, list[int] | LoadedVAE] = {}  # addresses, none of what PyTorch's memory does not have
         self._rounded: dict[str, int] = {}  # bytes that the allocator rounded a component's weights up by
@@ -202,21 +211,28 @@ class PipelineRun:
         process.reset_peak()
         self._outside = 0
         yield
+        process.read(self._outside)
+        self.stretches.append(Stretch(name, self._outside, dict(self._rounded), dict(work)))
+
+    def phases_on(self, process: SimulatedProcess) -> tuple[Phase, ...]:
+        """The phases that a process went through: this run's, or one that repeats it on another device."""
+        read = enumerate(process.readings)
+        return tuple(self._phase(stretch, process, i) for stretch, (i, _) in zip(self.stretches, read, strict=False))
+
+    def _phase(self, stretch: Stretch, process: SimulatedProcess, reading: int) -> Phase:
         # The process names a VAE's weights after the model.
         roles = {f"weights of {part.component}": f"weights of {role}" for role, part in self.parts.items()}
-        tensors = tuple(one._replace(name=roles.get(one.name, one.name)) for one in process.peak_tensors())
+        tensors = tuple(one._replace(name=roles.get(one.name, one.name)) for one in process.peak_tensors(reading))
         held = dict(tensors)
-        rounded = sum(size for role, size in self._rounded.items() if f"weights of {role}" in held)
+        rounded = sum(size for role, size in stretch.rounded.items() if f"weights of {role}" in held)
         weights = sum(size for what, size in tensors if what.startswith("weights of "))
         weights += min(rounded, held.get(ROUNDED_UP, 0))
         workspace = sum(size for what, size in tensors if what.endswith("[workspace]"))
-        step, _ = process.peak_above_baseline() or ("", {})
-        self.spans.append((process._since, process._core.steps))
-        allocated = process.peak_allocated
-        self.phases.append(Phase(
-            name, allocated, process.peak_reserved, weights, workspace, allocated - weights - workspace, self._outside,
-            tensors, step, **work,
-        ))  # fmt: skip
+        _, _, allocated, reserved = process.readings[reading]
+        return Phase(
+            stretch.name, allocated, reserved, weights, workspace, allocated - weights - workspace, stretch.outside,
+            tensors, process._core.peak(reading)[0] or "", **stretch.work,
+        )  # fmt: skip
 
     def steps(self, count: int) -> Iterator[int]:
         """Plays the first steps of a loop, and counts the others' work as that of the last one played."""
@@ -232,55 +248,14 @@ class PipelineRun:
         for role, (trace, allocated, reserved) in self.calls:
             yield from moments(trace, allocated, reserved, f"{role}.")
 
-    @property
-    def outcome(self) -> RunOutcome:
-        process = self.process
-        return RunOutcome(
-            tuple(self.phases), self.lacking, process.substitutions, process.guessed_plans, process.most_reserved,
-            process.allocator._least_refused(), process.has_other_plans,
-            not process._core.refused and (process.has_other_plans or not self.lacking),
-        )  # fmt: skip
-
-
-class RunOutcome(NamedTuple):
-    """How a run went on a card, without the process that was played.
-
-    guesses: whether a workspace could not be had where cuDNN is not known to have a plan without
-    most, refused: the most bytes that were reserved, and the least that were refused, if any were
-    has_other_plans, had_first_plans: whether other plans than cuDNN's first stood by, and whether none was needed
-    """
-
-    phases: tuple[Phase, ...]
-    lacking: PeakTensor | None
-    substitutions: tuple[str, ...]
-    guesses: bool
-    most: int
-    refused: int | None
-    has_other_plans: bool
-    had_first_plans: bool
-
-    def is_that_of(self, capacity: int, has_other_plans: bool) -> bool:
-        """Whether a card of so many bytes comes to the same: it has the most that was reserved, and not the least that
-        was refused, so the allocator takes the same steps there. What stands in for cuDNN's first plans matters where
-        one of them could not be had."""
-        alike = self.had_first_plans or self.has_other_plans == has_other_plans
-        return alike and self.most <= capacity and (self.refused is None or capacity < self.refused)
-
 
 # ---- what each pipeline does ----
 
 
-def play_pipeline(
-    question: PipelineQuestion, workspace: Any = None, has_other_plans: bool = True, **device: Any
-) -> PipelineRun:
-    """A fresh process, as `Asked.start` makes it, runs the pipeline as far as its allocator lets it."""
-    process = question.start(workspace, **device)
-    process.has_other_plans = has_other_plans
-    run = PipelineRun(question, process)
-    try:
-        _play(run)
-    except OutOfMemoryError as full:
-        run.lacking = PeakTensor(process.frames[full.tag], full.requested)
+def play_pipeline(question: PipelineQuestion, workspace: Any = None) -> PipelineRun:
+    """A fresh process, as `Asked.start` makes it, runs the pipeline where there is room."""
+    run = PipelineRun(question, question.start(workspace))
+    _play(run)
     return run
 
 

@@ -19,7 +19,7 @@ from vaemem._types import Dtype
 from vaemem.engine.names import shared_note
 from vaemem.pipelines.asked import OFFLOADS, PLACES, Part, PipelineQuestion, ask_pipeline
 from vaemem.pipelines.components import CLIP_TOKENS, PIPELINES, known_pipeline, refuse
-from vaemem.pipelines.pipeline_run import RunOutcome, play_pipeline
+from vaemem.pipelines.pipeline_run import play_pipeline
 from vaemem.pipelines.storage import BITSANDBYTES
 from vaemem.pipelines.ways import Written
 from vaemem.prediction.answer import MARGIN, SEGMENT
@@ -29,7 +29,7 @@ from vaemem.prediction.gpus import CONTEXT
 from vaemem.prediction.pieces import Domain, PlayedPeak, Point
 from vaemem.prediction.planned import Phase, Way
 from vaemem.prediction.process import ROUNDED_UP, Moment, PeakTensor
-from vaemem.prediction.question import Card, Software, find_card, usual_tile
+from vaemem.prediction.question import PAGE, Card, Software, find_card, usual_tile
 from vaemem.prediction.seconds import Machine, machine_of, peak, vae_work
 from vaemem.prediction.usual import FIXED, OVERFLOWING
 from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, TIGHT, CardAnswer, bar
@@ -222,7 +222,8 @@ class _Phases(Written, CardAnswer):
 def _play_phases(question: PipelineQuestion, workspace: Any, point: Point) -> dict[str, PlayedPeak]:
     """What each phase and the whole take at a point; the whole what its fullest phase does."""
     asked = replace(question, height=point.height, width=point.width, batch=point.batch)
-    phases = play_pipeline(replace(asked, tokens=point.tokens or asked.tokens), workspace).phases
+    run = play_pipeline(replace(asked, tokens=point.tokens or asked.tokens), workspace)
+    phases = run.phases_on(run.process)
     seen = {}
     for one in phases:
         tensors = {name: size for name, size in one.peak_tensors if name != ROUNDED_UP}
@@ -308,33 +309,29 @@ class PipelinePrediction(_Phases):
             "way": f"offload {q.offload}, VAE {q.vae}{on_cpu}", "source": "predicted",
         }  # fmt: skip
         self._run = play_pipeline(question)
-        self._process, self._tried = self._run.process, [self._run.outcome]
+        self._process = self._run.process
         self._between = getattr(self._process.workspace, "between", "")
         cudnn = getattr(self._process.workspace, "cudnn_version", None)
         ran = f"torch {self._process.torch_version}{f', cudnn {cudnn}' if cudnn else ''}"
         self._run_row["versions"] = f"{ran}, vaemem {__version__}"
         available, moved = self._process.available, (*q.on_cpu, *self._run.moved)
-        tried, done, lacking = self._within(available)
+        here, lacking = self._process, None
+        if self._process.most_reserved > available:
+            here, lacking = q.repeat(here, available)
+        phases = self._run.phases_on(self._process)
+        self.played_phases = phases if here is self._process else self._run.phases_on(here)
+        done = len(self.played_phases)
+        for i, phase in enumerate(self.played_phases):
+            if phase.outside and phase.total > available and i < done:
+                done, lacking = i, PeakTensor("vaemem's memory limit", phase.outside)
         super().__init__(
             f"{q.name} {q.height}x{q.width}{batch} ({where})", available,
-            sum(part.nbytes for part in q.parts if part.role in moved), self._run.phases, done, lacking,
-            (*(self._tried[0] if lacking else tried).substitutions, *_notes(q)),
+            sum(part.nbytes for part in q.parts if part.role in moved), phases, done, lacking,
+            (*(self._process if lacking else here).substitutions, *_notes(q)),
         )  # fmt: skip
         if not lacking:
-            self.on_card, self._here = max(phase.total for phase in tried.phases), tried.phases
-            self._guesses = tried.guesses
-
-    def _within(self, capacity: int, has_other_plans: bool = True) -> tuple[RunOutcome, int, PeakTensor | None]:
-        """The same run where the card gives so many bytes: how many phases go through, and what the next one lacks."""
-        tried = next((one for one in self._tried if one.is_that_of(capacity, has_other_plans)), None)
-        if tried is None:
-            workspace = self._process.workspace
-            tried = play_pipeline(self._question, workspace, has_other_plans, total_memory=max(capacity, 1)).outcome
-            self._tried.append(tried)
-        for i, phase in enumerate(tried.phases):
-            if phase.outside and phase.total > capacity:
-                return tried, i, PeakTensor("vaemem's memory limit", phase.outside)
-        return tried, len(tried.phases), tried.lacking
+            self.on_card, self._here = max(phase.total for phase in self.played_phases), self.played_phases
+            self._guesses = here.guessed_plans
 
     def _advice(self) -> list[str]:
         q, found = self._question, list[str]()
@@ -386,7 +383,8 @@ class PipelinePrediction(_Phases):
     def _possible(self, *every: bool) -> list[list[int]]:
         """Reserved bytes by phase, and those with each of the other workspaces that may be the true ones."""
         others = distinct(other for each in every for other in self._process._alternatives(each))
-        rows = self._process._core.again(tuple(others), tuple(self._run.spans), False)
+        spans = tuple(span for span, *_ in self._process._core.readings)
+        rows = self._process._core.again(tuple(others), spans, False)
         return [[phase.reserved for phase in self.phases], *rows]
 
     def work(self, phase: Phase, machine: Machine | None = None) -> dict[str, float]:
@@ -449,14 +447,9 @@ class PipelinePrediction(_Phases):
         return self.least, self._least(False)
 
     def _least(self, has_other_plans: bool) -> int:
-        """To 2 MiB: as if what fits in less fitted in more."""
         # Without its workspaces a phase's tensors are what it cannot do without.
-        low, high = max(phase.allocated - phase.workspace for phase in self.phases), self.peak
-        while high - low > 2 * MIB:
-            middle = (low + high) // 2
-            *_, lacking = self._within(middle, has_other_plans)
-            low, high = (middle, high) if lacking else (low, middle)
-        return high
+        low = max(phase.allocated - phase.workspace for phase in self.phases)
+        return self._process.least(low, -(-self.peak // PAGE) * PAGE, has_other_plans)
 
 
 def _notes(q: PipelineQuestion) -> Iterator[str]:

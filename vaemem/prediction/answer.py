@@ -11,10 +11,9 @@ from fractions import Fraction
 from typing import Any
 
 from vaemem._common import MIB
-from vaemem._core import OutOfMemoryError
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL
 from vaemem.prediction.gpus import CONTEXT
-from vaemem.prediction.process import Moment, PeakTensor, Reading, SimulatedProcess
+from vaemem.prediction.process import Moment, PeakTensor, SimulatedProcess
 from vaemem.prediction.question import ModuleQuestion, Question
 from vaemem.prediction.verdict import CardAnswer, bar
 
@@ -23,7 +22,6 @@ from vaemem.prediction.verdict import CardAnswer, bar
 # of them with room for sizes that were not measured. A small run may meet one more of the allocator's large segments.
 MARGIN = Fraction(17, 16)
 SEGMENT = 20 * MIB
-PAGE = 2 * MIB  # every segment is a multiple of it
 
 
 def _bound_of(reserved: int) -> int:
@@ -44,7 +42,7 @@ class SimulatedAnswer(CardAnswer):
         self._question, self._process, self._safe = question, question.start(), question.safe
         self._has_version = question.software.has_version
         self.protocol, process = question.software.protocol, self._process
-        self.allocated, self.reserved, self.peak_allocated, self.peak_reserved = first = question.play(process)
+        self.allocated, self.reserved, self.peak_allocated, self.peak_reserved = question.play(process)
         self._plays = {self.protocol: process}
         self.gpu, self.total_memory = process.gpu.name, process.gpu.total_memory
         self.reported_memory, self.used = process.gpu.reported_memory, question.card.used
@@ -55,17 +53,17 @@ class SimulatedAnswer(CardAnswer):
         self.cudnn_version: str | None = getattr(process.workspace, "cudnn_version", None)
         self.workspace_source, self.available = process.workspace_source, process.available
         self._has_room = process.most_reserved <= self.available  # then nothing is ever refused and all goes as it did
-        full, process, last = (None, process, first) if self._has_room else self._within(self.available)
-        self.out_of_memory_at, self.on_card = full, last.peak_reserved if last else None
+        process, full = (process, None) if self._has_room else question.repeat(process, self.available)
+        self.out_of_memory_at, self.on_card = full, None if full else process.readings[-1].peak_reserved
         self.substitutions = process.substitutions
         self._guesses, self._took, self._here = process.guessed_plans, process.most_reserved, process
         self._most = self._process.most_reserved
 
     def _played(self, protocol: str) -> tuple[SimulatedProcess, int]:
-        """A process that played the same call by a protocol, and which of the runs that were read is the protocol's."""
+        """A process that played the same call by a protocol, and which of its readings is the protocol's."""
         if protocol == "cold":
             for other, process in self._plays.items():
-                if len(process._runs) > PROTOCOLS[other].runs or not PROTOCOLS[other].warmups:
+                if len(process.readings) > PROTOCOLS[other].runs or not PROTOCOLS[other].warmups:
                     return process, 0
         if protocol not in self._plays:
             self._plays[protocol] = self._question.start(self._process.workspace)
@@ -75,20 +73,8 @@ class SimulatedAnswer(CardAnswer):
     def _readings(self, protocol: str, workspaces: Sequence[tuple[int, ...]] = ()) -> list[int]:
         """The bytes that a process of this protocol reserved above the baseline; then those that it would have reserved
         with each of these workspaces of its convolutions."""
-        process, run = self._played(protocol)
-        return [process._runs[run][0], *process._again(workspaces, run)]
-
-    def _within(
-        self, capacity: int, has_other_plans: bool = True
-    ) -> tuple[PeakTensor | None, SimulatedProcess, Reading | None]:
-        """The same call where the device gives so many bytes: what could not be had (or None), the process, and what it
-        read where it went through."""
-        process = self._question.start(self._process.workspace, total_memory=max(capacity, PAGE))
-        process.has_other_plans = has_other_plans
-        try:
-            return None, process, self._question.play(process)
-        except OutOfMemoryError as full:
-            return PeakTensor(process.frames[full.tag], full.requested), process, None
+        process, reading = self._played(protocol)
+        return [process.readings[reading].reserved, *process._again(workspaces, reading)]
 
     @functools.cached_property
     def least_reserved(self) -> int:
@@ -100,14 +86,7 @@ class SimulatedAnswer(CardAnswer):
 
     def _least(self, has_other_plans: bool) -> int:
         most = self._process.most_reserved
-        low, high = 0, (most if self.out_of_memory_at else min(most, self.available)) // PAGE
-        while self._within(high * PAGE, has_other_plans)[0]:  # with more room A1111 cuts its attention less
-            low, high = high, 2 * high
-        while high - low > 1:  # in pages: `low` is too little, `high` is enough
-            middle = (low + high) // 2
-            full, *_ = self._within(middle * PAGE, has_other_plans)
-            low, high = (middle, high) if full else (low, middle)
-        return high * PAGE
+        return self._process.least(0, most if self.out_of_memory_at else min(most, self.available), has_other_plans)
 
     def _possible(self, every: bool, *protocols: str) -> Iterator[int]:
         """Reserved bytes by each of these protocols, also with each of the other workspaces that may be the true ones.

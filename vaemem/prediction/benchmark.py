@@ -118,7 +118,7 @@ def benchmark(
             process.reset_peak()
         call(is_measured)
         if is_cold or is_measured:
-            measurements.append(process._read())
+            measurements.append(process.read())
         process.convert(vae, weights_dtype)
         if is_measured:
             names.delete("result", "dist", "scaled")

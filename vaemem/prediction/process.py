@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from vaemem import _core
 from vaemem._common import DTYPES, ELEMENT_BYTES, MIB, latent_factor, meant, whole
+from vaemem._core import OutOfMemoryError
 from vaemem.prediction.gpus import CONTEXT, Gpu, find_gpu
 from vaemem.prediction.runtimes import RUNTIMES, architecture, packing
 from vaemem.prediction.snapshot import CachingAllocator
@@ -246,12 +247,8 @@ class SimulatedProcess:
         room = self.gpu.available(CONTEXT, used)
         self.available: int = self.allocator._settings()["total_memory"] or room
         self.sources = Counter[str]()  # who answered how many questions for workspaces
-        # Whether cuDNN has plans without workspace where that is not known; else what the first wants has to be had.
-        self.has_other_plans = True
-        self._most_reserved = 0  # before the peaks were reset
-        self._since, self._baseline = 0, (0, 0)  # when the peaks were reset: steps taken, bytes allocated and reserved
-        self._runs: list[tuple[int, tuple[int, int]]] = []  # bytes that were read, and since and until which step
-        self._with_others: dict[tuple[int, ...], list[int]] = {}  # the same with other workspaces, by run
+        # What each reading says of reserved memory with other workspaces than these.
+        self._with_others: dict[tuple[int, ...], list[int]] = {}
         self._last: tuple[_core.Trace, Any, Any] | None = None
 
     # ---- what there is ----
@@ -279,7 +276,15 @@ class SimulatedProcess:
     @property
     def most_reserved(self) -> int:
         """Bytes: the peak since the process began, whatever was reset."""
-        return max(self._most_reserved, self.peak_reserved)
+        return self._core.most_reserved
+
+    @property
+    def readings(self) -> list[Reading]:
+        """What `read` has read so far."""
+        return [
+            Reading(allocated - base_allocated, reserved - base_reserved, allocated, reserved)
+            for _, base_allocated, base_reserved, allocated, reserved, _ in self._core.readings
+        ]
 
     @property
     def guessed_plans(self) -> bool:
@@ -448,7 +453,7 @@ class SimulatedProcess:
         (1572864, 1)
         >>> p.release(left.values())
         """
-        wanted, following, sources = _answers(self.workspace, trace, self.has_other_plans or self._knows_plans)
+        wanted, following, sources = _answers(self.workspace, trace)
         self.sources.update(sources)
         left, allocated, reserved = self._core.call(trace, wanted, following)
         self._last = (trace, allocated, reserved)
@@ -480,9 +485,43 @@ class SimulatedProcess:
 
     def reset_peak(self) -> None:
         """``torch.cuda.reset_peak_memory_stats()``."""
-        self._most_reserved = self.most_reserved
         self._core.reset_peak()
-        self._since, self._baseline = self._core.steps, (self.allocated, self.reserved)
+
+    def read(self, outside: int = 0) -> Reading:
+        """Reads the counters since the last `reset_peak`, and keeps what they say among the `readings`.
+
+        Parameters
+        ----------
+        outside : int
+            Bytes of the device that the program holds besides PyTorch, meanwhile.
+        """
+        self._core.read(whole("outside", outside, 0))
+        self._with_others = {}
+        return self.readings[-1]
+
+    # ---- the same on another device ----
+
+    def repeat(self, process: SimulatedProcess) -> PeakTensor | None:
+        """Does in this new process all that another one did, as far as this one's device has memory. cuDNN's next
+        plans, and A1111's attention, follow the memory that is free here. Returns the request that failed, if any."""
+        try:
+            self._core.replay(process._core, False)
+        except OutOfMemoryError as full:
+            return PeakTensor(self.frames[full.tag], full.requested)
+        return None
+
+    def least(self, low: int, high: int, has_other_plans: bool = True) -> int:
+        """The least memory of a device, in bytes and pages of 2 MiB, on which all that the process did goes through.
+
+        Parameters
+        ----------
+        low, high : int
+            Bytes that are too few, and bytes that are enough as far as is known: the search is between them.
+        has_other_plans : bool
+            Whether cuDNN is taken to have plans without workspace if that is not known.
+        """
+        low, high = whole("low", low, 0), whole("high", high, 0)
+        return self._core.least(not (has_other_plans or self._knows_plans), low, high)
 
     # ---- what happened ----
 
@@ -491,15 +530,21 @@ class SimulatedProcess:
         """Names by tag, as the allocator's history and its errors have it."""
         return self._core.frames
 
-    def peak_tensors(self) -> list[PeakTensor]:
-        """What was allocated at the peak since `reset_peak`, largest first; equal names are summed. What the allocator
-        gave beyond what was asked for comes last, so that the sum is `peak_allocated`.
+    def peak_tensors(self, reading: int | None = None) -> list[PeakTensor]:
+        """What was allocated at the peak since `reset_peak`, or at the peak of a reading by its index, largest first;
+        equal names are summed. What the allocator gave beyond what was asked for comes last, so that the sum is the
+        peak of allocated memory.
 
         A workspace that could not be had any more later in the call that made the peak counts as what stood in for it.
         """
-        _, tensors = self._core.peak()
+        if reading is None:
+            number, peak = -1, self.peak_allocated
+        else:
+            number = whole("reading", reading, 0, len(self.readings) - 1)
+            peak = self.readings[number].peak_allocated
+        _, tensors = self._core.peak(number)
         found = sorted(tensors, key=lambda tensor: -tensor[1])
-        rounded = self.peak_allocated - sum(size for _, size in found)
+        rounded = peak - sum(size for _, size in found)
         return [PeakTensor(name, size) for name, size in (*found, (ROUNDED_UP, rounded)) if size]
 
     def peak_above_baseline(self) -> tuple[str, dict[str, int]] | None:
@@ -532,20 +577,12 @@ class SimulatedProcess:
         known = getattr(self.workspace, "alternatives", None)
         return known(every, self._core) if known else []
 
-    def _read(self) -> Reading:
-        """Reads the counters of what ran since the peaks were reset, as one run."""
-        allocated, reserved = self.peak_allocated, self.peak_reserved
-        reading = Reading(allocated - self._baseline[0], reserved - self._baseline[1], allocated, reserved)
-        self._runs.append((reading.reserved, (self._since, self._core.steps)))
-        self._with_others = {}
-        return reading
-
-    def _again(self, workspaces: Sequence[tuple[int, ...]], run: int) -> list[int]:
-        """What would have been read of a run if its convolutions had taken each of these other workspaces."""
+    def _again(self, workspaces: Sequence[tuple[int, ...]], reading: int) -> list[int]:
+        """The reserved bytes of a reading if its convolutions had taken each of these other workspaces."""
         new = tuple(one for one in workspaces if one not in self._with_others)
-        spans = tuple(span for _, span in self._runs)
+        spans = tuple(span for span, *_ in self._core.readings)
         self._with_others.update(zip(new, self._core.again(new, spans) if new else (), strict=True))
-        return [self._with_others[one][run] for one in workspaces]
+        return [self._with_others[one][reading] for one in workspaces]
 
     def _call_vae(self, vae: LoadedVAE, op: str, x: Tensor, tile: int, tile_overlap: float, slicing: bool) -> Tensor:
         encodes, tile = op == "encode", whole("tile", tile, 0)
@@ -587,10 +624,9 @@ class SimulatedProcess:
         return Tensor(self, name, shape, dtype, [self.hold(name, size)])
 
 
-def _answers(workspace: Any, trace: _core.Trace, has_other: bool) -> tuple[list[int], list[int], list[str]]:
+def _answers(workspace: Any, trace: _core.Trace) -> tuple[list[int], list[int], list[str]]:
     """What `Workspace.answers` says; where a workspace has `conv` alone, the same made of its answers."""
     if hasattr(workspace, "answers"):
-        return workspace.answers(trace, has_other)
+        return workspace.answers(trace, True)
     said = [workspace.conv(*question) for question in trace.convs]
-    counts = [count for count, _ in said]
-    return counts, [0] * len(counts) if has_other else counts, [source for _, source in said]
+    return [count for count, _ in said], [0] * len(said), [source for _, source in said]

@@ -31,7 +31,7 @@ from vaemem.engine.limits import parse_size
 from vaemem.engine.names import shared_note
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, benchmark
 from vaemem.prediction.gpus import CONTEXT, Gpu, find_gpu, known_gpu, present_gpu, sold
-from vaemem.prediction.process import Reading, SimulatedProcess
+from vaemem.prediction.process import PeakTensor, Reading, SimulatedProcess
 from vaemem.prediction.profiles import version_number
 from vaemem.prediction.runtimes import DEFAULT_TORCH, PROGRAM_NAMES, RUNTIMES, architecture, code_of, packing
 from vaemem.prediction.seconds import Machine, cards_of, vae_machine, vae_work
@@ -175,6 +175,9 @@ def _allocator_settings(allocator: str) -> dict[str, Any]:
     return settings
 
 
+PAGE = 2 * MIB  # of the driver's memory
+
+
 @dataclass(frozen=True)
 class Job:
     """What a VAE does: which model, which operation, at which size, in which types, cut into which tiles. ValueError
@@ -233,6 +236,12 @@ class Asked:
             self.card.gpu, software.cudnn_version, software.torch_version, allocator=allocator, workspace=workspace,
             allow_tf32=software.allow_tf32, used=self.card.taken,
         )  # fmt: skip
+
+    def repeat(self, process: SimulatedProcess, capacity: int) -> tuple[SimulatedProcess, PeakTensor | None]:
+        """A fresh process on a device of so many bytes that does all that another one did, as far as it has memory;
+        and the request that failed, if any."""
+        other = self.start(process.workspace, total_memory=max(capacity, PAGE))
+        return other, other.repeat(process)
 
 
 def _called_by_comfyui(gpu: Gpu, software: Software) -> Workspace | None:
@@ -359,7 +368,7 @@ class ModuleQuestion(Asked):
                 process.empty_cache()
                 process.reset_peak()
             left = process.call(self.trace)
-            measured = process._read()
+            measured = process.read()
             process.release(left.values())
         return measured
 

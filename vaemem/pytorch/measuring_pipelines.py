@@ -402,15 +402,14 @@ def _predicted(
     if asked["vae"] == "tiled" and (pipe.vae.tile_sample_min_size, pipe.vae.tile_overlap_factor) != (tile, 0.25):
         raise ValueError(f"its tiles are not of {tile} pixels, a quarter of which overlaps")
     prediction = PipelinePrediction(question.run_with(asked["offload"], asked["vae"]))
-    tried, done, lacking = prediction._within(prediction.available)
     notes, read = list(prediction.notes), question.pipeline.read
-    if lacking:
-        where = prediction._run.phases[done].name if done < len(prediction._run.phases) else "its last phase"
+    if prediction.out_of_memory_at:
+        where, lacking = prediction.out_of_memory_at
         notes.append(f"It is predicted to run out in {where}, at {lacking.name} of {lacking.bytes / MIB:.0f} MiB.")
     version = sys.modules["diffusers"].__version__
     if not version.startswith(f"{read}."):
         notes.append(f"The prediction follows this pipeline's code in diffusers {read}, and {version} ran.")
-    phases = {phase.name: phase for phase in tried.phases}
+    phases = {phase.name: phase for phase in prediction.played_phases}
     if pipe.config.get("force_zeros_for_empty_prompt") and call.get("negative_prompt") is None and question.guidance:
         phases.pop("encode prompt", None)
         notes.append("Nothing is predicted of encode prompt without a negative_prompt, not even '', which it encodes.")
