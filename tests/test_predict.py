@@ -20,13 +20,13 @@ from vaemem import CachingAllocator, OutOfMemoryError, _core, predict_largest, p
 from vaemem.__main__ import main
 from vaemem.pipelines.plan import weights_bytes
 from vaemem.prediction import profiles, workspace
-from vaemem.prediction.answer import MARGIN
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, benchmark
 from vaemem.prediction.cudnn import InstalledCudnn
 from vaemem.prediction.formula import formula
 from vaemem.prediction.predict import Prediction, predict, shell_command
 from vaemem.prediction.process import ROUNDED_UP, SimulatedProcess
 from vaemem.prediction.usual import held_by
+from vaemem.prediction.verdict import MARGIN
 from vaemem.prediction.workspace import Workspace
 from vaemem.published import reproduce
 
@@ -934,12 +934,12 @@ def test_the_parts_add_up_to_the_total_that_is_named(memory, verdict, protocol):
     assert p.verdict == verdict
     named, listed = re.search(r"it takes (\d+) MiB: ([^.]*)\.", str(p)).groups()
     assert abs(int(named) - sum(map(int, re.findall(r"\d+", listed)))) <= 2  # each is rounded
-    assert named == f"{p._most / MIB:.0f}"
+    assert named == f"{p._use.most / MIB:.0f}"
     held = [p._parts[name] for name in ("weights", "tensors", "workspaces", "cached")]
-    took = p._most if verdict == "does not fit" else p._took
+    took = p._use.most if verdict == "does not fit" else p._use.took
     assert sum(held) == took and min(held) >= 0
     if verdict == "tight":
-        assert f"takes {took / MIB:.0f} of" in p.summary and took < p._most
+        assert f"takes {took / MIB:.0f} of" in p.summary and took < p._use.most
         assert sum(json.loads(p.to_json())["parts"].values()) == p.reported_memory
 
 
@@ -979,7 +979,7 @@ def test_what_a_card_short_of_room_reserves():
     measured = benchmark(process, process.load("sdxl", "float32"), "decode", 1024, 1024, protocol=protocol)[-1]
     assert p.on_card == measured.peak_reserved and p.least_reserved <= p.on_card <= p.available < p.peak_reserved
     assert p.verdict == "tight" and "goes through because PyTorch gives cached memory back" in repr(p)
-    assert f"it takes {p._took / MIB:.0f} of the" in repr(p) and p.on_card <= p._took <= p.available
+    assert f"it takes {p._use.took / MIB:.0f} of the" in repr(p) and p.on_card <= p._use.took <= p.available
     roomy, full = (predict("sdxl", "decode", 1024, 1024, used=used, **asked) for used in (0, "5 GB"))
     assert roomy.on_card == roomy.peak_reserved == p.peak_reserved and "cached memory" not in repr(roomy)
     assert full.on_card is None and "cached memory" not in repr(full)
@@ -989,7 +989,7 @@ def test_a_fit_that_rests_on_plans_that_are_not_known_says_so(capsys):
     """Where a workspace cannot be had, cuDNN's next plan may want none, or as much as the first, which does not do."""
     p = predict("sdxl", "decode", 1024, 1024, dtype="float32", gpu="RTX 4060")
     least, sure = p.least_band
-    assert p.on_card and not p._guesses and least == p.least_reserved < sure < p.peak_reserved
+    assert p.on_card and not p._use.guesses and least == p.least_reserved < sure < p.peak_reserved
     rooms = {sure: False, sure - 2 * MIB: True, least: True, least - 2 * MIB: None}  # whether it rests on such plans
     for room, guesses in rooms.items():
         other = predict("sdxl", "decode", 1024, 1024, dtype="float32", gpu="RTX 4060", used=p.available - room)
@@ -1002,7 +1002,9 @@ def test_a_fit_that_rests_on_plans_that_are_not_known_says_so(capsys):
     later = {"gpu": "RTX 4060", "torch_version": "2.9.1"}  # cuDNN 9.10.2, of whose plans one wants nothing
     asked = predict("sdxl", "decode", 1024, 1024, "float32", **later)
     tight = predict("sdxl", "decode", 1024, 1024, "float32", **later, used=asked.available - asked.least_reserved)
-    assert tight.verdict == "tight" and not tight._guesses and any("next plan" in what for what in tight.substitutions)
+    assert (
+        tight.verdict == "tight" and not tight._use.guesses and any("next plan" in what for what in tight.substitutions)
+    )
     assert tight.least_band == (asked.least_reserved,) * 2
     told = ["fits", "sdxl", "decode", "1024x1024", "--dtype", "float32", "--gpu", "RTX 4060"]
     assert main([*told, "--used", str(p.available - least)]) == 0

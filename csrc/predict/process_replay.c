@@ -140,7 +140,7 @@ typedef struct tried {
 
 typedef struct search {
     const vm_process *p;
-    bool first_only, same; /* same: whether no call's steps depend on the free memory */
+    bool first_only, same; /* same: whether a device that is no larger than needed changes nothing */
     tried *tried;
     size_t count;
 } search;
@@ -187,7 +187,7 @@ static vm_status fits(search *s, uint64_t capacity, bool *out) {
 }
 
 vm_status vm_process_least(const vm_process *p, bool first_only, uint64_t low, uint64_t high, uint64_t *least) {
-    search s = {.p = p, .first_only = first_only, .same = true};
+    search s = {.p = p, .first_only = first_only, .same = vm_talloc_is_plain(p->talloc)};
     uint64_t little = low / PAGE, enough = high / PAGE; /* in pages */
     bool is = false;
     for (size_t i = 0; i < p->events; i++) s.same &= !p->event[i].again;

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import html
 import itertools
-import math
 import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +21,6 @@ from vaemem.pipelines.components import CLIP_TOKENS, PIPELINES, known_pipeline, 
 from vaemem.pipelines.pipeline_run import play_pipeline
 from vaemem.pipelines.storage import BITSANDBYTES
 from vaemem.pipelines.ways import Written
-from vaemem.prediction.answer import MARGIN, SEGMENT
 from vaemem.prediction.cutting import largest_of
 from vaemem.prediction.formula import Formula
 from vaemem.prediction.gpus import CONTEXT
@@ -32,7 +30,7 @@ from vaemem.prediction.process import ROUNDED_UP, Moment, PeakTensor
 from vaemem.prediction.question import PAGE, Card, Software, find_card, usual_tile
 from vaemem.prediction.seconds import Machine, machine_of, peak, vae_work
 from vaemem.prediction.usual import FIXED, OVERFLOWING
-from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, TIGHT, CardAnswer, bar
+from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, TIGHT, CardAnswer, CardUse, bar, bound_of
 
 PredictedRuntime = Literal["diffusers", "sd.cpp"]
 PREDICTED_RUNTIMES: tuple[PredictedRuntime, ...] = get_args(PredictedRuntime)
@@ -63,7 +61,7 @@ class _Phases(Written, CardAnswer):
         self.phases = tuple(phase._replace(fits=fits) for phase, fits in zip(phases, outcomes, strict=False))
         self.out_of_memory_at = lacking and (phases[done].name, lacking)
         self.on_card = None if lacking else self.peak
-        self._most, self._here = self.peak, self.phases  # on this card, if it goes through there
+        self._here = self.phases  # on this card, if it goes through there
 
     @property
     def peak(self) -> int:
@@ -87,16 +85,12 @@ class _Phases(Written, CardAnswer):
 
     @property
     def _range(self) -> tuple[int, int]:
-        least, most = (size - self.peak + self._took for size in self.band)
+        least, most = (size - self.peak + (self.on_card or 0) for size in self.band)
         return least, most
 
     @property
     def _bound(self) -> int:
         return self.upper
-
-    @property
-    def _took(self) -> int:
-        return self.on_card or 0
 
     @property
     def _runs_out(self) -> str:
@@ -296,10 +290,7 @@ class PipelinePrediction(_Phases):
 
     def __init__(self, question: PipelineQuestion):
         self._question = q = question
-        self._safe, self._unsure, self.coarse = q.safe, q.card.unsure, bool(q.card.gpu.coarse)
-        self._card, self.assumed_card, self._has_version = q.card, q.card.assumed, q.software.has_version
-        self._untried = BY_VAEMEM if q.vae == "vaemem" and "H100" not in q.card.gpu.name else ""
-        self._of = f", at {q.height}x{q.width} as diffusers runs {q.made_of}" if q.made_of else ""
+        self.coarse, self._card, self.assumed_card = bool(q.card.gpu.coarse), q.card, q.card.assumed
         batch = f", {q.batch} images" if q.batch > 1 else ""
         on_cpu = f", {' and '.join(q.on_cpu)} on the CPU" if q.on_cpu else ""
         where = self._where = f"{q.card.gpu.name}, offload {q.offload}, VAE {q.vae}{on_cpu}"
@@ -310,7 +301,6 @@ class PipelinePrediction(_Phases):
         }  # fmt: skip
         self._run = play_pipeline(question)
         self._process = self._run.process
-        self._between = getattr(self._process.workspace, "between", "")
         cudnn = getattr(self._process.workspace, "cudnn_version", None)
         ran = f"torch {self._process.torch_version}{f', cudnn {cudnn}' if cudnn else ''}"
         self._run_row["versions"] = f"{ran}, vaemem {__version__}"
@@ -331,7 +321,12 @@ class PipelinePrediction(_Phases):
         )  # fmt: skip
         if not lacking:
             self.on_card, self._here = max(phase.total for phase in self.played_phases), self.played_phases
-            self._guesses = here.guessed_plans
+        self._use = CardUse(
+            available, self.on_card, self.peak, q.card.unsure, here.guessed_plans,
+            BY_VAEMEM if q.vae == "vaemem" and "H100" not in q.card.gpu.name else "", q.safe, q.software.has_version,
+            self.coarse, f", at {q.height}x{q.width} as diffusers runs {q.made_of}" if q.made_of else "",
+            between=getattr(self._process.workspace, "between", ""),
+        )  # fmt: skip
 
     def _advice(self) -> list[str]:
         q, found = self._question, list[str]()
@@ -343,7 +338,7 @@ class PipelinePrediction(_Phases):
             with contextlib.suppress(ValueError):
                 other = PipelinePrediction(q.run_with(offload, vae))
                 if other.verdict != DOES_NOT_FIT:
-                    took = f"takes {other._takes} of {self.available / MIB:.0f} MiB"
+                    took = f"takes {other.takes} of {self.available / MIB:.0f} MiB"
                     found.append(f"With --offload {offload} and the VAE {vae} it {took}: {other.verdict}.")
         return [*found, "vaemem plan, with the same words, tries every way, and says how long each takes."]
 
@@ -375,17 +370,15 @@ class PipelinePrediction(_Phases):
         sure = [
             phase.weights - sum(size for name, size in phase.peak_tensors if name in unsure) for phase in self.phases
         ]
-        return SEGMENT + max(
-            math.ceil(weights + phase.outside + (reserved - weights) * MARGIN)
+        return max(
+            phase.outside + bound_of(reserved, weights)
             for phase, weights, reserved in zip(self.phases, sure, most, strict=True)
         )
 
     def _possible(self, *every: bool) -> list[list[int]]:
         """Reserved bytes by phase, and those with each of the other workspaces that may be the true ones."""
-        others = distinct(other for each in every for other in self._process._alternatives(each))
-        spans = tuple(span for span, *_ in self._process._core.readings)
-        rows = self._process._core.again(tuple(others), spans, False)
-        return [[phase.reserved for phase in self.phases], *rows]
+        others = distinct(other for each in every for other in self._process.alternatives(each))
+        return [[phase.reserved for phase in self.phases], *self._process.reserved_with(others, above=False)]
 
     def work(self, phase: Phase, machine: Machine | None = None) -> dict[str, float]:
         """What a phase does once the weights are there, for `vaemem.prediction.seconds.Machine`. A short prompt may be
@@ -506,12 +499,13 @@ class GraphPrediction(_Phases):
         phases = self.direct.phases
         self._run_row = {**asked, "op": "pipeline", "way": way.name, "runtime": "sd.cpp", "source": "predicted"}
         title = f"{asked['model']} {asked['height']}x{asked['width']} by sd.cpp ({card.gpu.name})"
-        self._card, self.assumed_card, self._unsure, self._safe = card, card.assumed, card.unsure, safe
+        self._card, self.assumed_card = card, card.assumed
         done, full = next(((i, one) for i, one in enumerate(phases) if one.total > available), (len(phases), None))
         lacking = full and PeakTensor(f"compute buffer of {full.name}", full.activations)
         super().__init__(f"{title}, {way.name}", available, way.host, way.phases, done, lacking, way.notes)
         if not lacking:
             self.on_card = self.peak if self.peak <= available else self.direct.peak.total
+        self._use = CardUse(available, self.on_card, self.peak, card.unsure, safe=safe)
 
     @property
     def band(self) -> tuple[int, int]:
@@ -523,7 +517,7 @@ class GraphPrediction(_Phases):
 
     @functools.cached_property
     def tight_because(self) -> str:
-        is_full = self.verdict == TIGHT and self._most > self.available
+        is_full = self.verdict == TIGHT and self.peak > self.available
         return f"it goes through only with direct convolution; {self._both}" if is_full else super().tight_because
 
     @property

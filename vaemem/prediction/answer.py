@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import html
-import math
 import os
 from collections.abc import Iterator, Sequence
-from fractions import Fraction
 from typing import Any
 
 from vaemem._common import MIB
@@ -15,40 +13,29 @@ from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL
 from vaemem.prediction.gpus import CONTEXT
 from vaemem.prediction.process import Moment, PeakTensor, SimulatedProcess
 from vaemem.prediction.question import ModuleQuestion, Question
-from vaemem.prediction.verdict import CardAnswer, bar
-
-# What reserved may be above the worse of a cold and a warmed process, for what else ran before. Of the seed table's
-# rows, with their own workspaces, one is 3.7% above it, two are 2.4% and the rest 0.7% or less; a 16th is the largest
-# of them with room for sizes that were not measured. A small run may meet one more of the allocator's large segments.
-MARGIN = Fraction(17, 16)
-SEGMENT = 20 * MIB
-
-
-def _bound_of(reserved: int) -> int:
-    return math.ceil(reserved * MARGIN) + SEGMENT
+from vaemem.prediction.verdict import CardAnswer, CardUse, bar, bound_of
 
 
 class SimulatedAnswer(CardAnswer):
     """What a prediction reads off the process that it played."""
 
-    _took: int
     upper_share = 0.9989
     upper_basis = (
         "3568 of 3572 answers of profiles that were left out in turn, a version or a card (benchmarks/left_out.py: SDXL"
         " and FLUX, float16 and float32, whole images one at a time); 98 of 98 rows of the seed table"
     )
 
+    _covers = _besides = ""  # words of `CardUse`
+
     def __init__(self, question: Question | ModuleQuestion):
-        self._question, self._process, self._safe = question, question.start(), question.safe
-        self._has_version = question.software.has_version
+        self._question, self._process = question, question.start()
         self.protocol, process = question.software.protocol, self._process
         self.allocated, self.reserved, self.peak_allocated, self.peak_reserved = question.play(process)
         self._plays = {self.protocol: process}
         self.gpu, self.total_memory = process.gpu.name, process.gpu.total_memory
         self.reported_memory, self.used = process.gpu.reported_memory, question.card.used
         self.assumed_card = question.card.assumed
-        self._unsure, self.coarse = question.card.unsure, bool(process.gpu.coarse)
-        self._between = getattr(process.workspace, "between", "")
+        self.coarse = bool(process.gpu.coarse)
         self.torch_version = process.torch_version
         self.cudnn_version: str | None = getattr(process.workspace, "cudnn_version", None)
         self.workspace_source, self.available = process.workspace_source, process.available
@@ -56,8 +43,12 @@ class SimulatedAnswer(CardAnswer):
         process, full = (process, None) if self._has_room else question.repeat(process, self.available)
         self.out_of_memory_at, self.on_card = full, None if full else process.readings[-1].peak_reserved
         self.substitutions = process.substitutions
-        self._guesses, self._took, self._here = process.guessed_plans, process.most_reserved, process
-        self._most = self._process.most_reserved
+        self._here = process
+        self._use = CardUse(
+            self.available, None if full else process.most_reserved, self._process.most_reserved, question.card.unsure,
+            process.guessed_plans, safe=question.safe, has_version=question.software.has_version, coarse=self.coarse,
+            covers=self._covers, besides=self._besides, between=getattr(process.workspace, "between", ""),
+        )  # fmt: skip
 
     def _played(self, protocol: str) -> tuple[SimulatedProcess, int]:
         """A process that played the same call by a protocol, and which of its readings is the protocol's."""
@@ -74,7 +65,7 @@ class SimulatedAnswer(CardAnswer):
         """The bytes that a process of this protocol reserved above the baseline; then those that it would have reserved
         with each of these workspaces of its convolutions."""
         process, reading = self._played(protocol)
-        return [process.readings[reading].reserved, *process._again(workspaces, reading)]
+        return [process.readings[reading].reserved, *(row[reading] for row in process.reserved_with(workspaces))]
 
     @functools.cached_property
     def least_reserved(self) -> int:
@@ -91,7 +82,7 @@ class SimulatedAnswer(CardAnswer):
     def _possible(self, every: bool, *protocols: str) -> Iterator[int]:
         """Reserved bytes by each of these protocols, also with each of the other workspaces that may be the true ones.
         every: those of every cuDNN."""
-        others = self._process._alternatives(every)
+        others = self._process.alternatives(every)
         for protocol in protocols:
             yield from self._readings(protocol, others)
 
@@ -103,7 +94,7 @@ class SimulatedAnswer(CardAnswer):
     @functools.cached_property
     def upper(self) -> int:
         # Of every cuDNN first, for most of the band's are among them, and what is alike is then played once.
-        return _bound_of(max(*self._possible(not self._has_version, *self._bounding), *self.band))
+        return bound_of(max(*self._possible(not self._use.has_version, *self._bounding), *self.band))
 
     @property
     def _bounding(self) -> tuple[str, ...]:
@@ -113,10 +104,10 @@ class SimulatedAnswer(CardAnswer):
     def _may_take(self, size: int) -> bool:
         # What this workspace takes, or the largest of the others, mostly says it before all of them are asked.
         least = size - (self.peak_reserved - self.reserved)
-        if any(_bound_of(*self._readings(protocol)) >= least for protocol in self._bounding):
+        if any(bound_of(*self._readings(protocol)) >= least for protocol in self._bounding):
             return True
-        largest = sorted(self._process._alternatives(not self._has_version), key=sum)[-1:]
-        return _bound_of(max(self._readings(self.protocol, largest))) >= least or self._bound >= size
+        largest = sorted(self._process.alternatives(not self._use.has_version), key=sum)[-1:]
+        return bound_of(max(self._readings(self.protocol, largest))) >= least or self._bound >= size
 
     def save_snapshot(self, path: str | os.PathLike[str]) -> None:
         """Writes the simulated history as a pickle that ``torch.cuda._memory_viz`` and pytorch.org/memory_viz read."""
@@ -134,7 +125,7 @@ class SimulatedAnswer(CardAnswer):
 
     @property
     def _range(self) -> tuple[int, int]:
-        least, most = (size - self.reserved + self._took for size in self.band)
+        least, most = (size - self.reserved + self._here.most_reserved for size in self.band)
         return least, most
 
     @property
@@ -178,13 +169,13 @@ class SimulatedAnswer(CardAnswer):
     def _held(self, is_here: bool) -> dict[str, int]:
         """What the process holds at the peak, in bytes that add up to what it takes at most: here on this card, or on a
         card with room."""
-        process, most = (self._here, self._took) if is_here else (self._process, self._most)
+        process = self._here if is_here else self._process
         tensors, allocated = process.peak_tensors(), process.peak_allocated
         weights = sum(size for name, size in tensors if name.startswith("weights of "))
         workspaces = sum(size for name, size in tensors if name.endswith("[workspace]"))
         return {
             "weights": weights, "tensors": allocated - weights - workspaces, "workspaces": workspaces,
-            "cached": most - allocated,
+            "cached": process.most_reserved - allocated,
         }  # fmt: skip
 
     @property

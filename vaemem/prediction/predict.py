@@ -161,10 +161,10 @@ class Prediction(SimulatedAnswer):
         self.tile_overlap = job.tile_overlap if job.tile and question.code == "diffusers" else None
         self.runtime, self.allocator, self.settings = software.runtime, software.allocator, question.settings
         self.assumed = question.assumed
-        self._of = ", for one frame" if self.model in WANS else ""
+        self._covers = ", for one frame" if self.model in WANS else ""
         if question.card.held:
             what, size = held_by(software.runtime, self.model)
-            self._beside = f" beside {what}, which A1111 keeps there ({size / MIB:.0f} MiB)"
+            self._besides = f" beside {what}, which A1111 keeps there ({size / MIB:.0f} MiB)"
         self.channels_last, self.allow_tf32 = software.channels_last, software.allow_tf32
         super().__init__(question)
         if software.allocator != "native":
@@ -248,7 +248,7 @@ class Prediction(SimulatedAnswer):
             with contextlib.suppress(ValueError, OverflowError):  # it cannot be, or is more than can be played
                 p = Prediction(other)
                 if p.verdict != DOES_NOT_FIT:
-                    took = f"takes {p._takes} of {p.available / MIB:.0f} MiB"
+                    took = f"takes {p.takes} of {p.available / MIB:.0f} MiB"
                     found.append(Advice(what, f"{p.verdict}, {took}", shell_command(other)))
         if job.op == "encode" or job.op == "decode":
             vae = VAE(_core.Model(dict(job.arch), dtype="float32"))
@@ -298,7 +298,7 @@ class Prediction(SimulatedAnswer):
             *filter(None, [self.assumed_card]),
             f"{self.summary[0].upper()}{self.summary[1:]}.",
             *self._basis,
-            f"At its height{room} it takes {self._most / MIB:.0f} MiB: {held}. The largest tensor is"
+            f"At its height{room} it takes {self._use.most / MIB:.0f} MiB: {held}. The largest tensor is"
             f" {largest.name}, {largest.bytes / MIB:.0f} MiB.",
             *([f"It takes {self.seconds}."] if self.seconds and self.verdict != DOES_NOT_FIT else []),
             f"The card reports {self.reported_memory / MIB:.0f} MiB{sold}, less {parts['CUDA context'] / MIB:.0f} for"

@@ -18,6 +18,7 @@ from vaemem.prediction.runtimes import RUNTIMES, architecture, packing
 from vaemem.prediction.snapshot import CachingAllocator
 from vaemem.prediction.workspace import torch_for, torch_release, workspace_on
 
+Workspaces = tuple[int, ...]  # bytes of each of a process's convolutions
 ROUNDED_UP = "[rounded up by the allocator]"  # to 512 bytes, and remainders of blocks that are too small to split off
 # PyTorch takes cuBLASLt's workspace again in each call up to the first release, keeps it up to the second, and later
 # uses cuBLAS's.
@@ -248,7 +249,7 @@ class SimulatedProcess:
         self.available: int = self.allocator._settings()["total_memory"] or room
         self.sources = Counter[str]()  # who answered how many questions for workspaces
         # What each reading says of reserved memory with other workspaces than these.
-        self._with_others: dict[tuple[int, ...], list[int]] = {}
+        self._with_others: dict[tuple[bool, Workspaces], list[int]] = {}
         self._last: tuple[_core.Trace, Any, Any] | None = None
 
     # ---- what there is ----
@@ -569,20 +570,20 @@ class SimulatedProcess:
             raise ValueError("save_snapshot: want a process whose allocator is native and made with history=True")
         self.allocator.save_snapshot(path, self.frames)
 
-    # ---- within ----
-
-    def _alternatives(self, every: bool = False) -> list[tuple[int, ...]]:
+    def alternatives(self, every: bool = False) -> list[Workspaces]:
         """Bytes of each convolution so far, as `Workspace.alternatives` has them; none with a `workspace` that does
         not know."""
         known = getattr(self.workspace, "alternatives", None)
         return known(every, self._core) if known else []
 
-    def _again(self, workspaces: Sequence[tuple[int, ...]], reading: int) -> list[int]:
-        """The reserved bytes of a reading if its convolutions had taken each of these other workspaces."""
-        new = tuple(one for one in workspaces if one not in self._with_others)
+    def reserved_with(self, workspaces: Sequence[Workspaces], above: bool = True) -> list[list[int]]:
+        """What all readings would say of reserved memory if the convolutions took each of these other workspaces: a row
+        for each of them. above: bytes beyond what was reserved when the peaks were reset, otherwise all."""
+        new = tuple(one for one in workspaces if (above, one) not in self._with_others)
         spans = tuple(span for span, *_ in self._core.readings)
-        self._with_others.update(zip(new, self._core.again(new, spans) if new else (), strict=True))
-        return [self._with_others[one][reading] for one in workspaces]
+        found = self._core.again(new, spans, above) if new else ()
+        self._with_others.update(zip([(above, one) for one in new], found, strict=True))
+        return [self._with_others[above, one] for one in workspaces]
 
     def _call_vae(self, vae: LoadedVAE, op: str, x: Tensor, tile: int, tile_overlap: float, slicing: bool) -> Tensor:
         encodes, tile = op == "encode", whole("tile", tile, 0)

@@ -4,10 +4,26 @@ from __future__ import annotations
 
 import functools
 import html
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from vaemem._common import MIB, Answer
+
+# What a process may reserve above a prediction, for what else ran before. Of the seed table's rows, with their own
+# workspaces, one is 3.7% above it, two are 2.4% and the rest 0.7% or less; a 16th is the largest of them with room for
+# sizes that were not measured. A small run may meet one more of the allocator's large segments.
+MARGIN = Fraction(17, 16)
+SEGMENT = 20 * MIB
+
+
+def bound_of(reserved: int, sure: int = 0) -> int:
+    """The most bytes that a process takes whose prediction is `reserved` bytes: a 16th more, and 20 MiB. Of these bytes
+    so many are `sure`, and take no more: weights. What was there when the peaks were reset is not in either."""
+    return sure + math.ceil((reserved - sure) * MARGIN) + SEGMENT
+
 
 # NVIDIA's page 5490, "System Memory Fallback for Stable Diffusion".
 SPILLS = (
@@ -15,6 +31,69 @@ SPILLS = (
     " unless its CUDA - Sysmem Fallback Policy is Prefer No Sysmem Fallback"
 )
 FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"
+
+
+@dataclass(frozen=True)
+class CardUse:
+    """How a run uses a card: the numbers that decide the verdict, and the words that explain it. Sizes in bytes.
+
+    Attributes
+    ----------
+    available : int
+        What the card gives, besides a CUDA context and what others use.
+    took : int or None
+        The most that the run takes on this card; None if it runs out of memory there.
+    most : int
+        The most that it takes where there is room.
+    unsure : int
+        How much less than `available` the card may give, because the operating system keeps more.
+    guesses : bool
+        Whether it goes through only with plans of cuDNN's that are not known.
+    untried : str
+        What the run rests on and nobody has tried.
+    safe : bool
+        Whether a tight run counts as one that does not fit.
+    has_version : bool
+        Whether a version of PyTorch or cuDNN was named.
+    coarse : bool
+        Whether the card's kind alone is known.
+    covers, besides, between : str
+        Words: which part of the question the answer covers; which other models the program keeps on the card; what
+        the range of a coarse answer is between.
+    """
+
+    available: int
+    took: int | None
+    most: int
+    unsure: int = 0
+    guesses: bool = False
+    untried: str = ""
+    safe: bool = False
+    has_version: bool = True
+    coarse: bool = False
+    covers: str = ""
+    besides: str = ""
+    between: str = ""
+
+
+# Why a run is tight.
+GUESSES, NO_ROOM, MARGINAL, UNTRIED = "guesses", "no room", "marginal", "untried"
+
+
+def judge(use: CardUse, may_take: Callable[[int], bool]) -> tuple[str, str]:
+    """Decides the verdict, whoever's code runs: the one place that does. Also returns why a run is tight.
+
+    may_take: whether the run may take so many bytes by its upper bound. It is called last, because it may take long.
+    """
+    if use.took is None:
+        return DOES_NOT_FIT, ""
+    if use.guesses:
+        return TIGHT, GUESSES
+    if use.most > use.available:
+        return TIGHT, NO_ROOM
+    if may_take(use.available - use.unsure + 1):
+        return TIGHT, MARGINAL
+    return (TIGHT, UNTRIED) if use.untried else (FITS, "")
 
 
 def needed(least_band: tuple[int, int]) -> str:
@@ -42,42 +121,27 @@ class CardAnswer(Answer):
     assumed_card: str = ""
     available: int
     on_card: int | None
-    _most: int  # what it takes where there is room
-    _guesses: bool = False  # whether it goes through only with plans of cuDNN's that are not known
-    _unsure: int = 0  # bytes that the operating system may keep of the card beside
-    _untried: str = ""  # what nobody has tried and the run rests on, in words
-    _has_version: bool = True  # whether it is about a version that was named
     coarse: bool = False
-    _of: str = ""  # what the answer is of, where that is less than may be thought, in words
-    _beside: str = ""  # other models that the program keeps on the card, in words
-    _between: str = ""  # what the range of a coarse answer is between
-    _safe: bool = False  # whether what is tight counts as not fitting
+    _use: CardUse
 
     if TYPE_CHECKING:
 
         @property
         def least_band(self) -> tuple[int, int]: ...
         @property
-        def _took(self) -> int: ...  # what the process takes on this card at most, in all its runs
-        @property
-        def _range(self) -> tuple[int, int]: ...  # the least and the most that it takes there
+        def _range(self) -> tuple[int, int]: ...  # the least and the most that it takes on this card
         @property
         def _bound(self) -> int: ...  # what it takes at most by `upper`
         @property
         def _runs_out(self) -> str: ...  # where the memory runs out, in words
 
     @functools.cached_property
-    def verdict(self) -> str:
-        if self.on_card is None:
-            return DOES_NOT_FIT
-        return TIGHT if self._is_tight else FITS
+    def _judged(self) -> tuple[str, str]:
+        return judge(self._use, self._may_take)
 
     @property
-    def _is_tight(self) -> bool:
-        """Whether a run that goes through is tight. `tight_because` says why, for which it has to know more."""
-        if self._guesses or self._untried or self._most > self.available:
-            return True
-        return self._may_take(self.available - self._unsure + 1)
+    def verdict(self) -> str:
+        return self._judged[0]
 
     def _may_take(self, size: int) -> bool:
         """Whether `_bound` is so many bytes or more."""
@@ -85,50 +149,52 @@ class CardAnswer(Answer):
 
     @property
     def fits(self) -> bool:
-        return self.on_card is not None and (not self._safe or self.verdict == FITS)
+        # What goes through fits, unless it has to fit safely: then the verdict has to be known.
+        return self._use.took is not None and (not self._use.safe or self.verdict == FITS)
 
     @property
     def spare(self) -> int:
-        if self.on_card is None:
+        if self._use.took is None:
             return self.available - self.least_band[0]
-        return max(self.available - (self._range[1] if self.coarse else self._took), 0)
+        return max(self.available - (self._range[1] if self._use.coarse else self._use.took), 0)
 
     @property
-    def _takes(self) -> str:
+    def takes(self) -> str:
         """MiB that it takes on this card, of a coarse answer from the least to the most."""
-        least, most = (f"{size / MIB:.0f}" for size in (self._range if self.coarse else (self._took, self._took)))
+        took = self._use.took or 0
+        least, most = (f"{size / MIB:.0f}" for size in (self._range if self._use.coarse else (took, took)))
         return least if least == most else f"{least} to {most}"
 
     @functools.cached_property
     def tight_because(self) -> str:
-        if self.verdict != TIGHT:
-            return ""
-        if self._guesses:
+        use, why = self._use, self._judged[1]
+        if why == GUESSES:
             return (
                 "it goes through only if cuDNN's next plans take no workspace, which is not known of this version;"
                 f" {needed(self.least_band)}"
             )
-        if self._most > self.available:
+        if why == NO_ROOM:
             return (
-                f"it would take {self._most / MIB:.0f} MiB where there is room, and goes through because PyTorch gives"
+                f"it would take {use.most / MIB:.0f} MiB where there is room, and goes through because PyTorch gives"
                 f" cached memory back; {needed(self.least_band)}"
             )
-        if self._bound > self.available:
-            why = "" if self._has_version else ", since no version of PyTorch or cuDNN was named"
-            why = f", {self._between}" if self._between else why
-            return f"by `upper` it may take {self._bound / MIB:.0f} MiB{why}"
-        if self._bound > self.available - self._unsure:
-            return f"Windows may keep {self._unsure / MIB:.0f} MiB more of the card"
-        return self._untried
+        if why == MARGINAL and self._bound > self.available:
+            reason = "" if use.has_version else ", since no version of PyTorch or cuDNN was named"
+            reason = f", {use.between}" if use.between else reason
+            return f"by `upper` it may take {self._bound / MIB:.0f} MiB{reason}"
+        if why == MARGINAL:
+            return f"Windows may keep {use.unsure / MIB:.0f} MiB more of the card"
+        return use.untried if why == UNTRIED else ""
 
     @property
     def summary(self) -> str:
-        told = self._of + (", as far as can be told of such a card" if self.coarse else "")
+        use = self._use
+        told = use.covers + (", as far as can be told of such a card" if use.coarse else "")
         room, spare = f"{self.available / MIB:.0f} MiB", f"{abs(self.spare) / MIB:.0f} MiB"
-        if self.on_card is None:
-            lacking = f"{needed(self.least_band)}, and the card gives {room}{self._beside}: {spare} are lacking"
-            return f"does not fit{told}: {lacking}; {self._runs_out}{SPILLS if self._unsure else ''}"
-        took = f"it takes {self._takes} of the {room} that the card gives{self._beside}"
+        if use.took is None:
+            lacking = f"{needed(self.least_band)}, and the card gives {room}{use.besides}: {spare} are lacking"
+            return f"does not fit{told}: {lacking}; {self._runs_out}{SPILLS if use.unsure else ''}"
+        took = f"it takes {self.takes} of the {room} that the card gives{use.besides}"
         if self.tight_because:
             return f"tight{told}: {took}; {self.tight_because}"
         return f"fits{told}: {took}, at most {self._bound / MIB:.0f} by `upper`; {spare} to spare"
