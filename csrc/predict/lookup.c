@@ -3,11 +3,10 @@
 
 #include "lookup.h"
 
-typedef __int128 wide;
-
-static vm_status narrow(wide value, uint64_t *out) {
-    if (value < 0 || value >> 63) return vm_fail(VM_EOVERFLOW, "conv: want sizes from 0 to 2^63 bytes, got others");
-    *out = (uint64_t)value;
+/* VM_EOVERFLOW from 2^63 on, as every sum and product is that did not fit, and every number below 0. */
+static vm_status check_fits(uint64_t value, uint64_t *out) {
+    if (value >> 63) return vm_fail(VM_EOVERFLOW, "conv: want sizes from 0 to 2^63 bytes, got others");
+    *out = value;
     return VM_OK;
 }
 
@@ -32,68 +31,70 @@ static int64_t out_along(const vm_conv *c, int d) {
 }
 
 typedef struct elements {
-    size_t in, out, filter, in_pixels, out_pixels, taps;
+    uint64_t in, out, filter, in_pixels, out_pixels, taps;
 } elements;
 
-/* VM_EOVERFLOW where one does not fit, so that none of what follows from them can leave 128 bits. */
+/* VM_EOVERFLOW where one does not fit. */
 static vm_status count(const vm_conv *c, elements *e) {
     *e = (elements){.out_pixels = 1, .in_pixels = 1, .taps = 1};
     for (int d = first_dim(c); d < VM_CONV_DIMS; d++) {
-        e->out_pixels = VM_PRODUCT(e->out_pixels, (size_t)out_along(c, d));
-        e->in_pixels = VM_PRODUCT(e->in_pixels, (size_t)c->size[d]);
-        e->taps = VM_PRODUCT(e->taps, (size_t)c->filter[d]);
+        e->out_pixels = VM_PRODUCT64(e->out_pixels, (uint64_t)out_along(c, d));
+        e->in_pixels = VM_PRODUCT64(e->in_pixels, (uint64_t)c->size[d]);
+        e->taps = VM_PRODUCT64(e->taps, (uint64_t)c->filter[d]);
     }
-    e->in = VM_PRODUCT((size_t)c->n, (size_t)c->c, e->in_pixels);
-    e->out = VM_PRODUCT((size_t)c->n, (size_t)c->k, e->out_pixels);
-    e->filter = VM_PRODUCT((size_t)c->c, (size_t)c->k / (size_t)c->groups, e->taps);
-    const size_t most = VM_MAX(VM_MAX(e->in, e->out), e->filter);
-    return most == SIZE_MAX ? vm_fail(VM_EOVERFLOW, "conv: want sizes below 2^63 bytes, got more") : VM_OK;
+    e->in = VM_PRODUCT64((uint64_t)c->n, (uint64_t)c->c, e->in_pixels);
+    e->out = VM_PRODUCT64((uint64_t)c->n, (uint64_t)c->k, e->out_pixels);
+    e->filter = VM_PRODUCT64((uint64_t)c->c, (uint64_t)c->k / (uint64_t)c->groups, e->taps);
+    const uint64_t most = VM_MAX(VM_MAX(e->in, e->out), e->filter);
+    return most == UINT64_MAX ? vm_fail(VM_EOVERFLOW, "conv: want sizes below 2^63 bytes, got more") : VM_OK;
 }
 
-static size_t part_of(const vm_conv *c, const elements *e) {
-    const size_t image = VM_MAX(e->in, e->out) / (size_t)c->n, most = (size_t)1 << 31;
-    return image < most ? VM_MIN((size_t)c->n, most / image) : 0;
+static uint64_t part_of(const vm_conv *c, const elements *e) {
+    const uint64_t image = VM_MAX(e->in, e->out) / (uint64_t)c->n, most = (uint64_t)1 << 31;
+    return image < most ? VM_MIN((uint64_t)c->n, most / image) : 0;
 }
 
-vm_status vm_conv_part(const vm_conv *c, size_t *part) {
+vm_status vm_conv_part(const vm_conv *c, uint64_t *part) {
     elements e;
     const vm_status s = count(c, &e);
     if (!s) *part = part_of(c, &e);
     return s;
 }
 
-static wide up(wide n, wide multiple) { return (n + multiple - 1) / multiple * multiple; }
-
 vm_status vm_conv_sizes(const vm_conv *c, uint64_t size[VM_SIZES]) {
     elements e;
     vm_status s = count(c, &e);
     if (s) return s;
-    const wide element = vm_dtype_bytes(c->dtype), pixels = (wide)c->n * e.out_pixels;
-    const wide part = (wide)part_of(c, &e), in_pixels = part * e.in_pixels, out_pixels = part * e.out_pixels;
-    const wide wide_c = up((wide)c->c * element, 16), wide_k = up((wide)c->k * element, 16);
-    const wide value[VM_SIZES] = {[VM_SIZE_i] = up(in_pixels * c->c * element, 16),
-                                  [VM_SIZE_o] = up(out_pixels * c->k * element, 16),
-                                  [VM_SIZE_f] = up(e.filter * element, 16),
-                                  [VM_SIZE_I] = in_pixels * wide_c,
-                                  [VM_SIZE_O] = out_pixels * wide_k,
-                                  [VM_SIZE_F] = wide_k * wide_c / element * e.taps,
-                                  [VM_SIZE_P] = pixels,
-                                  [VM_SIZE_Q] = e.out_pixels,
-                                  [VM_SIZE_h] = (wide)c->size[1],
-                                  [VM_SIZE_w] = (wide)c->size[2],
-                                  [VM_SIZE_n] = (wide)c->n,
-                                  [VM_SIZE_m] = up(pixels, 128) - pixels,
-                                  [VM_SIZE_p] = out_pixels};
-    for (int i = 0; !s && i < VM_SIZES; i++) s = narrow(value[i], &size[i]);
+    const uint64_t element = vm_dtype_bytes(c->dtype), n = (uint64_t)c->n, in = (uint64_t)c->c, out = (uint64_t)c->k;
+    const uint64_t part = part_of(c, &e), pixels = VM_PRODUCT64(n, e.out_pixels);
+    const uint64_t in_pixels = VM_PRODUCT64(part, e.in_pixels), out_pixels = VM_PRODUCT64(part, e.out_pixels);
+    const uint64_t wide_in = vm_round_up64(VM_PRODUCT64(in, element), 16);
+    const uint64_t wide_out = vm_round_up64(VM_PRODUCT64(out, element), 16);
+    const uint64_t value[VM_SIZES] = {[VM_SIZE_i] = vm_round_up64(VM_PRODUCT64(in_pixels, in, element), 16),
+                                      [VM_SIZE_o] = vm_round_up64(VM_PRODUCT64(out_pixels, out, element), 16),
+                                      [VM_SIZE_f] = vm_round_up64(VM_PRODUCT64(e.filter, element), 16),
+                                      [VM_SIZE_I] = VM_PRODUCT64(in_pixels, wide_in),
+                                      [VM_SIZE_O] = VM_PRODUCT64(out_pixels, wide_out),
+                                      [VM_SIZE_F] = VM_PRODUCT64(wide_out / element, wide_in, e.taps),
+                                      [VM_SIZE_P] = pixels,
+                                      [VM_SIZE_Q] = e.out_pixels,
+                                      [VM_SIZE_h] = (uint64_t)c->size[1],
+                                      [VM_SIZE_w] = (uint64_t)c->size[2],
+                                      [VM_SIZE_n] = n,
+                                      [VM_SIZE_m] = vm_round_up64(pixels, 128) - pixels,
+                                      [VM_SIZE_p] = out_pixels};
+    for (int i = 0; !s && i < VM_SIZES; i++) s = check_fits(value[i], &size[i]);
     return s;
 }
 
 vm_status vm_formula_bytes(const vm_formula *f, const uint64_t size[VM_SIZES], uint64_t *bytes) {
-    wide total = f->constant;
-    for (int i = 0; i < VM_TENSORS; i++) total += (wide)f->times[i] * size[i];
-    if (f->index > 0) total += 128 * ((wide)f->index * size[VM_SIZE_Q] / 128 + 1);
-    if (f->tile > 0) total += (wide)f->per_tile * ((size[VM_SIZE_p] + (wide)f->tile - 1) / f->tile);
-    return narrow(total, bytes);
+    const uint64_t index = (uint64_t)f->index, tile = (uint64_t)f->tile, p = size[VM_SIZE_p];
+    uint64_t total = 0, sum;
+    for (int i = 0; i < VM_TENSORS; i++) total = vm_sum64(total, VM_PRODUCT64(f->times[i], size[i]));
+    if (f->index > 0) total = vm_sum64(total, VM_PRODUCT64(128, VM_PRODUCT64(index, size[VM_SIZE_Q]) / 128 + 1));
+    if (f->tile > 0) total = vm_sum64(total, VM_PRODUCT64((uint64_t)f->per_tile, p / tile + (p % tile > 0)));
+    const bool fits = total < UINT64_MAX && !__builtin_add_overflow(total, f->constant, &sum);
+    return check_fits(fits ? sum : UINT64_MAX, bytes);
 }
 
 /* ---- profiles ---- */
@@ -144,8 +145,9 @@ static bool applies(const vm_rule *rule, const vm_conv *c, bool strict) {
     bool known = !rule->pairs;
     for (size_t i = 0; i < rule->pairs; i++)
         known = known || (rule->channels[i][0] == c->c && rule->channels[i][1] == c->k);
-    const wide pixels = (wide)c->size[1] * (wide)c->size[2];
-    return known && pixels >= (wide)rule->least && pixels <= (wide)rule->most;
+    int64_t pixels;
+    const bool over = __builtin_mul_overflow(c->size[1], c->size[2], &pixels);
+    return known && !over && pixels >= rule->least && pixels <= rule->most;
 }
 
 vm_status vm_profile_add_rule(vm_profile *p, const vm_rule *rule) {
@@ -243,7 +245,7 @@ static vm_status answer_here(const vm_profile *p, const vm_conv *c, bool strict,
 
 vm_status vm_profile_conv(const vm_profile *p, const vm_conv *c, bool tf32, bool *found, uint64_t *bytes,
                           vm_profile_how *how) {
-    size_t part = 0;
+    uint64_t part = 0;
     vm_status s = vm_conv_part(c, &part);
     *how = (vm_profile_how){0, part ? VM_HOW_TREE : VM_HOW_LARGE};
     *found = !s && !part;
@@ -284,7 +286,7 @@ static bool is_depthwise(const vm_conv *c) {
 
 /* After use_cudnn, needs_64bit_indexing_no_split and use_cudnn_depthwise in Convolution.cpp. */
 static vm_own_conv why_own(const vm_lookup_torch *t, const vm_conv *c, const elements *e) {
-    const bool large = VM_MAX(e->in, e->out) / (size_t)c->n >= (size_t)1 << 31;
+    const bool large = VM_MAX(e->in, e->out) / (uint64_t)c->n >= (uint64_t)1 << 31;
     if (c->dtype == VM_BF16 && t->sm < 80) return VM_OWN_BFLOAT16;
     if (c->dims == 3 && !c->nhwc && c->dtype != VM_F32 && most_of(c, c->filter) > 1 && t->release >= 209) {
         const bool avoided = t->cudnn >= 90800 && t->cudnn < 91500; /* pytorch/pytorch#166643 */
@@ -306,12 +308,12 @@ static vm_status own_bytes(const vm_lookup_torch *t, const vm_conv *c, vm_own_co
     vm_status s = count(c, &e);
     if (!s) *why = why_own(t, c, &e);
     if (*why == VM_OWN_NONE || is_depthwise(c)) return s;
-    const wide element = vm_dtype_bytes(c->dtype), groups = (wide)c->groups;
-    const size_t channels = (size_t)(c->transposed ? c->k : c->c) / (size_t)c->groups;
-    wide columns = VM_PRODUCT(channels, e.taps, c->transposed ? e.in_pixels : e.out_pixels, (size_t)element);
+    const uint64_t element = vm_dtype_bytes(c->dtype), groups = (uint64_t)c->groups;
+    const uint64_t channels = (uint64_t)(c->transposed ? c->k : c->c) / groups;
+    uint64_t columns = VM_PRODUCT64(channels, e.taps, c->transposed ? e.in_pixels : e.out_pixels, element);
     if (is_plain(c) && c->filter[1] == 1 && c->stride[1] == 1 && !c->padding[1]) columns = 0;
-    const wide parts = (e.in * element + e.filter * element) / groups + columns;
-    return narrow(groups == 1 ? columns : VM_MAX(parts, e.out * element), bytes);
+    const uint64_t parts = vm_sum64(VM_PRODUCT64(vm_sum64(e.in / groups, e.filter / groups), element), columns);
+    return check_fits(groups == 1 ? columns : VM_MAX(parts, VM_PRODUCT64(e.out, element)), bytes);
 }
 
 /* ---- lookups ---- */

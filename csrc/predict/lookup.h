@@ -9,6 +9,7 @@
 #ifndef VM_LOOKUP_H
 #define VM_LOOKUP_H
 
+#include "sizes.h"
 #include "workspace.h"
 
 /* What formulas and trees speak of, in their order: input, output and filter in bytes, each rounded up to 16, then with
@@ -31,7 +32,7 @@ typedef struct vm_formula {
 
 /* Images that cuDNN computes at a time: the batch, or fewer if that has tensors of more than 2^31 elements; 0 if a
  * single image has 2^31 or more, for which cuDNN's plans take no workspace. */
-vm_status vm_conv_part(const vm_conv *conv, size_t *part);
+vm_status vm_conv_part(const vm_conv *conv, uint64_t *part);
 /* VM_EOVERFLOW where a size, or the result, does not fit into 64 bits. */
 vm_status vm_conv_sizes(const vm_conv *conv, uint64_t size[VM_SIZES]);
 vm_status vm_formula_bytes(const vm_formula *formula, const uint64_t size[VM_SIZES], uint64_t *bytes);

@@ -121,9 +121,7 @@ typedef struct step {
 
 /* takes: of its whole call; reach: how many takes before it the farthest give goes. */
 typedef struct module {
-    size_t first, steps;
-    uint64_t takes, reach, plays;
-    size_t depth, path;
+    size_t first, steps, takes, reach, plays, depth, path;
 } module;
 
 /* A convolution or an attention. flag: nhwc; is_causal, enable_gqa, whether there is a mask and whether of booleans,
@@ -558,8 +556,8 @@ static vm_sdpa to_sdpa(const player *y, uint32_t number) {
     const question *q;
     int64_t of[9];
     const vm_dtype dtype = look_up(y, ATTENTIONS, number, &q, of);
-    size_t n[9];
-    for (int i = 0; i < 9; i++) n[i] = (size_t)of[i];
+    uint64_t n[9];
+    for (int i = 0; i < 9; i++) n[i] = (uint64_t)of[i];
     return (vm_sdpa){.dtype = dtype,
                      .q = {4, n[0], n[1], n[3], n[5], false, q->flag[4]},
                      .k = {4, n[0], n[2], n[4], n[5], false, q->flag[5]},

@@ -6,11 +6,11 @@
 #include "torch_walk.h"
 
 tensor vm_walk_attend(walk *w, const tensor *x, int dims, path name) {
-    const size_t tokens = VM_PRODUCT(x->h, x->w);
+    const uint64_t tokens = VM_PRODUCT64(x->h, x->w);
     const vm_heads heads = {.dims = dims, .batch = x->n, .heads = 1, .length = tokens, .depth = x->c};
     const vm_sdpa call = {.dtype = w->dtype, .q = heads, .k = heads, .v = heads};
     tensor y = *x;
-    y.bytes = VM_PRODUCT(x->n, x->c, tokens, element(w));
+    y.bytes = VM_PRODUCT64(x->n, x->c, tokens, element(w));
     if (!w->status) w->status = vm_trace_attention(w->t, &call, VM_ATTENTION_USUAL, &w->vae->gpu, name.text, &y.id);
     if (!w->status) w->live += y.bytes;
     return y;
@@ -28,7 +28,7 @@ tensor vm_walk_attention_diffusers(walk *w, const tensor *x, path name) {
     /* Linear layers on a transposed input: a batched product, then the bias added in place. The input of one pixel
      * counts as dense, and the product then adds the bias itself. */
     const vm_trace_op product_op = x->h * x->w > 1 ? VM_TRACE_CUBLAS : VM_TRACE_CUBLASLT;
-    const size_t rows = VM_PRODUCT(x->n, x->h, x->w), c = x->c, numbers = VM_PRODUCT(c, c);
+    const uint64_t rows = VM_PRODUCT64(x->n, x->h, x->w), c = x->c, numbers = VM_PRODUCT64(c, c);
     tensor qkv[3];
     for (int i = 0; i < 3; i++) {
         const sent weights = send(w, numbers, c, linear[i]);
@@ -106,11 +106,11 @@ tensor vm_walk_attention_comfyui(walk *w, const tensor *x, path name) {
 }
 
 /* softmax(scale * q k^T) for some of the queries, row by row of scores. */
-static tensor scores(walk *w, const tensor *x, size_t queries, path name) {
+static tensor scores(walk *w, const tensor *x, uint64_t queries, path name) {
     const path of = at(name, " [scores]");
-    const size_t keys = VM_PRODUCT(x->h, x->w);
+    const uint64_t keys = VM_PRODUCT64(x->h, x->w);
     tensor s = take(w, x->n, 1, queries, keys, CONTIGUOUS, of);
-    blas(w, VM_TRACE_CUBLAS, VM_PRODUCT(x->n, queries), x->c, keys, of);
+    blas(w, VM_TRACE_CUBLAS, VM_PRODUCT64(x->n, queries), x->c, keys, of);
     bind(w, &s, take_like(w, &s, at(name, " [scores, scaled]")));
     bind(w, &s, take_like(w, &s, at(name, " [softmax]")));
     return s;
@@ -119,10 +119,10 @@ static tensor scores(walk *w, const tensor *x, size_t queries, path name) {
 tensor vm_walk_attention_ldm(walk *w, const tensor *x, path name) {
     const path attended = at(name, " [attention]");
     const heads a = project(w, x, name);
-    const size_t tokens = VM_PRODUCT(x->h, x->w);
+    const uint64_t tokens = VM_PRODUCT64(x->h, x->w);
     const tensor weights = scores(w, x, tokens, name);
     tensor h = take_like(w, &a.normed, attended);
-    blas(w, VM_TRACE_CUBLAS, VM_PRODUCT(x->n, tokens), tokens, x->c, attended);
+    blas(w, VM_TRACE_CUBLAS, VM_PRODUCT64(x->n, tokens), tokens, x->c, attended);
     give(w, &a.normed);
     bind(w, &h, conv1(w, &h, x->c, at(name, ".proj_out")));
     const tensor y = take_like(w, x, name);
@@ -134,10 +134,10 @@ tensor vm_walk_attention_ldm(walk *w, const tensor *x, path name) {
 
 /* In how many parts A1111 takes the queries: a power of two, so that 2.5 times a part's scores fit into free memory;
  * one where their number has no such divisor, and where nothing is free, as when PyTorch has raised already. */
-static size_t parts(const walk *w, const tensor *x) {
-    const size_t tokens = VM_PRODUCT(x->h, x->w), free = w->vae->gpu.free_bytes;
-    const double wanted = 2.5 * (double)VM_PRODUCT(x->n, tokens, tokens, element(w));
-    size_t n = 1;
+static uint64_t parts(const walk *w, const tensor *x) {
+    const uint64_t tokens = VM_PRODUCT64(x->h, x->w), free = w->vae->gpu.free_bytes;
+    const double wanted = 2.5 * (double)VM_PRODUCT64(x->n, tokens, tokens, element(w));
+    uint64_t n = 1;
     while (free > w->live && n < tokens && wanted > (double)(free - w->live) * (double)n) n *= 2;
     return tokens % n ? 1 : n;
 }
@@ -148,11 +148,11 @@ static tensor attend_in_parts(walk *w, const heads *a, bool drops, path name) {
     const tensor *x = &a->normed;
     tensor h = take_like(w, &a->qkv[1], attended); /* zeros like the keys */
     if (drops) give(w, x);
-    const size_t n = parts(w, x), tokens = VM_PRODUCT(x->h, x->w), queries = tokens / n;
-    for (size_t i = 0; !w->status && i < n; i++) {
+    const uint64_t n = parts(w, x), tokens = VM_PRODUCT64(x->h, x->w), queries = tokens / n;
+    for (uint64_t i = 0; !w->status && i < n; i++) {
         const tensor weights = scores(w, x, queries, name);
         const tensor part = take(w, x->n, x->c, 1, queries, CONTIGUOUS, at(name, " [part]"));
-        blas(w, VM_TRACE_CUBLAS, VM_PRODUCT(x->n, queries), tokens, x->c, attended);
+        blas(w, VM_TRACE_CUBLAS, VM_PRODUCT64(x->n, queries), tokens, x->c, attended);
         give(w, &part);
         give(w, &weights);
     }

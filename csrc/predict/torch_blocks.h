@@ -100,8 +100,9 @@ struct vm_talloc {
     /* Storage: slabs of elements, the table of blocks handed out, the history. */
     struct slab *slabs;
     node *spare;
-    size_t spares, drawn;
-    block **table; /* by address, open addressing; table_size is a power of two, at most half full */
+    size_t spares;
+    uint64_t drawn; /* elements, ever */
+    block **table;  /* by address, open addressing; table_size is a power of two, at most half full */
     size_t table_size, table_used;
     vm_talloc_event *history;
     size_t history_size, history_used;

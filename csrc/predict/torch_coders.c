@@ -52,7 +52,7 @@ static void activate(walk *w, tensor *h, activation how, path name) {
     bind(w, h, product);
 }
 
-static tensor resnet(walk *w, frame *f, const tensor *x, size_t c, path name) {
+static tensor resnet(walk *w, frame *f, const tensor *x, uint64_t c, path name) {
     (void)f;
     const path norm1 = at(name, ".norm1"), norm2 = at(name, ".norm2");
     tensor h = norm(w, x, norm1);
@@ -85,7 +85,7 @@ tensor vm_walk_downsample(walk *w, const tensor *x, path name) {
 
 /* diffusers keeps large tensors from PyTorch's channels_last kernel (pytorch#141831). */
 static bool too_large_for_nhwc(const tensor *x) {
-    return x->n >= 64 || VM_PRODUCT(2, x->n, x->c, x->h, x->w) > (size_t)1 << 31;
+    return x->n >= 64 || VM_PRODUCT64(2, x->n, x->c, x->h, x->w) > (uint64_t)1 << 31;
 }
 
 tensor vm_walk_upsample(walk *w, const tensor *x, path name) {
@@ -100,7 +100,7 @@ tensor vm_walk_upsample(walk *w, const tensor *x, path name) {
 
 /* ---- encoder and decoder ---- */
 
-static tensor conv_at_end(walk *w, frame *f, const tensor *x, size_t c, path name) {
+static tensor conv_at_end(walk *w, frame *f, const tensor *x, uint64_t c, path name) {
     (void)f;
     return conv3(w, x, c, name);
 }

@@ -36,9 +36,9 @@ static void forget(walk *w, frame *f) {
 }
 
 /* A causal convolution without what it caches. */
-static tensor causal(walk *w, const tensor *x, size_t k, size_t side, path name) {
+static tensor causal(walk *w, const tensor *x, uint64_t k, uint64_t side, path name) {
     const bool pads = !is_comfyui(w);
-    const size_t border = pads ? side - 1 : 0, h = x->h + border, wide = x->w + border;
+    const uint64_t border = pads ? side - 1 : 0, h = x->h + border, wide = x->w + border;
     if (!is_wan(w)) return conv(w, x, k, side, 1, side / 2, name);
     if (!w->vae->arch->slices) {
         const tensor padded = take(w, x->n, x->c, h, wide, x->layout, at(name, " [pad]"));
@@ -47,7 +47,7 @@ static tensor causal(walk *w, const tensor *x, size_t k, size_t side, path name)
         return y;
     }
     tensor copy = *x; /* of the input, or of the filters */
-    if (pads) copy = take(w, x->n, VM_PRODUCT(x->c, side), h, wide, CONTIGUOUS, at(name, " [pad]"));
+    if (pads) copy = take(w, x->n, VM_PRODUCT64(x->c, side), h, wide, CONTIGUOUS, at(name, " [pad]"));
     const tensor in = pads ? *x : contiguous(w, x, name);
     const tensor y = take(w, x->n, k, x->h, x->w, CONTIGUOUS, name);
     if (!pads && side > 1) copy = take(w, k, x->c, side, side, CONTIGUOUS, at(name, " [filter]"));
@@ -63,7 +63,7 @@ static tensor causal(walk *w, const tensor *x, size_t k, size_t side, path name)
 }
 
 /* The same with its cache. */
-static tensor remember_and_convolve(walk *w, frame *f, const tensor *x, size_t c, path name) {
+static tensor remember_and_convolve(walk *w, frame *f, const tensor *x, uint64_t c, path name) {
     keep(w, f, x, name);
     return causal(w, x, c, 3, name);
 }
@@ -73,7 +73,7 @@ static tensor remember_and_convolve(walk *w, frame *f, const tensor *x, size_t c
 static tensor normalise(walk *w, const tensor *x, path name) {
     if (!is_wan(w)) return norm(w, x, name);
     const bool named = w->vae->release >= FLOAT_NORM && !is_comfyui(w), widens = named && element(w) < 4;
-    const size_t size = widens ? 4 : element(w);
+    const uint64_t size = widens ? 4 : element(w);
     tensor in = *x;
     if (widens) in = take_sized(w, x->n, x->c, x->h, x->w, CONTIGUOUS, size, at(name, " [float]"));
     const tensor length = take_sized(w, x->n, 1, x->h, x->w, CONTIGUOUS, size, at(name, " [length]"));
@@ -94,7 +94,7 @@ static tensor normalise(walk *w, const tensor *x, path name) {
 
 static void silu(walk *w, tensor *x, path name) { bind(w, x, take_like(w, x, at(name, " [silu]"))); }
 
-static tensor resnet(walk *w, frame *f, const tensor *x, size_t c, path name) {
+static tensor resnet(walk *w, frame *f, const tensor *x, uint64_t c, path name) {
     const bool comfyui = is_comfyui(w);
     const char *const *own = vm_walk_names(w->vae->arch, w->vae->runtime)->in_resnet;
     const path shortcut = at(name, ".%s", own[4]);
@@ -162,8 +162,8 @@ static tensor attention(walk *w, const tensor *x, path name) {
 }
 
 /* HunyuanImage's resamplers, to c channels. */
-static tensor shuffle(walk *w, const tensor *x, size_t c, bool down, path name) {
-    const size_t h = down ? x->h / 2 : x->h * 2, wide = down ? x->w / 2 : x->w * 2;
+static tensor shuffle(walk *w, const tensor *x, uint64_t c, bool down, path name) {
+    const uint64_t h = down ? x->h / 2 : x->h * 2, wide = down ? x->w / 2 : x->w * 2;
     if (down && !vm_walk_divides(w, c, 4, name)) return *x;
     tensor y = conv3(w, x, down ? c / 4 : 4 * c, at(name, ".conv"));
     if (down || x->h * x->w > 1)
@@ -179,9 +179,9 @@ static tensor shuffle(walk *w, const tensor *x, size_t c, bool down, path name) 
 /* ---- resamplers, encoder and decoder ---- */
 
 /* In float32, in diffusers. */
-static tensor upsample(walk *w, const tensor *x, size_t c, path name) {
+static tensor upsample(walk *w, const tensor *x, uint64_t c, path name) {
     const bool widens = element(w) < 4 && !is_comfyui(w);
-    const size_t size = widens ? 4 : element(w);
+    const uint64_t size = widens ? 4 : element(w);
     tensor in = *x;
     if (widens) in = take_sized(w, x->n, x->c, x->h, x->w, CONTIGUOUS, size, at(name, " [float]"));
     const layout layout = x->layout == CHANNELS_LAST ? CHANNELS_LAST : CONTIGUOUS;
@@ -212,12 +212,12 @@ static tensor half(walk *w, frame *f, const tensor *x) {
 
 /* Patches of 2x2 pixels as channels, or back. */
 tensor vm_walk_patch(walk *w, const tensor *x, bool back) {
-    const size_t c = back ? x->c / 4 : x->c * 4, h = back ? x->h * 2 : x->h / 2, wide = back ? x->w * 2 : x->w / 2;
+    const uint64_t c = back ? x->c / 4 : x->c * 4, h = back ? x->h * 2 : x->h / 2, wide = back ? x->w * 2 : x->w / 2;
     return take(w, x->n, c, h, wide, CONTIGUOUS, at((path){""}, back ? "unpatchify" : "patchify"));
 }
 
 tensor vm_walk_frame(walk *w, const tensor *x) {
-    const size_t z = w->vae->arch->latent_channels;
+    const uint64_t z = w->vae->arch->latent_channels;
     const bool patches = w->vae->arch->image_patch;
     frame f = {0};
     tensor h, y;
@@ -251,7 +251,7 @@ tensor vm_walk_frame(walk *w, const tensor *x) {
 /* The tile before it left its cache; a decode's latents and image, which is bound until the next one is there, or an
  * encode's moments. */
 tensor vm_walk_frame_tile(walk *w, frame *f, const tensor *part) {
-    const size_t z = w->vae->arch->latent_channels;
+    const uint64_t z = w->vae->arch->latent_channels;
     forget(w, f);
     give(w, &f->named);
     if (w->vae->op == VM_DECODE) {
@@ -283,12 +283,12 @@ vm_status vm_walk_check_code(const vm_arch *arch, vm_trace_runtime runtime) {
 /* AutoencoderTiny's tiles, which take its shapes for granted. */
 static vm_status check_tiny_tiles(const vm_trace_vae *v) {
     const vm_arch *a = v->arch;
-    const size_t factor = vm_arch_factor(a), shared = (size_t)((double)v->tile * v->tile_overlap);
+    const uint64_t factor = vm_arch_factor(a), shared = (uint64_t)((double)v->tile * v->tile_overlap);
     const bool encodes = v->op == VM_ENCODE;
     if (a->levels != 4 || a->out_channels != 3)
         return vm_fail(VM_EINVAL,
-                       "tile: want a factor of 8 and 3 channels, which AutoencoderTiny's tiles have, got %zu "
-                       "and %zu",
+                       "tile: want a factor of 8 and 3 channels, which AutoencoderTiny's tiles have, got %" PRIu64
+                       " and %zu",
                        factor, a->out_channels);
     if (encodes && a->latent_channels != 4)
         return vm_fail(VM_EINVAL,
@@ -297,8 +297,8 @@ static vm_status check_tiny_tiles(const vm_trace_vae *v) {
                        a->latent_channels, a->name);
     if (encodes && shared % factor)
         return vm_fail(VM_EINVAL,
-                       "tile_overlap: want a multiple of %zu pixels of a tile, or AutoencoderTiny raises, got "
-                       "%zu of %zu",
+                       "tile_overlap: want a multiple of %" PRIu64
+                       " pixels of a tile, or AutoencoderTiny raises, got %" PRIu64 " of %" PRIu64,
                        factor, shared, v->tile);
     return VM_OK;
 }
@@ -320,16 +320,17 @@ vm_status vm_walk_check_class(const vm_trace_vae *v) {
                        v->sends ? "sends" : "first", name);
     if (v->arch->family == VM_TINY) return v->tile ? check_tiny_tiles(v) : VM_OK;
     if (v->runtime == VM_TORCH_COMFYUI && v->op == VM_ENCODE && v->batch > 1)
-        return vm_fail(VM_EINVAL, "batch: want 1, for ComfyUI encodes a batch with %s as frames of a video, got %zu",
-                       name, v->batch);
+        return vm_fail(VM_EINVAL,
+                       "batch: want 1, for ComfyUI encodes a batch with %s as frames of a video, got %" PRIu64, name,
+                       v->batch);
     if (v->runtime == VM_TORCH_COMFYUI && v->slicing)
         return vm_fail(VM_EINVAL, "slicing: want it with the diffusers runtime, got comfyui");
-    const size_t cells = vm_arch_factor(v->arch) / VM_MAX(v->arch->image_patch, 1);
-    const size_t stride = (size_t)((double)v->tile * (1 - v->tile_overlap));
+    const uint64_t cells = vm_arch_factor(v->arch) / VM_MAX(v->arch->image_patch, 1);
+    const uint64_t stride = (uint64_t)((double)v->tile * (1 - v->tile_overlap));
     if (v->arch->residual && v->op == VM_ENCODE && stride % cells)
         return vm_fail(VM_EINVAL,
-                       "tile_overlap: want tiles every so many pixels that %zu divides, or the class of %s "
-                       "raises, got %zu",
+                       "tile_overlap: want tiles every so many pixels that %" PRIu64
+                       " divides, or the class of %s raises, got %" PRIu64,
                        cells, name, stride);
     if ((v->tile || v->slicing) && v->release < WITH_TILES)
         return vm_fail(VM_EINVAL, "%s: want diffusers 0.%d or later for %s, got 0.%d, which has none",

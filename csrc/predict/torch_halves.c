@@ -41,7 +41,7 @@ static bool is_flat(const vm_arch *a, vm_trace_runtime runtime, vm_op op) {
 }
 
 /* What the resampler behind a level makes of its c channels. */
-static size_t resampled(const vm_arch *a, vm_op op, size_t level, size_t c) {
+static uint64_t resampled(const vm_arch *a, vm_op op, size_t level, uint64_t c) {
     if (a->family == VM_HUNYUAN_IMAGE) return vm_arch_widths(a, op)[op == VM_DECODE ? level - 1 : level + 1];
     return a->family == VM_WAN && op == VM_DECODE && !a->residual ? c / 2 : c;
 }
@@ -49,11 +49,12 @@ static size_t resampled(const vm_arch *a, vm_op op, size_t level, size_t c) {
 bool vm_walk_is_temporal(const vm_arch *a, size_t level) { return a->residual ? a->temporal[level] : level > 0; }
 
 typedef struct list {
-    size_t count, c; /* c: channels of what the last one makes */
+    size_t count;
+    uint64_t c; /* channels of what the last one makes */
     part *item;
 } list;
 
-static part *append(list *l, part_kind kind, size_t level, size_t c, path name) {
+static part *append(list *l, part_kind kind, size_t level, uint64_t c, path name) {
     part *p = &l->item[l->count++];
     *p = (part){.kind = kind, .level = level, .in = l->c, .out = c, .name = name};
     l->c = c;
@@ -72,7 +73,7 @@ size_t vm_walk_parts(const vm_arch *a, vm_trace_runtime runtime, vm_op op, part 
     const bool decodes = op == VM_DECODE, flat = is_flat(a, runtime, op);
     const names *n = vm_walk_names(a, runtime);
     const size_t *width = vm_arch_widths(a, op), last = a->levels - 1, patch = VM_MAX(a->image_patch, 1);
-    const size_t pixels = VM_PRODUCT(decodes ? a->out_channels : a->in_channels, patch, patch);
+    const uint64_t pixels = VM_PRODUCT64(decodes ? a->out_channels : a->in_channels, patch, patch);
     const size_t resnets = a->layers_per_block + decodes;
     const bool is_frames = a->family != VM_KL && runtime == VM_TORCH_DIFFUSERS;
     const path name = half_name(op);
@@ -107,22 +108,22 @@ size_t vm_walk_parts(const vm_arch *a, vm_trace_runtime runtime, vm_op op, part 
 
 /* ---- what is moved between channels and pixels ---- */
 
-tensor vm_walk_moved(walk *w, const tensor *x, size_t c, size_t h, size_t wide, path name) {
+tensor vm_walk_moved(walk *w, const tensor *x, uint64_t c, uint64_t h, uint64_t wide, path name) {
     return take(w, x->n, c, h, wide, CONTIGUOUS, at(name, " [moved]"));
 }
 
-bool vm_walk_divides(walk *w, size_t all, size_t c, path name) {
+bool vm_walk_divides(walk *w, uint64_t all, uint64_t c, path name) {
     if (!w->status && all % c)
-        w->status =
-            vm_fail(VM_EINVAL, "config: %s: want channels that are whole groups of %zu, got %zu", name.text, c, all);
+        w->status = vm_fail(VM_EINVAL, "config: %s: want channels that are whole groups of %" PRIu64 ", got %" PRIu64,
+                            name.text, c, all);
     return !w->status;
 }
 
-tensor vm_walk_average(walk *w, const tensor *x, size_t frames, size_t side, size_t c, path name) {
-    const size_t all = VM_PRODUCT(x->c, frames, side, side), h = x->h / side, wide = x->w / side;
+tensor vm_walk_average(walk *w, const tensor *x, uint64_t frames, uint64_t side, uint64_t c, path name) {
+    const uint64_t all = VM_PRODUCT64(x->c, frames, side, side), h = x->h / side, wide = x->w / side;
     if (!vm_walk_divides(w, all, c, name)) return *x;
     tensor y = *x;
-    if (is_wan(w)) y = take(w, x->n, VM_PRODUCT(x->c, frames), x->h, x->w, CONTIGUOUS, at(name, " [pad]"));
+    if (is_wan(w)) y = take(w, x->n, VM_PRODUCT64(x->c, frames), x->h, x->w, CONTIGUOUS, at(name, " [pad]"));
     if (side > 1 && (!is_wan(w) || h * wide > 1)) {
         const tensor moved = vm_walk_moved(w, x, all, h, wide, name);
         give_copy(w, &y, x);
@@ -133,8 +134,8 @@ tensor vm_walk_average(walk *w, const tensor *x, size_t frames, size_t side, siz
     return mean;
 }
 
-tensor vm_walk_repeat(walk *w, const tensor *x, size_t frames, size_t side, size_t c, path name) {
-    const size_t all = VM_PRODUCT(c, frames, side, side);
+tensor vm_walk_repeat(walk *w, const tensor *x, uint64_t frames, uint64_t side, uint64_t c, path name) {
+    const uint64_t all = VM_PRODUCT64(c, frames, side, side);
     if (!vm_walk_divides(w, all, x->c, name)) return *x;
     tensor y = take(w, x->n, all, x->h, x->w, CONTIGUOUS, at(name, " [repeated]"));
     if (side > 1 && x->h * x->w > 1)
@@ -180,7 +181,7 @@ static void add_begun(walk *w, const part *p, const tensor *begun, tensor *h) {
     const vm_arch *a = w->vae->arch;
     const path name = level_name(w, p), shortcut = at(name, ".avg_shortcut");
     const bool decodes = w->vae->op == VM_DECODE, resamples = p->kind == RESAMPLER;
-    const size_t frames = resamples && vm_walk_is_temporal(a, p->level - decodes) ? 2 : 1, side = resamples ? 2 : 1;
+    const uint64_t frames = resamples && vm_walk_is_temporal(a, p->level - decodes) ? 2 : 1, side = resamples ? 2 : 1;
     if (!decodes)
         vm_walk_add(w, h, vm_walk_average(w, begun, frames, side, h->c, shortcut), name);
     else if (resamples)

@@ -25,7 +25,7 @@ static uint32_t *find(const vm_names *n, const char *text, size_t length) {
     }
     for (word = 0; length--;) word = word << 8 | (unsigned char)*at++;
     hash = (hash ^ word) * 0x9E3779B97F4A7C15u;
-    size_t i = hash >> 32 & (n->bins - 1);
+    size_t i = (size_t)(hash >> 32) & (n->bins - 1);
     while (n->bin[i] && strcmp(vm_names_get(n, n->bin[i] - 1), text)) i = (i + 1) & (n->bins - 1);
     return &n->bin[i];
 }

@@ -43,7 +43,7 @@ static const char *against_efficient(const vm_sdpa *c, int sm) {
         [4] = "wants heads of queries and keys of one depth, a multiple of 4, and of values too",
         [8] = "wants heads of queries and keys of one depth, a multiple of 8, and of values too"};
     const bool half = c->dtype != VM_F32;
-    const size_t unit = half && sm >= 70 ? 8 : !half && sm >= 80 ? 4 : 1, q = c->q.depth, v = c->v.depth;
+    const uint64_t unit = half && sm >= 70 ? 8 : !half && sm >= 80 ? 4 : 1, q = c->q.depth, v = c->v.depth;
     if (c->dtype == VM_BF16 && sm < 80) return "wants compute capability 8.0 for bfloat16";
     if (q != c->k.depth || q % unit || v % unit || !q || !v) return depths[unit];
     if (c->q.strided || c->k.strided || c->v.strided) return "wants the elements of a head side by side";
@@ -51,7 +51,7 @@ static const char *against_efficient(const vm_sdpa *c, int sm) {
 }
 
 static const char *against_cudnn(const vm_sdpa *c, int sm) {
-    const size_t q = c->q.depth, k = c->k.depth, v = c->v.depth;
+    const uint64_t q = c->q.depth, k = c->k.depth, v = c->v.depth;
     if (!is_new_and_half(c, sm)) return "wants half precision and compute capability 8.0";
     if (q % 8 || k % 8 || v % 8 || q > 128 || k > 128 || v > 128)
         return "wants heads of a multiple of 8 channels, 128 at most";

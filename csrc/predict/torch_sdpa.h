@@ -20,7 +20,8 @@ extern const char *const vm_attention_kernel_name[VM_ATTENTION_KERNELS];
 
 /* Queries, keys or values: (batch, heads, length, depth) where there are 4 dimensions. */
 typedef struct vm_heads {
-    size_t dims, batch, heads, length, depth;
+    size_t dims;
+    uint64_t batch, heads, length, depth;
     bool strided;  /* the elements of a head do not lie side by side: their stride is not 1 */
     bool by_token; /* all heads of a token lie before the next token: (batch, length, heads, depth) */
 } vm_heads;
@@ -29,9 +30,9 @@ typedef struct vm_heads {
 typedef struct vm_sdpa {
     vm_dtype dtype;
     vm_heads q, k, v;
-    bool masked, boolean;  /* whether there is a mask, and whether its elements are booleans */
-    bool causal, grouped;  /* is_causal, enable_gqa */
-    size_t mask, mask_row; /* the mask's elements in all, and of one row (a query's keys) */
+    bool masked, boolean;    /* whether there is a mask, and whether its elements are booleans */
+    bool causal, grouped;    /* is_causal, enable_gqa */
+    uint64_t mask, mask_row; /* the mask's elements in all, and of one row (a query's keys) */
 } vm_sdpa;
 
 /* The first of the enabled kernels that takes the call on a card of compute capability `sm` (89 for 8.9). VM_EINVAL

@@ -37,7 +37,7 @@ static void add(worker *k) {
 }
 
 static void learn(worker *k, path name) {
-    const size_t groups = k->w->vae->arch->norm_num_groups;
+    const uint64_t groups = k->w->vae->arch->norm_num_groups;
     for (int i = 0; k->learns && i < 2; i++) /* variance and mean */
         k->statistics[k->kept++] = take(k->w, k->tile.n, groups, 1, 1, CONTIGUOUS, at(name, " [statistics]"));
 }
@@ -55,7 +55,7 @@ static void apply_norm(worker *k, path name) {
     next(k, y);
 }
 
-static void resnet(worker *k, size_t c, path name) {
+static void resnet(worker *k, uint64_t c, path name) {
     store(k, k->tile.c == c ? k->tile : conv1(k->w, &k->tile, c, at(name, ".nin_shortcut")));
     for (int i = 1; i <= 2; i++) {
         apply_norm(k, at(name, ".norm%d", i));
@@ -97,22 +97,22 @@ static void run(worker *k, tensor x) {
     }
 }
 
-size_t vm_walk_pad(const vm_trace_vae *vae) { return vae->op == VM_DECODE ? 11 : 32; }
+uint64_t vm_walk_pad(const vm_trace_vae *vae) { return vae->op == VM_DECODE ? 11 : 32; }
 
 /* Side of a tile without its padding: even parts, rounded up to 32 or a smaller power of two that stays within most. */
-static size_t side_of(size_t side, size_t pad, size_t most, size_t *count) {
-    const size_t inner = side > 2 * pad ? side - 2 * pad : 0;
+static uint64_t side_of(uint64_t side, uint64_t pad, uint64_t most, uint64_t *count) {
+    const uint64_t inner = side > 2 * pad ? side - 2 * pad : 0;
     *count = VM_MAX((inner + most - 1) / most, 1);
-    const size_t even = (inner + *count - 1) / *count;
-    for (size_t n = 32; n >= 2 && even % n; n /= 2)
+    const uint64_t even = (inner + *count - 1) / *count;
+    for (uint64_t n = 32; n >= 2 && even % n; n /= 2)
         if (VM_ROUND_UP(even, n) <= most) return VM_ROUND_UP(even, n);
     return even;
 }
 
 /* The input, made so small that its longer side is a tile's, with the mean and the deviation that it had. */
-static tensor shrink(walk *w, const tensor *x, size_t most) {
+static tensor shrink(walk *w, const tensor *x, uint64_t most) {
     const double scale = (double)most / (double)VM_MAX(x->h, x->w);
-    const size_t h = (size_t)((double)x->h * scale), wide = (size_t)((double)x->w * scale);
+    const uint64_t h = (uint64_t)((double)x->h * scale), wide = (uint64_t)((double)x->w * scale);
     tensor y = take(w, x->n, x->c, VM_MAX(h, 1), VM_MAX(wide, 1), x->layout, (path){"shrunk"});
     tensor scaled = take_like(w, &y, (path){"shrunk [scaled]"});
     for (int i = 0; i < 3; i++) bind(w, &scaled, take_like(w, &scaled, (path){"shrunk [scaled]"}));
@@ -122,9 +122,9 @@ static tensor shrink(walk *w, const tensor *x, size_t most) {
 
 tensor vm_walk_tiled_vae(walk *w, const tensor *x) {
     const bool decodes = w->vae->op == VM_DECODE;
-    const size_t factor = vm_arch_factor(w->vae->arch), pad = vm_walk_pad(w->vae);
-    const size_t most = decodes ? w->vae->tile / factor : w->vae->tile;
-    const size_t high = decodes ? x->h * factor : x->h / factor, wide = decodes ? x->w * factor : x->w / factor;
+    const uint64_t factor = vm_arch_factor(w->vae->arch), pad = vm_walk_pad(w->vae);
+    const uint64_t most = decodes ? w->vae->tile / factor : w->vae->tile;
+    const uint64_t high = decodes ? x->h * factor : x->h / factor, wide = decodes ? x->w * factor : x->w / factor;
     worker learner = {.w = w, .res = {.id = EXTERNAL}, .learns = true};
     const tensor shrunk = shrink(w, x, most);
     tensor named = shrunk;
@@ -132,12 +132,12 @@ tensor vm_walk_tiled_vae(walk *w, const tensor *x) {
     run(&learner, named);
     give(w, &shrunk);
     worker k = {.w = w, .res = {.id = EXTERNAL}};
-    size_t rows, cols;
-    const size_t side[2] = {side_of(x->h, pad, most, &rows), side_of(x->w, pad, most, &cols)};
+    uint64_t rows, cols;
+    const uint64_t side[2] = {side_of(x->h, pad, most, &rows), side_of(x->w, pad, most, &cols)};
     tensor result = {.id = EXTERNAL};
-    for (size_t i = 0; !w->status && i < rows * cols; i++) {
-        const size_t top = i / cols * side[0], left = i % cols * side[1];
-        const size_t h = VM_MIN(side[0] + 2 * pad, x->h - top), v = VM_MIN(side[1] + 2 * pad, x->w - left);
+    for (uint64_t i = 0; !w->status && i < rows * cols; i++) {
+        const uint64_t top = i / cols * side[0], left = i % cols * side[1];
+        const uint64_t h = VM_MIN(side[0] + 2 * pad, x->h - top), v = VM_MIN(side[1] + 2 * pad, x->w - left);
         run(&k, take(w, x->n, x->c, h, v, x->layout, (path){"tile"}));
         if (!i) result = take_sized(w, x->n, k.tile.c, high, wide, CONTIGUOUS, 4, (path){"result [float]"});
         give(w, &k.tile);

@@ -78,19 +78,19 @@ tensor vm_walk_tiny(walk *w, const tensor *x) {
     return h;
 }
 
-tensor vm_walk_tiny_tiles(walk *w, const tensor *x, size_t in, size_t out, size_t step) {
+tensor vm_walk_tiny_tiles(walk *w, const tensor *x, uint64_t in, uint64_t out, uint64_t step) {
     enum { FLOAT = 4 };
     const bool decodes = w->vae->op == VM_DECODE;
-    const size_t factor = vm_arch_factor(w->vae->arch);
-    const size_t c = decodes ? w->vae->arch->out_channels : w->vae->arch->latent_channels;
-    const size_t high = decodes ? x->h * factor : x->h / factor, wide = decodes ? x->w * factor : x->w / factor;
+    const uint64_t factor = vm_arch_factor(w->vae->arch);
+    const uint64_t c = decodes ? w->vae->arch->out_channels : w->vae->arch->latent_channels;
+    const uint64_t high = decodes ? x->h * factor : x->h / factor, wide = decodes ? x->w * factor : x->w / factor;
     const tensor none = {.id = EXTERNAL};
     const path masks = {"tile [masks]"}, blending = {"blend"};
     const tensor whole[2] = {take_sized(w, 1, 2, out, out, CONTIGUOUS, FLOAT, masks),
                              take_sized(w, x->n, c, high, wide, CONTIGUOUS, FLOAT, (path){"result [float]"})};
     tensor tile = none, mask[3] = {none, none, none}; /* of rows, of columns, and their product */
-    for (size_t top = 0; top < x->h; top += step) {
-        for (size_t left = 0; !w->status && left < x->w; left += step) {
+    for (uint64_t top = 0; top < x->h; top += step) {
+        for (uint64_t left = 0; !w->status && left < x->w; left += step) {
             tensor part = *x;
             part.h = VM_MIN(in, x->h - top);
             part.w = VM_MIN(in, x->w - left);

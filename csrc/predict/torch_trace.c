@@ -57,7 +57,7 @@ static vm_status add(vm_trace *t, vm_trace_op op, uint32_t id, uint64_t bytes, c
 }
 
 vm_status vm_trace_take(vm_trace *t, uint64_t bytes, const char *name, uint32_t *id) {
-    if (bytes > VM_TALLOC_LARGEST || bytes == SIZE_MAX)
+    if (bytes > VM_TALLOC_LARGEST)
         return vm_fail(VM_EOVERFLOW, "%s: want a storage of at most 2^60 bytes, got more", name);
     vm_status s = add(t, VM_TRACE_TAKE, t->ids, bytes, name);
     if (s) return s;
@@ -116,22 +116,23 @@ vm_status vm_trace_send(vm_trace *t, uint64_t bytes, const char *name, uint32_t 
 /* Every number of the filters meets every pixel of the output, or of a transposed convolution's input. It reads input
  * and filters; the output, which was taken, is read and written once more where the bias is added. */
 static void count_conv(vm_trace *t, const vm_conv *c) {
-    const size_t groups = c->groups > 0 ? (size_t)c->groups : 1, in = (size_t)c->c, out = (size_t)c->k;
-    size_t numbers = VM_PRODUCT(c->transposed ? in : in / groups, c->transposed ? out / groups : out), taps = 1;
-    size_t read = VM_PRODUCT((size_t)c->n, in), made = VM_PRODUCT((size_t)c->n, out), pixels = 1;
+    const uint64_t groups = c->groups > 0 ? (uint64_t)c->groups : 1, in = (uint64_t)c->c, out = (uint64_t)c->k;
+    uint64_t numbers = VM_PRODUCT64(c->transposed ? in : in / groups, c->transposed ? out / groups : out), taps = 1;
+    uint64_t read = VM_PRODUCT64((uint64_t)c->n, in), made = VM_PRODUCT64((uint64_t)c->n, out), pixels = 1;
     for (int i = 0; i < VM_CONV_DIMS; i++) {
-        const size_t side = (size_t)c->filter[i], stride = c->stride[i] > 0 ? (size_t)c->stride[i] : 1;
-        const size_t reach = (size_t)c->size[i] + 2 * (size_t)c->padding[i] - (size_t)c->dilation[i] * (side - 1);
-        const size_t to = c->transposed ? (size_t)c->size[i] : (reach - 1) / stride + 1;
-        taps = VM_PRODUCT(taps, side);
-        pixels = VM_PRODUCT(pixels, to);
-        read = VM_PRODUCT(read, (size_t)c->size[i]);
-        made = VM_PRODUCT(made, to);
+        const uint64_t side = (uint64_t)c->filter[i], stride = c->stride[i] > 0 ? (uint64_t)c->stride[i] : 1;
+        const uint64_t reach =
+            (uint64_t)c->size[i] + 2 * (uint64_t)c->padding[i] - (uint64_t)c->dilation[i] * (side - 1);
+        const uint64_t to = c->transposed ? (uint64_t)c->size[i] : (reach - 1) / stride + 1;
+        taps = VM_PRODUCT64(taps, side);
+        pixels = VM_PRODUCT64(pixels, to);
+        read = VM_PRODUCT64(read, (uint64_t)c->size[i]);
+        made = VM_PRODUCT64(made, to);
     }
-    vm_trace_count(t, VM_PRODUCT(2, (size_t)c->n, numbers, taps, pixels));
-    const size_t each = vm_dtype_bytes(c->dtype);
-    const size_t parts[] = {read, VM_PRODUCT(numbers, taps), made};
-    for (size_t i = 0; i < 3; i++) vm_trace_move(t, VM_PRODUCT(parts[i], each));
+    vm_trace_count(t, VM_PRODUCT64(2, (uint64_t)c->n, numbers, taps, pixels));
+    const uint64_t each = vm_dtype_bytes(c->dtype);
+    const uint64_t parts[] = {read, VM_PRODUCT64(numbers, taps), made};
+    for (size_t i = 0; i < 3; i++) vm_trace_move(t, VM_PRODUCT64(parts[i], each));
 }
 
 vm_status vm_trace_question(vm_trace *t, const vm_conv *conv, uint32_t *number) {
@@ -163,56 +164,56 @@ static vm_status pass_through(vm_trace *t, const uint64_t *bytes, size_t count, 
     return s;
 }
 
-vm_status vm_trace_norm(vm_trace *t, vm_dtype dtype, size_t n, size_t c, size_t groups, size_t pixels, const char *name,
-                        uint32_t stats[2]) {
-    const size_t bytes = VM_PRODUCT(n, groups, vm_dtype_bytes(dtype)),
-                 fused = VM_PRODUCT(4, n, c); /* whatever the dtype */
+vm_status vm_trace_norm(vm_trace *t, vm_dtype dtype, uint64_t n, uint64_t c, uint64_t groups, uint64_t pixels,
+                        const char *name, uint32_t stats[2]) {
+    const uint64_t bytes = VM_PRODUCT64(n, groups, vm_dtype_bytes(dtype));
+    const uint64_t fused = VM_PRODUCT64(4, n, c); /* whatever the dtype */
     vm_status s = vm_trace_take(t, bytes, name, &stats[0]);
     if (!s) s = vm_trace_take(t, bytes, name, &stats[1]);
     if (!s && pixels > 1) s = pass_through(t, (uint64_t[]){fused, fused}, 2, name);
-    vm_trace_move(t, VM_PRODUCT(n, c, pixels, vm_dtype_bytes(dtype))); /* the input, once more for the statistics */
+    vm_trace_move(t, VM_PRODUCT64(n, c, pixels, vm_dtype_bytes(dtype))); /* the input, once more for the statistics */
     return s;
 }
 
 /* How many parts flash attention cuts the keys into when the queries alone do not fill the device. */
-static size_t flash_splits(const vm_sdpa *a, const vm_trace_gpu *gpu) {
-    const size_t depth = a->v.depth, block = depth <= 64 ? 256 : depth <= 128 ? 128 : 64;
-    const size_t blocks = vm_round_up(a->k.length, block) / block, slots = 2 * (size_t)gpu->multiprocessors;
-    const size_t work = VM_PRODUCT(a->q.batch, a->q.heads, vm_round_up(a->q.length, 64) / 64);
+static uint64_t flash_splits(const vm_sdpa *a, const vm_trace_gpu *gpu) {
+    const uint64_t depth = a->v.depth, block = depth <= 64 ? 256 : depth <= 128 ? 128 : 64;
+    const uint64_t blocks = vm_round_up64(a->k.length, block) / block, slots = 2 * (uint64_t)gpu->multiprocessors;
+    const uint64_t work = VM_PRODUCT64(a->q.batch, a->q.heads, vm_round_up64(a->q.length, 64) / 64);
     if ((double)work >= 0.8 * (double)slots) return 1;
-    const size_t most = VM_MIN(VM_MIN(128, slots), blocks);
+    const uint64_t most = VM_MIN(VM_MIN(128, slots), blocks);
     double best = 0, efficiency[129] = {0};
-    for (size_t n = 1; n <= most; n++) {
+    for (uint64_t n = 1; n <= most; n++) {
         if (n > 1 && (blocks + n - 1) / n == (blocks + n - 2) / (n - 1)) continue; /* no part gets shorter by it */
         const double waves = (double)(work * n) / (double)slots;
         efficiency[n] = waves / (double)((work * n + slots - 1) / slots);
         best = VM_MAX(best, efficiency[n]);
     }
-    for (size_t n = 1; n <= most; n++)
+    for (uint64_t n = 1; n <= most; n++)
         if (efficiency[n] >= 0.85 * best && efficiency[n] > 0) return n;
     return 1;
 }
 
 static vm_status flash(vm_trace *t, const vm_sdpa *a, const vm_trace_gpu *gpu, const char *name, uint32_t *id) {
-    const size_t rows = VM_PRODUCT(a->q.batch, a->q.heads, a->q.length), splits = flash_splits(a, gpu);
-    const size_t depth = VM_ROUND_UP(a->v.depth, 8), rounded = VM_ROUND_UP(a->v.depth, a->v.depth <= 128 ? 32 : 64);
-    const size_t q = VM_PRODUCT(rows, depth, 2), kv = VM_PRODUCT(a->k.batch, a->k.heads, a->k.length, depth, 2);
+    const uint64_t rows = VM_PRODUCT64(a->q.batch, a->q.heads, a->q.length), splits = flash_splits(a, gpu);
+    const uint64_t depth = VM_ROUND_UP(a->v.depth, 8), rounded = VM_ROUND_UP(a->v.depth, a->v.depth <= 128 ? 32 : 64);
+    const uint64_t q = VM_PRODUCT64(rows, depth, 2), kv = VM_PRODUCT64(a->k.batch, a->k.heads, a->k.length, depth, 2);
     const bool pads = depth != a->v.depth;
     uint32_t padded[3] = {0};
     vm_status s = VM_OK;
     for (size_t i = 0; !s && pads && i < 3; i++) s = vm_trace_take(t, i ? kv : q, name, &padded[i]);
     if (!s) s = vm_trace_take(t, q, name, id);
-    const uint64_t lse_and_parts[3] = {VM_PRODUCT(4, rows), VM_PRODUCT(4, splits, rows),
-                                       VM_PRODUCT(4, splits, rows, rounded)};
+    const uint64_t lse_and_parts[3] = {VM_PRODUCT64(4, rows), VM_PRODUCT64(4, splits, rows),
+                                       VM_PRODUCT64(4, splits, rows, rounded)};
     if (!s) s = pass_through(t, lse_and_parts, splits > 1 ? 3 : 1, name);
     for (size_t i = 0; !s && pads && i < 3; i++) s = vm_trace_give(t, padded[i]);
     return s;
 }
 
 static vm_status efficient(vm_trace *t, const vm_sdpa *a, const char *name, uint32_t *id) {
-    const size_t count = VM_PRODUCT(a->q.batch, a->q.heads, a->q.length, a->v.depth);
-    const uint64_t sums = VM_PRODUCT(4, count);
-    vm_status s = vm_trace_take(t, VM_PRODUCT(count, vm_dtype_bytes(a->dtype)), name, id);
+    const uint64_t count = VM_PRODUCT64(a->q.batch, a->q.heads, a->q.length, a->v.depth);
+    const uint64_t sums = VM_PRODUCT64(4, count);
+    vm_status s = vm_trace_take(t, VM_PRODUCT64(count, vm_dtype_bytes(a->dtype)), name, id);
     /* Heads wider than 128 are accumulated in a float tensor in memory instead of registers. */
     if (!s && a->dtype != VM_F32 && a->v.depth > 128) s = pass_through(t, &sums, 1, name);
     return s;
@@ -227,36 +228,36 @@ typedef struct maker {
 
 enum { NOT_MADE = UINT32_MAX };
 
-static uint32_t make_if(maker *m, bool is_made, size_t bytes) {
+static uint32_t make_if(maker *m, bool is_made, uint64_t bytes) {
     uint32_t id = NOT_MADE;
     if (is_made && !m->status) m->status = vm_trace_take(m->t, bytes, m->name, &id);
     return id;
 }
 
-static uint32_t make(maker *m, size_t bytes) { return make_if(m, true, bytes); }
+static uint32_t make(maker *m, uint64_t bytes) { return make_if(m, true, bytes); }
 
 static void drop(maker *m, const uint32_t *id, size_t count) {
     for (size_t i = 0; !m->status && i < count; i++)
         if (id[i] != NOT_MADE) m->status = vm_trace_give(m->t, id[i]);
 }
 
-static void multiply(maker *m, size_t rows, size_t depth, size_t cols) {
-    vm_trace_count(m->t, VM_PRODUCT(2, rows, depth, cols));
+static void multiply(maker *m, uint64_t rows, uint64_t depth, uint64_t cols) {
+    vm_trace_count(m->t, VM_PRODUCT64(2, rows, depth, cols));
     if (!m->status) m->status = vm_trace_blas(m->t, VM_TRACE_CUBLAS, m->name);
 }
 
 /* Booleans of a lower triangle, and what is chosen by them, 0 or -inf. */
-static uint32_t make_causal_mask(maker *m, size_t pairs) {
+static uint32_t make_causal_mask(maker *m, uint64_t pairs) {
     const uint32_t ones = make(m, pairs), lower = make(m, pairs);
     drop(m, &ones, 1);
-    const uint32_t zero = make(m, 4), least = make(m, 4), mask = make(m, VM_PRODUCT(4, pairs));
+    const uint32_t zero = make(m, 4), least = make(m, 4), mask = make(m, VM_PRODUCT64(4, pairs));
     drop(m, (uint32_t[]){lower, zero, least}, 3);
     return mask;
 }
 
 /* _safe_softmax, which takes care of rows whose keys are all masked; the scores are given back. */
-static uint32_t make_weights(maker *m, uint32_t scores, size_t rows, size_t keys) {
-    const size_t count = VM_PRODUCT(rows, keys), bytes = VM_PRODUCT(4, count);
+static uint32_t make_weights(maker *m, uint32_t scores, uint64_t rows, uint64_t keys) {
+    const uint64_t count = VM_PRODUCT64(rows, keys), bytes = VM_PRODUCT64(4, count);
     const uint32_t soft = make(m, bytes), least = make(m, 4), masked = make(m, count), masked_rows = make(m, rows);
     const uint32_t zero = make(m, 4), weights = make(m, bytes);
     drop(m, (uint32_t[]){scores, soft, least, masked, masked_rows, zero}, 6);
@@ -271,15 +272,16 @@ static bool is_copied(const vm_heads *h) { return h->by_token && h->batch > 1 &&
  * precision are made for a caller that does not want them. The output lies head by head. */
 static vm_status math(vm_trace *t, const vm_sdpa *a, const char *name, uint32_t *id) {
     const vm_heads *const q = &a->q, *const k = &a->k, *const v = &a->v;
-    const size_t rows = VM_PRODUCT(q->batch, q->heads, q->length), pairs = VM_PRODUCT(q->length, k->length);
-    const size_t own = VM_PRODUCT(4, k->batch, k->heads, k->length), all = VM_PRODUCT(4, q->batch, q->heads, k->length);
-    const size_t queries = VM_PRODUCT(4, rows, q->depth), keys = VM_PRODUCT(all, k->depth);
-    const size_t values = VM_PRODUCT(all, v->depth), scores = VM_PRODUCT(4, rows, k->length);
-    const size_t made = VM_PRODUCT(rows, v->depth), size = vm_dtype_bytes(a->dtype);
+    const uint64_t rows = VM_PRODUCT64(q->batch, q->heads, q->length), pairs = VM_PRODUCT64(q->length, k->length);
+    const uint64_t own = VM_PRODUCT64(4, k->batch, k->heads, k->length),
+                   all = VM_PRODUCT64(4, q->batch, q->heads, k->length);
+    const uint64_t queries = VM_PRODUCT64(4, rows, q->depth), keys = VM_PRODUCT64(all, k->depth);
+    const uint64_t values = VM_PRODUCT64(all, v->depth), scores = VM_PRODUCT64(4, rows, k->length);
+    const uint64_t made = VM_PRODUCT64(rows, v->depth), size = vm_dtype_bytes(a->dtype);
     const bool half = a->dtype != VM_F32, repeats = q->heads != k->heads;
     maker m = {t, name, VM_OK};
-    const uint32_t float_q = make_if(&m, half, queries), float_k = make_if(&m, half, VM_PRODUCT(own, k->depth));
-    const uint32_t float_v = make_if(&m, half, VM_PRODUCT(own, v->depth)), scaled_q = make(&m, queries);
+    const uint32_t float_q = make_if(&m, half, queries), float_k = make_if(&m, half, VM_PRODUCT64(own, k->depth));
+    const uint32_t float_v = make_if(&m, half, VM_PRODUCT64(own, v->depth)), scaled_q = make(&m, queries);
     const uint32_t causal = a->causal ? make_causal_mask(&m, pairs) : NOT_MADE;
     const uint32_t repeated_k = make_if(&m, repeats, keys), repeated_v = make_if(&m, repeats, values);
     const uint32_t scaled_k = make(&m, keys), copied_q = make_if(&m, is_copied(q), queries);
@@ -287,14 +289,14 @@ static vm_status math(vm_trace *t, const vm_sdpa *a, const char *name, uint32_t 
     multiply(&m, rows, q->depth, k->length);
     drop(&m, (uint32_t[]){scaled_k, copied_q, copied_k}, 3);
     if (a->causal || a->masked) /* scores are read and written, and a mask is read */
-        vm_trace_move(t, VM_PRODUCT(2, scores));
-    vm_trace_move(t, a->causal ? VM_PRODUCT(4, pairs) : a->masked ? VM_PRODUCT(a->mask, size) : 0);
+        vm_trace_move(t, VM_PRODUCT64(2, scores));
+    vm_trace_move(t, a->causal ? VM_PRODUCT64(4, pairs) : a->masked ? VM_PRODUCT64(a->mask, size) : 0);
     const uint32_t weights = make_weights(&m, raw, rows, k->length), half_weights = make_if(&m, half, scores / 2);
     const uint32_t copied_v = make_if(&m, !repeats && is_copied(v), values);
-    const uint32_t sums = make(&m, VM_PRODUCT(4, made));
+    const uint32_t sums = make(&m, VM_PRODUCT64(4, made));
     multiply(&m, rows, k->length, v->depth);
     drop(&m, &copied_v, 1);
-    *id = half ? make(&m, VM_PRODUCT(2, made)) : sums;
+    *id = half ? make(&m, VM_PRODUCT64(2, made)) : sums;
     drop(&m, (uint32_t[]){float_q, float_k, float_v, scaled_q, causal, repeated_k, repeated_v}, 7);
     drop(&m, (uint32_t[]){weights, half_weights, half ? sums : NOT_MADE}, 3);
     return m.status;
@@ -304,7 +306,7 @@ static vm_status math(vm_trace *t, const vm_sdpa *a, const char *name, uint32_t 
 static vm_status run_kernel(vm_trace *t, const vm_sdpa *a, vm_attention_kernel kernel, const vm_trace_gpu *gpu,
                             const char *name, uint32_t *id) {
     if (kernel == VM_ATTENTION_MATH) return math(t, a, name, id);
-    const uint64_t flops = VM_PRODUCT(4, a->q.batch, a->q.heads, a->q.length, a->k.length, a->v.depth);
+    const uint64_t flops = VM_PRODUCT64(4, a->q.batch, a->q.heads, a->q.length, a->k.length, a->v.depth);
     vm_trace_count(t, flops);
     raise_by(&t->attended, flops);
     return kernel == VM_ATTENTION_FLASH ? flash(t, a, gpu, name, id) : efficient(t, a, name, id);
@@ -316,13 +318,13 @@ vm_status vm_trace_attention(vm_trace *t, const vm_sdpa *call, vm_attention_kern
     if (gpu->multiprocessors < 1)
         return vm_fail(VM_EINVAL, "multiprocessors: want 1 or more, got %d", gpu->multiprocessors);
     vm_status s = kernel == VM_ATTENTION_USUAL ? vm_sdpa_choose(call, gpu->sm, usual, 3, &kernel) : VM_OK;
-    const size_t row = call->mask_row, size = vm_dtype_bytes(call->dtype);
+    const uint64_t row = call->mask_row, size = vm_dtype_bytes(call->dtype);
     const bool pads = call->masked && kernel == VM_ATTENTION_EFFICIENT && row % 8,
                copies = call->masked && call->boolean;
-    const size_t padded = pads ? VM_PRODUCT(call->mask / row, vm_round_up(row, 8), size) : 0;
+    const uint64_t padded = pads ? VM_PRODUCT64(call->mask / row, vm_round_up64(row, 8), size) : 0;
     char text[VM_TRACE_LABEL];
     uint32_t copy = 0, wider = 0;
-    if (!s && copies) s = vm_trace_take(t, VM_PRODUCT(call->mask, size), vm_trace_label(text, name, "mask"), &copy);
+    if (!s && copies) s = vm_trace_take(t, VM_PRODUCT64(call->mask, size), vm_trace_label(text, name, "mask"), &copy);
     if (!s && pads) s = vm_trace_take(t, padded, vm_trace_label(text, name, "mask, padded"), &wider);
     if (!s && kernel != VM_ATTENTION_CUDNN)
         s = run_kernel(t, call, kernel, gpu, vm_trace_label(text, name, "attention"), id);
@@ -330,6 +332,6 @@ vm_status vm_trace_attention(vm_trace *t, const vm_sdpa *call, vm_attention_kern
     if (!s && copies) s = vm_trace_give(t, copy);
     if (s || kernel != VM_ATTENTION_MATH || call->q.heads == 1 || call->q.length == 1) return s;
     const uint32_t by_head = *id;
-    s = vm_trace_take(t, VM_PRODUCT(call->q.batch, call->q.heads, call->q.length, call->v.depth, size), text, id);
+    s = vm_trace_take(t, VM_PRODUCT64(call->q.batch, call->q.heads, call->q.length, call->v.depth, size), text, id);
     return s ? s : vm_trace_give(t, by_head);
 }

@@ -9,6 +9,7 @@
 #ifndef VM_TORCH_TRACE_H
 #define VM_TORCH_TRACE_H
 
+#include "sizes.h"
 #include "torch_names.h"
 #include "torch_alloc.h"
 #include "torch_sdpa.h"
@@ -88,13 +89,13 @@ vm_status vm_trace_wants(const vm_trace *t, uint64_t low, uint64_t high, bool se
 
 /* Statistics and the two fused parameter vectors of a group norm whose output was just taken; mean and rstd live on
  * until vm_trace_give. pixels: h*w; with 1 the vectors are not made. */
-vm_status vm_trace_norm(vm_trace *t, vm_dtype dtype, size_t n, size_t c, size_t groups, size_t pixels, const char *name,
-                        uint32_t stats[2]);
+vm_status vm_trace_norm(vm_trace *t, vm_dtype dtype, uint64_t n, uint64_t c, uint64_t groups, uint64_t pixels,
+                        const char *name, uint32_t stats[2]);
 
 typedef struct vm_trace_gpu {
     int sm; /* compute capability, 89 for 8.9 */
     int multiprocessors;
-    size_t free_bytes; /* of its memory when the call begins; 0: without end */
+    uint64_t free_bytes; /* of its memory when the call begins; 0: without end */
 } vm_trace_gpu;
 
 /* scaled_dot_product_attention without dropout, by a kernel that vm_sdpa_choose chose, or the usual one. Of cuDNN's
@@ -125,8 +126,8 @@ typedef struct vm_trace_vae {
     vm_op op;
     vm_dtype dtype, first; /* first: of post_quant_conv, decoder.conv_in and decoder.mid_block, in which diffusers'
                                     upcast_vae keeps half precision; the same as dtype elsewhere */
-    size_t height, width, batch; /* of the image; multiples of vm_arch_factor */
-    size_t tile;                 /* side of a tile in pixels; 0: tiling is off */
+    uint64_t height, width, batch; /* of the image; multiples of vm_arch_factor */
+    uint64_t tile;                 /* side of a tile in pixels; 0: tiling is off */
     double tile_overlap; /* diffusers' tile_overlap_factor, the part of its side that tiles share; others' is fixed */
     bool slicing;
     int release;        /* 38 of diffusers 0.38, whose class runs one frame of a video's VAE (torch_frames.c) */
@@ -146,8 +147,8 @@ vm_status vm_trace_vae_copy(const vm_trace_vae *vae, vm_trace_vae **out);
 typedef struct vm_parameter {
     char name[VM_NAME];
     int dims;
-    size_t shape[5]; /* [dims] */
-    bool integer;    /* 64 bits in any dtype */
+    uint64_t shape[5]; /* [dims] */
+    bool integer;      /* 64 bits in any dtype */
 } vm_parameter;
 
 typedef struct vm_parameters {

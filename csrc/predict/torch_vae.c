@@ -8,7 +8,7 @@
 /* The encoder or the decoder. A1111's Tiled VAE takes over where the input is larger than one padded tile. */
 static tensor half_of_model(walk *w, const tensor *x) {
     const bool decodes = w->vae->op == VM_DECODE;
-    const size_t tile = decodes ? w->vae->tile / vm_arch_factor(w->vae->arch) : w->vae->tile;
+    const uint64_t tile = decodes ? w->vae->tile / vm_arch_factor(w->vae->arch) : w->vae->tile;
     if (w->vae->runtime == VM_TORCH_A1111 && tile && VM_MAX(x->h, x->w) > tile + 2 * vm_walk_pad(w->vae))
         return vm_walk_tiled_vae(w, x);
     return vm_walk_coder(w, x);
@@ -33,27 +33,28 @@ static tensor decode_latents(walk *w, const tensor *z) {
 
 /* Sides and distance of tiles, in what goes in and in what comes out, and how many there are: 0 where one call does. */
 typedef struct tiling {
-    size_t in, out, step, extent, rows, cols; /* extent: of what comes out, how much is blended */
+    uint64_t in, out, step, extent, rows, cols; /* extent: of what comes out, how much is blended */
 } tiling;
 
 static tiling tiling_of(const vm_trace_vae *v) {
     const bool decodes = v->op == VM_DECODE;
-    const size_t patch = VM_MAX(v->arch->image_patch, 1), factor = vm_arch_factor(v->arch) / (decodes ? 1 : patch);
-    const size_t small = v->tile / factor, unit = decodes ? factor : 1;
-    size_t h = v->height / unit, w = v->width / unit;
+    const uint64_t patch = VM_MAX(v->arch->image_patch, 1), factor = vm_arch_factor(v->arch) / (decodes ? 1 : patch);
+    const uint64_t small = v->tile / factor, unit = decodes ? factor : 1;
+    uint64_t h = v->height / unit, w = v->width / unit;
     tiling t = {.in = decodes ? small : v->tile, .out = decodes ? v->tile / patch : small};
     const bool is_tiny = v->arch->family == VM_TINY;
     if (!v->tile || (!is_tiny && h <= t.in && w <= t.in)) return t;
     if (is_tiny) {
-        t.step = t.in - (size_t)((double)t.in * v->tile_overlap);
+        t.step = t.in - (uint64_t)((double)t.in * v->tile_overlap);
     } else if (v->arch->family == VM_WAN) { /* whose distance of tiles is set in pixels */
-        const size_t stride = (size_t)((double)v->tile * (1 - v->tile_overlap)), latents = VM_MAX(stride / factor, 1);
+        const uint64_t stride = (uint64_t)((double)v->tile * (1 - v->tile_overlap));
+        const uint64_t latents = VM_MAX(stride / factor, 1);
         t.step = decodes ? latents : stride;
         t.extent = decodes ? (v->tile - stride) / patch : small - latents;
         if (!decodes) h /= patch, w /= patch; /* whose tiles are of patches, as many as pixels were asked for */
     } else {
-        t.step = (size_t)((double)t.in * (1 - v->tile_overlap));
-        t.extent = (size_t)((double)t.out * v->tile_overlap);
+        t.step = (uint64_t)((double)t.in * (1 - v->tile_overlap));
+        t.extent = (uint64_t)((double)t.out * v->tile_overlap);
     }
     t.rows = (h + t.step - 1) / t.step;
     t.cols = (w + t.step - 1) / t.step;
@@ -61,8 +62,8 @@ static tiling tiling_of(const vm_trace_vae *v) {
 }
 
 /* b[...] = a[...] * s + b[...] * t, line by line; count: elements of a line. */
-static void blend(walk *w, size_t lines, size_t count, path name) {
-    for (size_t i = 0; !w->status && i < lines; i++) {
+static void blend(walk *w, uint64_t lines, uint64_t count, path name) {
+    for (uint64_t i = 0; !w->status && i < lines; i++) {
         tensor line[3];
         for (int k = 0; k < 3; k++) line[k] = take(w, 1, 1, 1, count, CONTIGUOUS, name);
         for (int k = 0; k < 3; k++) give(w, &line[k]);
@@ -83,13 +84,14 @@ static tensor untiled(walk *w, const tensor *x) {
 
 static tensor tiled(walk *w, const tensor *x, tiling tiles) {
     const bool is_frame = w->vae->arch->family == VM_WAN;
-    const size_t in = tiles.in, step = tiles.step, rows = tiles.rows, cols = tiles.cols;
-    const size_t extent = tiles.extent, limit = tiles.out - extent;
+    const uint64_t in = tiles.in, step = tiles.step;
+    const size_t rows = (size_t)tiles.rows, cols = (size_t)tiles.cols; /* MOST_CALLS of them at most */
+    const uint64_t extent = tiles.extent, limit = tiles.out - extent;
     const path blending = {"blend"}, cat = {"cat"};
-    void *block;
-    if (!w->status) w->status = vm_mem_alloc(vm_mem_common, VM_SCRATCH, (rows * cols + rows) * sizeof(tensor), &block);
+    tensor *grid;
+    if (!w->status) w->status = vm_scratch_new(rows * cols + rows, sizeof *grid, &grid);
     if (w->status) return *x;
-    tensor *grid = block, *strip = grid + rows * cols;
+    tensor *strip = grid + rows * cols;
     frame f = {.named = {.id = EXTERNAL}, .result = {.id = EXTERNAL}};
     for (size_t i = 0; !w->status && i < rows * cols; i++) {
         tensor part = *x;
@@ -100,10 +102,10 @@ static tensor tiled(walk *w, const tensor *x, tiling tiles) {
     }
     if (is_frame) vm_walk_frame_tiles_done(w, &f);
     for (size_t r = 0; !w->status && r < rows; r++) {
-        size_t wide = 0;
+        uint64_t wide = 0;
         for (size_t c = 0; c < cols; c++) {
             const tensor *tile_ = &grid[r * cols + c], *above = tile_ - cols, *left = tile_ - 1;
-            const size_t planes = tile_->n * tile_->c;
+            const uint64_t planes = tile_->n * tile_->c;
             if (r) blend(w, VM_MIN(VM_MIN(above->h, tile_->h), extent), planes * tile_->w, blending);
             if (c) blend(w, VM_MIN(VM_MIN(left->w, tile_->w), extent), planes * tile_->h, blending);
             wide += VM_MIN(tile_->w, limit);
@@ -111,11 +113,11 @@ static tensor tiled(walk *w, const tensor *x, tiling tiles) {
         const tensor *first = &grid[r * cols];
         strip[r] = take(w, first->n, first->c, VM_MIN(first->h, limit), wide, CONTIGUOUS, cat);
     }
-    size_t high = 0;
+    uint64_t high = 0;
     for (size_t r = 0; r < rows; r++) high += strip[r].h;
     tensor y = take(w, strip[0].n, strip[0].c, high, strip[0].w, CONTIGUOUS, cat);
     if (is_frame && clamps_tiles(w->vae)) {
-        const size_t patch = VM_MAX(w->vae->arch->image_patch, 1), scale = vm_arch_factor(w->vae->arch) / patch;
+        const uint64_t patch = VM_MAX(w->vae->arch->image_patch, 1), scale = vm_arch_factor(w->vae->arch) / patch;
         y.h = VM_MIN(y.h, x->h * scale);
         y.w = VM_MIN(y.w, x->w * scale);
         if (patch > 1) bind(w, &y, vm_walk_patch(w, &y, true));
@@ -123,7 +125,7 @@ static tensor tiled(walk *w, const tensor *x, tiling tiles) {
     }
     for (size_t i = 0; i < rows * cols + rows; i++) give(w, &grid[i]);
     give(w, &f.result);
-    vm_mem_free(vm_mem_common, VM_SCRATCH, block, (rows * cols + rows) * sizeof(tensor));
+    vm_scratch_free(grid);
     return y;
 }
 
@@ -160,18 +162,18 @@ static gaussian posterior(walk *w, const tensor *moments) {
 static bool has_posterior(const walk *w) { return w->vae->op == VM_ENCODE && w->vae->arch->family != VM_TINY; }
 
 static void sliced(walk *w, const tensor *x) {
-    void *block;
-    if (!w->status) w->status = vm_mem_alloc(vm_mem_common, VM_SCRATCH, x->n * sizeof(tensor), &block);
+    const size_t slices = (size_t)x->n;
+    tensor *part, one = *x;
+    if (!w->status) w->status = vm_scratch_new(slices, sizeof *part, &part);
     if (w->status) return;
-    tensor *part = block, one = *x;
     one.n = 1;
-    for (size_t i = 0; !w->status && i < x->n; i++) part[i] = one_call(w, &one);
+    for (size_t i = 0; !w->status && i < slices; i++) part[i] = one_call(w, &one);
     const bool is_float = w->vae->tile && w->vae->arch->family == VM_TINY; /* as such tiles are blended */
     const tensor y =
         take_sized(w, x->n, part[0].c, part[0].h, part[0].w, CONTIGUOUS, is_float ? 4 : element(w), (path){"cat"});
     if (has_posterior(w)) posterior(w, &y); /* while the Python list still refers to each slice */
-    for (size_t i = 0; i < x->n; i++) give(w, &part[i]);
-    vm_mem_free(vm_mem_common, VM_SCRATCH, block, x->n * sizeof(tensor));
+    for (size_t i = 0; i < slices; i++) give(w, &part[i]);
+    vm_scratch_free(part);
 }
 
 static void call_diffusers(walk *w, tensor x) {
@@ -227,13 +229,13 @@ static void call_bfl(walk *w, tensor x) {
 }
 
 /* Sides in pixels of a pixel of the latents that the runtime takes and gives. */
-static size_t unit_of(const vm_trace_vae *v) {
+static uint64_t unit_of(const vm_trace_vae *v) {
     return vm_arch_factor(v->arch) * (vm_walk_frames[v->runtime].packs ? VM_MAX(v->arch->patch_size[0], 1) : 1);
 }
 
 /* A copy of x with 2x2 pixels as channels, or back. */
 static tensor repack(walk *w, const tensor *x, bool packs) {
-    const size_t side = w->vae->arch->patch_size[0], c = x->c, area = side * side;
+    const uint64_t side = w->vae->arch->patch_size[0], c = x->c, area = side * side;
     return packs ? take(w, x->n, c * area, x->h / side, x->w / side, CONTIGUOUS, (path){"latents [packed]"})
                  : take(w, x->n, c / area, x->h * side, x->w * side, CONTIGUOUS, (path){"latents [unpacked]"});
 }
@@ -299,7 +301,7 @@ static void call_from_host(walk *w, tensor x, bool tile) {
     give(w, &y);
 }
 
-static size_t tiles_along(size_t side, size_t tile, size_t overlap) {
+static uint64_t tiles_along(uint64_t side, uint64_t tile, uint64_t overlap) {
     return side > tile ? VM_ROUND_UP(side - overlap, tile - overlap) / (tile - overlap) : 1;
 }
 
@@ -309,17 +311,17 @@ static size_t tiles_along(size_t side, size_t tile, size_t overlap) {
 static void call_comfyui(walk *w, tensor x) {
     const vm_trace_vae *v = w->vae;
     const bool decodes = v->op == VM_DECODE;
-    const size_t scale = decodes ? unit_of(v) : 1, tile = v->tile / scale;
-    const size_t overlap = VM_MIN(64, v->tile / 4) / scale;
-    const size_t square[2] = {tile, tile}, wide[2] = {tile / 2, 2 * tile}, high[2] = {2 * tile, tile / 2};
-    const size_t *const passes[2][3] = {{square, wide, high}, {high, wide, square}};
+    const uint64_t scale = decodes ? unit_of(v) : 1, tile = v->tile / scale;
+    const uint64_t overlap = VM_MIN(64, v->tile / 4) / scale;
+    const uint64_t square[2] = {tile, tile}, wide[2] = {tile / 2, 2 * tile}, high[2] = {2 * tile, tile / 2};
+    const uint64_t *const passes[2][3] = {{square, wide, high}, {high, wide, square}};
     const bool once = v->arch->family == VM_WAN;
     if (!v->tile) call_from_host(w, x, false);
     x.n = 1;
-    for (size_t i = 0; v->tile && i < (once ? 1 : 3) * v->batch; i++) {
-        const size_t *side = once ? square : passes[decodes][i / v->batch];
-        const size_t rows = tiles_along(x.h, side[0], overlap), cols = tiles_along(x.w, side[1], overlap);
-        for (size_t k = 0; !w->status && k < rows * cols; k++) {
+    for (uint64_t i = 0; v->tile && i < (once ? 1 : 3) * v->batch; i++) {
+        const uint64_t *side = once ? square : passes[decodes][i / v->batch];
+        const uint64_t rows = tiles_along(x.h, side[0], overlap), cols = tiles_along(x.w, side[1], overlap);
+        for (uint64_t k = 0; !w->status && k < rows * cols; k++) {
             tensor part = x;
             part.h = VM_MIN(side[0], x.h - k / cols * (side[0] - overlap));
             part.w = VM_MIN(side[1], x.w - k % cols * (side[1] - overlap));
@@ -373,18 +375,20 @@ static vm_status check_runtime(const vm_trace_vae *v) {
 }
 
 static vm_status check(const vm_trace_vae *v) {
-    const size_t factor = unit_of(v), side[2] = {v->height, v->width};
+    const uint64_t factor = unit_of(v), side[2] = {v->height, v->width};
     for (int i = 0; i < 2; i++)
         if (!side[i] || side[i] % factor || side[i] > 1u << 20)
-            return vm_fail(VM_EINVAL, "%s: want a multiple of %zu up to 2^20, got %zu", i ? "width" : "height", factor,
-                           side[i]);
-    if (!v->batch || v->batch > 1u << 16) return vm_fail(VM_EINVAL, "batch: want 1 to 65536, got %zu", v->batch);
-    const size_t multiple = call[v->runtime] == call_comfyui ? 2 * factor : factor; /* ComfyUI halves tiles */
+            return vm_fail(VM_EINVAL, "%s: want a multiple of %" PRIu64 " up to 2^20, got %" PRIu64,
+                           i ? "width" : "height", factor, side[i]);
+    if (!v->batch || v->batch > 1u << 16) return vm_fail(VM_EINVAL, "batch: want 1 to 65536, got %" PRIu64, v->batch);
+    const uint64_t multiple = call[v->runtime] == call_comfyui ? 2 * factor : factor; /* ComfyUI halves tiles */
     if (v->tile && (v->tile % multiple || v->tile < 4 * factor || v->tile > 1u << 20))
-        return vm_fail(VM_EINVAL, "tile: want a multiple of %zu, at least %zu, at most 2^20, got %zu", multiple,
-                       4 * factor, v->tile);
+        return vm_fail(VM_EINVAL,
+                       "tile: want a multiple of %" PRIu64 ", at least %" PRIu64 ", at most 2^20, got %" PRIu64,
+                       multiple, 4 * factor, v->tile);
     if (v->tile && !(v->tile_overlap >= 0 && (double)(v->tile / factor) * (1 - v->tile_overlap) >= 1))
-        return vm_fail(VM_EINVAL, "tile_overlap: want from 0 to less than 1, a latent less than a tile of %zu, got %g",
+        return vm_fail(VM_EINVAL,
+                       "tile_overlap: want from 0 to less than 1, a latent less than a tile of %" PRIu64 ", got %g",
                        v->tile / factor, v->tile_overlap);
     return check_runtime(v);
 }
@@ -413,14 +417,16 @@ vm_status vm_trace_vae_build(const vm_trace_vae *vae, vm_trace **out) {
     if (!s) s = check(vae);
     if (s) return s;
     const tiling tiles = tiling_of(vae);
-    const size_t rows = VM_MAX(tiles.rows, 1), cols = VM_MAX(tiles.cols, 1), slices = vae->slicing ? vae->batch : 1;
-    if (VM_PRODUCT(rows, cols, slices) > MOST_CALLS)
-        return vm_fail(VM_EOVERFLOW, "tile, slicing: want at most %d tiles in all, got %zu x %zu of %zu slices",
+    const uint64_t rows = VM_MAX(tiles.rows, 1), cols = VM_MAX(tiles.cols, 1), slices = vae->slicing ? vae->batch : 1;
+    if (VM_PRODUCT64(rows, cols, slices) > MOST_CALLS)
+        return vm_fail(VM_EOVERFLOW,
+                       "tile, slicing: want at most %d tiles in all, got %" PRIu64 " x %" PRIu64 " of %" PRIu64
+                       " slices",
                        MOST_CALLS, rows, cols, slices);
     s = vm_trace_new(out);
     if (s) return s;
     const bool decodes = vae->op == VM_DECODE;
-    const size_t scale = decodes ? unit_of(vae) : 1, packed = unit_of(vae) / vm_arch_factor(vae->arch);
+    const uint64_t scale = decodes ? unit_of(vae) : 1, packed = unit_of(vae) / vm_arch_factor(vae->arch);
     walk w = {.t = *out, .vae = vae, .frames = &vm_walk_frames[vae->runtime], .dtype = vae->dtype};
     call[vae->runtime](&w,
                        (tensor){.id = EXTERNAL,

@@ -29,10 +29,10 @@ typedef enum layout { CONTIGUOUS, CHANNELS_LAST, CHANNELS_LAST_ONE } layout;
 
 typedef struct tensor {
     uint32_t id;
-    size_t n, c, h, w;
+    uint64_t n, c, h, w;
     layout layout;
-    bool slice;   /* a view that is not dense: an operator that needs it dense copies it */
-    size_t bytes; /* of its storage */
+    bool slice;     /* a view that is not dense: an operator that needs it dense copies it */
+    uint64_t bytes; /* of its storage */
 } tensor;
 
 typedef struct frames frames;
@@ -42,7 +42,7 @@ typedef struct walk {
     const vm_trace_vae *vae;
     const frames *frames; /* of vae->runtime */
     vm_dtype dtype;       /* of the module that runs, and of what it makes */
-    size_t live;          /* bytes of the tensors that are taken */
+    uint64_t live;        /* bytes of the tensors that are taken */
     vm_status status;
 } walk;
 
@@ -61,18 +61,18 @@ __attribute__((format(printf, 2, 3))) static inline path at(path parent, const c
 
 /* ---- tensors ---- */
 
-static inline size_t element(const walk *w) { return vm_dtype_bytes(w->dtype); }
+static inline uint64_t element(const walk *w) { return vm_dtype_bytes(w->dtype); }
 
-static inline tensor take_sized(walk *w, size_t n, size_t c, size_t h, size_t x, layout layout, size_t element,
-                                path name) {
+static inline tensor take_sized(walk *w, uint64_t n, uint64_t c, uint64_t h, uint64_t x, layout layout,
+                                uint64_t element, path name) {
     tensor y = {.id = EXTERNAL, .n = n, .c = c, .h = h, .w = x, .layout = layout};
-    y.bytes = VM_PRODUCT(n, c, h, x, element);
+    y.bytes = VM_PRODUCT64(n, c, h, x, element);
     if (!w->status) w->status = vm_trace_take(w->t, y.bytes, name.text, &y.id);
     if (!w->status) w->live += y.bytes;
     return y;
 }
 
-static inline tensor take(walk *w, size_t n, size_t c, size_t h, size_t x, layout layout, path name) {
+static inline tensor take(walk *w, uint64_t n, uint64_t c, uint64_t h, uint64_t x, layout layout, path name) {
     return take_sized(w, n, c, h, x, layout, element(w), name);
 }
 
@@ -116,11 +116,11 @@ typedef struct sent {
     uint32_t id[2];
 } sent;
 
-static inline sent send(walk *w, size_t weight, size_t bias, path name) {
+static inline sent send(walk *w, uint64_t weight, uint64_t bias, path name) {
     sent s = {{EXTERNAL, EXTERNAL}};
     for (int i = 0; w->vae->sends && !w->status && i < 2; i++) {
         const path shown = at((path){"weights of "}, i ? "%s [bias]" : "%s [weight]", name.text);
-        w->status = vm_trace_send(w->t, VM_PRODUCT(i ? bias : weight, element(w)), shown.text, &s.id[i]);
+        w->status = vm_trace_send(w->t, VM_PRODUCT64(i ? bias : weight, element(w)), shown.text, &s.id[i]);
     }
     return s;
 }
@@ -132,22 +132,24 @@ static inline void send_back(walk *w, const sent *s) {
 
 /* ---- operators ---- */
 
-static inline tensor conv(walk *w, const tensor *x, size_t k, size_t side, size_t stride, size_t padding, path name) {
+static inline tensor conv(walk *w, const tensor *x, uint64_t k, uint64_t side, uint64_t stride, uint64_t padding,
+                          path name) {
     const bool of_input = x->layout == CHANNELS_LAST && !x->slice;
     const bool of_filter = w->vae->channels_last && x->c * side > 1; /* a filter of one number each has no format */
     const bool nhwc = of_input || of_filter;
-    const sent weights = send(w, VM_PRODUCT(k, x->c, side, side), k, name);
+    const sent weights = send(w, VM_PRODUCT64(k, x->c, side, side), k, name);
     const tensor in = dense(w, x, nhwc, name);
     if (!w->status && VM_MIN(x->h, x->w) + 2 * padding < side)
-        w->status = vm_fail(VM_EINVAL, "%s: want a tile that leaves a convolution %zu pixels, got %zu x %zu", name.text,
-                            side, x->h, x->w);
+        w->status = vm_fail(VM_EINVAL,
+                            "%s: want a tile that leaves a convolution %" PRIu64 " pixels, got %" PRIu64 " x %" PRIu64,
+                            name.text, side, x->h, x->w);
     if (w->status) return *x;
-    const size_t h = (x->h + 2 * padding - side) / stride + 1, wide = (x->w + 2 * padding - side) / stride + 1;
+    const uint64_t h = (x->h + 2 * padding - side) / stride + 1, wide = (x->w + 2 * padding - side) / stride + 1;
     const tensor y = take(w, x->n, k, h, wide, nhwc ? CHANNELS_LAST : CONTIGUOUS, name);
     uint32_t filter = EXTERNAL;
     if (!w->status && nhwc && !of_filter && side > 1) /* a 1x1 filter is dense either way */
         w->status =
-            vm_trace_take(w->t, VM_PRODUCT(k, x->c, side, side, element(w)), at(name, " [filter]").text, &filter);
+            vm_trace_take(w->t, VM_PRODUCT64(k, x->c, side, side, element(w)), at(name, " [filter]").text, &filter);
     const int64_t shape[4] = {(int64_t)x->n, (int64_t)x->c, (int64_t)x->h, (int64_t)x->w};
     vm_conv question = vm_conv_square(w->dtype, shape, (int64_t)k, (int64_t)side, (int64_t)stride, (int64_t)padding);
     question.tf32 = true;
@@ -159,8 +161,8 @@ static inline tensor conv(walk *w, const tensor *x, size_t k, size_t side, size_
     return y;
 }
 
-static inline tensor conv3(walk *w, const tensor *x, size_t k, path name) { return conv(w, x, k, 3, 1, 1, name); }
-static inline tensor conv1(walk *w, const tensor *x, size_t k, path name) { return conv(w, x, k, 1, 1, 0, name); }
+static inline tensor conv3(walk *w, const tensor *x, uint64_t k, path name) { return conv(w, x, k, 3, 1, 1, name); }
+static inline tensor conv1(walk *w, const tensor *x, uint64_t k, path name) { return conv(w, x, k, 1, 1, 0, name); }
 
 static inline tensor norm(walk *w, const tensor *x, path name) {
     const sent weights = send(w, x->c, x->c, name);
@@ -168,7 +170,7 @@ static inline tensor norm(walk *w, const tensor *x, path name) {
     const tensor y = take(w, x->n, x->c, x->h, x->w, CONTIGUOUS, name);
     uint32_t stats[2];
     if (!w->status)
-        w->status = vm_trace_norm(w->t, w->dtype, x->n, x->c, w->vae->arch->norm_num_groups, VM_PRODUCT(x->h, x->w),
+        w->status = vm_trace_norm(w->t, w->dtype, x->n, x->c, w->vae->arch->norm_num_groups, VM_PRODUCT64(x->h, x->w),
                                   at(name, " [statistics]").text, stats);
     give_copy(w, &in, x);
     for (int i = 0; !w->status && i < 2; i++) w->status = vm_trace_give(w->t, stats[i]);
@@ -177,9 +179,9 @@ static inline tensor norm(walk *w, const tensor *x, path name) {
 }
 
 /* A product of `rows` x `depth` numbers with `depth` x `cols`. */
-static inline void blas(walk *w, vm_trace_op op, size_t rows, size_t depth, size_t cols, path name) {
+static inline void blas(walk *w, vm_trace_op op, uint64_t rows, uint64_t depth, uint64_t cols, path name) {
     if (!w->status) w->status = vm_trace_blas(w->t, op, name.text);
-    vm_trace_count(w->t, VM_PRODUCT(2, rows, depth, cols));
+    vm_trace_count(w->t, VM_PRODUCT64(2, rows, depth, cols));
 }
 
 /* ---- what runtimes differ in ---- */
@@ -226,11 +228,11 @@ tensor vm_walk_upsample(walk *w, const tensor *x, path name);
 tensor vm_walk_coder(walk *w, const tensor *x);
 /* Either half by A1111's extension Tiled VAE; vm_walk_pad: what it adds to a tile on each side. */
 tensor vm_walk_tiled_vae(walk *w, const tensor *x);
-size_t vm_walk_pad(const vm_trace_vae *vae);
+uint64_t vm_walk_pad(const vm_trace_vae *vae);
 
 /* A tiny autoencoder's latents or image; and of tiles of `in` pixels a side that give `out`, one every `step`. */
 tensor vm_walk_tiny(walk *w, const tensor *x);
-tensor vm_walk_tiny_tiles(walk *w, const tensor *x, size_t in, size_t out, size_t step);
+tensor vm_walk_tiny_tiles(walk *w, const tensor *x, uint64_t in, uint64_t out, uint64_t step);
 
 /* ---- one frame ---- */
 
@@ -264,7 +266,8 @@ enum { BEGIN = VM_MAX_LEVELS, MID, END, MOST_PARTS = VM_MAX_LEVELS * (VM_MAX_LAY
 /* A module of an encoder or a decoder, from `in` to `out` channels. */
 typedef struct part {
     part_kind kind;
-    size_t level, in, out;
+    size_t level;
+    uint64_t in, out;
     bool begins, ends; /* its level, or the middle */
     path name;
 } part;
@@ -278,8 +281,8 @@ bool vm_walk_is_temporal(const vm_arch *arch, size_t level);
 /* What a family's modules are, each of which gives its output and leaves its input to the caller. activate: in place of
  * x, named after its norm. */
 typedef struct blocks {
-    tensor (*conv)(walk *w, frame *f, const tensor *x, size_t c, path name);
-    tensor (*resnet)(walk *w, frame *f, const tensor *x, size_t c, path name);
+    tensor (*conv)(walk *w, frame *f, const tensor *x, uint64_t c, path name);
+    tensor (*resnet)(walk *w, frame *f, const tensor *x, uint64_t c, path name);
     tensor (*attention)(walk *w, const tensor *x, path name);
     tensor (*resample)(walk *w, frame *f, const tensor *x, const part *p);
     tensor (*norm)(walk *w, const tensor *x, path name);
@@ -290,14 +293,14 @@ typedef struct blocks {
 tensor vm_walk_half(walk *w, frame *f, const blocks *blocks, const tensor *x);
 
 /* What is moved between channels and pixels, to so many channels. */
-tensor vm_walk_moved(walk *w, const tensor *x, size_t c, size_t h, size_t wide, path name);
+tensor vm_walk_moved(walk *w, const tensor *x, uint64_t c, uint64_t h, uint64_t wide, path name);
 /* Whether `all` channels are whole groups of c; else the walk fails. */
-bool vm_walk_divides(walk *w, size_t all, size_t c, path name);
+bool vm_walk_divides(walk *w, uint64_t all, uint64_t c, path name);
 /* x as `side` times as few rows and columns of c channels, each the mean of a group; frames: of zeros and x, whose
  * numbers count as channels. */
-tensor vm_walk_average(walk *w, const tensor *x, size_t frames, size_t side, size_t c, path name);
+tensor vm_walk_average(walk *w, const tensor *x, uint64_t frames, uint64_t side, uint64_t c, path name);
 /* x as `side` times as many rows and columns of c channels, in so many frames, by repetition. */
-tensor vm_walk_repeat(walk *w, const tensor *x, size_t frames, size_t side, size_t c, path name);
+tensor vm_walk_repeat(walk *w, const tensor *x, uint64_t frames, uint64_t side, uint64_t c, path name);
 /* *h + moved, which goes. */
 void vm_walk_add(walk *w, tensor *h, tensor moved, path name);
 

@@ -21,41 +21,41 @@ static void add(list *l, path name, const char *own, vm_parameter p) {
     f->item[f->count++] = p;
 }
 
-static void vector(list *l, path name, const char *own, size_t c) {
+static void vector(list *l, path name, const char *own, uint64_t c) {
     add(l, name, own, (vm_parameter){.dims = 1, .shape = {c}});
 }
 
 /* Without a bias. */
-static void bare(list *l, size_t in, size_t out, size_t side, path name) {
+static void bare(list *l, uint64_t in, uint64_t out, uint64_t side, path name) {
     add(l, name, "weight", (vm_parameter){.dims = 4, .shape = {out, in, side, side}});
 }
 
-static void filters(list *l, size_t in, size_t out, size_t side, path name) {
+static void filters(list *l, uint64_t in, uint64_t out, uint64_t side, path name) {
     bare(l, in, out, side, name);
     vector(l, name, "bias", out);
 }
 
-static void pointwise(list *l, size_t c, path name) { filters(l, c, c, 1, name); }
+static void pointwise(list *l, uint64_t c, path name) { filters(l, c, c, 1, name); }
 
-static void linear(list *l, size_t c, path name) {
+static void linear(list *l, uint64_t c, path name) {
     add(l, name, "weight", (vm_parameter){.dims = 2, .shape = {c, c}});
     vector(l, name, "bias", c);
 }
 
-static void group_norm(list *l, size_t c, path name) {
+static void group_norm(list *l, uint64_t c, path name) {
     vector(l, name, "weight", c);
     vector(l, name, "bias", c);
 }
 
 /* Without parameters: its running mean and variance, and how many batches it saw. */
-static void batch_norm(list *l, size_t c, path name) {
+static void batch_norm(list *l, uint64_t c, path name) {
     vector(l, name, "running_mean", c);
     vector(l, name, "running_var", c);
     add(l, name, "num_batches_tracked", (vm_parameter){.integer = true});
 }
 
 /* A filter of `frames` slices, where the model has any. */
-static void cube(list *l, size_t in, size_t out, size_t frames, size_t side, path name) {
+static void cube(list *l, uint64_t in, uint64_t out, uint64_t frames, uint64_t side, path name) {
     if (!l->arch->slices) {
         filters(l, in, out, side, name);
         return;
@@ -64,14 +64,14 @@ static void cube(list *l, size_t in, size_t out, size_t frames, size_t side, pat
     vector(l, name, "bias", out);
 }
 
-static void scales(list *l, size_t c, int dims, path name) {
+static void scales(list *l, uint64_t c, int dims, path name) {
     if (l->arch->family == VM_WAN)
         add(l, name, "gamma", (vm_parameter){.dims = dims, .shape = {c, 1, 1, 1}});
     else
         group_norm(l, c, name);
 }
 
-static void resnet(list *l, size_t in, size_t out, path name) {
+static void resnet(list *l, uint64_t in, uint64_t out, path name) {
     const char *const *own = vm_walk_names(l->arch, l->runtime)->in_resnet;
     scales(l, in, 4, at(name, ".%s", own[0]));
     cube(l, in, out, 3, 3, at(name, ".%s", own[1]));
@@ -80,7 +80,7 @@ static void resnet(list *l, size_t in, size_t out, path name) {
     if (in != out) cube(l, in, out, 1, 1, at(name, ".%s", own[4]));
 }
 
-static void attention(list *l, size_t c, path name) {
+static void attention(list *l, uint64_t c, path name) {
     const bool is_kl = l->arch->family == VM_KL, is_linear = is_kl && l->diffusers;
     scales(l, c, 3, at(name, is_linear ? ".group_norm" : ".norm"));
     if (l->arch->family == VM_WAN) filters(l, c, 3 * c, 1, at(name, ".to_qkv"));
@@ -92,7 +92,7 @@ static void attention(list *l, size_t c, path name) {
 static void resampler(list *l, vm_op op, const part *p) {
     const bool decodes = op == VM_DECODE, is_wan = l->arch->family == VM_WAN;
     const bool shuffles = l->arch->family == VM_HUNYUAN_IMAGE;
-    const size_t out = !shuffles ? p->out : decodes ? 4 * p->out : p->out / 4;
+    const uint64_t out = !shuffles ? p->out : decodes ? 4 * p->out : p->out / 4;
     filters(l, p->in, out, 3, at(p->name, is_wan ? ".resample.1" : ".conv"));
     if (is_wan && vm_walk_is_temporal(l->arch, p->level - decodes))
         cube(l, p->in, decodes ? 2 * p->in : p->in, 3, 1, at(p->name, ".time_conv"));
@@ -176,7 +176,7 @@ vm_status vm_trace_vae_parameters(const vm_arch *arch, vm_trace_runtime runtime,
     if (!s) s = vm_walk_check_code(arch, runtime);
     if (!s) s = vm_mem_alloc(vm_mem_common, VM_SCRATCH, sizeof **out, &found);
     if (s) return s;
-    const size_t z = arch->latent_channels;
+    const uint64_t z = arch->latent_channels;
     list l = {.found = found, .arch = arch, .runtime = runtime, .diffusers = runtime == VM_TORCH_DIFFUSERS};
     void (*const own)(list *l, vm_op op) = arch->family == VM_TINY ? tiny_half : half;
     const bool is_kl = arch->family == VM_KL, between = arch->family == VM_WAN; /* whose convolutions stand there */
@@ -188,7 +188,7 @@ vm_status vm_trace_vae_parameters(const vm_arch *arch, vm_trace_runtime runtime,
     if (between || (is_kl && arch->use_post_quant_conv)) cube(&l, z, z, 1, 1, at((path){""}, "%s", quant[1]));
     if (between) own(&l, VM_DECODE);
     if (is_kl && arch->patch_size[0])
-        batch_norm(&l, VM_PRODUCT(arch->patch_size[0], arch->patch_size[1], z), (path){"bn"});
+        batch_norm(&l, VM_PRODUCT64(arch->patch_size[0], arch->patch_size[1], z), (path){"bn"});
     if (l.status)
         vm_parameters_free(found);
     else

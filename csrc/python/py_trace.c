@@ -60,30 +60,33 @@ static PyObject *trace_vae(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                             "channels_last", "first",   "sends",   "tile_overlap", "release",         NULL};
     const char *runtime, *op;
     vm_arch arch;
-    vm_trace_vae vae = {
-        .arch = &arch, .batch = 1, .tile_overlap = 0.25, .gpu = {.sm = 89, .multiprocessors = 128}, .release = 42};
+    vm_trace_vae vae = {.arch = &arch, .tile_overlap = 0.25, .gpu = {.sm = 89, .multiprocessors = 128}, .release = 42};
+    long long height, width, batch = 1, tile = 0, free_bytes = 0;
     int slicing = 0, channels_last = 0, sends = 0;
     PyObject *first = Py_None;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&ssO&nn|nnpiinpOpdi:vae", names, vm_py_to_arch, &arch, &runtime,
-                                     &op, vm_py_to_dtype, &vae.dtype, &vae.height, &vae.width, &vae.batch, &vae.tile,
-                                     &slicing, &vae.gpu.sm, &vae.gpu.multiprocessors, &vae.gpu.free_bytes,
-                                     &channels_last, &first, &sends, &vae.tile_overlap, &vae.release))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&ssO&LL|LLpiiLpOpdi:vae", names, vm_py_to_arch, &arch, &runtime,
+                                     &op, vm_py_to_dtype, &vae.dtype, &height, &width, &batch, &tile, &slicing,
+                                     &vae.gpu.sm, &vae.gpu.multiprocessors, &free_bytes, &channels_last, &first, &sends,
+                                     &vae.tile_overlap, &vae.release))
         return NULL;
     vae.first = vae.dtype;
     if (first != Py_None && !vm_py_to_dtype(first, &vae.first)) return NULL;
     const int r = choose("runtime", runtime, vm_trace_runtime_name, VM_TORCH_RUNTIMES),
               o = r < 0 ? -1 : CHOOSE("op", op, op_name);
     if (o < 0) return NULL;
-    const Py_ssize_t height = (Py_ssize_t)vae.height, width = (Py_ssize_t)vae.width, batch = (Py_ssize_t)vae.batch,
-                     tile = (Py_ssize_t)vae.tile;
-    if ((Py_ssize_t)vae.gpu.free_bytes < 0)
-        return PyErr_Format(PyExc_ValueError, "free_bytes: want 0 or more, got %zd", (Py_ssize_t)vae.gpu.free_bytes);
+    if (free_bytes < 0) return PyErr_Format(PyExc_ValueError, "free_bytes: want 0 or more, got %lld", free_bytes);
     if (height < 1 || width < 1 || batch < 1 || tile < 0)
-        return PyErr_Format(PyExc_ValueError,
-                            "height, width, batch, tile: want 1 or more (a tile of 0 is none), got %zd, %zd, %zd, %zd",
-                            height, width, batch, tile);
+        return PyErr_Format(
+            PyExc_ValueError,
+            "height, width, batch, tile: want 1 or more (a tile of 0 is none), got %lld, %lld, %lld, %lld", height,
+            width, batch, tile);
     vae.runtime = (vm_trace_runtime)r;
     vae.op = (vm_op)o;
+    vae.height = (uint64_t)height;
+    vae.width = (uint64_t)width;
+    vae.batch = (uint64_t)batch;
+    vae.tile = (uint64_t)tile;
+    vae.gpu.free_bytes = (uint64_t)free_bytes;
     vae.slicing = slicing;
     vae.channels_last = channels_last;
     vae.sends = sends;
@@ -97,7 +100,9 @@ static PyObject *trace_vae(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 static PyObject *parameter_item(const void *parameters, size_t i) {
     const vm_parameter *p = &((const vm_parameters *)parameters)->item[i];
-    return Py_BuildValue("(sNs)", p->name, vm_py_sizes(p->shape, (size_t)p->dims), p->integer ? "int64" : "run");
+    size_t shape[5];
+    for (int d = 0; d < p->dims; d++) shape[d] = (size_t)p->shape[d];
+    return Py_BuildValue("(sNs)", p->name, vm_py_sizes(shape, (size_t)p->dims), p->integer ? "int64" : "run");
 }
 
 static PyObject *trace_parameters(PyObject *Py_UNUSED(type), PyObject *args) {
@@ -186,9 +191,10 @@ static int to_heads(PyObject *pair, void *out) {
     if (!is_tuple(pair) || !PyArg_ParseTuple(pair, "O!O!:heads", &PyTuple_Type, &shape, &PyTuple_Type, &strides))
         return 0;
     const Py_ssize_t dims = PyTuple_GET_SIZE(shape);
-    size_t *const last[4] = {&h->depth, &h->length, &h->heads, &h->batch};
+    uint64_t *const last[4] = {&h->depth, &h->length, &h->heads, &h->batch};
     *h = (vm_heads){.dims = (size_t)dims};
-    for (Py_ssize_t i = 0; i < VM_MIN(dims, 4); i++) *last[i] = PyLong_AsSize_t(PyTuple_GET_ITEM(shape, dims - 1 - i));
+    for (Py_ssize_t i = 0; i < VM_MIN(dims, 4); i++)
+        *last[i] = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(shape, dims - 1 - i));
     if (dims != PyTuple_GET_SIZE(strides))
         PyErr_Format(PyExc_ValueError, "strides: want %zd, got %R", dims, strides);
     else if (dims)
@@ -203,13 +209,16 @@ static int to_sdpa(PyObject *call, void *out) {
     PyObject *mask;
     vm_sdpa *a = out;
     int boolean = 0, causal, grouped;
+    long long elements = 0, row = 0;
     *a = (vm_sdpa){0};
     if (!is_tuple(call) || !PyArg_ParseTuple(call, "O&O&O&O&Opp:call", vm_py_to_dtype, &a->dtype, to_heads, &a->q,
                                              to_heads, &a->k, to_heads, &a->v, &mask, &causal, &grouped))
         return 0;
     a->masked = mask != Py_None;
     if (a->masked && !is_tuple(mask)) return 0;
-    if (a->masked && !PyArg_ParseTuple(mask, "nnp:mask", &a->mask, &a->mask_row, &boolean)) return 0;
+    if (a->masked && !PyArg_ParseTuple(mask, "LLp:mask", &elements, &row, &boolean)) return 0;
+    a->mask = (uint64_t)elements;
+    a->mask_row = (uint64_t)row;
     a->boolean = boolean;
     a->causal = causal;
     a->grouped = grouped;
