@@ -1,4 +1,4 @@
-"""The components of diffusers' pipelines, and what each pipeline says of them."""
+"""The pipelines of diffusers, and their components."""
 
 from __future__ import annotations
 
@@ -14,57 +14,39 @@ from vaemem.prediction.runtimes import architecture
 
 CLIPS = ("clip-l", "clip-l-sdxl", "clip-l-flux", "openclip-g")
 CLIP_TOKENS = 77
-MOST_SEQUENCE = 512  # what FluxPipeline refuses to go beyond, and what ZImagePipeline pads to
+MOST_SEQUENCE = 512  # tokens: FluxPipeline takes no more, and the others pad prompts to them
 VAE_STRIDE = 8  # pixels a side of one pixel of a latent
 
 
-Made = tuple[int, str, str]  # elements, of what, dtype
-
-
 class Pipeline(NamedTuple):
-    """A pipeline of diffusers.
+    """Facts about a pipeline of diffusers. vaemem/pipelines/phases.py says what it does.
 
     about: the class, and whose weights
-    parts: what each role is played by, in the order of ``model_cpu_offload_seq``: a recorded module, or a VAE's name
-    dtype: the one that it is usually run in
-    width, pooled: channels of the prompt's embeddings, and of the pooled ones (0: none)
-    tokens: of a prompt by default
-    encoded: what prompts are padded to for the text encoder, longer ones in several calls; 0 where that is said by the
-        call (FLUX's max_sequence_length)
+    parts: the component of each role, in the order of ``model_cpu_offload_seq``: a recorded module, or a VAE's name
+    dtype: the usual one
+    width: channels of the prompt's embeddings
+    pooled: channels of the pooled embeddings; 0 if there are none
+    tokens: length of the prompt by default
+    most_tokens: longest prompt in one call of the text encoder: CLIP's, or the default max_sequence_length's limit
     steps: by default
-    pads: whether the denoiser sees the padded prompt
-    guides: whether guidance takes a second image through the denoiser (else it is an input of it, or there is none)
-    rescales: whether the latents that are decoded take the place of the others
-    asks: what a text encoder is called with, {name: (elements, of what, dtype)}: of n images, t tokens, p image tokens,
-        a product of them, or "" for none; "run" is the pipeline's dtype
-    conditions: what is held beside the prompt while it denoises, in the same way
-    passes: what is made for each call of the denoiser
-    rescalers: what is made for the latents that are decoded
-    keeps_input: whether the latents of the last step but one are held until the image is there
-    latents: the dtype in which they are kept
-    optional: further parts, there where they are named; they stay on the device whatever is offloaded
-    begins: whether there is a pipeline of its weights that begins with an image's latents
-    read: the release of diffusers that it was read in
-    floors: whether it makes the next smaller size where sides are no multiples of `stride`; others refuse these
+    guides: whether guidance takes a second image through the denoiser
+    guidance_embeds: whether guidance is an input of the denoiser
+    optional: further components, which run if they are named; they stay on the device whatever is offloaded
+    begins: whether diffusers has an image-to-image pipeline that begins with an image's latents
+    read: the release of diffusers that this was read in
+    floors: whether it rounds sides down to multiples of `stride`; others refuse such sides
     """
 
     about: str
     parts: Mapping[str, str]
     dtype: str
     width: int
-    pooled: int
     tokens: int
-    encoded: int
+    most_tokens: int
     steps: int
-    pads: bool = True
+    pooled: int = 0
     guides: bool = False
-    rescales: bool = True
-    asks: Mapping[str, Made] = {"text_input_ids": (1, "t", "int64")}
-    conditions: Mapping[str, Made] = {}
-    passes: Mapping[str, Made] = {}
-    rescalers: Mapping[str, Made] = {}
-    keeps_input: bool = False
-    latents: str = "run"
+    guidance_embeds: bool = False
     optional: Mapping[str, str] = {}
     begins: bool = True
     read: str = "0.33"
@@ -80,17 +62,6 @@ class Pipeline(NamedTuple):
         """Its role."""
         return "unet" if "unet" in self.parts else "transformer"
 
-    def lengths(self, tokens: int) -> tuple[int, int, int]:
-        """How a prompt is encoded: calls of a text encoder, tokens of each, and tokens that the denoiser sees."""
-        encoded = self.encoded or tokens
-        calls = -(-tokens // encoded)
-        return calls, encoded, calls * encoded if self.pads else tokens
-
-    @property
-    def most_tokens(self) -> int:
-        """Of a prompt, in diffusers: CLIP's, or T5's and Qwen's max_sequence_length."""
-        return CLIP_TOKENS if self.encoded == CLIP_TOKENS else MOST_SEQUENCE
-
     @property
     def stride(self) -> int:
         """What the image's sides are multiples of, in pixels: transformers take latents in squares of two."""
@@ -104,54 +75,40 @@ class Pipeline(NamedTuple):
 _FLUX = Pipeline(
     about="FluxPipeline of FLUX.1-dev",
     parts={"text_encoder": "clip-l-flux", "text_encoder_2": "t5-xxl", "transformer": "flux-transformer", "vae": "flux"},
-    dtype="bfloat16", width=4096, pooled=768, tokens=512, encoded=0, steps=28,
-    conditions={
-        "text_ids": (3, "t", "run"), "latent_image_ids": (3, "p", "run"), "timestep": (1, "n", "run"),
-        "guidance": (1, "", "float32"),
-    },
-    passes={"timestep / 1000": (1, "n", "run")}, floors=True,
+    dtype="bfloat16", width=4096, pooled=768, tokens=512, most_tokens=MOST_SEQUENCE, steps=28, guidance_embeds=True,
+    floors=True,
 )  # fmt: skip
 _FLUX2 = Pipeline(
     about="Flux2Pipeline of FLUX.2-dev",
     parts={"text_encoder": "mistral3-flux2", "transformer": "flux2-transformer", "vae": "flux2"},
-    dtype="bfloat16", width=15360, pooled=0, tokens=512, encoded=512, steps=50,
-    asks={"input_ids": (1, "t", "int64"), "attention_mask": (1, "t", "int64")},
-    conditions={
-        "text_ids": (4, "nt", "int64"), "latent_ids": (4, "np", "int64"), "timestep": (1, "n", "run"),
-        "guidance": (1, "", "float32"),
-    },
-    passes={"timestep / 1000": (1, "n", "run")}, rescalers={"latents_bn_std": (128, "", "run")}, keeps_input=True,
+    dtype="bfloat16", width=15360, tokens=512, most_tokens=MOST_SEQUENCE, steps=50, guidance_embeds=True,
     begins=False, read="0.42", floors=True,
 )  # fmt: skip
 _KLEIN = _FLUX2._replace(
-    about="Flux2KleinPipeline of FLUX.2-klein-4B", width=7680, steps=4,
+    about="Flux2KleinPipeline of FLUX.2-klein-4B", width=7680, steps=4, guidance_embeds=False,
     parts={**_FLUX2.parts, "text_encoder": "qwen3-4b-flux2", "transformer": "flux2-klein-transformer"},
-    conditions={name: made for name, made in _FLUX2.conditions.items() if name != "guidance"},
 )  # fmt: skip
 PIPELINES = {
     "sd15": Pipeline(
         about="StableDiffusionPipeline of stable-diffusion-v1-5",
         parts={"text_encoder": "clip-l", "unet": "sd15-unet", "vae": "sd15"}, dtype="float16",
-        width=768, pooled=0, tokens=77, encoded=77, steps=50, guides=True, rescales=False,
+        width=768, tokens=77, most_tokens=CLIP_TOKENS, steps=50, guides=True,
         optional={"safety_checker": "safety-checker"},
     ),
     "sdxl": Pipeline(
         about="StableDiffusionXLPipeline of stable-diffusion-xl-base-1.0",
         parts={"text_encoder": "clip-l-sdxl", "text_encoder_2": "openclip-g", "unet": "sdxl-unet", "vae": "sdxl"},
-        dtype="float16", width=2048, pooled=1280, tokens=77, encoded=77, steps=50, guides=True,
-        conditions={"add_time_ids": (6, "n", "run")},
+        dtype="float16", width=2048, pooled=1280, tokens=77, most_tokens=CLIP_TOKENS, steps=50, guides=True,
     ),
     "flux": _FLUX,
     "flux-schnell": _FLUX._replace(
-        about="FluxPipeline of FLUX.1-schnell",
-        parts={**_FLUX.parts, "transformer": "flux-schnell-transformer"}, tokens=256, steps=4,
-        conditions={name: made for name, made in _FLUX.conditions.items() if name != "guidance"},
+        about="FluxPipeline of FLUX.1-schnell", tokens=256, steps=4, guidance_embeds=False,
+        parts={**_FLUX.parts, "transformer": "flux-schnell-transformer"},
     ),
     "zimage-turbo": Pipeline(
         about="ZImagePipeline of Z-Image-Turbo",
         parts={"text_encoder": "qwen3-4b", "transformer": "zimage-transformer", "vae": "zimage"},
-        dtype="bfloat16", width=2560, pooled=0, tokens=77, encoded=512, steps=9, pads=False,
-        conditions={"timestep": (1, "n", "float32")}, latents="float32", read="0.42",
+        dtype="bfloat16", width=2560, tokens=77, most_tokens=MOST_SEQUENCE, steps=9, read="0.42",
     ),
     "flux2": _FLUX2,
     "flux2-klein": _KLEIN,

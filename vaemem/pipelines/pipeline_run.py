@@ -1,25 +1,21 @@
-"""What the pipelines of diffusers do on a simulated process, phase by phase, in the order and with the names of their
-own code: components come and go, names hold tensors, phases are read.
-
-Read in StableDiffusionPipeline, StableDiffusionXLPipeline and FluxPipeline of diffusers 0.33, ZImagePipeline,
-Flux2Pipeline and Flux2KleinPipeline of 0.42. Tensors of prompts, latents and images are followed by the names that hold
-them; what a scheduler's step makes in passing is three tensors of the latents' size.
-"""
+"""A pipeline of diffusers on a simulated process: components come and go, tensors are taken and freed, and the counters
+are read in each phase. vaemem/pipelines/phases.py says what each pipeline does."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from vaemem import _core
 from vaemem.pipelines import programs
-from vaemem.pipelines.asked import PLACES, PipelineQuestion
-from vaemem.pipelines.components import CLIP_TOKENS, CLIPS, VAE_STRIDE, Made, vae_counts
+from vaemem.pipelines.asked import PipelineQuestion
+from vaemem.pipelines.components import VAE_STRIDE, vae_counts
+from vaemem.pipelines.phases import PHASES, Variables
 from vaemem.pipelines.storage import BITSANDBYTES
-from vaemem.prediction.benchmark import Names
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.planned import Phase
 from vaemem.prediction.process import ROUNDED_UP, LoadedVAE, Moment, SimulatedProcess, Tensor, moments
@@ -46,7 +42,7 @@ class PipelineRun:
     with ``"sequential"`` (``enable_sequential_cpu_offload``) each submodule's weights come and go with its call."""
 
     def __init__(self, asked: PipelineQuestion, process: SimulatedProcess):
-        self.asked, self.process, self.names = asked, process, Names(process)
+        self.asked, self.process, self.v = asked, process, Variables(process)
         self.parts = {part.role: part for part in asked.parts}  # in the order of ``model_cpu_offload_seq``
         resident = asked.resident
         self.moved = [role for role in self.parts if asked.offload != "none" and role not in resident]  # by offloading
@@ -182,22 +178,21 @@ class PipelineRun:
 
     # ---- tensors, phases ----
 
-    def tensor(self, name: str, shape: Sequence[int], dtype: str) -> Tensor:
+    @functools.cached_property
+    def latent_shape(self) -> tuple[int, int, int, int]:
+        """(batch, channels, height, width) of the latents."""
+        asked, channels = self.asked, _core.models()[self.parts["vae"].component]["latent_channels"]
+        return asked.batch, channels, asked.height // VAE_STRIDE, asked.width // VAE_STRIDE
+
+    def tensor(self, name: str, shape: Sequence[int], dtype: str | None = None) -> Tensor:
+        """A new tensor, in the denoiser's dtype by default."""
+        dtype = dtype or self.asked.dtype
         size = math.prod(shape) * programs.DTYPE_BYTES[dtype]
         address = self.process.hold(name, size)
         return Tensor(self.process, name, shape, dtype, [address] if address else ())
 
-    def name(self, name: str, shape: Sequence[int], dtype: str) -> None:
-        """A tensor that the name of the same name holds."""
-        self.names[name] = self.tensor(name, shape, dtype)
-
-    def made(self, what: Mapping[str, Made], **counts: int) -> dict[str, Tensor]:
-        """What a `Pipeline` says is made, where there are so many images, tokens and image tokens."""
-        dtype = self.asked.dtype
-        return {
-            name: self.tensor(name, (elements, *(counts[one] for one in of)), dtype if own == "run" else own)
-            for name, (elements, of, own) in what.items()
-        }
+    def drop(self, *tensors: Tensor) -> None:
+        self.process.drop(*tensors)
 
     @contextlib.contextmanager
     def phase(self, name: str, first: str | None = None) -> Iterator[None]:
@@ -249,147 +244,8 @@ class PipelineRun:
             yield from moments(trace, allocated, reserved, f"{role}.")
 
 
-# ---- what each pipeline does ----
-
-
 def play_pipeline(question: PipelineQuestion, workspace: Any = None) -> PipelineRun:
     """A fresh process, as `Asked.start` makes it, runs the pipeline where there is room."""
     run = PipelineRun(question, question.start(workspace))
-    _play(run)
+    PHASES[question.pipeline.class_name](run)
     return run
-
-
-def _play(run: PipelineRun) -> None:
-    """All phases."""
-    pipeline = run.asked.pipeline
-    stay = [role for role in run.parts if role not in run.moved]
-    early = [role for role, part in run.parts.items() if part.place != PLACES[0]]
-    if stay or early:
-        with run.phase("load"):
-            for role in early:  # by from_pretrained, before anything is said about offloading
-                run.load(role, quantises=bool(run.parts[role].source))
-            for role in early:
-                if role not in stay:
-                    run.unload(role)
-            for role in stay:
-                if role not in early:
-                    run.load(role)
-    encoders = [role for role in pipeline.encoders if role in run.parts]
-    with run.phase("encode prompt", *encoders[:1]):
-        _encode_prompt(run, encoders)
-    if run.asked.image:
-        with run.phase("encode image", "vae"):
-            _encode_image(run)
-    with run.phase("denoise", pipeline.denoiser):
-        _denoise(run)
-    with run.phase("decode", "vae"):
-        _decode(run)
-
-
-def _encode_prompt(run: PipelineRun, encoders: list[str]) -> None:
-    asked, names, pipeline = run.asked, run.names, run.asked.pipeline
-    dtype = asked.dtype
-    calls, encodes, tokens = pipeline.lengths(asked.tokens)
-    prompts = ["prompt_embeds", *["negative_prompt_embeds"] * (pipeline.guides and asked.guidance)]
-    listed = []  # SDXL's code joins these; they stay until its function returns
-
-    def pool(name: str) -> None:
-        run.name(name.replace("prompt", "pooled_prompt"), (asked.batch, pipeline.pooled), dtype)
-
-    for name in prompts:
-        encoded = []
-        for role in encoders:
-            # FLUX's CLIP has its own number of tokens; its pooled output alone is kept.
-            own = CLIP_TOKENS if run.parts[role].component in CLIPS else encodes
-            for _ in range(calls):
-                given = run.made(pipeline.asks, n=1, t=own)
-                encoded.append(run.call(role, n=1, t=own))
-                run.process.drop(*given.values())
-            if run.parts[role].component == "clip-l-flux":  # which gives the pooled output alone
-                pool(name)
-                run.process.drop(encoded.pop())
-        # Joined where several encoders give one, or repeated for each image.
-        run.name(name, (asked.batch, tokens, pipeline.width), dtype)
-        if len(encoders) > 1 < len(encoded):
-            listed += encoded
-        else:
-            run.process.drop(*encoded)
-    # SDXL's pooled outputs are a part of what was encoded until here, where they are repeated.
-    if pipeline.pooled and "pooled_prompt_embeds" not in names.held:
-        for name in prompts:
-            pool(name)
-    run.process.drop(*listed)
-    if len(prompts) > 1:
-        names["prompt_embeds"] = run.tensor("prompt_embeds, both", (2, *names["prompt_embeds"].shape), dtype)
-        if pipeline.pooled:
-            run.name("add_text_embeds", (2 * asked.batch, pipeline.pooled), dtype)
-
-
-def _encode_image(run: PipelineRun) -> None:
-    """As the image-to-image pipelines do: the image on the device, its latents, and noise beside them."""
-    asked, names, dtype = run.asked, run.names, run.parts["vae"].dtype
-    run.name("init_image", (asked.batch, 3, asked.height, asked.width), dtype)
-    names["init_latents"] = run.encode(names["init_image"])
-    run.name("noise", names["init_latents"].shape, dtype)
-
-
-def _denoise(run: PipelineRun) -> None:
-    asked, names, process, pipeline = run.asked, run.names, run.process, run.asked.pipeline
-    dtype = asked.dtype
-    kept = dtype if pipeline.latents == "run" else pipeline.latents
-    height, width = asked.height // VAE_STRIDE, asked.width // VAE_STRIDE
-    *_, tokens = pipeline.lengths(asked.tokens)
-    images = asked.batch * (2 if pipeline.guides and asked.guidance else 1)
-    channels = _core.models()[run.parts["vae"].component]["latent_channels"]
-    latent = (asked.batch, channels, height, width)
-    run.name("timesteps", (asked.steps,), "float32")
-    run.name("latents", latent, kept)
-    counts = {"n": images, "t": tokens, "p": height // 2 * (width // 2)}
-    names.held.update(run.made(pipeline.conditions, **counts))
-    for _ in run.steps(asked.steps):
-        if pipeline.keeps_input:
-            names.delete("latent_model_input")
-        if images > asked.batch or kept != dtype:
-            run.name("latent_model_input", (images, *latent[1:]), dtype)
-        passed = run.made(pipeline.passes, **counts)
-        names["noise_pred"] = run.call(pipeline.denoiser, n=images, h=height, w=width, t=tokens)
-        process.drop(*passed.values())
-        if images > asked.batch:  # uncond + scale * (text - uncond), both parts of what the denoiser gave
-            names.delete("noise_pred_uncond, noise_pred_text")
-            names.held["noise_pred_uncond, noise_pred_text"] = names.held.pop("noise_pred")
-            difference = run.tensor("noise_pred_text - noise_pred_uncond", latent, dtype)
-            scaled = run.tensor("guidance_scale * ...", latent, dtype)
-            process.drop(difference)
-            run.name("noise_pred", latent, dtype)
-            process.drop(scaled)
-        elif kept != dtype:  # stacked in that dtype, and negated
-            names["model_out_list"] = names.held.pop("noise_pred")
-            stacked = run.tensor("noise_pred", latent, kept)
-            names["noise_pred"] = run.tensor("- noise_pred", latent, kept)
-            process.drop(stacked)
-        steps = [run.tensor("scheduler.step", latent, "float32") for _ in range(2)]
-        if pipeline.keeps_input:
-            names.held["latent_model_input"] = names.held.pop("latents")
-        run.name("latents", latent, kept)
-        process.drop(*steps)
-
-
-def _decode(run: PipelineRun) -> None:
-    asked, names, part = run.asked, run.names, run.parts["vae"]
-    kept = "latents" if asked.pipeline.rescales else "latents / scaling_factor"
-    names.held.update(run.made(asked.pipeline.rescalers))
-    names[kept] = run.tensor("latents / scaling_factor", names["latents"].shape, part.dtype)
-    names["image"] = run.decode(names[kept])
-    if not asked.pipeline.rescales:
-        names.delete(kept)
-    dtype = "float32" if part.upcast else part.dtype
-    image = asked.batch, 3, asked.height, asked.width
-    steps = [] if "vae" in asked.on_cpu else ["image * 0.5", "image * 0.5 + 0.5", "image, clamped"]
-    if "safety_checker" in run.parts:  # it is shown the finished picture, made small
-        for name in steps:
-            names["shown"] = run.tensor(name, image, dtype)
-        names.delete("shown")
-        run.name("clip_input", (asked.batch, 3, 224, 224), dtype)
-        names["checked"] = run.call("safety_checker", n=asked.batch)
-    for name in steps:
-        names["image"] = run.tensor(name, image, dtype)

@@ -1,0 +1,393 @@
+"""The phases of diffusers' pipelines: one function per class, written after its ``__call__``.
+
+Read in StableDiffusionPipeline, StableDiffusionXLPipeline and FluxPipeline of diffusers 0.33, and in ZImagePipeline,
+Flux2Pipeline and Flux2KleinPipeline of 0.42. A function creates the original's tensors in the original's order, and
+lets each go where the original does. Its local variables are attributes of `v`. A tensor that is in no variable is a
+temporary value, which `drop` frees. What happens within a component is not here: `call`, `encode` and `decode` play it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from vaemem.pipelines.asked import PLACES, Part, PipelineQuestion
+from vaemem.pipelines.components import CLIP_TOKENS, MOST_SEQUENCE
+from vaemem.prediction.process import SimulatedProcess, Tensor
+
+
+class Variables:
+    """The local variables of a Python function, as attributes. A tensor is freed once no variable holds it: in
+    ``v.x = f(v.x)`` the old one goes when the new one is there."""
+
+    __slots__ = ("_held", "_process")
+    _held: dict[str, Tensor]
+    _process: SimulatedProcess
+
+    def __init__(self, process: SimulatedProcess):
+        object.__setattr__(self, "_held", {})
+        object.__setattr__(self, "_process", process)
+
+    def __getattr__(self, name: str) -> Tensor:
+        return self._held[name]
+
+    def __setattr__(self, name: str, tensor: Tensor) -> None:
+        old = self._held.get(name)
+        self._held[name] = tensor
+        self._free(old)
+
+    def __delattr__(self, name: str) -> None:
+        self._free(self._held.pop(name))
+
+    def _free(self, tensor: Tensor | None) -> None:
+        if not any(tensor is other for other in self._held.values()):
+            self._process.drop(tensor)
+
+
+class PhaseRun(Protocol):
+    """A pipeline's run, as the functions below see it. `PipelineRun` is one."""
+
+    asked: PipelineQuestion
+    parts: dict[str, Part]  # by role; a text encoder may be missing, and prompts then come encoded
+    moved: list[str]  # roles of the components that offloading moves
+    v: Variables
+
+    @property
+    def latent_shape(self) -> tuple[int, int, int, int]:
+        """(batch, channels, height, width) of the latents."""
+
+    def phase(self, name: str, first: str | None = None) -> AbstractContextManager[None]:
+        """Begin a phase once its `first` component is on the device; read the counters at its end."""
+
+    def steps(self, count: int) -> Iterator[int]:
+        """Loop over the denoiser's steps."""
+
+    def load(self, role: str, quantises: bool = False) -> None:
+        """Move a component to the device."""
+
+    def unload(self, role: str) -> None:
+        """Move a component to the CPU."""
+
+    def call(self, role: str, **sizes: int) -> Tensor:
+        """Call a component other than the VAE; return its output."""
+
+    def encode(self, image: Tensor) -> Tensor:
+        """Return an image's latents by the VAE, sampled and scaled."""
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Return the VAE's image."""
+
+    def tensor(self, name: str, shape: Sequence[int], dtype: str | None = None) -> Tensor:
+        """Create a tensor, in the denoiser's dtype by default."""
+
+    def drop(self, *tensors: Tensor) -> None:
+        """Free temporary values."""
+
+
+# ---- one function per pipeline ----
+
+
+def play_stable_diffusion(run: PhaseRun) -> None:
+    """StableDiffusionPipeline: SD 1.5."""
+    q, v, (batch, *latent) = run.asked, run.v, run.latent_shape
+    _, h, w = latent
+    calls = count_calls(q.tokens, CLIP_TOKENS)
+    tokens, images = calls * CLIP_TOKENS, 2 * batch if q.guidance else batch
+
+    load_components(run)
+
+    with run.phase("encode prompt", "text_encoder"):
+        embeds = (batch, tokens, q.pipeline.width)
+        encoded = encode_text(run, "text_encoder", CLIP_TOKENS, calls)
+        v.prompt_embeds = repeat(run, "prompt_embeds", embeds, encoded)
+        if q.guidance:
+            encoded = encode_text(run, "text_encoder", CLIP_TOKENS, calls)
+            v.negative_prompt_embeds = repeat(run, "negative_prompt_embeds", embeds, encoded)
+            v.prompt_embeds = run.tensor("prompt_embeds, both", (2, *embeds))
+
+    if q.image:
+        with run.phase("encode image", "vae"):
+            encode_image(run)
+
+    with run.phase("denoise", "unet"):
+        prepare_latents(run)
+        for _ in run.steps(q.steps):
+            if q.guidance:
+                v.latent_model_input = run.tensor("latent_model_input", (images, *latent))
+            v.noise_pred = run.call("unet", n=images, h=h, w=w, t=tokens)
+            if q.guidance:
+                guide(run)
+            step_scheduler(run)
+
+    with run.phase("decode", "vae"):
+        scaled = run.tensor("latents / scaling_factor", run.latent_shape, run.parts["vae"].dtype)
+        v.image = run.decode(scaled)
+        run.drop(scaled)
+        if "safety_checker" in run.parts:
+            check_safety(run)
+        postprocess(run, "image")
+
+
+def play_stable_diffusion_xl(run: PhaseRun) -> None:
+    """StableDiffusionXLPipeline: SDXL."""
+    q, v, (batch, *latent) = run.asked, run.v, run.latent_shape
+    _, h, w = latent
+    calls = count_calls(q.tokens, CLIP_TOKENS)
+    tokens, images = calls * CLIP_TOKENS, 2 * batch if q.guidance else batch
+
+    load_components(run)
+
+    with run.phase("encode prompt", first_encoder(run)):
+        embeds, pooled = (batch, tokens, q.pipeline.width), (batch, q.pipeline.pooled)
+        prompt_embeds_list: list[Tensor] = []  # pooled outputs are views of it until they are repeated
+
+        def concat(name: str) -> Tensor:
+            one = encode_text(run, "text_encoder", CLIP_TOKENS, calls)
+            two = encode_text(run, "text_encoder_2", CLIP_TOKENS, calls)
+            if one and two:
+                prompt_embeds_list.extend([*one, *two])
+                return run.tensor(name, embeds)
+            return repeat(run, name, embeds, one or two)
+
+        v.prompt_embeds = concat("prompt_embeds")
+        if q.guidance:
+            v.negative_prompt_embeds = concat("negative_prompt_embeds")
+        v.pooled_prompt_embeds = run.tensor("pooled_prompt_embeds", pooled)
+        if q.guidance:
+            v.negative_pooled_prompt_embeds = run.tensor("negative_pooled_prompt_embeds", pooled)
+        run.drop(*prompt_embeds_list)
+        if q.guidance:
+            v.prompt_embeds = run.tensor("prompt_embeds, both", (2, *embeds))
+            v.add_text_embeds = run.tensor("add_text_embeds", (2, *pooled))
+
+    if q.image:
+        with run.phase("encode image", "vae"):
+            encode_image(run)
+
+    with run.phase("denoise", "unet"):
+        prepare_latents(run)
+        v.add_time_ids = run.tensor("add_time_ids", (images, 6))
+        for _ in run.steps(q.steps):
+            if q.guidance:
+                v.latent_model_input = run.tensor("latent_model_input", (images, *latent))
+            v.noise_pred = run.call("unet", n=images, h=h, w=w, t=tokens)
+            if q.guidance:
+                guide(run)
+            step_scheduler(run)
+
+    with run.phase("decode", "vae"):
+        decode_image(run)
+
+
+def play_flux(run: PhaseRun) -> None:
+    """FluxPipeline: FLUX.1-dev, and FLUX.1-schnell, whose transformer has no guidance input."""
+    q, v, (batch, _, h, w) = run.asked, run.v, run.latent_shape
+
+    load_components(run)
+
+    with run.phase("encode prompt", first_encoder(run)):
+        pooled = (batch, q.pipeline.pooled)
+        if "text_encoder" in run.parts:
+            encoded = encode_text(run, "text_encoder", CLIP_TOKENS)
+            v.pooled_prompt_embeds = repeat(run, "pooled_prompt_embeds", pooled, encoded)
+        encoded = encode_text(run, "text_encoder_2", q.tokens)
+        v.prompt_embeds = repeat(run, "prompt_embeds", (batch, q.tokens, q.pipeline.width), encoded)
+        if "text_encoder" not in run.parts:
+            v.pooled_prompt_embeds = run.tensor("pooled_prompt_embeds", pooled)
+
+    if q.image:
+        with run.phase("encode image", "vae"):
+            encode_image(run)
+
+    with run.phase("denoise", "transformer"):
+        prepare_latents(run)
+        v.text_ids = run.tensor("text_ids", (q.tokens, 3))
+        v.latent_image_ids = run.tensor("latent_image_ids", (h // 2 * (w // 2), 3))
+        v.timestep = run.tensor("timestep", (batch,))
+        if q.pipeline.guidance_embeds:
+            v.guidance = run.tensor("guidance", (1,), "float32")
+        for _ in run.steps(q.steps):
+            divided = run.tensor("timestep / 1000", (batch,))
+            v.noise_pred = run.call("transformer", n=batch, h=h, w=w, t=q.tokens)
+            run.drop(divided)
+            step_scheduler(run)
+
+    with run.phase("decode", "vae"):
+        decode_image(run)
+
+
+def play_z_image(run: PhaseRun) -> None:
+    """ZImagePipeline, which keeps latents in float32. Its transformer sees the prompt without the padding."""
+    q, v, (batch, _, h, w) = run.asked, run.v, run.latent_shape
+
+    load_components(run)
+
+    with run.phase("encode prompt", "text_encoder"):
+        encoded = encode_text(run, "text_encoder", MOST_SEQUENCE, count_calls(q.tokens, MOST_SEQUENCE))
+        v.prompt_embeds = repeat(run, "prompt_embeds", (batch, q.tokens, q.pipeline.width), encoded)
+
+    if q.image:
+        with run.phase("encode image", "vae"):
+            encode_image(run)
+
+    with run.phase("denoise", "transformer"):
+        prepare_latents(run, "float32")
+        v.timestep = run.tensor("timestep", (batch,), "float32")
+        for _ in run.steps(q.steps):
+            v.latent_model_input = run.tensor("latent_model_input", run.latent_shape)
+            v.noise_pred = v.model_out_list = run.call("transformer", n=batch, h=h, w=w, t=q.tokens)
+            stacked = run.tensor("noise_pred", run.latent_shape, "float32")
+            v.noise_pred = run.tensor("- noise_pred", run.latent_shape, "float32")
+            run.drop(stacked)
+            step_scheduler(run, "float32")
+
+    with run.phase("decode", "vae"):
+        decode_image(run)
+
+
+def play_flux2(run: PhaseRun) -> None:
+    """Flux2Pipeline: FLUX.2-dev; and Flux2KleinPipeline, whose transformer has no guidance input."""
+    q, v, (batch, _, h, w) = run.asked, run.v, run.latent_shape
+    calls = count_calls(q.tokens, MOST_SEQUENCE)
+    tokens = calls * MOST_SEQUENCE
+
+    load_components(run)
+
+    with run.phase("encode prompt", "text_encoder"):
+        encoded = encode_text(run, "text_encoder", MOST_SEQUENCE, calls, inputs=("input_ids", "attention_mask"))
+        v.prompt_embeds = repeat(run, "prompt_embeds", (batch, tokens, q.pipeline.width), encoded)
+
+    with run.phase("denoise", "transformer"):
+        prepare_latents(run)
+        v.text_ids = run.tensor("text_ids", (batch, tokens, 4), "int64")
+        v.latent_ids = run.tensor("latent_ids", (batch, h // 2 * (w // 2), 4), "int64")
+        v.timestep = run.tensor("timestep", (batch,))
+        if q.pipeline.guidance_embeds:
+            v.guidance = run.tensor("guidance", (1,), "float32")
+        for _ in run.steps(q.steps):
+            v.latent_model_input = v.latents  # it holds them until the next step, or the end
+            divided = run.tensor("timestep / 1000", (batch,))
+            v.noise_pred = run.call("transformer", n=batch, h=h, w=w, t=tokens)
+            run.drop(divided)
+            step_scheduler(run)
+
+    with run.phase("decode", "vae"):
+        v.latents_bn_std = run.tensor("latents_bn_std", (128,))
+        decode_image(run)
+
+
+PHASES: Mapping[str, Callable[[PhaseRun], None]] = {
+    "StableDiffusionPipeline": play_stable_diffusion,
+    "StableDiffusionXLPipeline": play_stable_diffusion_xl,
+    "FluxPipeline": play_flux,
+    "ZImagePipeline": play_z_image,
+    "Flux2Pipeline": play_flux2,
+    "Flux2KleinPipeline": play_flux2,
+}
+
+
+# ---- common to several ----
+
+
+def load_components(run: PhaseRun) -> None:
+    """``from_pretrained``, then ``to("cuda")`` or an offload. With everything on the CPU at first and offloaded, there
+    is no such phase: components come when they are called."""
+    early = [role for role, part in run.parts.items() if part.place != PLACES[0]]  # by from_pretrained
+    stay = [role for role in run.parts if role not in run.moved]
+    if early or stay:
+        with run.phase("load"):
+            for role in early:
+                run.load(role, quantises=bool(run.parts[role].source))
+            for role in early:
+                if role not in stay:
+                    run.unload(role)
+            for role in stay:
+                if role not in early:
+                    run.load(role)
+
+
+def first_encoder(run: PhaseRun) -> str:
+    return "text_encoder" if "text_encoder" in run.parts else "text_encoder_2"
+
+
+def count_calls(tokens: int, most: int) -> int:
+    """How many calls of a text encoder a prompt needs. Each call takes `most` tokens, the last one with padding."""
+    return -(-tokens // most)
+
+
+def encode_text(
+    run: PhaseRun, role: str, tokens: int, calls: int = 1, inputs: Sequence[str] = ("text_input_ids",)
+) -> list[Tensor]:
+    """The text encoder's outputs for one prompt, one per call; empty if the encoder is missing."""
+    outputs = []
+    for _ in range(calls if role in run.parts else 0):
+        given = [run.tensor(name, (1, tokens), "int64") for name in inputs]
+        outputs.append(run.call(role, n=1, t=tokens))
+        run.drop(*given)
+    return outputs
+
+
+def repeat(run: PhaseRun, name: str, shape: Sequence[int], encoded: Sequence[Tensor]) -> Tensor:
+    """``prompt_embeds.repeat(...)`` for each image of the batch; the encoder's outputs go."""
+    repeated = run.tensor(name, shape)
+    run.drop(*encoded)
+    return repeated
+
+
+def encode_image(run: PhaseRun) -> None:
+    """How image-to-image begins: the image's latents, and noise to add to them."""
+    q, v, dtype = run.asked, run.v, run.parts["vae"].dtype
+    v.init_image = run.tensor("init_image", (q.batch, 3, q.height, q.width), dtype)
+    v.init_latents = run.encode(v.init_image)
+    v.noise = run.tensor("noise", run.latent_shape, dtype)
+
+
+def prepare_latents(run: PhaseRun, dtype: str | None = None) -> None:
+    """``timesteps`` and ``latents``."""
+    run.v.timesteps = run.tensor("timesteps", (run.asked.steps,), "float32")
+    run.v.latents = run.tensor("latents", run.latent_shape, dtype)
+
+
+def guide(run: PhaseRun) -> None:
+    """``noise_pred_uncond + guidance_scale * (noise_pred_text - noise_pred_uncond)``."""
+    v, latent = run.v, run.latent_shape
+    v.noise_pred_uncond = v.noise_pred_text = v.noise_pred  # ``noise_pred.chunk(2)``: two views of it
+    difference = run.tensor("noise_pred_text - noise_pred_uncond", latent)
+    scaled = run.tensor("guidance_scale * ...", latent)
+    run.drop(difference)
+    v.noise_pred = run.tensor("noise_pred", latent)
+    run.drop(scaled)
+
+
+def step_scheduler(run: PhaseRun, dtype: str | None = None) -> None:
+    """``latents = scheduler.step(noise_pred, t, latents)``, which needs two temporary tensors in float32."""
+    temporary = [run.tensor("scheduler.step", run.latent_shape, "float32") for _ in range(2)]
+    run.v.latents = run.tensor("latents", run.latent_shape, dtype)
+    run.drop(*temporary)
+
+
+def decode_image(run: PhaseRun) -> None:
+    """``latents = latents / scaling_factor``, ``image = vae.decode(latents)``, and the postprocessing."""
+    v = run.v
+    v.latents = run.tensor("latents / scaling_factor", run.latent_shape, run.parts["vae"].dtype)
+    v.image = run.decode(v.latents)
+    postprocess(run, "image")
+
+
+def postprocess(run: PhaseRun, variable: str) -> None:
+    """``image_processor.postprocess``, which brings the variable's image from -1..1 to 0..1."""
+    q, vae = run.asked, run.parts["vae"]
+    for name in () if "vae" in q.on_cpu else ("image * 0.5", "image * 0.5 + 0.5", "image, clamped"):
+        dtype = "float32" if vae.upcast else vae.dtype
+        setattr(run.v, variable, run.tensor(name, (q.batch, 3, q.height, q.width), dtype))
+
+
+def check_safety(run: PhaseRun) -> None:
+    """``run_safety_checker``: the checker sees the picture at 224x224."""
+    q, v, vae = run.asked, run.v, run.parts["vae"]
+    v.picture = v.image
+    postprocess(run, "picture")
+    del v.picture
+    v.clip_input = run.tensor("clip_input", (q.batch, 3, 224, 224), "float32" if vae.upcast else vae.dtype)
+    v.checked = run.call("safety_checker", n=q.batch)
