@@ -66,7 +66,7 @@ FLAGS = {
     "kernels/avx512bf16": [*KERNELS, *AVX512, "-mavx512bf16"],
     "kernels/amx": [*KERNELS, *AMX],
 }
-FOLDERS = ["csrc", "csrc/predict", "csrc/python", "kernels", "kernels/cudnn", "kernels/ref"]
+FOLDERS = ["csrc", "csrc/predict", "csrc/python", "kernels", "kernels/ref"]
 FOLDERS += [f"kernels/{name}" for name in SETS]
 
 # The GPUs that get machine code, as far as this nvcc knows them; later ones compile PTX when they load it.
@@ -144,8 +144,6 @@ class BuildPerFolder(build_ext):
 
     def get_ext_filename(self, fullname: str) -> str:
         *folders, name = fullname.split(".")  # with its folders or without
-        if name == "libcuda":
-            return os.path.join(*folders, "libcuda.so.1")
         if WINDOWS and sys.platform != "win32":
             return os.path.join(*folders, name + ".pyd")
         return super().get_ext_filename(fullname)
@@ -215,7 +213,7 @@ CUDA_ONLY, KERNELS_ONLY = "csrc/python/py_cuda.c", "csrc/python/py_kernels.c"
 core = sorted(
     path for folder in FOLDERS for path in glob.glob(f"{folder}/*.c") if path not in (CUDA_ONLY, KERNELS_ONLY)
 )
-alone = [path for path in core if os.path.dirname(path) not in ("csrc/python", "csrc/predict", "kernels/cudnn")]
+alone = [path for path in core if os.path.dirname(path) not in ("csrc/python", "csrc/predict")]
 extensions = [
     Extension(
         name,
@@ -223,7 +221,7 @@ extensions = [
         include_dirs=[NUMPY],
         define_macros=[(macro, "1") for macro in (HAVE_SETS, EMULATOR and "VM_EMULATE_AMX") if macro],
         depends=headers,
-        libraries=["m", "pthread", "dl"],
+        libraries=["m", "pthread"],
         extra_link_args=SANITIZE,
     )
     for name, sources in {
@@ -232,11 +230,6 @@ extensions = [
     }.items()
 ]
 LINUX = sys.platform == "linux" and not WINDOWS
-if LINUX:
-    # What cuDNN finds where there is no driver. It is no Python module, and BuildPerFolder gives it a name that no
-    # import takes for one (libcuda.so.1): whoever imported it would have a CUDA driver without a device.
-    soname = ["-Wl,-soname,libcuda.so.1"]
-    extensions.append(Extension("vaemem.data.libcuda", ["kernels/cudnn/no_driver/libcuda.c"], extra_link_args=soname))
 if WANTS_CUDA not in ("0", "1", "auto"):
     raise SystemExit(f"vaemem: VAEMEM_CUDA: want 0, 1 or auto, got {WANTS_CUDA!r}")
 cuda = find_cuda() if LINUX and WANTS_CUDA != "0" else None

@@ -28,10 +28,12 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from ask_cudnn import Cudnn
+
 from vaemem import _core
+from vaemem.engine.cudnn_path import find_cudnn
 from vaemem.pipelines import programs
 from vaemem.prediction import profiles
-from vaemem.prediction.cudnn import InstalledCudnn
 from vaemem.prediction.gpus import Gpu, find_gpu, gpu_names
 
 COMMON = (512, 576, 640, 704, 720, 768, 832, 896, 960, 1024, 1088, 1152, 1216, 1280, 1344, 1536, 1664, 1920, 2048)
@@ -194,7 +196,7 @@ def question(conv: Shape, kind: str, height: int, width: int, level: int, n: int
 class Recorder:
     """Asks about one convolution and kind on one GPU, and remembers."""
 
-    def __init__(self, cudnn: InstalledCudnn, gpu: Gpu, conv: Shape, kind: str):
+    def __init__(self, cudnn: Cudnn, gpu: Gpu, conv: Shape, kind: str):
         self.cudnn, self.gpu, self.conv, self.kind = cudnn, gpu, conv, kind
         self.sizes: list[dict[str, int]] = []
         self.bytes: list[int | None] = []
@@ -361,7 +363,7 @@ def random_question(rng: random.Random, gpu: Gpu) -> tuple[Shape, str, int, int]
     return conv, rng.choice(network.asked(gpu)), level, rng.choice(network.batches)
 
 
-def agree(cudnn: InstalledCudnn, one: Gpu, other: Gpu, rng: random.Random) -> bool:
+def agree(cudnn: Cudnn, one: Gpu, other: Gpu, rng: random.Random) -> bool:
     """Whether two GPUs of a capability get the same answers, on 120 questions."""
     for _ in range(120):
         conv, kind, level, n = random_question(rng, one)
@@ -372,7 +374,7 @@ def agree(cudnn: InstalledCudnn, one: Gpu, other: Gpu, rng: random.Random) -> bo
     return True
 
 
-def alike(cudnn: InstalledCudnn, capability: str) -> list[list[Gpu]]:
+def alike(cudnn: Cudnn, capability: str) -> list[list[Gpu]]:
     """The GPUs of a capability, those with the same answers together."""
     groups: list[list[Gpu]] = []
     for gpu in map(find_gpu, gpu_names()):
@@ -384,7 +386,7 @@ def alike(cudnn: InstalledCudnn, capability: str) -> list[list[Gpu]]:
     return groups
 
 
-def record(cudnn: InstalledCudnn, gpus: list[Gpu], step: int, known: dict | None = None, only: str = "") -> dict:
+def record(cudnn: Cudnn, gpus: list[Gpu], step: int, known: dict | None = None, only: str = "") -> dict:
     """The profile of GPUs that answer alike, or what is `known` of it with the questions that it lacks. only: of the
     networks whose name ends so."""
     profile = known or {"capability": gpus[0].capability, "cudnn": cudnn.version, "formulas": [], "convolutions": {}}
@@ -404,7 +406,7 @@ def record(cudnn: InstalledCudnn, gpus: list[Gpu], step: int, known: dict | None
     }
 
 
-def ask(cudnn: InstalledCudnn, gpus: list[Gpu], step: int, network: Network, formulas: dict, trees: dict) -> list[dict]:
+def ask(cudnn: Cudnn, gpus: list[Gpu], step: int, network: Network, formulas: dict, trees: dict) -> list[dict]:
     """Adds a network's questions to formulas and trees where they are not there; how it went, for `recorded`."""
     totals: collections.Counter[str] = collections.Counter()
     kinds = {}
@@ -522,7 +524,7 @@ def learn_batches(
             return fitted(recorder, missed > NOISY * count)
 
 
-def record_batches(cudnn: InstalledCudnn, gpu: Gpu, data: dict) -> dict:
+def record_batches(cudnn: Cudnn, gpu: Gpu, data: dict) -> dict:
     """A profile's data with trees for batches: ``["n", 1, tree, tree of batches]`` where the tree was wrong."""
     profile, trees = profiles.Profile(data), dict(data["convolutions"])
     formulas = {formula and tuple(formula): i for i, formula in enumerate(data["formulas"])}
@@ -560,7 +562,7 @@ def resolved(trees: dict, name: str) -> object:
     return trees[tree] if isinstance(tree, str) else tree
 
 
-def held_out(cudnn: InstalledCudnn, gpu: Gpu, profile: profiles.Profile, count: int) -> dict:
+def held_out(cudnn: Cudnn, gpu: Gpu, profile: profiles.Profile, count: int) -> dict:
     """How a profile answers questions that it was not made of: batches of 1 to 16, images up to 2048 pixels a side."""
     rng, equal, worst = random.Random(2), 0, 0
     for _ in range(count):
@@ -576,7 +578,7 @@ def held_out(cudnn: InstalledCudnn, gpu: Gpu, profile: profiles.Profile, count: 
     return {"held_out": count, "held_out_same": equal, "held_out_worst_bytes": worst}
 
 
-def compare(cudnn: InstalledCudnn, gpu: Gpu, version: str, count: int = 1000) -> dict:
+def compare(cudnn: Cudnn, gpu: Gpu, version: str, count: int = 1000) -> dict:
     """A reference to the profile of another version; SystemExit where an answer differs."""
     profile = profiles.nearest_profile(gpu, version)
     if profile is None or profile.version != version:
@@ -607,7 +609,7 @@ def write(profile: dict, path: str) -> None:
         file.write("{\n" + "\n".join(lines) + "\n }\n}\n")
 
 
-def recorded_files(cudnn: InstalledCudnn, folder: str, capability: str | None) -> Iterator[tuple[str, dict]]:
+def recorded_files(cudnn: Cudnn, folder: str, capability: str | None) -> Iterator[tuple[str, dict]]:
     """Path and data of a version's files, of one capability or all; without those that refer to another version."""
     for name, (sm, _, number) in sorted(profiles.profile_files().items()):
         path = os.path.join(folder, name)
@@ -619,7 +621,7 @@ def recorded_files(cudnn: InstalledCudnn, folder: str, capability: str | None) -
             yield path, known
 
 
-def add(cudnn: InstalledCudnn, folder: str, capability: str | None, step: int, only: str) -> None:
+def add(cudnn: Cudnn, folder: str, capability: str | None, step: int, only: str) -> None:
     """The questions that the files of a version lack."""
     for path, known in recorded_files(cudnn, folder, capability):
         first = known["recorded"]["gpus"][0]
@@ -629,7 +631,7 @@ def add(cudnn: InstalledCudnn, folder: str, capability: str | None, step: int, o
         print(path, profile["recorded"].get("added", [])[-1:], flush=True)
 
 
-def add_batches(cudnn: InstalledCudnn, folder: str, capability: str | None) -> None:
+def add_batches(cudnn: Cudnn, folder: str, capability: str | None) -> None:
     """Trees for batches, to the files of a version that have none."""
     for path, known in recorded_files(cudnn, folder, capability):
         if "batches" not in known["recorded"]:
@@ -651,12 +653,10 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="NAMES_END", help='with --add: "frames\' VAEs", of some networks')
     parser.add_argument("--out", default="vaemem/data/profiles")
     arguments = parser.parse_args()
-    path = arguments.cudnn
-    if path and os.path.isdir(path):
-        path = os.path.join(path, "libcudnn.so.9")
-    cudnn = InstalledCudnn(path)
-    if cudnn.version is None:
-        sys.exit(cudnn.reason)
+    try:
+        cudnn = Cudnn(arguments.cudnn or find_cudnn())
+    except OSError as error:
+        sys.exit(str(error))
     if arguments.add:
         return add(cudnn, arguments.out, arguments.capability, arguments.step, arguments.only)
     if arguments.batches:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -16,6 +17,10 @@ from emulator import build
 
 from vaemem.engine.cudnn_path import find_cudnn
 from vaemem.prediction.gpus import find_gpu
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import ask_cudnn
 
 
 @pytest.fixture(scope="module")
@@ -323,17 +328,13 @@ def test_a_library_that_will_not_do(library, tmp_path, source, flags, message):
 
 
 @pytest.fixture(scope="module")
-def installed(library, tmp_path_factory):
+def installed(library):
     """Plans for a described H100."""
     path = find_cudnn()
     if path is None:
         pytest.skip("no cuDNN is installed")
-    no_driver = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
-    source = ROOT / "kernels/cudnn/no_driver/libcuda.c"
-    flags = ["-shared", "-fPIC", f"-Wl,-soname,{no_driver.name}"]
-    build.run(build.compiler("gcc"), *flags, "-o", no_driver, source)
     with process() as one:
-        convs = one.Convs(library, path, find_gpu("H100").device_json, str(no_driver))
+        convs = one.Convs(library, path, find_gpu("H100").device_json, str(ask_cudnn.build_no_driver()))
         try:
             convs.open()
         except RuntimeError as error:

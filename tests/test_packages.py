@@ -78,8 +78,6 @@ def use(what, folder, **environment):
     """
     said = run(python, "-c", textwrap.dedent(code), cwd=folder)
     assert said.startswith("(1, 3, 32, 32)")
-    stand_in = next(folder.glob("fresh/lib/python*/site-packages/vaemem/data/libcuda.so.1"))
-    assert "soname: [libcuda.so.1]" in run("readelf", "-d", stand_in, cwd=folder)
     return said
 
 
@@ -112,5 +110,5 @@ def test_the_wheel_installs(tree, tmp_path):
     assert "manylinux" in wheel.name
     packed = zipfile.ZipFile(wheel).namelist()
     libraries = sorted(Path(name).name.partition(".")[0] for name in packed if ".so" in name)
-    assert libraries == ["_core", "libcuda"]  # nothing renamed, nothing grafted
+    assert libraries == ["_core"]  # nothing renamed, nothing grafted
     assert "built without CUDA" in use(wheel, tmp_path)

@@ -21,7 +21,6 @@ from vaemem.__main__ import main
 from vaemem.pipelines.plan import weights_bytes
 from vaemem.prediction import profiles, workspace
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, benchmark
-from vaemem.prediction.cudnn import InstalledCudnn
 from vaemem.prediction.formula import formula
 from vaemem.prediction.predict import Prediction, predict, shell_command
 from vaemem.prediction.process import ROUNDED_UP, SimulatedProcess
@@ -40,18 +39,6 @@ MIB = 1 << 20
 def repeated(p, capacity):
     """The process that a prediction played, on a device of so many bytes, and what it lacks there."""
     return p._question.repeat(p._process, capacity)
-
-
-class NoCudnn(InstalledCudnn):
-    """What is installed must not decide a test."""
-
-    def _spawn(self):
-        return {"error": "not asked in tests"}
-
-
-@pytest.fixture(autouse=True)
-def no_installed_cudnn(monkeypatch):
-    monkeypatch.setattr("vaemem.prediction.cudnn._installed", NoCudnn())
 
 
 # ---- the seed table ----

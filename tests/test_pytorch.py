@@ -21,17 +21,6 @@ from vaemem.pytorch import predict_peak, record
 MIB = 1 << 20
 
 
-@pytest.fixture(autouse=True)
-def no_installed_cudnn(monkeypatch):
-    from vaemem.prediction.cudnn import InstalledCudnn
-
-    class NoCudnn(InstalledCudnn):
-        def _spawn(self):
-            return {"error": "not asked in tests"}
-
-    monkeypatch.setattr("vaemem.prediction.cudnn._installed", NoCudnn())
-
-
 def meta(*shape, dtype=torch.float16):
     return torch.empty(shape, dtype=dtype, device="meta")
 

@@ -32,14 +32,6 @@ class _Plan(TypedDict):
     steps: list[_Step]
     overflow: bool  # of a run
 
-class _ConvPlan(TypedDict):
-    bytes: int
-    least: int
-    engine: str
-    rank: int
-    untried: int
-    fallback: bool
-
 class _Settings(TypedDict):
     total_memory: int
     allowed_memory: int
@@ -141,13 +133,6 @@ class CachingAllocator:
     def _has_whole_segment(self) -> bool: ...
     def _release(self, address: int, /) -> None: ...
     def _restore(self, address: int, size: int, stream: int, small: bool, blocks: list[Any], /) -> None: ...
-
-class Cudnn:
-    version: str
-    def __init__(self, path: str | None = None, no_driver: str | None = None) -> None: ...
-    def conv(
-        self, device: str, question: tuple[Any, ...], tf32: bool = True, every: bool = False
-    ) -> _ConvPlan | None: ...
 
 class Trace:
     convs: list[_Conv]

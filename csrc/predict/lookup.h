@@ -5,12 +5,13 @@
  *   rule     which convolutions -> formula, or the answer of a profile
  *   lookup   PyTorch's own convolutions, else the first of its rules and profiles that answers; it remembers
  *
- * What no entry answers is the caller's to find out, by asking an installed cuDNN or by guessing. */
+ * If no entry answers, the caller applies a rule of its own. */
 #ifndef VM_LOOKUP_H
 #define VM_LOOKUP_H
 
+#include "../../kernels/cudnn/conv.h"
+#include "../vm.h"
 #include "sizes.h"
-#include "workspace.h"
 
 /* What formulas and trees speak of, in their order: input, output and filter in bytes, each rounded up to 16, then with
  * the channels padded to 16 bytes; output pixels of the batch and of one image; height and width of the input; the

@@ -13,7 +13,8 @@
 #include "torch_names.h"
 #include "torch_alloc.h"
 #include "torch_sdpa.h"
-#include "workspace.h"
+#include "../../kernels/cudnn/conv.h"
+#include "../vm.h"
 
 typedef enum vm_trace_op {
     VM_TRACE_TAKE,     /* a storage */

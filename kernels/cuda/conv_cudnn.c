@@ -45,7 +45,7 @@ vm_status vm_cudnn_convs_new(const char *path, const char *device_json, vm_cudnn
     *out = NULL;
     vm_cudnn_convs *s = calloc(1, sizeof *s);
     if (!s) return vm_fail(VM_ENOMEM, "cuDNN: no memory for its plans");
-    vm_status status = vm_cudnn_open(path, NULL, LEAST_VERSION, &s->c);
+    vm_status status = vm_cudnn_open(path, LEAST_VERSION, &s->c);
     if (!status && device_json && !(s->device_json = strdup(device_json)))
         status = vm_fail(VM_ENOMEM, "cuDNN: no memory for a device's description");
     if (!status && !device_json && (!s->c->create_handle || !s->c->set_stream || !s->c->execute))

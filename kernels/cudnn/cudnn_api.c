@@ -2,22 +2,10 @@
 #define _GNU_SOURCE
 #include "cudnn_api.h"
 
+#include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-#ifdef _WIN32 /* cuDNN is not looked for there: these stand-ins find nothing */
-typedef struct Dl_info {
-    const char *dli_fname;
-} Dl_info;
-enum { RTLD_LAZY, RTLD_LOCAL, RTLD_NOLOAD };
-static void *dlopen(const char *name, int how) { return (void)name, (void)how, NULL; }
-static void *dlsym(void *library, const char *name) { return (void)library, (void)name, NULL; }
-static int dladdr(const void *at, Dl_info *info) { return (void)at, (void)info, 0; }
-static const char *dlerror(void) { return "Windows, where vaemem does not look for it"; }
-#else
-#include <dlfcn.h>
-#endif
 
 enum { MAX_SIZE = 1 << 20 }; /* so that strides fit in 64 bits */
 enum { MAX_KNOBS = 64, MAX_NOTES = 32 };
@@ -44,10 +32,8 @@ static bool load_cublaslt(void *cudnn, void *entry) {
     return false;
 }
 
-vm_status vm_cudnn_open(const char *path, const char *no_driver, size_t least, vm_cudnn **out) {
+vm_status vm_cudnn_open(const char *path, size_t least, vm_cudnn **out) {
     *out = NULL;
-    if (no_driver && !dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL) && !dlopen(no_driver, RTLD_LAZY | RTLD_LOCAL))
-        return vm_fail(VM_EDEVICE, "cuDNN: want a stand-in for libcuda.so.1, got %s", dlerror());
     /* One process, one cuDNN: a second copy would share its sublibraries with the first by their names. */
     void *library = dlopen("libcudnn.so.9", RTLD_LAZY | RTLD_LOCAL | RTLD_NOLOAD);
     if (!library) library = dlopen(path ? path : "libcudnn.so.9", RTLD_LAZY | RTLD_LOCAL);

@@ -1,5 +1,5 @@
 /* cuDNN's backend API without its headers and without linking it: the numbers, the loader and a few helpers, for
- * whoever asks cuDNN (csrc/predict/cudnn_ask.c) and whoever runs it (kernels/cuda/conv_cudnn.c).
+ * the code that runs cuDNN (kernels/cuda/conv_cudnn.c) and the benchmark that asks it (benchmarks/ask_cudnn.c).
  *
  *   open: dlopen -> the entry points below -> version
  *   conv: tensors x, w, y + convolution -> operation -> graph
@@ -11,7 +11,7 @@
 
 #include <pthread.h>
 
-#include "../kernels.h"
+#include "conv.h"
 
 typedef void *desc;
 
@@ -74,55 +74,11 @@ typedef struct vm_cudnn {
     int (*execute)(void *handle, desc plan, desc pack);
 } vm_cudnn;
 
-enum { VM_CUDNN_ASKABLE = 90800 }; /* the first that answers without a device */
-
-/* Loads libcudnn: the copy that this process already has, or else path (a file), or where NULL the loader's. no_driver:
- * the library that stands in for libcuda.so.1 where there is none (no_driver/libcuda.c), or NULL. All stay loaded after
- * vm_cudnn_close. VM_EDEVICE where there is no cuDNN, one older than `least`, or no cuBLASLt for it. */
-vm_status vm_cudnn_open(const char *path, const char *no_driver, size_t least, vm_cudnn **out);
+/* Loads libcudnn: the copy that this process already has, otherwise the file `path`, or the loader's if path is NULL.
+ * It stays loaded after vm_cudnn_close.
+ * Returns: VM_EDEVICE if there is no cuDNN, if it is older than `least`, or if it finds no cuBLASLt. */
+vm_status vm_cudnn_open(const char *path, size_t least, vm_cudnn **out);
 void vm_cudnn_close(vm_cudnn *cudnn);
-
-enum { VM_CONV_DIMS = 3 };
-
-/* A convolution: cross-correlation without bias, the same padding on both sides. Its extents are depth, height and
- * width; with two dimensions the depth is that of one slice. */
-typedef struct vm_conv {
-    vm_dtype dtype;             /* of input, filter and output; sums are float */
-    bool tf32;                  /* float input may run on TF32 tensor cores */
-    bool nhwc;                  /* channels_last tensors and filters */
-    bool transposed;            /* the gradient of a convolution by its input */
-    int dims;                   /* 2 or 3 */
-    int64_t n, c, k, groups;    /* batch, channels of the input and of the output */
-    int64_t size[VM_CONV_DIMS]; /* of the input */
-    int64_t filter[VM_CONV_DIMS], stride[VM_CONV_DIMS], padding[VM_CONV_DIMS], dilation[VM_CONV_DIMS];
-    int64_t output_padding[VM_CONV_DIMS]; /* rows that a transposed convolution's output has more */
-} vm_conv;
-
-/* Two dimensions, square filters, one group. x: n, c, h, w. */
-static inline vm_conv vm_conv_square(vm_dtype dtype, const int64_t x[4], int64_t k, int64_t side, int64_t stride,
-                                     int64_t padding) {
-    return (vm_conv){.dtype = dtype,
-                     .dims = 2,
-                     .n = x[0],
-                     .c = x[1],
-                     .k = k,
-                     .groups = 1,
-                     .size = {1, x[2], x[3]},
-                     .filter = {1, side, side},
-                     .stride = {1, stride, stride},
-                     .padding = {0, padding, padding},
-                     .dilation = {1, 1, 1}};
-}
-
-static inline bool vm_conv_same(const vm_conv *a, const vm_conv *b) {
-    bool same = a->dtype == b->dtype && a->tf32 == b->tf32 && a->nhwc == b->nhwc && a->transposed == b->transposed &&
-                a->dims == b->dims && a->n == b->n && a->c == b->c && a->k == b->k && a->groups == b->groups;
-    for (int i = 0; i < VM_CONV_DIMS; i++)
-        same = same && a->size[i] == b->size[i] && a->filter[i] == b->filter[i] && a->stride[i] == b->stride[i] &&
-               a->padding[i] == b->padding[i] && a->dilation[i] == b->dilation[i] &&
-               a->output_padding[i] == b->output_padding[i];
-    return same;
-}
 
 /* One question: its descriptors, destroyed together, and the first status that was not success; after it the rest does
  * nothing. */

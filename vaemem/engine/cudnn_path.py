@@ -1,4 +1,4 @@
-"""Where cuDNN is: the one place that says so, to the engine that runs it and to the prediction that asks it."""
+"""Where cuDNN is, for the engine that runs it on a GPU."""
 
 import contextlib
 import importlib.util

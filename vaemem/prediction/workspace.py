@@ -1,20 +1,19 @@
 """The workspace of PyTorch's convolutions on a GPU that need not be there.
 
 PyTorch (eager, ``torch.backends.cudnn.benchmark`` off) gives each convolution a scratch buffer from its caching
-allocator: as many bytes as the first plan of cuDNN's instant heuristics asks for. Three sources know how many, in this
+allocator: as many bytes as the first plan of cuDNN's instant heuristics needs. Two sources know how many, in this
 order:
 
-1. a profile: cuDNN's answers, recorded beforehand for a GPU and a cuDNN version (``vaemem/data/profiles``), below 9.8
-   with what is known of older versions before it (``older.json``);
-2. the installed cuDNN, asked without a device (9.8 or later), in a process of its own because it may crash;
-3. a rule, with what is known of its error.
+1. a profile: cuDNN's answers, recorded beforehand for a GPU and a cuDNN version (``vaemem/data/profiles``). Rules for
+   cuDNN before 9.8 go before it (``older.json``).
+2. a rule for all other convolutions. docs/PREDICTION.md says how far off it is.
 
-Every answer says which it was, and whatever stands in for what was asked is among the `substitutions`.
+Both ship with the package, so a question has the same answer on every machine. Each answer names its source, and
+`substitutions` lists whatever replaces missing data.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import itertools
@@ -25,7 +24,6 @@ from typing import Any
 
 from vaemem import _core
 from vaemem._common import ELEMENT_BYTES, choose
-from vaemem.prediction.cudnn import InstalledCudnn, installed_cudnn
 from vaemem.prediction.gpus import Gpu, find_gpu
 from vaemem.prediction.profiles import (
     Conv,
@@ -177,13 +175,11 @@ class Workspace:
         Such as ``"2.9.1"``; chooses cuDNN's version where that is not given.
     tf32 : bool
         ``torch.backends.cudnn.allow_tf32``, on by default in PyTorch.
-    cudnn : InstalledCudnn, optional
-        Who is asked where no profile answers; the installed one by default.
 
     Attributes
     ----------
     substitutions : dict
-        Its keys say what stood in for the cuDNN and the GPU that were asked for, in the answers so far.
+        Its keys say what replaced missing data of the cuDNN and the GPU, in the answers so far.
     by_pytorch : set of Conv
         The convolutions so far that PyTorch runs by code of its own, which has no plan that takes less.
 
@@ -204,23 +200,19 @@ class Workspace:
         cudnn_version: str | None = None,
         torch_version: str | None = None,
         tf32: bool = True,
-        cudnn: InstalledCudnn | None = None,
     ):
         self.gpu = find_gpu(gpu)
         if cudnn_version is None and torch_version is not None:
             cudnn_version = cudnn_of_torch(torch_version)
         self.cudnn_version, self._torch_version = cudnn_version, torch_version
         self.tf32 = tf32
-        self._cudnn = cudnn or installed_cudnn()
         self._profile: Profile | None = nearest_profile(self.gpu, cudnn_version)
         self._rules = [rule for rule in self.gpu.rules if rule["standing"] == "taken"]
         self._rules += older_rules(self.gpu, cudnn_version, "taken") if cudnn_version else []
         self._guess: Callable[[Gpu, int, bool, Conv], tuple[int, str]] = _rule
-        self._may_ask_first = True  # whether the installed cuDNN may go before the profile
         self._lookup: _core.Lookup | None = None  # made when the first question comes
         self._entries: list[Any] = []  # rules and profiles, as it asks them
         self._said: dict[tuple[int, int, int], str] = {}  # sources, by which entry answered, and how
-        self._plans: dict[Conv, dict[str, Any] | None] = {}  # of the installed cuDNN, for the alternatives too
         self.substitutions: dict[str, None] = {self.gpu.coarse: None} if self.gpu.coarse else {}
 
     @property
@@ -251,7 +243,7 @@ class Workspace:
         Raises
         ------
         ValueError
-            A bad argument, or a convolution that cuDNN has no engine for (PyTorch would raise).
+            A bad argument.
         """
         conv = Conv(*question, **more)
         choose("layout", conv.layout, ("nchw", "nhwc"))
@@ -297,12 +289,10 @@ class Workspace:
         if not set(_RULED.values()).isdisjoint(self.substitutions):
             others += [self._with(self._profile, self._rules, guess) for guess in (_least, _most)]
         if self.gpu.coarse:
-            others += [Workspace(name, None, self._torch_version, self.tf32, self._cudnn) for name in ONE_OF_EACH]
+            others += [Workspace(name, None, self._torch_version, self.tf32) for name in ONE_OF_EACH]
             others.append(self._with(self._profile, self.gpu.rules))
             found[(0,) * len(mine)] = None
-        for other in others:
-            with contextlib.suppress(ValueError):  # it has no engine for one of them: PyTorch would not run
-                found[tuple(other.answers(of, False)[0])] = None
+        found |= {tuple(other.answers(of, False)[0]): None for other in others}
         return [answers for answers in found if answers != mine]
 
     def _best_informed(self, of: _Asking, profiles: Sequence[Profile]) -> list[tuple[int, ...]]:
@@ -318,20 +308,15 @@ class Workspace:
         """The same with other answers, whatever version was wanted."""
         other = copy.copy(self)
         other._profile, other._rules, other._guess = profile, list(rules), guess or self._guess
-        other._may_ask_first, other._lookup, other._said, other.substitutions = False, None, {}, {}
+        other._lookup, other._said, other.substitutions = None, {}, {}
         return other
 
     def _asked(self) -> _core.Lookup:
-        """What answers before anybody is asked, or guesses: rules for older versions, then profiles. Nothing does where
-        the installed cuDNN is the better answer."""
+        """The core's lookup: rules for older versions, then profiles."""
         if self._lookup is None:
-            self._entries = []
-            if not self._ask_first():
-                rules = [
-                    (rule, nearest_profile(self.gpu, rule["as"]) if "as" in rule else None) for rule in self._rules
-                ]
-                self._entries = [(rule, profile) for rule, profile in rules if profile or "formula" in rule]
-                self._entries += [(None, profile) for profile in (self._profile, *self._near) if self._profile]
+            rules = [(rule, nearest_profile(self.gpu, rule["as"]) if "as" in rule else None) for rule in self._rules]
+            self._entries = [(rule, profile) for rule, profile in rules if profile or "formula" in rule]
+            self._entries += [(None, profile) for profile in (self._profile, *self._near) if self._profile]
             torch = self._torch_version
             release = torch_release(torch) if torch else (0, 0)
             self._lookup = _core.Lookup(
@@ -348,7 +333,7 @@ class Workspace:
         if entry < 0:
             if entry < -1:
                 raise ValueError(_wrong_with(Conv(*question)))
-            return self._ask_or_guess(Conv(*question))
+            return self._apply_rule(Conv(*question))
         source = self._said.get((entry, steps, number))
         if source is None:
             rule, profile = self._entries[entry]
@@ -363,29 +348,16 @@ class Workspace:
             self._said[entry, steps, number] = source
         return count, source
 
-    def _ask_or_guess(self, conv: Conv) -> tuple[int, str]:
-        """What the installed cuDNN answers, or where there is none, a rule."""
-        try:
-            if conv not in self._plans:
-                self._plans[conv] = self._cudnn.conv(self.gpu.device_json, conv, self.tf32)
-            plan = self._plans[conv]
-        except RuntimeError as error:
-            wanted = self.cudnn_version or (self._profile and self._profile.version)
-            count, why = self._guess(self.gpu, version_number(wanted) if wanted else 0, self.tf32, conv)
-            self._substitute(_RULED[conv.layout if conv.is_plain else "other"])
-            return count, f"rule: {why}; uncertain (no profile has this convolution; {error})"
-        version = self._cudnn.version
-        if plan is None:
-            raise ValueError(f"conv: cuDNN {version} has no engine for {conv} on {self.gpu.name}; PyTorch would raise")
-        wanted = self._wanted(version)
-        if wanted:
-            self._substitute(f"cuDNN {version} for {self.cudnn_version}")
-        unsure = ", after engines that compile at run time and could not be tried" if plan["untried"] else ""
-        return plan["bytes"], f"cuDNN {version}, asked without a device{unsure}{wanted}"
+    def _apply_rule(self, conv: Conv) -> tuple[int, str]:
+        """(bytes, source) of a convolution that no profile has."""
+        version = self.cudnn_version or (self._profile and self._profile.version)
+        count, why = self._guess(self.gpu, version_number(version) if version else 0, self.tf32, conv)
+        self._substitute(_RULED[conv.layout if conv.is_plain else "other"])
+        return count, f"rule: {why}; uncertain (no profile has this convolution)"
 
     @functools.cached_property
     def _near(self) -> list[Profile]:
-        """What is asked where the profile has no answer: the nearest versions, for not every file holds every kind."""
+        """Profiles of the nearest versions, for what the profile lacks: not every file holds every kind."""
         return [profile for profile in profiles_near(self.gpu, self.cudnn_version) if profile.how != "inferred"]
 
     def _substitute(self, what: str) -> None:
@@ -405,17 +377,10 @@ class Workspace:
         return ", ".join(parts)
 
     def _wanted(self, version: str | None) -> str:
-        """What to add to a source that is not the version that was asked for."""
+        """What to add to a source of another version."""
         wanted = self.cudnn_version
         same = wanted is None or version is None or version_number(wanted) == version_number(version)
         return "" if same else f" ({wanted} was wanted)"
-
-    def _ask_first(self) -> bool:
-        """Whether the installed cuDNN is the version wanted and the profile is another's, or another card's."""
-        wanted = version_number(self.cudnn_version) if self.cudnn_version else 0
-        is_other = self._may_ask_first and self._profile is not None and self._differs(self._profile) != ""
-        installed = self._cudnn.version if is_other and wanted >= _ASKABLE else None
-        return installed is not None and version_number(installed) == wanted
 
 
 class UnfoldingWorkspace(Workspace):
@@ -451,7 +416,7 @@ class UnfoldingWorkspace(Workspace):
         answers = tuple(other.answers(of, False)[0])
         return [answers] if answers != mine else []
 
-    def _ask_or_guess(self, conv: Conv) -> tuple[int, str]:
+    def _apply_rule(self, conv: Conv) -> tuple[int, str]:
         if self._unfolds:
             return im2col_bytes(conv), f"im2col's columns, as {self._library} may need them"
         return 0, f"none, as {self._library} may do without"

@@ -20,11 +20,9 @@ from typing import Any, NamedTuple
 
 from vaemem._common import MIB, as_csv, grouped, render, shipped, write
 from vaemem.prediction.benchmark import BENCHMARK_TILE, benchmark
-from vaemem.prediction.cudnn import InstalledCudnn, installed_cudnn
-from vaemem.prediction.gpus import Gpu
 from vaemem.prediction.predict import Prediction, predict
 from vaemem.prediction.process import SimulatedProcess
-from vaemem.prediction.profiles import Conv, Profile
+from vaemem.prediction.profiles import Profile
 from vaemem.prediction.workspace import Workspace
 from vaemem.tables.table import Table, check_complete, seed_table
 
@@ -150,10 +148,8 @@ def covered(table: Iterable[Measured], **versions: Any) -> int:
 
 
 def profile_workspace(version: str, data: dict[str, Any] | None = None) -> Workspace:
-    """Answers of the profile of one cuDNN version, or of `data` in its place, whatever is installed."""
-    silent = InstalledCudnn()
-    silent._greeting = {"error": "not asked"}
-    workspace = Workspace(GPU, version, TORCH, cudnn=silent)
+    """Workspaces by the profile of one cuDNN version, or by `data` in its place."""
+    workspace = Workspace(GPU, version, TORCH)
     if data is not None:
         workspace._profile = Profile(data)
     return workspace
@@ -164,15 +160,6 @@ def inferred() -> dict[str, Any]:
     profile = Workspace(GPU, CUDNN)._profile
     assert profile is not None and profile.how == "inferred"
     return json.loads(shipped("profiles", profile.file))
-
-
-def asked_workspace(cudnn: InstalledCudnn) -> Workspace:
-    """Answers of an installed cuDNN alone, with no rule in their place: RuntimeError where it gives none."""
-    return Workspace(GPU, cudnn.version, TORCH, cudnn=cudnn)._with(None, guess=_no_guess)
-
-
-def _no_guess(_gpu: Gpu, _version: int, _tf32: bool, _conv: Conv) -> tuple[int, str]:
-    raise  # the RuntimeError on whose account a guess was wanted
 
 
 def leave_one_out(table: Iterable[Measured]) -> list[Replayed]:
@@ -238,17 +225,11 @@ def print_all(path: str | os.PathLike[str] | None = None, csv_path: str | os.Pat
     print(beside(rows))
     if csv_path:
         write_csv(rows, csv_path)
-    sources = {f"cuDNN {NEAREST}'s workspaces, asked beforehand, nothing inferred": profile_workspace(NEAREST)}
-    cudnn = installed_cudnn()
-    if cudnn.version is not None:
-        sources[f"workspaces asked of the installed cuDNN {cudnn.version}"] = asked_workspace(cudnn)
-    asked = {title: reproduce(table, workspace) for title, workspace in sources.items()}
-    title, last = list(asked.items())[-1]
-    print(f"\n{title}:\n\n{beside(last)}\n")
+    title = f"cuDNN {NEAREST}'s workspaces, recorded, nothing inferred"
+    recorded = reproduce(table, profile_workspace(NEAREST))
+    print(f"\n{title}:\n\n{beside(recorded)}\n")
     left_out = "inferred rules, each size predicted without the rules that only it shows"
-    for title, found in {"inferred rules": rows, left_out: leave_one_out(table), **asked}.items():
-        print(_LINE.format(title, **agreement(found)))
+    for name, found in {"inferred rules": rows, left_out: leave_one_out(table), title: recorded}.items():
+        print(_LINE.format(name, **agreement(found)))
     told, untold = covered(table, torch_version=TORCH), covered(table)
     print(f"`upper` of each row predicted alone covers {told} of {len(table)}, and {untold} where no version is told")
-    if cudnn.version is None:
-        print(f"No installed cuDNN could be asked: {cudnn.reason}")

@@ -1,24 +1,41 @@
-/* Asks cuDNN for the plan that PyTorch would run, on a device that need not exist.
+/* Asks cuDNN which plan PyTorch would run, on a device that need not exist (ask_cudnn.py calls it).
  *
  *   for mode in instant, fallback:        PyTorch's order (aten/src/ATen/native/cudnn/Conv_v8.cpp)
  *       heuristics(graph, device) -> configurations, best first
- *       skip what PyTorch's filter refuses; the first that finalises as a plan is the answer
+ *       skip those that PyTorch's filter refuses; the first that finalises as a plan is the answer
  *
- * cuDNN is spoken to as cudnn_api.h says. No handle is made, so neither driver nor device is needed.
- *
- * cuDNN may still end the process (seen: a segmentation fault in 9.8 and 9.10 for compute capability 10.0), so Python
- * asks from a process of its own (vaemem/prediction/cudnn.py). */
+ * cuDNN 9.8 and later take a description of a device in place of a device. No handle is made, so neither a driver nor a
+ * device is needed. */
 #include <string.h>
 
-#include "workspace.h"
+#include "../kernels/cudnn/cudnn_api.h"
+
+enum { FIRST_VERSION = 90800 }; /* the first that answers without a device */
+
+/* The plan that PyTorch would run. */
+typedef struct vm_conv_plan {
+    bool found;    /* false: no engine takes this convolution on this device; the rest is then zero */
+    int64_t bytes; /* of workspace */
+    int64_t least; /* with `every`: the fewest bytes that this plan or a later one needs */
+    int rank;      /* of its configuration in the heuristics' list; the fallback list counts on after it */
+    int untried;   /* earlier ones that compile at run time: they need the driver, and a real device may run them */
+    bool fallback; /* it comes from the fallback list */
+    char name[VM_ENGINE_NAME]; /* "eng1_k2=3_k5=0": engine and knobs */
+} vm_conv_plan;
+
+/* Returns: VM_EDEVICE if there is no cuDNN that answers without a device. *version: such as 91002. */
+vm_status vm_ask_open(const char *path, vm_cudnn **out, size_t *version) {
+    const vm_status status = vm_cudnn_open(path, FIRST_VERSION, out);
+    if (!status) *version = (*out)->version;
+    return status;
+}
 
 /* Numerical notes that PyTorch's filterEngineConfigs refuses, not deterministic. */
 static uint32_t bad_notes(const vm_conv *conv) {
     return 1u << NOTE_DOWN_CONVERT_INPUTS | (conv->dtype == VM_F32 && !conv->tf32 ? 1u << NOTE_TENSOR_CORE : 0);
 }
 
-/* A configuration that passes PyTorch's filter and finalises as a plan is the one, or where that is found, one of the
- * next. */
+/* Takes a configuration as the plan, or as a later one, if it passes PyTorch's filter and finalises. */
 static void try_config(vm_cudnn *c, desc device, desc config, const vm_conv *conv, vm_conv_plan *out) {
     const vm_cudnn_plan made = vm_cudnn_try(c, config, bad_notes(conv), device, NULL);
     if (made.plan) c->destroy(made.plan);
@@ -34,7 +51,7 @@ static void try_config(vm_cudnn *c, desc device, desc config, const vm_conv *con
     memcpy(out->name, made.name, sizeof made.name);
 }
 
-/* Walks one list of the heuristics, as far as the first plan or, with `every`, to its end. */
+/* Walks one list of the heuristics to the first plan, or to its end with `every`. */
 static void walk(vm_cudnn_question *q, desc graph, desc device, int mode, const vm_conv *conv, bool every,
                  vm_conv_plan *out) {
     desc config[MAX_CONFIGS];
@@ -45,11 +62,13 @@ static void walk(vm_cudnn_question *q, desc graph, desc device, int mode, const 
     }
 }
 
-vm_status vm_cudnn_conv(vm_cudnn *cudnn, const char *device_json, const vm_conv *conv, bool every, vm_conv_plan *out) {
+/* every: also looks at the plans that PyTorch tries next if it cannot have this one's workspace. device_json: cuDNN's
+ * device properties (vaemem/data/gpus.json).
+ * Returns: VM_EINVAL if cuDNN does not understand the device or the convolution. A plan that is not found is no error. */
+vm_status vm_ask_conv(vm_cudnn *cudnn, const char *device_json, const vm_conv *conv, bool every, vm_conv_plan *out) {
     memset(out, 0, sizeof *out);
     vm_status status = vm_cudnn_check(conv);
     if (status) return status;
-    pthread_mutex_lock(&cudnn->lock);
     vm_cudnn_question q = {.c = cudnn};
     desc device = vm_cudnn_device(&q, device_json), graph = vm_cudnn_graph(&q, conv, NULL);
     walk(&q, graph, device, HEUR_INSTANT, conv, every, out);
@@ -58,7 +77,6 @@ vm_status vm_cudnn_conv(vm_cudnn *cudnn, const char *device_json, const vm_conv 
         walk(&q, graph, device, HEUR_FALLBACK, conv, every, out);
     }
     status = vm_cudnn_end(&q, VM_EINVAL);
-    pthread_mutex_unlock(&cudnn->lock);
     if (status)
         memset(out, 0, sizeof *out);
     else if (!out->found)
