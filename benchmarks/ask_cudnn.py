@@ -24,6 +24,7 @@ from vaemem.prediction.profiles import Conv
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILT = ROOT / "build" / "ask_cudnn"
+PRINTED = BUILT / "printed.txt"  # by cuDNN: 9.28 complains about each entry point that a stand-in driver lacks
 ASKER = [ROOT / name for name in ("benchmarks/ask_cudnn.c", "kernels/cudnn/cudnn_api.c", "csrc/status.c")]
 HEADERS = [ROOT / name for name in ("kernels/cudnn/cudnn_api.h", "kernels/cudnn/conv.h", "kernels/kernels.h")]
 DTYPES = ("float32", "float16", "bfloat16")  # vm_dtype
@@ -135,7 +136,7 @@ class Cudnn:
             return self._process.submit(function, self._path, *arguments).result()
         except BrokenProcessPool:
             self._process = None
-            raise RuntimeError("cuDNN ended its process") from None
+            raise RuntimeError(f"cuDNN ended its process ({PRINTED} has its last words)") from None
 
 
 # ---- in the process of its own ----
@@ -143,11 +144,15 @@ class Cudnn:
 
 @functools.cache
 def _open(path: str | None) -> tuple[ctypes.CDLL, ctypes.c_void_p, int]:
+    asker, no_driver = build("ask_cudnn.so", ASKER), build_no_driver()
+    with open(PRINTED, "wb") as file:
+        for output in (1, 2):
+            os.dup2(file.fileno(), output)
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
-        ctypes.CDLL(str(build_no_driver()))
-    library = ctypes.CDLL(str(build("ask_cudnn.so", ASKER)))
+        ctypes.CDLL(str(no_driver))
+    library = ctypes.CDLL(str(asker))
     library.vm_error.restype = ctypes.c_char_p
     cudnn, version = ctypes.c_void_p(), ctypes.c_size_t()
     if library.vm_ask_open(path and path.encode(), ctypes.byref(cudnn), ctypes.byref(version)):

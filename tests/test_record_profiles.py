@@ -18,6 +18,7 @@ if not BENCHMARKS.exists():
 sys.path.insert(0, str(BENCHMARKS))
 
 import record_profiles
+import rule_errors
 from record_profiles import Learned, Network, Recorder, pick
 
 SHAPE = 320, 640, 3, 1, 1
@@ -123,3 +124,22 @@ def test_batches_get_trees_where_they_differ(monkeypatch):
     for n, h in ((1, 96), (3, 96), (7, 200)):
         question = Conv("float16", n, 320, h, 64, 640, 3)
         assert profile.conv(question)[0] == OfBatches().conv(None, question, True)["bytes"]
+
+
+def test_a_rule_is_compared_with_cudnn():
+    """A cuDNN that copies input, output and filter: the rule is right for most convolutions in half precision."""
+
+    class Copies:
+        version = "9.10.2"
+
+        def conv(self, _device, conv):
+            s = profiles.sizes(conv)
+            return {"bytes": s["i"] + s["o"] + s["f"]}
+
+    answers = rule_errors.answer(Copies(), find_gpu("RTX 4090"), 200)
+    assert {one.who for one in answers} == {"profile", "rule", "PyTorch"} and len(answers) == 200
+    half = [one for one in answers if one.who == "rule" and one.kind == "half nchw plain" and one.conv.r > 1]
+    assert len(half) > 20 and all(abs(one.of_tensors) < 0.001 for one in half)
+    name, who, count, share, middle, *_ = rule_errors.row("RTX 4090", "rule", half, 200)
+    assert (name, who, count, middle) == ("RTX 4090", "rule", str(len(half)), "0.0%")
+    assert share == f"{len(half) / 200:.1%}"
