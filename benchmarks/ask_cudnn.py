@@ -31,7 +31,7 @@ DTYPES = ("float32", "float16", "bfloat16")  # vm_dtype
 Extents = ctypes.c_int64 * 3
 
 
-class Question(ctypes.Structure):
+class VAERequest(ctypes.Structure):
     """vm_conv of kernels/cudnn/conv.h."""
 
     _fields_ = [
@@ -43,7 +43,7 @@ class Question(ctypes.Structure):
     ]
 
     @classmethod
-    def of(cls, conv: Conv, tf32: bool) -> Question:
+    def of(cls, conv: Conv, tf32: bool) -> VAERequest:
         def extents(value: Any, none: int) -> Any:
             along = conv.along(value)
             return Extents(*(none,) * (3 - len(along)), *along)
@@ -167,7 +167,7 @@ def _version(path: str | None) -> str:
 
 def _conv(path: str | None, device_json: str, conv: tuple[Any, ...], tf32: bool, every: bool) -> dict[str, Any] | None:
     library, cudnn, _ = _open(path)
-    question, plan = Question.of(Conv(*conv), tf32), Plan()
+    question, plan = VAERequest.of(Conv(*conv), tf32), Plan()
     if library.vm_ask_conv(cudnn, device_json.encode(), ctypes.byref(question), every, ctypes.byref(plan)):
         raise RuntimeError(library.vm_error().decode())
     names = ("bytes", "least", "engine", "rank", "untried", "fallback")

@@ -15,8 +15,8 @@ import time
 from common import write_csv
 
 import vaemem
-from vaemem.pipelines.asked import OFFLOADS
 from vaemem.pipelines.components import PIPELINES
+from vaemem.pipelines.pipeline_request import OFFLOADS
 
 VAES = [("sd15", "encode"), ("sd15", "decode"), ("sdxl", "encode"), ("sdxl", "decode"), ("sdxl", "decode_tiled")]
 

@@ -28,6 +28,7 @@ import torch_vae
 from common import commit, write_csv
 
 from vaemem.prediction.benchmark import SEED_TABLE, Protocol, benchmark
+from vaemem.prediction.job import Job
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.runtimes import architecture
 from vaemem.prediction.workspace import Workspace
@@ -99,10 +100,8 @@ def predicted(model: str, row: dict, protocol: Protocol) -> dict:
     try:
         process = SimulatedProcess(row["device"], have["cudnn"], have["torch"])
         vae = process.load(model, row["dtype"], row["runtime"])
-        said = benchmark(
-            process, vae, row["op"].removesuffix("_tiled"), row["height"], row["width"], tile=512 if tiled else 0,
-            protocol=protocol,
-        )  # fmt: skip
+        job = Job(vae.arch, row["op"], row["height"], row["width"], vae.dtype, vae.dtype, tile=512 if tiled else None)
+        said = benchmark(process, vae, job, protocol)
     except ValueError as error:  # a GPU, PyTorch or cuDNN that is not known
         return {"workspace_source": f"no prediction: {error}"}
     out: dict = {"workspace_source": process.workspace_source}

@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def no_card_is_present(monkeypatch):
     """What is predicted without a card's name is the same on every machine."""
-    monkeypatch.setattr("vaemem.prediction.question.present_gpu", lambda: None)
+    monkeypatch.setattr("vaemem.prediction.request.present_gpu", lambda: None)
 
 
 def pytest_runtest_setup(item):

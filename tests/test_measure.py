@@ -15,6 +15,7 @@ from engine import config
 
 from vaemem import replay
 from vaemem.prediction.benchmark import benchmark
+from vaemem.prediction.job import Job
 from vaemem.prediction.predict import predict
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.runtimes import architecture
@@ -162,7 +163,8 @@ def test_bfl_scales_within(cuda):
 def test_the_simulated_benchmark_is_the_measured_one(cuda):
     """Which run differs from which, by how much: the same in the protocol that is predicted."""
     process = SimulatedProcess("RTX 4090")
-    runs = benchmark(process, process.load("sdxl", "float16"), "decode", 64, 64)
+    vae = process.load("sdxl", "float16")
+    runs = benchmark(process, vae, Job(vae.arch, "decode", 64, 64, "float16", "float16"))
     scaled = -(-4 * 8 * 8 * 2 // 512) * 512
     assert [run.allocated - runs[0].allocated for run in runs] == [0, *[scaled] * 4]
 

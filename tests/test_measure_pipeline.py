@@ -25,7 +25,7 @@ import vaemem.pytorch
 from vaemem import SimulatedProcess, Table, _core, compare, predict, predict_pipeline
 from vaemem.__main__ import main
 from vaemem.pipelines.components import PIPELINES
-from vaemem.prediction.question import Software, find_card
+from vaemem.prediction.request import Software, find_card
 from vaemem.pytorch import (
     MeasuredPhase,
     MeasuredPipeline,
@@ -54,7 +54,7 @@ class Counters:
         for name, size in self.recorder.recording.weights:
             process.hold(name, size)
         process.call(self.recorder.recording.trace)
-        return process.allocator.stats(), process._last
+        return process.allocator.stats(), process.last_call
 
     def now(self, name):
         stats, _ = self._play()
@@ -91,11 +91,11 @@ def on_a_card(monkeypatch, pipe, name, gpu, side, **call):
     }  # fmt: skip
     for function, value in cuda.items():
         monkeypatch.setattr(torch.cuda, function, value)
-    ask = measuring_pipelines.ask_pipeline
+    resolve = measuring_pipelines.resolve_pipeline
     monkeypatch.setattr(measuring_pipelines, "find_device", lambda device: torch.device("cuda", 0))
     monkeypatch.setattr(measuring_pipelines, "Software", lambda **_: Software())
     monkeypatch.setattr(
-        measuring_pipelines, "ask_pipeline", lambda *a, **k: replace(ask(*a, **k), workspace=NoWorkspace())
+        measuring_pipelines, "resolve_pipeline", lambda *a: replace(resolve(*a), workspace=NoWorkspace())
     )
     parts = torch.nn.ModuleDict({role: getattr(pipe, role) for role in PIPELINES[name].parts}).eval()
     return recording.record_by(
@@ -550,10 +550,10 @@ def test_random_weights_are_those_of_the_named_pipeline(name, monkeypatch):
     monkeypatch.setattr(loading, "BUILDERS", builders)
     pipe = loading._random_pipeline(name, PIPELINES[name].dtype)
     noise, images = _core.models()[kind.parts["vae"]]["latent_channels"], 1 + kind.guides
-    question = measuring_pipelines._question(
+    question = measuring_pipelines._request(
         pipe, measuring_pipelines.Seen(images, noise * 64 * 64, 77), find_card("H200"), Software(), height=512,
         width=512, batch=1, steps=2, image=False,
     )  # fmt: skip
-    assert question.name == name and question.parts == predict_pipeline(name, 512, 512, gpu="H200")._question.parts
+    assert question.name == name and question.parts == predict_pipeline(name, 512, 512, gpu="H200")._request.parts
     ids = pipe.tokenizer("a cat", padding="max_length", truncation=True, return_tensors="pt").input_ids
     assert ids.shape == (1, 512 if kind.read == "0.42" else 77) and ids.max() == 1

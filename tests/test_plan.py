@@ -345,7 +345,7 @@ def test_a_memory_that_no_listed_card_has():
 
 
 def test_this_machines_card_is_meant_if_none_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr("vaemem.prediction.question.present_gpu", lambda: find_gpu("RTX 3060"))
+    monkeypatch.setattr("vaemem.prediction.request.present_gpu", lambda: find_gpu("RTX 3060"))
     here = {"height": 512, "width": 512}
     for one in (predict("sd15", "decode", **here), predict_pipeline("sd15", **here), plan_pipeline("sd15", **here)):
         assert one.assumed_card == "" and "No card" not in str(one) and "RTX 3060" in str(one)

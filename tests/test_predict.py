@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import csv
+import dataclasses
+import inspect
 import json
 import math
 import pickle
@@ -22,8 +24,10 @@ from vaemem.pipelines.plan import weights_bytes
 from vaemem.prediction import profiles, workspace
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, benchmark
 from vaemem.prediction.formula import formula
+from vaemem.prediction.job import Job
 from vaemem.prediction.predict import Prediction, predict, shell_command
 from vaemem.prediction.process import ROUNDED_UP, SimulatedProcess
+from vaemem.prediction.request import VAEArguments
 from vaemem.prediction.usual import held_by
 from vaemem.prediction.verdict import MARGIN
 from vaemem.prediction.workspace import Workspace
@@ -38,7 +42,7 @@ MIB = 1 << 20
 
 def repeated(p, capacity):
     """The process that a prediction played, on a device of so many bytes, and what it lacks there."""
-    return p._question.repeat(p._process, capacity)
+    return p._request.repeat(p._process, capacity)
 
 
 # ---- the seed table ----
@@ -211,9 +215,9 @@ def test_a_repeated_process_is_what_one_of_its_own_is(runtime, op):
     p = predict("sdxl", op, 1536, 1024, "float16", runtime=runtime, gpu="RTX 4060")
     most, ends = p._process.most_reserved, set()
     for capacity in (*range(most // 8, most, most // 8), p.least_reserved, p.least_reserved - 2 * MIB, most):
-        own, want, full = p._question.start(p._process.workspace, total_memory=capacity), None, None
+        own, want, full = p._request.start(p._process.workspace, total_memory=capacity), None, None
         try:
-            want = p._question.play(own)
+            want = p._request.play(own)
         except OutOfMemoryError as error:
             full = own.frames[error.tag], error.requested
         again, lacking = repeated(p, capacity)
@@ -622,8 +626,8 @@ def test_more_overlap_takes_more(capsys):
     assert (none.tile_overlap, usual.tile_overlap, half.tile_overlap) == (0, 0.25, 0.5)
     assert "in tiles of 512, 0.5 of which overlaps" in str(half) and "overlaps" not in str(usual)
     assert predict("sdxl", "decode", 512, 512, "float16").tile_overlap is None
-    command = shell_command(half._question)
-    assert "--tile-overlap 0.5" in command and "overlap" not in shell_command(usual._question)
+    command = shell_command(half._request)
+    assert "--tile-overlap 0.5" in command and "overlap" not in shell_command(usual._request)
     assert main(shlex.split(command)[1:]) == 0 and "0.5 of which overlaps" in capsys.readouterr().out
 
 
@@ -802,8 +806,8 @@ def test_history_decides_reserved():
     alone = predict("sd15", "decode", 512, 512, "float16")
     process = SimulatedProcess()
     vae = process.load("sd15", "float16")
-    benchmark(process, vae, "encode", 512, 512)
-    later = benchmark(process, vae, "decode", 512, 512)[-1]
+    benchmark(process, vae, Job(vae.arch, "encode", 512, 512, "float16", "float16"))
+    later = benchmark(process, vae, Job(vae.arch, "decode", 512, 512, "float16", "float16"))[-1]
     assert later.reserved != alone.reserved and abs(later.reserved - alone.reserved) < 0.1 * alone.reserved
 
 
@@ -849,7 +853,7 @@ def test_where_all_fits_nothing_is_refused_and_nothing_changes():
 def test_a_run_that_the_card_has_no_room_for():
     p = predict("sdxl", "decode", 2560, 2560, dtype="float32", gpu="RTX 4060")
     name, size = p.out_of_memory_at
-    assert not p.fits and (name, size) in [(step[3], step[2]) for step in p._process._last[0].steps]
+    assert not p.fits and (name, size) in [(step[3], step[2]) for step in p._process.last_call[0].steps]
     assert f"it runs out at {name}, which asks for {size / MIB:.0f} MiB" in repr(p)
     assert p.verdict == "does not fit" and p.spare == p.available - p.least_reserved < 0
     assert p.available < p.least_reserved < p.peak_reserved
@@ -962,8 +966,9 @@ def test_what_a_card_short_of_room_reserves():
     asked = {"dtype": "float32", "gpu": "RTX 4060"}
     p = predict("sdxl", "decode", 1024, 1024, used="1.5 GB", **asked)
     process = SimulatedProcess("RTX 4060", allocator=CachingAllocator(total_memory=p.available, history=False))
-    protocol = PROTOCOLS[USUAL_PROTOCOL]
-    measured = benchmark(process, process.load("sdxl", "float32"), "decode", 1024, 1024, protocol=protocol)[-1]
+    vae = process.load("sdxl", "float32")
+    job = Job(vae.arch, "decode", 1024, 1024, "float32", "float32")
+    measured = benchmark(process, vae, job, PROTOCOLS[USUAL_PROTOCOL])[-1]
     assert p.on_card == measured.peak_reserved and p.least_reserved <= p.on_card <= p.available < p.peak_reserved
     assert p.verdict == "tight" and "goes through because PyTorch gives cached memory back" in repr(p)
     assert f"it takes {p._use.took / MIB:.0f} of the" in repr(p) and p.on_card <= p._use.took <= p.available
@@ -1022,7 +1027,7 @@ def test_what_fits_in_less_fits_in_more():
 def test_pytorchs_own_convolution_has_no_other_plan():
     """bfloat16 on a T4: the columns of im2col are no workspace that cuDNN could do without."""
     p = predict("sd15", "decode", 512, 512, dtype="bfloat16", gpu="T4")
-    columns = max(p._process.workspace.conv(*question)[0] for question in p._process._last[0].convs)
+    columns = max(p._process.workspace.conv(*question)[0] for question in p._process.last_call[0].convs)
     spare = p.available - p.least_reserved
     less = predict("sd15", "decode", 512, 512, "bfloat16", gpu="T4", used=spare + 2 * MIB)
     assert p.least_reserved > columns and less.out_of_memory_at.bytes == columns
@@ -1244,3 +1249,8 @@ def test_sdxls_own_vae_in_float16_makes_black_pictures():
         assert black not in str(predict(model, "decode", 512, 512, dtype))
     (advice,) = (one for one in predict("sdxl", "decode", 2048, 2048, gpu="RTX 4060").would_fit if fixed in one.what)
     assert advice.command == f"vaemem fits {fixed} decode 2048x2048 --gpu 'RTX 4060'"
+
+
+def test_the_arguments_are_those_of_predict():
+    """`predict` hands them over in order."""
+    assert [*inspect.signature(predict).parameters] == [one.name for one in dataclasses.fields(VAEArguments)]

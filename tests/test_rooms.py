@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import vaemem
+
 ROOT = Path(__file__).parent.parent
 # Folders and the files between them; each may use what stands before it, and the files of its own folder.
 ORDER = (
@@ -90,6 +92,44 @@ def test_names_that_start_with_an_underscore_stay_at_home():
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vaemem."):
                 taken += [f"{name}: {a.name}" for a in node.names if re.match(r"_[^_]", a.name)]
     assert taken == []
+
+
+def test_attributes_that_start_with_an_underscore_stay_at_home():
+    """A room uses no private attribute of another room's objects."""
+    private: dict[str, set[str]] = {}  # by room
+    used: list[tuple[str, str, str]] = []
+    for name, path in FILES.items():
+        room = path.parent.relative_to(ROOT).as_posix()
+        own = private.setdefault(room, set())
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                own.add(node.name)
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                own.add(node.target.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                own.add(node.attr)
+            elif isinstance(node, ast.Attribute) and re.match(r"_[^_]", node.attr):
+                if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+                    used.append((room, node.attr, f"{name}:{node.lineno}"))
+    others = {room: set().union(*(private[one] for one in private if one != room)) - private[room] for room in private}
+    # Modules; what every NamedTuple, every torch.nn.Module and the core's allocator have.
+    known = {"_core", "_cuda", "_make", "_replace", "_asdict", "_parameters", "_buffers", "_blocks"}
+    assert [where for room, attribute, where in used if attribute in others[room] - known] == []
+
+
+def test_functions_have_few_parameters():
+    """Behind the public functions of predictions, eight at most."""
+    public = {*vaemem.__all__, "__new__"}
+    long = []
+    for room in ("prediction", "pipelines"):
+        for path in (ROOT / "vaemem" / room).glob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+                if isinstance(node, ast.FunctionDef) and node.name not in public:
+                    given = node.args
+                    names = [one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+                    if len(names) - (names[:1] in (["self"], ["cls"])) > 8:
+                        long.append(f"{path.name}: {node.name}")
+    assert long == []
 
 
 def test_torch_is_imported_in_one_room():

@@ -203,7 +203,7 @@ def run_info(args: argparse.Namespace, asked: dict[str, Any]) -> None:
 def _print_all(answers: Sequence[Any], form: str) -> None:
     """Answers as text, a blank line between them; or as a list in JSON."""
     if form == "json":
-        print(json.dumps([answer._data() for answer in answers], indent=1, ensure_ascii=False))
+        print(json.dumps([json.loads(answer.to_json()) for answer in answers], indent=1, ensure_ascii=False))
     else:
         print("\n\n".join(map(str, answers)))
 
@@ -342,7 +342,7 @@ def run_largest(args: argparse.Namespace, asked: dict[str, Any]) -> None:
             print(found[0].assumed_card)
         for p in found:
             print(f"{p.height}x{p.width} {p.summary}.")
-        print(f"Asked: {found[0]._asked}.", *[f"Assumed: {found[0].assumed}."] * bool(found[0].assumed), sep="\n")
+        print(f"Asked: {found[0].asked}.", *[f"Assumed: {found[0].assumed}."] * bool(found[0].assumed), sep="\n")
     for text in dict.fromkeys(str(warning.message) for warning in said):
         print(f"vaemem largest: {text}", file=sys.stderr)
 
@@ -399,8 +399,8 @@ def run_measure(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     others = ["diffusers", "transformers", *["accelerate"] * (asked.get("offload", "none") != "none")]
     need("torch", "measure", *others)  # all that is missing, at once
     from vaemem import pytorch
-    from vaemem.pipelines.asked import image_sides
     from vaemem.pipelines.components import PIPELINES, known_pipeline
+    from vaemem.pipelines.pipeline_request import image_sides
 
     loaded = {name: asked[name] for name in ("dtype", "offload", "vae") if name in asked}
     called: dict[str, Any] = {name: asked[name] for name in ("batch", "steps") if name in asked}

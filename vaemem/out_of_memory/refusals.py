@@ -8,7 +8,7 @@ from vaemem import _core
 from vaemem._common import MIB
 from vaemem.out_of_memory.messages import SEGMENT_STEP, Said
 from vaemem.prediction.profiles import Conv
-from vaemem.prediction.question import Question
+from vaemem.prediction.request import VAERequest
 from vaemem.prediction.workspace import im2col_bytes
 
 PLAYED, AGREES, ALONE = 1, 2, 3  # fits: refused there; with what the message says; and nothing else on the card
@@ -40,7 +40,7 @@ def _lowered(question: Any, name: str) -> Storage:
     return Storage(f"{name.removesuffix(' [workspace]')} {LOWERED}", im2col_bytes(conv), max(conv.elements[:2]))
 
 
-class Request(NamedTuple):
+class Refusable(NamedTuple):
     """A step of a run that may have been refused; before: bytes allocated then."""
 
     tensor: str
@@ -61,8 +61,8 @@ class Refusal(NamedTuple):
 class Refusals:
     """A run that is played with more or less room, each room once."""
 
-    def __init__(self, question: Question):
-        self._question, self._process = question, question.start()
+    def __init__(self, question: VAERequest):
+        self._request, self._process = question, question.start()
         self._known: dict[int, Refusal | None] = {}
         question.play(self._process, "cold")
 
@@ -70,16 +70,16 @@ class Refusals:
     def plays(self) -> int:
         return len(self._known) + 1
 
-    def requests(self, said: Said) -> list[Request]:
+    def requests(self, said: Said) -> list[Refusable]:
         """The steps that may have been refused: what was allocated before them fitted."""
-        assert self._process._last is not None
-        trace, heights, _ = self._process._last
+        assert self._process.last_call is not None
+        trace, heights, _ = self._process.last_call
         low, high = said.range
-        now, most, found = 0, 0, dict[Request, None]()
+        now, most, found = 0, 0, dict[Refusable, None]()
         for (op, *_), storage, height in zip(trace.steps, storages_of(trace), heights.tolist(), strict=True):
             is_asked = op != "conv" or said.is_lowered or storage.elements >= LEAST_LOWERED
             if is_asked and low < storage.bytes <= high and most <= now + max(said.spare, storage.bytes):
-                found[Request(storage.name, storage.bytes, now)] = None
+                found[Refusable(storage.name, storage.bytes, now)] = None
             if op != "conv":
                 now = height  # a convolution's has its workspace, which it has given back
                 most = max(most, now)
@@ -89,17 +89,17 @@ class Refusals:
         """What is refused where there is so much room; None where the run goes through."""
         room = max(room // SEGMENT_STEP * SEGMENT_STEP, SEGMENT_STEP)
         if room not in self._known:
-            process = self._question.start(self._process.workspace, total_memory=room)
+            process = self._request.start(self._process.workspace, total_memory=room)
             self._known[room] = None
             try:
-                self._question.play(process)
+                self._request.play(process)
             except _core.OutOfMemoryError as full:
                 cached = full.reserved - full.allocated
                 refusal = Refusal(process.frames[full.tag], full.requested, full.allocated, cached, full.free)
                 self._known[room] = refusal
         return self._known[room]
 
-    def fits(self, said: Said, least: int) -> dict[Request, int]:
+    def fits(self, said: Said, least: int) -> dict[Refusable, int]:
         """How well each request's refusal agrees with the message: `ALONE`, `AGREES`, `PLAYED` or 0. least: bytes of
         the run's that may not have been on the card, at the most."""
         figures, within = said.bytes, said.within
@@ -121,7 +121,7 @@ class Refusals:
                 break
         return fits
 
-    def _fit(self, said: Said, request: Request, spare: int) -> int:
+    def _fit(self, said: Said, request: Refusable, spare: int) -> int:
         """The same of one request, where so much was cached and free."""
         figures, within, best = said.bytes, said.within, 0
         before, (low, high) = request.before, said.range

@@ -13,12 +13,21 @@ from typing import Any, NamedTuple
 from vaemem import _core
 from vaemem._common import ELEMENT_BYTES, MIB
 from vaemem.out_of_memory.messages import Said
-from vaemem.out_of_memory.refusals import AGREES, LEAST_LOWERED, LOWERED, PLAYED, SHARP, Refusals, Request, storages_of
+from vaemem.out_of_memory.refusals import (
+    AGREES,
+    LEAST_LOWERED,
+    LOWERED,
+    PLAYED,
+    SHARP,
+    Refusable,
+    Refusals,
+    storages_of,
+)
 from vaemem.out_of_memory.sizes import Areas, Size, sizes_of
 from vaemem.prediction.gpus import CONTEXT, Gpu
 from vaemem.prediction.predict import Prediction
 from vaemem.prediction.process import parameter_bytes
-from vaemem.prediction.question import Card, Question, ask
+from vaemem.prediction.request import Card, VAEArguments, VAERequest, resolve_vae
 from vaemem.prediction.runtimes import architecture, code_of
 
 # VAEs whose tensors differ: SD1.5's are SDXL's and Playground's, FLUX.1's SD3's, Z-Image's and CogView4's.
@@ -79,7 +88,7 @@ class Found(NamedTuple):
     """A match with the question that plays it; fit: how well it agrees, from 0; rare: how unusual such a run is."""
 
     match: Match
-    question: Question
+    question: VAERequest
     fit: int
     rare: int
 
@@ -93,12 +102,13 @@ class _Kind(NamedTuple):
     dtype: str
     card: Gpu
 
-    def question(self, height: int, width: int, allocator: str) -> Question:
+    def question(self, height: int, width: int, allocator: str) -> VAERequest:
         settings: dict[str, Any] = {"runtime": self.runtime, "gpu": self.card, "allocator": allocator}
-        question = ask(self.model, self.op, height, width, **settings)
+        question = resolve_vae(VAEArguments(self.model, self.op, height, width, **settings))
         if ELEMENT_BYTES[question.job.dtype] == ELEMENT_BYTES[self.dtype]:
             return question
-        return ask(self.model, self.op, height, width, dtype=self.dtype, **settings)  # it was told to take another type
+        # It was told to take another type.
+        return resolve_vae(VAEArguments(self.model, self.op, height, width, dtype=self.dtype, **settings))
 
 
 def find_runs(
@@ -128,7 +138,8 @@ def find_runs(
 
 def _rarity(kind: _Kind) -> int:
     """How rare such a run is: encodes, types that a program takes only if it is told to, other programs."""
-    usual = ask(kind.model, kind.op, REFERENCE, REFERENCE, runtime=kind.runtime, gpu=kind.card).job.dtype
+    given = VAEArguments(kind.model, kind.op, REFERENCE, REFERENCE, runtime=kind.runtime, gpu=kind.card)
+    usual = resolve_vae(given).job.dtype
     is_other_type = ELEMENT_BYTES[usual] != ELEMENT_BYTES[kind.dtype]
     return 2 * is_other_type + (kind.op == "encode") + (kind.runtime not in ("diffusers", "comfyui"))
 
@@ -144,7 +155,9 @@ def _sizes(said: Said, kind: _Kind, rank: int) -> Iterable[Size]:
 def _tiles(kind: _Kind) -> list[Size]:
     """The sizes of the tiles that a program cuts unless it is told others; none where it cuts none."""
     try:
-        job = ask(kind.model, f"{kind.op}_tiled", REFERENCE, REFERENCE, runtime=kind.runtime, gpu=kind.card).job
+        op = f"{kind.op}_tiled"
+        given = VAEArguments(kind.model, op, REFERENCE, REFERENCE, runtime=kind.runtime, gpu=kind.card)
+        job = resolve_vae(given).job
     except ValueError:
         return []
     side = job.tile or REFERENCE
@@ -215,7 +228,7 @@ def _may_be(said: Said, kind: _Kind, height: int, width: int, rank: int) -> bool
     return bool(trace.wants(max(size - within, 0), size + within, said.is_native, said.spare))
 
 
-def _found(said: Said, kind: _Kind, question: Question, request: Request, fit: int, rank: int) -> Found:
+def _found(said: Said, kind: _Kind, question: VAERequest, request: Refusable, fit: int, rank: int) -> Found:
     """The match, and the question on a card where the run has as much room as it had."""
     job, figures, beside = question.job, said.bytes, None
     if "allocated" in figures:
@@ -251,7 +264,7 @@ def _weights(model: str, dtype: str) -> int:
     return sum(parameter_bytes(tuple(sorted(architecture(model).items())), "diffusers", dtype)[0])
 
 
-def rounded(question: Question) -> Prediction:
+def rounded(question: VAERequest) -> Prediction:
     """What is predicted where others hold a round figure, which a command can be given."""
     card = question.card
     return Prediction(replace(question, card=replace(card, used=-(-card.used // ROUNDED) * ROUNDED)))

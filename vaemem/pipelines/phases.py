@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from vaemem.pipelines.asked import PLACES, Part, PipelineQuestion
 from vaemem.pipelines.components import CLIP_TOKENS, MOST_SEQUENCE
+from vaemem.pipelines.pipeline_request import PLACES, Part, PipelineRequest
 from vaemem.prediction.process import SimulatedProcess, Tensor
 
 
@@ -48,7 +48,7 @@ class Variables:
 class PhaseRun(Protocol):
     """A pipeline's run, as the functions below see it. `PipelineRun` is one."""
 
-    asked: PipelineQuestion
+    asked: PipelineRequest
     parts: dict[str, Part]  # by role; a text encoder may be missing, and prompts then come encoded
     moved: list[str]  # roles of the components that offloading moves
     v: Variables

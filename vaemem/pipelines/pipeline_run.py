@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from vaemem import _core
 from vaemem.pipelines import programs
-from vaemem.pipelines.asked import PipelineQuestion
 from vaemem.pipelines.components import VAE_STRIDE, vae_counts
 from vaemem.pipelines.phases import PHASES, Variables
+from vaemem.pipelines.pipeline_request import PipelineRequest
 from vaemem.pipelines.storage import BITSANDBYTES
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.planned import Phase
@@ -41,7 +41,7 @@ class PipelineRun:
     (``enable_model_cpu_offload``) each component comes as a whole when it is called, and goes when the next one is;
     with ``"sequential"`` (``enable_sequential_cpu_offload``) each submodule's weights come and go with its call."""
 
-    def __init__(self, asked: PipelineQuestion, process: SimulatedProcess):
+    def __init__(self, asked: PipelineRequest, process: SimulatedProcess):
         self.asked, self.process, self.v = asked, process, Variables(process)
         self.parts = {part.role: part for part in asked.parts}  # in the order of ``model_cpu_offload_seq``
         resident = asked.resident
@@ -108,8 +108,8 @@ class PipelineRun:
         self._work["sent"] += sends * part.nbytes
         left = {} if on_cpu else self.process.call(trace)
         if not on_cpu:
-            self.calls.append((role, self.process._last))
-        return self.process._as_tensor(f"output of {role}", left, (), part.dtype)
+            self.calls.append((role, self.process.last_call))
+        return Tensor(self.process, f"output of {role}", (), part.dtype, left.values())
 
     # ---- the VAE ----
 
@@ -167,7 +167,7 @@ class PipelineRun:
 
     def _call_vae(self, method: Callable[..., Tensor], vae: LoadedVAE, x: Tensor, tile: int) -> Tensor:
         result = method(vae, x, tile=tile, slicing=self.asked.vae == "sliced")
-        self.calls.append(("vae", self.process._last))
+        self.calls.append(("vae", self.process.last_call))
         self._work["sent"] += self.calls[-1][1][0].sent
         return result
 
@@ -226,7 +226,7 @@ class PipelineRun:
         _, _, allocated, reserved = process.readings[reading]
         return Phase(
             stretch.name, allocated, reserved, weights, workspace, allocated - weights - workspace, stretch.outside,
-            tensors, process._core.peak(reading)[0] or "", **stretch.work,
+            tensors, process.peak_step(reading), **stretch.work,
         )  # fmt: skip
 
     def steps(self, count: int) -> Iterator[int]:
@@ -244,8 +244,8 @@ class PipelineRun:
             yield from moments(trace, allocated, reserved, f"{role}.")
 
 
-def play_pipeline(question: PipelineQuestion, workspace: Any = None) -> PipelineRun:
-    """A fresh process, as `Asked.start` makes it, runs the pipeline where there is room."""
+def play_pipeline(question: PipelineRequest, workspace: Any = None) -> PipelineRun:
+    """A fresh process, as `Request.start` makes it, runs the pipeline where there is room."""
     run = PipelineRun(question, question.start(workspace))
     PHASES[question.pipeline.class_name](run)
     return run

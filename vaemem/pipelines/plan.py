@@ -14,14 +14,14 @@ from vaemem.engine.limits import parse_size
 from vaemem.engine.names import shared_note
 from vaemem.engine.weights import told_bytes
 from vaemem.pipelines import ways_mlx
-from vaemem.pipelines.asked import PipelineQuestion, ask_pipeline, parts_of
 from vaemem.pipelines.components import CLIPS, PIPELINES, known_pipeline, refuse, weights_of
+from vaemem.pipelines.pipeline_request import PipelineArguments, PipelineRequest, parts_of, resolve_pipeline
 from vaemem.pipelines.predict_pipeline import GraphPrediction, PipelinePrediction
 from vaemem.pipelines.storage import FOUR_BITS
 from vaemem.pipelines.ways import PipelinePlan, Room, outcome
 from vaemem.prediction.gpus import CONTEXT, Gpu, sold
 from vaemem.prediction.planned import Way
-from vaemem.prediction.question import Software, find_card
+from vaemem.prediction.request import Software, find_card
 from vaemem.prediction.seconds import Machine, machine_of
 from vaemem.prediction.usual import FIXED
 
@@ -167,11 +167,10 @@ def plan_pipeline(
         ways = [way._replace(unsure=GraphPrediction(whose, way, available, card).tight_because) for way in ways]
     else:
         software = Software(torch_version=torch_version, cudnn_version=cudnn_version)
-        question = ask_pipeline(
-            pipeline, height, width, batch, card, software, prompt_tokens=prompt_tokens, guidance=guidance,
-            dtype=dtype, components=components, image=image, steps=steps,
+        given = PipelineArguments(
+            pipeline, height, width, batch, prompt_tokens, guidance, dtype, components, image, steps
         )  # fmt: skip
-        ways = diffusers_ways(question, components, machine, kinds)
+        ways = diffusers_ways(resolve_pipeline(given, card, software), components, machine, kinds)
     title = f"{title}, {steps} steps, on {card.gpu.name}"
     return PipelinePlan(title, ways, room, machine, calibrate, taken, safe, card.assumed)
 
@@ -199,7 +198,7 @@ def weights_bytes(role: str, component: str, given: Any) -> int:
 
 
 def diffusers_ways(
-    question: PipelineQuestion, components: Mapping[str, Any], machine: Machine | None,
+    question: PipelineRequest, components: Mapping[str, Any], machine: Machine | None,
     types: Sequence[str | None] | None,
 ) -> list[Way]:  # fmt: skip
     """All of them, the plainest first, of a question that offloads nothing. The machine decides whether a text encoder

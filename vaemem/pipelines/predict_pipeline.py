@@ -16,8 +16,15 @@ from vaemem._arguments import shared
 from vaemem._common import MIB, __version__, distinct, flag, html_table, meant, render, whole
 from vaemem._types import Dtype
 from vaemem.engine.names import shared_note
-from vaemem.pipelines.asked import OFFLOADS, PLACES, Part, PipelineQuestion, ask_pipeline
 from vaemem.pipelines.components import CLIP_TOKENS, PIPELINES, known_pipeline, refuse
+from vaemem.pipelines.pipeline_request import (
+    OFFLOADS,
+    PLACES,
+    Part,
+    PipelineArguments,
+    PipelineRequest,
+    resolve_pipeline,
+)
 from vaemem.pipelines.pipeline_run import play_pipeline
 from vaemem.pipelines.storage import BITSANDBYTES
 from vaemem.pipelines.ways import Written
@@ -27,7 +34,7 @@ from vaemem.prediction.gpus import CONTEXT
 from vaemem.prediction.pieces import Domain, PlayedPeak, Point
 from vaemem.prediction.planned import Phase, Way
 from vaemem.prediction.process import ROUNDED_UP, Moment, PeakTensor
-from vaemem.prediction.question import PAGE, Card, Software, find_card, usual_tile
+from vaemem.prediction.request import PAGE, Card, Software, find_card, usual_tile
 from vaemem.prediction.seconds import Machine, machine_of, peak, vae_work
 from vaemem.prediction.usual import FIXED, OVERFLOWING
 from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, TIGHT, CardAnswer, CardUse, bar, bound_of
@@ -213,7 +220,7 @@ class _Phases(Written, CardAnswer):
         return f"<{type(self).__name__} {self.title}: {self.summary}; {shown}>"
 
 
-def _play_phases(question: PipelineQuestion, workspace: Any, point: Point) -> dict[str, PlayedPeak]:
+def _play_phases(question: PipelineRequest, workspace: Any, point: Point) -> dict[str, PlayedPeak]:
     """What each phase and the whole take at a point; the whole what its fullest phase does."""
     asked = replace(question, height=point.height, width=point.width, batch=point.batch)
     run = play_pipeline(replace(asked, tokens=point.tokens or asked.tokens), workspace)
@@ -286,10 +293,10 @@ class PipelinePrediction(_Phases):
 
     def __reduce__(self) -> Any:
         """Copied and pickled as what was asked, which is predicted again."""
-        return PipelinePrediction, (self._question,)
+        return PipelinePrediction, (self._request,)
 
-    def __init__(self, question: PipelineQuestion):
-        self._question = q = question
+    def __init__(self, question: PipelineRequest):
+        self._request = q = question
         self.coarse, self._card, self.assumed_card = bool(q.card.gpu.coarse), q.card, q.card.assumed
         batch = f", {q.batch} images" if q.batch > 1 else ""
         on_cpu = f", {' and '.join(q.on_cpu)} on the CPU" if q.on_cpu else ""
@@ -329,7 +336,7 @@ class PipelinePrediction(_Phases):
         )  # fmt: skip
 
     def _advice(self) -> list[str]:
-        q, found = self._question, list[str]()
+        q, found = self._request, list[str]()
         if self.verdict == FITS:
             return found
         for offload, vae in itertools.product(OFFLOADS, ("whole", *q.tilings)):
@@ -348,11 +355,11 @@ class PipelinePrediction(_Phases):
 
     @property
     def pipeline(self) -> str:
-        return self._question.name
+        return self._request.name
 
     @property
     def parts(self) -> dict[str, Part]:
-        return {part.role: part for part in self._question.parts}
+        return {part.role: part for part in self._request.parts}
 
     @functools.cached_property
     def band(self) -> tuple[int, int]:
@@ -362,11 +369,11 @@ class PipelinePrediction(_Phases):
 
     @functools.cached_property
     def upper(self) -> int:
-        every = (False,) if self._question.software.has_version else (False, True)
+        every = (False,) if self._request.software.has_version else (False, True)
         most = map(max, zip(*self._possible(*every), strict=True))
         # What LLM.int8() holds is not known to the byte: Hugging Face's published run with it (docs/PIPELINES.md) has
         # reserved 2.0% more than is predicted once the weights are there, and 3.5% more at its peak.
-        unsure = {f"weights of {part.role}" for part in self._question.parts if part.has(["int8"])}
+        unsure = {f"weights of {part.role}" for part in self._request.parts if part.has(["int8"])}
         sure = [
             phase.weights - sum(size for name, size in phase.peak_tensors if name in unsure) for phase in self.phases
         ]
@@ -391,7 +398,7 @@ class PipelinePrediction(_Phases):
         >>> [sorted(p.work(phase)) for phase in p.phases[-2:]]
         [['link', 'unet'], ['link', 'memory', 'vae']]
         """
-        q = self._question
+        q = self._request
         vae = q.part("vae")
         work = {q.pipeline.denoiser if phase.name == "denoise" else "transformer": float(phase.flops)}
         if phase.name in ("encode image", "decode"):
@@ -407,7 +414,7 @@ class PipelinePrediction(_Phases):
     def _seconds(self) -> dict[str, dict[str, float]]:
         if self.coarse:
             return {}
-        machine, whole = machine_of(self._card.gpu, dtype=self._question.dtype), Counter[str]()
+        machine, whole = machine_of(self._card.gpu, dtype=self._request.dtype), Counter[str]()
         works: dict[str, Any] = {phase.name: self.work(phase, machine) for phase in self.phases if phase.name != "load"}
         for work in works.values():
             whole.update(work)  # which adds, fractions too
@@ -422,7 +429,7 @@ class PipelinePrediction(_Phases):
         """What this pipeline takes on this card, so offloaded, by size, batch and length of the prompt: H and W from
         256 to 2048 pixels, batches of 1 to 4, prompts of 1 to as many tokens as the text encoder takes, where these
         make a difference."""
-        q = self._question
+        q = self._request
         most = max(q.tokens, q.pipeline.most_tokens)
         tokens = (1, most // 4, most // 2, most) if q.pipeline.most_tokens > CLIP_TOKENS else (0,)
         play = functools.partial(_play_phases, q, self._process.workspace)
@@ -445,7 +452,7 @@ class PipelinePrediction(_Phases):
         return self._process.least(low, -(-self.peak // PAGE) * PAGE, has_other_plans)
 
 
-def _notes(q: PipelineQuestion) -> Iterator[str]:
+def _notes(q: PipelineRequest) -> Iterator[str]:
     """What of the parts is not counted, and what is run otherwise than it was asked for."""
     if q.made_of:
         yield f"{q.made_of}: {q.pipeline.class_name} makes {q.height}x{q.width} of it, multiples of {q.pipeline.stride}"
@@ -643,10 +650,10 @@ def predict_pipeline(
         available = card.available(running.SDCPP_CONTEXT)
         return GraphPrediction(asked, ways[0], available, card, flag("safe", safe), ways[-1])
     software = Software(torch_version=torch_version, cudnn_version=cudnn_version)
-    question = ask_pipeline(
-        pipeline, height, width, batch, find_card(gpu, memory, used, os), software, prompt_tokens=prompt_tokens,
-        guidance=guidance, dtype=dtype, components=components, image=image, steps=steps, safe=flag("safe", safe),
+    given = PipelineArguments(
+        pipeline, height, width, batch, prompt_tokens, guidance, dtype, components, image, steps, flag("safe", safe)
     )  # fmt: skip
-    answer = PipelinePrediction(question.run_with(offload, vae, vae_memory_limit))
+    request = resolve_pipeline(given, find_card(gpu, memory, used, os), software)
+    answer = PipelinePrediction(request.run_with(offload, vae, vae_memory_limit))
     answer.notes += taken
     return answer

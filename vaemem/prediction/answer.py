@@ -12,7 +12,7 @@ from vaemem._common import MIB
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL
 from vaemem.prediction.gpus import CONTEXT
 from vaemem.prediction.process import Moment, PeakTensor, SimulatedProcess
-from vaemem.prediction.question import ModuleQuestion, Question
+from vaemem.prediction.request import ModuleRequest, VAERequest
 from vaemem.prediction.verdict import CardAnswer, CardUse, bar, bound_of
 
 
@@ -27,8 +27,8 @@ class SimulatedAnswer(CardAnswer):
 
     _covers = _besides = ""  # words of `CardUse`
 
-    def __init__(self, question: Question | ModuleQuestion):
-        self._question, self._process = question, question.start()
+    def __init__(self, question: VAERequest | ModuleRequest):
+        self._request, self._process = question, question.start()
         self.protocol, process = question.software.protocol, self._process
         self.allocated, self.reserved, self.peak_allocated, self.peak_reserved = question.play(process)
         self._plays = {self.protocol: process}
@@ -57,8 +57,8 @@ class SimulatedAnswer(CardAnswer):
                 if len(process.readings) > PROTOCOLS[other].runs or not PROTOCOLS[other].warmups:
                     return process, 0
         if protocol not in self._plays:
-            self._plays[protocol] = self._question.start(self._process.workspace)
-            self._question.play(self._plays[protocol], protocol)
+            self._plays[protocol] = self._request.start(self._process.workspace)
+            self._request.play(self._plays[protocol], protocol)
         return self._plays[protocol], -1
 
     def _readings(self, protocol: str, workspaces: Sequence[tuple[int, ...]] = ()) -> list[int]:
@@ -111,8 +111,8 @@ class SimulatedAnswer(CardAnswer):
 
     def save_snapshot(self, path: str | os.PathLike[str]) -> None:
         """Writes the simulated history as a pickle that ``torch.cuda._memory_viz`` and pytorch.org/memory_viz read."""
-        process = self._question.start(history=True)
-        self._question.play(process)
+        process = self._request.start(history=True)
+        self._request.play(process)
         process.save_snapshot(path)
 
     @property
@@ -181,8 +181,8 @@ class SimulatedAnswer(CardAnswer):
     @property
     def _parts(self) -> dict[str, int]:
         """Bytes of what the card holds at the peak; on this card if the run goes through there."""
-        context, kept = min(CONTEXT, self.reported_memory), self._question.card.kept[0]
-        others = {"CUDA context": context, "others": self.used + self._question.card.held, "Windows": kept}
+        context, kept = min(CONTEXT, self.reported_memory), self._request.card.kept[0]
+        others = {"CUDA context": context, "others": self.used + self._request.card.held, "Windows": kept}
         parts = self._held(self.on_card is not None) | others
         return parts | {"spare": max(self.reported_memory - sum(parts.values()), 0)}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from vaemem._common import OPS, choose
+from vaemem.prediction.job import Job
 from vaemem.prediction.process import LoadedVAE, Reading, SimulatedProcess, Tensor
 from vaemem.prediction.runtimes import RUNTIMES
 
@@ -58,38 +58,44 @@ class Names:
 
 
 def benchmark(
-    process: SimulatedProcess, vae: LoadedVAE, op: str, height: int, width: int, batch: int = 1, *,
-    dtype: str | None = None, input_dtype: str | None = None, upcast: bool = False, tile: int = 0,
-    tile_overlap: float = 0.25, slicing: bool = False, protocol: Protocol = SEED_TABLE,
+    process: SimulatedProcess, vae: LoadedVAE, job: Job, protocol: Protocol = SEED_TABLE
 ) -> list[Reading]:  # fmt: skip
     """Plays the benchmark that the seed table was made with: warm-up runs, then measured ones.
 
-    An encode is sampled and scaled, as pipelines do. `dtype` and `input_dtype`, the weights' by default, are those of
-    the run and of the input: where they differ, weights and input are converted within each run, and the weights back
-    after it; with `upcast` as diffusers' ``upcast_vae`` does for a decode, whose first blocks keep the input's. `tile`,
-    `tile_overlap` and `slicing` are as `SimulatedProcess.encode` takes them. There is one reading of each measured
-    run; the first still holds what the warm-up runs left bound. Where the protocol does not empty the cache before each
-    run, it is emptied before the first measured one alone, and each reading is of all measured runs so far.
+    Parameters
+    ----------
+    process : SimulatedProcess
+    vae : LoadedVAE
+        Loaded in the job's weights_dtype.
+    job : Job
+        If its dtype is not the weights', weights and input are converted within each run, and the weights back after
+        it; with `upcast` as diffusers' ``upcast_vae`` does for a decode, whose first blocks keep the input's dtype.
+    protocol : Protocol
+
+    Returns
+    -------
+    list of Reading
+        One for each measured run; the first still holds what the warm-up runs left bound. An encode is sampled and
+        scaled, as pipelines do. If the protocol does not empty the cache before each run, it is emptied before the
+        first measured one alone, and each reading is of all measured runs so far.
     """
-    choose("op", op, OPS)
-    weights_dtype = vae.dtype
-    dtype = dtype or weights_dtype
-    input_dtype = input_dtype or weights_dtype
+    op, height, width, batch = job.op.removesuffix("_tiled"), job.height, job.width, job.batch
+    dtype, weights_dtype = job.dtype, job.weights_dtype
     method = process.encode if op == "encode" else process.decode
-    run = functools.partial(method, vae, tile=tile, tile_overlap=tile_overlap, slicing=slicing)
+    run = functools.partial(method, vae, tile=job.tile or 0, tile_overlap=job.tile_overlap, slicing=job.slicing)
     names = Names(process)
     image = (batch, vae.arch["in_channels"], height, width)
     latent = (batch, vae.latent_channels, height // vae.factor, width // vae.factor)
     runtime = RUNTIMES[vae.runtime]
-    names["input"] = process.tensor(image if op == "encode" else latent, input_dtype, host=runtime.host)
+    names["input"] = process.tensor(image if op == "encode" else latent, weights_dtype, host=runtime.host)
 
     def converted() -> Tensor:
         """The input in the run's dtype, which the weights get too."""
-        if dtype == input_dtype:
+        if dtype == weights_dtype:
             return names["input"]
         process.convert(vae, dtype)
-        if upcast and op == "decode":
-            process.convert(vae, dtype, first=input_dtype)
+        if job.upcast and op == "decode":
+            process.convert(vae, dtype, first=weights_dtype)
             return names["input"]
         names["input32"] = process.elementwise(names["input"], "input", dtype)
         return names["input32"]

@@ -13,8 +13,9 @@ from vaemem._common import DTYPES, MIB, OPS, __version__, chosen, distinct, list
 from vaemem._types import Dtype
 from vaemem.engine.arguments import BAR, Progress, polling
 from vaemem.engine.configs import named_model
+from vaemem.prediction.job import Job
 from vaemem.prediction.predict import Prediction
-from vaemem.prediction.question import Card, Job, Question, Software, find_card
+from vaemem.prediction.request import Card, Software, VAERequest, find_card
 from vaemem.prediction.runtimes import RUNTIMES, architecture, packing
 
 # The sides that are predicted by default, in pixels: those that people use, and some that are multiples of 8 and of no
@@ -405,7 +406,7 @@ class _Asked(NamedTuple):
         layers = {tuple(v for k, v in arch.items() if k not in _NO_LAYERS): arch for arch in archs}
         for card, arch, runtime, weight in itertools.product(self.cards, layers.values(), runtimes, weights):
             job = Job(arch, op, height, width, dtype, weight, tile=tile)
-            yield Prediction(Question(card, replace(self.software, runtime=runtime), job))
+            yield Prediction(VAERequest(card, replace(self.software, runtime=runtime), job))
 
     def domain(self, functions: Collection[_Function], sides: Sequence[int]) -> str:
         """In words, a line a thing."""

@@ -17,7 +17,7 @@ from vaemem._common import ELEMENT_BYTES, MIB, distinct, render, typeset, whole
 from vaemem.prediction.cutting import ROUNDING, in_fractions, largest_of
 from vaemem.prediction.pieces import PlayedPeak
 from vaemem.prediction.process import SimulatedProcess
-from vaemem.prediction.question import Question
+from vaemem.prediction.request import VAERequest
 
 STEP, LAST = 64, 4096  # the squares that a derivation looks at: 64, 128, ... 4096 pixels a side
 # cuDNN may alternate between some constants from size to size: where no law holds within ROUNDING, one within so many
@@ -216,7 +216,7 @@ class ClosedForm:
 # ---- the derivation ----
 
 
-def played_peaks(question: Question, process: SimulatedProcess) -> dict[str, PlayedPeak]:
+def played_peaks(question: VAERequest, process: SimulatedProcess) -> dict[str, PlayedPeak]:
     """What the run of a fresh process takes above its weights and its input. A peak outside of the model's call has no
     tensors."""
     measured = question.play(process)
@@ -228,7 +228,7 @@ def played_peaks(question: Question, process: SimulatedProcess) -> dict[str, Pla
     }
 
 
-def name_of(q: Question) -> str:
+def name_of(q: VAERequest) -> str:
     """What is asked, without the size."""
     job = q.job
     name = f"{job.arch['name']} {job.op} {job.dtype} {q.software.runtime}"
@@ -237,7 +237,7 @@ def name_of(q: Question) -> str:
     return " ".join([name, *q.settings])
 
 
-def derive(question: Question) -> ClosedForm:
+def derive(question: VAERequest) -> ClosedForm:
     """The closed form of the peak that answers a question; ValueError where it has none, as `formula` says."""
     process = question.start()
     anchor = played_peaks(question, process)["allocated"]

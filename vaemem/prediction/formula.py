@@ -17,7 +17,7 @@ from vaemem.engine.arguments import BAR, Progress, polling
 from vaemem.prediction.closed import ClosedForm, derive, name_of, played_peaks
 from vaemem.prediction.cutting import fit_domain
 from vaemem.prediction.pieces import Domain, Form, PlayedPeak, Point, numbered
-from vaemem.prediction.question import Question, ask
+from vaemem.prediction.request import VAEArguments, VAERequest, resolve_vae
 
 if TYPE_CHECKING:
     from typing import Self
@@ -211,8 +211,8 @@ class VAEFormula(Formula):
 
     _beside = "beside the weights and the input, and a CUDA context"
 
-    def __init__(self, question: Question):
-        self._question, job, self.assumed_card = question, question.job, question.card.assumed
+    def __init__(self, question: VAERequest):
+        self._request, job, self.assumed_card = question, question.job, question.card.assumed
         workspace = question.start().workspace  # what it has looked up need not be looked up again
         batches = (1, 2, 3, 4) if job.batch == 1 else (job.batch,)
 
@@ -226,9 +226,9 @@ class VAEFormula(Formula):
 
     @functools.cached_property
     def closed(self) -> ClosedForm:
-        if self._question.job.is_tiled:
+        if self._request.job.is_tiled:
             raise ValueError("closed: want 'encode' or 'decode': a tiled peak depends on how H and W fall into tiles")
-        return derive(self._question)
+        return derive(self._request)
 
     def _text(self, markdown: bool = False) -> str:
         try:
@@ -300,4 +300,5 @@ def formula(
             f"op: want 'encode' or 'decode' of the VAE, got None with {name!r}; the formula of a whole pipeline is"
             f" predict_pipeline({name!r}, ...).formula"
         )
-    return VAEFormula(ask(model, op, height, width, dtype=dtype, runtime=runtime, gpu=gpu, **settings))
+    given = VAEArguments(model, op, height, width, dtype=dtype, runtime=runtime, gpu=gpu, **settings)
+    return VAEFormula(resolve_vae(given))

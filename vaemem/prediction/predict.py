@@ -26,7 +26,7 @@ from vaemem.prediction.benchmark import USUAL_PROTOCOL
 from vaemem.prediction.closed import derive
 from vaemem.prediction.gpus import known_gpu
 from vaemem.prediction.process import parameter_bytes
-from vaemem.prediction.question import ModuleQuestion, Question, ask, usual_overlap
+from vaemem.prediction.request import ModuleRequest, VAEArguments, VAERequest, resolve_vae, usual_overlap
 from vaemem.prediction.runtimes import RUNTIMES, architecture, followed
 from vaemem.prediction.seconds import Seconds
 from vaemem.prediction.usual import FIXED, OVERFLOWING, SENDING, WANS, held_by, usual_dtypes
@@ -150,10 +150,10 @@ class Prediction(SimulatedAnswer):
 
     def __reduce__(self) -> Any:
         """Copied and pickled as what was asked, which is predicted again."""
-        return Prediction, (self._question,)
+        return Prediction, (self._request,)
 
-    def __init__(self, question: Question):
-        self._question: Question
+    def __init__(self, question: VAERequest):
+        self._request: VAERequest
         job, software = question.job, question.software
         self.model: str = job.arch["name"]
         self.op, self.height, self.width, self.batch, self.dtype = job.op, job.height, job.width, job.batch, job.dtype
@@ -175,13 +175,13 @@ class Prediction(SimulatedAnswer):
     def _possible(self, every: bool, *protocols: str) -> Iterator[int]:
         yield from super()._possible(every, *protocols)
         if self.allocator == "cudaMallocAsync":  # how much the driver's pool wastes is not known: as much as PyTorch's?
-            software, workspace = replace(self._question.software, allocator="native"), self._process.workspace
-            native = Prediction(replace(self._question, software=software, workspace=workspace))
+            software, workspace = replace(self._request.software, allocator="native"), self._process.workspace
+            native = Prediction(replace(self._request, software=software, workspace=workspace))
             yield from native._possible(every, *protocols)
 
     @functools.cached_property
     def seconds(self) -> Seconds | None:
-        q = self._question
+        q = self._request
         return None if self.coarse and not q.calibrate else q.machine.seconds(q.work)
 
     @property
@@ -189,27 +189,28 @@ class Prediction(SimulatedAnswer):
         try:
             if self.tile:
                 raise ValueError("a tiled peak depends on how H and W fall into tiles")
-            return str(derive(self._question))
+            return str(derive(self._request))
         except ValueError as error:
             return f"none: {self.allocated} bytes at this size; {error}"
 
     @property
     def weights_bytes(self) -> int:
-        job = self._question.job
-        return sum(parameter_bytes(tuple(sorted(job.arch.items())), self._question.code, job.weights_dtype)[0])
+        job = self._request.job
+        return sum(parameter_bytes(tuple(sorted(job.arch.items())), self._request.code, job.weights_dtype)[0])
 
     @property
     def _title(self) -> str:
         return f"{self.model} {self.op} {self.height}x{self.width}"
 
     @property
-    def _asked(self) -> str:
+    def asked(self) -> str:
+        """What was asked, in words: the run, and what it runs on."""
         weights = "" if self.weights_dtype == self.dtype else f" from {self.weights_dtype} weights"
         images = f" in a batch of {self.batch}{', sliced' * self.slicing}" if self.batch > 1 else ""
         return f"{self._title} {self.dtype}{weights}{images} ({', '.join([self.runtime, self._place, *self.settings])})"
 
     def __repr__(self) -> str:
-        return f"<Prediction {self._asked}: {self._said}>"
+        return f"<Prediction {self.asked}: {self._said}>"
 
     @property
     def numbers(self) -> str:
@@ -226,14 +227,14 @@ class Prediction(SimulatedAnswer):
     @property
     def _basis(self) -> list[str]:
         """What the answer is of: a line each."""
-        code = followed(self._question.job.arch, self._question.code)
-        lines = {"Asked": self._asked, "Model": self._question.taken, "Followed": code, "Assumed": self.assumed}
-        if self._question.turns_black:
+        code = followed(self._request.job.arch, self._request.code)
+        lines = {"Asked": self.asked, "Model": self._request.taken, "Followed": code, "Assumed": self.assumed}
+        if self._request.turns_black:
             lines["Pictures"] = f"black, for SDXL's own VAE overflows in float16; {FIXED} does not"
         if program := SENDING.get(self.runtime):
             lines["Not counted"] = f"other models, of which {program} first sends to the host what its VAE needs by its"
             lines["Not counted"] += " own estimate"
-        if self._question.card.held:
+        if self._request.card.held:
             lines["Kept"] = f"{held_by(self.runtime, self.model)[0]}; with --medvram ask for the runtime a1111-medvram"
         return [f"{what}: {text}." for what, text in lines.items() if text]
 
@@ -243,7 +244,7 @@ class Prediction(SimulatedAnswer):
 
     @functools.cached_property
     def would_fit(self) -> tuple[Advice, ...]:
-        q, job, found = self._question, self._question.job, list[Advice]()
+        q, job, found = self._request, self._request.job, list[Advice]()
         for what, other in self._alike():
             with contextlib.suppress(ValueError, OverflowError):  # it cannot be, or is more than can be played
                 p = Prediction(other)
@@ -258,9 +259,9 @@ class Prediction(SimulatedAnswer):
             found.append(Advice("by vaemem on the CPU", says, shell_command(q, "estimate")))
         return tuple(found)
 
-    def _alike(self) -> Iterator[tuple[str, Question]]:
+    def _alike(self) -> Iterator[tuple[str, VAERequest]]:
         """The largest image of that shape, and other ways to run this one."""
-        q, job, largest = self._question, self._question.job, list[tuple[int, int]]()
+        q, job, largest = self._request, self._request.job, list[tuple[int, int]]()
         if not job.is_tiled:
             with contextlib.suppress(ValueError), warnings.catch_warnings():  # none fits; larger ones may
                 warnings.simplefilter("ignore")
@@ -270,7 +271,8 @@ class Prediction(SimulatedAnswer):
         side = min(max(job.height, job.width), job.tile or LARGEST_SIDE)
         if RUNTIMES[q.code].tiles:
             op: TiledOp = "encode_tiled" if job.op.startswith("encode") else "decode_tiled"
-            tiled = ask(job.arch, op, job.height, job.width, runtime=q.code, gpu=q.card.gpu).job.tile
+            given = VAEArguments(job.arch, op, job.height, job.width, runtime=q.code, gpu=q.card.gpu)
+            tiled = resolve_vae(given).job.tile
             for tile in dict.fromkeys((tiled, SMALL_TILE)):
                 if tile and tile < side:
                     cut = replace(job, op=op, tile=tile)
@@ -289,7 +291,7 @@ class Prediction(SimulatedAnswer):
         largest = next(one for one in self.peak_tensors if not one.name.startswith("weights of "))
         room = "" if self._has_room else ", where there is room"
         others = f", {self.used / MIB:.0f} that others use" if self.used else ""
-        kept = self._question.card.held
+        kept = self._request.card.held
         others += f", {kept / MIB:.0f} of other models" if kept else ""
         others += f", and {parts['Windows'] / MIB:.0f} or more that Windows keeps" if parts["Windows"] else ""
         context = "a CUDA context" if self._process.gpu.maker == "NVIDIA" else "a context"
@@ -326,7 +328,7 @@ def _sized(size: int, unit: int) -> str:
     return f"{size / unit:g}GB" if size * 10 % unit == 0 else str(size)
 
 
-def _program(question: Question) -> str | None:
+def _program(question: VAERequest) -> str | None:
     """The flag for the runtime: none for diffusers'; of A1111 without its other models the one that keeps none."""
     runtime, held = question.software.runtime, question.card.held
     if not held and held_by(runtime, question.job.arch["name"])[1]:
@@ -334,7 +336,7 @@ def _program(question: Question) -> str | None:
     return None if runtime == "diffusers" else runtime
 
 
-def shell_command(question: Question, verb: str = "fits") -> str:
+def shell_command(question: VAERequest, verb: str = "fits") -> str:
     """The command line that asks a question; of the verb ``"estimate"`` what our own engine takes for the same."""
     job, software, card = question.job, question.software, question.card
     name = FIXED if question.fixed else job.arch["name"]
@@ -455,7 +457,11 @@ def predict(
     >>> print(predict("sdxl", "decode", 1024, 1024, dtype="float16", gpu="RTX 3060", calibrate=mine).seconds)
     1.1 s (0.9 to 1.3)
     """
-    return Prediction(ask(**locals()))
+    return Prediction(resolve_vae(VAEArguments(
+        model, op, height, width, dtype, batch, runtime, gpu, cudnn_version, torch_version, weights_dtype, tile,
+        slicing, tile_overlap, memory, used, workspace, protocol, channels_last, allow_tf32, cudnn_benchmark,
+        allocator, safe, os, calibrate,
+    )))  # fmt: skip
 
 
 @shared
@@ -512,11 +518,11 @@ def predict_largest(
             raise ValueError(f"{name}: want none, which is what is looked for, got {others[name]!r}")
     arch = architecture(model)
     side = latent_factor(arch) * arch.get("patch_size", (1, 1))[0]  # any that all runtimes take
-    question = ask(model, op, side, side, dtype=dtype, batch=batch, gpu=gpu, used=used, safe=safe, **others)
-    return _largest(question, check_aspect(aspect), flag("every", every))
+    given = VAEArguments(model, op, side, side, dtype, batch, gpu=gpu, used=used, safe=safe, **others)
+    return _largest(resolve_vae(given), check_aspect(aspect), flag("every", every))
 
 
-def _largest(question: Question, aspect: float, every: bool) -> tuple[int, int]:
+def _largest(question: VAERequest, aspect: float, every: bool) -> tuple[int, int]:
     """As `predict_largest`, of what is asked of any size."""
     job, factor = question.job, question.unit
     refused: dict[tuple[int, int], bool] = {}  # whether it was played, or is more than can be
@@ -562,7 +568,7 @@ class ModulePrediction(SimulatedAnswer):
     upper_share = math.nan
     upper_basis = "nothing: no module's measurements are known"
 
-    def __init__(self, question: ModuleQuestion, unmodelled: Mapping[str, int], supposed: Sequence[str] = ()):
+    def __init__(self, question: ModuleRequest, unmodelled: Mapping[str, int], supposed: Sequence[str] = ()):
         self.unmodelled = dict(unmodelled)
         super().__init__(question)
         self.substitutions = (*supposed, *self.substitutions)

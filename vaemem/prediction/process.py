@@ -250,7 +250,7 @@ class SimulatedProcess:
         self.sources = Counter[str]()  # who answered how many questions for workspaces
         # What each reading says of reserved memory with other workspaces than these.
         self._with_others: dict[tuple[bool, Workspaces], list[int]] = {}
-        self._last: tuple[_core.Trace, Any, Any] | None = None
+        self.last_call: tuple[_core.Trace, Any, Any] | None = None
 
     # ---- what there is ----
 
@@ -457,7 +457,7 @@ class SimulatedProcess:
         wanted, following, sources = _answers(self.workspace, trace)
         self.sources.update(sources)
         left, allocated, reserved = self._core.call(trace, wanted, following)
-        self._last = (trace, allocated, reserved)
+        self.last_call = (trace, allocated, reserved)
         return left
 
     def release(self, addresses: Iterable[int]) -> None:
@@ -548,6 +548,10 @@ class SimulatedProcess:
         rounded = peak - sum(size for _, size in found)
         return [PeakTensor(name, size) for name, size in (*found, (ROUNDED_UP, rounded)) if size]
 
+    def peak_step(self, number: int) -> str:
+        """The step of a call that makes the peak of a reading, by its index; "" outside of calls."""
+        return self._core.peak(whole("number", number, 0, len(self.readings) - 1))[0] or ""
+
     def peak_above_baseline(self) -> tuple[str, dict[str, int]] | None:
         """The step that makes the peak, and {name: bytes} of what was allocated since `reset_peak` and lives then.
 
@@ -562,7 +566,7 @@ class SimulatedProcess:
 
     def timeline(self) -> list[Moment]:
         """The last call, step by step; what was given back has the name of what was taken before."""
-        return [] if self._last is None else list(moments(*self._last))
+        return [] if self.last_call is None else list(moments(*self.last_call))
 
     def save_snapshot(self, path: str | os.PathLike[str]) -> None:
         """Writes the allocator's history as PyTorch's ``_dump_snapshot`` does; ValueError where it keeps none."""

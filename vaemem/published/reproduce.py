@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from vaemem._common import MIB, as_csv, grouped, render, shipped, write
 from vaemem.prediction.benchmark import BENCHMARK_TILE, benchmark
+from vaemem.prediction.job import Job
 from vaemem.prediction.predict import Prediction, predict
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.profiles import Profile
@@ -64,6 +65,13 @@ def _play_group(
     rows: dict[Key, tuple[float, float]] = {}
     vae = p.load(name, loaded, runtime)
     tile = 0
+
+    def job(op: str, side: int, tile: int) -> Job:
+        tiled: Any = f"{op}_tiled" if tile else op
+        loads: Any = loaded
+        runs: Any = dtype
+        return Job(vae.arch, tiled, side, side, runs, loads, tile=tile or None)
+
     for side in SIZES:
         key = (side, side, dtype, group)
         if loaded != dtype:
@@ -71,10 +79,11 @@ def _play_group(
             p.convert(vae, dtype)  # and the convolution raises
             p.drop(image)
         else:
-            rows[(name, "encode", *key)] = _mean(benchmark(p, vae, "encode", side, side, tile=tile))
+            rows[(name, "encode", *key)] = _mean(benchmark(p, vae, job("encode", side, tile)))
         for tile in (0, BENCHMARK_TILE) if side >= 1024 and runtime == "diffusers" else (0,):
-            runs = benchmark(p, vae, "decode", side, side, dtype=dtype, input_dtype=loaded, tile=tile)
-            rows[(name, "decode_tiled" if tile else "decode", *key)] = _mean(runs)
+            one = job("decode", side, tile)
+            runs = benchmark(p, vae, one)
+            rows[(name, one.op, *key)] = _mean(runs)
     p.drop(vae)
     p.empty_cache()
     return rows

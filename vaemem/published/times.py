@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vaemem._common import distinct, grouped, render
-from vaemem.prediction.question import ask
+from vaemem.prediction.request import VAEArguments, resolve_vae
 from vaemem.prediction.seconds import Seconds, memory_rate, peak
 from vaemem.published.reproduce import GPU, IDENTITY, Key, asked_of
 from vaemem.tables.table import seed_table
@@ -46,7 +46,7 @@ def timed_rows() -> tuple[TimedRow, ...]:
     """
     rows = []
     for row in seed_table():
-        question = ask(**asked_of(key := tuple(row[name] for name in IDENTITY)))
+        question = resolve_vae(VAEArguments(**asked_of(key := tuple(row[name] for name in IDENTITY))))
         most, trace = peak(GPU, question.job.dtype), question.trace
         parts = (trace.flops / most, trace.attended / most, trace.moved / memory_rate(GPU).value)
         rows.append(TimedRow(key, row["seconds"], question.machine.seconds(question.work), *parts))

@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from vaemem import _core
 from vaemem._common import DTYPES, Message, Named, choose, meant, need
 from vaemem._types import Dtype
-from vaemem.pipelines.asked import OFFLOADS, TORCH_WAYS
 from vaemem.pipelines.components import CLIP_TOKENS, CLIPS, PIPELINES, known_pipeline
+from vaemem.pipelines.pipeline_request import OFFLOADS, TORCH_WAYS
 from vaemem.prediction.runtimes import architecture
 from vaemem.pytorch.measuring import find_device, vae_builder
 

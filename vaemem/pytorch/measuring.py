@@ -26,8 +26,8 @@ from vaemem._common import DTYPES, TILED_OPS, as_csv, choose, chosen, latent_fac
 from vaemem._types import Dtype, Program, TiledOp
 from vaemem.engine.configs import config_of, read_config
 from vaemem.prediction.benchmark import BENCHMARK_TILE
+from vaemem.prediction.job import OVERLAP, TINY_OVERLAP
 from vaemem.prediction.profiles import Conv
-from vaemem.prediction.question import OVERLAP, TINY_OVERLAP
 from vaemem.prediction.runtimes import architecture
 from vaemem.pytorch.recording import record
 from vaemem.tables.sweep import image_sizes

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 import torch
 
 from vaemem._common import MIB, __version__, html_table, render, whole
-from vaemem.pipelines.asked import Part, PipelineQuestion, ask_pipeline, image_sides
 from vaemem.pipelines.components import PIPELINES, VAE_STRIDE, weights_of
+from vaemem.pipelines.pipeline_request import Part, PipelineArguments, PipelineRequest, image_sides, resolve_pipeline
 from vaemem.pipelines.predict_pipeline import PipelinePrediction
 from vaemem.pipelines.ways import Written
 from vaemem.prediction.gpus import CONTEXT
 from vaemem.prediction.planned import Phase
-from vaemem.prediction.question import Card, Software, find_card, usual_tile
+from vaemem.prediction.request import Card, Software, find_card, usual_tile
 from vaemem.pytorch.measuring import CpuMeter, CudaMeter, cudnn_version, find_device, what_ran
 from vaemem.tables.table import Table
 
@@ -351,7 +351,7 @@ def _has_weights(module: Any, part: Part) -> bool:
     return stored == Counter((tuple(tensor.shape), tensor.nbytes) for tensor in _tensors(module))
 
 
-def _question(pipe: Any, seen: Seen, card: Card, software: Software, **asked: Any) -> PipelineQuestion:
+def _request(pipe: Any, seen: Seen, card: Card, software: Software, **asked: Any) -> PipelineRequest:
     """What `vaemem.predict_pipeline` is asked of this pipeline; ValueError says why it cannot be."""
     modules, class_name = _modules(pipe), type(pipe).__name__.replace("Img2Img", "")
     why = f"{type(pipe).__name__} is none of the pipelines that are known"
@@ -364,10 +364,11 @@ def _question(pipe: Any, seen: Seen, card: Card, software: Software, **asked: An
         components = {role: _dtype(modules[role]) if role in modules else None for role in known}
         if kind.parts["vae"] == "sdxl" and components["vae"] == "float16" and pipe.vae.config.force_upcast:
             del components["vae"]  # which is what is predicted of SDXL's where nothing is said
-        question = ask_pipeline(
-            name, card=card, software=software, prompt_tokens=seen.tokens, components=components,
-            guidance=seen.images == 2 * asked["batch"], dtype=_dtype(_denoiser(pipe)), **asked,
+        given = PipelineArguments(
+            name, prompt_tokens=seen.tokens, components=components, guidance=seen.images == 2 * asked["batch"],
+            dtype=_dtype(_denoiser(pipe)), **asked,
         )  # fmt: skip
+        question = resolve_pipeline(given, card, software)
         images = asked["batch"] * (2 if kind.guides and question.guidance else 1)
         numbers = pipe.vae.config.latent_channels * (asked["height"] // VAE_STRIDE) * (asked["width"] // VAE_STRIDE)
         if other := [part for part in question.parts if not _has_weights(modules[part.role], part)]:
@@ -397,7 +398,7 @@ def _predicted(
     )  # fmt: skip
     about, system = torch.cuda.get_device_properties(place), "windows" if sys.platform == "win32" else "linux"
     card, sizes = find_card(about.name, about.total_memory, used, system), ("height", "width", "batch", "steps")
-    question = _question(pipe, seen, card, software, image="image" in call, **{name: asked[name] for name in sizes})
+    question = _request(pipe, seen, card, software, image="image" in call, **{name: asked[name] for name in sizes})
     tile = usual_tile(question.part("vae").component)
     if asked["vae"] == "tiled" and (pipe.vae.tile_sample_min_size, pipe.vae.tile_overlap_factor) != (tile, 0.25):
         raise ValueError(f"its tiles are not of {tile} pixels, a quarter of which overlaps")

@@ -33,7 +33,7 @@ from vaemem._common import setting
 from vaemem.prediction.benchmark import USUAL_PROTOCOL
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.predict import ModulePrediction
-from vaemem.prediction.question import ModuleQuestion, Software, find_card
+from vaemem.prediction.request import ModuleRequest, Software, find_card
 from vaemem.pytorch.recorder import NO_COMPILER, NO_CONTENTS, NO_GRADIENTS, Recorder, Recording, aten
 
 _REFUSED = {
@@ -417,6 +417,6 @@ def predict_peak(
     given = [*module.parameters(), *tree_flatten((args, kwargs))[0]]
     with_gradients = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in given)
     return ModulePrediction(
-        ModuleQuestion(find_card(gpu, used=used), software, recording.trace, held), recording.unmodelled,
+        ModuleRequest(find_card(gpu, used=used), software, recording.trace, held), recording.unmodelled,
         ["torch.no_grad() for a call with gradients, which would keep more"] if with_gradients else [],
     )  # fmt: skip

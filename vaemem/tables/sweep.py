@@ -22,7 +22,7 @@ from vaemem.engine.configs import named_model
 from vaemem.engine.limits import Limit
 from vaemem.engine.vae import VAE, Run
 from vaemem.prediction.predict import Prediction, predict
-from vaemem.prediction.question import ask, find_card
+from vaemem.prediction.request import VAEArguments, find_card, resolve_vae
 from vaemem.prediction.runtimes import architecture
 from vaemem.tables.table import SOURCES, Row, Table
 
@@ -307,7 +307,7 @@ def _predictions(
                 for tokens in lengths:
                     yield from _asked(True)[0](model, **run, prompt_tokens=tokens, **of_pipeline).rows()
             else:
-                yield _predicted(Prediction(ask(model, case.op, **run, **of_vae)))
+                yield _predicted(Prediction(resolve_vae(VAEArguments(model, case.op, **run, **of_vae))))
             done += case.work
             if poll:
                 poll(done, work)

@@ -22,15 +22,14 @@ from vaemem._common import (
     latent_factor,
     listed,
     meant,
-    real,
-    whole,
 )
-from vaemem._types import DtypeName, Program, TiledOp
+from vaemem._types import Program
 from vaemem.engine.configs import SAMPLE_SIZES, named_sample_size, sample_size_of
 from vaemem.engine.limits import parse_size
 from vaemem.engine.names import shared_note
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, benchmark
 from vaemem.prediction.gpus import CONTEXT, Gpu, find_gpu, known_gpu, present_gpu, sold
+from vaemem.prediction.job import OVERLAP, TINY_OVERLAP, Job
 from vaemem.prediction.process import PeakTensor, Reading, SimulatedProcess
 from vaemem.prediction.profiles import version_number
 from vaemem.prediction.runtimes import DEFAULT_TORCH, PROGRAM_NAMES, RUNTIMES, architecture, code_of, packing
@@ -48,9 +47,6 @@ LAST_COPYING_NORM = (2, 14)
 # Windows 10 before 2020 kept 15% and more (ollama#9167), which is not meant.
 KEPT = {"linux": (0, 0), "windows": (125 * MIB, 850 * MIB)}
 USUAL_GPU = "RTX 4090"  # where no card is named and none is present
-OVERLAP, TINY_OVERLAP = 0.25, 0.125  # diffusers' tile_overlap_factor, the part of its side that a tile shares
-MOST_SIDE = 1 << 20  # pixels a side
-MOST = {"height": MOST_SIDE, "width": MOST_SIDE, "tile": MOST_SIDE, "batch": 1 << 16}  # as the core has them
 # Pixels of a tile's side on a card of more MiB than so many: what ComfyUI's nodes and Forge take by default, and what
 # A1111's Tiled VAE recommends.
 TILED_SIDES = {
@@ -179,41 +175,7 @@ PAGE = 2 * MIB  # of the driver's memory
 
 
 @dataclass(frozen=True)
-class Job:
-    """What a VAE does: which model, which operation, at which size, in which types, cut into which tiles. ValueError
-    names what cannot be."""
-
-    arch: Mapping[str, Any]
-    op: TiledOp
-    height: int
-    width: int
-    dtype: DtypeName
-    weights_dtype: DtypeName
-    batch: int = 1
-    tile: int | None = None
-    tile_overlap: float = OVERLAP
-    slicing: bool = False
-    upcast: bool = False  # by diffusers' upcast_vae, which leaves the first blocks of a decode in the weights' type
-
-    def __post_init__(self) -> None:
-        for name, known in (("op", TILED_OPS), ("dtype", DTYPES), ("weights_dtype", DTYPES)):
-            choose(name, getattr(self, name), known)
-        if self.tile is not None and not self.is_tiled:
-            raise ValueError(f"tile: want it with a tiled op, got {self.tile!r} with {self.op}")
-        if not 0 <= real(self.tile_overlap) < 1:
-            raise ValueError(f"tile_overlap: want a number from 0 to less than 1, got {self.tile_overlap!r}")
-        object.__setattr__(self, "tile_overlap", real(self.tile_overlap))
-        for name, most in MOST.items():
-            if name != "tile" or self.is_tiled:
-                object.__setattr__(self, name, whole(name, getattr(self, name), most=most))
-
-    @property
-    def is_tiled(self) -> bool:
-        return self.op.endswith("_tiled")
-
-
-@dataclass(frozen=True)
-class Asked:
+class Request:
     """What every question has: a card, the software on it, and what answers for the convolutions' workspaces in place
     of `vaemem.prediction.workspace.Workspace`, if anything does. safe: whether what fits tightly does not count as
     fitting."""
@@ -257,7 +219,7 @@ def _called_by_comfyui(gpu: Gpu, software: Software) -> Workspace | None:
 
 
 @dataclass(frozen=True)
-class Question(Asked):
+class VAERequest(Request):
     """What `vaemem.predict` is asked. assumed: which types were taken where none was named, and why; taken: whose VAE
     answers for the name that was given, where that is another model's; fixed: whether the weights are SDXL's that do
     not overflow in float16; calibrate: rows that were measured on the card."""
@@ -294,7 +256,7 @@ class Question(Asked):
             workspace = _called_by_comfyui(self.card.gpu, self.software)
         return super().start(workspace, **device)
 
-    def at(self, height: int, width: int) -> Question:
+    def at(self, height: int, width: int) -> VAERequest:
         """The same of another size."""
         return replace(self, job=replace(self.job, height=height, width=width))
 
@@ -330,11 +292,11 @@ class Question(Asked):
         gpu, runs = self.card.gpu, list[tuple[str, Mapping[str, float], float]]()
         for row in self.calibrate:
             tile = row.get("tile")
-            of = ask(
+            of = resolve_vae(VAEArguments(
                 row["model"], f"{row['op'].removesuffix('_tiled')}_tiled" if tile else row["op"], row["height"],
-                row["width"], gpu=gpu, dtype=row.get("dtype"), batch=row.get("batch") or 1,
-                runtime=row.get("runtime") or "diffusers", tile=tile, tile_overlap=row.get("tile_overlap"),
-            )  # fmt: skip
+                row["width"], row.get("dtype"), row.get("batch") or 1, row.get("runtime") or "diffusers", gpu,
+                tile=tile, tile_overlap=row.get("tile_overlap"),
+            ))  # fmt: skip
             runs.append((of.job.dtype, of.work, row["seconds"]))
         return vae_machine(gpu, self.job.dtype, runs)
 
@@ -342,16 +304,12 @@ class Question(Asked):
         """A fresh process loads the model and runs what the software's protocol, or another one, says."""
         job, software = self.job, self.software
         vae = process.load(job.arch, job.weights_dtype, self.code, channels_last=software.channels_last)
-        *_, measured = benchmark(
-            process, vae, job.op.removesuffix("_tiled"), job.height, job.width, job.batch, dtype=job.dtype,
-            input_dtype=job.weights_dtype, upcast=job.upcast, tile=job.tile or 0,
-            tile_overlap=job.tile_overlap, slicing=job.slicing, protocol=PROTOCOLS[protocol or software.protocol],
-        )  # fmt: skip
+        *_, measured = benchmark(process, vae, job, PROTOCOLS[protocol or software.protocol])
         return measured
 
 
 @dataclass(frozen=True)
-class ModuleQuestion(Asked):
+class ModuleRequest(Request):
     """What `vaemem.pytorch.predict_peak` is asked: the trace of a module's call, and (name, bytes) of what is there
     before."""
 
@@ -373,55 +331,92 @@ class ModuleQuestion(Asked):
         return measured
 
 
-def ask(
-    model: Any, op: Any, height: int, width: int, *, gpu: Any = None, memory: int | str | None = None,
-    used: int | str = 0, runtime: Any = "diffusers", dtype: Any = None, weights_dtype: Any = None,
-    batch: int = 1, tile: int | None = None, tile_overlap: float | None = None, slicing: bool = False,
-    workspace: Any = None, cudnn_benchmark: bool = False, safe: bool = False, os: str = "linux", calibrate: Any = None,
-    **software: Any,
-) -> Question:  # fmt: skip
-    """The arguments of `vaemem.predict` as values, with the defaults that follow from others filled in: ValueError
-    names the one that cannot be answered. software: what `Software` has beside the runtime."""
-    for name in software.keys() - Software.__dataclass_fields__.keys():
-        raise TypeError(f"got an unexpected keyword argument {name!r}")
-    op = meant("op", op, TILED_OPS)
-    if flag("cudnn_benchmark", cudnn_benchmark):
+@dataclass(frozen=True)
+class VAEArguments:
+    """The arguments of `vaemem.predict`, as they are given and documented there."""
+
+    model: Any
+    op: Any
+    height: int
+    width: int
+    dtype: Any = None
+    batch: int = 1
+    runtime: Any = "diffusers"
+    gpu: Any = None
+    cudnn_version: str | None = None
+    torch_version: str | None = None
+    weights_dtype: Any = None
+    tile: int | None = None
+    slicing: bool = False
+    tile_overlap: float | None = None
+    memory: int | str | None = None
+    used: int | str = 0
+    workspace: Any = None
+    protocol: str = USUAL_PROTOCOL
+    channels_last: bool = False
+    allow_tf32: bool = True
+    cudnn_benchmark: bool = False
+    allocator: str = "native"
+    safe: bool = False
+    os: str = "linux"
+    calibrate: Any = None
+
+
+def resolve_vae(given: VAEArguments) -> VAERequest:
+    """Resolves names, and fills in the defaults that follow from other arguments. ValueError names the argument that
+    cannot be answered."""
+    op = meant("op", given.op, TILED_OPS)
+    if flag("cudnn_benchmark", given.cudnn_benchmark):
         raise ValueError(
             "cudnn_benchmark: want False, got True: PyTorch then times all of cuDNN's plans and keeps to the"
             " fastest, which only the card can tell; vaemem.pytorch.measure reads there what it takes"
         )
-    arch, slicing, runtime = architecture(model), flag("slicing", slicing), meant("runtime", runtime, PROGRAM_NAMES)
-    name, code, is_tiled = arch["name"], code_of(runtime, arch["name"]), op.endswith("_tiled")
+    arch, slicing = architecture(given.model), flag("slicing", given.slicing)
+    runtime = meant("runtime", given.runtime, PROGRAM_NAMES)
+    name, code = arch["name"], code_of(runtime, arch["name"])
     if slicing and code != "diffusers":
         raise ValueError(f"slicing: want it with the diffusers runtime, got {runtime}")
-    if tile_overlap is None:
-        tile_overlap = usual_overlap(arch)
-    elif not is_tiled or code != "diffusers":
-        raise ValueError(f"tile_overlap: want it with a tiled op of the diffusers runtime, got {op} of {runtime}")
-    runs, card = Software(runtime, **software), find_card(gpu, memory, used, os)
-    if is_tiled and tile is None:
+    overlap = _resolve_overlap(given, arch, op, code, runtime)
+    software = Software(
+        runtime, given.torch_version, given.cudnn_version, given.protocol, given.channels_last, given.allow_tf32,
+        given.allocator,
+    )  # fmt: skip
+    card = find_card(given.gpu, given.memory, given.used, given.os)
+    tile = given.tile
+    if op.endswith("_tiled") and tile is None:
         sides = TILED_SIDES.get((code, op), ())
-        tile = next((side for least, side in sides if card.gpu.total_memory // MIB > least), None) or usual_tile(model)
+        room = card.gpu.total_memory // MIB
+        tile = next((side for least, side in sides if room > least), None) or usual_tile(given.model)
     card = replace(card, held=held_by(runtime, name)[1])
-    usual = usual_dtypes(runtime, name, card.gpu.sm, is_fixed(model))
-    assumed, kept = (usual.why, usual.weights_dtype) if dtype is None else ("", dtype)
-    dtype = meant("dtype", usual.dtype if dtype is None else dtype, DTYPES)
-    weights_dtype = meant("weights_dtype", kept if weights_dtype is None else weights_dtype, DTYPES)
+    usual = usual_dtypes(runtime, name, card.gpu.sm, is_fixed(given.model))
+    assumed, kept = (usual.why, usual.weights_dtype) if given.dtype is None else ("", given.dtype)
+    dtype = meant("dtype", usual.dtype if given.dtype is None else given.dtype, DTYPES)
+    weights_dtype = meant("weights_dtype", kept if given.weights_dtype is None else given.weights_dtype, DTYPES)
     upcast = bool(assumed) and usual.upcast and weights_dtype != dtype
-    job = Job(arch, op, height, width, dtype, weights_dtype, batch, tile, tile_overlap, slicing, upcast)
+    job = Job(
+        arch, op, given.height, given.width, dtype, weights_dtype, given.batch, tile, overlap, slicing, upcast
+    )  # fmt: skip
     if RUNTIMES[code].host and weights_dtype != dtype:
         raise ValueError(
             f"weights_dtype: want the run's dtype {dtype} with {runtime}, which keeps its weights in it, "
             f"got {weights_dtype!r}"
         )
-    rows = () if calibrate is None else _measured_on(card.gpu, calibrate)
-    question = Question(
-        card, runs, job, workspace=workspace, assumed=assumed, fixed=is_fixed(model), safe=flag("safe", safe),
-        calibrate=rows, taken=shared_note(model),
+    rows = () if given.calibrate is None else _measured_on(card.gpu, given.calibrate)
+    request = VAERequest(
+        card, software, job, workspace=given.workspace, assumed=assumed, fixed=is_fixed(given.model),
+        safe=flag("safe", given.safe), calibrate=rows, taken=shared_note(given.model),
     )  # fmt: skip
     if rows:
-        _ = question.machine  # refuses rows that cannot be
-    return question
+        _ = request.machine  # refuses rows that cannot be
+    return request
+
+
+def _resolve_overlap(given: VAEArguments, arch: Mapping[str, Any], op: str, code: str, runtime: str) -> float:
+    if given.tile_overlap is None:
+        return usual_overlap(arch)
+    if not op.endswith("_tiled") or code != "diffusers":
+        raise ValueError(f"tile_overlap: want it with a tiled op of the diffusers runtime, got {op} of {runtime}")
+    return given.tile_overlap
 
 
 def _is_of(device: str | None, gpu: Gpu) -> bool:

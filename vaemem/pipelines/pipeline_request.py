@@ -18,8 +18,9 @@ from vaemem.pipelines import programs
 from vaemem.pipelines.components import PIPELINES, VAE_STRIDE, Pipeline, weights_of
 from vaemem.pipelines.storage import BITSANDBYTES, FOUR_BITS, GGML, SPELT, TYPES, Stored, stored
 from vaemem.prediction.gpus import Gpu
+from vaemem.prediction.job import MOST_SIDE
 from vaemem.prediction.predict import SMALL_TILE
-from vaemem.prediction.question import MOST_SIDE, Asked, Card, Software, usual_tile
+from vaemem.prediction.request import Card, Request, Software, usual_tile
 
 MOST_TOKENS = 1 << 13  # of a prompt: diffusers' encoders take 77 or 512 at a time
 OFFLOADS = ("none", "model", "sequential")
@@ -192,7 +193,7 @@ def parts_of(pipeline: Pipeline, dtype: str, components: Mapping[str, Any]) -> t
 
 
 @dataclass(frozen=True)
-class PipelineQuestion(Asked):
+class PipelineRequest(Request):
     """What `predict_pipeline` is asked of diffusers: which pipeline makes what, of which parts; which of them come and
     go (`offload`) and which stay on the CPU; and how the VAE runs, by vaemem within a limit in bytes."""
 
@@ -244,7 +245,7 @@ class PipelineQuestion(Asked):
             part.role for part in self.parts if part.role in self.pipeline.optional or part.place == "kept on cuda"
         )
 
-    def run_with(self, offload: Any, vae: str, vae_memory_limit: int | str | None = None) -> PipelineQuestion:
+    def run_with(self, offload: Any, vae: str, vae_memory_limit: int | str | None = None) -> PipelineRequest:
         """The same with these arguments of `predict_pipeline`; ValueError names the one that cannot be."""
         on_cpu: tuple[str, ...] = ()
         if isinstance(offload, Mapping):
@@ -288,27 +289,42 @@ def image_sides(height: int, width: int, stride: int = VAE_STRIDE, what: str = "
     return sides["height"], sides["width"]
 
 
-def ask_pipeline(
-    pipeline: str, height: int, width: int, batch: int, card: Card, software: Software, *,
-    prompt_tokens: int | None, guidance: bool, dtype: Any, components: Mapping[str, Any] | None, image: bool,
-    steps: int, safe: bool = False,
-) -> PipelineQuestion:  # fmt: skip
-    """Arguments of `predict_pipeline` as a question, nothing offloaded and the VAE whole; ValueError names the one that
+@dataclass(frozen=True)
+class PipelineArguments:
+    """Arguments of `vaemem.predict_pipeline` that say what is made, as they are documented there."""
+
+    pipeline: str
+    height: int
+    width: int
+    batch: int
+    prompt_tokens: int | None
+    guidance: bool
+    dtype: Any
+    components: Mapping[str, Any] | None
+    image: bool
+    steps: int
+    safe: bool = False
+
+
+def resolve_pipeline(given: PipelineArguments, card: Card, software: Software) -> PipelineRequest:
+    """Resolves names and defaults; nothing is offloaded, and the VAE runs whole. ValueError names the argument that
     cannot be answered."""
-    known = PIPELINES[pipeline]
-    if image and not known.begins:
+    pipeline, known = given.pipeline, PIPELINES[given.pipeline]
+    if given.image and not known.begins:
         raise ValueError(
             f"image: want none with {pipeline}, which takes images as tokens beside the prompt's, got True"
         )
-    dtype = known.dtype if dtype is None else meant("dtype", dtype, DTYPES)
+    dtype = known.dtype if given.dtype is None else meant("dtype", given.dtype, DTYPES)
+    height, width = given.height, given.width
     said = f"{height}x{width}"
     if known.floors:
         sides = {"height": height, "width": width}.items()
         height, width = (whole(name, side, least=known.stride) // known.stride * known.stride for name, side in sides)
     height, width = image_sides(height, width, known.stride, f" for {pipeline}")
     made_of = "" if said == f"{height}x{width}" else said
-    tokens = known.tokens if prompt_tokens is None else whole("prompt_tokens", prompt_tokens, most=MOST_TOKENS)
-    return PipelineQuestion(
-        card, software, pipeline, height, width, whole("batch", batch), tokens, guidance, steps, image,
-        parts_of(known, dtype, components or {}), safe=safe, made_of=made_of,
+    tokens = given.prompt_tokens
+    tokens = known.tokens if tokens is None else whole("prompt_tokens", tokens, most=MOST_TOKENS)
+    return PipelineRequest(
+        card, software, pipeline, height, width, whole("batch", given.batch), tokens, given.guidance, given.steps,
+        given.image, parts_of(known, dtype, given.components or {}), safe=given.safe, made_of=made_of,
     )  # fmt: skip

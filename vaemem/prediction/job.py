@@ -1,0 +1,48 @@
+"""What a VAE does in a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vaemem._common import DTYPES, TILED_OPS, choose, real, whole
+from vaemem._types import DtypeName, TiledOp
+
+OVERLAP, TINY_OVERLAP = 0.25, 0.125  # diffusers' tile_overlap_factor, the part of its side that a tile shares
+MOST_SIDE = 1 << 20  # pixels a side
+MOST = {"height": MOST_SIDE, "width": MOST_SIDE, "tile": MOST_SIDE, "batch": 1 << 16}  # as the core has them
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a VAE does: which model, which operation, at which size, in which types, cut into which tiles. ValueError
+    names what cannot be."""
+
+    arch: Mapping[str, Any]
+    op: TiledOp
+    height: int
+    width: int
+    dtype: DtypeName
+    weights_dtype: DtypeName
+    batch: int = 1
+    tile: int | None = None
+    tile_overlap: float = OVERLAP
+    slicing: bool = False
+    upcast: bool = False  # by diffusers' upcast_vae, which leaves the first blocks of a decode in the weights' type
+
+    def __post_init__(self) -> None:
+        for name, known in (("op", TILED_OPS), ("dtype", DTYPES), ("weights_dtype", DTYPES)):
+            choose(name, getattr(self, name), known)
+        if self.tile is not None and not self.is_tiled:
+            raise ValueError(f"tile: want it with a tiled op, got {self.tile!r} with {self.op}")
+        if not 0 <= real(self.tile_overlap) < 1:
+            raise ValueError(f"tile_overlap: want a number from 0 to less than 1, got {self.tile_overlap!r}")
+        object.__setattr__(self, "tile_overlap", real(self.tile_overlap))
+        for name, most in MOST.items():
+            if name != "tile" or self.is_tiled:
+                object.__setattr__(self, name, whole(name, getattr(self, name), most=most))
+
+    @property
+    def is_tiled(self) -> bool:
+        return self.op.endswith("_tiled")
