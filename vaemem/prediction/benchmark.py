@@ -58,7 +58,8 @@ class Names:
 
 
 def benchmark(
-    process: SimulatedProcess, vae: LoadedVAE, job: Job, protocol: Protocol = SEED_TABLE
+    process: SimulatedProcess, vae: LoadedVAE, job: Job, protocol: Protocol = SEED_TABLE,
+    input_dtype: str | None = None,
 ) -> list[Reading]:  # fmt: skip
     """Plays the benchmark that the seed table was made with: warm-up runs, then measured ones.
 
@@ -66,11 +67,13 @@ def benchmark(
     ----------
     process : SimulatedProcess
     vae : LoadedVAE
-        Loaded in the job's weights_dtype.
+        Its dtype is the weights'.
     job : Job
-        If its dtype is not the weights', weights and input are converted within each run, and the weights back after
+        If its dtype is not the input's, weights and input are converted within each run, and the weights back after
         it; with `upcast` as diffusers' ``upcast_vae`` does for a decode, whose first blocks keep the input's dtype.
     protocol : Protocol
+    input_dtype : str, optional
+        The job's weights_dtype by default.
 
     Returns
     -------
@@ -80,22 +83,22 @@ def benchmark(
         first measured one alone, and each reading is of all measured runs so far.
     """
     op, height, width, batch = job.op.removesuffix("_tiled"), job.height, job.width, job.batch
-    dtype, weights_dtype = job.dtype, job.weights_dtype
+    dtype, weights_dtype, input_dtype = job.dtype, vae.dtype, input_dtype or job.weights_dtype
     method = process.encode if op == "encode" else process.decode
     run = functools.partial(method, vae, tile=job.tile or 0, tile_overlap=job.tile_overlap, slicing=job.slicing)
     names = Names(process)
     image = (batch, vae.arch["in_channels"], height, width)
     latent = (batch, vae.latent_channels, height // vae.factor, width // vae.factor)
     runtime = RUNTIMES[vae.runtime]
-    names["input"] = process.tensor(image if op == "encode" else latent, weights_dtype, host=runtime.host)
+    names["input"] = process.tensor(image if op == "encode" else latent, input_dtype, host=runtime.host)
 
     def converted() -> Tensor:
         """The input in the run's dtype, which the weights get too."""
-        if dtype == weights_dtype:
+        if dtype == input_dtype:
             return names["input"]
         process.convert(vae, dtype)
         if job.upcast and op == "decode":
-            process.convert(vae, dtype, first=weights_dtype)
+            process.convert(vae, dtype, first=input_dtype)
             return names["input"]
         names["input32"] = process.elementwise(names["input"], "input", dtype)
         return names["input32"]

@@ -495,6 +495,15 @@ class SimulatedProcess:
         ----------
         outside : int
             Bytes of the device that the program holds besides PyTorch, meanwhile.
+
+        Examples
+        --------
+        >>> p = vaemem.SimulatedProcess("RTX 4090")
+        >>> model, latents = p.load("sd15", "float16"), p.tensor((1, 4, 64, 64), "float16")
+        >>> p.reset_peak()
+        >>> image = p.decode(model, latents)
+        >>> p.read().reserved >> 20
+        1088
         """
         self._core.read(whole("outside", outside, 0))
         self._with_others = {}
@@ -504,7 +513,16 @@ class SimulatedProcess:
 
     def repeat(self, process: SimulatedProcess) -> PeakTensor | None:
         """Does in this new process all that another one did, as far as this one's device has memory. cuDNN's next
-        plans, and A1111's attention, follow the memory that is free here. Returns the request that failed, if any."""
+        plans, and A1111's attention, follow the memory that is free here. Returns the request that failed, if any.
+
+        Examples
+        --------
+        >>> p = vaemem.SimulatedProcess("RTX 4090")
+        >>> left = p.hold("weights", 3 << 30)
+        >>> small = vaemem.SimulatedProcess(allocator=vaemem.CachingAllocator(total_memory=2 << 30))
+        >>> small.repeat(p)
+        PeakTensor(name='weights', bytes=3221225472)
+        """
         try:
             self._core.replay(process._core, False)
         except OutOfMemoryError as full:
@@ -520,6 +538,13 @@ class SimulatedProcess:
             Bytes that are too few, and bytes that are enough as far as is known: the search is between them.
         has_other_plans : bool
             Whether cuDNN is taken to have plans without workspace if that is not known.
+
+        Examples
+        --------
+        >>> p = vaemem.SimulatedProcess("RTX 4090")
+        >>> left = p.hold("weights", 3 << 30)
+        >>> p.least(0, p.most_reserved) >> 20
+        3072
         """
         low, high = whole("low", low, 0), whole("high", high, 0)
         return self._core.least(not (has_other_plans or self._knows_plans), low, high)
@@ -549,7 +574,16 @@ class SimulatedProcess:
         return [PeakTensor(name, size) for name, size in (*found, (ROUNDED_UP, rounded)) if size]
 
     def peak_step(self, number: int) -> str:
-        """The step of a call that makes the peak of a reading, by its index; "" outside of calls."""
+        """The step of a call that makes the peak of a reading, by its index; "" outside of calls.
+
+        Examples
+        --------
+        >>> p = vaemem.SimulatedProcess("RTX 4090")
+        >>> image = p.decode(p.load("sd15", "float16"), p.tensor((1, 4, 64, 64), "float16"))
+        >>> reading = p.read()
+        >>> p.peak_step(0)
+        'decoder.up_blocks.2.upsamplers.0.conv [workspace]'
+        """
         return self._core.peak(whole("number", number, 0, len(self.readings) - 1))[0] or ""
 
     def peak_above_baseline(self) -> tuple[str, dict[str, int]] | None:
@@ -575,14 +609,34 @@ class SimulatedProcess:
         self.allocator.save_snapshot(path, self.frames)
 
     def alternatives(self, every: bool = False) -> list[Workspaces]:
-        """Bytes of each convolution so far, as `Workspace.alternatives` has them; none with a `workspace` that does
-        not know."""
+        """The other workspaces that may be the true ones: bytes of each convolution so far, as
+        `vaemem.prediction.workspace.Workspace.alternatives` has them. A `workspace` of your own may know none.
+
+        Examples
+        --------
+        >>> p = vaemem.SimulatedProcess("RTX 4090", torch_version="2.7.1+cu128")
+        >>> image = p.decode(p.load("sd15", "float16"), p.tensor((1, 4, 64, 64), "float16"))
+        >>> reading = p.read()
+        >>> others = p.alternatives(every=True)
+        >>> len(others) > 5
+        True
+        """
         known = getattr(self.workspace, "alternatives", None)
         return known(every, self._core) if known else []
 
     def reserved_with(self, workspaces: Sequence[Workspaces], above: bool = True) -> list[list[int]]:
         """What all readings would say of reserved memory if the convolutions took each of these other workspaces: a row
-        for each of them. above: bytes beyond what was reserved when the peaks were reset, otherwise all."""
+        for each of them. above: bytes beyond what was reserved when the peaks were reset, otherwise all.
+
+        Examples
+        --------
+        >>> p = vaemem.SimulatedProcess("RTX 4090", torch_version="2.7.1+cu128")
+        >>> image = p.decode(p.load("sd15", "float16"), p.tensor((1, 4, 64, 64), "float16"))
+        >>> reading = p.read()
+        >>> others = p.alternatives(every=True)
+        >>> len(p.reserved_with(others)) == len(others)
+        True
+        """
         new = tuple(one for one in workspaces if (above, one) not in self._with_others)
         spans = tuple(span for span, *_ in self._core.readings)
         found = self._core.again(new, spans, above) if new else ()

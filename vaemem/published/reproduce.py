@@ -68,9 +68,8 @@ def _play_group(
 
     def job(op: str, side: int, tile: int) -> Job:
         tiled: Any = f"{op}_tiled" if tile else op
-        loads: Any = loaded
         runs: Any = dtype
-        return Job(vae.arch, tiled, side, side, runs, loads, tile=tile or None)
+        return Job(vae.arch, tiled, side, side, runs, runs, tile=tile or None)
 
     for side in SIZES:
         key = (side, side, dtype, group)
@@ -82,7 +81,7 @@ def _play_group(
             rows[(name, "encode", *key)] = _mean(benchmark(p, vae, job("encode", side, tile)))
         for tile in (0, BENCHMARK_TILE) if side >= 1024 and runtime == "diffusers" else (0,):
             one = job("decode", side, tile)
-            runs = benchmark(p, vae, one)
+            runs = benchmark(p, vae, one, input_dtype=loaded)
             rows[(name, one.op, *key)] = _mean(runs)
     p.drop(vae)
     p.empty_cache()
