@@ -132,6 +132,26 @@ def test_functions_have_few_parameters():
     assert long == []
 
 
+def test_the_glossary_has_every_class_once():
+    """docs/DESIGN.md explains every public class of predictions, each word once."""
+    text = (
+        (ROOT / "docs" / "DESIGN.md")
+        .read_text("utf-8")
+        .partition("Words, each with one meaning")[2]
+        .partition("\n## ")[0]
+    )
+    lines = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    words = [word for line in lines for word in re.findall(r"`(\w+)`", line)]
+    classes = {
+        node.name
+        for room in ("prediction", "pipelines")
+        for path in (ROOT / "vaemem" / room).glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    }
+    assert len(words) == len({*words}) and {*words} == classes and len(words) <= 80
+
+
 def test_torch_is_imported_in_one_room():
     torch = {
         FILES[name].parent.relative_to(ROOT).as_posix()
