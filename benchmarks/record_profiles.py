@@ -351,8 +351,12 @@ def leaves(tree: object) -> set[int]:
     return leaves(tree[2]) | leaves(tree[3]) if isinstance(tree, list) else {tree}
 
 
-def relabel(tree: object, numbers: dict[int, int]) -> object:
-    return [*tree[:2], *(relabel(t, numbers) for t in tree[2:])] if isinstance(tree, list) else numbers[tree]
+def text_of(tree: object, numbers: dict[int, int]) -> str:
+    """A tree as files hold it (`profiles`), with the formulas' numbers in the file."""
+    if not isinstance(tree, list):
+        return str(numbers[tree])
+    feature, limit, *below = tree
+    return " ".join([f"{feature}{limit}", *(text_of(t, numbers) for t in below)])
 
 
 def random_question(rng: random.Random, gpu: Gpu) -> tuple[Shape, str, int, int]:
@@ -419,7 +423,7 @@ def ask(cudnn: Cudnn, gpus: list[Gpu], step: int, network: Network, formulas: di
             recorder = Recorder(cudnn, gpus[0], conv, kind)
             learned = Learned(recorder, network, random.Random(name), step)  # all kinds are asked the same
             numbers = {i: formulas.setdefault(f, len(formulas)) for i, f in enumerate(learned.formulas)}
-            tree = relabel(learned.tree, numbers)
+            tree = text_of(learned.tree, numbers)
             half = kind.replace("bfloat16", "float16")
             same = half != kind and tree == trees[f"{name}/{half}"]
             trees[f"{name}/{kind}"] = f"{name}/{half}" if same else tree
@@ -525,11 +529,11 @@ def learn_batches(
 
 
 def record_batches(cudnn: Cudnn, gpu: Gpu, data: dict) -> dict:
-    """A profile's data with trees for batches: ``["n", 1, tree, tree of batches]`` where the tree was wrong."""
+    """A profile's data with trees for batches: ``n1``, the tree and that of batches where the tree was wrong."""
     profile, trees = profiles.Profile(data), dict(data["convolutions"])
     formulas = {formula and tuple(formula): i for i, formula in enumerate(data["formulas"])}
     questions = 0
-    grown: dict[str, object] = {}
+    grown: dict[str, str] = {}
     for network, conv, kind in single(gpu):
         name = f"{','.join(map(str, conv))}/{kind}"
         if name not in trees:
@@ -540,14 +544,14 @@ def record_batches(cudnn: Cudnn, gpu: Gpu, data: dict) -> dict:
         if learned:
             own, tree = learned
             numbers = {i: formulas.setdefault(own[i], len(formulas)) for i in sorted(leaves(tree))}
-            grown[name] = relabel(tree, numbers)
+            grown[name] = text_of(tree, numbers)
     for name, tree in grown.items():
         half = name.replace("bfloat16", "float16")
         if trees[name] == half and grown.get(half) == tree:
             continue  # it still refers to float16's
-        trees[name] = ["n", 1, resolved(data["convolutions"], name), tree]
+        trees[name] = f"n1 {resolved(data['convolutions'], name)} {tree}"
     for name, tree in data["convolutions"].items():  # others may refer to what has changed
-        if isinstance(tree, str) and tree in grown and name not in grown:
+        if tree in grown and name not in grown:
             trees[name] = resolved(data["convolutions"], name)
     about = {"questions": questions, "trees": len(grown)}
     recorded = {**data["recorded"], "batches": about}
@@ -557,9 +561,8 @@ def record_batches(cudnn: Cudnn, gpu: Gpu, data: dict) -> dict:
     return new
 
 
-def resolved(trees: dict, name: str) -> object:
-    tree = trees[name]
-    return trees[tree] if isinstance(tree, str) else tree
+def resolved(trees: dict[str, str], name: str) -> str:
+    return trees.get(trees[name], trees[name])
 
 
 def held_out(cudnn: Cudnn, gpu: Gpu, profile: profiles.Profile, count: int) -> dict:
@@ -599,12 +602,11 @@ def compare(cudnn: Cudnn, gpu: Gpu, version: str, count: int = 1000) -> dict:
 
 def write(profile: dict, path: str) -> None:
     """One line a formula table and a convolution, so that a difference can be read."""
-    dump = lambda value: json.dumps(value, separators=(",", ":"))  # noqa: E731
     head = {key: profile[key] for key in ("capability", "cudnn", "recorded")}
     lines = [f' "{key}": {json.dumps(value)},' for key, value in head.items()]
-    lines.append(f' "formulas": {dump(profile["formulas"])},')
+    lines.append(f' "formulas": {json.dumps(profile["formulas"], separators=(",", ":"))},')
     lines.append(' "convolutions": {')
-    lines.append(",\n".join(f'  "{key}": {dump(tree)}' for key, tree in profile["convolutions"].items()))
+    lines.append(",\n".join(f'  "{key}": "{tree}"' for key, tree in profile["convolutions"].items()))
     with open(path, "w", encoding="utf-8") as file:
         file.write("{\n" + "\n".join(lines) + "\n }\n}\n")
 

@@ -334,7 +334,7 @@ def test_profiles_hold_convolutions_of_as_many_frames_as_their_filters():
         None,
         [["i", 0, 0, 0, 0], ["o", 0, 0, 0, 7]],
         [],
-        '{"96,96,3,1,0,3/float32": 0, "96,96,3,1,1,1/float32": 1}',
+        {"96,96,3,1,0,3/float32": "0", "96,96,3,1,1,1/float32": "1"},
     )
     frame = Conv("float32", 1, 96, 66, 66, 96, (3, 3, 3), (1, 1, 1), (0, 0, 0), depth=3)
     assert core.conv(frame, True)[0] == 4 * 3 * 66 * 66 * 96

@@ -292,7 +292,7 @@ def test_profile_walks_its_tree_and_its_rules():
             ],
             "formulas": [["i", 0, 0, 0, 0], ["o", 0, 0, 0, 0], None],
             "convolutions": {
-                "8,16,3,1,1/float32": ["P", 10000, ["h", 50, 0, 1], 2],
+                "8,16,3,1,1/float32": "P10000 h50 0 1 2",
                 "8,16,3,1,1/float16": "8,16,3,1,1/float32",
             },
         }
@@ -684,7 +684,7 @@ def test_the_nearest_version_that_holds_a_kind_answers(monkeypatch):
                 "cudnn": version,
                 "recorded": {"how": "asked"},
                 "formulas": [["", 0, 0, 0, profiles.version_number(version)]],
-                "convolutions": {f"128,128,3,1,1/{kind}": 0},
+                "convolutions": {f"128,128,3,1,1/{kind}": "0"},
             }
         )
         for version, kind in kinds.items()

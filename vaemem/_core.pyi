@@ -163,8 +163,9 @@ class Trace:
 
 class Profile:
     def __new__(
-        cls, strict: bool, otherwise: Profile | None, formulas: list[Any], rules: list[dict[str, Any]], trees: str
-    ) -> Profile: ...
+        cls, strict: bool, otherwise: Profile | None, formulas: list[Any], rules: list[dict[str, Any]],
+        trees: dict[str, str],
+    ) -> Profile: ...  # fmt: skip
     # Bytes, how many profiles further on, and which of its rules, or -1.
     def conv(self, question: tuple[Any, ...], tf32: bool, /) -> tuple[int, int, int] | None: ...
 

@@ -99,14 +99,24 @@ vm_status vm_formula_bytes(const vm_formula *f, const uint64_t size[VM_SIZES], u
 
 /* ---- profiles ---- */
 
+/* Where size[feature] <= limit, the walk goes on with the next node, else with beyond. A leaf has a formula. */
 typedef struct node {
     uint64_t limit;
-    int32_t feature, up_to, beyond;
+    int32_t feature; /* or LEAF */
+    int32_t beyond;  /* or the leaf's formula */
 } node;
 
+enum { LEAF = -1, NONE = -1 };
+
+typedef struct tree_key {
+    uint64_t shape[6]; /* channels of input and output, filter, stride, padding, frames of input and filter or 0 */
+    vm_dtype dtype;
+    bool strict, nhwc;
+} tree_key;
+
 typedef struct tree {
-    vm_profile_key key;
-    int32_t root;
+    tree_key key;
+    size_t root;
 } tree;
 
 enum { NO_FORMULA = -1 }; /* an index */
@@ -162,31 +172,67 @@ vm_status vm_profile_add_formula(vm_profile *p, const vm_formula *formula) {
     return s;
 }
 
-/* Whether a child of a node, or the root of a tree, is there already: so a walk through a tree ends. */
-static bool is_there(const vm_profile *p, int32_t at) {
-    return at >= 0 ? (size_t)at < p->nodes : (size_t)~at < p->formulas;
+/* Digits, of a number below 2^62. */
+static bool read_number(const char **at, uint64_t *out) {
+    const char *const start = *at;
+    for (*out = 0; **at >= '0' && **at <= '9' && !(*out >> 58); ++*at) *out = 10 * *out + (uint64_t)(**at - '0');
+    return *at > start;
 }
 
-vm_status vm_profile_add_node(vm_profile *p, int feature, uint64_t limit, int32_t up_to, int32_t beyond, int32_t *out) {
-    if (feature < 0 || feature >= VM_SIZES || !is_there(p, up_to) || !is_there(p, beyond) || p->nodes >= INT32_MAX)
-        return vm_fail(VM_EINVAL, "profile: want nodes of a size, with two nodes or formulas that are there");
-    vm_status s = vm_scratch_grow(&p->node, p->nodes, sizeof *p->node);
-    if (s) return s;
-    *out = (int32_t)p->nodes;
-    p->node[p->nodes++] = (node){limit, feature, up_to, beyond};
-    return VM_OK;
+static bool read_key(const char *text, tree_key *key) {
+    static const char *const suffixes[] = {"", " nhwc", " strict", " strict nhwc"};
+    int numbers = 0;
+    *key = (tree_key){0};
+    while (numbers < 6 && read_number(&text, &key->shape[numbers])) {
+        numbers++;
+        if (*text++ != ',') break;
+    }
+    if (numbers < 5 || text[-1] != '/') return false;
+    for (; key->dtype <= VM_BF16; key->dtype++) {
+        const char *const name = vm_dtype_name(key->dtype);
+        for (int i = 0; i < 4; i++) {
+            key->strict = i & 2;
+            key->nhwc = i & 1;
+            if (!strncmp(text, name, strlen(name)) && !strcmp(text + strlen(name), suffixes[i])) return true;
+        }
+    }
+    return false;
 }
 
-static int order(const vm_profile_key *a, const vm_profile_key *b) {
-    const int64_t x[] = {a->c, a->k, a->r, a->stride, a->padding, a->frames, a->dtype, a->strict, a->nhwc};
-    const int64_t y[] = {b->c, b->k, b->r, b->stride, b->padding, b->frames, b->dtype, b->strict, b->nhwc};
-    for (size_t i = 0; i < sizeof x / sizeof *x; i++)
-        if (x[i] != y[i]) return x[i] < y[i] ? -1 : 1;
-    return 0;
+/* Appends a tree's nodes. Until its branch beyond begins, a node holds the one that waited before it in `beyond`. */
+static vm_status read_tree(vm_profile *p, const char *at) {
+    for (int32_t waiting = NONE;;) {
+        const char *const feature = *at ? strchr(VM_SIZE_NAMES, *at) : NULL;
+        if (feature) at++;
+        node new = {.feature = feature ? (int32_t)(feature - VM_SIZE_NAMES) : LEAF};
+        const bool ends = !feature && waiting == NONE;
+        if (!read_number(&at, &new.limit) || (!feature && new.limit >= p->formulas) || *at != (ends ? 0 : ' ') ||
+            p->nodes >= INT32_MAX)
+            return vm_fail(VM_EINVAL, "profile: want a tree of its formulas such as 'P400 h15 0 1 2', got other text");
+        new.beyond = feature ? waiting : (int32_t)new.limit;
+        vm_status s = vm_scratch_grow(&p->node, p->nodes, sizeof *p->node);
+        if (s) return s;
+        p->node[p->nodes++] = new;
+        if (ends) return VM_OK;
+        at++;
+        if (feature) {
+            waiting = (int32_t)p->nodes - 1;
+        } else {
+            node *const parent = &p->node[waiting];
+            waiting = parent->beyond;
+            parent->beyond = (int32_t)p->nodes;
+        }
+    }
+}
+
+static int order(const tree_key *a, const tree_key *b) {
+    for (int i = 0; i < 6; i++)
+        if (a->shape[i] != b->shape[i]) return a->shape[i] < b->shape[i] ? -1 : 1;
+    return ((int)a->dtype - (int)b->dtype) * 4 + (a->strict - b->strict) * 2 + (a->nhwc - b->nhwc);
 }
 
 /* How many trees come before key. */
-static size_t before(const vm_profile *p, const vm_profile_key *key) {
+static size_t before(const vm_profile *p, const tree_key *key) {
     size_t low = 0, high = p->trees;
     while (low < high) {
         const size_t middle = (low + high) / 2;
@@ -198,22 +244,36 @@ static size_t before(const vm_profile *p, const vm_profile_key *key) {
     return low;
 }
 
-vm_status vm_profile_add_tree(vm_profile *p, const vm_profile_key *key, int32_t root) {
-    if (!is_there(p, root)) return vm_fail(VM_EINVAL, "profile: want trees of a node or a formula that is there");
+vm_status vm_profile_add_tree(vm_profile *p, const char *key_text, const char *tree_text) {
+    tree_key key;
+    const size_t root = p->nodes;
+    if (!read_key(key_text, &key))
+        return vm_fail(VM_EINVAL, "profile: want keys such as '128,128,3,1,1/float16', got '%.40s'", key_text);
     vm_status s = vm_scratch_grow(&p->tree, p->trees, sizeof *p->tree);
-    if (s) return s;
-    const size_t at = before(p, key);
+    if (!s) s = read_tree(p, tree_text);
+    if (s) {
+        p->nodes = root;
+        return s;
+    }
+    const size_t at = before(p, &key);
     memmove(&p->tree[at + 1], &p->tree[at], (p->trees - at) * sizeof *p->tree);
-    p->tree[at] = (tree){*key, root};
+    p->tree[at] = (tree){key, root};
     p->trees++;
     return VM_OK;
 }
 
-bool vm_profile_tree(const vm_profile *p, const vm_profile_key *key, int32_t *node) {
-    const size_t at = before(p, key);
-    const bool found = at < p->trees && !order(&p->tree[at].key, key);
-    if (found) *node = p->tree[at].root;
-    return found;
+/* The formula of a convolution's tree; NULL if there is no tree. */
+static const vm_formula *formula_of(const vm_profile *p, const vm_conv *c, bool strict, const uint64_t *size) {
+    const tree_key key = {.shape = {(uint64_t)c->c, (uint64_t)c->k, (uint64_t)c->filter[1], (uint64_t)c->stride[1],
+                                    (uint64_t)c->padding[1], c->dims == 3 ? (uint64_t)c->filter[0] : 0},
+                          .dtype = c->dtype,
+                          .strict = strict && c->dtype == VM_F32,
+                          .nhwc = c->nhwc};
+    const size_t at = before(p, &key);
+    if (at == p->trees || order(&p->tree[at].key, &key)) return NULL;
+    const node *n = &p->node[p->tree[at].root];
+    while (n->feature != LEAF) n = size[n->feature] <= n->limit ? n + 1 : &p->node[n->beyond];
+    return &p->formula[n->beyond];
 }
 
 /* *ends: the profile has a tree, which says that nothing was recorded at this size. */
@@ -224,20 +284,9 @@ static vm_status answer_here(const vm_profile *p, const vm_conv *c, bool strict,
     vm_status s = vm_conv_sizes(c, size);
     for (size_t i = 0; !s && !formula && i < p->rules; i++)
         if (applies(&p->rule[i], c, strict)) formula = &p->rule[i].formula, *rule = (int)i;
-    const vm_profile_key key = {.c = c->c,
-                                .k = c->k,
-                                .r = c->filter[1],
-                                .stride = c->stride[1],
-                                .padding = c->padding[1],
-                                .frames = c->dims == 3 ? c->filter[0] : 0,
-                                .dtype = c->dtype,
-                                .strict = strict && c->dtype == VM_F32,
-                                .nhwc = c->nhwc};
-    int32_t n;
-    if (!s && !formula && vm_profile_tree(p, &key, &n)) {
-        while (n >= 0) n = size[p->node[n].feature] <= p->node[n].limit ? p->node[n].up_to : p->node[n].beyond;
-        formula = &p->formula[~n];
-        *ends = formula->index == NO_FORMULA;
+    if (!s && !formula) {
+        formula = formula_of(p, c, strict, size);
+        *ends = formula && formula->index == NO_FORMULA;
     }
     *found = formula && !*ends;
     return s || !*found ? s : vm_formula_bytes(formula, size, bytes);

@@ -59,18 +59,9 @@ vm_status vm_profile_new(bool strict, const vm_profile *otherwise, vm_profile **
 void vm_profile_free(vm_profile *p); /* accepts NULL */
 vm_status vm_profile_add_rule(vm_profile *p, const vm_rule *rule);
 vm_status vm_profile_add_formula(vm_profile *p, const vm_formula *formula); /* NULL: none was recorded */
-/* A node goes on at up_to where size[feature] <= limit, else at beyond: both nodes that are there already (0 and
- * up), or ~formula for the end. *node: its number. */
-vm_status vm_profile_add_node(vm_profile *p, int feature, uint64_t limit, int32_t up_to, int32_t beyond, int32_t *node);
-typedef struct vm_profile_key {
-    int64_t c, k, r, stride, padding;
-    int64_t frames; /* the filter's, and the input's; 0 with two dimensions */
-    vm_dtype dtype;
-    bool strict, nhwc;
-} vm_profile_key;
-vm_status vm_profile_add_tree(vm_profile *p, const vm_profile_key *key, int32_t node);
-/* Whether there is a tree for key. *node: where it begins. */
-bool vm_profile_tree(const vm_profile *p, const vm_profile_key *key, int32_t *node);
+/* Adds a decision tree, as the files hold it (vaemem/prediction/profiles.py). Its formulas are already there.
+ * key: "128,128,3,1,1/float16 nhwc"; tree: "P400 h15 0 1 2". VM_EINVAL if one of them is something else. */
+vm_status vm_profile_add_tree(vm_profile *p, const char *key, const char *tree);
 
 /* Who answered. steps: 0 for the profile itself, 1 for its `otherwise`, and so on. rule: the rule's index, or one of
  * these: a tree answered, or one image has 2^31 elements or more. */

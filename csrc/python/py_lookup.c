@@ -144,105 +144,10 @@ static int to_rule(PyObject *dict, bool formula, vm_rule *rule) {
 
 /* ---- Profile ---- */
 
-enum { NAME = 64 };
-
-static char next(const char **at) {
-    while (**at == ' ' || **at == '\t' || **at == '\r' || **at == '\n') ++*at;
-    return **at;
-}
-
-static int bad_text(const char *what, const char *at) {
-    return PyErr_Format(PyExc_ValueError, "profile: want %s, got %.40s", what, *at ? at : "the end"), -1;
-}
-
-static int want(const char **at, char mark) {
-    if (next(at) != mark) return bad_text((char[]){mark, 0}, *at);
-    ++*at;
-    return 0;
-}
-
-static int read_number(const char **at, uint64_t *out) {
-    char *end = NULL;
-    *out = next(at) >= '0' && **at <= '9' ? strtoull(*at, &end, 10) : UINT64_MAX;
-    if (*out >> 62) return bad_text("integers from 0 to 2^62", *at);
-    *at = end;
-    return 0;
-}
-
-static int read_name(const char **at, char name[NAME]) {
-    if (want(at, '"')) return -1;
-    const char *const end = strchr(*at, '"');
-    if (!end || end - *at >= NAME) return bad_text("a short name", *at);
-    memcpy(name, *at, (size_t)(end - *at));
-    name[end - *at] = 0;
-    *at = end + 1;
-    return 0;
-}
-
-/* A tree as nodes, its children first. */
-static int add_tree(vm_profile *p, const char **at, int32_t *node) {
-    uint64_t number;
-    char name[NAME];
-    int32_t up_to, beyond;
-    if (next(at) != '[') {
-        if (read_number(at, &number)) return -1;
-        *node = ~(int32_t)VM_MIN(number, INT32_MAX);
-        return 0;
-    }
-    ++*at;
-    if (read_name(at, name)) return -1;
-    const char *const feature = *name && !name[1] ? strchr(VM_SIZE_NAMES, *name) : NULL;
-    if (!feature) return bad_text("a tree of [feature, limit, tree, tree]", name);
-    if (want(at, ',') || read_number(at, &number) || want(at, ',')) return -1;
-    if (Py_EnterRecursiveCall(" in a profile's tree")) return -1;
-    const int failed = add_tree(p, at, &up_to) || want(at, ',') || add_tree(p, at, &beyond) || want(at, ']');
-    Py_LeaveRecursiveCall();
-    if (failed) return -1;
-    return check(vm_profile_add_node(p, (int)(feature - VM_SIZE_NAMES), number, up_to, beyond, node));
-}
-
-/* "128,128,3,1,1/float16 nhwc", or "96,96,3,1,0,3/float16" with three frames */
-static int read_key(const char **at, vm_profile_key *key) {
-    char name[NAME], kind[NAME];
-    long long n[6] = {0};
-    if (read_name(at, name)) return -1;
-    const char *const slash = strchr(name, '/');
-    const int numbers = sscanf(name, "%lld,%lld,%lld,%lld,%lld,%lld", n, n + 1, n + 2, n + 3, n + 4, n + 5);
-    if (numbers < 5 || !slash || sscanf(slash, "/%63[a-z0-9 ]", kind) != 1)
-        return bad_text("keys such as '128,128,3,1,1/float16'", name);
-    *key = (vm_profile_key){n[0], n[1], n[2], n[3], n[4], n[5], VM_F32, false, false};
-    char *rest = strchr(kind, ' ');
-    key->strict = rest && strstr(rest, " strict");
-    key->nhwc = rest && strstr(rest, " nhwc");
-    if (rest) *rest = 0;
-    PyObject *dtype = PyUnicode_FromString(kind);
-    const int known = dtype && vm_py_to_dtype(dtype, &key->dtype);
-    Py_XDECREF(dtype);
-    return known ? 0 : -1;
-}
-
-/* {key: tree, key: an earlier key whose tree it has too}, from a file's text, of which nothing behind it is read. */
-static int add_trees(vm_profile *p, const char *at) {
-    if (want(&at, '{')) return -1;
-    while (next(&at) != '}') {
-        vm_profile_key key, like;
-        int32_t root;
-        if (read_key(&at, &key) || want(&at, ':')) return -1;
-        if (next(&at) != '"') {
-            if (add_tree(p, &at, &root)) return -1;
-        } else if (read_key(&at, &like)) {
-            return -1;
-        } else if (!vm_profile_tree(p, &like, &root)) {
-            return bad_text("an earlier key", at);
-        }
-        if (check(vm_profile_add_tree(p, &key, root))) return -1;
-        if (next(&at) != '}' && want(&at, ',')) return -1;
-    }
-    return 0;
-}
-
-/* formulas and rules: tuples. */
-static int fill(vm_profile *p, PyObject *formulas, PyObject *rules, const char *trees) {
+/* formulas and rules: tuples. No Python code runs while the dict is read. */
+static int fill(vm_profile *p, PyObject *formulas, PyObject *rules, PyObject *trees) {
+    PyObject *key, *tree;
+    Py_ssize_t at = 0;
     vm_status s = VM_OK;
     for (Py_ssize_t i = 0; !s && i < PyTuple_GET_SIZE(formulas); i++) {
         vm_formula formula;
@@ -255,16 +160,20 @@ static int fill(vm_profile *p, PyObject *formulas, PyObject *rules, const char *
         if (to_rule(PyTuple_GET_ITEM(rules, i), true, &rule)) return -1;
         s = vm_profile_add_rule(p, &rule);
     }
-    return check(s) ? -1 : add_trees(p, trees);
+    while (!s && PyDict_Next(trees, &at, &key, &tree)) {
+        const char *key_text, *tree_text;
+        if (!PyArg_Parse(key, "s", &key_text) || !PyArg_Parse(tree, "s", &tree_text)) return -1;
+        s = vm_profile_add_tree(p, key_text, tree_text);
+    }
+    return check(s);
 }
 
 static PyObject *profile_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"strict", "otherwise", "formulas", "rules", "trees", NULL};
     int strict;
-    PyObject *otherwise, *formulas, *rules;
-    const char *trees;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "pOO!O!s:Profile", names, &strict, &otherwise, &PyList_Type,
-                                     &formulas, &PyList_Type, &rules, &trees))
+    PyObject *otherwise, *formulas, *rules, *trees;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "pOO!O!O!:Profile", names, &strict, &otherwise, &PyList_Type,
+                                     &formulas, &PyList_Type, &rules, &PyDict_Type, &trees))
         return NULL;
     if (otherwise != Py_None && !PyObject_TypeCheck(otherwise, type))
         return PyErr_Format(PyExc_TypeError, "otherwise: want a Profile, got %s", Py_TYPE(otherwise)->tp_name);

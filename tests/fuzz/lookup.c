@@ -37,6 +37,22 @@ static vm_rule a_rule(input *in, const vm_conv *like) {
                      .formula = a_formula(in)};
 }
 
+/* Some nodes in prefix order; now and then one character of them is another. */
+static void a_tree(input *in, char *text, size_t size) {
+    size_t used = 0;
+    for (uint64_t open = 1, nodes = take(in, 1) % 8; open; nodes -= nodes > 0) {
+        const uint64_t kind = take(in, 1);
+        const bool splits = nodes && kind % 4;
+        if (splits) text[used++] = VM_SIZE_NAMES[kind / 4 % VM_SIZES];
+        used +=
+            (size_t)snprintf(text + used, size - used, "%llu ", (unsigned long long)(splits ? number(in) : kind % 6));
+        open = splits ? open + 1 : open - 1;
+    }
+    text[used - 1] = 0;
+    const uint64_t damage = take(in, 1);
+    if (damage < 64) text[damage % used] = (char)take(in, 1);
+}
+
 static vm_profile *a_profile(input *in, const vm_profile *otherwise, const vm_conv *like) {
     vm_profile *p;
     CHECK(!vm_profile_new(take(in, 1) & 1, otherwise, &p));
@@ -44,14 +60,14 @@ static vm_profile *a_profile(input *in, const vm_profile *otherwise, const vm_co
         const vm_formula f = a_formula(in);
         CHECK(!vm_profile_add_formula(p, take(in, 1) & 1 ? &f : NULL));
     }
-    for (uint64_t n = take(in, 1) % 12; n; n--) {
-        int32_t node;
-        vm_profile_add_node(p, (int)take(in, 1) - 1, number(in), (int8_t)take(in, 1), (int8_t)take(in, 1), &node);
-    }
     for (uint64_t n = take(in, 1) % 4; n; n--) {
-        const vm_profile_key key = {like->c,          like->k,         like->filter[1], like->stride[1],
-                                    like->padding[1], take(in, 1) % 3, take(in, 1) & 1, take(in, 1) & 1};
-        vm_profile_add_tree(p, &key, (int8_t)take(in, 1));
+        char key[160], tree[256];
+        snprintf(key, sizeof key, "%lld,%lld,%lld,%lld,%lld,%d/%s%s%s", (long long)like->c, (long long)like->k,
+                 (long long)like->filter[1], (long long)like->stride[1], (long long)like->padding[1],
+                 (int)take(in, 1) % 3, vm_dtype_name(like->dtype), take(in, 1) & 1 ? " strict" : "",
+                 like->nhwc ? " nhwc" : "");
+        a_tree(in, tree, sizeof tree);
+        vm_profile_add_tree(p, key, tree);
         const vm_rule rule = a_rule(in, like);
         CHECK(!vm_profile_add_rule(p, &rule));
     }

@@ -12,9 +12,13 @@ behind it for channels_last tensors. A formula is ``[tensors, index, tile, per_t
     + constant
 
 with `tensors` a sum such as ``i+o+f`` or ``i+f+3o``: input, output and filter, each rounded up to 16 bytes (``I``,
-``O``, ``F``: with the channels padded to 16 bytes), and P the output pixels of the batch. A tree is a formula's number,
-or ``[feature, limit, tree up to it, tree beyond it]`` where the feature is ``P``, ``Q`` (P of one image), ``h``, ``w``
-(of the input), ``n`` (the batch) or ``m``, the pixels that P lacks to a multiple of 128.
+``O``, ``F``: with the channels padded to 16 bytes), and P the output pixels of the batch.
+
+A key such as ``128,64,3,1,1/float16`` names channels of input and output, filter, stride, padding and kind. Three
+dimensions add the frames of filter and input. Its tree is a text such as ``P400 h15 0 1 2``: a number is a formula's,
+and ``P400`` takes the tree behind it for a P up to 400, and the one behind that beyond. It speaks of ``P``, ``Q`` (P of
+one image), ``h``, ``w`` (of the input), ``n`` (the batch) and ``m``, the pixels that P lacks to a multiple of 128. In
+place of a tree stands the key that has the same one.
 
 If input or output has more than 2^31 elements, cuDNN works on a part of the batch at a time: ``i``, ``o``, ``I``, ``O``
 and ``p``, the output pixels, are of the largest part up to that. A single image of 2^31 or more takes no workspace.
@@ -163,10 +167,10 @@ class Profile:
         self.recorded: dict[str, Any] = data["recorded"]
         self.how: str = self.recorded["how"]
         self._rules: list[dict[str, Any]] = data.get("rules", [])
-        trees = data.get("convolutions", {})
+        trees: dict[str, str] = data.get("convolutions", {})
         self.core: _core.Profile = _core.Profile(
             self.sm >= 80, self._otherwise.core if self._otherwise else None, data.get("formulas", []), self._rules,
-            trees if isinstance(trees, str) else json.dumps(trees),
+            {key: trees.get(tree, tree) for key, tree in trees.items()},
         )  # fmt: skip
         self._source = f"profile: compute capability {self.capability}, cuDNN {self.version}, {self.how}"
 
@@ -185,19 +189,12 @@ class Profile:
         return self._source if rule < 0 else f"{self._source} ({self._rules[rule]['name']})"
 
 
-def _read(name: str) -> dict[str, Any]:
-    """A file's data; its trees, which are most of it and which the core reads, as their text."""
-    head, trees, text = shipped("profiles", name).partition(' "convolutions": ')
-    data: dict[str, Any] = json.loads(f"{head}{trees}0}}" if trees else head)
-    return data | {"convolutions": text} if trees else data
-
-
 @functools.cache
 def _load(name: str) -> Profile:
-    data = _read(name)
+    data: dict[str, Any] = json.loads(shipped("profiles", name))
     file = data.get("same_as", name)
     if file != name:  # another version that gave the same answers
-        data = _read(file) | data
+        data = json.loads(shipped("profiles", file)) | data
     return Profile(data, file, profile_files()[name][1])
 
 
