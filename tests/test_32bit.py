@@ -11,6 +11,10 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # What walks and plays, which needs no Python; and what it needs of the core: memory, errors, architectures.
 PREDICT = [
     "lookup.c",
+    "process.c",
+    "process_again.c",
+    "process_play.c",
+    "process_replay.c",
     "program.c",
     "torch_alloc.c",
     "torch_attention.c",
