@@ -10,6 +10,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 # What walks and plays, which needs no Python; and what it needs of the core: memory, errors, architectures.
 PREDICT = [
+    "judge.c",
     "lookup.c",
     "process.c",
     "process_again.c",

@@ -29,7 +29,7 @@ from vaemem.prediction.predict import Prediction, predict, shell_command
 from vaemem.prediction.process import ROUNDED_UP, SimulatedProcess
 from vaemem.prediction.request import VAEArguments
 from vaemem.prediction.usual import held_by
-from vaemem.prediction.verdict import MARGIN
+from vaemem.prediction.verdict import bound_of
 from vaemem.prediction.workspace import Workspace
 from vaemem.published import reproduce
 
@@ -729,7 +729,8 @@ def test_the_margin_is_what_the_table_shows(table):
     for key, (_, reserved) in table:
         p = reproduce.predict_row(key, torch_version=reproduce.TORCH)
         more.append(reserved * MIB / max(p.reserved, p._readings("cold")[0]))
-    assert 1 + (MARGIN - 1) / 2 < max(more) < MARGIN
+    margin = (bound_of(16 << 30) - (20 << 20)) / (16 << 30)
+    assert 1 + (margin - 1) / 2 < max(more) < margin
 
 
 def test_the_upper_bound_is_never_below_what_it_bounds():

@@ -61,7 +61,7 @@ PyObject *vm_py_wrap_trace(PyTypeObject *type, struct vm_trace *trace);
 /* What the module has, by file. */
 extern PyType_Spec vm_py_model_type, vm_py_trace_type, vm_py_process_type, vm_py_program_type, vm_py_profile_type,
     vm_py_lookup_type;
-extern PyMethodDef vm_py_unpickle[], vm_py_lookups[];
+extern PyMethodDef vm_py_unpickle[], vm_py_lookups[], vm_py_judges[];
 int vm_py_add_allocator(PyObject *module); /* with its exception; -1 with one set */
 
 #endif

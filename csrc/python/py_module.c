@@ -59,7 +59,7 @@ static int exec_module(PyObject *module) {
     for (size_t i = 0; i < sizeof types / sizeof *types; i++)
         if (vm_py_add_type(module, types[i])) return -1;
     return PyModule_AddFunctions(module, vm_py_unpickle) || PyModule_AddFunctions(module, vm_py_lookups) ||
-                   vm_py_add_allocator(module)
+                   PyModule_AddFunctions(module, vm_py_judges) || vm_py_add_allocator(module)
                ? -1
                : 0;
 }

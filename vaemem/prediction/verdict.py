@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import functools
 import html
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from vaemem import _core
 from vaemem._common import MIB, Answer
-
-# What a process may reserve above a prediction, for what else ran before. Of the seed table's rows, with their own
-# workspaces, one is 3.7% above it, two are 2.4% and the rest 0.7% or less; a 16th is the largest of them with room for
-# sizes that were not measured. A small run may meet one more of the allocator's large segments.
-MARGIN = Fraction(17, 16)
-SEGMENT = 20 * MIB
 
 
 def bound_of(reserved: int, sure: int = 0) -> int:
     """The most bytes that a process takes whose prediction is `reserved` bytes: a 16th more, and 20 MiB. Of these bytes
-    so many are `sure`, and take no more: weights. What was there when the peaks were reset is not in either."""
-    return sure + math.ceil((reserved - sure) * MARGIN) + SEGMENT
+    so many are `sure`, and take no more: weights. What was there when the peaks were reset is not in either.
+    csrc/predict/judge.h says where the margin comes from."""
+    return _core.judge_bound(reserved, sure)
 
 
 # NVIDIA's page 5490, "System Memory Fallback for Stable Diffusion".
@@ -76,24 +70,17 @@ class CardUse:
     between: str = ""
 
 
-# Why a run is tight.
+# Why a run is tight, by the core's names.
 GUESSES, NO_ROOM, MARGINAL, UNTRIED = "guesses", "no room", "marginal", "untried"
 
 
 def judge(use: CardUse, may_take: Callable[[int], bool]) -> tuple[str, str]:
-    """Decides the verdict, whoever's code runs: the one place that does. Also returns why a run is tight.
+    """Returns the verdict, whoever's code runs, and why a run is tight (csrc/predict/judge.h).
 
     may_take: whether the run may take so many bytes by its upper bound. It is called last, because it may take long.
     """
-    if use.took is None:
-        return DOES_NOT_FIT, ""
-    if use.guesses:
-        return TIGHT, GUESSES
-    if use.most > use.available:
-        return TIGHT, NO_ROOM
-    if may_take(use.available - use.unsure + 1):
-        return TIGHT, MARGINAL
-    return (TIGHT, UNTRIED) if use.untried else (FITS, "")
+    fits, untried = use.took is not None, bool(use.untried)
+    return _core.judge(fits, use.guesses, untried, max(use.available, 0), use.unsure, use.most, may_take)
 
 
 def needed(least_band: tuple[int, int]) -> str:

@@ -1,0 +1,49 @@
+/* Whether a run fits a card: the one place that decides it, from numbers alone, whoever's code runs.
+ *
+ *   script, played on the card (process.h) -> what the run takes there, or that it runs out
+ *   readings with other workspaces, and a margin -> the bound
+ *   these numbers -> fits, tight or does not fit, and why */
+#ifndef VM_JUDGE_H
+#define VM_JUDGE_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+/* The most bytes that a process takes whose prediction is `reserved` bytes: a 16th more and 20 MiB, for what else ran
+ * before. Of these bytes so many are `sure` and take no more: weights. UINT64_MAX if it does not fit.
+ *
+ * Of the seed table's rows, with their own workspaces, one is 3.7% above its prediction, two are 2.4% and the rest 0.7%
+ * or less; a 16th is the largest of them with room for sizes that were not measured. A small run may meet one more of
+ * the allocator's large segments. */
+uint64_t vm_judge_bound(uint64_t reserved, uint64_t sure);
+
+typedef enum vm_verdict { VM_DOES_NOT_FIT, VM_TIGHT, VM_FITS, VM_VERDICTS } vm_verdict;
+extern const char *const vm_verdict_name[VM_VERDICTS];
+
+/* Why a run is tight. */
+typedef enum vm_reason {
+    VM_REASON_NONE,
+    VM_REASON_GUESSES,  /* it goes through only with plans of cuDNN's that are not known */
+    VM_REASON_NO_ROOM,  /* it takes more where there is room, and goes through because PyTorch gives its cache back */
+    VM_REASON_MARGINAL, /* by its bound it may take more than there is */
+    VM_REASON_UNTRIED,  /* it rests on something that nobody has tried */
+    VM_REASONS
+} vm_reason;
+extern const char *const vm_reason_name[VM_REASONS];
+
+/* How a run uses a card, in bytes. */
+typedef struct vm_card_use {
+    bool fits;          /* it goes through on this card, as it was played */
+    bool guesses;       /* only with plans of cuDNN's that are not known */
+    bool untried;       /* it rests on something that nobody has tried */
+    uint64_t available; /* what the card gives it */
+    uint64_t unsure;    /* how much less that may be, because the operating system keeps more */
+    uint64_t most;      /* what it takes where there is room */
+    /* Whether it may take so many bytes by its bound. Called last, and only if all else fits: it may take long. */
+    bool (*may_take)(void *context, uint64_t bytes);
+    void *context;
+} vm_card_use;
+
+vm_verdict vm_judge(const vm_card_use *use, vm_reason *why);
+
+#endif
