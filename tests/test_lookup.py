@@ -103,30 +103,53 @@ def test_a_tree_of_any_depth_is_read():
     assert p.conv(question(13, "float16"), False)[2] == -1
 
 
-def told(question, count, own, entry, steps, rule):
-    return count, f"{own} {entry} {steps} {rule}"
+def a_lookup(*entries, sm=89, cudnn=91002, release=209, is_290=False, tf32=True, guess="rule"):
+    return _core.Lookup(sm, cudnn, cudnn, release, is_290, tf32, guess, entries)
 
 
-def a_lookup(*entries, sm=89, cudnn=91002, release=209, is_290=False, tf32=True):
-    return _core.Lookup(sm, cudnn, release, is_290, tf32, entries)
+def said(lookup, conv):
+    """Bytes, and who answered."""
+    count, source = lookup.conv(conv)
+    return count, *lookup.sources(source)[0]
 
 
 def test_the_first_entry_that_answers():
     rule = {"dtypes": ["float16"], "formula": ["o", 0, 0, 0, 0]}
     small = {"dtypes": ["float16"], "pixels": [1, 100]}
     lookup = a_lookup((small, profile()), (None, profile()), (rule, None))
-    assert lookup.conv(question(10), told) == (7, "0 0 0 0")
-    assert lookup.conv(question(12), told)[1] == "0 1 0 -1"
-    assert lookup.conv(question(21), told) == (2 * 16 * 21 * 21, "0 2 0 -1")
-    assert lookup.conv(question(12, "float32"), told) == (0, "0 -1 0 -1")
-    assert lookup.conv(question(2, padding=0), told) == (0, "0 -2 0 -1")  # it leaves no output
-    assert [Conv(*one).h for one in lookup.known(False)] == [10, 12, 21, 12, 2] and lookup.known(True) == []
-    assert lookup.conv(question(10), None) == (7, "0 0 0 0")  # nobody is told twice
-    with pytest.raises(ZeroDivisionError):
-        lookup.conv(question(13), lambda *_: 1 // 0)
-    with pytest.raises(TypeError):
-        lookup.conv(question(13), lambda *_: 1)
-    assert lookup.conv(question(13), told)[1] == "0 1 0 -1"  # and nothing was kept of the failures
+    assert said(lookup, question(10)) == (7, 0, 0, 0, 0, None, 0)
+    assert said(lookup, question(12))[1:4] == (0, 1, 0)
+    assert said(lookup, question(21)) == (2 * 16 * 21 * 21, 0, 2, 0, -1, None, 0)
+    i, f = 4 * 8 * 12 * 12, 4 * 8 * 16 * 9
+    assert said(lookup, question(12, "float32")) == (i + f, 0, -1, 0, -1, "input + filter, TF32", 0)
+    with pytest.raises(ValueError, match="want a 3x3 filter within the padded input, got 2x2 and padding 0x0"):
+        lookup.conv(question(2, padding=0))
+    assert [Conv(*one).h for one in lookup.known(False)] == [10, 12, 21, 12] and lookup.known(True) == []
+    assert lookup.conv(question(10)) == (7, 0) and len(lookup.sources(0)) == 4  # nothing is looked up twice
+    assert lookup.answers(lookup, True) == (
+        [7, 2 * (8 * 144 + 16 * 144 + 1152) + 16, 14112, i + f],
+        [0] * 4,
+        [0, 1, 2, 3],
+    )
+    assert lookup.sources(-1) == lookup.sources(0) and lookup.sources(4) == lookup.sources(1 << 40) == []
+
+
+def test_guesses():
+    wide, pointwise = question(dilation=2), question(padding=0)._replace(r=1)
+    i, o, f = (2 * n for n in (8 * 144, 16 * 144, 8 * 16 * 9))
+    for guess, count in (("rule", i + o + f), ("least", 0), ("most", i + 3 * o + f), ("columns", 2 * 8 * 9 * 144)):
+        assert a_lookup(guess=guess).conv(question()) == (count, 0)
+    assert a_lookup(guess="columns").conv(pointwise) == (0, 0)
+    with pytest.raises(ValueError, match="guess: want rule, least, most or columns, got 'none'"):
+        a_lookup(guess="none")
+    lookup = a_lookup()
+    forms = [said(lookup, one)[-1] for one in (question(), question(layout="nhwc"), wide, question(16))]
+    assert forms == [0, 1, 2, 0] and len(lookup.sources(0)) == 3
+    with pytest.raises(ValueError, match="want channels that fall into 3 groups, got 8 and 16"):
+        lookup.conv(question(groups=3))
+    assert lookup.conv(Conv("float16", 1, 1 << 20, 64, 64, 7, 3)) == (0, 3)  # 2^32 elements
+    assert lookup.sources(3)[0][4] == "none for an image of 2^31 elements or more"
+    assert _core.im2col_bytes(wide) == 2 * 8 * 9 * 100
 
 
 OWN = [
@@ -149,9 +172,9 @@ OWN = [
 
 @pytest.mark.parametrize("conv, torch, why", OWN, ids=str)
 def test_what_pytorch_runs_itself(conv, torch, why):
-    lookup = a_lookup(**torch)
-    count, source = lookup.conv(conv, told)
-    assert source.split()[0] == str(why) and bool(lookup.known(True)) == bool(why)
+    lookup = a_lookup(**torch, guess="least")
+    count, own, *_ = said(lookup, conv)
+    assert own == why and bool(lookup.known(True)) == bool(why)
     columns = conv.c * 9 * conv.h * conv.w * (2 if conv.dtype != "float32" else 4)
     assert count == {1: columns, 2: 5 * 3 * columns, 3: columns}.get(why, 0)
 
@@ -164,7 +187,7 @@ def test_every_allocation_fails_once():
     def play():
         made = profile(profile())
         lookup = a_lookup((GOOD["rules"][0] | {"formula": None}, made), *((None, file.core) for file in files))
-        return [lookup.conv(one, told) for one in (*asked, question(10))]
+        return [said(lookup, one) for one in (*asked, question(10))]
 
     want = play()
     for n in range(1, 1000):

@@ -1,4 +1,5 @@
 /* Workspaces by what was recorded (lookup.h). */
+#include <stdio.h>
 #include <string.h>
 
 #include "lookup.h"
@@ -95,6 +96,17 @@ vm_status vm_formula_bytes(const vm_formula *f, const uint64_t size[VM_SIZES], u
     if (f->tile > 0) total = vm_sum64(total, VM_PRODUCT64((uint64_t)f->per_tile, p / tile + (p % tile > 0)));
     const bool fits = total < UINT64_MAX && !__builtin_add_overflow(total, f->constant, &sum);
     return check_fits(fits ? sum : UINT64_MAX, bytes);
+}
+
+vm_status vm_conv_columns(const vm_conv *c, uint64_t *bytes) {
+    elements e;
+    const vm_status s = count(c, &e);
+    if (s) return s;
+    bool same = e.taps == 1;
+    for (int d = first_dim(c); d < VM_CONV_DIMS; d++) same = same && out_along(c, d) == c->size[d];
+    const uint64_t channels = (uint64_t)(c->transposed ? c->k : c->c);
+    const uint64_t pixels = same ? 0 : c->transposed ? e.in_pixels : e.out_pixels;
+    return check_fits(VM_PRODUCT64(channels, e.taps, pixels, vm_dtype_bytes(c->dtype)), bytes);
 }
 
 /* ---- profiles ---- */
@@ -365,6 +377,55 @@ static vm_status own_bytes(const vm_lookup_torch *t, const vm_conv *c, vm_own_co
     return check_fits(groups == 1 ? columns : VM_MAX(parts, VM_PRODUCT64(e.out, element)), bytes);
 }
 
+/* ---- guesses ---- */
+
+/* What most large convolutions take: NCHW tensors are copied to NHWC for the tensor cores and back.
+ *
+ * Among the recorded 3x3 convolutions with 128 channels or more, at 256 to 1024 pixels a side, seven in ten or more are
+ * within 1% in half precision, and half of them in float32, on every GPU and version (tests/test_workspace.py counts
+ * them). A 1x1 filter is the same in both layouts and is not copied: of those in half precision more than half are
+ * within 1% from compute capability 8.0 on. All this in NCHW with TF32 allowed: the rest is what 3x3 convolutions of
+ * 128 channels take in cuDNN 9.10.2. 1d, 3d, grouped, dilated, rectangular and transposed ones were asked of cuDNN
+ * 9.10.2 and 9.28 for an RTX 4090 and an H100 (docs/PREDICTION.md): grouped and transposed ones copy the output in
+ * float32 too. */
+static vm_formula usual_rule(const vm_lookup_torch *t, bool tf32, const vm_conv *c, const char **why) {
+    const bool single = c->dtype == VM_F32, strict = single && (!tf32 || t->sm < 80);
+    const bool copies_all = t->sm == 90 || t->sm == 100;
+    const vm_formula none = {0}, both = {.times = {1, 0, 1}}, all = {.times = {1, 1, 1}};
+    if (c->nhwc && strict) return *why = "input + output + filter, strict float32 in channels_last", all;
+    if (c->nhwc && single && !copies_all) return *why = "input + filter, TF32", both;
+    if (c->nhwc) return *why = "nothing to transpose in channels_last", none;
+    if (t->sm < 75 && t->guessed >= 91100) return *why = "none for Volta since cuDNN 9.11", none;
+    if (strict && is_plain(c) && c->filter[1] == 3 && c->stride[1] == 1 && t->sm < 90) {
+        const uint64_t filter = VM_PRODUCT64((uint64_t)c->k, vm_sum64(VM_PRODUCT64(100, (uint64_t)c->c), 4));
+        *why = "Winograd's transformed filter, strict float32";
+        return (vm_formula){.constant = (int64_t)VM_MIN(filter, INT64_MAX)};
+    }
+    if (strict) return *why = "none in strict float32", none;
+    if (single && !copies_all && c->groups == 1 && !c->transposed) return *why = "input + filter, TF32", both;
+    if (is_plain(c) && c->filter[1] == 1) return *why = "input + output", (vm_formula){.times = {1, 1}};
+    return *why = "input + output + filter", all;
+}
+
+static vm_status guess_bytes(const vm_lookup_torch *t, bool tf32, vm_guess guess, const vm_conv *c, const char **why,
+                             uint64_t *bytes) {
+    uint64_t size[VM_SIZES];
+    vm_formula formula = {0};
+    if (guess == VM_GUESS_COLUMNS) return *why = "im2col's columns", vm_conv_columns(c, bytes);
+    if (guess == VM_GUESS_LEAST) return *why = "the least there can be", *bytes = 0, VM_OK;
+    const vm_status s = vm_conv_sizes(c, size);
+    if (s) return s;
+    if (guess == VM_GUESS_MOST) {
+        *why = "the most that large convolutions were seen to take";
+        formula = (vm_formula){.times = {1, 3, 1}};
+    } else if (!size[VM_SIZE_i]) {
+        *why = "none for an image of 2^31 elements or more";
+    } else {
+        formula = usual_rule(t, tf32, c, why);
+    }
+    return vm_formula_bytes(&formula, size, bytes);
+}
+
 /* ---- lookups ---- */
 
 typedef struct entry {
@@ -376,17 +437,20 @@ typedef struct entry {
 struct vm_lookup {
     vm_lookup_torch torch;
     bool tf32;
+    vm_guess guess;
     entry *entry;
     vm_known *known;
+    vm_source *source;
     uint32_t *bin; /* hash table of what is known: index + 1, or 0 */
-    size_t entries, knowns, bins;
+    size_t entries, knowns, sources, bins;
 };
 
-vm_status vm_lookup_new(const vm_lookup_torch *torch, bool tf32, vm_lookup **out) {
+vm_status vm_lookup_new(const vm_lookup_torch *torch, bool tf32, vm_guess guess, vm_lookup **out) {
     vm_status s = vm_scratch_new(1, sizeof **out, out);
     if (s) return s;
     (*out)->torch = *torch;
     (*out)->tf32 = tf32;
+    (*out)->guess = guess;
     return VM_OK;
 }
 
@@ -394,6 +458,7 @@ void vm_lookup_free(vm_lookup *l) {
     if (!l) return;
     vm_scratch_free(l->entry);
     vm_scratch_free(l->known);
+    vm_scratch_free(l->source);
     vm_scratch_free(l->bin);
     vm_scratch_free(l);
 }
@@ -405,23 +470,42 @@ vm_status vm_lookup_add(vm_lookup *l, const vm_rule *rule, const vm_profile *pro
     return VM_OK;
 }
 
-static bool is_conv(const vm_conv *c) {
+/* "3x3" of the last dimensions. */
+static void write_extents(const vm_conv *c, const int64_t extents[VM_CONV_DIMS], char text[64]) {
+    size_t used = 0;
+    for (int d = first_dim(c); d < VM_CONV_DIMS; d++)
+        used += (size_t)snprintf(text + used, 64 - used, "%s%lld", used ? "x" : "", (long long)extents[d]);
+}
+
+static vm_status check_conv(const vm_conv *c) {
     bool is = c->n > 0 && c->c > 0 && c->k > 0 && c->groups > 0 && (c->dims == 2 || c->dims == 3);
-    is = is && c->c % c->groups == 0 && c->k % c->groups == 0;
+    is = is && (c->n | c->c | c->k) >> 31 == 0;
     for (int d = is ? first_dim(c) : VM_CONV_DIMS; d < VM_CONV_DIMS; d++)
         is = is && c->size[d] > 0 && c->filter[d] > 0 && c->stride[d] > 0 && c->dilation[d] > 0 && c->padding[d] >= 0 &&
              c->output_padding[d] >= 0 &&
              (c->size[d] | c->filter[d] | c->stride[d] | c->dilation[d] | c->padding[d] | c->output_padding[d]) >> 31 ==
-                 0 &&
-             out_along(c, d) > 0;
-    return is && (c->n | c->c | c->k) >> 31 == 0;
+                 0;
+    if (!is) return vm_fail(VM_EINVAL, "conv: want sizes below 2^31, got others");
+    if (c->c % c->groups || c->k % c->groups)
+        return vm_fail(VM_EINVAL, "conv: want channels that fall into %lld groups, got %lld and %lld",
+                       (long long)c->groups, (long long)c->c, (long long)c->k);
+    for (int d = first_dim(c); d < VM_CONV_DIMS; d++)
+        if (out_along(c, d) < 1) {
+            char filter[64], size[64], padding[64];
+            write_extents(c, c->filter, filter);
+            write_extents(c, c->size, size);
+            write_extents(c, c->padding, padding);
+            return vm_fail(VM_EINVAL, "conv: want a %s filter within the padded input, got %s and padding %s", filter,
+                           size, padding);
+        }
+    return VM_OK;
 }
 
-vm_status vm_lookup_conv(const vm_lookup *l, const vm_conv *c, vm_lookup_answer *out) {
-    *out = (vm_lookup_answer){.entry = -1, .how = {0, VM_HOW_TREE}};
-    if (!is_conv(c)) return vm_fail(VM_EINVAL, "conv: want a convolution that leaves an output, below 2^31 a side");
-    vm_status s = own_bytes(&l->torch, c, &out->own, &out->bytes);
-    bool found = out->own != VM_OWN_NONE;
+static vm_status answer(const vm_lookup *l, const vm_conv *c, vm_source *source, uint64_t *bytes) {
+    *source = (vm_source){.entry = -1, .how = {0, VM_HOW_TREE}};
+    vm_status s = check_conv(c);
+    if (!s) s = own_bytes(&l->torch, c, &source->own, bytes);
+    bool found = s || source->own != VM_OWN_NONE;
     for (size_t i = 0; !s && !found && i < l->entries; i++) {
         const entry *e = &l->entry[i];
         if (e->has_rule && !applies(&e->rule, c, !l->tf32)) continue;
@@ -429,12 +513,14 @@ vm_status vm_lookup_conv(const vm_lookup *l, const vm_conv *c, vm_lookup_answer 
         vm_profile_how how = {0, VM_HOW_TREE};
         found = !e->profile;
         if (e->profile)
-            s = vm_profile_conv(e->profile, c, e->has_rule || l->tf32, &found, &out->bytes, &how);
+            s = vm_profile_conv(e->profile, c, e->has_rule || l->tf32, &found, bytes, &how);
         else if (!(s = vm_conv_sizes(c, size)))
-            s = vm_formula_bytes(&e->rule.formula, size, &out->bytes);
-        if (found) out->entry = (int)i, out->how = how;
+            s = vm_formula_bytes(&e->rule.formula, size, bytes);
+        if (found) source->entry = (int)i, source->how = how;
     }
-    return s;
+    if (s || found) return s;
+    source->form = !is_plain(c) ? VM_FORM_OTHER : c->nhwc ? VM_FORM_NHWC : VM_FORM_NCHW;
+    return guess_bytes(&l->torch, l->tf32, l->guess, c, &source->why, bytes);
 }
 
 static size_t hash(const vm_conv *c) {
@@ -453,12 +539,7 @@ static uint32_t *find(const vm_lookup *l, const vm_conv *conv) {
     return &l->bin[i];
 }
 
-const vm_known *vm_lookup_known(const vm_lookup *l, const vm_conv *conv) {
-    const uint32_t *bin = l->bins ? find(l, conv) : NULL;
-    return bin && *bin ? &l->known[*bin - 1] : NULL;
-}
-
-vm_status vm_lookup_remember(vm_lookup *l, const vm_known *known) {
+static vm_status remember(vm_lookup *l, const vm_known *known) {
     vm_status s = vm_scratch_grow(&l->known, l->knowns, sizeof *l->known);
     if (!s && 2 * (l->knowns + 1) > l->bins) {
         const size_t bins = l->bins ? 2 * l->bins : 64;
@@ -470,14 +551,46 @@ vm_status vm_lookup_remember(vm_lookup *l, const vm_known *known) {
         for (size_t i = 0; i < l->knowns; i++) *find(l, &l->known[i].conv) = (uint32_t)i + 1;
     }
     if (s) return s;
-    uint32_t *bin = find(l, &known->conv);
-    if (*bin) return VM_OK; /* somebody was faster */
     l->known[l->knowns++] = *known;
-    *bin = (uint32_t)l->knowns;
+    *find(l, &known->conv) = (uint32_t)l->knowns;
     return VM_OK;
 }
 
-const vm_known *vm_lookup_all(const vm_lookup *l, size_t *count) {
+static bool same_source(const vm_source *a, const vm_source *b) {
+    return a->own == b->own && a->entry == b->entry && a->how.steps == b->how.steps && a->how.rule == b->how.rule &&
+           a->why == b->why && a->form == b->form;
+}
+
+/* The number of a source, a new one for a new source. */
+static vm_status number_source(vm_lookup *l, const vm_source *source, uint32_t *number) {
+    size_t i = 0;
+    while (i < l->sources && !same_source(&l->source[i], source)) i++;
+    *number = (uint32_t)i;
+    if (i < l->sources) return VM_OK;
+    vm_status s = vm_scratch_grow(&l->source, l->sources, sizeof *l->source);
+    if (!s) l->source[l->sources++] = *source;
+    return s;
+}
+
+vm_status vm_lookup_conv(vm_lookup *l, const vm_conv *conv, vm_known *out) {
+    const uint32_t *const bin = l->bins ? find(l, conv) : NULL;
+    if (bin && *bin) {
+        *out = l->known[*bin - 1];
+        return VM_OK;
+    }
+    vm_source source;
+    *out = (vm_known){.conv = *conv};
+    vm_status s = answer(l, conv, &source, &out->bytes);
+    if (!s) s = number_source(l, &source, &out->source);
+    return s ? s : remember(l, out);
+}
+
+const vm_known *vm_lookup_known(const vm_lookup *l, size_t *count) {
     *count = l->knowns;
     return l->known;
+}
+
+const vm_source *vm_lookup_sources(const vm_lookup *l, size_t *count) {
+    *count = l->sources;
+    return l->source;
 }

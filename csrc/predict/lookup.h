@@ -3,9 +3,8 @@
  *
  *   profile  (channels, filter, stride, padding, frames, kind) -> decision tree -> formula
  *   rule     which convolutions -> formula, or the answer of a profile
- *   lookup   PyTorch's own convolutions, else the first of its rules and profiles that answers; it remembers
- *
- * If no entry answers, the caller applies a rule of its own. */
+ *   lookup   PyTorch's own convolutions, else the first of its rules and profiles that answers, else a guess; it
+ *            remembers */
 #ifndef VM_LOOKUP_H
 #define VM_LOOKUP_H
 
@@ -37,6 +36,9 @@ vm_status vm_conv_part(const vm_conv *conv, uint64_t *part);
 /* VM_EOVERFLOW where a size, or the result, does not fit into 64 bits. */
 vm_status vm_conv_sizes(const vm_conv *conv, uint64_t size[VM_SIZES]);
 vm_status vm_formula_bytes(const vm_formula *formula, const uint64_t size[VM_SIZES], uint64_t *bytes);
+/* One image's columns: for each pixel that the filters meet, all that a filter multiplies. A filter of one pixel
+ * multiplies the input as it is, and needs none. */
+vm_status vm_conv_columns(const vm_conv *conv, uint64_t *bytes);
 
 /* ---- profiles ---- */
 
@@ -79,6 +81,7 @@ vm_status vm_profile_conv(const vm_profile *p, const vm_conv *conv, bool tf32, b
 typedef struct vm_lookup_torch {
     int sm;      /* compute capability, 89 for 8.9 */
     int cudnn;   /* 10000 * major + 100 * minor + patch; 0 where none is known */
+    int guessed; /* the cuDNN that guesses are for, which is some version where none is known */
     int release; /* 100 * major + minor of PyTorch; 0 where none is known */
     bool is_290; /* 2.9.0, which runs no 3d convolution in half precision by cuDNN */
 } vm_lookup_torch;
@@ -94,34 +97,41 @@ typedef enum vm_own_conv {
 
 /* ---- lookups ---- */
 
+/* What answers where no entry does: the usual rule, nothing, the most that large convolutions were seen to take, or
+ * im2col's columns. */
+typedef enum vm_guess { VM_GUESS_RULE, VM_GUESS_LEAST, VM_GUESS_MOST, VM_GUESS_COLUMNS } vm_guess;
+
 typedef struct vm_lookup vm_lookup;
 
-vm_status vm_lookup_new(const vm_lookup_torch *torch, bool tf32, vm_lookup **out);
+vm_status vm_lookup_new(const vm_lookup_torch *torch, bool tf32, vm_guess guess, vm_lookup **out);
 void vm_lookup_free(vm_lookup *l); /* accepts NULL */
 /* What is asked next: a profile (rule NULL); where a rule applies, its formula (profile NULL), or a profile with TF32.
  * profile: borrowed until vm_lookup_free. */
 vm_status vm_lookup_add(vm_lookup *l, const vm_rule *rule, const vm_profile *profile);
 
-typedef struct vm_lookup_answer {
-    uint64_t bytes;
-    vm_own_conv own; /* VM_OWN_NONE: entry answered, or where that is negative, none did */
+/* Two dimensions, square filters, one group and no dilation, by layout; and all others. */
+typedef enum vm_conv_form { VM_FORM_NCHW, VM_FORM_NHWC, VM_FORM_OTHER } vm_conv_form;
+
+/* Who answered: PyTorch's own code, else the entry and how, else (entry -1) the guess. */
+typedef struct vm_source {
+    vm_own_conv own;
     int entry;
     vm_profile_how how;
-} vm_lookup_answer;
+    const char *why;   /* the guess in words; NULL if there is none */
+    vm_conv_form form; /* of what was guessed */
+} vm_source;
 
-/* VM_EINVAL where conv is no convolution: sizes, groups or a filter that cannot be. */
-vm_status vm_lookup_conv(const vm_lookup *l, const vm_conv *conv, vm_lookup_answer *out);
-
-/* What was answered before, and who said so: a number of the caller's. */
 typedef struct vm_known {
     vm_conv conv;
     uint64_t bytes;
-    uint32_t source;
-    bool own;
+    uint32_t source; /* one of vm_lookup_sources */
 } vm_known;
-const vm_known *vm_lookup_known(const vm_lookup *l, const vm_conv *conv); /* NULL where it was not */
-vm_status vm_lookup_remember(vm_lookup *l, const vm_known *known);
-/* All of them, in the order in which they were remembered. */
-const vm_known *vm_lookup_all(const vm_lookup *l, size_t *count);
+
+/* Each convolution is looked up once. VM_EINVAL where conv is no convolution: sizes, groups or a filter that cannot
+ * be. */
+vm_status vm_lookup_conv(vm_lookup *l, const vm_conv *conv, vm_known *out);
+/* All convolutions and all sources so far, in the order in which they came. */
+const vm_known *vm_lookup_known(const vm_lookup *l, size_t *count);
+const vm_source *vm_lookup_sources(const vm_lookup *l, size_t *count);
 
 #endif

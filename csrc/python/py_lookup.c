@@ -14,7 +14,7 @@ typedef struct Profile {
 typedef struct Lookup {
     PyObject_HEAD
     vm_lookup *lookup;
-    PyObject *profiles, *sources; /* a tuple that keeps the profiles; a list of texts */
+    PyObject *profiles; /* a tuple that keeps them */
     bool tf32;
 } Lookup;
 
@@ -232,21 +232,32 @@ static int add_entry(Lookup *self, PyObject *pair, Py_ssize_t i) {
         vm_lookup_add(self->lookup, has_rule ? &read : NULL, has_profile ? ((Profile *)profile)->profile : NULL));
 }
 
+/* For PyArg_ParseTuple's O&: a vm_guess. */
+static int to_guess(PyObject *name, void *out) {
+    static const char *const names[] = {"rule", "least", "most", "columns"};
+    vm_guess *guess = out;
+    for (*guess = VM_GUESS_RULE; *guess <= VM_GUESS_COLUMNS; (*guess)++)
+        if (PyUnicode_Check(name) && !PyUnicode_CompareWithASCIIString(name, names[*guess])) return 1;
+    PyErr_Format(PyExc_ValueError, "guess: want rule, least, most or columns, got %R", name);
+    return 0;
+}
+
 static PyObject *lookup_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"sm", "cudnn", "release", "is_290", "tf32", "entries", NULL};
+    static char *names[] = {"sm", "cudnn", "guessed", "release", "is_290", "tf32", "guess", "entries", NULL};
     vm_lookup_torch torch = {0};
+    vm_guess guess;
     int is_290, tf32;
     PyObject *entries, *list;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iiippO:Lookup", names, &torch.sm, &torch.cudnn, &torch.release,
-                                     &is_290, &tf32, &entries) ||
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iiiippO&O:Lookup", names, &torch.sm, &torch.cudnn, &torch.guessed,
+                                     &torch.release, &is_290, &tf32, to_guess, &guess, &entries) ||
         !(list = PySequence_Tuple(entries)))
         return NULL;
     torch.is_290 = is_290;
     Lookup *self = (Lookup *)type->tp_alloc(type, 0);
     if (self) self->tf32 = tf32;
     const Py_ssize_t count = PyTuple_GET_SIZE(list);
-    int failed = !self || !(self->profiles = PyTuple_New(count)) || !(self->sources = PyList_New(0)) ||
-                 check(vm_lookup_new(&torch, tf32, &self->lookup));
+    int failed =
+        !self || !(self->profiles = PyTuple_New(count)) || check(vm_lookup_new(&torch, tf32, guess, &self->lookup));
     for (Py_ssize_t i = 0; !failed && i < count; i++) failed = add_entry(self, PyTuple_GET_ITEM(list, i), i);
     Py_DECREF(list);
     if (failed) Py_CLEAR(self);
@@ -256,57 +267,14 @@ static PyObject *lookup_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 static void lookup_dealloc(Lookup *self) {
     vm_lookup_free(self->lookup);
     Py_XDECREF(self->profiles);
-    Py_XDECREF(self->sources);
     vm_py_free((PyObject *)self);
 }
 
-/* The number of a source, which is a text. */
-static int number_of(Lookup *self, PyObject *source, uint32_t *number) {
-    Py_ssize_t i = 0;
-    const Py_ssize_t count = PyList_GET_SIZE(self->sources);
-    while (i < count && PyList_GET_ITEM(self->sources, i) != source) i++;
-    *number = (uint32_t)i;
-    return i == count ? PyList_Append(self->sources, source) : 0;
-}
-
-/* What is known of a convolution, after told(question, bytes, own, entry, steps, rule) has said whose answer it is, or
- * given one of its own: (bytes, source). entry: -1 where none answered, -2 where it is no convolution. */
-static int know(Lookup *self, const vm_conv *conv, PyObject *told, vm_known *out) {
-    const vm_known *known = vm_lookup_known(self->lookup, conv);
-    if (known) {
-        *out = *known;
-        return 0;
-    }
-    vm_lookup_answer a;
-    const vm_status s = vm_lookup_conv(self->lookup, conv, &a);
-    if (s != VM_EINVAL && check(s)) return -1;
-    PyObject *question = vm_py_from_conv(conv), *source = NULL;
-    PyObject *said = question ? PyObject_CallFunction(told, "OKiiii", question, (unsigned long long)a.bytes, (int)a.own,
-                                                      s ? -2 : a.entry, a.how.steps, a.how.rule)
-                              : NULL;
-    unsigned long long bytes;
-    if (said && !PyTuple_Check(said)) {
-        PyErr_Format(PyExc_TypeError, "told: want (bytes, source), got %R", said);
-        Py_CLEAR(said);
-    }
-    *out = (vm_known){.conv = *conv, .own = a.own != VM_OWN_NONE};
-    int failed = !said || !PyArg_ParseTuple(said, "KU", &bytes, &source) || number_of(self, source, &out->source);
-    if (!failed) {
-        out->bytes = bytes;
-        failed = check(vm_lookup_remember(self->lookup, out));
-    }
-    Py_XDECREF(said);
-    Py_XDECREF(question);
-    return failed ? -1 : 0;
-}
-
-static PyObject *lookup_conv(Lookup *self, PyObject *args) {
-    PyObject *told;
+static PyObject *lookup_conv(Lookup *self, PyObject *question) {
     vm_conv conv;
     vm_known known;
-    if (!PyArg_ParseTuple(args, "O&O:conv", vm_py_to_conv, &conv, &told) || know(self, &conv, told, &known))
-        return NULL;
-    return Py_BuildValue("(KO)", (unsigned long long)known.bytes, PyList_GET_ITEM(self->sources, known.source));
+    if (!vm_py_to_conv(question, &conv) || check(vm_lookup_conv(self->lookup, &conv, &known))) return NULL;
+    return Py_BuildValue("(KI)", (unsigned long long)known.bytes, (unsigned)known.source);
 }
 
 static int append(PyObject *list, PyObject *item) {
@@ -319,7 +287,7 @@ static int append(PyObject *list, PyObject *item) {
 static int question_of(PyObject *of, size_t i, vm_conv *out) {
     size_t count;
     if (Py_TYPE(of)->tp_dealloc == (destructor)lookup_dealloc) {
-        const vm_known *known = vm_lookup_all(((Lookup *)of)->lookup, &count);
+        const vm_known *known = vm_lookup_known(((Lookup *)of)->lookup, &count);
         if (i < count) *out = known[i].conv;
         return i < count;
     }
@@ -329,65 +297,68 @@ static int question_of(PyObject *of, size_t i, vm_conv *out) {
     return i < t->convs;
 }
 
+static bool is_own(const Lookup *self, const vm_known *known) {
+    size_t count;
+    return vm_lookup_sources(self->lookup, &count)[known->source].own != VM_OWN_NONE;
+}
+
 static PyObject *lookup_answers(Lookup *self, PyObject *args) {
-    PyObject *of, *told;
+    PyObject *of;
     int has_other, more = 1;
-    if (!PyArg_ParseTuple(args, "OpO:answers", &of, &has_other, &told)) return NULL;
+    if (!PyArg_ParseTuple(args, "Op:answers", &of, &has_other)) return NULL;
     PyObject *lists[3] = {PyList_New(0), PyList_New(0), PyList_New(0)};
     int failed = !lists[0] || !lists[1] || !lists[2];
     for (size_t i = 0; !failed; i++) {
         vm_conv conv;
         vm_known known;
         more = question_of(of, i, &conv);
-        failed = more < 0 || (more && know(self, &conv, told, &known));
+        failed = more < 0 || (more && check(vm_lookup_conv(self->lookup, &conv, &known)));
         if (failed || !more) break;
-        const unsigned long long next = has_other && !known.own ? 0 : known.bytes;
+        const unsigned long long next = has_other && !is_own(self, &known) ? 0 : known.bytes;
         failed = append(lists[0], PyLong_FromUnsignedLongLong(known.bytes)) ||
                  append(lists[1], PyLong_FromUnsignedLongLong(next)) ||
-                 append(lists[2], Py_NewRef(PyList_GET_ITEM(self->sources, known.source)));
+                 append(lists[2], PyLong_FromUnsignedLong(known.source));
     }
     PyObject *result = failed ? NULL : PyTuple_Pack(3, lists[0], lists[1], lists[2]);
     for (int i = 0; i < 3; i++) Py_XDECREF(lists[i]);
     return result;
 }
 
-/* (bytes of each convolution of `of`, how many of these were recorded) by a profile, else as `rest` knows it; Py_None
- * where that cannot be, NULL with another exception set. */
-static PyObject *by_profile(Lookup *self, PyObject *of, const vm_profile *profile, Lookup *rest, PyObject *told) {
+/* (bytes of each convolution of `of`, how many of these were recorded) by a profile, else as `rest` knows it. */
+static PyObject *by_profile(Lookup *self, PyObject *of, const vm_profile *profile, Lookup *rest) {
     PyObject *list = PyList_New(0);
     Py_ssize_t held = 0;
     int failed = !list, more = 1;
     vm_conv conv;
     while (!failed && (more = question_of(of, (size_t)PyList_GET_SIZE(list), &conv)) > 0) {
-        const vm_known *own = vm_lookup_known(self->lookup, &conv);
-        vm_known known = {0};
+        vm_known known;
         vm_profile_how how;
         bool found;
-        failed = check(vm_profile_conv(profile, &conv, self->tf32, &found, &known.bytes, &how));
+        uint64_t bytes;
+        failed = check(vm_profile_conv(profile, &conv, self->tf32, &found, &bytes, &how)) ||
+                 check(vm_lookup_conv(self->lookup, &conv, &known));
+        if (failed) break;
         held += found;
-        if (!failed && own && own->own)
-            known = *own;
-        else if (!failed && !found)
-            failed = know(rest, &conv, told, &known);
+        if (!is_own(self, &known)) {
+            if (found)
+                known.bytes = bytes;
+            else
+                failed = check(vm_lookup_conv(rest->lookup, &conv, &known));
+        }
         failed = failed || append(list, PyLong_FromUnsignedLongLong(known.bytes));
     }
     PyObject *row = failed || more < 0 ? NULL : PyList_AsTuple(list);
     Py_XDECREF(list);
-    if (row) return Py_BuildValue("(Nn)", row, held);
-    if (!PyErr_ExceptionMatches(PyExc_ValueError)) return NULL;
-    PyErr_Clear();
-    return Py_NewRef(Py_None);
+    return row ? Py_BuildValue("(Nn)", row, held) : NULL;
 }
 
 static PyObject *lookup_by_each(Lookup *self, PyObject *args) {
-    PyObject *of, *profiles, *rest, *told;
-    if (!PyArg_ParseTuple(args, "OO!O!O:by_each", &of, &PyTuple_Type, &profiles, Py_TYPE(self), &rest, &told))
-        return NULL;
+    PyObject *of, *profiles, *rest;
+    if (!PyArg_ParseTuple(args, "OO!O!:by_each", &of, &PyTuple_Type, &profiles, Py_TYPE(self), &rest)) return NULL;
     PyObject *list = PyList_New(0);
     for (Py_ssize_t i = 0; list && i < PyTuple_GET_SIZE(profiles); i++) {
         PyObject *profile = PyTuple_GET_ITEM(profiles, i);
-        if (!is_profile(profile) ||
-            append(list, by_profile(self, of, ((Profile *)profile)->profile, (Lookup *)rest, told)))
+        if (!is_profile(profile) || append(list, by_profile(self, of, ((Profile *)profile)->profile, (Lookup *)rest)))
             Py_CLEAR(list);
     }
     return list;
@@ -398,10 +369,24 @@ static PyObject *lookup_known(Lookup *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "p:known", &own)) return NULL;
     PyObject *list = PyList_New(0);
     size_t count;
-    vm_lookup_all(self->lookup, &count);
+    vm_lookup_known(self->lookup, &count);
     for (size_t i = 0; list && i < count; i++) {
-        const vm_known one = vm_lookup_all(self->lookup, &count)[i];
-        if ((one.own || !own) && append(list, vm_py_from_conv(&one.conv))) Py_CLEAR(list);
+        const vm_known one = vm_lookup_known(self->lookup, &count)[i];
+        if ((!own || is_own(self, &one)) && append(list, vm_py_from_conv(&one.conv))) Py_CLEAR(list);
+    }
+    return list;
+}
+
+static PyObject *lookup_sources(Lookup *self, PyObject *args) {
+    Py_ssize_t first;
+    size_t count;
+    if (!PyArg_ParseTuple(args, "n:sources", &first)) return NULL;
+    PyObject *list = PyList_New(0);
+    vm_lookup_sources(self->lookup, &count);
+    for (size_t i = (size_t)VM_MAX(first, 0); list && i < count; i++) {
+        const vm_source s = vm_lookup_sources(self->lookup, &count)[i];
+        PyObject *one = Py_BuildValue("(iiiizi)", (int)s.own, s.entry, s.how.steps, s.how.rule, s.why, (int)s.form);
+        if (append(list, one)) Py_CLEAR(list);
     }
     return list;
 }
@@ -438,11 +423,20 @@ static PyObject *formula_bytes(PyObject *Py_UNUSED(module), PyObject *args) {
     return s ? vm_py_raise(s) : PyLong_FromUnsignedLongLong(bytes);
 }
 
+static PyObject *im2col_bytes(PyObject *Py_UNUSED(module), PyObject *question) {
+    vm_conv conv;
+    uint64_t bytes;
+    if (!vm_py_to_conv(question, &conv) || check(vm_conv_columns(&conv, &bytes))) return NULL;
+    return PyLong_FromUnsignedLongLong(bytes);
+}
+
 PyMethodDef vm_py_lookups[] = {
     {"conv_sizes", conv_sizes, METH_O,
      "conv_sizes(question, /)\n--\n\nWhat formulas and trees speak of, in the order " VM_SIZE_NAMES "."},
     {"formula_bytes", formula_bytes, METH_VARARGS,
      "formula_bytes(formula, sizes, /)\n--\n\nA formula's value for the sizes of one convolution."},
+    {"im2col_bytes", im2col_bytes, METH_O,
+     "im2col_bytes(question, /)\n--\n\nBytes of one image's columns in a convolution by im2col."},
     {NULL, NULL, 0, NULL}};
 
 static PyMethodDef profile_methods[] = {{"conv", (PyCFunction)profile_conv, METH_VARARGS,
@@ -452,21 +446,22 @@ static PyMethodDef profile_methods[] = {{"conv", (PyCFunction)profile_conv, METH
                                         {NULL, NULL, 0, NULL}};
 
 static PyMethodDef lookup_methods[] = {
-    {"conv", (PyCFunction)lookup_conv, METH_VARARGS,
-     "conv($self, question, told, /)\n--\n\n(bytes, source) of a convolution. Where it was not asked before,\n"
-     "told(question, bytes, own, entry, steps, rule) makes them of what was found: own: why PyTorch runs it itself, "
-     "0 where\ncuDNN does; entry: which one answered, -1 for none, -2 where it is no convolution; steps, rule: as "
-     "Profile.conv."},
+    {"conv", (PyCFunction)lookup_conv, METH_O,
+     "conv($self, question, /)\n--\n\n(bytes, number of the source) of a convolution."},
     {"answers", (PyCFunction)lookup_answers, METH_VARARGS,
-     "answers($self, of, has_other, told, /)\n--\n\n(bytes, what is wanted where these cannot be had, source) of the "
-     "convolutions of a Trace or a\nProcess, or of those that another Lookup was asked about, each a list."},
+     "answers($self, of, has_other, /)\n--\n\n(bytes, what is wanted where these cannot be had, numbers of the "
+     "sources) of the convolutions of a\nTrace or Process, or of those that another Lookup was asked about, each a "
+     "list."},
     {"by_each", (PyCFunction)lookup_by_each, METH_VARARGS,
-     "by_each($self, of, profiles, rest, told, /)\n--\n\nFor each of a tuple of Profiles (a tuple of the bytes of the "
+     "by_each($self, of, profiles, rest, /)\n--\n\nFor each of a tuple of Profiles (a tuple of the bytes of the "
      "convolutions of a Trace, a Process or\na Lookup, how many of these it has recorded). `rest`, another Lookup, "
-     "says the bytes where it has not,\nas conv does, and a ValueError there makes None of the pair. What PyTorch runs "
-     "by itself stays."},
+     "says the bytes where it has not.\nWhat PyTorch runs by itself stays."},
     {"known", (PyCFunction)lookup_known, METH_VARARGS,
      "known($self, own, /)\n--\n\nThe convolutions so far; own: those that PyTorch runs itself."},
+    {"sources", (PyCFunction)lookup_sources, METH_VARARGS,
+     "sources($self, first, /)\n--\n\nThe sources so far, from number `first` on: (why PyTorch runs it itself or 0, "
+     "which entry answered or -1,\nhow many profiles further on, which of its rules or -1, a guess in words or None, "
+     "the convolution's form:\n0 plain in NCHW, 1 plain in NHWC, 2 any other)."},
     {NULL, NULL, 0, NULL}};
 
 static PyType_Slot profile_slots[] = {{Py_tp_new, profile_new},

@@ -6,7 +6,8 @@ order:
 
 1. a profile: cuDNN's answers, recorded beforehand for a GPU and a cuDNN version (``vaemem/data/profiles``). Rules for
    cuDNN before 9.8 go before it (``older.json``).
-2. a rule for all other convolutions. docs/PREDICTION.md says how far off it is.
+2. a rule for all other convolutions (``usual_rule`` in ``csrc/predict/lookup.c``). docs/PREDICTION.md says how far off
+   it is.
 
 Both ship with the package, so a question has the same answer on every machine. Each answer names its source, and
 `substitutions` lists whatever replaces missing data.
@@ -16,24 +17,20 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
-import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vaemem import _core
-from vaemem._common import ELEMENT_BYTES, choose
+from vaemem._common import choose
 from vaemem.prediction.gpus import Gpu, find_gpu
 from vaemem.prediction.profiles import (
     Conv,
     Profile,
-    formula_bytes,
     nearest_profile,
     older_rules,
     profiles_near,
     relatives,
-    sizes,
     version_number,
 )
 from vaemem.prediction.runtimes import DEFAULT_TORCH
@@ -209,11 +206,14 @@ class Workspace:
         self._profile: Profile | None = nearest_profile(self.gpu, cudnn_version)
         self._rules = [rule for rule in self.gpu.rules if rule["standing"] == "taken"]
         self._rules += older_rules(self.gpu, cudnn_version, "taken") if cudnn_version else []
-        self._guess: Callable[[Gpu, int, bool, Conv], tuple[int, str]] = _rule
+        self._guess = "rule"
         self._lookup: _core.Lookup | None = None  # made when the first question comes
         self._entries: list[Any] = []  # rules and profiles, as it asks them
-        self._said: dict[tuple[int, int, int], str] = {}  # sources, by which entry answered, and how
-        self.substitutions: dict[str, None] = {self.gpu.coarse: None} if self.gpu.coarse else {}
+        self._described: list[tuple[str, str]] = []  # the lookup's sources
+
+    @property
+    def substitutions(self) -> dict[str, None]:  # documented above
+        return dict.fromkeys(filter(None, (self.gpu.coarse, *(what for _, what in self._sources()))))
 
     @property
     def by_pytorch(self) -> set[Conv]:  # documented above
@@ -248,16 +248,22 @@ class Workspace:
         conv = Conv(*question, **more)
         choose("layout", conv.layout, ("nchw", "nhwc"))
         try:
-            return self._asked().conv(conv, self._told)
+            count, source = self._asked().conv(conv)
         except TypeError:
             raise ValueError(f"conv: want whole numbers, got {conv}") from None
+        return count, self._sources()[source][0]
 
     def answers(self, of: _Asking, has_other: bool) -> tuple[list[int], list[int], list[str]]:
         """For each convolution of a trace or a process its bytes, what it wants where these cannot be had, who says so.
 
         has_other: whether cuDNN is taken to have other plans, without workspace.
         """
-        return self._asked().answers(of, has_other, self._told)
+        counts, following, sources = self._asked().answers(of, has_other)
+        described = self._sources()
+        return counts, following, [described[source][0] for source in sources]
+
+    def _bytes(self, of: _Asking) -> tuple[int, ...]:
+        return tuple(self._asked().answers(of, False)[0])
 
     def alternatives(self, every: bool = False, of: _Asking | None = None) -> list[tuple[int, ...]]:
         """What other workspaces that may be the true ones answer: bytes of each convolution of a trace or a process, by
@@ -270,9 +276,9 @@ class Workspace:
         workspace's own is not. `every`: for a process whose cuDNN is not known.
         """
         of = self._asked() if of is None else of
-        mine = tuple(self.answers(of, False)[0])
+        mine = self._bytes(of)
         found, others = {mine: None}, list[Workspace]()
-        if every or set(self.substitutions).difference(_RULED.values()):
+        if every or set(self.substitutions).difference(_RULED):
             version = None if every else self.cudnn_version
             near = profiles_near(self.gpu, version)
             asked = [profile for profile in near if profile.how != "inferred"]
@@ -286,13 +292,13 @@ class Workspace:
                 if possible := older_rules(self.gpu, version, "possible"):
                     others += [self._with(profile) for profile in near if profile.how == "inferred"]
                     others.append(self._with(min(asked, key=lambda p: version_number(p.version)), possible))
-        if not set(_RULED.values()).isdisjoint(self.substitutions):
-            others += [self._with(self._profile, self._rules, guess) for guess in (_least, _most)]
+        if not set(_RULED).isdisjoint(self.substitutions):
+            others += [self._with(self._profile, self._rules, guess) for guess in ("least", "most")]
         if self.gpu.coarse:
             others += [Workspace(name, None, self._torch_version, self.tf32) for name in ONE_OF_EACH]
             others.append(self._with(self._profile, self.gpu.rules))
             found[(0,) * len(mine)] = None
-        found |= {tuple(other.answers(of, False)[0]): None for other in others}
+        found |= {other._bytes(of): None for other in others}
         return [answers for answers in found if answers != mine]
 
     def _best_informed(self, of: _Asking, profiles: Sequence[Profile]) -> list[tuple[int, ...]]:
@@ -300,15 +306,15 @@ class Workspace:
         kind."""
         rest = self._with(next(iter(self._near), None))  # what answers the others
         cores = tuple(profile.core for profile in profiles)
-        said = [one for one in self._asked().by_each(of, cores, rest._asked(), rest._told) if one]
+        said = self._asked().by_each(of, cores, rest._asked())
         most = max((held for _, held in said), default=0)
         return [answers for answers, held in said if held == most]
 
-    def _with(self, profile: Profile | None, rules: Iterable[dict[str, Any]] = (), guess: Any = None) -> Workspace:
+    def _with(self, profile: Profile | None, rules: Iterable[dict[str, Any]] = (), guess: str = "") -> Workspace:
         """The same with other answers, whatever version was wanted."""
         other = copy.copy(self)
         other._profile, other._rules, other._guess = profile, list(rules), guess or self._guess
-        other._lookup, other._said, other.substitutions = None, {}, {}
+        other._lookup, other._described = None, []
         return other
 
     def _asked(self) -> _core.Lookup:
@@ -319,50 +325,38 @@ class Workspace:
             self._entries += [(None, profile) for profile in (self._profile, *self._near) if self._profile]
             torch = self._torch_version
             release = torch_release(torch) if torch else (0, 0)
+            cudnn = version_number(self.cudnn_version) if self.cudnn_version else 0
             self._lookup = _core.Lookup(
-                self.gpu.sm, version_number(self.cudnn_version) if self.cudnn_version else 0,
-                100 * release[0] + release[1], bool(torch and torch.startswith("2.9.0")), self.tf32,
+                self.gpu.sm, cudnn, cudnn or (version_number(self._profile.version) if self._profile else 0),
+                100 * release[0] + release[1], bool(torch and torch.startswith("2.9.0")), self.tf32, self._guess,
                 [(rule, profile and profile.core) for rule, profile in self._entries],
             )  # fmt: skip
         return self._lookup
 
-    def _told(self, question: Any, count: int, own: int, entry: int, steps: int, number: int) -> tuple[int, str]:
-        """(bytes, source) of a convolution that was not asked about before, as `_core.Lookup` found them."""
-        if own:
-            return count, self._said.setdefault((-own, 0, 0), f"PyTorch's {_OWN[own].format(self.gpu)}")
-        if entry < 0:
-            if entry < -1:
-                raise ValueError(_wrong_with(Conv(*question)))
-            return self._apply_rule(Conv(*question))
-        source = self._said.get((entry, steps, number))
-        if source is None:
-            rule, profile = self._entries[entry]
-            source = profile.source(steps, number) if profile else "rule"
-            if rule:
-                what = rule["name"] + (f", in cuDNN before {rule['before']}" if "before" in rule else "")
-                source = f"{source}: {what}; from {rule['from']}"
-                self._substitute(f"a rule for {what}")
-            else:
-                source += self._wanted(profile.version)
-                self._substitute(self._differs(profile))
-            self._said[entry, steps, number] = source
-        return count, source
+    def _sources(self) -> list[tuple[str, str]]:
+        """For each source of the lookup its name, and what it replaces, if anything."""
+        self._described += [self._describe(*one) for one in self._asked().sources(len(self._described))]
+        return self._described
 
-    def _apply_rule(self, conv: Conv) -> tuple[int, str]:
-        """(bytes, source) of a convolution that no profile has."""
-        version = self.cudnn_version or (self._profile and self._profile.version)
-        count, why = self._guess(self.gpu, version_number(version) if version else 0, self.tf32, conv)
-        self._substitute(_RULED[conv.layout if conv.is_plain else "other"])
-        return count, f"rule: {why}; uncertain (no profile has this convolution)"
+    def _describe(self, own: int, entry: int, steps: int, number: int, why: str | None, form: int) -> tuple[str, str]:
+        if own:
+            return f"PyTorch's {_OWN[own].format(self.gpu)}", ""
+        if why is not None:
+            return self._describe_guess(why, form)
+        rule, profile = self._entries[entry]
+        source = profile.source(steps, number) if profile else "rule"
+        if rule:
+            what = rule["name"] + (f", in cuDNN before {rule['before']}" if "before" in rule else "")
+            return f"{source}: {what}; from {rule['from']}", f"a rule for {what}"
+        return source + self._wanted(profile.version), self._differs(profile)
+
+    def _describe_guess(self, why: str, form: int) -> tuple[str, str]:
+        return f"rule: {why}; uncertain (no profile has this convolution)", _RULED[form]
 
     @functools.cached_property
     def _near(self) -> list[Profile]:
         """Profiles of the nearest versions, for what the profile lacks: not every file holds every kind."""
         return [profile for profile in profiles_near(self.gpu, self.cudnn_version) if profile.how != "inferred"]
-
-    def _substitute(self, what: str) -> None:
-        if what:
-            self.substitutions[what] = None
 
     def _differs(self, profile: Profile) -> str:
         """What of a profile is not what was asked for; "" where nothing is."""
@@ -397,6 +391,7 @@ class UnfoldingWorkspace(Workspace):
         super().__init__(gpu, tf32=tf32)
         self._library, self._unfolds = LIBRARIES[gpu.maker], unfolds
         self._profile, self._near, self._rules = None, [], []
+        self._guess = "columns" if unfolds else "least"
 
     @property
     def between(self) -> str:
@@ -411,25 +406,22 @@ class UnfoldingWorkspace(Workspace):
 
     def alternatives(self, every: bool = False, of: _Asking | None = None) -> list[tuple[int, ...]]:
         of = self._asked() if of is None else of
-        mine = tuple(self.answers(of, False)[0])
+        mine = self._bytes(of)
         other = UnfoldingWorkspace(self.gpu, self.tf32, not self._unfolds)
-        answers = tuple(other.answers(of, False)[0])
+        answers = other._bytes(of)
         return [answers] if answers != mine else []
 
-    def _apply_rule(self, conv: Conv) -> tuple[int, str]:
-        if self._unfolds:
-            return im2col_bytes(conv), f"im2col's columns, as {self._library} may need them"
-        return 0, f"none, as {self._library} may do without"
+    def _describe_guess(self, why: str, form: int) -> tuple[str, str]:
+        may = (
+            f"{why}, as {self._library} may need them" if self._unfolds else f"none, as {self._library} may do without"
+        )
+        return may, ""
 
 
 def im2col_bytes(conv: Conv) -> int:
     """Bytes of one image's columns: for each pixel that the filters meet, all that a filter multiplies. A filter of one
     pixel multiplies the input as it is."""
-    taps = math.prod(conv.along(conv.r))
-    channels, pixels = (conv.c, conv.out) if conv.output_padding is None else (conv.k, conv.size)
-    if taps == 1 and conv.out == conv.size:
-        return 0
-    return channels * taps * math.prod(pixels) * ELEMENT_BYTES[conv.dtype]
+    return _core.im2col_bytes(conv)
 
 
 def workspace_on(gpu: Gpu, cudnn_version: str | None, torch_version: str, tf32: bool) -> Workspace:
@@ -452,63 +444,8 @@ LIBRARIES = {"AMD": "MIOpen", "Intel": "oneDNN", "Apple": "Metal"}
 # A card of each compute capability, whose workspaces may be those of a card that no cuDNN was asked about.
 ONE_OF_EACH = ("V100", "T4", "A100", "RTX 3090", "RTX 4090", "H100", "B200", "RTX 5090")
 _ASKABLE = version_number("9.8.0")  # the first that answers without a device
-_RULED = {
-    "nchw": "a rule for convolutions that no cuDNN was asked about",
-    "nhwc": "a rule for channels_last convolutions that no cuDNN was asked about",
-    "other": "a rule for convolutions that are not square, 2d and whole, and that no cuDNN was asked about",
-}
-
-
-def _wrong_with(conv: Conv) -> str:
-    """Why the core takes it for no convolution."""
-    if conv.c % conv.groups or conv.k % conv.groups:
-        return f"conv: want channels that fall into {conv.groups} groups, got {conv}"
-    if min(conv.out) < 1:
-        filters, sides = ("x".join(map(str, conv.along(extent))) for extent in (conv.r, conv.size))
-        return f"conv: want a {filters} filter within the padded input, got {sides} and padding {conv.padding}"
-    return f"conv: want sizes below 2^31, got {conv}"
-
-
-_LARGE = "none for an image of 2^31 elements or more"
-
-
-def _rule(gpu: Gpu, version: int, tf32: bool, conv: Conv) -> tuple[int, str]:
-    """What most large convolutions take: NCHW tensors are copied to NHWC for the tensor cores and back.
-
-    Among the recorded 3x3 convolutions with 128 channels or more, at 256 to 1024 pixels a side, seven in ten or more
-    are within 1% in half precision, and half of them in float32, on every GPU and version (tests/test_workspace.py
-    counts them). A 1x1 filter is the same in both layouts and is not copied: of those in half precision more than half
-    are within 1% from compute capability 8.0 on. All this in NCHW with TF32 allowed: the rest is what 3x3 convolutions
-    of 128 channels take in cuDNN 9.10.2. 1d, 3d, grouped, dilated, rectangular and transposed ones were asked of cuDNN
-    9.10.2 and 9.28 for an RTX 4090 and an H100 (docs/PREDICTION.md): grouped and transposed ones copy the output in
-    float32 too.
-    """
-    i, o, f = itertools.islice(sizes(conv).values(), 3)
-    if not i:
-        return 0, _LARGE
-    strict = conv.dtype == "float32" and (not tf32 or gpu.sm < 80)
-    if conv.layout == "nhwc":
-        if strict:
-            return i + o + f, "input + output + filter, strict float32 in channels_last"
-        if conv.dtype == "float32" and gpu.sm not in (90, 100):
-            return i + f, "input + filter, TF32"
-        return 0, "nothing to transpose in channels_last"
-    if gpu.sm < 75 and version >= 91100:
-        return 0, "none for Volta since cuDNN 9.11"
-    if strict:
-        if conv.is_plain and (conv.r, conv.stride) == (3, 1) and gpu.sm < 90:
-            return 100 * conv.c * conv.k + 4 * conv.k, "Winograd's transformed filter, strict float32"
-        return 0, "none in strict float32"
-    if conv.dtype == "float32" and gpu.sm not in (90, 100) and conv.groups == 1 and conv.output_padding is None:
-        return i + f, "input + filter, TF32"
-    if conv.is_plain and conv.r == 1:
-        return i + o, "input + output"
-    return i + o + f, "input + output + filter"
-
-
-def _least(_gpu: Gpu, _version: int, _tf32: bool, _conv: Conv) -> tuple[int, str]:
-    return 0, "the least there can be"
-
-
-def _most(_gpu: Gpu, _version: int, _tf32: bool, conv: Conv) -> tuple[int, str]:
-    return formula_bytes(["i+f+3o", 0, 0, 0, 0], sizes(conv)), "the most that large convolutions were seen to take"
+_RULED = (  # what a guess stands for, by the core's vm_conv_form
+    "a rule for convolutions that no cuDNN was asked about",
+    "a rule for channels_last convolutions that no cuDNN was asked about",
+    "a rule for convolutions that are not square, 2d and whole, and that no cuDNN was asked about",
+)
