@@ -145,6 +145,18 @@ typedef struct search {
     size_t count;
 } search;
 
+/* What was played tells how it goes on a device. a: its allocator. */
+static tried outcome(const vm_process *p, const vm_talloc *a) {
+    size_t count;
+    const vm_reading *reading = vm_process_readings(p, &count);
+    tried t = {.most = vm_process_most_reserved(p),
+               .refused = vm_talloc_get_stats(a)->least_refused,
+               .full = vm_process_last_oom(p)};
+    for (size_t i = 0; i < count; i++)
+        if (reading[i].outside) t.beside = VM_MAX(t.beside, reading[i].peak_reserved + reading[i].outside);
+    return t;
+}
+
 static vm_status try(search *s, uint64_t capacity, tried *out) {
     vm_talloc_config c = *vm_talloc_settings(s->p->talloc);
     vm_talloc *a;
@@ -155,14 +167,8 @@ static vm_status try(search *s, uint64_t capacity, tried *out) {
     vm_status status = vm_talloc_new(&c, &a);
     if (!status) status = vm_process_new(a, &s->p->blas, &p);
     if (!status) status = vm_process_replay(p, s->p, s->first_only);
-    *out = (tried){.full = p && vm_process_last_oom(p)};
-    if (!status || out->full) {
-        size_t count;
-        const vm_reading *reading = vm_process_readings(p, &count);
-        for (size_t i = 0; i < count; i++)
-            if (reading[i].outside) out->beside = VM_MAX(out->beside, reading[i].peak_reserved + reading[i].outside);
-        out->most = vm_process_most_reserved(p);
-        out->refused = vm_talloc_get_stats(a)->least_refused;
+    if (!status || (p && vm_process_last_oom(p))) {
+        *out = outcome(p, a);
         status = VM_OK;
     }
     vm_process_free(p);
@@ -191,7 +197,9 @@ vm_status vm_process_least(const vm_process *p, bool first_only, uint64_t low, u
     uint64_t little = low / PAGE, enough = high / PAGE; /* in pages */
     bool is = false;
     for (size_t i = 0; i < p->events; i++) s.same &= !p->event[i].again;
-    vm_status status = fits(&s, enough * PAGE, &is);
+    vm_status status = vm_scratch_grow(&s.tried, 0, sizeof *s.tried);
+    if (!status) s.tried[s.count++] = outcome(p, p->talloc); /* where there is room */
+    if (!status) status = fits(&s, enough * PAGE, &is);
     while (!status && !is) { /* with more room A1111 cuts its attention less */
         little = enough;
         enough = VM_MAX(2 * enough, 1);
