@@ -1,7 +1,6 @@
-"""What PyTorch's memory counters would say of a VAE's run on a GPU, without PyTorch and without the GPU.
+"""Predict what PyTorch's memory counters say of a VAE's run on a GPU, without PyTorch and without the GPU.
 
-A prediction is a question (question.py), which a simulated process answers (process.py) by playing the benchmark
-(benchmark.py): the counters' peaks of its last run.
+docs/DESIGN.md, "The life of a prediction", follows a call from its arguments to its bytes and back.
 """
 
 from __future__ import annotations
@@ -127,7 +126,7 @@ class Prediction(SimulatedAnswer):
         ``(name, bytes)`` of what was allocated at the peak, weights and input included, largest first, and last what
         the allocator rounded up: the sum is `peak_allocated`.
     workspace_source : str
-        Who said how much scratch the convolutions take: a profile, an installed cuDNN, or a rule.
+        Who said how much scratch the convolutions take: a profile, or a rule.
     timeline : tuple of Moment
         ``(name, allocated, reserved)`` step by step through the model's call; bytes as the counters stand.
     formula : str
