@@ -74,19 +74,20 @@ static void play_all(const vm_talloc_config *config, const vm_trace *t, const ui
 }
 
 /* What PyTorch's own code takes, or else cuDNN by a formula that uses all terms. */
-static vm_status look_up(const vm_lookup *l, const vm_conv *conv, uint64_t *bytes) {
+static vm_status look_up(vm_lookup *l, const vm_conv *conv, uint64_t *bytes) {
     static const vm_formula formula = {
         .times = {1, 2, 3, 1, 1, 1}, .index = 5, .tile = 96, .per_tile = 1000, .constant = -128};
     uint64_t size[VM_SIZES];
-    vm_lookup_answer answer;
-    vm_status s = vm_lookup_conv(l, conv, &answer);
-    *bytes = answer.bytes;
-    if (s || answer.own) return s;
+    size_t count;
+    vm_known known;
+    vm_status s = vm_lookup_conv(l, conv, &known);
+    *bytes = known.bytes;
+    if (s || vm_lookup_sources(l, &count)[known.source].own) return s;
     s = vm_conv_sizes(conv, size);
     return s ? s : vm_formula_bytes(&formula, size, bytes);
 }
 
-static void show(const vm_lookup *l, const vm_trace *t) {
+static void show(vm_lookup *l, const vm_trace *t) {
     uint64_t *workspace = NULL, sum = 0, taken = 0;
     vm_status s = vm_scratch_new(t->convs, sizeof *workspace, &workspace);
     for (size_t i = 0; i < t->steps; i++) {
@@ -105,7 +106,7 @@ static void show(const vm_lookup *l, const vm_trace *t) {
     vm_scratch_free(workspace);
 }
 
-static void show_vae(const vm_lookup *l, const vm_trace_vae *v) {
+static void show_vae(vm_lookup *l, const vm_trace_vae *v) {
     vm_trace *t;
     printf("%s %s %s %s %" PRIu64 " x %" PRIu64 ", batch %" PRIu64 ", tile %" PRIu64 ": ", v->arch->name,
            vm_trace_runtime_name[v->runtime], v->op == VM_ENCODE ? "encode" : "decode", vm_dtype_name(v->dtype),
@@ -116,7 +117,7 @@ static void show_vae(const vm_lookup *l, const vm_trace_vae *v) {
         show(l, t), vm_trace_free(t);
 }
 
-static void show_calls(const vm_lookup *l, const vm_arch *arch, vm_trace_runtime runtime) {
+static void show_calls(vm_lookup *l, const vm_arch *arch, vm_trace_runtime runtime) {
     for (size_t i = 0; i < COUNT(calls); i++)
         for (int k = 0; k < 2 * 3; k++)
             show_vae(l, &(vm_trace_vae){.arch = arch,
@@ -156,7 +157,7 @@ static const char program[] =
     "size 40\nsize 0\nconv run 0 1 2 2 1 3 4 4 0\n"
     "attention run 0 6 6 7 7 8 8 9 9 0 0 0 0 1 1 1\nmodule +5:x c0 a0 b5 -1 -2\n";
 
-static void show_program(const vm_lookup *l) {
+static void show_program(vm_lookup *l) {
     vm_program *p;
     if (vm_program_read(program, &p)) puts(vm_error());
     for (int64_t h = 64; p && h <= (int64_t)1 << 32; h *= 8)
@@ -176,7 +177,7 @@ int main(void) {
     /* Before cuDNN 9.3 PyTorch unfolds large inputs by code of its own. */
     const vm_lookup_torch torch = {.sm = 86, .cudnn = 90100, .release = 205};
     vm_lookup *l;
-    if (vm_lookup_new(&torch, true, &l)) return 1;
+    if (vm_lookup_new(&torch, true, VM_GUESS_RULE, &l)) return 1;
     for (const vm_arch *const *arch = vm_arch_models(); *arch; arch++)
         for (int runtime = 0; runtime < VM_TORCH_RUNTIMES; runtime++) {
             show_parameters(*arch, (vm_trace_runtime)runtime);
