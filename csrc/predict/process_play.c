@@ -82,9 +82,10 @@ vm_status vm_play(run *r, const vm_trace *script, size_t *at, size_t until) {
     vm_status s = VM_OK;
     for (; *at < until; ++*at) {
         uint64_t height = 0;
-        if ((s = vm_play_step(r, &script->step[*at], &height))) break;
-        for (int k = 0; k < 2; k++)
+        s = vm_play_step(r, &script->step[*at], &height);
+        for (int k = 0; k < 2; k++) /* cuBLAS's may be there though cuBLASLt's could not be had */
             if (r->kept[k].address && r->kept[k].step == NEVER) r->kept[k].step = *at;
+        if (s) break;
         height = VM_MAX(height, vm_play_now(r->talloc, VM_TALLOC_ALLOCATED_BYTES));
         if (height > most) most = height, r->highest = *at;
         if (r->allocated) r->allocated[*at - from] = height;

@@ -33,10 +33,12 @@ static vm_trace *a_trace(input *in) {
     return t;
 }
 
-static void call(vm_process *p, const vm_trace *t, input *in, uint64_t held[HELD]) {
+/* steady: a convolution takes the same in every call. */
+static void call(vm_process *p, const vm_trace *t, input *in, bool steady, uint64_t held[HELD]) {
     uint64_t *workspace = calloc(t->convs + 1, 8), *next = calloc(t->convs + 1, 8), *address = calloc(t->ids + 1, 8);
     uint64_t *allocated = calloc(t->steps + 1, 8), *reserved = calloc(t->steps + 1, 8);
-    for (size_t i = 0; i < t->convs; i++) workspace[i] = number(in) % ((uint64_t)1 << 33);
+    for (size_t i = 0; i < t->convs; i++)
+        workspace[i] = steady ? (uint64_t)t->conv[i].size[1] * 1234567 : number(in) % ((uint64_t)1 << 33);
     const vm_status s = vm_process_call(p, t, workspace, next, address, allocated, reserved);
     vm_mem_fail_at(0);
     for (size_t i = 0; i < t->ids; i++) {
@@ -80,12 +82,46 @@ static void check(vm_process *p, const vm_talloc *talloc, const uint64_t held[HE
     uint64_t bytes = 0;
     for (int i = 0; i < HELD; i++) bytes += vm_process_bytes_at(p, held[i]);
     CHECK(bytes <= (uint64_t)s->current);
-    CHECK(!vm_process_peak(p, &list, &step) && sum_of(&list) <= (uint64_t)s->peak);
+    CHECK(!vm_process_peak(p, SIZE_MAX, &list, &step) && sum_of(&list) <= (uint64_t)s->peak);
     CHECK(!step || step->name < vm_process_script(p)->names.count);
     vm_scratch_free(list.item);
     CHECK(!vm_process_baseline(p, &list));
     sum_of(&list);
     vm_scratch_free(list.item);
+}
+
+/* The same on a device of so many bytes, with every allocation of the core's own failing once in a while; without end
+ * and without failures all is as it was. */
+static void replay(const vm_process *from, const vm_talloc *talloc, const vm_process_blas *blas, uint64_t total,
+                   bool first_only, uint64_t fails, bool same) {
+    vm_talloc_config config = *vm_talloc_settings(talloc);
+    size_t count, counted;
+    vm_talloc *other;
+    vm_process *p;
+    config.total_memory = total;
+    CHECK(!vm_talloc_new(&config, &other) && !vm_process_new(other, blas, &p));
+    vm_mem_fail_at(fails);
+    const vm_status s = vm_process_replay(p, from, first_only);
+    vm_mem_fail_at(0);
+    const vm_reading *was = vm_process_readings(from, &count), *is = vm_process_readings(p, &counted);
+    CHECK(counted <= count && (s || counted == count));
+    if (same) {
+        CHECK(!s && vm_process_most_reserved(p) == vm_process_most_reserved(from));
+        for (size_t i = 0; i < count; i++)
+            CHECK(was[i].peak_allocated == is[i].peak_allocated && was[i].peak_reserved == is[i].peak_reserved &&
+                  was[i].base_reserved == is[i].base_reserved);
+    }
+    if (total && !s) CHECK(vm_process_most_reserved(p) <= total);
+    vm_process_free(p);
+    vm_talloc_delete(other);
+}
+
+/* The least device is enough, and one that is 2 MiB smaller is not or was not looked at. */
+static void least(const vm_process *p, const vm_talloc *talloc, const vm_process_blas *blas, bool first_only) {
+    uint64_t bytes;
+    if (vm_process_least(p, first_only, 0, vm_process_most_reserved(p), &bytes)) return;
+    CHECK(bytes % (2 << 20) == 0);
+    if (vm_talloc_is_plain(talloc)) replay(p, talloc, blas, bytes ? bytes : 2 << 20, first_only, 0, false);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
@@ -99,11 +135,13 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     vm_trace *t[TRACES];
     for (int i = 0; i < TRACES; i++) t[i] = a_trace(&in);
     uint64_t held[HELD] = {0};
+    bool is_same = !(how & 1) && how & 64;
     for (int step = 0; step < 100 && in.at < in.end; step++) {
         const uint64_t op = take(&in, 1), which = take(&in, 1) % HELD, fails = op & 128 ? take(&in, 1) : 0;
         const char name[3] = {'w', (char)('a' + op / 8 % 8), 0};
         uint64_t bytes[2] = {number(&in) % ((uint64_t)1 << 33), 513}, address[2];
         size_t copied;
+        is_same &= !fails;
         vm_mem_fail_at(fails);
         switch (op % 8) {
         case 0:
@@ -118,6 +156,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
             }
             break;
         case 3:
+            if (which % 8 == 7) vm_process_read(p, bytes[0]);
             if (held[which]) held[which] = vm_process_release(p, held[which]) ? held[which] : 0;
             break;
         case 4:
@@ -130,12 +169,15 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
                 vm_process_reset_peak(p);
             break;
         default:
-            call(p, t[which % TRACES], &in, held);
+            call(p, t[which % TRACES], &in, how & 64, held);
         }
         vm_mem_fail_at(0);
         check(p, talloc, held);
     }
     CHECK(vm_process_release(p, 12345) == VM_EINVAL);
+    replay(p, talloc, &blas, 0, how & 128, 0, is_same);
+    replay(p, talloc, &blas, number(&in) % ((uint64_t)1 << 34), how & 128, take(&in, 1), false);
+    least(p, talloc, &blas, how & 128);
     vm_process_free(p);
     for (int i = 0; i < TRACES; i++) vm_trace_free(t[i]);
     vm_talloc_delete(talloc);
