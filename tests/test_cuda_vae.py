@@ -11,7 +11,7 @@ import pytest
 from engine import FRAMES, SMALL, TINY, config, error, images, latents, small_vae
 from gpu import LIMIT, U, every_dtype, on_gpu, pair
 
-from vaemem import VAE, Tiling
+from vaemem import VAE, Tiling, _core
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
@@ -429,6 +429,29 @@ def test_too_little_memory_says_what_would_fit():
     ):
         there.decode(z)
     assert there.reserved_bytes == weights  # nothing is left of it
+
+
+# ---- the plan of the last run ----
+
+
+def test_an_equal_run_is_not_planned_again():
+    """Planning allocates in the core. A second run of the same kind allocates less, and gives the same bits."""
+    there = small_vae("odd", device="cuda", dtype="bfloat16")
+
+    def run(latent):
+        _core.fail_alloc_at(1 << 40)
+        image = there.decode(latent)
+        return image, (1 << 40) - _core.fail_alloc_at(0)
+
+    one, other = latents(there, 6, 4), latents(there, 4, 6)
+    there.decode(one), there.decode(other)  # cuDNN's plans, and an arena that is large enough for both
+    first, planned = run(one)
+    again, kept = run(one)
+    assert kept < planned and (first == again).all()
+    assert run(other)[1] > kept and run(one)[1] == planned and run(one)[1] == kept
+    there.trim()
+    assert run(one)[1] > kept  # the plan went with the arena
+    assert (run(one)[0] == first).all()
 
 
 # ---- limits ----

@@ -9,8 +9,8 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-/* The most bytes that a process takes whose prediction is `reserved` bytes: a 16th more and 20 MiB, for what else ran
- * before. Of these bytes so many are `sure` and take no more: weights. UINT64_MAX if it does not fit.
+/* The bound of a process that is predicted to reserve `reserved` bytes: a 16th more and 20 MiB, for what else ran
+ * before. `sure` of these bytes, such as weights, get no 16th. Returns UINT64_MAX if the bound needs more than 64 bits.
  *
  * Of the seed table's rows, with their own workspaces, one is 3.7% above its prediction, two are 2.4% and the rest 0.7%
  * or less; a 16th is the largest of them with room for sizes that were not measured. A small run may meet one more of
@@ -38,8 +38,8 @@ typedef struct vm_card_use {
     bool untried;       /* it rests on something that nobody has tried */
     uint64_t available; /* what the card gives it */
     uint64_t unsure;    /* how much less that may be, because the operating system keeps more */
-    uint64_t most;      /* what it takes where there is room */
-    /* Whether it may take so many bytes by its bound. Called last, and only if all else fits: it may take long. */
+    uint64_t most;      /* what it takes on a card with room for everything */
+    /* Whether the bound is at least `bytes`. It may take long, so it is called last, and only if all else fits. */
     bool (*may_take)(void *context, uint64_t bytes);
     void *context;
 } vm_card_use;

@@ -34,8 +34,8 @@ typedef struct event {
     vm_trace_vae *again; /* of a call, owned: how to walk it again where its steps depend on the free memory; or NULL */
 } event;
 
-/* Where a peak lies: behind so many steps, of which those from `call` on are a call's, up to its height; and the
- * workspace of the convolution that is the last of them. */
+/* Where a peak lies: after `end` steps. If a call makes it, its steps begin at `call`; otherwise call is end. workspace:
+ * bytes of the last step's workspace, if that step is a convolution. */
 typedef struct peak {
     size_t call, end;
     uint64_t workspace;
@@ -84,7 +84,7 @@ struct vm_process {
     peak *reading_peak;           /* and their peaks */
     size_t readings;
     played small;      /* a row in the small pool, which nearly all others go like, */
-    size_t until;      /* of so many steps */
+    size_t until;      /* how many steps that row played */
     bool full;         /* the last call failed because the simulated device was full, */
     vm_talloc_oom oom; /* and these are its figures */
 };
@@ -128,7 +128,7 @@ vm_status vm_process_question(vm_process *p, const vm_conv *conv, uint32_t *numb
 vm_status vm_process_push(vm_process *p, vm_trace_step step);
 /* A trace's steps behind the script's. conv: [t->convs], out: the numbers that its convolutions have there. */
 vm_status vm_process_append(vm_process *p, const vm_trace *t, uint32_t *conv);
-/* Plays the script's steps from `from` on as one call, whose first storage is `first`. */
+/* Plays the script's steps from number `from` on as one call. Its first storage has the number `first`. */
 vm_status vm_process_run(vm_process *p, size_t from, uint32_t first, const vm_trace_vae *again, uint64_t *allocated,
                          uint64_t *reserved);
 

@@ -58,8 +58,8 @@ static bool next_left(const vm_process *p, uint32_t *id, uint32_t end) {
     return *id < end;
 }
 
-/* The numbers of the storages that the old call left, for those that the new one left, in order. left: [ids], of the
- * old call, whether it left them. */
+/* Maps the storages that the old call left to those that the new call left, in order. left: one flag per storage of the
+ * old call, true if the call left it. */
 static vm_status map_left(const vm_process *p, uint32_t first, const bool *left, uint32_t old, uint32_t end,
                           uint32_t *map) {
     uint32_t id = first;
@@ -135,7 +135,7 @@ vm_status vm_process_replay(vm_process *p, const vm_process *from, bool first_on
 typedef struct tried {
     uint64_t most, refused;
     bool full;
-    uint64_t beside; /* the most that PyTorch and what is outside of it took together, if anything is */
+    uint64_t beside; /* peak of PyTorch's memory and the memory outside it together; 0 if none is outside */
 } tried;
 
 typedef struct search {

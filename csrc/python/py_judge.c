@@ -36,8 +36,9 @@ static PyObject *judge(PyObject *Py_UNUSED(module), PyObject *args) {
 
 PyMethodDef vm_py_judges[] = {
     {"judge_bound", judge_bound, METH_VARARGS,
-     "judge_bound(reserved, sure, /)\n--\n\nThe most bytes that a process takes whose prediction is so many, of which "
-     "some are sure."},
+     "judge_bound(reserved, sure, /)\n--\n\nThe bound of a process that is predicted to reserve so many bytes; the "
+     "sure "
+     "ones get no margin."},
     {"judge", judge, METH_VARARGS,
      "judge(fits, guesses, untried, available, unsure, most, may_take, /)\n--\n\n(verdict, why it is tight): whether a "
      "run fits a card. may_take(bytes): whether the run may take so\nmany by its bound; called last."},
