@@ -2,7 +2,7 @@
  *
  *   for mode in instant, fallback:        PyTorch's order (aten/src/ATen/native/cudnn/Conv_v8.cpp)
  *       heuristics(graph, device) -> configurations, best first
- *       skip those that PyTorch's filter refuses; the first that finalises as a plan is the answer
+ *       skip configurations that PyTorch's filter refuses; answer with the first that finalises as a plan
  *
  * cuDNN 9.8 and later take a description of a device in place of a device. No handle is made, so neither a driver nor a
  * device is needed. */

@@ -449,9 +449,9 @@ static PyMethodDef lookup_methods[] = {
     {"conv", (PyCFunction)lookup_conv, METH_O,
      "conv($self, question, /)\n--\n\n(bytes, number of the source) of a convolution."},
     {"answers", (PyCFunction)lookup_answers, METH_VARARGS,
-     "answers($self, of, has_other, /)\n--\n\n(bytes, what is wanted where these cannot be had, numbers of the "
-     "sources) of the convolutions of a\nTrace or Process, or of those that another Lookup was asked about, each a "
-     "list."},
+     "answers($self, of, has_other, /)\n--\n\nThree lists for the convolutions of a Trace, a Process or another "
+     "Lookup: "
+     "bytes, bytes of the next\nplan, and numbers of the sources."},
     {"by_each", (PyCFunction)lookup_by_each, METH_VARARGS,
      "by_each($self, of, profiles, rest, /)\n--\n\nFor each of a tuple of Profiles (a tuple of the bytes of the "
      "convolutions of a Trace, a Process or\na Lookup, how many of these it has recorded). `rest`, another Lookup, "
