@@ -612,7 +612,7 @@ def write(profile: dict, path: str) -> None:
 
 
 def recorded_files(cudnn: Cudnn, folder: str, capability: str | None) -> Iterator[tuple[str, dict]]:
-    """Yields the path and data of a version's files, of one capability or all. Skips files that refer to another version."""
+    """Yields path and data of a version's files, of one capability or all. Skips references to other files."""
     for name, (sm, _, number) in sorted(profiles.profile_files().items()):
         path = os.path.join(folder, name)
         if number != profiles.version_number(cudnn.version) or (capability and str(sm) != capability.replace(".", "")):
