@@ -34,8 +34,8 @@ typedef struct event {
     vm_trace_vae *again; /* of a call, owned: how to walk it again where its steps depend on the free memory; or NULL */
 } event;
 
-/* Where a peak lies: after `end` steps. If a call makes it, its steps begin at `call`; otherwise call is end. workspace:
- * bytes of the last step's workspace, if that step is a convolution. */
+/* Where a peak lies: after `end` steps. If a call makes it, its steps begin at `call`; otherwise call is end.
+ * workspace: bytes of the last step's workspace, if that step is a convolution. */
 typedef struct peak {
     size_t call, end;
     uint64_t workspace;
