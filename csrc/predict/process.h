@@ -80,8 +80,8 @@ uint64_t vm_process_most_reserved(const vm_process *p);
 vm_status vm_process_replay(vm_process *p, const vm_process *from, bool first_only);
 
 /* Finds the smallest device, in pages of 2 MiB, with room for the replay and for the memory outside PyTorch. low: too
- * few bytes; high: enough bytes, as far as is known. If the replay succeeds on some device and fails on a larger one, there
- * are several borders, and the search finds one of them. */
+ * few bytes; high: enough bytes, as far as is known. If the replay succeeds on some device and fails on a larger one,
+ * there are several borders, and the search finds one of them. */
 vm_status vm_process_least(const vm_process *p, bool first_only, uint64_t low, uint64_t high, uint64_t *least);
 
 /* ---- what happened ---- */
