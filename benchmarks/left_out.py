@@ -19,7 +19,7 @@ from statistics import median
 from typing import NamedTuple
 from unittest import mock
 
-from vaemem.prediction import profiles
+from vaemem.prediction import profiles, workspace
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.predict import predict
 
@@ -49,26 +49,20 @@ class Trial(NamedTuple):
 @contextmanager
 def without(names: Iterable[str]) -> Iterator[None]:
     """As if these profiles had never been recorded."""
-    kept = {name: about for name, about in profiles.profile_files().items() if name not in set(names)}
-    with mock.patch.object(profiles, "profile_files", lambda: kept):
-        forget()
+    kept = profiles.Catalogue([name for name in profiles.profile_files() if name not in set(names)])
+    with mock.patch.object(workspace, "shipped_catalogue", lambda: kept):
         yield
-    forget()
-
-
-def forget() -> None:
-    """What was found among the profiles is looked for again."""
-    profiles._near.cache_clear()
-    profiles.relatives.cache_clear()
 
 
 def recorded() -> list[tuple[str, str, str, list[str]]]:
     """(what to leave out, a GPU, a version, the profiles that go) of every trial."""
-    files = {name: about for name, about in profiles.profile_files().items() if profiles._load(name).how == "asked"}
+    files = {
+        name: about for name, about in profiles.profile_files().items() if profiles.load_profile(name).how == "asked"
+    }
     found = []
     for name, (sm, keys, number) in files.items():
         gpu = find_gpu(keys[0]).name if keys else ANY_CARD[sm]
-        version = profiles._load(name).version
+        version = profiles.load_profile(name).version
         found.append(("version", gpu, version, [other for other, about in files.items() if about[2] == number]))
         card = [other for other, about in files.items() if about[:2] == (sm, keys)]
         if any(about[0] == sm and other not in card for other, about in files.items()):

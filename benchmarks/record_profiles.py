@@ -583,7 +583,7 @@ def held_out(cudnn: Cudnn, gpu: Gpu, profile: profiles.Profile, count: int) -> d
 
 def compare(cudnn: Cudnn, gpu: Gpu, version: str, count: int = 1000) -> dict:
     """A reference to the profile of another version; SystemExit where an answer differs."""
-    profile = profiles.nearest_profile(gpu, version)
+    profile = profiles.shipped_catalogue().nearest(gpu, version)
     if profile is None or profile.version != version:
         raise SystemExit(f"--same-as: want a version with a profile for {gpu.name}, got {version}")
     rng = random.Random(1)

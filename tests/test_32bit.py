@@ -10,6 +10,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 # What walks and plays, which needs no Python; and what it needs of the core: memory, errors, architectures.
 PREDICT = [
+    "catalogue.c",
     "judge.c",
     "lookup.c",
     "process.c",
@@ -33,6 +34,7 @@ PREDICT = [
     "torch_trace.c",
     "torch_vae.c",
     "torch_weights.c",
+    "workspace.c",
 ]
 PREDICT = [os.path.join("csrc/predict", name) for name in PREDICT]
 CORE = ["csrc/arch.c", "csrc/mem.c", "csrc/status.c", "kernels/host.c", "kernels/filters.c", "kernels/os.c"]

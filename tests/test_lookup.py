@@ -103,8 +103,21 @@ def test_a_tree_of_any_depth_is_read():
     assert p.conv(question(13, "float16"), False)[2] == -1
 
 
-def a_lookup(*entries, sm=89, cudnn=91002, release=209, is_290=False, tf32=True, guess="rule"):
-    return _core.Lookup(sm, cudnn, cudnn, release, is_290, tf32, guess, entries)
+CARD = "4090", 89, 128
+
+
+def a_catalogue(*profiles, rules=(), samples=()):
+    """Each profile is (compute capability, version, cards, profile, whether it was inferred)."""
+    about = tuple(one[:3] for one in profiles)
+    return _core.Catalogue(about, tuple(rules), tuple(samples), lambda number: profiles[number][3:])
+
+
+def a_workspace(
+    catalogue=None, card=CARD, rules=(), coarse=False, cudnn=91002, shipped=91002, release=209, is_290=False, tf32=True,
+    guess="rule", sm=None,
+):  # fmt: skip
+    catalogue, card = catalogue or a_catalogue(), card if sm is None else ("", sm, 1)
+    return _core.Workspace(catalogue, card, rules, coarse, cudnn, shipped, release, is_290, tf32, guess)
 
 
 def said(lookup, conv):
@@ -114,14 +127,15 @@ def said(lookup, conv):
 
 
 def test_the_first_entry_that_answers():
-    rule = {"dtypes": ["float16"], "formula": ["o", 0, 0, 0, 0]}
-    small = {"dtypes": ["float16"], "pixels": [1, 100]}
-    lookup = a_lookup((small, profile()), (None, profile()), (rule, None))
-    assert said(lookup, question(10)) == (7, 0, 0, 0, 0, None, 0)
-    assert said(lookup, question(12))[1:4] == (0, 1, 0)
-    assert said(lookup, question(21)) == (2 * 16 * 21 * 21, 0, 2, 0, -1, None, 0)
+    large = {"dtypes": ["float16"], "pixels": [400, 1000], "formula": ["o", 0, 0, 0, 0]}, 0, 0, (), False
+    small = {"dtypes": ["float16"], "pixels": [1, 100]}, 90800, 0, (), False
+    known = [(89, version, (), profile(), False) for version in (90800, 91002)]
+    lookup = a_workspace(a_catalogue(*known, rules=(large,)), rules=(small,))
+    assert said(lookup, question(10)) == (7, 0, 0, 0, 0, 0, None, 0)
+    assert said(lookup, question(12))[1:5] == (0, -1, 1, 0)
+    assert said(lookup, question(21)) == (2 * 16 * 21 * 21, 0, 1, -1, 0, -1, None, 0)
     i, f = 4 * 8 * 12 * 12, 4 * 8 * 16 * 9
-    assert said(lookup, question(12, "float32")) == (i + f, 0, -1, 0, -1, "input + filter, TF32", 0)
+    assert said(lookup, question(12, "float32")) == (i + f, 0, -1, -1, 0, -1, "input + filter, TF32", 0)
     with pytest.raises(ValueError, match="want a 3x3 filter within the padded input, got 2x2 and padding 0x0"):
         lookup.conv(question(2, padding=0))
     assert [Conv(*one).h for one in lookup.known(False)] == [10, 12, 21, 12] and lookup.known(True) == []
@@ -138,17 +152,17 @@ def test_guesses():
     wide, pointwise = question(dilation=2), question(padding=0)._replace(r=1)
     i, o, f = (2 * n for n in (8 * 144, 16 * 144, 8 * 16 * 9))
     for guess, count in (("rule", i + o + f), ("least", 0), ("most", i + 3 * o + f), ("columns", 2 * 8 * 9 * 144)):
-        assert a_lookup(guess=guess).conv(question()) == (count, 0)
-    assert a_lookup(guess="columns").conv(pointwise) == (0, 0)
+        assert a_workspace(guess=guess).conv(question()) == (count, 0)
+    assert a_workspace(guess="columns").conv(pointwise) == (0, 0)
     with pytest.raises(ValueError, match="guess: want rule, least, most or columns, got 'none'"):
-        a_lookup(guess="none")
-    lookup = a_lookup()
+        a_workspace(guess="none")
+    lookup = a_workspace()
     forms = [said(lookup, one)[-1] for one in (question(), question(layout="nhwc"), wide, question(16))]
     assert forms == [0, 1, 2, 0] and len(lookup.sources(0)) == 3
     with pytest.raises(ValueError, match="want channels that fall into 3 groups, got 8 and 16"):
         lookup.conv(question(groups=3))
     assert lookup.conv(Conv("float16", 1, 1 << 20, 64, 64, 7, 3)) == (0, 3)  # 2^32 elements
-    assert lookup.sources(3)[0][4] == "none for an image of 2^31 elements or more"
+    assert lookup.sources(3)[0][5] == "none for an image of 2^31 elements or more"
     assert _core.im2col_bytes(wide) == 2 * 8 * 9 * 100
 
 
@@ -172,7 +186,7 @@ OWN = [
 
 @pytest.mark.parametrize("conv, torch, why", OWN, ids=str)
 def test_what_pytorch_runs_itself(conv, torch, why):
-    lookup = a_lookup(**torch, guess="least")
+    lookup = a_workspace(**torch, guess="least")
     count, own, *_ = said(lookup, conv)
     assert own == why and bool(lookup.known(True)) == bool(why)
     columns = conv.c * 9 * conv.h * conv.w * (2 if conv.dtype != "float32" else 4)
@@ -180,14 +194,26 @@ def test_what_pytorch_runs_itself(conv, torch, why):
 
 
 def test_every_allocation_fails_once():
-    files = [profiles._load(name) for name in ("sm89_cudnn9.10.2.json", "sm89_cudnn9.7.1.json")]
+    files = [profiles.load_profile(name) for name in ("sm89_cudnn9.10.2.json", "sm89_cudnn9.7.1.json")]
     r = random.Random(0)
     asked = [Conv("float16", 1, 128, r.randint(8, 99), r.randint(8, 99), 128, 3) for _ in range(70)]
 
     def play():
         made = profile(profile())
-        lookup = a_lookup((GOOD["rules"][0] | {"formula": None}, made), *((None, file.core) for file in files))
-        return [said(lookup, one) for one in (*asked, question(10))]
+        cards = ("4080", 89, 76), ("4070", 89, 46)
+        known = (
+            (89, 91002, (), files[0].core, False),
+            (89, 90701, cards, files[1].core, True),
+            (86, 90800, (), made, False),
+        )
+        rules = (
+            (GOOD["rules"][0], 0, 0, (89,), False), (GOOD["rules"][0], 0, 90800, (89,), True),
+            ({"dtypes": ["float16"], "pixels": [1, 80]}, 90701, 0, (), False),
+        )  # fmt: skip
+        catalogue = a_catalogue(*known, rules=rules, samples=(CARD, ("3090", 86, 82)))
+        workspace = a_workspace(catalogue, rules=rules[2:], coarse=True, cudnn=90701)
+        answers = [said(workspace, one) for one in (*asked, question(10))]
+        return answers, *(workspace.rows(every, workspace) for every in (False, True))
 
     want = play()
     for n in range(1, 1000):
@@ -309,3 +335,87 @@ def test_convolutions_that_there_are_not(change, named):
     for ask in (_core.conv_sizes, lambda conv: profile().conv(conv, True)):
         with pytest.raises(ValueError, match=f"conv: .*{named}"):
             ask(conv)
+
+
+# ---- catalogues ----
+
+
+def constant(count):
+    """A profile that says a number of bytes for every convolution of 8 to 16 channels in float16."""
+    return _core.Profile(True, None, [["", 0, 0, 0, count]], [], {"8,16,3,1,1/float16": "0"})
+
+
+def test_the_nearest_version_and_card():
+    cards = lambda *sms: tuple((f"card {n}", 89, n) for n in sms)  # noqa: E731
+    known = [
+        (89, 90800, (), constant(1), False),
+        (89, 91000, cards(100), constant(2), False),
+        (89, 91000, cards(20, 60), constant(3), False),
+        (89, 90701, (), constant(4), True),
+        (86, 91000, (), constant(5), False),
+        (75, 91000, (), constant(6), False),
+    ]
+    catalogue = a_catalogue(*known)
+    assert catalogue.near(("card 100", 89, 100), 91000) == [1, 0, 3]
+    assert catalogue.near(("card 60", 89, 60), 90900) == [2, 0, 3]  # the newer of two that are as near
+    assert catalogue.near(("other", 89, 81), 0) == [1, 0, 3]
+    assert catalogue.near(("other", 89, 80), 0) == [1, 0, 3]  # of two that are as near the first
+    assert catalogue.near(("other", 89, 79), 0) == [2, 0, 3] and catalogue.near(("other", 90, 79), 0) == []
+    assert (
+        catalogue.nearest(CARD, 90701) == 3 and catalogue.nearest(CARD, 90700) == 0
+    )  # inferred ones answer for their own
+    assert catalogue.nearest(("other", 90, 1), 0) == -1
+    assert catalogue.relatives(89, 90900) == [0, 1, 2]
+    assert catalogue.relatives(89, 90700) == catalogue.relatives(89, 0) == catalogue.relatives(90, 0) == [0, 1, 2, 4]
+    assert catalogue.relatives(70, 91000) == [5]
+    same = a_catalogue((89, 90800, (), known[0][3], False), (89, 91000, (), known[0][3], False))
+    assert same.relatives(89, 0) == [0]
+
+
+def test_rows():
+    """What else a convolution may take, by what stands for missing data."""
+    known = [
+        (89, 90800, (), constant(10), False),
+        (89, 91002, (), constant(20), False),
+        (86, 91002, (), constant(30), False),
+        (89, 90701, (), constant(40), True),
+    ]
+    possible = {"dtypes": ["float16"], "formula": ["", 0, 0, 0, 50]}, 0, 90800, (89,), True
+    catalogue = a_catalogue(*known, rules=[possible], samples=[("v100", 70, 80)])
+    other = question()._replace(c=9)  # no profile holds it
+    i, o, f = (2 * n for n in (8 * 144, 16 * 144, 8 * 16 * 9))
+    i9, o9, f9 = (-(-2 * n // 16) * 16 for n in (9 * 144, 16 * 144, 9 * 16 * 9))
+
+    def rows(conv, every=False, **more):
+        workspace = a_workspace(catalogue, **more)
+        workspace.conv(conv)
+        return [row[0] for row in workspace.rows(every, workspace)]
+
+    assert rows(question()) == []  # asked of this version, on this card
+    assert rows(question(), cudnn=90900) == [20]  # between two versions that were asked; 9.10 is no nearer
+    assert rows(question(), every=True) == [10, 30, 40, 50]
+    assert rows(question(), cudnn=92000) == [10, 30]  # beyond them: the whole family
+    assert rows(question(), cudnn=90701) == [10]  # inferred: the nearest that was asked
+    assert rows(question(), cudnn=90700) == [20, 30, 40, 50]  # before those that were asked
+    assert rows(other) == [0, i9 + 3 * o9 + f9]  # a guess
+    assert rows(question(), coarse=True) == [10, i + o + f, 0]  # between two, and a card of each kind
+    assert rows(question(), guess="least") == [2 * 8 * 9 * 144] and rows(question(), guess="columns") == [0]
+    workspace = a_workspace(catalogue, cudnn=90900)
+    assert workspace.rows(False, workspace) == []  # nothing was asked about
+
+
+def test_bad_catalogues_and_workspaces():
+    with pytest.raises(ValueError, match="card: want a key of up to 63 letters"):
+        a_workspace(card=("x" * 64, 89, 1))
+    with pytest.raises(ValueError, match="rule: want up to 16 compute capabilities"):
+        a_catalogue(rules=[({}, 0, 0, (89,) * 17, False)])
+    for wrong in (dict(card=1), dict(card=("x", 89)), dict(rules=(1,)), dict(rules=((1, 0, 0, (), 0),))):
+        with pytest.raises((TypeError, ValueError)):
+            a_workspace(**wrong)
+    for load in (lambda number: 1 / 0, lambda number: (1, False), lambda number: None):
+        catalogue = _core.Catalogue(((89, 91002, ()),), (), (), load)
+        for use in (lambda c: c.near(CARD, 0), lambda c: c.relatives(89, 0), lambda c: a_workspace(c)):
+            with pytest.raises((ZeroDivisionError, TypeError)):
+                use(catalogue)
+    with pytest.raises(TypeError, match="catalogue: want a Catalogue, got int"):
+        a_workspace(7)

@@ -703,7 +703,8 @@ def test_the_upper_bound_holds_where_nothing_was_asked():
 def test_the_upper_bound_needs_neither_9_7_nor_its_rules(table):
     """The seed table's rows ran with cuDNN 9.7.1 on an RTX 4090. How much other versions and cards differ covers all of
     them but one, which is 0.5% above, where nothing is known of any version before 9.8. (Of whole images here.)"""
-    with left_out.without(["sm89_cudnn9.7.1.json"]), mock.patch.object(profiles, "_older", list):
+    asked = profiles.Catalogue([name for name in profiles.profile_files() if name != "sm89_cudnn9.7.1.json"], older=[])
+    with mock.patch.object(workspace, "shipped_catalogue", lambda: asked):
         assert predict("sdxl", "decode", 64, 64, "float16").substitutions == ("cuDNN 9.8.0 for 9.7.1",)
         whole = [
             row for row in table if row[0][1] in ("encode", "decode") and (row[0][0] == "flux" or row[0][2] <= 1024)
@@ -713,12 +714,10 @@ def test_the_upper_bound_needs_neither_9_7_nor_its_rules(table):
 
 @pytest.mark.thorough
 def test_the_upper_bound_needs_nothing_from_the_table_itself(table, monkeypatch):
-    near, older = profiles.profiles_near, profiles.older_rules
-    nearest = lambda gpu, version: [p for p in near(gpu, version) if p.how != "inferred"]  # noqa: E731
-    other = lambda *asked: [rule for rule in older(*asked) if "seed_table" not in rule["from"]]  # noqa: E731
-    monkeypatch.setattr(workspace, "profiles_near", nearest)
-    monkeypatch.setattr(workspace, "older_rules", other)
-    monkeypatch.setattr(workspace, "nearest_profile", lambda gpu, version: nearest(gpu, version)[0])
+    files = [name for name in profiles.profile_files() if profiles.load_profile(name).how != "inferred"]
+    older = [rule for rule in profiles.shipped_catalogue().older if "seed_table" not in rule["from"]]
+    asked = profiles.Catalogue(files, older)
+    monkeypatch.setattr(workspace, "shipped_catalogue", lambda: asked)
     assert predict("sdxl", "decode", 64, 64, "float16").substitutions == ("cuDNN 9.8.0 for 9.7.1",)
     assert reproduce.covered(table, torch_version=reproduce.TORCH) == len(table)
 

@@ -311,9 +311,9 @@ def test_profile_walks_its_tree_and_its_rules():
 
 def test_every_shipped_profile_loads_and_names_its_making():
     files = profiles.profile_files()
-    assert all(profiles.nearest_profile(find_gpu(name), None) for name in gpu_names())
+    assert all(profiles.shipped_catalogue().nearest(find_gpu(name), None) for name in gpu_names())
     for name, (sm, _, number) in files.items():
-        profile = profiles._load(name)
+        profile = profiles.load_profile(name)
         assert profile.how in ("asked", "measured", "inferred")
         assert profile.capability.replace(".", "") == str(sm) and profiles.version_number(profile.version) == number
         if profile.how == "asked":
@@ -453,7 +453,7 @@ def test_an_image_of_2_31_elements_takes_no_workspace():
 
 def test_every_recorded_version_knows_batches():
     for name in profiles.profile_files():
-        recorded = profiles._load(name).recorded
+        recorded = profiles.load_profile(name).recorded
         if recorded["how"] == "asked":
             assert recorded["batches"]["held_out"] == 500, name
 
@@ -636,9 +636,10 @@ def test_how_far_answers_may_lie_from_what_was_asked():
         ("B200", "9.22.0", "9.8.0"),
     ):
         card = find_gpu(gpu)
-        own, family = ({p.sm for p in profiles.relatives(card.sm, version)} for version in (between, beyond))
+        catalogue = profiles.shipped_catalogue()
+        own, family = ({p.sm for p in catalogue.relatives(card.sm, version)} for version in (between, beyond))
         assert own == {card.sm} and family > own and len({sm < 80 for sm in family}) == 1
-        assert {p.sm for p in profiles.relatives(card.sm, None)} == family
+        assert {p.sm for p in profiles.shipped_catalogue().relatives(card.sm, None)} == family
     question = "float32", 1, 256, 512, 512, 256, 3
     workspace = Workspace("RTX 4090", "9.1.0")
     workspace.conv(*question)
@@ -653,7 +654,7 @@ def test_what_takes_the_most_of_all():
     workspace = Workspace("RTX 3090", "9.1.0")
     for question in questions:
         workspace.conv(*question)
-    asked = profiles.relatives(workspace.gpu.sm, "9.1.0")
+    asked = profiles.shipped_catalogue().relatives(workspace.gpu.sm, "9.1.0")
     most = tuple(max(p.conv(profiles.Conv(*q))[0] for p in asked if p.conv(profiles.Conv(*q))) for q in questions)
     assert most in workspace.alternatives()
 
@@ -674,11 +675,11 @@ def test_what_was_asked_has_no_alternatives():
     assert len(said) == 2 and 0 in said
 
 
-def test_the_nearest_version_that_holds_a_kind_answers(monkeypatch):
+def test_the_nearest_version_that_holds_a_kind_answers():
     """Not every file holds channels_last: another version's answers stand in, and the band is made of such versions."""
     kinds = {"9.20.0": "float16", "9.10.2": "float16 nhwc", "9.8.0": "float16 nhwc", "9.26.0": "float16"}
-    files = [
-        profiles.Profile(
+    files = {
+        version: profiles.Profile(
             {
                 "capability": "8.9",
                 "cudnn": version,
@@ -688,17 +689,15 @@ def test_the_nearest_version_that_holds_a_kind_answers(monkeypatch):
             }
         )
         for version, kind in kinds.items()
-    ]
-    for name in ("profiles_near", "relatives"):
-        monkeypatch.setattr(f"vaemem.prediction.workspace.{name}", lambda gpu, version: files)
-    monkeypatch.setattr("vaemem.prediction.workspace.nearest_profile", lambda gpu, version: files[0])
-    workspace = Workspace("RTX 4090", "9.20.0")
+    }
+    catalogue = profiles.Catalogue(files)
+    workspace = Workspace("RTX 4090", "9.20.0", catalogue=catalogue)
     question = "float16", 1, 128, 64, 64, 128, 3, 1, 1
     assert workspace.conv(*question)[0] == 92000 and not workspace.substitutions
     count, source = workspace.conv(*question, "nhwc")
     assert count == 91002 and source.endswith("cuDNN 9.10.2, asked (9.20.0 was wanted)")
     assert list(workspace.substitutions) == ["cuDNN 9.10.2 for 9.20.0"]
-    alone = Workspace("RTX 4090", "9.20.0")
+    alone = Workspace("RTX 4090", "9.20.0", catalogue=catalogue)
     alone.conv(*question, "nhwc")
     assert [answers[-1] for answers in alone.alternatives()] == [90800]
 
@@ -861,16 +860,15 @@ POINTWISE = ((128, 256), (256, 512), (512, 512), (512, 256), (256, 128))
 
 
 @pytest.mark.parametrize("name", sorted(profiles.profile_files()))
-def test_the_rule_is_as_good_as_it_says(name, monkeypatch):
-    profile = profiles._load(name)
+def test_the_rule_is_as_good_as_it_says(name):
+    profile = profiles.load_profile(name)
     if profile.how != "asked":
         pytest.skip("inferred from a table of another kind")
     gpu = find_gpu(profile.recorded["gpus"][0])
     wanted = [("float16", WIDE, 3, 0.7), ("float32", WIDE, 3, 0.5)]
     if gpu.sm >= 80:
         wanted.append(("float16", POINTWISE, 1, 0.5))
-    rule = Workspace(gpu, profile.version)
-    rule._profile = None
+    rule = Workspace(gpu, profile.version, catalogue=profiles.Catalogue({}))
     for dtype, channels, r, share in wanted:
         near = []
         for c, k in channels:

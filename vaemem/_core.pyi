@@ -169,18 +169,33 @@ class Profile:
     # Bytes, how many profiles further on, and which of its rules, or -1.
     def conv(self, question: tuple[Any, ...], tf32: bool, /) -> tuple[int, int, int] | None: ...
 
-class Lookup:
+_Card = tuple[str, int, int]  # key, compute capability, multiprocessors
+# A rule, the version that answers in its place or 0, the version before which it holds or 0, compute capabilities, and
+# whether it is only possible.
+_CardRule = tuple[Mapping[str, Any], int, int, tuple[int, ...], bool]
+
+class Catalogue:
+    # Profiles are (compute capability, version, the cards they are limited to).
     def __new__(
-        cls, sm: int, cudnn: int, guessed: int, release: int, is_290: bool, tf32: bool, guess: str,
-        entries: Sequence[tuple[dict[str, Any] | None, Profile | None]],
-    ) -> Lookup: ...  # fmt: skip
+        cls, recorded: tuple[tuple[int, int, tuple[_Card, ...]], ...], rules: tuple[_CardRule, ...],
+        samples: tuple[_Card, ...], load: Callable[[int], tuple[Profile, bool]],
+    ) -> Catalogue: ...  # fmt: skip
+    def near(self, card: _Card, version: int, /) -> list[int]: ...
+    def nearest(self, card: _Card, version: int, /) -> int: ...
+    def relatives(self, sm: int, version: int, /) -> list[int]: ...
+
+class Workspace:
+    def __new__(
+        cls, catalogue: Catalogue, card: _Card, rules: tuple[_CardRule, ...], coarse: bool, cudnn: int, shipped: int,
+        release: int, is_290: bool, tf32: bool, guess: str,
+    ) -> Workspace: ...  # fmt: skip
     def conv(self, question: tuple[Any, ...], /) -> tuple[int, int]: ...
-    def answers(self, of: Trace | Process | Lookup, has_other: bool, /) -> tuple[list[int], list[int], list[int]]: ...
-    def by_each(
-        self, of: Trace | Process | Lookup, profiles: tuple[Profile, ...], rest: Lookup, /
-    ) -> list[tuple[tuple[int, ...], int]]: ...
-    # Why PyTorch runs it itself, entry, profiles further on, rule, a guess in words, form.
-    def sources(self, first: int, /) -> list[tuple[int, int, int, int, str | None, int]]: ...
+    def answers(
+        self, of: Trace | Process | Workspace, has_other: bool, /
+    ) -> tuple[list[int], list[int], list[int]]: ...
+    def rows(self, every: bool, of: Trace | Process | Workspace, /) -> list[tuple[int, ...]]: ...
+    # Why PyTorch runs it itself, rule, recorded profile, profiles further on, its rule, a guess in words, form.
+    def sources(self, first: int, /) -> list[tuple[int, int, int, int, int, str | None, int]]: ...
     def known(self, own: bool, /) -> list[_Conv]: ...
 
 def judge_bound(reserved: int, sure: int, /) -> int: ...

@@ -29,9 +29,9 @@ bool vm_py_is_bfloat16(PyArrayObject *a);
 /* A tuple of integers. */
 PyObject *vm_py_sizes(const size_t *size, size_t count);
 
-/* Threads. What simulates (CachingAllocator, Process, Trace, Lookup) is read and changed with the GIL held. No pointer
- * into it is kept while Python's code may run, which may add to what is listed, but takes nothing away. A Model, whose
- * runs give the GIL up, has a lock (py_model.h). Cudnn and vaemem._cuda.Backend have none: their C locks itself,
+/* Threads. What simulates (CachingAllocator, Process, Trace, Workspace) is read and changed with the GIL held. No
+ * pointer into it is kept while Python's code may run, which may add to what is listed, but takes nothing away. A
+ * Model, whose runs give the GIL up, has a lock (py_model.h). vaemem._cuda.Backend has none: its C locks itself,
  * without the GIL. Accounts (mem.c) lock themselves too. */
 
 /* A convolution's question: (dtype, n, c, h, w, k, r, stride, padding, layout), then, if any, (dilation, groups,
@@ -60,8 +60,8 @@ PyObject *vm_py_wrap_trace(PyTypeObject *type, struct vm_trace *trace);
 
 /* What the module has, by file. */
 extern PyType_Spec vm_py_model_type, vm_py_trace_type, vm_py_process_type, vm_py_program_type, vm_py_profile_type,
-    vm_py_lookup_type;
-extern PyMethodDef vm_py_unpickle[], vm_py_lookups[], vm_py_judges[];
+    vm_py_catalogue_type, vm_py_workspace_type;
+extern PyMethodDef vm_py_unpickle[], vm_py_convolutions[], vm_py_judges[];
 int vm_py_add_allocator(PyObject *module); /* with its exception; -1 with one set */
 
 #endif

@@ -1,6 +1,8 @@
 /* Any profile, rules and convolutions: a walk through a tree ends, sizes that do not fit are an error, and what is
- * remembered is what was told. */
-#include "../../csrc/predict/lookup.h"
+ * remembered is what was told. Rows of a workspace differ from its own answers and from each other. */
+#include <string.h>
+
+#include "../../csrc/predict/workspace.h"
 #include "input.h"
 
 static vm_conv a_conv(input *in) {
@@ -74,6 +76,66 @@ static vm_profile *a_profile(input *in, const vm_profile *otherwise, const vm_co
     return p;
 }
 
+/* Two profiles, of which one may fail to load. */
+typedef struct loaded {
+    const vm_profile *profile[2];
+    uint64_t how;
+} loaded;
+
+static vm_status load_one(void *context, size_t number, const vm_profile **profile, bool *inferred) {
+    const loaded *const l = context;
+    if (l->how % 16 == 7 && number == 1) return VM_EINVAL;
+    *profile = l->profile[number % 2];
+    *inferred = l->how >> number & 1;
+    return VM_OK;
+}
+
+static vm_card a_card(input *in) {
+    static const int sms[] = {70, 75, 86, 89};
+    return (vm_card){{(char)('a' + take(in, 1) % 3)}, sms[take(in, 1) % 4], (int)take(in, 1)};
+}
+
+static vm_card_rule a_card_rule(input *in, const vm_conv *like) {
+    return (vm_card_rule){.rule = a_rule(in, like),
+                          .as = take(in, 1) & 1 ? 90000 + (int)take(in, 1) % 8 : 0,
+                          .before = take(in, 1) & 1 ? 90000 + (int)take(in, 1) % 8 : 0,
+                          .capability = {a_card(in).sm},
+                          .capabilities = take(in, 1) & 1,
+                          .possible = take(in, 1) & 1};
+}
+
+static void check_rows(input *in, loaded *l, const vm_conv *conv, size_t convs, const vm_workspace_for *of) {
+    vm_catalogue *c;
+    vm_workspace *w;
+    CHECK(!vm_catalogue_new(load_one, l, &c));
+    for (uint64_t n = take(in, 1) % 6; n; n--) {
+        const vm_card card[2] = {a_card(in), a_card(in)};
+        const vm_card_rule rule = a_card_rule(in, conv);
+        CHECK(!vm_catalogue_add(c, card[0].sm, 90000 + (int)take(in, 1) % 8, card, take(in, 1) % 3));
+        CHECK(!vm_catalogue_add_rule(c, &rule) && !vm_catalogue_add_sample(c, &card[1]));
+    }
+    const vm_card_rule own = a_card_rule(in, conv);
+    const vm_status s = vm_workspace_new(c, of, &own, take(in, 1) & 1, &w);
+    CHECK(!s || s == VM_EINVAL);
+    for (int every = 0; !s && every < 2; every++) {
+        uint64_t *row, mine[8];
+        size_t count;
+        vm_known known;
+        if (vm_workspace_rows(w, every, conv, convs, &row, &count)) continue;
+        for (size_t i = 0; i < convs; i++) {
+            CHECK(!vm_lookup_conv(vm_workspace_lookup(w), &conv[i], &known));
+            mine[i] = known.bytes;
+        }
+        for (size_t i = 0; i < count; i++) {
+            CHECK(memcmp(row + i * convs, mine, convs * sizeof *mine));
+            for (size_t k = 0; k < i; k++) CHECK(memcmp(row + i * convs, row + k * convs, convs * sizeof *row));
+        }
+        vm_scratch_free(row);
+    }
+    vm_workspace_free(w);
+    vm_catalogue_free(c);
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     input in = {data, data + size};
     const uint64_t how = take(&in, 1);
@@ -101,6 +163,17 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         CHECK(once.source < count && source->entry < 2 && source->how.steps >= 0 && source->how.steps < 2);
         CHECK((source->own != VM_OWN_NONE) + (source->entry >= 0) + (source->why != NULL) == 1);
     }
+    vm_conv some[8] = {like};
+    size_t convs = 1;
+    while (convs < 8 && in.at < in.end && take(&in, 1) & 1) some[convs++] = a_conv(&in);
+    loaded files = {{first, last}, take(&in, 1)};
+    const vm_workspace_for of = {.card = a_card(&in),
+                                 .coarse = how & 32,
+                                 .torch = torch,
+                                 .shipped = 90000 + (int)take(&in, 1) % 8,
+                                 .tf32 = how & 2,
+                                 .guess = (vm_guess)(how >> 3 & 3)};
+    check_rows(&in, &files, some, convs, &of);
     vm_lookup_free(l);
     vm_profile_free(first);
     vm_profile_free(last);

@@ -23,15 +23,17 @@ place of a tree stands the key that has the same one.
 If input or output has more than 2^31 elements, cuDNN works on a part of the batch at a time: ``i``, ``o``, ``I``, ``O``
 and ``p``, the output pixels, are of the largest part up to that. A single image of 2^31 or more takes no workspace.
 
-A file may also hold rules that go before its trees, and name the file that answers what it does not. An inferred
-profile answers for its own version alone. ``older.json`` holds rules for versions that were never asked.
+A file may also hold rules that go before its trees, and name the file that answers the rest. An inferred profile
+answers for its own version only. ``older.json`` holds rules for versions that were never asked.
+
+`Catalogue` lists all of them; which of them answers for a card is decided in ``csrc/predict/catalogue.c``.
 """
 
 import functools
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -124,6 +126,11 @@ def version_number(version: str) -> int:
     return number
 
 
+def number_of(version: str | None) -> int:
+    """The core's number of a version; 0 if there is none."""
+    return 0 if version is None else version_number(version)
+
+
 @functools.lru_cache(maxsize=256)
 def _version_number(version: str) -> int | None:
     match = re.fullmatch(r"9\.(\d{1,2})(?:\.(\d{1,2})(?:\.\d+)?)?", version)
@@ -146,7 +153,7 @@ class Profile:
     Attributes
     ----------
     file : str
-        Its name in ``vaemem/data/profiles``.
+        The file in ``vaemem/data/profiles`` that holds its answers.
     version : str
         cuDNN's version.
     how : str
@@ -154,13 +161,15 @@ class Profile:
     recorded : dict
         How it was made and checked, as the file says.
     cards : list of str
-        Keys of the GPUs that alone it is for; none where it is for all of its capability.
+        Keys of the GPUs it is limited to; empty means the whole compute capability.
+    core : _core.Profile
+        Its answers. Files that say ``same_as`` share those of the other file.
     """
 
-    def __init__(self, data: dict[str, Any], file: str = "", cards: Sequence[str] = ()):
+    def __init__(self, data: dict[str, Any], file: str = "", cards: Sequence[str] = (), core: Any = None):
         self.file, self.cards = file, list(cards)
         other = data.get("otherwise")
-        self._otherwise = _load(other) if other else None
+        self._otherwise = load_profile(other) if other else None
         self.capability: str = data["capability"]
         self.sm = int(self.capability.replace(".", ""))
         self.version: str = data["cudnn"]
@@ -168,14 +177,14 @@ class Profile:
         self.how: str = self.recorded["how"]
         self._rules: list[dict[str, Any]] = data.get("rules", [])
         trees: dict[str, str] = data.get("convolutions", {})
-        self.core: _core.Profile = _core.Profile(
+        self.core: _core.Profile = core or _core.Profile(
             self.sm >= 80, self._otherwise.core if self._otherwise else None, data.get("formulas", []), self._rules,
             {key: trees.get(tree, tree) for key, tree in trees.items()},
         )  # fmt: skip
         self._source = f"profile: compute capability {self.capability}, cuDNN {self.version}, {self.how}"
 
     def conv(self, conv: Conv, tf32: bool = True) -> tuple[int, str] | None:
-        """(bytes, source) of a convolution; None where none of its kind was recorded."""
+        """(bytes, source) of a convolution; None if none of its kind was recorded."""
         found = self.core.conv(conv, tf32)
         return found and (found[0], self.source(*found[1:]))
 
@@ -190,91 +199,111 @@ class Profile:
 
 
 @functools.cache
-def _load(name: str) -> Profile:
+def load_profile(name: str) -> Profile:
+    """A shipped profile, by the name of its file."""
     data: dict[str, Any] = json.loads(shipped("profiles", name))
-    file = data.get("same_as", name)
-    if file != name:  # another version that gave the same answers
-        data = json.loads(shipped("profiles", file)) | data
-    return Profile(data, file, profile_files()[name][1])
+    cards, file = profile_files()[name][1], data.get("same_as", name)
+    if file == name:
+        return Profile(data, name, cards)
+    return Profile(json.loads(shipped("profiles", file)) | data, file, cards, load_profile(file).core)
 
 
 @functools.cache
 def profile_files() -> dict[str, tuple[int, list[str], int]]:
-    """Shipped profiles: {file: (capability such as 89, keys of its GPUs or none for all, version number)}."""
+    """Shipped profiles by name: {file: (capability such as 89, keys of its GPUs or none for all, version number)}."""
     found = {}
     for entry in (resources.files("vaemem") / "data" / "profiles").iterdir():
         match = _FILE.fullmatch(entry.name)
         if match:
             found[entry.name] = int(match[1]), match[2].split("-")[1:], version_number(match[3])
-    return found
+    return dict(sorted(found.items()))
 
 
-def _recorded(sm: int, key: str, multiprocessors: int) -> dict[int, str]:
-    """{version number: file} of the profiles for one kind of GPU."""
-    have: dict[int, tuple[int, str]] = {}
-    for name, (capability, keys, number) in profile_files().items():
-        if capability != sm:
-            continue
-        others = [] if key in keys else keys  # cards that alone the file is for, where this one is none of them
-        far = min((1 + abs(find_gpu(other).multiprocessors - multiprocessors) for other in others), default=0)
-        have[number] = min(have.get(number, (far, name)), (far, name))
-    return {number: name for number, (_, name) in have.items()}
+def card_of(gpu: Gpu) -> tuple[str, int, int]:
+    """A card as the core sees it."""
+    return gpu.key, gpu.sm, gpu.multiprocessors
 
 
-def profiles_near(gpu: Gpu, version: str | None) -> tuple[Profile, ...]:
-    """The profiles for GPUs like this one, asked and inferred, the nearest cuDNN to `version` first (None: the newest).
+def card_rule(rule: Mapping[str, Any]) -> tuple[Mapping[str, Any], int, int, tuple[int, ...], bool]:
+    """A rule of ``older.json`` or of a card, as the core takes it."""
+    other, before = (version_number(rule[name]) if name in rule else 0 for name in ("as", "before"))
+    return rule, other, before, tuple(rule.get("capabilities", ())), rule["standing"] == "possible"
 
-    Where a version's answers differ among the GPUs of a capability and this one was not asked about, it is the profile
-    of the card with the nearest number of multiprocessors.
+
+# A card of each compute capability. A card that no cuDNN was asked about may have the workspaces of any of them.
+ONE_OF_EACH = ("V100", "T4", "A100", "RTX 3090", "RTX 4090", "H100", "B200", "RTX 5090")
+
+
+class Catalogue:
+    """Profiles, and rules for versions that were never asked: by default all that ship.
+
+    Parameters
+    ----------
+    files : iterable of str, or dict, optional
+        Names of profile files. A dict may give a `Profile` for a name; None stands for the shipped one.
+    older : iterable of dict, optional
+        Rules such as those of ``older.json``.
+
+    Attributes
+    ----------
+    older : list of dict
+    core : _core.Catalogue
+        Chooses among them.
     """
-    return _near(gpu.sm, gpu.key, gpu.multiprocessors, version)
+
+    def __init__(
+        self, files: Iterable[str] | Mapping[str, Profile | None] | None = None,
+        older: Iterable[Mapping[str, Any]] | None = None,
+    ):  # fmt: skip
+        names = tuple(profile_files() if files is None else files)
+        given = {name: one for name, one in files.items() if one} if isinstance(files, Mapping) else {}
+        self.older = list(json.loads(shipped("profiles", "older.json"))["rules"] if older is None else older)
+        self._load = functools.partial(_nth_profile, names, given)
+        recorded = []
+        for name in names:
+            sm, keys, number = _about(given[name]) if name in given else profile_files()[name]
+            recorded.append((sm, number, tuple(card_of(find_gpu(key)) for key in keys)))
+        self.core = _core.Catalogue(
+            tuple(recorded), tuple(map(card_rule, self.older)), tuple(card_of(find_gpu(name)) for name in ONE_OF_EACH),
+            functools.partial(_for_core, self._load),
+        )  # fmt: skip
+
+    def profile(self, number: int) -> Profile:
+        """A profile by the core's number of it."""
+        return self._load(number)
+
+    def near(self, gpu: Gpu, version: str | None) -> list[Profile]:
+        """The profiles for GPUs like this one, asked and inferred, the nearest cuDNN to `version` first (None: the
+        newest first)."""
+        return [self._load(i) for i in self.core.near(card_of(gpu), number_of(version))]
+
+    def nearest(self, gpu: Gpu, version: str | None) -> Profile | None:
+        """The first of `near` that may answer for the version, as an inferred profile may for its own only; None if
+        there is no such profile."""
+        number = self.core.nearest(card_of(gpu), number_of(version))
+        return None if number < 0 else self._load(number)
+
+    def relatives(self, sm: int, version: str | None) -> list[Profile]:
+        """Profiles asked of cuDNN that bound what a version (None: any) answers on a compute capability (89 for 8.9).
+        csrc/predict/catalogue.h tells which."""
+        return [self._load(i) for i in self.core.relatives(sm, number_of(version))]
 
 
-@functools.lru_cache(maxsize=256)
-def _near(sm: int, key: str, multiprocessors: int, version: str | None) -> tuple[Profile, ...]:
-    have = _recorded(sm, key, multiprocessors)
-    wanted = max(have, default=0) if version is None else version_number(version)
-    return tuple(_load(have[number]) for number in sorted(have, key=lambda number: (abs(number - wanted), -number)))
+def _about(profile: Profile) -> tuple[int, list[str], int]:
+    return profile.sm, profile.cards, version_number(profile.version)
 
 
-def nearest_profile(gpu: Gpu, version: str | None) -> Profile | None:
-    """The first of `profiles_near` that may answer for the version, which an inferred profile may for its own version
-    alone; None where there is no such profile."""
-    for profile in profiles_near(gpu, version):
-        if profile.how != "inferred" or (version and version_number(profile.version) == version_number(version)):
-            return profile
-    return None
+def _nth_profile(names: Sequence[str], given: Mapping[str, Profile], number: int) -> Profile:
+    return given[names[number]] if names[number] in given else load_profile(names[number])
 
 
-@functools.lru_cache(maxsize=256)
-def relatives(sm: int, version: str | None) -> tuple[Profile, ...]:
-    """Every asked profile whose answers may be those of a version (None: any) on GPUs of a compute capability (89 for
-    8.9); of those that are alike one.
-
-    A version between two that were asked there answers as some version did on cards of that compute capability. Beyond
-    the oldest and the newest of them answers change as they did from card to card, so every profile of the family
-    counts: compute capability 8.0 and later, which have TF32, or 7.x. (benchmarks/left_out.py tries the rule.)
-    """
-    family = [_load(name) for name, (other, *_) in profile_files().items() if (other < 80) == (sm < 80)]
-    family = [profile for profile in family if profile.how != "inferred"]
-    own = [profile for profile in family if profile.sm == sm]
-    asked = [version_number(profile.version) for profile in own]
-    is_between = version and asked and min(asked) <= version_number(version) <= max(asked)
-    return tuple({profile.file: profile for profile in (own if is_between else family)}.values())
+def _for_core(load: Callable[[int], Profile], number: int) -> tuple[_core.Profile, bool]:
+    """The core's part of a profile, and whether it was inferred."""
+    profile = load(number)
+    return profile.core, profile.how == "inferred"
 
 
 @functools.cache
-def _older() -> list[dict[str, Any]]:
-    rules: list[dict[str, Any]] = json.loads(shipped("profiles", "older.json"))["rules"]
-    return rules
-
-
-def older_rules(gpu: Gpu, version: str | None, standing: str) -> list[dict[str, Any]]:
-    """The rules of ``older.json`` for a GPU and a cuDNN version (None: any), of one standing: "taken" or "possible"."""
-    return [
-        rule
-        for rule in _older()
-        if rule["standing"] == standing
-        and gpu.sm in rule["capabilities"]
-        and (version is None or version_number(version) < version_number(rule["before"]))
-    ]
+def shipped_catalogue() -> Catalogue:
+    """All profiles and rules that ship."""
+    return Catalogue()

@@ -15,22 +15,21 @@ Both ship with the package, so a question has the same answer on every machine. 
 
 from __future__ import annotations
 
-import copy
 import functools
 import re
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vaemem import _core
 from vaemem._common import choose
 from vaemem.prediction.gpus import Gpu, find_gpu
 from vaemem.prediction.profiles import (
+    Catalogue,
     Conv,
     Profile,
-    nearest_profile,
-    older_rules,
-    profiles_near,
-    relatives,
+    card_of,
+    card_rule,
+    number_of,
+    shipped_catalogue,
     version_number,
 )
 from vaemem.prediction.runtimes import DEFAULT_TORCH
@@ -155,7 +154,7 @@ _OWN = (
 )
 
 
-_Asking = _core.Trace | _core.Process | _core.Lookup  # whose convolutions are asked about
+Convolutions = _core.Trace | _core.Process | _core.Workspace  # what has some
 
 
 class Workspace:
@@ -172,6 +171,8 @@ class Workspace:
         Such as ``"2.9.1"``; chooses cuDNN's version where that is not given.
     tf32 : bool
         ``torch.backends.cudnn.allow_tf32``, on by default in PyTorch.
+    catalogue : Catalogue, optional
+        The recorded data; by default all that ships.
 
     Attributes
     ----------
@@ -191,25 +192,30 @@ class Workspace:
     134512656
     """
 
+    _guess = "rule"  # what answers if no profile does
+
     def __init__(
         self,
         gpu: str | Gpu,
         cudnn_version: str | None = None,
         torch_version: str | None = None,
         tf32: bool = True,
+        catalogue: Catalogue | None = None,
     ):
         self.gpu = find_gpu(gpu)
-        if cudnn_version is None and torch_version is not None:
-            cudnn_version = cudnn_of_torch(torch_version)
-        self.cudnn_version, self._torch_version = cudnn_version, torch_version
-        self.tf32 = tf32
-        self._profile: Profile | None = nearest_profile(self.gpu, cudnn_version)
-        self._rules = [rule for rule in self.gpu.rules if rule["standing"] == "taken"]
-        self._rules += older_rules(self.gpu, cudnn_version, "taken") if cudnn_version else []
-        self._guess = "rule"
-        self._lookup: _core.Lookup | None = None  # made when the first question comes
-        self._entries: list[Any] = []  # rules and profiles, as it asks them
-        self._described: list[tuple[str, str]] = []  # the lookup's sources
+        shipped = None  # with this PyTorch
+        if torch_version and (cudnn_version is None or self.gpu.coarse):
+            shipped = cudnn_of_torch(torch_version)
+        self.cudnn_version = shipped if cudnn_version is None else cudnn_version
+        self.tf32, self._catalogue = tf32, catalogue or shipped_catalogue()
+        self._rules = [*self.gpu.rules, *self._catalogue.older]  # as the core numbers them
+        major, minor = torch_release(torch_version) if torch_version else (0, 0)
+        is_290 = bool(torch_version and torch_version.startswith("2.9.0"))
+        self._core = _core.Workspace(
+            self._catalogue.core, card_of(self.gpu), tuple(map(card_rule, self.gpu.rules)), bool(self.gpu.coarse),
+            number_of(self.cudnn_version), number_of(shipped), 100 * major + minor, is_290, tf32, self._guess,
+        )  # fmt: skip
+        self._described: list[tuple[str, str]] = []  # the core's sources
 
     @property
     def substitutions(self) -> dict[str, None]:  # documented above
@@ -217,7 +223,7 @@ class Workspace:
 
     @property
     def by_pytorch(self) -> set[Conv]:  # documented above
-        return {Conv(*question) for question in self._asked().known(True)}
+        return {Conv(*question) for question in self._core.known(True)}
 
     @property
     def has_plan_without(self) -> bool:
@@ -248,115 +254,51 @@ class Workspace:
         conv = Conv(*question, **more)
         choose("layout", conv.layout, ("nchw", "nhwc"))
         try:
-            count, source = self._asked().conv(conv)
+            count, source = self._core.conv(conv)
         except TypeError:
             raise ValueError(f"conv: want whole numbers, got {conv}") from None
         return count, self._sources()[source][0]
 
-    def answers(self, of: _Asking, has_other: bool) -> tuple[list[int], list[int], list[str]]:
+    def answers(self, of: Convolutions, has_other: bool) -> tuple[list[int], list[int], list[str]]:
         """For each convolution of a trace or a process its bytes, what it wants where these cannot be had, who says so.
 
         has_other: whether cuDNN is taken to have other plans, without workspace.
         """
-        counts, following, sources = self._asked().answers(of, has_other)
+        counts, following, sources = self._core.answers(of, has_other)
         described = self._sources()
         return counts, following, [described[source][0] for source in sources]
 
-    def _bytes(self, of: _Asking) -> tuple[int, ...]:
-        return tuple(self._asked().answers(of, False)[0])
+    def alternatives(self, every: bool = False, of: Convolutions | None = None) -> list[tuple[int, ...]]:
+        """Every other plausible set of workspaces: bytes of each convolution of a trace or a process, by default of all
+        that were asked about so far, in that order. Empty if nothing was substituted.
 
-    def alternatives(self, every: bool = False, of: _Asking | None = None) -> list[tuple[int, ...]]:
-        """What other workspaces that may be the true ones answer: bytes of each convolution of a trace or a process, by
-        default of all that were asked about so far, in that order. None where nothing was substituted.
-
-        These are the `relatives`, and what takes the most that any of them says of each convolution, because an unknown
-        version may answer now as one and now as another; below 9.8 also the inferred profiles and the possible rules of
-        ``older.json``; and where a rule had to guess, the least and the most that there can be. Where an inferred
-        profile answers, only the nearest version that was asked is tried. Each set of answers is there once, and this
-        workspace's own is not. `every`: for a process whose cuDNN is not known.
+        csrc/predict/workspace.h says which sets these are. Each is there once, and this workspace's own is not.
+        `every`: for a process whose cuDNN is not known.
         """
-        of = self._asked() if of is None else of
-        mine = self._bytes(of)
-        found, others = {mine: None}, list[Workspace]()
-        if every or set(self.substitutions).difference(_RULED):
-            version = None if every else self.cudnn_version
-            near = profiles_near(self.gpu, version)
-            asked = [profile for profile in near if profile.how != "inferred"]
-            if not every and self._profile is not None and self._profile.how == "inferred":
-                found |= dict.fromkeys(self._best_informed(of, asked)[:1])
-            else:
-                informed = self._best_informed(of, relatives(self.gpu.sm, version))
-                found |= dict.fromkeys(informed)
-                if informed:
-                    found[tuple(map(max, zip(*informed, strict=True)))] = None
-                if possible := older_rules(self.gpu, version, "possible"):
-                    others += [self._with(profile) for profile in near if profile.how == "inferred"]
-                    others.append(self._with(min(asked, key=lambda p: version_number(p.version)), possible))
-        if not set(_RULED).isdisjoint(self.substitutions):
-            others += [self._with(self._profile, self._rules, guess) for guess in ("least", "most")]
-        if self.gpu.coarse:
-            others += [Workspace(name, None, self._torch_version, self.tf32) for name in ONE_OF_EACH]
-            others.append(self._with(self._profile, self.gpu.rules))
-            found[(0,) * len(mine)] = None
-        found |= {other._bytes(of): None for other in others}
-        return [answers for answers in found if answers != mine]
-
-    def _best_informed(self, of: _Asking, profiles: Sequence[Profile]) -> list[tuple[int, ...]]:
-        """The answers of those of the profiles that answer most of the questions, for not every file holds every
-        kind."""
-        rest = self._with(next(iter(self._near), None))  # what answers the others
-        cores = tuple(profile.core for profile in profiles)
-        said = self._asked().by_each(of, cores, rest._asked())
-        most = max((held for _, held in said), default=0)
-        return [answers for answers, held in said if held == most]
-
-    def _with(self, profile: Profile | None, rules: Iterable[dict[str, Any]] = (), guess: str = "") -> Workspace:
-        """The same with other answers, whatever version was wanted."""
-        other = copy.copy(self)
-        other._profile, other._rules, other._guess = profile, list(rules), guess or self._guess
-        other._lookup, other._described = None, []
-        return other
-
-    def _asked(self) -> _core.Lookup:
-        """The core's lookup: rules for older versions, then profiles."""
-        if self._lookup is None:
-            rules = [(rule, nearest_profile(self.gpu, rule["as"]) if "as" in rule else None) for rule in self._rules]
-            self._entries = [(rule, profile) for rule, profile in rules if profile or "formula" in rule]
-            self._entries += [(None, profile) for profile in (self._profile, *self._near) if self._profile]
-            torch = self._torch_version
-            release = torch_release(torch) if torch else (0, 0)
-            cudnn = version_number(self.cudnn_version) if self.cudnn_version else 0
-            self._lookup = _core.Lookup(
-                self.gpu.sm, cudnn, cudnn or (version_number(self._profile.version) if self._profile else 0),
-                100 * release[0] + release[1], bool(torch and torch.startswith("2.9.0")), self.tf32, self._guess,
-                [(rule, profile and profile.core) for rule, profile in self._entries],
-            )  # fmt: skip
-        return self._lookup
+        return self._core.rows(every, self._core if of is None else of)
 
     def _sources(self) -> list[tuple[str, str]]:
         """For each source of the lookup its name, and what it replaces, if anything."""
-        self._described += [self._describe(*one) for one in self._asked().sources(len(self._described))]
+        self._described += [self._describe(*one) for one in self._core.sources(len(self._described))]
         return self._described
 
-    def _describe(self, own: int, entry: int, steps: int, number: int, why: str | None, form: int) -> tuple[str, str]:
+    def _describe(
+        self, own: int, rule: int, recorded: int, steps: int, number: int, why: str | None, form: int
+    ) -> tuple[str, str]:  # fmt: skip
         if own:
             return f"PyTorch's {_OWN[own].format(self.gpu)}", ""
         if why is not None:
             return self._describe_guess(why, form)
-        rule, profile = self._entries[entry]
+        profile = self._catalogue.profile(recorded) if recorded >= 0 else None
         source = profile.source(steps, number) if profile else "rule"
-        if rule:
-            what = rule["name"] + (f", in cuDNN before {rule['before']}" if "before" in rule else "")
-            return f"{source}: {what}; from {rule['from']}", f"a rule for {what}"
+        if rule >= 0 or not profile:
+            said = self._rules[rule]
+            what = said["name"] + (f", in cuDNN before {said['before']}" if "before" in said else "")
+            return f"{source}: {what}; from {said['from']}", f"a rule for {what}"
         return source + self._wanted(profile.version), self._differs(profile)
 
     def _describe_guess(self, why: str, form: int) -> tuple[str, str]:
         return f"rule: {why}; uncertain (no profile has this convolution)", _RULED[form]
-
-    @functools.cached_property
-    def _near(self) -> list[Profile]:
-        """Profiles of the nearest versions, for what the profile lacks: not every file holds every kind."""
-        return [profile for profile in profiles_near(self.gpu, self.cudnn_version) if profile.how != "inferred"]
 
     def _differs(self, profile: Profile) -> str:
         """What of a profile is not what was asked for; "" where nothing is."""
@@ -388,10 +330,9 @@ class UnfoldingWorkspace(Workspace):
     """
 
     def __init__(self, gpu: Gpu, tf32: bool = True, unfolds: bool = False):
-        super().__init__(gpu, tf32=tf32)
         self._library, self._unfolds = LIBRARIES[gpu.maker], unfolds
-        self._profile, self._near, self._rules = None, [], []
         self._guess = "columns" if unfolds else "least"
+        super().__init__(gpu, tf32=tf32)
 
     @property
     def between(self) -> str:
@@ -403,13 +344,6 @@ class UnfoldingWorkspace(Workspace):
     @property
     def has_plan_without(self) -> bool:
         return not self._unfolds
-
-    def alternatives(self, every: bool = False, of: _Asking | None = None) -> list[tuple[int, ...]]:
-        of = self._asked() if of is None else of
-        mine = self._bytes(of)
-        other = UnfoldingWorkspace(self.gpu, self.tf32, not self._unfolds)
-        answers = other._bytes(of)
-        return [answers] if answers != mine else []
 
     def _describe_guess(self, why: str, form: int) -> tuple[str, str]:
         may = (
@@ -441,8 +375,6 @@ def workspace_on(gpu: Gpu, cudnn_version: str | None, torch_version: str, tf32: 
 
 # What runs convolutions on other makers' cards.
 LIBRARIES = {"AMD": "MIOpen", "Intel": "oneDNN", "Apple": "Metal"}
-# A card of each compute capability, whose workspaces may be those of a card that no cuDNN was asked about.
-ONE_OF_EACH = ("V100", "T4", "A100", "RTX 3090", "RTX 4090", "H100", "B200", "RTX 5090")
 _ASKABLE = version_number("9.8.0")  # the first that answers without a device
 _RULED = (  # what a guess stands for, by the core's vm_conv_form
     "a rule for convolutions that no cuDNN was asked about",

@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 
 from vaemem._common import MIB, as_csv, grouped, render, shipped, write
 from vaemem.prediction.benchmark import BENCHMARK_TILE, benchmark
+from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.job import Job
 from vaemem.prediction.predict import Prediction, predict
 from vaemem.prediction.process import SimulatedProcess
-from vaemem.prediction.profiles import Profile
+from vaemem.prediction.profiles import Catalogue, Profile, profile_files, shipped_catalogue
 from vaemem.prediction.workspace import Workspace
 from vaemem.tables.table import Table, check_complete, seed_table
 
@@ -157,17 +158,22 @@ def covered(table: Iterable[Measured], **versions: Any) -> int:
 
 def profile_workspace(version: str, data: dict[str, Any] | None = None) -> Workspace:
     """Workspaces by the profile of one cuDNN version, or by `data` in its place."""
-    workspace = Workspace(GPU, version, TORCH)
-    if data is not None:
-        workspace._profile = Profile(data)
-    return workspace
+    if data is None:
+        return Workspace(GPU, version, TORCH)
+    files = dict.fromkeys(profile_files()) | {_inferred_file(): Profile(data)}
+    return Workspace(GPU, version, TORCH, catalogue=Catalogue(files))
+
+
+def _inferred_file() -> str:
+    """The file of the profile that was inferred from the table."""
+    profile = shipped_catalogue().nearest(find_gpu(GPU), CUDNN)
+    assert profile is not None and profile.how == "inferred"
+    return profile.file
 
 
 def inferred() -> dict[str, Any]:
     """The profile that was inferred from the table, as its file says it."""
-    profile = Workspace(GPU, CUDNN)._profile
-    assert profile is not None and profile.how == "inferred"
-    return json.loads(shipped("profiles", profile.file))
+    return json.loads(shipped("profiles", _inferred_file()))
 
 
 def leave_one_out(table: Iterable[Measured]) -> list[Replayed]:

@@ -1,22 +1,11 @@
-/* vaemem._core.Profile and Lookup: recorded workspaces of convolutions. vaemem/prediction/profiles.py and
- * workspace.py are their faces. Both are used with the GIL held, and no pointer into them is kept while Python code
- * may run. */
-#include "../predict/lookup.h"
-#include "../predict/torch_trace.h"
-#include "py.h"
+/* vaemem._core.Profile: one file of recorded answers of cuDNN. vaemem/prediction/profiles.py reads the files. */
+#include "py_profile.h"
 
 typedef struct Profile {
     PyObject_HEAD
     vm_profile *profile;
     PyObject *otherwise; /* another Profile, or None */
 } Profile;
-
-typedef struct Lookup {
-    PyObject_HEAD
-    vm_lookup *lookup;
-    PyObject *profiles; /* a tuple that keeps them */
-    bool tf32;
-} Lookup;
 
 /* ---- reading files' data ---- */
 
@@ -131,9 +120,8 @@ static int read_rule(PyObject *dict, bool formula, vm_rule *rule) {
     return to_channels(dict, rule);
 }
 
-/* formula: whether the rule has to have one. Items and keys may run Python's code, which may change the dict: what is
- * read is a copy. */
-static int to_rule(PyObject *dict, bool formula, vm_rule *rule) {
+/* Items and keys may run Python's code, which may change the dict: a copy is read. */
+int vm_py_to_rule(PyObject *dict, bool formula, vm_rule *rule) {
     *rule = (vm_rule){.most = INT64_MAX};
     if (!PyDict_Check(dict)) return bad("rules that are dicts", dict);
     PyObject *copy = PyDict_Copy(dict);
@@ -157,7 +145,7 @@ static int fill(vm_profile *p, PyObject *formulas, PyObject *rules, PyObject *tr
     }
     for (Py_ssize_t i = 0; !s && i < PyTuple_GET_SIZE(rules); i++) {
         vm_rule rule;
-        if (to_rule(PyTuple_GET_ITEM(rules, i), true, &rule)) return -1;
+        if (vm_py_to_rule(PyTuple_GET_ITEM(rules, i), true, &rule)) return -1;
         s = vm_profile_add_rule(p, &rule);
     }
     while (!s && PyDict_Next(trees, &at, &key, &tree)) {
@@ -210,188 +198,13 @@ static PyObject *profile_conv(Profile *self, PyObject *args) {
     return Py_BuildValue("(Kii)", (unsigned long long)bytes, how.steps, how.rule);
 }
 
-/* ---- Lookup ---- */
-
-static bool is_profile(PyObject *object) {
-    const bool is = Py_TYPE(object)->tp_dealloc == (destructor)profile_dealloc;
-    if (!is) PyErr_Format(PyExc_TypeError, "entries: want Profiles, got %s", Py_TYPE(object)->tp_name);
-    return is;
+const vm_profile *vm_py_profile(PyObject *object) {
+    if (Py_TYPE(object)->tp_dealloc == (destructor)profile_dealloc) return ((Profile *)object)->profile;
+    PyErr_Format(PyExc_TypeError, "want a Profile, got %s", Py_TYPE(object)->tp_name);
+    return NULL;
 }
 
-/* Adds (rule or None, Profile or None). */
-static int add_entry(Lookup *self, PyObject *pair, Py_ssize_t i) {
-    PyObject *rule, *profile;
-    vm_rule read;
-    if (!PyTuple_Check(pair) || !PyArg_ParseTuple(pair, "OO", &rule, &profile)) return bad("pairs", pair);
-    const bool has_rule = rule != Py_None, has_profile = profile != Py_None;
-    if (has_profile && !is_profile(profile)) return -1;
-    if (has_rule && to_rule(rule, !has_profile, &read)) return -1;
-    if (!has_rule && !has_profile) return bad("a rule or a profile", pair);
-    PyTuple_SET_ITEM(self->profiles, i, Py_NewRef(profile));
-    return check(
-        vm_lookup_add(self->lookup, has_rule ? &read : NULL, has_profile ? ((Profile *)profile)->profile : NULL));
-}
-
-/* For PyArg_ParseTuple's O&: a vm_guess. */
-static int to_guess(PyObject *name, void *out) {
-    static const char *const names[] = {"rule", "least", "most", "columns"};
-    vm_guess *guess = out;
-    for (*guess = VM_GUESS_RULE; *guess <= VM_GUESS_COLUMNS; (*guess)++)
-        if (PyUnicode_Check(name) && !PyUnicode_CompareWithASCIIString(name, names[*guess])) return 1;
-    PyErr_Format(PyExc_ValueError, "guess: want rule, least, most or columns, got %R", name);
-    return 0;
-}
-
-static PyObject *lookup_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"sm", "cudnn", "guessed", "release", "is_290", "tf32", "guess", "entries", NULL};
-    vm_lookup_torch torch = {0};
-    vm_guess guess;
-    int is_290, tf32;
-    PyObject *entries, *list;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iiiippO&O:Lookup", names, &torch.sm, &torch.cudnn, &torch.guessed,
-                                     &torch.release, &is_290, &tf32, to_guess, &guess, &entries) ||
-        !(list = PySequence_Tuple(entries)))
-        return NULL;
-    torch.is_290 = is_290;
-    Lookup *self = (Lookup *)type->tp_alloc(type, 0);
-    if (self) self->tf32 = tf32;
-    const Py_ssize_t count = PyTuple_GET_SIZE(list);
-    int failed =
-        !self || !(self->profiles = PyTuple_New(count)) || check(vm_lookup_new(&torch, tf32, guess, &self->lookup));
-    for (Py_ssize_t i = 0; !failed && i < count; i++) failed = add_entry(self, PyTuple_GET_ITEM(list, i), i);
-    Py_DECREF(list);
-    if (failed) Py_CLEAR(self);
-    return (PyObject *)self;
-}
-
-static void lookup_dealloc(Lookup *self) {
-    vm_lookup_free(self->lookup);
-    Py_XDECREF(self->profiles);
-    vm_py_free((PyObject *)self);
-}
-
-static PyObject *lookup_conv(Lookup *self, PyObject *question) {
-    vm_conv conv;
-    vm_known known;
-    if (!vm_py_to_conv(question, &conv) || check(vm_lookup_conv(self->lookup, &conv, &known))) return NULL;
-    return Py_BuildValue("(KI)", (unsigned long long)known.bytes, (unsigned)known.source);
-}
-
-static int append(PyObject *list, PyObject *item) {
-    const int failed = !item || PyList_Append(list, item);
-    Py_XDECREF(item);
-    return failed;
-}
-
-/* The i-th convolution of a Trace, a Process or a Lookup: 1, or 0 behind the last; -1 with an exception set. */
-static int question_of(PyObject *of, size_t i, vm_conv *out) {
-    size_t count;
-    if (Py_TYPE(of)->tp_dealloc == (destructor)lookup_dealloc) {
-        const vm_known *known = vm_lookup_known(((Lookup *)of)->lookup, &count);
-        if (i < count) *out = known[i].conv;
-        return i < count;
-    }
-    const vm_trace *t = vm_py_script(of);
-    if (!t && !(t = vm_py_trace(of))) return -1;
-    if (i < t->convs) *out = t->conv[i];
-    return i < t->convs;
-}
-
-static bool is_own(const Lookup *self, const vm_known *known) {
-    size_t count;
-    return vm_lookup_sources(self->lookup, &count)[known->source].own != VM_OWN_NONE;
-}
-
-static PyObject *lookup_answers(Lookup *self, PyObject *args) {
-    PyObject *of;
-    int has_other, more = 1;
-    if (!PyArg_ParseTuple(args, "Op:answers", &of, &has_other)) return NULL;
-    PyObject *lists[3] = {PyList_New(0), PyList_New(0), PyList_New(0)};
-    int failed = !lists[0] || !lists[1] || !lists[2];
-    for (size_t i = 0; !failed; i++) {
-        vm_conv conv;
-        vm_known known;
-        more = question_of(of, i, &conv);
-        failed = more < 0 || (more && check(vm_lookup_conv(self->lookup, &conv, &known)));
-        if (failed || !more) break;
-        const unsigned long long next = has_other && !is_own(self, &known) ? 0 : known.bytes;
-        failed = append(lists[0], PyLong_FromUnsignedLongLong(known.bytes)) ||
-                 append(lists[1], PyLong_FromUnsignedLongLong(next)) ||
-                 append(lists[2], PyLong_FromUnsignedLong(known.source));
-    }
-    PyObject *result = failed ? NULL : PyTuple_Pack(3, lists[0], lists[1], lists[2]);
-    for (int i = 0; i < 3; i++) Py_XDECREF(lists[i]);
-    return result;
-}
-
-/* (bytes of each convolution of `of`, how many of these were recorded) by a profile, else as `rest` knows it. */
-static PyObject *by_profile(Lookup *self, PyObject *of, const vm_profile *profile, Lookup *rest) {
-    PyObject *list = PyList_New(0);
-    Py_ssize_t held = 0;
-    int failed = !list, more = 1;
-    vm_conv conv;
-    while (!failed && (more = question_of(of, (size_t)PyList_GET_SIZE(list), &conv)) > 0) {
-        vm_known known;
-        vm_profile_how how;
-        bool found;
-        uint64_t bytes;
-        failed = check(vm_profile_conv(profile, &conv, self->tf32, &found, &bytes, &how)) ||
-                 check(vm_lookup_conv(self->lookup, &conv, &known));
-        if (failed) break;
-        held += found;
-        if (!is_own(self, &known)) {
-            if (found)
-                known.bytes = bytes;
-            else
-                failed = check(vm_lookup_conv(rest->lookup, &conv, &known));
-        }
-        failed = failed || append(list, PyLong_FromUnsignedLongLong(known.bytes));
-    }
-    PyObject *row = failed || more < 0 ? NULL : PyList_AsTuple(list);
-    Py_XDECREF(list);
-    return row ? Py_BuildValue("(Nn)", row, held) : NULL;
-}
-
-static PyObject *lookup_by_each(Lookup *self, PyObject *args) {
-    PyObject *of, *profiles, *rest;
-    if (!PyArg_ParseTuple(args, "OO!O!:by_each", &of, &PyTuple_Type, &profiles, Py_TYPE(self), &rest)) return NULL;
-    PyObject *list = PyList_New(0);
-    for (Py_ssize_t i = 0; list && i < PyTuple_GET_SIZE(profiles); i++) {
-        PyObject *profile = PyTuple_GET_ITEM(profiles, i);
-        if (!is_profile(profile) || append(list, by_profile(self, of, ((Profile *)profile)->profile, (Lookup *)rest)))
-            Py_CLEAR(list);
-    }
-    return list;
-}
-
-static PyObject *lookup_known(Lookup *self, PyObject *args) {
-    int own;
-    if (!PyArg_ParseTuple(args, "p:known", &own)) return NULL;
-    PyObject *list = PyList_New(0);
-    size_t count;
-    vm_lookup_known(self->lookup, &count);
-    for (size_t i = 0; list && i < count; i++) {
-        const vm_known one = vm_lookup_known(self->lookup, &count)[i];
-        if ((!own || is_own(self, &one)) && append(list, vm_py_from_conv(&one.conv))) Py_CLEAR(list);
-    }
-    return list;
-}
-
-static PyObject *lookup_sources(Lookup *self, PyObject *args) {
-    Py_ssize_t first;
-    size_t count;
-    if (!PyArg_ParseTuple(args, "n:sources", &first)) return NULL;
-    PyObject *list = PyList_New(0);
-    vm_lookup_sources(self->lookup, &count);
-    for (size_t i = (size_t)VM_MAX(first, 0); list && i < count; i++) {
-        const vm_source s = vm_lookup_sources(self->lookup, &count)[i];
-        PyObject *one = Py_BuildValue("(iiiizi)", (int)s.own, s.entry, s.how.steps, s.how.rule, s.why, (int)s.form);
-        if (append(list, one)) Py_CLEAR(list);
-    }
-    return list;
-}
-
-/* ---- for whoever records profiles ---- */
+/* ---- for the recorder of profiles ---- */
 
 static PyObject *conv_sizes(PyObject *Py_UNUSED(module), PyObject *question) {
     vm_conv conv;
@@ -430,7 +243,7 @@ static PyObject *im2col_bytes(PyObject *Py_UNUSED(module), PyObject *question) {
     return PyLong_FromUnsignedLongLong(bytes);
 }
 
-PyMethodDef vm_py_lookups[] = {
+PyMethodDef vm_py_convolutions[] = {
     {"conv_sizes", conv_sizes, METH_O,
      "conv_sizes(question, /)\n--\n\nWhat formulas and trees speak of, in the order " VM_SIZE_NAMES "."},
     {"formula_bytes", formula_bytes, METH_VARARGS,
@@ -445,39 +258,11 @@ static PyMethodDef profile_methods[] = {{"conv", (PyCFunction)profile_conv, METH
                                          "none of its kind was recorded."},
                                         {NULL, NULL, 0, NULL}};
 
-static PyMethodDef lookup_methods[] = {
-    {"conv", (PyCFunction)lookup_conv, METH_O,
-     "conv($self, question, /)\n--\n\n(bytes, number of the source) of a convolution."},
-    {"answers", (PyCFunction)lookup_answers, METH_VARARGS,
-     "answers($self, of, has_other, /)\n--\n\nThree lists for the convolutions of a Trace, a Process or another "
-     "Lookup: "
-     "bytes, bytes of the next\nplan, and numbers of the sources."},
-    {"by_each", (PyCFunction)lookup_by_each, METH_VARARGS,
-     "by_each($self, of, profiles, rest, /)\n--\n\nFor each of a tuple of Profiles (a tuple of the bytes of the "
-     "convolutions of a Trace, a Process or\na Lookup, how many of these it has recorded). `rest`, another Lookup, "
-     "says the bytes where it has not.\nWhat PyTorch runs by itself stays."},
-    {"known", (PyCFunction)lookup_known, METH_VARARGS,
-     "known($self, own, /)\n--\n\nThe convolutions so far; own: those that PyTorch runs itself."},
-    {"sources", (PyCFunction)lookup_sources, METH_VARARGS,
-     "sources($self, first, /)\n--\n\nThe sources so far, from number `first` on: (why PyTorch runs it itself or 0, "
-     "which entry answered or -1,\nhow many profiles further on, which of its rules or -1, a guess in words or None, "
-     "the convolution's form:\n0 plain in NCHW, 1 plain in NHWC, 2 any other)."},
-    {NULL, NULL, 0, NULL}};
-
 static PyType_Slot profile_slots[] = {{Py_tp_new, profile_new},
                                       {Py_tp_dealloc, profile_dealloc},
                                       {Py_tp_methods, profile_methods},
                                       {Py_tp_doc, "Recorded answers of cuDNN, from a file's data."},
                                       {0, NULL}};
 
-static PyType_Slot lookup_slots[] = {
-    {Py_tp_new, lookup_new},
-    {Py_tp_dealloc, lookup_dealloc},
-    {Py_tp_methods, lookup_methods},
-    {Py_tp_doc, "Workspaces of PyTorch's convolutions by the first of some rules and profiles that answers."},
-    {0, NULL}};
-
 PyType_Spec vm_py_profile_type = {"vaemem._core.Profile", sizeof(Profile), 0,
                                   Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE, profile_slots};
-PyType_Spec vm_py_lookup_type = {"vaemem._core.Lookup", sizeof(Lookup), 0,
-                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE, lookup_slots};
