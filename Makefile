@@ -18,21 +18,25 @@ export VAEMEM_CUDA
 SAY_BUILD = echo "Installing vaemem and what it needs in $(VENV): the C core and, where there is nvcc, GPU kernels for compute capability" \
 	"$(or $(VAEMEM_CUDA_ARCHS),75 to 120) (VAEMEM_CUDA_ARCHS='80 90' for others, VAEMEM_CUDA=0 for none)."
 
-.PHONY: demo test docs bench check thorough lint asan clang pythons packages fuzz newer windows format wheel wheel-cpu wheel-cuda clean \
+.DEFAULT_GOAL := help
+help: ## this list
+	@sed -nE 's/^([a-z-]+):.* ## (.*)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
+
+.PHONY: help demo test docs bench check thorough lint asan clang pythons packages fuzz newer windows format wheel wheel-cpu wheel-cuda clean \
         build-gpu test-gpu bench-gpu check-gpu gpu-pack gpu-session
 
-demo: $(VENV)/demo.stamp
+demo: $(VENV)/demo.stamp ## the demo's page: out/index.html
 	$(BIN)/python -m vaemem demo --out out
 
-test: $(VENV)/test.stamp
+test: $(VENV)/test.stamp ## the tests, except the thorough ones
 	PYTHONSAFEPATH=1 $(BIN)/pytest
 
 # The notebooks, run here and rendered to HTML.
-docs: $(VENV)/test.stamp
+docs: $(VENV)/test.stamp ## docs/notebooks, run and rendered to out/notebooks/*.html
 	$(BIN)/python docs/notebooks/render.py out/notebooks
 
 # Ours beside PyTorch and OpenVINO in one run; writes benchmarks/results/*.csv. Under a memory limit last: it takes hours, and PyTorch 15 GiB.
-bench: $(VENV)/bench.stamp
+bench: $(VENV)/bench.stamp ## speed and memory compared with PyTorch and OpenVINO; writes benchmarks/results (hours)
 	$(BIN)/python benchmarks/decode.py --op decode encode --precision highest high \
 	    --contestants vaemem vaemem-avx2 torch torch-tuned torch-avx2 openvino
 	$(BIN)/python benchmarks/decode.py --op decode encode --dtype bfloat16 \
@@ -53,10 +57,10 @@ bench: $(VENV)/bench.stamp
 PACK_PYTHON ?= python3.12
 PACK_ARCHS ?= 90
 
-gpu-pack: $(VENV)/test.stamp
+gpu-pack: $(VENV)/test.stamp ## builds what a borrowed GPU needs: build/gpu
 	$(BIN)/python benchmarks/gpu_session.py pack --python $(PACK_PYTHON) --archs $(PACK_ARCHS)
 
-gpu-session: $(VENV)/test.stamp
+gpu-session: $(VENV)/test.stamp ## rehearses the calls to a borrowed GPU without one
 	$(BIN)/python benchmarks/gpu_session.py --rehearse --again first second
 
 # These need a GPU, and use the Python that has PyTorch for it (PYTHON), as it is: built in place, nothing installed.
@@ -66,21 +70,21 @@ GPU_TESTS := $(wildcard tests/test_cuda_vae*.py) tests/test_measure.py tests/tes
 THOROUGH_TOO := -m 'not packages'
 SANITIZER := compute-sanitizer --kernel-name kns=vm_ --report-api-errors no --error-exitcode 1
 
-build-gpu:
+build-gpu: ## the extensions in place, with CUDA, for the Python that has PyTorch
 	VAEMEM_CUDA=1 $(PYTHON) setup.py -q build_ext --inplace
 
 # Kernels by name first, each file in a process of its own: a wrong address ends its context for good.
-test-gpu: build-gpu
+test-gpu: build-gpu ## the CUDA tests (needs a GPU)
 	@for tests in $(GPU_KERNELS) "$(GPU_TESTS)"; do \
 	    echo $$tests; $(GPU) $(PYTHON) -m pytest $(THOROUGH_TOO) --tb=short --maxfail=5 $$tests || exit 1; \
 	done
 
 # Ours beside PyTorch eager, channels_last and compiled, in one process; writes benchmarks/results/*.csv.
-bench-gpu: build-gpu
+bench-gpu: build-gpu ## speed compared with PyTorch on a GPU; writes benchmarks/results (needs a GPU)
 	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/decode_gpu.py --peers eager channels_last compile
 	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/decode_gpu.py --sizes 1024 --ablation
 
-check-gpu: build-gpu
+check-gpu: build-gpu ## the CUDA tests under compute-sanitizer (needs a GPU)
 	$(GPU) $(SANITIZER) --tool memcheck $(PYTHON) -m pytest $(THOROUGH_TOO) -x tests/test_cuda_vae.py -k "test_decode or test_encode"
 	$(GPU) $(SANITIZER) --tool racecheck $(PYTHON) -m pytest $(THOROUGH_TOO) -x tests/test_cuda_vae.py -k "test_decode and odd"
 	$(GPU) $(SANITIZER) --tool initcheck $(PYTHON) -m pytest $(THOROUGH_TOO) -x tests/test_cuda_vae.py -k "test_decode and odd"
@@ -121,13 +125,13 @@ $(VENV)/wheel.stamp: $(BIN)/python $(if $(filter check packages,$(MAKECMDGOALS))
 
 # ---- What CI runs beside the tests. Each is a target of its own; what a machine lacks is skipped in so many words. ----
 
-check: lint thorough asan clang pythons newer packages fuzz
+check: lint thorough asan clang pythons newer packages fuzz ## what CI runs besides the tests: lint to fuzz in this list
 
 # The tests that show more of what make test shows, or take long.
-thorough: $(VENV)/test.stamp
+thorough: $(VENV)/test.stamp ## the tests that take long
 	PYTHONSAFEPATH=1 $(BIN)/pytest -m thorough
 
-lint: $(VENV)/check.stamp
+lint: $(VENV)/check.stamp ## ruff, mypy, clang-format, cppcheck
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -152,7 +156,7 @@ NOT_THE_CORE := 'cuda_[!v]*' 'cuda_vae.py' 'emulator*' 'isa*' 'fuzz*' 'threads*'
 	'other_vaes*' 'predict*' 'benchmarks*' 'examples*' 'gpu_session*' 'dtypes*' 'gguf*' 'readme*' 'workspace*' 'report*' 'table*' \
 	'estimators*' 'published*' 'record_profiles*' 'sweep*' 'fit*' 'formula*' 'guide*' 'command_line*' 'questions*' 'names*' 'rooms*' \
 	'out_of_memory*' 'counts*' 'saves*' 'document*' 'types*' 'tab*' 'setup*'
-asan: $(VENV)/check.stamp
+asan: $(VENV)/check.stamp ## the core under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(call in_place,asan,VAEMEM_SANITIZE=1 VAEMEM_CUDA_ARCHS=90,$(abspath $(BIN))/python)
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0:allocator_may_return_null=1 PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/build/asan \
@@ -165,7 +169,7 @@ asan: $(VENV)/check.stamp
 NEWER := torch==2.13.0 diffusers==0.42.1 transformers==5.23.0
 NEWER_TESTS := '(test_programs or test_module_calls) and (qwen or zimage or z_image or flux2) or test_whole_pipelines and flux2 and not 9b \
 	or named_pipeline or test_frames or test_trace_frames or test_other_vaes'
-newer: $(VENV)/test.stamp
+newer: $(VENV)/test.stamp ## the tests that need newer diffusers and transformers
 	rm -rf build/newer && $(BIN)/python -m venv build/newer
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > "$$(echo build/newer/lib/python3*/site-packages)/beside.pth"
 	build/newer/bin/pip --disable-pip-version-check -q install --no-compile $(NEWER)
@@ -173,11 +177,11 @@ newer: $(VENV)/test.stamp
 	    $(addprefix tests/test_,programs.py module_calls.py whole_pipelines.py measure_pipeline.py frames.py trace_frames.py other_vaes.py)
 
 # A wheel for Windows, and its tests under wine, where there is one.
-windows: $(BIN)/python
+windows: $(BIN)/python ## dist/windows: a wheel for Windows, tested under wine (ten minutes)
 	.ci/windows $(BIN)
 
 # What another compiler warns of, and whether its kernels are right.
-clang: $(VENV)/check.stamp
+clang: $(VENV)/check.stamp ## the core built by clang
 	@clang="$$(for v in '' -22 -21 -20 -19 -18 -17 -16 -15 -14; do command -v clang$$v && break; done)"; \
 	if [ -z "$$clang" ]; then echo "clang: clang is not installed: skipped"; exit; fi; set -ex; \
 	($(call in_place,clang,VAEMEM_CUDA=0 CC="$$clang",$(abspath $(BIN))/python)); \
@@ -189,7 +193,7 @@ clang: $(VENV)/check.stamp
 NOT_OF_PYTHON := 'cuda_*' 'emulator*' 'isa*' 'fuzz*' 'threads*' 'sizes*' 'kernels*' 'products*' 'numbers*' 'cpu_attention*' \
 	'gpu_session*' 'bound*' 'workspace*' 'allocator*' 'trace*' 'memory_limit*' 'tiling*' 'moves*' 'frames*' 'tiny*' 'other_vaes*' \
 	'demo*' 'dtypes*' 'benchmarks*' 'out_of_memory*' 'plan*' 'document*' 'types*' 'setup*'
-pythons: $(VENV)/check.stamp
+pythons: $(VENV)/check.stamp ## the tests in another CPython
 	@other="$$(.ci/other_python $(BIN)/python)"; \
 	if [ -z "$$other" ]; then echo "pythons: there is no second CPython of 3.10 or later: skipped"; exit; fi; set -ex; \
 	rm -rf build/python && "$$other" -m venv build/python; \
@@ -197,20 +201,20 @@ pythons: $(VENV)/check.stamp
 	PYTHONSAFEPATH=1 build/python/bin/pytest $(addprefix --ignore-glob=tests/test_,$(NOT_OF_PYTHON))
 
 # The source distribution and the wheel, each built, installed into a fresh environment and used there.
-packages: $(VENV)/check.stamp $(VENV)/wheel.stamp
+packages: $(VENV)/check.stamp $(VENV)/wheel.stamp ## the source distribution and the wheel, built, installed and used
 	PYTHONSAFEPATH=1 $(BIN)/pytest -m packages
 
 FUZZ_SECONDS ?= 5
-fuzz: $(VENV)/check.stamp
+fuzz: $(VENV)/check.stamp ## every fuzz target for FUZZ_SECONDS seconds
 	@if [ -f tests/fuzz/run.py ]; then $(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS); \
 	else echo "fuzz: there is no tests/fuzz/run.py: skipped"; fi
 
-format: $(VENV)/check.stamp
+format: $(VENV)/check.stamp ## formats Python and C; before a commit
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(C_SOURCES)
 
 # Wheels that auditwheel accepts: without CUDA in dist/cpu, and where there is nvcc with it in dist/cuda.
-wheel: wheel-cpu
+wheel: wheel-cpu ## dist/cpu and, with nvcc, dist/cuda
 	@if command -v nvcc >/dev/null || [ -n "$$CUDA_HOME" ] || [ -x /usr/local/cuda/bin/nvcc ]; then $(MAKE) --no-print-directory wheel-cuda; \
 	else echo "wheel: no nvcc: dist/cuda is skipped"; fi
 
@@ -220,5 +224,5 @@ wheel-cpu wheel-cuda: wheel-%: $(VENV)/wheel.stamp
 	PATH="$(abspath $(BIN)):$$PATH" auditwheel repair -w dist/$* build/wheel/$*/*.whl
 
 
-clean:
+clean: ## removes what was built
 	rm -rf build dist out *.egg-info
