@@ -554,6 +554,6 @@ def test_random_weights_are_those_of_the_named_pipeline(name, monkeypatch):
         pipe, measuring_pipelines.Seen(images, noise * 64 * 64, 77), find_card("H200"), Software(), height=512,
         width=512, batch=1, steps=2, image=False,
     )  # fmt: skip
-    assert question.name == name and question.parts == predict_pipeline(name, 512, 512, gpu="H200")._request.parts
+    assert question.name == name and question.parts == predict_pipeline(name, 512, 512, gpu="H200").request.parts
     ids = pipe.tokenizer("a cat", padding="max_length", truncation=True, return_tensors="pt").input_ids
     assert ids.shape == (1, 512 if kind.read == "0.42" else 77) and ids.max() == 1

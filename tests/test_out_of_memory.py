@@ -45,9 +45,9 @@ def printed(size):
 
 def message(p, form=NATIVE):
     """What PyTorch would say where a prediction runs out."""
-    process = p._request.start(p._process.workspace, total_memory=max(p.available, 2 * MIB))
+    process = p.request.start(p._process.workspace, total_memory=max(p.available, 2 * MIB))
     with pytest.raises(vaemem.OutOfMemoryError) as caught:
-        p._request.play(process)
+        p.request.play(process)
     full = caught.value
     sizes = {name: getattr(full, name) for name in ("wanted", "requested", "free", "allocated", "reserved")}
     sizes |= {"total": p.reported_memory, "cached": full.reserved - full.allocated}

@@ -319,13 +319,13 @@ def test_a_repeated_run_is_what_one_of_its_own_is(offload):
     """On devices of every size: what the core repeats is what the pipeline's code plays there."""
     p = predict_pipeline("sdxl", 768, 512, gpu="RTX 3060", offload=offload)
     for card in (*range(p.least // 2, p.peak, (p.peak - p.least // 2) // 6), p.least, p.least - 2 * MIB, p.peak):
-        run = pipeline_run.PipelineRun(p._request, p._request.start(p._process.workspace, total_memory=card))
+        run = pipeline_run.PipelineRun(p.request, p.request.start(p._process.workspace, total_memory=card))
         full = None
         try:
-            pipeline_run.PHASES[p._request.pipeline.class_name](run)
+            pipeline_run.PHASES[p.request.pipeline.class_name](run)
         except OutOfMemoryError as error:
             full = run.process.frames[error.tag], error.requested
-        again, lacking = p._request.repeat(p._process, card)
+        again, lacking = p.request.repeat(p._process, card)
         assert lacking == full and run.phases_on(run.process) == p._run.phases_on(again)
         assert run.process.guessed_plans == again.guessed_plans
         assert (lacking is None) == (card >= p.least)

@@ -25,11 +25,11 @@ from vaemem.prediction import profiles, workspace
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, benchmark
 from vaemem.prediction.formula import formula
 from vaemem.prediction.job import Job
+from vaemem.prediction.plays import bound_of
 from vaemem.prediction.predict import Prediction, predict, shell_command
 from vaemem.prediction.process import ROUNDED_UP, SimulatedProcess
 from vaemem.prediction.request import VAEArguments
 from vaemem.prediction.usual import held_by
-from vaemem.prediction.verdict import bound_of
 from vaemem.prediction.workspace import Workspace
 from vaemem.published import reproduce
 
@@ -42,7 +42,7 @@ MIB = 1 << 20
 
 def repeated(p, capacity):
     """The process that a prediction played, on a device of so many bytes, and what it lacks there."""
-    return p._request.repeat(p._process, capacity)
+    return p.request.repeat(p._process, capacity)
 
 
 # ---- the seed table ----
@@ -215,9 +215,9 @@ def test_a_repeated_process_is_what_one_of_its_own_is(runtime, op):
     p = predict("sdxl", op, 1536, 1024, "float16", runtime=runtime, gpu="RTX 4060")
     most, ends = p._process.most_reserved, set()
     for capacity in (*range(most // 8, most, most // 8), p.least_reserved, p.least_reserved - 2 * MIB, most):
-        own, want, full = p._request.start(p._process.workspace, total_memory=capacity), None, None
+        own, want, full = p.request.start(p._process.workspace, total_memory=capacity), None, None
         try:
-            want = p._request.play(own)
+            want = p.request.play(own)
         except OutOfMemoryError as error:
             full = own.frames[error.tag], error.requested
         again, lacking = repeated(p, capacity)
@@ -626,8 +626,8 @@ def test_more_overlap_takes_more(capsys):
     assert (none.tile_overlap, usual.tile_overlap, half.tile_overlap) == (0, 0.25, 0.5)
     assert "in tiles of 512, 0.5 of which overlaps" in str(half) and "overlaps" not in str(usual)
     assert predict("sdxl", "decode", 512, 512, "float16").tile_overlap is None
-    command = shell_command(half._request)
-    assert "--tile-overlap 0.5" in command and "overlap" not in shell_command(usual._request)
+    command = shell_command(half.request)
+    assert "--tile-overlap 0.5" in command and "overlap" not in shell_command(usual.request)
     assert main(shlex.split(command)[1:]) == 0 and "0.5 of which overlaps" in capsys.readouterr().out
 
 
@@ -925,12 +925,12 @@ def test_the_parts_add_up_to_the_total_that_is_named(memory, verdict, protocol):
     assert p.verdict == verdict
     named, listed = re.search(r"it takes (\d+) MiB: ([^.]*)\.", str(p)).groups()
     assert abs(int(named) - sum(map(int, re.findall(r"\d+", listed)))) <= 2  # each is rounded
-    assert named == f"{p._use.most / MIB:.0f}"
+    assert named == f"{p.judged.most / MIB:.0f}"
     held = [p._parts[name] for name in ("weights", "tensors", "workspaces", "cached")]
-    took = p._use.most if verdict == "does not fit" else p._use.took
+    took = p.judged.most if verdict == "does not fit" else p.judged.took
     assert sum(held) == took and min(held) >= 0
     if verdict == "tight":
-        assert f"takes {took / MIB:.0f} of" in p.summary and took < p._use.most
+        assert f"takes {took / MIB:.0f} of" in p.summary and took < p.judged.most
         assert sum(json.loads(p.to_json())["parts"].values()) == p.reported_memory
 
 
@@ -951,7 +951,7 @@ def test_windows_keeps_some_of_the_card():
     assert here.available - there.available == 125 * MIB and there.verdict == "fits"
     assert sum(there._parts.values()) == there.reported_memory and there._parts["Windows"] == 125 * MIB
     close = predict(
-        "sdxl", "decode", 1024, 1024, os="windows", used=there.available - there._bound - 600 * MIB, **asked
+        "sdxl", "decode", 1024, 1024, os="windows", used=there.available - there.judged.upper - 600 * MIB, **asked
     )
     assert close.verdict == "tight" and close.tight_because == "Windows may keep 725 MiB more of the card"
     full = predict("sdxl", "decode", 4096, 4096, os="windows", **asked)
@@ -971,7 +971,7 @@ def test_what_a_card_short_of_room_reserves():
     measured = benchmark(process, vae, job, PROTOCOLS[USUAL_PROTOCOL])[-1]
     assert p.on_card == measured.peak_reserved and p.least_reserved <= p.on_card <= p.available < p.peak_reserved
     assert p.verdict == "tight" and "goes through because PyTorch gives cached memory back" in repr(p)
-    assert f"it takes {p._use.took / MIB:.0f} of the" in repr(p) and p.on_card <= p._use.took <= p.available
+    assert f"it takes {p.judged.took / MIB:.0f} of the" in repr(p) and p.on_card <= p.judged.took <= p.available
     roomy, full = (predict("sdxl", "decode", 1024, 1024, used=used, **asked) for used in (0, "5 GB"))
     assert roomy.on_card == roomy.peak_reserved == p.peak_reserved and "cached memory" not in repr(roomy)
     assert full.on_card is None and "cached memory" not in repr(full)
@@ -981,7 +981,7 @@ def test_a_fit_that_rests_on_plans_that_are_not_known_says_so(capsys):
     """Where a workspace cannot be had, cuDNN's next plan may want none, or as much as the first, which does not do."""
     p = predict("sdxl", "decode", 1024, 1024, dtype="float32", gpu="RTX 4060")
     least, sure = p.least_band
-    assert p.on_card and not p._use.guesses and least == p.least_reserved < sure < p.peak_reserved
+    assert p.on_card and not p.judged.guesses and least == p.least_reserved < sure < p.peak_reserved
     rooms = {sure: False, sure - 2 * MIB: True, least: True, least - 2 * MIB: None}  # whether it rests on such plans
     for room, guesses in rooms.items():
         other = predict("sdxl", "decode", 1024, 1024, dtype="float32", gpu="RTX 4060", used=p.available - room)
@@ -995,7 +995,9 @@ def test_a_fit_that_rests_on_plans_that_are_not_known_says_so(capsys):
     asked = predict("sdxl", "decode", 1024, 1024, "float32", **later)
     tight = predict("sdxl", "decode", 1024, 1024, "float32", **later, used=asked.available - asked.least_reserved)
     assert (
-        tight.verdict == "tight" and not tight._use.guesses and any("next plan" in what for what in tight.substitutions)
+        tight.verdict == "tight"
+        and not tight.judged.guesses
+        and any("next plan" in what for what in tight.substitutions)
     )
     assert tight.least_band == (asked.least_reserved,) * 2
     told = ["fits", "sdxl", "decode", "1024x1024", "--dtype", "float32", "--gpu", "RTX 4060"]

@@ -399,7 +399,7 @@ def write(path: str | os.PathLike[str] | None, content: Content) -> Content | No
     return None
 
 
-class Answer:
+class Printed:
     """What can be printed, and written as JSON: a subclass says its data and its text."""
 
     def _data(self) -> dict[str, Any]:

@@ -10,12 +10,12 @@
 #include <stdint.h>
 
 /* The bound of a process that is predicted to reserve `reserved` bytes: a 16th more and 20 MiB, for what else ran
- * before. `sure` of these bytes, such as weights, get no 16th. Returns UINT64_MAX if the bound needs more than 64 bits.
+ * before. The `exact` ones, such as weights, get no 16th. Returns UINT64_MAX if the bound needs more than 64 bits.
  *
  * Of the seed table's rows, with their own workspaces, one is 3.7% above its prediction, two are 2.4% and the rest 0.7%
  * or less; a 16th is the largest of them with room for sizes that were not measured. A small run may meet one more of
  * the allocator's large segments. */
-uint64_t vm_judge_bound(uint64_t reserved, uint64_t sure);
+uint64_t vm_judge_bound(uint64_t reserved, uint64_t exact);
 
 typedef enum vm_verdict { VM_DOES_NOT_FIT, VM_TIGHT, VM_FITS, VM_VERDICTS } vm_verdict;
 extern const char *const vm_verdict_name[VM_VERDICTS];
@@ -37,7 +37,7 @@ typedef struct vm_card_use {
     bool guesses;       /* only with plans of cuDNN's that are not known */
     bool untried;       /* it rests on something that nobody has tried */
     uint64_t available; /* what the card gives it */
-    uint64_t unsure;    /* how much less that may be, because the operating system keeps more */
+    uint64_t kept_more; /* how much less that may be, because the operating system keeps more */
     uint64_t most;      /* what it takes on a card with room for everything */
     /* Whether the bound is at least `bytes`. It may take long, so it is called last, and only if all else fits. */
     bool (*may_take)(void *context, uint64_t bytes);

@@ -3,9 +3,9 @@
 #include "py.h"
 
 static PyObject *judge_bound(PyObject *Py_UNUSED(module), PyObject *args) {
-    unsigned long long reserved, sure;
-    if (!PyArg_ParseTuple(args, "KK:judge_bound", &reserved, &sure)) return NULL;
-    return PyLong_FromUnsignedLongLong(vm_judge_bound(reserved, sure));
+    unsigned long long reserved, exact;
+    if (!PyArg_ParseTuple(args, "KK:judge_bound", &reserved, &exact)) return NULL;
+    return PyLong_FromUnsignedLongLong(vm_judge_bound(reserved, exact));
 }
 
 /* True where the callable raises; the exception then stays set. */
@@ -18,16 +18,17 @@ static bool may_take(void *context, uint64_t bytes) {
 
 static PyObject *judge(PyObject *Py_UNUSED(module), PyObject *args) {
     int fits, guesses, untried;
-    unsigned long long available, unsure, most;
+    unsigned long long available, kept_more, most;
     vm_card_use use = {.may_take = may_take};
     vm_reason why;
-    if (!PyArg_ParseTuple(args, "pppKKKO:judge", &fits, &guesses, &untried, &available, &unsure, &most, &use.context))
+    if (!PyArg_ParseTuple(args, "pppKKKO:judge", &fits, &guesses, &untried, &available, &kept_more, &most,
+                          &use.context))
         return NULL;
     use.fits = fits;
     use.guesses = guesses;
     use.untried = untried;
     use.available = available;
-    use.unsure = unsure;
+    use.kept_more = kept_more;
     use.most = most;
     const vm_verdict verdict = vm_judge(&use, &why);
     if (PyErr_Occurred()) return NULL;
@@ -36,10 +37,9 @@ static PyObject *judge(PyObject *Py_UNUSED(module), PyObject *args) {
 
 PyMethodDef vm_py_judges[] = {
     {"judge_bound", judge_bound, METH_VARARGS,
-     "judge_bound(reserved, sure, /)\n--\n\nThe bound of a process that is predicted to reserve so many bytes; the "
-     "sure "
-     "ones get no margin."},
+     "judge_bound(reserved, exact, /)\n--\n\nThe bound of a process that is predicted to reserve so many bytes; the "
+     "exact ones get no margin."},
     {"judge", judge, METH_VARARGS,
-     "judge(fits, guesses, untried, available, unsure, most, may_take, /)\n--\n\n(verdict, why it is tight): whether a "
-     "run fits a card. may_take(bytes): whether the run may take so\nmany by its bound; called last."},
+     "judge(fits, guesses, untried, available, kept_more, most, may_take, /)\n--\n\n(verdict, why it is tight): "
+     "whether a run fits a card. may_take(bytes): whether the run may take so\nmany by its bound; called last."},
     {NULL, NULL, 0, NULL}};

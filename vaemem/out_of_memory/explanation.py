@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from vaemem._common import MIB, OPS, Answer, meant
+from vaemem._common import MIB, OPS, Printed, meant
 from vaemem._types import Op, Program
 from vaemem.engine.configs import named_model
 from vaemem.out_of_memory.messages import (
@@ -36,7 +36,7 @@ MANY = (89, 86, 120)  # compute capabilities of the cards that most people have
 USUAL_CARD = 24 << 30  # bytes: of the card that is supposed where a message does not say its size
 
 
-class Explanation(Answer):
+class Explanation(Printed):
     """What `explain` gives. Printing it says which run it was, and what would have fitted. Sizes in bytes.
 
     Attributes

@@ -16,14 +16,15 @@ from vaemem.engine.weights import told_bytes
 from vaemem.pipelines import ways_mlx
 from vaemem.pipelines.components import CLIPS, PIPELINES, known_pipeline, refuse, weights_of
 from vaemem.pipelines.pipeline_request import PipelineArguments, PipelineRequest, parts_of, resolve_pipeline
-from vaemem.pipelines.predict_pipeline import GraphPrediction, PipelinePrediction
+from vaemem.pipelines.predict_pipeline import PipelinePrediction
 from vaemem.pipelines.storage import FOUR_BITS
-from vaemem.pipelines.ways import PipelinePlan, Room, outcome
+from vaemem.pipelines.ways import PipelinePlan, Room, outcome, runs_out
 from vaemem.prediction.gpus import CONTEXT, Gpu, sold
 from vaemem.prediction.planned import Way
 from vaemem.prediction.request import Software, find_card
 from vaemem.prediction.seconds import Machine, machine_of
 from vaemem.prediction.usual import FIXED
+from vaemem.prediction.verdict import judge_phases
 
 PlannedRuntime = Literal["diffusers", "sd.cpp", "mlx"]
 PLANNED_RUNTIMES = get_args(PlannedRuntime)
@@ -163,8 +164,8 @@ def plan_pipeline(
         ways = make([words for kind in kinds or [None] for words in running.planned_words(flash, kind)])
         if kinds is None and not any(outcome(way, room, None).fits for way in ways):
             ways += make(running.planned_words(flash, running.SMALLER_TYPE))
-        whose = {"model": pipeline, "height": height, "width": width}
-        ways = [way._replace(unsure=GraphPrediction(whose, way, available, card).tight_because) for way in ways]
+        verdicts = [judge_phases(way.phases, available, kept_more=card.kept_more) for way in ways]
+        ways = [way._replace(unsure=one.tight_because) for way, one in zip(ways, verdicts, strict=True)]
     else:
         software = Software(torch_version=torch_version, cudnn_version=cudnn_version)
         given = PipelineArguments(
@@ -250,5 +251,4 @@ def _way(p: PipelinePrediction, name: str, settings: Mapping[str, Any], changes:
     works = (read if phase.name == "load" else p.work(phase, machine) for phase in p.phases)
     phases = tuple(phase._replace(work=work) for phase, work in zip(p.phases, works, strict=True))
     notes = (*p.notes, *[SEQUENTIAL] * (settings["offload"] == "sequential"))
-    out = (p.out_of_memory_at[0], max(p.least - p.available, 1)) if p.out_of_memory_at else None
-    return Way(name, settings, phases, p.host, changes, notes, out, True, p.tight_because)
+    return Way(name, settings, phases, p.host, changes, notes, runs_out(p.judged), True, p.tight_because)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, Literal, get_args, overload
 
 from vaemem._arguments import shared
-from vaemem._common import MIB, __version__, distinct, flag, html_table, meant, render, whole
+from vaemem._common import MIB, __version__, flag, html_table, meant, render, whole
 from vaemem._types import Dtype
 from vaemem.engine.names import shared_note
 from vaemem.pipelines.components import CLIP_TOKENS, PIPELINES, known_pipeline, refuse
@@ -28,16 +28,17 @@ from vaemem.pipelines.pipeline_request import (
 from vaemem.pipelines.pipeline_run import play_pipeline
 from vaemem.pipelines.storage import BITSANDBYTES
 from vaemem.pipelines.ways import Written
+from vaemem.prediction.answer import Answer
 from vaemem.prediction.cutting import largest_of
 from vaemem.prediction.formula import Formula
-from vaemem.prediction.gpus import CONTEXT
 from vaemem.prediction.pieces import Domain, PlayedPeak, Point
-from vaemem.prediction.planned import Phase, Way
+from vaemem.prediction.planned import Phase, Result, Way
+from vaemem.prediction.plays import Plays
 from vaemem.prediction.process import ROUNDED_UP, Moment, PeakTensor
 from vaemem.prediction.request import PAGE, Card, Software, find_card, usual_tile
 from vaemem.prediction.seconds import Machine, machine_of, peak, vae_work
 from vaemem.prediction.usual import FIXED, OVERFLOWING
-from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, TIGHT, CardAnswer, CardUse, bar, bound_of
+from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, Verdict, judge_phases
 
 PredictedRuntime = Literal["diffusers", "sd.cpp"]
 PREDICTED_RUNTIMES: tuple[PredictedRuntime, ...] = get_args(PredictedRuntime)
@@ -51,58 +52,48 @@ def _largest(phase: Phase) -> PeakTensor | None:
     return next((one for one in phase.peak_tensors if not one.name.startswith("weights of ")), None)
 
 
-class _Phases(Written, CardAnswer):
+def _as_far_as(phases: Sequence[Phase], full: tuple[str, PeakTensor] | None) -> Result:
+    """The phases, which go through up to the one in which memory runs out; those behind it are not reached."""
+    done = next((i for i, phase in enumerate(phases) if full and phase.name == full[0]), len(phases))
+    outcomes = [*[True] * done, False, *[None] * len(phases)]  # for each phase, and more
+    reached = (phase._replace(fits=fits) for phase, fits in zip(phases, outcomes, strict=False))
+    return Result(tuple(reached), full)
+
+
+class _Phases(Answer, Written):
     """What every prediction of a pipeline says of its phases. Printing it shows a line a phase."""
 
-    _card: Card
+    host: int
+    notes: tuple[str, ...]
     _run_row: dict[str, Any]  # what all rows of a table have in common
 
-    def __init__(
-        self, title: str, available: int, host: int, phases: Sequence[Phase], done: int, lacking: PeakTensor | None,
-        notes: tuple[str, ...],
-    ):  # fmt: skip
-        """The first phases go through, as many as are done; the next one, where there is one, lacks what is said, and
-        those after it are not reached."""
-        self.title, self.available, self.host, self.notes = title, available, host, notes
-        outcomes = [*[True] * done, False, *[None] * len(phases)]  # for each phase, and more
-        self.phases = tuple(phase._replace(fits=fits) for phase, fits in zip(phases, outcomes, strict=False))
-        self.out_of_memory_at = lacking and (phases[done].name, lacking)
-        self.on_card = None if lacking else self.peak
-        self._here = self.phases  # on this card, if it goes through there
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        return self.result.phases
+
+    @property
+    def out_of_memory_at(self) -> tuple[str, PeakTensor] | None:
+        return self.result.out_of_memory_at
+
+    @property
+    def on_card(self) -> int | None:
+        return self.judged.took
 
     @property
     def peak(self) -> int:
-        return max(phase.total for phase in self.phases)
+        return self.result.fullest.total
 
     @property
     def bottleneck(self) -> str:
-        return max(self.phases, key=lambda phase: phase.total).name
+        return self.result.fullest.name
 
     @property
     def band(self) -> tuple[int, int]:
-        return self.peak, self.peak
+        return self.judged.band
 
     @property
     def upper(self) -> int:
-        return self.peak  # where nothing is asked of cuDNN and nothing cached
-
-    @functools.cached_property
-    def least_band(self) -> tuple[int, int]:
-        return self.peak, self.peak
-
-    @property
-    def _range(self) -> tuple[int, int]:
-        least, most = (size - self.peak + (self.on_card or 0) for size in self.band)
-        return least, most
-
-    @property
-    def _bound(self) -> int:
-        return self.upper
-
-    @property
-    def _runs_out(self) -> str:
-        phase, (name, size) = self.out_of_memory_at or ("", PeakTensor("", 0))
-        return f"it runs out in {phase} at {name}, which asks for {size / MIB:.0f} MiB"
+        return self.judged.upper
 
     # ---- files ----
 
@@ -178,10 +169,9 @@ class _Phases(Written, CardAnswer):
         room = "" if self.on_card == self.peak else "where there is room, "
         peak = f"{room}the peak is in {self.bottleneck}: {self.peak / MIB:.0f} MiB{sure}"
         host = f"; {self.host / MIB:.0f} MiB of weights are kept by the host" if self.host else ""
-        answer = f"{self.summary[0].upper()}{self.summary[1:]}."
         lines = [
             *filter(None, [self.assumed_card]),
-            answer,
+            self._answer,
             f"Asked: {self.title}; {peak}{host}.",
             render(*self._cells(), markdown),
         ]
@@ -196,22 +186,10 @@ class _Phases(Written, CardAnswer):
 
     _repr_markdown_ = Written.to_markdown
 
-    def _repr_html_(self) -> str:
-        """The fullest phase beside the card's size, and the table."""
-        phase, card = max(self._here, key=lambda phase: phase.total), self._card
-        size = card.gpu.reported_memory
-        parts = {
-            "weights": phase.weights, "tensors": phase.activations, "workspaces": phase.workspace,
-            "cached": phase.cached, "vaemem": phase.outside,
-            "CUDA context": size - self.available - card.taken if self.available else CONTEXT,
-            "others": card.used, "Windows": card.kept[0],
-        }  # fmt: skip
-        parts["spare"] = max(size - sum(parts.values()), 0)
-        header, lines = self._cells()
+    def _html_below(self) -> str:
+        """The table, and the notes."""
         notes = "".join(f"<li>{html.escape(note)}</li>" for note in (*self.notes, *self._advice()))
-        title = f"<b>{html.escape(self.title)}</b>: {html.escape(self.summary)}"
-        title = (f"<p>{html.escape(self.assumed_card)}</p>" if self.assumed_card else "") + title
-        return f"<div>{title}{bar(parts, size)}{html_table(header, lines)}<ul>{notes}</ul></div>"
+        return f"{html_table(*self._cells())}<ul>{notes}</ul>"
 
     def __repr__(self) -> str:
         shown = "; ".join(
@@ -291,52 +269,61 @@ class PipelinePrediction(_Phases):
     PeakTensor(name='decoder.up_blocks.2.upsamplers.0.conv [workspace]', bytes=605159440)
     """
 
-    def __reduce__(self) -> Any:
-        """Copied and pickled as what was asked, which is predicted again."""
-        return PipelinePrediction, (self._request,)
+    request: PipelineRequest
 
-    def __init__(self, question: PipelineRequest):
-        self._request = q = question
-        self.coarse, self._card, self.assumed_card = bool(q.card.gpu.coarse), q.card, q.card.assumed
+    def __init__(self, request: PipelineRequest):
+        self.request = q = request
         batch = f", {q.batch} images" if q.batch > 1 else ""
         on_cpu = f", {' and '.join(q.on_cpu)} on the CPU" if q.on_cpu else ""
         where = self._where = f"{q.card.gpu.name}, offload {q.offload}, VAE {q.vae}{on_cpu}"
+        self.title = f"{q.name} {q.height}x{q.width}{batch} ({where})"
+        self._run = play_pipeline(request)
+        process, moved = self._run.process, (*q.on_cpu, *self._run.moved)
+        self._process = process
+        cudnn = getattr(process.workspace, "cudnn_version", None)
+        ran = f"torch {process.torch_version}{f', cudnn {cudnn}' if cudnn else ''}"
         self._run_row = {
             "model": q.name, "op": "pipeline", "height": q.height, "width": q.width, "batch": q.batch,
             "tokens": q.tokens, "dtype": q.dtype, "runtime": "diffusers", "device": q.card.gpu.name,
             "way": f"offload {q.offload}, VAE {q.vae}{on_cpu}", "source": "predicted",
+            "versions": f"{ran}, vaemem {__version__}",
         }  # fmt: skip
-        self._run = play_pipeline(question)
-        self._process = self._run.process
-        cudnn = getattr(self._process.workspace, "cudnn_version", None)
-        ran = f"torch {self._process.torch_version}{f', cudnn {cudnn}' if cudnn else ''}"
-        self._run_row["versions"] = f"{ran}, vaemem {__version__}"
-        available, moved = self._process.available, (*q.on_cpu, *self._run.moved)
-        here, lacking = self._process, None
-        if self._process.most_reserved > available:
-            here, lacking = q.repeat(here, available)
-        phases = self._run.phases_on(self._process)
-        self.played_phases = phases if here is self._process else self._run.phases_on(here)
-        done = len(self.played_phases)
-        for i, phase in enumerate(self.played_phases):
-            if phase.outside and phase.total > available and i < done:
-                done, lacking = i, PeakTensor("vaemem's memory limit", phase.outside)
-        super().__init__(
-            f"{q.name} {q.height}x{q.width}{batch} ({where})", available,
-            sum(part.nbytes for part in q.parts if part.role in moved), phases, done, lacking,
-            (*(self._process if lacking else here).substitutions, *_notes(q)),
-        )  # fmt: skip
-        if not lacking:
-            self.on_card, self._here = max(phase.total for phase in self.played_phases), self.played_phases
-        self._use = CardUse(
-            available, self.on_card, self.peak, q.card.unsure, here.guessed_plans,
-            BY_VAEMEM if q.vae == "vaemem" and "H100" not in q.card.gpu.name else "", q.safe, q.software.has_version,
-            self.coarse, f", at {q.height}x{q.width} as diffusers runs {q.made_of}" if q.made_of else "",
-            between=getattr(self._process.workspace, "between", ""),
+        self.host = sum(part.nbytes for part in q.parts if part.role in moved)
+        available = process.available
+        here, lacking = (process, None) if process.most_reserved <= available else q.repeat(process, available)
+        phases = self._run.phases_on(process)
+        played = phases if here is process else self._run.phases_on(here)
+        full = lacking and (phases[len(played)].name, lacking)
+        if over := next((phase for phase in played if phase.outside and phase.total > available), None):
+            full = over.name, PeakTensor("vaemem's memory limit", over.outside)
+        self.result, self.here = _as_far_as(phases, full), Result(played, full)
+        self.notes = (*(process if full else here).substitutions, *_notes(q))
+        self.judged = Verdict(
+            available, self.peak, None if full else self.here.fullest.total, full, self._plays(),
+            kept_more=q.card.kept_more, guesses=here.guessed_plans, safe=q.safe, coarse=bool(q.card.gpu.coarse),
+            untried=BY_VAEMEM if q.vae == "vaemem" and "H100" not in q.card.gpu.name else "",
+            has_version=q.software.has_version, between=getattr(process.workspace, "between", ""),
+            covers=f", at {q.height}x{q.width} as diffusers runs {q.made_of}" if q.made_of else "",
         )  # fmt: skip
 
+    def _plays(self) -> Plays:
+        # What LLM.int8() holds is not known to the byte: Hugging Face's published run with it (docs/PIPELINES.md) has
+        # reserved 2.0% more than is predicted once the weights are there, and 3.5% more at its peak.
+        inexact = {f"weights of {part.role}" for part in self.request.parts if part.has(["int8"])}
+        others = [
+            (phase.outside, phase.weights - sum(size for name, size in phase.peak_tensors if name in inexact))
+            for phase in self.phases
+        ]
+        # Without its workspaces a phase's tensors are what it cannot do without.
+        low = max(phase.allocated - phase.workspace for phase in self.phases)
+        return Plays(self.request, self._process, others, (low, -(-self.peak // PAGE) * PAGE))
+
+    @property
+    def least(self) -> int:
+        return self.judged.least
+
     def _advice(self) -> list[str]:
-        q, found = self._request, list[str]()
+        q, found = self.request, list[str]()
         if self.verdict == FITS:
             return found
         for offload, vae in itertools.product(OFFLOADS, ("whole", *q.tilings)):
@@ -345,7 +332,7 @@ class PipelinePrediction(_Phases):
             with contextlib.suppress(ValueError):
                 other = PipelinePrediction(q.run_with(offload, vae))
                 if other.verdict != DOES_NOT_FIT:
-                    took = f"takes {other.takes} of {self.available / MIB:.0f} MiB"
+                    took = f"takes {other.judged.takes} of {self.available / MIB:.0f} MiB"
                     found.append(f"With --offload {offload} and the VAE {vae} it {took}: {other.verdict}.")
         return [*found, "vaemem plan, with the same words, tries every way, and says how long each takes."]
 
@@ -355,37 +342,11 @@ class PipelinePrediction(_Phases):
 
     @property
     def pipeline(self) -> str:
-        return self._request.name
+        return self.request.name
 
     @property
     def parts(self) -> dict[str, Part]:
-        return {part.role: part for part in self._request.parts}
-
-    @functools.cached_property
-    def band(self) -> tuple[int, int]:
-        outside = [phase.outside for phase in self.phases]
-        peaks = [max(map(operator.add, reserved, outside)) for reserved in self._possible(False)]
-        return min(peaks), max(peaks)
-
-    @functools.cached_property
-    def upper(self) -> int:
-        every = (False,) if self._request.software.has_version else (False, True)
-        most = map(max, zip(*self._possible(*every), strict=True))
-        # What LLM.int8() holds is not known to the byte: Hugging Face's published run with it (docs/PIPELINES.md) has
-        # reserved 2.0% more than is predicted once the weights are there, and 3.5% more at its peak.
-        unsure = {f"weights of {part.role}" for part in self._request.parts if part.has(["int8"])}
-        sure = [
-            phase.weights - sum(size for name, size in phase.peak_tensors if name in unsure) for phase in self.phases
-        ]
-        return max(
-            phase.outside + bound_of(reserved, weights)
-            for phase, weights, reserved in zip(self.phases, sure, most, strict=True)
-        )
-
-    def _possible(self, *every: bool) -> list[list[int]]:
-        """Reserved bytes by phase, and those with each of the other workspaces that may be the true ones."""
-        others = distinct(other for each in every for other in self._process.alternatives(each))
-        return [[phase.reserved for phase in self.phases], *self._process.reserved_with(others, above=False)]
+        return {part.role: part for part in self.request.parts}
 
     def work(self, phase: Phase, machine: Machine | None = None) -> dict[str, float]:
         """What a phase does once the weights are there, for `vaemem.prediction.seconds.Machine`. A short prompt may be
@@ -398,7 +359,7 @@ class PipelinePrediction(_Phases):
         >>> [sorted(p.work(phase)) for phase in p.phases[-2:]]
         [['link', 'unet'], ['link', 'memory', 'vae']]
         """
-        q = self._request
+        q = self.request
         vae = q.part("vae")
         work = {q.pipeline.denoiser if phase.name == "denoise" else "transformer": float(phase.flops)}
         if phase.name in ("encode image", "decode"):
@@ -414,7 +375,7 @@ class PipelinePrediction(_Phases):
     def _seconds(self) -> dict[str, dict[str, float]]:
         if self.coarse:
             return {}
-        machine, whole = machine_of(self._card.gpu, dtype=self._request.dtype), Counter[str]()
+        machine, whole = machine_of(self.card.gpu, dtype=self.request.dtype), Counter[str]()
         works: dict[str, Any] = {phase.name: self.work(phase, machine) for phase in self.phases if phase.name != "load"}
         for work in works.values():
             whole.update(work)  # which adds, fractions too
@@ -429,7 +390,7 @@ class PipelinePrediction(_Phases):
         """What this pipeline takes on this card, so offloaded, by size, batch and length of the prompt: H and W from
         256 to 2048 pixels, batches of 1 to 4, prompts of 1 to as many tokens as the text encoder takes, where these
         make a difference."""
-        q = self._request
+        q = self.request
         most = max(q.tokens, q.pipeline.most_tokens)
         tokens = (1, most // 4, most // 2, most) if q.pipeline.most_tokens > CLIP_TOKENS else (0,)
         play = functools.partial(_play_phases, q, self._process.workspace)
@@ -437,19 +398,6 @@ class PipelinePrediction(_Phases):
         found = Formula(f"{q.name}, {self._where}", Domain(prompt_tokens=tokens, tile=q.tile), at, play)
         found.assumed_card = self.assumed_card
         return found
-
-    @functools.cached_property
-    def least(self) -> int:
-        return self._least(True)
-
-    @functools.cached_property
-    def least_band(self) -> tuple[int, int]:
-        return self.least, self._least(False)
-
-    def _least(self, has_other_plans: bool) -> int:
-        # Without its workspaces a phase's tensors are what it cannot do without.
-        low = max(phase.allocated - phase.workspace for phase in self.phases)
-        return self._process.least(low, -(-self.peak // PAGE) * PAGE, has_other_plans)
 
 
 def _notes(q: PipelineRequest) -> Iterator[str]:
@@ -502,30 +450,24 @@ class GraphPrediction(_Phases):
         direct: Way | None = None,
     ):  # fmt: skip
         """asked: what its rows have in common, beside the way."""
-        self.way, self.direct = way, direct or way
-        phases = self.direct.phases
+        self.request, self.way, self.direct = asked, way, direct or way
         self._run_row = {**asked, "op": "pipeline", "way": way.name, "runtime": "sd.cpp", "source": "predicted"}
-        title = f"{asked['model']} {asked['height']}x{asked['width']} by sd.cpp ({card.gpu.name})"
-        self._card, self.assumed_card = card, card.assumed
-        done, full = next(((i, one) for i, one in enumerate(phases) if one.total > available), (len(phases), None))
-        lacking = full and PeakTensor(f"compute buffer of {full.name}", full.activations)
-        super().__init__(f"{title}, {way.name}", available, way.host, way.phases, done, lacking, way.notes)
-        if not lacking:
-            self.on_card = self.peak if self.peak <= available else self.direct.peak.total
-        self._use = CardUse(available, self.on_card, self.peak, card.unsure, safe=safe)
+        self.title = f"{asked['model']} {asked['height']}x{asked['width']} by sd.cpp ({card.gpu.name}), {way.name}"
+        self._card, self.host, self.notes = card, way.host, way.notes
+        no_room = f"it goes through only with direct convolution; {self._both}"
+        self.judged = judge_phases(
+            way.phases, available, self.direct.phases, kept_more=card.kept_more, safe=safe, no_room=no_room
+        )
+        self.result = _as_far_as(way.phases, self.judged.out_of_memory_at)
+        self.here = self.result
+
+    def __reduce__(self) -> Any:
+        given = self.request, self.way, self.available, self.card, self.judged.safe, self.direct
+        return GraphPrediction, given
 
     @property
-    def band(self) -> tuple[int, int]:
-        return min(self.direct.peak.total, self.peak), self.peak
-
-    @functools.cached_property
-    def least_band(self) -> tuple[int, int]:
-        return self.band[0], self.band[0]
-
-    @functools.cached_property
-    def tight_because(self) -> str:
-        is_full = self.verdict == TIGHT and self.peak > self.available
-        return f"it goes through only with direct convolution; {self._both}" if is_full else super().tight_because
+    def card(self) -> Card:
+        return self._card
 
     @property
     def summary(self) -> str:

@@ -9,10 +9,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vaemem._common import MIB, Answer, as_csv, distinct, html_table, need, real, render, write
+from vaemem._common import MIB, Printed, as_csv, distinct, html_table, need, real, render, write
 from vaemem.prediction.planned import Way
 from vaemem.prediction.seconds import REPEATS_DIFFER, Machine, Seconds
-from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, TIGHT
+from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, TIGHT, Verdict, judge_phases
 
 if TYPE_CHECKING:
     import pandas
@@ -79,14 +79,21 @@ class Outcome(NamedTuple):
         return said.get(self.fails_in, f"runs out in {self.fails_in}, {lacks}")
 
 
+def runs_out(verdict: Verdict) -> tuple[str, int] | None:
+    """The phase in which memory runs out, and the bytes that the card lacks for the whole run."""
+    full = verdict.out_of_memory_at
+    return full and (full[0], max(-verdict.spare, 1))
+
+
 def outcome(way: Way, room: Room, machine: Machine | None) -> Outcome:
-    """How a way does in a room. Where several phases do not fit, it ends in the first of them."""
+    """How a way does in a room. A way that was not played is judged by its phases."""
+    out = way.out
+    if not way.played and room.card is not None:
+        out = runs_out(judge_phases(way.phases, room.card))
     took = machine.seconds(way.work) if machine else None
     each = {phase.name: machine.seconds(phase.work) for phase in way.phases} if machine else {}
-    card, host, seconds = (math.inf if there is None else there for there in room)
-    over = [] if way.played else [phase.name for phase in way.phases if phase.total > card]
-    fails: list[tuple[str | None, float]] = [way.out] if way.out else []
-    fails += [(name, way.peak.total - card) for name in over]
+    host, seconds = (math.inf if there is None else there for there in room[1:])
+    fails: list[tuple[str | None, float]] = [out] if out else []
     fails += [("host", way.host - host)] if way.host > host else []
     fails += [("time", took.likely - seconds)] if took and took.likely > seconds else []
     return Outcome(way, took, each, *[*fails, (None, 0)][0])
@@ -102,7 +109,7 @@ def _quickest(outcomes: Sequence[Outcome]) -> Outcome | None:
     return next(filter(is_as_fast, outcomes), None)
 
 
-class Written(Answer):
+class Written(Printed):
     """What can also be written as a table: a subclass says its rows."""
 
     def rows(self) -> list[dict[str, Any]]:

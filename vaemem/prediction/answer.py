@@ -1,23 +1,127 @@
-"""What a prediction says: sizes, how sure they are, and whether the run fits a card."""
+"""What every prediction says: what a run takes, and whether it fits the card."""
 
 from __future__ import annotations
 
 import functools
 import html
 import os
-from collections.abc import Iterator, Sequence
 from typing import Any
 
-from vaemem._common import MIB
-from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL
+from vaemem._common import MIB, Printed
+from vaemem.prediction.benchmark import USUAL_PROTOCOL
 from vaemem.prediction.gpus import CONTEXT
+from vaemem.prediction.planned import Phase, Result
+from vaemem.prediction.plays import Plays
 from vaemem.prediction.process import Moment, PeakTensor, SimulatedProcess
-from vaemem.prediction.request import ModuleRequest, VAERequest
-from vaemem.prediction.verdict import CardAnswer, CardUse, bar, bound_of
+from vaemem.prediction.request import Card, ModuleRequest, VAERequest
+from vaemem.prediction.verdict import Verdict, bar
 
 
-class SimulatedAnswer(CardAnswer):
-    """What a prediction reads off the process that it played."""
+class Answer(Printed):
+    """The answer to a request: what a play says, and whether it fits the card. Sizes in bytes.
+
+    Attributes
+    ----------
+    request : Request
+        What is predicted. An answer is copied and pickled as its request.
+    result, here : Result
+        What a play says where there is room, and on this card.
+    judged : Verdict
+    on_card : int or None
+        The peak on this card; None if the run does not go through.
+    title : str
+    """
+
+    request: Any
+    judged: Verdict
+    title: str
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.request,)
+
+    @functools.cached_property
+    def result(self) -> Result:
+        raise NotImplementedError
+
+    @functools.cached_property
+    def here(self) -> Result:
+        raise NotImplementedError
+
+    @property
+    def card(self) -> Card:
+        card: Card = self.request.card
+        return card
+
+    @property
+    def assumed_card(self) -> str:
+        return self.card.assumed
+
+    @property
+    def available(self) -> int:
+        return self.judged.available
+
+    @property
+    def on_card(self) -> int | None:
+        return self.judged.took
+
+    @property
+    def coarse(self) -> bool:
+        return self.judged.coarse
+
+    @property
+    def verdict(self) -> str:
+        return self.judged.word
+
+    @property
+    def fits(self) -> bool:
+        return self.judged.fits
+
+    @property
+    def tight_because(self) -> str:
+        return self.judged.tight_because
+
+    @property
+    def summary(self) -> str:
+        return self.judged.summary
+
+    @property
+    def spare(self) -> int:
+        return self.judged.spare
+
+    @property
+    def least_band(self) -> tuple[int, int]:
+        return self.judged.least_band
+
+    @property
+    def _answer(self) -> str:
+        """The summary as a sentence."""
+        return f"{self.summary[0].upper()}{self.summary[1:]}."
+
+    @property
+    def _parts(self) -> dict[str, int]:
+        """Bytes of what the card holds at the peak; on this card if the run goes through there."""
+        phase, card = (self.result if self.judged.took is None else self.here).fullest, self.card
+        size, available = card.gpu.reported_memory, self.available
+        parts = {
+            "weights": phase.weights, "tensors": phase.activations, "workspaces": phase.workspace,
+            "cached": phase.cached, **({"vaemem": phase.outside} if phase.outside else {}),
+            "CUDA context": size - available - card.taken if available else min(CONTEXT, size),
+            "others": card.used + card.held, "Windows": card.kept[0],
+        }  # fmt: skip
+        return parts | {"spare": max(size - sum(parts.values()), 0)}
+
+    def _repr_html_(self) -> str:
+        """The verdict, and the fullest phase beside the card's size."""
+        assumed = f"<p>{html.escape(self.assumed_card)}</p>" if self.assumed_card else ""
+        said = f"<b>{html.escape(self.title)}</b>: {html.escape(self.summary)}"
+        return f"<div>{assumed}{said}{bar(self._parts, self.card.gpu.reported_memory)}{self._html_below()}</div>"
+
+    def _html_below(self) -> str:
+        return ""
+
+
+class SimulatedAnswer(Answer):
+    """What a prediction reads off the process that it played: a run of one phase."""
 
     upper_share = 0.9989
     upper_basis = (
@@ -25,117 +129,79 @@ class SimulatedAnswer(CardAnswer):
         " and FLUX, float16 and float32, whole images one at a time); 98 of 98 rows of the seed table"
     )
 
-    _covers = _besides = ""  # words of `CardUse`
-
-    def __init__(self, question: VAERequest | ModuleRequest):
-        self._request, self._process = question, question.start()
-        self.protocol, process = question.software.protocol, self._process
-        self.allocated, self.reserved, self.peak_allocated, self.peak_reserved = question.play(process)
-        self._plays = {self.protocol: process}
+    def __init__(self, request: VAERequest | ModuleRequest, covers: str = "", besides: str = ""):
+        """covers, besides: words of the `Verdict`."""
+        self.request, self._process = request, request.start()
+        self.protocol, process = request.software.protocol, self._process
+        self.allocated, self.reserved, self.peak_allocated, self.peak_reserved = request.play(process)
         self.gpu, self.total_memory = process.gpu.name, process.gpu.total_memory
-        self.reported_memory, self.used = process.gpu.reported_memory, question.card.used
-        self.assumed_card = question.card.assumed
-        self.coarse = bool(process.gpu.coarse)
+        self.reported_memory, self.used = process.gpu.reported_memory, request.card.used
         self.torch_version = process.torch_version
         self.cudnn_version: str | None = getattr(process.workspace, "cudnn_version", None)
-        self.workspace_source, self.available = process.workspace_source, process.available
-        self._has_room = process.most_reserved <= self.available  # then nothing is ever refused and all goes as it did
-        process, full = (process, None) if self._has_room else question.repeat(process, self.available)
-        self.out_of_memory_at, self.on_card = full, None if full else process.readings[-1].peak_reserved
-        self.substitutions = process.substitutions
-        self._here = process
-        self._use = CardUse(
-            self.available, None if full else process.most_reserved, self._process.most_reserved, question.card.unsure,
-            process.guessed_plans, safe=question.safe, has_version=question.software.has_version, coarse=self.coarse,
-            covers=self._covers, besides=self._besides, between=getattr(process.workspace, "between", ""),
+        self.workspace_source, available, most = process.workspace_source, process.available, process.most_reserved
+        # With room for all of it nothing is ever refused, and all goes as it did.
+        here, full = (process, None) if most <= available else request.repeat(process, available)
+        self.out_of_memory_at, self.substitutions, self._here = full, here.substitutions, here
+        self._plays = Plays(
+            request, process, [(self.peak_reserved - self.reserved, 0)], (0, most if full else min(most, available)),
+            (self.protocol, USUAL_PROTOCOL, "cold"),
+        )  # fmt: skip
+        self.judged = Verdict(
+            available, most, None if full else here.most_reserved, full and ("", full), self._plays,
+            kept_more=request.card.kept_more, guesses=here.guessed_plans, safe=request.safe,
+            has_version=request.software.has_version, coarse=bool(process.gpu.coarse),
+            covers=covers, besides=besides,
+            between=getattr(process.workspace, "between", ""),
         )  # fmt: skip
 
-    def _played(self, protocol: str) -> tuple[SimulatedProcess, int]:
-        """A process that played the same call by a protocol, and which of its readings is the protocol's."""
-        if protocol == "cold":
-            for other, process in self._plays.items():
-                if len(process.readings) > PROTOCOLS[other].runs or not PROTOCOLS[other].warmups:
-                    return process, 0
-        if protocol not in self._plays:
-            self._plays[protocol] = self._request.start(self._process.workspace)
-            self._request.play(self._plays[protocol], protocol)
-        return self._plays[protocol], -1
-
-    def _readings(self, protocol: str, workspaces: Sequence[tuple[int, ...]] = ()) -> list[int]:
-        """The bytes that a process of this protocol reserved above the baseline; then those that it would have reserved
-        with each of these workspaces of its convolutions."""
-        process, reading = self._played(protocol)
-        return [process.readings[reading].reserved, *(row[reading] for row in process.reserved_with(workspaces))]
+    @functools.cached_property
+    def result(self) -> Result:
+        return self._result(self._process)
 
     @functools.cached_property
-    def least_reserved(self) -> int:
-        return self._least(True)
+    def here(self) -> Result:
+        return self.result if self._here is self._process else self._result(self._here)
 
-    @functools.cached_property
-    def least_band(self) -> tuple[int, int]:
-        return self.least_reserved, self._least(False)
-
-    def _least(self, has_other_plans: bool) -> int:
-        most = self._process.most_reserved
-        return self._process.least(0, most if self.out_of_memory_at else min(most, self.available), has_other_plans)
-
-    def _possible(self, every: bool, *protocols: str) -> Iterator[int]:
-        """Reserved bytes by each of these protocols, also with each of the other workspaces that may be the true ones.
-        every: those of every cuDNN."""
-        others = self._process.alternatives(every)
-        for protocol in protocols:
-            yield from self._readings(protocol, others)
-
-    @functools.cached_property
-    def band(self) -> tuple[int, int]:
-        sizes = list(self._possible(False, self.protocol))
-        return min(sizes), max(sizes)
-
-    @functools.cached_property
-    def upper(self) -> int:
-        # Of every cuDNN first, for most of the band's are among them, and what is alike is then played once.
-        return bound_of(max(*self._possible(not self._use.has_version, *self._bounding), *self.band))
+    def _result(self, process: SimulatedProcess) -> Result:
+        tensors, allocated = process.peak_tensors(), process.peak_allocated
+        weights = sum(size for name, size in tensors if name.startswith("weights of "))
+        workspaces = sum(size for name, size in tensors if name.endswith("[workspace]"))
+        phase = Phase(
+            "run", allocated, process.most_reserved, weights, workspaces, allocated - weights - workspaces,
+            peak_tensors=tuple(tensors), fits=not self.out_of_memory_at,
+        )  # fmt: skip
+        return Result((phase,), self.judged.out_of_memory_at)
 
     @property
-    def _bounding(self) -> tuple[str, ...]:
-        """The protocols that `upper` holds for."""
-        return tuple(dict.fromkeys((USUAL_PROTOCOL, "cold", self.protocol)))
+    def on_card(self) -> int | None:
+        return None if self.out_of_memory_at else self._here.readings[-1].peak_reserved
 
-    def _may_take(self, size: int) -> bool:
-        # What this workspace takes, or the largest of the others, mostly says it before all of them are asked.
-        least = size - (self.peak_reserved - self.reserved)
-        if any(bound_of(*self._readings(protocol)) >= least for protocol in self._bounding):
-            return True
-        largest = sorted(self._process.alternatives(not self._use.has_version), key=sum)[-1:]
-        return bound_of(max(self._readings(self.protocol, largest))) >= least or self._bound >= size
+    @property
+    def least_reserved(self) -> int:
+        return self.judged.least
+
+    @property
+    def band(self) -> tuple[int, int]:
+        baseline, (least, most) = self.peak_reserved - self.reserved, self.judged.band
+        return least - baseline, most - baseline
+
+    @property
+    def upper(self) -> int:
+        return self.judged.upper - (self.peak_reserved - self.reserved)
 
     def save_snapshot(self, path: str | os.PathLike[str]) -> None:
         """Writes the simulated history as a pickle that ``torch.cuda._memory_viz`` and pytorch.org/memory_viz read."""
-        process = self._request.start(history=True)
-        self._request.play(process)
+        process = self.request.start(history=True)
+        self.request.play(process)
         process.save_snapshot(path)
 
     @property
     def peak_tensors(self) -> tuple[PeakTensor, ...]:
-        return tuple(self._process.peak_tensors())
+        return self.result.phases[0].peak_tensors
 
     @property
     def timeline(self) -> tuple[Moment, ...]:
         return tuple(self._process.timeline())
-
-    @property
-    def _range(self) -> tuple[int, int]:
-        least, most = (size - self.reserved + self._here.most_reserved for size in self.band)
-        return least, most
-
-    @property
-    def _bound(self) -> int:
-        return self.peak_reserved - self.reserved + self.upper
-
-    @property
-    def _runs_out(self) -> str:
-        name, size = self.out_of_memory_at or ("", 0)
-        return f"it runs out at {name}, which asks for {size / MIB:.0f} MiB"
 
     @property
     def _numbers(self) -> str:
@@ -165,35 +231,6 @@ class SimulatedAnswer(CardAnswer):
             "peak_tensors": [one._asdict() for one in tensors],
             "parts": self._parts,
         }
-
-    def _held(self, is_here: bool) -> dict[str, int]:
-        """What the process holds at the peak, in bytes that add up to what it takes at most: here on this card, or on a
-        card with room."""
-        process = self._here if is_here else self._process
-        tensors, allocated = process.peak_tensors(), process.peak_allocated
-        weights = sum(size for name, size in tensors if name.startswith("weights of "))
-        workspaces = sum(size for name, size in tensors if name.endswith("[workspace]"))
-        return {
-            "weights": weights, "tensors": allocated - weights - workspaces, "workspaces": workspaces,
-            "cached": process.most_reserved - allocated,
-        }  # fmt: skip
-
-    @property
-    def _parts(self) -> dict[str, int]:
-        """Bytes of what the card holds at the peak; on this card if the run goes through there."""
-        context, kept = min(CONTEXT, self.reported_memory), self._request.card.kept[0]
-        others = {"CUDA context": context, "others": self.used + self._request.card.held, "Windows": kept}
-        parts = self._held(self.on_card is not None) | others
-        return parts | {"spare": max(self.reported_memory - sum(parts.values()), 0)}
-
-    @property
-    def _title(self) -> str:
-        raise NotImplementedError
-
-    def _repr_html_(self) -> str:
-        title = f"<b>{html.escape(self._title)}</b>: {html.escape(self.summary)}"
-        assumed = f"<p>{html.escape(self.assumed_card)}</p>" if self.assumed_card else ""
-        return f"<div>{assumed}{title}{bar(self._parts, self.reported_memory)}</div>"
 
     @property
     def _place(self) -> str:

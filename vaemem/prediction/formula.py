@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, overload
 
 from vaemem._arguments import shared
-from vaemem._common import MIB, Answer, typeset
+from vaemem._common import MIB, Printed, typeset
 from vaemem._types import Dtype, Program, TiledOp
 from vaemem.engine.arguments import BAR, Progress, polling
 from vaemem.prediction.closed import ClosedForm, derive, name_of, played_peaks
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 
-class Formula(Answer):
+class Formula(Printed):
     """PyTorch's peak over a domain of sizes, batches and prompts: what is allocated, and what is reserved.
 
     Attributes

@@ -1,8 +1,9 @@
-"""A pipeline's phase, and one way of running the pipeline, whoever's code runs it."""
+"""A pipeline's phase, what a play says by phase, and one way of running the pipeline, whoever's code runs it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from vaemem.prediction.process import PeakTensor
@@ -75,6 +76,19 @@ class Phase(NamedTuple):
         return self.total - self.weights
 
 
+@dataclass(frozen=True)
+class Result:
+    """What a play says: the phases, and the phase and the request at which memory ran out, if it did."""
+
+    phases: tuple[Phase, ...]
+    out_of_memory_at: tuple[str, PeakTensor] | None = None
+
+    @property
+    def fullest(self) -> Phase:
+        """The phase that takes most, the first of equals."""
+        return max(self.phases, key=lambda phase: phase.total)
+
+
 class Way(NamedTuple):
     """One way of running a pipeline.
 
@@ -92,12 +106,11 @@ class Way(NamedTuple):
     notes : tuple of str
         What was taken for granted.
     out : tuple of (str, int), optional
-        The phase in which memory runs out, and the bytes that the card lacks for the whole run, where that was played:
-        PyTorch gives cached memory back before it gives up. Else a phase fits where its total does.
+        The phase in which memory runs out, and the bytes that the card lacks for the whole run.
     played : bool
-        Whether `out` is what decides.
+        Whether `out` comes from a verdict on the card. Otherwise the plan judges the phases.
     unsure : str
-        What it rests on that the way fits, and is not known; "" for nothing.
+        Why the way is tight; "" if it is not.
     """
 
     name: str

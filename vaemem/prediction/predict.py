@@ -10,7 +10,7 @@ import functools
 import math
 import shlex
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -147,40 +147,30 @@ class Prediction(SimulatedAnswer):
     >>> p.save_snapshot("decode.pickle")  # for pytorch.org/memory_viz
     """
 
-    def __reduce__(self) -> Any:
-        """Copied and pickled as what was asked, which is predicted again."""
-        return Prediction, (self._request,)
+    request: VAERequest
 
-    def __init__(self, question: VAERequest):
-        self._request: VAERequest
-        job, software = question.job, question.software
+    def __init__(self, request: VAERequest):
+        job, software = request.job, request.software
         self.model: str = job.arch["name"]
         self.op, self.height, self.width, self.batch, self.dtype = job.op, job.height, job.width, job.batch, job.dtype
         self.weights_dtype, self.tile, self.slicing = job.weights_dtype, job.tile, job.slicing
-        self.tile_overlap = job.tile_overlap if job.tile and question.code == "diffusers" else None
-        self.runtime, self.allocator, self.settings = software.runtime, software.allocator, question.settings
-        self.assumed = question.assumed
-        self._covers = ", for one frame" if self.model in WANS else ""
-        if question.card.held:
+        self.tile_overlap = job.tile_overlap if job.tile and request.code == "diffusers" else None
+        self.runtime, self.allocator, self.settings = software.runtime, software.allocator, request.settings
+        self.assumed, self.title = request.assumed, f"{self.model} {self.op} {self.height}x{self.width}"
+        covers, besides = ", for one frame" if self.model in WANS else "", ""
+        if request.card.held:
             what, size = held_by(software.runtime, self.model)
-            self._besides = f" beside {what}, which A1111 keeps there ({size / MIB:.0f} MiB)"
+            besides = f" beside {what}, which A1111 keeps there ({size / MIB:.0f} MiB)"
         self.channels_last, self.allow_tf32 = software.channels_last, software.allow_tf32
-        super().__init__(question)
+        super().__init__(request, covers, besides)
         if software.allocator != "native":
             self.upper_share, self.upper_basis = math.nan, "nothing: no measurement of this allocator is known"
         elif self.coarse:
             self.upper_share, self.upper_basis = math.nan, "nothing: no cuDNN was asked about such a card"
 
-    def _possible(self, every: bool, *protocols: str) -> Iterator[int]:
-        yield from super()._possible(every, *protocols)
-        if self.allocator == "cudaMallocAsync":  # how much the driver's pool wastes is not known: as much as PyTorch's?
-            software, workspace = replace(self._request.software, allocator="native"), self._process.workspace
-            native = Prediction(replace(self._request, software=software, workspace=workspace))
-            yield from native._possible(every, *protocols)
-
     @functools.cached_property
     def seconds(self) -> Seconds | None:
-        q = self._request
+        q = self.request
         return None if self.coarse and not q.calibrate else q.machine.seconds(q.work)
 
     @property
@@ -188,25 +178,21 @@ class Prediction(SimulatedAnswer):
         try:
             if self.tile:
                 raise ValueError("a tiled peak depends on how H and W fall into tiles")
-            return str(derive(self._request))
+            return str(derive(self.request))
         except ValueError as error:
             return f"none: {self.allocated} bytes at this size; {error}"
 
     @property
     def weights_bytes(self) -> int:
-        job = self._request.job
-        return sum(parameter_bytes(tuple(sorted(job.arch.items())), self._request.code, job.weights_dtype)[0])
-
-    @property
-    def _title(self) -> str:
-        return f"{self.model} {self.op} {self.height}x{self.width}"
+        job = self.request.job
+        return sum(parameter_bytes(tuple(sorted(job.arch.items())), self.request.code, job.weights_dtype)[0])
 
     @property
     def asked(self) -> str:
         """What was asked, in words: the run, and what it runs on."""
         weights = "" if self.weights_dtype == self.dtype else f" from {self.weights_dtype} weights"
         images = f" in a batch of {self.batch}{', sliced' * self.slicing}" if self.batch > 1 else ""
-        return f"{self._title} {self.dtype}{weights}{images} ({', '.join([self.runtime, self._place, *self.settings])})"
+        return f"{self.title} {self.dtype}{weights}{images} ({', '.join([self.runtime, self._place, *self.settings])})"
 
     def __repr__(self) -> str:
         return f"<Prediction {self.asked}: {self._said}>"
@@ -217,8 +203,8 @@ class Prediction(SimulatedAnswer):
         takes = [f"It takes {self.seconds}: {self.seconds.why}."] if self.seconds else []
         lines = [
             *filter(None, [self.assumed_card]),
-            f"{self._title}: {self._numbers}, beside weights and input.",
-            f"{self.summary[0].upper()}{self.summary[1:]}.",
+            f"{self.title}: {self._numbers}, beside weights and input.",
+            self._answer,
             *takes,
         ]
         return "\n  ".join([*lines, *self._basis, *self._stand_ins, f"Workspaces: {self.workspace_source}."])
@@ -226,14 +212,14 @@ class Prediction(SimulatedAnswer):
     @property
     def _basis(self) -> list[str]:
         """What the answer is of: a line each."""
-        code = followed(self._request.job.arch, self._request.code)
-        lines = {"Asked": self.asked, "Model": self._request.taken, "Followed": code, "Assumed": self.assumed}
-        if self._request.turns_black:
+        code = followed(self.request.job.arch, self.request.code)
+        lines = {"Asked": self.asked, "Model": self.request.taken, "Followed": code, "Assumed": self.assumed}
+        if self.request.turns_black:
             lines["Pictures"] = f"black, for SDXL's own VAE overflows in float16; {FIXED} does not"
         if program := SENDING.get(self.runtime):
             lines["Not counted"] = f"other models, of which {program} first sends to the host what its VAE needs by its"
             lines["Not counted"] += " own estimate"
-        if self._request.card.held:
+        if self.request.card.held:
             lines["Kept"] = f"{held_by(self.runtime, self.model)[0]}; with --medvram ask for the runtime a1111-medvram"
         return [f"{what}: {text}." for what, text in lines.items() if text]
 
@@ -243,12 +229,12 @@ class Prediction(SimulatedAnswer):
 
     @functools.cached_property
     def would_fit(self) -> tuple[Advice, ...]:
-        q, job, found = self._request, self._request.job, list[Advice]()
+        q, job, found = self.request, self.request.job, list[Advice]()
         for what, other in self._alike():
             with contextlib.suppress(ValueError, OverflowError):  # it cannot be, or is more than can be played
                 p = Prediction(other)
                 if p.verdict != DOES_NOT_FIT:
-                    took = f"takes {p.takes} of {p.available / MIB:.0f} MiB"
+                    took = f"takes {p.judged.takes} of {p.available / MIB:.0f} MiB"
                     found.append(Advice(what, f"{p.verdict}, {took}", shell_command(other)))
         if job.op == "encode" or job.op == "decode":
             vae = VAE(_core.Model(dict(job.arch), dtype="float32"))
@@ -260,7 +246,7 @@ class Prediction(SimulatedAnswer):
 
     def _alike(self) -> Iterator[tuple[str, VAERequest]]:
         """The largest image of that shape, and other ways to run this one."""
-        q, job, largest = self._request, self._request.job, list[tuple[int, int]]()
+        q, job, largest = self.request, self.request.job, list[tuple[int, int]]()
         if not job.is_tiled:
             with contextlib.suppress(ValueError), warnings.catch_warnings():  # none fits; larger ones may
                 warnings.simplefilter("ignore")
@@ -286,20 +272,23 @@ class Prediction(SimulatedAnswer):
 
     def _text(self, markdown: bool = False) -> str:
         parts = self._parts
-        held = ", ".join(f"{name} {size / MIB:.0f}" for name, size in self._held(False).items() if size >= MIB / 2)
+        phase = self.result.fullest
+        sizes = {"weights": phase.weights, "tensors": phase.activations, "workspaces": phase.workspace}
+        sizes["cached"] = phase.cached
+        held = ", ".join(f"{name} {size / MIB:.0f}" for name, size in sizes.items() if size >= MIB / 2)
         largest = next(one for one in self.peak_tensors if not one.name.startswith("weights of "))
-        room = "" if self._has_room else ", where there is room"
+        room = "" if phase.total <= self.available else ", where there is room"
         others = f", {self.used / MIB:.0f} that others use" if self.used else ""
-        kept = self._request.card.held
+        kept = self.request.card.held
         others += f", {kept / MIB:.0f} of other models" if kept else ""
         others += f", and {parts['Windows'] / MIB:.0f} or more that Windows keeps" if parts["Windows"] else ""
         context = "a CUDA context" if self._process.gpu.maker == "NVIDIA" else "a context"
         sold = "" if self.reported_memory == self.total_memory else f" of {self.total_memory / MIB:.0f} sold"
         lines = [
             *filter(None, [self.assumed_card]),
-            f"{self.summary[0].upper()}{self.summary[1:]}.",
+            self._answer,
             *self._basis,
-            f"At its height{room} it takes {self._use.most / MIB:.0f} MiB: {held}. The largest tensor is"
+            f"At its height{room} it takes {phase.total / MIB:.0f} MiB: {held}. The largest tensor is"
             f" {largest.name}, {largest.bytes / MIB:.0f} MiB.",
             *([f"It takes {self.seconds}."] if self.seconds and self.verdict != DOES_NOT_FIT else []),
             f"The card reports {self.reported_memory / MIB:.0f} MiB{sold}, less {parts['CUDA context'] / MIB:.0f} for"
@@ -350,7 +339,7 @@ def shell_command(question: VAERequest, verb: str = "fits") -> str:
             "gpu": card.gpu.name.removeprefix("NVIDIA ").removeprefix("GeForce "),
             "memory": None if is_whole else _sized(card.gpu.total_memory, 1 << 30),
             "used": _sized(card.used, 10**9) if card.used else None,
-            "os": "windows" if card.unsure else None, "dtype": None if is_usual else job.dtype,
+            "os": "windows" if card.kept_more else None, "dtype": None if is_usual else job.dtype,
             "weights-dtype": None if is_usual or job.dtype == job.weights_dtype else job.weights_dtype,
             "runtime": _program(question), "tile": job.tile,
             "tile-overlap": None if job.tile_overlap == usual_overlap(job.arch) else job.tile_overlap,
@@ -567,14 +556,10 @@ class ModulePrediction(SimulatedAnswer):
     upper_share = math.nan
     upper_basis = "nothing: no module's measurements are known"
 
-    def __init__(self, question: ModuleRequest, unmodelled: Mapping[str, int], supposed: Sequence[str] = ()):
-        self.unmodelled = dict(unmodelled)
-        super().__init__(question)
-        self.substitutions = (*supposed, *self.substitutions)
-
-    @property
-    def _title(self) -> str:
-        return f"a module on {self.gpu}"
+    def __init__(self, request: ModuleRequest):
+        super().__init__(request)
+        self.unmodelled, self.title = dict(request.unmodelled), f"a module on {self.gpu}"
+        self.substitutions = (*request.supposed, *self.substitutions)
 
     def _text(self, markdown: bool = False) -> str:
         return repr(self)

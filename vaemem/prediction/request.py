@@ -75,7 +75,7 @@ class Card:
         return self.used + self.held + self.kept[0]
 
     @property
-    def unsure(self) -> int:
+    def kept_more(self) -> int:
         """How much more the operating system may keep."""
         return self.kept[1] - self.kept[0]
 
@@ -310,11 +310,14 @@ class VAERequest(Request):
 
 @dataclass(frozen=True)
 class ModuleRequest(Request):
-    """What `vaemem.pytorch.predict_peak` is asked: the trace of a module's call, and (name, bytes) of what is there
-    before."""
+    """What `vaemem.pytorch.predict_peak` predicts: the trace of a module's call, and (name, bytes) of what is there
+    before. unmodelled: how often each operator ran whose memory is not counted; supposed: what else replaces missing
+    data."""
 
     trace: _core.Trace
     held: Sequence[tuple[str, int]]
+    unmodelled: Mapping[str, int] = field(default_factory=dict, kw_only=True)
+    supposed: tuple[str, ...] = field(default=(), kw_only=True)
 
     def play(self, process: SimulatedProcess, protocol: str | None = None) -> Reading:
         """The module is called in a fresh process as often as the software's protocol, or another one, says."""

@@ -1,23 +1,18 @@
-"""Whether a run fits a card, in numbers and in words, whoever's code it is."""
+"""Whether a run fits a card, in numbers and in words, whoever's code runs."""
 
 from __future__ import annotations
 
 import functools
 import html
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from vaemem import _core
-from vaemem._common import MIB, Answer
-
-
-def bound_of(reserved: int, sure: int = 0) -> int:
-    """The most bytes that a process takes whose prediction is `reserved` bytes: a 16th more, and 20 MiB. Of these bytes
-    so many are `sure`, and take no more: weights. What was there when the peaks were reset is not in either.
-    csrc/predict/judge.h says where the margin comes from."""
-    return _core.judge_bound(reserved, sure)
-
+from vaemem._common import MIB
+from vaemem.prediction.planned import Phase
+from vaemem.prediction.plays import Plays
+from vaemem.prediction.process import PeakTensor
 
 # NVIDIA's page 5490, "System Memory Fallback for Stable Diffusion".
 SPILLS = (
@@ -27,19 +22,35 @@ SPILLS = (
 FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"
 
 
+# Why a run is tight, by the core's names.
+GUESSES, NO_ROOM, MARGINAL, UNTRIED = "guesses", "no room", "marginal", "untried"
+
+
+def needed(least_band: tuple[int, int]) -> str:
+    """The least that would do, in words."""
+    least, other = (f"{size / MIB:.0f} MiB" for size in least_band)
+    return f"it needs at least {least}" + (f" ({other} if cuDNN's next plans want as much)" if other != least else "")
+
+
 @dataclass(frozen=True)
-class CardUse:
-    """How a run uses a card: the numbers that decide the verdict, and the words that explain it. Sizes in bytes.
+class Verdict:
+    """Whether a run fits a card, and the numbers behind it, whoever's code runs. Sizes in bytes.
 
     Attributes
     ----------
     available : int
-        What the card gives, besides a CUDA context and what others use.
-    took : int or None
-        The most that the run takes on this card; None if it runs out of memory there.
+        What the card gives, besides a context and what others use.
     most : int
-        The most that it takes where there is room.
-    unsure : int
+        The most that the run takes on a card with room for everything.
+    took : int or None
+        The most that it takes on this card; None if it runs out of memory there.
+    out_of_memory_at : tuple of (str, PeakTensor) or None
+        The phase and the request that fails. A run of one phase has no name for it.
+    plays : Plays, optional
+        The processes that the bounds come from. By default nothing is unknown: the run takes `most`.
+    least_most : int, optional
+        The most that it takes if it goes the sparing one of two ways, and nobody said which.
+    kept_more : int
         How much less than `available` the card may give, because the operating system keeps more.
     guesses : bool
         Whether it goes through only with plans of cuDNN's that are not known.
@@ -51,15 +62,18 @@ class CardUse:
         Whether a version of PyTorch or cuDNN was named.
     coarse : bool
         Whether the card's kind alone is known.
-    covers, besides, between : str
-        Words: which part of the question the answer covers; which other models the program keeps on the card; what
-        the range of a coarse answer is between.
+    covers, besides, between, no_room : str
+        Words: which part of the request the answer covers; which other models the program keeps on the card; what the
+        range of a coarse answer is between; how a run goes through that takes more on a card with room.
     """
 
     available: int
-    took: int | None
     most: int
-    unsure: int = 0
+    took: int | None
+    out_of_memory_at: tuple[str, PeakTensor] | None = None
+    plays: Plays | None = None
+    least_most: int | None = None
+    kept_more: int = 0
     guesses: bool = False
     untried: str = ""
     safe: bool = False
@@ -68,123 +82,127 @@ class CardUse:
     covers: str = ""
     besides: str = ""
     between: str = ""
-
-
-# Why a run is tight, by the core's names.
-GUESSES, NO_ROOM, MARGINAL, UNTRIED = "guesses", "no room", "marginal", "untried"
-
-
-def judge(use: CardUse, may_take: Callable[[int], bool]) -> tuple[str, str]:
-    """Returns the verdict, whoever's code runs, and why a run is tight (csrc/predict/judge.h).
-
-    may_take: whether the run may take so many bytes by its upper bound. It is called last, because it may take long.
-    """
-    fits, untried = use.took is not None, bool(use.untried)
-    return _core.judge(fits, use.guesses, untried, max(use.available, 0), use.unsure, use.most, may_take)
-
-
-def needed(least_band: tuple[int, int]) -> str:
-    """The least that would do, in words."""
-    least, sure = (f"{size / MIB:.0f} MiB" for size in least_band)
-    return f"it needs at least {least}" + (f" ({sure} if cuDNN's next plans want as much)" if sure != least else "")
-
-
-class CardAnswer(Answer):
-    """An answer that says whether something fits a card. Sizes in bytes.
-
-    Attributes
-    ----------
-    available : int
-        What the card gives, beside a CUDA context and what others use.
-    on_card : int or None
-        What it takes on this card; None where it does not go through.
-    least_band : tuple of int
-        The least `available` with which it goes through, and the least where cuDNN's next plans, which are not known,
-        want what the first plan wants.
-    assumed_card : str
-        Which card stands for yours if none was named and none is present, in a sentence; "" otherwise.
-    """
-
-    assumed_card: str = ""
-    available: int
-    on_card: int | None
-    coarse: bool = False
-    _use: CardUse
-
-    if TYPE_CHECKING:
-
-        @property
-        def least_band(self) -> tuple[int, int]: ...
-        @property
-        def _range(self) -> tuple[int, int]: ...  # the least and the most that it takes on this card
-        @property
-        def _bound(self) -> int: ...  # what it takes at most by `upper`
-        @property
-        def _runs_out(self) -> str: ...  # where the memory runs out, in words
+    no_room: str = ""
 
     @functools.cached_property
     def _judged(self) -> tuple[str, str]:
-        return judge(self._use, self._may_take)
+        return _core.judge(
+            self.took is not None, self.guesses, bool(self.untried), max(self.available, 0), self.kept_more, self.most,
+            self._may_take,
+        )  # fmt: skip
 
     @property
-    def verdict(self) -> str:
+    def word(self) -> str:
+        """``"fits"``, ``"tight"`` or ``"does not fit"`` (csrc/predict/judge.h)."""
         return self._judged[0]
 
-    def _may_take(self, size: int) -> bool:
-        """Whether `_bound` is so many bytes or more."""
-        return self._bound >= size
+    @property
+    def why(self) -> str:
+        """Why the run is tight: one of the core's names."""
+        return self._judged[1]
 
     @property
     def fits(self) -> bool:
         # What goes through fits, unless it has to fit safely: then the verdict has to be known.
-        return self._use.took is not None and (not self._use.safe or self.verdict == FITS)
+        return self.took is not None and (not self.safe or self.word == FITS)
+
+    def _may_take(self, size: int) -> bool:
+        """Whether `upper` is at least so many bytes. A few bounds often say so before all are known."""
+        return any(bound >= size for bound in (self.plays.first_bounds() if self.plays else ())) or self.upper >= size
+
+    @functools.cached_property
+    def least(self) -> int:
+        """The least `available` with which the run goes through."""
+        return self.plays.least(True) if self.plays else self.band[0]
+
+    @functools.cached_property
+    def least_band(self) -> tuple[int, int]:
+        """`least`, and the least if cuDNN's next plans, which are not known, want what the first plan wants."""
+        return self.least, self.plays.least(False) if self.plays else self.least
+
+    @functools.cached_property
+    def _totals(self) -> list[int]:
+        least = self.most if self.least_most is None else self.least_most
+        return list(self.plays.totals()) if self.plays else [self.most, least]
 
     @property
-    def spare(self) -> int:
-        if self._use.took is None:
-            return self.available - self.least_band[0]
-        return max(self.available - (self._range[1] if self._use.coarse else self._use.took), 0)
+    def band(self) -> tuple[int, int]:
+        """The least and the most that it takes with room, with any workspaces that may be the true ones."""
+        return min(self._totals), max(self._totals)
+
+    @functools.cached_property
+    def upper(self) -> int:
+        """The most that it takes, with a margin for what is not played."""
+        return max(self.plays.bounds()) if self.plays else self.most
+
+    @property
+    def here(self) -> tuple[int, int]:
+        """The least and the most that it takes on this card, which differ if the answer is coarse."""
+        took = self.took or 0
+        if not self.coarse:
+            return took, took
+        more, (least, most) = took - self._totals[0], self.band
+        return least + more, most + more
 
     @property
     def takes(self) -> str:
-        """MiB that it takes on this card, of a coarse answer from the least to the most."""
-        took = self._use.took or 0
-        least, most = (f"{size / MIB:.0f}" for size in (self._range if self._use.coarse else (took, took)))
+        """`here` in MiB."""
+        least, most = (f"{size / MIB:.0f}" for size in self.here)
         return least if least == most else f"{least} to {most}"
+
+    @property
+    def spare(self) -> int:
+        return self.available - self.least if self.took is None else max(self.available - self.here[1], 0)
 
     @functools.cached_property
     def tight_because(self) -> str:
-        use, why = self._use, self._judged[1]
+        why = self.why
         if why == GUESSES:
             return (
                 "it goes through only if cuDNN's next plans take no workspace, which is not known of this version;"
                 f" {needed(self.least_band)}"
             )
         if why == NO_ROOM:
-            return (
-                f"it would take {use.most / MIB:.0f} MiB where there is room, and goes through because PyTorch gives"
+            return self.no_room or (
+                f"it would take {self.most / MIB:.0f} MiB where there is room, and goes through because PyTorch gives"
                 f" cached memory back; {needed(self.least_band)}"
             )
-        if why == MARGINAL and self._bound > self.available:
-            reason = "" if use.has_version else ", since no version of PyTorch or cuDNN was named"
-            reason = f", {use.between}" if use.between else reason
-            return f"by `upper` it may take {self._bound / MIB:.0f} MiB{reason}"
+        if why == MARGINAL and self.upper > self.available:
+            reason = "" if self.has_version else ", since no version of PyTorch or cuDNN was named"
+            reason = f", {self.between}" if self.between else reason
+            return f"by `upper` it may take {self.upper / MIB:.0f} MiB{reason}"
         if why == MARGINAL:
-            return f"Windows may keep {use.unsure / MIB:.0f} MiB more of the card"
-        return use.untried if why == UNTRIED else ""
+            return f"Windows may keep {self.kept_more / MIB:.0f} MiB more of the card"
+        return self.untried if why == UNTRIED else ""
 
     @property
     def summary(self) -> str:
-        use = self._use
-        told = use.covers + (", as far as can be told of such a card" if use.coarse else "")
+        told = self.covers + (", as far as can be told of such a card" if self.coarse else "")
         room, spare = f"{self.available / MIB:.0f} MiB", f"{abs(self.spare) / MIB:.0f} MiB"
-        if use.took is None:
-            lacking = f"{needed(self.least_band)}, and the card gives {room}{use.besides}: {spare} are lacking"
-            return f"does not fit{told}: {lacking}; {self._runs_out}{SPILLS if use.unsure else ''}"
-        took = f"it takes {self.takes} of the {room} that the card gives{use.besides}"
+        if self.took is None:
+            phase, (name, size) = self.out_of_memory_at or ("", ("", 0))
+            where = f"{f'in {phase} ' if phase else ''}at {name}, which asks for {size / MIB:.0f} MiB"
+            lacking = f"{needed(self.least_band)}, and the card gives {room}{self.besides}: {spare} are lacking"
+            return f"does not fit{told}: {lacking}; it runs out {where}{SPILLS if self.kept_more else ''}"
+        took = f"it takes {self.takes} of the {room} that the card gives{self.besides}"
         if self.tight_because:
             return f"tight{told}: {took}; {self.tight_because}"
-        return f"fits{told}: {took}, at most {self._bound / MIB:.0f} by `upper`; {spare} to spare"
+        return f"fits{told}: {took}, at most {self.upper / MIB:.0f} by `upper`; {spare} to spare"
+
+
+def judge_phases(
+    phases: Sequence[Phase], available: int, sparing: Sequence[Phase] = (), **more: Any
+) -> Verdict:  # fmt: skip
+    """The verdict of phases that take what they say, no more and no less, as graphs with a buffer each do.
+
+    sparing: the phases of the sparing one of two ways, if nobody said which
+    more: further fields of `Verdict`
+    """
+    most, least = (max(phase.total for phase in one) for one in (phases, sparing or phases))
+    full = next((phase for phase in sparing or phases if phase.total > available), None)
+    lacking = full and (full.name, PeakTensor(f"compute buffer of {full.name}", full.activations))
+    took = most if most <= available else least
+    return Verdict(available, most, None if full else took, lacking, least_most=least, **more)
 
 
 # Of what a card holds; people with a colour-vision deficiency tell them apart (Okabe and Ito).

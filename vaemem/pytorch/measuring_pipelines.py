@@ -410,7 +410,7 @@ def _predicted(
     version = sys.modules["diffusers"].__version__
     if not version.startswith(f"{read}."):
         notes.append(f"The prediction follows this pipeline's code in diffusers {read}, and {version} ran.")
-    phases = {phase.name: phase for phase in prediction.played_phases}
+    phases = {phase.name: phase for phase in prediction.here.phases}
     if pipe.config.get("force_zeros_for_empty_prompt") and call.get("negative_prompt") is None and question.guidance:
         phases.pop("encode prompt", None)
         notes.append("Nothing is predicted of encode prompt without a negative_prompt, not even '', which it encodes.")

@@ -416,7 +416,6 @@ def predict_peak(
     held = [("weights", size) for _, size in recording.weights] + recording.inputs
     given = [*module.parameters(), *tree_flatten((args, kwargs))[0]]
     with_gradients = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in given)
-    return ModulePrediction(
-        ModuleRequest(find_card(gpu, used=used), software, recording.trace, held), recording.unmodelled,
-        ["torch.no_grad() for a call with gradients, which would keep more"] if with_gradients else [],
-    )  # fmt: skip
+    more = ("torch.no_grad() for a call with gradients, which would keep more",) if with_gradients else ()
+    card, trace, unmodelled = find_card(gpu, used=used), recording.trace, recording.unmodelled
+    return ModulePrediction(ModuleRequest(card, software, trace, held, unmodelled=unmodelled, supposed=more))
