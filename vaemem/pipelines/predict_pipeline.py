@@ -28,7 +28,7 @@ from vaemem.pipelines.pipeline_request import (
 from vaemem.pipelines.pipeline_run import play_pipeline
 from vaemem.pipelines.storage import BITSANDBYTES
 from vaemem.pipelines.ways import Written
-from vaemem.prediction.answer import Answer
+from vaemem.prediction.answer import Answer, alias
 from vaemem.prediction.cutting import largest_of
 from vaemem.prediction.formula import Formula
 from vaemem.prediction.pieces import Domain, PlayedPeak, Point
@@ -66,34 +66,13 @@ class _Phases(Answer, Written):
     host: int
     notes: tuple[str, ...]
     _run_row: dict[str, Any]  # what all rows of a table have in common
-
-    @property
-    def phases(self) -> tuple[Phase, ...]:
-        return self.result.phases
-
-    @property
-    def out_of_memory_at(self) -> tuple[str, PeakTensor] | None:
-        return self.result.out_of_memory_at
-
-    @property
-    def on_card(self) -> int | None:
-        return self.judged.took
-
-    @property
-    def peak(self) -> int:
-        return self.result.fullest.total
-
-    @property
-    def bottleneck(self) -> str:
-        return self.result.fullest.name
-
-    @property
-    def band(self) -> tuple[int, int]:
-        return self.judged.band
-
-    @property
-    def upper(self) -> int:
-        return self.judged.upper
+    phases: tuple[Phase, ...] = alias("result.phases")
+    out_of_memory_at: tuple[str, PeakTensor] | None = alias("result.out_of_memory_at")
+    on_card: int | None = alias("judged.took")
+    peak: int = alias("result.fullest.total")
+    bottleneck: str = alias("result.fullest.name")
+    band: tuple[int, int] = alias("judged.band")
+    upper: int = alias("judged.upper")
 
     # ---- files ----
 
@@ -270,6 +249,8 @@ class PipelinePrediction(_Phases):
     """
 
     request: PipelineRequest
+    pipeline: str = alias("request.name")
+    least: int = alias("judged.least")
 
     def __init__(self, request: PipelineRequest):
         self.request = q = request
@@ -318,10 +299,6 @@ class PipelinePrediction(_Phases):
         low = max(phase.allocated - phase.workspace for phase in self.phases)
         return Plays(self.request, self._process, others, (low, -(-self.peak // PAGE) * PAGE))
 
-    @property
-    def least(self) -> int:
-        return self.judged.least
-
     def _advice(self) -> list[str]:
         q, found = self.request, list[str]()
         if self.verdict == FITS:
@@ -332,17 +309,13 @@ class PipelinePrediction(_Phases):
             with contextlib.suppress(ValueError):
                 other = PipelinePrediction(q.run_with(offload, vae))
                 if other.verdict != DOES_NOT_FIT:
-                    took = f"takes {other.judged.takes} of {self.available / MIB:.0f} MiB"
+                    took = f"takes {other.takes} of {self.available / MIB:.0f} MiB"
                     found.append(f"With --offload {offload} and the VAE {vae} it {took}: {other.verdict}.")
         return [*found, "vaemem plan, with the same words, tries every way, and says how long each takes."]
 
     @functools.cached_property
     def timeline(self) -> tuple[Moment, ...]:
         return tuple(self._run.timeline())
-
-    @property
-    def pipeline(self) -> str:
-        return self.request.name
 
     @property
     def parts(self) -> dict[str, Part]:
@@ -445,6 +418,8 @@ class GraphPrediction(_Phases):
     ('tight', 10420, 8794, 13505)
     """
 
+    card: Card = alias("_card")
+
     def __init__(
         self, asked: Mapping[str, Any], way: Way, available: int, card: Card, safe: bool = False,
         direct: Way | None = None,
@@ -453,7 +428,7 @@ class GraphPrediction(_Phases):
         self.request, self.way, self.direct = asked, way, direct or way
         self._run_row = {**asked, "op": "pipeline", "way": way.name, "runtime": "sd.cpp", "source": "predicted"}
         self.title = f"{asked['model']} {asked['height']}x{asked['width']} by sd.cpp ({card.gpu.name}), {way.name}"
-        self._card, self.host, self.notes = card, way.host, way.notes
+        self.host, self.notes, self._card = way.host, way.notes, card
         no_room = f"it goes through only with direct convolution; {self._both}"
         self.judged = judge_phases(
             way.phases, available, self.direct.phases, kept_more=card.kept_more, safe=safe, no_room=no_room
@@ -464,10 +439,6 @@ class GraphPrediction(_Phases):
     def __reduce__(self) -> Any:
         given = self.request, self.way, self.available, self.card, self.judged.safe, self.direct
         return GraphPrediction, given
-
-    @property
-    def card(self) -> Card:
-        return self._card
 
     @property
     def summary(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import html
+import operator
 import os
 from typing import Any
 
@@ -17,6 +18,11 @@ from vaemem.prediction.request import Card, ModuleRequest, VAERequest
 from vaemem.prediction.verdict import Verdict, bar
 
 
+def alias(path: str) -> Any:
+    """An attribute that reads another one, such as ``"judged.fits"``."""
+    return property(operator.attrgetter(path))
+
+
 class Answer(Printed):
     """The answer to a request: what a play says, and whether it fits the card. Sizes in bytes.
 
@@ -27,14 +33,23 @@ class Answer(Printed):
     result, here : Result
         What a play says where there is room, and on this card.
     judged : Verdict
-    on_card : int or None
-        The peak on this card; None if the run does not go through.
-    title : str
+    takes : str
+        MiB that the run takes on this card, from the least to the most if the answer is coarse.
     """
 
     request: Any
     judged: Verdict
     title: str
+    card: Card = alias("request.card")
+    assumed_card: str = alias("card.assumed")
+    available: int = alias("judged.available")
+    coarse: bool = alias("judged.coarse")
+    verdict: str = alias("judged.word")
+    fits: bool = alias("judged.fits")
+    takes: str = alias("judged.takes")
+    tight_because: str = alias("judged.tight_because")
+    spare: int = alias("judged.spare")
+    least_band: tuple[int, int] = alias("judged.least_band")
 
     def __reduce__(self) -> Any:
         return type(self), (self.request,)
@@ -48,49 +63,8 @@ class Answer(Printed):
         raise NotImplementedError
 
     @property
-    def card(self) -> Card:
-        card: Card = self.request.card
-        return card
-
-    @property
-    def assumed_card(self) -> str:
-        return self.card.assumed
-
-    @property
-    def available(self) -> int:
-        return self.judged.available
-
-    @property
-    def on_card(self) -> int | None:
-        return self.judged.took
-
-    @property
-    def coarse(self) -> bool:
-        return self.judged.coarse
-
-    @property
-    def verdict(self) -> str:
-        return self.judged.word
-
-    @property
-    def fits(self) -> bool:
-        return self.judged.fits
-
-    @property
-    def tight_because(self) -> str:
-        return self.judged.tight_because
-
-    @property
     def summary(self) -> str:
         return self.judged.summary
-
-    @property
-    def spare(self) -> int:
-        return self.judged.spare
-
-    @property
-    def least_band(self) -> tuple[int, int]:
-        return self.judged.least_band
 
     @property
     def _answer(self) -> str:
@@ -129,6 +103,9 @@ class SimulatedAnswer(Answer):
         " and FLUX, float16 and float32, whole images one at a time); 98 of 98 rows of the seed table"
     )
 
+    least_reserved: int = alias("judged.least")
+    peak_tensors: tuple[PeakTensor, ...] = alias("result.fullest.peak_tensors")
+
     def __init__(self, request: VAERequest | ModuleRequest, covers: str = "", besides: str = ""):
         """covers, besides: words of the `Verdict`."""
         self.request, self._process = request, request.start()
@@ -150,8 +127,7 @@ class SimulatedAnswer(Answer):
             available, most, None if full else here.most_reserved, full and ("", full), self._plays,
             kept_more=request.card.kept_more, guesses=here.guessed_plans, safe=request.safe,
             has_version=request.software.has_version, coarse=bool(process.gpu.coarse),
-            covers=covers, besides=besides,
-            between=getattr(process.workspace, "between", ""),
+            covers=covers, besides=besides, between=getattr(process.workspace, "between", ""),
         )  # fmt: skip
 
     @functools.cached_property
@@ -177,10 +153,6 @@ class SimulatedAnswer(Answer):
         return None if self.out_of_memory_at else self._here.readings[-1].peak_reserved
 
     @property
-    def least_reserved(self) -> int:
-        return self.judged.least
-
-    @property
     def band(self) -> tuple[int, int]:
         baseline, (least, most) = self.peak_reserved - self.reserved, self.judged.band
         return least - baseline, most - baseline
@@ -194,10 +166,6 @@ class SimulatedAnswer(Answer):
         process = self.request.start(history=True)
         self.request.play(process)
         process.save_snapshot(path)
-
-    @property
-    def peak_tensors(self) -> tuple[PeakTensor, ...]:
-        return self.result.phases[0].peak_tensors
 
     @property
     def timeline(self) -> tuple[Moment, ...]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from vaemem import _core
+from vaemem._common import distinct
 from vaemem.prediction.benchmark import PROTOCOLS
 from vaemem.prediction.process import SimulatedProcess, Workspaces
 from vaemem.prediction.request import ModuleRequest, Request, VAERequest
@@ -56,7 +57,7 @@ class Plays:
         """What the request takes as it was played; then what it takes with each set of workspaces that may be the true
         one."""
         beside = [size for size, _ in self.others]
-        for row in self._rows(self.protocols[0], self._alternatives(False)):
+        for row in self.rows(self.protocols[0], self._alternatives(False)):
             yield max(map(operator.add, row, beside))
         if self._native:
             yield from self._native.totals()
@@ -64,20 +65,20 @@ class Plays:
     def bounds(self) -> Iterator[int]:
         """The most that the request takes by each protocol, with any workspaces that may be the true ones: those of
         every cuDNN unless a version was named."""
-        # Of every cuDNN first, for most of the band's are among them, and what is alike is then played once.
-        for protocol in self.protocols:
-            yield self._bound(self._rows(protocol, self._alternatives(self._every)))
-        if self._every:
-            yield self._bound(self._rows(self.protocols[0], self._alternatives(False)))
+        every, near = self._alternatives(self._every), self._alternatives(False)
+        yield self._bound(self.rows(self.protocols[0], distinct([*every, *near])))
+        for protocol in self.protocols[1:]:
+            yield self._bound(self.rows(protocol, every))
         if self._native:
             yield from self._native.bounds()
 
     def first_bounds(self) -> Iterator[int]:
         """Lower ones that are soon known: as it was played, and with the largest workspaces."""
         for protocol in self.protocols:
-            yield self._bound(self._rows(protocol))
-        largest = sorted(self._alternatives(self._every), key=sum)[-1:]
-        yield self._bound(self._rows(self.protocols[0], largest))
+            yield self._bound(self.rows(protocol))
+        if self._above:  # for a pipeline this takes longer than it saves
+            largest = sorted(self._alternatives(self._every), key=sum)[-1:]
+            yield self._bound(self.rows(self.protocols[0], largest))
 
     def _bound(self, rows: Sequence[Sequence[int]]) -> int:
         most = map(max, zip(*rows, strict=True))  # by phase
@@ -90,7 +91,7 @@ class Plays:
             self._workspaces[every] = self.process.alternatives(every)
         return self._workspaces[every]
 
-    def _rows(self, protocol: str, workspaces: Sequence[Workspaces] = ()) -> list[Sequence[int]]:
+    def rows(self, protocol: str, workspaces: Sequence[Workspaces] = ()) -> list[Sequence[int]]:
         """Bytes reserved by phase: as a process of this protocol was played, and with each of these workspaces."""
         process, phases = self._play(protocol) if self._above else (self.process, slice(None))
         own = [one.reserved if self._above else one.peak_reserved for one in process.readings]

@@ -234,7 +234,7 @@ class Prediction(SimulatedAnswer):
             with contextlib.suppress(ValueError, OverflowError):  # it cannot be, or is more than can be played
                 p = Prediction(other)
                 if p.verdict != DOES_NOT_FIT:
-                    took = f"takes {p.judged.takes} of {p.available / MIB:.0f} MiB"
+                    took = f"takes {p.takes} of {p.available / MIB:.0f} MiB"
                     found.append(Advice(what, f"{p.verdict}, {took}", shell_command(other)))
         if job.op == "encode" or job.op == "decode":
             vae = VAE(_core.Model(dict(job.arch), dtype="float32"))
