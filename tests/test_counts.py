@@ -105,6 +105,7 @@ CALLS = {
     "SimulatedProcess.peak_tensors": (lambda **given: read_process().peak_tensors(**given), {"reading": 0}),
     "SimulatedProcess.read": (lambda **given: read_process().read(**given), {"outside": 512}),
     "SimulatedProcess.release": (release, {"addresses": [SimulatedProcess().hold("x", 512)]}),
+    "SimulatedProcess.takes": (lambda **given: read_process().takes([], **given), {"first": 1, "likely": 0}),
     "SimulatedProcess.tensor": (
         lambda **given: repr(SimulatedProcess().tensor(dtype="float16", **given)),
         {"shape": (1, 4, 8, 8)},

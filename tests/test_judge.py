@@ -10,7 +10,7 @@ import pytest
 from vaemem import _core
 from vaemem.prediction.planned import Phase
 from vaemem.prediction.plays import bound_of
-from vaemem.prediction.process import PeakTensor
+from vaemem.prediction.process import PeakTensor, SimulatedProcess
 from vaemem.prediction.verdict import Verdict, judge_phases
 
 MIB = 1 << 20
@@ -28,14 +28,15 @@ class Bounds:
     """Stands for the processes that bounds come from."""
 
     def __init__(self, bound=None):
-        self.bound = bound
+        self._bound = bound
 
-    def first_bounds(self):
+    def low_bounds(self):
         return ()
 
-    def bounds(self):
-        assert self.bound is not None, "it comes last"
-        return [self.bound]
+    @property
+    def bound(self):
+        assert self._bound is not None, "it comes last"
+        return self._bound
 
 
 @pytest.mark.parametrize("guesses, is_untried", itertools.product([False, True], repeat=2))
@@ -71,3 +72,34 @@ def test_without_processes_a_run_takes_what_it_says():
     assert (fits.word, fits.took, fits.spare) == ("fits", 11, 0)
     assert (full.word, full.took, full.spare, full.band) == ("does not fit", None, -1, (11, 11))
     assert full.out_of_memory_at == ("a", PeakTensor("compute buffer of a", 6))
+
+
+@pytest.mark.parametrize("above", [False, True])
+def test_what_a_run_takes_with_other_workspaces(above):
+    """Beside the same made of what each phase reserves with each row."""
+    r = random.Random(5)
+    p = SimulatedProcess("RTX 4090", torch_version="2.7.1+cu128")
+    vae = p.load("sd15", "float16")
+    for side in (64, 96, 32):
+        p.reset_peak()
+        p.drop(p.decode(vae, p.tensor((1, 4, side, side), "float16")))
+        p.read()
+    convs = len(p._core.convs)
+    rows = [tuple(r.choice((0, 1 << 20, 300 << 20, 1 << 30)) for _ in range(convs)) for _ in range(9)]
+    spans = tuple(span for span, *_ in p._core.readings)
+    own = [one.reserved if above else one.peak_reserved for one in p.readings]
+    phases = [(r.randrange(1 << 28), r.randrange(1 << 30)) for _ in own]
+    for first, likely in ((0, 9), (1, 4), (2, 0), (3, 1)):
+        reserved = [own[first:], *(row[first:] for row in p._core.again(tuple(rows), spans, above))]
+        found = [list(zip(row, phases, strict=False)) for row in reserved]
+        totals = [max([size + beside for size, (beside, _) in row], default=0) for row in found]
+        most = [max(sizes) for sizes in zip(*reserved, strict=True)]
+        bounds = [beside + bound_of(size, exact) for size, (beside, exact) in zip(most, phases, strict=False)]
+        bound = max(bounds, default=0)
+        counted = totals[: likely + 1]
+        want = totals[0], min(counted), max(counted), bound
+        assert p.takes(phases[: 3 - first], first, above, rows, likely) == want
+    with pytest.raises(ValueError, match="want a reading for each of 3 phases, got 3 from number 1 on"):
+        p.takes(phases, 1)
+    with pytest.raises(ValueError, match="workspaces: want"):
+        p.takes(phases, others=[(1, 2)])

@@ -26,3 +26,44 @@ vm_verdict vm_judge(const vm_card_use *use, vm_reason *why) {
     if (!use->fits) return VM_DOES_NOT_FIT;
     return *why == VM_REASON_NONE ? VM_FITS : VM_TIGHT;
 }
+
+/* The most that a run takes in any of its phases. reserved: [phases], by PyTorch's allocator. */
+static uint64_t most_of(const vm_judge_phase *phase, const uint64_t *reserved, size_t phases) {
+    uint64_t most = 0;
+    for (size_t i = 0; i < phases; i++) most = VM_MAX(most, vm_sum64(reserved[i], phase[i].beside));
+    return most;
+}
+
+vm_status vm_judge_rows(vm_process *p, const vm_judge_phase *phase, size_t first, size_t phases, bool above,
+                        uint64_t *row, size_t rows, size_t likely, vm_takes *out) {
+    size_t readings;
+    const vm_reading *const reading = vm_process_readings(p, &readings);
+    vm_process_span *span = NULL;
+    uint64_t *reserved = NULL; /* [rows + 1][phases]; the last is as it was played, and then the most of each phase */
+    if (first > readings || phases > readings - first)
+        return vm_fail(VM_EINVAL, "judge: want a reading for each of %zu phases, got %zu from number %zu on", phases,
+                       readings, first);
+    vm_status s = vm_scratch_new(phases, sizeof *span, &span);
+    if (!s) s = vm_scratch_new(rows + 1, phases * sizeof *reserved, &reserved);
+    for (size_t i = 0; !s && i < phases; i++) {
+        const vm_reading *const r = &reading[first + i];
+        span[i] = r->span;
+        reserved[rows * phases + i] = r->peak_reserved - (above ? r->base_reserved : 0);
+    }
+    if (!s && rows && phases) s = vm_process_again(p, span, phases, above, row, rows, reserved);
+    if (!s) {
+        uint64_t *const most = reserved + rows * phases;
+        const uint64_t own = most_of(phase, most, phases);
+        *out = (vm_takes){own, own, own, 0};
+        for (size_t i = 0; i < rows; i++) {
+            const uint64_t total = most_of(phase, reserved + i * phases, phases);
+            if (i < likely) out->least = VM_MIN(out->least, total), out->most = VM_MAX(out->most, total);
+            for (size_t k = 0; k < phases; k++) most[k] = VM_MAX(most[k], reserved[i * phases + k]);
+        }
+        for (size_t k = 0; k < phases; k++)
+            out->bound = VM_MAX(out->bound, vm_sum64(phase[k].beside, vm_judge_bound(most[k], phase[k].exact)));
+    }
+    vm_scratch_free(reserved);
+    vm_scratch_free(span);
+    return s;
+}

@@ -6,8 +6,7 @@
 #ifndef VM_JUDGE_H
 #define VM_JUDGE_H
 
-#include <stdbool.h>
-#include <stdint.h>
+#include "process.h"
 
 /* The bound of a process that is predicted to reserve `reserved` bytes: a 16th more and 20 MiB, for what else ran
  * before. The `exact` ones, such as weights, get no 16th. Returns UINT64_MAX if the bound needs more than 64 bits.
@@ -16,6 +15,24 @@
  * or less; a 16th is the largest of them with room for sizes that were not measured. A small run may meet one more of
  * the allocator's large segments. */
 uint64_t vm_judge_bound(uint64_t reserved, uint64_t exact);
+
+/* Of a phase: bytes that the run holds besides PyTorch's memory, and how many bytes of PyTorch's are exact, such as
+ * weights. */
+typedef struct vm_judge_phase {
+    uint64_t beside, exact;
+} vm_judge_phase;
+
+/* What a run takes: as it was played; the least and the most with any of several sets of workspaces; and the bound of
+ * all of them. */
+typedef struct vm_takes {
+    uint64_t own, least, most, bound;
+} vm_takes;
+
+/* What the phases take that a process's readings from number `first` on tell. above: the bytes beyond each reading's
+ * baseline count. row: [rows][script->convs], changed: other sets of workspaces that may be the true ones. Of these the
+ * first `likely` count for the least and the most, and all count for the bound. */
+vm_status vm_judge_rows(vm_process *p, const vm_judge_phase *phase, size_t first, size_t phases, bool above,
+                        uint64_t *row, size_t rows, size_t likely, vm_takes *out);
 
 typedef enum vm_verdict { VM_DOES_NOT_FIT, VM_TIGHT, VM_FITS, VM_VERDICTS } vm_verdict;
 extern const char *const vm_verdict_name[VM_VERDICTS];

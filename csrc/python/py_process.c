@@ -1,5 +1,5 @@
 /* vaemem._core.Process: a simulated PyTorch process, raw. vaemem/prediction/process.py is its face. */
-#include "../predict/process.h"
+#include "../predict/judge.h"
 #include "py.h"
 
 typedef struct Process {
@@ -244,6 +244,31 @@ static PyObject *process_again(Process *self, PyObject *args) {
     return list;
 }
 
+static PyObject *process_takes(Process *self, PyObject *args) {
+    PyObject *pairs, *rows;
+    Py_ssize_t first, likely;
+    int above;
+    vm_takes takes = {0};
+    uint64_t *workspace = NULL, *phase;
+    if (!PyArg_ParseTuple(args, "O!npO!n:takes", &PyTuple_Type, &pairs, &first, &above, &PyTuple_Type, &rows, &likely))
+        return NULL;
+    const size_t count = (size_t)PyTuple_GET_SIZE(rows), phases = (size_t)PyTuple_GET_SIZE(pairs);
+    const size_t convs = vm_process_script(self->process)->convs;
+    if ((phase = to_rows("phases", pairs, 2))) workspace = to_rows("workspaces", rows, convs);
+    if (workspace && vm_process_script(self->process)->convs != convs)
+        PyErr_SetString(PyExc_ValueError, "workspaces: want a process that does nothing while they are read");
+    else if (workspace && (first < 0 || likely < 0))
+        PyErr_SetString(PyExc_ValueError, "first, likely: want 0 or more");
+    else if (workspace)
+        check(self, vm_judge_rows(self->process, (const vm_judge_phase *)phase, (size_t)first, phases, above, workspace,
+                                  count, (size_t)likely, &takes));
+    PyMem_Free(workspace);
+    PyMem_Free(phase);
+    if (PyErr_Occurred()) return NULL;
+    return Py_BuildValue("(KKKK)", (unsigned long long)takes.own, (unsigned long long)takes.least,
+                         (unsigned long long)takes.most, (unsigned long long)takes.bound);
+}
+
 static PyObject *process_empty_cache(Process *self, PyObject *Py_UNUSED(ignored)) {
     return check(self, vm_process_empty_cache(self->process)) ? NULL : Py_NewRef(Py_None);
 }
@@ -380,6 +405,11 @@ static PyMethodDef methods[] = {
      "again($self, rows, spans, above=True, /)\n--\n\nThe most bytes that the same steps would have reserved in each "
      "span (since, until) of steps, on fresh\nallocators like the process's: a list for each row of workspaces of its "
      "convolutions. above: beyond what\nwas reserved before the span."},
+    {"takes", (PyCFunction)process_takes, METH_VARARGS,
+     "takes($self, phases, first, above, rows, likely, /)\n--\n\n(as it was played, least, most, bound): bytes that "
+     "the phases take which the readings from `first` on tell,\nwith rows of workspaces that may be the true ones. "
+     "phases: (bytes besides PyTorch's, bytes that are exact).\nabove: beyond the baselines. The first `likely` rows "
+     "count for the least and the most, all for the bound."},
     {"empty_cache", (PyCFunction)process_empty_cache, METH_NOARGS,
      "empty_cache($self, /)\n--\n\ntorch.cuda.empty_cache"},
     {"reset_peak", (PyCFunction)process_reset_peak, METH_NOARGS,

@@ -19,6 +19,7 @@ from vaemem.prediction.snapshot import CachingAllocator
 from vaemem.prediction.workspace import torch_for, torch_release, workspace_on
 
 Workspaces = tuple[int, ...]  # bytes of each of a process's convolutions
+PhaseBytes = tuple[int, int]  # of a phase: bytes besides PyTorch's memory, and bytes of PyTorch's that are exact
 ROUNDED_UP = "[rounded up by the allocator]"  # to 512 bytes, and remainders of blocks that are too small to split off
 # PyTorch takes cuBLASLt's workspace again in each call up to the first release, keeps it up to the second, and later
 # uses cuBLAS's.
@@ -248,8 +249,6 @@ class SimulatedProcess:
         room = self.gpu.available(CONTEXT, used)
         self.available: int = self.allocator._settings()["total_memory"] or room
         self.sources = Counter[str]()  # who answered how many questions for workspaces
-        # What each reading says of reserved memory with other workspaces than these.
-        self._with_others: dict[tuple[bool, Workspaces], list[int]] = {}
         self.last_call: tuple[_core.Trace, Any, Any] | None = None
 
     # ---- what there is ----
@@ -506,7 +505,6 @@ class SimulatedProcess:
         1088
         """
         self._core.read(whole("outside", outside, 0))
-        self._with_others = {}
         return self.readings[-1]
 
     # ---- the same on another device ----
@@ -624,24 +622,27 @@ class SimulatedProcess:
         known = getattr(self.workspace, "alternatives", None)
         return known(every, self._core) if known else []
 
-    def reserved_with(self, workspaces: Sequence[Workspaces], above: bool = True) -> list[list[int]]:
-        """What all readings would say of reserved memory if the convolutions took each of these other workspaces: a row
-        for each of them. above: bytes beyond what was reserved when the peaks were reset, otherwise all.
+    def takes(
+        self, phases: Sequence[PhaseBytes], first: int = 0, above: bool = False, others: Sequence[Workspaces] = (),
+        likely: int | None = None,
+    ) -> tuple[int, int, int, int]:  # fmt: skip
+        """Bytes that a run takes in the phases that the readings from number `first` on tell: as it was played, the
+        least and the most with any of the first `likely` of the other workspaces (by default all), and the bound.
+
+        phases: of each its `PhaseBytes`. above: only bytes beyond each reading's baseline count. others: as
+        `alternatives` has them.
 
         Examples
         --------
         >>> p = vaemem.SimulatedProcess("RTX 4090", torch_version="2.7.1+cu128")
         >>> image = p.decode(p.load("sd15", "float16"), p.tensor((1, 4, 64, 64), "float16"))
         >>> reading = p.read()
-        >>> others = p.alternatives(every=True)
-        >>> len(p.reserved_with(others)) == len(others)
+        >>> own, least, most, bound = p.takes([(0, 0)], others=p.alternatives(every=True))
+        >>> least <= own == reading.peak_reserved <= most < bound
         True
         """
-        new = tuple(one for one in workspaces if (above, one) not in self._with_others)
-        spans = tuple(span for span, *_ in self._core.readings)
-        found = self._core.again(new, spans, above) if new else ()
-        self._with_others.update(zip([(above, one) for one in new], found, strict=True))
-        return [self._with_others[above, one] for one in workspaces]
+        first, likely = whole("first", first, 0), len(others) if likely is None else whole("likely", likely, 0)
+        return self._core.takes(tuple(phases), first, above, tuple(others), likely)
 
     def _call_vae(self, vae: LoadedVAE, op: str, x: Tensor, tile: int, tile_overlap: float, slicing: bool) -> Tensor:
         encodes, tile = op == "encode", whole("tile", tile, 0)

@@ -11,7 +11,7 @@ from typing import Any
 from vaemem import _core
 from vaemem._common import MIB
 from vaemem.prediction.planned import Phase
-from vaemem.prediction.plays import Plays
+from vaemem.prediction.plays import Plays, Takes
 from vaemem.prediction.process import PeakTensor
 
 # NVIDIA's page 5490, "System Memory Fallback for Stable Diffusion".
@@ -108,7 +108,7 @@ class Verdict:
 
     def _may_take(self, size: int) -> bool:
         """Whether `upper` is at least so many bytes. A few bounds often say so before all are known."""
-        return any(bound >= size for bound in (self.plays.first_bounds() if self.plays else ())) or self.upper >= size
+        return any(bound >= size for bound in (self.plays.low_bounds() if self.plays else ())) or self.upper >= size
 
     @functools.cached_property
     def least(self) -> int:
@@ -121,19 +121,19 @@ class Verdict:
         return self.least, self.plays.least(False) if self.plays else self.least
 
     @functools.cached_property
-    def _totals(self) -> list[int]:
+    def _takes(self) -> Takes:
         least = self.most if self.least_most is None else self.least_most
-        return list(self.plays.totals()) if self.plays else [self.most, least]
+        return self.plays.takes if self.plays else Takes(self.most, least, self.most, self.most)
 
     @property
     def band(self) -> tuple[int, int]:
         """The least and the most that it takes with room, with any workspaces that may be the true ones."""
-        return min(self._totals), max(self._totals)
+        return self._takes.least, self._takes.most
 
     @functools.cached_property
     def upper(self) -> int:
         """The most that it takes, with a margin for what is not played."""
-        return max(self.plays.bounds()) if self.plays else self.most
+        return self.plays.bound if self.plays else self.most
 
     @property
     def here(self) -> tuple[int, int]:
@@ -141,7 +141,7 @@ class Verdict:
         took = self.took or 0
         if not self.coarse:
             return took, took
-        more, (least, most) = took - self._totals[0], self.band
+        more, (least, most) = took - self._takes.own, self.band
         return least + more, most + more
 
     @property
