@@ -1,10 +1,16 @@
 """Predictions are the same to the byte where addresses have 32 bits, as WebAssembly's have."""
 
 import os
+import re
 import subprocess
+import sys
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import tools
+
+import vaemem
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -41,6 +47,8 @@ CORE = ["csrc/arch.c", "csrc/mem.c", "csrc/status.c", "kernels/host.c", "kernels
 GCC = ["gcc", "-std=gnu11", "-Wall", "-Wextra", "-Wno-missing-field-initializers", "-Werror"]
 # WebAssembly's doubles are SSE's, not x87's, whose sums have more digits.
 IN_32_BITS = ["-m32", "-msse2", "-mfpmath=sse"]
+# Undefined behaviour ends the program. It needs no library of the sanitizer's, which may lack in 32 bits.
+TRAPS = ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]
 
 
 def gcc(*flags):
@@ -48,12 +56,21 @@ def gcc(*flags):
     assert built.returncode == 0, built.stderr
 
 
+def build(program, source, *flags):
+    gcc(*flags, "-O1", "-o", program, source, *PREDICT, *CORE, "-lm", "-lpthread")
+
+
+def run(*command):
+    """The lines that a program prints."""
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, f"{ran.returncode}: {ran.stdout[-1000:]}{ran.stderr}"
+    return ran.stdout.splitlines()
+
+
 def walk(program, *flags):
     """The lines of walk_32bit.c, built with these flags."""
-    gcc(*flags, "-O1", "-o", program, "tests/walk_32bit.c", *PREDICT, *CORE, "-lm", "-lpthread")
-    ran = subprocess.run([program], capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stdout[-1000:] + ran.stderr
-    return ran.stdout.splitlines()
+    build(program, "tests/walk_32bit.c", *flags)
+    return run(program)
 
 
 @tools.wants_32_bits
@@ -68,6 +85,47 @@ def test_walks_in_32_bits(tmp_path):
     played = [line for line in wide.result() if line.startswith("  allocated")]
     assert len(walked) > 900 and sum("8192 x 8192" in line for line in walked) > 150
     assert len(played) == 4 * len(walked) and sum(int(line.split()[1].strip(",")) >> 32 > 0 for line in played) > 900
+
+
+def record_calls(calls, returns):
+    """Asks 300 frozen questions in a process of its own, and writes which calls their answers make of the core."""
+    paths = [os.path.dirname(os.path.dirname(vaemem.__file__)), *sys.path]
+    done = subprocess.run(
+        [sys.executable, "tests/core_calls.py", calls, returns], cwd=ROOT, text=True, capture_output=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)}, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return [path.read_text("utf-8").splitlines() for path in (calls, returns)]
+
+
+@tools.wants_32_bits
+@pytest.mark.skipif("VAEMEM_SANITIZED" in os.environ, reason="300 answers take minutes")
+def test_answers_in_32_bits(tmp_path):
+    """300 frozen answers: in 32 bits and without Python every call of the core returns what it returns here, and band,
+    upper bound and verdict are the same."""
+    calls, returns = tmp_path / "calls", tmp_path / "returns"
+    with ThreadPoolExecutor(1) as pool:
+        recorded = pool.submit(record_calls, calls, returns)
+        build(tmp_path / "answers", "tests/answers_32bit.c", *IN_32_BITS, *TRAPS)
+    called, wide = recorded.result()
+    triples = list(zip(called, run(tmp_path / "answers", calls), wide, strict=True))
+    assert [triple for triple in triples if triple[1] != triple[2]][:3] == []
+    check_spread(called, wide)
+
+
+def check_spread(called, wide):
+    """Of every kind there are many: A1111's calls where memory is short, refusals, verdicts, more than 4 GiB."""
+    counts = Counter(line.partition("\t")[0] for line in called)
+    rare = {name: count for name, count in counts.items() if count < 15}
+    assert counts["question"] == 300 and len(counts) == 23 and rare == {"catalogue": 1}
+    a1111 = [line for line in called if line.startswith("vae\t") and "\ta1111\t" in line]
+    assert len(a1111) > 30 and sum(not line.endswith(" 0") for line in a1111) > 30  # their free bytes
+    assert sum(" full " in line for line in wide) > 30
+    verdicts = Counter(re.findall("^verdict: .* (fits|tight|does not fit), ", "\n".join(wide), re.MULTILINE))
+    assert len(verdicts) == 3 and min(verdicts.values()) > 10
+    large = [line for line in wide if any(int(number) >> 32 for number in re.findall(r" (\d+)(?= |$)", line))]
+    kinds = Counter(line.partition(":")[0] for line in large)
+    assert min(kinds[name] for name in ("answers", "call", "peak", "verdict")) > 30
 
 
 @tools.wants_32_bits
