@@ -577,73 +577,32 @@ static void baseline(void) {
 
 /* ---- the verdict ---- */
 
-/* Phases of a process: bytes that each reserves as it was played, then with each of some rows of workspaces. */
-typedef struct bytes_by_phase {
-    uint64_t *bytes; /* [rows][phases] */
-    size_t rows;
-} bytes_by_phase;
-
-/* Process, whether bytes count above the baseline, first reading; rows of make_rows() by their numbers. */
-static bytes_by_phase play_rows(size_t phases) {
-    const uint64_t *of = some(3);
-    size_t count, readings;
-    const uint64_t *row = numbers(&count);
-    vm_process *p = get(&processes, (size_t)of[0]);
-    const bool above = of[1];
-    const vm_reading *r = vm_process_readings(p, &readings) + of[2];
-    if (of[2] + phases > readings) stop("want a reading for each phase");
+/* Rows of make_rows() by their numbers. */
+static void takes(void) {
+    vm_process *p = chosen();
+    const uint64_t *of = some(3); /* first reading, whether bytes count above the baseline, rows that are likely */
+    size_t phases, count;
+    const uint64_t *phase = numbers(&phases), *row = numbers(&count);
     const size_t width = vm_process_script(p)->convs;
     uint64_t *all = room(count * width, sizeof *all);
-    vm_process_span *span = room(phases, sizeof *span);
-    const bytes_by_phase b = {room((1 + count) * phases, sizeof *b.bytes), 1 + count};
-    for (size_t i = 0; i < phases; i++) {
-        span[i] = r[i].span;
-        b.bytes[i] = r[i].peak_reserved - (above ? r[i].base_reserved : 0);
-    }
+    vm_judge_phase *each = room(phases / 2, sizeof *each);
+    vm_takes found;
+    for (size_t i = 0; i < phases / 2; i++) each[i] = (vm_judge_phase){phase[2 * i], phase[2 * i + 1]};
     for (size_t i = 0; i < count; i++) memcpy(all + i * width, get(&rows, (size_t)row[i]), width * sizeof *all);
-    if (vm_process_again(p, span, phases, above, all, count, b.bytes + phases)) stop(vm_error());
-    free(span);
+    if (vm_judge_rows(p, each, (size_t)of[0], phases / 2, of[1], all, count, (size_t)of[2], &found)) stop(vm_error());
+    say("", (uint64_t[]){found.own, found.least, found.most, found.bound}, 4);
+    free(each);
     free(all);
-    return b;
-}
-
-/* other: for each phase the bytes that its reading leaves out, and the exact ones in it. */
-static void widen_band(const uint64_t *other, size_t phases, uint64_t band[2]) {
-    const bytes_by_phase b = play_rows(phases);
-    for (size_t i = 0; i < b.rows; i++) {
-        uint64_t total = 0;
-        for (size_t k = 0; k < phases; k++) total = VM_MAX(total, b.bytes[i * phases + k] + other[2 * k]);
-        band[0] = VM_MIN(band[0], total);
-        band[1] = VM_MAX(band[1], total);
-    }
-    free(b.bytes);
-}
-
-static void raise_upper(const uint64_t *other, size_t phases, uint64_t *upper) {
-    const bytes_by_phase b = play_rows(phases);
-    for (size_t k = 0; k < phases; k++) {
-        uint64_t most = 0;
-        for (size_t i = 0; i < b.rows; i++) most = VM_MAX(most, b.bytes[i * phases + k]);
-        *upper = VM_MAX(*upper, other[2 * k] + vm_judge_bound(most, other[2 * k + 1]));
-    }
-    free(b.bytes);
 }
 
 static bool may_take(void *upper, uint64_t bytes) { return *(const uint64_t *)upper >= bytes; }
 
 static void verdict(void) {
     const uint64_t *of = some(7);
-    size_t count;
-    const uint64_t *other = numbers(&count);
-    uint64_t band[2] = {UINT64_MAX, 0}, upper = 0;
-    if (!count) band[0] = of[6], band[1] = upper = of[5]; /* the run takes what it says */
-    for (uint64_t left = number(); left; left--) widen_band(other, count / 2, band);
-    while (at) raise_upper(other, count / 2, &upper);
+    uint64_t upper = of[6];
     const vm_card_use use = {of[0], of[1], of[2], of[3], of[4], of[5], may_take, &upper};
     vm_reason why;
     const vm_verdict found = vm_judge(&use, &why);
-    say(" band", band, 2);
-    say(" upper", &upper, 1);
     printf(" %s, %s", vm_verdict_name[found], vm_reason_name[why]);
 }
 
@@ -671,11 +630,10 @@ static const struct {
     {"read", read_counters},
     {"replay", replay},
     {"least", least},
-
     {"peak", peak},
     {"baseline", baseline},
+    {"takes", takes},
     {"verdict", verdict},
-
 };
 
 static void make_call(char *line) {

@@ -4,9 +4,8 @@ same calls without Python.
     python tests/core_calls.py CALLS RETURNS [--count 300]
 
 It asks frozen questions about VAEs, processes and pipelines. Those in frozen_answers.jsonl come first, and have to get
-the frozen answers. Each line of CALLS is a call, and the same line of RETURNS is what it returns. A line "verdict" says
-what a band, an upper bound and a verdict follow from. An answer is made of these: if a program gets the same from each,
-the answer holds there too. answers_32bit.c describes the lines.
+the frozen answers. Each line of CALLS is a call, and the same line of RETURNS is what it returns. An answer is
+made of these: if a program gets the same from each, the answer holds there too. answers_32bit.c describes the lines.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ import numpy as np
 from frozen_questions import questions
 
 from vaemem import _core
-from vaemem._common import distinct
-from vaemem.prediction.plays import Plays
 from vaemem.prediction.verdict import Verdict
 
 CALLS = ("predict", "process", "predict_pipeline")
@@ -267,7 +264,7 @@ def curve(of: Any) -> str:
 
 
 class Process(StandIn):
-    _unwritten = "bytes_at again"  # a verdict's line has what is played again
+    _unwritten = "bytes_at"
     answered: tuple[Any, Any] = (None, None)  # what Workspace.answers returned last
 
     def __init__(self, allocator: Any, cublas_bytes: int, cublaslt_bytes: int, cublaslt_use: str):
@@ -357,6 +354,13 @@ class Process(StandIn):
         log.line(["least", self.number, words((first_only, low, high))], f" {found}")
         return found
 
+    def takes(self, phases: Any, first: int, above: bool, rows: Any, likely: int) -> Any:
+        found = self._bare.takes(phases, first, above, rows, likely)
+        numbers = words((first, above, likely)), words(itertools.chain(*phases))
+        line = ["takes", self.number, *numbers, words(log.number("row", row) for row in rows)]
+        log.line(line, listed("", found))
+        return found
+
     def peak(self, reading: int = -1) -> Any:
         step, tensors = self._bare.peak(reading)
         live = "".join(f" {name} {size}" for name, size in tensors)
@@ -372,38 +376,10 @@ class Process(StandIn):
 # ---- the verdict ----
 
 
-def of_plays(plays: Plays, protocol: str, rows: Iterable[Any]) -> list[str]:
-    """What Plays.rows plays."""
-    process, above = plays.process, bool(plays._above)
-    first = 0
-    if above:
-        process, phases = plays._play(protocol)
-        first = range(len(process.readings))[phases][0]
-    return [words((process._core.number, above, first)), words(log.number("row", row) for row in rows)]
-
-
-def of_totals(plays: Plays | None) -> list[list[str]]:
-    if plays is None:
-        return []
-    return [of_plays(plays, plays.protocols[0], plays._alternatives(False)), *of_totals(plays._native)]
-
-
-def of_bounds(plays: Plays | None) -> list[list[str]]:
-    if plays is None:
-        return []
-    every = plays._alternatives(plays._every)
-    both = distinct([*every, *plays._alternatives(False)])
-    parts = [of_plays(plays, one, every if i else both) for i, one in enumerate(plays.protocols)]
-    return [*parts, *of_bounds(plays._native)]
-
-
 def write_verdict(v: Verdict) -> None:
     """What it follows from, and what it says."""
-    plays, other = v.plays, v.most if v.least_most is None else v.least_most
-    numbers = v.took is not None, v.guesses, bool(v.untried), max(v.available, 0), v.kept_more, v.most, other
-    others = itertools.chain(*plays.others) if plays else ()
-    line = ["verdict", words(numbers), words(others), *counted(of_totals(plays)), *itertools.chain(*of_bounds(plays))]
-    log.line(line, listed(" band", v.band) + listed(" upper", [v.upper]) + f" {v.word}, {v.why}")
+    numbers = v.took is not None, v.guesses, bool(v.untried), max(v.available, 0), v.kept_more, v.most, v.upper
+    log.line(["verdict", words(numbers)], f" {v.word}, {v.why}")
 
 
 class Core:
