@@ -1,4 +1,4 @@
-"""What is asked of a pipeline's prediction: its parts, as they are stored and run, and its call."""
+"""A request for a pipeline's prediction: its parts, as they are stored and run, and its call."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def parts_of(pipeline: Pipeline, dtype: str, components: Mapping[str, Any]) -> t
 
 @dataclass(frozen=True)
 class PipelineRequest(Request):
-    """What `predict_pipeline` is asked of diffusers: which pipeline makes what, of which parts; which of them come and
+    """A run of diffusers, for `predict_pipeline`: which pipeline makes what, of which parts; which of them come and
     go (`offload`) and which stay on the CPU; and how the VAE runs, by vaemem within a limit in bytes."""
 
     name: str

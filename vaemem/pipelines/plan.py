@@ -199,13 +199,13 @@ def weights_bytes(role: str, component: str, given: Any) -> int:
 
 
 def diffusers_ways(
-    question: PipelineRequest, components: Mapping[str, Any], machine: Machine | None,
+    request: PipelineRequest, components: Mapping[str, Any], machine: Machine | None,
     types: Sequence[str | None] | None,
 ) -> list[Way]:  # fmt: skip
-    """All of them, the plainest first, of a question that offloads nothing. The machine decides whether a text encoder
+    """All of them, the plainest first, of a request that offloads nothing. The machine decides whether a text encoder
     computes or reads its weights for longer. By default smaller types are tried where the denoiser takes more than half
     of the card."""
-    q, pipeline = question, question.pipeline
+    q, pipeline = request, request.pipeline
     if types is None:
         types = (None, *SMALLER) if 2 * q.part(pipeline.denoiser).nbytes > q.card.available() else (None,)
     # Worth a smaller type are the denoiser, and text encoders that are no CLIP.

@@ -177,10 +177,10 @@ class _Phases(Answer, Written):
         return f"<{type(self).__name__} {self.title}: {self.summary}; {shown}>"
 
 
-def _play_phases(question: PipelineRequest, workspace: Any, point: Point) -> dict[str, PlayedPeak]:
+def _play_phases(request: PipelineRequest, workspace: Any, point: Point) -> dict[str, PlayedPeak]:
     """What each phase and the whole take at a point; the whole what its fullest phase does."""
-    asked = replace(question, height=point.height, width=point.width, batch=point.batch)
-    run = play_pipeline(replace(asked, tokens=point.tokens or asked.tokens), workspace)
+    at = replace(request, height=point.height, width=point.width, batch=point.batch)
+    run = play_pipeline(replace(at, tokens=point.tokens or at.tokens), workspace)
     phases = run.phases_on(run.process)
     seen = {}
     for one in phases:
@@ -421,13 +421,15 @@ class GraphPrediction(_Phases):
     card: Card = alias("_card")
 
     def __init__(
-        self, asked: Mapping[str, Any], way: Way, available: int, card: Card, safe: bool = False,
+        self, request: Mapping[str, Any], way: Way, available: int, card: Card, safe: bool = False,
         direct: Way | None = None,
     ):  # fmt: skip
-        """asked: what its rows have in common, beside the way."""
-        self.request, self.way, self.direct = asked, way, direct or way
-        self._run_row = {**asked, "op": "pipeline", "way": way.name, "runtime": "sd.cpp", "source": "predicted"}
-        self.title = f"{asked['model']} {asked['height']}x{asked['width']} by sd.cpp ({card.gpu.name}), {way.name}"
+        """request: what the rows of all ways have in common."""
+        self.request, self.way, self.direct = request, way, direct or way
+        self._run_row = {**request, "op": "pipeline", "way": way.name, "runtime": "sd.cpp", "source": "predicted"}
+        self.title = (
+            f"{request['model']} {request['height']}x{request['width']} by sd.cpp ({card.gpu.name}), {way.name}"
+        )
         self.host, self.notes, self._card = way.host, way.notes, card
         no_room = f"it goes through only with direct convolution; {self._both}"
         self.judged = judge_phases(
@@ -555,13 +557,13 @@ def predict_pipeline(
         words = running.words_of(pipeline, offload, vae)
         direct = running.with_direct(pipeline, offload, words)
         ways = running.sdcpp_ways(*made, [words, direct] if direct != words else [words])
-        asked = {
+        run = {
             "model": pipeline, "height": height, "width": width, "batch": batch, "tokens": prompt_tokens,
             "device": card.gpu.name, "versions": running.SDCPP_VERSION,
         }  # fmt: skip
         ways = [way._replace(notes=(*way.notes, *taken)) for way in ways]
         available = card.available(running.SDCPP_CONTEXT)
-        return GraphPrediction(asked, ways[0], available, card, flag("safe", safe), ways[-1])
+        return GraphPrediction(run, ways[0], available, card, flag("safe", safe), ways[-1])
     software = Software(torch_version=torch_version, cudnn_version=cudnn_version)
     given = PipelineArguments(
         pipeline, height, width, batch, prompt_tokens, guidance, dtype, components, image, steps, flag("safe", safe)

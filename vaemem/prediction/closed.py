@@ -216,10 +216,10 @@ class ClosedForm:
 # ---- the derivation ----
 
 
-def played_peaks(question: VAERequest, process: SimulatedProcess) -> dict[str, PlayedPeak]:
+def played_peaks(request: VAERequest, process: SimulatedProcess) -> dict[str, PlayedPeak]:
     """What the run of a fresh process takes above its weights and its input. A peak outside of the model's call has no
     tensors."""
-    measured = question.play(process)
+    measured = request.play(process)
     where, tensors = process.peak_above_baseline() or ("outside of the model's call", {})
     largest = largest_of(tensors)
     return {
@@ -237,11 +237,11 @@ def name_of(q: VAERequest) -> str:
     return " ".join([name, *q.settings])
 
 
-def derive(question: VAERequest) -> ClosedForm:
-    """The closed form of the peak that answers a question; ValueError where it has none, as `formula` says."""
-    process = question.start()
-    anchor = played_peaks(question, process)["allocated"]
-    q = replace(question, workspace=process.workspace)  # what this one has looked up need not be looked up again
+def derive(request: VAERequest) -> ClosedForm:
+    """The closed form of the peak that answers a request; ValueError where it has none, as `formula` says."""
+    process = request.start()
+    anchor = played_peaks(request, process)["allocated"]
+    q = replace(request, workspace=process.workspace)  # what this one has looked up need not be looked up again
     job, height, width = q.job, q.job.height, q.job.width
     if not anchor.tensors:
         raise ValueError(f"formula: want a size whose peak lies within the model's call, got {height}x{width}")

@@ -211,18 +211,18 @@ class VAEFormula(Formula):
 
     _beside = "beside the weights and the input, and a CUDA context"
 
-    def __init__(self, question: VAERequest):
-        self._request, job, self.assumed_card = question, question.job, question.card.assumed
-        workspace = question.start().workspace  # what it has looked up need not be looked up again
+    def __init__(self, request: VAERequest):
+        self._request, job, self.assumed_card = request, request.job, request.card.assumed
+        workspace = request.start().workspace  # what it has looked up need not be looked up again
         batches = (1, 2, 3, 4) if job.batch == 1 else (job.batch,)
 
         def play_at(point: Point) -> dict[str, PlayedPeak]:
             at = replace(job, height=point.height, width=point.width, batch=point.batch)
-            other = replace(question, job=at, workspace=workspace)
+            other = replace(request, job=at, workspace=workspace)
             return played_peaks(other, other.start())
 
         at = Point(job.height, job.width, job.batch)
-        super().__init__(name_of(question), Domain(batches=batches, tile=job.tile or 0), at, play_at)
+        super().__init__(name_of(request), Domain(batches=batches, tile=job.tile or 0), at, play_at)
 
     @functools.cached_property
     def closed(self) -> ClosedForm:

@@ -316,22 +316,22 @@ def _sized(size: int, unit: int) -> str:
     return f"{size / unit:g}GB" if size * 10 % unit == 0 else str(size)
 
 
-def _program(question: VAERequest) -> str | None:
+def _program(request: VAERequest) -> str | None:
     """The flag for the runtime: none for diffusers'; of A1111 without its other models the one that keeps none."""
-    runtime, held = question.software.runtime, question.card.held
-    if not held and held_by(runtime, question.job.arch["name"])[1]:
+    runtime, held = request.software.runtime, request.card.held
+    if not held and held_by(runtime, request.job.arch["name"])[1]:
         return f"{runtime}-medvram"
     return None if runtime == "diffusers" else runtime
 
 
-def shell_command(question: VAERequest, verb: str = "fits") -> str:
-    """The command line that asks a question; of the verb ``"estimate"`` what our own engine takes for the same."""
-    job, software, card = question.job, question.software, question.card
-    name = FIXED if question.fixed else job.arch["name"]
+def shell_command(request: VAERequest, verb: str = "fits") -> str:
+    """The command line of a request; of the verb ``"estimate"`` what our own engine takes for the same."""
+    job, software, card = request.job, request.software, request.card
+    name = FIXED if request.fixed else job.arch["name"]
     words = ["vaemem", verb, name, job.op, f"{job.height}x{job.width}"]
     flags: dict[str, Any] = {"batch": job.batch if job.batch > 1 else None}
     if verb == "fits":
-        usual = usual_dtypes(software.runtime, job.arch["name"], card.gpu.sm, question.fixed)
+        usual = usual_dtypes(software.runtime, job.arch["name"], card.gpu.sm, request.fixed)
         found = known_gpu(card.gpu.name)
         is_whole = found and found.total_memory == card.gpu.total_memory  # the name tells its memory
         is_usual = (job.dtype, job.weights_dtype, job.upcast) == usual[:3]
@@ -341,7 +341,7 @@ def shell_command(question: VAERequest, verb: str = "fits") -> str:
             "used": _sized(card.used, 10**9) if card.used else None,
             "os": "windows" if card.kept_more else None, "dtype": None if is_usual else job.dtype,
             "weights-dtype": None if is_usual or job.dtype == job.weights_dtype else job.weights_dtype,
-            "runtime": _program(question), "tile": job.tile,
+            "runtime": _program(request), "tile": job.tile,
             "tile-overlap": None if job.tile_overlap == usual_overlap(job.arch) else job.tile_overlap,
             "slicing": job.slicing,
             "torch": software.torch_version, "cudnn": software.cudnn_version,
@@ -510,16 +510,16 @@ def predict_largest(
     return _largest(resolve_vae(given), check_aspect(aspect), flag("every", every))
 
 
-def _largest(question: VAERequest, aspect: float, every: bool) -> tuple[int, int]:
-    """As `predict_largest`, of what is asked of any size."""
-    job, factor = question.job, question.unit
+def _largest(request: VAERequest, aspect: float, every: bool) -> tuple[int, int]:
+    """As `predict_largest`, for a request of any size."""
+    job, factor = request.job, request.unit
     refused: dict[tuple[int, int], bool] = {}  # whether it was played, or is more than can be
 
     def fits(height: int, width: int) -> bool:
         try:
             if job.is_tiled and height * width > TILED_PIXELS:
                 raise OverflowError("more than is looked at")
-            if Prediction(question.at(height, width)).fits:
+            if Prediction(request.at(height, width)).fits:
                 return True
             refused[height, width] = True
         except OverflowError:
@@ -536,7 +536,7 @@ def _largest(question: VAERequest, aspect: float, every: bool) -> tuple[int, int
         what = f"predict_largest: {found[0]}x{found[1]} fits, and larger images were not looked at"
         warnings.warn(what, RuntimeWarning, stacklevel=3)
     if found is None:
-        smallest = Prediction(question.at(factor, factor))
+        smallest = Prediction(request.at(factor, factor))
         raise ValueError(
             f"gpu, used: want at least {smallest.least_reserved / MIB:.0f} MiB, which PyTorch needs for any {job.op},"
             f" got {smallest.gpu}, which gives {smallest.available / MIB:.0f}"

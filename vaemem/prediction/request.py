@@ -1,4 +1,4 @@
-"""What is asked of a prediction: which job, on which card, with which software."""
+"""A request for a prediction: which job, on which card, with which software."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ PAGE = 2 * MIB  # of the driver's memory
 
 @dataclass(frozen=True)
 class Request:
-    """What every question has: a card, the software on it, and what answers for the convolutions' workspaces in place
+    """What every request has: a card, the software on it, and what answers for the convolutions' workspaces in place
     of `vaemem.prediction.workspace.Workspace`, if anything does. safe: whether what fits tightly does not count as
     fitting."""
 
@@ -220,9 +220,9 @@ def _called_by_comfyui(gpu: Gpu, software: Software) -> Workspace | None:
 
 @dataclass(frozen=True)
 class VAERequest(Request):
-    """What `vaemem.predict` is asked. assumed: which types were taken where none was named, and why; taken: whose VAE
-    answers for the name that was given, where that is another model's; fixed: whether the weights are SDXL's that do
-    not overflow in float16; calibrate: rows that were measured on the card."""
+    """A VAE's run, for `vaemem.predict`. assumed: which types were taken where none was named, and why; taken: whose
+    VAE answers for the name that was given, where that is another model's; fixed: whether the weights are SDXL's that
+    do not overflow in float16; calibrate: rows that were measured on the card."""
 
     job: Job
     taken: str = field(default="", kw_only=True)
@@ -310,9 +310,8 @@ class VAERequest(Request):
 
 @dataclass(frozen=True)
 class ModuleRequest(Request):
-    """What `vaemem.pytorch.predict_peak` predicts: the trace of a module's call, and (name, bytes) of what is there
-    before. unmodelled: how often each operator ran whose memory is not counted; supposed: what else replaces missing
-    data."""
+    """A module's call, for `vaemem.pytorch.predict_peak`: its trace, and (name, bytes) of what is there before.
+    unmodelled: how often each operator ran whose memory is not counted; supposed: what else replaces missing data."""
 
     trace: _core.Trace
     held: Sequence[tuple[str, int]]

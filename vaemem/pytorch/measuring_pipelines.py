@@ -368,16 +368,16 @@ def _request(pipe: Any, seen: Seen, card: Card, software: Software, **asked: Any
             name, prompt_tokens=seen.tokens, components=components, guidance=seen.images == 2 * asked["batch"],
             dtype=_dtype(_denoiser(pipe)), **asked,
         )  # fmt: skip
-        question = resolve_pipeline(given, card, software)
-        images = asked["batch"] * (2 if kind.guides and question.guidance else 1)
+        request = resolve_pipeline(given, card, software)
+        images = asked["batch"] * (2 if kind.guides and request.guidance else 1)
         numbers = pipe.vae.config.latent_channels * (asked["height"] // VAE_STRIDE) * (asked["width"] // VAE_STRIDE)
-        if other := [part for part in question.parts if not _has_weights(modules[part.role], part)]:
+        if other := [part for part in request.parts if not _has_weights(modules[part.role], part)]:
             why = f"{other[0].role} has not the weights of {other[0].component}"
         elif (seen.images, seen.numbers) != (images, numbers):
             got, wanted = f"{seen.images} latents of {seen.numbers} numbers", f"{images} of {numbers}"
             raise ValueError(f"the denoiser is called with {got}, and {name}'s with {wanted}")
         else:
-            return question
+            return request
     raise ValueError(why)
 
 
@@ -398,12 +398,12 @@ def _predicted(
     )  # fmt: skip
     about, system = torch.cuda.get_device_properties(place), "windows" if sys.platform == "win32" else "linux"
     card, sizes = find_card(about.name, about.total_memory, used, system), ("height", "width", "batch", "steps")
-    question = _request(pipe, seen, card, software, image="image" in call, **{name: asked[name] for name in sizes})
-    tile = usual_tile(question.part("vae").component)
+    request = _request(pipe, seen, card, software, image="image" in call, **{name: asked[name] for name in sizes})
+    tile = usual_tile(request.part("vae").component)
     if asked["vae"] == "tiled" and (pipe.vae.tile_sample_min_size, pipe.vae.tile_overlap_factor) != (tile, 0.25):
         raise ValueError(f"its tiles are not of {tile} pixels, a quarter of which overlaps")
-    prediction = PipelinePrediction(question.run_with(asked["offload"], asked["vae"]))
-    notes, read = list(prediction.notes), question.pipeline.read
+    prediction = PipelinePrediction(request.run_with(asked["offload"], asked["vae"]))
+    notes, read = list(prediction.notes), request.pipeline.read
     if prediction.out_of_memory_at:
         where, lacking = prediction.out_of_memory_at
         notes.append(f"It is predicted to run out in {where}, at {lacking.name} of {lacking.bytes / MIB:.0f} MiB.")
@@ -411,7 +411,7 @@ def _predicted(
     if not version.startswith(f"{read}."):
         notes.append(f"The prediction follows this pipeline's code in diffusers {read}, and {version} ran.")
     phases = {phase.name: phase for phase in prediction.here.phases}
-    if pipe.config.get("force_zeros_for_empty_prompt") and call.get("negative_prompt") is None and question.guidance:
+    if pipe.config.get("force_zeros_for_empty_prompt") and call.get("negative_prompt") is None and request.guidance:
         phases.pop("encode prompt", None)
         notes.append("Nothing is predicted of encode prompt without a negative_prompt, not even '', which it encodes.")
     return phases, notes
