@@ -38,7 +38,7 @@ from vaemem.prediction.process import ROUNDED_UP, Moment, PeakTensor
 from vaemem.prediction.request import PAGE, Card, Software, find_card, usual_tile
 from vaemem.prediction.seconds import Machine, machine_of, peak, vae_work
 from vaemem.prediction.usual import FIXED, OVERFLOWING
-from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, Verdict, judge_phases
+from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, judge_phases, judge_played
 
 PredictedRuntime = Literal["diffusers", "sd.cpp"]
 PREDICTED_RUNTIMES: tuple[PredictedRuntime, ...] = get_args(PredictedRuntime)
@@ -279,11 +279,9 @@ class PipelinePrediction(_Phases):
             full = over.name, PeakTensor("vaemem's memory limit", over.outside)
         self.result, self.here = _as_far_as(phases, full), Result(played, full)
         self.notes = (*(process if full else here).substitutions, *_notes(q))
-        self.judged = Verdict(
-            available, self.peak, None if full else self.here.fullest.total, full, self._plays(),
-            kept_more=q.card.kept_more, guesses=here.guessed_plans, safe=q.safe, coarse=bool(q.card.gpu.coarse),
+        self.judged = judge_played(
+            self._plays(), here, self.peak, self.here.fullest.total if played else 0, full,
             untried=BY_VAEMEM if q.vae == "vaemem" and "H100" not in q.card.gpu.name else "",
-            has_version=q.software.has_version, between=getattr(process.workspace, "between", ""),
             covers=f", at {q.height}x{q.width} as diffusers runs {q.made_of}" if q.made_of else "",
         )  # fmt: skip
 

@@ -15,7 +15,7 @@ from vaemem.prediction.planned import Phase, Result
 from vaemem.prediction.plays import Plays
 from vaemem.prediction.process import Moment, PeakTensor, SimulatedProcess
 from vaemem.prediction.request import Card, ModuleRequest, VAERequest
-from vaemem.prediction.verdict import Verdict, bar
+from vaemem.prediction.verdict import Verdict, bar, judge_played
 
 
 def alias(path: str) -> Any:
@@ -119,16 +119,12 @@ class SimulatedAnswer(Answer):
         # With room for all of it nothing is ever refused, and all goes as it did.
         here, full = (process, None) if most <= available else request.repeat(process, available)
         self.out_of_memory_at, self.substitutions, self._here = full, here.substitutions, here
-        self._plays = Plays(
+        plays = Plays(
             request, process, [(self.peak_reserved - self.reserved, 0)], (0, most if full else min(most, available)),
             (self.protocol, USUAL_PROTOCOL, "cold"),
         )  # fmt: skip
-        self.judged = Verdict(
-            available, most, None if full else here.most_reserved, full and ("", full), self._plays,
-            kept_more=request.card.kept_more, guesses=here.guessed_plans, safe=request.safe,
-            has_version=request.software.has_version, coarse=bool(process.gpu.coarse),
-            covers=covers, besides=besides, between=getattr(process.workspace, "between", ""),
-        )  # fmt: skip
+        refused = full and ("", full)
+        self.judged = judge_played(plays, here, most, here.most_reserved, refused, covers=covers, besides=besides)
 
     @functools.cached_property
     def result(self) -> Result:

@@ -12,7 +12,7 @@ from vaemem import _core
 from vaemem._common import MIB
 from vaemem.prediction.planned import Phase
 from vaemem.prediction.plays import Plays, Takes
-from vaemem.prediction.process import PeakTensor
+from vaemem.prediction.process import PeakTensor, SimulatedProcess
 
 # NVIDIA's page 5490, "System Memory Fallback for Stable Diffusion".
 SPILLS = (
@@ -188,6 +188,24 @@ class Verdict:
         if self.tight_because:
             return f"tight{told}: {took}; {self.tight_because}"
         return f"fits{told}: {took}, at most {self.upper / MIB:.0f} by `upper`; {spare} to spare"
+
+
+def judge_played(
+    plays: Plays, here: SimulatedProcess, most: int, took: int, full: tuple[str, PeakTensor] | None, **words: Any
+) -> Verdict:  # fmt: skip
+    """The verdict of a request that processes played.
+
+    here: the process on the card
+    most, took: what the request takes where there is room, and on the card
+    full: the phase and the request that fails on the card, if one does
+    words: fields of `Verdict`
+    """
+    request, process = plays.request, plays.process
+    return Verdict(
+        process.available, most, None if full else took, full, plays, kept_more=request.card.kept_more,
+        guesses=here.guessed_plans, safe=request.safe, has_version=request.software.has_version,
+        coarse=bool(process.gpu.coarse), between=getattr(process.workspace, "between", ""), **words,
+    )  # fmt: skip
 
 
 def judge_phases(
