@@ -32,6 +32,7 @@ PREDICT = [
     "torch_frames.c",
     "torch_halves.c",
     "torch_names.c",
+    "torch_pool.c",
     "torch_sdpa.c",
     "torch_segments.c",
     "torch_snapshot.c",

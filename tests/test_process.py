@@ -203,7 +203,9 @@ def test_again():
         allocator, core = process("kept")
         held = core.hold("held", [3 << 20, 0, 50 << 20])
         for trace in (*traces, *traces):
-            wanted = [takes.setdefault((conv, number), r.randint(0, 1 << 25)) for conv in trace.convs]
+            wanted = [
+                takes.setdefault((conv, number), r.randint(0, 1 << r.choice((12, 20, 25)))) for conv in trace.convs
+            ]
             left, *_ = core.call(trace, wanted, wanted)
             core.copy("weights", held[:1], [4 << 20]) if trace is traces[1] else None
             core.release(left.values())

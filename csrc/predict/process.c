@@ -31,7 +31,6 @@ void vm_process_free(vm_process *p) {
     vm_scratch_free(p->event);
     vm_scratch_free(p->reading);
     vm_scratch_free(p->reading_peak);
-    vm_process_forget_row(&p->small);
     vm_trace_free(p->script);
     vm_scratch_free(p);
 }

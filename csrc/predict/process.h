@@ -93,8 +93,8 @@ const vm_trace *vm_process_script(const vm_process *p);
 /* The most that the same steps would have reserved in each span, on fresh allocators like the process's; with `above`
  * beyond what was reserved before the span. workspace: [rows][script->convs], changed; most: [rows][spans], out. Rows
  * that would make the same segments are played once. */
-vm_status vm_process_again(vm_process *p, const vm_process_span *span, size_t spans, bool above, uint64_t *workspace,
-                           size_t rows, uint64_t *most);
+vm_status vm_process_again(const vm_process *p, const vm_process_span *span, size_t spans, bool above,
+                           uint64_t *workspace, size_t rows, uint64_t *most);
 
 typedef struct vm_process_named {
     uint32_t name;

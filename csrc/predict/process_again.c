@@ -1,104 +1,269 @@
-/* What a process would have reserved with other workspaces: its script, played again for rows of them on fresh
- * allocators, in each pool by itself. Rows that would make the same segments go alike and are played once. */
+/* What a process would have reserved with other workspaces: its script, played again for rows of them.
+ *
+ *   script -> notes: what happens in one pool        a plain allocator's pools do not depend on each other
+ *   rows, all together, play the notes -> where they would make other segments they part, each part with its own copy
+ *
+ * Any other allocator plays the script for each row from the start. */
 #include "process_play.h"
+#include "torch_pool.h"
 
-void vm_process_forget_row(played *row) {
-    vm_scratch_free(row->met);
-    vm_scratch_free(row->change);
-    *row = (played){0};
+#include <string.h>
+
+/* From a step on so much was reserved. */
+typedef struct change {
+    size_t step;
+    uint64_t reserved;
+} change;
+
+/* How what is reserved changes while a row is played. Rows that go alike share one, which the first of them owns. */
+typedef struct course {
+    change *change;
+    size_t changes;
+    bool borrowed;
+} course;
+
+static vm_status add_change(course *c, size_t step, uint64_t reserved) {
+    if (c->changes ? c->change[c->changes - 1].reserved == reserved : !reserved) return VM_OK;
+    vm_status s = vm_scratch_grow(&c->change, c->changes, sizeof *c->change);
+    if (!s) c->change[c->changes++] = (change){step, reserved};
+    return s;
 }
 
-/* What is played in a pool. */
+/* ---- a plain allocator's pool ---- */
+
+typedef enum act { TAKE, GIVE, BORROW, CONVOLVE, EMPTY } act;
+
+/* A step that does something in a pool. id: of a storage or a convolution. */
+typedef struct note {
+    act act;
+    uint32_t step, id;
+    uint64_t size;
+} note;
+
 typedef struct score {
-    const vm_process *p;
-    uint32_t *step, *asked; /* what does something there, and which convolutions are among it */
-    size_t steps, calls;
+    note *note;
+    size_t notes, ids, convs;
+    bool small;
+    const uint64_t *workspace; /* [rows][convs], rounded */
+    course *course;            /* [rows], out */
 } score;
 
-static vm_status read_score(const run *r, size_t until, score *o) {
-    const vm_trace_step *const step = o->p->script->step;
+static vm_status add_note(score *o, note n) {
+    vm_status s = vm_scratch_grow(&o->note, o->notes, sizeof *o->note);
+    if (!s) o->note[o->notes++] = n;
+    return s;
+}
+
+/* A request: its bytes are rounded, and it is left out if it is the other pool's. */
+static vm_status add_request(score *o, const vm_process *p, note n) {
+    if (!n.size || vm_talloc_is_small(p->talloc, n.size) != o->small) return VM_OK;
+    n.size = vm_talloc_round(vm_talloc_settings(p->talloc), n.size);
+    return add_note(o, n);
+}
+
+static vm_status read_score(const vm_process *p, size_t until, score *o) {
+    const vm_trace_step *const step = p->script->step;
+    const bool each = p->blas.cublaslt_use == VM_CUBLASLT_EACH;
+    bool kept[2] = {false, p->blas.cublaslt_use != VM_CUBLASLT_KEPT};
     vm_status s = VM_OK;
-    for (size_t i = 0; !s && i < until; i++) {
-        const bool stored = step[i].op == VM_TRACE_TAKE || step[i].op == VM_TRACE_GIVE;
-        if (stored ? !vm_play_has(r, o->p->storage[step[i].id].bytes) : step[i].op == VM_TRACE_NOTHING) continue;
-        if (!(s = vm_scratch_grow(&o->step, o->steps, sizeof *o->step))) o->step[o->steps++] = (uint32_t)i;
-        if (s || step[i].op != VM_TRACE_CONV) continue;
-        if (!(s = vm_scratch_grow(&o->asked, o->calls, sizeof *o->asked))) o->asked[o->calls++] = step[i].id;
+    for (uint32_t i = 0; !s && i < until; i++) {
+        const uint32_t id = step[i].id;
+        switch (step[i].op) {
+        case VM_TRACE_TAKE:
+            s = add_request(o, p, (note){TAKE, i, id, step[i].bytes});
+            break;
+        case VM_TRACE_GIVE:
+            s = add_request(o, p, (note){GIVE, i, id, p->storage[id].bytes});
+            break;
+        case VM_TRACE_CONV:
+            s = add_note(o, (note){CONVOLVE, i, id, 0});
+            break;
+        case VM_TRACE_EMPTY:
+            s = add_note(o, (note){EMPTY, i, 0, 0});
+            break;
+        case VM_TRACE_CUBLASLT:
+        case VM_TRACE_CUBLAS: {
+            const bool lt = step[i].op == VM_TRACE_CUBLASLT;
+            if (lt && each) {
+                s = add_request(o, p, (note){BORROW, i, 0, p->blas.cublaslt_bytes});
+                break;
+            }
+            /* Kept from its first use on, under a number that no storage has. */
+            if (!kept[CUBLAS]) s = add_request(o, p, (note){TAKE, i, p->script->ids, p->blas.cublas_bytes});
+            kept[CUBLAS] = true;
+            if (!s && lt && !kept[CUBLASLT])
+                s = add_request(o, p, (note){TAKE, i, p->script->ids, p->blas.cublaslt_bytes});
+            kept[CUBLASLT] |= lt;
+            break;
+        }
+        default:
+            break;
+        }
     }
     return s;
 }
 
-/* Whether a row of workspaces makes the segments that were made before, so that all goes as it went then. */
-static bool makes_the_same(const score *o, const run *r, const met *before) {
-    size_t i = 0;
-    while (i < o->calls && vm_play_makes(r, before[i].room, r->workspace[o->asked[i]]) == before[i].made) i++;
-    return i == o->calls;
+/* Rows that went alike so far. */
+typedef struct group {
+    vm_pool pool;
+    uint32_t *held; /* [ids], the block of each storage */
+    course course;
+    size_t *row; /* [rows], borrowed */
+    size_t rows;
+} group;
+
+static void forget_group(group *g) {
+    vm_pool_free(&g->pool);
+    vm_scratch_free(g->held);
+    vm_scratch_free(g->course.change);
 }
 
-static vm_status play_row(const score *o, run r, played *row) {
-    uint64_t reserved = 0, height;
-    vm_status s = r.pool == BOTH_POOLS ? VM_OK : vm_scratch_new(o->calls, sizeof *row->met, &row->met);
-    vm_talloc *a = NULL;
-    if (!s) s = vm_talloc_new(vm_talloc_settings(r.talloc), &a);
-    r.talloc = a;
-    r.met = row->met;
-    row->like = row;
-    for (size_t i = 0; !s && i < o->steps; i++) {
-        s = vm_play_step(&r, &o->p->script->step[o->step[i]], &height);
-        if (s || vm_play_now(a, VM_TALLOC_RESERVED_BYTES) == reserved) continue;
-        reserved = vm_play_now(a, VM_TALLOC_RESERVED_BYTES);
-        if (!(s = vm_scratch_grow(&row->change, row->changes, sizeof *row->change)))
-            row->change[row->changes++] = (change){o->step[i], reserved};
+static vm_status copy_group(const score *o, const group *g, group *copy) {
+    *copy = *g;
+    copy->held = NULL;
+    copy->course.change = NULL;
+    vm_status s = vm_pool_copy(&g->pool, &copy->pool);
+    if (!s) s = vm_scratch_new(o->ids, sizeof *g->held, &copy->held);
+    if (!s) s = vm_scratch_new(vm_mem_capacity(g->course.changes), sizeof *g->course.change, &copy->course.change);
+    if (s) return s;
+    memcpy(copy->held, g->held, o->ids * sizeof *g->held);
+    if (g->course.changes) memcpy(copy->course.change, g->course.change, g->course.changes * sizeof *g->course.change);
+    return VM_OK;
+}
+
+/* The segment that a row's workspace makes if a pool has so much room; 0 if it makes none. */
+static uint64_t makes(const score *o, uint64_t room, size_t row, uint32_t conv) {
+    const uint64_t size = o->workspace[row * o->convs + conv];
+    return size <= room || (size <= TA_SMALL) != o->small ? 0 : vm_talloc_segment(size);
+}
+
+static vm_status play(const score *o, group *g, size_t at);
+
+/* A convolution's workspace: rows that would make another segment than the first part from it, and play on. */
+static vm_status convolve(const score *o, group *g, size_t at) {
+    const uint32_t conv = o->note[at].id;
+    const uint64_t room = vm_pool_room(&g->pool), made = makes(o, room, g->row[0], conv);
+    size_t alike = 1;
+    for (size_t i = 1; i < g->rows; i++) {
+        const size_t row = g->row[i];
+        if (makes(o, room, row, conv) != made) continue;
+        g->row[i] = g->row[alike];
+        g->row[alike++] = row;
     }
-    vm_talloc_delete(a);
+    vm_status s = VM_OK;
+    if (alike < g->rows) {
+        group others;
+        s = copy_group(o, g, &others);
+        others.row += alike;
+        others.rows -= alike;
+        if (!s) s = play(o, &others, at);
+        forget_group(&others);
+        g->rows = alike;
+    }
+    return s || !made ? s : vm_pool_borrow(&g->pool, o->workspace[g->row[0] * o->convs + conv]);
+}
+
+/* Plays the notes from `at` on. */
+static vm_status play(const score *o, group *g, size_t at) {
+    vm_status s = VM_OK;
+    for (; !s && at < o->notes; at++) {
+        const note n = o->note[at];
+        switch (n.act) {
+        case TAKE:
+            s = vm_pool_take(&g->pool, n.size, &g->held[n.id]);
+            break;
+        case GIVE:
+            vm_pool_give(&g->pool, g->held[n.id]);
+            break;
+        case BORROW:
+            s = vm_pool_borrow(&g->pool, n.size);
+            break;
+        case CONVOLVE:
+            s = convolve(o, g, at);
+            break;
+        case EMPTY:
+            vm_pool_empty(&g->pool);
+            break;
+        }
+        if (!s) s = add_change(&g->course, n.step, g->pool.reserved);
+    }
+    if (s) return s;
+    for (size_t i = 0; i < g->rows; i++) {
+        o->course[g->row[i]] = g->course;
+        o->course[g->row[i]].borrowed = i > 0;
+    }
+    g->course.change = NULL;
+    return VM_OK;
+}
+
+static vm_status play_pool(const vm_process *p, bool small, size_t until, const uint64_t *workspace, size_t rows,
+                           course *course) {
+    score o = {.ids = p->script->ids + (size_t)1,
+               .convs = p->script->convs,
+               .small = small,
+               .workspace = workspace,
+               .course = course};
+    group all = {.rows = rows};
+    size_t *row = NULL;
+    vm_status s = read_score(p, until, &o);
+    if (!s) s = vm_pool_new(&all.pool, small);
+    if (!s) s = vm_scratch_new(o.ids, sizeof *all.held, &all.held);
+    if (!s) s = vm_scratch_new(rows, sizeof *row, &row);
+    for (size_t i = 0; !s && i < rows; i++) row[i] = i;
+    all.row = row;
+    if (!s && rows) s = play(&o, &all, 0);
+    forget_group(&all);
+    vm_scratch_free(row);
+    vm_scratch_free(o.note);
     return s;
 }
 
-/* Each row in a pool. first: one that rows are compared with before the others, played where it was not yet; or NULL.
- * Every storage that is given back was taken before, so that none is of an earlier row. */
-static vm_status play_rows(const vm_process *p, pool pool, size_t until, uint64_t *workspace, size_t rows,
-                           played *first, played *row) {
-    run r = {.talloc = p->talloc, .blas = &p->blas, .pool = pool};
-    score o = {.p = p};
-    vm_status s = read_score(&r, until, &o);
+static vm_status play_pools(const vm_process *p, size_t until, uint64_t *workspace, size_t rows, course *course) {
+    for (size_t i = 0; i < rows * p->script->convs; i++) {
+        if (workspace[i] > VM_TALLOC_LARGEST) return vm_fail(VM_EOVERFLOW, "again: want workspaces of at most 2^60");
+        if (workspace[i]) workspace[i] = vm_talloc_round(vm_talloc_settings(p->talloc), workspace[i]);
+    }
+    vm_status s = play_pool(p, false, until, workspace, rows, course);
+    return s ? s : play_pool(p, true, until, workspace, rows, course + rows);
+}
+
+/* ---- any allocator ---- */
+
+static vm_status play_row(const vm_process *p, size_t until, uint64_t *workspace, course *c) {
+    run r = {.blas = &p->blas, .workspace = workspace};
+    uint64_t height;
+    vm_status s = vm_talloc_new(vm_talloc_settings(p->talloc), &r.talloc);
     if (!s) s = vm_scratch_new(p->script->ids, sizeof *r.storage, &r.storage);
-    for (size_t i = 0; !s && i < rows; i++) {
-        r.workspace = workspace + i * p->script->convs;
-        if (first && !first->like) s = play_row(&o, r, first);
-        if (!s && first && makes_the_same(&o, &r, first->met)) row[i].like = first;
-        for (size_t like = 0; !s && like < i && !row[i].like; like++)
-            if (row[like].met && makes_the_same(&o, &r, row[like].met)) row[i].like = &row[like];
-        if (!s && !row[i].like) s = play_row(&o, r, &row[i]);
+    for (size_t i = 0; !s && i < until; i++) {
+        s = vm_play_step(&r, &p->script->step[i], &height);
+        if (!s) s = add_change(c, i, vm_play_now(r.talloc, VM_TALLOC_RESERVED_BYTES));
     }
     vm_scratch_free(r.storage);
-    vm_scratch_free(o.asked);
-    vm_scratch_free(o.step);
+    vm_talloc_delete(r.talloc);
     return s;
 }
 
 /* The most that was reserved in a span by the pools together; with `above` beyond what was before it. */
-static uint64_t most_of(const played *const row[2], const vm_process_span *span, bool above) {
+static uint64_t most_of(const course pool[2], const vm_process_span *span, bool above) {
     size_t at[2] = {0, 0};
     uint64_t held[2] = {0, 0}, before = 0, most = 0;
     for (;;) {
         const change *next = NULL;
-        int pool = 0;
+        int of = 0;
         for (int i = 0; i < 2; i++)
-            if (at[i] < row[i]->changes && (!next || row[i]->change[at[i]].step < next->step))
-                next = &row[i]->change[at[i]], pool = i;
+            if (at[i] < pool[i].changes && (!next || pool[i].change[at[i]].step < next->step))
+                next = &pool[i].change[at[i]], of = i;
         if (!next || next->step >= span->until) return above ? most - before : most;
-        held[pool] = next->reserved;
-        at[pool]++;
+        held[of] = next->reserved;
+        at[of]++;
         most = VM_MAX(most, held[0] + held[1]);
         if (next->step < span->since) before = most = held[0] + held[1];
     }
 }
 
-vm_status vm_process_again(vm_process *p, const vm_process_span *span, size_t spans, bool above, uint64_t *workspace,
-                           size_t rows, uint64_t *most) {
-    const bool plain = vm_talloc_is_plain(p->talloc);
-    const played none = {0};
-    played *row[2] = {NULL, NULL};
+vm_status vm_process_again(const vm_process *p, const vm_process_span *span, size_t spans, bool above,
+                           uint64_t *workspace, size_t rows, uint64_t *most) {
+    course *course;
     size_t until = 0;
     for (size_t i = 0; i < spans; i++) {
         if (span[i].since > span[i].until || span[i].until > p->script->steps)
@@ -106,18 +271,17 @@ vm_status vm_process_again(vm_process *p, const vm_process_span *span, size_t sp
                            span[i].since, span[i].until);
         until = VM_MAX(until, span[i].until);
     }
-    vm_status s = vm_scratch_new(2 * rows, sizeof **row, row);
-    if (!s) row[1] = row[0] + rows;
-    if (!s) s = play_rows(p, plain ? LARGE_POOL : BOTH_POOLS, until, workspace, rows, NULL, row[0]);
-    if (until != p->until) vm_process_forget_row(&p->small);
-    p->until = until;
-    if (!s && plain) s = play_rows(p, SMALL_POOL, until, workspace, rows, &p->small, row[1]);
-    if (s) vm_process_forget_row(&p->small);
+    vm_status s = vm_scratch_new(2 * rows, sizeof *course, &course);
+    if (!s && vm_talloc_is_plain(p->talloc)) {
+        s = play_pools(p, until, workspace, rows, course);
+    } else {
+        for (size_t i = 0; !s && i < rows; i++) s = play_row(p, until, workspace + i * p->script->convs, &course[i]);
+    }
     for (size_t i = 0; !s && i < rows; i++)
         for (size_t j = 0; j < spans; j++)
-            most[i * spans + j] =
-                most_of((const played *[]){row[0][i].like, plain ? row[1][i].like : &none}, &span[j], above);
-    for (size_t i = 0; row[0] && i < 2 * rows; i++) vm_process_forget_row(&row[0][i]);
-    vm_scratch_free(row[0]);
+            most[i * spans + j] = most_of((const struct course[]){course[i], course[rows + i]}, &span[j], above);
+    for (size_t i = 0; course && i < 2 * rows; i++)
+        if (!course[i].borrowed) vm_scratch_free(course[i].change);
+    vm_scratch_free(course);
     return s;
 }

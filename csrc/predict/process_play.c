@@ -1,46 +1,25 @@
-/* Steps of a process's script, played on an allocator: the process's own as they come, and others in each of an
- * allocator's pools by itself. */
+/* Steps of a process's script, played on an allocator. */
 #include "process_play.h"
 
 uint64_t vm_play_now(const vm_talloc *a, vm_talloc_kind kind) {
     return (uint64_t)vm_talloc_get_stats(a)->of[kind][VM_TALLOC_ALL].current;
 }
 
-bool vm_play_has(const run *r, uint64_t bytes) {
-    return r->pool == BOTH_POOLS || vm_talloc_is_small(r->talloc, bytes) == (r->pool == SMALL_POOL);
-}
-
-/* *address is 0 where it is passed over. */
-static vm_status allocate(run *r, uint64_t bytes, uint64_t *address) {
-    *address = 0;
-    return vm_play_has(r, bytes) ? vm_talloc_malloc(r->talloc, bytes, 0, address) : VM_OK;
-}
-
 /* A workspace that is given back at once; *height: allocated bytes while it was there. */
 static vm_status borrow(run *r, uint64_t bytes, uint64_t *height) {
     uint64_t address;
-    vm_status s = allocate(r, bytes, &address);
+    vm_status s = vm_talloc_malloc(r->talloc, bytes, 0, &address);
     if (s || !address) return s;
     *height = vm_play_now(r->talloc, VM_TALLOC_ALLOCATED_BYTES);
     return vm_talloc_free(r->talloc, address);
 }
 
 static vm_status keep(run *r, uint64_t bytes, uint64_t *address) {
-    return *address ? VM_OK : allocate(r, bytes, address);
-}
-
-uint64_t vm_play_makes(const run *r, uint64_t room, uint64_t workspace) {
-    return vm_play_has(r, workspace) ? vm_talloc_makes(r->talloc, room, workspace) : 0;
+    return *address ? VM_OK : vm_talloc_malloc(r->talloc, bytes, 0, address);
 }
 
 /* A convolution's workspace: of the first plan, else of the next (try_configs in Conv_v8.cpp). */
 static vm_status convolve(run *r, uint32_t id, uint64_t *height) {
-    if (r->met) {
-        const uint64_t room = vm_talloc_cached(r->talloc, r->pool == SMALL_POOL);
-        r->met->room = room;
-        r->met->made = vm_play_makes(r, room, r->workspace[id]);
-        if (!r->met++->made) return VM_OK; /* for it would leave no trace */
-    }
     vm_status s = borrow(r, r->workspace[id], height);
     if (s != VM_ENOMEM || !vm_talloc_last_oom(r->talloc) || !r->next || r->next[id] >= r->workspace[id]) return s;
     r->workspace[id] = r->next[id];
@@ -55,7 +34,7 @@ vm_status vm_play_step(run *r, const vm_trace_step *step, uint64_t *height) {
     vm_talloc_tag(a, r->stamp ? *r->stamp : step->name);
     switch (step->op) {
     case VM_TRACE_TAKE:
-        return allocate(r, step->bytes, address);
+        return vm_talloc_malloc(a, step->bytes, 0, address);
     case VM_TRACE_GIVE:
         s = *address ? vm_talloc_free(a, *address) : VM_OK; /* 0: a storage of 0 bytes */
         if (!s) *address = 0;

@@ -41,25 +41,6 @@ typedef struct peak {
     uint64_t workspace;
 } peak;
 
-/* What a convolution met in a pool: what was cached, and the segment that its workspace made. */
-typedef struct met {
-    uint64_t room, made;
-} met;
-
-/* From a step on so much was reserved. */
-typedef struct change {
-    size_t step;
-    uint64_t reserved;
-} change;
-
-/* A row that was played in a pool: what its convolutions met there, and what was reserved. */
-typedef struct played {
-    met *met; /* [calls], or NULL where the allocator is not plain */
-    change *change;
-    size_t changes;
-    const struct played *like; /* itself, or a row before it that went alike */
-} played;
-
 enum { CUBLAS, CUBLASLT };
 #define NEVER SIZE_MAX
 
@@ -83,15 +64,11 @@ struct vm_process {
     vm_reading *reading;          /* [readings], */
     peak *reading_peak;           /* and their peaks */
     size_t readings;
-    played small;      /* a row in the small pool, which nearly all others go like, */
-    size_t until;      /* how many steps that row played */
     bool full;         /* the last call failed because the simulated device was full, */
     vm_talloc_oom oom; /* and these are its figures */
 };
 
 /* ---- process_play.c ---- */
-
-typedef enum pool { BOTH_POOLS, LARGE_POOL, SMALL_POOL } pool;
 
 /* Where steps are played, and what with. */
 typedef struct run {
@@ -102,16 +79,10 @@ typedef struct run {
     kept kept[2];
     const uint32_t *stamp;          /* the name in the allocator's history, else the step's */
     uint64_t *allocated, *reserved; /* of each step that was played, or NULL */
-    pool pool;                      /* all else is passed over */
-    met *met;                       /* where the next convolution's goes, of a pool of a plain allocator, or NULL */
     size_t highest;                 /* the step with the greatest height */
 } run;
 
 uint64_t vm_play_now(const vm_talloc *a, vm_talloc_kind kind);
-/* Whether bytes are of the pool that is played. */
-bool vm_play_has(const run *r, uint64_t bytes);
-/* The segment that a workspace would make, with so much room cached. */
-uint64_t vm_play_makes(const run *r, uint64_t room, uint64_t workspace);
 /* *height: allocated bytes while a workspace was there, where there was one. */
 vm_status vm_play_step(run *r, const vm_trace_step *step, uint64_t *height);
 /* Plays the script's steps from *at until `until`; *at: the first that was not played. */
@@ -131,9 +102,5 @@ vm_status vm_process_append(vm_process *p, const vm_trace *t, uint32_t *conv);
 /* Plays the script's steps from number `from` on as one call. Its first storage has the number `first`. */
 vm_status vm_process_run(vm_process *p, size_t from, uint32_t first, const vm_trace_vae *again, uint64_t *allocated,
                          uint64_t *reserved);
-
-/* ---- process_again.c ---- */
-
-void vm_process_forget_row(played *row);
 
 #endif

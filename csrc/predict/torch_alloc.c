@@ -40,16 +40,6 @@ bool vm_talloc_is_small(const vm_talloc *a, uint64_t bytes) {
     return !a->config.driver_pool && vm_talloc_round(&a->config, bytes) <= TA_SMALL;
 }
 
-uint64_t vm_talloc_cached(const vm_talloc *a, bool small) {
-    const node *largest = ta_before(&a->pools[small].cached, &(node){.size = UINT64_MAX, .address = UINT64_MAX});
-    return largest ? largest->size : 0;
-}
-
-uint64_t vm_talloc_makes(const vm_talloc *a, uint64_t room, uint64_t bytes) {
-    const uint64_t size = vm_talloc_round(&a->config, bytes);
-    return !bytes || size <= room ? 0 : segment_size(a, &(request){.size = size, .small = size <= TA_SMALL});
-}
-
 bool vm_talloc_is_plain(const vm_talloc *a) {
     const vm_talloc_config *c = &a->config;
     return !c->total_memory && !c->allowed_memory && c->max_split_size == UINT64_MAX && !c->expandable_segments &&

@@ -56,12 +56,8 @@ uint64_t vm_talloc_segment(uint64_t size);
 
 /* Whether a request is served by the small pool. */
 bool vm_talloc_is_small(const vm_talloc *a, uint64_t bytes);
-/* The largest request that a cached block of a pool serves, all of one stream; 0 for none. */
-uint64_t vm_talloc_cached(const vm_talloc *a, bool small);
-/* Bytes of the segment that a request makes where its pool has so much room; 0 where a cached block serves it. It holds
- * for allocators that are plain: sizes alone decide there, neither pool depends on the other, and what is taken and
- * given back at once leaves no trace beside the segment. */
-uint64_t vm_talloc_makes(const vm_talloc *a, uint64_t room, uint64_t bytes);
+/* Whether sizes alone decide, neither pool depends on the other, and what is taken and given back at once leaves no
+ * trace beside a segment. */
 bool vm_talloc_is_plain(const vm_talloc *a);
 
 /* *address is 0 for 0 bytes. VM_ENOMEM with vm_talloc_last_oom() when the simulated device is full (cached segments

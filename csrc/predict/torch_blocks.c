@@ -5,32 +5,6 @@
 
 /* ---- trees ---- */
 
-/* The bin of a rank: larger ranks never have smaller bins. The two bits below the highest one split each octave in
- * four. */
-static size_t bin_of(uint64_t rank) {
-    const uint64_t units = rank / TA_BLOCK;
-    if (units < 4) return (size_t)units;
-    const int log2 = 63 - __builtin_clzll(units);
-    return (size_t)(4 * (log2 - 1)) + (units >> (log2 - 2) & 3);
-}
-
-/* The first filled bin from `bin` on, or the last up to it; TA_BINS for none. */
-static size_t filled_from(const tree *t, size_t bin) {
-    for (size_t word = bin / 64, skip = bin % 64; word < TA_BINS / 64; word++, skip = 0) {
-        const uint64_t bits = t->filled[word] >> skip << skip;
-        if (bits) return 64 * word + (size_t)__builtin_ctzll(bits);
-    }
-    return TA_BINS;
-}
-
-static size_t filled_to(const tree *t, size_t bin) {
-    for (size_t word = bin / 64 + 1, skip = 63 - bin % 64; word-- > 0; skip = 0) {
-        const uint64_t bits = t->filled[word] << skip >> skip;
-        if (bits) return 64 * word + 63 - (size_t)__builtin_clzll(bits);
-    }
-    return TA_BINS;
-}
-
 static bool before(const node *a, const node *b) {
     if (a->stream != b->stream) return a->stream < b->stream;
     if (a->rank != b->rank) return a->rank < b->rank;
@@ -52,7 +26,7 @@ static void weigh(node *n) {
 
 void ta_insert(tree *t, node *n) {
     n->rank = t->by_size ? n->size : 0;
-    const size_t bin = bin_of(n->rank);
+    const size_t bin = ta_bin(n->rank);
     node **at = &t->root[bin], *parent = NULL;
     while (*at && (*at)->priority >= n->priority) {
         parent = *at;
@@ -83,7 +57,7 @@ void ta_insert(tree *t, node *n) {
 }
 
 void ta_remove(tree *t, node *n) {
-    const size_t bin = bin_of(n->rank);
+    const size_t bin = ta_bin(n->rank);
     node *parent = n->parent, *low = n->child[0], *high = n->child[1];
     node **at = parent ? &parent->child[parent->child[1] == n] : &t->root[bin];
     while (low && high) {
@@ -127,7 +101,7 @@ static node *last_before(node *n, const node *key) {
 /* In a bin other than key's own all elements lie on one side of key, so the search ends at its first or last one. */
 static node *search_up(const tree *t, const node *key, bool after, uint64_t weight) {
     const node k = {.stream = key->stream, .rank = t->by_size ? key->size : 0, .address = key->address};
-    for (size_t bin = filled_from(t, bin_of(k.rank)); bin < TA_BINS; bin = filled_from(t, bin + 1)) {
+    for (size_t bin = ta_bin_from(t->filled, ta_bin(k.rank)); bin < TA_BINS; bin = ta_bin_from(t->filled, bin + 1)) {
         node *found = first(t->root[bin], &k, after, weight);
         if (found && found->stream == k.stream) return found;
     }
@@ -140,7 +114,7 @@ node *ta_weighing(const tree *t, const node *key, uint64_t weight) { return sear
 
 node *ta_before(const tree *t, const node *key) {
     const node k = {.stream = key->stream, .rank = t->by_size ? key->size : 0, .address = key->address};
-    for (size_t bin = filled_to(t, bin_of(k.rank)); bin < TA_BINS; bin = filled_to(t, bin - 1)) {
+    for (size_t bin = ta_bin_to(t->filled, ta_bin(k.rank)); bin < TA_BINS; bin = ta_bin_to(t->filled, bin - 1)) {
         node *found = last_before(t->root[bin], &k);
         if (found && found->stream == k.stream) return found;
         if (!bin) break;
@@ -152,7 +126,7 @@ node *ta_next(const tree *t, const node *key, uint64_t weight) {
     node *next = key ? search_up(t, key, true, weight) : NULL;
     if (next || (key && key->stream == UINT64_MAX)) return next;
     const node k = {.stream = key ? key->stream + 1 : 0};
-    for (size_t bin = filled_from(t, 0); bin < TA_BINS; bin = filled_from(t, bin + 1)) {
+    for (size_t bin = ta_bin_from(t->filled, 0); bin < TA_BINS; bin = ta_bin_from(t->filled, bin + 1)) {
         node *found = first(t->root[bin], &k, false, weight);
         if (found && (!next || before(found, next))) next = found;
     }

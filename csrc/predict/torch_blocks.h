@@ -30,6 +30,32 @@
 
 enum { TA_BINS = 256 };
 
+/* The bin of a size: larger sizes never have smaller bins. The two bits below the highest one split each octave in
+ * four. */
+static inline size_t ta_bin(uint64_t size) {
+    const uint64_t units = size / TA_BLOCK;
+    if (units < 4) return (size_t)units;
+    const int log2 = 63 - __builtin_clzll(units);
+    return (size_t)(4 * (log2 - 1)) + (units >> (log2 - 2) & 3);
+}
+
+/* The first filled bin from `bin` on, or the last up to it; TA_BINS for none. filled: a bit for each bin. */
+static inline size_t ta_bin_from(const uint64_t *filled, size_t bin) {
+    for (size_t word = bin / 64, skip = bin % 64; word < TA_BINS / 64; word++, skip = 0) {
+        const uint64_t bits = filled[word] >> skip << skip;
+        if (bits) return 64 * word + (size_t)__builtin_ctzll(bits);
+    }
+    return TA_BINS;
+}
+
+static inline size_t ta_bin_to(const uint64_t *filled, size_t bin) {
+    for (size_t word = bin / 64 + 1, skip = 63 - bin % 64; word-- > 0; skip = 0) {
+        const uint64_t bits = filled[word] << skip >> skip;
+        if (bits) return 64 * word + 63 - (size_t)__builtin_clzll(bits);
+    }
+    return TA_BINS;
+}
+
 typedef struct node {
     struct node *child[2], *parent;
     uint64_t stream, size, address;
