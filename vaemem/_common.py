@@ -148,6 +148,11 @@ def whole(argument: str, value: Any, least: int = 1, most: float = math.inf) -> 
     return number
 
 
+def wholes(argument: str, values: Iterable[Any], least: int = 0) -> list[int]:
+    """Check each of many values as `whole` does."""
+    return [value if type(value) is int and value >= least else whole(argument, value, least) for value in values]
+
+
 def real(value: Any) -> float:
     """A number as a float; anything else as NaN, which lies in no range."""
     return float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vaemem import _core
-from vaemem._common import DTYPES, ELEMENT_BYTES, MIB, latent_factor, meant, whole
+from vaemem._common import DTYPES, ELEMENT_BYTES, MIB, latent_factor, meant, whole, wholes
 from vaemem._core import OutOfMemoryError
 from vaemem.prediction.gpus import CONTEXT, Gpu, find_gpu
 from vaemem.prediction.runtimes import RUNTIMES, architecture, packing
@@ -388,7 +388,7 @@ class SimulatedProcess:
         >>> len(vaemem.SimulatedProcess("RTX 4090").hold_all("prompt", [512, 1024]))
         2
         """
-        return self._core.hold(name, [whole("sizes", size, 0) for size in sizes])
+        return self._core.hold(name, wholes("sizes", sizes))
 
     def elementwise(self, x: Tensor, name: str = "scaled", dtype: str | None = None) -> Tensor:
         """A new tensor of x's shape: ``x * 0.5``, or ``x.to(dtype)`` with another dtype."""
@@ -461,7 +461,7 @@ class SimulatedProcess:
 
     def release(self, addresses: Iterable[int]) -> None:
         """Frees what `call` left."""
-        self._core.release([whole("addresses", address, 0) for address in addresses])
+        self._core.release(wholes("addresses", addresses))
 
     def drop(self, *things: Tensor | LoadedVAE | None) -> None:
         """Gives tensors, or a model, back: the last name that held them goes. None is ignored.
