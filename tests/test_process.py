@@ -247,6 +247,49 @@ def test_again_of_many_at_once(conf):
     assert len({tuple(most) for most in alone}) > 3 and all(most[3] == 0 for most in alone)
 
 
+@pytest.mark.parametrize("use", ["each", "kept", "shared"])
+@pytest.mark.parametrize("runtime, side", [("comfyui", 640), ("diffusers", 768)])
+@pytest.mark.parametrize("mib", [0, 350, 280, 200])
+@pytest.mark.parametrize("conf", ["", "expandable_segments:True"])
+def test_stretches(runtime, side, use, mib, conf):
+    """Tiles and lines that go as one before are passed over: all counts are those of a trace that does not say so."""
+    arch, r = _core.models()["sdxl"], random.Random(3)
+    trace = _core.Trace.vae(arch, runtime, "decode", "float16", side, side, 1, 256)
+    twin = _core.Trace()
+    for op, number, size, name in trace.steps:
+        if op == "take":
+            twin.take(size, name)
+        elif op == "give":
+            twin.give(number)
+        elif op == "conv":
+            twin.conv(trace.convs[number], name)
+        else:
+            twin.blas(name, op == "cublaslt")
+    wanted = [r.randint(0, 1 << r.choice((18, 20, 27))) for _ in trace.convs]
+    rows = tuple(tuple(r.randint(0, 1 << r.choice((18, 20, 26))) for _ in wanted) for _ in range(6))
+
+    def said(call):
+        allocator = CachingAllocator.from_conf(conf, history=False, total_memory=mib << 20 or None)
+        core, heights = _core.Process(allocator, **BLAS, cublaslt_use=use), []
+        weights = core.hold("weights", [3 << 20, 1 << 12] * 20)
+        for _ in range(2):
+            core.reset_peak()
+            try:
+                left, *found = core.call(call, wanted, [size // 2 for size in wanted])
+            except OutOfMemoryError as full:
+                heights.append(str(full))
+            else:
+                heights += [one.tolist() for one in found]
+                core.release(left.values())
+            core.read(0)
+            core.release([weights.pop()])
+        spans = ((0, core.steps), (core.steps // 2, core.steps))
+        played = core.readings, core.peak(0), allocator.stats(), core.refused, [] if mib else core.again(rows, spans)
+        return heights, played, core.least(False, 0, core.most_reserved)
+
+    assert said(trace) == said(twin)
+
+
 def play(core):
     trace = a_trace(random.Random(1))
     held = core.hold("held", [1 << 20] * 40)

@@ -55,6 +55,22 @@ vm_status vm_process_push(vm_process *p, vm_trace_step step) {
     return s;
 }
 
+vm_status vm_process_note_stretches(vm_process *p, const vm_trace *t, size_t from, size_t until, size_t to) {
+    vm_trace *const script = p->script;
+    const uint32_t kinds = script->kinds;
+    vm_status s = VM_OK;
+    for (size_t i = 0; !s && i < t->stretches; i++) {
+        vm_trace_stretch x = t->stretch[i];
+        if (x.from < from || x.until > until) continue;
+        s = vm_scratch_grow(&script->stretch, script->stretches, sizeof x);
+        if (s) return s;
+        x = (vm_trace_stretch){x.from - from + to, x.until - from + to, x.kind + kinds};
+        script->stretch[script->stretches++] = x;
+        script->kinds = VM_MAX(script->kinds, x.kind + 1);
+    }
+    return s;
+}
+
 /* Makes place for an event, which add_event then adds. */
 static vm_status expect_event(vm_process *p) { return vm_scratch_grow(&p->event, p->events, sizeof *p->event); }
 
@@ -246,6 +262,7 @@ vm_status vm_process_question(vm_process *p, const vm_conv *conv, uint32_t *numb
 
 vm_status vm_process_append(vm_process *p, const vm_trace *t, uint32_t *conv) {
     const uint32_t first = p->script->ids;
+    const size_t start = p->script->steps;
     uint32_t *name;
     vm_status s = vm_scratch_new(t->names.count, sizeof *name, &name);
     if (s) return s;
@@ -259,7 +276,7 @@ vm_status vm_process_append(vm_process *p, const vm_trace *t, uint32_t *conv) {
         s = vm_process_push(p, step);
     }
     vm_scratch_free(name);
-    return s;
+    return s ? s : vm_process_note_stretches(p, t, 0, t->steps, start);
 }
 
 /* Gives back what a call that failed took, and tells which workspaces cuBLAS keeps since. */

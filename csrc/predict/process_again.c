@@ -42,7 +42,8 @@ typedef struct note {
 
 typedef struct score {
     note *note;
-    size_t notes, ids, convs;
+    vm_trace_stretch *stretch; /* of notes */
+    size_t notes, stretches, ids, convs, kinds;
     bool small;
     const uint64_t *workspace; /* [rows][convs], rounded */
     course *course;            /* [rows], out */
@@ -61,13 +62,25 @@ static vm_status add_request(score *o, const vm_process *p, note n) {
     return add_note(o, n);
 }
 
+/* Ends at step i the stretch x of the script, whose first note is `from`. takes: whether it takes what is kept. */
+static vm_status add_stretch(score *o, const vm_trace_stretch *x, size_t from, bool takes) {
+    if (takes || from == o->notes) return VM_OK;
+    vm_status s = vm_scratch_grow(&o->stretch, o->stretches, sizeof *o->stretch);
+    if (!s) o->stretch[o->stretches++] = (vm_trace_stretch){from, o->notes, x->kind};
+    return s;
+}
+
 static vm_status read_score(const vm_process *p, size_t until, score *o) {
+    const vm_trace_stretch *x = p->script->stretch, *const end = x + p->script->stretches;
+    size_t from = 0;
+    bool takes = false;
     const vm_trace_step *const step = p->script->step;
     const bool each = p->blas.cublaslt_use == VM_CUBLASLT_EACH;
     bool kept[2] = {false, p->blas.cublaslt_use != VM_CUBLASLT_KEPT};
     vm_status s = VM_OK;
     for (uint32_t i = 0; !s && i < until; i++) {
         const uint32_t id = step[i].id;
+        if (x < end && i == x->from) from = o->notes, takes = false;
         switch (step[i].op) {
         case VM_TRACE_TAKE:
             s = add_request(o, p, (note){TAKE, i, id, step[i].bytes});
@@ -89,6 +102,7 @@ static vm_status read_score(const vm_process *p, size_t until, score *o) {
                 break;
             }
             /* Kept from its first use on, under a number that no storage has. */
+            takes |= !kept[CUBLAS] || (lt && !kept[CUBLASLT]);
             if (!kept[CUBLAS]) s = add_request(o, p, (note){TAKE, i, p->script->ids, p->blas.cublas_bytes});
             kept[CUBLAS] = true;
             if (!s && lt && !kept[CUBLASLT])
@@ -99,6 +113,7 @@ static vm_status read_score(const vm_process *p, size_t until, score *o) {
         default:
             break;
         }
+        if (!s && x < end && i + 1 == x->until) s = add_stretch(o, x++, from, takes);
     }
     return s;
 }
@@ -106,7 +121,10 @@ static vm_status read_score(const vm_process *p, size_t until, score *o) {
 /* Rows that went alike so far. */
 typedef struct group {
     vm_pool pool;
-    uint32_t *held; /* [ids], the block of each storage */
+    uint32_t *held;         /* [ids], the block of each storage */
+    uint64_t *version;      /* [kinds] of stretches: the pool's when one was played and changed nothing */
+    uint64_t begun;         /* the pool's version when the stretch began */
+    size_t stretch, others; /* stretches and other notes that were played */
     course course;
     size_t *row; /* [rows], borrowed */
     size_t rows;
@@ -115,18 +133,25 @@ typedef struct group {
 static void forget_group(group *g) {
     vm_pool_free(&g->pool);
     vm_scratch_free(g->held);
+    vm_scratch_free(g->version);
     vm_scratch_free(g->course.change);
 }
+
+/* It changes with what is allocated and cached. */
+static uint64_t version_of(const group *g) { return g->pool.next_address + g->others; }
 
 static vm_status copy_group(const score *o, const group *g, group *copy) {
     *copy = *g;
     copy->held = NULL;
+    copy->version = NULL;
     copy->course.change = NULL;
     vm_status s = vm_pool_copy(&g->pool, &copy->pool);
     if (!s) s = vm_scratch_new(o->ids, sizeof *g->held, &copy->held);
     if (!s) s = vm_scratch_new(vm_mem_capacity(g->course.changes), sizeof *g->course.change, &copy->course.change);
+    if (!s) s = vm_scratch_new(o->kinds, sizeof *g->version, &copy->version);
     if (s) return s;
     memcpy(copy->held, g->held, o->ids * sizeof *g->held);
+    if (o->kinds) memcpy(copy->version, g->version, o->kinds * sizeof *g->version);
     if (g->course.changes) memcpy(copy->course.change, g->course.change, g->course.changes * sizeof *g->course.change);
     return VM_OK;
 }
@@ -166,7 +191,16 @@ static vm_status convolve(const score *o, group *g, size_t at) {
 /* Plays the notes from `at` on. */
 static vm_status play(const score *o, group *g, size_t at) {
     vm_status s = VM_OK;
-    for (; !s && at < o->notes; at++) {
+    while (!s && at < o->notes) {
+        const vm_trace_stretch *x = g->stretch < o->stretches ? &o->stretch[g->stretch] : NULL;
+        if (x && at == x->from) {
+            g->begun = version_of(g);
+            if (g->version[x->kind] == g->begun) {
+                at = x->until;
+                g->stretch++;
+                continue;
+            }
+        }
         const note n = o->note[at];
         switch (n.act) {
         case TAKE:
@@ -186,6 +220,10 @@ static vm_status play(const score *o, group *g, size_t at) {
             break;
         }
         if (!s) s = add_change(&g->course, n.step, g->pool.reserved);
+        g->others += !x || at < x->from;
+        if (++at != (x ? x->until : 0)) continue;
+        if (version_of(g) == g->begun) g->version[x->kind] = g->begun;
+        g->stretch++;
     }
     if (s) return s;
     for (size_t i = 0; i < g->rows; i++) {
@@ -199,6 +237,7 @@ static vm_status play(const score *o, group *g, size_t at) {
 static vm_status play_pool(const vm_process *p, bool small, size_t until, const uint64_t *workspace, size_t rows,
                            course *course) {
     score o = {.ids = p->script->ids + (size_t)1,
+               .kinds = p->script->kinds,
                .convs = p->script->convs,
                .small = small,
                .workspace = workspace,
@@ -208,6 +247,7 @@ static vm_status play_pool(const vm_process *p, bool small, size_t until, const 
     vm_status s = read_score(p, until, &o);
     if (!s) s = vm_pool_new(&all.pool, small);
     if (!s) s = vm_scratch_new(o.ids, sizeof *all.held, &all.held);
+    if (!s) s = vm_scratch_new(o.kinds, sizeof *all.version, &all.version);
     if (!s) s = vm_scratch_new(rows, sizeof *row, &row);
     for (size_t i = 0; !s && i < rows; i++) row[i] = i;
     all.row = row;
@@ -215,6 +255,7 @@ static vm_status play_pool(const vm_process *p, bool small, size_t until, const 
     forget_group(&all);
     vm_scratch_free(row);
     vm_scratch_free(o.note);
+    vm_scratch_free(o.stretch);
     return s;
 }
 

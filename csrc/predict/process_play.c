@@ -1,6 +1,8 @@
 /* Steps of a process's script, played on an allocator. */
 #include "process_play.h"
 
+#include <string.h>
+
 uint64_t vm_play_now(const vm_talloc *a, vm_talloc_kind kind) {
     return (uint64_t)vm_talloc_get_stats(a)->of[kind][VM_TALLOC_ALL].current;
 }
@@ -55,20 +57,74 @@ vm_status vm_play_step(run *r, const vm_trace_step *step, uint64_t *height) {
     }
 }
 
+/* A kind of stretch: where one was played last, and the counters around it, if it changed nothing else. */
+typedef struct memory {
+    size_t version, from; /* version: of what there was then; 0: never */
+    vm_talloc_stats before, after;
+} memory;
+
+/* It changes with what is allocated and cached. others: how many steps were played outside of stretches. */
+static size_t version_of(const run *r, size_t others) {
+    const vm_talloc_stats *s = vm_talloc_get_stats(r->talloc);
+    const size_t kept = (r->kept[CUBLAS].address != 0) + (r->kept[CUBLASLT].address != 0);
+    return 1 + others + kept + (size_t)(s->num_device_alloc + s->num_device_free + s->num_ooms);
+}
+
+/* A stretch that goes as the one that m remembers. start: the first step of r's heights. */
+static void pass_over(run *r, const vm_trace_stretch *x, const memory *m, size_t start) {
+    const size_t to = x->from - start, from = m->from - start, bytes = (x->until - x->from) * sizeof *r->allocated;
+    if (r->allocated) memcpy(r->allocated + to, r->allocated + from, bytes);
+    if (r->reserved) memcpy(r->reserved + to, r->reserved + from, bytes);
+    vm_talloc_count_again(r->talloc, &m->before, &m->after);
+}
+
+static vm_status play_one(run *r, const vm_trace *script, size_t at, size_t start, uint64_t *most) {
+    uint64_t height = 0;
+    vm_status s = vm_play_step(r, &script->step[at], &height);
+    for (int k = 0; k < 2; k++) /* cuBLAS's may be there though cuBLASLt's could not be had */
+        if (r->kept[k].address && r->kept[k].step == NEVER) r->kept[k].step = at;
+    if (s) return s;
+    height = VM_MAX(height, vm_play_now(r->talloc, VM_TALLOC_ALLOCATED_BYTES));
+    if (height > *most) *most = height, r->highest = at;
+    if (r->allocated) r->allocated[at - start] = height;
+    if (r->reserved) r->reserved[at - start] = vm_play_now(r->talloc, VM_TALLOC_RESERVED_BYTES);
+    return VM_OK;
+}
+
 vm_status vm_play(run *r, const vm_trace *script, size_t *at, size_t until) {
-    const size_t from = *at;
+    const size_t start = *at;
+    size_t next = script->stretches, others = 0, version = 0;
     uint64_t most = 0;
+    memory *known = NULL;
     vm_status s = VM_OK;
-    for (; *at < until; ++*at) {
-        uint64_t height = 0;
-        s = vm_play_step(r, &script->step[*at], &height);
-        for (int k = 0; k < 2; k++) /* cuBLAS's may be there though cuBLASLt's could not be had */
-            if (r->kept[k].address && r->kept[k].step == NEVER) r->kept[k].step = *at;
-        if (s) break;
-        height = VM_MAX(height, vm_play_now(r->talloc, VM_TALLOC_ALLOCATED_BYTES));
-        if (height > most) most = height, r->highest = *at;
-        if (r->allocated) r->allocated[*at - from] = height;
-        if (r->reserved) r->reserved[*at - from] = vm_play_now(r->talloc, VM_TALLOC_RESERVED_BYTES);
+    while (next && script->stretch[next - 1].from >= start) next--;
+    if (!vm_talloc_forgets(r->talloc)) next = script->stretches;
+    /* A call's first stretch is of its first kind. */
+    const uint32_t first = next < script->stretches ? script->stretch[next].kind : script->kinds;
+    if (first < script->kinds) s = vm_scratch_new(script->kinds - first, sizeof *known, &known);
+    while (!s && *at < until) {
+        const vm_trace_stretch *x = next < script->stretches ? &script->stretch[next] : NULL;
+        memory *m = x ? &known[x->kind - first] : NULL;
+        if (x && *at == x->from) {
+            version = version_of(r, others);
+            if (m->version == version) {
+                pass_over(r, x, m, start);
+                *at = x->until;
+                next++;
+                continue;
+            }
+            m->before = *vm_talloc_get_stats(r->talloc);
+        }
+        if ((s = play_one(r, script, *at, start, &most))) break;
+        others += !x || *at < x->from;
+        if (++*at != (x ? x->until : 0)) continue;
+        if (version_of(r, others) == version) {
+            m->version = version;
+            m->from = x->from;
+            m->after = *vm_talloc_get_stats(r->talloc);
+        }
+        next++;
     }
+    vm_scratch_free(known);
     return s;
 }

@@ -85,7 +85,8 @@ typedef struct run {
 uint64_t vm_play_now(const vm_talloc *a, vm_talloc_kind kind);
 /* *height: allocated bytes while a workspace was there, where there was one. */
 vm_status vm_play_step(run *r, const vm_trace_step *step, uint64_t *height);
-/* Plays the script's steps from *at until `until`; *at: the first that was not played. */
+/* Plays the script's steps from *at until `until`; *at: the first that was not played. A stretch is passed over if one
+ * of its kind has left all as it is now, for it would go the same way. */
 vm_status vm_play(run *r, const vm_trace *script, size_t *at, size_t until);
 
 /* ---- process.c, for process_replay.c ---- */
@@ -97,6 +98,8 @@ vm_status vm_process_take(vm_process *p, uint32_t stamp, uint32_t name, const ui
 /* The convolution's number, and a place for its plan. */
 vm_status vm_process_question(vm_process *p, const vm_conv *conv, uint32_t *number);
 vm_status vm_process_push(vm_process *p, vm_trace_step step);
+/* Notes the stretches among a trace's steps [from, until), which are the script's from number `to` on. */
+vm_status vm_process_note_stretches(vm_process *p, const vm_trace *t, size_t from, size_t until, size_t to);
 /* A trace's steps behind the script's. conv: [t->convs], out: the numbers that its convolutions have there. */
 vm_status vm_process_append(vm_process *p, const vm_trace *t, uint32_t *conv);
 /* Plays the script's steps from number `from` on as one call. Its first storage has the number `first`. */

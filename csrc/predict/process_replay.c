@@ -49,6 +49,7 @@ static vm_status call(vm_process *p, const vm_process *from, const event *e, uin
         if (step.op == VM_TRACE_GIVE) step.id = map[step.id];
         s = vm_process_push(p, step);
     }
+    if (!s) s = vm_process_note_stretches(p, from->script, e->from, e->until, start);
     return s ? s : vm_process_run(p, start, first, NULL, NULL, NULL);
 }
 

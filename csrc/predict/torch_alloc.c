@@ -46,6 +46,10 @@ bool vm_talloc_is_plain(const vm_talloc *a) {
            !c->driver_pool;
 }
 
+bool vm_talloc_forgets(const vm_talloc *a) {
+    return !a->config.history && !a->config.driver_pool && !a->config.gc_threshold;
+}
+
 static bool leaves_a_block(const vm_talloc *a, const request *r, const block *b) {
     const uint64_t rest = b->node.size - r->size;
     if (r->small || a->config.expandable_segments) return rest >= TA_BLOCK;

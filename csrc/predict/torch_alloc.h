@@ -59,6 +59,9 @@ bool vm_talloc_is_small(const vm_talloc *a, uint64_t bytes);
 /* Whether sizes alone decide, neither pool depends on the other, and what is taken and given back at once leaves no
  * trace beside a segment. */
 bool vm_talloc_is_plain(const vm_talloc *a);
+/* Whether steps that give back all that they take change nothing but counters, if the device gives them no segment and
+ * gets none back: free blocks are always merged. */
+bool vm_talloc_forgets(const vm_talloc *a);
 
 /* *address is 0 for 0 bytes. VM_ENOMEM with vm_talloc_last_oom() when the simulated device is full (cached segments
  * have then been freed, as PyTorch does); VM_ENOMEM without it when this machine is. */
@@ -104,6 +107,8 @@ typedef struct vm_talloc_stats {
 } vm_talloc_stats;
 
 const vm_talloc_stats *vm_talloc_get_stats(const vm_talloc *a);
+/* Counts again what was allocated and freed between two earlier counts. */
+void vm_talloc_count_again(vm_talloc *a, const vm_talloc_stats *before, const vm_talloc_stats *after);
 void vm_talloc_reset_peak(vm_talloc *a);
 
 typedef struct vm_talloc_oom {

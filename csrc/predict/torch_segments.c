@@ -36,6 +36,17 @@ void ta_count_oversized(const vm_talloc *a, vm_talloc_stat *stat, uint64_t size,
 
 const vm_talloc_stats *vm_talloc_get_stats(const vm_talloc *a) { return &a->stats; }
 
+static void count_again(vm_talloc_stat *s, const vm_talloc_stat *before, const vm_talloc_stat *after) {
+    s->allocated += after->allocated - before->allocated;
+    s->freed += after->freed - before->freed;
+}
+
+void vm_talloc_count_again(vm_talloc *a, const vm_talloc_stats *before, const vm_talloc_stats *after) {
+    for (int k = 0; k < VM_TALLOC_KINDS; k++)
+        for (int p = 0; p < VM_TALLOC_POOLS; p++) count_again(&a->stats.of[k][p], &before->of[k][p], &after->of[k][p]);
+    count_again(&a->stats.oversize_allocations, &before->oversize_allocations, &after->oversize_allocations);
+}
+
 void vm_talloc_reset_peak(vm_talloc *a) {
     for (int k = 0; k < VM_TALLOC_KINDS; k++)
         for (int p = 0; p < VM_TALLOC_POOLS; p++) a->stats.of[k][p].peak = a->stats.of[k][p].current;

@@ -21,6 +21,7 @@ void vm_trace_free(vm_trace *t) {
     vm_scratch_free(t->step);
     vm_scratch_free(t->conv);
     vm_names_free(&t->names);
+    vm_scratch_free(t->stretch);
     vm_scratch_free(t->again);
     vm_scratch_free(t);
 }
@@ -69,6 +70,49 @@ vm_status vm_trace_take(vm_trace *t, uint64_t bytes, const char *name, uint32_t 
 vm_status vm_trace_give(vm_trace *t, uint32_t id) {
     if (id >= t->ids) return vm_fail(VM_EINVAL, "id: want one below %u, got %u", t->ids, id);
     return add(t, VM_TRACE_GIVE, id, 0, NULL);
+}
+
+/* Whether the steps since `from` give back all that they take, and nothing else. */
+static bool is_stretch(const vm_trace *t, size_t from) {
+    size_t taken = 0, given = 0;
+    uint32_t first = t->ids;
+    for (size_t i = from; i < t->steps; i++) {
+        if (t->step[i].op == VM_TRACE_EMPTY) return false;
+        if (t->step[i].op == VM_TRACE_TAKE && !taken++) first = t->step[i].id;
+        if (t->step[i].op != VM_TRACE_GIVE) continue;
+        if (t->step[i].id < first) return false;
+        given++;
+    }
+    return taken && taken == given;
+}
+
+/* Whether the steps since `from` are those of a stretch, but for the numbers of storages. */
+static bool is_like(const vm_trace *t, const vm_trace_stretch *x, size_t from) {
+    if (x->until - x->from != t->steps - from) return false;
+    const vm_trace_step *a = t->step + x->from, *b = t->step + from;
+    uint32_t shift = 0; /* the first step that names a storage takes it */
+    for (size_t i = 0; i < t->steps - from; i++, a++, b++) {
+        if (a->op != b->op || a->bytes != b->bytes || a->name != b->name) return false;
+        const bool stores = a->op == VM_TRACE_TAKE || a->op == VM_TRACE_GIVE;
+        if (stores && !shift) shift = b->id - a->id;
+        if (b->id - a->id != (stores ? shift : 0)) return false;
+    }
+    return true;
+}
+
+vm_status vm_trace_note_stretch(vm_trace *t, size_t from) {
+    enum { KINDS = 64, LATEST = 8 }; /* how many there may be, and how many stretches are looked at for one */
+    if (!is_stretch(t, from)) return VM_OK;
+    const size_t most = t->stretches;
+    uint32_t kind = t->kinds;
+    for (size_t i = 0; i < VM_MIN(most, LATEST) && kind == t->kinds; i++)
+        if (is_like(t, &t->stretch[most - 1 - i], from)) kind = t->stretch[most - 1 - i].kind;
+    if (kind == KINDS) return VM_OK;
+    vm_status s = grow(&t->stretch, most, sizeof *t->stretch);
+    if (s) return s;
+    t->stretch[t->stretches++] = (vm_trace_stretch){from, t->steps, kind};
+    t->kinds = VM_MAX(t->kinds, kind + 1);
+    return VM_OK;
 }
 
 vm_status vm_trace_wants(const vm_trace *t, uint64_t low, uint64_t high, bool segments, uint64_t spare,

@@ -33,8 +33,15 @@ typedef struct vm_trace_step {
     uint64_t bytes; /* as requested */
 } vm_trace_step;
 
+/* Steps that give back all that they take, as those of a tile do. Stretches of a kind have the same steps, but for the
+ * numbers of their storages. */
+typedef struct vm_trace_stretch {
+    size_t from, until;
+    uint32_t kind;
+} vm_trace_stretch;
+
 typedef struct vm_trace {
-    size_t steps, convs;
+    size_t steps, convs, stretches;
     uint32_t ids; /* storages are numbered from 0, in the order in which they are taken */
     /* What was counted, UINT64_MAX for so much or more: FLOPs (vm_trace_count), those of them that are of fused
      * attentions, bytes that are read and written (vm_trace_move), and bytes of weights (vm_trace_send). */
@@ -42,6 +49,8 @@ typedef struct vm_trace {
     vm_trace_step *step;
     vm_conv *conv; /* each question once */
     vm_names names;
+    vm_trace_stretch *stretch;  /* in their order, none within another */
+    uint32_t kinds;             /* of stretches */
     struct vm_trace_vae *again; /* owned: how to walk the call again if its steps depend on the free memory; or NULL */
 } vm_trace;
 
@@ -61,6 +70,8 @@ const char *vm_trace_label(char text[VM_TRACE_LABEL], const char *name, const ch
 /* op: VM_TRACE_CUBLAS or VM_TRACE_CUBLASLT. */
 vm_status vm_trace_blas(vm_trace *t, vm_trace_op op, const char *name);
 vm_status vm_trace_empty_cache(vm_trace *t);
+/* Notes that the steps since `from` are a stretch, if they are one. */
+vm_status vm_trace_note_stretch(vm_trace *t, size_t from);
 /* The convolution's number, without a step. */
 vm_status vm_trace_question(vm_trace *t, const vm_conv *conv, uint32_t *number);
 /* Counts the convolution's FLOPs and bytes. */

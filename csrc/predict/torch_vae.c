@@ -65,8 +65,10 @@ static tiling tiling_of(const vm_trace_vae *v) {
 static void blend(walk *w, uint64_t lines, uint64_t count, path name) {
     for (uint64_t i = 0; !w->status && i < lines; i++) {
         tensor line[3];
+        const size_t from = w->t->steps;
         for (int k = 0; k < 3; k++) line[k] = take(w, 1, 1, 1, count, CONTIGUOUS, name);
         for (int k = 0; k < 3; k++) give(w, &line[k]);
+        if (!w->status) w->status = vm_trace_note_stretch(w->t, from);
     }
 }
 
@@ -325,7 +327,9 @@ static void call_comfyui(walk *w, tensor x) {
             tensor part = x;
             part.h = VM_MIN(side[0], x.h - k / cols * (side[0] - overlap));
             part.w = VM_MIN(side[1], x.w - k % cols * (side[1] - overlap));
+            const size_t from = w->t->steps;
             call_from_host(w, part, true);
+            if (!w->status) w->status = vm_trace_note_stretch(w->t, from);
         }
     }
 }
