@@ -10,7 +10,7 @@ from vaemem import _core
 from vaemem._common import Message, Named, letters, meant
 from vaemem.engine.names import find_called
 from vaemem.pipelines.programs import Weight, load_program
-from vaemem.prediction.runtimes import architecture
+from vaemem.prediction.runtimes import architecture, shipped_models
 
 CLIPS = ("clip-l", "clip-l-sdxl", "clip-l-flux", "openclip-g")
 CLIP_TOKENS = 77
@@ -125,7 +125,7 @@ def known_pipeline(argument: str, name: Any) -> str:
     called = None if is_own else find_called(name)
     if called and called.pipeline:
         return called.pipeline
-    vae = called.vae if called else next((vae for vae in _core.models() if letters(vae) == letters(str(name))), "")
+    vae = called.vae if called else next((vae for vae in shipped_models() if letters(vae) == letters(str(name))), "")
     if vae and not is_own:
         known = f"only the VAE ({vae}) of this model is known, which vaemem fits and vaemem.predict answer for"
         raise ValueError(f"{argument}: want one of {', '.join(PIPELINES)}, got {name!r}: {known}")
@@ -156,7 +156,7 @@ def refuse(runtime: str, **given: Any) -> None:
 @functools.cache
 def weights_of(component: str) -> tuple[Weight, ...]:
     """A component's weights, in the order in which ``Module.to`` moves them."""
-    if component not in _core.models():
+    if component not in shipped_models():
         return load_program(component).weights
     return tuple(Weight(*one) for one in _core.Trace.parameters(architecture(component), "diffusers"))
 

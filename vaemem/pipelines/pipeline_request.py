@@ -21,6 +21,7 @@ from vaemem.prediction.gpus import Gpu
 from vaemem.prediction.job import MOST_SIDE
 from vaemem.prediction.predict import SMALL_TILE
 from vaemem.prediction.request import Card, Request, Software, usual_tile
+from vaemem.prediction.runtimes import shipped_models
 
 MOST_TOKENS = 1 << 13  # of a prompt: diffusers' encoders take 77 or 512 at a time
 OFFLOADS = ("none", "model", "sequential")
@@ -150,7 +151,7 @@ def _typed(
 
 def _part(role: str, component: str, dtype: str, given: Any, upcast: bool) -> Part:
     """The weights of a component in a type, or as a file has them; with where they are loaded, and what from."""
-    is_vae, place, source, what = component in _core.models(), "", "", f"components[{role!r}]"
+    is_vae, place, source, what = component in shipped_models(), "", "", f"components[{role!r}]"
     if isinstance(given, str) and not os.path.exists(given) and (spoken := _SPOKEN.fullmatch(given)):
         given, source, place = (part or "" for part in spoken.group("type", "source", "place"))
     # from_pretrained quantises on the card; what is stored quantised is loaded to the CPU by those who lack memory.

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from vaemem import _core
 from vaemem.pipelines import programs
 from vaemem.pipelines.components import VAE_STRIDE, vae_counts
 from vaemem.pipelines.phases import PHASES, Variables
@@ -19,7 +18,7 @@ from vaemem.pipelines.storage import BITSANDBYTES
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.planned import Phase
 from vaemem.prediction.process import ROUNDED_UP, LoadedVAE, Moment, SimulatedProcess, Tensor, moments
-from vaemem.prediction.runtimes import architecture
+from vaemem.prediction.runtimes import architecture, shipped_models
 
 PLAYED_STEPS = 2  # of the denoiser; the cache and the sizes are the same from the second one on
 
@@ -62,7 +61,7 @@ class PipelineRun:
         self._loaded[role], before = [], process.allocated
         if role in self.asked.on_cpu or (role == "vae" and self.asked.vae == "vaemem"):
             return
-        if part.component in _core.models():
+        if part.component in shipped_models():
             # With model offload a VAE is upcast where it lies, on the CPU, before its call brings it.
             is_upcast = part.upcast and self.asked.offload == "model"
             first = part.dtype if is_upcast and not self.asked.image else None
@@ -181,7 +180,7 @@ class PipelineRun:
     @functools.cached_property
     def latent_shape(self) -> tuple[int, int, int, int]:
         """(batch, channels, height, width) of the latents."""
-        asked, channels = self.asked, _core.models()[self.parts["vae"].component]["latent_channels"]
+        asked, channels = self.asked, shipped_models()[self.parts["vae"].component]["latent_channels"]
         return asked.batch, channels, asked.height // VAE_STRIDE, asked.width // VAE_STRIDE
 
     def tensor(self, name: str, shape: Sequence[int], dtype: str | None = None) -> Tensor:

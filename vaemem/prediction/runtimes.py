@@ -54,15 +54,18 @@ def packing(code: str, arch: Mapping[str, Any]) -> int:
 
 
 @functools.cache
-def _known() -> dict[str, dict[str, Any]]:
-    """Shipped models, made once: the core makes all of them whenever it is asked."""
+def shipped_models() -> dict[str, dict[str, Any]]:
+    """Return the shipped models' arch dicts, made once: the core makes all of them on each call. Copy one before you
+    change it."""
     return _core.models()
 
 
 @functools.cache
 def _written() -> frozenset[str]:
     """Shipped arch dicts as text, which need no check: it takes a third of a prediction."""
-    return frozenset(repr(arch) for arch in (*_known().values(), _known()["qwen-image"] | {"name": WAN}))
+    return frozenset(
+        repr(arch) for arch in (*shipped_models().values(), shipped_models()["qwen-image"] | {"name": WAN})
+    )
 
 
 def architecture(model: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
@@ -73,7 +76,7 @@ def architecture(model: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str,
     if isinstance(model, Mapping) and "norm_eps" in model:  # an arch dict already
         is_shipped = repr(model) in _written()
         return dict(model) if is_shipped else read_config(model) | {"name": str(model.get("name", "custom"))}
-    known = _known()
+    known = shipped_models()
     is_path = isinstance(model, str) and model not in known and os.path.exists(model)
     if is_path or isinstance(model, Mapping | os.PathLike):
         return read_config(model)
