@@ -183,6 +183,16 @@ def test_next_workspaces():
         assert core.refused == 1 and core.peak() == ("conv [workspace]", [("conv [workspace]", 5 << 20)])
 
 
+def test_no_device_is_large_enough():
+    """The search for the least device ends at the largest request that PyTorch takes."""
+    _, core = process()
+    core.read((1 << 60) - (2 << 20))
+    assert core.least(True, 0, 0) == (1 << 60) - (2 << 20)
+    core.read((1 << 60) + 1)
+    with pytest.raises(OverflowError, match="least: no device is large enough"):
+        core.least(True, 0, 0)
+
+
 def test_weights_are_placed():
     allocator, core = process()
     sizes = [1 << 20, 512, 3 << 20]

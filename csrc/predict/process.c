@@ -26,7 +26,7 @@ vm_status vm_process_new(vm_talloc *talloc, const vm_process_blas *blas, vm_proc
 void vm_process_free(vm_process *p) {
     if (!p) return;
     vm_scratch_free(p->storage);
-    vm_scratch_free(p->plan);
+    vm_scratch_free(p->workspaces);
     for (size_t i = 0; i < p->events; i++) vm_scratch_free(p->event[i].again);
     vm_scratch_free(p->event);
     vm_scratch_free(p->reading);
@@ -254,9 +254,9 @@ vm_status vm_process_copy(vm_process *p, const char *stamp, uint64_t *address, c
 
 vm_status vm_process_question(vm_process *p, const vm_conv *conv, uint32_t *number) {
     vm_status s = vm_trace_question(p->script, conv, number);
-    while (!s && p->plans < p->script->convs)
-        if (!(s = vm_scratch_grow(&p->plan, p->plans, sizeof *p->plan)))
-            p->plan[p->plans++] = (plan){.most = UINT64_MAX};
+    while (!s && p->convs < p->script->convs)
+        if (!(s = vm_scratch_grow(&p->workspaces, p->convs, sizeof *p->workspaces)))
+            p->workspaces[p->convs++] = (workspaces){.most = UINT64_MAX};
     return s;
 }
 
@@ -304,11 +304,11 @@ vm_status vm_process_run(vm_process *p, size_t from, uint32_t first, const vm_tr
     vm_trace_vae *copy = NULL;
     vm_status s = expect_event(p);
     if (!s && again) s = vm_trace_vae_copy(again, &copy);
-    if (!s) s = vm_scratch_new(p->plans, sizeof *workspace, &workspace);
-    if (!s) s = vm_scratch_new(p->plans, sizeof *next, &next);
-    for (size_t i = 0; !s && i < p->plans; i++) {
-        workspace[i] = VM_MIN(p->plan[i].first, p->plan[i].most);
-        next[i] = p->first_only ? p->plan[i].first : p->plan[i].next;
+    if (!s) s = vm_scratch_new(p->convs, sizeof *workspace, &workspace);
+    if (!s) s = vm_scratch_new(p->convs, sizeof *next, &next);
+    for (size_t i = 0; !s && i < p->convs; i++) {
+        workspace[i] = VM_MIN(p->workspaces[i].first, p->workspaces[i].most);
+        next[i] = p->first_only ? p->workspaces[i].first : p->workspaces[i].next;
     }
     run r = run_of(p);
     r.workspace = workspace;
@@ -317,8 +317,8 @@ vm_status vm_process_run(vm_process *p, size_t from, uint32_t first, const vm_tr
     r.reserved = reserved;
     const bool ready = !s;
     s = s ? done(p, s) : play_call(p, &r, from, first);
-    for (size_t i = 0; !s && i < p->plans; i++) {
-        plan *one = &p->plan[i];
+    for (size_t i = 0; !s && i < p->convs; i++) {
+        workspaces *one = &p->workspaces[i];
         if (workspace[i] >= VM_MIN(one->first, one->most)) continue;
         p->refused += one->most == UINT64_MAX;
         one->most = workspace[i];
@@ -340,7 +340,8 @@ vm_status vm_process_call(vm_process *p, const vm_trace *t, const uint64_t *work
     vm_status s = vm_scratch_new(t->convs, sizeof *conv, &conv);
     if (s) return done(p, s);
     s = vm_process_append(p, t, conv);
-    for (size_t i = 0; !s && i < t->convs; i++) p->plan[conv[i]].first = workspace[i], p->plan[conv[i]].next = next[i];
+    for (size_t i = 0; !s && i < t->convs; i++)
+        p->workspaces[conv[i]].first = workspace[i], p->workspaces[conv[i]].next = next[i];
     vm_scratch_free(conv);
     if (s) {
         forget(p, from);

@@ -18,11 +18,11 @@ typedef struct kept {
     uint32_t name;
 } kept;
 
-/* What a convolution takes, as the last call that has it says; what its next plan takes; and the most that it still
- * takes, once a workspace could not be had (UINT64_MAX before). */
-typedef struct plan {
+/* Workspaces of a convolution: of cuDNN's first plan, as the last call that has it says; of its next plan; and the most
+ * that it still takes after one could not be had (UINT64_MAX before). */
+typedef struct workspaces {
     uint64_t first, next, most;
-} plan;
+} workspaces;
 
 /* What the process was told to do. Its steps are those of the script from `from` until `until`. */
 typedef enum event_kind { EVENT_TAKE, EVENT_GIVE, EVENT_EMPTY, EVENT_CALL, EVENT_RESET, EVENT_READ } event_kind;
@@ -48,11 +48,11 @@ struct vm_process {
     vm_talloc *talloc;
     vm_process_blas blas;
     vm_trace *script;
-    storage *storage;      /* [script->ids] */
-    plan *plan;            /* [plans]: by convolution */
-    size_t plans, refused; /* how many there are, and how many could not have their workspace */
-    bool first_only;       /* whether next plans are taken to want what the first ones want */
-    event *event;          /* [events] */
+    storage *storage;       /* [script->ids] */
+    workspaces *workspaces; /* [convs] */
+    size_t convs, refused;  /* refused: how many of them could not have their workspace */
+    bool first_only;        /* whether next plans need what the first ones need */
+    event *event;           /* [events] */
     size_t events;
     kept kept[2];
     uint32_t found;               /* the storage that was looked for last */
@@ -95,7 +95,7 @@ vm_status vm_process_give(vm_process *p, uint32_t id);
 /* Takes `count` storages, all or none. address: [count], out. */
 vm_status vm_process_take(vm_process *p, uint32_t stamp, uint32_t name, const uint64_t *bytes, size_t count,
                           uint64_t *address);
-/* The convolution's number, and a place for its plan. */
+/* The convolution's number, and a place for its workspaces. */
 vm_status vm_process_question(vm_process *p, const vm_conv *conv, uint32_t *number);
 vm_status vm_process_push(vm_process *p, vm_trace_step step);
 /* Notes the stretches among a trace's steps [from, until), which are the script's from number `to` on. */

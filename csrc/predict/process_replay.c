@@ -15,7 +15,8 @@ static vm_status begin(vm_process *p, const vm_process *from) {
         s = vm_names_add(&p->script->names, vm_names_get(&from->script->names, i), &number);
     for (size_t i = 0; !s && i < from->script->convs; i++) {
         s = vm_process_question(p, &from->script->conv[i], &number);
-        if (!s && i < from->plans) p->plan[i] = (plan){from->plan[i].first, from->plan[i].next, UINT64_MAX};
+        if (!s && i < from->convs)
+            p->workspaces[i] = (workspaces){from->workspaces[i].first, from->workspaces[i].next, UINT64_MAX};
     }
     return s;
 }
@@ -94,7 +95,7 @@ static vm_status call_again(vm_process *p, const vm_process *from, const event *
         if (step[i].op == VM_TRACE_TAKE || step[i].op == VM_TRACE_GIVE)
             left[step[i].id - old] = step[i].op == VM_TRACE_TAKE && step[i].bytes;
     if (!s) s = vm_process_append(p, t, conv);
-    if (!s && p->plans != from->script->convs) s = vm_fail(VM_EINVAL, "replay: want a call with the same convolutions");
+    if (!s && p->convs != from->script->convs) s = vm_fail(VM_EINVAL, "replay: want a call with the same convolutions");
     if (!s) s = vm_process_run(p, start, first, &vae, NULL, NULL);
     if (!s && left) s = map_left(p, first, left, old, end, map);
     vm_scratch_free(left);
