@@ -84,6 +84,14 @@ def read_process():
     return process
 
 
+def counted(how, **given):
+    process = SimulatedProcess()
+    getattr(process, how)(**given)
+    process.count(flops=1)
+    process.read()
+    return process.counted(0)
+
+
 # By the names of public functions: what calls each, and its arguments that are sizes or counts.
 CALLS = {
     "CachingAllocator": (
@@ -96,11 +104,18 @@ CALLS = {
     "CachingAllocator.rounded_size": (lambda bytes: CachingAllocator().rounded_size(bytes), {"bytes": 700}),
     "Encoded.sample": (lambda **given: vae().encode(images(16, 16)).sample(**given), {"generator": 1}),
     "SimulatedProcess": (lambda **given: SimulatedProcess("RTX 3060", **given).reserved, {"used": 1 << 20}),
+    "SimulatedProcess.count": (
+        lambda **given: counted("count", **given),
+        {"flops": 4, "attended": 3, "moved": 0, "sent": 2, "host_flops": 1, "outside": 512},
+    ),
+    "SimulatedProcess.count_times": (lambda **given: counted("count_times", **given), {"times": 20}),
+    "SimulatedProcess.counted": (lambda **given: read_process().counted(**given), {"number": 0}),
     "SimulatedProcess.decode": (lambda **given: simulated("decode", **given), {"tile": 512}),
     "SimulatedProcess.encode": (lambda **given: simulated("encode", **given), {"tile": 512}),
     "SimulatedProcess.hold": (lambda **given: SimulatedProcess().hold("x", **given), {"size": 512}),
     "SimulatedProcess.hold_all": (lambda **given: SimulatedProcess().hold_all("x", **given), {"sizes": [512, 513]}),
     "SimulatedProcess.least": (lambda **given: read_process().least(**given), {"low": 0, "high": 4 << 20}),
+    "SimulatedProcess.peak": (lambda **given: str(read_process().peak(**given)), {"reading": 0}),
     "SimulatedProcess.peak_step": (lambda **given: read_process().peak_step(**given), {"number": 0}),
     "SimulatedProcess.peak_tensors": (lambda **given: read_process().peak_tensors(**given), {"reading": 0}),
     "SimulatedProcess.read": (lambda **given: read_process().read(**given), {"outside": 512}),

@@ -16,6 +16,16 @@ def process(use="each", **device):
     return allocator, _core.Process(allocator, **BLAS, cublaslt_use=use)
 
 
+def pairs(listed):
+    """(name, bytes) of what was live, without what the allocator rounded up."""
+    return [(name, size) for name, size, _ in listed]
+
+
+def peak(core, *reading):
+    step, tensors = core.peak(*reading)
+    return step, pairs(tensors)
+
+
 def a_trace(r, names="abc"):
     """A call of a module: takes and gives back, asks a convolution and products, leaves a storage or two."""
     trace, held = _core.Trace(), []
@@ -139,8 +149,8 @@ def test_as_the_plain_model(seed, use):
         elif what == "reset":
             core.reset_peak()
             plain.reset()
-            assert sum(size for _, size in core.baseline()) == sum(size for _, size in plain.live.values())
-        assert core.peak() == plain.peak()
+            assert sum(size for _, size in pairs(core.baseline())) == sum(size for _, size in plain.live.values())
+        assert peak(core) == plain.peak()
         for address in r.sample(held, min(len(held), 3)):
             assert core.bytes_at(address) == plain.live.get(address, (None, 0))[1]
     assert core.bytes_at(0) == core.bytes_at(513) == 0
@@ -171,7 +181,7 @@ def test_a_full_device():
     core.call(short, [], [])
     assert allocator.memory_allocated() == (22 << 20) + BLAS["cublas_bytes"]  # it is not taken twice
     core.reset_peak()
-    assert ("cublas [workspace]", BLAS["cublas_bytes"]) in core.baseline()
+    assert ("cublas [workspace]", BLAS["cublas_bytes"]) in pairs(core.baseline())
 
 
 def test_next_workspaces():
@@ -180,15 +190,17 @@ def test_next_workspaces():
     trace.conv(("float16", 1, 64, 64, 64, 64, 3, 1, 1, "nchw"), "conv [workspace]")
     for _ in range(2):  # the plan that ran is kept to
         core.call(trace, [100 << 20], [5 << 20])
-        assert core.refused == 1 and core.peak() == ("conv [workspace]", [("conv [workspace]", 5 << 20)])
+        assert core.refused == 1 and peak(core) == ("conv [workspace]", [("conv [workspace]", 5 << 20)])
 
 
 def test_no_device_is_large_enough():
     """The search for the least device ends at the largest request that PyTorch takes."""
     _, core = process()
-    core.read((1 << 60) - (2 << 20))
+    core.count(0, 0, 0, 0, 0, (1 << 60) - (2 << 20))
+    core.read("")
     assert core.least(True, 0, 0) == (1 << 60) - (2 << 20)
-    core.read((1 << 60) + 1)
+    core.count(0, 0, 0, 0, 0, (1 << 60) + 1)
+    core.read("")
     with pytest.raises(OverflowError, match="least: no device is large enough"):
         core.least(True, 0, 0)
 
@@ -198,7 +210,7 @@ def test_weights_are_placed():
     sizes = [1 << 20, 512, 3 << 20]
     addresses = core.hold("weights of sd15", sizes, "weights")
     assert [core.bytes_at(address) for address in addresses] == sizes
-    assert core.peak() == (None, [("weights of sd15", sum(sizes))]) and core.frames == ["weights", "weights of sd15"]
+    assert peak(core) == (None, [("weights of sd15", sum(sizes))]) and core.frames == ["weights", "weights of sd15"]
     core.release(addresses)
     assert allocator.memory_allocated() == 0
 
@@ -310,11 +322,64 @@ def play(core):
     core.release([*left.values(), *held[::2]])
     core.empty_cache()
     core.again(tuple([size << 20] * len(core.convs) for size in (1, 9)), ((0, core.steps),))
-    core.read(5)
+    core.count(1, 2, 3, 4, 5, 6)
+    core.read("a phase")
     other = process()[1]
     other.replay(core, False)
     assert other.readings == core.readings and other.peak(0) == core.peak(0)
     return core.peak(), core.baseline(), core.frames, core.readings, core.least(True, 0, core.most_reserved)
+
+
+def test_phases_have_names_and_work():
+    _, core = process()
+    core.count(1, 2, 3, 4, 5, 7)
+    core.times(10)
+    core.count(100, 0, 0, 0, 1, 6)
+    core.times(1)
+    core.count(1000, 0, 0, 0, 0, 0)
+    core.hold("x", [1 << 20])
+    core.read("denoise")
+    core.times(1 << 40)
+    core.count(1 << 40, 1 << 23, 0, (1 << 24) - 1, 1, 0)
+    core.count(0, 0, 0, 1 << 40, 0, 0)
+    core.times(0)
+    core.count(1 << 60, 0, 0, 0, 0, 1 << 62)
+    core.read("")
+    most = (1 << 64) - 1
+    assert [reading[5:] for reading in core.readings] == [
+        ("denoise", 2001, 2, 3, 4, 15, 7), ("", most, 1 << 63, 0, most, 1 << 40, 1 << 62),
+    ]  # fmt: skip
+    _, other = process(total_memory=64 << 20)
+    other.times(3)
+    other.replay(core, False)
+    assert other.readings == core.readings
+    with pytest.raises(ValueError, match="null"):
+        core.read("a\0b")
+
+
+def test_a_phase_that_is_not_reached_has_no_reading():
+    _, core = process()
+    core.count(1, 0, 0, 0, 0, 0)
+    core.hold("x", [1 << 20])
+    core.read("small")
+    core.hold("y", [1 << 30])
+    core.read("large")
+    _, other = process(total_memory=64 << 20)
+    with pytest.raises(OutOfMemoryError):
+        other.replay(core, False)
+    assert other.readings == core.readings[:1]
+
+
+def test_what_the_allocator_rounded_up():
+    """Of each storage when it is taken: to 512 bytes, and where a large block's remainder is too small to split off."""
+    _, core = process()
+    small, large = core.hold("w", [1, 513, 1024]), core.hold("large", [20 << 20, 0])
+    assert core.peak()[1] == [("w", 1538, 511 + 511), ("large", 20 << 20, 0)]
+    core.release(large[:1])
+    core.hold("v", [(20 << 20) - 5000])
+    core.copy("w", small, [4096, 0, 0])  # its rounding stays what it was
+    core.reset_peak()
+    assert core.baseline() == [("w", 1537 + 4096, 1022), ("v", (20 << 20) - 5000, 5000)]
 
 
 def test_every_allocation_fails_once():
@@ -363,7 +428,7 @@ def test_bad_arguments():
         _core.Process(trace, **BLAS, cublaslt_use="each")
     with pytest.raises(ValueError, match="cublaslt_use"):
         _core.Process(allocator, **BLAS, cublaslt_use="never")
-    assert core.peak()[1] == [("x", 512)]
+    assert core.peak()[1] == [("x", 512, 0)]
 
 
 def test_a_process_keeps_what_it_names():
@@ -374,7 +439,7 @@ def test_a_process_keeps_what_it_names():
     left, *_ = core.call(trace, [], [])
     del trace
     gc.collect()
-    assert "a name of its own" in core.frames and core.peak()[1] == [("a name of its own", 1000)]
+    assert "a name of its own" in core.frames and peak(core)[1] == [("a name of its own", 1000)]
     allocator.mine = core
     del allocator, core
     gc.collect()

@@ -19,6 +19,7 @@ vm_status vm_process_new(vm_talloc *talloc, const vm_process_blas *blas, vm_proc
     p->talloc = talloc;
     p->blas = *blas;
     p->kept[CUBLAS].step = p->kept[CUBLASLT].step = NEVER;
+    p->times = 1;
     *out = p;
     return VM_OK;
 }
@@ -47,7 +48,7 @@ vm_status vm_process_push(vm_process *p, vm_trace_step step) {
     if (step.op == VM_TRACE_TAKE) {
         vm_status s = vm_scratch_grow(&p->storage, t->ids, sizeof *p->storage);
         if (s) return s;
-        p->storage[t->ids] = (storage){0, step.bytes, step.name};
+        p->storage[t->ids] = (storage){.bytes = step.bytes, .name = step.name};
         step.id = t->ids++;
     }
     vm_status s = vm_scratch_grow(&t->step, t->steps, sizeof *t->step);
@@ -154,17 +155,41 @@ vm_status vm_process_reset_peak(vm_process *p) {
     return done(p, VM_OK);
 }
 
-vm_status vm_process_read(vm_process *p, uint64_t outside) {
+static void add_times(uint64_t *count, uint64_t by, uint64_t times) {
+    const uint64_t room = UINT64_MAX - *count;
+    *count = times && by > room / times ? UINT64_MAX : *count + by * times;
+}
+
+void vm_process_count(vm_process *p, const vm_work *work, uint64_t outside) {
+    add_times(&p->work.flops, work->flops, p->times);
+    add_times(&p->work.attended, work->attended, p->times);
+    add_times(&p->work.moved, work->moved, p->times);
+    add_times(&p->work.sent, work->sent, p->times);
+    add_times(&p->work.host_flops, work->host_flops, p->times);
+    p->outside = VM_MAX(p->outside, outside);
+}
+
+void vm_process_times(vm_process *p, uint64_t times) { p->times = times; }
+
+vm_status vm_process_end(vm_process *p, uint32_t name) {
     vm_status s = expect_event(p);
     if (!s) s = vm_scratch_grow(&p->reading, p->readings, sizeof *p->reading);
     if (!s) s = vm_scratch_grow(&p->reading_peak, p->readings, sizeof *p->reading_peak);
     if (s) return done(p, s);
     const size_t steps = p->script->steps;
+    add_event(p, (event){.kind = EVENT_READ, .from = steps, .reading = p->readings});
     p->reading_peak[p->readings] = p->peak;
-    p->reading[p->readings++] =
-        (vm_reading){{p->reset, steps}, p->allocated, p->reserved, most_allocated(p), peak_reserved(p), outside};
-    add_event(p, (event){.kind = EVENT_READ, .from = steps, .outside = outside});
+    p->reading[p->readings++] = (vm_reading){{p->reset, steps}, p->allocated, p->reserved, most_allocated(p),
+                                             peak_reserved(p),  p->outside,   name,        p->work};
+    p->work = (vm_work){0};
+    p->outside = 0;
     return done(p, VM_OK);
+}
+
+vm_status vm_process_read(vm_process *p, const char *name) {
+    uint32_t number;
+    const vm_status s = vm_names_add(&p->script->names, name, &number);
+    return s ? done(p, s) : vm_process_end(p, number);
 }
 
 const vm_reading *vm_process_readings(const vm_process *p, size_t *count) {
@@ -215,7 +240,12 @@ vm_status vm_process_take(vm_process *p, uint32_t stamp, uint32_t name, const ui
         s = vm_process_push(p, (vm_trace_step){.op = VM_TRACE_TAKE, .name = name, .bytes = bytes[i]});
     run r = run_of(p);
     r.stamp = &stamp;
+    if (!s) s = vm_scratch_new(count, sizeof *r.allocated, &r.allocated);
+    uint64_t before = vm_play_now(p->talloc, VM_TALLOC_ALLOCATED_BYTES);
     if (!s) s = vm_play(&r, p->script, &at, p->script->steps);
+    for (size_t i = 0; i < at - from; before = r.allocated[i++])
+        p->storage[first + i].rounded = (uint32_t)VM_MIN(r.allocated[i] - before - bytes[i], UINT32_MAX);
+    vm_scratch_free(r.allocated);
     note_peak(p, &r, NEVER);
     if (s) forget(p, at);
     if (at > from) add_event(p, (event){.kind = EVENT_TAKE, .stamp = stamp, .from = from});
@@ -245,7 +275,9 @@ vm_status vm_process_copy(vm_process *p, const char *stamp, uint64_t *address, c
         if (!find(p, *one, &old)) return done(p, vm_fail(VM_EINVAL, "copy: want storages of the process"));
         if (!bytes[*copied]) continue;
         s = vm_process_take(p, shown, p->storage[old].name, &bytes[*copied], 1, one);
-        if (!s) s = vm_process_give(p, old);
+        if (s) break;
+        p->storage[p->script->ids - 1].rounded = p->storage[old].rounded; /* as when it was loaded */
+        s = vm_process_give(p, old);
     }
     return done(p, s);
 }
@@ -355,12 +387,13 @@ vm_status vm_process_call(vm_process *p, const vm_trace *t, const uint64_t *work
 /* ---- what happened ---- */
 
 /* row: by name, its place in the list + 1, or 0. */
-static void add(vm_process_list *list, uint32_t *row, uint32_t name, uint64_t bytes) {
+static void add(vm_process_list *list, uint32_t *row, uint32_t name, uint64_t bytes, uint64_t rounded) {
     if (!row[name]) {
         list->item[list->count++] = (vm_process_named){.name = name};
         row[name] = (uint32_t)list->count;
     }
     list->item[row[name] - 1].bytes += bytes;
+    list->item[row[name] - 1].rounded += rounded;
 }
 
 /* What is live at a peak: outside of the call that makes it, then in it. */
@@ -375,18 +408,19 @@ static void list_live(const vm_process *p, const peak *at, bool *live, uint32_t 
     }
     for (uint32_t id = 0; id <= p->script->ids; id++) {
         for (int k = 0; k < 2; k++)
-            if (p->kept[k].step < call && p->kept[k].before == id) add(out, row, p->kept[k].name, kept_bytes[k]);
-        if (id < before && live[id] && p->storage[id].bytes) add(out, row, p->storage[id].name, p->storage[id].bytes);
+            if (p->kept[k].step < call && p->kept[k].before == id) add(out, row, p->kept[k].name, kept_bytes[k], 0);
+        if (id >= before || !live[id] || !p->storage[id].bytes) continue;
+        add(out, row, p->storage[id].name, p->storage[id].bytes, p->storage[id].rounded);
     }
     for (size_t i = call; i < end; i++) {
-        if (step[i].op == VM_TRACE_TAKE && live[step[i].id]) add(out, row, step[i].name, step[i].bytes);
+        if (step[i].op == VM_TRACE_TAKE && live[step[i].id]) add(out, row, step[i].name, step[i].bytes, 0);
         for (int k = 0; k < 2; k++)
-            if (p->kept[k].step == i) add(out, row, p->kept[k].name, kept_bytes[k]);
+            if (p->kept[k].step == i) add(out, row, p->kept[k].name, kept_bytes[k], 0);
     }
     if (call == end) return;
-    if (step[end - 1].op == VM_TRACE_CONV) add(out, row, step[end - 1].name, at->workspace);
+    if (step[end - 1].op == VM_TRACE_CONV) add(out, row, step[end - 1].name, at->workspace, 0);
     if (step[end - 1].op == VM_TRACE_CUBLASLT && p->blas.cublaslt_use == VM_CUBLASLT_EACH)
-        add(out, row, step[end - 1].name, kept_bytes[CUBLASLT]);
+        add(out, row, step[end - 1].name, kept_bytes[CUBLASLT], 0);
 }
 
 static vm_status list_at(const vm_process *p, const peak *at, vm_process_list *out) {

@@ -3,8 +3,9 @@
  *   hold, copy, release, call -> steps of one trace, the script, which are played as they come
  *   the step at which most was allocated, or at which the peak was reset -> the script up to there -> who was live
  *   the script, other workspaces -> what the same process would have reserved
+ *   counters at the end of a phase, and the work that was counted in it -> a reading
  *
- * The allocator counts; the script remembers who. Equal names are one line of an answer. */
+ * The allocator counts bytes; the script remembers who took them. Equal names are one line of an answer. */
 #ifndef VM_PROCESS_H
 #define VM_PROCESS_H
 
@@ -50,23 +51,40 @@ vm_status vm_process_call(vm_process *p, const vm_trace *t, const uint64_t *work
 /* How many convolutions could not have their workspace so far. */
 size_t vm_process_refused(const vm_process *p);
 
-/* torch.cuda.reset_peak_memory_stats: what is live now is the baseline. */
-vm_status vm_process_reset_peak(vm_process *p);
+/* ---- phases ---- */
+
+/* Each count stops at UINT64_MAX. */
+typedef struct vm_work {
+    uint64_t flops;      /* on the device */
+    uint64_t attended;   /* of them, in fused attentions */
+    uint64_t moved;      /* bytes that are read and written in the device's memory */
+    uint64_t sent;       /* bytes of weights that are sent to the device */
+    uint64_t host_flops; /* on the host */
+} vm_work;
 
 /* Steps of the script: those before `until`, from `since` on. */
 typedef struct vm_process_span {
     size_t since, until;
 } vm_process_span;
 
-/* What the counters say of the steps since the peak was reset, in bytes: when it was reset, and at the most. outside:
- * what the same program holds of the device besides PyTorch, meanwhile. */
+/* A phase. Its peak is that of the steps since the peak was reset; its work is that since the reading before. */
 typedef struct vm_reading {
     vm_process_span span;
-    uint64_t base_allocated, base_reserved, peak_allocated, peak_reserved, outside;
+    uint64_t base_allocated, base_reserved, peak_allocated, peak_reserved; /* bytes at the reset, and at the peak */
+    uint64_t outside; /* bytes that the program held of the device besides PyTorch's */
+    uint32_t name;    /* one of the script's names */
+    vm_work work;
 } vm_reading;
 
-/* Reads the counters; the process keeps the reading. */
-vm_status vm_process_read(vm_process *p, uint64_t outside);
+/* torch.cuda.reset_peak_memory_stats: what is live now is the baseline. */
+vm_status vm_process_reset_peak(vm_process *p);
+/* Adds work to the phase. outside: bytes of the device that the program holds besides PyTorch's until the phase ends;
+ * the most that was said counts. */
+void vm_process_count(vm_process *p, const vm_work *work, uint64_t outside);
+/* From now on, work counts so many times: a step of a loop that is played stands for steps that are not. */
+void vm_process_times(vm_process *p, uint64_t times);
+/* Ends the phase: reads the counters, and keeps the reading under a name. */
+vm_status vm_process_read(vm_process *p, const char *name);
 /* Borrowed until the next call. */
 const vm_reading *vm_process_readings(const vm_process *p, size_t *count);
 /* The most bytes that were reserved since the process began. */
@@ -98,7 +116,8 @@ vm_status vm_process_again(const vm_process *p, const vm_process_span *span, siz
 
 typedef struct vm_process_named {
     uint32_t name;
-    uint64_t bytes; /* as requested */
+    uint64_t bytes;   /* as requested */
+    uint64_t rounded; /* bytes that the allocator gave beyond them; only of storages that vm_process_hold took */
 } vm_process_named;
 
 /* Storages that were live at once, by name, in the order in which each name came first. */

@@ -7,6 +7,7 @@
 typedef struct storage {
     uint64_t address; /* 0: not there */
     uint64_t bytes;
+    uint32_t rounded; /* bytes that the allocator gave beyond them, if it was taken outside of calls */
     uint32_t name;
 } storage;
 
@@ -30,7 +31,7 @@ typedef struct event {
     event_kind kind;
     uint32_t stamp; /* of a take: the name in the allocator's history */
     size_t from, until;
-    uint64_t outside;    /* of a reading */
+    size_t reading;      /* its number */
     vm_trace_vae *again; /* of a call, owned: how to walk it again where its steps depend on the free memory; or NULL */
 } event;
 
@@ -61,6 +62,9 @@ struct vm_process {
     size_t reset;                 /* and the steps before that */
     uint64_t peak_bytes;          /* at the most since, */
     peak peak;                    /* and where that is */
+    vm_work work;                 /* since the last reading, */
+    uint64_t outside;             /* and bytes besides PyTorch's */
+    uint64_t times;               /* that work counts */
     vm_reading *reading;          /* [readings], */
     peak *reading_peak;           /* and their peaks */
     size_t readings;
@@ -95,6 +99,8 @@ vm_status vm_process_give(vm_process *p, uint32_t id);
 /* Takes `count` storages, all or none. address: [count], out. */
 vm_status vm_process_take(vm_process *p, uint32_t stamp, uint32_t name, const uint64_t *bytes, size_t count,
                           uint64_t *address);
+/* Ends the phase under one of the script's names. */
+vm_status vm_process_end(vm_process *p, uint32_t name);
 /* The convolution's number, and a place for its workspaces. */
 vm_status vm_process_question(vm_process *p, const vm_conv *conv, uint32_t *number);
 vm_status vm_process_push(vm_process *p, vm_trace_step step);

@@ -34,6 +34,8 @@ static vm_status take(vm_process *p, const vm_process *from, const event *e, uin
         bytes[taken++] = step[i].bytes;
     }
     if (!s && taken) s = vm_process_take(p, e->stamp, step[0].name, bytes, taken, address);
+    for (size_t i = 0; !s && i < count; i++)
+        if (step[i].op == VM_TRACE_TAKE) p->storage[map[step[i].id]].rounded = from->storage[step[i].id].rounded;
     vm_scratch_free(address);
     vm_scratch_free(bytes);
     return s;
@@ -104,6 +106,13 @@ static vm_status call_again(vm_process *p, const vm_process *from, const event *
     return s;
 }
 
+/* Work and memory outside PyTorch are the same on every device. */
+static vm_status read(vm_process *p, const vm_reading *was) {
+    p->work = was->work;
+    p->outside = was->outside;
+    return vm_process_end(p, was->name);
+}
+
 static vm_status do_again(vm_process *p, const vm_process *from, const event *e, uint32_t *map) {
     switch (e->kind) {
     case EVENT_TAKE:
@@ -117,7 +126,7 @@ static vm_status do_again(vm_process *p, const vm_process *from, const event *e,
     case EVENT_RESET:
         return vm_process_reset_peak(p);
     default:
-        return vm_process_read(p, e->outside);
+        return read(p, &from->reading[e->reading]);
     }
 }
 

@@ -277,23 +277,51 @@ static PyObject *process_reset_peak(Process *self, PyObject *Py_UNUSED(ignored))
     return check(self, vm_process_reset_peak(self->process)) ? NULL : Py_NewRef(Py_None);
 }
 
-static PyObject *process_read(Process *self, PyObject *outside) {
-    const unsigned long long bytes = PyLong_AsUnsignedLongLong(outside);
-    return PyErr_Occurred() || check(self, vm_process_read(self->process, bytes)) ? NULL : Py_NewRef(Py_None);
+/* ---- phases ---- */
+
+static PyObject *process_count(Process *self, PyObject *args) {
+    unsigned long long count[5], outside;
+    if (!PyArg_ParseTuple(args, "KKKKKK:count", &count[0], &count[1], &count[2], &count[3], &count[4], &outside))
+        return NULL;
+    const vm_work work = {count[0], count[1], count[2], count[3], count[4]};
+    vm_process_count(self->process, &work, outside);
+    Py_RETURN_NONE;
 }
 
-static PyObject *reading_item(const void *readings, size_t i) {
-    const vm_reading *r = (const vm_reading *)readings + i;
-    return Py_BuildValue("(nn)KKKKK", (Py_ssize_t)r->span.since, (Py_ssize_t)r->span.until,
-                         (unsigned long long)r->base_allocated, (unsigned long long)r->base_reserved,
-                         (unsigned long long)r->peak_allocated, (unsigned long long)r->peak_reserved,
-                         (unsigned long long)r->outside);
+static PyObject *process_times(Process *self, PyObject *number) {
+    const unsigned long long times = PyLong_AsUnsignedLongLong(number);
+    if (PyErr_Occurred()) return NULL;
+    vm_process_times(self->process, times);
+    Py_RETURN_NONE;
+}
+
+static PyObject *process_read(Process *self, PyObject *args) {
+    const char *name;
+    if (!PyArg_ParseTuple(args, "s:read", &name)) return NULL;
+    return check(self, vm_process_read(self->process, name)) ? NULL : Py_NewRef(Py_None);
+}
+
+typedef struct told {
+    const vm_names *names;
+    const vm_reading *reading;
+} told;
+
+static PyObject *reading_item(const void *context, size_t i) {
+    const told *t = context;
+    const vm_reading *r = &t->reading[i];
+    return Py_BuildValue(
+        "(nn)KKKKNKKKKKK", (Py_ssize_t)r->span.since, (Py_ssize_t)r->span.until, (unsigned long long)r->base_allocated,
+        (unsigned long long)r->base_reserved, (unsigned long long)r->peak_allocated,
+        (unsigned long long)r->peak_reserved, PyUnicode_FromString(vm_names_get(t->names, r->name)),
+        (unsigned long long)r->work.flops, (unsigned long long)r->work.attended, (unsigned long long)r->work.moved,
+        (unsigned long long)r->work.sent, (unsigned long long)r->work.host_flops, (unsigned long long)r->outside);
 }
 
 static PyObject *process_readings(Process *self, void *Py_UNUSED(closure)) {
+    told t = {.names = &vm_process_script(self->process)->names};
     size_t count;
-    const vm_reading *reading = vm_process_readings(self->process, &count);
-    return vm_py_list(count, reading_item, reading);
+    t.reading = vm_process_readings(self->process, &count);
+    return vm_py_list(count, reading_item, &t);
 }
 
 /* ---- on another device ---- */
@@ -335,8 +363,8 @@ static PyObject *named_item(const void *context, size_t i) {
     const named *n = context;
     const vm_process_named *one = &n->list->item[i];
     if (!one->bytes) return NULL;
-    return Py_BuildValue("(NK)", PyUnicode_FromString(vm_names_get(n->names, one->name)),
-                         (unsigned long long)one->bytes);
+    return Py_BuildValue("(NKK)", PyUnicode_FromString(vm_names_get(n->names, one->name)),
+                         (unsigned long long)one->bytes, (unsigned long long)one->rounded);
 }
 
 static PyObject *process_peak(Process *self, PyObject *args) {
@@ -414,8 +442,13 @@ static PyMethodDef methods[] = {
      "empty_cache($self, /)\n--\n\ntorch.cuda.empty_cache"},
     {"reset_peak", (PyCFunction)process_reset_peak, METH_NOARGS,
      "reset_peak($self, /)\n--\n\ntorch.cuda.reset_peak_memory_stats; what is live now is the baseline."},
-    {"read", (PyCFunction)process_read, METH_O,
-     "read($self, outside, /)\n--\n\nKeeps a reading of the counters; outside: bytes that are not PyTorch's."},
+    {"count", (PyCFunction)process_count, METH_VARARGS,
+     "count($self, flops, attended, moved, sent, host_flops, outside, /)\n--\n\nAdds work to the phase. outside: bytes "
+     "of the device that are not PyTorch's until the phase ends."},
+    {"times", (PyCFunction)process_times, METH_O,
+     "times($self, times, /)\n--\n\nFrom now on, work counts so many times."},
+    {"read", (PyCFunction)process_read, METH_VARARGS,
+     "read($self, name, /)\n--\n\nEnds the phase: keeps a reading of the counters under a name."},
     {"replay", (PyCFunction)process_replay, METH_VARARGS,
      "replay($self, process, first_only, /)\n--\n\nDoes on this new process all that another one did. first_only: "
      "cuDNN's next plans take what\nthe first ones take."},
@@ -423,10 +456,12 @@ static PyMethodDef methods[] = {
      "least($self, first_only, low, high, /)\n--\n\nBytes of the least device on which a replay goes through, in "
      "pages of 2 MiB; low: too few bytes;\nhigh: enough, as far as is known."},
     {"peak", (PyCFunction)process_peak, METH_VARARGS,
-     "peak($self, reading=-1, /)\n--\n\n(name of the call's step that makes the peak or None, [(name, bytes)] of "
-     "what was live then): of a\nreading, or since the last reset."},
+     "peak($self, reading=-1, /)\n--\n\n(name of the call's step that makes the peak or None, [(name, bytes, bytes "
+     "that the allocator rounded\nthem up by outside of calls)] of what was live then): of a reading, or since the "
+     "last "
+     "reset."},
     {"baseline", (PyCFunction)process_baseline, METH_NOARGS,
-     "baseline($self, /)\n--\n\n[(name, bytes)] of what was live when the peak was reset."},
+     "baseline($self, /)\n--\n\nWhat was live when the peak was reset, as peak has it."},
     {"bytes_at", (PyCFunction)process_bytes_at, METH_O,
      "bytes_at($self, address, /)\n--\n\nBytes of the storage at an address; 0 where there is none."},
     {NULL, NULL, 0, NULL}};
@@ -436,7 +471,8 @@ static PyGetSetDef attributes[] = {
     {"convs", (getter)process_convs, NULL, "Its calls' convolutions, each once, as Trace.convs has them.", NULL},
     {"steps", (getter)process_steps, NULL, "How many steps it took so far.", NULL},
     {"readings", (getter)process_readings, NULL,
-     "[((since, until), allocated and reserved at the reset, the same at the peak, outside)]: steps, then bytes.",
+     "[((since, until), allocated and reserved at the reset, the same at the peak, name, flops, attended, moved, "
+     "sent,\nhost_flops, outside)]: steps, then bytes.",
      NULL},
     {"most_reserved", (getter)process_most_reserved, NULL, "The most bytes that were reserved so far.", NULL},
     {"refused", (getter)process_refused, NULL, "How many convolutions could not have their workspace so far.", NULL},

@@ -57,6 +57,25 @@ static void call(vm_process *p, const vm_trace *t, input *in, bool steady, uint6
     free(reserved);
 }
 
+/* A phase's work is that since the reading before; a reading that fails leaves it for the next one. */
+static void read_phase(vm_process *p, const char *name, uint64_t bytes, uint64_t times) {
+    const uint64_t half = UINT64_MAX / 2;
+    size_t before, count;
+    vm_process_readings(p, &before);
+    vm_process_times(p, times);
+    vm_process_count(p, &(vm_work){bytes, half, half + 1, 0, 1}, bytes);
+    vm_process_times(p, 1);
+    vm_process_count(p, &(vm_work){1, 1, 1, 1, 1}, 0);
+    const vm_status s = vm_process_read(p, name);
+    const vm_reading *last = vm_process_readings(p, &count);
+    CHECK(count == before + !s);
+    if (s) return;
+    last += before;
+    CHECK(!strcmp(vm_names_get(&vm_process_script(p)->names, last->name), name));
+    CHECK(last->outside >= bytes && last->work.flops >= bytes * times + 1 && last->work.host_flops > times);
+    if (times >= 2) CHECK(last->work.attended == UINT64_MAX && last->work.moved == UINT64_MAX);
+}
+
 enum { ROWS = 3 };
 
 /* The same steps with other workspaces: each row alone says what all say together. */
@@ -111,6 +130,10 @@ static void replay(const vm_process *from, const vm_talloc *talloc, const vm_pro
             CHECK(was[i].peak_allocated == is[i].peak_allocated && was[i].peak_reserved == is[i].peak_reserved &&
                   was[i].base_reserved == is[i].base_reserved);
     }
+    for (size_t i = 0; i < counted; i++) {
+        CHECK(was[i].name == is[i].name && was[i].outside == is[i].outside);
+        CHECK(!memcmp(&was[i].work, &is[i].work, sizeof is[i].work));
+    }
     if (total && !s) CHECK(vm_process_most_reserved(p) <= total);
     vm_process_free(p);
     vm_talloc_delete(other);
@@ -156,7 +179,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
             }
             break;
         case 3:
-            if (which % 8 == 7) vm_process_read(p, bytes[0]);
+            if (which % 8 == 7) read_phase(p, name, bytes[0], op / 8);
             if (held[which]) held[which] = vm_process_release(p, held[which]) ? held[which] : 0;
             break;
         case 4:

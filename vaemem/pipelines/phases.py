@@ -14,35 +14,7 @@ from typing import Protocol
 
 from vaemem.pipelines.components import CLIP_TOKENS, MOST_SEQUENCE
 from vaemem.pipelines.pipeline_request import PLACES, Part, PipelineRequest
-from vaemem.prediction.process import SimulatedProcess, Tensor
-
-
-class Variables:
-    """The local variables of a Python function, as attributes. A tensor is freed once no variable holds it: in
-    ``v.x = f(v.x)`` the old one goes when the new one is there."""
-
-    __slots__ = ("_held", "_process")
-    _held: dict[str, Tensor]
-    _process: SimulatedProcess
-
-    def __init__(self, process: SimulatedProcess):
-        object.__setattr__(self, "_held", {})
-        object.__setattr__(self, "_process", process)
-
-    def __getattr__(self, name: str) -> Tensor:
-        return self._held[name]
-
-    def __setattr__(self, name: str, tensor: Tensor) -> None:
-        old = self._held.get(name)
-        self._held[name] = tensor
-        self._free(old)
-
-    def __delattr__(self, name: str) -> None:
-        self._free(self._held.pop(name))
-
-    def _free(self, tensor: Tensor | None) -> None:
-        if not any(tensor is other for other in self._held.values()):
-            self._process.drop(tensor)
+from vaemem.prediction.held import Tensor, Variables
 
 
 class PhaseRun(Protocol):

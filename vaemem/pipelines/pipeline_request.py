@@ -96,9 +96,11 @@ class Part:
         """What is read from its file."""
         return sum(weight.nbytes(self.source) for weight in weights_of(self.component)) if self.source else self.nbytes
 
-    def unquantised_bytes(self, weight: Stored) -> int:
-        """What a matrix takes before bitsandbytes quantises it: in float16 for int8 (Int8Params.cuda), otherwise in the
-        dtype that the component is loaded in."""
+    def sent_bytes(self, weight: Stored) -> int:
+        """What goes to the device if bitsandbytes quantises there: a matrix in float16 for int8 (Int8Params.cuda),
+        otherwise in the dtype that the component is loaded in; other weights as they are stored."""
+        if weight.type not in BITSANDBYTES:
+            return weight.bytes
         return math.prod(weight.shape) * ELEMENT_BYTES["float16" if weight.type == "int8" else self.dtype]
 
     @functools.cached_property

@@ -8,8 +8,9 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
+from vaemem.prediction.held import LoadedVAE, Tensor, Variables
 from vaemem.prediction.job import Job
-from vaemem.prediction.process import LoadedVAE, Reading, SimulatedProcess, Tensor
+from vaemem.prediction.process import Reading, SimulatedProcess
 from vaemem.prediction.runtimes import RUNTIMES
 
 BENCHMARK_TILE = 512  # pixels: the side of the seed table's tiles, whatever its models' configs say
@@ -31,30 +32,6 @@ PROTOCOLS = {
 }
 USUAL_PROTOCOL = "warm"
 SEED_TABLE = Protocol(runs=5)  # of which the table has the mean
-
-
-class Names:
-    """The local names of a Python function, on a simulated process: they keep their tensors.
-
-    A name that is bound again lets go of its old value only once the new one is there, as in ``x = f(x)``.
-    """
-
-    def __init__(self, process: SimulatedProcess):
-        self._process = process
-        self.held: dict[str, Tensor] = {}
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.held[name]
-
-    def __setitem__(self, name: str, value: Tensor) -> None:
-        old = self.held.get(name)
-        self.held[name] = value
-        self._process.drop(old)
-
-    def delete(self, *names: str) -> None:
-        """``del name``, for those that are bound."""
-        for name in names:
-            self._process.drop(self.held.pop(name, None))
 
 
 def benchmark(
@@ -86,40 +63,40 @@ def benchmark(
     dtype, weights_dtype, input_dtype = job.dtype, vae.dtype, input_dtype or job.weights_dtype
     method = process.encode if op == "encode" else process.decode
     run = functools.partial(method, vae, tile=job.tile or 0, tile_overlap=job.tile_overlap, slicing=job.slicing)
-    names = Names(process)
+    v = Variables(process)
     image = (batch, vae.arch["in_channels"], height, width)
     latent = (batch, vae.latent_channels, height // vae.factor, width // vae.factor)
     runtime = RUNTIMES[vae.runtime]
-    names["input"] = process.tensor(image if op == "encode" else latent, input_dtype, host=runtime.host)
+    v.input = process.tensor(image if op == "encode" else latent, input_dtype, host=runtime.host)
 
     def converted() -> Tensor:
         """The input in the run's dtype, which the weights get too."""
         if dtype == input_dtype:
-            return names["input"]
+            return v.input
         process.convert(vae, dtype)
         if job.upcast and op == "decode":
             process.convert(vae, dtype, first=input_dtype)
-            return names["input"]
-        names["input32"] = process.elementwise(names["input"], "input", dtype)
-        return names["input32"]
+            return v.input
+        v.input32 = process.elementwise(v.input, "input", dtype)
+        return v.input32
 
     def call(measured: bool) -> None:
         x = converted()
         if runtime.samples:
-            names["result"] = run(x)  # refused where the runtime has neither
+            v.result = run(x)  # refused where the runtime has neither
         elif op == "encode":
-            names["dist"] = run(x)
-            names["result"] = process.sample(names["dist"])
+            v.dist = run(x)
+            v.result = process.sample(v.dist)
             if measured:
-                names["result"] = process.elementwise(names["result"], "latents")
+                v.result = process.elementwise(v.result, "latents")
         else:
-            names["scaled"] = process.elementwise(x, "latents [scaled]")
-            names["result"] = run(names["scaled"])
+            v.scaled = process.elementwise(x, "latents [scaled]")
+            v.result = run(v.scaled)
 
     measurements: list[Reading] = []
     for i in range(protocol.warmups + protocol.runs):
         is_measured = i >= protocol.warmups
-        names.delete("result")
+        v.delete("result")
         # A first run before which nothing was given back is a cold one, for there is no cache that could be emptied.
         is_cold = not i and process.allocated == process.peak_allocated
         if is_cold or (is_measured and (protocol.emptied or not measurements)):
@@ -130,8 +107,8 @@ def benchmark(
             measurements.append(process.read())
         process.convert(vae, weights_dtype)
         if is_measured:
-            names.delete("result", "dist", "scaled")
+            v.delete("result", "dist", "scaled")
         elif protocol.emptied:
             process.empty_cache()
-    names.delete(*names.held)  # the function returns
+    v.delete(*v)  # the function returns
     return measurements[-protocol.runs :]

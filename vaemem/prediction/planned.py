@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from vaemem.prediction.process import PeakTensor
+from vaemem.prediction.process import ROUNDED_UP, PeakTensor, SimulatedProcess
 
 
 class Phase(NamedTuple):
@@ -14,7 +14,7 @@ class Phase(NamedTuple):
 
     name: load, encode prompt, encode image, denoise, decode
     allocated, reserved: as PyTorch's counters stand at their height
-    weights: of components on the device at that height, as the allocator rounds them up
+    weights: of components on the device at that height, as the allocator rounded them up when it loaded them
     workspace: of convolutions and products, at that height
     activations: the rest of allocated: tensors, inputs, what the allocator rounds those up by
     outside: on the device, but not by PyTorch's allocator
@@ -44,6 +44,21 @@ class Phase(NamedTuple):
     attended: int = 0
     moved: int = 0
     work: Mapping[str, float] = {}
+
+    @classmethod
+    def read(cls, process: SimulatedProcess, number: int, names: Mapping[str, str]) -> Phase:
+        """What a reading of a process says, by its index. names: what its peak tensors are called instead."""
+        _, _, allocated, reserved = process.readings[number]
+        where, tensors, rounded = process.peak(number)
+        weights = sum(size for name, size in tensors if name.startswith("weights of "))
+        more = sum(size for name, size in rounded.items() if name.startswith("weights of "))
+        weights += min(more, dict(tensors).get(ROUNDED_UP, 0))
+        workspace = sum(size for name, size in tensors if name.endswith("[workspace]"))
+        return cls(
+            allocated=allocated, reserved=reserved, weights=weights, workspace=workspace,
+            activations=allocated - weights - workspace, where=where, **process.counted(number),
+            peak_tensors=tuple(one._replace(name=names.get(one.name, one.name)) for one in tensors),
+        )  # fmt: skip
 
     @classmethod
     def planned(cls, name: str, weights: int, added: int, work: Mapping[str, float]) -> Phase:

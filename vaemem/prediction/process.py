@@ -11,15 +11,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vaemem import _core
-from vaemem._common import DTYPES, ELEMENT_BYTES, MIB, latent_factor, meant, whole, wholes
+from vaemem._common import DTYPES, ELEMENT_BYTES, MIB, meant, whole, wholes
 from vaemem._core import OutOfMemoryError
 from vaemem.prediction.gpus import CONTEXT, Gpu, find_gpu
-from vaemem.prediction.runtimes import RUNTIMES, architecture, packing
+from vaemem.prediction.held import LoadedVAE, Tensor, addresses_of, arch_key
+from vaemem.prediction.runtimes import RUNTIMES, architecture
 from vaemem.prediction.snapshot import CachingAllocator
 from vaemem.prediction.workspace import torch_for, torch_release, workspace_on
 
 Workspaces = tuple[int, ...]  # bytes of each of a process's convolutions
 PhaseBytes = tuple[int, int]  # of a phase: bytes besides PyTorch's memory, and bytes of PyTorch's that are exact
+_COUNTS, _MOST = ("flops", "attended", "moved", "sent", "host_flops", "outside"), (1 << 64) - 1  # of a phase; of each
 ROUNDED_UP = "[rounded up by the allocator]"  # to 512 bytes, and remainders of blocks that are too small to split off
 # PyTorch takes cuBLASLt's workspace again in each call up to the first release, keeps it up to the second, and later
 # uses cuBLAS's.
@@ -70,10 +72,6 @@ def moments(trace: _core.Trace, allocated: Any, reserved: Any, caller: str = "")
         yield Moment(f"free {caller}{owner[id_]}" if op == "give" else caller + name, *counters)
 
 
-def _key(arch: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple(sorted(arch.items()))
-
-
 @functools.lru_cache(maxsize=256)
 def _vae_trace(arch: tuple[tuple[str, Any], ...], **call: Any) -> _core.Trace:
     return _core.Trace.vae(dict(arch), **call)
@@ -100,87 +98,6 @@ def parameter_bytes(
     made = _core.Trace.parameters(dict(arch), runtime)
     sizes = tuple(math.prod(shape) * (ELEMENT_BYTES[dtype] if own == "run" else 8) for _, shape, own in made)
     return sizes, tuple(len(shape) == 4 for _, shape, _ in made)
-
-
-class _Held:
-    """Storages that something of a simulated process holds until it is dropped."""
-
-    def __init__(self, process: SimulatedProcess, storages: Iterable[int]):
-        self._process = process
-        self.storages: list[int] | None = list(storages)  # addresses, in order; None once dropped
-
-    @property
-    def nbytes(self) -> int:
-        return sum(map(self._process._core.bytes_at, self.storages or ()))
-
-
-def _storages(argument: str, held: Any, kind: type[_Held]) -> list[int] | None:
-    """What a tensor or a model holds, None once it was dropped; TypeError for anything else."""
-    if not isinstance(held, kind):
-        want = " or ".join(one.__name__ for one in (kind.__subclasses__() or [kind]))
-        raise TypeError(f"{argument}: want a {want} of this process, got {type(held).__name__}")
-    return held.storages
-
-
-class Tensor(_Held):
-    """Storages of a simulated process. `drop` it when the name that held it goes.
-
-    Attributes
-    ----------
-    name : str
-        Who made it.
-    shape : tuple of int
-        The tensor's, or that of the latents that a posterior describes.
-    dtype : str
-    nbytes : int
-        Requested bytes of all its storages.
-    """
-
-    def __init__(
-        self, process: SimulatedProcess, name: str, shape: Sequence[int], dtype: str, storages: Iterable[int]
-    ):  # fmt: skip
-        super().__init__(process, storages)
-        self.name, self.shape, self.dtype = name, tuple(shape), dtype
-
-    def __repr__(self) -> str:
-        state = "dropped" if self.storages is None else f"{self.nbytes / MIB:.2f} MiB"
-        return f"<Tensor {self.name} {'x'.join(map(str, self.shape))} {self.dtype}, {state}>"
-
-
-class LoadedVAE(_Held):
-    """A VAE whose weights lie on the simulated device.
-
-    Attributes
-    ----------
-    arch : dict
-    runtime : str
-        One of `RUNTIMES`.
-    dtype : str
-        The weights' type now.
-    factor, latent_channels : int
-        Image pixels a side of one pixel of the latents that the runtime takes and gives, and their channels.
-    channels_last : bool
-        Whether the convolutions' filters are in that memory format.
-    first : str or None
-        The dtype of post_quant_conv, decoder.conv_in and decoder.mid_block, and of latents to decode, where it is
-        another, as diffusers' ``upcast_vae`` leaves it.
-    sends : bool
-        Whether each submodule's weights come for its call, as accelerate's hooks send them; none are there before.
-    """
-
-    def __init__(
-        self, process: SimulatedProcess, arch: Mapping[str, Any], runtime: str, dtype: str, weights: Iterable[int], *,
-        first: str | None = None, channels_last: bool = False, sends: bool = False,
-    ):  # fmt: skip
-        super().__init__(process, weights)
-        self.arch, self.runtime, self.dtype, self.first = dict(arch), runtime, dtype, first
-        self.channels_last, self.sends = channels_last, sends
-        packed = packing(runtime, arch)
-        self.factor, self.latent_channels = latent_factor(arch) * packed, arch["latent_channels"] * packed * packed
-        self._key = _key(arch)
-
-    def __repr__(self) -> str:
-        return f"<LoadedVAE {self.arch['name']} ({self.runtime}, {self.dtype}), {self.nbytes / MIB:.2f} MiB>"
 
 
 class SimulatedProcess:
@@ -283,7 +200,7 @@ class SimulatedProcess:
         """What `read` has read so far."""
         return [
             Reading(allocated - base_allocated, reserved - base_reserved, allocated, reserved)
-            for _, base_allocated, base_reserved, allocated, reserved, _ in self._core.readings
+            for _, base_allocated, base_reserved, allocated, reserved, *_ in self._core.readings
         ]
 
     @property
@@ -332,7 +249,7 @@ class SimulatedProcess:
         """
         arch = architecture(model)
         runtime, dtype = meant("runtime", runtime, RUNTIMES), meant("dtype", dtype, DTYPES)
-        key, name = _key(arch), f"weights of {arch['name']}"
+        key, name = arch_key(arch), f"weights of {arch['name']}"
         sizes, filters = parameter_bytes(key, runtime, dtype)
         if first is None:
             placed = self._core.hold(name, sizes, "weights")
@@ -358,13 +275,13 @@ class SimulatedProcess:
         """
         dtype = meant("dtype", dtype, DTYPES)
         first = dtype if first is None else meant("first", first, DTYPES)
-        if (storages := _storages("vae", vae, LoadedVAE)) is None:
+        if (storages := addresses_of("vae", vae, LoadedVAE)) is None:
             raise ValueError("vae: want one that was not dropped")
         old, new = (vae.dtype, vae.first or vae.dtype), (dtype, first)
         if old != new and not vae.sends:
             self._core.copy("weights", storages, [
                 count * ELEMENT_BYTES[new[is_first]] * (old[is_first] != new[is_first])
-                for count, is_first in _parameters(vae._key, vae.runtime)
+                for count, is_first in _parameters(vae.key, vae.runtime)
             ])  # fmt: skip
         vae.dtype, vae.first = dtype, None if first == dtype else first
 
@@ -392,7 +309,7 @@ class SimulatedProcess:
 
     def elementwise(self, x: Tensor, name: str = "scaled", dtype: str | None = None) -> Tensor:
         """A new tensor of x's shape: ``x * 0.5``, or ``x.to(dtype)`` with another dtype."""
-        _storages("x", x, Tensor)
+        addresses_of("x", x, Tensor)
         return self._take(name, x.shape, dtype or x.dtype)
 
     def encode(
@@ -422,7 +339,7 @@ class SimulatedProcess:
 
     def sample(self, posterior: Tensor, name: str = "latents") -> Tensor:
         """``posterior.sample()``: mean + std * noise."""
-        _storages("posterior", posterior, Tensor)
+        addresses_of("posterior", posterior, Tensor)
         noise = self._take(f"{name} [noise]", posterior.shape, posterior.dtype)
         product = self._take(f"{name} [std * noise]", posterior.shape, posterior.dtype)
         latents = self._take(name, posterior.shape, posterior.dtype)
@@ -474,7 +391,7 @@ class SimulatedProcess:
         for thing in things:
             if thing is None:
                 continue
-            if (storages := _storages("drop", thing, _Held)) is None:
+            if (storages := addresses_of("drop", thing, Tensor, LoadedVAE)) is None:
                 raise ValueError(f"drop: {thing!r} was dropped before")
             self.release(storages)
             thing.storages = None
@@ -487,13 +404,50 @@ class SimulatedProcess:
         """``torch.cuda.reset_peak_memory_stats()``."""
         self._core.reset_peak()
 
-    def read(self, outside: int = 0) -> Reading:
-        """Reads the counters since the last `reset_peak`, and keeps what they say among the `readings`.
+    def count(
+        self, *, flops: int = 0, attended: int = 0, moved: int = 0, sent: int = 0, host_flops: int = 0, outside: int = 0
+    ) -> None:  # fmt: skip
+        """Adds work to the phase, which ends with `read`.
+
+        Parameters
+        ----------
+        flops, host_flops : int
+            On the device, and on the host.
+        attended : int
+            FLOPs of fused attentions, which are among `flops`.
+        moved : int
+            Bytes that are read and written in the device's memory.
+        sent : int
+            Bytes of weights that go to the device.
+        outside : int
+            Bytes of the device that the program holds besides PyTorch until the phase ends; the most counts.
+        """
+        given = zip(_COUNTS, (flops, attended, moved, sent, host_flops, outside), strict=True)
+        self._core.count(*(whole(name, count, 0, _MOST) for name, count in given))
+
+    def count_times(self, times: int) -> None:
+        """From now on, `count` counts work so many times: a loop's step that is played stands for others.
+
+        Examples
+        --------
+        >>> p = vaemem.SimulatedProcess("RTX 4090")
+        >>> p.count_times(20); p.count(flops=5); p.count_times(1); p.count(flops=1)
+        >>> reading = p.read(name="denoise")
+        >>> p.counted(0)["flops"]
+        101
+        """
+        self._core.times(whole("times", times, most=_MOST))
+
+    def read(self, outside: int = 0, name: str = "") -> Reading:
+        """Ends a phase: reads the counters since the last `reset_peak`, and the work since the last reading. Keeps
+        what they say among the `readings`.
 
         Parameters
         ----------
         outside : int
-            Bytes of the device that the program holds besides PyTorch, meanwhile.
+            As `count` takes it.
+        name : str
+            The phase's.
 
         Examples
         --------
@@ -504,8 +458,14 @@ class SimulatedProcess:
         >>> p.read().reserved >> 20
         1088
         """
-        self._core.read(whole("outside", outside, 0))
+        self.count(outside=outside)
+        self._core.read(name)
         return self.readings[-1]
+
+    def counted(self, number: int) -> dict[str, Any]:
+        """The name of a phase, by its reading's index, and what `count` counted in it, by the names that it takes."""
+        number = whole("number", number, 0, len(self.readings) - 1)
+        return dict(zip(("name", *_COUNTS), self._core.readings[number][5:], strict=True))
 
     # ---- the same on another device ----
 
@@ -554,6 +514,20 @@ class SimulatedProcess:
         """Names by tag, as the allocator's history and its errors have it."""
         return self._core.frames
 
+    def peak(self, reading: int | None = None) -> tuple[str, list[PeakTensor], dict[str, int]]:
+        """The peak since `reset_peak`, or of a reading by its index: `peak_step`, `peak_tensors`, and by name the bytes
+        that the allocator gave beyond the requests. These leave out what calls took, and for weights that were
+        converted they are those of loading."""
+        number, most = -1, self.peak_allocated
+        if reading is not None:
+            number = whole("reading", reading, 0, len(self.readings) - 1)
+            most = self.readings[number].peak_allocated
+        step, live = self._core.peak(number)
+        found = sorted(((name, size) for name, size, _ in live), key=lambda tensor: -tensor[1])
+        rounded = most - sum(size for _, size in found)
+        tensors = [PeakTensor(name, size) for name, size in (*found, (ROUNDED_UP, rounded)) if size]
+        return step or "", tensors, {name: more for name, _, more in live}
+
     def peak_tensors(self, reading: int | None = None) -> list[PeakTensor]:
         """What was allocated at the peak since `reset_peak`, or at the peak of a reading by its index, largest first;
         equal names are summed. What the allocator gave beyond what was asked for comes last, so that the sum is the
@@ -561,15 +535,7 @@ class SimulatedProcess:
 
         A workspace that could not be had any more later in the call that made the peak counts as what stood in for it.
         """
-        if reading is None:
-            number, peak = -1, self.peak_allocated
-        else:
-            number = whole("reading", reading, 0, len(self.readings) - 1)
-            peak = self.readings[number].peak_allocated
-        _, tensors = self._core.peak(number)
-        found = sorted(tensors, key=lambda tensor: -tensor[1])
-        rounded = peak - sum(size for _, size in found)
-        return [PeakTensor(name, size) for name, size in (*found, (ROUNDED_UP, rounded)) if size]
+        return self.peak(reading)[1]
 
     def peak_step(self, number: int) -> str:
         """The step of a call that makes the peak of a reading, by its index; "" outside of calls.
@@ -582,7 +548,7 @@ class SimulatedProcess:
         >>> p.peak_step(0)
         'decoder.up_blocks.2.upsamplers.0.conv [workspace]'
         """
-        return self._core.peak(whole("number", number, 0, len(self.readings) - 1))[0] or ""
+        return self.peak(whole("number", number, 0, len(self.readings) - 1))[0]
 
     def peak_above_baseline(self) -> tuple[str, dict[str, int]] | None:
         """The step that makes the peak, and {name: bytes} of what was allocated since `reset_peak` and lives then.
@@ -592,8 +558,8 @@ class SimulatedProcess:
         step, tensors = self._core.peak()
         if step is None:
             return None
-        found = Counter(dict(tensors))
-        found.subtract(dict(self._core.baseline()))
+        found = Counter({name: size for name, size, _ in tensors})
+        found.subtract({name: size for name, size, _ in self._core.baseline()})
         return step, {name: size for name, size in found.items() if size}
 
     def timeline(self) -> list[Moment]:
@@ -646,7 +612,7 @@ class SimulatedProcess:
 
     def _call_vae(self, vae: LoadedVAE, op: str, x: Tensor, tile: int, tile_overlap: float, slicing: bool) -> Tensor:
         encodes, tile = op == "encode", whole("tile", tile, 0)
-        model, given = _storages("vae", vae, LoadedVAE), _storages("image" if encodes else "latents", x, Tensor)
+        model, given = addresses_of("vae", vae, LoadedVAE), addresses_of("image" if encodes else "latents", x, Tensor)
         if model is None or given is None:
             raise ValueError(f"{op}: want a model and an input that were not dropped")
         arch = vae.arch
@@ -669,7 +635,7 @@ class SimulatedProcess:
         # cudaMemGetInfo's free bytes and what the allocator holds of the rest, as A1111's get_available_vram adds them.
         free = max(self.available - self.allocated, 0) if runtime.looks_at_memory else 0
         trace = _vae_trace(
-            vae._key, runtime=vae.runtime, op=op, dtype=vae.dtype, height=height, width=width, batch=batch,
+            vae.key, runtime=vae.runtime, op=op, dtype=vae.dtype, height=height, width=width, batch=batch,
             tile=tile, slicing=slicing, sm=self.gpu.sm, multiprocessors=self.gpu.multiprocessors, free_bytes=free,
             channels_last=vae.channels_last, first=first, sends=vae.sends, tile_overlap=tile_overlap,
         )  # fmt: skip

@@ -1,0 +1,131 @@
+"""What a simulated process holds: tensors, loaded models, and the variables that keep them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from vaemem._common import MIB, latent_factor
+from vaemem.prediction.runtimes import packing
+
+
+def arch_key(arch: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """An architecture as a key of a cache."""
+    return tuple(sorted(arch.items()))
+
+
+class _Held:
+    """Storages that something of a simulated process holds until it is dropped."""
+
+    def __init__(self, process: Any, storages: Iterable[int]):
+        self._process = process
+        self.storages: list[int] | None = list(storages)  # addresses, in order; None once dropped
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(self._process._core.bytes_at, self.storages or ()))
+
+
+def addresses_of(argument: str, held: Any, *kinds: type[_Held]) -> list[int] | None:
+    """Addresses that a thing of these kinds holds, None once it was dropped; TypeError for anything else."""
+    if not isinstance(held, kinds):
+        want = " or ".join(one.__name__ for one in kinds)
+        raise TypeError(f"{argument}: want a {want} of this process, got {type(held).__name__}")
+    return held.storages
+
+
+class Tensor(_Held):
+    """Storages of a simulated process. `drop` it when the name that held it goes.
+
+    Attributes
+    ----------
+    name : str
+        Who made it.
+    shape : tuple of int
+        The tensor's, or that of the latents that a posterior describes.
+    dtype : str
+    nbytes : int
+        Requested bytes of all its storages.
+    """
+
+    def __init__(
+        self, process: Any, name: str, shape: Sequence[int], dtype: str, storages: Iterable[int]
+    ):  # fmt: skip
+        super().__init__(process, storages)
+        self.name, self.shape, self.dtype = name, tuple(shape), dtype
+
+    def __repr__(self) -> str:
+        state = "dropped" if self.storages is None else f"{self.nbytes / MIB:.2f} MiB"
+        return f"<Tensor {self.name} {'x'.join(map(str, self.shape))} {self.dtype}, {state}>"
+
+
+class LoadedVAE(_Held):
+    """A VAE whose weights lie on the simulated device.
+
+    Attributes
+    ----------
+    arch : dict
+    runtime : str
+        One of `RUNTIMES`.
+    dtype : str
+        The weights' type now.
+    factor, latent_channels : int
+        Image pixels a side of one pixel of the latents that the runtime takes and gives, and their channels.
+    channels_last : bool
+        Whether the convolutions' filters are in that memory format.
+    first : str or None
+        The dtype of post_quant_conv, decoder.conv_in and decoder.mid_block, and of latents to decode, where it is
+        another, as diffusers' ``upcast_vae`` leaves it.
+    sends : bool
+        Whether each submodule's weights come for its call, as accelerate's hooks send them; none are there before.
+    """
+
+    def __init__(
+        self, process: Any, arch: Mapping[str, Any], runtime: str, dtype: str, weights: Iterable[int], *,
+        first: str | None = None, channels_last: bool = False, sends: bool = False,
+    ):  # fmt: skip
+        super().__init__(process, weights)
+        self.arch, self.runtime, self.dtype, self.first = dict(arch), runtime, dtype, first
+        self.channels_last, self.sends = channels_last, sends
+        packed = packing(runtime, arch)
+        self.factor, self.latent_channels = latent_factor(arch) * packed, arch["latent_channels"] * packed * packed
+        self.key = arch_key(arch)
+
+    def __repr__(self) -> str:
+        return f"<LoadedVAE {self.arch['name']} ({self.runtime}, {self.dtype}), {self.nbytes / MIB:.2f} MiB>"
+
+
+class Variables:
+    """The local variables of a Python function, as attributes. A tensor is freed once no variable holds it: in
+    ``v.x = f(v.x)`` the old one goes when the new one is there."""
+
+    __slots__ = ("_held", "_process")
+    _held: dict[str, Tensor]
+    _process: Any
+
+    def __init__(self, process: Any):
+        object.__setattr__(self, "_held", {})
+        object.__setattr__(self, "_process", process)
+
+    def __getattr__(self, name: str) -> Tensor:
+        return self._held[name]
+
+    def __setattr__(self, name: str, tensor: Tensor) -> None:
+        old = self._held.get(name)
+        self._held[name] = tensor
+        self._free(old)
+
+    def __delattr__(self, name: str) -> None:
+        self._free(self._held.pop(name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self._held])
+
+    def delete(self, *names: str) -> None:
+        """``del`` those of these variables that are bound."""
+        for name in names:
+            self._free(self._held.pop(name, None))
+
+    def _free(self, tensor: Tensor | None) -> None:
+        if not any(tensor is other for other in self._held.values()):
+            self._process.drop(tensor)
