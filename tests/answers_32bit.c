@@ -425,11 +425,15 @@ static vm_process *chosen(void) { return get(&processes, which = (size_t)number(
 static void say_readings(const vm_process *p) {
     size_t count;
     const vm_reading *r = vm_process_readings(p, &count);
-    for (size_t i = 0; i < count; i++)
+    for (size_t i = 0; i < count; i++) {
+        const vm_work *const w = &r[i].work;
         say(" reading",
             (uint64_t[]){r[i].span.since, r[i].span.until, r[i].base_allocated, r[i].base_reserved, r[i].peak_allocated,
-                         r[i].peak_reserved, r[i].outside},
-            7);
+                         r[i].peak_reserved},
+            6);
+        printf(" %s", vm_names_get(&vm_process_script(p)->names, r[i].name));
+        say("", (uint64_t[]){w->flops, w->attended, w->moved, w->sent, w->host_flops, r[i].outside}, 6);
+    }
 }
 
 /* Where memory ran out, and what the counters say. */
@@ -529,9 +533,22 @@ static void reset(void) {
 
 static void read_counters(void) {
     vm_process *p = chosen();
-    const vm_status s = vm_process_read(p, number());
+    const vm_status s = vm_process_read(p, field());
     say_readings(p);
     say_state(p, s);
+}
+
+static void count_work(void) {
+    vm_process *p = chosen();
+    const uint64_t *of = some(6);
+    vm_process_count(p, &(vm_work){of[0], of[1], of[2], of[3], of[4]}, of[5]);
+    say_state(p, VM_OK);
+}
+
+static void times(void) {
+    vm_process *p = chosen();
+    vm_process_times(p, number());
+    say_state(p, VM_OK);
 }
 
 static void replay(void) {
@@ -555,7 +572,8 @@ static void least(void) {
 static void say_live(const vm_process *p, vm_process_list *live) {
     for (size_t i = 0; i < live->count; i++)
         if (live->item[i].bytes)
-            printf(" %s %" PRIu64, vm_names_get(&vm_process_script(p)->names, live->item[i].name), live->item[i].bytes);
+            printf(" %s %" PRIu64 " %" PRIu64, vm_names_get(&vm_process_script(p)->names, live->item[i].name),
+                   live->item[i].bytes, live->item[i].rounded);
     vm_scratch_free(live->item);
 }
 
@@ -627,6 +645,8 @@ static const struct {
     {"call", play},
     {"empty", empty},
     {"reset", reset},
+    {"count", count_work},
+    {"times", times},
     {"read", read_counters},
     {"replay", replay},
     {"least", least},

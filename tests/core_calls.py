@@ -287,7 +287,10 @@ class Process(StandIn):
         return listed(" state", (*counters, self._bare.most_reserved, self._bare.refused))
 
     def _readings(self) -> str:
-        return "".join(listed(" reading", (*span, *numbers)) for span, *numbers in self._bare.readings)
+        return "".join(
+            listed(" reading", (*span, *counters[:4])) + listed(f" {counters[4]}", counters[5:])
+            for span, *counters in self._bare.readings
+        )
 
     def _do(self, line: Iterable[Any], call: Callable[[], Any], said: Callable[[Any], str]) -> Any:
         """said: what the call returned, None if it failed."""
@@ -342,8 +345,14 @@ class Process(StandIn):
     def reset_peak(self) -> None:
         self._do(["reset", self.number], self._bare.reset_peak, lambda _: "")
 
-    def read(self, outside: int) -> None:
-        self._do(["read", self.number, outside], lambda: self._bare.read(outside), lambda _: self._readings())
+    def count(self, *work: int) -> None:
+        self._do(["count", self.number, words(work)], lambda: self._bare.count(*work), lambda _: "")
+
+    def times(self, times: int) -> None:
+        self._do(["times", self.number, times], lambda: self._bare.times(times), lambda _: "")
+
+    def read(self, name: str) -> None:
+        self._do(["read", self.number, name], lambda: self._bare.read(name), lambda _: self._readings())
 
     def replay(self, other: Process, first_only: bool) -> None:
         line = ["replay", self.number, other.number, int(first_only)]
@@ -363,13 +372,13 @@ class Process(StandIn):
 
     def peak(self, reading: int = -1) -> Any:
         step, tensors = self._bare.peak(reading)
-        live = "".join(f" {name} {size}" for name, size in tensors)
+        live = "".join(listed(f" {name}", sizes) for name, *sizes in tensors)
         log.line(["peak", self.number, reading % WORD], f" {step or '-'}{live}")
         return step, tensors
 
     def baseline(self) -> Any:
         tensors = self._bare.baseline()
-        log.line(["baseline", self.number], "".join(f" {name} {size}" for name, size in tensors))
+        log.line(["baseline", self.number], "".join(listed(f" {name}", sizes) for name, *sizes in tensors))
         return tensors
 
 

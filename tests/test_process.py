@@ -303,7 +303,7 @@ def test_stretches(runtime, side, use, mib, conf):
             else:
                 heights += [one.tolist() for one in found]
                 core.release(left.values())
-            core.read(0)
+            core.read("")
             core.release([weights.pop()])
         spans = ((0, core.steps), (core.steps // 2, core.steps))
         played = core.readings, core.peak(0), allocator.stats(), core.refused, [] if mib else core.again(rows, spans)
