@@ -16,7 +16,7 @@ from vaemem._common import choose, distinct
 from vaemem.engine.file_tensors import BLOCKS, QUANTISED
 from vaemem.pipelines.programs import Weight
 
-__all__ = ["RULES", "TYPES", "Rule", "Stored", "stored", "tensor_bytes"]
+__all__ = ["RULES", "TYPES", "Stored", "stored", "tensor_bytes"]
 
 
 GGML = tuple(QUANTISED)
@@ -88,7 +88,7 @@ def _pieces(shape: Sequence[int], type: str) -> tuple[int, ...]:
 EMBEDDINGS = r"(^|\.)(embed_tokens|shared|token_embedding|position_embedding|relative_attention_bias)\."
 
 
-class Rule(NamedTuple):
+class _Rule(NamedTuple):
     """Which tensors take the type that is asked for. A dimension of 1 before the others does not count as one.
 
     about: whose rule this is, and where it stands
@@ -124,22 +124,22 @@ _FLUX_ENDS = (
     r"|^x_embedder\.|^context_embedder\.|^time_text_embed\.|^norm_out\.|^proj_out\."
 )
 RULES = {
-    "all": Rule(
+    "all": _Rule(
         "every tensor, as module.to(dtype) and checkpoints in one dtype have it", tuple(PLAIN), (0, 1, 2, 3, 4, 5),
     ),
-    "layerwise": Rule(
+    "layerwise": _Rule(
         "diffusers' enable_layerwise_casting (hooks/layerwise_casting.py, and each model's own patterns): linear layers"
         " and convolutions with biases, but for norms, embeddings of positions and patches, the first and last layer",
         ("fp8",), (2, 3, 4, 5),
         rf"norm|pos_embed|patch_embed|^proj_in\.|^proj_out\.|(^|\.)t_embedder\.|cap_embedder\.|{EMBEDDINGS}",
         biases=True,
     ),
-    "bitsandbytes": Rule(
+    "bitsandbytes": _Rule(
         "diffusers and transformers with BitsAndBytesConfig (_replace_with_bnb_linear): every nn.Linear's weight; the"
         " head stays (get_keys_to_not_convert), and T5's wo in float32 (_keep_in_fp32_modules)",
         BITSANDBYTES, (2,), rf"(^|\.)lm_head\.|{EMBEDDINGS}", single=r"\.DenseReluDense\.wo\.",
     ),
-    "comfyui-gguf": Rule(
+    "comfyui-gguf": _Rule(
         "ComfyUI-GGUF's tools: convert.py, which flattens what a UNet has, and lcpp.patch, for what llama-quantize"
         " leaves as it is: matrices but for first and last layers, embeddings of time, and Z-Image's refiners",
         GGML, (2, 4),
@@ -147,7 +147,7 @@ RULES = {
         r"|^out\.2\.|t_embedder\.|x_embedder\.|cap_embedder\.|context_refiner\.|noise_refiner\.",
         vectors="float32", least=1025, flat=True,
     ),
-    "sd.cpp": Rule(
+    "sd.cpp": _Rule(
         "stable-diffusion.cpp's tensor_should_be_converted (model_loader.cpp), and what its layers ask for"
         " (ggml_extend.hpp): convolutions stay float16, rows that fit no block and what has one dimension float32",
         GGML, (2,),
@@ -155,7 +155,7 @@ RULES = {
         "|embedding",
         vectors="float32", images="float16", odd="float32",
     ),
-    "llama.cpp": Rule(
+    "llama.cpp": _Rule(
         "llama-quantize without a K mixture (llama_tensor_get_type): matrices; the table of embeddings, which is the"
         " head too, in Q6_K at least",
         GGML, (2,), r"relative_attention_bias\.", vectors="float32", odd="float16", embeddings="Q6_K",
@@ -178,7 +178,7 @@ class Stored(NamedTuple):
 
 
 def stored(
-    weights: Iterable[Sequence[Any]], type: str | None, rule: str | Rule | list[Any], dtype: str = "bfloat16"
+    weights: Iterable[Sequence[Any]], type: str | None, rule: str | _Rule | list[Any], dtype: str = "bfloat16"
 ) -> list[Stored]:
     """How a model's tensors are stored.
 
@@ -189,7 +189,7 @@ def stored(
         than ``"run"`` is the tensor's own, and stays.
     type : str or None
         As `tensor_bytes` takes it, of those that the rule has; None with a file's list.
-    rule : str, Rule, or list of (name, shape, type, bytes)
+    rule : str, or list of (name, shape, type, bytes)
         One of `RULES`; or the tensors of a file, as `vaemem.engine.weights.tensor_types` lists them, which are what
         is stored then, under the file's own names.
     dtype : str
@@ -237,7 +237,7 @@ def _as(tensor: Weight, type: str) -> Stored:
     return Stored(tensor.name, tensor.shape, type, tensor_bytes(tensor.shape, type))
 
 
-def _store(tensor: Weight, shapes: dict[str, tuple[int, ...]], type: str, rule: Rule, dtype: str) -> Stored:
+def _store(tensor: Weight, shapes: dict[str, tuple[int, ...]], type: str, rule: _Rule, dtype: str) -> Stored:
     """A tensor, stored as a rule says in the type that is asked for or another. shapes: of all tensors, by name."""
     name, shape, own = tensor
     if own != "run":

@@ -84,7 +84,7 @@ def convs(model: str, height: int, width: int) -> Iterator[MetalConv]:
             yield MetalConv(name, h, w, c, k, r, held)
 
 
-class LeastDecode(NamedTuple):
+class _LeastDecode(NamedTuple):
     """The least that a decode takes beside weights: bytes of its work space and in all, and at which convolution."""
 
     at: str
@@ -92,7 +92,7 @@ class LeastDecode(NamedTuple):
     total: int
 
 
-def decode(model: str, height: int, width: int, dtype: str = "bfloat16", lowering: str = "mlx") -> LeastDecode:
+def decode(model: str, height: int, width: int, dtype: str = "bfloat16", lowering: str = "mlx") -> _LeastDecode:
     """The least that MLX takes to decode one image, weights left out.
 
     Parameters
@@ -107,7 +107,7 @@ def decode(model: str, height: int, width: int, dtype: str = "bfloat16", lowerin
 
     Returns
     -------
-    LeastDecode
+    _LeastDecode
 
     Examples
     --------
@@ -120,7 +120,7 @@ def decode(model: str, height: int, width: int, dtype: str = "bfloat16", lowerin
     for conv in convs(model, height, width):
         own = workspace(conv, dtype, lowering)
         total = own + element * (conv.height * conv.width * (conv.c + conv.k) + conv.held)
-        found.append(LeastDecode(conv.name, own, total))
+        found.append(_LeastDecode(conv.name, own, total))
     arch = _core.models()[model]
     if arch["mid_block_add_attention"]:
         # Scores of every pixel with every other, beside queries, keys, values and the block's input.
@@ -128,7 +128,7 @@ def decode(model: str, height: int, width: int, dtype: str = "bfloat16", lowerin
         pixels = (height * width) >> (2 * (len(blocks) - 1))
         scores = element * pixels * pixels
         total = scores + 4 * element * pixels * blocks[-1]
-        found.insert(0, LeastDecode("decoder.mid_block.attentions.0", scores, total))
+        found.insert(0, _LeastDecode("decoder.mid_block.attentions.0", scores, total))
     return max(found, key=lambda one: one.total)
 
 

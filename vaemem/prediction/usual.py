@@ -28,7 +28,7 @@ BFLOAT16_SM = 80  # compute capability from which ComfyUI and Forge take bfloat1
 FLOAT16_TOO, FLOAT16_SM = ("qwen-image", "wan2.1"), 70
 
 
-class Usual(NamedTuple):
+class _Usual(NamedTuple):
     """What a program runs a VAE in.
 
     dtype, weights_dtype: of the run's numbers, and of the weights between runs
@@ -67,7 +67,7 @@ def is_fixed(model: Any) -> bool:
     return isinstance(model, str) and letters(model).endswith("fp16fix")
 
 
-def usual_dtypes(runtime: str, name: str, sm: int, fixed: bool) -> Usual:
+def usual_dtypes(runtime: str, name: str, sm: int, fixed: bool) -> _Usual:
     """What a program runs the VAE of that name in on a card of that compute capability. fixed: as `is_fixed` says."""
     half = PIPELINE_DTYPES.get(name, "float16")
     overflows = name in OVERFLOWING and not fixed
@@ -77,21 +77,21 @@ def usual_dtypes(runtime: str, name: str, sm: int, fixed: bool) -> Usual:
         dtype, program = "bfloat16" if sm >= BFLOAT16_SM else less, {"comfyui": "ComfyUI"}.get(runtime, "Forge")
         flags = "--fp16-vae, --bf16-vae and --fp32-vae" if runtime == "comfyui" else "--vae-in-fp16 and its like"
         where = "from compute capability 8.0 on" if sm >= BFLOAT16_SM else "on cards before compute capability 8.0"
-        return Usual(dtype, dtype, False, f"{dtype}, in which {program} runs VAEs {where}. Its {flags} change that")
+        return _Usual(dtype, dtype, False, f"{dtype}, in which {program} runs VAEs {where}. Its {flags} change that")
     if runtime.startswith("a1111") and overflows:
-        return Usual("float32", "float32", False, f"float32, where A1111 stays once float16 has given NaN{fix}")
+        return _Usual("float32", "float32", False, f"float32, where A1111 stays once float16 has given NaN{fix}")
     if runtime == "invokeai" and name in WANS:
-        return Usual("bfloat16", "bfloat16", False, "bfloat16, in which InvokeAI loads Wan's VAE whatever its setting")
+        return _Usual("bfloat16", "bfloat16", False, "bfloat16, in which InvokeAI loads Wan's VAE whatever its setting")
     if runtime == "invokeai" and name in ("sd15", "sdxl"):
         why = "float32, which InvokeAI's setting VAE precision is by default. It may be fp16: name float16 then"
-        return Usual("float32", "float32", False, why)
+        return _Usual("float32", "float32", False, why)
     if runtime == "diffusers" and overflows:
         why = "float32 from float16 weights, because diffusers converts a VAE whose config says force_upcast (before"
         why += " 0.36, as here, but for a decode's first blocks)"
-        return Usual("float32", "float16", True, why + fix)
+        return _Usual("float32", "float16", True, why + fix)
     a1111 = "A1111 runs VAEs"
     whose = {"a1111": a1111, "a1111-medvram": a1111, "invokeai": "InvokeAI runs it", "ldm": "CompVis' code is run"}
     whose["bfl"] = "BFL's scripts decode, by autocast, of which nothing more is modelled"
     loads = "diffusers' documentation loads it" if name in WANS else "its pipeline in diffusers runs it"
     known = f"in which {whose.get(runtime, loads)}"
-    return Usual(half, half, False, f"{half}, {known if name in PIPELINE_DTYPES else 'as most VAEs are run'}")
+    return _Usual(half, half, False, f"{half}, {known if name in PIPELINE_DTYPES else 'as most VAEs are run'}")
