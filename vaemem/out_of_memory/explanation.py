@@ -160,7 +160,7 @@ def explain(
     has_vae = bool(runs) or any(part.model == A_VAE for part in parts)
     notes = list(notes_on(said, has_vae, through, is_weight))
     if runs and gpu is None:
-        card = runs[0].question.card.gpu.name
+        card = runs[0].request.card.gpu.name
         unsaid = "how large the card is" if "total" not in said.bytes else "the card"
         stands = "is supposed" if "total" not in said.bytes else "which has as much, stands for it"
         notes.append(f"The message does not say {unsaid}: {card} {stands}.")
@@ -169,7 +169,7 @@ def explain(
         notes.append(NOT_EXAMINED)
     matches = [one.match for one in runs[:MOST_MATCHES]]
     is_predicted = runs and not (said.is_tile or said.is_directml or said.maker == "Apple")
-    prediction = rounded(runs[0].question) if is_predicted else None
+    prediction = rounded(runs[0].request) if is_predicted else None
     return Explanation(said.bytes, matches, notes, prediction, parts[:MOST_MATCHES], is_told)
 
 

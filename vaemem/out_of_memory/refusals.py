@@ -61,10 +61,10 @@ class Refusal(NamedTuple):
 class Refusals:
     """A run that is played with more or less room, each room once."""
 
-    def __init__(self, question: VAERequest):
-        self._request, self._process = question, question.start()
+    def __init__(self, request: VAERequest):
+        self._request, self._process = request, request.start()
         self._known: dict[int, Refusal | None] = {}
-        question.play(self._process, "cold")
+        request.play(self._process, "cold")
 
     @property
     def plays(self) -> int:

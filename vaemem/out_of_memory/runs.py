@@ -85,10 +85,10 @@ class Match(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A match with the question that plays it; fit: how well it agrees, from 0; rare: how unusual such a run is."""
+    """A match with the request that plays it; fit: how well it agrees, from 0; rare: how unusual such a run is."""
 
     match: Match
-    question: VAERequest
+    request: VAERequest
     fit: int
     rare: int
 
@@ -102,11 +102,11 @@ class _Kind(NamedTuple):
     dtype: str
     card: Gpu
 
-    def question(self, height: int, width: int, allocator: str) -> VAERequest:
+    def request_at(self, height: int, width: int, allocator: str) -> VAERequest:
         settings: dict[str, Any] = {"runtime": self.runtime, "gpu": self.card, "allocator": allocator}
-        question = resolve_vae(VAEArguments(self.model, self.op, height, width, **settings))
-        if ELEMENT_BYTES[question.job.dtype] == ELEMENT_BYTES[self.dtype]:
-            return question
+        request = resolve_vae(VAEArguments(self.model, self.op, height, width, **settings))
+        if ELEMENT_BYTES[request.job.dtype] == ELEMENT_BYTES[self.dtype]:
+            return request
         # It was told to take another type.
         return resolve_vae(VAEArguments(self.model, self.op, height, width, dtype=self.dtype, **settings))
 
@@ -208,10 +208,10 @@ def _tried(said: Said, kind: _Kind, height: int, width: int, rank: int) -> tuple
     """A run, where one of its steps may have been refused; and how often it was played."""
     if not _may_be(said, kind, height, width, rank):
         return [], 0
-    question = kind.question(height, width, "native" if said.is_native else "cudaMallocAsync")
-    refusals = Refusals(question)
+    request = kind.request_at(height, width, "native" if said.is_native else "cudaMallocAsync")
+    refusals = Refusals(request)
     fits = refusals.fits(said, _weights(kind.model, kind.dtype) // 2)  # of which so much at least was there
-    best = [_found(said, kind, question, *max(fits.items(), key=lambda one: one[1]), rank)] if fits else []
+    best = [_found(said, kind, request, *max(fits.items(), key=lambda one: one[1]), rank)] if fits else []
     return best, refusals.plays
 
 
@@ -228,21 +228,21 @@ def _may_be(said: Said, kind: _Kind, height: int, width: int, rank: int) -> bool
     return bool(trace.wants(max(size - within, 0), size + within, said.is_native, said.spare))
 
 
-def _found(said: Said, kind: _Kind, question: VAERequest, request: Refusable, fit: int, rank: int) -> Found:
-    """The match, and the question on a card where the run has as much room as it had."""
-    job, figures, beside = question.job, said.bytes, None
+def _found(said: Said, kind: _Kind, request: VAERequest, refused: Refusable, fit: int, rank: int) -> Found:
+    """The match, and the request on a card where the run has as much room as it had."""
+    job, figures, beside = request.job, said.bytes, None
     if "allocated" in figures:
-        others = max(figures["allocated"] - request.before, 0)
-        beside = figures["allocated"] - request.before + _weights(kind.model, kind.dtype)
+        others = max(figures["allocated"] - refused.before, 0)
+        beside = figures["allocated"] - refused.before + _weights(kind.model, kind.dtype)
         room = sum(figures.get(name, 0) for name in ("allocated", "cached", "free")) - others
-        question = replace(question, card=Card(kind.card, max(kind.card.reported_memory - CONTEXT - room, 0)))
+        request = replace(request, card=Card(kind.card, max(kind.card.reported_memory - CONTEXT - room, 0)))
     types = kind.dtype if kind.dtype == "float32" else "float16 or bfloat16"
     match = Match(
-        ALIKE.get(kind.model, kind.model), kind.op, job.height, job.width, types, kind.runtime, request.tensor,
-        request.bytes, beside, fit >= PLAYED and not request.tensor.endswith(LOWERED), fit >= AGREES,
+        ALIKE.get(kind.model, kind.model), kind.op, job.height, job.width, types, kind.runtime, refused.tensor,
+        refused.bytes, beside, fit >= PLAYED and not refused.tensor.endswith(LOWERED), fit >= AGREES,
     )  # fmt: skip
     is_sharp = said.within.get("cached", SHARP) < SHARP
-    return Found(match, question, min(fit, PLAYED) if rank > 1 and not is_sharp else fit, rank + _rarity(kind))
+    return Found(match, request, min(fit, PLAYED) if rank > 1 and not is_sharp else fit, rank + _rarity(kind))
 
 
 def _sorted(runs: Iterable[Found]) -> list[Found]:
@@ -264,7 +264,7 @@ def _weights(model: str, dtype: str) -> int:
     return sum(parameter_bytes(tuple(sorted(architecture(model).items())), "diffusers", dtype)[0])
 
 
-def rounded(question: VAERequest) -> Prediction:
+def rounded(request: VAERequest) -> Prediction:
     """What is predicted where others hold a round figure, which a command can be given."""
-    card = question.card
-    return Prediction(replace(question, card=replace(card, used=-(-card.used // ROUNDED) * ROUNDED)))
+    card = request.card
+    return Prediction(replace(request, card=replace(card, used=-(-card.used // ROUNDED) * ROUNDED)))

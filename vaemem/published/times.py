@@ -46,10 +46,10 @@ def timed_rows() -> tuple[TimedRow, ...]:
     """
     rows = []
     for row in seed_table():
-        question = resolve_vae(VAEArguments(**asked_of(key := tuple(row[name] for name in IDENTITY))))
-        most, trace = peak(GPU, question.job.dtype), question.trace
+        request = resolve_vae(VAEArguments(**asked_of(key := tuple(row[name] for name in IDENTITY))))
+        most, trace = peak(GPU, request.job.dtype), request.trace
         parts = (trace.flops / most, trace.attended / most, trace.moved / memory_rate(GPU).value)
-        rows.append(TimedRow(key, row["seconds"], question.machine.seconds(question.work), *parts))
+        rows.append(TimedRow(key, row["seconds"], request.machine.seconds(request.work), *parts))
     return tuple(rows)
 
 
