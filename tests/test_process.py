@@ -380,6 +380,13 @@ def test_what_the_allocator_rounded_up():
     core.copy("w", small, [4096, 0, 0])  # its rounding stays what it was
     core.reset_peak()
     assert core.baseline() == [("w", 1537 + 4096, 1022), ("v", (20 << 20) - 5000, 5000)]
+    late = core.hold("w", [1000])  # what comes after the peak, but in the phase, is rounded up too
+    core.release(late)
+    core.read("")
+    assert core.peak(0)[1][0] == ("w", 1537 + 4096 + 1000, 1022 + 24)
+    core.release([*small, *late[:0]])
+    core.hold("w", [1])
+    assert core.peak()[1][0][2] == 511  # none of the earlier ones
 
 
 def test_every_allocation_fails_once():

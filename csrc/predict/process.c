@@ -276,7 +276,7 @@ vm_status vm_process_copy(vm_process *p, const char *stamp, uint64_t *address, c
         if (!bytes[*copied]) continue;
         s = vm_process_take(p, shown, p->storage[old].name, &bytes[*copied], 1, one);
         if (s) break;
-        p->storage[p->script->ids - 1].rounded = p->storage[old].rounded; /* as when it was loaded */
+        p->storage[p->script->ids - 1].rounded = 0; /* that of loading counts */
         s = vm_process_give(p, old);
     }
     return done(p, s);
@@ -387,13 +387,12 @@ vm_status vm_process_call(vm_process *p, const vm_trace *t, const uint64_t *work
 /* ---- what happened ---- */
 
 /* row: by name, its place in the list + 1, or 0. */
-static void add(vm_process_list *list, uint32_t *row, uint32_t name, uint64_t bytes, uint64_t rounded) {
+static void add(vm_process_list *list, uint32_t *row, uint32_t name, uint64_t bytes) {
     if (!row[name]) {
         list->item[list->count++] = (vm_process_named){.name = name};
         row[name] = (uint32_t)list->count;
     }
     list->item[row[name] - 1].bytes += bytes;
-    list->item[row[name] - 1].rounded += rounded;
 }
 
 /* What is live at a peak: outside of the call that makes it, then in it. */
@@ -408,42 +407,64 @@ static void list_live(const vm_process *p, const peak *at, bool *live, uint32_t 
     }
     for (uint32_t id = 0; id <= p->script->ids; id++) {
         for (int k = 0; k < 2; k++)
-            if (p->kept[k].step < call && p->kept[k].before == id) add(out, row, p->kept[k].name, kept_bytes[k], 0);
+            if (p->kept[k].step < call && p->kept[k].before == id) add(out, row, p->kept[k].name, kept_bytes[k]);
         if (id >= before || !live[id] || !p->storage[id].bytes) continue;
-        add(out, row, p->storage[id].name, p->storage[id].bytes, p->storage[id].rounded);
+        add(out, row, p->storage[id].name, p->storage[id].bytes);
     }
     for (size_t i = call; i < end; i++) {
-        if (step[i].op == VM_TRACE_TAKE && live[step[i].id]) add(out, row, step[i].name, step[i].bytes, 0);
+        if (step[i].op == VM_TRACE_TAKE && live[step[i].id]) add(out, row, step[i].name, step[i].bytes);
         for (int k = 0; k < 2; k++)
-            if (p->kept[k].step == i) add(out, row, p->kept[k].name, kept_bytes[k], 0);
+            if (p->kept[k].step == i) add(out, row, p->kept[k].name, kept_bytes[k]);
     }
     if (call == end) return;
-    if (step[end - 1].op == VM_TRACE_CONV) add(out, row, step[end - 1].name, at->workspace, 0);
+    if (step[end - 1].op == VM_TRACE_CONV) add(out, row, step[end - 1].name, at->workspace);
     if (step[end - 1].op == VM_TRACE_CUBLASLT && p->blas.cublaslt_use == VM_CUBLASLT_EACH)
-        add(out, row, step[end - 1].name, kept_bytes[CUBLASLT], 0);
+        add(out, row, step[end - 1].name, kept_bytes[CUBLASLT]);
 }
 
-static vm_status list_at(const vm_process *p, const peak *at, vm_process_list *out) {
+/* What was rounded up of each name in the list. held: [names], how many of its storages are live, 0 */
+static void list_rounded(const vm_process *p, size_t until, uint32_t *held, uint64_t *rounded, vm_process_list *out) {
+    for (size_t i = 0; i < until; i++) {
+        const vm_trace_step *const step = &p->script->step[i];
+        if (step->op != VM_TRACE_TAKE && step->op != VM_TRACE_GIVE) continue;
+        const storage *one = &p->storage[step->id];
+        if (step->op == VM_TRACE_GIVE) held[one->name] -= one->bytes > 0;
+        if (step->op == VM_TRACE_GIVE || !one->bytes) continue;
+        if (!held[one->name]++) rounded[one->name] = 0;
+        rounded[one->name] += one->rounded;
+    }
+    for (size_t i = 0; i < out->count; i++) out->item[i].rounded = rounded[out->item[i].name];
+}
+
+/* until: as many steps as tell what was rounded up */
+static vm_status list_at(const vm_process *p, const peak *at, size_t until, vm_process_list *out) {
     const size_t names = p->script->names.count;
     bool *live = NULL;
-    uint32_t *row = NULL;
+    uint32_t *row = NULL, *held = NULL;
+    uint64_t *rounded = NULL;
     *out = (vm_process_list){0};
     vm_status s = vm_scratch_new(names, sizeof *out->item, &out->item);
     if (!s) s = vm_scratch_new(p->script->ids, sizeof *live, &live);
     if (!s) s = vm_scratch_new(names, sizeof *row, &row);
+    if (!s) s = vm_scratch_new(names, sizeof *held, &held);
+    if (!s) s = vm_scratch_new(names, sizeof *rounded, &rounded);
     if (!s) list_live(p, at, live, row, out);
+    if (!s) list_rounded(p, until, held, rounded, out);
     if (s) vm_scratch_free(out->item);
-    vm_scratch_free(live);
+    vm_scratch_free(rounded);
+    vm_scratch_free(held);
     vm_scratch_free(row);
+    vm_scratch_free(live);
     return s;
 }
 
 vm_status vm_process_peak(const vm_process *p, size_t reading, vm_process_list *out, const vm_trace_step **step) {
-    const peak *at = reading < p->readings ? &p->reading_peak[reading] : &p->peak;
+    const bool is_read = reading < p->readings;
+    const peak *at = is_read ? &p->reading_peak[reading] : &p->peak;
     *step = at->call < at->end ? &p->script->step[at->end - 1] : NULL;
-    return list_at(p, at, out);
+    return list_at(p, at, is_read ? p->reading[reading].span.until : p->script->steps, out);
 }
 
 vm_status vm_process_baseline(const vm_process *p, vm_process_list *out) {
-    return list_at(p, &(peak){p->reset, p->reset, 0}, out);
+    return list_at(p, &(peak){p->reset, p->reset, 0}, p->reset, out);
 }

@@ -117,7 +117,8 @@ vm_status vm_process_again(const vm_process *p, const vm_process_span *span, siz
 typedef struct vm_process_named {
     uint32_t name;
     uint64_t bytes;   /* as requested */
-    uint64_t rounded; /* bytes that the allocator gave beyond them; only of storages that vm_process_hold took */
+    uint64_t rounded; /* bytes that the allocator gave beyond the requests when vm_process_hold took storages of that
+                         name, by the end of the phase; those before there were none of it do not count */
 } vm_process_named;
 
 /* Storages that were live at once, by name, in the order in which each name came first. */

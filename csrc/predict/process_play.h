@@ -7,7 +7,7 @@
 typedef struct storage {
     uint64_t address; /* 0: not there */
     uint64_t bytes;
-    uint32_t rounded; /* bytes that the allocator gave beyond them, if it was taken outside of calls */
+    uint32_t rounded; /* bytes that the allocator gave beyond them; 0 if a call or a copy took it */
     uint32_t name;
 } storage;
 

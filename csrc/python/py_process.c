@@ -457,7 +457,8 @@ static PyMethodDef methods[] = {
      "pages of 2 MiB; low: too few bytes;\nhigh: enough, as far as is known."},
     {"peak", (PyCFunction)process_peak, METH_VARARGS,
      "peak($self, reading=-1, /)\n--\n\n(name of the call's step that makes the peak or None, [(name, bytes, bytes "
-     "that the allocator rounded\nthem up by outside of calls)] of what was live then): of a reading, or since the "
+     "that the allocator gave\nbeyond the requests of that name outside of calls)] of what was live then): of a "
+     "reading, or since the "
      "last "
      "reset."},
     {"baseline", (PyCFunction)process_baseline, METH_NOARGS,

@@ -515,9 +515,9 @@ class SimulatedProcess:
         return self._core.frames
 
     def peak(self, reading: int | None = None) -> tuple[str, list[PeakTensor], dict[str, int]]:
-        """The peak since `reset_peak`, or of a reading by its index: `peak_step`, `peak_tensors`, and by name the bytes
-        that the allocator gave beyond the requests. These leave out what calls took, and for weights that were
-        converted they are those of loading."""
+        """The peak since `reset_peak`, or of a reading by its index: `peak_step`, `peak_tensors`, and for each name the
+        bytes that the allocator gave beyond the requests until the phase ended. These leave out what calls and
+        conversions took."""
         number, most = -1, self.peak_allocated
         if reading is not None:
             number = whole("reading", reading, 0, len(self.readings) - 1)
