@@ -70,50 +70,49 @@ static vm_status add_stretch(score *o, const vm_trace_stretch *x, size_t from, b
     return s;
 }
 
+/* What step i does. kept: which workspaces of cuBLAS's are there; each is kept from its first use on, under a number
+ * that no storage has. *takes: whether it takes one of them. */
+static vm_status read_step(score *o, const vm_process *p, uint32_t i, bool kept[2], bool *takes) {
+    const vm_trace_step *const step = &p->script->step[i];
+    const bool lt = step->op == VM_TRACE_CUBLASLT;
+    const note first = {TAKE, i, p->script->ids, p->blas.cublas_bytes};
+    vm_status s = VM_OK;
+    switch (step->op) {
+    case VM_TRACE_TAKE:
+        return add_request(o, p, (note){TAKE, i, step->id, step->bytes});
+    case VM_TRACE_GIVE:
+        return add_request(o, p, (note){GIVE, i, step->id, p->storage[step->id].bytes});
+    case VM_TRACE_CONV:
+        return add_note(o, (note){CONVOLVE, i, step->id, 0});
+    case VM_TRACE_EMPTY:
+        return add_note(o, (note){EMPTY, i, 0, 0});
+    case VM_TRACE_CUBLASLT:
+    case VM_TRACE_CUBLAS:
+        if (lt && p->blas.cublaslt_use == VM_CUBLASLT_EACH)
+            return add_request(o, p, (note){BORROW, i, 0, p->blas.cublaslt_bytes});
+        *takes |= !kept[CUBLAS] || (lt && !kept[CUBLASLT]);
+        if (!kept[CUBLAS]) s = add_request(o, p, first);
+        if (!s && lt && !kept[CUBLASLT]) s = add_request(o, p, (note){TAKE, i, first.id, p->blas.cublaslt_bytes});
+        kept[CUBLAS] = true;
+        kept[CUBLASLT] |= lt;
+        return s;
+    default:
+        return VM_OK;
+    }
+}
+
 static vm_status read_score(const vm_process *p, size_t until, score *o) {
-    const vm_trace_stretch *x = p->script->stretch, *const end = x + p->script->stretches;
-    size_t from = 0;
-    bool takes = false;
-    const vm_trace_step *const step = p->script->step;
-    const bool each = p->blas.cublaslt_use == VM_CUBLASLT_EACH;
-    bool kept[2] = {false, p->blas.cublaslt_use != VM_CUBLASLT_KEPT};
+    const vm_trace *const script = p->script;
+    size_t from = 0, next = 0;
+    bool takes = false, kept[2] = {false, p->blas.cublaslt_use != VM_CUBLASLT_KEPT};
     vm_status s = VM_OK;
     for (uint32_t i = 0; !s && i < until; i++) {
-        const uint32_t id = step[i].id;
-        if (x < end && i == x->from) from = o->notes, takes = false;
-        switch (step[i].op) {
-        case VM_TRACE_TAKE:
-            s = add_request(o, p, (note){TAKE, i, id, step[i].bytes});
-            break;
-        case VM_TRACE_GIVE:
-            s = add_request(o, p, (note){GIVE, i, id, p->storage[id].bytes});
-            break;
-        case VM_TRACE_CONV:
-            s = add_note(o, (note){CONVOLVE, i, id, 0});
-            break;
-        case VM_TRACE_EMPTY:
-            s = add_note(o, (note){EMPTY, i, 0, 0});
-            break;
-        case VM_TRACE_CUBLASLT:
-        case VM_TRACE_CUBLAS: {
-            const bool lt = step[i].op == VM_TRACE_CUBLASLT;
-            if (lt && each) {
-                s = add_request(o, p, (note){BORROW, i, 0, p->blas.cublaslt_bytes});
-                break;
-            }
-            /* Kept from its first use on, under a number that no storage has. */
-            takes |= !kept[CUBLAS] || (lt && !kept[CUBLASLT]);
-            if (!kept[CUBLAS]) s = add_request(o, p, (note){TAKE, i, p->script->ids, p->blas.cublas_bytes});
-            kept[CUBLAS] = true;
-            if (!s && lt && !kept[CUBLASLT])
-                s = add_request(o, p, (note){TAKE, i, p->script->ids, p->blas.cublaslt_bytes});
-            kept[CUBLASLT] |= lt;
-            break;
-        }
-        default:
-            break;
-        }
-        if (!s && x < end && i + 1 == x->until) s = add_stretch(o, x++, from, takes);
+        const vm_trace_stretch *const x = next < script->stretches ? &script->stretch[next] : NULL;
+        if (x && i == x->from) from = o->notes, takes = false;
+        s = read_step(o, p, i, kept, &takes);
+        if (s || !x || i + 1 < x->until) continue;
+        s = add_stretch(o, x, from, takes);
+        next++;
     }
     return s;
 }
@@ -121,7 +120,7 @@ static vm_status read_score(const vm_process *p, size_t until, score *o) {
 /* Rows that went alike so far. */
 typedef struct group {
     vm_pool pool;
-    uint32_t *held;         /* [ids], the block of each storage */
+    uint32_t *held;         /* [ids], the block of each storage; 0: none */
     uint64_t *version;      /* [kinds] of stretches: the pool's when one was played and changed nothing */
     uint64_t begun;         /* the pool's version when the stretch began */
     size_t stretch, others; /* stretches and other notes that were played */
@@ -207,7 +206,8 @@ static vm_status play(const score *o, group *g, size_t at) {
             s = vm_pool_take(&g->pool, n.size, &g->held[n.id]);
             break;
         case GIVE:
-            vm_pool_give(&g->pool, g->held[n.id]);
+            if (g->held[n.id]) vm_pool_give(&g->pool, g->held[n.id]); /* a recorded trace may give twice */
+            g->held[n.id] = 0;
             break;
         case BORROW:
             s = vm_pool_borrow(&g->pool, n.size);
