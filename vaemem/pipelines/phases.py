@@ -20,7 +20,7 @@ from vaemem.prediction.held import Tensor, Variables
 class PhaseRun(Protocol):
     """A pipeline's run, as the functions below see it. `PipelineRun` is one."""
 
-    asked: PipelineRequest
+    request: PipelineRequest
     parts: dict[str, Part]  # by role; a text encoder may be missing, and prompts then come encoded
     moved: list[str]  # roles of the components that offloading moves
     v: Variables
@@ -62,7 +62,7 @@ class PhaseRun(Protocol):
 
 def play_stable_diffusion(run: PhaseRun) -> None:
     """StableDiffusionPipeline: SD 1.5."""
-    q, v, (batch, *latent) = run.asked, run.v, run.latent_shape
+    q, v, (batch, *latent) = run.request, run.v, run.latent_shape
     _, h, w = latent
     calls = count_calls(q.tokens, CLIP_TOKENS)
     tokens, images = calls * CLIP_TOKENS, 2 * batch if q.guidance else batch
@@ -103,7 +103,7 @@ def play_stable_diffusion(run: PhaseRun) -> None:
 
 def play_stable_diffusion_xl(run: PhaseRun) -> None:
     """StableDiffusionXLPipeline: SDXL."""
-    q, v, (batch, *latent) = run.asked, run.v, run.latent_shape
+    q, v, (batch, *latent) = run.request, run.v, run.latent_shape
     _, h, w = latent
     calls = count_calls(q.tokens, CLIP_TOKENS)
     tokens, images = calls * CLIP_TOKENS, 2 * batch if q.guidance else batch
@@ -154,7 +154,7 @@ def play_stable_diffusion_xl(run: PhaseRun) -> None:
 
 def play_flux(run: PhaseRun) -> None:
     """FluxPipeline: FLUX.1-dev, and FLUX.1-schnell, whose transformer has no guidance input."""
-    q, v, (batch, _, h, w) = run.asked, run.v, run.latent_shape
+    q, v, (batch, _, h, w) = run.request, run.v, run.latent_shape
 
     load_components(run)
 
@@ -191,7 +191,7 @@ def play_flux(run: PhaseRun) -> None:
 
 def play_z_image(run: PhaseRun) -> None:
     """ZImagePipeline, which keeps latents in float32. Its transformer sees the prompt without the padding."""
-    q, v, (batch, _, h, w) = run.asked, run.v, run.latent_shape
+    q, v, (batch, _, h, w) = run.request, run.v, run.latent_shape
 
     load_components(run)
 
@@ -220,7 +220,7 @@ def play_z_image(run: PhaseRun) -> None:
 
 def play_flux2(run: PhaseRun) -> None:
     """Flux2Pipeline: FLUX.2-dev; and Flux2KleinPipeline, whose transformer has no guidance input."""
-    q, v, (batch, _, h, w) = run.asked, run.v, run.latent_shape
+    q, v, (batch, _, h, w) = run.request, run.v, run.latent_shape
     calls = count_calls(q.tokens, MOST_SEQUENCE)
     tokens = calls * MOST_SEQUENCE
 
@@ -309,7 +309,7 @@ def repeat(run: PhaseRun, name: str, shape: Sequence[int], encoded: Sequence[Ten
 
 def encode_image(run: PhaseRun) -> None:
     """How image-to-image begins: the image's latents, and noise to add to them."""
-    q, v, dtype = run.asked, run.v, run.parts["vae"].dtype
+    q, v, dtype = run.request, run.v, run.parts["vae"].dtype
     v.init_image = run.tensor("init_image", (q.batch, 3, q.height, q.width), dtype)
     v.init_latents = run.encode(v.init_image)
     v.noise = run.tensor("noise", run.latent_shape, dtype)
@@ -317,7 +317,7 @@ def encode_image(run: PhaseRun) -> None:
 
 def prepare_latents(run: PhaseRun, dtype: str | None = None) -> None:
     """``timesteps`` and ``latents``."""
-    run.v.timesteps = run.tensor("timesteps", (run.asked.steps,), "float32")
+    run.v.timesteps = run.tensor("timesteps", (run.request.steps,), "float32")
     run.v.latents = run.tensor("latents", run.latent_shape, dtype)
 
 
@@ -349,7 +349,7 @@ def decode_image(run: PhaseRun) -> None:
 
 def postprocess(run: PhaseRun, variable: str) -> None:
     """``image_processor.postprocess``, which brings the variable's image from -1..1 to 0..1."""
-    q, vae = run.asked, run.parts["vae"]
+    q, vae = run.request, run.parts["vae"]
     for name in () if "vae" in q.on_cpu else ("image * 0.5", "image * 0.5 + 0.5", "image, clamped"):
         dtype = "float32" if vae.upcast else vae.dtype
         setattr(run.v, variable, run.tensor(name, (q.batch, 3, q.height, q.width), dtype))
@@ -357,7 +357,7 @@ def postprocess(run: PhaseRun, variable: str) -> None:
 
 def check_safety(run: PhaseRun) -> None:
     """``run_safety_checker``: the checker sees the picture at 224x224."""
-    q, v, vae = run.asked, run.v, run.parts["vae"]
+    q, v, vae = run.request, run.v, run.parts["vae"]
     v.picture = v.image
     postprocess(run, "picture")
     del v.picture

@@ -78,13 +78,13 @@ class Part:
         than its variables. The last ones are kept, because it takes longer to make one than to play it."""
         recording, kept = programs.load_program(self.component), self._traces
         wanted = {name: sizes[name] for name in recording.variables}
-        asked = (gpu.name, gpu.sm, gpu.multiprocessors, sends, *wanted.items())
-        trace = kept.get(asked)
+        key = (gpu.name, gpu.sm, gpu.multiprocessors, sends, *wanted.items())
+        trace = kept.get(key)
         if trace is None:
             trace = recording.trace(self.dtype, gpu, self.unpacked, self.sent if sends else None, **wanted)
             for oldest in list(kept)[: len(kept) + 1 - KEPT_TRACES]:
                 kept.pop(oldest, None)
-            kept[asked] = trace
+            kept[key] = trace
         return trace
 
     @functools.cached_property

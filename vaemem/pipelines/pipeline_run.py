@@ -24,15 +24,17 @@ PLAYED_STEPS = 2  # of the denoiser; the cache and the sizes are the same from t
 
 
 class PipelineRun:
-    """The run of a pipeline, as it was asked for, by a process. With the offload ``"model"``
+    """A pipeline's run by a process. With the offload ``"model"``
     (``enable_model_cpu_offload``) each component comes as a whole when it is called, and goes when the next one is;
     with ``"sequential"`` (``enable_sequential_cpu_offload``) each submodule's weights come and go with its call."""
 
-    def __init__(self, asked: PipelineRequest, process: SimulatedProcess):
-        self.asked, self.process, self.v = asked, process, Variables(process)
-        self.parts = {part.role: part for part in asked.parts}  # in the order of ``model_cpu_offload_seq``
-        resident = asked.resident
-        self.moved = [role for role in self.parts if asked.offload != "none" and role not in resident]  # by offloading
+    def __init__(self, request: PipelineRequest, process: SimulatedProcess):
+        self.request, self.process, self.v = request, process, Variables(process)
+        self.parts = {part.role: part for part in request.parts}  # in the order of ``model_cpu_offload_seq``
+        resident = request.resident
+        self.moved = [
+            role for role in self.parts if request.offload != "none" and role not in resident
+        ]  # by offloading
         self.calls: list[tuple[str, Any]] = []  # roles, and what the process keeps of their calls
         self._loaded: dict[str, list[int] | LoadedVAE] = {}  # addresses, none of what PyTorch's memory does not have
 
@@ -43,12 +45,12 @@ class PipelineRun:
         once it has come there in half precision."""
         part, process, name = self.parts[role], self.process, f"weights of {role}"
         self._loaded[role] = []
-        if role in self.asked.on_cpu or (role == "vae" and self.asked.vae == "vaemem"):
+        if role in self.request.on_cpu or (role == "vae" and self.request.vae == "vaemem"):
             return
         if part.component in shipped_models():
             # With model offload a VAE is upcast where it lies, on the CPU, before its call brings it.
-            is_upcast = part.upcast and self.asked.offload == "model"
-            first = part.dtype if is_upcast and not self.asked.image else None
+            is_upcast = part.upcast and self.request.offload == "model"
+            first = part.dtype if is_upcast and not self.request.image else None
             vae = process.load(part.component, "float32" if is_upcast else part.dtype, "diffusers", first=first)
             self._loaded[role] = vae
             process.count(sent=vae.nbytes)
@@ -76,7 +78,7 @@ class PipelineRun:
     def bring(self, role: str) -> None:
         """What happens before a component is called: accelerate's hook sends away the one before it of those that have
         hooks."""
-        if self.asked.offload != "model" or role not in self.moved:
+        if self.request.offload != "model" or role not in self.moved:
             return
         for other in self.moved[: self.moved.index(role)][-1:]:
             if other in self._loaded:
@@ -88,10 +90,10 @@ class PipelineRun:
         """Calls a recorded module; what it leaves. `sizes` may have more than its variables."""
         self.bring(role)
         part, process = self.parts[role], self.process
-        if role in self.asked.on_cpu:
+        if role in self.request.on_cpu:
             process.count(host_flops=part.trace(find_gpu(programs.ANY_GPU), False, **sizes).flops)
             return Tensor(process, f"output of {role}", (), part.dtype, ())
-        sends = self.asked.offload == "sequential" and role in self.moved
+        sends = self.request.offload == "sequential" and role in self.moved
         trace = part.trace(process.gpu, sends, **sizes)
         left = process.call(trace)
         process.count(flops=trace.flops, sent=part.nbytes if sends else 0)
@@ -118,12 +120,12 @@ class PipelineRun:
     def decode(self, latents: Tensor) -> Tensor:
         """``vae.decode(latents).sample``; or the same by vaemem, whose memory is not PyTorch's: the whole limit counts
         while it runs, and the image comes as a tensor."""
-        asked, dtype = self.asked, self.parts["vae"].dtype
+        request, dtype = self.request, self.parts["vae"].dtype
         self._count_vae("decode")
-        if "vae" in asked.on_cpu:
+        if "vae" in request.on_cpu:
             return Tensor(self.process, "image", (), dtype, ())
-        if asked.vae == "vaemem":
-            return self.tensor("image", (asked.batch, 3, asked.height, asked.width), latents.dtype)
+        if request.vae == "vaemem":
+            return self.tensor("image", (request.batch, 3, request.height, request.width), latents.dtype)
         vae = self._vae()
         if vae.dtype != "float32":
             self._upcast(vae, "float32")
@@ -135,7 +137,7 @@ class PipelineRun:
     def _vae(self) -> LoadedVAE:
         """On the device; with sequential offload one whose weights come for their calls."""
         part = self.parts["vae"]
-        if self.asked.offload == "sequential":
+        if self.request.offload == "sequential":
             return LoadedVAE(self.process, architecture(part.component), "diffusers", part.dtype, (), sends=True)
         self.bring("vae")
         vae = self._loaded["vae"]
@@ -144,18 +146,18 @@ class PipelineRun:
 
     def _count_vae(self, op: str) -> None:
         """Counts the work of the VAE's call, whoever does it, and the memory that vaemem takes for it."""
-        asked, part = self.asked, self.parts["vae"]
-        dtype = "float32" if part.upcast and asked.vae != "vaemem" else part.dtype
+        request, part = self.request, self.parts["vae"]
+        dtype = "float32" if part.upcast and request.vae != "vaemem" else part.dtype
         flops, attended, moved = vae_counts(
-            part.component, op, dtype, asked.height, asked.width, asked.batch, asked.tile
+            part.component, op, dtype, request.height, request.width, request.batch, request.tile
         )
-        if "vae" in asked.on_cpu:
+        if "vae" in request.on_cpu:
             self.process.count(host_flops=flops)
         else:
-            self.process.count(flops=flops, attended=attended, moved=moved, outside=asked.vae_limit)
+            self.process.count(flops=flops, attended=attended, moved=moved, outside=request.vae_limit)
 
     def _call_vae(self, method: Callable[..., Tensor], vae: LoadedVAE, x: Tensor) -> Tensor:
-        result = method(vae, x, tile=self.asked.tile, slicing=self.asked.vae == "sliced")
+        result = method(vae, x, tile=self.request.tile, slicing=self.request.vae == "sliced")
         self.calls.append(("vae", self.process.last_call))
         self.process.count(sent=self.calls[-1][1][0].sent)
         return result
@@ -170,12 +172,12 @@ class PipelineRun:
     @functools.cached_property
     def latent_shape(self) -> tuple[int, int, int, int]:
         """(batch, channels, height, width) of the latents."""
-        asked, channels = self.asked, shipped_models()[self.parts["vae"].component]["latent_channels"]
-        return asked.batch, channels, asked.height // VAE_STRIDE, asked.width // VAE_STRIDE
+        request, channels = self.request, shipped_models()[self.parts["vae"].component]["latent_channels"]
+        return request.batch, channels, request.height // VAE_STRIDE, request.width // VAE_STRIDE
 
     def tensor(self, name: str, shape: Sequence[int], dtype: str | None = None) -> Tensor:
         """A new tensor, in the denoiser's dtype by default."""
-        dtype = dtype or self.asked.dtype
+        dtype = dtype or self.request.dtype
         size = math.prod(shape) * programs.DTYPE_BYTES[dtype]
         address = self.process.hold(name, size)
         return Tensor(self.process, name, shape, dtype, [address] if address else ())
@@ -213,8 +215,8 @@ class PipelineRun:
             yield from moments(trace, allocated, reserved, f"{role}.")
 
 
-def play_pipeline(question: PipelineRequest, workspace: Any = None) -> PipelineRun:
+def play_pipeline(request: PipelineRequest, workspace: Any = None) -> PipelineRun:
     """A fresh process, as `Request.start` makes it, runs the pipeline where there is room."""
-    run = PipelineRun(question, question.start(workspace))
-    PHASES[question.pipeline.class_name](run)
+    run = PipelineRun(request, request.start(workspace))
+    PHASES[request.pipeline.class_name](run)
     return run

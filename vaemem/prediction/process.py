@@ -421,6 +421,14 @@ class SimulatedProcess:
             Bytes of weights that go to the device.
         outside : int
             Bytes of the device that the program holds besides PyTorch until the phase ends; the most counts.
+
+        Examples
+        --------
+        >>> p = vaemem.SimulatedProcess("RTX 4090")
+        >>> p.count(flops=5, outside=64)
+        >>> reading = p.read(name="decode")
+        >>> p.counted(0)
+        {'name': 'decode', 'flops': 5, 'attended': 0, 'moved': 0, 'sent': 0, 'host_flops': 0, 'outside': 64}
         """
         given = zip(_COUNTS, (flops, attended, moved, sent, host_flops, outside), strict=True)
         self._core.count(*(whole(name, count, 0, _MOST) for name, count in given))
@@ -463,7 +471,15 @@ class SimulatedProcess:
         return self.readings[-1]
 
     def counted(self, number: int) -> dict[str, Any]:
-        """The name of a phase, by its reading's index, and what `count` counted in it, by the names that it takes."""
+        """The name of a phase, by its reading's index, and what `count` counted in it, by the names that it takes.
+
+        Examples
+        --------
+        >>> p = vaemem.SimulatedProcess("RTX 4090")
+        >>> reading = p.read(name="load")
+        >>> p.counted(0)["name"]
+        'load'
+        """
         number = whole("number", number, 0, len(self.readings) - 1)
         return dict(zip(("name", *_COUNTS), self._core.readings[number][5:], strict=True))
 
@@ -517,7 +533,16 @@ class SimulatedProcess:
     def peak(self, reading: int | None = None) -> tuple[str, list[PeakTensor], dict[str, int]]:
         """The peak since `reset_peak`, or of a reading by its index: `peak_step`, `peak_tensors`, and for each name the
         bytes that the allocator gave beyond the requests until the phase ended. These leave out what calls and
-        conversions took."""
+        conversions took.
+
+        Examples
+        --------
+        >>> p = vaemem.SimulatedProcess("RTX 4090")
+        >>> left = p.hold("weights", (1 << 20) + 1)
+        >>> step, tensors, rounded = p.peak()
+        >>> tensors[0], rounded
+        (PeakTensor(name='weights', bytes=1048577), {'weights': 511})
+        """
         number, most = -1, self.peak_allocated
         if reading is not None:
             number = whole("reading", reading, 0, len(self.readings) - 1)
