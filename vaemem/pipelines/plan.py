@@ -159,8 +159,8 @@ def plan_pipeline(
     if kinds == []:
         raise ValueError("types: want one type or more, or None, got none")
     if runtime == "sd.cpp":
-        given = pipeline, height, width, batch, steps, guidance, prompt_tokens, components
-        make = functools.partial(running.sdcpp_ways, *given)
+        made = pipeline, height, width, batch, steps, guidance, prompt_tokens, components
+        make = functools.partial(running.sdcpp_ways, *made)
         ways = make([words for kind in kinds or [None] for words in running.planned_words(flash, kind)])
         if kinds is None and not any(outcome(way, room, None).fits for way in ways):
             ways += make(running.planned_words(flash, running.SMALLER_TYPE))
