@@ -238,7 +238,7 @@ if cuda:
     extensions.append(
         Extension(
             "vaemem._cuda",
-            [*sorted(glob.glob("kernels/cuda/*.c")), "kernels/cudnn/cudnn_api.c", "csrc/status.c", CUDA_ONLY],
+            [*sorted(glob.glob("kernels/cuda/*.c")), "kernels/cudnn/cudnn_api.c", "kernels/status.c", CUDA_ONLY],
             include_dirs=[include],
             depends=headers + sorted(glob.glob("kernels/cuda/*.cu")),
             libraries=["m", "pthread", "dl"],

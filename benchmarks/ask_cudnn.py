@@ -25,7 +25,7 @@ from vaemem.prediction.profiles import Conv
 ROOT = Path(__file__).resolve().parents[1]
 BUILT = ROOT / "build" / "ask_cudnn"
 PRINTED = BUILT / "printed.txt"  # by cuDNN: 9.28 complains about each entry point that a stand-in driver lacks
-ASKER = [ROOT / name for name in ("benchmarks/ask_cudnn.c", "kernels/cudnn/cudnn_api.c", "csrc/status.c")]
+ASKER = [ROOT / name for name in ("benchmarks/ask_cudnn.c", "kernels/cudnn/cudnn_api.c", "kernels/status.c")]
 HEADERS = [ROOT / name for name in ("kernels/cudnn/cudnn_api.h", "kernels/cudnn/conv.h", "kernels/kernels.h")]
 DTYPES = ("float32", "float16", "bfloat16")  # vm_dtype
 Extents = ctypes.c_int64 * 3

@@ -14,14 +14,6 @@
 
 #include "../kernels/kernels.h"
 
-/* ---- status.c ---- */
-
-/* Makes the sentence behind a device's status this thread's own, with a name before it where `about` is not NULL.
- * Returns status. */
-vm_status vm_said(const vm_device *device, vm_status status, const char *about);
-/* Drops the character of UTF-8 at the end of text that is not there whole, since a buffer was full. */
-void vm_end_whole(char *text);
-
 /* ---- mem.c: every byte that the core takes ---- */
 
 typedef enum vm_category {

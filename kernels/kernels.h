@@ -46,9 +46,11 @@ typedef enum vm_status {
 
 enum { VM_SENTENCE = 512 /* bytes that are kept of one */ };
 
-/* csrc/status.c: records the sentence for vm_error() (each thread has its own) and returns status. */
+/* status.c: records the sentence for vm_error() (each thread has its own) and returns status. */
 vm_status vm_fail(vm_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
 const char *vm_error(void);
+/* Removes the last character of a text in UTF-8 if a full buffer has cut it. */
+void vm_end_whole(char *text);
 
 /* ---- sizes ----
  * What does not fit stays at SIZE_MAX through every further sum and product (but a product with 0), so that sizes may
@@ -476,6 +478,9 @@ struct vm_backend {
 static inline size_t vm_held(const vm_backend *b, size_t bytes) {
     return b->granularity ? vm_round_up(bytes, b->granularity) : bytes;
 }
+
+/* status.c: records the device's sentence, after the name `about` unless that is NULL, and returns status. */
+vm_status vm_said(const vm_device *device, vm_status status, const char *about);
 
 /* host.c */
 extern const vm_device vm_host;

@@ -44,7 +44,7 @@ PREDICT = [
     "workspace.c",
 ]
 PREDICT = [os.path.join("csrc/predict", name) for name in PREDICT]
-CORE = ["csrc/arch.c", "csrc/mem.c", "csrc/status.c", "kernels/host.c", "kernels/filters.c", "kernels/os.c"]
+CORE = ["csrc/arch.c", "csrc/mem.c", "kernels/status.c", "kernels/host.c", "kernels/filters.c", "kernels/os.c"]
 GCC = ["gcc", "-std=gnu11", "-Wall", "-Wextra", "-Wno-missing-field-initializers", "-Werror"]
 # WebAssembly's doubles are SSE's, not x87's, whose sums have more digits.
 IN_32_BITS = ["-m32", "-msse2", "-mfpmath=sse"]

@@ -29,7 +29,7 @@ def library(tmp_path_factory):
     if not (shutil.which("gcc") or os.environ.get("CC")):
         pytest.skip("no C compiler")
     out = tmp_path_factory.mktemp("conv") / "libconv.so"
-    sources = [ROOT / "kernels/cuda/conv_cudnn.c", ROOT / "kernels/cudnn/cudnn_api.c", ROOT / "csrc/status.c"]
+    sources = [ROOT / "kernels/cuda/conv_cudnn.c", ROOT / "kernels/cudnn/cudnn_api.c", ROOT / "kernels/status.c"]
     flags = [*build.FLAGS, "-std=gnu11", "-Wno-missing-field-initializers", "-shared"]
     build.run(build.compiler("gcc"), *flags, "-o", out, *sources, "-ldl", "-pthread")
     return str(out)

@@ -150,6 +150,10 @@ void ta_table_remove(vm_talloc *a, block *b);
 static inline pool *ta_pool(vm_talloc *a, const block *b) { return &a->pools[b->small]; }
 static inline block *ta_block(node *n) { return (block *)n; }
 static inline bool ta_is_split(const block *b) { return b->prev || b->next; }
+/* Bytes of an expandable segment's pages. */
+static inline uint64_t ta_page(bool small) { return small ? TA_SMALL_SEGMENT : TA_LARGE_SEGMENT; }
+/* Whether whole pages lie in b, a block of an expandable segment, and which. */
+bool ta_whole_pages(const block *b, uint64_t *from, uint64_t *to);
 
 void ta_count(vm_talloc *a, vm_talloc_kind kind, bool small, int64_t amount);
 /* kind: one that counts blocks or segments; their bytes are counted with them. */
@@ -173,9 +177,7 @@ void ta_release(vm_talloc *a, block *whole); /* a cached segment, back to the de
 bool ta_fits(vm_talloc *a, uint64_t bytes);
 /* A free block of at least size, out of the tree, made by mapping; NULL when the device is full. */
 block *ta_expand(vm_talloc *a, uint64_t size, uint64_t stream, bool small);
-/* Whether whole pages lie in b, and which. */
-bool ta_whole_pages(const block *b, uint64_t *from, uint64_t *to);
-/* Unmaps them; the reservation goes when nothing of it is left. */
+/* Unmaps the whole pages in b, and drops the reservation when nothing of it is mapped. */
 void ta_unmap(vm_talloc *a, block *b);
 /* Keeps the gaps: b is in use from now on; b is free from now on, and not yet merged with its neighbours. */
 void ta_occupy(vm_talloc *a, block *b);

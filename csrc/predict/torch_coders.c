@@ -13,6 +13,11 @@
  *   decode     1x1 | conv_in | mid | levels: resnets, nearest 2x + conv | norm silu conv_out */
 #include "torch_walk.h"
 
+const char *const vm_trace_runtime_name[VM_TORCH_RUNTIMES] = {
+    [VM_TORCH_DIFFUSERS] = "diffusers", [VM_TORCH_BFL] = "bfl",     [VM_TORCH_LDM] = "ldm",
+    [VM_TORCH_COMFYUI] = "comfyui",     [VM_TORCH_A1111] = "a1111", [VM_TORCH_FORGE] = "forge",
+};
+
 const frames vm_walk_frames[VM_TORCH_RUNTIMES] = {
     [VM_TORCH_DIFFUSERS] = {.diffusers = true, .attention = vm_walk_attention_diffusers},
     [VM_TORCH_BFL] = {.lists = true, .attention = vm_walk_attention_bfl, .quant = QUANT_NONE},

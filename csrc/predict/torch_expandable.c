@@ -80,15 +80,13 @@ void ta_vacate(vm_talloc *a, block *b) {
 
 /* ---- pages ---- */
 
-static uint64_t page_size(const block *b) { return b->small ? TA_SMALL_SEGMENT : TA_LARGE_SEGMENT; }
-
 static uint64_t reservation(const vm_talloc *a, bool small) {
-    return VM_ROUND_UP(a->config.reservation, small ? TA_SMALL_SEGMENT : TA_LARGE_SEGMENT);
+    return VM_ROUND_UP(a->config.reservation, ta_page(small));
 }
 
 /* Maps the pages that the first `size` bytes of b need, merges the result with its neighbours and caches it. */
 static bool map(vm_talloc *a, block *b, uint64_t size) {
-    const uint64_t mapped = VM_ROUND_UP(size, page_size(b)), address = b->node.address;
+    const uint64_t mapped = VM_ROUND_UP(size, ta_page(b->small)), address = b->node.address;
     const uint64_t held = (uint64_t)a->stats.of[VM_TALLOC_RESERVED_BYTES][VM_TALLOC_ALL].current;
     if (!ta_fits(a, held + mapped)) return false;
     pool *p = ta_pool(a, b);
@@ -133,14 +131,6 @@ block *ta_expand(vm_talloc *a, uint64_t size, uint64_t stream, bool small) {
     }
     ta_remove(&ta_pool(a, b)->cached, &b->node);
     return b;
-}
-
-bool ta_whole_pages(const block *b, uint64_t *from, uint64_t *to) {
-    const uint64_t page = page_size(b), base = b->segment->node.address;
-    const uint64_t start = b->node.address, end = start + b->node.size;
-    *from = base + VM_ROUND_UP(start - base, page);
-    *to = base + (end - base) / page * page;
-    return *from < *to;
 }
 
 void ta_unmap(vm_talloc *a, block *b) {

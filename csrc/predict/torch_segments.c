@@ -62,6 +62,14 @@ void ta_record(vm_talloc *a, vm_talloc_action action, uint64_t address, uint64_t
 
 /* ---- blocks and segments ---- */
 
+bool ta_whole_pages(const block *b, uint64_t *from, uint64_t *to) {
+    const uint64_t page = ta_page(b->small), base = b->segment->node.address;
+    const uint64_t start = b->node.address, end = start + b->node.size;
+    *from = base + VM_ROUND_UP(start - base, page);
+    *to = base + (end - base) / page * page;
+    return *from < *to;
+}
+
 void ta_cache(vm_talloc *a, block *b) {
     uint64_t from, to;
     b->age_base = ta_pool(a, b)->searches;

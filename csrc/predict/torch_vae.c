@@ -341,11 +341,6 @@ static void (*const call[VM_TORCH_RUNTIMES])(walk *w, tensor x) = {
 
 /* ---- what the outside calls ---- */
 
-const char *const vm_trace_runtime_name[VM_TORCH_RUNTIMES] = {
-    [VM_TORCH_DIFFUSERS] = "diffusers", [VM_TORCH_BFL] = "bfl",     [VM_TORCH_LDM] = "ldm",
-    [VM_TORCH_COMFYUI] = "comfyui",     [VM_TORCH_A1111] = "a1111", [VM_TORCH_FORGE] = "forge",
-};
-
 /* What the runtime's code cannot do. */
 static vm_status check_runtime(const vm_trace_vae *v) {
     const char *name = vm_trace_runtime_name[v->runtime];

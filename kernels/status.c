@@ -3,7 +3,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "vm.h"
+#include "kernels.h"
 
 static _Thread_local char last_error[VM_SENTENCE];
 
