@@ -17,7 +17,7 @@ from vaemem.pipelines.pipeline_request import PLACES, Part, PipelineRequest
 from vaemem.prediction.held import Tensor, Variables
 
 
-class PhaseRun(Protocol):
+class _PhaseRun(Protocol):
     """A pipeline's run, as the functions below see it. `PipelineRun` is one."""
 
     request: PipelineRequest
@@ -60,7 +60,7 @@ class PhaseRun(Protocol):
 # ---- one function per pipeline ----
 
 
-def play_stable_diffusion(run: PhaseRun) -> None:
+def play_stable_diffusion(run: _PhaseRun) -> None:
     """StableDiffusionPipeline: SD 1.5."""
     q, v, (batch, *latent) = run.request, run.v, run.latent_shape
     _, h, w = latent
@@ -101,7 +101,7 @@ def play_stable_diffusion(run: PhaseRun) -> None:
         postprocess(run, "image")
 
 
-def play_stable_diffusion_xl(run: PhaseRun) -> None:
+def play_stable_diffusion_xl(run: _PhaseRun) -> None:
     """StableDiffusionXLPipeline: SDXL."""
     q, v, (batch, *latent) = run.request, run.v, run.latent_shape
     _, h, w = latent
@@ -152,7 +152,7 @@ def play_stable_diffusion_xl(run: PhaseRun) -> None:
         decode_image(run)
 
 
-def play_flux(run: PhaseRun) -> None:
+def play_flux(run: _PhaseRun) -> None:
     """FluxPipeline: FLUX.1-dev, and FLUX.1-schnell, whose transformer has no guidance input."""
     q, v, (batch, _, h, w) = run.request, run.v, run.latent_shape
 
@@ -189,7 +189,7 @@ def play_flux(run: PhaseRun) -> None:
         decode_image(run)
 
 
-def play_z_image(run: PhaseRun) -> None:
+def play_z_image(run: _PhaseRun) -> None:
     """ZImagePipeline, which keeps latents in float32. Its transformer sees the prompt without the padding."""
     q, v, (batch, _, h, w) = run.request, run.v, run.latent_shape
 
@@ -218,7 +218,7 @@ def play_z_image(run: PhaseRun) -> None:
         decode_image(run)
 
 
-def play_flux2(run: PhaseRun) -> None:
+def play_flux2(run: _PhaseRun) -> None:
     """Flux2Pipeline: FLUX.2-dev; and Flux2KleinPipeline, whose transformer has no guidance input."""
     q, v, (batch, _, h, w) = run.request, run.v, run.latent_shape
     calls = count_calls(q.tokens, MOST_SEQUENCE)
@@ -249,7 +249,7 @@ def play_flux2(run: PhaseRun) -> None:
         decode_image(run)
 
 
-PHASES: Mapping[str, Callable[[PhaseRun], None]] = {
+PHASES: Mapping[str, Callable[[_PhaseRun], None]] = {
     "StableDiffusionPipeline": play_stable_diffusion,
     "StableDiffusionXLPipeline": play_stable_diffusion_xl,
     "FluxPipeline": play_flux,
@@ -262,7 +262,7 @@ PHASES: Mapping[str, Callable[[PhaseRun], None]] = {
 # ---- common to several ----
 
 
-def load_components(run: PhaseRun) -> None:
+def load_components(run: _PhaseRun) -> None:
     """``from_pretrained``, then ``to("cuda")`` or an offload. With everything on the CPU at first and offloaded, there
     is no such phase: components come when they are called."""
     early = [role for role, part in run.parts.items() if part.place != PLACES[0]]  # by from_pretrained
@@ -279,7 +279,7 @@ def load_components(run: PhaseRun) -> None:
                     run.load(role)
 
 
-def first_encoder(run: PhaseRun) -> str:
+def first_encoder(run: _PhaseRun) -> str:
     return "text_encoder" if "text_encoder" in run.parts else "text_encoder_2"
 
 
@@ -289,7 +289,7 @@ def count_calls(tokens: int, most: int) -> int:
 
 
 def encode_text(
-    run: PhaseRun, role: str, tokens: int, calls: int = 1, inputs: Sequence[str] = ("text_input_ids",)
+    run: _PhaseRun, role: str, tokens: int, calls: int = 1, inputs: Sequence[str] = ("text_input_ids",)
 ) -> list[Tensor]:
     """The text encoder's outputs for one prompt, one per call; empty if the encoder is missing."""
     outputs = []
@@ -300,14 +300,14 @@ def encode_text(
     return outputs
 
 
-def repeat(run: PhaseRun, name: str, shape: Sequence[int], encoded: Sequence[Tensor]) -> Tensor:
+def repeat(run: _PhaseRun, name: str, shape: Sequence[int], encoded: Sequence[Tensor]) -> Tensor:
     """``prompt_embeds.repeat(...)`` for each image of the batch; the encoder's outputs go."""
     repeated = run.tensor(name, shape)
     run.drop(*encoded)
     return repeated
 
 
-def encode_image(run: PhaseRun) -> None:
+def encode_image(run: _PhaseRun) -> None:
     """How image-to-image begins: the image's latents, and noise to add to them."""
     q, v, dtype = run.request, run.v, run.parts["vae"].dtype
     v.init_image = run.tensor("init_image", (q.batch, 3, q.height, q.width), dtype)
@@ -315,13 +315,13 @@ def encode_image(run: PhaseRun) -> None:
     v.noise = run.tensor("noise", run.latent_shape, dtype)
 
 
-def prepare_latents(run: PhaseRun, dtype: str | None = None) -> None:
+def prepare_latents(run: _PhaseRun, dtype: str | None = None) -> None:
     """``timesteps`` and ``latents``."""
     run.v.timesteps = run.tensor("timesteps", (run.request.steps,), "float32")
     run.v.latents = run.tensor("latents", run.latent_shape, dtype)
 
 
-def guide(run: PhaseRun) -> None:
+def guide(run: _PhaseRun) -> None:
     """``noise_pred_uncond + guidance_scale * (noise_pred_text - noise_pred_uncond)``."""
     v, latent = run.v, run.latent_shape
     v.noise_pred_uncond = v.noise_pred_text = v.noise_pred  # ``noise_pred.chunk(2)``: two views of it
@@ -332,14 +332,14 @@ def guide(run: PhaseRun) -> None:
     run.drop(scaled)
 
 
-def step_scheduler(run: PhaseRun, dtype: str | None = None) -> None:
+def step_scheduler(run: _PhaseRun, dtype: str | None = None) -> None:
     """``latents = scheduler.step(noise_pred, t, latents)``, which needs two temporary tensors in float32."""
     temporary = [run.tensor("scheduler.step", run.latent_shape, "float32") for _ in range(2)]
     run.v.latents = run.tensor("latents", run.latent_shape, dtype)
     run.drop(*temporary)
 
 
-def decode_image(run: PhaseRun) -> None:
+def decode_image(run: _PhaseRun) -> None:
     """``latents = latents / scaling_factor``, ``image = vae.decode(latents)``, and the postprocessing."""
     v = run.v
     v.latents = run.tensor("latents / scaling_factor", run.latent_shape, run.parts["vae"].dtype)
@@ -347,7 +347,7 @@ def decode_image(run: PhaseRun) -> None:
     postprocess(run, "image")
 
 
-def postprocess(run: PhaseRun, variable: str) -> None:
+def postprocess(run: _PhaseRun, variable: str) -> None:
     """``image_processor.postprocess``, which brings the variable's image from -1..1 to 0..1."""
     q, vae = run.request, run.parts["vae"]
     for name in () if "vae" in q.on_cpu else ("image * 0.5", "image * 0.5 + 0.5", "image, clamped"):
@@ -355,7 +355,7 @@ def postprocess(run: PhaseRun, variable: str) -> None:
         setattr(run.v, variable, run.tensor(name, (q.batch, 3, q.height, q.width), dtype))
 
 
-def check_safety(run: PhaseRun) -> None:
+def check_safety(run: _PhaseRun) -> None:
     """``run_safety_checker``: the checker sees the picture at 224x224."""
     q, v, vae = run.request, run.v, run.parts["vae"]
     v.picture = v.image
