@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from vaemem import CachingAllocator, OutOfMemoryError, SimulatedProcess, _core
+from vaemem.prediction.held import Variables
 
 BLAS = {"cublas_bytes": 8 << 20, "cublaslt_bytes": 1 << 20}
 
@@ -468,3 +469,29 @@ def test_what_is_no_tensor_or_model_is_refused_by_name():
     ):
         with pytest.raises(TypeError, match=f"^{said}$"):
             call()
+
+
+def test_a_failed_call_leaves_no_trace_in_others():
+    """What plays elsewhere raises its own error; an address of someone else's is not freed; a search ends whatever its
+    hints are."""
+    p = SimulatedProcess("RTX 3060", allocator=CachingAllocator(total_memory=1 << 30, history=False))
+    held = p.hold("weights", 600 << 20)
+    with pytest.raises(OutOfMemoryError):
+        p.hold("more", 1 << 30)
+    with pytest.raises(ValueError, match="want a reading for each of 1 phases, got 0 from number 99 on"):
+        p.takes([(0, 0)], first=99)
+    before = p.allocated
+    foreign = p.allocator.malloc(1 << 20)
+    with pytest.raises(ValueError, match="want one of the process's storages"):
+        p.release([foreign])
+    assert p.allocated == before + (1 << 20)
+    p.allocator.free(foreign)
+    assert p.least(low=8 << 30, high=4 << 30) == p.least(low=0, high=4 << 30) == 600 << 20
+    p.release([held])
+
+
+def test_variables_that_are_not_bound():
+    v = Variables(SimulatedProcess())
+    assert not hasattr(v, "x") and getattr(v, "x", 7) == 7
+    with pytest.raises(AttributeError, match="x: want a variable that is bound"):
+        _ = v.x

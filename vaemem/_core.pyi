@@ -230,7 +230,7 @@ class Process:
     def again(
         self, rows: tuple[Sequence[int], ...], spans: tuple[tuple[int, int], ...], above: bool = True, /
     ) -> list[list[int]]: ...
-    # (As it was played, least, most, bound); a phase is (bytes besides PyTorch's, bytes that are exact).
+    # (As it was played, least, most, bound); a phase is (bytes that its reading leaves out, bytes that are exact).
     def takes(
         self, phases: tuple[tuple[int, int], ...], first: int, above: bool, rows: tuple[Sequence[int], ...],
         likely: int, /,

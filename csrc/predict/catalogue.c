@@ -52,14 +52,14 @@ static vm_status load(vm_catalogue *c, size_t number) {
     return VM_OK;
 }
 
-/* How far a profile's cards are from a card: 0 if it is valid for the card. */
+/* How far a profile's cards are from a card: 0 if it names the card, 1 if it names none. */
 static int distance(const vm_recorded *r, const vm_card *card) {
     int least = INT32_MAX;
     for (size_t i = 0; i < r->cards; i++) {
         if (!strcmp(r->card[i].key, card->key)) return 0;
-        least = VM_MIN(least, 1 + abs(r->card[i].multiprocessors - card->multiprocessors));
+        least = VM_MIN(least, abs(r->card[i].multiprocessors - card->multiprocessors));
     }
-    return r->cards ? least : 0;
+    return r->cards ? VM_MIN(least, INT32_MAX - 2) + 2 : 1;
 }
 
 /* Whether version a is nearer to `version` than b, or as near and newer. */

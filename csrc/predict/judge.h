@@ -16,8 +16,8 @@
  * the allocator's large segments. */
 uint64_t vm_judge_bound(uint64_t reserved, uint64_t exact);
 
-/* Of a phase: bytes that the run holds besides PyTorch's memory, and how many bytes of PyTorch's are exact, such as
- * weights. */
+/* Of a phase: bytes on the card that its reading leaves out, such as memory outside PyTorch, or the baseline; and how
+ * many bytes of its reading are exact, such as weights. */
 typedef struct vm_judge_phase {
     uint64_t beside, exact;
 } vm_judge_phase;
@@ -29,8 +29,8 @@ typedef struct vm_takes {
 } vm_takes;
 
 /* What the phases take that a process's readings from number `first` on tell. above: the bytes beyond each reading's
- * baseline count. row: [rows][script->convs], changed: other sets of workspaces that may be the true ones. Of these the
- * first `likely` count for the least and the most, and all count for the bound. */
+ * baseline count. row: [rows][script->convs], overwritten: other sets of workspaces that may be the true ones. The
+ * first `likely` of them count for the least and the most, and all count for the bound. */
 vm_status vm_judge_rows(vm_process *p, const vm_judge_phase *phase, size_t first, size_t phases, bool above,
                         uint64_t *row, size_t rows, size_t likely, vm_takes *out);
 

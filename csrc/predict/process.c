@@ -216,10 +216,8 @@ vm_status vm_process_give(vm_process *p, uint32_t id) {
 vm_status vm_process_release(vm_process *p, uint64_t address) {
     uint32_t id;
     if (find(p, address, &id)) return done(p, vm_process_give(p, id));
-    vm_status s = vm_talloc_free(p->talloc, address);
-    if (!s)
-        s = vm_fail(VM_EINVAL, "address: want one of the process's storages, got %#llx", (unsigned long long)address);
-    return done(p, s);
+    return done(
+        p, vm_fail(VM_EINVAL, "address: want one of the process's storages, got %#llx", (unsigned long long)address));
 }
 
 vm_status vm_process_empty_cache(vm_process *p) {
@@ -428,7 +426,7 @@ static void list_rounded(const vm_process *p, size_t until, uint32_t *held, uint
         const vm_trace_step *const step = &p->script->step[i];
         if (step->op != VM_TRACE_TAKE && step->op != VM_TRACE_GIVE) continue;
         const storage *one = &p->storage[step->id];
-        if (step->op == VM_TRACE_GIVE) held[one->name] -= one->bytes > 0;
+        if (step->op == VM_TRACE_GIVE && one->bytes && held[one->name]) held[one->name]--;
         if (step->op == VM_TRACE_GIVE || !one->bytes) continue;
         if (!held[one->name]++) rounded[one->name] = 0;
         rounded[one->name] += one->rounded;

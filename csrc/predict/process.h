@@ -25,8 +25,8 @@ typedef struct vm_process vm_process;
 vm_status vm_process_new(vm_talloc *talloc, const vm_process_blas *blas, vm_process **out);
 void vm_process_free(vm_process *p); /* accepts NULL */
 
-/* All that follows fails with VM_ENOMEM where the simulated device is full, and then vm_process_last_oom has the
- * figures, or where this machine has no memory. What the failed call took is given back. */
+/* All that changes the process fails with VM_ENOMEM if the simulated device is full, and then vm_process_last_oom has
+ * the figures, or if this machine has no memory. What the failed call took is given back. */
 const vm_talloc_oom *vm_process_last_oom(const vm_process *p); /* NULL unless the last call failed so */
 
 /* Takes a storage of each size under a name, all or none: its address is 0 for 0 bytes. stamp: the name in the
@@ -109,8 +109,8 @@ vm_status vm_process_least(const vm_process *p, bool first_only, uint64_t low, u
 const vm_trace *vm_process_script(const vm_process *p);
 
 /* The most that the same steps would have reserved in each span, on fresh allocators like the process's; with `above`
- * beyond what was reserved before the span. workspace: [rows][script->convs], changed; most: [rows][spans], out. Rows
- * that would make the same segments are played once. */
+ * beyond what was reserved before the span. workspace: [rows][script->convs], overwritten; most: [rows][spans], out.
+ * Rows that would make the same segments are played once. */
 vm_status vm_process_again(const vm_process *p, const vm_process_span *span, size_t spans, bool above,
                            uint64_t *workspace, size_t rows, uint64_t *most);
 

@@ -205,13 +205,13 @@ static vm_status fits(search *s, uint64_t capacity, bool *out) {
 
 vm_status vm_process_least(const vm_process *p, bool first_only, uint64_t low, uint64_t high, uint64_t *least) {
     search s = {.p = p, .first_only = first_only, .same = vm_talloc_is_plain(p->talloc)};
-    uint64_t little = low / PAGE, enough = high / PAGE; /* in pages */
+    uint64_t little = low < high ? low / PAGE : 0, enough = high / PAGE; /* in pages */
     bool is = false;
     for (size_t i = 0; i < p->events; i++) s.same &= !p->event[i].again;
     vm_status status = vm_scratch_grow(&s.tried, 0, sizeof *s.tried);
     if (!status) s.tried[s.count++] = outcome(p, p->talloc); /* where there is room */
     if (!status) status = fits(&s, enough * PAGE, &is);
-    while (!status && !is) { /* with more room A1111 cuts its attention less */
+    while (!status && !is) { /* `high` may be too little: with more room A1111 cuts its attention less */
         little = enough;
         enough = VM_MAX(2 * enough, 1);
         if (enough > VM_TALLOC_LARGEST / PAGE) status = vm_fail(VM_EOVERFLOW, "least: no device is large enough");

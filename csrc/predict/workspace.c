@@ -6,7 +6,8 @@
 /* Which rules a lookup asks before profiles. */
 typedef enum rule_set { NO_RULES, TAKEN_RULES, POSSIBLE_RULES, CARD_RULES } rule_set;
 
-/* What a lookup is made of. profile: number of a recorded profile, or -1; version: rules hold for it (0: for any). */
+/* What a lookup is made of. profile: number of a recorded profile, or -1. version: the catalogue's rules hold for it;
+ * for 0 no rule is taken, and every rule is possible. */
 typedef struct recipe {
     int profile, version;
     rule_set rules;
@@ -279,9 +280,10 @@ static vm_status add_versions(vm_workspace *w, rows *r, bool every) {
     if (!s && !inferred) s = vm_catalogue_relatives(c, w->of.card.sm, version, &relatives);
     if (!s) s = other(w, nearest, &rest);
     if (!s && inferred) {
-        for (size_t i = 0; i < own.count; i++) /* those that were asked */
-            if (!c->recorded[own.number[i]].inferred) own.number[relatives.count++] = own.number[i];
-        own.count = relatives.count;
+        size_t asked = 0;
+        for (size_t i = 0; i < own.count; i++)
+            if (!c->recorded[own.number[i]].inferred) own.number[asked++] = own.number[i];
+        own.count = asked;
         s = add_best(w, r, &own, rest, true);
     } else if (!s) {
         s = add_best(w, r, &relatives, rest, false);
@@ -312,7 +314,6 @@ static vm_status add_coarse(vm_workspace *w, rows *r) {
     }
     if (!s) s = add_other(w, r, (recipe){w->own.profile, 0, CARD_RULES, VM_GUESS_RULE});
     if (!s) s = vm_scratch_new(r->convs, sizeof *none, &none);
-    for (size_t i = 0; !s && i < r->convs; i++) none[i] = 0;
     if (!s) s = add_copy(r, none);
     vm_scratch_free(none);
     return s;
@@ -325,17 +326,21 @@ static bool differs(const vm_workspace *w, const vm_recorded *r) {
     return r->inferred || !same || (w->of.torch.cudnn && w->of.torch.cudnn != r->version);
 }
 
-/* Whether an answer so far stands for missing data of the card or the version; and whether a rule guessed. */
-static void find_substitutes(const vm_workspace *w, bool *substituted, bool *guessed) {
-    size_t sources;
-    const vm_source *const source = vm_lookup_sources(w->lookup, &sources);
-    for (size_t i = 0; i < sources; i++) {
-        if (source[i].own != VM_OWN_NONE) continue;
-        *guessed = *guessed || source[i].why;
-        if (source[i].why) continue;
-        const vm_workspace_entry entry = w->entry[source[i].entry];
+/* Whether an answer stands for missing data of the card or the version; and whether a rule guessed. */
+static vm_status find_substitutes(vm_workspace *w, const rows *r, bool *substituted, bool *guessed) {
+    for (size_t i = 0; i < r->convs; i++) {
+        vm_known known;
+        size_t sources;
+        vm_status s = vm_lookup_conv(w->lookup, &r->conv[i], &known);
+        if (s) return s;
+        const vm_source *const source = &vm_lookup_sources(w->lookup, &sources)[known.source];
+        if (source->own != VM_OWN_NONE) continue;
+        *guessed = *guessed || source->why;
+        if (source->why) continue;
+        const vm_workspace_entry entry = w->entry[source->entry];
         *substituted = *substituted || entry.rule >= 0 || differs(w, &w->catalogue->recorded[entry.recorded]);
     }
+    return VM_OK;
 }
 
 vm_status vm_workspace_rows(vm_workspace *w, bool every, const vm_conv *conv, size_t convs, uint64_t **row,
@@ -345,7 +350,7 @@ vm_status vm_workspace_rows(vm_workspace *w, bool every, const vm_conv *conv, si
     vm_status s = add_row(&r, w->lookup);
     *row = NULL;
     *count = 0;
-    if (!s) find_substitutes(w, &substituted, &guessed);
+    if (!s) s = find_substitutes(w, &r, &substituted, &guessed);
     if (!s && w->of.guess != VM_GUESS_RULE) {
         const vm_guess guess = w->of.guess == VM_GUESS_LEAST ? VM_GUESS_COLUMNS : VM_GUESS_LEAST;
         s = add_other(w, &r, (recipe){-1, 0, NO_RULES, guess});

@@ -108,7 +108,10 @@ class Variables:
         object.__setattr__(self, "_process", process)
 
     def __getattr__(self, name: str) -> Tensor:
-        return self._held[name]
+        try:
+            return object.__getattribute__(self, "_held")[name]
+        except KeyError:
+            raise AttributeError(f"{name}: want a variable that is bound") from None
 
     def __setattr__(self, name: str, tensor: Tensor) -> None:
         old = self._held.get(name)

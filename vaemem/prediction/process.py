@@ -20,7 +20,7 @@ from vaemem.prediction.snapshot import CachingAllocator
 from vaemem.prediction.workspace import torch_for, torch_release, workspace_on
 
 Workspaces = tuple[int, ...]  # bytes of each of a process's convolutions
-PhaseBytes = tuple[int, int]  # of a phase: bytes besides PyTorch's memory, and bytes of PyTorch's that are exact
+PhaseBytes = tuple[int, int]  # of a phase: bytes that its reading leaves out, and bytes of it that are exact
 _COUNTS, _MOST = ("flops", "attended", "moved", "sent", "host_flops", "outside"), (1 << 64) - 1  # of a phase; of each
 ROUNDED_UP = "[rounded up by the allocator]"  # to 512 bytes, and remainders of blocks that are too small to split off
 # PyTorch takes cuBLASLt's workspace again in each call up to the first release, keeps it up to the second, and later

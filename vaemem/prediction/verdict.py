@@ -182,7 +182,8 @@ class Verdict:
         if self.took is None:
             phase, (name, size) = self.out_of_memory_at or ("", ("", 0))
             where = f"{f'in {phase} ' if phase else ''}at {name}, which asks for {size / MIB:.0f} MiB"
-            lacking = f"{needed(self.least_band)}, and the card gives {room}{self.besides}: {spare} are lacking"
+            lacking = f"{needed(self.least_band)}, and the card gives {room}{self.besides}"
+            lacking += f": {spare} are lacking" if self.spare < 0 else ""  # more can need more
             return f"does not fit{told}: {lacking}; it runs out {where}{SPILLS if self.kept_more else ''}"
         took = f"it takes {self.takes} of the {room} that the card gives{self.besides}"
         if self.tight_because:

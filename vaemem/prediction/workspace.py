@@ -1,15 +1,16 @@
 """The workspace of PyTorch's convolutions on a GPU that need not be there.
 
 PyTorch (eager, ``torch.backends.cudnn.benchmark`` off) gives each convolution a scratch buffer from its caching
-allocator: as many bytes as the first plan of cuDNN's instant heuristics needs. Two sources know how many, in this
+allocator: as many bytes as the first plan of cuDNN's instant heuristics needs. Three sources know how many, in this
 order:
 
-1. a profile: cuDNN's answers, recorded beforehand for a GPU and a cuDNN version (``vaemem/data/profiles``). Rules for
+1. PyTorch's own code for the convolutions that cuDNN does not run (``own_bytes`` in ``csrc/predict/lookup.c``).
+2. a profile: cuDNN's answers, recorded beforehand for a GPU and a cuDNN version (``vaemem/data/profiles``). Rules for
    cuDNN before 9.8 go before it (``older.json``).
-2. a rule for all other convolutions (``usual_rule`` in ``csrc/predict/lookup.c``). docs/PREDICTION.md says how far off
+3. a rule for all other convolutions (``usual_rule`` in ``csrc/predict/lookup.c``). docs/PREDICTION.md says how far off
    it is.
 
-Both ship with the package, so a question has the same answer on every machine. Each answer names its source, and
+All ship with the package, so a question has the same answer on every machine. Each answer names its source, and
 `substitutions` lists whatever replaces missing data.
 """
 
