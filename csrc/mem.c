@@ -1,7 +1,7 @@
 /* The only allocator of the core: categories, peaks, fault injection. The memory itself is a device's (vm_device.take).
  *
- * live[] counts what is in use, reserved what is held from the system. They differ by the arena,
- * which is reserved whole and used pass by pass. */
+ * live[] counts what is in use, reserved what is held from the system. They differ by the arena, which is reserved
+ * whole and used pass by pass, and by the spare blocks. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -63,13 +63,48 @@ void vm_mem_release(vm_mem *mem) {
     if (last) free(mem);
 }
 
+/* Blocks of the common account that were freed last, for the next that want just as many bytes. Predictions take the
+ * same sizes again and again; the C library would return them to the system, which clears each page anew. */
+enum { SPARES = 16, SPARE_FROM = 64 << 10, SPARE_TO = 2 << 20 };
+
+static struct spare {
+    void *block;
+    size_t bytes;
+} spare[SPARES];
+static size_t oldest; /* the next to go */
+
+static bool is_spared(const vm_mem *mem, size_t bytes) {
+    return mem == &common && bytes >= SPARE_FROM && bytes <= SPARE_TO;
+}
+
+/* A spare block, cleared; NULL if none has this size. */
+static void *take_spare(size_t bytes) {
+    void *block = NULL;
+    lock();
+    for (size_t i = 0; i < SPARES && !block; i++)
+        if (spare[i].bytes == bytes) block = spare[i].block, spare[i] = (struct spare){0};
+    unlock();
+    return block ? memset(block, 0, bytes) : NULL;
+}
+
+/* Keeps a block; returns what it takes the place of. */
+static struct spare keep_spare(struct spare kept) {
+    lock();
+    struct spare *const place = &spare[oldest++ % SPARES], old = *place;
+    *place = kept;
+    unlock();
+    return old;
+}
+
 static size_t held(const vm_mem *mem, size_t bytes) { return mem->backend ? vm_held(mem->backend, bytes) : bytes; }
 
 vm_status vm_mem_reserve(vm_mem *mem, size_t bytes, void **out) {
     *out = NULL;
     if (bytes > PTRDIFF_MAX) return vm_fail(VM_EOVERFLOW, "memory: want at most %td bytes, got more", PTRDIFF_MAX);
     bytes = held(mem, bytes);
-    vm_status s = injected_fault() ? VM_OK : mem->device->take(mem->backend, bytes, out);
+    const bool fails = injected_fault();
+    if (!fails && is_spared(mem, bytes) && (*out = take_spare(bytes))) return VM_OK;
+    vm_status s = fails ? VM_OK : mem->device->take(mem->backend, bytes, out);
     if (s) return vm_said(mem->device, s, NULL);
     if (!*out)
         return vm_fail(VM_ENOMEM, "memory: the system has no %zu bytes (%.1f MiB) to give", bytes,
@@ -82,10 +117,12 @@ vm_status vm_mem_reserve(vm_mem *mem, size_t bytes, void **out) {
 
 void vm_mem_unreserve(vm_mem *mem, void *block, size_t bytes) {
     if (!block) return;
-    bytes = held(mem, bytes);
-    mem->device->give(mem->backend, block, bytes);
+    struct spare gone = {block, held(mem, bytes)};
+    if (is_spared(mem, gone.bytes)) gone = keep_spare(gone);
+    if (!gone.block) return;
+    mem->device->give(mem->backend, gone.block, gone.bytes);
     lock();
-    mem->usage.reserved -= bytes;
+    mem->usage.reserved -= gone.bytes;
     unlock();
 }
 

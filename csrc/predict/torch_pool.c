@@ -57,18 +57,17 @@ uint64_t vm_pool_room(const vm_pool *p) {
 
 /* ---- blocks ---- */
 
-static vm_status new_block(vm_pool *p, vm_pool_block b, uint32_t *i) {
+/* A number for a block; its fields are still those of what had it before. */
+static vm_status new_block(vm_pool *p, uint32_t *i) {
     *i = p->spare;
     if (*i) {
         p->spare = p->block[*i].more;
-    } else {
-        if (p->blocks == UINT32_MAX) return vm_fail(VM_EOVERFLOW, "pool: want fewer than 2^32 blocks");
-        vm_status s = vm_scratch_grow(&p->block, p->blocks, sizeof *p->block);
-        if (s) return s;
-        *i = (uint32_t)p->blocks++;
+        return VM_OK;
     }
-    p->block[*i] = b;
-    return VM_OK;
+    if (p->blocks == UINT32_MAX) return vm_fail(VM_EOVERFLOW, "pool: want fewer than 2^32 blocks");
+    vm_status s = vm_scratch_grow(&p->block, p->blocks, sizeof *p->block);
+    if (!s) *i = (uint32_t)p->blocks++;
+    return s;
 }
 
 static void recycle(vm_pool *p, uint32_t i) {
@@ -79,9 +78,16 @@ static void recycle(vm_pool *p, uint32_t i) {
 static vm_status new_segment(vm_pool *p, uint64_t size, uint32_t *i) {
     const uint64_t bytes = vm_talloc_segment(size), address = p->next_address;
     if (bytes > TA_LAST_ADDRESS - address) return vm_fail(VM_EOVERFLOW, "pool: want sizes that 2^62 addresses hold");
+    vm_status s = new_block(p, i);
+    if (s) return s;
     p->next_address = VM_ROUND_UP(address + bytes, TA_LARGE_ROUND);
     p->reserved += bytes;
-    return new_block(p, (vm_pool_block){.address = address, .size = bytes}, i);
+    vm_pool_block *const b = &p->block[*i];
+    b->address = address;
+    b->size = bytes;
+    b->prev = b->next = 0;
+    b->free = false;
+    return VM_OK;
 }
 
 vm_status vm_pool_take(vm_pool *p, uint64_t size, uint32_t *i) {
@@ -92,15 +98,19 @@ vm_status vm_pool_take(vm_pool *p, uint64_t size, uint32_t *i) {
     else
         s = new_segment(p, size, i);
     if (s) return s;
-    const vm_pool_block b = p->block[*i];
-    const uint64_t rest = b.size - size;
+    const uint64_t rest = p->block[*i].size - size;
     if (p->small ? rest < TA_BLOCK : rest <= TA_SMALL) return VM_OK;
     uint32_t r;
-    s = new_block(p, (vm_pool_block){.address = b.address + size, .size = rest, .prev = *i, .next = b.next}, &r);
+    s = new_block(p, &r);
     if (s) return s;
-    p->block[*i].size = size;
-    p->block[*i].next = r;
-    if (b.next) p->block[b.next].prev = r;
+    vm_pool_block *const block = p->block, *const b = &block[*i];
+    block[r].address = b->address + size;
+    block[r].size = rest;
+    block[r].prev = *i;
+    block[r].next = b->next;
+    if (b->next) block[b->next].prev = r;
+    b->size = size;
+    b->next = r;
     insert(p, r);
     return VM_OK;
 }
