@@ -37,7 +37,7 @@ typedef enum act { TAKE, GIVE, BORROW, CONVOLVE, EMPTY } act;
 typedef struct note {
     act act;
     uint32_t step, id;
-    uint64_t size;
+    uint64_t size; /* rounded; of a convolution: the largest workspace that any row takes of the pool */
 } note;
 
 typedef struct score {
@@ -46,6 +46,7 @@ typedef struct score {
     size_t notes, stretches, ids, convs, kinds;
     bool small;
     const uint64_t *workspace; /* [rows][convs], rounded */
+    uint64_t *most;            /* [convs], the largest of those that the pool serves */
     course *course;            /* [rows], out */
 } score;
 
@@ -55,11 +56,11 @@ static vm_status add_note(score *o, note n) {
     return s;
 }
 
-/* A request: its bytes are rounded, and it is left out if it is the other pool's. */
-static vm_status add_request(score *o, const vm_process *p, note n) {
-    if (!n.size || vm_talloc_is_small(p->talloc, n.size) != o->small) return VM_OK;
+/* A request: a note of the pool that serves it, with its bytes rounded. */
+static vm_status add_request(score o[2], const vm_process *p, note n) {
+    if (!n.size) return VM_OK;
     n.size = vm_talloc_round(vm_talloc_settings(p->talloc), n.size);
-    return add_note(o, n);
+    return add_note(&o[n.size <= TA_SMALL], n);
 }
 
 /* Ends at step i the stretch x of the script, whose first note is `from`. takes: whether it takes what is kept. */
@@ -72,7 +73,7 @@ static vm_status add_stretch(score *o, const vm_trace_stretch *x, size_t from, b
 
 /* What step i does. kept: which workspaces of cuBLAS's are there; each is kept from its first use on, under a number
  * that no storage has. *takes: whether it takes one of them. */
-static vm_status read_step(score *o, const vm_process *p, uint32_t i, bool kept[2], bool *takes) {
+static vm_status read_step(score o[2], const vm_process *p, uint32_t i, bool kept[2], bool *takes) {
     const vm_trace_step *const step = &p->script->step[i];
     const bool lt = step->op == VM_TRACE_CUBLASLT;
     const note first = {TAKE, i, p->script->ids, p->blas.cublas_bytes};
@@ -83,9 +84,12 @@ static vm_status read_step(score *o, const vm_process *p, uint32_t i, bool kept[
     case VM_TRACE_GIVE:
         return add_request(o, p, (note){GIVE, i, step->id, p->storage[step->id].bytes});
     case VM_TRACE_CONV:
-        return add_note(o, (note){CONVOLVE, i, step->id, 0});
+        for (int k = 0; !s && k < 2; k++)
+            if (o[k].most[step->id]) s = add_note(&o[k], (note){CONVOLVE, i, step->id, o[k].most[step->id]});
+        return s;
     case VM_TRACE_EMPTY:
-        return add_note(o, (note){EMPTY, i, 0, 0});
+        for (int k = 0; !s && k < 2; k++) s = add_note(&o[k], (note){EMPTY, i, 0, 0});
+        return s;
     case VM_TRACE_CUBLASLT:
     case VM_TRACE_CUBLAS:
         if (lt && p->blas.cublaslt_use == VM_CUBLASLT_EACH)
@@ -101,17 +105,18 @@ static vm_status read_step(score *o, const vm_process *p, uint32_t i, bool kept[
     }
 }
 
-static vm_status read_score(const vm_process *p, size_t until, score *o) {
+/* o: of the large and of the small pool. */
+static vm_status read_scores(const vm_process *p, size_t until, score o[2]) {
     const vm_trace *const script = p->script;
-    size_t from = 0, next = 0;
+    size_t from[2] = {0, 0}, next = 0;
     bool takes = false, kept[2] = {false, p->blas.cublaslt_use != VM_CUBLASLT_KEPT};
     vm_status s = VM_OK;
     for (uint32_t i = 0; !s && i < until; i++) {
         const vm_trace_stretch *const x = next < script->stretches ? &script->stretch[next] : NULL;
-        if (x && i == x->from) from = o->notes, takes = false;
+        if (x && i == x->from) from[0] = o[0].notes, from[1] = o[1].notes, takes = false;
         s = read_step(o, p, i, kept, &takes);
         if (s || !x || i + 1 < x->until) continue;
-        s = add_stretch(o, x, from, takes);
+        for (int k = 0; !s && k < 2; k++) s = add_stretch(&o[k], x, from[k], takes);
         next++;
     }
     return s;
@@ -166,7 +171,9 @@ static vm_status play(const score *o, group *g, size_t at);
 /* A convolution's workspace: rows that would make another segment than the first part from it, and play on. */
 static vm_status convolve(const score *o, group *g, size_t at) {
     const uint32_t conv = o->note[at].id;
-    const uint64_t room = vm_pool_room(&g->pool), made = makes(o, room, g->row[0], conv);
+    const uint64_t room = vm_pool_room(&g->pool);
+    if (o->note[at].size <= room) return VM_OK;
+    const uint64_t made = makes(o, room, g->row[0], conv);
     size_t alike = 1;
     for (size_t i = 1; i < g->rows; i++) {
         const size_t row = g->row[i];
@@ -234,38 +241,50 @@ static vm_status play(const score *o, group *g, size_t at) {
     return VM_OK;
 }
 
-static vm_status play_pool(const vm_process *p, bool small, size_t until, const uint64_t *workspace, size_t rows,
-                           course *course) {
-    score o = {.ids = p->script->ids + (size_t)1,
-               .kinds = p->script->kinds,
-               .convs = p->script->convs,
-               .small = small,
-               .workspace = workspace,
-               .course = course};
+static vm_status play_pool(const score *o, size_t rows) {
     group all = {.rows = rows};
     size_t *row = NULL;
-    vm_status s = read_score(p, until, &o);
-    if (!s) s = vm_pool_new(&all.pool, small);
-    if (!s) s = vm_scratch_new(o.ids, sizeof *all.held, &all.held);
-    if (!s) s = vm_scratch_new(o.kinds, sizeof *all.version, &all.version);
+    vm_status s = vm_pool_new(&all.pool, o->small);
+    if (!s) s = vm_scratch_new(o->ids, sizeof *all.held, &all.held);
+    if (!s) s = vm_scratch_new(o->kinds, sizeof *all.version, &all.version);
     if (!s) s = vm_scratch_new(rows, sizeof *row, &row);
     for (size_t i = 0; !s && i < rows; i++) row[i] = i;
     all.row = row;
-    if (!s && rows) s = play(&o, &all, 0);
+    if (!s && rows) s = play(o, &all, 0);
     forget_group(&all);
     vm_scratch_free(row);
-    vm_scratch_free(o.note);
-    vm_scratch_free(o.stretch);
     return s;
 }
 
 static vm_status play_pools(const vm_process *p, size_t until, uint64_t *workspace, size_t rows, course *course) {
-    for (size_t i = 0; i < rows * p->script->convs; i++) {
-        if (workspace[i] > VM_TALLOC_LARGEST) return vm_fail(VM_EOVERFLOW, "again: want workspaces of at most 2^60");
-        if (workspace[i]) workspace[i] = vm_talloc_round(vm_talloc_settings(p->talloc), workspace[i]);
+    const size_t convs = p->script->convs;
+    score o[2];
+    uint64_t *most;
+    vm_status s = vm_scratch_new(convs, 2 * sizeof *most, &most);
+    if (s) return s;
+    for (int k = 0; k < 2; k++)
+        o[k] = (score){.ids = p->script->ids + (size_t)1,
+                       .kinds = p->script->kinds,
+                       .convs = convs,
+                       .small = k,
+                       .workspace = workspace,
+                       .most = most + (size_t)k * convs,
+                       .course = course + (size_t)k * rows};
+    for (size_t i = 0; !s && i < rows * convs; i++) {
+        if (!workspace[i]) continue;
+        if (workspace[i] > VM_TALLOC_LARGEST) s = vm_fail(VM_EOVERFLOW, "again: want workspaces of at most 2^60");
+        workspace[i] = vm_talloc_round(vm_talloc_settings(p->talloc), workspace[i]);
+        uint64_t *const m = &o[workspace[i] <= TA_SMALL].most[i % convs];
+        *m = VM_MAX(*m, workspace[i]);
     }
-    vm_status s = play_pool(p, false, until, workspace, rows, course);
-    return s ? s : play_pool(p, true, until, workspace, rows, course + rows);
+    if (!s) s = read_scores(p, until, o);
+    for (int k = 0; k < 2; k++) {
+        if (!s) s = play_pool(&o[k], rows);
+        vm_scratch_free(o[k].note);
+        vm_scratch_free(o[k].stretch);
+    }
+    vm_scratch_free(most);
+    return s;
 }
 
 /* ---- any allocator ---- */

@@ -103,7 +103,8 @@ vm_status vm_process_take(vm_process *p, uint32_t stamp, uint32_t name, const ui
 vm_status vm_process_end(vm_process *p, uint32_t name);
 /* The convolution's number, and a place for its workspaces. */
 vm_status vm_process_question(vm_process *p, const vm_conv *conv, uint32_t *number);
-vm_status vm_process_push(vm_process *p, vm_trace_step step);
+/* Adds a step to the script; a take's storage gets the next number. */
+vm_status vm_process_push(vm_process *p, vm_trace_op op, uint32_t id, uint32_t name, uint64_t bytes);
 /* Notes the stretches among a trace's steps [from, until), which are the script's from number `to` on. */
 vm_status vm_process_note_stretches(vm_process *p, const vm_trace *t, size_t from, size_t until, size_t to);
 /* A trace's steps behind the script's. conv: [t->convs], out: the numbers that its convolutions have there. */

@@ -47,19 +47,12 @@ static vm_status call(vm_process *p, const vm_process *from, const event *e, uin
     const uint32_t first = p->script->ids;
     vm_status s = VM_OK;
     for (size_t i = e->from; !s && i < e->until; i++) {
-        vm_trace_step step = from->script->step[i];
-        if (step.op == VM_TRACE_TAKE) map[step.id] = p->script->ids;
-        if (step.op == VM_TRACE_GIVE) step.id = map[step.id];
-        s = vm_process_push(p, step);
+        const vm_trace_step *const x = &from->script->step[i];
+        if (x->op == VM_TRACE_TAKE) map[x->id] = p->script->ids;
+        s = vm_process_push(p, x->op, x->op == VM_TRACE_GIVE ? map[x->id] : x->id, x->name, x->bytes);
     }
     if (!s) s = vm_process_note_stretches(p, from->script, e->from, e->until, start);
     return s ? s : vm_process_run(p, start, first, NULL, NULL, NULL);
-}
-
-/* The next of a call's storages from *id on that the call leaves. */
-static bool next_left(const vm_process *p, uint32_t *id, uint32_t end) {
-    while (*id < end && !p->storage[*id].address) ++*id;
-    return *id < end;
 }
 
 /* Maps the storages that the old call left to those that the new call left, in order. left: one flag per storage of the
@@ -69,7 +62,8 @@ static vm_status map_left(const vm_process *p, uint32_t first, const bool *left,
     uint32_t id = first;
     for (; old < end; old++) {
         if (!*left++) continue;
-        if (!next_left(p, &id, p->script->ids)) return vm_fail(VM_EINVAL, "replay: want a call that leaves as much");
+        while (id < p->script->ids && !p->storage[id].address) id++;
+        if (id == p->script->ids) return vm_fail(VM_EINVAL, "replay: want a call that leaves as much");
         map[old] = id++;
     }
     return VM_OK;

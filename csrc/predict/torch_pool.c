@@ -23,23 +23,25 @@ void vm_pool_free(vm_pool *p) { vm_scratch_free(p->block); }
 
 static void insert(vm_pool *p, uint32_t i) {
     vm_pool_block *const block = p->block, *const b = &block[i];
-    const uint32_t bin = (uint32_t)ta_bin(b->size);
-    uint32_t at = block[bin].less;
-    while (at != bin && (block[at].size > b->size || (block[at].size == b->size && block[at].address > b->address)))
-        at = block[at].less;
+    const uint64_t size = b->size, address = b->address;
+    const uint32_t bin = (uint32_t)ta_bin(size);
+    uint32_t at = block[bin].less, more = bin;
+    while (at != bin && (block[at].size > size || (block[at].size == size && block[at].address > address)))
+        more = at, at = block[at].less;
     b->free = true;
     b->less = at;
-    b->more = block[at].more;
-    block[b->more].less = block[at].more = i;
+    b->more = more;
+    block[more].less = block[at].more = i;
     p->filled[bin / 64] |= (uint64_t)1 << bin % 64;
 }
 
 static void take_out(vm_pool *p, uint32_t i) {
     vm_pool_block *const b = &p->block[i];
+    const uint32_t less = b->less, more = b->more;
     b->free = false;
-    p->block[b->less].more = b->more;
-    p->block[b->more].less = b->less;
-    if (b->less == b->more) p->filled[b->less / 64] &= ~((uint64_t)1 << b->less % 64); /* what is left is the ring's */
+    p->block[less].more = more;
+    p->block[more].less = less;
+    if (less == more) p->filled[less / 64] &= ~((uint64_t)1 << less % 64); /* what is left is the ring's */
 }
 
 /* The smallest free block of `size` or more, and of equal ones the lowest; 0 for none. */
@@ -82,11 +84,7 @@ static vm_status new_segment(vm_pool *p, uint64_t size, uint32_t *i) {
     if (s) return s;
     p->next_address = VM_ROUND_UP(address + bytes, TA_LARGE_ROUND);
     p->reserved += bytes;
-    vm_pool_block *const b = &p->block[*i];
-    b->address = address;
-    b->size = bytes;
-    b->prev = b->next = 0;
-    b->free = false;
+    p->block[*i] = (vm_pool_block){.address = address, .size = bytes};
     return VM_OK;
 }
 
@@ -104,10 +102,7 @@ vm_status vm_pool_take(vm_pool *p, uint64_t size, uint32_t *i) {
     s = new_block(p, &r);
     if (s) return s;
     vm_pool_block *const block = p->block, *const b = &block[*i];
-    block[r].address = b->address + size;
-    block[r].size = rest;
-    block[r].prev = *i;
-    block[r].next = b->next;
+    block[r] = (vm_pool_block){.address = b->address + size, .size = rest, .prev = *i, .next = b->next};
     if (b->next) block[b->next].prev = r;
     b->size = size;
     b->next = r;
