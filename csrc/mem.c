@@ -186,15 +186,18 @@ vm_status vm_scratch_new(size_t items, size_t item_bytes, void *out) {
     return VM_OK;
 }
 
-vm_status vm_scratch_grow(void *array, size_t count, size_t item_bytes) {
-    if (!is_full(count)) return VM_OK;
+vm_status vm_scratch_widen(void *array, size_t count, size_t items, size_t item_bytes) {
     void **old = array, *wider;
-    vm_status s = vm_scratch_new(vm_mem_capacity(count + 1), item_bytes, &wider);
+    vm_status s = vm_scratch_new(items, item_bytes, &wider);
     if (s) return s;
     if (count) memcpy(wider, *old, count * item_bytes);
     vm_scratch_free(*old);
     *old = wider;
     return VM_OK;
+}
+
+vm_status vm_scratch_grow(void *array, size_t count, size_t item_bytes) {
+    return is_full(count) ? vm_scratch_widen(array, count, vm_mem_capacity(count + 1), item_bytes) : VM_OK;
 }
 
 void vm_scratch_free(void *scratch) {

@@ -55,6 +55,8 @@ void vm_mem_unuse(vm_mem *mem, vm_category category, size_t bytes);
 /* Scratch of vm_mem_common's, which knows how large it is. An array that grows doubles, as vm_mem_grow makes it. */
 vm_status vm_scratch_new(size_t items, size_t item_bytes, void *out);
 vm_status vm_scratch_grow(void *array, size_t count, size_t item_bytes);
+/* Makes place for `items` items, zeros behind the `count` that *array holds. */
+vm_status vm_scratch_widen(void *array, size_t count, size_t items, size_t item_bytes);
 void vm_scratch_free(void *scratch); /* accepts NULL */
 void vm_mem_reset_peak(vm_mem *mem);
 vm_usage vm_mem_usage(vm_mem *mem);

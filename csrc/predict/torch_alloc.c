@@ -36,10 +36,6 @@ static uint64_t segment_size(const vm_talloc *a, const request *r) {
     return a->config.driver_pool ? r->size : native_segment(r);
 }
 
-bool vm_talloc_is_small(const vm_talloc *a, uint64_t bytes) {
-    return !a->config.driver_pool && vm_talloc_round(&a->config, bytes) <= TA_SMALL;
-}
-
 bool vm_talloc_is_plain(const vm_talloc *a) {
     const vm_talloc_config *c = &a->config;
     return !c->total_memory && !c->allowed_memory && c->max_split_size == UINT64_MAX && !c->expandable_segments &&
@@ -84,7 +80,7 @@ static void cache_free(vm_talloc *a, block *b) {
     }
     ta_cache(a, b);
     if (ta_is_split(b)) blocks++, bytes += (int64_t)b->node.size;
-    if (!b->expandable) ta_count_both(a, VM_TALLOC_INACTIVE_SPLIT, b->small, blocks, bytes);
+    if (!b->expandable && bytes) ta_count_both(a, VM_TALLOC_INACTIVE_SPLIT, b->small, blocks, bytes);
 }
 
 static void complete_free(vm_talloc *a, block *b) {
@@ -160,13 +156,11 @@ static block *take_cached(vm_talloc *a, const request *r) {
     if (!n) return NULL;
     if (ta_block(n)->expandable) {
         /* A block that can grow is as large as it may become. */
-        node *next = ta_after(&p->cached, n);
-        for (; next; next = ta_after(&p->cached, n)) {
+        for (node *next; (next = ta_after(&p->cached, n)); n = next) {
             const block *here = ta_block(n), *there = ta_block(next);
             const uint64_t grows = here->next && !here->next->mapped ? here->next->node.size : 0;
             const uint64_t there_grows = there->next && !there->next->mapped ? there->next->node.size : 0;
             if (there->node.size + there_grows >= here->node.size + grows) break;
-            n = next;
         }
     }
     const uint64_t limit = a->config.max_split_size;
@@ -209,8 +203,7 @@ static void collect_garbage(vm_talloc *a) {
 /* PyTorch never splits an oversized block; a segment that was restored may hold a part of one. */
 static bool is_whole(const block *b) { return !b->expandable && !ta_is_split(b); }
 
-/* With max_split_size: frees the one oversized block that is large enough, or the largest ones until together they are.
- */
+/* With max_split_size: frees the one oversized block that is large enough, or the largest until together they are. */
 static bool release_oversized(vm_talloc *a, const request *r) {
     const uint64_t limit = a->config.max_split_size;
     if (limit == UINT64_MAX) return false;
@@ -271,7 +264,7 @@ static uint64_t hand_out(vm_talloc *a, const request *r, block *b) {
     b->state = VM_TALLOC_LIVE;
     if (b->expandable)
         ta_occupy(a, b);
-    else
+    else if (left != split)
         ta_count_both(a, VM_TALLOC_INACTIVE_SPLIT, r->small, (left > 0) - (split > 0), left - split);
     b->requested = r->bytes;
     b->tag = a->tag;

@@ -54,8 +54,6 @@ uint64_t vm_talloc_round(const vm_talloc_config *config, uint64_t bytes);
 /* Bytes that the native allocator asks the driver for where no block has room for so many, rounded. */
 uint64_t vm_talloc_segment(uint64_t size);
 
-/* Whether a request is served by the small pool. */
-bool vm_talloc_is_small(const vm_talloc *a, uint64_t bytes);
 /* Whether sizes alone decide, neither pool depends on the other, and what is taken and given back at once leaves no
  * trace beside a segment. */
 bool vm_talloc_is_plain(const vm_talloc *a);

@@ -204,23 +204,21 @@ static vm_status grow_spares(vm_talloc *a) {
 }
 
 static vm_status grow_history(vm_talloc *a, size_t events) {
-    const size_t item = sizeof *a->history, size = VM_MAX(2 * a->history_size, a->history_used + events);
-    vm_talloc_event *history;
-    vm_status s = vm_scratch_new(size, item, &history);
-    if (s) return s;
-    if (a->history_used) memcpy(history, a->history, a->history_used * item);
-    vm_scratch_free(a->history);
-    a->history = history;
-    a->history_size = size;
-    return VM_OK;
+    const size_t size = VM_MAX(2 * a->history_size, a->history_used + events);
+    vm_status s = vm_scratch_widen(&a->history, a->history_used, size, sizeof *a->history);
+    if (!s) a->history_size = size;
+    return s;
 }
 
 vm_status ta_make_room(vm_talloc *a) {
     /* At worst an operation completes every pending free (each may open a gap), gives back every cached block (each
      * unmapped one may leave a rest on both sides), maps every stretch again, makes a segment and splits a block. */
-    const size_t idle =
-        a->pools[0].cached.count + a->pools[1].cached.count + a->pools[0].unmapped + a->pools[1].unmapped + a->pendings;
-    const size_t elements = 8 + (a->config.expandable_segments ? 3 * idle : 0), events = 8 + 3 * idle;
+    size_t elements = 8, events = 8;
+    if (a->config.expandable_segments || a->config.history) {
+        const size_t cached = a->pools[0].cached.count + a->pools[1].cached.count;
+        events += 3 * (cached + a->pools[0].unmapped + a->pools[1].unmapped + a->pendings);
+        if (a->config.expandable_segments) elements = events;
+    }
     vm_status s = VM_OK;
     a->out_of_memory = false;
     while (!s && a->spares < elements) s = grow_spares(a);
@@ -235,7 +233,10 @@ void *ta_element(vm_talloc *a) {
     a->spares--;
     uint64_t mixed = ++a->drawn * 0x9E3779B97F4A7C15u; /* the end of splitmix64: any well-mixed sequence will do */
     mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9u;
-    *b = (block){.node.priority = (uint32_t)(mixed >> 32)};
+    /* What a tree sets itself stays as it is. */
+    b->node.stream = b->node.size = b->node.address = b->node.weight = 0;
+    b->node.priority = (uint32_t)(mixed >> 32);
+    memset(&b->prev, 0, sizeof *b - offsetof(block, prev));
     return b;
 }
 

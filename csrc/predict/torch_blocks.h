@@ -136,7 +136,7 @@ struct vm_talloc {
 
 /* Makes sure that the coming operation finds every element that it may need, so that it cannot fail half-way. */
 vm_status ta_make_room(vm_talloc *a);
-/* A spare element, of zeros but for its priority. ta_make_room has made sure that there is one. */
+/* A spare element, of zeros but for its priority and what trees set. ta_make_room has made sure that there is one. */
 void *ta_element(vm_talloc *a);
 void ta_recycle(vm_talloc *a, void *element);
 void ta_storage_free(vm_talloc *a);
@@ -155,10 +155,31 @@ static inline uint64_t ta_page(bool small) { return small ? TA_SMALL_SEGMENT : T
 /* Whether whole pages lie in b, a block of an expandable segment, and which. */
 bool ta_whole_pages(const block *b, uint64_t *from, uint64_t *to);
 
-void ta_count(vm_talloc *a, vm_talloc_kind kind, bool small, int64_t amount);
+static inline void ta_count_one(vm_talloc_stat *s, int64_t amount) {
+    s->current += amount;
+    if (amount >= 0) {
+        s->allocated += (uint64_t)amount;
+        if (s->current > s->peak) s->peak = s->current;
+    } else {
+        s->freed += (uint64_t)-amount;
+    }
+}
+
+static inline void ta_count(vm_talloc *a, vm_talloc_kind kind, bool small, int64_t amount) {
+    ta_count_one(&a->stats.of[kind][VM_TALLOC_ALL], amount);
+    ta_count_one(&a->stats.of[kind][small ? VM_TALLOC_SMALL : VM_TALLOC_LARGE], amount);
+}
+
 /* kind: one that counts blocks or segments; their bytes are counted with them. */
-void ta_count_both(vm_talloc *a, vm_talloc_kind kind, bool small, int64_t count, int64_t bytes);
-void ta_count_oversized(const vm_talloc *a, vm_talloc_stat *stat, uint64_t size, int64_t amount);
+static inline void ta_count_both(vm_talloc *a, vm_talloc_kind kind, bool small, int64_t count, int64_t bytes) {
+    ta_count(a, kind, small, count);
+    ta_count(a, kind - VM_TALLOC_ALLOCATION + VM_TALLOC_ALLOCATED_BYTES, small, bytes);
+}
+
+static inline void ta_count_oversized(const vm_talloc *a, vm_talloc_stat *stat, uint64_t size, int64_t amount) {
+    if (size >= a->config.max_split_size) ta_count_one(stat, amount);
+}
+
 void ta_record(vm_talloc *a, vm_talloc_action action, uint64_t address, uint64_t size, uint64_t stream, uint32_t tag);
 void ta_cache(vm_talloc *a, block *b); /* into its pool's tree */
 void ta_pend(vm_talloc *a, block *b);  /* into the list of pending ones, linked by the trees' pointers */

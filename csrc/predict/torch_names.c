@@ -3,18 +3,6 @@
 
 #include "torch_names.h"
 
-/* A wider array with what the old one had; zeros behind it. */
-static vm_status widen(void *array, size_t used, size_t *room, size_t wanted, size_t item) {
-    void **const old = array, *wider;
-    vm_status s = vm_scratch_new(wanted, item, &wider);
-    if (s) return s;
-    if (used) memcpy(wider, *old, used * item);
-    vm_scratch_free(*old);
-    *old = wider;
-    *room = wanted;
-    return VM_OK;
-}
-
 /* Where text stands, or would stand. */
 static uint32_t *find(const vm_names *n, const char *text, size_t length) {
     uint64_t hash = length, word;
@@ -34,7 +22,9 @@ vm_status vm_names_add(vm_names *n, const char *text, uint32_t *number) {
     const size_t length = strlen(text) + 1;
     vm_status s = VM_OK;
     if (2 * (n->count + 1) > n->bins) {
-        s = widen(&n->bin, 0, &n->bins, n->bins ? 2 * n->bins : 128, sizeof *n->bin);
+        const size_t bins = n->bins ? 2 * n->bins : 128;
+        s = vm_scratch_widen(&n->bin, 0, bins, sizeof *n->bin);
+        if (!s) n->bins = bins;
         for (size_t i = 0; !s && i < n->count; i++) {
             const char *name = vm_names_get(n, i);
             *find(n, name, strlen(name) + 1) = (uint32_t)i + 1;
@@ -44,7 +34,9 @@ vm_status vm_names_add(vm_names *n, const char *text, uint32_t *number) {
     uint32_t *bin = find(n, text, length);
     *number = *bin - 1;
     if (*bin) return VM_OK;
-    if (n->room - n->used < length) s = widen(&n->text, n->used, &n->room, 2 * (n->room + length) + 4096, 1);
+    const size_t room = n->room - n->used < length ? 2 * (n->room + length) + 4096 : n->room;
+    if (room > n->room) s = vm_scratch_widen(&n->text, n->used, room, 1);
+    if (!s) n->room = room;
     if (!s) s = vm_scratch_grow(&n->at, n->count, sizeof *n->at);
     if (s) return s;
     memcpy(n->text + n->used, text, length);

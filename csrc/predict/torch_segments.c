@@ -10,30 +10,6 @@ const char *const vm_talloc_kind_name[VM_TALLOC_KINDS] = {
     "requested_bytes"};
 const char *const vm_talloc_pool_name[VM_TALLOC_POOLS] = {"all", "small_pool", "large_pool"};
 
-static void count_one(vm_talloc_stat *s, int64_t amount) {
-    s->current += amount;
-    if (amount >= 0) {
-        s->allocated += (uint64_t)amount;
-        if (s->current > s->peak) s->peak = s->current;
-    } else {
-        s->freed += (uint64_t)-amount;
-    }
-}
-
-void ta_count(vm_talloc *a, vm_talloc_kind kind, bool small, int64_t amount) {
-    count_one(&a->stats.of[kind][VM_TALLOC_ALL], amount);
-    count_one(&a->stats.of[kind][small ? VM_TALLOC_SMALL : VM_TALLOC_LARGE], amount);
-}
-
-void ta_count_both(vm_talloc *a, vm_talloc_kind kind, bool small, int64_t count, int64_t bytes) {
-    ta_count(a, kind, small, count);
-    ta_count(a, kind - VM_TALLOC_ALLOCATION + VM_TALLOC_ALLOCATED_BYTES, small, bytes);
-}
-
-void ta_count_oversized(const vm_talloc *a, vm_talloc_stat *stat, uint64_t size, int64_t amount) {
-    if (size >= a->config.max_split_size) count_one(stat, amount);
-}
-
 const vm_talloc_stats *vm_talloc_get_stats(const vm_talloc *a) { return &a->stats; }
 
 static void count_again(vm_talloc_stat *s, const vm_talloc_stat *before, const vm_talloc_stat *after) {
