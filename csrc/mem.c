@@ -65,7 +65,7 @@ void vm_mem_release(vm_mem *mem) {
 
 /* Blocks of the common account that were freed last, for the next that want just as many bytes. Predictions take the
  * same sizes again and again; the C library would return them to the system, which clears each page anew. */
-enum { SPARES = 16, SPARE_FROM = 64 << 10, SPARE_TO = 2 << 20 };
+enum { SPARES = 8, SPARE_FROM = 64 << 10, SPARE_TO = 1 << 20 };
 
 static struct spare {
     void *block;
