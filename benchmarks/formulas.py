@@ -1,7 +1,7 @@
 """How near the formulas of whole pipelines and of VAEs are to the predictions that they stand for.
 
-Each is derived over the domain that is usual (every point of it is played), then asked at sizes between the domain's,
-and with other lengths of prompts, which were not played. Prints a line each, and writes a CSV.
+Each plays its sizes. Then others of its grid are played, with prompts of other lengths, and sizes between the grid's.
+Prints a line each, and writes a CSV.
 
     python benchmarks/formulas.py --cards T4 "RTX 4060" "RTX 4090" --csv benchmarks/results/formulas.csv
 """
@@ -17,40 +17,58 @@ from common import write_csv
 import vaemem
 from vaemem.pipelines.components import PIPELINES
 from vaemem.pipelines.pipeline_request import OFFLOADS
+from vaemem.prediction.lines import GRID_SIDES
 
 VAES = [("sd15", "encode"), ("sd15", "decode"), ("sdxl", "encode"), ("sdxl", "decode"), ("sdxl", "decode_tiled")]
 
 
-def between(formula, stride, count, rng):
-    """Points of the domain that were not played."""
-    domain = formula.domain
+def between(grid, stride, count, rng):
+    """Sizes within the grid's ends, multiples of the stride."""
     while count:
-        height, width = (rng.randrange(domain.least, domain.most + 1, stride) for _ in range(2))
-        if max(height, width) <= domain.ratio * min(height, width):
-            count -= 1
-            several = domain.prompt_tokens
-            tokens = rng.randint(several[0], several[-1]) if len(several) > 1 else 0
-            yield height, width, rng.choice(domain.batches), tokens
+        height, width = (rng.randrange(GRID_SIDES[0], GRID_SIDES[-1] + 1, stride) for _ in range(2))
+        try:
+            point = grid.check(height, width, rng.randint(1, 4), None)
+        except ValueError:
+            continue
+        count -= 1
+        yield point
 
 
-def judged(what, formula, stride, ask, count):
-    began, rng = time.process_time(), random.Random(1)  # a formula has played others, of seed 0
-    reserved = formula.reserved
-    seconds = time.process_time() - began
-    above, off = 0, []
-    for point in between(formula, stride, count, rng):
-        size = ask(*point)
-        above += size > formula.upper(*point)
-        off.append(abs(formula.predict(*point) / size - 1))
-    off.sort()
+def compare(formula, points, rng):
+    """(how many of the points lie above the formula, by how much at most), reserved and allocated."""
+    found = {"reserved": [0.0], "allocated": [0.0]}
+    for point in points:
+        if point.tokens:
+            point = point._replace(tokens=rng.randint(1, point.tokens))
+        try:
+            peaks = formula._play(point).values()
+        except (ValueError, OverflowError):
+            continue
+        for name, shares in found.items():
+            bound = getattr(formula, name).predict(*point[:3], point.tokens or None)
+            shares.append(max(getattr(peak, name) for peak in peaks) / bound - 1)
+    return {name: (sum(share > 0 for share in shares), round(max(shares), 4)) for name, shares in found.items()}
+
+
+def judge(what, formula, stride, count):
+    rng = random.Random(1)
+    began = time.process_time()
+    reserved, allocated = formula.reserved, formula.allocated
     row = {
-        **what, "points": sum(piece.points for piece in reserved.pieces), "cpu_seconds": round(seconds, 1),
-        "pieces": len(reserved.pieces), "upper_within_10_percent": round(reserved.within, 4),
-        "upper_worst": round(reserved.worst, 4), "upper_median": round(reserved.median, 4),
-        "allocated_pieces": len(formula.allocated.pieces), "allocated_worst": round(formula.allocated.worst, 4),
-        "between": count, "between_above_upper": above, "between_off_median": round(off[len(off) // 2], 4),
-        "between_off_worst": round(off[-1], 4),
+        **what, "played": formula.played, "cpu_seconds": round(time.process_time() - began, 1),
+        "reserved_lines": len(reserved.lines), "reserved_worst": round(reserved.excess, 4),
+        "reserved_median": round(reserved.median, 4), "allocated_lines": len(allocated.lines),
+        "allocated_exact": sum(line.kind == "exact" for line in allocated.lines),
+        "allocated_worst": round(allocated.excess, 4),
     }  # fmt: skip
+    whole = [*formula.grid]
+    samples = {
+        "grid": rng.sample(whole, min(count, len(whole))),
+        "between": [*between(formula.grid, stride, count, rng)],
+    }
+    for name, points in samples.items():
+        for counter, (above, most) in compare(formula, points, rng).items():
+            row |= {f"{name}_{counter}_above": above, f"{name}_{counter}_above_by": most}
     print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
     return row
 
@@ -60,34 +78,23 @@ def main():
     parser.add_argument("--cards", nargs="+", default=["T4", "RTX 3060", "RTX 4060", "RTX 4090", "A100 80GB", "H100"])
     parser.add_argument("--pipelines", nargs="*", default=list(PIPELINES), choices=PIPELINES)
     parser.add_argument("--offloads", nargs="+", default=OFFLOADS, choices=OFFLOADS)
-    parser.add_argument("--step", type=int, default=64, help="pixels from side to side")
-    parser.add_argument("--between", type=int, default=200, help="points beside, which were not played")
+    parser.add_argument("--count", type=int, default=200, help="other sizes, in the grid and between")
     parser.add_argument("--csv")
     args = parser.parse_args()
     rows = []
     for card in args.cards:
         for name in args.pipelines:
             for offload in args.offloads:
-                asked = {"gpu": card, "offload": offload}
                 try:
-                    p = vaemem.predict_pipeline(name, 512, 512, **asked)
+                    p = vaemem.predict_pipeline(name, 512, 512, gpu=card, offload=offload)
                 except ValueError as error:  # a card without kernels for what was recorded
                     print(f"{name} on {card}: {error}", flush=True)
                     continue
-
-                def ask(height, width, batch, tokens, name=name, asked=asked):
-                    return vaemem.predict_pipeline(name, height, width, batch, tokens or None, **asked).peak
-
-                stride, what = PIPELINES[name].stride, {"of": name, "card": card, "offload": offload}
-                rows.append(judged(what, p.formula.over(step=args.step), stride, ask, args.between))
+                what = {"of": name, "card": card, "offload": offload}
+                rows.append(judge(what, p.formula, PIPELINES[name].stride, args.count))
         for model, op in VAES:
-
-            def ask(height, width, batch, tokens, model=model, op=op, card=card):
-                return vaemem.predict(model, op, height, width, batch=batch, gpu=card).reserved
-
             what = {"of": f"{model} {op}", "card": card, "offload": ""}
-            found = vaemem.formula(model, op, gpu=card).over(step=args.step)
-            rows.append(judged(what, found, 8, ask, args.between))
+            rows.append(judge(what, vaemem.formula(model, op, gpu=card), 8, args.count))
     if args.csv:
         write_csv(args.csv, rows)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import functools
 import json
 import math
 import subprocess
@@ -15,6 +14,7 @@ import pytest
 from vaemem import OutOfMemoryError, _core, formula, plan_pipeline, predict, predict_pipeline, sweep
 from vaemem.pipelines import pipeline_run, programs
 from vaemem.pipelines.components import PIPELINES, weights_of
+from vaemem.prediction.lines import Point
 from vaemem.prediction.process import SimulatedProcess
 
 MIB = 1 << 20
@@ -374,13 +374,6 @@ def test_every_pipelines_parts_were_recorded(name):
         assert part in (*programs.recorded(), *_core.models())
 
 
-@functools.cache
-def small_formula(pipeline, gpu="T4", offload="none", **others):
-    """Over few points, so that tests can afford it."""
-    p = predict_pipeline(pipeline, 512, 512, gpu=gpu, offload=offload, **others)
-    return p, formula(p).over(least=512, most=1024, step=128, batches=(1, 2))
-
-
 @pytest.mark.parametrize("gpu", ["T4", "V100", "RTX 2080 Ti"])
 @pytest.mark.parametrize("pipeline", ["sd15", "flux", "zimage-turbo"])
 def test_bfloat16_on_cards_without_a_fused_kernel_for_it(pipeline, gpu):
@@ -396,31 +389,31 @@ def test_bfloat16_on_cards_without_a_fused_kernel_for_it(pipeline, gpu):
 
 
 def test_a_formula_of_all_phases():
-    """It says what the prediction says, at sizes on its grid and between them, and its phases are exact."""
-    p, found = small_formula("sd15")
-    assert list(found.phases) == [phase.name for phase in p.phases]
-    for height, width in ((512, 768), (832, 1216 - 192), (1000, 520)):
+    """It is above the prediction, on its grid and between, and its phases are near."""
+    p = predict_pipeline("sd15", 512, 512, gpu="T4")
+    found = formula(p)
+    lines = {line.phase: line for line in found.allocated.lines}
+    assert list(lines) == [phase.name for phase in p.phases] == [line.phase for line in found.reserved.lines]
+    for height, width in ((512, 768), (832, 1216), (1000, 520)):
         other = predict_pipeline("sd15", height, width, gpu="T4")
-        for name, form in (("denoise", found.phases["denoise"]), ("decode", found.phases["decode"])):
-            assert form.predict(height, width) == pytest.approx(phase(other, name).allocated, rel=5e-3)
-        assert found.lower(height, width) <= other.peak <= found.upper(height, width)
-        assert found.predict(height, width) == pytest.approx(other.peak, rel=0.03)
+        for name, line in lines.items():
+            assert line.mebibytes(Point(height, width)) * MIB == pytest.approx(phase(other, name).allocated, rel=0.04)
+        assert other.peak <= found.predict(height, width) <= 1.1 * other.peak
     weights = sum(part.nbytes for part in p.parts.values())
-    (load,) = found.phases["load"].pieces
-    assert load.is_exact and sum(law.get("", 0) for name, law in load.terms if name.startswith("weights")) == weights
-    decode = found.phases["decode"].pieces[-1]
-    assert decode.where.startswith("decode: decoder.up_blocks.") and decode.is_exact
-    assert "cases" in found._repr_latex_() or "N H W" in found._repr_latex_()
+    load = lines["load"]
+    terms = sum(law.get("", 0) for name, law in load.terms.items() if name.startswith("weights"))
+    assert load.kind == "exact" and terms * MIB == weights
+    assert lines["decode"].where.startswith("decoder.up_blocks.")
 
 
 def test_a_formula_with_the_length_of_the_prompt():
-    _, found = small_formula("flux", "RTX 4090", "model")
-    assert found.domain.prompt_tokens == (1, 128, 256, 512)
-    for tokens in (1, 77, 300, 512):  # of which 77 and 300 were not played
+    p = predict_pipeline("flux", 512, 512, gpu="RTX 4090", offload="model")
+    found = p.formula
+    assert found.grid.tokens == 512
+    for tokens in (1, 77, 300, 512):
         other = predict_pipeline("flux", 768, 1024, 2, tokens, gpu="RTX 4090", offload="model")
-        assert found.lower(768, 1024, 2, tokens) * 0.995 <= other.peak <= found.upper(768, 1024, 2, tokens) * 1.005
-    (encode,) = {piece.where.partition(":")[0] for piece in found.phases["encode prompt"].pieces}
-    assert encode == "encode prompt" and found.predict(512, 512) == found.predict(512, 512, 1, 512)
+        assert other.peak <= found.predict(768, 1024, 2, tokens) <= 1.05 * other.peak
+    assert found.predict(512, 512) == found.predict(512, 512, 1, 512)
 
 
 KINDS = [name for name in PIPELINES if name not in ("flux-schnell", "flux2", "flux2-klein-9b")]  # not two alike
@@ -432,24 +425,18 @@ FORMULA_CARDS = ("T4", "RTX 3060", "RTX 4060", "RTX 4090", "A100 80GB", "RX 7900
 @pytest.mark.parametrize("gpu", FORMULA_CARDS[::2])
 @pytest.mark.parametrize("pipeline", KINDS)
 def test_every_pipeline_has_a_formula(pipeline, gpu, offload):
-    """No phase is without, nothing raises, and each point that was played lies within the bounds, in one piece."""
+    """No phase is without, nothing raises, and predictions lie below."""
     where = {"gpu": gpu, "offload": offload}
     p = predict_pipeline(pipeline, 1024, 1024, **where)
-    found = p.formula.over(
-        least=512, most=1536, step=512, batches=(1, 2), prompt_tokens=p.formula.domain.prompt_tokens[-2:]
-    )
-    assert list(found.phases) == [phase.name for phase in p.phases] and not found.left_out
-    for height, width, batch, tokens, _ in found.domain:
-        given = {"prompt_tokens": tokens} if tokens else {}
-        other = predict_pipeline(pipeline, height, width, batch, **given, **where)
-        at = height, width, batch, tokens
-        assert found.lower(*at) <= other.peak <= found.upper(*at)
-        for phase_ in other.phases:
-            form = found.phases[phase_.name]
-            assert form.lower(*at) <= phase_.allocated <= form.upper(*at)
-            assert sum(piece.holds(form.domain.check(*at)) for piece in form.pieces) == 1
-    assert all(len(form.pieces) <= 12 for form in (found.reserved, found.allocated, *found.phases.values()))
-    assert str(found) and found.latex() and json.loads(found.to_json())["forms"]
+    found = p.formula
+    assert {line.phase.partition(",")[0] for line in found.allocated.lines} == {phase.name for phase in p.phases}
+    assert not found.left_out
+    for at in ((512, 512, 1), (1536, 1024, 2), (1024, 640, 3)):
+        other = predict_pipeline(pipeline, *at, **where)
+        assert other.peak <= found.predict(*at)
+        assert max(phase_.allocated for phase_ in other.phases) <= found.allocated.predict(*at)
+    assert len(found.reserved.lines) + len(found.allocated.lines) <= 12
+    assert str(found) and found.latex() and json.loads(found.to_json())["reserved"]["lines"]
 
 
 @pytest.mark.one_in(15)
@@ -577,11 +564,9 @@ def test_rows_last_as_long_as_the_plan_says():
 
 
 def test_formulas_in_a_notebook():
-    _, found = small_formula("sd15")
-    shown = found._repr_markdown_()
+    shown = predict_pipeline("sd15", 512, 512, gpu="T4").formula._repr_markdown_()
     assert shown.startswith("At ") and "\n\n$$" in shown and "aligned" in shown and r"N\*MP" in shown
-    rows = sum(len(form.pieces) for form in (found.reserved, found.allocated, *found.phases.values()))
-    assert shown.count("\n|") == rows + 3 * 2, "tables of what is reserved, what is allocated, and the phases"
+    assert shown.count("\n|") == 8 + 2, "a line per phase and counter"
 
 
 @pytest.mark.parametrize(

@@ -370,12 +370,11 @@ def run_plan(args: argparse.Namespace, asked: dict[str, Any]) -> int:
 @command(
     "vaemem:predict_pipeline",
     "formula_of formula_op gpu formula_runtime dtype components offload vae vae_memory_limit image guidance memory"
-    " cudnn_version torch_version domain_sides domain_step domain_batch fit_format",
+    " cudnn_version torch_version fit_format",
 )
 def run_formula(args: argparse.Namespace, asked: dict[str, Any]) -> None:
-    """What a VAE or a whole pipeline takes of a card, as a formula of the image's size, the batch and the prompt."""
-    least, most = sorted(args.sides)
-    side = min(max(least, 1024), most)  # whose answer comes first
+    """Show what a VAE or a whole pipeline takes of a card as an equation of the size, the batch and the prompt."""
+    side = 1024  # the size that is answered first
     of_pipeline = asked.keys() & {"components", "offload", "vae", "vae_memory_limit", "image", "guidance"}
     if args.op is None:
         found = vaemem.predict_pipeline(args.model, side, side, **asked).formula
@@ -384,10 +383,7 @@ def run_formula(args: argparse.Namespace, asked: dict[str, Any]) -> None:
         raise ValueError(Message(got, f": want it of a whole pipeline, got it with the VAE's {args.op}"))
     else:
         found = vaemem.formula(args.model, args.op, height=side, width=side, **asked)
-    with show_progress("vaemem formula") as tell:
-        found = found.over(tell, least=least, most=most, step=args.step, batches=range(1, args.batch + 1))
-        text = _formatted(found, args.format)  # which plays the domain
-    print(text)
+    _print(found, args.format)
 
 
 @command(

@@ -185,10 +185,6 @@ FLAGS: dict[str, FlagSettings] = {
     "random": _flag("Build it from configs, of full size with random weights: no file is needed.", action="store_true"),
     "prompt": _flag("What the picture shows.", default="a photo of a cat"),
     # of formulas and published figures
-    "domain_sides": _flag("The least and the greatest side in pixels.", type=positive, nargs=2, default=(256, 2048),
-        dest="sides", metavar=("LEAST", "MOST")),
-    "domain_step": _flag("From side to side in pixels.", type=positive, default=64, dest="step"),
-    "domain_batch": _flag("The most images in one run.", type=positive, default=4, dest="batch"),
     "application": _flag(choices=Later("prediction.bound:APPLICATIONS")),
     "dtypes": _flag("The types of numbers.", type=_dtype, nargs="+", choices=DTYPES),
     "sides": _flag(type=count, nargs="+", metavar="PIXELS"),

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import html
 import itertools
-import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -29,9 +28,9 @@ from vaemem.pipelines.pipeline_run import play_pipeline
 from vaemem.pipelines.storage import BITSANDBYTES
 from vaemem.pipelines.ways import Written
 from vaemem.prediction.answer import Answer, alias
-from vaemem.prediction.cutting import largest_of
+from vaemem.prediction.closed import PlayedPeak
 from vaemem.prediction.formula import Formula
-from vaemem.prediction.pieces import Domain, PlayedPeak, Point
+from vaemem.prediction.lines import Grid, Point
 from vaemem.prediction.planned import Phase, Result, Way
 from vaemem.prediction.plays import Plays
 from vaemem.prediction.process import ROUNDED_UP, Moment, PeakTensor
@@ -178,18 +177,14 @@ class _Phases(Answer, Written):
 
 
 def _play_phases(request: PipelineRequest, workspace: Any, point: Point) -> dict[str, PlayedPeak]:
-    """What each phase and the whole take at a point; the whole what its fullest phase does."""
+    """What each phase takes at a point."""
     at = replace(request, height=point.height, width=point.width, batch=point.batch)
     run = play_pipeline(replace(at, tokens=point.tokens or at.tokens), workspace)
-    phases = run.phases_on(run.process)
     seen = {}
-    for one in phases:
+    for one in run.phases_on(run.process):
         tensors = {name: size for name, size in one.peak_tensors if name != ROUNDED_UP}
-        where = f"{one.name}: {one.where}".rstrip(": ")
-        seen[one.name] = PlayedPeak(one.allocated, where, tensors, largest_of(tensors))
-    fullest, highest = (max(phases, key=operator.attrgetter(what)) for what in ("total", "allocated"))
-    total = seen[fullest.name]._replace(bytes=fullest.total, tensors={})
-    return {"reserved": total, "allocated": seen[highest.name], **seen}
+        seen[one.name] = PlayedPeak(one.total, one.allocated, one.where, tensors)
+    return seen
 
 
 class PipelinePrediction(_Phases):
@@ -358,15 +353,13 @@ class PipelinePrediction(_Phases):
 
     @functools.cached_property
     def formula(self) -> Formula:
-        """What this pipeline takes on this card, so offloaded, by size, batch and length of the prompt: H and W from
-        256 to 2048 pixels, batches of 1 to 4, prompts of 1 to as many tokens as the text encoder takes, where these
-        make a difference."""
+        """What this pipeline takes on this card, offloaded in this way, as an equation of the size, the batch and the
+        prompt (`vaemem.formula`)."""
         q = self.request
-        most = max(q.tokens, q.pipeline.most_tokens)
-        tokens = (1, most // 4, most // 2, most) if q.pipeline.most_tokens > CLIP_TOKENS else (0,)
+        tokens = max(q.tokens, q.pipeline.most_tokens) if q.pipeline.most_tokens > CLIP_TOKENS else 0
         play = functools.partial(_play_phases, q, self._process.workspace)
-        at = Point(q.height, q.width, q.batch, q.tokens if len(tokens) > 1 else 0)
-        found = Formula(f"{q.name}, {self._where}", Domain(prompt_tokens=tokens, tile=q.tile), at, play)
+        at = Point(q.height, q.width, q.batch, q.tokens if tokens else 0)
+        found = Formula(f"{q.name}, {self._where}", Grid(tokens, q.tile), at, play)
         found.assumed_card = self.assumed_card
         return found
 

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import numpy as np
 
 from vaemem._common import ELEMENT_BYTES, MIB, distinct, render, typeset, whole
-from vaemem.prediction.cutting import ROUNDING, in_fractions, largest_of
-from vaemem.prediction.pieces import PlayedPeak
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.request import VAERequest
 
+ROUNDING = 512  # bytes: the allocator's granule; a tensor that is off its law by no more follows it
+FINEST = 1 << 13  # denominators of exact coefficients: 64 pixels a latent's, squared, and two more
 STEP, LAST = 64, 4096  # the squares that a derivation looks at: 64, 128, ... 4096 pixels a side
 # cuDNN may alternate between some constants from size to size: where no law holds within ROUNDING, one within so many
 # bytes is taken.
@@ -27,6 +27,21 @@ HELD_OUT = ((360, 640), (720, 1280), (832, 1216), (1000, 1000), (1080, 1920), (1
 
 ZERO = Fraction(0)
 Law = tuple[Fraction, ...]  # bytes by H*W, H+W, (H*W)^2 and 1
+
+
+class PlayedPeak(NamedTuple):
+    """A peak that was played: bytes, the step that makes it, and {name: bytes} of its tensors, as they were asked for;
+    none if it is not made of these alone."""
+
+    reserved: int
+    allocated: int
+    where: str
+    tensors: Mapping[str, int]
+
+    @property
+    def key(self) -> tuple[str, frozenset[str]]:
+        """What two peaks are the same by: the step, and whose tensors are alive."""
+        return self.where, frozenset(self.tensors)
 
 
 class Term(NamedTuple):
@@ -216,16 +231,12 @@ class ClosedForm:
 # ---- the derivation ----
 
 
-def played_peaks(request: VAERequest, process: SimulatedProcess) -> dict[str, PlayedPeak]:
+def play_peak(request: VAERequest, process: SimulatedProcess) -> PlayedPeak:
     """What the run of a fresh process takes above its weights and its input. A peak outside of the model's call has no
     tensors."""
     measured = request.play(process)
     where, tensors = process.peak_above_baseline() or ("outside of the model's call", {})
-    largest = largest_of(tensors)
-    return {
-        "reserved": PlayedPeak(measured.reserved, where, {}, largest),
-        "allocated": PlayedPeak(measured.allocated, where, tensors, largest),
-    }
+    return PlayedPeak(measured.reserved, measured.allocated, where, tensors)
 
 
 def name_of(q: VAERequest) -> str:
@@ -240,7 +251,7 @@ def name_of(q: VAERequest) -> str:
 def derive(request: VAERequest) -> ClosedForm:
     """The closed form of the peak that answers a request; ValueError where it has none, as `formula` says."""
     process = request.start()
-    anchor = played_peaks(request, process)["allocated"]
+    anchor = play_peak(request, process)
     q = replace(request, workspace=process.workspace)  # what this one has looked up need not be looked up again
     job, height, width = q.job, q.job.height, q.job.width
     if not anchor.tensors:
@@ -249,7 +260,7 @@ def derive(request: VAERequest) -> ClosedForm:
     def look(height: int, width: int) -> PlayedPeak | None:
         try:
             other = q.at(height, width)
-            return played_peaks(other, other.start())["allocated"]
+            return play_peak(other, other.start())
         except ValueError:  # PyTorch would refuse the size
             return None
 
@@ -275,7 +286,7 @@ def derive(request: VAERequest) -> ClosedForm:
         sizes = {name: _value(law, *size) for name, (law, _) in laws.items()}
         if any(abs(sizes[name] - found) > within for name, found in peak.tensors.items()):
             return None
-        return peak.bytes - sum(map(_up, sizes.values()))
+        return peak.allocated - sum(map(_up, sizes.values()))
 
     def beyond(side: int) -> str | None:
         if side not in peaks:
@@ -359,6 +370,14 @@ def _through(sizes: Mapping[int, int], columns: Sequence[int]) -> Law:
     powers = np.array([[_powers(side, side)[c] for c in columns] for side in sizes], dtype=float)
     law = dict(zip(columns, in_fractions(powers, np.array([*sizes.values()], dtype=float)), strict=True))
     return tuple(law.get(c, ZERO) for c in range(4))
+
+
+def in_fractions(powers: np.ndarray, sizes: np.ndarray) -> list[Fraction]:
+    """What a tensor's sizes at some points are made of: the factor of each power, a column. Columns are scaled first,
+    because the powers of a size lie far apart."""
+    scale = np.abs(powers).max(0)
+    found = np.linalg.lstsq(powers / scale, sizes, rcond=None)[0] / scale
+    return [Fraction(round(value * FINEST), FINEST) for value in found.tolist()]
 
 
 def _powers(height: int, width: int) -> tuple[int, int, int, int]:

@@ -1,186 +1,146 @@
-"""PyTorch's peak as a formula of the image's size, the batch and the prompt, derived by playing a domain: in pieces
-with bounds, and of a VAE one peak in closed form too (closed.py)."""
+"""PyTorch's peak as an equation of the image's size, the batch and the prompt, derived by playing 260 to 330 sizes.
+For a VAE also one peak in closed form (closed.py)."""
 
 from __future__ import annotations
 
-import copy
 import functools
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, overload
+from dataclasses import replace
+from typing import Any, overload
 
 from vaemem._arguments import shared
-from vaemem._common import MIB, Printed, typeset
+from vaemem._common import MIB, Printed, render, typeset
 from vaemem._types import Dtype, Program, TiledOp
-from vaemem.engine.arguments import BAR, Progress, polling
-from vaemem.prediction.closed import ClosedForm, derive, name_of, played_peaks
-from vaemem.prediction.cutting import fit_domain
-from vaemem.prediction.pieces import Domain, Form, PlayedPeak, Point, numbered
+from vaemem.prediction.closed import ClosedForm, PlayedPeak, derive, name_of, play_peak
+from vaemem.prediction.lines import COUNTERS, HEADER, RAISED, Equation, Grid, Point, solve
 from vaemem.prediction.request import VAEArguments, VAERequest, resolve_vae
-
-if TYPE_CHECKING:
-    from typing import Self
 
 
 class Formula(Printed):
-    """PyTorch's peak over a domain of sizes, batches and prompts: what is allocated, and what is reserved.
+    """PyTorch's peak over a grid of sizes, batches and prompts: a line per phase for what is allocated and for what is
+    reserved. The largest line is the answer.
 
     Attributes
     ----------
     name : str
-        What it is of.
-    domain : Domain
-        The points that are played, when the first of the following is asked for.
-    reserved : Form
-        Of a VAE as `Prediction.reserved`, above the weights and the input; of a whole pipeline all that the card must
-        have beside a CUDA context.
-    allocated : Form
-        The same of what is allocated.
-    phases : dict of str to Form
-        Of a pipeline: what is allocated at the height of each phase.
+        What the formula is about.
+    grid : Grid
+        The sizes that it holds for.
+    reserved : Equation
+        For a VAE as `Prediction.reserved`, above the weights and the input; for a pipeline everything that the card
+        must have besides a CUDA context.
+    allocated : Equation
+        The same of the memory that is allocated.
+    played : int
+        How many sizes were played.
     left_out : tuple of Point
-        Those that PyTorch refuses, or that are more than can be played.
+        Sizes that PyTorch refuses.
 
     Examples
     --------
-    >>> f = formula("sdxl", "decode", "float16").over(least=512, most=1024, batches=(1,), step=128)
-    >>> f.lower(768, 1024) <= predict("sdxl", "decode", 768, 1024, "float16").reserved <= f.upper(768, 1024)
+    >>> f = formula("sdxl", "decode", "float16")
+    >>> predict("sdxl", "decode", 768, 1024, "float16").reserved <= f.predict(768, 1024)
     True
     >>> print(f.allocated)
-    Allocated: ...
-    where        allocated, MiB...
-    everywhere  2432.1 N*MP + ...
+    phase   counter   ...
+    decode  allocated  2432 N*MP + 5.125  exact ...
     """
 
-    _progress: Progress = None
     assumed_card: str = ""
 
-    _beside = "all that the card must have beside a CUDA context"
+    _besides = "all that the card must have besides a CUDA context"
 
-    def __init__(self, name: str, domain: Domain, at: Point, play: Callable[[Point], Mapping[str, PlayedPeak]]):
-        """at: where it is answered first. play: what is seen at a point, the whole as "reserved" and "allocated" and
-        the phases by their names."""
-        self.name, self.domain, self._at, self._play = name, domain, at, play
+    def __init__(self, name: str, grid: Grid, at: Point, play: Callable[[Point], Mapping[str, PlayedPeak]]):
+        """at: the size that is answered first. play: the peak of each phase at a point."""
+        self.name, self.grid, self._at, self._play = name, grid, at, play
 
     @functools.cached_property
-    def _played(self) -> tuple[dict[str, Form], tuple[Point, ...]]:
-        with polling(self._progress, "formula", bar_format=BAR) as poll:
-            forms, left_out = fit_domain(self.domain, self._play, poll)
-        if not forms:
-            raise ValueError(f"domain: want a size that {self.name} can run, got {self.domain}")
-        return forms, tuple(left_out)
+    def _played(self) -> tuple[dict[str, Equation], int, tuple[Point, ...]]:
+        played, left_out = dict[Point, Mapping[str, PlayedPeak]](), list[Point]()
+        for point in self.grid.played():
+            try:
+                played[point] = self._play(point)
+            except (ValueError, OverflowError):  # PyTorch refuses the size, or it is more than can be played
+                left_out.append(point)
+        if not played:
+            raise ValueError(f"formula: {self.name} runs at none of {self.grid}")
+        return {name: solve(name, self.grid, played) for name in COUNTERS}, len(played), tuple(left_out)
 
     @property
-    def reserved(self) -> Form:
+    def reserved(self) -> Equation:
         return self._played[0]["reserved"]
 
     @property
-    def allocated(self) -> Form:
+    def allocated(self) -> Equation:
         return self._played[0]["allocated"]
 
     @property
-    def phases(self) -> dict[str, Form]:
-        return {name: form for name, form in self._played[0].items() if name not in ("reserved", "allocated")}
+    def played(self) -> int:
+        return self._played[1]
 
     @property
     def left_out(self) -> tuple[Point, ...]:
-        return self._played[1]
-
-    def over(self, progress: Progress = None, **changes: Any) -> Self:
-        """The same over another domain, or with a bar.
-
-        Parameters
-        ----------
-        progress : bool or callable, optional
-            True shows a bar (tqdm); a callable gets (points done, points to do).
-        **changes
-            What `Domain` has: ``least``, ``most``, ``step`` in pixels, ``ratio``, ``batches``, ``prompt_tokens``.
-
-        Raises
-        ------
-        TypeError
-            Another name.
-        ValueError
-            A domain that cannot be, or has more than 50,000 points (when it is played).
-
-        Examples
-        --------
-        >>> formula("sdxl", "decode", "float16").over(most=512, batches=(1, 2)).predict(512, 512) >> 20
-        1102
-        """
-        known = [one.name for one in fields(Domain) if one.name != "tile"]
-        if others := changes.keys() - set(known):
-            raise TypeError(f"over: want {', '.join(known)} or progress, got {', '.join(sorted(others))}")
-        found = copy.copy(self)
-        found.__dict__.pop("_played", None)
-        found.domain, found._progress = replace(self.domain, **changes), progress
-        return found
+        return self._played[2]
 
     def predict(self, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None) -> int:
-        """Bytes reserved. Sizes in pixels; tokens of the prompt, by default as many as the domain has at most.
+        """Bytes reserved, at most. Sizes in pixels; tokens of the prompt, by default the most.
 
         Raises
         ------
         ValueError
-            What lies outside of the domain.
+            A size, a batch or a prompt outside of the grid's ends.
         """
         return self.reserved.predict(height, width, batch, prompt_tokens)
 
-    def upper(self, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None) -> int:
-        """Bytes: nothing that was played reserves more, as `Form.upper` says."""
-        return self.reserved.upper(height, width, batch, prompt_tokens)
-
-    def lower(self, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None) -> int:
-        """Bytes: nothing that was played reserves less, as `Form.lower` says."""
-        return self.reserved.lower(height, width, batch, prompt_tokens)
-
     def python(self) -> str:
-        """Two Python functions of height, width, batch and prompt_tokens, of reserved and of allocated bytes, that give
-        the least, the likely and the most."""
+        """A Python module with two functions of height, width, batch and prompt_tokens, which return the bytes reserved
+        and allocated, as `predict` does."""
         name = re.sub(r"\W+", "_", self.name)
         name = f"{'_' * name[0].isdigit()}{name}"
-        return "\n\n".join(form.python(f"{name}_{form.name}_bytes") for form in (self.reserved, self.allocated))
+        functions = [one.python(f"{name}_{one.name}_bytes") for one in (self.reserved, self.allocated)]
+        return "\n\n".join(["import math\n", *functions])
 
     def latex(self) -> str:
         """Both as the body of a LaTeX environment of equations; N images of H by W pixels, a prompt of t tokens."""
-        return " \\\\\n".join(form.latex() for form in (self.reserved, self.allocated))
+        return " \\\\\n".join(one.latex() for one in (self.reserved, self.allocated))
 
     def _data(self) -> dict[str, Any]:
-        forms = {name: form.data() for name, form in self._played[0].items()}
-        return {"name": self.name, "domain": str(self.domain), "forms": forms, "left_out": self.left_out}
+        equations = {one.name: one.data() for one in (self.reserved, self.allocated)}
+        return {"name": self.name, "grid": str(self.grid), "played": self.played, "left_out": self.left_out} | equations
 
     def _answer(self) -> str:
-        """The size that was asked for, or the largest square of the domain."""
+        """The size that was asked for, or the largest square."""
         at = self._at
         try:
-            at = self.domain.check(*at[:3], at.tokens or None)
+            at = self.grid.check(*at[:3], at.tokens or None)
         except ValueError:
-            side = self.domain.most
-            at = Point(side, side, self.domain.batches[0], self.domain.prompt_tokens[-1])
-        tokens = f", {at.tokens} tokens" * (len(self.domain.prompt_tokens) > 1)
-        sizes = []
-        for form in (self.reserved, self.allocated):
-            likely, low, high = (f(*at[:4]) / MIB for f in (form.predict, form.lower, form.upper))
-            sizes.append(f"{likely:.0f} MiB {form.name} ({low:.0f} to {high:.0f})")
-        answer = f"At {at.width}x{at.height}, batch {at.batch}{tokens}: {', '.join(sizes)}; {self._beside}."
+            at = self.grid.check(2048, 2048, 1, None)
+        tokens = f", {at.tokens} tokens" * bool(at.tokens)
+        sizes = [
+            f"{one.predict(*at[:3], at.tokens or None) / MIB:.0f} MiB {one.name}"
+            for one in (self.reserved, self.allocated)
+        ]
+        answer = f"At {at.width}x{at.height}, batch {at.batch}{tokens}: at most {', '.join(sizes)}; {self._besides}."
         return f"{self.assumed_card} {answer}".lstrip()
 
     def _text(self, markdown: bool = False) -> str:
-        letters = ["N images", "MP = H*W / 1024^2"]
-        letters += ["t tokens"] * (len(self.domain.prompt_tokens) > 1)
-        letters += [f"mp = the same with sides up to {self.domain.tile}"] * bool(self.domain.tile)
-        lines = [self._answer(), f"{self.name}: {', '.join(letters)}, for {self.domain}."]
+        letters = ["N images", "MP = H*W / 2^20", *["t tokens"] * bool(self.grid.tokens)]
+        letters += [f"tile = MP of H and W up to {self.grid.tile}"] * bool(self.grid.tile)
+        equations = self.reserved, self.allocated
+        whole = "; ".join(f"{one.name} by at most {one.excess:.1%}, median {one.median:.1%}" for one in equations)
+        lines = [
+            self._answer(),
+            f"{self.name}: the largest line, with {', '.join(letters)}.",
+            render(HEADER, [cells for one in equations for cells in one.cells()], markdown),
+            f"The largest line is above the peak: {whole}.",
+            f"Sizes: {self.grid}; {self.played} of them were played.",
+            "exact: the tensors at the peak, polynomials at each of these sizes, and the most that the allocator adds.",
+            "reserved: what one phase reserves stays for the next, whose line holds where it takes more.",
+            f"bound: above each of these sizes, and raised by {RAISED - 1:.1%} for all others.",
+        ]
         if self.left_out:
-            lines += [
-                f"Left out are {len(self.left_out)} points, which PyTorch refuses or which are too large to play."
-            ]
-        lines += [form.text(markdown) for form in (self.reserved, self.allocated)]
-        if self.phases:
-            grids = {name: form.grid() for name, form in self.phases.items()}
-            header = ("phase", "where", "allocated, MiB", *next(iter(grids.values()))[0][2:])
-            rows = [(name, *row) for name, (_, rows) in grids.items() for row in rows]
-            lines += ["Allocated at the height of each phase:", numbered(header, rows, markdown)]
+            lines += [f"PyTorch refuses {len(self.left_out)} more, which are left out."]
         text = ("\n\n" if markdown else "\n").join(lines)
         return text.replace("*", r"\*") if markdown else text
 
@@ -198,9 +158,9 @@ class VAEFormula(Formula):
     Attributes
     ----------
     closed : ClosedForm
-        What is allocated at the size that was asked for, tensor by tensor, where its peak rules. ValueError where there
-        is no such form: of a tiled op, whose peak depends on how H and W fall into tiles; of a peak outside of the
-        model's call, or one that too few sizes share to solve for its tensors.
+        The memory allocated at the size that was asked for, tensor by tensor, for the sizes that peak there. ValueError
+        if there is no such form: for a tiled op, whose peak depends on how H and W fall into tiles; for a peak outside
+        of the model's call, or one that too few sizes share to solve for its tensors.
 
     Examples
     --------
@@ -209,20 +169,19 @@ class VAEFormula(Formula):
     (Fraction(6, 1), 1554285056)
     """
 
-    _beside = "beside the weights and the input, and a CUDA context"
+    _besides = "besides the weights, the input and a CUDA context"
 
     def __init__(self, request: VAERequest):
         self._request, job, self.assumed_card = request, request.job, request.card.assumed
         workspace = request.start().workspace  # what it has looked up need not be looked up again
-        batches = (1, 2, 3, 4) if job.batch == 1 else (job.batch,)
 
-        def play_at(point: Point) -> dict[str, PlayedPeak]:
+        def play(point: Point) -> dict[str, PlayedPeak]:
             at = replace(job, height=point.height, width=point.width, batch=point.batch)
             other = replace(request, job=at, workspace=workspace)
-            return played_peaks(other, other.start())
+            return {job.op: play_peak(other, other.start())}
 
         at = Point(job.height, job.width, job.batch)
-        super().__init__(name_of(request), Domain(batches=batches, tile=job.tile or 0), at, play_at)
+        super().__init__(name_of(replace(request, job=replace(job, batch=1))), Grid(tile=job.tile or 0), at, play)
 
     @functools.cached_property
     def closed(self) -> ClosedForm:
@@ -254,27 +213,26 @@ def formula(
     model: Any, op: TiledOp | None = None, dtype: Dtype | None = None, runtime: Program = "diffusers",
     gpu: str | None = None, *, height: int = 1024, width: int = 1024, **settings: Any,
 ) -> Formula:  # fmt: skip
-    """PyTorch's memory as a function of the image's size, the batch and the prompt, in pieces: what is reserved, and
-    what is allocated, with a bound below and above each.
+    """PyTorch's memory as an equation of the image's size, the batch and the prompt: a line per phase for what is
+    reserved, and one for what is allocated.
 
-    Derived, not fitted to measurements: every point of a domain is played, when the formula is first used. That is
-    sides of 256 to 2048 pixels in steps of 64, up to 4:1, and batches of 1 to 4: thousands of points, which take some
-    seconds, a pipeline's up to one and a half minutes; `Formula.over` takes fewer, or others. Where the tensors of a
-    peak are polynomials of the size, they are solved for exactly.
+    The formula plays 260 to 330 sizes when it is first used, in up to three seconds: H and W in multiples of 64
+    from 256 to 2048 pixels, up to 4:1, and 1 to 4 images. It is not fitted to measurements. A line is exact if the
+    tensors at the peak are polynomials of the size, and otherwise the lowest line above what was played.
 
     Parameters
     ----------
     model of a VAE : shared
-        Or, alone, what `vaemem.predict_pipeline` returned: the formula is of the whole pipeline then.
+        Or, alone, what `vaemem.predict_pipeline` returned: the formula is then about the whole pipeline.
     op of a VAE : shared
     dtype, runtime of a VAE : shared
     gpu : shared
     height, width : int
-        The size whose peak `VAEFormula.closed` is of.
+        The size that is answered first, and whose peak `VAEFormula.closed` is about.
     **settings
-        What else `predict` takes: ``batch`` (the domain's only one then), ``weights_dtype``, ``cudnn_version``,
-        ``torch_version``, ``tile``, ``slicing``, ``memory``, ``workspace``, ``protocol``, ``channels_last``,
-        ``allow_tf32``, ``allocator``.
+        What else `predict` takes: ``batch`` (of `closed`), ``weights_dtype``, ``cudnn_version``, ``torch_version``,
+        ``tile``, ``slicing``, ``memory``, ``workspace``, ``protocol``, ``channels_last``, ``allow_tf32``,
+        ``allocator``.
 
     Returns
     -------
@@ -288,9 +246,9 @@ def formula(
     Examples
     --------
     >>> p = predict_pipeline("sd15", 512, 512, gpu="T4")
-    >>> found = formula(p).over(least=512, most=768, batches=(1, 2))
-    >>> found.upper(512, 512) >= p.peak, found.phases["decode"].pieces[0].is_exact
-    (True, True)
+    >>> found = formula(p)
+    >>> found.predict(512, 512) >= p.peak, [line.phase for line in found.reserved.lines]
+    (True, ['load', 'encode prompt', 'denoise', 'decode'])
     """
     if op is None and isinstance(getattr(model, "formula", None), Formula):
         return model.formula

@@ -214,7 +214,7 @@ def judge_text(sizes: tuple[int, ...] = (512, 768, 1024), tokens: tuple[int, ...
         f" {sizes[0]}x{sizes[0]} and {lacks[1]:.1f} times at {sizes[-1]}x{sizes[-1]}, beside what PyTorch reserves"
         " with all weights on the card.",
         "What replaces it:",
-        str(predict_pipeline("sd15", sizes[0], sizes[0], image=True, gpu=gpu).formula.over(batches=(1,), step=128)),
+        str(predict_pipeline("sd15", sizes[0], sizes[0], image=True, gpu=gpu).formula),
     ]
     return "\n".join(said)
 

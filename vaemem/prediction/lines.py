@@ -1,0 +1,418 @@
+"""A peak as an equation of the image's size, the batch and the prompt: a line per phase, and the largest counts.
+
+A line is exact if every tensor at the phase's peak is a polynomial at each size that was played. Otherwise it is the
+lowest line above these sizes, and a little higher, because not every size of the grid was played.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import combinations, product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vaemem._common import MIB, distinct, grouped, render, whole
+from vaemem.prediction.closed import PlayedPeak, in_fractions
+
+GRID_SIDES = range(256, 2049, 64)  # pixels
+RATIO = 4  # the longer side by the shorter one
+BATCHES = range(1, 5)
+MOST_PIXELS = 1 << 23  # of a batch; with 256 channels, the most at full size, 2^31 elements
+SMALL = 3 << 16  # pixels of a batch; workspaces jump from size to size below
+COUNTERS = "reserved", "allocated"
+RAISED = 1.015  # bounds over the sizes that were played
+SPARE = 2  # MiB that blocks may leave unused at other sizes than those that were played
+TOO_HIGH = 0.4  # a line's excess from which on attention's scores, or several lines for a phase, are worth it
+DIGITS = 4  # of a bound's coefficients
+
+
+class Point(NamedTuple):
+    """A size of the image, the batch, the tokens of the prompt (0 if they make no difference) and the side of the VAE's
+    tiles (0 without)."""
+
+    height: int
+    width: int
+    batch: int = 1
+    tokens: int = 0
+    tile: int = 0
+
+
+class Factor(NamedTuple):
+    """A quantity that lines are made of, as Python and LaTeX write it, and in pixels rather than in 2^20 of them."""
+
+    python: str
+    latex: str
+    value: Callable[..., Any]
+    unit: int = 1
+
+
+FACTORS = {
+    "N": Factor("batch", "N", lambda height, width, batch, tokens, tile: batch),
+    "t": Factor("prompt_tokens", "t", lambda height, width, batch, tokens, tile: tokens),
+    "MP": Factor("pixels", "P", lambda height, width, batch, tokens, tile: height * width, MIB),
+    "(H+W)": Factor("(height + width)", "(H + W)", lambda height, width, batch, tokens, tile: height + width),
+    "tile": Factor(
+        "tile_pixels", r"P_\text{tile}",
+        lambda height, width, batch, tokens, tile: np.minimum(height, tile) * np.minimum(width, tile), MIB,
+    ),
+}  # fmt: skip
+# What bounds are made of; with a workspace that serves one image, or attention that writes out its scores; and with the
+# scores of an image and its prompt.
+BOUND = "N*MP", "N*tile", "N", "N*t", ""
+SQUARES = *BOUND, "MP", "N*MP*MP"
+SCORES = *SQUARES, "N*t*MP", "N*t*t"
+POWERS = *SCORES, "t", "N*(H+W)"
+Polynomial = Mapping[str, float | Fraction]  # MiB by power
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The sizes that an equation holds for: multiples of 64 pixels, batches, prompts. tokens: the most that a prompt
+    has, 0 if they make no difference; tile: the side of the VAE's tiles, 0 without."""
+
+    tokens: int = 0
+    tile: int = 0
+
+    def __iter__(self) -> Iterator[Point]:
+        """Every size with the longest prompt."""
+        for batch, height, width in product(BATCHES, GRID_SIDES, GRID_SIDES):
+            if self._refusal(point := Point(height, width, batch, self.tokens, self.tile)) is None:
+                yield point
+
+    def played(self) -> Iterator[Point]:
+        """The sizes that a formula plays: squares, every fourth side, the smallest; squares with shorter prompts too.
+        These have one token more than a multiple of 32, to which some models pad them."""
+        shorter = (1, self.tokens // 2 + 1, self.tokens - 31) if self.tokens else ()
+        for point in self:
+            height, width, batch = point[:3]
+            is_coarse = height % 256 == width % 256 == 0
+            if height == width or batch * height * width <= SMALL or (is_coarse and batch != 3):
+                yield point
+            if shorter and height == width and batch != 3:
+                yield point._replace(tokens=shorter[(height // GRID_SIDES.step + batch) % 3])
+
+    def check(self, height: Any, width: Any, batch: Any, prompt_tokens: Any) -> Point:
+        """The point of these arguments; ValueError names what lies outside."""
+        tokens = self.tokens if prompt_tokens is None else whole("prompt_tokens", prompt_tokens)
+        point = Point(whole("height", height), whole("width", width), whole("batch", batch), tokens, self.tile)
+        if refusal := self._refusal(point):
+            raise ValueError(refusal)
+        return point if self.tokens else point._replace(tokens=0)
+
+    def _refusal(self, point: Point) -> str | None:
+        height, width, batch = point[:3]
+        spans = {"height": GRID_SIDES, "width": GRID_SIDES, "batch": BATCHES}
+        spans |= {"tokens": range(1, self.tokens + 1)} if self.tokens else {}
+        for name, span in spans.items():
+            if not span[0] <= (value := getattr(point, name)) <= span[-1]:
+                return f"{name.replace('tokens', 'prompt_tokens')}: want {span[0]} to {span[-1]}, got {value}"
+        if max(height, width) > RATIO * min(height, width):
+            return f"height, width: want sides up to {RATIO}:1, got {height}x{width}"
+        if batch * height * width >= MOST_PIXELS:
+            return f"batch: want less than {MOST_PIXELS >> 20} * 2^20 pixels in all, got {batch} of {height}x{width}"
+        return None
+
+    def __str__(self) -> str:
+        tokens = f", prompts of 1 to {self.tokens} tokens" * bool(self.tokens)
+        tiles = f", tiles of {self.tile}" * bool(self.tile)
+        sides = f"multiples of {GRID_SIDES.step} pixels from {GRID_SIDES[0]} to {GRID_SIDES[-1]} up to {RATIO}:1"
+        batches = f"{BATCHES[0]} to {BATCHES[-1]} images with N*MP below {MOST_PIXELS >> 20}"
+        return f"{sides}, {batches}{tokens}{tiles}"
+
+
+class PhaseLine(NamedTuple):
+    """The peak of a phase.
+
+    Attributes
+    ----------
+    phase : str
+    kind : str
+        ``"exact"``: the tensors at the peak, each a polynomial that follows from the code, and the most that the
+        allocator adds; ``"bound"``: no size that was played lies above.
+    law : dict of str to (float or Fraction)
+        MiB by power: ``"N*MP"``, ``"N"``, ``""`` ...
+    excess, median : float
+        How far it is above the sizes that were played, at most and in the middle; shares of the peak.
+    where : str
+        What makes the peak at most of these sizes.
+    terms : dict of str to dict
+        The law of each tensor, if the line is exact.
+    """
+
+    phase: str
+    kind: str
+    law: Polynomial
+    excess: float
+    median: float
+    where: str
+    terms: Mapping[str, Polynomial]
+
+    def mebibytes(self, point: Point) -> float:
+        return float(sum(float(value) * _value(power, point) for power, value in self.law.items()))
+
+    def equation(self) -> str:
+        """MiB in a line: ``2434 N*MP + 2108``."""
+        return _sum(self.law, "text")
+
+
+@dataclass(frozen=True, repr=False)
+class Equation:
+    """Bytes of a peak: the largest of its lines.
+
+    Attributes
+    ----------
+    name : str
+        ``"reserved"`` or ``"allocated"``.
+    lines : tuple of PhaseLine
+        One for each phase; several if its peak lies in places that grow differently.
+    grid : Grid
+        The sizes that it holds for.
+    excess, median : float
+        How far the largest line is above the peak of all phases, at most and in the middle of the sizes played.
+    """
+
+    name: str
+    lines: tuple[PhaseLine, ...]
+    grid: Grid
+    excess: float
+    median: float
+
+    def predict(self, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None) -> int:
+        """Bytes. Sizes in pixels; tokens of the prompt, by default the most. ValueError outside of the grid's ends."""
+        point = self.grid.check(height, width, batch, prompt_tokens)
+        return math.ceil(MIB * max(line.mebibytes(point) for line in self.lines))
+
+    def cells(self) -> list[tuple[str, ...]]:
+        return [
+            (line.phase, self.name, line.equation(), line.kind, f"{line.excess:.1%}", f"{line.median:.1%}")
+            for line in self.lines
+        ]
+
+    def __str__(self) -> str:
+        return render(HEADER, self.cells())
+
+    __repr__ = __str__
+
+    def python(self, function: str) -> str:
+        """A Python function of that name, of height, width, batch and, if it matters, prompt_tokens, that returns what
+        `predict` does."""
+        tokens = self.grid.tokens
+        powers = distinct(power for line in self.lines for power in line.law)
+        uses = {name for power in powers for name in power.split("*")}
+        side = self.grid.tile
+        tiles = [f"    tile_pixels = min(height, {side}) * min(width, {side}) / 2**20"] * ("tile" in uses)
+        lines = [
+            f"def {function}(height, width, batch=1{f', prompt_tokens={tokens}' * bool(tokens)}):",
+            f'    """Bytes {self.name}, for {self.grid}."""',
+            "    pixels = height * width / 2**20",
+            *tiles,
+            "    return math.ceil(2**20 * max([",
+        ]
+        for line in self.lines:
+            lines.append(f"        {_sum(line.law, 'python')},  # {line.phase}, {line.kind}")
+        return "\n".join([*lines, "    ]))\n"])
+
+    def latex(self) -> str:
+        """The body of a LaTeX equation in MiB; N images, P = H W / 2^20, a prompt of t tokens."""
+        body = r" \\ ".join(
+            rf"{_sum(line.law, 'latex')} & \text{{{line.phase.replace('_', ' ')}}}" for line in self.lines
+        )
+        return rf"M_{{\text{{{self.name}}}}} &= \max\begin{{cases}} {body} \end{{cases}}"
+
+    def data(self) -> dict[str, Any]:
+        """For JSON."""
+        lines = [
+            line._asdict() | {
+                "equation": line.equation(), "law": _floats(line.law),
+                "terms": {name: _floats(law) for name, law in line.terms.items()},
+            }
+            for line in self.lines
+        ]  # fmt: skip
+        return {"excess": self.excess, "median": self.median, "lines": lines}
+
+
+HEADER = "phase", "counter", "MiB", "kind", "excess", "median"
+
+
+def solve(name: str, grid: Grid, played: Mapping[Point, Mapping[str, PlayedPeak]]) -> Equation:
+    """The equation of a counter, from what the phases take at the sizes that were played. What is reserved stays, so
+    that a phase's line holds where the phase takes more than those before it."""
+    lines, most = list[PhaseLine](), dict.fromkeys(played, 0)
+    for phase in next(iter(played.values())):
+        sizes = {point: getattr(peaks[phase], name) for point, peaks in played.items()}
+        mine = [point for point, size in sizes.items() if size > most[point] or name == "allocated"]
+        if mine:
+            lines += _Sizes(phase, name, mine, [played[point][phase] for point in mine]).lines()
+        most = {point: max(size, most[point]) for point, size in sizes.items()}
+    return Equation(name, tuple(lines), grid, *_excess(lines, [*most], np.array([*most.values()]) / MIB))
+
+
+def _excess(lines: Sequence[PhaseLine], points: Sequence[Point], sizes: np.ndarray) -> tuple[float, float]:
+    """How far the largest line is above the sizes, at most and in the middle."""
+    above = np.array([max(line.mebibytes(point) for line in lines) for point in points]) / sizes - 1
+    return float(above.max()), float(np.median(above[_usual(points)]))
+
+
+def _usual(points: Sequence[Point]) -> np.ndarray:
+    """Without the smallest sizes, which are played more closely than all others; they count if there are no others."""
+    large = np.array([point.batch * point.height * point.width > SMALL for point in points])
+    return large if large.any() else ~large
+
+
+class _Sizes:
+    """MiB of a phase at the points that were played, from which its line follows."""
+
+    def __init__(self, phase: str, counter: str, points: Sequence[Point], peaks: Sequence[PlayedPeak]):
+        self.phase, self.counter, self.points, self.peaks = phase, counter, points, peaks
+        self.sizes = np.array([getattr(peak, counter) for peak in peaks], dtype=float) / MIB
+        columns = Point(*np.array(points, dtype=float).T)
+        ones = np.ones(len(points))
+        found = {power: ones * _value(power, columns) for power in POWERS}
+        is_known = {name: len({getattr(point, name) for point in points}) > 1 for name in ("tokens", "tile")}
+        is_known["tile"] = points[0].tile > 0
+        self.columns = {
+            power: column for power, column in found.items()
+            if (is_known["tokens"] or "t" not in power.split("*")) and (is_known["tile"] or "tile" not in power)
+        }  # fmt: skip
+
+    def lines(self) -> list[PhaseLine]:
+        """One line; several if one is too high and the peak lies in several places, which may grow differently."""
+        line = self.line()
+        places = grouped(zip(self.points, self.peaks, strict=True), lambda one: one[1].where)
+        if line.excess <= TOO_HIGH or len(places) == 1:
+            return [line]
+        split = [
+            _Sizes(
+                f"{self.phase}, {where.rpartition(' [')[2].rstrip(']')}",
+                self.counter,
+                *map(list, zip(*some, strict=True)),
+            ).line()
+            for where, some in places.items()
+        ]
+        return min([line], split, key=lambda lines: _excess(lines, self.points, self.sizes)[0])
+
+    def line(self) -> PhaseLine:
+        where = max(grouped(self.peaks, lambda peak: peak.where).items(), key=lambda item: len(item[1]))[0]
+        law, terms = (self._exact() if self.counter == "allocated" else None) or (None, {})
+        kind = "exact" if law else "bound"
+        law = law or min(map(self._bound, (BOUND, SQUARES, SCORES)), key=self._too_high)
+        line = PhaseLine(self.phase, kind, law, 0.0, 0.0, where, terms)
+        excess, median = _excess([line], self.points, self.sizes)
+        return line._replace(excess=excess, median=median)
+
+    def _too_high(self, law: Polynomial) -> float:
+        """By how much a law is further above than it may be."""
+        return max(TOO_HIGH, float((self._values(law) / self.sizes).max()) - 1)
+
+    def _values(self, law: Polynomial) -> np.ndarray:
+        return sum(float(value) * self.columns[power] for power, value in law.items()) + np.zeros(len(self.sizes))
+
+    def _bound(self, powers: Sequence[str]) -> dict[str, float]:
+        """The lowest line, its coefficients rounded up, so that what is shown is the bound."""
+        if np.ptp(self.sizes) == 0:
+            return {"": float(self.sizes[0])}
+        powers = [power for power in powers if power in self.columns]
+        usual = _usual(self.points)
+        columns = np.stack([self.columns[power] for power in powers], 1)
+        found = least_above(columns, self.sizes, usual / usual.sum())
+        law = {power: _rounded_up(value * RAISED) for power, value in zip(powers, found, strict=True)}
+        kept = self._large(law)
+        lacking = sum(float(self.columns[power].max()) * value for power, value in law.items() if power not in kept)
+        return self._large(kept | {"": _rounded_up(law[""] + lacking)})
+
+    def _exact(self) -> tuple[Polynomial, Mapping[str, Polynomial]] | None:
+        """The sum of the tensors at the peak and the most that the allocator adds; None if the peak has not the same
+        tensors everywhere, or one of them is no polynomial."""
+        tensors = self.peaks[-1].tensors
+        if not tensors or any(peak.key != self.peaks[-1].key for peak in self.peaks):
+            return None
+        terms = dict[str, Polynomial]()
+        for name in sorted(tensors, key=lambda name: (-tensors[name], name)):
+            law = self._tensor(np.array([peak.tensors[name] for peak in self.peaks], dtype=float))
+            if law is None:
+                return None
+            terms[name] = law
+        total = self._large(
+            {power: sum((law.get(power, Fraction(0)) for law in terms.values()), Fraction(0)) for power in self.columns}
+        )
+        added = float((self.sizes - self._values(total)).max())
+        return total | {"": total.get("", Fraction(0)) + math.ceil(added) + SPARE}, terms
+
+    def _large(self, law: Mapping[str, Any]) -> dict[str, Any]:
+        """Without what adds less than 0.1 MiB anywhere."""
+        return {power: one for power, one in law.items() if abs(one) * self.columns[power].max() >= 0.1}
+
+    def _tensor(self, sizes: np.ndarray) -> dict[str, Fraction] | None:
+        """The polynomial of few powers that gives a tensor's bytes at every point."""
+        for powers in (some for count in (1, 2, 3) for some in combinations(self.columns, count)):
+            units = [math.prod(FACTORS[name].unit for name in power.split("*") if name) for power in powers]
+            matrix = np.stack([self.columns[power] * unit for power, unit in zip(powers, units, strict=True)], 1)
+            found = in_fractions(matrix, sizes)
+            if np.abs(matrix @ np.array([float(one) for one in found]) - sizes).max() < 1:
+                return {p: one * unit / MIB for p, one, unit in zip(powers, found, units, strict=True) if one}
+        return None
+
+
+def least_above(columns: np.ndarray, sizes: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Factors of the columns, none below 0, whose sum lies above all sizes. The weighted sum of the relative excesses,
+    with the largest one, is the least. The simplex method on the dual program, which has few rows."""
+    shares = columns / sizes[:, None]
+    scale = np.maximum(shares.max(0), np.finfo(float).tiny)
+    shares = shares / scale
+    count, width = shares.shape
+    cost = np.append(weights @ shares, 1)  # of each factor, and of the largest excess
+    at_least, at_most = np.hstack([shares, np.zeros((count, 1))]), np.hstack([-shares, np.ones((count, 1))])
+    table = np.hstack([at_least.T, at_most.T, np.eye(width + 1), cost[:, None]])
+    gain = np.concatenate([np.ones(count), np.zeros(count + width + 2)])
+    for _ in range(100 * width):
+        enters = int(gain[:-1].argmax())
+        if gain[enters] <= 1e-10:
+            break
+        column = table[:, enters]
+        room = np.divide(table[:, -1], column, out=np.full(width + 1, math.inf), where=column > 1e-11)
+        leaves = int(room.argmin())
+        table[leaves] /= column[leaves]
+        others = np.arange(width + 1) != leaves
+        table[others] -= np.outer(table[others, enters], table[leaves])
+        gain = gain - gain[enters] * table[leaves]
+    found = np.maximum(-gain[2 * count : 2 * count + width], 0) / scale
+    return found / (columns @ found / sizes).min()
+
+
+def _sum(law: Polynomial, language: str) -> str:
+    """A polynomial in one line of text, Python or LaTeX, the constant last."""
+    times, square = {"text": ("*", "^2"), "python": (" * ", "**2"), "latex": (r"\,", "^2")}[language]
+    text = ""
+    for power in sorted(law, key=lambda power: (not power, POWERS.index(power))):
+        size = abs(float(law[power]))
+        number = repr(size) if language == "python" else f"{size:.0f}" if size >= 1000 else f"{size:.4g}"
+        names = [name for name in power.split("*") if name]
+        written = [
+            (one if language == "text" else getattr(FACTORS[one], language)) + square * (names.count(one) > 1)
+            for one in distinct(names)
+        ]
+        between = " " if language == "text" else times
+        sign = ("-" if law[power] < 0 else "") if not text else f" {'-' if law[power] < 0 else '+'} "
+        text += sign + number + f"{between}{times.join(written)}" * bool(names)
+    return text or "0"
+
+
+def _value(power: str, point: Any) -> Any:
+    """A power at a point, or at columns of them."""
+    return math.prod((FACTORS[name].value(*point) / FACTORS[name].unit for name in power.split("*") if name), start=1.0)
+
+
+def _rounded_up(value: float) -> float:
+    """To as many digits as are shown."""
+    if value <= 0:
+        return 0.0
+    unit = 10.0 ** (math.floor(math.log10(value)) + 1 - DIGITS)
+    return float(f"{math.ceil(value / unit - 1e-9) * unit:.{DIGITS + 2}g}")
+
+
+def _floats(law: Polynomial) -> dict[str, float]:
+    return {power or "1": float(value) for power, value in law.items()}
