@@ -42,7 +42,7 @@ hang = "import time; print('hangs', flush=True); time.sleep(100)"
 gpu_session.STEPS = {{
     "first_step": Step(20, numbers("first_step", 30, 0.01)),
     "fails": Step(20, lambda scale: [[sys.executable, "-c", "raise SystemExit(3)"]]),
-    "hangs": Step(3, lambda scale: [[sys.executable, "-c", hang]]),
+    "hangs": Step(6, lambda scale: [[sys.executable, "-c", hang]]),
     "last_step": Step(20, numbers("last_step", 5, 0.01)),
 }}
 gpu_session.CALLS = {{"first": ["first_step", "last_step"], "second": ["fails"]}}

@@ -31,11 +31,11 @@ def _said(error: BaseException, args: argparse.Namespace) -> str:
         if not isinstance(part, Named) or not options.get(part.name):
             return str(part)
         value = "" if part.value in (None, True, False) else f" {shlex.quote(part.typed or str(part.value))}"
-        return options[part.name][-1] + value
+        return f"{options[part.name][-1]}{value}"
 
     text = "".join(map(option, getattr(message, "parts", [message])))
     name, colon, rest = text.partition(":")
-    return (options.get(name) or [name])[-1] + colon + rest
+    return f"{(options.get(name) or [name])[-1]}{colon}{rest}"
 
 
 class _Output:
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"vaemem {args.command}: standard output is closed: open it or redirect it to a file", file=sys.stderr)
         return 2
     try:
-        with contextlib.redirect_stdout(_Output(sys.stdout)):  # type: ignore[type-var]
+        with contextlib.redirect_stdout(_Output(sys.stdout)):
             status = args.run(args) or 0
             sys.stdout.flush()
     except BrokenPipeError:  # a pipe other than standard output

@@ -16,8 +16,9 @@ from vaemem import plot
 from vaemem._common import latent_factor, mib, need, png, render, saved, write
 from vaemem._handmade import handmade, picture
 from vaemem.engine.device import backends
+from vaemem.engine.records import Run
 from vaemem.engine.tiling import Tiling
-from vaemem.engine.vae import VAE, Run
+from vaemem.engine.vae import VAE
 from vaemem.prediction.predict import predict, predict_largest
 from vaemem.reports.document import MARKS, Document
 from vaemem.tables.estimators import compare

@@ -58,7 +58,7 @@ class _Tensors:
 
     def _paired(self, channels: int) -> bool:
         """Whether a signal's negative and constants travel beside it: not at the ends, where pixels and latents are."""
-        return channels >= 4 * self.groups
+        return bool(channels >= 4 * self.groups)
 
     def _channels(self, channels: int, signals: int) -> np.ndarray:
         """The channel of each signal; those of its negative, the constant and its negative come next."""
@@ -164,7 +164,7 @@ class _Canvas:
         self.pixels += cover * (paint(colour, shade) - self.pixels)
 
     def disc(self, x: float, y: float, radius: float) -> np.ndarray:
-        return np.hypot(self.x - x, self.y - y) - radius
+        return np.asarray(np.hypot(self.x - x, self.y - y) - radius)
 
     def line(self, points: Sequence[tuple[float, float]], width: float) -> np.ndarray:
         """A line through points, with round ends."""
@@ -173,7 +173,7 @@ class _Canvas:
             dx, dy = to_x - x, to_y - y
             along = np.clip(((self.x - x) * dx + (self.y - y) * dy) / (dx * dx + dy * dy), 0, 1)
             parts.append(np.hypot(self.x - x - along * dx, self.y - y - along * dy))
-        return np.min(parts, 0) - width / 2
+        return np.asarray(np.min(parts, 0) - width / 2)
 
     def polygon(self, *points: tuple[float, float]) -> np.ndarray:
         """The inside of a closed line."""

@@ -131,7 +131,8 @@ class HostArrays(_Arrays):
         return one
 
     def tiled(self) -> np.ndarray:
-        return self._whole
+        whole: np.ndarray = self._whole
+        return whole
 
 
 class DeviceArrays(_Arrays):

@@ -148,7 +148,7 @@ class DeviceArray:
         if other.get("dl_device") not in (None, self.__dlpack_device__()) or other.get("copy"):
             raise BufferError("DLPack: want the array where it is and as it is, a copy was asked for")
         if stream != -1:
-            self._device.backend.order(LEGACY_STREAM if stream in (None, 0) else int(stream))  # type: ignore[arg-type]
+            self._device.backend.order(LEGACY_STREAM if stream in (None, 0) else int(stream))
         return _cuda.lend(self._address, self.shape, self.dtype, self._device.number, self)
 
     def numpy(self) -> np.ndarray:

@@ -74,7 +74,8 @@ class Normalised:
         if h % a or w % b:
             raise ValueError(f"scaled: want latents whose sides are multiples of {self.patch}, got {latents.shape}")
         patches = latents.reshape(n, c, h // a, a, w // b, b).transpose(0, 1, 3, 5, 2, 4)
-        return (patches.reshape(n, c * a * b, h // a, w // b) - self.mean) / self.std
+        packed: np.ndarray = (patches.reshape(n, c * a * b, h // a, w // b) - self.mean) / self.std
+        return packed
 
     def raw(self, z: Any) -> np.ndarray:
         """What the decoder takes: float32, a copy."""
@@ -86,7 +87,8 @@ class Normalised:
             raise ValueError(Message(f"z: want shape {shape} with ", scaled, f" for {self.model}, got {z.shape}"))
         n, _, h, w = z.shape
         latents = (z * self.std + self.mean).reshape(n, -1, a, b, h, w).transpose(0, 1, 4, 2, 5, 3)
-        return latents.reshape(n, channels // (a * b), h * a, w * b)
+        unpacked: np.ndarray = latents.reshape(n, channels // (a * b), h * a, w * b)
+        return unpacked
 
 
 def held_by_pipelines(arch: Mapping[str, Any], tensor: Callable[[str], np.ndarray]) -> Scaling | Normalised:

@@ -124,7 +124,7 @@ def _mib(size: int, up: bool = False) -> str:
 
 def taken(record: Mapping[str, Any]) -> int:
     """What a limit has to allow for a plan."""
-    return max(sum(record["peak"].values()), record["reserved"])
+    return int(max(sum(record["peak"].values()), record["reserved"]))
 
 
 class Plans:

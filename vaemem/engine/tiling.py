@@ -145,7 +145,7 @@ class _Tiles:
         scale, channels = self.ends[1]
         floats = self.request.get("latents", "float32") if self.op == "encode" else self.request["pixels"]
         size = itemsize("float32" if floats == "float" else floats)
-        return self.batch * channels * self.height * self.width * scale * scale * size
+        return int(self.batch * channels * self.height * self.width * scale * scale * size)
 
     def floats(self) -> list[int]:
         """How many float32 are held beside the result while tiles run: a tile as it comes out; the lower borders of a

@@ -535,7 +535,7 @@ def predict_pipeline(
     kind = PIPELINES[pipeline]
     steps = kind.steps if steps is None else whole("steps", steps)
     if runtime == "sd.cpp":
-        from vaemem.sdcpp import running  # a third of this module's import
+        from vaemem.sdcpp import graphs, running  # a third of this module's import
 
         refuse(
             runtime, dtype=dtype, image=image, vae_memory_limit=vae_memory_limit,
@@ -550,7 +550,7 @@ def predict_pipeline(
         ways = running.sdcpp_ways(*made, [words, direct] if direct != words else [words])
         run = {
             "model": pipeline, "height": height, "width": width, "batch": batch, "tokens": prompt_tokens,
-            "device": card.gpu.name, "versions": running.SDCPP_VERSION,
+            "device": card.gpu.name, "versions": graphs.SDCPP_VERSION,
         }  # fmt: skip
         ways = [way._replace(notes=(*way.notes, *taken)) for way in ways]
         available = card.available(running.SDCPP_CONTEXT)

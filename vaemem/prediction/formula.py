@@ -250,8 +250,8 @@ def formula(
     >>> found.predict(512, 512) >= p.peak, [line.phase for line in found.reserved.lines]
     (True, ['load', 'encode prompt', 'denoise', 'decode'])
     """
-    if op is None and isinstance(getattr(model, "formula", None), Formula):
-        return model.formula
+    if op is None and isinstance(known := getattr(model, "formula", None), Formula):
+        return known
     if op is None:
         name = model if isinstance(model, str) else type(model).__name__
         raise ValueError(

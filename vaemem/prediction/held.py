@@ -109,7 +109,8 @@ class Variables:
 
     def __getattr__(self, name: str) -> Tensor:
         try:
-            return object.__getattribute__(self, "_held")[name]
+            held: dict[str, Tensor] = object.__getattribute__(self, "_held")
+            return held[name]
         except KeyError:
             raise AttributeError(f"{name}: want a variable that is bound") from None
 

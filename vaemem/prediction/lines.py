@@ -309,7 +309,10 @@ class _Sizes:
         return max(TOO_HIGH, float((self._values(law) / self.sizes).max()) - 1)
 
     def _values(self, law: Polynomial) -> np.ndarray:
-        return sum(float(value) * self.columns[power] for power, value in law.items()) + np.zeros(len(self.sizes))
+        values = np.zeros(len(self.sizes))
+        for power, value in law.items():
+            values += float(value) * self.columns[power]
+        return values
 
     def _bound(self, powers: Sequence[str]) -> dict[str, float]:
         """The lowest line, its coefficients rounded up, so that what is shown is the bound."""
@@ -380,7 +383,8 @@ def least_above(columns: np.ndarray, sizes: np.ndarray, weights: np.ndarray) -> 
         table[others] -= np.outer(table[others, enters], table[leaves])
         gain = gain - gain[enters] * table[leaves]
     found = np.maximum(-gain[2 * count : 2 * count + width], 0) / scale
-    return found / (columns @ found / sizes).min()
+    law: np.ndarray = found / (columns @ found / sizes).min()
+    return law
 
 
 def _sum(law: Polynomial, language: str) -> str:

@@ -42,7 +42,7 @@ def _number(item: dict[str, Any], key: str, what: str, default: int | None = Non
     bits = 60 if key.endswith("size") else 62
     good = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << bits
     want(good, f"{what} with {key!r} as an integer from 0 to 2^{bits}", value)
-    return value
+    return int(value)
 
 
 def _read_trace(trace: Any) -> list[_Event]:

@@ -373,7 +373,8 @@ def want(condition: bool, what: str, got: Any) -> None:
 
 
 def check_snapshot(snapshot: Any) -> dict[str, Any]:
+    checked: dict[str, Any] = snapshot
     want(isinstance(snapshot, dict), "a dict", snapshot)
     for key in ("segments", "device_traces"):
         want(isinstance(snapshot.get(key), list), f"a list under {key!r}", snapshot.get(key))
-    return snapshot
+    return checked

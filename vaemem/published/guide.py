@@ -283,7 +283,7 @@ def ssim(a: np.ndarray, b: np.ndarray) -> float:
     """
 
     def mean(x: np.ndarray) -> np.ndarray:
-        return sliding_window_view(x, (7, 7), (-2, -1)).mean((-2, -1))
+        return np.asarray(sliding_window_view(x, (7, 7), (-2, -1)).mean((-2, -1)))
 
     a, b = a.astype(np.float64), b.astype(np.float64)
     c1, c2 = (0.01 * np.ptp(b)) ** 2, (0.03 * np.ptp(b)) ** 2

@@ -56,7 +56,7 @@ class Replayed(NamedTuple):
 
 
 def _mean(runs: Sequence[Any]) -> tuple[float, float]:
-    return tuple(sum(run[i] for run in runs) / len(runs) / MIB for i in (0, 1))  # type: ignore[return-value]
+    return tuple(sum(run[i] for run in runs) / len(runs) / MIB for i in (0, 1))
 
 
 def _play_group(
@@ -173,7 +173,8 @@ def _inferred_file() -> str:
 
 def inferred() -> dict[str, Any]:
     """The profile that was inferred from the table, as its file says it."""
-    return json.loads(shipped("profiles", _inferred_file()))
+    data: dict[str, Any] = json.loads(shipped("profiles", _inferred_file()))
+    return data
 
 
 def leave_one_out(table: Iterable[Measured]) -> list[Replayed]:

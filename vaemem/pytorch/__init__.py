@@ -12,7 +12,8 @@ from vaemem.prediction.predict import ModulePrediction
 from vaemem.pytorch.loading import load_pipeline
 from vaemem.pytorch.measuring import measure
 from vaemem.pytorch.measuring_pipelines import MeasuredPhase, MeasuredPipeline, measure_pipeline
-from vaemem.pytorch.recording import Recording, predict_peak, record
+from vaemem.pytorch.recorder import Recording
+from vaemem.pytorch.recording import predict_peak, record
 
 if TYPE_CHECKING:
     from vaemem.pytorch.autoencoder import AutoencoderKL, AutoencoderKLWan, AutoencoderTiny

@@ -80,7 +80,8 @@ class HeldWeight(torch.Tensor):
             return tree_map_only(torch.Tensor, like, made) if label else made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return memo.setdefault(id(self), type(self)(self.clone(), self.requires_grad, self.label))
+        copied: Self = memo.setdefault(id(self), type(self)(self.clone(), self.requires_grad, self.label))
+        return copied
 
 
 def _refuse_load(module: torch.nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -171,7 +172,8 @@ class _DropIn(diffusers.ModelMixin):  # type: ignore[misc]
         for name in cls._taken_over:
             if hasattr(module, name):  # old versions of diffusers have no tiles of a video's VAE
                 setattr(made, name, getattr(module, name))
-        return made.to(module.device)
+        moved: Self = made.to(module.device)
+        return moved
 
     def __getstate__(self) -> dict[str, Any]:
         """What copy, pickle and torch.save take: nothing that only serves the runs of this one."""
@@ -221,7 +223,8 @@ class _DropIn(diffusers.ModelMixin):  # type: ignore[misc]
     # ---- running ----
 
     def _encode(self, x: torch.Tensor) -> torch.Tensor:
-        return self._run("encode", x)
+        moments: torch.Tensor = self._run("encode", x)
+        return moments
 
     def _decode(self, z: torch.Tensor, return_dict: bool = True) -> Any:
         image = self._run("decode", z)
@@ -238,7 +241,7 @@ class _DropIn(diffusers.ModelMixin):  # type: ignore[misc]
             got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
             raise TypeError(f"{name}: want a tensor of floating-point numbers, got {got}")
         outside = isinstance(x, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(x)
-        if outside or torch.jit.is_tracing() or get_proxy_mode():
+        if outside or torch.jit.is_tracing() or get_proxy_mode():  # type: ignore[attr-defined, no-untyped-call]
             raise RuntimeError(
                 f"{name}: want a tensor with numbers, got one that PyTorch traces, exports or transforms: vaemem "
                 "computes outside of PyTorch, and a trace would keep this result as a constant: trace diffusers' own"

@@ -91,7 +91,7 @@ class Recorder(TorchDispatchMode):
     """Follows storages through the operators that run."""
 
     def __init__(self, recording: Recording, gpu: Gpu):
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.recording, self._trace = recording, recording.trace
         self._gpu = gpu
         self.path: list[str] = []

@@ -549,7 +549,8 @@ def _predicted(predict: Callable[..., Any], row: Row) -> Any:
 
 def _pipeline_row(row: Row, bound: Mapping[str, Any]) -> Row | None:
     """The row of the same phase as `predict_pipeline` has it; None of what it does not know, or a row does not say."""
-    from vaemem.pipelines.predict_pipeline import PIPELINES, predict_pipeline  # half of this package's import
+    from vaemem.pipelines.components import PIPELINES
+    from vaemem.pipelines.predict_pipeline import predict_pipeline  # half of this package's import
 
     way = re.fullmatch(r"offload (none|model|sequential), VAE (whole|tiled|sliced)", row["way"] or "")
     if not way or row["model"] not in PIPELINES or row["runtime"] != "diffusers" or row["device"] == "cpu":

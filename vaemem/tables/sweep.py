@@ -20,7 +20,8 @@ from vaemem.engine.arguments import BAR, Progress, polling
 from vaemem.engine.arrays import ends_of
 from vaemem.engine.configs import named_model
 from vaemem.engine.limits import Limit
-from vaemem.engine.vae import VAE, Run
+from vaemem.engine.records import Run
+from vaemem.engine.vae import VAE
 from vaemem.prediction.predict import Prediction, predict
 from vaemem.prediction.request import VAEArguments, find_card, resolve_vae
 from vaemem.prediction.runtimes import architecture
