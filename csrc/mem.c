@@ -1,7 +1,7 @@
 /* The only allocator of the core: categories, peaks, fault injection. The memory itself is a device's (vm_device.take).
  *
- * live[] counts what is in use, reserved what is held from the system. They differ by the arena, which is reserved
- * whole and used pass by pass, and by the spare blocks. */
+ * live[] counts bytes in use, reserved counts bytes held from the system. They differ by the arena, which is reserved
+ * whole and used pass by pass, and by at most 8 MiB of spare blocks. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -87,7 +87,7 @@ static void *take_spare(size_t bytes) {
     return block ? memset(block, 0, bytes) : NULL;
 }
 
-/* Keeps a block; returns what it takes the place of. */
+/* Keeps a freed block in place of the oldest one, and returns that one, which has no block if the place was empty. */
 static struct spare keep_spare(struct spare kept) {
     lock();
     struct spare *const place = &spare[oldest++ % SPARES], old = *place;

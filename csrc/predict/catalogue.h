@@ -49,7 +49,7 @@ typedef struct vm_catalogue {
 
 vm_status vm_catalogue_new(vm_catalogue_load load, void *context, vm_catalogue **out);
 void vm_catalogue_free(vm_catalogue *c); /* accepts NULL */
-/* Copies what it is given. */
+/* These three copy their arguments. */
 vm_status vm_catalogue_add(vm_catalogue *c, int sm, int version, const vm_card *card, size_t cards);
 vm_status vm_catalogue_add_rule(vm_catalogue *c, const vm_card_rule *rule);
 vm_status vm_catalogue_add_sample(vm_catalogue *c, const vm_card *card);

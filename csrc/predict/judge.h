@@ -55,7 +55,7 @@ typedef struct vm_card_use {
     bool untried;       /* it rests on something that nobody has tried */
     uint64_t available; /* what the card gives it */
     uint64_t kept_more; /* how much less that may be, because the operating system keeps more */
-    uint64_t most;      /* what it takes on a card with room for everything */
+    uint64_t most;      /* bytes that the run takes on a card with room for everything */
     /* Whether the bound is at least `bytes`. It may take long, so it is called last, and only if all else fits. */
     bool (*may_take)(void *context, uint64_t bytes);
     void *context;

@@ -34,10 +34,10 @@ const vm_talloc_oom *vm_process_last_oom(const vm_process *p); /* NULL unless th
 vm_status vm_process_hold(vm_process *p, const char *stamp, const char *name, const uint64_t *bytes, size_t count,
                           uint64_t *address);
 /* Copies each storage into a new one of so many bytes, under its own name, and gives the old one back: address[i]
- * becomes the new one's; one for which 0 bytes are said stays as it is. Where one cannot be had, *done says how many
+ * becomes the new one's; one for which 0 bytes are said stays as it is. Where one cannot be had, *copied says how many
  * were gone through, and these stay so. */
 vm_status vm_process_copy(vm_process *p, const char *stamp, uint64_t *address, const uint64_t *bytes, size_t count,
-                          size_t *done);
+                          size_t *copied);
 /* VM_EINVAL where nothing of the process lies at address. */
 vm_status vm_process_release(vm_process *p, uint64_t address);
 /* torch.cuda.empty_cache */
@@ -76,12 +76,12 @@ typedef struct vm_reading {
     vm_work work;
 } vm_reading;
 
-/* torch.cuda.reset_peak_memory_stats: what is live now is the baseline. */
+/* torch.cuda.reset_peak_memory_stats: the storages that are live now are the baseline. */
 vm_status vm_process_reset_peak(vm_process *p);
 /* Adds work to the phase. outside: bytes of the device that the program holds besides PyTorch's until the phase ends;
  * the most that was said counts. */
 void vm_process_count(vm_process *p, const vm_work *work, uint64_t outside);
-/* From now on, work counts so many times: a step of a loop that is played stands for steps that are not. */
+/* Multiplies work that is counted from now on: one played step of a loop stands for `times` steps. */
 void vm_process_times(vm_process *p, uint64_t times);
 /* Ends the phase: reads the counters, and keeps the reading under a name. */
 vm_status vm_process_read(vm_process *p, const char *name);

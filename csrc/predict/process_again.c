@@ -15,7 +15,7 @@ typedef struct change {
     uint64_t reserved;
 } change;
 
-/* How what is reserved changes while a row is played. Rows that go alike share one, which the first of them owns. */
+/* The reserved bytes of a pool over the steps of a row. Rows that go alike share one, and the first of them owns it. */
 typedef struct course {
     change *change;
     size_t changes;
@@ -46,7 +46,7 @@ typedef struct score {
     size_t notes, stretches, ids, convs, kinds;
     bool small;
     const uint64_t *workspace; /* [rows][convs], rounded */
-    uint64_t *most;            /* [convs], the largest of those that the pool serves */
+    uint64_t *most;            /* [convs], the largest workspace of any row that this pool serves */
     course *course;            /* [rows], out */
 } score;
 
@@ -63,7 +63,8 @@ static vm_status add_request(score o[2], const vm_process *p, note n) {
     return add_note(&o[n.size <= TA_SMALL], n);
 }
 
-/* Ends at step i the stretch x of the script, whose first note is `from`. takes: whether it takes what is kept. */
+/* Ends stretch x of the script, whose first note has the number `from`. takes: whether the stretch takes one of
+ * cuBLAS's workspaces, which stay. */
 static vm_status add_stretch(score *o, const vm_trace_stretch *x, size_t from, bool takes) {
     if (takes || from == o->notes) return VM_OK;
     vm_status s = vm_scratch_grow(&o->stretch, o->stretches, sizeof *o->stretch);
@@ -141,7 +142,7 @@ static void forget_group(group *g) {
     vm_scratch_free(g->course.change);
 }
 
-/* It changes with what is allocated and cached. */
+/* Between stretches, equal numbers mean equal blocks. */
 static uint64_t version_of(const group *g) { return g->pool.next_address + g->others; }
 
 static vm_status copy_group(const score *o, const group *g, group *copy) {

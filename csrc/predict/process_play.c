@@ -63,7 +63,7 @@ typedef struct memory {
     vm_talloc_stats before, after;
 } memory;
 
-/* It changes with what is allocated and cached. others: how many steps were played outside of stretches. */
+/* Between stretches, equal numbers mean equal blocks. others: how many steps were played outside of stretches. */
 static size_t version_of(const run *r, size_t others) {
     const vm_talloc_stats *s = vm_talloc_get_stats(r->talloc);
     const size_t kept = (r->kept[CUBLAS].address != 0) + (r->kept[CUBLASLT].address != 0);

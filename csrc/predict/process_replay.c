@@ -55,8 +55,8 @@ static vm_status call(vm_process *p, const vm_process *from, const event *e, uin
     return s ? s : vm_process_run(p, start, first, NULL, NULL, NULL);
 }
 
-/* Maps the storages that the old call left to those that the new call left, in order. left: one flag per storage of the
- * old call, true if the call left it. */
+/* Maps each storage that the old call left to the storage that the new call left in its place. left: one flag per
+ * storage of the old call, true if the call left it. */
 static vm_status map_left(const vm_process *p, uint32_t first, const bool *left, uint32_t old, uint32_t end,
                           uint32_t *map) {
     uint32_t id = first;

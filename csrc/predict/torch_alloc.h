@@ -54,8 +54,8 @@ uint64_t vm_talloc_round(const vm_talloc_config *config, uint64_t bytes);
 /* Bytes that the native allocator asks the driver for where no block has room for so many, rounded. */
 uint64_t vm_talloc_segment(uint64_t size);
 
-/* Whether sizes alone decide, neither pool depends on the other, and what is taken and given back at once leaves no
- * trace beside a segment. */
+/* Whether allocation depends on sizes only, the two pools are independent, and a block that is given back at once
+ * leaves nothing but a segment. */
 bool vm_talloc_is_plain(const vm_talloc *a);
 /* Whether steps that give back all that they take change nothing but counters, if the device gives them no segment and
  * gets none back: free blocks are always merged. */

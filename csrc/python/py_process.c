@@ -447,7 +447,7 @@ static PyMethodDef methods[] = {
     {"empty_cache", (PyCFunction)process_empty_cache, METH_NOARGS,
      "empty_cache($self, /)\n--\n\ntorch.cuda.empty_cache"},
     {"reset_peak", (PyCFunction)process_reset_peak, METH_NOARGS,
-     "reset_peak($self, /)\n--\n\ntorch.cuda.reset_peak_memory_stats; what is live now is the baseline."},
+     "reset_peak($self, /)\n--\n\ntorch.cuda.reset_peak_memory_stats; what is live is the baseline."},
     {"count", (PyCFunction)process_count, METH_VARARGS,
      "count($self, flops, attended, moved, sent, host_flops, outside, /)\n--\n\nAdds work to the phase. outside: bytes "
      "of the device that are not PyTorch's until the phase ends."},

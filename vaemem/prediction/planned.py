@@ -93,7 +93,8 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """What a play says: the phases, and the phase and the request at which memory ran out, if it did."""
+    """What a play says: the phases; and the phase and the request at which memory runs out on the card, if it does. A
+    play with room has the latter too."""
 
     phases: tuple[Phase, ...]
     out_of_memory_at: tuple[str, PeakTensor] | None = None

@@ -65,6 +65,12 @@ class Verdict:
     covers, besides, between, no_room : str
         Words: which part of the request the answer covers; which other models the program keeps on the card; what the
         range of a coarse answer is between; how a run goes through that takes more on a card with room.
+    word, why : str
+        The verdict, and why it is tight. csrc/predict/judge.c decides both.
+    least, least_band, band, upper : int, tuple of int
+        Found when they are first read, because each plays the run again.
+    spare : int
+        What is left of `available`; below 0 what the card lacks.
     """
 
     available: int
