@@ -286,18 +286,12 @@ static vm_conv *convs(size_t *count) {
     return conv;
 }
 
-static bool is_own(const vm_lookup *l, const vm_known *known) {
-    size_t count;
-    return vm_lookup_sources(l, &count)[known->source].own != VM_OWN_NONE;
-}
-
 static uint64_t *answered[2]; /* by the last call of answers(): workspaces, and those of next plans, */
 static size_t answers_count;  /* and how many of each */
 
 static void answers(void) {
     vm_lookup *l = vm_workspace_lookup(get(&workspaces, (size_t)number()));
     vm_conv *conv = convs(&answers_count);
-    const bool has_other = number();
     vm_status s = VM_OK;
     for (int k = 0; k < 2; k++) {
         free(answered[k]);
@@ -308,7 +302,7 @@ static void answers(void) {
         s = vm_lookup_conv(l, &conv[i], &known);
         if (s) continue;
         answered[0][i] = known.bytes;
-        answered[1][i] = has_other && !is_own(l, &known) ? 0 : known.bytes;
+        answered[1][i] = known.next;
         printf(" %u", (unsigned)known.source);
     }
     free(conv);

@@ -192,11 +192,11 @@ class Workspace(StandIn):
         log.line(["workspace", *of_card(card), words(numbers), guess, *counted(map(of_card_rule, rules))])
         log.add("workspace", self)
 
-    def answers(self, of: Any, has_other: bool) -> Any:
+    def answers(self, of: Any) -> Any:
         asked = log.of(of)
-        found = self._bare.answers(bare(of), has_other)
+        found = self._bare.answers(bare(of))
         workspaces, following, sources = found
-        line = ["answers", log.number("workspace", self), *asked, int(has_other)]
+        line = ["answers", log.number("workspace", self), *asked]
         log.line(line, listed("", sources) + listed(" bytes", workspaces) + listed(" next", following))
         Process.answered = workspaces, following
         return found

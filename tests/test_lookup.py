@@ -140,7 +140,7 @@ def test_the_first_entry_that_answers():
         lookup.conv(question(2, padding=0))
     assert [Conv(*one).h for one in lookup.known(False)] == [10, 12, 21, 12] and lookup.known(True) == []
     assert lookup.conv(question(10)) == (7, 0) and len(lookup.sources(0)) == 4  # nothing is looked up twice
-    assert lookup.answers(lookup, True) == (
+    assert lookup.answers(lookup) == (
         [7, 2 * (8 * 144 + 16 * 144 + 1152) + 16, 14112, i + f],
         [0] * 4,
         [0, 1, 2, 3],

@@ -582,7 +582,10 @@ vm_status vm_lookup_conv(vm_lookup *l, const vm_conv *conv, vm_known *out) {
     *out = (vm_known){.conv = *conv};
     vm_status s = answer(l, conv, &source, &out->bytes);
     if (!s) s = number_source(l, &source, &out->source);
-    return s ? s : remember(l, out);
+    if (s) return s;
+    out->own = source.own != VM_OWN_NONE;
+    out->next = out->own ? out->bytes : 0;
+    return remember(l, out);
 }
 
 const vm_known *vm_lookup_known(const vm_lookup *l, size_t *count) {

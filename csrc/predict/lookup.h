@@ -123,8 +123,9 @@ typedef struct vm_source {
 
 typedef struct vm_known {
     vm_conv conv;
-    uint64_t bytes;
-    uint32_t source; /* one of vm_lookup_sources */
+    uint64_t bytes, next; /* next: bytes if these cannot be had. cuDNN then has a plan that takes none */
+    uint32_t source;      /* one of vm_lookup_sources */
+    bool own;             /* PyTorch runs it by code of its own, which has no other plan */
 } vm_known;
 
 /* Each convolution is looked up once. VM_EINVAL where conv is no convolution: sizes, groups or a filter that cannot

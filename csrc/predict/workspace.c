@@ -200,14 +200,13 @@ static vm_status answer_by(vm_workspace *w, const rows *r, uint32_t number, vm_l
         vm_known known;
         vm_profile_how how;
         bool found;
-        size_t sources;
         s = vm_profile_conv(profile, &r->conv[i], w->of.tf32, &found, &row[i], &how);
         if (!s) s = vm_lookup_conv(w->lookup, &r->conv[i], &known);
         if (s) return s;
         *held += found;
-        const bool own = vm_lookup_sources(w->lookup, &sources)[known.source].own != VM_OWN_NONE;
-        if (!own && !found) s = vm_lookup_conv(rest, &r->conv[i], &known);
-        if (own || !found) row[i] = known.bytes;
+        const bool elsewhere = !known.own && !found;
+        if (elsewhere) s = vm_lookup_conv(rest, &r->conv[i], &known);
+        if (known.own || elsewhere) row[i] = known.bytes;
     }
     return s;
 }
@@ -333,8 +332,8 @@ static vm_status find_substitutes(vm_workspace *w, const rows *r, bool *substitu
         size_t sources;
         vm_status s = vm_lookup_conv(w->lookup, &r->conv[i], &known);
         if (s) return s;
+        if (known.own) continue;
         const vm_source *const source = &vm_lookup_sources(w->lookup, &sources)[known.source];
-        if (source->own != VM_OWN_NONE) continue;
         *guessed = *guessed || source->why;
         if (source->why) continue;
         const vm_workspace_entry entry = w->entry[source->entry];

@@ -58,12 +58,6 @@ static int check(Process *self, vm_status s) {
     return s ? -1 : 0;
 }
 
-/* The same of a call that plays elsewhere and leaves the process as it is. */
-static int check_elsewhere(vm_status s) {
-    if (s) vm_py_raise(s);
-    return s ? -1 : 0;
-}
-
 /* ---- numbers ---- */
 
 /* A sequence of integers as a new array; NULL with an exception set. */
@@ -241,7 +235,7 @@ static PyObject *process_again(Process *self, PyObject *args) {
     vm_process_span *steps = workspace ? PyMem_Calloc(spans + 1, sizeof *steps) : NULL;
     if (steps && !(most = PyMem_Calloc(count * spans + 1, sizeof *most))) PyErr_NoMemory();
     for (size_t i = 0; most && i < spans; i++) steps[i] = (vm_process_span){span[2 * i], span[2 * i + 1]};
-    if (most && !check_elsewhere(vm_process_again(self->process, steps, spans, above, workspace, count, most)))
+    if (most && !vm_py_check(vm_process_again(self->process, steps, spans, above, workspace, count, most)))
         list = vm_py_list(count, row_item, &(table){most, spans});
     PyMem_Free(most);
     PyMem_Free(steps);
@@ -266,8 +260,8 @@ static PyObject *process_takes(Process *self, PyObject *args) {
     else if (workspace && (first < 0 || likely < 0))
         PyErr_SetString(PyExc_ValueError, "first, likely: want 0 or more");
     else if (workspace)
-        check_elsewhere(vm_judge_rows(self->process, (const vm_judge_phase *)phase, (size_t)first, phases, above,
-                                      workspace, count, (size_t)likely, &takes));
+        vm_py_check(vm_judge_rows(self->process, (const vm_judge_phase *)phase, (size_t)first, phases, above, workspace,
+                                  count, (size_t)likely, &takes));
     PyMem_Free(workspace);
     PyMem_Free(phase);
     if (PyErr_Occurred()) return NULL;

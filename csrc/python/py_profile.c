@@ -14,11 +14,6 @@ static int bad(const char *what, PyObject *got) {
     return -1;
 }
 
-static int check(vm_status s) {
-    if (s) vm_py_raise(s);
-    return s ? -1 : 0;
-}
-
 static int to_number(PyObject *object, uint64_t *out) {
     *out = PyLong_Check(object) ? PyLong_AsUnsignedLongLong(object) : UINT64_MAX;
     if (PyErr_Occurred()) PyErr_Clear(), *out = UINT64_MAX;
@@ -153,7 +148,7 @@ static int fill(vm_profile *p, PyObject *formulas, PyObject *rules, PyObject *tr
         if (!PyArg_Parse(key, "s", &key_text) || !PyArg_Parse(tree, "s", &tree_text)) return -1;
         s = vm_profile_add_tree(p, key_text, tree_text);
     }
-    return check(s);
+    return vm_py_check(s);
 }
 
 static PyObject *profile_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -171,7 +166,7 @@ static PyObject *profile_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     const vm_profile *other = otherwise == Py_None ? NULL : ((Profile *)otherwise)->profile;
     formulas = PyList_AsTuple(formulas);
     rules = PyList_AsTuple(rules);
-    if (!formulas || !rules || check(vm_profile_new(strict, other, &self->profile)) ||
+    if (!formulas || !rules || vm_py_check(vm_profile_new(strict, other, &self->profile)) ||
         fill(self->profile, formulas, rules, trees))
         Py_CLEAR(self);
     Py_XDECREF(formulas);
@@ -239,7 +234,7 @@ static PyObject *formula_bytes(PyObject *Py_UNUSED(module), PyObject *args) {
 static PyObject *im2col_bytes(PyObject *Py_UNUSED(module), PyObject *question) {
     vm_conv conv;
     uint64_t bytes;
-    if (!vm_py_to_conv(question, &conv) || check(vm_conv_columns(&conv, &bytes))) return NULL;
+    if (!vm_py_to_conv(question, &conv) || vm_py_check(vm_conv_columns(&conv, &bytes))) return NULL;
     return PyLong_FromUnsignedLongLong(bytes);
 }
 

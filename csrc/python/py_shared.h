@@ -23,6 +23,12 @@ static inline PyObject *vm_py_raise(vm_status status) {
     return NULL;
 }
 
+/* 0 or -1 with an exception set: the one that Python's code has raised meanwhile, or the core's. */
+static inline int vm_py_check(vm_status status) {
+    if (status) vm_py_raise(status);
+    return status ? -1 : 0;
+}
+
 static inline PyObject *vm_py_none_or_raise(vm_status status) {
     return status ? vm_py_raise(status) : Py_NewRef(Py_None);
 }

@@ -18,11 +18,6 @@ typedef struct Workspace {
     PyObject *catalogue;
 } Workspace;
 
-static int check(vm_status s) {
-    if (s && !PyErr_Occurred()) vm_py_raise(s);
-    return s ? -1 : 0;
-}
-
 static int append(PyObject *list, PyObject *item) {
     const int failed = !item || PyList_Append(list, item);
     Py_XDECREF(item);
@@ -106,21 +101,21 @@ static int add_recorded(Catalogue *self, PyObject *object) {
         !PyArg_ParseTuple(object, "iiO!:recorded", &sm, &version, &PyTuple_Type, &cards))
         return -1;
     const size_t count = (size_t)PyTuple_GET_SIZE(cards);
-    int failed = count ? check(vm_scratch_new(count, sizeof *card, &card)) : 0;
+    int failed = count ? vm_py_check(vm_scratch_new(count, sizeof *card, &card)) : 0;
     for (size_t i = 0; !failed && i < count; i++) failed = to_card(PyTuple_GET_ITEM(cards, (Py_ssize_t)i), &card[i]);
-    failed = failed || check(vm_catalogue_add(self->catalogue, sm, version, card, count));
+    failed = failed || vm_py_check(vm_catalogue_add(self->catalogue, sm, version, card, count));
     vm_scratch_free(card);
     return failed ? -1 : 0;
 }
 
 static int add_rule(Catalogue *self, PyObject *object) {
     vm_card_rule rule;
-    return to_card_rule(object, &rule) || check(vm_catalogue_add_rule(self->catalogue, &rule));
+    return to_card_rule(object, &rule) || vm_py_check(vm_catalogue_add_rule(self->catalogue, &rule));
 }
 
 static int add_sample(Catalogue *self, PyObject *object) {
     vm_card card;
-    return to_card(object, &card) || check(vm_catalogue_add_sample(self->catalogue, &card));
+    return to_card(object, &card) || vm_py_check(vm_catalogue_add_sample(self->catalogue, &card));
 }
 
 static int add_all(Catalogue *self, PyObject *tuple, int (*add)(Catalogue *, PyObject *)) {
@@ -138,7 +133,7 @@ static PyObject *catalogue_new(PyTypeObject *type, PyObject *args, PyObject *kwa
     Catalogue *self = (Catalogue *)type->tp_alloc(type, 0);
     if (!self) return NULL;
     self->load = Py_NewRef(loader);
-    if (!(self->profiles = PyList_New(0)) || check(vm_catalogue_new(load, self, &self->catalogue)) ||
+    if (!(self->profiles = PyList_New(0)) || vm_py_check(vm_catalogue_new(load, self, &self->catalogue)) ||
         add_all(self, recorded, add_recorded) || add_all(self, rules, add_rule) || add_all(self, samples, add_sample))
         Py_CLEAR(self);
     return (PyObject *)self;
@@ -165,7 +160,7 @@ static PyObject *catalogue_near(Catalogue *self, PyObject *args) {
     int version;
     vm_profile_list found;
     if (!PyArg_ParseTuple(args, "Oi:near", &object, &version) || to_card(object, &card) ||
-        check(vm_catalogue_near(self->catalogue, &card, version, &found)))
+        vm_py_check(vm_catalogue_near(self->catalogue, &card, version, &found)))
         return NULL;
     return to_list(&found);
 }
@@ -175,7 +170,7 @@ static PyObject *catalogue_nearest(Catalogue *self, PyObject *args) {
     vm_card card;
     int version, number;
     if (!PyArg_ParseTuple(args, "Oi:nearest", &object, &version) || to_card(object, &card) ||
-        check(vm_catalogue_nearest(self->catalogue, &card, version, &number)))
+        vm_py_check(vm_catalogue_nearest(self->catalogue, &card, version, &number)))
         return NULL;
     return PyLong_FromLong(number);
 }
@@ -184,7 +179,7 @@ static PyObject *catalogue_relatives(Catalogue *self, PyObject *args) {
     int sm, version;
     vm_profile_list found;
     if (!PyArg_ParseTuple(args, "ii:relatives", &sm, &version) ||
-        check(vm_catalogue_relatives(self->catalogue, sm, version, &found)))
+        vm_py_check(vm_catalogue_relatives(self->catalogue, sm, version, &found)))
         return NULL;
     return to_list(&found);
 }
@@ -209,13 +204,13 @@ static PyObject *workspace_new(PyTypeObject *type, PyObject *args, PyObject *kwa
     of.torch.is_290 = is_290;
     of.tf32 = tf32;
     const size_t count = (size_t)PyTuple_GET_SIZE(rules);
-    int failed = count ? check(vm_scratch_new(count, sizeof *rule, &rule)) : 0;
+    int failed = count ? vm_py_check(vm_scratch_new(count, sizeof *rule, &rule)) : 0;
     for (size_t i = 0; !failed && i < count; i++)
         failed = to_card_rule(PyTuple_GET_ITEM(rules, (Py_ssize_t)i), &rule[i]);
     Workspace *self = failed ? NULL : (Workspace *)type->tp_alloc(type, 0);
     if (self) {
         self->catalogue = Py_NewRef(catalogue);
-        if (check(vm_workspace_new(((Catalogue *)catalogue)->catalogue, &of, rule, count, &self->workspace)))
+        if (vm_py_check(vm_workspace_new(((Catalogue *)catalogue)->catalogue, &of, rule, count, &self->workspace)))
             Py_CLEAR(self);
     }
     vm_scratch_free(rule);
@@ -231,7 +226,8 @@ static void workspace_dealloc(Workspace *self) {
 static PyObject *workspace_conv(Workspace *self, PyObject *question) {
     vm_conv conv;
     vm_known known;
-    if (!vm_py_to_conv(question, &conv) || check(vm_lookup_conv(vm_workspace_lookup(self->workspace), &conv, &known)))
+    if (!vm_py_to_conv(question, &conv) ||
+        vm_py_check(vm_lookup_conv(vm_workspace_lookup(self->workspace), &conv, &known)))
         return NULL;
     return Py_BuildValue("(KI)", (unsigned long long)known.bytes, (unsigned)known.source);
 }
@@ -245,31 +241,22 @@ static int copy_convs(PyObject *of, vm_conv **out, size_t *count) {
     else if (!(t = vm_py_script(of)) && !(t = vm_py_trace(of)))
         return -1;
     if (t) *count = t->convs;
-    if (check(vm_scratch_new(*count, sizeof **out, out))) return -1;
+    if (vm_py_check(vm_scratch_new(*count, sizeof **out, out))) return -1;
     for (size_t i = 0; i < *count; i++) (*out)[i] = t ? t->conv[i] : known[i].conv;
     return 0;
 }
 
-static bool is_own(const Workspace *self, const vm_known *known) {
-    size_t count;
-    return vm_lookup_sources(vm_workspace_lookup(self->workspace), &count)[known->source].own != VM_OWN_NONE;
-}
-
-static PyObject *workspace_answers(Workspace *self, PyObject *args) {
-    PyObject *of;
+static PyObject *workspace_answers(Workspace *self, PyObject *of) {
     vm_conv *conv;
     size_t count;
-    int has_other;
-    if (!PyArg_ParseTuple(args, "Op:answers", &of, &has_other) || copy_convs(of, &conv, &count)) return NULL;
+    if (copy_convs(of, &conv, &count)) return NULL;
     PyObject *lists[3] = {PyList_New(0), PyList_New(0), PyList_New(0)};
     int failed = !lists[0] || !lists[1] || !lists[2];
     for (size_t i = 0; !failed && i < count; i++) {
         vm_known known;
-        failed = check(vm_lookup_conv(vm_workspace_lookup(self->workspace), &conv[i], &known));
-        if (failed) break;
-        const unsigned long long next = has_other && !is_own(self, &known) ? 0 : known.bytes;
-        failed = append(lists[0], PyLong_FromUnsignedLongLong(known.bytes)) ||
-                 append(lists[1], PyLong_FromUnsignedLongLong(next)) ||
+        failed = vm_py_check(vm_lookup_conv(vm_workspace_lookup(self->workspace), &conv[i], &known));
+        failed = failed || append(lists[0], PyLong_FromUnsignedLongLong(known.bytes)) ||
+                 append(lists[1], PyLong_FromUnsignedLongLong(known.next)) ||
                  append(lists[2], PyLong_FromUnsignedLong(known.source));
     }
     PyObject *result = failed ? NULL : PyTuple_Pack(3, lists[0], lists[1], lists[2]);
@@ -297,7 +284,7 @@ static PyObject *workspace_rows(Workspace *self, PyObject *args) {
     size_t convs, count;
     int every;
     if (!PyArg_ParseTuple(args, "pO:rows", &every, &of) || copy_convs(of, &conv, &convs)) return NULL;
-    const int failed = check(vm_workspace_rows(self->workspace, every, conv, convs, &row, &count));
+    const int failed = vm_py_check(vm_workspace_rows(self->workspace, every, conv, convs, &row, &count));
     vm_scratch_free(conv);
     if (failed) return NULL;
     PyObject *list = PyList_New(0);
@@ -316,7 +303,7 @@ static PyObject *workspace_known(Workspace *self, PyObject *args) {
     vm_lookup_known(lookup, &count);
     for (size_t i = 0; list && i < count; i++) {
         const vm_known one = vm_lookup_known(lookup, &count)[i];
-        if ((!own || is_own(self, &one)) && append(list, vm_py_from_conv(&one.conv))) Py_CLEAR(list);
+        if ((!own || one.own) && append(list, vm_py_from_conv(&one.conv))) Py_CLEAR(list);
     }
     return list;
 }
@@ -354,8 +341,8 @@ static PyMethodDef catalogue_methods[] = {
 static PyMethodDef workspace_methods[] = {
     {"conv", (PyCFunction)workspace_conv, METH_O,
      "conv($self, question, /)\n--\n\n(bytes, number of the source) of a convolution."},
-    {"answers", (PyCFunction)workspace_answers, METH_VARARGS,
-     "answers($self, of, has_other, /)\n--\n\nThree lists for the convolutions of a Trace, a Process or another "
+    {"answers", (PyCFunction)workspace_answers, METH_O,
+     "answers($self, of, /)\n--\n\nThree lists for the convolutions of a Trace, a Process or another "
      "Workspace:\nbytes, bytes of the next plan, and numbers of the sources."},
     {"rows", (PyCFunction)workspace_rows, METH_VARARGS,
      "rows($self, every, of, /)\n--\n\nFor the same convolutions every other plausible tuple of bytes; every: if no "

@@ -678,7 +678,7 @@ class SimulatedProcess:
 def _answers(workspace: Any, trace: _core.Trace) -> tuple[list[int], list[int], list[str]]:
     """What `Workspace.answers` says; where a workspace has `conv` alone, the same made of its answers."""
     if hasattr(workspace, "answers"):
-        answers: tuple[list[int], list[int], list[str]] = workspace.answers(trace, True)
+        answers: tuple[list[int], list[int], list[str]] = workspace.answers(trace)
         return answers
     said = [workspace.conv(*question) for question in trace.convs]
     return [count for count, _ in said], [0] * len(said), [source for _, source in said]

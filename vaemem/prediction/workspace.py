@@ -260,12 +260,10 @@ class Workspace:
             raise ValueError(f"conv: want whole numbers, got {conv}") from None
         return count, self._sources()[source][0]
 
-    def answers(self, of: Convolutions, has_other: bool) -> tuple[list[int], list[int], list[str]]:
-        """For each convolution of a trace or a process its bytes, what it wants where these cannot be had, who says so.
-
-        has_other: whether cuDNN is taken to have other plans, without workspace.
-        """
-        counts, following, sources = self._core.answers(of, has_other)
+    def answers(self, of: Convolutions) -> tuple[list[int], list[int], list[str]]:
+        """For each convolution of a trace or a process: bytes, bytes of the next plan if these cannot be had, and who
+        says so."""
+        counts, following, sources = self._core.answers(of)
         described = self._sources()
         return counts, following, [described[source][0] for source in sources]
 
@@ -325,14 +323,14 @@ class UnfoldingWorkspace(Workspace):
 
     A library such as AMD's MIOpen has kernels that need no workspace, and may also unfold the input: the product of
     filters and columns then needs all columns at once, nine times the input of a 3x3 convolution. Which it does varies
-    with its version, its settings and what it measured before, so that both are answered (`alternatives`).
-
-    unfolds: whether these are the workspaces of im2col; without it there are none
+    with its version, its settings and what it measured before. The answer is none, and `alternatives` has im2col's.
     """
 
-    def __init__(self, gpu: Gpu, tf32: bool = True, unfolds: bool = False):
-        self._library, self._unfolds = LIBRARIES[gpu.maker], unfolds
-        self._guess = "columns" if unfolds else "least"
+    has_plan_without = True
+    _guess = "least"
+
+    def __init__(self, gpu: Gpu, tf32: bool = True):
+        self._library = LIBRARIES[gpu.maker]
         super().__init__(gpu, tf32=tf32)
 
     @property
@@ -342,15 +340,8 @@ class UnfoldingWorkspace(Workspace):
         why = f"which {self._library} may take or do without" if known else f"since {self._library}'s are not known"
         return f"with im2col's workspaces, {why}"
 
-    @property
-    def has_plan_without(self) -> bool:
-        return not self._unfolds
-
     def _describe_guess(self, why: str, form: int) -> tuple[str, str]:
-        may = (
-            f"{why}, as {self._library} may need them" if self._unfolds else f"none, as {self._library} may do without"
-        )
-        return may, ""
+        return f"none, as {self._library} may do without", ""
 
 
 def im2col_bytes(conv: Conv) -> int:
