@@ -11,7 +11,7 @@ from typing import Any
 from vaemem._common import MIB, Printed
 from vaemem.prediction.benchmark import USUAL_PROTOCOL
 from vaemem.prediction.gpus import CONTEXT
-from vaemem.prediction.planned import Phase, Result
+from vaemem.prediction.planned import Phase, Result, weights_and_workspaces
 from vaemem.prediction.plays import Plays
 from vaemem.prediction.process import Moment, PeakTensor, SimulatedProcess
 from vaemem.prediction.request import Card, ModuleRequest, VAERequest
@@ -136,8 +136,7 @@ class SimulatedAnswer(Answer):
 
     def _result(self, process: SimulatedProcess) -> Result:
         tensors, allocated = process.peak_tensors(), process.peak_allocated
-        weights = sum(size for name, size in tensors if name.startswith("weights of "))
-        workspaces = sum(size for name, size in tensors if name.endswith("[workspace]"))
+        weights, workspaces = weights_and_workspaces(tensors)
         phase = Phase(
             "run", allocated, process.most_reserved, weights, workspaces, allocated - weights - workspaces,
             peak_tensors=tuple(tensors), fits=not self.out_of_memory_at,

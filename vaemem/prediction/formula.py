@@ -137,7 +137,7 @@ class Formula(Printed):
             f"Sizes: {self.grid}; {self.played} of them were played.",
             "exact: the tensors at the peak, polynomials at each of these sizes, and the most that the allocator adds.",
             "reserved: what one phase reserves stays for the next, whose line holds where it takes more.",
-            f"bound: above each of these sizes, and raised by {RAISED - 1:.1%} for all others.",
+            f"bound: above every size that was played, and raised by {RAISED - 1:.1%}; few others lie above.",
         ]
         if self.left_out:
             lines += [f"PyTorch refuses {len(self.left_out)} more, which are left out."]

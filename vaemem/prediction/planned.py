@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from vaemem.prediction.process import ROUNDED_UP, PeakTensor, SimulatedProcess
+
+OF_WEIGHTS = "weights of "  # what names of weights begin with
+
+
+def weights_and_workspaces(tensors: Iterable[PeakTensor]) -> tuple[int, int]:
+    """Bytes of weights and of workspaces among what was allocated at a peak."""
+    found = [*tensors]
+    weights = sum(size for name, size in found if name.startswith(OF_WEIGHTS))
+    return weights, sum(size for name, size in found if name.endswith("[workspace]"))
 
 
 class Phase(NamedTuple):
@@ -50,10 +59,9 @@ class Phase(NamedTuple):
         """What a reading of a process says, by its index. names: what its peak tensors are called instead."""
         _, _, allocated, reserved = process.readings[number]
         where, tensors, rounded = process.peak(number)
-        weights = sum(size for name, size in tensors if name.startswith("weights of "))
-        more = sum(size for name, size in rounded.items() if name.startswith("weights of "))
+        weights, workspace = weights_and_workspaces(tensors)
+        more = sum(size for name, size in rounded.items() if name.startswith(OF_WEIGHTS))
         weights += min(more, dict(tensors).get(ROUNDED_UP, 0))
-        workspace = sum(size for name, size in tensors if name.endswith("[workspace]"))
         return cls(
             allocated=allocated, reserved=reserved, weights=weights, workspace=workspace,
             activations=allocated - weights - workspace, where=where, **process.counted(number),
@@ -151,4 +159,4 @@ class Way(NamedTuple):
     @property
     def peak(self) -> Phase:
         """The phase that takes most, the first of equals."""
-        return max(self.phases, key=lambda phase: phase.total)
+        return Result(self.phases).fullest
