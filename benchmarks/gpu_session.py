@@ -428,6 +428,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--python", default="python3.12", help="for pack: an interpreter of the machine's version")
     parser.add_argument("--archs", default="90", help="for pack: the machine's compute capability")
     args = parser.parse_args(argv)
+    # In the background of a shell a session may start with SIGINT ignored. Its steps would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     words = args.words
     if words[:1] == ["pack"]:
         pack(args.python, args.archs)
