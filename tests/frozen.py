@@ -32,6 +32,17 @@ def read(thing, names):
     return {name: getattr(thing, name) for name in names.split()}
 
 
+def refusal(error):
+    """What a refusal is about. Its words may change."""
+    kinds = (ValueError, MemoryError, TypeError, OverflowError, RuntimeError)
+    kind = next(one for one in (*kinds, type(error)) if isinstance(error, one))
+    return f"{kind.__name__}: {str(error).partition(':')[0] if kind is ValueError else ''}"
+
+
+def verdict(p):
+    return read(p, "verdict fits coarse") | {"why": p.judged.why}
+
+
 def digest(moments):
     """How many moments a timeline has, and sums of their numbers and of their names."""
     parts = [one[1:] for one in moments], [one[0] for one in moments]
@@ -41,19 +52,19 @@ def digest(moments):
 def of_predict(call, workspace=None, **asked):
     constant = SimpleNamespace(conv=lambda *question: (workspace, "a constant"))
     p = vaemem.predict(**asked, workspace=None if workspace is None else constant)
-    said = {"verdict": read(p, "verdict fits coarse tight_because")}  # first, as it asks for less than `upper`
+    said = {"verdict": verdict(p)}  # first, as it asks for less than `upper`
     if call == "closed_form":
         return said | {"formula": p.formula}
     if call == "would_fit":  # without what our own engine takes on this CPU
-        return said | {"would_fit": [one for one in p.would_fit if "vaemem on the CPU" not in one.what]}
+        return said | {"would_fit": [one.command for one in p.would_fit if "vaemem on the CPU" not in one.what]}
     if p.verdict == "fits":  # else `to_json` tries what would fit, which takes long
         said["parts"] = json.loads(p.to_json())["parts"]
     return said | {
         "readings": read(p, "allocated reserved peak_allocated peak_reserved on_card out_of_memory_at weights_bytes"),
-        **read(p, "least_band band upper upper_share summary substitutions"), "least": p.least_reserved,
-        "room": read(p, "available spare total_memory used assumed_card"),
-        "asked": read(p, "model op batch dtype weights_dtype runtime tile tile_overlap settings assumed protocol gpu"),
-        "software": read(p, "torch_version cudnn_version allocator workspace_source"),
+        **read(p, "least_band band upper upper_share"), "least": p.least_reserved,
+        "room": read(p, "available spare total_memory used"),
+        "asked": read(p, "model op batch dtype weights_dtype runtime tile tile_overlap protocol gpu"),
+        "software": read(p, "torch_version cudnn_version allocator"),
         "peak_tensors": [len(p.peak_tensors), *p.peak_tensors[:5]], "timeline": digest(p.timeline),
         "seconds": p.seconds and read(p.seconds, "low likely high"),
     }  # fmt: skip
@@ -68,9 +79,9 @@ def of_predict_pipeline(call, **asked):
     counts = "allocated reserved weights workspace activations outside flops sent fits host_flops attended moved where"
     phases = {one.name: [*read(one, counts).values(), *one.peak_tensors[:3]] for one in p.phases}
     return {
-        "verdict": read(p, "verdict fits coarse tight_because"),
+        "verdict": verdict(p),
         "readings": read(p, "peak bottleneck on_card out_of_memory_at host") | phases,
-        "room": read(p, "available spare assumed_card"), **read(p, "title summary least_band band upper notes"),
+        "room": read(p, "available spare"), **read(p, "least_band band upper"),
         "timeline": digest(getattr(p, "timeline", ())),
         "seconds": {row["phase"]: [row[name] for name in row if name.startswith("seconds")] for row in p.rows()},
     }  # fmt: skip
@@ -78,18 +89,17 @@ def of_predict_pipeline(call, **asked):
 
 def of_plan_pipeline(call, **asked):
     plan = vaemem.plan_pipeline(**asked)
-    ways, best, room = {one.way.name: one for one in plan.outcomes}, plan.recommended, [plan.title, plan.assumed_card]
+    ways, best = {one.way.name: one for one in plan.outcomes}, plan.recommended
     readings = {
-        name: [*read(one, "verdict fails_in short").values(), *read(one.way, "host changes unsure").values()]
+        name: [*read(one, "verdict fails_in short").values(), one.way.host]
         + [[phase.name, phase.total, phase.weights, phase.fits] for phase in one.way.phases]
         for name, one in ways.items()
     }
     seconds = {name: one.seconds and [*read(one.seconds, "low likely high").values()] for name, one in ways.items()}
     return {
-        "verdict": [best and best.way.name, plan.reason],
+        "verdict": best and best.way.name,
         "readings": readings,
-        "room": [*room, *plan.room],
-        "notes": plan.notes,
+        "room": plan.room,
         "seconds": seconds,
     }
 
@@ -110,14 +120,14 @@ def of_process(call, steps, settings, conf="", **asked):
         try:
             found[name] = getattr(process, method)(*meant(arguments), **options)
         except Exception as error:
-            said = [f"{type(error).__name__}: {error}"]
+            said = [refusal(error)]
         after.append([*read(process, "allocated reserved peak_allocated peak_reserved").values(), *said])
     above, tensors = process.peak_above_baseline(), process.peak_tensors()
     kept = settings["history"] and "cudaMallocAsync" not in conf
     return {
         "readings": after, "room": read(process, "available most_reserved guessed_plans"),
         "peak_tensors": [len(tensors), *tensors[:5]], "above": above and [above[0], sorted(above[1].items())[:5]],
-        "timeline": digest(process.timeline()), **read(process, "substitutions workspace_source torch_version"),
+        "timeline": digest(process.timeline()), **read(process, "torch_version"),
         "snapshot": kept and zlib.crc32(json.dumps(allocator.snapshot(process.frames)).encode()),
     }  # fmt: skip
 
@@ -130,8 +140,8 @@ def answer(question):
         try:
             said = found(**question)
         except Exception as error:
-            said = {"refusal": f"{type(error).__name__}: {error}"}
-    return plain(said | ({"warnings": [str(one.message) for one in warned]} if warned else {}))
+            said = {"refusal": refusal(error)}
+    return plain(said | ({"warnings": len(warned)} if warned else {}))
 
 
 def plain(value):
