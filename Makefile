@@ -22,7 +22,7 @@ SAY_BUILD = echo "Installing vaemem and what it needs in $(VENV): the C core and
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.* ## (.*)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
 
-.PHONY: help demo test docs bench check thorough lint asan clang pythons packages fuzz newer windows format wheel wheel-cpu wheel-cuda clean \
+.PHONY: help demo test golden docs bench check thorough lint asan clang pythons packages fuzz newer windows format wheel wheel-cpu wheel-cuda clean \
         build-gpu test-gpu bench-gpu check-gpu gpu-pack gpu-session
 
 demo: $(VENV)/demo.stamp ## the demo's page: out/index.html
@@ -30,6 +30,9 @@ demo: $(VENV)/demo.stamp ## the demo's page: out/index.html
 
 test: $(VENV)/test.stamp ## the tests, except the thorough ones
 	PYTHONSAFEPATH=1 $(BIN)/pytest
+
+golden: $(VENV)/test.stamp ## what twenty commands print, written again to tests/golden
+	VAEMEM_GOLDEN=1 $(BIN)/python -m pytest -q tests/test_golden.py
 
 # The notebooks, run here and rendered to HTML.
 docs: $(VENV)/test.stamp ## docs/notebooks, run and rendered to out/notebooks/*.html

@@ -57,8 +57,8 @@ def of_predict(call, workspace=None, **asked):
         return said | {"formula": p.formula}
     if call == "would_fit":  # without what our own engine takes on this CPU
         return said | {"would_fit": [one.command for one in p.would_fit if "vaemem on the CPU" not in one.what]}
-    if p.verdict == "fits":  # else `to_json` tries what would fit, which takes long
-        said["parts"] = json.loads(p.to_json())["parts"]
+    if p.verdict == "fits":  # else `to_dict` tries what would fit, which takes long
+        said["parts"] = p.to_dict()["parts_bytes"]
     return said | {
         "readings": read(p, "allocated reserved peak_allocated peak_reserved on_card out_of_memory_at weights_bytes"),
         **read(p, "least_band band upper upper_share"), "least": p.least_reserved,

@@ -24,6 +24,7 @@ from vaemem import (
     sweep,
     tradeoff,
 )
+from vaemem._render import Shown
 
 ONE, SIDES, LIMIT = {"batch": 1}, {"height": 64, "width": 64}, {"memory_limit": 64 << 20}
 CARD = {"gpu": "RTX 3060", "memory": 12 << 30, "used": 1 << 20}
@@ -125,6 +126,7 @@ CALLS = {
         lambda **given: repr(SimulatedProcess().tensor(dtype="float16", **given)),
         {"shape": (1, 4, 8, 8)},
     ),
+    "Prediction.to_text": (lambda **given: predict("sdxl", "decode", 64, 64).to_text(**given), {"width": 99}),
     "Tiling": (lambda **given: Tiling(**given), {"sample_size": 64}),
     "VAE.decode": (lambda **given: vae().decode(latents(vae(), 4, 4), **given), LIMIT | {"size": (13, 14)}),
     "VAE.encode": (lambda **given: vae().encode(images(16, 16), **given).mode(), LIMIT),
@@ -193,7 +195,8 @@ def functions():
         found |= {within + name: one for name, one in vars(home).items() if is_of(one, home)}
     for name, one in list(found.items()):
         if inspect.isclass(one) and name not in MADE - {"Encoded"}:
-            found |= {f"{name}.{of}": method for of, method in inspect.getmembers(one, callable)}
+            shared = set(dir(vaemem.Prediction)) & set(vars(Shown)) if name != "Prediction" else set()
+            found |= {f"{name}.{of}": method for of, method in inspect.getmembers(one, callable) if of not in shared}
     return {name: one for name, one in found.items() if callable(one) and not re.search(r"(^|\.)_", name)}
 
 

@@ -439,7 +439,7 @@ def test_rows_and_files(tmp_path):
     assert (load["way"], load["device"], load["source"]) == ("offload model, VAE whole", "NVIDIA L4", "measured")
     assert load["versions"] == "torch 2.9.1, x 1, steps 2" and load["runtime"] == "diffusers"
     data = json.loads(found.to_json())
-    assert data["out_of_memory_at"] == ["denoise", "no room"]
+    assert data["out_of_memory_at"] == {"phase": "denoise", "message": "no room"}
     load, denoise = data["phases"]
     assert (load["allocated_error_percent"], load["reserved_error_percent"], load["seconds"]) == (50, 0, 1.25)
     assert denoise["predicted_allocated_bytes"] == 3 << 20 and denoise["allocated_error_percent"] is None
@@ -487,7 +487,7 @@ def test_the_command(small, tmp_path, monkeypatch, capsys):
     assert [row["phase"] for row in rows] == ["load", "encode prompt", "denoise", "decode", "whole"]
     assert "vaemem 0" in rows[0]["versions"] and Meter.log.count("text_encoder") == 1
     said = capsys.readouterr()
-    assert said.out.startswith("StableDiffusionPipeline 48x32 (cpu), batch 1, steps 2")
+    assert "StableDiffusionPipeline 48x32 (cpu), batch 1, steps 2" in said.out
     assert said.err.startswith("vaemem measure: PyTorch finds no GPU, so it runs on the CPU: reserved is the process's")
     monkeypatch.setattr(vaemem.pytorch, "load_pipeline", lambda *_, **__: raiser(FULL)())
     assert main([*arguments]) == 1 and "Out of memory in load" in capsys.readouterr().out

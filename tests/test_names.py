@@ -194,7 +194,7 @@ def test_a_model_of_another_architecture_says_so(name):
     [
         ["fits", "SDXL", "Decode", "512", "--runtime", "ComfyUI", "--gpu", "rtx 4090"],
         ["fits", "sdxl", "decode-tiled", "512", "--dtype", "FP16", "--os", "Linux"],
-        ["pipeline", "Stable-Diffusion-XL-Base-1.0", "512", "--runtime", "Diffusers", "--offload", "Model"],
+        ["fits", "Stable-Diffusion-XL-Base-1.0", "512", "--runtime", "Diffusers", "--offload", "Model"],
     ],
 )
 def test_the_command_line_does_not_mind_case(words, capsys):
@@ -206,8 +206,8 @@ def test_the_command_line_does_not_mind_case(words, capsys):
     [
         (["fits", "sdxl", "decoed", "512"], r"op: want one of encode, .*, got 'decoed' \(the nearest is decode\)"),
         (["estimate", "sdxl", "decoed", "512"], r"op: want encode or decode, got 'decoed' \(the nearest is decode\)"),
-        (["pipeline", "sdxl", "512", "--offload", "modle"], r"offload: want one of .*'modle' \(the nearest is model\)"),
-        (["pipeline", "sdxl", "512", "--vae", "tield"], r"vae: want one of .*'tield' \(the nearest is tiled\)"),
+        (["fits", "sdxl", "512", "--offload", "modle"], r"offload: want one of .*'modle' \(the nearest is model\)"),
+        (["fits", "sdxl", "512", "--vae", "tield"], r"vae: want one of .*'tield' \(the nearest is tiled\)"),
         (["fits", "sdxl", "decode", "512", "--runtime", "comfy"], r"--runtime: .*'comfy' \(the nearest is comfyui\)"),
     ],
 )

@@ -126,12 +126,13 @@ def test_the_answer_begins_with_the_run_and_ends_with_what_would_fit():
     e = explain("  File diffusers/models/autoencoders\n" + text, gpu="RTX 4060")
     assert is_that(e.matches[0], p) and e.matches[0].played
     assert (e.matches[0].tensor, e.matches[0].bytes) == tuple(p.out_of_memory_at)
-    assert str(e).startswith(
-        "It was most likely SD1.5, SDXL decode 2048x2048 float32 by diffusers: decoder.up_blocks.2"
-    )
-    assert "What would have fitted, each tried" in str(e) and "vaemem fits sdxl decode_tiled 2048x2048" in str(e)
+    told = e.to_text(width=999)
+    assert told.startswith("It was most likely SD1.5, SDXL decode 2048x2048 float32 by diffusers: decoder.up_blocks.2")
+    assert "What would have fitted" in told and "vaemem fits sdxl decode_tiled 2048x2048" in str(e)
     data = json.loads(e.to_json())
-    assert data["matches"][0]["height"] == 2048 and data["would_fit"] and data["said"]["requested"] == full.wanted
+    assert (
+        data["matches"][0]["height"] == 2048 and data["would_fit"] and data["message_bytes"]["requested"] == full.wanted
+    )
     assert abs(e.said["cached"] - (full.reserved - full.allocated)) < 16 * MIB  # two decimals of GiB
 
 
@@ -188,11 +189,11 @@ def test_figures_that_are_none(broken):
 
 def test_what_is_supposed_of_the_card_is_said():
     alone = explain("CUDA out of memory. Tried to allocate 4.00 GiB.")
-    assert "is supposed." in str(alone) and not any(match.played for match in alone.matches)
+    assert "is supposed." in alone.to_text(width=999) and not any(match.played for match in alone.matches)
     assert (alone.matches[0].op, alone.matches[0].height, alone.matches[0].dtype) == ("decode", 2048, "float32")
     text, _ = message(vaemem.predict("sdxl", "decode", 2048, 2048, gpu="RTX 4060"))
     hip = explain(text.replace("CUDA out", "HIP out"))
-    assert "--gpu 'AMD Radeon RX" in str(hip) and "stands for it" in str(hip)
+    assert "--gpu 'AMD Radeon RX" in str(hip) and "stands for it" in hip.to_text(width=999)
     with pytest.raises(ValueError, match="error: want an out-of-memory message"):
         explain("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 4294967296 bytes.")
 
@@ -302,7 +303,7 @@ def test_directml_names_the_tensors_bytes():
 )
 def test_what_a_message_does_not_tell_is_said(text, said):
     e = explain(text)
-    assert said in str(e) and not e.is_told and not (e.matches and text is SMALL)
+    assert said in e.to_text(width=999) and not e.is_told and not (e.matches and text is SMALL)
 
 
 @pytest.mark.parametrize("direct", [False, True])

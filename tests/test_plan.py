@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import re
 import struct
 import sys
 
@@ -40,7 +39,7 @@ def way(name="x", sizes=(1, 2), seconds=10.0, **other):
 def test_the_first_phase_that_does_not_fit_is_named_and_what_the_whole_run_lacks():
     found = outcome(way(sizes=(6, 9)), Room(5 * MIB), MACHINE)
     assert (found.fails_in, found.short, found.fits) == ("denoise", 4 * MIB, False)
-    assert (found.verdict, found.summary) == ("does not fit", "runs out in denoise, lacks 4 MiB")
+    assert (found.verdict, found.summary) == ("does not fit", "runs out in denoise, 4 MB short")
     assert outcome(way(sizes=(5, 5)), Room(5 * MIB), None).verdict == "fits"
 
 
@@ -69,7 +68,7 @@ def test_a_way_that_is_tight_says_so():
 
 
 def test_the_host_and_time_run_out_too():
-    assert outcome(way(host=3 * MIB), Room(9 * MIB, 2 * MIB), None).summary == "lacks 1 MiB of the host's"
+    assert outcome(way(host=3 * MIB), Room(9 * MIB, 2 * MIB), None).summary == "host memory is 1 MB short"
     late = outcome(way(seconds=70.0), Room(9 * MIB, None, 60.0), MACHINE)
     assert late.fails_in == "time" and late.summary == "likely takes 10 s too long"  # 35 s at the least
     assert outcome(way(seconds=130.0), Room(9 * MIB, None, 60.0), MACHINE).summary == "takes 70 s too long"
@@ -100,7 +99,7 @@ def test_what_was_played_decides_where_it_was():
         (
             [way("a", (9, 9)), way("b", changes="tiles show")],
             "b",
-            "though tiles show. It takes 10 s (5 to 20). a runs out in",
+            "though tiles show. It takes 10 s (5 to 20). a: runs out in",
         ),
     ],
 )
@@ -124,7 +123,7 @@ def test_what_may_be_as_fast_is_not_called_faster():
     surely = PipelinePlan("t", [by("a", a=60.0), by("b", a=50.0, b=2.0), by("c", a=61.0)], Room(None), TWO_RATES)
     assert surely.is_faster(surely["b"], surely["a"]) and "It is the fastest of the 3 that fit" in surely.reason
     more = PipelinePlan("t", [by("a", a=60.0), by("b", a=50.0, b=8.0), by("c", a=200.0)], Room(None), TWO_RATES)
-    assert "Of the 3 that fit and leave the picture as it is, it and a are about as fast, and the rest" in more.reason
+    assert "Of the 3 that fit and leave the picture as it is, it and a are about as fast; the rest" in more.reason
     assert not PipelinePlan("t", [by("a", a=1.0), by("b", a=9.0)], Room(None)).is_faster(plan["a"], plan["b"])
 
 
@@ -154,7 +153,7 @@ def test_loading_is_said_apart(small_card):
         assert one.way.phases[0].work == {"disk": weights} and "disk" not in one.way.work
         load = one.phase_seconds["load"]
         assert load.high / load.low > 50 and "a judgement" in load.why
-    assert f"Loading reads {weights / MIB:.0f} MiB of weights, " in str(small_card)
+    assert f"Loading reads {weights / GIB:.2f} GB of weights once, " in small_card.to_text(all=True)
     everything = by_sdcpp()["no offload, VAE whole"].way.phases
     offloaded = by_sdcpp()["--offload-to-cpu, VAE whole"].way.phases
     assert [phase.name for phase in offloaded] == ["load", "encode prompt", "denoise", "decode"]
@@ -163,7 +162,9 @@ def test_loading_is_said_apart(small_card):
     for one in mac.outcomes:
         assert [phase.name for phase in one.way.phases] == ["load", "denoise", "decode"]
         assert one.way.phases[0].work == {"disk": one.way.phases[0].weights} and one.seconds is None
-    assert mac.rows()[0]["load_bytes"] == mac.rows()[0]["load_weights_bytes"] and "loading too" in str(mac)
+    assert mac.rows()[0]["load_bytes"] == mac.rows()[0]["load_weights_bytes"] and "loading too" in mac.to_text(
+        all=True, width=999
+    )
 
 
 def test_without_times_the_plainest_way_is_taken():
@@ -174,16 +175,16 @@ def test_without_times_the_plainest_way_is_taken():
 def test_nothing_fits():
     plan = PipelinePlan("t", [way("a", (9, 8)), way("b", (7, 8))], Room(5 * MIB), MACHINE)
     assert plan.recommended is None and plan.reason == (
-        "Nothing fits. b comes nearest: it runs out in denoise, lacks 3 MiB."
+        "Nothing fits. b comes nearest: runs out in denoise, 3 MB short."
     )
     late = PipelinePlan("t", [way("a", (9, 8)), way("b", seconds=99)], Room(5 * MIB, None, 9.0), MACHINE)
-    assert late.reason == "Nothing fits. b comes nearest: it takes 90 s too long."
+    assert late.reason == "Nothing fits. b comes nearest: takes 90 s too long."
 
 
 def test_calibrating_moves_every_other_way():
     plan = PipelinePlan("t", [way("a"), way("b", seconds=20.0)], Room(None), MACHINE, {"a": 30.0})
     assert plan["a"].seconds.likely == pytest.approx(30, rel=0.01)
-    assert plan["b"].seconds.likely == pytest.approx(60, rel=0.01) and "1 measured run" in repr(plan)
+    assert plan["b"].seconds.likely == pytest.approx(60, rel=0.01) and "1 measured run" in plan.to_text(all=True)
     with pytest.raises(ValueError, match="calibrate: want ways out of a, got 'c'"):
         PipelinePlan("t", [way("a")], Room(None), MACHINE, {"c": 1.0})
 
@@ -197,13 +198,13 @@ def test_what_is_written_is_what_was_found(tmp_path):
     assert [row["way"] for row in rows] == ["a, b", "c"] and rows[0]["fails_in"] == "denoise"
     assert int(rows[1]["decode_bytes"]) == 2 * MIB and rows[1]["recommended"] == "True"
     data = json.loads(plan.to_json())
-    assert data["recommended"] == "c" and data["card_bytes"] == 5 * MIB and data["notes"] == ["said"]
+    assert data["recommended"] == "c" and data["card"]["available_bytes"] == 5 * MIB and data["notes"] == ["said"]
     assert data["ways"][1]["seconds_high"] == pytest.approx(20) and "a guess" in data["rates"]["a"]
     assert plan.to_csv(tmp_path / "plan.csv") is None and plan.to_json(tmp_path / "plan.json") is None
     assert (tmp_path / "plan.csv").read_text("utf-8") == plan.to_csv()
     assert json.loads((tmp_path / "plan.json").read_text("utf-8")) == data
-    assert plan.to_markdown().count("\n| ") == 4 and "Take c." in plan.to_markdown()
-    assert "<b" not in plan._repr_html_() and "a, b" in plan._repr_html_()
+    assert plan.to_markdown(all=True).count("\n| ") == 8 and "Take c." in plan.to_markdown()
+    assert "<br" not in plan._repr_html_() and "a, b" in plan._repr_html_()
     with pytest.raises(ValueError, match="way: want one of a, b; c, got 'd'"):
         plan["d"]
 
@@ -212,7 +213,7 @@ def test_notes_are_said_once():
     plan = PipelinePlan(
         "t", [way("a", notes=("one",)), way("b", notes=("one", "two"))], Room(None), None, notes=["one"]
     )
-    assert plan.notes == ("one", "two") and repr(plan).count("one") == 1
+    assert plan.notes == ("one", "two") and plan.to_text(all=True).count("- one") == 1
 
 
 # ---- diffusers ----
@@ -280,13 +281,12 @@ def test_the_small_card_gets_offloading(small_card):
     assert small_card["no offload, VAE whole"].fails_in == "decode"
     assert small_card.recommended.way.name == "sequential offload, VAE whole"
     assert "model offload, VAE whole would take" in small_card.reason and "is tight: " in small_card.reason
-    assert f"It keeps {small_card.recommended.way.host / MIB:.0f} MiB of weights in the host's" in small_card.reason
+    assert f"It keeps {small_card.recommended.way.host / GIB:.2f} GB of weights in the host's" in small_card.reason
     quick = plan_pipeline("sd15", 1024, 1024, gpu="RTX 3060", memory="4 GB", safe=False)
     assert quick.recommended.way.name == "model offload, VAE whole"
     slow, fast = (small_card[f"{offload} offload, VAE whole"].seconds for offload in ("sequential", "model"))
     assert slow.likely > 1.2 * fast.likely and "link" in slow.why
     assert small_card["no offload, VAE tiled"].way.changes
-    assert "gives cached memory back" in repr(small_card)
 
 
 def test_text_encoders_on_the_cpu_take_the_hosts_time(small_card):
@@ -303,15 +303,15 @@ def test_text_encoders_on_the_cpu_take_the_hosts_time(small_card):
 def test_a_card_that_is_not_named_has_no_seconds():
     plan = plan_pipeline("sd15", 512, 512, memory="12 GB")
     assert plan.machine is None and plan.recommended.way.name == "no offload, VAE whole"
-    assert str(plan).startswith("No card is named: NVIDIA GeForce RTX 3060 stands for any with 12 GB.\nTake ")
-    assert "seconds" not in str(plan).splitlines()[3], "the table's header"
+    assert "No card is named: NVIDIA GeForce RTX 3060 stands for any with 12 GB." in plan.to_text(width=999)
+    assert "seconds" not in str(plan), "the table's header"
     measured = plan_pipeline("sd15", 512, 512, memory="12 GB", calibrate={"no offload, VAE whole": 8.0})
     assert measured["no offload, VAE whole"].seconds.likely == pytest.approx(8, rel=0.02)
 
 
-COMMANDS = ("fits sd15 decode 512", "predict sd15 decode 512", "largest sd15 decode", "pipeline sd15 512",
-            "plan sd15 512", "pipeline sd15 512 --runtime sd.cpp", "plan sd15 512 --runtime sd.cpp",
-            "formula sd15 decode", "formula sd15")  # fmt: skip
+COMMANDS = ("fits sd15 decode 512", "largest sd15 decode", "fits sd15 512", "plan sd15 512",
+            "fits sd15 512 --runtime sd.cpp", "plan sd15 512 --runtime sd.cpp", "formula sd15 decode",
+            "formula sd15")  # fmt: skip
 ABSENT = "No card is named, and none is present: NVIDIA GeForce RTX 4090 stands for yours."
 
 
@@ -327,12 +327,12 @@ ABSENT = "No card is named, and none is present: NVIDIA GeForce RTX 4090 stands 
 def test_one_question_is_answered_of_one_card(command, named, card, said, capsys):
     """Whichever command asks; if nobody named the card, the first line says so."""
     main([*command.split(), *named.split()])
-    printed = capsys.readouterr().out
-    assert printed.startswith(said) and ("No card" in printed) == bool(said)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert said in printed and ("No card" in printed) == bool(said)
     main([*command.split(), "--gpu", card])
-    same, shown = capsys.readouterr().out, printed.removeprefix(said).lstrip()
+    same, shown = " ".join(capsys.readouterr().out.split()), printed.replace(f" {said}", "")
     if command.startswith("plan"):  # which tells no seconds of a card that was not named
-        same, shown = (re.sub(r"\d+ to \d+|[\d.]+ s\b", "", text).partition("Asked")[2][:99] for text in (same, shown))
+        same, shown = (text.partition(" for ")[2].partition(" time ")[0][:99] for text in (same, shown))
     assert shown == same
 
 
@@ -351,7 +351,7 @@ def test_this_machines_card_is_meant_if_none_is_named(monkeypatch, tmp_path):
         assert one.assumed_card == "" and "No card" not in str(one) and "RTX 3060" in str(one)
     assert plan_pipeline("sd15", **here).machine is not None, "its speed is known"
     other = plan_pipeline("sd15", **here, memory="8 GB")
-    assert "RTX 3070" in other.assumed_card and json.loads(other.to_json())["assumed_card"] == other.assumed_card
+    assert "RTX 3070" in other.assumed_card and other.to_dict()["card"]["assumed"] == other.assumed_card
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the program that stands in is a shell's")

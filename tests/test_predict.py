@@ -20,6 +20,7 @@ import pytest
 
 from vaemem import CachingAllocator, OutOfMemoryError, _core, predict_largest, predict_pipeline, sweep
 from vaemem.__main__ import main
+from vaemem._render import in_gb, in_mib
 from vaemem.pipelines.plan import weights_bytes
 from vaemem.prediction import profiles, workspace
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, benchmark
@@ -30,6 +31,7 @@ from vaemem.prediction.predict import Prediction, predict, shell_command
 from vaemem.prediction.process import ROUNDED_UP, SimulatedProcess
 from vaemem.prediction.request import VAEArguments
 from vaemem.prediction.usual import held_by
+from vaemem.prediction.verdict import GUESSES, NO_ROOM
 from vaemem.prediction.workspace import Workspace
 from vaemem.published import reproduce
 
@@ -37,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import left_out
 
-MIB = 1 << 20
+MIB, GB = 1 << 20, 1 << 30
 
 
 def repeated(p, capacity):
@@ -462,8 +464,8 @@ def test_switches_in_formulas_and_tables():
 
 
 def test_switches_on_the_command_line(capsys):
-    assert main(["predict", "sdxl", "decode", "256x256", "--dtype", "float32", "--channels-last", "--no-tf32"]) == 0
-    assert ", channels_last, allow_tf32=False)" in capsys.readouterr().out
+    assert main(["fits", "sdxl", "decode", "256x256", "--dtype", "float32", "--channels-last", "--no-tf32"]) == 0
+    assert "channels_last, allow_tf32=False" in " ".join(capsys.readouterr().out.split())
     assert main(["largest", "sdxl", "decode", "--gpu", "RTX 4060", "--cudnn-benchmark"]) == 2
     assert "--cudnn-benchmark: want False, got True" in capsys.readouterr().err
 
@@ -527,7 +529,7 @@ def test_the_usual_protocol_is_warm():
     assert sizes(usual) == sizes(warm) and usual.protocol == warm.protocol == USUAL_PROTOCOL
     assert repr(usual) == repr(warm) and "warm" not in repr(usual)
     for protocol in PROTOCOLS.keys() - {"warm"}:
-        assert f"cuDNN 9.7.1, {protocol}):" in repr(predict(*asked, protocol=protocol))
+        assert f" by diffusers, {protocol} (torch" in repr(predict(*asked, protocol=protocol))
 
 
 @pytest.mark.parametrize(("model", "runtime"), [("flux", "bfl"), ("sd15", "diffusers")])
@@ -585,8 +587,8 @@ def test_a_protocol_goes_wherever_a_prediction_does(tmp_path, capsys):
     assert "cublas [workspace]" in names  # in the baseline where something ran before
     largest = predict_largest("sdxl", "decode", "float16", gpu="RTX 4060", protocol="cold", safe=False)
     assert predict("sdxl", "decode", *largest, "float16", gpu="RTX 4060", protocol="cold").fits
-    assert main(["predict", "sdxl", "decode", "256x256", "--protocol", "kept"]) == 0
-    assert capsys.readouterr().out.startswith(kept.numbers)
+    assert main(["fits", "sdxl", "decode", "256x256", "--protocol", "kept"]) == 0
+    assert capsys.readouterr().out == f"{kept}\n"
     with pytest.raises(SystemExit):
         main(["largest", "sdxl", "decode", "--protocol", "hot"])
     assert "--protocol: want one of cold, warm, repeated, kept, got 'hot'" in capsys.readouterr().err
@@ -624,11 +626,11 @@ def test_more_overlap_takes_more(capsys):
     assert none.allocated < usual.allocated < half.allocated
     assert usual.allocated == predict("sdxl", "decode_tiled", 1024, 1024, **asked).allocated
     assert (none.tile_overlap, usual.tile_overlap, half.tile_overlap) == (0, 0.25, 0.5)
-    assert "in tiles of 512, 0.5 of which overlaps" in str(half) and "overlaps" not in str(usual)
+    assert "in tiles of 512, 0.5 of which overlaps" in half.to_text(width=999) and "overlaps" not in str(usual)
     assert predict("sdxl", "decode", 512, 512, "float16").tile_overlap is None
     command = shell_command(half.request)
     assert "--tile-overlap 0.5" in command and "overlap" not in shell_command(usual.request)
-    assert main(shlex.split(command)[1:]) == 0 and "0.5 of which overlaps" in capsys.readouterr().out
+    assert main(shlex.split(command)[1:]) == 0 and "0.5 of which overlaps" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_prediction_says_what_stands_in_for_what():
@@ -639,7 +641,7 @@ def test_a_prediction_says_what_stands_in_for_what():
     assert older.band[0] < older.reserved < older.band[1] < older.upper
     for what in older.substitutions:
         assert what in repr(older)
-    assert f"({older.band[0] / MIB:.2f} to {older.band[1] / MIB:.2f})" in repr(older)
+    assert "({} to {})".format(*map(in_mib, older.band)) in repr(older)
     custom = _core.models()["sdxl"] | {"name": "custom", "block_out_channels": (96, 192), "norm_num_groups": 8}
     ruled = predict(custom, "decode", 256, 256, torch_version="2.9.1")
     assert "a rule for convolutions that no cuDNN was asked about" in repr(ruled)
@@ -663,10 +665,10 @@ def test_a_card_by_its_capability_and_memory():
 
 
 def test_a_card_on_the_command_line(capsys):
-    asked = ["predict", "sdxl", "decode", "512x512", "--gpu", "sm_89", "--memory", "16 GB", "--torch", "2.6.0"]
+    asked = ["fits", "sdxl", "decode", "512x512", "--all", "--gpu", "sm_89", "--memory", "16 GB", "--torch", "2.6.0"]
     assert main(asked) == 0
-    printed = capsys.readouterr().out
-    assert "sm_89 (as NVIDIA GeForce RTX 40" in printed and "upper" in printed and "cuDNN 9.8.0 for 9.1.0" in printed
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "sm_89 (as NVIDIA GeForce RTX 40" in printed and "cuDNN 9.8.0 for 9.1.0" in printed
 
 
 def test_the_cudnn_of_a_build_answers():
@@ -847,7 +849,7 @@ def test_where_all_fits_nothing_is_refused_and_nothing_changes():
     assert p.available == p.total_memory - 512 * MIB and p._process.most_reserved < p.available
     assert predict("sdxl", "decode", 1024, 1024, "float16", gpu="RTX 4090", used="4 GB").reserved == p.reserved
     took, room = p._process.most_reserved, p.available
-    assert f"fits: it takes {took / MIB:.0f} of the {room / MIB:.0f} MiB that the card gives" in repr(p)
+    assert f"fits: it takes {took / GB:.2f} of the {room / GB:.2f} GB that the card gives" in repr(p)
     assert p.verdict == "fits" and p.spare == room - took and p.tight_because == ""
 
 
@@ -855,12 +857,12 @@ def test_a_run_that_the_card_has_no_room_for():
     p = predict("sdxl", "decode", 2560, 2560, dtype="float32", gpu="RTX 4060")
     name, size = p.out_of_memory_at
     assert not p.fits and (name, size) in [(step[3], step[2]) for step in p._process.last_call[0].steps]
-    assert f"it runs out at {name}, which asks for {size / MIB:.0f} MiB" in repr(p)
+    assert f"it runs out at {name}, which tries to allocate {size / GB:.2f} GB" in repr(p)
     assert p.verdict == "does not fit" and p.spare == p.available - p.least_reserved < 0
     assert p.available < p.least_reserved < p.peak_reserved
     least, sure = p.least_band
-    room = f"and the card gives {p.available / MIB:.0f} MiB: {-p.spare / MIB:.0f} MiB are lacking"
-    needed = f"it needs at least {least // MIB} MiB ({sure // MIB} MiB if cuDNN's next plans want as much)"
+    room = f"and the card gives {p.available / GB:.2f} GB, {-p.spare / GB:.2f} GB short"
+    needed = f"it needs at least {least / GB:.2f} GB ({sure / GB:.2f} GB if cuDNN's next plans need as much)"
     assert f"does not fit: {needed}, {room}" in repr(p)
 
 
@@ -888,7 +890,9 @@ def test_a_nominal_size_is_less_to_cuda():
 def test_what_others_use_may_be_more_than_the_card():
     p = predict("sdxl", "decode", 512, 512, gpu="T4", used="20 GB")
     assert p.available == 0 and p._parts["CUDA context"] == 512 * MIB and p._parts["others"] == p.used
-    assert min(p._parts.values()) >= 0 and "less 512 for a CUDA context, 19073 that others use" in str(p)
+    assert min(p._parts.values()) >= 0 and "less 0.50 GB for the CUDA context, 18.63 GB for others" in p.to_text(
+        width=200
+    )
     with pytest.raises(ValueError, match="used: want bytes, or a unit such as '14 GB', got '14'"):
         predict("sdxl", "decode", 512, 512, gpu="T4", used="14")
     with pytest.raises(TypeError, match="got an unexpected keyword argument 'offload'"):
@@ -906,12 +910,10 @@ def test_a_notebook_shows_a_bar():
         assert sum(widths) == pytest.approx(100, abs=0.1) and shown.count("<div") == shown.count("</div>")
         assert ("border-left:2px solid" in shown) == is_over
         for name in ("weights", "tensors", "workspaces", "cached", "CUDA context", "others"):
-            assert f"> {name} {one._parts[name] / MIB:.0f} MiB" in shown.replace("</span>", ">", 1).replace(
-                "</span> ", "> "
-            )
+            assert f"</span> {name} {in_gb(one._parts[name])}</span>" in shown
     assert sum(p._parts.values()) == p.reported_memory and "spare" in p._repr_html_()
     pipe = predict_pipeline("sdxl", 1024, 1024, gpu="RTX 4060", offload="model")
-    assert "CUDA context 512 MiB" in pipe._repr_html_() and pipe._repr_html_().count("<tr>") == 4
+    assert "CUDA context 0.50 GB" in pipe._repr_html_() and pipe._repr_html_().count("<tr>") == 8
 
 
 @pytest.mark.parametrize("protocol", ["warm", "kept"])
@@ -924,25 +926,23 @@ def test_the_parts_add_up_to_the_total_that_is_named(memory, verdict, protocol):
         "sdxl", "decode", 1024, 1024, "float16", gpu="RTX 3060", memory=memory, protocol=protocol, torch_version="2.9.1"
     )
     assert p.verdict == verdict
-    named, listed = re.search(r"it takes (\d+) MiB: ([^.]*)\.", str(p)).groups()
-    assert abs(int(named) - sum(map(int, re.findall(r"\d+", listed)))) <= 2  # each is rounded
-    assert named == f"{p.judged.most / MIB:.0f}"
+    told = dict(p._sheet(in_mib).blocks[1].pairs)["peak"]
+    named, *listed = (float(size) for size in re.findall(r"([\d.]+) MiB", told))
+    assert named == pytest.approx(sum(listed), abs=0.05) and named == round(p.judged.most / MIB, 2)
     held = [p._parts[name] for name in ("weights", "tensors", "workspaces", "cached")]
     took = p.judged.most if verdict == "does not fit" else p.judged.took
     assert sum(held) == took and min(held) >= 0
     if verdict == "tight":
-        assert f"takes {took / MIB:.0f} of" in p.summary and took < p.judged.most
-        assert sum(json.loads(p.to_json())["parts"].values()) == p.reported_memory
+        assert f"takes {took / GB:.2f} of" in p.summary and took < p.judged.most
+        assert sum(p.to_dict()["parts_bytes"].values()) == p.reported_memory
 
 
 def test_a_tight_pipelines_bar_shows_what_it_takes_on_this_card():
     p = predict_pipeline("sd15", 1024, 1024, gpu="RTX 3060", memory="4 GB", offload="model", torch_version="2.9.1")
-    assert (
-        p.verdict == "tight" and p.on_card < p.peak and f"where there is room, the peak is in {p.bottleneck}" in str(p)
-    )
-    shown = p._repr_html_().split("CUDA context")[0]
-    sizes = map(int, re.findall(r'title="[^"]* (\d+) MiB"', shown))
-    assert abs(sum(sizes) - p.on_card / MIB) <= 3
+    assert p.verdict == "tight" and p.on_card < p.peak and p.bottleneck == "decode"
+    shown = p._sheet(in_mib).html().split("CUDA context")[0]
+    sizes = map(float, re.findall(r'title="[^"]* ([\d.]+) MiB"', shown))
+    assert sum(sizes) == pytest.approx(p.on_card / MIB, abs=0.05)
 
 
 def test_windows_keeps_some_of_the_card():
@@ -954,9 +954,9 @@ def test_windows_keeps_some_of_the_card():
     close = predict(
         "sdxl", "decode", 1024, 1024, os="windows", used=there.available - there.judged.upper - 600 * MIB, **asked
     )
-    assert close.verdict == "tight" and close.tight_because == "Windows may keep 725 MiB more of the card"
+    assert close.verdict == "tight" and close.judged.kept_more == 725 * MIB and "Windows" in close.summary
     full = predict("sdxl", "decode", 4096, 4096, os="windows", **asked)
-    assert "On Windows the driver" in full.summary and "Sysmem Fallback" in full.summary
+    assert "Sysmem Fallback" in full.summary
     assert "--os windows" in full.would_fit[0].command
     pipe = predict_pipeline("sdxl", 1024, 1024, gpu="RTX 3060", os="windows")
     assert pipe.available == predict_pipeline("sdxl", 1024, 1024, gpu="RTX 3060").available - 125 * MIB
@@ -971,10 +971,10 @@ def test_what_a_card_short_of_room_reserves():
     job = Job(vae.arch, "decode", 1024, 1024, "float32", "float32")
     measured = benchmark(process, vae, job, PROTOCOLS[USUAL_PROTOCOL])[-1]
     assert p.on_card == measured.peak_reserved and p.least_reserved <= p.on_card <= p.available < p.peak_reserved
-    assert p.verdict == "tight" and "goes through because PyTorch gives cached memory back" in repr(p)
-    assert f"it takes {p.judged.took / MIB:.0f} of the" in repr(p) and p.on_card <= p.judged.took <= p.available
+    assert p.verdict == "tight" and p.judged.why == NO_ROOM
+    assert f"it takes {p.judged.took / GB:.2f} of the" in repr(p) and p.on_card <= p.judged.took <= p.available
     roomy, full = (predict("sdxl", "decode", 1024, 1024, used=used, **asked) for used in (0, "5 GB"))
-    assert roomy.on_card == roomy.peak_reserved == p.peak_reserved and "cached memory" not in repr(roomy)
+    assert roomy.on_card == roomy.peak_reserved == p.peak_reserved and roomy.judged.why != NO_ROOM
     assert full.on_card is None and "cached memory" not in repr(full)
 
 
@@ -988,8 +988,10 @@ def test_a_fit_that_rests_on_plans_that_are_not_known_says_so(capsys):
         other = predict("sdxl", "decode", 1024, 1024, dtype="float32", gpu="RTX 4060", used=p.available - room)
         assert other.verdict == ("does not fit" if guesses is None else "tight")
         assert other.fits == (guesses is not None)
-        assert other.least_band == p.least_band and f"at least {least // MIB} MiB ({sure // MIB} MiB if" in repr(other)
-        assert ("only if cuDNN's next plans take no workspace" in repr(other)) == bool(guesses)
+        assert other.least_band == p.least_band and f"at least {least / GB:.2f} GB ({sure / GB:.2f} GB if" in repr(
+            other
+        )
+        assert other.fits is False or (other.judged.why == GUESSES) == guesses
         if other.fits:
             assert any("next plan" in what for what in other.substitutions) == guesses
     later = {"gpu": "RTX 4060", "torch_version": "2.9.1"}  # cuDNN 9.10.2, of whose plans one wants nothing
@@ -1003,7 +1005,7 @@ def test_a_fit_that_rests_on_plans_that_are_not_known_says_so(capsys):
     assert tight.least_band == (asked.least_reserved,) * 2
     told = ["fits", "sdxl", "decode", "1024x1024", "--dtype", "float32", "--gpu", "RTX 4060"]
     assert main([*told, "--used", str(p.available - least)]) == 0
-    assert capsys.readouterr().out.startswith(f"Tight: it takes {least // MIB} of the {least // MIB} MiB")
+    assert capsys.readouterr().out.startswith(f"Tight: it takes {least / GB:.2f} of the {least / GB:.2f} GB")
 
 
 @pytest.mark.parametrize("op", ["decode", "encode"])
@@ -1088,7 +1090,7 @@ def test_predictions_are_pickled_and_copied():
         assert repr(one) == repr(p) and one.band == p.band and one.least_reserved == p.least_reserved
     p = predict_pipeline("sd15", 512, 512, gpu="T4")
     for one in (pickle.loads(pickle.dumps(p)), copy.deepcopy(p), copy.copy(p)):
-        assert one is not p and one.rows() == p.rows() and one._data() == p._data()
+        assert one is not p and one.rows() == p.rows() and one.to_dict() == p.to_dict()
 
 
 def test_what_fits_is_at_least_the_least():
@@ -1151,9 +1153,9 @@ def test_the_largest_on_the_command_line(capsys):
     assert [predict("sdxl", "decode", *size, **asked).verdict for size in (safe, tight)] == ["fits", "tight"]
     assert main(command) == 0
     said = capsys.readouterr().out
-    assert said.startswith(f"{safe[0]}x{safe[1]} fits: it takes") and f"\n{tight[0]}x{tight[1]} tight: it" in said
+    assert said.startswith(f"{safe[0]}x{safe[1]} fits: it takes") and f"\n- {tight[0]}x{tight[1]} tight: it" in said
     assert main([*command, "--tight", "--format", "json"]) == 0
-    assert [one["height"] for one in json.loads(capsys.readouterr().out)] == [tight[0]]
+    assert [one["asked"]["height"] for one in json.loads(capsys.readouterr().out)] == [tight[0]]
 
 
 @pytest.mark.parametrize(
@@ -1213,7 +1215,7 @@ def test_an_overlap_of_numpys_is_a_float():
 
     said = predict("sdxl", "decode_tiled", 1024, 1024, gpu="RTX 4090", tile_overlap=np.float32(0.5))
     assert type(said.tile_overlap) is float and said.tile_overlap == 0.5
-    assert '"tile_overlap": 0.5' in said.to_json()
+    assert said.to_dict()["asked"]["tile_overlap"] == 0.5
 
 
 # ---- what an answer has to say ----
@@ -1234,7 +1236,7 @@ def test_a1111s_other_models_stay_on_the_card():
     assert offloaded.command.endswith("--runtime a1111-medvram --torch 2.9.1")
     for program in ("comfyui", "forge", "invokeai"):  # they send other models away first
         other = predict("sdxl", "decode", 1024, 1024, runtime=program, **how)
-        assert other.available == alone.available and "first sends to the host" in str(other)
+        assert other.available == alone.available and "sends other models to the host" in str(other)
 
 
 def test_an_answer_about_a_videos_vae_is_for_one_frame():
@@ -1245,7 +1247,7 @@ def test_an_answer_about_a_videos_vae_is_for_one_frame():
 
 
 def test_sdxls_own_vae_in_float16_makes_black_pictures():
-    black = "Pictures: black, for SDXL's own VAE overflows in float16; madebyollin/sdxl-vae-fp16-fix does not."
+    black = "black: SDXL's own VAE overflows"
     fixed = "madebyollin/sdxl-vae-fp16-fix"
     assert black in str(predict("sdxl", "decode", 512, 512, "float16"))
     for model, dtype in ((fixed, "float16"), (fixed, None), ("sdxl", None), ("sdxl", "bfloat16"), ("sd15", "float16")):

@@ -216,12 +216,11 @@ def test_bad_arguments_are_named(arguments, error, message):
     assert not len(getattr(caught.value, "table", ()))
 
 
-@pytest.mark.parametrize(("form", "read"), [("csv", Table.from_csv), ("json", Table.from_json)])
-def test_predict_command(capsys, form, read):
-    assert main(["predict", "sdxl", "decode", "512", "512x768", "--gpu", "RTX 3060", "--format", form]) == 0
+def test_fits_as_a_table(capsys):
+    assert main(["fits", "sdxl", "decode", "512", "512x768", "--gpu", "RTX 3060", "--format", "csv"]) == 0
     want = sweep("sdxl", "decode", [512, (512, 768)], source="predicted", gpu="RTX 3060")
     assert {row["dtype"] for row in want} == {"float32"}
-    assert read(io.StringIO(capsys.readouterr().out)) == want
+    assert Table.from_csv(io.StringIO(capsys.readouterr().out)) == want
 
 
 # ---- whole pipelines ----

@@ -215,7 +215,7 @@ def test_a_prediction_has_seconds():
     assert limited.seconds == whole.seconds, "as where there is room"
     assert predict("sdxl", "decode", 512, 512, gpu="GTX 1080").seconds is None, "of which no speed is known"
     assert json.loads(whole.to_json())["seconds"]["likely"] == whole.seconds.likely
-    assert f"It takes {whole.seconds}." in str(whole)
+    assert f"  time      {whole.seconds}\n" in str(whole)
     for row in sweep("sdxl", ["encode", "decode_tiled"], [512, 1536], "float16", source="predicted"):
         assert row["seconds_low"] < row["seconds"] < row["seconds_high"] < 1.4 * row["seconds"]
     pickled = pickle.loads(pickle.dumps(whole))
@@ -237,9 +237,9 @@ def test_a_measured_row_scales_the_seconds(tmp_path, capsys):
         "sdxl", "decode", 512, 512, "float16", gpu="GTX 1080", calibrate=row
     ).seconds.likely == pytest.approx(0.25, rel=0.05)
     Table([row | {"device": "RTX 3060"}, row | {"device": "RTX 4090", "seconds": 0.03}]).to_csv(tmp_path / "mine.csv")
-    words = ["predict", "sdxl", "decode", "512", "--dtype", "float16", "--gpu", "RTX 3060"]
+    words = ["fits", "sdxl", "decode", "512", "--dtype", "float16", "--gpu", "RTX 3060"]
     assert main([*words, "--measured", str(tmp_path / "mine.csv")]) == 0
-    assert "It takes 0.25 s (" in capsys.readouterr().out
+    assert "  time      0.25 s (" in capsys.readouterr().out
     with pytest.raises(ValueError, match="measured on Tesla T4, which can do 65 TFLOP/s in float16, got faster ones"):
         print(predict("sdxl", "decode", 512, 512, "float16", gpu="T4", calibrate=row | {"seconds": 1e-4}).seconds)
 

@@ -176,8 +176,8 @@ def test_tiny_autoencoders_live_as_recorded(name, case, tile, tile_overlap, op):
 def test_tiny_autoencoders_by_name():
     p = predict("madebyollin/taesdxl", "decode_tiled", 1024, 1024, "float16")
     assert (p.model, p.tile, p.tile_overlap) == ("taesd", 512, 0.125)
-    assert "Followed: AutoencoderTiny of diffusers 0.42." in str(p)
-    assert "with TAEF2's branch, which it has not." in predict("taef2", "encode", 64, 64).numbers
+    assert "AutoencoderTiny of diffusers 0.42" in p.to_text(all=True, width=999)
+    assert "with TAEF2's branch, which it has not" in predict("taef2", "encode", 64, 64).to_text(all=True, width=999)
     with pytest.raises(ValueError, match=r"tile: want 4 latent channels, .* got the 16 of taef1, for which it raises"):
         predict("taesd3", "encode_tiled", 1024, 1024)
     with pytest.raises(ValueError, match=r"tile_overlap: want a multiple of 8 pixels of a tile, .* got 100 of 512"):
@@ -286,12 +286,12 @@ def test_names_say_whose_class_runs():
     qwen, wan = (predict(name, "decode", 256, 256) for name in ("Qwen/Qwen-Image", "Wan-AI/Wan2.1-T2V-14B"))
     assert (qwen.model, qwen.dtype) == ("qwen-image", "bfloat16")
     assert (wan.model, wan.dtype) == ("wan2.1", "float32")
-    assert "Followed: one frame by AutoencoderKLQwenImage of diffusers 0.42." in str(qwen)
-    assert "AutoencoderKLWan of diffusers 0.42" in wan.numbers
+    assert "one frame by AutoencoderKLQwenImage of diffusers 0.42" in qwen.to_text(all=True, width=999)
+    assert "AutoencoderKLWan of diffusers 0.42" in wan.to_text(all=True, width=999)
     assert wan.weights_bytes == 2 * qwen.weights_bytes
     later = {name: predict(name, "decode", 256, 256) for name in LATER}
     assert [p.dtype for p in later.values()] == ["float32", "bfloat16", "bfloat16"]
-    assert all(f"{LATER[name]} of diffusers 0.42." in p.numbers for name, p in later.items())
+    assert all(f"{LATER[name]} of diffusers 0.42" in p.to_text(all=True, width=999) for name, p in later.items())
 
 
 def test_comfyui_calls_cudnn_itself_where_pytorch_does_not():
@@ -303,7 +303,7 @@ def test_comfyui_calls_cudnn_itself_where_pytorch_does_not():
         comfyui[version] = predict(*run, torch_version=version, runtime="comfyui")
     assert by["2.9.1+cu128"] > 1.9 * by["2.8.0+cu128"]
     assert len({p.allocated for p in comfyui.values()}) == 1
-    assert "Followed: one frame by ComfyUI's WanVAE of 2026." in comfyui["2.8.0+cu128"].numbers
+    assert "one frame by ComfyUI's WanVAE of 2026" in comfyui["2.8.0+cu128"].to_text(all=True, width=999)
     assert predict("qwen-image", "decode", 64, 64, runtime="comfyui", gpu="T4").dtype == "float16"
 
 

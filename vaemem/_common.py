@@ -9,7 +9,6 @@ import errno
 import html
 import importlib
 import io
-import json
 import math
 import operator
 import os
@@ -402,33 +401,6 @@ def write(path: str | os.PathLike[str] | None, content: Content) -> Content | No
     with replacing(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
     return None
-
-
-class Printed:
-    """What can be printed, and written as JSON: a subclass says its data and its text."""
-
-    def _data(self) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def _text(self, markdown: bool = False) -> str:
-        raise NotImplementedError
-
-    def to_json(self, path: str | os.PathLike[str] | None = None) -> str | None:
-        """What was asked, the rows and what follows from them as JSON, to a file or as text.
-
-        Examples
-        --------
-        >>> import json
-        >>> plan = plan_pipeline("sd15", 1536, 1536, memory="16 GB", runtime="mlx")
-        >>> json.loads(plan.to_json())["recommended"]
-        'whole VAE, denoiser kept, bfloat16'
-        """
-        return write(path, json.dumps(self._data(), indent=1, ensure_ascii=False) + "\n")
-
-    def __str__(self) -> str:
-        return self._text()
-
-    __repr__ = __str__
 
 
 def saved(save: Callable[..., object], *more: Any, **options: Any) -> bytes:

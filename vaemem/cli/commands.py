@@ -38,6 +38,7 @@ from vaemem._common import (
     saved,
     write,
 )
+from vaemem._render import Bullets, Facts, Sheet, in_gb, in_mib
 from vaemem.cli.completion import offer
 from vaemem.cli.flags import FLAGS, WORDS, FlagSettings, Later, count
 from vaemem.cli.progress import show_progress
@@ -51,6 +52,10 @@ _ON_A_CARD = (
     " channels_last allow_tf32 allocator cudnn_benchmark"
 )
 _WEIGHTS, _RUN = "weights output of_model config", "memory_limit progress device dtype precision"
+_OF_VAE = (
+    "weights_dtype tile tile_overlap slicing protocol channels_last allow_tf32 allocator cudnn_benchmark calibrate_rows"
+)
+_OF_PIPELINE = "offload vae vae_memory_limit prompt_tokens guidance image steps components"
 _PIPELINE = "pipeline size batch used prompt_tokens guidance image steps dtype components"
 _SECONDS = "calibrate flash cache_limit time_limit link cpu cores"
 _SOFTWARE = "memory os cudnn_version torch_version"
@@ -64,6 +69,8 @@ _KINDS: dict[str, FlagSettings] = {
     "int | str": {"metavar": "SIZE"},
     "Limit": {"metavar": "SIZE"},
 }
+
+RENAMED = {"predict": "fits", "pipeline": "fits"}  # commands, in this release
 
 Action = Callable[[argparse.Namespace, dict[str, Any]], int | None]
 COMMANDS: dict[str, tuple[Action, str, str]] = {}  # what runs it, whose arguments it takes, its flags
@@ -85,14 +92,13 @@ def _table(path: str, **missing: Any) -> Table:
     return vaemem.Table.from_csv(sys.stdin if path == "-" else path, **missing)
 
 
-def _print(result: Any, form: str) -> None:
-    print(_formatted(result, form))
-
-
-def _formatted(result: Any, form: str) -> str:
-    """An answer in one of the formats, of which each has a method: ``to_csv``, or ``latex`` of what is a formula."""
-    say = getattr(result, f"to_{form}", None) or getattr(result, form, result.__str__)
-    return str(say()).rstrip("\n")
+def _print(result: Any, args: argparse.Namespace) -> None:
+    """Print an answer in one of the formats, each a method: ``to_csv``, or ``latex`` of a formula."""
+    write = getattr(result, f"to_{args.format}", None) or getattr(result, args.format, result.__str__)
+    shown = {name: getattr(args, name) for name in ("all", "exact") if hasattr(args, name)}
+    if shown and args.format == "text":
+        shown["colour"] = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    print(str(write(**shown if args.format in ("text", "markdown") else {})).rstrip("\n"))
 
 
 @command("vaemem._demo:make_demo", "demo_weights out")
@@ -200,12 +206,16 @@ def run_info(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     print(vaemem.sweep(vae, [op for op in OPS if found.parts in ("all", f"{op}r")], args.sizes, measure=False))
 
 
-def _print_all(answers: Sequence[Any], form: str) -> None:
-    """Answers as text, a blank line between them; or as a list in JSON."""
-    if form == "json":
-        print(json.dumps([json.loads(answer.to_json()) for answer in answers], indent=1, ensure_ascii=False))
+def _print_all(answers: Sequence[Any], args: argparse.Namespace) -> None:
+    """Print answers: one after the other, as a list in JSON, or as the rows of a table in CSV."""
+    if args.format == "json":
+        print(json.dumps([answer.to_dict() for answer in answers], indent=1, ensure_ascii=False))
+    elif args.format == "csv":
+        print(str(vaemem.Table(row for answer in answers for row in answer.rows()).to_csv()).rstrip("\n"))
     else:
-        print("\n\n".join(map(str, answers)))
+        for i, answer in enumerate(answers):
+            print("\n" * bool(i), end="")
+            _print(answer, args)
 
 
 def _status(*answers: Any, safe: bool = False) -> int:
@@ -216,11 +226,22 @@ def _status(*answers: Any, safe: bool = False) -> int:
     return 1 if DOES_NOT_FIT in verdicts else 3 if safe and TIGHT in verdicts else 0
 
 
-@command("vaemem:predict", f"model tiled_op sizes batch {_ON_A_CARD} calibrate_rows safe answer_format")
+@command(
+    "vaemem:predict vaemem:predict_pipeline",
+    "model run batch gpu memory used os whose_runtime dtype cudnn_version torch_version safe all exact answer_format"
+    f" | a VAE's run: {_OF_VAE} | a whole pipeline: {_OF_PIPELINE}",
+)
 def run_fits(args: argparse.Namespace, asked: dict[str, Any]) -> int:
-    """Whether PyTorch has room for images on a card, and what would fit; ends with 1 where it has none."""
-    found = [vaemem.predict(height=h, width=w, **asked) for h, w in args.sizes]
-    _print_all(found, args.format)
+    """Tell whether a VAE's run or a whole pipeline fits a card, and what would fit; 1 if it does not."""
+    op, sizes = args.run_words
+    function = vaemem.predict if op else vaemem.predict_pipeline
+    kind, other = ("a VAE's run", "a whole pipeline") if op else ("a whole pipeline", "a VAE's run")
+    named = {"op": op, "model": args.model} if op else {"pipeline": args.model}
+    asked = {name: value for name, value in asked.items() if name not in ("model", "op", "pipeline")}
+    for name in asked.keys() - inspect.signature(function).parameters.keys():
+        raise ValueError(Message(Named(name), f" is for {other}, and {args.model} {op or 'without an op'} is {kind}"))
+    found: list[Any] = [function(height=h, width=w, **named, **asked) for h, w in sizes]
+    _print_all(found, args)
     return _status(*found, safe="safe" in asked)
 
 
@@ -228,7 +249,7 @@ def run_fits(args: argparse.Namespace, asked: dict[str, Any]) -> int:
 def run_estimate(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """The engine's memory before a run, without running it."""
     estimates = vaemem.sweep(args.model, args.op, dtypes=args.dtype, measure=False, **asked)
-    _print(estimates, args.format)
+    _print(estimates, args)
     if args.format == "text":
         print("\nallocated, which leaves out the weights, in T = 128 * height * width * bytes of a number:")
         for row in estimates:
@@ -241,7 +262,7 @@ def run_estimate(args: argparse.Namespace, asked: dict[str, Any]) -> None:
 def run_tradeoff(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """What less memory costs: the engine's plans, from the fastest to the smallest."""
     plans = [row for h, w in args.sizes for row in vaemem.tradeoff(height=h, width=w, **asked)]
-    _print(vaemem.Table(plans), args.format)
+    _print(vaemem.Table(plans), args)
 
 
 @command(
@@ -263,7 +284,7 @@ def run_sweep(args: argparse.Namespace, asked: dict[str, Any]) -> None:
             if args.csv:
                 table.to_csv(args.csv)
         finally:
-            _print(table, args.format)
+            _print(table, args)
     if ended:
         raise ended
 
@@ -276,7 +297,7 @@ def run_fit(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     if not len(chosen := table.filter(**equals)):
         raise ValueError(f"{args.table}: no row has {', '.join(f'{n}={v}' for n, v in equals.items()) or 'anything'}")
     formulas = vaemem.fit(**asked | {"table": chosen})
-    _print(formulas, args.format)
+    _print(formulas, args)
 
 
 @command("vaemem:compare", "table byte_target rows predict only_sizes markdown_format")
@@ -298,20 +319,7 @@ def run_report(args: argparse.Namespace, asked: dict[str, Any]) -> None:
         print(file)
 
 
-@command("vaemem:predict", f"model tiled_op sizes batch {_ON_A_CARD} calibrate_rows tensors format")
-def run_predict(args: argparse.Namespace, asked: dict[str, Any]) -> None:
-    """PyTorch's peak allocated and reserved VRAM, and its seconds, with no GPU and no PyTorch."""
-    if args.format != "text":
-        of = {"models": asked.pop("model"), "ops": asked.pop("op"), "dtypes": asked.pop("dtype", None)}
-        return _print(vaemem.sweep(sizes=args.sizes, source="predicted", **of, **asked), args.format)
-    for height, width in args.sizes:
-        prediction = vaemem.predict(height=height, width=width, **asked)
-        print(prediction.numbers)
-        for tensor in prediction.peak_tensors[: args.tensors]:
-            print(f"  {tensor.bytes / MIB:10.2f} MiB  {tensor.name}")
-
-
-@command("vaemem:predict", f"model tiled_op batch aspect engine {_ON_A_CARD} tight highest answer_format")
+@command("vaemem:predict", f"model tiled_op batch aspect engine {_ON_A_CARD} tight highest exact plain_format")
 def run_largest(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """The largest image that PyTorch surely has room for on a card, and the largest that goes through."""
     if args.engine:
@@ -336,34 +344,24 @@ def run_largest(args: argparse.Namespace, asked: dict[str, Any]) -> None:
         sizes = [vaemem.predict_largest(aspect=args.aspect, safe=safe, **asked) for safe in kinds]
     found = [vaemem.predict(height=height, width=width, **asked) for height, width in dict.fromkeys(sizes)]
     if args.format == "json":
-        _print_all(found, args.format)
+        _print_all(found, args)
     else:
-        if found[0].assumed_card:
-            print(found[0].assumed_card)
-        for p in found:
-            print(f"{p.height}x{p.width} {p.summary}.")
-        print(f"Asked: {found[0].asked}.", *[f"Assumed: {found[0].assumed}."] * bool(found[0].assumed), sep="\n")
+        size = in_mib if args.exact else in_gb
+        lines = [f"{p.height}x{p.width} {p.summarize(size)}." for p in found]
+        lines[0] = " ".join(filter(None, [lines[0], found[0].assumed_card]))
+        print(Sheet(lines[0], [Bullets(lines[1:]), Facts(found[0].facts(size))]).text())
     for text in dict.fromkeys(str(warning.message) for warning in said):
         print(f"vaemem largest: {text}", file=sys.stderr)
 
 
 @command(
-    "vaemem:predict_pipeline", f"{_PIPELINE} predicted_runtime gpu offload vae vae_memory_limit {_SOFTWARE} safe format"
+    "vaemem:plan_pipeline", f"{_PIPELINE} planned_runtime gpu host_memory {_SECONDS} {_SOFTWARE} tight all exact format"
 )
-def run_pipeline(args: argparse.Namespace, asked: dict[str, Any]) -> int:
-    """What a whole pipeline takes of a card, phase by phase; 1 if it does not fit."""
-    height, width = args.size
-    prediction = vaemem.predict_pipeline(height=height, width=width, **asked)
-    _print(prediction, args.format)
-    return _status(prediction, safe="safe" in asked)
-
-
-@command("vaemem:plan_pipeline", f"{_PIPELINE} planned_runtime gpu host_memory {_SECONDS} {_SOFTWARE} tight format")
 def run_plan(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     """Every way of running a pipeline: which fit, how long they take, which to take."""
     height, width = args.size
     plan = vaemem.plan_pipeline(height=height, width=width, **asked)
-    _print(plan, args.format)
+    _print(plan, args)
     return 0 if plan.recommended else 1
 
 
@@ -383,12 +381,12 @@ def run_formula(args: argparse.Namespace, asked: dict[str, Any]) -> None:
         raise ValueError(Message(got, f": want it of a whole pipeline, got it with the VAE's {args.op}"))
     else:
         found = vaemem.formula(args.model, args.op, height=side, width=side, **asked)
-    _print(found, args.format)
+    _print(found, args)
 
 
 @command(
     "vaemem:predict_pipeline",
-    "source random size batch steps measured_offload measured_vae dtype prompt call_guidance measured_csv format",
+    "source random size batch steps measured_offload measured_vae dtype prompt call_guidance measured_csv exact format",
 )
 def run_measure(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     """A pipeline of diffusers on this machine's GPU, phase by phase, beside its prediction; 1 if it runs out there."""
@@ -417,7 +415,7 @@ def run_measure(args: argparse.Namespace, asked: dict[str, Any]) -> int:
         return pytorch.load_pipeline(args.source, random=args.random, **loaded)
 
     measured = pytorch.measure_pipeline(load, height, width, prompt=args.prompt, **called)
-    _print(measured, args.format)
+    _print(measured, args)
     if args.csv:
         measured.to_csv(args.csv)
     return 1 if measured.out_of_memory_at else 0
@@ -436,7 +434,7 @@ def _piped() -> str:
     return kept
 
 
-@command("vaemem:explain", "message of_run of_op gpu runtime answer_format")
+@command("vaemem:explain", "message of_run of_op gpu runtime all exact plain_format")
 def run_explain(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """Which run and which tensor an out-of-memory message is about, and what would have fitted."""
     text = "-" if args.message is None else args.message
@@ -448,7 +446,7 @@ def run_explain(args: argparse.Namespace, asked: dict[str, Any]) -> None:
         data = Path(text).read_bytes()
         coding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8"
         text = data.decode(coding, "replace")[-MOST_OF_A_MESSAGE:]
-    _print(vaemem.explain(text, **asked), args.format)
+    _print(vaemem.explain(text, **asked), args)
 
 
 @command("vaemem:bound", "application models dtypes sides gpus memory cudnn_version torch_version python_format")
@@ -456,7 +454,7 @@ def run_bound(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """Formulas that ComfyUI and InvokeAI can paste: above every prediction of a domain."""
     with show_progress("vaemem bound") as tell:
         found = vaemem.bound(**asked, progress=tell)
-    _print(found, args.format)
+    _print(found, args)
 
 
 @command("vaemem.published.reproduce:print_all", "no_table rows_csv seconds plan equation guide")
@@ -518,6 +516,8 @@ class _Parser(argparse.ArgumentParser):
         return {letters(choice): choice for choice in action.choices}.get(letters(value), value)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.nargs == argparse.PARSER and value in RENAMED:
+            self.error(f"{value} is now {RENAMED[value]}, with the same words")
         if action.choices is not None:
             try:
                 choose("/".join(action.option_strings) or action.dest, value, action.choices)
@@ -541,12 +541,18 @@ def parser(at_once: Container[str] = ()) -> _Parser:
     return made
 
 
-def _add_all(sub: _Parser, run: Action, name: str, flags: str) -> None:
-    function = pkgutil.resolve_name(name)
-    known, texts = inspect.signature(function).parameters, described(function)
+def _add_all(sub: _Parser, run: Action, names: str, flags: str) -> None:
+    """Adds a command's flags: those of one function or more, and after a | those of a group with a title."""
+    known, texts = dict[str, inspect.Parameter](), dict[str, str]()
+    for function in map(pkgutil.resolve_name, names.split()[::-1]):
+        known |= inspect.signature(function).parameters
+        texts |= described(function)
     sub.set_defaults(run=functools.partial(_run, run, known), parser=sub)
-    for flag in flags.split():
-        _add(sub, flag, known, texts)
+    first, *groups = flags.split(" | ")
+    for title, words in [("", first), *(group.split(": ") for group in groups)]:
+        where = sub.add_argument_group(f"for {title}") if title else sub
+        for flag in words.split():
+            _add(sub, where, flag, known, texts)
 
 
 def _run(run: Action, known: Mapping[str, inspect.Parameter], args: argparse.Namespace) -> int | None:
@@ -559,7 +565,7 @@ def _run(run: Action, known: Mapping[str, inspect.Parameter], args: argparse.Nam
     return run(args, given)
 
 
-def _add(sub: _Parser, flag: str, known: Mapping[str, inspect.Parameter], texts: Mapping[str, str]) -> None:
+def _add(sub: _Parser, where: Any, flag: str, known: Mapping[str, inspect.Parameter], texts: Mapping[str, str]) -> None:
     """Adds a flag to a command, with the description, the kind and the default of the argument that it is."""
     settings = {key: value() if isinstance(value, Later) else value for key, value in FLAGS.get(flag, {}).items()}
     name = settings.pop("dest", flag)
@@ -578,4 +584,4 @@ def _add(sub: _Parser, flag: str, known: Mapping[str, inspect.Parameter], texts:
         settings["dest"] = name
     text = text.replace("%", "%%")
     said = next((one.option_strings[-1] for one in sub._actions if one.option_strings and one.help == text), None)
-    offer(sub.add_argument(*names, help=f"See {said}." if said else text, **settings), sub.prog.rpartition(" ")[2])
+    offer(where.add_argument(*names, help=f"See {said}." if said else text, **settings), sub.prog.rpartition(" ")[2])

@@ -33,6 +33,7 @@ OFFERED: dict[str, tuple[Later | str, ...]] = {
     "gpu": (Later("cli.completion:card_names"),),
     "offload": (Later("pipelines.pipeline_request:OFFLOADS"),),
     "vae": (Later("pipelines.pipeline_request:VAE_WAYS"),),
+    "runtime": (Later("prediction.runtimes:PROGRAM_NAMES"), Later("pipelines.predict_pipeline:PREDICTED_RUNTIMES")),
     "weights_dtype": DTYPES,
     "torch_version": (Later(_VERSIONS),),
     "allocator": ("native", "cudaMallocAsync", "expandable_segments:True"),
@@ -47,7 +48,7 @@ def offer(action: argparse.Action, command: str) -> None:
     offered = OFFERED.get(action.dest)
     if not offered or action.choices:
         return
-    if (command, action.dest) == ("formula", "model"):
+    if action.dest == "model" and command in ("formula", "fits"):
         offered = (Later(_PIPELINES), *offered)
 
     def complete(**_: object) -> list[str]:

@@ -7,7 +7,7 @@ import pkgutil
 from dataclasses import dataclass
 from typing import Any
 
-from vaemem._common import DTYPES, OPS, PRECISIONS, SPELT_DTYPES, TILED_OPS, letters
+from vaemem._common import DTYPES, OPS, PRECISIONS, SPELT_DTYPES, TILED_OPS, letters, meant
 
 
 def _size(text: str) -> tuple[int, int]:
@@ -20,6 +20,20 @@ def _size(text: str) -> tuple[int, int]:
     if len(sides) not in (1, 2) or min(sides) < 1 or max(sides) >= 1 << 63:
         raise argparse.ArgumentTypeError(f"want HEIGHTxWIDTH in pixels, such as 512x768, got {text[:80]!r}")
     return sides[0], sides[-1]
+
+
+class _Run(argparse.Action):
+    """A VAE's operation, or None for a whole pipeline, and sizes."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        words = list(values)
+        try:
+            op = None if words[0][:1].isdigit() else meant("op", words.pop(0), TILED_OPS)
+            namespace.run_words = op, [_size(word) for word in words]
+        except (ValueError, argparse.ArgumentTypeError) as error:
+            raise argparse.ArgumentError(self, str(error)) from None
+        if not words:
+            raise argparse.ArgumentError(self, "expected a size in pixels, such as 1024 or 512x768, got none")
 
 
 def count(text: str) -> int:
@@ -91,7 +105,7 @@ def _flag(help: str | Later = "", **settings: Any) -> FlagSettings:
 
 # Those that are no options.
 WORDS = "formula_of formula_op model op tiled_op sizes size table no_table latents images file pipeline".split()
-WORDS += ["application", "message", "source"]
+WORDS += ["application", "message", "source", "run"]
 
 # By the name of the argument that it is.
 FLAGS: dict[str, FlagSettings] = {
@@ -162,7 +176,10 @@ FLAGS: dict[str, FlagSettings] = {
         option="--no-tf32"),
     "allocator": _flag(metavar="CONF"),
     "cudnn_benchmark": _flag("This is refused: which plan is the fastest only the card can tell."),
-    "tensors": _flag("How many of the peak's tensors to show.", type=count, default=6),
+    "all": _flag("Show the details, too.", action="store_true"),
+    "exact": _flag("Show sizes in MiB. Otherwise they are in GB of 1024 MiB, as cards are sold.", action="store_true"),
+    "run": _flag("The run: a VAE's operation and one size or more in pixels, such as decode 1024 or decode 512x768; or"
+        " sizes alone, for a whole pipeline.", nargs="+", action=_Run, metavar="[OP] SIZE", dest="run_words"),
     "aspect": _flag("The width over the height.", type=float, default=1.0),
     "engine": _flag("Tell what our own engine has room for instead, in a memory such as '2 GiB'.", metavar="SIZE"),
     # of pipelines
@@ -241,7 +258,11 @@ FLAGS |= {
     "measured_vae": _flag("How the VAE runs.", choices=Later("pipelines.pipeline_request:TORCH_WAYS"), dest="vae"),
     "call_guidance": _like("guidance", help="It is called with a guidance_scale of 0.", default=True),
     "measured_csv": _like("csv", option="-o --csv"),
-    "answer_format": _like("format", choices=("text", "json")),
+    "whose_runtime": _like("runtime", choices=None,
+        help=Later("prediction.runtimes:PROGRAM_NAMES pipelines.predict_pipeline:PREDICTED_RUNTIMES",
+                   "Whose code runs it: a VAE's is {}; a pipeline's is {}.")),
+    "answer_format": _like("format", choices=("text", "markdown", "csv", "json")),
+    "plain_format": _like("format", choices=("text", "json")),
     "calibrate_rows": _flag(
         "A table, as CSV, of runs that were measured on this card, which rows without a device are taken to be.",
         metavar="CSV", dest="calibrate", option="--measured"),

@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from vaemem._common import MIB, OPS, Printed, meant
+from vaemem._common import MIB, OPS, meant
+from vaemem._render import Block, Bullets, Sheet, Shown, Sizer, Ways
 from vaemem._types import Op, Program
 from vaemem.engine.configs import named_model
 from vaemem.out_of_memory.messages import (
@@ -36,7 +37,7 @@ MANY = (89, 86, 120)  # compute capabilities of the cards that most people have
 USUAL_CARD = 24 << 30  # bytes: of the card that is supposed where a message does not say its size
 
 
-class Explanation(Printed):
+class Explanation(Shown):
     """What `explain` gives. Printing it says which run it was, and what would have fitted. Sizes in bytes.
 
     Attributes
@@ -62,35 +63,30 @@ class Explanation(Printed):
         self.said, self.matches, self.notes, self.prediction = said, tuple(matches), tuple(notes), prediction
         self.parts, self.is_told = tuple(parts), is_told
 
-    def _text(self, markdown: bool = False) -> str:
-        lines, weights = [], [part for part in self.parts if part.height is None]
-        rest = [*self.matches, *self.parts]
+    def _sheet(self, size: Sizer) -> Sheet:
+        weights = [part for part in self.parts if part.height is None]
+        rest: list[Any] = [*self.matches, *self.parts]
         if self.matches and not self.matches[0].played:  # nothing tells that run, and a weight has one size
             rest = [*weights, *self.matches, *(part for part in self.parts if part not in weights)]
-        if self.is_told:
-            lines.append(f"It was most likely {rest.pop(0)}.")
-        if rest:
-            lines.append("It may also have been:" if lines else "It may have been one of these:")
-            lines += [f"  {one}" for one in rest]
-        lines += self.notes
-        if self.said:
-            sizes = ", ".join(f"{name} {size / MIB:.2f}" for name, size in self.said.items())
-            lines.append(f"The message says, in MiB: {sizes}.")
+        headline = f"It was most likely {rest.pop(0)}." if self.is_told else ""
+        others = "It may also have been:" if headline else "It may have been one of these:"
+        sizes = ", ".join(f"{name} {amount / MIB:.2f}" for name, amount in self.said.items())
         fitting = self.prediction.would_fit if self.prediction else ()
-        if fitting:
-            lines.append("What would have fitted, each tried, for the first run of a VAE:")
-            lines += [f"  {one.what}: {one.says}\n    {one.command}" for one in fitting]
-        return "\n".join(lines)
+        blocks: list[Block] = [Bullets([*map(str, rest)], title=others if headline else "")] * bool(rest)
+        blocks += [Bullets([*self.notes, *[f"The message names, in MiB: {sizes}."] * bool(sizes)])]
+        tried = [(one.describe(size), one.command) for one in fitting]
+        blocks += [Ways("What would have fitted, for the first run of a VAE:", tried)] * bool(tried)
+        return Sheet(headline or (others if rest else "No known tensor has that size."), blocks)
 
     def _data(self) -> dict[str, Any]:
-        p = self.prediction
         return {
-            "said": self.said,
-            "matches": [match._asdict() for match in self.matches],
+            "answer": "explanation",
+            "message_bytes": self.said,
+            "matches": [match.to_dict() for match in self.matches],
             "parts": [part._asdict() for part in self.parts],
             "is_told": self.is_told,
             "notes": list(self.notes),
-            "would_fit": [one._asdict() for one in p.would_fit] if p else [],
+            "would_fit": [one.to_dict() for one in self.prediction.would_fit] if self.prediction else [],
         }
 
 

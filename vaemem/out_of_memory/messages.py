@@ -230,7 +230,7 @@ def notes_on(said: Said, has_matches: bool, parts: Sequence[str], is_weight: boo
     elif not has_matches:
         yield (
             "No tensor of a VAE's run at a usual size is as large: it was another part of the pipeline, such as the"
-            " denoiser, or another size. vaemem pipeline shows what each part takes."
+            " denoiser, or another size. vaemem fits MODEL SIZE shows what each part takes."
         )
     if said.is_tile and has_matches:
         yield "It was raised in tiles, which ComfyUI and Forge retry in: the size is a tile's."

@@ -76,6 +76,17 @@ class Match(NamedTuple):
     played: bool
     agrees: bool = False
 
+    def to_dict(self) -> dict[str, Any]:
+        """As `Explanation.to_dict` has it, with `beside` as ``beside_bytes``.
+
+        Examples
+        --------
+        >>> from vaemem.out_of_memory.runs import Match
+        >>> Match("sdxl", "decode", 64, 64, "float16", "diffusers", "conv_in", 9, 5, True).to_dict()["beside_bytes"]
+        5
+        """
+        return {"beside_bytes" if name == "beside" else name: value for name, value in self._asdict().items()}
+
     def __str__(self) -> str:
         held = "" if self.beside is None else f"; beside its tensors PyTorch held {self.beside / MIB:.0f} MiB"
         return (

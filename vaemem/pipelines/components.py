@@ -21,7 +21,7 @@ VAE_STRIDE = 8  # pixels a side of one pixel of a latent
 class Pipeline(NamedTuple):
     """Facts about a pipeline of diffusers. vaemem/pipelines/phases.py says what it does.
 
-    about: the class, and whose weights
+    about: the class, and the repository of its weights on the Hugging Face Hub
     parts: the component of each role, in the order of ``model_cpu_offload_seq``: a recorded module, or a VAE's name
     dtype: the usual one
     width: channels of the prompt's embeddings
@@ -58,6 +58,11 @@ class Pipeline(NamedTuple):
         return self.about.split()[0]
 
     @property
+    def repository(self) -> str:
+        """That of its weights on the Hugging Face Hub."""
+        return self.about.split()[-1]
+
+    @property
     def denoiser(self) -> str:
         """Its role."""
         return "unet" if "unet" in self.parts else "transformer"
@@ -73,47 +78,47 @@ class Pipeline(NamedTuple):
 
 
 _FLUX = Pipeline(
-    about="FluxPipeline of FLUX.1-dev",
+    about="FluxPipeline of black-forest-labs/FLUX.1-dev",
     parts={"text_encoder": "clip-l-flux", "text_encoder_2": "t5-xxl", "transformer": "flux-transformer", "vae": "flux"},
     dtype="bfloat16", width=4096, pooled=768, tokens=512, most_tokens=MOST_SEQUENCE, steps=28, guidance_embeds=True,
     floors=True,
 )  # fmt: skip
 _FLUX2 = Pipeline(
-    about="Flux2Pipeline of FLUX.2-dev",
+    about="Flux2Pipeline of black-forest-labs/FLUX.2-dev",
     parts={"text_encoder": "mistral3-flux2", "transformer": "flux2-transformer", "vae": "flux2"},
     dtype="bfloat16", width=15360, tokens=512, most_tokens=MOST_SEQUENCE, steps=50, guidance_embeds=True,
     begins=False, read="0.42", floors=True,
 )  # fmt: skip
 _KLEIN = _FLUX2._replace(
-    about="Flux2KleinPipeline of FLUX.2-klein-4B", width=7680, steps=4, guidance_embeds=False,
+    about="Flux2KleinPipeline of black-forest-labs/FLUX.2-klein-4B", width=7680, steps=4, guidance_embeds=False,
     parts={**_FLUX2.parts, "text_encoder": "qwen3-4b-flux2", "transformer": "flux2-klein-transformer"},
 )  # fmt: skip
 PIPELINES = {
     "sd15": Pipeline(
-        about="StableDiffusionPipeline of stable-diffusion-v1-5",
+        about="StableDiffusionPipeline of stable-diffusion-v1-5/stable-diffusion-v1-5",
         parts={"text_encoder": "clip-l", "unet": "sd15-unet", "vae": "sd15"}, dtype="float16",
         width=768, tokens=77, most_tokens=CLIP_TOKENS, steps=50, guides=True,
         optional={"safety_checker": "safety-checker"},
     ),
     "sdxl": Pipeline(
-        about="StableDiffusionXLPipeline of stable-diffusion-xl-base-1.0",
+        about="StableDiffusionXLPipeline of stabilityai/stable-diffusion-xl-base-1.0",
         parts={"text_encoder": "clip-l-sdxl", "text_encoder_2": "openclip-g", "unet": "sdxl-unet", "vae": "sdxl"},
         dtype="float16", width=2048, pooled=1280, tokens=77, most_tokens=CLIP_TOKENS, steps=50, guides=True,
     ),
     "flux": _FLUX,
     "flux-schnell": _FLUX._replace(
-        about="FluxPipeline of FLUX.1-schnell", tokens=256, steps=4, guidance_embeds=False,
+        about="FluxPipeline of black-forest-labs/FLUX.1-schnell", tokens=256, steps=4, guidance_embeds=False,
         parts={**_FLUX.parts, "transformer": "flux-schnell-transformer"},
     ),
     "zimage-turbo": Pipeline(
-        about="ZImagePipeline of Z-Image-Turbo",
+        about="ZImagePipeline of Tongyi-MAI/Z-Image-Turbo",
         parts={"text_encoder": "qwen3-4b", "transformer": "zimage-transformer", "vae": "zimage"},
         dtype="bfloat16", width=2560, tokens=77, most_tokens=MOST_SEQUENCE, steps=9, read="0.42",
     ),
     "flux2": _FLUX2,
     "flux2-klein": _KLEIN,
     "flux2-klein-9b": _KLEIN._replace(
-        about="Flux2KleinPipeline of FLUX.2-klein-9B", width=12288,
+        about="Flux2KleinPipeline of black-forest-labs/FLUX.2-klein-9B", width=12288,
         parts={**_KLEIN.parts, "text_encoder": "qwen3-8b-flux2", "transformer": "flux2-klein-9b-transformer"},
     ),
 }  # fmt: skip

@@ -17,6 +17,7 @@ from vaemem.pipelines import ways_mlx
 from vaemem.pipelines.components import CLIPS, PIPELINES, known_pipeline, refuse, weights_of
 from vaemem.pipelines.pipeline_request import PipelineArguments, PipelineRequest, parts_of, resolve_pipeline
 from vaemem.pipelines.predict_pipeline import PipelinePrediction
+from vaemem.pipelines.recipe import diffusers_code
 from vaemem.pipelines.storage import FOUR_BITS
 from vaemem.pipelines.ways import PipelinePlan, Room, outcome, runs_out
 from vaemem.prediction.gpus import CONTEXT, Gpu, sold
@@ -113,7 +114,7 @@ def plan_pipeline(
     --------
     >>> plan = plan_pipeline("sd15", 1024, 1024, gpu="RTX 3060", memory="4 GB", safe=False)
     >>> plan["no offload, VAE whole"].summary
-    'runs out in decode, lacks ... MiB'
+    'runs out in decode, ... short'
     >>> plan.recommended.way.name
     'model offload, VAE whole'
     >>> print(plan.recommended.seconds)
@@ -242,7 +243,8 @@ def diffusers_ways(
                     how, changes = f"{how}, {kind}", [*changes, f"weights in {kind} are rounded"]
                 run = replace(stored, parts=parts_of(pipeline, q.dtype, held)) if is_fixed else stored
                 p = PipelinePrediction(run.run_with(offload, settings["vae"], settings.get("vae_memory_limit")))
-                found.append(_way(p, f"{place}, {how}", settings, " and ".join(changes), machine))
+                way = _way(p, f"{place}, {how}", settings, " and ".join(changes), machine)
+                found.append(way._replace(code=diffusers_code(pipeline, q.dtype, **settings)))
     return found
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import html
 import itertools
+import os
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args, overload
 
 from vaemem._arguments import shared
-from vaemem._common import MIB, __version__, flag, html_table, meant, render, whole
+from vaemem._common import __version__, as_csv, flag, meant, whole, write
+from vaemem._render import Block, Bullets, Columns, Sizer, Ways, in_gb
 from vaemem._types import Dtype
 from vaemem.engine.names import shared_note
 from vaemem.pipelines.components import CLIP_TOKENS, PIPELINES, known_pipeline, refuse
@@ -26,13 +28,13 @@ from vaemem.pipelines.pipeline_request import (
 )
 from vaemem.pipelines.pipeline_run import play_pipeline
 from vaemem.pipelines.storage import BITSANDBYTES
-from vaemem.pipelines.ways import Written
-from vaemem.prediction.answer import Answer, alias
+from vaemem.prediction.answer import Answer, alias, largest_tensor
 from vaemem.prediction.closed import PlayedPeak
 from vaemem.prediction.formula import Formula
 from vaemem.prediction.lines import Grid, Point
 from vaemem.prediction.planned import Phase, Result, Way
 from vaemem.prediction.plays import Plays
+from vaemem.prediction.predict import Advice
 from vaemem.prediction.process import ROUNDED_UP, Moment, PeakTensor
 from vaemem.prediction.request import PAGE, Card, Software, find_card, usual_tile
 from vaemem.prediction.seconds import Machine, machine_of, peak, vae_work
@@ -46,11 +48,6 @@ _PARTS = ("weights", "activations", "workspace", "cached", "outside")  # make up
 _OUTCOMES = {True: "goes through", False: "runs out", None: "not reached"}
 
 
-def _largest(phase: Phase) -> PeakTensor | None:
-    """The largest tensor that a phase has at its height beside weights."""
-    return next((one for one in phase.peak_tensors if not one.name.startswith("weights of ")), None)
-
-
 def _as_far_as(phases: Sequence[Phase], full: tuple[str, PeakTensor] | None) -> Result:
     """The phases, which go through up to the one in which memory runs out; those behind it are not reached."""
     done = next((i for i, phase in enumerate(phases) if full and phase.name == full[0]), len(phases))
@@ -59,11 +56,11 @@ def _as_far_as(phases: Sequence[Phase], full: tuple[str, PeakTensor] | None) -> 
     return Result(tuple(reached), full)
 
 
-class _Phases(Answer, Written):
+class _Phases(Answer):
     """What every prediction of a pipeline says of its phases. Printing it shows a line a phase."""
 
+    kind = "pipeline"
     host: int
-    notes: tuple[str, ...]
     _run_row: dict[str, Any]  # what all rows of a table have in common
     phases: tuple[Phase, ...] = alias("result.phases")
     out_of_memory_at: tuple[str, PeakTensor] | None = alias("result.out_of_memory_at")
@@ -105,73 +102,58 @@ class _Phases(Answer, Written):
         """The columns that say how long a phase takes, and the whole, where that is known."""
         return {}
 
-    def _lines(self) -> list[dict[str, Any]]:
-        """One dict a phase: sizes in bytes, the largest tensor at its height, whether it goes through."""
-        lines = []
-        for phase in self.phases:
-            line = {f"{name}_bytes": getattr(phase, name) for name in ("total", *_PARTS, "sent")}
-            line |= {"flops": phase.flops, "host_flops": phase.host_flops}
-            name, size = _largest(phase) or (None, None)
-            lines.append({"phase": phase.name, **line, "largest": name, "largest_bytes": size, "fits": phase.fits})
-        return lines
+    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str | None:
+        """Write one line a phase as CSV to a file, or return it as text.
 
-    def _data(self) -> dict[str, Any]:
-        return {
-            "title": self.title, "assumed_card": self.assumed_card,
-            "available_bytes": self.available, "host_bytes": self.host, "peak_bytes": self.peak,
-            "peak_band_bytes": self.band, "upper_bytes": self.upper, "bottleneck": self.bottleneck, "fits": self.fits,
-            "verdict": self.verdict, "summary": self.summary, "on_card_bytes": self.on_card, "spare_bytes": self.spare,
-            "phases": self._lines(), "notes": self.notes,
-        }  # fmt: skip
+        Examples
+        --------
+        >>> predict_pipeline("sd15", 512, 512, gpu="T4").to_csv().splitlines()[0]
+        'phase,total_bytes,fits,...'
+        """
+        return write(path, as_csv(self._lines()))
+
+    def _more_data(self) -> dict[str, Any]:
+        return {"bottleneck": self.bottleneck, "host_bytes": self.host}
 
     # ---- for people ----
 
-    def _cells(self) -> tuple[list[str], list[tuple[str, ...]]]:
-        """Header and a line a phase; a column in which no phase has anything is left out."""
+    def _facts(self, size: Sizer) -> list[tuple[str, str]]:
+        least, most = self.band
+        label, text = self._peak_fact(size)
+        sure = f" ({size(least)} to {size(most)})" if least != most else ""
+        host = f"{size(self.host)} of weights" if self.host else ""
+        return [(label, f"in {self.bottleneck}{sure}, {text}"), ("host", host)]
+
+    def _grid(self, size: Sizer) -> Columns:
+        """A row a phase; a column in which no phase has anything is left out."""
         cells: dict[str, list[str]] = {
             "phase": [phase.name for phase in self.phases],
-            "on the card MiB": [f"{phase.total / MIB:.0f}" for phase in self.phases],
+            "outcome": [_OUTCOMES[phase.fits] for phase in self.phases],
+            "on the card": [size(phase.total) for phase in self.phases],
         }
         for name in _PARTS:
             if any(getattr(phase, name) for phase in self.phases):
-                cells[f"{name} MiB"] = [f"{getattr(phase, name) / MIB:.0f}" for phase in self.phases]
-        largest = [_largest(phase) for phase in self.phases]
+                cells[name] = [size(getattr(phase, name)) for phase in self.phases]
+        largest = [largest_tensor(phase) for phase in self.phases]
         if any(largest):
-            cells["largest tensor"] = [f"{one.name}, {one.bytes / MIB:.0f} MiB" if one else "" for one in largest]
-        cells["outcome"] = [_OUTCOMES[phase.fits] for phase in self.phases]
-        return list(cells), list(zip(*cells.values(), strict=True))
+            cells["largest tensor"] = [f"{one.name}, {size(one.bytes)}" if one else "" for one in largest]
+        return Columns(list(cells), list(zip(*cells.values(), strict=True)))
 
-    def _text(self, markdown: bool = False) -> str:
-        least, most = (f"{size / MIB:.0f}" for size in self.band)
-        sure = "" if least == most else f" ({least} to {most})"
-        room = "" if self.on_card == self.peak else "where there is room, "
-        peak = f"{room}the peak is in {self.bottleneck}: {self.peak / MIB:.0f} MiB{sure}"
-        host = f"; {self.host / MIB:.0f} MiB of weights are kept by the host" if self.host else ""
-        lines = [
-            *filter(None, [self.assumed_card]),
-            self._answer,
-            f"Asked: {self.title}; {peak}{host}.",
-            render(*self._cells(), markdown),
-        ]
-        notes = [*self.notes, *self._advice()]
-        if markdown:
-            return "\n\n".join([*lines, "\n".join(f"- {note}" for note in notes)])
-        return "\n".join([*lines, *notes])
+    def _blocks(self, size: Sizer) -> list[Block]:
+        tried = [(one.describe(size), one.command) for one in self.would_fit]
+        return [
+            self._grid(size), *[Ways("What would fit, with the other words as they are:", tried)] * bool(tried),
+            Bullets(self.notes, detail=True),
+        ]  # fmt: skip
 
-    def _advice(self) -> list[str]:
-        """What else would go through, where this does not."""
-        return []
-
-    _repr_markdown_ = Written.to_markdown
-
-    def _html_below(self) -> str:
-        """The table, and the notes."""
-        notes = "".join(f"<li>{html.escape(note)}</li>" for note in (*self.notes, *self._advice()))
-        return f"{html_table(*self._cells())}<ul>{notes}</ul>"
+    @property
+    def would_fit(self) -> tuple[Advice, ...]:
+        """Other ways of running it that go through; none if it fits."""
+        return ()
 
     def __repr__(self) -> str:
         shown = "; ".join(
-            f"{phase.name} {phase.total / MIB:.0f} MiB ({phase.weights / MIB:.0f} of weights)" for phase in self.phases
+            f"{phase.name} {in_gb(phase.total)} ({in_gb(phase.weights)} of weights)" for phase in self.phases
         )
         return f"<{type(self).__name__} {self.title}: {self.summary}; {shown}>"
 
@@ -256,7 +238,7 @@ class PipelinePrediction(_Phases):
         self._run = play_pipeline(request)
         process, moved = self._run.process, (*q.on_cpu, *self._run.moved)
         self._process = process
-        cudnn = getattr(process.workspace, "cudnn_version", None)
+        cudnn = self._cudnn = getattr(process.workspace, "cudnn_version", None)
         ran = f"torch {process.torch_version}{f', cudnn {cudnn}' if cudnn else ''}"
         self._run_row = {
             "model": q.name, "op": "pipeline", "height": q.height, "width": q.width, "batch": q.batch,
@@ -292,19 +274,30 @@ class PipelinePrediction(_Phases):
         low = max(phase.allocated - phase.workspace for phase in self.phases)
         return Plays(self.request, self._process, others, (low, -(-self.peak // PAGE) * PAGE))
 
-    def _advice(self) -> list[str]:
-        q, found = self.request, list[str]()
-        if self.verdict == FITS:
-            return found
-        for offload, vae in itertools.product(OFFLOADS, ("whole", *q.tilings)):
+    @functools.cached_property
+    def would_fit(self) -> tuple[Advice, ...]:
+        q, found = self.request, list[Advice]()
+        for offload, vae in itertools.product(OFFLOADS, ("whole", *q.tilings)) if self.verdict != FITS else ():
             if (offload, vae) == (q.offload, q.vae):
                 continue
             with contextlib.suppress(ValueError):
                 other = PipelinePrediction(q.run_with(offload, vae))
                 if other.verdict != DOES_NOT_FIT:
-                    took = f"takes {other.takes} of {self.available / MIB:.0f} MiB"
-                    found.append(f"With --offload {offload} and the VAE {vae} it {took}: {other.verdict}.")
-        return [*found, "vaemem plan, with the same words, tries every way, and says how long each takes."]
+                    what = f"offload {offload}, VAE {vae}"
+                    words = shlex.join(["--offload", offload, "--vae", vae])
+                    found.append(Advice(what, other.verdict, other.judged.here[1], self.available, words))
+        return tuple(found)
+
+    def _asked_data(self) -> dict[str, Any]:
+        q = self.request
+        names = "height width batch tokens dtype guidance steps image offload vae"
+        types = {part.role: part.dtype for part in q.parts}
+        run = {name: getattr(q, name) for name in names.split()}
+        return {"pipeline": q.name, "runtime": "diffusers", **run, "on_cpu": list(q.on_cpu), "components": types}
+
+    def _more_data(self) -> dict[str, Any]:
+        versions = {"torch": self._process.torch_version, "cudnn": self._cudnn}
+        return super()._more_data() | {"software": versions, "would_fit": [one.to_dict() for one in self.would_fit]}
 
     @functools.cached_property
     def timeline(self) -> tuple[Moment, ...]:
@@ -422,7 +415,7 @@ class GraphPrediction(_Phases):
             f"{request['model']} {request['height']}x{request['width']} by sd.cpp ({card.gpu.name}), {way.name}"
         )
         self.host, self.notes, self._card = way.host, way.notes, card
-        no_room = f"it goes through only with direct convolution; {self._both}"
+        no_room = "it goes through only with direct convolution"
         self.judged = judge_phases(
             way.phases, available, self.direct.phases, kept_more=card.kept_more, safe=safe, no_room=no_room
         )
@@ -433,15 +426,16 @@ class GraphPrediction(_Phases):
         given = self.request, self.way, self.available, self.card, self.judged.safe, self.direct
         return GraphPrediction, given
 
-    @property
-    def summary(self) -> str:
-        said = super().summary
-        return said if self.direct is self.way or self._both in said else f"{said}; {self._both}"
+    def summarize(self, size: Sizer) -> str:
+        summary = super().summarize(size)
+        if self.direct is self.way:
+            return summary
+        im2col, direct = (size(way.phases[-1].total) for way in (self.way, self.direct))
+        return f"{summary}; its decode takes {im2col} by im2col and {direct} with --vae-conv-direct"
 
-    @property
-    def _both(self) -> str:
-        im2col, direct = (f"{way.phases[-1].total / MIB:.0f} MiB" for way in (self.way, self.direct))
-        return f"its decode takes {im2col} by im2col and {direct} with --vae-conv-direct"
+    def _asked_data(self) -> dict[str, Any]:
+        run = {"pipeline" if name == "model" else name: value for name, value in self.request.items()}
+        return run | {"runtime": "sd.cpp", "way": self.way.name}
 
 
 @overload

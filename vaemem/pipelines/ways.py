@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import html
 import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vaemem._common import MIB, Printed, as_csv, distinct, html_table, need, real, render, write
+from vaemem._common import as_csv, distinct, need, real, write
+from vaemem._render import Bullets, Code, Columns, Facts, Sheet, Shown, Sizer, in_gb, share
 from vaemem.prediction.planned import Way
 from vaemem.prediction.seconds import REPEATS_DIFFER, Machine, Seconds
 from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, TIGHT, Verdict, judge_phases
 
 if TYPE_CHECKING:
     import pandas
+
+NEXT = 3  # ways that are shown next to the recommended one
 
 
 class Room(NamedTuple):
@@ -68,15 +70,19 @@ class Outcome(NamedTuple):
     @property
     def summary(self) -> str:
         """In words, with what is lacking."""
-        lacks = f"lacks {self.short / MIB:.0f} MiB"
+        return self.summarize(in_gb)
+
+    def summarize(self, size: Sizer) -> str:
+        """`summary`, with sizes as they are to be written."""
+        lacks = f"{size(self.short)} short"
         # Whether even the least of its seconds are more than the room's.
         is_surely_late = self.seconds is not None and self.seconds.low > self.seconds.likely - self.short
-        said = {
+        words = {
             None: f"tight: {re.split('[,;]', self.way.unsure)[0]}" if self.way.unsure else "fits",
             "time": f"{'' if is_surely_late else 'likely '}takes {self.short:.0f} s too long",
-            "host": f"{lacks} of the host's",
+            "host": f"host memory is {lacks}",
         }
-        return said.get(self.fails_in, f"runs out in {self.fails_in}, {lacks}")
+        return words.get(self.fails_in, f"runs out in {self.fails_in}, {lacks}")
 
 
 def runs_out(verdict: Verdict) -> tuple[str, int] | None:
@@ -109,45 +115,7 @@ def _quickest(outcomes: Sequence[Outcome]) -> Outcome | None:
     return next(filter(is_as_fast, outcomes), None)
 
 
-class Written(Printed):
-    """What can also be written as a table: a subclass says its rows."""
-
-    def rows(self) -> list[dict[str, Any]]:
-        """One dict a line of the table.
-
-        Examples
-        --------
-        >>> plan_pipeline("sd15", 1536, 1536, memory="16 GB", runtime="mlx").rows()[0]["fits"]
-        True
-        """
-        raise NotImplementedError
-
-    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str | None:
-        """The rows as CSV, to a file or as text.
-
-        Examples
-        --------
-        >>> predict_pipeline("sd15", 512, 512, gpu="T4").to_csv().splitlines()[0]
-        'phase,total_bytes,weights_bytes,...'
-        """
-        return write(path, as_csv(self._lines()))
-
-    def _lines(self) -> list[dict[str, Any]]:
-        """What is written as CSV."""
-        return self.rows()
-
-    def to_markdown(self) -> str:
-        """What `print` shows, as Markdown.
-
-        Examples
-        --------
-        >>> print(predict_pipeline("sd15", 512, 512, gpu="T4").to_markdown())
-        Fits: it takes 3238 of the 14598 MiB that the card gives...
-        """
-        return self._text(markdown=True)
-
-
-class PipelinePlan(Written):
+class PipelinePlan(Shown):
     """What `vaemem.plan_pipeline` gives. Printing it shows every way and the recommendation.
 
     Attributes
@@ -174,7 +142,7 @@ class PipelinePlan(Written):
     >>> plan.recommended.way.name
     'whole VAE, denoiser kept, bfloat16'
     >>> plan["decoder only, denoiser unloaded, float32"].summary
-    'runs out in decode, lacks ... MiB'
+    'runs out in decode, ... short'
     >>> print(plan)
     Take whole VAE, denoiser kept, bfloat16. It is the plainest of ...
     """
@@ -248,37 +216,55 @@ class PipelinePlan(Written):
     @property
     def reason(self) -> str:
         """Which to take and why, and why not others."""
-        return " ".join(filter(None, self._advice))
+        best, cost = self.recommended, ""
+        if best:
+            cost = f" It takes {best.seconds}." if best.seconds else ""
+            cost += f" It keeps {in_gb(best.way.host)} of weights in the host's memory." if best.way.host else ""
+        return " ".join([self._headline(in_gb, cost), *self._why_not(in_gb)])
 
-    @property
-    def _advice(self) -> tuple[str, str]:
-        """`reason` in two parts: what to do, and why not otherwise."""
-        best, plainest = self.recommended, self.outcomes[0]
+    def _headline(self, size: Sizer, cost: str = "") -> str:
+        """What to do, and why. cost: sentences on what it takes."""
+        best = self.recommended
         if best is None:
-            # One that has memory enough, and time or the host's memory too little, comes nearer than one that has not.
-            order = {"time": 0, "host": 1}
-            nearest = min(self.outcomes, key=lambda one: (order.get(one.fails_in or "", 2), one.short))
-            return f"Nothing fits. {nearest.way.name} comes nearest: it {nearest.summary}.", ""
+            nearest = self._ranked[0]
+            return f"Nothing fits. {nearest.way.name} comes nearest: {nearest.summarize(size)}."
         alone, peers = len(self._alike) == 1, [one.way.name for one in self._peers if one is not best]
-        ending = "s" if alone else ""
-        through = f"fit{ending}" if best.verdict == FITS else f"go{'es' * alone} through"
-        picture = f", though {best.way.changes}" if best.way.changes else f" and leave{ending} the picture as it is"
+        through = "fit" if best.verdict == FITS else "go through"
+        if alone:
+            through = "fits" if best.verdict == FITS else "goes through"
+        kept = f" and leave{'s' * alone} the picture as it is"
+        picture = f", though {best.way.changes}" if best.way.changes else kept
         which = f"the {len(self._alike)} that {through}{picture}"
         if alone:
             which = f"It is the only one that {through}{picture}"
         elif best.seconds and peers:
             others = peers[0] if len(peers) == 1 else f"{len(peers)} others"
-            slower = ", and the rest slower" if len(peers) + 1 < len(self._alike) else ""
+            slower = "; the rest are slower" if len(peers) + 1 < len(self._alike) else ""
             which = f"Of {which}, it and {others} are about as fast{slower}"
         else:
             which = f"It is the {'fastest' if best.seconds else 'plainest'} of {which}"
-        why = "" if best is plainest or plainest.fits else f" {plainest.way.name} {plainest.summary}."
         tight = f" It is tight: {best.way.unsure}." if best.way.unsure else ""
-        took = f" It takes {best.seconds}." if best.seconds else ""
-        took += f" It keeps {best.way.host / MIB:.0f} MiB of weights in the host's memory." if best.way.host else ""
-        took += self._of_measured(best)
-        faster = "".join(self._faster(best))
-        return f"Take {best.way.name}. {which}.{took}{tight}", f"{why}{faster}".strip()
+        return f"Take {best.way.name}. {which}.{cost}{self._of_measured(best)}{tight}"
+
+    def _why_not(self, size: Sizer) -> list[str]:
+        """Why not the plainest way, and which others would be faster."""
+        best, plainest = self.recommended, self.outcomes[0]
+        if best is None:
+            return []
+        plain = best is plainest or plainest.fits
+        return [*([] if plain else [f"{plainest.way.name}: {plainest.summarize(size)}."]), *self._faster(best)]
+
+    @property
+    def _ranked(self) -> list[Outcome]:
+        """All ways: the recommended one, others that fit, tight ones, those that change the picture, and the others, of
+        which a way with enough memory and too little time, or host memory, comes nearer than one that runs out."""
+        order, best = {None: 0, "time": 1, "host": 2}, self.recommended
+
+        def rank(one: Outcome) -> tuple[Any, ...]:
+            last = one.short if one.fails_in else one.seconds.likely if one.seconds else 0.0
+            return one is not best, order.get(one.fails_in, 3), one.verdict != FITS, bool(one.way.changes), last
+
+        return sorted(self.outcomes, key=rank)
 
     def _of_measured(self, best: Outcome) -> str:
         """Where some ways were measured: whether this one was, or which of those was the fastest."""
@@ -306,7 +292,8 @@ class PipelinePlan(Written):
                 is_worth, sure = other.seconds.likely <= 0.9 * best.seconds.likely, self.is_faster(other, best)
                 took = f" would take {other.seconds}{'' if sure else ', which may be no faster'}, and"
             why = f"is tight: {other.way.unsure}" if others is tight else f"changes the picture: {other.way.changes}"
-            yield f" {other.way.name}{took} {why}." if is_worth else ""
+            if is_worth:
+                yield f"{other.way.name}{took} {why}."
 
     # ---- files and data frames ----
 
@@ -334,13 +321,25 @@ class PipelinePlan(Written):
             rows.append(row)
         return rows
 
+    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str | None:
+        """Write the rows as CSV to a file, or return them as text.
+
+        Examples
+        --------
+        >>> plan_pipeline("sd15", 1536, 1536, memory="16 GB", runtime="mlx").to_csv().splitlines()[0]
+        'way,fits,...'
+        """
+        return write(path, as_csv(self.rows()))
+
     def _data(self) -> dict[str, Any]:
         best = self.recommended
+        rates = {name: str(rate) for name, rate in self.machine.rates.items()} if self.machine else {}
         return {
-            "title": self.title, "assumed_card": self.assumed_card,
-            "card_bytes": self.room.card, "host_bytes": self.room.host, "ways": self.rows(),
-            "recommended": best.way.name if best else None, "reason": self.reason,
-            "rates": {name: str(rate) for name, rate in self.machine.rates.items()} if self.machine else {},
+            "answer": "plan", "asked": {"title": self.title}, "verdict": best.verdict if best else DOES_NOT_FIT,
+            "recommended": best.way.name if best else None, "code": best.way.code if best else "",
+            "summary": self._headline(in_gb), "reason": self.reason,
+            "card": {"assumed": self.assumed_card, "available_bytes": self.room.card},
+            "host": {"available_bytes": self.room.host}, "ways": self.rows(), "rates": rates,
             "notes": list(self.notes),
         }  # fmt: skip
 
@@ -360,51 +359,59 @@ class PipelinePlan(Written):
     def _phases(self) -> list[str]:
         return distinct(phase.name for one in self.outcomes for phase in one.way.phases)
 
-    def _grid(self) -> tuple[list[str], list[list[str]]]:
-        names = self._phases()
-        has_time = any(one.seconds for one in self.outcomes)
-        header = ["way", *(f"{name} MiB" for name in names), "host MiB", *(["seconds"] * has_time), "outcome"]
+    def _rows(self, outcomes: Sequence[Outcome], size: Sizer, phases: bool) -> Columns:
+        """A row a way, with or without its phases."""
         lines = []
-        for one in self.outcomes:
+        for one in outcomes:
             totals = {phase.name: phase.total for phase in one.way.phases}
-            sizes = [f"{totals[name] / MIB:.0f}" if name in totals else "" for name in names]
-            took = [str(one.seconds) if one.seconds else ""] * has_time
-            lines.append([one.way.name, *sizes, f"{one.way.host / MIB:.0f}", *took, one.summary])
-        return header, lines
+            sizes = [size(totals[name]) if name in totals else "" for name in self._phases()] if phases else []
+            peak, host = size(one.way.peak.total), size(one.way.host)
+            lines.append([one.way.name, one.summarize(size), str(one.seconds or ""), peak, host, *sizes])
+        header = ["way", "outcome", "seconds", "peak", "host", *(self._phases() if phases else [])]
+        if not any(one.seconds for one in outcomes):
+            header, lines = [*header[:2], *header[3:]], [[*line[:2], *line[3:]] for line in lines]
+        title = f"All {len(lines)} ways, in the order in which they are tried:" if phases else ""
+        best = next((i for i, one in enumerate(outcomes) if one is self.recommended), None)
+        return Columns(header, lines, best, title, detail=phases)
 
-    def _text(self, markdown: bool = False) -> str:
-        card = "" if self.room.card is None else f", {self.room.card / MIB:.0f} MiB of it for the run"
-        advice, why = self._advice
-        parts = [
-            *filter(None, [self.assumed_card]),
-            advice,
-            f"Asked: {self.title}{card}",
-            render(*self._grid(), markdown=markdown),
-            *filter(None, [why]),
-        ]
+    def _sheet(self, size: Sizer) -> Sheet:
+        best, room = self.recommended, self.room
+        headline = " ".join(filter(None, [self._headline(size), self.assumed_card]))
+        facts = [("for", self.title)]
+        if best:
+            took = str(best.seconds) if best.seconds else ""
+            held = share(best.way.peak.total, room.card, size) if room.card else size(best.way.peak.total)
+            host = f"{size(best.way.host)} of weights" if best.way.host else ""
+            facts += [("card", f"{held}, at the peak in {best.way.peak.name}"), ("host", host), ("time", took)]
+        code = [Code(best.way.code)] if best and best.way.code else []
+        shown = self._rows(self._ranked[: 1 + NEXT], size, phases=False)
+        return Sheet(headline, [
+            Facts(facts), *code, shown, Bullets([*self._assumptions(), *self._why_not(size)]),
+            self._rows(self.outcomes, size, phases=True), Facts(self._rates(), detail=True),
+            Bullets([*self._loading(size), *self.notes], detail=True),
+        ])  # fmt: skip
+
+    def _assumptions(self) -> list[str]:
+        """One sentence."""
+        seconds = "seconds follow from the card's rates and from others' measurements" if self.machine else ""
+        safely = "a way that fits is preferred to one that is tight" if self.safe else ""
+        told = "; ".join(filter(None, [seconds, safely]))
+        return [f"Assumed: {told}. --all (all=True) shows every way and every assumption."] if told else []
+
+    def _rates(self) -> list[tuple[str, str]]:
+        if not self.machine:
+            return []
         works = [phase.work for one in self.outcomes for phase in one.way.phases]
-        if self.machine:
-            used = {name for work in works for name, amount in work.items() if amount}
-            parts += [f"{name}: {rate}" for name, rate in self.machine.rates.items() if name in used]
-            for read in [work for work in works if "disk" in work][:1]:  # of the first way
-                reads = f"Loading reads {read['disk'] / MIB:.0f} MiB of weights, {self.machine.seconds(read)}"
-                parts.append(f"{reads}, once for many pictures: it is not in the seconds above.")
-        if any(one.fits and one.way.peak.total > (self.room.card or one.way.peak.total) for one in self.outcomes):
-            freed = "PyTorch gives cached memory back"
-            parts.append(f"A way that goes through although it takes more where there is room: {freed}.")
-        parts += self.notes
-        return ("\n\n" if markdown else "\n").join(parts)
+        used = {name for work in works for name, amount in work.items() if amount}
+        return [(name, str(rate)) for name, rate in self.machine.rates.items() if name in used]
 
-    def _repr_html_(self) -> str:
-        header, lines = self._grid()
-        best = self.recommended
-        bold = lines[self.outcomes.index(best)] if best else None
-        advice, why = self._advice
-        above, below = (
-            "".join(f"<p>{html.escape(text)}</p>" for text in texts)
-            for texts in ((self.assumed_card, advice, self.title), (why, *self.notes))
-        )
-        return f"{above}{html_table(header, lines, bold)}{below}"
+    def _loading(self, size: Sizer) -> Iterator[str]:
+        """How long the first way loads from a disk."""
+        works = (phase.work for one in self.outcomes for phase in one.way.phases)
+        read = next((work for work in works if "disk" in work), None)
+        if self.machine and read:
+            took = self.machine.seconds(read)
+            yield f"Loading reads {size(read['disk'])} of weights once, {took}; the seconds above leave it out."
 
 
 def _runs(ways: Sequence[Way], measured: Any) -> list[tuple[Mapping[str, float], float]]:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import functools
-import html
 import operator
 import os
 from typing import Any
 
-from vaemem._common import MIB, Printed
+from vaemem._render import Bar, Block, Bullets, Columns, Facts, Sheet, Shown, Sizer, in_gb, in_mib
 from vaemem.prediction.benchmark import USUAL_PROTOCOL
 from vaemem.prediction.gpus import CONTEXT
-from vaemem.prediction.planned import Phase, Result, weights_and_workspaces
+from vaemem.prediction.planned import OF_WEIGHTS, Phase, Result, weights_and_workspaces
 from vaemem.prediction.plays import Plays
 from vaemem.prediction.process import Moment, PeakTensor, SimulatedProcess
 from vaemem.prediction.request import Card, ModuleRequest, VAERequest
-from vaemem.prediction.verdict import Verdict, bar, judge_played
+from vaemem.prediction.verdict import Verdict, judge_played
+
+SHOWN_TENSORS = 8  # of a peak
 
 
 def alias(path: str) -> Any:
@@ -23,7 +24,12 @@ def alias(path: str) -> Any:
     return property(operator.attrgetter(path))
 
 
-class Answer(Printed):
+def largest_tensor(phase: Phase) -> PeakTensor | None:
+    """The largest tensor at a phase's peak that is no weight."""
+    return next((one for one in phase.peak_tensors if not one.name.startswith(OF_WEIGHTS)), None)
+
+
+class Answer(Shown):
     """The answer to a request: what a play says, and whether it fits the card. Sizes in bytes.
 
     Attributes
@@ -31,12 +37,13 @@ class Answer(Printed):
     request : Request
         What is predicted. An answer is copied and pickled as its request.
     result, here : Result
-        What a play says where there is room, and on this card.
+        What a play says on a card with room for everything, and on this card.
     judged : Verdict
-    takes : str
-        MiB that the run takes on this card, from the least to the most if the answer is coarse.
+    kind : str
+        The value of ``"answer"`` in `to_dict`.
     """
 
+    kind: str
     request: Any
     judged: Verdict
     title: str
@@ -46,10 +53,10 @@ class Answer(Printed):
     coarse: bool = alias("judged.coarse")
     verdict: str = alias("judged.word")
     fits: bool = alias("judged.fits")
-    takes: str = alias("judged.takes")
     tight_because: str = alias("judged.tight_because")
     spare: int = alias("judged.spare")
     least_band: tuple[int, int] = alias("judged.least_band")
+    notes: tuple[str, ...] = ()
 
     def __reduce__(self) -> Any:
         return type(self), (self.request,)
@@ -62,14 +69,19 @@ class Answer(Printed):
     def here(self) -> Result:
         raise NotImplementedError
 
-    @property
-    def summary(self) -> str:
-        return self.judged.summary
+    def summarize(self, size: Sizer) -> str:
+        """Return the verdict with its figures. size: writes a number of bytes.
+
+        Examples
+        --------
+        >>> predict("sdxl", "decode", 512, 512, gpu="RTX 4090").summarize("{:.0f} B".format)
+        'fits: it takes ... B that the card gives, at most ...'
+        """
+        return self.judged.summarize(size)
 
     @property
-    def _answer(self) -> str:
-        """The summary as a sentence."""
-        return f"{self.summary[0].upper()}{self.summary[1:]}."
+    def summary(self) -> str:
+        return self.summarize(in_gb)
 
     @property
     def _parts(self) -> dict[str, int]:
@@ -84,19 +96,89 @@ class Answer(Printed):
         }  # fmt: skip
         return parts | {"spare": max(size - sum(parts.values()), 0)}
 
-    def _repr_html_(self) -> str:
-        """The verdict, and the fullest phase beside the card's size."""
-        assumed = f"<p>{html.escape(self.assumed_card)}</p>" if self.assumed_card else ""
-        said = f"<b>{html.escape(self.title)}</b>: {html.escape(self.summary)}"
-        return f"<div>{assumed}{said}{bar(self._parts, self.card.gpu.reported_memory)}{self._html_below()}</div>"
+    # ---- for programs ----
 
-    def _html_below(self) -> str:
-        return ""
+    def _data(self) -> dict[str, Any]:
+        card, judged, full = self.card, self.judged, self.judged.out_of_memory_at
+        return {
+            "answer": self.kind, "asked": self._asked_data(), "verdict": self.verdict, "fits": self.fits,
+            "coarse": self.coarse, "summary": self.summary,
+            "card": {
+                "name": card.gpu.name, "assumed": self.assumed_card, "memory_bytes": card.gpu.total_memory,
+                "reported_bytes": card.gpu.reported_memory, "used_bytes": card.used, "available_bytes": self.available,
+            },
+            "peak_bytes": judged.most, "band_bytes": judged.band, "upper_bytes": judged.upper,
+            "on_card_bytes": judged.took, "least_bytes": judged.least, "least_band_bytes": judged.least_band,
+            "spare_bytes": self.spare,
+            "out_of_memory_at": full and {"phase": full[0], "tensor": full[1].name, "bytes": full[1].bytes},
+            "parts_bytes": self._parts, "phases": self._lines(), "notes": list(self.notes),
+        } | self._more_data()  # fmt: skip
+
+    def _asked_data(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _more_data(self) -> dict[str, Any]:
+        return {}
+
+    def _lines(self) -> list[dict[str, Any]]:
+        """One dict a phase: sizes in bytes, the largest tensor at its peak, whether it goes through."""
+        lines = []
+        for phase in self.result.phases:
+            line: dict[str, Any] = {"phase": phase.name, "total_bytes": phase.total, "fits": phase.fits}
+            names = "allocated reserved weights activations workspace cached outside sent"
+            line |= {f"{name}_bytes": getattr(phase, name) for name in names.split()}
+            line |= {"flops": phase.flops, "host_flops": phase.host_flops}
+            name, size = largest_tensor(phase) or (None, None)
+            lines.append(line | {"largest_tensor": name, "largest_tensor_bytes": size})
+        return lines
+
+    # ---- for people ----
+
+    def _sheet(self, size: Sizer) -> Sheet:
+        summary, gpu = self.summarize(size), self.card.gpu
+        headline = " ".join(filter(None, [f"{summary[0].upper()}{summary[1:]}.", self.assumed_card]))
+        bar = Bar(self._parts, gpu.reported_memory, size)
+        facts = [*self.facts(size), *self._facts(size)]
+        return Sheet(headline, [bar, Facts(facts), *self._blocks(size)], self.verdict)
+
+    def facts(self, size: Sizer) -> list[tuple[str, str]]:
+        """Return what runs, and on what, as (label, text). size: writes a number of bytes.
+
+        Examples
+        --------
+        >>> predict("sdxl", "decode", 512, 512, gpu="RTX 4090").facts("{:.0f} B".format)[1][0]
+        'card'
+        """
+        card, parts = self.card, self._parts
+        taken = {"the CUDA context": parts["CUDA context"], "others": card.used + card.held, "Windows": card.kept[0]}
+        less = ", ".join(f"{size(part)} for {what}" for what, part in taken.items() if part)
+        return [("run", self._run_text), ("card", f"{card.gpu.name}: {size(card.gpu.reported_memory)}, less {less}")]
+
+    @property
+    def _run_text(self) -> str:
+        return self.title
+
+    def _facts(self, size: Sizer) -> list[tuple[str, str]]:
+        return []
+
+    def _blocks(self, size: Sizer) -> list[Block]:
+        return []
+
+    def _peak_fact(self, size: Sizer) -> tuple[str, str]:
+        """What the peak is made of."""
+        phase, room = self.result.fullest, "" if self.judged.took == self.judged.most else " if there were room"
+        parts = {
+            "weights": phase.weights, "tensors": phase.activations, "workspaces": phase.workspace,
+            "PyTorch's cache": phase.cached, "vaemem": phase.outside,
+        }  # fmt: skip
+        held = ", ".join(f"{name} {size(part)}" for name, part in parts.items() if part)
+        return "peak", f"{size(phase.total)}{room}: {held}"
 
 
 class SimulatedAnswer(Answer):
     """What a prediction reads off the process that it played: a run of one phase."""
 
+    kind = "run"
     upper_share = 0.9989
     upper_basis = (
         "3568 of 3572 answers of profiles that were left out in turn, a version or a card (benchmarks/left_out.py: SDXL"
@@ -166,34 +248,44 @@ class SimulatedAnswer(Answer):
     def timeline(self) -> tuple[Moment, ...]:
         return tuple(self._process.timeline())
 
-    @property
-    def _numbers(self) -> str:
-        """What is predicted, and how sure it is."""
-        least, most = (f"{size / MIB:.2f}" for size in self.band)
+    def _counters(self, size: Sizer) -> str:
+        """What PyTorch's counters say, and how sure it is."""
+        least, most = map(size, self.band)
         band = f" ({least} to {most})" if least != most else ""
-        return (
-            f"allocated {self.allocated / MIB:.2f} MiB, reserved {self.reserved / MIB:.2f} MiB{band},"
-            f" upper {self.upper / MIB:.0f} MiB"
-        )
+        return f"allocated {size(self.allocated)}, reserved {size(self.reserved)}{band}, at most {size(self.upper)}"
 
     @property
-    def _said(self) -> str:
+    def _told(self) -> str:
         """For `repr`: whether it fits, what is predicted, and what was substituted."""
-        stood_in = f"; substituted: {', '.join(self.substitutions)}" if self.substitutions else ""
-        return f"{self.summary}; {self._numbers}{stood_in}"
+        replaced = f"; substituted: {', '.join(self.substitutions)}" if self.substitutions else ""
+        return f"{self.summary}; {self._counters(in_mib)}{replaced}"
 
-    def _shared_data(self) -> dict[str, Any]:
-        names = (
-            "verdict fits coarse summary available spare on_card allocated reserved peak_allocated peak_reserved band"
-            " upper least_band total_memory used gpu torch_version cudnn_version protocol substitutions"
-            " workspace_source"
-        )
-        full, tensors = self.out_of_memory_at, self.peak_tensors
-        return {name: getattr(self, name) for name in names.split()} | {
-            "out_of_memory_at": full and full._asdict(),
-            "peak_tensors": [one._asdict() for one in tensors],
-            "parts": self._parts,
-        }
+    def _more_data(self) -> dict[str, Any]:
+        return {
+            "above_baseline": {
+                "allocated_bytes": self.allocated, "reserved_bytes": self.reserved, "band_bytes": self.band,
+                "upper_bytes": self.upper,
+            },
+            "peak_allocated_bytes": self.peak_allocated, "peak_reserved_bytes": self.peak_reserved,
+            "peak_tensors": [one._asdict() for one in self.peak_tensors],
+            "software": {
+                "torch": self.torch_version, "cudnn": self.cudnn_version, "protocol": self.protocol,
+                "workspace_source": self.workspace_source, "substitutions": list(self.substitutions),
+            },
+        }  # fmt: skip
+
+    def _facts(self, size: Sizer) -> list[tuple[str, str]]:
+        counters = f"{self._counters(size)}, above weights and input"
+        return [self._peak_fact(size), ("PyTorch", f"{counters} ({self.protocol} process)")]
+
+    def _tensors(self, size: Sizer) -> Columns:
+        """The largest tensors at the peak."""
+        rows = [(size(one.bytes), one.name) for one in self.peak_tensors[:SHOWN_TENSORS]]
+        return Columns(("size", "at the peak"), rows, detail=True)
+
+    def _sources(self) -> list[Block]:
+        told = [f"Substituted for missing data: {', '.join(self.substitutions)}."] if self.substitutions else []
+        return [Bullets([*told, f"Workspaces: {self.workspace_source}."], detail=True)]
 
     @property
     def _place(self) -> str:

@@ -10,14 +10,15 @@ from dataclasses import replace
 from typing import Any, overload
 
 from vaemem._arguments import shared
-from vaemem._common import MIB, Printed, render, typeset
+from vaemem._common import typeset
+from vaemem._render import Bullets, Code, Columns, Sheet, Shown, Sizer, in_gb
 from vaemem._types import Dtype, Program, TiledOp
 from vaemem.prediction.closed import ClosedForm, PlayedPeak, derive, name_of, play_peak
 from vaemem.prediction.lines import COUNTERS, HEADER, RAISED, Equation, Grid, Point, solve
 from vaemem.prediction.request import VAEArguments, VAERequest, resolve_vae
 
 
-class Formula(Printed):
+class Formula(Shown):
     """PyTorch's peak over a grid of sizes, batches and prompts: a line per phase for what is allocated and for what is
     reserved. The largest line is the answer.
 
@@ -107,9 +108,10 @@ class Formula(Printed):
 
     def _data(self) -> dict[str, Any]:
         equations = {one.name: one.data() for one in (self.reserved, self.allocated)}
-        return {"name": self.name, "grid": str(self.grid), "played": self.played, "left_out": self.left_out} | equations
+        of = {"answer": "formula", "name": self.name, "grid": str(self.grid), "played": self.played}
+        return {**of, "summary": self._headline(in_gb), "left_out": self.left_out, **equations}
 
-    def _answer(self) -> str:
+    def _headline(self, size: Sizer) -> str:
         """The size that was asked for, or the largest square."""
         at = self._at
         try:
@@ -117,39 +119,37 @@ class Formula(Printed):
         except ValueError:
             at = self.grid.check(2048, 2048, 1, None)
         tokens = f", {at.tokens} tokens" * bool(at.tokens)
-        sizes = [
-            f"{one.predict(*at[:3], at.tokens or None) / MIB:.0f} MiB {one.name}"
-            for one in (self.reserved, self.allocated)
-        ]
+        equations = self.reserved, self.allocated
+        sizes = [f"{size(one.predict(*at[:3], at.tokens or None))} {one.name}" for one in equations]
         answer = f"At {at.width}x{at.height}, batch {at.batch}{tokens}: at most {', '.join(sizes)}; {self._besides}."
-        return f"{self.assumed_card} {answer}".lstrip()
+        return f"{answer} {self.assumed_card}".rstrip()
 
-    def _text(self, markdown: bool = False) -> str:
+    def _sheet(self, size: Sizer) -> Sheet:
         letters = ["N images", "MP = H*W / 2^20", *["t tokens"] * bool(self.grid.tokens)]
         letters += [f"tile = MP of H and W up to {self.grid.tile}"] * bool(self.grid.tile)
         equations = self.reserved, self.allocated
         whole = "; ".join(f"{one.name} by at most {one.excess:.1%}, median {one.median:.1%}" for one in equations)
-        lines = [
-            self._answer(),
-            f"{self.name}: the largest line, with {', '.join(letters)}.",
-            render(HEADER, [cells for one in equations for cells in one.cells()], markdown),
+        title = f"{self.name}: the largest line, with {', '.join(letters)}."
+        notes = [
             f"The largest line is above the peak: {whole}.",
             f"Sizes: {self.grid}; {self.played} of them were played.",
             "exact: the tensors at the peak, polynomials at each of these sizes, and the most that the allocator adds.",
-            "reserved: what one phase reserves stays for the next, whose line holds where it takes more.",
+            "reserved: what one phase reserves stays for the next. The next line holds if it is higher.",
             f"bound: above every size that was played, and raised by {RAISED - 1:.1%}; few others lie above.",
+            *[f"PyTorch refuses {len(self.left_out)} more, which are left out."] * bool(self.left_out),
         ]
-        if self.left_out:
-            lines += [f"PyTorch refuses {len(self.left_out)} more, which are left out."]
-        text = ("\n\n" if markdown else "\n").join(lines)
-        return text.replace("*", r"\*") if markdown else text
+        lines = [cells for one in equations for cells in one.cells()]
+        return Sheet(self._headline(size), [Columns(HEADER, lines, title=title, whole=True), Bullets(notes)])
+
+    def to_markdown(self, all: bool = False, exact: bool = False) -> str:
+        headline, _, rest = super().to_markdown(all, exact).replace("*", r"\*").partition("\n\n")
+        return f"{headline}\n\n{self._repr_latex_()}\n\n{rest}"
 
     def _repr_latex_(self) -> str:
         return typeset([self.reserved.latex(), self.allocated.latex()])
 
-    def _repr_markdown_(self) -> str:
-        answer, _, rest = self._text(markdown=True).partition("\n\n")
-        return f"{answer}\n\n{self._repr_latex_()}\n\n{rest}"
+    _repr_markdown_ = to_markdown
+    _repr_html_ = None  # type: ignore[assignment]  # notebooks typeset LaTeX in Markdown
 
 
 class VAEFormula(Formula):
@@ -189,12 +189,13 @@ class VAEFormula(Formula):
             raise ValueError("closed: want 'encode' or 'decode': a tiled peak depends on how H and W fall into tiles")
         return derive(self._request)
 
-    def _text(self, markdown: bool = False) -> str:
+    def _sheet(self, size: Sizer) -> Sheet:
         try:
-            closed = self.closed._repr_markdown_() if markdown else str(self.closed)
+            closed = str(self.closed)
         except ValueError as error:
             closed = f"No closed form of one peak's tensors: {error}."
-        return f"{super()._text(markdown)}\n\n{closed}"
+        sheet = super()._sheet(size)
+        return replace(sheet, blocks=[*sheet.blocks, Code(closed)])
 
 
 @overload

@@ -135,6 +135,8 @@ class Way(NamedTuple):
         Whether `out` comes from a verdict on the card. Otherwise the plan judges the phases.
     unsure : str
         Why the way is tight; "" if it is not.
+    code : str
+        Python for diffusers, or the options of stable-diffusion.cpp, that run it; "" for MLX.
     """
 
     name: str
@@ -146,6 +148,7 @@ class Way(NamedTuple):
     out: tuple[str, int] | None = None
     played: bool = False
     unsure: str = ""
+    code: str = ""
 
     @property
     def work(self) -> dict[str, float]:

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from vaemem import _core
 from vaemem._arguments import shared
-from vaemem._common import MIB, flag, latent_factor
+from vaemem._common import MIB, __version__, flag, latent_factor
+from vaemem._render import Block, Bullets, Facts, Sizer, Ways, in_gb, share
 from vaemem._types import Dtype, Program, TiledOp
 from vaemem.engine.limits import LARGEST_SIDE, check_aspect, largest_size
 from vaemem.engine.vae import VAE
@@ -38,11 +39,37 @@ SMALL_TILE = 512  # pixels: of the tiles that are advised where the usual ones d
 
 
 class Advice(NamedTuple):
-    """Something else that was tried, and goes through: what, what it takes, and the command that shows it."""
+    """Another run that was tried and goes through. Sizes in bytes.
+
+    what: what differs
+    verdict: ``"fits"`` or ``"tight"``
+    needed, available: what it takes of the card, and what the card gives; without a card, of the host's memory
+    command: the command that shows it
+    """
 
     what: str
-    says: str
+    verdict: str
+    needed: int
+    available: int | None
     command: str
+
+    def describe(self, size: Sizer) -> str:
+        """The advice in words, with sizes as they are to be written."""
+        if self.available is None:
+            return f"{self.what}: takes {size(self.needed)} of the host's memory, and nothing of the card's"
+        return f"{self.what}: {self.verdict}, takes {share(self.needed, self.available, size)}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `Prediction.to_dict` has it.
+
+        Examples
+        --------
+        >>> from vaemem.prediction.predict import Advice
+        >>> Advice("in float16", "fits", 5, 9, "vaemem fits ...").to_dict()["needed_bytes"]
+        5
+        """
+        one = {"what": self.what, "verdict": self.verdict, "needed_bytes": self.needed}
+        return one | {"available_bytes": self.available, "command": self.command}
 
 
 class Prediction(SimulatedAnswer):
@@ -159,8 +186,8 @@ class Prediction(SimulatedAnswer):
         self.assumed, self.title = request.assumed, f"{self.model} {self.op} {self.height}x{self.width}"
         covers, besides = ", for one frame" if self.model in WANS else "", ""
         if request.card.held:
-            what, size = held_by(software.runtime, self.model)
-            besides = f" beside {what}, which A1111 keeps there ({size / MIB:.0f} MiB)"
+            what, _ = held_by(software.runtime, self.model)
+            besides = f" besides {what}, which A1111 keeps there"
         self.channels_last, self.allow_tf32 = software.channels_last, software.allow_tf32
         super().__init__(request, covers, besides)
         if software.allocator != "native":
@@ -188,44 +215,16 @@ class Prediction(SimulatedAnswer):
         return sum(parameter_bytes(tuple(sorted(job.arch.items())), self.request.code, job.weights_dtype)[0])
 
     @property
-    def asked(self) -> str:
-        """What was asked, in words: the run, and what it runs on."""
+    def _run_text(self) -> str:
         weights = "" if self.weights_dtype == self.dtype else f" from {self.weights_dtype} weights"
-        images = f" in a batch of {self.batch}{', sliced' * self.slicing}" if self.batch > 1 else ""
-        return f"{self.title} {self.dtype}{weights}{images} ({', '.join([self.runtime, self._place, *self.settings])})"
+        images = f", a batch of {self.batch}{', sliced' * self.slicing}" if self.batch > 1 else ""
+        settings = "".join(f", {one}" for one in self.settings)
+        cudnn = f", cuDNN {self.cudnn_version}" if self.cudnn_version else ""
+        run = f"{self.title} in {self.dtype}{weights}{images} by {self.runtime}{settings}"
+        return f"{run} (torch {self.torch_version}{cudnn})"
 
     def __repr__(self) -> str:
-        return f"<Prediction {self.asked}: {self._said}>"
-
-    @property
-    def numbers(self) -> str:
-        """What is predicted, whether it fits, and where that comes from: a line each."""
-        takes = [f"It takes {self.seconds}: {self.seconds.why}."] if self.seconds else []
-        lines = [
-            *filter(None, [self.assumed_card]),
-            f"{self.title}: {self._numbers}, beside weights and input.",
-            self._answer,
-            *takes,
-        ]
-        return "\n  ".join([*lines, *self._basis, *self._stand_ins, f"Workspaces: {self.workspace_source}."])
-
-    @property
-    def _basis(self) -> list[str]:
-        """What the answer is of: a line each."""
-        code = followed(self.request.job.arch, self.request.code)
-        lines = {"Asked": self.asked, "Model": self.request.taken, "Followed": code, "Assumed": self.assumed}
-        if self.request.turns_black:
-            lines["Pictures"] = f"black, for SDXL's own VAE overflows in float16; {FIXED} does not"
-        if program := SENDING.get(self.runtime):
-            lines["Not counted"] = f"other models, of which {program} first sends to the host what its VAE needs by its"
-            lines["Not counted"] += " own estimate"
-        if self.request.card.held:
-            lines["Kept"] = f"{held_by(self.runtime, self.model)[0]}; with --medvram ask for the runtime a1111-medvram"
-        return [f"{what}: {text}." for what, text in lines.items() if text]
-
-    @property
-    def _stand_ins(self) -> list[str]:
-        return [f"Stood in for what is not known: {', '.join(self.substitutions)}."] if self.substitutions else []
+        return f"<Prediction {self._run_text} on {self.gpu}: {self._told}>"
 
     @functools.cached_property
     def would_fit(self) -> tuple[Advice, ...]:
@@ -234,14 +233,13 @@ class Prediction(SimulatedAnswer):
             with contextlib.suppress(ValueError, OverflowError):  # it cannot be, or is more than can be played
                 p = Prediction(other)
                 if p.verdict != DOES_NOT_FIT:
-                    took = f"takes {p.takes} of {p.available / MIB:.0f} MiB"
-                    found.append(Advice(what, f"{p.verdict}, {took}", shell_command(other)))
+                    found.append(Advice(what, p.verdict, p.judged.here[1], p.available, shell_command(other)))
         if job.op == "encode" or job.op == "decode":
             vae = VAE(_core.Model(dict(job.arch), dtype="float32"))
             run = vae.estimate(job.op, job.height, job.width, job.batch)
-            takes = -(-max(run.peak_bytes, run.reserved_bytes) // MIB)
-            says = f"takes {takes} MiB of the host's memory in float32, and none of the card's"
-            found.append(Advice("by vaemem on the CPU", says, shell_command(q, "estimate")))
+            needed = max(run.peak_bytes, run.reserved_bytes)
+            command = shell_command(q, "estimate")
+            found.append(Advice("by vaemem on the CPU in float32", FITS, needed, None, command))
         return tuple(found)
 
     def _alike(self) -> Iterator[tuple[str, VAERequest]]:
@@ -270,45 +268,72 @@ class Prediction(SimulatedAnswer):
             alone = replace(q.card, used=0, held=0)
             yield "with nothing else on the card (the other models offloaded)", replace(q, card=alone)
 
-    def _text(self, markdown: bool = False) -> str:
-        parts = self._parts
-        phase = self.result.fullest
-        sizes = {"weights": phase.weights, "tensors": phase.activations, "workspaces": phase.workspace}
-        sizes["cached"] = phase.cached
-        held = ", ".join(f"{name} {size / MIB:.0f}" for name, size in sizes.items() if size >= MIB / 2)
-        largest = next(one for one in self.peak_tensors if not one.name.startswith("weights of "))
-        room = "" if phase.total <= self.available else ", where there is room"
-        others = f", {self.used / MIB:.0f} that others use" if self.used else ""
-        kept = self.request.card.held
-        others += f", {kept / MIB:.0f} of other models" if kept else ""
-        others += f", and {parts['Windows'] / MIB:.0f} or more that Windows keeps" if parts["Windows"] else ""
-        context = "a CUDA context" if self._process.gpu.maker == "NVIDIA" else "a context"
-        sold = "" if self.reported_memory == self.total_memory else f" of {self.total_memory / MIB:.0f} sold"
-        lines = [
-            *filter(None, [self.assumed_card]),
-            self._answer,
-            *self._basis,
-            f"At its height{room} it takes {phase.total / MIB:.0f} MiB: {held}. The largest tensor is"
-            f" {largest.name}, {largest.bytes / MIB:.0f} MiB.",
-            *([f"It takes {self.seconds}."] if self.seconds and self.verdict != DOES_NOT_FIT else []),
-            f"The card reports {self.reported_memory / MIB:.0f} MiB{sold}, less {parts['CUDA context'] / MIB:.0f} for"
-            f" {context}{others}.",
-            *self._stand_ins,
-        ]
-        if self.verdict != FITS:
-            lines.append("What would fit, each tried:" if self.would_fit else "Nothing that was tried would fit.")
-            lines += [f"  {one.what}: {one.says}\n    {one.command}" for one in self.would_fit]
-        return "\n".join(lines)
+    def _facts(self, size: Sizer) -> list[tuple[str, str]]:
+        largest, time = self.peak_tensors[0], ""
+        if self.seconds and self.verdict != DOES_NOT_FIT:
+            time = str(self.seconds)
+        black = f"black: SDXL's own VAE overflows in float16; {FIXED} does not"
+        return [
+            *super()._facts(size), ("largest", f"{largest.name}, {size(largest.bytes)}"), ("time", time),
+            ("assumed", self.assumed), ("pictures", black if self.request.turns_black else ""),
+        ]  # fmt: skip
 
-    def _data(self) -> dict[str, Any]:
-        asked = (
+    def _blocks(self, size: Sizer) -> list[Block]:
+        advice = [(one.describe(size), one.command) for one in self._tried]
+        tried = "What would fit:" if advice else "Nothing that was tried would fit."
+        details = [
+            ("model", self.request.taken), ("follows", followed(self.request.job.arch, self.request.code)),
+            ("rates", self.seconds.why if self.seconds else ""),
+        ]  # fmt: skip
+        return [
+            *[Ways(tried, advice)] * (self.verdict != FITS), Bullets(self.notes), Facts(details, detail=True),
+            self._tensors(size), *self._sources(),
+        ]  # fmt: skip
+
+    @property
+    def notes(self) -> tuple[str, ...]:  # type: ignore[override]
+        """What is not counted, and what else is on the card."""
+        program, held = SENDING.get(self.runtime), self.request.card.held
+        sends = f"{program} sends other models to the host first, by its own estimate; they are not counted."
+        keeps = f"{held_by(self.runtime, self.model)[0]} stay on the card; with --medvram ask for a1111-medvram."
+        return (*[sends] * bool(program), *[keeps] * bool(held))
+
+    @property
+    def _tried(self) -> tuple[Advice, ...]:
+        return () if self.verdict == FITS else self.would_fit
+
+    def _asked_data(self) -> dict[str, Any]:
+        names = (
             "model op height width batch dtype weights_dtype runtime tile tile_overlap slicing channels_last"
-            " allow_tf32 allocator assumed assumed_card"
+            " allow_tf32 allocator assumed"
         )
-        advice = [] if self.verdict == FITS else self.would_fit
-        said = {name: getattr(self, name) for name in asked.split()} | self._shared_data()
-        said["seconds"] = self.seconds and self.seconds._asdict()
-        return said | {"would_fit": [one._asdict() for one in advice]}
+        return {name: getattr(self, name) for name in names.split()}
+
+    def _more_data(self) -> dict[str, Any]:
+        return super()._more_data() | {
+            "seconds": self.seconds and self.seconds._asdict(), "weights_bytes": self.weights_bytes,
+            "would_fit": [one.to_dict() for one in self._tried],
+        }  # fmt: skip
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The run as the one row of a `vaemem.Table`.
+
+        Examples
+        --------
+        >>> predict("sdxl", "decode", 1024, 1024, gpu="RTX 4090").rows()[0]["reserved_bytes"] >> 20
+        6232
+        """
+        cudnn, took = f", cudnn {self.cudnn_version}" if self.cudnn_version else "", self.seconds
+        replaced = f" (substituted: {'; '.join(self.substitutions)})" if self.substitutions else ""
+        names = "model op height width batch dtype tile tile_overlap runtime weights_bytes"
+        row = {name: getattr(self, name) for name in names.split()}
+        return [row | {
+            "device": self.gpu, "source": "predicted", "allocated_bytes": self.allocated,
+            "reserved_bytes": self.reserved, "seconds": took and took.likely,
+            "seconds_low": took and took.low, "seconds_high": took and took.high, "versions": ", ".join(
+                [f"torch {self.torch_version}{cudnn}{replaced}", *self.settings, f"vaemem {__version__}"]
+            ),
+        }]  # fmt: skip
 
 
 def _sized(size: int, unit: int) -> str:
@@ -561,17 +586,23 @@ class ModulePrediction(SimulatedAnswer):
         self.unmodelled, self.title = dict(request.unmodelled), f"a module on {self.gpu}"
         self.substitutions = (*request.supposed, *self.substitutions)
 
-    def _text(self, markdown: bool = False) -> str:
-        return repr(self)
+    kind = "module"
 
-    def _data(self) -> dict[str, Any]:
-        return self._shared_data() | {"unmodelled": self.unmodelled}
+    def _asked_data(self) -> dict[str, Any]:
+        return {"allocator": self.request.software.allocator}
+
+    def _more_data(self) -> dict[str, Any]:
+        return super()._more_data() | {"unmodelled": self.unmodelled}
+
+    def _blocks(self, size: Sizer) -> list[Block]:
+        missing = [f"Not counted: {what} ({count} times)." for what, count in self.unmodelled.items()]
+        return [Bullets(missing), self._tensors(size), *self._sources()]
 
     def __repr__(self) -> str:
-        baseline = self.peak_allocated - self.allocated
+        baseline = in_gb(self.peak_allocated - self.allocated)
         protocol = "" if self.protocol == USUAL_PROTOCOL else f", {self.protocol}"
         missing = ", ".join(f"{what} ({count})" for what, count in self.unmodelled.items())
         return (
-            f"<ModulePrediction ({self._place}{protocol}): above {baseline / MIB:.2f} MiB of weights and inputs"
-            f" {self._said}{f'; not counted: {missing}' if missing else ''}>"
+            f"<ModulePrediction ({self._place}{protocol}): above {baseline} of weights and inputs"
+            f" {self._told}{f'; not counted: {missing}' if missing else ''}>"
         )

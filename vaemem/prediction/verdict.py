@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import functools
-import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from vaemem import _core
-from vaemem._common import MIB
+from vaemem._render import Sizer, in_gb, share
 from vaemem.prediction.planned import Phase
 from vaemem.prediction.plays import Plays, Takes
 from vaemem.prediction.process import PeakTensor, SimulatedProcess
 
 # NVIDIA's page 5490, "System Memory Fallback for Stable Diffusion".
 SPILLS = (
-    ". On Windows the driver (since 536.40) moves memory to the host's instead, and the run becomes many times slower,"
-    " unless its CUDA - Sysmem Fallback Policy is Prefer No Sysmem Fallback"
+    ". Windows drivers since 536.40 use the host's memory instead, many times slower, unless their CUDA - Sysmem"
+    " Fallback Policy is Prefer No Sysmem Fallback"
 )
 FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"
 
 
 # Why a run is tight, by the core's names.
 GUESSES, NO_ROOM, MARGINAL, UNTRIED = "guesses", "no room", "marginal", "untried"
-
-
-def needed(least_band: tuple[int, int]) -> str:
-    """The least that would do, in words."""
-    least, other = (f"{size / MIB:.0f} MiB" for size in least_band)
-    return f"it needs at least {least}" + (f" ({other} if cuDNN's next plans want as much)" if other != least else "")
 
 
 @dataclass(frozen=True)
@@ -151,50 +144,59 @@ class Verdict:
         return least + more, most + more
 
     @property
-    def takes(self) -> str:
-        """`here` in MiB."""
-        least, most = (f"{size / MIB:.0f}" for size in self.here)
-        return least if least == most else f"{least} to {most}"
-
-    @property
     def spare(self) -> int:
         return self.available - self.least if self.took is None else max(self.available - self.here[1], 0)
 
-    @functools.cached_property
+    @property
     def tight_because(self) -> str:
-        why = self.why
-        if why == GUESSES:
-            return (
-                "it goes through only if cuDNN's next plans take no workspace, which is not known of this version;"
-                f" {needed(self.least_band)}"
-            )
-        if why == NO_ROOM:
-            return self.no_room or (
-                f"it would take {self.most / MIB:.0f} MiB where there is room, and goes through because PyTorch gives"
-                f" cached memory back; {needed(self.least_band)}"
-            )
-        if why == MARGINAL and self.upper > self.available:
-            reason = "" if self.has_version else ", since no version of PyTorch or cuDNN was named"
-            reason = f", {self.between}" if self.between else reason
-            return f"by `upper` it may take {self.upper / MIB:.0f} MiB{reason}"
-        if why == MARGINAL:
-            return f"Windows may keep {self.kept_more / MIB:.0f} MiB more of the card"
-        return self.untried if why == UNTRIED else ""
+        """Why the run is tight, in words; "" if it is not."""
+        return self.explain(in_gb)
 
     @property
     def summary(self) -> str:
-        told = self.covers + (", as far as can be told of such a card" if self.coarse else "")
-        room, spare = f"{self.available / MIB:.0f} MiB", f"{abs(self.spare) / MIB:.0f} MiB"
+        """The verdict with its figures, in words."""
+        return self.summarize(in_gb)
+
+    def takes(self, size: Sizer) -> str:
+        """What the run takes on this card, of what the card gives."""
+        least, most = self.here
+        return f"takes {f'{size(least)} to ' if least != most else ''}{share(most, self.available, size, 'of the')}"
+
+    def needs(self, size: Sizer) -> str:
+        """The least with which the run goes through."""
+        least, other = map(size, self.least_band)
+        return f"needs at least {least}" + (f" ({other} if cuDNN's next plans need as much)" if other != least else "")
+
+    def explain(self, size: Sizer) -> str:
+        """Why the run is tight, with sizes as they are to be written."""
+        why = self.why
+        if why == GUESSES:
+            guess = "it goes through only if cuDNN's next plans need no workspace, which is unknown for this version"
+            return f"{guess}; it {self.needs(size)}"
+        if why == NO_ROOM:
+            freed = "it goes through because PyTorch frees its cache"
+            return self.no_room or f"with more room it would take {size(self.most)}; {freed}; it {self.needs(size)}"
+        if why == MARGINAL and self.upper > self.available:
+            reason = "" if self.has_version else ", because no version of PyTorch or cuDNN was named"
+            return f"it may take up to {size(self.upper)}{f', {self.between}' if self.between else reason}"
+        if why == MARGINAL:
+            return f"Windows may keep {size(self.kept_more)} more of the card"
+        return self.untried if why == UNTRIED else ""
+
+    def summarize(self, size: Sizer) -> str:
+        """The verdict with its figures, with sizes as they are to be written."""
+        told = self.covers + (", as far as is known of such a card" if self.coarse else "")
         if self.took is None:
-            phase, (name, size) = self.out_of_memory_at or ("", ("", 0))
-            where = f"{f'in {phase} ' if phase else ''}at {name}, which asks for {size / MIB:.0f} MiB"
-            lacking = f"{needed(self.least_band)}, and the card gives {room}{self.besides}"
-            lacking += f": {spare} are lacking" if self.spare < 0 else ""  # more can need more
-            return f"does not fit{told}: {lacking}; it runs out {where}{SPILLS if self.kept_more else ''}"
-        took = f"it takes {self.takes} of the {room} that the card gives{self.besides}"
-        if self.tight_because:
-            return f"tight{told}: {took}; {self.tight_because}"
-        return f"fits{told}: {took}, at most {self.upper / MIB:.0f} by `upper`; {spare} to spare"
+            phase, (name, request) = self.out_of_memory_at or ("", ("", 0))
+            there = " ".join(filter(None, [f"in {phase}" if phase else "", f"at {name}" if request else ""]))
+            tries = f", which tries to allocate {size(request)}" if request else ""
+            short = f", {size(-self.spare)} short" if self.spare < 0 else ""  # more can need more
+            needs = f"it {self.needs(size)}, and the card gives {size(self.available)}{self.besides}{short}"
+            return f"{self.word}{told}: {needs}; it runs out {there}{tries}{SPILLS if self.kept_more else ''}"
+        took = f"it {self.takes(size)} that the card gives{self.besides}"
+        if because := self.explain(size):
+            return f"{self.word}{told}: {took}; {because}"
+        return f"{self.word}{told}: {took}, at most {size(self.upper)}; {size(self.spare)} to spare"
 
 
 def judge_played(
@@ -228,31 +230,3 @@ def judge_phases(
     lacking = full and (full.name, PeakTensor(f"compute buffer of {full.name}", full.activations))
     took = most if most <= available else least
     return Verdict(available, most, None if full else took, lacking, least_most=least, **more)
-
-
-# Of what a card holds; people with a colour-vision deficiency tell them apart (Okabe and Ito).
-COLOURS = {
-    "weights": "#0072B2", "tensors": "#D55E00", "workspaces": "#E69F00", "cached": "#CC79A7", "vaemem": "#009E73",
-    "CUDA context": "#56B4E9", "others": "#6E6E6E", "Windows": "#999999", "spare": "#E4E4E4",
-}  # fmt: skip
-
-
-def bar(parts: Mapping[str, int], size: int) -> str:
-    """A bar of parts in bytes, as HTML for a notebook; a line marks a card's size where they go beyond it."""
-    whole, left, cells, names = max(size, sum(parts.values()), 1), 0, [], []
-    for name, part in parts.items():
-        if part <= 0:
-            continue
-        colour = COLOURS.get(name, "#000000")
-        shown = f"{html.escape(name)} {part / MIB:.0f} MiB"
-        cells.append(
-            f'<div title="{shown}" style="position:absolute;left:{100 * left / whole:.2f}%;top:0;bottom:0;'
-            f'width:{100 * part / whole:.2f}%;background:{colour}"></div>'
-        )
-        names.append(f'<span style="white-space:nowrap"><span style="color:{colour}">&#9632;</span> {shown}</span>')
-        left += part
-    edge = f'<div title="the card, {size / MIB:.0f} MiB" style="position:absolute;left:{100 * size / whole:.2f}%;'
-    edge += 'top:-4px;bottom:-4px;border-left:2px solid #000"></div>'
-    box = "position:relative;height:1.4em;max-width:48em;background:#f4f4f4;margin:6px 0"
-    edge = edge if left > size else ""
-    return f'<div style="{box}">{"".join(cells)}{edge}</div><div>{" ".join(names)}</div>'

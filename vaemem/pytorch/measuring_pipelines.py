@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vaemem._common import MIB, __version__, html_table, render, whole
+from vaemem._common import MIB, __version__, whole
+from vaemem._render import Bullets, Columns, Facts, Sheet, Shown, Sizer
 from vaemem.pipelines.components import PIPELINES, VAE_STRIDE, weights_of
 from vaemem.pipelines.pipeline_request import Part, PipelineArguments, PipelineRequest, image_sides, resolve_pipeline
 from vaemem.pipelines.predict_pipeline import PipelinePrediction
-from vaemem.pipelines.ways import Written
 from vaemem.prediction.gpus import CONTEXT
 from vaemem.prediction.planned import Phase
 from vaemem.prediction.request import Card, Software, find_card, usual_tile
@@ -66,7 +66,7 @@ class Seen(NamedTuple):
     tokens: int
 
 
-class MeasuredPipeline(Written):
+class MeasuredPipeline(Shown):
     """What `measure_pipeline` returns. Printing it shows a line a phase.
 
     Attributes
@@ -155,33 +155,33 @@ class MeasuredPipeline(Written):
         return rows
 
     def _data(self) -> dict[str, Any]:
+        full = self.out_of_memory_at
         return {
-            **self.asked, "versions": self.versions, "phases": self._lines(), "notes": self.notes,
-            "out_of_memory_at": self.out_of_memory_at,
+            "answer": "measurement", "asked": self.asked, "summary": self._headline, "phases": self._lines(),
+            "out_of_memory_at": full and {"phase": full[0], "message": full[1]},
+            "software": {"versions": self.versions}, "notes": list(self.notes),
         }  # fmt: skip
 
-    def _grid(self) -> tuple[list[str], list[tuple[str, ...]]]:
-        """Header and a line a phase; a column that has nothing is left out."""
+    @property
+    def _headline(self) -> str:
+        return f"Out of memory in {': '.join(self.out_of_memory_at)}" if self.out_of_memory_at else "It went through."
+
+    def _sheet(self, size: Sizer) -> Sheet:
         columns, rows = {"phase": [phase.name for phase in self.phases]}, self._lines()
         for name in _COUNTERS:
-            for key, title, form, unit in (
-                (f"{name}_bytes", f"{name} MiB", ".0f", MIB),
-                (f"predicted_{name}_bytes", f"{name} predicted", ".0f", MIB),
-                (f"{name}_error_percent", f"{name} error %", "+.1f", 1),
+            for key, title in (
+                (f"{name}_bytes", name),
+                (f"predicted_{name}_bytes", f"{name} predicted"),
+                (f"{name}_error_percent", f"{name} error %"),
             ):
+                write = "{:+.1f}".format if key.endswith("percent") else size
                 if any(row[key] is not None for row in rows):
-                    columns[title] = ["" if row[key] is None else format(row[key] / unit, form) for row in rows]
+                    columns[title] = ["" if row[key] is None else write(row[key]) for row in rows]
         columns["seconds"] = [f"{phase.seconds:.2f}" for phase in self.phases]
         columns["outcome"] = ["goes through" if phase.fits else "out of memory" for phase in self.phases]
-        return list(columns), list(zip(*columns.values(), strict=True))
-
-    def _text(self, markdown: bool = False) -> str:
-        full = [f"Out of memory in {': '.join(self.out_of_memory_at)}"] if self.out_of_memory_at else []
-        parts = [self.title, render(*self._grid(), markdown), *full, *self.notes, self.versions]
-        return ("\n\n" if markdown else "\n").join(parts)
-
-    def _repr_html_(self) -> str:
-        return html_table(*self._grid())
+        facts = Facts([("run", self.title), ("software", self.versions)])
+        table = Columns(list(columns), list(zip(*columns.values(), strict=True)))
+        return Sheet(self._headline, [facts, table, Bullets(self.notes)])
 
 
 # ---- the borders between phases ----

@@ -9,6 +9,7 @@ what `RESIDENCES` says.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -241,7 +242,8 @@ def sdcpp_ways(
         said = [word for word in words if word in VAE_FLAGS]
         name = ", ".join([words[0], f"VAE {', '.join(said) or 'whole'}", *words[1 + len(said) :]])
         settings = {flag: value for word in words for flag, value in options[word].items()}
-        return Way(name, settings, phases, host, " and ".join(changes), SDCPP_NOTES)
+        code = " ".join(flag if value is True else shlex.join([flag, str(value)]) for flag, value in settings.items())
+        return Way(name, settings, phases, host, " and ".join(changes), SDCPP_NOTES, code=code or "no options")
 
     return [way(words) for words in wanted]
 

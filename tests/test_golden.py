@@ -1,0 +1,58 @@
+"""What twenty commands print, in tests/golden. ``make golden`` writes the files again after a change that is meant."""
+
+import json
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+
+from vaemem.__main__ import main
+
+jsonschema = pytest.importorskip("jsonschema")
+
+HERE = Path(__file__).parent
+SCHEMA = HERE.parent / "docs" / "answer.schema.json"
+SEED = "seed_table.csv"  # stands for the copy that comes with vaemem
+COMMANDS = {
+    "fits": "fits sdxl decode 1024 --gpu 'RTX 4060'",
+    "fits_all": "fits sdxl decode 1024 --gpu 'RTX 4060' --torch 2.9.1 --all --exact",
+    "fits_not": "fits sdxl decode 4096 --gpu 'RTX 3060' --os windows",
+    "fits_coarse": "fits sdxl decode 1024 --gpu 'RX 7900 XTX' --runtime comfyui",
+    "fits_markdown": "fits sd15 decode 768 512 --gpu T4 --format markdown",
+    "fits_json": "fits sd15 decode 512 --gpu T4 --torch 2.9.1 --format json",
+    "fits_csv": "fits sd15 decode_tiled 1024 --tile 512 --gpu T4 --torch 2.9.1 --format csv",
+    "fits_a1111": "fits sdxl decode 1024 --gpu 'RTX 3060' --runtime a1111",
+    "pipeline": "fits sdxl 1024 --gpu 'RTX 3060'",
+    "pipeline_json": "fits sd15 512 --gpu T4 --offload model --format json",
+    "pipeline_sdcpp": "fits flux-dev 1024 --gpu 'RTX 4060' --runtime sd.cpp",
+    "plan": "plan flux-dev 1024 --gpu 'RTX 3060'",
+    "plan_all": "plan sd15 768 --gpu 'RTX 3060' --all",
+    "plan_nothing": "plan flux-dev 1024 --memory 24GB --runtime mlx",
+    "plan_json": "plan sd15 512 --gpu T4 --format json",
+    "largest": "largest sdxl decode --gpu 'RTX 4060' --torch 2.9.1",
+    "explain": "explain 'CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0 has a total capacity of 11.76 GiB'",
+    "formula": "formula sd15 --gpu T4 --offload model",
+    "fit": f"fit {SEED} --op decode",
+    "refused": "fits sdxl decode 1001 --gpu 'RTX 4069'",
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_prints_what_it_did(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    seed = str(HERE.parent / "vaemem" / "data" / SEED)
+    status = main([seed if word == SEED else word for word in shlex.split(COMMANDS[name])])
+    out, err = capsys.readouterr()
+    shown, file = f"$ vaemem {COMMANDS[name]}\n{out}{err}exit status {status}\n", HERE / "golden" / f"{name}.txt"
+    if os.environ.get("VAEMEM_GOLDEN") == "1":
+        file.write_text(shown, "utf-8")
+    assert shown == file.read_text("utf-8"), "if it is meant: make golden"
+    if name.endswith("json"):
+        answers = json.loads(out)
+        for answer in answers if isinstance(answers, list) else [answers]:
+            jsonschema.validate(answer, json.loads(SCHEMA.read_text("utf-8")))
+
+
+def test_every_file_is_a_commands():
+    assert {file.stem for file in (HERE / "golden").iterdir()} == {*COMMANDS} and len(COMMANDS) == 20

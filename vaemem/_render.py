@@ -1,0 +1,314 @@
+"""How an answer looks: a sheet of blocks, for a terminal, as Markdown and as HTML; and its data as JSON.
+
+An answer says what it has to say once, as a `Sheet`. Each kind of block knows how it looks in each of the three forms.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+import shutil
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vaemem._common import MIB, html_table, render, whole, write
+
+Sizer = Callable[[float], str]  # how a size in bytes is written
+GB = 1 << 30  # as cards are sold
+NARROW = 80  # columns, if nothing says how wide the terminal is
+_COLOURS = {"fits": "32", "tight": "33", "does not fit": "31"}  # green, yellow, red
+
+
+def in_gb(size: float) -> str:
+    """A size as cards are sold: 1 GB is 1024 MiB.
+
+    Examples
+    --------
+    >>> from vaemem._render import in_gb
+    >>> in_gb(6530 << 20), in_gb(22 << 20)
+    ('6.38 GB', '22 MB')
+    """
+    if abs(size) >= GB / 10:
+        return f"{size / GB:.2f} GB"
+    return f"{size / MIB:.0f} MB" if abs(size) >= 10 * MIB else f"{size / MIB:.2g} MB"
+
+
+def in_mib(size: float) -> str:
+    """A size in MiB, with two decimals if it is not a whole number of them."""
+    return f"{size / MIB:.0f} MiB" if size % MIB == 0 else f"{size / MIB:.2f} MiB"
+
+
+def share(part: float, whole: float, sizer: Sizer, of: str = "of") -> str:
+    """Two sizes, with one unit if it is the same: ``"6.38 of 7.26 GB"``."""
+    one, other = sizer(part), sizer(whole)
+    return f"{one.split()[0] if one.split()[1] == other.split()[1] else one} {of} {other}"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Labelled lines. A fact without text is left out. detail, here and below: whether only ``all=True`` shows it."""
+
+    pairs: Sequence[tuple[str, str]]
+    detail: bool = False
+
+    @property
+    def _told(self) -> list[tuple[str, str]]:
+        return [(label, text) for label, text in self.pairs if text]
+
+    def text(self, width: int, wide: bool) -> str:
+        cut = max((len(label) for label, _ in self._told), default=0) + 2
+        return "\n".join(_wrapped(text, width, f"  {label:<{cut}}", " " * (cut + 2)) for label, text in self._told)
+
+    def markdown(self) -> str:
+        return "\n".join(f"- **{label}**: {text}" for label, text in self._told)
+
+    def html(self) -> str:
+        cells = (f"<tr><th>{html.escape(label)}</th><td>{html.escape(text)}</td></tr>" for label, text in self._told)
+        return f"<table>{''.join(cells)}</table>"
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A table. A terminal that is too narrow gets its first columns; ``all=True`` shows all. best: the index of the row
+    that stands out. whole: whether all columns are always shown."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    best: int | None = None
+    title: str = ""
+    whole: bool = False
+    detail: bool = False
+
+    def text(self, width: int, wide: bool) -> str:
+        for count in range(len(self.header), 1, -1):
+            found = render(self.header[:count], [row[:count] for row in self.rows])
+            if wide or self.whole or max(map(len, found.splitlines())) <= width:
+                break
+        return "\n".join(filter(None, [self.title, found]))
+
+    def markdown(self) -> str:
+        return "\n\n".join(filter(None, [self.title, render(self.header, self.rows, markdown=True)]))
+
+    def html(self) -> str:
+        best = None if self.best is None else self.rows[self.best]
+        return f"<p>{html.escape(self.title)}</p>" * bool(self.title) + html_table(self.header, self.rows, best)
+
+
+@dataclass(frozen=True)
+class Ways:
+    """A list of things to do, each with the command or the code that does it."""
+
+    title: str
+    pairs: Sequence[tuple[str, str]]
+    detail: bool = False
+
+    def text(self, width: int, wide: bool) -> str:
+        lines = [self.title]
+        for what, how in self.pairs:
+            lines += [_wrapped(what, width, "  ", "    "), textwrap.indent(how, "    ")]
+        return "\n".join(lines)
+
+    def markdown(self) -> str:
+        fenced = ((what, textwrap.indent(f"```\n{how}\n```", "  ")) for what, how in self.pairs)
+        return "\n\n".join([self.title, *(f"- {what}\n\n{code}" for what, code in fenced)])
+
+    def html(self) -> str:
+        items = (f"<li>{html.escape(what)}<pre>{html.escape(how)}</pre></li>" for what, how in self.pairs)
+        return f"<p>{html.escape(self.title)}</p><ul>{''.join(items)}</ul>"
+
+
+@dataclass(frozen=True)
+class Code:
+    """Lines of a program."""
+
+    lines: str
+    detail: bool = False
+
+    def text(self, width: int, wide: bool) -> str:
+        return textwrap.indent(self.lines, "    ")
+
+    def markdown(self) -> str:
+        return f"```\n{self.lines}\n```"
+
+    def html(self) -> str:
+        return f"<pre>{html.escape(self.lines)}</pre>"
+
+
+@dataclass(frozen=True)
+class Bullets:
+    """A list of sentences, with a title or without one."""
+
+    items: Sequence[str]
+    title: str = ""
+    detail: bool = False
+
+    def text(self, width: int, wide: bool) -> str:
+        return "\n".join(filter(None, [self.title, *(_wrapped(item, width, "- ", "  ") for item in self.items)]))
+
+    def markdown(self) -> str:
+        return "\n\n".join(filter(None, [self.title, "\n".join(f"- {item}" for item in self.items)]))
+
+    def html(self) -> str:
+        items = "".join(f"<li>{html.escape(item)}</li>" for item in self.items)
+        return f"<p>{html.escape(self.title)}</p>" * bool(self.title) + f"<ul>{items}</ul>"
+
+
+# Of what a card holds; people with a colour-vision deficiency tell them apart (Okabe and Ito).
+COLOURS = {
+    "weights": "#0072B2", "tensors": "#D55E00", "workspaces": "#E69F00", "cached": "#CC79A7", "vaemem": "#009E73",
+    "CUDA context": "#56B4E9", "others": "#6E6E6E", "Windows": "#999999", "spare": "#E4E4E4",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What a card holds, as a bar of parts in bytes; a line marks the card's size if they go beyond it. HTML alone
+    shows it."""
+
+    parts: Mapping[str, int]
+    size: int
+    sizer: Sizer = in_gb
+    detail: bool = False
+
+    def text(self, width: int, wide: bool) -> str:
+        return ""
+
+    def markdown(self) -> str:
+        return ""
+
+    def html(self) -> str:
+        whole, left, cells, names = max(self.size, sum(self.parts.values()), 1), 0, [], []
+        for name, part in self.parts.items():
+            if part <= 0:
+                continue
+            colour, shown = COLOURS.get(name, "#000000"), f"{html.escape(name)} {self.sizer(part)}"
+            cells.append(
+                f'<div title="{shown}" style="position:absolute;left:{100 * left / whole:.2f}%;top:0;bottom:0;'
+                f'width:{100 * part / whole:.2f}%;background:{colour}"></div>'
+            )
+            names.append(f'<span style="white-space:nowrap"><span style="color:{colour}">&#9632;</span> {shown}</span>')
+            left += part
+        edge = f'<div title="the card, {self.sizer(self.size)}" style="position:absolute;'
+        edge += f'left:{100 * self.size / whole:.2f}%;top:-4px;bottom:-4px;border-left:2px solid #000"></div>'
+        box = "position:relative;height:1.4em;max-width:48em;background:#f4f4f4;margin:6px 0"
+        edge = edge if left > self.size else ""
+        return f'<div style="{box}">{"".join(cells)}{edge}</div><div>{" ".join(names)}</div>'
+
+
+Block = Facts | Columns | Ways | Code | Bullets | Bar
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """An answer: the headline, which begins with the verdict if there is one, and blocks."""
+
+    headline: str
+    blocks: Sequence[Block] = ()
+    verdict: str = ""
+
+    def shown(self, all: bool) -> Iterable[Block]:
+        return (block for block in self.blocks if all or not block.detail)
+
+    def text(self, all: bool = False, width: int = NARROW, colour: bool = False) -> str:
+        """For a terminal of so many columns."""
+        headline = _wrapped(self.headline, width, "", "")
+        if colour:
+            cut = len(self.verdict)
+            headline = f"\x1b[1;{_COLOURS.get(self.verdict, '39')}m{headline[:cut]}\x1b[22;39m{headline[cut:]}"
+        blocks = [block.text(width, all) for block in self.shown(all)]
+        return "\n\n".join([headline, *filter(None, blocks)])
+
+    def markdown(self, all: bool = False) -> str:
+        cut = len(self.verdict)
+        headline = f"**{self.headline[:cut]}**{self.headline[cut:]}" if cut else self.headline
+        return "\n\n".join([headline, *filter(None, (block.markdown() for block in self.shown(all)))])
+
+    def html(self, all: bool = False) -> str:
+        cut, text = len(self.verdict), html.escape(self.headline)
+        headline = f"<b>{text[:cut]}</b>{text[cut:]}"
+        return f"<div><p>{headline}</p>{''.join(block.html() for block in self.shown(all))}</div>"
+
+
+def _wrapped(text: str, width: int, first: str, others: str) -> str:
+    """A paragraph. A number keeps its unit on its line."""
+    kept = re.sub(r"(\d) (?=(?:GB|MB|MiB|s)\b)", "\\1\xa0", text)
+    lines = textwrap.fill(
+        kept, max(width, len(first) + 20), initial_indent=first, subsequent_indent=others, break_long_words=False,
+        break_on_hyphens=False,
+    )  # fmt: skip
+    return lines.replace("\xa0", " ")
+
+
+class Shown:
+    """What can be printed, and written as JSON: a subclass has its data and its `Sheet`."""
+
+    def _data(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _sheet(self, size: Sizer) -> Sheet:
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything that the answer says as plain values: docs/answer.schema.json describes them.
+
+        Examples
+        --------
+        >>> plan_pipeline("sd15", 1536, 1536, memory="16 GB", runtime="mlx").to_dict()["recommended"]
+        'whole VAE, denoiser kept, bfloat16'
+        """
+        return self._data()
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> str | None:
+        """Write `to_dict` as JSON to a file, or return it as text.
+
+        Examples
+        --------
+        >>> import json
+        >>> json.loads(predict("sdxl", "decode", 1024, 1024, gpu="RTX 4090").to_json())["verdict"]
+        'fits'
+        """
+        return write(path, json.dumps(self.to_dict(), indent=1, ensure_ascii=False) + "\n")
+
+    def to_text(self, all: bool = False, exact: bool = False, width: int | None = None, colour: bool = False) -> str:
+        """Return the answer for a terminal.
+
+        Parameters
+        ----------
+        all : bool
+            Whether to show the details, too.
+        exact : bool
+            Whether to show sizes in MiB. By default they are in GB of 1024 MiB, as cards are sold.
+        width : int, optional
+            Columns; by default the terminal's, or 80.
+        colour : bool
+            Whether to colour the verdict.
+
+        Examples
+        --------
+        >>> print(predict("sdxl", "decode", 1024, 1024, gpu="RTX 4090").to_text(exact=True))
+        Fits: ...
+        """
+        width = shutil.get_terminal_size((NARROW, 24)).columns if width is None else whole("width", width)
+        return self._sheet(in_mib if exact else in_gb).text(all, width, colour)
+
+    def to_markdown(self, all: bool = False, exact: bool = False) -> str:
+        """Return the answer as Markdown, with the parameters of `to_text`.
+
+        Examples
+        --------
+        >>> print(predict_pipeline("sd15", 512, 512, gpu="T4").to_markdown())
+        **Fits**: ...
+        """
+        return self._sheet(in_mib if exact else in_gb).markdown(all)
+
+    def _repr_html_(self) -> str:
+        return self._sheet(in_gb).html()
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    __repr__ = __str__
