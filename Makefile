@@ -23,7 +23,7 @@ help: ## this list
 	@sed -nE 's/^([a-z-]+):.* ## (.*)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
 
 .PHONY: help demo test golden docs bench check thorough lint asan clang pythons packages fuzz newer windows format wheel wheel-cpu wheel-cuda clean \
-        build-gpu test-gpu bench-gpu check-gpu gpu-pack gpu-session
+        build-gpu test-gpu bench-gpu check-gpu gpu-pack gpu-session reproduce
 
 demo: $(VENV)/demo.stamp ## the demo's page: out/index.html
 	$(BIN)/python -m vaemem demo --out out
@@ -53,6 +53,9 @@ bench: $(VENV)/bench.stamp ## speed and memory compared with PyTorch and OpenVIN
 	$(BIN)/python benchmarks/memory.py --op encode
 	$(BIN)/python benchmarks/memory.py --size 2048 --rounds 0
 	$(BIN)/python benchmarks/memory.py --plot
+
+reproduce: $(VENV)/test.stamp ## judges what others published; ONLY="guide note" for a part (benchmarks/published)
+	PYTHONSAFEPATH=1 PYTHONPATH=benchmarks $(BIN)/python -m published $(ONLY)
 
 # What a borrowed GPU is asked for, most valuable first, in calls of a few minutes (benchmarks/gpu_session.py). gpu-pack builds
 # beforehand what takes long there, for that machine's Python (PACK_PYTHON) and GPU (PACK_ARCHS); gpu-session rehearses the

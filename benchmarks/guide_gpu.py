@@ -2,7 +2,7 @@
 
     python benchmarks/guide_gpu.py [--parts in-place contiguous transfers pre-allocated ramps] [--tile 1024]
 
-`vaemem reproduce --guide` names it where a claim needs a GPU. Medians of rounds in turns, in ms, and what the habit
+`make reproduce ONLY=guide` names it if a claim needs a GPU. Medians of rounds in turns, in ms, and what the habit
 saves as a share of a tile's decode (SDXL's VAE in bfloat16, torch_vae.py). Writes guide_gpu_<gpu>.csv. --device cpu
 --small shows that it runs.
 """

@@ -128,12 +128,12 @@ def test_ctrl_c_keeps_the_finished_rows(monkeypatch, capsys, tmp_path):
     assert main(command) == 130 and path.read_bytes() == before
 
 
-@pytest.mark.parametrize("command", ["sweep", "reproduce"])
+@pytest.mark.parametrize("command", [["sweep"], ["compare", "absent.csv"]])
 def test_a_csv_that_cannot_be_written_is_refused_before_the_first_run(command, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("vaemem.tables.sweep.sweep", lambda *args, **kwargs: pytest.fail("it ran"))
-    assert main([command, "--csv", str(tmp_path / "absent" / "table.csv")]) == 2
+    assert main([*command, "--csv", str(tmp_path / "absent" / "table.csv")]) == 2
     assert "absent" in capsys.readouterr().err
-    assert main([command, "--csv", str(tmp_path)]) == 2
+    assert main([*command, "--csv", str(tmp_path)]) == 2
     monkeypatch.undo()
     new = tmp_path / "new.csv"
     assert main(["sweep", "--models", "sd4", "--csv", str(new)]) == 2 and not new.exists()
@@ -434,11 +434,11 @@ def test_whatever_a_library_raises_about_a_file_is_one_line_that_names_it(name, 
     content, wanted = BROKEN[name]
     path = tmp_path / name
     path.write_bytes(content)
-    command = {".npy": "decode", ".pt": "decode", ".csv": "reproduce"}.get(path.suffix, "encode")
+    command = {".npy": "decode", ".pt": "decode", ".csv": "compare"}.get(path.suffix, "encode")
     if path.suffix == ".pt":
         pytest.importorskip("torch")
     out = str(tmp_path / {"decode": "x.png", "encode": "x.npy"}.get(command, "x.csv"))
-    options = ["--csv", out] if command == "reproduce" else ["--weights", weights, "-o", out]
+    options = ["--csv", out] if command == "compare" else ["--weights", weights, "-o", out]
     assert main([command, str(path), *options]) == 2
     said = capsys.readouterr().err
     assert str(path) in said and wanted in said and said.count("\n") == 1

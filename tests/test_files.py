@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 from engine import TWO_LEVELS
 
-from vaemem import VAE, CachingAllocator, _common, report, seed_table
+from vaemem import VAE, CachingAllocator, _common, compare, report, seed_table
 from vaemem.__main__ import main
 from vaemem._common import check_writable, replacing, write
-from vaemem.published import reproduce
 
 
 @contextlib.contextmanager
@@ -44,7 +43,7 @@ WRITERS = {
     "to_json": lambda path: seed_table().to_json(path),
     "save_snapshot": a_snapshot,
     "report": lambda path: report(seed_table()[:3], path.with_suffix(".md"), html=path, plots=False),
-    "reproduce": lambda path: reproduce.write_csv([(("sd15", "decode", 8, 8, "float16", 1), (1, 2), (3, 4))] * 9, path),
+    "compare": lambda path: compare(seed_table()[:9], "comfyui").to_csv(path),
     "VAE.save": lambda path: VAE.random(config=TWO_LEVELS).save(path),
 }
 

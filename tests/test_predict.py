@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import csv
 import dataclasses
 import inspect
 import json
@@ -33,11 +32,11 @@ from vaemem.prediction.request import VAEArguments
 from vaemem.prediction.usual import held_by
 from vaemem.prediction.verdict import GUESSES, NO_ROOM
 from vaemem.prediction.workspace import Workspace
-from vaemem.published import reproduce
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import left_out
+from published import replay
 
 MIB, GB = 1 << 20, 1 << 30
 
@@ -52,12 +51,12 @@ def repeated(p, capacity):
 
 @pytest.fixture(scope="module")
 def table():
-    return reproduce.read_table()
+    return replay.read_table()
 
 
 def test_the_published_table_is_reproduced(table):
-    rows = reproduce.reproduce(table)
-    counts = reproduce.agreement(rows)
+    rows = replay.replay_rows(table)
+    counts = replay.agreement(rows)
     assert counts["rows"] == 98
     # 0.01 MiB: the table's decimals. 94 rows are equal; the other four are 0.4 MiB off, one small segment in one of
     # five runs.
@@ -67,10 +66,10 @@ def test_the_published_table_is_reproduced(table):
 
 
 def test_what_the_inferred_rules_are_worth(table):
-    inferred = reproduce.inferred()
+    inferred = replay.inferred()
     assert inferred["recorded"]["how"] == "inferred" and len(inferred["rules"]) <= 12
-    left_out = reproduce.agreement(reproduce.leave_one_out(table))
-    nothing = reproduce.agreement(reproduce.reproduce(table, reproduce.profile_workspace(reproduce.NEAREST)))
+    left_out = replay.agreement(replay.leave_one_out(table))
+    nothing = replay.agreement(replay.replay_rows(table, replay.profile_workspace(replay.NEAREST)))
     assert nothing["allocated_equal"] >= 80 and nothing["reserved_equal"] < 50  # the rules are needed,
     assert (
         left_out["allocated_equal"] >= 96 and left_out["reserved_within_1_percent"] >= 80
@@ -78,42 +77,17 @@ def test_what_the_inferred_rules_are_worth(table):
 
 
 def test_every_rule_says_where_it_was_seen(table):
-    for rule in reproduce.inferred()["rules"]:
-        data = reproduce.inferred()
+    for rule in replay.inferred()["rules"]:
+        data = replay.inferred()
         data["rules"] = [other for other in data["rules"] if other != rule]
-        played = reproduce.play(reproduce.profile_workspace(reproduce.CUDNN, data))
+        played = replay.play(replay.profile_workspace(replay.CUDNN, data))
         off = {key[2] for key, (_, reserved) in table if abs(played[key][1] - reserved) > 0.5}
         assert off == set(rule["seen"]), rule["name"]
 
 
 @pytest.mark.thorough
-def test_command_line(tmp_path, capsys):
-    out = tmp_path / "out.csv"
-    assert main(["reproduce", "--csv", str(out)]) == 0
-    printed = capsys.readouterr().out
-    assert "inferred rules: of 98 rows allocated equal on 98" in printed
-    with open(out, newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert tuple(rows[0]) == reproduce.WRITTEN and len(rows) == 98
-    assert all(abs(float(r["predicted_allocated_mib"]) - float(r["measured_allocated_mib"])) <= 0.0101 for r in rows)
-
-
-@pytest.mark.parametrize(
-    "text, named",
-    [
-        ("model,op\nFLUX,encode\n", "height, width"),
-        ("model,op,height,width,dtype,allocated_mib,reserved_mib,group\nFLUX,encode,x,512,float16,1,2,1\n", "line 2"),
-        (
-            "model,op,height,width,dtype,allocated_mib,reserved_mib,group\nFLUX,encode,640,640,float16,1,2,1\n",
-            "published benchmark",
-        ),
-    ],
-)
-def test_bad_tables(tmp_path, text, named):
-    path = tmp_path / "table.csv"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=named):
-        reproduce.reproduce(reproduce.read_table(path))
+def test_the_table_is_judged():
+    assert "inferred rules: of 98 rows allocated equal on 98" in replay.judge_table()
 
 
 # ---- predict ----
@@ -538,7 +512,7 @@ def test_the_first_row_of_a_script_is_one_warm_run_and_four_repeated_ones(table,
     asked = {"dtype": "float16", "runtime": runtime}
     warm, repeated = (predict(model, "encode", 512, 512, protocol=p, **asked) for p in ("warm", "repeated"))
     for mib, first, later in zip(measured, sizes(warm), sizes(repeated), strict=False):
-        assert abs((first + 4 * later) / 5 / MIB - mib) <= reproduce.EQUAL_MIB
+        assert abs((first + 4 * later) / 5 / MIB - mib) <= replay.EQUAL_MIB
 
 
 def test_the_protocols_in_the_documentation():
@@ -683,13 +657,13 @@ def test_the_cudnn_of_a_build_answers():
 
 def test_the_upper_bound_covers_what_it_says(table):
     assert f"{len(table)} of {len(table)} rows" in predict("sdxl", "decode", 64, 64, "float16").upper_basis
-    assert reproduce.covered(table, torch_version=reproduce.TORCH) == len(table)
-    assert reproduce.covered(table, cudnn_version=reproduce.NEAREST) == 87  # of 98: another version's answers
+    assert replay.covered(table, torch_version=replay.TORCH) == len(table)
+    assert replay.covered(table, cudnn_version=replay.NEAREST) == 87  # of 98: another version's answers
 
 
 @pytest.mark.thorough
 def test_the_upper_bound_covers_the_table_where_no_version_is_told(table):
-    assert reproduce.covered(table) == len(table)
+    assert replay.covered(table) == len(table)
 
 
 def test_the_upper_bound_holds_where_nothing_was_asked():
@@ -711,7 +685,7 @@ def test_the_upper_bound_needs_neither_9_7_nor_its_rules(table):
         whole = [
             row for row in table if row[0][1] in ("encode", "decode") and (row[0][0] == "flux" or row[0][2] <= 1024)
         ]
-        assert reproduce.covered(whole, torch_version=reproduce.TORCH) == len(whole) - 1
+        assert replay.covered(whole, torch_version=replay.TORCH) == len(whole) - 1
 
 
 @pytest.mark.thorough
@@ -721,15 +695,15 @@ def test_the_upper_bound_needs_nothing_from_the_table_itself(table, monkeypatch)
     asked = profiles.Catalogue(files, older)
     monkeypatch.setattr(workspace, "shipped_catalogue", lambda: asked)
     assert predict("sdxl", "decode", 64, 64, "float16").substitutions == ("cuDNN 9.8.0 for 9.7.1",)
-    assert reproduce.covered(table, torch_version=reproduce.TORCH) == len(table)
+    assert replay.covered(table, torch_version=replay.TORCH) == len(table)
 
 
 def test_the_margin_is_what_the_table_shows(table):
     """The most that the benchmark's history adds to the worse of a cold and a warmed process, and not twice as much."""
     more = []
     for key, (_, reserved) in table:
-        p = reproduce.predict_row(key, torch_version=reproduce.TORCH)
-        cold = reproduce.predict_row(key, torch_version=reproduce.TORCH, protocol="cold")
+        p = replay.predict_row(key, torch_version=replay.TORCH)
+        cold = replay.predict_row(key, torch_version=replay.TORCH, protocol="cold")
         more.append(reserved * MIB / max(p.reserved, cold.reserved))
     margin = (bound_of(16 << 30) - (20 << 20)) / (16 << 30)
     assert 1 + (margin - 1) / 2 < max(more) < margin

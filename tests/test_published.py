@@ -1,16 +1,22 @@
-"""Published accounts of whole pipelines come out: eight ways to fit a card of 12 GB, an equation for SD 1.5."""
+"""benchmarks/published: a report's claims, eight ways to fit a card of 12 GB, an equation for SD 1.5, times."""
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 
-from vaemem import predict_pipeline
-from vaemem.__main__ import main
+from vaemem import Table, predict_pipeline, seed_table
 from vaemem._common import shipped
 from vaemem.pipelines import ways_mlx
 from vaemem.prediction.seconds import Seconds
-from vaemem.published import accounts, reproduce, times
-from vaemem.published.accounts import judge_equation
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+from published import accounts, replay, times
+from published.__main__ import main
+from published.accounts import judge_equation
+from published.claims import FAILS, HOLDS, MIXED, check
 
 MIB, GIB = 2**20, 2**30
 
@@ -94,18 +100,12 @@ def test_its_vae_has_the_size_of_float32():
     assert round(ways_mlx.vae_bytes("flux", "all", "float32") / MIB) == 320
 
 
-def test_the_table_is_printed(capsys):
-    assert main(["reproduce", "--plan"]) == 0
+def test_judgements_are_printed_by_name(capsys):
+    main(["plan", "equation", "report"])
     said = capsys.readouterr().out
-    assert (
-        "6 of 8 rows agree, of 2 the band of seconds cannot tell" in said
-        and "319.7 MiB" in said
-        and "Why in diffusion" in said
-    )
-    assert main(["reproduce", "--equation"]) == 0
-    assert "746.67" in capsys.readouterr().out
-    assert main(["reproduce", "--plan", "--csv", "rows.csv"]) == 2
-    assert "neither a table nor --csv" in capsys.readouterr().err
+    assert "6 of 8 rows agree, of 2 the band of seconds cannot tell" in said and "319.7 MiB" in said
+    assert "Why in diffusion" in said and "746.67" in said
+    assert "Of 24 statements 4 hold, 16 hold only for a mixture of unlike rows, 4 are contradicted" in said
 
 
 # ---- the published equation ----
@@ -159,15 +159,77 @@ def test_every_published_time_is_predicted(timed):
 
 def test_the_times_are_those_of_predictions(timed):
     for i in (0, 40, 97):
-        p = reproduce.predict_row(timed[i].key)
+        p = replay.predict_row(timed[i].key)
         assert p.seconds == timed[i].predicted
 
 
-def test_the_times_are_printed(capsys):
-    """Beside what else is asked for."""
-    assert main(["reproduce", "--seconds", "--plan"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("Predicted seconds are off by ") and "\n\nzimage-turbo 1024x1024 by sd.cpp" in said
+def test_the_times_are_printed():
+    said = times.judge_seconds()
     _, mean, worst = next(line for line in said.splitlines() if line.startswith("all ")).split()[1:4]
     assert f" {mean.rstrip(',')} in the mean, and by {worst} at the worst, over 98 " in said.partition("\n")[0]
     assert "98 of 98 times lie in the predicted band" in said and "sdxl decode_tiled float32     6" in said
+
+
+# ---- what a report says and its table does not ----
+
+
+@pytest.fixture(scope="module")
+def table():
+    return seed_table()
+
+
+def verdicts(table):
+    return {claim.says: finding for claim, finding in check(table)}
+
+
+@pytest.mark.parametrize(
+    ("says", "verdict", "found"),
+    [
+        ("flux: reserved", None, None),
+        ("PyTorch reserves about 2 to 3 times", FAILS, "mean 1.49, 1.06 to 1.96; 0 of 98 rows lie in 2 to 3"),
+        ("2136 in place of 2200", FAILS, "the largest of 45 rows needs 2176; too little for 2: sdxl decode 512x512"),
+        (
+            "sd15: 16.0 times the pixels",
+            MIXED,
+            "25.2 is sd15 decode 2048x2048 float32 over sd15 decode 512x512 float16",
+        ),
+        ("sdxl: 16.0 times the pixels", MIXED, "15.95 to 15.96 where 16 times the pixels"),
+        ("flux: 16.0 times the pixels", HOLDS, "15.95 to 15.97"),
+        ("the encode rows are runs of whole images", FAILS, "8 of 35 rows ran in tiles (sd15, sdxl at 1536 and 2048"),
+        ("the median constant is 1532", MIXED, "1532 of 45 rows; 2124 of 20 rows of 2 bytes an element, 1422 of 25"),
+        ("the 95th percentile is 2136", MIXED, "2136 of 45 rows"),
+        ("decoding at 512x512, sdxl", MIXED, "+6.9% in float16 group 1, +0.0% in float32"),
+        ("the model decides", FAILS, "by up to 9% between models of one dtype, by up to 50% between dtypes"),
+        ("encoding needs working memory", HOLDS, "constants of 775 to 1069, enough for all: 1069"),
+        ("flux decode: reserved is 1.80", MIXED, "float32 alone 1.50, float16 alone 1.95"),
+        ("sd15 encode: reserved is 1.31", MIXED, "4 of the rows ran in tiles (mean 1.31, the others 1.30)"),
+        ("sdxl: the model takes 159.56 MiB", MIXED, "159.56 MiB at 2 bytes each, 319.11 MiB at 4"),
+    ],
+)
+def test_claims_of_the_document(table, says, verdict, found):
+    matching = [finding for text, finding in verdicts(table).items() if text.startswith(says)]
+    if verdict is None:
+        assert not matching
+        return
+    (finding,) = matching
+    assert finding.verdict == verdict and found in finding.found
+
+
+def test_no_figure_of_the_document_is_wrong_about_its_own_table(table):
+    """Means, percentiles and ends agree; what fails are the conclusions."""
+    failed = {claim.says for claim, finding in check(table) if finding.verdict == FAILS}
+    assert len(failed) == 4 and not any("reserved is" in text or "percentile" in text for text in failed)
+
+
+def test_claims_follow_the_rows_not_the_document(table):
+    """Other rows, other verdicts: nothing of the findings is written down."""
+    lower = Table(row | {"reserved_bytes": row["reserved_bytes"] * 9 // 10} for row in table)
+    assert verdicts(lower)["2136 in place of 2200 is a constant with a safety margin for decoding"].verdict == HOLDS
+    assert verdicts(lower)["the median constant is 1532"].verdict == FAILS
+    higher = Table(row | {"reserved_bytes": row["allocated_bytes"] * 5 // 2} for row in table)
+    assert verdicts(higher)["PyTorch reserves about 2 to 3 times what it allocates"].verdict == HOLDS
+    assert verdicts(higher)["sdxl encode: reserved is 1.31 times allocated"].verdict == FAILS
+    even = Table(row | {"tile": None if row["op"] == "encode" else row["tile"]} for row in table)
+    even = Table(row | {"allocated_bytes": row["height"] * row["width"]} for row in even)
+    assert verdicts(even)["the encode rows are runs of whole images"].verdict == HOLDS
+    assert verdicts(even)["sd15: 16.0 times the pixels take 25.2 times the memory"].verdict == FAILS

@@ -1,4 +1,4 @@
-"""The report: the published document's figures from its table, what its table contradicts, and any other table."""
+"""The report: the published document's figures from its table, and reports on other tables."""
 
 import html
 import re
@@ -8,20 +8,8 @@ from importlib import resources
 import pytest
 
 from vaemem import Table, sweep
-from vaemem.published.claims import (
-    FAILS,
-    HOLDS,
-    MIXED,
-    PUBLISHED,
-    UNKNOWN,
-    Claim,
-    Finding,
-    check,
-    constant,
-    percentile,
-    ratio,
-)
 from vaemem.reports.report import report
+from vaemem.reports.row_statistics import constant, percentile, ratio
 
 MIB = 2**20
 
@@ -145,108 +133,6 @@ def test_rows_that_ran_tiled_are_marked_and_left_out(made):
     assert [row[3] for row in formulas if row[:3] == ["sd15", "encode", "float16"]] == ["3"]
 
 
-# ---- what the document says and its table does not ----
-
-
-def verdicts(table):
-    return {claim.says: finding for claim, finding in check(table)}
-
-
-@pytest.mark.parametrize(
-    ("says", "verdict", "found"),
-    [
-        ("flux: reserved", None, None),
-        ("PyTorch reserves about 2 to 3 times", FAILS, "mean 1.49, 1.06 to 1.96; 0 of 98 rows lie in 2 to 3"),
-        ("2136 in place of 2200", FAILS, "the largest of 45 rows needs 2176; too little for 2: sdxl decode 512x512"),
-        (
-            "sd15: 16.0 times the pixels",
-            MIXED,
-            "25.2 is sd15 decode 2048x2048 float32 over sd15 decode 512x512 float16",
-        ),
-        ("sdxl: 16.0 times the pixels", MIXED, "15.95 to 15.96 where 16 times the pixels"),
-        ("flux: 16.0 times the pixels", HOLDS, "15.95 to 15.97"),
-        ("the encode rows are runs of whole images", FAILS, "8 of 35 rows ran in tiles (sd15, sdxl at 1536 and 2048"),
-        ("the median constant is 1532", MIXED, "1532 of 45 rows; 2124 of 20 rows of 2 bytes an element, 1422 of 25"),
-        ("the 95th percentile is 2136", MIXED, "2136 of 45 rows"),
-        ("decoding at 512x512, sdxl", MIXED, "+6.9% in float16 group 1, +0.0% in float32"),
-        ("the model decides", FAILS, "by up to 9% between models of one dtype, by up to 50% between dtypes"),
-        ("encoding needs working memory", HOLDS, "constants of 775 to 1069, enough for all: 1069"),
-        ("flux decode: reserved is 1.80", MIXED, "float32 alone 1.50, float16 alone 1.95"),
-        ("sd15 encode: reserved is 1.31", MIXED, "4 of the rows ran in tiles (mean 1.31, the others 1.30)"),
-        ("sdxl: the model takes 159.56 MiB", MIXED, "159.56 MiB at 2 bytes each, 319.11 MiB at 4"),
-    ],
-)
-def test_claims_of_the_document(table, says, verdict, found):
-    matching = [finding for text, finding in verdicts(table).items() if text.startswith(says)]
-    if verdict is None:
-        assert not matching
-        return
-    (finding,) = matching
-    assert finding.verdict == verdict and found in finding.found
-
-
-def test_no_figure_of_the_document_is_wrong_about_its_own_table(table):
-    """Means, percentiles and ends agree; what fails are the conclusions."""
-    failed = {claim.says for claim, finding in check(table) if finding.verdict == FAILS}
-    assert len(failed) == 4 and not any("reserved is" in text or "percentile" in text for text in failed)
-
-
-def test_claims_follow_the_rows_not_the_document(table):
-    """Other rows, other verdicts: nothing of the findings is written down."""
-    lower = Table(row | {"reserved_bytes": row["reserved_bytes"] * 9 // 10} for row in table)
-    assert verdicts(lower)["2136 in place of 2200 is a constant with a safety margin for decoding"].verdict == HOLDS
-    assert verdicts(lower)["the median constant is 1532"].verdict == FAILS
-    higher = Table(row | {"reserved_bytes": row["allocated_bytes"] * 5 // 2} for row in table)
-    assert verdicts(higher)["PyTorch reserves about 2 to 3 times what it allocates"].verdict == HOLDS
-    assert verdicts(higher)["sdxl encode: reserved is 1.31 times allocated"].verdict == FAILS
-    even = Table(row | {"tile": None if row["op"] == "encode" else row["tile"]} for row in table)
-    even = Table(row | {"allocated_bytes": row["height"] * row["width"]} for row in even)
-    assert verdicts(even)["the encode rows are runs of whole images"].verdict == HOLDS
-    assert verdicts(even)["sd15: 16.0 times the pixels take 25.2 times the memory"].verdict == FAILS
-    assert {finding.verdict for _, finding in check(Table())} == {UNKNOWN}
-
-
-def test_published_statements_are_judged_by_rows_of_their_kinds_alone(table):
-    """Of every kind that a statement was made from, else not at all."""
-    alone = {"model": "flux", "op": "decode", "dtype": "float16"}
-    others = [
-        *(table.filter(**alone)[0] | {"reserved_bytes": MIB, "group": None} | other for other in (
-            {"device": "RTX 3060"}, {"runtime": "diffusers"}, {"source": "predicted"}, {"batch": 2}, {"height": 640},
-        )),
-    ]  # fmt: skip
-    assert verdicts(table + Table(others)) == verdicts(table)
-    for few in (Table(others), table.filter(**alone), Table(row | {"device": None} for row in table)):
-        made = report(few, plots=False)
-        assert {finding.verdict for _, finding in made.claims} == {UNKNOWN}
-        assert "published statement" not in made.markdown.split("## Recommendations")[0]
-        assert len([row for row in cells(section(made.markdown, "Not judged")) if row[2] == "not judged"]) == 24
-    (found,) = (f.found for c, f in check(table.filter(**alone)) if c.says.startswith("flux decode: reserved is"))
-    assert found == (
-        "no rows of flux decode 512x512 float32, batch 1, measured in bfl on NVIDIA GeForce RTX 4090, nor of 9 others "
-        "of its 15 kinds"
-    )
-    judged = {says for says, finding in verdicts(table.filter(model="flux")).items() if finding.verdict != UNKNOWN}
-    assert judged and all(says.startswith("flux") for says in judged)
-
-
-def test_a_series_with_one_whole_image_is_no_growth(table):
-    tiled = Table(row | {"tile": 512 if row["height"] > 512 else None} for row in table)
-    finding = verdicts(tiled)["sd15: 16.0 times the pixels take 25.2 times the memory"]
-    assert finding == Finding(UNKNOWN, "no rows of whole images at two sizes in one series")
-
-
-def test_claims_of_ones_own(table):
-    def at_least(rows):
-        worst = min(rows.of(op="decode"), key=ratio)
-        return Finding(HOLDS if ratio(worst) > 1 else FAILS, f"{ratio(worst):.3f}")
-
-    made = report(table, plots=False, claims=[Claim("me", "reserved is more than allocated", at_least)])
-    assert "| me " in made.markdown and made.claims[0][1].found in made.markdown
-    assert not len(made.claims.contradictions())
-    assert "Published statements" not in report(table, plots=False, claims=[]).markdown
-    assert len(PUBLISHED) == 24
-
-
 # ---- any table ----
 
 
@@ -266,8 +152,6 @@ def test_estimated_rows_of_the_engine():
     table = sweep(["sdxl", "flux"], sizes=(256, 512, (512, 768)), measure=False)
     made = report(table, plots=False)
     assert "estimated (" in made.markdown and "vaemem (" in made.markdown
-    assert {finding.verdict for _, finding in made.claims} == {UNKNOWN}, "the claims are about PyTorch"
-    assert "these rows can tell about 0" in made.markdown
 
 
 def test_measured_and_predicted_rows_stay_apart(table):
@@ -283,14 +167,11 @@ def test_rows_that_lack_much():
     assert "5.00" in made.markdown and "Device: not said (2 rows)" in made.markdown
     with pytest.raises(ValueError, match="table: want rows with model, op, height and width, got none in 1 rows"):
         report(Table([{"model": "sdxl"}]))
-    for claims in (1, [1]):
-        with pytest.raises(ValueError, match="claims: want each a Claim, got 1"):
-            report(Table([bare]), claims=claims)
 
 
 @pytest.mark.parametrize("op", ["encode", "decode"])
 def test_rows_in_tiles_without_a_whole_image_that_was_reserved(op):
-    """Only the tiles' row has what claims are about."""
+    """Only the row in tiles has reserved bytes."""
     shared = {"model": "sdxl", "op": op, "dtype": "float16", "runtime": "diffusers"}
     whole = shared | {"height": 512, "width": 512, "allocated_bytes": 100 << 20}
     tiled = shared | {"height": 2048, "width": 2048, "allocated_bytes": 101 << 20, "reserved_bytes": 200 << 20}
@@ -307,10 +188,8 @@ def test_small_images_ran_whole_whatever_they_take(source):
 
 
 def test_a_table_whose_rows_all_ran_in_tiles(table):
-    """Statements about whole images have nothing to go by; the report stands."""
     made = report(Table(row | {"tile": 256, "tile_overlap": 0.25} for row in table), plots=False)
     assert "**80 rows ran in tiles although the op does not say so**" in made.markdown
-    assert "no rows of whole images" in {finding.found for _, finding in made.claims}
 
 
 def test_the_shipped_table_names_its_card(tmp_path, capsys):
@@ -319,7 +198,6 @@ def test_the_shipped_table_names_its_card(tmp_path, capsys):
     path = resources.files("vaemem") / "data" / "seed_table.csv"
     assert main(["report", str(path), "--no-plots", "--out", str(tmp_path)]) == 0
     text = (tmp_path / "report.md").read_text("utf-8")
-    assert "Of 24 statements these rows can tell about 24" in text
     assert "**8 rows ran in tiles although the op does not say so**" in text
 
 

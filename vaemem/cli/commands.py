@@ -300,7 +300,7 @@ def run_fit(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     _print(formulas, args)
 
 
-@command("vaemem:compare", "table byte_target rows predict only_sizes markdown_format")
+@command("vaemem:compare", "table byte_target rows predict only_sizes markdown_format compared_csv")
 def run_compare(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """The estimators that people ship beside the rows of a table."""
     table = _table(args.table)
@@ -308,12 +308,14 @@ def run_compare(args: argparse.Namespace, asked: dict[str, Any]) -> None:
         table = vaemem.Table([row for row in table if (row["height"], row["width"]) in args.sizes])
     estimators = [vaemem.predict, "comfyui", "invokeai"] if args.predict else None
     comparison = vaemem.compare(**asked | {"table": table, "estimators": estimators})
+    if args.csv:
+        comparison.to_csv(args.csv)
     print(comparison.text(rows=args.rows, markdown=args.format == "markdown"))
 
 
 @command("vaemem:report", "table report_out where no_plots")
 def run_report(args: argparse.Namespace, asked: dict[str, Any]) -> None:
-    """Report on a table: ratios, scaling, constants, advice, published claims checked."""
+    """Report on a table: ratios, scaling, constants, advice."""
     missing = {"device": args.device} if args.device else {}
     for file in vaemem.report(_table(args.table, **missing), plots=not args.no_plots).save(args.out):
         print(file)
@@ -455,23 +457,6 @@ def run_bound(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     with show_progress("vaemem bound") as tell:
         found = vaemem.bound(**asked, progress=tell)
     _print(found, args)
-
-
-@command("vaemem.published.reproduce:print_all", "no_table rows_csv seconds plan equation guide")
-def run_reproduce(args: argparse.Namespace, asked: dict[str, Any]) -> None:
-    """The published PyTorch benchmark, row by row: measured, predicted, error."""
-    from vaemem.published.accounts import judge_text, reproduce_plan
-    from vaemem.published.guide import judge_guide
-    from vaemem.published.reproduce import print_all
-    from vaemem.published.times import judge_seconds
-
-    judges = {"seconds": judge_seconds, "plan": reproduce_plan, "equation": judge_text, "guide": judge_guide}
-    if reports := [str(judge()) for name, judge in judges.items() if getattr(args, name)]:
-        if args.table or args.csv:
-            raise ValueError("--seconds, --plan, --equation, --guide: want neither a table nor --csv beside them")
-        print("\n\n".join(reports))
-        return
-    print_all(args.table, args.csv)
 
 
 @command("vaemem:backends", "dtype precision")

@@ -201,16 +201,10 @@ FLAGS: dict[str, FlagSettings] = {
               "A folder of diffusers', or an id whose files are in the Hub's cache; with --random one of {}.")),
     "random": _flag("Build it from configs, of full size with random weights: no file is needed.", action="store_true"),
     "prompt": _flag("What the picture shows.", default="a photo of a cat"),
-    # of formulas and published figures
+    # of formulas
     "application": _flag(choices=Later("prediction.bound:APPLICATIONS")),
     "dtypes": _flag("The types of numbers.", type=_dtype, nargs="+", choices=DTYPES),
     "sides": _flag(type=count, nargs="+", metavar="PIXELS"),
-    "plan": _flag("Show eight published ways to fit a 12 GB card, and ours.", action="store_true"),
-    "seconds": _flag("Show how far off the published benchmark's times the predicted ones are.", action="store_true"),
-    "equation": _flag("Judge a published equation for SD 1.5, term by term.", action="store_true"),
-    "guide": _flag(
-        "Judge a guide to a VAE's performance, claim by claim. Without any of these four it shows the benchmark.",
-        action="store_true"),
 }  # fmt: skip
 
 
@@ -247,8 +241,7 @@ FLAGS |= {
     "demo_weights": _like("weights", help="The weights of a VAE; by default made by hand, nothing trained.",
         required=False),
     "become_scaled": _like("scaled", help="The latents become as a pipeline holds them."),
-    "no_table": _like("table", help="The table, by default the copy that comes with vaemem.", nargs="?"),
-    "rows_csv": _like("csv", help="What is measured and predicted is also written to this file."),
+    "compared_csv": _like("csv", help="Also write each row and its estimates to this file."),
     "predicted_runtime": _like("runtime", choices=Later("pipelines.predict_pipeline:PREDICTED_RUNTIMES")),
     "planned_runtime": _like("runtime", choices=Later("pipelines.plan:PLANNED_RUNTIMES")),
     "formula_runtime": _like("runtime", help="Whose code runs the VAE."),

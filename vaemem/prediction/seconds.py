@@ -23,7 +23,7 @@ from vaemem.prediction.gpus import Gpu, find_gpu, gpu_names
 Work = Mapping[str, float]
 WORK = ("unet", "transformer", "vae")  # that measurements of whole modules are known of
 # Two runs of one configuration differ by this share of their time: 149 and 146 s in the table of eight ways to fit a
-# 12 GB card that `vaemem reproduce --plan` prints.
+# 12 GB card that `make reproduce ONLY=plan` prints.
 REPEATS_DIFFER = 0.02
 # A convolution of 3x3 takes 16 products by Winograd's method, and is counted as the 36 that it takes by definition.
 WINOGRAD = 2.25

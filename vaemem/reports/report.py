@@ -1,6 +1,6 @@
-"""The report on a table of memory: tables, ratios, scaling, constants, models compared, advice, and claims checked.
+"""The report on a table of memory: tables, ratios, scaling, constants, models compared and advice.
 
-Each section is a function that writes what the rows hold; every figure in it is computed from them."""
+Each section is one function. It computes every figure from the rows."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 from vaemem import _core, plot
 from vaemem._common import ELEMENT_BYTES, distinct, grouped, mib, png, write
 from vaemem.prediction.gpus import find_gpu
-from vaemem.published import claims as published
-from vaemem.published.claims import Checked, Claim, case, constant, ratio
 from vaemem.reports.document import Document
+from vaemem.reports.row_statistics import case, constant, growth, pairs, parameters, percentile, ratio, span
 from vaemem.tables.estimators import SHIPPED, Comparison, compare, in_tiles_untold, pixels
 from vaemem.tables.fit import FittedLine, fit
 from vaemem.tables.table import Row, Table, as_ran, differing, in_tiles, in_words
@@ -44,15 +43,13 @@ class Report:
         The report. The Markdown refers to its figures as PNG files beside it, the HTML holds them.
     figures : dict of str to matplotlib.figure.Figure
     comparison : Comparison or None
-        The shipped estimators beside the rows; None where no row can be compared.
-    claims : Checked
-        The published statements beside the rows.
+        The shipped estimators compared with the rows; None if no row can be compared.
     """
 
-    def __init__(self, document: Document, comparison: Comparison | None, claims: Checked) -> None:
+    def __init__(self, document: Document, comparison: Comparison | None) -> None:
         self.markdown, self.html = document.markdown(), document.html()
         self.figures: dict[str, Figure] = document.figures
-        self.comparison, self.claims = comparison, claims
+        self.comparison = comparison
 
     def save(self, path: str | os.PathLike[str], html: bool | str | os.PathLike[str] = True) -> list[Path]:
         """Write the report.
@@ -91,9 +88,9 @@ class Report:
 
 def report(
     table: Table, path: str | os.PathLike[str] | None = None, html: bool | str | os.PathLike[str] = True, *,
-    claims: Iterable[Claim] | None = None, estimators: Any = None, plots: bool = True, title: str = "Memory of VAEs",
+    estimators: Any = None, plots: bool = True, title: str = "Memory of VAEs",
 ) -> Report:  # fmt: skip
-    """Report on a table: what its rows hold, what follows from them, and which published statements they contradict.
+    """Report on a table: what its rows hold, and what follows from them.
 
     Parameters
     ----------
@@ -103,8 +100,6 @@ def report(
         Where to write the Markdown: a file ``*.md``, or a folder for ``report.md``. Figures go beside it.
     html : bool or path
         With a `path`, whether to write one self-contained HTML file beside the Markdown too; or where to write it.
-    claims : iterable of Claim, optional
-        Statements to check; by default what the published benchmark report says. ``[]`` for none.
     estimators : optional
         As `vaemem.compare` takes them; by default all that are shipped.
     plots : bool
@@ -142,23 +137,20 @@ def report(
         if estimators is not None:
             raise
         comparison = None  # none of the usual ones is about these rows
-    checked = published.check(table, claims)
     document = Document(title)
     if facts.rows:
-        _of_vaes(document, facts, comparable, comparison, checked, plots)
+        _of_vaes(document, facts, comparable, comparison, plots)
     if len(pipelines):
         _pipelines(document, pipelines)
-    made = Report(document, comparison, checked)
+    made = Report(document, comparison)
     if path is not None:
         made.save(path, html)
     return made
 
 
-def _of_vaes(
-    document: Document, facts: _Facts, comparable: Table, comparison: Comparison | None, checked: Checked, plots: bool
-) -> None:
-    """What the rows of VAEs say."""
-    _summary(document, facts, checked)
+def _of_vaes(document: Document, facts: _Facts, comparable: Table, comparison: Comparison | None, plots: bool) -> None:
+    """Write the sections about rows of VAEs."""
+    _summary(document, facts)
     _advice(document, facts, comparison)
     _system(document, facts)
     _tables(document, facts)
@@ -170,7 +162,6 @@ def _of_vaes(
     _estimates(document, comparison, plots)
     _formulas(document, facts)
     _models(document, facts)
-    _claims(document, checked)
 
 
 def _pipelines(document: Document, table: Table) -> None:
@@ -232,7 +223,7 @@ class _Facts:
         return max(rows, key=operator.itemgetter(self.target))
 
 
-def _summary(document: Document, facts: _Facts, checked: Checked) -> None:
+def _summary(document: Document, facts: _Facts) -> None:
     document.heading("Summary")
     names = (distinct(str(row[name]) for row in facts.rows if row[name]) for name in ("model", "op", "dtype"))
     sizes = " to ".join(distinct(_size(end(facts.rows, key=pixels)) for end in (min, max)))
@@ -242,12 +233,6 @@ def _summary(document: Document, facts: _Facts, checked: Checked) -> None:
         items.append(f"The most that {op} takes: {mib(top[facts.target])} MiB {facts.word}, {case(top)}.")
     if facts.tiled:
         items.append(f"{_count(len(facts.tiled), 'row')} ran in tiles although the op does not say so.")
-    if wrong := len(checked.contradictions()):
-        told = sum(finding.verdict != published.UNKNOWN for _, finding in checked)
-        items.append(
-            f"{wrong} of {_count(told, 'published statement')} that these rows can judge are contradicted or hold for "
-            "mixtures only."
-        )
     document.items(items)
 
 
@@ -270,8 +255,8 @@ def _system(document: Document, facts: _Facts) -> None:
     for model, mine in _by("model", facts.rows).items():
         if model in _core.models():
             widths = sorted({ELEMENT_BYTES[row["dtype"]] for row in mine if row["dtype"] in ELEMENT_BYTES})
-            sizes = [f", {mib(published.parameters(model) * e)} MiB in {e}-byte weights" for e in widths]
-            items.append(f"{model}: {published.parameters(model):,} parameters{''.join(sizes)}")
+            sizes = [f", {mib(parameters(model) * e)} MiB in {e}-byte weights" for e in widths]
+            items.append(f"{model}: {parameters(model):,} parameters{''.join(sizes)}")
     document.items(items)
     if facts.tiled:
         document.text(
@@ -328,7 +313,7 @@ def _ratios(document: Document, facts: _Facts) -> None:
 
 
 def _scaling(document: Document, facts: _Facts) -> None:
-    ends = published.growth([row for row in facts.whole if row["allocated_bytes"]]).values()
+    ends = growth([row for row in facts.whole if row["allocated_bytes"]]).values()
     if not ends:
         return
     document.heading("Scaling with the pixels")
@@ -336,7 +321,7 @@ def _scaling(document: Document, facts: _Facts) -> None:
     powers = [math.log(_times(a, b, "allocated_bytes")) / math.log(pixels(b) / pixels(a)) for a, b in whole]
     if powers:
         document.text(
-            f"Whole images: allocated bytes grow as the pixels to the power {published.span(powers, '{:.3f}'.format)}, "
+            f"Whole images: allocated bytes grow as the pixels to the power {span(powers, '{:.3f}'.format)}, "
             f"compared within one dtype and series ({len(powers)} of them), smallest with largest."
         )
     header = ("model", "op", "dtype", "group", "from", "to", "pixels, times", "allocated, times", "reserved, times")
@@ -362,7 +347,7 @@ def _constants(document: Document, facts: _Facts, plots: bool) -> None:
         kinds = _by("dtype", mine)
         for dtype, rows in [*([("all", mine)] if len(kinds) > 1 else ()), *kinds.items()]:
             values = [constant(row, target) for row in rows]
-            middle, most = published.percentile(values, 0.5), published.percentile(values, 0.95)
+            middle, most = percentile(values, 0.5), percentile(values, 0.95)
             figures = (min(values), middle, most, max(values))
             lines.append((op, dtype, len(values), *map("{:.0f}".format, figures)))
     document.table(("op", "dtype", "rows", "lowest", "median", "95th percentile", "largest"), lines)
@@ -425,7 +410,7 @@ def _span(line: FittedLine) -> str:
 def _models(document: Document, facts: _Facts) -> None:
     whole = [row for row in facts.whole if all(row[name] for name in _COUNTERS)]
     two = itertools.combinations(distinct(row["model"] for row in facts.both), 2)
-    found = [(a, b, same) for a, b in two if (same := published.pairs(whole, a, b))]
+    found = [(a, b, same) for a, b in two if (same := pairs(whole, a, b))]
     if found:
         document.heading("Models compared")
     for model, other, same in found:
@@ -433,7 +418,7 @@ def _models(document: Document, facts: _Facts) -> None:
         allocated, reserved = ([_times(a, b, name) - 1 for a, b in same] for name in _COUNTERS)
         alike = sum(abs(value) < 0.005 for value in reserved)
         a, b = same[max(range(len(same)), key=lambda i: abs(reserved[i]))]
-        more_allocated, more_reserved = (published.span(values, _percent) for values in (allocated, reserved))
+        more_allocated, more_reserved = (span(values, _percent) for values in (allocated, reserved))
         document.text(
             f"In {_count(len(same), 'case')} with the same op, size, dtype and group, {other} allocates"
             f" {more_allocated} more than {model} and reserves {more_reserved} more; the same within half a percent in"
@@ -476,25 +461,6 @@ def _advice(document: Document, facts: _Facts, comparison: Comparison | None) ->
     if items:
         document.heading("Recommendations")
         document.items(items)
-
-
-def _claims(document: Document, checked: Checked) -> None:
-    if not checked:
-        return
-    document.heading("Published statements, checked")
-    holds, mixed, fails, unknown = published.HOLDS, published.MIXED, published.FAILS, published.UNKNOWN
-    counts = collections.Counter(finding.verdict for _, finding in checked)
-    document.text(
-        f"Of {_count(len(checked), 'statement')} these rows can tell about {len(checked) - counts[unknown]}: "
-        f"{counts[holds]} hold, {counts[mixed]} hold only where unlike rows are mixed, {counts[fails]} are "
-        "contradicted. A published statement is judged by measured rows of the models, ops, sizes, dtypes, batch, "
-        "runtimes and card that it was made from, where there is one of each such kind, and by no others."
-    )
-    kinds = {"Contradicted, or true only of a mixture": (fails, mixed), "Borne out": (holds,), "Not judged": (unknown,)}
-    for title, verdicts in kinds.items():
-        if some := Checked(pair for pair in checked if pair[1].verdict in verdicts):
-            document.heading(title, 3)
-            document.table(*some.grid())
 
 
 def _by(name: str, rows: Iterable[Row]) -> dict[Any, list[Row]]:

@@ -6,13 +6,28 @@ import functools
 import inspect
 import math
 import operator
+import os
 import re
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vaemem._common import ELEMENT_BYTES, MIB, OPS, choose, distinct, grouped, listed, mib, need, render, whole
+from vaemem._common import (
+    ELEMENT_BYTES,
+    MIB,
+    OPS,
+    as_csv,
+    choose,
+    distinct,
+    grouped,
+    listed,
+    mib,
+    need,
+    render,
+    whole,
+    write,
+)
 from vaemem.prediction.predict import predict as predict_vae
 from vaemem.prediction.runtimes import WAN
 from vaemem.sdcpp.graphs import LATENT_CHANNELS, SDCPP_VERSION, graph
@@ -64,6 +79,11 @@ def pixels(row: Row) -> int:
 
 
 _SERIES = operator.itemgetter(*KEY, "source", "group")
+# Columns that name a compared row.
+_SHOWN = (
+    *("model", "op", "phase", "height", "width", "batch", "tokens", "dtype", "tile", "tile_overlap", "runtime"),
+    *("device", "group"),
+)
 # What tells the rows that errors are summed up for.
 _GROUP = ("model", "op", "dtype", "tile", "tile_overlap")
 
@@ -367,26 +387,35 @@ class Comparison:
             notes.append(f"left out, ran in tiles: {len(self.left_out)} rows ({', '.join(which)})")
         return ("\n\n" if markdown else "\n").join([*notes, render(*self.grid(rows), markdown=markdown)])
 
+    def _records(self, rows: bool) -> list[dict[str, Any]]:
+        if not rows:
+            return [group._asdict() for group in self.groups]
+        figures = ComparedRow._fields[1:]
+        return [{key: r.row[key] for key in _SHOWN} | {name: getattr(r, name) for name in figures} for r in self.rows]
+
     def to_pandas(self, rows: bool = False) -> pandas.DataFrame:
         """The groups as a pandas.DataFrame, or with `rows` a line for each row and estimator; errors are fractions."""
-        keys = (
-            "model",
-            "op",
-            "height",
-            "width",
-            "batch",
-            "dtype",
-            "tile",
-            "tile_overlap",
-            "runtime",
-            "device",
-            "group",
-        )
-        lines: list[dict[str, Any]] = [group._asdict() for group in self.groups]
-        if rows:
-            said = ComparedRow._fields[1:]
-            lines = [{key: r.row[key] for key in keys} | {name: getattr(r, name) for name in said} for r in self.rows]
-        return need("pandas", "to_pandas").DataFrame(lines)
+        return need("pandas", "to_pandas").DataFrame(self._records(rows))
+
+    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str | None:
+        """Write a line for each row and estimator as CSV: what ran, and the target's bytes measured and estimated.
+
+        Parameters
+        ----------
+        path : path, optional
+
+        Returns
+        -------
+        str or None
+            The text if there is no `path`.
+
+        Examples
+        --------
+        >>> print(compare(seed_table()[:1], predict).to_csv())
+        model,op,phase,height,width,...,estimator,measured,estimate,error
+        flux,encode,,512,512,...,predict,...
+        """
+        return write(path, as_csv(self._records(rows=True)))
 
     def __str__(self) -> str:
         return self.text()

@@ -1,26 +1,26 @@
-"""Statements about memory, checked against the rows of a table."""
+"""The statements of a published benchmark report, checked against its own table (`vaemem.seed_table`)."""
 
 from __future__ import annotations
 
 import functools
-import math
 import operator
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from vaemem import _core
-from vaemem._common import ELEMENT_BYTES, distinct, grouped, listed, mib, render
-from vaemem.prediction.gpus import find_gpu
-from vaemem.tables.estimators import in_tiles_untold, pixels, series_of
-from vaemem.tables.table import Row, Table, in_tiles, seed_table
+from vaemem._common import ELEMENT_BYTES, distinct, grouped, mib, render
+from vaemem.reports.row_statistics import case, constant, growth, pairs, parameters, percentile, ratio, span
+from vaemem.tables.estimators import in_tiles_untold, pixels
+from vaemem.tables.table import Row, Table, seed_table
 
-HOLDS, MIXED, FAILS, UNKNOWN = "holds", "holds only by mixing unlike rows", "contradicted", "not judged"
+HOLDS, MIXED, FAILS = "holds", "holds only by mixing unlike rows", "contradicted"
+UNKNOWN = "cannot be judged here"
 
 
 class Finding(NamedTuple):
-    """What the rows say of a claim: HOLDS, MIXED, FAILS or UNKNOWN, and the figures that say so. how: what they rest
-    on, where it is not rows."""
+    """The verdict on a claim (HOLDS, MIXED, FAILS or UNKNOWN), the figures that lead to it, and their origin."""
 
     verdict: str
     found: str
@@ -37,169 +37,84 @@ class Claim(NamedTuple):
     says : str
         The statement.
     check : callable
-        `Rows` -> Finding. Everything in its sentence is computed from the rows; or None -> Finding, where a statement
-        is judged by what there is to count, predict or run (vaemem/published/guide.py).
-    of : mapping, optional
-        Columns and values, as `Table.filter` takes them: which rows of `seed_table` the statement was made from. It is
-        judged where a table has runs of all their kinds, and by these alone. None: by every row of PyTorch's.
+        Takes `Rows` and returns a Finding, if the claim is about rows of the table. Otherwise it takes nothing.
+    of : mapping
+        The rows that the claim is about: columns and values for `Table.filter`.
     """
 
     source: str
     says: str
-    check: Callable[[Any], Finding]
-    of: Mapping[str, object] | None = None
+    check: Callable[..., Finding]
+    of: Mapping[str, object] = {}
 
 
 class Rows:
-    """The rows that claims are checked against: PyTorch's, with what was allocated and reserved."""
+    """The rows that a claim is checked against."""
 
     def __init__(self, table: Table) -> None:
-        usable = operator.itemgetter("model", "op", "height", "width", "allocated_bytes", "reserved_bytes")
-        mine = table.filter(lambda row: all(usable(row)) and row["runtime"] != "vaemem", dtype=[*ELEMENT_BYTES])
-        self._rows = [(row, in_tiles_untold(row)) for row in mine]
-
-    def judge(self, claim: Claim) -> Finding:
-        """What the rows of the claim's kinds say of it."""
-        if claim.of is None:
-            return claim.check(self)
-        wanted = distinct(map(_kind, _benchmark().filter(**claim.of)))
-        mine = [row for row, _ in self._rows if _kind(row) in wanted]
-        had = [*map(_kind, mine)]
-        if missing := [kind for kind in wanted if kind not in had]:
-            named, batch, source, runtime, card = missing[0]
-            more = f", nor of {len(missing) - 1} others of its {len(wanted)} kinds" if missing[1:] else ""
-            return Finding(UNKNOWN, f"no rows of {named}, batch {batch}, {source} in {runtime} on {card}{more}")
-        return claim.check(Rows(Table(mine)))
+        self._rows = [(row, in_tiles_untold(row)) for row in table]
 
     def of(self, whole_image: bool | None = None, **equals: object) -> list[Row]:
-        """The rows with these values; `whole_image` False: only those that ran in tiles against their op's name."""
+        """Return the rows with these values. With `whole_image` False, return rows in tiles whose op hides it."""
         mine = [row for row, tiled in self._rows if whole_image in (None, not tiled)]
         return [row for row in mine if all(row[name] == value for name, value in equals.items())]
 
 
 class Checked(tuple[tuple[Claim, Finding], ...]):
-    """Claims with what the rows say of them. Printing it shows them all."""
+    """Claims, each with its finding."""
 
     __slots__ = ()
 
     def contradictions(self) -> Checked:
-        """Those that the rows contradict, or bear out only where unlike rows are mixed."""
+        """Return the claims that fail, or hold only for a mixture of unlike rows."""
         return Checked(pair for pair in self if pair[1].verdict in (FAILS, MIXED))
 
-    def grid(self) -> tuple[list[str], list[list[str]]]:
-        """Header and cells."""
+    def text(self, about: str) -> str:
+        """Return the counts of verdicts, what the claims are about, and every claim with its verdict."""
+        count = Counter(finding.verdict for _, finding in self)
+        hold, fail, unknown = count[HOLDS], count[FAILS] + count[MIXED], count[UNKNOWN]
+        parts = [f"Of {len(self)} claims {hold} hold, {fail} do not, and {unknown} cannot be judged here.\n{about}"]
+        for number, (claim, finding) in enumerate(self, 1):
+            told = f"{finding.how}: {finding.found}" if finding.how else finding.found
+            shown = textwrap.indent(textwrap.fill(told, 112), " " * 4)
+            parts.append(f"{number}. {claim.says} ({claim.source})\n    {finding.verdict}\n{shown}")
+        return "\n\n".join(parts)
+
+    def grid(self) -> str:
+        """Return one line for each claim."""
         lines = [[claim.source, claim.says, finding.verdict, finding.found] for claim, finding in self]
-        return ["where", "it says", "verdict", "the rows say"], lines
-
-    def __str__(self) -> str:
-        return render(*self.grid())
-
-    __repr__ = __str__
+        return render(["where", "it says", "verdict", "the rows say"], lines)
 
 
-def check(table: Table, claims: Iterable[Claim] | None = None) -> Checked:
-    """Check statements against a table.
-
-    Parameters
-    ----------
-    table : Table, pandas.DataFrame or iterable of mappings
-        Rows of vaemem's own engine, and rows without allocated or reserved bytes, are not looked at.
-    claims : iterable of Claim, optional
-        By default `PUBLISHED`, what the published benchmark report says. It is about PyTorch's runs on an RTX 4090, so
-        other runs do not judge it: where runs of a kind are missing that a statement was made from, its verdict is
-        "not judged", and says of which.
-
-    Examples
-    --------
-    >>> checked = check(seed_table())
-    >>> len(checked), len(checked.contradictions())
-    (24, 20)
-    """
-    rows, chosen = Rows(Table(table)), PUBLISHED if claims is None else listed(claims, Claim)
-    for claim in chosen:
-        if not isinstance(claim, Claim):
-            raise ValueError(f"claims: want each a Claim, got {claim!r}")
-    return Checked((claim, rows.judge(claim)) for claim in chosen)
+def check(table: Table) -> Checked:
+    """Check the report's statements against a table."""
+    chosen = ((claim, Rows(table.filter(**claim.of))) for claim in PUBLISHED)
+    return Checked((claim, claim.check(rows)) for claim, rows in chosen)
 
 
-# ---- figures ----
-
-
-def ratio(row: Row) -> float:
-    """Reserved over allocated bytes."""
-    return float(row["reserved_bytes"] / row["allocated_bytes"])
-
-
-def constant(row: Row, target: str = "reserved_bytes") -> float:
-    """The implied constant, reserved bytes / (H*W*e), of a row whose dtype has a known width."""
-    return float(row[target] / (pixels(row) * ELEMENT_BYTES[row["dtype"]]))
-
-
-@functools.cache
-def _card(device: str | None) -> str | None:
-    """One name of a GPU, however the row spells it."""
-    try:
-        return find_gpu(device).name if device else None
-    except ValueError:
-        return device
-
-
-def _kind(row: Row) -> tuple[object, ...]:
-    """What was run, how and on what."""
-    op_in_tiles = in_tiles(row) and not in_tiles_untold(row)
-    named = f"{case(row)} in tiles of {row['tile'] or 'a side that is not said'}" if op_in_tiles else case(row)
-    return named, row["batch"], row["source"], row["runtime"], _card(row["device"])
-
-
-_benchmark = functools.cache(seed_table)
-
-
-def case(row: Row) -> str:
-    """A row by name: `sdxl decode 512x512 float16`."""
-    return f"{row['model']} {row['op']} {row['height']}x{row['width']} {row['dtype']}"
-
-
-def span(values: Sequence[float], form: Callable[[float], str] = "{:.2f}".format) -> str:
-    """`1.04 to 1.96`, or `1.04` where both ends read the same."""
-    low, high = form(min(values)), form(max(values))
-    return low if low == high else f"{low} to {high}"
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value that this share of the sorted values comes before, as the published report takes it."""
-    return sorted(values)[min(int(share * len(values)), len(values) - 1)]
-
-
-def growth(rows: Sequence[Row]) -> dict[tuple[Any, ...], tuple[Row, Row]]:
-    """The smallest and the largest row of each series of one model, op, dtype, runtime, device, batch and group."""
-    series = grouped(rows, series_of)
-    ends = {key: (min(mine, key=pixels), max(mine, key=pixels)) for key, mine in series.items()}
-    return {key: (first, last) for key, (first, last) in ends.items() if pixels(last) > pixels(first)}
-
-
-def pairs(rows: Sequence[Row], model: str, other: str) -> list[tuple[Row, Row]]:
-    """Rows of two models that are alike in everything else, in their order."""
-    key = operator.itemgetter(
-        "op", "height", "width", "dtype", "tile", "tile_overlap", "batch", "device", "source", "group"
+def judge_report() -> str:
+    """Check the report against its own table."""
+    checked = check(seed_table())
+    count = Counter(finding.verdict for _, finding in checked)
+    counts = (
+        f"{count[HOLDS]} hold, {count[MIXED]} hold only for a mixture of unlike rows, {count[FAILS]} are contradicted"
     )
-    mine = {key(row): row for row in rows if row["model"] == model}
-    return [(mine[key(row)], row) for row in rows if row["model"] == other and key(row) in mine]
+    return f"Of {len(checked)} statements {counts}.\n{checked.grid()}"
 
 
 # ---- kinds of claims ----
 
-# A mean stands for its rows where each kind of them, taken alone, has a mean within this share of it.
+# A mean stands for its rows if the mean of each kind of them lies within this share of it.
 _ALIKE = 0.05
-_NO_WHOLE_IMAGES = Finding(UNKNOWN, "no rows of whole images")
 
 
 def _judged(found: str, is_stated: bool, is_alike: bool = True) -> Finding:
-    """is_stated: the rows have the figure; is_alike: each kind of them does, taken alone."""
+    """Give the verdict. is_stated: the rows give the figure. is_alike: each kind of row gives it alone."""
     return Finding((HOLDS if is_alike else MIXED) if is_stated else FAILS, found)
 
 
 def _mean_ratio(stated: float, names: tuple[str, ...], rows: Rows) -> Finding:
-    """The mean of reserved / allocated, and of each kind of rows alone."""
+    """Judge the mean of reserved / allocated, of all rows and of each kind alone."""
     mine, tiled = rows.of(), rows.of(whole_image=False)
     groups = grouped(mine, lambda row: " ".join(row[name] for name in names))
     kinds = {kind: statistics.mean(map(ratio, some)) for kind, some in groups.items()}
@@ -224,11 +139,9 @@ def _reserves_between(low: float, high: float, rows: Rows) -> Finding:
 
 
 def _scaling(stated_pixels: float, stated: float, rows: Rows) -> Finding:
-    """Allocated bytes of the first and the last row by size, and of the ends of each series alone."""
+    """Compare the smallest with the largest row: of all rows, and within each series."""
     first, *_, last = sorted(rows.of(), key=lambda row: row["height"])  # rows of a size stay in their order
     alike = [b["allocated_bytes"] / a["allocated_bytes"] for a, b in growth(rows.of(whole_image=True)).values()]
-    if not alike:
-        return Finding(UNKNOWN, "no rows of whole images at two sizes in one series")
     grown, whole = pixels(last) / pixels(first), last["allocated_bytes"] / first["allocated_bytes"]
     is_stated = f"{whole:.1f}" == f"{stated:.1f}" and f"{grown:.1f}" == f"{stated_pixels:.1f}"
     is_alike = any(abs(value - stated) < 0.1 for value in alike)  # both figures have one decimal
@@ -240,7 +153,7 @@ def _scaling(stated_pixels: float, stated: float, rows: Rows) -> Finding:
 
 
 def _middle(share: float, stated: float, rows: Rows) -> Finding:
-    """A percentile of the implied constants of decoding."""
+    """Judge a percentile of the implied constants of decoding."""
 
     def middle(some: Iterable[Row]) -> float:
         return percentile([constant(row) for row in some], share)
@@ -256,10 +169,8 @@ def _middle(share: float, stated: float, rows: Rows) -> Finding:
 
 
 def _covers(stated: float, rows: Rows) -> Finding:
-    """Whether stated*H*W*e is enough for every whole-image row, and what it asks too much."""
+    """Judge whether stated*H*W*e is enough for every whole image, and how far it is too much."""
     mine = sorted(rows.of(whole_image=True), key=constant, reverse=True)
-    if not mine:
-        return _NO_WHOLE_IMAGES
     short = [row for row in mine if constant(row) > stated]
     found = f"the largest of {len(mine)} rows needs {constant(mine[0]):.0f}; "
     if short:
@@ -270,10 +181,8 @@ def _covers(stated: float, rows: Rows) -> Finding:
 
 
 def _uses_more(model: str, other: str, stated: float, rows: Rows) -> Finding:
-    """`other` reserves `stated` percent more than `model`."""
+    """Judge whether `other` reserves `stated` percent more than `model`."""
     at = pairs(rows.of(), model, other)
-    if not at:
-        return Finding(UNKNOWN, f"no rows of {model} and {other} of one series")
     more = [100 * (b["reserved_bytes"] / a["reserved_bytes"] - 1) for a, b in at]
     groups = ["" if b["group"] is None else f" group {b['group']}" for _, b in at]
     found = ", ".join(f"{d:+.1f}% in {b['dtype']}{of}" for d, (_, b), of in zip(more, at, groups, strict=True))
@@ -283,14 +192,12 @@ def _uses_more(model: str, other: str, stated: float, rows: Rows) -> Finding:
 
 
 def _models_apart(rows: Rows) -> Finding:
-    """Whether models need constants that differ more than those of the dtypes of one model."""
+    """Judge whether constants differ more between models than between dtypes of one model."""
     kinds = grouped(rows.of(whole_image=True), operator.itemgetter("model", "dtype"))
-    if not kinds:
-        return _NO_WHOLE_IMAGES
     most = {kind: max(map(constant, some)) for kind, some in kinds.items()}
 
     def apart(alike_in: int) -> float:
-        """By how much kinds differ that have the model (0) or the dtype (1) in common."""
+        """Return the largest difference between kinds of one model (0) or of one dtype (1)."""
         groups = grouped(most, operator.itemgetter(alike_in)).values()
         return max(max(most[kind] for kind in some) / min(most[kind] for kind in some) for some in groups) - 1
 
@@ -304,8 +211,6 @@ def _models_apart(rows: Rows) -> Finding:
 def _encode_needs(rows: Rows) -> Finding:
     key, form = operator.itemgetter("model", "height", "width", "dtype"), "{:.0f}".format
     mine = rows.of(op="encode", whole_image=True)
-    if not mine:
-        return _NO_WHOLE_IMAGES
     decode = {key(row): row["reserved_bytes"] for row in rows.of(op="decode", whole_image=True)}
     parts = [100 * (row["reserved_bytes"] / decode[key(row)]) for row in mine if key(row) in decode]
     constants = [constant(row) for row in mine]
@@ -337,13 +242,6 @@ def _model_size(model: str, stated_mib: float, rows: Rows) -> Finding:
     return _judged(found, any(same), all(same))
 
 
-@functools.cache
-def parameters(model: str) -> int:
-    """Numbers in the weights of a model that vaemem has tables for."""
-    core = _core.Model(_core.models()[model])
-    return sum(math.prod(shape) for _, shape in core.tensors)
-
-
 # ---- the published benchmark report ----
 
 _RATIOS = {
@@ -352,7 +250,7 @@ _RATIOS = {
     ("sdxl", "encode"): 1.31, ("sdxl", "decode"): 1.56, ("sdxl", "decode_tiled"): 1.61,
 }  # fmt: skip
 _DECODE = {"op": "decode"}
-# Where it says what, of which rows, and the kind of claim with its figures.
+# Section, statement, the rows that it is about, the function that judges it and its figures.
 _STATED: tuple[tuple[Any, ...], ...] = (
     *(
         ("summary", f"{model}: the model takes {size} MiB", {"model": model}, _model_size, model, size)

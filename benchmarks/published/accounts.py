@@ -83,14 +83,8 @@ def plan_of(direct: bool = True, calibrated: bool = True) -> PipelinePlan:
     )  # fmt: skip
 
 
-def reproduce_plan() -> str:
-    """The published table beside the plan's, and what explains it; ``vaemem reproduce --plan`` prints it.
-
-    Examples
-    --------
-    >>> print(reproduce_plan())
-    zimage-turbo 1024x1024 by sd.cpp, 9 steps, on NVIDIA GeForce RTX 3060, 11618 MiB of it for the run: 6 of 8 ...
-    """
+def judge_plan() -> str:
+    """Show the published table next to the plan's, and explain the differences."""
     plan = plan_of()
     rows, others = judged(plan, True), judged(plan_of(False, calibrated=False), False)
     header = ("#", "what", "theirs", "ours", "theirs, s", "ours, s", "where", "by im2col instead")
@@ -159,24 +153,10 @@ class JudgedTerm(NamedTuple):
 
 
 def judge_equation(height: int, width: int, prompt_tokens: int = 77, gpu: str = "T4") -> tuple[JudgedTerm, ...]:
-    """The equation's terms beside `predict_pipeline`'s phases.
+    """Compare the equation's terms with `predict_pipeline`'s phases, on the T4 that its author recommends.
 
-    Parameters
-    ----------
-    height, width, prompt_tokens : int
-    gpu : str
-        The T4 that the calculator recommends, by default.
-
-    Returns
-    -------
-    tuple of JudgedTerm
-        One each for encode prompt, encode image (its pipeline begins with one), denoise and decode; then the total,
-        beside the most that the process takes of the card, without a CUDA context.
-
-    Examples
-    --------
-    >>> [(term.phase, round(term.ratio or 0)) for term in judge_equation(512, 512)]
-    [('encode prompt', 0), ('encode image', 64), ('denoise', 8), ('decode', 103), ('total', 1)]
+    One term each for encode prompt, encode image (its pipeline begins with one), denoise and decode. The last term is
+    the total: what the process takes of the card, without a CUDA context.
     """
     theirs = sd15_equation(height, width, prompt_tokens)
     p = predict_pipeline("sd15", height, width, prompt_tokens=prompt_tokens, image=True, gpu=gpu)
@@ -184,14 +164,9 @@ def judge_equation(height: int, width: int, prompt_tokens: int = 77, gpu: str = 
     return tuple(JudgedTerm(name, theirs.get(name), size) for name, size in (*took.items(), ("total", p.peak)))
 
 
-def judge_text(sizes: tuple[int, ...] = (512, 768, 1024), tokens: tuple[int, ...] = (77, 231), gpu: str = "T4") -> str:
-    """`judge_equation` over sizes and prompt lengths as a table, and where the equation is wrong.
-
-    Examples
-    --------
-    >>> print(judge_text((512,), (77,)))
-    SD 1.5 in float16 on T4: ...
-    """
+def judge_equations() -> str:
+    """Show `judge_equation` over sizes and prompt lengths, and where the equation is wrong."""
+    sizes, tokens, gpu = (512, 768, 1024), (77, 231), "T4"
     judged = {(side, length): judge_equation(side, side, length, gpu) for side in sizes for length in tokens}
     lines = []
     for (side, length), terms in judged.items():

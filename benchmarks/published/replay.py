@@ -13,12 +13,11 @@ float32. In each, size by size: encode, decode, tiled decode from 1024 on. What 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from vaemem._common import MIB, as_csv, grouped, render, shipped, write
+from vaemem._common import MIB, grouped, render, shipped
 from vaemem.prediction.benchmark import BENCHMARK_TILE, benchmark
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.job import Job
@@ -26,13 +25,12 @@ from vaemem.prediction.predict import Prediction, predict
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.profiles import Catalogue, Profile, profile_files, shipped_catalogue
 from vaemem.prediction.workspace import Workspace
-from vaemem.tables.table import Table, check_complete, seed_table
+from vaemem.tables.table import seed_table
 
 GPU, TORCH, CUDNN = "RTX 4090", "2.7.1+cu128", "9.7.1"
 NEAREST = "9.8.0"  # the nearest version that answers without a device
 SIZES = (512, 768, 1024, 1536, 2048)
 IDENTITY = ("model", "op", "height", "width", "dtype", "group")
-WRITTEN = (*IDENTITY, *(f"{how}_{what}_mib" for how in ("measured", "predicted") for what in ("allocated", "reserved")))
 Key = tuple[str, str, int, int, str, int]
 Measured = tuple[Key, tuple[float, float]]
 EQUAL_MIB = 0.0101  # the table has two decimals
@@ -102,30 +100,18 @@ def play(workspace: Any) -> dict[Key, tuple[float, float]]:
 # ---- the table ----
 
 
-def read_table(path: str | os.PathLike[str] | None = None) -> list[Measured]:
-    """Which runs a table has, each with the MiB that it allocated and reserved; the seed table by default. ValueError
-    where a column or a number is missing."""
-    table = seed_table() if path is None else Table.from_csv(path)
-    for target in ("allocated_bytes", "reserved_bytes"):
-        check_complete(table, target)
+def read_table() -> list[Measured]:
+    """Return the identity of each row of the seed table, with the MiB that it allocated and reserved."""
     return [
         (tuple(row[name] for name in IDENTITY), (row["allocated_bytes"] / MIB, row["reserved_bytes"] / MIB))
-        for row in table
+        for row in seed_table()
     ]
 
 
-def reproduce(table: Iterable[Measured], workspace: Any = None) -> list[Replayed]:
-    """Prediction beside each row of the table. Workspaces are the given ones, or those inferred from the table.
-
-    ValueError for a row that is none of the benchmark's: `reserved` depends on the whole script, so no other row can be
-    played.
-    """
+def replay_rows(table: Iterable[Measured], workspace: Any = None) -> list[Replayed]:
+    """Predict each row. Workspaces are those given, or those inferred from the table."""
     played = play(workspace or profile_workspace(CUDNN))
-    try:
-        return [Replayed(key, measured, played[key]) for key, measured in table]
-    except KeyError as error:
-        (key,) = error.args
-        raise ValueError(f"table: want rows of the published benchmark, got {', '.join(map(str, key))}") from None
+    return [Replayed(key, measured, played[key]) for key, measured in table]
 
 
 # ---- the rows one by one ----
@@ -183,7 +169,7 @@ def leave_one_out(table: Iterable[Measured]) -> list[Replayed]:
     data, rows = inferred(), list[Replayed]()
     for side, mine in sorted(grouped(table, lambda row: row[0][2]).items()):
         kept = [rule for rule in data["rules"] if set(rule["seen"]) != {side}]
-        rows += reproduce(mine, profile_workspace(CUDNN, data | {"rules": kept}))
+        rows += replay_rows(mine, profile_workspace(CUDNN, data | {"rules": kept}))
     return rows
 
 
@@ -223,28 +209,22 @@ def beside(rows: Iterable[Replayed]) -> str:
     return render(("model", "op", "size", "dtype", "group", *found), lines)
 
 
-def write_csv(rows: Iterable[Replayed], path: str | os.PathLike[str]) -> None:
-    """Writes the rows under `WRITTEN`."""
-    lines = []
-    for key, measured, predicted in rows:
-        sizes = (*(f"{m:.2f}" for m in measured), *(f"{p:.4f}" for p in predicted))
-        lines.append(dict(zip(WRITTEN, (*key, *sizes), strict=True)))
-    write(path, as_csv(lines, WRITTEN))
-
-
-def print_all(path: str | os.PathLike[str] | None = None, csv_path: str | os.PathLike[str] | None = None) -> None:
-    """``python -m vaemem reproduce TABLE.csv --csv OUT.csv``: prints all, and writes the rows where a path is given."""
-    table = read_table(path)
-    rows = reproduce(table)
-    print(f"Workspaces by the {len(inferred()['rules'])} rules that were inferred from this table (cuDNN {CUDNN}):\n")
-    print(beside(rows))
-    if csv_path:
-        write_csv(rows, csv_path)
+def judge_table() -> str:
+    """Show every row with its prediction, and how many rows agree by each source of workspaces."""
+    table = read_table()
+    rows, recorded = replay_rows(table), replay_rows(table, profile_workspace(NEAREST))
     title = f"cuDNN {NEAREST}'s workspaces, recorded, nothing inferred"
-    recorded = reproduce(table, profile_workspace(NEAREST))
-    print(f"\n{title}:\n\n{beside(recorded)}\n")
     left_out = "inferred rules, each size predicted without the rules that only it shows"
-    for name, found in {"inferred rules": rows, left_out: leave_one_out(table), title: recorded}.items():
-        print(_LINE.format(name, **agreement(found)))
+    parts = [
+        f"Workspaces by the {len(inferred()['rules'])} rules that were inferred from this table (cuDNN {CUDNN}):",
+        beside(rows),
+        f"{title}:",
+        beside(recorded),
+    ]
+    sources = {"inferred rules": rows, left_out: leave_one_out(table), title: recorded}
+    lines = [_LINE.format(name, **agreement(found)) for name, found in sources.items()]
     told, untold = covered(table, torch_version=TORCH), covered(table)
-    print(f"`upper` of each row predicted alone covers {told} of {len(table)}, and {untold} where no version is told")
+    lines.append(
+        f"`upper` of each row predicted alone covers {told} of {len(table)}, and {untold} if no version is given"
+    )
+    return "\n\n".join([*parts, "\n".join(lines)])

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from published.replay import GPU, IDENTITY, Key, asked_of
 from vaemem._common import distinct, grouped, render
 from vaemem.prediction.request import VAEArguments, resolve_vae
 from vaemem.prediction.seconds import Seconds, memory_rate, peak
-from vaemem.published.reproduce import GPU, IDENTITY, Key, asked_of
 from vaemem.tables.table import seed_table
 
 LEFT_OUT = {"model": 0, "size": 2, "operation": 1}  # where a row's key has it
@@ -36,14 +36,7 @@ class TimedRow(NamedTuple):
 
 
 def timed_rows() -> tuple[TimedRow, ...]:
-    """All rows of the seed table.
-
-    Examples
-    --------
-    >>> row = timed_rows()[0]
-    >>> row.key, row.measured, str(row.predicted)
-    (('flux', 'encode', 512, 512, 'float16', 1), 0.018, '0.016 s (0.014 to 0.019)')
-    """
+    """Return all rows of the seed table."""
     rows = []
     for row in seed_table():
         request = resolve_vae(VAEArguments(**asked_of(key := tuple(row[name] for name in IDENTITY))))
@@ -54,14 +47,7 @@ def timed_rows() -> tuple[TimedRow, ...]:
 
 
 def fit_shares(rows: Iterable[TimedRow]) -> tuple[float, float]:
-    """(the share of the peak, how many times as long an attention's FLOPs take) that these rows give.
-
-    Examples
-    --------
-    >>> share, ratio = fit_shares(timed_rows())
-    >>> round(share, 2), round(ratio, 1)
-    (0.81, 3.0)
-    """
+    """Fit the share of the peak, and how many times as long an attention's FLOPs take."""
     rows = list(rows)
     measured = np.array([row.measured for row in rows])
     parts = np.array([(row.flops - row.attended, row.attended) for row in rows])
@@ -92,15 +78,7 @@ def _summed(errors: Sequence[float]) -> tuple[str, str]:
 
 
 def judge_seconds() -> str:
-    """The errors by model, operation and type as a table, and what was fitted from what; ``vaemem reproduce --seconds``
-    prints it.
-
-    Examples
-    --------
-    >>> print(judge_seconds())
-    Predicted seconds are off by 4.7% in the mean, and by +11.8% at the worst, over 98 measured runs.
-    ...
-    """
+    """Show the errors by model, operation and type, with the constants that were fitted."""
     rows = timed_rows()
     share, ratio = fit_shares(rows)
     ours = [row.predicted.likely / row.measured - 1 for row in rows]

@@ -1,39 +1,46 @@
-"""A guide to a VAE's performance that people follow, the "VAE Performance Optimization Guide" of SeedVR2.5, claim by
-claim: what of it can be counted, predicted or run on this CPU is judged by that; the rest says what measures it on a
-GPU. It is about a video VAE; here it is judged for the image VAEs that people follow it with, and for its card.
+"""The "VAE Performance Optimization Guide" of SeedVR2.5, claim by claim.
+
+A count, a prediction, a recorded measurement or a run on this CPU judges a claim. Otherwise the finding names the
+command that measures it on a GPU, or says why nothing here can judge it. The guide is about a video VAE; the claims are
+judged for the image VAEs that people use it with, and for its card.
 """
 
 from __future__ import annotations
 
+import csv
 import functools
+import importlib.util
 import itertools
 import json
 import re
-import textwrap
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
+from published.claims import FAILS, HOLDS, UNKNOWN, Checked, Claim, Finding
 from vaemem import _core
-from vaemem._common import MIB, shipped
+from vaemem._common import MIB, distinct, shipped
 from vaemem._handmade import handmade, picture
 from vaemem._types import DtypeName, TiledOp
 from vaemem.engine.tiling import Tiling
 from vaemem.engine.vae import VAE
 from vaemem.prediction.gpus import Gpu, find_gpu, gpu_names
 from vaemem.prediction.predict import Prediction, predict, predict_largest
+from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.seconds import link_rate, peak
-from vaemem.published.claims import FAILS, HOLDS, UNKNOWN, Checked, Claim, Finding
+from vaemem.tables.table import seed_table
 
 CARD, MODEL = "RTX 5070 Ti", "sdxl"
 DTYPE: DtypeName = "bfloat16"
 _CARDS = ("RTX 4060", "RTX 3060", CARD, "RTX 4090")  # of 8, 12, 16 and 24 GB
 _SIDE, _TILE = 2048, 1024  # pixels
 COUNTED, RUN, PREDICTED, NEEDS_GPU = "counted", "run on this CPU", "predicted", "needs a GPU"
+MEASURED, DOCUMENTED, NOWHERE = "measured", "documented", "nothing here judges it"
+_RESULTS = Path(__file__).parents[1] / "results"
 # Names and generations of tensor cores as NVIDIA's architecture white papers have them, by compute capability.
 ARCHITECTURES = {"8.0": ("Ampere", 3), "8.6": ("Ampere", 3), "8.9": ("Ada Lovelace", 4), "9.0": ("Hopper", 4),
                  "10.0": ("Blackwell", 5), "12.0": ("Blackwell", 5)}  # fmt: skip
@@ -43,41 +50,15 @@ _ON_A_GPU = "python benchmarks/decode_gpu.py --models sdxl --dtypes bfloat16 --o
 _PARTS = "python benchmarks/guide_gpu.py --parts"
 
 
-class Guide(Checked):
-    """Its claims, each with a verdict and what that rests on."""
-
-    __slots__ = ()
-
-    def __str__(self) -> str:
-        count = Counter(finding.verdict for _, finding in self)
-        card = find_gpu(CARD).name
-        parts = [
-            f"Of {len(self)} claims {count[HOLDS]} hold, {count[FAILS]} do not, and {count[UNKNOWN]} need a GPU.\n"
-            f"Judged for {MODEL}'s decode in {DTYPE} by diffusers on {card}, where nothing else is said."
-        ]
-        for number, (claim, finding) in enumerate(self, 1):
-            told = textwrap.indent(textwrap.fill(f"{finding.how}: {finding.found}", 112), " " * 4)
-            parts.append(f"{number}. {claim.says} ({claim.source})\n    {finding.verdict}\n{told}")
-        return "\n\n".join(parts)
-
-    __repr__ = __str__
+def judge_claims() -> Checked:
+    """Judge every claim of the guide."""
+    return Checked((claim, claim.check()) for claim in GUIDE)
 
 
-def judge_guide() -> Guide:
-    """What the guide claims, judged; ``vaemem reproduce --guide`` prints it.
-
-    Returns
-    -------
-    Guide
-        Pairs of `Claim` and `Finding`, whose `how` is one of counted, predicted, run on this CPU, and needs a GPU.
-
-    Examples
-    --------
-    >>> print(Guide((claim, claim.check(None)) for claim in GUIDE[:2]))  # the first two, which only count
-    Of 2 claims 0 hold, 2 do not, and 0 need a GPU.
-    ...
-    """
-    return Guide((claim, claim.check(None)) for claim in GUIDE)
+def judge_guide() -> str:
+    """Show every claim of the guide with its verdict."""
+    card = find_gpu(CARD).name
+    return judge_claims().text(f"Unless a claim says otherwise: {MODEL}'s decode in {DTYPE} by diffusers on {card}.")
 
 
 def _judged(holds: bool, how: str, found: str) -> Finding:
@@ -107,21 +88,21 @@ def _bandwidth(gpu: Gpu) -> float:
     return float(2 * gpu.properties["memClockRateKHz"] * gpu.properties["memoryBusWidth"] / 8 / 1e6)
 
 
-def _architecture(_: Any) -> Finding:
+def _architecture() -> Finding:
     gpu = find_gpu(CARD)
     name, generation = ARCHITECTURES[gpu.capability]
     found = f"compute capability {gpu.capability} is {name}, whose tensor cores are of generation {generation}"
     return _judged((name, generation) == ("Ada Lovelace", 4), COUNTED, found)
 
 
-def _memory_speed(_: Any) -> Finding:
+def _memory_speed() -> Finding:
     own, stated = _bandwidth(find_gpu(CARD)), 504
     alike = [name for name in gpu_names() if round(_bandwidth(find_gpu(name))) == stated]
     named = ", ".join(name.removeprefix("NVIDIA GeForce ") for name in alike)
     return _judged(round(own) == stated, COUNTED, f"{own:.0f} GB/s; {stated} are those of {named}")
 
 
-def _tensor_rates(_: Any) -> Finding:
+def _tensor_rates() -> Finding:
     half, tf32, other = (peak(*asked) / 1e12 for asked in ((CARD,), (CARD, "float32"), ("RTX 4090",)))
     found = (
         f"{half:.0f} TFLOP/s in half precision with float32 sums, as PyTorch's convolutions make, {tf32:.0f} in TF32."
@@ -131,7 +112,17 @@ def _tensor_rates(_: Any) -> Finding:
     return _judged(4 * half >= 660, COUNTED, found)
 
 
-def _tf32_speed(_: Any) -> Finding:
+def _int8_rate() -> Finding:
+    stated, (own, other) = 1321, (4 * 2 * peak(card) / 1e12 for card in (CARD, "RTX 4090"))
+    found = (
+        f"INT8 runs at twice the rate of half precision, whose sums in half precision and half of all weights zero"
+        f" each double it again: {own:.0f} TOPS. {stated} is what that makes of an RTX 4090 ({other:.0f}). PyTorch runs"
+        " no convolution of these VAEs in INT8"
+    )
+    return _judged(own >= stated, COUNTED, found)
+
+
+def _tf32_speed() -> Finding:
     known = json.loads(shipped("rates.json"))["flops_per_multiprocessor_and_clock"]
 
     def gain(name: str) -> float:
@@ -146,7 +137,7 @@ def _tf32_speed(_: Any) -> Finding:
     return _judged(gain(CARD) >= 8, COUNTED, found)
 
 
-def _tf32_support(_: Any) -> Finding:
+def _tf32_support() -> Finding:
     on, off = (_predicted("decode", 1024, dtype="float32", allow_tf32=on) for on in (True, False))
     same = _predicted("decode", 1024, allow_tf32=False).reserved == _predicted("decode", 1024).reserved
     found = (
@@ -156,7 +147,7 @@ def _tf32_support(_: Any) -> Finding:
     return _judged(find_gpu(CARD).sm >= 80, PREDICTED, found)
 
 
-def _benchmark(_: Any) -> Finding:
+def _benchmark() -> Finding:
     try:
         _predicted("decode", 1024, cudnn_benchmark=True)
         why = "it is predicted"
@@ -170,7 +161,7 @@ def _benchmark(_: Any) -> Finding:
 # ---- layouts and operations ----
 
 
-def _contiguous(_: Any) -> Finding:
+def _contiguous() -> Finding:
     sizes = [(size, name.endswith("[contiguous]")) for op, _, size, name in _traced().steps if op == "take"]
     taken, copied = sum(size for size, _ in sizes), sum(size for size, is_copy in sizes if is_copy)
     found = (
@@ -182,7 +173,7 @@ def _contiguous(_: Any) -> Finding:
     return _judged(copied > 0.05 * taken, COUNTED, found)
 
 
-def _in_place(_: Any) -> Finding:
+def _in_place() -> Finding:
     gains, ops = list[float](), (("decode", None), ("encode", None), ("decode_tiled", 512))
     for model, (op, tile), dtype in itertools.product(("sdxl", "flux"), ops, (DTYPE, "float32")):
         p = _predicted(op, 1024, model, tile=tile, dtype=dtype)
@@ -197,13 +188,13 @@ def _in_place(_: Any) -> Finding:
     return _judged(max(gains) >= 0.1, COUNTED, found)
 
 
-def _channels_last(_: Any) -> Finding:
+def _channels_last() -> Finding:
     usual, last = (_predicted("decode", 1024, channels_last=on) for on in (False, True))
     found = f"a decode of 1024x1024 {_said(usual)}, in channels_last it {_said(last)}"
     return Finding(UNKNOWN, f"{found}. Its time needs a GPU: {_ON_A_GPU} --peers eager channels_last", PREDICTED)
 
 
-def _flash(_: Any) -> Finding:
+def _flash() -> Finding:
     heads = ((1, 1, _TILE, 512), (_TILE * 512, _TILE * 512, 512, 1))
     call = (DTYPE, heads, heads, heads, None, False, False)
     chosen = _core.Trace.choose_kernel(call, find_gpu(CARD).sm, ("flash", "efficient", "math"))
@@ -214,7 +205,7 @@ def _flash(_: Any) -> Finding:
 # ---- transfers and blending ----
 
 
-def _transfers(_: Any) -> Finding:
+def _transfers() -> Finding:
     size = 2 * _SIDE * _SIDE * (4 / 64 + 3)
     share = size / link_rate("PCIe 5.0 x16").value / (_traced().flops / peak(CARD))
     found = (
@@ -225,7 +216,7 @@ def _transfers(_: Any) -> Finding:
     return Finding(UNKNOWN, found, f"{COUNTED}; {NEEDS_GPU}")
 
 
-def _preallocated(_: Any) -> Finding:
+def _preallocated() -> Finding:
     takes = [name for op, _, _, name in _traced().steps if op == "take"]
     result = 3 * _SIDE * _SIDE * 2
     held = _predicted(tile=_TILE).allocated - _predicted("decode", _TILE).allocated
@@ -273,13 +264,9 @@ def _ramp(n: int) -> np.ndarray:
 
 
 def ssim(a: np.ndarray, b: np.ndarray) -> float:
-    """The structural similarity of two images (..., height, width) as Wang and others (2004) define it, by windows of
-    7x7 that count alike; its constants are of b's range.
+    """Return the structural similarity of two images (..., height, width).
 
-    Examples
-    --------
-    >>> round(ssim(np.eye(16), np.eye(16)), 6), ssim(np.eye(16), np.zeros((16, 16)) + 1e-9 * np.eye(16)) < 0.5
-    (1.0, True)
+    As Wang and others (2004) define it, with windows of 7x7 of equal weights. Its constants are shares of b's range.
     """
 
     def mean(x: np.ndarray) -> np.ndarray:
@@ -292,19 +279,19 @@ def ssim(a: np.ndarray, b: np.ndarray) -> float:
     return float((((2 * ma * mb + c1) * (2 * joint + c2)) / ((ma**2 + mb**2 + c1) * (spread + c2))).mean())
 
 
-def _without_loss(_: Any) -> Finding:
+def _without_loss() -> Finding:
     said, worst, _share = _quality()
     found = f"96x96 in tiles of 64 beside the whole image, PSNR and SSIM by blend: {said}"
     return _judged(round(worst, 4) == 1, RUN, found)
 
 
-def _ramps(_: Any) -> Finding:
+def _ramps() -> Finding:
     *_said, share = _quality()
     found = f"making every ramp of a decode in tiles takes {100 * share:.4f}% of it here. On a card: {_PARTS} ramps"
     return _judged(share >= 0.05, RUN, found)
 
 
-def _separable(_: Any) -> Finding:
+def _separable() -> Finding:
     plane, ramps, border = 4 * _TILE**2, 4 * 2 * _TILE, 2 * _TILE * _TILE // 4
     found = (
         f"weights of a whole tile of {_TILE} have {plane / MIB:.0f} MiB, {100 * plane / _predicted().allocated:.1f}% of"
@@ -318,7 +305,7 @@ def _separable(_: Any) -> Finding:
 # ---- tiles ----
 
 
-def _overlap(_: Any) -> Finding:
+def _overlap() -> Finding:
     parts = (0.0, 0.125, 0.25, 0.5)
     made = [_predicted(tile=_TILE, tile_overlap=part) for part in parts]
     found = ", ".join(
@@ -332,7 +319,7 @@ def _overlap(_: Any) -> Finding:
     return _judged(made[-1].allocated < made[0].allocated, PREDICTED, found)
 
 
-def _smaller(_: Any) -> Finding:
+def _smaller() -> Finding:
     made = {tile: _predicted(tile=tile) for tile in (512, 1024, 1536)}
     works = {tile: _traced(tile).flops / _traced(0).flops for tile in made}
     found = "; ".join(f"{tile}: {_said(p)}, {works[tile]:.2f} times the whole's work" for tile, p in made.items())
@@ -346,7 +333,7 @@ def _largest() -> dict[str, int]:
     return {card: predict_largest(MODEL, "decode", DTYPE, gpu=card)[0] for card in _CARDS}
 
 
-def _thresholds(_: Any) -> Finding:
+def _thresholds() -> Finding:
     most = _largest()
     tight = predict_largest(MODEL, "decode", DTYPE, gpu=CARD, safe=False)[0]
     found = ", ".join(f"{card} {side}" for card, side in most.items())
@@ -357,7 +344,7 @@ def _thresholds(_: Any) -> Finding:
     return _judged(all(1024 <= side <= 2048 for side in most.values()), PREDICTED, found)
 
 
-def _recommended(_: Any) -> Finding:
+def _recommended() -> Finding:
     p, whole = _predicted(tile=_TILE, tile_overlap=0.125), _predicted("decode", _TILE)
     work = f"{_traced(_TILE, 0.125).flops / _traced(0).flops:.2f} times the whole's work"
     found = f"{_SIDE}x{_SIDE} so {_said(p)} of {p.available / MIB:.0f}: {p.verdict}, with {work}"
@@ -365,13 +352,13 @@ def _recommended(_: Any) -> Finding:
     return _judged(p.fits and whole.fits, PREDICTED, f"{found}.{more}")
 
 
-def _offload(_: Any) -> Finding:
+def _offload() -> Finding:
     p = _predicted(tile=_TILE)
     held = f"between decodes {p.weights_bytes / MIB:.0f} MiB of weights"
     return Finding(HOLDS, f"{held}; the decode's own {p.peak_reserved / MIB:.0f} stay", PREDICTED)
 
 
-def _empty_cache(_: Any) -> Finding:
+def _empty_cache() -> Finding:
     kept, emptied = (_predicted("decode", 1024, protocol=name) for name in ("kept", "warm"))
     found = (
         f"three decodes of 1024x1024 in a row reserve {kept.peak_reserved / MIB:.0f} MiB, one after an emptied cache"
@@ -381,8 +368,133 @@ def _empty_cache(_: Any) -> Finding:
     return _judged(emptied.least_reserved < kept.least_reserved, PREDICTED, found)
 
 
-def _measured_by(command: str) -> Callable[[Any], Finding]:
-    return lambda _: Finding(UNKNOWN, command, NEEDS_GPU)
+# ---- first runs, compiling, graphs and streams ----
+
+
+def _rows(pattern: str, **equals: str) -> list[dict[str, str]]:
+    """Return the rows with these values from files in benchmarks/results."""
+    files = sorted(_RESULTS.glob(pattern))
+    rows = [row for file in files for row in csv.DictReader(file.read_text("utf-8").splitlines())]
+    return [row for row in rows if all(row[name] == value for name, value in equals.items())]
+
+
+def _times(names: tuple[tuple[str, str], ...]) -> dict[str, float]:
+    """Return the time of each first contestant over that of the second, measured in one process, by name and size."""
+    found = {}
+    for file in sorted(_RESULTS.glob("decode_gpu_*.csv")):
+        took = {(r["contestant"], r["op"], r["height"], r["dtype"]): float(r["ms"]) for r in _rows(file.name)}
+        for (name, *run), ms in took.items():
+            for first, second in names:
+                if name == first and (second, *run) in took:
+                    op, side, dtype = run
+                    found[f"{first}, {op} {side}x{side} in {dtype}"] = ms / took[second, op, side, dtype]
+    return found
+
+
+def _ratios(times: dict[str, float]) -> str:
+    return "; ".join(f"{name}: {ratio:.2f}" for name, ratio in times.items())
+
+
+def _first_run() -> Finding:
+    rows = _rows("torch_memory_*.csv")
+    first, later = (
+        {(r["model"], r["op"], r["height"], r["dtype"]): float(r["seconds"]) for r in rows if r["protocol"] == how}
+        for how in ("cold", "warm")
+    )
+    more = [seconds / later[run] for run, seconds in first.items() if run in later]
+    compiled = distinct(r["notes"] for r in _rows("decode_gpu_*.csv", contestant="torch compile"))
+    found = (
+        f"on an H100 the first of {len(more)} runs each took {min(more):.1f} to {max(more):.1f} times as long as the"
+        " third, without cudnn.benchmark: PyTorch loads kernels and cuDNN chooses plans. torch.compile"
+        f" {' and '.join(compiled)}. How much cudnn.benchmark adds is not measured"
+    )
+    return _judged(min(more) > 1, MEASURED, found)
+
+
+def _dynamic_shapes() -> Finding:
+    def shapes(tile: int) -> int:
+        return len({conv[1:5] for conv in _traced(tile).convs if conv[2] == 4})
+
+    whole, tiles = shapes(0), shapes(_TILE)
+    found = (
+        f"a decode has {whole} shape of latents whole and {tiles} in tiles of {_TILE} at {_SIDE}x{_SIDE}, because tiles"
+        " at the edges are smaller. With dynamic=False, as the guide has it, torch.compile compiles once for each"
+    )
+    return _judged(tiles > whole, COUNTED, found)
+
+
+def _mixed() -> Finding:
+    runs = {group: len(seed_table().filter(op="encode", model="sdxl", group=group)) for group in (1, 2)}
+    found = (
+        f"the seed table has {runs[1]} encodes of sdxl with weights and image in float16, and {runs[2]} with weights in"
+        " float32 and an image in float16: PyTorch's convolutions refuse two types. They cast by themselves only within"
+        " torch.autocast"
+    )
+    return _judged(runs[2] > 0, MEASURED, found)
+
+
+def _fragmentation() -> Finding:
+    gaps, result = list[float](), 3 * _SIDE * _SIDE * 2
+    for held in (0, result):
+        process = SimulatedProcess(CARD)
+        vae, z = process.load(MODEL, DTYPE), process.tensor((1, 4, _SIDE // 8, _SIDE // 8), DTYPE)
+        if held:
+            process.hold("result", held)
+        process.decode(vae, z, tile=_TILE)
+        reading = process.read()
+        gaps.append((reading.peak_reserved - reading.peak_allocated) / MIB)
+    plain, other = (_predicted(tile=_TILE, allocator=name) for name in ("native", "expandable_segments:True"))
+    found = (
+        f"PyTorch reserves {gaps[0]:.0f} MiB more than it allocates, and {gaps[1]:.0f} with a result of"
+        f" {result / MIB:.0f} MiB allocated before the tiles. expandable_segments:True lowers what is reserved from"
+        f" {plain.reserved / MIB:.0f} to {other.reserved / MIB:.0f} MiB"
+    )
+    return _judged(gaps[1] < gaps[0], PREDICTED, found)
+
+
+def _fused() -> Finding:
+    times = _times((("torch compile", "torch eager"),))
+    shown = _ratios(times)
+    found = f"torch.compile fuses norms, SiLU and sums. Its times on an H100 as shares of the uncompiled ones: {shown}"
+    return _judged(max(times.values()) < 1, MEASURED, found)
+
+
+def _graphs() -> Finding:
+    times = _times((("vaemem graphs", "vaemem"), ("vaemem cudnn, graphs", "vaemem cudnn")))
+    eager = [float(r["host_ms"]) / float(r["ms"]) for r in _rows("decode_gpu_*.csv", contestant="torch eager")]
+    found = (
+        f"times on an H100 as shares of those without graphs: {_ratios(times)}. PyTorch's calls return after"
+        f" {100 * min(eager):.0f} to {100 * max(eager):.0f}% of a run's time, so the GPU rarely waits for a launch"
+    )
+    return _judged(max(times.values()) < 1, MEASURED, found)
+
+
+def _streams() -> Finding:
+    p = _predicted(tile=_TILE)
+    found = (
+        f"no benchmark here runs tiles on several streams, as neither diffusers nor vaemem does. PyTorch's"
+        f" allocator gives each stream blocks of its own, so two tiles at once would need up to"
+        f" {2 * p.peak_reserved / MIB:.0f} MiB rather than {p.peak_reserved / MIB:.0f}"
+    )
+    return Finding(UNKNOWN, found, f"{PREDICTED}; {NOWHERE}")
+
+
+def _requirements() -> Finding:
+    spec = importlib.util.find_spec("torch")
+    home = Path(spec.origin).parent if spec and spec.origin else None
+    if not (home and (home / "_inductor").exists()):
+        return Finding(UNKNOWN, "PyTorch is not installed here, and its sources say what torch.compile needs", NOWHERE)
+    has_compile = "def compile(" in (home / "__init__.py").read_text("utf-8")
+    raises = "raise TritonMissing" in (home / "_inductor" / "scheduler.py").read_text("utf-8")
+    found = (
+        "torch.compile came with PyTorch 2.0. The sources of the PyTorch that is installed here raise TritonMissing on"
+        " a GPU without Triton. On a CPU they need a C++ compiler and no Triton"
+    )
+    return _judged(has_compile and raises, DOCUMENTED, found)
+
+
+def _measured_by(command: str) -> Callable[[], Finding]:
+    return lambda: Finding(UNKNOWN, command, NEEDS_GPU)
 
 
 _COMPILED = (
@@ -390,13 +502,16 @@ _COMPILED = (
     " takes (docs/SPEED.md has a run): python benchmarks/decode.py --size 256 --check 256 --contestants torch"
     " torch-default torch-reduce-overhead torch-max-autotune"
 )
-_STATED: tuple[tuple[str, str, Callable[[Any], Finding]], ...] = (
+_STATED: tuple[tuple[str, str, Callable[[], Finding]], ...] = (
     ("overview", "the RTX 5070 Ti has Ada Lovelace architecture, and tensor cores of the 4th generation",
      _architecture),
     ("memory bandwidth", "the RTX 5070 Ti has 504 GB/s", _memory_speed),
     ("tensor cores", "up to 660 TFLOPS in FP16/BF16, 330 in TF32", _tensor_rates),
+    ("tensor cores", "up to 1321 TOPS in INT8", _int8_rate),
+    ("tensor cores", "mixed precision is handled automatically", _mixed),
     ("tensor cores", "all convolutions use them; the GPU is used to 90-100%", _measured_by(f"{_ON_A_GPU} --parts")),
     ("1, cuDNN", "cudnn.benchmark makes convolutions 10-30% faster", _benchmark),
+    ("1, cuDNN; 5, torch.compile", "the first run is slower, all later ones are faster", _first_run),
     ("1, TF32", "TF32 is up to 8 times faster than FP32", _tf32_speed),
     ("1, TF32", "the RTX 5070 Ti fully supports TF32", _tf32_support),
     ("2, contiguous", ".contiguous() makes memory operations 5-15% faster", _contiguous),
@@ -407,6 +522,8 @@ _STATED: tuple[tuple[str, str, Callable[[Any], Finding]], ...] = (
     ("4, ramps", "cached cosine ramps are 5-10% faster for many tiles", _ramps),
     ("4, blending", "separable blending takes less memory and time", _separable),
     ("5, torch.compile", "15-40% faster, max-autotune the best mode; or 50-100%", _measured_by(_COMPILED)),
+    ("5, torch.compile", "requires PyTorch 2.0+ with Triton installed", _requirements),
+    ("troubleshooting", "dynamic shapes hurt compilation", _dynamic_shapes),
     ("speedup", "tiled runs are 30-50% faster, others 20-30%", _measured_by(f"{_ON_A_GPU} --ablation; {_PARTS}")),
     ("recommendations", "larger tiles take more VRAM, smaller ones less; less is blended", _smaller),
     ("recommendations", "tiles of 1024 with 128 of overlap for the RTX 5070 Ti", _recommended),
@@ -414,6 +531,10 @@ _STATED: tuple[tuple[str, str, Callable[[Any], Finding]], ...] = (
     ("out of memory", "increase tile overlap to reduce VRAM peaks", _overlap),
     ("out of memory", "offload_device, which moves the VAE away between operations", _offload),
     ("fragmentation", "call torch.cuda.empty_cache() before", _empty_cache),
+    ("memory bandwidth", "pre-allocation reduces fragmentation", _fragmentation),
+    ("future", "CUDA graphs for repetitive operations", _graphs),
+    ("future", "fused kernels for common patterns", _fused),
+    ("future", "CUDA streams for tiles in parallel", _streams),
     ("future", "flash attention for the VAE's attention", _flash),
     ("future", "channels_last for better convolutions", _channels_last),
     ("conclusion", "faster without any quality loss (cosine ramps, tiles)", _without_loss),

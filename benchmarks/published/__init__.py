@@ -1,0 +1,1 @@
+"""Judge what others published about this memory: `make reproduce`."""

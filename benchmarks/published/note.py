@@ -1,0 +1,143 @@
+"""A note on MLX's VAE decode ("VAE Memory Spike Analysis" of a Z-Image port in Swift), claim by claim.
+
+MLX runs on Apple's GPUs alone. So a claim is judged by the sizes that MLX's sources fix (`vaemem.pipelines.ways_mlx`),
+by a count, or by what MLX documents. The note is about Z-Image, whose VAE is FLUX.1's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from published.claims import FAILS, HOLDS, UNKNOWN, Checked, Claim, Finding
+from vaemem.engine.vae import VAE
+from vaemem.pipelines.plan import plan_pipeline
+from vaemem.pipelines.ways_mlx import MetalConv, decode, vae_bytes, workspace
+
+MODEL, HEIGHT, WIDTH, GIB = "flux", 1536, 2304, 1 << 30
+COUNTED, DOCUMENTED, NOWHERE = "counted", "documented", "nothing here judges it"
+STATED = {"bfloat16": 7.6, "float32": 15.2}  # GiB of columns
+_FULL = MetalConv("a 3x3 of 128 channels", HEIGHT, WIDTH, 128, 128, 3, 0)
+
+
+def judge_claims() -> Checked:
+    """Judge every claim of the note."""
+    return Checked((claim, claim.check()) for claim in NOTE)
+
+
+def judge_note() -> str:
+    """Show every claim of the note with its verdict."""
+    about = f"Sizes are the least that MLX needs to decode {HEIGHT}x{WIDTH}, with its graph evaluated block by block."
+    return judge_claims().text(about)
+
+
+def _judged(holds: bool, how: str, found: str) -> Finding:
+    return Finding(HOLDS if holds else FAILS, found, how)
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB"
+
+
+@functools.cache
+def _phases(cache_limit: int | None = None) -> dict[str, dict[str, int]]:
+    """Return the bytes of each phase of each way to run Z-Image-Turbo on a Mac."""
+    plan = plan_pipeline("zimage-turbo", HEIGHT, WIDTH, memory="64 GB", runtime="mlx", cache_limit=cache_limit)
+    return {one.way.name: {phase.name: phase.total for phase in one.way.phases} for one in plan.outcomes}
+
+
+def _columns() -> Finding:
+    sizes = {dtype: workspace(_FULL, dtype, "im2col") / GIB for dtype in STATED}
+    found = ", ".join(f"{size:.1f} GiB in {dtype}" for dtype, size in sizes.items())
+    return _judged({dtype: round(size, 1) for dtype, size in sizes.items()} == STATED, COUNTED, f"columns of {found}")
+
+
+def _lowering() -> Finding:
+    columns, own = (workspace(_FULL, "bfloat16", lowering) for lowering in ("im2col", "mlx"))
+    found = (
+        f"MLX's Metal backend runs this convolution by Winograd's F(6x6, 3x3), whose transformed tiles are"
+        f" {_gib(own)} rather than {_gib(columns)}"
+    )
+    return _judged(own == columns, DOCUMENTED, found)
+
+
+def _last_stages() -> Finding:
+    most = decode(MODEL, HEIGHT, WIDTH)
+    found = f"the peak of {_gib(most.total)} lies at {most.at}, and {_gib(most.workspace)} of it are workspace"
+    return _judged("upsamplers" in most.at and 2 * most.workspace > most.total, COUNTED, found)
+
+
+def _half() -> Finding:
+    half, full = (decode(MODEL, HEIGHT, WIDTH, dtype).total for dtype in STATED)
+    return _judged(2 * half == full, COUNTED, f"a decode takes {_gib(half)} in bfloat16, {_gib(full)} in float32")
+
+
+def _promotion() -> Finding:
+    half, full = (decode(MODEL, HEIGHT, WIDTH, dtype).total for dtype in STATED)
+    found = f"MLX promotes bfloat16 with a float32 array to float32. All of a decode in it takes {_gib(full)}, not"
+    return _judged(full > half, DOCUMENTED, f"{found} {_gib(half)}")
+
+
+def _decoder_only() -> Finding:
+    whole, part = (vae_bytes(MODEL, parts, "bfloat16") / (1 << 20) for parts in ("all", "decoder"))
+    return _judged(part < whole, COUNTED, f"weights of {part:.0f} rather than {whole:.0f} MiB, which stay")
+
+
+def _unloaded() -> Finding:
+    kept, away = (_phases()[f"decoder only, denoiser {state}, bfloat16"]["decode"] for state in ("kept", "unloaded"))
+    return _judged(away < kept, COUNTED, f"the decode needs {_gib(away)} rather than {_gib(kept)}")
+
+
+def _driver() -> Finding:
+    phases = _phases()["decoder only, denoiser unloaded, bfloat16"]
+    found = ", ".join(f"{name} {_gib(size)}" for name, size in phases.items())
+    return _judged(phases["decode"] == max(phases.values()), COUNTED, f"with the transformer unloaded: {found}")
+
+
+def _tiles() -> Finding:
+    tiled = _phases()["decoder only, denoiser unloaded, bfloat16, tiles of 512"]["decode"]
+    whole = _phases()["decoder only, denoiser unloaded, bfloat16"]["decode"]
+    streamed = VAE.random(MODEL, parts="decoder", dtype="bfloat16").smallest("decode", HEIGHT, WIDTH)
+    found = (
+        f"tiles of 512 need {_gib(tiled)} at every size, the whole image {_gib(whole)}. But tiles are not the only way:"
+        f" vaemem streams the whole image under a memory limit, with the same bits, in {_gib(streamed)} on a CPU"
+    )
+    return _judged(streamed >= tiled, COUNTED, found)
+
+
+def _cache() -> Finding:
+    way = "decoder only, denoiser unloaded, bfloat16"
+    more = _phases(GIB)[way]["decode"] - _phases()[way]["decode"]
+    found = f"mx.set_cache_limit bounds what MLX keeps of freed buffers: with a limit of 1 GiB at most {_gib(more)}"
+    return _judged(more == GIB, DOCUMENTED, found)
+
+
+def _upsample() -> Finding:
+    found = "MLX's own nn.Upsample broadcasts and reshapes for nearest with a whole factor (nn/layers/upsample.py)"
+    return Finding(FAILS, found, DOCUMENTED)
+
+
+def _unjudged(why: str) -> Callable[[], Finding]:
+    return lambda: Finding(UNKNOWN, why, NOWHERE)
+
+
+_LAZY = "MLX does not run here, and its sources do not fix how many tensors of a lazily evaluated graph live at once"
+_STATED: tuple[tuple[str, str, Callable[[], Finding]], ...] = (
+    ("sizing", "a 3x3 of 128 channels at 1536x2304 takes 7.6 GiB of columns in bf16, 15.2 in float32", _columns),
+    ("why", "convolutions are lowered to im2col and a product", _lowering),
+    ("why", "the peak is the workspace of convolutions in the last upsampling stages", _last_stages),
+    ("mitigation 1", "bf16 halves feature maps and workspaces", _half),
+    ("mitigations 2, 3", "float32 scalars or weights promote a bf16 decode", _promotion),
+    ("mitigation 4", "eval barriers in blocks reduce the overlap of convolutions", _unjudged(_LAZY)),
+    ("mitigation 5", "Upsample in mode nearest wastes less than broadcast and reshape", _upsample),
+    ("mitigation 6", "only the decoder's weights: less resident memory", _decoder_only),
+    ("mitigation 6", "the decode remains the main driver of the peak", _driver),
+    ("remaining", "tiles are the only approach with a predictable ceiling", _tiles),
+    ("remaining", "unloading the transformer before the decode lowers the baseline", _unloaded),
+    ("remaining", "loading that streams weights lowers the peak of loading",
+     _unjudged("it is about that program's own mapping of weights, which is not here")),
+    ("checks", "constant sizes avoid churn of the transformer's cache",
+     _unjudged("it is about that program's own cache, which is not here")),
+    ("checks", "a cache limit keeps MLX's caches from growing between runs", _cache),
+)  # fmt: skip
+NOTE = tuple(Claim(f"the note on MLX, {where}", says, check) for where, says, check in _STATED)
