@@ -1,5 +1,7 @@
-"""What others published of whole pipelines, checked: eight ways to fit a card of 12 GB, beside what vaemem plans for
-each, and an equation for the memory of Stable Diffusion 1.5, term by term beside what vaemem predicts."""
+"""Two published accounts of whole pipelines, compared with vaemem.
+
+One tried eight ways to fit a card of 12 GB; vaemem plans each. The other is an equation for the memory of Stable
+Diffusion 1.5; vaemem predicts each term."""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from vaemem.tables.estimators import SD15_AVERAGE_CHANNELS, sd15_equation
 
 
 class Tried(NamedTuple):
-    """A row of the table. result: oom, success or timeout; seconds: as printed, None where there are none."""
+    """A row of the table. result: oom, success or timeout. seconds: as printed, or None."""
 
     number: int
     about: str
@@ -47,14 +49,14 @@ TOKENS = 10  # of its prompt in Qwen3's template
 
 
 class Judged(NamedTuple):
-    """A row beside the plan's way of it."""
+    """A row and the plan's outcome of the same way."""
 
     tried: Tried
     outcome: Outcome
 
     @property
     def ours(self) -> str:
-        """oom, success or timeout; "cannot tell" where the time limit lies within the band of its seconds."""
+        """Return oom, success or timeout; "cannot tell" if the time limit lies within the band of its seconds."""
         took = self.outcome.seconds
         if self.outcome.fails_in not in (None, "time"):
             return "oom"
@@ -64,18 +66,18 @@ class Judged(NamedTuple):
 
 
 def way_of(tried: Tried, direct: bool) -> str:
-    """The plan's name for a row."""
+    """Return the plan's name for a row."""
     names = {"whole": "direct", "tiled": "direct, tiled"} if direct else {}
     return f"{tried.residence}, VAE {names.get(tried.vae, tried.vae)}"
 
 
 def judged(plan: PipelinePlan, direct: bool) -> tuple[Judged, ...]:
-    """The rows beside a plan, with the VAE's convolutions direct or by im2col."""
+    """Pair the rows with a plan's outcomes, with the VAE's convolutions direct or by im2col."""
     return tuple(Judged(tried, plan[way_of(tried, direct)]) for tried in TRIED)
 
 
 def plan_of(direct: bool = True, calibrated: bool = True) -> PipelinePlan:
-    """The plan of what was tried, calibrated with its third and fourth row."""
+    """Plan the pipeline that was tried, calibrated with the third and the fourth row."""
     measured = {way_of(row, direct): row.seconds for row in TRIED if row.number in CALIBRATED and row.seconds}
     return plan_pipeline(
         "zimage-turbo", 1024, 1024, memory="12 GB", runtime="sd.cpp", components=TOLD, prompt_tokens=TOKENS,
@@ -104,7 +106,7 @@ def judge_plan() -> str:
 
 
 def _why(plan: PipelinePlan, rows: tuple[Judged, ...], others: tuple[Judged, ...]) -> list[str]:
-    """Sentences with the numbers that explain the table."""
+    """Explain the table in sentences with numbers."""
 
     def phases(row: Judged) -> dict[str, str]:
         return {phase.name: f"{phase.total / MIB:.0f} MiB" for phase in row.outcome.way.phases}
@@ -140,7 +142,7 @@ def _why(plan: PipelinePlan, rows: tuple[Judged, ...], others: tuple[Judged, ...
 
 
 class JudgedTerm(NamedTuple):
-    """A phase in the equation and as it is predicted, bytes beside the weights; None where it has no such phase."""
+    """Bytes of a phase without weights: the equation's (None if it has no such phase) and the predicted ones."""
 
     phase: str
     theirs: float | None
@@ -148,7 +150,7 @@ class JudgedTerm(NamedTuple):
 
     @property
     def ratio(self) -> float | None:
-        """How many times too small the equation's is."""
+        """Return how many times too small the equation's term is."""
         return self.ours / self.theirs if self.theirs else None
 
 

@@ -44,7 +44,7 @@ _RESULTS = Path(__file__).parents[1] / "results"
 # Names and generations of tensor cores as NVIDIA's architecture white papers have them, by compute capability.
 ARCHITECTURES = {"8.0": ("Ampere", 3), "8.6": ("Ampere", 3), "8.9": ("Ada Lovelace", 4), "9.0": ("Hopper", 4),
                  "10.0": ("Blackwell", 5), "12.0": ("Blackwell", 5)}  # fmt: skip
-# What a step that writes into one of its operands would do without: SiLU, the sum with the residual, its division.
+# Steps that could write into an operand and need no tensor of their own: SiLU, the residual sum, its division.
 ELEMENTWISE = re.compile(r"( \[silu\]| \[sum\]|\.resnets\.\d+|\.attentions\.\d+)$")
 _ON_A_GPU = "python benchmarks/decode_gpu.py --models sdxl --dtypes bfloat16 --ops decode --sizes 1024"
 _PARTS = "python benchmarks/guide_gpu.py --parts"
@@ -76,7 +76,7 @@ def _traced(tile: int = _TILE, overlap: float = 0.25) -> _core.Trace:
     return _core.Trace.vae(arch, "diffusers", "decode", DTYPE, _SIDE, _SIDE, 1, tile, tile_overlap=overlap)
 
 
-def _said(p: Prediction) -> str:
+def _sizes(p: Prediction) -> str:
     return f"allocates {p.allocated / MIB:.0f} and reserves {p.reserved / MIB:.0f} MiB"
 
 
@@ -84,7 +84,7 @@ def _said(p: Prediction) -> str:
 
 
 def _bandwidth(gpu: Gpu) -> float:
-    """GB/s: two transfers a clock."""
+    """Return GB/s: two transfers a clock."""
     return float(2 * gpu.properties["memClockRateKHz"] * gpu.properties["memoryBusWidth"] / 8 / 1e6)
 
 
@@ -142,7 +142,7 @@ def _tf32_support() -> Finding:
     same = _predicted("decode", 1024, allow_tf32=False).reserved == _predicted("decode", 1024).reserved
     found = (
         f"compute capability {find_gpu(CARD).capability} has it. It takes memory: a decode of 1024x1024 in float32"
-        f" {_said(on)} with it, {_said(off)} without; in {DTYPE} {'the same' if same else 'not the same'} either way"
+        f" {_sizes(on)} with it, {_sizes(off)} without; in {DTYPE} {'the same' if same else 'not the same'} either way"
     )
     return _judged(find_gpu(CARD).sm >= 80, PREDICTED, found)
 
@@ -190,7 +190,7 @@ def _in_place() -> Finding:
 
 def _channels_last() -> Finding:
     usual, last = (_predicted("decode", 1024, channels_last=on) for on in (False, True))
-    found = f"a decode of 1024x1024 {_said(usual)}, in channels_last it {_said(last)}"
+    found = f"a decode of 1024x1024 {_sizes(usual)}, in channels_last it {_sizes(last)}"
     return Finding(UNKNOWN, f"{found}. Its time needs a GPU: {_ON_A_GPU} --peers eager channels_last", PREDICTED)
 
 
@@ -236,8 +236,9 @@ def _weights() -> Iterator[tuple[str, VAE]]:
 
 @functools.cache
 def _quality(side: int = 96, tile: int = 64) -> tuple[str, float, float]:
-    """Tiles beside the whole image with several models' weights: PSNR and SSIM by blend, the worst SSIM, and the share
-    of a run in tiles that making all its ramps takes."""
+    """Compare tiles with the whole image, for several models' weights.
+
+    Return PSNR and SSIM by blend as text, the worst SSIM, and the share of a run in tiles that its ramps take."""
     said, worst, share = list[str](), 1.0, 0.0
     for name, vae in _weights():
         z = vae.encode(picture(side)[None]).mode()
@@ -258,7 +259,7 @@ def _quality(side: int = 96, tile: int = 64) -> tuple[str, float, float]:
 
 
 def _ramp(n: int) -> np.ndarray:
-    """The shares of the older and of the newer tile in n pixels, as a cosine, (2, n)."""
+    """Return the shares of the older and of the newer tile in n pixels, as a cosine, (2, n)."""
     newer = (1 - np.cos(np.pi * np.arange(n) / n)) / 2
     return np.array([1 - newer, newer], np.float32)
 
@@ -280,13 +281,13 @@ def ssim(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def _without_loss() -> Finding:
-    said, worst, _share = _quality()
-    found = f"96x96 in tiles of 64 beside the whole image, PSNR and SSIM by blend: {said}"
+    shown, worst, _ = _quality()
+    found = f"96x96 in tiles of 64 beside the whole image, PSNR and SSIM by blend: {shown}"
     return _judged(round(worst, 4) == 1, RUN, found)
 
 
 def _ramps() -> Finding:
-    *_said, share = _quality()
+    *_, share = _quality()
     found = f"making every ramp of a decode in tiles takes {100 * share:.4f}% of it here. On a card: {_PARTS} ramps"
     return _judged(share >= 0.05, RUN, found)
 
@@ -322,10 +323,10 @@ def _overlap() -> Finding:
 def _smaller() -> Finding:
     made = {tile: _predicted(tile=tile) for tile in (512, 1024, 1536)}
     works = {tile: _traced(tile).flops / _traced(0).flops for tile in made}
-    found = "; ".join(f"{tile}: {_said(p)}, {works[tile]:.2f} times the whole's work" for tile, p in made.items())
+    found = "; ".join(f"{tile}: {_sizes(p)}, {works[tile]:.2f} times the whole's work" for tile, p in made.items())
     whole = _predicted("decode")
     is_so = made[512].reserved < made[1024].reserved < whole.reserved
-    return _judged(is_so, PREDICTED, f"{found}; whole: {_said(whole)}")
+    return _judged(is_so, PREDICTED, f"{found}; whole: {_sizes(whole)}")
 
 
 @functools.cache
@@ -347,7 +348,7 @@ def _thresholds() -> Finding:
 def _recommended() -> Finding:
     p, whole = _predicted(tile=_TILE, tile_overlap=0.125), _predicted("decode", _TILE)
     work = f"{_traced(_TILE, 0.125).flops / _traced(0).flops:.2f} times the whole's work"
-    found = f"{_SIDE}x{_SIDE} so {_said(p)} of {p.available / MIB:.0f}: {p.verdict}, with {work}"
+    found = f"{_SIDE}x{_SIDE} so {_sizes(p)} of {p.available / MIB:.0f}: {p.verdict}, with {work}"
     more = f" Up to {_largest()[CARD]} pixels a side the whole image surely fits, and has no seams"
     return _judged(p.fits and whole.fits, PREDICTED, f"{found}.{more}")
 

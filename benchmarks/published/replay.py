@@ -1,4 +1,4 @@
-"""The seed table played again: the processes of the published benchmark, prediction beside measurement.
+"""The seed table played again: the processes of the published benchmark, predicted and measured.
 
 The benchmark (torch 2.7.1, RTX 4090) had two scripts, each one process: BFL's AutoEncoder in float16, float32 and
 bfloat16; then diffusers' AutoencoderKL, SD1.5 and SDXL, each as float16, float16 meant to be upcast at run time, and
@@ -35,7 +35,7 @@ Key = tuple[str, str, int, int, str, int]
 Measured = tuple[Key, tuple[float, float]]
 EQUAL_MIB = 0.0101  # the table has two decimals
 _GROUPS = (("float16", "float16", 1), ("float16", "float32", 2), ("float32", "float32", 3))
-# Loops over the sizes, by script: a model, who runs it, what it is loaded in and run in, and the table's group.
+# Loops over the sizes, by script: model, runtime, the types that it is loaded in and run in, and the table's group.
 _SCRIPTS = (
     [("flux", "bfl", dtype, dtype, 1) for dtype in ("float16", "float32", "bfloat16")],
     [(name, "diffusers", *group) for name in ("sd15", "sdxl") for group in _GROUPS],
@@ -60,7 +60,7 @@ def _mean(runs: Sequence[Any]) -> tuple[float, float]:
 def _play_group(
     p: SimulatedProcess, name: str, runtime: str, loaded: str, dtype: str, group: int
 ) -> dict[Key, tuple[float, float]]:
-    """One loop over the sizes, of a model that is loaded in one dtype and run in the same or in another."""
+    """Play one loop over the sizes, of a model that is loaded in one dtype and run in the same or in another."""
     rows: dict[Key, tuple[float, float]] = {}
     vae = p.load(name, loaded, runtime)
     tile = 0
@@ -88,7 +88,7 @@ def _play_group(
 
 
 def play(workspace: Any) -> dict[Key, tuple[float, float]]:
-    """Both scripts: {(model, op, height, width, dtype, group): (allocated, reserved) in MiB}."""
+    """Play both scripts: {(model, op, height, width, dtype, group): (allocated, reserved) in MiB}."""
     rows: dict[Key, tuple[float, float]] = {}
     for loops in _SCRIPTS:
         process = SimulatedProcess(GPU, torch_version=TORCH, workspace=workspace)
@@ -118,7 +118,7 @@ def replay_rows(table: Iterable[Measured], workspace: Any = None) -> list[Replay
 
 
 def asked_of(key: Key) -> dict[str, Any]:
-    """What `vaemem.predict` is asked of a row of the table alone, with the tiles that the row had."""
+    """Return the arguments of `vaemem.predict` for one row of the table alone, with the tiles that it had."""
     name, op, height, width, dtype, group = key
     if name != "flux" and op == "encode" and height >= 1536:
         op = "encode_tiled"
@@ -130,12 +130,12 @@ def asked_of(key: Key) -> dict[str, Any]:
 
 
 def predict_row(key: Key, **versions: Any) -> Prediction:
-    """A row of the table predicted alone, in a fresh process."""
+    """Predict a row of the table alone, in a fresh process."""
     return predict(**asked_of(key), **versions)
 
 
 def covered(table: Iterable[Measured], **versions: Any) -> int:
-    """How many rows reserved no more than `Prediction.upper`, each predicted alone with the versions that are told."""
+    """Count the rows that reserved at most `Prediction.upper`, each predicted alone with these versions."""
     return sum(predict_row(key, **versions).upper >= (reserved - EQUAL_MIB) * MIB for key, (_, reserved) in table)
 
 
@@ -143,7 +143,7 @@ def covered(table: Iterable[Measured], **versions: Any) -> int:
 
 
 def profile_workspace(version: str, data: dict[str, Any] | None = None) -> Workspace:
-    """Workspaces by the profile of one cuDNN version, or by `data` in its place."""
+    """Return workspaces by the profile of one cuDNN version, or by `data` in its place."""
     if data is None:
         return Workspace(GPU, version, TORCH)
     files = dict.fromkeys(profile_files()) | {_inferred_file(): Profile(data)}
@@ -151,21 +151,20 @@ def profile_workspace(version: str, data: dict[str, Any] | None = None) -> Works
 
 
 def _inferred_file() -> str:
-    """The file of the profile that was inferred from the table."""
+    """Return the file of the profile that was inferred from the table."""
     profile = shipped_catalogue().nearest(find_gpu(GPU), CUDNN)
     assert profile is not None and profile.how == "inferred"
     return profile.file
 
 
 def inferred() -> dict[str, Any]:
-    """The profile that was inferred from the table, as its file says it."""
+    """Return the profile that was inferred from the table, as in its file."""
     data: dict[str, Any] = json.loads(shipped("profiles", _inferred_file()))
     return data
 
 
 def leave_one_out(table: Iterable[Measured]) -> list[Replayed]:
-    """Each row predicted by rules that were not inferred from its size: those that only rows of that size show are
-    dropped."""
+    """Predict each row without the rules that only rows of its size show."""
     data, rows = inferred(), list[Replayed]()
     for side, mine in sorted(grouped(table, lambda row: row[0][2]).items()):
         kept = [rule for rule in data["rules"] if set(rule["seen"]) != {side}]
@@ -183,7 +182,7 @@ _LINE = (
 
 
 def agreement(rows: Sequence[Replayed]) -> dict[str, float]:
-    """How many rows agree, and how far off the others are."""
+    """Count the rows that agree, and measure the errors of the others."""
     off = [[abs(r.predicted[i] - r.measured[i]) for r in rows] for i in (0, 1)]
     relative = [[r.predicted[i] / r.measured[i] - 1 for r in rows] for i in (0, 1)]
     return {
@@ -198,7 +197,7 @@ def agreement(rows: Sequence[Replayed]) -> dict[str, float]:
 
 
 def beside(rows: Iterable[Replayed]) -> str:
-    """The rows as text: measured, predicted and error, in MiB; equal to the table's two decimals is ``=``."""
+    """Show the rows: measured, predicted and error in MiB, or ``=`` if they agree to the table's two decimals."""
     lines = []
     for (name, op, height, width, dtype, group), measured, predicted in rows:
         cells = [name, op, f"{height}x{width}", dtype, str(group)]

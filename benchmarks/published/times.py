@@ -1,9 +1,8 @@
-"""The seed table's 98 times beside those that vaemem says, and the two constants of a VAE's seconds, which they give.
+"""The seed table's 98 times compared with predicted ones, and the two constants of a VAE's seconds.
 
 A run takes FLOPs / (share * peak), its attention's FLOPs `ratio` times as long, and bytes / the memory's rate. The
-share and the ratio are those with the least squares of relative errors over the rows; peak and memory rate are the
-card's (`vaemem.prediction.seconds`). They are fitted here once more without each model, each size and each
-operation, and what was left out is predicted.
+share and the ratio minimise the squares of relative errors over the rows. Peak and memory rate are the card's
+(`vaemem.prediction.seconds`). Further fits leave out a model, a size or an operation, and predict it.
 """
 
 from __future__ import annotations
@@ -20,12 +19,15 @@ from vaemem.prediction.request import VAEArguments, resolve_vae
 from vaemem.prediction.seconds import Seconds, memory_rate, peak
 from vaemem.tables.table import seed_table
 
-LEFT_OUT = {"model": 0, "size": 2, "operation": 1}  # where a row's key has it
+LEFT_OUT = {"model": 0, "size": 2, "operation": 1}  # the position in a row's key
 
 
 class TimedRow(NamedTuple):
-    """A row of the table: what was measured, what is predicted, and the seconds that its FLOPs, those of its attention
-    and its bytes take at the card's peak and at its memory rate."""
+    """A row of the table, measured and predicted.
+
+    flops, attended, moved: seconds of its FLOPs and its attention's at the card's peak, and of its bytes at its
+    memory rate.
+    """
 
     key: Key
     measured: float
@@ -57,13 +59,13 @@ def fit_shares(rows: Iterable[TimedRow]) -> tuple[float, float]:
 
 
 def errors_of(rows: Iterable[TimedRow], share: float, ratio: float) -> list[float]:
-    """How far off these constants are, relative to what was measured."""
+    """Return the relative errors with these constants."""
     took = [(row, (row.flops + (ratio - 1) * row.attended) / share + row.moved) for row in rows]
     return [seconds / row.measured - 1 for row, seconds in took]
 
 
 def left_out_errors(rows: Sequence[TimedRow], by: str) -> list[float]:
-    """The error of each row by constants that are fitted without its model, its size or its operation."""
+    """Return the error of each row, with constants fitted without its model, its size or its operation."""
     at, found = LEFT_OUT[by], dict[Key, float]()
     for value in distinct(row.key[at] for row in rows):
         mine = [row for row in rows if row.key[at] == value]
@@ -73,7 +75,7 @@ def left_out_errors(rows: Sequence[TimedRow], by: str) -> list[float]:
 
 
 def _summed(errors: Sequence[float]) -> tuple[str, str]:
-    """The mean of their sizes, and the worst."""
+    """Format the mean size of the errors, and the worst error."""
     return f"{fmean(map(abs, errors)):.1%}", f"{max(errors, key=abs):+.1%}"
 
 
@@ -95,7 +97,7 @@ def judge_seconds() -> str:
         f"{len(rows)} times of the seed table on {GPU}: convolutions and products at {share:.1%} of the peak, an"
         f" attention's FLOPs {ratio:.2f} times as long, bytes at {memory_rate(GPU)}"
     )
-    said = (
+    notes = (
         f"{held} of {len(rows)} times lie in the predicted band, which is as wide as these rows lie apart.",
         "The two constants were fitted to these rows: the first column says how well so few of them can do. The others"
         " say what is predicted where they are fitted without a model, a size or an operation. sd15 and sdxl are one"
@@ -104,4 +106,4 @@ def judge_seconds() -> str:
     )
     table = render(("", "rows", *columns), lines)
     answer = f"{off}, over {len(rows)} measured runs."
-    return "\n".join([answer, title, "the mean of errors, and the worst:", table, "", *said])
+    return "\n".join([answer, title, "the mean of errors, and the worst:", table, "", *notes])

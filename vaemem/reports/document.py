@@ -40,13 +40,13 @@ _MARKED = {"✓": "yes", "≈": "tight", "✗": "no"}  # classes of cells that b
 
 
 class Document:
-    """Blocks in order. Text may hold `code` and **bold**; everything else in it is text.
+    """Blocks in order. Text may hold `code` and **bold**; all other marks are plain text.
 
     Attributes
     ----------
     title : str
     figures : dict of str to matplotlib.figure.Figure
-        By name; the Markdown refers to each as NAME.png beside it, the HTML holds them.
+        By name. The Markdown refers to each as NAME.png in its own folder, the HTML holds them.
     """
 
     def __init__(self, title: str) -> None:
@@ -56,22 +56,22 @@ class Document:
         self.heading(title, 1)
 
     def heading(self, text: str, level: int = 2) -> None:
-        """A heading."""
+        """Add a heading."""
         self._blocks.append((f"{'#' * level} {text}", f"<h{level}>{_inline(text)}</h{level}>"))
 
     def text(self, text: str) -> None:
-        """A paragraph; none where the text is empty."""
+        """Add a paragraph, unless the text is empty."""
         if text:
             self._blocks.append((text, f"<p>{_inline(text)}</p>"))
 
     def items(self, items: Iterable[str]) -> None:
-        """A list; none where it is empty."""
+        """Add a list, unless it is empty."""
         if lines := list(items):
             whole = "".join(f"<li>{_inline(line)}</li>" for line in lines)
             self._blocks.append(("\n".join(f"- {line}" for line in lines), f"<ul>{whole}</ul>"))
 
     def table(self, header: Sequence[str], lines: Sequence[Sequence[object]]) -> None:
-        """A table, numbers to the right; columns that hold nothing are left out, and so is a table without lines."""
+        """Add a table, with numbers to the right. Leave out empty columns, and a table without lines."""
         if not lines:
             return
         kept = [i for i in range(len(header)) if any(line[i] not in (None, "") for line in lines)]
@@ -84,7 +84,7 @@ class Document:
         self._blocks.append((render(header, shown, markdown=True), whole))
 
     def figure(self, name: str, caption: str, figure: Figure) -> None:
-        """A figure."""
+        """Add a figure."""
         self.figures[name] = figure
         image = base64.b64encode(png(figure)).decode()
         width = round(96 * figure.get_size_inches()[0])  # a browser's pixels; the PNG has more, for sharp screens
@@ -93,11 +93,11 @@ class Document:
         self._blocks.append((f"![{caption}]({name}.png)", whole))
 
     def markdown(self) -> str:
-        """The document as Markdown."""
+        """Return the document as Markdown."""
         return "\n\n".join(markdown for markdown, _ in self._blocks) + "\n"
 
     def html(self) -> str:
-        """The document as one HTML file that needs no other."""
+        """Return the document as one HTML file that needs no other."""
         body = "\n".join(whole for _, whole in self._blocks)
         return (
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'

@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 
 
 _COUNTERS = ("allocated_bytes", "reserved_bytes")
-_TILES = {"tile": "tile", "tile_overlap": "overlap"}  # columns, and what they are called here
+_TILES = {"tile": "tile", "tile_overlap": "overlap"}  # columns, and their headings
 
 
 class Report:
-    """What `vaemem.report` gives.
+    """A report, as Markdown and as HTML.
 
     Attributes
     ----------
     markdown, html : str
-        The report. The Markdown refers to its figures as PNG files beside it, the HTML holds them.
+        The report. The Markdown refers to its figures as PNG files in its own folder, the HTML holds them.
     figures : dict of str to matplotlib.figure.Figure
     comparison : Comparison or None
         The shipped estimators compared with the rows; None if no row can be compared.
@@ -57,14 +57,14 @@ class Report:
         Parameters
         ----------
         path : path
-            The Markdown file, or a folder for ``report.md``; made if needed. The figures go beside it.
+            The Markdown file, or a folder for ``report.md``; made if needed. Figures go to the same folder.
         html : bool or path
-            Whether to write the HTML beside it too, or where.
+            Whether to write the HTML next to it, or where to write it.
 
         Returns
         -------
         list of pathlib.Path
-            What was written.
+            The files that were written.
         """
         file = Path(path)
         file = file if file.suffix == ".md" else file / "report.md"
@@ -78,7 +78,7 @@ class Report:
         return list(written)
 
     def _repr_html_(self) -> str:
-        """In a frame of its own, whose style is not the notebook's."""
+        """Show the report in a frame of its own, so that its style stays out of the notebook."""
         page = html.escape(self.html)
         return f'<iframe srcdoc="{page}" style="width: 100%; height: 40rem; border: 1px solid #ddd"></iframe>'
 
@@ -90,18 +90,18 @@ def report(
     table: Table, path: str | os.PathLike[str] | None = None, html: bool | str | os.PathLike[str] = True, *,
     estimators: Any = None, plots: bool = True, title: str = "Memory of VAEs",
 ) -> Report:  # fmt: skip
-    """Report on a table: what its rows hold, and what follows from them.
+    """Report on a table: its rows, ratios, scaling, constants, formulas and advice.
 
     Parameters
     ----------
     table : Table, pandas.DataFrame or iterable of mappings
         Measured, estimated or predicted rows alike.
     path : path, optional
-        Where to write the Markdown: a file ``*.md``, or a folder for ``report.md``. Figures go beside it.
+        Where to write the Markdown: a file ``*.md``, or a folder for ``report.md``. Figures go to the same folder.
     html : bool or path
-        With a `path`, whether to write one self-contained HTML file beside the Markdown too; or where to write it.
+        With a `path`: whether to write one self-contained HTML file next to the Markdown, or where to write it.
     estimators : optional
-        As `vaemem.compare` takes them; by default all that are shipped.
+        Estimators for `vaemem.compare`; by default all shipped ones.
     plots : bool
         Whether to draw figures, which needs matplotlib (``pip install 'vaemem[plot]'``).
     title : str
@@ -117,8 +117,8 @@ def report(
 
     Notes
     -----
-    Every figure in every sentence is computed from the rows. Rows that ran in tiles although their op does not say
-    so (their column `tile` does) are listed, and left out of scaling, constants and fits.
+    The report computes every figure from the rows. It lists rows whose op hides that they ran in tiles (their column
+    `tile` shows it), and leaves them out of scaling, constants and fits.
 
     Examples
     --------
@@ -136,7 +136,7 @@ def report(
     except ValueError:
         if estimators is not None:
             raise
-        comparison = None  # none of the usual ones is about these rows
+        comparison = None  # no shipped estimator applies to these rows
     document = Document(title)
     if facts.rows:
         _of_vaes(document, facts, comparable, comparison, plots)
@@ -165,10 +165,9 @@ def _of_vaes(document: Document, facts: _Facts, comparable: Table, comparison: C
 
 
 def _pipelines(document: Document, table: Table) -> None:
-    """Whole pipelines: what each phase must have of the card, how it grows, and a published equation beside."""
+    """Write what each phase of a pipeline needs of the card, how it grows, and a published equation's error."""
     document.heading("Whole pipelines")
-    wanted = "What the card must have in each phase, beside a CUDA context, in MiB"
-    document.text(f"{wanted}; the whole needs the most of them.")
+    document.text("MiB that each phase needs of the card, without a CUDA context. The whole needs the largest of them.")
     key = ("model", "device", "way", "height", "width", "batch", "tokens")
     for (model, device, way), mine in grouped(table, operator.itemgetter(*key[:3])).items():
         document.heading(f"{model} on {device}, {way}", 3)
@@ -183,16 +182,16 @@ def _pipelines(document: Document, table: Table) -> None:
         with contextlib.suppress(ValueError):  # one size alone
             fitted = fit(Table(mine), "reserved_bytes")
             grows = [(f.phase, f.batch, f.tokens, f"{f.a:.1f}", mib(f.b), _span(f)) for f in fitted]
-            document.text("The same as a H W e + b by least squares; errors are the worst of the rows:")
+            document.text("Fits a H W e + b by least squares, with the largest errors over the rows:")
             document.table(("phase", "batch", "tokens", "a", "b MiB", "error"), grows)
     with contextlib.suppress(ValueError):  # which is about none of them
         said = compare(Table(row for row in table if row["reserved_bytes"]), "sd15-equation")
-        document.text("A published equation for the whole of Stable Diffusion 1.5 beside these rows:")
+        document.text("A published equation for the whole of Stable Diffusion 1.5, compared with these rows:")
         document.table(*said.grid(rows=True))
 
 
 class _Facts:
-    """The rows with what every section asks of them."""
+    """The rows, grouped as the sections need them."""
 
     def __init__(self, table: Table) -> None:
         self.rows = [*table.filter(lambda row: row["height"] and row["width"] and row["op"] and row["model"])]
@@ -203,23 +202,23 @@ class _Facts:
         self.target = "reserved_bytes" if has_reserved else "allocated_bytes"
         self.word = self.target.removesuffix("_bytes")
         self.held = [row for row in self.rows if row[self.target]]
-        # Rows that an implied constant means something for: whole images, a dtype of known width.
+        # Rows with a meaningful implied constant: whole images in a dtype of known width.
         images = [as_ran(row) for row in self.rows if row[self.target] and not in_tiles(row)]
         self.sized = [row for row in images if row["dtype"] in ELEMENT_BYTES]
         names = ("runtime", "device", "batch", "source", *_TILES)
         self._varying = {model: differing(same, names) for model, same in _by("model", self.rows).items()}
 
     def label(self, row: Row) -> str:
-        """A row's model, and what tells it from other rows of that model: runtime, device, batch, source, tiles."""
+        """Name a row's model, and how the row differs from others of it: runtime, device, batch, source, tiles."""
         varying = in_words(row, self._varying[row["model"]])
         return f"{row['model']} ({', '.join(varying)})" if varying else str(row["model"])
 
     def groups(self, rows: Iterable[Row], *names: str) -> dict[tuple[str, ...], list[Row]]:
-        """Rows by label and columns, in their order."""
+        """Group rows by label and columns, in their order."""
         return grouped(rows, lambda row: (self.label(row), *(str(row[name]) for name in names)))
 
     def top(self, rows: Iterable[Row]) -> Row:
-        """The row that takes the most."""
+        """Return the row that takes the most."""
         return max(rows, key=operator.itemgetter(self.target))
 
 
@@ -403,7 +402,7 @@ def _formulas(document: Document, facts: _Facts) -> None:
 
 
 def _span(line: FittedLine) -> str:
-    """Its errors, too little to too much."""
+    """Format a line's errors, too little to too much."""
     return f"{_percent(-line.max_under)}..{_percent(line.max_over)}"
 
 
@@ -464,7 +463,7 @@ def _advice(document: Document, facts: _Facts, comparison: Comparison | None) ->
 
 
 def _by(name: str, rows: Iterable[Row]) -> dict[Any, list[Row]]:
-    """Rows by a column, in their order."""
+    """Group rows by a column, in their order."""
     return grouped(rows, operator.itemgetter(name))
 
 
@@ -473,7 +472,7 @@ def _size(row: Row) -> str:
 
 
 def _case(row: Row) -> tuple[str, str, Any]:
-    """What most tables say of a row first: size, dtype, group."""
+    """Return the first cells of a row in most tables: size, dtype, group."""
     return _size(row), row["dtype"], row["group"]
 
 
@@ -491,7 +490,7 @@ def _enough(rows: Sequence[Row], target: str) -> str:
 
 
 def _nearest(op: str, comparison: Comparison | None) -> list[str]:
-    """The estimators of PyTorch that are never too little for an op, nearest first."""
+    """List the estimators of PyTorch that are never too little for an op, nearest first."""
     if comparison is None:
         return []
     names = {estimator.name for estimator in comparison.estimators if estimator.runtime == "PyTorch"}
@@ -513,7 +512,7 @@ def _percent(value: float) -> str:
 
 
 def _known(value: float | None, form: Callable[[float], str]) -> str:
-    """In that form; nothing where the value is not known."""
+    """Format the value; return an empty text if it is unknown."""
     return "" if value is None else form(value)
 
 
