@@ -22,7 +22,8 @@ import vaemem
 from vaemem import VAE, Table
 from vaemem.__main__ import main
 from vaemem._arguments import described
-from vaemem.cli.commands import COMMANDS, parser
+from vaemem.cli.commands import COMMANDS
+from vaemem.cli.parsing import make_parser
 from vaemem.prediction.gpus import find_gpu, gpu_names
 
 
@@ -35,7 +36,7 @@ def test_estimate_command(capsys):
 
 def test_sweep_and_fit_commands(capsys, tmp_path):
     path = tmp_path / "table.csv"
-    assert main(["sweep", "--models", "sdxl", "--sizes", "64", "64x128", "--estimate", "--csv", str(path)]) == 0
+    assert main(["sweep", "estimated", "--models", "sdxl", "--sizes", "64", "64x128", "--csv", str(path)]) == 0
     assert capsys.readouterr().out.startswith("Table, 4 rows\n")
     assert len(Table.from_csv(path)) == 4
     assert main(["fit", str(path), "--op", "decode"]) == 0
@@ -75,7 +76,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("stream", [Terminal, io.StringIO])
-@pytest.mark.parametrize("command", ["bound", "sweep"])
+@pytest.mark.parametrize("command", ["bound", "sweep predicted"])
 def test_long_commands_show_on_stderr_how_far_they_are(command, stream, monkeypatch, capsys):
     """On a terminal one line, which is gone at the end; elsewhere lines. No package is needed."""
     seconds = itertools.count(step=3)
@@ -84,9 +85,9 @@ def test_long_commands_show_on_stderr_how_far_they_are(command, stream, monkeypa
     monkeypatch.setitem(sys.modules, "tqdm", None)
     more = {
         "bound": ["invokeai", "--models", "sd15", "--dtypes", "float16", "--sides", "512", "1024"],
-        "sweep": ["--models", "sdxl", "--source", "predicted", "--sizes", "512", "1024"],
+        "sweep predicted": ["--models", "sdxl", "--sizes", "512", "1024"],
     }
-    assert main([command, *more[command]]) == 0
+    assert main([*command.split(), *more[command]]) == 0
     said = sys.stderr.getvalue()
     assert re.search(rf"vaemem {command}: (\[#+-+\] )?[1-9]\d?%, \d+ s left", said)
     if stream is Terminal:
@@ -117,26 +118,26 @@ VAE_RANDOM = VAE.random
 
 def test_ctrl_c_keeps_the_finished_rows(monkeypatch, capsys, tmp_path):
     path = tmp_path / "table.csv"
-    command = ["sweep", "--models", "sdxl", "--ops", "decode", "--sizes", "16", "32", "48", "--csv", str(path)]
+    command = ["sweep", "measured", *"--models sdxl --ops decode --sizes 16 32 48 --csv".split(), str(path)]
     Stopped(monkeypatch, 2)
     assert main(command) == 130
     assert [row["height"] for row in Table.from_csv(path)] == [16, 32]
     output = capsys.readouterr()
-    assert output.out.startswith("Table, 2 rows") and output.err == "vaemem sweep: stopped\n"
+    assert output.out.startswith("Table, 2 rows") and output.err == "vaemem sweep measured: stopped\n"
     before = path.read_bytes()
     Stopped(monkeypatch, 0)
     assert main(command) == 130 and path.read_bytes() == before
 
 
-@pytest.mark.parametrize("command", [["sweep"], ["compare", "absent.csv"]])
+@pytest.mark.parametrize("command", ["sweep estimated", "compare absent.csv"])
 def test_a_csv_that_cannot_be_written_is_refused_before_the_first_run(command, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("vaemem.tables.sweep.sweep", lambda *args, **kwargs: pytest.fail("it ran"))
-    assert main([*command, "--csv", str(tmp_path / "absent" / "table.csv")]) == 2
+    monkeypatch.setattr("vaemem.tables.sweep.estimate_sweep", lambda *args, **kwargs: pytest.fail("it ran"))
+    assert main([*command.split(), "--csv", str(tmp_path / "absent" / "table.csv")]) == 2
     assert "absent" in capsys.readouterr().err
-    assert main([*command, "--csv", str(tmp_path)]) == 2
+    assert main([*command.split(), "--csv", str(tmp_path)]) == 2
     monkeypatch.undo()
     new = tmp_path / "new.csv"
-    assert main(["sweep", "--models", "sd4", "--csv", str(new)]) == 2 and not new.exists()
+    assert main(["sweep", "estimated", "--models", "sd4", "--csv", str(new)]) == 2 and not new.exists()
 
 
 def test_backends_command(capsys):
@@ -150,19 +151,14 @@ def test_backends_command(capsys):
         (["estimate", "sd4", "decode", "512"], "vaemem estimate: models: want one of sd15, sdxl, flux"),
         (["estimate", "sdxl", "decode", "511"], "vaemem estimate: .*511"),
         (["estimate", "sdxl", "decode", "1" + "0" * 15 + "x8"], "vaemem estimate: "),
-        (["sweep", "--batch", "0"], "vaemem sweep: --batch: want a whole number"),
+        (["sweep", "measured", "--batch", "0"], "vaemem sweep measured: --batch: want a whole number"),
         (["estimate", "sdxl", "decode", "64", "--batch", str(2**62)], "vaemem estimate: "),
         (["estimate", "sdxl", "decode", "64", "--device", "cuda:" + "9" * 5000], "vaemem estimate: --device: want cpu"),
         (["fit", "absent.csv"], "vaemem fit: table: want a file that can be opened, got absent.csv: no such file"),
         (["fits", "sdxl", "decode", "512", "--measured", "absent.csv"], "vaemem fits: --measured: want .* absent.csv"),
         (["fits", "sd15", "512", "--component", "unet=absent.gguf"], "vaemem .*'unet'.*got absent.gguf: no such"),
         (["fit", __file__], "vaemem fit: .*unknown column"),
-        (["sweep", "--ops", "decode", "--tokens", "7"], "vaemem sweep: --tokens: want it with pipeline among the ops"),
-        (
-            ["sweep", "--estimate", "--source", "measured"],
-            "vaemem sweep: --source: want estimated with --estimate, got",
-        ),
-        (["sweep", "--ops", "pipeline", "--estimate"], "vaemem sweep: --ops: want .* `vaemem measure`"),
+        (["sweep", "predicted", "--ops", "decode", "--tokens", "7"], "vaemem sweep predicted: --tokens: want an op"),
     ],
 )
 def test_bad_input_is_a_sentence_not_a_traceback(capsys, arguments, message):
@@ -202,9 +198,23 @@ def test_python_dash_m(monkeypatch, capsys):
     assert caught.value.code == 2 and "absent.csv" in capsys.readouterr().err
 
 
-def test_alone_it_prints_its_help(capsys):
-    assert main([]) == 0
-    assert capsys.readouterr().out.startswith("usage: vaemem")
+@pytest.mark.parametrize("words", [[], ["sweep"]])
+def test_alone_it_prints_its_help(words, capsys):
+    """One line a command that fits 80 columns, every command once, and examples at the end."""
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    listed = re.findall(r"^  ([a-z]+) +[A-Z].*\.$", said, re.M)
+    kinds = {name.split()[-1] for name in COMMANDS if " " in name}
+    assert sorted(listed) == sorted(kinds if words else {"sweep", *(name for name in COMMANDS if " " not in name)})
+    assert said.startswith("usage: vaemem") and max(map(len, said.splitlines())) <= 80
+    assert len(said.partition("\nexample")[2].splitlines()) == (2 if words else 4)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_ends_with_an_example(name):
+    said = make_parser(at_once=COMMANDS).commands[name].format_help()
+    example = said.rstrip().rpartition("\nexample:\n  vaemem ")[2]
+    assert make_parser().parse_args(shlex.split(example)).command == name
 
 
 def test_version(capsys):
@@ -218,8 +228,7 @@ def test_the_shell_may_ask_what_comes_next(monkeypatch):
     asked = []
 
     def autocomplete(parser, validator):
-        commands = next(action for action in parser._actions if action.dest == "command").choices
-        asked.extend(name for name, one in commands.items() if len(one._actions) > 1)
+        asked.extend(name for name, one in parser.commands.items() if len(one._actions) > 1)
         assert validator("RTX 4090", "rtx") and not validator("RTX 4090", "gtx")
         raise SystemExit(0)
 
@@ -249,11 +258,9 @@ def test_missing_extras_are_named_all_at_once(monkeypatch, capsys, tmp_path):
 
 
 def test_what_tab_offers_is_known():
-    made = parser(at_once=COMMANDS)
-    subparsers = next(action for action in made._actions if action.dest == "command").choices
     offered = {
         (name, action.dest): action.completer()
-        for name, sub in subparsers.items()
+        for name, sub in make_parser(at_once=COMMANDS).commands.items()
         for action in sub._actions
         if hasattr(action, "completer")
     }
@@ -471,9 +478,7 @@ def test_what_to_do_is_said_of_options(weights, tmp_path, capsys):
 
 def test_every_flag_says_what_it_is_for():
     """In whole sentences, which are those of the functions' own documentation where they take the same argument."""
-    made = parser(at_once=COMMANDS)
-    subparsers = next(action for action in made._actions if action.dest == "command").choices
-    assert list(subparsers) == list(COMMANDS)
+    subparsers = make_parser(at_once=COMMANDS).commands
     for name, sub in subparsers.items():
         for action in sub._actions[1:]:
             assert re.search(r"[.:)\"]$", action.help), (name, action.dest)

@@ -15,13 +15,15 @@ from vaemem import (
     SimulatedProcess,
     Tiling,
     bound,
+    estimate_sweep,
     formula,
+    measure_sweep,
     plan_pipeline,
     predict,
     predict_largest,
     predict_pipeline,
+    predict_sweep,
     replay,
-    sweep,
     tradeoff,
 )
 from vaemem._render import Shown
@@ -139,9 +141,17 @@ CALLS = {
         lambda **given: str(bound("comfyui", "flux", "float16", **given)),
         {"memory": 24 << 30, "sides": [256, 512]},
     ),
+    "estimate_sweep": (
+        lambda **given: estimate_sweep(vae(), "decode", **given).to_csv(),
+        {"sizes": [64, (64, 32)], "batch": [1, 2]} | LIMIT,
+    ),
     "formula": (lambda **given: str(formula("sdxl", "decode", **given)), SIDES),
     "measure": (measure, ONE | {"sizes": [64, (64, 32)], "warmups": 0, "runs": 1, "tile": 32}),
     "measure_pipeline": (measure_pipeline, SIDES | ONE | {"steps": 2}),
+    "measure_sweep": (
+        lambda **given: len(measure_sweep(vae(), "decode", **given)),
+        {"sizes": 64, "batch": [1, 2], "repeats": 1} | LIMIT,
+    ),
     "plan_pipeline": (
         lambda **given: plan_pipeline("sd15", **given).to_json(),
         PIPELINE | {"host_memory": 8 << 30, "cores": 4},
@@ -162,19 +172,15 @@ CALLS = {
         lambda **given: predict_pipeline("sd15", 512, 512, vae="vaemem", **given).to_json(),
         {"vae_memory_limit": 2 << 30},
     ),
+    "predict_sweep": (
+        lambda **given: predict_sweep("sd15", "decode_tiled", gpu="RTX 3060", **given).to_csv(),
+        {"sizes": 640, "batch": [1, 2], "tile": [512, 256]},
+    ),
+    "predict_sweep of pipelines": (
+        lambda **given: predict_sweep("sd15", "pipeline", 64, gpu="RTX 3060", **given).to_csv(),
+        {"prompt_tokens": [77, 90]},
+    ),
     "replay": (lambda **given: str(replay(snapshot(), **given)), {"device": 0}),
-    "sweep": (
-        lambda **given: sweep(vae(), "decode", measure=False, **given).to_csv(),
-        {"sizes": [64, (64, 32)], "batch": [1, 2], "repeats": 1} | LIMIT,
-    ),
-    "sweep of pipelines": (
-        lambda **given: sweep("sd15", "pipeline", gpu="RTX 3060", **given).to_csv(),
-        {"sizes": 64, "prompt_tokens": [77, 90]},
-    ),
-    "sweep of tiles": (
-        lambda **given: sweep("sd15", "decode_tiled", 640, source="predicted", gpu="RTX 3060", **given).to_csv(),
-        {"tile": [512, 256]},
-    ),
     "tradeoff": (lambda **given: tradeoff("sd15", "decode", **given).to_csv(), SIDES | ONE),
 }
 # Values that vaemem makes: nobody calls these.

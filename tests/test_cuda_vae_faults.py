@@ -412,12 +412,12 @@ def test_no_driver_and_an_old_one():
 
 def test_sweep_on_it():
     config_vae = small_vae("sd", device="cuda", dtype="bfloat16")
-    (row,) = vaemem.sweep(config_vae, "decode", 32)
-    (estimate,) = vaemem.sweep(config_vae, "decode", 32, measure=False)
+    (row,) = vaemem.measure_sweep(config_vae, "decode", 32)
+    (estimate,) = vaemem.estimate_sweep(config_vae, "decode", 32)
     assert row["device"] == "cuda:0" and row["dtype"] == "bfloat16" and row["seconds"] > 0
     assert row["allocated_bytes"] == estimate["allocated_bytes"]
     with pytest.raises(ValueError, match="dtypes: the VAE on cuda:0 computes in bfloat16, got 'float16'"):
-        vaemem.sweep(config_vae, "decode", 32, "float16")
+        vaemem.measure_sweep(config_vae, "decode", 32, "float16")
 
 
 def test_own_convolution_needs_no_cudnn(monkeypatch, tmp_path):

@@ -13,7 +13,7 @@ from engine import SMALL, config, error, images, latents, run_core, small_vae
 from gpu import LIMIT
 
 import vaemem
-from vaemem import VAE, Tiling, _core, sweep, tradeoff
+from vaemem import VAE, Tiling, _core, estimate_sweep, measure_sweep, tradeoff
 from vaemem.__main__ import main
 
 HALVES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -335,16 +335,16 @@ def test_pairs_of_avx512_go_before_floats_where_they_are_faster(dtype, precision
 @every_number
 def test_tables(dtype, precision):
     vae = small_vae(dtype=dtype, precision=precision)
-    (row,) = sweep(vae, "decode", 64)
-    (estimate,) = sweep(vae, "decode", 64, dtype, measure=False)
+    (row,) = measure_sweep(vae, "decode", 64)
+    (estimate,) = estimate_sweep(vae, "decode", 64, dtype)
     assert (row["dtype"], row["allocated_bytes"]) == (dtype, estimate["allocated_bytes"])
     assert (f", precision {precision})" in row["versions"]) == (precision != "highest")
     plans = tradeoff(vae, "decode", 64, 64)
     assert plans[0]["dtype"] == dtype and plans[0]["seconds"] > 0
     with VAE.random("sdxl", dtype=dtype, precision=precision) as named:
         assert tradeoff("sdxl", "decode", 64, 64, 1, dtype, precision) == tradeoff(named, "decode", 64, 64)
-        same = {"dtypes": dtype, "precision": precision, "measure": False}
-        assert sweep("sdxl", "decode", 64, **same) == sweep(named, "decode", 64, measure=False)
+        same = {"dtypes": dtype, "precision": precision}
+        assert estimate_sweep("sdxl", "decode", 64, **same) == estimate_sweep(named, "decode", 64)
 
 
 @pytest.mark.parametrize("dtype", ["float32", *HALVES])

@@ -413,7 +413,7 @@ def test_tradeoff_as_a_table_and_a_picture(vae, capsys):
 
 def test_sweeps_and_the_command_line(vae, capsys):
     limit = vae.smallest("decode", 128, 128)
-    (row,) = vaemem.sweep(vae, "decode", 128, memory_limit=limit)
+    (row,) = vaemem.measure_sweep(vae, "decode", 128, memory_limit=limit)
     assert row["work"] > 1 and row["streamed"] > 0 and row["allocated_bytes"] + row["weights_bytes"] <= limit
     for command in ("estimate", "tradeoff"):
         assert main([command, "sd15", "decode", "64x64"]) == 0

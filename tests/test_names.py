@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import vaemem
-from vaemem import VAE, predict, predict_pipeline, sweep
+from vaemem import VAE, predict, predict_pipeline, predict_sweep
 from vaemem.__main__ import main
 from vaemem._common import DTYPES, SPELT_DTYPES, choose, letters, meant
 from vaemem.engine.configs import SAMPLE_SIZES, config_of, known_arch, named_model
@@ -64,10 +64,10 @@ def test_types_of_torch():
 def test_wherever_they_are_taken():
     with VAE.random("SD 1.5", parts="decoder", dtype="bf16") as vae:
         assert vae.dtype == "bfloat16" and vae.model == "sd15"
-    assert {row["dtype"] for row in sweep("SDXL", "decode", 64, source="predicted", dtypes=["fp16", "bf16"])} == {
+    assert {row["dtype"] for row in predict_sweep("SDXL", "decode", 64, dtypes=["fp16", "bf16"])} == {
         "float16", "bfloat16",
     }  # fmt: skip
-    assert {row["model"] for row in sweep("sd1.5", "decode", 64, source="estimated")} == {"sd15"}
+    assert {row["model"] for row in predict_sweep("sd1.5", "decode", 64)} == {"sd15"}
     assert vaemem.bound("ComfyUI", "FLUX.1-dev", "bf16", sides=256, torch_version="2.8.0").find(
         "flux", "encode", "bfloat16"
     )

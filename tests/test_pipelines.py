@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from vaemem import OutOfMemoryError, _core, formula, plan_pipeline, predict, predict_pipeline, sweep
+from vaemem import OutOfMemoryError, _core, formula, plan_pipeline, predict, predict_pipeline, predict_sweep
 from vaemem.pipelines import pipeline_run, programs
 from vaemem.pipelines.components import PIPELINES, weights_of
 from vaemem.prediction.lines import Point
@@ -447,7 +447,7 @@ def test_every_pipeline_has_rows_and_plans(pipeline, gpu):
     """At three sizes nothing raises, no row lacks a number, and every way of a plan says whether it fits."""
     sizes = [512, (1216, 832), 1536]
     for offload in ("none", "model", "sequential"):
-        for row in sweep(pipeline, "pipeline", sizes, gpu=gpu, offload=offload):
+        for row in predict_sweep(pipeline, "pipeline", sizes, gpu=gpu, offload=offload):
             assert row["phase"] and row["tokens"] and 0 < row["allocated_bytes"] <= row["reserved_bytes"]
     for size in sizes:
         height, width = size if isinstance(size, tuple) else (size, size)

@@ -17,7 +17,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from vaemem import CachingAllocator, OutOfMemoryError, _core, predict_largest, predict_pipeline, sweep
+from vaemem import CachingAllocator, OutOfMemoryError, _core, predict_largest, predict_pipeline, predict_sweep
 from vaemem.__main__ import main
 from vaemem._render import in_gb, in_mib
 from vaemem.pipelines.plan import weights_bytes
@@ -432,7 +432,7 @@ def test_allocator_settings(tmp_path):
 def test_switches_in_formulas_and_tables():
     names = formula("sdxl", "decode", "float32", allow_tf32=False, channels_last=True).name
     assert names == "sdxl decode float32 diffusers channels_last allow_tf32=False"
-    (row,) = sweep("sdxl", "decode", 256, "float32", source="predicted", allow_tf32=False, channels_last=True)
+    (row,) = predict_sweep("sdxl", "decode", 256, "float32", allow_tf32=False, channels_last=True)
     p = predict("sdxl", "decode", 256, 256, "float32", allow_tf32=False, channels_last=True)
     assert row["reserved_bytes"] == p.reserved and ", channels_last, allow_tf32=False, vaemem" in row["versions"]
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 import vaemem
-from vaemem import VAE, Table, compare, fit, predict, predict_pipeline, report, seed_table, sweep
+from vaemem import VAE, Table, compare, fit, predict, predict_pipeline, predict_sweep, report, seed_table
 from vaemem.__main__ import main
 from vaemem.engine.configs import config_of, known_arch
 from vaemem.tables.estimators import sd15_equation
@@ -17,10 +17,8 @@ CARDS = ["RTX 4090", "RTX 3060"]
 
 @pytest.fixture(scope="module")
 def table():
-    return sweep(
-        ["sdxl", "flux"], ["encode", "decode"], [512, (512, 768), 1024], ["float16", "float32"], source="predicted",
-        gpu=CARDS,
-    )  # fmt: skip
+    sizes = [512, (512, 768), 1024]
+    return predict_sweep(["sdxl", "flux"], ["encode", "decode"], sizes, ["float16", "float32"], gpu=CARDS)
 
 
 def test_rows_are_what_predict_says(table):
@@ -39,30 +37,17 @@ def test_rows_are_what_predict_says(table):
 
 
 def test_what_predict_takes_is_handed_on():
-    (row,) = sweep(
-        "sdxl", "decode_tiled", 1024, "float16", source="predicted", gpu="RTX 4060", batch=2, runtime="comfyui",
-        tile=256, torch_version="2.6.0+cu124",
-    )  # fmt: skip
-    p = predict(
-        "sdxl", "decode_tiled", 1024, 1024, "float16", batch=2, runtime="comfyui", gpu="RTX 4060", tile=256,
-        torch_version="2.6.0+cu124",
-    )  # fmt: skip
+    asked = {"gpu": "RTX 4060", "batch": 2, "runtime": "comfyui", "tile": 256, "torch_version": "2.6.0+cu124"}
+    (row,) = predict_sweep("sdxl", "decode_tiled", 1024, "float16", **asked)
+    p = predict("sdxl", "decode_tiled", 1024, 1024, "float16", **asked)
     assert (row["allocated_bytes"], row["reserved_bytes"]) == (p.allocated, p.reserved)
     assert (row["batch"], row["runtime"], row["op"]) == (2, "comfyui", "decode_tiled")
     assert row["versions"].startswith("torch 2.6.0+cu124, cudnn 9.1.0")
 
 
 def test_tiles_and_overlaps_are_swept():
-    asked = {"source": "predicted", "runtime": "diffusers"}
-    rows = sweep(
-        "sdxl",
-        ["decode", "decode_tiled"],
-        [1024, 1536, 2048],
-        "float16",
-        tile=[512, 1024],
-        tile_overlap=[0.25, 0.5],
-        **asked,
-    )
+    cut = {"tile": [512, 1024], "tile_overlap": [0.25, 0.5]}
+    rows = predict_sweep("sdxl", ["decode", "decode_tiled"], [1024, 1536, 2048], "float16", **cut)
     assert [(row["op"], row["height"], row["tile"], row["tile_overlap"]) for row in rows] == [
         *(("decode", side, None, None) for side in (1024, 1536, 2048)),
         *(
@@ -83,14 +68,14 @@ def test_tiles_and_overlaps_are_swept():
     markdown = report(rows, plots=False).markdown
     assert "### sdxl (tile 512, overlap 0.25)" in markdown and "| tile | overlap |" in markdown
     assert Table.from_csv(io.StringIO(rows.to_csv())) == rows
-    (usual,) = sweep("sdxl", "decode_tiled", 512, "float16", **asked)
+    (usual,) = predict_sweep("sdxl", "decode_tiled", 512, "float16")
     assert (usual["tile"], usual["tile_overlap"]) == (1024, 0.25)
-    (comfyui,) = sweep("sdxl", "decode_tiled", 512, "float16", source="predicted", runtime="comfyui")
+    (comfyui,) = predict_sweep("sdxl", "decode_tiled", 512, "float16", runtime="comfyui")
     assert (comfyui["tile"], comfyui["tile_overlap"]) == (512, None)
 
 
 def test_a_tiled_row_says_whether_it_is_cut():
-    rows = sweep("sdxl", ["decode", "decode_tiled"], [1024, (1024, 1088)], "float16", source="predicted")
+    rows = predict_sweep("sdxl", ["decode", "decode_tiled"], [1024, (1024, 1088)], "float16")
     whole, _, one, cut = rows
     assert one["allocated_bytes"] == whole["allocated_bytes"] and "tile" not in whole["versions"]
     assert "whole, in one tile of 1024" in one["versions"] and "in tiles of 1024" in cut["versions"]
@@ -100,7 +85,7 @@ def test_a_vae_and_a_config_are_models_too():
     config = {"block_out_channels": [32, 64], "down_block_types": ["DownEncoderBlock2D"] * 2,
               "up_block_types": ["UpDecoderBlock2D"] * 2, "layers_per_block": 1, "latent_channels": 4,
               "norm_num_groups": 8}  # fmt: skip
-    rows = sweep([VAE.random(config=config), config], "decode", 64, "float32", source="predicted")
+    rows = predict_sweep([VAE.random(config=config), config], "decode", 64, "float32")
     assert rows[0] == rows[1] and rows[0]["model"] == "custom"
     assert rows[0]["allocated_bytes"] == predict(config, "decode", 64, 64, "float32").allocated
 
@@ -125,7 +110,7 @@ def test_compare(table):
 
 
 def test_compare_knows_a_card_by_its_capability():
-    rows = sweep("sdxl", "decode", 512, source="predicted", gpu=["sm_89", "A100 80GB MIG 3g.40gb"])
+    rows = predict_sweep("sdxl", "decode", 512, gpu=["sm_89", "A100 80GB MIG 3g.40gb"])
     assert rows[0]["device"].startswith("sm_89 (as NVIDIA")
     same = vaemem.compare(rows, functools.partial(predict)).find("predict")
     assert same.worst_over == same.worst_under == 0 and rows[0]["dtype"] == "float32", "from weights in float16"
@@ -135,7 +120,7 @@ def test_predicted_and_measured_rows_in_one_table():
     """The table that comes with vaemem, and a prediction of it: the same device, so that one key finds both."""
     measured = vaemem.seed_table().filter(model="flux", op="decode", dtype="bfloat16")
     sizes = [row["height"] for row in measured]
-    predicted = sweep("flux", "decode", sizes, "bfloat16", source="predicted", runtime="bfl")
+    predicted = predict_sweep("flux", "decode", sizes, "bfloat16", runtime="bfl")
     assert [(r["device"], r["runtime"]) for r in predicted] == [(r["device"], r["runtime"]) for r in measured]
     for m, p in zip(measured, predicted, strict=True):
         assert abs(p["allocated_bytes"] - m["allocated_bytes"]) <= 5243  # the benchmark's two decimals
@@ -159,45 +144,30 @@ def test_plot(table):
 
 def test_progress_counts_up_to_the_end():
     calls: list[tuple[int, int]] = []
-    sweep("sdxl", "decode", [64, 128], source="predicted", gpu=CARDS, progress=lambda *step: calls.append(step))
+    predict_sweep("sdxl", "decode", [64, 128], gpu=CARDS, progress=lambda *step: calls.append(step))
     total = 2 * 9 * (64 * 64 + 128 * 128)
     assert len(calls) == 4 and calls[-1] == (total, total) and [d for d, _ in calls] == sorted(d for d, _ in calls)
 
 
 def test_what_ends_it_carries_the_finished_rows():
     with pytest.raises(ValueError, match="height: want a multiple of 8, got 513") as caught:
-        sweep("sdxl", "decode", [512, 513], source="predicted")
+        predict_sweep("sdxl", "decode", [512, 513])
     assert [row["height"] for row in caught.value.table] == [512]
 
 
 def test_a_config_may_be_a_path(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config_of(known_arch("flux"), 1024)))
-    assert sweep(path, "decode", 64, source="predicted") == sweep(str(path), "decode", 64, source="predicted")
-
-
-def test_estimated_is_measure_false():
-    assert sweep("sdxl", "decode", 64, source="estimated") == sweep("sdxl", "decode", 64, measure=False)
+    assert predict_sweep(path, "decode", 64) == predict_sweep(str(path), "decode", 64)
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"source": "guessed"}, ValueError, "source: want one of measured, estimated, predicted, got 'guessed'"),
-        ({"device": "cpu"}, ValueError, "device: want it with source measured or estimated, got it with predicted"),
-        ({"measure": False}, ValueError, "source: want estimated with measure=False, got predicted"),
-        ({"repeats": 3}, ValueError, "repeats: want it with source measured"),
-        ({"memory_limit": "1 GB"}, ValueError, "memory_limit: want it with source measured"),
-        ({"source": "measured", "gpu": "RTX 4090"}, ValueError, "gpu: want it with source predicted, got it with meas"),
-        (
-            {"source": "estimated", "tile": 512},
-            ValueError,
-            "tile: want it with source predicted, got it with estimated",
-        ),
-        ({"tile_overlap": 0.5}, ValueError, "tile_overlap: want it with a tiled op among the ops, got it with decode"),
+        ({"device": "cpu"}, ValueError, "device: want an op that takes it, got decode"),
+        ({"tile_overlap": 0.5}, ValueError, "tile_overlap: want an op that takes it, got decode"),
         ({"ops": "decode_tiled", "tile": [0, 512]}, ValueError, "tile: want a whole number of at least 1, got 0"),
-        ({"height": 512}, TypeError, "unexpected keyword argument 'height'"),
-        ({"source": "measured", "repeat": 3}, TypeError, "unexpected keyword argument 'repeat'"),
+        ({"height": 512}, ValueError, "height: want an op that takes it, got decode"),
         ({"models": ["sdxl", "sd4"]}, ValueError, "model: want one of sd15"),
         ({"models": [1]}, ValueError, "models: want sd15, .* a config or a VAE, got 1"),
         ({"ops": "upscale"}, ValueError, "ops: want one of encode, decode, encode_tiled"),
@@ -212,13 +182,13 @@ def test_estimated_is_measure_false():
 )
 def test_bad_arguments_are_named(arguments, error, message):
     with pytest.raises(error, match=message) as caught:
-        sweep(**({"models": "sdxl", "ops": "decode", "sizes": 64, "source": "predicted"} | arguments))
+        predict_sweep(**({"models": "sdxl", "ops": "decode", "sizes": 64} | arguments))
     assert not len(getattr(caught.value, "table", ()))
 
 
 def test_fits_as_a_table(capsys):
     assert main(["fits", "sdxl", "decode", "512", "512x768", "--gpu", "RTX 3060", "--format", "csv"]) == 0
-    want = sweep("sdxl", "decode", [512, (512, 768)], source="predicted", gpu="RTX 3060")
+    want = predict_sweep("sdxl", "decode", [512, (512, 768)], gpu="RTX 3060")
     assert {row["dtype"] for row in want} == {"float32"}
     assert Table.from_csv(io.StringIO(capsys.readouterr().out)) == want
 
@@ -228,15 +198,8 @@ def test_fits_as_a_table(capsys):
 
 def test_pipelines_are_rows():
     """A row a phase and one of the whole, by model, card, batch, size and length of the prompt; and files hold them."""
-    table = sweep(
-        ["sd15", "flux"],
-        "pipeline",
-        (512, 768),
-        gpu=["T4", "RTX 4090"],
-        batch=[1, 2],
-        offload="model",
-        dtypes="float32",
-    )
+    cards, more = ["T4", "RTX 4090"], {"batch": [1, 2], "offload": "model"}
+    table = predict_sweep(["sd15", "flux"], "pipeline", (512, 768), "float32", gpu=cards, **more)
     assert {(row["model"], row["device"], row["batch"]) for row in table} == {
         (model, device, batch)
         for model in ("sd15", "flux")
@@ -256,13 +219,13 @@ def test_pipelines_are_rows():
 
 
 def test_lengths_of_prompts():
-    table = sweep("flux", "pipeline", 512, gpu="RTX 4090", prompt_tokens=[64, 512], offload="model")
+    table = predict_sweep("flux", "pipeline", 512, gpu="RTX 4090", prompt_tokens=[64, 512], offload="model")
     encode = [row["allocated_bytes"] for row in table.filter(phase="encode prompt")]
     assert [row["tokens"] for row in table.filter(phase="whole")] == [64, 512] and encode[0] < encode[1]
 
 
 def test_pipelines_are_fitted_by_phase_and_compared():
-    table = sweep("sd15", "pipeline", (512, 768, 1024), gpu="T4")
+    table = predict_sweep("sd15", "pipeline", (512, 768, 1024), gpu="T4")
     lines = {line.phase: line for line in fit(table)}
     assert set(lines) == {"load", "encode prompt", "denoise", "decode", "whole"}
     assert lines["load"].a == pytest.approx(0, abs=1e-6) and lines["decode"].a / 128 == pytest.approx(9.5, rel=0.01)
@@ -279,7 +242,7 @@ def test_pipelines_are_fitted_by_phase_and_compared():
     both = compare(table, ["comfyui", predict])
     assert {row.estimator for row in both.rows} == {"predict"} and both.find("predict").rows == len(table)
     assert both.find("predict").lowest == both.find("predict").highest == 0
-    tiled = sweep("sd15", "pipeline", 512, gpu="T4", offload="model", vae="tiled", prompt_tokens=154)
+    tiled = predict_sweep("sd15", "pipeline", 512, gpu="T4", offload="model", vae="tiled", prompt_tokens=154)
     assert compare(tiled, predict).find("predict").highest == 0
     larger = compare(table.filter(phase="decode"), functools.partial(predict, gpu="RTX 4090")).find("predict")
     assert larger.lowest < 0
@@ -288,7 +251,7 @@ def test_pipelines_are_fitted_by_phase_and_compared():
 
 
 def test_pipelines_in_a_report():
-    table = sweep("sd15", "pipeline", (512, 768), gpu="T4")
+    table = predict_sweep("sd15", "pipeline", (512, 768), gpu="T4")
     text = str(report(table, plots=False))
     assert "### sd15 on Tesla T4, offload none, VAE whole" in text and "| decode" in text and "sd15-equation" in text
     both = str(report(table + seed_table(), plots=False))
@@ -305,44 +268,24 @@ def test_sdcpps_pipelines_are_rows():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"source": "measured"}, ValueError,
-         "ops: want encode or decode with source measured, got pipeline; .* predicted, .* `vaemem measure`"),
-        ({"measure": False}, ValueError, "ops: want encode or decode with source estimated, got pipeline"),
         ({"models": "sd3"}, ValueError, "models: want one of sd15, sdxl, flux"),
-        ({"tile": 512}, ValueError, "tile: want it with a tiled op among the ops, got it with pipeline"),
-        ({"ops": "decode", "source": "predicted", "offload": "model"}, ValueError,
-         "offload: want it with pipeline among the ops, got it with decode"),
+        ({"tile": 512}, ValueError, "tile: want an op that takes it, got pipeline"),
+        ({"ops": "decode", "offload": "model"}, ValueError, "offload: want an op that takes it, got decode"),
         ({"batch": [1, 0]}, ValueError, "batch: want a whole number of at least 1, got 0"),
-        ({"ops": "decode", "prompt_tokens": 3}, ValueError, "prompt_tokens: want it with pipeline among the ops"),
+        ({"ops": "decode", "prompt_tokens": 3}, ValueError, "prompt_tokens: want an op that takes it"),
         ({"prompt_tokens": [0]}, ValueError, "prompt_tokens: want a whole number of at least 1, got 0"),
     ],
 )  # fmt: skip
 def test_bad_sweeps_of_pipelines(arguments, error, message):
     with pytest.raises(error, match=message):
-        sweep(**({"models": "sd15", "ops": "pipeline", "sizes": 512} | arguments))
+        predict_sweep(**({"models": "sd15", "ops": "pipeline", "sizes": 512} | arguments))
 
 
 def test_sweep_command_of_pipelines(capsys):
-    assert main(["sweep", "--models", "sd15", "--ops", "pipeline", "--sizes", "512", "--gpu", "T4", "RTX 3060",
-                 "--offload", "model", "--format", "json"]) == 0  # fmt: skip
-    want = sweep("sd15", "pipeline", 512, gpu=["T4", "RTX 3060"], offload="model")
+    sweep = ["sweep", "predicted", "--sizes", "512"]
+    more = ["--models", "sd15", "--ops", "pipeline", "--gpu", "T4", "RTX 3060", "--offload", "model"]
+    assert main([*sweep, *more, "--format", "json"]) == 0
+    want = predict_sweep("sd15", "pipeline", 512, gpu=["T4", "RTX 3060"], offload="model")
     assert Table.from_json(io.StringIO(capsys.readouterr().out)) == want
-    assert (
-        main(
-            [
-                "sweep",
-                "--source",
-                "predicted",
-                "--models",
-                "sdxl",
-                "--ops",
-                "decode",
-                "--sizes",
-                "512",
-                "--format",
-                "csv",
-            ]
-        )
-        == 0
-    )
-    assert Table.from_csv(io.StringIO(capsys.readouterr().out)) == sweep("sdxl", "decode", 512, source="predicted")
+    assert main([*sweep, "--models", "sdxl", "--ops", "decode", "--format", "csv"]) == 0
+    assert Table.from_csv(io.StringIO(capsys.readouterr().out)) == predict_sweep("sdxl", "decode", 512)

@@ -14,7 +14,8 @@ from engine import small_vae
 
 import vaemem
 from vaemem.__main__ import main
-from vaemem.cli.commands import COMMANDS, parser
+from vaemem.cli.commands import COMMANDS
+from vaemem.cli.parsing import make_parser
 
 FILE = Path(__file__).parent.parent / "README.md"
 if not FILE.exists():
@@ -47,10 +48,10 @@ def test_what_is_typed_prints_what_is_shown(capsys):
 def test_every_command_answers_a_question():
     _, shown = rows("Questions and commands")
     typed = [command for _, commands, _ in shown for command in re.findall(r"`vaemem (.*?)`", commands)]
-    assert {command.partition(" ")[0] for command in typed} == set(COMMANDS)
+    assert {command.partition(" ")[0] for command in typed} == {name.partition(" ")[0] for name in COMMANDS}
     for command in typed:
         if " " in command:
-            parser().parse_args(shlex.split(command))  # which ends where a word is wrong
+            make_parser().parse_args(shlex.split(command))  # which ends where a word is wrong
     for _, _, function in shown:
         for name in re.findall(r"`(?:vaemem|VAE)\.(\w+)`", function):
             assert hasattr(vaemem, name) or hasattr(vaemem.VAE, name)

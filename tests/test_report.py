@@ -7,7 +7,7 @@ from importlib import resources
 
 import pytest
 
-from vaemem import Table, sweep
+from vaemem import Table, estimate_sweep, predict_sweep
 from vaemem.reports.report import report
 from vaemem.reports.row_statistics import constant, percentile, ratio
 
@@ -149,7 +149,7 @@ def test_the_advice_is_enough_for_every_row(table, made):
 
 
 def test_estimated_rows_of_the_engine():
-    table = sweep(["sdxl", "flux"], sizes=(256, 512, (512, 768)), measure=False)
+    table = estimate_sweep(["sdxl", "flux"])
     made = report(table, plots=False)
     assert "estimated (" in made.markdown and "vaemem (" in made.markdown
 
@@ -179,10 +179,10 @@ def test_rows_in_tiles_without_a_whole_image_that_was_reserved(op):
     assert "ran in tiles" not in report(Table([whole, tiled]), plots=False).markdown
 
 
-@pytest.mark.parametrize("source", ["estimated", "predicted"])
-def test_small_images_ran_whole_whatever_they_take(source):
+@pytest.mark.parametrize("sweep", [estimate_sweep, predict_sweep])
+def test_small_images_ran_whole_whatever_they_take(sweep):
     """What a small run takes may hardly grow: the engine's 192x192 takes 1.2 times its 128x128."""
-    rows = sweep("sd15", "encode", [64, 96, 128, 192], source=source)
+    rows = sweep("sd15", "encode", [64, 96, 128, 192])
     made = report(rows, plots=False)
     assert "ran in tiles" not in made.markdown and made.comparison is not None and not made.comparison.left_out
 

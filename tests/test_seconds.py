@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from vaemem import Table, predict, seed_table, sweep
+from vaemem import Table, predict, predict_sweep, seed_table
 from vaemem.__main__ import main
 from vaemem._common import shipped
 from vaemem.pipelines import programs
@@ -216,7 +216,7 @@ def test_a_prediction_has_seconds():
     assert predict("sdxl", "decode", 512, 512, gpu="GTX 1080").seconds is None, "of which no speed is known"
     assert json.loads(whole.to_json())["seconds"]["likely"] == whole.seconds.likely
     assert f"  time      {whole.seconds}\n" in str(whole)
-    for row in sweep("sdxl", ["encode", "decode_tiled"], [512, 1536], "float16", source="predicted"):
+    for row in predict_sweep("sdxl", ["encode", "decode_tiled"], [512, 1536], "float16"):
         assert row["seconds_low"] < row["seconds"] < row["seconds_high"] < 1.4 * row["seconds"]
     pickled = pickle.loads(pickle.dumps(whole))
     assert pickled.seconds == whole.seconds

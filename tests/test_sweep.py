@@ -9,7 +9,7 @@ import pytest
 from engine import TWO_LEVELS
 
 import vaemem
-from vaemem import VAE, sweep
+from vaemem import VAE, estimate_sweep, measure_sweep
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +21,8 @@ SIZES = [64, (32, 48), (16, 80)]
 
 
 def test_measured_is_estimated_to_the_byte(vae):
-    measured = sweep(vae, sizes=SIZES)
-    estimated = sweep(vae, sizes=iter(SIZES), measure=False)  # once for both operations
+    measured = measure_sweep(vae, sizes=SIZES)
+    estimated = estimate_sweep(vae, sizes=iter(SIZES))  # once for both operations
     assert len(measured) == len(estimated) == 6
     for m, e in zip(measured, estimated, strict=True):
         assert m["seconds"] > 0 and e["seconds"] is None
@@ -31,7 +31,7 @@ def test_measured_is_estimated_to_the_byte(vae):
 
 
 def test_a_row_says_what_ran(vae):
-    row = sweep(vae, "decode", [(32, 48)], "float32", batch=2)[0]
+    row = measure_sweep(vae, "decode", [(32, 48)], "float32", batch=2)[0]
     assert (row["model"], row["op"], row["height"], row["width"], row["batch"]) == ("custom", "decode", 32, 48, 2)
     assert (row["dtype"], row["runtime"], row["device"]) == ("float32", "vaemem", "cpu")
     run = vae.last_run
@@ -43,7 +43,7 @@ def test_a_row_says_what_ran(vae):
 
 def test_a_case_does_not_see_what_an_earlier_one_held(vae):
     vae.decode(np.zeros((1, 4, 64, 64), np.float32))  # leaves its arena
-    rows = sweep(vae, "decode", [64, 32, 64])
+    rows = measure_sweep(vae, "decode", [64, 32, 64])
     assert rows[0]["reserved_bytes"] == rows[2]["reserved_bytes"] > rows[1]["reserved_bytes"]
     assert rows[1]["reserved_bytes"] < 1.1 * rows[1]["allocated_bytes"] + 2**20
     assert vae.reserved_bytes < rows[1]["weights_bytes"] + 2**20, "the arena is given back at the end"
@@ -51,7 +51,7 @@ def test_a_case_does_not_see_what_an_earlier_one_held(vae):
 
 def test_the_order_is_model_op_size(vae):
     other = VAE.random(config=TWO_LEVELS | {"latent_channels": 8})
-    rows = sweep([vae, other], ["decode", "encode"], [16, 32], measure=False)
+    rows = estimate_sweep([vae, other], ["decode", "encode"], [16, 32])
     assert [(r["op"], r["height"]) for r in rows] == [
         ("decode", 16),
         ("decode", 32),
@@ -71,12 +71,12 @@ def test_seconds_are_the_median_of_repeats(vae, monkeypatch):
         return result
 
     monkeypatch.setattr(VAE, "decode", timed)
-    assert sweep(vae, "decode", 16, repeats=3)[0]["seconds"] == 2.0
+    assert measure_sweep(vae, "decode", 16, repeats=3)[0]["seconds"] == 2.0
 
 
 def test_progress_counts_up_to_the_end(vae):
     calls: list[tuple[int, int]] = []
-    sweep([vae, vae], sizes=[32, 64], repeats=2, progress=lambda done, total: calls.append((done, total)))
+    measure_sweep([vae, vae], sizes=[32, 64], repeats=2, progress=lambda done, total: calls.append((done, total)))
     done = [d for d, _ in calls]
     total = 2 * 2 * (4 + 9) * (32 * 32 + 64 * 64)
     assert done == sorted(done) and calls[-1] == (total, total) and {t for _, t in calls} == {total}
@@ -84,7 +84,7 @@ def test_progress_counts_up_to_the_end(vae):
 
 def test_a_progress_bar(vae, capsys):
     pytest.importorskip("tqdm")
-    sweep(vae, "encode", 32, progress=True)
+    measure_sweep(vae, "encode", 32, progress=True)
     assert "sweep: 100%" in capsys.readouterr().err
 
 
@@ -95,7 +95,7 @@ def test_a_notebook_without_widgets_has_its_bar_in_the_output(vae, capsys, monke
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        sweep(vae, "encode", 32, progress=True)
+        measure_sweep(vae, "encode", 32, progress=True)
     said = capsys.readouterr()
     assert "sweep: 100%" in said.out and not said.err
 
@@ -105,8 +105,8 @@ def test_what_progress_raises_comes_out_and_the_vae_stays_usable(vae):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        sweep(vae, "decode", 64, progress=stop)
-    assert len(sweep(vae, "decode", 32)) == 1
+        measure_sweep(vae, "decode", 64, progress=stop)
+    assert len(measure_sweep(vae, "decode", 32)) == 1
 
 
 def test_what_ends_a_sweep_carries_the_finished_rows(vae):
@@ -115,16 +115,16 @@ def test_what_ends_a_sweep_carries_the_finished_rows(vae):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt) as caught:
-        sweep(vae, "decode", [32, 32, 32, 32], progress=stop)
+        measure_sweep(vae, "decode", [32, 32, 32, 32], progress=stop)
     assert [row["source"] for row in caught.value.table] == ["measured"] * 2
     with pytest.raises(ValueError, match="sizes") as caught:
-        sweep(vae, "decode", 0)
+        measure_sweep(vae, "decode", 0)
     assert not len(getattr(caught.value, "table", ()))
 
 
 def test_full_models_by_name():
     """Random weights are made for the sweep; nothing runs. 512x512 holds what the README promises."""
-    for row in sweep(sizes=512, measure=False):
+    for row in estimate_sweep(sizes=512):
         assert row["model"] in ("sd15", "sdxl", "flux")
         assert row["allocated_bytes"] <= 3.2 * 128 * 512 * 512 * 4
 
@@ -142,21 +142,21 @@ def test_full_models_by_name():
         ({"sizes": [0]}, ValueError, "sizes: want at least 1 pixel a side, got 0"),
         ({"dtypes": ["float16"]}, ValueError, "dtypes: the VAE on cpu computes in float32, got 'float16'"),
         ({"precision": "high"}, ValueError, "precision: the VAE on cpu computes in highest, got 'high'"),
-        ({"source": "predicted", "precision": "high"}, ValueError, "precision: want it with source measured or"),
+        ({"sizes": []}, ValueError, "sizes: want at least one, got none"),
         ({"batch": 0}, ValueError, "batch: want a whole number of at least 1, got 0"),
         ({"repeats": 1.5}, ValueError, "repeats: want a whole number of at least 1, got 1.5"),
     ],
 )
 def test_bad_arguments_are_named(vae, arguments, error, message):
     with pytest.raises(error, match=message):
-        sweep(**({"models": vae, "sizes": 32} | arguments))
+        measure_sweep(**({"models": vae, "sizes": 32} | arguments))
 
 
 def test_what_the_plan_refuses_is_refused_before_anything_runs(vae):
     ran = []
     with pytest.raises(ValueError, match="33"):
-        sweep(vae, sizes=[32, 33], progress=lambda *step: ran.append(step))
+        measure_sweep(vae, sizes=[32, 33], progress=lambda *step: ran.append(step))
     decoder = VAE.random(config=TWO_LEVELS, parts="decoder")
     with pytest.raises(ValueError, match="encode"):
-        sweep(decoder, ["decode", "encode"], 32, progress=lambda *step: ran.append(step))
+        measure_sweep(decoder, ["decode", "encode"], 32, progress=lambda *step: ran.append(step))
     assert not ran

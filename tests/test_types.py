@@ -31,7 +31,7 @@ def again(vae: vaemem.VAE) -> vaemem.Run:
     p = vaemem.predict("sdxl", run.op, 512, 512, vae.dtype, runtime="comfyui")
     vaemem.predict("sdxl", p.op, 512, 512, p.dtype, runtime=p.runtime)
     vaemem.predict("sdxl", "encode_tiled", 512, 512, np.float16, weights_dtype=np.dtype("float16"))
-    vaemem.sweep("sdxl", ["decode", "pipeline"], dtypes=["fp16", "float32"], source="predicted")
+    vaemem.predict_sweep("sdxl", ["decode", "pipeline"], dtypes=["fp16", "float32"])
     return vae.copy(dtype=vae.dtype, precision=vae.precision).estimate(run.op, 64, 64)
 
 vaemem.predict("sdxl", "decoed", 512, 512)  # wrong
@@ -43,7 +43,7 @@ vaemem.plan_pipeline("sdxl", 512, 512, runtime="comfyui")  # wrong
 vaemem.VAE.load("vae.safetensors", dtype="int8")  # wrong
 vaemem.VAE.random("sdxl").estimate("decode_tiled", 64, 64)  # wrong
 vaemem.tradeoff("sdxl", "both", 64, 64)  # wrong
-vaemem.sweep("sdxl", "train")  # wrong
+vaemem.measure_sweep("sdxl", "train")  # wrong
 """
 REVEALED = ["PipelinePrediction", "GraphPrediction", "Formula", "Formula", "VAEFormula"]
 

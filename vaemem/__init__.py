@@ -32,7 +32,7 @@ if _TYPE_CHECKING:
     from vaemem.reports.report import report
     from vaemem.tables.estimators import ESTIMATORS, Estimator, compare
     from vaemem.tables.fit import fit
-    from vaemem.tables.sweep import sweep, tradeoff
+    from vaemem.tables.sweep import estimate_sweep, measure_sweep, predict_sweep, tradeoff
     from vaemem.tables.table import Table, seed_table
 
 # Each is imported when it is asked for, and NumPy with the first that wants it: a program takes the time of its own.
@@ -57,7 +57,7 @@ _NAMES = {
     "reports.report": "report",
     "tables.estimators": "ESTIMATORS Estimator compare",
     "tables.fit": "fit",
-    "tables.sweep": "sweep tradeoff",
+    "tables.sweep": "estimate_sweep measure_sweep predict_sweep tradeoff",
     "tables.table": "Table seed_table",
 }
 _PLACES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names.split()}
@@ -66,8 +66,8 @@ _PLACES |= {name: f"{__name__}.{name}" for name in ("_core", "engine", "predicti
 __all__ = [
     "ESTIMATORS", "VAE", "CachingAllocator", "Cancelled", "DeviceArray", "Encoded", "Estimator", "OutOfMemoryError",
     "PipelinePlan", "PipelinePrediction", "Prediction", "Replay", "Run", "SimulatedProcess", "Table", "Tiling",
-    "backends", "bound", "compare", "explain", "fit", "formula", "plan_pipeline", "predict", "predict_largest",
-    "predict_pipeline", "replay", "report", "seed_table", "sweep", "tradeoff",
+    "backends", "bound", "compare", "estimate_sweep", "explain", "fit", "formula", "measure_sweep", "plan_pipeline",
+    "predict", "predict_largest", "predict_pipeline", "predict_sweep", "replay", "report", "seed_table", "tradeoff",
 ]  # fmt: skip
 
 

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from vaemem._common import Message, Named
-from vaemem.cli import commands, completion
+from vaemem.cli import completion
+from vaemem.cli.parsing import make_parser
 
 
 def _said(error: BaseException, args: argparse.Namespace) -> str:
@@ -67,8 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Nothing here gives NumPy's threads work, and they spin while they wait. It is read when NumPy is imported.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     if completion.is_asked():
-        completion.answer(commands.parser)
-    args, status = commands.parser().parse_args(argv), 0
+        completion.answer(make_parser)
+    args, status = make_parser().parse_args(argv), 0
     if sys.stdout is None:
         print(f"vaemem {args.command}: standard output is closed: open it or redirect it to a file", file=sys.stderr)
         return 2

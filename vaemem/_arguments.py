@@ -69,6 +69,23 @@ steps : int, optional
     How often the denoiser runs. Memory is that of two steps; FLOPs are those of all.
 dtype of a pipeline : str, optional
     What is computed in: float16 for SD 1.5 and SDXL, bfloat16 for FLUX, FLUX.2 and Z-Image.
+models of a sweep : names or VAE objects, or one of them
+    A name gets random weights for this sweep: memory and time do not depend on their values.
+ops of a sweep : str or sequence of str
+    ``"encode"``, ``"decode"``.
+sizes of a sweep : int or sequence of int and (int, int)
+    Image sizes in pixels, multiples of 8. An int is a square, a pair is (height, width): ``(512, 768)`` alone is two
+    squares, ``[(512, 768)]`` is one landscape.
+dtypes of a sweep : str or sequence of str
+    ``"float32"``, ``"float16"``, ``"bfloat16"``. VAE objects have their own.
+device of a sweep : str
+    Where named models run: ``"cpu"``, ``"cuda"``, ``"cuda:1"``. VAE objects run on their own device.
+batch of a sweep : int or sequence of int
+    Images in one run.
+memory_limit of a sweep : int or str, optional
+    A limit for each run, as for `VAE.decode`. The columns `work` and `streamed` then show its cost.
+precision of a sweep : {"highest", "high", "medium"}
+    For named models in float32, as for `VAE.load`; other types need "highest". VAE objects have their own.
 """
 
 from __future__ import annotations

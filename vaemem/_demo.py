@@ -23,7 +23,7 @@ from vaemem.prediction.predict import predict, predict_largest
 from vaemem.reports.document import MARKS, Document
 from vaemem.tables.estimators import compare
 from vaemem.tables.fit import fit
-from vaemem.tables.sweep import sweep, tradeoff
+from vaemem.tables.sweep import estimate_sweep, measure_sweep, tradeoff
 from vaemem.tables.table import Table, seed_table
 
 CARDS = ("RTX 3050 Laptop", "RTX 2060", "RTX 4060", "RTX 3060", "RTX 4090")
@@ -202,8 +202,8 @@ def _predictions(document: Document) -> None:
 def _sweep(document: Document, folder: Path) -> None:
     """Memory over sizes, measured and estimated, and the formula through it."""
     _say(f"sweep: {', '.join(SWEEP)} at {', '.join(map(str, SWEEP_SIZES))}")
-    estimated = sweep(list(SWEEP), sizes=SWEEP_SIZES, measure=False)
-    measured = sweep(list(SWEEP), sizes=SWEEP_SIZES, progress=True)
+    estimated = estimate_sweep(list(SWEEP), sizes=SWEEP_SIZES)
+    measured = measure_sweep(list(SWEEP), sizes=SWEEP_SIZES, progress=True)
     table, formulas = measured + estimated, fit(measured)
     table.to_csv(folder / "sweep.csv")
     equal = sum(m["allocated_bytes"] == e["allocated_bytes"] for m, e in zip(measured, estimated, strict=True))

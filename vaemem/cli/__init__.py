@@ -1,2 +1,2 @@
-"""The command line: flags.py is the table of flags, commands.py what each takes and does, progress.py how far it is,
-completion.py what Tab offers."""
+"""The command line: flags.py is the table of flags, commands.py runs the commands, parsing.py makes the parser and its
+help, progress.py shows progress, completion.py answers Tab."""

@@ -1,29 +1,23 @@
-"""What each command does: a function for each, from its parsed arguments to what is printed or written.
+"""The commands: a function for each, from its parsed arguments to the answer that it prints or writes.
 
-A flag that is an argument of its command's function has that argument's description, as the function's documentation
-says it, the kind of value that its annotation says, and its default: where it is not given, nothing is handed on.
-Only the command that is asked for gets its flags, and imports what it needs.
+The documentation of a function is its command's help: the first line for the list of commands, an example at the end.
+A command imports what it needs when it runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
-import functools
 import inspect
-import itertools
 import json
 import os
-import pkgutil
 import sys
 import warnings
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import vaemem
-from vaemem._arguments import described
 from vaemem._common import (
     ELEMENT_BYTES,
     MIB,
@@ -31,16 +25,12 @@ from vaemem._common import (
     Message,
     Named,
     check_writable,
-    choose,
-    letters,
     need,
     render,
     saved,
     write,
 )
 from vaemem._render import Bullets, Facts, Sheet, in_gb, in_mib
-from vaemem.cli.completion import offer
-from vaemem.cli.flags import FLAGS, WORDS, FlagSettings, Later, count
 from vaemem.cli.progress import show_progress
 
 if TYPE_CHECKING:
@@ -59,35 +49,24 @@ _OF_PIPELINE = "offload vae vae_memory_limit prompt_tokens guidance image steps 
 _PIPELINE = "pipeline size batch used prompt_tokens guidance image steps dtype components"
 _SECONDS = "calibrate flash cache_limit time_limit link cpu cores"
 _SOFTWARE = "memory os cudnn_version torch_version"
-
-# What an argument's annotation says of its flag.
-_KINDS: dict[str, FlagSettings] = {
-    "int": {"type": count},
-    "int | Sequence[int]": {"type": count},
-    "float": {"type": float},
-    "bool": {"action": "store_true"},
-    "int | str": {"metavar": "SIZE"},
-    "Limit": {"metavar": "SIZE"},
-}
-
-RENAMED = {"predict": "fits", "pipeline": "fits"}  # commands, in this release
+_ENGINE_SWEEP = "models ops of_sizes dtypes batches device precision memory_limit"
 
 Action = Callable[[argparse.Namespace, dict[str, Any]], int | None]
 COMMANDS: dict[str, tuple[Action, str, str]] = {}  # what runs it, whose arguments it takes, its flags
 
 
 def command(function: str, flags: str) -> Callable[[Action], Action]:
-    """Makes a command of what is named run_COMMAND. It gets all flags, and those given that are arguments of the
-    function of that name, ``"vaemem:predict"``; its documentation is the command's."""
+    """Make a command of a function run_COMMAND; run_sweep_measured is ``vaemem sweep measured``. It gets all flags, and
+    the given ones that are arguments of the function, ``"vaemem:predict"``. Its documentation is the command's."""
 
     def add(run: Action) -> Action:
-        COMMANDS[run.__name__.removeprefix("run_")] = run, function, flags
+        COMMANDS[run.__name__.removeprefix("run_").replace("_", " ")] = run, function, flags
         return run
 
     return add
 
 
-def _table(path: str, **missing: Any) -> Table:
+def load_table(path: str, **missing: Any) -> Table:
     """The table of a CSV file, or of standard input: '-'."""
     return vaemem.Table.from_csv(sys.stdin if path == "-" else path, **missing)
 
@@ -103,7 +82,10 @@ def _print(result: Any, args: argparse.Namespace) -> None:
 
 @command("vaemem._demo:make_demo", "demo_weights out")
 def run_demo(args: argparse.Namespace, asked: dict[str, Any]) -> None:
-    """The whole job on a picture: does it fit, encode, decode, limits, tiles, predictions, a formula, as a page."""
+    """Try everything on a picture, and write the results as a web page.
+
+    vaemem demo --out results
+    """
     from vaemem._demo import make_demo
 
     make_demo(**asked)
@@ -145,7 +127,10 @@ def _written(image: Any) -> dict[str, str]:
 
 @command("vaemem:VAE.load", f"latents cropped {_WEIGHTS} scaled tiling {_RUN}")
 def run_decode(args: argparse.Namespace, asked: dict[str, Any]) -> None:
-    """Latents to pictures."""
+    """Decode latents to pictures.
+
+    vaemem decode z.npy --weights ae.safetensors --scaled -o picture.png
+    """
     from vaemem.engine.latents import read_latents
 
     z = read_latents(args.latents)
@@ -167,7 +152,10 @@ def run_decode(args: argparse.Namespace, asked: dict[str, Any]) -> None:
 
 @command("vaemem:VAE.load", f"images pad sample {_WEIGHTS} become_scaled tiling {_RUN}")
 def run_encode(args: argparse.Namespace, asked: dict[str, Any]) -> None:
-    """Pictures to latents, as .npy."""
+    """Encode pictures to latents, as .npy.
+
+    vaemem encode photo.jpg --weights ae.safetensors --pad reflect -o z.npy
+    """
     import numpy as np
 
     if not args.out.endswith(".npy"):
@@ -193,7 +181,10 @@ def _bare(arch: Arch, dtype: str = "float32", precision: str = "highest", parts:
 
 @command("vaemem:VAE.load", "file usual_sizes dtype precision")
 def run_info(args: argparse.Namespace, asked: dict[str, Any]) -> None:
-    """What a weights file holds, and what each run with it will take."""
+    """Show what a weights file holds, and the memory of its runs.
+
+    vaemem info ae.safetensors
+    """
     from vaemem.engine.configs import config_of
     from vaemem.engine.weights import look
 
@@ -203,7 +194,7 @@ def run_info(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     print(f"{found.file}: {found.layout} layout, {found.tensors} tensors of {', '.join(found.dtypes)}{alone}")
     print(f"model {vae.model}, {vae.parameters:,} parameters, {os.path.getsize(found.file) / MIB:.2f} MiB on disk")
     print("; ".join(f"{name} {value}" for name, value in config.items() if not name.endswith("_block_types")))
-    print(vaemem.sweep(vae, [op for op in OPS if found.parts in ("all", f"{op}r")], args.sizes, measure=False))
+    print(vaemem.estimate_sweep(vae, [op for op in OPS if found.parts in ("all", f"{op}r")], args.sizes))
 
 
 def _print_all(answers: Sequence[Any], args: argparse.Namespace) -> None:
@@ -232,7 +223,11 @@ def _status(*answers: Any, safe: bool = False) -> int:
     f" | a VAE's run: {_OF_VAE} | a whole pipeline: {_OF_PIPELINE}",
 )
 def run_fits(args: argparse.Namespace, asked: dict[str, Any]) -> int:
-    """Tell whether a VAE's run or a whole pipeline fits a card, and what would fit; 1 if it does not."""
+    """Say whether a VAE's run or a pipeline fits a card, and what would.
+    The exit status is 1 if one does not fit.
+
+    vaemem fits sdxl 1024 --gpu "RTX 4060"
+    """
     op, sizes = args.run_words
     function = vaemem.predict if op else vaemem.predict_pipeline
     kind, other = ("a VAE's run", "a whole pipeline") if op else ("a whole pipeline", "a VAE's run")
@@ -245,10 +240,13 @@ def run_fits(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     return _status(*found, safe="safe" in asked)
 
 
-@command("vaemem:sweep", "model op sizes batch memory_limit device float32 precision format")
+@command("vaemem:estimate_sweep", "model op sizes batch memory_limit device float32 precision format")
 def run_estimate(args: argparse.Namespace, asked: dict[str, Any]) -> None:
-    """The engine's memory before a run, without running it."""
-    estimates = vaemem.sweep(args.model, args.op, dtypes=args.dtype, measure=False, **asked)
+    """Estimate the memory of our engine's run, without the run.
+
+    vaemem estimate sdxl decode 1024
+    """
+    estimates = vaemem.estimate_sweep(args.model, args.op, dtypes=args.dtype, **asked)
     _print(estimates, args)
     if args.format == "text":
         print("\nallocated, which leaves out the weights, in T = 128 * height * width * bytes of a number:")
@@ -260,39 +258,74 @@ def run_estimate(args: argparse.Namespace, asked: dict[str, Any]) -> None:
 
 @command("vaemem:tradeoff", "model op sizes batch dtype precision format")
 def run_tradeoff(args: argparse.Namespace, asked: dict[str, Any]) -> None:
-    """What less memory costs: the engine's plans, from the fastest to the smallest."""
+    """Show the cost of less memory: our engine's plans, fastest first.
+
+    vaemem tradeoff sdxl decode 1024
+    """
     plans = [row for h, w in args.sizes for row in vaemem.tradeoff(height=h, width=w, **asked)]
     _print(vaemem.Table(plans), args)
 
 
-@command(
-    "vaemem:sweep",
-    "models sweep_ops of_sizes batches sweep_tiles sweep_overlaps prompt_lengths device sweep_dtypes precision repeats"
-    " estimate row_source gpus sweep_runtime sweep_offload sweep_vae csv format",
-)
-def run_sweep(args: argparse.Namespace, asked: dict[str, Any]) -> None:
-    """Memory and time over models, operations and sizes: the engine's, measured, or PyTorch's, predicted."""
-    ended: BaseException | None = None
-    others = {name: value for name, value in vars(args).items() if name in ("runtime", "offload", "vae") and value}
+def _write_table(args: argparse.Namespace, table: Table) -> None:
+    """Write the CSV file if one is named, and print the table."""
     try:
-        with show_progress("vaemem sweep") as tell:
-            table = vaemem.sweep(dtypes=args.dtype, **asked, **others, progress=tell)
+        if args.csv:
+            table.to_csv(args.csv)
+    finally:
+        _print(table, args)
+
+
+def _sweep(args: argparse.Namespace, sweep: Callable[..., Table], asked: Mapping[str, Any]) -> None:
+    """Run a sweep that shows its progress. If it ends early, write the finished rows."""
+    try:
+        with show_progress(f"vaemem {args.command}") as tell:
+            table = sweep(**asked, progress=tell)
     except BaseException as error:
-        table, ended = getattr(error, "table", vaemem.Table()), error
-    if len(table):
-        try:
-            if args.csv:
-                table.to_csv(args.csv)
-        finally:
-            _print(table, args)
-    if ended:
-        raise ended
+        if len(table := getattr(error, "table", vaemem.Table())):
+            _write_table(args, table)
+        raise
+    _write_table(args, table)
+
+
+@command("vaemem:measure_sweep", f"{_ENGINE_SWEEP} repeats csv format")
+def run_sweep_measured(args: argparse.Namespace, asked: dict[str, Any]) -> None:
+    """Run models at each size on our engine; measure memory and time.
+
+    vaemem sweep measured --models sdxl --sizes 256 512 --csv table.csv
+    """
+    _sweep(args, vaemem.measure_sweep, asked)
+
+
+@command("vaemem:estimate_sweep", f"{_ENGINE_SWEEP} csv format")
+def run_sweep_estimated(args: argparse.Namespace, asked: dict[str, Any]) -> None:
+    """Estimate our engine's memory at each size, without a run.
+
+    vaemem sweep estimated --models sd15 sdxl --ops decode
+    """
+    _write_table(args, vaemem.estimate_sweep(**asked))
+
+
+@command(
+    "vaemem:predict_sweep",
+    "models sweep_ops of_sizes batches sweep_tiles sweep_overlaps prompt_lengths dtypes gpus sweep_runtime"
+    " sweep_offload sweep_vae csv format",
+)
+def run_sweep_predicted(args: argparse.Namespace, asked: dict[str, Any]) -> None:
+    """Predict PyTorch's memory and time at each size on GPUs.
+
+    vaemem sweep predicted --models sdxl --gpu T4 "RTX 4060"
+    """
+    others = {name: value for name in ("runtime", "offload", "vae") if (value := getattr(args, name))}
+    _sweep(args, vaemem.predict_sweep, asked | others)
 
 
 @command("vaemem:fit", "table target quantile by only_model only_op only_dtype only_source fit_format")
 def run_fit(args: argparse.Namespace, asked: dict[str, Any]) -> None:
-    """Fit a*H*W*e + b to a table, for each model, operation and type."""
-    table = _table(args.table)
+    """Fit a*H*W*e + b to a table, per model, operation and type.
+
+    vaemem fit table.csv --op decode
+    """
+    table = load_table(args.table)
     equals = {name: value for name in ("model", "op", "dtype", "source") if (value := getattr(args, name))}
     if not len(chosen := table.filter(**equals)):
         raise ValueError(f"{args.table}: no row has {', '.join(f'{n}={v}' for n, v in equals.items()) or 'anything'}")
@@ -302,8 +335,11 @@ def run_fit(args: argparse.Namespace, asked: dict[str, Any]) -> None:
 
 @command("vaemem:compare", "table byte_target rows predict only_sizes markdown_format compared_csv")
 def run_compare(args: argparse.Namespace, asked: dict[str, Any]) -> None:
-    """The estimators that people ship beside the rows of a table."""
-    table = _table(args.table)
+    """Compare the estimators that people ship with a table's rows.
+
+    vaemem compare table.csv --predict
+    """
+    table = load_table(args.table)
     if args.sizes:
         table = vaemem.Table([row for row in table if (row["height"], row["width"]) in args.sizes])
     estimators = [vaemem.predict, "comfyui", "invokeai"] if args.predict else None
@@ -315,15 +351,21 @@ def run_compare(args: argparse.Namespace, asked: dict[str, Any]) -> None:
 
 @command("vaemem:report", "table report_out where no_plots")
 def run_report(args: argparse.Namespace, asked: dict[str, Any]) -> None:
-    """Report on a table: ratios, scaling, constants, advice."""
+    """Write a report on a table: ratios, scaling, constants, advice.
+
+    vaemem report table.csv --out report
+    """
     missing = {"device": args.device} if args.device else {}
-    for file in vaemem.report(_table(args.table, **missing), plots=not args.no_plots).save(args.out):
+    for file in vaemem.report(load_table(args.table, **missing), plots=not args.no_plots).save(args.out):
         print(file)
 
 
 @command("vaemem:predict", f"model tiled_op batch aspect engine {_ON_A_CARD} tight highest exact plain_format")
 def run_largest(args: argparse.Namespace, asked: dict[str, Any]) -> None:
-    """The largest image that PyTorch surely has room for on a card, and the largest that goes through."""
+    """Find the largest image that fits a card in PyTorch.
+
+    vaemem largest sdxl decode --gpu "RTX 4060"
+    """
     if args.engine:
         usual = {"model": None, "op": None, "batch": 1, "dtype": "float32"}
         model, op, batch, dtype = (asked.pop(name, default) for name, default in usual.items())
@@ -360,7 +402,10 @@ def run_largest(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     "vaemem:plan_pipeline", f"{_PIPELINE} planned_runtime gpu host_memory {_SECONDS} {_SOFTWARE} tight all exact format"
 )
 def run_plan(args: argparse.Namespace, asked: dict[str, Any]) -> int:
-    """Every way of running a pipeline: which fit, how long they take, which to take."""
+    """List the ways to run a pipeline on a card, and recommend one.
+
+    vaemem plan sdxl 1024 --gpu "RTX 4060"
+    """
     height, width = args.size
     plan = vaemem.plan_pipeline(height=height, width=width, **asked)
     _print(plan, args)
@@ -373,7 +418,10 @@ def run_plan(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     " cudnn_version torch_version fit_format",
 )
 def run_formula(args: argparse.Namespace, asked: dict[str, Any]) -> None:
-    """Show what a VAE or a whole pipeline takes of a card as an equation of the size, the batch and the prompt."""
+    """Write the memory of a VAE or a pipeline as an equation.
+
+    vaemem formula sdxl decode --gpu T4
+    """
     side = 1024  # the size that is answered first
     of_pipeline = asked.keys() & {"components", "offload", "vae", "vae_memory_limit", "image", "guidance"}
     if args.op is None:
@@ -391,7 +439,11 @@ def run_formula(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     "source random size batch steps measured_offload measured_vae dtype prompt call_guidance measured_csv exact format",
 )
 def run_measure(args: argparse.Namespace, asked: dict[str, Any]) -> int:
-    """A pipeline of diffusers on this machine's GPU, phase by phase, beside its prediction; 1 if it runs out there."""
+    """Measure a diffusers pipeline on this GPU, next to its prediction.
+    The exit status is 1 if it runs out of memory.
+
+    vaemem measure sdxl 1024 --random
+    """
     others = ["diffusers", "transformers", *["accelerate"] * (asked.get("offload", "none") != "none")]
     need("torch", "measure", *others)  # all that is missing, at once
     from vaemem import pytorch
@@ -438,7 +490,10 @@ def _piped() -> str:
 
 @command("vaemem:explain", "message of_run of_op gpu runtime all exact plain_format")
 def run_explain(args: argparse.Namespace, asked: dict[str, Any]) -> None:
-    """Which run and which tensor an out-of-memory message is about, and what would have fitted."""
+    """Explain an out-of-memory message, and show what would fit.
+
+    vaemem explain "CUDA out of memory. Tried to allocate 2.25 GiB"
+    """
     text = "-" if args.message is None else args.message
     if text == "-":
         text = _piped()
@@ -453,7 +508,10 @@ def run_explain(args: argparse.Namespace, asked: dict[str, Any]) -> None:
 
 @command("vaemem:bound", "application models dtypes sides gpus memory cudnn_version torch_version python_format")
 def run_bound(args: argparse.Namespace, asked: dict[str, Any]) -> None:
-    """Formulas that ComfyUI and InvokeAI can paste: above every prediction of a domain."""
+    """Make a formula for ComfyUI or InvokeAI, a bound of predictions.
+
+    vaemem bound comfyui --gpu "RTX 4090"
+    """
     with show_progress("vaemem bound") as tell:
         found = vaemem.bound(**asked, progress=tell)
     _print(found, args)
@@ -461,112 +519,9 @@ def run_bound(args: argparse.Namespace, asked: dict[str, Any]) -> None:
 
 @command("vaemem:backends", "dtype precision")
 def run_backends(args: argparse.Namespace, asked: dict[str, Any]) -> None:
-    """The instruction sets and GPUs that the engine has kernels for, and which it uses here."""
+    """List instruction sets and GPUs that the engine supports.
+
+    vaemem backends
+    """
     rows = vaemem.backends(**asked)
     print(render(rows[0], [[str(value) for value in row.values()] for row in rows]))
-
-
-class _Parser(argparse.ArgumentParser):
-    """Refuses in one line, which names the nearest flag where there is none of a name."""
-
-    add_flags: Callable[[], None] | None = None  # a command's, when it is asked for
-
-    def complete(self) -> None:
-        """Has all flags from now on."""
-        add, self.add_flags = self.add_flags, None
-        if add:
-            add()
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message.removeprefix('argument ')} (see {self.prog} --help)\n")
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self.complete()
-        known, words = self._option_string_actions, sys.argv[1:] if args is None else args
-        for word in itertools.takewhile(lambda word: word != "--" and (word[:1] == "-" or not self._subparsers), words):
-            name = word.partition("=")[0]
-            if name[:2] == "--" and " " not in name and not any(flag.startswith(name) for flag in known):
-                near = difflib.get_close_matches(name, known, 1, 0)[0]
-                self.error(f"there is no {name}; the nearest flag is {near}")
-        found, others = super().parse_known_args(args, namespace)
-        if others:
-            self.error(f"want nothing more, got {' '.join(others)}")
-        return found, others
-
-    def _get_value(self, action: argparse.Action, text: str) -> Any:
-        """One of the choices however it is written."""
-        value = super()._get_value(action, text)
-        if action.choices is None or action.nargs == argparse.PARSER or not isinstance(value, str):
-            return value
-        return {letters(choice): choice for choice in action.choices}.get(letters(value), value)
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.nargs == argparse.PARSER and value in RENAMED:
-            self.error(f"{value} is now {RENAMED[value]}, with the same words")
-        if action.choices is not None:
-            try:
-                choose("/".join(action.option_strings) or action.dest, value, action.choices)
-            except ValueError as error:
-                raise argparse.ArgumentError(None, str(error)) from None
-
-
-def parser(at_once: Container[str] = ()) -> _Parser:
-    """The command line's words, from the tables above. at_once: commands that have their flags before they are run."""
-    says = "Run the VAEs of SD1.5, SDXL, SD3, FLUX and others in a memory known to the byte."
-    made = _Parser(prog="vaemem", description=says)
-    made.add_argument("--version", action="version", version=f"vaemem {vaemem.__version__}")
-    made.set_defaults(run=lambda args: made.print_help())
-    subparsers = made.add_subparsers(dest="command", metavar="COMMAND")
-    for name, (run, function, flags) in COMMANDS.items():
-        about = inspect.getdoc(run)
-        sub = subparsers.add_parser(name, help=about, description=about)
-        sub.add_flags = functools.partial(_add_all, sub, run, function, flags)
-        if name in at_once:
-            sub.complete()
-    return made
-
-
-def _add_all(sub: _Parser, run: Action, names: str, flags: str) -> None:
-    """Adds a command's flags: those of one function or more, and after a | those of a group with a title."""
-    known, texts = dict[str, inspect.Parameter](), dict[str, str]()
-    for function in map(pkgutil.resolve_name, names.split()[::-1]):
-        known |= inspect.signature(function).parameters
-        texts |= described(function)
-    sub.set_defaults(run=functools.partial(_run, run, known), parser=sub)
-    first, *groups = flags.split(" | ")
-    for title, words in [("", first), *(group.split(": ") for group in groups)]:
-        where = sub.add_argument_group(f"for {title}") if title else sub
-        for flag in words.split():
-            _add(sub, where, flag, known, texts)
-
-
-def _run(run: Action, known: Mapping[str, inspect.Parameter], args: argparse.Namespace) -> int | None:
-    given = {name: value for name, value in vars(args).items() if name in known}
-    given |= {name: dict(given[name]) for name in ("components", "calibrate") if isinstance(given.get(name), list)}
-    if isinstance(given.get("calibrate"), str):
-        given["calibrate"] = _table(given["calibrate"])
-    if getattr(args, "csv", None):
-        check_writable(args.csv)
-    return run(args, given)
-
-
-def _add(sub: _Parser, where: Any, flag: str, known: Mapping[str, inspect.Parameter], texts: Mapping[str, str]) -> None:
-    """Adds a flag to a command, with the description, the kind and the default of the argument that it is."""
-    settings = {key: value() if isinstance(value, Later) else value for key, value in FLAGS.get(flag, {}).items()}
-    name = settings.pop("dest", flag)
-    argument = known.get(name)
-    text = settings.pop("help", "") or texts.get(name, "")
-    default = settings.get("default", argument and argument.default)
-    if isinstance(default, str | float | int) and not isinstance(default, bool):
-        text += f" Default: {default}."
-    if argument:
-        kind = _KINDS.get(argument.annotation.removesuffix(" | None"), {})
-        settings = {"default": argparse.SUPPRESS, **kind, **settings}
-    if settings.get("nargs") and settings.get("choices"):  # which argparse would write four times
-        settings["metavar"], text = name.upper(), f"{text} Any of {', '.join(settings['choices'])}."
-    names = settings.pop("option", name if flag in WORDS else "--" + name.replace("_", "-")).split()
-    if names[0].startswith("-"):
-        settings["dest"] = name
-    text = text.replace("%", "%%")
-    said = next((one.option_strings[-1] for one in sub._actions if one.option_strings and one.help == text), None)
-    offer(where.add_argument(*names, help=f"See {said}." if said else text, **settings), sub.prog.rpartition(" ")[2])

@@ -1,4 +1,4 @@
-"""Go over models, operations and sizes, and write down what the engine takes, or what PyTorch is predicted to take."""
+"""Go through models, operations and sizes: measure or estimate our engine's runs, or predict PyTorch's."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import itertools
 import os
 import platform
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from vaemem import _core
-from vaemem._common import DTYPES, OPS, TILED_OPS, Message, Named, __version__, choose, chosen, listed, meant, whole
+from vaemem._arguments import shared
+from vaemem._common import DTYPES, OPS, TILED_OPS, __version__, choose, chosen, listed, meant, whole
 from vaemem._types import Dtype, Op, Precision, TiledOp
 from vaemem.engine.arguments import BAR, Progress, polling
 from vaemem.engine.arrays import ends_of
@@ -25,24 +26,14 @@ from vaemem.engine.vae import VAE
 from vaemem.prediction.predict import Prediction, predict
 from vaemem.prediction.request import VAEArguments, find_card, resolve_vae
 from vaemem.prediction.runtimes import architecture
-from vaemem.tables.table import SOURCES, Row, Table
+from vaemem.tables.table import Row, Table
 
 SweptOp = TiledOp | Literal["pipeline"]
-# What a pixel costs, encode beside decode (1117 and 2515 GFLOP at 512x512): for the progress bar only.
+Sizes = int | Sequence[int | tuple[int, int]]
+_MODELS, _SIZES = ("sd15", "sdxl", "flux"), (256, 512, (512, 768))
+# The cost of a pixel, for the progress bar only: 1117 and 2515 GFLOP at 512x512.
 _WORK = {"encode": 4, "decode": 9, "pipeline": 9}
 _SWEPT = {"model", "op", "pipeline", "height", "width", "dtype", "batch", "tile", "tile_overlap", "gpu", "workspace"}
-
-
-@functools.cache
-def _asked(of_pipelines: bool) -> tuple[Callable[..., Any], frozenset[str]]:
-    """What is asked for predictions, of a VAE or of a whole pipeline, and those of its arguments that are handed on as
-    they are."""
-    asked: Callable[..., Any] = predict
-    if of_pipelines:
-        from vaemem.pipelines.predict_pipeline import predict_pipeline  # half of this package's import
-
-        asked = predict_pipeline
-    return asked, frozenset(inspect.signature(asked).parameters) - _SWEPT
 
 
 class Case(NamedTuple):
@@ -52,170 +43,170 @@ class Case(NamedTuple):
     height: int
     width: int
     batch: int
-    tile: int | None = None
-    tile_overlap: float | None = None
 
     @property
     def work(self) -> int:
         return _WORK[self.op.removesuffix("_tiled")] * self.height * self.width * self.batch
 
 
-def sweep(
-    models: Any = ("sd15", "sdxl", "flux"), ops: SweptOp | Sequence[SweptOp] = OPS,
-    sizes: int | Sequence[int | tuple[int, int]] = (256, 512, (512, 768)),
-    dtypes: Dtype | Sequence[Dtype] | None = None, *, source: str | None = None, device: str | None = None,
-    gpu: str | Sequence[str] | None = None, batch: int | Sequence[int] = 1, tile: int | Sequence[int] | None = None,
-    tile_overlap: float | Sequence[float] | None = None, prompt_tokens: int | Sequence[int] | None = None,
-    measure: bool = True, repeats: int = 1, progress: Progress = None, memory_limit: Limit = None,
-    precision: Precision = "highest", **others: Any,
+@shared
+def measure_sweep(
+    models: Any = _MODELS, ops: Op | Sequence[Op] = OPS, sizes: Sizes = _SIZES,
+    dtypes: Dtype | Sequence[Dtype] = "float32", *, device: str = "cpu", batch: int | Sequence[int] = 1,
+    repeats: int = 1, progress: Progress = None, memory_limit: Limit = None, precision: Precision = "highest",
 ) -> Table:  # fmt: skip
-    """Measure or estimate the engine's memory and time, or predict PyTorch's memory on GPUs.
+    """Run models at each size on the engine, and measure memory and time.
 
     Parameters
     ----------
-    models : names or VAE objects, or one of them
-        A name gets random weights, made for this sweep and dropped after: memory and time do not depend on them.
-        Predicted, also configs: a dict, or a path.
-    ops : str or sequence of str
-        ``"encode"``, ``"decode"``; predicted, also ``"encode_tiled"``, ``"decode_tiled"``, and ``"pipeline"``: whole
-        pipelines, of which models are the names that `vaemem.predict_pipeline` takes.
-    sizes : int or sequence of int and (int, int)
-        The image's, in pixels, multiples of 8: an int is a square, a pair is (height, width). ``(512, 768)`` alone
-        is two squares, ``[(512, 768)]`` one landscape.
-    dtypes : str or sequence of str, optional
-        ``"float32"``, ``"float16"``, ``"bfloat16"``; by default float32 for the engine, and predicted what the program
-        runs that model in, as `vaemem.predict` does. VAE objects have their own.
-    source : {"measured", "estimated", "predicted"}, optional
-        "measured" runs each case on the engine; "estimated" asks its plan and runs nothing (no seconds); "predicted"
-        asks `vaemem.predict`, or `vaemem.predict_pipeline`, what PyTorch takes on each GPU. By default "predicted" with
-        ``"pipeline"`` among the ops, else "measured".
-    device : str, optional
-        Where the engine runs named models: ``"cpu"`` (default), ``"cuda"``, ``"cuda:1"``. VAE objects run where they
-        are.
-    gpu : str or sequence of str, optional
-        Predicted: the cards, as `vaemem.predict` takes them.
-    batch : int or sequence of int
-        Images in one run.
-    tile : int or sequence of int, optional
-        Predicted, of tiled ops: the side of a tile in pixels, as `vaemem.predict` takes it, with the same default.
-    tile_overlap : float or sequence of float, optional
-        The same: the part of its side that a tile shares with the next.
-    prompt_tokens : int or sequence of int, optional
-        Of pipelines: how long the prompt is.
-    measure : bool
-        False is ``source="estimated"``.
+    models, ops, sizes, dtypes, device, batch, memory_limit, precision of a sweep : shared
     repeats : int
-        Runs of each case; seconds is their median. The arena is given back before each case, so the first run also
-        pays for its pages: with 3 or more the median is that of a warm run.
+        Runs of each case; seconds is their median. The engine frees its arena before each case, so the first run also
+        pays for new pages. The median of 3 or more is that of a warm run.
     progress : bool or callable, optional
         True shows a bar (tqdm, ``pip install 'vaemem[progress]'``); a callable gets (work done, work to do).
-    memory_limit : int or str, optional
-        A limit for each run of the engine, as for `VAE.decode`; the columns `work` and `streamed` then say what it
-        costs.
-    precision : {"highest", "high", "medium"}
-        For named models in float32, as for `VAE.load`; other types want "highest". VAE objects have their own.
-    **others
-        Predicted: `runtime`, `torch_version`, `cudnn_version`, `weights_dtype`, `slicing`, `memory`, `used`,
-        `protocol`, `channels_last`, `allow_tf32`, `allocator` and `calibrate`, as `vaemem.predict` takes them, for
-        every row; of pipelines `offload`, `vae`, `components`, `guidance`, `image` and what else
-        `vaemem.predict_pipeline` takes.
 
     Returns
     -------
     Table
-        One row a case. The engine's have runtime "vaemem"; peaks are the largest of the runs. `allocated_bytes` is
-        activations + scratch (cuDNN's workspace too) + output, `reserved_bytes` what was held from the system beside
-        the weights. On a GPU arrays come from host memory and return there.
-        Predicted rows have the runtime whose code it is, the card's full name as `device`, and `Prediction.allocated`
-        and `reserved`, which are those of a card with room for them: whether it fits, `vaemem.predict` says. Their
-        `seconds` are `Prediction.seconds`, likely, from `seconds_low` to `seconds_high`. `versions`
-        tells what stood in for the cuDNN or the card that was asked for, and the settings that are not as usual: of a
-        tiled op the tile's side, or that one tile holds the whole image. A tiled op's `tile` and `tile_overlap` are
-        columns too. Of a pipeline there is a row for each phase and one of the whole (`PipelinePrediction.rows`), with
-        the weights.
+        One row per case; peaks are the largest of its runs. `allocated_bytes` is activations + scratch (with cuDNN's
+        workspace) + output. `reserved_bytes` is the memory held from the system besides the weights.
+        On a GPU arrays come from host memory and return there.
 
     Raises
     ------
     ValueError, TypeError
-        An argument that cannot be run, named, before anything is measured on that model; one that belongs to the engine
-        given with "predicted", or the other way round.
+        A wrong argument, before the first run of that model.
     KeyboardInterrupt, MemoryError, RuntimeError
-        Whatever ends the sweep has the finished rows as its attribute ``table``.
+        An exception that ends the sweep holds the finished rows as its attribute ``table``.
 
     Examples
     --------
-    >>> measured = sweep(vae, "decode", [64, (64, 96)])
-    >>> estimated = sweep(vae, "decode", [64, (64, 96)], source="estimated")
+    >>> measured = measure_sweep(vae, "decode", [64, (64, 96)])
+    >>> [row["height"] for row in measured], measured[0]["seconds"] > 0
+    ([64, 64], True)
+    """
+    runs = whole("repeats", repeats)
+    return _engine_table(models, ops, sizes, dtypes, batch, device, precision, memory_limit, runs, progress)
+
+
+@shared
+def estimate_sweep(
+    models: Any = _MODELS, ops: Op | Sequence[Op] = OPS, sizes: Sizes = _SIZES,
+    dtypes: Dtype | Sequence[Dtype] = "float32", *, device: str = "cpu", batch: int | Sequence[int] = 1,
+    memory_limit: Limit = None, precision: Precision = "highest",
+) -> Table:  # fmt: skip
+    """Estimate the engine's memory at each size from its plans, without a run.
+
+    Parameters
+    ----------
+    models, ops, sizes, dtypes, device, batch, memory_limit, precision of a sweep : shared
+
+    Returns
+    -------
+    Table
+        The rows of `measure_sweep`, equal to the byte, without seconds.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A wrong argument.
+
+    Examples
+    --------
+    >>> estimated = estimate_sweep(vae, "decode", [64, (64, 96)])
+    >>> measured = measure_sweep(vae, "decode", [64, (64, 96)])
     >>> [row["allocated_bytes"] for row in measured] == [row["allocated_bytes"] for row in estimated]
     True
-    >>> cards = sweep("sdxl", "decode", 1024, "float16", source="predicted", gpu=["RTX 4090", "RTX 4060"])
+    """
+    return _engine_table(models, ops, sizes, dtypes, batch, device, precision, memory_limit)
+
+
+@shared
+def predict_sweep(
+    models: Any = _MODELS, ops: SweptOp | Sequence[SweptOp] = OPS, sizes: Sizes = _SIZES,
+    dtypes: Dtype | Sequence[Dtype] | None = None, *, gpu: str | Sequence[str] | None = None,
+    batch: int | Sequence[int] = 1, tile: int | Sequence[int] | None = None,
+    tile_overlap: float | Sequence[float] | None = None, prompt_tokens: int | Sequence[int] | None = None,
+    progress: Progress = None, **others: Any,
+) -> Table:  # fmt: skip
+    """Predict PyTorch's memory and time at each size on GPUs.
+
+    Parameters
+    ----------
+    models : names, configs or VAE objects, or one of them
+        Names of VAEs, or configs (a dict or a path). For ``"pipeline"``: names that `vaemem.predict_pipeline` takes.
+    ops : str or sequence of str
+        ``"encode"``, ``"decode"``, ``"encode_tiled"``, ``"decode_tiled"``, or ``"pipeline"`` for whole pipelines.
+    sizes, batch of a sweep : shared
+    dtypes : str or sequence of str, optional
+        ``"float32"``, ``"float16"``, ``"bfloat16"``; by default the type in which the program runs that model.
+    gpu : str or sequence of str, optional
+        Cards, as `vaemem.predict` takes them.
+    tile : int or sequence of int, optional
+        For tiled ops: the side of a tile in pixels, with the default of `vaemem.predict`.
+    tile_overlap : float or sequence of float, optional
+        For tiled ops: the part of its side that a tile shares with the next.
+    prompt_tokens : int or sequence of int, optional
+        For pipelines: the length of the prompt.
+    progress : bool or callable, optional
+        As `measure_sweep` takes it.
+    **others
+        Further arguments of `vaemem.predict`, or of `vaemem.predict_pipeline`, the same for every row: `runtime`,
+        `torch_version`, `memory`, `offload` ... Each op gets the arguments that it takes.
+
+    Returns
+    -------
+    Table
+        One row per case and card, with `Prediction.allocated` and `reserved` of a card with enough memory, and
+        `Prediction.seconds`: likely, `seconds_low` and `seconds_high`. `versions` names unusual settings and everything
+        that replaces a missing cuDNN or card. A pipeline has one row per phase and one for the whole
+        (`PipelinePrediction.rows`), with the weights.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A wrong argument, or one that no op takes. The attribute ``table`` holds the finished rows.
+
+    Examples
+    --------
+    >>> cards = predict_sweep("sdxl", "decode", 1024, "float16", gpu=["RTX 4090", "RTX 4060"])
     >>> [row["reserved_bytes"] >> 20 for row in cards]
     [4258, 4258]
-    >>> whole = sweep(["sd15", "sdxl"], "pipeline", (512, 768), gpu="T4", offload="model").filter(phase="whole")
+    >>> whole = predict_sweep(["sd15", "sdxl"], "pipeline", (512, 768), gpu="T4", offload="model").filter(phase="whole")
     >>> [(row["model"], row["height"], row["reserved_bytes"] >> 20) for row in whole]
     [('sd15', 512, 1962), ('sd15', 768, 2570), ('sdxl', 512, 5342), ('sdxl', 768, 5536)]
     """
-    models, asked_for, pairs = listed(models, (str, Mapping, VAE)), listed(ops, str), image_sizes(sizes)
-    types, cards = listed(dtypes, str), [None] if gpu is None else listed(gpu, str)
-    lengths, tiles, overlaps = (listed(one, ()) for one in (prompt_tokens, tile, tile_overlap))
-    batches, repeats = [whole("batch", one) for one in listed(batch, ())], whole("repeats", repeats)
-    lists = {"models": models, "ops": asked_for, "sizes": pairs, "dtypes": types, "gpu": cards, "batch": batches,
-             "tile": tiles, "tile_overlap": overlaps, "prompt_tokens": lengths}  # fmt: skip
-    if lacking := [name for name, values in lists.items() if not values]:
-        raise ValueError(f"{lacking[0]}: want at least one, got none")
-    if source is None:
-        source = "estimated" if not measure else "predicted" if "pipeline" in asked_for else "measured"
-    choose("source", source, SOURCES)
-    if not measure and source != "estimated":
-        raise ValueError(Message("source: want estimated with ", Named("measure", False), f", got {source}"))
-    is_predicted, kinds = source == "predicted", {op == "pipeline" for op in asked_for}
-    if True in kinds and not is_predicted:
-        instead = "whole pipelines are predicted, by source predicted, and measured by `vaemem measure`"
-        raise ValueError(f"ops: want encode or decode with source {source}, got pipeline; {instead}")
-    told = [*others, *(["prompt_tokens"] if prompt_tokens is not None else [])]
-    cut = [name for name, value in (("tile", tile), ("tile_overlap", tile_overlap)) if value is not None]
-    for name in told:
-        taken_by = {kind for kind in (False, True) if name in _asked(kind)[1]}
-        if not taken_by:
-            raise TypeError(f"sweep() got an unexpected keyword argument {name!r}")
-        if taken_by.isdisjoint(kinds):
-            right = "a VAE's op" if True in kinds else "pipeline"
-            raise ValueError(f"{name}: want it with {right} among the ops, got it with {', '.join(asked_for)}")
-    engine = {"device": device is not None, "repeats": repeats > 1, "memory_limit": memory_limit is not None,
-              "precision": precision != "highest"}  # fmt: skip
-    foreign = engine if is_predicted else {"gpu": gpu is not None} | dict.fromkeys([*told, *cut], True)
-    for name in (name for name, is_given in foreign.items() if is_given):  # which means nothing with this source
-        right = "measured or estimated" if is_predicted else "predicted"
-        raise ValueError(f"{name}: want it with source {right}, got it with {source}")
-    known = (*TILED_OPS, "pipeline") if is_predicted else OPS
-    wanted_ops = chosen("ops", asked_for, known)
-    if cut and not any(op.endswith("_tiled") for op in wanted_ops):
-        raise ValueError(f"{cut[0]}: want it with a tiled op among the ops, got it with {', '.join(wanted_ops)}")
-    cases = [
-        Case(op, height, width, images, *one)
-        for op, images, (height, width) in itertools.product(wanted_ops, batches, pairs)
-        for one in (itertools.product(tiles, overlaps) if op.endswith("_tiled") else [()])
+    cases = _cases(ops, sizes, batch, (*TILED_OPS, "pipeline"))
+    options = {"tile": tile, "tile_overlap": tile_overlap, "prompt_tokens": prompt_tokens}
+    lists = {name: _several(name, value, ()) for name, value in options.items() if value is not None}
+    taken = {case.op: _predictor(case.op)[1] for case in cases}
+    for name in (*lists, *others):
+        if not any(name in names for names in taken.values()):
+            raise ValueError(f"{name}: want an op that takes it, got {', '.join(taken)}")
+    questions = [
+        (case, dict(zip(names, values, strict=True)))
+        for case in cases
+        for names in [[name for name in lists if name in taken[case.op]]]
+        for values in itertools.product(*(lists[name] for name in names))
     ]
-    if is_predicted:
-        found = [find_card(card, others.get("memory")).gpu.name for card in cards]  # refuses an unknown one before all
-        cards = found if gpu is None else listed(gpu, str)
-        types = [None] if dtypes is None else chosen("dtypes", types, DTYPES)
-        return _table(_predictions(_configs(models, asked_for), cards, types, cases, progress, others, lengths))
-    wanted, place = _models(models, "float32" if dtypes is None else types), "cpu" if device is None else device
-    return _table(_runs(wanted, cases, place, precision, repeats * (source == "measured"), progress, memory_limit))
+    wanted, cards = _several("models", models, (str, Mapping, VAE)), [None] if gpu is None else _several("gpu", gpu)
+    found = [find_card(card, others.get("memory")).gpu.name for card in cards]  # raises before the first prediction
+    types = [None] if dtypes is None else chosen("dtypes", _several("dtypes", dtypes), DTYPES)
+    asked = itertools.product(_configs(wanted, taken), found if gpu is None else cards, types, questions)
+    return _table(_predictions(list(asked), progress, others))
 
 
 def tradeoff(
     model: str | VAE, op: Op, height: int, width: int, batch: int = 1, dtype: Dtype = "float32",
     precision: Precision = "highest",
 ) -> Table:  # fmt: skip
-    """What less memory costs: the plans of one run, from the fastest to the smallest.
+    """Show the cost of less memory: the plans of one run, from the fastest to the smallest.
 
     Parameters
     ----------
     model : str or VAE
-        From the `last_run` of a VAE on the CPU, where it was the same operation, `seconds` are predicted by the work to
-        do.
+        If the `last_run` of a VAE on the CPU was the same operation, `seconds` are predicted from it.
     op : {"encode", "decode"}
     height, width, batch : int
         The images' size in pixels, and how many they are.
@@ -225,9 +216,8 @@ def tradeoff(
     Returns
     -------
     Table
-        Each row takes less memory and more `work` than the one before;
-        `streamed` counts the tensors that are never whole (their names: `VAE.tradeoff`). `limit_bytes` as
-        ``memory_limit`` gives that plan; it counts the weights too.
+        Each row takes less memory and more `work` than the one before. `streamed` counts the tensors that are never
+        whole (`VAE.tradeoff` names them). ``memory_limit=limit_bytes`` gives that plan; it counts the weights too.
 
     Examples
     --------
@@ -246,7 +236,7 @@ def tradeoff(
 
 
 def _table(rows: Iterator[Row]) -> Table:
-    """The rows; whatever ends them has the finished ones as its attribute `table`."""
+    """Collect the rows. An exception that ends them holds the finished ones as its attribute `table`."""
     done: list[Row] = []
     try:
         for row in rows:
@@ -257,18 +247,39 @@ def _table(rows: Iterator[Row]) -> Table:
     return Table(done)
 
 
+def _several(argument: str, values: Any, single: type | tuple[type, ...] = str) -> list[Any]:
+    """List one value or several; ValueError if there is none."""
+    if not (found := listed(values, single)):
+        raise ValueError(f"{argument}: want at least one, got none")
+    return found
+
+
+def _cases(ops: Any, sizes: Any, batch: Any, known: Sequence[str]) -> list[Case]:
+    found, pairs = chosen("ops", _several("ops", ops), known), image_sizes(_several("sizes", sizes, int))
+    batches = [whole("batch", one) for one in _several("batch", batch, ())]
+    return [Case(op, height, width, n) for op, n, (height, width) in itertools.product(found, batches, pairs)]
+
+
+def _engine_table(
+    models: Any, ops: Any, sizes: Any, dtypes: Any, batch: Any, device: str, precision: str, memory_limit: Limit,
+    repeats: int = 0, progress: Progress = None,
+) -> Table:  # fmt: skip
+    """Measure the engine's rows, or estimate them if repeats is 0."""
+    cases = _cases(ops, sizes, batch, OPS)
+    wanted = _models(_several("models", models, (str, VAE)), _several("dtypes", dtypes))
+    return _table(_runs(wanted, cases, device, precision, repeats, progress, memory_limit))
+
+
 def _runs(
     wanted: Sequence[tuple[str | VAE, str]], cases: Sequence[Case], device: str, precision: str, repeats: int,
     progress: Progress, memory_limit: Limit,
 ) -> Iterator[Row]:  # fmt: skip
-    """The engine's rows; without repeats they are estimates."""
+    """The engine's rows; with 0 repeats they are estimates."""
     done, work = 0, len(wanted) * repeats * sum(case.work for case in cases)
     with polling(progress if repeats else None, "sweep", total=work, bar_format=BAR) as poll:
         for model, dtype in wanted:
             vae = _vae(model, device, dtype, precision)
-            plans = [
-                vae.estimate(*case[:4], memory_limit=memory_limit) for case in cases
-            ]  # refuses all that cannot run
+            plans = [vae.estimate(*case, memory_limit=memory_limit) for case in cases]  # raises before the first run
             for case, plan in zip(cases, plans, strict=True):
                 if not repeats:
                     yield _row(vae, case, "estimated", plan, memory_limit is not None)
@@ -288,27 +299,34 @@ def _runs(
 
 
 def _tell(poll: Callable[[int, int], object], before: int, part: int, work: int, rows: int, total: int) -> None:
-    """How much of a sweep's work is done, of which one run is a part."""
+    """Report the sweep's progress from the progress of one run, which is `part` of the work."""
     poll(before + part * rows // total, work)
 
 
-def _predictions(
-    models: Sequence[Any], gpus: Sequence[str], dtypes: Sequence[str | None], cases: Sequence[Case], progress: Progress,
-    others: Mapping[str, Any], lengths: Sequence[int | None],
-) -> Iterator[Row]:  # fmt: skip
-    """PyTorch's rows on each card."""
-    wanted = list(itertools.product(models, gpus, dtypes, cases))
-    of_vae, of_pipeline = ({name: others[name] for name in others if name in _asked(kind)[1]} for kind in (False, True))
-    done, work = 0, sum(case.work for *_, case in wanted)
+@functools.cache
+def _predictor(op: str) -> tuple[Callable[..., Any], frozenset[str]]:
+    """The function that predicts an op, and the names of its arguments that a sweep hands on."""
+    predictor: Callable[..., Any] = predict
+    if op == "pipeline":
+        from vaemem.pipelines.predict_pipeline import predict_pipeline  # half of this package's import
+
+        predictor = predict_pipeline
+    tiles = {"tile", "tile_overlap"} if op.endswith("_tiled") else set()
+    return predictor, frozenset(tiles | (inspect.signature(predictor).parameters.keys() - _SWEPT))
+
+
+def _predictions(asked: Sequence[Any], progress: Progress, others: Mapping[str, Any]) -> Iterator[Row]:
+    """PyTorch's rows. asked: (model, card, dtype, (case, the arguments of this case alone))."""
+    done, work = 0, sum(case.work for *_, (case, _) in asked)
     with polling(progress, "sweep", total=work, bar_format=BAR) as poll:
-        for model, gpu, dtype, case in wanted:
-            run = {**case._asdict(), "dtype": dtype, "gpu": gpu}
+        for model, gpu, dtype, (case, options) in asked:
+            predictor, taken = _predictor(case.op)
+            run = {name: value for name, value in others.items() if name in taken} | options | case._asdict()
+            run |= {"dtype": dtype, "gpu": gpu}
             if run.pop("op") == "pipeline":
-                del run["tile"], run["tile_overlap"]  # a pipeline's VAE has those of its config
-                for tokens in lengths:
-                    yield from _asked(True)[0](model, **run, prompt_tokens=tokens, **of_pipeline).rows()
+                yield from predictor(model, **run).rows()
             else:
-                yield _predicted(Prediction(resolve_vae(VAEArguments(model, case.op, **run, **of_vae))))
+                yield _predicted(Prediction(resolve_vae(VAEArguments(model, case.op, **run))))
             done += case.work
             if poll:
                 poll(done, work)
@@ -329,7 +347,7 @@ def _predicted(p: Prediction) -> Row:
 
 
 def _row(vae: VAE, case: Case, source: str, run: Run, limited: bool) -> Row:
-    """limited: whether the row says what a memory limit costs."""
+    """Make the row of a run. limited: whether it shows the cost of a memory limit."""
     less = "" if vae.precision == "highest" else f", precision {vae.precision}"
     engine = f"vaemem {__version__} ({run.backend}, {run.threads} threads{less})"
     software = f"python {platform.python_version()}, numpy {np.__version__}, {platform.machine()}"
@@ -345,16 +363,15 @@ def _row(vae: VAE, case: Case, source: str, run: Run, limited: bool) -> Row:
 
 
 def _input(vae: VAE, case: Case) -> np.ndarray:
-    """Noise of the input's shape: time and memory do not depend on the values."""
+    """Make noise of the input's shape: time and memory do not depend on the values."""
     (scale, channels), (other, _) = ends_of(vae.arch, case.op)
     shrink = max(scale, other) // scale
     shape = (case.batch, channels, case.height // shrink, case.width // shrink)
     return np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
 
 
-def _configs(models: Sequence[Any], ops: Sequence[str]) -> list[Any]:
-    """What is asked about: the names of pipelines where these are among the ops, else architectures or what means them,
-    of which none is refused later."""
+def _configs(models: Sequence[Any], ops: Container[str]) -> list[Any]:
+    """Check the models to predict: names of pipelines if "pipeline" is among the ops, otherwise architectures."""
     if "pipeline" in ops:
         from vaemem.pipelines.components import known_pipeline
 
@@ -364,12 +381,12 @@ def _configs(models: Sequence[Any], ops: Sequence[str]) -> list[Any]:
         if not isinstance(model, str | os.PathLike | Mapping | VAE):
             raise ValueError(f"models: want {', '.join(_core.models())}, a config or a VAE, got {model!r}")
         configs.append(model.arch if isinstance(model, VAE) else model)
-        architecture(configs[-1])  # refuses what is none before anything is predicted
+        architecture(configs[-1])  # raises before the first prediction
     return configs
 
 
 def _models(models: Any, dtypes: str | Sequence[str]) -> list[tuple[str | VAE, str]]:
-    """Models with the types of numbers that each runs in: a VAE has one already, whatever the default is."""
+    """Pair models with the types of their runs. A VAE has its own, whatever the default is."""
     types = chosen("dtypes", dtypes, DTYPES)
     pairs: list[tuple[str | VAE, str]] = []
     for model in listed(models, (str, VAE)):
@@ -392,7 +409,7 @@ def _vae(model: str | VAE, device: str, dtype: Any, precision: Any) -> VAE:
 
 
 def image_sizes(sizes: Any) -> list[tuple[int, int]]:
-    """(height, width) pairs; whether the model can run them is for its plan to say."""
+    """Read (height, width) pairs. The plan checks whether the model can run them."""
     pairs = []
     for size in listed(sizes, int):
         pair = size if isinstance(size, tuple | list) else (size, size)

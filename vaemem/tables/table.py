@@ -421,7 +421,7 @@ class Table(Sequence[Row]):
 
         Examples
         --------
-        >>> print(sweep("sdxl", "decode", 512, measure=False).to_markdown())
+        >>> print(estimate_sweep("sdxl", "decode", 512).to_markdown())
         | model | op     | height | width | ...
         """
         return render(*self._shown(), markdown=True)
