@@ -7,7 +7,7 @@ SHARES = {
     "predict_largest": 60, "closed_form": 30,
 }  # fmt: skip
 KL = "diffusers invokeai comfyui forge"
-UNETS, DITS, OURS = f"{KL} a1111 a1111-medvram ldm", f"{KL} bfl", "diffusers invokeai"
+UNETS, DITS, OURS = f"{KL} a1111 a1111-medvram", f"{KL} bfl", "diffusers invokeai"
 PROGRAMS = {
     **dict.fromkeys(("sd15", "sdxl", "playground-v2.5", "madebyollin/sdxl-vae-fp16-fix"), UNETS.split()),
     **dict.fromkeys(("flux", "sd3", "zimage", "cogview4", "FLUX.1-schnell"), DITS.split()),
@@ -90,7 +90,7 @@ def about_card(r, by_cpp=False):
 def about_vae(r, call):
     model = r.choice([*PROGRAMS])
     runtime = r.choice([*PROGRAMS[model], "diffusers"] if r.random() < 0.97 else [*UNETS.split(), "bfl"])
-    op = r.choice(("encode", "decode", "decode") + ("encode_tiled", "decode_tiled") * (runtime not in ("bfl", "ldm")))
+    op = r.choice(("encode", "decode", "decode") + ("encode_tiled", "decode_tiled") * (runtime != "bfl"))
     tiled, plays_diffusers = op.endswith("_tiled"), runtime in OURS
     whole = (32, 64) if model.startswith(("flux2", "wan2.2", "hunyuan", "qwen-image-2.1")) else (8, 16, 32, 64)
     height, width = sides(r, r.choice((1024, 2048) if tiled else (1024, 2048, 4096)), whole)
@@ -166,9 +166,9 @@ def about_process(r, call):
                 channels, factor = 128, 16
             shape = [n, 3, height, width] if op == "encode" else [n, channels, height // factor, width // factor]
             steps.append([x, "tensor", [shape, dtype], {"host": True} if host else {}])
-            tile = some(r, tile=(0.2 * (runtime not in ("bfl", "ldm")), [256, 512]), slicing=(0.1, [True]))
+            tile = some(r, tile=(0.2 * (runtime != "bfl"), [256, 512]), slicing=(0.1, [True]))
             steps += [["", "reset_peak", [], {}]] * (r.random() < 0.3) + [[y, op, [f"${vae}", f"${x}"], tile]]
-            if op == "encode" and runtime in ("diffusers", "ldm", "a1111"):
+            if op == "encode" and runtime in ("diffusers", "a1111"):
                 steps += [["z", "sample", [f"${y}"], {}], ["", "elementwise", ["$z"], {}], ["", "drop", ["$z"], {}]]
             steps += [["", "drop", [f"${one}"], {}] for one in (x, y) if r.random() < 0.7]
             if r.random() < 0.4:

@@ -36,17 +36,12 @@ SDXL_INPUTS = 4 * 4 * 128 * 128 + 2 * 128  # bytes: the latent, and two numbers 
         ("comfyui", TILED | {"tile": 768, "width": 640}, 2178 * 768 * 640 * 2),
         ("comfyui", TILED | {"tile": None}, None),
         ("comfyui", TILED | {"op": "encode_tiled"}, None),  # it asks for the whole image
-        ("comfyui-0.4", TILED, None),
-        ("comfyui-0.4", {"model": "qwen-image"}, 7000 * PIXELS * 2),
-        ("comfyui-0.4", {"model": "qwen-image", "op": "encode"}, 6000 * PIXELS * 2),
         ("comfyui", {"model": "wan2.2"}, 8000 * PIXELS * 2),
         ("invokeai", {"model": "qwen-image", "op": "encode"}, 1600 * PIXELS * 2),
-        ("invokeai-6.13", TILED | {"model": "qwen-image"}, None),
         ("comfyui", {"model": "wan2.1", "op": "encode"}, 1500 * PIXELS * 2),
-        ("comfyui-0.4", {"model": "wan2.1"}, 7000 * PIXELS * 2),
         ("invokeai", {"model": "wan2.1"}, 2906 * PIXELS * 2),
         ("invokeai", TILED | {"model": "wan2.2", "op": "encode_tiled"}, (1450 * 1.25 * 512**2 + 3 * PIXELS) * 2),
-        ("invokeai-6.13", TILED | {"op": "encode_tiled", "dtype": "float32"}, 512**2 * 4 * 1100 * 1.25 + 250 * MIB),
+        ("invokeai", TILED | {"op": "encode_tiled", "dtype": "float32"}, 512**2 * 4 * 1100 * 1.25 + 250 * MIB),
         ("invokeai", {"model": "flux2"}, None),
         ("invokeai", TILED | {"model": "sd3", "op": "encode_tiled"}, None),
         ("comfyui", {"batch": 3}, 3 * 2178 * PIXELS * 2),
@@ -59,9 +54,6 @@ SDXL_INPUTS = 4 * 4 * 128 * 128 + 2 * 128  # bytes: the latent, and two numbers 
         ("invokeai", TILED | {"tile": None}, None),
         ("invokeai", TILED | {"model": "flux"}, None),
         ("invokeai", {"batch": 2}, None),
-        ("sd15-calculator", {}, None),
-        ("sd15-calculator", {"model": "sd15"}, 8 * 128 * 128 + 24 * PIXELS),
-        ("sd15-calculator", {"model": "sd15", "dtype": "float32"}, None),
         ("sd15-equation", {"model": "sd15"}, None),
         ("sd15-equation", {"model": "sdxl", "op": "pipeline"}, None),
         ("sd15-equation", {"model": "sd15", "op": "pipeline", "dtype": "float32"}, None),
@@ -242,13 +234,13 @@ def test_tiles_are_compared_with_their_like():
         for side in (1024, 2048)
     ]
     table = Table([row(reserved=9 * 2**20), *cut])
-    comparison = compare(table, ["comfyui", "comfyui-0.4", "mlx-im2col", "sd.cpp-direct"])
+    comparison = compare(table, ["comfyui", "mlx-im2col", "sd.cpp-direct"])
     assert comparison.find("comfyui", "sdxl", "decode_tiled", "float16", 512).rows == 2
     assert comparison.find("comfyui", "sdxl", "decode_tiled", "float16", 1024, 0.25).rows == 1
     assert comparison.find("comfyui", "sdxl", "decode", "float16").rows == 2, "a tile of 1024 holds 1024x1024"
     with pytest.raises(ValueError, match=r"tile: want one of several \(tile=512, tile_overlap=0.25, .*got None"):
         comparison.find("comfyui", "sdxl", "decode_tiled", "float16")
-    for name in ("comfyui-0.4", "mlx-im2col", "sd.cpp-direct"):
+    for name in ("mlx-im2col", "sd.cpp-direct"):
         assert comparison.find(name).rows == 2
     lines = [line.split() for line in str(comparison).splitlines()]
     assert lines[1][3:6] == ["tile", "overlap", "rows"] and [line[3:6] for line in lines[3:5]] == [
@@ -276,8 +268,8 @@ def test_printing():
     comparison = compare(table)
     assert isinstance(comparison, Comparison)
     lines = str(comparison).splitlines()
-    assert lines[1].split() == ["model", "op", "dtype", "rows", "comfyui", "comfyui-0.4", "invokeai", "invokeai-6.13",
-                                "mlx-im2col", "sd.cpp-im2col", "sd.cpp-direct"]  # fmt: skip
+    assert lines[1].split() == ["model", "op", "dtype", "rows", "comfyui", "invokeai", "mlx-im2col", "sd.cpp-im2col",
+                                "sd.cpp-direct"]  # fmt: skip
     assert lines[-1].startswith("all") and len(lines) == 6
     assert "4356.00 (+1.9)" in comparison.text(rows=True)
     assert "| sdxl " in comparison.text(markdown=True) and "| ---" in comparison._repr_markdown_()

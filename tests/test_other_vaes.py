@@ -357,7 +357,7 @@ def test_the_small_decoder_takes_less():
     assert formula("flux2-small", "decode", "bfloat16").closed.predict(1024, 1024) == small
 
 
-@pytest.mark.parametrize("runtime", ["bfl", "ldm", "a1111", "forge"])
+@pytest.mark.parametrize("runtime", ["bfl", "a1111", "forge"])
 def test_other_runtimes_of_flux2_are_refused(runtime):
     from vaemem import predict
 

@@ -196,7 +196,7 @@ def ldm_case(runtime, arch, op, height, width, batch=1, tile=0, dtype="float16",
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("op", ["encode", "decode"])
-@pytest.mark.parametrize("runtime", ["ldm", "comfyui", "a1111", "forge"])
+@pytest.mark.parametrize("runtime", ["comfyui", "a1111", "forge"])
 @pytest.mark.parametrize(
     "case",
     [
@@ -298,7 +298,7 @@ def test_channels_last_lives_as_recorded(case, op):
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("op", ["encode", "decode"])
-@pytest.mark.parametrize("runtime", ["ldm", "comfyui", "a1111", "forge"])
+@pytest.mark.parametrize("runtime", ["comfyui", "a1111", "forge"])
 @pytest.mark.parametrize("case", [(MODELS["sd15"], 256, 256), (SMALL, 64, 96, 3), (SMALL, 4, 8), (ODD, 32, 48, 2)])
 def test_channels_last_in_code_after_compvis(runtime, case, op):
     ldm_case(runtime, case[0], op, *case[1:], channels_last=True)
@@ -353,7 +353,7 @@ def test_a1111_takes_queries_in_parts_where_memory_is_short():
         ("diffusers", MODELS["cogview4"]),
         ("bfl", MODELS["flux"]),
         ("bfl", BFL),
-        ("ldm", MODELS["sd15"]),
+        ("a1111", MODELS["sd15"]),
         ("comfyui", MODELS["sdxl"]),
         ("comfyui", MODELS["flux"]),
         ("comfyui", MODELS["flux2-small"]),
@@ -456,7 +456,7 @@ def test_products_of_the_math_path_are_no_fused_attention():
     assert traces[1].moved == traces[0].moved + 2 * 4 * 8 * 64 * 32 + 2 * 64 * 32
 
 
-@pytest.mark.parametrize("runtime", ["diffusers", "comfyui", "ldm"])
+@pytest.mark.parametrize("runtime", ["diffusers", "comfyui", "a1111"])
 def test_bytes_of_a_decode_are_those_of_its_tensors(runtime):
     """Every code moves about as much, though one activates in place and another makes two tensors of it; and twice as
     much in twice the bytes, or of twice the images."""
@@ -521,10 +521,9 @@ def test_flash_attention_splits_keys_when_queries_are_few():
         ({"runtime": "jax"}, "runtime: want one of"),
         ({"runtime": "bfl"}, "quant convolutions"),
         ({"runtime": "bfl", "arch": MODELS["flux"], "tile": 64}, "tile: want diffusers, comfyui or a1111 for tiles"),
-        ({"runtime": "ldm", "slicing": True}, "slicing: want it with the diffusers runtime, got ldm"),
-        ({"runtime": "ldm", "tile": 512}, "the ldm runtime has none"),
+        ({"runtime": "a1111", "slicing": True}, "slicing: want it with the diffusers runtime, got a1111"),
         ({"runtime": "comfyui", "tile": 72}, "tile: want a multiple of 16"),
-        ({"runtime": "ldm", "arch": MODELS["flux"]}, "such as bfl or comfyui, got ldm"),
+        ({"runtime": "a1111", "arch": MODELS["flux"]}, "such as bfl or comfyui, got a1111"),
         ({"runtime": "comfyui", "arch": {**SMALL, "use_quant_conv": False}}, "runtime: want diffusers for small"),
         ({"runtime": "a1111", "op": "encode", "tile": 512, "height": 8, "width": 4096}, "want a tile that leaves"),
         ({"tile": 1 << 21}, "at most 2\\^20"),
@@ -586,7 +585,7 @@ def test_sizes_that_do_not_fit_are_refused():
 @pytest.mark.parametrize(
     "runtime, op, change, match",
     [
-        ("ldm", "decode", {"sends": True}, "sends: want it with the diffusers runtime, got ldm"),
+        ("a1111", "decode", {"sends": True}, "sends: want it with the diffusers runtime, got a1111"),
         ("comfyui", "decode", {"first": "float16"}, "first: want it with the diffusers runtime, got comfyui"),
         ("diffusers", "encode", {"first": "float16"}, "first: want it with decode"),
         ("diffusers", "decode", {"first": "int8"}, "dtype: want"),

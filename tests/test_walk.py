@@ -140,7 +140,7 @@ def test_flops_are_pytorchs_own_count(arch, batch, tile, op):
 
 
 @pytest.mark.parametrize("free_bytes", [0, 1 << 20])
-@pytest.mark.parametrize("runtime", ["ldm", "comfyui", "a1111"])
+@pytest.mark.parametrize("runtime", ["comfyui", "a1111"])
 def test_every_runtime_multiplies_as_much(runtime, free_bytes):
     built = [
         _core.Trace.vae(MODELS["sdxl"], of, "decode", "float16", 256, 256, free_bytes=free_bytes)

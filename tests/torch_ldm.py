@@ -43,18 +43,6 @@ class Attention(nn.Module):  # the same file: AttnBlock
         self.norm = nn.GroupNorm(groups, c, 1e-6)
         self.q, self.k, self.v, self.proj_out = (nn.Conv2d(c, c, 1) for _ in range(4))
 
-    def forward(self, x):
-        h = self.norm(x)
-        q, k, v = self.q(h), self.k(h), self.v(h)
-        n, c, height, width = q.shape
-        q, k = q.reshape(n, c, -1).permute(0, 2, 1), k.reshape(n, c, -1)
-        scores = torch.bmm(q, k)
-        scores = scores * c**-0.5
-        scores = F.softmax(scores, dim=2)
-        h = torch.bmm(v.reshape(n, c, -1), scores.permute(0, 2, 1))
-        h = self.proj_out(h.reshape(n, c, height, width))
-        return x + h
-
 
 class SlicedAttention(Attention):  # A1111, modules/sd_hijack_optimizations.py: cross_attention_attnblock_forward
     steps = 1  # there by free memory
@@ -128,7 +116,6 @@ class Runtime:
 
 
 RUNTIMES = {
-    "ldm": Runtime(swish, swish, Attention, lists=True),
     # Their ResnetBlock has nn.SiLU(inplace=True). Forge's Encoder and Decoder end with CompVis' nonlinearity.
     "comfyui": Runtime(lambda x: F.silu(x, inplace=True), F.silu, ComfyAttention, rolls=True),
     "forge": Runtime(lambda x: F.silu(x, inplace=True), swish, ComfyAttention),
@@ -356,7 +343,7 @@ def tiled_scale(samples, function, tile_x: int, tile_y: int, overlap: int):  # C
 
 
 def ldm_vae(arch: dict, runtime: str, dtype: torch.dtype) -> nn.Module:
-    models = {"bfl": BflModel, "ldm": AutoencoderKL, "a1111": AutoencoderKL, "comfyui": ComfyVae, "forge": ComfyVae}
+    models = {"bfl": BflModel, "a1111": AutoencoderKL, "comfyui": ComfyVae, "forge": ComfyVae}
     with torch.device("meta"):
         return models[runtime](arch, runtime).eval().to(dtype)
 

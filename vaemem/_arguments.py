@@ -18,9 +18,9 @@ batch of a VAE : int
     How many images there are in one run.
 runtime of a VAE : str
     Whose code runs the VAE: ``"diffusers"`` (AutoencoderKL, the default), ``"bfl"`` (AutoEncoder of the flux
-    repository), ``"ldm"`` (CompVis' AutoencoderKL), ``"comfyui"`` (its class VAE), ``"a1111"`` (CompVis' as A1111
-    changes it) or ``"forge"`` (ComfyUI's of an earlier day); or a program that runs others': ``"invokeai"`` (diffusers'
-    class, for FLUX BFL's). With ``"a1111"`` the UNet and the text encoders stay on the card, as they do by default;
+    repository), ``"comfyui"`` (its class VAE), ``"a1111"`` (CompVis' AutoencoderKL as A1111 changes it) or ``"forge"``
+    (an earlier state of ComfyUI's); or a program that runs their code: ``"invokeai"`` (diffusers' class, for FLUX
+    BFL's). With ``"a1111"`` the UNet and the text encoders stay on the card, as they do by default;
     ``"a1111-medvram"`` has them off it. docs/PREDICTION.md says how each was checked.
 safe : bool
     Whether what is tight does not count as fitting (`fits`, and the command's exit status).

@@ -9,7 +9,7 @@ TiledOp = Literal["encode", "decode", "encode_tiled", "decode_tiled"]  # what Py
 DtypeName = Literal["float32", "float16", "bfloat16"]
 DtypeSpelt = Literal["fp32", "f32", "fp16", "f16", "half", "bf16"]
 Precision = Literal["highest", "high", "medium"]  # torch.set_float32_matmul_precision's, of products of float32
-Program = Literal["diffusers", "bfl", "ldm", "comfyui", "a1111", "forge", "invokeai", "a1111-medvram"]
+Program = Literal["diffusers", "bfl", "comfyui", "a1111", "forge", "invokeai", "a1111-medvram"]
 
 
 class NumberType(Protocol):

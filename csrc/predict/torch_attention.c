@@ -116,22 +116,6 @@ static tensor scores(walk *w, const tensor *x, uint64_t queries, path name) {
     return s;
 }
 
-tensor vm_walk_attention_ldm(walk *w, const tensor *x, path name) {
-    const path attended = at(name, " [attention]");
-    const heads a = project(w, x, name);
-    const uint64_t tokens = VM_PRODUCT64(x->h, x->w);
-    const tensor weights = scores(w, x, tokens, name);
-    tensor h = take_like(w, &a.normed, attended);
-    blas(w, VM_TRACE_CUBLAS, VM_PRODUCT64(x->n, tokens), tokens, x->c, attended);
-    give(w, &a.normed);
-    bind(w, &h, conv1(w, &h, x->c, at(name, ".proj_out")));
-    const tensor y = take_like(w, x, name);
-    give(w, &weights);
-    give(w, &h);
-    give_qkv(w, &a);
-    return y;
-}
-
 /* In how many parts A1111 takes the queries: a power of two, so that 2.5 times a part's scores fit into free memory;
  * one where their number has no such divisor, and where nothing is free, as when PyTorch has raised already. */
 static uint64_t parts(const walk *w, const tensor *x) {

@@ -14,18 +14,13 @@
 #include "torch_walk.h"
 
 const char *const vm_trace_runtime_name[VM_TORCH_RUNTIMES] = {
-    [VM_TORCH_DIFFUSERS] = "diffusers", [VM_TORCH_BFL] = "bfl",     [VM_TORCH_LDM] = "ldm",
-    [VM_TORCH_COMFYUI] = "comfyui",     [VM_TORCH_A1111] = "a1111", [VM_TORCH_FORGE] = "forge",
+    [VM_TORCH_DIFFUSERS] = "diffusers", [VM_TORCH_BFL] = "bfl",     [VM_TORCH_COMFYUI] = "comfyui",
+    [VM_TORCH_A1111] = "a1111",         [VM_TORCH_FORGE] = "forge",
 };
 
 const frames vm_walk_frames[VM_TORCH_RUNTIMES] = {
     [VM_TORCH_DIFFUSERS] = {.diffusers = true, .attention = vm_walk_attention_diffusers},
     [VM_TORCH_BFL] = {.lists = true, .attention = vm_walk_attention_bfl, .quant = QUANT_NONE},
-    [VM_TORCH_LDM] = {.lists = true,
-                      .resnet = SIGMOID_PRODUCT,
-                      .last = SIGMOID_PRODUCT,
-                      .attention = vm_walk_attention_ldm,
-                      .quant = QUANT_BOTH},
     [VM_TORCH_COMFYUI] = {.rolls = true,
                           .packs = true,
                           .resnet = SILU_IN_PLACE,

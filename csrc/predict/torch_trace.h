@@ -124,7 +124,6 @@ vm_status vm_trace_attention(vm_trace *t, const vm_sdpa *call, vm_attention_kern
 typedef enum vm_trace_runtime {
     VM_TORCH_DIFFUSERS,
     VM_TORCH_BFL,
-    VM_TORCH_LDM,
     VM_TORCH_COMFYUI,
     VM_TORCH_A1111,
     VM_TORCH_FORGE,

@@ -190,7 +190,7 @@ static void call_diffusers(walk *w, tensor x) {
 /* ---- the others' methods ---- */
 
 /* CompVis' encode, whose name h keeps what the encoder returned, and its decode. */
-static void call_ldm(walk *w, tensor x) {
+static void call_compvis(walk *w, tensor x) {
     if (w->vae->op == VM_DECODE) {
         decode_latents(w, &x);
         return;
@@ -335,8 +335,8 @@ static void call_comfyui(walk *w, tensor x) {
 }
 
 static void (*const call[VM_TORCH_RUNTIMES])(walk *w, tensor x) = {
-    [VM_TORCH_DIFFUSERS] = call_diffusers, [VM_TORCH_BFL] = call_bfl,   [VM_TORCH_LDM] = call_ldm,
-    [VM_TORCH_COMFYUI] = call_comfyui,     [VM_TORCH_A1111] = call_ldm, [VM_TORCH_FORGE] = call_comfyui,
+    [VM_TORCH_DIFFUSERS] = call_diffusers, [VM_TORCH_BFL] = call_bfl,       [VM_TORCH_COMFYUI] = call_comfyui,
+    [VM_TORCH_A1111] = call_compvis,       [VM_TORCH_FORGE] = call_comfyui,
 };
 
 /* ---- what the outside calls ---- */
@@ -368,7 +368,7 @@ static vm_status check_runtime(const vm_trace_vae *v) {
         return vm_fail(VM_EINVAL, "%s: want it with the diffusers runtime, got %s", v->sends ? "sends" : "first", name);
     if (v->first != v->dtype && v->op == VM_ENCODE)
         return vm_fail(VM_EINVAL, "first: want it with decode, got encode, which runs none of these modules");
-    if (v->tile && (v->runtime == VM_TORCH_BFL || v->runtime == VM_TORCH_LDM))
+    if (v->tile && v->runtime == VM_TORCH_BFL)
         return vm_fail(VM_EINVAL, "tile: want diffusers, comfyui or a1111 for tiles, the %s runtime has none", name);
     return VM_OK;
 }

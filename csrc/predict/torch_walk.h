@@ -210,9 +210,7 @@ tensor vm_walk_attention_diffusers(walk *w, const tensor *x, path name);
 tensor vm_walk_attention_bfl(walk *w, const tensor *x, path name);
 /* ComfyUI's: the same in a function whose caller keeps queries, keys and values. */
 tensor vm_walk_attention_comfyui(walk *w, const tensor *x, path name);
-/* CompVis': the scores of all pixels for all pixels. */
-tensor vm_walk_attention_ldm(walk *w, const tensor *x, path name);
-/* A1111's default: those scores for as many queries at once as free memory allows. */
+/* A1111's default: the scores of as many queries at once as free memory allows. */
 tensor vm_walk_attention_a1111(walk *w, const tensor *x, path name);
 
 /* Tiled VAE's: the same without the norm before and the sum after. */

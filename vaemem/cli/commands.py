@@ -18,18 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vaemem
-from vaemem._common import (
-    ELEMENT_BYTES,
-    MIB,
-    OPS,
-    Message,
-    Named,
-    check_writable,
-    need,
-    render,
-    saved,
-    write,
-)
+from vaemem._common import ELEMENT_BYTES, MIB, OPS, Message, Named, check_writable, need, render, saved, write
 from vaemem._render import Bullets, Facts, Sheet, in_gb, in_mib
 from vaemem.cli.progress import show_progress
 

@@ -70,7 +70,7 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _offload(text: str) -> str | dict[str, str]:
-    """One word; or where each of some components is."""
+    """One word, or the places of components."""
     return dict(_pair(part) for part in text.split(",")) if "=" in text else text
 
 
@@ -84,8 +84,8 @@ def _measured(text: str) -> tuple[str, float]:
 
 @dataclass(frozen=True)
 class Later:
-    """A setting that is made of the package's names when its flag is added: ``"tables.fit:KEY"``, or a text that has
-    each of them for a ``{}``."""
+    """A setting that is made from the package's names when its flag is added: ``"tables.fit:KEY"``, or a text with a
+    ``{}`` for each name."""
 
     names: str
     text: str = ""
@@ -96,74 +96,74 @@ class Later:
         return self.text.format(*map(", ".join, lists)) if self.text else lists[0]
 
 
-FlagSettings = dict[str, Any]  # of a flag, as argparse's add_argument takes them
+FlagSettings = dict[str, Any]  # arguments of argparse's add_argument
 
 
 def _flag(help: str | Later = "", **settings: Any) -> FlagSettings:
     return {"help": help, **settings}
 
 
-# Those that are no options.
+# Positional arguments.
 WORDS = "formula_of formula_op model op tiled_op sizes size table no_table latents images file pipeline".split()
 WORDS += ["application", "message", "source", "run"]
 
-# By the name of the argument that it is.
+# By the names of arguments.
 FLAGS: dict[str, FlagSettings] = {
     "model": _flag(Later("_core:models", "One of {}.")),
     "op": _flag("The operation.", choices=OPS),
     "sizes": _flag("The height x width of each image in pixels, such as 512x768; one number is a square.", type=_size,
         nargs="+", metavar="HxW"),
     "size": _flag("The height x width of the image in pixels.", type=_size, metavar="HxW"),
-    "batch": _flag("How many images there are in one run."),
+    "batch": _flag("Images in one run."),
     "dtype": _flag(type=_dtype, choices=DTYPES),
     "device": _flag("cpu, cuda or cuda:N."),
-    "precision": _flag("The precision of the engine's products of float32 numbers.", choices=PRECISIONS),
-    "memory_limit": _flag("What the run may take, such as '512 MiB', '2 GB' or auto.", metavar="SIZE"),
-    "format": _flag("The format of what is printed.", default="text", choices=("text", "csv", "json", "markdown")),
-    "csv": _flag("The table is also written to this file.", metavar="FILE"),
-    "table": _flag("A table of vaemem's or of the PyTorch benchmark as CSV; - reads it from a pipe.", metavar="CSV"),
-    "out": _flag("The folder for everything that the command leaves."),
+    "precision": _flag("The engine's precision for products of float32 numbers.", choices=PRECISIONS),
+    "memory_limit": _flag("A memory limit for the run: '512 MiB', '2 GB' or auto.", metavar="SIZE"),
+    "format": _flag("The output format.", default="text", choices=("text", "csv", "json", "markdown")),
+    "csv": _flag("Also write the table to this file.", metavar="FILE"),
+    "table": _flag("A CSV table of vaemem or of the PyTorch benchmark; - reads a pipe.", metavar="CSV"),
+    "out": _flag("The folder for all results."),
     # of files
-    "weights": _flag("A safetensors or GGUF file, or a directory of diffusers'.", required=True, metavar="FILE"),
-    "of_run": _flag("The model, where it is known.", metavar="MODEL", dest="model"),
-    "of_op": _flag("The operation, where it is known.", dest="op", choices=OPS),
-    "formula_op": _flag("The operation of a VAE; none for a whole pipeline.", dest="op", choices=TILED_OPS, nargs="?"),
+    "weights": _flag("A safetensors or GGUF file, or a diffusers directory.", required=True, metavar="FILE"),
+    "of_run": _flag("The model, if you know it.", metavar="MODEL", dest="model"),
+    "of_op": _flag("The operation, if you know it.", dest="op", choices=OPS),
+    "formula_op": _flag("The operation of a VAE; omit it for a pipeline.", dest="op", choices=TILED_OPS, nargs="?"),
     "formula_of": _flag(
         Later("pipelines.components:PIPELINES _core:models",
-              "A whole pipeline, one of {}; or before an operation a VAE, one of {}."),
+              "A whole pipeline, one of {}; or, with an operation, a VAE, one of {}."),
         metavar="MODEL", dest="model"),
-    "of_model": _flag("Which model the weights are, where the file leaves it open.", metavar="MODEL", dest="model"),
-    "config": _flag("The config.json of diffusers, of any other model.", metavar="FILE"),
-    "scaled": _flag("The latents are as a pipeline holds them.", action="store_true"),
-    "progress": _flag("A bar shows how far the run is.", action="store_true"),
+    "of_model": _flag("The model of the weights, if the file does not name it.", metavar="MODEL", dest="model"),
+    "config": _flag("The diffusers config.json of any other model.", metavar="FILE"),
+    "scaled": _flag("The latents are scaled as a pipeline holds them.", action="store_true"),
+    "progress": _flag("Show a progress bar.", action="store_true"),
     "latents": _flag("Latents as .npy, .safetensors, ComfyUI's .latent, .pt or .pth.", metavar="LATENTS"),
     "images": _flag("Files that Pillow reads, all of one size.", nargs="+", metavar="IMAGE"),
     "tiling": _flag(
-        "The side of tiles in pixels, cut and blended as diffusers does it: not exact, and without a limit.",
+        "Run in tiles of this side, as diffusers cuts and blends them. The result is not exact. Give no memory limit.",
         type=_tiling, metavar="PIXELS", option="--tile"),
-    "pad": _flag("How to fill up images whose sides are no multiples of the latents'.", choices=["reflect", "edge"]),
-    "sample": _flag("Draw from the distribution with this seed, instead of taking its mean.", type=count,
+    "pad": _flag("How to pad images to whole latents.", choices=["reflect", "edge"]),
+    "sample": _flag("Draw a sample with this seed instead of the mean.", type=count,
         metavar="SEED"),
-    "message": _flag("The message, a file of it, or - for what a pipe brings, which is the default.", nargs="?"),
-    "file": _flag("A safetensors or GGUF file, or a directory of diffusers'.", metavar="FILE"),
+    "message": _flag("The message, a file that holds it, or - to read a pipe (the default).", nargs="?"),
+    "file": _flag("A safetensors or GGUF file, or a diffusers directory.", metavar="FILE"),
     # of tables
     "models": _flag(nargs="+", metavar="MODEL"),
     "ops": _flag("The operations.", nargs="+", choices=OPS),
-    "target": _flag("The column that is meant.", choices=Later("tables.fit:TARGETS")),
+    "target": _flag("The column to fit or compare.", choices=Later("tables.fit:TARGETS")),
     "by": _flag(nargs="+", choices=Later("tables.fit:KEY")),
-    "quantile": _flag("Fit a line above this share of the rows, which needs SciPy; 1 is above all of them."),
+    "quantile": _flag("Fit a line above this share of the rows; 1 means all. It needs SciPy."),
     **{
-        f"only_{name}": _flag(f"Take only the rows of this {name}.", dest=name)
+        f"only_{name}": _flag(f"Use only rows of this {name}.", dest=name)
         for name in ("model", "op", "dtype", "source")
     },
-    "rows": _flag("Show each row, instead of each model, op and dtype.", action="store_true"),
-    "predict": _flag("Show vaemem.predict, a fresh process, beside ComfyUI and InvokeAI.", action="store_true"),
-    "where": _flag("The device, where the table does not say it, such as 'RTX 4090'.", dest="device"),
-    "no_plots": _flag("Make no figures, which need matplotlib.", action="store_true"),
+    "rows": _flag("Show each row instead of each model, op and dtype.", action="store_true"),
+    "predict": _flag("Compare vaemem.predict (a fresh process), ComfyUI and InvokeAI.", action="store_true"),
+    "where": _flag("The device of rows that name none, such as 'RTX 4090'.", dest="device"),
+    "no_plots": _flag("Leave out the figures, which need matplotlib.", action="store_true"),
     # of PyTorch on a card
     "runtime": _flag(choices=Later("prediction.runtimes:PROGRAM_NAMES")),
-    "safe": _flag("What is tight does not count as fitting: ends with 3 there.", action="store_true"),
-    "tight": _flag("What is tight counts as fitting too.", action="store_false", dest="safe", option="--tight"),
+    "safe": _flag("Do not accept tight fits: exit with 3.", action="store_true"),
+    "tight": _flag("Also accept tight fits.", action="store_false", dest="safe", option="--tight"),
     "tile": _flag(metavar="PIXELS"),
     "tile_overlap": _flag(metavar="PART"),
     "os": _flag(choices=Later("prediction.request:KEPT")),
@@ -173,32 +173,32 @@ FLAGS: dict[str, FlagSettings] = {
     "allow_tf32": _flag("Predict for torch.backends.cudnn.allow_tf32 = False.", action="store_false",
         option="--no-tf32"),
     "allocator": _flag(metavar="CONF"),
-    "cudnn_benchmark": _flag("This is refused: which plan is the fastest only the card can tell."),
+    "cudnn_benchmark": _flag("Always an error: only the card knows its fastest plan."),
     "all": _flag("Show the details, too.", action="store_true"),
     "exact": _flag("Show sizes in MiB. Otherwise they are in GB of 1024 MiB, as cards are sold.", action="store_true"),
     "run": _flag("The run: a VAE's operation and one size or more in pixels, such as decode 1024 or decode 512x768; or"
         " sizes alone, for a whole pipeline.", nargs="+", action=_Run, metavar="[OP] SIZE", dest="run_words"),
-    "aspect": _flag("The width over the height.", type=float, default=1.0),
-    "engine": _flag("Tell what our own engine has room for instead, in a memory such as '2 GiB'.", metavar="SIZE"),
+    "aspect": _flag("Width divided by height.", type=float, default=1.0),
+    "engine": _flag("Answer for our own engine instead, in this memory, such as '2 GiB'.", metavar="SIZE"),
     # of pipelines
     "prompt_tokens": _flag(metavar="TOKENS", option="--tokens"),
     "offload": _flag(
-        "What comes and goes: none, model (enable_model_cpu_offload) or sequential (enable_sequential_cpu_offload); or "
-        "where components are and run, such as text_encoder=cpu,text_encoder_2=cpu, the others on the GPU. Default: "
-        "none.", type=_offload, metavar="OFFLOAD"),
-    "guidance": _flag("SD 1.5 and SDXL denoise each image once.", action="store_false", option="--no-guidance"),
+        "Offloading: none, model (enable_model_cpu_offload) or sequential (enable_sequential_cpu_offload); or places "
+        "of components, such as text_encoder=cpu,text_encoder_2=cpu, with the others on the GPU. Default: none.",
+        type=_offload, metavar="OFFLOAD"),
+    "guidance": _flag("Let SD 1.5 and SDXL denoise each image once.", action="store_false", option="--no-guidance"),
     "components": _flag(
-        "The type of a component's weights, or a file of them, such as transformer=Q8_0. It may be given"
-        " more than once.", type=_pair, metavar="ROLE=TYPE", action="append", option="--component"),
+        "The type of a component's weights, or their file, such as transformer=Q8_0. Repeat it for others.",
+        type=_pair, metavar="ROLE=TYPE", action="append", option="--component"),
     "calibrate": _flag(
-        "Seconds that a way took on this machine, by its name as the plan prints it. It may be given more than once.",
+        "Measured seconds of a way on this machine, by its name in the plan. Repeat it for others.",
         type=_measured, metavar="WAY=SECONDS", action="append", option="--measured"),
     "time_limit": _flag(metavar="SECONDS"),
     "source": _flag(
         Later("pipelines.components:PIPELINES",
-              "A folder of diffusers', or an id whose files are in the Hub's cache; with --random one of {}.")),
-    "random": _flag("Build it from configs, of full size with random weights: no file is needed.", action="store_true"),
-    "prompt": _flag("What the picture shows.", default="a photo of a cat"),
+              "A diffusers folder, or an id whose files are in the Hub's cache; with --random one of {}.")),
+    "random": _flag("Build the pipeline at full size with random weights, without files.", action="store_true"),
+    "prompt": _flag("The prompt.", default="a photo of a cat"),
     # of formulas
     "application": _flag(choices=Later("prediction.bound:APPLICATIONS")),
     "dtypes": _flag("The types of numbers.", type=_dtype, nargs="+", choices=DTYPES),
@@ -210,19 +210,19 @@ def _like(name: str, **changes: Any) -> FlagSettings:
     return {**FLAGS[name], "dest": name, **changes}
 
 
-# The same arguments as some commands take them.
+# Variants for some commands.
 FLAGS |= {
     "tiled_op": _like("op", choices=TILED_OPS),
-    "cropped": _like("size", help="The pictures are cropped to this size."),
+    "cropped": _like("size", help="Crop the pictures to this size."),
     "of_sizes": _like("sizes"),
     "sweep_ops": _like("ops", choices=(*TILED_OPS, "pipeline"), help="The operations; pipeline means whole pipelines."),
-    "batches": _like("batch", help="How many images there are in one run.", type=count, nargs="+", metavar="N"),
+    "batches": _like("batch", help="Images in one run.", type=count, nargs="+", metavar="N"),
     "sweep_tiles": _like("tile", type=positive, nargs="+"),
     "sweep_overlaps": _like("tile_overlap", type=float, nargs="+"),
     "sweep_runtime": _like("runtime", help="Whose code runs it.", default=None),
-    "sweep_offload": _flag("For pipelines: what comes and goes, none, model or sequential.", default=None,
+    "sweep_offload": _flag("For pipelines: offloading, none, model or sequential.", default=None,
         dest="offload"),
-    "sweep_vae": _flag("For pipelines: whether the VAE runs whole, tiled or sliced.", default=None, dest="vae"),
+    "sweep_vae": _flag("For pipelines: the VAE runs whole, tiled or sliced.", default=None, dest="vae"),
     "prompt_lengths": _like("prompt_tokens", type=count, nargs="+"),
     "usual_sizes": _like("sizes", default=[512, 1024, 2048]),
     "only_sizes": _like("sizes", help="Take only these sizes."),
@@ -232,20 +232,20 @@ FLAGS |= {
     "fit_format": _like("format", choices=("text", "python", "latex", "json")),
     "python_format": _like("format", choices=("text", "python")),
     "markdown_format": _like("format", choices=("text", "markdown")),
-    "output": _like("out", option="-o --out", help="The file that is written.", required=True, metavar="FILE"),
+    "output": _like("out", option="-o --out", help="The file to write.", required=True, metavar="FILE"),
     "report_out": _like("out", help="The folder for report.md, report.html and figures.", default="report"),
-    "demo_weights": _like("weights", help="The weights of a VAE; by default made by hand, nothing trained.",
+    "demo_weights": _like("weights", help="The weights of a VAE; by default untrained ones, made by hand.",
         required=False),
-    "become_scaled": _like("scaled", help="The latents become as a pipeline holds them."),
+    "become_scaled": _like("scaled", help="Scale the latents as a pipeline holds them."),
     "compared_csv": _like("csv", help="Also write each row and its estimates to this file."),
     "predicted_runtime": _like("runtime", choices=Later("pipelines.predict_pipeline:PREDICTED_RUNTIMES")),
     "planned_runtime": _like("runtime", choices=Later("pipelines.plan:PLANNED_RUNTIMES")),
     "formula_runtime": _like("runtime", help="Whose code runs the VAE."),
     "measured_offload": _flag(
-        "What comes to the GPU for its call alone.", choices=Later("pipelines.pipeline_request:OFFLOADS"),
+        "How modules are offloaded.", choices=Later("pipelines.pipeline_request:OFFLOADS"),
         dest="offload"),
     "measured_vae": _flag("How the VAE runs.", choices=Later("pipelines.pipeline_request:TORCH_WAYS"), dest="vae"),
-    "call_guidance": _like("guidance", help="It is called with a guidance_scale of 0.", default=True),
+    "call_guidance": _like("guidance", help="Call the pipeline with a guidance_scale of 0.", default=True),
     "measured_csv": _like("csv", option="-o --csv"),
     "whose_runtime": _like("runtime", choices=None,
         help=Later("prediction.runtimes:PROGRAM_NAMES pipelines.predict_pipeline:PREDICTED_RUNTIMES",
@@ -253,7 +253,7 @@ FLAGS |= {
     "answer_format": _like("format", choices=("text", "markdown", "csv", "json")),
     "plain_format": _like("format", choices=("text", "json")),
     "calibrate_rows": _flag(
-        "A table, as CSV, of runs that were measured on this card, which rows without a device are taken to be.",
+        "A CSV table of runs measured on this card. Rows without a device count as this card's.",
         metavar="CSV", dest="calibrate", option="--measured"),
     "gpus": _flag(nargs="+", metavar="GPU", dest="gpu"),
 }  # fmt: skip

@@ -57,9 +57,7 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, prog: str, text: str, **settings: Any) -> None:
         about, _, examples = text.rpartition("\n\n")
         examples = f"example{'s' * (chr(10) in examples)}:\n{textwrap.indent(examples, '  ')}"
-        super().__init__(
-            prog, description=about, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter, **settings
-        )
+        super().__init__(prog, None, about, examples, formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
         self.commands: dict[str, _Parser] = {}
 
     def complete(self) -> None:

@@ -209,7 +209,7 @@ def programs_said(text: str) -> list[str]:
         return ["a1111"]
     if "diffusers" in text:
         return ["diffusers"]
-    return ["diffusers", "comfyui", "a1111", "ldm"]
+    return ["diffusers", "comfyui", "a1111"]
 
 
 def notes_on(said: Said, has_matches: bool, parts: Sequence[str], is_weight: bool) -> Iterator[str]:

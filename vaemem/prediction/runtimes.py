@@ -27,7 +27,6 @@ class Runtime(NamedTuple):
 RUNTIMES = {
     "diffusers": Runtime(),
     "bfl": Runtime(samples=True, tiles=False),
-    "ldm": Runtime(tiles=False),
     "comfyui": Runtime(samples=True, host=True, packs=True),
     "a1111": Runtime(looks_at_memory=True),
     "forge": Runtime(samples=True, host=True),

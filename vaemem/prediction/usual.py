@@ -90,7 +90,7 @@ def usual_dtypes(runtime: str, name: str, sm: int, fixed: bool) -> _Usual:
         why += " 0.36, as here, but for a decode's first blocks)"
         return _Usual("float32", "float16", True, why + fix)
     a1111 = "A1111 runs VAEs"
-    whose = {"a1111": a1111, "a1111-medvram": a1111, "invokeai": "InvokeAI runs it", "ldm": "CompVis' code is run"}
+    whose = {"a1111": a1111, "a1111-medvram": a1111, "invokeai": "InvokeAI runs it"}
     whose["bfl"] = "BFL's scripts decode, by autocast, of which nothing more is modelled"
     loads = "diffusers' documentation loads it" if name in WANS else "its pipeline in diffusers runs it"
     known = f"in which {whose.get(runtime, loads)}"

@@ -119,8 +119,6 @@ _INVOKEAI: _Constants = {
     WAN: {"decode": 2900, "encode": 1450},
     "wan2.2": {"decode": 2900, "encode": 1450},
 }
-# Until e711aaf of 2025-12-10 a frame was taken for a video.
-_COMFYUI_04 = {**_COMFYUI, **{name: {"decode": 7000, "encode": 6000} for name in ("qwen-image", WAN)}}
 SHIPPED: Mapping[str, Mapping[str, float]] = {
     op: {"ComfyUI": _COMFYUI[""][op], "InvokeAI": _INVOKEAI[""][op]} for op in OPS
 }
@@ -133,27 +131,26 @@ def _by_constant(constants: _Constants, row: Row) -> int | None:
     return constant * pixels(row) * element if constant and element else None
 
 
-def _comfyui(constants: _Constants, by_tile: bool, row: Row) -> int | None:
-    """Of a run in tiles: a tile's, if that is what the program reserves. It reserves the whole image's otherwise, which
-    is no estimate of such a run."""
+def _comfyui(row: Row) -> int | None:
+    """For a decode in tiles, ComfyUI reserves a tile; for an encode the whole image, which is no estimate of tiles."""
     tile = {}
     if in_tiles(row):
-        if not (by_tile and row["op"] == "decode_tiled" and row.get("tile")):
+        if row["op"] != "decode_tiled" or not row.get("tile"):
             return None
         tile = {side: min(row[side], row["tile"]) for side in ("height", "width")}
     # A batch goes through in as many images at once as fit.
-    one = _by_constant(constants, row | tile)
+    one = _by_constant(_COMFYUI, row | tile)
     return one and one * _images(row)
 
 
-def _invokeai(tiles_qwen: bool, row: Row) -> float | None:
+def _invokeai(row: Row) -> float | None:
     model, is_tiled = row["model"], in_tiles(row)
     is_sd, is_qwen = model in ("sd15", "sdxl", "playground-v2.5"), model == "qwen-image"
     is_wan = model in (WAN, "wan2.2")
     if _images(row) > 1 or model.startswith("flux2") or (is_tiled and not (is_sd or is_qwen or is_wan)):
         return None  # knows no batch, nothing of FLUX.2, and no tiles but theirs
-    if is_tiled and not (row.get("tile") and (is_sd or is_wan or tiles_qwen)):
-        return None  # of a run in tiles it has a tile's estimate or none
+    if is_tiled and not row.get("tile"):
+        return None
     estimate = _by_constant(_INVOKEAI, row | ({"height": row["tile"], "width": row["tile"]} if is_tiled else {}))
     if estimate is None:
         return None
@@ -201,17 +198,10 @@ def sd15_equation(height: int, width: int, prompt_tokens: int = 77) -> dict[str,
     return terms | {"overhead": 0.2 * held, "total": 1.2 * held}
 
 
-def _is_sd15(row: Row, *ops: str) -> bool:
-    """Whether it is what the two estimates below are about: one image, and the 2 bytes that are written into them."""
-    return row["model"] == "sd15" and row["op"] in ops and ELEMENT_BYTES.get(row["dtype"]) == 2 and _images(row) == 1
-
-
-def _sd15_calculator(row: Row) -> int | None:
-    return int(sd15_equation(row["height"], row["width"])["decode"]) if _is_sd15(row, *OPS) else None
-
-
 def _sd15_equation(row: Row) -> float | None:
-    if not _is_sd15(row, "pipeline") or row.get("phase") not in (None, "whole"):
+    """The equation is for one image in numbers of 2 bytes."""
+    is_asked = (row["model"], row["op"], ELEMENT_BYTES.get(row["dtype"]), _images(row)) == ("sd15", "pipeline", 2, 1)
+    if not is_asked or row.get("phase") not in (None, "whole"):
         return None
     return sd15_equation(row["height"], row["width"], row.get("tokens") or 77)["total"]
 
@@ -236,29 +226,17 @@ ESTIMATORS: dict[str, Estimator] = {
         Estimator("comfyui", "2178 H W e (decode), 1767 H W e (encode); Qwen-Image, Wan 2.1: 2200 and 1500, Wan 2.2:"
             " 8000 and 3300, Qwen-Image-2.1: 900 and 600, HunyuanImage: 700; decode in tiles: tile^2 e k",
             "ComfyUI v0.38.1 (2026-11), class VAE in comfy/sd.py; 2.73 times that for SD, FLUX and FLUX.2 on AMD since"
-            " v0.3.65; encode in tiles reserves the whole", functools.partial(_comfyui, _COMFYUI, True)),
-        Estimator("comfyui-0.4", "2178 H W e (decode), 1767 H W e (encode); Qwen-Image, Wan 2.1: 7000 and 6000,"
-            " Wan 2.2: 8000 and 3300, HunyuanImage: 700",
-            "ComfyUI v0.4.0 (2025-12-09), which reserves the whole image's for a run in tiles. v0.5.0 (#11199) lowered"
-            " Qwen's, #15499 (2026-08) asks for a tile's in decode; Forge (dfdcbab) has the first two",
-            functools.partial(_comfyui, _COMFYUI_04, False)),
+            " v0.3.65; encode in tiles reserves the whole", _comfyui),
         Estimator("invokeai",
             "2200 H W e (decode), 1100 H W e (encode), + 250 MiB for float32 SD; Qwen-Image: 2900 and 1600; in tiles of"
             " SD: tile^2 e k 1.25, of Qwen-Image + 15 H W e (decode), 3 H W e (encode)",
             "InvokeAI 8e71a8a (2026-08-19, after v6.14.0-rc2), vae_working_memory.py on CUDA; the 250 MiB stand for"
             " larger weights; nothing for FLUX.2. Wan: 2900 and 1450, and 6 or 3 H W e; Anima the same without these",
-            functools.partial(_invokeai, True)),
-        Estimator("invokeai-6.13", "the same, without tiles of Qwen-Image",
-            "InvokeAI v6.13.8 (2026-08-13), which reserves the whole image's for these; before v6.13.5 (#9305) it knew"
-            " nothing of Qwen-Image",
-            functools.partial(_invokeai, False)),
-        Estimator("sd15-calculator",
-            "8 (H/8) (W/8) + 24 H W: latent, image and three copies of it, in 2 bytes an element",
-            "An SD 1.5 VRAM calculator's VAE phases, before its 20% overhead on everything", _sd15_calculator),
+            _invokeai),
         Estimator("sd15-equation",
             "1.2 (weights + max of encode, decode: 8 (H/8) (W/8) + 24 H W and UNet: (H/8) (W/8) (4470 + 2 tokens))",
-            "The same calculator's whole equation, of whole pipelines: 745 for an average channel count that it writes"
-            " as (320 + 640 + 1280) / 3, which is 746.67; 77 tokens where a row has none",
+            "A published SD 1.5 VRAM calculator, for whole pipelines: 745 for an average channel count that it writes"
+            " as (320 + 640 + 1280) / 3, which is 746.67; 77 tokens if a row has none",
             _sd15_equation),
         Estimator("mlx-im2col", "9 C_in H W e with C_in = 128: the im2col buffer of one full-size 3x3 convolution",
             "A note on MLX's VAE decode; one buffer, no activations", _mlx_im2col, "MLX"),
