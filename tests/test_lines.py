@@ -223,4 +223,4 @@ def test_of_a_vae(model, op, dtype, gpu):
     text = str(found)
     assert ("No closed form" in text) == (op == "decode_tiled") and len(text.splitlines()) < 40
     assert found.latex().count("&=") == 2 and r"\text{reserved}" in found.latex()
-    assert ("tile = MP of H and W up to 1024" in text) == ("tile_pixels" in found.python()) == (op == "decode_tiled")
+    assert ("tile = MP of H and W up to 1024" in text) == ("tile_mega" in found.python()) == (op == "decode_tiled")

@@ -200,7 +200,7 @@ FLAGS: dict[str, FlagSettings] = {
     "random": _flag("Build the pipeline at full size with random weights, without files.", action="store_true"),
     "prompt": _flag("The prompt.", default="a photo of a cat"),
     # of formulas
-    "application": _flag(choices=Later("prediction.bound:APPLICATIONS")),
+    "application": _flag(choices=Later("prediction.applications:APPLICATIONS")),
     "dtypes": _flag("The types of numbers.", type=_dtype, nargs="+", choices=DTYPES),
     "sides": _flag(type=count, nargs="+", metavar="PIXELS"),
 }  # fmt: skip

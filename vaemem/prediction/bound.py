@@ -1,223 +1,115 @@
-"""Bounds that applications can paste: lines in H*W that no prediction's `upper` lies above, over a stated domain."""
+"""Formulas for applications to paste: linear in H*W, and at least `upper` of every prediction of a domain."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from fractions import Fraction
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from vaemem._arguments import shared
-from vaemem._common import DTYPES, MIB, OPS, __version__, chosen, distinct, listed, meant, render, whole
+from vaemem._common import DTYPES, OPS, __version__, chosen, distinct, listed, meant, render, whole
 from vaemem._types import Dtype
 from vaemem.engine.arguments import BAR, Progress, polling
 from vaemem.engine.configs import named_model
+from vaemem.prediction.applications import APPLICATIONS, PASSES, Estimate
 from vaemem.prediction.job import Job
+from vaemem.prediction.lines import Point, least_above
 from vaemem.prediction.predict import Prediction
 from vaemem.prediction.request import Card, Software, VAERequest, find_card
-from vaemem.prediction.runtimes import RUNTIMES, architecture, packing
+from vaemem.prediction.runtimes import RUNTIMES, architecture
+from vaemem.prediction.writing import write_equation, write_sum
 
-# The sides that are predicted by default, in pixels: those that people use, and some that are multiples of 8 and of no
-# more, for which cuDNN chooses other plans. Without the latter, one size in four is up to 2% above its line.
-SIDES = (
-    256, 264, 320, 360, 384, 512, 520, 616, 640, 720, 768, 832, 896, 1000, 1024, 1080, 1152, 1216, 1280, 1344, 1384,
-    1536, 1720, 1792, 1920, 1928, 2048,
-)  # fmt: skip
-TILES = (512, 768, 1024)  # pixels
-PASSES = (1, 1), (2, 0.5), (0.5, 2)  # heights and widths of ComfyUI's tiles, in sides; others cut squares alone
-TILED_STEP = 512  # pixels: the sides of the images that are predicted in tiles
+# The default sides in pixels. Workspaces jump between small sizes, and cuDNN has other plans for sides that are no
+# multiples of 64. benchmarks/bounds.py compares the formulas with predictions of other sizes.
+SIDES = 256, 264, 320, 384, 448, 512, 520, 616, 720, 768, 832, 1024, 1088, 1216, 1384, 1408, 1536, 2048
+BETWEEN = 1.002  # factor of a formula above the predictions, for the sizes between
 
-
-class _Function(NamedTuple):
-    """What one estimate of an application is about."""
-
-    models: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    runtimes: tuple[str, ...]  # whose code the application runs, in any of its releases
-    is_upcast: bool = False  # float32 runs of float16 weights, too
-    is_tiled: bool = False  # it is told a tile's side
-
-
-class _Application(NamedTuple):
-    title: str
-    functions: dict[str, _Function]
-    source: str  # what is pasted, beside the lines
-
-
-_LINE = """
+_BYTES = """
 def _bytes(name, op, height, width, dtype, tile=None):
-    key = name, op, str(dtype).removeprefix("torch.")
+    is_cut = tile is not None and (tile < height or tile < width)
+    key = name, op + "_tiled" * is_cut, str(dtype).removeprefix("torch.")
     if key not in BYTES:
         known = ", ".join(map(" ".join, BYTES))
         raise ValueError(f"want one of {known}, got {' '.join(key)}: vaemem.bound makes formulas for more")
-    per_pixel, constant, *in_tiles = BYTES[key]
-    if tile is None or (tile >= height and tile >= width):
-        return per_pixel * height * width + constant
-    return per_pixel * _largest(tile, height, width) + constant + in_tiles[0] * height * width
+    return BYTES[key](height * width, _largest(tile, height, width) if is_cut else 0)
+
 
 """
-
-_COMFYUI = '''
-def _largest(tile, height, width):
-    shapes = (tile, tile), (2 * tile, tile // 2), (tile // 2, 2 * tile)  # in three passes
-    return max(min(high, height) * min(wide, width) for high, wide in shapes)
-
-
-def memory_used_encode(shape, dtype, tile=None):
-    """Bytes for one image; shape: of the pixels, (N, C, H, W); tile: the side of encode_tiled's, in pixels."""
-    return _bytes("vae", "encode", shape[2], shape[3], dtype, tile)
-
-
-def memory_used_decode(shape, dtype, tile=None):
-    """Bytes for one image; shape: of the latents, (N, C, H / 8, W / 8); tile: decode_tiled's, in pixels of latents."""
-    return _bytes("vae", "decode", 8 * shape[2], 8 * shape[3], dtype, tile and 8 * tile)
-
-
-def memory_used_encode_flux2(shape, dtype, tile=None):
-    return _bytes("flux2", "encode", shape[2], shape[3], dtype, tile)
-
-
-def memory_used_decode_flux2(shape, dtype, tile=None):
-    """The same of FLUX.2's, (N, 128, H / 16, W / 16)."""
-    return _bytes("flux2", "decode", 16 * shape[2], 16 * shape[3], dtype, tile and 16 * tile)
-
-
-def memory_used_encode_wan(shape, dtype, tile=None):
-    return _bytes("wan", "encode", shape[3], shape[4], dtype, tile)
-
-
-def memory_used_decode_wan(shape, dtype, tile=None):
-    """The same of one frame of Qwen-Image's and Wan 2.1's, (N, 16, 1, H / 8, W / 8)."""
-    return _bytes("wan", "decode", 8 * shape[3], 8 * shape[4], dtype, tile and 8 * tile)
-'''
-
-_INVOKEAI = """
-def _largest(tile, height, width):
-    return min(tile, height) * min(tile, width)
-
-
-def _of(name, operation, image_tensor, dtype, tile=None):
-    scale = 8 if operation == "decode" else 1
-    height, width = (scale * side for side in image_tensor.shape[-2:])
-    return _bytes(name, operation, height, width, dtype, tile)
-
-
-def estimate_vae_working_memory_sd15_sdxl(operation, image_tensor, vae, tile_size, fp32):
-    tile = vae.tile_sample_min_size if tile_size == 0 else tile_size
-    return _of("sd15_sdxl", operation, image_tensor, "float32" if fp32 else "float16", tile)
-
-
-def estimate_vae_working_memory_flux(operation, image_tensor, vae, tile_size=None):
-    tile = tile_size if tile_size is None or tile_size > 0 else 512  # 0: the nodes' default
-    return _of("flux", operation, image_tensor, next(vae.parameters()).dtype, tile)
-
-
-def estimate_vae_working_memory_flux2(operation, image_tensor, vae):
-    return _of("flux2", operation, image_tensor, next(vae.parameters()).dtype)
-
-
-def estimate_vae_working_memory_sd3(operation, image_tensor, vae):
-    return _of("sd3", operation, image_tensor, next(vae.parameters()).dtype)
-
-
-def estimate_vae_working_memory_cogview4(operation, image_tensor, vae):
-    return _of("cogview4", operation, image_tensor, next(vae.parameters()).dtype)
-
-
-def estimate_vae_working_memory_qwen_image(operation, image_tensor, vae, tile_size=None):
-    return _of("qwen_image", operation, image_tensor, next(vae.parameters()).dtype, tile_size)
-
-
-estimate_vae_working_memory_anima = estimate_vae_working_memory_qwen_image  # Wan 2.1's, of the same layers
-"""
-
-_FLUX2_MODELS = ("flux2", "flux2-small")
-APPLICATIONS = {
-    # Its class VAE has one estimate for all AutoencoderKL, and another for latents that FLUX.2's BatchNorm packs.
-    "comfyui": _Application(
-        "ComfyUI",
-        {
-            "vae": _Function(
-                ("sd15", "sdxl", "flux", "sd3", "zimage", "playground-v2.5"), DTYPES, ("comfyui",), is_tiled=True
-            ),
-            "flux2": _Function(_FLUX2_MODELS, DTYPES, ("comfyui",), is_tiled=True),
-            "wan": _Function(("qwen-image",), DTYPES, ("comfyui",), is_tiled=True),
-        },
-        _COMFYUI,
-    ),
-    # It runs SD's VAE in one of two dtypes, whatever the weights are stored in; FLUX's in its own AutoEncoder, after
-    # BFL's, and in diffusers', and so Z-Image's. FLUX.2's runs without an estimate of its own (8e71a8a).
-    "invokeai": _Application(
-        "InvokeAI",
-        {
-            "sd15_sdxl": _Function(
-                ("sd15", "sdxl", "playground-v2.5"), ("float16", "float32"), ("diffusers",), True, True
-            ),
-            "flux": _Function(("flux", "zimage"), DTYPES, ("bfl", "diffusers"), False, True),
-            "flux2": _Function(_FLUX2_MODELS, DTYPES, ("diffusers",)),
-            "sd3": _Function(("sd3",), DTYPES, ("diffusers",)),
-            "cogview4": _Function(("cogview4",), DTYPES, ("diffusers",)),
-            "qwen_image": _Function(("qwen-image",), DTYPES, ("diffusers",), is_tiled=True),
-        },
-        _INVOKEAI,
-    ),
-}
 
 
 class BoundLine(NamedTuple):
-    """``per_pixel * H*W + constant`` bytes, H and W the image's in pixels: at least `upper` of every prediction.
+    """A linear formula in bytes: at least `upper` of every prediction of its op in the domain.
 
     Attributes
     ----------
     function : str
         The application's estimate, by its key in the pasted table.
-    op, dtype : str
-    per_pixel, constant : int
-        Bytes.
-    in_tiles : int or None
-        With tiles smaller than the image, H and W are the largest tile's, and this is added for each pixel of the
-        image; None where the application's estimate knows no tiles.
+    op : str
+        ``"encode"``, ``"decode"``, or ``"encode_tiled"``, ``"decode_tiled"`` for images larger than a tile.
+    dtype : str
+    passes : sequence of pairs
+        Heights and widths of the tiles, in sides of a tile: ComfyUI's three passes cut other shapes, too.
+    law : dict of str to int
+        Bytes by power: ``"HW"``, the image's pixels; ``"cut"``, the pixels of the largest tile; ``""``, the constant.
     predictions : int
-        That it was made from and holds for.
+        Number of predictions that the formula was made from.
     overshoot : float
-        The most that it is above the largest `upper` of a size, as a share of that, without tiles.
+        Largest excess over the largest `upper` of a size, as a share of `upper`.
     at : tuple of int
-        (height, width) where that is.
-    passes : tuple of pairs
-        The heights and widths of its tiles, in sides of a tile: ComfyUI's three passes cut other shapes too.
+        The (height, width) of this excess, and the tile of a tiled op.
     """
 
     function: str
     op: str
     dtype: str
-    per_pixel: int
-    constant: int
-    in_tiles: int | None
-    predictions: int
-    overshoot: float
-    at: tuple[int, int]
-    passes: tuple[tuple[float, float], ...] = ((1, 1),)
+    passes: Sequence[tuple[float, float]] = ((1, 1),)
+    law: Mapping[str, int] = {}
+    predictions: int = 0
+    overshoot: float = 0.0
+    at: tuple[int, ...] = ()
 
     def bytes(self, height: int, width: int, tile: int | None = None) -> int:
-        """The bytes of an image of so many pixels, in tiles of `tile` pixels a side where that is given."""
+        """Return the bytes of an image of this many pixels. tile: its side in pixels, for a tiled op."""
         height, width = whole("height", height), whole("width", width)
-        tile = None if tile is None else whole("tile", tile)
-        if tile is None or (tile >= height and tile >= width):
-            return self.per_pixel * height * width + self.constant
-        if self.in_tiles is None:
-            raise ValueError(f"tile: want none, for {self.function} knows no tiles, got {tile}")
-        largest = max(min(int(tile * h), height) * min(int(tile * w), width) for h, w in self.passes)
-        return self.per_pixel * largest + self.constant + self.in_tiles * height * width
+        if (tile is not None) != self.op.endswith("_tiled"):
+            raise ValueError(f"tile: want it with encode_tiled and decode_tiled alone, got {tile} with {self.op}")
+        columns = self._columns(height, width, 0 if tile is None else whole("tile", tile))
+        return sum(value * columns[power] for power, value in self.law.items())
+
+    def above(self, uppers: Mapping[Point, Sequence[int]]) -> BoundLine:
+        """Return the line with the smallest excess above `upper` of every prediction, raised for the sizes between."""
+        sizes = np.array([max(found) for found in uppers.values()], dtype=float)
+        rows = [self._columns(point.height, point.width, point.tile) for point in uppers]
+        columns = np.array([[*row.values()] for row in rows], dtype=float)
+        found = least_above(columns, sizes, np.zeros(len(sizes))) * BETWEEN
+        law = {power: math.ceil(value) for power, value in zip(rows[0], found.tolist(), strict=True)}
+        excess = columns @ np.array([*law.values()]) / sizes - 1
+        point = [*uppers][int(excess.argmax())]
+        at = (point.height, point.width, point.tile)[: 3 if point.tile else 2]
+        return self._replace(law=law, predictions=sum(map(len, uppers.values())), overshoot=float(excess.max()), at=at)
+
+    def _columns(self, height: int, width: int, tile: int) -> dict[str, int]:
+        """Return the powers of a size."""
+        cut = max(min(int(tile * high), height) * min(int(tile * wide), width) for high, wide in self.passes)
+        return {"HW": height * width} | ({"cut": cut} if tile else {}) | {"": 1}
 
     @property
-    def numbers(self) -> tuple[int, ...]:
-        """As the pasted table has them."""
-        return self.per_pixel, self.constant, *(() if self.in_tiles is None else (self.in_tiles,))
+    def name(self) -> str:
+        return f"{self.function} {self.op} {self.dtype}"
+
+    @property
+    def excess(self) -> str:
+        """The largest excess in words: ``2.7% at 2048x2048``."""
+        height, width, *tile = self.at
+        return f"{self.overshoot:.1%} at {height}x{width}" + "".join(f", tile {side}" for side in tile)
 
 
 class Bound:
-    """What `vaemem.bound` gives. Printing it shows the lines.
+    """The formulas of `vaemem.bound`. Printing it shows them.
 
     Attributes
     ----------
@@ -225,55 +117,56 @@ class Bound:
     lines : tuple of BoundLine
         One for each function, op and dtype.
     domain : str
-        What they were checked for, in words.
+        The sizes, cards, versions and code that the formulas hold for, in words.
     """
 
     def __init__(self, application: str, lines: Sequence[BoundLine], domain: str):
         self.application, self.lines, self.domain = application, tuple(lines), domain
 
     def find(self, model: str, op: str, dtype: str) -> BoundLine:
-        """The line for a model's op; ValueError where there is none."""
-        functions = APPLICATIONS[self.application].functions
+        """Return the formula for a model's op. ValueError if there is none."""
+        estimates = APPLICATIONS[self.application].estimates
         for line in self.lines:
-            if model in functions[line.function].models and (line.op, line.dtype) == (op, dtype):
+            if model in estimates[line.function].models and (line.op, line.dtype) == (op, dtype):
                 return line
-        known = ", ".join(f"{line.function} {line.op} {line.dtype}" for line in self.lines)
+        known = ", ".join(line.name for line in self.lines)
         raise ValueError(f"find: want one of {known}, got {model} {op} {dtype}")
 
     def python(self) -> str:
-        """A Python module with the application's functions, to be pasted: it imports nothing."""
+        """Write a Python module with the application's functions, to paste. It imports nothing."""
         title, _, source = APPLICATIONS[self.application]
         rows = [
-            f"    {(line.function, line.op, line.dtype)!r}: {line.numbers!r},"
-            f"  # at most {_percent(line.overshoot)} above the predictions, at {_size(line.at)}"
+            f'    ("{line.function}", "{line.op}", "{line.dtype}"): lambda pixels, tile:'
+            f" {write_sum(line.law, 'python')},  # up to {line.excess}"
             for line in self.lines
         ]
-        tiled = any(line.in_tiles is not None for line in self.lines)
-        columns = "bytes for each pixel, bytes beside" + (", and for each pixel of an image in tiles" if tiled else "")
         return "\n".join([
-            f'"""The working memory of VAEs in {title}, in bytes: what to reserve beside the weights.',
+            f'"""The bytes that VAEs need in {title} besides the weights.',
             "",
-            f"By vaemem {__version__}. No `upper` of its predictions lies above, for",
+            f"By vaemem {__version__}. The formulas are at least `upper` of every prediction for",
             self.domain,
             '"""',
             "",
-            f"# {columns}",
-            'BYTES = {',
-            *(row.replace("'", '"') for row in rows),
+            "# Bytes by the pixels of the image and of its largest tile, and how far they are above the predictions.",
+            "BYTES = {",
+            *rows,
             "}",
             "",
-            _LINE + source,
+            _BYTES + source,
         ])  # fmt: skip
 
+    def latex(self) -> str:
+        """Write the formulas as the body of a LaTeX environment: bytes for an image of H by W pixels. T has the pixels
+        of its largest tile."""
+        return " \\\\\n".join(write_equation(line.name, write_sum(line.law, "latex")) for line in self.lines)
+
     def __str__(self) -> str:
-        header = ["function", "op", "dtype", "bytes per pixel", "and MiB", "in tiles", "predictions", "at most above"]
         cells = [
-            (line.function, line.op, line.dtype, str(line.per_pixel), f"{line.constant / MIB:.1f}",
-             "" if line.in_tiles is None else str(line.in_tiles), str(line.predictions),
-             f"{_percent(line.overshoot)} at {_size(line.at)}")
+            (line.function, line.op, line.dtype, write_sum(line.law), str(line.predictions), line.excess)
             for line in self.lines
-        ]  # fmt: skip
-        return f"{APPLICATIONS[self.application].title}, for\n{self.domain}\n{render(header, cells)}"
+        ]
+        table = render(("function", "op", "dtype", "bytes", "predictions", "largest excess"), cells)
+        return f"{APPLICATIONS[self.application].title}, for\n{self.domain}\n{table}"
 
     __repr__ = __str__
 
@@ -284,184 +177,131 @@ def bound(
     gpu: str | Sequence[str] = "RTX 4090", memory: int | str | None = None, cudnn_version: str | None = None,
     torch_version: str | None = None, sides: int | Iterable[int] = SIDES, progress: Progress = None,
 ) -> Bound:  # fmt: skip
-    """Formulas for an application's own estimates of a VAE's memory, which no prediction's `upper` lies above.
+    """Make formulas for an application's own estimates of a VAE's memory. Each is at least `upper` of every prediction.
 
-    Every size of the domain is predicted, on every card, in every way that the application runs it; the formulas are
-    the lines over those predictions that exceed them the least.
+    Predict every size of the domain, on every card, in every way that the application runs it. Each formula is the line
+    above these predictions with the smallest excess, raised by 0.2% for the sizes between.
 
     Parameters
     ----------
     application : str
-        ``"comfyui"``: ``memory_used_encode`` and ``memory_used_decode`` of its class VAE, with tiles, and the same for
+        ``"comfyui"``: ``memory_used_encode`` and ``memory_used_decode`` of its class VAE, with tiles. Others are for
         FLUX.2 and for one frame of Qwen-Image's and Wan 2.1's VAE. ``"invokeai"``:
         ``estimate_vae_working_memory_sd15_sdxl``, ``_flux`` (Z-Image's too), ``_qwen_image`` and ``_anima``, with
         tiles, and ``_flux2``, ``_sd3`` and ``_cogview4``.
     models, dtypes : str or sequence of str, optional
-        What the formulas are for: ``"sd15"``, ``"sdxl"``, ``"flux"``, ``"float16"`` ...; by default all that its
-        functions are about. What is left out is not in the formulas.
+        Models and dtypes of the formulas: ``"sd15"``, ``"sdxl"``, ``"flux"``, ``"float16"`` ... By default every model
+        and dtype of the application's functions.
     gpu : str or sequence of str
-        Cards or compute capabilities, as `predict` takes them: the formulas hold on each.
+        Cards or compute capabilities, as for `predict`. The formulas hold on each.
     memory : shared
     cudnn_version, torch_version : str, optional
-        The versions that run, as `predict` takes them; by default the formulas hold for every version that is known.
+        The installed versions, as for `predict`. By default the formulas hold for every known version.
     sides : int or iterable of int
-        Heights and widths in pixels: every pair of them is a size of the domain. By default 27 from 256 to 2048, which
-        makes aspect ratios from 1/8 to 8.
+        Heights and widths in pixels. Every pair is a size of the domain. By default 18 sides from 256 to 2048.
     progress : bool or callable, optional
         True shows a bar (tqdm, ``pip install 'vaemem[progress]'``); a callable gets (sizes done, sizes to do).
 
     Raises
     ------
     ValueError
-        What `predict` raises, an unknown application, or nothing that it runs.
+        As `predict` does; for an unknown application; and if the application runs none of the models and dtypes.
 
     Notes
     -----
-    All sizes on one card take up to a minute where no version is given, for every version counts. Between the sizes of
-    the domain the formulas were not checked, and beyond it they are no bound. Images are one at a time.
+    Without a version, all formulas for one card take about 15 seconds for ComfyUI and 30 for InvokeAI. The formulas are
+    checked at the sizes of the domain only, and for one image at a time.
 
-    Tiles are predicted with 512, 768 and 1024 pixels a side, in images with sides of multiples of 512. FLUX.2's images
-    are of whole 16 pixels in ComfyUI: other sides are left out there.
+    Tiles have sides of 512, 768 and 1024 pixels, in images with sides of multiples of 512. FLUX.2's images have sides
+    of multiples of 16 in ComfyUI; other sides are left out there.
 
     Examples
     --------
     >>> b = bound("comfyui", "sdxl", "float16", torch_version="2.7.1+cu128", sides=(512, 1024, 2048))
-    >>> b.find("sdxl", "decode", "float16").bytes(1024, 1024) / 2**20
-    3419.0
+    >>> b.find("sdxl", "decode", "float16").bytes(1024, 1024) >> 20
+    3414
     >>> source = b.python()  # to paste
     """
     application, gpus = meant("application", application, APPLICATIONS), listed(gpu, str)
-    wanted = None if models is None else [named_model("models", model) for model in listed(models, str)]
+    kept = None if models is None else [named_model("models", model) for model in listed(models, str)]
     dtypes = chosen("dtypes", dtypes, DTYPES)
     pixels = sorted(distinct(whole("sides", side) for side in listed(sides, int)))
     for name, given in (("sides", pixels), ("gpu", gpus)):
         if not given:
             raise ValueError(f"{name}: want one or more, got none")
-    software = Software(torch_version=torch_version, cudnn_version=cudnn_version)
-    asked = _Asked([find_card(name, memory) for name in gpus], software)
-    functions = {
-        name: function._replace(models=tuple(m for m in function.models if wanted is None or m in wanted))
-        for name, function in APPLICATIONS[application].functions.items()
+    estimates = {
+        name: estimate._replace(models=tuple(model for model in estimate.models if kept is None or model in kept))
+        for name, estimate in APPLICATIONS[application].estimates.items()
     }
-    functions = {name: function for name, function in functions.items() if function.models}
-    ways = [
-        (name, function, op, dtype)
-        for name, function in functions.items()
-        for op in OPS
-        for dtype in function.dtypes
-        if dtype in dtypes
+    estimates = {name: estimate for name, estimate in estimates.items() if estimate.models}
+    software = Software(torch_version=torch_version, cudnn_version=cudnn_version)
+    domain = _Domain([find_card(name, memory) for name in gpus], software, pixels)
+    sweeps = [
+        (BoundLine(name, op + ending, dtype, estimate.passes), estimate, points)
+        for name, estimate in estimates.items()
+        for op, dtype in itertools.product(OPS, estimate.dtypes)
+        for ending, points in domain.points(name, estimate).items()
+        if dtype in dtypes and points
     ]
-    if not ways:
+    if not sweeps:
         raise ValueError(f"models, dtypes: want some that {application} runs, got {models!r}, {dtypes!r}")
-    done, work = itertools.count(1), sum(len(_taken(function, pixels)) ** 2 for _, function, _, _ in ways)
+    done, work, lines = itertools.count(1), sum(len(points) for *_, points in sweeps), []
     with polling(progress, "bound", total=work, bar_format=BAR) as poll:
-        lines = [asked.line(*way, pixels, lambda: poll(next(done), work) if poll else None) for way in ways]
-    return Bound(application, lines, asked.domain(functions.values(), pixels))
+        for line, estimate, points in sweeps:
+            uppers = dict[Point, list[int]]()
+            for point in points:
+                uppers[point] = [p.upper for p in domain.predict(estimate, line.op, line.dtype, point)]
+                if poll:
+                    poll(next(done), work)
+            lines.append(line.above(uppers))
+    return Bound(application, lines, domain.describe(estimates.values()))
 
 
-class _Asked(NamedTuple):
-    """On which cards, with which software."""
-
+class _Domain(NamedTuple):
     cards: list[Card]
     software: Software
+    sides: Sequence[int]
 
-    def line(
-        self, name: str, function: _Function, op: str, dtype: str, sides: Sequence[int], tell: Callable[[], object]
-    ) -> BoundLine:
-        """The line over the predictions of all sizes, and what is added in tiles. tell: called after each size."""
-        uppers: dict[tuple[int, int], list[int]] = {}
-        sides = _taken(function, sides)
-        if not sides:
-            raise ValueError(f"sides: want one of a multiple of {_step(function)} for {name}, which takes no other")
-        for height, width in itertools.product(sides, sides):
-            uppers[height, width] = [p.upper for p in self._predictions(function, op, dtype, height, width)]
-            tell()
-        most = {size: max(found) for size, found in uppers.items()}
-        per_pixel, constant = _over([(height * width, size) for (height, width), size in most.items()])
-        predicted = sum(map(len, uppers.values()))
-        passes = PASSES if "comfyui" in function.runtimes else PASSES[:1]
-        line = BoundLine(name, op, dtype, per_pixel, constant, None, predicted, 0.0, (0, 0), passes)
-        overshoot, at = max((line.bytes(*size) / upper - 1, size) for size, upper in most.items())
-        line = line._replace(overshoot=overshoot, at=at)
-        return self._in_tiles(line, function, sides) if function.is_tiled else line
+    def points(self, name: str, estimate: Estimate) -> dict[str, list[Point]]:
+        points = estimate.points(self.sides)
+        if not points[""]:
+            raise ValueError(f"sides: want one of a multiple of {estimate.step} for {name}, which takes no other")
+        return points
 
-    def _in_tiles(self, line: BoundLine, function: _Function, sides: Sequence[int]) -> BoundLine:
-        """The same with what is to be added for each pixel of an image in tiles."""
-        in_tiles, count = 0, 0
-        images = [side for side in sides if side % TILED_STEP == 0]
-        for tile, height, width in ((t, h, w) for t in TILES for h in images for w in images if t < max(h, w)):
-            alone = line._replace(in_tiles=0).bytes(height, width, tile)
-            for p in self._predictions(function, f"{line.op}_tiled", line.dtype, height, width, tile):
-                in_tiles, count = max(in_tiles, -((alone - p.upper) // (height * width))), count + 1
-        return line._replace(in_tiles=in_tiles, predictions=line.predictions + count)
-
-    def _predictions(
-        self, function: _Function, op: Any, dtype: Any, height: int, width: int, tile: int | None = None
-    ) -> Iterator[Prediction]:
-        """In every way that the application may run one size."""
-        weights = distinct((dtype, "float16")) if function.is_upcast and dtype == "float32" else [dtype]
-        runtimes = [code for code in function.runtimes if RUNTIMES[code].tiles or not tile]
-        # Models of the same layers take the same memory.
-        archs = map(architecture, function.models)
+    def predict(self, estimate: Estimate, op: Any, dtype: Any, point: Point) -> Iterator[Prediction]:
+        """Predict one size in every way that the application may run it."""
+        weights = distinct((dtype, "float16")) if estimate.is_upcast and dtype == "float32" else [dtype]
+        runtimes = [code for code in estimate.runtimes if RUNTIMES[code].tiles or not point.tile]
+        # Models with the same layers need the same memory.
+        archs = map(architecture, estimate.models)
         layers = {tuple(v for k, v in arch.items() if k not in _NO_LAYERS): arch for arch in archs}
         for card, arch, runtime, weight in itertools.product(self.cards, layers.values(), runtimes, weights):
-            job = Job(arch, op, height, width, dtype, weight, tile=tile)
+            job = Job(arch, op, point.height, point.width, dtype, weight, tile=point.tile or None)
             yield Prediction(VAERequest(card, replace(self.software, runtime=runtime), job))
 
-    def domain(self, functions: Collection[_Function], sides: Sequence[int]) -> str:
-        """In words, a line a thing."""
-        cards = ", ".join(distinct(card.gpu.name for card in self.cards))
-        said = {"PyTorch": self.software.torch_version, "cuDNN": self.software.cudnn_version}
-        versions = " and ".join(f"{name} {version}" for name, version in said.items() if version)
+    def describe(self, estimates: Collection[Estimate]) -> str:
+        """Describe the domain, one line per fact."""
+        named = {"PyTorch": self.software.torch_version, "cuDNN": self.software.cudnn_version}
+        versions = " and ".join(f"{name} {version}" for name, version in named.items() if version)
         lines = [
-            f"models: {', '.join(distinct(m for f in functions for m in f.models))}; one image",
-            f"heights and widths: every pair of {', '.join(map(str, sides))} pixels",
-            f"cards: {cards}",
+            f"models: {', '.join(distinct(model for one in estimates for model in one.models))}; one image",
+            f"heights and widths: every pair of {', '.join(map(str, self.sides))} pixels",
+            f"cards: {', '.join(distinct(card.gpu.name for card in self.cards))}",
             f"versions: {versions or 'every cuDNN that vaemem knows, as PyTorch 2.7 uses it'}",
-            f"code: {', '.join(distinct(r for f in functions for r in f.runtimes))}",
+            f"code: {', '.join(distinct(code for one in estimates for code in one.runtimes))}",
         ]
-        if any(f.is_upcast for f in functions):
-            lines.append("weights: of the run's dtype; SD's float32 also from float16")
-        if any(f.is_tiled for f in functions):
-            images = [side for side in sides if side % TILED_STEP == 0]
-            tiles = [str(tile) for tile in TILES if tile < max(images, default=0)]
-            who = "ComfyUI" if any("comfyui" in f.runtimes for f in functions) else "diffusers"
-            told = f"{', '.join(tiles)} pixels as {who} cuts them, in images of {', '.join(map(str, images))} a side"
-            lines.append(f"tiles: {told if tiles else 'none were predicted'}")
+        if any(one.is_upcast for one in estimates):
+            lines.append("weights: in the run's dtype; for SD's float32 runs also in float16")
+        for tiled in [one for one in estimates if one.is_tiled][:1]:
+            points = tiled.points(self.sides)["_tiled"]
+            tiles, images = (
+                ", ".join(map(str, sorted(some)))
+                for some in ({point.tile for point in points}, {point.width for point in points})
+            )
+            code = "ComfyUI" if tiled.passes == PASSES else "diffusers"
+            cut = f"{tiles} pixels as {code} cuts them, in images with sides of {images}"
+            lines.append(f"tiles: {cut if points else 'none were predicted'}")
         return "\n".join(f"- {line}" for line in lines)
 
 
-def _step(function: _Function) -> int:
-    """Pixels that the sides of its images are multiples of, for its models and for the latents that its code takes."""
-    return max(packing(code, architecture(model)) * 8 for code in function.runtimes for model in function.models)
-
-
-def _taken(function: _Function, sides: Sequence[int]) -> list[int]:
-    """Those that its code takes; multiples of 8, which its models want, are left for the prediction to check."""
-    return [side for side in sides if _step(function) == 8 or side % _step(function) == 0]
-
-
 _NO_LAYERS = ("name", "scaling_factor", "shift_factor", "latents_mean", "latents_std")
-
-
-def _over(points: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """(a, b), neither negative: of the lines a*x + b along an edge of the points' upper hull that no (x, y) lies above,
-    the one whose worst overshoot, as a share of y, is the least."""
-    highest: dict[int, int] = {0: 0}  # the origin keeps b from being negative
-    for x, y in points:
-        highest[x] = max(y, highest.get(x, 0))
-    at, lines = (0, highest[0]), []
-    while right := [point for point in highest.items() if point[0] > at[0]]:
-        (x, y), at = at, max(right, key=lambda point: (Fraction(point[1] - at[1], point[0] - at[0]), point[0]))
-        a = max(0, -((y - at[1]) // (at[0] - x)))  # whole bytes, rounded up
-        lines.append((a, max(top - a * pixels for pixels, top in highest.items())))
-    del highest[0]
-    return min(lines, key=lambda line: max((line[0] * x + line[1]) / y for x, y in highest.items()))
-
-
-def _size(size: tuple[int, int]) -> str:
-    return f"{size[0]}x{size[1]}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f}%"

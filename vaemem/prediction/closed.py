@@ -1,4 +1,4 @@
-"""The tensors of one of PyTorch's peaks in closed form, and how each grows with the image, derived by playing them."""
+"""One of PyTorch's peaks in closed form: its tensors, and how each grows with the image. Playing sizes derives it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 import re
 import textwrap
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
@@ -16,22 +16,24 @@ import numpy as np
 from vaemem._common import ELEMENT_BYTES, MIB, distinct, render, typeset, whole
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.request import VAERequest
+from vaemem.prediction.writing import Polynomial, write_equation, write_function, write_number, write_sum
 
-ROUNDING = 512  # bytes: the allocator's granule; a tensor that is off its law by no more follows it
-FINEST = 1 << 13  # denominators of exact coefficients: 64 pixels a latent's, squared, and two more
-STEP, LAST = 64, 4096  # the squares that a derivation looks at: 64, 128, ... 4096 pixels a side
-# cuDNN may alternate between some constants from size to size: where no law holds within ROUNDING, one within so many
-# bytes is taken.
+ROUNDING = 512  # bytes: the allocator's granule; a tensor follows its law within it
+FINEST = 1 << 13  # denominator of exact coefficients: (64 pixels)^2 per latent pixel, times two
+STEP, LAST = 64, 4096  # a derivation plays squares of 64, 128, ... 4096 pixels a side
+# cuDNN may alternate between constants from size to size. If no law holds within ROUNDING, a law within ALTERNATION
+# bytes counts.
 ALTERNATION = 4 * MIB
 HELD_OUT = ((360, 640), (720, 1280), (832, 1216), (1000, 1000), (1080, 1920), (1216, 832), (1544, 520), (2160, 3840))
 
 ZERO = Fraction(0)
-Law = tuple[Fraction, ...]  # bytes by H*W, H+W, (H*W)^2 and 1
+_POWERS = "HW", "(H+W)", "HW*HW", ""  # symbols of `SYMBOLS`
+Law = tuple[Fraction, ...]  # bytes by each of `_POWERS`
 
 
 class PlayedPeak(NamedTuple):
-    """A peak that was played: bytes, the step that makes it, and {name: bytes} of its tensors, as they were asked for;
-    none if it is not made of these alone."""
+    """A peak that was played: bytes, the step that makes it, and {name: bytes} of its tensors before rounding. The
+    tensors are empty if the peak has other parts, too."""
 
     reserved: int
     allocated: int
@@ -40,12 +42,12 @@ class PlayedPeak(NamedTuple):
 
     @property
     def key(self) -> tuple[str, frozenset[str]]:
-        """What two peaks are the same by: the step, and whose tensors are alive."""
+        """The step and the names of the living tensors; two peaks with the same key are the same peak."""
         return self.where, frozenset(self.tensors)
 
 
 class Term(NamedTuple):
-    """One tensor of the peak; its bytes: coefficient*H*W*e + edge*(H+W)*e + square*(H*W)^2*e + constant."""
+    """One tensor of the peak. Its bytes are coefficient*H*W*e + edge*(H+W)*e + square*(H*W)^2*e + constant."""
 
     name: str
     coefficient: Fraction  # of H*W*e; 128 is one full-size activation, T
@@ -57,31 +59,30 @@ class Term(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class ClosedForm:
-    """``allocated = a * H*W*e + b`` (and what `terms` add), H and W in pixels, e the bytes of one element of dtype.
+    """``allocated = a * H*W*e + b``, with H and W in pixels and e the bytes of one element. `terms` may add more.
 
     Attributes
     ----------
     terms : tuple of Term
-        The tensors alive at the peak and not before the run, largest first.
+        The tensors that live at the peak and did not live before the run, largest first.
     where : str
         The step that makes the peak.
     lowest, highest : int
-        The peak rules for every square from lowest^2 to highest^2 pixels that was looked at (multiples of 64).
+        The form holds for every square that was played (multiples of 64) from lowest^2 to highest^2 pixels.
     below, above : str or None
-        What rules at the next square; None where nothing was looked at (64 and 4096 pixels are the limits).
+        The peak at the next square; None beyond 64 and 4096 pixels, which are not played.
     within : int
-        Bytes that each tensor keeps to its term within: 512, or 4 MiB where no such law was found (cuDNN may alternate
-        between some constants from size to size).
+        Largest difference in bytes between a tensor and its term: 512, or 4 MiB if cuDNN alternates between constants
+        from size to size.
     unsplit : tuple of int
-        Least and most bytes that are to be added to `predict` at the sizes looked at: blocks that the allocator does
-        not split, as large as 1 MiB a tensor, and what `within` allows; below 0 where remainders go with converted
-        weights.
+        Fewest and most bytes to add to `predict`, at the sizes that were played: blocks that the allocator does not
+        split (up to 1 MiB per tensor), and what `within` allows. Below 0 if remainders go to converted weights.
     checked : tuple of (int, int)
-        Sizes held out of the derivation that peak at the same place; `unsplit` covers them.
+        Held-out sizes that peak at the same step; `unsplit` covers them.
     elsewhere : tuple of (int, int)
-        Held-out sizes in the range whose peak lies elsewhere.
+        Held-out sizes in the range that peak at another step.
     workspace_source : str
-        Who said how much scratch the convolutions take.
+        Source of the convolutions' workspaces.
     """
 
     name: str
@@ -109,106 +110,104 @@ class ClosedForm:
 
     @property
     def a(self) -> Fraction:
-        """The factor of H*W*e, exact."""
+        """The exact coefficient of H*W*e."""
         return self._sum("coefficient")
 
     @property
     def t(self) -> Fraction:
-        """`a` in full-size activations, T = 128*H*W*e."""
+        """`a` in full-size activations: T = 128*H*W*e."""
         return self.a / 128
 
     @property
     def b(self) -> Fraction:
-        """Bytes, before each tensor is rounded up to 512."""
+        """Constant bytes, before each tensor is rounded up to 512."""
         return self._sum("constant")
 
     def predict(self, height: int, width: int) -> int:
-        """Bytes allocated above the baseline, each tensor rounded up to 512; the allocator adds `unsplit`.
+        """Return the bytes allocated above the baseline, each tensor rounded up to 512. The allocator adds `unsplit`.
 
         Raises
         ------
         ValueError
-            A size below 1, or H*W out of the range where this peak rules.
+            A size below 1, or H*W outside of the form's range.
         """
         height, width = whole("height", height), whole("width", width)
         if not self.lowest**2 <= height * width <= self.highest**2:
             raise ValueError(
-                f"height * width: want {self.lowest}^2 to {self.highest}^2, where this peak rules, got {height}x{width}"
+                f"height * width: want {self.lowest}^2 to {self.highest}^2, the form's range, got {height}x{width}"
             )
         return sum(_up(_value(_law(term, self.element_bytes), height, width)) for term in self.terms)
 
     def python(self) -> str:
-        """A Python function of height and width that gives what `predict` gives."""
+        """Write a Python function of height and width that returns the same bytes as `predict`."""
         function = re.sub(r"\W+", "_", f"{self.name}_allocated_bytes")
         low, high = self.lowest, self.highest
         lines = [
-            f"def {'_' * function[0].isdigit()}{function}(height, width):",
-            f'    """{self.equation}; the allocator adds {self.unsplit[0]} to {self.unsplit[1]}."""',
-            f"    if not {low}**2 <= height * width <= {high}**2:",
-            f'        raise ValueError(f"height * width: want {low}^2 to {high}^2, got {{height}}x{{width}}")',
-            "    pixels = height * width",
-            *(["    edges = height + width"] if self._sum("edge") else []),
-            "    total = 0",
+            f"if not {low}**2 <= height * width <= {high}**2:",
+            f'    raise ValueError(f"height * width: want {low}^2 to {high}^2, got {{height}}x{{width}}")',
+            "pixels, total = height * width, 0",
         ]
         for term in self.terms:
             law = _law(term, self.element_bytes)
             divisor = math.lcm(*(value.denominator for value in law))
-            names = ("pixels", "edges", "pixels**2", "")
-            parts = [f"{v * divisor}{f' * {n}' if n else ''}" for v, n in zip(law, names, strict=True) if v]
-            lines.append(f"    total += -(-({' + '.join(parts)}) // {ROUNDING * divisor}) * {ROUNDING}  # {term.name}")
-        return "\n".join([*lines, "    return total\n"])
+            size = write_sum({power: value * divisor for power, value in zip(_POWERS, law, strict=True)}, "python")
+            lines.append(f"total += -(-({size}) // {ROUNDING * divisor}) * {ROUNDING}  # {term.name}")
+        summary = f"{self.equation}; the allocator adds {self.unsplit[0]} to {self.unsplit[1]}."
+        name = f"{'_' * function[0].isdigit()}{function}"
+        return write_function(name, "height, width", summary, [*lines, "return total"])
 
     def latex(self) -> str:
-        """The formula as a LaTeX equation body."""
-        name = self.name.replace("_", r"\_")
-        total = self._total(_latex, (r"\,H W e", r"\,(H + W) e", r"\,(H W)^2 e"))
-        return rf"M_{{\text{{allocated, {name}}}}} &= {total}"
+        """Write the form as the body of a LaTeX equation."""
+        return write_equation(f"allocated, {self.name}", write_sum(self._total, "latex"))
 
     def json(self) -> str:
-        """All of it as a JSON object; what is exact stands as a fraction in a string too."""
-        said = vars(self) | {
+        """Return a JSON object. Strings such as ``a_exact`` have the exact fractions."""
+        data = vars(self) | {
             "element_bytes": self.element_bytes, "a": self.a, "a_exact": str(self.a), "t": self.t, "b": self.b,
             "terms": [term._asdict() | {"coefficient_exact": str(term.coefficient)} for term in self.terms],
         }  # fmt: skip
-        return json.dumps(said, default=float, ensure_ascii=False, indent=1)
+        return json.dumps(data, default=float, ensure_ascii=False, indent=1)
 
     def _sum(self, column: str) -> Fraction:
         return sum((getattr(term, column) for term in self.terms), ZERO)
 
     @property
-    def equation(self) -> str:
-        """Bytes in a line: ``1216 * H*W*e + 2107904``."""
-        return self._total(_number, (" * H*W*e", " * (H+W)*e", " * (H*W)^2*e"))
+    def _total(self) -> Polynomial:
+        """The sum of all terms."""
+        columns = ("coefficient", "HW*e"), ("edge", "(H+W)*e"), ("square", "HW*HW*e"), ("constant", "")
+        return {power: self._sum(column) for column, power in columns}
 
-    def _total(self, number: Callable[[Fraction], str], powers: Sequence[str]) -> str:
-        """All terms in one sum, by powers that are written so."""
-        factors = self.a, self._sum("edge"), self._sum("square")
-        parts = [number(a) + power for a, power in zip(factors, powers, strict=True) if a or power is powers[0]]
-        return f"{' + '.join(parts)} {'-' if self.b < 0 else '+'} {number(abs(self.b))}"
+    @property
+    def equation(self) -> str:
+        """Bytes: ``1216 H*W*e + 2107904``."""
+        return write_sum(self._total)
 
     def _facts(self) -> list[str]:
-        """Lines under the equation."""
-        facts = [f"a is {_number(self.t)} T (T = 128*H*W*e, e = {self.element_bytes})", f"peak at {self.where}"]
-        facts += [f"rules from {self.lowest}x{self.lowest} to {self.highest}x{self.highest}"]
-        facts += [f"{side}: {what}" for side, what in (("below", self.below), ("above", self.above)) if what]
+        """Return the lines under the equation."""
+        facts = [f"a is {write_number(self.t)} T (T = 128*H*W*e, e = {self.element_bytes})", f"peak at {self.where}"]
+        facts += [f"holds from {self.lowest}x{self.lowest} to {self.highest}x{self.highest}"]
+        facts += [f"{side}: {peak}" for side, peak in (("below", self.below), ("above", self.above)) if peak]
         why = "unsplit blocks" + ("; a workspace that alternates" if self.within > ROUNDING else "")
         added = [f"the allocator adds {self.unsplit[0]} to {self.unsplit[1]} B ({why})"]
         added += ["held-out sizes: " + (", ".join(f"{h}x{w}" for h, w in self.checked) or "none")]
-        added += [f"not {h}x{w}, which peaks elsewhere" for h, w in self.elsewhere]
+        added += [f"{h}x{w} peaks elsewhere" for h, w in self.elsewhere]
         return [
             "; ".join(facts),
-            "; ".join([f"each tensor rounded up to {ROUNDING} B", *added]),
+            "; ".join([f"each tensor is rounded up to {ROUNDING} B", *added]),
             f"convolutions' workspaces: {self.workspace_source}",
         ]
 
     def _grid(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """Header and cells: a line a tensor."""
+        """Return the header and the cells, one row per tensor."""
         header: tuple[str, ...] = ("tensor at the peak", "T", "of H*W*e", "bytes", "and")
         cells: list[tuple[str, ...]] = [
-            (t.name, _number(t.coefficient / 128), _number(t.coefficient), _number(t.constant),
-             " + ".join(f"{_number(v)} {x}e" for v, x in ((t.edge, "(H+W)"), (t.square, "(H*W)^2")) if v))
+            (
+                t.name,
+                *map(write_number, (t.coefficient / 128, t.coefficient, t.constant)),
+                write_sum({"(H+W)*e": t.edge, "HW*HW*e": t.square}) if t.edge or t.square else "",
+            )
             for t in self.terms
-        ]  # fmt: skip
+        ]
         if not any(row[-1] for row in cells):
             header, cells = header[:-1], [row[:-1] for row in cells]
         return header, cells
@@ -232,15 +231,15 @@ class ClosedForm:
 
 
 def play_peak(request: VAERequest, process: SimulatedProcess) -> PlayedPeak:
-    """What the run of a fresh process takes above its weights and its input. A peak outside of the model's call has no
-    tensors."""
+    """Play a run in a fresh process and return its peak above weights and input. A peak outside of the model's call has
+    no tensors."""
     measured = request.play(process)
     where, tensors = process.peak_above_baseline() or ("outside of the model's call", {})
     return PlayedPeak(measured.reserved, measured.allocated, where, tensors)
 
 
 def name_of(q: VAERequest) -> str:
-    """What is asked, without the size."""
+    """Name a request without its size."""
     job = q.job
     name = f"{job.arch['name']} {job.op} {job.dtype} {q.software.runtime}"
     name += "" if job.weights_dtype == job.dtype else f" from {job.weights_dtype}"
@@ -249,10 +248,10 @@ def name_of(q: VAERequest) -> str:
 
 
 def derive(request: VAERequest) -> ClosedForm:
-    """The closed form of the peak that answers a request; ValueError where it has none, as `formula` says."""
+    """Derive the closed form of a request's peak. ValueError if the peak has none."""
     process = request.start()
     anchor = play_peak(request, process)
-    q = replace(request, workspace=process.workspace)  # what this one has looked up need not be looked up again
+    q = replace(request, workspace=process.workspace)  # the others reuse its lookups
     job, height, width = q.job, q.job.height, q.job.width
     if not anchor.tensors:
         raise ValueError(f"formula: want a size whose peak lies within the model's call, got {height}x{width}")
@@ -264,7 +263,7 @@ def derive(request: VAERequest) -> ClosedForm:
         except ValueError:  # PyTorch would refuse the size
             return None
 
-    # All of them: a peak may rule, give way to another, and rule again.
+    # All squares, because a peak may give way to another one and come back.
     peaks = {side: look(side, side) for side in range(STEP, LAST + 1, STEP)}
     same = {side: peak for side, peak in peaks.items() if peak and peak.key == anchor.key}
     if not same:
@@ -280,7 +279,7 @@ def derive(request: VAERequest) -> ClosedForm:
         )
 
     def unsplit(size: tuple[int, int], peak: PlayedPeak | None) -> int | None:
-        """What the allocator added at a size; None where the tensors are not what the laws say."""
+        """Return the bytes that the allocator added at a size; None if the tensors do not follow the laws."""
         if peak is None or peak.key != anchor.key:
             return None
         sizes = {name: _value(law, *size) for name, (law, _) in laws.items()}
@@ -321,8 +320,10 @@ def derive(request: VAERequest) -> ClosedForm:
 def _laws(
     names: Sequence[str], peaks: Mapping[int, PlayedPeak], centre: int
 ) -> tuple[int, dict[str, tuple[Law, list[int]]], list[int]]:
-    """The laws of a peak's tensors at the squares around one of them, each with its squares: within how many bytes they
-    hold, the laws, and the squares at which all of them do."""
+    """Solve for the laws of a peak's tensors at the squares around `centre`.
+
+    Return the bytes within which the laws hold, each law with its squares, and the squares at which all laws hold.
+    """
     alike = _around(centre, peaks)
     for within in (ROUNDING, ALTERNATION):
         laws = {name: _solve({side: peaks[side].tensors[name] for side in alike}, centre, within) for name in names}
@@ -333,7 +334,7 @@ def _laws(
 
 
 def _around(centre: int, sides: Container[int]) -> list[int]:
-    """The unbroken run of `sides` around one of them."""
+    """Return the unbroken run of `sides` around one of them."""
     run = [centre]
     for step in (-STEP, STEP):
         side = centre + step
@@ -344,11 +345,11 @@ def _around(centre: int, sides: Container[int]) -> list[int]:
 
 
 def _solve(sizes: Mapping[int, int], centre: int, within: int = ROUNDING) -> tuple[Law, list[int]]:
-    """The law of one tensor, {side: bytes}, that holds for the most squares around `centre`, and those squares.
+    """Return the law of one tensor, {side: bytes}, that holds for the most squares around `centre`, and these squares.
 
-    A law goes through the centre and meets the others within so many bytes (an index of cuDNN's is rounded up
-    to its own tiles); it may break off where cuDNN's heuristic changes its mind. The first that is exact everywhere is
-    taken, simpler ones first. Only the centre where no law holds for a square more than it was made from.
+    A law goes through the centre and meets the other squares within `within` bytes, because cuDNN rounds an index up to
+    its own tiles. It ends at the size at which cuDNN's heuristic chooses another plan. Simple laws come first, and the
+    first law that is exact everywhere wins. If no law meets more squares than it was made from, return only the centre.
     """
     others = sorted((side for side in sizes if side != centre), key=lambda side: -abs(side - centre))
     best: tuple[tuple[int, int], Law, list[int]] = (0, 0), (ZERO, ZERO, ZERO, Fraction(sizes[centre])), [centre]
@@ -358,7 +359,7 @@ def _solve(sizes: Mapping[int, int], centre: int, within: int = ROUNDING) -> tup
             off = {s: abs(_value(law, s, s) - size) for s, size in sizes.items()}
             extent = _around(centre, {s for s in off if off[s] <= within})
             score = len(extent), sum(off[s] == 0 for s in extent)
-            if len(extent) > len(columns) and score > best[0]:  # any law meets its own points
+            if len(extent) > len(columns) and score > best[0]:  # any law meets the points it was made from
                 best = score, law, extent
             if score[1] == len(sizes):
                 return law, extent
@@ -366,15 +367,15 @@ def _solve(sizes: Mapping[int, int], centre: int, within: int = ROUNDING) -> tup
 
 
 def _through(sizes: Mapping[int, int], columns: Sequence[int]) -> Law:
-    """The law, 0 outside of `columns`, that goes through {side: bytes} of as many squares."""
+    """Return the law, 0 outside of `columns`, through {side: bytes} of as many squares as columns."""
     powers = np.array([[_powers(side, side)[c] for c in columns] for side in sizes], dtype=float)
-    law = dict(zip(columns, in_fractions(powers, np.array([*sizes.values()], dtype=float)), strict=True))
+    law = dict(zip(columns, solve_in_fractions(powers, np.array([*sizes.values()], dtype=float)), strict=True))
     return tuple(law.get(c, ZERO) for c in range(4))
 
 
-def in_fractions(powers: np.ndarray, sizes: np.ndarray) -> list[Fraction]:
-    """What a tensor's sizes at some points are made of: the factor of each power, a column. Columns are scaled first,
-    because the powers of a size lie far apart."""
+def solve_in_fractions(powers: np.ndarray, sizes: np.ndarray) -> list[Fraction]:
+    """Return the coefficient of each column of powers from a tensor's sizes. The columns are scaled first, because the
+    powers of a size differ by orders of magnitude."""
     scale = np.abs(powers).max(0)
     found = np.linalg.lstsq(powers / scale, sizes, rcond=None)[0] / scale
     return [Fraction(round(value * FINEST), FINEST) for value in found.tolist()]
@@ -394,13 +395,3 @@ def _value(law: Law, height: int, width: int) -> Fraction:
 
 def _up(size: Fraction) -> int:
     return math.ceil(size / ROUNDING) * ROUNDING
-
-
-def _number(value: Fraction) -> str:
-    """Exact where it takes few digits."""
-    return str(value.numerator) if value.denominator == 1 else f"{float(value):.7g}"
-
-
-def _latex(value: Fraction) -> str:
-    text = f"{float(value):,.6g}" if value.denominator > 1 else f"{value.numerator:,}"
-    return text.replace(",", r"\,")

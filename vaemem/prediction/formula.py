@@ -1,5 +1,5 @@
-"""PyTorch's peak as an equation of the image's size, the batch and the prompt, derived by playing 260 to 330 sizes.
-For a VAE also one peak in closed form (closed.py)."""
+"""PyTorch's peak as an equation of the image's size, the batch and the prompt. Playing 260 to 330 sizes derives it.
+For a VAE, closed.py adds one peak in closed form."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from vaemem.prediction.request import VAEArguments, VAERequest, resolve_vae
 
 
 class Formula(Shown):
-    """PyTorch's peak over a grid of sizes, batches and prompts: a line per phase for what is allocated and for what is
-    reserved. The largest line is the answer.
+    """PyTorch's peak over a grid of sizes, batches and prompts: one line per phase for allocated and for reserved
+    memory. The largest line is the answer.
 
     Attributes
     ----------
     name : str
-        What the formula is about.
+        The VAE's run or the pipeline.
     grid : Grid
-        The sizes that it holds for.
+        The sizes that the formula holds for.
     reserved : Equation
-        For a VAE as `Prediction.reserved`, above the weights and the input; for a pipeline everything that the card
-        must have besides a CUDA context.
+        Reserved memory. For a VAE it excludes the weights and the input, as `Prediction.reserved` does. For a pipeline
+        it includes everything but a CUDA context.
     allocated : Equation
-        The same of the memory that is allocated.
+        Allocated memory, likewise.
     played : int
-        How many sizes were played.
+        Number of sizes that were played.
     left_out : tuple of Point
         Sizes that PyTorch refuses.
 
@@ -45,15 +45,15 @@ class Formula(Shown):
     True
     >>> print(f.allocated)
     phase   counter   ...
-    decode  allocated  2432 N*MP + 5.125  exact ...
+    decode  allocated  2432.125 N*MP + 5.125  exact ...
     """
 
     assumed_card: str = ""
 
-    _besides = "all that the card must have besides a CUDA context"
+    _besides = "everything that the card must hold except a CUDA context"
 
     def __init__(self, name: str, grid: Grid, at: Point, play: Callable[[Point], Mapping[str, PlayedPeak]]):
-        """at: the size that is answered first. play: the peak of each phase at a point."""
+        """at: the size that the text answers first. play: returns the peak of each phase at a point."""
         self.name, self.grid, self._at, self._play = name, grid, at, play
 
     @functools.cached_property
@@ -62,7 +62,7 @@ class Formula(Shown):
         for point in self.grid.played():
             try:
                 played[point] = self._play(point)
-            except (ValueError, OverflowError):  # PyTorch refuses the size, or it is more than can be played
+            except (ValueError, OverflowError):  # PyTorch refuses the size, or it is too large to play
                 left_out.append(point)
         if not played:
             raise ValueError(f"formula: {self.name} runs at none of {self.grid}")
@@ -85,25 +85,25 @@ class Formula(Shown):
         return self._played[2]
 
     def predict(self, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None) -> int:
-        """Bytes reserved, at most. Sizes in pixels; tokens of the prompt, by default the most.
+        """Return the bytes reserved at most. Sizes are in pixels; by default the prompt is the longest.
 
         Raises
         ------
         ValueError
-            A size, a batch or a prompt outside of the grid's ends.
+            A size, a batch or a prompt outside of the grid.
         """
         return self.reserved.predict(height, width, batch, prompt_tokens)
 
     def python(self) -> str:
-        """A Python module with two functions of height, width, batch and prompt_tokens, which return the bytes reserved
-        and allocated, as `predict` does."""
+        """Write a Python module with two functions of height, width, batch and prompt_tokens. They return the bytes
+        reserved and allocated, as `predict` does."""
         name = re.sub(r"\W+", "_", self.name)
         name = f"{'_' * name[0].isdigit()}{name}"
         functions = [one.python(f"{name}_{one.name}_bytes") for one in (self.reserved, self.allocated)]
         return "\n\n".join(["import math\n", *functions])
 
     def latex(self) -> str:
-        """Both as the body of a LaTeX environment of equations; N images of H by W pixels, a prompt of t tokens."""
+        """Write both equations as the body of a LaTeX environment, for N images of H by W pixels and t tokens."""
         return " \\\\\n".join(one.latex() for one in (self.reserved, self.allocated))
 
     def _data(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class Formula(Shown):
         return {**of, "summary": self._headline(in_gb), "left_out": self.left_out, **equations}
 
     def _headline(self, size: Sizer) -> str:
-        """The size that was asked for, or the largest square."""
+        """Answer for the size of the arguments, or for the largest square."""
         at = self._at
         try:
             at = self.grid.check(*at[:3], at.tokens or None)
@@ -133,10 +133,10 @@ class Formula(Shown):
         notes = [
             f"The largest line is above the peak: {whole}.",
             f"Sizes: {self.grid}; {self.played} of them were played.",
-            "exact: the tensors at the peak, polynomials at each of these sizes, and the most that the allocator adds.",
-            "reserved: what one phase reserves stays for the next. The next line holds if it is higher.",
-            f"bound: above every size that was played, and raised by {RAISED - 1:.1%}; few others lie above.",
-            *[f"PyTorch refuses {len(self.left_out)} more, which are left out."] * bool(self.left_out),
+            "exact: the tensors at the peak, each a polynomial at these sizes, and the most that the allocator adds.",
+            "reserved: memory stays for the next phase, so a phase's line counts only if the phase needs more.",
+            f"bound: above every size that was played, raised by {RAISED - 1:.1%}; few other sizes lie above.",
+            *[f"PyTorch refuses {len(self.left_out)} more sizes. They are left out."] * bool(self.left_out),
         ]
         lines = [cells for one in equations for cells in one.cells()]
         return Sheet(self._headline(size), [Columns(HEADER, lines, title=title, whole=True), Bullets(notes)])
@@ -153,14 +153,14 @@ class Formula(Shown):
 
 
 class VAEFormula(Formula):
-    """What `vaemem.formula` returns for a VAE; attributes as `Formula` has them, and:
+    """The formula of a VAE's run, with the attributes of `Formula` and one more.
 
     Attributes
     ----------
     closed : ClosedForm
-        The memory allocated at the size that was asked for, tensor by tensor, for the sizes that peak there. ValueError
-        if there is no such form: for a tiled op, whose peak depends on how H and W fall into tiles; for a peak outside
-        of the model's call, or one that too few sizes share to solve for its tensors.
+        The memory allocated at the size of the arguments, tensor by tensor, and at all sizes that peak at the same
+        step. ValueError if there is no such form: for a tiled op, because its peak depends on how H and W fall into
+        tiles; for a peak outside of the model's call; and if too few sizes share the peak to solve for its tensors.
 
     Examples
     --------
@@ -173,7 +173,7 @@ class VAEFormula(Formula):
 
     def __init__(self, request: VAERequest):
         self._request, job, self.assumed_card = request, request.job, request.card.assumed
-        workspace = request.start().workspace  # what it has looked up need not be looked up again
+        workspace = request.start().workspace  # the sizes share its lookups
 
         def play(point: Point) -> dict[str, PlayedPeak]:
             at = replace(job, height=point.height, width=point.width, batch=point.batch)
@@ -214,26 +214,26 @@ def formula(
     model: Any, op: TiledOp | None = None, dtype: Dtype | None = None, runtime: Program = "diffusers",
     gpu: str | None = None, *, height: int = 1024, width: int = 1024, **settings: Any,
 ) -> Formula:  # fmt: skip
-    """PyTorch's memory as an equation of the image's size, the batch and the prompt: a line per phase for what is
-    reserved, and one for what is allocated.
+    """Write PyTorch's memory as an equation of the image's size, the batch and the prompt. Each phase has one line for
+    reserved memory and one for allocated memory.
 
-    The formula plays 260 to 330 sizes when it is first used, in up to three seconds: H and W in multiples of 64
-    from 256 to 2048 pixels, up to 4:1, and 1 to 4 images. It is not fitted to measurements. A line is exact if the
-    tensors at the peak are polynomials of the size, and otherwise the lowest line above what was played.
+    On first use the formula plays 260 to 330 sizes, in up to three seconds: H and W in multiples of 64 from 256 to 2048
+    pixels, up to 4:1, and 1 to 4 images. It is not fitted to measurements. A line is exact if the tensors at the peak
+    are polynomials of the size. Otherwise it is the lowest line above the sizes that were played.
 
     Parameters
     ----------
     model of a VAE : shared
-        Or, alone, what `vaemem.predict_pipeline` returned: the formula is then about the whole pipeline.
+        Or a prediction of `vaemem.predict_pipeline`, without other arguments, for the whole pipeline's formula.
     op of a VAE : shared
     dtype, runtime of a VAE : shared
     gpu : shared
     height, width : int
-        The size that is answered first, and whose peak `VAEFormula.closed` is about.
+        The size that the text answers first. `VAEFormula.closed` is the form of its peak.
     **settings
-        What else `predict` takes: ``batch`` (of `closed`), ``weights_dtype``, ``cudnn_version``, ``torch_version``,
-        ``tile``, ``slicing``, ``memory``, ``workspace``, ``protocol``, ``channels_last``, ``allow_tf32``,
-        ``allocator``.
+        The other arguments of `predict`: ``batch`` (of `closed`), ``weights_dtype``, ``cudnn_version``,
+        ``torch_version``, ``tile``, ``slicing``, ``memory``, ``workspace``, ``protocol``, ``channels_last``,
+        ``allow_tf32``, ``allocator``.
 
     Returns
     -------
@@ -242,7 +242,7 @@ def formula(
     Raises
     ------
     ValueError
-        What `predict` raises.
+        As `predict` does.
 
     Examples
     --------

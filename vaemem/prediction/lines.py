@@ -1,7 +1,7 @@
-"""A peak as an equation of the image's size, the batch and the prompt: a line per phase, and the largest counts.
+"""A peak as an equation of the image's size, the batch and the prompt: one line per phase. The largest line counts.
 
-A line is exact if every tensor at the phase's peak is a polynomial at each size that was played. Otherwise it is the
-lowest line above these sizes, and a little higher, because not every size of the grid was played.
+A line is exact if every tensor at the phase's peak is a polynomial at every size that was played. Otherwise it is the
+lowest line above the sizes that were played, raised a little for the other sizes of the grid.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vaemem._common import MIB, distinct, grouped, render, whole
-from vaemem.prediction.closed import PlayedPeak, in_fractions
+from vaemem._common import MIB, grouped, render, whole
+from vaemem.prediction.closed import PlayedPeak, solve_in_fractions
+from vaemem.prediction.writing import Polynomial, write_equation, write_function, write_sum
 
 GRID_SIDES = range(256, 2049, 64)  # pixels
 RATIO = 4  # the longer side by the shorter one
 BATCHES = range(1, 5)
-MOST_PIXELS = 1 << 23  # of a batch; with 256 channels, the most at full size, 2^31 elements
-SMALL = 3 << 16  # pixels of a batch; workspaces jump from size to size below
+MOST_PIXELS = 1 << 23  # in a batch: 2^31 elements with 256 channels, the most channels at full size
+SMALL = 3 << 16  # pixels in a batch; below, workspaces jump from size to size
 COUNTERS = "reserved", "allocated"
-RAISED = 1.015  # bounds over the sizes that were played
-SPARE = 2  # MiB that blocks may leave unused at other sizes than those that were played
-TOO_HIGH = 0.4  # a line's excess from which on attention's scores, or several lines for a phase, are worth it
+RAISED = 1.015  # factor of a bound above the sizes that were played
+SPARE = 2  # MiB that blocks may leave unused at sizes that were not played
+TOO_HIGH = 0.4  # excess of a line; above it, try attention's scores or several lines per phase
 DIGITS = 4  # of a bound's coefficients
 
 
 class Point(NamedTuple):
-    """A size of the image, the batch, the tokens of the prompt (0 if they make no difference) and the side of the VAE's
-    tiles (0 without)."""
+    """A size of the image, a batch, the prompt's tokens (0 if they make no difference) and the side of the VAE's tiles
+    (0 without tiles)."""
 
     height: int
     width: int
@@ -41,51 +42,53 @@ class Point(NamedTuple):
     tile: int = 0
 
 
-class Factor(NamedTuple):
-    """A quantity that lines are made of, as Python and LaTeX write it, and in pixels rather than in 2^20 of them."""
-
-    python: str
-    latex: str
-    value: Callable[..., Any]
-    unit: int = 1
-
-
-FACTORS = {
-    "N": Factor("batch", "N", lambda height, width, batch, tokens, tile: batch),
-    "t": Factor("prompt_tokens", "t", lambda height, width, batch, tokens, tile: tokens),
-    "MP": Factor("pixels", "P", lambda height, width, batch, tokens, tile: height * width, MIB),
-    "(H+W)": Factor("(height + width)", "(H + W)", lambda height, width, batch, tokens, tile: height + width),
-    "tile": Factor(
-        "tile_pixels", r"P_\text{tile}",
-        lambda height, width, batch, tokens, tile: np.minimum(height, tile) * np.minimum(width, tile), MIB,
-    ),
-}  # fmt: skip
-# What bounds are made of; with a workspace that serves one image, or attention that writes out its scores; and with the
-# scores of an image and its prompt.
+# Symbols of `SYMBOLS` as numbers: a function of a point, and how many pixels one unit has.
+FACTORS: dict[str, tuple[Callable[..., Any], int]] = {
+    "N": (lambda height, width, batch, tokens, tile: batch, 1),
+    "t": (lambda height, width, batch, tokens, tile: tokens, 1),
+    "MP": (lambda height, width, batch, tokens, tile: height * width, MIB),
+    "(H+W)": (lambda height, width, batch, tokens, tile: height + width, 1),
+    "tile": (lambda height, width, batch, tokens, tile: np.minimum(height, tile) * np.minimum(width, tile), MIB),
+}
+# Powers of a bound. `SQUARES` adds a workspace for one image and attention's scores; `SCORES` adds the scores of an
+# image with its prompt.
 BOUND = "N*MP", "N*tile", "N", "N*t", ""
 SQUARES = *BOUND, "MP", "N*MP*MP"
 SCORES = *SQUARES, "N*t*MP", "N*t*t"
 POWERS = *SCORES, "t", "N*(H+W)"
-Polynomial = Mapping[str, float | Fraction]  # MiB by power
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The sizes that an equation holds for: multiples of 64 pixels, batches, prompts. tokens: the most that a prompt
-    has, 0 if they make no difference; tile: the side of the VAE's tiles, 0 without."""
+    """The sizes that an equation or a bound is made for.
+
+    Attributes
+    ----------
+    tokens : int
+        Tokens of the longest prompt; 0 if they make no difference.
+    tile : int
+        Side of the VAE's tiles; 0 without tiles.
+    sides, batches : sequence of int
+        Heights and widths in pixels, and batches.
+    ratio : int
+        Largest ratio of the longer side to the shorter one.
+    """
 
     tokens: int = 0
     tile: int = 0
+    sides: Sequence[int] = GRID_SIDES
+    batches: Sequence[int] = BATCHES
+    ratio: int = RATIO
 
     def __iter__(self) -> Iterator[Point]:
-        """Every size with the longest prompt."""
-        for batch, height, width in product(BATCHES, GRID_SIDES, GRID_SIDES):
+        """Yield every size with the longest prompt."""
+        for batch, height, width in product(self.batches, self.sides, self.sides):
             if self._refusal(point := Point(height, width, batch, self.tokens, self.tile)) is None:
                 yield point
 
     def played(self) -> Iterator[Point]:
-        """The sizes that a formula plays: squares, every fourth side, the smallest; squares with shorter prompts too.
-        These have one token more than a multiple of 32, to which some models pad them."""
+        """Yield the sizes that a formula plays: squares, every fourth side and the smallest, and squares with shorter
+        prompts. A shorter prompt has one token more than a multiple of 32, because some models pad to it."""
         shorter = (1, self.tokens // 2 + 1, self.tokens - 31) if self.tokens else ()
         for point in self:
             height, width, batch = point[:3]
@@ -96,7 +99,7 @@ class Grid:
                 yield point._replace(tokens=shorter[(height // GRID_SIDES.step + batch) % 3])
 
     def check(self, height: Any, width: Any, batch: Any, prompt_tokens: Any) -> Point:
-        """The point of these arguments; ValueError names what lies outside."""
+        """Return the point of these arguments. ValueError names the argument outside of the grid."""
         tokens = self.tokens if prompt_tokens is None else whole("prompt_tokens", prompt_tokens)
         point = Point(whole("height", height), whole("width", width), whole("batch", batch), tokens, self.tile)
         if refusal := self._refusal(point):
@@ -105,13 +108,13 @@ class Grid:
 
     def _refusal(self, point: Point) -> str | None:
         height, width, batch = point[:3]
-        spans = {"height": GRID_SIDES, "width": GRID_SIDES, "batch": BATCHES}
+        spans = {"height": self.sides, "width": self.sides, "batch": self.batches}
         spans |= {"tokens": range(1, self.tokens + 1)} if self.tokens else {}
         for name, span in spans.items():
             if not span[0] <= (value := getattr(point, name)) <= span[-1]:
                 return f"{name.replace('tokens', 'prompt_tokens')}: want {span[0]} to {span[-1]}, got {value}"
-        if max(height, width) > RATIO * min(height, width):
-            return f"height, width: want sides up to {RATIO}:1, got {height}x{width}"
+        if max(height, width) > self.ratio * min(height, width):
+            return f"height, width: want sides up to {self.ratio}:1, got {height}x{width}"
         if batch * height * width >= MOST_PIXELS:
             return f"batch: want less than {MOST_PIXELS >> 20} * 2^20 pixels in all, got {batch} of {height}x{width}"
         return None
@@ -125,22 +128,22 @@ class Grid:
 
 
 class PhaseLine(NamedTuple):
-    """The peak of a phase.
+    """The peak of one phase.
 
     Attributes
     ----------
     phase : str
     kind : str
-        ``"exact"``: the tensors at the peak, each a polynomial that follows from the code, and the most that the
-        allocator adds; ``"bound"``: no size that was played lies above.
+        ``"exact"``: the sum of the tensors at the peak, each a polynomial, and the most that the allocator adds.
+        ``"bound"``: a line above every size that was played.
     law : dict of str to (float or Fraction)
         MiB by power: ``"N*MP"``, ``"N"``, ``""`` ...
     excess, median : float
-        How far it is above the sizes that were played, at most and in the middle; shares of the peak.
+        Largest and median excess over the sizes that were played, as a share of the peak.
     where : str
-        What makes the peak at most of these sizes.
+        The step that makes the peak at most of these sizes.
     terms : dict of str to dict
-        The law of each tensor, if the line is exact.
+        The law of each tensor if the line is exact.
     """
 
     phase: str
@@ -155,24 +158,24 @@ class PhaseLine(NamedTuple):
         return float(sum(float(value) * _value(power, point) for power, value in self.law.items()))
 
     def equation(self) -> str:
-        """MiB in a line: ``2434 N*MP + 2108``."""
-        return _sum(self.law, "text")
+        """Return the law in MiB: ``2434 N*MP + 2108``."""
+        return write_sum(self.law)
 
 
 @dataclass(frozen=True, repr=False)
 class Equation:
-    """Bytes of a peak: the largest of its lines.
+    """The bytes of a peak: the largest of its lines.
 
     Attributes
     ----------
     name : str
         ``"reserved"`` or ``"allocated"``.
     lines : tuple of PhaseLine
-        One for each phase; several if its peak lies in places that grow differently.
+        One per phase; several if a phase peaks in places that grow differently.
     grid : Grid
         The sizes that it holds for.
     excess, median : float
-        How far the largest line is above the peak of all phases, at most and in the middle of the sizes played.
+        Largest and median excess of the largest line over the peak of all phases, at the sizes that were played.
     """
 
     name: str
@@ -182,7 +185,7 @@ class Equation:
     median: float
 
     def predict(self, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None) -> int:
-        """Bytes. Sizes in pixels; tokens of the prompt, by default the most. ValueError outside of the grid's ends."""
+        """Return bytes. By default the prompt is the longest. ValueError outside of the grid's ends."""
         point = self.grid.check(height, width, batch, prompt_tokens)
         return math.ceil(MIB * max(line.mebibytes(point) for line in self.lines))
 
@@ -198,33 +201,29 @@ class Equation:
     __repr__ = __str__
 
     def python(self, function: str) -> str:
-        """A Python function of that name, of height, width, batch and, if it matters, prompt_tokens, that returns what
-        `predict` does."""
-        tokens = self.grid.tokens
-        powers = distinct(power for line in self.lines for power in line.law)
-        uses = {name for power in powers for name in power.split("*")}
-        side = self.grid.tile
-        tiles = [f"    tile_pixels = min(height, {side}) * min(width, {side}) / 2**20"] * ("tile" in uses)
+        """Write a Python function of that name, which returns the same bytes as `predict`. Its arguments are height,
+        width, batch and, if it makes a difference, prompt_tokens."""
+        tokens, side = self.grid.tokens, self.grid.tile
+        uses = {name for line in self.lines for power in line.law for name in power.split("*")}
         lines = [
-            f"def {function}(height, width, batch=1{f', prompt_tokens={tokens}' * bool(tokens)}):",
-            f'    """Bytes {self.name}, for {self.grid}."""',
-            "    pixels = height * width / 2**20",
-            *tiles,
-            "    return math.ceil(2**20 * max([",
+            "megapixels = height * width / 2**20",
+            *[f"tile_megapixels = min(height, {side}) * min(width, {side}) / 2**20"] * ("tile" in uses),
+            "return math.ceil(2**20 * max([",
+            *(f"    {write_sum(line.law, 'python')},  # {line.phase}, {line.kind}" for line in self.lines),
+            "]))",
         ]
-        for line in self.lines:
-            lines.append(f"        {_sum(line.law, 'python')},  # {line.phase}, {line.kind}")
-        return "\n".join([*lines, "    ]))\n"])
+        arguments = f"height, width, batch=1{f', prompt_tokens={tokens}' * bool(tokens)}"
+        return write_function(function, arguments, f"Return the bytes {self.name}, for {self.grid}.", lines)
 
     def latex(self) -> str:
-        """The body of a LaTeX equation in MiB; N images, P = H W / 2^20, a prompt of t tokens."""
-        body = r" \\ ".join(
-            rf"{_sum(line.law, 'latex')} & \text{{{line.phase.replace('_', ' ')}}}" for line in self.lines
+        """Write the body of a LaTeX equation in MiB, with N images, P = H W / 2^20 and a prompt of t tokens."""
+        cases = r" \\ ".join(
+            rf"{write_sum(line.law, 'latex')} & \text{{{line.phase.replace('_', ' ')}}}" for line in self.lines
         )
-        return rf"M_{{\text{{{self.name}}}}} &= \max\begin{{cases}} {body} \end{{cases}}"
+        return write_equation(self.name, rf"\max\begin{{cases}} {cases} \end{{cases}}")
 
     def data(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the equation for JSON."""
         lines = [
             line._asdict() | {
                 "equation": line.equation(), "law": _floats(line.law),
@@ -239,8 +238,11 @@ HEADER = "phase", "counter", "MiB", "kind", "excess", "median"
 
 
 def solve(name: str, grid: Grid, played: Mapping[Point, Mapping[str, PlayedPeak]]) -> Equation:
-    """The equation of a counter, from what the phases take at the sizes that were played. What is reserved stays, so
-    that a phase's line holds where the phase takes more than those before it."""
+    """Solve for the equation of a counter from the phases' peaks at the sizes that were played.
+
+    Reserved memory stays for the next phase. Therefore a phase's line of `reserved` holds at the sizes at which the
+    phase needs more than all phases before it.
+    """
     lines, most = list[PhaseLine](), dict.fromkeys(played, 0)
     for phase in next(iter(played.values())):
         sizes = {point: getattr(peaks[phase], name) for point, peaks in played.items()}
@@ -252,19 +254,19 @@ def solve(name: str, grid: Grid, played: Mapping[Point, Mapping[str, PlayedPeak]
 
 
 def _excess(lines: Sequence[PhaseLine], points: Sequence[Point], sizes: np.ndarray) -> tuple[float, float]:
-    """How far the largest line is above the sizes, at most and in the middle."""
+    """Return the largest and the median excess of the largest line over the sizes."""
     above = np.array([max(line.mebibytes(point) for line in lines) for point in points]) / sizes - 1
     return float(above.max()), float(np.median(above[_usual(points)]))
 
 
 def _usual(points: Sequence[Point]) -> np.ndarray:
-    """Without the smallest sizes, which are played more closely than all others; they count if there are no others."""
+    """Mark all sizes but the smallest, which are played more densely; mark all if there are no larger ones."""
     large = np.array([point.batch * point.height * point.width > SMALL for point in points])
     return large if large.any() else ~large
 
 
 class _Sizes:
-    """MiB of a phase at the points that were played, from which its line follows."""
+    """MiB of a phase at the points that were played, to solve for its line."""
 
     def __init__(self, phase: str, counter: str, points: Sequence[Point], peaks: Sequence[PlayedPeak]):
         self.phase, self.counter, self.points, self.peaks = phase, counter, points, peaks
@@ -280,7 +282,7 @@ class _Sizes:
         }  # fmt: skip
 
     def lines(self) -> list[PhaseLine]:
-        """One line; several if one is too high and the peak lies in several places, which may grow differently."""
+        """Return one line, or one for each place of the peak if that is closer and one line is too high."""
         line = self.line()
         places = grouped(zip(self.points, self.peaks, strict=True), lambda one: one[1].where)
         if line.excess <= TOO_HIGH or len(places) == 1:
@@ -305,7 +307,7 @@ class _Sizes:
         return line._replace(excess=excess, median=median)
 
     def _too_high(self, law: Polynomial) -> float:
-        """By how much a law is further above than it may be."""
+        """Return the largest excess of a law, at least `TOO_HIGH`: all laws below it are equally good."""
         return max(TOO_HIGH, float((self._values(law) / self.sizes).max()) - 1)
 
     def _values(self, law: Polynomial) -> np.ndarray:
@@ -315,7 +317,7 @@ class _Sizes:
         return values
 
     def _bound(self, powers: Sequence[str]) -> dict[str, float]:
-        """The lowest line, its coefficients rounded up, so that what is shown is the bound."""
+        """Return the lowest line above the sizes. Its coefficients are rounded up to the digits that are shown."""
         if np.ptp(self.sizes) == 0:
             return {"": float(self.sizes[0])}
         powers = [power for power in powers if power in self.columns]
@@ -328,8 +330,8 @@ class _Sizes:
         return self._large(kept | {"": _rounded_up(law[""] + lacking)})
 
     def _exact(self) -> tuple[Polynomial, Mapping[str, Polynomial]] | None:
-        """The sum of the tensors at the peak and the most that the allocator adds; None if the peak has not the same
-        tensors everywhere, or one of them is no polynomial."""
+        """Return the sum of the tensors at the peak with the most that the allocator adds, and each tensor's law.
+        Return None if the tensors differ from size to size, or if one of them is no polynomial."""
         tensors = self.peaks[-1].tensors
         if not tensors or any(peak.key != self.peaks[-1].key for peak in self.peaks):
             return None
@@ -346,28 +348,31 @@ class _Sizes:
         return total | {"": total.get("", Fraction(0)) + math.ceil(added) + SPARE}, terms
 
     def _large(self, law: Mapping[str, Any]) -> dict[str, Any]:
-        """Without what adds less than 0.1 MiB anywhere."""
+        """Drop the powers that add less than 0.1 MiB everywhere."""
         return {power: one for power, one in law.items() if abs(one) * self.columns[power].max() >= 0.1}
 
     def _tensor(self, sizes: np.ndarray) -> dict[str, Fraction] | None:
-        """The polynomial of few powers that gives a tensor's bytes at every point."""
+        """Return the polynomial with the fewest powers that gives a tensor's bytes at every point, if there is one."""
         for powers in (some for count in (1, 2, 3) for some in combinations(self.columns, count)):
-            units = [math.prod(FACTORS[name].unit for name in power.split("*") if name) for power in powers]
+            units = [math.prod(FACTORS[name][1] for name in power.split("*") if name) for power in powers]
             matrix = np.stack([self.columns[power] * unit for power, unit in zip(powers, units, strict=True)], 1)
-            found = in_fractions(matrix, sizes)
+            found = solve_in_fractions(matrix, sizes)
             if np.abs(matrix @ np.array([float(one) for one in found]) - sizes).max() < 1:
                 return {p: one * unit / MIB for p, one, unit in zip(powers, found, units, strict=True) if one}
         return None
 
 
 def least_above(columns: np.ndarray, sizes: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Factors of the columns, none below 0, whose sum lies above all sizes. The weighted sum of the relative excesses,
-    with the largest one, is the least. The simplex method on the dual program, which has few rows."""
+    """Return the coefficients of the columns, none below 0, of the lowest sum above all sizes.
+
+    Lowest means the smallest sum of the weighted relative excesses and the largest one. The simplex method solves the
+    dual program, which has few rows.
+    """
     shares = columns / sizes[:, None]
     scale = np.maximum(shares.max(0), np.finfo(float).tiny)
     shares = shares / scale
     count, width = shares.shape
-    cost = np.append(weights @ shares, 1)  # of each factor, and of the largest excess
+    cost = np.append(weights @ shares, 1)  # of each coefficient, and of the largest excess
     at_least, at_most = np.hstack([shares, np.zeros((count, 1))]), np.hstack([-shares, np.ones((count, 1))])
     table = np.hstack([at_least.T, at_most.T, np.eye(width + 1), cost[:, None]])
     gain = np.concatenate([np.ones(count), np.zeros(count + width + 2)])
@@ -387,31 +392,14 @@ def least_above(columns: np.ndarray, sizes: np.ndarray, weights: np.ndarray) -> 
     return law
 
 
-def _sum(law: Polynomial, language: str) -> str:
-    """A polynomial in one line of text, Python or LaTeX, the constant last."""
-    times, square = {"text": ("*", "^2"), "python": (" * ", "**2"), "latex": (r"\,", "^2")}[language]
-    text = ""
-    for power in sorted(law, key=lambda power: (not power, POWERS.index(power))):
-        size = abs(float(law[power]))
-        number = repr(size) if language == "python" else f"{size:.0f}" if size >= 1000 else f"{size:.4g}"
-        names = [name for name in power.split("*") if name]
-        written = [
-            (one if language == "text" else getattr(FACTORS[one], language)) + square * (names.count(one) > 1)
-            for one in distinct(names)
-        ]
-        between = " " if language == "text" else times
-        sign = ("-" if law[power] < 0 else "") if not text else f" {'-' if law[power] < 0 else '+'} "
-        text += sign + number + f"{between}{times.join(written)}" * bool(names)
-    return text or "0"
-
-
 def _value(power: str, point: Any) -> Any:
-    """A power at a point, or at columns of them."""
-    return math.prod((FACTORS[name].value(*point) / FACTORS[name].unit for name in power.split("*") if name), start=1.0)
+    """Return a power at a point, or at columns of points."""
+    factors = [FACTORS[name] for name in power.split("*") if name]
+    return math.prod((value(*point) / unit for value, unit in factors), start=1.0)
 
 
 def _rounded_up(value: float) -> float:
-    """To as many digits as are shown."""
+    """Round up to the digits that are shown."""
     if value <= 0:
         return 0.0
     unit = 10.0 ** (math.floor(math.log10(value)) + 1 - DIGITS)
