@@ -7,6 +7,9 @@ PIP := $(BIN)/pip --disable-pip-version-check -q
 SOURCES := setup.py pyproject.toml $(shell find csrc kernels vaemem -type f -not -name '*.pyc' -not -name '*.so*')
 C_SOURCES := $(shell find csrc kernels tests -name '*.[ch]' -o -name '*.cu' -o -name '*.cc')
 export PYTHONUNBUFFERED := 1
+# Bytecode is kept, whatever the caller's environment says: without it each process that imports torch and diffusers spends
+# ten seconds on compiling them.
+export PYTHONDONTWRITEBYTECODE :=
 
 # For this machine alone GPU kernels are compiled for its own GPU, or for one kind where there is none: all seven kinds take
 # minutes. VAEMEM_CUDA_ARCHS="80 90" asks for others and an empty one for all, as wheels have them.
@@ -147,7 +150,8 @@ lint: $(VENV)/check.stamp ## ruff, mypy, clang-format, cppcheck
 	        --inline-suppr --suppress=missingIncludeSystem --suppress=invalidPointerCast -DVM_HAVE_X86=1 csrc/*.c csrc/predict/*.c kernels; \
 	else echo "lint: cppcheck is not installed: skipped"; fi
 
-# The sources once more under build/, built in place with other flags: $(call in_place,FOLDER,FLAGS,PYTHON)
+# The sources once more under build/, built in place with other flags: $(call in_place,FOLDER,FLAGS,PYTHON). VAEMEM_FATBINS
+# has the GPU kernels that make test compiled.
 in_place = rm -rf build/$(1) && mkdir -p build/$(1) && cp -r setup.py pyproject.toml README.md LICENSE csrc kernels vaemem build/$(1)/ && \
 	find build/$(1) -name '*.so*' -delete && cd build/$(1) && VAEMEM_WERROR=1 $(2) $(3) setup.py -q build_ext --inplace
 
@@ -163,10 +167,10 @@ NOT_THE_CORE := 'cuda_[!v]*' 'cuda_vae.py' 'emulator*' 'isa*' 'fuzz*' 'threads*'
 	'estimators*' 'published*' 'record_profiles*' 'sweep*' 'fit*' 'formula*' 'guide*' 'command_line*' 'questions*' 'names*' 'rooms*' \
 	'out_of_memory*' 'counts*' 'saves*' 'document*' 'types*' 'tab*' 'setup*'
 asan: $(VENV)/check.stamp ## the core under AddressSanitizer and UndefinedBehaviorSanitizer
-	$(call in_place,asan,VAEMEM_SANITIZE=1 VAEMEM_CUDA_ARCHS=90,$(abspath $(BIN))/python)
+	$(call in_place,asan,VAEMEM_SANITIZE=1 VAEMEM_FATBINS=$(CURDIR)/build/fatbins,$(abspath $(BIN))/python)
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0:verify_asan_link_order=0:allocator_may_return_null=1 PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/build/asan \
-	VAEMEM_SANITIZED=1 VAEMEM_LIMIT_CASES=30 VAEMEM_CUDA_ARCHS=90 $(BIN)/pytest -x --deselect tests/test_tiling.py::test_ramps \
+	VAEMEM_SANITIZED=1 VAEMEM_LIMIT_CASES=30 $(BIN)/pytest -x --deselect tests/test_tiling.py::test_ramps \
 	    --deselect tests/test_memory_limit.py::test_the_bar_of_the_smallest_plans \
 	    $(addprefix --ignore-glob=tests/test_,$(NOT_THE_CORE))
 

@@ -39,7 +39,7 @@ class Bounds:
         return self._bound
 
 
-@pytest.mark.parametrize("guesses, is_untried", itertools.product([False, True], repeat=2))
+@pytest.mark.parametrize("guesses, is_untried", [*itertools.product([False, True], repeat=2)])
 def test_the_verdict(guesses, is_untried):
     """Every order of the numbers around the card's size, beside the rule as it is told."""
     for most, bound, kept_more in itertools.product((90, 100, 101), (80, 99, 100, 101), (0, 2)):

@@ -92,13 +92,13 @@ def test_the_source_distribution_is_the_tree(tree, sdist, tmp_path):
 
 
 def test_the_source_distribution_installs(sdist, tmp_path):
-    """With CUDA if there is nvcc, for the oldest GPUs and for those with kernels of their own: all seven kinds take
-    minutes; the wheel below is built without."""
-    said = use(sdist, tmp_path, VAEMEM_CUDA=str(int(HAVE_NVCC)), VAEMEM_CUDA_ARCHS="75 90")
+    """With CUDA if there is nvcc, for the oldest GPUs: all seven kinds take minutes, and make test has built one for
+    newer ones."""
+    said = use(sdist, tmp_path, VAEMEM_CUDA=str(int(HAVE_NVCC)), VAEMEM_CUDA_ARCHS="75")
     assert ("built without CUDA" in said) != HAVE_NVCC
     if HAVE_NVCC:
         library = next(tmp_path.glob("fresh/lib/python*/site-packages/vaemem/_cuda*.so"))
-        assert all({(2, 75), (2, 90)} < archs for archs in gpu.machine_code(library.read_bytes()))
+        assert all((2, 75) in archs for archs in gpu.machine_code(library.read_bytes()))
 
 
 def test_the_wheel_installs(tree, tmp_path):

@@ -57,6 +57,7 @@ def test_a_pipelines_directory(tmp_path):
     same(found._core, tensors_of(vae._core))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of:UserWarning", "ignore:torch.quantize_per_tensor:UserWarning")
 def test_tensors_without_plain_numbers_are_named():
     torch = pytest.importorskip("torch")
     state, name = tensors_of(make()), "decoder.conv_in.weight"
