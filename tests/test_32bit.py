@@ -52,13 +52,24 @@ IN_32_BITS = ["-m32", "-msse2", "-mfpmath=sse"]
 TRAPS = ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]
 
 
-def gcc(*flags):
-    built = subprocess.run([*GCC, *flags], cwd=ROOT, capture_output=True, text=True)
+def gcc(*flags, cwd=ROOT):
+    built = subprocess.run([*GCC, *flags], cwd=cwd, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
 
 
-def build(program, source, *flags):
-    gcc(*flags, "-O1", "-o", program, source, *PREDICT, *CORE, "-lm", "-lpthread")
+def build(program, source, objects, *flags):
+    gcc(*flags, "-O1", "-o", program, source, *sorted(objects.iterdir()), "-lm", "-lpthread")
+
+
+def objects_in(folder, *flags):
+    """Compiles what the programs share, once for these flags."""
+    gcc(*flags, "-O1", "-c", *(os.path.join(ROOT, path) for path in [*PREDICT, *CORE]), cwd=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory):
+    return objects_in(tmp_path_factory.mktemp("narrow"), *IN_32_BITS, *TRAPS)
 
 
 def run(*command):
@@ -68,19 +79,19 @@ def run(*command):
     return ran.stdout.splitlines()
 
 
-def walk(program, *flags):
+def walk(program, objects, *flags):
     """The lines of walk_32bit.c, built with these flags."""
-    build(program, "tests/walk_32bit.c", *flags)
+    build(program, "tests/walk_32bit.c", objects, *flags)
     return run(program)
 
 
 @tools.wants_32_bits
-def test_walks_in_32_bits(tmp_path):
+def test_walks_in_32_bits(narrow, tmp_path, tmp_path_factory):
     """Steps, workspaces, addresses and peaks of every VAE, up to 8192 x 8192 pixels, and of a recorded module."""
     with ThreadPoolExecutor(2) as pool:
-        narrow = pool.submit(walk, tmp_path / "narrow", *IN_32_BITS)
-        wide = pool.submit(walk, tmp_path / "wide", "-m64")
-    pairs = list(zip(narrow.result(), wide.result(), strict=True))
+        in_32 = pool.submit(walk, tmp_path / "narrow", narrow, *IN_32_BITS, *TRAPS)
+        wide = pool.submit(walk, tmp_path / "wide", objects_in(tmp_path_factory.mktemp("wide"), "-m64"), "-m64")
+    pairs = list(zip(in_32.result(), wide.result(), strict=True))
     assert [pair for pair in pairs if pair[0] != pair[1]][:3] == []
     walked = [line for line in wide.result() if " steps, " in line]
     played = [line for line in wide.result() if line.startswith("  allocated")]
@@ -101,13 +112,13 @@ def record_calls(calls, returns):
 
 @tools.wants_32_bits
 @pytest.mark.skipif("VAEMEM_SANITIZED" in os.environ, reason="300 answers take minutes")
-def test_answers_in_32_bits(tmp_path):
+def test_answers_in_32_bits(narrow, tmp_path):
     """300 frozen answers: in 32 bits and without Python every call of the core returns what it returns here, and band,
     upper bound and verdict are the same."""
     calls, returns = tmp_path / "calls", tmp_path / "returns"
     with ThreadPoolExecutor(1) as pool:
         recorded = pool.submit(record_calls, calls, returns)
-        build(tmp_path / "answers", "tests/answers_32bit.c", *IN_32_BITS, *TRAPS)
+        build(tmp_path / "answers", "tests/answers_32bit.c", narrow, *IN_32_BITS, *TRAPS)
     called, wide = recorded.result()
     triples = list(zip(called, run(tmp_path / "answers", calls), wide, strict=True))
     assert [triple for triple in triples if triple[1] != triple[2]][:3] == []

@@ -24,7 +24,7 @@ def runner(there, op, height, width, batch=1):
     return lambda **how: there.decode(data, **how) if op == "decode" else there.encode(data, **how).moments
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -47,10 +47,7 @@ def test_every_limit(name, kind, op):
     want, whole = run(), there.last_run
     assert {held for _, held in whole.values} == {"stored"} and whole.work == 1
     every = limits_of(there, *ask)
-    limits = [
-        *every[:: max(len(every) // 2, 1)],
-        there.smallest(*ask),
-    ]  # the first, one between, near the last, the last
+    limits = [every[0], every[len(every) // 2], there.smallest(*ask)]
     there.trim()
     others = emulator.live()[0] - there.reserved_bytes
     for limit in limits:
@@ -133,5 +130,3 @@ def test_below_one_tensor(name, op, convolution, monkeypatch):
     # conv_wgmma.cu's tiles are 16 rows high, so our own plans' least is larger.
     assert beside == sorted(beside, reverse=True) and beside[-1] < (1.0 if convolution == "own" else 0.9)
     assert plans[0].work == 1 and [run.work for run in plans] == sorted(run.work for run in plans)
-    limit = there.smallest(op, side, side, staged=False)
-    assert max(there.largest(op, limit, staged=False)) >= side

@@ -60,6 +60,7 @@ def test_groups_of_three_and_no_attention(name, dtype):
     assert error(there.encode(x).mean, cpu.encode(x).mean) < LIMIT[dtype] * 2
 
 
+@pytest.mark.one_in(4)
 @every_dtype
 def test_channels_of_one_frame(dtype):
     """As Qwen-Image and Wan have them: 96, 192 and 16 of latents. Numbers beyond [-1, 1] are clamped, of tiles too."""
@@ -95,7 +96,7 @@ def test_no_worse_than_torch(kind):
     import torch_vae  # diffusers' numbers without diffusers (test_benchmarks_gpu.py)
 
     cpu, there = pair("sd", kind)
-    peer, z = torch_vae.with_weights(cpu), torch.from_numpy(latents(cpu, 16, 16))
+    peer, z = torch_vae.with_weights(cpu), torch.from_numpy(latents(cpu, 8, 8))
     with torch.no_grad():
         want = peer.double().image(z.double()).numpy()
         theirs = peer.to(getattr(torch, there.dtype)).image(z.to(getattr(torch, there.dtype)))
@@ -223,7 +224,7 @@ def test_scaled_latents():
 @every_dtype
 def test_the_same_bits_again(dtype):
     there = on_gpu("sd", dtype)
-    z = latents(there, 8, 8)
+    z = latents(there, 4, 4)
     first = there.decode(z)
     assert (there.decode(z) == first).all()
     there.graphs = True
@@ -324,16 +325,15 @@ def test_nan_is_not_taken_for_overflow_for_ever():
 # ---- memory ----
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(9)
 @every_dtype
 @pytest.mark.parametrize("name", ["sd", "qwen"])
-@pytest.mark.parametrize("op", ["decode", "encode"])
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("op, batch", [("decode", 1), ("encode", 1), ("decode", 2)])
 def test_estimate_is_what_is_taken(name, dtype, op, batch):
     there = on_gpu(name, dtype)
     weights = there.reserved_bytes
-    want = there.estimate(op, 48, 32, batch)
-    there.decode(latents(there, 12, 8, batch)) if op == "decode" else there.encode(images(48, 32, batch))
+    want = there.estimate(op, 24, 16, batch)
+    there.decode(latents(there, 6, 4, batch)) if op == "decode" else there.encode(images(24, 16, batch))
     got = there.last_run
     for name in ("weights", "activations", "scratch", "workspace", "output", "reserved"):
         assert getattr(got, f"{name}_bytes") == getattr(want, f"{name}_bytes"), name
@@ -343,6 +343,7 @@ def test_estimate_is_what_is_taken(name, dtype, op, batch):
     assert there.reserved_bytes == weights
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("granularity", [256, 2 << 20])
 @every_dtype
 def test_the_device_has_given_what_we_say(dtype, granularity, monkeypatch):
@@ -420,13 +421,11 @@ def test_within_three_tensors_and_a_fifth(name, latent, op, convolution):
     assert (run.peak_bytes - run.weights_bytes) / (128 * side * side * 2) <= 3.2
 
 
-def test_too_little_memory_says_what_would_fit():
-    gpu.emulator()
-    there = VAE.random("flux", device="cuda", dtype="bfloat16", parts="decoder")
-    z, weights = latents(there, 1024, 1024), there.reserved_bytes
-    with pytest.raises(
-        MemoryError, match=r"decode of 8192x8192 needs .* MiB more and .* are free on cuda:0: \d+x\d+ would fit"
-    ):
+def test_too_little_memory_says_what_would_fit(monkeypatch):
+    emulator, there = gpu.emulator(), on_gpu("flux", "bfloat16")
+    z, weights = latents(there, 24, 24), there.reserved_bytes
+    monkeypatch.setenv("VAEMEM_EMULATED_MEMORY", str(emulator.live()[0] + (1 << 20)))
+    with pytest.raises(MemoryError, match=r"of 96x96 needs .* MiB more and .* are free on cuda:0: \d+x\d+ would fit"):
         there.decode(z)
     assert there.reserved_bytes == weights  # nothing is left of it
 
@@ -443,7 +442,7 @@ def test_an_equal_run_is_not_planned_again():
         image = there.decode(latent)
         return image, (1 << 40) - _core.fail_alloc_at(0)
 
-    one, other = latents(there, 6, 4), latents(there, 4, 6)
+    one, other = latents(there, 3, 2), latents(there, 2, 3)
     there.decode(one), there.decode(other)  # cuDNN's plans, and an arena that is large enough for both
     first, planned = run(one)
     again, kept = run(one)
@@ -467,7 +466,7 @@ def limits_of(there, *ask, **how):
     return [max(run.peak_bytes, run.reserved_bytes) for run in there.tradeoff(*ask, **how)]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("name", ["odd", "qwen"])
 @pytest.mark.parametrize("op", ["decode", "encode"])
@@ -529,15 +528,15 @@ def test_limits_of_arrays_on_it():
 @pytest.mark.parametrize("convolution", ["cudnn", "own"])
 def test_below_the_smallest_plan(op, convolution):
     there = on_gpu("sd", "bfloat16 own" if convolution == "own" else "bfloat16")
-    smallest = there.smallest(op, 64, 48)
-    data = latents(there, 16, 12) if op == "decode" else images(64, 48)
+    smallest = there.smallest(op, 32, 24)
+    data = latents(there, 8, 6) if op == "decode" else images(32, 24)
     for call in (
-        lambda limit: there.estimate(op, 64, 48, memory_limit=limit),
+        lambda limit: there.estimate(op, 32, 24, memory_limit=limit),
         lambda limit: getattr(there, op)(data, memory_limit=limit),
     ):
         for limit in (smallest - 1, 1):
             with pytest.raises(
-                ValueError, match=r"^memory_limit: want at least [^\n]+ for an? .+code of 64x48"
+                ValueError, match=r"^memory_limit: want at least [^\n]+ for an? .+code of 32x24"
             ) as caught:
                 call(limit)
             assert caught.value.smallest == smallest

@@ -188,6 +188,8 @@ def test_tiles_when_an_allocation_fails():
     z, tiling, held = latents(cpu, 3, 2), Tiling(8, 0.5), there.reserved_bytes
     given, want = gpu.Array(z), cpu.decode(z, tiling=tiling)
     for n in failing(there):
+        if n > 30 and n % 3:  # each tile allocates as the one before did
+            continue
         try:
             got = there.decode(given, tiling=tiling)
         except MemoryError:
