@@ -406,8 +406,7 @@ def test_up_is_nearest_then_3x3(conv, dtype, tile):
 def test_in_place(conv, dtype, in_c, out, tile, multiply):
     """The shortcut that narrows, into its input's own pixels."""
     case = Case(dtype, 9, 19, in_c, out, k=1, multiply=multiply)
-    for grid in (1, 4):
-        check(case, conv(case, tile, in_place=True, grid=grid, seed=grid))
+    check(case, conv(case, tile, in_place=True, grid=4))
     check(case, conv(case, tile, in_place=True, wider=16))
 
 

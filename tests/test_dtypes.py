@@ -362,11 +362,11 @@ def test_what_decoding_rounds_is_said(dtype, capsys, tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", *HALVES])
 def test_commands(dtype, capsys, tmp_path):
     small_vae().save(tmp_path / "vae")
-    said = {}
+    said, largest = {}, ["largest", "taesd", "decode", "--engine", "40 MiB"]
     for command in (
         ["info", str(tmp_path / "vae"), "--sizes", "64"],
         ["tradeoff", "taesd", "decode", "64"],
-        ["largest", "taesd", "decode", "--engine", "40 MiB"],
+        largest,
         ["backends"],
     ):
         assert main([*command, "--dtype", dtype]) == 0
@@ -375,7 +375,7 @@ def test_commands(dtype, capsys, tmp_path):
     with vaemem.VAE.random("taesd", dtype=dtype) as vae:
         height, width = vae.largest("decode", "40 MiB")
     assert said["largest"].startswith(f"{height}x{width}\n")
-    for refused in (["info", str(tmp_path / "vae")], ["largest", "taesd", "decode", "--engine", "40 MiB"], ["backends"]):
+    for refused in (["info", str(tmp_path / "vae")], largest, ["backends"]):
         status = main([*refused, "--dtype", dtype, "--precision", "high"])
         assert status == (0 if dtype == "float32" else 2)
         assert dtype == "float32" or f"precision: want highest with dtype {dtype}" in capsys.readouterr().err

@@ -24,7 +24,7 @@ def there_and_back(vae: VAE, image: np.ndarray) -> np.ndarray:
     return vae.decode(latents, output_type="uint8")[0]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("model", ["sd15", "sdxl", "flux"])
 def test_flat_colours_come_back_and_edges_where_they_were(model):
     image = squares()
@@ -42,7 +42,7 @@ def test_flat_colours_come_back_and_edges_where_they_were(model):
 
 def test_shades_come_back():
     vae = handmade("sdxl")
-    dark, light = (there_and_back(vae, squares(shade)).astype(int) for shade in (-0.06, 0.06))
+    dark, light = (there_and_back(vae, squares(shade)[:SQUARE]).astype(int) for shade in (-0.06, 0.06))
     change = (light - dark)[24:40, 24:40].mean() / 255
     assert 0.9 * 0.12 < change < 1.1 * 0.12
 

@@ -84,6 +84,7 @@ def test_operations_on_arm(isa_on_arm, name):
     ok(tools.arm()[1], isa_on_arm, name)
 
 
+@pytest.mark.thorough
 @tools.wants_arm
 def test_models_on_arm(setup, tmp_path):
     """Whole runs on several threads, by the best set that the core finds there: tests/threads/threads.c."""

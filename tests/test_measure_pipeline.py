@@ -114,7 +114,7 @@ def built(name):
     return importlib.import_module("test_whole_pipelines").built(name)[1]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize(
     ("name", "gpu", "side", "batch"),
     [("sd15", "T4", 512, 1), ("sd15", "T4", 256, 2), ("sdxl", "RTX 4090", 768, 1), ("flux", "H200", 768, 1)],

@@ -237,6 +237,10 @@ def test_no_vae_is_named_where_the_traceback_goes_past_it(part, wanted):
     assert not e.matches and e.prediction is None and not e.is_told
     assert any("no VAE's run was looked for" in note for note in e.notes)
     assert any("are not." in note for note in e.notes), "what was not examined is said"
+
+
+@pytest.mark.parametrize("wanted", ["4.00 GiB", "512.00 MiB"])
+def test_a_vae_is_named_where_the_traceback_ends_in_it(wanted):
     in_a_vae = 'File "/diffusers/models/autoencoders/autoencoder_kl.py", line 9, in _decode '
     assert explain(in_a_vae + FULL.format(wanted), op="decode", model="sdxl", runtime="diffusers").matches
 

@@ -241,8 +241,16 @@ def test_ways_of_diffusers_are_predictions(small_card):
         assert {name: work[name] for name in ("vae", "memory")} == vae_work(last.flops, last.attended, last.moved)
 
 
-@pytest.mark.parametrize("os", ["linux", "windows"])
-@pytest.mark.parametrize("gpu, memory", [("RTX 3060", "4 GB"), ("RTX 4060", None), ("RTX 3090", None), ("H100", None)])
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(
+    "gpu, memory, os",
+    [
+        ("RTX 3060", "4 GB", "linux"),
+        ("RTX 4060", None, "windows"),
+        ("RTX 3090", None, "windows"),
+        ("H100", None, "linux"),
+    ],
+)
 @pytest.mark.parametrize("pipeline", ["sd15", "sdxl", "flux", "zimage-turbo"])
 def test_a_plan_and_a_prediction_say_the_same_of_every_way(pipeline, gpu, memory, os):
     """Verdict and reason, for both runtimes."""
@@ -321,7 +329,6 @@ ABSENT = "No card is named, and none is present: NVIDIA GeForce RTX 4090 stands 
     [
         ("", "RTX 4090", ABSENT),
         ("--memory 8GB", "RTX 3070", "No card is named: NVIDIA GeForce RTX 3070 stands for any with 8 GB."),
-        ("--gpu T4", "T4", ""),
     ],
 )
 def test_one_question_is_answered_of_one_card(command, named, card, said, capsys):

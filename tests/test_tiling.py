@@ -423,7 +423,7 @@ def test_settings_changed_meanwhile_are_the_next_runs():
 )  # fmt: skip
 def test_bad_input(call, exception, message):
     vae = small_vae()
-    z = latents(vae, 20, 20)
+    z = latents(vae, 9, 9)
     want = vae.decode(z, tiling=Tiling(32))
     with pytest.raises(exception, match=message):
         call(vae, z)

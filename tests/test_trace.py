@@ -6,7 +6,7 @@ import functools
 import random
 
 import pytest
-from traces import left_by, lifetimes
+from traces import assert_same, left_by
 
 from vaemem import CachingAllocator, OutOfMemoryError, _core
 from vaemem.prediction.eager import AttentionCall, Heads, eager_strides
@@ -20,14 +20,6 @@ WIDE = {**SMALL, "block_out_channels": (64, 300), "norm_num_groups": 4}  # a hea
 FLAT = {**SMALL, "block_out_channels": (32,)}
 PLAIN = {**SMALL, "mid_block_add_attention": False, "use_quant_conv": False, "use_post_quant_conv": False}
 BFL = {**SMALL, "use_quant_conv": False, "use_post_quant_conv": False, "scaling_factor": 0.3611, "shift_factor": 0.1159}
-
-
-def assert_same(built, recorded):
-    ours, real = lifetimes(built.steps), lifetimes(recorded.steps)
-    for i, (a, b) in enumerate(zip(ours, real, strict=False)):
-        assert a == b, f"step {i}: built {ours[max(0, i - 4) : i + 2]}, recorded {real[max(0, i - 4) : i + 2]}"
-    assert len(ours) == len(real)
-    assert built.convs == recorded.convs
 
 
 def formatted(module, channels_last):

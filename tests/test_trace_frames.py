@@ -7,7 +7,7 @@ import itertools
 import math
 
 import pytest
-from traces import lifetimes
+from traces import assert_same
 
 from vaemem import _core, predict
 from vaemem._common import latent_factor
@@ -72,10 +72,7 @@ def lives_as_recorded(
         arch, "diffusers", op, dtype, height, width, batch, tile, slicing, tile_overlap=tile_overlap,
         release=int(diffusers.__version__.split(".")[1]), channels_last=channels_last,
     )  # fmt: skip
-    ours, real = lifetimes(built.steps), lifetimes(recording.trace.steps)
-    for i, (a, b) in enumerate(zip(ours, real, strict=False)):
-        assert a == b, f"step {i}: built {ours[max(0, i - 4) : i + 2]}, recorded {real[max(0, i - 4) : i + 2]}"
-    assert len(ours) == len(real) and built.convs == recording.trace.convs
+    assert_same(built, recording.trace)
     if arch["family"] != "hunyuan_image":  # whose attention is matrix products, which a recording does not count
         assert (built.flops, built.attended) == (recording.trace.flops, recording.trace.attended)
     wide = max(arch.get("decoder_block_out_channels", arch["block_out_channels"])) >= 1024
@@ -84,16 +81,15 @@ def lives_as_recorded(
     assert weights == recording.weights
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("op", ["encode", "decode"])
 @pytest.mark.parametrize("kind", list(NAMES))
 @pytest.mark.parametrize(
     "sizes",
     [
         (QWEN, 256, 256),
-        (QWEN, 64, 96, 1, "float16"),
         (QWEN, 96, 64, 2, "bfloat16"),
         (QWEN, 8, 8),
-        (QWEN, 8, 8, 2, "float16"),
         (QWEN, 512, 8),
         (SMALL, 40, 72, 3, "bfloat16"),
         (FLAT, 16, 24, 2),
@@ -144,6 +140,7 @@ def test_later_vaes_live_as_recorded(sizes, name, op, tile, tile_overlap):
 TINY = {name: arch for name, arch in _core.models().items() if arch.get("family") == "tiny"}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("op", ["encode", "decode"])
 @pytest.mark.parametrize(
     "name, case, tile, tile_overlap",
@@ -232,10 +229,7 @@ def test_comfyuis_frames_live_as_they_are_written(sizes, tile, op):
     x = torch.empty(batch, *shapes[op], dtype=run, device="meta")
     recording = record(vae, x, call=lambda vae, x: vae.tiles_from_host(op, x, tile) if tile else vae.from_host(op, x))
     built = _core.Trace.vae(arch, "comfyui", op, dtype, height, width, batch, tile)
-    ours, real = lifetimes(built.steps), lifetimes(recording.trace.steps)
-    for i, (a, b) in enumerate(zip(ours, real, strict=False)):
-        assert a == b, f"step {i}: built {ours[max(0, i - 4) : i + 2]}, recorded {real[max(0, i - 4) : i + 2]}"
-    assert len(ours) == len(real) and built.convs == recording.trace.convs
+    assert_same(built, recording.trace)
     assert recording.unmodelled == {}
     weights = [(name, math.prod(shape) * run.itemsize) for name, shape, _ in _core.Trace.parameters(arch, "comfyui")]
     assert weights == recording.weights

@@ -11,12 +11,12 @@ torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 accelerate = pytest.importorskip("accelerate")
 
-from test_trace import assert_same
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import FlopCounterMode
 from torch_vaes import diffusers_vae
+from traces import assert_same
 
 from vaemem.prediction.gpus import find_gpu
 from vaemem.pytorch import record

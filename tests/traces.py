@@ -20,6 +20,14 @@ def lifetimes(steps):
     return [*found, ("give", *sorted(filter(None, given)))]
 
 
+def assert_same(built, recorded):
+    ours, real = lifetimes(built.steps), lifetimes(recorded.steps)
+    for i, (a, b) in enumerate(zip(ours, real, strict=False)):
+        assert a == b, f"step {i}: built {ours[max(0, i - 4) : i + 2]}, recorded {real[max(0, i - 4) : i + 2]}"
+    assert len(ours) == len(real)
+    assert built.convs == recorded.convs
+
+
 def left_by(trace):
     """The steps that take what is not given back."""
     given = {number for op, number, *_ in trace.steps if op == "give"}
