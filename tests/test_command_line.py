@@ -382,7 +382,8 @@ def test_what_holds_no_latents_is_refused(weights, tmp_path, capsys):
     np.save(good, np.zeros((1, 4, 8, 8), np.float32))
     empty, cut, words, archive = (str(tmp_path / f"{name}.npy") for name in ("empty", "cut", "words", "archive"))
     open(empty, "wb").close()
-    open(cut, "wb").write(open(good, "rb").read()[:200])
+    with open(good, "rb") as whole, open(cut, "wb") as part:
+        part.write(whole.read(200))
     np.save(words, np.full((1, 4, 8, 8), "a"))
     with open(archive, "wb") as f:
         np.savez(f, z=np.zeros((1, 4, 8, 8)))

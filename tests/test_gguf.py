@@ -454,7 +454,8 @@ def test_every_truncation_of_a_real_file(tmp_path, dtype):
     path = tmp_path / "a.gguf"
     write_gguf(path, tensors_of(make()), blocks(dtype))
     whole = path.read_bytes()
-    last = max(tensor.at + tensor.nbytes for tensor in file_tensors.gguf_header(open(path, "rb"))[0])
+    with open(path, "rb") as file:
+        last = max(tensor.at + tensor.nbytes for tensor in file_tensors.gguf_header(file)[0])
     for size in sorted({*range(0, 800, 7), *range(800, last, last // 60), last - 1}):
         path.write_bytes(whole[:size])
         with pytest.raises(ValueError, match=r"path: want a GGUF file, got .*a\.gguf"):
