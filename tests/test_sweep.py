@@ -2,7 +2,6 @@
 
 import sys
 import types
-import warnings
 
 import numpy as np
 import pytest
@@ -93,9 +92,7 @@ def test_a_notebook_without_widgets_has_its_bar_in_the_output(vae, capsys, monke
     kernel = types.SimpleNamespace(get_ipython=lambda: types.SimpleNamespace(kernel=True))
     monkeypatch.setitem(sys.modules, "IPython", kernel)
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        measure_sweep(vae, "encode", 32, progress=True)
+    measure_sweep(vae, "encode", 32, progress=True)
     said = capsys.readouterr()
     assert "sweep: 100%" in said.out and not said.err
 
