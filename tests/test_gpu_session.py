@@ -69,6 +69,7 @@ class Session:
         """The session and, as at the end of a lease, whatever it has started."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        self.process.stdout.close()
 
     @property
     def rows(self) -> list[str]:
