@@ -1,8 +1,8 @@
-/* What was recorded of cuDNN: profiles of its answers by compute capability, version and card, and rules for versions
- * that cannot be asked (vaemem/prediction/profiles.py says what the files hold).
+/* cuDNN's recorded answers: profiles by compute capability, version and card, and rules for versions that no profile
+ * covers (vaemem/prediction/profiles.py describes the files).
  *
  *   card, version -> profiles, the nearest version first
- *   compute capability, version -> profiles that bound what an unrecorded version may answer */
+ *   compute capability, version -> profiles that bound an unrecorded version's answers */
 #ifndef VM_CATALOGUE_H
 #define VM_CATALOGUE_H
 
@@ -31,11 +31,11 @@ typedef struct vm_recorded {
     int sm, version;
     vm_card *card; /* the cards that it is limited to; owned */
     size_t cards;  /* 0: valid for all of its compute capability */
-    bool inferred; /* from measurements, not asked of cuDNN: it answers for its own version only */
+    bool inferred; /* measured, not answered by cuDNN's heuristics: valid for its own version only */
     const vm_profile *profile;
 } vm_recorded;
 
-/* Loads profile number `number`: sets *profile, which stays until vm_catalogue_free, and *inferred. */
+/* Loads profile number `number`: sets *inferred and *profile, borrowed until vm_catalogue_free. */
 typedef vm_status (*vm_catalogue_load)(void *context, size_t number, const vm_profile **profile, bool *inferred);
 
 typedef struct vm_catalogue {
@@ -54,7 +54,7 @@ vm_status vm_catalogue_add(vm_catalogue *c, int sm, int version, const vm_card *
 vm_status vm_catalogue_add_rule(vm_catalogue *c, const vm_card_rule *rule);
 vm_status vm_catalogue_add_sample(vm_catalogue *c, const vm_card *card);
 
-/* Numbers of profiles, loaded. The array is scratch and becomes the caller's. */
+/* Numbers of loaded profiles. The caller owns the array, which is scratch. */
 typedef struct vm_profile_list {
     size_t count;
     uint32_t *number;
@@ -66,11 +66,11 @@ typedef struct vm_profile_list {
 vm_status vm_catalogue_near(vm_catalogue *c, const vm_card *card, int version, vm_profile_list *out);
 /* *number: the first of vm_catalogue_near that may answer for the version; -1 if there is none. */
 vm_status vm_catalogue_nearest(vm_catalogue *c, const vm_card *card, int version, int *number);
-/* Profiles asked of cuDNN that bound what `version` (0: any) answers on a compute capability.
+/* Profiles from cuDNN's heuristics that bound the answers of `version` (0: any) on a compute capability.
  *
- * A version between two versions that were asked on this capability answers as one of that capability's profiles. Older
- * and newer versions may answer as any profile of the family: compute capability 8.0 and later, which have TF32, or
- * 7.x. benchmarks/left_out.py tests this rule. Equal profiles are listed once. */
+ * A version between two recorded versions of this capability answers as one of that capability's profiles. Older and
+ * newer versions may answer as any profile of the family: compute capability 8.0 and later, which have TF32, or 7.x.
+ * benchmarks/left_out.py tests this rule. Equal profiles are listed once. */
 vm_status vm_catalogue_relatives(vm_catalogue *c, int sm, int version, vm_profile_list *out);
 /* Whether a rule is valid for a card and a version (0: any). */
 bool vm_card_rule_holds(const vm_card_rule *rule, int sm, int version);

@@ -1,8 +1,8 @@
-/* Sizes on the simulated machine: its bytes, elements and pixels have 64 bits, however many size_t has here. Only
- * counts of things in this machine's memory are size_t.
+/* Sizes on the simulated machine: its bytes, elements and pixels have 64 bits on every host. Only counts of things in
+ * this machine's memory are size_t.
  *
- * These are the sums and products of kernels.h in 64 bits: what does not fit stays at UINT64_MAX through every further
- * sum and product (but a product with 0). vm_trace_take and the lookups refuse it. */
+ * These are kernels.h's sums and products in 64 bits. An overflow stays UINT64_MAX through every further sum and
+ * product, except a product with 0. vm_trace_take and the lookups refuse it. */
 #ifndef VM_SIZES_H
 #define VM_SIZES_H
 
@@ -24,7 +24,7 @@ static inline uint64_t vm_product64_of(const uint64_t *factor, size_t factors) {
 #define VM_PRODUCT64(...) \
     vm_product64_of((const uint64_t[]){__VA_ARGS__}, sizeof((const uint64_t[]){__VA_ARGS__}) / sizeof(uint64_t))
 
-/* To a multiple of `align`. */
+/* Rounds up to a multiple of `align`. */
 static inline uint64_t vm_round_up64(uint64_t size, uint64_t align) {
     return size > UINT64_MAX - align ? UINT64_MAX : VM_ROUND_UP(size, align);
 }

@@ -1,28 +1,27 @@
-/* PyTorch's CUDA allocators, without the memory: addresses and sizes only. First the native one, which caches.
+/* PyTorch's CUDA allocators, without the memory: addresses and sizes only.
  *
- * What it does (c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.5 to 2.9, backend "native"):
+ * The native allocator caches (c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.5 to 2.9, backend "native"):
  *
  *   request -> rounded to 512 B, or to a fraction of a power of two (roundup_divisions)
- *           -> small pool up to 1 MiB, large pool above; a block belongs to the stream that it was first taken for
+ *           -> small pool up to 1 MiB, large pool above; a block belongs to the stream that first took it
  *           -> best fit among the cached blocks: smallest, then lowest address
- *           -> else a new segment: 2 MiB (small), 20 MiB (below 10 MiB), else the next multiple of 2 MiB
- *           -> split when 512 B (small pool, expandable) or more than 1 MiB (large pool) would remain
+ *           -> otherwise a new segment: 2 MiB (small), 20 MiB (below 10 MiB), or the next multiple of 2 MiB
+ *           -> split if 512 B (small pool, expandable) or more than 1 MiB (large pool) would remain
  *   free    -> merged with free neighbours, cached
  *   no room -> collect by age, free oversized blocks, free every whole cached segment, then out of memory
  *
- * What the driver does is a model, stated here: cudaMalloc returns ascending addresses, 2 MiB aligned, and never the
- * same range twice (vm_talloc_place overrides it); a device gives memory until total_memory is reached, whatever the
- * order.
+ * The driver is a model: cudaMalloc returns ascending addresses, 2 MiB aligned, and never the same range twice
+ * (vm_talloc_place overrides it). A device allocates until total_memory is reached, in any order.
  *
- * Not modelled: private pools of CUDA graphs, the moment at which the events of record_stream complete (the caller says
- * it: vm_talloc_free_request, later vm_talloc_free), the CUDA context's own memory (subtract it from total_memory).
+ * Not modelled: private pools of CUDA graphs; when the events of record_stream complete (the caller says it:
+ * vm_talloc_free_request, later vm_talloc_free); the CUDA context's own memory (subtract it from total_memory).
  *
- * With driver_pool it is the backend "cudaMallocAsync" (c10/cuda/CUDAMallocAsyncAllocator.cpp): PyTorch keeps nothing,
- * each request goes to the driver's memory pool, whose attributes its statistics are: used is allocated, reserved is
- * reserved. The release threshold is set to the largest, so the pool gives back only when the cache is emptied (trimmed
- * to 0). The driver moves free pages together where none fits (it says so; pools were seen to waste memory all the
- * same), so this pool wastes nothing: reserved is the most that was in use since it was trimmed, in pages of 2 MiB,
- * which is the least that it can be. Sizes are rounded to 512 B, an assumption. */
+ * driver_pool selects the backend "cudaMallocAsync" (c10/cuda/CUDAMallocAsyncAllocator.cpp). PyTorch then caches
+ * nothing; each request goes to the driver's memory pool. The pool's attributes are its statistics: used is allocated,
+ * reserved is reserved. PyTorch sets the largest release threshold, so the pool shrinks only when the cache is emptied
+ * (trimmed to 0). The driver's documentation says that it remaps free pages if none fits; real pools still waste some
+ * memory. This pool wastes nothing: reserved is the most in use since the last trim, in pages of 2 MiB, a lower bound.
+ * Rounding sizes to 512 B is an assumption. */
 #ifndef VM_TORCH_ALLOC_H
 #define VM_TORCH_ALLOC_H
 
@@ -32,15 +31,15 @@ enum { VM_TALLOC_INTERVALS = 16 };
 #define VM_TALLOC_LARGEST ((uint64_t)1 << 60) /* PyTorch refuses larger requests */
 
 typedef struct vm_talloc_config {
-    uint64_t total_memory;           /* bytes that the device can give; 0: no end */
-    uint64_t allowed_memory;         /* of them, those that set_per_process_memory_fraction allows; 0: not set */
+    uint64_t total_memory;           /* bytes of the device; 0: unlimited */
+    uint64_t allowed_memory;         /* of them, the part that set_per_process_memory_fraction allows; 0: not set */
     uint64_t max_split_size;         /* bytes; larger blocks are kept whole; 0: no limit */
-    uint64_t max_non_split_rounding; /* bytes that a block kept whole may exceed its request by; 0: 20 MiB */
+    uint64_t max_non_split_rounding; /* bytes by which an unsplit block may exceed its request; 0: 20 MiB */
     uint64_t reservation;            /* addresses of an expandable segment; 0: 1 1/8 of total_memory, or 1 TiB */
-    uint32_t roundup_divisions[VM_TALLOC_INTERVALS]; /* from 2^(20+i) on, smaller ones as [0]; 0: round to 512 B */
+    uint32_t roundup_divisions[VM_TALLOC_INTERVALS]; /* from 2^(20+i) on; smaller requests use [0]; 0: round to 512 B */
     double gc_threshold; /* share of allowed_memory above which old cached segments are freed; 0: off */
     bool expandable_segments;
-    bool driver_pool; /* the cudaMallocAsync backend; of the rest only total_memory and allowed_memory then matter */
+    bool driver_pool; /* the cudaMallocAsync backend, which uses only total_memory and allowed_memory */
     bool history;     /* keep every event for vm_talloc_events */
 } vm_talloc_config;
 
@@ -49,32 +48,32 @@ typedef struct vm_talloc vm_talloc;
 vm_status vm_talloc_new(const vm_talloc_config *config, vm_talloc **out);
 void vm_talloc_delete(vm_talloc *a); /* accepts NULL */
 const vm_talloc_config *vm_talloc_settings(const vm_talloc *a);
-/* Bytes that a request of `bytes` takes from a block. */
+/* Returns: bytes of a block that a request of `bytes` uses. */
 uint64_t vm_talloc_round(const vm_talloc_config *config, uint64_t bytes);
-/* Bytes that the native allocator asks the driver for where no block has room for so many, rounded. */
+/* Returns: bytes of the segment that the native allocator creates if no block has room for `size` bytes, rounded. */
 uint64_t vm_talloc_segment(uint64_t size);
 
-/* Whether allocation depends on sizes only, the two pools are independent, and a block that is given back at once
+/* Returns: whether allocation depends on sizes only, the two pools are independent, and allocating and freeing a block
  * leaves nothing but a segment. */
 bool vm_talloc_is_plain(const vm_talloc *a);
-/* Whether steps that give back all that they take change nothing but counters, if the device gives them no segment and
- * gets none back: free blocks are always merged. */
+/* Returns: whether steps that free all they allocate change only counters, provided the device neither creates nor
+ * frees a segment: free blocks always merge. */
 bool vm_talloc_forgets(const vm_talloc *a);
 
-/* *address is 0 for 0 bytes. VM_ENOMEM with vm_talloc_last_oom() when the simulated device is full (cached segments
- * have then been freed, as PyTorch does); VM_ENOMEM without it when this machine is. */
+/* *address is 0 for 0 bytes. Returns: VM_ENOMEM with vm_talloc_last_oom() if the simulated device is full (after
+ * freeing cached segments, as PyTorch does); VM_ENOMEM without it if this machine is. */
 vm_status vm_talloc_malloc(vm_talloc *a, uint64_t bytes, uint64_t stream, uint64_t *address);
-/* VM_EINVAL when address was not handed out, or was freed already. */
+/* VM_EINVAL if address was not allocated, or was freed before. */
 vm_status vm_talloc_free(vm_talloc *a, uint64_t address);
-/* The free of a block that another stream still uses: not allocated any more, active until vm_talloc_free. */
+/* Frees a block that another stream still uses: no longer allocated, but active until vm_talloc_free. */
 vm_status vm_talloc_free_request(vm_talloc *a, uint64_t address);
 vm_status vm_talloc_empty_cache(vm_talloc *a);
-/* Stamped on the blocks and events that follow: whose they are (an index that the caller can name). */
+/* Tags the blocks and events that follow with an index of the caller's names. */
 void vm_talloc_tag(vm_talloc *a, uint32_t tag);
 
 /* ---- statistics, under the names of torch.cuda.memory_stats ---- */
 
-/* What is counted, then in the same order the bytes of it. */
+/* Counters, then in the same order their bytes. */
 typedef enum vm_talloc_kind {
     VM_TALLOC_ALLOCATION,
     VM_TALLOC_SEGMENT,
@@ -94,29 +93,29 @@ extern const char *const vm_talloc_kind_name[VM_TALLOC_KINDS], *const vm_talloc_
 
 typedef struct vm_talloc_stat {
     int64_t current, peak;
-    uint64_t allocated, freed; /* ever: enough steps may pass what int64_t holds, as they do in PyTorch */
+    uint64_t allocated, freed; /* in total; enough steps may exceed int64_t, as in PyTorch */
 } vm_talloc_stat;
 
 typedef struct vm_talloc_stats {
     vm_talloc_stat of[VM_TALLOC_KINDS][VM_TALLOC_POOLS];
     vm_talloc_stat oversize_allocations, oversize_segments;
     int64_t num_alloc_retries, num_ooms, num_sync_all_streams, num_device_alloc, num_device_free;
-    uint64_t least_refused; /* the fewest bytes in all that the device did not have; 0: it was never full */
+    uint64_t least_refused; /* the fewest bytes in total that the device could not hold; 0: it was never full */
 } vm_talloc_stats;
 
 const vm_talloc_stats *vm_talloc_get_stats(const vm_talloc *a);
-/* Counts again what was allocated and freed between two earlier counts. */
+/* Adds again what was allocated and freed between two earlier counts. */
 void vm_talloc_count_again(vm_talloc *a, const vm_talloc_stats *before, const vm_talloc_stats *after);
 void vm_talloc_reset_peak(vm_talloc *a);
 
 typedef struct vm_talloc_oom {
-    uint64_t requested, wanted;    /* by the caller; of the device */
-    uint64_t total, free, allowed; /* of the device; allowed is 0 when not set, total 0 when without end */
+    uint64_t requested, wanted;    /* by the caller; from the device */
+    uint64_t total, free, allowed; /* of the device; allowed is 0 if not set, total 0 if unlimited */
     uint64_t allocated, reserved;
-    uint32_t tag; /* whose request it was */
+    uint32_t tag; /* of the failed request */
 } vm_talloc_oom;
 
-/* NULL unless the last call on a failed because the simulated device was full. */
+/* NULL unless the last call on `a` filled the simulated device. */
 const vm_talloc_oom *vm_talloc_last_oom(const vm_talloc *a);
 
 /* ---- many steps at once ---- */
@@ -129,15 +128,15 @@ typedef enum vm_talloc_op {
 } vm_talloc_op;
 
 typedef struct vm_talloc_step {
-    uint32_t op, id; /* id: the caller's name for a tensor, an index into address[] */
+    uint32_t op, id; /* id: the caller's number of a tensor, an index into address[] */
     uint64_t bytes, stream;
 } vm_talloc_step;
 
-/* address: [ids], in and out. Stops at the first failure; *done: how many steps were taken. */
+/* address: [ids], in and out. Stops at the first failure; *done: how many steps succeeded. */
 vm_status vm_talloc_run(vm_talloc *a, const vm_talloc_step *step, size_t steps, uint64_t *address, size_t ids,
                         size_t *done);
 
-/* ---- what a snapshot shows ---- */
+/* ---- contents of a snapshot ---- */
 
 typedef enum vm_talloc_action {
     VM_TALLOC_ALLOC,
@@ -171,21 +170,22 @@ typedef struct vm_talloc_block {
     uint32_t tag;
     vm_talloc_state state;
     bool small, expandable;
-    bool first; /* of its segment; of an expandable one: of a mapped stretch */
+    bool first; /* first of its segment; of an expandable one: of a mapped stretch */
 } vm_talloc_block;
 
-/* How many there are; with block, which has place for as many, all of them by address. */
+/* Returns: the number of blocks. Fills block[], unless NULL, with all of them by address. */
 size_t vm_talloc_blocks(const vm_talloc *a, vm_talloc_block *block);
 
-/* ---- for replays: the driver's and another process's decisions, imposed ---- */
+/* ---- for replays: impose the decisions of the driver and of another process ---- */
 
-/* The next new segment (or expandable reservation) lies at address if nothing lies there; 0 takes that back. */
+/* Puts the next new segment (or expandable reservation) at `address` if that is free; 0 cancels. */
 vm_status vm_talloc_place(vm_talloc *a, uint64_t address);
-/* Whether some cached segment is whole; the one at address goes back to the device, VM_EINVAL where none begins. */
+/* Returns: whether some cached segment is whole. vm_talloc_release frees the one at `address`: VM_EINVAL if none begins
+ * there. */
 bool vm_talloc_has_whole_segment(const vm_talloc *a);
 vm_status vm_talloc_release(vm_talloc *a, uint64_t address);
-/* A segment as it was found: address, size, stream and small of *segment; block: [blocks] live or pending ones in it,
- * by address (address, size, requested, tag, state). What lies between is free. */
+/* Recreates a segment: address, size, stream and small of *segment; block: [blocks] its live or pending blocks by
+ * address (address, size, requested, tag, state). Gaps between them are free. */
 vm_status vm_talloc_restore(vm_talloc *a, const vm_talloc_block *segment, const vm_talloc_block *block, size_t blocks);
 
 #endif

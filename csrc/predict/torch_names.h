@@ -1,4 +1,4 @@
-/* Names by number: each once, in the order in which they came. */
+/* Numbered names: each once, in order of first use. */
 #ifndef VM_TORCH_NAMES_H
 #define VM_TORCH_NAMES_H
 
@@ -6,12 +6,12 @@
 
 typedef struct vm_names {
     size_t count, used, room, bins;
-    char *text;    /* [room], one name behind the other */
+    char *text;    /* [room], one name after another */
     size_t *at;    /* where each begins */
     uint32_t *bin; /* hash table, at most half full: number + 1, or 0 */
 } vm_names;
 
-/* The number of text, which is copied where it is new. */
+/* *number: the number of text, which is copied if new. */
 vm_status vm_names_add(vm_names *n, const char *text, uint32_t *number);
 void vm_names_free(vm_names *n);
 

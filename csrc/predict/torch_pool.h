@@ -1,8 +1,7 @@
-/* One pool of a plain allocator (vm_talloc_is_plain), for playing the same steps many times: torch_alloc.c's decisions
- * with one stream and a device without end, and without history and statistics. It can be copied.
+/* One pool of a plain allocator (vm_talloc_is_plain), for playing the same steps many times. It decides as
+ * torch_alloc.c does for one stream and an unlimited device, without history and statistics. It can be copied.
  *
- *   block   0 .. TA_BINS-1: rings of free blocks by size and address, one for each bin; then blocks of memory
- */
+ *   block   0 .. TA_BINS-1: rings of free blocks by size and address, one for each bin; then blocks of memory */
 #ifndef VM_TORCH_POOL_H
 #define VM_TORCH_POOL_H
 
@@ -19,21 +18,21 @@ typedef struct vm_pool {
     vm_pool_block *block; /* [blocks], owned */
     size_t blocks;
     uint64_t reserved, next_address;
-    uint64_t filled[TA_BINS / 64]; /* one bit for each ring that has blocks */
-    uint32_t spare;                /* a list by `more`, which ends with 0 */
+    uint64_t filled[TA_BINS / 64]; /* one bit for each non-empty ring */
+    uint32_t spare;                /* a list linked by `more`, ended by 0 */
     bool small;
 } vm_pool;
 
-/* After a failure vm_pool_free alone may follow. All sizes are rounded as vm_talloc_round rounds them. */
+/* After a failure only vm_pool_free may follow. Sizes are rounded as by vm_talloc_round. */
 vm_status vm_pool_new(vm_pool *p, bool small);
 vm_status vm_pool_copy(const vm_pool *p, vm_pool *copy);
 void vm_pool_free(vm_pool *p); /* accepts zeros */
 vm_status vm_pool_take(vm_pool *p, uint64_t size, uint32_t *block);
 void vm_pool_give(vm_pool *p, uint32_t block);
-/* Gives back what it takes: leaves nothing but a segment, if none has room. */
+/* Allocates and frees: leaves only a new segment, if no block has room. */
 vm_status vm_pool_borrow(vm_pool *p, uint64_t size);
 void vm_pool_empty(vm_pool *p);
-/* The largest free block's size, 0 if there is none. */
+/* Returns: the largest free block's size, 0 if there is none. */
 uint64_t vm_pool_room(const vm_pool *p);
 
 #endif

@@ -1,15 +1,14 @@
-/* Which kernel PyTorch's scaled_dot_product_attention runs on a GPU.
+/* Chooses the kernel that PyTorch's scaled_dot_product_attention runs on a GPU.
  *
- * After native/transformers/cuda/sdp_utils.cpp and sdp_utils_cpp.h: the first kernel of PyTorch's order that is enabled
- * and has nothing against the call. Gradients, nested tensors and dropout are left out. torch_trace.h says what the
- * kernel then takes. */
+ * Follows native/transformers/cuda/sdp_utils.cpp and sdp_utils_cpp.h: the first enabled kernel in PyTorch's order that
+ * accepts the call. Gradients, nested tensors and dropout are left out. torch_trace.h describes the kernel's memory. */
 #ifndef VM_TORCH_SDPA_H
 #define VM_TORCH_SDPA_H
 
 #include "../vm.h"
 
 typedef enum vm_attention_kernel {
-    VM_ATTENTION_USUAL, /* flash where it can be, else memory-efficient, else math: PyTorch's order without cuDNN */
+    VM_ATTENTION_USUAL, /* flash if possible, then memory-efficient, then math: PyTorch's order without cuDNN */
     VM_ATTENTION_FLASH,
     VM_ATTENTION_EFFICIENT,
     VM_ATTENTION_MATH,
@@ -18,12 +17,12 @@ typedef enum vm_attention_kernel {
 } vm_attention_kernel;
 extern const char *const vm_attention_kernel_name[VM_ATTENTION_KERNELS];
 
-/* Queries, keys or values: (batch, heads, length, depth) where there are 4 dimensions. */
+/* Queries, keys or values: (batch, heads, length, depth) if dims is 4. */
 typedef struct vm_heads {
     size_t dims;
     uint64_t batch, heads, length, depth;
-    bool strided;  /* the elements of a head do not lie side by side: their stride is not 1 */
-    bool by_token; /* all heads of a token lie before the next token: (batch, length, heads, depth) */
+    bool strided;  /* the elements of a head are not adjacent: their stride is not 1 */
+    bool by_token; /* all heads of a token precede the next token: (batch, length, heads, depth) */
 } vm_heads;
 
 /* A call of scaled_dot_product_attention. */
@@ -32,11 +31,11 @@ typedef struct vm_sdpa {
     vm_heads q, k, v;
     bool masked, boolean;    /* whether there is a mask, and whether its elements are booleans */
     bool causal, grouped;    /* is_causal, enable_gqa */
-    uint64_t mask, mask_row; /* the mask's elements in all, and of one row (a query's keys) */
+    uint64_t mask, mask_row; /* the mask's elements in total, and in one row (a query's keys) */
 } vm_sdpa;
 
-/* The first of the enabled kernels that takes the call on a card of compute capability `sm` (89 for 8.9). VM_EINVAL
- * where none does, as PyTorch raises. */
+/* *out: the first enabled kernel that accepts the call on a card of compute capability `sm` (89 for 8.9). VM_EINVAL if
+ * none does; PyTorch raises then. */
 vm_status vm_sdpa_choose(const vm_sdpa *call, int sm, const vm_attention_kernel *enabled, size_t count,
                          vm_attention_kernel *out);
 

@@ -1,11 +1,11 @@
-/* What a PyTorch call takes from the caching allocator and gives back, in order: tensors (their storages) and what
- * operators take besides, on the eager CUDA path of PyTorch 2.5 and later.
+/* What a PyTorch call allocates and frees in the caching allocator, in order: storages of tensors, and operators'
+ * temporaries, on the eager CUDA path of PyTorch 2.5 and later.
  *
  *   torch_trace.c  the trace, and its operators' temporaries (process.h plays it on a simulated allocator)
- *   torch_vae.c    the traces of the VAEs, from an architecture (torch_walk.h says how they are made)
+ *   torch_vae.c    the traces of the VAEs, from an architecture (torch_walk.h describes the method)
  *
- * A trace knows shapes, not devices: convolutions stand in it as questions (whose workspaces the caller looks up) and
- * matrix products as uses of cuBLAS. vaemem/pytorch records the same traces from real modules under fake tensors. */
+ * A trace knows shapes, not devices: convolutions are questions, whose workspaces the caller looks up; matrix products
+ * are uses of cuBLAS. vaemem/pytorch records the same traces from real modules under fake tensors. */
 #ifndef VM_TORCH_TRACE_H
 #define VM_TORCH_TRACE_H
 
@@ -18,12 +18,12 @@
 
 typedef enum vm_trace_op {
     VM_TRACE_TAKE,     /* a storage */
-    VM_TRACE_GIVE,     /* the storage `id`: its last reference went */
-    VM_TRACE_CONV,     /* the workspace of convolution `id`, taken and given back */
-    VM_TRACE_CUBLAS,   /* cuBLAS: its workspace is taken by the first use and kept */
-    VM_TRACE_CUBLASLT, /* cuBLASLt: a workspace of its own, see vm_trace_blas */
+    VM_TRACE_GIVE,     /* the storage `id` loses its last reference */
+    VM_TRACE_CONV,     /* the workspace of convolution `id`, allocated and freed */
+    VM_TRACE_CUBLAS,   /* cuBLAS: the first use allocates its workspace, which stays */
+    VM_TRACE_CUBLASLT, /* cuBLASLt: its own workspace, see vm_trace_blas */
     VM_TRACE_EMPTY,    /* torch.cuda.empty_cache */
-    VM_TRACE_NOTHING   /* what a process undid (process.h) */
+    VM_TRACE_NOTHING   /* a step that a process undid (process.h) */
 } vm_trace_op;
 
 typedef struct vm_trace_step {
@@ -33,7 +33,7 @@ typedef struct vm_trace_step {
     uint64_t bytes; /* as requested */
 } vm_trace_step;
 
-/* Steps that give back all that they take, as those of a tile do. Stretches of a kind have the same steps, but for the
+/* Steps that free all they allocate, such as those of a tile. Stretches of one kind have equal steps, apart from the
  * numbers of their storages. */
 typedef struct vm_trace_stretch {
     size_t from, until;
@@ -42,14 +42,14 @@ typedef struct vm_trace_stretch {
 
 typedef struct vm_trace {
     size_t steps, convs, stretches;
-    uint32_t ids; /* storages are numbered from 0, in the order in which they are taken */
-    /* What was counted, UINT64_MAX for so much or more: FLOPs (vm_trace_count), those of them that are of fused
-     * attentions, bytes that are read and written (vm_trace_move), and bytes of weights (vm_trace_send). */
+    uint32_t ids; /* storages are numbered from 0, in order of allocation */
+    /* Work, saturating at UINT64_MAX: FLOPs (vm_trace_count), the part in fused attentions, bytes read and written
+     * (vm_trace_move), and bytes of weights (vm_trace_send). */
     uint64_t flops, attended, moved, sent;
     vm_trace_step *step;
-    vm_conv *conv; /* each question once */
+    vm_conv *conv; /* distinct questions */
     vm_names names;
-    vm_trace_stretch *stretch;  /* in their order, none within another */
+    vm_trace_stretch *stretch;  /* in order, not nested */
     uint32_t kinds;             /* of stretches */
     struct vm_trace_vae *again; /* owned: how to walk the call again if its steps depend on the free memory; or NULL */
 } vm_trace;
@@ -57,70 +57,71 @@ typedef struct vm_trace {
 vm_status vm_trace_new(vm_trace **out);
 void vm_trace_free(vm_trace *t); /* accepts NULL */
 
-/* A trace of more steps is refused, and so its memory is bounded: 96 MiB of steps. */
+/* Longer traces are refused, which bounds their memory: 96 MiB of steps. */
 enum { VM_TRACE_STEPS = 1 << 22 };
 
-/* VM_EOVERFLOW over VM_TALLOC_LARGEST, as every product of sizes is that did not fit. Names over VM_NAME - 1 bytes lose
- * their front. */
+/* VM_EOVERFLOW above VM_TALLOC_LARGEST, which catches every overflowed product of sizes. Names longer than VM_NAME - 1
+ * bytes lose their front. */
 vm_status vm_trace_take(vm_trace *t, uint64_t bytes, const char *name, uint32_t *id);
 vm_status vm_trace_give(vm_trace *t, uint32_t id);
-/* "name [what]", or name alone where what is "": as much of its end as a trace keeps of names. */
+/* Writes "name [what]", or only name if what is ""; keeps as much of the end as a trace keeps of names. */
 enum { VM_TRACE_LABEL = 2 * VM_NAME + 4 };
 const char *vm_trace_label(char text[VM_TRACE_LABEL], const char *name, const char *what);
 /* op: VM_TRACE_CUBLAS or VM_TRACE_CUBLASLT. */
 vm_status vm_trace_blas(vm_trace *t, vm_trace_op op, const char *name);
 vm_status vm_trace_empty_cache(vm_trace *t);
-/* Notes that the steps since `from` are a stretch, if they are one. */
+/* Records the steps since `from` as a stretch, if they free all they allocate. */
 vm_status vm_trace_note_stretch(vm_trace *t, size_t from);
-/* The convolution's number, without a step. */
+/* Finds or adds a convolution without a step: *number. */
 vm_status vm_trace_question(vm_trace *t, const vm_conv *conv, uint32_t *number);
-/* Counts the convolution's FLOPs and bytes. */
+/* Adds a convolution's step, and counts its FLOPs and bytes. */
 vm_status vm_trace_conv(vm_trace *t, const vm_conv *conv, const char *name);
-/* FLOPs of a matrix product; a multiplication and an addition count as two. */
+/* Counts the FLOPs of a matrix product; a multiplication and an addition count as two. */
 void vm_trace_count(vm_trace *t, uint64_t flops);
-/* Bytes that an operator reads and writes of the device's memory. Every storage that is taken counts twice of itself:
- * it is written, and what makes it reads about as much. Operators add what they read or write beside. */
+/* Counts bytes that an operator reads and writes in the device's memory. Taking a storage counts its bytes twice: it is
+ * written, and its operator reads about as much. Operators add only what they move beyond that. */
 void vm_trace_move(vm_trace *t, uint64_t bytes);
-/* A weight that one of accelerate's hooks moves to the device for a submodule's call: the cache is emptied after it. */
+/* Takes a weight that one of accelerate's hooks moves to the device for a submodule's call; the cache is emptied
+ * afterwards. */
 vm_status vm_trace_send(vm_trace *t, uint64_t bytes, const char *name, uint32_t *id);
 
-/* A storage that may be refused: everything that the call took before it fitted. */
+/* A storage whose allocation may have failed: then the call's earlier storages had fitted. */
 typedef struct vm_trace_want {
     uint32_t name;
-    uint64_t bytes, before; /* as requested; and what the call has then, rounded as the allocator rounds */
+    uint64_t bytes, before; /* as requested; and the call's bytes at that time, rounded as the allocator rounds */
 } vm_trace_want;
 
-/* The first of those whose request is from low to high bytes; with `segments` the segment that PyTorch's native
- * allocator asks the driver for, which is what its message names. spare: bytes that were reserved but unallocated, or
- * free, when it was refused; with 0 the call has more than ever before. Returns how many there are. */
+/* Finds storages whose request is from low to high bytes. segments: compare the segment that PyTorch's native allocator
+ * requests from the driver, which its message names. spare: bytes that were reserved but unallocated, or free, at the
+ * refusal; with 0 the call must hold more than ever before. *count: how many there are; out: the first of them. */
 enum { VM_TRACE_WANTS = 8 };
 vm_status vm_trace_wants(const vm_trace *t, uint64_t low, uint64_t high, bool segments, uint64_t spare,
                          vm_trace_want out[VM_TRACE_WANTS], size_t *count);
 
-/* ---- operators that take more than they return ---- */
+/* ---- operators with temporaries ---- */
 
-/* Statistics and the two fused parameter vectors of a group norm whose output was just taken; mean and rstd live on
- * until vm_trace_give. pixels: h*w; with 1 the vectors are not made. */
+/* Statistics and the two fused parameter vectors of a group norm after its output; mean and rstd live until
+ * vm_trace_give. pixels: h*w; with 1 the vectors are not made. */
 vm_status vm_trace_norm(vm_trace *t, vm_dtype dtype, uint64_t n, uint64_t c, uint64_t groups, uint64_t pixels,
                         const char *name, uint32_t stats[2]);
 
 typedef struct vm_trace_gpu {
     int sm; /* compute capability, 89 for 8.9 */
     int multiprocessors;
-    uint64_t free_bytes; /* of its memory when the call begins; 0: without end */
+    uint64_t free_bytes; /* free memory when the call begins; 0: unlimited */
 } vm_trace_gpu;
 
-/* scaled_dot_product_attention without dropout, by a kernel that vm_sdpa_choose chose, or the usual one. Of cuDNN's
- * nothing is counted, and *id stays. The output is taken and stays; what the kernel takes besides comes and goes, and
- * so do a copy of a boolean mask as numbers, and one with rows padded to a multiple of 8, where the kernel wants that.
- * In the end the output lies token by token, as modules go on with it: fused kernels write it so, and the math path's
- * is copied. FLOPs are counted. name: of the module that calls it. */
+/* scaled_dot_product_attention without dropout, by a kernel from vm_sdpa_choose, or the usual one. cuDNN's kernel
+ * counts nothing and leaves *id unchanged. The output is taken and stays. Temporaries come and go: the kernel's own, a
+ * copy of a boolean mask as numbers, and a mask with rows padded to a multiple of 8, if the kernel needs it. The output
+ * ends token by token, as modules use it: fused kernels write it so, the math path copies. FLOPs are counted. name: of
+ * the calling module. */
 vm_status vm_trace_attention(vm_trace *t, const vm_sdpa *call, vm_attention_kernel kernel, const vm_trace_gpu *gpu,
                              const char *name, uint32_t *id);
 
 /* ---- the VAEs ---- */
 
-/* Whose code runs: torch_coders.c says what that is. */
+/* Which code runs: torch_coders.c describes each. */
 typedef enum vm_trace_runtime {
     VM_TORCH_DIFFUSERS,
     VM_TORCH_BFL,
@@ -132,26 +133,26 @@ typedef enum vm_trace_runtime {
 extern const char *const vm_trace_runtime_name[VM_TORCH_RUNTIMES];
 
 typedef struct vm_trace_vae {
-    const vm_arch *arch; /* borrowed; a copy that vm_trace_vae_copy makes owns its own */
+    const vm_arch *arch; /* borrowed; a copy from vm_trace_vae_copy owns its own */
     vm_trace_runtime runtime;
     vm_op op;
-    vm_dtype dtype, first; /* first: of post_quant_conv, decoder.conv_in and decoder.mid_block, in which diffusers'
-                                    upcast_vae keeps half precision; the same as dtype elsewhere */
+    vm_dtype dtype;
+    vm_dtype first; /* of post_quant_conv, decoder.conv_in and .mid_block, which diffusers' upcast_vae leaves in half */
     uint64_t height, width, batch; /* of the image; multiples of vm_arch_factor */
     uint64_t tile;                 /* side of a tile in pixels; 0: tiling is off */
-    double tile_overlap; /* diffusers' tile_overlap_factor, the part of its side that tiles share; others' is fixed */
+    double tile_overlap;           /* diffusers' tile_overlap_factor: the part of a side that tiles share */
     bool slicing;
-    int release;        /* 38 of diffusers 0.38, whose class runs one frame of a video's VAE (torch_frames.c) */
-    bool sends;         /* accelerate's hooks (cpu_offload) send each submodule's weights for its call */
+    int release; /* diffusers' release, 38 for 0.38: its class runs one frame of a video's VAE (torch_frames.c) */
+    bool sends;  /* accelerate's hooks (cpu_offload) send each submodule's weights for its call */
     bool channels_last; /* the filters' memory format: module.to(memory_format=torch.channels_last) */
     vm_trace_gpu gpu;
 } vm_trace_vae;
 
-/* encode(image) or decode(latents) as the model's method; the input is the caller's and not in the trace. What stays:
- * decode: the image; encode: bfl's latents, or the others' posterior (moments, logvar, std, var). ComfyUI's and
- * Forge's methods take from the host and give to it: the input is in the trace, and nothing stays. */
+/* encode(image) or decode(latents) as the model's method. The caller owns the input, which is not in the trace. The
+ * result stays: decode: the image; encode: bfl's latents, or the others' posterior (moments, logvar, std, var).
+ * ComfyUI's and Forge's methods read from the host and write to it: the input is in the trace, and nothing stays. */
 vm_status vm_trace_vae_build(const vm_trace_vae *vae, vm_trace **out);
-/* *out: to be freed by vm_scratch_free. */
+/* *out: free it with vm_scratch_free. */
 vm_status vm_trace_vae_copy(const vm_trace_vae *vae, vm_trace_vae **out);
 
 /* A parameter or a buffer. */

@@ -1,4 +1,4 @@
-/* A walk through the Python frames of a VAE's module: each tensor is taken when a statement makes it and given back
+/* Walks through the Python frames of a VAE's module: takes each tensor when a statement makes it, and gives it back
  * when its last reference goes.
  *
  *   torch_walk.h       tensors and operators
@@ -7,11 +7,12 @@
  *   torch_coders.c     the other blocks of AutoencoderKL
  *   torch_frames.c     one frame of VAEs that are made for videos
  *   torch_tiny.c       tiny autoencoders
- *   torch_tiled_vae.c  AutoencoderKL's encoder and decoder tile by tile, as A1111's extension runs them
+ *   torch_tiled_vae.c  AutoencoderKL's encoder and decoder tile by tile, as in A1111's extension
  *   torch_vae.c        the methods around them, tiles and slices
- *   torch_weights.c    their parameters, in the order in which they are moved
+ *   torch_weights.c    their parameters, in the order in which Module.to moves them
  *
- * Functions named after a module return its output and leave its input to the caller. Errors stick in walk.status. */
+ * A function named after a module returns its output and leaves its input to the caller. Errors stick in
+ * walk.status. */
 #ifndef VM_TORCH_WALK_H
 #define VM_TORCH_WALK_H
 
@@ -23,15 +24,15 @@
 
 enum { EXTERNAL = UINT32_MAX }; /* the id of the caller's input */
 
-/* CHANNELS_LAST_ONE: dense in channels-last order, but of batch 1 and with strides that PyTorch does not take for
- * channels_last (the batch's is too small). Group norms and convolutions copy it, interpolation returns NCHW. */
+/* CHANNELS_LAST_ONE: dense in channels-last order, batch 1, but with strides that PyTorch does not recognise as
+ * channels_last (the batch's is too small). Group norms and convolutions copy it; interpolation returns NCHW. */
 typedef enum layout { CONTIGUOUS, CHANNELS_LAST, CHANNELS_LAST_ONE } layout;
 
 typedef struct tensor {
     uint32_t id;
     uint64_t n, c, h, w;
     layout layout;
-    bool slice;     /* a view that is not dense: an operator that needs it dense copies it */
+    bool slice;     /* a view that is not dense: an operator that needs a dense tensor copies it */
     uint64_t bytes; /* of its storage */
 } tensor;
 
@@ -41,8 +42,8 @@ typedef struct walk {
     vm_trace *t;
     const vm_trace_vae *vae;
     const frames *frames; /* of vae->runtime */
-    vm_dtype dtype;       /* of the module that runs, and of what it makes */
-    uint64_t live;        /* bytes of the tensors that are taken */
+    vm_dtype dtype;       /* of the running module, and of the tensors it makes */
+    uint64_t live;        /* bytes of the tensors taken */
     vm_status status;
 } walk;
 
@@ -76,7 +77,7 @@ static inline tensor take(walk *w, uint64_t n, uint64_t c, uint64_t h, uint64_t 
     return take_sized(w, n, c, h, x, layout, element(w), name);
 }
 
-/* Whether x has one channel or one pixel, and so is dense in either format. */
+/* One channel or one pixel: dense in either format. */
 static inline bool either(const tensor *x) { return x->c == 1 || x->h * x->w == 1; }
 
 static inline tensor take_like(walk *w, const tensor *x, path name) {
@@ -89,7 +90,7 @@ static inline void give(walk *w, const tensor *x) {
     w->live -= x->bytes;
 }
 
-/* The Python name *x is bound to y; the tensor that it named before loses its last reference. */
+/* Binds the Python name *x to y; the tensor of that name loses its last reference. */
 static inline void bind(walk *w, tensor *x, tensor y) {
     give(w, x);
     *x = y;
@@ -111,7 +112,7 @@ static inline bool is_wan(const walk *w) { return w->vae->arch->family == VM_WAN
 
 /* ---- weights ---- */
 
-/* A submodule's weight and bias where accelerate's hooks send them for its call; else EXTERNAL. */
+/* A submodule's weight and bias if accelerate's hooks send them for its call; otherwise EXTERNAL. */
 typedef struct sent {
     uint32_t id[2];
 } sent;
@@ -135,7 +136,8 @@ static inline void send_back(walk *w, const sent *s) {
 static inline tensor conv(walk *w, const tensor *x, uint64_t k, uint64_t side, uint64_t stride, uint64_t padding,
                           path name) {
     const bool of_input = x->layout == CHANNELS_LAST && !x->slice;
-    const bool of_filter = w->vae->channels_last && x->c * side > 1; /* a filter of one number each has no format */
+    const bool of_filter =
+        w->vae->channels_last && x->c * side > 1; /* a filter with one number per output channel has no format */
     const bool nhwc = of_input || of_filter;
     const sent weights = send(w, VM_PRODUCT64(k, x->c, side, side), k, name);
     const tensor in = dense(w, x, nhwc, name);
@@ -147,7 +149,7 @@ static inline tensor conv(walk *w, const tensor *x, uint64_t k, uint64_t side, u
     const uint64_t h = (x->h + 2 * padding - side) / stride + 1, wide = (x->w + 2 * padding - side) / stride + 1;
     const tensor y = take(w, x->n, k, h, wide, nhwc ? CHANNELS_LAST : CONTIGUOUS, name);
     uint32_t filter = EXTERNAL;
-    if (!w->status && nhwc && !of_filter && side > 1) /* a 1x1 filter is dense either way */
+    if (!w->status && nhwc && !of_filter && side > 1) /* a 1x1 filter is dense in both formats */
         w->status =
             vm_trace_take(w->t, VM_PRODUCT64(k, x->c, side, side, element(w)), at(name, " [filter]").text, &filter);
     const int64_t shape[4] = {(int64_t)x->n, (int64_t)x->c, (int64_t)x->h, (int64_t)x->w};
@@ -184,19 +186,20 @@ static inline void blas(walk *w, vm_trace_op op, uint64_t rows, uint64_t depth, 
     vm_trace_count(w->t, VM_PRODUCT64(2, rows, depth, cols));
 }
 
-/* ---- what runtimes differ in ---- */
+/* ---- differences between runtimes ---- */
 
 typedef enum activation { SILU, SILU_IN_PLACE, SIGMOID_PRODUCT } activation; /* F.silu(x), or x * sigmoid(x) */
 
-/* quant convolutions: none, both, or both or none. */
+/* Which quant convolutions a model may have. */
 typedef enum quant { QUANT_ANY, QUANT_NONE, QUANT_BOTH, QUANT_EVEN } quant;
 
 struct frames {
-    bool diffusers; /* its divisions by scale factors, contiguous copies, and callers that hold a level's input */
-    bool lists;     /* the encoder keeps all that it makes in a list until it returns */
-    bool rolls;     /* names for the parts of a video keep the encoder's last level and what the decoder upsamples */
-    bool draws;     /* encode's latents are drawn from the posterior; else they are its mean, a view */
-    bool packs;     /* it takes and gives FLUX.2's latents with 2x2 pixels in the channels, normalised */
+    bool
+        diffusers; /* diffusers' divisions by scale factors, contiguous copies, and callers that hold a level's input */
+    bool lists;    /* the encoder keeps all its tensors in a list until it returns */
+    bool rolls;    /* names for parts of a video keep the encoder's last level and the decoder's upsampled input */
+    bool draws;    /* encode draws latents from the posterior; otherwise they are its mean, a view */
+    bool packs;    /* it reads and writes FLUX.2's latents with 2x2 pixels in the channels, normalised */
     activation resnet, last;
     tensor (*attention)(walk *w, const tensor *x, path name);
     quant quant;
@@ -215,8 +218,8 @@ tensor vm_walk_attention_a1111(walk *w, const tensor *x, path name);
 
 /* Tiled VAE's: the same without the norm before and the sum after. */
 tensor vm_walk_attention_of_tile(walk *w, const tensor *normed, path name);
-/* scaled_dot_product_attention of one head as wide as the channels, of tensors of three or four dimensions; and the
- * format of what it gives, as an image. */
+/* scaled_dot_product_attention of one head as wide as the channels, on tensors of three or four dimensions;
+ * vm_walk_seen: the format of its output, as an image. */
 tensor vm_walk_attend(walk *w, const tensor *x, int dims, path name);
 layout vm_walk_seen(const tensor *x);
 
@@ -224,11 +227,12 @@ tensor vm_walk_downsample(walk *w, const tensor *x, path name);
 tensor vm_walk_upsample(walk *w, const tensor *x, path name);
 /* AutoencoderKL's encoder or decoder. */
 tensor vm_walk_coder(walk *w, const tensor *x);
-/* Either half by A1111's extension Tiled VAE; vm_walk_pad: what it adds to a tile on each side. */
+/* Either half by A1111's extension Tiled VAE; vm_walk_pad: pixels that it adds to a tile on each side. */
 tensor vm_walk_tiled_vae(walk *w, const tensor *x);
 uint64_t vm_walk_pad(const vm_trace_vae *vae);
 
-/* A tiny autoencoder's latents or image; and of tiles of `in` pixels a side that give `out`, one every `step`. */
+/* A tiny autoencoder's latents or image; and in tiles of `in` pixels a side, for `out` pixels each, one every
+ * `step`. */
 tensor vm_walk_tiny(walk *w, const tensor *x);
 tensor vm_walk_tiny_tiles(walk *w, const tensor *x, uint64_t in, uint64_t out, uint64_t step);
 
@@ -236,8 +240,8 @@ tensor vm_walk_tiny_tiles(walk *w, const tensor *x, uint64_t in, uint64_t out, u
 
 enum { MOST_CACHED = 2 * VM_MAX_LEVELS * (VM_MAX_LAYERS + 1) + VM_MAX_LEVELS + 6 };
 
-/* What outlives the encoder or the decoder: their cache of features; and of a tile the names of its latents, and of
- * what came out. */
+/* What outlives the encoder or the decoder: their cache of features; and of a tile the names of its latents and its
+ * result. */
 typedef struct frame {
     size_t count;
     tensor cached[MOST_CACHED], named, result;
@@ -251,14 +255,14 @@ typedef struct names {
     const char *level[2];         /* an encoder's, a decoder's */
     const char *in_level[3];      /* a resnet, an encoder's and a decoder's resampler */
     const char *in_resnet[5];     /* norm, convolution, norm, convolution, the convolution of a shortcut */
-    bool by_size;                 /* levels are numbered from the image's on, else by order of use */
+    bool by_size;                 /* levels are numbered from the image's on, otherwise by order of use */
 } names;
 
 const names *vm_walk_names(const vm_arch *arch, vm_trace_runtime runtime);
 
 typedef enum part_kind { CONV_IN, RESNET, ATTENTION, RESAMPLER, NORM_OUT, CONV_OUT } part_kind;
 
-/* In place of a level: what stands before all levels, in the middle, and at the end. */
+/* Instead of a level: before all levels, in the middle, and at the end. */
 enum { BEGIN = VM_MAX_LEVELS, MID, END, MOST_PARTS = VM_MAX_LEVELS * (VM_MAX_LAYERS + 2) + 6 };
 
 /* A module of an encoder or a decoder, from `in` to `out` channels. */
@@ -266,18 +270,18 @@ typedef struct part {
     part_kind kind;
     size_t level;
     uint64_t in, out;
-    bool begins, ends; /* its level, or the middle */
+    bool begins, ends; /* the first or the last module of its level or of the middle */
     path name;
 } part;
 
-/* The modules of a half in the order of their calls; how many. */
+/* Fills the modules of a half in order of their calls. Returns: how many. */
 size_t vm_walk_parts(const vm_arch *arch, vm_trace_runtime runtime, vm_op op, part item[MOST_PARTS]);
 
-/* Whether the resampler behind an encoder's level, which is that before a decoder's, is one of frames too. */
+/* Returns: whether the resampler after an encoder's level, or before a decoder's, also resamples frames. */
 bool vm_walk_is_temporal(const vm_arch *arch, size_t level);
 
-/* What a family's modules are, each of which gives its output and leaves its input to the caller. activate: in place of
- * x, named after its norm. */
+/* A family's modules; each returns its output and leaves its input to the caller. activate: replaces x, named after its
+ * norm. */
 typedef struct blocks {
     tensor (*conv)(walk *w, frame *f, const tensor *x, uint64_t c, path name);
     tensor (*resnet)(walk *w, frame *f, const tensor *x, uint64_t c, path name);
@@ -287,31 +291,31 @@ typedef struct blocks {
     void (*activate)(walk *w, tensor *x, path name);
 } blocks;
 
-/* f: for the blocks alone, or NULL. */
+/* f: for the blocks only, or NULL. */
 tensor vm_walk_half(walk *w, frame *f, const blocks *blocks, const tensor *x);
 
-/* What is moved between channels and pixels, to so many channels. */
+/* Moves numbers between channels and pixels, to c channels. */
 tensor vm_walk_moved(walk *w, const tensor *x, uint64_t c, uint64_t h, uint64_t wide, path name);
-/* Whether `all` channels are whole groups of c; else the walk fails. */
+/* Returns: whether `all` channels are whole groups of c; otherwise the walk fails. */
 bool vm_walk_divides(walk *w, uint64_t all, uint64_t c, path name);
-/* x as `side` times as few rows and columns of c channels, each the mean of a group; frames: of zeros and x, whose
- * numbers count as channels. */
+/* Reduces x to 1/side of its rows and columns, with c channels, each the mean of a group. frames: zeros and x, all
+ * counted as channels. */
 tensor vm_walk_average(walk *w, const tensor *x, uint64_t frames, uint64_t side, uint64_t c, path name);
-/* x as `side` times as many rows and columns of c channels, in so many frames, by repetition. */
+/* Repeats x to `side` times its rows and columns, with c channels, in `frames` frames. */
 tensor vm_walk_repeat(walk *w, const tensor *x, uint64_t frames, uint64_t side, uint64_t c, path name);
-/* *h + moved, which goes. */
+/* *h += moved, and gives moved back. */
 void vm_walk_add(walk *w, tensor *h, tensor moved, path name);
 
-/* Moments or the image. */
+/* Walks one frame: moments or the image. */
 tensor vm_walk_frame(walk *w, const tensor *x);
 /* An image's patches of 2x2 pixels as channels, or back. */
 tensor vm_walk_patch(walk *w, const tensor *x, bool back);
-/* The next tile of some; then what the last of them leaves is given back, but its result. */
+/* Walks the next tile; vm_walk_frame_tiles_done gives back what the last one leaves, except its result. */
 tensor vm_walk_frame_tile(walk *w, frame *f, const tensor *part);
 void vm_walk_frame_tiles_done(walk *w, frame *f);
-/* Whether a runtime's code of an architecture is followed. */
+/* VM_EINVAL if the runtime's code for this architecture is not modelled. */
 vm_status vm_walk_check_code(const vm_arch *arch, vm_trace_runtime runtime);
-/* That, and what their classes cannot do, of all but AutoencoderKL. */
+/* As vm_walk_check_code, and for all but AutoencoderKL also what their classes cannot do. */
 vm_status vm_walk_check_class(const vm_trace_vae *v);
 
 #endif

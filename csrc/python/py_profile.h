@@ -1,13 +1,13 @@
-/* Recorded answers of cuDNN, as Python's objects hand them over. */
+/* cuDNN's recorded answers, read from Python's objects. */
 #ifndef VM_PY_PROFILE_H
 #define VM_PY_PROFILE_H
 
 #include "../predict/lookup.h"
 #include "py.h"
 
-/* The core's profile, borrowed until the Profile goes. NULL: TypeError. */
+/* Returns: the core's profile, borrowed until the Profile is freed. NULL: TypeError. */
 const vm_profile *vm_py_profile(PyObject *object);
-/* Reads a rule from a dict. formula: whether it must have one. -1 with an exception set. */
+/* Reads a rule from a dict. formula: whether it is required. -1 with an exception set. */
 int vm_py_to_rule(PyObject *dict, bool formula, vm_rule *rule);
 
 #endif

@@ -1,4 +1,4 @@
-/* What the bindings of both extensions, vaemem._core and vaemem._cuda, know. */
+/* Shared by the bindings of both extensions, vaemem._core and vaemem._cuda. */
 #ifndef VM_PY_SHARED_H
 #define VM_PY_SHARED_H
 
@@ -7,13 +7,13 @@
 
 #include "../../kernels/kernels.h"
 
-/* The name of capsules that hold a vm_backend with a device: vaemem._cuda makes them, vaemem._core takes them. */
+/* The name of capsules that hold a vm_backend with a device: vaemem._cuda makes them, vaemem._core uses them. */
 #define vm_py_backend_name "vaemem.backend"
 
-/* A method that takes keywords, as PyMethodDef wants it. */
+/* A method with keywords, cast for PyMethodDef. */
 #define VM_PY_KEYWORDS(f) ((PyCFunction)(void (*)(void))(f))
 
-/* Raises what the status is to Python, with vm_error()'s sentence. Returns NULL. */
+/* Raises the status as a Python exception with vm_error(), unless one is set. Returns: NULL. */
 static inline PyObject *vm_py_raise(vm_status status) {
     PyObject *type = status == VM_ENOMEM      ? PyExc_MemoryError
                      : status == VM_EOVERFLOW ? PyExc_OverflowError
@@ -23,7 +23,7 @@ static inline PyObject *vm_py_raise(vm_status status) {
     return NULL;
 }
 
-/* 0 or -1 with an exception set: the one that Python's code has raised meanwhile, or the core's. */
+/* Returns: 0, or -1 with an exception set: the one that Python code raised meanwhile, or the core's. */
 static inline int vm_py_check(vm_status status) {
     if (status) vm_py_raise(status);
     return status ? -1 : 0;
@@ -33,15 +33,15 @@ static inline PyObject *vm_py_none_or_raise(vm_status status) {
     return status ? vm_py_raise(status) : Py_NewRef(Py_None);
 }
 
-/* A new object; where it could not be made whole, NULL, and what the status is to Python is raised. */
+/* Returns: a new object; on failure frees it, raises the status and returns NULL. */
 static inline PyObject *vm_py_made(PyObject *self, vm_status status) {
     if (!status) return self;
     Py_DECREF(self);
     return vm_py_raise(status);
 }
 
-/* A list of what item(context, i) makes for each i below n; where it makes NULL without an exception, nothing. A long
- * one can be interrupted. */
+/* Returns: a list of item(context, i) for each i below n; an item that is NULL without an exception is skipped. Can be
+ * interrupted. */
 static inline PyObject *vm_py_list(size_t n, PyObject *(*item)(const void *context, size_t i), const void *context) {
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list && i < n; i++) {
@@ -61,7 +61,7 @@ static inline int vm_py_add_type(PyObject *module, PyType_Spec *spec) {
     return failed ? -1 : 0;
 }
 
-/* The end of every tp_dealloc: the object's own memory, and its reference to its type. */
+/* The end of every tp_dealloc: frees the object, and releases its type. */
 static inline void vm_py_free(PyObject *self) {
     PyTypeObject *type = Py_TYPE(self);
     type->tp_free(self);
