@@ -1,4 +1,4 @@
-/* What was recorded of cuDNN (catalogue.h). */
+/* cuDNN's recorded answers (catalogue.h). */
 #include "catalogue.h"
 
 #include <stdlib.h>
@@ -62,13 +62,13 @@ static int distance(const vm_recorded *r, const vm_card *card) {
     return r->cards ? VM_MIN(least, INT32_MAX - 2) + 2 : 1;
 }
 
-/* Whether version a is nearer to `version` than b, or as near and newer. */
+/* Returns: whether version a is nearer to `version` than b, or as near and newer. */
 static bool is_nearer(int a, int b, int version) {
     const int far_a = abs(a - version), far_b = abs(b - version);
     return far_a != far_b ? far_a < far_b : a > b;
 }
 
-/* Puts profile i into the list, which has one profile for each version and is in order. */
+/* Inserts profile i into the sorted list, which keeps one profile per version. */
 static void insert(const vm_catalogue *c, const vm_card *card, int version, uint32_t i, vm_profile_list *list) {
     const vm_recorded *const r = c->recorded;
     size_t at = 0;
@@ -106,7 +106,7 @@ vm_status vm_catalogue_nearest(vm_catalogue *c, const vm_card *card, int version
     return s;
 }
 
-/* Whether the list has the same profile already, under another number. */
+/* Returns: whether the list has an equal profile under another number. */
 static bool has(const vm_catalogue *c, const vm_profile_list *list, size_t i) {
     for (size_t k = 0; k < list->count; k++)
         if (c->recorded[list->number[k]].profile == c->recorded[i].profile) return true;

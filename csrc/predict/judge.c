@@ -15,7 +15,7 @@ uint64_t vm_judge_bound(uint64_t reserved, uint64_t exact) {
 static vm_reason why_tight(const vm_card_use *use) {
     if (use->guesses) return VM_REASON_GUESSES;
     if (use->most > use->available) return VM_REASON_NO_ROOM;
-    /* one byte more than the card surely gives */
+    /* one byte more than the card certainly gives */
     const uint64_t sure = use->available > use->kept_more ? use->available - use->kept_more : 0;
     if (use->may_take(use->context, sure + 1)) return VM_REASON_MARGINAL;
     return use->untried ? VM_REASON_UNTRIED : VM_REASON_NONE;
@@ -27,7 +27,7 @@ vm_verdict vm_judge(const vm_card_use *use, vm_reason *why) {
     return *why == VM_REASON_NONE ? VM_FITS : VM_TIGHT;
 }
 
-/* The most that a run takes in any of its phases. reserved: [phases], by PyTorch's allocator. */
+/* Returns: the most bytes of any phase. reserved: [phases], by PyTorch's allocator. */
 static uint64_t most_of(const vm_judge_phase *phase, const uint64_t *reserved, size_t phases) {
     uint64_t most = 0;
     for (size_t i = 0; i < phases; i++) most = VM_MAX(most, vm_sum64(reserved[i], phase[i].beside));
@@ -39,7 +39,7 @@ vm_status vm_judge_rows(vm_process *p, const vm_judge_phase *phase, size_t first
     size_t readings;
     const vm_reading *const reading = vm_process_readings(p, &readings);
     vm_process_span *span = NULL;
-    uint64_t *reserved = NULL; /* [rows + 1][phases]; the last is as it was played, and then the most of each phase */
+    uint64_t *reserved = NULL; /* [rows + 1][phases]; the last row is the run as played, then each phase's most */
     if (first > readings || phases > readings - first)
         return vm_fail(VM_EINVAL, "judge: want a reading for each of %zu phases, got %zu from number %zu on", phases,
                        readings, first);

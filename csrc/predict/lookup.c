@@ -1,10 +1,10 @@
-/* Workspaces by what was recorded (lookup.h). */
+/* Workspaces from recorded data (lookup.h). */
 #include <stdio.h>
 #include <string.h>
 
 #include "lookup.h"
 
-/* VM_EOVERFLOW from 2^63 on, as every sum and product is that did not fit, and every number below 0. */
+/* VM_EOVERFLOW from 2^63 on: overflowed sums and products, and negative numbers. */
 static vm_status check_fits(uint64_t value, uint64_t *out) {
     if (value >> 63) return vm_fail(VM_EOVERFLOW, "conv: want sizes from 0 to 2^63 bytes, got others");
     *out = value;
@@ -13,8 +13,8 @@ static vm_status check_fits(uint64_t value, uint64_t *out) {
 
 static int first_dim(const vm_conv *c) { return VM_CONV_DIMS - c->dims; }
 
-/* Square, one group, no dilation, not transposed: the kind that profiles hold, where there are two dimensions, or as
- * many frames as the filter has, which make one. */
+/* The kind that profiles hold: square, one group, no dilation, not transposed; two dimensions, or as many frames as the
+ * filter has, which make one. */
 static bool is_square(const vm_conv *c) {
     bool square = c->groups == 1 && !c->transposed && c->dilation[1] == 1 && c->dilation[2] == 1;
     square = square && c->filter[1] == c->filter[2] && c->stride[1] == c->stride[2] && c->padding[1] == c->padding[2];
@@ -35,7 +35,7 @@ typedef struct elements {
     uint64_t in, out, filter, in_pixels, out_pixels, taps;
 } elements;
 
-/* VM_EOVERFLOW where one does not fit. */
+/* VM_EOVERFLOW if a count does not fit. */
 static vm_status count(const vm_conv *c, elements *e) {
     *e = (elements){.out_pixels = 1, .in_pixels = 1, .taps = 1};
     for (int d = first_dim(c); d < VM_CONV_DIMS; d++) {
@@ -111,7 +111,7 @@ vm_status vm_conv_columns(const vm_conv *c, uint64_t *bytes) {
 
 /* ---- profiles ---- */
 
-/* Where size[feature] <= limit, the walk goes on with the next node, else with beyond. A leaf has a formula. */
+/* If size[feature] <= limit, the walk continues with the next node, otherwise with `beyond`. A leaf has a formula. */
 typedef struct node {
     uint64_t limit;
     int32_t feature; /* or LEAF */
@@ -139,7 +139,7 @@ struct vm_profile {
     vm_rule *rule;
     vm_formula *formula;
     node *node;
-    tree *tree; /* in the order of their keys */
+    tree *tree; /* sorted by key */
     size_t rules, formulas, nodes, trees;
 };
 
@@ -160,7 +160,7 @@ void vm_profile_free(vm_profile *p) {
     vm_scratch_free(p);
 }
 
-/* Whether a rule speaks of a convolution. strict: its float32 may not be TF32, of which no rule speaks. */
+/* Returns: whether a rule covers a convolution. strict: its float32 may not use TF32; no rule covers that. */
 static bool applies(const vm_rule *rule, const vm_conv *c, bool strict) {
     if (c->nhwc || (strict && c->dtype == VM_F32) || !is_plain(c) || !(rule->dtypes >> c->dtype & 1)) return false;
     if (rule->r && (c->filter[1] != rule->r || c->stride[1] != rule->stride)) return false;
@@ -184,7 +184,7 @@ vm_status vm_profile_add_formula(vm_profile *p, const vm_formula *formula) {
     return s;
 }
 
-/* Digits, of a number below 2^62. */
+/* Reads digits of a number below 2^62. */
 static bool read_number(const char **at, uint64_t *out) {
     const char *const start = *at;
     for (*out = 0; **at >= '0' && **at <= '9' && !(*out >> 58); ++*at) *out = 10 * *out + (uint64_t)(**at - '0');
@@ -211,7 +211,7 @@ static bool read_key(const char *text, tree_key *key) {
     return false;
 }
 
-/* Appends a tree's nodes. Until its branch beyond begins, a node holds the one that waited before it in `beyond`. */
+/* Appends a tree's nodes. Until its far branch begins, a node's `beyond` links to the node that waited before it. */
 static vm_status read_tree(vm_profile *p, const char *at) {
     for (int32_t waiting = NONE;;) {
         const char *const feature = *at ? strchr(VM_SIZE_NAMES, *at) : NULL;
@@ -243,7 +243,7 @@ static int order(const tree_key *a, const tree_key *b) {
     return ((int)a->dtype - (int)b->dtype) * 4 + (a->strict - b->strict) * 2 + (a->nhwc - b->nhwc);
 }
 
-/* How many trees come before key. */
+/* Returns: how many trees sort before key. */
 static size_t before(const vm_profile *p, const tree_key *key) {
     size_t low = 0, high = p->trees;
     while (low < high) {
@@ -274,7 +274,7 @@ vm_status vm_profile_add_tree(vm_profile *p, const char *key_text, const char *t
     return VM_OK;
 }
 
-/* The formula of a convolution's tree; NULL if there is no tree. */
+/* Returns: the formula of a convolution's tree; NULL if there is no tree. */
 static const vm_formula *formula_of(const vm_profile *p, const vm_conv *c, bool strict, const uint64_t *size) {
     const tree_key key = {.shape = {(uint64_t)c->c, (uint64_t)c->k, (uint64_t)c->filter[1], (uint64_t)c->stride[1],
                                     (uint64_t)c->padding[1], c->dims == 3 ? (uint64_t)c->filter[0] : 0},
@@ -288,7 +288,7 @@ static const vm_formula *formula_of(const vm_profile *p, const vm_conv *c, bool 
     return &p->formula[n->beyond];
 }
 
-/* *ends: the profile has a tree, which says that nothing was recorded at this size. */
+/* *ends: the profile has a tree, but nothing was recorded at this size. */
 static vm_status answer_here(const vm_profile *p, const vm_conv *c, bool strict, bool *found, uint64_t *bytes,
                              int *rule, bool *ends) {
     const vm_formula *formula = NULL;
@@ -327,7 +327,7 @@ static int64_t most_of(const vm_conv *c, const int64_t extents[VM_CONV_DIMS]) {
     return most;
 }
 
-/* Whether cuDNN is thought to be faster than PyTorch's own depthwise kernel, in NCHW
+/* Returns: whether PyTorch expects cuDNN to be faster than its own depthwise kernel, in NCHW
  * (check_cudnn_depthwise_workload_with_filter in Convolution.cpp). */
 static bool cudnn_is_faster(const vm_conv *c) {
     const int64_t stride = c->stride[2], side = c->filter[1];
@@ -345,7 +345,7 @@ static bool is_depthwise(const vm_conv *c) {
     return !c->transposed && c->c == c->groups && c->groups > 1 && c->k % c->c == 0;
 }
 
-/* After use_cudnn, needs_64bit_indexing_no_split and use_cudnn_depthwise in Convolution.cpp. */
+/* Follows use_cudnn, needs_64bit_indexing_no_split and use_cudnn_depthwise in Convolution.cpp. */
 static vm_own_conv why_own(const vm_lookup_torch *t, const vm_conv *c, const elements *e) {
     const bool large = VM_MAX(e->in, e->out) / (uint64_t)c->n >= (uint64_t)1 << 31;
     if (c->dtype == VM_BF16 && t->sm < 80) return VM_OWN_BFLOAT16;
@@ -357,11 +357,11 @@ static vm_own_conv why_own(const vm_lookup_torch *t, const vm_conv *c, const ele
     return is_depthwise(c) && !c->nhwc && !large && !cudnn_is_faster(c) ? VM_OWN_DEPTHWISE : VM_OWN_NONE;
 }
 
-/* Why PyTorch runs a convolution by code of its own, and what that takes besides the output. Depthwise ones take
- * nothing (DepthwiseConv2d.cu, DepthwiseConv3d.cu). The others unfold the input into columns, one item of the batch
- * at a time, none for a plain 1x1 in two dimensions (ConvolutionMM2d.cu; NaiveDilatedConvolution.cu with dilation or
- * depth; NaiveConvolutionTranspose2d.cu and 3d), and one group after the other: each has its part of the input and
- * of the filter copied, and all outputs are there before they are put together (_convolution in Convolution.cpp). */
+/* Why PyTorch runs a convolution with its own code, and that code's memory besides the output. Depthwise ones need none
+ * (DepthwiseConv2d.cu, DepthwiseConv3d.cu). The others unfold the input into columns, one item of the batch at a time;
+ * a plain 1x1 in two dimensions needs none (ConvolutionMM2d.cu; NaiveDilatedConvolution.cu with dilation or depth;
+ * NaiveConvolutionTranspose2d.cu and 3d). Groups run one after another: each copies its part of the input and of the
+ * filter, and all outputs exist before they are joined (_convolution in Convolution.cpp). */
 static vm_status own_bytes(const vm_lookup_torch *t, const vm_conv *c, vm_own_conv *why, uint64_t *bytes) {
     elements e;
     *why = VM_OWN_NONE;
@@ -379,15 +379,15 @@ static vm_status own_bytes(const vm_lookup_torch *t, const vm_conv *c, vm_own_co
 
 /* ---- guesses ---- */
 
-/* What most large convolutions take: NCHW tensors are copied to NHWC for the tensor cores and back.
+/* The usual workspace of large convolutions: NCHW tensors are copied to NHWC for the tensor cores and back.
  *
- * Among the recorded 3x3 convolutions with 128 channels or more, at 256 to 1024 pixels a side, seven in ten or more are
- * within 1% in half precision, and half of them in float32, on every GPU and version (tests/test_workspace.py counts
- * them). A 1x1 filter is the same in both layouts and is not copied: of those in half precision more than half are
- * within 1% from compute capability 8.0 on. All this in NCHW with TF32 allowed: the rest is what 3x3 convolutions of
- * 128 channels take in cuDNN 9.10.2. 1d, 3d, grouped, dilated, rectangular and transposed ones were asked of cuDNN
- * 9.10.2 and 9.28 for an RTX 4090 and an H100 (docs/PREDICTION.md): grouped and transposed ones copy the output in
- * float32 too. */
+ * Among the recorded 3x3 convolutions with 128 channels or more, at 256 to 1024 pixels a side, at least 70% are within
+ * 1% in half precision, and half of them in float32, on every GPU and version (tests/test_workspace.py counts them). A
+ * 1x1 filter is the same in both layouts and is not copied: in half precision more than half of those are within 1%
+ * from compute capability 8.0 on. All this is NCHW with TF32 allowed; the other cases follow 3x3 convolutions of 128
+ * channels in cuDNN 9.10.2. 1d, 3d, grouped, dilated, rectangular and transposed ones were recorded from cuDNN 9.10.2
+ * and 9.28 for an RTX 4090 and an H100 (docs/PREDICTION.md): grouped and transposed ones copy the output in float32
+ * too. */
 static vm_formula usual_rule(const vm_lookup_torch *t, bool tf32, const vm_conv *c, const char **why) {
     const bool single = c->dtype == VM_F32, strict = single && (!tf32 || t->sm < 80);
     const bool copies_all = t->sm == 90 || t->sm == 100;
@@ -441,7 +441,7 @@ struct vm_lookup {
     entry *entry;
     vm_known *known;
     vm_source *source;
-    uint32_t *bin; /* hash table of what is known: index + 1, or 0 */
+    uint32_t *bin; /* hash table of known convolutions: index + 1, or 0 */
     size_t entries, knowns, sources, bins;
 };
 
@@ -470,7 +470,7 @@ vm_status vm_lookup_add(vm_lookup *l, const vm_rule *rule, const vm_profile *pro
     return VM_OK;
 }
 
-/* "3x3" of the last dimensions. */
+/* Writes the last dimensions as "3x3". */
 static void write_extents(const vm_conv *c, const int64_t extents[VM_CONV_DIMS], char text[64]) {
     size_t used = 0;
     for (int d = first_dim(c); d < VM_CONV_DIMS; d++)
@@ -561,7 +561,7 @@ static bool same_source(const vm_source *a, const vm_source *b) {
            a->why == b->why && a->form == b->form;
 }
 
-/* The number of a source, a new one for a new source. */
+/* Finds or adds a source: *number. */
 static vm_status number_source(vm_lookup *l, const vm_source *source, uint32_t *number) {
     size_t i = 0;
     while (i < l->sources && !same_source(&l->source[i], source)) i++;

@@ -1,11 +1,11 @@
-/* A process's script, played (process.h).
+/* Plays a process's script (process.h).
  *
  *   script   [ take | take | take conv give ... | give | take conv give ... ]     storages are numbered throughout
- *                          ^ a call               ^ one in which the peak lies: its height is its end
- *   storage  number -> where it lies
+ *                          ^ a call               ^ a call with the peak: its height is its end
+ *   storage  number -> address
  *
- * Who is live at a step is read off the steps before it. The workspaces that cuBLAS keeps are no storages: they are
- * there from the step that first uses them on. */
+ * The steps before a step tell who is live then. cuBLAS's kept workspaces are no storages: they exist from the step of
+ * their first use on. */
 #include <string.h>
 
 #include "process_play.h"
@@ -72,7 +72,7 @@ vm_status vm_process_note_stretches(vm_process *p, const vm_trace *t, size_t fro
     return s;
 }
 
-/* Makes place for an event, which add_event then adds. */
+/* Makes room for an event, for add_event. */
 static vm_status expect_event(vm_process *p) { return vm_scratch_grow(&p->event, p->events, sizeof *p->event); }
 
 static void add_event(vm_process *p, event e) {
@@ -80,13 +80,13 @@ static void add_event(vm_process *p, event e) {
     p->event[p->events++] = e;
 }
 
-/* Takes back the steps from so many on, which were not played or were undone. */
+/* Removes the steps from number `from` on, which were not played or were undone. */
 static void forget(vm_process *p, size_t from) {
     for (size_t i = from; i < p->script->steps; i++)
         if (i != p->kept[CUBLAS].step && i != p->kept[CUBLASLT].step) p->script->step[i].op = VM_TRACE_NOTHING;
 }
 
-/* The number of the storage at an address: most are among the last ones, or follow the one that was looked for last. */
+/* Finds the storage at an address: most are among the last ones, or follow the one found last. */
 static bool find(vm_process *p, uint64_t address, uint32_t *id) {
     uint32_t up = p->found, down = p->script->ids;
     while (address && down--) {
@@ -111,7 +111,7 @@ static run run_of(vm_process *p) {
                  .highest = NEVER};
 }
 
-/* The end of every call: whether it failed because the device was full. */
+/* Ends every call: notes whether it failed because the device was full. */
 static vm_status done(vm_process *p, vm_status s) {
     const vm_talloc_oom *oom = s == VM_ENOMEM ? vm_talloc_last_oom(p->talloc) : NULL;
     p->full = oom != NULL;
@@ -123,7 +123,7 @@ static uint64_t most_allocated(const vm_process *p) {
     return (uint64_t)vm_talloc_get_stats(p->talloc)->of[VM_TALLOC_ALLOCATED_BYTES][VM_TALLOC_ALL].peak;
 }
 
-/* Whether what was played made a new peak. call: its first step, or NEVER where it is no call. */
+/* Notes a new peak among the steps played. call: its first step, or NEVER outside calls. */
 static void note_peak(vm_process *p, const run *r, size_t call) {
     if (r->highest == NEVER || most_allocated(p) <= p->peak_bytes) return;
     const vm_trace_step *step = &p->script->step[r->highest];
@@ -195,7 +195,7 @@ const vm_reading *vm_process_readings(const vm_process *p, size_t *count) {
     return p->reading;
 }
 
-/* ---- taking and giving ---- */
+/* ---- allocating and freeing ---- */
 
 vm_status vm_process_give(vm_process *p, uint32_t id) {
     const size_t from = p->script->steps;
@@ -271,7 +271,7 @@ vm_status vm_process_copy(vm_process *p, const char *stamp, uint64_t *address, c
         if (!bytes[*copied]) continue;
         s = vm_process_take(p, shown, p->storage[old].name, &bytes[*copied], 1, one);
         if (s) break;
-        p->storage[p->script->ids - 1].rounded = 0; /* that of loading counts */
+        p->storage[p->script->ids - 1].rounded = 0; /* the load's rounding counts */
         s = vm_process_give(p, old);
     }
     return done(p, s);
@@ -305,7 +305,7 @@ vm_status vm_process_append(vm_process *p, const vm_trace *t, uint32_t *conv) {
     return s ? s : vm_process_note_stretches(p, t, 0, t->steps, start);
 }
 
-/* Gives back what a call that failed took, and tells which workspaces cuBLAS keeps since. */
+/* Frees what a failed call allocated, and notes which workspaces cuBLAS keeps since. */
 static vm_status play_call(vm_process *p, run *r, size_t from, uint32_t first) {
     uint32_t names[2];
     size_t at = from;
@@ -389,12 +389,12 @@ static void add(vm_process_list *list, uint32_t *row, uint32_t name, uint64_t by
     list->item[row[name] - 1].bytes += bytes;
 }
 
-/* What is live at a peak: outside of the call that makes it, then in it. */
+/* Lists what is live at a peak: outside of its call, then in it. */
 static void list_live(const vm_process *p, const peak *at, bool *live, uint32_t *row, vm_process_list *out) {
     const vm_trace_step *const step = p->script->step;
     const size_t call = at->call, end = at->end;
     const uint64_t kept_bytes[2] = {p->blas.cublas_bytes, p->blas.cublaslt_bytes};
-    uint32_t before = 0; /* the call */
+    uint32_t before = 0; /* of the call */
     for (size_t i = 0; i < end; i++) {
         if (step[i].op == VM_TRACE_TAKE || step[i].op == VM_TRACE_GIVE) live[step[i].id] = step[i].op == VM_TRACE_TAKE;
         if (i < call && step[i].op == VM_TRACE_TAKE) before = step[i].id + 1;
@@ -416,7 +416,7 @@ static void list_live(const vm_process *p, const peak *at, bool *live, uint32_t 
         add(out, row, step[end - 1].name, kept_bytes[CUBLASLT]);
 }
 
-/* What was rounded up of each name in the list. held: [names], how many of its storages are live, 0 */
+/* Lists the bytes added by rounding, by name. held: [names], counts of live storages, zeros on entry */
 static void list_rounded(const vm_process *p, size_t until, uint32_t *held, uint64_t *rounded, vm_process_list *out) {
     for (size_t i = 0; i < until; i++) {
         const vm_trace_step *const step = &p->script->step[i];
@@ -430,7 +430,7 @@ static void list_rounded(const vm_process *p, size_t until, uint32_t *held, uint
     for (size_t i = 0; i < out->count; i++) out->item[i].rounded = rounded[out->item[i].name];
 }
 
-/* until: as many steps as tell what was rounded up */
+/* until: steps that count for the rounding */
 static vm_status list_at(const vm_process *p, const peak *at, size_t until, vm_process_list *out) {
     const size_t names = p->script->names.count;
     bool *live = NULL;

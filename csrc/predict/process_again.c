@@ -1,7 +1,7 @@
-/* What a process would have reserved with other workspaces: its script, played again for rows of them.
+/* What a process would have reserved with other workspaces: plays its script again for rows of them.
  *
- *   script -> notes: what happens in one pool        a plain allocator's pools do not depend on each other
- *   rows, all together, play the notes -> where they would make other segments they part, each part with its own copy
+ *   script -> notes: the steps of one pool         a plain allocator's pools do not depend on each other
+ *   rows play the notes together -> they split into groups, each with its own copy, when they would make other segments
  *
  * Any other allocator plays the script for each row from the start. */
 #include "process_play.h"
@@ -9,13 +9,13 @@
 
 #include <string.h>
 
-/* From a step on so much was reserved. */
+/* `reserved` bytes from a step on. */
 typedef struct change {
     size_t step;
     uint64_t reserved;
 } change;
 
-/* The reserved bytes of a pool over the steps of a row. Rows that go alike share one, and the first of them owns it. */
+/* The reserved bytes of a pool over the steps of a row. Equal rows share one; the first of them owns it. */
 typedef struct course {
     change *change;
     size_t changes;
@@ -33,7 +33,7 @@ static vm_status add_change(course *c, size_t step, uint64_t reserved) {
 
 typedef enum act { TAKE, GIVE, BORROW, CONVOLVE, EMPTY } act;
 
-/* A step that does something in a pool. id: of a storage or a convolution. */
+/* A step that uses a pool. id: of a storage or a convolution. */
 typedef struct note {
     act act;
     uint32_t step, id;
@@ -63,8 +63,8 @@ static vm_status add_request(score o[2], const vm_process *p, note n) {
     return add_note(&o[n.size <= TA_SMALL], n);
 }
 
-/* Ends stretch x of the script, whose first note has the number `from`. takes: whether the stretch takes one of
- * cuBLAS's workspaces, which stay. */
+/* Ends stretch x of the script, which begins at note `from`. takes: whether the stretch allocates a cuBLAS workspace,
+ * which stays. */
 static vm_status add_stretch(score *o, const vm_trace_stretch *x, size_t from, bool takes) {
     if (takes || from == o->notes) return VM_OK;
     vm_status s = vm_scratch_grow(&o->stretch, o->stretches, sizeof *o->stretch);
@@ -72,8 +72,8 @@ static vm_status add_stretch(score *o, const vm_trace_stretch *x, size_t from, b
     return s;
 }
 
-/* What step i does. kept: which workspaces of cuBLAS's are there; each is kept from its first use on, under a number
- * that no storage has. *takes: whether it takes one of them. */
+/* Reads step i. kept: cuBLAS's workspaces so far; each is kept from its first use on, under a number that no storage
+ * has. *takes: whether the step allocates one of them. */
 static vm_status read_step(score o[2], const vm_process *p, uint32_t i, bool kept[2], bool *takes) {
     const vm_trace_step *const step = &p->script->step[i];
     const bool lt = step->op == VM_TRACE_CUBLASLT;
@@ -123,13 +123,13 @@ static vm_status read_scores(const vm_process *p, size_t until, score o[2]) {
     return s;
 }
 
-/* Rows that went alike so far. */
+/* Rows that have been equal so far. */
 typedef struct group {
     vm_pool pool;
     uint32_t *held;         /* [ids], the block of each storage; 0: none */
-    uint64_t *version;      /* [kinds] of stretches: the pool's when one was played and changed nothing */
+    uint64_t *version;      /* [kinds] of stretches: the pool's version when one was played without a change */
     uint64_t begun;         /* the pool's version when the stretch began */
-    size_t stretch, others; /* stretches and other notes that were played */
+    size_t stretch, others; /* stretches and other notes played */
     course course;
     size_t *row; /* [rows], borrowed */
     size_t rows;
@@ -161,7 +161,7 @@ static vm_status copy_group(const score *o, const group *g, group *copy) {
     return VM_OK;
 }
 
-/* The segment that a row's workspace makes if a pool has so much room; 0 if it makes none. */
+/* Returns: the segment that a row's workspace makes if a pool has `room`; 0 if it makes none. */
 static uint64_t makes(const score *o, uint64_t room, size_t row, uint32_t conv) {
     const uint64_t size = o->workspace[row * o->convs + conv];
     return size <= room || (size <= TA_SMALL) != o->small ? 0 : vm_talloc_segment(size);
@@ -169,7 +169,7 @@ static uint64_t makes(const score *o, uint64_t room, size_t row, uint32_t conv) 
 
 static vm_status play(const score *o, group *g, size_t at);
 
-/* A convolution's workspace: rows that would make another segment than the first part from it, and play on. */
+/* A convolution's workspace: rows that would make another segment than the first row leave the group, and play on. */
 static vm_status convolve(const score *o, group *g, size_t at) {
     const uint32_t conv = o->note[at].id;
     const uint64_t room = vm_pool_room(&g->pool);
@@ -304,7 +304,7 @@ static vm_status play_row(const vm_process *p, size_t until, uint64_t *workspace
     return s;
 }
 
-/* The most that was reserved in a span by the pools together; with `above` beyond what was before it. */
+/* Returns: the most bytes reserved in a span by both pools; with `above` beyond those before it. */
 static uint64_t most_of(const course pool[2], const vm_process_span *span, bool above) {
     size_t at[2] = {0, 0};
     uint64_t held[2] = {0, 0}, before = 0, most = 0;

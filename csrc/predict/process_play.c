@@ -1,4 +1,4 @@
-/* Steps of a process's script, played on an allocator. */
+/* Plays steps of a process's script on an allocator. */
 #include "process_play.h"
 
 #include <string.h>
@@ -7,7 +7,7 @@ uint64_t vm_play_now(const vm_talloc *a, vm_talloc_kind kind) {
     return (uint64_t)vm_talloc_get_stats(a)->of[kind][VM_TALLOC_ALL].current;
 }
 
-/* A workspace that is given back at once; *height: allocated bytes while it was there. */
+/* Allocates and frees a workspace; *height: allocated bytes in between. */
 static vm_status borrow(run *r, uint64_t bytes, uint64_t *height) {
     uint64_t address;
     vm_status s = vm_talloc_malloc(r->talloc, bytes, 0, &address);
@@ -20,7 +20,7 @@ static vm_status keep(run *r, uint64_t bytes, uint64_t *address) {
     return *address ? VM_OK : vm_talloc_malloc(r->talloc, bytes, 0, address);
 }
 
-/* A convolution's workspace: of the first plan, else of the next (try_configs in Conv_v8.cpp). */
+/* A convolution's workspace: of the first plan, otherwise of the next (try_configs in Conv_v8.cpp). */
 static vm_status convolve(run *r, uint32_t id, uint64_t *height) {
     vm_status s = borrow(r, r->workspace[id], height);
     if (s != VM_ENOMEM || !vm_talloc_last_oom(r->talloc) || !r->next || r->next[id] >= r->workspace[id]) return s;
@@ -47,7 +47,7 @@ vm_status vm_play_step(run *r, const vm_trace_step *step, uint64_t *height) {
         return vm_talloc_empty_cache(a);
     case VM_TRACE_CUBLASLT:
         if (r->blas->cublaslt_use == VM_CUBLASLT_EACH) return borrow(r, r->blas->cublaslt_bytes, height);
-        s = keep(r, r->blas->cublas_bytes, &r->kept[CUBLAS].address); /* cuBLASLt's handle is cuBLAS's */
+        s = keep(r, r->blas->cublas_bytes, &r->kept[CUBLAS].address); /* cuBLASLt uses cuBLAS's handle */
         if (s || r->blas->cublaslt_use == VM_CUBLASLT_SHARED) return s;
         return keep(r, r->blas->cublaslt_bytes, &r->kept[CUBLASLT].address);
     case VM_TRACE_CUBLAS:
@@ -57,20 +57,20 @@ vm_status vm_play_step(run *r, const vm_trace_step *step, uint64_t *height) {
     }
 }
 
-/* A kind of stretch: where one was played last, and the counters around it, if it changed nothing else. */
+/* A kind of stretch: its last one, and the counters around it, if it changed nothing else. */
 typedef struct memory {
-    size_t version, from; /* version: of what there was then; 0: never */
+    size_t version, from; /* version: the allocator's at that time; 0: never */
     vm_talloc_stats before, after;
 } memory;
 
-/* Between stretches, equal numbers mean equal blocks. others: how many steps were played outside of stretches. */
+/* Between stretches, equal numbers mean equal blocks. others: steps played outside of stretches. */
 static size_t version_of(const run *r, size_t others) {
     const vm_talloc_stats *s = vm_talloc_get_stats(r->talloc);
     const size_t kept = (r->kept[CUBLAS].address != 0) + (r->kept[CUBLASLT].address != 0);
     return 1 + others + kept + (size_t)(s->num_device_alloc + s->num_device_free + s->num_ooms);
 }
 
-/* A stretch that goes as the one that m remembers. start: the first step of r's heights. */
+/* Skips a stretch that runs like the one in m. start: the first step of r's heights. */
 static void pass_over(run *r, const vm_trace_stretch *x, const memory *m, size_t start) {
     const size_t to = x->from - start, from = m->from - start, bytes = (x->until - x->from) * sizeof *r->allocated;
     if (r->allocated) memcpy(r->allocated + to, r->allocated + from, bytes);
@@ -81,7 +81,7 @@ static void pass_over(run *r, const vm_trace_stretch *x, const memory *m, size_t
 static vm_status play_one(run *r, const vm_trace *script, size_t at, size_t start, uint64_t *most) {
     uint64_t height = 0;
     vm_status s = vm_play_step(r, &script->step[at], &height);
-    for (int k = 0; k < 2; k++) /* cuBLAS's may be there though cuBLASLt's could not be had */
+    for (int k = 0; k < 2; k++) /* cuBLAS's may exist though cuBLASLt's was refused */
         if (r->kept[k].address && r->kept[k].step == NEVER) r->kept[k].step = at;
     if (s) return s;
     height = VM_MAX(height, vm_play_now(r->talloc, VM_TALLOC_ALLOCATED_BYTES));

@@ -1,5 +1,5 @@
-/* A process's script, played on another device (process.h): event by event, so that what depends on the free memory is
- * decided there. Storages have other numbers on the new process; `map` has them, by their numbers on the old one. */
+/* Plays a process's script on another device (process.h), event by event, so that decisions that depend on the free
+ * memory are made there. The new process numbers its storages anew; `map` maps old numbers to new ones. */
 #include "process_play.h"
 
 enum { PAGE = 2 << 20 };
@@ -41,7 +41,7 @@ static vm_status take(vm_process *p, const vm_process *from, const event *e, uin
     return s;
 }
 
-/* The same steps. */
+/* Repeats a call's steps. */
 static vm_status call(vm_process *p, const vm_process *from, const event *e, uint32_t *map) {
     const size_t start = p->script->steps;
     const uint32_t first = p->script->ids;
@@ -55,8 +55,8 @@ static vm_status call(vm_process *p, const vm_process *from, const event *e, uin
     return s ? s : vm_process_run(p, start, first, NULL, NULL, NULL);
 }
 
-/* Maps each storage that the old call left to the storage that the new call left in its place. left: one flag per
- * storage of the old call, true if the call left it. */
+/* Maps each storage that the old call left to the one that the new call left in its place. left: one flag per storage
+ * of the old call, true if the call left it. */
 static vm_status map_left(const vm_process *p, uint32_t first, const bool *left, uint32_t old, uint32_t end,
                           uint32_t *map) {
     uint32_t id = first;
@@ -69,7 +69,7 @@ static vm_status map_left(const vm_process *p, uint32_t first, const bool *left,
     return VM_OK;
 }
 
-/* The steps that the call has with the memory that is free now. */
+/* Walks the call again with the memory that is free now. */
 static vm_status call_again(vm_process *p, const vm_process *from, const event *e, uint32_t *map) {
     const vm_trace_step *const step = from->script->step;
     const uint64_t total = vm_talloc_settings(p->talloc)->total_memory,
@@ -136,21 +136,21 @@ vm_status vm_process_replay(vm_process *p, const vm_process *from, bool first_on
 
 /* ---- the least device ---- */
 
-/* How a replay went on a device; it goes so on every device from `most` on and below `refused`. */
+/* The outcome of a replay, the same on every device from `most` on and below `refused`. */
 typedef struct tried {
     uint64_t most, refused;
     bool full;
-    uint64_t beside; /* peak of PyTorch's memory and the memory outside it together; 0 if none is outside */
+    uint64_t beside; /* peak of PyTorch's memory plus the memory outside it; 0 if none is outside */
 } tried;
 
 typedef struct search {
     const vm_process *p;
-    bool first_only, same; /* same: whether a device that is no larger than needed changes nothing */
+    bool first_only, same; /* same: a device that is no larger than needed changes nothing */
     tried *tried;
     size_t count;
 } search;
 
-/* What was played tells how it goes on a device. a: its allocator. */
+/* Returns: what a played process tells about its device. a: its allocator. */
 static tried outcome(const vm_process *p, const vm_talloc *a) {
     size_t count;
     const vm_reading *reading = vm_process_readings(p, &count);
@@ -203,9 +203,9 @@ vm_status vm_process_least(const vm_process *p, bool first_only, uint64_t low, u
     bool is = false;
     for (size_t i = 0; i < p->events; i++) s.same &= !p->event[i].again;
     vm_status status = vm_scratch_grow(&s.tried, 0, sizeof *s.tried);
-    if (!status) s.tried[s.count++] = outcome(p, p->talloc); /* where there is room */
+    if (!status) s.tried[s.count++] = outcome(p, p->talloc); /* the device with enough room */
     if (!status) status = fits(&s, enough * PAGE, &is);
-    while (!status && !is) { /* `high` may be too little: with more room A1111 cuts its attention less */
+    while (!status && !is) { /* `high` may be too little: with more room A1111 splits its attention less */
         little = enough;
         enough = VM_MAX(2 * enough, 1);
         if (enough > VM_TALLOC_LARGEST / PAGE) status = vm_fail(VM_EOVERFLOW, "least: no device is large enough");

@@ -1,6 +1,6 @@
-/* Reading a program, and playing it.
+/* Reads programs, and plays them.
  *
- * Polynomials stay the texts that they are, which are short and evaluated once a call; words become steps. */
+ * Polynomials stay text: they are short, and evaluated once per call. Words become steps. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -9,13 +9,13 @@
 
 /* ---- words and polynomials ---- */
 
-/* A word of a text, which ends at a space or a semicolon. */
+/* A word of a text, up to a space or a semicolon. */
 typedef struct word {
     const char *at;
     size_t length;
 } word;
 
-/* The next word, past spaces; of length 0 at the text's end or a semicolon. */
+/* Returns: the next word, past spaces; of length 0 at the text's end or a semicolon. */
 static word next_word(const char **at) {
     while (**at == ' ') ++*at;
     const word w = {*at, strcspn(*at, " ;")};
@@ -25,7 +25,7 @@ static word next_word(const char **at) {
 
 static bool word_is(word w, const char *text) { return strlen(text) == w.length && !memcmp(w.at, text, w.length); }
 
-/* A number with nothing behind it; false where it is none or does not fit. */
+/* Parses a whole word; false if it is no number or does not fit. */
 static bool to_number(word w, int64_t *out) {
     const bool negative = w.length && *w.at == '-';
     *out = 0;
@@ -49,7 +49,7 @@ static vm_status wrong(const char *text) {
     return vm_fail(VM_EINVAL, "polynomial: want terms such as \"640 n h + 5\" of its variables, got \"%.60s\"", text);
 }
 
-/* The polynomial at *at, up to the end of its text or of its side of an equation, which *at is moved past. */
+/* Evaluates the polynomial at *at, and moves *at to the end of its text or of its side of an equation. */
 static vm_status evaluate(const scope *known, const char **at, int64_t *out) {
     const char *text = *at;
     int64_t total = 0, term = 0;
@@ -77,14 +77,14 @@ static vm_status evaluate(const scope *known, const char **at, int64_t *out) {
     return VM_OK;
 }
 
-/* The value of a whole text, "640 n h w + 5". */
+/* Evaluates a whole text, "640 n h w + 5". */
 static vm_status evaluate_all(const scope *known, const char *text, int64_t *out) {
     const char *at = text;
     vm_status s = evaluate(known, &at, out);
     return s || (!*at && at[-1] != '=') ? s : wrong(text);
 }
 
-/* Whether the case at *at holds, "1 n = 1" or "1 n != 1"; *at is moved past it, to the text's end or a semicolon. */
+/* Evaluates the case at *at, "1 n = 1" or "1 n != 1", and moves *at to the text's end or a semicolon. */
 static vm_status case_holds(const scope *known, const char **at, bool *out) {
     const char *text = *at;
     int64_t left, right;
@@ -98,7 +98,7 @@ static vm_status case_holds(const scope *known, const char **at, bool *out) {
     return s || (*at)[-1] != '=' ? s : wrong(text);
 }
 
-/* Whether all cases of a call do, "1 n = 1; 1 h != 2 h1". */
+/* *out: whether all cases of a call hold, "1 n = 1; 1 h != 2 h1". */
 static vm_status all_hold(const scope *known, const char *cases, bool *out) {
     vm_status s = VM_OK;
     bool held;
@@ -110,29 +110,29 @@ static vm_status all_hold(const scope *known, const char *cases, bool *out) {
     return s;
 }
 
-/* ---- what a program is ---- */
+/* ---- a program's parts ---- */
 
-/* A word: + - c a b l with a number (of a size, of takes ago, of a convolution ...), or = with that of a module. */
+/* A word: + - c a b l with a number (of a size, of takes ago, of a convolution ...), or = with a module's. */
 typedef struct step {
     char kind;
     uint32_t number;
-    const char *name; /* + and =: what, or whom */
+    const char *name; /* of + and =: the storage's or the module's */
 } step;
 
-/* takes: of its whole call; reach: how many takes before it the farthest give goes. */
+/* takes: of its whole call; reach: how many takes before it the farthest give refers to. */
 typedef struct module {
     size_t first, steps, takes, reach, plays, depth, path;
 } module;
 
-/* A convolution or an attention. flag: nhwc; is_causal, enable_gqa, whether there is a mask and whether of booleans,
- * which of queries, keys and values lie token by token. */
+/* A convolution or an attention. flag: nhwc; or is_causal, enable_gqa, whether there is a mask and of booleans, which
+ * of queries, keys and values lie token by token. */
 typedef struct question {
     int dtype; /* -1: the call's own */
     uint32_t size[9];
     bool flag[7];
 } question;
 
-/* Where in each list its own begin, and how many they are. */
+/* A range of a list: its first item and their number. */
 typedef struct span {
     size_t first, count;
 } span;
@@ -140,7 +140,7 @@ typedef struct span {
 enum { SIZES, CONVS, ATTENTIONS, MODULES, LISTS };
 
 typedef struct recorded {
-    unsigned dtypes;   /* a bit each */
+    unsigned dtypes;   /* one bit each */
     const char *cases; /* "1 n = 1; 1 h != 2 h1" */
     span own[LISTS];
 } recorded;
@@ -158,7 +158,7 @@ struct vm_program {
     recorded *call;
     step *step;
     const char **size;
-    question *question[LISTS]; /* of CONVS, and of ATTENTIONS */
+    question *question[LISTS]; /* of CONVS and ATTENTIONS */
     module *module;
 };
 
@@ -176,7 +176,7 @@ static span *own(vm_program *p, int list) { return &p->call[p->calls - 1].own[li
 
 static vm_status bad(const char *want) { return vm_fail(VM_EINVAL, "want %s", want); }
 
-/* The index of something that the call has of a list. */
+/* Parses an index into one of the call's lists. */
 static bool to_index(vm_program *p, word w, int list, uint32_t *out) {
     int64_t number;
     if (!to_number(w, &number) || number < 0 || (uint64_t)number >= own(p, list)->count) return false;
@@ -190,7 +190,7 @@ static vm_status add_name(vm_program *p, const char *name) {
     return VM_OK;
 }
 
-/* Ends the word at a line's begin with 0; what comes behind it. */
+/* Ends a line's first word with 0. Returns: the text after it. */
 static char *cut(char *line) {
     char *end = line + strcspn(line, " ");
     if (*end) *end++ = 0;
@@ -207,7 +207,7 @@ static vm_status read_variables(vm_program *p, char *line) {
     return s;
 }
 
-/* Whether it is one of the variables so far. */
+/* VM_EINVAL if the polynomial uses an unknown variable. */
 static vm_status check_polynomial(const vm_program *p, const char *text) {
     int64_t value;
     return evaluate_all(&(scope){p->names, p->name, zeros}, text, &value);
@@ -249,7 +249,7 @@ static vm_status read_size(vm_program *p, char *line) {
     return s;
 }
 
-/* A dtype, the indices of so many sizes, and so many flags. */
+/* Reads a dtype, the indices of `sizes` sizes, and `flags` flags. */
 static vm_status read_question(vm_program *p, const char *at, int list, size_t sizes, size_t flags) {
     question q = {0};
     word w = next_word(&at);
@@ -271,7 +271,7 @@ static vm_status read_conv(vm_program *p, char *line) { return read_question(p, 
 
 static vm_status read_attention(vm_program *p, char *line) { return read_question(p, line, ATTENTIONS, 9, 7); }
 
-/* One word, which ends with 0. */
+/* Reads one word, which ends with 0. */
 static bool read_step(vm_program *p, char *text, step *out) {
     char *equals = strchr(text, '=');
     if (equals) {
@@ -292,7 +292,7 @@ static bool read_step(vm_program *p, char *text, step *out) {
     return to_index(p, number, *text == 'c' ? CONVS : *text == 'a' ? ATTENTIONS : SIZES, &out->number);
 }
 
-/* What a step adds to its module's call; false where that gets too much. */
+/* Adds a step to its module's counts; false if they get too large. */
 static bool count_step(const vm_program *p, const recorded *c, const step *s, module *m) {
     m->plays++;
     if (s->kind == '+' || s->kind == 'a') m->takes++;
@@ -327,7 +327,7 @@ static vm_status read_module(vm_program *p, char *line) {
 static vm_status read_line(vm_program *p, char *line) {
     static const struct {
         const char *kind;
-        int list; /* of a call; -1: before the first one, -2: a call itself */
+        int list; /* of a call; -1: before the first call, -2: a call itself */
         vm_status (*read)(vm_program *p, char *line);
     } kinds[] = {{"variables", -1, read_variables}, {"derived", -1, read_derived},
                  {"call", -2, read_call},           {"size", SIZES, read_size},
@@ -351,7 +351,7 @@ static vm_status read_line(vm_program *p, char *line) {
     return bad("variables, derived, and behind each call its size, conv, attention and module");
 }
 
-/* The outermost module of each call gives back nothing that was there before it. */
+/* Checks that the outermost module of each call gives back nothing from before it. */
 static vm_status check_calls(const vm_program *p) {
     for (size_t i = 0; i < p->calls; i++) {
         const span own = p->call[i].own[MODULES];
@@ -403,7 +403,7 @@ void vm_program_free(vm_program *p) {
 
 size_t vm_program_given(const vm_program *p) { return p->given; }
 
-/* Fills value, of which the given variables are there, with those that follow. */
+/* Fills the derived variables of `value` from the given ones. */
 static vm_status derive(const vm_program *p, int64_t value[VM_PROGRAM_NAMES]) {
     for (size_t i = p->given; i < p->names; i++) {
         const derived *d = &p->follows[i];
@@ -417,15 +417,15 @@ static vm_status derive(const vm_program *p, int64_t value[VM_PROGRAM_NAMES]) {
     return VM_OK;
 }
 
-enum { CASES = 64 }; /* are looked at for a message */
+enum { CASES = 64 }; /* most cases compared for a message */
 
-/* Whether two cases are the same up to one of these characters. */
+/* Returns: whether two cases are equal up to one of the characters `ends`. */
 static bool same_to(const char *ends, const char *a, const char *b) {
     const size_t length = strcspn(a, ends);
     return length == strcspn(b, ends) && !memcmp(a, b, length);
 }
 
-/* The distinct cases of all calls in a dtype, the first ones. */
+/* Finds the first distinct cases of all calls in a dtype. */
 static size_t distinct_cases(const vm_program *p, vm_dtype dtype, const char *found[CASES]) {
     size_t count = 0;
     for (size_t i = 0; i < p->calls; i++) {
@@ -459,7 +459,7 @@ static void append_case(char text[VM_SENTENCE], const char *one) {
     append(text, " or ", plain);
 }
 
-/* Which cases were recorded, of those whose left sides meet none. */
+/* Reports which cases were recorded, among those whose left sides meet none. */
 static vm_status not_recorded(const vm_program *p, vm_dtype dtype, const scope *known) {
     const char *found[CASES];
     const size_t count = distinct_cases(p, dtype, found);
@@ -468,7 +468,7 @@ static vm_status not_recorded(const vm_program *p, vm_dtype dtype, const scope *
         char alike[VM_SENTENCE] = "";
         bool met = false, held;
         for (k = 0; k < i && !same_to("!=", found[i], found[k]);) k++;
-        if (k < i) continue; /* was told with that one */
+        if (k < i) continue; /* reported with that one */
         for (; k < count; k++) {
             const char *at = found[k];
             if (!same_to("!=", found[i], at)) continue;
@@ -495,7 +495,7 @@ typedef struct player {
     const recorded *call;
     int64_t *size; /* [sizes of the call] */
     vm_trace *t;
-    uint32_t *id; /* of what was taken, in order */
+    uint32_t *id; /* of the storages taken, in order */
     size_t taken;
 } player;
 
@@ -535,7 +535,7 @@ static const module *outermost(const player *y) {
     return &y->p->module[own.first + own.count - 1];
 }
 
-/* A question with its sizes. Returns its dtype. */
+/* Looks up a question and its sizes. Returns: its dtype. */
 static vm_dtype look_up(const player *y, int list, uint32_t number, const question **q, int64_t n[9]) {
     *q = &y->p->question[list][y->call->own[list].first + number];
     for (int i = 0; i < (list == CONVS ? 8 : 9); i++) n[i] = y->size[(*q)->size[i]];
@@ -577,7 +577,7 @@ static vm_status attend(player *y, uint32_t number, const char *shown) {
     return s;
 }
 
-/* The first of the tensors that pass through a module's call. */
+/* Returns: the first of the tensors that pass through a module's call. */
 static size_t first_passing(const player *y, const char *path) {
     size_t low = 0, high = y->asked->passings;
     while (low < high) {
@@ -590,7 +590,7 @@ static size_t first_passing(const player *y, const char *path) {
     return low;
 }
 
-/* Takes what passes through a module's call; their ids follow one another. */
+/* Takes the tensors that pass through a module's call; their ids are consecutive. */
 static vm_status bring(player *y, const char *path, const char *shown, uint32_t *count) {
     vm_status s = VM_OK;
     for (size_t i = first_passing(y, path); !s && i < y->asked->passings; i++) {
@@ -608,7 +608,7 @@ static vm_status bring(player *y, const char *path, const char *shown, uint32_t 
 
 static vm_status play(player *y, uint32_t index, const char *path, const char *shown);
 
-/* The call of a submodule: of `path`, which is NULL for the caller of the outermost. */
+/* Plays a submodule's call. path: NULL for the caller of the outermost. */
 static vm_status play_child(player *y, const step *one, const char *path, const char *shown) {
     char inner[VM_PROGRAM_PATH];
     const bool is_absolute = *one->name == '/';
@@ -647,7 +647,7 @@ static vm_status play_step(player *y, const step *one, const char *path, const c
     }
 }
 
-/* What a module says: a call of `path`, "" for the outermost and NULL for what calls that. */
+/* Plays a module. path: "" for the outermost, NULL for its caller. */
 static vm_status play(player *y, uint32_t index, const char *path, const char *shown) {
     const module *m = &y->p->module[y->call->own[MODULES].first + index];
     const uint32_t first = y->t->ids;

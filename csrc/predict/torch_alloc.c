@@ -4,7 +4,7 @@
 #include "torch_blocks.h"
 
 typedef struct request {
-    uint64_t bytes, size, stream; /* as asked, rounded */
+    uint64_t bytes, size, stream; /* as requested, rounded */
     bool small;
 } request;
 
@@ -69,9 +69,9 @@ static void request_free(vm_talloc *a, block *b) {
     ta_record(a, VM_TALLOC_FREE_REQUESTED, b->node.address, b->requested, b->node.stream, b->tag);
 }
 
-/* A free block goes to its pool's tree, merged with its neighbours; the driver's pool keeps none. */
+/* Puts a free block into its pool's tree, merged with its neighbours; the driver's pool keeps none. */
 static void cache_free(vm_talloc *a, block *b) {
-    int64_t blocks = 0, bytes = 0; /* how the inactive split blocks change, in number and in size */
+    int64_t blocks = 0, bytes = 0; /* change of the inactive split blocks, in number and in size */
     block *neighbours[2] = {b->prev, b->next};
     if (b->expandable) ta_vacate(a, b);
     for (int i = 0; i < 2; i++) {
@@ -121,21 +121,21 @@ vm_status vm_talloc_free(vm_talloc *a, uint64_t address) {
     return VM_OK;
 }
 
-/* What the driver's pool holds while so many more bytes are in use. */
+/* Returns: the size of the driver's pool if `more` bytes are used in addition. */
 static uint64_t pool_size(const vm_talloc *a, uint64_t more) {
     return VM_ROUND_UP((uint64_t)a->stats.of[VM_TALLOC_ACTIVE_BYTES][VM_TALLOC_ALL].current + more, TA_LARGE_ROUND);
 }
 
-/* Pending frees complete, then every cached segment that is whole goes back to the device. */
+/* Completes pending frees, then frees every whole cached segment. */
 static void release_whole_segments(vm_talloc *a) {
-    a->stats.num_sync_all_streams++; /* which ends every use on another stream */
+    a->stats.num_sync_all_streams++; /* synchronising ends every use on another stream */
     while (a->pending) complete_free(a, ta_block(a->pending));
     if (a->config.driver_pool)
         ta_count(a, VM_TALLOC_RESERVED_BYTES, false, (int64_t)pool_size(a, 0) - (int64_t)reserved(a));
     for (int small = 0; small < 2; small++) {
         tree *t = &a->pools[small].cached;
         for (node *n = ta_next(t, NULL, TA_PAGES), *next; n; n = next) {
-            const node here = *n; /* what unmapping leaves of b is smaller, and so lies before this place in the tree */
+            const node here = *n; /* unmapping leaves less of b, which sorts before this place in the tree */
             block *b = ta_block(n);
             if (b->expandable)
                 ta_unmap(a, b);
@@ -148,14 +148,14 @@ static void release_whole_segments(vm_talloc *a) {
 
 /* ---- the stages of a malloc ---- */
 
-/* The best fit among cached blocks, out of its tree. */
+/* Returns: the best fit among cached blocks, removed from its tree. */
 static block *take_cached(vm_talloc *a, const request *r) {
     pool *p = &a->pools[r->small];
     if (collects(a)) p->searches++;
     node *n = ta_at_least(&p->cached, &(node){.stream = r->stream, .size = r->size});
     if (!n) return NULL;
     if (ta_block(n)->expandable) {
-        /* A block that can grow is as large as it may become. */
+        /* A growable block counts at the size that it can reach. */
         for (node *next; (next = ta_after(&p->cached, n)); n = next) {
             const block *here = ta_block(n), *there = ta_block(next);
             const uint64_t grows = here->next && !here->next->mapped ? here->next->node.size : 0;
@@ -200,10 +200,11 @@ static void collect_garbage(vm_talloc *a) {
     }
 }
 
-/* PyTorch never splits an oversized block; a segment that was restored may hold a part of one. */
+/* PyTorch never splits an oversized block; a restored segment may hold a part of one. */
 static bool is_whole(const block *b) { return !b->expandable && !ta_is_split(b); }
 
-/* With max_split_size: frees the one oversized block that is large enough, or the largest until together they are. */
+/* With max_split_size: frees the smallest sufficient oversized block, or the largest ones until they suffice
+ * together. */
 static bool release_oversized(vm_talloc *a, const request *r) {
     const uint64_t limit = a->config.max_split_size;
     if (limit == UINT64_MAX) return false;
@@ -226,7 +227,7 @@ static bool release_oversized(vm_talloc *a, const request *r) {
     return released >= key.size;
 }
 
-/* Memory of the driver's pool, which grows where it must; NULL when it cannot. */
+/* Returns: memory of the driver's pool, which grows if necessary; NULL if it cannot. */
 static block *take_of_pool(vm_talloc *a, const request *r) {
     const uint64_t size = pool_size(a, r->size), held = reserved(a);
     const uint64_t requested = (uint64_t)a->stats.of[VM_TALLOC_REQUESTED_BYTES][VM_TALLOC_ALL].current;
@@ -237,7 +238,7 @@ static block *take_of_pool(vm_talloc *a, const request *r) {
     return b;
 }
 
-/* Memory from the device; NULL when it has none left. */
+/* Returns: memory from the device; NULL if it is full. */
 static block *take_new(vm_talloc *a, const request *r) {
     const uint64_t size = segment_size(a, r), held = reserved(a);
     if (a->config.allowed_memory && held + size > a->config.allowed_memory) return NULL;
@@ -255,7 +256,7 @@ static block *take_new(vm_talloc *a, const request *r) {
 static uint64_t hand_out(vm_talloc *a, const request *r, block *b) {
     const int64_t split =
         ta_is_split(b) ? (int64_t)b->node.size : 0; /* bytes that were an inactive part of a segment */
-    int64_t left = 0;                               /* and those that are one now */
+    int64_t left = 0;                               /* bytes that are one now */
     if (leaves_a_block(a, r, b)) {
         block *rest = ta_split(a, b, r->size);
         left = (int64_t)rest->node.size;
@@ -277,7 +278,7 @@ static uint64_t hand_out(vm_talloc *a, const request *r, block *b) {
     return b->node.address;
 }
 
-/* As PyTorch prints sizes. */
+/* Formats sizes as PyTorch does. */
 static const char *human(uint64_t bytes, char text[32]) {
     if (bytes < 1024)
         snprintf(text, 32, "%llu bytes", (unsigned long long)bytes);

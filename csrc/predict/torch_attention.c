@@ -1,4 +1,4 @@
-/* The attention block between the two middle resnets, as each runtime's forward has it.
+/* The attention block between the two middle resnets, following each runtime's forward.
  *
  * Sources: diffusers' AttnProcessor2_0; AttnBlock of BFL's autoencoder.py, of CompVis' ldm/modules/diffusionmodules/
  * model.py and of ComfyUI's file of that name (pytorch_attention); cross_attention_attnblock_forward of A1111's
@@ -16,7 +16,7 @@ tensor vm_walk_attend(walk *w, const tensor *x, int dims, path name) {
     return y;
 }
 
-/* Of a view of (N, H*W, C) as (N, C, H, W): the batch's stride collapses with one image. */
+/* A view of (N, H*W, C) as (N, C, H, W): with one image the batch's stride collapses. */
 layout vm_walk_seen(const tensor *x) {
     return x->c == 1 || x->h * x->w == 1 ? CONTIGUOUS : x->n == 1 ? CHANNELS_LAST_ONE : CHANNELS_LAST;
 }
@@ -25,8 +25,8 @@ tensor vm_walk_attention_diffusers(walk *w, const tensor *x, path name) {
     const path out = at(name, ".to_out.0");
     const path linear[3] = {at(name, ".to_q"), at(name, ".to_k"), at(name, ".to_v")};
     const tensor normed = norm(w, x, at(name, ".group_norm"));
-    /* Linear layers on a transposed input: a batched product, then the bias added in place. The input of one pixel
-     * counts as dense, and the product then adds the bias itself. */
+    /* Linear layers on a transposed input: a batched product, then the bias is added in place. An input of one pixel
+     * counts as dense; its product adds the bias itself. */
     const vm_trace_op product_op = x->h * x->w > 1 ? VM_TRACE_CUBLAS : VM_TRACE_CUBLASLT;
     const uint64_t rows = VM_PRODUCT64(x->n, x->h, x->w), c = x->c, numbers = VM_PRODUCT64(c, c);
     tensor qkv[3];
@@ -51,7 +51,7 @@ tensor vm_walk_attention_diffusers(walk *w, const tensor *x, path name) {
     return y;
 }
 
-/* The blocks of LDM's descendants: norm, q, k, v, proj_out, 1x1 convolutions all. */
+/* The blocks of LDM's descendants: norm, q, k, v, proj_out; all are 1x1 convolutions. */
 typedef struct heads {
     tensor normed, qkv[3];
 } heads;
@@ -70,7 +70,7 @@ static void give_qkv(walk *w, const heads *a) {
     for (int i = 0; i < 3; i++) give(w, &a->qkv[i]);
 }
 
-/* (N, 1, H*W, C), made contiguous: new tensors, or the same. */
+/* Makes (N, 1, H*W, C) contiguous: new tensors, or the same. */
 static tensor transposed(walk *w, const tensor *x, path name) { return dense(w, x, true, name); }
 
 tensor vm_walk_attention_bfl(walk *w, const tensor *x, path name) {
@@ -116,8 +116,8 @@ static tensor scores(walk *w, const tensor *x, uint64_t queries, path name) {
     return s;
 }
 
-/* In how many parts A1111 takes the queries: a power of two, so that 2.5 times a part's scores fit into free memory;
- * one where their number has no such divisor, and where nothing is free, as when PyTorch has raised already. */
+/* Returns: the number of parts into which A1111 splits the queries: a power of two for which 2.5 times a part's scores
+ * fit into free memory. 1 if no such number divides them, or if no memory is free (PyTorch has raised then). */
 static uint64_t parts(const walk *w, const tensor *x) {
     const uint64_t tokens = VM_PRODUCT64(x->h, x->w), free = w->vae->gpu.free_bytes;
     const double wanted = 2.5 * (double)VM_PRODUCT64(x->n, tokens, tokens, element(w));
@@ -126,11 +126,11 @@ static uint64_t parts(const walk *w, const tensor *x) {
     return tokens % n ? 1 : n;
 }
 
-/* drops: the name of the block's own that held its normalised input is bound to the result's zeros. */
+/* drops: the block's name for its normalised input is bound to the result's zeros. */
 static tensor attend_in_parts(walk *w, const heads *a, bool drops, path name) {
     const path attended = at(name, " [attention]");
     const tensor *x = &a->normed;
-    tensor h = take_like(w, &a->qkv[1], attended); /* zeros like the keys */
+    tensor h = take_like(w, &a->qkv[1], attended); /* zeros, shaped like the keys */
     if (drops) give(w, x);
     const uint64_t n = parts(w, x), tokens = VM_PRODUCT64(x->h, x->w), queries = tokens / n;
     for (uint64_t i = 0; !w->status && i < n; i++) {
@@ -140,7 +140,7 @@ static tensor attend_in_parts(walk *w, const heads *a, bool drops, path name) {
         give(w, &part);
         give(w, &weights);
     }
-    bind(w, &h, conv1(w, &h, x->c, at(name, ".proj_out"))); /* to which the block's input is added in place */
+    bind(w, &h, conv1(w, &h, x->c, at(name, ".proj_out"))); /* the block's input is added in place */
     give_qkv(w, a);
     return h;
 }

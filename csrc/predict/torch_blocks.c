@@ -32,7 +32,7 @@ void ta_insert(tree *t, node *n) {
         parent = *at;
         at = &parent->child[before(parent, n)];
     }
-    /* n takes this place in the treap. What hung here is cut in two: those before n become its left child, the others
+    /* n takes this place in the treap. The old subtree is split: elements before n become its left child, the others
      * its right one. */
     node *rest = *at, **low = &n->child[0], **high = &n->child[1], *low_parent = n, *high_parent = n;
     hang(at, n, parent);
@@ -61,7 +61,7 @@ void ta_remove(tree *t, node *n) {
     node *parent = n->parent, *low = n->child[0], *high = n->child[1];
     node **at = parent ? &parent->child[parent->child[1] == n] : &t->root[bin];
     while (low && high) {
-        const bool up = low->priority > high->priority; /* low takes this place, high goes to its right */
+        const bool up = low->priority > high->priority; /* low takes this place, high moves to its right */
         node *risen = up ? low : high;
         hang(at, risen, parent);
         parent = risen;
@@ -74,8 +74,8 @@ void ta_remove(tree *t, node *n) {
     t->count--;
 }
 
-/* Within a bin, of all streams, among the elements that weigh so much: the first that is not before key or, with
- * `after`, the first that comes after it. */
+/* Within a bin, over all streams, among elements of at least `weight`. Returns: the first that is not before key or,
+ * with `after`, the first after it. */
 static node *first(node *n, const node *key, bool after, uint64_t weight) {
     while (n && n->heaviest >= weight) {
         if (after ? before(key, n) : !before(n, key)) {
@@ -87,7 +87,7 @@ static node *first(node *n, const node *key, bool after, uint64_t weight) {
     return NULL;
 }
 
-/* Within a bin, of all streams: the last element before key. */
+/* Within a bin, over all streams. Returns: the last element before key. */
 static node *last_before(node *n, const node *key) {
     node *found = NULL;
     while (n) {
@@ -98,7 +98,7 @@ static node *last_before(node *n, const node *key) {
     return found;
 }
 
-/* In a bin other than key's own all elements lie on one side of key, so the search ends at its first or last one. */
+/* In any other bin all elements lie on one side of key, so the search ends at the first or last one. */
 static node *search_up(const tree *t, const node *key, bool after, uint64_t weight) {
     const node k = {.stream = key->stream, .rank = t->by_size ? key->size : 0, .address = key->address};
     for (size_t bin = ta_bin_from(t->filled, ta_bin(k.rank)); bin < TA_BINS; bin = ta_bin_from(t->filled, bin + 1)) {
@@ -133,7 +133,7 @@ node *ta_next(const tree *t, const node *key, uint64_t weight) {
     return next;
 }
 
-/* ---- the table of blocks handed out ---- */
+/* ---- the table of allocated blocks ---- */
 
 static size_t slot_of(const vm_talloc *a, uint64_t address) {
     return (size_t)((address / TA_BLOCK * 0x9E3779B97F4A7C15u) >> 32) & (a->table_size - 1);
@@ -157,8 +157,7 @@ void ta_table_remove(vm_talloc *a, block *b) {
     const size_t mask = a->table_size - 1;
     size_t hole = slot_of(a, b->node.address);
     while (a->table[hole] != b) hole = (hole + 1) & mask;
-    /* The gap is closed: entries that follow it without a break move up, unless they would then stand before the slot
-     * that their address hashes to. */
+    /* Closes the gap: the following entries move up, unless that would put them before the slot of their address. */
     for (size_t i = (hole + 1) & mask; a->table[i]; i = (i + 1) & mask) {
         if (((i - slot_of(a, a->table[i]->node.address)) & mask) < ((i - hole) & mask)) continue;
         a->table[hole] = a->table[i];
@@ -188,7 +187,7 @@ enum { SLAB = 511 };
 
 typedef struct slab {
     struct slab *next;
-    block element[SLAB]; /* a segment or a gap takes the place of a block */
+    block element[SLAB]; /* a segment or a gap uses a block's memory */
 } slab;
 
 _Static_assert(sizeof(segment) <= sizeof(block) && sizeof(gap) <= sizeof(block), "elements are as large as blocks");
@@ -211,8 +210,8 @@ static vm_status grow_history(vm_talloc *a, size_t events) {
 }
 
 vm_status ta_make_room(vm_talloc *a) {
-    /* At worst an operation completes every pending free (each may open a gap), gives back every cached block (each
-     * unmapped one may leave a rest on both sides), maps every stretch again, makes a segment and splits a block. */
+    /* At worst an operation completes every pending free (each may open a gap), frees every cached block (an unmapped
+     * one may leave a rest on both sides), maps every range again, makes a segment and splits a block. */
     size_t elements = 8, events = 8;
     if (a->config.expandable_segments || a->config.history) {
         const size_t cached = a->pools[0].cached.count + a->pools[1].cached.count;
@@ -231,9 +230,10 @@ void *ta_element(vm_talloc *a) {
     block *b = ta_block(a->spare);
     a->spare = b->node.child[0];
     a->spares--;
-    uint64_t mixed = ++a->drawn * 0x9E3779B97F4A7C15u; /* the end of splitmix64: any well-mixed sequence will do */
+    uint64_t mixed =
+        ++a->drawn * 0x9E3779B97F4A7C15u; /* the last step of splitmix64: any well-mixed sequence will do */
     mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9u;
-    /* What a tree sets itself stays as it is. */
+    /* Trees set the other fields. */
     b->node.stream = b->node.size = b->node.address = b->node.weight = 0;
     b->node.priority = (uint32_t)(mixed >> 32);
     memset(&b->prev, 0, sizeof *b - offsetof(block, prev));

@@ -1,12 +1,11 @@
-/* The blocks of AutoencoderKL's encoder and decoder (torch_halves.c) as six runtimes hold them: diffusers'
- * AutoencoderKL (0.33); the AutoEncoder of BFL's flux repository, as InvokeAI carries it; CompVis' AutoencoderKL
+/* The blocks of AutoencoderKL's encoder and decoder (torch_halves.c) in six runtimes: diffusers' AutoencoderKL (0.33);
+ * the AutoEncoder of BFL's flux repository, as in InvokeAI; CompVis' AutoencoderKL
  * (ldm/modules/diffusionmodules/model.py of stable-diffusion); ComfyUI's file of that name (comfy/ldm, since v0.3.77);
- * CompVis' as A1111 changes it (modules/sd_hijack*.py); and Forge's (backend/nn/vae.py), which is as ComfyUI's was
- * before 2025.
+ * CompVis' as A1111 changes it (modules/sd_hijack*.py); and Forge's (backend/nn/vae.py), which equals ComfyUI's before
+ * 2025.
  *
- * They compute the same. What differs is how long tensors live: a Python name (or a caller's, or the encoder's list)
- * holds a tensor until it is bound again or its function returns, and a statement such as h = norm(h) holds both for a
- * moment.
+ * They compute the same, but tensors live for different times. A Python name (or a caller's, or the encoder's list)
+ * holds a tensor until it is bound again or its function returns. A statement such as h = norm(h) briefly holds both.
  *
  *              resnet: norm1 silu conv1 norm2 silu conv2 (1x1 shortcut) add (diffusers: and a division by 1)
  *   encode     conv_in | levels: resnets, pad + strided conv | mid: resnet attention resnet | norm silu conv_out | 1x1
@@ -47,7 +46,7 @@ static void activate(walk *w, tensor *h, activation how, path name) {
         return;
     }
     const tensor gate = take_like(w, h, at(name, " [sigmoid]")), product = take_like(w, h, at(name, " [x * sigmoid]"));
-    vm_trace_move(w->t, product.bytes); /* which reads two */
+    vm_trace_move(w->t, product.bytes); /* reads two tensors */
     give(w, &gate);
     bind(w, h, product);
 }
@@ -69,7 +68,7 @@ static tensor resnet(walk *w, frame *f, const tensor *x, uint64_t c, path name) 
         give_copy(w, &in, x);
     }
     tensor y = take_like(w, &skip, at(name, " [sum]"));
-    vm_trace_move(w->t, y.bytes);                                  /* which reads two */
+    vm_trace_move(w->t, y.bytes);                                  /* reads two tensors */
     if (w->frames->diffusers) bind(w, &y, take_like(w, &y, name)); /* / output_scale_factor */
     give_copy(w, &skip, x);
     give(w, &h);

@@ -1,22 +1,22 @@
-/* Expandable segments: addresses reserved once per (stream, pool), pages of 2 MiB (small pool) or 20 MiB (large) mapped
- * as the segment grows and unmapped, whole pages at a time, when the cache is emptied.
+/* Expandable segments: addresses are reserved once per (stream, pool). Pages of 2 MiB (small pool) or 20 MiB (large)
+ * are mapped as the segment grows; emptying the cache unmaps whole pages.
  *
  *   reservation  [ live | free | live | free |        unmapped        ]     config.reservation
  *                |<------ mapped, counted as reserved ----->|
  *
- * The driver's part of the model: a page can be mapped as long as total_memory is not exceeded. */
+ * The driver model: a page can be mapped while total_memory is not exceeded. */
 #include "torch_blocks.h"
 
 /* ---- gaps ---- */
 
 static bool can_serve(const block *b) { return b && b->state == VM_TALLOC_FREE_BLOCK; }
 
-/* The one that free b lies in. */
+/* Returns: the gap that contains the free block b. */
 static gap *gap_of(vm_talloc *a, const block *b) {
     return (gap *)ta_before(&ta_pool(a, b)->gaps, &(node){.stream = b->node.stream, .address = b->node.address + 1});
 }
 
-/* Mapped neighbours are always merged, so that one of the first two blocks is unmapped if any is. */
+/* Mapped neighbours are always merged: if any block of a gap is unmapped, one of the first two is. */
 static bool can_grow(const gap *g) {
     const block *b = *g->first;
     return !b->mapped || (b->next && !b->next->mapped);
@@ -105,7 +105,7 @@ static bool map(vm_talloc *a, block *b, uint64_t size) {
     return true;
 }
 
-/* The first block of the lowest gap that can become a block of `size`. */
+/* Returns: the first block of the lowest gap that can become a block of `size`. */
 static block *find_stretch(vm_talloc *a, uint64_t size, uint64_t stream, bool small) {
     pool *p = &a->pools[small];
     const node *n = ta_weighing(&p->gaps, &(node){.stream = stream}, size);
@@ -124,7 +124,7 @@ block *ta_expand(vm_talloc *a, uint64_t size, uint64_t stream, bool small) {
     block *b = find_stretch(a, size, stream, small);
     if (!b || (!b->mapped && !map(a, b, VM_MIN(b->node.size, size)))) return NULL;
     while (b->node.size < size) {
-        /* b is free and what follows unmapped: mapping that swallows b. */
+        /* b is free and the next block unmapped: mapping that absorbs b. */
         block *next = b->next;
         if (!map(a, next, VM_MIN(next->node.size, size - b->node.size))) return NULL;
         b = next;

@@ -1,24 +1,24 @@
 /* One frame of diffusers' AutoencoderKLWan and AutoencoderKLQwenImage, which are made for videos.
  *
- * They run an image as 3D. Every causal convolution pads its input into a copy of three frames, two of zeros in front;
- * one that is wider than a pixel also leaves a clone of its input in a cache, where the next frames would find it, and
- * all of these live until the call ends. Norms are F.normalize, factor by factor.
+ * They run an image as 3D. Every causal convolution copies its input into three frames, the first two zeros. A
+ * convolution wider than a pixel also caches a clone of its input for later frames; these clones live until the call
+ * ends. Norms are F.normalize, factor by factor.
  *
  *            resnet: (1x1x1 shortcut) norm1 silu conv1 norm2 silu conv2 add
  *   encode   conv_in | levels: resnets, pad + strided conv | mid: resnet attention resnet | norm silu conv_out | 1x1x1
  *   decode   1x1x1 | conv_in | mid | levels: resnets, nearest 2x + conv to half the channels | norm silu conv_out clamp
  *
- * Residual ones (Wan 2.2's) clone what goes into a level, move it to the channels and pixels that the level ends with,
- * and add that; their upsamplers keep the channels, and patches of 2x2 pixels are copies before the encoder and after
- * the decoder. AutoencoderKLQwenImage21 is that with convolutions in 2D.
+ * Residual ones (Wan 2.2's) clone a level's input, reshape it to the channels and pixels of the level's output, and add
+ * it. Their upsamplers keep the channels. Patches of 2x2 pixels are copies before the encoder and after the decoder.
+ * AutoencoderKLQwenImage21 is the same with 2D convolutions.
  *
- * AutoencoderKLHunyuanImage has these blocks with GroupNorm, convolutions in 2D, three projections and no cache, and
- * resamples by a convolution whose channels are moved to pixels or back, with its input moved likewise beside it.
+ * AutoencoderKLHunyuanImage has these blocks with GroupNorm, 2D convolutions, three projections and no cache. It
+ * resamples by a convolution, then moves channels to pixels or back, and does the same with the convolution's input.
  *
- * Releases differ: `release` of vm_trace_vae says which one is followed.
+ * Releases differ: vm_trace_vae.release selects one.
  *
- * ComfyUI's WanVAE (comfy/ldm/wan/vae.py since its #13014) caches nothing for one frame. Its convolutions take the last
- * slice of their filters, which is copied, and pad nothing; its decoder holds what the middle made. */
+ * ComfyUI's WanVAE (comfy/ldm/wan/vae.py since its #13014) caches nothing for one frame. Its convolutions copy the last
+ * slice of their filters, and pad nothing; its decoder keeps the middle's output. */
 #include "torch_walk.h"
 
 enum { WITH_TILES = 34, FLOAT_NORM = 38 };
@@ -35,7 +35,7 @@ static void forget(walk *w, frame *f) {
     f->count = 0;
 }
 
-/* A causal convolution without what it caches. */
+/* A causal convolution without its cache. */
 static tensor causal(walk *w, const tensor *x, uint64_t k, uint64_t side, path name) {
     const bool pads = !is_comfyui(w);
     const uint64_t border = pads ? side - 1 : 0, h = x->h + border, wide = x->w + border;
@@ -62,14 +62,14 @@ static tensor causal(walk *w, const tensor *x, uint64_t k, uint64_t side, path n
     return y;
 }
 
-/* The same with its cache. */
+/* A causal convolution with its cache. */
 static tensor remember_and_convolve(walk *w, frame *f, const tensor *x, uint64_t c, path name) {
     keep(w, f, x, name);
     return causal(w, x, c, 3, name);
 }
 
-/* GroupNorm; or F.normalize(x) * scale * gamma + bias. From 0.38 on half precision is normalised in float32, and a name
- * holds what comes of it. */
+/* GroupNorm; or F.normalize(x) * scale * gamma + bias. From 0.38 on, half precision is normalised in float32, and a
+ * name holds the result. */
 static tensor normalise(walk *w, const tensor *x, path name) {
     if (!is_wan(w)) return norm(w, x, name);
     const bool named = w->vae->release >= FLOAT_NORM && !is_comfyui(w), widens = named && element(w) < 4;
@@ -111,13 +111,13 @@ static tensor resnet(walk *w, frame *f, const tensor *x, uint64_t c, path name) 
     }
     if (x->c != c && comfyui) skip = causal(w, x, c, 1, shortcut);
     const tensor y = take_like(w, &h, name);
-    vm_trace_move(w->t, y.bytes); /* which reads two */
+    vm_trace_move(w->t, y.bytes); /* reads two tensors */
     give_copy(w, &skip, x);
     give(w, &h);
     return y;
 }
 
-/* Of HunyuanImage's: three projections, and tensors of three dimensions, which no fused kernel takes. */
+/* HunyuanImage's: three projections, and tensors of three dimensions, which no fused kernel accepts. */
 static tensor attention_of_tokens(walk *w, const tensor *x, path name) {
     const tensor normed = norm(w, x, at(name, ".norm"));
     tensor own[3];
@@ -153,7 +153,7 @@ static tensor attention(walk *w, const tensor *x, path name) {
     h.layout = x->c > 1 && x->h * x->w == 1 ? CHANNELS_LAST : vm_walk_seen(x);
     bind(w, &h, conv1(w, &h, x->c, at(name, ".proj")));
     tensor y = take(w, x->n, x->c, x->h, x->w, CONTIGUOUS, at(name, " [sum]"));
-    if (h.layout == CHANNELS_LAST && !either(x)) /* which five dimensions are not */
+    if (h.layout == CHANNELS_LAST && !either(x)) /* five dimensions are not channels_last */
         y.layout = w->vae->arch->slices ? CHANNELS_LAST_ONE : CHANNELS_LAST;
     vm_trace_move(w->t, y.bytes);
     give(w, &qkv);
@@ -178,7 +178,7 @@ static tensor shuffle(walk *w, const tensor *x, uint64_t c, bool down, path name
 
 /* ---- resamplers, encoder and decoder ---- */
 
-/* In float32, in diffusers. */
+/* diffusers upsamples in float32. */
 static tensor upsample(walk *w, const tensor *x, uint64_t c, path name) {
     const bool widens = element(w) < 4 && !is_comfyui(w);
     const uint64_t size = widens ? 4 : element(w);
@@ -200,7 +200,7 @@ static tensor resample(walk *w, frame *f, const tensor *x, const part *p) {
     if (!down) return upsample(w, x, p->out, own);
     const tensor y = vm_walk_downsample(w, x, own);
     if (vm_walk_is_temporal(w->vae->arch, p->level))
-        keep(w, f, &y, own); /* what halves the frames keeps its last one */
+        keep(w, f, &y, own); /* the frames' downsampler caches its last input */
     return y;
 }
 
@@ -210,7 +210,6 @@ static tensor half(walk *w, frame *f, const tensor *x) {
     return vm_walk_half(w, f, &own, x);
 }
 
-/* Patches of 2x2 pixels as channels, or back. */
 tensor vm_walk_patch(walk *w, const tensor *x, bool back) {
     const uint64_t c = back ? x->c / 4 : x->c * 4, h = back ? x->h * 2 : x->h / 2, wide = back ? x->w * 2 : x->w / 2;
     return take(w, x->n, c, h, wide, CONTIGUOUS, at((path){""}, back ? "unpatchify" : "patchify"));
@@ -234,7 +233,7 @@ tensor vm_walk_frame(walk *w, const tensor *x) {
         const tensor image = patches ? vm_walk_patch(w, x, false) : *x;
         h = half(w, &f, &image);
         y = causal(w, &h, 2 * z, 1, at((path){""}, is_comfyui(w) ? "conv1" : "quant_conv"));
-        if (w->vae->release < WITH_TILES) { /* mean and log-variance apart, and together again */
+        if (w->vae->release < WITH_TILES) { /* splits mean and log-variance, and joins them again */
             const tensor moments = take_like(w, &y, (path){"encode [cat]"});
             forget(w, &f);
             give(w, &y);
@@ -248,8 +247,8 @@ tensor vm_walk_frame(walk *w, const tensor *x) {
     return y;
 }
 
-/* The tile before it left its cache; a decode's latents and image, which is bound until the next one is there, or an
- * encode's moments. */
+/* The tile before has left its cache. A decode also leaves latents and image, bound until the next ones exist; an
+ * encode leaves its moments. */
 tensor vm_walk_frame_tile(walk *w, frame *f, const tensor *part) {
     const uint64_t z = w->vae->arch->latent_channels;
     forget(w, f);
@@ -280,7 +279,7 @@ vm_status vm_walk_check_code(const vm_arch *arch, vm_trace_runtime runtime) {
                    comfyui ? " or comfyui" : "", arch->name, vm_trace_runtime_name[runtime]);
 }
 
-/* AutoencoderTiny's tiles, which take its shapes for granted. */
+/* AutoencoderTiny's tiles assume its shapes. */
 static vm_status check_tiny_tiles(const vm_trace_vae *v) {
     const vm_arch *a = v->arch;
     const uint64_t factor = vm_arch_factor(a), shared = (uint64_t)((double)v->tile * v->tile_overlap);

@@ -3,8 +3,8 @@
  *   encode   conv_in | levels: resnets, resampler | mid: resnet attention resnet | norm activation conv_out
  *   decode   conv_in | mid | levels: resnets, resampler | norm activation conv_out
  *
- * What each module takes is its family's (torch_coders.c, torch_frames.c). Whose names hold what goes into one, and how
- * long, is said here. */
+ * Each family defines its modules (torch_coders.c, torch_frames.c). This file decides which names hold a module's
+ * input, and for how long. */
 #include "torch_walk.h"
 
 /* ---- lists of modules ---- */
@@ -34,13 +34,13 @@ const names *vm_walk_names(const vm_arch *arch, vm_trace_runtime runtime) {
     return runtime == VM_TORCH_DIFFUSERS ? &diffusers : arch->family == VM_KL ? &compvis : &comfyui;
 }
 
-/* Whether the modules of all levels are numbered one after the other, so that a level is no module. */
+/* Returns: whether modules are numbered across all levels, so that a level is no module. */
 static bool is_flat(const vm_arch *a, vm_trace_runtime runtime, vm_op op) {
     if (a->family == VM_KL) return false;
     return runtime != VM_TORCH_DIFFUSERS || a->family != VM_WAN || (op == VM_ENCODE && !a->residual);
 }
 
-/* What the resampler behind a level makes of its c channels. */
+/* Returns: channels after the resampler that follows a level of c channels. */
 static uint64_t resampled(const vm_arch *a, vm_op op, size_t level, uint64_t c) {
     if (a->family == VM_HUNYUAN_IMAGE) return vm_arch_widths(a, op)[op == VM_DECODE ? level - 1 : level + 1];
     return a->family == VM_WAN && op == VM_DECODE && !a->residual ? c / 2 : c;
@@ -50,7 +50,7 @@ bool vm_walk_is_temporal(const vm_arch *a, size_t level) { return a->residual ? 
 
 typedef struct list {
     size_t count;
-    uint64_t c; /* channels of what the last one makes */
+    uint64_t c; /* channels of the last module's output */
     part *item;
 } list;
 
@@ -106,7 +106,7 @@ size_t vm_walk_parts(const vm_arch *a, vm_trace_runtime runtime, vm_op op, part 
     return l.count;
 }
 
-/* ---- what is moved between channels and pixels ---- */
+/* ---- moves between channels and pixels ---- */
 
 tensor vm_walk_moved(walk *w, const tensor *x, uint64_t c, uint64_t h, uint64_t wide, path name) {
     return take(w, x->n, c, h, wide, CONTIGUOUS, at(name, " [moved]"));
@@ -140,7 +140,7 @@ tensor vm_walk_repeat(walk *w, const tensor *x, uint64_t frames, uint64_t side, 
     tensor y = take(w, x->n, all, x->h, x->w, CONTIGUOUS, at(name, " [repeated]"));
     if (side > 1 && x->h * x->w > 1)
         bind(w, &y, vm_walk_moved(w, x, all / (side * side), x->h * side, x->w * side, name));
-    y.c = c; /* of the last frame, a view */
+    y.c = c; /* the last frame, a view */
     y.h = x->h * side;
     y.w = x->w * side;
     return y;
@@ -155,14 +155,15 @@ void vm_walk_add(walk *w, tensor *h, tensor moved, path name) {
 
 /* ---- the walk ---- */
 
-/* diffusers' caller of a module holds what goes into it until it returns: into a level, or into the middle. */
+/* Returns: whether diffusers' caller holds a module's input until it returns: the input of a level, or of the
+ * middle. */
 static bool is_held(const walk *w, const part *p) {
     return w->frames->diffusers && (p->level == MID || !is_flat(w->vae->arch, w->vae->runtime, w->vae->op));
 }
 
-/* Whether what goes into a module is held until the whole half returns. CompVis' encoder lists all that its levels
- * make. ComfyUI has names for the parts of a video: one keeps what a decoder's levels begin with, and one what the
- * levels of an AutoencoderKL's encoder end with. */
+/* Returns: whether a module's input is held until the whole half returns. CompVis' encoder lists everything that its
+ * levels make. ComfyUI has names for the parts of a video: one keeps the input of a decoder's levels, another the
+ * output of the levels of an AutoencoderKL's encoder. */
 static bool is_kept(const walk *w, const part *p) {
     const bool decodes = w->vae->op == VM_DECODE, begins_mid = p->begins && p->level == MID;
     if (w->frames->lists && !decodes) return p->level < BEGIN || begins_mid;
@@ -176,7 +177,7 @@ static path level_name(const walk *w, const part *p) {
               decodes ? w->vae->arch->levels - 1 - p->level : p->level);
 }
 
-/* What a residual level began with is added to what it ends with. */
+/* Adds a residual level's input to its output. */
 static void add_begun(walk *w, const part *p, const tensor *begun, tensor *h) {
     const vm_arch *a = w->vae->arch;
     const path name = level_name(w, p), shortcut = at(name, ".avg_shortcut");

@@ -1,9 +1,9 @@
-/* Names by number (torch_names.h). */
+/* Numbered names (torch_names.h). */
 #include <string.h>
 
 #include "torch_names.h"
 
-/* Where text stands, or would stand. */
+/* Returns: the bin of text, or the free one for it. */
 static uint32_t *find(const vm_names *n, const char *text, size_t length) {
     uint64_t hash = length, word;
     const char *at = text;

@@ -1,4 +1,4 @@
-/* A pool that is played many times (torch_pool.h). */
+/* A pool for playing many times (torch_pool.h). */
 #include "torch_pool.h"
 
 #include <string.h>
@@ -41,10 +41,10 @@ static void take_out(vm_pool *p, uint32_t i) {
     b->free = false;
     p->block[less].more = more;
     p->block[more].less = less;
-    if (less == more) p->filled[less / 64] &= ~((uint64_t)1 << less % 64); /* what is left is the ring's */
+    if (less == more) p->filled[less / 64] &= ~((uint64_t)1 << less % 64); /* only the ring itself is left */
 }
 
-/* The smallest free block of `size` or more, and of equal ones the lowest; 0 for none. */
+/* Returns: the smallest free block of `size` or more, of equal ones the lowest; 0: none. */
 static uint32_t find(const vm_pool *p, uint64_t size) {
     for (size_t bin = ta_bin_from(p->filled, ta_bin(size)); bin < TA_BINS; bin = ta_bin_from(p->filled, bin + 1))
         for (uint32_t i = p->block[bin].more; i != bin; i = p->block[i].more)
@@ -59,7 +59,7 @@ uint64_t vm_pool_room(const vm_pool *p) {
 
 /* ---- blocks ---- */
 
-/* A number for a block; its fields are still those of what had it before. */
+/* Numbers a block; its fields keep the values of the number's last block. */
 static vm_status new_block(vm_pool *p, uint32_t *i) {
     *i = p->spare;
     if (*i) {

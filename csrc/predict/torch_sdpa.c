@@ -1,4 +1,4 @@
-/* Why a kernel does not take a call, kernel by kernel, and the first one that does. */
+/* Why each kernel rejects a call, and the first kernel that accepts it. */
 #include <stdio.h>
 #include <string.h>
 
@@ -10,7 +10,7 @@ const char *const vm_attention_kernel_name[VM_ATTENTION_KERNELS] = {[VM_ATTENTIO
                                                                     [VM_ATTENTION_MATH] = "math",
                                                                     [VM_ATTENTION_CUDNN] = "cudnn"};
 
-/* Why no fused kernel takes a call, or NULL. grouped: whether the kernel knows heads of queries that share keys. */
+/* Returns: why no fused kernel accepts a call, or NULL. grouped: whether the kernel lets queries share keys. */
 static const char *against_any(const vm_sdpa *c, bool grouped) {
     const vm_heads *q = &c->q, *k = &c->k, *v = &c->v;
     if (q->dims != 4 || k->dims != 4 || v->dims != 4) return "wants 4 dimensions";
@@ -36,7 +36,7 @@ static const char *against_flash(const vm_sdpa *c, int sm) {
     return all_dense(c) ? against_any(c, true) : "wants the elements of a head side by side";
 }
 
-/* The memory-efficient kernel wants its rows aligned (minimum_gemm_alignment), and bfloat16 new cards. */
+/* The memory-efficient kernel needs aligned rows (minimum_gemm_alignment), and new cards for bfloat16. */
 static const char *against_efficient(const vm_sdpa *c, int sm) {
     static const char *const depths[] = {
         [1] = "wants heads of queries and keys of one depth, a multiple of 1, and of values too",

@@ -1,5 +1,5 @@
-/* What the allocator's decisions are made with: statistics, the history, and blocks that are cached, merged, and taken
- * from the device and given back to it in segments. */
+/* The tools of the allocator's decisions: statistics, the history, and blocks: cached, merged, allocated and freed in
+ * segments. */
 #include "torch_blocks.h"
 
 /* ---- statistics ---- */

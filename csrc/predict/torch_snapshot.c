@@ -1,7 +1,7 @@
-/* What the allocator shows, what is imposed on it, and many steps in one call. */
+/* Snapshots of the allocator, decisions imposed on it, and many steps in one call. */
 #include "torch_blocks.h"
 
-/* ---- what a snapshot shows ---- */
+/* ---- snapshots ---- */
 
 const char *const vm_talloc_action_name[VM_TALLOC_ACTIONS] = {
     "alloc",        "free_requested", "free_completed", "segment_alloc",
@@ -31,7 +31,7 @@ size_t vm_talloc_blocks(const vm_talloc *a, vm_talloc_block *out) {
     return n;
 }
 
-/* ---- what is imposed ---- */
+/* ---- imposed decisions ---- */
 
 vm_status vm_talloc_place(vm_talloc *a, uint64_t address) {
     if (address % TA_BLOCK || address >= TA_LAST_ADDRESS)
@@ -79,8 +79,7 @@ static vm_status check_segment(const vm_talloc_block *s, const vm_talloc_block *
     return VM_OK;
 }
 
-/* Cuts `size` bytes off the front of the free block *rest, which is in no tree; *rest: what is left, NULL for nothing.
- */
+/* Cuts `size` bytes off the front of the free block *rest, which is in no tree; *rest: the remainder, or NULL. */
 static block *cut(vm_talloc *a, block **rest, uint64_t size) {
     block *front = *rest;
     *rest = NULL;
@@ -127,8 +126,7 @@ vm_status vm_talloc_restore(vm_talloc *a, const vm_talloc_block *s, const vm_tal
     ta_count_both(a, VM_TALLOC_SEGMENT, s->small, 1, (int64_t)s->size);
     ta_count_oversized(a, &a->stats.oversize_segments, s->size, 1);
     for (size_t i = 0; i < blocks; i++) {
-        /* Room for this block and the gap before it was made a step earlier: failing leaves the tail free and cached.
-         */
+        /* An earlier step reserved this block and its gap: failing leaves the tail free and cached. */
         if (live[i].address > rest->node.address)
             restore_block(a, cut(a, &rest, live[i].address - rest->node.address), NULL);
         restore_block(a, cut(a, &rest, live[i].size), &live[i]);
@@ -142,7 +140,7 @@ vm_status vm_talloc_restore(vm_talloc *a, const vm_talloc_block *s, const vm_tal
 
 /* ---- many steps ---- */
 
-/* step: a copy, since another thread may write to the caller's array. */
+/* step: a copy: another thread may write to the caller's array. */
 static vm_status take(vm_talloc *a, vm_talloc_step step, uint64_t *address, size_t ids) {
     if (step.op <= VM_TALLOC_FREE && step.id >= ids)
         return vm_fail(VM_EINVAL, "step: want an id below %zu, got %u", ids, step.id);

@@ -2,9 +2,9 @@
  * (multidiffusion-upscaler-for-automatic1111, scripts/tilevae.py and tile_utils/attn.py).
  *
  * The blocks become a queue of tasks on one name, tile. It runs once on the input shrunk to a tile's side, to learn the
- * statistics of every norm, then on each tile with its padding; batch_norm with those statistics stands for GroupNorm.
+ * statistics of every norm, then on each tile with its padding; batch_norm with those statistics replaces GroupNorm.
  * SiLU and sums are in place. The worker's name res holds the last residual until the next one is stored, in another
- * block or another tile. The whole result is in float32 until it is complete. */
+ * block or another tile. The whole result stays in float32 until it is complete. */
 #include "torch_walk.h"
 
 enum { MOST_NORMS = 2 * VM_MAX_LEVELS * (VM_MAX_LAYERS + 1) + 6 };
@@ -12,9 +12,9 @@ enum { MOST_NORMS = 2 * VM_MAX_LEVELS * (VM_MAX_LAYERS + 1) + 6 };
 typedef struct worker {
     walk *w;
     tensor tile, res;
-    bool learns; /* no name holds a residual but the task that adds it; the last norm ends it */
+    bool learns; /* only the task that adds a residual holds it; the last norm ends it */
     size_t kept;
-    tensor statistics[2 * MOST_NORMS]; /* that were learned */
+    tensor statistics[2 * MOST_NORMS]; /* the learnt ones */
 } worker;
 
 /* tile = y */
@@ -42,7 +42,7 @@ static void learn(worker *k, path name) {
         k->statistics[k->kept++] = take(k->w, k->tile.n, groups, 1, 1, CONTIGUOUS, at(name, " [statistics]"));
 }
 
-/* batch_norm, whose own mean and deviation come and go, then products and sums in place. */
+/* batch_norm, with a temporary mean and deviation, then products and sums in place. */
 static void apply_norm(worker *k, path name) {
     learn(k, name);
     const tensor in = contiguous(k->w, &k->tile, name), y = take_like(k->w, &in, name);
@@ -51,7 +51,7 @@ static void apply_norm(worker *k, path name) {
         saved[i] = take_sized(k->w, y.n, k->w->vae->arch->norm_num_groups, 1, 1, CONTIGUOUS, 4, at(name, " [saved]"));
     for (int i = 0; i < 2; i++) give(k->w, &saved[i]);
     give_copy(k->w, &in, &k->tile);
-    vm_trace_move(k->w->t, 6 * y.bytes); /* multiplied, shifted and activated where it lies */
+    vm_trace_move(k->w->t, 6 * y.bytes); /* multiplied, shifted and activated in place */
     next(k, y);
 }
 
@@ -71,7 +71,7 @@ static void attend(worker *k, path name) {
     add(k);
 }
 
-/* The queue on x, which the worker takes over. */
+/* Runs the queue on x; transfers x to the worker. */
 static void run(worker *k, tensor x) {
     const bool decodes = k->w->vae->op == VM_DECODE;
     part part[MOST_PARTS];
@@ -99,7 +99,8 @@ static void run(worker *k, tensor x) {
 
 uint64_t vm_walk_pad(const vm_trace_vae *vae) { return vae->op == VM_DECODE ? 11 : 32; }
 
-/* Side of a tile without its padding: even parts, rounded up to 32 or a smaller power of two that stays within most. */
+/* Returns: side of a tile without its padding: even parts, rounded up to 32 or to a smaller power of two, at most
+ * `most`. */
 static uint64_t side_of(uint64_t side, uint64_t pad, uint64_t most, uint64_t *count) {
     const uint64_t inner = side > 2 * pad ? side - 2 * pad : 0;
     *count = VM_MAX((inner + most - 1) / most, 1);
@@ -109,7 +110,7 @@ static uint64_t side_of(uint64_t side, uint64_t pad, uint64_t most, uint64_t *co
     return even;
 }
 
-/* The input, made so small that its longer side is a tile's, with the mean and the deviation that it had. */
+/* Shrinks the input to a longer side of one tile, with its old mean and deviation. */
 static tensor shrink(walk *w, const tensor *x, uint64_t most) {
     const double scale = (double)most / (double)VM_MAX(x->h, x->w);
     const uint64_t h = (uint64_t)((double)x->h * scale), wide = (uint64_t)((double)x->w * scale);
@@ -128,7 +129,7 @@ tensor vm_walk_tiled_vae(walk *w, const tensor *x) {
     worker learner = {.w = w, .res = {.id = EXTERNAL}, .learns = true};
     const tensor shrunk = shrink(w, x, most);
     tensor named = shrunk;
-    named.id = EXTERNAL; /* shrunk is another function's */
+    named.id = EXTERNAL; /* another function owns the shrunk input */
     run(&learner, named);
     give(w, &shrunk);
     worker k = {.w = w, .res = {.id = EXTERNAL}};

@@ -1,18 +1,18 @@
-/* diffusers' AutoencoderTiny: modules of one Sequential, each of which lets go of the input of the one before; that of
- * the first is held to the end.
+/* diffusers' AutoencoderTiny: modules of one Sequential. Each drops the previous module's input; the first one's input
+ * is held to the end.
  *
  *   block    (TAEF2's: x + 1x1 relu norm 1x1) | conv relu conv relu conv | add | relu
  *   encode   (x + 1) / 2 | conv | levels: strided conv, blocks | conv
  *   decode   tanh(x / 3) * 3 | conv relu | levels: blocks, nearest 2x, conv | x * 2 - 1
  *
- * TAEF2's branch is that of taesd.py (madebyollin/taesd): diffusers' class has none.
+ * TAEF2's branch follows taesd.py (madebyollin/taesd): diffusers' class has none.
  *
- * Tiles are blended in float32 into a whole output of that type, and names hold the last tile and its masks. */
+ * Tiles are blended in float32 into a whole output of that type. Names hold the last tile and its masks. */
 #include "torch_walk.h"
 
 static void relu(walk *w, tensor *x, path name) { bind(w, x, take_like(w, x, at(name, " [relu]"))); }
 
-/* The result of an operator on numbers that it reads twice as many of as it writes. */
+/* The result of an operator that reads twice as many numbers as it writes. */
 static tensor add(walk *w, const tensor *like, path name) {
     const tensor y = take_like(w, like, name);
     vm_trace_move(w->t, y.bytes);
@@ -25,7 +25,7 @@ static tensor block(walk *w, const tensor *x, bool pools, path name) {
         const path pool = at(name, ".pool");
         tensor h = conv1(w, x, 4 * x->c, at(pool, ".0"));
         bind(w, &h, norm(w, &h, at(pool, ".1")));
-        vm_trace_move(w->t, 2 * h.bytes); /* activated where it lies */
+        vm_trace_move(w->t, 2 * h.bytes); /* activated in place */
         bind(w, &h, conv1(w, &h, x->c, at(pool, ".3")));
         in = add(w, x, at(pool, " [sum]"));
         give(w, &h);
@@ -45,7 +45,7 @@ static tensor upsample(walk *w, const tensor *x, path name) {
     return take(w, x->n, x->c, 2 * x->h, 2 * x->w, x->layout, at(name, " [nearest 2x]"));
 }
 
-/* Two operators on one number each; what the first gives goes when the second is done. */
+/* Two elementwise operators; the first one's result is freed after the second. */
 static tensor scale(walk *w, const tensor *x, const char *first, const char *second) {
     tensor y = take_like(w, x, at((path){""}, "%s", first));
     bind(w, &y, take_like(w, &y, at((path){""}, "%s", second)));
@@ -88,7 +88,7 @@ tensor vm_walk_tiny_tiles(walk *w, const tensor *x, uint64_t in, uint64_t out, u
     const path masks = {"tile [masks]"}, blending = {"blend"};
     const tensor whole[2] = {take_sized(w, 1, 2, out, out, CONTIGUOUS, FLOAT, masks),
                              take_sized(w, x->n, c, high, wide, CONTIGUOUS, FLOAT, (path){"result [float]"})};
-    tensor tile = none, mask[3] = {none, none, none}; /* of rows, of columns, and their product */
+    tensor tile = none, mask[3] = {none, none, none}; /* masks: rows, columns, and their product */
     for (uint64_t top = 0; top < x->h; top += step) {
         for (uint64_t left = 0; !w->status && left < x->w; left += step) {
             tensor part = *x;
@@ -105,7 +105,7 @@ tensor vm_walk_tiny_tiles(walk *w, const tensor *x, uint64_t in, uint64_t out, u
             const tensor old = take_sized(w, tile.n, tile.c, tile.h, tile.w, CONTIGUOUS, FLOAT, blending);
             give(w, &rest);
             const tensor sum = take_sized(w, tile.n, tile.c, tile.h, tile.w, CONTIGUOUS, FLOAT, blending);
-            vm_trace_move(w->t, 3 * sum.bytes); /* which reads two, and is copied */
+            vm_trace_move(w->t, 3 * sum.bytes); /* the sum reads two tensors, and is copied */
             give(w, &new);
             give(w, &old);
             give(w, &sum);

@@ -1,4 +1,4 @@
-/* The trace itself, and what CUDA operators take besides their outputs.
+/* The trace, and the temporaries of CUDA operators.
  *
  * Sources, in PyTorch: native/cuda/group_norm_kernel.cu,
  * native/transformers/cuda/{attention.cu,sdp_utils.cpp,flash_attn, mem_eff_attention},
@@ -8,7 +8,7 @@
 
 #include "torch_trace.h"
 
-/* Makes place for one more item in *array; there are no more of any kind than steps. */
+/* Makes room for one more item in *array; no kind has more items than there may be steps. */
 static vm_status grow(void *array, size_t count, size_t item) {
     if (count == VM_TRACE_STEPS) return vm_fail(VM_EOVERFLOW, "trace: want at most %zu steps, got more", count);
     return vm_scratch_grow(array, count, item);
@@ -32,7 +32,7 @@ static vm_status intern(vm_trace *t, const char *name, uint32_t *index) {
     const size_t length = strlen(name);
     if (length >= VM_NAME) {
         name += length - (VM_NAME - 1);
-        while ((*name & 0xc0) == 0x80) name++; /* the rest of a character of UTF-8 whose front is lost */
+        while ((*name & 0xc0) == 0x80) name++; /* the rest of a UTF-8 character without its front */
     }
     return vm_names_add(&t->names, name, index);
 }
@@ -72,7 +72,7 @@ vm_status vm_trace_give(vm_trace *t, uint32_t id) {
     return add(t, VM_TRACE_GIVE, id, 0, NULL);
 }
 
-/* Whether the steps since `from` give back all that they take, and nothing else. */
+/* Returns: whether the steps since `from` free all they allocate, and nothing else. */
 static bool is_stretch(const vm_trace *t, size_t from) {
     size_t taken = 0, given = 0;
     uint32_t first = t->ids;
@@ -86,11 +86,11 @@ static bool is_stretch(const vm_trace *t, size_t from) {
     return taken && taken == given;
 }
 
-/* Whether the steps since `from` are those of a stretch, but for the numbers of storages. */
+/* Returns: whether the steps since `from` equal those of a stretch, apart from the numbers of storages. */
 static bool is_like(const vm_trace *t, const vm_trace_stretch *x, size_t from) {
     if (x->until - x->from != t->steps - from) return false;
     const vm_trace_step *a = t->step + x->from, *b = t->step + from;
-    uint32_t shift = 0; /* the first step that names a storage takes it */
+    uint32_t shift = 0; /* taken from the first step that names a storage */
     for (size_t i = 0; i < t->steps - from; i++, a++, b++) {
         if (a->op != b->op || a->bytes != b->bytes || a->name != b->name) return false;
         const bool stores = a->op == VM_TRACE_TAKE || a->op == VM_TRACE_GIVE;
@@ -101,7 +101,7 @@ static bool is_like(const vm_trace *t, const vm_trace_stretch *x, size_t from) {
 }
 
 vm_status vm_trace_note_stretch(vm_trace *t, size_t from) {
-    enum { KINDS = 64, LATEST = 8 }; /* how many there may be, and how many stretches are looked at for one */
+    enum { KINDS = 64, LATEST = 8 }; /* the most kinds, and the stretches compared with a new one */
     if (!is_stretch(t, from)) return VM_OK;
     const size_t most = t->stretches;
     uint32_t kind = t->kinds;
@@ -117,7 +117,7 @@ vm_status vm_trace_note_stretch(vm_trace *t, size_t from) {
 
 vm_status vm_trace_wants(const vm_trace *t, uint64_t low, uint64_t high, bool segments, uint64_t spare,
                          vm_trace_want out[VM_TRACE_WANTS], size_t *count) {
-    uint64_t *held, live = 0, most = 0; /* held: by id */
+    uint64_t *held, live = 0, most = 0; /* by id */
     *count = 0;
     vm_status s = vm_scratch_new(t->ids, sizeof *held, &held);
     if (s) return s;
@@ -158,7 +158,7 @@ vm_status vm_trace_send(vm_trace *t, uint64_t bytes, const char *name, uint32_t 
 }
 
 /* Every number of the filters meets every pixel of the output, or of a transposed convolution's input. It reads input
- * and filters; the output, which was taken, is read and written once more where the bias is added. */
+ * and filters. Adding the bias reads and writes the output once more. */
 static void count_conv(vm_trace *t, const vm_conv *c) {
     const uint64_t groups = c->groups > 0 ? (uint64_t)c->groups : 1, in = (uint64_t)c->c, out = (uint64_t)c->k;
     uint64_t numbers = VM_PRODUCT64(c->transposed ? in : in / groups, c->transposed ? out / groups : out), taps = 1;
@@ -211,15 +211,16 @@ static vm_status pass_through(vm_trace *t, const uint64_t *bytes, size_t count, 
 vm_status vm_trace_norm(vm_trace *t, vm_dtype dtype, uint64_t n, uint64_t c, uint64_t groups, uint64_t pixels,
                         const char *name, uint32_t stats[2]) {
     const uint64_t bytes = VM_PRODUCT64(n, groups, vm_dtype_bytes(dtype));
-    const uint64_t fused = VM_PRODUCT64(4, n, c); /* whatever the dtype */
+    const uint64_t fused = VM_PRODUCT64(4, n, c); /* for any dtype */
     vm_status s = vm_trace_take(t, bytes, name, &stats[0]);
     if (!s) s = vm_trace_take(t, bytes, name, &stats[1]);
     if (!s && pixels > 1) s = pass_through(t, (uint64_t[]){fused, fused}, 2, name);
-    vm_trace_move(t, VM_PRODUCT64(n, c, pixels, vm_dtype_bytes(dtype))); /* the input, once more for the statistics */
+    vm_trace_move(t,
+                  VM_PRODUCT64(n, c, pixels, vm_dtype_bytes(dtype))); /* reads the input once more for the statistics */
     return s;
 }
 
-/* How many parts flash attention cuts the keys into when the queries alone do not fill the device. */
+/* Returns: parts into which flash attention splits the keys if the queries alone do not fill the device. */
 static uint64_t flash_splits(const vm_sdpa *a, const vm_trace_gpu *gpu) {
     const uint64_t depth = a->v.depth, block = depth <= 64 ? 256 : depth <= 128 ? 128 : 64;
     const uint64_t blocks = vm_round_up64(a->k.length, block) / block, slots = 2 * (uint64_t)gpu->multiprocessors;
@@ -228,7 +229,7 @@ static uint64_t flash_splits(const vm_sdpa *a, const vm_trace_gpu *gpu) {
     const uint64_t most = VM_MIN(VM_MIN(128, slots), blocks);
     double best = 0, efficiency[129] = {0};
     for (uint64_t n = 1; n <= most; n++) {
-        if (n > 1 && (blocks + n - 1) / n == (blocks + n - 2) / (n - 1)) continue; /* no part gets shorter by it */
+        if (n > 1 && (blocks + n - 1) / n == (blocks + n - 2) / (n - 1)) continue; /* no part gets shorter */
         const double waves = (double)(work * n) / (double)slots;
         efficiency[n] = waves / (double)((work * n + slots - 1) / slots);
         best = VM_MAX(best, efficiency[n]);
@@ -263,7 +264,7 @@ static vm_status efficient(vm_trace *t, const vm_sdpa *a, const char *name, uint
     return s;
 }
 
-/* What an operator made of others takes, one after another; errors stick. */
+/* Takes the storages of a composite operator; errors stick. */
 typedef struct maker {
     vm_trace *t;
     const char *name;
@@ -290,7 +291,7 @@ static void multiply(maker *m, uint64_t rows, uint64_t depth, uint64_t cols) {
     if (!m->status) m->status = vm_trace_blas(m->t, VM_TRACE_CUBLAS, m->name);
 }
 
-/* Booleans of a lower triangle, and what is chosen by them, 0 or -inf. */
+/* Booleans of a lower triangle, and the mask made from them, 0 or -inf. */
 static uint32_t make_causal_mask(maker *m, uint64_t pairs) {
     const uint32_t ones = make(m, pairs), lower = make(m, pairs);
     drop(m, &ones, 1);
@@ -299,7 +300,7 @@ static uint32_t make_causal_mask(maker *m, uint64_t pairs) {
     return mask;
 }
 
-/* _safe_softmax, which takes care of rows whose keys are all masked; the scores are given back. */
+/* _safe_softmax, which handles rows with every key masked; gives the scores back. */
 static uint32_t make_weights(maker *m, uint32_t scores, uint64_t rows, uint64_t keys) {
     const uint64_t count = VM_PRODUCT64(rows, keys), bytes = VM_PRODUCT64(4, count);
     const uint32_t soft = make(m, bytes), least = make(m, 4), masked = make(m, count), masked_rows = make(m, rows);
@@ -308,12 +309,12 @@ static uint32_t make_weights(maker *m, uint32_t scores, uint64_t rows, uint64_t 
     return weights;
 }
 
-/* Whether a product of all heads at once copies a tensor, because its heads do not follow one another. */
+/* Returns: whether a batched product copies a tensor because its heads are not consecutive. */
 static bool is_copied(const vm_heads *h) { return h->by_token && h->batch > 1 && h->heads > 1 && h->length > 1; }
 
 /* The math path, _scaled_dot_product_attention_math: queries, keys and values in float; keys and values repeated for
- * the queries that share them; scaled queries and keys; scores, to which a mask is added in place. The weights in half
- * precision are made for a caller that does not want them. The output lies head by head. */
+ * the queries that share them; scaled queries and keys; scores, to which a mask is added in place. In half precision it
+ * also converts the weights, unused here. The output lies head by head. */
 static vm_status math(vm_trace *t, const vm_sdpa *a, const char *name, uint32_t *id) {
     const vm_heads *const q = &a->q, *const k = &a->k, *const v = &a->v;
     const uint64_t rows = VM_PRODUCT64(q->batch, q->heads, q->length), pairs = VM_PRODUCT64(q->length, k->length);
@@ -346,7 +347,7 @@ static vm_status math(vm_trace *t, const vm_sdpa *a, const char *name, uint32_t 
     return m.status;
 }
 
-/* What attention's kernel itself takes. */
+/* Takes the temporaries of an attention kernel. */
 static vm_status run_kernel(vm_trace *t, const vm_sdpa *a, vm_attention_kernel kernel, const vm_trace_gpu *gpu,
                             const char *name, uint32_t *id) {
     if (kernel == VM_ATTENTION_MATH) return math(t, a, name, id);

@@ -5,7 +5,7 @@
  * comfy/ldm/models/autoencoder.py. */
 #include "torch_walk.h"
 
-/* The encoder or the decoder. A1111's Tiled VAE takes over where the input is larger than one padded tile. */
+/* The encoder or the decoder. A1111's Tiled VAE replaces it if the input is larger than one padded tile. */
 static tensor half_of_model(walk *w, const tensor *x) {
     const bool decodes = w->vae->op == VM_DECODE;
     const uint64_t tile = decodes ? w->vae->tile / vm_arch_factor(w->vae->arch) : w->vae->tile;
@@ -22,18 +22,18 @@ static tensor encode_moments(walk *w, const tensor *image) {
 
 static tensor decode_latents(walk *w, const tensor *z) {
     tensor h = *z;
-    w->dtype = w->vae->first; /* until the decoder's middle is through */
+    w->dtype = w->vae->first; /* until the end of the decoder's middle */
     if (w->vae->arch->use_post_quant_conv) h = conv1(w, z, z->c, (path){"post_quant_conv"});
     const tensor y = half_of_model(w, &h);
     give_copy(w, &h, z);
     return y;
 }
 
-/* ---- diffusers: tiles, slices, and what the methods add ---- */
+/* ---- diffusers: tiles, slices, and the methods' own tensors ---- */
 
-/* Sides and distance of tiles, in what goes in and in what comes out, and how many there are: 0 where one call does. */
+/* Sides and distance of tiles, in the input and in the output, and how many there are; 0: one call without tiles. */
 typedef struct tiling {
-    uint64_t in, out, step, extent, rows, cols; /* extent: of what comes out, how much is blended */
+    uint64_t in, out, step, extent, rows, cols; /* extent: blended pixels of the output */
 } tiling;
 
 static tiling tiling_of(const vm_trace_vae *v) {
@@ -46,12 +46,12 @@ static tiling tiling_of(const vm_trace_vae *v) {
     if (!v->tile || (!is_tiny && h <= t.in && w <= t.in)) return t;
     if (is_tiny) {
         t.step = t.in - (uint64_t)((double)t.in * v->tile_overlap);
-    } else if (v->arch->family == VM_WAN) { /* whose distance of tiles is set in pixels */
+    } else if (v->arch->family == VM_WAN) { /* sets the distance of tiles in pixels */
         const uint64_t stride = (uint64_t)((double)v->tile * (1 - v->tile_overlap));
         const uint64_t latents = VM_MAX(stride / factor, 1);
         t.step = decodes ? latents : stride;
         t.extent = decodes ? (v->tile - stride) / patch : small - latents;
-        if (!decodes) h /= patch, w /= patch; /* whose tiles are of patches, as many as pixels were asked for */
+        if (!decodes) h /= patch, w /= patch; /* tiles count patches, as many as the requested pixels */
     } else {
         t.step = (uint64_t)((double)t.in * (1 - v->tile_overlap));
         t.extent = (uint64_t)((double)t.out * v->tile_overlap);
@@ -72,7 +72,7 @@ static void blend(walk *w, uint64_t lines, uint64_t count, path name) {
     }
 }
 
-/* The tiled decode of AutoencoderKLWan, from 0.36 on, and of AutoencoderKLQwenImage21 clamp their image;
+/* The tiled decodes of AutoencoderKLWan, from 0.36 on, and of AutoencoderKLQwenImage21 clamp their image;
  * AutoencoderKLQwenImage's does not. */
 enum { CLAMPS_TILES = 36 };
 static bool clamps_tiles(const vm_trace_vae *v) {
@@ -87,7 +87,7 @@ static tensor untiled(walk *w, const tensor *x) {
 static tensor tiled(walk *w, const tensor *x, tiling tiles) {
     const bool is_frame = w->vae->arch->family == VM_WAN;
     const uint64_t in = tiles.in, step = tiles.step;
-    const size_t rows = (size_t)tiles.rows, cols = (size_t)tiles.cols; /* MOST_CALLS of them at most */
+    const size_t rows = (size_t)tiles.rows, cols = (size_t)tiles.cols; /* at most MOST_CALLS */
     const uint64_t extent = tiles.extent, limit = tiles.out - extent;
     const path blending = {"blend"}, cat = {"cat"};
     tensor *grid;
@@ -151,7 +151,7 @@ typedef struct gaussian {
     tensor logvar, std, var;
 } gaussian;
 
-/* DiagonalGaussianDistribution: mean and log-variance are views of the moments, the latter clamped into a copy. */
+/* DiagonalGaussianDistribution: mean and log-variance are views of the moments; clamping copies the latter. */
 static gaussian posterior(walk *w, const tensor *moments) {
     gaussian g = {.logvar = half(w, moments, "posterior.logvar")};
     const tensor halved = half(w, moments, "posterior [0.5 * logvar]");
@@ -170,10 +170,10 @@ static void sliced(walk *w, const tensor *x) {
     if (w->status) return;
     one.n = 1;
     for (size_t i = 0; !w->status && i < slices; i++) part[i] = one_call(w, &one);
-    const bool is_float = w->vae->tile && w->vae->arch->family == VM_TINY; /* as such tiles are blended */
+    const bool is_float = w->vae->tile && w->vae->arch->family == VM_TINY; /* tiles are blended in float32 */
     const tensor y =
         take_sized(w, x->n, part[0].c, part[0].h, part[0].w, CONTIGUOUS, is_float ? 4 : element(w), (path){"cat"});
-    if (has_posterior(w)) posterior(w, &y); /* while the Python list still refers to each slice */
+    if (has_posterior(w)) posterior(w, &y); /* the Python list still refers to each slice */
     for (size_t i = 0; i < slices; i++) give(w, &part[i]);
     vm_scratch_free(part);
 }
@@ -187,9 +187,9 @@ static void call_diffusers(walk *w, tensor x) {
     if (has_posterior(w)) posterior(w, &y);
 }
 
-/* ---- the others' methods ---- */
+/* ---- the other runtimes' methods ---- */
 
-/* CompVis' encode, whose name h keeps what the encoder returned, and its decode. */
+/* CompVis' encode, whose name h keeps the encoder's output, and its decode. */
 static void call_compvis(walk *w, tensor x) {
     if (w->vae->op == VM_DECODE) {
         decode_latents(w, &x);
@@ -209,7 +209,7 @@ static tensor draw(walk *w, const tensor *moments) {
     return z;
 }
 
-/* BFL's decode takes latents / scale + shift; its encode returns a sample, shifted and scaled. */
+/* BFL's decode reads latents / scale + shift; its encode returns a sample, shifted and scaled. */
 static void call_bfl(walk *w, tensor x) {
     if (w->vae->op == VM_DECODE) {
         x = take_like(w, &x, (path){"decode [z / scale]"});
@@ -230,7 +230,7 @@ static void call_bfl(walk *w, tensor x) {
     give(w, &z);
 }
 
-/* Sides in pixels of a pixel of the latents that the runtime takes and gives. */
+/* Returns: the side in image pixels of one pixel of the runtime's latents. */
 static uint64_t unit_of(const vm_trace_vae *v) {
     return vm_arch_factor(v->arch) * (vm_walk_frames[v->runtime].packs ? VM_MAX(v->arch->patch_size[0], 1) : 1);
 }
@@ -242,8 +242,8 @@ static tensor repack(walk *w, const tensor *x, bool packs) {
                  : take(w, x->n, c / area, x->h * side, x->w * side, CONTIGUOUS, (path){"latents [unpacked]"});
 }
 
-/* FLUX.2's latents in ComfyUI: decode(z) multiplies them, adds, and holds the factors until it returns. z is given back
- * where no name but decode's own holds it: a tile's. */
+/* FLUX.2's latents in ComfyUI: decode(z) multiplies them, adds, and holds the factors until it returns. gives: only
+ * decode's own name holds z (a tile's), so z is given back. */
 static tensor decode_packed(walk *w, tensor *z, bool gives) {
     tensor scale = take(w, 1, z->c, 1, 1, CONTIGUOUS, (path){"bn [variance + eps]"});
     bind(w, &scale, take(w, 1, z->c, 1, 1, CONTIGUOUS, (path){"bn [deviation]"}));
@@ -260,7 +260,7 @@ static tensor decode_packed(walk *w, tensor *z, bool gives) {
     return y;
 }
 
-/* encode's latents, packed, and then normalised by batch_norm, whose own mean and deviation go with its call. */
+/* Packs encode's latents, then normalises them by batch_norm, with a temporary mean and deviation. */
 static tensor encode_packed(walk *w, const tensor *mean) {
     const tensor packed = repack(w, mean, true);
     give(w, mean);
@@ -272,11 +272,11 @@ static tensor encode_packed(walk *w, const tensor *mean) {
     return y;
 }
 
-/* One call of ComfyUI's model: the input comes from the host, where images lie as (N, H, W, C), and keeps its strides;
- * encode makes latents within; the result goes to the host, a tile's as floats. */
+/* One call of ComfyUI's model. The input comes from the host, as (N, H, W, C) for images, and keeps its strides; encode
+ * also makes latents; the result goes to the host, a tile's as floats. */
 static void call_from_host(walk *w, tensor x, bool tile) {
     const bool decodes = w->vae->op == VM_DECODE;
-    const bool is_frame = w->vae->arch->family == VM_WAN; /* whose axis has the strides of one that is not last */
+    const bool is_frame = w->vae->arch->family == VM_WAN; /* that axis has the strides of one that is not last */
     const layout layout = decodes || x.c == 1 ? CONTIGUOUS : is_frame ? CHANNELS_LAST_ONE : CHANNELS_LAST;
     tensor in = take(w, x.n, x.c, x.h, x.w, layout, (path){"input"});
     const bool packs = w->frames->packs && w->vae->arch->patch_size[0];
@@ -289,7 +289,7 @@ static void call_from_host(walk *w, tensor x, bool tile) {
     } else {
         const tensor moments = encode_moments(w, &in);
         const gaussian g = posterior(w, &moments);
-        y = moments; /* of which the mean is a view */
+        y = moments; /* the mean is a view of the moments */
         y.c /= 2;
         if (w->frames->draws) y = draw(w, &moments);
         give(w, &g.logvar);
@@ -307,9 +307,9 @@ static uint64_t tiles_along(uint64_t side, uint64_t tile, uint64_t overlap) {
     return side > tile ? VM_ROUND_UP(side - overlap, tile - overlap) / (tile - overlap) : 1;
 }
 
-/* comfy/sd.py: without tiles the batch at once; with them image by image, three times, in squares and in tiles of twice
- * the width or the height; what may be a video once, in squares. Nodes' overlap: 64 pixels, a quarter of the tile at
- * most. */
+/* comfy/sd.py: without tiles, the whole batch. With tiles, image by image, three times: in squares, and in tiles of
+ * twice the width or the height; models for video once, in squares. Nodes' overlap: 64 pixels, at most a quarter of the
+ * tile. */
 static void call_comfyui(walk *w, tensor x) {
     const vm_trace_vae *v = w->vae;
     const bool decodes = v->op == VM_DECODE;
@@ -339,9 +339,9 @@ static void (*const call[VM_TORCH_RUNTIMES])(walk *w, tensor x) = {
     [VM_TORCH_A1111] = call_compvis,       [VM_TORCH_FORGE] = call_comfyui,
 };
 
-/* ---- what the outside calls ---- */
+/* ---- the API ---- */
 
-/* What the runtime's code cannot do. */
+/* VM_EINVAL for what the runtime's code cannot do. */
 static vm_status check_runtime(const vm_trace_vae *v) {
     const char *name = vm_trace_runtime_name[v->runtime];
     const quant quant = vm_walk_frames[v->runtime].quant;
@@ -392,7 +392,7 @@ static vm_status check(const vm_trace_vae *v) {
     return check_runtime(v);
 }
 
-/* Each call takes dozens of steps, so more calls than these would pass VM_TRACE_STEPS. */
+/* Each call takes dozens of steps, so more calls would exceed VM_TRACE_STEPS. */
 enum { MOST_CALLS = VM_TRACE_STEPS / 64 };
 
 vm_status vm_trace_vae_copy(const vm_trace_vae *vae, vm_trace_vae **out) {

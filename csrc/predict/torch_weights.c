@@ -47,14 +47,14 @@ static void group_norm(list *l, uint64_t c, path name) {
     vector(l, name, "bias", c);
 }
 
-/* Without parameters: its running mean and variance, and how many batches it saw. */
+/* No parameters: its running mean and variance, and its count of batches. */
 static void batch_norm(list *l, uint64_t c, path name) {
     vector(l, name, "running_mean", c);
     vector(l, name, "running_var", c);
     add(l, name, "num_batches_tracked", (vm_parameter){.integer = true});
 }
 
-/* A filter of `frames` slices, where the model has any. */
+/* A filter of `frames` slices, if the model has slices. */
 static void cube(list *l, uint64_t in, uint64_t out, uint64_t frames, uint64_t side, path name) {
     if (!l->arch->slices) {
         filters(l, in, out, side, name);
@@ -111,7 +111,7 @@ static void add_part(list *l, vm_op op, const part *p) {
         cube(l, p->in, p->out, 3, 3, p->name);
 }
 
-/* A level's modules, or the middle's, for whose attentions and resnets diffusers has a list each. */
+/* The modules of a level or of the middle. diffusers has one list for attentions and one for resnets. */
 static void add_level(list *l, vm_op op, const part *part, size_t parts, size_t level) {
     const bool apart = level == MID && l->diffusers;
     const part_kind first = l->arch->family == VM_HUNYUAN_IMAGE ? RESNET : ATTENTION;
@@ -122,8 +122,8 @@ static void add_level(list *l, vm_op op, const part *part, size_t parts, size_t 
         }
 }
 
-/* An encoder or a decoder. The decoder of diffusers' AutoencoderKL assigns its middle behind the levels, and CompVis'
- * has a list of levels that begins with the image's. */
+/* An encoder or a decoder. The decoder of diffusers' AutoencoderKL assigns its middle after the levels; CompVis' lists
+ * levels from the image's on. */
 static void half(list *l, vm_op op) {
     const bool by_use = op == VM_DECODE && !vm_walk_names(l->arch, l->runtime)->by_size;
     const bool late = op == VM_ENCODE || (l->diffusers && l->arch->family == VM_KL);
@@ -179,7 +179,8 @@ vm_status vm_trace_vae_parameters(const vm_arch *arch, vm_trace_runtime runtime,
     const uint64_t z = arch->latent_channels;
     list l = {.found = found, .arch = arch, .runtime = runtime, .diffusers = runtime == VM_TORCH_DIFFUSERS};
     void (*const own)(list *l, vm_op op) = arch->family == VM_TINY ? tiny_half : half;
-    const bool is_kl = arch->family == VM_KL, between = arch->family == VM_WAN; /* whose convolutions stand there */
+    const bool is_kl = arch->family == VM_KL,
+               between = arch->family == VM_WAN; /* these convolutions stand in between */
     const char *const quant[2] = {between && !l.diffusers ? "conv1" : "quant_conv",
                                   between && !l.diffusers ? "conv2" : "post_quant_conv"};
     own(&l, VM_ENCODE);

@@ -1,13 +1,13 @@
-/* Workspaces on a card, and what else they may be (workspace.h). */
+/* Workspaces on a card, and other plausible ones (workspace.h). */
 #include "workspace.h"
 
 #include <string.h>
 
-/* Which rules a lookup asks before profiles. */
+/* The rules that a lookup tries before profiles. */
 typedef enum rule_set { NO_RULES, TAKEN_RULES, POSSIBLE_RULES, CARD_RULES } rule_set;
 
-/* What a lookup is made of. profile: number of a recorded profile, or -1. version: the catalogue's rules hold for it;
- * for 0 no rule is taken, and every rule is possible. */
+/* Describes a lookup. profile: number of a recorded profile, or -1. version: selects the catalogue's rules; with 0 no
+ * rule is taken, and every rule is possible. */
 typedef struct recipe {
     int profile, version;
     rule_set rules;
@@ -35,7 +35,7 @@ struct vm_workspace {
 
 /* ---- lookups ---- */
 
-/* Whether a lookup asks a rule. own: it is one of the card's, not the catalogue's. */
+/* Returns: whether a lookup uses a rule. own: one of the card's, not the catalogue's. */
 static bool asks(const vm_workspace *w, recipe r, const vm_card_rule *rule, bool own) {
     if (own) return r.rules == CARD_RULES || (r.rules == TAKEN_RULES && !rule->possible);
     if (!vm_card_rule_holds(rule, w->of.card.sm, r.version)) return false;
@@ -70,7 +70,7 @@ static vm_status add_rules(vm_workspace *w, recipe r, entries *e) {
     return s;
 }
 
-/* Rules, a profile, then the profiles of the nearest versions, since not every file holds every kind. */
+/* Adds rules, a profile, then profiles of the nearest versions, for not every file holds every kind. */
 static vm_status make(vm_workspace *w, recipe r, entries *e) {
     const bool runs = w->of.guess == VM_GUESS_RULE;
     vm_profile_list near = {0};
@@ -90,7 +90,7 @@ static vm_status make(vm_workspace *w, recipe r, entries *e) {
     return s;
 }
 
-/* A lookup for other answers, made once. */
+/* Finds or makes a lookup for other answers. */
 static vm_status other(vm_workspace *w, recipe r, vm_lookup **out) {
     entries e;
     for (size_t i = 0; i < w->mades; i++)
@@ -155,17 +155,17 @@ vm_workspace_entry vm_workspace_entry_at(const vm_workspace *w, size_t entry) { 
 typedef struct rows {
     const vm_conv *conv;
     size_t convs, count;
-    uint64_t *row; /* [count][convs]; the first is the workspace's own */
+    uint64_t *row; /* [count][convs]; the first row is the workspace's own */
 } rows;
 
-/* A place for one more row, behind the last. */
+/* Makes room for one more row, after the last. */
 static vm_status expect(rows *r, uint64_t **row) {
     vm_status s = vm_scratch_grow(&r->row, r->count, VM_MAX(r->convs, 1) * sizeof *r->row);
     *row = r->row + r->count * r->convs;
     return s;
 }
 
-/* Keeps the row behind the last, unless there is one like it. */
+/* Keeps the row after the last, unless an equal one exists. */
 static void keep(rows *r) {
     const uint64_t *const row = r->row + r->count * r->convs;
     for (size_t i = 0; i < r->count; i++)
@@ -189,8 +189,8 @@ static vm_status add_other(vm_workspace *w, rows *r, recipe recipe) {
     return s ? s : add_row(r, lookup);
 }
 
-/* One profile's answers, and how many of them it holds itself: `rest` answers the others. PyTorch's own convolutions
- * stay as they are. */
+/* Fills a row with one profile's answers, and counts those it holds itself; `rest` answers the others. PyTorch's own
+ * convolutions keep theirs. */
 static vm_status answer_by(vm_workspace *w, const rows *r, uint32_t number, vm_lookup *rest, uint64_t *row,
                            size_t *held) {
     const vm_profile *const profile = w->catalogue->recorded[number].profile;
@@ -220,8 +220,8 @@ static vm_status add_copy(rows *r, const uint64_t *from) {
     return VM_OK;
 }
 
-/* Answers of those profiles that hold the most of the convolutions: the first profile's only, or each profile's and the
- * most that any of them says of each convolution. */
+/* Adds the answers of the profiles that hold the most of the convolutions: only the first profile's, or each profile's
+ * and the most that any of them says of each convolution. */
 static vm_status add_best(vm_workspace *w, rows *r, const vm_profile_list *profiles, vm_lookup *rest, bool first_only) {
     const size_t count = profiles->count, convs = r->convs;
     uint64_t *row = NULL, *most;
@@ -245,7 +245,7 @@ static vm_status add_best(vm_workspace *w, rows *r, const vm_profile_list *profi
     return s;
 }
 
-/* Inferred profiles, and the oldest that was asked with rules that are only possible, if any of these hold. */
+/* Adds inferred profiles, and the oldest of cuDNN's own with rules that are only possible, if any of these hold. */
 static vm_status add_possible(vm_workspace *w, rows *r, const vm_profile_list *near, int version) {
     const vm_catalogue *const c = w->catalogue;
     bool holds = false;
@@ -264,7 +264,7 @@ static vm_status add_possible(vm_workspace *w, rows *r, const vm_profile_list *n
     return s || oldest < 0 ? s : add_other(w, r, (recipe){oldest, version, POSSIBLE_RULES, VM_GUESS_RULE});
 }
 
-/* Other versions' answers. */
+/* Adds other versions' answers. */
 static vm_status add_versions(vm_workspace *w, rows *r, bool every) {
     vm_catalogue *const c = w->catalogue;
     const int version = every ? 0 : w->of.torch.cudnn;
@@ -294,7 +294,7 @@ static vm_status add_versions(vm_workspace *w, rows *r, bool every) {
     return s;
 }
 
-/* What a card may take of whose kind no cuDNN was asked. */
+/* Adds the answers for a card of an unrecorded kind. */
 static vm_status add_coarse(vm_workspace *w, rows *r) {
     const vm_catalogue *const c = w->catalogue;
     uint64_t *none = NULL;
@@ -318,14 +318,14 @@ static vm_status add_coarse(vm_workspace *w, rows *r) {
     return s;
 }
 
-/* Whether a profile is for another version or other cards than the workspace, or was not asked of cuDNN. */
+/* Returns: whether a profile is for another version or other cards than the workspace, or is inferred. */
 static bool differs(const vm_workspace *w, const vm_recorded *r) {
     bool same = !r->cards;
     for (size_t i = 0; i < r->cards; i++) same = same || !strcmp(r->card[i].key, w->of.card.key);
     return r->inferred || !same || (w->of.torch.cudnn && w->of.torch.cudnn != r->version);
 }
 
-/* Whether an answer stands for missing data of the card or the version; and whether a rule guessed. */
+/* *substituted: an answer replaces missing data of the card or the version; *guessed: a rule guessed. */
 static vm_status find_substitutes(vm_workspace *w, const rows *r, bool *substituted, bool *guessed) {
     for (size_t i = 0; i < r->convs; i++) {
         vm_known known;
@@ -363,7 +363,7 @@ vm_status vm_workspace_rows(vm_workspace *w, bool every, const vm_conv *conv, si
         vm_scratch_free(r.row);
         return s;
     }
-    r.count--; /* the workspace's own, which is the first, goes */
+    r.count--; /* drops the workspace's own, the first */
     if (convs) memmove(r.row, r.row + convs, r.count * convs * sizeof *r.row);
     *row = r.row;
     *count = r.count;
