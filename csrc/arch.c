@@ -29,7 +29,7 @@
  * all sides. */
 #include "vm.h"
 
-/* What most have in common. */
+/* Fields that most models share. */
 #define VM_SD_BLOCKS                                                                              \
     .in_channels = 3, .out_channels = 3, .levels = 4, .block_out_channels = {128, 256, 512, 512}, \
     .layers_per_block = 2, .norm_num_groups = 32, .norm_eps = 1e-6f, .mid_block_add_attention = true
@@ -190,7 +190,7 @@ static vm_status check_widths(const vm_arch *a, const char *what, const size_t *
     return VM_OK;
 }
 
-/* What a pipeline does with the latents. */
+/* Checks the pipeline's settings for latents. */
 static vm_status check_latents(const vm_arch *a) {
     if (a->scaling_known && !(a->scaling_factor > 0))
         return vm_fail(VM_EINVAL, "config: scaling_factor: want more than 0, got %g", (double)a->scaling_factor);

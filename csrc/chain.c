@@ -1,13 +1,13 @@
-/* Passes that run together, row of tiles by row of tiles, so that what one hands to the next need not exist whole.
+/* Passes that run together, row of tiles by row of tiles, so that tensors between them need not exist whole.
  *
- *   x --conv1--> h --conv2--> y        each step: every pass whose input is ready, if the next one waits for its rows
+ *   x --conv1--> h --conv2--> y        each step: every pass with its input ready and a reader waiting for its rows
  *
  *   step   1    2    3    4    5
  *   conv1  0    1    2    3    4       rows of tiles; conv2's row k reads h up to row k + 1
  *   conv2            0    1    2
  *
- * A norm on load wants the sums of all of its input first. Where that is streamed, the chain runs in rounds: as far as
- * that tensor, whose rows are only measured; then again from the beginning, with the sums known. */
+ * A norm on load first needs the sums of its whole input. If that input is streamed, the chain runs in rounds: first up
+ * to that tensor, only measuring its rows; then again from the beginning, with the sums known. */
 #include <string.h>
 
 #include "vm.h"
@@ -20,7 +20,7 @@ size_t vm_stage_from(const vm_stage *s, size_t k) {
     return VM_MIN(at > s->cut.pad ? at - s->cut.pad : 0, s->x_rows);
 }
 
-/* The row behind the last one of x that row k of tiles reads. */
+/* Returns: the end of the rows of x that row k of tiles reads. */
 static size_t reads_to(const vm_stage *s, size_t k) {
     k = VM_MIN(k, s->cut.rows - 1);
     const size_t end = k * s->cut.in_step + s->cut.in_rows;
@@ -42,7 +42,9 @@ size_t vm_chain_stages(const vm_plan *plan, const vm_chain *chain, vm_stage *sta
                         .add = n->add >= first ? n->add - first : VM_NONE};
         s->each = VM_MAX((threads + s->cut.columns - 1) / s->cut.columns, 1);
         if (chain->steps) s->each = VM_MAX((s->cut.rows + chain->steps - 1) / chain->steps, s->each);
-        s->ahead = threads > s->cut.columns ? 2 : 1; /* busy while its input is made: or rings as low as can be */
+        s->ahead = threads > s->cut.columns
+                       ? 2
+                       : 1; /* 2: threads stay busy while the input is made; 1: rings are as low as possible */
     }
     return (size_t)(last - first + 1);
 }
@@ -64,15 +66,15 @@ bool vm_chain_round(const vm_plan *plan, int first, vm_stage *stage, size_t stag
         stage[i].read = false;
         stage[i].active = *target == VM_NONE || (int)i == *target;
     }
-    for (size_t i = stages; *target != VM_NONE && i-- > 0;) /* and what the target is made of */
+    for (size_t i = stages; *target != VM_NONE && i-- > 0;) /* and the stages that feed the target */
         for (size_t j = i + 1; j < stages; j++) stage[i].active |= reads(&stage[j], i);
     for (size_t i = 0; i < stages; i++)
         for (size_t j = i + 1; j < stages; j++) stage[i].read |= reads(&stage[j], i);
     return true;
 }
 
-/* Rows of stage i's output that the others wait for. Those that nobody in the chain reads keep together, so that they
- * may lie over what they are made from. */
+/* Returns: rows of stage i's output that readers wait for. Outputs without a reader in the chain advance together, so
+ * that they may lie over their input. */
 static size_t wanted_rows(const vm_stage *stage, size_t stages, size_t i) {
     size_t wanted = 0, lowest = SIZE_MAX, reach = 0;
     for (size_t j = 0; j < stages; j++) {
@@ -111,15 +113,14 @@ bool vm_chain_step(vm_stage *stage, size_t stages) {
 
 static size_t reached(const vm_stage *s) { return s->done + s->now; }
 
-/* Whether each stage is where it was at the mark, only further down, as far as its neighbours are. */
+/* Returns: whether each stage is where it was at the mark, only further down, each as far as its neighbours. */
 static bool moved_alike(const vm_stage *mark, const vm_stage *stage, size_t stages) {
-    size_t stored = 0; /* rows that those have moved that nobody in the chain reads */
+    size_t stored = 0; /* rows by which outputs without a reader in the chain moved */
     for (size_t i = 0; i < stages; i++) {
         const vm_stage *s = &stage[i];
         if (!s->active) continue;
         const size_t by = reached(s) - reached(&mark[i]), made = by * s->cut.out_rows;
-        if (!by || mark[i].done * s->cut.in_step < s->cut.pad)
-            return false; /* above the image there are no rows to read */
+        if (!by || mark[i].done * s->cut.in_step < s->cut.pad) return false; /* the image's top: no rows above it */
         if (s->x != VM_NONE &&
             by * s->cut.in_step != (reached(&stage[s->x]) - reached(&mark[s->x])) * stage[s->x].cut.out_rows)
             return false;
@@ -135,7 +136,7 @@ static bool moved_alike(const vm_stage *mark, const vm_stage *stage, size_t stag
 
 void vm_chain_skip(vm_repeats *seen, vm_stage *stage, size_t stages) {
     if (seen->steps && moved_alike(seen->mark, stage, stages)) {
-        size_t times = SIZE_MAX; /* so often that each stage has one repeat left before it sees the image's end */
+        size_t times = SIZE_MAX; /* leaves each stage one repeat before it sees the image's end */
         for (size_t i = 0; i < stages; i++) {
             const vm_stage *s = &stage[i];
             const size_t by = reached(s) - reached(&seen->mark[i]);
@@ -163,10 +164,10 @@ bool vm_chain_can(const vm_plan *plan, int first, int last) {
     const vm_node *node = plan->graph->node;
     if (first == last) return true;
     if (last - first >= VM_CHAIN) return false;
-    int stored = VM_NONE; /* the level of what is read later */
+    int stored = VM_NONE; /* the level of tensors that are read later */
     for (int i = first; i <= last; i++) {
         bool inside = false, later = plan->step[i].last > last;
-        if (node[i].pass.kind == VM_PASS_ATTENTION) return false; /* it reads all of its input for every row */
+        if (node[i].pass.kind == VM_PASS_ATTENTION) return false; /* every row reads all of its input */
         for (int j = i + 1; j <= last; j++) inside |= node[j].x == i || node[j].add == i;
         if (later && (inside || (stored != VM_NONE && stored != node[i].y_level))) return false;
         if (later) stored = node[i].y_level;
@@ -174,11 +175,11 @@ bool vm_chain_can(const vm_plan *plan, int first, int last) {
     return true;
 }
 
-/* FLOPs of all rounds, of one node or all; priced: by what each pass's steps cost. */
+/* Returns: FLOPs of all rounds, of one node or all. priced: weighted by the price of each pass's steps. */
 static double sum_flops(const vm_plan *plan, const vm_chain *chain, int node, bool priced) {
     vm_stage stage[VM_CHAIN];
     int target;
-    double flops = 0, more = 0; /* beyond the first one's price: passes of the same price cost exactly so many FLOPs */
+    double flops = 0, more = 0; /* beyond the first pass's price: passes of equal price then cost exactly their FLOPs */
     const size_t stages = vm_chain_stages(plan, chain, stage);
     for (size_t round = 0; vm_chain_round(plan, chain->first, stage, stages, round, &target); round++)
         for (size_t i = 0; i < stages; i++) {

@@ -1,15 +1,14 @@
-/* Which tensors are stored and which streamed: where the list of passes is cut into chains.
+/* Chooses which tensors are stored and which streamed: where the list of passes is cut into chains.
  *
- * For every stretch of passes that can be a chain: the bytes that it needs, if what it stores may lie over what it
- * reads for the last time, and its work, rounds counted. Both are known for two manners, of which one is tight: it
- * takes less memory and more time (vm_manner). Dynamic programming over the list then finds, for a bound on bytes, the
- * cuts with the least work. What a plan really takes is known when it is laid out; the bound is lowered until that
- * keeps within the limit. */
+ * Every stretch of passes that can be a chain has two numbers: bytes needed, if its outputs may lie over inputs that it
+ * reads for the last time; and work, rounds counted. Both are known for two manners; the tight one needs less memory
+ * and more time (vm_manner). Given a bound on bytes, dynamic programming over the list finds the cuts with the least
+ * work. Laying a plan out tells its true size; the bound is lowered until the plan keeps within the limit. */
 #include <string.h>
 
 #include "plan.h"
 
-/* In a manner that is not tight, and in one that is. */
+/* Indexed by manner: 0 loose, 1 tight. */
 typedef struct stretch {
     double work[2]; /* negative: no such chain */
     size_t bytes[2], steps;
@@ -18,14 +17,14 @@ typedef struct stretch {
 
 typedef struct choice {
     vm_plan *plan;
-    stretch *at;   /* [nodes][nodes]: first, last */
-    bool free;     /* only chains that cost no work */
-    bool longer;   /* of cuts with the same work, those into the longer chains */
+    stretch *at;
+    bool free;     /* only chains that cost no extra work */
+    bool longer;   /* of cuts with equal work, prefer longer chains */
     double *work;  /* of the best cuts up to a node */
-    vm_chain *cut; /* and its last chain */
+    vm_chain *cut; /* the last chain of each of these */
 } choice;
 
-/* Bytes of the tensors that are there after node `at`, are read later, and for the last time by node `dead_by`. */
+/* Returns: bytes of the tensors that exist after node `at` and are read later, for the last time by node `dead_by`. */
 static size_t stored_after(const vm_plan *plan, int at, int dead_by) {
     size_t bytes = 0;
     for (int i = 0; i <= at; i++) {
@@ -36,9 +35,9 @@ static size_t stored_after(const vm_plan *plan, int at, int dead_by) {
     return bytes;
 }
 
-/* Steps of a chain, at most, where no memory is to be saved at the cost of time: weights that do not stay in a cache
- * from one step to the next are read again in each, beside enough work that this does not show. 0: any number. Both
- * constants were measured (docs/SPEED.md). What is multiplied as it lies, halves as pairs, is not counted. */
+/* Returns: the most steps of a chain if memory must not cost time; 0: any number. Weights that do not stay in a cache
+ * between steps are read again in each step, next to enough work to hide that. Both constants were measured
+ * (docs/SPEED.md). Halves that are multiplied as pairs are not counted: they are used as stored. */
 static size_t most_steps(const vm_plan *plan, int first, int last) {
     enum { CACHE = 5 << 20, WORTH = 1600 /* FLOPs for each byte that is read again */ };
     const vm_backend *b = plan->ask.backend;
@@ -52,9 +51,9 @@ static size_t most_steps(const vm_plan *plan, int first, int last) {
     return first == last || weights <= CACHE ? 0 : VM_MAX((size_t)(flops / ((double)weights * WORTH)), 1);
 }
 
-/* What a chain of these passes would need and cost. free: chains that cost work are none. */
+/* Returns: what a chain of these passes would need and cost. free: reject chains that cost extra work. */
 static stretch look(const vm_plan *plan, int first, int last, bool free) {
-    enum { STEPS = 48 /* rings are then nearly as high as they get; what a plan takes is known when it is laid out */ };
+    enum { STEPS = 48 /* rings are nearly at full height then; laying out tells the exact size */ };
     const vm_backend *b = plan->ask.backend;
     const int end = (int)plan->steps;
     stretch s = {.work = {-1, -1}, .known = true};
@@ -65,7 +64,7 @@ static stretch look(const vm_plan *plan, int first, int last, bool free) {
     if (free && work > once) return s;
     const size_t dying = stored_after(plan, first - 1, last), kept = stored_after(plan, first - 1, end) - dying;
     size_t born = 0, ring[VM_CHAIN];
-    bool lower = false; /* rows of tiles, where the manner is tight */
+    bool lower = false; /* whether the tight manner has lower rows of tiles */
     if (free) s.steps = most_steps(plan, first, last);
     for (int i = first; i <= last; i++) {
         const vm_pass *p = &plan->step[i].pass;
@@ -92,7 +91,7 @@ static stretch look(const vm_plan *plan, int first, int last, bool free) {
     return s;
 }
 
-/* Makes the cuts with the least work whose chains need at most `bound` bytes each; *most: what the largest needs. */
+/* Finds the cuts with the least work among chains of at most `bound` bytes; *most: bytes of the largest chain. */
 static bool cut(choice *c, size_t bound, size_t *most) {
     const int n = (int)c->plan->steps;
     for (int last = 0; last < n; last++) {
@@ -129,7 +128,7 @@ static size_t taken(const vm_plan *plan) {
 
 static bool within(const vm_plan *plan) { return !plan->ask.memory_limit || taken(plan) <= plan->ask.memory_limit; }
 
-/* The plan that is laid out is the smallest one. */
+/* Reports that the plan, which is the smallest, is too large. */
 static vm_status refuse(vm_plan *plan) {
     const size_t limit = plan->ask.memory_limit, smallest = taken(plan);
     plan->reserved = smallest;
@@ -137,7 +136,7 @@ static vm_status refuse(vm_plan *plan) {
                    smallest, (double)smallest / 1048576, limit, (double)limit / 1048576);
 }
 
-/* Whether a pass takes longer in steps than whole. */
+/* Returns: whether a pass takes longer in steps than whole. */
 static bool steps_cost(const vm_plan *plan) {
     const vm_backend *b = plan->ask.backend;
     bool cost = false;
@@ -145,14 +144,14 @@ static bool steps_cost(const vm_plan *plan) {
     return cost;
 }
 
-/* Where a plan's chains end, as one number. */
+/* Returns: a hash of a plan's cuts. */
 static uint64_t ends(const vm_plan *plan) {
     uint64_t number = 0;
     for (size_t i = 0; i < plan->chains; i++) number = (number ^ (uint64_t)plan->chain[i].last) * 1099511628211u + 1;
     return number;
 }
 
-/* The cuts within a bound, into the longer or the shorter of equal chains. */
+/* Cuts within a bound, preferring longer or shorter chains of equal work. Returns: ends(). */
 static uint64_t cut_again(choice *c, size_t bound, bool longer) {
     size_t most;
     c->longer = longer;
@@ -161,8 +160,8 @@ static uint64_t cut_again(choice *c, size_t bound, bool longer) {
     return ends(c->plan);
 }
 
-/* The least bytes: every cut that is found costs the same work, that of each pass once. Of cuts with the same bound now
- * the longer chains can be laid out in less, now the shorter. */
+/* The fewest bytes without extra work: every cut found costs each pass once. Among cuts of equal work, neither long nor
+ * short chains always pack smaller, so try both. */
 static vm_status without_limit(const vm_model *m, choice *c) {
     size_t bound = SIZE_MAX, most;
     c->plan->ample = steps_cost(c->plan);
@@ -180,9 +179,9 @@ static vm_status without_limit(const vm_model *m, choice *c) {
     return vm_plan_lay_out(m, c->plan);
 }
 
-/* The cuts with the least work whose plan keeps within the limit; where none does, those with the smallest plan. Of
- * cuts with the same work now the longer chains can be laid out in less, now the shorter. The bounds that are tried do
- * not depend on the limit, so that the smallest plan is the same for each, and as one of its own will do. */
+/* The cuts with the least work whose plan keeps within the limit; if there are none, those with the smallest plan.
+ * Among cuts of equal work, neither long nor short chains always pack smaller, so try both. The bounds tried do not
+ * depend on the limit: the smallest plan is the same for each limit, and is itself a sufficient limit. */
 static vm_status within_limit(const vm_model *m, choice *c) {
     vm_plan *plan = c->plan;
     size_t bound = SIZE_MAX, smallest = SIZE_MAX, best = SIZE_MAX, most = 0;
@@ -205,7 +204,7 @@ static vm_status within_limit(const vm_model *m, choice *c) {
     return s ? s : refuse(plan);
 }
 
-/* A tenth of T, the largest tensor of 128 channels: with the rest of the peak that stays within 3.2 T. */
+/* A tenth of T, the largest tensor of 128 channels: with it the peak stays within 3.2 T. */
 static size_t most_stripe_bytes(const vm_model *m, const vm_request *r) {
     enum { LEAST = 1 << 20 };
     const size_t c = VM_BLOCKS(m->arch.block_out_channels[0]) * VM_BLOCK;

@@ -1,9 +1,9 @@
-/* Where every byte of a run lies, known before it.
+/* Places every byte of a run before it starts.
  *
- * The passes are cut into chains (choose.c says which). A tensor that a later chain reads is stored whole, one that
- * stays within its chain is a ring of rows. Tensors, sums, prepared weights and scratch are pieces: so many bytes, from
- * one chain to another. Pieces whose chains overlap must not share bytes, but for one case: what a chain stores may lie
- * over what it reads for the last time, row behind row, as far ahead of the rows still to be read as `shift` says.
+ * The passes are cut into chains (choose.c). A tensor that a later chain reads is stored whole; one that stays within
+ * its chain is a ring of rows. Tensors, sums, prepared weights and scratch are pieces: some bytes, from one chain to
+ * another. Pieces of overlapping chains must not share bytes, with one exception: a chain's output may lie over an
+ * input that it reads for the last time, row by row, `shift` ahead of the rows still to be read.
  *
  *   offset
  *     ^   h h h   h h     q k v
@@ -17,9 +17,9 @@
 
 static bool overlap(const vm_piece *a, const vm_piece *b) { return a->first <= b->last && b->first <= a->last; }
 
-/* The lowest offset from `offset` on at which p does not meet q, or meets it as an heir meets its source, which it may
- * write over behind the rows that are still read. With `down` offsets count from the arena's top, so that the two
- * change parts: it is the source that may not begin too far up. */
+/* Returns: the lowest offset from `offset` on at which p does not meet q, or only as an heir its source, behind the
+ * rows still to be read. With `down`, offsets count from the arena's top, and the two swap roles: the source must not
+ * begin too far up. */
 static size_t beside(const vm_plan *plan, const vm_piece *p, const vm_piece *q, bool down, size_t offset) {
     const size_t after = vm_sum(q->offset, q->bytes);
     if (offset >= after || q->offset >= vm_sum(offset, p->bytes)) return offset;
@@ -33,7 +33,7 @@ static size_t beside(const vm_plan *plan, const vm_piece *p, const vm_piece *q, 
     return VM_MIN(after, vm_round_up((size_t)from, plan->ask.backend->device->align));
 }
 
-/* Lowest offset where p meets no placed piece that it must not. */
+/* Returns: the lowest offset at which p meets no placed piece that it must not. */
 static size_t lowest_offset(const vm_plan *plan, const vm_piece *p, bool down) {
     size_t offset = 0;
     for (size_t i = 0; i < plan->pieces; i++) {
@@ -41,25 +41,26 @@ static size_t lowest_offset(const vm_plan *plan, const vm_piece *p, bool down) {
         const size_t to = q->placed && overlap(p, q) ? beside(plan, p, q, down, offset) : offset;
         if (to == offset) continue;
         offset = to;
-        i = (size_t)-1; /* all of them again, from there */
+        i = (size_t)-1; /* check all of them again from there */
     }
     return offset;
 }
 
-/* Which pieces are placed first. No order is always better, so each is tried. */
+/* The order in which pieces are placed. No order is always best, so each is tried. */
 typedef double (*vm_weigh)(const vm_piece *p);
 static double by_bytes(const vm_piece *p) { return (double)p->bytes; }
 static double by_bytes_and_chains(const vm_piece *p) { return (double)p->bytes * (p->last - p->first + 1); }
 static double by_end(const vm_piece *p) { return (double)p->last * 0x1p60 + (double)p->bytes; }
 static double by_start(const vm_piece *p) { return (double)p->bytes - (double)p->first * 0x1p60; }
 
-/* Fills the offsets, from the bottom of the arena or down from its top; returns its height. */
+/* Fills the offsets, from the bottom of the arena or down from its top. Returns: its height. */
 static size_t place_by(vm_plan *plan, vm_weigh weigh, bool down) {
     size_t height = 0;
     for (size_t i = 0; i < plan->pieces; i++) plan->piece[i].placed = false;
     for (size_t n = 0; n < plan->pieces; n++) {
         vm_piece *next = NULL;
-        for (vm_piece *p = plan->piece; p < plan->piece + plan->pieces; p++) /* of equal ones the later: heirs first */
+        for (vm_piece *p = plan->piece; p < plan->piece + plan->pieces;
+             p++) /* later ones first among equals: heirs before sources */
             if (!p->placed && (!next || weigh(p) >= weigh(next))) next = p;
         next->offset = lowest_offset(plan, next, down);
         next->placed = true;
@@ -101,7 +102,7 @@ static int chain_of(const vm_plan *plan, int node) {
     return c;
 }
 
-/* Bytes of a row of so many blocks of channels, as wide as a node's tensor. */
+/* Returns: bytes of a row of `blocks` blocks of channels, as wide as a node's tensor. */
 static size_t row_bytes(const vm_plan *plan, size_t blocks, int node) {
     return VM_PRODUCT(blocks, VM_BLOCK, plan->step[node].pass.y.w, vm_dtype_bytes(plan->ask.backend->dtype));
 }
@@ -110,7 +111,7 @@ size_t vm_plan_row_bytes(const vm_plan *plan, int node) {
     return row_bytes(plan, VM_BLOCKS(plan->step[node].pass.y.c), node);
 }
 
-/* The node in whose place this one's tensor may lie, pixel upon pixel, whatever the order of the rows; VM_NONE. */
+/* Returns: the node whose memory this one's tensor may take, pixel by pixel, in any order of the rows; VM_NONE. */
 static int place_of(const vm_plan *plan, int node) {
     const vm_node *n = &plan->graph->node[node];
     const vm_pass *p = &plan->step[node].pass;
@@ -119,13 +120,13 @@ static int place_of(const vm_plan *plan, int node) {
     if (over == VM_NONE || !local || plan->step[over].streamed || plan->step[over].last != node) return VM_NONE;
     const size_t blocks = VM_BLOCKS(p->y.c);
     if (blocks > VM_BLOCKS(plan->step[over].pass.y.c)) return VM_NONE;
-    /* A sum that lies within wider rows keeps all of their bytes. Other tensors use them where the layout is wide;
-     * else the sum had better have a narrower piece of its own, which lies over the wide one as its heir, if it may. */
+    /* A sum stored within wider rows keeps all of their bytes. In a wide layout other tensors use them. Otherwise the
+     * sum gets a narrower piece of its own, the heir of the wide one, if it may. */
     const bool narrower = n->add != VM_NONE && blocks < plan->piece[plan->step[over].y].pitch;
     return narrower && !plan->wide && !plan->ample ? VM_NONE : over;
 }
 
-/* A piece of tensors as high and wide as the pass's, in whose rows so many blocks side by side are free all through
+/* Returns: a piece of tensors as high and wide as the pass's, whose rows have `blocks` adjacent blocks free throughout
  * chain c, from *at on; or VM_NONE. */
 static int free_blocks(const vm_plan *plan, int c, const vm_pass *pass, size_t blocks, size_t *at) {
     for (int p = 0; p < (int)plan->pieces; p++) {
@@ -149,7 +150,7 @@ static int free_blocks(const vm_plan *plan, int c, const vm_pass *pass, size_t b
     return VM_NONE;
 }
 
-/* Rows of what node `from` made that stage s still reads, from this step on. */
+/* Returns: the first row of node `from`'s tensor that stage s still reads, from this step on. */
 static size_t reads_from(const vm_plan *plan, int first, const vm_stage *stage, size_t i, int from) {
     const vm_node *n = &plan->graph->node[first + (int)i];
     size_t row = SIZE_MAX;
@@ -158,7 +159,7 @@ static size_t reads_from(const vm_plan *plan, int first, const vm_stage *stage, 
     return row;
 }
 
-/* How far after the beginning of `piece` its heir may begin without writing over a row that is still to be read. */
+/* Returns: how far after the beginning of `piece` its heir may begin without overwriting a row still to be read. */
 static ptrdiff_t shift_of(const vm_plan *plan, const vm_chain *c, int piece, const int *output, size_t outputs) {
     vm_stage stage[VM_CHAIN];
     const size_t stages = vm_chain_stages(plan, c, stage);
@@ -204,7 +205,8 @@ void vm_plan_ring_rows(const vm_plan *plan, const vm_chain *chain, size_t *rows,
     for (size_t i = 0; i < stages; i++) rows[i] = VM_MIN(vm_round_up(rows[i], stage[i].cut.together), stage[i].y_rows);
 }
 
-/* What a chain stores: the place of what it adds to or passes by, or a piece of its own, rows side by side. */
+/* Places a chain's stored outputs: in the memory of a tensor that they add to or pass by, or in their own pieces, rows
+ * side by side. */
 static void add_outputs(vm_plan *plan, int c) {
     const vm_chain *chain = &plan->chain[c];
     int output[VM_CHAIN];
@@ -264,7 +266,7 @@ static vm_status add_chain(vm_plan *plan, int c) {
             plan->piece[s->y].pitch = VM_BLOCKS(s->pass.y.c);
             plan->piece[s->y].ring = rows < s->pass.y.h ? rows : SIZE_MAX;
         }
-        int last = i; /* the last norm that wants its sums */
+        int last = i; /* the last norm that needs its sums */
         for (int j = i + 1; j < (int)plan->steps; j++)
             if (plan->graph->node[j].x == i && plan->graph->node[j].pass.norm == VM_NORM_GROUP) last = j;
         const vm_manner manner = vm_chain_manner(plan, chain, i);
@@ -285,8 +287,8 @@ static vm_status add_chain(vm_plan *plan, int c) {
     return VM_OK;
 }
 
-/* The user's arrays on their way through the arena. With a batch they are there all the time, so that one item's
- * copies run beside the next one's passes. */
+/* The user's arrays while they pass through the arena. In a batch they stay all the time, so that one item's copies run
+ * during another item's passes. */
 static void add_staging(vm_plan *plan) {
     const int last = (int)plan->chains - 1, whole = plan->ask.batch > 1;
     plan->in = plan->out = VM_NONE;
@@ -303,7 +305,7 @@ static size_t sum(const size_t bytes[VM_CATEGORIES]) {
     return total;
 }
 
-/* Bytes of an heir that lie over those whose place it takes: counted once they have gone. */
+/* Counts bytes of an heir that lie over its source: they count once the source is gone. */
 static void count_shared(vm_plan *plan) {
     for (size_t i = 0; i < plan->pieces; i++) {
         const vm_piece *s = &plan->piece[i];

@@ -11,12 +11,12 @@
 
 struct vm_mem {
     size_t references;
-    const vm_device *device; /* whose memory */
+    const vm_device *device; /* the device of the memory */
     const vm_backend *backend;
     vm_usage usage;
 };
 
-/* One lock for all accounts, held for a few additions: a fork waits for it, so that no child begins with it held. */
+/* One lock for all accounts, held for a few additions. A fork waits for it, so no child begins with it held. */
 static pthread_mutex_t accounts = PTHREAD_MUTEX_INITIALIZER;
 static void lock(void) { pthread_mutex_lock(&accounts); }
 static void unlock(void) { pthread_mutex_unlock(&accounts); }
@@ -63,21 +63,21 @@ void vm_mem_release(vm_mem *mem) {
     if (last) free(mem);
 }
 
-/* Blocks of the common account that were freed last, for the next that want just as many bytes. Predictions take the
- * same sizes again and again; the C library would return them to the system, which clears each page anew. */
+/* The last blocks freed to the common account, for requests of the same size. Predictions allocate the same sizes
+ * repeatedly; the C library would return them to the system, which clears each page anew. */
 enum { SPARES = 8, SPARE_FROM = 64 << 10, SPARE_TO = 1 << 20 };
 
 static struct spare {
     void *block;
     size_t bytes;
 } spare[SPARES];
-static size_t oldest; /* the next to go */
+static size_t oldest; /* the next to free */
 
 static bool is_spared(const vm_mem *mem, size_t bytes) {
     return mem == &common && bytes >= SPARE_FROM && bytes <= SPARE_TO;
 }
 
-/* A spare block, cleared; NULL if none has this size. */
+/* Returns: a spare block, cleared; NULL if none has this size. */
 static void *take_spare(size_t bytes) {
     void *block = NULL;
     lock();
@@ -87,7 +87,7 @@ static void *take_spare(size_t bytes) {
     return block ? memset(block, 0, bytes) : NULL;
 }
 
-/* Keeps a freed block in place of the oldest one, and returns that one, which has no block if the place was empty. */
+/* Keeps a freed block in the oldest place. Returns: what was there, without a block if the place was empty. */
 static struct spare keep_spare(struct spare kept) {
     lock();
     struct spare *const place = &spare[oldest++ % SPARES], old = *place;
@@ -160,7 +160,7 @@ size_t vm_mem_capacity(size_t count) {
     return capacity;
 }
 
-/* Whether so many items fill what an array that grows has place for. */
+/* Returns: whether `count` items fill a growing array's capacity. */
 static bool is_full(size_t count) { return !count || (count >= 16 && !(count & (count - 1))); }
 
 vm_status vm_mem_grow(vm_mem *mem, vm_category category, void **array, size_t count, size_t item_bytes) {
@@ -174,7 +174,7 @@ vm_status vm_mem_grow(vm_mem *mem, vm_category category, void **array, size_t co
     return VM_OK;
 }
 
-/* Scratch lies behind its size. */
+/* Scratch follows its stored size. */
 vm_status vm_scratch_new(size_t items, size_t item_bytes, void *out) {
     const size_t bytes = vm_sum(VM_PRODUCT(items, item_bytes), VM_ALIGN);
     char *block;

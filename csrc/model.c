@@ -1,7 +1,7 @@
-/* A model: an architecture, its passes, their weights, and the arena that its runs use. */
+/* A model: an architecture, its passes, their weights, and the arena of its runs. */
 #include "vm.h"
 
-/* The running statistics of AutoencoderKLFlux2's BatchNorm, which no pass reads: pipelines do. */
+/* The running statistics of AutoencoderKLFlux2's BatchNorm, which only pipelines read, no pass. */
 static vm_status add_batch_norm(vm_model *m) {
     const size_t *patch = m->arch.patch_size, c = VM_PRODUCT(patch[0], patch[1], m->arch.latent_channels);
     const vm_weight w = {c, 1, 1, .vector = true};

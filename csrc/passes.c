@@ -6,18 +6,18 @@
  *           -> norm, conv_out -> pixels
  *   mid     resnet, attention, resnet
  *   resnet  x -> conv1(silu norm1 x) = h;  conv2(silu norm2 h) + x,
- *           where x passes a 1x1 shortcut if the number of channels changes
+ *           x through a 1x1 shortcut if the number of channels changes
  *
  * VM_TINY is conv, { block x layers } x levels, conv; a conv between levels halves or doubles the sides. A block is
  * relu(conv4(relu conv2(relu conv0 x)) + x), whose x may be x + pool3(relu norm pool0 x).
  *
- * VM_WAN is built alike. Its convolutions are causal 3D ones, of which one frame meets the last slice, unless they are
- * called flat here; its upsamplers halve the channels. Where it is residual, they do not: what a level began with is
- * moved to the channels and pixels that it ends with, and added; and an image may come as patches of 2x2 pixels.
+ * VM_WAN is similar. Its convolutions are causal and 3D, so one frame meets only the last slice, unless they are called
+ * flat here. Its upsamplers halve the channels. A residual one's do not: a level's input is moved to the channels and
+ * pixels of its output, and added; and an image may come as patches of 2x2 pixels.
  *
- * VM_HUNYUAN_IMAGE resamples by moves: a convolution, whose channels are the pixels of 2x2, and the same of its input,
- * averaged or repeated. What goes into the decoder, and what its norm and last convolution make moments of in the
- * encoder, is added likewise. */
+ * VM_HUNYUAN_IMAGE resamples by moves: a convolution, whose channels are the pixels of 2x2, plus its input, moved
+ * likewise and averaged or repeated. The decoder's first convolution, and the encoder's last with its norm, add their
+ * input likewise. */
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -31,10 +31,10 @@ typedef struct builder {
     vm_op op;
     char prefix[48]; /* of the names */
     int level;       /* of x */
-    size_t blocks;   /* so far, of a half that counts them on through its levels */
+    size_t blocks;   /* so far, in a half that numbers blocks across its levels */
 } builder;
 
-/* What modules are called, by family. */
+/* Names of modules, by family. */
 static const struct words {
     const char *norm_out, *attention_norm, *projection, *resampler;
 } words[] = {[VM_KL] = {"conv_norm_out", "group_norm", "to_out.0", "conv"},
@@ -50,7 +50,7 @@ static int add_tensor(builder *b, const char *module, const char *leaf, size_t d
     return index;
 }
 
-/* Appends a node; its index. */
+/* Appends a node. Returns: its index. */
 static int add_node(builder *b, const vm_node *node) {
     vm_graph *g = b->g;
     if (!b->status) b->status = vm_mem_grow(b->m->host, VM_WEIGHTS, (void **)&g->node, g->nodes, sizeof *g->node);
@@ -59,7 +59,7 @@ static int add_node(builder *b, const vm_node *node) {
     return (int)g->nodes++;
 }
 
-/* A convolution of what node x makes (VM_NONE: the user's pixels), named after its module. */
+/* A convolution of node x's tensor (VM_NONE: the user's pixels), named after its module. */
 typedef struct conv {
     const char *module;
     int x, add;
@@ -68,9 +68,9 @@ typedef struct conv {
     bool up;
     const char *norm; /* module of the norm (with the activation) on load, or NULL */
     bool linear;      /* the file's weight is (out, in) */
-    bool flat;        /* no causal 3D convolution, whatever the family's others are */
-    bool centred;     /* of stride 2: zeros on all sides of x, and not only below and behind */
-    bool bare;        /* without a bias */
+    bool flat;        /* no causal 3D convolution, whatever the family uses */
+    bool centred;     /* with stride 2: zeros on all sides of x, not only below and behind */
+    bool bare;        /* no bias */
     bool relu;        /* on store */
 } conv;
 
@@ -105,12 +105,12 @@ static vm_node conv_node(builder *b, const conv *c) {
     return n;
 }
 
-/* A vector of c numbers; the file may have it as (c, 1, ...). */
+/* A vector of c numbers; the file may hold it as (c, 1, ...). */
 static int add_vector(builder *b, const char *module, const char *leaf, size_t c, size_t dims) {
     return add_tensor(b, module, leaf, dims, (vm_weight){c, 1, 1, .vector = true});
 }
 
-/* of_frames: of a norm of a pixel, whether the module is made for several frames: its gamma is (c, 1, 1, 1). */
+/* of_frames: of a pixel norm: the module is made for several frames, with a gamma of (c, 1, 1, 1). */
 static void norm_on_load(builder *b, vm_node *n, const char *module, vm_act act, bool of_frames) {
     const size_t c = n->pass.x.c;
     n->pass.norm = is_wan(b) ? VM_NORM_PIXEL : VM_NORM_GROUP;
@@ -136,13 +136,13 @@ static int add_conv(builder *b, const conv *c) {
     return add_node(b, &n);
 }
 
-/* A move of what node x makes (VM_NONE: the user's pixels) to so many channels on another level, or on the same. What
- * node `add` makes is added. */
+/* A move of node x's tensor (VM_NONE: the user's pixels) to `out` channels, on another level or the same. Adds node
+ * `add`'s tensor. */
 static int add_move(builder *b, const char *module, int x, int add, size_t in, size_t out, int level, vm_move move) {
     if (b->status) return 0;
     if (x != VM_NONE) b->level = b->g->node[x].y_level;
     const bool down = level > b->level, up = level < b->level, encode = b->op == VM_ENCODE;
-    const size_t parts = move.frames * (down || up ? 4 : 1); /* the encoder's are means, the decoder's repetitions */
+    const size_t parts = move.frames * (down || up ? 4 : 1); /* the encoder averages, the decoder repeats */
     if (encode ? in * parts % out : out * parts % in) {
         b->status = vm_fail(VM_EINVAL, "config: %s%s: %zu channels cannot be %s %zu", b->prefix, module, in,
                             encode ? "averaged to" : "repeated for", out);
@@ -164,7 +164,7 @@ __attribute__((format(printf, 2, 3))) static void enter(builder *b, const char *
     va_end(args);
 }
 
-/* Enters a level's resnet, or its resampler behind the last of them. */
+/* Enters a level's resnet, or the resampler after the last of them. */
 static void enter_layer(builder *b, size_t level, size_t layer, size_t layers) {
     const bool encode = b->op == VM_ENCODE, residual = b->m->arch.residual;
     const char *half = encode ? "encoder.down" : "decoder.up";
@@ -182,7 +182,7 @@ static int resnet(builder *b, int x, size_t in, size_t out) {
     return add_conv(b, &(conv){"conv2", h, residual, out, out, 3, .norm = "norm2"});
 }
 
-/* Half the side, or twice. */
+/* Halves the side, or doubles it. */
 static int resample(builder *b, int x, size_t in, size_t out) {
     const bool down = b->op == VM_ENCODE;
     const char *module = words_of(b)->resampler;
@@ -235,7 +235,7 @@ static int mid(builder *b, const char *half, int x, size_t c) {
     return resnet(b, x, c, c);
 }
 
-/* A level: resnets, and a resampler where `next` is not 0, to so many channels; from c channels to `out`. */
+/* A level: resnets from c channels to `out`, and a resampler to `next` channels unless that is 0. */
 static int add_level(builder *b, int x, size_t i, size_t layers, size_t c, size_t out, size_t next) {
     const vm_arch *a = &b->m->arch;
     const int begun = x;
@@ -304,7 +304,7 @@ static void decode(builder *b) {
     if (is_wan(b) && !b->status) b->g->node[x].pass.clamp = (vm_clamp){0, -1, 1};
 }
 
-/* ---- VM_TINY: modules are numbered through a half, activations and upsamplers too ---- */
+/* ---- VM_TINY: modules are numbered through a half, including activations and upsamplers ---- */
 
 static int tiny_block(builder *b, vm_op op, size_t number, int x) {
     const vm_arch *a = &b->m->arch;
@@ -319,7 +319,7 @@ static int tiny_block(builder *b, vm_op op, size_t number, int x) {
     return add_conv(b, &(conv){"conv.4", h, x, c, c, 3, .relu = true});
 }
 
-/* A convolution between blocks, whose module is a number. */
+/* A convolution between blocks, named by its number. */
 static int tiny_conv(builder *b, vm_op op, size_t number, conv c) {
     char module[24];
     snprintf(module, sizeof module, "%zu", number);

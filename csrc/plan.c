@@ -1,4 +1,4 @@
-/* A plan: the request, checked; the passes at their sizes; their chains, chosen (choose.c) and laid out (layout.c). */
+/* A plan: the checked request; the passes at their sizes; their chains, chosen (choose.c) and laid out (layout.c). */
 #include "plan.h"
 
 static float scale_of(const vm_request *r, int node) {
@@ -30,7 +30,8 @@ static void set_shapes(vm_plan *plan, int i, const vm_arch *arch) {
     if (n->add != VM_NONE) plan->step[n->add].last = i;
 }
 
-/* Bytes of one batch item of the user's pixels: images at full size, latents (or moments) at the lowest level. */
+/* Returns: bytes of one batch item of the user's pixels: images at full size, latents (or moments) at the lowest
+ * level. */
 static size_t pixel_bytes(const vm_request *r, vm_format format, size_t channels, size_t divisor) {
     const size_t item = format == VM_U8_NHWC ? 1 : format == VM_F32_NCHW ? 4 : 2;
     return VM_PRODUCT(channels, item, r->height / divisor, r->width / divisor);
@@ -68,11 +69,11 @@ static vm_status build(const vm_model *m, vm_plan *plan) {
     vm_status s = VM_OK;
     plan->staged = r->host_arrays && !r->backend->device->addressable;
     r->own_output &=
-        !plan->staged; /* a staged one has its place in the arena; the host's copy is no part of the plan */
+        !plan->staged; /* a staged array has its place in the arena; the host's copy is not part of the plan */
     plan->in_bytes = pixel_bytes(r, r->in, encode ? m->arch.in_channels : latent, encode ? 1 : factor);
     plan->out_bytes =
         pixel_bytes(r, r->out, encode ? vm_arch_encoded(&m->arch) : m->arch.out_channels, encode ? factor : 1);
-    for (int i = 0; i < (int)plan->steps && !s; i++) { /* before a backend is asked about passes of such sizes */
+    for (int i = 0; i < (int)plan->steps && !s; i++) { /* before asking a backend about passes of such sizes */
         set_shapes(plan, i, &m->arch);
         s = check_fits(r, VM_PRODUCT(vm_plan_row_bytes(plan, i), plan->step[i].pass.y.h, 8));
     }
@@ -109,7 +110,7 @@ vm_status vm_plan_new(const vm_model *m, const vm_request *ask, vm_plan **out) {
     return s;
 }
 
-/* Whether the plan is what a request would be answered with. */
+/* Returns: whether the plan answers an equal request. */
 static bool answers(const vm_plan *plan, const vm_request *b) {
     const vm_request *a = &plan->ask;
     return a->op == b->op && a->backend == b->backend && a->limits.threads == b->limits.threads &&

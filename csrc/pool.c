@@ -1,12 +1,12 @@
-/* The only threads of the core. They live for one run (a fork between runs meets none of them).
+/* The only threads of the core. They live for one run, so a fork between runs meets none of them.
  *
- * They are joined whatever ends the run, for tasks read what lies on the stack of the thread that made it: poll may
- * not return, because Python ends the daemon threads that call into it while it exits (pthread_exit), and it may
- * return in the child of a fork, where the workers never were.
+ * They are joined however the run ends, for tasks read the stack of the thread that made it. poll may not return:
+ * Python ends (pthread_exit) the daemon threads that call it during exit. poll may also return in the child of a fork,
+ * where the workers never existed.
  *
- * Work comes as n tasks; threads take the next task from a counter, so which thread does what is
- * left to chance and must not matter: tasks write disjoint places. The caller's thread works too,
- * and alone calls poll, about twenty times a second, between its tasks and while it waits. */
+ * Work comes as n tasks. Threads take the next task from a counter, so which thread runs which task is random and must
+ * not matter: tasks write disjoint memory. The caller's thread works too; only it calls poll, about twenty times a
+ * second, between its tasks and while it waits. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdatomic.h>
@@ -21,10 +21,10 @@ struct vm_pool {
     pthread_mutex_t lock;
     pthread_cond_t work, idle;
     unsigned threads, started, busy; /* busy: workers still in this batch */
-    pid_t process;                   /* where the workers are */
+    pid_t process;                   /* the process of the workers */
     size_t batch;                    /* counts calls of each(); a worker joins a batch it has not seen */
     bool quit;
-    clockid_t clock;  /* by which waiting for idle is timed */
+    clockid_t clock;  /* times the wait for idle */
     atomic_bool stop; /* the run is cancelled */
 
     vm_task fn;
@@ -47,7 +47,7 @@ double vm_now(void) {
 
 static void poll_now(vm_pool *p) {
     double t = vm_now();
-    if (!p->poll || atomic_load(&p->stop) || t - p->polled < POLL_MS * 1e-3) return; /* a stopped run asks no more */
+    if (!p->poll || atomic_load(&p->stop) || t - p->polled < POLL_MS * 1e-3) return; /* a stopped run needs no poll */
     p->polled = t;
     size_t part = p->tasks ? (size_t)((double)p->rows_batch * (double)atomic_load(&p->done) / (double)p->tasks) : 0;
     if (p->poll(p->poll_context, p->rows_before + part, p->rows_total)) atomic_store(&p->stop, true);
@@ -78,7 +78,7 @@ static void *worker(void *arg) {
     return NULL;
 }
 
-/* Makes the condition, timed by the monotonic clock where the system allows that; returns the clock that it uses. */
+/* Makes the condition, timed by the monotonic clock if the system allows. Returns: the clock used. */
 static clockid_t open_idle(pthread_cond_t *idle) {
     pthread_condattr_t attr;
     pthread_condattr_init(&attr);
@@ -125,7 +125,7 @@ void vm_pool_close(vm_pool *p) {
     pthread_mutex_destroy(&p->lock);
 }
 
-/* The caller's part of a batch: tasks, then waiting for the workers. */
+/* The caller's part of a batch: runs tasks, then waits for the workers. */
 static void work(vm_pool *p) {
     take_tasks(p, 0);
     if (forked(p)) return;
@@ -144,7 +144,7 @@ static void work(vm_pool *p) {
     pthread_mutex_unlock(&p->lock);
 }
 
-/* What poll leaves to do when it ends this thread. */
+/* Cleans up if poll ends this thread. */
 static void abandon(void *pool) {
     vm_pool *p = pool;
     atomic_store(&p->stop, true);

@@ -1,9 +1,9 @@
-/* Walks a plan on a backend: takes the pieces that begin with a step, runs its pass, gives back the
- * pieces that end with it. Knows nothing of any backend.
+/* Walks a plan on a backend: allocates the pieces that begin with a step, runs its pass, frees the pieces that end with
+ * it. Independent of the backend.
  *
- * With run->check every step is surrounded by two tests: what the plan does not let it read is
- * filled with NaN before, and what the plan does not let it write must not have changed after.
- * Under AddressSanitizer the arena outside the step's pieces is poisoned in every run. */
+ * With run->check two tests surround every step. Before it, memory that the plan does not let it read is filled with
+ * NaN; after it, memory that the plan does not let it write must be unchanged. Under AddressSanitizer the arena outside
+ * the step's pieces is poisoned in every run. */
 #include <stdint.h>
 #include <string.h>
 
@@ -32,7 +32,7 @@ static void *address(const walk *w, int piece) {
     return piece == VM_NONE ? NULL : w->arena + w->plan->piece[piece].offset;
 }
 
-/* The rows of what a node makes. They keep the width of their piece, which may be wider. */
+/* Returns: the rows of a node's tensor. They keep the width of their piece, which may be wider. */
 static vm_view view(const walk *w, int node) {
     const vm_dtype dtype = w->backend->dtype;
     if (node == VM_NONE || w->plan->step[node].y == VM_NONE) return (vm_view){.dtype = dtype, .ring = SIZE_MAX};
@@ -43,7 +43,7 @@ static vm_view view(const walk *w, int node) {
     return (vm_view){data, dtype, block, p->pitch * row, p->ring};
 }
 
-/* How the user's pixels lie where the first pass reads them; NULL: packed. */
+/* Returns: the layout of the user's pixels for the first pass; NULL: packed. */
 static const vm_numbers *numbers(const walk *w) {
     const vm_numbers *in = &w->run->in;
     return w->device->addressable || (in->row && !w->plan->staged) ? in : NULL;
@@ -92,7 +92,7 @@ static vm_operands operands(const walk *w, int node, const vm_chain *chain, size
     };
 }
 
-/* Whether a chain may write to a piece. */
+/* Returns: whether a chain may write to a piece. */
 static bool written(const walk *w, const vm_chain *c, int piece) {
     bool is = piece == c->scratch || piece == c->workspace;
     for (int i = c->first; i <= c->last; i++) {
@@ -102,7 +102,7 @@ static bool written(const walk *w, const vm_chain *c, int piece) {
     return is;
 }
 
-/* Whether a chain may write to a piece or read it. */
+/* Returns: whether a chain may read or write a piece. */
 static bool touched(const walk *w, const vm_chain *c, int piece) {
     bool is = written(w, c, piece);
     for (int i = c->first; i <= c->last; i++) {
@@ -118,8 +118,8 @@ static uint64_t fnv(uint64_t hash, const void *data, size_t bytes) {
     return hash;
 }
 
-/* FNV-1a over the bytes of the arena that chain c must not write; `poison` first fills those that it
- * must not read (no piece alive there) with NaN. */
+/* Hashes (FNV-1a) the bytes of the arena that chain c must not write; `poison` first fills those that it must not read
+ * (no live piece there) with NaN. */
 static uint64_t outside(const walk *w, int c, bool poison) {
     const vm_plan *plan = w->plan;
     uint64_t hash = 14695981039346656037u;
@@ -149,7 +149,7 @@ static void unguard(const walk *w) {
     if (w->device->addressable) ASAN_UNPOISON_MEMORY_REGION(w->arena, w->m->arena_bytes);
 }
 
-/* The tasks of one step of a chain: some of each stage's. */
+/* The tasks of one step of a chain: some of each stage. */
 typedef struct batch {
     const vm_stage *stage;
     const vm_tasks *tasks;
@@ -171,12 +171,12 @@ static void batch_task(const void *job, size_t task, unsigned thread) {
     }
 }
 
-/* What the host waits for, now and then, while it enqueues. */
+/* Makes the host wait now and then while it enqueues. */
 static vm_status keep_pace(const walk *w, size_t step, size_t rows) {
     return said(w, w->device->step_enqueued(w->backend, step, rows, w->run->wait ? &w->exec : NULL));
 }
 
-/* The step that the stages stand at. */
+/* Runs the stages' current step. */
 static vm_status run_step(const walk *w, const vm_stage *stage, const vm_tasks *tasks, size_t stages) {
     size_t n = 0, rows = 0;
     for (size_t i = 0; i < stages; i++) {
@@ -190,7 +190,7 @@ static vm_status run_step(const walk *w, const vm_stage *stage, const vm_tasks *
     return s ? s : keep_pace(w, SIZE_MAX, 0);
 }
 
-/* Row by row. Each pass is made ready in the first round that it is part of. */
+/* Runs row by row. Each pass is prepared in its first round. */
 static vm_status run_stepped(walk *w, const vm_chain *c, size_t item) {
     vm_stage stage[VM_CHAIN];
     vm_tasks tasks[VM_CHAIN];
@@ -212,14 +212,14 @@ static vm_status run_stepped(walk *w, const vm_chain *c, size_t item) {
     return s;
 }
 
-/* What a chain took, told to its passes by their share of its work. */
+/* Divides a chain's time among its passes by their share of the work. */
 static void share_seconds(const walk *w, const vm_chain *c, double seconds) {
     double flops = 0;
     for (int i = c->first; i <= c->last; i++) flops += w->plan->step[i].flops;
     for (int i = c->first; i <= c->last; i++) w->plan->step[i].seconds += seconds * w->plan->step[i].flops / flops;
 }
 
-/* Runs the chain, or where it has been enqueued already only accounts for it. */
+/* Runs the chain, or only counts it if it is enqueued already. */
 static vm_status run_passes(walk *w, int i, size_t item) {
     const vm_chain *c = &w->plan->chain[i];
     const vm_pass *first = &w->plan->step[c->first].pass;
@@ -248,12 +248,12 @@ static vm_status run_chain(walk *w, int c, size_t item, bool enqueued) {
         const bool gone = p->last == c || (status && p->first <= c && c < p->last);
         if (gone) vm_mem_unuse(mem, p->category, p->bytes - (p->first == c ? p->shared : 0));
     }
-    for (vm_piece *p = plan->piece; p < plan->piece + plan->pieces; p++) /* what it lay over has gone */
+    for (vm_piece *p = plan->piece; p < plan->piece + plan->pieces; p++) /* its source has gone */
         if (p->first == c && p->last != c && !status) vm_mem_use(mem, p->category, p->shared);
     return status;
 }
 
-/* Where the plan has things, and how it has them computed. */
+/* Hashes the plan's addresses and manners. */
 static uint64_t hash_of(const vm_plan *plan) {
     uint64_t hash = 14695981039346656037u;
     for (const vm_chain *c = plan->chain; c < plan->chain + plan->chains; c++)
@@ -265,7 +265,7 @@ static uint64_t hash_of(const vm_plan *plan) {
     return hash;
 }
 
-/* All that the enqueued passes of an item depend on beside the backend itself. */
+/* Hashes everything that an item's enqueued passes depend on, except the backend itself. */
 static uint64_t key_of(const walk *w, size_t item) {
     const vm_request *r = &w->plan->ask;
     const struct {
@@ -279,7 +279,7 @@ static uint64_t key_of(const walk *w, size_t item) {
              .in = w->plan->staged ? NULL : user_in(w, item),
              .out = w->plan->staged ? NULL : user_out(w, item),
              .op = r->op,
-             .many = r->batch > 1, /* staging lies elsewhere then */
+             .many = r->batch > 1, /* changes the place of staging */
              .staged = w->plan->staged,
              .height = r->height,
              .width = r->width,
@@ -298,8 +298,8 @@ static vm_status fetch(walk *w, size_t item) {
     return said(w, w->device->fetch(w->backend, user_out(w, item), address(w, w->plan->out), w->plan->out_bytes));
 }
 
-/* The copies of staged arrays run beside the passes: an item is sent while the one before it is computed, and fetched
- * before the next one's last pass would write over it. Passes that are enqueued whole leave no place for that. */
+/* The copies of staged arrays run in parallel with the passes: an item is sent during the previous item's passes, and
+ * fetched before the next one's last pass would overwrite it. Passes that are enqueued whole leave no room for that. */
 static vm_status run_item(walk *w, size_t item) {
     const vm_plan *plan = w->plan;
     const bool staged = plan->staged, replay = w->run->replay;
@@ -325,7 +325,7 @@ static vm_status run_items(walk *w) {
     if (s) return s;
     for (size_t item = 0; item < plan->ask.batch && !s; item++) s = run_item(w, item);
     if (!s && plan->staged) s = fetch(w, plan->ask.batch - 1);
-    /* what was enqueued must not outlive the memory that it works on: a run that failed waits too */
+    /* enqueued work must not outlive its memory: a failed run waits too */
     const vm_status finished = w->device->finish(w->backend, s ? NULL : &w->exec, s || run->wait, &run->overflow);
     for (size_t i = 0; i < plan->chains && !s && run->wait && !run->replay; i++) {
         const vm_chain *c = &plan->chain[i];
@@ -337,7 +337,7 @@ static vm_status run_items(walk *w) {
     return s ? s : said(w, finished);
 }
 
-/* The arena of an earlier run will do where it is large enough and, with all else, within the limit. */
+/* Keeps an earlier run's arena if it is large enough and, with everything else, within the limit. */
 static vm_status reserve_arena(vm_model *m, const vm_plan *plan) {
     const size_t limit = plan->ask.memory_limit, beside = plan->reserved - plan->arena_bytes;
     if (m->arena_bytes >= plan->arena_bytes && (!limit || m->arena_bytes <= limit - beside)) return VM_OK;
@@ -347,7 +347,7 @@ static vm_status reserve_arena(vm_model *m, const vm_plan *plan) {
     return s;
 }
 
-/* The output's bytes, charged to it while the run lasts; taken first where the caller has not given them. */
+/* Charges the output's bytes while the run lasts; allocates them first unless the caller gave them. */
 static vm_status open_output(const vm_model *m, const vm_plan *plan, vm_run *run) {
     vm_status s = VM_OK;
     run->out_bytes = plan->out_bytes * plan->ask.batch;
@@ -359,7 +359,7 @@ static vm_status open_output(const vm_model *m, const vm_plan *plan, vm_run *run
     return s;
 }
 
-/* The caller's from now on, or given back. */
+/* Transfers the output to the caller, or frees it. */
 static void close_output(const vm_model *m, const vm_plan *plan, vm_run *run, vm_status s) {
     if (run->out && plan->ask.own_output) vm_mem_unuse(m->mem, VM_OUTPUT, run->out_bytes);
     if (s && run->out_mem) {

@@ -1,5 +1,5 @@
-/* A model's weights: the tensors that its passes asked for, one packed copy of each in the device's memory, in the
- * order in which the passes asked. */
+/* A model's weights: the tensors of its passes, one packed copy of each in the device's memory, in the order in which
+ * the passes registered them. */
 #include <stdio.h>
 #include <string.h>
 

@@ -203,8 +203,7 @@ static void collect_garbage(vm_talloc *a) {
 /* PyTorch never splits an oversized block; a restored segment may hold a part of one. */
 static bool is_whole(const block *b) { return !b->expandable && !ta_is_split(b); }
 
-/* With max_split_size: frees the smallest sufficient oversized block, or the largest ones until they suffice
- * together. */
+/* With max_split_size: frees the smallest oversized block that suffices, otherwise the largest ones until they do. */
 static bool release_oversized(vm_talloc *a, const request *r) {
     const uint64_t limit = a->config.max_split_size;
     if (limit == UINT64_MAX) return false;

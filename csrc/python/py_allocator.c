@@ -1,4 +1,4 @@
-/* vaemem._core.CachingAllocator: the simulated PyTorch allocator, raw. vaemem/prediction/snapshot.py is its face. */
+/* vaemem._core.CachingAllocator: the simulated PyTorch allocator. vaemem/prediction/snapshot.py wraps it. */
 #include "py.h"
 
 #include "../predict/torch_alloc.h"
@@ -27,8 +27,7 @@ void vm_py_raise_full(PyObject *allocator, const struct vm_talloc_oom *oom) {
     Py_XDECREF(type);
 }
 
-/* A full simulated device is an OutOfMemoryError with the figures; any other failure is what vm_py_raise makes of it.
- * Returns NULL. */
+/* Raises OutOfMemoryError with the figures if the simulated device is full; otherwise as vm_py_raise. Returns: NULL. */
 static PyObject *raise_status(Allocator *self, vm_status status) {
     const vm_talloc_oom *full = status == VM_ENOMEM ? vm_talloc_last_oom(self->talloc) : NULL;
     if (!full) return vm_py_raise(status);
@@ -49,7 +48,7 @@ static int to_uint64(PyObject *object, const char *name, uint64_t *out) {
     return -1;
 }
 
-/* ---- life ---- */
+/* ---- creation and deletion ---- */
 
 static int parse_divisions(PyObject *object, vm_talloc_config *config) {
     PyObject *list = PySequence_Tuple(object); /* a copy: an item's __index__ may change the sequence */
@@ -146,7 +145,7 @@ static PyObject *allocator_round(Allocator *self, PyObject *size) {
     return PyLong_FromUnsignedLongLong(vm_talloc_round(vm_talloc_settings(self->talloc), bytes));
 }
 
-/* Some steps at a time, between which signals are heard and other threads may run. */
+/* Runs some steps at a time; signals are handled and other threads may run in between. */
 static PyObject *allocator_run(Allocator *self, PyObject *args) {
     enum { AT_ONCE = 1 << 14 };
     Py_buffer steps, addresses;
@@ -242,7 +241,7 @@ static PyObject *max_memory_reserved(Allocator *self, PyObject *Py_UNUSED(ignore
     return PyLong_FromLongLong(bytes_in_all(self, VM_TALLOC_RESERVED_BYTES)->peak);
 }
 
-/* ---- what a snapshot shows ---- */
+/* ---- snapshots ---- */
 
 static PyObject *block_item(const void *blocks, size_t i) {
     const vm_talloc_block *b = (const vm_talloc_block *)blocks + i;
@@ -287,7 +286,7 @@ static PyObject *allocator_settings(Allocator *self, PyObject *Py_UNUSED(ignored
         "driver_pool", c->driver_pool ? Py_True : Py_False, "history", c->history ? Py_True : Py_False);
 }
 
-/* ---- what a replay imposes ---- */
+/* ---- decisions that a replay imposes ---- */
 
 static PyObject *allocator_place(Allocator *self, PyObject *where) {
     uint64_t address;

@@ -2,7 +2,7 @@
 #include "../predict/torch_trace.h"
 #include "py.h"
 
-/* One number for all dimensions, or a sequence of them; `none` stands for the depth where there is none. */
+/* Converts one number for all dimensions, or a sequence of them; `none` is the depth with two dimensions. */
 static int to_extents(const char *name, PyObject *value, int dims, int64_t none, int64_t out[VM_CONV_DIMS]) {
     int64_t *own = out + VM_CONV_DIMS - dims;
     out[0] = none;
@@ -105,7 +105,7 @@ PyObject *vm_py_from_conv(const vm_conv *c) {
 }
 
 static PyObject *conv_item(const void *trace, size_t i) {
-    const vm_conv c = ((const vm_trace *)trace)->conv[i]; /* a copy: Python's code may run meanwhile, and add to them */
+    const vm_conv c = ((const vm_trace *)trace)->conv[i]; /* a copy: Python code may run meanwhile and append to them */
     return vm_py_from_conv(&c);
 }
 

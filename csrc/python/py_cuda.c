@@ -1,4 +1,4 @@
-/* vaemem._cuda: GPUs as backends of vaemem._core, and the DLPack capsules by which their arrays come and go. */
+/* vaemem._cuda: GPUs as backends of vaemem._core, and the DLPack capsules that carry arrays in and out. */
 #include "../../kernels/cuda/gpu.h"
 #include "py_shared.h"
 
@@ -6,7 +6,7 @@
 
 typedef struct Backend {
     PyObject_HEAD
-    PyObject *capsule; /* owns the GPU; models and arrays keep it too */
+    PyObject *capsule; /* owns the GPU; models and arrays hold it too */
     vm_gpu *gpu;
 } Backend;
 
@@ -259,7 +259,7 @@ static PyObject *borrow(PyObject *Py_UNUSED(module), PyObject *capsule) {
         Py_XDECREF(result);
         return NULL;
     }
-    PyCapsule_SetName(capsule, "used_dltensor"); /* from here on owner deletes it */
+    PyCapsule_SetName(capsule, "used_dltensor"); /* the owner deletes it from here on */
     const int failed = PyDict_SetItemString(result, "owner", owner);
     Py_DECREF(owner);
     if (!failed) return result;
@@ -279,7 +279,7 @@ static void end_lending(DLManagedTensor *m) {
     PyGILState_Release(state);
 }
 
-static void drop_capsule(PyObject *capsule) { /* nobody took it */
+static void drop_capsule(PyObject *capsule) { /* nobody consumed it */
     if (!PyCapsule_IsValid(capsule, "dltensor")) return;
     DLManagedTensor *m = PyCapsule_GetPointer(capsule, "dltensor");
     m->deleter(m);

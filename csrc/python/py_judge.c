@@ -8,7 +8,7 @@ static PyObject *judge_bound(PyObject *Py_UNUSED(module), PyObject *args) {
     return PyLong_FromUnsignedLongLong(vm_judge_bound(reserved, exact));
 }
 
-/* True where the callable raises; the exception then stays set. */
+/* True if the callable raises; the exception then stays set. */
 static bool may_take(void *context, uint64_t bytes) {
     PyObject *answer = PyObject_CallFunction(context, "K", (unsigned long long)bytes);
     const int is = answer ? PyObject_IsTrue(answer) : 1;

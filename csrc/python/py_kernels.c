@@ -1,11 +1,11 @@
-/* vaemem._kernels: operations of one instruction set, and single passes, on NumPy arrays, for tests (beside a float64
- * reference) and benchmarks. Not for users, and in no wheel (setup.py): shapes are the caller's duty unless a wrong
- * one would touch memory outside an array. It is linked with its own copy of the core. */
+/* vaemem._kernels: operations of one instruction set, and single passes, on NumPy arrays, for tests (against a float64
+ * reference) and benchmarks. Not for users, and in no wheel (setup.py). It checks shapes only where a wrong one would
+ * touch memory outside an array. It links its own copy of the core. */
 #define VM_PY_MODULE
 #include "../../kernels/cpu.h"
 #include "py.h"
 
-/* How a backend computes float32, or such numbers. NULL with an exception set. */
+/* Returns: how a backend computes float32, or the given type. NULL with an exception set. */
 static const vm_cpu *cpu_of(const char *name, vm_dtype dtype) {
     const vm_backend *b = vm_py_backend(name, dtype, VM_HIGHEST);
     return b ? b->self : NULL;
@@ -16,7 +16,7 @@ static const vm_cpu_ops *ops_of(const char *name) {
     return cpu ? cpu->ops : NULL;
 }
 
-/* The type of rows in an array: of float32, float16, or uint16 that holds bfloat16. */
+/* Returns: the type of rows in an array of float32, float16, or uint16 that holds bfloat16. */
 static vm_dtype rows_of(PyObject *o) {
     const int type = PyArray_Check(o) ? PyArray_TYPE((PyArrayObject *)o) : NPY_FLOAT;
     return type == NPY_HALF ? VM_F16 : type == NPY_UINT16 ? VM_BF16 : VM_F32;
@@ -168,7 +168,7 @@ static PyObject *transpose(PyObject *Py_UNUSED(module), PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* ---- a pool of threads for what follows ---- */
+/* ---- a pool of threads for the functions below ---- */
 
 static vm_status open_pool(unsigned threads, vm_exec *out) {
     vm_pool *pool;
@@ -232,10 +232,10 @@ static vm_view whole(void *data, vm_dtype dtype, const vm_shape *s) {
     return (vm_view){data, dtype, s->w * VM_BLOCK, VM_BLOCKS(s->c) * VM_BLOCK * s->w, SIZE_MAX};
 }
 
-/* Floats of an array that holds what a pass prepares and its scratch, wherever the array begins. */
+/* Returns: floats of an array for a pass's prepared memory and scratch, at any address. */
 static size_t scratch_floats(const vm_needs *n) { return (n->prepared + n->scratch + VM_ALIGN) / sizeof(float); }
 
-/* conv, attention, or a move with the numbers of its order and of its frames: move01. */
+/* Parses conv, attention, or a move with the numbers of its order and of its frames: move01. */
 static vm_pass_kind kind_of(const char *kind, vm_move *move) {
     if (strncmp(kind, "move", 4)) return strcmp(kind, "conv") ? VM_PASS_ATTENTION : VM_PASS_CONV;
     *move = (vm_move){(vm_order)(kind[4] - '0'), (uint32_t)(kind[5] - '0')};
@@ -244,8 +244,8 @@ static vm_pass_kind kind_of(const char *kind, vm_move *move) {
 
 /* run_pass(backend, threads, kind, (xc, xh, xw, yc, yh, yw), (ksize, stride, up, act, groups, eps, pad, relu), arrays,
  * dtype='float32', precision='highest', by_task=False)
- * groups: -1 for a norm of a pixel. arrays: a tuple of x, y, add, weight, bias, gamma, beta, x_stats, y_stats, scratch;
- * None where there is none; all rows. x, y, add and weight are of that dtype (bfloat16 as uint16), the rest float32. */
+ * groups: -1 for a pixel norm. arrays: a tuple of x, y, add, weight, bias, gamma, beta, x_stats, y_stats, scratch; None
+ * for absent ones; all rows. x, y, add and weight are of that dtype (bfloat16 as uint16), the rest float32. */
 static PyObject *run_pass(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *backend, *kind;
     unsigned threads;
@@ -311,7 +311,7 @@ static PyObject *run_pass(PyObject *Py_UNUSED(module), PyObject *args) {
                       .scratch_each = needed.scratch / limits.threads};
     at.scratch = (char *)at.prepared + needed.prepared;
     at.x_parts = d[7] ? (size_t)PyArray_SIZE((PyArrayObject *)a[7]) / vm_stats_floats(p.x.c) : 0;
-    if (p.kind == VM_PASS_ATTENTION) at.y = at.x; /* attention's result takes its queries' place */
+    if (p.kind == VM_PASS_ATTENTION) at.y = at.x; /* attention's result overwrites its queries */
     vm_exec exec;
     vm_status s;
     Py_BEGIN_ALLOW_THREADS
@@ -342,7 +342,7 @@ static PyObject *needs(PyObject *Py_UNUSED(module), PyObject *args) {
     if (!b) return NULL;
     p.kind = kind_of(kind, &p.move);
     p.up = up;
-    p.norm = VM_NORM_GROUP, p.stats = true; /* the most that the pass can want */
+    p.norm = VM_NORM_GROUP, p.stats = true; /* the most that the pass can need */
     const vm_limits limits = {threads, 0};
     const vm_needs needed = b->needs(b, &p, &limits, (vm_manner){b->cut(b, &p, by_task).rows, false, by_task});
     return Py_BuildValue("nn", (Py_ssize_t)scratch_floats(&needed),

@@ -1,4 +1,4 @@
-/* A Model's lock; py_model.h has the rule. */
+/* A Model's lock; py_model.h states the rule. */
 #include <pthread.h>
 
 #include "py_model.h"
@@ -6,7 +6,7 @@
 /* Forks between the first process that loaded this module and this one. */
 static atomic_uint forks;
 
-#ifndef _WIN32 /* which has no forks, so that nobody would call this */
+#ifndef _WIN32 /* Windows has no forks */
 static void count_fork(void) { atomic_fetch_add(&forks, 1); }
 __attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, count_fork); }
 #endif
@@ -24,7 +24,7 @@ void vm_py_lock_free(vm_py_lock *l) {
 static bool forked(const vm_py_lock *l) { return atomic_load(&l->forks) != atomic_load(&forks); }
 static bool mine(const vm_py_lock *l) { return atomic_load(&l->owner) == PyThread_get_thread_ident(); }
 
-/* Whether waiting for the holder would never end; -1 with an exception set. */
+/* Returns: whether waiting for the holder would never end; -1 with an exception set. */
 static int hopeless(const vm_py_lock *l, const char *call) {
     if (forked(l))
         PyErr_Format(PyExc_RuntimeError,

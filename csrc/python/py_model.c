@@ -79,7 +79,7 @@ static PyObject *missing_item(const void *tensors, size_t i) {
 }
 
 static PyObject *names(Model *self, PyObject *(*item)(const void *tensors, size_t i)) {
-    if (vm_py_acquire_to_read(&self->lock, "save")) return NULL; /* which begins with what is missing */
+    if (vm_py_acquire_to_read(&self->lock, "save")) return NULL; /* save begins with the check for missing weights */
     PyObject *list = vm_py_list(self->model->tensors, item, self->model->tensor);
     vm_py_release(&self->lock);
     return list;

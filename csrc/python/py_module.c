@@ -1,4 +1,4 @@
-/* vaemem._core: multi-phase initialisation and what belongs to no type. */
+/* vaemem._core: multi-phase initialisation, and functions that belong to no type. */
 #define VM_PY_MODULE
 #include "py.h"
 

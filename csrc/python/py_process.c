@@ -1,4 +1,4 @@
-/* vaemem._core.Process: a simulated PyTorch process, raw. vaemem/prediction/process.py is its face. */
+/* vaemem._core.Process: a simulated PyTorch process. vaemem/prediction/process.py wraps it. */
 #include "../predict/judge.h"
 #include "py.h"
 
@@ -48,7 +48,7 @@ static void process_dealloc(Process *self) {
     vm_py_free((PyObject *)self);
 }
 
-/* -1 with an exception set where the status is a failure. */
+/* -1 with an exception set if the status is a failure. */
 static int check(Process *self, vm_status s) {
     const vm_talloc_oom *full = s ? vm_process_last_oom(self->process) : NULL;
     if (full)
@@ -85,7 +85,7 @@ static PyObject *number_item(const void *numbers, size_t i) {
     return PyLong_FromUnsignedLongLong(((const uint64_t *)numbers)[i]);
 }
 
-/* ---- taking and giving ---- */
+/* ---- allocating and freeing ---- */
 
 static PyObject *process_hold(Process *self, PyObject *args) {
     const char *name, *stamp = NULL;
@@ -115,7 +115,7 @@ static PyObject *process_copy(Process *self, PyObject *args) {
     else if (bytes)
         failed = check(self, vm_process_copy(self->process, stamp, address, bytes, count, &copied));
     PyObject *type = NULL, *value = NULL, *traceback = NULL;
-    if (failed) PyErr_Fetch(&type, &value, &traceback); /* what was copied is told in any case */
+    if (failed) PyErr_Fetch(&type, &value, &traceback); /* report the copies made in any case */
     for (size_t i = 0; i < copied; i++) {
         PyObject *now = PyLong_FromUnsignedLongLong(address[i]);
         if (!now || PyList_SetItem(list, (Py_ssize_t)i, now)) break;
@@ -142,7 +142,7 @@ static PyObject *process_release(Process *self, PyObject *addresses) {
     return check(self, s) ? NULL : Py_NewRef(Py_None);
 }
 
-/* {id: address} of what a call left. */
+/* Returns: {id: address} of the storages that a call left. */
 static PyObject *left(const uint64_t *address, size_t ids) {
     PyObject *dict = PyDict_New();
     for (size_t id = 0; dict && id < ids; id++) {
@@ -191,7 +191,7 @@ static PyObject *process_call(Process *self, PyObject *args) {
     return result;
 }
 
-/* Each of a sequence of sequences of `count` integers, one behind the other; NULL with an exception set. */
+/* Converts a sequence of sequences of `count` integers to rows; NULL with an exception set. */
 static uint64_t *to_rows(const char *name, PyObject *rows, size_t count) {
     const size_t many = (size_t)PyTuple_GET_SIZE(rows);
     uint64_t *number = PyMem_Calloc(many * count + 1, sizeof *number);

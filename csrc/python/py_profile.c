@@ -7,7 +7,7 @@ typedef struct Profile {
     PyObject *otherwise; /* another Profile, or None */
 } Profile;
 
-/* ---- reading files' data ---- */
+/* ---- reading data of files ---- */
 
 static int bad(const char *what, PyObject *got) {
     if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "profile: want %s, got %R", what, got);
@@ -20,7 +20,7 @@ static int to_number(PyObject *object, uint64_t *out) {
     return *out >> 62 ? bad("integers from 0 to 2^62", object) : 0;
 }
 
-/* Of numbers and a text alone: it runs none of Python's code until it fails. */
+/* list: numbers and a text; no Python code runs unless it fails. */
 static int to_formula(PyObject *list, vm_formula *out) {
     *out = (vm_formula){0};
     if (!PyList_Check(list) || PyList_GET_SIZE(list) != 5 || !PyUnicode_Check(PyList_GET_ITEM(list, 0)))
@@ -46,7 +46,7 @@ static int to_formula(PyObject *list, vm_formula *out) {
     return !text || !PyLong_Check(constant) || PyErr_Occurred() ? bad("a formula of integers", list) : 0;
 }
 
-/* dict[name], borrowed: NULL where it is not there. */
+/* Returns: dict[name], borrowed, or NULL. */
 static PyObject *item(PyObject *dict, const char *name) { return PyDict_GetItemString(dict, name); }
 
 static int to_extent(PyObject *dict, const char *name, int64_t *out) {
@@ -57,7 +57,7 @@ static int to_extent(PyObject *dict, const char *name, int64_t *out) {
     return 0;
 }
 
-/* Two integers of a list or tuple. */
+/* Reads two integers from a list or tuple. */
 static int to_pair(PyObject *object, int64_t out[2]) {
     PyObject *pair = PySequence_Tuple(object);
     uint64_t n[2] = {0, 0};
@@ -69,7 +69,7 @@ static int to_pair(PyObject *object, int64_t out[2]) {
     return failed;
 }
 
-/* A tuple of a list's items, which stays as it is whatever Python's code does to the list meanwhile. */
+/* Returns: a tuple of a list's items, unaffected if Python code changes the list meanwhile. */
 static PyObject *items_of(const char *what, PyObject *list, PyObject *rule) {
     if (list && PyList_Check(list)) return PyList_AsTuple(list);
     bad(what, rule);
@@ -101,7 +101,7 @@ static int to_channels(PyObject *dict, vm_rule *rule) {
     return failed;
 }
 
-/* A dict that nobody else sees. */
+/* dict: a private copy. */
 static int read_rule(PyObject *dict, bool formula, vm_rule *rule) {
     int64_t range[2] = {1, INT64_MAX};
     PyObject *pixels = item(dict, "pixels");
@@ -115,7 +115,7 @@ static int read_rule(PyObject *dict, bool formula, vm_rule *rule) {
     return to_channels(dict, rule);
 }
 
-/* Items and keys may run Python's code, which may change the dict: a copy is read. */
+/* Reads a copy: items and keys may run Python code, which may change the dict. */
 int vm_py_to_rule(PyObject *dict, bool formula, vm_rule *rule) {
     *rule = (vm_rule){.most = INT64_MAX};
     if (!PyDict_Check(dict)) return bad("rules that are dicts", dict);

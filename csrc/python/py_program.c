@@ -21,7 +21,7 @@ static void program_dealloc(Program *self) {
     vm_py_free((PyObject *)self);
 }
 
-/* The values of what a program is given, a tuple. -1 with an exception set. */
+/* Reads the given variables' values, a tuple. -1 with an exception set. */
 static int to_values(const vm_program *p, PyObject *given, int64_t value[VM_PROGRAM_NAMES]) {
     const Py_ssize_t count = (Py_ssize_t)vm_program_given(p);
     if (!PyTuple_Check(given) || PyTuple_GET_SIZE(given) != count) {
@@ -40,7 +40,7 @@ static PyObject *program_trace(Program *self, PyObject *args) {
                           &call.gpu.multiprocessors, &passing) ||
         to_values(self->program, given, call.value))
         return NULL;
-    passing = PySequence_Tuple(passing); /* a copy: whose texts are borrowed */
+    passing = PySequence_Tuple(passing); /* a copy: its texts are borrowed */
     if (!passing) return NULL;
     call.passings = (size_t)PyTuple_GET_SIZE(passing);
     vm_passing *each = PyMem_Calloc(call.passings + 1, sizeof *each);

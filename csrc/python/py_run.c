@@ -7,7 +7,7 @@ static PyObject *bytes_dict(const size_t bytes[VM_CATEGORIES]) {
                          (Py_ssize_t)bytes[VM_WORKSPACE], "output", (Py_ssize_t)bytes[VM_OUTPUT]);
 }
 
-/* What the plan says, or where there is a run what it took. */
+/* A plan's figures, or a run's measurements. */
 typedef struct told {
     const vm_plan *plan;
     const vm_run *run;
@@ -54,7 +54,8 @@ static int parse_format(const char *name, const char *what, const vm_model *m, v
     return -1;
 }
 
-/* What all three methods ask alike. pixels: the image's format; latents: the latents' (NULL: float). */
+/* Parses the arguments that all three methods share. pixels: the image's format; latents: the latents' (NULL:
+ * float). */
 static int parse_request(Model *self, vm_request *r, const char *op, const char *pixels, const char *latents,
                          unsigned threads, const char *backend) {
     vm_model *m = self->model;
@@ -78,7 +79,7 @@ static int parse_request(Model *self, vm_request *r, const char *op, const char 
                : -1;
 }
 
-/* Sizes that were parsed as signed. */
+/* Checks sizes, which were parsed as signed. */
 static int check_sizes(const vm_request *r) {
     const size_t value[] = {r->height, r->width, r->batch, r->memory_limit};
     static const char *const name[] = {"height", "width", "batch", "memory_limit"};
@@ -90,7 +91,7 @@ static int check_sizes(const vm_request *r) {
     return 0;
 }
 
-/* Raises what planning refused; a limit that is too low as ValueError with the attribute smallest, in bytes. */
+/* Raises a refused plan; a limit that is too low as ValueError with the attribute smallest, in bytes. */
 static PyObject *raise_plan(vm_status s, const vm_plan *plan) {
     if (s != VM_ELIMIT) return vm_py_raise(s);
     PyObject *error = PyObject_CallFunction(PyExc_ValueError, "s", vm_error());
@@ -131,10 +132,10 @@ PyObject *vm_py_plan(Model *self, PyObject *args, PyObject *kwargs) {
     return result;
 }
 
-/* An output block that outlives the run: an array's base, or what a device's array keeps. */
+/* An output block that outlives the run: an array's base, or the owner of a device's array. */
 typedef struct block {
     vm_mem *mem;
-    PyObject *backend; /* whose memory it may be */
+    PyObject *backend; /* of the block's device, or NULL */
     void *data;
     size_t bytes;
 } block;
@@ -149,7 +150,7 @@ static void free_block(PyObject *capsule) {
     PyMem_Free(b);
 }
 
-/* A capsule that owns a block from then on; on failure it is still the caller's. */
+/* Returns: a capsule that owns the block. On failure the caller still owns it. */
 static PyObject *own(Model *self, vm_mem *mem, void *data, size_t bytes) {
     block *b = PyMem_Malloc(sizeof *b);
     PyObject *capsule = b ? PyCapsule_New(b, block_name, free_block) : PyErr_NoMemory();
@@ -200,15 +201,15 @@ static bool poll(void *context, size_t done, size_t total) {
 
 /* ---- a run ---- */
 
-/* A run as Python asks for it, and what it leaves. */
+/* A run's arguments and results. */
 typedef struct job {
     vm_run run;
-    PyObject *owner;    /* new reference: the capsule of an output that the run took */
+    PyObject *owner;    /* new reference: the capsule of an output that the run allocated */
     PyObject *record;   /* new reference */
     PyObject *callback; /* or NULL */
 } job;
 
-/* With the lock held: plan and run. -1 with an exception set and nothing kept. */
+/* Plans and runs, with the lock held. -1 with an exception set; nothing is kept then. */
 static int run_locked(Model *self, const vm_request *r, job *j) {
     vm_model *m = self->model;
     vm_run *run = &j->run;
@@ -241,7 +242,7 @@ static int run_locked(Model *self, const vm_request *r, job *j) {
     return j->record ? 0 : -1;
 }
 
-/* For PyArg_ParseTuple's O&: a callable, or NULL where it is None. */
+/* For PyArg_ParseTuple's O&: a callable, or NULL for None. */
 static int to_callback(PyObject *object, void *out) {
     *(PyObject **)out = object == Py_None ? NULL : object;
     if (object == Py_None || PyCallable_Check(object)) return 1;

@@ -1,4 +1,4 @@
-/* vaemem._core.Trace: what a PyTorch call takes and gives back, built from an architecture or recorded step by step. */
+/* vaemem._core.Trace: what a PyTorch call allocates and frees, built from an architecture or recorded step by step. */
 #include "../predict/torch_trace.h"
 #include "py.h"
 
@@ -14,7 +14,7 @@ static PyObject *text_item(const void *names, size_t i) {
     return PyUnicode_FromString(((const char *const *)names)[i]);
 }
 
-/* The index of text among names; -1 with a ValueError that names the argument. */
+/* Returns: the index of text among names; -1 with a ValueError that names the argument. */
 static int choose(const char *argument, const char *text, const char *const *names, int count) {
     for (int i = 0; i < count; i++)
         if (!strcmp(text, names[i])) return i;
@@ -178,7 +178,7 @@ static PyObject *trace_conv(Trace *self, PyObject *args) {
 
 /* ---- attention ---- */
 
-/* Whether a value is a tuple, which PyArg_ParseTuple takes for granted; else with a TypeError. */
+/* Returns: whether a value is a tuple, as PyArg_ParseTuple requires; otherwise raises TypeError. */
 static bool is_tuple(PyObject *value) {
     if (!PyTuple_Check(value)) PyErr_Format(PyExc_TypeError, "call: want tuples, got %R", value);
     return PyTuple_Check(value);
@@ -204,7 +204,7 @@ static int to_heads(PyObject *pair, void *out) {
     return !PyErr_Occurred();
 }
 
-/* The same of a vaemem.prediction.eager.AttentionCall, which is a tuple. */
+/* For PyArg_ParseTuple's O&: a vaemem.prediction.eager.AttentionCall, which is a tuple. */
 static int to_sdpa(PyObject *call, void *out) {
     PyObject *mask;
     vm_sdpa *a = out;
@@ -272,7 +272,7 @@ static PyObject *trace_steps(Trace *self, void *Py_UNUSED(closure)) {
     return vm_py_list(self->trace->steps, step_item, self->trace);
 }
 
-/* Where in vm_trace the number stands is the closure. */
+/* offset: the number's place in vm_trace. */
 static PyObject *trace_count(Trace *self, void *offset) {
     return PyLong_FromUnsignedLongLong(*(const uint64_t *)((const char *)self->trace + (size_t)offset));
 }

@@ -1,12 +1,12 @@
-/* vaemem._core.read_pickle: a pickle of plain data (protocols 2 to 5), read without the pickle machine. `named` admits
- * what PyTorch's files have besides. A name becomes text. A call becomes a tuple of the name and its arguments; state
- * that is set later is dropped. A set becomes a list or a tuple. Items that have no such form are dropped. Nothing is
- * looked up, and nothing is called.
+/* vaemem._core.read_pickle: reads a pickle of plain data (protocols 2 to 5) without the pickle machine. `named` also
+ * accepts the objects in PyTorch's files: a name becomes text; a call becomes a tuple of the name and its arguments;
+ * state set later is dropped; a set becomes a list or a tuple. Items without such a form are dropped. Nothing is looked
+ * up, and nothing is called.
  *
  * Snapshots come from strangers. The opcodes known here build dicts, lists, tuples, integers, floats, strings, bytes,
- * bools and None; none of them can name a class or call anything. Every length is checked against the bytes that are
- * there, memo indices against the file's size, dict keys against types whose hash does not recurse: the memory taken
- * stays within a constant factor of the file, and no input overflows the C stack. */
+ * bools and None; none of them can name a class or call anything. Every length is checked against the remaining bytes,
+ * memo indices against the file's size, dict keys against types whose hash does not recurse. So memory stays within a
+ * constant factor of the file, and no input overflows the C stack. */
 #include "py.h"
 
 typedef struct reader {
@@ -36,7 +36,7 @@ static int grow(void *array, size_t *size, size_t needed, size_t item) {
     return 0;
 }
 
-/* Takes the reference. */
+/* Pushes an object; steals the reference. */
 static int push(reader *r, PyObject *object) {
     if (!object) return -1;
     if (grow(&r->stack, &r->stack_size, r->depth + 1, sizeof *r->stack)) {
@@ -47,10 +47,10 @@ static int push(reader *r, PyObject *object) {
     return 0;
 }
 
-/* How many objects may be taken: those above the last mark. */
+/* Returns: how many objects lie above the last mark. */
 static size_t above_mark(const reader *r) { return r->depth - (r->marks ? r->mark[r->marks - 1] : 0); }
 
-/* The next n bytes, NULL with an exception set when they are not there. */
+/* Returns: the next n bytes; NULL with an exception set if the file is too short. */
 static const uint8_t *bytes(reader *r, uint64_t n) {
     if (n > (uint64_t)(r->end - r->at)) {
         refuse(r, "the file ends in the middle of an item");
@@ -61,7 +61,7 @@ static const uint8_t *bytes(reader *r, uint64_t n) {
     return p;
 }
 
-/* A little-endian number of n bytes. */
+/* Reads a little-endian number of n bytes. */
 static int number(reader *r, int n, uint64_t *out) {
     const uint8_t *p = bytes(r, (uint64_t)n);
     *out = 0;
@@ -120,7 +120,7 @@ static void drop(reader *r, size_t items) {
 static int append(reader *r, size_t items) {
     if (above_mark(r) < items + 1) return refuse(r, "an append has no list");
     PyObject *list = r->stack[r->depth - items - 1];
-    const bool dropped = r->named && PyTuple_CheckExact(list); /* an object's */
+    const bool dropped = r->named && PyTuple_CheckExact(list); /* an object's state */
     if (!dropped && !PyList_CheckExact(list)) return refuse(r, "an append has no list");
     for (size_t i = r->depth - items; i < r->depth; i++)
         if (!dropped && PyList_Append(list, r->stack[i])) return -1;
@@ -136,7 +136,7 @@ static bool is_plain_key(PyObject *key) {
 static int set_items(reader *r, size_t items) {
     if (above_mark(r) < items + 1 || items % 2) return refuse(r, "a dict wants pairs");
     PyObject *dict = r->stack[r->depth - items - 1];
-    const bool dropped = r->named && PyTuple_CheckExact(dict); /* an object's */
+    const bool dropped = r->named && PyTuple_CheckExact(dict); /* an object's state */
     if (!dropped && !PyDict_CheckExact(dict)) return refuse(r, "an item has no dict");
     for (size_t i = r->depth - items; i < r->depth; i += 2) {
         if (dropped || (r->named && !is_plain_key(r->stack[i]))) continue;
@@ -163,7 +163,7 @@ static int recall(reader *r, int length_bytes) {
     return push(r, Py_NewRef(r->memo[index]));
 }
 
-/* "module\nname\n" as the text module.name. */
+/* GLOBAL: pushes the text module.name from two lines. */
 static int push_name(reader *r) {
     const char *module = (const char *)r->at, *left = (const char *)r->end;
     const char *dot = memchr(module, '\n', (size_t)(left - module));
@@ -178,7 +178,7 @@ static int push_name(reader *r) {
     return push(r, name);
 }
 
-/* STACK_GLOBAL: the two texts on the stack as one. */
+/* STACK_GLOBAL: joins the two texts on the stack. */
 static int join_name(reader *r) {
     if (above_mark(r) < 2) return refuse(r, "a name wants two texts");
     PyObject *module = r->stack[r->depth - 2], *name = r->stack[r->depth - 1];
@@ -189,8 +189,8 @@ static int join_name(reader *r) {
     return push(r, joined);
 }
 
-/* What is called, a name or what another call gave, and its arguments become a tuple of `parts`; an OrderedDict, which
- * items follow, a dict. */
+/* Replaces a call (a name or another call's result, and arguments) by a tuple of `parts`; an OrderedDict by a dict,
+ * since its items follow. */
 static int push_call(reader *r, size_t parts) {
     if (above_mark(r) < parts) return refuse(r, "a call wants a name and arguments");
     PyObject *called = r->stack[r->depth - parts], *args = r->stack[r->depth - parts + 1];
@@ -215,7 +215,7 @@ static int step_named(reader *r, uint8_t op) {
     case 'R':
     case 0x81: /* NEWOBJ */
         return push_call(r, 2);
-    case 0x92: /* NEWOBJ_EX, with named arguments */
+    case 0x92: /* NEWOBJ_EX, with keyword arguments */
         return push_call(r, 3);
     case 0x8f: /* EMPTY_SET, ADDITEMS, FROZENSET */
         return push(r, PyList_New(0));
@@ -225,7 +225,7 @@ static int step_named(reader *r, uint8_t op) {
         return pop_mark(r, &items) ? -1 : push_tuple(r, items);
     case 0x96: /* BYTEARRAY8 */
         return push_text(r, 8, false);
-    default: /* BUILD, whose state is dropped, and BINPERSID, which leaves the description of what it stands for */
+    default: /* BUILD: drops the state; BINPERSID: leaves the description of its object */
         if (above_mark(r) < (op == 'b' ? 2 : 1)) return refuse(r, "nothing that a name or a state belongs to");
         if (op == 'b') drop(r, 1);
         return 0;

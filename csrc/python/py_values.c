@@ -1,4 +1,4 @@
-/* Python's values as the core has them, and back: sizes, architectures, backends, precisions. */
+/* Converts between Python's values and the core's: sizes, architectures, backends, precisions. */
 #include "py.h"
 
 static PyObject *size_item(const void *size, size_t i) { return PyLong_FromSize_t(((const size_t *)size)[i]); }
@@ -19,7 +19,7 @@ PyObject *vm_py_sizes(const size_t *size, size_t count) { return tuple(count, si
 
 /* ---- architectures ---- */
 
-/* Adds what an arch has of its own; takes over the reference to value. */
+/* Adds an arch's own value; steals the reference to it. */
 static int put(PyObject *dict, const char *key, PyObject *value) {
     const int failed = !dict || !value || PyDict_SetItemString(dict, key, value);
     Py_XDECREF(value);
@@ -61,7 +61,7 @@ static PyObject *item(PyObject *dict, const char *key) {
     return v;
 }
 
-/* Returns: 0; -1 if an exception is set, which names the key if the value is to blame. */
+/* Returns: 0; -1 with an exception set, which names the key if the value is wrong. */
 static int check_value(const char *key, const char *want, PyObject *value) {
     if (!PyErr_Occurred()) return 0;
     if (PyErr_ExceptionMatches(PyExc_TypeError) || PyErr_ExceptionMatches(PyExc_OverflowError))
@@ -98,7 +98,7 @@ static int get_bool(PyObject *dict, const char *key, bool *out) {
     return truth < 0 ? -1 : 0;
 }
 
-/* A sequence's numbers, `most` at most, and how many it has. */
+/* Reads a sequence of at most `most` numbers, and its length. */
 static int get_numbers(PyObject *value, const char *key, size_t *sizes, float *numbers, size_t most, size_t *count) {
     PyObject *list = PySequence_Tuple(value); /* a copy: an item's __float__ may change the sequence */
     if (!list && PyErr_ExceptionMatches(PyExc_TypeError))
@@ -119,7 +119,7 @@ static int get_widths(PyObject *dict, vm_arch *a) {
     return v ? get_numbers(v, "block_out_channels", a->block_out_channels, NULL, VM_MAX_LEVELS, &a->levels) : -1;
 }
 
-/* A list that a dict need not have, or whose value may be None: `wanted` numbers where it has them. */
+/* Reads an optional list, or None: `wanted` numbers if present. */
 static int get_list(PyObject *dict, const char *key, size_t *sizes, float *numbers, size_t wanted, bool *has) {
     PyObject *v = PyDict_GetItemString(dict, key);
     size_t count = 0;
@@ -131,7 +131,7 @@ static int get_list(PyObject *dict, const char *key, size_t *sizes, float *numbe
     return -1;
 }
 
-/* A word that a dict need not have. */
+/* Reads an optional word. */
 static int get_family(PyObject *dict, vm_family *out) {
     PyObject *v = PyDict_GetItemString(dict, "family");
     const char *text = v && v != Py_None ? PyUnicode_AsUTF8(v) : "kl";
@@ -144,7 +144,7 @@ static int get_family(PyObject *dict, vm_family *out) {
     return -1;
 }
 
-/* What a VM_WAN need not say: whether it has slices (it does), and then what makes it a residual one. */
+/* Optional for VM_WAN: whether it has slices (the default), and the fields of a residual one. */
 static int get_frames(PyObject *dict, vm_arch *a) {
     PyObject *slices = PyDict_GetItemString(dict, "slices"), *patch = PyDict_GetItemString(dict, "image_patch");
     size_t temporal[VM_MAX_LEVELS] = {0};
@@ -158,7 +158,7 @@ static int get_frames(PyObject *dict, vm_arch *a) {
     return 0;
 }
 
-/* What an AutoencoderKLFlux2 has beside an AutoencoderKL, and what pipelines do with latents. */
+/* Fields of AutoencoderKLFlux2 beyond AutoencoderKL's, and of pipelines' latents. */
 static int get_extras(PyObject *dict, vm_arch *a) {
     const size_t levels = VM_MIN(a->levels, VM_MAX_LEVELS), channels = VM_MIN(a->latent_channels, VM_MAX_STATISTICS);
     bool decoder, mean, std, patched;
@@ -175,7 +175,7 @@ static int get_extras(PyObject *dict, vm_arch *a) {
     return patched ? get_float(dict, "batch_norm_eps", &a->batch_norm_eps) : 0;
 }
 
-/* dict: nobody else's. -1 with an exception set. */
+/* dict: a private copy. -1 with an exception set. */
 static int read_arch(PyObject *dict, vm_arch *a) {
     PyObject *name = PyDict_GetItemString(dict, "name"), *scaling = PyDict_GetItemString(dict, "scaling_factor");
     if (name) {

@@ -1,6 +1,6 @@
-/* vaemem._core.Catalogue and Workspace: what was recorded of cuDNN, and what it says of a card's convolutions.
+/* vaemem._core.Catalogue and Workspace: cuDNN's recorded answers, and what they say of a card's convolutions.
  * vaemem/prediction/profiles.py and workspace.py name and show them. Both are used with the GIL held. Loading a profile
- * runs Python's code, so convolutions are copied before. */
+ * runs Python code, so convolutions are copied first. */
 #include "../predict/torch_trace.h"
 #include "../predict/workspace.h"
 #include "py_profile.h"
@@ -9,7 +9,7 @@ typedef struct Catalogue {
     PyObject_HEAD
     vm_catalogue *catalogue;
     PyObject *load;
-    PyObject *profiles; /* a list that keeps those that were loaded */
+    PyObject *profiles; /* a list that owns the loaded profiles */
 } Catalogue;
 
 typedef struct Workspace {
