@@ -1,7 +1,7 @@
-/* May AMX's tiles be used? The processor must have them, and, on Linux, the kernel must agree, which gives room for
- * them to those processes alone that ask. Its answer holds for all threads of the process and for its forks. It refuses
- * where it knows of no tiles, where a filter on system calls does not let the question through, and where a thread has
- * a stack for signals that is too small for them. */
+/* Whether AMX's tiles may be used. The processor must have them and, on Linux, the kernel must permit them: it gives
+ * room for tiles only to processes that request it. Its answer holds for all threads of the process and for its forks.
+ * It refuses if it knows no tiles, if a filter on system calls blocks the request, and if a thread's signal stack is
+ * too small. */
 #include "cpu.h"
 
 #ifdef VM_HAVE_X86
@@ -12,7 +12,7 @@
 #endif
 
 static bool present(void) {
-    enum { AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24 }; /* of leaf 7, EDX */
+    enum { AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24 }; /* bits of leaf 7, EDX */
     unsigned a, b, c, d;
     return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & AMX_BF16) && (d & AMX_TILE);
 }
@@ -23,12 +23,12 @@ static bool ask(void) {
 #ifdef __linux__
     return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILE_DATA) == 0;
 #else
-    return false; /* how other systems are asked has not been tried */
+    return false; /* other systems are untested */
 #endif
 }
 
 bool vm_amx_permitted(void) {
-    static _Atomic int answer; /* 0: not asked yet; threads that ask at the same time get the same one */
+    static _Atomic int answer; /* 0: unknown yet; threads that ask at the same time get the same answer */
     if (!answer) answer = ask() ? 1 : -1;
     return answer > 0;
 }

@@ -1,51 +1,50 @@
 /* One-headed attention over the pixels of a tensor, by online softmax: no h*w x h*w matrix.
  *
- * x holds q, k and v side by side in its channels; y takes q's place (a task reads its queries
- * before it writes them, and no other task reads them). With scores kept transposed, s[key][query],
- * a lane is a query from beginning to end and nothing is reduced across lanes. Both products have
- * the form of a convolution's, pixels by channels (x) times weights (w) for 16 queries:
+ * x holds q, k and v side by side in its channels; y takes q's place (a task reads its queries before it writes them,
+ * and no other task reads them). Scores are transposed, s[key][query]: a lane is a query throughout, so nothing is
+ * reduced across lanes. Both products have the form of a convolution's, pixels by channels (x) times weights (w) for 16
+ * queries:
  *
  *   for each run of keys:
  *       s[key][query]  = sum over c of k[key][c] * q[c][query]
  *       softmax step over the keys, per query
  *       o[c][query]    = o * keep + sum over keys of v[c][key] * s[key][query]
  *
- * k lies as [c/16][key][16 c], v as [key/16][c][16 keys]. Where pairs are multiplied, a pair in the place of a float is
- * two neighbours of those that are summed over, channels in the first product and keys in the second; where numbers are
- * split, a second set of k and v has the rests, and each 16 lines of weights are followed by theirs. Each task copies
- * the keys, run by run: that costs little beside a task's products, and no memory.
+ * k is stored as [c/16][key][16 c], v as [key/16][c][16 keys]. With pairs, a pair in the place of a float holds two
+ * neighbours of the sum: channels in the first product, keys in the second. If numbers are split, a second set of k and
+ * v holds the rests, and each 16 lines of weights are followed by theirs. Each task copies the keys, run by run: cheap
+ * compared with its products, and no extra memory.
  *
  *   prepared: job | offsets of batches of k | of v
  *   scratch:  thread 0 | thread 1 ...
  *   thread:   q [16 queries][c][16] | o, likewise | s [16 queries][key][16], of two | its pairs | top, sum, keep
  *             | k | v
  *
- * The order of keys is fixed and a task's queries are its own, so threads do not change a bit. */
+ * The order of keys is fixed and a task's queries are its own, so the number of threads changes no bit. */
 #include <math.h>
 #include <string.h>
 
 #include "cpu.h"
 
 enum {
-    QUERIES = 16, /* blocks of 16 in a task, twice as many with pairs: keys are read and copied once for each task */
-    QUERIES_LEAST = 4, /* when the image is small and threads want their share */
+    QUERIES = 16,      /* blocks of 16 in a task, twice as many with pairs: each task reads and copies the keys once */
+    QUERIES_LEAST = 4, /* if the image is small and all threads need work */
     TASKS_WANTED = 16,
-    KEYS = 112, /* numbers in a run: it and what two blocks of queries need stay in L2. A multiple of 16, and of the 14
-                   pixels of AVX-512's products */
-    LINES = VM_BLOCK * VM_BLOCK /* numbers in 16 lines, which a product sums over in one go */
+    KEYS = 112, /* in a run: stays in L2 with two blocks of queries. A multiple of 16, and of AVX-512's 14 pixels */
+    LINES = VM_BLOCK * VM_BLOCK /* numbers in 16 lines, summed by one product */
 };
 
 /* Numbers are floats or pairs of bfloat16, four bytes each. */
 typedef struct layout {
     size_t c, blocks;                       /* channels of one head, padded, and blocks of them */
     size_t queries;                         /* blocks in a task */
-    size_t in_number, parts;                /* values in a number, and sets of k, of v and of lines of weights */
+    size_t in_number, parts;                /* values in a number; sets of k, of v and of lines of weights */
     size_t k_batches, v_batches;            /* in the products of a full run */
     size_t rows;                            /* numbers of a batch's weights */
     size_t keys;                            /* of a full run */
     size_t k_set, v_set;                    /* numbers */
-    size_t k_offsets, v_offsets, prepared;  /* bytes from the pass's prepared memory, where the job lies first */
-    size_t o, s, p, softmax, k, v, scratch; /* bytes from the thread's own, where q lies first */
+    size_t k_offsets, v_offsets, prepared;  /* bytes into the pass's prepared memory, which begins with the job */
+    size_t o, s, p, softmax, k, v, scratch; /* bytes into the thread's scratch, which begins with q */
 } layout;
 
 typedef struct job {
@@ -83,19 +82,19 @@ static layout make_layout(const vm_cpu *cpu, const vm_pass *p) {
     return l;
 }
 
-/* What a thread works on. */
+/* A thread's current task. */
 typedef struct task {
     const job *j;
     float *q, *o, *s, *p, *k, *v;
-    float *softmax; /* top, sum, keep of each block of queries */
+    float *softmax; /* top, sum, keep for each block of queries */
 } task;
 
 /* ---- numbers, from x ---- */
 
-/* One block of channels of n pixels from `first` on, counted row by row, as vm_products.load makes it. */
+/* Loads one block of channels of n pixels from `first` on, counted row by row, by vm_products.load. */
 static void load(const job *j, void *to, void *rest, size_t block, size_t first, size_t n) {
     const size_t w = j->pass->x.w;
-    for (size_t i = 0; i < n;) { /* as many at a time as lie side by side */
+    for (size_t i = 0; i < n;) { /* runs of adjacent pixels */
         const size_t y = (first + i) / w, x = (first + i) % w, at = i * VM_BLOCK * sizeof(float);
         const vm_source from = {vm_pixel(&j->at.x, y, block, x), j->at.x.dtype, VM_MIN(n - i, w - x)};
         j->cpu->products->load((char *)to + at, rest ? (char *)rest + at : NULL, &from);
@@ -105,7 +104,7 @@ static void load(const job *j, void *to, void *rest, size_t block, size_t first,
 
 static uint16_t *halves_of(float *pairs) { return (uint16_t *)(void *)pairs; }
 
-/* Lines [pixel][16] of numbers, of channels from a block on; the rests `set` numbers behind. */
+/* Loads lines [pixel][16] of numbers, of channels from a block on; the rests `set` numbers after. */
 static void load_lines(const job *j, float *to, size_t set, size_t base, size_t block, size_t first, size_t n) {
     for (size_t half = 0; half < j->l.in_number; half++) {
         uint16_t *high = halves_of(to) + half * VM_BLOCK;
@@ -121,7 +120,7 @@ static void load_lines(const job *j, float *to, size_t set, size_t base, size_t 
     }
 }
 
-/* 16 lines of pairs of neighbouring pixels, of which there are n, from [pixel][32]. */
+/* Makes 16 lines of pairs of neighbouring pixels, n of them, from [pixel][32]. */
 static void pair_pixels(float *to, uint16_t *from, size_t n) {
     memset(from + 2 * n * VM_BLOCK, 0, 2 * (2 * VM_BLOCK - n) * VM_BLOCK * sizeof *from);
     for (size_t i = 0; i < VM_BLOCK; i++)
@@ -139,7 +138,7 @@ typedef struct halves {
     uint16_t part[2][4 * LINES] __attribute__((aligned(VM_ALIGN)));
 } halves;
 
-/* A block of values, n <= 16 numbers' keys of it, as 16 lines of them. */
+/* Loads a block of values, keys of n <= 16 numbers, as 16 lines. */
 static void load_values(const job *j, float *to, size_t block, size_t first, size_t n) {
     lines v;
     if (j->cpu->pairs) {
@@ -167,7 +166,7 @@ static void load_run(const task *t, size_t first, size_t n) {
                         VM_MIN(n - i, deep));
 }
 
-/* Weights of a batch, from its lines [query][16] of numbers. */
+/* Makes a batch's weights from its lines [query][16] of numbers. */
 static void load_queries(const job *j, float *w, size_t block, size_t first, size_t n) {
     lines q;
     memset(&q, 0, sizeof q);
@@ -177,14 +176,14 @@ static void load_queries(const job *j, float *w, size_t block, size_t first, siz
 
 /* ---- a task ---- */
 
-/* A product with batches of 16 lines of weights; "pixels" are keys or channels, side by side. It is added to y. */
+/* A product with batches of 16 lines of weights, added to y; "pixels" are keys or channels, side by side. */
 static void multiply(const job *j, vm_gemm g) {
     g.depth = g.x_pixel = g.y_pixel = g.add_pixel = VM_BLOCK;
     g.add_block = g.y_block;
     vm_multiply(j->cpu->products, g);
 }
 
-/* One block's s for n keys as weights of the second product, in their own place where they are pairs. */
+/* Makes one block's s for n keys the weights of the second product; pairs get their own memory. */
 static void make_weights(const task *t, size_t block, size_t n) {
     const layout *l = &t->j->l;
     float *s = t->s + block * l->keys * VM_BLOCK, *p = t->p + block * l->v_batches * l->rows;
@@ -201,13 +200,13 @@ static void make_weights(const task *t, size_t block, size_t n) {
     }
 }
 
-/* One or two blocks of queries from `block` on, and a run of n keys. */
+/* Processes one or two blocks of queries from `block` on, and a run of n keys. */
 static void attend(const task *t, size_t block, size_t blocks, size_t n) {
     const job *j = t->j;
     const layout *l = &j->l;
     const size_t pairs = VM_MAX(j->cpu->pairs, 1);
     const size_t steps = VM_MAX(j->cpu->products->steps / (pairs * VM_BLOCK), 1); /* batches at once */
-    const float kept = j->pass->x_scale * j->pass->x_scale;                       /* by which q times k is smaller */
+    const float kept = j->pass->x_scale * j->pass->x_scale; /* the factor by which q times k is smaller */
     const float scale = 1 / (sqrtf((float)j->pass->scale_channels) * kept);
     for (size_t b = 0; b < l->k_batches; b += steps)
         multiply(j, (vm_gemm){.rows = 1,
@@ -244,7 +243,7 @@ static void attend(const task *t, size_t block, size_t blocks, size_t n) {
                           .y_block = (ptrdiff_t)(l->c * VM_BLOCK)});
 }
 
-/* o over the sum of its weights, to y, which is kept multiplied as x is: a mean of finite numbers is finite. */
+/* Stores o divided by the sum of its weights, with x's multiplier: a mean of finite numbers is finite. */
 static void store_block(const task *t, size_t block, size_t first, size_t n) {
     const job *j = t->j;
     const vm_view *y = &j->at.y;

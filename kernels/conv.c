@@ -1,29 +1,29 @@
-/* A convolution pass on any CPU: cut the output into tiles, bring a tile's input into the thread's
- * own scratch (normalised, activated and padded on the way, so no such copy is ever stored whole),
- * multiply, store, and measure what was stored for the next GroupNorm while it is in cache.
+/* A convolution pass on any CPU. It cuts the output into tiles. For each it loads the input into the thread's scratch
+ * (normalised, activated and padded, so no such copy is ever stored whole), multiplies, stores, and measures the output
+ * for the next GroupNorm while it is in cache.
  *
- *   prepared: job | scale, shift, sums | x offsets | filters, unless kept as they are multiplied
+ *   prepared: job | scale, shift, sums | x offsets | filters, unless packed ones are used directly
  *   scratch:  thread 0: x tile, y tile | thread 1 ...
  *   x tile:   [plane][rows + halo][columns + halo][16]    a plane is 16 channels, or 32 as pairs of bfloat16
  *
- * A long sum is made of short ones, over one or a few blocks of input channels at a time: that keeps
- * a run's weights in L1 while the tile passes by, and rounds as a sum of sums does, not as one of
- * thousands of terms. (AMX sums up all at once: vm_products.steps.) The partial results wait in y itself,
- * or in the y tile where results do not go in place.
+ * A long sum is made of short ones, over one or a few blocks of input channels at a time. That keeps a run's weights in
+ * L1 while the tile passes by, and rounds like a sum of sums, not like a sum of thousands of terms. (AMX sums
+ * everything at once: vm_products.steps.) The partial results wait in y itself, or in the y tile if results are not
+ * written in place.
  *
- * After nearest 2x, where that is not Winograd's affair, 2x2 output pixels are a cell, and each of the four is a 2x2
- * convolution of its own (a phase), whose taps are sums of those that fall on the same pixel.
+ * After nearest 2x, unless Winograd's method runs, a cell is 2x2 output pixels. Each of the four is its own 2x2
+ * convolution (a phase); its taps are sums of those that meet the same pixel.
  *
- * Tiles follow from the shape alone, never from the number of threads, and every element is summed
- * in one fixed order: the result is bitwise the same for any number of threads. */
+ * Tiles depend only on the shape, never on the number of threads, and every element is summed in one fixed order: the
+ * result is bitwise the same for any number of threads. */
 #include <string.h>
 
 #include "cpu.h"
 
 enum {
-    TILE_WIDTH = 64, /* pixels; the x tile should stay in a core's L2 beside the weights of two blocks */
+    TILE_WIDTH = 64, /* pixels; the x tile should stay in a core's L2 next to the weights of two blocks */
     TILE_BYTES = 768 * 1024,
-    TILES_WANTED = 16 /* enough to share among threads when the image is small */
+    TILES_WANTED = 16 /* enough for all threads if the image is small */
 };
 
 static vm_grid make_grid(const vm_cpu *cpu, const vm_pass *p) {
@@ -38,13 +38,13 @@ static vm_grid make_grid(const vm_cpu *cpu, const vm_pass *p) {
 
 /* Numbers are floats or pairs of bfloat16, four bytes each. */
 typedef struct layout {
-    size_t work, offsets, filters, prepared; /* bytes from the pass's prepared memory, where the job lies first */
-    size_t y, scratch;                       /* bytes from the thread's own, where the x tile begins */
-    size_t phases, taps, depth, batches;     /* filters side by side, taps and numbers of a batch */
-    size_t run;                              /* batches that are multiplied at once */
-    size_t rows;    /* numbers of a batch's rows of weights: with the rests, where numbers are split */
-    size_t w_block; /* between blocks of output channels */
-    size_t rest;    /* from x to its rests, where numbers are split */
+    size_t work, offsets, filters, prepared; /* bytes into the pass's prepared memory, which begins with the job */
+    size_t y, scratch;                       /* bytes into the thread's scratch, which begins with the x tile */
+    size_t phases, taps, depth, batches;     /* filters side by side; taps and numbers of a batch */
+    size_t run;                              /* batches multiplied at once */
+    size_t rows;                             /* rows of weights per batch: with the rests, if numbers are split */
+    size_t w_block;                          /* between blocks of output channels */
+    size_t rest;                             /* from x to its rests, if numbers are split */
 } layout;
 
 typedef struct job {
@@ -55,7 +55,7 @@ typedef struct job {
     ptrdiff_t *offsets;
 } job;
 
-/* Whether the model keeps weights as they are multiplied. */
+/* Returns: whether the packed weights are used directly. */
 static bool as_packed(const vm_cpu *cpu, const vm_pass *p) {
     return !p->up && (cpu->pairs ? cpu->pairs == 1 && cpu->dtype == VM_BF16 : cpu->dtype == VM_F32);
 }
@@ -93,16 +93,16 @@ static vm_needs direct_needs(const vm_cpu *cpu, const vm_pass *pass, vm_manner m
     return (vm_needs){.prepared = l.prepared, .scratch = l.scratch};
 }
 
-/* The part of the grid that one task computes. */
+/* One task's part of the grid. */
 typedef struct tile {
     vm_tile at;
     vm_box out;
-    float *x, *y; /* the thread's own; y: [2 blocks][rows][columns][16], where results do not go in place */
+    float *x, *y; /* the thread's own; y: [2 blocks][rows][columns][16], if results are not written in place */
 } tile;
 
 /* ---- multiply ---- */
 
-/* Rows of a tile's cells, for one or two blocks of output channels, one of the cells' pixels and one run of batches. */
+/* Rows of a tile's cells, for one or two blocks of output channels, one pixel of each cell and one run of batches. */
 static void multiply_rows(const job *j, const tile *t, size_t block, size_t blocks, size_t row, size_t rows,
                           size_t phase, size_t first) {
     const vm_pass *p = j->work.pass;
@@ -133,7 +133,7 @@ static void multiply_rows(const job *j, const tile *t, size_t block, size_t bloc
     g.add_row = g.y_row;
     g.add_pixel = g.y_pixel;
     g.add_block = g.y_block;
-    if (first) { /* the sum of the runs before */
+    if (first) { /* add the earlier runs' sum */
         g.add = g.y;
     } else {
         if (at->bias) g.bias = at->bias + block * VM_BLOCK;
@@ -145,11 +145,11 @@ static void multiply_rows(const job *j, const tile *t, size_t block, size_t bloc
     vm_multiply(j->work.cpu->products, g);
 }
 
-/* Two blocks of output channels at most. */
+/* At most two blocks of output channels. */
 static void multiply(const job *j, const tile *t, size_t block, size_t blocks) {
     const vm_box *out = &t->out;
     const bool in_place = vm_in_place(j->work.cpu, j->work.pass);
-    const size_t rows = in_place ? 1 : t->at.h; /* at once: rows in place may lie in a ring */
+    const size_t rows = in_place ? 1 : t->at.h; /* at once: rows written in place may lie in a ring */
     for (size_t phase = 0; phase < j->l.phases; phase++)
         for (size_t first = 0; first < j->l.batches; first += j->l.run)
             for (size_t row = 0; row < t->at.h; row += rows)
@@ -206,7 +206,7 @@ static void filter_row(float row[VM_BLOCK], const job *j, const vm_filter *f, si
         }
 }
 
-/* Filters as they are multiplied, of one block of output channels. */
+/* Makes the filters' factors for one block of output channels. */
 static void make_filters(const void *context, size_t task, unsigned thread) {
     (void)thread;
     const job *j = context;

@@ -1,5 +1,5 @@
-/* The CPU backends, chosen by what this processor and its operating system really offer: feature bits and XGETBV, never
- * the model number (it can be masked), nor a timing, which could come out otherwise in the next process and change the
+/* The CPU backends. The choice follows feature bits and XGETBV of this processor and its operating system. It never
+ * follows the model number (it can be masked), nor a timing: that could differ in the next process, and change the
  * bits. */
 #include <string.h>
 
@@ -27,13 +27,14 @@ static uint64_t xcr0(void) {
     return (uint64_t)high << 32 | low;
 }
 
-/* Whether the system saves these when threads change. 6: YMM; 0xe6: ZMM and masks; 0x60000: AMX's tiles. */
+/* Returns: whether the system saves these registers when threads change. 6: YMM; 0xe6: ZMM and masks; 0x60000: AMX's
+ * tiles. */
 static bool os_saves(uint64_t state) {
     unsigned a, b, c, d;
     return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_OSXSAVE) && (xcr0() & state) == state;
 }
 
-/* x86-64 is not without SSE2. */
+/* Every x86-64 has SSE2. */
 static bool sse_usable(void) { return !is_disabled("sse"); }
 
 static bool avx2_usable(void) {
@@ -51,21 +52,21 @@ static bool avx512_usable(void) {
 }
 
 static bool has_avx512bf16(void) {
-    enum { AVX512_BF16 = 1 << 5 }; /* of leaf 7, 1, EAX */
+    enum { AVX512_BF16 = 1 << 5 }; /* a bit of leaf 7, 1, EAX */
     unsigned a, b, c, d;
     return avx512_usable() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & AVX512_BF16);
 }
 
 static bool avx512bf16_usable(void) { return !is_disabled("avx512bf16") && has_avx512bf16(); }
 
-/* Whether vdpbf16ps is faster than the FMA. AMD's (Zen 4, Zen 5) multiplies about twice as many numbers in a second,
- * Intel's half as many, whether or not there is AMX too; no feature bit tells, so the vendor does. */
+/* Returns: whether vdpbf16ps is faster than the FMA. AMD's (Zen 4, Zen 5) multiplies about twice as many numbers per
+ * second, Intel's half as many, with or without AMX. No feature bit tells, so the vendor decides. */
 static bool pairs_pay(void) {
     unsigned a, b, c, d;
     return __get_cpuid(0, &a, &b, &c, &d) && b == signature_AMD_ebx && c == signature_AMD_ecx && d == signature_AMD_edx;
 }
 
-/* What is not a product is computed by another set; on the emulator by one that more processors have. */
+/* Other operations than products use another set; on the emulator one that more processors have. */
 #ifdef VM_EMULATE_AMX
 #define VM_AMX_OPS vm_cpu_avx2
 static bool amx_usable(void) { return !is_disabled("amx") && avx2_usable(); }
@@ -78,7 +79,7 @@ static bool amx_usable(void) {
 #endif
 
 #ifdef VM_HAVE_NEON
-/* AArch64 is not without Advanced SIMD. */
+/* Every AArch64 has Advanced SIMD. */
 static bool neon_usable(void) { return !is_disabled("neon"); }
 #endif
 
@@ -89,10 +90,10 @@ typedef struct way {
     const vm_cpu *cpu;
 } way;
 
-/* How a pass is computed, chosen from its shape and what is multiplied. Winograd's way is for floats alone, whose sums
- * and differences bfloat16 would round; it wants a 3x3 convolution of rows with at least 32 channels, and enough pixels
- * that transforming its weights pays. Of floats after nearest 2x it is the only one. Pairs that are only twice as fast
- * as floats lose to Winograd's way (72 products at twice the speed against 24), but win after nearest 2x (16 against
+/* Chooses how to compute a pass, from its shape and its factors. Winograd's way is only for floats: bfloat16 would
+ * round its sums and differences. It needs a 3x3 convolution of rows with at least 32 channels, and enough pixels to
+ * repay transforming its weights. After nearest 2x floats have no other way. Pairs that are only twice as fast as
+ * floats lose to Winograd's way (72 products at twice the speed against 24), but win after nearest 2x (16 against
  * 9). */
 static way way_of(const vm_backend *b, const vm_pass *p) {
     enum { WORTH = 1024 /* pixels: with fewer, transforming the weights costs more than it saves */ };
@@ -106,7 +107,7 @@ static way way_of(const vm_backend *b, const vm_pass *p) {
 }
 
 static vm_cut cut(const vm_backend *b, const vm_pass *p, bool tight) {
-    const double longer = 1.1; /* a decode that transforms all its weights by task takes so much time (docs/SPEED.md) */
+    const double longer = 1.1; /* of a decode that transforms all its weights by task (docs/SPEED.md) */
     const way w = way_of(b, p);
     vm_cut c = w.method->cut(w.cpu, p);
     c.together = VM_MAX(c.out_rows, 2);
@@ -118,7 +119,7 @@ static vm_needs needs(const vm_backend *b, const vm_pass *p, const vm_limits *li
     const way w = way_of(b, p);
     vm_needs n = w.method->needs(w.cpu, p, manner);
     n.scratch = VM_PRODUCT(limits->threads, n.scratch);
-    n.parts = p->stats; /* one: the tiles' own are merged into it */
+    n.parts = p->stats; /* one: the tiles' sums are merged into it */
     return n;
 }
 
@@ -145,9 +146,9 @@ static vm_status run(const vm_backend *b, const vm_pass *p, const vm_operands *a
 
 /* ---- the list ----
  *
- * For each kind of numbers every instruction set that can compute them. One that has no fast products of pairs widens
- * halves to floats and multiplies these, and computes float32 at any precision as the highest, as PyTorch does. Plain C
- * has them, as the documentation of those that are fast. */
+ * For each kind of numbers, every instruction set that can compute them. A set without fast products of pairs widens
+ * halves to floats, and computes float32 at any precision as the highest, as PyTorch does. Plain C has products of
+ * pairs as documentation of the fast ones. */
 
 #define VM_BACKEND(SET, USABLE, OPS, PRODUCTS, DTYPE, PRECISION, ...)                                      \
     {                                                                                                      \
@@ -168,7 +169,7 @@ static size_t kind_of(vm_dtype dtype, vm_precision precision) {
                                     : HIGHEST;
 }
 
-/* Floats, whatever the numbers. */
+/* Floats, for any numbers. */
 #define VM_FLOATS(SET, USABLE, OPS)                                    \
     {VM_BACKEND(SET, USABLE, OPS, &OPS.floats, VM_F32, VM_HIGHEST, 0), \
      VM_BACKEND(SET, USABLE, OPS, &OPS.floats, VM_F32, VM_HIGH, 0),    \
@@ -176,7 +177,7 @@ static size_t kind_of(vm_dtype dtype, vm_precision precision) {
      VM_BACKEND(SET, USABLE, OPS, &OPS.floats, VM_F16, VM_HIGHEST, 0), \
      VM_BACKEND(SET, USABLE, OPS, &OPS.floats, VM_BF16, VM_HIGHEST, 0)}
 
-/* Pairs, where these will do. */
+/* Pairs, if suitable. */
 #define VM_PAIRS(SET, USABLE, OPS, PAIRS)                              \
     {VM_BACKEND(SET, USABLE, OPS, &OPS.floats, VM_F32, VM_HIGHEST, 0), \
      VM_BACKEND(SET, USABLE, OPS, &PAIRS, VM_F32, VM_HIGH, 3),         \
@@ -189,7 +190,7 @@ static const vm_backend ref[KINDS] = VM_PAIRS("ref", always, vm_cpu_ref, vm_pair
 static const vm_backend sse[KINDS] = VM_FLOATS("sse", sse_usable, vm_cpu_sse);
 static const vm_backend avx2[KINDS] = VM_FLOATS("avx2", avx2_usable, vm_cpu_avx2);
 static const vm_backend avx512[KINDS] = VM_FLOATS("avx512", avx512_usable, vm_cpu_avx512);
-/* These tables have no floats of their own. An entry stands where products of pairs (one, or three, for each product of
+/* These tables have no floats of their own. An entry exists if products of pairs (one, or three, for each product of
  * numbers) are faster than floats somewhere. AVX512_BF16's are about twice as fast on Zen 4 and 5, AMX's about sixteen
  * times. */
 static const vm_cpu floats = {&vm_cpu_avx512, &vm_cpu_avx512.floats, VM_F32};

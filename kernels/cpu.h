@@ -1,10 +1,10 @@
-/* What one instruction set brings: the few operations that touch every number. The tile walks in
- * conv.c, attention.c and move.c are written once on top of them. Pointers are unaligned unless said;
- * nothing here allocates, and NaN and Inf pass through every one of these operations.
+/* What one instruction set provides: the few operations that touch every number. The tile loops of conv.c, attention.c
+ * and move.c are written once on top of them. Pointers are unaligned unless stated. Nothing here allocates. NaN and Inf
+ * pass through every operation.
  *
- * Numbers. Tensors between passes are float32, float16 or bfloat16, which the two ends of a tile convert (tile.c). What
- * is multiplied are floats, or pairs of bfloat16: two neighbouring channels in the place of one float, the first in the
- * lower half, so that either product walks through memory alike and the second does twice the work in a step. */
+ * Numbers. Tensors between passes are float32, float16 or bfloat16, which the two ends of a tile convert (tile.c).
+ * Products take floats, or pairs of bfloat16: two neighbouring channels in the place of one float, the first in the
+ * lower half. So both products walk through memory alike, and pairs do twice the work per step. */
 #ifndef VM_CPU_H
 #define VM_CPU_H
 
@@ -14,16 +14,16 @@
  *      + sum over b < batches, k < depth of
  *            x[x_offset[b] + r*x_row + p*x_pixel + k] * w[o*w_block + (b*depth + k)*16 + l]
  * for r < rows <= max_rows, p < pixels <= max_pixels, o < blocks in {1, 2}, l < 16. bias and add may be NULL; add may
- * be y. The sum runs in the order of b, then k, for every element, whatever the tile. Pairs: x and w point to these, a
- * product is that of the upper halves and that of the lower ones (AMX adds up those of a batch first), and of bias and
- * add there is one at most. Split numbers, which plain C and AMX alone multiply: a batch's `depth` rows of w are
- * followed by as many of rests, those of x lie x_rest further on, and a batch is the product of both, then that of x
- * with w's rests, then that of x's rests with w. */
+ * be y. Every element is summed in the order of b, then k, for any tile.
+ * Pairs: x and w point to them. A product is the sum of the upper halves' and the lower halves' products (AMX first
+ * adds up those of a batch). Only one of bias and add is given.
+ * Split numbers, which only plain C and AMX multiply: after a batch's `depth` rows of w come as many of rests; those of
+ * x are x_rest further on. A batch is x times w, then x times w's rests, then x's rests times w. */
 typedef struct vm_gemm {
     size_t rows, pixels, blocks, batches, depth;
     const float *x;
     const ptrdiff_t *x_offset;
-    ptrdiff_t x_rest;         /* 0 where numbers are not split */
+    ptrdiff_t x_rest;         /* 0: numbers are not split */
     ptrdiff_t x_row, x_pixel; /* x_pixel: 16 or 32 */
     const float *w;
     ptrdiff_t w_block;
@@ -34,11 +34,11 @@ typedef struct vm_gemm {
     ptrdiff_t y_row, y_pixel, y_block;
 } vm_gemm;
 
-/* Winograd's way to a 3x3 convolution: rows*columns numbers f = columns*row + column stand for a tile of height*width
+/* Winograd's way to a 3x3 convolution: rows*columns numbers f = columns*row + column represent a tile of height*width
  * output pixels. In: one channel block, `tiles` tiles side by side; v[f*v_step + t*16 + l] from x[row*x_row + column*16
  * + l], tile t's input of rows*columns pixels beginning at column width*t, or t after nearest 2x. Weights: [9][n] to
  * u[f*u_step + i]. Out: from m[f*m_step + t*16 + l] the pixels y[row*y_row + column*16 + l], row < y_rows <= height,
- * column < y_width <= width*tiles, plus bias and add (which may be y) where these are not NULL. */
+ * column < y_width <= width*tiles, plus bias and add (which may be y) unless these are NULL. */
 typedef struct vm_transforms {
     size_t rows, columns, height, width;
     void (*in)(float *v, size_t v_step, const float *x, size_t x_row, size_t tiles);
@@ -49,58 +49,58 @@ typedef struct vm_transforms {
 
 enum {
     VM_MANY = 1 << 16, /* no limit */
-    VM_STEPS = 128,    /* of a sum in one go: their weights for two blocks (16 KiB) stay in L1 */
-    VM_ROWS_FLAT = 2   /* of a tile: flat ones keep rings of streamed rows short */
+    VM_STEPS = 128,    /* of a sum in one call: their weights for two blocks (16 KiB) stay in L1 */
+    VM_ROWS_FLAT = 2   /* rows of a tile: flat ones keep rings of streamed rows short */
 };
 
-/* Pixels of one block: act(x[p][l] * factor[p] * scale[l] + shift[l]); scale and shift NULL: of x itself; factor NULL:
- * 1. */
+/* Pixels of one block: act(x[p][l] * factor[p] * scale[l] + shift[l]); without scale and shift: act(x[p][l]); without
+ * factor: factor[p] is 1. */
 typedef struct vm_source {
     const void *x;
     vm_dtype dtype;
     size_t pixels;
-    const float *scale, *shift, *factor; /* a factor only where there is a scale */
+    const float *scale, *shift, *factor; /* a factor requires a scale */
     vm_act act;
 } vm_source;
 
 /* One way to multiply. */
 typedef struct vm_products {
     size_t max_rows, max_pixels; /* of one gemm call */
-    size_t rows;  /* of a direct convolution's tiles: more where loading their halo would take as long as multiplying */
-    size_t steps; /* of a sum, best made in one call: VM_STEPS, or more than any has */
+    size_t rows;  /* of a direct convolution's tiles: more if loading their halo would take as long as multiplying */
+    size_t steps; /* best length of a sum in one call: VM_STEPS, or more than any sum has */
     void (*gemm)(const vm_gemm *g);
-    /* Makes what is multiplied; a pixel takes 64 bytes of y. Floats: [pixel][16], and y may be from->x where that is
-     * float32. Pairs: bfloat16, [pixel][32], of which these are 16; and in rest, likewise, what was rounded off, where
-     * it is not NULL. */
+    /* Makes the factors of a product; a pixel takes 64 bytes of y. Floats: [pixel][16]; y may be from->x if that is
+     * float32. Pairs: bfloat16, [pixel][32], 16 of them from this block; rest, unless NULL, likewise receives the
+     * rounding errors. */
     void (*load)(void *y, void *rest, const vm_source *from);
-    /* `rounds` rounds of independent multiply-adds on registers alone: the floor that benchmarks
-     * measure against. Returns the floating-point operations done; *sink keeps them from being dropped. */
+    /* Runs `rounds` rounds of independent multiply-adds on registers only: the floor that benchmarks measure against.
+     * Returns: the floating-point operations done; *sink keeps the compiler from dropping them. */
     double (*burn)(size_t rounds, float *sink);
 } vm_products;
 
 typedef struct vm_cpu_ops {
     vm_products floats;
-    /* y = x * factor + add, and with `relu` no less than 0, in the type given; add may be y, or NULL, and y may be x
-     * where it is float32. Whether all of y is finite. */
+    /* y = x * factor + add, at least 0 with `relu`, in the given type. add may be y, or NULL; y may be x if float32.
+     * Returns: whether all of y is finite. */
     bool (*store)(void *y, vm_dtype dtype, const float *x, size_t pixels, float factor, const void *add, bool relu);
     /* sum[p][l] += x[p][l]^2 */
     void (*squares)(float *sum, const void *x, vm_dtype dtype, size_t pixels);
     /* mean[l] and m2[l] = sum of (x - mean)^2 over rows x pixels of one block; x_row numbers apart. */
     void (*stats)(float *mean, float *m2, const void *x, vm_dtype dtype, size_t rows, size_t x_row, size_t pixels);
-    /* Online softmax over `keys` rows of 16 queries: s[k][l] becomes exp(s*scale - top) where
-     * top[l] = max(top[l], max_k s*scale); sum[l] is rescaled and added to; keep[l] is the factor
-     * for what was accumulated under the old top. */
+    /* Online softmax over `keys` rows of 16 queries: s[k][l] becomes exp(s*scale - top), with top[l] = max(top[l],
+     * max_k s*scale). sum[l] is rescaled and increased; keep[l] is the factor for everything accumulated under the old
+     * top. */
     void (*softmax)(float *s, size_t keys, float scale, float *top, float *sum, float *keep);
     /* x[p][l] *= keep[l] */
     void (*rescale)(float *x, size_t rows, const float *keep);
-    /* y[l][r] = x[r][l], 16 by 16 numbers of 4 bytes, moved as they are. y is not x. */
+    /* y[l][r] = x[r][l], 16 by 16 numbers of 4 bytes, copied bit by bit. y is not x. */
     void (*transpose)(float *y, const float *x);
     /* Packed halves to floats: y[2*s][l] and y[2*s + 1][l] from x[s][l][0] and x[s][l][1], s < steps. */
     void (*unpack)(float *y, vm_dtype dtype, const uint16_t *x, size_t steps);
     vm_transforms winograd, upsampled; /* of a 3x3 convolution, and of one after nearest 2x */
 } vm_cpu_ops;
 
-/* A vm_transforms' functions, of a folder's tiles_in, filters_in and tiles_out by these matrices down and across. */
+/* Functions of a vm_transforms, from a folder's tiles_in, filters_in and tiles_out and the matrices down and across. */
 #define VM_TRANSFORMS(NAME, DOWN, ACROSS)                                                                        \
     static void NAME##_in(float *v, size_t v_step, const float *x, size_t x_row, size_t tiles) {                 \
         tiles_in(DOWN, ACROSS, v, v_step, x, x_row, tiles);                                                      \
@@ -113,7 +113,7 @@ typedef struct vm_cpu_ops {
         tiles_out(DOWN, ACROSS, y, y_row, m, m_step, y_rows, y_width, bias, add, add_row);                       \
     }
 
-/* A folder's operations, which have these names there. */
+/* A folder's operations, by their common names. */
 #define VM_CPU_OPS(MAX_PIXELS)                                                                                    \
     .floats = {1, MAX_PIXELS, VM_ROWS_FLAT, VM_STEPS, gemm, load, burn}, .store = store_rows, .squares = squares, \
     .stats = stats, .softmax = softmax, .rescale = rescale, .transpose = transpose, .unpack = unpack,             \
@@ -127,46 +127,46 @@ void vm_load_pairs_ref(void *y, void *rest, const vm_source *from);
 extern const vm_cpu_ops vm_cpu_sse, vm_cpu_avx2, vm_cpu_avx512;
 extern const vm_products vm_pairs_avx512bf16, vm_pairs_amx;
 void vm_load_pairs_avx512bf16(void *y, void *rest, const vm_source *from);
-/* amx.c: whether this processor has AMX and the kernel lets this process use its tiles. */
+/* amx.c. Returns: whether this processor has AMX and the kernel lets this process use its tiles. */
 bool vm_amx_permitted(void);
 #endif
 #ifdef VM_HAVE_NEON
 extern const vm_cpu_ops vm_cpu_neon;
 #endif
 
-/* A backend's `self`: how its numbers are kept and multiplied. `floats`: of a backend that multiplies pairs, the same
- * numbers multiplied as floats, for passes that Winograd's way makes faster; NULL where there are none. */
+/* A backend's `self`: how it stores and multiplies numbers. floats: for a backend that multiplies pairs, the same
+ * numbers multiplied as floats, for passes that are faster by Winograd's way; or NULL. */
 typedef struct vm_cpu {
     const vm_cpu_ops *ops;
     const vm_products *products;
     vm_dtype dtype;
-    unsigned pairs; /* products of pairs for one of numbers: 1; 3 where these are split into two bfloat16; 0: floats */
+    unsigned pairs; /* products of pairs per product of numbers: 1; 3 if split into two bfloat16; 0: floats */
     const struct vm_cpu *floats;
 } vm_cpu;
 
 /* ---- tile.c: a pass is computed in tiles of its output, each a task ---- */
 
-/* What every tile of a pass at work needs. */
+/* Shared by all tiles of a pass in progress. */
 typedef struct vm_work {
     const vm_cpu *cpu;
     const vm_pass *pass;
     vm_operands at;
-    const float *scale, *shift; /* of the norm on load, or of scaled latents; NULL where nothing is done but copying */
+    const float *scale, *shift; /* of the norm on load, or of scaled latents; NULL: load only copies */
     vm_cut cut;
-    double *sums; /* of y's rows so far, laid out as a partial sum; NULL where none are wanted */
-    float *parts; /* partial sums of the tiles at work */
+    double *sums; /* of y's rows so far, laid out as a partial sum; or NULL */
+    float *parts; /* partial sums of the tiles in progress */
 } vm_work;
 
-/* The output in cells: its pixels, or rectangles of them where a method computes these at once. */
+/* The output in cells: its pixels, or rectangles that a method computes at once. */
 typedef struct vm_grid {
     size_t cell_h, cell_w;     /* output pixels of a cell */
     size_t step_h, step_w;     /* input pixels from cell to cell */
-    size_t overlap, pad;       /* and beyond the last cell's, and above the first's */
+    size_t overlap, pad;       /* input pixels beyond the last cell's, and above the first's */
     size_t height, width;      /* of the output */
     size_t tile_h, tile_w;     /* of a full tile */
     size_t rows, columns;      /* of tiles */
     size_t input_h, input_w;   /* pixels of the input of a full tile */
-    size_t output_h, output_w; /* pixels of the output, which the last cells may reach beyond */
+    size_t output_h, output_w; /* pixels of the output; the last cells may reach beyond it */
 } vm_grid;
 
 typedef struct vm_tile {
@@ -178,7 +178,7 @@ typedef struct vm_box {
     size_t rows, width;
 } vm_box;
 
-/* Without tiles yet. */
+/* A grid without tiles; vm_grid_cut sets them. */
 vm_grid vm_grid_of(const vm_pass *pass, size_t cell_h, size_t cell_w);
 void vm_grid_cut(vm_grid *grid, size_t tile_h, size_t tile_w);
 vm_tile vm_grid_tile(const vm_grid *grid, size_t task);
@@ -186,26 +186,26 @@ vm_box vm_tile_input(const vm_grid *grid, const vm_tile *tile);
 vm_box vm_tile_output(const vm_grid *grid, const vm_tile *tile);
 vm_cut vm_grid_rows(const vm_grid *grid);
 
-/* All of a vm_work but the structure itself takes so many bytes of memory, from `to` on. */
+/* Returns: bytes that vm_work_begin lays out from `to` on: everything except the vm_work itself. */
 size_t vm_work_bytes(const vm_pass *pass, const vm_grid *grid, size_t at_once);
 vm_work vm_work_begin(const vm_cpu *cpu, const vm_pass *pass, const vm_operands *at, const vm_grid *grid, void *to);
 
-/* Parts that a number is kept in where it is multiplied: itself, or two bfloat16. */
+/* Returns: parts of a number in products: itself, or two bfloat16. */
 static inline size_t vm_parts(const vm_cpu *cpu) { return cpu->pairs > 1 ? 2 : 1; }
 
-/* x: planes of [rows][width][16] floats, one for 16 channels, so many floats apart; or of so many pairs, one for 32
- * channels, and where numbers are split a second set of planes with the rests. Zero outside the image. */
+/* x: planes of [rows][width][16] floats, one for 16 channels, `plane` floats apart; or of pairs, one for 32 channels.
+ * If numbers are split, a second set of planes holds the rests. Zero outside the image. */
 size_t vm_planes(const vm_cpu *cpu, size_t channels);
 void vm_load_box(const vm_work *work, const vm_box *box, float *x, size_t plane, size_t row);
-/* gemm for any number of pixels: in groups of nearly the same size, as few as can be. */
+/* gemm for any number of pixels: in as few groups as possible, of nearly equal size. */
 void vm_multiply(const vm_products *products, vm_gemm all);
-/* Whether results go where they belong as they are made; else, from floats elsewhere, by vm_store_row: n pixels of one
- * block, with the residual added, into y or the user's pixels. */
+/* Returns: whether results are written to their final place. Otherwise vm_store_row moves them there from floats: n
+ * pixels of one block, with the residual added, into y or the user's pixels. */
 bool vm_in_place(const vm_cpu *cpu, const vm_pass *pass);
 void vm_store_row(const vm_work *work, const float *from, size_t block, size_t y, size_t x, size_t n);
-/* What is left to do where results went in place: ReLU. */
+/* Completes results written in place: ReLU. */
 void vm_activate_box(const vm_work *work, const vm_box *box, size_t block);
-/* One number into the user's image of shape s: bytes, or else planes of floats. */
+/* Stores one number into the user's image of shape s, as bytes or as planes of floats. */
 static inline void vm_store_number(bool bytes, void *image, const vm_shape *s, vm_clamp clamp, size_t pixel, size_t c,
                                    float v) {
     v = vm_clamped(clamp, c, v);
@@ -215,10 +215,10 @@ static inline void vm_store_number(bool bytes, void *image, const vm_shape *s, v
     else
         ((float *)image)[c * s->h * s->w + pixel] = v;
 }
-/* The partial sum of a task's output, one channel block of it. */
+/* Measures one channel block of a task's output: a partial sum. */
 void vm_measure_box(const vm_work *work, const vm_box *box, size_t task, size_t block);
 
-/* ---- the methods: ways to compute a pass with any of the operations above; cpu.c chooses ---- */
+/* ---- the methods: ways to compute a pass with the operations above; cpu.c chooses ---- */
 
 typedef struct vm_method {
     vm_cut (*cut)(const vm_cpu *cpu, const vm_pass *pass);
@@ -230,10 +230,10 @@ typedef struct vm_method {
 
 extern const vm_method vm_direct, vm_winograd, vm_attention, vm_moves;
 
-/* ---- filters.c: weights, from a file's layout to the packed one, and from that to what is multiplied ---- */
+/* ---- filters.c: weights, from a file's layout to the packed one, and from that to factors of products ---- */
 
 size_t vm_packed_bytes(vm_dtype dtype, const vm_weight *w);
-/* *rounded: some number is not exactly what the file gave. VM_EINVAL where one is too large for the type. */
+/* *rounded: some number differs from the file's. VM_EINVAL if one is too large for the type. */
 vm_status vm_pack(vm_dtype dtype, const vm_weight *w, void *to, vm_dtype from, const void *data, bool *rounded);
 void vm_unpack(vm_dtype dtype, const vm_weight *w, const void *from, float *data);
 
@@ -244,17 +244,17 @@ typedef struct vm_filter {
     size_t in, taps;
 } vm_filter;
 
-/* 16 output channels' weights of input channel i at one tap; zero where there is no such channel. */
+/* 16 output channels' weights of input channel i at one tap; zero if there is no such channel. */
 void vm_filter_row(float row[VM_BLOCK], const vm_filter *f, size_t block, size_t i, size_t tap);
-/* Those of 16 input channels, or of all where there are fewer: [tap][input channel][16], where they lie or, of halves,
- * in `to`, which has room for them and one row more. */
+/* Those of 16 input channels, or all if fewer: [tap][input channel][16]. Returns: where they are packed or, for halves,
+ * `to`, which needs room for them and one more row. */
 const float *vm_filter_block(float *to, const vm_cpu_ops *ops, const vm_filter *f, size_t block, size_t x_block);
 
 /* ---- norm.c ---- */
 
-/* vm_tasks.rows of a job that begins with its vm_work: adds the tiles' partial sums up into the last. */
+/* vm_tasks.rows of a job that begins with its vm_work: adds the tiles' partial sums to the last. */
 vm_status vm_merge_rows(const vm_tasks *tasks, size_t row, size_t rows);
-/* From what x's producer left to y = x*scale + shift. */
+/* Computes scale and shift of y = x*scale + shift from the sums of x's producer. */
 void vm_norm_scale(float *scale, float *shift, const vm_pass *pass, const vm_operands *at);
 
 #endif

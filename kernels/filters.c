@@ -1,18 +1,18 @@
 /* Weights: from a file's layout to the packed one, which is the same for every instruction set, and from that to rows
- * of what is multiplied.
+ * of factors.
  *
  *   float32    [out/16][in/16][taps][min(16, in)][16 out]
  *   halves     [out/16][in/32][taps][min(16, in/2)][16 out][2 in]    two input channels side by side
  *   vector     [c/16][16], float32
  *
- * Zero where out or in end. Tensors lie end to end, so the three projections of an attention are one convolution with
- * three times the channels. */
+ * Padding is zero. Tensors lie end to end, so the three projections of an attention are one convolution with three
+ * times the channels. */
 #include <math.h>
 #include <string.h>
 
 #include "cpu.h"
 
-/* How a filter is packed: steps of one or two input channels, up to 16 of them in a block. */
+/* The layout of a packed filter: steps of one or two input channels, up to 16 of them in a block. */
 typedef struct layout {
     size_t each, depth, blocks; /* channels in a step, steps in a block, blocks */
 } layout;
@@ -22,7 +22,7 @@ static layout layout_of(vm_dtype dtype, size_t in) {
     return (layout){each, VM_MIN(steps, VM_BLOCK), VM_BLOCKS(steps)};
 }
 
-/* Where the numbers of 16 output channels begin; they lie l->each apart. */
+/* Returns: where the numbers of 16 output channels begin; they are l->each apart. */
 static size_t packed_at(const layout *l, size_t taps, size_t block, size_t i, size_t tap) {
     const size_t step = i / l->each, at = (block * l->blocks + step / VM_BLOCK) * taps + tap;
     return (at * l->depth + step % VM_BLOCK) * VM_BLOCK * l->each + i % l->each;

@@ -1,4 +1,4 @@
-/* The host as a device: its memory, its packed weights, and runs that are done when they return. */
+/* The host as a device: its memory, its packed weights, and synchronous runs. */
 #include <string.h>
 
 #include "cpu.h"
@@ -29,7 +29,7 @@ static vm_status get_weight(const vm_backend *b, const vm_weight *w, const void 
     return VM_OK;
 }
 
-/* ---- runs: nothing is enqueued, for every call is done when it returns ---- */
+/* ---- runs: nothing is enqueued, every call is complete when it returns ---- */
 
 static vm_status start(const vm_backend *b, void *stream) {
     (void)b, (void)stream;
@@ -38,7 +38,7 @@ static vm_status start(const vm_backend *b, void *stream) {
 
 static vm_status finish(const vm_backend *b, const vm_exec *exec, bool wait, bool *overflow) {
     (void)b, (void)exec, (void)wait;
-    (void)overflow; /* who stores sees it (vm_operands.overflow) */
+    (void)overflow; /* storing sets it (vm_operands.overflow) */
     return VM_OK;
 }
 

@@ -3,9 +3,9 @@
  *   prepared: job | scale, shift, sums
  *   scratch:  thread 0: x tile, a row of y | thread 1 ...
  *
- * A task brings a tile's input into the thread's own scratch as floats, and makes its output from there, one row of one
- * channel block at a time. All of the input has been read by then: y may lie in x's place where neither is larger.
- * Means add up in the order of their numbers. Memory is what limits it. */
+ * A task loads a tile's input into the thread's scratch as floats, then makes its output from there, one row of one
+ * channel block at a time. The whole input has been read by then: y may take x's memory if neither is larger. Means add
+ * up in the order of their numbers. Memory bandwidth limits it. */
 #include <string.h>
 
 #include "cpu.h"
@@ -15,7 +15,7 @@ enum { TILE_WIDTH = 64 /* pixels */ };
 typedef struct job {
     vm_work work;
     vm_grid g;
-    vm_cpu cpu; /* this one moves floats, whatever is multiplied elsewhere */
+    vm_cpu cpu; /* of this pass: moves floats, whatever products use */
 } job;
 
 typedef struct layout {
@@ -39,12 +39,12 @@ static layout make_layout(const vm_pass *p, const vm_grid *g, size_t at_once) {
     return l;
 }
 
-/* n numbers of y, VM_BLOCK apart as those of x are, to which numbers of x `step` pixels apart are added. */
+/* Makes n numbers of y, VM_BLOCK apart like those of x; adds numbers of x `step` pixels apart to them. */
 static void add_up(float *y, const float *x, size_t step, size_t apart, size_t n, float share) {
     for (size_t i = 0; i < n; i++) y[i * apart * VM_BLOCK] += x[i * step * VM_BLOCK] * share;
 }
 
-/* One row of a channel block of y, the `row`th of its cells, from the x tile. */
+/* Makes row `row` of the cells of a channel block of y from the x tile. */
 static void make_row(const job *j, const layout *l, const float *x, float *y, size_t block, size_t row, size_t cells) {
     const vm_pass *p = j->work.pass;
     const bool down = p->stride == 2, larger = p->up || (!down && p->y.c > p->x.c);

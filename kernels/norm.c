@@ -1,8 +1,8 @@
-/* Norms, the half of them that is not done on load: one scale and shift per channel. Of a GroupNorm they come from the
- * tiles' partial sums (pixels, mean and M2 per channel), which become those of the whole tensor.
+/* The half of norms that is not done on load: one scale and shift per channel. GroupNorm's come from the tiles' partial
+ * sums (pixels, mean and M2 per channel), merged into those of the whole tensor.
  *
- * Sums are merged by Chan's formula in double, tile by tile in the order of the tiles, so the result does not depend on
- * which thread made which of them, nor on how many rows of tiles were made at a time. */
+ * Chan's formula merges sums in double, tile by tile in the order of the tiles. So the result does not depend on which
+ * thread made a sum, nor on how many rows of tiles were made at a time. */
 #include <math.h>
 #include <string.h>
 

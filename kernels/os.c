@@ -42,7 +42,7 @@ static void *map(size_t bytes) {
     if (block > all) munmap(all, (size_t)(block - all));
     munmap(block + length, (size_t)(all + whole - (block + length)));
 #ifdef MADV_HUGEPAGE
-    madvise(block, length, MADV_HUGEPAGE); /* advice: a kernel without huge pages may refuse it */
+    madvise(block, length, MADV_HUGEPAGE); /* only a hint: a kernel without huge pages may refuse it */
 #endif
     return block;
 }

@@ -4,8 +4,9 @@
 
 #include <stddef.h>
 
-/* Zeros, VM_ALIGN-aligned; from 1 MiB up a mapping of its own, on Linux advised to huge pages. NULL: no memory left. */
+/* Zeros, VM_ALIGN-aligned. From 1 MiB up its own mapping, advised to huge pages on Linux. Returns: NULL if no memory is
+ * left. */
 void *vm_os_take(size_t bytes);
-void vm_os_give(void *block, size_t bytes); /* as many as were taken */
+void vm_os_give(void *block, size_t bytes); /* bytes: as taken */
 
 #endif

@@ -1,4 +1,4 @@
-/* Status codes and the sentence behind the last one of this thread. */
+/* Status codes, and the message of this thread's last one. */
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>

@@ -1,6 +1,6 @@
-/* Tiles, and the two ends of one, whatever is computed between them: its input, normalised, activated and
- * zero-padded into a thread's scratch as the numbers that are multiplied; and its output, rounded to the numbers that
- * are kept, with its sums for the next GroupNorm. */
+/* The two ends of a tile, for any computation in between. Its input: normalised, activated and zero-padded into a
+ * thread's scratch as factors of products. Its output: rounded to the stored type, with its sums for the next
+ * GroupNorm. */
 #include <math.h>
 #include <string.h>
 
@@ -104,7 +104,7 @@ size_t vm_planes(const vm_cpu *cpu, size_t c) {
     return cpu->pairs ? vm_parts(cpu) * ((VM_BLOCKS(c) + 1) / 2) : VM_BLOCKS(c);
 }
 
-/* Pixels of a channel block to the scratch that begins at x, a plane of such blocks (or of pairs of them). */
+/* Loads pixels of a channel block into the scratch at x, a plane of such blocks (or of pairs of them). */
 static void put(const vm_work *j, float *x, size_t block, size_t plane, const vm_source *from) {
     const vm_cpu *cpu = j->cpu;
     if (!cpu->pairs) {
@@ -115,7 +115,7 @@ static void put(const vm_work *j, float *x, size_t block, size_t plane, const vm
     cpu->products->load(pairs, cpu->pairs > 1 ? pairs + vm_planes(cpu, j->pass->x.c) * plane : NULL, from);
 }
 
-/* What is done to a block of channels on load. */
+/* Returns: how to load a block of channels. */
 static vm_source how_to_load(const vm_work *j, size_t block) {
     vm_source from = {.act = j->pass->act};
     if (!j->scale) return from;
@@ -124,7 +124,7 @@ static vm_source how_to_load(const vm_work *j, size_t block) {
     return from;
 }
 
-/* The number at `at`, which need not be aligned, rounded to float. */
+/* Returns: the number at `at`, which may be unaligned, rounded to float. */
 static float number_at(const vm_numbers *how, const char *at) {
     union {
         char bytes[16];
@@ -166,7 +166,7 @@ static float pixel_at(const vm_work *j, size_t c, size_t y, size_t x) {
     return j->pass->x_format == VM_U8_NHWC ? v / 127.5f - 1 : v;
 }
 
-/* n of the user's pixels, some at a time. */
+/* Loads n of the user's pixels, some at a time. */
 static void put_pixels(const vm_work *j, float *to, size_t block, size_t plane, size_t y, size_t x, size_t n) {
     enum { SOME = 32 };
     const size_t c0 = block * VM_BLOCK, lanes = VM_MIN(j->pass->x.c - c0, VM_BLOCK);
@@ -192,9 +192,9 @@ static void put_row(const vm_work *j, float *to, size_t block, size_t plane, siz
     put(j, to, block, plane, &from);
 }
 
-enum { PIXELS = 64 /* whose lengths are found at a time: they are in the cache when they are loaded */ };
+enum { PIXELS = 64 /* pixels whose lengths are found at a time: loading then finds them in cache */ };
 
-/* 1 over the length of each of n pixels, in the order of the blocks and then of the lanes. */
+/* factor: 1 over the length of each of n pixels, summed in the order of the blocks and then of the lanes. */
 static void find_factors(const vm_work *j, float *factor, size_t y, size_t x, size_t n) {
     const vm_pass *p = j->pass;
     const float least = p->eps * p->x_scale;
@@ -211,7 +211,7 @@ static void find_factors(const vm_work *j, float *factor, size_t y, size_t x, si
 
 void vm_load_box(const vm_work *j, const vm_box *box, float *x, size_t plane, size_t row) {
     const vm_shape *s = &j->pass->x;
-    const size_t width = box->width, left = box->left < 0 ? (size_t)-box->left : 0; /* zero columns before and after */
+    const size_t width = box->width, left = box->left < 0 ? (size_t)-box->left : 0; /* left: columns of padding */
     const size_t x0 = (size_t)(box->left + (ptrdiff_t)left), n = VM_MIN(s->w - x0, width - left);
     const size_t right = width - left - n, blocks = VM_BLOCKS(s->c), planes = vm_planes(j->cpu, s->c);
     const bool half = j->cpu->pairs && blocks % 2; /* the last block has no neighbour */
@@ -272,7 +272,7 @@ static void store_pixels(const vm_work *j, const float *from, size_t block, size
             finite = finite && isfinite(v);
             vm_store_number(bytes, j->at.y_pixels, s, j->pass->clamp, y * s->w + x + i, c, v);
         }
-    if (bytes && !finite) __atomic_store_n(j->at.overflow, true, __ATOMIC_RELAXED); /* bytes do not show it */
+    if (bytes && !finite) __atomic_store_n(j->at.overflow, true, __ATOMIC_RELAXED); /* bytes hide it */
 }
 
 void vm_store_row(const vm_work *j, const float *from, size_t block, size_t y, size_t x, size_t n) {

@@ -2,29 +2,29 @@
  * Every 4x6 piece of the input (overlapping by two) and every 3x3 of weights become 24 numbers; per number, a plain
  * product over the channels; 24 results become 2x4 pixels. Tiles two rows high keep rings of streamed rows short.
  *
- * After nearest 2x it is 9 numbers, of a pixel and those around it. With a, b, c three pixels side by side and p, q, r
- * a filter's taps, b becomes two pixels that are p a + (q + r) b and (p + q) b + r c: with s = (p + q + r) b, which
- * both have, p (a - b) + s and s + r (c - b). The same down the columns.
+ * After nearest 2x there are 9 numbers, from a pixel and its neighbours. With a, b, c three pixels side by side and p,
+ * q, r a filter's taps, b becomes the two pixels p a + (q + r) b and (p + q) b + r c. With s = (p + q + r) b, which
+ * both share, these are p (a - b) + s and s + r (c - b). The same down the columns.
  *
- *   prepared: job | scale, shift, sums | x offsets | u [number][y block][x block][depth][16], where it is kept
+ *   prepared: job | scale, shift, sums | x offsets | u [number][y block][x block][depth][16], if it is kept
  *   scratch:  thread 0 | thread 1 ...
  *   thread:   x tile [x block][row][column][16] | v [number][x block][tile][16] | m [number][2 y blocks][tile][16]
- *             | u [number][2 y blocks][x blocks of a run][depth][16], where each task makes it
- *             | y [2 rows][column][16], where results do not go in place
+ *             | u [number][2 y blocks][x blocks of a run][depth][16], if each task makes it
+ *             | y [2 rows][column][16], if results are not written in place
  *
- * A region of about PIXELS pixels is a task. It is finished for two blocks of output channels before the next two, so
- * that m stays in a core's cache. Numbers lie a line of the cache further apart than they need: all of a tile's are
- * written one after the other, and at a distance of a power of two they would drive each other out. The points across
- * are 2/3 and 3/2, whose powers stay nearer to 1 than those of 1 and 2 do, and so does the rounding (docs/SPEED.md has
- * the errors).
+ * A region of about PIXELS pixels is a task. It is finished for two blocks of output channels before the next two, so m
+ * stays in a core's cache. Numbers are a cache line further apart than necessary: a tile writes all of them one after
+ * another, and at a distance of a power of two they would evict each other. The points across are 2/3 and 3/2. Their
+ * powers stay nearer to 1 than those of 1 and 2, which rounds less (docs/SPEED.md has the errors).
  *
- * The model keeps one copy of the weights. They are transformed when the pass begins; or, where that takes too much
- * memory, by each task, for two blocks of output channels and a run of input channels at a time, to the same bits. */
+ * The model keeps one copy of the weights. They are transformed when the pass begins. If that takes too much memory,
+ * each task transforms them for two blocks of output channels and a run of input channels at a time, to the same
+ * bits. */
 #include "cpu.h"
 
 enum {
     PIXELS = 512,       /* in a task: u is read once for each task, v once for two blocks of output channels */
-    PIXELS_LEAST = 256, /* when the image is small and threads want their share */
+    PIXELS_LEAST = 256, /* if the image is small and all threads need work */
     TASKS_WANTED = 16,
     ACROSS = 256, /* flat regions keep rings of streamed rows short */
     LINE = VM_ALIGN / sizeof(float),
@@ -50,12 +50,12 @@ static vm_grid make_grid(const vm_cpu *cpu, const vm_pass *p) {
 
 typedef struct layout {
     size_t numbers, depth;                /* of a tile; input channels of a block of weights */
-    size_t work, offsets, kept, prepared; /* bytes from the pass's prepared memory, where the job lies first */
-    size_t v, m, made, y, scratch;        /* bytes from the thread's own, where the x tile begins */
+    size_t work, offsets, kept, prepared; /* bytes into the pass's prepared memory, which begins with the job */
+    size_t v, m, made, y, scratch;        /* bytes into the thread's scratch, which begins with the x tile */
     size_t x_row, x_plane;
     size_t v_step, m_step, u_step, m_block; /* floats between numbers, and between blocks of m */
-    size_t run;                             /* blocks of x that are multiplied at once */
-    size_t u_run;                           /* and that u has */
+    size_t run;                             /* blocks of x multiplied at once */
+    size_t u_run;                           /* blocks of x in u */
 } layout;
 
 typedef struct job {
@@ -63,7 +63,7 @@ typedef struct job {
     vm_grid g;
     layout l;
     const vm_transforms *transforms;
-    float *u; /* kept; NULL where each task makes its own */
+    float *u; /* kept; NULL if each task makes its own */
     ptrdiff_t *offsets;
 } job;
 
@@ -149,7 +149,7 @@ static void multiply(const job *j, const region *r, size_t f, const float *u, si
                                                  .y_block = (ptrdiff_t)j->l.m_block});
 }
 
-/* m = u v for one or two blocks of output channels, with as much of u at a time as there is. */
+/* m = u v for one or two blocks of output channels, with as much of u at a time as exists. */
 static void multiply_all(const job *j, const region *r, size_t block, size_t blocks) {
     const size_t xb = VM_BLOCKS(j->work.pass->x.c), n = j->l.depth * VM_BLOCK, u_block = j->l.u_run * n;
     for (size_t from = 0, to; from < xb; from = to) {
@@ -163,7 +163,7 @@ static void multiply_all(const job *j, const region *r, size_t block, size_t blo
     }
 }
 
-/* One block of output channels, from where m has it. */
+/* Stores one block of output channels from m. */
 static void store(const job *j, const region *r, size_t block, const float *m) {
     const vm_pass *p = j->work.pass;
     const vm_view *y = &j->work.at.y, *a = &j->work.at.add;

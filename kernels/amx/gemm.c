@@ -1,12 +1,12 @@
 /* AMX: products of tiles of 16 pixels by 16 outputs, four tiles of pixels at a time for each tile of weights. A tile of
- * x is 16 pixels with up to 16 pairs each, as they lie; a tile of w up to 16 rows of weights. tdpbf16ps adds up a
- * batch's products of the lower halves and those of the upper ones, each from zero on, and then both to the sum: c +
- * (lower + upper). It rounds to nearest whatever the thread's mode, and takes numbers below the smallest normal one for
- * zero. A sum begins with what is added to it, and is stored once, after all batches: a product takes 16 cycles, a load
- * from L1 8 of them, and a store 16 that nothing else is done in (docs/SPEED.md).
+ * x is 16 pixels with up to 16 pairs each, unchanged; a tile of w up to 16 rows of weights. tdpbf16ps adds up a batch's
+ * products of the lower halves and those of the upper ones, each from zero on, and then both to the sum: c + (lower +
+ * upper). It rounds to nearest in any mode of the thread, and flushes subnormal numbers to zero. A sum begins with bias
+ * or add, and is stored once, after all batches. A product takes 16 cycles, a load from L1 8 of them, and a store 16
+ * that overlap with nothing (docs/SPEED.md).
  *
- * The four tiles of pixels lie one below the other where there are rows: so each brings few new lines of x, whose taps
- * they share. The last pixels of a row have tiles of their own size.
+ * The four tiles of pixels lie one below the other if there are several rows: their taps share lines of x, so each tile
+ * brings few new ones. The last pixels of a row have tiles of their own size.
  *
  * Another library may use the tiles between two calls, so each call configures and releases them. */
 #include "../cpu.h"
@@ -22,10 +22,10 @@
 enum {
     TILE = 16,
     LINE = 64, /* bytes */
-    SUMS = 4   /* tiles that share one of weights */
+    SUMS = 4   /* tiles that share a tile of weights */
 };
 
-/* Registers, as the assembler wants them. */
+/* Registers, in the assembler's numbers. */
 #define SUM_0 0
 #define SUM_1 1
 #define SUM_2 2
@@ -34,17 +34,17 @@ enum {
 #define W 5
 #define W_REST 6
 
-/* What ldtilecfg reads. */
+/* The operand of ldtilecfg. */
 typedef struct config {
     uint8_t palette, start_row, reserved[14];
     uint16_t bytes[16]; /* of a row */
     uint8_t rows[16];
 } config;
 
-/* GCC's intrinsics do not say what they read: without this it need not have been written yet. */
+/* GCC's intrinsics do not declare what they read; without this, it could be written later. */
 static void written(const void *all) { __asm__ volatile("" : : "r"(all) : "memory"); }
 
-/* For tiles of so many pixels, of so many pairs each. */
+/* Configures tiles of `pixels` pixels of `depth` pairs each. */
 static void configure(size_t pixels, size_t depth) {
     const uint8_t p = (uint8_t)pixels, d = (uint8_t)depth;
     const uint16_t pairs = (uint16_t)(4 * depth);
@@ -54,15 +54,15 @@ static void configure(size_t pixels, size_t depth) {
     _tile_loadconfig(&c);
 }
 
-/* Without vectors of floats to add or multiply for about a thousand cycles the processor lets the units for them rest,
- * and the vector or the tile that is stored next waits as long again. Neither tiles nor integers keep them awake. */
+/* After about a thousand cycles without vector operations on floats the processor powers their units down, and the next
+ * store of a vector or tile waits as long again. Neither tiles nor integers keep them awake. */
 static inline __attribute__((always_inline)) void stay_awake(void) {
 #ifdef __AVX512F__
     __asm__ volatile("vaddps %0, %0, %%zmm31" : : "v"(_mm512_setzero_ps()) : "xmm31");
 #endif
 }
 
-/* Where a tile of sums begins: its pixels, what is added, and its outputs. */
+/* Where a tile of sums begins: its pixels, bias or add, and its outputs. */
 typedef struct place {
     const float *x, *add;
     float *y;
@@ -78,7 +78,7 @@ static place place_of(const vm_gemm *g, size_t block, size_t row, size_t pixel) 
                    .y = g->y + o * g->y_block + r * g->y_row + p * g->y_pixel};
 }
 
-/* A batch, added to the first n sums. */
+/* Adds a batch to the first n sums. */
 #define ADD_TO(SUM, I)                             \
     if (n > (I)) {                                 \
         _tile_loadd(X, at[I].x + offset, x);       \
@@ -95,7 +95,7 @@ static place place_of(const vm_gemm *g, size_t block, size_t row, size_t pixel) 
 static inline __attribute__((always_inline)) void multiply(const vm_gemm *g, const float *w, const place *at, size_t n,
                                                            bool split) {
     const ptrdiff_t x = g->x_pixel * 4, y = g->y_pixel * 4;
-    const ptrdiff_t add = g->add ? g->add_pixel * 4 : 0; /* the same line for all pixels, where it is a bias */
+    const ptrdiff_t add = g->add ? g->add_pixel * 4 : 0; /* a bias is the same line for all pixels */
     const size_t rows = g->depth * VM_BLOCK;
     _tile_loadd(SUM_0, at[0].add, add);
     if (n > 1) _tile_loadd(SUM_1, at[1].add, add);
@@ -139,7 +139,7 @@ static inline __attribute__((always_inline)) void multiply_some(const vm_gemm *g
     }
 }
 
-/* Columns of tiles, from a pixel on; `each` pixels in a tile. */
+/* Columns of tiles, from a pixel on; `each` pixels per tile. */
 static void multiply_columns(const vm_gemm *g, size_t first, size_t columns, size_t each) {
     if (!columns) return;
     configure(each, g->depth);

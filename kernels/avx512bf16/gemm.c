@@ -1,6 +1,6 @@
 /* AVX512_BF16: the tiles of ../avx512, each step with a pair of bfloat16 in the place of a float. vdpbf16ps adds the
- * product of the upper halves and then that of the lower ones to a float, rounding each time: on a Zen 5 the very bits
- * of plain C. But it takes numbers below the smallest normal one for zero. */
+ * product of the upper halves and then that of the lower ones to a float, rounding each time: on a Zen 5 exactly plain
+ * C's bits. But it flushes subnormal numbers to zero. */
 #include <immintrin.h>
 
 #define VM_LANES 16
@@ -15,7 +15,7 @@ static double burn(size_t rounds, float *sink) {
     vf a = splat(0.5f), b = splat(0.25f);
     for (size_t i = 0; i < rounds; i++) {
         UNROLL for (int j = 0; j < 16; j++) VM_MULTIPLY(sum[j], a, b);
-        __asm__("" : "+v"(a), "+v"(b)); /* not the same product again, for all that the compiler knows */
+        __asm__("" : "+v"(a), "+v"(b)); /* hides from the compiler that it is the same product again */
     }
     for (int j = 0; j < 16; j++)
         for (int l = 0; l < VM_LANES; l++) *sink += sum[j][l];

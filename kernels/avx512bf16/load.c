@@ -1,5 +1,5 @@
-/* What AVX512_BF16 and AMX multiply, from rows of any type. It takes as long as a fifth to a half of the products, so
- * it is written for what is left of the numbers: a half has 8 bits, a half and its rest 16. */
+/* Makes the factors for AVX512_BF16 and AMX, from rows of any type. It takes a fifth to a half as long as the products,
+ * so it computes only the precision that remains: a half has 8 bits, a half and its rest 16. */
 #include <immintrin.h>
 
 #include "../cpu.h"
@@ -13,9 +13,9 @@ INLINE __m512 widened(vm_dtype dtype, const void *x, size_t i) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
 }
 
-/* 1 / (1 + e^-x), within 2^-12 of it, or 2^-20 where it is exact and x above -16 (2^-18 below). e^-x is 2^(n + f),
- * where n is an integer and 0 <= f < 1: a polynomial of f, which is 2^f within 2^-13.7 or 2^-22.6 (of those of its
- * degree the one whose largest relative error is least), times 2^n, which scalef makes of n + f. */
+/* 1 / (1 + e^-x), within 2^-12 of it, or 2^-20 if exact and x above -16 (2^-18 below). e^-x is 2^(n + f), with n an
+ * integer and 0 <= f < 1: a polynomial in f, which is 2^f within 2^-13.7 or 2^-22.6 (the least possible largest
+ * relative error of its degree), times 2^n, which scalef makes of n + f. */
 INLINE __m512 sigmoid(__m512 x, bool exact) {
     static const float near[] = {0x1.3f96a4p-4f, 0x1.cefc4cp-3f, 0x1.64444cp-1f, 0x1.fff632p-1f};
     static const float nearer[] = {0x1.ec320ap-10f, 0x1.26900cp-7f, 0x1.c95456p-5f,
@@ -27,7 +27,7 @@ INLINE __m512 sigmoid(__m512 x, bool exact) {
     for (size_t i = 1; i < (exact ? 6 : 4); i++) p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(c[i]));
     const __m512 sum = _mm512_add_ps(_mm512_scalef_ps(p, t), _mm512_set1_ps(1));
     __m512 inverse = _mm512_rcp14_ps(sum);
-    if (exact) { /* Newton's step, a third of a division's time; of a sum that is too large there is none to take */
+    if (exact) { /* Newton's step, a third of a division's time; infinite sums skip it */
         const __mmask16 small = _mm512_cmp_ps_mask(t, _mm512_set1_ps(126), _CMP_LT_OQ);
         const __m512 error = _mm512_fnmadd_ps(sum, inverse, _mm512_set1_ps(1));
         inverse = _mm512_mask_fmadd_ps(inverse, small, error, inverse);
@@ -35,7 +35,7 @@ INLINE __m512 sigmoid(__m512 x, bool exact) {
     return inverse;
 }
 
-/* exact: of SiLU. An Inf stays one or becomes NaN, as it should: -Inf * 0. */
+/* exact: of SiLU. An Inf stays Inf or becomes NaN, which is correct: -Inf * 0. */
 INLINE __m512 activated(vm_act act, __m512 x, bool exact) {
     if (act == VM_ACT_SILU) return _mm512_mul_ps(x, sigmoid(x, exact));
     if (act == VM_ACT_RELU) return _mm512_max_ps(_mm512_setzero_ps(), x); /* NaN where the second is */

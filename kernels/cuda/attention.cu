@@ -1,4 +1,4 @@
-/* Attention with one wide head by online softmax: y = softmax(q k^T * scale) v, and never an n x n matrix.
+/* Attention with one wide head by online softmax: y = softmax(q k^T * scale) v, without an n x n matrix.
  *
  * A block owns some queries and walks over tiles of keys:
  *
@@ -6,16 +6,16 @@
  *   p = exp2(s * scale - top)                 top: the row's maximum so far; sums in float before p is rounded
  *   o[query][channel] = o * keep + p v        values in chunks of a few keys, keep = exp2(old top - new top)
  *
- * Chunks of keys, then of values, come through one ring in shared memory, so copies run ahead of the products in both
+ * Chunks of keys, then of values, pass through one ring in shared memory, so copies run ahead of the products in both
  * phases. o stays in registers: a warp has all the queries and an eighth of the channels, so each value is read from
- * shared memory once for all queries. These reads limit the kernels, so more queries would be better, but o of 128
- * queries x 512 channels would fill the whole register file.
+ * shared memory once for all queries. These reads limit the kernels. More queries would help, but o of 128 queries x
+ * 512 channels would fill the whole register file.
  *
- * The 16-byte vectors of a row in shared memory are permuted, v ^ (row & 7), so that the same vector of eight rows,
- * which is what one ldmatrix reads, lies in eight different groups of banks.
+ * The 16-byte vectors of a row in shared memory are permuted, v ^ (row & 7). So the same vector of eight rows, which
+ * one ldmatrix reads, lies in eight different groups of banks.
  *
- * f16 and bf16 use tensor cores and keep the queries in shared memory; f32 is plain fmaf on registers and streams its
- * queries along with the keys, so that one shape fits every device. Launch: vm_attention_choose in cuda.h. */
+ * f16 and bf16 use tensor cores and keep the queries in shared memory. f32 is plain fmaf on registers and streams its
+ * queries along with the keys, so one shape fits every device. Launch: vm_attention_choose in cuda.h. */
 #include <math.h>
 
 #include "device.h"
@@ -77,16 +77,15 @@ VM_DEVICE void vm_fetch(vm_ring<T, QUERIES, KEYS, V_KEYS, V_CHANNELS, STAGES> &g
         }
         if (++g.part == g.k_parts + KEYS / V_KEYS * ring::PARTS) g.part = 0, g.key += KEYS;
     }
-    vm_copy_commit(); /* at the end a group of no copies, since vm_take counts groups */
+    vm_copy_commit(); /* possibly empty: vm_take counts groups */
     g.fetched = g.fetched + 1 == STAGES ? 0 : g.fetched + 1;
 }
 
-/* The next chunk, valid until the next call, which every thread of the block makes. */
+/* Returns: the next chunk, valid until the next call. Every thread of the block must call. */
 template <typename T, int QUERIES, int KEYS, int V_KEYS, int V_CHANNELS, int STAGES>
 VM_DEVICE T *vm_take(vm_ring<T, QUERIES, KEYS, V_KEYS, V_CHANNELS, STAGES> &g) {
     vm_copy_wait<STAGES - 2>();
-    __syncthreads(); /* all have copied their part of this chunk, and are done with the one before: its slot is fetched
-                        into */
+    __syncthreads(); /* all have copied their part of this chunk and finished the one before, which frees its slot */
     vm_fetch(g);
     T *chunk = g.shared + g.taken * V_KEYS * V_CHANNELS;
     g.taken = g.taken + 1 == STAGES ? 0 : g.taken + 1;
@@ -102,10 +101,10 @@ struct vm_rows {
     float top[ROWS], sum[ROWS];
 };
 
-/* The next tile's scores become probabilities * 2^shift, and maximum and sum are brought up to date. A row is shared by
- * LANES neighbouring lanes of WARPS warps, of which this one is `warp`. tops: [WARPS][queries], keeps: [queries], both
- * in shared memory; keeps may be read after the next barrier. NaN, or a maximum of +Inf, makes the row NaN; while all
- * scores are -Inf the sum stays 0. */
+/* Turns the next tile's scores into probabilities * 2^shift, and updates maximum and sum. LANES neighbouring lanes of
+ * WARPS warps share a row; this is warp `warp`. tops: [WARPS][queries], keeps: [queries], both in shared memory; keeps
+ * may be read after the next barrier. NaN, or a maximum of +Inf, makes the row NaN; while all scores are -Inf the sum
+ * stays 0. */
 template <int LANES, int WARPS, int ROWS, int COLUMNS>
 VM_DEVICE void vm_softmax(float (&s)[ROWS][COLUMNS], vm_rows<ROWS> &r, float scale, float shift, float *tops,
                           float *keeps, int queries, int warp) {
@@ -145,7 +144,7 @@ VM_DEVICE vm_rows<ROWS> vm_no_rows(int first, int step) {
     return r;
 }
 
-/* Leaves every warp's share of the rows' sums in sums [WARPS][queries]. */
+/* Writes every warp's share of the rows' sums to sums [WARPS][queries]. */
 template <int LANES, int ROWS>
 VM_DEVICE void vm_leave_sums(const vm_rows<ROWS> &r, float *sums, int queries, int warp) {
 #pragma unroll
@@ -233,7 +232,7 @@ VM_DEVICE void vm_attend(const vm_attention_args &a, T *shared, float shift) {
 #pragma unroll
         for (int i = 0; i < 2 * OM; i++) {
             const float keep = keeps[i * 8 + lane / 4];
-            if (keep == 1) continue; /* most often so, once the largest scores were met */
+            if (keep == 1) continue; /* the usual case, once the largest scores were met */
 #pragma unroll
             for (int j = 0; j < PARTS * ON; j++) {
                 o[j / ON][i / 2][j % ON][i % 2 * 2] *= keep;
@@ -301,9 +300,9 @@ struct alignas(16) vm_float4 {
 
 VM_DEVICE vm_float4 vm_load4(const float *from) { return *reinterpret_cast<const vm_float4 *>(from); }
 
-/* Scores: 4 x 2 warps of 16 queries x 32 keys, a thread 4 x 4 of them. o: 4 x 2 warps of 16 queries x 256 channels, a
- * thread all 16 and 8. Probabilities lie p[key][query]; the 4 more of a row of p keep eight keys' writes in different
- * banks. */
+/* Scores: 4 x 2 warps of 16 queries x 32 keys, 4 x 4 of them per thread. o: 4 x 2 warps of 16 queries x 256 channels,
+ * all 16 and 8 per thread. Probabilities are p[key][query]; 4 more numbers per row of p put eight keys' writes in
+ * different banks. */
 VM_KERNEL __launch_bounds__(VM_CUDA_THREADS) vm_attention_f32_64x64(vm_attention_args a) {
     constexpr int QUERIES = 64, KEYS = 64, V_KEYS = 8, STAGES = 2, R = 4, ROWS = 16, P_PITCH = QUERIES + 4;
     constexpr int LINE = VM_LINE / 16, COLUMNS = VM_LINE / sizeof(float), WIDTH = VM_ATTENTION_CHANNELS / 4;

@@ -1,17 +1,17 @@
 /* A pass on a GPU, or some rows of it, stripe by stripe (cuda.h):
  *
- *   merge: the sums that x's producer left -> scale, shift
+ *   merge: the sums from x's producer -> scale, shift
  *   for each stripe of rows of y:   x --load--> stripe in --cuDNN--> raw stripe --store--> y and its sums
  *
  *   prepared: scale | shift | merge's sums        scratch: factors | stripe in | raw stripe        workspace: cuDNN's
  *
- * A move has its own kernel in the place of cuDNN. A norm of one pixel has factors of its pixels: pixel_norm makes
- * those that a stripe needs, before its load. Our own convolution takes any rows in one kernel, without stripes but for
- * factors, and the user's pixels as rows.
+ * A move uses its own kernel instead of cuDNN. A pixel norm has one factor per pixel: pixel_norm makes a stripe's
+ * before its load. Our own convolution computes any rows in one kernel; it needs stripes only for factors, and for the
+ * user's pixels as rows.
  *
- * Where a pass runs whole its stripes take at most limits.stripe_bytes, so no copy of a tensor is ever stored whole.
- * Else a stripe is a step of a chain. They go down the image in order on one stream, so y may lie in x's place where a
- * pixel of y needs only that pixel of x. */
+ * If a pass runs whole, its stripes take at most limits.stripe_bytes, so no copy of a tensor is ever stored whole.
+ * Otherwise a stripe is a step of a chain. Stripes go down the image in order on one stream. So y may take x's memory
+ * if a pixel of y needs only that pixel of x. */
 #include <assert.h>
 #include <math.h>
 
@@ -20,33 +20,33 @@
 enum {
     PARTS_WANTED = 2048,
     PART_LEAST = 192,
-    WAVES = 1,        /* in a step, of tiles that are at work at the same time: 1, 2 and 4 were not measured */
-    TILE = 128 * 128, /* numbers of y that cuDNN is taken to compute in a block */
-    LEAST_ROWS = 4    /* of y that it is given in a step */
+    WAVES = 1,        /* waves of concurrent tiles in a step; 1, 2 and 4 were not compared */
+    TILE = 128 * 128, /* assumed numbers of y that cuDNN computes per block */
+    LEAST_ROWS = 4    /* least rows of y for cuDNN in a step */
 };
-static const double stepped_cost = 1.05; /* of a pass in steps, relative to it whole: assumed, not measured */
+static const double stepped_cost = 1.05; /* time of a pass in steps, relative to whole: assumed, not measured */
 
 /* How a convolution is cut; sizes in elements. */
 typedef struct shape {
     bool own;
     size_t rows;                     /* of y in a stripe */
     size_t in_w, in_c;               /* of the stripe */
-    size_t raw_w, raw_c;             /* of what cuDNN gives */
-    size_t k, stride, pad;           /* of the filter as it is convolved */
+    size_t raw_w, raw_c;             /* of cuDNN's output */
+    size_t k, stride, pad;           /* of the filter as convolved */
     size_t factor, in, raw, scratch; /* bytes: offsets in scratch, and its size */
 } shape;
 
-/* Elements from pixel to pixel: channels lie side by side. */
+/* Returns: elements from pixel to pixel; channels are adjacent. */
 static uint32_t pitch_of(const vm_view *v, const vm_shape *s) { return (uint32_t)(v->row / s->w); }
 
-/* A convolution after nearest 2x: four of 2x2. */
+/* Returns: whether it is a convolution after nearest 2x: four of 2x2. */
 static bool folds(const vm_pass *p) { return p->up && p->kind == VM_PASS_CONV; }
 
 static size_t in_rows(const vm_pass *p, const shape *s, size_t rows) {
     return p->up ? rows / 2 + (folds(p) ? 2 : 0) : (rows - 1) * s->stride + s->k;
 }
 
-/* Of x, of which a stripe's first row may be the padding above it. */
+/* Returns: the top row in x of a stripe; it may be in the padding above. */
 static ptrdiff_t top_of(const vm_pass *p, const shape *s, size_t row0) {
     return (ptrdiff_t)(p->up ? row0 / 2 : row0 * s->stride) - (ptrdiff_t)s->pad;
 }
@@ -59,7 +59,7 @@ static size_t prepared_bytes(const vm_pass *p) {
     return p->norm ? VM_ROUND_UP(factors + sums, 256) : 0;
 }
 
-/* Fills the layout for stripes of `rows`. */
+/* Fills in the layout for stripes of `rows`. */
 static void lay_out(const vm_pass *p, shape *s, size_t rows, size_t element) {
     const size_t padded = in_rows(p, s, rows), there = VM_MIN(padded, p->x.h);
     const size_t in = !s->own ? padded : p->x_format == VM_ROWS ? 0 : there;
@@ -93,7 +93,7 @@ static vm_conv_args own_args(const vm_gpu *g, const vm_pass *p) {
                           .bias_scale = p->y_scale};
 }
 
-/* rows 0 where the pass is cuDNN's. A shortcut that narrows may be asked to write in x's place. */
+/* Returns: the tile; rows 0 if cuDNN runs the pass. A shortcut to fewer channels may have to write in x's place. */
 static vm_conv_tile own_tile(const vm_gpu *g, const vm_pass *p) {
     const vm_conv_args a = own_args(g, p);
     const bool narrows = p->ksize == 1 && !p->norm && !p->add && p->y.c < p->x.c;
@@ -102,12 +102,12 @@ static vm_conv_tile own_tile(const vm_gpu *g, const vm_pass *p) {
                           (uint32_t)g->multiprocessors);
 }
 
-/* Rows of y in a row of its tiles. */
+/* Returns: rows of y in a row of its tiles. */
 static size_t tile_rows(const vm_pass *p, const vm_conv_tile *t) { return t->rows * (p->up ? 2 : 1); }
 
 /* ---- steps and stripes ---- */
 
-/* Of a step: tiles enough for the whole device, or where that is tight one row of them. */
+/* A step: enough tiles for the whole device or, if tight, one row of them. */
 typedef struct slab {
     size_t rows; /* of y */
     double cost;
@@ -123,7 +123,7 @@ static slab slab_of(const vm_gpu *g, const vm_pass *p, bool tight) {
     return (slab){VM_MIN(some * unit, p->y.h), stepped_cost * (double)enough / (double)some};
 }
 
-/* The filter, and what does not depend on the stripe's height. */
+/* Returns: the filter, and everything that does not depend on the stripe's height. */
 static shape shape_of_pass(const vm_gpu *g, const vm_pass *p) {
     shape s = {.own = own_tile(g, p).rows, .k = folds(p) ? 2 : (size_t)p->ksize, .stride = (size_t)p->stride};
     s.pad = (size_t)p->pad;
@@ -142,7 +142,7 @@ static shape shape_of(const vm_gpu *g, const vm_pass *p, const vm_limits *limits
         lay_out(p, &s, whole ? p->y.h : slab_of(g, p, manner.tight).rows, element);
         return s;
     }
-    /* the most rows that fit, by bisection; then as many stripes of nearly the same height */
+    /* the most rows that fit, by bisection; then as many stripes of nearly equal height */
     const size_t even = p->up ? 2 : 1;
     size_t low = even, high = p->y.h;
     while (low < high) {
@@ -173,7 +173,7 @@ vm_cut vm_gpu_cut(const vm_backend *b, const vm_pass *p, bool tight) {
                     .cost = step.cost};
 }
 
-/* Pixels of one partial sum: parts enough to keep the GPU busy, and few enough to be stored and merged. */
+/* Returns: pixels of one partial sum: enough parts to keep the GPU busy, few enough to store and merge. */
 static size_t part_pixels(const vm_pass *p) { return VM_MAX(p->y.h * p->y.w / PARTS_WANTED, PART_LEAST); }
 
 static size_t parts_of(const vm_pass *p, size_t rows) {
@@ -183,18 +183,18 @@ static size_t parts_of(const vm_pass *p, size_t rows) {
 
 static size_t stripe_rows(const vm_pass *p, const shape *s, size_t row0) { return VM_MIN(s->rows, p->y.h - row0); }
 
-/* Of every stripe: the last one too is computed as high as the others, so that a pass has one engine of cuDNN's. */
+/* The key of every stripe: the last one is computed at full height too, so a pass has one engine of cuDNN's. */
 static vm_conv_key key_of(const vm_gpu *g, const vm_pass *p, const vm_limits *limits, vm_manner manner,
                           const shape *s) {
     const int64_t x[4] = {1, (int64_t)s->in_c, (int64_t)in_rows(p, s, s->rows), (int64_t)s->in_w};
     vm_conv conv = vm_conv_square(g->backend.dtype, x, (int64_t)s->raw_c, (int64_t)s->k, (int64_t)s->stride, 0);
     conv.tf32 = g->tf32;
     conv.nhwc = true;
-    /* On GPUs other than Hopper cuDNN's TF32 engines want tens of megabytes; with less it computes in plain float32. */
+    /* On GPUs other than Hopper cuDNN's TF32 engines need tens of megabytes; with less it computes in plain float32. */
     const size_t least = g->tf32 ? 64u << 20 : 1u << 20, copied = manner.stepped ? s->scratch : limits->stripe_bytes;
     const size_t usual = VM_MAX(copied / 5 * 2, least);
-    /* What cuDNN 9.28 ranks first for plain float32 on a described H200 or A100 (engine 1) copies its tensors into
-     * another layout: it wants the bytes of x, y and the filters, and some KiB. */
+    /* cuDNN 9.28's first choice for plain float32 on a described H200 or A100 (engine 1) copies its tensors into
+     * another layout: it needs the bytes of x, y and the filters, and some KiB. */
     const size_t copies = s->scratch + s->raw_c * s->k * s->k * s->in_c * sizeof(float) + least;
     const bool copy = !manner.stepped && g->backend.dtype == VM_F32 && !g->tf32;
     return (vm_conv_key){conv, copy ? VM_MAX(usual, copies) : usual};
@@ -222,7 +222,7 @@ vm_status vm_gpu_workspace(const vm_backend *b, const vm_pass *p, const vm_limit
     const vm_conv_key key = key_of(g, p, limits, manner, &s);
     VM_ENTER(g);
     const vm_status status = vm_cudnn_convs_bytes(g->convs, &key, bytes);
-    if (g->autotune) *bytes = key.limit; /* which plan wins is known when there is memory to run them on */
+    if (g->autotune) *bytes = key.limit; /* tuning picks the plan once there is memory to run them on */
     return status;
 }
 
@@ -237,7 +237,7 @@ static vm_status launch(vm_gpu *g, CUfunction kernel, size_t x, size_t y, size_t
                            "launching a kernel");
 }
 
-/* Of a view, of which the rows from `first` on are used. */
+/* The rows of a view from `first` on. */
 static vm_ring_rows ring_of(const vm_view *v, size_t first) {
     if (v->ring == SIZE_MAX) return (vm_ring_rows){0, 0};
     return (vm_ring_rows){(uint32_t)(first % v->ring) - (uint32_t)first, (uint32_t)v->ring};
@@ -269,7 +269,7 @@ typedef struct span {
     size_t first, end;
 } span;
 
-/* Those that rows [row, row + rows) of y need. */
+/* Returns: the rows of x that rows [row, row + rows) of y need. */
 static span needed(const vm_pass *p, const shape *s, size_t row, size_t rows) {
     const ptrdiff_t top = top_of(p, s, row);
     return (span){(size_t)VM_MAX(top, 0), VM_MIN((size_t)(top + (ptrdiff_t)in_rows(p, s, rows)), p->x.h)};
@@ -294,10 +294,10 @@ static vm_status pixel_norm(vm_gpu *g, const vm_pass *p, const vm_operands *at, 
     return launch(g, g->kernel[VM_KERNEL_PIXEL_NORM], VM_MIN(blocks, most), 1, VM_CUDA_THREADS, 0, &a);
 }
 
-/* The factor from x's power of two, or from a normalised x, to y's. */
+/* Returns: the factor from x's power of two, or from a normalised x, to y's. */
 static float multiplier(const vm_pass *p) { return p->norm ? p->y_scale : p->y_scale / p->x_scale; }
 
-/* For cuDNN with zeros around; for our own convolution as it is. */
+/* Loads for cuDNN with zeros around; for our own convolution without. */
 static vm_status load(vm_gpu *g, const vm_pass *p, const vm_operands *at, const shape *s, size_t row0, size_t rows) {
     const span x = needed(p, s, row0, rows);
     const size_t n = s->own ? x.end - x.first : in_rows(p, s, rows);
@@ -364,13 +364,13 @@ static vm_status store(vm_gpu *g, const vm_pass *p, const vm_operands *at, const
                   VM_CUDA_THREADS, 0, &a);
 }
 
-/* Whether cuDNN may read x itself: there is nothing to do on load, and a whole stripe of x's pixels lies packed. */
+/* Returns: whether cuDNN may read x itself: nothing to do on load, and a whole stripe of x's pixels is packed. */
 static bool reads_x(const vm_pass *p, const vm_operands *at, const shape *s, size_t rows) {
     return rows == s->rows && p->ksize == 1 && !p->norm && !p->affine && !p->act && p->x_format == VM_ROWS &&
            pitch_of(&at->x, &p->x) == s->in_c && p->x_scale == p->y_scale && at->x.ring == SIZE_MAX;
 }
 
-/* A stripe. */
+/* Moves one stripe. */
 static vm_status move(vm_gpu *g, const vm_pass *p, const vm_operands *at, const shape *s, size_t row, size_t rows) {
     const bool down = p->stride == 2;
     vm_move_args a = {.x = scratch_at(at, s->in),
@@ -395,7 +395,7 @@ static vm_status move(vm_gpu *g, const vm_pass *p, const vm_operands *at, const 
 
 static vm_status conv(vm_gpu *g, const vm_pass *p, const vm_operands *at, const vm_limits *limits, const shape *s,
                       size_t row, size_t rows) {
-    assert(!vm_gpu_blocked(g, p->ksize, vm_padded(p->x.c), vm_padded(p->y.c))); /* cuDNN reads plain filters */
+    assert(!vm_gpu_blocked(g, p->ksize, vm_padded(p->x.c), vm_padded(p->y.c))); /* cuDNN needs plain filters */
     const vm_conv_key key = key_of(g, p, limits, at->manner, s);
     const bool direct = reads_x(p, at, s, rows);
     const char *in =
@@ -442,7 +442,7 @@ static vm_status own_conv(vm_gpu *g, const vm_pass *p, const vm_operands *at, co
                   tile.shared, &a);
 }
 
-/* Rows [row, end) of y, of which the first begins a step. */
+/* Rows [row, end) of y; the first begins a step. */
 static vm_status convolve(vm_gpu *g, const vm_pass *p, const vm_operands *at, const vm_limits *limits, size_t row,
                           size_t end) {
     const shape s = shape_of(g, p, limits, at->manner);

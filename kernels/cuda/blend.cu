@@ -1,8 +1,8 @@
 /* blend: a tile into the image, blended with its neighbours (vm_blend_args in kernels.h). Any one-dimensional grid of
  * VM_CUDA_THREADS threads.
  *
- * A thread has all numbers of a channel that lie multiples of `step` from each other, in order: what one of them leaves
- * no other thread reads. */
+ * A thread owns all numbers of a channel that are multiples of `step` apart, and handles them in order: no other thread
+ * reads the borders that it writes. */
 #include "pixels.h"
 
 VM_KERNEL __launch_bounds__(VM_CUDA_THREADS) vm_blend(vm_blend_args a) {

@@ -1,20 +1,20 @@
 /* conv: a whole pass in one kernel on tensor cores: normalise and activate, convolve, add, round, store, measure.
  *
- * A block takes items, a tile of pixels by some channels each, one after the other. For each it walks over x's channels
+ * A block takes items, a tile of pixels by some channels each, one after another. For each it walks over x's channels
  * in chunks of 64 and over the filter's taps:
  *
  *   chunk of x with its halo  --copied--> shared memory --f, in place--> read at the pixels that each tap shifts to
  *   filters at a tap, of the chunk  --copied--> a ring in shared memory
  *
- * f is normalisation and SiLU. x is read and transformed once for all taps and for OUTS channels of y, and no im2col
- * copy is made. Copies and f run ahead of the products, from one item into the next: while one chunk is multiplied, the
+ * f is normalisation and SiLU. x is read and transformed once for all taps and for OUTS channels of y, without an
+ * im2col copy. Copies and f run ahead of the products, from one item into the next: while one chunk is multiplied, the
  * next is copied and then transformed. Half of a multiprocessor's warps transform before they multiply and the others
- * after, so that the tensor cores and the rest of the multiprocessor both have work at any time. There is one barrier
- * for each tap. The residual is asked for before an item's products, and added after them. Of two blocks that share a
- * multiprocessor one begins a little later, so that it multiplies while the other ends its item.
+ * after, so the tensor cores and the other units are always busy. There is one barrier for each tap. The residual is
+ * prefetched before an item's products, and added after them. Of two blocks on a multiprocessor one begins a little
+ * later, and multiplies while the other ends its item.
  *
  * A warp with 64 pixels x 64 channels reads 4 KiB from shared memory for 32 products of 16 x 8 x 16. Smaller tiles read
- * more for each product, and that limits their speed. A block with 256 pixels x 128 channels reads a filter from the L2
+ * more for each product, which limits their speed. A block with 256 pixels x 128 channels reads a filter from the L2
  * cache once for 256 pixels. */
 #include "conv_tile.h"
 
@@ -36,8 +36,8 @@ VM_DEVICE void vm_convolve(const vm_conv_args &a, char *shared) {
     const uint32_t h = a.up ? a.x_h : a.y_h, w = a.up ? a.x_w : a.y_w, items = a.items;
     float *const sums = reinterpret_cast<float *>(shared + S::SUMS);
 
-    /* The next chunk's copy was begun before those of the last filters, and copies arrive in order: when the ring has
-     * come round to the last taps the chunk is there, and f is spread over these taps. */
+    /* The next chunk's copy was begun before those of the last filters, and copies arrive in order. So the chunk is
+     * there when the ring has come round to the last taps, and f is spread over these taps. */
     const bool changes = a.scale || a.multiply != 1;
     const uint32_t first = min(taps - 1, max(taps / 2, (uint32_t)S::STAGES - 1));
     const uint32_t each = (S::EACH + taps - first - 1) / (taps - first);
@@ -55,8 +55,8 @@ VM_DEVICE void vm_convolve(const vm_conv_args &a, char *shared) {
         vm_conv_fetch_filter<T, S>(a, f, shared + S::RING + i * S::FILTER, items);
         vm_copy_commit();
     }
-    /* Where a multiprocessor has two blocks of four warps, the second begins later. They share the tensor cores evenly,
-     * so that the distance between them stays. Each multiprocessor gets its first block before one gets a second. */
+    /* If a multiprocessor has two blocks of four warps, the second begins later. They share the tensor cores evenly, so
+     * the distance between them stays. Each multiprocessor gets its first block before one gets a second. */
     if (second && vm_conv_apart(S::THREADS, a.in_c * taps, items / gridDim.x)) vm_sleep(VM_CONV_LEAD);
     vm_copy_wait<S::STAGES - 2>();
     if (changes && in.item < items) vm_conv_transform<T, S>(a, in, shared, 0, S::EACH);
@@ -109,7 +109,7 @@ VM_DEVICE void vm_convolve(const vm_conv_args &a, char *shared) {
                     if (step < 3) {
                         vm_conv_fragments<S>(xf[(step + 1) & 1], wf[(step + 1) & 1], shared, x_now, w_now, step + 1);
                     } else {
-                        /* Wait until all warps have read this tap's filters and the next tap's have arrived. */
+                        /* Wait until all warps have read this tap's filters, and the next tap's have arrived. */
                         if (taps == 1)
                             vm_copy_wait<0>();
                         else

@@ -1,7 +1,7 @@
 /* Convolutions by cuDNN's graph API, with a cache of their plans.
  *
  *   plan: graph (x, w, y, convolution) -> heuristics mode A, then the fallback list -> configurations, best first
- *         skip engines that are not accurate or not repeatable; the first that finalises within the limit is the plan
+ *         skip engines that are inaccurate or not repeatable; the first that finalises within the limit is the plan
  *   run:  variant pack (pointers, workspace) -> execute on the handle's stream */
 #include "conv_cudnn.h"
 
@@ -11,12 +11,12 @@
 
 enum { LEAST_VERSION = 90000, CANDIDATES = 8 };
 
-/* A plan for a key; of a key's candidates the cache keeps one. */
+/* A plan for a key; the cache keeps one of a key's candidates. */
 typedef struct plan {
     struct plan *next; /* in the cache */
     vm_conv_key key;
     vm_cudnn_plan made;
-    desc config; /* lives as long as the plan that was made from it */
+    desc config; /* outlives the plan made from it */
     bool tuned, ran;
 } plan;
 
@@ -117,7 +117,7 @@ bool vm_cudnn_convs_describe(const vm_cudnn_convs *s, size_t index, char *text, 
     return p;
 }
 
-/* Notes of engines that must not be taken: they round more than their types say, or sum in another order each time. */
+/* Notes of forbidden engines: they round more than their types require, or sum in another order each time. */
 static uint32_t bad_notes(const vm_conv *v) {
     const uint32_t all =
         1u << NOTE_DOWN_CONVERT_INPUTS | 1u << NOTE_REDUCED_PRECISION_REDUCTION | 1u << NOTE_NONDETERMINISTIC;
@@ -126,17 +126,17 @@ static uint32_t bad_notes(const vm_conv *v) {
            1u << NOTE_WINOGRAD_TILE_13x13;
 }
 
-/* What a search for plans has found so far. */
+/* The state of a search for plans. */
 typedef struct search {
     const vm_cudnn_convs *s;
     const vm_conv_key *key;
     desc device;
     plan *found[CANDIDATES];
     size_t count, wanted;
-    int64_t least; /* bytes of workspace that any plan wanted */
+    int64_t least; /* the least workspace of any plan, in bytes */
 } search;
 
-/* Whether a plan was made of config, which then owns it. */
+/* Returns: whether a plan was made; it then owns config. */
 static bool try_config(search *f, desc config) {
     const vm_cudnn_plan made = vm_cudnn_try(f->s->c, config, bad_notes(&f->key->conv), f->device, f->s->handle);
     if (!made.plan) return false;
@@ -158,7 +158,7 @@ static void walk(search *f, vm_cudnn_question *q, desc graph, int mode) {
         if (f->count == f->wanted || !try_config(f, config[i])) f->s->c->destroy(config[i]);
 }
 
-/* Up to `wanted` plans, best first. */
+/* Finds up to `wanted` plans, best first. */
 static vm_status look(search *f) {
     const vm_conv *v = &f->key->conv;
     vm_status status = vm_cudnn_check(v);
@@ -182,7 +182,7 @@ static vm_status look(search *f) {
         f->key->limit, why);
 }
 
-/* With the lock held: the plan, found or made. */
+/* Finds or makes the plan. Requires the lock. */
 static vm_status plan_of(vm_cudnn_convs *s, const vm_conv_key *key, plan **out) {
     if ((*out = find(s, key))) return VM_OK;
     search f = {.s = s, .key = key, .wanted = 1};
@@ -206,7 +206,7 @@ vm_status vm_cudnn_convs_bytes(vm_cudnn_convs *s, const vm_conv_key *key, size_t
     return status;
 }
 
-/* With the lock held. */
+/* Requires the lock. */
 static vm_status execute(const vm_cudnn_convs *s, desc plan, void *stream, const void *x, const void *filters, void *y,
                          void *workspace) {
     const int64_t ids[3] = {'x', 'w', 'y'};
@@ -262,7 +262,7 @@ vm_status vm_cudnn_convs_tune(vm_cudnn_convs *s, const vm_conv_key *key, void *s
     search f = {.s = s, .key = key, .wanted = CANDIDATES};
     if (!s->handle) return no_device();
     pthread_mutex_lock(&s->c->lock);
-    vm_status status = plan_of(s, key, &kept); /* its place in the cache, whatever is found now */
+    vm_status status = plan_of(s, key, &kept); /* keeps its place in the cache */
     size_t free = 0;
     if (!status && !kept->tuned) status = watch(s, true, &free);
     if (!status && !kept->tuned) status = look(&f);
@@ -281,7 +281,7 @@ vm_status vm_cudnn_convs_tune(vm_cudnn_convs *s, const vm_conv_key *key, void *s
         kept->next = loser.next;
         *f.found[winner] = loser;
     }
-    if (!status) kept->tuned = true; /* where none could be timed the heuristics' first stays */
+    if (!status) kept->tuned = true; /* if none could be timed, the heuristics' first stays */
     for (size_t i = 0; i < f.count; i++) free_plan(s->c, f.found[i]);
     if (!status && f.count) status = watch(s, false, &free);
     pthread_mutex_unlock(&s->c->lock);

@@ -1,4 +1,4 @@
-/* The parts of conv.cu: where things lie in shared memory, and the copies that bring them there. */
+/* The parts of conv.cu: the layout of shared memory, and the copies into it. */
 #ifndef VM_CONV_TILE_H
 #define VM_CONV_TILE_H
 
@@ -6,18 +6,18 @@
 
 typedef uint64_t __attribute__((may_alias)) vm_long; /* four numbers */
 
-/* The shape of a kernel; cuda.h has the list of them. A warp has M tile rows of 16 pixels by N times 8 channels. */
+/* The shape of a kernel; cuda.h lists them. A warp has M tile rows of 16 pixels by N times 8 channels. */
 template <int ROWS_, int OUTS_, int STRIDE_, int WARPS, int ACROSS_, int STAGES_>
 struct vm_conv_shape {
     static constexpr int ROWS = ROWS_, OUTS = OUTS_, STRIDE = STRIDE_, STAGES = STAGES_;
     static constexpr int THREADS = WARPS * 32, ACROSS = ACROSS_, DOWN = WARPS / ACROSS;
-    VM_DEVICE void meet() { __syncthreads(); } /* the threads that share a tile wait for each other */
+    VM_DEVICE void meet() { __syncthreads(); } /* the threads of a tile wait for each other */
     static constexpr int M = ROWS / DOWN, N = OUTS / ACROSS / 8;
     static_assert(M * DOWN == ROWS && N * 8 * ACROSS == OUTS && N % 2 == 0, "warps share the tile evenly");
 
     static constexpr int LINE = VM_CONV_CHUNK * 2, VECTORS = LINE / 16; /* bytes of a pixel or filter in a chunk */
     static constexpr int WIDTH = (VM_CONV_COLUMNS - 1) * STRIDE + 3, PIXELS = ((ROWS - 1) * STRIDE + 3) * WIDTH;
-    static constexpr int EACH = (PIXELS * VECTORS + THREADS - 1) / THREADS; /* vectors of a thread */
+    static constexpr int EACH = (PIXELS * VECTORS + THREADS - 1) / THREADS; /* vectors per thread */
     static constexpr int STEP = THREADS / VECTORS;                          /* pixels between them */
 
     /* Shared memory: two chunks of x, the ring of filters, sums. */
@@ -25,12 +25,12 @@ struct vm_conv_shape {
     static_assert(SUMS + DOWN * (2 * OUTS + 4) * 4 == VM_CONV_SHARED(ROWS, OUTS, STRIDE, DOWN, STAGES), "as cuda.h");
 };
 
-/* What a block computes before it takes the next: a tile of pixels (of x, where up), some channels. */
+/* A block's unit of work: a tile of pixels (with up, of x) and some channels. */
 struct vm_conv_item {
     uint32_t part, phase, row, column, out;
 };
 
-/* item: of those that are to be computed. */
+/* item: among those to be computed. */
 template <typename S>
 VM_DEVICE vm_conv_item vm_conv_item_of(const vm_conv_args &a, uint32_t item) {
     item += a.first_item;
@@ -43,7 +43,7 @@ VM_DEVICE vm_conv_item vm_conv_item_of(const vm_conv_args &a, uint32_t item) {
 
 /* ---- x ---- */
 
-/* The chunk whose copy was begun last; `item` is beyond the last one where there is none. A thread copies, and then
+/* The chunk whose copy was begun last; `item` is beyond the last one if there is none. A thread copies, then
  * transforms, one vector of the chunk's channels at every STEPth pixel. */
 struct vm_conv_input {
     uint32_t item, chunk;
@@ -64,12 +64,12 @@ VM_DEVICE void vm_conv_input_at(const vm_conv_args &a, vm_conv_input &in, uint32
 struct vm_conv_vector {
     uint32_t at;    /* in the chunk's memory, bytes */
     uint32_t y, x;  /* in x */
-    bool any, some; /* within what the taps reach, and within x */
+    bool any, some; /* within reach of the taps, and within x */
 };
 
-/* Where a vector lies. The vectors of a pixel are permuted by its column: eight neighbours' same vector, which is what
- * one ldmatrix reads, lies in eight different groups of banks. The row has no part in it, so the next row is a constant
- * further. */
+/* Where a vector lies. A pixel's vectors are permuted by its column, so the same vector of eight neighbours, which one
+ * ldmatrix reads, lies in eight different groups of banks. The row does not matter, so the next row is at a constant
+ * distance. */
 template <typename S>
 VM_DEVICE uint32_t vm_conv_place(uint32_t row, uint32_t column, uint32_t vector) {
     return (row * S::WIDTH + column) * S::LINE + ((vector ^ (column / S::STRIDE & 7)) << 4);
@@ -96,7 +96,7 @@ VM_DEVICE void vm_conv_fetch_input(const vm_conv_args &a, const vm_conv_input &i
     }
 }
 
-/* Normalises and activates, in place, the thread's own vectors [from, to), which must have arrived. */
+/* Normalises and activates in place the thread's own vectors [from, to), which must have arrived. */
 template <typename T, typename S>
 VM_DEVICE void vm_conv_transform(const vm_conv_args &a, const vm_conv_input &in, char *chunk, int from, int to) {
     const uint32_t c = in.chunk * VM_CONV_CHUNK + threadIdx.x % S::VECTORS * 8;
@@ -119,7 +119,7 @@ VM_DEVICE void vm_conv_transform(const vm_conv_args &a, const vm_conv_input &in,
         vm_load8(v, p);
 #pragma unroll
         for (int j = 0; j < 8; j++) v[j] = fmaf(v[j] * factor, scale[j], shift[j]);
-        if (a.act == VM_ACT_SILU) { /* asked once, not for each number */
+        if (a.act == VM_ACT_SILU) { /* tested once, not per number */
 #pragma unroll
             for (int j = 0; j < 8; j++) v[j] = vm_silu<T>(v[j]) * a.multiply;
         } else {
@@ -132,19 +132,19 @@ VM_DEVICE void vm_conv_transform(const vm_conv_args &a, const vm_conv_input &in,
 
 /* ---- filters ---- */
 
-/* vm_conv_filter_column's inverse, of 16: which filter a matrix's column is. */
+/* vm_conv_filter_column's inverse, within 16: the filter of a matrix's column. */
 VM_DEVICE uint32_t vm_conv_filter_of(uint32_t column, bool second) { return column / 2 * 4 + second * 2 + column % 2; }
-/* Which of a lane's channels is its i-th, of 16 for every four. */
+/* A lane's i-th channel, 16 for every four. */
 VM_DEVICE uint32_t vm_conv_channel(uint32_t i) { return i / 4 * 16 + threadIdx.x % 4 * 4 + i % 4; }
 
-/* Where a vector of a filter lies. The vectors are permuted so that eight filters' same vector, which is what one
+/* Where a vector of a filter lies. The vectors are permuted so that the same vector of eight filters, which one
  * ldmatrix reads, lies in eight different groups of banks: this is the `column` of vm_conv_filter_of. */
 template <typename S>
 VM_DEVICE uint32_t vm_conv_filter_place(uint32_t filter, uint32_t vector) {
     return filter * S::LINE + ((vector ^ (filter / 2 & 6) ^ (filter & 1)) << 4);
 }
 
-/* What the next slot of the ring will hold: OUTS filters at one tap, of one chunk's channels. */
+/* The next slot of the ring: OUTS filters at one tap, of one chunk's channels. */
 struct vm_conv_filter {
     uint32_t item, chunk, tap, out, phase;
 };
@@ -165,8 +165,8 @@ VM_DEVICE void vm_conv_fetch_filter(const vm_conv_args &a, vm_conv_filter &f, ch
     const uint32_t taps = a.k * a.k, outs = VM_ROUND_UP(a.y_c, VM_BLOCK);
     const uint32_t v = threadIdx.x % S::VECTORS, first = threadIdx.x / S::VECTORS, c = f.chunk * VM_CONV_CHUNK + v * 8;
     const T *const w = static_cast<const T *>(a.w);
-    /* vm_conv_choose has seen that the filters' numbers keep within 32 bits. Of blocks only rows and planes move within
-     * the loop; a tile of more outs than a block has goes on in the next tile's blocks. */
+    /* vm_conv_choose ensures that the filters' numbers fit in 32 bits. In blocks, only rows and planes move within the
+     * loop; a tile with more outs than a block continues in the next tile's blocks. */
     const uint32_t chunks = (a.in_c + VM_CONV_CHUNK - 1) / VM_CONV_CHUNK;
     const uint32_t step = taps * a.in_c, next = chunks * taps * VM_CONV_FILTER_BLOCK;
     const uint32_t from = a.blocked ? (uint32_t)vm_conv_filter_at(outs, a.in_c, taps, f.phase, f.out, f.tap, c) -
@@ -190,7 +190,7 @@ VM_DEVICE void vm_conv_fetch_filter(const vm_conv_args &a, vm_conv_filter &f, ch
 
 /* ---- y ---- */
 
-/* Asks for the item's residual, so that it comes from the L2 cache when it is added. */
+/* Prefetches the item's residual into the L2 cache. */
 template <typename T, typename S>
 VM_DEVICE void vm_conv_prefetch(const vm_conv_args &a, const vm_conv_item &at) {
     enum { LINE = 64 }; /* numbers in 128 bytes */
@@ -207,8 +207,8 @@ VM_DEVICE void vm_conv_prefetch(const vm_conv_args &a, const vm_conv_item &at) {
     }
 }
 
-/* Merges the sums of the lanes of a warp that have the same channels (their lane / 4 differs). Of COUNT channels a lane
- * keeps one half, merged with its partner's, and gives the partner the other; then a quarter, then an eighth. */
+/* Merges the sums of lanes with the same channels (they differ in lane / 4). Of COUNT channels a lane keeps one half,
+ * merged with its partner's, and gives the partner the other; then a quarter, then an eighth. */
 template <int COUNT, int MASK>
 VM_DEVICE void vm_conv_share(float &n, float *mean, float *m2) {
     constexpr int KEEP = COUNT > 1 ? COUNT / 2 : 1;
@@ -226,8 +226,8 @@ VM_DEVICE void vm_conv_share(float &n, float *mean, float *m2) {
     if constexpr (MASK > 4) vm_conv_share<KEEP, MASK / 2>(n, mean, m2);
 }
 
-/* Adds the residual, rounds and writes y. d then holds the numbers as stored, and zeros for pixels and channels that
- * lie outside y. WHOLE: the tile has none of those. */
+/* Adds the residual, rounds and writes y. d then holds the numbers as stored, and zeros for pixels and channels outside
+ * y. WHOLE: the tile has none of those. */
 template <typename T, typename S, bool PIXELS, bool WHOLE>
 VM_DEVICE void vm_conv_store(const vm_conv_args &a, float (&d)[S::M][S::N][4], const vm_conv_item &at, uint32_t row0,
                              uint32_t out) {
@@ -255,8 +255,8 @@ VM_DEVICE void vm_conv_store(const vm_conv_args &a, float (&d)[S::M][S::N][4], c
             }
     };
 
-    float nonfinite = 0; /* becomes NaN, and stays it, once a number is not finite: v * 0 is 0 for all others */
-    uint32_t seen = 0;   /* the same of stored pairs */
+    float nonfinite = 0; /* becomes and stays NaN once a number is not finite: v * 0 is 0 for all others */
+    uint32_t seen = 0;   /* the same for stored pairs */
     if (add) fetch(0);
 #pragma unroll
     for (int r = 0; r < 2 * S::M; r++) {
@@ -307,8 +307,8 @@ VM_DEVICE void vm_conv_store(const vm_conv_args &a, float (&d)[S::M][S::N][4], c
     if (nonfinite != 0 || last[0] != 0 || last[1] != 0) vm_atomic_or(a.flags, 1);
 }
 
-/* The sums of the item's pixels and channels, its part of what the next GroupNorm needs: first within a lane, then
- * between lanes, then between warps. */
+/* The sums of the item's pixels and channels, its part for the next GroupNorm: first within a lane, then between lanes,
+ * then between warps. */
 template <typename S, bool WHOLE>
 VM_DEVICE void vm_conv_measure(const vm_conv_args &a, const float (&d)[S::M][S::N][4], const vm_conv_item &at,
                                uint32_t row0, float *sums) {
@@ -322,10 +322,10 @@ VM_DEVICE void vm_conv_measure(const vm_conv_args &a, const float (&d)[S::M][S::
         pixels += valid[r];
     }
     const float over = pixels > 0 ? 1 / pixels : 0;
-    /* sums: [DOWN] counts, then means and deviations of each. Of a lane's channels at most 16 are summed at a time,
-     * since all of them would want more registers than there are. */
+    /* sums: [DOWN] counts, then means and deviations of each. At most 16 of a lane's channels are summed at a time: all
+     * of them would need more registers than there are. */
     constexpr int PIECES = S::N > 8 ? S::N / 8 : 1, COUNT = 2 * S::N / PIECES, KEPT = COUNT >= 8 ? COUNT / 8 : 1;
-    const uint32_t first = lane / 4 * COUNT / 8; /* of the lane's COUNT channels, the first it has kept */
+    const uint32_t first = lane / 4 * COUNT / 8; /* of the lane's COUNT channels, the first that it keeps */
     float *const mine = sums + S::DOWN * 4 + down * 2 * S::OUTS;
 #pragma unroll
     for (int piece = 0; piece < PIECES; piece++) {

@@ -1,25 +1,25 @@
-/* conv_wgmma: computes what conv.cu does, for stride 1, on Hopper GPUs. Their tensor cores read both factors from
+/* conv_wgmma: computes the same as conv.cu, for stride 1, on Hopper GPUs. Their tensor cores read both factors from
  * shared memory.
  *
  * A block has four warpgroups. The first two multiply: each has 8 of the tile's 16 rows, as two products of 64 pixels
  * (8 rows by 8 columns) by 128 channels, and ends its rows as conv.cu does. They share x and filters but do not wait
- * for each other, so that one may multiply while the other adds, rounds, stores and measures. Of the other two one
- * thread has filters copied into a ring, one tap of a chunk after the other, and seven warps normalise and activate
- * chunks of 64 channels of x with their halo.
+ * for each other, so one may multiply while the other adds, rounds, stores and measures. In the other two, one thread
+ * has filters copied into a ring, one tap of a chunk after another, and seven warps normalise and activate chunks of 64
+ * channels of x with their halo.
  *
  *   full_x, empty_x: two chunks of x           full_w, empty_w: the slots of the ring
- *   x        [8 planes][18][18][8 channels]    the pixels that a tap needs lie 16 bytes from each other in a row,
- *   filter   [8 planes][128][8 channels]       and the rows 288: no other copy is made of them */
+ *   x        [8 planes][18][18][8 channels]    a tap's pixels are 16 bytes apart in a row,
+ *   filter   [8 planes][128][8 channels]       and rows 288: no other copy is made of them */
 #include "conv_tile.h"
 
 #ifdef VM_HAS_WGMMA
 
-/* What one of the two warpgroups has of a tile, as conv_tile.h's shapes say it. */
+/* One of the two warpgroups' part of a tile, in the terms of conv_tile.h's shapes. */
 struct vm_wgmma_shape {
     static constexpr int ROWS = 8, OUTS = 128, STRIDE = 1, THREADS = 128, ACROSS = 1, DOWN = 4, M = 2, N = 16;
     VM_DEVICE void meet() { vm_meet_some<THREADS>(1 + threadIdx.x / THREADS); }
 };
-/* And the tile that both share. */
+/* The tile that both share. */
 struct vm_wgmma_tile {
     static constexpr int ROWS = 16, OUTS = 128;
 };
@@ -38,8 +38,8 @@ enum {
     VM_WGMMA_INPUTS = 224,
     VM_WGMMA_STEP = VM_WGMMA_INPUTS / VM_WGMMA_PLANES /* pixels between them */
 };
-/* Registers of a thread that prepares and of one that multiplies. What two warpgroups give back is all that the other
- * two can have: they would wait for more forever. */
+/* Registers of a thread that prepares and of one that multiplies. Two warpgroups can only get what the other two give
+ * up: they would wait for more forever. */
 enum { VM_WGMMA_FEWER = 72, VM_WGMMA_MORE = 184 };
 static_assert(2 * VM_WGMMA_FEWER + 2 * VM_WGMMA_MORE <= 4 * VM_WGMMA_REGISTERS, "there are no more registers");
 static_assert(VM_WGMMA_BARRIERS + (2 * VM_WGMMA_STAGES + 4) * 8 == VM_WGMMA_SHARED, "as cuda.h");
@@ -59,13 +59,13 @@ struct vm_wgmma_barriers {
 
 /* ---- the warps that prepare x ---- */
 
-/* A chunk of x with its halo: where it begins in x, and the thread's plane of it. */
+/* A chunk of x with its halo: its origin in x, and the thread's plane. */
 struct vm_wgmma_chunk {
     int32_t top, left;
     uint32_t c; /* the first of the thread's eight channels */
 };
 
-/* Whether the thread has number i of the chunk's pixels, and where it lies in x. */
+/* Returns: whether the thread has number i of the chunk's pixels, and its place in x. */
 VM_DEVICE bool vm_wgmma_pixel(const vm_conv_args &a, const vm_wgmma_chunk &at, uint32_t i, uint32_t &y, uint32_t &x) {
     const uint32_t row = i / VM_WGMMA_WIDTH, column = i % VM_WGMMA_WIDTH;
     y = at.top + row;
@@ -73,10 +73,10 @@ VM_DEVICE bool vm_wgmma_pixel(const vm_conv_args &a, const vm_wgmma_chunk &at, u
     return row < 15 + a.k && column < VM_CONV_COLUMNS - 1 + a.k && y < a.x_h && x < a.x_w && at.c < a.in_c;
 }
 
-/* What is done to a chunk; SILU, with a norm, is what passes ask for most often, without a choice at each number. */
+/* The change to a chunk. SILU, with a norm, is the most frequent: no choice at each number. */
 enum vm_wgmma_change { VM_WGMMA_COPY, VM_WGMMA_SILU, VM_WGMMA_ANY };
 
-/* Asks for what is prepared after this, so that it comes from the L2 cache then. */
+/* Prefetches the next chunk into the L2 cache. */
 template <typename T>
 VM_DEVICE void vm_wgmma_prefetch(const vm_conv_args &a, vm_wgmma_chunk at, uint32_t c, uint32_t thread) {
     at.c = c;
@@ -87,11 +87,11 @@ VM_DEVICE void vm_wgmma_prefetch(const vm_conv_args &a, vm_wgmma_chunk at, uint3
     }
 }
 
-/* Waits until the chunk's place is empty, but asks for its first numbers before. */
+/* Waits until the chunk's place is empty, after prefetching its first numbers. */
 template <typename T, vm_wgmma_change CHANGE>
 VM_DEVICE void vm_wgmma_input(const vm_conv_args &a, const vm_wgmma_chunk &at, uint32_t first, char *to,
                               uint64_t *empty, uint32_t parity) {
-    constexpr int BATCH = CHANGE == VM_WGMMA_COPY ? 6 : 4; /* vectors that a thread asks for at a time */
+    constexpr int BATCH = CHANGE == VM_WGMMA_COPY ? 6 : 4; /* vectors that a thread loads at a time */
     const T *const from = static_cast<const T *>(a.x) + at.c;
     float scale[8], shift[8];
     if (CHANGE != VM_WGMMA_COPY && a.scale && at.c < a.in_c) {
@@ -202,7 +202,7 @@ VM_DEVICE void vm_wgmma_filters(const vm_conv_args &a, char *shared, const vm_wg
     }
 }
 
-/* ---- the two that multiply ---- */
+/* ---- the two warpgroups that multiply ---- */
 
 template <typename T>
 VM_DEVICE void vm_wgmma_multiply(const vm_conv_args &a, char *shared, const vm_wgmma_barriers &bars) {
@@ -230,7 +230,7 @@ VM_DEVICE void vm_wgmma_multiply(const vm_conv_args &a, char *shared, const vm_w
             for (int r = 0; r < 2 * S::M; r++) d[r / 2][i / 2][r % 2 * 2 + i % 2] = bias;
         }
         vm_wgmma_hold(d);
-        uint64_t *left_w = nullptr, *left_x = nullptr; /* what the products before the last ones have read */
+        uint64_t *left_w = nullptr, *left_x = nullptr; /* read by the products before the last ones */
 #pragma unroll 1
         for (uint32_t c = 0; c < a.in_c; c += VM_CONV_CHUNK) {
             vm_barrier_wait(bars.full_x + x.at, x.parity);
@@ -265,7 +265,7 @@ VM_DEVICE void vm_wgmma_multiply(const vm_conv_args &a, char *shared, const vm_w
             x.next();
         }
         vm_wgmma_wait<0>();
-        float sum[2][16][4]; /* what follows takes numbers apart, and d would be kept as integers from the beginning */
+        float sum[2][16][4]; /* the epilogue takes numbers apart, and d would be kept as integers from the beginning */
 #pragma unroll
         for (int i = 0; i < 128; i++) sum[i / 64][i / 4 % 16][i % 4] = d[i / 64][i / 4 % 16][i % 4];
         vm_wgmma_hold(sum);
@@ -278,7 +278,7 @@ VM_DEVICE void vm_wgmma_multiply(const vm_conv_args &a, char *shared, const vm_w
             vm_conv_finish<T, S, false, true>(a, sum, at, sums);
         else
             vm_conv_finish<T, S, false, false>(a, sum, at, sums);
-        if (a.stats) S::meet(); /* before the sums are written again */
+        if (a.stats) S::meet(); /* before the sums are overwritten */
     }
 }
 
@@ -291,7 +291,7 @@ VM_DEVICE void vm_wgmma_convolve(const vm_conv_args &a, char *shared) {
             vm_barrier_init(bars.full_x + i, VM_WGMMA_INPUTS), vm_barrier_init(bars.empty_x + i, 8);
         for (int i = 0; i < VM_WGMMA_STAGES; i++)
             vm_barrier_init(bars.full_w + i, 1), vm_barrier_init(bars.empty_w + i, 8);
-        vm_fence_async(); /* bulk copies see them too */
+        vm_fence_async(); /* makes them visible to bulk copies */
     }
     __syncthreads();
     const uint32_t warp = vm_of_warp(threadIdx.x / 32);

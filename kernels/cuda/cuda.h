@@ -1,12 +1,12 @@
-/* What the host hands to our CUDA kernels: plain structures, read by the C compiler and by nvcc alike.
+/* Arguments of our CUDA kernels: plain structures, read by the C compiler and by nvcc.
  *
- * A pass on a GPU goes stripe by stripe, a stripe being some rows of y:
+ * A pass on a GPU runs in stripes of some rows of y:
  *
  *   x --load--> padded stripe --cuDNN--> raw stripe --store--> y, and the sums that the next GroupNorm needs
  *
- * load normalises, activates, converts and pads; the convolution is a plain one without padding; store adds
- * the bias and the residual, converts and measures. Tensors are NHWC: [h][w][pitch] elements of the run's type,
- * channels padded with zeros to a multiple of VM_BLOCK.
+ * load normalises, activates, converts and pads; the convolution is a plain one without padding; store adds the bias
+ * and the residual, converts and measures. Tensors are NHWC: [h][w][pitch] elements of the run's type, channels padded
+ * with zeros to a multiple of VM_BLOCK.
  *
  * Every kernel is extern "C", named vm_<op>_<dtype> (f32, f16, bf16), and takes one of these structures by value. */
 #ifndef VM_CUDA_H
@@ -16,8 +16,8 @@
 
 enum { VM_CUDA_THREADS = 256, VM_CUDA_LANES = 64 };
 
-/* Where the rows of a tensor lie that is not there whole: row r, of those that are, at r + shift (modulo 2^32), less
- * `rows` where that is as many or more. Zeros: all rows are there. */
+/* Where the rows of a ring lie: row r, if present, at r + shift (modulo 2^32), minus `rows` if that is at least `rows`.
+ * Zeros: all rows are present. */
 typedef struct vm_ring_rows {
     uint32_t shift, rows;
 } vm_ring_rows;
@@ -28,16 +28,16 @@ static inline VM_ANYWHERE uint32_t vm_ring_row(vm_ring_rows ring, uint32_t row) 
 }
 
 /* vm_load_<dtype>: out[r][q][c] = f(x[top + r][left + q][c]) * multiply, zero outside x and for c >= x_c.
- * f(v) = act(v * factor[pixel] * scale[c] + shift[c]), where a scale is given, else act(v * in_scale + in_shift).
+ * f(v) = act(v * factor[pixel] * scale[c] + shift[c]) if scale is given, otherwise act(v * in_scale + in_shift).
  * Any one-dimensional grid of VM_CUDA_THREADS threads. */
 typedef struct vm_load_args {
     const void *x; /* [x_h][x_w][x_pitch], or the user's pixels by format */
     void *out;     /* [rows][width][channels] */
     const float *scale, *shift;
-    const float *factor; /* of x's pixels from first_factor on, or NULL; with VM_ROWS only */
+    const float *factor; /* of x's pixels from first_factor on, or NULL; only with VM_ROWS */
     uint64_t x_plane;    /* of planes: numbers from channel to channel */
     uint32_t x_h, x_w, x_c, x_pitch;
-    uint32_t x_row; /* pixels from row to row: x_w, or more of the user's pixels, which may be a part of an image */
+    uint32_t x_row; /* pixels from row to row: x_w, or more for the user's pixels, which may be part of an image */
     vm_ring_rows x_ring;
     uint32_t first_factor;
     int32_t top, left;
@@ -47,16 +47,16 @@ typedef struct vm_load_args {
     float in_scale, in_shift, multiply;
 } vm_load_args;
 
-/* vm_store_<dtype>: y[row0 + r][q][c] = raw + bias[c] * bias_scale + add, no less than 0 where relu
+/* vm_store_<dtype>: y[row0 + r][q][c] = raw + bias[c] * bias_scale + add, at least 0 with relu
  *   for r < rows, q < y_w, c < VM_ROUND_UP(y_c, VM_BLOCK), where raw is
  *     raw[r][q][c]                                                of [rows][y_w][channels], or with up
  *     raw[i + (R & 1)][q / 2 + (q & 1)][phase * channels + c]     of [..][y_w / 2 + 1][4 * channels],
  *     R = row0 + r, i = R / 2 - row0 / 2, phase = 2 * (R & 1) + (q & 1)   (row0 and rows even).
- * Of y and add those rows must lie one after another, but for the end of a ring. Sums are in float. Part p covers
- * pixels [p * part_pixels, ...) of the stripe in row order: count, then per channel mean and sum of squared deviations
- * of the stored (rounded) values, at stats + p * vm_stats_floats(y_c).
- * The user's pixels get channels c < y_c only, times out_scale plus out_shift, clamped; bytes are clamped and rounded.
- * *flags |= 1 where a stored value is not finite.
+ * These rows of y and of add must be consecutive, except at the end of a ring. Sums are in float. Part p covers pixels
+ * [p * part_pixels, ...) of the stripe in row order: count, then per channel mean and sum of squared deviations of the
+ * stored (rounded) values, at stats + p * vm_stats_floats(y_c).
+ * The user's pixels get only channels c < y_c, times out_scale plus out_shift, clamped; bytes are clamped and rounded.
+ * *flags |= 1 if a stored value is not finite.
  * Grid (parts of the stripe, channel vectors of 8 / VM_CUDA_LANES rounded up), VM_CUDA_THREADS threads. */
 typedef struct vm_store_args {
     const void *raw;
@@ -70,42 +70,42 @@ typedef struct vm_store_args {
     uint32_t row0, rows, channels, part_pixels;
     uint32_t up, relu;
     uint32_t format; /* vm_format of y */
-    vm_clamp clamp;  /* of the user's pixels, as are these two */
+    vm_clamp clamp;  /* of the user's pixels, like the next two */
     float out_scale, out_shift;
     float bias_scale;
 } vm_store_args;
 
-/* vm_merge: the parts of x's producer into y = x * scale + shift; sums in double. Channels from c up to its padding get
- * 0. Grid (groups, VM_MERGE_BLOCKS), VM_CUDA_THREADS threads. */
+/* vm_merge: merges the parts of x's producer into y = x * scale + shift; sums in double. Channels from c up to its
+ * padding get 0. Grid (groups, VM_MERGE_BLOCKS), VM_CUDA_THREADS threads. */
 enum {
-    VM_MERGE_BLOCKS = 4 /* for each group: with 32 groups as many blocks as a GPU has multiprocessors, or nearly */
+    VM_MERGE_BLOCKS = 4 /* for each group: with 32 groups about as many blocks as a GPU has multiprocessors */
 };
 typedef struct vm_merge_args {
     const float *stats;
     const float *gamma, *beta;
     float *scale, *shift; /* [VM_ROUND_UP(c, VM_BLOCK)] */
-    double *sums;         /* [groups][VM_MERGE_BLOCKS][3], for the kernel's own use */
+    double *sums;         /* [groups][VM_MERGE_BLOCKS][3], scratch */
     uint32_t *arrived;    /* 0, and 0 again afterwards */
     uint32_t parts, c, groups;
     float eps;
 } vm_merge_args;
 
-/* vm_pixel_norm_<dtype>: factor[i] = 1 / max(|x[i]|, least), where |x[i]| is the length of a pixel's c channels, with
- * squares summed in float; NaN stays. Pixels from ring_pixels on are those from 0 on. scale[j] = sqrt(c) * gamma[j],
- * and 0 from c up to its padding; shift[j] = 0. Any one-dimensional grid of VM_CUDA_THREADS threads. */
+/* vm_pixel_norm_<dtype>: factor[i] = 1 / max(|x[i]|, least); |x[i]| is the length of a pixel's c channels, with squares
+ * summed in float; NaN stays. Pixels from ring_pixels on wrap around to 0. scale[j] = sqrt(c) * gamma[j], and 0 from c
+ * up to its padding; shift[j] = 0. Any one-dimensional grid of VM_CUDA_THREADS threads. */
 typedef struct vm_pixel_norm_args {
     const void *x; /* [pixels][x_pitch] */
     const float *gamma;
     float *factor;                                   /* [pixels] */
     float *scale, *shift;                            /* [VM_ROUND_UP(c, VM_BLOCK)] */
-    uint32_t first, pixels, ring_pixels, c, x_pitch; /* x[first] is the first; ring_pixels 0: no ring */
+    uint32_t first, pixels, ring_pixels, c, x_pitch; /* x[first] is the first pixel; ring_pixels 0: no ring */
     float least;
 } vm_pixel_norm_args;
 
-/* vm_move_<dtype>: out[r][q][c] from x as kernels.h says of VM_PASS_MOVE, and 0 from y_c on. Any one-dimensional grid
- * of VM_CUDA_THREADS threads. */
+/* vm_move_<dtype>: out[r][q][c] from x (VM_PASS_MOVE in kernels.h), and 0 from y_c on. Any one-dimensional grid of
+ * VM_CUDA_THREADS threads. */
 typedef struct vm_move_args {
-    const void *x; /* [rows of it][x_w][x_pitch] */
+    const void *x; /* [rows][x_w][x_pitch] */
     void *out;     /* [rows][y_w][channels] */
     uint32_t x_w, x_c, x_pitch, y_w, y_c, rows, channels;
     uint32_t up, down, share; /* share: vm_move_share */
@@ -123,11 +123,12 @@ typedef struct vm_attention_args {
 } vm_attention_args;
 enum { VM_ATTENTION_CHANNELS = 512 };
 
-/* How it is launched: vm_attention_<dtype>_<queries>x<keys>, a block of VM_CUDA_THREADS threads for every `queries`,
- * each with vm_attention_shared bytes of dynamic shared memory (more than the 48 KiB that need no opting in). */
+/* How attention is launched: vm_attention_<dtype>_<queries>x<keys>, a block of VM_CUDA_THREADS threads for every
+ * `queries`, each with vm_attention_shared bytes of dynamic shared memory (more than the 48 KiB available without
+ * opting in). */
 typedef struct vm_attention_shape {
-    uint32_t queries, keys; /* of a block, and of one of its steps; 0 where no kernel fits */
-    uint32_t ring;          /* bytes of the keys and values in flight */
+    uint32_t queries, keys; /* per block, and per step of a block; 0: no kernel fits */
+    uint32_t ring;          /* bytes of keys and values in flight */
 } vm_attention_shape;
 
 static inline uint32_t vm_attention_shared(vm_dtype dtype, vm_attention_shape s, uint32_t channels) {
@@ -136,8 +137,8 @@ static inline uint32_t vm_attention_shared(vm_dtype dtype, vm_attention_shape s,
     return s.queries * VM_ROUND_UP(channels, line) * 2 + s.ring + s.queries * s.keys * 2 + 5 * s.queries * 4;
 }
 
-/* The largest that fits a device. largest_shared: the most bytes that a block may opt in to. There is always one from
- * 64 KiB (sm_75) on for f32 and f16, from 99 KiB (sm_86) on for bf16. */
+/* Returns: the largest shape that fits a device. largest_shared: the most bytes that a block may opt in to. One always
+ * fits from 64 KiB (sm_75) on for f32 and f16, from 99 KiB (sm_86) on for bf16. */
 static inline vm_attention_shape vm_attention_choose(vm_dtype dtype, size_t largest_shared) {
     static const vm_attention_shape shapes[] = {
         {64, 128, 4 * 16384}, {64, 64, 3 * 8192}, {32, 64, 3 * 8192}, {64, 64, 2 * 16384}, {0, 0, 0}};
@@ -152,18 +153,18 @@ static inline vm_attention_shape vm_attention_choose(vm_dtype dtype, size_t larg
  *   y[Y][X][o] = bias[o] * bias_scale + add[Y][X][o] + sum over taps a, b and channels c of
  *                w[o][a][b][c] * f(x[Y * stride + a - pad][X * stride + b - pad][c])
  *
- * f(v) = act(v * factor[pixel] * scale[c] + shift[c]) (where given), SiLU or ReLU, then * multiply, rounded to the
- * type; zero outside x. With relu y is no less than 0. k = 3 with pad 1, 1 with pad 0, and 3 with stride 2 and pad 0 or
- * 1. After nearest 2x (up) k = 2, and w is [4 phases][o][a][b][c]: y[2 i + py][2 j + px] sums over
- * x[i + py + a - 1][j + px + b - 1], phase = 2 * py + px.
+ * f(v) = act(v * factor[pixel] * scale[c] + shift[c]) (the factors given), SiLU or ReLU, then * multiply, rounded to
+ * the type; zero outside x. With relu y is at least 0. k = 3 with pad 1, 1 with pad 0, and 3 with stride 2 and pad 0 or
+ * 1. After nearest 2x (up) k = 2, and w is [4 phases][o][a][b][c]: y[2 i + py][2 j + px] sums over x[i + py + a - 1][j
+ * + px + b - 1], phase = 2 * py + px.
  *
  * Sums over all taps and channels are in float, bias and add too. Channels: x has in_c, padded with zeros to a multiple
- * of VM_BLOCK; w has as many, and filters padded likewise, as bias is; y gets all of VM_ROUND_UP(y_c, VM_BLOCK), the
- * user's pixels y_c of them as from vm_store, by the kernels with 16 outs only. Sums for the next GroupNorm as vm_store
- * leaves them: a part for each tile of rows x VM_CONV_COLUMNS pixels (of x, where up, and then one for each phase).
- * *flags |= 1 where a stored value is not finite. Pitches are multiples of 8.
+ * of VM_BLOCK; w has as many, and its filters and bias are padded likewise. y gets all VM_ROUND_UP(y_c, VM_BLOCK); the
+ * user's pixels get y_c of them as from vm_store, only from the kernels with 16 outs. Sums for the next GroupNorm are
+ * as in vm_store: a part for each tile of rows x VM_CONV_COLUMNS pixels (with up, of x, and then one for each phase).
+ * *flags |= 1 if a stored value is not finite. Pitches are multiples of 8.
  *
- * add may be y itself. y may be x where k is 1, vm_conv_choose was told so, and both have the same pitch. */
+ * add may be y itself. y may be x if k is 1, vm_conv_choose was called with in_place, and both have the same pitch. */
 typedef struct vm_conv_args {
     const void *x, *w;          /* [x_h][x_w][x_pitch], [y_c padded][k][k][in_c] */
     const float *scale, *shift; /* [in_c], or NULL */
@@ -176,28 +177,28 @@ typedef struct vm_conv_args {
     uint32_t x_h, x_w, x_pitch, in_c;
     uint32_t y_h, y_w, y_pitch, y_c, add_pitch;
     uint32_t first_item, items; /* of the pass: a row of tiles has vm_conv_row_items of them */
-    uint32_t first_factor;      /* the pixel of x that factor begins with */
+    uint32_t first_factor;      /* the pixel of factor[0] */
     vm_ring_rows x_ring, y_ring, add_ring;
     uint32_t k, stride, pad, up, act, relu;
-    uint32_t blocked; /* w is in blocks (vm_conv_filter_at) and not [phase][out][k][k][in_c] */
+    uint32_t blocked; /* w is in blocks (vm_conv_filter_at), not [phase][out][k][k][in_c] */
     uint32_t format;  /* vm_format of y */
-    vm_clamp clamp;   /* of the user's pixels, as are these two */
+    vm_clamp clamp;   /* of the user's pixels, like the next two */
     float out_scale, out_shift;
     float multiply, bias_scale;
 } vm_conv_args;
 enum { VM_CONV_COLUMNS = 16, VM_CONV_CHUNK = 64 /* channels of x in shared memory at a time */ };
 
 /* X(rows, outs, stride, warps, across, stages, resident, cost): a block's tile is rows x VM_CONV_COLUMNS pixels by outs
- * channels, which its warps share, `across` of them across the channels and warps / across down the rows. stages: slots
- * of the ring of filters. resident: blocks that share a multiprocessor where its memory allows. cost: of a product,
- * relative to the other tiles', estimated from the bytes that it takes from shared memory and the L2 cache. Only the
- * choice depends on that, and on what ending an item costs where no other block multiplies meanwhile: for each of its
- * numbers, by count, 4400 cycles where 1152 products for each take 29700.
+ * channels. Its warps share it, `across` of them across the channels and warps / across down the rows. stages: slots of
+ * the ring of filters. resident: blocks per multiprocessor if its memory allows. cost: of a product, relative to the
+ * other tiles', estimated from its bytes from shared memory and the L2 cache. Only the choice depends on cost, and on
+ * the time to end an item while no other block multiplies: by count, 4400 cycles if 1152 products per number take
+ * 29700.
  *
  * Three tiles have warps of 64 pixels x 64 channels. 16x128 reads the least of them. 16x64 is for two blocks of four
  * warps: one adds, stores and measures while the other multiplies, but x is read and transformed twice as often. 8x256
- * transforms half as often, and reads a filter from the L2 cache for 128 pixels only. benchmarks/conv_tiles.py times
- * them beside each other. */
+ * transforms half as often, and reads a filter from the L2 cache for only 128 pixels. benchmarks/conv_tiles.py compares
+ * their times. */
 #define VM_CONV_TILES(X)          \
     X(16, 128, 1, 8, 2, 4, 1, 40) \
     X(8, 128, 1, 8, 4, 3, 1, 50)  \
@@ -213,43 +214,44 @@ enum { VM_CONV_COLUMNS = 16, VM_CONV_CHUNK = 64 /* channels of x in shared memor
 enum { VM_CONV_KINDS = VM_CONV_TILES(VM_CONV_ONE) };
 #undef VM_CONV_ONE
 
-/* The kernel of conv_wgmma.cu, for compute capability 9.0 alone: 16 rows of pixels by 128 channels, which two
- * warpgroups multiply and two prepare. Each of the first two measures its own 8 rows. */
+/* The kernel of conv_wgmma.cu, only for compute capability 9.0: 16 rows of pixels by 128 channels, which two warpgroups
+ * multiply and two prepare. Each of the first two measures its own 8 rows. */
 enum { VM_CONV_WGMMA = VM_CONV_KINDS, VM_CONV_ALL_KINDS, VM_WGMMA_STAGES = 8 };
-/* Of each thread when the kernel begins: nvcc gives this to 512 threads of a block. */
+/* Per thread at the kernel's start: nvcc's choice for 512 threads per block. */
 enum { VM_WGMMA_REGISTERS = 128 };
 
 typedef struct vm_conv_tile {
-    uint32_t rows, outs, stride; /* 0 where no kernel fits */
-    uint32_t threads, shared;    /* of a block; bytes of dynamic shared memory */
+    uint32_t rows, outs, stride; /* 0: no kernel fits */
+    uint32_t threads, shared;    /* per block; shared: bytes of dynamic shared memory */
     uint32_t resident, cost;
     uint32_t kind;      /* below VM_CONV_ALL_KINDS */
-    uint32_t part_rows; /* of the pixels that are measured together */
+    uint32_t part_rows; /* of the pixels measured together */
 } vm_conv_tile;
 
-/* Two chunks of x with a halo for 3x3, the filters in flight, and each row of warps' count, means and deviations. */
+/* Two chunks of x with a halo for 3x3, the filters in flight, and the count, means and deviations of each row of
+ * warps. */
 #define VM_CONV_SHARED(ROWS, OUTS, STRIDE, DOWN, STAGES)                                              \
     (2 * (((ROWS) - 1) * (STRIDE) + 3) * ((VM_CONV_COLUMNS - 1) * (STRIDE) + 3) * VM_CONV_CHUNK * 2 + \
      (STAGES) * (OUTS) * VM_CONV_CHUNK * 2 + (DOWN) * (2 * (OUTS) + 4) * 4)
 
 /* Filters in blocks, as conv_wgmma.cu copies them to shared memory: [phase][tile of 128 outs][chunk of 64
- * channels][tap], and a block is [8 planes][128 outs][8 channels]. Of 16 outs, where the products need each is
- * vm_conv_filter_column. */
+ * channels][tap]; a block is [8 planes][128 outs][8 channels]. Within each 16 outs, vm_conv_filter_column gives the
+ * products' order. */
 enum { VM_CONV_FILTERS = 128, VM_CONV_FILTER_BLOCK = VM_CONV_FILTERS * VM_CONV_CHUNK /* numbers */ };
 
-/* A product leaves a lane two neighbouring columns of each 8. So that these are four neighbouring channels of y in
- * memory, filters are read in another order: of 16, column j of the first 8 is filter 4 * (j / 2) + j % 2, and of the
- * second the one two further. The inverse: */
+/* A product gives a lane two neighbouring columns of each 8. To make these four neighbouring channels of y in memory,
+ * filters are read in another order. In each 16, column j of the first 8 is filter 4 * (j / 2) + j % 2; column j of the
+ * second 8 is the filter two further. The inverse: */
 static inline VM_ANYWHERE uint32_t vm_conv_filter_column(uint32_t filter) {
     return filter / 16 * 16 + filter / 2 % 2 * 8 + filter % 16 / 4 * 2 + filter % 2;
 }
 
-/* Numbers of all blocks. taps: of a filter. */
+/* Returns: numbers in all blocks. taps: per filter. */
 static inline size_t vm_conv_blocked(size_t phases, size_t outs, size_t in, size_t taps) {
     return phases * ((outs + VM_CONV_FILTERS - 1) / VM_CONV_FILTERS) * ((in + VM_CONV_CHUNK - 1) / VM_CONV_CHUNK) *
            taps * VM_CONV_FILTER_BLOCK;
 }
-/* Where a filter's number lies in them. */
+/* Returns: the index of a filter's number in the blocks. */
 static inline VM_ANYWHERE size_t vm_conv_filter_at(uint32_t outs, uint32_t in, uint32_t taps, uint32_t phase,
                                                    uint32_t out, uint32_t tap, uint32_t c) {
     const uint32_t tiles = (outs + VM_CONV_FILTERS - 1) / VM_CONV_FILTERS;
@@ -258,8 +260,8 @@ static inline VM_ANYWHERE size_t vm_conv_filter_at(uint32_t outs, uint32_t in, u
     return block * VM_CONV_FILTER_BLOCK + c % VM_CONV_CHUNK / 8 * VM_CONV_FILTERS * 8 +
            vm_conv_filter_column(out % VM_CONV_FILTERS) * 8 + c % 8;
 }
-/* Whether a convolution's filters are in blocks on a device that has conv_wgmma.cu's kernel: those of 3x3, for which
- * there always is a tile of ours. in, outs: padded to multiples of VM_BLOCK. */
+/* Returns: whether filters are stored in blocks on a device with conv_wgmma.cu's kernel: 3x3 ones, which always have a
+ * tile of ours. in, outs: padded to multiples of VM_BLOCK. */
 static inline bool vm_conv_is_blocked(size_t k, size_t in, size_t outs) {
     return k == 3 && 16 * in * outs <= UINT32_MAX;
 }
@@ -272,19 +274,19 @@ static inline bool vm_conv_is_blocked(size_t k, size_t in, size_t outs) {
     (2 * 8 * VM_WGMMA_PLANE + VM_WGMMA_STAGES * VM_WGMMA_FILTER + 2 * 4 * (2 * 128 + 4) * 4 + \
      (2 * VM_WGMMA_STAGES + 4) * 8)
 
-/* What ending an item costs for each of its numbers, in cost times products: 16x128's, by the count above. */
+/* The cost of ending an item per number, in cost times products: 16x128's, by the count above. */
 enum { VM_CONV_END = 40 * 1152 * 44 / 297 };
 
-/* Whether of two blocks of four warps on a multiprocessor one begins later, by VM_CONV_LEAD nanoseconds, and so
- * multiplies while the other ends its item: where a block has some items, and each takes more than twice that. By count
- * at 1.8 GHz an item's end takes 2 to 3 microseconds; its products, while another block multiplies too, 16 where there
- * are 1152 for each number, and more for more. */
+/* Returns: whether the second of two blocks of four warps on a multiprocessor starts VM_CONV_LEAD nanoseconds later, so
+ * that it multiplies while the first ends its item. It needs several items per block, each longer than twice that. By
+ * count at 1.8 GHz ending an item takes 2 to 3 microseconds. Its products, while another block multiplies too, take 16
+ * for 1152 per number, and more for more. */
 enum { VM_CONV_LEAD = 5000 };
 static inline VM_ANYWHERE bool vm_conv_apart(uint32_t threads, uint64_t products, uint64_t items_each) {
     return threads < VM_CUDA_THREADS && products >= 1024 && items_each >= 4;
 }
 
-/* The tile of a kind, where a block may opt in to so much shared memory: resident 0 where it does not fit. A
+/* Returns: the tile of a kind, for blocks that may opt in to largest_shared bytes; resident 0 if it does not fit. A
  * multiprocessor has 1 KiB more than that, and reserves 1 KiB for every block. */
 static inline vm_conv_tile vm_conv_tile_at(uint32_t kind, size_t largest_shared) {
 #define VM_CONV_TILE(ROWS, OUTS, STRIDE, WARPS, ACROSS, STAGES, RESIDENT, COST)                            \
@@ -299,7 +301,7 @@ static inline vm_conv_tile vm_conv_tile_at(uint32_t kind, size_t largest_shared)
     return t;
 }
 
-/* Whether it fits, with warps enough to hide what they wait for. */
+/* Returns: whether the tile fits, with enough warps to hide latency. */
 static inline bool vm_conv_tile_fits(vm_conv_tile t) { return t.resident * t.threads >= VM_CUDA_THREADS; }
 
 static inline uint32_t vm_conv_parts(const vm_conv_args *a, vm_conv_tile t) {
@@ -307,7 +309,7 @@ static inline uint32_t vm_conv_parts(const vm_conv_args *a, vm_conv_tile t) {
     return (h + t.part_rows - 1) / t.part_rows * ((w + VM_CONV_COLUMNS - 1) / VM_CONV_COLUMNS) * (a->up ? 4 : 1);
 }
 
-/* Rows of tiles, and in each the tiles of pixels and channels: what the blocks of a grid share among themselves. */
+/* Rows of tiles, and the tiles of pixels and channels in each: the items that a grid's blocks share. */
 static inline uint32_t vm_conv_tile_rows(const vm_conv_args *a, vm_conv_tile t) {
     return ((a->up ? a->x_h : a->y_h) + t.rows - 1) / t.rows;
 }
@@ -319,15 +321,15 @@ static inline uint32_t vm_conv_items(const vm_conv_args *a, vm_conv_tile t) {
     return vm_conv_tile_rows(a, t) * vm_conv_row_items(a, t);
 }
 
-/* Any grid does; this one fills the device. A block has t.threads threads. */
+/* Any grid works; this one fills the device. A block has t.threads threads. */
 static inline uint32_t vm_conv_grid(const vm_conv_args *a, vm_conv_tile t, uint32_t multiprocessors) {
     const uint32_t most = multiprocessors * t.resident;
     return VM_MIN(a->items, most);
 }
 
-/* The tile that should be fastest, of those that fit: largest_shared is the most bytes that a block may opt in to (64
- * KiB are enough for some with stride 1, 99 KiB for all that passes need). in_place: y is x. The geometry of `a`
- * counts, its pointers do not. */
+/* Returns: the tile expected to be fastest among those that fit. largest_shared: the most bytes that a block may opt in
+ * to (64 KiB suffice for some with stride 1, 99 KiB for all that passes need). in_place: y is x. Only the geometry of
+ * `a` counts, not its pointers. */
 static inline vm_conv_tile vm_conv_choose(vm_dtype dtype, const vm_conv_args *a, bool in_place, size_t largest_shared,
                                           uint32_t multiprocessors) {
     vm_conv_tile best = {0, 0, 0, 0, 0, 0, 0, 0, 0};

@@ -1,10 +1,10 @@
-/* The vocabulary of our kernels: the few operations that differ between element types and between generations of GPUs,
- * behind one name each.
+/* The vocabulary of our kernels: the few operations that differ between element types and GPU generations, under one
+ * name each.
  *
- * Under VM_EMULATED (tests/emulator) the same sources are compiled for the CPU, a fiber a thread, so that every kernel
- * is checked where there is no GPU. Kernels therefore use nothing of CUDA's but what stands here, and
- * threadIdx, blockIdx, blockDim, gridDim, __syncthreads, __syncwarp, __shared__, __launch_bounds__, min, max and the
- * functions of <math.h>. A kernel is VM_KERNEL name(structure args) { ... }, and its name is its symbol. */
+ * With VM_EMULATED (tests/emulator) the same sources are compiled for the CPU, one fiber per thread, so every kernel is
+ * tested without a GPU. Kernels therefore use only this header, and of CUDA only threadIdx, blockIdx, blockDim,
+ * gridDim, __syncthreads, __syncwarp, __shared__, __launch_bounds__, min, max and the functions of <math.h>. A kernel
+ * is VM_KERNEL name(structure args) { ... }, and its name is its symbol. */
 #ifndef VM_DEVICE_H
 #define VM_DEVICE_H
 
@@ -23,7 +23,7 @@
 #define VM_DEVICE static __device__ __forceinline__
 #define VM_METHOD __device__ __forceinline__ /* of a structure */
 
-/* Storage types. Sums are taken in float. */
+/* Storage types. Sums are in float. */
 struct vm_half {
     unsigned short bits;
 };
@@ -42,7 +42,7 @@ VM_DEVICE void vm_convert(float v, float *out) { *out = v; }
 VM_DEVICE void vm_convert(float v, vm_half *out) { out->bits = __half_as_ushort(__float2half_rn(v)); }
 VM_DEVICE void vm_convert(float v, vm_bfloat16 *out) { out->bits = __bfloat16_as_ushort(__float2bfloat16_rn(v)); }
 
-/* Two numbers of 2 bytes as a fragment holds them: the first in the low half. */
+/* Two numbers of 2 bytes as in a fragment: the first in the low half. */
 template <typename T>
 VM_DEVICE uint32_t vm_pack(float first, float second) {
     if constexpr (std::is_same<T, vm_bfloat16>::value) {
@@ -54,7 +54,7 @@ VM_DEVICE uint32_t vm_pack(float first, float second) {
     }
 }
 
-/* pair * 0 + seen: NaN, and stays it, once a number was not finite. */
+/* pair * 0 + seen: becomes and stays NaN once a number is not finite. */
 template <typename T>
 VM_DEVICE uint32_t vm_spoil(uint32_t seen, uint32_t pair) {
     uint32_t out;
@@ -77,7 +77,7 @@ VM_DEVICE float vm_exp2(float v) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(v));
     return out;
 }
-/* Its relative error is at most 2^-11; those of infinite numbers are 1 and -1. */
+/* Relative error at most 2^-11; infinite numbers give 1 and -1. */
 VM_DEVICE float vm_tanh(float v) {
     float out;
     asm("tanh.approx.f32 %0, %1;" : "=f"(out) : "f"(v));
@@ -92,8 +92,8 @@ VM_DEVICE float vm_reciprocal(float v) {
 VM_DEVICE uint4 vm_load16(const void *p) { return *static_cast<const uint4 *>(p); }
 VM_DEVICE void vm_store16(void *p, uint4 v) { *static_cast<uint4 *>(p) = v; }
 VM_DEVICE uint32_t vm_atomic_or(uint32_t *p, uint32_t bits) { return atomicOr(p, bits); }
-/* Called by one thread of each of so many blocks: whether all others have called it. What they wrote before can then be
- * read as volatile. *arrived is 0 before the first call and after the last. */
+/* Called by one thread of each of `blocks` blocks. Returns: whether all others have called it. Their earlier writes can
+ * then be read as volatile. *arrived is 0 before the first call and after the last. */
 VM_DEVICE bool vm_arrives_last(uint32_t *arrived, uint32_t blocks) {
     __threadfence();
     const bool last = atomicInc(arrived, blocks - 1) == blocks - 1;
@@ -101,12 +101,12 @@ VM_DEVICE bool vm_arrives_last(uint32_t *arrived, uint32_t blocks) {
     return last;
 }
 
-/* Begins to bring what lies at p from memory into the L2 cache: a hint. */
+/* Starts to prefetch *p from memory into the L2 cache: a hint. */
 VM_DEVICE void vm_prefetch(const void *p) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(p)));
 }
 
-/* For about so long; at most for twice as long. */
+/* Sleeps about this long, at most twice as long. */
 VM_DEVICE void vm_sleep(uint32_t nanoseconds) { __nanosleep(nanoseconds); }
 
 /* The block's dynamic shared memory, aligned to 16 bytes. */
@@ -115,8 +115,8 @@ extern __shared__ uint4 vm_all_shared[];
 
 VM_DEVICE uint32_t vm_shared_address(const void *p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
-/* 16 bytes into shared memory, zeros where !valid (global is not read then). They may be read after vm_copy_wait and a
- * barrier; before sm_80 they are there at once. */
+/* Copies 16 bytes into shared memory, zeros if !valid (global is not read then). Readable after vm_copy_wait and a
+ * barrier; before sm_80 at once. */
 VM_DEVICE void vm_copy_async(void *shared, const void *global, bool valid) {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(vm_shared_address(shared)),
@@ -131,7 +131,7 @@ VM_DEVICE void vm_copy_commit() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
-/* Until all but the last N groups that this thread committed have arrived. */
+/* Waits until all but the last N groups that this thread committed have arrived. */
 template <int N>
 VM_DEVICE void vm_copy_wait() {
 #if __CUDA_ARCH__ >= 800
@@ -143,8 +143,8 @@ VM_DEVICE void vm_copy_wait() {
 
 VM_DEVICE float vm_shuffle_xor(float v, int lane_mask) { return __shfl_xor_sync(0xffffffffu, v, lane_mask); }
 
-/* Four 8x8 matrices of 2-byte numbers; lane 8 m + r gives the address of row r of matrix m. A lane gets of matrix m in
- * r[m] the numbers (row lane / 4, columns lane % 4 * 2 and the next); of its transpose by _trans. */
+/* Loads four 8x8 matrices of 2-byte numbers; lane 8 m + r gives the address of row r of matrix m. r[m] of a lane holds
+ * (row lane / 4, columns lane % 4 * 2 and the next) of matrix m; with _trans, of its transpose. */
 VM_DEVICE void vm_ldmatrix_x4(uint32_t r[4], const void *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -186,22 +186,22 @@ VM_DEVICE void vm_mma_16816(float d[4], const uint32_t a[4], const uint32_t b[2]
 
 #endif /* VM_EMULATED */
 
-/* ---- warps that do different work, and Hopper's warpgroups (compute capability 9.0 alone) ---- */
+/* ---- warps that do different work, and Hopper's warpgroups (only compute capability 9.0) ---- */
 
 #if defined(VM_EMULATED) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define VM_HAS_WGMMA 1
 #endif
 
 #ifndef VM_EMULATED
-/* A barrier in shared memory: a phase ends when so many threads have arrived. A wait for a phase's parity returns at
- * once when that phase has ended; the one before the first has parity 1. */
+/* A barrier in shared memory: a phase ends when `count` threads have arrived. A wait for a phase's parity returns at
+ * once if that phase has ended; the phase before the first has parity 1. */
 VM_DEVICE void vm_barrier_init(uint64_t *barrier, uint32_t count) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(vm_shared_address(barrier)), "r"(count) : "memory");
 }
 VM_DEVICE void vm_barrier_arrive(uint64_t *barrier) {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(vm_shared_address(barrier)) : "memory");
 }
-/* Arrives, and lets the phase wait for so many bytes of vm_copy_bulk too. */
+/* Arrives, and makes the phase also wait for `bytes` bytes of vm_copy_bulk. */
 VM_DEVICE void vm_barrier_expect(uint64_t *barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(vm_shared_address(barrier)), "r"(bytes)
                  : "memory");
@@ -217,26 +217,26 @@ VM_DEVICE void vm_barrier_wait(uint64_t *barrier, uint32_t parity) {
         "r"(parity)
         : "memory");
 }
-/* What this thread wrote to shared memory before can be read by wgmma once others know of it. */
+/* Makes this thread's writes to shared memory readable by wgmma, once others know of them. */
 VM_DEVICE void vm_fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-/* So many threads, whole warps, wait for each other. id: 1 to 15. */
+/* COUNT threads, whole warps, wait for each other. id: 1 to 15. */
 template <int COUNT>
 VM_DEVICE void vm_meet_some(uint32_t id) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(COUNT) : "memory");
 }
 
-/* The first lane's v: the compiler then knows that it is the warp's. */
+/* The first lane's v: tells the compiler that it is uniform in the warp. */
 VM_DEVICE uint32_t vm_of_warp(uint32_t v) { return __shfl_sync(0xffffffffu, v, 0); }
 
 #ifdef VM_HAS_WGMMA
-/* Begins to copy a multiple of 16 bytes; the barrier counts those that have arrived. wgmma may read them then. */
+/* Starts to copy a multiple of 16 bytes; the barrier counts the bytes that have arrived. wgmma may read them then. */
 VM_DEVICE void vm_copy_bulk(void *shared, const void *global, uint32_t bytes, uint64_t *barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                      vm_shared_address(shared)),
                  "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(vm_shared_address(barrier))
                  : "memory");
 }
-/* Registers that each thread of the warpgroup has from now on. */
+/* Sets the registers of each thread of the warpgroup. */
 template <int COUNT>
 VM_DEVICE void vm_fewer_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
@@ -246,30 +246,30 @@ VM_DEVICE void vm_more_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
-/* Rows of 8 numbers of 2 bytes, 16 bytes each: eight rows lie side by side, the next eight `rows` bytes further, the
+/* Rows of 8 numbers of 2 bytes, 16 bytes each. Eight rows are adjacent; the next eight are `rows` bytes further, the
  * next 8 columns `columns` bytes further. */
 VM_DEVICE uint64_t vm_matrix(const void *first, uint32_t rows, uint32_t columns) {
     return (uint64_t)(vm_shared_address(first) >> 4) | (uint64_t)(columns >> 4) << 16 | (uint64_t)(rows >> 4) << 32;
 }
-/* The matrix that lies so many bytes further, a multiple of 16. */
+/* The matrix `bytes` further, a multiple of 16. */
 VM_DEVICE uint64_t vm_matrix_at(uint64_t matrix, uint32_t bytes) { return matrix + (bytes >> 4); }
 
-/* Keeps the compiler from moving or retyping sums between products, which would make them wait. */
+/* Keeps the compiler from moving or retyping sums between products, which would stall them. */
 VM_DEVICE void vm_wgmma_hold(float (&d)[2][16][4]) {
 #pragma unroll
     for (int i = 0; i < 128; i++) asm volatile("" : "+f"(d[i / 64][i / 4 % 16][i % 4])::"memory");
 }
-/* Before the first product of registers that others have written. */
+/* Before the first product with registers that other code has written. */
 VM_DEVICE void vm_wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 VM_DEVICE void vm_wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-/* Until all but the last N groups of products are done. */
+/* Waits until all but the last N groups of products are done. */
 template <int N>
 VM_DEVICE void vm_wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
-/* d += a b of 64x16 by 16x128 numbers, by a warpgroup: a warp has 16 rows. d[i][n][2 * HALF + e] is row lane / 4 + 8 i
- * of them and column 8 n + lane % 4 * 2 + e. b is given as its transpose. */
+/* d += a b of 64x16 by 16x128 numbers, by a warpgroup: each warp has 16 rows. d[i][n][2 * HALF + e] is row lane / 4 + 8
+ * i of these and column 8 n + lane % 4 * 2 + e. b is passed transposed. */
 template <typename T, int HALF>
 VM_DEVICE void vm_wgmma_64x128(float (&d)[2][16][4], uint64_t a, uint64_t b) {
 #define VM_WGMMA(TYPES)                                                                                                \
@@ -295,7 +295,7 @@ VM_DEVICE void vm_wgmma_64x128(float (&d)[2][16][4], uint64_t a, uint64_t b) {
 #endif
 #endif
 
-/* To the nearest, ties to even; too large is infinite; NaN stays NaN. */
+/* Rounds to nearest, ties to even; overflow is infinite; NaN stays NaN. */
 template <typename T>
 VM_DEVICE T vm_from_float(float v) {
     T out;

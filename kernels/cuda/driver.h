@@ -1,4 +1,4 @@
-/* The CUDA driver, found at run time: libcuda.so.1 by dlopen, so that a machine without it can import us.
+/* The CUDA driver, found at run time: libcuda.so.1 by dlopen, so that vaemem imports on machines without it.
  *
  * VM_DRIVER names each entry once. The types are those of <cuda.h>; no CUDA library is linked. */
 #ifndef VM_DRIVER_H
@@ -62,15 +62,15 @@ typedef struct vm_driver {
 #define VM_DRIVER_FIELD(NAME, SYMBOL, PARAMETERS) CUresult(*NAME) PARAMETERS;
     VM_DRIVER(VM_DRIVER_FIELD)
 #undef VM_DRIVER_FIELD
-    int version; /* 1000 * major + 10 * minor, of the CUDA that it supports */
+    int version; /* 1000 * major + 10 * minor of the supported CUDA */
 } vm_driver;
 
 enum { VM_DRIVER_LEAST = 12000 };
 
-/* The driver of this process, loaded by the first call from path (NULL: libcuda.so.1) and kept until the process ends.
- * NULL, with vm_error() saying why, where there is none or it is too old. */
+/* Returns: the driver of this process, loaded by the first call from path (NULL: libcuda.so.1) and kept until the
+ * process ends. NULL, with vm_error() set, if there is none or it is too old. */
 const vm_driver *vm_driver_get(const char *path);
-/* VM_OK, or vm_fail with what was being done and the driver's own words. */
+/* Returns: VM_OK, or vm_fail with `doing` and the driver's own message. */
 vm_status vm_driver_check(const vm_driver *d, CUresult result, const char *doing);
 
 #endif

@@ -1,4 +1,4 @@
-/* Our kernels' machine code, made by nvcc before this is compiled (setup.py), as bytes of the extension. */
+/* Our kernels' machine code from nvcc, as bytes of the extension; setup.py makes it first. */
 #include "gpu.h"
 
 #define VM_EMBED(NAME, FATBIN)                                                                                      \

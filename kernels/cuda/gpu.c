@@ -1,4 +1,4 @@
-/* A GPU of the process: found, opened, closed. */
+/* Finds, opens and closes a GPU for the process. */
 #include "gpu.h"
 
 #include <stdio.h>
@@ -7,8 +7,8 @@
 
 /* ---- open and close ---- */
 
-/* In what the driver maps memory in: 2 MiB on GPUs so far. MemAlloc says nothing of how it rounds; of what is a
- * multiple of this no part is left over for others, nor taken from what others left. */
+/* The unit in which the driver maps memory: 2 MiB on all GPUs so far. MemAlloc's rounding is undocumented. A multiple
+ * of this unit leaves no part for others, and takes none from others. */
 static vm_status find_granularity(vm_gpu *g) {
     const CUmemAllocationProp prop = {.type = CU_MEM_ALLOCATION_TYPE_PINNED,
                                       .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = g->device}};
@@ -87,14 +87,14 @@ static vm_status fill(vm_gpu *g, const vm_gpu_options *o) {
     s = vm_cudnn_convs_new(o->libcudnn, NULL, &g->convs);
     if (s && !g->own_conv) return s;
     if (s)
-        snprintf(g->no_cudnn, sizeof g->no_cudnn, "%s", vm_error()); /* said when a pass wants it */
+        snprintf(g->no_cudnn, sizeof g->no_cudnn, "%s", vm_error()); /* reported when a pass needs it */
     else
         vm_cudnn_convs_watch(g->convs, vm_gpu_watch, g);
     return vm_gpu_watch(g, false, &free);
 }
 
-/* The device's primary context, shared with everyone in the process; never given back, since libraries keep things in
- * it that do not survive its end. */
+/* Retains the device's primary context, shared by the whole process. Never released: libraries keep state in it that
+ * would not survive. */
 static vm_status retain_context(vm_gpu *g, int index) {
     enum { DEVICES = 64 };
     static CUcontext retained[DEVICES];
@@ -139,7 +139,7 @@ vm_status vm_gpu_open(const vm_gpu_options *o, vm_gpu **out) {
 static void empty(vm_gpu *g) {
     const vm_driver *d = g->d;
     if (!g->context || vm_gpu_enter(g)) return;
-    d->CtxSynchronize(); /* the last run may be on a stream of the caller's */
+    d->CtxSynchronize(); /* the last run may use a caller's stream */
     vm_cudnn_convs_free(g->convs);
     for (int i = 0; i < VM_GPU_GRAPHS; i++)
         if (g->graph[i].exec) d->GraphExecDestroy(g->graph[i].exec);
@@ -164,7 +164,7 @@ static void empty(vm_gpu *g) {
 
 void vm_gpu_close(vm_gpu *g) {
     if (!g) return;
-    char said[512]; /* closing must not change what went wrong */
+    char said[512]; /* closing must not change the error */
     snprintf(said, sizeof said, "%s", vm_error());
     empty(g);
     pthread_mutex_destroy(&g->copying);

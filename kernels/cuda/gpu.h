@@ -1,4 +1,4 @@
-/* One GPU that computes in one type of numbers: what gpu.c, gpu_kernels.c, gpu_device.c and backend.c share. */
+/* One GPU that computes in one number type. Shared by gpu.c, gpu_kernels.c, gpu_device.c and backend.c. */
 #ifndef VM_GPU_H
 #define VM_GPU_H
 
@@ -9,17 +9,15 @@
 #include "driver.h"
 
 enum {
-    VM_GPU_STEPS = 256,   /* passes of a batch item that are timed */
-    VM_GPU_LAG = 8,       /* passes, or steps of a chain, that the host enqueues ahead of the GPU in a run that it
-                           * waits for */
+    VM_GPU_STEPS = 256,   /* timed passes of a batch item */
+    VM_GPU_LAG = 8,       /* passes, or steps of a chain, that the host enqueues ahead in a run that it waits for */
     VM_GPU_GRAPHS = 8,    /* graphs kept for replay */
-    VM_GPU_NODES = 4096,  /* kernels in one of them, at most; more are enqueued one by one each time */
+    VM_GPU_NODES = 4096,  /* most kernels in a graph; longer runs are enqueued one by one each time */
     VM_GPU_SLOTS = 2,     /* pieces of pinned memory: the host copies one while the GPU copies the other */
     VM_GPU_SLOT = 4 << 20 /* bytes of each */
 };
 
-/* The fat binaries, each with the one kernel in it that fits the type and the device. conv's has a kernel for each
- * tile. */
+/* The fat binaries. Each contains one kernel for the type and the device; conv has one for each tile. */
 #define VM_GPU_KERNELS(X)     \
     X(LOAD, load)             \
     X(STORE, store)           \
@@ -38,52 +36,52 @@ typedef enum vm_gpu_kernel {
 } vm_gpu_kernel;
 
 typedef struct vm_graph_entry {
-    uint64_t key, used; /* used: when, by graph_clock; 0: the entry is empty */
-    CUgraphExec exec;   /* NULL: it has been run once, pass by pass, and is captured the next time */
-    size_t nodes;       /* launches of the run before */
+    uint64_t key, used; /* used: last use, by graph_clock; 0: the entry is empty */
+    CUgraphExec exec;   /* NULL: ran once, pass by pass, and is captured the next time */
+    size_t nodes;       /* launches of the previous run */
 } vm_graph_entry;
 
 typedef struct vm_gpu {
-    vm_backend backend; /* what the core sees; self points here */
+    vm_backend backend; /* the core's view; self points here */
     char name[96];
     const vm_driver *d;
     CUdevice device;
-    CUcontext context; /* the device's primary one, shared with everyone in the process */
+    CUcontext context; /* the device's primary one, shared by the whole process */
     int capability, shared_max, multiprocessors;
     bool tf32, autotune;
     vm_cudnn_convs *convs;
     CUmodule module[VM_KERNELS_COUNT];
     CUfunction kernel[VM_KERNELS_COUNT];
     vm_attention_shape attention;
-    bool own_conv;                      /* our own convolution wherever it has a tile, instead of cuDNN's */
+    bool own_conv;                      /* our own convolution instead of cuDNN's wherever it has a tile */
     bool wgmma;                         /* the device and its machine code have conv_wgmma.cu's kernel */
-    CUfunction conv[VM_CONV_ALL_KINDS]; /* its kernels, where the device has room for their tiles */
+    CUfunction conv[VM_CONV_ALL_KINDS]; /* its kernels, if the device has room for their tiles */
     char no_cudnn[512];                 /* why convs is NULL */
 
-    CUstream own, copy, stream; /* stream: where the current run is enqueued, `own` or the caller's */
+    CUstream own, copy, stream; /* stream: of the current run, `own` or the caller's */
     CUevent begun, done;        /* the beginning of the current run, the end of the last one */
-    CUevent item;               /* where the first pass of a batch item begins */
-    CUevent tried[2];           /* around the convolutions that vm_gpu_time times */
+    CUevent item;               /* at the first pass of a batch item */
+    CUevent tried[2];           /* around the convolutions timed by vm_gpu_time */
     CUevent input_free, input_sent, output_ready, slot[VM_GPU_SLOTS];
     CUevent step[VM_GPU_STEPS], pace[VM_GPU_LAG];
-    size_t paced;    /* how often pace was recorded in this run */
-    uint32_t *flags; /* on the device: bit 0 where a stored number was not finite; then vm_merge's count of blocks */
-    char *pinned;    /* VM_GPU_SLOTS slots, then one word for the flags */
+    size_t paced;            /* how often pace was recorded in this run */
+    uint32_t *flags;         /* on the device: bit 0: a stored number was not finite; then vm_merge's count of blocks */
+    char *pinned;            /* VM_GPU_SLOTS slots, then one word for the flags */
     pthread_mutex_t copying; /* held while the slots are used */
     size_t next_slot;
 
-    CUstream outside; /* while passes are captured on `own`: the run's stream, where the graph will be launched */
+    CUstream outside; /* while passes are captured on `own`: the run's stream, which will launch the graph */
     vm_graph_entry graph[VM_GPU_GRAPHS];
     uint64_t graph_clock;
-    size_t launches; /* since an item's first */
+    size_t launches; /* since an item's first launch */
 
-    /* Bytes of the device, by what was free before and after (vm_gpu_watch): those that went to kernels, libraries and
-     * graphs, and the most that went to one graph. */
+    /* Device memory by differences of free memory (vm_gpu_watch): bytes used by kernels, libraries and graphs, and the
+     * most that one graph used. */
     _Atomic ptrdiff_t unaccounted;
     size_t graph_most;
 } vm_gpu;
 
-/* Whose convolution. AUTO: our own in half precision where conv_wgmma.cu's kernel is there, unless cuDNN's is to be
+/* Which convolution to use. AUTO: our own in half precision if conv_wgmma.cu's kernel is available, unless cuDNN's is
  * timed; otherwise cuDNN's. */
 typedef enum vm_convolution { VM_CONVOLUTION_AUTO, VM_CONVOLUTION_CUDNN, VM_CONVOLUTION_OWN } vm_convolution;
 
@@ -92,24 +90,24 @@ typedef struct vm_gpu_options {
     vm_dtype dtype;
     bool tf32, autotune;
     vm_convolution convolution;
-    const char *libcuda, *libcudnn; /* NULL: where they are found */
+    const char *libcuda, *libcudnn; /* NULL: search */
 } vm_gpu_options;
 
-/* VM_EINVAL: no such device, a type it has not. VM_EDEVICE: no driver, no cuDNN, no machine code for it. */
+/* VM_EINVAL: no such device, or a type that it lacks. VM_EDEVICE: no driver, no cuDNN, or no machine code for it. */
 vm_status vm_gpu_open(const vm_gpu_options *options, vm_gpu **out);
 void vm_gpu_close(vm_gpu *gpu);
 vm_status vm_gpu_memory(vm_gpu *gpu, size_t *free, size_t *total);
-/* A vm_conv_watch: counts what is taken between two calls. gpu: a vm_gpu. */
+/* A vm_conv_watch: counts allocations between two calls. gpu: a vm_gpu. */
 vm_status vm_gpu_watch(void *gpu, bool begin, size_t *free);
-/* What graphs that are still to be captured may take, by the largest so far. */
+/* Returns: bytes that graphs still to be captured may take, estimated from the largest so far. */
 size_t vm_gpu_to_come(const vm_gpu *gpu);
-/* What is enqueued on `stream` from now on comes after the last run. */
+/* Orders work enqueued on `stream` from now on after the last run. */
 vm_status vm_gpu_order(vm_gpu *gpu, void *stream);
-/* VM_EINVAL where the stream is being captured: a run cannot be part of somebody else's graph. */
+/* VM_EINVAL if the stream is being captured: a run cannot be part of another graph. */
 vm_status vm_gpu_check_stream(vm_gpu *gpu, void *stream);
 /* Waits for the last run, then copies; `to` is the host's. */
 vm_status vm_gpu_read(vm_gpu *gpu, void *to, const void *from, size_t bytes);
-/* Around every use of the driver: the calling thread may have any context, and has it again after. */
+/* Around every use of the driver: the calling thread may have any context, and gets it back. */
 static inline vm_status vm_gpu_enter(const vm_gpu *gpu) {
     return vm_driver_check(gpu->d, gpu->d->CtxPushCurrent(gpu->context), "entering the device's context");
 }
@@ -118,7 +116,7 @@ static inline void vm_gpu_leave(const vm_gpu *gpu) {
     gpu->d->CtxPopCurrent(&left);
 }
 
-/* Both at once, for functions that return a vm_status: enters, and leaves wherever the function returns. */
+/* Both at once, for functions that return a vm_status: enters, and leaves at every return. */
 #define VM_ENTER(G)                                                             \
     const vm_gpu *entered_ __attribute__((cleanup(vm_gpu_leave_scope))) = NULL; \
     do {                                                                        \
@@ -138,7 +136,7 @@ extern const vm_device vm_gpu_device;
 /* A vm_conv_timer: milliseconds on the GPU, context a vm_gpu. */
 double vm_gpu_time(void *gpu, vm_status (*run)(void *job), void *job);
 
-/* Returns from the calling function where the driver refuses. */
+/* Returns from the calling function if the driver call fails. */
 #define VM_TRY(G, CALL, DOING)                                         \
     do {                                                               \
         vm_status try_ = vm_driver_check((G)->d, (G)->d->CALL, DOING); \
@@ -153,16 +151,16 @@ vm_status vm_gpu_workspace(const vm_backend *b, const vm_pass *pass, const vm_li
 vm_status vm_gpu_prepare(const vm_backend *b, const vm_pass *pass, const vm_operands *at, const vm_exec *exec,
                          vm_tasks *out);
 vm_status vm_gpu_run(const vm_backend *b, const vm_pass *pass, const vm_operands *at, const vm_exec *exec);
-/* Whether filters of so many outs and channels in, both padded, lie in blocks (cuda.h). */
+/* Returns: whether filters of `outs` outputs and `in` inputs, both padded, are stored in blocks (cuda.h). */
 static inline bool vm_gpu_blocked(const vm_gpu *g, size_t ksize, size_t in, size_t outs) {
     return g->wgmma && vm_conv_is_blocked(ksize, in, outs);
 }
-/* weights_cuda.c: a tensor of a file as the passes want it, in the GPU's type. */
+/* weights_cuda.c: a file's tensor in the passes' layout, in the GPU's type. */
 size_t vm_gpu_weight_bytes(const vm_backend *b, const vm_weight *w);
-/* out: vm_gpu_weight_bytes. data: in the file's layout and type. VM_EINVAL where a number is not finite, or not in the
+/* out: vm_gpu_weight_bytes. data: in the file's layout and type. VM_EINVAL if a number is not finite, or overflows the
  * GPU's type. */
 vm_status vm_gpu_pack_weight(const vm_backend *b, const vm_weight *w, void *out, vm_dtype dtype, const void *data);
-/* Channels as tensors and weights have them on a GPU. */
+/* Returns: channels of tensors and weights on a GPU. */
 static inline size_t vm_padded(size_t c) { return VM_ROUND_UP(c, VM_BLOCK); }
 
 #endif

@@ -1,10 +1,10 @@
-/* What the core asks of a backend with memory of its own (vm_device): memory, copies, runs, graphs.
+/* The vm_device of a GPU: memory, copies, runs, graphs.
  *
  *   compute stream   begun | passes of item 0 | passes of item 1 ...          | done
  *   copy stream            send 1 (once item 0's first pass has read its input)
  *                          fetch 0 (once its last pass is done, before item 1's last pass)
  *
- * A run waits for the one before it, whatever streams they were given: they share one arena. */
+ * A run waits for the one before it, on any streams: they share one arena. */
 #define _GNU_SOURCE
 #include "gpu.h"
 
@@ -31,8 +31,8 @@ static vm_status take(const vm_backend *b, size_t bytes, void **out) {
 static void give(const vm_backend *b, void *block, size_t bytes) {
     (void)bytes;
     vm_gpu *g = b->self;
-    if (vm_gpu_enter(g)) return; /* the context is gone, and its memory with it */
-    g->d->CtxSynchronize();      /* somebody may still use it, on a stream of his own too: MemFree need not wait */
+    if (vm_gpu_enter(g)) return; /* the context is gone, and its memory too */
+    g->d->CtxSynchronize();      /* other streams may still use it: MemFree need not wait */
     g->d->MemFree((CUdeviceptr)(uintptr_t)block);
     vm_gpu_leave(g);
 }
@@ -63,7 +63,7 @@ size_t vm_gpu_to_come(const vm_gpu *g) {
 static char *slot_of(const vm_gpu *g, size_t slot) { return g->pinned + slot * VM_GPU_SLOT; }
 static uint32_t *flags_of(const vm_gpu *g) { return (uint32_t *)(g->pinned + VM_GPU_SLOTS * VM_GPU_SLOT); }
 
-/* To the device through pinned memory, on the copy stream; `from` is free when this returns. With g->copying held. */
+/* Copies to the device through pinned memory, on the copy stream. `from` is free on return. Requires g->copying. */
 static vm_status copy_in(vm_gpu *g, void *to, const char *from, size_t bytes) {
     for (size_t done = 0, n; done < bytes; done += n) {
         const size_t slot = g->next_slot++ % VM_GPU_SLOTS;
@@ -77,14 +77,14 @@ static vm_status copy_in(vm_gpu *g, void *to, const char *from, size_t bytes) {
     return VM_OK;
 }
 
-/* From the device likewise: while the host empties one slot the GPU fills the next. */
+/* Copies from the device likewise: the host empties one slot while the GPU fills the next. */
 static vm_status copy_out(vm_gpu *g, char *to, const void *from, size_t bytes) {
     const size_t slots = (bytes + VM_GPU_SLOT - 1) / VM_GPU_SLOT, first = g->next_slot;
     g->next_slot += slots;
     for (size_t i = 0; i < slots + 1; i++) {
         if (i < slots) {
             const size_t slot = (first + i) % VM_GPU_SLOTS, at = i * VM_GPU_SLOT;
-            VM_TRY(g, EventSynchronize(g->slot[slot]), "waiting for a copy"); /* an earlier call's */
+            VM_TRY(g, EventSynchronize(g->slot[slot]), "waiting for a copy"); /* of an earlier call */
             VM_TRY(g,
                    MemcpyDtoHAsync(slot_of(g, slot), (CUdeviceptr)(uintptr_t)from + at, VM_MIN(bytes - at, VM_GPU_SLOT),
                                    g->copy),
@@ -100,7 +100,7 @@ static vm_status copy_out(vm_gpu *g, char *to, const void *from, size_t bytes) {
     return VM_OK;
 }
 
-/* The slots have one user at a time: a run, or somebody who reads an array. */
+/* The slots have one user at a time: a run, or a thread that reads an array. */
 static vm_status locked_copy(vm_gpu *g, bool in, void *to, const void *from, size_t bytes) {
     pthread_mutex_lock(&g->copying);
     vm_status s = in ? copy_in(g, to, from, bytes) : copy_out(g, to, from, bytes);
@@ -129,7 +129,7 @@ static vm_status fetch(const vm_backend *b, void *to, const void *from, size_t b
 
 static vm_status set_weight(const vm_backend *b, const vm_weight *w, void *to, vm_dtype dtype, const void *data,
                             bool *rounded) {
-    *rounded = true; /* get_weight refuses */
+    *rounded = true; /* makes get_weight refuse */
     vm_gpu *g = b->self;
     VM_ENTER(g);
     const size_t bytes = vm_gpu_weight_bytes(b, w);
@@ -155,7 +155,7 @@ static vm_status start(const vm_backend *b, void *stream) {
     g->stream = stream ? stream : g->own;
     g->paced = 0;
     VM_TRY(g, StreamWaitEvent(g->stream, g->done, 0), "ordering runs");
-    for (int i = 0; i < VM_GPU_SLOTS; i++) /* weights may still be on their way */
+    for (int i = 0; i < VM_GPU_SLOTS; i++) /* weights may still be in flight */
         VM_TRY(g, StreamWaitEvent(g->stream, g->slot[i], 0), "ordering copies");
     VM_TRY(g, MemsetD8Async((CUdeviceptr)(uintptr_t)g->flags, 0, 2 * sizeof *g->flags, g->stream),
            "clearing the flags");
@@ -165,7 +165,7 @@ static vm_status start(const vm_backend *b, void *stream) {
 
 static void nothing(const void *job, size_t task, unsigned thread) { (void)job, (void)task, (void)thread; }
 
-/* Waits for an event; with exec it looks again and again with short naps, so that an interruption is heard. */
+/* Waits for an event; with exec it polls with short naps, so that the run can be stopped. */
 static vm_status wait_for(const vm_gpu *g, CUevent event, const vm_exec *exec) {
     if (!exec) return vm_driver_check(g->d, g->d->EventSynchronize(event), "waiting for the GPU");
     for (;;) {
@@ -209,7 +209,7 @@ static vm_status finish(const vm_backend *b, const vm_exec *exec, bool wait, boo
     VM_TRY(g, EventRecord(g->done, g->stream), "marking the end");
     if (!wait) return VM_OK;
     vm_status s = wait_for(g, g->done, exec);
-    if (s == VM_ECANCELLED) { /* nothing may run on when its memory goes */
+    if (s == VM_ECANCELLED) { /* nothing may run on after its memory is freed */
         VM_TRY(g, EventSynchronize(g->done), "waiting for the GPU");
         return vm_fail(s, "the run was cancelled");
     }
@@ -278,7 +278,7 @@ static vm_status drop_graph(vm_gpu *g, vm_graph_entry *e) {
     return s ? s : vm_gpu_watch(g, false, &free);
 }
 
-/* Gives the key the entry of the graph that has not been used for longest. */
+/* Gives the key the entry of the least recently used graph. */
 static vm_status new_graph(vm_gpu *g, uint64_t key) {
     vm_graph_entry *e = &g->graph[0];
     for (int i = 0; i < VM_GPU_GRAPHS; i++)
@@ -288,9 +288,9 @@ static vm_status new_graph(vm_gpu *g, uint64_t key) {
     return s;
 }
 
-/* The first time that a key is seen its passes are enqueued one by one, since libraries then load code and time
- * engines, which a capture forbids. The second time they are captured, unless they are too many, on the GPU's own
- * stream (the caller's may be one that cannot be), and launched on the run's. */
+/* At a key's first run its passes are enqueued one by one: libraries then load code and time engines, which a capture
+ * forbids. The second time they are captured, unless there are too many, on the GPU's own stream (the caller's may not
+ * allow it), and launched on the run's. */
 static vm_status begin(const vm_backend *b, uint64_t key, bool *replayed) {
     vm_gpu *g = b->self;
     *replayed = false;
@@ -331,7 +331,7 @@ static vm_status end(const vm_backend *b, uint64_t key, vm_status so_far) {
     VM_ENTER(g);
     vm_graph_entry *e = key ? find_graph(g, key) : NULL;
     vm_status s = g->outside ? end_capture(g, e, so_far) : so_far;
-    if (s && e) drop_graph(g, e); /* forgotten: its next run goes pass by pass again */
+    if (s && e) drop_graph(g, e); /* its next run goes pass by pass again */
     if (s) return s;
     if (e && !e->exec) e->nodes = g->launches;
     if (key) VM_TRY(g, EventRecord(g->input_free, g->stream), "marking a pass");
@@ -345,7 +345,7 @@ double vm_gpu_time(void *gpu, vm_status (*run)(void *job), void *job) {
     enum { RUNS = 3 };
     vm_gpu *g = gpu;
     float ms = 0;
-    vm_status s = run(job); /* the first may load code */
+    vm_status s = run(job); /* the first run may load code */
     CUresult r = g->d->EventRecord(g->tried[0], g->stream);
     for (int i = 0; i < RUNS && !s && !r; i++) s = run(job);
     if (!r) r = g->d->EventRecord(g->tried[1], g->stream);
@@ -354,7 +354,7 @@ double vm_gpu_time(void *gpu, vm_status (*run)(void *job), void *job) {
     return s || r ? -1 : (double)ms;
 }
 
-const vm_device vm_gpu_device = {.align = 256, /* as GPU libraries expect it */
+const vm_device vm_gpu_device = {.align = 256, /* GPU libraries expect it */
                                  .channels_last = true,
                                  .take = take,
                                  .give = give,

@@ -1,4 +1,4 @@
-/* Our kernels' machine code, and the functions in it that fit a device and its type of numbers. */
+/* Our kernels' machine code, and its functions for a device and its number type. */
 #include <stdio.h>
 
 #include "gpu.h"
@@ -9,8 +9,8 @@ VM_GPU_KERNELS(VM_GPU_FATBIN)
 
 static const char *const suffix[] = {[VM_F32] = "f32", [VM_F16] = "f16", [VM_BF16] = "bf16"};
 
-/* Sets wgmma if the device and its machine code have the kernel: other GPUs do not, nor does code that the driver
- * compiled from PTX. With another number of registers, which another nvcc may choose, the kernel would wait forever. */
+/* Sets wgmma if the device and its machine code have the kernel: other GPUs lack it, and so does code that the driver
+ * compiled from PTX. With another number of registers, which another nvcc may choose, the kernel would hang. */
 static vm_status find_wgmma(vm_gpu *g, CUfunction *out) {
     char name[32];
     int registers = 0;
@@ -29,7 +29,7 @@ static vm_status find_conv(vm_gpu *g, uint32_t kind) {
     const vm_conv_tile tile = vm_conv_tile_at(kind, (size_t)g->shared_max), *t = &tile;
     CUfunction *out = &g->conv[kind];
     char name[48];
-    if (!t->resident) return VM_OK; /* nor is it chosen */
+    if (!t->resident) return VM_OK; /* it is not chosen either */
     if (kind == VM_CONV_WGMMA) {
         const vm_status s = find_wgmma(g, out);
         if (s || !g->wgmma) return s;

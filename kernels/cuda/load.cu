@@ -1,8 +1,8 @@
-/* load: a stripe of x as the convolution wants it: normalised, activated, converted, with zeros around.
+/* load: a stripe of x as the convolution needs it: normalised, activated, converted, with zeros around.
  *
- * Memory is what limits it. A thread stays with one vector of 8 channels, so that it reads their scale and shift once,
- * and walks over the pixels. It asks for a few pixels before it uses the first, so that many loads are under way at
- * once. Neighbouring threads have neighbouring vectors, then neighbouring pixels: their loads are side by side. */
+ * Memory bandwidth limits it. A thread stays with one vector of 8 channels, so it reads their scale and shift once, and
+ * walks over the pixels. It loads a few pixels before it uses the first, so that many loads are in flight. Neighbouring
+ * threads have neighbouring vectors, then neighbouring pixels: their loads are adjacent. */
 #include "pixels.h"
 
 /* One number of the user's own pixels. */
@@ -15,7 +15,7 @@ VM_DEVICE float vm_user_number(const vm_load_args &a, uint32_t pixel, uint32_t c
         return vm_to_float(static_cast<const vm_half *>(a.x)[at]);
     case VM_BF16_NCHW:
         return vm_to_float(static_cast<const vm_bfloat16 *>(a.x)[at]);
-    default: /* v / 127.5 - 1, but the difference is taken of whole numbers, where it is exact */
+    default: /* v / 127.5 - 1, but the subtraction uses whole numbers, and is exact */
         return (2 * static_cast<const uint8_t *>(a.x)[(size_t)pixel * a.x_c + c] - 255) * (1 / 255.0f);
     }
 }
@@ -44,7 +44,7 @@ VM_DEVICE void vm_load(const vm_load_args &a) {
                  column = first % a.width; /* of x; above x it wraps to huge numbers, outside too */
         for (uint32_t pixel = first; pixel < pixels; pixel += AT_ONCE * step) {
             vm_eight<T> own[AT_ONCE];
-            uint32_t from[AT_ONCE]; /* of all rows */
+            uint32_t from[AT_ONCE]; /* in the whole tensor */
             float factor[AT_ONCE];
             bool inside[AT_ONCE];
 #pragma unroll

@@ -1,10 +1,10 @@
-/* merge: from the partial sums that the producer of x left to one scale and shift a channel, which load applies:
- * together they are GroupNorm.
+/* merge: turns the partial sums of x's producer into one scale and shift per channel, which load applies: together they
+ * are GroupNorm.
  *
- * Each group has several blocks, so that every multiprocessor has work. A thread sums its own share of the parts, in
- * one pass with many loads under way at once. The means are summed less the first of them, in double, which has digits
- * enough for what cancels at the end. Shares are added in a fixed order, those of blocks by the block that comes last:
- * the same bits every time, on every GPU. */
+ * Each group has several blocks, so every multiprocessor has work. A thread sums its own share of the parts, in one
+ * pass with many loads in flight. The means are summed minus the first of them, in double, which has enough digits for
+ * the cancellation at the end. Shares are added in a fixed order, those of blocks by the last block to arrive: the same
+ * bits every time, on every GPU. */
 #include <math.h>
 
 #include "device.h"

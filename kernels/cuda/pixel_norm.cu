@@ -1,8 +1,8 @@
-/* pixel_norm: the half of a norm of one pixel that is not done on load: 1 over each pixel's length, and each channel's
- * sqrt(c) * gamma. Load and our own convolution multiply by both.
+/* pixel_norm: the half of a pixel norm that is not done on load: 1 over each pixel's length, and each channel's sqrt(c)
+ * * gamma. Load and our own convolution multiply by both.
  *
  * Eight lanes read a pixel, 128 bytes of halves at a time, and sum squares in float in the order of the channels. Their
- * sums are added in a fixed order: the same bits every time. Memory is what limits it. */
+ * sums are added in a fixed order: the same bits every time. Memory bandwidth limits it. */
 #include <math.h>
 
 #include "device.h"

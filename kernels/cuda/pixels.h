@@ -1,4 +1,4 @@
-/* What load, store and our own convolution all do to pixels. */
+/* Operations on pixels shared by load, store and our own convolution. */
 #ifndef VM_PIXELS_H
 #define VM_PIXELS_H
 
@@ -10,10 +10,10 @@
 
 /* v / (1 + e^-v), which is h + h tanh h for h = v / 2.
  *
- * vm_tanh has a relative error of 2^-11, so h tanh h is off by less than |v| 2^-12. For bfloat16 that will do: numbers
- * near v are rounded by up to |v| 2^-9 when they are stored. For float16 (|v| 2^-12) it would be another rounding, so
- * there and in float32 SiLU is exact to some units of float's last place, for two special functions instead of one.
- * Where e^-v is so small that exp2 gives 0, it is nothing beside the 1. */
+ * vm_tanh has a relative error of 2^-11, so h tanh h is off by less than |v| 2^-12. That suffices for bfloat16: storing
+ * rounds numbers near v by up to |v| 2^-9. For float16 (|v| 2^-12) it would be another rounding. So float16 and float32
+ * compute SiLU exactly to some units of float's last place, with two special functions instead of one. If e^-v is so
+ * small that exp2 gives 0, it does not change the 1. */
 template <typename T>
 VM_DEVICE float vm_silu(float v) {
     if constexpr (std::is_same<T, vm_bfloat16>::value) {
@@ -31,15 +31,15 @@ VM_DEVICE float vm_activated(uint32_t act, float v) {
     return v;
 }
 
-/* Merges the mean and squared deviations of other numbers (b) into those of n numbers. share: b's part of all. */
+/* Merges mean and squared deviations of other numbers (b) into those of n numbers. share: b's part of all. */
 VM_DEVICE void vm_merge_sums(float n, float share, float &mean, float &m2, float b_mean, float b_m2) {
     const float delta = b_mean - mean;
     mean = fmaf(delta, share, mean);
     m2 += fmaf(delta * delta, n * share, b_m2);
 }
 
-/* Writes one number into the user's pixels. Returns the number as it was stored, or for bytes, which cannot be
- * infinite, the number before it was rounded: the caller looks at it for overflow. */
+/* Writes one number into the user's pixels. Returns: the number as stored or, for bytes, which cannot be infinite, the
+ * number before rounding: the caller checks it for overflow. */
 template <typename Args>
 VM_DEVICE float vm_store_number(const Args &a, size_t pixel, uint32_t c, float v) {
     const size_t at = (size_t)c * a.y_h * a.y_w + pixel;
@@ -58,8 +58,8 @@ VM_DEVICE float vm_store_number(const Args &a, size_t pixel, uint32_t c, float v
     }
 }
 
-/* Eight channels as they lie in memory. Kernels keep these while their loads are under way, and turn them into floats
- * afterwards: halves take half the registers, and no load waits until the one before it is converted. */
+/* Eight channels in memory format. Kernels hold these while loads are in flight, and convert them to floats afterwards:
+ * halves take half the registers, and no load waits for an earlier conversion. */
 template <typename T>
 struct vm_eight {
     uint4 words[sizeof(T) / 2];

@@ -1,15 +1,15 @@
-/* store: what the convolution gave, with bias and residual, into y; and the sums that the next GroupNorm needs.
+/* store: the convolution's output, with bias and residual, into y; and the sums that the next GroupNorm needs.
  *
  * A block has one part of the stripe and up to VM_CUDA_LANES vectors of 8 channels. Neighbouring threads have
- * neighbouring vectors; threads with the same vector take turns at the part's pixels (a thread's share of them is its
- * pixel lane), and ask for a few before they use the first, so that many loads are under way at once.
+ * neighbouring vectors. Threads with the same vector take turns at the part's pixels (a thread's share of them is its
+ * pixel lane), and load a few before they use the first, so that many loads are in flight.
  *
- * A thread sums its values less the first of them, and the squares of that. Since the first is one of the values, the
- * mean differs from it by no more than the values do among themselves, so little cancels at the end, however large the
- * mean is. The pixel lanes are merged by Chan's formula in a fixed order: the same bits every time. */
+ * A thread sums its values minus the first of them, and the squares of these differences. The first is one of the
+ * values, so the mean is about as near to it as the values are to each other. Little cancels at the end, however large
+ * the mean is. The pixel lanes are merged by Chan's formula in a fixed order: the same bits every time. */
 #include "pixels.h"
 
-/* Stores, and leaves in v what was stored. */
+/* Stores, and leaves the stored values in v. */
 template <typename T>
 VM_DEVICE void vm_store8_rounded(T *p, float v[8]) {
     if constexpr (sizeof(T) == 4) {
@@ -54,7 +54,7 @@ VM_DEVICE void vm_leave_part(const vm_store_args &a, float n, float mean[8], flo
     vm_store8(part + VM_BLOCK + VM_ROUND_UP(a.y_c, VM_BLOCK) + c, m2);
 }
 
-/* Where the pixels of a stripe lie from: the first, and that which begins at the ring's first row. */
+/* Origins of a stripe's pixels: the first pixel's, and that of the pixel at the ring's first row. */
 struct vm_stripe {
     size_t first;
     uint32_t end, ring;

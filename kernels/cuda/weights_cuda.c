@@ -1,13 +1,13 @@
-/* Tensors of weights as the GPU's passes want them, made on the host one at a time:
+/* Tensors of weights in the layout of the GPU's passes, made on the host one at a time:
  *
  *   convolution   [out][k][k][in]        out and in padded with zeros to multiples of VM_BLOCK
  *   after nearest 2x  [4][out][2][2][in] one 2x2 filter for each parity of the output's row and column
- *   either            in blocks, as vm_conv_filter_at has them, where vm_gpu_blocked says so
+ *   either            in blocks (vm_conv_filter_at) if vm_gpu_blocked
  *   vector        [out] floats, padded likewise
  *
- * Of three convolutions in one (qkv) each is padded. Of filters over time the last slice is kept.
+ * Each of three convolutions in one (qkv) is padded. Filters over time keep only the last slice.
  *
- * A 3x3 filter over an image whose pixels were doubled meets every source pixel under several taps. Summing those first
+ * Over an image with doubled pixels, a 3x3 filter meets every source pixel under several taps. Summing those first
  * gives four 2x2 filters: the same in real arithmetic, and 16 products instead of 36. Taps are summed in float and
  * rounded once. */
 #include <math.h>
@@ -41,7 +41,7 @@ static float read(source *from, size_t i) {
     return v;
 }
 
-/* Tap of the folded filter whose nine taps begin at element `first`. */
+/* Returns: a tap of the folded filter; its nine taps begin at element `first`. */
 static float folded(source *from, size_t first, size_t phase, size_t tap) {
     size_t y0, y1, x0, x1;
     float sum = 0;

@@ -1,5 +1,5 @@
-/* A convolution of PyTorch's, as cuDNN needs it described. One with a single dimension has two here: its height is 1.
- * The bias is added outside of it. If the paddings of two sides differ, PyTorch pads into another tensor first. */
+/* One of PyTorch's convolutions, described for cuDNN. A one-dimensional one has two dimensions here, with height 1. The
+ * bias is added separately. If the paddings of two sides differ, PyTorch first pads into another tensor. */
 #ifndef VM_CUDNN_CONV_H
 #define VM_CUDNN_CONV_H
 
@@ -7,8 +7,8 @@
 
 enum { VM_CONV_DIMS = 3 };
 
-/* A convolution: cross-correlation without bias, the same padding on both sides. Its extents are depth, height and
- * width; with two dimensions the depth is that of one slice. */
+/* A convolution: cross-correlation without bias, the same padding on both sides. Extents are depth, height and width;
+ * with two dimensions the depth is one slice. */
 typedef struct vm_conv {
     vm_dtype dtype;             /* of input, filter and output; sums are float */
     bool tf32;                  /* float input may run on TF32 tensor cores (torch.backends.cudnn.allow_tf32) */
@@ -18,7 +18,7 @@ typedef struct vm_conv {
     int64_t n, c, k, groups;    /* batch, channels of the input and of the output */
     int64_t size[VM_CONV_DIMS]; /* of the input */
     int64_t filter[VM_CONV_DIMS], stride[VM_CONV_DIMS], padding[VM_CONV_DIMS], dilation[VM_CONV_DIMS];
-    int64_t output_padding[VM_CONV_DIMS]; /* rows that a transposed convolution's output has more */
+    int64_t output_padding[VM_CONV_DIMS]; /* additional rows of a transposed convolution's output */
 } vm_conv;
 
 /* Two dimensions, square filters, one group. x: n, c, h, w. */

@@ -1,4 +1,4 @@
-/* cuDNN's backend API: found at run time, and spoken to in few words. */
+/* cuDNN's backend API: found at run time, with short helpers. */
 #define _GNU_SOURCE
 #include "cudnn_api.h"
 
@@ -10,8 +10,8 @@
 enum { MAX_SIZE = 1 << 20 }; /* so that strides fit in 64 bits */
 enum { MAX_KNOBS = 64, MAX_NOTES = 32 };
 
-/* cuDNN aborts the process where it needs cuBLASLt and finds none, so it is looked for first: in what cuDNN is linked
- * with, beside it, as the wheels lay it (CUDA 12, CUDA 13), then where the loader looks. */
+/* cuDNN aborts the process if it needs cuBLASLt and finds none, so it is checked first: among cuDNN's dependencies,
+ * next to cuDNN as in the wheels (CUDA 12, CUDA 13), then on the loader's path. */
 static bool load_cublaslt(void *cudnn, void *entry) {
     static const char *const where[] = {"%.*s/libcublasLt.so.12",
                                         "%.*s/libcublasLt.so.13",
@@ -34,7 +34,7 @@ static bool load_cublaslt(void *cudnn, void *entry) {
 
 vm_status vm_cudnn_open(const char *path, size_t least, vm_cudnn **out) {
     *out = NULL;
-    /* One process, one cuDNN: a second copy would share its sublibraries with the first by their names. */
+    /* One cuDNN per process: a second copy would share its sublibraries with the first by name. */
     void *library = dlopen("libcudnn.so.9", RTLD_LAZY | RTLD_LOCAL | RTLD_NOLOAD);
     if (!library) library = dlopen(path ? path : "libcudnn.so.9", RTLD_LAZY | RTLD_LOCAL);
     if (!library) return vm_fail(VM_EDEVICE, "cuDNN: want libcudnn.so.9, got %s", dlerror());
@@ -43,7 +43,7 @@ vm_status vm_cudnn_open(const char *path, size_t least, vm_cudnn **out) {
     const struct {
         const char *name;
         void *where;
-        bool running; /* wanted only where something is run */
+        bool running; /* required only for running */
     } entries[] = {
         {"cudnnBackendCreateDescriptor", &c->create, false}, {"cudnnBackendDestroyDescriptor", &c->destroy, false},
         {"cudnnBackendSetAttribute", &c->set, false},        {"cudnnBackendGetAttribute", &c->get, false},
@@ -80,7 +80,7 @@ void vm_cudnn_close(vm_cudnn *cudnn) {
     free(cudnn);
 }
 
-/* The size of the output along one dimension. */
+/* Returns: the size of the output along one dimension. */
 static int64_t output_size(const vm_conv *v, int i) {
     const int64_t reach = v->dilation[i] * (v->filter[i] - 1) + 1, pads = 2 * v->padding[i];
     if (v->transposed) return (v->size[i] - 1) * v->stride[i] - pads + reach + v->output_padding[i];
@@ -89,7 +89,7 @@ static int64_t output_size(const vm_conv *v, int i) {
 
 enum { EXTENTS_TEXT = 72 };
 
-/* "3x3", or "3x3x3" with a depth. */
+/* Writes "3x3", or "3x3x3" with a depth. */
 static const char *in_words(const vm_conv *v, const int64_t extents[VM_CONV_DIMS], char text[EXTENTS_TEXT]) {
     int used = 0;
     if (v->dims == 3) used = snprintf(text, EXTENTS_TEXT, "%lldx", (long long)extents[0]);
@@ -172,7 +172,7 @@ desc vm_cudnn_device(vm_cudnn_question *q, const char *json) {
     return d;
 }
 
-/* n and c, then the last `dims` of extents: packed as PyTorch packs them. */
+/* n and c, then the last `dims` of extents, packed like PyTorch's tensors. */
 static desc tensor(vm_cudnn_question *q, char uid, const vm_conv *conv, int64_t n, int64_t c,
                    const int64_t extents[VM_CONV_DIMS], int data_type) {
     const int64_t alignment = 32, id = uid;
@@ -248,7 +248,7 @@ int64_t vm_cudnn_configs(vm_cudnn_question *q, desc graph, desc device, int mode
     return made;
 }
 
-/* The notes of an engine, as the sum of 1 << note; false where they cannot be read. */
+/* Reads the notes of an engine, as the sum of 1 << note. Returns: false if they cannot be read. */
 static bool read_notes(vm_cudnn *c, desc engine, int attribute, int type, uint32_t *bits) {
     int notes[MAX_NOTES];
     int64_t count = 0;
@@ -258,7 +258,7 @@ static bool read_notes(vm_cudnn *c, desc engine, int attribute, int type, uint32
     return true;
 }
 
-/* Writes the name; the engine's index. */
+/* Writes the engine's name. Returns: its index. */
 static int name_engine(vm_cudnn *c, desc config, desc engine, char *out, size_t size) {
     int64_t index = 0, count = 0;
     c->get(engine, ENGINE_GLOBAL_INDEX, T_INT64, 1, &count, &index);

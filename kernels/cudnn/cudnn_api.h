@@ -1,5 +1,5 @@
-/* cuDNN's backend API without its headers and without linking it: the numbers, the loader and a few helpers, for
- * the code that runs cuDNN (kernels/cuda/conv_cudnn.c) and the benchmark that asks it (benchmarks/ask_cudnn.c).
+/* cuDNN's backend API without its headers and without linking it: the numbers, the loader and a few helpers, for the
+ * code that runs cuDNN (kernels/cuda/conv_cudnn.c) and the benchmark that queries it (benchmarks/ask_cudnn.c).
  *
  *   open: dlopen -> the entry points below -> version
  *   conv: tensors x, w, y + convolution -> operation -> graph
@@ -26,7 +26,7 @@ enum {
     DEVICEPROP = 38
 };
 
-/* cudnnBackendAttributeName_t, a descriptor's after the other's */
+/* cudnnBackendAttributeName_t, grouped by descriptor */
 enum { CONVOLUTION_COMP_TYPE = 100, CONVOLUTION_CONV_MODE, CONVOLUTION_DILATIONS, CONVOLUTION_FILTER_STRIDES };
 enum { CONVOLUTION_POST_PADDINGS = 104, CONVOLUTION_PRE_PADDINGS, CONVOLUTION_SPATIAL_DIMS };
 enum { ENGINEHEUR_MODE = 200, ENGINEHEUR_OPERATION_GRAPH, ENGINEHEUR_RESULTS, ENGINEHEUR_DEVICEPROP = 204 };
@@ -34,7 +34,7 @@ enum { ENGINECFG_ENGINE = 300, ENGINECFG_KNOB_CHOICES = 302 };
 enum { EXECUTION_PLAN_HANDLE = 400, EXECUTION_PLAN_ENGINE_CONFIG, EXECUTION_PLAN_WORKSPACE_SIZE };
 enum { EXECUTION_PLAN_DEVICEPROP = 407 };
 enum { KNOB_CHOICE_KNOB_TYPE = 600, KNOB_CHOICE_KNOB_VALUE };
-/* Those of OPERATION_CONVOLUTION_BACKWARD_DATA have the same order: dx in the place of x, dy in that of y. */
+/* OPERATION_CONVOLUTION_BACKWARD_DATA has the same order, with dx instead of x and dy instead of y. */
 enum { FORWARD_ALPHA = 700, FORWARD_BETA, FORWARD_CONV_DESC, FORWARD_W, FORWARD_X, FORWARD_Y };
 enum { BACKWARD_DATA_ALPHA = 706 };
 enum { OPERATIONGRAPH_HANDLE = 800, OPERATIONGRAPH_OPS };
@@ -56,9 +56,9 @@ enum { BEHAVIOR_RUNTIME_COMPILATION = 0 };
 enum { STATUS_DEVICE_ALLOCATION_FAILED = 4004 }; /* cudnnStatus_t */
 enum { MAX_CONFIGS = 256, MAX_DESCS = 16 };
 
-/* A library. The last four entries are NULL where it has none, and cannot run. */
+/* A library. The last four entries are NULL if it has none, and cannot run. */
 typedef struct vm_cudnn {
-    pthread_mutex_t lock; /* held by the user around its questions */
+    pthread_mutex_t lock; /* held by the user during queries */
     size_t version;       /* 10000 * major + 100 * minor + patch */
     int (*create)(int type, desc *out);
     int (*destroy)(desc d);
@@ -80,7 +80,7 @@ typedef struct vm_cudnn {
 vm_status vm_cudnn_open(const char *path, size_t least, vm_cudnn **out);
 void vm_cudnn_close(vm_cudnn *cudnn);
 
-/* One question: its descriptors, destroyed together, and the first status that was not success; after it the rest does
+/* One query: its descriptors, destroyed together, and the first failing status. After a failure the rest does
  * nothing. */
 typedef struct vm_cudnn_question {
     vm_cudnn *c;
@@ -98,28 +98,28 @@ void vm_cudnn_finalize(vm_cudnn_question *q, desc d, const char *what);
 desc vm_cudnn_graph(vm_cudnn_question *q, const vm_conv *conv, void *handle);
 /* json: cuDNN's device properties (vaemem/data/gpus.json). */
 desc vm_cudnn_device(vm_cudnn_question *q, const char *json);
-/* One list of the heuristics, best first, owned by the caller; returns how many. A list that cuDNN refuses to make is
- * an empty one. device: NULL for the handle's. */
+/* One list of the heuristics, best first; transfers to the caller. Returns: how many, 0 if cuDNN refuses to make the
+ * list. device: NULL for the handle's. */
 int64_t vm_cudnn_configs(vm_cudnn_question *q, desc graph, desc device, int mode, desc config[MAX_CONFIGS]);
-/* Destroys what was made. VM_OK, or `otherwise` with the step and cuDNN's own words. */
+/* Destroys the descriptors. Returns: VM_OK, or `otherwise` with the failing step and cuDNN's own message. */
 vm_status vm_cudnn_end(vm_cudnn_question *q, vm_status otherwise);
 
-/* VM_EINVAL where a size is out of range, channels do not fall into groups, or no output is left. */
+/* VM_EINVAL if a size is out of range, groups do not divide the channels, or the output is empty. */
 vm_status vm_cudnn_check(const vm_conv *conv);
 
 enum { VM_ENGINE_NAME = 256 };
 
-/* What became of a configuration. */
+/* The outcome of a configuration. */
 typedef struct vm_cudnn_plan {
-    desc plan;                 /* the caller's; NULL where there is none */
+    desc plan;                 /* owned by the caller; NULL: none */
     int64_t bytes;             /* of workspace */
     int engine;                /* cuDNN's index */
     char name[VM_ENGINE_NAME]; /* "eng1_k2=3_k5=0": engine and knobs */
-    bool compiles;             /* no plan, of an engine that would be compiled at run time and has none of the notes */
+    bool compiles;             /* no plan: the engine, which has none of the notes, would be compiled at run time */
 } vm_cudnn_plan;
 
-/* Makes a plan of a configuration, which must outlive it, for a described device or else for the handle's. None where
- * its engine has one of the numerical notes in `bad`, or does not tell. */
+/* Makes a plan of a configuration, which must outlive it, for a described device or, if NULL, for the handle's. No plan
+ * if its engine has one of the numerical notes in `bad`, or does not report them. */
 vm_cudnn_plan vm_cudnn_try(vm_cudnn *c, desc config, uint32_t bad, desc device, void *handle);
 
 #endif

@@ -1,5 +1,5 @@
-/* The plain C path: what every operation means, and what runs where nothing better is known.
- * Built with the compiler's baseline flags; the loops over 16 lanes are left to its vectoriser. */
+/* The plain C path: it defines every operation, and runs on processors without a better one. Built with the compiler's
+ * baseline flags, whose vectoriser handles the loops over 16 lanes. */
 #include <math.h>
 #include <string.h>
 
@@ -150,7 +150,7 @@ static void unpack(float *y, vm_dtype dtype, const uint16_t *x, size_t steps) {
     for (size_t i = 0; i < 2 * steps * L; i++) y[(i / 2 / L * 2 + i % 2) * L + i / 2 % L] = vm_element(dtype, x, i);
 }
 
-/* ---- Winograd's transforms: Y = A^T [(G g G^T) * (B^T d B)] A, by other matrices down than across ---- */
+/* ---- Winograd's transforms: Y = A^T [(G g G^T) * (B^T d B)] A, with other matrices down than across ---- */
 
 typedef struct line {
     size_t numbers, pixels, step;
@@ -189,7 +189,7 @@ static const line four = {6,
                            {0, P * P, P * P, Q * Q, Q * Q, 0},
                            {0, P * P * P, -P * P * P, Q * Q * Q, -Q * Q * Q, 1}}};
 
-/* After nearest 2x, of a pixel and those around it. */
+/* After nearest 2x, from a pixel and its neighbours. */
 static const line doubled = {
     3, 2, 1, {{1, -1, 0}, {0, 1, 0}, {0, -1, 1}}, {{1, 0, 0}, {1, 1, 1}, {0, 0, 1}}, {{1, 1, 0}, {0, 1, 1}}};
 

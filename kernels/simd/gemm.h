@@ -18,13 +18,13 @@ INLINE vf pick(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no 
 
 /* ---- gemm: P pixels by V vectors of accumulators, one broadcast, V weights ---- */
 
-/* What a step does: a number of x, or a pair, in every place of a vector times a row of weights. */
+/* A step: a number of x, or a pair, in every lane of a vector, times a row of weights. */
 #ifndef VM_MULTIPLY
 #define VM_MULTIPLY(SUM, X, W) ((SUM) += (X) * (W))
 #endif
 
-/* Strides are constants where this is instantiated, so that addresses are immediates; vector v is
- * part v % VM_SUBS of block v / VM_SUBS. */
+/* Strides are constants of each instance, so addresses are immediates; vector v is part v % VM_SUBS of block v /
+ * VM_SUBS. */
 #define VM_GEMM(P, V, PIXEL, NAME)                                                                                     \
     static void NAME(const vm_gemm *g) {                                                                               \
         vf sum[P][V];                                                                                                  \

@@ -1,6 +1,6 @@
-/* Every tile height from 1 to VM_PIXELS (a tail costs its own size and not a full tile), for the VM_PART vectors of one
- * block that a tile has registers for and, where they reach, for two blocks; and for
- * pixels that lie a block apart (a) and two (b, stride 2). */
+/* Every tile height from 1 to VM_PIXELS (a tail costs its own size, not a full tile), for the VM_PART vectors of one
+ * block that fit a tile's registers and, if they fit, for two blocks; and for pixels one block apart (a) and two (b,
+ * stride 2). */
 #define VM_WIDE (VM_VECTORS >= 2 * VM_BLOCK / VM_LANES)
 
 #if VM_WIDE

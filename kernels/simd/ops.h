@@ -1,6 +1,6 @@
-/* The operations of cpu.h for any instruction set with vectors of VM_LANES floats (16, 8 or 4), in the
- * compiler's vector extension: one source, built once per ISA folder with that folder's flags.
- * The includer defines VM_LANES, VM_PIXELS, VM_VECTORS and VM_OPS. */
+/* The operations of cpu.h for any instruction set with vectors of VM_LANES floats (16, 8 or 4), in the compiler's
+ * vector extension: one source, built once per ISA folder with that folder's flags. The includer defines VM_LANES,
+ * VM_PIXELS, VM_VECTORS and VM_OPS. */
 #include <math.h>
 #include <string.h>
 
@@ -13,16 +13,16 @@ INLINE vu pick_bits(vi mask, vu yes, vu no) { return (yes & (vu)mask) | (no & ~(
 
 /* ---- rows of any type ---- */
 
-/* 16 bits to 32, and the lower half of 32. An instruction, where the compiler would take several. */
+/* 16 bits to 32, and the lower half of 32. One instruction; the compiler would use several. */
 #ifndef VM_WIDEN
 #define VM_WIDEN(HALF) __builtin_convertvector(HALF, vu)
 #define VM_NARROW(BITS) __builtin_convertvector(BITS, vh)
 #endif
 
-/* Numbers from the bits of halves. */
+/* Converts the bits of halves to floats. */
 INLINE vf of_half(vm_dtype dtype, vu half) {
     if (dtype == VM_BF16) return (vf)(half << 16);
-    /* an exponent that is 112 too small is put right exactly, of subnormals too */
+    /* the exponent is 112 too small; the product corrects it exactly, for subnormals too */
     const vu size = half & 0x7fff, high = (vu)((vf)(size << 13) * splat(0x1p112f));
     return (vf)(pick_bits((vi)(size >= 0x7c00), size << 13 | 0x7f800000, high) | (half & 0x8000) << 16);
 }
@@ -33,7 +33,7 @@ INLINE vf widened(vm_dtype dtype, const void *x, size_t i) {
     return of_half(dtype, VM_WIDEN(*(const vh *)((const uint16_t *)x + i)));
 }
 
-/* Rounds to the nearest, to even of two; NaN stays NaN, and what is too large becomes Inf. Not 0 where a result is not
+/* Rounds to nearest, ties to even; NaN stays NaN, and overflow becomes Inf. Returns: not 0 in lanes that are not
  * finite. */
 INLINE vi narrow(vm_dtype dtype, void *y, size_t i, vf x) {
     const vu bits = (vu)x, size = bits & 0x7fffffff;
@@ -56,7 +56,7 @@ INLINE vi narrow(vm_dtype dtype, void *y, size_t i, vf x) {
     return (vi)(half >= 0x7c00);
 }
 
-/* A call whose first argument is a constant in each of three. */
+/* A call with the dtype as a constant in each of three branches. */
 #define VM_FOR_DTYPE(DTYPE, CALL, ...)     \
     switch (DTYPE) {                       \
     case VM_F32:                           \
@@ -69,14 +69,14 @@ INLINE vi narrow(vm_dtype dtype, void *y, size_t i, vf x) {
 
 /* ---- exp ---- */
 
-/* x, but no less or more than the bound; NaN stays NaN. An instruction, where an instruction set names it. */
+/* x, bounded below or above; NaN stays NaN. One instruction if the instruction set names it. */
 #ifndef VM_NO_LESS
 #define VM_NO_LESS(BOUND, X) pick((X) < (BOUND), BOUND, X)
 #define VM_NO_MORE(BOUND, X) pick((X) > (BOUND), BOUND, X)
 #endif
 
-/* e^x, about 1 ulp where the result is normal; below -87.3 the smallest normal, above 88.3 e^88.3;
- * NaN stays NaN. Reduction by ln 2 in two parts; the polynomial is Cephes expf's. */
+/* e^x, about 1 ulp if the result is normal; below -87.3 the smallest normal, above 88.3 e^88.3; NaN stays NaN.
+ * Reduction by ln 2 in two parts; the polynomial is Cephes expf's. */
 INLINE vf vexp(vf x) {
     const vf t = VM_NO_MORE(splat(88.3f), VM_NO_LESS(splat(-87.3f), x));
     const vf magic = splat(12582912.f); /* 1.5 * 2^23: adding it rounds to an integer */
@@ -98,7 +98,7 @@ INLINE vf vexp(vf x) {
 #endif
 }
 
-/* ---- the rest: a lane is a channel (or, in softmax, a query), so nothing is ever reduced across lanes ---- */
+/* ---- the rest: a lane is a channel (in softmax, a query), so nothing is reduced across lanes ---- */
 
 INLINE vf activated(vm_act act, vf x) {
     if (act == VM_ACT_SILU) return x / (splat(1) + vexp(-x));
@@ -126,7 +126,7 @@ static void load(void *y, void *rest, const vm_source *from) {
         memcpy(y, from->x, from->pixels * VM_BLOCK * sizeof(float));
         return;
     }
-    if (from->act == VM_ACT_SILU) VM_FOR_DTYPE(from->dtype, load_as, y, from, VM_ACT_SILU) /* the one that counts */
+    if (from->act == VM_ACT_SILU) VM_FOR_DTYPE(from->dtype, load_as, y, from, VM_ACT_SILU) /* the hot case */
     VM_FOR_DTYPE(from->dtype, load_as, y, from, from->act)
 }
 
@@ -157,7 +157,7 @@ INLINE void squares_as(vm_dtype dtype, float *sum, const void *x, size_t pixels)
 static void squares(float *sum, const void *x, vm_dtype dtype,
                     size_t pixels){VM_FOR_DTYPE(dtype, squares_as, sum, x, pixels)}
 
-/* The sum of x, or of (x - mean)^2: four at a time, since a sum waits for the one before it. */
+/* The sum of x, or of (x - mean)^2: four chains, since each addition waits for the one before it. */
 INLINE vf sum_of(vm_dtype dtype, const void *x, size_t rows, size_t x_row, size_t pixels, const vf *mean) {
     vf sum[4] = {0};
     for (size_t r = 0; r < rows; r++)
@@ -188,7 +188,7 @@ static void stats(float *mean, float *m2, const void *x, vm_dtype dtype, size_t 
 static void softmax(float *s, size_t keys, float scale, float *top, float *sum, float *keep) {
     for (int l = 0; l < VM_BLOCK; l += VM_LANES) {
         const vf c = splat(scale), old = at(top + l);
-        /* four at a time, since a maximum waits for the one before it; the last key may come twice */
+        /* four chains, since each maximum waits for the one before it; the last key may count twice */
         vf tops[4] = {old, old, old, old}, total;
         for (size_t k = 0; k < keys; k += 4) {
             UNROLL for (size_t i = 0; i < 4; i++) {
@@ -218,9 +218,9 @@ static void rescale(float *x, size_t rows, const float *keep) {
     }
 }
 
-/* The even (from 0) or odd (from half the lanes) half of a and b taken in turns. */
+/* Interleaves the even (from 0) or odd (from half the lanes) halves of a and b. */
 INLINE vf zip(vf a, vf b, int from) {
-#ifdef __clang__ /* which sees one instruction in this, and has no __builtin_shuffle; GCC would move number by number */
+#ifdef __clang__ /* clang needs this: it has no __builtin_shuffle; GCC would move number by number */
     vf y = a;
     UNROLL for (int i = 0; i < VM_LANES; i++) y[i] = i % 2 ? b[from + i / 2] : a[from + i / 2];
     return y;
@@ -231,7 +231,7 @@ INLINE vf zip(vf a, vf b, int from) {
 #endif
 }
 
-/* Rows of a square zipped with those half the square away, as often as its side can be halved, are its columns. */
+/* Zips rows of a square with those half the square away, log2(side) times: its columns. */
 static void transpose(float *y, const float *x) {
     for (int r = 0; r < VM_BLOCK; r += VM_LANES)
         for (int l = 0; l < VM_BLOCK; l += VM_LANES) {
@@ -259,14 +259,14 @@ static void unpack(float *y, vm_dtype dtype, const uint16_t *x, size_t steps) {
 
 /* ---- Winograd's transforms, the same for every line of a tile: down its columns, then across its rows ---- */
 
-/* F(2, 3), F(4, 3), and two pixels of a line that was one after nearest 2x. */
+/* F(2, 3), F(4, 3), and two pixels of a line after nearest 2x. */
 enum { TWO, FOUR, UP };
 
 INLINE int numbers(int way) { return way == FOUR ? 6 : way == TWO ? 4 : 3; }
 INLINE int pixels_of(int way) { return way == FOUR ? 4 : 2; }
 INLINE int step_of(int way) { return way == UP ? 1 : pixels_of(way); }
 
-/* Points of FOUR beside 0 and infinity: P, -P, Q and -Q, which round less than 1 and 2; P * Q = 1. */
+/* Points of FOUR besides 0 and infinity: P, -P, Q and -Q, which round less than 1 and 2; P * Q = 1. */
 #define P1 (2 / 3.)
 #define P2 (4 / 9.)
 #define P3 (8 / 27.)
@@ -274,7 +274,7 @@ INLINE int step_of(int way) { return way == UP ? 1 : pixels_of(way); }
 #define Q2 (9 / 4.)
 #define Q3 (27 / 8.)
 
-/* n = B^T d, as many numbers as there are. */
+/* n = B^T d, of equal length. */
 INLINE void line_in(int way, vf *n, const vf *d) {
     if (way == TWO) {
         n[0] = d[0] - d[2], n[1] = d[1] + d[2], n[2] = d[2] - d[1], n[3] = d[1] - d[3];
