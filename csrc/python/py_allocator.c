@@ -216,11 +216,6 @@ static PyObject *allocator_stats(Allocator *self, PyObject *Py_UNUSED(ignored)) 
     return dict;
 }
 
-static PyObject *least_refused(Allocator *self, PyObject *Py_UNUSED(ignored)) {
-    const uint64_t bytes = vm_talloc_get_stats(self->talloc)->least_refused;
-    return bytes ? PyLong_FromUnsignedLongLong(bytes) : Py_NewRef(Py_None);
-}
-
 static const vm_talloc_stat *bytes_in_all(Allocator *self, vm_talloc_kind kind) {
     return &vm_talloc_get_stats(self->talloc)->of[kind][VM_TALLOC_ALL];
 }
@@ -381,9 +376,6 @@ static PyMethodDef methods[] = {
      "address."},
     {"_events", (PyCFunction)allocator_events, METH_NOARGS,
      "_events($self, /)\n--\n\n[(action, address, size, stream, tag)], oldest first."},
-    {"_least_refused", (PyCFunction)least_refused, METH_NOARGS,
-     "_least_refused($self, /)\n--\n\nThe fewest bytes in all that the device did not have; None where it was never "
-     "full."},
     {"_settings", (PyCFunction)allocator_settings, METH_NOARGS,
      "_settings($self, /)\n--\n\nThe settings as a dict, in bytes."},
     {"_place", (PyCFunction)allocator_place, METH_O,
