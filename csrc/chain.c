@@ -28,8 +28,8 @@ static size_t reads_to(const vm_stage *s, size_t k) {
 }
 
 size_t vm_chain_stages(const vm_plan *plan, const vm_chain *chain, vm_stage *stage) {
-    const vm_backend *b = plan->ask.backend;
-    const unsigned threads = plan->ask.limits.threads;
+    const vm_backend *b = plan->request.backend;
+    const unsigned threads = plan->request.limits.threads;
     const int first = chain->first, last = chain->last;
     for (int i = first; i <= last; i++) {
         const vm_node *n = &plan->graph->node[i];
@@ -114,7 +114,7 @@ bool vm_chain_step(vm_stage *stage, size_t stages) {
 static size_t reached(const vm_stage *s) { return s->done + s->now; }
 
 /* Returns: whether each stage is where it was at the mark, only further down, each as far as its neighbours. */
-static bool moved_alike(const vm_stage *mark, const vm_stage *stage, size_t stages) {
+static bool moved_equally(const vm_stage *mark, const vm_stage *stage, size_t stages) {
     size_t stored = 0; /* rows by which outputs without a reader in the chain moved */
     for (size_t i = 0; i < stages; i++) {
         const vm_stage *s = &stage[i];
@@ -135,7 +135,7 @@ static bool moved_alike(const vm_stage *mark, const vm_stage *stage, size_t stag
 }
 
 void vm_chain_skip(vm_repeats *seen, vm_stage *stage, size_t stages) {
-    if (seen->steps && moved_alike(seen->mark, stage, stages)) {
+    if (seen->steps && moved_equally(seen->mark, stage, stages)) {
         size_t times = SIZE_MAX; /* leaves each stage one repeat before it sees the image's end */
         for (size_t i = 0; i < stages; i++) {
             const vm_stage *s = &stage[i];

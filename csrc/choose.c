@@ -40,21 +40,21 @@ static size_t stored_after(const vm_plan *plan, int at, int dead_by) {
  * (docs/SPEED.md). Halves that are multiplied as pairs are not counted: they are used as stored. */
 static size_t most_steps(const vm_plan *plan, int first, int last) {
     enum { CACHE = 5 << 20, WORTH = 1600 /* FLOPs for each byte that is read again */ };
-    const vm_backend *b = plan->ask.backend;
+    const vm_backend *b = plan->request.backend;
     size_t weights = 0;
     double flops = 0;
     for (int i = first; i <= last; i++) {
         const vm_pass *p = &plan->step[i].pass;
-        weights = vm_sum(weights, b->needs(b, p, &plan->ask.limits, (vm_manner){.at_once = 1}).prepared);
+        weights = vm_sum(weights, b->needs(b, p, &plan->request.limits, (vm_manner){.at_once = 1}).prepared);
         flops += vm_pass_flops(p);
     }
     return first == last || weights <= CACHE ? 0 : VM_MAX((size_t)(flops / ((double)weights * WORTH)), 1);
 }
 
 /* Returns: what a chain of these passes would need and cost. free: reject chains that cost extra work. */
-static stretch look(const vm_plan *plan, int first, int last, bool free) {
+static stretch examine(const vm_plan *plan, int first, int last, bool free) {
     enum { STEPS = 48 /* rings are nearly at full height then; laying out tells the exact size */ };
-    const vm_backend *b = plan->ask.backend;
+    const vm_backend *b = plan->request.backend;
     const int end = (int)plan->steps;
     stretch s = {.work = {-1, -1}, .known = true};
     double once = 0;
@@ -79,7 +79,7 @@ static stretch look(const vm_plan *plan, int first, int last, bool free) {
             const vm_pass *p = &plan->step[i].pass;
             if (plan->step[i].last <= last && i + 1 < end)
                 bytes = vm_sum(bytes, VM_PRODUCT(vm_plan_row_bytes(plan, i), ring[i - first]));
-            const vm_needs n = b->needs(b, p, &plan->ask.limits, vm_chain_manner(plan, &c, i));
+            const vm_needs n = b->needs(b, p, &plan->request.limits, vm_chain_manner(plan, &c, i));
             bytes = vm_sum(bytes, vm_sum(n.prepared, VM_PRODUCT(n.parts, vm_stats_floats(p->y.c), sizeof(float))));
             scratch = VM_MAX(scratch, n.scratch);
         }
@@ -98,7 +98,7 @@ static bool cut(choice *c, size_t bound, size_t *most) {
         c->work[last] = -1;
         for (int first = last; first >= 0 && last - first < VM_CHAIN; first--) {
             stretch *s = &c->at[first * n + last];
-            if (!s->known) *s = look(c->plan, first, last, c->free);
+            if (!s->known) *s = examine(c->plan, first, last, c->free);
             const bool tight = s->bytes[0] > bound;
             if (s->work[tight] < 0 || s->bytes[tight] > bound || (first && c->work[first - 1] < 0)) continue;
             const double work = s->work[tight] + (first ? c->work[first - 1] : 0);
@@ -126,11 +126,13 @@ static size_t taken(const vm_plan *plan) {
     return VM_MAX(peak, plan->reserved);
 }
 
-static bool within(const vm_plan *plan) { return !plan->ask.memory_limit || taken(plan) <= plan->ask.memory_limit; }
+static bool within(const vm_plan *plan) {
+    return !plan->request.memory_limit || taken(plan) <= plan->request.memory_limit;
+}
 
 /* Reports that the plan, which is the smallest, is too large. */
 static vm_status refuse(vm_plan *plan) {
-    const size_t limit = plan->ask.memory_limit, smallest = taken(plan);
+    const size_t limit = plan->request.memory_limit, smallest = taken(plan);
     plan->reserved = smallest;
     return vm_fail(VM_ELIMIT, "memory_limit: want at least %zu bytes (%.1f MiB) for this size, got %zu (%.1f MiB)",
                    smallest, (double)smallest / 1048576, limit, (double)limit / 1048576);
@@ -138,7 +140,7 @@ static vm_status refuse(vm_plan *plan) {
 
 /* Returns: whether a pass takes longer in steps than whole. */
 static bool steps_cost(const vm_plan *plan) {
-    const vm_backend *b = plan->ask.backend;
+    const vm_backend *b = plan->request.backend;
     bool cost = false;
     for (size_t i = 0; i < plan->steps; i++) cost |= b->cut(b, &plan->step[i].pass, false).cost > 1;
     return cost;
@@ -214,7 +216,7 @@ static size_t most_stripe_bytes(const vm_model *m, const vm_request *r) {
 vm_status vm_plan_choose(const vm_model *m, vm_plan *plan) {
     const size_t n = plan->steps;
     size_t bytes = 0;
-    plan->ask.limits.stripe_bytes = most_stripe_bytes(m, &plan->ask);
+    plan->request.limits.stripe_bytes = most_stripe_bytes(m, &plan->request);
     const size_t at = vm_put_bytes(&bytes, n * n * sizeof(stretch), VM_ALIGN);
     const size_t work = vm_put_bytes(&bytes, n * sizeof(double), VM_ALIGN);
     const size_t cuts = vm_put_bytes(&bytes, n * sizeof(vm_chain), VM_ALIGN);

@@ -20,7 +20,7 @@ static bool overlap(const vm_piece *a, const vm_piece *b) { return a->first <= b
 /* Returns: the lowest offset from `offset` on at which p does not meet q, or only as an heir its source, behind the
  * rows still to be read. With `down`, offsets count from the arena's top, and the two swap roles: the source must not
  * begin too far up. */
-static size_t beside(const vm_plan *plan, const vm_piece *p, const vm_piece *q, bool down, size_t offset) {
+static size_t clear_of(const vm_plan *plan, const vm_piece *p, const vm_piece *q, bool down, size_t offset) {
     const size_t after = vm_sum(q->offset, q->bytes);
     if (offset >= after || q->offset >= vm_sum(offset, p->bytes)) return offset;
     const bool heir = q->heir == (int)(p - plan->piece), source = p->heir == (int)(q - plan->piece);
@@ -30,7 +30,7 @@ static size_t beside(const vm_plan *plan, const vm_piece *p, const vm_piece *q, 
     if (heir != down) return (ptrdiff_t)offset <= (ptrdiff_t)q->offset + shift ? offset : after;
     const ptrdiff_t from = (ptrdiff_t)q->offset - shift;
     if ((ptrdiff_t)offset >= from) return offset;
-    return VM_MIN(after, vm_round_up((size_t)from, plan->ask.backend->device->align));
+    return VM_MIN(after, vm_round_up((size_t)from, plan->request.backend->device->align));
 }
 
 /* Returns: the lowest offset at which p meets no placed piece that it must not. */
@@ -38,7 +38,7 @@ static size_t lowest_offset(const vm_plan *plan, const vm_piece *p, bool down) {
     size_t offset = 0;
     for (size_t i = 0; i < plan->pieces; i++) {
         const vm_piece *q = &plan->piece[i];
-        const size_t to = q->placed && overlap(p, q) ? beside(plan, p, q, down, offset) : offset;
+        const size_t to = q->placed && overlap(p, q) ? clear_of(plan, p, q, down, offset) : offset;
         if (to == offset) continue;
         offset = to;
         i = (size_t)-1; /* check all of them again from there */
@@ -81,7 +81,7 @@ static void place(vm_plan *plan) {
         best = way;
         plan->arena_bytes = height;
     }
-    plan->arena_bytes = vm_held(plan->ask.backend, place_by(plan, orders[best / 2], best % 2));
+    plan->arena_bytes = vm_held(plan->request.backend, place_by(plan, orders[best / 2], best % 2));
 }
 
 /* ---- pieces ---- */
@@ -90,7 +90,7 @@ static int add_piece(vm_plan *plan, vm_category category, size_t bytes, int firs
     plan->piece[plan->pieces] = (vm_piece){.category = category,
                                            .first = first,
                                            .last = last,
-                                           .bytes = vm_round_up(bytes, plan->ask.backend->device->align),
+                                           .bytes = vm_round_up(bytes, plan->request.backend->device->align),
                                            .ring = SIZE_MAX,
                                            .heir = VM_NONE};
     return (int)plan->pieces++;
@@ -104,7 +104,7 @@ static int chain_of(const vm_plan *plan, int node) {
 
 /* Returns: bytes of a row of `blocks` blocks of channels, as wide as a node's tensor. */
 static size_t row_bytes(const vm_plan *plan, size_t blocks, int node) {
-    return VM_PRODUCT(blocks, VM_BLOCK, plan->step[node].pass.y.w, vm_dtype_bytes(plan->ask.backend->dtype));
+    return VM_PRODUCT(blocks, VM_BLOCK, plan->step[node].pass.y.w, vm_dtype_bytes(plan->request.backend->dtype));
 }
 
 size_t vm_plan_row_bytes(const vm_plan *plan, int node) {
@@ -230,11 +230,11 @@ static void add_outputs(vm_plan *plan, int c) {
         return;
     }
     size_t at;
-    const int beside = plan->wide && outputs == 1 ? free_blocks(plan, c, &s->pass, pitch, &at) : VM_NONE;
-    if (beside != VM_NONE) {
-        s->y = beside;
+    const int host = plan->wide && outputs == 1 ? free_blocks(plan, c, &s->pass, pitch, &at) : VM_NONE;
+    if (host != VM_NONE) {
+        s->y = host;
         s->y_block = at;
-        plan->piece[beside].last = VM_MAX(plan->piece[beside].last, last);
+        plan->piece[host].last = VM_MAX(plan->piece[host].last, last);
         return;
     }
     const size_t row = row_bytes(plan, pitch, output[0]);
@@ -251,8 +251,8 @@ static void add_outputs(vm_plan *plan, int c) {
 }
 
 static vm_status add_chain(vm_plan *plan, int c) {
-    const vm_backend *b = plan->ask.backend;
-    const vm_limits *limits = &plan->ask.limits;
+    const vm_backend *b = plan->request.backend;
+    const vm_limits *limits = &plan->request.limits;
     vm_chain *chain = &plan->chain[c];
     size_t scratch = 0, workspace = 0, ring[VM_CHAIN];
     if (chain->first != chain->last) vm_plan_ring_rows(plan, chain, ring, SIZE_MAX);
@@ -278,7 +278,7 @@ static vm_status add_chain(vm_plan *plan, int c) {
         if (needs.prepared) s->prepared = add_piece(plan, VM_SCRATCH, needs.prepared, c, c);
         scratch = VM_MAX(scratch, needs.scratch);
         size_t bytes = 0;
-        const vm_status status = vm_said(b->device, b->workspace(b, &s->pass, limits, manner, &bytes), n->name);
+        const vm_status status = vm_device_fail(b->device, b->workspace(b, &s->pass, limits, manner, &bytes), n->name);
         if (status) return status;
         workspace = VM_MAX(workspace, bytes);
     }
@@ -290,7 +290,7 @@ static vm_status add_chain(vm_plan *plan, int c) {
 /* The user's arrays while they pass through the arena. In a batch they stay all the time, so that one item's copies run
  * during another item's passes. */
 static void add_staging(vm_plan *plan) {
-    const int last = (int)plan->chains - 1, whole = plan->ask.batch > 1;
+    const int last = (int)plan->chains - 1, whole = plan->request.batch > 1;
     plan->in = plan->out = VM_NONE;
     if (!plan->staged) return;
     plan->in = add_piece(plan, VM_ACTIVATIONS, plan->in_bytes, 0, whole ? last : 0);
@@ -319,11 +319,11 @@ static void count_shared(vm_plan *plan) {
 }
 
 static size_t output_bytes(const vm_plan *plan) {
-    return plan->ask.own_output ? VM_PRODUCT(plan->out_bytes, plan->ask.batch) : 0;
+    return plan->request.own_output ? VM_PRODUCT(plan->out_bytes, plan->request.batch) : 0;
 }
 
-size_t vm_plan_beside_arena(const vm_model *m, const vm_plan *plan) {
-    const vm_backend *b = plan->ask.backend;
+size_t vm_plan_bytes_outside_arena(const vm_model *m, const vm_plan *plan) {
+    const vm_backend *b = plan->request.backend;
     const size_t weights = vm_held(b, vm_mem_usage(m->mem).live[VM_WEIGHTS]), output = vm_held(b, output_bytes(plan));
     return vm_sum(weights, vm_sum(output, plan->own_bytes));
 }
@@ -345,7 +345,7 @@ static void count_live(const vm_model *m, vm_plan *plan) {
         }
         if (sum(live) > sum(plan->peak)) memcpy(plan->peak, live, sizeof plan->peak);
     }
-    plan->reserved = vm_sum(vm_plan_beside_arena(m, plan), plan->arena_bytes);
+    plan->reserved = vm_sum(vm_plan_bytes_outside_arena(m, plan), plan->arena_bytes);
 }
 
 static vm_status lay_out(const vm_model *m, vm_plan *plan) {
@@ -360,8 +360,8 @@ static vm_status lay_out(const vm_model *m, vm_plan *plan) {
         s->y_block = 0;
         s->flops = vm_chain_flops(plan, c->first, c->last, i);
         once += vm_pass_flops(&s->pass);
-        plan->rows = vm_sum(
-            plan->rows, VM_PRODUCT(s->pass.y.h, plan->ask.batch, (size_t)(s->flops / vm_pass_flops(&s->pass) + 0.5)));
+        plan->rows = vm_sum(plan->rows, VM_PRODUCT(s->pass.y.h, plan->request.batch,
+                                                   (size_t)(s->flops / vm_pass_flops(&s->pass) + 0.5)));
     }
     for (size_t c = 0; c < plan->chains; c++) {
         vm_status s = add_chain(plan, (int)c);

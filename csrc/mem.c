@@ -105,7 +105,7 @@ vm_status vm_mem_reserve(vm_mem *mem, size_t bytes, void **out) {
     const bool fails = injected_fault();
     if (!fails && is_spared(mem, bytes) && (*out = take_spare(bytes))) return VM_OK;
     vm_status s = fails ? VM_OK : mem->device->take(mem->backend, bytes, out);
-    if (s) return vm_said(mem->device, s, NULL);
+    if (s) return vm_device_fail(mem->device, s, NULL);
     if (!*out)
         return vm_fail(VM_ENOMEM, "memory: the system has no %zu bytes (%.1f MiB) to give", bytes,
                        (double)bytes / 1048576);

@@ -6,7 +6,7 @@ static float scale_of(const vm_request *r, int node) {
 }
 
 static void set_shapes(vm_plan *plan, int i, const vm_arch *arch) {
-    const vm_request *r = &plan->ask;
+    const vm_request *r = &plan->request;
     const vm_graph *g = plan->graph;
     const vm_node *n = &g->node[i];
     vm_pass *p = &plan->step[i].pass;
@@ -63,7 +63,7 @@ static vm_status check_fits(const vm_request *r, size_t bytes) {
 }
 
 static vm_status build(const vm_model *m, vm_plan *plan) {
-    vm_request *r = &plan->ask;
+    vm_request *r = &plan->request;
     const size_t factor = vm_arch_factor(&m->arch), latent = m->arch.latent_channels;
     const bool encode = r->op == VM_ENCODE;
     vm_status s = VM_OK;
@@ -81,11 +81,11 @@ static vm_status build(const vm_model *m, vm_plan *plan) {
     return s ? s : check_fits(r, vm_sum(plan->reserved, VM_PRODUCT(vm_sum(plan->in_bytes, plan->out_bytes), r->batch)));
 }
 
-vm_status vm_plan_new(const vm_model *m, const vm_request *ask, vm_plan **out) {
+vm_status vm_plan_new(const vm_model *m, const vm_request *request, vm_plan **out) {
     *out = NULL;
-    vm_status s = check_request(m, ask);
+    vm_status s = check_request(m, request);
     if (s) return s;
-    const vm_graph *g = &m->graph[ask->op];
+    const vm_graph *g = &m->graph[request->op];
     size_t bytes = 0;
     vm_put_bytes(&bytes, sizeof(vm_plan), VM_ALIGN);
     const size_t step = vm_put_bytes(&bytes, g->nodes * sizeof(vm_step), VM_ALIGN);
@@ -94,13 +94,13 @@ vm_status vm_plan_new(const vm_model *m, const vm_request *ask, vm_plan **out) {
     char *block;
     if ((s = vm_mem_reserve(m->host, bytes, (void **)&block))) return s;
     vm_plan *plan = (vm_plan *)block;
-    *plan = (vm_plan){.ask = *ask,
+    *plan = (vm_plan){.request = *request,
                       .graph = g,
                       .steps = g->nodes,
                       .step = (vm_step *)(block + step),
                       .chain = (vm_chain *)(block + chain),
                       .piece = (vm_piece *)(block + piece),
-                      .pool_bytes = vm_pool_bytes(ask->limits.threads),
+                      .pool_bytes = vm_pool_bytes(request->limits.threads),
                       .plan_bytes = bytes};
     plan->own_bytes = m->mem == m->host ? plan->plan_bytes + plan->pool_bytes : 0;
     if ((s = build(m, plan)) && s != VM_ELIMIT)
@@ -111,8 +111,8 @@ vm_status vm_plan_new(const vm_model *m, const vm_request *ask, vm_plan **out) {
 }
 
 /* Returns: whether the plan answers an equal request. */
-static bool answers(const vm_plan *plan, const vm_request *b) {
-    const vm_request *a = &plan->ask;
+static bool serves(const vm_plan *plan, const vm_request *b) {
+    const vm_request *a = &plan->request;
     return a->op == b->op && a->backend == b->backend && a->limits.threads == b->limits.threads &&
            a->height == b->height && a->width == b->width && a->batch == b->batch && a->in == b->in &&
            a->out == b->out && a->host_arrays == b->host_arrays && a->own_output == (b->own_output && !plan->staged) &&
@@ -120,9 +120,9 @@ static bool answers(const vm_plan *plan, const vm_request *b) {
            a->memory_limit == b->memory_limit;
 }
 
-vm_status vm_plan_for_run(vm_model *m, const vm_request *ask, vm_plan **out) {
-    const bool again = m->plan && answers(m->plan, ask);
-    const vm_status s = again ? VM_OK : vm_plan_new(m, ask, out);
+vm_status vm_plan_for_run(vm_model *m, const vm_request *request, vm_plan **out) {
+    const bool again = m->plan && serves(m->plan, request);
+    const vm_status s = again ? VM_OK : vm_plan_new(m, request, out);
     if (s) return s; /* as before this call */
     if (again)
         *out = m->plan;

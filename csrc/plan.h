@@ -10,7 +10,7 @@ vm_status vm_plan_choose(const vm_model *m, vm_plan *plan);
 /* layout.c: places every piece of the plan's current chains, and counts bytes. */
 vm_status vm_plan_lay_out(const vm_model *m, vm_plan *plan);
 /* Returns: bytes of the plan outside its arena, for any chains. */
-size_t vm_plan_beside_arena(const vm_model *m, const vm_plan *plan);
+size_t vm_plan_bytes_outside_arena(const vm_model *m, const vm_plan *plan);
 /* Returns: bytes of one row of a node's tensor. */
 size_t vm_plan_row_bytes(const vm_plan *plan, int node);
 static inline bool vm_plan_ends_with(const vm_plan *plan, int node) { return node + 1 == (int)plan->steps; }

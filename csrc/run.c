@@ -26,7 +26,7 @@ typedef struct walk {
     vm_exec exec;
 } walk;
 
-static vm_status said(const walk *w, vm_status s) { return vm_said(w->device, s, NULL); }
+static vm_status check(const walk *w, vm_status s) { return vm_device_fail(w->device, s, NULL); }
 
 static void *address(const walk *w, int piece) {
     return piece == VM_NONE ? NULL : w->arena + w->plan->piece[piece].offset;
@@ -86,7 +86,7 @@ static vm_operands operands(const walk *w, int node, const vm_chain *chain, size
         .prepared = address(w, s->prepared),
         .manner = vm_chain_manner(plan, chain, node),
         .scratch = address(w, chain->scratch),
-        .scratch_each = plan->piece[chain->scratch].bytes / plan->ask.limits.threads,
+        .scratch_each = plan->piece[chain->scratch].bytes / plan->request.limits.threads,
         .workspace = address(w, chain->workspace),
         .overflow = &w->run->overflow,
     };
@@ -173,7 +173,7 @@ static void batch_task(const void *job, size_t task, unsigned thread) {
 
 /* Makes the host wait now and then while it enqueues. */
 static vm_status keep_pace(const walk *w, size_t step, size_t rows) {
-    return said(w, w->device->step_enqueued(w->backend, step, rows, w->run->wait ? &w->exec : NULL));
+    return check(w, w->device->step_enqueued(w->backend, step, rows, w->run->wait ? &w->exec : NULL));
 }
 
 /* Runs the stages' current step. */
@@ -186,7 +186,7 @@ static vm_status run_step(const walk *w, const vm_stage *stage, const vm_tasks *
     }
     vm_status s = w->exec.each(w->exec.pool, n, rows, batch_task, &(batch){stage, tasks, stages});
     for (size_t i = 0; i < stages && !s; i++)
-        if (stage[i].now && tasks[i].rows) s = said(w, tasks[i].rows(&tasks[i], stage[i].done, stage[i].now));
+        if (stage[i].now && tasks[i].rows) s = check(w, tasks[i].rows(&tasks[i], stage[i].done, stage[i].now));
     return s ? s : keep_pace(w, SIZE_MAX, 0);
 }
 
@@ -204,7 +204,7 @@ static vm_status run_stepped(walk *w, const vm_chain *c, size_t item) {
             if (!stage[i].active || ready[i]) continue;
             const vm_pass *pass = &w->plan->step[c->first + (int)i].pass;
             at[i] = operands(w, c->first + (int)i, c, item);
-            s = said(w, w->backend->prepare(w->backend, pass, &at[i], &w->exec, &tasks[i]));
+            s = check(w, w->backend->prepare(w->backend, pass, &at[i], &w->exec, &tasks[i]));
             ready[i] = true;
         }
         while (!s && vm_chain_step(stage, stages)) s = run_step(w, stage, tasks, stages);
@@ -228,7 +228,7 @@ static vm_status run_passes(walk *w, int i, size_t item) {
     guard(w, c);
     const double start = vm_now();
     vm_status status =
-        c->stepped ? run_stepped(w, c, item) : said(w, w->backend->run(w->backend, first, &at, &w->exec));
+        c->stepped ? run_stepped(w, c, item) : check(w, w->backend->run(w->backend, first, &at, &w->exec));
     share_seconds(w, c, vm_now() - start);
     unguard(w);
     if (!status && w->run->check && outside(w, i, false) != before)
@@ -267,7 +267,7 @@ static uint64_t hash_of(const vm_plan *plan) {
 
 /* Hashes everything that an item's enqueued passes depend on, except the backend itself. */
 static uint64_t key_of(const walk *w, size_t item) {
-    const vm_request *r = &w->plan->ask;
+    const vm_request *r = &w->plan->request;
     const struct {
         const void *model, *weights, *arena, *in, *out;
         size_t op, many, staged, height, width, in_row, in_channel, in_format, out_format, scaled, unclamped;
@@ -295,7 +295,7 @@ static uint64_t key_of(const walk *w, size_t item) {
 }
 
 static vm_status fetch(walk *w, size_t item) {
-    return said(w, w->device->fetch(w->backend, user_out(w, item), address(w, w->plan->out), w->plan->out_bytes));
+    return check(w, w->device->fetch(w->backend, user_out(w, item), address(w, w->plan->out), w->plan->out_bytes));
 }
 
 /* The copies of staged arrays run in parallel with the passes: an item is sent during the previous item's passes, and
@@ -306,41 +306,41 @@ static vm_status run_item(walk *w, size_t item) {
     bool enqueued = false;
     vm_status s = VM_OK;
     if (staged && replay && item) s = fetch(w, item - 1);
-    if (!s && staged) s = said(w, w->device->send(w->backend, address(w, plan->in), user_in(w, item), plan->in_bytes));
+    if (!s && staged) s = check(w, w->device->send(w->backend, address(w, plan->in), user_in(w, item), plan->in_bytes));
     const uint64_t key = replay ? key_of(w, item) : 0; /* 0: pass by pass */
-    if (!s) s = said(w, w->device->begin(w->backend, key, &enqueued));
+    if (!s) s = check(w, w->device->begin(w->backend, key, &enqueued));
     if (s) return s;
     for (size_t i = 0; i < plan->chains && !s; i++) {
         if (staged && !replay && item && i + 1 == plan->chains) s = fetch(w, item - 1);
         if (!s) s = run_chain(w, (int)i, item, enqueued);
     }
     const vm_status ended = w->device->end(w->backend, key, s);
-    return s ? s : said(w, ended);
+    return s ? s : check(w, ended);
 }
 
 static vm_status run_items(walk *w) {
     vm_plan *plan = w->plan;
     vm_run *run = w->run;
-    vm_status s = said(w, w->device->start(w->backend, run->stream));
+    vm_status s = check(w, w->device->start(w->backend, run->stream));
     if (s) return s;
-    for (size_t item = 0; item < plan->ask.batch && !s; item++) s = run_item(w, item);
-    if (!s && plan->staged) s = fetch(w, plan->ask.batch - 1);
+    for (size_t item = 0; item < plan->request.batch && !s; item++) s = run_item(w, item);
+    if (!s && plan->staged) s = fetch(w, plan->request.batch - 1);
     /* enqueued work must not outlive its memory: a failed run waits too */
     const vm_status finished = w->device->finish(w->backend, s ? NULL : &w->exec, s || run->wait, &run->overflow);
     for (size_t i = 0; i < plan->chains && !s && run->wait && !run->replay; i++) {
         const vm_chain *c = &plan->chain[i];
-        double took = 0;
-        for (int n = c->first; n <= c->last; n++) took += plan->step[n].seconds, plan->step[n].seconds = 0;
-        w->device->seconds(w->backend, i, &took);
-        share_seconds(w, c, took);
+        double seconds = 0;
+        for (int n = c->first; n <= c->last; n++) seconds += plan->step[n].seconds, plan->step[n].seconds = 0;
+        w->device->seconds(w->backend, i, &seconds);
+        share_seconds(w, c, seconds);
     }
-    return s ? s : said(w, finished);
+    return s ? s : check(w, finished);
 }
 
 /* Keeps an earlier run's arena if it is large enough and, with everything else, within the limit. */
 static vm_status reserve_arena(vm_model *m, const vm_plan *plan) {
-    const size_t limit = plan->ask.memory_limit, beside = plan->reserved - plan->arena_bytes;
-    if (m->arena_bytes >= plan->arena_bytes && (!limit || m->arena_bytes <= limit - beside)) return VM_OK;
+    const size_t limit = plan->request.memory_limit, rest = plan->reserved - plan->arena_bytes;
+    if (m->arena_bytes >= plan->arena_bytes && (!limit || m->arena_bytes <= limit - rest)) return VM_OK;
     vm_model_trim_arena(m);
     vm_status s = vm_mem_reserve(m->mem, plan->arena_bytes, &m->arena);
     if (!s) m->arena_bytes = plan->arena_bytes;
@@ -350,18 +350,18 @@ static vm_status reserve_arena(vm_model *m, const vm_plan *plan) {
 /* Charges the output's bytes while the run lasts; allocates them first unless the caller gave them. */
 static vm_status open_output(const vm_model *m, const vm_plan *plan, vm_run *run) {
     vm_status s = VM_OK;
-    run->out_bytes = plan->out_bytes * plan->ask.batch;
+    run->out_bytes = plan->out_bytes * plan->request.batch;
     if (!run->out) {
         run->out_mem = plan->staged ? m->host : m->mem;
         s = vm_mem_reserve(run->out_mem, run->out_bytes, &run->out);
     }
-    if (!s && plan->ask.own_output) vm_mem_use(m->mem, VM_OUTPUT, run->out_bytes);
+    if (!s && plan->request.own_output) vm_mem_use(m->mem, VM_OUTPUT, run->out_bytes);
     return s;
 }
 
 /* Transfers the output to the caller, or frees it. */
 static void close_output(const vm_model *m, const vm_plan *plan, vm_run *run, vm_status s) {
-    if (run->out && plan->ask.own_output) vm_mem_unuse(m->mem, VM_OUTPUT, run->out_bytes);
+    if (run->out && plan->request.own_output) vm_mem_unuse(m->mem, VM_OUTPUT, run->out_bytes);
     if (s && run->out_mem) {
         vm_mem_unreserve(run->out_mem, run->out, run->out_bytes);
         run->out = run->out_mem = NULL;
@@ -369,13 +369,13 @@ static void close_output(const vm_model *m, const vm_plan *plan, vm_run *run, vm
 }
 
 static vm_status run_with_output(vm_model *m, vm_plan *plan, vm_run *run) {
-    const vm_backend *b = plan->ask.backend;
+    const vm_backend *b = plan->request.backend;
     vm_pool *pool;
     vm_status s = reserve_arena(m, plan);
     if (!s) s = vm_mem_alloc(m->host, VM_SCRATCH, plan->pool_bytes, (void **)&pool);
     if (s) return s;
-    if (!(s = vm_pool_open(pool, plan->ask.limits.threads, plan->rows, run->poll, run->poll_context))) {
-        s = run_items(&(walk){m, plan, run, m->arena, b, b->device, {plan->ask.limits, pool, vm_pool_each}});
+    if (!(s = vm_pool_open(pool, plan->request.limits.threads, plan->rows, run->poll, run->poll_context))) {
+        s = run_items(&(walk){m, plan, run, m->arena, b, b->device, {plan->request.limits, pool, vm_pool_each}});
         vm_pool_close(pool);
     }
     vm_mem_free(m->host, VM_SCRATCH, pool, plan->pool_bytes);
@@ -383,7 +383,7 @@ static vm_status run_with_output(vm_model *m, vm_plan *plan, vm_run *run) {
 }
 
 vm_status vm_plan_run(vm_model *m, vm_plan *plan, vm_run *run) {
-    const vm_backend *b = plan->ask.backend;
+    const vm_backend *b = plan->request.backend;
     vm_status s = vm_weights_check(m);
     if (!s && run->check && !b->device->addressable) s = vm_fail(VM_EINVAL, "check: want a CPU, got %s", b->name);
     if (s) return s;

@@ -286,7 +286,7 @@ typedef struct vm_request {
 } vm_request;
 
 typedef struct vm_plan {
-    vm_request ask;
+    vm_request request;
     size_t in_bytes, out_bytes; /* of one batch item of the user's pixels */
     bool staged;                /* the user's arrays pass through the arena: the device cannot address them */
     int in, out;                /* pieces of the staged arrays */
@@ -305,14 +305,14 @@ typedef struct vm_plan {
     size_t rows;                /* rows of progress, for the whole batch */
 } vm_plan;
 
-/* VM_ELIMIT if no plan keeps within ask->memory_limit. *out then is no usable plan: its `reserved` is the smallest
+/* VM_ELIMIT if no plan keeps within request->memory_limit. *out then is no usable plan: its `reserved` is the smallest
  * limit that would do.
  * Reads nothing of the model that a run changes, so planning may happen during a run. */
-vm_status vm_plan_new(const vm_model *model, const vm_request *ask, vm_plan **out);
+vm_status vm_plan_new(const vm_model *model, const vm_request *request, vm_plan **out);
 void vm_plan_free(const vm_model *model, vm_plan *plan);
 /* As vm_plan_new, but returns the model's kept plan if its request is equal: planning takes some ms. On success the
  * model keeps no plan, and the caller owns *out. */
-vm_status vm_plan_for_run(vm_model *model, const vm_request *ask, vm_plan **out);
+vm_status vm_plan_for_run(vm_model *model, const vm_request *request, vm_plan **out);
 /* Takes back a plan from vm_plan_for_run for the next run; transfers. On the host it is freed at once: memory that the
  * model keeps there counts against the next run's limit, and planning is short compared with a run. */
 void vm_plan_keep(vm_model *model, vm_plan *plan);

@@ -35,11 +35,12 @@ vm_status vm_weights_set(vm_model *m, size_t tensor, vm_dtype dtype, const void 
     const vm_device *d = m->backend->device;
     vm_status s = d->set_weight(m->backend, &t->weight, (char *)m->weights + t->offset, dtype, data, &t->rounded);
     t->set |= !s;
-    return vm_said(d, s, t->name);
+    return vm_device_fail(d, s, t->name);
 }
 
 vm_status vm_weights_get(const vm_model *m, size_t tensor, float *data) {
     const vm_tensor *t = &m->tensor[tensor];
     const vm_device *d = m->backend->device;
-    return vm_said(d, d->get_weight(m->backend, &t->weight, (const char *)m->weights + t->offset, data), t->name);
+    return vm_device_fail(d, d->get_weight(m->backend, &t->weight, (const char *)m->weights + t->offset, data),
+                          t->name);
 }

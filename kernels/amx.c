@@ -17,7 +17,7 @@ static bool present(void) {
     return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & AMX_BF16) && (d & AMX_TILE);
 }
 
-static bool ask(void) {
+static bool request_tiles(void) {
     enum { TILE_DATA = 18, ARCH_REQ_XCOMP_PERM = 0x1023 }; /* a bit of XCR0; <asm/prctl.h> */
     if (!present()) return false;
 #ifdef __linux__
@@ -29,7 +29,7 @@ static bool ask(void) {
 
 bool vm_amx_permitted(void) {
     static _Atomic int answer; /* 0: unknown yet; threads that ask at the same time get the same answer */
-    if (!answer) answer = ask() ? 1 : -1;
+    if (!answer) answer = request_tiles() ? 1 : -1;
     return answer > 0;
 }
 #endif

@@ -480,7 +480,7 @@ static inline size_t vm_held(const vm_backend *b, size_t bytes) {
 }
 
 /* status.c: records the device's message, after the name `about` unless that is NULL. Returns: status. */
-vm_status vm_said(const vm_device *device, vm_status status, const char *about);
+vm_status vm_device_fail(const vm_device *device, vm_status status, const char *about);
 
 /* host.c */
 extern const vm_device vm_host;

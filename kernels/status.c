@@ -25,7 +25,7 @@ vm_status vm_fail(vm_status status, const char *format, ...) {
 
 const char *vm_error(void) { return last_error; }
 
-vm_status vm_said(const vm_device *device, vm_status status, const char *about) {
+vm_status vm_device_fail(const vm_device *device, vm_status status, const char *about) {
     char sentence[VM_SENTENCE];
     if (!status) return VM_OK;
     snprintf(sentence, sizeof sentence, "%s", device->error());

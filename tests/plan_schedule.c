@@ -7,7 +7,7 @@
 
 static size_t row_bytes(const vm_plan *p, int node) {
     const vm_step *s = &p->step[node];
-    return p->piece[s->y].pitch * VM_BLOCK * s->pass.y.w * vm_dtype_bytes(p->ask.backend->dtype);
+    return p->piece[s->y].pitch * VM_BLOCK * s->pass.y.w * vm_dtype_bytes(p->request.backend->dtype);
 }
 
 /* The first row of what `node` made that the chain still reads; how many rows there are where it reads none. */

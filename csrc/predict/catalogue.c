@@ -107,7 +107,7 @@ vm_status vm_catalogue_nearest(vm_catalogue *c, const vm_card *card, int version
 }
 
 /* Returns: whether the list has an equal profile under another number. */
-static bool has(const vm_catalogue *c, const vm_profile_list *list, size_t i) {
+static bool contains(const vm_catalogue *c, const vm_profile_list *list, size_t i) {
     for (size_t k = 0; k < list->count; k++)
         if (c->recorded[list->number[k]].profile == c->recorded[i].profile) return true;
     return false;
@@ -128,7 +128,7 @@ vm_status vm_catalogue_relatives(vm_catalogue *c, int sm, int version, vm_profil
     for (size_t i = 0; !s && i < c->recordeds; i++) {
         const vm_recorded *const r = &c->recorded[i];
         const bool counts = is_between ? r->sm == sm : (r->sm < 80) == (sm < 80);
-        if (counts && !r->inferred && !has(c, out, i)) out->number[out->count++] = (uint32_t)i;
+        if (counts && !r->inferred && !contains(c, out, i)) out->number[out->count++] = (uint32_t)i;
     }
     if (s) vm_scratch_free(out->number), *out = (vm_profile_list){0};
     return s;

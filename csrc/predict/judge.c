@@ -30,7 +30,7 @@ vm_verdict vm_judge(const vm_card_use *use, vm_reason *why) {
 /* Returns: the most bytes of any phase. reserved: [phases], by PyTorch's allocator. */
 static uint64_t most_of(const vm_judge_phase *phase, const uint64_t *reserved, size_t phases) {
     uint64_t most = 0;
-    for (size_t i = 0; i < phases; i++) most = VM_MAX(most, vm_sum64(reserved[i], phase[i].beside));
+    for (size_t i = 0; i < phases; i++) most = VM_MAX(most, vm_sum64(reserved[i], phase[i].outside));
     return most;
 }
 
@@ -61,7 +61,7 @@ vm_status vm_judge_rows(vm_process *p, const vm_judge_phase *phase, size_t first
             for (size_t k = 0; k < phases; k++) most[k] = VM_MAX(most[k], reserved[i * phases + k]);
         }
         for (size_t k = 0; k < phases; k++)
-            out->bound = VM_MAX(out->bound, vm_sum64(phase[k].beside, vm_judge_bound(most[k], phase[k].exact)));
+            out->bound = VM_MAX(out->bound, vm_sum64(phase[k].outside, vm_judge_bound(most[k], phase[k].exact)));
     }
     vm_scratch_free(reserved);
     vm_scratch_free(span);

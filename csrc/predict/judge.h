@@ -18,7 +18,7 @@ uint64_t vm_judge_bound(uint64_t reserved, uint64_t exact);
 /* beside: bytes on the card that a phase's reading leaves out, such as the baseline or memory outside PyTorch. exact:
  * bytes of the reading that are exact, such as weights. */
 typedef struct vm_judge_phase {
-    uint64_t beside, exact;
+    uint64_t outside, exact;
 } vm_judge_phase;
 
 /* Bytes that a run takes: as played; the least and the most over several sets of workspaces; and the bound of all. */

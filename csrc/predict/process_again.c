@@ -175,22 +175,22 @@ static vm_status convolve(const score *o, group *g, size_t at) {
     const uint64_t room = vm_pool_room(&g->pool);
     if (o->note[at].size <= room) return VM_OK;
     const uint64_t made = makes(o, room, g->row[0], conv);
-    size_t alike = 1;
+    size_t equal = 1;
     for (size_t i = 1; i < g->rows; i++) {
         const size_t row = g->row[i];
         if (makes(o, room, row, conv) != made) continue;
-        g->row[i] = g->row[alike];
-        g->row[alike++] = row;
+        g->row[i] = g->row[equal];
+        g->row[equal++] = row;
     }
     vm_status s = VM_OK;
-    if (alike < g->rows) {
+    if (equal < g->rows) {
         group others;
         s = copy_group(o, g, &others);
-        others.row += alike;
-        others.rows -= alike;
+        others.row += equal;
+        others.rows -= equal;
         if (!s) s = play(o, &others, at);
         forget_group(&others);
-        g->rows = alike;
+        g->rows = equal;
     }
     return s || !made ? s : vm_pool_borrow(&g->pool, o->workspace[g->row[0] * o->convs + conv]);
 }

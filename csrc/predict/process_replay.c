@@ -140,7 +140,7 @@ vm_status vm_process_replay(vm_process *p, const vm_process *from, bool first_on
 typedef struct tried {
     uint64_t most, refused;
     bool full;
-    uint64_t beside; /* peak of PyTorch's memory plus the memory outside it; 0 if none is outside */
+    uint64_t with_outside; /* peak of PyTorch's memory plus the memory outside it; 0 if none is outside */
 } tried;
 
 typedef struct search {
@@ -158,7 +158,7 @@ static tried outcome(const vm_process *p, const vm_talloc *a) {
                .refused = vm_talloc_get_stats(a)->least_refused,
                .full = vm_process_last_oom(p)};
     for (size_t i = 0; i < count; i++)
-        if (reading[i].outside) t.beside = VM_MAX(t.beside, reading[i].peak_reserved + reading[i].outside);
+        if (reading[i].outside) t.with_outside = VM_MAX(t.with_outside, reading[i].peak_reserved + reading[i].outside);
     return t;
 }
 
@@ -193,7 +193,7 @@ static vm_status fits(search *s, uint64_t capacity, bool *out) {
         if (status) return status;
         found = &s->tried[s->count++];
     }
-    *out = !found->full && found->beside <= capacity;
+    *out = !found->full && found->with_outside <= capacity;
     return VM_OK;
 }
 

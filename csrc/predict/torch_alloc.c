@@ -278,7 +278,7 @@ static uint64_t hand_out(vm_talloc *a, const request *r, block *b) {
 }
 
 /* Formats sizes as PyTorch does. */
-static const char *human(uint64_t bytes, char text[32]) {
+static const char *format_size(uint64_t bytes, char text[32]) {
     if (bytes < 1024)
         snprintf(text, 32, "%llu bytes", (unsigned long long)bytes);
     else if (bytes < TA_MIB)
@@ -304,12 +304,13 @@ static vm_status out_of_memory(vm_talloc *a, const request *r) {
     a->stats.num_ooms++;
     ta_record(a, VM_TALLOC_OOM, o->free, r->size, r->stream, a->tag);
     char t[5][32], allowed[64] = "";
-    if (o->allowed) snprintf(allowed, sizeof allowed, ", %s allowed", human(o->allowed, t[4]));
+    if (o->allowed) snprintf(allowed, sizeof allowed, ", %s allowed", format_size(o->allowed, t[4]));
     return vm_fail(
         VM_ENOMEM,
         "simulated device: no %s to allocate; capacity %s%s, %s free, %s allocated, %s reserved but unallocated",
-        human(o->wanted, t[0]), o->total ? human(o->total, t[1]) : "without end", allowed, human(o->free, t[2]),
-        human(o->allocated, t[3]), human(o->reserved - o->allocated, (char[32]){0}));
+        format_size(o->wanted, t[0]), o->total ? format_size(o->total, t[1]) : "without end", allowed,
+        format_size(o->free, t[2]), format_size(o->allocated, t[3]),
+        format_size(o->reserved - o->allocated, (char[32]){0}));
 }
 
 vm_status vm_talloc_malloc(vm_talloc *a, uint64_t bytes, uint64_t stream, uint64_t *address) {

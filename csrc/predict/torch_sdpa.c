@@ -11,7 +11,7 @@ const char *const vm_attention_kernel_name[VM_ATTENTION_KERNELS] = {[VM_ATTENTIO
                                                                     [VM_ATTENTION_CUDNN] = "cudnn"};
 
 /* Returns: why no fused kernel accepts a call, or NULL. grouped: whether the kernel lets queries share keys. */
-static const char *against_any(const vm_sdpa *c, bool grouped) {
+static const char *any_rejects(const vm_sdpa *c, bool grouped) {
     const vm_heads *q = &c->q, *k = &c->k, *v = &c->v;
     if (q->dims != 4 || k->dims != 4 || v->dims != 4) return "wants 4 dimensions";
     if (q->batch != k->batch || q->batch != v->batch) return "wants one size of batch";
@@ -27,17 +27,17 @@ static bool all_dense(const vm_sdpa *c) { return is_dense(&c->q) && is_dense(&c-
 
 static bool is_new_and_half(const vm_sdpa *c, int sm) { return c->dtype != VM_F32 && sm >= 80; }
 
-static const char *against_flash(const vm_sdpa *c, int sm) {
+static const char *flash_rejects(const vm_sdpa *c, int sm) {
     if (!is_new_and_half(c, sm)) return "wants half precision and compute capability 8.0";
     if (c->masked) return "takes no mask";
     if (c->q.depth != c->k.depth || c->q.depth != c->v.depth || c->q.depth > 256)
         return "wants heads of one depth, 256 at most";
     if (c->causal && c->q.length != c->k.length) return "wants as many queries as keys with is_causal";
-    return all_dense(c) ? against_any(c, true) : "wants the elements of a head side by side";
+    return all_dense(c) ? any_rejects(c, true) : "wants the elements of a head side by side";
 }
 
 /* The memory-efficient kernel needs aligned rows (minimum_gemm_alignment), and new cards for bfloat16. */
-static const char *against_efficient(const vm_sdpa *c, int sm) {
+static const char *efficient_rejects(const vm_sdpa *c, int sm) {
     static const char *const depths[] = {
         [1] = "wants heads of queries and keys of one depth, a multiple of 1, and of values too",
         [4] = "wants heads of queries and keys of one depth, a multiple of 4, and of values too",
@@ -47,26 +47,26 @@ static const char *against_efficient(const vm_sdpa *c, int sm) {
     if (c->dtype == VM_BF16 && sm < 80) return "wants compute capability 8.0 for bfloat16";
     if (q != c->k.depth || q % unit || v % unit || !q || !v) return depths[unit];
     if (c->q.strided || c->k.strided || c->v.strided) return "wants the elements of a head side by side";
-    return against_any(c, false);
+    return any_rejects(c, false);
 }
 
-static const char *against_cudnn(const vm_sdpa *c, int sm) {
+static const char *cudnn_rejects(const vm_sdpa *c, int sm) {
     const uint64_t q = c->q.depth, k = c->k.depth, v = c->v.depth;
     if (!is_new_and_half(c, sm)) return "wants half precision and compute capability 8.0";
     if (q % 8 || k % 8 || v % 8 || q > 128 || k > 128 || v > 128)
         return "wants heads of a multiple of 8 channels, 128 at most";
     if (c->k.length == 1) return "wants more than one key";
-    return all_dense(c) ? against_any(c, true) : "wants the elements of a head side by side";
+    return all_dense(c) ? any_rejects(c, true) : "wants the elements of a head side by side";
 }
 
-static const char *against(const vm_sdpa *c, vm_attention_kernel kernel, int sm) {
+static const char *rejects(const vm_sdpa *c, vm_attention_kernel kernel, int sm) {
     switch (kernel) {
     case VM_ATTENTION_FLASH:
-        return against_flash(c, sm);
+        return flash_rejects(c, sm);
     case VM_ATTENTION_EFFICIENT:
-        return against_efficient(c, sm);
+        return efficient_rejects(c, sm);
     case VM_ATTENTION_CUDNN:
-        return against_cudnn(c, sm);
+        return cudnn_rejects(c, sm);
     default:
         return NULL;
     }
@@ -74,15 +74,16 @@ static const char *against(const vm_sdpa *c, vm_attention_kernel kernel, int sm)
 
 vm_status vm_sdpa_choose(const vm_sdpa *call, int sm, const vm_attention_kernel *enabled, size_t count,
                          vm_attention_kernel *out) {
-    char said[VM_SENTENCE] = "";
+    char reasons[VM_SENTENCE] = "";
     for (size_t i = 0; i < count; i++) {
-        const char *why = against(call, *out = enabled[i], sm);
+        const char *why = rejects(call, *out = enabled[i], sm);
         if (!why) return VM_OK;
-        const size_t used = strlen(said);
-        snprintf(said + used, sizeof said - used, "%s%s %s", i ? "; " : "", vm_attention_kernel_name[enabled[i]], why);
+        const size_t used = strlen(reasons);
+        snprintf(reasons + used, sizeof reasons - used, "%s%s %s", i ? "; " : "", vm_attention_kernel_name[enabled[i]],
+                 why);
     }
     return vm_fail(
         VM_EINVAL,
         "scaled_dot_product_attention: want an enabled kernel that takes this call, got %s: PyTorch would raise",
-        *said ? said : "none");
+        *reasons ? reasons : "none");
 }

@@ -87,7 +87,7 @@ static bool is_stretch(const vm_trace *t, size_t from) {
 }
 
 /* Returns: whether the steps since `from` equal those of a stretch, apart from the numbers of storages. */
-static bool is_like(const vm_trace *t, const vm_trace_stretch *x, size_t from) {
+static bool is_same_stretch(const vm_trace *t, const vm_trace_stretch *x, size_t from) {
     if (x->until - x->from != t->steps - from) return false;
     const vm_trace_step *a = t->step + x->from, *b = t->step + from;
     uint32_t shift = 0; /* taken from the first step that names a storage */
@@ -106,7 +106,7 @@ vm_status vm_trace_note_stretch(vm_trace *t, size_t from) {
     const size_t most = t->stretches;
     uint32_t kind = t->kinds;
     for (size_t i = 0; i < VM_MIN(most, LATEST) && kind == t->kinds; i++)
-        if (is_like(t, &t->stretch[most - 1 - i], from)) kind = t->stretch[most - 1 - i].kind;
+        if (is_same_stretch(t, &t->stretch[most - 1 - i], from)) kind = t->stretch[most - 1 - i].kind;
     if (kind == KINDS) return VM_OK;
     vm_status s = grow(&t->stretch, most, sizeof *t->stretch);
     if (s) return s;

@@ -36,7 +36,7 @@ struct vm_workspace {
 /* ---- lookups ---- */
 
 /* Returns: whether a lookup uses a rule. own: one of the card's, not the catalogue's. */
-static bool asks(const vm_workspace *w, recipe r, const vm_card_rule *rule, bool own) {
+static bool uses_rule(const vm_workspace *w, recipe r, const vm_card_rule *rule, bool own) {
     if (own) return r.rules == CARD_RULES || (r.rules == TAKEN_RULES && !rule->possible);
     if (!vm_card_rule_holds(rule, w->of.card.sm, r.version)) return false;
     return rule->possible ? r.rules == POSSIBLE_RULES : r.rules == TAKEN_RULES && r.version;
@@ -63,7 +63,7 @@ static vm_status add_rules(vm_workspace *w, recipe r, entries *e) {
         const bool own = i < w->rules;
         const vm_card_rule *const rule = own ? &w->rule[i] : &c->rule[i - w->rules];
         vm_workspace_entry which = {(int)i, -1};
-        if (!asks(w, r, rule, own)) continue;
+        if (!uses_rule(w, r, rule, own)) continue;
         if (rule->as) s = vm_catalogue_nearest(w->catalogue, &w->of.card, rule->as, &which.recorded);
         if (!s && (!rule->as || which.recorded >= 0)) s = add(w, e, rule, which);
     }
@@ -91,7 +91,7 @@ static vm_status make(vm_workspace *w, recipe r, entries *e) {
 }
 
 /* Finds or makes a lookup for other answers. */
-static vm_status other(vm_workspace *w, recipe r, vm_lookup **out) {
+static vm_status other_lookup(vm_workspace *w, recipe r, vm_lookup **out) {
     entries e;
     for (size_t i = 0; i < w->mades; i++)
         if (!memcmp(&w->made[i].recipe, &r, sizeof r)) return *out = w->made[i].lookup, VM_OK;
@@ -185,7 +185,7 @@ static vm_status add_row(rows *r, vm_lookup *lookup) {
 
 static vm_status add_other(vm_workspace *w, rows *r, recipe recipe) {
     vm_lookup *lookup;
-    vm_status s = other(w, recipe, &lookup);
+    vm_status s = other_lookup(w, recipe, &lookup);
     return s ? s : add_row(r, lookup);
 }
 
@@ -277,7 +277,7 @@ static vm_status add_versions(vm_workspace *w, rows *r, bool every) {
         if (!c->recorded[own.number[i]].inferred) nearest.profile = (int)own.number[i];
     if (!s) s = vm_catalogue_near(c, &w->of.card, version, &near);
     if (!s && !inferred) s = vm_catalogue_relatives(c, w->of.card.sm, version, &relatives);
-    if (!s) s = other(w, nearest, &rest);
+    if (!s) s = other_lookup(w, nearest, &rest);
     if (!s && inferred) {
         size_t asked = 0;
         for (size_t i = 0; i < own.count; i++)

@@ -339,55 +339,52 @@ static PyObject *allocator_tag(Allocator *self, PyObject *number) {
 
 static PyMethodDef methods[] = {
     {"malloc", VM_PY_KEYWORDS(allocator_malloc), METH_VARARGS | METH_KEYWORDS,
-     "malloc($self, /, bytes, stream=0)\n--\n\nTakes bytes on a stream. Returns the address (0 for 0 bytes).\n\n"
-     "Raises OutOfMemoryError when the simulated device is full."},
+     "malloc($self, /, bytes, stream=0)\n--\n\nAllocates bytes on a stream. Returns the address (0 for 0 "
+     "bytes).\n\nRaises OutOfMemoryError if the simulated device is full."},
     {"free", VM_PY_KEYWORDS(allocator_free), METH_VARARGS | METH_KEYWORDS,
-     "free($self, /, address, pending=False)\n--\n\nGives the block at address back. With pending, another stream "
-     "still\n"
-     "uses it: it is not allocated any more but stays active until it is freed again, or until the cache is "
-     "emptied.\n\n"
-     "Raises ValueError when nothing that was handed out lies at address."},
+     "free($self, /, address, pending=False)\n--\n\nFrees the block at address. With pending, another stream "
+     "still uses it: it is no longer allocated but stays active until it is freed again, or until the cache is "
+     "emptied.\n\nRaises ValueError if no allocated block lies at address."},
     {"empty_cache", (PyCFunction)allocator_empty_cache, METH_NOARGS,
      "empty_cache($self, /)\n--\n\nReturns cached segments to the device, like torch.cuda.empty_cache."},
     {"rounded_size", (PyCFunction)allocator_round, METH_O,
-     "rounded_size($self, bytes, /)\n--\n\nBytes that a request takes from a block."},
+     "rounded_size($self, bytes, /)\n--\n\nReturns the bytes of a block that a request uses."},
     {"run", (PyCFunction)allocator_run, METH_VARARGS,
-     "run($self, steps, addresses, /)\n--\n\nTakes many steps in C. steps: array of (op, id: uint32, bytes, stream: "
-     "uint64);\n"
-     "op 0 malloc, 1 free, 2 empty_cache, 3 reset_peak_stats. addresses: array of uint64, by id, in and out.\n"
-     "Returns how many steps were taken."},
+     "run($self, steps, addresses, /)\n--\n\nRuns many steps in C. steps: array of (op, id: uint32, bytes, "
+     "stream: uint64); op 0 malloc, 1 free, 2 empty_cache, 3 reset_peak_stats. addresses: array of uint64, by id, "
+     "in and out. Returns how many steps were run."},
     {"reset_peak_stats", (PyCFunction)allocator_reset_peak, METH_NOARGS,
-     "reset_peak_stats($self, /)\n--\n\nPeaks start again from the current figures."},
+     "reset_peak_stats($self, /)\n--\n\nRestarts peaks from the current figures."},
     {"stats", (PyCFunction)allocator_stats, METH_NOARGS,
-     "stats($self, /)\n--\n\nThe statistics as a dict, with the keys of torch.cuda.memory_stats."},
+     "stats($self, /)\n--\n\nReturns the statistics as a dict, with the keys of torch.cuda.memory_stats."},
     {"memory_allocated", (PyCFunction)memory_allocated, METH_NOARGS,
-     "memory_allocated($self, /)\n--\n\nBytes in live blocks."},
+     "memory_allocated($self, /)\n--\n\nReturns the bytes in live blocks."},
     {"max_memory_allocated", (PyCFunction)max_memory_allocated, METH_NOARGS,
-     "max_memory_allocated($self, /)\n--\n\nPeak of memory_allocated, in bytes."},
+     "max_memory_allocated($self, /)\n--\n\nReturns the peak of memory_allocated, in bytes."},
     {"memory_reserved", (PyCFunction)memory_reserved, METH_NOARGS,
-     "memory_reserved($self, /)\n--\n\nBytes held from the device."},
+     "memory_reserved($self, /)\n--\n\nReturns the bytes held from the device."},
     {"max_memory_reserved", (PyCFunction)max_memory_reserved, METH_NOARGS,
-     "max_memory_reserved($self, /)\n--\n\nPeak of memory_reserved, in bytes."},
+     "max_memory_reserved($self, /)\n--\n\nReturns the peak of memory_reserved, in bytes."},
     {"tag", (PyCFunction)allocator_tag, METH_O,
-     "tag($self, number, /)\n--\n\nStamps the blocks and events that follow: an index into the frames of "
+     "tag($self, number, /)\n--\n\nTags the blocks and events that follow with an index into the frames of "
      "save_snapshot."},
     {"_blocks", (PyCFunction)allocator_blocks, METH_NOARGS,
-     "_blocks($self, /)\n--\n\n[(first, address, size, requested, stream, state, small, expandable, tag)], by "
-     "address."},
+     "_blocks($self, /)\n--\n\nReturns [(first, address, size, requested, stream, state, small, expandable, "
+     "tag)], by address."},
     {"_events", (PyCFunction)allocator_events, METH_NOARGS,
-     "_events($self, /)\n--\n\n[(action, address, size, stream, tag)], oldest first."},
+     "_events($self, /)\n--\n\nReturns [(action, address, size, stream, tag)], oldest first."},
     {"_settings", (PyCFunction)allocator_settings, METH_NOARGS,
-     "_settings($self, /)\n--\n\nThe settings as a dict, in bytes."},
+     "_settings($self, /)\n--\n\nReturns the settings as a dict, in bytes."},
     {"_place", (PyCFunction)allocator_place, METH_O,
-     "_place($self, address, /)\n--\n\nWhere the next new segment lies."},
+     "_place($self, address, /)\n--\n\nSets the address of the next new segment."},
     {"_has_whole_segment", (PyCFunction)allocator_has_whole_segment, METH_NOARGS,
-     "_has_whole_segment($self, /)\n--\n\nWhether there is a segment that empty_cache would return as a whole."},
+     "_has_whole_segment($self, /)\n--\n\nReturns whether empty_cache would return some segment as a whole."},
     {"_release", (PyCFunction)allocator_release, METH_O,
-     "_release($self, address, /)\n--\n\nReturns the one at address; ValueError where empty_cache would return none "
-     "there."},
+     "_release($self, address, /)\n--\n\nReturns the segment at address to the device. Raises ValueError if "
+     "empty_cache would return none there."},
     {"_restore", (PyCFunction)allocator_restore, METH_VARARGS,
-     "_restore($self, address, size, stream, small, blocks, /)\n--\n\nA segment as it was found; blocks:\n"
-     "[(address, size, requested, pending)], by address."},
+     "_restore($self, address, size, stream, small, blocks, /)\n--\n\nRecreates a segment; blocks: [(address, "
+     "size, requested, pending)], by address."},
     {NULL, NULL, 0, NULL}};
 
 static PyType_Slot slots[] = {

@@ -129,33 +129,34 @@ static PyObject *get_cudnn_plans(Backend *self, void *Py_UNUSED(closure)) {
 }
 
 static PyMethodDef backend_methods[] = {
-    {"memory", (PyCFunction)backend_memory, METH_NOARGS, "memory()\n--\n\n(free, total) bytes of the device now."},
+    {"memory", (PyCFunction)backend_memory, METH_NOARGS,
+     "memory()\n--\n\nReturns the (free, total) bytes of the device now."},
     {"order", (PyCFunction)backend_order, METH_O,
-     "order(stream)\n--\n\nWhat is enqueued on stream from now on comes after the last run."},
+     "order(stream)\n--\n\nOrders work enqueued on stream from now on after the last run."},
     {"check_stream", (PyCFunction)backend_check_stream, METH_O,
-     "check_stream(stream)\n--\n\nRaises ValueError where the stream is being captured."},
+     "check_stream(stream)\n--\n\nRaises ValueError if the stream is being captured."},
     {"read", (PyCFunction)backend_read, METH_VARARGS,
      "read(address, to)\n--\n\nWaits for the last run, then fills the writable buffer `to` from the device."},
     {NULL, NULL, 0, NULL}};
 
 static PyGetSetDef backend_attributes[] = {
-    {"capsule", (getter)get_capsule, NULL, "What vaemem._core.Model takes as backend.", NULL},
+    {"capsule", (getter)get_capsule, NULL, "The backend argument of vaemem._core.Model.", NULL},
     {"stream", (getter)get_stream, NULL, "Its own stream, as an integer.", NULL},
-    {"granularity", (getter)get_granularity, NULL, "Memory is held in multiples of so many bytes.", NULL},
+    {"granularity", (getter)get_granularity, NULL, "Memory is held in multiples of this many bytes.", NULL},
     {"unaccounted", (getter)get_unaccounted, NULL,
-     "Bytes that kernels, cuDNN and graphs have taken, by what was free before and after.", NULL},
-    {"to_come", (getter)get_to_come, NULL, "Bytes that graphs which are still to be captured may take.", NULL},
-    {"convolution", (getter)get_convolution, NULL, "'own' or 'cudnn': what auto has become.", NULL},
+     "Bytes used by kernels, cuDNN and graphs, by differences of free memory.", NULL},
+    {"to_come", (getter)get_to_come, NULL, "Bytes that graphs still to be captured may take.", NULL},
+    {"convolution", (getter)get_convolution, NULL, "'own' or 'cudnn': the outcome of auto.", NULL},
     {"cudnn_plans", (getter)get_cudnn_plans, NULL,
      "cuDNN's plans so far, the newest first: convolution, engine, workspace.", NULL},
-    {"cudnn_version", (getter)get_cudnn, NULL, "'9.19.0', or None where our own convolution does without.", NULL},
+    {"cudnn_version", (getter)get_cudnn, NULL, "'9.19.0', or None if our own convolution runs without cuDNN.", NULL},
     {NULL, NULL, NULL, NULL, NULL}};
 
 static PyType_Slot backend_slots[] = {
     {Py_tp_doc,
      "Backend(device=0, dtype='float32', tf32=False, autotune=False, libcuda=None, libcudnn=None, "
-     "convolution='auto')\n--\n\n"
-     "One GPU with one type of numbers. libcuda, libcudnn: paths, where the loader would not find them."},
+     "convolution='auto')\n--\n\nOne GPU with one type of numbers. libcuda, libcudnn: paths, if the loader does "
+     "not find them."},
     {Py_tp_new, (void *)backend_new},
     {Py_tp_dealloc, (void *)backend_dealloc},
     {Py_tp_methods, backend_methods},
@@ -320,13 +321,14 @@ static PyObject *lend(PyObject *Py_UNUSED(module), PyObject *args) {
 
 static PyMethodDef functions[] = {
     {"devices", devices, METH_VARARGS,
-     "devices(libcuda=None)\n--\n\n[{name, capability, total_bytes}]. Raises RuntimeError saying why there are none."},
+     "devices(libcuda=None)\n--\n\nReturns [{name, capability, total_bytes}]. Raises RuntimeError with the reason "
+     "if there are none."},
     {"borrow", borrow, METH_O,
-     "borrow(capsule)\n--\n\nWhat a DLPack capsule holds, as a dict. The tensor lives as long as the dict's 'owner'; "
-     "'dtype' is None for a type that is not ours."},
+     "borrow(capsule)\n--\n\nReturns a DLPack capsule's contents as a dict. The tensor lives as long as the "
+     "dict's 'owner'; 'dtype' is None for an unsupported type."},
     {"lend", lend, METH_VARARGS,
-     "lend(address, shape, dtype, device, owner)\n--\n\nA DLPack capsule of packed device memory that owner keeps "
-     "alive."},
+     "lend(address, shape, dtype, device, owner)\n--\n\nReturns a DLPack capsule of packed device memory that "
+     "owner keeps alive."},
     {NULL, NULL, 0, NULL}};
 
 static int exec_module(PyObject *module) { return vm_py_add_type(module, &backend_spec); }

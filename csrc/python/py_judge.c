@@ -37,9 +37,10 @@ static PyObject *judge(PyObject *Py_UNUSED(module), PyObject *args) {
 
 PyMethodDef vm_py_judges[] = {
     {"judge_bound", judge_bound, METH_VARARGS,
-     "judge_bound(reserved, exact, /)\n--\n\nThe bound of a process that is predicted to reserve so many bytes; the "
-     "exact ones get no margin."},
+     "judge_bound(reserved, exact, /)\n--\n\nReturns the bound of a process that is predicted to reserve these "
+     "bytes; the exact ones get no margin."},
     {"judge", judge, METH_VARARGS,
-     "judge(fits, guesses, untried, available, kept_more, most, may_take, /)\n--\n\n(verdict, why it is tight): "
-     "whether a run fits a card. may_take(bytes): whether the run may take so\nmany by its bound; called last."},
+     "judge(fits, guesses, untried, available, kept_more, most, may_take, /)\n--\n\nReturns (verdict, why it is "
+     "tight): whether a run fits a card. may_take(bytes): whether the run's bound is at least `bytes`; called "
+     "last."},
     {NULL, NULL, 0, NULL}};

@@ -350,8 +350,8 @@ static PyObject *needs(PyObject *Py_UNUSED(module), PyObject *args) {
 }
 
 static PyMethodDef functions[] = {
-    {"gemm", gemm, METH_VARARGS, "For tests: vm_products.gemm, of pairs where x and w are uint32."},
-    {"load", load, METH_VARARGS, "For tests: vm_products.load, of pairs where y is uint16."},
+    {"gemm", gemm, METH_VARARGS, "For tests: vm_products.gemm, of pairs if x and w are uint32."},
+    {"load", load, METH_VARARGS, "For tests: vm_products.load, of pairs if y is uint16."},
     {"store", store, METH_VARARGS, "For tests: vm_cpu_ops.store."},
     {"squares", squares, METH_VARARGS, "For tests: vm_cpu_ops.squares."},
     {"stats", stats, METH_VARARGS, "For tests: vm_cpu_ops.stats."},
@@ -359,10 +359,11 @@ static PyMethodDef functions[] = {
     {"rescale", rescale, METH_VARARGS, "For tests: vm_cpu_ops.rescale."},
     {"transpose", transpose, METH_VARARGS, "For tests: vm_cpu_ops.transpose."},
     {"peak", peak, METH_VARARGS,
-     "For benchmarks: FLOP/s of such a model's products on registers, on so many threads. Where numbers are split, "
-     "three products of the unit are one."},
-    {"run_pass", run_pass, METH_VARARGS, "For tests and benchmarks: one pass on arrays of rows; its seconds."},
-    {"needs", needs, METH_VARARGS, "For tests and benchmarks: floats of scratch and sums of such a pass."},
+     "For benchmarks: FLOP/s of a model's products on registers, on some threads. Split numbers count three "
+     "products of the unit as one."},
+    {"run_pass", run_pass, METH_VARARGS,
+     "For tests and benchmarks: runs one pass on arrays of rows. Returns its seconds."},
+    {"needs", needs, METH_VARARGS, "For tests and benchmarks: returns the floats of scratch and sums of such a pass."},
     {NULL, NULL, 0, NULL}};
 
 static int exec_module(PyObject *Py_UNUSED(module)) { return PyArray_ImportNumPyAPI(); }

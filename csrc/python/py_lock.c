@@ -22,16 +22,16 @@ void vm_py_lock_free(vm_py_lock *l) {
 }
 
 static bool forked(const vm_py_lock *l) { return atomic_load(&l->forks) != atomic_load(&forks); }
-static bool mine(const vm_py_lock *l) { return atomic_load(&l->owner) == PyThread_get_thread_ident(); }
+static bool is_mine(const vm_py_lock *l) { return atomic_load(&l->owner) == PyThread_get_thread_ident(); }
 
 /* Returns: whether waiting for the holder would never end; -1 with an exception set. */
-static int hopeless(const vm_py_lock *l, const char *call) {
+static int would_deadlock(const vm_py_lock *l, const char *call) {
     if (forked(l))
         PyErr_Format(PyExc_RuntimeError,
                      "%s: this process was forked while another call was at work on this VAE, which is unfinished here "
                      "for good; make a new one in this process, or fork between calls",
                      call);
-    else if (mine(l))
+    else if (is_mine(l))
         PyErr_Format(PyExc_RuntimeError,
                      "%s: this thread is in the middle of another call of this same VAE, from which a progress "
                      "callback, a signal handler or a __del__ made this one; wait until that call has returned",
@@ -44,7 +44,7 @@ static int hopeless(const vm_py_lock *l, const char *call) {
 int vm_py_acquire(vm_py_lock *l, const char *call) {
     PyLockStatus got = PyThread_acquire_lock_timed(l->lock, 0, 0);
     while (got != PY_LOCK_ACQUIRED) {
-        if (hopeless(l, call)) return -1;
+        if (would_deadlock(l, call)) return -1;
         Py_BEGIN_ALLOW_THREADS
         got = PyThread_acquire_lock_timed(l->lock, 50000, 1);
         Py_END_ALLOW_THREADS
@@ -55,7 +55,7 @@ int vm_py_acquire(vm_py_lock *l, const char *call) {
 }
 
 int vm_py_acquire_to_read(vm_py_lock *l, const char *call) {
-    if (forked(l) || !mine(l)) return vm_py_acquire(l, call);
+    if (forked(l) || !is_mine(l)) return vm_py_acquire(l, call);
     l->readers++;
     return 0;
 }

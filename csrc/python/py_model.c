@@ -153,19 +153,21 @@ static PyObject *model_trim(Model *self, PyObject *Py_UNUSED(ignored)) {
 }
 
 static PyMethodDef methods[] = {
-    {"missing", (PyCFunction)model_missing, METH_NOARGS, "missing()\n--\n\nNames of tensors that were never set."},
+    {"missing", (PyCFunction)model_missing, METH_NOARGS,
+     "missing()\n--\n\nReturns the names of tensors that were never set."},
     {"rounded", (PyCFunction)model_rounded, METH_NOARGS,
-     "rounded()\n--\n\nNames of tensors whose numbers had to be rounded to this model's dtype."},
+     "rounded()\n--\n\nReturns the names of tensors with numbers that this model's dtype rounded."},
     {"set_tensor", (PyCFunction)model_set_tensor, METH_VARARGS,
-     "set_tensor(name, array)\n--\n\nConverts to the model's dtype and packs; array may be freed after."},
+     "set_tensor(name, array)\n--\n\nConverts array to the model's dtype and packs it; array may be freed "
+     "afterwards."},
     {"get_tensor", (PyCFunction)model_get_tensor, METH_O,
-     "get_tensor(name)\n--\n\nA float32 copy of what is kept: bit for bit what was set, where that was not rounded. Of "
-     "a causal 3D convolution the slices that one frame does not meet are not kept, and zero here."},
+     "get_tensor(name)\n--\n\nReturns a float32 copy of the stored tensor, exactly as set unless rounded. A "
+     "causal 3D convolution stores only the slices that one frame meets; the others are zero here."},
     {"plan", VM_PY_KEYWORDS(vm_py_plan), METH_VARARGS | METH_KEYWORDS, vm_py_plan_doc},
     {"run", VM_PY_KEYWORDS(vm_py_run), METH_VARARGS | METH_KEYWORDS, vm_py_run_doc},
     {"reserve", (PyCFunction)vm_py_reserve, METH_O, vm_py_reserve_doc},
     {"blend", VM_PY_KEYWORDS(vm_py_blend), METH_VARARGS | METH_KEYWORDS, vm_py_blend_doc},
-    {"trim", (PyCFunction)model_trim, METH_NOARGS, "trim()\n--\n\nGives the arena back to the system."},
+    {"trim", (PyCFunction)model_trim, METH_NOARGS, "trim()\n--\n\nFrees the arena."},
     {NULL, NULL, 0, NULL}};
 
 static PyGetSetDef attributes[] = {

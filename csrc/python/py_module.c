@@ -43,13 +43,14 @@ static PyObject *fail_alloc_at(PyObject *Py_UNUSED(module), PyObject *nth) {
 }
 
 static PyMethodDef functions[] = {
-    {"models", models, METH_NOARGS, "models()\n--\n\nThe shipped architectures: {name: arch dict}."},
+    {"models", models, METH_NOARGS, "models()\n--\n\nReturns the shipped architectures: {name: arch dict}."},
     {"backends", VM_PY_KEYWORDS(backends), METH_VARARGS | METH_KEYWORDS,
-     "backends(dtype='float32', precision='highest')\n--\n\n[(name, usable)] on the CPU for such numbers, best first."},
-    {"disable", disable, METH_O, "disable(names)\n--\n\nBackends (comma-separated) that must not be used."},
+     "backends(dtype='float32', precision='highest')\n--\n\nReturns [(name, usable)] on the CPU for such numbers, "
+     "best first."},
+    {"disable", disable, METH_O, "disable(names)\n--\n\nDisables backends (comma-separated names)."},
     {"fail_alloc_at", fail_alloc_at, METH_O,
-     "fail_alloc_at(n)\n--\n\nFor tests: the nth allocation of the core from now fails; 0 turns it off. Returns what "
-     "was left."},
+     "fail_alloc_at(n)\n--\n\nFor tests: the nth allocation of the core from now fails; 0 turns it off. Returns "
+     "how many were still to go."},
     {NULL, NULL, 0, NULL}};
 
 static int exec_module(PyObject *module) {

@@ -301,13 +301,13 @@ static PyObject *process_read(Process *self, PyObject *args) {
     return check(self, vm_process_read(self->process, name)) ? NULL : Py_NewRef(Py_None);
 }
 
-typedef struct told {
+typedef struct reading_list {
     const vm_names *names;
     const vm_reading *reading;
-} told;
+} reading_list;
 
 static PyObject *reading_item(const void *context, size_t i) {
-    const told *t = context;
+    const reading_list *t = context;
     const vm_reading *r = &t->reading[i];
     return Py_BuildValue(
         "(nn)KKKKNKKKKKK", (Py_ssize_t)r->span.since, (Py_ssize_t)r->span.until, (unsigned long long)r->base_allocated,
@@ -318,7 +318,7 @@ static PyObject *reading_item(const void *context, size_t i) {
 }
 
 static PyObject *process_readings(Process *self, void *Py_UNUSED(closure)) {
-    told t = {.names = &vm_process_script(self->process)->names};
+    reading_list t = {.names = &vm_process_script(self->process)->names};
     size_t count;
     t.reading = vm_process_readings(self->process, &count);
     return vm_py_list(count, reading_item, &t);
@@ -416,67 +416,61 @@ static PyObject *process_refused(Process *self, void *Py_UNUSED(closure)) {
 
 static PyMethodDef methods[] = {
     {"hold", (PyCFunction)process_hold, METH_VARARGS,
-     "hold($self, name, sizes, stamp=None, /)\n--\n\nTakes so many bytes each under a name, all or none; stamp: "
-     "another name in the\nallocator's history. Returns the addresses (0 for 0 bytes)."},
+     "hold($self, name, sizes, stamp=None, /)\n--\n\nAllocates storages of these sizes under one name, all or "
+     "none. stamp: another name in the allocator's history. Returns the addresses (0 for 0 bytes)."},
     {"copy", (PyCFunction)process_copy, METH_VARARGS,
-     "copy($self, stamp, addresses, sizes, /)\n--\n\nCopies each storage into a new one of so many bytes, and gives "
-     "the old one back; with 0 bytes it stays\nas it is. The new addresses take the old ones' places in the list, also "
-     "where one cannot be had."},
-    {"release", (PyCFunction)process_release, METH_O, "release($self, addresses, /)\n--\n\nGives storages back."},
+     "copy($self, stamp, addresses, sizes, /)\n--\n\nReplaces each storage by a new one of that size; a size of 0 "
+     "leaves it unchanged. Updates the list of addresses, also if an allocation fails."},
+    {"release", (PyCFunction)process_release, METH_O, "release($self, addresses, /)\n--\n\nFrees storages."},
     {"call", (PyCFunction)process_call, METH_VARARGS,
-     "call($self, trace, workspaces, next, /)\n--\n\nPlays a trace whose convolutions take these workspaces, or those "
-     "of "
-     "next where they\ncannot be had. Returns ({id: address} of what it leaves, bytes allocated and reserved at the "
-     "height "
-     "of\neach step)."},
+     "call($self, trace, workspaces, next, /)\n--\n\nPlays a trace. Its convolutions take these workspaces, or "
+     "those of next if they cannot be allocated. Returns ({id: address} of the storages left, bytes allocated and "
+     "reserved at the height of each step)."},
     {"again", (PyCFunction)process_again, METH_VARARGS,
-     "again($self, rows, spans, above=True, /)\n--\n\nThe most bytes that the same steps would have reserved in each "
-     "span (since, until) of steps, on fresh\nallocators like the process's: a list for each row of workspaces of its "
-     "convolutions. above: beyond what\nwas reserved before the span."},
+     "again($self, rows, spans, above=True, /)\n--\n\nReturns the most bytes that the same steps would have "
+     "reserved in each span (since, until) of steps, on fresh allocators like the process's: a list for each row "
+     "of workspaces of its convolutions. above: only bytes beyond those reserved before the span."},
     {"takes", (PyCFunction)process_takes, METH_VARARGS,
-     "takes($self, phases, first, above, rows, likely, /)\n--\n\n(as it was played, least, most, bound): bytes that "
-     "the phases take which the readings from `first` on tell,\nwith rows of workspaces that may be the true ones. "
-     "phases: (bytes besides PyTorch's, bytes that are exact).\nabove: beyond the baselines. The first `likely` rows "
-     "count for the least and the most, all for the bound."},
+     "takes($self, phases, first, above, rows, likely, /)\n--\n\nReturns (as played, least, most, bound): bytes "
+     "of the phases, which are the readings from `first` on, over rows of other plausible workspaces. phases: "
+     "(bytes outside PyTorch, bytes that are exact). above: only bytes beyond the baselines. The first `likely` "
+     "rows count for the least and the most, all for the bound."},
     {"empty_cache", (PyCFunction)process_empty_cache, METH_NOARGS,
-     "empty_cache($self, /)\n--\n\ntorch.cuda.empty_cache"},
+     "empty_cache($self, /)\n--\n\nSimulates torch.cuda.empty_cache."},
     {"reset_peak", (PyCFunction)process_reset_peak, METH_NOARGS,
-     "reset_peak($self, /)\n--\n\ntorch.cuda.reset_peak_memory_stats; what is live is the baseline."},
+     "reset_peak($self, /)\n--\n\nSimulates torch.cuda.reset_peak_memory_stats; live storages become the baseline."},
     {"count", (PyCFunction)process_count, METH_VARARGS,
-     "count($self, flops, attended, moved, sent, host_flops, outside, /)\n--\n\nAdds work to the phase. outside: bytes "
-     "of the device that are not PyTorch's until the phase ends."},
-    {"times", (PyCFunction)process_times, METH_O,
-     "times($self, times, /)\n--\n\nFrom now on, work counts so many times."},
+     "count($self, flops, attended, moved, sent, host_flops, outside, /)\n--\n\nAdds work to the phase. outside: "
+     "bytes of the device outside PyTorch until the phase ends."},
+    {"times", (PyCFunction)process_times, METH_O, "times($self, times, /)\n--\n\nMultiplies work counted from now on."},
     {"read", (PyCFunction)process_read, METH_VARARGS,
-     "read($self, name, /)\n--\n\nEnds the phase: keeps a reading of the counters under a name."},
+     "read($self, name, /)\n--\n\nEnds the phase: stores a reading of the counters under a name."},
     {"replay", (PyCFunction)process_replay, METH_VARARGS,
-     "replay($self, process, first_only, /)\n--\n\nDoes on this new process all that another one did. first_only: "
-     "cuDNN's next plans take what\nthe first ones take."},
+     "replay($self, process, first_only, /)\n--\n\nRepeats on this new process everything that another one did. "
+     "first_only: cuDNN's next plans need as much as the first ones."},
     {"least", (PyCFunction)process_least, METH_VARARGS,
-     "least($self, first_only, low, high, /)\n--\n\nBytes of the least device on which a replay goes through, in "
-     "pages of 2 MiB; low: too few bytes;\nhigh: enough, as far as is known."},
+     "least($self, first_only, low, high, /)\n--\n\nReturns the bytes of the smallest device on which a replay "
+     "succeeds, in pages of 2 MiB. low: too few bytes; high: enough, as far as known."},
     {"peak", (PyCFunction)process_peak, METH_VARARGS,
-     "peak($self, reading=-1, /)\n--\n\n(name of the call's step that makes the peak or None, [(name, bytes, bytes "
-     "that the allocator gave\nbeyond the requests of that name outside of calls)] of what was live then): of a "
-     "reading, or since the "
-     "last "
-     "reset."},
+     "peak($self, reading=-1, /)\n--\n\nReturns (name of the call's step that makes the peak or None, [(name, "
+     "bytes, bytes added by rounding outside of calls)] of the storages live then): of a reading, or since the "
+     "last reset."},
     {"baseline", (PyCFunction)process_baseline, METH_NOARGS,
-     "baseline($self, /)\n--\n\nWhat was live when the peak was reset, as peak has it."},
+     "baseline($self, /)\n--\n\nReturns the storages live when the peak was reset, in peak's format."},
     {"bytes_at", (PyCFunction)process_bytes_at, METH_O,
-     "bytes_at($self, address, /)\n--\n\nBytes of the storage at an address; 0 where there is none."},
+     "bytes_at($self, address, /)\n--\n\nReturns the bytes of the storage at an address, or 0."},
     {NULL, NULL, 0, NULL}};
 
 static PyGetSetDef attributes[] = {
-    {"frames", (getter)process_frames, NULL, "Names by tag, as the allocator's history and errors have it.", NULL},
-    {"convs", (getter)process_convs, NULL, "Its calls' convolutions, each once, as Trace.convs has them.", NULL},
-    {"steps", (getter)process_steps, NULL, "How many steps it took so far.", NULL},
+    {"frames", (getter)process_frames, NULL, "Names by tag, for the allocator's history and errors.", NULL},
+    {"convs", (getter)process_convs, NULL, "Its calls' convolutions, each once, in the format of Trace.convs.", NULL},
+    {"steps", (getter)process_steps, NULL, "How many steps were played so far.", NULL},
     {"readings", (getter)process_readings, NULL,
      "[((since, until), allocated and reserved at the reset, the same at the peak, name, flops, attended, moved, "
-     "sent,\nhost_flops, outside)]: steps, then bytes.",
+     "sent, host_flops, outside)]: steps, then bytes.",
      NULL},
-    {"most_reserved", (getter)process_most_reserved, NULL, "The most bytes that were reserved so far.", NULL},
-    {"refused", (getter)process_refused, NULL, "How many convolutions could not have their workspace so far.", NULL},
+    {"most_reserved", (getter)process_most_reserved, NULL, "The most bytes reserved so far.", NULL},
+    {"refused", (getter)process_refused, NULL, "How many convolutions were refused their workspace so far.", NULL},
     {NULL, NULL, NULL, NULL, NULL}};
 
 static PyType_Slot slots[] = {
@@ -486,7 +480,7 @@ static PyType_Slot slots[] = {
     {Py_tp_clear, process_clear},
     {Py_tp_methods, methods},
     {Py_tp_getset, attributes},
-    {Py_tp_doc, "What a simulated PyTorch process holds, by name, and what was live at its peak."},
+    {Py_tp_doc, "A simulated PyTorch process: its storages by name, and the live ones at its peak."},
     {0, NULL}};
 
 PyType_Spec vm_py_process_type = {.name = "vaemem._core.Process",

@@ -240,23 +240,23 @@ static PyObject *im2col_bytes(PyObject *Py_UNUSED(module), PyObject *question) {
 
 PyMethodDef vm_py_convolutions[] = {
     {"conv_sizes", conv_sizes, METH_O,
-     "conv_sizes(question, /)\n--\n\nWhat formulas and trees speak of, in the order " VM_SIZE_NAMES "."},
+     "conv_sizes(question, /)\n--\n\nReturns the sizes in formulas and trees, in the order " VM_SIZE_NAMES "."},
     {"formula_bytes", formula_bytes, METH_VARARGS,
-     "formula_bytes(formula, sizes, /)\n--\n\nA formula's value for the sizes of one convolution."},
+     "formula_bytes(formula, sizes, /)\n--\n\nReturns a formula's value for the sizes of one convolution."},
     {"im2col_bytes", im2col_bytes, METH_O,
-     "im2col_bytes(question, /)\n--\n\nBytes of one image's columns in a convolution by im2col."},
+     "im2col_bytes(question, /)\n--\n\nReturns the bytes of one image's columns in a convolution by im2col."},
     {NULL, NULL, 0, NULL}};
 
-static PyMethodDef profile_methods[] = {{"conv", (PyCFunction)profile_conv, METH_VARARGS,
-                                         "conv($self, question, tf32, /)\n--\n\n(bytes, how many profiles further on, "
-                                         "which of its rules or -1); None where "
-                                         "none of its kind was recorded."},
-                                        {NULL, NULL, 0, NULL}};
+static PyMethodDef profile_methods[] = {
+    {"conv", (PyCFunction)profile_conv, METH_VARARGS,
+     "conv($self, question, tf32, /)\n--\n\nReturns (bytes, how many profiles further on, which of its rules or "
+     "-1); None if none of its kind was recorded."},
+    {NULL, NULL, 0, NULL}};
 
 static PyType_Slot profile_slots[] = {{Py_tp_new, profile_new},
                                       {Py_tp_dealloc, profile_dealloc},
                                       {Py_tp_methods, profile_methods},
-                                      {Py_tp_doc, "Recorded answers of cuDNN, from a file's data."},
+                                      {Py_tp_doc, "cuDNN's recorded answers, from a file's data."},
                                       {0, NULL}};
 
 PyType_Spec vm_py_profile_type = {"vaemem._core.Profile", sizeof(Profile), 0,

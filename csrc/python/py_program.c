@@ -78,8 +78,8 @@ static PyObject *program_trace(Program *self, PyObject *args) {
 
 static PyMethodDef methods[] = {
     {"trace", (PyCFunction)program_trace, METH_VARARGS,
-     "trace($self, dtype, sizes, sm, multiprocessors, passing, /)\n--\n\nWhat a call takes on a GPU. passing: "
-     "[(module, name, bytes, sent)] of what is there while a module is called."},
+     "trace($self, dtype, sizes, sm, multiprocessors, passing, /)\n--\n\nReturns the trace of a call on a GPU. "
+     "passing: [(module, name, bytes, sent)] of the tensors present during a module's call."},
     {NULL, NULL, 0, NULL}};
 
 static PyType_Slot slots[] = {{Py_tp_new, program_new},

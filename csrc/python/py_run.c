@@ -8,29 +8,29 @@ static PyObject *bytes_dict(const size_t bytes[VM_CATEGORIES]) {
 }
 
 /* A plan's figures, or a run's measurements. */
-typedef struct told {
+typedef struct plan_and_run {
     const vm_plan *plan;
     const vm_run *run;
-} told;
+} plan_and_run;
 
 static PyObject *step_item(const void *context, size_t i) {
-    const told *t = context;
+    const plan_and_run *t = context;
     const vm_step *s = &t->plan->step[i];
     const vm_chain *c = t->plan->chain;
     while (c->last < (int)i) c++;
     return Py_BuildValue("{s:s, s:N, s:d, s:d, s:O}", "name", t->plan->graph->node[i].name, "live",
-                         bytes_dict(t->run ? c->measured : c->live), "flops", s->flops * (double)t->plan->ask.batch,
+                         bytes_dict(t->run ? c->measured : c->live), "flops", s->flops * (double)t->plan->request.batch,
                          "seconds", s->seconds, "streamed", s->streamed ? Py_True : Py_False);
 }
 
 static PyObject *summary(const vm_plan *plan, const vm_run *run) {
-    PyObject *steps = vm_py_list(plan->steps, step_item, &(told){plan, run});
+    PyObject *steps = vm_py_list(plan->steps, step_item, &(plan_and_run){plan, run});
     if (!steps) return NULL;
     return Py_BuildValue("{s:N, s:n, s:n, s:s, s:i, s:d, s:N, s:N}", "peak", bytes_dict(run ? run->peak : plan->peak),
                          "reserved", (Py_ssize_t)(run ? run->reserved : plan->reserved), "arena",
                          (Py_ssize_t)(plan->arena_bytes + (run ? run->reserved - plan->reserved : 0)), "backend",
-                         plan->ask.backend->name, "threads", (int)plan->ask.limits.threads, "work", plan->work, "steps",
-                         steps, "overflow", PyBool_FromLong(run && run->overflow));
+                         plan->request.backend->name, "threads", (int)plan->request.limits.threads, "work", plan->work,
+                         "steps", steps, "overflow", PyBool_FromLong(run && run->overflow));
 }
 
 static const struct {
@@ -104,8 +104,8 @@ static PyObject *raise_plan(vm_status s, const vm_plan *plan) {
 
 const char vm_py_plan_doc[] =
     "plan(op, height, width, batch=1, pixels='float', threads=1, scaled=False, backend=None, own_output=True, "
-    "host_arrays=True, latents='float', memory_limit=0)\n--\n\n"
-    "What a run would take, as a dict. host_arrays: the user's arrays are in host memory, not in the device's.";
+    "host_arrays=True, latents='float', memory_limit=0)\n--\n\nReturns what a run would take, as a dict. "
+    "host_arrays: the user's arrays are in host memory, not in the device's.";
 
 PyObject *vm_py_plan(Model *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"op",      "height",     "width",       "batch",   "pixels",       "threads", "scaled",
@@ -163,7 +163,7 @@ static PyObject *own(Model *self, vm_mem *mem, void *data, size_t bytes) {
 }
 
 const char vm_py_reserve_doc[] =
-    "reserve(bytes)\n--\n\n(address, owner): memory of the model's device, given back when owner dies.";
+    "reserve(bytes)\n--\n\nReturns (address, owner): memory of the model's device, freed with owner.";
 
 PyObject *vm_py_reserve(Model *self, PyObject *size) {
     const size_t bytes = PyLong_AsSize_t(size);
@@ -253,17 +253,13 @@ static int to_callback(PyObject *object, void *out) {
 const char vm_py_run_doc[] =
     "run(op, input, out, height, width, batch=1, pixels='float', latents='float', threads=1, scaled=False, "
     "backend=None, host_arrays=True, stream=0, wait=True, poll=None, check=False, scale=1.0, replay=False, "
-    "own_output=False, memory_limit=0, unclamped=False, strides=(0, 0, 0, 0), numbers=('f', 4, False))\n--\n\n"
-    "(address of the output, its owner or None, what it took as a dict). input, out: addresses, in host memory or in "
-    "the "
-    "device's; out 0: taken by the run. own_output: out was taken for this run and counts as its output. strides: "
-    "bytes "
-    "of the input from item, channel, row and pixel to the next. numbers: NumPy's kind (b: bfloat16), bytes, and "
-    "whether "
-    "they are swapped; a device takes those of its formats alone, packed where host_arrays, and reads no others' "
-    "strides "
-    "than a part of an image has. poll(rows_done, rows_total) is called about 20 times a second and once at the end. "
-    "unclamped: log-variances may leave [-30, 20].";
+    "own_output=False, memory_limit=0, unclamped=False, strides=(0, 0, 0, 0), numbers=('f', 4, "
+    "False))\n--\n\nReturns (address of the output, its owner or None, what the run took as a dict). input, out: "
+    "addresses, in host memory or in the device's; out 0: the run allocates it. own_output: out was allocated "
+    "for this run and counts. strides: bytes from item, channel, row and pixel of the input to the next. "
+    "numbers: NumPy's kind (b: bfloat16), bytes, and whether they are swapped. A device reads only its own "
+    "formats: packed with host_arrays, otherwise packed or part of an image. poll(rows_done, rows_total) is "
+    "called about 20 times a second and once at the end. unclamped: log-variances may leave [-30, 20].";
 
 PyObject *vm_py_run(Model *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"op",         "input",        "out",       "height",  "width",   "batch",
@@ -313,9 +309,9 @@ PyObject *vm_py_run(Model *self, PyObject *args, PyObject *kwargs) {
 }
 
 const char vm_py_blend_doc[] =
-    "blend(stream, op, format, **fields)\n--\n\n"
-    "Blends a tile into the image that it is from. op: encode or decode, whose numbers are clamped. fields: all others "
-    "of kernels.h's vm_blend_args, addresses as integers. stream: of the model's device; None: all is in host memory.";
+    "blend(stream, op, format, **fields)\n--\n\nBlends a tile into its image. op: encode or decode, for the "
+    "clamp. fields: all others of kernels.h's vm_blend_args, addresses as integers. stream: of the model's "
+    "device; None: everything is in host memory.";
 
 PyObject *vm_py_blend(Model *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"stream",  "op",  "format", "tile", "lower", "right",  "y",      "batch",
@@ -344,7 +340,7 @@ PyObject *vm_py_blend(Model *self, PyObject *args, PyObject *kwargs) {
     a.clamp = graph->node[graph->nodes - 1].pass.clamp;
     a.patch = strcmp(op, "encode") && self->model->arch.image_patch ? 2 : 1;
     Py_BEGIN_ALLOW_THREADS
-    s = vm_said(d, d->blend(b, (void *)(uintptr_t)number, &a), NULL);
+    s = vm_device_fail(d, d->blend(b, (void *)(uintptr_t)number, &a), NULL);
     Py_END_ALLOW_THREADS
     return vm_py_none_or_raise(s);
 }

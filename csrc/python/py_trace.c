@@ -283,58 +283,55 @@ static PyMethodDef methods[] = {
     {"vae", VM_PY_KEYWORDS(trace_vae), METH_VARARGS | METH_KEYWORDS | METH_CLASS,
      "vae($type, /, arch, runtime, op, dtype, height, width, batch=1, tile=0, slicing=False, sm=89, "
      "multiprocessors=128, free_bytes=0, channels_last=False, first=None, sends=False, tile_overlap=0.25, "
-     "release=42)\n--\n\n"
-     "encode or decode of a VAE, from its arch dict. tile: side in pixels, 0 for none. free_bytes: of the GPU's memory "
-     "when\nthe call begins, which a1111 looks at; 0 for without end. first: the dtype of post_quant_conv, "
-     "decoder.conv_in and\ndecoder.mid_block, where diffusers' upcast_vae leaves them another one. sends: each "
-     "submodule's weights come for its call,\nas accelerate's hooks send them. tile_overlap: the part of its side that "
-     "a tile of "
-     "diffusers shares with the next. release: 38 of diffusers 0.38, whose class of a video's VAE runs."},
+     "release=42)\n--\n\nReturns the trace of encode or decode of a VAE, from its arch dict. tile: side in "
+     "pixels, 0 for none. free_bytes: free GPU memory when the call begins, which a1111 checks; 0: unlimited. "
+     "first: the dtype of post_quant_conv, decoder.conv_in and decoder.mid_block, which diffusers' upcast_vae "
+     "leaves in half precision. sends: accelerate's hooks send each submodule's weights for its call. "
+     "tile_overlap: the part of a side that diffusers' tiles share. release: 38 for diffusers 0.38, whose class "
+     "runs a video's VAE."},
     {"parameters", trace_parameters, METH_VARARGS | METH_STATIC,
-     "parameters(arch, runtime, /)\n--\n\n[(name, shape, dtype)] in the order in which Module.to moves them; "
-     "dtype: run, that of the module, or int64."},
+     "parameters(arch, runtime, /)\n--\n\nReturns [(name, shape, dtype)] in the order in which Module.to moves "
+     "them. dtype: run (the module's) or int64."},
     {"take", (PyCFunction)trace_take, METH_VARARGS,
-     "take($self, bytes, name, /)\n--\n\nA storage is made. Returns its id."},
-    {"give", (PyCFunction)trace_give, METH_O, "give($self, id, /)\n--\n\nThe storage's last reference went."},
+     "take($self, bytes, name, /)\n--\n\nTakes a storage. Returns its id."},
+    {"give", (PyCFunction)trace_give, METH_O, "give($self, id, /)\n--\n\nFrees a storage: its last reference is gone."},
     {"wants", (PyCFunction)trace_wants, METH_VARARGS,
-     "wants($self, low, high, segments, spare=0, /)\n--\n\n[(name, bytes, bytes that the call has then)] of the first "
-     "storages that may be refused where `spare` bytes are\ncached or free, and whose request is from low to high "
-     "bytes; segments: the segment that PyTorch's allocator\nasks for."},
+     "wants($self, low, high, segments, spare=0, /)\n--\n\nReturns [(name, bytes, the call's bytes before it)] of "
+     "the first storages whose request is from low to high bytes, and which may be refused while `spare` bytes "
+     "are cached or free. segments: compare the segment that PyTorch's allocator requests."},
     {"blas", (PyCFunction)trace_blas, METH_VARARGS,
-     "blas($self, name, lt=False, /)\n--\n\nA matrix product by cuBLAS, or by cuBLASLt."},
+     "blas($self, name, lt=False, /)\n--\n\nAdds a matrix product by cuBLAS, or by cuBLASLt."},
     {"empty_cache", (PyCFunction)trace_empty_cache, METH_NOARGS,
-     "empty_cache($self, /)\n--\n\nCached segments go back to the device, as torch.cuda.empty_cache returns them."},
+     "empty_cache($self, /)\n--\n\nReturns cached segments to the device, like torch.cuda.empty_cache."},
     {"conv", (PyCFunction)trace_conv, METH_VARARGS,
-     "conv($self, question, name, /)\n--\n\nA convolution's workspace. question: as convs has them."},
+     "conv($self, question, name, /)\n--\n\nAdds a convolution's workspace. question: in the format of convs."},
     {"choose_kernel", trace_choose_kernel, METH_VARARGS | METH_STATIC,
-     "choose_kernel(call, sm, enabled, /)\n--\n\nThe first of the enabled kernels that takes an attention on a card of "
-     "compute\ncapability sm (89 for 8.9). Raises ValueError where none does: PyTorch would raise."},
+     "choose_kernel(call, sm, enabled, /)\n--\n\nReturns the first of the enabled kernels that accepts an "
+     "attention on a card of compute capability sm (89 for 8.9). Raises ValueError if none does: PyTorch would "
+     "raise."},
     {"attend", (PyCFunction)trace_attend, METH_VARARGS,
-     "attend($self, call, kernel, sm, multiprocessors, name, /)\n--\n\nAn attention by a kernel that was chosen for "
-     "it, or by the usual one. Returns the id of its output; None for cuDNN's, of which nothing is counted."},
+     "attend($self, call, kernel, sm, multiprocessors, name, /)\n--\n\nAdds an attention by a chosen kernel, or "
+     "by the usual one. Returns the id of its output; None for cuDNN's, which counts nothing."},
     {NULL, NULL, 0, NULL}};
 
 static PyGetSetDef attributes[] = {
     {"convs", (getter)trace_convs, NULL,
-     "[(dtype, n, c, h, w, k, r, stride, padding, layout)], each once, with (dilation, groups, output_padding, depth)\n"
-     "where these are others than usual. r, stride, padding, dilation, output_padding: an int, or a tuple with one "
-     "for\n"
-     "each dimension; output_padding: of a transposed convolution; depth: 0 with two dimensions.",
+     "[(dtype, n, c, h, w, k, r, stride, padding, layout)], each once; unusual ones end with (dilation, groups, "
+     "output_padding, depth). r, stride, padding, dilation, output_padding: an int, or a tuple with one per "
+     "dimension. output_padding: None unless transposed. depth: 0 with two dimensions.",
      NULL},
     {"steps", (getter)trace_steps, NULL, "[(op, id, bytes, name)]; op: take, give, conv, cublas, cublaslt or empty.",
      NULL},
     {"flops", (getter)trace_count, NULL,
-     "FLOPs of its convolutions and attentions, and of the products of a VAE; a multiplication and an addition count "
-     "two.",
+     "FLOPs of convolutions, attentions and a VAE's products; a multiplication and an addition count as two.",
      (void *)offsetof(vm_trace, flops)},
-    {"attended", (getter)trace_count, NULL, "Those of them that are of fused attentions.",
+    {"attended", (getter)trace_count, NULL, "The part of flops in fused attentions.",
      (void *)offsetof(vm_trace, attended)},
     {"moved", (getter)trace_count, NULL,
-     "Bytes that its operators read and write of the device's memory: what is taken counts twice of itself, a\n"
-     "convolution's input, filters and output once more, and a norm's input.",
+     "Bytes that operators read and write in the device's memory: storages count twice; convolutions add their "
+     "input, filters and output, norms their input.",
      (void *)offsetof(vm_trace, moved)},
-    {"sent", (getter)trace_count, NULL, "Bytes of the weights that are sent for the call.",
-     (void *)offsetof(vm_trace, sent)},
+    {"sent", (getter)trace_count, NULL, "Bytes of the weights sent for the call.", (void *)offsetof(vm_trace, sent)},
     {NULL, NULL, NULL, NULL, NULL}};
 
 static PyType_Slot slots[] = {
@@ -342,7 +339,7 @@ static PyType_Slot slots[] = {
     {Py_tp_dealloc, trace_dealloc},
     {Py_tp_methods, methods},
     {Py_tp_getset, attributes},
-    {Py_tp_doc, "What a PyTorch call takes from the caching allocator and gives back, in order."},
+    {Py_tp_doc, "What a PyTorch call allocates and frees in the caching allocator, in order."},
     {0, NULL}};
 
 PyType_Spec vm_py_trace_type = {

@@ -358,11 +358,10 @@ static PyObject *read_pickle(PyObject *Py_UNUSED(module), PyObject *args, PyObje
     return result;
 }
 
-PyMethodDef vm_py_unpickle[] = {{"read_pickle", (PyCFunction)(void (*)(void))read_pickle, METH_VARARGS | METH_KEYWORDS,
-                                 "read_pickle(data, /, named=False)\n--\n\nThe object in a pickle of plain data "
-                                 "(protocol 2 to 5): dict, list, tuple, int of 64 bits,\n"
-                                 "float, str, bytes, bool and None. named: names are text there, and calls tuples of "
-                                 "the name and the\narguments; none is looked up or called, and items of other objects "
-                                 "are dropped.\n\nRaises ValueError "
-                                 "for anything else, and for a pickle that is cut or corrupt."},
-                                {NULL, NULL, 0, NULL}};
+PyMethodDef vm_py_unpickle[] = {
+    {"read_pickle", (PyCFunction)(void (*)(void))read_pickle, METH_VARARGS | METH_KEYWORDS,
+     "read_pickle(data, /, named=False)\n--\n\nReturns the object in a pickle of plain data (protocol 2 to 5): "
+     "dict, list, tuple, int of 64 bits, float, str, bytes, bool and None. named: names become text, and calls "
+     "tuples of the name and the arguments; none is looked up or called, and items of other objects are "
+     "dropped.\n\nRaises ValueError for anything else, and for a pickle that is cut or corrupt."},
+    {NULL, NULL, 0, NULL}};

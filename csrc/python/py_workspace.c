@@ -330,37 +330,39 @@ static PyObject *workspace_sources(Workspace *self, PyObject *args) {
 
 static PyMethodDef catalogue_methods[] = {
     {"near", (PyCFunction)catalogue_near, METH_VARARGS,
-     "near($self, card, version, /)\n--\n\nNumbers of the profiles for a card (key, compute capability, "
-     "multiprocessors), the nearest version first\n(0: the newest first)."},
+     "near($self, card, version, /)\n--\n\nReturns the numbers of the profiles for a card (key, compute "
+     "capability, multiprocessors), the nearest version first (0: the newest first)."},
     {"nearest", (PyCFunction)catalogue_nearest, METH_VARARGS,
-     "nearest($self, card, version, /)\n--\n\nNumber of the first of these that may answer for the version, or -1."},
+     "nearest($self, card, version, /)\n--\n\nReturns the number of the first of near that may answer for the "
+     "version, or -1."},
     {"relatives", (PyCFunction)catalogue_relatives, METH_VARARGS,
-     "relatives($self, sm, version, /)\n--\n\nNumbers of the profiles that bound what a version (0: any) answers."},
+     "relatives($self, sm, version, /)\n--\n\nReturns the numbers of the profiles that bound the answers of a "
+     "version (0: any)."},
     {NULL, NULL, 0, NULL}};
 
 static PyMethodDef workspace_methods[] = {
     {"conv", (PyCFunction)workspace_conv, METH_O,
-     "conv($self, question, /)\n--\n\n(bytes, number of the source) of a convolution."},
+     "conv($self, question, /)\n--\n\nReturns (bytes, number of the source) of a convolution."},
     {"answers", (PyCFunction)workspace_answers, METH_O,
-     "answers($self, of, /)\n--\n\nThree lists for the convolutions of a Trace, a Process or another "
-     "Workspace:\nbytes, bytes of the next plan, and numbers of the sources."},
+     "answers($self, of, /)\n--\n\nReturns three lists for the convolutions of a Trace, a Process or another "
+     "Workspace: bytes, bytes of the next plan, and numbers of the sources."},
     {"rows", (PyCFunction)workspace_rows, METH_VARARGS,
-     "rows($self, every, of, /)\n--\n\nFor the same convolutions every other plausible tuple of bytes; every: if no "
-     "version is known."},
+     "rows($self, every, of, /)\n--\n\nReturns every other plausible tuple of bytes for the same convolutions. "
+     "every: if no version is known."},
     {"known", (PyCFunction)workspace_known, METH_VARARGS,
-     "known($self, own, /)\n--\n\nThe convolutions so far; own: only those that PyTorch runs itself."},
+     "known($self, own, /)\n--\n\nReturns the convolutions so far. own: only those that PyTorch runs itself."},
     {"sources", (PyCFunction)workspace_sources, METH_VARARGS,
-     "sources($self, first, /)\n--\n\nThe sources so far, from number `first` on: (why PyTorch runs it itself or 0, "
-     "number of the rule or -1,\nof the recorded profile or -1, how many profiles further on, which of its rules or "
-     "-1, a guess in words\nor None, the convolution's form: 0 plain in NCHW, 1 plain in NHWC, 2 any other)."},
+     "sources($self, first, /)\n--\n\nReturns the sources so far, from number `first` on: (why PyTorch runs it "
+     "itself or 0, number of the rule or -1, of the recorded profile or -1, how many profiles further on, which "
+     "of its rules or -1, a guess in words or None, the convolution's form: 0 plain in NCHW, 1 plain in NHWC, 2 "
+     "any other)."},
     {NULL, NULL, 0, NULL}};
 
-static PyType_Slot catalogue_slots[] = {
-    {Py_tp_new, catalogue_new},
-    {Py_tp_dealloc, catalogue_dealloc},
-    {Py_tp_methods, catalogue_methods},
-    {Py_tp_doc, "What was recorded of cuDNN. Profiles are loaded when they are needed."},
-    {0, NULL}};
+static PyType_Slot catalogue_slots[] = {{Py_tp_new, catalogue_new},
+                                        {Py_tp_dealloc, catalogue_dealloc},
+                                        {Py_tp_methods, catalogue_methods},
+                                        {Py_tp_doc, "cuDNN's recorded answers. Profiles are loaded when needed."},
+                                        {0, NULL}};
 
 static PyType_Slot workspace_slots[] = {{Py_tp_new, workspace_new},
                                         {Py_tp_dealloc, workspace_dealloc},

@@ -164,10 +164,10 @@ static void empty(vm_gpu *g) {
 
 void vm_gpu_close(vm_gpu *g) {
     if (!g) return;
-    char said[512]; /* closing must not change the error */
-    snprintf(said, sizeof said, "%s", vm_error());
+    char error[512]; /* closing must not change the error */
+    snprintf(error, sizeof error, "%s", vm_error());
     empty(g);
     pthread_mutex_destroy(&g->copying);
     free(g);
-    vm_fail(VM_OK, "%s", said);
+    vm_fail(VM_OK, "%s", error);
 }
