@@ -143,14 +143,10 @@ static float number_at(const vm_numbers *how, const char *at) {
     const size_t size = how->size;
     for (size_t i = 0; i < size; i++) n.bytes[i] = at[how->swapped ? size - 1 - i : i];
     switch (how->kind) {
-    case 'b':
-        return vm_element(VM_BF16, &n, 0);
-    case 'f':
-        return size == 2 ? vm_element(VM_F16, &n, 0) : size == 4 ? n.f : size == 8 ? (float)n.d : (float)n.l;
-    case 'u':
-        return size == 1 ? (float)n.u1 : size == 2 ? (float)n.u2 : size == 4 ? (float)n.u4 : (float)n.u8;
-    default:
-        return size == 1 ? (float)n.i1 : size == 2 ? (float)n.i2 : size == 4 ? (float)n.i4 : (float)n.i8;
+    case 'b': return vm_element(VM_BF16, &n, 0);
+    case 'f': return size == 2 ? vm_element(VM_F16, &n, 0) : size == 4 ? n.f : size == 8 ? (float)n.d : (float)n.l;
+    case 'u': return size == 1 ? (float)n.u1 : size == 2 ? (float)n.u2 : size == 4 ? (float)n.u4 : (float)n.u8;
+    default: return size == 1 ? (float)n.i1 : size == 2 ? (float)n.i2 : size == 4 ? (float)n.i4 : (float)n.i8;
     }
 }
 

@@ -40,16 +40,11 @@ static vm_status pass_through(vm_talloc *a, uint64_t bytes) {
 
 static vm_status play(vm_talloc *a, const vm_trace_step *step, const uint64_t *workspace, uint64_t *address) {
     switch (step->op) {
-    case VM_TRACE_TAKE:
-        return vm_talloc_malloc(a, step->bytes, 0, &address[step->id]);
-    case VM_TRACE_GIVE:
-        return vm_talloc_free(a, address[step->id]);
-    case VM_TRACE_CONV:
-        return pass_through(a, workspace[step->id]);
-    case VM_TRACE_EMPTY:
-        return vm_talloc_empty_cache(a);
-    default:
-        return pass_through(a, 8519680);
+    case VM_TRACE_TAKE: return vm_talloc_malloc(a, step->bytes, 0, &address[step->id]);
+    case VM_TRACE_GIVE: return vm_talloc_free(a, address[step->id]);
+    case VM_TRACE_CONV: return pass_through(a, workspace[step->id]);
+    case VM_TRACE_EMPTY: return vm_talloc_empty_cache(a);
+    default: return pass_through(a, 8519680);
     }
 }
 

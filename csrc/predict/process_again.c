@@ -80,10 +80,8 @@ static vm_status read_step(score o[2], const vm_process *p, uint32_t i, bool kep
     const note first = {TAKE, i, p->script->ids, p->blas.cublas_bytes};
     vm_status s = VM_OK;
     switch (step->op) {
-    case VM_TRACE_TAKE:
-        return add_request(o, p, (note){TAKE, i, step->id, step->bytes});
-    case VM_TRACE_GIVE:
-        return add_request(o, p, (note){GIVE, i, step->id, p->storage[step->id].bytes});
+    case VM_TRACE_TAKE: return add_request(o, p, (note){TAKE, i, step->id, step->bytes});
+    case VM_TRACE_GIVE: return add_request(o, p, (note){GIVE, i, step->id, p->storage[step->id].bytes});
     case VM_TRACE_CONV:
         for (int k = 0; !s && k < 2; k++)
             if (o[k].most[step->id]) s = add_note(&o[k], (note){CONVOLVE, i, step->id, o[k].most[step->id]});
@@ -101,8 +99,7 @@ static vm_status read_step(score o[2], const vm_process *p, uint32_t i, bool kep
         kept[CUBLAS] = true;
         kept[CUBLASLT] |= lt;
         return s;
-    default:
-        return VM_OK;
+    default: return VM_OK;
     }
 }
 
@@ -210,22 +207,14 @@ static vm_status play(const score *o, group *g, size_t at) {
         }
         const note n = o->note[at];
         switch (n.act) {
-        case TAKE:
-            s = vm_pool_take(&g->pool, n.size, &g->held[n.id]);
-            break;
+        case TAKE: s = vm_pool_take(&g->pool, n.size, &g->held[n.id]); break;
         case GIVE:
             if (g->held[n.id]) vm_pool_give(&g->pool, g->held[n.id]); /* a recorded trace may give twice */
             g->held[n.id] = 0;
             break;
-        case BORROW:
-            s = vm_pool_borrow(&g->pool, n.size);
-            break;
-        case CONVOLVE:
-            s = convolve(o, g, at);
-            break;
-        case EMPTY:
-            vm_pool_empty(&g->pool);
-            break;
+        case BORROW: s = vm_pool_borrow(&g->pool, n.size); break;
+        case CONVOLVE: s = convolve(o, g, at); break;
+        case EMPTY: vm_pool_empty(&g->pool); break;
         }
         if (!s) s = add_change(&g->course, n.step, g->pool.reserved);
         g->others += !x || at < x->from;

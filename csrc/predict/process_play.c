@@ -35,25 +35,20 @@ vm_status vm_play_step(run *r, const vm_trace_step *step, uint64_t *height) {
     vm_status s;
     vm_talloc_tag(a, r->stamp ? *r->stamp : step->name);
     switch (step->op) {
-    case VM_TRACE_TAKE:
-        return vm_talloc_malloc(a, step->bytes, 0, address);
+    case VM_TRACE_TAKE: return vm_talloc_malloc(a, step->bytes, 0, address);
     case VM_TRACE_GIVE:
         s = *address ? vm_talloc_free(a, *address) : VM_OK; /* 0: a storage of 0 bytes */
         if (!s) *address = 0;
         return s;
-    case VM_TRACE_CONV:
-        return convolve(r, step->id, height);
-    case VM_TRACE_EMPTY:
-        return vm_talloc_empty_cache(a);
+    case VM_TRACE_CONV: return convolve(r, step->id, height);
+    case VM_TRACE_EMPTY: return vm_talloc_empty_cache(a);
     case VM_TRACE_CUBLASLT:
         if (r->blas->cublaslt_use == VM_CUBLASLT_EACH) return borrow(r, r->blas->cublaslt_bytes, height);
         s = keep(r, r->blas->cublas_bytes, &r->kept[CUBLAS].address); /* cuBLASLt uses cuBLAS's handle */
         if (s || r->blas->cublaslt_use == VM_CUBLASLT_SHARED) return s;
         return keep(r, r->blas->cublaslt_bytes, &r->kept[CUBLASLT].address);
-    case VM_TRACE_CUBLAS:
-        return keep(r, r->blas->cublas_bytes, &r->kept[CUBLAS].address);
-    default:
-        return VM_OK;
+    case VM_TRACE_CUBLAS: return keep(r, r->blas->cublas_bytes, &r->kept[CUBLAS].address);
+    default: return VM_OK;
     }
 }
 

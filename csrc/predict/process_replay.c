@@ -109,18 +109,12 @@ static vm_status read(vm_process *p, const vm_reading *was) {
 
 static vm_status do_again(vm_process *p, const vm_process *from, const event *e, uint32_t *map) {
     switch (e->kind) {
-    case EVENT_TAKE:
-        return take(p, from, e, map);
-    case EVENT_GIVE:
-        return vm_process_give(p, map[from->script->step[e->from].id]);
-    case EVENT_EMPTY:
-        return vm_process_empty_cache(p);
-    case EVENT_CALL:
-        return e->again ? call_again(p, from, e, map) : call(p, from, e, map);
-    case EVENT_RESET:
-        return vm_process_reset_peak(p);
-    default:
-        return read(p, &from->reading[e->reading]);
+    case EVENT_TAKE: return take(p, from, e, map);
+    case EVENT_GIVE: return vm_process_give(p, map[from->script->step[e->from].id]);
+    case EVENT_EMPTY: return vm_process_empty_cache(p);
+    case EVENT_CALL: return e->again ? call_again(p, from, e, map) : call(p, from, e, map);
+    case EVENT_RESET: return vm_process_reset_peak(p);
+    default: return read(p, &from->reading[e->reading]);
     }
 }
 

@@ -623,27 +623,22 @@ static vm_status play_step(player *y, const step *one, const char *path, const c
     char text[VM_TRACE_LABEL];
     vm_status s;
     switch (one->kind) {
-    case '=':
-        return play_child(y, one, path, shown);
+    case '=': return play_child(y, one, path, shown);
     case '+':
         s = vm_trace_take(y->t, (uint64_t)y->size[one->number], vm_trace_label(text, shown, one->name),
                           &y->id[y->taken]);
         y->taken += !s;
         return s;
-    case '-':
-        return vm_trace_give(y->t, y->id[y->taken - one->number]);
+    case '-': return vm_trace_give(y->t, y->id[y->taken - one->number]);
     case 'c': {
         const vm_conv conv = to_conv(y, one->number);
         return vm_trace_conv(y->t, &conv, vm_trace_label(text, shown, "workspace"));
     }
-    case 'a':
-        return attend(y, one->number, shown);
+    case 'a': return attend(y, one->number, shown);
     case 'l':
         vm_trace_count(y->t, (uint64_t)y->size[one->number]);
         return vm_trace_blas(y->t, VM_TRACE_CUBLASLT, vm_trace_label(text, shown, "workspace"));
-    default:
-        vm_trace_count(y->t, (uint64_t)y->size[one->number]);
-        return vm_trace_blas(y->t, VM_TRACE_CUBLAS, shown);
+    default: vm_trace_count(y->t, (uint64_t)y->size[one->number]); return vm_trace_blas(y->t, VM_TRACE_CUBLAS, shown);
     }
 }
 

@@ -192,16 +192,11 @@ static void add_begun(walk *w, const part *p, const tensor *begun, tensor *h) {
 
 static tensor run(walk *w, frame *f, const blocks *b, const part *p, const tensor *x) {
     switch (p->kind) {
-    case RESNET:
-        return b->resnet(w, f, x, p->out, p->name);
-    case ATTENTION:
-        return b->attention(w, x, p->name);
-    case RESAMPLER:
-        return b->resample(w, f, x, p);
-    case NORM_OUT:
-        return b->norm(w, x, p->name);
-    default:
-        return b->conv(w, f, x, p->out, p->name);
+    case RESNET: return b->resnet(w, f, x, p->out, p->name);
+    case ATTENTION: return b->attention(w, x, p->name);
+    case RESAMPLER: return b->resample(w, f, x, p);
+    case NORM_OUT: return b->norm(w, x, p->name);
+    default: return b->conv(w, f, x, p->out, p->name);
     }
 }
 

@@ -61,14 +61,10 @@ static const char *cudnn_rejects(const vm_sdpa *c, int sm) {
 
 static const char *rejects(const vm_sdpa *c, vm_attention_kernel kernel, int sm) {
     switch (kernel) {
-    case VM_ATTENTION_FLASH:
-        return flash_rejects(c, sm);
-    case VM_ATTENTION_EFFICIENT:
-        return efficient_rejects(c, sm);
-    case VM_ATTENTION_CUDNN:
-        return cudnn_rejects(c, sm);
-    default:
-        return NULL;
+    case VM_ATTENTION_FLASH: return flash_rejects(c, sm);
+    case VM_ATTENTION_EFFICIENT: return efficient_rejects(c, sm);
+    case VM_ATTENTION_CUDNN: return cudnn_rejects(c, sm);
+    default: return NULL;
     }
 }
 

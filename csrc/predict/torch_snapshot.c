@@ -145,17 +145,11 @@ static vm_status take(vm_talloc *a, vm_talloc_step step, uint64_t *address, size
     if (step.op <= VM_TALLOC_FREE && step.id >= ids)
         return vm_fail(VM_EINVAL, "step: want an id below %zu, got %u", ids, step.id);
     switch (step.op) {
-    case VM_TALLOC_MALLOC:
-        return vm_talloc_malloc(a, step.bytes, step.stream, &address[step.id]);
-    case VM_TALLOC_FREE:
-        return vm_talloc_free(a, address[step.id]);
-    case VM_TALLOC_EMPTY_CACHE:
-        return vm_talloc_empty_cache(a);
-    case VM_TALLOC_RESET_PEAK:
-        vm_talloc_reset_peak(a);
-        return VM_OK;
-    default:
-        return vm_fail(VM_EINVAL, "step: want an op from 0 to 3, got %u", step.op);
+    case VM_TALLOC_MALLOC: return vm_talloc_malloc(a, step.bytes, step.stream, &address[step.id]);
+    case VM_TALLOC_FREE: return vm_talloc_free(a, address[step.id]);
+    case VM_TALLOC_EMPTY_CACHE: return vm_talloc_empty_cache(a);
+    case VM_TALLOC_RESET_PEAK: vm_talloc_reset_peak(a); return VM_OK;
+    default: return vm_fail(VM_EINVAL, "step: want an op from 0 to 3, got %u", step.op);
     }
 }
 

@@ -208,23 +208,15 @@ static const char named_ops[] = "cRbQ\x81\x92\x93\x8f\x90\x91\x96";
 static int step_named(reader *r, uint8_t op) {
     size_t items;
     switch (op) {
-    case 'c':
-        return push_name(r);
-    case 0x93:
-        return join_name(r);
+    case 'c': return push_name(r);
+    case 0x93: return join_name(r);
     case 'R':
-    case 0x81: /* NEWOBJ */
-        return push_call(r, 2);
-    case 0x92: /* NEWOBJ_EX, with keyword arguments */
-        return push_call(r, 3);
-    case 0x8f: /* EMPTY_SET, ADDITEMS, FROZENSET */
-        return push(r, PyList_New(0));
-    case 0x90:
-        return pop_mark(r, &items) ? -1 : append(r, items);
-    case 0x91:
-        return pop_mark(r, &items) ? -1 : push_tuple(r, items);
-    case 0x96: /* BYTEARRAY8 */
-        return push_text(r, 8, false);
+    case 0x81: /* NEWOBJ */ return push_call(r, 2);
+    case 0x92: /* NEWOBJ_EX, with keyword arguments */ return push_call(r, 3);
+    case 0x8f: /* EMPTY_SET, ADDITEMS, FROZENSET */ return push(r, PyList_New(0));
+    case 0x90: return pop_mark(r, &items) ? -1 : append(r, items);
+    case 0x91: return pop_mark(r, &items) ? -1 : push_tuple(r, items);
+    case 0x96: /* BYTEARRAY8 */ return push_text(r, 8, false);
     default: /* BUILD: drops the state; BINPERSID: leaves the description of its object */
         if (above_mark(r) < (op == 'b' ? 2 : 1)) return refuse(r, "nothing that a name or a state belongs to");
         if (op == 'b') drop(r, 1);
@@ -253,10 +245,8 @@ static int step(reader *r) {
     case 0x80: /* PROTO */
         if (number(r, 1, &n)) return -1;
         return n >= 2 && n <= 5 ? 0 : refuse(r, "want protocol 2 to 5");
-    case 0x95:
-        return bytes(r, 8) ? 0 : -1; /* FRAME: a hint */
-    case '.':
-        return r->depth == 1 && !r->marks ? 1 : refuse(r, "want one object at the end");
+    case 0x95: return bytes(r, 8) ? 0 : -1; /* FRAME: a hint */
+    case '.': return r->depth == 1 && !r->marks ? 1 : refuse(r, "want one object at the end");
     case '(':
         if (grow(&r->mark, &r->mark_size, r->marks + 1, sizeof *r->mark)) return -1;
         r->mark[r->marks++] = r->depth;
@@ -272,68 +262,38 @@ static int step(reader *r) {
     case '2': /* DUP */
         if (!above_mark(r)) return refuse(r, "nothing to repeat");
         return push(r, Py_NewRef(r->stack[r->depth - 1]));
-    case 'N':
-        return push(r, Py_NewRef(Py_None));
-    case 0x88:
-        return push(r, Py_NewRef(Py_True));
-    case 0x89:
-        return push(r, Py_NewRef(Py_False));
-    case 'J':
-        return push_signed(r, 4);
-    case 'K':
-        return number(r, 1, &n) ? -1 : push(r, PyLong_FromLong((long)n));
-    case 'M':
-        return number(r, 2, &n) ? -1 : push(r, PyLong_FromLong((long)n));
-    case 0x8a:
-        return number(r, 1, &n) ? -1 : push_signed(r, n);
-    case 0x8b:
-        return number(r, 4, &n) ? -1 : push_signed(r, n);
-    case 'G':
-        return push_float(r);
-    case 0x8c:
-        return push_text(r, 1, true);
-    case 'X':
-        return push_text(r, 4, true);
-    case 0x8d:
-        return push_text(r, 8, true);
-    case 'C':
-        return push_text(r, 1, false);
-    case 'B':
-        return push_text(r, 4, false);
-    case 0x8e:
-        return push_text(r, 8, false);
-    case ']':
-        return push(r, PyList_New(0));
-    case '}':
-        return push(r, PyDict_New());
-    case ')':
-        return push_tuple(r, 0);
+    case 'N': return push(r, Py_NewRef(Py_None));
+    case 0x88: return push(r, Py_NewRef(Py_True));
+    case 0x89: return push(r, Py_NewRef(Py_False));
+    case 'J': return push_signed(r, 4);
+    case 'K': return number(r, 1, &n) ? -1 : push(r, PyLong_FromLong((long)n));
+    case 'M': return number(r, 2, &n) ? -1 : push(r, PyLong_FromLong((long)n));
+    case 0x8a: return number(r, 1, &n) ? -1 : push_signed(r, n);
+    case 0x8b: return number(r, 4, &n) ? -1 : push_signed(r, n);
+    case 'G': return push_float(r);
+    case 0x8c: return push_text(r, 1, true);
+    case 'X': return push_text(r, 4, true);
+    case 0x8d: return push_text(r, 8, true);
+    case 'C': return push_text(r, 1, false);
+    case 'B': return push_text(r, 4, false);
+    case 0x8e: return push_text(r, 8, false);
+    case ']': return push(r, PyList_New(0));
+    case '}': return push(r, PyDict_New());
+    case ')': return push_tuple(r, 0);
     case 0x85: /* TUPLE1, TUPLE2, TUPLE3 */
     case 0x86:
-    case 0x87:
-        return push_tuple(r, *op - 0x84u);
-    case 't':
-        return pop_mark(r, &items) ? -1 : push_tuple(r, items);
-    case 'a':
-        return append(r, 1);
-    case 'e':
-        return pop_mark(r, &items) ? -1 : append(r, items);
-    case 's':
-        return set_items(r, 2);
-    case 'u':
-        return pop_mark(r, &items) ? -1 : set_items(r, items);
-    case 'q':
-        return number(r, 1, &n) ? -1 : remember(r, n);
-    case 'r':
-        return number(r, 4, &n) ? -1 : remember(r, n);
-    case 0x94:
-        return remember(r, r->memo_used); /* MEMOIZE */
-    case 'h':
-        return recall(r, 1);
-    case 'j':
-        return recall(r, 4);
-    default:
-        return r->named && *op && strchr(named_ops, *op) ? step_named(r, *op) : unknown(r, *op);
+    case 0x87: return push_tuple(r, *op - 0x84u);
+    case 't': return pop_mark(r, &items) ? -1 : push_tuple(r, items);
+    case 'a': return append(r, 1);
+    case 'e': return pop_mark(r, &items) ? -1 : append(r, items);
+    case 's': return set_items(r, 2);
+    case 'u': return pop_mark(r, &items) ? -1 : set_items(r, items);
+    case 'q': return number(r, 1, &n) ? -1 : remember(r, n);
+    case 'r': return number(r, 4, &n) ? -1 : remember(r, n);
+    case 0x94: return remember(r, r->memo_used); /* MEMOIZE */
+    case 'h': return recall(r, 1);
+    case 'j': return recall(r, 4);
+    default: return r->named && *op && strchr(named_ops, *op) ? step_named(r, *op) : unknown(r, *op);
     }
 }
 

@@ -125,17 +125,10 @@ static inline __attribute__((always_inline)) void multiply(const vm_gemm *g, con
 static inline __attribute__((always_inline)) void multiply_some(const vm_gemm *g, const float *w, const place *at,
                                                                 size_t n, bool split) {
     switch (n) {
-    case 1:
-        multiply(g, w, at, 1, split);
-        break;
-    case 2:
-        multiply(g, w, at, 2, split);
-        break;
-    case 3:
-        multiply(g, w, at, 3, split);
-        break;
-    default:
-        multiply(g, w, at, 4, split);
+    case 1: multiply(g, w, at, 1, split); break;
+    case 2: multiply(g, w, at, 2, split); break;
+    case 3: multiply(g, w, at, 3, split); break;
+    default: multiply(g, w, at, 4, split);
     }
 }
 

@@ -78,14 +78,8 @@ INLINE void load_dtype(vm_dtype dtype, uint16_t *y, uint16_t *rest, const vm_sou
 
 void vm_load_pairs_avx512bf16(void *y, void *rest, const vm_source *from) {
     switch (from->dtype) {
-    case VM_F32:
-        load_dtype(VM_F32, y, rest, from);
-        break;
-    case VM_F16:
-        load_dtype(VM_F16, y, rest, from);
-        break;
-    default:
-        load_dtype(VM_BF16, y, rest, from);
-        break;
+    case VM_F32: load_dtype(VM_F32, y, rest, from); break;
+    case VM_F16: load_dtype(VM_F16, y, rest, from); break;
+    default: load_dtype(VM_BF16, y, rest, from); break;
     }
 }

@@ -9,12 +9,9 @@
 VM_DEVICE float vm_user_number(const vm_load_args &a, uint32_t pixel, uint32_t c) {
     const size_t at = c * a.x_plane + pixel;
     switch (a.format) {
-    case VM_F32_NCHW:
-        return static_cast<const float *>(a.x)[at];
-    case VM_F16_NCHW:
-        return vm_to_float(static_cast<const vm_half *>(a.x)[at]);
-    case VM_BF16_NCHW:
-        return vm_to_float(static_cast<const vm_bfloat16 *>(a.x)[at]);
+    case VM_F32_NCHW: return static_cast<const float *>(a.x)[at];
+    case VM_F16_NCHW: return vm_to_float(static_cast<const vm_half *>(a.x)[at]);
+    case VM_BF16_NCHW: return vm_to_float(static_cast<const vm_bfloat16 *>(a.x)[at]);
     default: /* v / 127.5 - 1, but the subtraction uses whole numbers, and is exact */
         return (2 * static_cast<const uint8_t *>(a.x)[(size_t)pixel * a.x_c + c] - 255) * (1 / 255.0f);
     }

@@ -45,13 +45,9 @@ VM_DEVICE float vm_store_number(const Args &a, size_t pixel, uint32_t c, float v
     const size_t at = (size_t)c * a.y_h * a.y_w + pixel;
     v = vm_clamped(a.clamp, c, v);
     switch (a.format) {
-    case VM_F32_NCHW:
-        static_cast<float *>(a.y)[at] = v;
-        return v;
-    case VM_F16_NCHW:
-        return vm_to_float(static_cast<vm_half *>(a.y)[at] = vm_from_float<vm_half>(v));
-    case VM_BF16_NCHW:
-        return vm_to_float(static_cast<vm_bfloat16 *>(a.y)[at] = vm_from_float<vm_bfloat16>(v));
+    case VM_F32_NCHW: static_cast<float *>(a.y)[at] = v; return v;
+    case VM_F16_NCHW: return vm_to_float(static_cast<vm_half *>(a.y)[at] = vm_from_float<vm_half>(v));
+    case VM_BF16_NCHW: return vm_to_float(static_cast<vm_bfloat16 *>(a.y)[at] = vm_from_float<vm_bfloat16>(v));
     default: /* NaN becomes 0 */
         static_cast<uint8_t *>(a.y)[pixel * a.y_c + c] = (uint8_t)rintf(fminf(fmaxf((v + 1) * 127.5f, 0), 255));
         return v;

@@ -69,14 +69,10 @@ static float element_at(const vm_source *from, size_t i) {
     const float x = vm_element(from->dtype, from->x, i) * (from->factor ? from->factor[i / L] : 1);
     const float v = from->scale ? x * from->scale[i % L] + from->shift[i % L] : x;
     switch (from->act) {
-    case VM_ACT_SILU:
-        return v / (1 + expf(-v));
-    case VM_ACT_RELU:
-        return v < 0 ? 0 : v;
-    case VM_ACT_BOUND:
-        return 3 * tanhf(v / 3);
-    default:
-        return v;
+    case VM_ACT_SILU: return v / (1 + expf(-v));
+    case VM_ACT_RELU: return v < 0 ? 0 : v;
+    case VM_ACT_BOUND: return 3 * tanhf(v / 3);
+    default: return v;
     }
 }
 

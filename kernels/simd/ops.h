@@ -57,14 +57,11 @@ INLINE vi narrow(vm_dtype dtype, void *y, size_t i, vf x) {
 }
 
 /* A call with the dtype as a constant in each of three branches. */
-#define VM_FOR_DTYPE(DTYPE, CALL, ...)     \
-    switch (DTYPE) {                       \
-    case VM_F32:                           \
-        return CALL(VM_F32, __VA_ARGS__);  \
-    case VM_F16:                           \
-        return CALL(VM_F16, __VA_ARGS__);  \
-    default:                               \
-        return CALL(VM_BF16, __VA_ARGS__); \
+#define VM_FOR_DTYPE(DTYPE, CALL, ...)             \
+    switch (DTYPE) {                               \
+    case VM_F32: return CALL(VM_F32, __VA_ARGS__); \
+    case VM_F16: return CALL(VM_F16, __VA_ARGS__); \
+    default: return CALL(VM_BF16, __VA_ARGS__);    \
     }
 
 /* ---- exp ---- */

@@ -56,17 +56,13 @@ int capability() { return (int)gpu_setting("VAEMEM_EMULATED_SM", 90); }
 
 int gpu_shared_most() {
     switch (capability()) {
-    case 75:
-        return 64 << 10;
+    case 75: return 64 << 10;
     case 80:
-    case 87:
-        return 163 << 10;
+    case 87: return 163 << 10;
     case 86:
     case 89:
-    case 120:
-        return 99 << 10;
-    default:
-        return 227 << 10;
+    case 120: return 99 << 10;
+    default: return 227 << 10;
     }
 }
 
@@ -240,44 +236,19 @@ CUresult cuDeviceGetAttribute(int *out, CUdevice_attribute which, CUdevice devic
     ENTER(THE_DRIVER);
     WANT(device == 0, CUDA_ERROR_INVALID_DEVICE);
     switch (which) {
-    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR:
-        *out = capability() / 10;
-        break;
-    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR:
-        *out = capability() % 10;
-        break;
-    case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT:
-        *out = (int)gpu_setting("VAEMEM_EMULATED_MULTIPROCESSORS", 4);
-        break;
-    case CU_DEVICE_ATTRIBUTE_WARP_SIZE:
-        *out = 32;
-        break;
-    case CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK:
-        *out = 1024;
-        break;
-    case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK:
-        *out = 48 << 10;
-        break;
-    case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN:
-        *out = gpu_shared_most();
-        break;
-    case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR:
-        *out = gpu_shared_most() + 1024;
-        break;
-    case CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE:
-        *out = (int)gpu_setting("VAEMEM_EMULATED_L2", 1 << 20);
-        break;
-    case CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING:
-        *out = 1;
-        break;
-    case CU_DEVICE_ATTRIBUTE_INTEGRATED:
-        *out = 0;
-        break;
-    case CU_DEVICE_ATTRIBUTE_DIRECT_MANAGED_MEM_ACCESS_FROM_HOST:
-        *out = 1;
-        break;
-    default:
-        return CUDA_ERROR_INVALID_VALUE;
+    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: *out = capability() / 10; break;
+    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: *out = capability() % 10; break;
+    case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: *out = (int)gpu_setting("VAEMEM_EMULATED_MULTIPROCESSORS", 4); break;
+    case CU_DEVICE_ATTRIBUTE_WARP_SIZE: *out = 32; break;
+    case CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK: *out = 1024; break;
+    case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK: *out = 48 << 10; break;
+    case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: *out = gpu_shared_most(); break;
+    case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR: *out = gpu_shared_most() + 1024; break;
+    case CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE: *out = (int)gpu_setting("VAEMEM_EMULATED_L2", 1 << 20); break;
+    case CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING: *out = 1; break;
+    case CU_DEVICE_ATTRIBUTE_INTEGRATED: *out = 0; break;
+    case CU_DEVICE_ATTRIBUTE_DIRECT_MANAGED_MEM_ACCESS_FROM_HOST: *out = 1; break;
+    default: return CUDA_ERROR_INVALID_VALUE;
     }
     return CUDA_SUCCESS;
 }
@@ -418,9 +389,7 @@ CUresult cuPointerGetAttribute(void *out, CUpointer_attribute which, CUdeviceptr
     const auto &[start, block] = *--after;
     WANT(at - start < block.bytes, CUDA_ERROR_INVALID_VALUE);
     switch (which) {
-    case CU_POINTER_ATTRIBUTE_CONTEXT:
-        *(CUcontext *)out = &gpu.context;
-        break;
+    case CU_POINTER_ATTRIBUTE_CONTEXT: *(CUcontext *)out = &gpu.context; break;
     case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
         *(unsigned *)out = block.host ? CU_MEMORYTYPE_HOST : CU_MEMORYTYPE_DEVICE;
         break;
@@ -429,20 +398,11 @@ CUresult cuPointerGetAttribute(void *out, CUpointer_attribute which, CUdeviceptr
         WANT(block.host || which == CU_POINTER_ATTRIBUTE_DEVICE_POINTER, CUDA_ERROR_INVALID_VALUE);
         *(CUdeviceptr *)out = at;
         break;
-    case CU_POINTER_ATTRIBUTE_IS_MANAGED:
-        *(bool *)out = false;
-        break;
-    case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
-        *(int *)out = 0;
-        break;
-    case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR:
-        *(CUdeviceptr *)out = start;
-        break;
-    case CU_POINTER_ATTRIBUTE_RANGE_SIZE:
-        *(size_t *)out = block.bytes;
-        break;
-    default:
-        return CUDA_ERROR_INVALID_VALUE;
+    case CU_POINTER_ATTRIBUTE_IS_MANAGED: *(bool *)out = false; break;
+    case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: *(int *)out = 0; break;
+    case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR: *(CUdeviceptr *)out = start; break;
+    case CU_POINTER_ATTRIBUTE_RANGE_SIZE: *(size_t *)out = block.bytes; break;
+    default: return CUDA_ERROR_INVALID_VALUE;
     }
     return CUDA_SUCCESS;
 }

@@ -181,12 +181,9 @@ CUresult cuLaunchKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, uns
     return stream_push(s, [l] {
         gpu.kernels++;
         switch (vm_run_grid(l.entry, l.grid, l.block, l.shared, l.args.data())) {
-        case VM_RAN:
-            return CUDA_SUCCESS;
-        case VM_ILLEGAL_ADDRESS:
-            return gpu_fail(CUDA_ERROR_ILLEGAL_ADDRESS, emulator_error());
-        default:
-            return gpu_fail(CUDA_ERROR_LAUNCH_FAILED, emulator_error());
+        case VM_RAN: return CUDA_SUCCESS;
+        case VM_ILLEGAL_ADDRESS: return gpu_fail(CUDA_ERROR_ILLEGAL_ADDRESS, emulator_error());
+        default: return gpu_fail(CUDA_ERROR_LAUNCH_FAILED, emulator_error());
         }
     });
 }

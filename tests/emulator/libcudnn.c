@@ -167,18 +167,12 @@ static const descriptor *part(const descriptor *d, int name, int type) {
 EXPORT size_t cudnnGetVersion(void) { return 92800; }
 EXPORT const char *cudnnGetErrorString(int status) {
     switch (status / 1000) {
-    case 0:
-        return "CUDNN_STATUS_SUCCESS";
-    case 1:
-        return "CUDNN_STATUS_NOT_INITIALIZED";
-    case 2:
-        return "CUDNN_STATUS_BAD_PARAM";
-    case 3:
-        return "CUDNN_STATUS_NOT_SUPPORTED";
-    case 4:
-        return "CUDNN_STATUS_INTERNAL_ERROR";
-    default:
-        return "CUDNN_STATUS_EXECUTION_FAILED";
+    case 0: return "CUDNN_STATUS_SUCCESS";
+    case 1: return "CUDNN_STATUS_NOT_INITIALIZED";
+    case 2: return "CUDNN_STATUS_BAD_PARAM";
+    case 3: return "CUDNN_STATUS_NOT_SUPPORTED";
+    case 4: return "CUDNN_STATUS_INTERNAL_ERROR";
+    default: return "CUDNN_STATUS_EXECUTION_FAILED";
     }
 }
 EXPORT void cudnnGetLastErrorString(char *text, size_t room) { snprintf(text, room, "%s", last_error); }

@@ -96,25 +96,18 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
             if (h->address && take(&in, 1) & 1) CHECK(!vm_talloc_free(a, h->address));
             h->address = 0;
             break;
-        case 10:
-            vm_talloc_empty_cache(a);
-            break;
-        case 11:
-            vm_talloc_place(a, number(&in) * 512);
-            break;
+        case 10: vm_talloc_empty_cache(a); break;
+        case 11: vm_talloc_place(a, number(&in) * 512); break;
         case 12:
             vm_talloc_release(a, h->address);
             vm_talloc_release(a, number(&in) * 512);
             break;
-        case 13:
-            restore(a, &in);
-            break;
+        case 13: restore(a, &in); break;
         case 14:
             vm_talloc_reset_peak(a);
             CHECK(!vm_talloc_has_whole_segment(a) || vm_talloc_blocks(a, NULL));
             break;
-        case 15:
-            CHECK(vm_talloc_free(a, 1 + number(&in) * 2)); /* odd: nothing lies there */
+        case 15: CHECK(vm_talloc_free(a, 1 + number(&in) * 2)); /* odd: nothing lies there */
         }
         check(a, held);
     }

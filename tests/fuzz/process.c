@@ -191,8 +191,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
             else
                 vm_process_reset_peak(p);
             break;
-        default:
-            call(p, t[which % TRACES], &in, how & 64, held);
+        default: call(p, t[which % TRACES], &in, how & 64, held);
         }
         vm_mem_fail_at(0);
         check(p, talloc, held);

@@ -40,15 +40,9 @@ static vm_trace *record(input *in) {
         memset(name, (int)(op | 1), op / 8 * 8);
         uint32_t id[2];
         switch (op % 8) {
-        case 0:
-            vm_trace_give(t, (uint32_t)number(in));
-            break;
-        case 1:
-            vm_trace_give(t, t->ids ? (uint32_t)(take(in, 1) % t->ids) : 0);
-            break;
-        case 2:
-            vm_trace_blas(t, take(in, 1) & 1 ? VM_TRACE_CUBLAS : VM_TRACE_CUBLASLT, name);
-            break;
+        case 0: vm_trace_give(t, (uint32_t)number(in)); break;
+        case 1: vm_trace_give(t, t->ids ? (uint32_t)(take(in, 1) % t->ids) : 0); break;
+        case 2: vm_trace_blas(t, take(in, 1) & 1 ? VM_TRACE_CUBLAS : VM_TRACE_CUBLASLT, name); break;
         case 3: {
             const vm_dtype dtype = take(in, 1) % 3;
             const int64_t n = (int64_t)number(in), channels = (int64_t)number(in), side = (int64_t)number(in);
@@ -74,8 +68,7 @@ static vm_trace *record(input *in) {
             vm_trace_attention(t, &call, kind / 4 % 4, &gpu, name, id);
             break;
         }
-        default:
-            vm_trace_take(t, number(in), name, id);
+        default: vm_trace_take(t, number(in), name, id);
         }
     }
     return t;
