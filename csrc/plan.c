@@ -30,8 +30,7 @@ static void set_shapes(vm_plan *plan, int i, const vm_arch *arch) {
     if (n->add != VM_NONE) plan->step[n->add].last = i;
 }
 
-/* Returns: bytes of one batch item of the user's pixels: images at full size, latents (or moments) at the lowest
- * level. */
+/* Returns: bytes of one batch item of the user's pixels: images, or latents (or moments) at the lowest level. */
 static size_t pixel_bytes(const vm_request *r, vm_format format, size_t channels, size_t divisor) {
     const size_t item = format == VM_U8_NHWC ? 1 : format == VM_F32_NCHW ? 4 : 2;
     return VM_PRODUCT(channels, item, r->height / divisor, r->width / divisor);

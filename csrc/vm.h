@@ -31,8 +31,7 @@ typedef struct vm_usage {
     size_t reserved;            /* bytes held from the system now: live blocks and the arena */
 } vm_usage;
 
-/* An account that blocks are charged to. Reference counted: blocks that the user holds may outlive the model.
- * Thread-safe. */
+/* An account that blocks are charged to. Reference counted: a user's blocks may outlive the model. Thread-safe. */
 typedef struct vm_mem vm_mem;
 /* The process's account of host memory that belongs to no model on the host. Never freed. */
 extern vm_mem *const vm_mem_common;
@@ -52,7 +51,7 @@ vm_status vm_mem_reserve(vm_mem *mem, size_t bytes, void **out);
 void vm_mem_unreserve(vm_mem *mem, void *block, size_t bytes);
 void vm_mem_use(vm_mem *mem, vm_category category, size_t bytes);
 void vm_mem_unuse(vm_mem *mem, vm_category category, size_t bytes);
-/* Scratch from vm_mem_common; each block stores its own size. Grown arrays double, as in vm_mem_grow. */
+/* Scratch from vm_mem_common; each block stores its own size. Grown arrays double. */
 vm_status vm_scratch_new(size_t items, size_t item_bytes, void *out);
 vm_status vm_scratch_grow(void *array, size_t count, size_t item_bytes);
 /* Makes room for `items` items; those after the first `count` are zeros. */
@@ -222,8 +221,7 @@ size_t vm_chain_stages(const struct vm_plan *plan, const vm_chain *chain, vm_sta
  * VM_NONE in the last round.
  * Returns: false after the last round. */
 bool vm_chain_round(const struct vm_plan *plan, int first, vm_stage *stage, size_t stages, size_t round, int *target);
-/* Fills `now` of every stage that has its input and a reader waiting for rows. Returns: false when the round is
- * done. */
+/* Fills `now` of every stage with its input and a waiting reader. Returns: false when the round is done. */
 bool vm_chain_step(vm_stage *stage, size_t stages);
 /* For walking through a round's schedule to learn how much memory it takes: the stages as they were some steps ago. */
 typedef struct vm_repeats {

@@ -1,7 +1,6 @@
 /* Whether AMX's tiles may be used. The processor must have them and, on Linux, the kernel must permit them: it gives
  * room for tiles only to processes that request it. Its answer holds for all threads of the process and for its forks.
- * It refuses if it knows no tiles, if a filter on system calls blocks the request, and if a thread's signal stack is
- * too small. */
+ * It refuses if it knows no tiles, if a system call filter blocks the request, or if a signal stack is too small. */
 #include "cpu.h"
 
 #ifdef VM_HAVE_X86

@@ -1,6 +1,5 @@
 /* The CPU backends. The choice follows feature bits and XGETBV of this processor and its operating system. It never
- * follows the model number (it can be masked), nor a timing: that could differ in the next process, and change the
- * bits. */
+ * follows the model number (it can be masked), nor a timing, which could change bits between processes. */
 #include <string.h>
 
 #include "cpu.h"
@@ -27,8 +26,7 @@ static uint64_t xcr0(void) {
     return (uint64_t)high << 32 | low;
 }
 
-/* Returns: whether the system saves these registers when threads change. 6: YMM; 0xe6: ZMM and masks; 0x60000: AMX's
- * tiles. */
+/* Returns: whether the system saves registers between threads. 6: YMM; 0xe6: ZMM and masks; 0x60000: AMX's tiles. */
 static bool os_saves(uint64_t state) {
     unsigned a, b, c, d;
     return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_OSXSAVE) && (xcr0() & state) == state;
@@ -92,9 +90,8 @@ typedef struct way {
 
 /* Chooses how to compute a pass, from its shape and its factors. Winograd's way is only for floats: bfloat16 would
  * round its sums and differences. It needs a 3x3 convolution of rows with at least 32 channels, and enough pixels to
- * repay transforming its weights. After nearest 2x floats have no other way. Pairs that are only twice as fast as
- * floats lose to Winograd's way (72 products at twice the speed against 24), but win after nearest 2x (16 against
- * 9). */
+ * repay transforming its weights. After nearest 2x floats have no other way. Pairs of only twice the speed of floats
+ * lose to Winograd's way (72 products against 24), but win after nearest 2x (16 against 9). */
 static way way_of(const vm_backend *b, const vm_pass *p) {
     enum { WORTH = 1024 /* pixels: with fewer, transforming the weights costs more than it saves */ };
     const vm_cpu *cpu = b->self, *floats = cpu->pairs ? cpu->floats : cpu;
@@ -191,8 +188,7 @@ static const vm_backend sse[KINDS] = VM_FLOATS("sse", sse_usable, vm_cpu_sse);
 static const vm_backend avx2[KINDS] = VM_FLOATS("avx2", avx2_usable, vm_cpu_avx2);
 static const vm_backend avx512[KINDS] = VM_FLOATS("avx512", avx512_usable, vm_cpu_avx512);
 /* These tables have no floats of their own. An entry exists if products of pairs (one, or three, for each product of
- * numbers) are faster than floats somewhere. AVX512_BF16's are about twice as fast on Zen 4 and 5, AMX's about sixteen
- * times. */
+ * numbers) are faster than floats somewhere. AVX512_BF16's are about 2x as fast on Zen 4 and 5, AMX's 16x. */
 static const vm_cpu floats = {&vm_cpu_avx512, &vm_cpu_avx512.floats, VM_F32};
 static const vm_cpu widened = {&vm_cpu_avx512, &vm_cpu_avx512.floats, VM_BF16};
 static const vm_backend avx512bf16[KINDS] = {

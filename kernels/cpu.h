@@ -88,8 +88,7 @@ typedef struct vm_cpu_ops {
     /* mean[l] and m2[l] = sum of (x - mean)^2 over rows x pixels of one block; x_row numbers apart. */
     void (*stats)(float *mean, float *m2, const void *x, vm_dtype dtype, size_t rows, size_t x_row, size_t pixels);
     /* Online softmax over `keys` rows of 16 queries: s[k][l] becomes exp(s*scale - top), with top[l] = max(top[l],
-     * max_k s*scale). sum[l] is rescaled and increased; keep[l] is the factor for everything accumulated under the old
-     * top. */
+     * max_k s*scale). sum[l] is rescaled and increased; keep[l] rescales older sums. */
     void (*softmax)(float *s, size_t keys, float scale, float *top, float *sum, float *keep);
     /* x[p][l] *= keep[l] */
     void (*rescale)(float *x, size_t rows, const float *keep);

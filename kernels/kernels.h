@@ -114,8 +114,7 @@ static inline float vm_element(vm_dtype dtype, const void *data, size_t i) {
     const uint32_t half = ((const uint16_t *)data)[i], sign = (half & 0x8000) << 16, magnitude = half & 0x7fff;
     if (dtype == VM_BF16) return vm_float_of_bits(half << 16);
     if (magnitude >= 0x7c00) return vm_float_of_bits(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
-    /* a float with the same bits 13 places up has an exponent 112 too small; the product is exact, for subnormals
-     * too */
+    /* the same bits 13 places up have an exponent 112 too small; the product is exact */
     return vm_float_of_bits(sign | magnitude << 13) * 0x1p112f;
 }
 
@@ -375,8 +374,7 @@ typedef struct vm_weight {
     bool qkv;        /* three convolutions, one after another: the channels of each begin a new block */
 } vm_weight;
 
-/* Returns: the place of the file's output channel o among the stored channels. vm_weight_lanes: how many of these there
- * are. */
+/* Returns: the place of the file's output channel o among the vm_weight_lanes stored channels. */
 static inline size_t vm_weight_lane(const vm_weight *w, size_t o) {
     const size_t each = w->qkv ? w->out / 3 : w->out;
     return o / each * VM_BLOCKS(each) * VM_BLOCK + o % each;
@@ -488,8 +486,7 @@ extern const vm_device vm_host;
 /* Floats of a partial sum: pixel count, then mean and sum of squared deviations of each channel. */
 static inline VM_ANYWHERE size_t vm_stats_floats(size_t c) { return VM_BLOCK + 2 * VM_BLOCKS(c) * VM_BLOCK; }
 
-/* cpu.c: this build's backends for such numbers, best first; NULL beyond the last. All store a model's weights
- * alike. */
+/* cpu.c: this build's backends, best first; NULL beyond the last. All store weights alike. */
 const vm_backend *vm_backend_at(vm_dtype dtype, vm_precision precision, size_t i);
 /* Comma-separated names of backends not to use (VAEMEM_DISABLE). Unknown ones are ignored; vaemem/__init__.py warns. */
 void vm_cpu_disable(const char *names);

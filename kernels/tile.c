@@ -1,6 +1,5 @@
 /* The two ends of a tile, for any computation in between. Its input: normalised, activated and zero-padded into a
- * thread's scratch as factors of products. Its output: rounded to the stored type, with its sums for the next
- * GroupNorm. */
+ * thread's scratch as factors of products. Its output: rounded to the stored type, and measured. */
 #include <math.h>
 #include <string.h>
 

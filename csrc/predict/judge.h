@@ -54,8 +54,7 @@ typedef struct vm_card_use {
     uint64_t available; /* bytes that the card gives the run */
     uint64_t kept_more; /* bytes to subtract from it because the operating system may keep more */
     uint64_t most;      /* bytes that the run takes on a card with room for everything */
-    /* Returns: whether the bound is at least `bytes`. Called last, and only if everything else fits: it may take
-     * long. */
+    /* Returns: whether the bound is at least `bytes`. Called last, if everything else fits: it is slow. */
     bool (*may_take)(void *context, uint64_t bytes);
     void *context;
 } vm_card_use;

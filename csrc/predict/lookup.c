@@ -386,8 +386,7 @@ static vm_status own_bytes(const vm_lookup_torch *t, const vm_conv *c, vm_own_co
  * 1x1 filter is the same in both layouts and is not copied: in half precision more than half of those are within 1%
  * from compute capability 8.0 on. All this is NCHW with TF32 allowed; the other cases follow 3x3 convolutions of 128
  * channels in cuDNN 9.10.2. 1d, 3d, grouped, dilated, rectangular and transposed ones were recorded from cuDNN 9.10.2
- * and 9.28 for an RTX 4090 and an H100 (docs/PREDICTION.md): grouped and transposed ones copy the output in float32
- * too. */
+ * and 9.28 for RTX 4090 and H100 (docs/PREDICTION.md): grouped and transposed ones copy the float32 output too. */
 static vm_formula usual_rule(const vm_lookup_torch *t, bool tf32, const vm_conv *c, const char **why) {
     const bool single = c->dtype == VM_F32, strict = single && (!tf32 || t->sm < 80);
     const bool copies_all = t->sm == 90 || t->sm == 100;

@@ -92,8 +92,8 @@ uint64_t vm_process_most_reserved(const vm_process *p);
 /* ---- the same again on another device (process_replay.c) ---- */
 
 /* Repeats on p, which is new, every call of `from`. It chooses next plans again, and walks calls again if their steps
- * depend on the free memory. first_only: next plans need as much as first plans. Fails like the call for which p has no
- * memory. */
+ * depend on the free memory. first_only: next plans need as much as first plans. Fails like the call that does not
+ * fit. */
 vm_status vm_process_replay(vm_process *p, const vm_process *from, bool first_only);
 
 /* Finds the smallest device, in pages of 2 MiB, with room for the replay and for the memory outside PyTorch. low: too
@@ -103,8 +103,7 @@ vm_status vm_process_least(const vm_process *p, bool first_only, uint64_t low, u
 
 /* ---- what happened ---- */
 
-/* All steps so far, with their names and convolutions; the allocator's tags are these names. Borrowed until the next
- * call. */
+/* All steps so far, with names (the allocator's tags) and convolutions. Borrowed until the next call. */
 const vm_trace *vm_process_script(const vm_process *p);
 
 /* The most that the same steps would have reserved in each span, on fresh allocators like the process's. above: count
@@ -127,8 +126,7 @@ typedef struct vm_process_list {
 } vm_process_list;
 
 /* At the peak of a reading, or since the last reset if there is no such reading. *step: the call's step that makes the
- * peak, borrowed until the next call; NULL if it lies outside calls. Transfers the list on success; its items are
- * scratch. */
+ * peak, borrowed until the next call, or NULL. Transfers the list on success; its items are scratch. */
 vm_status vm_process_peak(const vm_process *p, size_t reading, vm_process_list *out, const vm_trace_step **step);
 /* When the peak was reset. */
 vm_status vm_process_baseline(const vm_process *p, vm_process_list *out);

@@ -63,8 +63,7 @@ static vm_status add_request(score o[2], const vm_process *p, note n) {
     return add_note(&o[n.size <= TA_SMALL], n);
 }
 
-/* Ends stretch x of the script, which begins at note `from`. takes: whether the stretch allocates a cuBLAS workspace,
- * which stays. */
+/* Ends stretch x of the script, which begins at note `from`. takes: whether it allocates a cuBLAS workspace. */
 static vm_status add_stretch(score *o, const vm_trace_stretch *x, size_t from, bool takes) {
     if (takes || from == o->notes) return VM_OK;
     vm_status s = vm_scratch_grow(&o->stretch, o->stretches, sizeof *o->stretch);

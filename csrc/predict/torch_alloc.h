@@ -180,8 +180,7 @@ size_t vm_talloc_blocks(const vm_talloc *a, vm_talloc_block *block);
 
 /* Puts the next new segment (or expandable reservation) at `address` if that is free; 0 cancels. */
 vm_status vm_talloc_place(vm_talloc *a, uint64_t address);
-/* Returns: whether some cached segment is whole. vm_talloc_release frees the one at `address`: VM_EINVAL if none begins
- * there. */
+/* Returns: whether some cached segment is whole. vm_talloc_release frees the one at `address`, or VM_EINVAL. */
 bool vm_talloc_has_whole_segment(const vm_talloc *a);
 vm_status vm_talloc_release(vm_talloc *a, uint64_t address);
 /* Recreates a segment: address, size, stream and small of *segment; block: [blocks] its live or pending blocks by

@@ -73,8 +73,7 @@ typedef struct tree {
 
 void ta_insert(tree *t, node *n);
 void ta_remove(tree *t, node *n);
-/* Within key's stream: the first element not before, first after, last before key; NULL: none. key need not be in a
- * tree. */
+/* Within key's stream: the first element not before, first after, last before key; NULL: none. */
 node *ta_at_least(const tree *t, const node *key);
 node *ta_after(const tree *t, const node *key);
 node *ta_before(const tree *t, const node *key);
@@ -98,8 +97,7 @@ typedef struct block {
     bool small, mapped, expandable;
 } block;
 
-/* node.address, node.size: of the range. node.weight: its size if part of it is unmapped and it can grow, otherwise
- * 0. */
+/* node.address, node.size: of the range. node.weight: its size if it is partly unmapped, otherwise 0. */
 typedef struct gap {
     node node;
     struct block **first; /* first block of the preceding block or segment */

@@ -155,8 +155,7 @@ void vm_walk_add(walk *w, tensor *h, tensor moved, path name) {
 
 /* ---- the walk ---- */
 
-/* Returns: whether diffusers' caller holds a module's input until it returns: the input of a level, or of the
- * middle. */
+/* Returns: whether diffusers' caller holds a module's input until it returns: a level's, or the middle's. */
 static bool is_held(const walk *w, const part *p) {
     return w->frames->diffusers && (p->level == MID || !is_flat(w->vae->arch, w->vae->runtime, w->vae->op));
 }

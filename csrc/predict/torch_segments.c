@@ -1,5 +1,4 @@
-/* The tools of the allocator's decisions: statistics, the history, and blocks: cached, merged, allocated and freed in
- * segments. */
+/* The tools of the allocator's decisions: statistics, the history, blocks and segments. */
 #include "torch_blocks.h"
 
 /* ---- statistics ---- */

@@ -99,8 +99,7 @@ static void run(worker *k, tensor x) {
 
 uint64_t vm_walk_pad(const vm_trace_vae *vae) { return vae->op == VM_DECODE ? 11 : 32; }
 
-/* Returns: side of a tile without its padding: even parts, rounded up to 32 or to a smaller power of two, at most
- * `most`. */
+/* Returns: side of a tile without its padding: even parts, rounded up to 32 or a smaller power of two, up to `most`. */
 static uint64_t side_of(uint64_t side, uint64_t pad, uint64_t most, uint64_t *count) {
     const uint64_t inner = side > 2 * pad ? side - 2 * pad : 0;
     *count = VM_MAX((inner + most - 1) / most, 1);

@@ -81,8 +81,7 @@ void vm_trace_count(vm_trace *t, uint64_t flops);
 /* Counts bytes that an operator reads and writes in the device's memory. Taking a storage counts its bytes twice: it is
  * written, and its operator reads about as much. Operators add only what they move beyond that. */
 void vm_trace_move(vm_trace *t, uint64_t bytes);
-/* Takes a weight that one of accelerate's hooks moves to the device for a submodule's call; the cache is emptied
- * afterwards. */
+/* Takes a weight that accelerate's hooks move to the device for a submodule's call, then empty the cache. */
 vm_status vm_trace_send(vm_trace *t, uint64_t bytes, const char *name, uint32_t *id);
 
 /* A storage whose allocation may have failed: then the call's earlier storages had fitted. */

@@ -11,8 +11,7 @@
  *   torch_vae.c        the methods around them, tiles and slices
  *   torch_weights.c    their parameters, in the order in which Module.to moves them
  *
- * A function named after a module returns its output and leaves its input to the caller. Errors stick in
- * walk.status. */
+ * Functions named after modules return the output and leave the input to the caller. Errors stick in walk.status. */
 #ifndef VM_TORCH_WALK_H
 #define VM_TORCH_WALK_H
 
@@ -231,8 +230,7 @@ tensor vm_walk_coder(walk *w, const tensor *x);
 tensor vm_walk_tiled_vae(walk *w, const tensor *x);
 uint64_t vm_walk_pad(const vm_trace_vae *vae);
 
-/* A tiny autoencoder's latents or image; and in tiles of `in` pixels a side, for `out` pixels each, one every
- * `step`. */
+/* A tiny autoencoder's latents or image; and in tiles from `in` to `out` pixels a side, one every `step`. */
 tensor vm_walk_tiny(walk *w, const tensor *x);
 tensor vm_walk_tiny_tiles(walk *w, const tensor *x, uint64_t in, uint64_t out, uint64_t step);
 
@@ -240,8 +238,7 @@ tensor vm_walk_tiny_tiles(walk *w, const tensor *x, uint64_t in, uint64_t out, u
 
 enum { MOST_CACHED = 2 * VM_MAX_LEVELS * (VM_MAX_LAYERS + 1) + VM_MAX_LEVELS + 6 };
 
-/* What outlives the encoder or the decoder: their cache of features; and of a tile the names of its latents and its
- * result. */
+/* What outlives the encoder or decoder: the cache of features, and names of a tile's latents and result. */
 typedef struct frame {
     size_t count;
     tensor cached[MOST_CACHED], named, result;
@@ -280,8 +277,7 @@ size_t vm_walk_parts(const vm_arch *arch, vm_trace_runtime runtime, vm_op op, pa
 /* Returns: whether the resampler after an encoder's level, or before a decoder's, also resamples frames. */
 bool vm_walk_is_temporal(const vm_arch *arch, size_t level);
 
-/* A family's modules; each returns its output and leaves its input to the caller. activate: replaces x, named after its
- * norm. */
+/* A family's modules; each leaves its input to the caller. activate: replaces x, named after its norm. */
 typedef struct blocks {
     tensor (*conv)(walk *w, frame *f, const tensor *x, uint64_t c, path name);
     tensor (*resnet)(walk *w, frame *f, const tensor *x, uint64_t c, path name);

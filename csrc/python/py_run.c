@@ -54,8 +54,7 @@ static int parse_format(const char *name, const char *what, const vm_model *m, v
     return -1;
 }
 
-/* Parses the arguments that all three methods share. pixels: the image's format; latents: the latents' (NULL:
- * float). */
+/* Parses the arguments that three methods share. pixels, latents: their formats (NULL: float). */
 static int parse_request(Model *self, vm_request *r, const char *op, const char *pixels, const char *latents,
                          unsigned threads, const char *backend) {
     vm_model *m = self->model;

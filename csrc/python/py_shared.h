@@ -40,8 +40,7 @@ static inline PyObject *vm_py_made(PyObject *self, vm_status status) {
     return vm_py_raise(status);
 }
 
-/* Returns: a list of item(context, i) for each i below n; an item that is NULL without an exception is skipped. Can be
- * interrupted. */
+/* Returns: a list of item(context, i) for each i below n; skips NULL without an exception. Can be interrupted. */
 static inline PyObject *vm_py_list(size_t n, PyObject *(*item)(const void *context, size_t i), const void *context) {
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list && i < n; i++) {

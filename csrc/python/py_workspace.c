@@ -46,8 +46,7 @@ static int to_card(PyObject *object, vm_card *out) {
     return 0;
 }
 
-/* (dict, version that answers or 0, valid before this version or 0, compute capabilities, whether it is only
- * possible) */
+/* (dict, version that answers or 0, valid before version or 0, compute capabilities, whether only possible) */
 static int to_card_rule(PyObject *object, vm_card_rule *out) {
     PyObject *dict, *capabilities;
     int possible;

@@ -103,8 +103,8 @@ struct vm_rows {
 
 /* Turns the next tile's scores into probabilities * 2^shift, and updates maximum and sum. LANES neighbouring lanes of
  * WARPS warps share a row; this is warp `warp`. tops: [WARPS][queries], keeps: [queries], both in shared memory; keeps
- * may be read after the next barrier. NaN, or a maximum of +Inf, makes the row NaN; while all scores are -Inf the sum
- * stays 0. */
+ * may be read after the next barrier. NaN or a maximum of +Inf makes the row NaN; if all scores are -Inf the sum stays
+ * 0. */
 template <int LANES, int WARPS, int ROWS, int COLUMNS>
 VM_DEVICE void vm_softmax(float (&s)[ROWS][COLUMNS], vm_rows<ROWS> &r, float scale, float shift, float *tops,
                           float *keeps, int queries, int warp) {

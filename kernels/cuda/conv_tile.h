@@ -68,8 +68,7 @@ struct vm_conv_vector {
 };
 
 /* Where a vector lies. A pixel's vectors are permuted by its column, so the same vector of eight neighbours, which one
- * ldmatrix reads, lies in eight different groups of banks. The row does not matter, so the next row is at a constant
- * distance. */
+ * ldmatrix reads, lies in eight different groups of banks. Rows are at a constant distance. */
 template <typename S>
 VM_DEVICE uint32_t vm_conv_place(uint32_t row, uint32_t column, uint32_t vector) {
     return (row * S::WIDTH + column) * S::LINE + ((vector ^ (column / S::STRIDE & 7)) << 4);

@@ -124,8 +124,7 @@ typedef struct vm_attention_args {
 enum { VM_ATTENTION_CHANNELS = 512 };
 
 /* How attention is launched: vm_attention_<dtype>_<queries>x<keys>, a block of VM_CUDA_THREADS threads for every
- * `queries`, each with vm_attention_shared bytes of dynamic shared memory (more than the 48 KiB available without
- * opting in). */
+ * `queries`, each with vm_attention_shared bytes of dynamic shared memory (more than 48 KiB: opt in). */
 typedef struct vm_attention_shape {
     uint32_t queries, keys; /* per block, and per step of a block; 0: no kernel fits */
     uint32_t ring;          /* bytes of keys and values in flight */
@@ -197,8 +196,8 @@ enum { VM_CONV_COLUMNS = 16, VM_CONV_CHUNK = 64 /* channels of x in shared memor
  *
  * Three tiles have warps of 64 pixels x 64 channels. 16x128 reads the least of them. 16x64 is for two blocks of four
  * warps: one adds, stores and measures while the other multiplies, but x is read and transformed twice as often. 8x256
- * transforms half as often, and reads a filter from the L2 cache for only 128 pixels. benchmarks/conv_tiles.py compares
- * their times. */
+ * transforms half as often, and reads a filter from the L2 cache for only 128 pixels. benchmarks/conv_tiles.py times
+ * them. */
 #define VM_CONV_TILES(X)          \
     X(16, 128, 1, 8, 2, 4, 1, 40) \
     X(8, 128, 1, 8, 4, 3, 1, 50)  \
@@ -228,8 +227,7 @@ typedef struct vm_conv_tile {
     uint32_t part_rows; /* of the pixels measured together */
 } vm_conv_tile;
 
-/* Two chunks of x with a halo for 3x3, the filters in flight, and the count, means and deviations of each row of
- * warps. */
+/* Two chunks of x with a halo for 3x3, filters in flight, and count, means and deviations of each row of warps. */
 #define VM_CONV_SHARED(ROWS, OUTS, STRIDE, DOWN, STAGES)                                              \
     (2 * (((ROWS) - 1) * (STRIDE) + 3) * ((VM_CONV_COLUMNS - 1) * (STRIDE) + 3) * VM_CONV_CHUNK * 2 + \
      (STAGES) * (OUTS) * VM_CONV_CHUNK * 2 + (DOWN) * (2 * (OUTS) + 4) * 4)

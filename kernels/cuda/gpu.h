@@ -157,8 +157,8 @@ static inline bool vm_gpu_blocked(const vm_gpu *g, size_t ksize, size_t in, size
 }
 /* weights_cuda.c: a file's tensor in the passes' layout, in the GPU's type. */
 size_t vm_gpu_weight_bytes(const vm_backend *b, const vm_weight *w);
-/* out: vm_gpu_weight_bytes. data: in the file's layout and type. VM_EINVAL if a number is not finite, or overflows the
- * GPU's type. */
+/* out: vm_gpu_weight_bytes. data: in the file's layout and type. VM_EINVAL if a number is not finite in the GPU's
+ * type. */
 vm_status vm_gpu_pack_weight(const vm_backend *b, const vm_weight *w, void *out, vm_dtype dtype, const void *data);
 /* Returns: channels of tensors and weights on a GPU. */
 static inline size_t vm_padded(size_t c) { return VM_ROUND_UP(c, VM_BLOCK); }

@@ -80,8 +80,7 @@ typedef struct vm_cudnn {
 vm_status vm_cudnn_open(const char *path, size_t least, vm_cudnn **out);
 void vm_cudnn_close(vm_cudnn *cudnn);
 
-/* One query: its descriptors, destroyed together, and the first failing status. After a failure the rest does
- * nothing. */
+/* One query: its descriptors, destroyed together, and the first failing status, after which nothing runs. */
 typedef struct vm_cudnn_question {
     vm_cudnn *c;
     int status;

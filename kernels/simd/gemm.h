@@ -23,8 +23,7 @@ INLINE vf pick(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no 
 #define VM_MULTIPLY(SUM, X, W) ((SUM) += (X) * (W))
 #endif
 
-/* Strides are constants of each instance, so addresses are immediates; vector v is part v % VM_SUBS of block v /
- * VM_SUBS. */
+/* Strides are constants, so addresses are immediates; vector v is part v % VM_SUBS of block v / VM_SUBS. */
 #define VM_GEMM(P, V, PIXEL, NAME)                                                                                     \
     static void NAME(const vm_gemm *g) {                                                                               \
         vf sum[P][V];                                                                                                  \

@@ -33,8 +33,7 @@ INLINE vf widened(vm_dtype dtype, const void *x, size_t i) {
     return of_half(dtype, VM_WIDEN(*(const vh *)((const uint16_t *)x + i)));
 }
 
-/* Rounds to nearest, ties to even; NaN stays NaN, and overflow becomes Inf. Returns: not 0 in lanes that are not
- * finite. */
+/* Rounds to nearest, ties to even; NaN stays, overflow becomes Inf. Returns: not 0 if not finite. */
 INLINE vi narrow(vm_dtype dtype, void *y, size_t i, vf x) {
     const vu bits = (vu)x, size = bits & 0x7fffffff;
     vu half;
