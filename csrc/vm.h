@@ -77,7 +77,7 @@ typedef enum vm_family {
     VM_WAN,
     VM_HUNYUAN_IMAGE, /* AutoencoderKLHunyuanImage: pixel shuffles between levels */
     /* AutoencoderTiny: convolutions and ReLU, one width per half, latents without moments. Only the smallest level of
-     * TAEF2 has norms (norm_num_groups, otherwise 0). A level has layers_per_block blocks, the image's one */
+     * TAEF2 has norms (norm_num_groups, otherwise 0). Levels have layers_per_block blocks, the image's has 1 */
     VM_TINY
 } vm_family;
 
@@ -218,8 +218,7 @@ struct vm_plan;
 /* Fills the stages of a chain. Returns: how many. */
 size_t vm_chain_stages(const struct vm_plan *plan, const vm_chain *chain, vm_stage *stage);
 /* Activates and begins the next round's stages. round: 0 for the first. *target: the stage that is only measured,
- * VM_NONE in the last round.
- * Returns: false after the last round. */
+ * VM_NONE in the last round. Returns: false after the last round. */
 bool vm_chain_round(const struct vm_plan *plan, int first, vm_stage *stage, size_t stages, size_t round, int *target);
 /* Fills `now` of every stage with its input and a waiting reader. Returns: false when the round is done. */
 bool vm_chain_step(vm_stage *stage, size_t stages);
@@ -276,7 +275,7 @@ typedef struct vm_request {
     size_t height, width, batch; /* of the image */
     vm_format in, out;           /* of the user's arrays */
     bool host_arrays;            /* the arrays are in the host's memory, otherwise in the device's */
-    bool own_output;             /* the run allocates the output, and it counts */
+    bool own_output;             /* the output is allocated for this run, and counts */
     bool scaled;                 /* decoder: divide latents by the scaling factor, and shift them */
     bool unclamped;              /* store log-variances unclamped, for a caller that clamps them later */
     float scale;                 /* power of two that float16's activations stay multiplied by; 0 means 1 */

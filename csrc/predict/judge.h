@@ -15,7 +15,7 @@
  * most 0.7%. A 16th covers the largest, with room for unmeasured sizes. A small run may need one more large segment. */
 uint64_t vm_judge_bound(uint64_t reserved, uint64_t exact);
 
-/* beside: bytes on the card that a phase's reading leaves out, such as the baseline or memory outside PyTorch. exact:
+/* outside: bytes on the card that a phase's reading leaves out, such as the baseline or memory outside PyTorch. exact:
  * bytes of the reading that are exact, such as weights. */
 typedef struct vm_judge_phase {
     uint64_t outside, exact;

@@ -140,6 +140,8 @@ vm_status ta_make_room(vm_talloc *a);
 void *ta_element(vm_talloc *a);
 void ta_recycle(vm_talloc *a, void *element);
 void ta_storage_free(vm_talloc *a);
+/* Returns: whether the device can hold `bytes` in total; remembers the fewest that it could not. */
+bool ta_fits(vm_talloc *a, uint64_t bytes);
 
 block *ta_find(const vm_talloc *a, uint64_t address);
 void ta_table_add(vm_talloc *a, block *b);
@@ -194,8 +196,6 @@ void ta_release(vm_talloc *a, block *whole); /* frees a cached segment */
 
 /* ---- torch_expandable.c ---- */
 
-/* Returns: whether the device can hold `bytes` in total; remembers the fewest that it could not. */
-bool ta_fits(vm_talloc *a, uint64_t bytes);
 /* Maps memory. Returns: a free block of at least `size`, in no tree; NULL if the device is full. */
 block *ta_expand(vm_talloc *a, uint64_t size, uint64_t stream, bool small);
 /* Unmaps the whole pages in b, and drops the reservation once nothing of it is mapped. */

@@ -82,9 +82,7 @@ static vm_status check_segment(const vm_talloc_block *s, const vm_talloc_block *
 /* Cuts `size` bytes off the front of the free block *rest, which is in no tree; *rest: the remainder, or NULL. */
 static block *cut(vm_talloc *a, block **rest, uint64_t size) {
     block *front = *rest;
-    *rest = NULL;
-    if (front->node.size == size) return front;
-    *rest = ta_split(a, front, size);
+    *rest = front->node.size == size ? NULL : ta_split(a, front, size);
     return front;
 }
 
