@@ -231,7 +231,7 @@ extensions = [
 ]
 LINUX = sys.platform == "linux" and not WINDOWS
 if WANTS_CUDA not in ("0", "1", "auto"):
-    raise SystemExit(f"vaemem: VAEMEM_CUDA: want 0, 1 or auto, got {WANTS_CUDA!r}")
+    raise SystemExit(f"vaemem: VAEMEM_CUDA: expected 0, 1 or auto, got {WANTS_CUDA!r}")
 cuda = find_cuda() if LINUX and WANTS_CUDA != "0" else None
 if cuda:
     NVCC, include = cuda
@@ -246,7 +246,7 @@ if cuda:
         )
     )
 elif WANTS_CUDA == "1":
-    raise SystemExit("vaemem: VAEMEM_CUDA=1 wants Linux, nvcc and cuda.h: put them on the path or set CUDA_HOME")
+    raise SystemExit("vaemem: VAEMEM_CUDA=1 needs Linux, nvcc and cuda.h: put them on the path or set CUDA_HOME")
 elif WANTS_CUDA == "0":
     print("vaemem: building without CUDA (VAEMEM_CUDA=1 builds its GPU kernels, with nvcc)")
 elif not LINUX:

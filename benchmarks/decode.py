@@ -493,7 +493,7 @@ def bars(cases: Iterable[Case]) -> str:
 def contestant(name: str) -> str:
     if name in PEERS or name.partition("-")[0] == "vaemem":
         return name
-    raise argparse.ArgumentTypeError(f"want vaemem, vaemem-KERNELS, {', '.join(PEERS)}, got {name!r}")
+    raise argparse.ArgumentTypeError(f"expected vaemem, vaemem-KERNELS, {', '.join(PEERS)}, got {name!r}")
 
 
 def main() -> None:

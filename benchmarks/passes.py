@@ -172,7 +172,7 @@ def main() -> None:
     usable = [name for name, can in _core.backends(args.dtype, args.precision) if can]
     args.backend = args.backend or usable[0]
     if args.backend not in usable:
-        parser.error(f"--backend: want one of {', '.join(usable)}, got {args.backend!r}")
+        parser.error(f"--backend: expected one of {', '.join(usable)}, got {args.backend!r}")
     kept = args.dtype if args.precision == "highest" else f"{args.dtype}_{args.precision}"
     args.suffix = f"{kept}_{args.backend}{'_small' * args.small}"
     for op in args.op:

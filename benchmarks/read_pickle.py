@@ -30,7 +30,7 @@ HOSTILE = {
 
 class Refusing:
     def find_class(self, module: str, name: str) -> Any:
-        raise ValueError(f"want plain data, got {module}.{name}")
+        raise ValueError(f"expected plain data, got {module}.{name}")
 
 
 class InC(Refusing, pickle.Unpickler):

@@ -70,14 +70,14 @@ class Script:
         dtype, n, c, h, w, k, r, stride, padding, layout, dilation, groups, output_padding, *depth = question
         uneven = any(len(set(extent)) > 1 for extent in (r, stride, padding))
         if uneven or set(dilation) != {1} or groups > 1 or output_padding or depth:
-            raise ValueError(f"{name}: want a plain 2d convolution with a square filter")
+            raise ValueError(f"{name}: expected a plain 2d convolution with a square filter")
         self._add("conv", dtype, layout, n, c, h, w, k, r[0], stride[0], padding[0])
 
     def attention(self, call: AttentionCall) -> int:
         self.taken += 1
         q, k, v = call[1:4]
         if not all(x.strides[-1] == 1 or x.shape[-1] == 1 for x in (q, k, v)):
-            raise ValueError("attention: want the elements of a head side by side")
+            raise ValueError("attention: expected the elements of a head side by side")
         mask = (call.mask.elements, call.mask.row) if call.mask else ()
         kind = None if call.mask is None else call.mask.boolean
         by_token = "".join(name for name, x in zip("qkv", (q, k, v), strict=True) if x.strides[1] < x.strides[2])
@@ -109,7 +109,7 @@ class ScriptRecorder(Recorder):
 
     def attend(self, call: AttentionCall, kernel: str) -> int:
         if kernel not in ("flash", "efficient"):  # of which all that they take is counted
-            raise ValueError(f"{self.name()}: want a fused kernel, got {kernel}")
+            raise ValueError(f"{self.name()}: expected a fused kernel, got {kernel}")
         return self.script.attention(call)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -585,7 +585,7 @@ def compare(cudnn: Cudnn, gpu: Gpu, version: str, count: int = 1000) -> dict:
     """A reference to the profile of another version; SystemExit where an answer differs."""
     profile = profiles.shipped_catalogue().nearest(gpu, version)
     if profile is None or profile.version != version:
-        raise SystemExit(f"--same-as: want a version with a profile for {gpu.name}, got {version}")
+        raise SystemExit(f"--same-as: expected a version with a profile for {gpu.name}, got {version}")
     rng = random.Random(1)
     for _ in range(count):
         conv, kind, level, n = random_question(rng, gpu)

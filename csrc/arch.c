@@ -166,7 +166,7 @@ const vm_arch *const *vm_arch_models(void) {
 
 static vm_status in_range(const char *what, size_t value, size_t low, size_t high) {
     if (value < low || value > high)
-        return vm_fail(VM_EINVAL, "config: %s: want %zu to %zu, got %zu", what, low, high, value);
+        return vm_fail(VM_EINVAL, VM_EXPECTED_IN("config", "%s", "%zu to %zu", "%zu"), what, low, high, value);
     return VM_OK;
 }
 
@@ -175,17 +175,19 @@ static vm_status check_widths(const vm_arch *a, const char *what, const size_t *
         vm_status s = in_range(what, width[i], 1, 65536);
         if (s) return s;
         if (a->family == VM_TINY && width[i] != width[0])
-            return vm_fail(VM_EINVAL, "config: %s[%zu]: want %zu, the width of the whole half, got %zu", what, i,
-                           width[0], width[i]);
+            return vm_fail(VM_EINVAL, VM_EXPECTED_IN("config", "%s[%zu]", "%zu, the width of the whole half", "%zu"),
+                           what, i, width[0], width[i]);
         if (a->family == VM_TINY && a->norm_num_groups && 4 * width[i] % a->norm_num_groups)
-            return vm_fail(VM_EINVAL, "config: %s[%zu]: want 4 times it a multiple of norm_num_groups %zu, got %zu",
+            return vm_fail(VM_EINVAL,
+                           VM_EXPECTED_IN("config", "%s[%zu]", "4 times it a multiple of norm_num_groups %zu", "%zu"),
                            what, i, a->norm_num_groups, width[i]);
         if (a->family == VM_WAN && !a->residual && i && width[i] % 2)
-            return vm_fail(VM_EINVAL, "config: %s[%zu]: want an even number, which an upsampler halves, got %zu", what,
-                           i, width[i]);
+            return vm_fail(VM_EINVAL,
+                           VM_EXPECTED_IN("config", "%s[%zu]", "an even number, which an upsampler halves", "%zu"),
+                           what, i, width[i]);
         if (a->family != VM_WAN && a->family != VM_TINY && width[i] % a->norm_num_groups)
-            return vm_fail(VM_EINVAL, "config: %s[%zu]: want a multiple of norm_num_groups %zu, got %zu", what, i,
-                           a->norm_num_groups, width[i]);
+            return vm_fail(VM_EINVAL, VM_EXPECTED_IN("config", "%s[%zu]", "a multiple of norm_num_groups %zu", "%zu"),
+                           what, i, a->norm_num_groups, width[i]);
     }
     return VM_OK;
 }
@@ -193,13 +195,14 @@ static vm_status check_widths(const vm_arch *a, const char *what, const size_t *
 /* Checks the pipeline's settings for latents. */
 static vm_status check_latents(const vm_arch *a) {
     if (a->scaling_known && !(a->scaling_factor > 0))
-        return vm_fail(VM_EINVAL, "config: scaling_factor: want more than 0, got %g", (double)a->scaling_factor);
+        return vm_fail(VM_EINVAL, VM_EXPECTED_IN("config", "scaling_factor", "more than 0", "%g"),
+                       (double)a->scaling_factor);
     if (a->statistics && a->statistics != a->latent_channels)
-        return vm_fail(VM_EINVAL, "config: latents_mean, latents_std: want %zu numbers each, got %zu",
+        return vm_fail(VM_EINVAL, VM_EXPECTED_IN("config", "latents_mean, latents_std", "%zu numbers each", "%zu"),
                        a->latent_channels, a->statistics);
     for (size_t i = 0; i < a->statistics; i++)
         if (!(a->latents_std[i] > 0))
-            return vm_fail(VM_EINVAL, "config: latents_std[%zu]: want more than 0, got %g", i,
+            return vm_fail(VM_EINVAL, VM_EXPECTED_IN("config", "latents_std[%zu]", "more than 0", "%g"), i,
                            (double)a->latents_std[i]);
     if (!a->patch_size[0] && !a->patch_size[1]) return VM_OK;
     for (int i = 0; i < 2; i++) {
@@ -207,7 +210,8 @@ static vm_status check_latents(const vm_arch *a) {
         if (s) return s;
     }
     if (!(a->batch_norm_eps >= 0))
-        return vm_fail(VM_EINVAL, "config: batch_norm_eps: want 0 or more, got %g", (double)a->batch_norm_eps);
+        return vm_fail(VM_EINVAL, VM_EXPECTED_IN("config", "batch_norm_eps", "0 or more", "%g"),
+                       (double)a->batch_norm_eps);
     return VM_OK;
 }
 
@@ -229,14 +233,16 @@ vm_status vm_arch_check(const vm_arch *a) {
         if (s) return s;
     }
     if (a->family != VM_WAN && (a->residual || a->image_patch))
-        return vm_fail(VM_EINVAL, "config: temperal_downsample, image_patch: want none, got them of another family");
+        return vm_fail(VM_EINVAL,
+                       VM_EXPECTED_IN("config", "temperal_downsample, image_patch", "none", "them of another family"));
     if (a->image_patch && a->image_patch != 2)
-        return vm_fail(VM_EINVAL, "config: image_patch: want 2, got %zu", a->image_patch);
+        return vm_fail(VM_EINVAL, VM_EXPECTED_IN("config", "image_patch", "2", "%zu"), a->image_patch);
     vm_status s = check_widths(a, "block_out_channels", a->block_out_channels);
     if (!s && a->decoder_block_out_channels[0])
         s = check_widths(a, "decoder_block_out_channels", a->decoder_block_out_channels);
     if (s) return s;
-    if (!(a->norm_eps >= 0)) return vm_fail(VM_EINVAL, "config: norm_eps: want 0 or more, got %g", (double)a->norm_eps);
+    if (!(a->norm_eps >= 0))
+        return vm_fail(VM_EINVAL, VM_EXPECTED_IN("config", "norm_eps", "0 or more", "%g"), (double)a->norm_eps);
     return check_latents(a);
 }
 

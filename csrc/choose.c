@@ -134,7 +134,8 @@ static bool within(const vm_plan *plan) {
 static vm_status refuse(vm_plan *plan) {
     const size_t limit = plan->request.memory_limit, smallest = taken(plan);
     plan->reserved = smallest;
-    return vm_fail(VM_ELIMIT, "memory_limit: want at least %zu bytes (%.1f MiB) for this size, got %zu (%.1f MiB)",
+    return vm_fail(VM_ELIMIT,
+                   VM_EXPECTED("memory_limit", "at least %zu bytes (%.1f MiB) for this size", "%zu (%.1f MiB)"),
                    smallest, (double)smallest / 1048576, limit, (double)limit / 1048576);
 }
 

@@ -100,7 +100,7 @@ static size_t held(const vm_mem *mem, size_t bytes) { return mem->backend ? vm_h
 
 vm_status vm_mem_reserve(vm_mem *mem, size_t bytes, void **out) {
     *out = NULL;
-    if (bytes > PTRDIFF_MAX) return vm_fail(VM_EOVERFLOW, "memory: want at most %td bytes, got more", PTRDIFF_MAX);
+    if (bytes > PTRDIFF_MAX) return vm_fail(VM_EOVERFLOW, "memory: expected at most %td bytes, got more", PTRDIFF_MAX);
     bytes = held(mem, bytes);
     const bool fails = injected_fault();
     if (!fails && is_spared(mem, bytes) && (*out = take_spare(bytes))) return VM_OK;

@@ -191,7 +191,7 @@ static int resample(builder *b, int x, size_t in, size_t out) {
         return add_conv(b, &(conv){module, x, VM_NONE, in, out, 3, down ? 2 : 1, .up = !down, .flat = true});
     const size_t made = down ? out / 4 : out * 4;
     if (down && out % 4 && !b->status)
-        b->status = vm_fail(VM_EINVAL, "config: block_out_channels: want multiples of 4, got %zu", out);
+        b->status = vm_fail(VM_EINVAL, VM_EXPECTED_IN("config", "block_out_channels", "multiples of 4", "%zu"), out);
     int y = add_conv(b, &(conv){module, x, VM_NONE, in, made, 3});
     y = add_move(b, "shuffle", y, VM_NONE, made, out, level, shuffle);
     return add_move(b, "shortcut", x, y, in, out, level, shuffle);

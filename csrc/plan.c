@@ -42,11 +42,11 @@ static vm_status check_request(const vm_model *m, const vm_request *r) {
     if (!(m->parts & 1u << op))
         return vm_fail(VM_EINVAL, "%s: this VAE was loaded without its %s", op == VM_ENCODE ? "encode" : "decode",
                        op == VM_ENCODE ? "encoder" : "decoder");
-    if (!r->batch) return vm_fail(VM_EINVAL, "batch: want 1 or more, got 0");
+    if (!r->batch) return vm_fail(VM_EINVAL, VM_EXPECTED("batch", "1 or more", "0"));
     if (!height || height % factor)
-        return vm_fail(VM_EINVAL, "height: want a positive multiple of %zu, got %zu", factor, height);
+        return vm_fail(VM_EINVAL, VM_EXPECTED("height", "a positive multiple of %zu", "%zu"), factor, height);
     if (!width || width % factor)
-        return vm_fail(VM_EINVAL, "width: want a positive multiple of %zu, got %zu", factor, width);
+        return vm_fail(VM_EINVAL, VM_EXPECTED("width", "a positive multiple of %zu", "%zu"), factor, width);
     if (r->scaled && !m->arch.scaling_known)
         return vm_fail(VM_EINVAL,
                        "scaled: the weights do not tell the scaling factor (sd15 and sdxl have the same "

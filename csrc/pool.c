@@ -108,7 +108,7 @@ vm_status vm_pool_open(vm_pool *p, unsigned threads, size_t rows_total, vm_poll 
     if (!refused) return VM_OK;
     unsigned got = p->threads;
     vm_pool_close(p);
-    return vm_fail(VM_ENOMEM, "threads: want %u, the system gave %u (set VAEMEM_THREADS)", threads, got);
+    return vm_fail(VM_ENOMEM, "threads: expected %u, the system gave %u (set VAEMEM_THREADS)", threads, got);
 }
 
 static bool forked(const vm_pool *p) { return p->threads > 1 && p->process != getpid(); }

@@ -385,7 +385,8 @@ static vm_status run_with_output(vm_model *m, vm_plan *plan, vm_run *run) {
 vm_status vm_plan_run(vm_model *m, vm_plan *plan, vm_run *run) {
     const vm_backend *b = plan->request.backend;
     vm_status s = vm_weights_check(m);
-    if (!s && run->check && !b->device->addressable) s = vm_fail(VM_EINVAL, "check: want a CPU, got %s", b->name);
+    if (!s && run->check && !b->device->addressable)
+        s = vm_fail(VM_EINVAL, VM_EXPECTED("check", "a CPU", "%s"), b->name);
     if (s) return s;
     run->overflow = false;
     for (size_t i = 0; i < plan->steps; i++) plan->step[i].seconds = 0;

@@ -60,7 +60,8 @@ vm_status vm_pack(vm_dtype dtype, const vm_weight *w, void *to, vm_dtype from, c
             }
         }
     *rounded = !exact;
-    return fits ? VM_OK : vm_fail(VM_EINVAL, "want numbers within %s's range, got larger ones", vm_dtype_name(dtype));
+    return fits ? VM_OK
+                : vm_fail(VM_EINVAL, VM_EXPECTED("", "numbers within %s's range", "larger ones"), vm_dtype_name(dtype));
 }
 
 void vm_unpack(vm_dtype dtype, const vm_weight *w, const void *from, float *data) {

@@ -47,9 +47,16 @@ typedef enum vm_status {
 
 enum { VM_SENTENCE = 512 /* bytes kept of a message */ };
 
+/* The format of a refusal by its parts: "argument: place: expected wanted, got got". Each part is a literal. */
+#define VM_SPLIT "\x1f"
+#define VM_EXPECTED_IN(argument, place, wanted, got) argument VM_SPLIT place VM_SPLIT wanted VM_SPLIT got
+#define VM_EXPECTED(argument, wanted, got) VM_EXPECTED_IN(argument, "", wanted, got)
+
 /* status.c: records the message for vm_error(), one per thread. Returns: status. */
 vm_status vm_fail(vm_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
 const char *vm_error(void);
+/* Returns: the same sentence as VM_EXPECTED_IN's four parts with VM_SPLIT between them, if vm_fail got them so. */
+const char *vm_error_parts(void);
 /* Removes the last UTF-8 character if a full buffer has cut it. */
 void vm_end_whole(char *text);
 

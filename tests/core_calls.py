@@ -53,7 +53,7 @@ class Log:
 
     def number(self, kind: str, thing: Any) -> int:
         found = self._made[kind].get(id(thing))
-        return stop(f"want a {kind} of this question, got {thing!r}") if found is None else found
+        return stop(f"expected a {kind} of this question, got {thing!r}") if found is None else found
 
     def begin(self, question: Any) -> None:
         self._made |= {"trace": {}, "process": {}, "row": {}}
@@ -114,7 +114,7 @@ class StandIn:
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._bare, name)
         if callable(value) and name not in self._unwritten.split():
-            stop(f"want to write calls of {type(self).__name__}.{name} too")
+            stop(f"expected to write calls of {type(self).__name__}.{name} too")
         return value
 
 

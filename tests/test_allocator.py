@@ -241,9 +241,9 @@ def test_the_drivers_pool_keeps_no_blocks():
     pool.free(second)
     pool.empty_cache()
     assert pool.memory_reserved() == 32 * MIB and pool.stats()["num_alloc_retries"] == 0
-    with pytest.raises(ValueError, match="snapshot: want the native backend"):
+    with pytest.raises(ValueError, match="snapshot: expected the native backend"):
         pool.snapshot()
-    with pytest.raises(ValueError, match="segment: want the native backend"):
+    with pytest.raises(ValueError, match="segment: expected the native backend"):
         pool._restore(0x7F0000000000, 2 * MIB, 0, False, [])
 
 
@@ -459,7 +459,7 @@ def test_from_conf():
     ],
 )
 def test_from_conf_refuses(conf):
-    with pytest.raises(ValueError, match="conf: want"):
+    with pytest.raises(ValueError, match="conf: expected"):
         CachingAllocator.from_conf(conf)
 
 
@@ -476,9 +476,9 @@ def test_from_conf_refuses(conf):
         ({"roundup_power2_divisions": [4, 4]}, "16 numbers, got 2"),
         ({"garbage_collection_threshold": 0.5}, "total_memory"),
         ({"garbage_collection_threshold": 1.0, "total_memory": GIB}, "garbage_collection_threshold"),
-        ({"backend": "cudamallocasync"}, "backend: want native or cudaMallocAsync, got 'cudamallocasync'"),
-        ({"backend": "cudaMallocAsync", "expandable_segments": True}, "expandable_segments: want it with the native"),
-        ({"backend": "cudaMallocAsync", "max_split_size_mb": 128}, "max_split_size_mb: want it with the native"),
+        ({"backend": "cudamallocasync"}, "backend: expected native or cudaMallocAsync, got 'cudamallocasync'"),
+        ({"backend": "cudaMallocAsync", "expandable_segments": True}, "expandable_segments: expected the native"),
+        ({"backend": "cudaMallocAsync", "max_split_size_mb": 128}, "max_split_size_mb: expected the native"),
         ({"memory_fraction": 1.5, "total_memory": GIB}, "memory_fraction"),
     ],
 )
@@ -490,9 +490,9 @@ def test_bad_settings(settings, message):
 def test_bad_calls():
     a = CachingAllocator()
     for bad in (-1, 1 << 64):
-        with pytest.raises(ValueError, match="bytes: want an integer from 0"):
+        with pytest.raises(ValueError, match="bytes: expected an integer from 0"):
             a.malloc(bad)
-    with pytest.raises(TypeError, match="bytes: want an integer, got float"):
+    with pytest.raises(TypeError, match="bytes: expected an integer, got float"):
         a.malloc(1.5)
     with pytest.raises(OverflowError, match="bytes"):
         a.malloc((1 << 60) + 1)
@@ -501,7 +501,7 @@ def test_bad_calls():
     x = a.malloc(1000)
     a.free(x)
     for address in (x, x + 512, 12345):
-        with pytest.raises(ValueError, match="address: want one that malloc gave"):
+        with pytest.raises(ValueError, match="address: expected one that malloc gave"):
             a.free(address)
     assert a.malloc(0) == 0
     a.free(0)

@@ -363,7 +363,7 @@ def test_a_contestant_that_nobody_knows(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         decode.main()
     modes = "torch-default, torch-reduce-overhead, torch-max-autotune"
-    wanted = f"want vaemem, vaemem-KERNELS, torch, torch-tuned, torch-avx2, {modes}, openvino, got 'tensorflow'"
+    wanted = f"expected vaemem, vaemem-KERNELS, torch, torch-tuned, torch-avx2, {modes}, openvino, got 'tensorflow'"
     assert wanted in capsys.readouterr().err
 
 

@@ -108,7 +108,7 @@ def test_what_was_left_out_is_refused_in_words(application, model, other):
     functions = pasted(bound(application, model, "float16", torch_version=TORCH, sides=(512, 1024)))
     assert estimate(functions, application, model, "decode", 512, 512, "float16") > 0
     for name, dtype in ((model, "bfloat16"), (other, "float32")):
-        with pytest.raises(ValueError, match=rf"want one of .* decode_tiled float16, got .* decode {dtype}: "):
+        with pytest.raises(ValueError, match=rf"expected one of .* decode_tiled float16, got .* decode {dtype}: "):
             estimate(functions, application, name, "decode", 512, 512, dtype)
 
 
@@ -150,7 +150,7 @@ def test_no_prediction_in_tiles_of_comfyui_lies_above(model):
 
 
 def test_flux2_in_comfyui_wants_whole_16_pixels():
-    with pytest.raises(ValueError, match="sides: want one of a multiple of 16 for flux2, which takes no other"):
+    with pytest.raises(ValueError, match="sides: expected one of a multiple of 16 for flux2, which takes no other"):
         bound("comfyui", "flux2", "float16", torch_version=TORCH, sides=[1000])
 
 
@@ -207,16 +207,16 @@ def test_prints(capsys):
 @pytest.mark.parametrize(
     "asked, named",
     [
-        (("forge",), "application: want comfyui or invokeai, got 'forge'"),
-        (("comfyui", "sd9"), "models: want one of sd15, sdxl, flux.*got 'sd9'"),
-        (("comfyui", "flux", "float64"), "dtypes: want one of float32, float16, bfloat16, got 'float64'"),
-        (("invokeai", "sdxl", "bfloat16"), "models, dtypes: want some that invokeai runs"),
-        (("comfyui", "flux", "float16", []), "sides: want one or more, got none"),
-        (("comfyui", "flux", "float16", 512, []), "gpu: want one or more, got none"),
-        (("comfyui", "flux", "float16", [100]), "height: want a multiple of 8, got 100"),
-        (("comfyui", "flux", "float16", math.nan), "sides: want a whole number of at least 1, got nan"),
-        (("comfyui", 5), "models: want one of .*got 5"),
-        (("comfyui", "flux", "float16", [0]), "sides: want a whole number of at least 1, got 0"),
+        (("forge",), "application: expected comfyui or invokeai, got 'forge'"),
+        (("comfyui", "sd9"), "models: expected one of sd15, sdxl, flux.*got 'sd9'"),
+        (("comfyui", "flux", "float64"), "dtypes: expected one of float32, float16, bfloat16, got 'float64'"),
+        (("invokeai", "sdxl", "bfloat16"), "models, dtypes: expected some that invokeai runs"),
+        (("comfyui", "flux", "float16", []), "sides: expected one or more, got none"),
+        (("comfyui", "flux", "float16", 512, []), "gpu: expected one or more, got none"),
+        (("comfyui", "flux", "float16", [100]), "height: expected a multiple of 8, got 100"),
+        (("comfyui", "flux", "float16", math.nan), "sides: expected a whole number of at least 1, got nan"),
+        (("comfyui", 5), "models: expected one of .*got 5"),
+        (("comfyui", "flux", "float16", [0]), "sides: expected a whole number of at least 1, got 0"),
     ],
 )
 def test_what_cannot_be_asked(asked, named):
@@ -226,10 +226,10 @@ def test_what_cannot_be_asked(asked, named):
 
 
 @pytest.mark.parametrize("height, width, tile, named", [
-    (-1, 1000, None, "height: want a whole number of at least 1, got -1"),
-    (512, math.nan, None, "width: want a whole number of at least 1, got nan"),
-    (512, 512, 0, "tile: want a whole number of at least 1, got 0"),
-    (512, 512, None, "tile: want it with encode_tiled and decode_tiled alone, got None with decode_tiled"),
+    (-1, 1000, None, "height: expected a whole number of at least 1, got -1"),
+    (512, math.nan, None, "width: expected a whole number of at least 1, got nan"),
+    (512, 512, 0, "tile: expected a whole number of at least 1, got 0"),
+    (512, 512, None, "tile: expected it with encode_tiled and decode_tiled alone, got None with decode_tiled"),
 ])  # fmt: skip
 def test_sizes_that_no_image_has_are_refused(height, width, tile, named):
     line = BoundLine("vae", "decode_tiled", "float16", law={"HW": 1, "cut": 2, "": 3})
@@ -240,7 +240,7 @@ def test_sizes_that_no_image_has_are_refused(height, width, tile, named):
 
 def test_what_is_left_out_is_named():
     b = bound("invokeai", "sdxl", "float16", torch_version=TORCH, sides=[512])
-    with pytest.raises(ValueError, match=r"find: want one of sd15_sdxl encode float16, .*, got flux decode float16"):
+    with pytest.raises(ValueError, match=r"find: expected one of sd15_sdxl encode float16, .*, got flux decode"):
         b.find("flux", "decode", "float16")
     assert "models: sdxl;" in b.domain and "bfl" not in b.domain and "tiles: none were predicted" in b.domain
 

@@ -31,7 +31,7 @@ def test_with_closes(tmp_path):
         lambda: vae.device,
         lambda: vae.__enter__(),
     ):
-        with pytest.raises(ValueError, match="VAE: want one that is open, got one that was closed: load it again"):
+        with pytest.raises(ValueError, match="VAE: expected an open one, got one that was closed; load it again"):
             call()
 
 
@@ -112,5 +112,5 @@ def test_cancelled_before_it_began():
     event.set()
     with pytest.raises(vaemem.Cancelled, match="decode: cancelled before it began"):
         vae.decode(latents(vae, 2, 2), cancel=event)
-    with pytest.raises(TypeError, match=r"cancel: want a threading.Event or None, got bool"):
+    with pytest.raises(TypeError, match=r"cancel: expected a threading.Event or None, got bool"):
         vae.decode(latents(vae, 2, 2), cancel=True)

@@ -42,7 +42,7 @@ def test_sweep_and_fit_commands(capsys, tmp_path):
     assert main(["fit", str(path), "--op", "decode"]) == 0
     assert capsys.readouterr().out.startswith("sdxl decode: allocated_bytes = ")
     assert main(["fit", str(path), "--op", "tiled"]) == 2
-    assert "table.csv: no row has op=tiled" in capsys.readouterr().err
+    assert "table.csv: expected a row with op=tiled" in capsys.readouterr().err
     assert main(["fit", str(path), "--format", "python", "--target", "output_bytes"]) == 0
     assert "def sdxl_encode_output_bytes(" in capsys.readouterr().out
 
@@ -67,7 +67,7 @@ def test_formula_command(capsys):
     assert main(["formula", "flux", "encode", *card, "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["allocated"]["lines"][0]["where"].startswith("encoder.")
     assert main(["formula", "sd15", "decode", "--offload", "model"]) == 2
-    assert "--offload model: want it of a whole pipeline, got it with the VAE's decode" in capsys.readouterr().err
+    assert "--offload: cannot be used with the VAE's decode, only with a whole pipeline" in capsys.readouterr().err
 
 
 class Terminal(io.StringIO):
@@ -148,17 +148,20 @@ def test_backends_command(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["estimate", "sd4", "decode", "512"], "vaemem estimate: models: want one of sd15, sdxl, flux"),
+        (["estimate", "sd4", "decode", "512"], "vaemem estimate: models: expected one of sd15, sdxl, flux"),
         (["estimate", "sdxl", "decode", "511"], "vaemem estimate: .*511"),
         (["estimate", "sdxl", "decode", "1" + "0" * 15 + "x8"], "vaemem estimate: "),
-        (["sweep", "measured", "--batch", "0"], "vaemem sweep measured: --batch: want a whole number"),
+        (["sweep", "measured", "--batch", "0"], "vaemem sweep measured: --batch: expected a whole number"),
         (["estimate", "sdxl", "decode", "64", "--batch", str(2**62)], "vaemem estimate: "),
-        (["estimate", "sdxl", "decode", "64", "--device", "cuda:" + "9" * 5000], "vaemem estimate: --device: want cpu"),
-        (["fit", "absent.csv"], "vaemem fit: table: want a file that can be opened, got absent.csv: no such file"),
-        (["fits", "sdxl", "decode", "512", "--measured", "absent.csv"], "vaemem fits: --measured: want .* absent.csv"),
-        (["fits", "sd15", "512", "--component", "unet=absent.gguf"], "vaemem .*'unet'.*got absent.gguf: no such"),
-        (["fit", __file__], "vaemem fit: .*unknown column"),
-        (["sweep", "predicted", "--ops", "decode", "--tokens", "7"], "vaemem sweep predicted: --tokens: want an op"),
+        (["estimate", "sdxl", "decode", "64", "--device", "cuda:" + "9" * 5000], "vaemem estimate: --device: expected"),
+        (["fit", "absent.csv"], "vaemem fit: table: absent.csv: expected a file that can be opened, got no such file"),
+        (
+            ["fits", "sdxl", "decode", "512", "--measured", "absent.csv"],
+            "vaemem fits: --measured: absent.csv: expected",
+        ),
+        (["fits", "sd15", "512", "--component", "unet=absent.gguf"], "vaemem .*'unet'.*absent.gguf: .* no such"),
+        (["fit", __file__], "vaemem fit: .*expected columns"),
+        (["sweep", "predicted", "--ops", "decode", "--tokens", "7"], "vaemem sweep predicted: --tokens: expected"),
     ],
 )
 def test_bad_input_is_a_sentence_not_a_traceback(capsys, arguments, message):
@@ -355,9 +358,9 @@ def test_tiles_are_advised_and_taken(weights, tmp_path, capsys):
     assert main(["decode", latents, "--weights", weights, "-o", out, "--tile", str(side)]) == 0
     np.testing.assert_array_equal(image.open(out), vae.decode(want, tiling=vaemem.Tiling(side), output_type="uint8")[0])
     assert main([*encode, "--tile", "64", "--memory-limit", "1 GB"]) == 2
-    assert "--memory-limit: want no limit with --tile (" in capsys.readouterr().err
+    assert "--memory-limit: expected no limit with --tile (" in capsys.readouterr().err
     assert main([*encode, "--tile", "63"]) == 2
-    assert "--tile: want a sample_size that is a positive multiple of 2, got 63" in capsys.readouterr().err
+    assert "--tile: expected a sample_size that is a positive multiple of 2, got 63" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("suffix", ["npy", "safetensors", "pt"])
@@ -389,16 +392,16 @@ def test_what_holds_no_latents_is_refused(weights, tmp_path, capsys):
         np.savez(f, z=np.zeros((1, 4, 8, 8)))
     for arguments, message in (
         *((["decode", file, "--weights", weights, "-o", "x.png"], "vaemem decode: ") for file in (empty, cut, archive)),
-        (["decode", words, "--weights", weights, "-o", "x.png"], "want one array"),
-        (["decode", bad, "--weights", weights, "-o", "x.png"], "want one array"),
-        (["decode", "a.png", "--weights", weights, "-o", "x.png"], "want a .npy"),
+        (["decode", words, "--weights", weights, "-o", "x.png"], "expected one array"),
+        (["decode", bad, "--weights", weights, "-o", "x.png"], "expected one array"),
+        (["decode", "a.png", "--weights", weights, "-o", "x.png"], "expected a .npy"),
         *(
-            (["decode", good, "--weights", weights, "-o", f"x.{end}"], "--out: want a name that ends in one of .apng ")
+            (["decode", good, "--weights", weights, "-o", f"x.{end}"], "--out: expected a name that ends in one of")
             for end in ("xyz", "psd", "xbm", "hdf")  # unknown, only read, without colours, without a writer
         ),
         (["encode", "a.png", "--weights", weights, "-o", "x.png"], "ends in .npy"),
         (["info", bad], "safetensors"),
-        (["largest", "sdxk", "decode", "--engine", "1 GiB"], "model: want one of"),
+        (["largest", "sdxk", "decode", "--engine", "1 GiB"], "model: expected one of"),
     ):
         assert main(arguments) == 2
         assert message in capsys.readouterr().err
@@ -418,21 +421,21 @@ def npy(array):
 
 
 BROKEN = {  # by the library whose own kind of error it makes
-    "bool.npy": (npy(np.zeros((1, 4, 8, 8), bool)), "want one array of real numbers (N, C, h, w)"),
-    "structured.npy": (npy(np.zeros((1, 4, 8, 8), [("a", "f4")])), "want one array of real numbers (N, C, h, w)"),
-    "cut.npy": (b"\x93NUMPY\x01\x00\x0d\x00{'descr': '<f", "want an array that np.save wrote"),
+    "bool.npy": (npy(np.zeros((1, 4, 8, 8), bool)), "expected one array of real numbers (N, C, h, w)"),
+    "structured.npy": (npy(np.zeros((1, 4, 8, 8), [("a", "f4")])), "expected one array of real numbers (N, C, h, w)"),
+    "cut.npy": (b"\x93NUMPY\x01\x00\x0d\x00{'descr': '<f", "expected an array that np.save wrote"),
     "large.npy": (
         npy(np.zeros(2)).replace(b"(2,), }", b"(9" + b"9" * 12 + b",), }"),
-        "want an array that np.save wrote",
+        "expected an array that np.save wrote",
     ),
-    "z.pt": (b"", "want tensors that torch.save wrote"),
-    "text.pt": (b"no pickle at all", "want tensors that torch.save wrote"),
-    "table.pt": (b"a,b\n1,2\n", "want tensors that torch.save wrote"),
-    "zip.pt": (b"PK\3\4" + bytes(60), "want tensors that torch.save wrote"),
-    "bomb.png": (png(30000, png_chunk(b"IDAT", b"x")), "want an image file"),
-    "broken.png": (png(8, png_chunk(b"IDAT", b"x") + b"\0\0\0\5ID\0T12345"), "want an image file"),
-    "checksum.icns": (b"icns\0\0\0\x30ic07\0\0\0\x28" + png(128, b"")[:-5] + bytes(11), "want an image file"),
-    "words.csv": (b"\xff\xfe\x00\x01", "want UTF-8 text"),
+    "z.pt": (b"", "expected tensors that torch.save wrote"),
+    "text.pt": (b"no pickle at all", "expected tensors that torch.save wrote"),
+    "table.pt": (b"a,b\n1,2\n", "expected tensors that torch.save wrote"),
+    "zip.pt": (b"PK\3\4" + bytes(60), "expected tensors that torch.save wrote"),
+    "bomb.png": (png(30000, png_chunk(b"IDAT", b"x")), "expected an image file"),
+    "broken.png": (png(8, png_chunk(b"IDAT", b"x") + b"\0\0\0\5ID\0T12345"), "expected an image file"),
+    "checksum.icns": (b"icns\0\0\0\x30ic07\0\0\0\x28" + png(128, b"")[:-5] + bytes(11), "expected an image file"),
+    "words.csv": (b"\xff\xfe\x00\x01", "expected UTF-8 text"),
 }
 
 
@@ -460,18 +463,18 @@ def test_what_to_do_is_said_of_options(weights, tmp_path, capsys):
     VAE.random("sdxl", parts="decoder").save(alone)
     for arguments, message in (
         (["encode", source, "--weights", weights, "-o", latents], "--pad reflect or --pad edge makes it one"),
-        (["encode", "pad=1.jpg", "--weights", weights, "-o", latents], "got pad=1.jpg: no such file"),
+        (["encode", "pad=1.jpg", "--weights", weights, "-o", latents], "x: pad=1.jpg: expected an image file, got no"),
         (
             ["decode", latents, "--weights", alone, "-o", str(tmp_path / "x.png"), "--scaled"],
             "with --model or --config",
         ),
-        (["plan", "sd15", "512", "--memory", "0.5 GB"], "memory: want a card's, which is 1 GB or more"),
-        (["plan", "sd15", "512", "--runtime", "mlx", "--steps", "3"], "steps: want none with --runtime mlx, which has"),
+        (["plan", "sd15", "512", "--memory", "0.5 GB"], "memory: expected 1 GB or more"),
+        (["plan", "sd15", "512", "--runtime", "mlx", "--steps", "3"], "steps: expected None with --runtime mlx, which"),
         (
             ["largest", "sdxl", "decode", "--engine", "1 GB", "--torch", "2.8.0", "--no-tf32"],
             "--torch 2.8.0, --no-tf32",
         ),
-        (["fits", "sdxl", "decode", "512", "--gpu", "RTX 9"], "or 'sm_89' with --memory '16 GB'; got 'RTX 9'"),
+        (["fits", "sdxl", "decode", "512", "--gpu", "RTX 9"], "sm_120 with --memory '16 GB'"),
     ):
         assert main(arguments) == 2
         assert message in capsys.readouterr().err
@@ -545,9 +548,9 @@ def test_the_largest_of_our_own_engine(capsys):
     assert re.match(r"\d+x\d+\n<Run decode", capsys.readouterr().out)
     for given in (["--gpu", "RTX 4090"], ["--used", "1 GB"], ["--no-tf32"]):
         assert main(["largest", "sdxl", "decode", "--engine", "2 GiB", *given]) == 2
-        assert "--engine: want nothing of a card beside it" in capsys.readouterr().err
+        assert "--engine: expected nothing of a card beside it" in capsys.readouterr().err
     assert main(["largest", "sdxl", "decode", "--precision", "high"]) == 2
-    assert "--precision: want it with --engine" in capsys.readouterr().err
+    assert "--precision: cannot be used without --engine" in capsys.readouterr().err
 
 
 def test_a_pipelines_phases(capsys):
@@ -563,7 +566,7 @@ def test_a_pipelines_phases(capsys):
     assert main(["fits", "sdxl", "1024", "--runtime", "sd.cpp", "--offload=--offload-to-cpu"]) == 0
     assert "--offload-to-cpu" in capsys.readouterr().out
     assert main(["fits", "sd15", "512", "--offload", "cpu"]) == 2
-    assert capsys.readouterr().err == "vaemem fits: --offload: want one of none, model, sequential, got 'cpu'\n"
+    assert capsys.readouterr().err == "vaemem fits: --offload: expected one of none, model, sequential, got 'cpu'\n"
 
 
 # ---- closed and broken streams ----

@@ -56,24 +56,24 @@ def test_config_names_the_known_models(tmp_path, name):
     ],
 )
 def test_config_refused_by_key(key, value):
-    with pytest.raises(ValueError, match=f"config: {key}.*: want .*, got "):
+    with pytest.raises(ValueError, match=f"config: {key}.*: expected .*, got "):
         configs.read_config({**SMALL, key: value})
 
 
 def test_a_family_beside_a_class_of_another_is_refused():
-    with pytest.raises(ValueError, match="config: family: want a key of AutoencoderKL, got 'wan'"):
+    with pytest.raises(ValueError, match="config: family: expected a key of AutoencoderKL, got 'wan'"):
         configs.read_config({**SMALL, "_class_name": "AutoencoderKL", "family": "wan"})
 
 
 def test_config_files_that_are_none(tmp_path):
     path = tmp_path / "config.json"
-    with pytest.raises(FileNotFoundError, match=r"config: want a config\.json, got .*config\.json"):
+    with pytest.raises(FileNotFoundError, match=r"config: expected a config\.json, got .*config\.json"):
         configs.read_config(tmp_path)
     for contents in (b"", b"{", b"\xff\xfe", b"[1]", b"[" * 100_000, b'{"act_fn": "gelu"}'):
         path.write_bytes(contents)
         with pytest.raises(ValueError, match=r"config: .*config\.json"):
             configs.read_config(path)
-    with pytest.raises(TypeError, match="config: want a path or a dict, got int"):
+    with pytest.raises(TypeError, match="config: expected a path or a dict, got int"):
         configs.read_config(7)
 
 

@@ -111,7 +111,7 @@ def test_a_plan_without_a_workspace_is_given_none(convs, limit):
 
 def test_no_plan_within_the_limit(convs):
     message = (
-        r"EDEVICE: cuDNN 92800: want an engine for float32 tf32 6x7x16, 32 filters 3x3, stride 1, within 1023 bytes of "
+        r"EDEVICE: cuDNN 92800: expected an engine for float32 tf32 6x7x16, 32 filters 3x3, stride 1, within 1023 bytes"
         r"workspace, got none \(the least that one wants is 1024\)"
     )
     with pytest.raises(RuntimeError, match=message):
@@ -140,7 +140,7 @@ BAD = [{"h": 2}, {"w": 0}, {"c": 0}, {"k": -1}, {"r": 0}, {"stride": 0}, {"h": 1
 
 @pytest.mark.parametrize("change", BAD)
 def test_not_a_convolution(convs, change):
-    with pytest.raises(RuntimeError, match="EINVAL: conv: want sizes of 1 to 1048575 with an output of 1 or more"):
+    with pytest.raises(RuntimeError, match="EINVAL: conv: expected sizes of 1 to 1048575 with an output of 1 or more"):
         convs.bytes(key(**change))
     assert convs.count() == 0
 
@@ -152,7 +152,7 @@ def test_described_device(stand_in_process, library, stand_in):
     assert turing.bytes(key("float16")) == 5 << 10
     with pytest.raises(RuntimeError, match=r"got none \(none at all fits this device\)"):
         turing.bytes(key("bfloat16"))
-    with pytest.raises(RuntimeError, match="EINVAL: cuDNN: want a device to run on, got a description"):
+    with pytest.raises(RuntimeError, match="EINVAL: cuDNN: expected a device to run on, got a description"):
         turing.run(key("float16"), *tensors(key("float16")))
     turing.close()
     nothing = stand_in_process.Convs(library, stand_in, "nothing")
@@ -304,10 +304,10 @@ X(cudnnBackendGetAttribute) X(cudnnBackendFinalize) X(cudnnGetErrorString) X(cud
 MORE
 """
 OPENED = [
-    (None, [], "want libcudnn.so.9, got "),
-    ("", [], "want a library with cudnnBackendCreateDescriptor, got one without"),
-    (FOUND, ["-DVERSION=81000", "-DMORE="], r"want 9\.0 or later, got 8\.10\.0"),
-    (FOUND, ["-DVERSION=92800", "-DMORE=X(cublasLtCreate)"], "want a library that runs, got one without cudnnBackendE"),
+    (None, [], "expected libcudnn.so.9, got "),
+    ("", [], "expected a library with cudnnBackendCreateDescriptor, got one without"),
+    (FOUND, ["-DVERSION=81000", "-DMORE="], r"expected 9\.0 or later, got 8\.10\.0"),
+    (FOUND, ["-DVERSION=92800", "-DMORE=X(cublasLtCreate)"], "expected a library that runs, got one without"),
 ]
 
 
@@ -364,5 +364,5 @@ def test_installed_cudnn_has_a_plan(installed, dtype, tf32):
 
 
 def test_installed_cudnn_says_which_convolution(installed):
-    with pytest.raises(RuntimeError, match="EINVAL: conv: want sizes"):
+    with pytest.raises(RuntimeError, match="EINVAL: conv: expected sizes"):
         installed.bytes(key(h=2))

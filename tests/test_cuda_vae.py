@@ -85,7 +85,7 @@ def test_latents_of_flux2_are_normalised_in_host_memory(dtype):
     assert error(there.encode(x, scaled=True).mode(), cpu.encode(x, scaled=True).mode()) < LIMIT[dtype] * 4
     assert error(there.decode(held, scaled=True), cpu.decode(held, scaled=True)) < LIMIT[dtype]
     for call in (there.decode, there.encode):
-        with pytest.raises(ValueError, match="scaled: want arrays in host memory for custom, whose latents"):
+        with pytest.raises(ValueError, match="scaled: expected arrays in host memory for custom, whose latents"):
             call(gpu.Array(held), scaled=True)
 
 
@@ -518,7 +518,7 @@ def test_limits_of_arrays_on_it():
         planned = there.estimate("decode", 48, 32, staged=False, memory_limit=limit)
         assert there.last_run.peak_bytes == planned.peak_bytes <= limit
     smallest = there.smallest("decode", 48, 32, staged=False)
-    with pytest.raises(ValueError, match=r"^memory_limit: want at least .+") as caught:
+    with pytest.raises(ValueError, match=r"^memory_limit: expected at least .+") as caught:
         there.decode(gpu.Array(z), memory_limit=smallest - 1)
     assert caught.value.smallest == smallest <= limit
 
@@ -536,7 +536,7 @@ def test_below_the_smallest_plan(op, convolution):
     ):
         for limit in (smallest - 1, 1):
             with pytest.raises(
-                ValueError, match=r"^memory_limit: want at least [^\n]+ for an? .+code of 32x24"
+                ValueError, match=r"^memory_limit: expected at least [^\n]+ for an? .+code of 32x24"
             ) as caught:
                 call(limit)
             assert caught.value.smallest == smallest
@@ -573,7 +573,7 @@ def test_auto_is_what_the_gpu_has_free_when_a_run_begins(monkeypatch):
         free = (limit - weights) * 8 // 7  # of which an eighth is for others
         monkeypatch.setenv("VAEMEM_EMULATED_MEMORY", str(emulator.live()[0] + free))
         if limit < min(limits):
-            with pytest.raises(ValueError, match="memory_limit: want at least"):
+            with pytest.raises(ValueError, match="memory_limit: expected at least"):
                 there.decode(z)
         else:
             there.decode(z)

@@ -55,17 +55,17 @@ def test_dlpack_chain_without_waiting():
 def test_dlpack_refusals():
     there = small_vae("flux", device="cuda")
     z = latents(there, 4, 4)
-    with pytest.raises(ValueError, match="z: want an array on cuda:0, got one on device"):
+    with pytest.raises(ValueError, match="z: expected an array on cuda:0, got one on device"):
         there.decode(gpu.Array(z, device=3))
-    with pytest.raises(ValueError, match=r"z: want shape \(N, 16, h, w\) for custom, got \(1, 3, 4, 4\)"):
+    with pytest.raises(ValueError, match=r"z: expected shape \(N, 16, h, w\) for custom, got \(1, 3, 4, 4\)"):
         there.decode(gpu.Array(z[:, :3]))
-    with pytest.raises(ValueError, match="z: want float32, float16 or bfloat16, got uint8"):
+    with pytest.raises(ValueError, match="z: expected float32, float16 or bfloat16, got uint8"):
         there.decode(gpu.Array(z.astype(np.uint8)))
     with pytest.raises(TypeError, match="another dtype"):
         there.decode(Strange(z))
-    with pytest.raises(ValueError, match="out: want float32 of shape"):
+    with pytest.raises(ValueError, match="out: expected float32 of shape"):
         there.decode(gpu.Array(z), out=gpu.Array(np.zeros((1, 3, 8, 8), np.float32)))
-    with pytest.raises(ValueError, match="x: want shape"):
+    with pytest.raises(ValueError, match="x: expected shape"):
         there.encode(gpu.Array(z))
     assert there.decode(z).shape == (1, 3, 16, 16)
 
@@ -131,7 +131,7 @@ def test_a_stream_that_is_captured_is_refused(monkeypatch):
     current = types.SimpleNamespace(cuda_stream=stream)
     torch = types.SimpleNamespace(cuda=types.SimpleNamespace(current_stream=lambda device: current))
     monkeypatch.setitem(sys.modules, "torch", torch)
-    with emulator.capturing(stream), pytest.raises(ValueError, match="stream: want one that is not being captured"):
+    with emulator.capturing(stream), pytest.raises(ValueError, match="stream: expected one that is not being captured"):
         there.decode(z)
 
 
@@ -186,7 +186,7 @@ def test_tiles_on_the_callers_stream(monkeypatch):
     out = Tensor(np.zeros((2, 24, 20, 3), np.uint8))
     assert there.decode(given, output_type="uint8", out=out, tiling=tiling) is out
     assert np.abs(out.numpy().astype(int) - cpu.decode(z, output_type="uint8", tiling=tiling)).max() <= 1
-    with pytest.raises(ValueError, match="out: want float32 of shape"):
+    with pytest.raises(ValueError, match="out: expected float32 of shape"):
         there.decode(given, tiling=tiling, out=out)
 
 
@@ -198,7 +198,7 @@ def test_a_device_array_says_what_it_cannot():
         np.asarray(array)
     with pytest.raises(TypeError, match=r"take it to a library first"):
         _ = there.encode(array).mean
-    with pytest.raises(TypeError, match="VAE: want one on the cpu to copy or to pickle, got one on cuda:0"):
+    with pytest.raises(TypeError, match="VAE: expected one on the cpu to copy or to pickle, got one on cuda:0"):
         pickle.dumps(there)
     with pytest.raises(AttributeError):
         there.device = "cpu"
@@ -233,13 +233,13 @@ def test_sampling_where_no_function_is_known():
 def test_what_wants_host_memory():
     there = small_vae("flux", device="cuda")
     x, z = images(9, 8), latents(there, 2, 2)
-    with pytest.raises(ValueError, match="pad: want an array in host memory, got one in a GPU's"):
+    with pytest.raises(ValueError, match="pad: expected an array in host memory, got one in a GPU's"):
         there.encode(gpu.Array(x), pad="edge")
-    with pytest.raises(ValueError, match="output_type: want float or uint8 for z in a GPU's memory, got 'pil'"):
+    with pytest.raises(ValueError, match="output_type: expected float or uint8 for z in a GPU's memory, got 'pil'"):
         there.decode(gpu.Array(z), output_type="pil")
-    with pytest.raises(ValueError, match="copy: want a VAE on the cpu, got one on cuda:0"):
+    with pytest.raises(ValueError, match="copy: expected a VAE on the cpu, got one on cuda:0"):
         there.copy()
-    with pytest.raises(ValueError, match="state_dict: want a VAE on the cpu, got one on cuda:0"):
+    with pytest.raises(ValueError, match="state_dict: expected a VAE on the cpu, got one on cuda:0"):
         there.state_dict()
     cpu = small_vae("flux")
     assert error(there.encode(x, pad="edge").moments, cpu.encode(x, pad="edge").moments) < LIMIT["float32"]

@@ -216,7 +216,7 @@ def test_tiles_for_which_there_is_no_room(monkeypatch):
     there.decode(given, tiling=tiling)  # which has given the arena back
     there.trim()
     monkeypatch.setenv("VAEMEM_EMULATED_MEMORY", str(emulator.live()[0] + taken.output_bytes + 256))
-    says = r"cuda:0.*: want .* MiB more, .* are free. This decode of 48x32 in tiles holds 0\.02 MiB of output and "
+    says = r"cuda:0.*: expected .* MiB more, .* are free. This decode of 48x32 in tiles holds 0\.02 MiB of output and "
     with pytest.raises(MemoryError, match=says + r"0\.01 MiB to blend"):
         there.decode(given, tiling=tiling)
     assert there.reserved_bytes == weights
@@ -344,22 +344,22 @@ def test_smaller_plans_fit_where_the_first_do_not(monkeypatch):
 
 
 def test_bad_arguments():
-    with pytest.raises(ValueError, match="device: want cpu, cuda or cuda:N, got 'gpu'"):
+    with pytest.raises(ValueError, match="device: expected cpu, cuda or cuda:N, got 'gpu'"):
         small_vae("sd", device="gpu")
-    with pytest.raises(ValueError, match=r"device: want one of \d+ \(cuda:0.*\), got cuda:77"):
+    with pytest.raises(ValueError, match=r"device: expected one of \d+ \(cuda:0.*\), got cuda:77"):
         small_vae("sd", device="cuda:77")
-    with pytest.raises(ValueError, match="dtype: want one of float32, float16, bfloat16, got 'int8'"):
+    with pytest.raises(ValueError, match="dtype: expected one of float32, float16, bfloat16, got 'int8'"):
         small_vae("sd", device="cuda", dtype="int8")
-    with pytest.raises(ValueError, match="convolution: want one of auto, cudnn, own, got 'mine'"):
+    with pytest.raises(ValueError, match="convolution: expected one of auto, cudnn, own, got 'mine'"):
         small_vae("sd", device="cuda", dtype="float16", convolution="mine")
     with pytest.raises(ValueError, match="convolution: our own is for float16 and bfloat16, got dtype float32"):
         small_vae("sd", device="cuda", convolution="own")
-    with pytest.raises(ValueError, match=r"precision: want highest with dtype float16 .*, got 'high'"):
+    with pytest.raises(ValueError, match=r"precision: expected highest with dtype float16 .*, got 'high'"):
         small_vae("sd", device="cuda", dtype="float16", precision="high")
     there = small_vae("sd", device="cuda")
-    with pytest.raises(ValueError, match="save: want a VAE on the cpu"):
+    with pytest.raises(ValueError, match="save: expected a VAE on the cpu"):
         there.save("x.safetensors")
-    with pytest.raises(ValueError, match="want a model on the CPU"):
+    with pytest.raises(ValueError, match="expected a model on the CPU"):
         there._core.get_tensor("decoder.conv_in.weight")
 
 
@@ -367,14 +367,14 @@ def test_bfloat16_wants_ampere(monkeypatch):
     gpu.emulator()
     monkeypatch.setenv("VAEMEM_EMULATED_SM", "75")
     with pytest.raises(
-        ValueError, match=r"dtype: want a GPU of compute capability 8.0 or later for bfloat16, got .* 7.5"
+        ValueError, match=r"dtype: expected a GPU of compute capability 8.0 or later for bfloat16, got .* 7.5"
     ):
         small_vae("sd", device="cuda", dtype="bfloat16")
-    with pytest.raises(ValueError, match=r"precision: want a GPU of compute capability 8.0 or later for TF32 .* 7.5"):
+    with pytest.raises(ValueError, match=r"precision: expected a GPU of compute capability 8.0 or later for TF32 .*"):
         small_vae("sd", device="cuda", precision="medium")
     rows = {asked: vaemem.backends(*asked)[-1] for asked in (("float16",), ("bfloat16",), ("float32", "high"))}
     assert [row["usable"] for row in rows.values()] == [True, False, False]
-    assert rows["bfloat16",]["why"].endswith("has compute capability 7.5: want 8.0 or later")
+    assert rows["bfloat16",]["why"].endswith("has compute capability 7.5: expected 8.0 or later")
     cpu, there = pair("sd", "float16")
     z = latents(cpu, 4, 4)
     assert error(there.decode(z), cpu.decode(z)) < LIMIT["float16"]
@@ -383,11 +383,11 @@ def test_bfloat16_wants_ampere(monkeypatch):
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_weights_must_be_finite(bad):
     there = small_vae("sd", device="cuda")
-    with pytest.raises(ValueError, match=r"decoder.conv_in.bias: want finite numbers, got Inf or NaN"):
+    with pytest.raises(ValueError, match=r"decoder.conv_in.bias: expected finite numbers, got Inf or NaN"):
         there._core.set_tensor("decoder.conv_in.bias", np.full(64, bad, np.float32))
     for dtype, large in (("float16", 7e4), ("bfloat16", np.finfo(np.float32).max)):
         half = small_vae("sd", device="cuda", dtype=dtype)
-        with pytest.raises(ValueError, match=rf"decoder.conv_in.weight: want numbers within {dtype}'s range"):
+        with pytest.raises(ValueError, match=rf"decoder.conv_in.weight: expected numbers within {dtype}'s range"):
             half._core.set_tensor("decoder.conv_in.weight", np.full((64, 4, 3, 3), large, np.float32))
 
 
@@ -403,9 +403,9 @@ def test_no_driver_and_an_old_one():
         (
             "VAEMEM_LIBCUDA",
             "/nowhere/libcuda.so.1",
-            "CUDA: want an NVIDIA driver, got /nowhere/libcuda.so.1: cannot open",
+            "CUDA: expected an NVIDIA driver, got /nowhere/libcuda.so.1: cannot open",
         ),
-        ("VAEMEM_EMULATED_DRIVER", "11040", "CUDA: want a driver for CUDA 12.0 or later, got one for 11.4"),
+        ("VAEMEM_EMULATED_DRIVER", "11040", "CUDA: expected a driver for CUDA 12.0 or later, got one for 11.4"),
     ):
         environment = os.environ | {name: value}
         done = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, env=environment)
@@ -426,7 +426,7 @@ def test_own_convolution_needs_no_cudnn(monkeypatch, tmp_path):
     gpu.emulator()
     (tmp_path / "libcudnn.so.9").write_bytes(b"no library")
     monkeypatch.setenv("VAEMEM_CUDNN", str(tmp_path))
-    with pytest.raises(RuntimeError, match=r"cuDNN: want libcudnn.so.9"):
+    with pytest.raises(RuntimeError, match=r"cuDNN: expected libcudnn.so.9"):
         gpu_process('VAE.random("sdxl", device="cuda", dtype="float16", parts="decoder", convolution="cudnn")')
     gpu_process('VAE.random("sdxl", device="cuda", dtype="float16", convolution="own").estimate("decode", 64, 64)')
     gpu_process('VAE.random("sdxl", device="cuda", dtype="float16", convolution="own").estimate("encode", 64, 64)')

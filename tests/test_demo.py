@@ -128,5 +128,5 @@ def test_the_timeline_marks_the_peak():
     (text,) = axes.texts
     assert text.get_text() == f"peak {run.peak_bytes / 2**20:,.1f} MiB"
     assert run.passes[round(text.get_position()[1])] == run.peak_pass
-    with pytest.raises(ValueError, match=r"run: want what VAE.estimate gives or VAE.last_run holds, got Prediction"):
+    with pytest.raises(ValueError, match=r"run: expected what VAE.estimate gives or VAE.last_run holds, got"):
         plot.timeline(predict("sdxl", "decode", 512, 512))

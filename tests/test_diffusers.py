@@ -189,7 +189,7 @@ def test_a_memory_limit_gives_the_same_bits():
     assert torch.equal(ours.decode(z).sample, want)
     assert ours.last_run.peak_bytes <= ours.memory_limit and ours.last_run.work > 1
     ours.memory_limit = 1
-    with pytest.raises(ValueError, match="memory_limit: want at least"):
+    with pytest.raises(ValueError, match="memory_limit: expected at least"):
         ours.decode(z)
 
 
@@ -199,14 +199,14 @@ def test_gradients_are_refused():
     want = ours.decode(z).sample
     assert torch.equal(ours.decode(z.requires_grad_()).sample, want), "none are wanted under no_grad"
     with torch.enable_grad():
-        with pytest.raises(ValueError, match=r"z: want a tensor that needs no gradient, .*decode under torch.no_grad"):
+        with pytest.raises(ValueError, match=r"z: expected a tensor that needs no gradient, .*decode under"):
             ours.decode(z)
         with pytest.raises(ValueError, match=r"or give x.detach\(\)"):
             ours.encode(x.requires_grad_())
         assert torch.equal(ours.decode(z.detach()).sample, want)
     with torch.autograd.forward_ad.dual_level():
         tangent = torch.autograd.forward_ad.make_dual(z.detach(), z.detach())
-        with pytest.raises(ValueError, match="z: want a tensor that needs no gradient"):
+        with pytest.raises(ValueError, match="z: expected a tensor that needs no gradient"):
             ours.decode(tangent)
 
 
@@ -220,12 +220,12 @@ def test_to():
     with torch.inference_mode():
         assert ours.half().dtype == torch.float16 and ours.post_quant_conv.bias.dtype == torch.float16
     assert torch.equal(ours.float().decode(z).sample, want), "the weights were not rounded on the way"
-    with pytest.raises(RuntimeError, match=r"post_quant_conv\.weight: want encode"):
+    with pytest.raises(RuntimeError, match=r"post_quant_conv\.weight: expected encode"):
         ours.post_quant_conv(z)
     for dtype in (torch.float64, torch.float8_e4m3fn):
-        with pytest.raises(ValueError, match=r"dtype: want float32, float16 or bfloat16, got torch\.float"):
+        with pytest.raises(ValueError, match=r"dtype: expected float32, float16 or bfloat16, got torch\.float"):
             ours.to(dtype)
-    with pytest.raises(ValueError, match="device: want cpu or cuda, got meta"):
+    with pytest.raises(ValueError, match="device: expected cpu or cuda, got meta"):
         ours.to("meta")
     assert ours.dtype == torch.float32 and ours.device.type == "cpu"
     if not torch.cuda.is_available():
@@ -246,7 +246,7 @@ def test_it_computes_in_the_modules_dtype(dtype):
     assert torch.equal(got, torch.from_numpy(there.decode(z.numpy())).to(half))
     rounded = AutoencoderKL(small_vae(dtype=dtype), config("sd"))
     assert rounded.dtype == half and rounded._engine() is rounded.vae and rounded.decode(z).sample.dtype == half
-    with pytest.raises(ValueError, match=f"copy: want weights that {dtype} gives exactly, .*: load it in float32"):
+    with pytest.raises(ValueError, match=f"copy: expected weights that {dtype} gives exactly, .*: load it in float32"):
         rounded.float().decode(z)
     state, rounded = rounded.state_dict(), rounded.to(half)
     assert all(t.dtype == half and torch.equal(t, state[n].to(half)) for n, t in rounded.state_dict().items())
@@ -260,7 +260,7 @@ def test_what_is_set_on_the_vae_holds_for_its_copy():
         ours.decode(z)
         assert ours.last_run.threads == threads
     ours.vae.memory_limit = "1 MiB"
-    with pytest.raises(ValueError, match="memory_limit: want at least"):
+    with pytest.raises(ValueError, match="memory_limit: expected at least"):
         ours.decode(z)
 
 
@@ -284,7 +284,7 @@ def test_precision(monkeypatch, tmp_path):
             elsewhere.setattr(AutoencoderKL, "device", property(lambda self: torch.device("cuda:0")))
             ours.float()._engine()
         assert made == [("cuda:0", "float32")]  # whose precision is the copied one's
-    with pytest.raises(ValueError, match="precision: want one of highest, high, medium, got 'best'"):
+    with pytest.raises(ValueError, match="precision: expected one of highest, high, medium, got 'best'"):
         AutoencoderKL.from_module(theirs, precision="best")
 
 
@@ -336,7 +336,7 @@ def test_moving(monkeypatch):
     ours._apply(lambda tensor: there)
     assert made == [("cuda:0", "float16")]
     assert ours.device == torch.device("cuda:0") and ours.dtype == torch.float16
-    with pytest.raises(ValueError, match="z: want a tensor on cuda:0, where the module is, got one on cpu"):
+    with pytest.raises(ValueError, match="z: expected a tensor on cuda:0, where the module is, got one on cpu"):
         ours.decode(tensors()[1])
     ours._apply(lambda tensor: torch.empty(0))
     assert ours._engine() is ours.vae and torch.isfinite(ours.decode(tensors()[1]).sample).all()
@@ -354,7 +354,7 @@ def test_on_a_gpu(dtype):
     assert image.is_cuda and mean.is_cuda and ours.last_run.backend.startswith("cuda")
     close(image.cpu(), want[0], limit)
     close(mean.cpu(), want[1], limit)
-    with pytest.raises(ValueError, match="z: want a tensor on cuda:0, where the module is, got one on cpu"):
+    with pytest.raises(ValueError, match="z: expected a tensor on cuda:0, where the module is, got one on cpu"):
         ours.decode(z.cpu())
     ours.enable_tiling()
     ours.tile_latent_min_size, ours.tile_sample_min_size = 4, 16
@@ -372,17 +372,17 @@ def test_what_is_refused():
         (
             lambda: ours.decode(z.to("meta")),
             ValueError,
-            "z: want a tensor on cpu, where the module is, got one on meta",
+            "z: expected a tensor on cpu, where the module is, got one on meta",
         ),
-        (lambda: ours.decode(z.int()), TypeError, "z: want a tensor of floating-point numbers, got torch.int32"),
-        (lambda: ours.decode(z.numpy()), TypeError, "z: want a tensor of floating-point numbers, got ndarray"),
-        (lambda: ours.decode(z[:, :3]), ValueError, r"z: want shape \(N, 4, h, w\)"),
+        (lambda: ours.decode(z.int()), TypeError, "z: expected a tensor of floating-point numbers, got torch.int32"),
+        (lambda: ours.decode(z.numpy()), TypeError, "z: expected a tensor of floating-point numbers, got ndarray"),
+        (lambda: ours.decode(z[:, :3]), ValueError, r"z: expected shape \(N, 4, h, w\)"),
         (
             lambda: ours.encode(torch.zeros(1, 3, 16, 18)),
             ValueError,
-            r"x: want a height and a width that are multiples of 4, got \(1, 3, 16, 18\): pad the image first",
+            r"x: expected a height and a width that are multiples of 4, got \(1, 3, 16, 18\); pad the image first",
         ),
-        (lambda: AutoencoderKL.from_module(torch.nn.Linear(1, 1)), TypeError, "module: want diffusers' AutoencoderKL"),
+        (lambda: AutoencoderKL.from_module(torch.nn.Linear(1, 1)), TypeError, "module: expected diffusers'"),
     ):
         with pytest.raises(kind, match=message):
             call()
@@ -411,7 +411,7 @@ def test_a_layer_alone_is_refused():
         ("post_quant_conv.weight", lambda: weight.copy_(theirs.post_quant_conv.weight)),
         ("post_quant_conv.weight", lambda: torch.equal(theirs.post_quant_conv.weight, weight)),
     ):
-        with pytest.raises(RuntimeError, match=rf"{name}: want encode\(\) or decode\(\) of the whole VAE"):
+        with pytest.raises(RuntimeError, match=rf"{name}: expected encode\(\) or decode\(\) of the whole VAE"):
             call()
     assert isinstance(weight, torch.nn.Parameter) and weight.device.type == "meta" and not weight.requires_grad
     assert weight.shape == (4, 4, 1, 1) and weight.half().dtype == torch.float16
@@ -446,7 +446,7 @@ def test_copies():
         assert (one.dtype, one.use_slicing, one.memory_limit, one.vae.threads) == (torch.bfloat16, True, "1 GiB", 1)
         assert (one.progress, one.cancel, dict(one.config)) == (False, None, dict(ours.config))
         assert one.float()._engine() is one.vae
-        with pytest.raises(RuntimeError, match=r"post_quant_conv\.weight: want encode"):
+        with pytest.raises(RuntimeError, match=r"post_quant_conv\.weight: expected encode"):
             one.post_quant_conv(z)
 
 
@@ -469,7 +469,7 @@ def test_a_trace_is_refused(way):
         "vmap": lambda: torch.vmap(decode)(z[None]),
     }[way]
     with pytest.raises(
-        RuntimeError, match=r"[xz]: want a tensor with numbers, got one that PyTorch traces, exports or"
+        RuntimeError, match=r"[xz]: expected a tensor with numbers, got one that PyTorch traces, exports or"
     ):
         call()
     assert torch.isfinite(decode(z)).all()
@@ -516,7 +516,7 @@ def test_a_state_dict_of_a_module_around_it_has_its_weights():
     want, got = (torch.nn.ModuleDict({"head": head, "vae": vae}).state_dict() for vae in (theirs, ours))
     assert got.keys() == want.keys() and all(torch.equal(got[name], t) for name, t in want.items())
     for part in (ours.decoder, ours.post_quant_conv, torch.nn.Sequential(ours.encoder), copy.deepcopy(ours).decoder):
-        with pytest.raises(RuntimeError, match=r": want state_dict\(\) of the whole VAE, got that of a part of it"):
+        with pytest.raises(RuntimeError, match=r": expected state_dict\(\) of the whole VAE, got that of a part of it"):
             part.state_dict()
 
 
@@ -595,7 +595,7 @@ def test_from_single_file(tmp_path):
 def test_a_scaling_that_is_not_known(tmp_path):
     """A file's tensors do not tell it (SD1.5's and SDXL's are the same), and a pipeline divides by it."""
     small_vae().save(tmp_path / "vae.safetensors")
-    with pytest.raises(ValueError, match="config: want a scaling_factor: load with model='sd15', model='sdxl' or"):
+    with pytest.raises(ValueError, match="config: expected a scaling_factor: load with model='sd15', model='sdxl' or"):
         AutoencoderKL.from_single_file(tmp_path / "vae.safetensors")
     settings = config("sd") | {"scaling_factor": 0.5, "sample_size": 96}
     ours = AutoencoderKL.from_single_file(tmp_path / "vae.safetensors", config=settings)

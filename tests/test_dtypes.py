@@ -77,7 +77,7 @@ def test_arrays_are_float32_or_bytes_whatever_the_dtype(dtype):
     assert picture.dtype == np.uint8
     assert np.abs(picture.astype(int) - vae.decode(z, output_type="uint8")).mean() < 255 * LIMIT[dtype] + 0.05
     assert error(halves.encode(picture).mean, vae.encode(picture).mean) < 2 * LIMIT[dtype]
-    with pytest.raises(ValueError, match=r"out: want .*float32"):
+    with pytest.raises(ValueError, match=r"out: expected .*float32"):
         halves.decode(z, out=np.empty((1, 3, 16, 16), np.float16))
 
 
@@ -233,7 +233,7 @@ def test_rounding_is_said(dtype):
     filters = {name for name, shape in vae._core.tensors if len(shape) > 1}
     assert set(rounded.rounded) == filters
     assert f"cpu {dtype}, {len(filters)} tensors rounded, " in repr(rounded)
-    want = f"copy: want weights that {dtype} gives exactly, got one that rounded {len(filters)} tensors, such as "
+    want = f"copy: expected weights that {dtype} gives exactly, got weights that rounded {len(filters)} tensors, such"
     with pytest.raises(ValueError, match=re.escape(want)):
         rounded.copy(dtype="float32")
     state = rounded.state_dict()
@@ -285,10 +285,10 @@ def test_numbers_that_halves_do_not_reach():
     vae = small_vae()
     state = vae.state_dict()
     state["decoder.conv_in.weight"][0, 0] = np.finfo(np.float32).max  # above bfloat16's largest by half a step of it
-    with pytest.raises(ValueError, match=r"decoder.conv_in.weight: want numbers within bfloat16's range, got larger"):
+    with pytest.raises(ValueError, match=r"decoder.conv_in.weight: expected numbers within bfloat16's range, got"):
         VAE.load(state, config=config("sd"), dtype="bfloat16")
     state["decoder.conv_in.weight"][0, 0] = 7e4
-    with pytest.raises(ValueError, match=r"decoder.conv_in.weight: want numbers within float16's range, got larger"):
+    with pytest.raises(ValueError, match=r"decoder.conv_in.weight: expected numbers within float16's range, got"):
         VAE.load(state, config=config("sd"), dtype="float16")
     assert VAE.load(state, config=config("sd"), dtype="bfloat16").dtype == "bfloat16"
     state["decoder.conv_in.weight"][0, 0] = np.nan  # what is none in the file is none in the model
@@ -378,19 +378,19 @@ def test_commands(dtype, capsys, tmp_path):
     for refused in (["info", str(tmp_path / "vae")], largest, ["backends"]):
         status = main([*refused, "--dtype", dtype, "--precision", "high"])
         assert status == (0 if dtype == "float32" else 2)
-        assert dtype == "float32" or f"precision: want highest with dtype {dtype}" in capsys.readouterr().err
+        assert dtype == "float32" or f"precision: expected highest with dtype {dtype}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "asked, message",
     [
-        ({"dtype": "quarter"}, "dtype: want one of float32, float16, bfloat16, got 'quarter'"),
-        ({"precision": "best"}, "precision: want one of highest, high, medium, got 'best'"),
-        ({"dtype": "float16", "precision": "medium"}, "precision: want highest with dtype float16 .*, got 'medium'"),
+        ({"dtype": "quarter"}, "dtype: expected one of float32, float16, bfloat16, got 'quarter'"),
+        ({"precision": "best"}, "precision: expected one of highest, high, medium, got 'best'"),
+        ({"dtype": "float16", "precision": "medium"}, "precision: expected highest with dtype float16 .*, got"),
     ],
 )
 def test_bad_numbers(asked, message):
     vae = small_vae()
     for ask in (vaemem.backends, vae.copy, small_vae, lambda **kw: tradeoff("sdxl", "decode", 64, 64, **kw)):
-        with pytest.raises(ValueError, match=message.replace("dtype: want", "dtypes?: want")):
+        with pytest.raises(ValueError, match=message.replace("dtype: expected", "dtypes?: expected")):
             ask(**asked)

@@ -123,7 +123,7 @@ def test_range():
     assert f.lowest > 64 and not names <= live(out)
     above = 4096  # the largest that is looked at: there images of 2^31 elements take no workspace
     assert f.below.startswith(f"at {out}x{out} encoder.") and f.above.startswith(f"at {above}x{above} encoder.")
-    with pytest.raises(ValueError, match=rf"want {f.lowest}\^2 to {f.highest}\^2.*got {out}x{out}"):
+    with pytest.raises(ValueError, match=rf"expected {f.lowest}\^2 to {f.highest}\^2.*got {out}x{out}"):
         f.predict(out, out)
     assert f.below.removeprefix(f"at {out}x{out} ") in live(out)
     # sizes that are no multiple of 64 may fall outside of it, which the form tells of those it looked at
@@ -265,20 +265,20 @@ def test_of_a_prediction():
     tiled = predict("sdxl", "decode_tiled", 1024, 1024, "float16")
     assert tiled.formula.startswith(f"none: {tiled.allocated} bytes at this size; a tiled peak")
     small = predict("flux", "encode", 64, 64, "float16")
-    assert small.formula.startswith(f"none: {small.allocated} bytes at this size; formula: want 3 squares or more")
+    assert small.formula.startswith(f"none: {small.allocated} bytes at this size; formula: expected 3 squares or more")
 
 
 def test_bad_input():
     with pytest.raises(
-        ValueError, match="op: want 'encode' or 'decode' of the VAE, got None with 'sd15'; the formula of a whole"
+        ValueError, match="op: expected 'encode' or 'decode' of the VAE, got None with 'sd15'; the formula of a whole"
     ):
         formula("sd15")
-    with pytest.raises(ValueError, match="op: want one of"):
+    with pytest.raises(ValueError, match="op: expected one of"):
         closed("sdxl", "paint")
-    with pytest.raises(ValueError, match="model: want one of"):
+    with pytest.raises(ValueError, match="model: expected one of"):
         closed("sd9", "decode")
-    with pytest.raises(ValueError, match="closed: want 'encode' or 'decode'"):
+    with pytest.raises(ValueError, match="closed: expected 'encode' or 'decode'"):
         closed("sdxl", "decode_tiled")
     f = closed("sdxl", "decode")
-    with pytest.raises(ValueError, match="height: want a whole number of at least 1, got 0"):
+    with pytest.raises(ValueError, match="height: expected a whole number of at least 1, got 0"):
         f.predict(0, 512)

@@ -152,19 +152,19 @@ def test_configs(name):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"block_out_channels": (96, 200)}, "block_out_channels: want multiples of the first"),
-        ({"decoder_block_out_channels": (32, 32, 128, 128)}, "block_out_channels: want multiples of the first"),
-        ({"decoder_block_out_channels": 5}, "decoder_block_out_channels: want a list of positive integers, got 5"),
-        ({"block_out_channels": None}, "block_out_channels: want a list of positive integers, got None"),
-        ({"latents_mean": "x"}, "latents_mean: want a list of finite numbers"),
-        ({"latent_channels": None}, "z_dim: want a positive integer"),
-        ({"family": "kl"}, "block_out_channels: want a key of|family: want a key of|norm_eps|norm_num_groups"),
+        ({"block_out_channels": (96, 200)}, "block_out_channels: expected multiples of the first"),
+        ({"decoder_block_out_channels": (32, 32, 128, 128)}, "block_out_channels: expected multiples of the first"),
+        ({"decoder_block_out_channels": 5}, "decoder_block_out_channels: expected a list of positive integers, got 5"),
+        ({"block_out_channels": None}, "block_out_channels: expected a list of positive integers, got None"),
+        ({"latents_mean": "x"}, "latents_mean: expected a list of finite numbers"),
+        ({"latent_channels": None}, "z_dim: expected a positive integer"),
+        ({"family": "kl"}, "block_out_channels: expected a key of|family: expected a key of|norm_eps|norm_num_groups"),
     ],
 )
 def test_architectures_that_no_config_says(change, message):
     with pytest.raises(ValueError, match=message):
         configs.read_config(_core.models()["qwen-image"] | change)
-    with pytest.raises(ValueError, match="family: want kl, wan, hunyuan_image or tiny, got 'x'"):
+    with pytest.raises(ValueError, match="family: expected kl, wan, hunyuan_image or tiny, got 'x'"):
         _core.Model(_core.models()["qwen-image"] | {"family": "x"})
 
 
@@ -178,20 +178,20 @@ def test_other_ends_and_decoders_are_said():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"attn_scales": [0.5]}, r"attn_scales: want \[\], the only one that runs here, got \[0.5\]"),
-        ({"dropout": 0.1}, "dropout: want 0.0, the only one that runs here, got 0.1"),
+        ({"attn_scales": [0.5]}, r"attn_scales: expected \[\], the only one that runs here, got \[0.5\]"),
+        ({"dropout": 0.1}, "dropout: expected 0.0, the only one that runs here, got 0.1"),
         ({"is_residual": True}, "encoder.down_blocks.2.avg_shortcut: 32 channels cannot be averaged to 64"),
-        ({"is_residual": True, "temperal_downsample": [True]}, "temperal_downsample: want 2 of true or false"),
-        ({"patch_size": 2}, "in_channels: want four channels for each of an image, as a patch_size of 2 makes them"),
-        ({"patch_size": 4}, "patch_size: want 1 or 2, got 4"),
-        ({"dim_mult": [2, 4, 4]}, "dim_mult: want a list that begins with 1"),
-        ({"dim_mult": [1, "2"]}, r"dim_mult\[1\]: want a positive integer"),
-        ({"base_dim": 0}, "base_dim: want a positive integer"),
-        ({"z_dim": 5}, "latents_mean, latents_std: want 5 numbers each"),
-        ({"latents_std": None}, "latents_std: want a list of finite numbers, got None"),
-        ({"latents_std": [1, 1, 1, 0]}, r"config: latents_std\[3\]: want more than 0"),
-        ({"block_out_channels": [32]}, "block_out_channels: want a key of AutoencoderKLWan"),
-        ({"base_dim": 15, "dim_mult": [1, 3, 3]}, r"config: block_out_channels\[1\]: want an even number"),
+        ({"is_residual": True, "temperal_downsample": [True]}, "temperal_downsample: expected 2 of true or false"),
+        ({"patch_size": 2}, "in_channels: expected four channels for each of an image, as a patch_size of 2 makes"),
+        ({"patch_size": 4}, "patch_size: expected 1 or 2, got 4"),
+        ({"dim_mult": [2, 4, 4]}, "dim_mult: expected a list that begins with 1"),
+        ({"dim_mult": [1, "2"]}, r"dim_mult\[1\]: expected a positive integer"),
+        ({"base_dim": 0}, "base_dim: expected a positive integer"),
+        ({"z_dim": 5}, "latents_mean, latents_std: expected 5 numbers each"),
+        ({"latents_std": None}, "latents_std: expected a list of finite numbers, got None"),
+        ({"latents_std": [1, 1, 1, 0]}, r"config: latents_std\[3\]: expected more than 0"),
+        ({"block_out_channels": [32]}, "block_out_channels: expected a key of AutoencoderKLWan"),
+        ({"base_dim": 15, "dim_mult": [1, 3, 3]}, r"config: block_out_channels\[1\]: expected an even number"),
     ],
 )
 def test_configs_refused_by_key(change, message):
@@ -200,7 +200,7 @@ def test_configs_refused_by_key(change, message):
 
 
 def test_saving_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="only what one frame meets is kept: copy the file that was loaded"):
+    with pytest.raises(ValueError, match="got one with the filters of a single frame; copy the file that was loaded"):
         small_vae("qwen").save(tmp_path / "a.safetensors")
 
 
@@ -271,9 +271,9 @@ def test_the_drop_in_is_diffusers_for_one_frame(name):
             (ours.decode(z, return_dict=False)[0], theirs.decode(z, return_dict=False)[0]),
         ):
             assert mine.shape == want.shape and error(mine.numpy(), want.double().numpy()) <= PARITY
-        with pytest.raises(ValueError, match=r"z: want one frame, \(N, C, 1, h, w\), got \(2, 4, 2, 4, 6\)"):
+        with pytest.raises(ValueError, match=r"z: expected one frame, \(N, C, 1, h, w\), got \(2, 4, 2, 4, 6\)"):
             ours.decode(z.repeat(1, 1, 2, 1, 1))
-        with pytest.raises(TypeError, match="x: want a tensor of floating-point numbers"):
+        with pytest.raises(TypeError, match="x: expected a tensor of floating-point numbers"):
             ours.encode(z.int())
     with pytest.raises(RuntimeError, match="which keeps only what one frame meets"):
         ours.state_dict()
@@ -285,7 +285,7 @@ def test_the_drop_in_is_diffusers_for_one_frame(name):
             want = theirs.decode(torch.cat([z, z], 3)).sample
             assert error(tiled.decode(torch.cat([z, z], 3)).sample.numpy(), want.double().numpy()) <= PARITY
             tiled.enable_tiling(16, 16, 12, 8)
-            with pytest.raises(ValueError, match="want square tiles, as far apart either way"):
+            with pytest.raises(ValueError, match="expected square tiles, as far apart either way"):
                 tiled.decode(torch.cat([z, z], 3))
 
 
@@ -294,7 +294,7 @@ def test_measurements_are_of_autoencoders_of_images():
     from vaemem.pytorch.measuring import _maker
 
     with pytest.raises(
-        ValueError, match="model: want an autoencoder of images, got 'qwen-image', which diffusers runs"
+        ValueError, match="model: expected an autoencoder of images, got 'qwen-image', which diffusers runs"
     ):
         _maker("qwen-image", "diffusers")
 
@@ -391,11 +391,11 @@ def test_what_people_call_the_others(said, name):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("sd15", {"image_patch": 2}, "temperal_downsample, image_patch: want none, got them of another family"),
-        ("sd15", {"temperal_downsample": (True,) * 3}, "temperal_downsample, image_patch: want none"),
-        ("wan2.2", {"image_patch": 3}, "image_patch: want 2, got 3"),
+        ("sd15", {"image_patch": 2}, "temperal_downsample, image_patch: expected none, got them of another family"),
+        ("sd15", {"temperal_downsample": (True,) * 3}, "temperal_downsample, image_patch: expected none"),
+        ("wan2.2", {"image_patch": 3}, "image_patch: expected 2, got 3"),
         ("hunyuanimage-2.1", {"norm_num_groups": 2, "block_out_channels": (2,) * 6, "latent_channels": 1},
-         "block_out_channels: want multiples of 4, got 2"),
+         "block_out_channels: expected multiples of 4, got 2"),
     ],
 )  # fmt: skip
 def test_architectures_that_cannot_be_moved(name, change, message):
@@ -406,8 +406,8 @@ def test_architectures_that_cannot_be_moved(name, change, message):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("hunyuan", {"downsample_match_channel": False}, "downsample_match_channel: want True, the only one that runs"),
-        ("hunyuan", {"spatial_compression_ratio": 8}, "spatial_compression_ratio: want 4, for 3 levels, got 8"),
+        ("hunyuan", {"downsample_match_channel": False}, "downsample_match_channel: expected True, the only one that"),
+        ("hunyuan", {"spatial_compression_ratio": 8}, "spatial_compression_ratio: expected 4, for 3 levels, got 8"),
         ("hunyuan", {"latent_channels": 7}, "encoder.mean: 64 channels cannot be averaged to 14"),
         ("hunyuan", {"latent_channels": 48}, "encoder.mean: 64 channels cannot be averaged to 96"),
         (
@@ -415,10 +415,10 @@ def test_architectures_that_cannot_be_moved(name, change, message):
             {"block_out_channels": (32, 96, 64)},
             "encoder.down_blocks.1.shortcut: 32 channels cannot be averaged to 96",
         ),
-        ("hunyuan", {"act_fn": "silu"}, "act_fn: want a key of AutoencoderKLHunyuanImage"),
+        ("hunyuan", {"act_fn": "silu"}, "act_fn: expected a key of AutoencoderKLHunyuanImage"),
         ("qwen21", {"base_dim": 12, "dim_mult": [1, 2, 3]}, "avg_shortcut: 24 channels cannot be averaged to 36"),
-        ("qwen21", {"temperal_downsample": [0, 1]}, r"temperal_downsample\[0\]: want true or false"),
-        ("qwen21", {"is_residual": 1}, "is_residual: want true or false"),
+        ("qwen21", {"temperal_downsample": [0, 1]}, r"temperal_downsample\[0\]: expected true or false"),
+        ("qwen21", {"is_residual": 1}, "is_residual: expected true or false"),
     ],
 )
 def test_what_cannot_be_moved_is_refused(name, change, message):

@@ -162,27 +162,27 @@ def test_shapes():
     assert x.permute(2, 0, 1, 3).cont().is_dense and x.view(4, 2, 5).ne == (4, 2, 5, 1)
     assert mul_mat(Node("", (4, 7)), x).ne == (7, 6, 5, 1)
     assert flash_attn_ext(x, x, x).ne == (4, 5, 6, 1)
-    with pytest.raises(ValueError, match="want 120 elements side by side"):
+    with pytest.raises(ValueError, match="expected 120 elements side by side"):
         x.permute(2, 0, 1, 3).reshape(120)
-    with pytest.raises(ValueError, match="want 120 elements"):
+    with pytest.raises(ValueError, match="expected 120 elements"):
         x.reshape(7, 2)
 
 
 @pytest.mark.parametrize(
     ("component", "options", "words"),
     [
-        ("vae", {}, "component: want one of vae-decoder"),
-        ("zimage", {}, "tokens of zimage: want a whole number of at least 1, got None"),
-        ("zimage", {"tokens": 20, "tile": 32}, "tile: want None for zimage"),
-        ("zimage", {"tokens": 20, "height": 1001}, "height: want a multiple of 8"),
-        ("zimage", {"tokens": 20, "weight_type": "int4"}, "weight_type: want one of f32"),
-        ("unet-sdxl", {"width": 1000}, "width: want a multiple of 64 for unet-sdxl"),
-        ("unet-sdxl", {"tokens": 0}, "tokens of unet-sdxl: want a whole number of at least 1"),
-        ("clip-l", {"tokens": 154}, "tokens of clip-l: want 77"),
-        ("t5-xxl", {"backend": "vulkan"}, "backend: want cpu or cuda"),
-        ("vae-decoder", {"tile": 3}, "tile: want a whole number of at least 4"),
-        ("vae-decoder", {"model": "sd2"}, "model: want one of sd15"),
-        ("vae-decoder", {"height": 100}, "height: want a multiple of 8"),
+        ("vae", {}, "component: expected one of vae-decoder"),
+        ("zimage", {}, "tokens of zimage: expected a whole number of at least 1, got None"),
+        ("zimage", {"tokens": 20, "tile": 32}, "tile: expected None for zimage"),
+        ("zimage", {"tokens": 20, "height": 1001}, "height: expected a multiple of 8"),
+        ("zimage", {"tokens": 20, "weight_type": "int4"}, "weight_type: expected one of f32"),
+        ("unet-sdxl", {"width": 1000}, "width: expected a multiple of 64 for unet-sdxl"),
+        ("unet-sdxl", {"tokens": 0}, "tokens of unet-sdxl: expected a whole number of at least 1"),
+        ("clip-l", {"tokens": 154}, "tokens of clip-l: expected 77"),
+        ("t5-xxl", {"backend": "vulkan"}, "backend: expected cpu or cuda"),
+        ("vae-decoder", {"tile": 3}, "tile: expected a whole number of at least 4"),
+        ("vae-decoder", {"model": "sd2"}, "model: expected one of sd15"),
+        ("vae-decoder", {"height": 100}, "height: expected a multiple of 8"),
     ],
 )
 def test_what_cannot_be_is_refused(component, options, words):

@@ -142,7 +142,7 @@ def test_peaks_by_tile_are_drawn():
     assert (first.get_title(), second.get_title(), len(others)) == ("sd15", "flux", 2)
     assert list(none.get_xdata()) == [256, 384] and list(half.get_ydata())[1] == made[1].allocated / MIB
     assert set(line.get_ydata()) == {whole.allocated / MIB}
-    with pytest.raises(ValueError, match="predictions: want some of a tiled op, got none"):
+    with pytest.raises(ValueError, match="predictions: expected some of a tiled op, got none"):
         vaemem.plot.tile_peaks([whole])
     with pytest.raises(ValueError, match="target"):
         vaemem.plot.tile_peaks(made, "seconds")

@@ -74,5 +74,5 @@ def test_diffusers_makes_the_same_of_them(tmp_path):
 
 
 def test_an_unknown_model():
-    with pytest.raises(ValueError, match=r"model: want one of .*sdxl.*, got 'sd9'"):
+    with pytest.raises(ValueError, match=r"model: expected one of .*sdxl.*, got 'sd9'"):
         handmade("sd9")

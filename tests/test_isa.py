@@ -95,4 +95,4 @@ def test_models_on_arm(setup, tmp_path):
 
 def test_an_unknown_set_is_refused(native):
     done = subprocess.run([native, "mmx"], capture_output=True, text=True)
-    assert done.returncode == 2 and "want one of ref" in done.stderr and "got mmx" in done.stderr
+    assert done.returncode == 2 and "expected one of ref" in done.stderr and "got mmx" in done.stderr

@@ -137,13 +137,13 @@ def test_prompts():
 @pytest.mark.parametrize(
     ("at", "message"),
     [
-        ((200, 512), "height: want 256 to 2048, got 200"),
-        ((512, 2049), "width: want 256 to 2048, got 2049"),
-        ((512, 512, 5), "batch: want 1 to 4, got 5"),
-        ((2048, 2048, 2), r"batch: want less than 8 \* 2\^20 pixels in all, got 2 of 2048x2048"),
-        ((256, 1025), "height, width: want sides up to 4:1, got 256x1025"),
-        ((512, 512, 1, 600), "prompt_tokens: want 1 to 512, got 600"),
-        ((512, 512.5), "width: want a whole number of at least 1, got 512.5"),
+        ((200, 512), "height: expected 256 to 2048, got 200"),
+        ((512, 2049), "width: expected 256 to 2048, got 2049"),
+        ((512, 512, 5), "batch: expected 1 to 4, got 5"),
+        ((2048, 2048, 2), r"batch: expected less than 8 \* 2\^20 pixels in all, got 2 of 2048x2048"),
+        ((256, 1025), "height, width: expected sides up to 4:1, got 256x1025"),
+        ((512, 512, 1, 600), "prompt_tokens: expected 1 to 512, got 600"),
+        ((512, 512.5), "width: expected a whole number of at least 1, got 512.5"),
     ],
 )
 def test_outside_of_the_grid(at, message):

@@ -433,7 +433,7 @@ def test_rows_whose_numbers_change_the_process_that_reads_them():
 
     process = SimulatedProcess("RTX 4090")
     process.call(conv(1))
-    with pytest.raises(ValueError, match="workspaces: want a process that does nothing while they are read"):
+    with pytest.raises(ValueError, match="workspaces: expected a process that does nothing while they are read"):
         process._core.again(((Calls(),),), ((0, process._core.steps),))
     assert len(process._core.again(((0, 0),), ((0, process._core.steps),))) == 1
 
@@ -466,7 +466,7 @@ def test_a_number_that_frees_itself_is_still_there_to_be_named():
         try:
             _core.Model(arch, "decoder")
         except TypeError as error:
-            assert "norm_eps: want a number, got <__main__.Number" in str(error), error
+            assert "norm_eps: expected a number, got <__main__.Number" in str(error), error
     """)
 
 

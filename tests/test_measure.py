@@ -269,25 +269,25 @@ def test_tiles_of_a_tiny_autoencoder_share_an_eighth():
 @pytest.mark.parametrize(
     "change, error, message",
     [
-        ({"model": "sd4"}, ValueError, "model: want one of sd15"),
-        ({"model": 3}, TypeError, "model: want a name"),
+        ({"model": "sd4"}, ValueError, "model: expected one of sd15"),
+        ({"model": 3}, TypeError, "model: expected a name"),
         ({"model": torch.nn.Linear(1, 1)}, TypeError, "AutoencoderKL, got Linear"),
-        ({"op": "train"}, ValueError, "op: want"),
-        ({"sizes": [0]}, ValueError, "sizes: want at least 1"),
-        ({"sizes": [36]}, ValueError, "sizes: want multiples of 8, got 36x36"),
-        ({"dtypes": "float64"}, ValueError, "dtypes: want"),
-        ({"runtime": "onnx"}, ValueError, "runtime: want"),
-        ({"runtime": "bfl"}, ValueError, "model: want a module with runtime bfl"),
+        ({"op": "train"}, ValueError, "op: expected"),
+        ({"sizes": [0]}, ValueError, "sizes: expected at least 1"),
+        ({"sizes": [36]}, ValueError, "sizes: expected multiples of 8, got 36x36"),
+        ({"dtypes": "float64"}, ValueError, "dtypes: expected"),
+        ({"runtime": "onnx"}, ValueError, "runtime: expected"),
+        ({"runtime": "bfl"}, ValueError, "model: expected a module with runtime bfl"),
         ({"runtime": "bfl", "op": "decode_tiled"}, ValueError, "bfl, which has no tiles"),
-        ({"device": "quantum"}, ValueError, "device: want"),
-        ({"device": "meta"}, ValueError, "device: want"),
-        ({"warmups": -1}, ValueError, "warmups: want"),
-        ({"runs": 0}, ValueError, "runs: want"),
-        ({"batch": True}, ValueError, "batch: want"),
-        ({"tile": 64}, ValueError, "tile: want it with a tiled op"),
-        ({"op": "decode_tiled", "tile": 100}, ValueError, "tile: want a multiple of 8"),
-        ({"snapshot": "x.pickle"}, ValueError, "snapshot: want a CUDA device"),
-        ({"profile": "x.csv"}, ValueError, "profile: want a CUDA device"),
+        ({"device": "quantum"}, ValueError, "device: expected"),
+        ({"device": "meta"}, ValueError, "device: expected"),
+        ({"warmups": -1}, ValueError, "warmups: expected"),
+        ({"runs": 0}, ValueError, "runs: expected"),
+        ({"batch": True}, ValueError, "batch: expected"),
+        ({"tile": 64}, ValueError, "tile: expected None with"),
+        ({"op": "decode_tiled", "tile": 100}, ValueError, "tile: expected a multiple of 8"),
+        ({"snapshot": "x.pickle"}, ValueError, "snapshot: expected a CUDA device"),
+        ({"profile": "x.csv"}, ValueError, "profile: expected a CUDA device"),
     ],
 )
 def test_refusals_name_the_argument(change, error, message):
@@ -310,7 +310,7 @@ def test_without_diffusers_a_name_is_refused(monkeypatch):
 def test_without_a_gpu_cuda_is_refused():
     if torch.cuda.is_available():
         pytest.skip("a GPU is there")
-    with pytest.raises(ValueError, match="device: want one that is there"):
+    with pytest.raises(ValueError, match="device: expected a device that is there"):
         measure("sdxl", "decode", 64, device="cuda")
 
 

@@ -154,7 +154,7 @@ REFUSED = [
     (lambda pipe, call: pipe.unet.to(memory_format=torch.channels_last), "nothing is known of unet in channels_last"),
     (lambda pipe, call: pipe.unet.add_module("lora", torch.nn.Linear(4, 4, device="meta")), "unet has not the weights"),
     (lambda pipe, call: pipe.vae.decoder.conv_out.double(), "vae has not the weights of sd15"),
-    (lambda pipe, call: pipe.text_encoder.double(), "components.'text_encoder'.: want"),
+    (lambda pipe, call: pipe.text_encoder.double(), "components.'text_encoder'.: expected"),
     (lambda pipe, call: pipe.register_modules(image_encoder=pipe.vae), "sd15 has no image_encoder as it is known"),
     (
         lambda pipe, call: pipe.vae.register_to_config(latent_channels=5),
@@ -165,8 +165,8 @@ REFUSED = [
         lambda pipe, call: setattr(pipe, "__class__", diffusers.StableDiffusionInpaintPipeline),
         "StableDiffusionInp.* none",
     ),
-    (lambda pipe, call: call.update(card="Voodoo 2"), "gpu: want a card"),
-    (lambda pipe, call: call.update(offload="none and on cpu"), "offload: want one of none, model, sequential, got"),
+    (lambda pipe, call: call.update(card="Voodoo 2"), "gpu: expected a card"),
+    (lambda pipe, call: call.update(offload="none and on cpu"), "offload: expected one of none, model, sequential,"),
 ]
 
 
@@ -394,12 +394,12 @@ def test_whatever_stops_it_the_pipeline_is_left_as_it_was(small, error):
 def test_arguments_are_checked_before_anything_runs(small):
     pipe = small("sd")
     for wanted, call in (
-        ("height: want a whole", lambda: measure_pipeline(pipe, 0, 32)),
-        ("width: want a multiple of 8", lambda: measure_pipeline(pipe, 64, 36)),
-        ("steps: want a whole number of at least 1", lambda: measure_pipeline(pipe, 64, 64, steps=0)),
-        ("pipe: want a pipeline of diffusers or a function", lambda: measure_pipeline("sd15", 64, 64)),
-        ("device: want one that is there", lambda: measure_pipeline(pipe, 64, 64, device="cuda")),
-        ("pipe: want a pipeline with a VAE", lambda: measure_pipeline(diffusers.DDPMPipeline(None, None), 64, 64)),
+        ("height: expected a whole", lambda: measure_pipeline(pipe, 0, 32)),
+        ("width: expected a multiple of 8", lambda: measure_pipeline(pipe, 64, 36)),
+        ("steps: expected a whole number of at least 1", lambda: measure_pipeline(pipe, 64, 64, steps=0)),
+        ("pipe: expected a pipeline of diffusers or a function", lambda: measure_pipeline("sd15", 64, 64)),
+        ("device: expected a device that is there", lambda: measure_pipeline(pipe, 64, 64, device="cuda")),
+        ("pipe: expected a pipeline with a VAE", lambda: measure_pipeline(diffusers.DDPMPipeline(None, None), 64, 64)),
     ):
         with pytest.raises((ValueError, TypeError), match=wanted):
             call()
@@ -496,14 +496,14 @@ def test_the_command(small, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["sd15", "512", "--random", "--steps", "0"], "--steps: want a whole number of at least 1, got 0"),
-        (["sd15", "512", "--random", "--batch", "0"], "--batch: want a whole number of at least 1, got 0"),
-        (["sd15", "512x516", "--random"], "width: want a multiple of 8 up to 1048576 for sd15, got 516"),
-        (["flux", "520", "--random"], "height: want a multiple of 16 up to 1048576 for flux, got 520"),
-        (["absent", "516"], "height: want a multiple of 8 up to 1048576, got 516"),
+        (["sd15", "512", "--random", "--steps", "0"], "--steps: expected a whole number of at least 1, got 0"),
+        (["sd15", "512", "--random", "--batch", "0"], "--batch: expected a whole number of at least 1, got 0"),
+        (["sd15", "512x516", "--random"], "width: expected a multiple of 8 up to 1048576 for sd15, got 516"),
+        (["flux", "520", "--random"], "height: expected a multiple of 16 up to 1048576 for flux, got 520"),
+        (["absent", "516"], "height: expected a multiple of 8 up to 1048576, got 516"),
         (
             ["sd3", "512", "--random"],
-            f"source: want one of {', '.join(PIPELINES)}, got 'sd3': only the VAE (sd3) of this model is known, which"
+            f"source: expected one of {', '.join(PIPELINES)}, got 'sd3'; only the VAE (sd3) of this model is known,"
             " vaemem fits and vaemem.predict answer for",
         ),
     ],
@@ -516,14 +516,14 @@ def test_the_command_refuses_before_anything_is_built(arguments, message, monkey
 
 def test_what_is_loaded_is_checked_before_it_is_built(monkeypatch, capsys):
     monkeypatch.setattr(loading, "_random_pipeline", lambda *_: pytest.fail("it was built"))
-    with pytest.raises(ValueError, match="dtype: want one of float32"):
+    with pytest.raises(ValueError, match="dtype: expected one of float32"):
         load_pipeline("sd15", "int8", random=True)
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(ImportError, match=r"offload model needs accelerate: pip install 'vaemem\[diffusers\]'"):
         load_pipeline("sd15", offload="model", random=True)
     assert main(["measure", "sd15", "512"]) == 2
     said = capsys.readouterr().err
-    assert "source: want a folder of diffusers', an id whose files are in the Hub's cache, or with --random one" in said
+    assert "source: expected a folder of diffusers', an id whose files are in the Hub's cache, or with --random" in said
 
 
 def test_a_folder_is_loaded_offline(tmp_path):

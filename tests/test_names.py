@@ -89,19 +89,19 @@ def test_a_file_is_no_name(tmp_path, monkeypatch):
     [
         (
             lambda: predict("sdxxl", "decode", 64, 64),
-            r"model: want one of sd15, .*, got 'sdxxl' \(the nearest is sdxl\)",
+            r"model: expected one of sd15, .*, got 'sdxxl'; did you mean 'sdxl'",
         ),
         (
             lambda: predict("stabilityai/sd-vae", "decode", 64, 64),
-            "model: want one of sd15, .* a config.json, got 'stab",
+            "model: expected one of sd15, .* a config.json, got 'stab",
         ),
-        (lambda: predict("sdxl", "decode", 64, 64, float), "dtype: want one of float32, .*, got <class 'float'>"),
-        (lambda: predict("sdxl", "decode", 64, 64, "fp8"), "dtype: want one of float32, float16, bfloat16, got 'fp8'"),
-        (lambda: VAE.random("Flux3"), r"model: want one of .*, got 'Flux3' \(the nearest is flux2?\)"),
-        (lambda: VAE.random(None), "model: want one of .*, got None"),
-        (lambda: predict_pipeline("sdx", 512, 512), "pipeline: want one of .*, got 'sdx' .the nearest is sdxl"),
-        (lambda: choose("x", "zz", "abc"), "x: want one of a, b, c, got 'zz'$"),
-        (lambda: choose("op", "decoed", ("encode", "decode")), r"want encode or decode, .* \(the nearest is decode\)"),
+        (lambda: predict("sdxl", "decode", 64, 64, float), "dtype: expected one of float32, .*, got <class 'float'>"),
+        (lambda: predict("sdxl", "decode", 64, 64, "fp8"), "dtype: expected one of float32, float16, bfloat16, got"),
+        (lambda: VAE.random("Flux3"), r"model: expected one of .*, got 'Flux3'; did you mean 'flux2?'"),
+        (lambda: VAE.random(None), "model: expected one of .*, got None"),
+        (lambda: predict_pipeline("sdx", 512, 512), "pipeline: expected one of .*, got 'sdx'; did you mean 'sdxl'"),
+        (lambda: choose("x", "zz", "abc"), "x: expected one of a, b, c, got 'zz'$"),
+        (lambda: choose("op", "decoed", ("encode", "decode")), r"expected encode or decode, .*; did you mean 'decode'"),
     ],
 )
 def test_refusals(call, said):
@@ -146,7 +146,7 @@ def test_models_that_have_anothers_vae(written, vae, pipeline):
         assert known_pipeline("pipeline", written) == pipeline
     else:
         with pytest.raises(
-            ValueError, match=r"pipeline: want one of sd15, .*only the VAE \(.*\) of this model is known"
+            ValueError, match=r"pipeline: expected one of sd15, .*only the VAE \(.*\) of this model is known"
         ):
             predict_pipeline(written, 512, 512)
 
@@ -204,11 +204,11 @@ def test_the_command_line_does_not_mind_case(words, capsys):
 @pytest.mark.parametrize(
     "words, said",
     [
-        (["fits", "sdxl", "decoed", "512"], r"op: want one of encode, .*, got 'decoed' \(the nearest is decode\)"),
-        (["estimate", "sdxl", "decoed", "512"], r"op: want encode or decode, got 'decoed' \(the nearest is decode\)"),
-        (["fits", "sdxl", "512", "--offload", "modle"], r"offload: want one of .*'modle' \(the nearest is model\)"),
-        (["fits", "sdxl", "512", "--vae", "tield"], r"vae: want one of .*'tield' \(the nearest is tiled\)"),
-        (["fits", "sdxl", "decode", "512", "--runtime", "comfy"], r"--runtime: .*'comfy' \(the nearest is comfyui\)"),
+        (["fits", "sdxl", "decoed", "512"], r"op: expected one of encode, .*, got 'decoed'; did you mean 'decode'"),
+        (["estimate", "sdxl", "decoed", "512"], r"op: expected encode or decode, got 'decoed'; did you mean 'decode'"),
+        (["fits", "sdxl", "512", "--offload", "modle"], r"offload: expected one of .*'modle'; did you mean 'model'"),
+        (["fits", "sdxl", "512", "--vae", "tield"], r"vae: expected one of .*'tield'; did you mean 'tiled'"),
+        (["fits", "sdxl", "decode", "512", "--runtime", "comfy"], r"--runtime: .*'comfy'; did you mean 'comfyui'"),
     ],
 )
 def test_typos_get_the_nearest_name(words, said, capsys):

@@ -160,12 +160,12 @@ def test_latents_of_flux2_are_packed_and_normalised_as_in_its_pipeline():
     drawn = encoded.sample(3)
     assert drawn.shape == (2, 32, 3, 5) and not np.array_equal(drawn, encoded.mode())
     with pytest.raises(
-        ValueError, match=r"z: want shape \(N, 32, h, w\) with scaled=True for custom, got \(2, 8, 6, 10"
+        ValueError, match=r"z: expected shape \(N, 32, h, w\) with scaled=True for custom, got \(2, 8, 6, 10"
     ):
         vae.decode(encoded.mean, scaled=True)
-    with pytest.raises(ValueError, match=r"z: want shape \(N, 8, h, w\) for custom, got \(2, 32, 3, 5\)"):
+    with pytest.raises(ValueError, match=r"z: expected shape \(N, 8, h, w\) for custom, got \(2, 32, 3, 5\)"):
         vae.decode(encoded.mode())
-    with pytest.raises(ValueError, match=r"scaled: want latents whose sides are multiples of \(2, 2\)"):
+    with pytest.raises(ValueError, match=r"scaled: expected latents whose sides are multiples of \(2, 2\)"):
         vae.encode(images(20, 40), scaled=True).mode()
 
 
@@ -220,7 +220,7 @@ def test_files_of_flux2(tmp_path):
         vae.save(path, layout="ldm")
     del tensors["bn.running_mean"]
     safetensors_numpy.save_file(tensors, path)
-    with pytest.raises(ValueError, match=r"missing bn.running_mean: want \(32,\)"):
+    with pytest.raises(ValueError, match=r"missing bn.running_mean: expected \(32,\)"):
         VAE.load(path, config=config("flux2-small"))
 
 
@@ -232,7 +232,7 @@ def test_flux2_is_detected(name, layout):
     assert layouts.detect({spelt[n]: shape for n, shape in tensors.items()})[2] == _core.models()[name]
     narrow = {n: s for n, s in tensors.items() if n != "decoder.up_blocks.2.resnets.0.conv2.weight"}
     if name == "flux2-small":
-        with pytest.raises(ValueError, match=r"missing decoder.up_blocks.2.resnets.0.conv2.weight: want \(192, 192"):
+        with pytest.raises(ValueError, match=r"missing decoder.up_blocks.2.resnets.0.conv2.weight: expected \(192,"):
             layouts.detect(narrow)
 
 
@@ -282,19 +282,19 @@ def test_defaults_of_flux2_are_diffusers():
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("flux2", {"scaling_factor": 0.5}, "scaling_factor: want a key of AutoencoderKLFlux2"),
-        ("sd3", {"patch_size": [2, 2]}, "patch_size: want a key of AutoencoderKL, "),
-        ("sd3", {"decoder_block_out_channels": [8]}, "decoder_block_out_channels: want a key of AutoencoderKL, "),
-        ("flux2", {"patch_size": None}, "patch_size: want a list of positive integers, got None"),
-        ("flux2", {"patch_size": [2]}, "patch_size: want 2 numbers, two"),
-        ("flux2", {"decoder_block_out_channels": [32, 32]}, "decoder_block_out_channels: want 3 numbers, one for each"),
-        ("flux2", {"decoder_block_out_channels": [32, 32, 0]}, r"decoder_block_out_channels\[2\]: want a positive"),
-        ("flux2", {"batch_norm_eps": "x"}, "batch_norm_eps: want a finite number"),
-        ("playground", {"latents_std": None}, "latents_std: want it where latents_mean is"),
-        ("playground", {"latents_mean": [0.0] * 3}, "latents_mean: want 4 numbers, one for each"),
-        ("playground", {"latents_std": [1, 1, 0, 1]}, "latents_std: want numbers of more than 0"),
-        ("playground", {"latents_std": [1, 1, "1", 1]}, r"latents_std\[2\]: want a finite number"),
-        ("playground", {"latents_mean": 0.5}, "latents_mean: want a list of finite numbers"),
+        ("flux2", {"scaling_factor": 0.5}, "scaling_factor: expected a key of AutoencoderKLFlux2"),
+        ("sd3", {"patch_size": [2, 2]}, "patch_size: expected a key of AutoencoderKL, "),
+        ("sd3", {"decoder_block_out_channels": [8]}, "decoder_block_out_channels: expected a key of AutoencoderKL, "),
+        ("flux2", {"patch_size": None}, "patch_size: expected a list of positive integers, got None"),
+        ("flux2", {"patch_size": [2]}, "patch_size: expected 2 numbers, two"),
+        ("flux2", {"decoder_block_out_channels": [32, 32]}, "decoder_block_out_channels: expected 3 numbers, one for"),
+        ("flux2", {"decoder_block_out_channels": [32, 32, 0]}, r"decoder_block_out_channels\[2\]: expected a positive"),
+        ("flux2", {"batch_norm_eps": "x"}, "batch_norm_eps: expected a finite number"),
+        ("playground", {"latents_std": None}, "latents_std: expected it where latents_mean is"),
+        ("playground", {"latents_mean": [0.0] * 3}, "latents_mean: expected 4 numbers, one for each"),
+        ("playground", {"latents_std": [1, 1, 0, 1]}, "latents_std: expected numbers of more than 0"),
+        ("playground", {"latents_std": [1, 1, "1", 1]}, r"latents_std\[2\]: expected a finite number"),
+        ("playground", {"latents_mean": 0.5}, "latents_mean: expected a list of finite numbers"),
     ],
 )
 def test_configs_refused_by_key(name, change, message):
@@ -315,7 +315,7 @@ def test_other_classes_are_refused_by_name(name):
     other = {"_class_name": name, "encoder_block_out_channels": [64]}
     wanted = "AutoencoderKL, AutoencoderKLFlux2, AutoencoderKLQwenImage, AutoencoderKLWan, AutoencoderKLQwenImage21, "
     wanted += "AutoencoderKLHunyuanImage or AutoencoderTiny"
-    said = f"config: _class_name: want {wanted}, got {name!r}"
+    said = f"config: _class_name: expected {wanted}, got {name!r}"
     if name == "AutoencoderDC":
         said += ": Sana's has linear attention over many channels, which is another kind of network"
     for call in (lambda: VAE.random(config=other), lambda: predict(other, "decode", 512, 512)):
@@ -326,7 +326,7 @@ def test_other_classes_are_refused_by_name(name):
 
 def test_groups_that_do_not_divide_the_small_decoder():
     with pytest.raises(
-        ValueError, match=r"config: decoder_block_out_channels\[0\]: want a multiple of norm_num_groups 8"
+        ValueError, match=r"config: decoder_block_out_channels\[0\]: expected a multiple of norm_num_groups 8"
     ):
         VAE.random(config=config("flux2") | {"decoder_block_out_channels": (20, 48, 96)})
 
@@ -361,7 +361,7 @@ def test_the_small_decoder_takes_less():
 def test_other_runtimes_of_flux2_are_refused(runtime):
     from vaemem import predict
 
-    with pytest.raises(ValueError, match=f"runtime: want diffusers or comfyui for flux2, .*, got {runtime}"):
+    with pytest.raises(ValueError, match=f"runtime: expected diffusers or comfyui for flux2, .*, got {runtime}"):
         predict("flux2", "decode", 512, 512, runtime=runtime)
 
 
@@ -377,10 +377,10 @@ def test_comfyui_takes_and_gives_packed_latents_of_flux2(name):
     assert latents.shape == (1, 128, 16, 32)
     z = process.tensor((1, 128, 16, 32), "bfloat16", host=True)
     assert process.decode(vae, z).shape == (1, 3, 256, 512)
-    with pytest.raises(ValueError, match="decode: want a tensor"):
+    with pytest.raises(ValueError, match="decode: expected a tensor"):
         process.decode(vae, process.tensor((1, 32, 32, 64), "bfloat16", host=True))
     whole, tiled = (predict(name, op, 1536, 1536, runtime="comfyui") for op in ("decode", "decode_tiled"))
     assert tiled.tile == 512 and tiled.allocated < whole.allocated / 6
-    with pytest.raises(ValueError, match="height: want a multiple of 16, got 1000"):
+    with pytest.raises(ValueError, match="height: expected a multiple of 16, got 1000"):
         predict(name, "decode", 1000, 1008, runtime="comfyui")
     assert all(side % 16 == 0 for side in predict_largest(name, "decode", runtime="comfyui", gpu="RTX 3060"))

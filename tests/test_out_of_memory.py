@@ -184,7 +184,7 @@ def test_figures_that_are_none(broken):
         try:
             explain(text)
         except ValueError as error:
-            assert str(error).startswith("error: want an out-of-memory message")
+            assert str(error).startswith("error: expected an out-of-memory message")
 
 
 def test_what_is_supposed_of_the_card_is_said():
@@ -194,7 +194,7 @@ def test_what_is_supposed_of_the_card_is_said():
     text, _ = message(vaemem.predict("sdxl", "decode", 2048, 2048, gpu="RTX 4060"))
     hip = explain(text.replace("CUDA out", "HIP out"))
     assert "--gpu 'AMD Radeon RX" in str(hip) and "stands for it" in hip.to_text(width=999)
-    with pytest.raises(ValueError, match="error: want an out-of-memory message"):
+    with pytest.raises(ValueError, match="error: expected an out-of-memory message"):
         explain("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 4294967296 bytes.")
 
 
@@ -366,12 +366,12 @@ def test_the_command(capsys, monkeypatch, tmp_path):
     assert main(["explain", "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["matches"]
     assert main(["explain", "it broke"]) == 2
-    assert "error: want an out-of-memory message of PyTorch's or ggml's, got 'it broke'" in capsys.readouterr().err
+    assert "error: expected an out-of-memory message of PyTorch's or ggml's, got 'it broke'" in capsys.readouterr().err
 
 
 def test_an_exception_is_a_message_too():
     assert explain(MemoryError(SMALL)).said["requested"] == 20 * MIB
-    with pytest.raises(ValueError, match="model: want one of"):
+    with pytest.raises(ValueError, match="model: expected one of"):
         explain(SMALL, model="sd9")
 
 

@@ -335,33 +335,33 @@ def test_a_repeated_run_is_what_one_of_its_own_is(offload):
 @pytest.mark.parametrize(
     "wrong, match",
     [
-        ({"pipeline": "sd16"}, "pipeline: want"),
-        ({"height": 500}, "height: want a multiple of 8"),
-        ({"pipeline": "zimage-turbo", "height": 1000}, "height: want a multiple of 16"),
-        ({"pipeline": "flux", "height": 8}, "height: want a whole number of at least 16, got 8"),
-        ({"vae": "tiled 12"}, "vae: want the side of a tile, a multiple of 8 as in 'tiled 512', got 'tiled 12'"),
-        ({"vae": "tiled0"}, "vae: want one of whole, tiled, sliced, vaemem, got 'tiled0'"),
-        ({"offload": "group"}, "offload: want"),
-        ({"vae": "vaemem"}, "vae_memory_limit: want it"),
-        ({"vae_memory_limit": "1 GB"}, "vae_memory_limit: want it"),
-        ({"components": {"transformer": "nf4"}}, "components: want"),
+        ({"pipeline": "sd16"}, "pipeline: expected"),
+        ({"height": 500}, "height: expected a multiple of 8"),
+        ({"pipeline": "zimage-turbo", "height": 1000}, "height: expected a multiple of 16"),
+        ({"pipeline": "flux", "height": 8}, "height: expected a whole number of at least 16, got 8"),
+        ({"vae": "tiled 12"}, "vae: expected the side of a tile, a multiple of 8 as in 'tiled 512', got 'tiled 12'"),
+        ({"vae": "tiled0"}, "vae: expected one of whole, tiled, sliced, vaemem, got 'tiled0'"),
+        ({"offload": "group"}, "offload: expected"),
+        ({"vae": "vaemem"}, "vae_memory_limit: expected it"),
+        ({"vae_memory_limit": "1 GB"}, "vae_memory_limit: expected it"),
+        ({"components": {"transformer": "nf4"}}, "components: expected"),
         ({"components": {"unet": "Q9"}}, "unet"),
         ({"components": {"unet": None}}, "unet"),
         ({"components": {"unet": "none"}}, "unet"),
         (
             {"components": {"unet": "Q8_0 from float16"}},
-            "want 'from float16' after int8, nf4, nf4 double, got it after",
+            "expected 'from float16' after int8, nf4, nf4 double, got it after",
         ),
-        ({"components": {"unet": "nf4 from Q8_0"}}, "want one of float32, float16, bfloat16, got 'Q8_0'"),
-        ({"components": {"unet": "nf4 on gpu"}}, "want one of .*got 'nf4 on gpu'"),
+        ({"components": {"unet": "nf4 from Q8_0"}}, "expected one of float32, float16, bfloat16, got 'Q8_0'"),
+        ({"components": {"unet": "nf4 on gpu"}}, "expected one of .*got 'nf4 on gpu'"),
         ({"components": {"vae": "Q8_0"}}, "vae"),
-        ({"dtype": "int8"}, "dtype: want"),
-        ({"components": {"unet": "nf4"}, "offload": "sequential"}, "offload: want none or model"),
-        ({"batch": 0}, "batch: want"),
-        ({"prompt_tokens": 10**6}, "prompt_tokens: want at most 8192, got 1000000"),
-        ({"guidance": "yes"}, "guidance: want True or False, got 'yes'"),
-        ({"image": "cat.png"}, "image: want True or False, got 'cat.png'"),
-        ({"runtime": "sd.cpp", "guidance": 1.0}, "guidance: want True or False, got 1.0"),
+        ({"dtype": "int8"}, "dtype: expected"),
+        ({"components": {"unet": "nf4"}, "offload": "sequential"}, "offload: expected none or model"),
+        ({"batch": 0}, "batch: expected"),
+        ({"prompt_tokens": 10**6}, "prompt_tokens: expected at most 8192, got 1000000"),
+        ({"guidance": "yes"}, "guidance: expected True or False, got 'yes'"),
+        ({"image": "cat.png"}, "image: expected True or False, got 'cat.png'"),
+        ({"runtime": "sd.cpp", "guidance": 1.0}, "guidance: expected True or False, got 1.0"),
     ],
 )
 def test_bad_questions(wrong, match):
@@ -461,7 +461,7 @@ def test_an_image_to_begin_with():
     assert encode.allocated <= above <= encode.allocated + 4 * MIB
     assert phase(predict_pipeline("sdxl", 512, 512, image=True), "encode image").fits  # converted, and back
     for how in ({"offload": {"vae": "cpu"}}, {"vae": "vaemem", "vae_memory_limit": "1 GB"}):
-        with pytest.raises(ValueError, match="image: want it with PyTorch's VAE on the device"):
+        with pytest.raises(ValueError, match="image: expected PyTorch's VAE on the device"):
             predict_pipeline("sd15", 512, 512, image=True, **how)
 
 
@@ -488,10 +488,10 @@ def test_stable_diffusion_cpps_phases():
         and ": fits: it takes " in repr(less)
     )
     for wrong, match in (
-        ({"dtype": "float16"}, "dtype: want none"),
-        ({"offload": "model"}, "offload: want"),
-        ({"vae": "sliced"}, "vae: want"),
-        ({"runtime": "sd.c"}, "runtime: want"),
+        ({"dtype": "float16"}, "dtype: expected none"),
+        ({"offload": "model"}, "offload: expected"),
+        ({"vae": "sliced"}, "vae: expected"),
+        ({"runtime": "sd.c"}, "runtime: expected"),
     ):
         with pytest.raises(ValueError, match=match):
             predict_pipeline(**{"pipeline": "sd15", "height": 512, "width": 512, "runtime": "sd.cpp", **wrong})
@@ -569,19 +569,19 @@ def test_formulas_in_a_notebook():
 @pytest.mark.parametrize(
     ("pipeline", "height", "given", "message"),
     [
-        ("zimage-turbo", 1000, {}, "height: want a multiple of 16 up to 1048576 for zimage-turbo, got 1000"),
-        ("flux2-klein", 512, {"image": True}, "image: want none with flux2-klein, which takes images as tokens"),
+        ("zimage-turbo", 1000, {}, "height: expected a multiple of 16 up to 1048576 for zimage-turbo, got 1000"),
+        ("flux2-klein", 512, {"image": True}, "image: expected False with flux2-klein, which takes images as tokens"),
         (
             "flux2-klein",
             512,
             {"runtime": "sd.cpp"},
-            "pipeline: want one of .* zimage-turbo with sd.cpp, got 'flux2-klein'",
+            "pipeline: expected one of .* zimage-turbo with sd.cpp, got 'flux2-klein'",
         ),
-        ("sd15", 1 << 21, {}, "height: want a multiple of 8 up to"),
-        ("sd15", 512, {"components": ["nf4"]}, "components: want {role: type or file}"),
-        ("sd15", 512, {"components": {"unet": ["nf4"]}}, r"components\['unet'\]: want one of"),
-        ("sd15", 512, {"components": {"unet": "bool"}}, r"components\['unet'\]: want one of"),
-        ("sd15", 512, {"vae": "vaemem", "vae_memory_limit": "10 MB"}, "vae_memory_limit: want more than the VAE's"),
+        ("sd15", 1 << 21, {}, "height: expected a multiple of 8 up to"),
+        ("sd15", 512, {"components": ["nf4"]}, "components: expected {role: type or file}"),
+        ("sd15", 512, {"components": {"unet": ["nf4"]}}, r"components\['unet'\]: expected one of"),
+        ("sd15", 512, {"components": {"unet": "bool"}}, r"components\['unet'\]: expected one of"),
+        ("sd15", 512, {"vae": "vaemem", "vae_memory_limit": "10 MB"}, "vae_memory_limit: expected more than the VAE's"),
     ],
 )
 def test_what_a_pipeline_cannot_be_is_refused(pipeline, height, given, message):
@@ -647,7 +647,7 @@ def test_a_files_own_types(tmp_path):
     assert part.nbytes == expected + 8 * 77
     layer = "text_model.encoder.layers.3.mlp.fc1"
     assert part.unpacked[layer] == [("weight, unpacked", 3072 * 768 * 2)]
-    with pytest.raises(ValueError, match=r"components\['unet'\]: .*want a file that has the model's 859520964 numbers"):
+    with pytest.raises(ValueError, match=r"components\['unet'\]: .*expected a file that has the model's 859520964"):
         predict_pipeline("sd15", 512, 512, components={"unet": tmp_path / "clip.gguf"})
 
 

@@ -185,7 +185,7 @@ def test_calibrating_moves_every_other_way():
     plan = PipelinePlan("t", [way("a"), way("b", seconds=20.0)], Room(None), MACHINE, {"a": 30.0})
     assert plan["a"].seconds.likely == pytest.approx(30, rel=0.01)
     assert plan["b"].seconds.likely == pytest.approx(60, rel=0.01) and "1 measured run" in plan.to_text(all=True)
-    with pytest.raises(ValueError, match="calibrate: want ways out of a, got 'c'"):
+    with pytest.raises(ValueError, match="calibrate: expected ways out of a, got 'c'"):
         PipelinePlan("t", [way("a")], Room(None), MACHINE, {"c": 1.0})
 
 
@@ -205,7 +205,7 @@ def test_what_is_written_is_what_was_found(tmp_path):
     assert json.loads((tmp_path / "plan.json").read_text("utf-8")) == data
     assert plan.to_markdown(all=True).count("\n| ") == 8 and "Take c." in plan.to_markdown()
     assert "<br" not in plan._repr_html_() and "a, b" in plan._repr_html_()
-    with pytest.raises(ValueError, match="way: want one of a, b; c, got 'd'"):
+    with pytest.raises(ValueError, match="way: expected one of a, b; c, got 'd'"):
         plan["d"]
 
 
@@ -407,29 +407,29 @@ def test_smaller_types_are_tried_where_weights_are_large():
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"gpu": "RTX 3060", "runtime": "ollama"}, "runtime: want "),
-        ({"memory": 8}, "memory: want a card's, which is 1 GB or more, such as '16 GB', got 8"),
-        ({"gpu": "RTX 3060", "host_memory": "lots"}, "host_memory: want bytes"),
-        ({"gpu": "RTX 3060", "batch": 0}, "batch: want a whole number"),
-        ({"gpu": "RTX 3060", "cores": 0}, "cores: want a whole number of at least 1"),
-        ({"gpu": "RTX 3060", "link": "USB"}, "link: want such as"),
-        ({"gpu": "RTX 3060", "calibrate": {"by hand": 3.0}}, "calibrate: want ways out of"),
-        ({"gpu": "RTX 3060", "calibrate": {"no offload, VAE whole": "8"}}, "want more than 0 seconds, got '8'"),
+        ({"gpu": "RTX 3060", "runtime": "ollama"}, "runtime: expected "),
+        ({"memory": 8}, "memory: expected 1 GB or more, such as '16 GB', got 8"),
+        ({"gpu": "RTX 3060", "host_memory": "lots"}, "host_memory: expected bytes"),
+        ({"gpu": "RTX 3060", "batch": 0}, "batch: expected a whole number"),
+        ({"gpu": "RTX 3060", "cores": 0}, "cores: expected a whole number of at least 1"),
+        ({"gpu": "RTX 3060", "link": "USB"}, "link: expected a link such as"),
+        ({"gpu": "RTX 3060", "calibrate": {"by hand": 3.0}}, "calibrate: expected ways out of"),
+        ({"gpu": "RTX 3060", "calibrate": {"no offload, VAE whole": "8"}}, "expected more than 0 seconds, got '8'"),
         (
             {"memory": "12 GB", "calibrate": {"no offload, VAE whole": -1}},
             r"calibrate\['no offload, VAE whole'\]: .*got -1",
         ),
-        ({"memory": "12 GB", "calibrate": 8.0}, "calibrate: want {way: seconds}, got 8.0"),
-        ({"memory": "12 GB", "time_limit": "10s"}, "time_limit: want more than 0 seconds, got '10s'"),
-        ({"gpu": "RTX 3060", "types": []}, "types: want one type or more"),
+        ({"memory": "12 GB", "calibrate": 8.0}, "calibrate: expected {way: seconds}, got 8.0"),
+        ({"memory": "12 GB", "time_limit": "10s"}, "time_limit: expected more than 0 seconds, got '10s'"),
+        ({"gpu": "RTX 3060", "types": []}, "types: expected at least one type"),
         *(
-            ({"memory": "12 GB", name: 1}, f"{name}: want True or False, got 1")
+            ({"memory": "12 GB", name: 1}, f"{name}: expected True or False, got 1")
             for name in ("guidance", "image", "flash")
         ),
-        ({"runtime": "mlx"}, "memory: want what the Mac has"),
-        ({"runtime": "mlx", "memory": "16 GB", "gpu": "RTX 3060"}, "gpu: want none with runtime='mlx'"),
-        ({"runtime": "sd.cpp", "memory": "12 GB", "dtype": "float16"}, "dtype: want none with runtime='sd.cpp'"),
-        ({"pipeline": "flux2", "runtime": "sd.cpp", "memory": "12 GB"}, "pipeline: want .* with sd.cpp, got 'flux2'"),
+        ({"runtime": "mlx"}, "memory: expected the memory of the Mac"),
+        ({"runtime": "mlx", "memory": "16 GB", "gpu": "RTX 3060"}, "gpu: expected None with runtime='mlx'"),
+        ({"runtime": "sd.cpp", "memory": "12 GB", "dtype": "float16"}, "dtype: expected None with runtime='sd.cpp'"),
+        ({"pipeline": "flux2", "runtime": "sd.cpp", "memory": "12 GB"}, "pipeline: expected .* with sd.cpp, got"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(asked, said):
@@ -540,11 +540,11 @@ def test_phases_are_drawn(small_card):
         x = round(bar.get_x() + bar.get_width() / 2)
         tops[x] = max(tops.get(x, 0), bar.get_height() + bar.get_y())
     assert [tops[i] for i in range(len(p.phases))] == pytest.approx([phase.total / MIB for phase in p.phases])
-    with pytest.raises(ValueError, match="run: want one with phases"):
+    with pytest.raises(ValueError, match="run: expected a run with phases"):
         plot.pipeline(Way("x", {}, ()))
-    with pytest.raises(ValueError, match="run: want the phases of a prediction or of a plan, got Reading"):
+    with pytest.raises(ValueError, match="run: expected the phases of a prediction or of a plan, got Reading"):
         plot.pipeline(Way("x", {}, (Reading(0, 0, 0, 0),)))
-    with pytest.raises(ValueError, match=r"run: want a prediction, or one outcome of a plan, .*got PipelinePlan"):
+    with pytest.raises(ValueError, match=r"run: expected a prediction, or one outcome of a plan, .*got PipelinePlan"):
         plot.pipeline(small_card)
 
 
@@ -562,7 +562,7 @@ def test_the_command(capsys):
     assert "Nothing fits." in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main([*asked, "--measured", "no offload"])
-    assert "want NAME=VALUE" in capsys.readouterr().err
+    assert "expected NAME=VALUE" in capsys.readouterr().err
 
 
 def test_the_command_is_calibrated(capsys):
@@ -677,19 +677,19 @@ def test_options_of_sdcpp_that_a_plan_does_not_try():
 @pytest.mark.parametrize(
     ("offload", "vae", "said"),
     [
-        ("model", "whole", "offload: want one of none, no offload, cond_only, .*got 'model'"),
-        ("cond_only, VAE sliced", "whole", "offload: want one of none"),
-        ("cond_only --clip-on-cpu", "whole", "offload: want one of none"),
+        ("model", "whole", "offload: expected one of none, no offload, cond_only, .*got 'model'"),
+        ("cond_only, VAE sliced", "whole", "offload: expected one of none"),
+        ("cond_only --clip-on-cpu", "whole", "offload: expected one of none"),
         ("none, Q4_K, Q4_0", "whole", "offload: .*and one type"),
-        (None, "whole", "offload: want one of none, .*got None"),
-        ("", "whole", "offload: want one of none"),
-        ({"--vae-tilings": True}, "whole", "offload: want the settings of a way of sd15, got"),
-        ({"--clip-on-cpu": True, "--offload-to-cpu": True}, "whole", "offload: want one of none"),
-        ({"--offload-mode": "aggressive"}, "whole", "offload: want the settings"),
-        ("none", "sliced", "vae: want one of whole, direct, tiled, direct tiled, on CPU tiled, got 'sliced'"),
-        ("none", "whole tiled", "vae: want one of whole"),
-        ("none", "cond_only", "vae: want one of whole"),
-        ("none", ["tiled"], "vae: want one of whole"),
+        (None, "whole", "offload: expected one of none, .*got None"),
+        ("", "whole", "offload: expected one of none"),
+        ({"--vae-tilings": True}, "whole", "offload: expected the settings of a way of sd15, got"),
+        ({"--clip-on-cpu": True, "--offload-to-cpu": True}, "whole", "offload: expected one of none"),
+        ({"--offload-mode": "aggressive"}, "whole", "offload: expected the settings"),
+        ("none", "sliced", "vae: expected one of whole, direct, tiled, direct tiled, on CPU tiled, got 'sliced'"),
+        ("none", "whole tiled", "vae: expected one of whole"),
+        ("none", "cond_only", "vae: expected one of whole"),
+        ("none", ["tiled"], "vae: expected one of whole"),
     ],
 )
 def test_what_is_no_way_of_sdcpp(offload, vae, said):
@@ -722,11 +722,11 @@ def test_a_gguf_says_what_its_weights_take(tmp_path):
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"types": ["nf4"]}, "types: want one of F32, .*got 'nf4'"),
-        ({"cache_limit": 1}, "cache_limit: want none with runtime='sd.cpp'"),
-        ({"components": {"unet": "Q8_0"}}, "components: want text_encoder or|components: want one of text_encoder"),
-        ({"components": {"transformer": "nf4"}}, r"components\['transformer'\]: want one of F32"),
-        ({"runtime": "diffusers", "flash": True}, "flash: want none with runtime='diffusers'"),
+        ({"types": ["nf4"]}, "types: expected one of F32, .*got 'nf4'"),
+        ({"cache_limit": 1}, "cache_limit: expected None with runtime='sd.cpp'"),
+        ({"components": {"unet": "Q8_0"}}, "components: expected text_encoder or|components: expected one of"),
+        ({"components": {"transformer": "nf4"}}, r"components\['transformer'\]: expected one of F32"),
+        ({"runtime": "diffusers", "flash": True}, "flash: expected None with runtime='diffusers'"),
     ],
 )
 def test_what_sdcpp_does_not_have_is_refused(asked, said):
@@ -743,9 +743,9 @@ def test_a_card_stands_in_whose_attention_was_recorded(memory):
 
 def test_arguments_that_are_not_needed_are_checked_too():
     for wrong, match in (
-        ({"time_limit": -1}, "time_limit: want more than 0"),
-        ({"link": "USB"}, "link: want"),
-        ({"cpu": "M1"}, "cpu: want"),
+        ({"time_limit": -1}, "time_limit: expected more than 0"),
+        ({"link": "USB"}, "link: expected"),
+        ({"cpu": "M1"}, "cpu: expected"),
     ):
         with pytest.raises(ValueError, match=match):
             plan_pipeline("sd15", 512, 512, memory="8 GB", **wrong)

@@ -241,7 +241,7 @@ def test_again():
         rows = tuple(tuple(takes[conv, number] for conv in core.convs) for number in (1, 2, 1))
         most = [[allocator.max_memory_reserved()] for _, allocator in (one, two, one)]
         assert core.again(rows, ((0, core.steps),)) == most
-    with pytest.raises(ValueError, match="workspaces: want"):
+    with pytest.raises(ValueError, match="workspaces: expected"):
         one[0].again(((),), ())
     with pytest.raises(ValueError, match=r"spans of \d+ steps, got one from 0 until"):
         one[0].again((), ((0, one[0].steps + 1),))
@@ -416,11 +416,11 @@ def test_bad_arguments():
     core.release([address])
     with pytest.raises(ValueError):
         core.release([address])
-    with pytest.raises(ValueError, match="want storages of the process"):
+    with pytest.raises(ValueError, match="expected storages of the process"):
         core.copy("weights", [address], [1])
-    with pytest.raises(ValueError, match="want 1 of them, got 2"):
+    with pytest.raises(ValueError, match="expected 1 of them, got 2"):
         core.copy("weights", [address], [1, 2])
-    with pytest.raises(ValueError, match="want integers from 0"):
+    with pytest.raises(ValueError, match="expected integers from 0"):
         core.hold("x", [1 << 64])
     with pytest.raises((ValueError, OverflowError)):
         core.hold("x", [-1])
@@ -430,9 +430,9 @@ def test_bad_arguments():
         core.hold("x", ["1"])
     with pytest.raises(ValueError, match="workspaces, next"):
         core.call(trace, [1] * (len(trace.convs) + 1), [])
-    with pytest.raises(TypeError, match="want a Trace"):
+    with pytest.raises(TypeError, match="expected a Trace"):
         core.call(allocator, [], [])
-    with pytest.raises(TypeError, match="want a CachingAllocator"):
+    with pytest.raises(TypeError, match="expected a CachingAllocator"):
         _core.Process(trace, **BLAS, cublaslt_use="each")
     with pytest.raises(ValueError, match="cublaslt_use"):
         _core.Process(allocator, **BLAS, cublaslt_use="never")
@@ -459,13 +459,13 @@ def test_what_is_no_tensor_or_model_is_refused_by_name():
     vae = process.load("sdxl")
     z = process.tensor((1, 4, 8, 8), "float16")
     for call, said in (
-        (lambda: process.decode(vae, None), "latents: want a Tensor of this process, got NoneType"),
-        (lambda: process.encode(vae, np.zeros(3)), "image: want a Tensor of this process, got ndarray"),
-        (lambda: process.decode("sdxl", z), "vae: want a LoadedVAE of this process, got str"),
-        (lambda: process.convert(None, "float32"), "vae: want a LoadedVAE of this process, got NoneType"),
-        (lambda: process.elementwise(None), "x: want a Tensor of this process, got NoneType"),
-        (lambda: process.sample(vae), "posterior: want a Tensor of this process, got LoadedVAE"),
-        (lambda: process.drop(z, 3), "drop: want a Tensor or LoadedVAE of this process, got int"),
+        (lambda: process.decode(vae, None), "latents: expected a Tensor of this process, got NoneType"),
+        (lambda: process.encode(vae, np.zeros(3)), "image: expected a Tensor of this process, got ndarray"),
+        (lambda: process.decode("sdxl", z), "vae: expected a LoadedVAE of this process, got str"),
+        (lambda: process.convert(None, "float32"), "vae: expected a LoadedVAE of this process, got NoneType"),
+        (lambda: process.elementwise(None), "x: expected a Tensor of this process, got NoneType"),
+        (lambda: process.sample(vae), "posterior: expected a Tensor of this process, got LoadedVAE"),
+        (lambda: process.drop(z, 3), "drop: expected a Tensor or LoadedVAE of this process, got int"),
     ):
         with pytest.raises(TypeError, match=f"^{said}$"):
             call()
@@ -478,11 +478,11 @@ def test_a_failed_call_leaves_no_trace_in_others():
     held = p.hold("weights", 600 << 20)
     with pytest.raises(OutOfMemoryError):
         p.hold("more", 1 << 30)
-    with pytest.raises(ValueError, match="want a reading for each of 1 phases, got 0 from number 99 on"):
+    with pytest.raises(ValueError, match="expected a reading for each of 1 phases, got 0 from number 99 on"):
         p.takes([(0, 0)], first=99)
     before = p.allocated
     foreign = p.allocator.malloc(1 << 20)
-    with pytest.raises(ValueError, match="want one of the process's storages"):
+    with pytest.raises(ValueError, match="expected one of the process's storages"):
         p.release([foreign])
     assert p.allocated == before + (1 << 20)
     p.allocator.free(foreign)
@@ -493,5 +493,5 @@ def test_a_failed_call_leaves_no_trace_in_others():
 def test_variables_that_are_not_bound():
     v = Variables(SimulatedProcess())
     assert not hasattr(v, "x") and getattr(v, "x", 7) == 7
-    with pytest.raises(AttributeError, match="x: want a variable that is bound"):
+    with pytest.raises(AttributeError, match="x: expected a variable that is bound"):
         _ = v.x

@@ -203,12 +203,12 @@ def test_devices():
         segment["device"] = 1
     assert replay(snapshot).device == 1
     assert replay(snapshot, device=1).same
-    with pytest.raises(ValueError, match=r"device: want one of \[1\], which have a trace, got 0"):
+    with pytest.raises(ValueError, match=r"device: expected one of \[1\], which have a trace, got 0"):
         replay(snapshot, device=0)
     snapshot["device_traces"][0] = snapshot["device_traces"][1]
-    with pytest.raises(ValueError, match=r"device: want one of \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"device: expected one of \[0, 1\]"):
         replay(snapshot)
-    with pytest.raises(ValueError, match="want a trace, got none"):
+    with pytest.raises(ValueError, match="expected a trace, got none"):
         replay({"segments": [], "device_traces": [[], []]})
     with pytest.raises(ValueError, match="addresses"):
         replay(snapshot, addresses="mine")
@@ -287,7 +287,7 @@ def test_work_is_bounded_by_the_size_of_the_pickle(tmp_path):
     assert (tmp_path / "s.pickle").stat().st_size < 9000
     tracemalloc.start()
     try:
-        with pytest.raises(ValueError, match="want a list of 'blocks' for each segment"):
+        with pytest.raises(ValueError, match="expected a list of 'blocks' for each segment"):
             replay(tmp_path / "s.pickle")
         assert tracemalloc.get_traced_memory()[1] < 2 << 20
     finally:
@@ -479,10 +479,10 @@ def test_file_limits(tmp_path):
     run(steps=10).save_snapshot(path)
     size = path.stat().st_size
     assert load_snapshot(path, max_bytes=size)["segments"]
-    with pytest.raises(ValueError, match=rf"want at most {size - 1} bytes .* got {size}"):
+    with pytest.raises(ValueError, match=rf"expected at most {size - 1} bytes .* got {size}"):
         load_snapshot(path, max_bytes=size - 1)
     with pytest.raises(FileNotFoundError):
         load_snapshot(tmp_path / "none")
     path.write_bytes(pickle.dumps([1, 2]))
-    with pytest.raises(ValueError, match="snapshot: want a dict, got list"):
+    with pytest.raises(ValueError, match="snapshot: expected a dict, got list"):
         load_snapshot(path)

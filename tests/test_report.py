@@ -165,7 +165,7 @@ def test_rows_that_lack_much():
     bare = {"model": "my vae", "op": "decode", "height": 512, "width": 512}
     made = report(Table([bare, bare | {"allocated_bytes": 5 * MIB, "dtype": "float32", "height": 1024}]), plots=False)
     assert "5.00" in made.markdown and "Device: not said (2 rows)" in made.markdown
-    with pytest.raises(ValueError, match="table: want rows with model, op, height and width, got none in 1 rows"):
+    with pytest.raises(ValueError, match="table: expected rows with model, op, height and width, got none in 1 rows"):
         report(Table([{"model": "sdxl"}]))
 
 

@@ -95,15 +95,15 @@ def test_plain_types_and_the_spellings_of_files():
 def test_what_cannot_be_stored_is_refused():
     with pytest.raises(ValueError, match="rows of a multiple of 32 for Q8_0"):
         tensor_bytes((64, 30), "Q8_0")
-    with pytest.raises(ValueError, match="want a matrix for nf4"):
+    with pytest.raises(ValueError, match="expected a matrix for nf4"):
         tensor_bytes((64,), "nf4")
-    with pytest.raises(ValueError, match="type: want one of"):
+    with pytest.raises(ValueError, match="type: expected one of"):
         tensor_bytes((64,), "Q9")
-    with pytest.raises(ValueError, match="rule: want one of"):
+    with pytest.raises(ValueError, match="rule: expected one of"):
         stored([], "Q8_0", "ollama")
-    with pytest.raises(ValueError, match="type: want"):
+    with pytest.raises(ValueError, match="type: expected"):
         stored([], "Q8_0", "bitsandbytes")
-    with pytest.raises(ValueError, match="type: want"):
+    with pytest.raises(ValueError, match="type: expected"):
         stored([], None, "sd.cpp")
 
 
@@ -182,7 +182,7 @@ def test_tensors_of_their_own_dtype_stay():
 
 def test_a_files_own_list_takes_the_rules_place():
     assert stored([("x", (64, 33))], None, FILE) == [Stored(*row) for row in FILE]
-    with pytest.raises(ValueError, match=r"want a file that has the model's 2176 numbers, got one of 2112"):
+    with pytest.raises(ValueError, match=r"expected a file that has the model's 2176 numbers, got one of 2112"):
         stored([("x", (64, 34))], None, FILE)
 
 

@@ -107,7 +107,7 @@ def test_refused_where_diffusers_result_has_another_size():
     z = latents(vae, 9, 9)
     with torch.no_grad():
         assert theirs.decode(torch.from_numpy(z)).sample.shape != (1, 3, 36, 36)
-    with pytest.raises(ValueError, match=r"overlap: want whole latents, a multiple of 1/4 .*, got 0\.4"):
+    with pytest.raises(ValueError, match=r"overlap: expected whole latents, a multiple of 1/4 .*, got 0\.4"):
         vae.decode(z, tiling=Tiling(16, 0.4))
 
 
@@ -189,7 +189,7 @@ def test_formats():
         out = np.empty_like(plain)
         assert vae.decode(z, output_type=output_type, out=out, tiling=tiling) is out
         assert np.array_equal(out, plain, equal_nan=output_type == "float") and vae.last_run.output_bytes == 0
-    with pytest.raises(ValueError, match="out: want a writable, contiguous and aligned float32 array"):
+    with pytest.raises(ValueError, match="out: expected a writable, contiguous and aligned float32 array"):
         vae.decode(z, out=np.empty((1, 3, 40, 52), np.float32), tiling=tiling)
     z = latents(vae, 10, 13)
     raw = z / np.float32(0.3611) + np.float32(0.1159)
@@ -385,7 +385,7 @@ def test_settings_changed_meanwhile_are_the_next_runs():
 
     vae.decode(latents(vae, 20, 20), tiling=tiling, progress=change)
     assert vae.last_run.threads == 1
-    with pytest.raises(ValueError, match="threads: want 1 to 1024, got 0"):
+    with pytest.raises(ValueError, match="threads: expected 1 to 1024, got 0"):
         vae.decode(latents(vae, 20, 20), tiling=tiling)
 
 
@@ -395,30 +395,30 @@ def test_settings_changed_meanwhile_are_the_next_runs():
 @pytest.mark.parametrize(
     ("call", "exception", "message"),
     [
-        (lambda v, z: Tiling(overlap=1), ValueError, "overlap: want a number from 0 to less than 1, got 1"),
-        (lambda v, z: Tiling(overlap=-0.25), ValueError, "overlap: want a number from 0 to less than 1, got -0.25"),
+        (lambda v, z: Tiling(overlap=1), ValueError, "overlap: expected a number from 0 to less than 1, got 1"),
+        (lambda v, z: Tiling(overlap=-0.25), ValueError, "overlap: expected a number from 0 to less than 1, got -0.25"),
         (lambda v, z: Tiling(overlap=float("nan")), ValueError, "overlap: .* got nan"),
         (lambda v, z: Tiling(overlap="a quarter"), TypeError, "overlap: .* got 'a quarter'"),
         (lambda v, z: Tiling(overlap=True), TypeError, "overlap: .* got True"),
-        (lambda v, z: Tiling(sample_size=512.0), TypeError, "sample_size: want an integer, got 512.0"),
-        (lambda v, z: Tiling(sample_size=0), ValueError, "sample_size: want a positive number of pixels.* got 0"),
-        (lambda v, z: Tiling(blend="cosin"), ValueError, "blend: want linear or cosine, got 'cosin'"),
-        (lambda v, z: Tiling(blend=None), ValueError, "blend: want linear or cosine, got None"),
-        (lambda v, z: v.decode(z, tiling=True), TypeError, "tiling: want a vaemem.Tiling or None, got bool"),
-        (lambda v, z: v.encode(images(8, 8), tiling=512), TypeError, "tiling: want a vaemem.Tiling or None, got int"),
-        (lambda v, z: v.decode(z, tiling=Tiling(30)), ValueError, "tiling: want .* a positive multiple of 4, got 30"),
-        (lambda v, z: v.decode(z, tiling=Tiling(2)), ValueError, "tiling: want .* a positive multiple of 4, got 2"),
-        (lambda v, z: v.decode(z, tiling=Tiling(8)), ValueError, "overlap: want whole latents, .* 1/2 .* got 0.25"),
+        (lambda v, z: Tiling(sample_size=512.0), TypeError, "sample_size: expected an integer, got 512.0"),
+        (lambda v, z: Tiling(sample_size=0), ValueError, "sample_size: expected a positive number of pixels.* got 0"),
+        (lambda v, z: Tiling(blend="cosin"), ValueError, "blend: expected linear or cosine, got 'cosin'"),
+        (lambda v, z: Tiling(blend=None), ValueError, "blend: expected linear or cosine, got None"),
+        (lambda v, z: v.decode(z, tiling=True), TypeError, "tiling: expected a vaemem.Tiling or None, got bool"),
+        (lambda v, z: v.encode(images(8, 8), tiling=512), TypeError, "tiling: expected a vaemem.Tiling or None, got"),
+        (lambda v, z: v.decode(z, tiling=Tiling(30)), ValueError, "tiling: expected .* a positive multiple of 4, got"),
+        (lambda v, z: v.decode(z, tiling=Tiling(2)), ValueError, "tiling: expected .* a positive multiple of 4, got 2"),
+        (lambda v, z: v.decode(z, tiling=Tiling(8)), ValueError, "overlap: expected whole latents, .* 1/2 .* got 0.25"),
         (lambda v, z: v.decode(z, tiling=Tiling(32, 0.3)), ValueError, "overlap: .* 1/8 .* got 0.3"),
-        (lambda v, z: v.decode(z, tiling=Tiling(32, 1 - 1e-12)), ValueError, "overlap: want whole latents"),
-        (lambda v, z: v.decode(z[0], tiling=Tiling(32)), ValueError, r"z: want shape \(N, 4, h, w\)"),
-        (lambda v, z: v.decode(z[:0], tiling=Tiling(32)), ValueError, "batch: want 1 or more, got 0"),
-        (lambda v, z: v.decode(z[:, :, :0], tiling=Tiling(32)), ValueError, "height: want a positive multiple of 4"),
-        (lambda v, z: v.encode(images(64, 42), tiling=Tiling(32)), ValueError, "width: want a positive multiple of 4"),
-        (lambda v, z: v.estimate("paint", 64, 64, tiling=Tiling(32)), ValueError, "op: want encode or decode"),
-        (lambda v, z: v.estimate("decode", 64, -64, tiling=Tiling(32)), ValueError, "width: want a positive"),
+        (lambda v, z: v.decode(z, tiling=Tiling(32, 1 - 1e-12)), ValueError, "overlap: expected whole latents"),
+        (lambda v, z: v.decode(z[0], tiling=Tiling(32)), ValueError, r"z: expected shape \(N, 4, h, w\)"),
+        (lambda v, z: v.decode(z[:0], tiling=Tiling(32)), ValueError, "batch: expected 1 or more, got 0"),
+        (lambda v, z: v.decode(z[:, :, :0], tiling=Tiling(32)), ValueError, "height: expected a positive multiple of"),
+        (lambda v, z: v.encode(images(64, 42), tiling=Tiling(32)), ValueError, "width: expected a positive multiple"),
+        (lambda v, z: v.estimate("paint", 64, 64, tiling=Tiling(32)), ValueError, "op: expected encode or decode"),
+        (lambda v, z: v.estimate("decode", 64, -64, tiling=Tiling(32)), ValueError, "width: expected a positive"),
         (lambda v, z: v.estimate("decode", 2**40, 2**40, tiling=Tiling(32)), OverflowError, "can be addressed"),
-        (lambda v, z: v.decode(z, out=z, tiling=Tiling(32)), ValueError, "out: want a writable, contiguous and"),
+        (lambda v, z: v.decode(z, out=z, tiling=Tiling(32)), ValueError, "out: expected a writable, contiguous and"),
     ],
 )  # fmt: skip
 def test_bad_input(call, exception, message):
@@ -433,8 +433,8 @@ def test_bad_input(call, exception, message):
 def test_no_config_no_sample_size():
     vae = small_vae()
     vae.sample_size = None
-    with pytest.raises(ValueError, match=r"sample_size: want one, such as Tiling\(sample_size=512\)"):
+    with pytest.raises(ValueError, match=r"sample_size: expected one, such as Tiling\(sample_size=512\)"):
         vae.decode(latents(vae, 20, 20), tiling=Tiling())
     vae.sample_size = 1.5
-    with pytest.raises(TypeError, match=r"sample_size: want an integer, got 1\.5"):
+    with pytest.raises(TypeError, match=r"sample_size: expected an integer, got 1\.5"):
         vae.decode(latents(vae, 20, 20), tiling=Tiling())

@@ -502,27 +502,27 @@ def test_flash_attention_splits_keys_when_queries_are_few():
 @pytest.mark.parametrize(
     "change, named",
     [
-        ({"height": 500}, "height: want a multiple of 8"),
-        ({"width": 0}, "want 1 or more"),
+        ({"height": 500}, "height: expected a multiple of 8"),
+        ({"width": 0}, "expected 1 or more"),
         ({"width": 1 << 24}, "width"),
         ({"batch": 0}, "batch"),
-        ({"tile": 20}, "tile: want a multiple of 8"),
+        ({"tile": 20}, "tile: expected a multiple of 8"),
         ({"tile": 24}, "at least 32"),
-        ({"op": "train"}, "op: want one of"),
-        ({"dtype": "int8"}, "dtype: want float32, float16 or bfloat16"),
-        ({"runtime": "jax"}, "runtime: want one of"),
+        ({"op": "train"}, "op: expected one of"),
+        ({"dtype": "int8"}, "dtype: expected float32, float16 or bfloat16"),
+        ({"runtime": "jax"}, "runtime: expected one of"),
         ({"runtime": "bfl"}, "quant convolutions"),
-        ({"runtime": "bfl", "arch": MODELS["flux"], "tile": 64}, "tile: want diffusers, comfyui or a1111 for tiles"),
-        ({"runtime": "a1111", "slicing": True}, "slicing: want it with the diffusers runtime, got a1111"),
-        ({"runtime": "comfyui", "tile": 72}, "tile: want a multiple of 16"),
+        ({"runtime": "bfl", "arch": MODELS["flux"], "tile": 64}, "tile: expected diffusers, comfyui or a1111 for"),
+        ({"runtime": "a1111", "slicing": True}, "slicing: expected the diffusers runtime, got a1111"),
+        ({"runtime": "comfyui", "tile": 72}, "tile: expected a multiple of 16"),
         ({"runtime": "a1111", "arch": MODELS["flux"]}, "such as bfl or comfyui, got a1111"),
-        ({"runtime": "comfyui", "arch": {**SMALL, "use_quant_conv": False}}, "runtime: want diffusers for small"),
-        ({"runtime": "a1111", "op": "encode", "tile": 512, "height": 8, "width": 4096}, "want a tile that leaves"),
+        ({"runtime": "comfyui", "arch": {**SMALL, "use_quant_conv": False}}, "runtime: expected diffusers for small"),
+        ({"runtime": "a1111", "op": "encode", "tile": 512, "height": 8, "width": 4096}, "expected a tile that leaves"),
         ({"tile": 1 << 21}, "at most 2\\^20"),
-        *(({"tile": 64, "tile_overlap": part}, "tile_overlap: want from 0") for part in (-0.1, 0.9, 1.0, float("nan"))),
-        ({"free_bytes": -1}, "free_bytes: want 0 or more"),
+        *(({"tile": 64, "tile_overlap": part}, "tile_overlap: expected") for part in (-0.1, 0.9, 1.0, float("nan"))),
+        ({"free_bytes": -1}, "free_bytes: expected 0 or more"),
         ({"arch": {**SMALL, "norm_num_groups": 7}}, "block_out_channels"),
-        ({"arch": {"name": "nothing"}}, "want the key"),
+        ({"arch": {"name": "nothing"}}, "expected the key"),
     ],
 )
 def test_what_cannot_be_is_named(change, named):
@@ -541,8 +541,8 @@ def test_what_cannot_be_is_named(change, named):
 @pytest.mark.parametrize(
     "change, named",
     [
-        ({}, "want at most 4194304 steps"),
-        ({"tile": 32, "height": 1 << 20, "width": 1 << 20}, "want at most 65536 tiles in all, got 43691 x 43691"),
+        ({}, "expected at most 4194304 steps"),
+        ({"tile": 32, "height": 1 << 20, "width": 1 << 20}, "expected at most 65536 tiles in all, got 43691 x 43691"),
         ({"tile": 32, "height": 1 << 11, "width": 1 << 11, "batch": 16, "slicing": True}, "86 x 86 of 16 slices"),
         ({"slicing": True, "batch": 1 << 16, "tile": 64, "height": 512, "width": 1024}, "of 65536 slices"),
     ],
@@ -558,7 +558,7 @@ def test_sizes_that_do_not_fit_are_refused():
 
     def refused(method, *args):
         trace = _core.Trace()
-        with pytest.raises(OverflowError, match=r"x.*: want a storage of at most 2"):
+        with pytest.raises(OverflowError, match=r"x.*: expected a storage of at most 2"):
             getattr(trace, method)(*args, "x")
 
     half, most = 1 << 32, (1 << 63) - 1
@@ -570,16 +570,16 @@ def test_sizes_that_do_not_fit_are_refused():
             refused("attend", attention_call(dtype, heads, queries, keys, depth, batch), "usual", sm, 128)
     refused("attend", attention_call("float16", 1, 16, 1 << 59, 60), "usual", 89, 128)  # padded keys, few queries
     refused("attend", attention_call("bfloat16", 1, half, half, 1), "usual", 75, 128)  # scores
-    with pytest.raises(OverflowError, match="conv_in: want a storage"):
+    with pytest.raises(OverflowError, match="conv_in: expected a storage"):
         _core.Trace.vae(MODELS["sdxl"], "diffusers", "encode", "float32", 1 << 20, 1 << 20, 1 << 16)
 
 
 @pytest.mark.parametrize(
     "runtime, op, change, match",
     [
-        ("a1111", "decode", {"sends": True}, "sends: want it with the diffusers runtime, got a1111"),
-        ("comfyui", "decode", {"first": "float16"}, "first: want it with the diffusers runtime, got comfyui"),
-        ("diffusers", "encode", {"first": "float16"}, "first: want it with decode"),
+        ("a1111", "decode", {"sends": True}, "sends: expected the diffusers runtime, got a1111"),
+        ("comfyui", "decode", {"first": "float16"}, "first: expected the diffusers runtime, got comfyui"),
+        ("diffusers", "encode", {"first": "float16"}, "first: expected decode"),
         ("diffusers", "decode", {"first": "int8"}, "dtype: want"),
     ],
 )
@@ -590,7 +590,7 @@ def test_what_is_diffusers_alone(runtime, op, change, match):
 
 @pytest.mark.parametrize("multiprocessors", [0, -1])
 def test_a_gpu_has_multiprocessors(multiprocessors):
-    with pytest.raises(ValueError, match=f"multiprocessors: want 1 or more, got {multiprocessors}"):
+    with pytest.raises(ValueError, match=f"multiprocessors: expected 1 or more, got {multiprocessors}"):
         _core.Trace().attend(attention_call("float16", 1, 16, 16, 64), "usual", 89, multiprocessors, "x")
 
 

@@ -153,7 +153,7 @@ def test_out_is_used_and_checked():
     misaligned = np.frombuffer(bytearray(1 + out.nbytes), np.float32, offset=1).reshape(out.shape)
     for bad in (np.zeros((1, 3, 16, 8), np.float32), np.zeros((1, 3, 16, 16)), out[..., ::-1], misaligned):
         with pytest.raises(
-            ValueError, match=r"out: want a writable, contiguous and aligned float32 array of shape \(1, 3, 16, 16\)"
+            ValueError, match=r"out: expected a writable, contiguous and aligned float32 array of shape \(1, 3, 16,"
         ):
             vae.decode(z, out=bad)
     out.flags.writeable = False
@@ -173,7 +173,7 @@ def test_out_apart_from_z(output_type):
     out = (
         memory.reshape(2, 3, 16, 16) if output_type == "float" else memory.view(np.uint8)[-1536:].reshape(2, 16, 16, 3)
     )
-    with pytest.raises(ValueError, match="out: want memory apart from z, got an array that overlaps it"):
+    with pytest.raises(ValueError, match="out: expected memory apart from z, got an array that overlaps it"):
         vae.decode(z, out=out, output_type=output_type)
     want = vae.decode(z, output_type=output_type)
     assert np.array_equal(vae.decode(z.copy(), out=out, output_type=output_type), want)
@@ -192,7 +192,7 @@ def test_out_apart_from_z_on_a_device():
         backend=SimpleNamespace(check_stream=lambda stream: None),
         borrow=lambda array, name, stream: array,
     )
-    with pytest.raises(ValueError, match="out: want memory apart from z"):
+    with pytest.raises(ValueError, match="out: expected memory apart from z"):
         DeviceArrays(small_vae().arch, "decode", z, "float", out, device)
 
 
@@ -231,36 +231,36 @@ def test_nonfinite_passes_through(bad):
 @pytest.mark.parametrize(
     "call,exception,message",
     [
-        (lambda v: v.decode(np.zeros((1, 3, 4, 4))), ValueError, r"z: want shape \(N, 4, h, w\).*got \(1, 3, 4, 4\)"),
-        (lambda v: v.decode(np.zeros((4, 4, 4))), ValueError, r"z: want shape .*got \(4, 4, 4\)"),
-        (lambda v: v.decode(np.zeros((0, 4, 4, 4))), ValueError, "batch: want 1 or more, got 0"),
-        (lambda v: v.decode(np.zeros((1, 4, 0, 4))), ValueError, "height: want a positive multiple of 4, got 0"),
-        (lambda v: v.decode(np.zeros((1, 4, 4, 4), complex)), TypeError, "z: want an array of real numbers"),
-        (lambda v: v.decode("latents"), TypeError, "z: want an array of real numbers"),
-        (lambda v: v.decode(np.zeros((1, 4, 4, 4)), output_type="jpeg"), ValueError, "want one of float, uint8, pil"),
-        (lambda v: v.encode(np.zeros((1, 4, 8, 8))), ValueError, r"x: want shape \(N, 3, H, W\), got \(1, 4, 8, 8\)"),
-        (lambda v: v.encode(np.zeros((1, 3, 10, 8))), ValueError, "height: want a positive multiple of 4, got 10"),
-        (lambda v: v.encode(np.zeros((1, 3, 8, 8), np.uint8)), ValueError, r"x: want shape \(N, H, W, 3\) for uint8"),
-        (lambda v: v.estimate("decode", 12, 6), ValueError, "width: want a positive multiple of 4, got 6"),
-        (lambda v: v.estimate("decode", -8, 8), ValueError, "height: want a positive"),
-        (lambda v: v.estimate("paint", 8, 8), ValueError, "op: want encode or decode, got 'paint'"),
-        (lambda v: v.estimate("decode", 8.0, 8), TypeError, "height: want an integer, got 8.0"),
+        (lambda v: v.decode(np.zeros((1, 3, 4, 4))), ValueError, r"z: expected shape \(N, 4, h, w\).*got \(1, 3, 4,"),
+        (lambda v: v.decode(np.zeros((4, 4, 4))), ValueError, r"z: expected shape .*got \(4, 4, 4\)"),
+        (lambda v: v.decode(np.zeros((0, 4, 4, 4))), ValueError, "batch: expected 1 or more, got 0"),
+        (lambda v: v.decode(np.zeros((1, 4, 0, 4))), ValueError, "height: expected a positive multiple of 4, got 0"),
+        (lambda v: v.decode(np.zeros((1, 4, 4, 4), complex)), TypeError, "z: expected an array of real numbers"),
+        (lambda v: v.decode("latents"), TypeError, "z: expected an array of real numbers"),
+        (lambda v: v.decode(np.zeros((1, 4, 4, 4)), output_type="jpeg"), ValueError, "expected one of float, uint8,"),
+        (lambda v: v.encode(np.zeros((1, 4, 8, 8))), ValueError, r"x: expected shape \(N, 3, H, W\), got \(1, 4, 8,"),
+        (lambda v: v.encode(np.zeros((1, 3, 10, 8))), ValueError, "height: expected a positive multiple of 4, got 10"),
+        (lambda v: v.encode(np.zeros((1, 3, 8, 8), np.uint8)), ValueError, r"x: expected shape \(N, H, W, 3\) for"),
+        (lambda v: v.estimate("decode", 12, 6), ValueError, "width: expected a positive multiple of 4, got 6"),
+        (lambda v: v.estimate("decode", -8, 8), ValueError, "height: expected a positive"),
+        (lambda v: v.estimate("paint", 8, 8), ValueError, "op: expected encode or decode, got 'paint'"),
+        (lambda v: v.estimate("decode", 8.0, 8), TypeError, "height: expected an integer, got 8.0"),
         (lambda v: v.estimate("decode", 2**40, 2**40), OverflowError, "can be addressed"),
         (lambda v: v.estimate("decode", 2**62, 4), OverflowError, "can be addressed"),
         (lambda v: v.estimate("decode", 8, 8, batch=2**60), OverflowError, "can be addressed"),
-        (lambda v: VAE.random("sd4"), ValueError, "model: want one of sd15, sdxl, flux, sd3, .*, got 'sd4'"),
-        (lambda v: VAE.random("sdxl", device="tpu"), ValueError, "device: want cpu, cuda or cuda:N, got 'tpu'"),
-        (lambda v: VAE.random("sdxl", dtype="quarter"), ValueError, "dtype: want one of float32, .*, got 'quarter'"),
-        (lambda v: VAE.random("sdxl", precision="best"), ValueError, "precision: want one of highest, high, medium"),
-        (lambda v: v.copy(precision=False), ValueError, "precision: want one of highest, high, medium, got False"),
-        (lambda v: v.copy(dtype="bfloat16", precision="high"), ValueError, "precision: want highest with dtype bfl"),
+        (lambda v: VAE.random("sd4"), ValueError, "model: expected one of sd15, sdxl, flux, sd3, .*, got 'sd4'"),
+        (lambda v: VAE.random("sdxl", device="tpu"), ValueError, "device: expected cpu, cuda or cuda:N, got 'tpu'"),
+        (lambda v: VAE.random("sdxl", dtype="quarter"), ValueError, "dtype: expected one of float32, .*, got"),
+        (lambda v: VAE.random("sdxl", precision="best"), ValueError, "precision: expected one of highest, high,"),
+        (lambda v: v.copy(precision=False), ValueError, "precision: expected one of highest, high, medium, got False"),
+        (lambda v: v.copy(dtype="bfloat16", precision="high"), ValueError, "precision: expected highest with dtype"),
         (lambda v: v.copy(tf32=True), TypeError, "tf32"),
-        (lambda v: VAE.random("sdxl", autotune="no"), ValueError, "autotune: want True or False, got 'no'"),
-        (lambda v: v.decode(np.zeros((1, 4, 4, 4)), scaled="no"), ValueError, "scaled: want True or False, got 'no'"),
-        (lambda v: v.encode(np.zeros((1, 3, 8, 8)), scaled=1), ValueError, "scaled: want True or False, got 1"),
-        (lambda v: v.encode(np.zeros((1, 3, 8, 8))).sample(-1), ValueError, "generator: want .* seed of 0 .*got -1"),
-        (lambda v: v.encode(np.zeros((1, 3, 8, 8))).sample("a"), TypeError, "generator: want .*or None, got 'a'"),
-        (lambda v: VAE.random("sdxl", parts="half"), ValueError, "parts: want all, encoder or decoder, got 'half'"),
+        (lambda v: VAE.random("sdxl", autotune="no"), ValueError, "autotune: expected True or False, got 'no'"),
+        (lambda v: v.decode(np.zeros((1, 4, 4, 4)), scaled="no"), ValueError, "scaled: expected True or False, got"),
+        (lambda v: v.encode(np.zeros((1, 3, 8, 8)), scaled=1), ValueError, "scaled: expected True or False, got 1"),
+        (lambda v: v.encode(np.zeros((1, 3, 8, 8))).sample(-1), ValueError, "generator: expected .* seed of 0 .*got"),
+        (lambda v: v.encode(np.zeros((1, 3, 8, 8))).sample("a"), TypeError, "generator: expected .*or None, got 'a'"),
+        (lambda v: VAE.random("sdxl", parts="half"), ValueError, "parts: expected all, encoder or decoder, got 'half'"),
     ],
 )
 def test_bad_input(call, exception, message):
@@ -519,7 +519,7 @@ def test_environment():
     every = {name for kind in kinds for name, _ in _core.backends(*kind)} - {"ref"}
     done = run(VAEMEM_DISABLE=",".join(every))
     assert done.stdout.startswith("['ref'] ") and "changes nothing" not in done.stderr
-    assert "VAEMEM_THREADS: want a number from 1 to 1024, got 'many'" in run(VAEMEM_THREADS="many").stderr
+    assert "VAEMEM_THREADS: expected a number from 1 to 1024, got 'many'" in run(VAEMEM_THREADS="many").stderr
 
 
 def test_the_environment_of_a_running_process_changes_nothing(monkeypatch):

@@ -24,13 +24,13 @@ def test_a_state_dict_of_arrays(prefix):
         VAE.load(state)
     state[prefix + "encoder.conv_in.bias"] = np.zeros(32)
     with pytest.raises(
-        ValueError, match=rf"{prefix}encoder.conv_in.bias: want F32, F16, BF16, F8_E4M3, F8_E5M2, got float64"
+        ValueError, match=rf"{prefix}encoder.conv_in.bias: expected F32, F16, BF16, F8_E4M3, F8_E5M2, got float64"
     ):
         VAE.load(state)
-    with pytest.raises(ValueError, match=r"state dict: unknown layout"):
+    with pytest.raises(ValueError, match=r"state dict: expected a VAE's tensors"):
         VAE.load({})
     for state in ({1: np.zeros(3)}, {"decoder.conv_in.weight": 5}):  # no names, no arrays
-        with pytest.raises(ValueError, match=r"state dict: unknown layout"):
+        with pytest.raises(ValueError, match=r"state dict: expected a VAE's tensors"):
             VAE.load(state)
 
 
@@ -49,7 +49,7 @@ def test_a_module(dtype):
 def test_a_pipelines_directory(tmp_path):
     vae = VAE.random(config={**SMALL, "sample_size": 96})
     vae.save(tmp_path / "vae")
-    with pytest.raises(FileNotFoundError, match="which has none"):
+    with pytest.raises(FileNotFoundError, match="got none"):
         VAE.load(tmp_path)
     (tmp_path / "model_index.json").write_text("{}")
     found = VAE.load(tmp_path)
@@ -75,7 +75,7 @@ def test_tensors_without_plain_numbers_are_named():
         (weight.to(torch.complex64), "F32, F16, BF16, F8_E4M3, F8_E5M2, got complex64"),
         (np.ma.masked_array(state[name], state[name] > 0), rf"numbers everywhere, got .*np.ma.filled\({name}, 0\)"),
     ):
-        with pytest.raises(ValueError, match=f"{name}: want {got}"):
+        with pytest.raises(ValueError, match=f"{name}: expected {got}"):
             weights.load(state | {name: odd})
     for odd in (torch.nn.Parameter(weight), np.ma.masked_array(state[name]), np.asfortranarray(state[name])):
         same(weights.load(state | {name: odd}), state)
@@ -89,7 +89,7 @@ def test_a_pickle_says_how_to_convert_it(tmp_path, name):
     state = module.state_dict()
     saved = {"state_dict": state} if name == "old.ckpt" else state
     torch.save(saved, tmp_path / name, _use_new_zipfile_serialization=False)
-    with pytest.raises(ValueError, match=r"path: want a safetensors file, got .*A pickle may run") as caught:
+    with pytest.raises(ValueError, match=r"path: .*as a safetensors file: .*A pickle may run") as caught:
         VAE.load(tmp_path / name)
     said = re.search(r"VAE\.load\(torch.*\.safetensors'\)", str(caught.value))[0]
     exec(said, {"VAE": VAE, "torch": torch})
@@ -105,5 +105,5 @@ def test_a_directory_with_a_pickle_alone(tmp_path):
     assert vae.arch["scaling_factor"] == 0.5
     same(vae._core, {n: t.numpy() for n, t in module.state_dict().items()})
     (tmp_path / "diffusion_pytorch_model.bin").rename(tmp_path / "other.bin")
-    with pytest.raises(FileNotFoundError, match=r"only other.bin. A pickle may run"):
+    with pytest.raises(FileNotFoundError, match=r"only other.bin; A pickle may run"):
         VAE.load(tmp_path)

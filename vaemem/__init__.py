@@ -14,6 +14,7 @@ from vaemem._common import __version__ as __version__
 if _TYPE_CHECKING:
     from vaemem import plot as plot
     from vaemem._core import OutOfMemoryError
+    from vaemem._errors import ArgumentError, ArgumentTypeError, FileError, MissingPackageError, NoFileError
     from vaemem.engine.arguments import Cancelled
     from vaemem.engine.device import DeviceArray, backends
     from vaemem.engine.records import Encoded, Run
@@ -38,6 +39,7 @@ if _TYPE_CHECKING:
 # Each is imported when it is asked for, and NumPy with the first that wants it: a program takes the time of its own.
 _NAMES = {
     "_core": "OutOfMemoryError",
+    "_errors": "ArgumentError ArgumentTypeError FileError MissingPackageError NoFileError",
     "engine.arguments": "Cancelled",
     "engine.device": "DeviceArray backends",
     "engine.records": "Encoded Run",
@@ -64,10 +66,11 @@ _PLACES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for 
 _PLACES |= {name: f"{__name__}.{name}" for name in ("_core", "engine", "prediction", "tables")}  # modules
 
 __all__ = [
-    "ESTIMATORS", "VAE", "CachingAllocator", "Cancelled", "DeviceArray", "Encoded", "Estimator", "OutOfMemoryError",
-    "PipelinePlan", "PipelinePrediction", "Prediction", "Replay", "Run", "SimulatedProcess", "Table", "Tiling",
-    "backends", "bound", "compare", "estimate_sweep", "explain", "fit", "formula", "measure_sweep", "plan_pipeline",
-    "predict", "predict_largest", "predict_pipeline", "predict_sweep", "replay", "report", "seed_table", "tradeoff",
+    "ESTIMATORS", "VAE", "ArgumentError", "ArgumentTypeError", "CachingAllocator", "Cancelled", "DeviceArray",
+    "Encoded", "Estimator", "FileError", "MissingPackageError", "NoFileError", "OutOfMemoryError", "PipelinePlan",
+    "PipelinePrediction", "Prediction", "Replay", "Run", "SimulatedProcess", "Table", "Tiling", "backends", "bound",
+    "compare", "estimate_sweep", "explain", "fit", "formula", "measure_sweep", "plan_pipeline", "predict",
+    "predict_largest", "predict_pipeline", "predict_sweep", "replay", "report", "seed_table", "tradeoff",
 ]  # fmt: skip
 
 

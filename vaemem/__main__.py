@@ -6,37 +6,24 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
-from vaemem._common import Message, Named
+from vaemem._errors import ArgumentError, FileError
 from vaemem.cli import completion
 from vaemem.cli.parsing import make_parser
 
 
-def _said(error: BaseException, args: argparse.Namespace) -> str:
-    """What an error says, with a command's flags in the place of the arguments that it names; of a file that cannot be
-    opened, the argument that it is."""
-    message = error.args[0] if error.args else ""
-    options = {one.dest: one.option_strings for one in args.parser._actions}
+def _describe(error: BaseException, args: argparse.Namespace) -> str:
+    """Describe an error with a command's flags in the place of the arguments that it names."""
     if isinstance(error, OSError) and error.errno and error.filename:
         name = next((name for name, value in vars(args).items() if value == error.filename), "file")
-        said = str(error.strerror)
-        message = f"{name}: want a file that can be opened, got {error.filename}: {said[:1].lower()}{said[1:]}"
-    elif not isinstance(message, Message):
-        message = str(error)
-
-    def option(part: object) -> str:
-        if not isinstance(part, Named) or not options.get(part.name):
-            return str(part)
-        value = "" if part.value in (None, True, False) else f" {shlex.quote(part.typed or str(part.value))}"
-        return f"{options[part.name][-1]}{value}"
-
-    text = "".join(map(option, getattr(message, "parts", [message])))
-    name, colon, rest = text.partition(":")
-    return f"{(options.get(name) or [name])[-1]}{colon}{rest}"
+        reason = str(error.strerror)
+        got = f"{reason[:1].lower()}{reason[1:]}"
+        error = FileError(name, "a file that can be opened", got, path=str(error.filename))
+    flags = {one.dest: one.option_strings[-1] for one in args.parser._actions if one.option_strings}
+    return error.message(flags) if isinstance(error, ArgumentError) else str(error)
 
 
 class _Output:
@@ -80,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # a pipe other than standard output
         pass
     except (ValueError, OSError, ImportError, OverflowError, MemoryError, RuntimeError) as error:
-        print(f"vaemem {args.command}: {_said(error, args)}", file=sys.stderr)
+        print(f"vaemem {args.command}: {_describe(error, args)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"vaemem {args.command}: stopped", file=sys.stderr)

@@ -23,8 +23,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from numbers import Real
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar, get_args
+from typing import IO, Any, TypeVar, get_args
 
+from vaemem._errors import ArgumentError, FileError, MissingPackageError, NoFileError
 from vaemem._types import DtypeName, Op, Precision, TiledOp
 
 if sys.platform == "win32":
@@ -54,36 +55,6 @@ EXTRAS = {  # that bring a package
 TILED_OPS: tuple[TiledOp, ...] = get_args(TiledOp)
 
 
-class Named(NamedTuple):
-    """An argument that a message advises: ``pad='reflect'``, and ``pad=`` where the value is left open. typed: the
-    value as the command line takes it, if that is another text."""
-
-    name: str
-    value: Any = None
-    typed: str | None = None
-
-    def __str__(self) -> str:
-        return f"{self.name}={'' if self.value is None else repr(self.value)}"
-
-
-class Message(str):
-    """What an exception says, which remembers the arguments that it names, so that the command line can say its options
-    in their place.
-
-    Examples
-    --------
-    >>> Message("gpu: want one, or ", Named("memory", "12 GB"), ", got neither")
-    "gpu: want one, or memory='12 GB', got neither"
-    """
-
-    parts: tuple[Any, ...]
-
-    def __new__(cls, *parts: Any) -> Message:
-        made = super().__new__(cls, "".join(map(str, parts)))
-        made.parts = parts
-        return made
-
-
 def latent_factor(arch: Mapping[str, Any]) -> int:
     """Image pixels a side of one latent pixel: every level of blocks but the last halves the side; patches do too."""
     return int(2 ** (len(arch["block_out_channels"]) - 1)) * int(arch.get("image_patch") or 1)
@@ -95,12 +66,12 @@ def encoded_channels(arch: Mapping[str, Any]) -> int:
 
 
 def choose(argument: str, value: Any, among: Iterable[str]) -> None:
-    """ValueError where an argument's value is not one of those that there are; it says which is the nearest."""
+    """Raise ArgumentError if an argument's value is not a known one. The error advises the nearest one."""
     known = tuple(among)
     if value not in known:
         wanted = " or ".join(known) if len(known) == 2 else f"one of {', '.join(known)}"
         near = difflib.get_close_matches(str(value).casefold(), known, 1)
-        raise ValueError(f"{argument}: want {wanted}, got {value!r}{f' (the nearest is {near[0]})' if near else ''}")
+        raise ArgumentError(argument, wanted, repr(value), f"did you mean {near[0]!r}?" if near else "")
 
 
 def letters(name: str) -> str:
@@ -110,7 +81,7 @@ def letters(name: str) -> str:
 
 def meant(argument: str, value: Any, among: Iterable[Name], also: Mapping[str, str] = SPELT_DTYPES) -> Name:
     """The one of the names that there are which a value means, as people write names. also: {what else people call one
-    of them, in `letters`: that one}. ValueError as `choose` raises it."""
+    of them, in `letters`: that one}. ArgumentError as `choose` raises it."""
     known = {str(name): name for name in among}
     if isinstance(value, str) and value in known:
         return known[value]
@@ -122,28 +93,28 @@ def meant(argument: str, value: Any, among: Iterable[Name], also: Mapping[str, s
 
 
 def chosen(argument: str, values: Any, among: Sequence[Name]) -> list[Name]:
-    """One name, or a sequence of them, as a list; ValueError as `choose` raises it for any of them."""
+    """Return one name, or a sequence of them, as a list of known ones; ArgumentError as `choose` raises it."""
     return [meant(argument, value, among) for value in listed(values, str)]
 
 
 def flag(argument: str, value: Any) -> bool:
-    """True or False, NumPy's too; ValueError where the value is neither."""
+    """Return True or False, also for NumPy's; ArgumentError for any other value."""
     kinds = (bool, sys.modules["numpy"].bool_) if "numpy" in sys.modules else bool
     if not isinstance(value, kinds):
-        raise ValueError(f"{argument}: want True or False, got {repr(value)[:80]}")
+        raise ArgumentError(argument, "True or False", repr(value)[:80])
     return bool(value)
 
 
 def whole(argument: str, value: Any, least: int = 1, most: float = math.inf) -> int:
-    """The value as an int, NumPy's integers too; ValueError where it is no whole number from `least` to `most`."""
+    """Return the value as an int, also NumPy's integers; ArgumentError unless it is from `least` to `most`."""
     try:
         number = least - 1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = least - 1
     if number < least:
-        raise ValueError(f"{argument}: want a whole number of at least {least}, got {value!r}")
+        raise ArgumentError(argument, f"a whole number of at least {least}", repr(value))
     if number > most:
-        raise ValueError(f"{argument}: want at most {most}, got {value!r}")
+        raise ArgumentError(argument, f"at most {most}", repr(value))
     return number
 
 
@@ -182,8 +153,8 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, list
 
 
 def need(module: str, what: str, *others: str) -> Any:
-    """Import an optional package for `what`, and other packages it needs later. ImportError names all that are missing
-    and the extras to install."""
+    """Import an optional package for `what`, and other packages it needs later. MissingPackageError names all that are
+    missing and the command that installs them."""
     failed: dict[str, ImportError] = {}
     for name in (module, *others):
         try:
@@ -193,8 +164,8 @@ def need(module: str, what: str, *others: str) -> Any:
     if failed:
         extras = ",".join(distinct(EXTRAS.get(package, "demo") for package in failed))
         why = "; ".join(distinct(map(str, failed.values())))
-        wanted = f"{what} needs {', '.join(failed)}: pip install 'vaemem[{extras}]' ({why})"
-        raise ImportError(wanted) from next(iter(failed.values()))
+        install = f"pip install 'vaemem[{extras}]'"
+        raise MissingPackageError(what, tuple(failed), install, why) from next(iter(failed.values()))
     return importlib.import_module(module)
 
 
@@ -204,17 +175,16 @@ def typeset(equations: Iterable[str]) -> str:
 
 
 @contextlib.contextmanager
-def reading(want: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Whatever a library raises about a file that the user named as one line that says which file and what was wanted:
-    ValueError, FileNotFoundError or MemoryError."""
+def reading(argument: str, wanted: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise whatever a library raises about a file as a FileError, a NoFileError or a MemoryError that names it."""
     try:
         yield
     except FileNotFoundError:
-        raise FileNotFoundError(f"{want}, got {os.fspath(path)}: no such file") from None
+        raise NoFileError(argument, wanted, "no such file", path=path) from None
     except Exception as error:
         said = textwrap.shorten(str(error) or type(error).__name__, 400, placeholder=" ...")
-        kind = MemoryError if isinstance(error, MemoryError) else ValueError
-        raise kind(f"{want}, got {os.fspath(path)}: {said}") from error
+        refused = FileError(argument, wanted, "another", said, path=path)
+        raise (MemoryError(str(refused)) if isinstance(error, MemoryError) else refused) from error
 
 
 # Where the name of a file cannot be given to another: in a folder that may not be written, or where it is a mount.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from vaemem._common import ELEMENT_BYTES, MIB, choose, distinct, grouped, need, png, whole
+from vaemem._errors import ArgumentError
 from vaemem.prediction.predict import Prediction
 from vaemem.tables.estimators import Comparison, pixels
 from vaemem.tables.fit import KEY, Fit, FittedLine
@@ -64,10 +65,10 @@ def memory_vs_pixels(table: Table, fit: Fit | None = None, target: str = "alloca
     table = Table(table)
     choose("target", target, BYTE_COLUMNS)
     if fit is not None and fit.target != target:
-        raise ValueError(f"fit: want one of {target}, got one of {fit.target}")
+        raise ArgumentError("fit", f"a fit of {target}", f"one of {fit.target}")
     rows = [row for row in table if None not in (row[target], row["height"], row["width"])]
     if not rows:
-        raise ValueError(f"table: want rows with height, width and {target}, got none")
+        raise ArgumentError("table", f"rows with height, width and {target}", "none")
     name_of, colours = _series(rows)
     figure, panels = _panels(rows, 4.8)
     for op, (axes, here) in panels.items():
@@ -117,7 +118,7 @@ def timeline(run: Any) -> Figure:
     """
     _expect("run", run, "peak_pass", "what VAE.estimate gives or VAE.last_run holds")
     if not run.timeline:
-        raise ValueError("run: want one with a timeline, got none")
+        raise ArgumentError("run", "a run with a timeline", "none")
     names, sizes = zip(*run.timeline, strict=True)
     live = np.array(sizes, dtype=np.float64) / MIB
     weights = np.minimum(run.weights_bytes / MIB, live)
@@ -165,7 +166,7 @@ def tradeoff(table: Table, points: Mapping[str, tuple[float, float]] | None = No
     table = Table(table)
     rows = [row for row in table if None not in (row["work"], row["allocated_bytes"], row["weights_bytes"])]
     if not rows:
-        raise ValueError("table: want rows with work, allocated_bytes and weights_bytes, got none")
+        raise ArgumentError("table", "rows with work, allocated_bytes and weights_bytes", "none")
     axes = _figure(7.2, 4.4).subplots()
     curves = grouped(rows, operator.itemgetter("model", "op", "height", "width"))
     for i, ((model, op, height, width), mine) in enumerate(curves.items()):
@@ -211,7 +212,7 @@ def implied_constants(table: Table, shipped: Mapping[str, Mapping[str, float]] |
     choose("target", target, BYTE_COLUMNS)
     rows = [r for r in table if None not in (r[target], r["height"], r["width"]) and r["dtype"] in ELEMENT_BYTES]
     if not rows:
-        raise ValueError(f"table: want rows with height, width, dtype and {target}, got none")
+        raise ArgumentError("table", f"rows with height, width, dtype and {target}", "none")
     name_of, colours = _series(rows)
     names = list(colours)
     figure, panels = _panels(rows, 4.4)
@@ -249,7 +250,7 @@ def estimator_errors(comparison: Comparison) -> Figure:
     _expect("comparison", comparison, "groups", "what vaemem.compare gives")
     groups = [group for group in comparison.groups if group.model is not None and group.lowest > -1]
     if not groups:
-        raise ValueError("comparison: want an estimator that applies to a row, got none")
+        raise ArgumentError("comparison", "an estimator that applies to a row", "none")
     keys = distinct(group[1:6] for group in groups)  # model, op, dtype and tiles
     estimators = grouped(groups, lambda group: group.estimator)
     axes = _figure(9, 1.4 + 0.34 * len(keys)).subplots()
@@ -297,7 +298,7 @@ def tile_peaks(predictions: Iterable[Prediction], target: Literal["allocated", "
     models = grouped(predictions, lambda p: p.model)
     parts = sorted({p.tile_overlap or 0.0 for made in models.values() for p in made if p.tile})
     if not parts:
-        raise ValueError("predictions: want some of a tiled op, got none")
+        raise ArgumentError("predictions", "some of a tiled op", "none")
     columns = min(3, len(models))
     rows = -(-len(models) // columns)
     figure = _figure(2.7 * columns + 0.6, 2.0 * rows + 0.8)
@@ -361,7 +362,7 @@ def pipeline(run: Any, available: int | None = None) -> Figure:
         _expect("run", phase, "weights", "the phases of a prediction or of a plan")
     phases = way.phases
     if not phases:
-        raise ValueError("run: want one with phases, got none")
+        raise ArgumentError("run", "a run with phases", "none")
     available = getattr(run, "available", None) if available is None else whole("available", available, 0)
     axes = _figure(1.6 + 1.3 * len(phases), 4.2).subplots()
     bottom = np.zeros(len(phases))
@@ -385,7 +386,7 @@ def pipeline(run: Any, available: int | None = None) -> Figure:
 
 def _expect(argument: str, value: Any, attribute: str, wanted: str) -> None:
     if not hasattr(value, attribute):
-        raise ValueError(f"{argument}: want {wanted}, got {type(value).__name__}")
+        raise ArgumentError(argument, wanted, type(value).__name__)
 
 
 def _figure(width: float, height: float) -> Figure:

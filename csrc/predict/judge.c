@@ -41,8 +41,8 @@ vm_status vm_judge_rows(vm_process *p, const vm_judge_phase *phase, size_t first
     vm_process_span *span = NULL;
     uint64_t *reserved = NULL; /* [rows + 1][phases]; the last row is the run as played, then each phase's most */
     if (first > readings || phases > readings - first)
-        return vm_fail(VM_EINVAL, "judge: want a reading for each of %zu phases, got %zu from number %zu on", phases,
-                       readings, first);
+        return vm_fail(VM_EINVAL, VM_EXPECTED("judge", "a reading for each of %zu phases", "%zu from number %zu on"),
+                       phases, readings, first);
     vm_status s = vm_scratch_new(phases, sizeof *span, &span);
     if (!s) s = vm_scratch_new(rows + 1, phases * sizeof *reserved, &reserved);
     for (size_t i = 0; !s && i < phases; i++) {

@@ -6,7 +6,7 @@
 
 /* VM_EOVERFLOW from 2^63 on: overflowed sums and products, and negative numbers. */
 static vm_status check_fits(uint64_t value, uint64_t *out) {
-    if (value >> 63) return vm_fail(VM_EOVERFLOW, "conv: want sizes from 0 to 2^63 bytes, got others");
+    if (value >> 63) return vm_fail(VM_EOVERFLOW, "conv: expected sizes from 0 to 2^63 bytes, got others");
     *out = value;
     return VM_OK;
 }
@@ -47,7 +47,7 @@ static vm_status count(const vm_conv *c, elements *e) {
     e->out = VM_PRODUCT64((uint64_t)c->n, (uint64_t)c->k, e->out_pixels);
     e->filter = VM_PRODUCT64((uint64_t)c->c, (uint64_t)c->k / (uint64_t)c->groups, e->taps);
     const uint64_t most = VM_MAX(VM_MAX(e->in, e->out), e->filter);
-    return most == UINT64_MAX ? vm_fail(VM_EOVERFLOW, "conv: want sizes below 2^63 bytes, got more") : VM_OK;
+    return most == UINT64_MAX ? vm_fail(VM_EOVERFLOW, "conv: expected sizes below 2^63 bytes, got more") : VM_OK;
 }
 
 static uint64_t part_of(const vm_conv *c, const elements *e) {
@@ -220,7 +220,8 @@ static vm_status read_tree(vm_profile *p, const char *at) {
         const bool ends = !feature && waiting == NONE;
         if (!read_number(&at, &new.limit) || (!feature && new.limit >= p->formulas) || *at != (ends ? 0 : ' ') ||
             p->nodes >= INT32_MAX)
-            return vm_fail(VM_EINVAL, "profile: want a tree of its formulas such as 'P400 h15 0 1 2', got other text");
+            return vm_fail(VM_EINVAL,
+                           VM_EXPECTED("profile", "a tree of its formulas such as 'P400 h15 0 1 2'", "other text"));
         new.beyond = feature ? waiting : (int32_t)new.limit;
         vm_status s = vm_scratch_grow(&p->node, p->nodes, sizeof *p->node);
         if (s) return s;
@@ -260,7 +261,7 @@ vm_status vm_profile_add_tree(vm_profile *p, const char *key_text, const char *t
     tree_key key;
     const size_t root = p->nodes;
     if (!read_key(key_text, &key))
-        return vm_fail(VM_EINVAL, "profile: want keys such as '128,128,3,1,1/float16', got '%.40s'", key_text);
+        return vm_fail(VM_EINVAL, VM_EXPECTED("profile", "keys such as '128,128,3,1,1/float16'", "'%.40s'"), key_text);
     vm_status s = vm_scratch_grow(&p->tree, p->trees, sizeof *p->tree);
     if (!s) s = read_tree(p, tree_text);
     if (s) {
@@ -484,9 +485,9 @@ static vm_status check_conv(const vm_conv *c) {
              c->output_padding[d] >= 0 &&
              (c->size[d] | c->filter[d] | c->stride[d] | c->dilation[d] | c->padding[d] | c->output_padding[d]) >> 31 ==
                  0;
-    if (!is) return vm_fail(VM_EINVAL, "conv: want sizes below 2^31, got others");
+    if (!is) return vm_fail(VM_EINVAL, VM_EXPECTED("conv", "sizes below 2^31", "others"));
     if (c->c % c->groups || c->k % c->groups)
-        return vm_fail(VM_EINVAL, "conv: want channels that fall into %lld groups, got %lld and %lld",
+        return vm_fail(VM_EINVAL, VM_EXPECTED("conv", "channels that fall into %lld groups", "%lld and %lld"),
                        (long long)c->groups, (long long)c->c, (long long)c->k);
     for (int d = first_dim(c); d < VM_CONV_DIMS; d++)
         if (out_along(c, d) < 1) {
@@ -494,8 +495,8 @@ static vm_status check_conv(const vm_conv *c) {
             write_extents(c, c->filter, filter);
             write_extents(c, c->size, size);
             write_extents(c, c->padding, padding);
-            return vm_fail(VM_EINVAL, "conv: want a %s filter within the padded input, got %s and padding %s", filter,
-                           size, padding);
+            return vm_fail(VM_EINVAL, VM_EXPECTED("conv", "a %s filter within the padded input", "%s and padding %s"),
+                           filter, size, padding);
         }
     return VM_OK;
 }

@@ -44,7 +44,7 @@ size_t vm_process_refused(const vm_process *p) { return p->refused; }
 
 vm_status vm_process_push(vm_process *p, vm_trace_op op, uint32_t id, uint32_t name, uint64_t bytes) {
     vm_trace *t = p->script;
-    if (t->steps == UINT32_MAX) return vm_fail(VM_EOVERFLOW, "process: want fewer than 2^32 steps");
+    if (t->steps == UINT32_MAX) return vm_fail(VM_EOVERFLOW, "process: expected fewer than 2^32 steps");
     if (op == VM_TRACE_TAKE) {
         vm_status s = vm_scratch_grow(&p->storage, t->ids, sizeof *p->storage);
         if (s) return s;
@@ -214,8 +214,8 @@ vm_status vm_process_give(vm_process *p, uint32_t id) {
 vm_status vm_process_release(vm_process *p, uint64_t address) {
     uint32_t id;
     if (find(p, address, &id)) return done(p, vm_process_give(p, id));
-    return done(
-        p, vm_fail(VM_EINVAL, "address: want one of the process's storages, got %#llx", (unsigned long long)address));
+    return done(p, vm_fail(VM_EINVAL, VM_EXPECTED("address", "one of the process's storages", "%#llx"),
+                           (unsigned long long)address));
 }
 
 vm_status vm_process_empty_cache(vm_process *p) {
@@ -267,7 +267,8 @@ vm_status vm_process_copy(vm_process *p, const char *stamp, uint64_t *address, c
     vm_status s = vm_names_add(&p->script->names, stamp, &shown);
     for (*copied = 0; !s && *copied < count; *copied += !s) {
         uint64_t *const one = &address[*copied];
-        if (!find(p, *one, &old)) return done(p, vm_fail(VM_EINVAL, "copy: want storages of the process"));
+        if (!find(p, *one, &old))
+            return done(p, vm_fail(VM_EINVAL, VM_EXPECTED("copy", "storages of the process", "")));
         if (!bytes[*copied]) continue;
         s = vm_process_take(p, shown, p->storage[old].name, &bytes[*copied], 1, one);
         if (s) break;

@@ -261,7 +261,7 @@ static vm_status play_pools(const vm_process *p, size_t until, uint64_t *workspa
                        .course = course + (size_t)k * rows};
     for (size_t i = 0; !s && i < rows * convs; i++) {
         if (!workspace[i]) continue;
-        if (workspace[i] > VM_TALLOC_LARGEST) s = vm_fail(VM_EOVERFLOW, "again: want workspaces of at most 2^60");
+        if (workspace[i] > VM_TALLOC_LARGEST) s = vm_fail(VM_EOVERFLOW, "again: expected workspaces of at most 2^60");
         workspace[i] = vm_talloc_round(vm_talloc_settings(p->talloc), workspace[i]);
         uint64_t *const m = &o[workspace[i] <= TA_SMALL].most[i % convs];
         *m = VM_MAX(*m, workspace[i]);
@@ -316,8 +316,8 @@ vm_status vm_process_again(const vm_process *p, const vm_process_span *span, siz
     size_t until = 0;
     for (size_t i = 0; i < spans; i++) {
         if (span[i].since > span[i].until || span[i].until > p->script->steps)
-            return vm_fail(VM_EINVAL, "again: want spans of %zu steps, got one from %zu until %zu", p->script->steps,
-                           span[i].since, span[i].until);
+            return vm_fail(VM_EINVAL, VM_EXPECTED("again", "spans of %zu steps", "one from %zu until %zu"),
+                           p->script->steps, span[i].since, span[i].until);
         until = VM_MAX(until, span[i].until);
     }
     vm_status s = vm_scratch_new(2 * rows, sizeof *course, &course);

@@ -10,7 +10,7 @@ enum { PAGE = 2 << 20 };
 static vm_status begin(vm_process *p, const vm_process *from) {
     uint32_t number;
     vm_status s = VM_OK;
-    if (p->script->steps || p->events) return vm_fail(VM_EINVAL, "replay: want a new process");
+    if (p->script->steps || p->events) return vm_fail(VM_EINVAL, VM_EXPECTED("replay", "a new process", ""));
     for (size_t i = 0; !s && i < from->script->names.count; i++)
         s = vm_names_add(&p->script->names, vm_names_get(&from->script->names, i), &number);
     for (size_t i = 0; !s && i < from->script->convs; i++) {
@@ -63,7 +63,7 @@ static vm_status map_left(const vm_process *p, uint32_t first, const bool *left,
     for (; old < end; old++) {
         if (!*left++) continue;
         while (id < p->script->ids && !p->storage[id].address) id++;
-        if (id == p->script->ids) return vm_fail(VM_EINVAL, "replay: want a call that leaves as much");
+        if (id == p->script->ids) return vm_fail(VM_EINVAL, VM_EXPECTED("replay", "a call that leaves as much", ""));
         map[old] = id++;
     }
     return VM_OK;
@@ -91,7 +91,8 @@ static vm_status call_again(vm_process *p, const vm_process *from, const event *
         if (step[i].op == VM_TRACE_TAKE || step[i].op == VM_TRACE_GIVE)
             left[step[i].id - old] = step[i].op == VM_TRACE_TAKE && step[i].bytes;
     if (!s) s = vm_process_append(p, t, conv);
-    if (!s && p->convs != from->script->convs) s = vm_fail(VM_EINVAL, "replay: want a call with the same convolutions");
+    if (!s && p->convs != from->script->convs)
+        s = vm_fail(VM_EINVAL, VM_EXPECTED("replay", "a call with the same convolutions", ""));
     if (!s) s = vm_process_run(p, start, first, &vae, NULL, NULL);
     if (!s && left) s = map_left(p, first, left, old, end, map);
     vm_scratch_free(left);

@@ -46,7 +46,8 @@ typedef struct scope {
 } scope;
 
 static vm_status wrong(const char *text) {
-    return vm_fail(VM_EINVAL, "polynomial: want terms such as \"640 n h + 5\" of its variables, got \"%.60s\"", text);
+    return vm_fail(VM_EINVAL, VM_EXPECTED("polynomial", "terms such as \"640 n h + 5\" of its variables", "\"%.60s\""),
+                   text);
 }
 
 /* Evaluates the polynomial at *at, and moves *at to the end of its text or of its side of an equation. */
@@ -72,7 +73,7 @@ static vm_status evaluate(const scope *known, const char **at, int64_t *out) {
             over |= __builtin_mul_overflow(term, known->value[i], &term);
         }
     }
-    if (over) return vm_fail(VM_EOVERFLOW, "polynomial: want a value below 2^63, got more of \"%.60s\"", text);
+    if (over) return vm_fail(VM_EOVERFLOW, "polynomial: expected a value below 2^63, got more of \"%.60s\"", text);
     *out = total;
     return VM_OK;
 }
@@ -174,7 +175,7 @@ static int dtype_of(word w) {
 
 static span *own(vm_program *p, int list) { return &p->call[p->calls - 1].own[list]; }
 
-static vm_status bad(const char *want) { return vm_fail(VM_EINVAL, "want %s", want); }
+static vm_status bad(const char *want) { return vm_fail(VM_EINVAL, VM_EXPECTED("", "%s", ""), want); }
 
 /* Parses an index into one of the call's lists. */
 static bool to_index(vm_program *p, word w, int list, uint32_t *out) {
@@ -261,7 +262,7 @@ static vm_status read_question(vm_program *p, const char *at, int list, size_t s
         q.flag[i] = word_is(w, "1");
         good = good && (q.flag[i] || word_is(w, "0"));
     }
-    if (!good || *at) return vm_fail(VM_EINVAL, "want a dtype, %zu sizes and %zu flags", sizes, flags);
+    if (!good || *at) return vm_fail(VM_EINVAL, VM_EXPECTED("", "a dtype, %zu sizes and %zu flags", ""), sizes, flags);
     vm_status s = vm_scratch_grow(&p->question[list], p->count[list], sizeof q);
     if (!s) p->question[list][p->count[list]++] = q;
     return s;
@@ -356,7 +357,8 @@ static vm_status check_calls(const vm_program *p) {
     for (size_t i = 0; i < p->calls; i++) {
         const span own = p->call[i].own[MODULES];
         if (!own.count || p->module[own.first + own.count - 1].reach)
-            return vm_fail(VM_EINVAL, "program: want calls with modules that give back what they took, got another");
+            return vm_fail(VM_EINVAL,
+                           VM_EXPECTED("program", "calls with modules that give back what they took", "another"));
     }
     return VM_OK;
 }
@@ -410,9 +412,10 @@ static vm_status derive(const vm_program *p, int64_t value[VM_PROGRAM_NAMES]) {
         int64_t of;
         vm_status s = evaluate_all(&(scope){i, p->name, value}, d->polynomial, &of);
         if (s) return s;
-        if (of < 0) return vm_fail(VM_EINVAL, "%s: want sizes of 0 or more, got less as %s", p->title, p->name[i]);
+        if (of < 0)
+            return vm_fail(VM_EINVAL, VM_EXPECTED("%s", "sizes of 0 or more", "less as %s"), p->title, p->name[i]);
         if (__builtin_mul_overflow(of / d->by + (of % d->by > 0), d->to, &value[i]))
-            return vm_fail(VM_EOVERFLOW, "%s: want sizes below 2^63, got more for %s", p->title, p->name[i]);
+            return vm_fail(VM_EOVERFLOW, "%s: expected sizes below 2^63, got more for %s", p->title, p->name[i]);
     }
     return VM_OK;
 }
@@ -484,7 +487,8 @@ static vm_status not_recorded(const vm_program *p, vm_dtype dtype, const scope *
         snprintf(one, sizeof one, "%s = %lld", p->name[i], (long long)known->value[i]);
         append(got, ", ", one);
     }
-    return vm_fail(VM_EINVAL, "%s: want a case that was recorded, %s, got %s", p->title, *unmet ? unmet : all, got);
+    return vm_fail(VM_EINVAL, VM_EXPECTED("%s", "a case that was recorded, %s", "%s"), p->title, *unmet ? unmet : all,
+                   got);
 }
 
 /* ---- playing ---- */
@@ -516,7 +520,7 @@ static vm_status prepare(player *y, const vm_program *p, const vm_program_call *
         if (held) y->call = &p->call[i];
     }
     if (!has_dtype)
-        return vm_fail(VM_EINVAL, "dtype: want one that %s was recorded in, got %s", p->title,
+        return vm_fail(VM_EINVAL, VM_EXPECTED("dtype", "one that %s was recorded in", "%s"), p->title,
                        vm_dtype_name(asked->dtype));
     if (!y->call) return not_recorded(p, asked->dtype, &known);
     const span sizes = y->call->own[SIZES];
@@ -524,8 +528,8 @@ static vm_status prepare(player *y, const vm_program *p, const vm_program_call *
     for (size_t i = 0; !s && i < sizes.count; i++) {
         s = evaluate_all(&known, p->size[sizes.first + i], &y->size[i]);
         if (!s && y->size[i] < 0)
-            s = vm_fail(VM_EINVAL, "%s: want sizes of 0 or more, got %lld of %.60s", p->title, (long long)y->size[i],
-                        p->size[sizes.first + i]);
+            s = vm_fail(VM_EINVAL, VM_EXPECTED("%s", "sizes of 0 or more", "%lld of %.60s"), p->title,
+                        (long long)y->size[i], p->size[sizes.first + i]);
     }
     return s;
 }

@@ -57,7 +57,7 @@ static bool collects(const vm_talloc *a) { return a->config.allowed_memory && a-
 /* ---- free ---- */
 
 static vm_status unknown(uint64_t address) {
-    return vm_fail(VM_EINVAL, "address: want one that malloc gave and that is not freed, got 0x%llx",
+    return vm_fail(VM_EINVAL, VM_EXPECTED("address", "one that malloc gave and that is not freed", "0x%llx"),
                    (unsigned long long)address);
 }
 
@@ -318,7 +318,7 @@ vm_status vm_talloc_malloc(vm_talloc *a, uint64_t bytes, uint64_t stream, uint64
     a->out_of_memory = false;
     if (!bytes) return VM_OK;
     if (bytes > VM_TALLOC_LARGEST)
-        return vm_fail(VM_EOVERFLOW, "bytes: want at most 2^60, got %llu", (unsigned long long)bytes);
+        return vm_fail(VM_EOVERFLOW, "bytes: expected at most 2^60, got %llu", (unsigned long long)bytes);
     vm_status s = ta_make_room(a);
     if (s) return s;
     const uint64_t size = vm_talloc_round(&a->config, bytes);
@@ -354,18 +354,18 @@ vm_status vm_talloc_new(const vm_talloc_config *config, vm_talloc **out) {
     vm_talloc_config c = *config;
     const uint64_t largest = VM_MAX(c.total_memory, VM_MAX(c.allowed_memory, c.reservation));
     if (largest > VM_TALLOC_LARGEST)
-        return vm_fail(VM_EINVAL, "total_memory: want at most 2^60, got %llu", (unsigned long long)largest);
+        return vm_fail(VM_EINVAL, VM_EXPECTED("total_memory", "at most 2^60", "%llu"), (unsigned long long)largest);
     if (c.max_split_size && c.max_split_size < TA_LARGE_SEGMENT)
-        return vm_fail(VM_EINVAL, "max_split_size: want at least 20 MiB, got %llu bytes",
+        return vm_fail(VM_EINVAL, VM_EXPECTED("max_split_size", "at least 20 MiB", "%llu bytes"),
                        (unsigned long long)c.max_split_size);
     if (c.max_non_split_rounding && c.max_non_split_rounding < TA_LARGE_SEGMENT)
-        return vm_fail(VM_EINVAL, "max_non_split_rounding: want at least 20 MiB, got %llu bytes",
+        return vm_fail(VM_EINVAL, VM_EXPECTED("max_non_split_rounding", "at least 20 MiB", "%llu bytes"),
                        (unsigned long long)c.max_non_split_rounding);
     if (!(c.gc_threshold >= 0 && c.gc_threshold < 1))
-        return vm_fail(VM_EINVAL, "garbage_collection_threshold: want between 0 and 1, got %g", c.gc_threshold);
+        return vm_fail(VM_EINVAL, VM_EXPECTED("garbage_collection_threshold", "between 0 and 1", "%g"), c.gc_threshold);
     for (int i = 0; i < VM_TALLOC_INTERVALS; i++)
         if (c.roundup_divisions[i] & (c.roundup_divisions[i] - 1))
-            return vm_fail(VM_EINVAL, "roundup_power2_divisions: want 0 or a power of two, got %u",
+            return vm_fail(VM_EINVAL, VM_EXPECTED("roundup_power2_divisions", "0 or a power of two", "%u"),
                            c.roundup_divisions[i]);
     if (!c.max_split_size) c.max_split_size = UINT64_MAX;
     if (!c.reservation) c.reservation = c.total_memory ? c.total_memory + c.total_memory / 8 : TA_RESERVATION;

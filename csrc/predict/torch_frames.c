@@ -275,7 +275,7 @@ vm_status vm_walk_check_code(const vm_arch *arch, vm_trace_runtime runtime) {
     const bool comfyui = arch->family == VM_WAN && arch->slices && !arch->residual;
     if (arch->family == VM_KL || runtime == VM_TORCH_DIFFUSERS || (comfyui && runtime == VM_TORCH_COMFYUI))
         return VM_OK;
-    return vm_fail(VM_EINVAL, "runtime: want diffusers%s for %s, the only code of it that is followed, got %s",
+    return vm_fail(VM_EINVAL, VM_EXPECTED("runtime", "diffusers%s for %s, the only code of it that is followed", "%s"),
                    comfyui ? " or comfyui" : "", arch->name, vm_trace_runtime_name[runtime]);
 }
 
@@ -286,19 +286,20 @@ static vm_status check_tiny_tiles(const vm_trace_vae *v) {
     const bool encodes = v->op == VM_ENCODE;
     if (a->levels != 4 || a->out_channels != 3)
         return vm_fail(VM_EINVAL,
-                       "tile: want a factor of 8 and 3 channels, which AutoencoderTiny's tiles have, got %" PRIu64
-                       " and %zu",
+                       VM_EXPECTED("tile", "a factor of 8 and 3 channels, which AutoencoderTiny's tiles have",
+                                   "%" PRIu64 " and %zu"),
                        factor, a->out_channels);
     if (encodes && a->latent_channels != 4)
         return vm_fail(VM_EINVAL,
-                       "tile: want 4 latent channels, which AutoencoderTiny's tiled encode has, got the %zu "
-                       "of %s, for which it raises",
+                       VM_EXPECTED("tile", "4 latent channels, which AutoencoderTiny's tiled encode has",
+                                   "the %zu of %s, for which it raises"),
                        a->latent_channels, a->name);
     if (encodes && shared % factor)
-        return vm_fail(VM_EINVAL,
-                       "tile_overlap: want a multiple of %" PRIu64
-                       " pixels of a tile, or AutoencoderTiny raises, got %" PRIu64 " of %" PRIu64,
-                       factor, shared, v->tile);
+        return vm_fail(
+            VM_EINVAL,
+            VM_EXPECTED("tile_overlap", "a multiple of %" PRIu64 " pixels of a tile, or AutoencoderTiny raises",
+                        "%" PRIu64 " of %" PRIu64),
+            factor, shared, v->tile);
     return VM_OK;
 }
 
@@ -307,32 +308,34 @@ vm_status vm_walk_check_class(const vm_trace_vae *v) {
     vm_status s = vm_walk_check_code(v->arch, v->runtime);
     if (s) return s;
     if (v->channels_last && v->arch->family != VM_TINY)
-        return vm_fail(VM_EINVAL, "channels_last: want False for %s%s, got True", name,
+        return vm_fail(VM_EINVAL, VM_EXPECTED("channels_last", "False for %s%s", "True"), name,
                        v->arch->slices ? ": PyTorch raises for its filters of five dimensions"
                                        : ", which is followed in PyTorch's usual format alone");
     if (v->arch->family == VM_HUNYUAN_IMAGE && v->tile && v->op == VM_ENCODE)
-        return vm_fail(VM_EINVAL,
-                       "tile: want none for the encode of %s, whose class raises in tiles: it wants five dimensions",
-                       name);
+        return vm_fail(
+            VM_EINVAL,
+            VM_EXPECTED("tile", "none for the encode of %s, whose class raises in tiles: it wants five dimensions", ""),
+            name);
     if (v->sends || v->first != v->dtype)
-        return vm_fail(VM_EINVAL, "%s: want it with another model than %s, whose submodules have none",
+        return vm_fail(VM_EINVAL, VM_EXPECTED("%s", "another model than %s, whose submodules have none", ""),
                        v->sends ? "sends" : "first", name);
     if (v->arch->family == VM_TINY) return v->tile ? check_tiny_tiles(v) : VM_OK;
     if (v->runtime == VM_TORCH_COMFYUI && v->op == VM_ENCODE && v->batch > 1)
         return vm_fail(VM_EINVAL,
-                       "batch: want 1, for ComfyUI encodes a batch with %s as frames of a video, got %" PRIu64, name,
-                       v->batch);
+                       VM_EXPECTED("batch", "1, for ComfyUI encodes a batch with %s as frames of a video", "%" PRIu64),
+                       name, v->batch);
     if (v->runtime == VM_TORCH_COMFYUI && v->slicing)
-        return vm_fail(VM_EINVAL, "slicing: want it with the diffusers runtime, got comfyui");
+        return vm_fail(VM_EINVAL, VM_EXPECTED("slicing", "the diffusers runtime", "comfyui"));
     const uint64_t cells = vm_arch_factor(v->arch) / VM_MAX(v->arch->image_patch, 1);
     const uint64_t stride = (uint64_t)((double)v->tile * (1 - v->tile_overlap));
     if (v->arch->residual && v->op == VM_ENCODE && stride % cells)
-        return vm_fail(VM_EINVAL,
-                       "tile_overlap: want tiles every so many pixels that %" PRIu64
-                       " divides, or the class of %s raises, got %" PRIu64,
-                       cells, name, stride);
+        return vm_fail(
+            VM_EINVAL,
+            VM_EXPECTED("tile_overlap",
+                        "tiles every so many pixels that %" PRIu64 " divides, or the class of %s raises", "%" PRIu64),
+            cells, name, stride);
     if ((v->tile || v->slicing) && v->release < WITH_TILES)
-        return vm_fail(VM_EINVAL, "%s: want diffusers 0.%d or later for %s, got 0.%d, which has none",
+        return vm_fail(VM_EINVAL, VM_EXPECTED("%s", "diffusers 0.%d or later for %s", "0.%d, which has none"),
                        v->tile ? "tile" : "slicing", WITH_TILES, name, v->release);
     return VM_OK;
 }

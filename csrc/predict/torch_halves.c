@@ -114,8 +114,9 @@ tensor vm_walk_moved(walk *w, const tensor *x, uint64_t c, uint64_t h, uint64_t 
 
 bool vm_walk_divides(walk *w, uint64_t all, uint64_t c, path name) {
     if (!w->status && all % c)
-        w->status = vm_fail(VM_EINVAL, "config: %s: want channels that are whole groups of %" PRIu64 ", got %" PRIu64,
-                            name.text, c, all);
+        w->status =
+            vm_fail(VM_EINVAL, VM_EXPECTED_IN("config", "%s", "channels that are whole groups of %" PRIu64, "%" PRIu64),
+                    name.text, c, all);
     return !w->status;
 }
 

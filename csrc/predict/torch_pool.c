@@ -66,7 +66,7 @@ static vm_status new_block(vm_pool *p, uint32_t *i) {
         p->spare = p->block[*i].more;
         return VM_OK;
     }
-    if (p->blocks == UINT32_MAX) return vm_fail(VM_EOVERFLOW, "pool: want fewer than 2^32 blocks");
+    if (p->blocks == UINT32_MAX) return vm_fail(VM_EOVERFLOW, "pool: expected fewer than 2^32 blocks");
     vm_status s = vm_scratch_grow(&p->block, p->blocks, sizeof *p->block);
     if (!s) *i = (uint32_t)p->blocks++;
     return s;
@@ -79,7 +79,8 @@ static void recycle(vm_pool *p, uint32_t i) {
 
 static vm_status new_segment(vm_pool *p, uint64_t size, uint32_t *i) {
     const uint64_t bytes = vm_talloc_segment(size), address = p->next_address;
-    if (bytes > TA_LAST_ADDRESS - address) return vm_fail(VM_EOVERFLOW, "pool: want sizes that 2^62 addresses hold");
+    if (bytes > TA_LAST_ADDRESS - address)
+        return vm_fail(VM_EOVERFLOW, "pool: expected sizes that 2^62 addresses hold");
     vm_status s = new_block(p, i);
     if (s) return s;
     p->next_address = VM_ROUND_UP(address + bytes, TA_LARGE_ROUND);

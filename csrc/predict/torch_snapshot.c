@@ -35,7 +35,7 @@ size_t vm_talloc_blocks(const vm_talloc *a, vm_talloc_block *out) {
 
 vm_status vm_talloc_place(vm_talloc *a, uint64_t address) {
     if (address % TA_BLOCK || address >= TA_LAST_ADDRESS)
-        return vm_fail(VM_EINVAL, "address: want a multiple of 512 below 2^62, got 0x%llx",
+        return vm_fail(VM_EINVAL, VM_EXPECTED("address", "a multiple of 512 below 2^62", "0x%llx"),
                        (unsigned long long)address);
     a->placed = address;
     return VM_OK;
@@ -55,7 +55,7 @@ vm_status vm_talloc_release(vm_talloc *a, uint64_t address) {
     if (s) return s;
     const node *n = ta_at_least(&a->segments, &(node){.address = address});
     if (!n || n->address != address || !is_whole((const segment *)n))
-        return vm_fail(VM_EINVAL, "address: want the start of a whole cached segment, got 0x%llx",
+        return vm_fail(VM_EINVAL, VM_EXPECTED("address", "the start of a whole cached segment", "0x%llx"),
                        (unsigned long long)address);
     ta_release(a, ((const segment *)n)->first);
     return VM_OK;
@@ -63,7 +63,7 @@ vm_status vm_talloc_release(vm_talloc *a, uint64_t address) {
 
 static vm_status check_segment(const vm_talloc_block *s, const vm_talloc_block *block, size_t blocks) {
     if (s->address % TA_BLOCK || s->size % TA_BLOCK || !s->size || s->size > VM_TALLOC_LARGEST)
-        return vm_fail(VM_EINVAL, "segment: want address and size as multiples of 512, got 0x%llx and %llu",
+        return vm_fail(VM_EINVAL, VM_EXPECTED("segment", "address and size as multiples of 512", "0x%llx and %llu"),
                        (unsigned long long)s->address, (unsigned long long)s->size);
     uint64_t end = s->address;
     for (size_t i = 0; i < blocks; i++) {
@@ -109,7 +109,7 @@ static void restore_block(vm_talloc *a, block *b, const vm_talloc_block *as) {
 
 vm_status vm_talloc_restore(vm_talloc *a, const vm_talloc_block *s, const vm_talloc_block *live, size_t blocks) {
     if (a->config.driver_pool)
-        return vm_fail(VM_EINVAL, "segment: want the native backend, the driver's pool has none");
+        return vm_fail(VM_EINVAL, VM_EXPECTED("segment", "the native backend, the driver's pool has none", ""));
     vm_status status = check_segment(s, live, blocks);
     if (!status) status = ta_make_room(a);
     if (!status) status = vm_talloc_place(a, s->address);
@@ -141,13 +141,13 @@ vm_status vm_talloc_restore(vm_talloc *a, const vm_talloc_block *s, const vm_tal
 /* step: a copy: another thread may write to the caller's array. */
 static vm_status take(vm_talloc *a, vm_talloc_step step, uint64_t *address, size_t ids) {
     if (step.op <= VM_TALLOC_FREE && step.id >= ids)
-        return vm_fail(VM_EINVAL, "step: want an id below %zu, got %u", ids, step.id);
+        return vm_fail(VM_EINVAL, VM_EXPECTED("step", "an id below %zu", "%u"), ids, step.id);
     switch (step.op) {
     case VM_TALLOC_MALLOC: return vm_talloc_malloc(a, step.bytes, step.stream, &address[step.id]);
     case VM_TALLOC_FREE: return vm_talloc_free(a, address[step.id]);
     case VM_TALLOC_EMPTY_CACHE: return vm_talloc_empty_cache(a);
     case VM_TALLOC_RESET_PEAK: vm_talloc_reset_peak(a); return VM_OK;
-    default: return vm_fail(VM_EINVAL, "step: want an op from 0 to 3, got %u", step.op);
+    default: return vm_fail(VM_EINVAL, VM_EXPECTED("step", "an op from 0 to 3", "%u"), step.op);
     }
 }
 

@@ -10,7 +10,7 @@
 
 /* Makes room for one more item in *array; no kind has more items than there may be steps. */
 static vm_status grow(void *array, size_t count, size_t item) {
-    if (count == VM_TRACE_STEPS) return vm_fail(VM_EOVERFLOW, "trace: want at most %zu steps, got more", count);
+    if (count == VM_TRACE_STEPS) return vm_fail(VM_EOVERFLOW, "trace: expected at most %zu steps, got more", count);
     return vm_scratch_grow(array, count, item);
 }
 
@@ -59,7 +59,7 @@ static vm_status add(vm_trace *t, vm_trace_op op, uint32_t id, uint64_t bytes, c
 
 vm_status vm_trace_take(vm_trace *t, uint64_t bytes, const char *name, uint32_t *id) {
     if (bytes > VM_TALLOC_LARGEST)
-        return vm_fail(VM_EOVERFLOW, "%s: want a storage of at most 2^60 bytes, got more", name);
+        return vm_fail(VM_EOVERFLOW, "%s: expected a storage of at most 2^60 bytes, got more", name);
     vm_status s = add(t, VM_TRACE_TAKE, t->ids, bytes, name);
     if (s) return s;
     *id = t->ids++;
@@ -68,7 +68,7 @@ vm_status vm_trace_take(vm_trace *t, uint64_t bytes, const char *name, uint32_t 
 }
 
 vm_status vm_trace_give(vm_trace *t, uint32_t id) {
-    if (id >= t->ids) return vm_fail(VM_EINVAL, "id: want one below %u, got %u", t->ids, id);
+    if (id >= t->ids) return vm_fail(VM_EINVAL, VM_EXPECTED("id", "one below %u", "%u"), t->ids, id);
     return add(t, VM_TRACE_GIVE, id, 0, NULL);
 }
 
@@ -361,7 +361,7 @@ vm_status vm_trace_attention(vm_trace *t, const vm_sdpa *call, vm_attention_kern
                              const char *name, uint32_t *id) {
     static const vm_attention_kernel usual[] = {VM_ATTENTION_FLASH, VM_ATTENTION_EFFICIENT, VM_ATTENTION_MATH};
     if (gpu->multiprocessors < 1)
-        return vm_fail(VM_EINVAL, "multiprocessors: want 1 or more, got %d", gpu->multiprocessors);
+        return vm_fail(VM_EINVAL, VM_EXPECTED("multiprocessors", "1 or more", "%d"), gpu->multiprocessors);
     vm_status s = kernel == VM_ATTENTION_USUAL ? vm_sdpa_choose(call, gpu->sm, usual, 3, &kernel) : VM_OK;
     const uint64_t row = call->mask_row, size = vm_dtype_bytes(call->dtype);
     const bool pads = call->masked && kernel == VM_ATTENTION_EFFICIENT && row % 8,

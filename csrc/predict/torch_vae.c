@@ -348,28 +348,32 @@ static vm_status check_runtime(const vm_trace_vae *v) {
     const int convs = v->arch->use_quant_conv + v->arch->use_post_quant_conv;
     if (v->arch->family != VM_KL) return vm_walk_check_class(v);
     if (v->arch->patch_size[0] && v->runtime != VM_TORCH_DIFFUSERS && !vm_walk_frames[v->runtime].packs)
-        return vm_fail(VM_EINVAL, "runtime: want diffusers or comfyui for %s, whose BatchNorm is theirs, got %s",
+        return vm_fail(VM_EINVAL,
+                       VM_EXPECTED("runtime", "diffusers or comfyui for %s, whose BatchNorm is theirs", "%s"),
                        v->arch->name, name);
     if (quant == QUANT_NONE && convs)
         return vm_fail(VM_EINVAL,
-                       "runtime: want one whose VAE has quant convolutions for %s, such as diffusers, got %s",
+                       VM_EXPECTED("runtime", "one whose VAE has quant convolutions for %s, such as diffusers", "%s"),
                        v->arch->name, name);
     if (quant == QUANT_BOTH && convs < 2)
-        return vm_fail(VM_EINVAL,
-                       "runtime: want one whose VAE can lack quant convolutions for %s, such as bfl or comfyui, got %s",
-                       v->arch->name, name);
+        return vm_fail(
+            VM_EINVAL,
+            VM_EXPECTED("runtime", "one whose VAE can lack quant convolutions for %s, such as bfl or comfyui", "%s"),
+            v->arch->name, name);
     if (quant == QUANT_EVEN && convs == 1)
-        return vm_fail(VM_EINVAL, "runtime: want diffusers for %s, which has one of two quant convolutions, got %s",
+        return vm_fail(VM_EINVAL,
+                       VM_EXPECTED("runtime", "diffusers for %s, which has one of two quant convolutions", "%s"),
                        v->arch->name, name);
     if (v->slicing && v->runtime != VM_TORCH_DIFFUSERS)
-        return vm_fail(VM_EINVAL, "slicing: want it with the diffusers runtime, got %s (a batch of 1 is one slice)",
+        return vm_fail(VM_EINVAL, VM_EXPECTED("slicing", "the diffusers runtime", "%s (a batch of 1 is one slice)"),
                        name);
     if ((v->sends || v->first != v->dtype) && v->runtime != VM_TORCH_DIFFUSERS)
-        return vm_fail(VM_EINVAL, "%s: want it with the diffusers runtime, got %s", v->sends ? "sends" : "first", name);
+        return vm_fail(VM_EINVAL, VM_EXPECTED("%s", "the diffusers runtime", "%s"), v->sends ? "sends" : "first", name);
     if (v->first != v->dtype && v->op == VM_ENCODE)
-        return vm_fail(VM_EINVAL, "first: want it with decode, got encode, which runs none of these modules");
+        return vm_fail(VM_EINVAL, VM_EXPECTED("first", "decode", "encode, which runs none of these modules"));
     if (v->tile && v->runtime == VM_TORCH_BFL)
-        return vm_fail(VM_EINVAL, "tile: want diffusers, comfyui or a1111 for tiles, the %s runtime has none", name);
+        return vm_fail(VM_EINVAL,
+                       VM_EXPECTED("tile", "diffusers, comfyui or a1111 for tiles, the %s runtime has none", ""), name);
     return VM_OK;
 }
 
@@ -377,18 +381,20 @@ static vm_status check(const vm_trace_vae *v) {
     const uint64_t factor = unit_of(v), side[2] = {v->height, v->width};
     for (int i = 0; i < 2; i++)
         if (!side[i] || side[i] % factor || side[i] > 1u << 20)
-            return vm_fail(VM_EINVAL, "%s: want a multiple of %" PRIu64 " up to 2^20, got %" PRIu64,
+            return vm_fail(VM_EINVAL, VM_EXPECTED("%s", "a multiple of %" PRIu64 " up to 2^20", "%" PRIu64),
                            i ? "width" : "height", factor, side[i]);
-    if (!v->batch || v->batch > 1u << 16) return vm_fail(VM_EINVAL, "batch: want 1 to 65536, got %" PRIu64, v->batch);
+    if (!v->batch || v->batch > 1u << 16)
+        return vm_fail(VM_EINVAL, VM_EXPECTED("batch", "1 to 65536", "%" PRIu64), v->batch);
     const uint64_t multiple = call[v->runtime] == call_comfyui ? 2 * factor : factor; /* ComfyUI halves tiles */
     if (v->tile && (v->tile % multiple || v->tile < 4 * factor || v->tile > 1u << 20))
         return vm_fail(VM_EINVAL,
-                       "tile: want a multiple of %" PRIu64 ", at least %" PRIu64 ", at most 2^20, got %" PRIu64,
+                       VM_EXPECTED("tile", "a multiple of %" PRIu64 ", at least %" PRIu64 ", at most 2^20", "%" PRIu64),
                        multiple, 4 * factor, v->tile);
     if (v->tile && !(v->tile_overlap >= 0 && (double)(v->tile / factor) * (1 - v->tile_overlap) >= 1))
-        return vm_fail(VM_EINVAL,
-                       "tile_overlap: want from 0 to less than 1, a latent less than a tile of %" PRIu64 ", got %g",
-                       v->tile / factor, v->tile_overlap);
+        return vm_fail(
+            VM_EINVAL,
+            VM_EXPECTED("tile_overlap", "from 0 to less than 1, a latent less than a tile of %" PRIu64, "%g"),
+            v->tile / factor, v->tile_overlap);
     return check_runtime(v);
 }
 
@@ -419,7 +425,7 @@ vm_status vm_trace_vae_build(const vm_trace_vae *vae, vm_trace **out) {
     const uint64_t rows = VM_MAX(tiles.rows, 1), cols = VM_MAX(tiles.cols, 1), slices = vae->slicing ? vae->batch : 1;
     if (VM_PRODUCT64(rows, cols, slices) > MOST_CALLS)
         return vm_fail(VM_EOVERFLOW,
-                       "tile, slicing: want at most %d tiles in all, got %" PRIu64 " x %" PRIu64 " of %" PRIu64
+                       "tile, slicing: expected at most %d tiles in all, got %" PRIu64 " x %" PRIu64 " of %" PRIu64
                        " slices",
                        MOST_CALLS, rows, cols, slices);
     s = vm_trace_new(out);

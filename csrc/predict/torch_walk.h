@@ -141,9 +141,10 @@ static inline tensor conv(walk *w, const tensor *x, uint64_t k, uint64_t side, u
     const sent weights = send(w, VM_PRODUCT64(k, x->c, side, side), k, name);
     const tensor in = dense(w, x, nhwc, name);
     if (!w->status && VM_MIN(x->h, x->w) + 2 * padding < side)
-        w->status = vm_fail(VM_EINVAL,
-                            "%s: want a tile that leaves a convolution %" PRIu64 " pixels, got %" PRIu64 " x %" PRIu64,
-                            name.text, side, x->h, x->w);
+        w->status =
+            vm_fail(VM_EINVAL,
+                    VM_EXPECTED("%s", "a tile that leaves a convolution %" PRIu64 " pixels", "%" PRIu64 " x %" PRIu64),
+                    name.text, side, x->h, x->w);
     if (w->status) return *x;
     const uint64_t h = (x->h + 2 * padding - side) / stride + 1, wide = (x->w + 2 * padding - side) / stride + 1;
     const tensor y = take(w, x->n, k, h, wide, nhwc ? CHANNELS_LAST : CONTIGUOUS, name);

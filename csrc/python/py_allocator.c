@@ -38,13 +38,13 @@ static PyObject *raise_status(Allocator *self, vm_status status) {
 static int to_uint64(PyObject *object, const char *name, uint64_t *out) {
     PyObject *index = PyBool_Check(object) ? NULL : PyNumber_Index(object);
     if (!index) {
-        PyErr_Format(PyExc_TypeError, "%s: want an integer, got %s", name, Py_TYPE(object)->tp_name);
+        vm_py_refuse(PyExc_TypeError, VM_EXPECTED("%s", "an integer", "%s"), name, Py_TYPE(object)->tp_name);
         return -1;
     }
     *out = PyLong_AsUnsignedLongLong(index);
     Py_DECREF(index);
     if (!PyErr_Occurred()) return 0;
-    PyErr_Format(PyExc_ValueError, "%s: want an integer from 0 to 2^64 - 1, got %R", name, object);
+    vm_py_refuse(PyExc_ValueError, VM_EXPECTED("%s", "an integer from 0 to 2^64 - 1", "%R"), name, object);
     return -1;
 }
 
@@ -55,13 +55,13 @@ static int parse_divisions(PyObject *object, vm_talloc_config *config) {
     if (!list) return -1;
     int bad = PyTuple_GET_SIZE(list) != VM_TALLOC_INTERVALS;
     if (bad)
-        PyErr_Format(PyExc_ValueError, "roundup_power2_divisions: want %d numbers, got %zd", VM_TALLOC_INTERVALS,
-                     PyTuple_GET_SIZE(list));
+        vm_py_refuse(PyExc_ValueError, VM_EXPECTED("roundup_power2_divisions", "%d numbers", "%zd"),
+                     VM_TALLOC_INTERVALS, PyTuple_GET_SIZE(list));
     for (Py_ssize_t i = 0; !bad && i < VM_TALLOC_INTERVALS; i++) {
         uint64_t n;
         bad = to_uint64(PyTuple_GET_ITEM(list, i), "roundup_power2_divisions", &n);
         if (!bad && n > (1u << 31)) {
-            PyErr_Format(PyExc_ValueError, "roundup_power2_divisions: want at most 2^31, got %llu",
+            vm_py_refuse(PyExc_ValueError, VM_EXPECTED("roundup_power2_divisions", "at most 2^31", "%llu"),
                          (unsigned long long)n);
             bad = 1;
         }
@@ -108,7 +108,7 @@ vm_talloc *vm_py_allocator(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
     while (type && type->tp_dealloc != (destructor)allocator_dealloc) type = type->tp_base;
     if (type) return ((Allocator *)object)->talloc;
-    PyErr_Format(PyExc_TypeError, "allocator: want a CachingAllocator, got %s", Py_TYPE(object)->tp_name);
+    vm_py_refuse(PyExc_TypeError, VM_EXPECTED("allocator", "a CachingAllocator", "%s"), Py_TYPE(object)->tp_name);
     return NULL;
 }
 
@@ -141,7 +141,8 @@ static PyObject *allocator_empty_cache(Allocator *self, PyObject *Py_UNUSED(igno
 static PyObject *allocator_round(Allocator *self, PyObject *size) {
     uint64_t bytes;
     if (to_uint64(size, "bytes", &bytes)) return NULL;
-    if (bytes > VM_TALLOC_LARGEST) return PyErr_Format(PyExc_OverflowError, "bytes: want at most 2^60, got %R", size);
+    if (bytes > VM_TALLOC_LARGEST)
+        return PyErr_Format(PyExc_OverflowError, "bytes: expected at most 2^60, got %R", size);
     return PyLong_FromUnsignedLongLong(vm_talloc_round(vm_talloc_settings(self->talloc), bytes));
 }
 
@@ -156,9 +157,10 @@ static PyObject *allocator_run(Allocator *self, PyObject *args) {
     vm_status s = VM_OK;
     if (steps.len % (Py_ssize_t)sizeof *step || addresses.len % 8 || (uintptr_t)steps.buf % 8 ||
         (uintptr_t)addresses.buf % 8)
-        PyErr_Format(PyExc_ValueError,
-                     "steps, addresses: want aligned items of %zu and 8 bytes, got buffers of %zd and %zd bytes",
-                     sizeof *step, steps.len, addresses.len);
+        vm_py_refuse(
+            PyExc_ValueError,
+            VM_EXPECTED("steps, addresses", "aligned items of %zu and 8 bytes", "buffers of %zd and %zd bytes"),
+            sizeof *step, steps.len, addresses.len);
     while (!PyErr_Occurred() && done < count) {
         s = vm_talloc_run(self->talloc, step + done, VM_MIN(count - done, AT_ONCE), addresses.buf, ids, &taken);
         done += taken;
@@ -322,7 +324,7 @@ static PyObject *allocator_restore(Allocator *self, PyObject *args) {
     }
     result = vm_py_none_or_raise(vm_talloc_restore(self->talloc, &segment, block, (size_t)n));
 done:
-    if (!result && !PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "blocks: want tuples of four");
+    if (!result && !PyErr_Occurred()) vm_py_refuse(PyExc_TypeError, VM_EXPECTED("blocks", "tuples of four", ""));
     PyMem_Free(block);
     Py_DECREF(list);
     return result;

@@ -12,10 +12,10 @@ static int to_extents(const char *name, PyObject *value, int dims, int64_t none,
     }
     PyObject *list = PySequence_Tuple(value); /* a copy: an item's __index__ may change the sequence */
     if (!list && PyErr_ExceptionMatches(PyExc_TypeError))
-        PyErr_Format(PyExc_TypeError, "%s: want an int or %d of them, got %R", name, dims, value);
+        vm_py_refuse(PyExc_TypeError, VM_EXPECTED("%s", "an int or %d of them", "%R"), name, dims, value);
     if (!list) return -1;
     if (PyTuple_GET_SIZE(list) != dims)
-        PyErr_Format(PyExc_ValueError, "%s: want an int or %d of them, got %R", name, dims, value);
+        vm_py_refuse(PyExc_ValueError, VM_EXPECTED("%s", "an int or %d of them", "%R"), name, dims, value);
     for (int i = 0; i < dims && !PyErr_Occurred(); i++) own[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(list, i));
     Py_DECREF(list);
     return PyErr_Occurred() ? -1 : 0;
@@ -27,7 +27,7 @@ static const int64_t most_extent = (int64_t)1 << 31;
 static int check_extents(const char *name, const int64_t *extent, int count, int64_t least) {
     for (int i = 0; i < count; i++)
         if (extent[i] < least || extent[i] > most_extent) {
-            PyErr_Format(PyExc_ValueError, "conv: %s: want %lld to 2^31, got %lld", name, (long long)least,
+            vm_py_refuse(PyExc_ValueError, VM_EXPECTED_IN("conv", "%s", "%lld to 2^31", "%lld"), name, (long long)least,
                          (long long)extent[i]);
             return -1;
         }
@@ -52,7 +52,7 @@ int vm_py_to_conv(PyObject *question, void *out) {
     PyObject *r, *stride, *padding, *dilation = NULL, *output_padding = Py_None;
     const char *layout;
     if (!PyTuple_Check(question)) {
-        PyErr_Format(PyExc_TypeError, "conv: want a tuple, got %R", question);
+        vm_py_refuse(PyExc_TypeError, VM_EXPECTED("conv", "a tuple", "%R"), question);
         return 0;
     }
     if (!PyArg_ParseTuple(question, "O&LLLLLOOOs|OLOL:conv", vm_py_to_dtype, &dtype, &n, &c, &h, &w, &k, &r, &stride,

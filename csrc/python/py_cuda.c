@@ -26,7 +26,7 @@ static int to_convolution(PyObject *name, void *out) {
             *(vm_convolution *)out = i;
             return 1;
         }
-    PyErr_Format(PyExc_ValueError, "convolution: want auto, cudnn or own, got %R", name);
+    vm_py_refuse(PyExc_ValueError, VM_EXPECTED("convolution", "auto, cudnn or own", "%R"), name);
     return 0;
 }
 
@@ -38,7 +38,7 @@ static PyObject *backend_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
                                      &tf32, &autotune, &o.libcuda, &o.libcudnn, to_convolution, &o.convolution))
         return NULL;
     if (tf32 && o.dtype != VM_F32)
-        return PyErr_Format(PyExc_ValueError, "tf32: want dtype float32, got %s", vm_dtype_name(o.dtype));
+        return vm_py_refuse(PyExc_ValueError, VM_EXPECTED("tf32", "dtype float32", "%s"), vm_dtype_name(o.dtype));
     o.tf32 = tf32;
     o.autotune = autotune;
     vm_gpu *gpu;
@@ -293,7 +293,8 @@ static PyObject *lend(PyObject *Py_UNUSED(module), PyObject *args) {
     int device;
     if (!PyArg_ParseTuple(args, "KO!siO", &address, &PyTuple_Type, &shape, &dtype, &device, &owner)) return NULL;
     const Py_ssize_t dims = PyTuple_GET_SIZE(shape);
-    if (dims > DL_MAX_DIMS) return PyErr_Format(PyExc_ValueError, "shape: want %d dimensions at most", DL_MAX_DIMS);
+    if (dims > DL_MAX_DIMS)
+        return vm_py_refuse(PyExc_ValueError, VM_EXPECTED("shape", "%d dimensions at most", ""), DL_MAX_DIMS);
     lent *l = PyMem_RawCalloc(1, sizeof *l);
     if (!l) return PyErr_NoMemory();
     l->managed.tensor = (DLTensor){.data = (void *)(uintptr_t)address, .ndim = (int32_t)dims, .shape = l->shape};
@@ -308,7 +309,7 @@ static PyObject *lend(PyObject *Py_UNUSED(module), PyObject *args) {
             l->managed.tensor.dtype.lanes = 1;
         }
     if (!PyErr_Occurred() && !l->managed.tensor.dtype.lanes)
-        PyErr_Format(PyExc_ValueError, "dtype: want float32, float16, bfloat16 or uint8, got '%s'", dtype);
+        vm_py_refuse(PyExc_ValueError, VM_EXPECTED("dtype", "float32, float16, bfloat16 or uint8", "'%s'"), dtype);
     PyObject *capsule = PyErr_Occurred() ? NULL : PyCapsule_New(&l->managed, "dltensor", drop_capsule);
     if (!capsule) {
         PyMem_RawFree(l);

@@ -29,7 +29,7 @@ static void *data_of(PyObject *o, const char *what, int type, size_t items, bool
     PyArrayObject *a = (PyArrayObject *)o;
     if (!PyArray_Check(o) || PyArray_TYPE(a) != type || !PyArray_IS_C_CONTIGUOUS(a) ||
         (size_t)PyArray_SIZE(a) < items || (writable && !PyArray_ISWRITEABLE(a))) {
-        PyErr_Format(PyExc_ValueError, "%s: want a contiguous array of at least %zu items", what, items);
+        vm_py_refuse(PyExc_ValueError, VM_EXPECTED("%s", "a contiguous array of at least %zu items", ""), what, items);
         return NULL;
     }
     return PyArray_DATA(a);
@@ -47,9 +47,10 @@ static PyObject *gemm(PyObject *Py_UNUSED(module), PyObject *args) {
     const vm_cpu *cpu = cpu_of(backend, pairs ? VM_BF16 : VM_F32);
     if (!cpu) return NULL;
     const vm_products *products = cpu->products;
-    if (pairs && !cpu->pairs) return PyErr_Format(PyExc_ValueError, "gemm: %s has no products of pairs", backend);
+    if (pairs && !cpu->pairs) return vm_py_refuse(PyExc_ValueError, "gemm: %s has no products of pairs", backend);
     if (g.pixels < 1 || g.pixels > products->max_pixels || g.blocks < 1 || g.blocks > 2)
-        return PyErr_Format(PyExc_ValueError, "gemm: want 1 to %zu pixels and 1 or 2 blocks", products->max_pixels);
+        return vm_py_refuse(PyExc_ValueError, VM_EXPECTED("gemm", "1 to %zu pixels and 1 or 2 blocks", ""),
+                            products->max_pixels);
     if (!(g.x_offset = data_of(offsets, "offsets", NPY_INTP, 0, false))) return NULL;
     g.batches = (size_t)PyArray_SIZE((PyArrayObject *)offsets);
     if (!(g.x = data_of(x, "x", type, 0, false)) || !(g.w = data_of(w, "w", type, 0, false)) ||
@@ -71,7 +72,7 @@ static PyObject *load(PyObject *Py_UNUSED(module), PyObject *args) {
     const vm_cpu *cpu = cpu_of(backend, pairs ? VM_BF16 : VM_F32);
     vm_source from = {.dtype = rows_of(x), .act = (vm_act)act};
     if (cpu && pairs && !cpu->pairs)
-        return PyErr_Format(PyExc_ValueError, "load: %s has no products of pairs", backend);
+        return vm_py_refuse(PyExc_ValueError, "load: %s has no products of pairs", backend);
     if (!cpu || !(from.x = data_of(x, "x", numpy_type(from.dtype), 0, false))) return NULL;
     const size_t items = (size_t)PyArray_SIZE((PyArrayObject *)x);
     void *to = data_of(y, "y", pairs ? NPY_UINT16 : NPY_FLOAT, pairs ? 2 * items : items, true), *left = NULL;

@@ -4,7 +4,7 @@
 static int parse_parts(const char *text, unsigned *parts) {
     *parts = !strcmp(text, "all") ? VM_ENCODER | VM_DECODER : !strcmp(text, "encoder") ? VM_ENCODER : VM_DECODER;
     if (*parts != VM_DECODER || !strcmp(text, "decoder")) return 0;
-    PyErr_Format(PyExc_ValueError, "parts: want all, encoder or decoder, got '%s'", text);
+    vm_py_refuse(PyExc_ValueError, VM_EXPECTED("parts", "all, encoder or decoder", "'%s'"), text);
     return -1;
 }
 
@@ -98,7 +98,7 @@ static int dtype_of(PyArrayObject *a, vm_dtype *dtype) {
     PyArray_Descr *d = PyArray_DESCR(a);
     *dtype = d->type_num == NPY_HALF ? VM_F16 : d->type_num == NPY_FLOAT ? VM_F32 : VM_BF16;
     if (*dtype != VM_BF16 || vm_py_is_bfloat16(a)) return 0;
-    PyErr_Format(PyExc_TypeError, "array: want float32, float16 or bfloat16, got %R", (PyObject *)d);
+    vm_py_refuse(PyExc_TypeError, VM_EXPECTED("array", "float32, float16 or bfloat16", "%R"), (PyObject *)d);
     return -1;
 }
 
@@ -113,13 +113,14 @@ static PyObject *model_set_tensor(Model *self, PyObject *args) {
     for (size_t i = 0; same && i < t->dims; i++) same = (size_t)PyArray_DIM(a, (int)i) == t->shape[i];
     if (!same) {
         PyObject *want = vm_py_sizes(t->shape, t->dims), *got = PyObject_GetAttrString((PyObject *)a, "shape");
-        if (want && got) PyErr_Format(PyExc_ValueError, "%s: want shape %R, got %R", name, want, got);
+        if (want && got) vm_py_refuse(PyExc_ValueError, VM_EXPECTED("%s", "shape %R", "%R"), name, want, got);
         Py_XDECREF(want);
         Py_XDECREF(got);
         return NULL;
     }
     if (!PyArray_IS_C_CONTIGUOUS(a) || !PyArray_ISNOTSWAPPED(a) || !PyArray_ISALIGNED(a))
-        return PyErr_Format(PyExc_ValueError, "%s: want a C-contiguous, aligned array in native byte order", name);
+        return vm_py_refuse(PyExc_ValueError,
+                            VM_EXPECTED("%s", "a C-contiguous, aligned array in native byte order", ""), name);
     if (vm_py_acquire(&self->lock, "set_tensor")) return NULL;
     vm_status s;
     Py_BEGIN_ALLOW_THREADS

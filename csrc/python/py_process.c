@@ -20,7 +20,8 @@ static PyObject *process_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
         return NULL;
     while (u < 3 && strcmp(use, cublaslt_name[u])) u++;
     if (u == 3)
-        return PyErr_Format(PyExc_ValueError, "cublaslt_use: want one of 'each', 'kept', 'shared', got '%s'", use);
+        return vm_py_refuse(PyExc_ValueError, VM_EXPECTED("cublaslt_use", "one of 'each', 'kept', 'shared'", "'%s'"),
+                            use);
     vm_talloc *talloc = vm_py_allocator(allocator);
     Process *self = talloc ? (Process *)type->tp_alloc(type, 0) : NULL;
     if (!self) return NULL;
@@ -71,7 +72,7 @@ static uint64_t *to_numbers(const char *name, PyObject *sequence, size_t *count)
         PyObject *index = PyNumber_Index(PyTuple_GET_ITEM(list, (Py_ssize_t)i));
         if (index) number[i] = PyLong_AsUnsignedLongLong(index);
         if (index && PyErr_Occurred())
-            PyErr_Format(PyExc_ValueError, "%s: want integers from 0 to 2^64 - 1, got %R", name, index);
+            vm_py_refuse(PyExc_ValueError, VM_EXPECTED("%s", "integers from 0 to 2^64 - 1", "%R"), name, index);
         Py_XDECREF(index);
         if (!PyErr_Occurred()) continue;
         PyMem_Free(number);
@@ -111,7 +112,7 @@ static PyObject *process_copy(Process *self, PyObject *args) {
     uint64_t *bytes = address ? to_numbers("bytes", sizes, &wanted) : NULL;
     int failed = -1;
     if (bytes && wanted != count)
-        PyErr_Format(PyExc_ValueError, "bytes: want %zu of them, got %zu", count, wanted);
+        vm_py_refuse(PyExc_ValueError, VM_EXPECTED("bytes", "%zu of them", "%zu"), count, wanted);
     else if (bytes)
         failed = check(self, vm_process_copy(self->process, stamp, address, bytes, count, &copied));
     PyObject *type = NULL, *value = NULL, *traceback = NULL;
@@ -183,7 +184,8 @@ static PyObject *process_call(Process *self, PyObject *args) {
     uint64_t *workspace = t ? to_numbers("workspaces", workspaces, &count) : NULL;
     uint64_t *next = workspace ? to_numbers("next", following, &others) : NULL;
     if (next && (count != t->convs || others != t->convs))
-        PyErr_Format(PyExc_ValueError, "workspaces, next: want %zu of each, got %zu and %zu", t->convs, count, others);
+        vm_py_refuse(PyExc_ValueError, VM_EXPECTED("workspaces, next", "%zu of each", "%zu and %zu"), t->convs, count,
+                     others);
     else if (next)
         result = play(self, t, workspace, next);
     PyMem_Free(workspace);
@@ -200,7 +202,8 @@ static uint64_t *to_rows(const char *name, PyObject *rows, size_t count) {
         size_t got = 0;
         uint64_t *row = to_numbers(name, PyTuple_GET_ITEM(rows, (Py_ssize_t)i), &got);
         if (row && got == count) memcpy(number + i * count, row, count * sizeof *row);
-        if (row && got != count) PyErr_Format(PyExc_ValueError, "%s: want %zu of them, got %zu", name, count, got);
+        if (row && got != count)
+            vm_py_refuse(PyExc_ValueError, VM_EXPECTED("%s", "%zu of them", "%zu"), name, count, got);
         PyMem_Free(row);
         if (!PyErr_Occurred()) continue;
         PyMem_Free(number);
@@ -228,7 +231,8 @@ static PyObject *process_again(Process *self, PyObject *args) {
     const size_t convs = vm_process_script(self->process)->convs;
     if ((span = to_rows("spans", pairs, 2))) workspace = to_rows("workspaces", rows, convs);
     if (workspace && vm_process_script(self->process)->convs != convs) {
-        PyErr_SetString(PyExc_ValueError, "workspaces: want a process that does nothing while they are read");
+        vm_py_refuse(PyExc_ValueError,
+                     VM_EXPECTED("workspaces", "a process that does nothing while they are read", ""));
         PyMem_Free(workspace);
         workspace = NULL;
     }
@@ -256,9 +260,10 @@ static PyObject *process_takes(Process *self, PyObject *args) {
     const size_t convs = vm_process_script(self->process)->convs;
     if ((phase = to_rows("phases", pairs, 2))) workspace = to_rows("workspaces", rows, convs);
     if (workspace && vm_process_script(self->process)->convs != convs)
-        PyErr_SetString(PyExc_ValueError, "workspaces: want a process that does nothing while they are read");
+        vm_py_refuse(PyExc_ValueError,
+                     VM_EXPECTED("workspaces", "a process that does nothing while they are read", ""));
     else if (workspace && (first < 0 || likely < 0))
-        PyErr_SetString(PyExc_ValueError, "first, likely: want 0 or more");
+        vm_py_refuse(PyExc_ValueError, VM_EXPECTED("first, likely", "0 or more", ""));
     else if (workspace)
         vm_py_check(vm_judge_rows(self->process, (const vm_judge_phase *)phase, (size_t)first, phases, above, workspace,
                                   count, (size_t)likely, &takes));

@@ -10,7 +10,7 @@ typedef struct Profile {
 /* ---- reading data of files ---- */
 
 static int bad(const char *what, PyObject *got) {
-    if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "profile: want %s, got %R", what, got);
+    if (!PyErr_Occurred()) vm_py_refuse(PyExc_ValueError, VM_EXPECTED("profile", "%s", "%R"), what, got);
     return -1;
 }
 
@@ -159,7 +159,7 @@ static PyObject *profile_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
                                      &formulas, &PyList_Type, &rules, &PyDict_Type, &trees))
         return NULL;
     if (otherwise != Py_None && !PyObject_TypeCheck(otherwise, type))
-        return PyErr_Format(PyExc_TypeError, "otherwise: want a Profile, got %s", Py_TYPE(otherwise)->tp_name);
+        return vm_py_refuse(PyExc_TypeError, VM_EXPECTED("otherwise", "a Profile", "%s"), Py_TYPE(otherwise)->tp_name);
     Profile *self = (Profile *)type->tp_alloc(type, 0);
     if (!self) return NULL;
     self->otherwise = Py_NewRef(otherwise);
@@ -195,7 +195,7 @@ static PyObject *profile_conv(Profile *self, PyObject *args) {
 
 const vm_profile *vm_py_profile(PyObject *object) {
     if (Py_TYPE(object)->tp_dealloc == (destructor)profile_dealloc) return ((Profile *)object)->profile;
-    PyErr_Format(PyExc_TypeError, "want a Profile, got %s", Py_TYPE(object)->tp_name);
+    vm_py_refuse(PyExc_TypeError, VM_EXPECTED("", "a Profile", "%s"), Py_TYPE(object)->tp_name);
     return NULL;
 }
 
@@ -224,7 +224,8 @@ static PyObject *formula_bytes(PyObject *Py_UNUSED(module), PyObject *args) {
     uint64_t size[VM_SIZES], bytes;
     if (!PyArg_ParseTuple(args, "OO!:formula_bytes", &list, &PyTuple_Type, &sizes) || to_formula(list, &formula))
         return NULL;
-    if (PyTuple_GET_SIZE(sizes) != VM_SIZES) return PyErr_Format(PyExc_ValueError, "sizes: want %d", VM_SIZES);
+    if (PyTuple_GET_SIZE(sizes) != VM_SIZES)
+        return vm_py_refuse(PyExc_ValueError, VM_EXPECTED("sizes", "%d", ""), VM_SIZES);
     for (int i = 0; i < VM_SIZES; i++)
         if (to_number(PyTuple_GET_ITEM(sizes, i), &size[i])) return NULL;
     const vm_status s = vm_formula_bytes(&formula, size, &bytes);

@@ -25,7 +25,7 @@ static void program_dealloc(Program *self) {
 static int to_values(const vm_program *p, PyObject *given, int64_t value[VM_PROGRAM_NAMES]) {
     const Py_ssize_t count = (Py_ssize_t)vm_program_given(p);
     if (!PyTuple_Check(given) || PyTuple_GET_SIZE(given) != count) {
-        PyErr_Format(PyExc_ValueError, "sizes: want a tuple of %zd, got %R", count, given);
+        vm_py_refuse(PyExc_ValueError, VM_EXPECTED("sizes", "a tuple of %zd", "%R"), count, given);
         return -1;
     }
     for (Py_ssize_t i = 0; i < count && !PyErr_Occurred(); i++)
@@ -50,7 +50,7 @@ static PyObject *program_trace(Program *self, PyObject *args) {
         int sent = 0;
         unsigned long long bytes = 0;
         if (!PyTuple_Check(one))
-            PyErr_Format(PyExc_TypeError, "passing: want tuples, got %R", one);
+            vm_py_refuse(PyExc_TypeError, VM_EXPECTED("passing", "tuples", "%R"), one);
         else if (PyArg_ParseTuple(one, "ssKp:passing", &each[i].module, &each[i].name, &bytes, &sent))
             each[i].bytes = bytes, each[i].sent = sent;
     }

@@ -49,7 +49,7 @@ static int parse_format(const char *name, const char *what, const vm_model *m, v
         if (!strcmp(name, formats[i].name)) *out = formats[i].format;
     const bool half = *out == VM_F16_NCHW || *out == VM_BF16_NCHW;
     if (*out != VM_ROWS && !(half && on_host(m))) return 0;
-    PyErr_Format(PyExc_ValueError, "%s: want float or uint8%s, got '%s'", what,
+    vm_py_refuse(PyExc_ValueError, VM_EXPECTED("%s", "float or uint8%s", "'%s'"), what,
                  on_host(m) ? "" : ", float32, float16 or bfloat16", name);
     return -1;
 }
@@ -61,7 +61,7 @@ static int parse_request(Model *self, vm_request *r, const char *op, const char 
     vm_format image = VM_ROWS, latent = VM_ROWS;
     r->op = !strcmp(op, "encode") ? VM_ENCODE : VM_DECODE;
     if (r->op == VM_DECODE && strcmp(op, "decode")) {
-        PyErr_Format(PyExc_ValueError, "op: want encode or decode, got '%s'", op);
+        vm_py_refuse(PyExc_ValueError, VM_EXPECTED("op", "encode or decode", "'%s'"), op);
         return -1;
     }
     if (parse_format(pixels, "pixels", m, &image) || parse_format(latents ? latents : "float", "latents", m, &latent))
@@ -70,7 +70,7 @@ static int parse_request(Model *self, vm_request *r, const char *op, const char 
     r->out = r->op == VM_ENCODE ? latent : image;
     r->limits.threads = on_host(m) ? threads : 1;
     if (!on_host(m) && backend && *backend) {
-        PyErr_Format(PyExc_ValueError, "backend: this model lives on %s, got %s", m->backend->name, backend);
+        vm_py_refuse(PyExc_ValueError, "backend: this model lives on %s, got %s", m->backend->name, backend);
         return -1;
     }
     return (r->backend = on_host(m) ? vm_py_backend(backend, m->backend->dtype, m->backend->precision) : m->backend)
@@ -84,18 +84,20 @@ static int check_sizes(const vm_request *r) {
     static const char *const name[] = {"height", "width", "batch", "memory_limit"};
     for (int i = 0; i < 4; i++)
         if (value[i] > PY_SSIZE_T_MAX) {
-            PyErr_Format(PyExc_ValueError, "%s: want a positive number, got %zd", name[i], (Py_ssize_t)value[i]);
+            vm_py_refuse(PyExc_ValueError, VM_EXPECTED("%s", "a positive number", "%zd"), name[i],
+                         (Py_ssize_t)value[i]);
             return -1;
         }
     return 0;
 }
 
-/* Raises a refused plan; a limit that is too low as ValueError with the attribute smallest, in bytes. */
+/* Raises a refused plan; a limit that is too low as ArgumentError with the attribute smallest, in bytes. */
 static PyObject *raise_plan(vm_status s, const vm_plan *plan) {
     if (s != VM_ELIMIT) return vm_py_raise(s);
-    PyObject *error = PyObject_CallFunction(PyExc_ValueError, "s", vm_error());
+    PyObject *error = vm_py_argument_error("ArgumentError", PyUnicode_FromString(vm_error_parts()));
     PyObject *smallest = error ? PyLong_FromSize_t(plan->reserved) : NULL;
-    if (smallest && !PyObject_SetAttrString(error, "smallest", smallest)) PyErr_SetObject(PyExc_ValueError, error);
+    if (smallest && !PyObject_SetAttrString(error, "smallest", smallest))
+        PyErr_SetObject((PyObject *)Py_TYPE(error), error);
     Py_XDECREF(smallest);
     Py_XDECREF(error);
     return NULL;
@@ -245,7 +247,7 @@ static int run_locked(Model *self, const vm_request *r, job *j) {
 static int to_callback(PyObject *object, void *out) {
     *(PyObject **)out = object == Py_None ? NULL : object;
     if (object == Py_None || PyCallable_Check(object)) return 1;
-    PyErr_Format(PyExc_TypeError, "poll: want a callable, got %s", Py_TYPE(object)->tp_name);
+    vm_py_refuse(PyExc_TypeError, VM_EXPECTED("poll", "a callable", "%s"), Py_TYPE(object)->tp_name);
     return 0;
 }
 

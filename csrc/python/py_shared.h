@@ -13,13 +13,44 @@
 /* A method with keywords, cast for PyMethodDef. */
 #define VM_PY_KEYWORDS(f) ((PyCFunction)(void (*)(void))(f))
 
+/* Makes an ArgumentError or an ArgumentTypeError of VM_EXPECTED_IN's parts, or of one text. Steals the text. */
+static inline PyObject *vm_py_argument_error(const char *class, PyObject *text) {
+    PyObject *separator = PyUnicode_FromString(VM_SPLIT), *module = PyImport_ImportModule("vaemem._errors");
+    PyObject *part = text && separator && module ? PyUnicode_Split(text, separator, 3) : NULL, *error = NULL;
+    if (part && PyList_GET_SIZE(part) == 4)
+        error = PyObject_CallMethod(module, class, "OOOsO", PyList_GET_ITEM(part, 0), PyList_GET_ITEM(part, 2),
+                                    PyList_GET_ITEM(part, 3), "", PyList_GET_ITEM(part, 1));
+    else if (part)
+        error = PyObject_CallMethod(module, class, "ssO", "", "", text);
+    Py_XDECREF(text);
+    Py_XDECREF(separator);
+    Py_XDECREF(module);
+    Py_XDECREF(part);
+    return error;
+}
+
+/* Raises an ArgumentError for ValueError, an ArgumentTypeError for TypeError. format: as PyErr_Format takes it, also
+ * VM_EXPECTED. Returns: NULL. */
+static inline PyObject *vm_py_refuse(PyObject *type, const char *format, ...) {
+    va_list args;
+    PyErr_Clear(); /* another one that this replaces */
+    va_start(args, format);
+    PyObject *text = PyUnicode_FromFormatV(format, args);
+    va_end(args);
+    PyObject *error = vm_py_argument_error(type == PyExc_TypeError ? "ArgumentTypeError" : "ArgumentError", text);
+    if (error) PyErr_SetObject((PyObject *)Py_TYPE(error), error);
+    Py_XDECREF(error);
+    return NULL;
+}
+
 /* Raises the status as a Python exception with vm_error(), unless one is set. Returns: NULL. */
 static inline PyObject *vm_py_raise(vm_status status) {
     PyObject *type = status == VM_ENOMEM      ? PyExc_MemoryError
                      : status == VM_EOVERFLOW ? PyExc_OverflowError
-                     : status == VM_EINVAL    ? PyExc_ValueError
                                               : PyExc_RuntimeError;
-    if (!PyErr_Occurred()) PyErr_SetString(type, vm_error());
+    if (PyErr_Occurred()) return NULL;
+    if (status == VM_EINVAL) return vm_py_refuse(PyExc_ValueError, "%s", vm_error_parts());
+    PyErr_SetString(type, vm_error());
     return NULL;
 }
 
@@ -72,7 +103,7 @@ static inline int vm_py_to_dtype(PyObject *name, void *out) {
     vm_dtype *dtype = out;
     for (*dtype = VM_F32; *dtype <= VM_BF16; (*dtype)++)
         if (PyUnicode_Check(name) && !PyUnicode_CompareWithASCIIString(name, vm_dtype_name(*dtype))) return 1;
-    PyErr_Format(PyExc_ValueError, "dtype: want float32, float16 or bfloat16, got %R", name);
+    vm_py_refuse(PyExc_ValueError, VM_EXPECTED("dtype", "float32, float16 or bfloat16", "%R"), name);
     return 0;
 }
 

@@ -19,7 +19,7 @@ static int choose(const char *argument, const char *text, const char *const *nam
     for (int i = 0; i < count; i++)
         if (!strcmp(text, names[i])) return i;
     PyObject *list = vm_py_list((size_t)count, text_item, names);
-    if (list) PyErr_Format(PyExc_ValueError, "%s: want one of %R, got '%s'", argument, list, text);
+    if (list) vm_py_refuse(PyExc_ValueError, VM_EXPECTED("%s", "one of %R", "'%s'"), argument, list, text);
     Py_XDECREF(list);
     return -1;
 }
@@ -49,7 +49,7 @@ static void trace_dealloc(Trace *self) {
 
 vm_trace *vm_py_trace(PyObject *object) {
     if (Py_TYPE(object)->tp_dealloc == (destructor)trace_dealloc) return ((Trace *)object)->trace;
-    return (void *)PyErr_Format(PyExc_TypeError, "trace: want a Trace, got %s", Py_TYPE(object)->tp_name);
+    return (void *)vm_py_refuse(PyExc_TypeError, VM_EXPECTED("trace", "a Trace", "%s"), Py_TYPE(object)->tp_name);
 }
 
 /* ---- from an architecture ---- */
@@ -74,12 +74,13 @@ static PyObject *trace_vae(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     const int r = choose("runtime", runtime, vm_trace_runtime_name, VM_TORCH_RUNTIMES),
               o = r < 0 ? -1 : CHOOSE("op", op, op_name);
     if (o < 0) return NULL;
-    if (free_bytes < 0) return PyErr_Format(PyExc_ValueError, "free_bytes: want 0 or more, got %lld", free_bytes);
+    if (free_bytes < 0)
+        return vm_py_refuse(PyExc_ValueError, VM_EXPECTED("free_bytes", "0 or more", "%lld"), free_bytes);
     if (height < 1 || width < 1 || batch < 1 || tile < 0)
-        return PyErr_Format(
+        return vm_py_refuse(
             PyExc_ValueError,
-            "height, width, batch, tile: want 1 or more (a tile of 0 is none), got %lld, %lld, %lld, %lld", height,
-            width, batch, tile);
+            VM_EXPECTED("height, width, batch, tile", "1 or more (a tile of 0 is none)", "%lld, %lld, %lld, %lld"),
+            height, width, batch, tile);
     vae.runtime = (vm_trace_runtime)r;
     vae.op = (vm_op)o;
     vae.height = (uint64_t)height;
@@ -180,7 +181,7 @@ static PyObject *trace_conv(Trace *self, PyObject *args) {
 
 /* Returns: whether a value is a tuple, as PyArg_ParseTuple requires; otherwise raises TypeError. */
 static bool is_tuple(PyObject *value) {
-    if (!PyTuple_Check(value)) PyErr_Format(PyExc_TypeError, "call: want tuples, got %R", value);
+    if (!PyTuple_Check(value)) vm_py_refuse(PyExc_TypeError, VM_EXPECTED("call", "tuples", "%R"), value);
     return PyTuple_Check(value);
 }
 
@@ -196,7 +197,7 @@ static int to_heads(PyObject *pair, void *out) {
     for (Py_ssize_t i = 0; i < VM_MIN(dims, 4); i++)
         *last[i] = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(shape, dims - 1 - i));
     if (dims != PyTuple_GET_SIZE(strides))
-        PyErr_Format(PyExc_ValueError, "strides: want %zd, got %R", dims, strides);
+        vm_py_refuse(PyExc_ValueError, VM_EXPECTED("strides", "%zd", "%R"), dims, strides);
     else if (dims)
         h->strided = PyLong_AsLongLong(PyTuple_GET_ITEM(strides, dims - 1)) != 1;
     if (!PyErr_Occurred() && dims == 4)

@@ -18,7 +18,7 @@ typedef struct reader {
 } reader;
 
 static int refuse(const reader *r, const char *why) {
-    PyErr_Format(PyExc_ValueError, "pickle: byte %zd: %s", (Py_ssize_t)(r->at - r->start), why);
+    vm_py_refuse(PyExc_ValueError, "pickle: byte %zd: %s", (Py_ssize_t)(r->at - r->start), why);
     return -1;
 }
 
@@ -71,7 +71,7 @@ static int number(reader *r, int n, uint64_t *out) {
 
 static int push_signed(reader *r, uint64_t n) {
     if (n > 8 && r->named) return bytes(r, n) ? push(r, Py_NewRef(Py_None)) : -1;
-    if (n > 8) return refuse(r, "want integers of at most 64 bits, got a longer one");
+    if (n > 8) return refuse(r, "expected integers of at most 64 bits, got a longer one");
     uint64_t value;
     if (number(r, (int)n, &value)) return -1;
     if (n && n < 8 && value >> (8 * n - 1)) value |= UINT64_MAX << (8 * n);
@@ -97,7 +97,7 @@ static int push_text(reader *r, int length_bytes, bool text) {
 }
 
 static int push_tuple(reader *r, size_t n) {
-    if (above_mark(r) < n) return refuse(r, "a tuple wants items that are not there");
+    if (above_mark(r) < n) return refuse(r, "a tuple needs items that are not there");
     PyObject *tuple = PyTuple_New((Py_ssize_t)n);
     if (!tuple) return -1;
     r->depth -= n;
@@ -134,7 +134,7 @@ static bool is_plain_key(PyObject *key) {
 }
 
 static int set_items(reader *r, size_t items) {
-    if (above_mark(r) < items + 1 || items % 2) return refuse(r, "a dict wants pairs");
+    if (above_mark(r) < items + 1 || items % 2) return refuse(r, "a dict needs pairs");
     PyObject *dict = r->stack[r->depth - items - 1];
     const bool dropped = r->named && PyTuple_CheckExact(dict); /* an object's state */
     if (!dropped && !PyDict_CheckExact(dict)) return refuse(r, "an item has no dict");
@@ -180,9 +180,9 @@ static int push_name(reader *r) {
 
 /* STACK_GLOBAL: joins the two texts on the stack. */
 static int join_name(reader *r) {
-    if (above_mark(r) < 2) return refuse(r, "a name wants two texts");
+    if (above_mark(r) < 2) return refuse(r, "a name needs two texts");
     PyObject *module = r->stack[r->depth - 2], *name = r->stack[r->depth - 1];
-    if (!PyUnicode_CheckExact(module) || !PyUnicode_CheckExact(name)) return refuse(r, "a name wants two texts");
+    if (!PyUnicode_CheckExact(module) || !PyUnicode_CheckExact(name)) return refuse(r, "a name needs two texts");
     PyObject *joined = PyUnicode_FromFormat("%U.%U", module, name);
     if (!joined) return -1;
     drop(r, 2);
@@ -192,11 +192,11 @@ static int join_name(reader *r) {
 /* Replaces a call (a name or another call's result, and arguments) by a tuple of `parts`; an OrderedDict by a dict,
  * since its items follow. */
 static int push_call(reader *r, size_t parts) {
-    if (above_mark(r) < parts) return refuse(r, "a call wants a name and arguments");
+    if (above_mark(r) < parts) return refuse(r, "a call needs a name and arguments");
     PyObject *called = r->stack[r->depth - parts], *args = r->stack[r->depth - parts + 1];
     const bool is_name = PyUnicode_CheckExact(called);
     if (!(is_name || PyTuple_CheckExact(called)) || !PyTuple_CheckExact(args))
-        return refuse(r, "a call wants a name and arguments");
+        return refuse(r, "a call needs a name and arguments");
     if (!is_name || PyTuple_GET_SIZE(args) || PyUnicode_CompareWithASCIIString(called, "collections.OrderedDict"))
         return push_tuple(r, parts);
     drop(r, parts);
@@ -228,9 +228,10 @@ static int unknown(const reader *r, uint8_t op) {
     /* GLOBAL, REDUCE, BUILD, INST, OBJ, NEWOBJ, NEWOBJ_EX, STACK_GLOBAL, EXT1, EXT2, EXT4, PERSID, BINPERSID */
     static const char calls[] = "cRbio\x81\x92\x93\x82\x83\x84PQ";
     const bool hostile = op && strchr(calls, op);
-    PyErr_Format(PyExc_ValueError,
-                 hostile ? "pickle: byte %zd: want plain data, got opcode 0x%02x, which names or calls Python objects"
-                         : "pickle: byte %zd: want an opcode of plain data (protocol 2 to 5), got 0x%02x",
+    vm_py_refuse(PyExc_ValueError,
+                 hostile ? VM_EXPECTED_IN("pickle", "byte %zd", "plain data",
+                                          "opcode 0x%02x, which names or calls Python objects")
+                         : VM_EXPECTED_IN("pickle", "byte %zd", "an opcode of plain data (protocol 2 to 5)", "0x%02x"),
                  (Py_ssize_t)(r->at - r->start - 1), op);
     return -1;
 }
@@ -244,9 +245,9 @@ static int step(reader *r) {
     switch (*op) {
     case 0x80: /* PROTO */
         if (number(r, 1, &n)) return -1;
-        return n >= 2 && n <= 5 ? 0 : refuse(r, "want protocol 2 to 5");
+        return n >= 2 && n <= 5 ? 0 : refuse(r, "expected protocol 2 to 5");
     case 0x95: return bytes(r, 8) ? 0 : -1; /* FRAME: a hint */
-    case '.': return r->depth == 1 && !r->marks ? 1 : refuse(r, "want one object at the end");
+    case '.': return r->depth == 1 && !r->marks ? 1 : refuse(r, "expected one object at the end");
     case '(':
         if (grow(&r->mark, &r->mark_size, r->marks + 1, sizeof *r->mark)) return -1;
         r->mark[r->marks++] = r->depth;

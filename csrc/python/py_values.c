@@ -57,7 +57,7 @@ PyObject *vm_py_arch_to_dict(const vm_arch *a) {
 
 static PyObject *item(PyObject *dict, const char *key) {
     PyObject *v = PyDict_GetItemString(dict, key);
-    if (!v) PyErr_Format(PyExc_ValueError, "arch: want the key %s, it is missing", key);
+    if (!v) vm_py_refuse(PyExc_ValueError, VM_EXPECTED("arch", "the key %s, it is missing", ""), key);
     return v;
 }
 
@@ -65,7 +65,7 @@ static PyObject *item(PyObject *dict, const char *key) {
 static int check_value(const char *key, const char *want, PyObject *value) {
     if (!PyErr_Occurred()) return 0;
     if (PyErr_ExceptionMatches(PyExc_TypeError) || PyErr_ExceptionMatches(PyExc_OverflowError))
-        PyErr_Format(PyExc_TypeError, "arch: %s: want %s, got %R", key, want, value);
+        vm_py_refuse(PyExc_TypeError, VM_EXPECTED_IN("arch", "%s", "%s", "%R"), key, want, value);
     return -1;
 }
 
@@ -102,7 +102,7 @@ static int get_bool(PyObject *dict, const char *key, bool *out) {
 static int get_numbers(PyObject *value, const char *key, size_t *sizes, float *numbers, size_t most, size_t *count) {
     PyObject *list = PySequence_Tuple(value); /* a copy: an item's __float__ may change the sequence */
     if (!list && PyErr_ExceptionMatches(PyExc_TypeError))
-        PyErr_Format(PyExc_TypeError, "arch: %s: want a sequence of numbers, got %R", key, value);
+        vm_py_refuse(PyExc_TypeError, VM_EXPECTED_IN("arch", "%s", "a sequence of numbers", "%R"), key, value);
     if (!list) return -1;
     *count = (size_t)PyTuple_GET_SIZE(list);
     int failed = 0;
@@ -127,7 +127,7 @@ static int get_list(PyObject *dict, const char *key, size_t *sizes, float *numbe
     if (!*has) return 0;
     if (get_numbers(v, key, sizes, numbers, wanted, &count)) return -1;
     if (count == wanted) return 0;
-    PyErr_Format(PyExc_ValueError, "arch: %s: want %zu numbers, got %zu", key, wanted, count);
+    vm_py_refuse(PyExc_ValueError, VM_EXPECTED_IN("arch", "%s", "%zu numbers", "%zu"), key, wanted, count);
     return -1;
 }
 
@@ -140,7 +140,7 @@ static int get_family(PyObject *dict, vm_family *out) {
         *out = (vm_family)i;
         if (!strcmp(text, families[i])) return 0;
     }
-    PyErr_Format(PyExc_ValueError, "arch: family: want kl, wan, hunyuan_image or tiny, got %R", v);
+    vm_py_refuse(PyExc_ValueError, VM_EXPECTED_IN("arch", "family", "kl, wan, hunyuan_image or tiny", "%R"), v);
     return -1;
 }
 
@@ -168,7 +168,7 @@ static int get_extras(PyObject *dict, vm_arch *a) {
         get_list(dict, "patch_size", a->patch_size, NULL, 2, &patched))
         return -1;
     if (mean != std) {
-        PyErr_SetString(PyExc_ValueError, "arch: latents_mean, latents_std: want both or none, got one");
+        vm_py_refuse(PyExc_ValueError, VM_EXPECTED_IN("arch", "latents_mean, latents_std", "both or none", "one"));
         return -1;
     }
     a->statistics = mean ? channels : 0;
@@ -203,7 +203,7 @@ int vm_py_to_arch(PyObject *dict, void *out) {
     vm_arch *a = out;
     *a = (vm_arch){.name = "custom"};
     if (!PyDict_Check(dict)) {
-        PyErr_Format(PyExc_TypeError, "arch: want a dict, got %s", Py_TYPE(dict)->tp_name);
+        vm_py_refuse(PyExc_TypeError, VM_EXPECTED("arch", "a dict", "%s"), Py_TYPE(dict)->tp_name);
         return 0;
     }
     PyObject *copy = PyDict_Copy(dict); /* a value's __float__ or a key's __eq__ may change the dict */
@@ -228,11 +228,11 @@ const vm_backend *vm_py_backend(const char *name, vm_dtype dtype, vm_precision p
         if (name && *name && strcmp(name, b->name)) continue;
         if (b->usable()) return b;
         if (name && *name) {
-            PyErr_Format(PyExc_ValueError, "backend: %s is not usable on this machine (or is in VAEMEM_DISABLE)", name);
+            vm_py_refuse(PyExc_ValueError, "backend: %s is not usable on this machine (or is in VAEMEM_DISABLE)", name);
             return NULL;
         }
     }
-    PyErr_Format(PyExc_ValueError, "backend: unknown '%s'; vaemem.backends() lists them", name ? name : "");
+    vm_py_refuse(PyExc_ValueError, "backend: unknown '%s'; vaemem.backends() lists them", name ? name : "");
     return NULL;
 }
 
@@ -240,7 +240,7 @@ int vm_py_to_precision(PyObject *name, void *out) {
     vm_precision *precision = out;
     for (*precision = VM_HIGHEST; *precision <= VM_MEDIUM; (*precision)++)
         if (PyUnicode_Check(name) && !PyUnicode_CompareWithASCIIString(name, vm_precision_name(*precision))) return 1;
-    PyErr_Format(PyExc_ValueError, "precision: want highest, high or medium, got %R", name);
+    vm_py_refuse(PyExc_ValueError, VM_EXPECTED("precision", "highest, high or medium", "%R"), name);
     return 0;
 }
 
@@ -249,6 +249,6 @@ int vm_py_to_threads(PyObject *number, void *out) {
     if (PyErr_Occurred()) return 0;
     *(unsigned *)out = (unsigned)threads;
     if (threads >= 1 && threads <= VM_PY_THREADS) return 1;
-    PyErr_Format(PyExc_ValueError, "threads: want 1 to %d, got %ld", VM_PY_THREADS, threads);
+    vm_py_refuse(PyExc_ValueError, VM_EXPECTED("threads", "1 to %d", "%ld"), VM_PY_THREADS, threads);
     return 0;
 }

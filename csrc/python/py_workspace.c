@@ -28,7 +28,7 @@ static int append(PyObject *list, PyObject *item) {
 
 static int check_tuple(const char *what, PyObject *object) {
     if (PyTuple_Check(object)) return 0;
-    PyErr_Format(PyExc_TypeError, "%s: want a tuple, got %R", what, object);
+    vm_py_refuse(PyExc_TypeError, VM_EXPECTED("%s", "a tuple", "%R"), what, object);
     return -1;
 }
 
@@ -39,7 +39,7 @@ static int to_card(PyObject *object, vm_card *out) {
     if (check_tuple("card", object) || !PyArg_ParseTuple(object, "sii:card", &key, &out->sm, &out->multiprocessors))
         return -1;
     if (strlen(key) >= VM_CARD_KEY || out->multiprocessors < 0) {
-        PyErr_Format(PyExc_ValueError, "card: want a key of up to %d letters, got %R", VM_CARD_KEY - 1, object);
+        vm_py_refuse(PyExc_ValueError, VM_EXPECTED("card", "a key of up to %d letters", "%R"), VM_CARD_KEY - 1, object);
         return -1;
     }
     memcpy(out->key, key, strlen(key));
@@ -56,7 +56,7 @@ static int to_card_rule(PyObject *object, vm_card_rule *out) {
         return -1;
     out->possible = possible;
     if (PyTuple_GET_SIZE(capabilities) > VM_RULE_CAPABILITIES) {
-        PyErr_Format(PyExc_ValueError, "rule: want up to %d compute capabilities, got %R", VM_RULE_CAPABILITIES,
+        vm_py_refuse(PyExc_ValueError, VM_EXPECTED("rule", "up to %d compute capabilities", "%R"), VM_RULE_CAPABILITIES,
                      object);
         return -1;
     }
@@ -74,7 +74,7 @@ static int to_guess(PyObject *name, void *out) {
     vm_guess *guess = out;
     for (*guess = VM_GUESS_RULE; *guess <= VM_GUESS_COLUMNS; (*guess)++)
         if (PyUnicode_Check(name) && !PyUnicode_CompareWithASCIIString(name, names[*guess])) return 1;
-    PyErr_Format(PyExc_ValueError, "guess: want rule, least, most or columns, got %R", name);
+    vm_py_refuse(PyExc_ValueError, VM_EXPECTED("guess", "rule, least, most or columns", "%R"), name);
     return 0;
 }
 
@@ -198,7 +198,8 @@ static PyObject *workspace_new(PyTypeObject *type, PyObject *args, PyObject *kwa
         to_card(card, &of.card))
         return NULL;
     if (Py_TYPE(catalogue)->tp_dealloc != (destructor)catalogue_dealloc)
-        return PyErr_Format(PyExc_TypeError, "catalogue: want a Catalogue, got %s", Py_TYPE(catalogue)->tp_name);
+        return vm_py_refuse(PyExc_TypeError, VM_EXPECTED("catalogue", "a Catalogue", "%s"),
+                            Py_TYPE(catalogue)->tp_name);
     of.coarse = coarse;
     of.torch.is_290 = is_290;
     of.tf32 = tf32;

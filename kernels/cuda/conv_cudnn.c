@@ -49,7 +49,7 @@ vm_status vm_cudnn_convs_new(const char *path, const char *device_json, vm_cudnn
     if (!status && device_json && !(s->device_json = strdup(device_json)))
         status = vm_fail(VM_ENOMEM, "cuDNN: no memory for a device's description");
     if (!status && !device_json && (!s->c->create_handle || !s->c->set_stream || !s->c->execute))
-        status = vm_fail(VM_EDEVICE, "cuDNN: want a library that runs, got one without cudnnBackendExecute");
+        status = vm_fail(VM_EDEVICE, "cuDNN: expected a library that runs, got one without cudnnBackendExecute");
     if (!status && !device_json) {
         const int refused = s->c->create_handle(&s->handle);
         if (refused) {
@@ -173,13 +173,13 @@ static vm_status look(search *f) {
     if (status || f->count) return status;
     char why[96] = "none at all fits this device";
     if (f->least >= 0) snprintf(why, sizeof why, "the least that one wants is %lld", (long long)f->least);
-    return vm_fail(
-        VM_EDEVICE,
-        "cuDNN %zu: want an engine for %s%s %lldx%lldx%lld, %lld filters %lldx%lld, stride %lld, within %zu bytes of "
-        "workspace, got none (%s)",
-        f->s->c->version, vm_dtype_name(v->dtype), v->tf32 ? " tf32" : "", (long long)v->size[1], (long long)v->size[2],
-        (long long)v->c, (long long)v->k, (long long)v->filter[1], (long long)v->filter[2], (long long)v->stride[1],
-        f->key->limit, why);
+    return vm_fail(VM_EDEVICE,
+                   "cuDNN %zu: expected an engine for %s%s %lldx%lldx%lld, %lld filters %lldx%lld, stride %lld, within "
+                   "%zu bytes of "
+                   "workspace, got none (%s)",
+                   f->s->c->version, vm_dtype_name(v->dtype), v->tf32 ? " tf32" : "", (long long)v->size[1],
+                   (long long)v->size[2], (long long)v->c, (long long)v->k, (long long)v->filter[1],
+                   (long long)v->filter[2], (long long)v->stride[1], f->key->limit, why);
 }
 
 /* Finds or makes the plan. Requires the lock. */
@@ -223,7 +223,7 @@ static vm_status execute(const vm_cudnn_convs *s, desc plan, void *stream, const
 }
 
 static vm_status no_device(void) {
-    return vm_fail(VM_EINVAL, "cuDNN: want a device to run on, got a description of one");
+    return vm_fail(VM_EINVAL, VM_EXPECTED("cuDNN", "a device to run on", "a description of one"));
 }
 
 vm_status vm_cudnn_convs_run(vm_cudnn_convs *s, const vm_conv_key *key, void *stream, const void *x,

@@ -28,11 +28,11 @@ static vm_status load(const char *path) {
 #undef VM_DRIVER_ENTRY
     };
     void *library = dlopen(path ? path : "libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
-    if (!library) return vm_fail(VM_EDEVICE, "CUDA: want an NVIDIA driver, got %s", dlerror());
+    if (!library) return vm_fail(VM_EDEVICE, "CUDA: expected an NVIDIA driver, got %s", dlerror());
     for (size_t i = 0; i < sizeof entries / sizeof *entries; i++) {
         void *found = dlsym(library, entries[i].symbol);
         if (!found)
-            return vm_fail(VM_EDEVICE, "CUDA: want a driver with %s (CUDA 12.0 or later), got one without",
+            return vm_fail(VM_EDEVICE, "CUDA: expected a driver with %s (CUDA 12.0 or later), got one without",
                            entries[i].symbol);
         memcpy(entries[i].field, &found, sizeof found);
     }
@@ -40,7 +40,7 @@ static vm_status load(const char *path) {
     vm_status s = vm_driver_check(d, d->Init(0), "starting the driver");
     if (!s) s = vm_driver_check(d, d->DriverGetVersion(&the_driver.version), "asking the driver's version");
     if (!s && d->version < VM_DRIVER_LEAST)
-        s = vm_fail(VM_EDEVICE, "CUDA: want a driver for CUDA %d.%d or later, got one for %d.%d",
+        s = vm_fail(VM_EDEVICE, "CUDA: expected a driver for CUDA %d.%d or later, got one for %d.%d",
                     VM_DRIVER_LEAST / 1000, VM_DRIVER_LEAST % 1000 / 10, d->version / 1000, d->version % 1000 / 10);
     return s;
 }

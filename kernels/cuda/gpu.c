@@ -28,8 +28,8 @@ static vm_status find_device(vm_gpu *g, const vm_gpu_options *o) {
     char name[64] = "";
     VM_TRY(g, DeviceGetCount(&count), "counting devices");
     if (o->device < 0 || o->device >= count)
-        return vm_fail(VM_EINVAL, "device: want one of %d (cuda:0%s), got cuda:%d", count, count > 1 ? " and on" : "",
-                       o->device);
+        return vm_fail(VM_EINVAL, VM_EXPECTED("device", "one of %d (cuda:0%s)", "cuda:%d"), count,
+                       count > 1 ? " and on" : "", o->device);
     VM_TRY(g, DeviceGet(&g->device, o->device), "finding the device");
     VM_TRY(g, DeviceGetName(name, sizeof name, g->device), "asking the device's name");
     g->capability = 10 * attribute(g, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR) +
@@ -38,11 +38,12 @@ static vm_status find_device(vm_gpu *g, const vm_gpu_options *o) {
     g->multiprocessors = attribute(g, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
     if (o->tf32 && g->capability < 80)
         return vm_fail(VM_EINVAL,
-                       "precision: want a GPU of compute capability 8.0 or later for TF32 (high and medium), got %s, "
-                       "which is %d.%d",
+                       VM_EXPECTED("precision", "a GPU of compute capability 8.0 or later for TF32 (high and medium)",
+                                   "%s, which is %d.%d"),
                        name, g->capability / 10, g->capability % 10);
     if (g->capability < 75 || (o->dtype == VM_BF16 && g->capability < 80))
-        return vm_fail(VM_EINVAL, "%s: want a GPU of compute capability %s or later for %s, got %s, which is %d.%d",
+        return vm_fail(VM_EINVAL,
+                       VM_EXPECTED("%s", "a GPU of compute capability %s or later for %s", "%s, which is %d.%d"),
                        g->capability < 75 ? "device" : "dtype", o->dtype == VM_BF16 ? "8.0" : "7.5",
                        vm_dtype_name(o->dtype), name, g->capability / 10, g->capability % 10);
     snprintf(g->name, sizeof g->name - sizeof " own", "cuda:%d %s%s", o->device, vm_dtype_name(o->dtype),
@@ -99,7 +100,7 @@ static vm_status retain_context(vm_gpu *g, int index) {
     enum { DEVICES = 64 };
     static CUcontext retained[DEVICES];
     static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-    if (index >= DEVICES) return vm_fail(VM_EINVAL, "device: want one of the first %d, got %d", DEVICES, index);
+    if (index >= DEVICES) return vm_fail(VM_EINVAL, VM_EXPECTED("device", "one of the first %d", "%d"), DEVICES, index);
     pthread_mutex_lock(&lock);
     vm_status s = VM_OK;
     if (!retained[index])

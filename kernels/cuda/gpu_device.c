@@ -23,8 +23,8 @@ static vm_status take(const vm_backend *b, size_t bytes, void **out) {
     const CUresult result = g->d->MemAlloc(&at, VM_MAX(bytes, 1));
     *out = (void *)(uintptr_t)at;
     if (result == CUDA_ERROR_OUT_OF_MEMORY && !g->d->MemGetInfo(&free, &total))
-        return vm_fail(VM_ENOMEM, "%s: want %.1f MiB more, %.1f of %.1f MiB are free", b->name, (double)bytes / 1048576,
-                       (double)free / 1048576, (double)total / 1048576);
+        return vm_fail(VM_ENOMEM, "%s: expected %.1f MiB more, %.1f of %.1f MiB are free", b->name,
+                       (double)bytes / 1048576, (double)free / 1048576, (double)total / 1048576);
     return vm_driver_check(g->d, result, "taking memory");
 }
 
@@ -144,7 +144,8 @@ static vm_status set_weight(const vm_backend *b, const vm_weight *w, void *to, v
 
 static vm_status get_weight(const vm_backend *b, const vm_weight *w, const void *from, float *data) {
     if (w->vector) return fetch(b, data, from, w->out * sizeof *data);
-    return vm_fail(VM_EINVAL, "want a model on the CPU, got one on %s, whose copy is rounded and folded", b->name);
+    return vm_fail(VM_EINVAL, VM_EXPECTED("", "a model on the CPU", "one on %s, whose copy is rounded and folded"),
+                   b->name);
 }
 
 /* ---- runs ---- */
@@ -228,9 +229,8 @@ vm_status vm_gpu_check_stream(vm_gpu *g, void *stream) {
     VM_ENTER(g);
     VM_TRY(g, StreamIsCapturing(stream, &status), "asking whether the stream is captured");
     if (status == CU_STREAM_CAPTURE_STATUS_NONE) return VM_OK;
-    return vm_fail(VM_EINVAL,
-                   "stream: want one that is not being captured, got one that is (vae.graphs = True keeps a "
-                   "graph of its own)");
+    return vm_fail(VM_EINVAL, VM_EXPECTED("stream", "one that is not being captured",
+                                          "one that is (vae.graphs = True keeps a graph of its own)"));
 }
 
 vm_status vm_gpu_read(vm_gpu *g, void *to, const void *from, size_t bytes) {

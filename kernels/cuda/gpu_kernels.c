@@ -63,11 +63,12 @@ vm_status vm_gpu_load_kernels(vm_gpu *g) {
         const CUresult result = g->d->ModuleLoadData(&g->module[i], images[i]);
         if (result == CUDA_ERROR_NO_BINARY_FOR_GPU || result == CUDA_ERROR_INVALID_IMAGE ||
             result == CUDA_ERROR_INVALID_PTX || result == CUDA_ERROR_UNSUPPORTED_PTX_VERSION)
-            return vm_fail(VM_EDEVICE,
-                           "%s: want machine code for compute capability %d.%d that a driver for CUDA %d.%d can load, "
-                           "got what CUDA %d.%d built (VAEMEM_CUDA_ARCHS)",
-                           g->name, g->capability / 10, g->capability % 10, g->d->version / 1000,
-                           g->d->version % 1000 / 10, CUDA_VERSION / 1000, CUDA_VERSION % 1000 / 10);
+            return vm_fail(
+                VM_EDEVICE,
+                "%s: expected machine code for compute capability %d.%d that a driver for CUDA %d.%d can load, "
+                "got what CUDA %d.%d built (VAEMEM_CUDA_ARCHS)",
+                g->name, g->capability / 10, g->capability % 10, g->d->version / 1000, g->d->version % 1000 / 10,
+                CUDA_VERSION / 1000, CUDA_VERSION % 1000 / 10);
         vm_status s = vm_driver_check(g->d, result, "loading kernels");
         if (s) return s;
         if (i < VM_KERNEL_CONV) VM_TRY(g, ModuleGetFunction(&g->kernel[i], g->module[i], names[i]), names[i]);

@@ -74,6 +74,7 @@ vm_status vm_gpu_pack_weight(const vm_backend *b, const vm_weight *w, void *out,
                     vm_set_element(kept, out, at, v);
                     fits &= isfinite(vm_element(kept, out, at)) != 0;
                 }
-    if (!from.finite) return vm_fail(VM_EINVAL, "want finite numbers, got Inf or NaN");
-    return fits ? VM_OK : vm_fail(VM_EINVAL, "want numbers within %s's range, got larger ones", vm_dtype_name(kept));
+    if (!from.finite) return vm_fail(VM_EINVAL, VM_EXPECTED("", "finite numbers", "Inf or NaN"));
+    return fits ? VM_OK
+                : vm_fail(VM_EINVAL, VM_EXPECTED("", "numbers within %s's range", "larger ones"), vm_dtype_name(kept));
 }

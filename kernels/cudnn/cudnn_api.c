@@ -37,7 +37,7 @@ vm_status vm_cudnn_open(const char *path, size_t least, vm_cudnn **out) {
     /* One cuDNN per process: a second copy would share its sublibraries with the first by name. */
     void *library = dlopen("libcudnn.so.9", RTLD_LAZY | RTLD_LOCAL | RTLD_NOLOAD);
     if (!library) library = dlopen(path ? path : "libcudnn.so.9", RTLD_LAZY | RTLD_LOCAL);
-    if (!library) return vm_fail(VM_EDEVICE, "cuDNN: want libcudnn.so.9, got %s", dlerror());
+    if (!library) return vm_fail(VM_EDEVICE, "cuDNN: expected libcudnn.so.9, got %s", dlerror());
     vm_cudnn *c = calloc(1, sizeof *c);
     if (!c) return vm_fail(VM_ENOMEM, "cuDNN: no memory for a handle");
     const struct {
@@ -57,7 +57,7 @@ vm_status vm_cudnn_open(const char *path, size_t least, vm_cudnn **out) {
         found = dlsym(library, entries[i].name);
         if (!found && !entries[i].running) {
             free(c);
-            return vm_fail(VM_EDEVICE, "cuDNN: want a library with %s, got one without", entries[i].name);
+            return vm_fail(VM_EDEVICE, "cuDNN: expected a library with %s, got one without", entries[i].name);
         }
         memcpy(entries[i].where, &found, sizeof found);
     }
@@ -65,9 +65,9 @@ vm_status vm_cudnn_open(const char *path, size_t least, vm_cudnn **out) {
     if (version < least || !load_cublaslt(library, found)) {
         free(c);
         if (version < least)
-            return vm_fail(VM_EDEVICE, "cuDNN: want %zu.%zu or later, got %zu.%zu.%zu", least / 10000,
+            return vm_fail(VM_EDEVICE, "cuDNN: expected %zu.%zu or later, got %zu.%zu.%zu", least / 10000,
                            least / 100 % 100, version / 10000, version / 100 % 100, version % 100);
-        return vm_fail(VM_EDEVICE, "cuDNN: want libcublasLt beside it (nvidia-cublas-cu12), got none");
+        return vm_fail(VM_EDEVICE, "cuDNN: expected libcublasLt beside it (nvidia-cublas-cu12), got none");
     }
     pthread_mutex_init(&c->lock, NULL);
     *out = c;
@@ -120,7 +120,7 @@ vm_status vm_cudnn_check(const vm_conv *v) {
     char size[EXTENTS_TEXT], filter[EXTENTS_TEXT], stride[EXTENTS_TEXT], padding[EXTENTS_TEXT];
     return vm_fail(
         VM_EINVAL,
-        "conv: want sizes of 1 to %d with an output of 1 or more, and channels that fall into the groups, got "
+        "conv: expected sizes of 1 to %d with an output of 1 or more, and channels that fall into the groups, got "
         "%lldx%lldx%s, %lld filters %s in %lld groups, stride %s, padding %s",
         MAX_SIZE - 1, (long long)v->n, (long long)v->c, in_words(v, v->size, size), (long long)v->k,
         in_words(v, v->filter, filter), (long long)v->groups, in_words(v, v->stride, stride),

@@ -40,7 +40,7 @@ def compiler() -> tuple[str, bool]:
             return name, True
     found = shutil.which(os.environ.get("CC", "cc"))
     if not found:
-        raise SystemExit("fuzz: want clang or another C compiler, found none")
+        raise SystemExit("fuzz: expected clang or another C compiler, found none")
     return found, False
 
 

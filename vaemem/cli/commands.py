@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vaemem
-from vaemem._common import ELEMENT_BYTES, MIB, OPS, Message, Named, check_writable, need, render, saved, write
+from vaemem._common import ELEMENT_BYTES, MIB, OPS, check_writable, need, render, saved, write
+from vaemem._errors import ArgumentError, FileError, Named
 from vaemem._render import Bullets, Facts, Sheet, in_gb, in_mib
 from vaemem.cli.progress import show_progress
 
@@ -126,7 +127,7 @@ def run_decode(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     stem, suffix = os.path.splitext(args.out)
     known = _written(need("PIL.Image", "decode"))
     if suffix.lower() not in known:
-        raise ValueError(f"--out: want a name that ends in one of {' '.join(sorted(known))}, got {args.out!r}")
+        raise ArgumentError("out", f"a name that ends in one of {' '.join(sorted(known))}", repr(args.out))
     check_writable(args.out)
     with _loaded(args, asked, "decoder") as vae:
         how = {"tiling": args.tiling, "memory_limit": args.memory_limit}
@@ -148,7 +149,7 @@ def run_encode(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     import numpy as np
 
     if not args.out.endswith(".npy"):
-        raise ValueError(f"--out: want a name that ends in .npy, got {args.out!r}")
+        raise ArgumentError("out", "a name that ends in .npy", repr(args.out))
     check_writable(args.out)
     with _loaded(args, asked, "encoder") as vae:
         how = {"tiling": args.tiling, "memory_limit": args.memory_limit}
@@ -223,7 +224,7 @@ def run_fits(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     named = {"op": op, "model": args.model} if op else {"pipeline": args.model}
     asked = {name: value for name, value in asked.items() if name not in ("model", "op", "pipeline")}
     for name in asked.keys() - inspect.signature(function).parameters.keys():
-        raise ValueError(Message(Named(name), f" is for {other}, and {args.model} {op or 'without an op'} is {kind}"))
+        raise ArgumentError(name, "", f"is for {other}, and {args.model} {op or 'without an op'} is {kind}")
     found: list[Any] = [function(height=h, width=w, **named, **asked) for h, w in sizes]
     _print_all(found, args)
     return _status(*found, safe="safe" in asked)
@@ -317,7 +318,8 @@ def run_fit(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     table = load_table(args.table)
     equals = {name: value for name in ("model", "op", "dtype", "source") if (value := getattr(args, name))}
     if not len(chosen := table.filter(**equals)):
-        raise ValueError(f"{args.table}: no row has {', '.join(f'{n}={v}' for n, v in equals.items()) or 'anything'}")
+        equal = ", ".join(f"{n}={v}" for n, v in equals.items())
+        raise FileError("table", f"a row with {equal or 'anything'}", "none", path=args.table)
     formulas = vaemem.fit(**asked | {"table": chosen})
     _print(formulas, args)
 
@@ -359,9 +361,9 @@ def run_largest(args: argparse.Namespace, asked: dict[str, Any]) -> None:
         usual = {"model": None, "op": None, "batch": 1, "dtype": "float32"}
         model, op, batch, dtype = (asked.pop(name, default) for name, default in usual.items())
         if asked:
-            wanted = "--engine: want nothing of a card beside it, since it asks what our own engine has room for in"
             named = [part for one in asked.items() for part in (", ", Named(*one))][1:]
-            raise ValueError(Message(f"{wanted} that memory, got ", *named))
+            wanted = "no flag of a card besides, because our own engine runs in that memory"
+            raise ArgumentError("engine", wanted, tuple(named))
         from vaemem.engine.configs import known_arch
 
         vae = _bare(known_arch(model), dtype, args.precision)
@@ -369,8 +371,7 @@ def run_largest(args: argparse.Namespace, asked: dict[str, Any]) -> None:
         print(f"{height}x{width}", vae.estimate(op, height, width, batch, memory_limit=args.engine), sep="\n")
         return
     if args.precision != "highest":
-        wanted = "want it with --engine, whose products have precisions"
-        raise ValueError(f"--precision: {wanted}, got {args.precision} without")
+        raise ArgumentError("precision", "", "cannot be used without --engine, whose products have precisions")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         kinds = [True, False] if asked.pop("safe", True) else [False]
@@ -416,8 +417,8 @@ def run_formula(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     if args.op is None:
         found = vaemem.predict_pipeline(args.model, side, side, **asked).formula
     elif of_pipeline:
-        got = Named(min(of_pipeline), asked[min(of_pipeline)])
-        raise ValueError(Message(got, f": want it of a whole pipeline, got it with the VAE's {args.op}"))
+        why = f"cannot be used with the VAE's {args.op}, only with a whole pipeline"
+        raise ArgumentError(min(of_pipeline), "", why)
     else:
         found = vaemem.formula(args.model, args.op, height=side, width=side, **asked)
     _print(found, args)
@@ -470,7 +471,7 @@ MOST_OF_A_MESSAGE = 1 << 20  # characters: the end of a log, where the message i
 def _piped() -> str:
     """The end of standard input."""
     if sys.stdin is None:
-        raise ValueError("message: standard input is closed: give the message or a file's path")
+        raise ArgumentError("message", "", "standard input is closed", "give the message or a file's path")
     kept = ""
     while part := sys.stdin.read(MOST_OF_A_MESSAGE):
         kept = (kept + part)[-MOST_OF_A_MESSAGE:]
@@ -487,7 +488,7 @@ def run_explain(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     if text == "-":
         text = _piped()
     elif len(text.split()) == 1 and (os.sep in text or Path(text).suffix) and not os.path.exists(text):
-        raise ValueError(f"message: there is no file {text}, and a message has several words")
+        raise ArgumentError("message", "a file or a message of several words", text)
     elif os.path.isfile(text):
         data = Path(text).read_bytes()
         coding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8"

@@ -18,7 +18,7 @@ def _size(text: str) -> tuple[int, int]:
     except ValueError:
         sides = []
     if len(sides) not in (1, 2) or min(sides) < 1 or max(sides) >= 1 << 63:
-        raise argparse.ArgumentTypeError(f"want HEIGHTxWIDTH in pixels, such as 512x768, got {text[:80]!r}")
+        raise argparse.ArgumentTypeError(f"expected HEIGHTxWIDTH in pixels, such as 512x768, got {text[:80]!r}")
     return sides[0], sides[-1]
 
 
@@ -42,13 +42,13 @@ def count(text: str) -> int:
     except ValueError:
         number = -1
     if not 0 <= number < 1 << 63:
-        raise argparse.ArgumentTypeError(f"want a whole number from 0 to 2^63, got {text[:80]!r}")
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to 2^63, got {text[:80]!r}")
     return number
 
 
 def positive(text: str) -> int:
     if not (number := count(text)):
-        raise argparse.ArgumentTypeError("want a whole number of at least 1, got 0")
+        raise argparse.ArgumentTypeError("expected a whole number of at least 1, got 0")
     return number
 
 
@@ -65,7 +65,7 @@ def _dtype(text: str) -> str:
 def _pair(text: str) -> tuple[str, str]:
     name, equals, value = text.rpartition("=")
     if not (name and equals and value):
-        raise argparse.ArgumentTypeError(f"want NAME=VALUE, got {text[:80]!r}")
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text[:80]!r}")
     return name, value
 
 
@@ -79,7 +79,7 @@ def _measured(text: str) -> tuple[str, float]:
     try:
         return name, float(value)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"want WAY=SECONDS, got {text[:80]!r}") from None
+        raise argparse.ArgumentTypeError(f"expected WAY=SECONDS, got {text[:80]!r}") from None
 
 
 @dataclass(frozen=True)

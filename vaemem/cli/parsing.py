@@ -79,7 +79,7 @@ class _Parser(argparse.ArgumentParser):
                 self.error(f"there is no {name}; the nearest flag is {near}")
         found, others = super().parse_known_args(args, namespace)
         if others:
-            self.error(f"want nothing more, got {' '.join(others)}")
+            self.error(f"expected nothing more, got {' '.join(others)}")
         return found, others
 
     def _get_value(self, action: argparse.Action, text: str) -> Any:

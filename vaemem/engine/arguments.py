@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from vaemem._common import choose, need
+from vaemem._errors import ArgumentError, ArgumentTypeError
 
 OutputType = Literal["float", "uint8", "pil"]
 Poll = Callable[[int, int], object] | None
@@ -31,7 +32,7 @@ def default_threads() -> int:
     if text is None:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if not text.isdigit() or not 1 <= int(text) <= 1024:
-        raise ValueError(f"VAEMEM_THREADS: want a number from 1 to 1024, got {text!r}")
+        raise ArgumentError("VAEMEM_THREADS", "a number from 1 to 1024", repr(text))
     return int(text)
 
 
@@ -41,17 +42,17 @@ def as_int(name: str, value: Any) -> int:
             raise TypeError
         number: int = value.__index__()
     except (AttributeError, TypeError):
-        raise TypeError(f"{name}: want an integer, got {value!r}") from None
+        raise ArgumentTypeError(name, "an integer", repr(value)) from None
     if number.bit_length() > 63:
-        raise ValueError(f"{name}: want an integer below 2^63, got one of {number.bit_length()} bits")
+        raise ArgumentError(name, "an integer below 2^63", f"one of {number.bit_length()} bits")
     return number
 
 
-def as_path(value: object, argument: str, want: str = "a path") -> Path:
+def as_path(value: object, argument: str, wanted: str = "a path") -> Path:
     if not isinstance(value, (str, bytes, os.PathLike)):
-        raise TypeError(f"{argument}: want {want}, got {type(value).__name__}")
+        raise ArgumentTypeError(argument, wanted, type(value).__name__)
     if not (path := os.fsdecode(value)):  # which pathlib takes for the current folder
-        raise ValueError(f"{argument}: want {want}, got an empty one")
+        raise ArgumentError(argument, wanted, "an empty one")
     return Path(path)
 
 
@@ -68,7 +69,7 @@ def check_mask(name: str, value: Any) -> None:
     for array in value if isinstance(value, (list, tuple)) else (value,):
         if is_masked(array):
             got = f"{ma.count_masked(array)} masked of {np.size(array)}"
-            raise ValueError(f"{name}: want numbers everywhere, got {got}: np.ma.filled({name}, 0) gives them zeros")
+            raise ArgumentError(name, "numbers everywhere", got, f"np.ma.filled({name}, 0) gives them zeros")
 
 
 def pixels_of(output_type: OutputType) -> str:
@@ -86,7 +87,7 @@ def polling(
     where `says` does not give it again each time that it moves. Once `cancel` is set the function raises Cancelled.
     """
     if cancel is not None and not callable(getattr(cancel, "is_set", None)):
-        raise TypeError(f"cancel: want a threading.Event or None, got {type(cancel).__name__}")
+        raise ArgumentTypeError("cancel", "a threading.Event or None", type(cancel).__name__)
     poll = progress if callable(progress) else None
     with contextlib.ExitStack() as stack:
         if progress and not poll:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from vaemem import _core
-from vaemem._common import Message, Named, encoded_channels, latent_factor
+from vaemem._common import encoded_channels, latent_factor
+from vaemem._errors import ArgumentError, ArgumentTypeError, Named
 from vaemem.engine.device import Device, DeviceArray, itemsize
 
 INPUT_NAMES = {"encode": "x", "decode": "z"}  # of what goes in
@@ -59,12 +60,12 @@ class _Arrays:
         else:
             pixels, wanted = "float", f"(N, {channels}, H, W)"
         if len(given.shape) != 4 or given.shape[axis] != channels:
-            raise ValueError(f"{INPUT_NAMES[op]}: want shape {wanted}, got {given.shape}")
+            raise ArgumentError(INPUT_NAMES[op], f"shape {wanted}", str(given.shape))
         n, *sides = given.shape[:axis] + given.shape[axis + 1 :]
         for name, side in zip(("height", "width"), sides, strict=True):
             if floats is None and side % scale_in:
-                wanted, one = f"{name}: want a positive multiple of {scale_in}, got {side}: ", " makes it one"
-                raise ValueError(Message(wanted, Named("pad", "reflect"), " or ", Named("pad", "edge"), one))
+                advice = (Named("pad", "reflect"), " or ", Named("pad", "edge"), " makes it one")
+                raise ArgumentError(name, f"a positive multiple of {scale_in}", str(side), advice)
         height, width = (side * (latent_factor(arch) // scale_in) for side in sides)
         self.request = request_of(op, height, width, n, pixels, floats)
         self.request |= dict(own_output=out is None, threads=1, scaled=False)
@@ -149,7 +150,7 @@ class DeviceArrays(_Arrays):
         self._given = device.borrow(array, INPUT_NAMES[op], self.stream)
         as_bytes = self._given.dtype == "uint8"
         if as_bytes and op == "decode":
-            raise ValueError("z: want float32, float16 or bfloat16, got uint8")
+            raise ArgumentError("z", "float32, float16 or bfloat16", "uint8")
         super().__init__(arch, op, self._given, pixels, out, device.dtype if as_bytes else self._given.dtype)
         # A run in halves may have overflowed, which is known when it is over. And where the library is unknown, its
         # next use of the arrays cannot be put behind the run.
@@ -160,8 +161,7 @@ class DeviceArrays(_Arrays):
     def _write_to(self, out: Any) -> None:
         target = self._device.borrow(out, "out", self.stream)
         if (target.shape, target.dtype) != (self.shape, self.dtype):
-            want = f"{self.dtype} of shape {self.shape}"
-            raise ValueError(f"out: want {want}, got {target.dtype} of shape {target.shape}")
+            raise ArgumentError("out", f"{self.dtype} of shape {self.shape}", f"{target.dtype} of shape {target.shape}")
         check_apart((self._given.address, self._given.end), (target.address, target.end))
         self._out = out, target
 
@@ -227,7 +227,7 @@ Arrays = HostArrays | DeviceArrays
 
 def check_real(array: np.ndarray, name: str, shape: str) -> None:
     if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
-        raise TypeError(f"{name}: want an array of real numbers of shape {shape}, got dtype {array.dtype}")
+        raise ArgumentTypeError(name, f"an array of real numbers of shape {shape}", f"dtype {array.dtype}")
 
 
 def as_float(value: Any, name: str, shape: str) -> np.ndarray:
@@ -240,15 +240,15 @@ def as_float(value: Any, name: str, shape: str) -> np.ndarray:
 def check_apart(z: tuple[int, int], out: tuple[int, int]) -> None:
     """z and out, as (first byte, end): images written while latents are still to be read would be wrong in silence."""
     if z[0] < out[1] and out[0] < z[1]:
-        raise ValueError("out: want memory apart from z, got an array that overlaps it: decode a copy of z")
+        raise ArgumentError("out", "memory apart from z", "an array that overlaps it", "decode a copy of z")
 
 
 def check_out(out: Any, shape: tuple[int, ...], dtype: str) -> None:
-    want = f"a writable, contiguous and aligned {dtype} array of shape {shape}"
+    wanted = f"a writable, contiguous and aligned {dtype} array of shape {shape}"
     if not isinstance(out, np.ndarray):
-        raise TypeError(f"out: want {want}, got {type(out).__name__}")
+        raise ArgumentTypeError("out", wanted, type(out).__name__)
     if out.shape != shape or out.dtype != dtype or not out.flags.carray:
         kind = "" if out.flags.c_contiguous else "non-contiguous "
         kind += "" if out.flags.aligned else "misaligned "
         kind += "" if out.flags.writeable else "read-only "
-        raise ValueError(f"out: want {want}, got {kind}{out.dtype} {out.shape}")
+        raise ArgumentError("out", wanted, f"{kind}{out.dtype} {out.shape}")

@@ -14,6 +14,7 @@ import numpy as np
 
 from vaemem import _core
 from vaemem._common import letters, meant
+from vaemem._errors import ArgumentError, FileError, NoFileError
 from vaemem.engine.arguments import as_path
 from vaemem.engine.names import find_called
 
@@ -77,8 +78,8 @@ def shown(value: object) -> str:
     return str(value) if plain else SHORT_REPR.repr(value)
 
 
-def _bad_config(key: str, want: str, got: object) -> ValueError:
-    return ValueError(f"config: {shown(key)}: want {want}, got {SHORT_REPR.repr(got)}")
+def _bad_config(key: str, wanted: str, got: object, advice: str = "") -> ArgumentError:
+    return ArgumentError("config", wanted, SHORT_REPR.repr(got), advice, shown(key))
 
 
 # What a value is like of a key whose default is None; a list is of such as its first.
@@ -101,11 +102,11 @@ def _setting(key: str, value: Any, default: Any) -> Any:
         if not isinstance(value, (list, tuple)) or not (value or key == "temperal_downsample"):
             raise _bad_config(key, f"a list of {_KINDS[type(like[0])][1]}", value)
         return tuple(_setting(f"{key}[{i}]", v, like[0]) for i, v in enumerate(value))
-    want, _, types, least, most = _KINDS[type(like)]
+    wanted, _, types, least, most = _KINDS[type(like)]
     if not (isinstance(value, types) and least <= value <= most) or (
         isinstance(value, bool) and type(like) is not bool
     ):
-        raise _bad_config(key, want, value)
+        raise _bad_config(key, wanted, value)
     if key == "scaling_factor" and value <= 0:
         raise _bad_config(key, "more than 0", value)
     return type(like)(value)
@@ -134,13 +135,13 @@ def _contents(config: Config) -> tuple[Mapping[str, Any], Path | None]:
     path = as_path(config, "config", "a path or a dict")
     path = path / CONFIG if path.is_dir() else path
     if not path.is_file():
-        raise FileNotFoundError(f"config: want a {CONFIG}, got {path}, which is no file")
+        raise NoFileError("config", f"a {CONFIG}", "none", path=path)
     try:
         contents = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"config: want a JSON file, got {path}: {error}") from None
+        raise FileError("config", "JSON", "another text", str(error), path=path) from None
     if not isinstance(contents, dict):
-        raise ValueError(f"config: want a JSON object, got {type(contents).__name__} in {path}")
+        raise FileError("config", "a JSON object", type(contents).__name__, path=path)
     return contents, path
 
 
@@ -156,7 +157,7 @@ def named_model(argument: str, model: Any, *others: str) -> str:
     if not isinstance(model, str) or letters(model) not in map(letters, SAMPLE_SIZES):
         if called := find_called(model):
             if called.why:
-                raise ValueError(f"{argument}: {called.why}, got {model!r}")
+                raise ArgumentError(argument, "", f"{called.why}, got {model!r}")
             return called.vae
     return meant(argument, model, (*SAMPLE_SIZES, *others), {})
 
@@ -182,8 +183,10 @@ def read_contents(config: Config) -> tuple[Arch, Mapping[str, Any]]:
     contents, path = _contents(config)
     try:
         return _parse_config(contents), contents
-    except ValueError as error:
-        raise ValueError(f"{error} (in {path})" if path else str(error)) from None
+    except ArgumentError as error:
+        if not path:
+            raise
+        raise FileError("config", error.wanted, error.got, error.advice, error.place, path=path) from None
 
 
 def sample_size_of(config: Config | None, model: str) -> int | None:
@@ -382,9 +385,8 @@ def _parse_config(config: Mapping[str, Any]) -> Arch:
     name = _class_of(config)
     if name not in CLASSES:
         *others, last = CLASSES
-        why = f": {_REFUSED[name]}" if isinstance(name, str) and name in _REFUSED else ""
-        wanted = f"{', '.join(others)} or {last}"
-        raise ValueError(f"{_bad_config('_class_name', wanted, name)}{why}")
+        why = _REFUSED.get(name, "") if isinstance(name, str) else ""
+        raise _bad_config("_class_name", f"{', '.join(others)} or {last}", name, why)
     if str(config.get("family")) in _FAMILIES and _CLASSES[name].read is not _read_kl:
         config = config_of(config)
         name = config["_class_name"]

@@ -4,6 +4,8 @@ import contextlib
 import importlib.util
 import os
 
+from vaemem._errors import NoFileError
+
 
 def find_cudnn() -> str | None:
     """Path of an installed libcudnn.so.9, or None to leave it to the loader.
@@ -15,7 +17,7 @@ def find_cudnn() -> str | None:
     if named:
         path = os.path.join(named, "libcudnn.so.9") if os.path.isdir(named) else named
         if not os.path.isfile(path):
-            raise FileNotFoundError(f"VAEMEM_CUDNN: want libcudnn.so.9 or its folder, got {named!r}")
+            raise NoFileError("VAEMEM_CUDNN", "libcudnn.so.9 or its folder", repr(named))
         return path
     with contextlib.suppress(ModuleNotFoundError):  # no nvidia package at all
         spec = importlib.util.find_spec("nvidia.cudnn")

@@ -15,6 +15,7 @@ import numpy as np
 
 from vaemem import _core
 from vaemem._common import DTYPES, PRECISIONS, choose, distinct, flag, meant, mib
+from vaemem._errors import ArgumentError, ArgumentTypeError
 from vaemem._types import Dtype, DtypeName, Precision
 from vaemem.engine.cudnn_path import find_cudnn
 
@@ -43,7 +44,9 @@ def read_disabled() -> None:
     named = distinct(filter(None, _read.split(",")))
     for name in named:
         if name not in known:
-            what = f"want names of {', '.join(known)}, separated by commas" if known else "there is nothing to disable"
+            what = (
+                f"expected names of {', '.join(known)}, separated by commas" if known else "there is nothing to disable"
+            )
             warnings.warn(f"{VARIABLE}: {what}, got {name!r}, which changes nothing", stacklevel=3)
     _core.disable(",".join(name for name in named if name in known))
 
@@ -78,7 +81,7 @@ def _gpus(dtype: str, precision: str) -> list[dict[str, Any]]:
     for i, gpu in enumerate(found):
         major, minor = gpu["capability"]
         usable = major * 10 + minor >= least
-        too_old = f"{gpu['name']} has compute capability {major}.{minor}: want {least / 10} or later"
+        too_old = f"{gpu['name']} has compute capability {major}.{minor}: expected {least / 10} or later"
         about = {"name": gpu["name"], "device": f"cuda:{i}", "usable": usable, "why": "" if usable else too_old}
         rows.append(row | about)
     return rows or [row | {"why": why}]
@@ -146,7 +149,7 @@ class DeviceArray:
     def __dlpack__(self, *, stream: int | None = None, max_version: Any = None, **other: Any) -> Any:
         """A capsule whose contents are ready for whatever is enqueued on `stream` from now on."""
         if other.get("dl_device") not in (None, self.__dlpack_device__()) or other.get("copy"):
-            raise BufferError("DLPack: want the array where it is and as it is, a copy was asked for")
+            raise BufferError("DLPack: expected the array where it is and as it is, got a request for a copy")
         if stream != -1:
             self._device.backend.order(LEGACY_STREAM if stream in (None, 0) else int(stream))
         return _cuda.lend(self._address, self.shape, self.dtype, self._device.number, self)
@@ -193,7 +196,7 @@ class Device:
         if _cuda is None:
             raise RuntimeError(_gpus(dtype, precision)[0]["why"])
         if convolution == "own" and dtype == "float32":
-            raise ValueError("convolution: our own is for float16 and bfloat16, got dtype float32")
+            raise ArgumentError("convolution", "auto or cudnn with dtype float32", "own")
         self.number, self.dtype, self.precision = number, dtype, precision
         libcuda = os.environ.get("VAEMEM_LIBCUDA")
         tf32 = precision != "highest"
@@ -242,12 +245,12 @@ class Device:
         ValueError or TypeError where a run cannot take it."""
         kind, number = array.__dlpack_device__()
         if (int(kind), int(number)) != (CUDA, self.number):
-            raise ValueError(f"{name}: want an array on cuda:{self.number}, got one on device {(int(kind), number)}")
+            raise ArgumentError(name, f"an array on cuda:{self.number}", f"one on device {(int(kind), number)}")
         given = SimpleNamespace(**_cuda.borrow(array.__dlpack__(stream=stream)))
         if given.dtype is None:
-            raise TypeError(f"{name}: want float32, float16, bfloat16 or uint8, got another dtype")
+            raise ArgumentTypeError(name, "float32, float16, bfloat16 or uint8", "another dtype")
         if not given.contiguous:
-            raise ValueError(f"{name}: want a contiguous array of shape {given.shape}")
+            raise ArgumentError(name, f"a contiguous array of shape {given.shape}")
         given.end = given.address + math.prod(given.shape) * itemsize(given.dtype)
         return given
 
@@ -275,7 +278,7 @@ def _numbers(dtype: Any, precision: Any) -> tuple[DtypeName, Precision]:
     dtype = meant("dtype", dtype, DTYPES)
     choose("precision", precision, PRECISIONS)
     if dtype != "float32" and precision != "highest":
-        raise ValueError(f"precision: want highest with dtype {dtype} (others are float32's), got {precision!r}")
+        raise ArgumentError("precision", f"highest with dtype {dtype} (others are float32's)", repr(precision))
     return dtype, precision
 
 
@@ -288,7 +291,7 @@ def open_device(
     name = str(device)
     kind, colon, number = name.partition(":")
     if name != "cpu" and (kind != "cuda" or (colon and not (number.isdecimal() and len(number) <= 4))):
-        raise ValueError(f"device: want cpu, cuda or cuda:N, got {name[:80]!r}")
+        raise ArgumentError("device", "cpu, cuda or cuda:N", repr(name[:80]))
     autotune = flag("autotune", autotune)
     dtype, precision = _numbers(dtype, precision)
     choose("convolution", convolution, CONVOLUTIONS)

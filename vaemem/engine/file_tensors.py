@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from vaemem._common import need
+from vaemem._errors import ArgumentError
 from vaemem.engine.configs import shown
 from vaemem.engine.layouts import Shape
 
@@ -60,9 +61,9 @@ def bytes_of(name: str, dtype: str, shape: Shape) -> int:
     for side in shape:
         count *= side
         if count >> 64:  # before it takes long to multiply
-            raise ValueError(f"header: {shown(name)}: want less than 2^64 numbers, got shape {shown(shape)}")
+            raise ArgumentError(f"header: {shown(name)}", "less than 2^64 numbers", f"shape {shown(shape)}")
     if count % numbers:
-        raise ValueError(f"header: {shown(name)}: want a multiple of {numbers} numbers of {dtype}, got {shown(shape)}")
+        raise ArgumentError(f"header: {shown(name)}", f"a multiple of {numbers} numbers of {dtype}", shown(shape))
     return count // numbers * size
 
 
@@ -79,13 +80,13 @@ def _end_to_end(tensors: Iterable[FileTensor], end: int, size: int, alignment: i
     for tensor in tensors:
         at = rounded_up(end)
         if start + tensor.at != at:
-            wanted = f"want offset {at - start}, where the tensor before it ends"
-            raise ValueError(f"header: {shown(tensor.name)}: {wanted}, got {tensor.at}")
+            wanted = f"offset {at - start}, where the tensor before it ends"
+            raise ArgumentError(f"header: {shown(tensor.name)}", wanted, str(tensor.at))
         end = at + tensor.nbytes
         result.append(tensor._replace(at=at))
     if not end <= size <= rounded_up(end):
         cut = next((f", so that {shown(one.name)} is cut" for one in result if one.at + one.nbytes > size), "")
-        raise ValueError(f"want {end} bytes, header and tensors, got {size}{cut}")
+        raise ArgumentError("", f"{end} bytes, header and tensors", f"{size}{cut}")
     return result
 
 
@@ -94,7 +95,7 @@ def _fill(f: IO[bytes], name: str, at: int, into: np.ndarray) -> None:
     f.seek(at)
     got = f.readinto(into.reshape(-1).view(np.uint8).data)  # type: ignore[attr-defined]
     if got < into.nbytes:
-        raise ValueError(f"{name}: want {into.nbytes} bytes from byte {at} on, got {got}: the file was cut while read")
+        raise ArgumentError(name, f"{into.nbytes} bytes from byte {at} on", str(got), "the file was cut while read")
 
 
 def read_tensor(f: IO[bytes], tensor: FileTensor, shape: Shape) -> np.ndarray:
@@ -124,8 +125,11 @@ def _dequantise(f: IO[bytes], tensor: FileTensor) -> np.ndarray:
             with np.errstate(all="ignore"):  # a scale may be infinite or no number, as any weight may
                 piece[:] = quants.dequantize(packed, quants.GGMLQuantizationType[tensor.dtype])
         except (KeyError, NotImplementedError):
-            wanted = f"{tensor.name}: want a type that the installed gguf package decodes, got {tensor.dtype}"
-            raise ValueError(f"{wanted}: pip install -U gguf, or convert the file to F16") from None
+            wanted, advice = (
+                "a type that the installed gguf package decodes",
+                "pip install -U gguf, or convert the file to F16",
+            )
+            raise ArgumentError(tensor.name, wanted, tensor.dtype, advice) from None
     return array
 
 
@@ -153,7 +157,7 @@ def mistaken_for_weights(first: bytes) -> str:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        raise ValueError("header: a key comes twice")
+        raise ArgumentError("header", "", "a key comes twice")
     return result
 
 
@@ -172,11 +176,11 @@ def _safetensor(name: str, entry: Any) -> FileTensor:
     for field, (wanted, good) in FIELDS.items():
         value = entry.get(field) if isinstance(entry, dict) else None
         if not good(value):
-            raise ValueError(f"header: {shown(name)}: want {wanted} as {field}, got {shown(value)}")
+            raise ArgumentError(f"header: {shown(name)}", f"{wanted} as {field}", shown(value))
     dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     if end - begin != (nbytes := bytes_of(name, dtype, shape)):
-        wanted = f"want {nbytes} bytes for {dtype} {shown(shape)}"
-        raise ValueError(f"header: {shown(name)}: {wanted}, got data_offsets {entry['data_offsets']}")
+        wanted, got = f"{nbytes} bytes for {dtype} {shown(shape)}", f"data_offsets {entry['data_offsets']}"
+        raise ArgumentError(f"header: {shown(name)}", wanted, got)
     return FileTensor(name, shape, dtype, nbytes, begin)
 
 
@@ -185,14 +189,14 @@ def safetensors_header(f: IO[bytes]) -> tuple[list[FileTensor], dict[str, str]]:
     lies in the file, the tensors lie end to end and fill it, and each takes what its shape says."""
     size, header_bytes = os.fstat(f.fileno()).st_size, int.from_bytes(f.read(8), "little")
     if not 2 <= header_bytes <= min(size - 8, MAX_HEADER):
-        raise ValueError(f"header: want 2 to {MAX_HEADER} bytes, inside a file of {size} bytes, got {header_bytes}")
+        raise ArgumentError("header", f"2 to {MAX_HEADER} bytes, inside a file of {size} bytes", str(header_bytes))
     text = f.read(header_bytes)
     if len(text) < header_bytes or text[:1] != b"{":
-        raise ValueError("header: want an object in JSON")
+        raise ArgumentError("header", "an object in JSON")
     entries = json.loads(text.decode(), object_pairs_hook=_once)
     about = entries.pop("__metadata__", None)
     if about is not None and not (isinstance(about, dict) and all(isinstance(v, str) for v in about.values())):
-        raise ValueError("header: want texts in __metadata__")
+        raise ArgumentError("header", "texts in __metadata__")
     tensors = sorted((_safetensor(*item) for item in entries.items()), key=lambda one: (one.at, one.nbytes))
     return _end_to_end(tensors, 8 + header_bytes, size), about or {}
 
@@ -225,16 +229,15 @@ class _Cursor:
     def check_room(self, count: int, each: int, what: str) -> None:
         """ValueError where so many cannot lie in what is left, before anything is made of them."""
         if count * each > self._end - self.at:
-            raise ValueError(
-                f"header: want {shown(count)} {what} of {each} or more bytes at byte {self.at}, got "
-                f"{self._end - self.at} bytes up to the end of the file, or of {MAX_HEADER}"
-            )
+            wanted = f"{shown(count)} {what} of {each} or more bytes at byte {self.at}"
+            left = f"{self._end - self.at} bytes up to the end of the file, or of {MAX_HEADER}"
+            raise ArgumentError("header", wanted, left)
 
     def take(self, count: int, each: int, what: str) -> bytes:
         self.check_room(count, each, what)
         taken = self._file.read(count * each)
         if len(taken) < count * each:
-            raise ValueError("header: the file was cut while read")
+            raise ArgumentError("header", "", "the file was cut while read")
         self.at += count * each
         return taken
 
@@ -253,9 +256,9 @@ class _Cursor:
             try:
                 name = str(text, "utf-8")
             except UnicodeDecodeError:
-                raise ValueError(f"header: want a name in UTF-8 at byte {at}, got {shown(text)}") from None
+                raise ArgumentError("header", f"a name in UTF-8 at byte {at}", shown(text)) from None
             if name in found:
-                raise ValueError(f"header: {shown(name)} comes twice")
+                raise ArgumentError("header", "", f"{shown(name)} comes twice")
             found.add(name)
             yield name
 
@@ -267,7 +270,7 @@ class _Cursor:
             self.take(self.number("Q"), 1, "letters")
             return None
         if kind != ARRAY:
-            raise ValueError(f"header: want a value of a type that the format has, got {kind} before byte {self.at}")
+            raise ArgumentError("header", "a value of a type that the format has", f"{kind} before byte {self.at}")
         kind, count = self.number("I"), self.number("Q")
         if kind in SCALARS and count <= MAX_DIMS:
             return self.numbers(SCALARS[kind], count)
@@ -278,25 +281,25 @@ class _Cursor:
             for _ in range(count):
                 self.value(STRING)
         else:
-            raise ValueError(f"header: want numbers or texts in a list, got type {kind} before byte {self.at}")
+            raise ArgumentError("header", "numbers or texts in a list", f"type {kind} before byte {self.at}")
         return None
 
     def tensor(self, name: str, values: dict[str, tuple[int, Any]]) -> FileTensor:
         if (dims := self.number("I")) > MAX_DIMS:
-            raise ValueError(f"header: {shown(name)}: want 0 to {MAX_DIMS} dimensions, got {dims}")
+            raise ArgumentError(f"header: {shown(name)}", f"0 to {MAX_DIMS} dimensions", str(dims))
         shape, kind, offset = self.numbers("Q", dims)[::-1], self.number("I"), self.number("Q")
         if kind not in KINDS:
-            raise ValueError(f"header: {shown(name)}: want a type that ggml has, got {kind}")
+            raise ArgumentError(f"header: {shown(name)}", "a type that ggml has", str(kind))
         dtype, row = KINDS[kind], shape[-1] if shape else 1
         if row % (numbers := BLOCKS[dtype][0]):
-            wanted = f"want rows of a multiple of {numbers} numbers of {dtype}"
-            raise ValueError(f"header: {shown(name)}: {wanted}, got {row}")
+            wanted = f"rows of a multiple of {numbers} numbers of {dtype}"
+            raise ArgumentError(f"header: {shown(name)}", wanted, str(row))
         nbytes = bytes_of(name, dtype, shape)
         _, original = values.get(ORIGINAL_SHAPE + name, (None, shape))  # before its rows were made longer
         sides = isinstance(original, tuple) and all(type(n) is int and n >= 0 for n in original)
         if not sides or math.prod(original) != math.prod(shape):
-            wanted = f"want up to {MAX_DIMS} integers whose product is that of {shape}"
-            raise ValueError(f"header: {shown(ORIGINAL_SHAPE + name)}: {wanted}, got {shown(original)}")
+            wanted = f"up to {MAX_DIMS} integers whose product is that of {shape}"
+            raise ArgumentError(f"header: {shown(ORIGINAL_SHAPE + name)}", wanted, shown(original))
         return FileTensor(name, original, dtype, nbytes, offset)
 
 
@@ -305,9 +308,9 @@ def gguf_header(f: IO[bytes]) -> tuple[list[FileTensor], dict[str, str]]:
     ends, rounded up to the alignment; and the file ends with them."""
     cursor = _Cursor(f)
     if (magic := cursor.take(4, 1, "letters")) != MAGIC:
-        raise ValueError(f"header: want {MAGIC!r} as the first bytes, got {magic!r}")
+        raise ArgumentError("header", f"{MAGIC!r} as the first bytes", repr(magic))
     if (version := cursor.number("I")) not in VERSIONS:
-        raise ValueError(f"header: want version 2 or 3, little-endian, got {version}")
+        raise ArgumentError("header", "version 2 or 3, little-endian", str(version))
     count, value_count = cursor.numbers("Q", 2)
     values: dict[str, tuple[int, Any]] = {}  # type and value; each takes a name's length, a type and one byte or more
     for name in cursor.names(value_count, 13, "values"):
@@ -315,7 +318,7 @@ def gguf_header(f: IO[bytes]) -> tuple[list[FileTensor], dict[str, str]]:
         values[name] = kind, cursor.value(kind)
     kind, alignment = values.get(ALIGNMENT_KEY, (UINT32, USUAL_ALIGNMENT))
     if kind != UINT32 or alignment < 1 or alignment & (alignment - 1):
-        raise ValueError(f"header: {ALIGNMENT_KEY}: want a power of 2 of type {UINT32}, got {alignment} of type {kind}")
+        raise ArgumentError(f"header: {ALIGNMENT_KEY}", f"a power of 2 of type {UINT32}", f"{alignment} of type {kind}")
     # each takes a name's length, a number of dimensions, a type and an offset
     tensors = [cursor.tensor(name, values) for name in cursor.names(count, 24, "tensors")]
     return _end_to_end(tensors, cursor.at, cursor.size, alignment), {}

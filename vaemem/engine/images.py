@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from vaemem._common import choose, distinct, need, reading
+from vaemem._errors import ArgumentError, ArgumentTypeError
 from vaemem.engine.arguments import as_int, check_mask
 
 Notes = tuple[str, ...]
@@ -32,7 +33,7 @@ def read_images(x: Any) -> tuple[Any, Notes]:
     sizes = distinct(np.shape(item) for item in items)
     if len(sizes) > 1:
         one, other = (f"{s[0]}x{s[1]}" if s[2:] == (3,) else str(s) for s in sizes[:2])
-        raise ValueError(f"x: want images of one size in a batch, got {one} and {other}: encode them one by one")
+        raise ArgumentError("x", "images of one size in a batch", f"{one} and {other}", "encode them one by one")
     return np.stack(items), tuple(distinct(notes))
 
 
@@ -45,21 +46,21 @@ def _as_bytes(item: Any, notes: list[str]) -> np.ndarray:
     """uint8 (H, W, 3). A file is turned as a viewer would turn it."""
     if isinstance(item, (str, os.PathLike)):
         pillow, ops = need("PIL.Image", "reading an image file"), need("PIL.ImageOps", "reading an image file")
-        with reading("x: want an image file", item), pillow.open(item) as file:
+        with reading("x", "an image file", item), pillow.open(item) as file:
             is_deep = _look(file, notes)
             item = ops.exif_transpose(file)
             item.load()
     elif _is_image(item):
         is_deep = _look(item, notes)
     else:
-        raise TypeError(f"x: want images and files of them, or arrays, got {type(item).__name__} among images")
+        raise ArgumentTypeError("x", "images and files of them, or arrays", f"{type(item).__name__} among images")
     if item.mode in ALPHA or "transparency" in item.info:
         notes.append("the image's alpha was left out")
     if item.mode in BYTES:
         return np.asarray(item.convert("RGB"))
     if not is_deep:
-        wanted = "x: want an image of 8 or 16 bits a channel"
-        raise ValueError(f"{wanted}, got mode {item.mode}: make it an array in [-1, 1]")
+        wanted, advice = "an image of 8 or 16 bits a channel", "make it an array in [-1, 1]"
+        raise ArgumentError("x", wanted, f"mode {item.mode}", advice)
     grey = (np.asarray(item).astype(np.uint32) + 128) // 257  # the nearest of 255
     return np.stack([grey.astype(np.uint8)] * 3, axis=-1)
 
@@ -81,8 +82,8 @@ def check_range(x: np.ndarray) -> None:
     if x.dtype == np.uint8 or not x.size or not x.min() >= 0 or not (most := x.max()) > 2:
         return
     top = 255 if most <= 255 else 65535
-    wanted = "x: want numbers from -1 to 1, or bytes (uint8, N, H, W, 3)"
-    raise ValueError(f"{wanted}, got numbers from {x.min():g} to {most:g}: if white is {top}, x / {top / 2} - 1")
+    wanted, got = "numbers from -1 to 1, or bytes (uint8, N, H, W, 3)", f"numbers from {x.min():g} to {most:g}"
+    raise ArgumentError("x", wanted, got, f"if white is {top}, x / {top / 2} - 1")
 
 
 def pad(x: Any, how: str | None, factor: int) -> tuple[Any, Notes]:
@@ -116,11 +117,11 @@ def crop(size: Any, request: Mapping[str, Any]) -> tuple[tuple[Any, ...], Notes]
     if size is None:
         return (), ()
     if not isinstance(size, (list, tuple)) or len(size) != 2:
-        raise TypeError(f"size: want (height, width) or None, got {size!r}")
+        raise ArgumentTypeError("size", "(height, width) or None", repr(size))
     whole = request["height"], request["width"]
     height, width = (as_int("size", side) for side in size)
     if not (0 < height <= whole[0] and 0 < width <= whole[1]):
-        raise ValueError(f"size: want 1x1 to {whole[0]}x{whole[1]}, what these latents give, got {height}x{width}")
+        raise ArgumentError("size", f"1x1 to {whole[0]}x{whole[1]}, what these latents give", f"{height}x{width}")
     if (height, width) == whole:
         return (), ()
     index = (slice(height), slice(width))

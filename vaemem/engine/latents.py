@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from vaemem._common import Message, Named, need, reading
+from vaemem._common import need, reading
+from vaemem._errors import ArgumentError, FileError, Named
 from vaemem.engine.arrays import as_float
 from vaemem.engine.weights import read_tensors
 
@@ -24,23 +25,23 @@ def read_latents(path: str | os.PathLike[str]) -> np.ndarray:
     ``torch.save``, read by ``torch.load(weights_only=True)``: the one array that is there."""
     file = Path(path)
     if file.suffix == ".npy":
-        with reading("latents: want an array that np.save wrote", path), open(file, "rb") as f:
+        with reading("latents", "an array that np.save wrote", path), open(file, "rb") as f:
             held = {file.name: np.lib.format.read_array(f, allow_pickle=False)}
     elif file.suffix in (".pt", ".pth"):
         torch = need("torch", f"reading {file.name}")
-        with reading("latents: want tensors that torch.save wrote", path):
+        with reading("latents", "tensors that torch.save wrote", path):
             loaded = torch.load(file, map_location="cpu", weights_only=True)
             tensors = loaded if isinstance(loaded, Mapping) else {file.name: loaded}
             held = {name: value.float().numpy() for name, value in tensors.items() if hasattr(value, "numpy")}
     elif file.suffix in (".safetensors", ".latent"):
         held = read_tensors(file)
     else:
-        raise ValueError(f"latents: want a .npy, .safetensors, .latent, .pt or .pth file, got {str(path)!r}")
+        raise FileError("latents", "a .npy, .safetensors, .latent, .pt or .pth file", "another", path=path)
     found = {name: array for name, array in held.items() if array.ndim in (3, 4) and array.dtype.kind in "fiu"}
     if len(found) != 1:
         names = ", ".join(f"{name} {array.shape} {array.dtype}" for name, array in list(held.items())[:5])
-        wanted = f"want one array of real numbers (N, C, h, w) in {path}"
-        raise ValueError(f"latents: {wanted}, got {len(found)} of {names or 'nothing'}")
+        wanted = "one array of real numbers (N, C, h, w)"
+        raise FileError("latents", wanted, f"{len(found)} of {names or 'nothing'}", path=path)
     (array,) = found.values()
     return array if array.ndim == 4 else array[None]
 
@@ -72,7 +73,7 @@ class Normalised:
         n, c, h, w = latents.shape
         (a, b) = self.patch
         if h % a or w % b:
-            raise ValueError(f"scaled: want latents whose sides are multiples of {self.patch}, got {latents.shape}")
+            raise ArgumentError("scaled", f"latents whose sides are multiples of {self.patch}", str(latents.shape))
         patches = latents.reshape(n, c, h // a, a, w // b, b).transpose(0, 1, 3, 5, 2, 4)
         packed: np.ndarray = (patches.reshape(n, c * a * b, h // a, w // b) - self.mean) / self.std
         return packed
@@ -84,7 +85,7 @@ class Normalised:
         z = as_float(z, "z", f"{shape} with scaled=True for {self.model}")
         if z.ndim != 4 or z.shape[1] != channels:
             scaled = Named("scaled", True)
-            raise ValueError(Message(f"z: want shape {shape} with ", scaled, f" for {self.model}, got {z.shape}"))
+            raise ArgumentError("z", (f"shape {shape} with ", scaled, f" for {self.model}"), str(z.shape))
         n, _, h, w = z.shape
         latents = (z * self.std + self.mean).reshape(n, -1, a, b, h, w).transpose(0, 1, 4, 2, 5, 3)
         unpacked: np.ndarray = latents.reshape(n, channels // (a * b), h * a, w * b)

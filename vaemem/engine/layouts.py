@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from vaemem import _core
-from vaemem._common import Message, Named
+from vaemem._errors import ArgumentError, Named
 from vaemem.engine import tiny
 from vaemem.engine.configs import SHORT_REPR, UNKNOWN_ARCH, Arch, known_arch, known_like, shown
 
@@ -184,15 +184,15 @@ def check_shapes(
         in_file = spelt[name]
         got = shapes.get(in_file)
         if got is None:
-            problems.append(f"missing {in_file}: want {shape}, got no such tensor")
+            problems.append(f"missing {in_file}: expected {shape}, got no such tensor")
         elif got not in _held_as(name, shape):
-            problems.append(f"{in_file}: want {shape}, got {shown(got)}")
+            problems.append(f"{in_file}: expected {shape}, got {shown(got)}")
         elif faults and in_file in faults:
             problems.append(f"{in_file}: {faults[in_file]}")
-    problems += [f"extra {shown(n)}: want no such tensor, got {shown(shapes[n])}" for n in sorted(extra)]
+    problems += [f"extra {shown(n)}: expected no such tensor, got {shown(shapes[n])}" for n in sorted(extra)]
     if problems:
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise ValueError(f"{len(problems)} tensor(s) not as {wanted_by} wants them: {'; '.join(problems[:5])}{more}")
+        raise ArgumentError("", "", f"{len(problems)} tensor(s) unlike {wanted_by}: {'; '.join(problems[:5])}{more}")
 
 
 # ---- detection ----
@@ -235,8 +235,8 @@ def find_layout(names: Iterable[str]) -> tuple[str, str]:
             return "diffusers-old" if query > to_q else "diffusers", prefix
     got = ", ".join(map(SHORT_REPR.repr, names[:3])) or "none"
     others = [what for what, spelling in _OTHERS.items() if any(map(spelling.match, names))]
-    hint = f": these are {others[0]}'s tensors, and the VAE is another file" if others else ""
-    raise ValueError(f"unknown layout: want a VAE's tensors as {', '.join(LAYOUTS)} name them, got {got}{hint}")
+    advice = f"these are {others[0]}'s tensors, and the VAE is another file" if others else ""
+    raise ArgumentError("", f"a VAE's tensors as {', '.join(LAYOUTS)} name them", got, advice)
 
 
 _BLOCK = re.compile(r"(encoder\.down|decoder\.up)(?:_blocks)?\.(\d{1,3})\.(?:resnets|block)\.(\d{1,3})\.")
@@ -257,7 +257,7 @@ def _blocks_of(shapes: Shapes, half: str, layout: str) -> tuple[list[int], int]:
             blocks.setdefault(int(found[2]), {}).setdefault(int(found[3]), []).append(shape[0])
     levels = _length(blocks)
     if not levels:
-        raise ValueError(f"want the resnets of the {half}'s first block, found none")
+        raise ArgumentError("", f"the resnets of the {half}'s first block", "none")
     widths = [statistics.mode(itertools.chain(*blocks[i].values())) for i in range(levels)]
     layers = statistics.mode(_length(blocks[i]) for i in range(levels))
     if half == "encoder":
@@ -276,7 +276,7 @@ def _nearest(archs: Iterable[Arch], in_file: Shapes, layout: str, prefix: str, p
     if 2 * count < len(names):
         known = f"{nearest['name']}'s, the nearest" if nearest["name"] != "custom" else "the nearest"
         problem = f"other shapes than the known models have ({count} of {len(names)} tensors are like {known})"
-        raise ValueError(Message(f"unknown architecture: {problem}: pass ", Named("config")))
+        raise ArgumentError("", "", f"unknown architecture: {problem}", ("pass ", Named("config")))
     return nearest
 
 
@@ -300,9 +300,9 @@ def _find_of_frames(shapes: Shapes, in_file: Shapes, layout: str, prefix: str, p
     found = _nearest(variants(), in_file, layout, prefix, parts)
     last = next((one for one in seen if one[0].startswith("decoder.")), None)
     if last and not found.get("image_patch") and last[1] in (12, 16):
-        larger = f"{last[0]}: {last[1]} channels, which become an image of twice the size (as Wan2.1-VAE-upscale2x's)"
-        advice = f" with out_channels {last[1]} to have them as they are"
-        raise ValueError(Message(f"{larger}, and that is not run here: pass ", Named("config"), advice))
+        larger = f"{last[1]} channels, which become an image of twice the size (as Wan2.1-VAE-upscale2x's)"
+        advice = ("pass ", Named("config"), f" with out_channels {last[1]} to have them as they are")
+        raise ArgumentError(last[0], "", f"{larger}, and that is not run here", advice)
     return found
 
 
@@ -360,7 +360,7 @@ def _find_arch(in_file: Shapes, layout: str, prefix: str, parts: str) -> Arch:
         if any(c % arch["norm_num_groups"] for c in channels):
             unseen = f"norm_num_groups cannot be seen in tensors, and the usual {arch['norm_num_groups']}"
             divides = f"does not divide block_out_channels {tuple(channels)}"
-            raise ValueError(Message(f"config: {unseen} {divides}: pass ", Named("config")))
+            raise ArgumentError("", "", f"{unseen} {divides}", ("pass ", Named("config")))
     known = known_like(arch, but=_SCALING)
     for mark, told in _TOLD_BY.items():
         if known and any(name.startswith(mark) for name in in_file):

@@ -13,6 +13,7 @@ from typing import Any
 
 from vaemem import _core
 from vaemem._common import MIB, latent_factor
+from vaemem._errors import ArgumentError, ArgumentTypeError
 from vaemem.engine.arguments import as_int
 
 Limit = int | str | None
@@ -23,20 +24,20 @@ LARGEST_SIDE = 1 << 16  # pixels: no larger image is looked for
 
 def parse_size(argument: str, value: Any, least: int = 1) -> int:
     """Bytes: an integer, or a text such as "512 MiB" (binary) or "2 GB" (decimal); a fraction of a byte is dropped."""
-    wanted = f"{argument}: want bytes as an integer, or a text such as '512 MiB' or '2 GB'"
+    wanted = "bytes as an integer, or a text such as '512 MiB' or '2 GB'"
     if isinstance(value, str):
         if not (match := _SIZE.fullmatch(value)):
-            raise ValueError(f"{wanted}, got {value[:80]!r}")
+            raise ArgumentError(argument, wanted, repr(value[:80]))
         prefix = (match[2] or " ").lower()
         size = int(Fraction(match[1]) * (1024 if prefix.endswith("i") else 1000) ** " kmgt".index(prefix[0]))
     else:
         try:
             size = as_int(argument, value)
         except TypeError:
-            raise TypeError(f"{wanted}, got {repr(value)[:80]}") from None
+            raise ArgumentTypeError(argument, wanted, repr(value)[:80]) from None
     if size < least or size.bit_length() > 63:
         least_bytes = f"{least} byte{'s' * (least != 1)}"
-        raise ValueError(f"{argument}: want at least {least_bytes} and less than 2^63, got {value!r}")
+        raise ArgumentError(argument, f"at least {least_bytes} and less than 2^63", repr(value))
     return size
 
 
@@ -50,7 +51,7 @@ def resolve(given: Limit, held: int, device: Any) -> int:
     if device:
         return int(held + device.room())
     if (free := available_memory()) is None:
-        raise ValueError("memory_limit: this system does not say what is free: want bytes instead of 'auto'")
+        raise ArgumentError("memory_limit", "bytes", "'auto', and this system does not tell its free memory")
     return held + free - min(free // 8, 1 << 30)
 
 
@@ -210,7 +211,7 @@ class Plans:
         else:
             fits = f"which is no more than the weights take ({_mib(weights)})"
         wanted = _mib(least, up=True)
-        error = ValueError(f"memory_limit: want at least {wanted} for {op}{batch}{work}, got {_mib(limit)}, {fits}")
+        error = ArgumentError("memory_limit", f"at least {wanted} for {op}{batch}{work}", f"{_mib(limit)}, {fits}")
         error.smallest = least  # type: ignore[attr-defined]
         return error
 
@@ -264,7 +265,7 @@ def check_aspect(aspect: Any) -> float:
             raise TypeError
         number = float(aspect)
     except (TypeError, ValueError, OverflowError):
-        raise TypeError(f"aspect: want width / height as a number, got {repr(aspect)[:80]}") from None
+        raise ArgumentTypeError("aspect", "width / height as a number", repr(aspect)[:80]) from None
     if not (math.isfinite(number) and 1 / 256 <= number <= 256):
-        raise ValueError(f"aspect: want width / height from 1/256 to 256, got {aspect!r}")
+        raise ArgumentError("aspect", "width / height from 1/256 to 256", repr(aspect))
     return number

@@ -14,6 +14,7 @@ import numpy as np
 from vaemem import _core
 from vaemem._common import latent_factor
 from vaemem._core import Model as Core
+from vaemem._errors import ArgumentError, ArgumentTypeError
 from vaemem._types import Dtype, DtypeName, Precision
 from vaemem.engine import weights
 from vaemem.engine.arguments import Poll
@@ -52,7 +53,7 @@ class Runner:
 
     def _on_the_cpu(self) -> Core:
         if self.device:
-            raise TypeError(f"VAE: want one on the cpu to copy or to pickle, got one on cuda:{self.device.number}")
+            raise ArgumentTypeError("VAE", "a VAE on the cpu to copy or to pickle", f"one on cuda:{self.device.number}")
         return self.core
 
     @property
@@ -258,8 +259,8 @@ class Model:
         source = self._on_the_cpu("copy")
         dtype = self.dtype if dtype is None else dtype
         if self.rounded and dtype != self.dtype:
-            got = f"got one that rounded {len(self.rounded)} tensors, such as {self.rounded[0]}"
-            raise ValueError(f"copy: want weights that {self.dtype} gives exactly, {got}: load it in {dtype}")
+            got = f"weights that rounded {len(self.rounded)} tensors, such as {self.rounded[0]}"
+            raise ArgumentError("copy", f"weights that {self.dtype} gives exactly", got, f"load it in {dtype}")
         if precision is None:
             precision = self.precision if dtype == "float32" else "highest"
         gpu, where = open_device(device, dtype, precision, autotune, convolution)
@@ -378,7 +379,7 @@ class Model:
     @property
     def _runner(self) -> Runner:
         if self._open is None:
-            raise ValueError("VAE: want one that is open, got one that was closed: load it again")
+            raise ArgumentError("VAE", "an open one", "one that was closed", "load it again")
         return self._open
 
     @property
@@ -392,5 +393,5 @@ class Model:
     def _on_the_cpu(self, wish: str) -> Core:
         """The core model, whose weights can be read; ValueError for `wish` where they are on a GPU, in another form."""
         if self._device:
-            raise ValueError(f"{wish}: want a VAE on the cpu, got one on {self.device}, whose weights are {self.dtype}")
+            raise ArgumentError(wish, "a VAE on the cpu", f"one on {self.device}, whose weights are {self.dtype}")
         return self._core

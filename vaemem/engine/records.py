@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from vaemem._errors import ArgumentError, ArgumentTypeError
 from vaemem._types import Op
 
 CATEGORIES = ("weights", "activations", "scratch", "workspace", "output")  # of memory, by the core's names
@@ -188,15 +189,16 @@ class Encoded:
             return self.mode()
         if noise is None:
             if not isinstance(self.moments, np.ndarray):
-                wanted = "want standard normal numbers for moments on a GPU, such as torch.randn_like(mean)"
-                raise TypeError(f"noise: {wanted}")
+                wanted = "standard normal numbers for moments on a GPU, such as torch.randn_like(mean)"
+                raise ArgumentTypeError("noise", wanted, "None")
             try:
                 if isinstance(generator, bool):
                     raise TypeError
                 source = np.random.default_rng(generator)
             except (TypeError, ValueError) as error:
                 wanted = "a numpy.random.Generator, a seed of 0 or more, or None"
-                raise type(error)(f"generator: want {wanted}, got {repr(generator)[:80]}") from None
+                kind = ArgumentTypeError if isinstance(error, TypeError) else ArgumentError
+                raise kind("generator", wanted, repr(generator)[:80]) from None
             noise = source.standard_normal(self.mean.shape, dtype=np.float32)
         half = self.logvar * 0.5
         deviation = np.exp(half) if isinstance(half, np.ndarray) else math.e**half  # what every library has

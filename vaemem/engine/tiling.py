@@ -13,7 +13,8 @@ from numbers import Real
 from operator import add
 from typing import Any
 
-from vaemem._common import Message, Named, choose, distinct, mib
+from vaemem._common import choose, distinct, mib
+from vaemem._errors import ArgumentError, ArgumentTypeError, Named
 from vaemem.engine.arguments import Poll, as_int
 from vaemem.engine.arrays import Arrays, ends_of
 from vaemem.engine.device import itemsize
@@ -56,11 +57,11 @@ class Tiling:
         if self.sample_size is not None:
             object.__setattr__(self, "sample_size", as_int("sample_size", self.sample_size))
             if self.sample_size < 1:
-                raise ValueError(f"sample_size: want a positive number of pixels, or None, got {self.sample_size}")
+                raise ArgumentError("sample_size", "a positive number of pixels, or None", str(self.sample_size))
         if isinstance(self.overlap, bool) or not isinstance(self.overlap, Real):
-            raise TypeError(f"overlap: want a number from 0 to less than 1, got {self.overlap!r}")
+            raise ArgumentTypeError("overlap", "a number from 0 to less than 1", repr(self.overlap))
         if not 0 <= self.overlap < 1:
-            raise ValueError(f"overlap: want a number from 0 to less than 1, got {self.overlap}")
+            raise ArgumentError("overlap", "a number from 0 to less than 1", str(self.overlap))
         choose("blend", self.blend, ("linear", "cosine"))
 
     def __repr__(self) -> str:
@@ -77,20 +78,20 @@ def cut(
     if tiling is None:
         return None
     if not isinstance(tiling, Tiling):
-        raise TypeError(f"tiling: want a vaemem.Tiling or None, got {type(tiling).__name__}")
+        raise ArgumentTypeError("tiling", "a vaemem.Tiling or None", type(tiling).__name__)
     if limit:
         exact = "a limit is exact and tiles are not"
-        raise ValueError(Message("memory_limit: want no limit with ", Named("tiling"), f" ({exact}), got both"))
+        raise ArgumentError("memory_limit", ("no limit with ", Named("tiling"), f" ({exact})"), "both")
     size, factor = tiling.sample_size or sample_size, runner.factor
     if size is None:
-        raise ValueError("sample_size: want one, such as Tiling(sample_size=512): no config tells it")
+        raise ArgumentError("sample_size", "a number such as Tiling(sample_size=512)", "None, and no config tells it")
     if (size := as_int("sample_size", size)) < 1 or size % factor:
-        raise ValueError(f"tiling: want a sample_size that is a positive multiple of {factor}, got {size}")
+        raise ArgumentError("tiling", f"a sample_size that is a positive multiple of {factor}", str(size))
     side = size // factor
     shared = round(side * tiling.overlap)
     if abs(side * tiling.overlap - shared) > 1e-9 * side or shared == side:
-        wanted = f"overlap: want whole latents, a multiple of 1/{side} for sample_size {size}"
-        raise ValueError(f"{wanted}, got {tiling.overlap}")
+        wanted = f"whole latents, a multiple of 1/{side} for sample_size {size}"
+        raise ArgumentError("overlap", wanted, str(tiling.overlap))
     height, width = request["height"], request["width"]
     if max(height, width) <= size or min(height, width, request["batch"]) < 1 or height % factor or width % factor:
         return None
@@ -102,7 +103,7 @@ def advising_tiles(runner: Runner, sample_size: int | None, request: Mapping[str
     """Add to the refusal of a limit which tiles would keep within it, if any would. Arguments are `cut`'s."""
     try:
         yield
-    except ValueError as error:
+    except ArgumentError as error:
         if hasattr(error, "smallest"):
             for side in distinct([sample_size or ADVISED_SIDES[0], *ADVISED_SIDES]):
                 tiling = Tiling(side)
@@ -110,9 +111,8 @@ def advising_tiles(runner: Runner, sample_size: int | None, request: Mapping[str
                     tiles = cut(runner, tiling, None, request, 0)
                     run = tiles and tiles.estimate()
                     if run and (needed := max(run.peak_bytes, run.reserved_bytes)) <= limit:
-                        advice = Named("tiling", tiling, str(side))
                         takes = f" without a limit takes {mib(needed)} MiB, but is not exact"
-                        error.args = (Message(error.args[0], "; ", advice, takes),)
+                        error.advice = (Named("tiling", tiling, str(side)), takes)
                         break
         raise
 
@@ -168,7 +168,7 @@ class _Tiles:
             tiles = _joined(tiles, make_run(request, self.runner.core.plan(**request)), down * across)
         assert tiles is not None
         if (held := self.output_bytes() + self.scratch_bytes()) > sys.maxsize:
-            raise OverflowError(f"height, width: want an image whose bytes can be addressed, got {held} of them")
+            raise OverflowError(f"height, width: expected an image whose bytes can be addressed, got {held} of them")
         return self.report(tiles, self.request.get("own_output", True), None)
 
     def report(self, tiles: Run, own_output: bool, seconds: float | None) -> Run:

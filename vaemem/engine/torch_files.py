@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import IO, Any
 
 from vaemem import _core
+from vaemem._errors import ArgumentError
 from vaemem.engine.configs import shown
 from vaemem.engine.file_tensors import BLOCKS, MAX_HEADER, FileTensor, are_sizes, bytes_of
 from vaemem.engine.layouts import unwrapped
@@ -60,18 +61,18 @@ def _tensor(name: str, value: Any, storages: Mapping[str, tuple[int, int]]) -> F
     except (TypeError, ValueError, KeyError, IndexError):
         good = False
     if not good or not (isinstance(shape, tuple) and isinstance(strides, tuple)) or len(shape) != len(strides):
-        raise ValueError(f"{shown(name)}: want a tensor of a storage that is there, got {shown(value)}")
+        raise ArgumentError(shown(name), "a tensor of a storage that is there", shown(value))
     dtype = _STORAGES.get(kind, kind)
     if dtype not in BLOCKS:
         return FileTensor(name, shape, dtype, 0, 0)
     nbytes, packed = bytes_of(name, dtype, shape), 1
     for side, stride in zip(shape[::-1], strides[::-1], strict=True):
         if stride != packed and side > 1:
-            raise ValueError(f"{shown(name)}: want a contiguous tensor, got strides {strides} for {shape}")
+            raise ArgumentError(shown(name), "a contiguous tensor", f"strides {strides} for {shape}")
         packed *= side
     first = offset * BLOCKS[dtype][1]
     if first + nbytes > size:
-        raise ValueError(f"{shown(name)}: want {first + nbytes} bytes in its storage, got {size}")
+        raise ArgumentError(shown(name), f"{first + nbytes} bytes in its storage", str(size))
     return FileTensor(name, shape, dtype, nbytes, at + first)
 
 
@@ -83,17 +84,17 @@ def torch_header(f: IO[bytes]) -> tuple[list[FileTensor], dict[str, str]]:
         archive = zipfile.ZipFile(f)
         entries = {info.filename: info for info in archive.infolist() if info.compress_type == zipfile.ZIP_STORED}
         if any(info.header_offset < 0 for info in entries.values()):
-            raise ValueError("want entries that begin in the file")
+            raise ArgumentError("", "entries that begin in the file")
         found = [name for name in entries if name.count("/") == 1 and name.endswith("/data.pkl")]
         if len(found) != 1 or entries[found[0]].file_size > MAX_HEADER:
-            raise ValueError(f"want one data.pkl of at most {MAX_HEADER} bytes, got {len(found)}")
+            raise ArgumentError("", f"one data.pkl of at most {MAX_HEADER} bytes", str(len(found)))
         folder = found[0].removesuffix("data.pkl")
         saved = _core.read_pickle(archive.read(found[0]), named=True)
         order = archive.read(f"{folder}byteorder") if f"{folder}byteorder" in entries else b"little"
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
-        raise ValueError(f"want a file that torch.save wrote: {error}") from None
+        raise ArgumentError("", "a file that torch.save wrote", "", str(error)) from None
     if order != b"little":
-        raise ValueError(f"want numbers in little-endian order, got {shown(order)}")
+        raise ArgumentError("", "numbers in little-endian order", shown(order))
     storages = {}
     for name, info in entries.items():
         if name.startswith(f"{folder}data/"):
@@ -101,8 +102,8 @@ def torch_header(f: IO[bytes]) -> tuple[list[FileTensor], dict[str, str]]:
             header = f.read(_LOCAL_HEADER)
             at = info.header_offset + _LOCAL_HEADER + sum(int.from_bytes(header[i : i + 2], "little") for i in (26, 28))
             if at + info.file_size > size:
-                raise ValueError(f"want {at + info.file_size} bytes, up to the end of {shown(name)}, got {size}")
+                raise ArgumentError("", f"{at + info.file_size} bytes, up to the end of {shown(name)}", str(size))
             storages[name.removeprefix(f"{folder}data/")] = at, info.file_size
     if not isinstance(saved, dict):
-        raise ValueError(f"want a mapping of tensors, got {type(saved).__name__}")
+        raise ArgumentError("", "a mapping of tensors", type(saved).__name__)
     return [tensor for item in unwrapped(saved).items() if (tensor := _tensor(*item, storages))], {}

@@ -8,7 +8,8 @@ from threading import Event
 from typing import Any
 
 from vaemem import _core
-from vaemem._common import Message, Named, choose, flag, need
+from vaemem._common import choose, flag, need
+from vaemem._errors import ArgumentError, Named
 from vaemem._types import Op
 from vaemem.engine import images
 from vaemem.engine.arguments import OutputType, Progress, as_int, check_mask, default_threads, pixels_of, polling
@@ -187,7 +188,7 @@ class VAE(Model):
             cannot = {"z in a GPU's memory": Device.holds(z), "out=": out is not None}
             for why, wrong in (cannot | {f"images of {channels} channels": channels != 3}).items():
                 if wrong:
-                    raise ValueError(f"output_type: want float or uint8 for {why}, got 'pil'")
+                    raise ArgumentError("output_type", f"float or uint8 for {why}", "'pil'")
         check_mask("z", z)
         latents = self._latents(z) if flag("scaled", scaled) else None
         z = latents.raw(z) if isinstance(latents, Normalised) else z
@@ -241,7 +242,7 @@ class VAE(Model):
         """
         x, notes = images.read_images(x)
         if pad is not None and self._device and Device.holds(x):
-            raise ValueError("pad: want an array in host memory, got one in a GPU's: pad it there, or copy it")
+            raise ArgumentError("pad", "an array in host memory", "one in a GPU's", "pad it there, or copy it")
         latents = self._latents(x) if flag("scaled", scaled) else None
         padded, done = images.pad(x, pad, self._runner.factor)
         arrays = self._arrays("encode", padded, "", None, latents)
@@ -339,7 +340,7 @@ class VAE(Model):
             No size fits, or there is no limit.
         """
         if not (limit := self._limit(memory_limit)):
-            raise ValueError("memory_limit: want one, here or as the VAE's attribute, got None")
+            raise ArgumentError("memory_limit", "a limit, here or as the VAE's attribute", "None")
         side = self._runner.factor
         plans = Plans(self._core, self._request(op, side, side, batch, output_type, staged))
         found = plans.largest(limit, check_aspect(aspect), further=4)
@@ -361,11 +362,11 @@ class VAE(Model):
         """How pipelines hold latents; array: what a run is given."""
         latents = held_by_pipelines(self.arch, self._core.get_tensor)
         if isinstance(latents, Normalised) and self._device and Device.holds(array):
-            wanted = f"want arrays in host memory for {self.model}, whose latents are normalised channel by channel"
-            raise ValueError(f"scaled: {wanted}, got one in a GPU's: normalise there and leave scaled out")
+            wanted = f"arrays in host memory for {self.model}, whose latents are normalised channel by channel"
+            raise ArgumentError("scaled", wanted, "one in a GPU's", "normalise there and leave scaled out")
         if isinstance(latents, Scaling) and self.arch["scaling_factor"] is None:
-            unknown = "scaled: the weights do not tell the scaling factor (sd15 and sdxl have the same tensors)"
-            raise ValueError(Message(f"{unknown}; load with ", Named("model"), " or ", Named("config")))
+            unknown = "the weights do not tell the scaling factor (sd15 and sdxl have the same tensors)"
+            raise ArgumentError("scaled", "", unknown, ("load with ", Named("model"), " or ", Named("config")))
         return latents
 
     def _threads(self) -> dict[str, int]:

@@ -16,7 +16,8 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from vaemem import _core
-from vaemem._common import Message, Named, choose, replacing, writing_folder
+from vaemem._common import choose, replacing, writing_folder
+from vaemem._errors import ArgumentError, ArgumentTypeError, FileError, Named, NoFileError, inside
 from vaemem.engine import configs, file_tensors, hub, layouts, tiny, torch_files
 from vaemem.engine.arguments import as_path, check_mask
 from vaemem.engine.configs import CONFIG, Arch, Config, shown
@@ -54,20 +55,22 @@ def _in_pipeline(path: Path) -> Path:
 def _locate(path: Path) -> Path:
     """The weights file: path itself, or the one in a directory."""
     path = _in_pipeline(path)
-    want = "path: want a .safetensors, .gguf or .pth file, or a diffusers directory"
+    wanted = "a .safetensors, .gguf or .pth file, or a diffusers directory"
     try:
         mode = path.stat().st_mode  # once: another process may make the directory now
     except (OSError, ValueError):
-        raise FileNotFoundError(f"{want}, got {path}: no such file{hub.how_to_download(path)}") from None
+        raise NoFileError("path", wanted, "no such file", hub.how_to_download(path), path=path) from None
     if stat.S_ISREG(mode):
         return path
     if not stat.S_ISDIR(mode):
-        raise ValueError(f"{want}, got {path}, which is neither")
+        raise FileError("path", wanted, "neither", path=path)
     files = [path / name for name in (WEIGHTS, WEIGHTS_FP16, WEIGHTS_TORCH) if (path / name).is_file()]
     if not files:
         pickles = [file for file in sorted(path.iterdir()) if file.suffix in PICKLES]
-        have = f"only {pickles[0].name}. {_convert(pickles[0])}" if pickles else "which has none"
-        raise FileNotFoundError(f"path: want a directory with {WEIGHTS}, got {path}, {have}")
+        have = f"only {pickles[0].name}" if pickles else "none"
+        raise NoFileError(
+            "path", f"a directory with {WEIGHTS}", have, _convert(pickles[0]) if pickles else "", path=path
+        )
     return files[0]
 
 
@@ -99,8 +102,8 @@ def read(
     if config is not None:
         arch = configs.read_config(config)
         if model not in (None, arch["name"]):
-            rest = f" describes ({arch['name']}), or only one of both, got {model!r}"
-            raise ValueError(Message("model: want one that ", Named("config"), rest))
+            wanted = ("one that ", Named("config"), f" describes ({arch['name']}), or only one of both")
+            raise ArgumentError("model", wanted, repr(model))
     state = path.state_dict() if hasattr(path, "state_dict") else path
     file = None if isinstance(state, Mapping) else _locate(as_path(path, "path"))
     name = str(file or "state dict")
@@ -108,9 +111,8 @@ def read(
         if arch is None:
             arch, config = _own_config(source, path)
         try:
-            return _load_from(source, arch, parts, where), config
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
+            with inside("path", "" if file else name, file or "", (ValueError,)):
+                return _load_from(source, arch, parts, where), config
         except OSError as error:
             raise OSError(error.errno, f"cannot read: {error.strerror}", name) from None
 
@@ -119,7 +121,7 @@ def _load_from(source: _Source, arch: Arch | None, parts: str, where: Mapping[st
     shapes = source.shapes
     layout, prefix = layouts.find_layout(shapes)
     if parts == "all" and (half := tiny.HALVES.get(layout)):
-        raise ValueError(Message("want both halves, or ", Named("parts", half), f", got a file of the {half} alone"))
+        raise ArgumentError("", ("both halves, or ", Named("parts", half)), f"a file of the {half} alone")
     arch = arch or layouts.detect(shapes, parts)[2]
     spelt = _spelt_in(source, arch, parts, layout, prefix)
     result = _core.Model(arch, parts, **where)
@@ -134,7 +136,9 @@ def _spelt_in(source: _Source, arch: Arch, parts: str, layout: str, prefix: str)
     spelt = layouts.spell(tensors, layout, len(arch["block_out_channels"]), prefix, arch["layers_per_block"])
     extra = {prefix + name for name in layouts.ours(shapes, prefix, parts)} - set(spelt.values())
     readable, types = ", ".join(source.readable), {name: tensor.dtype for name, tensor in source.tensors.items()}
-    faults = {name: f"want {readable}, got {dtype}" for name, dtype in types.items() if dtype not in source.readable}
+    faults = {
+        name: f"expected {readable}, got {dtype}" for name, dtype in types.items() if dtype not in source.readable
+    }
     wanted_by = f"{arch['name']}{'' if parts == 'all' else f' ({parts})'} in layout {layout}"
     layouts.check_shapes(shapes, tensors, spelt, wanted_by, faults, extra)
     return spelt
@@ -149,14 +153,14 @@ def _own_config(source: _Source, path: Any) -> tuple[Arch | None, Mapping[str, A
     beside, saved = _config_beside(path), source.about.get(SAVED_WITH)
     if saved is None:
         if isinstance(beside, Path) and not beside.is_file():
-            wanted = f"path: want a directory with {CONFIG} (or pass "
-            raise FileNotFoundError(Message(wanted, Named("model"), " or ", Named("config"), f"), got {path}"))
+            advice = ("pass ", Named("model"), " or ", Named("config"))
+            raise NoFileError("path", f"a directory with {CONFIG}", "none", advice, path=path)
         return (None, None) if beside is None else configs.read_contents(beside)
     try:
         arch, own = configs.read_contents(dict(json.loads(saved)))
     except (TypeError, ValueError, RecursionError) as error:
-        wanted = f"path: want in the metadata, as {SAVED_WITH}, the config that the weights were saved with"
-        raise ValueError(f"{wanted}, got {shown(saved)} in {path}: {error}") from None
+        wanted = f"the config that the weights were saved with, as {SAVED_WITH}"
+        raise FileError("path", wanted, shown(saved), str(error), "metadata", path=str(path)) from None
     if beside is None:
         return arch, own
     try:
@@ -166,8 +170,8 @@ def _own_config(source: _Source, path: Any) -> tuple[Arch | None, Mapping[str, A
         differs = str(error)
     if not differs:
         return other, contents  # which may have more keys
-    advice = Message("save again to make them agree, or pass ", Named("config"), " to choose")
-    warnings.warn(f"{beside}: {differs}; the config in the weights is taken: {advice}", stacklevel=4)
+    choice = "save again to make them agree, or pass config= to choose"
+    warnings.warn(f"{beside}: {differs}; the config in the weights is taken: {choice}", stacklevel=4)
     return arch, own
 
 
@@ -176,9 +180,9 @@ def _written(arch: Arch, config: Mapping[str, Any]) -> Arch:
     return configs.config_of(arch, configs.sample_size_of(config, arch["name"]))
 
 
-def _difference(got: Arch, want: Arch) -> str:
-    wrong = [key for key in want | got if want.get(key) != got.get(key)]
-    return ", ".join(f"{key} is {shown(got.get(key))}, not {shown(want.get(key))}" for key in wrong)
+def _difference(got: Arch, wanted: Arch) -> str:
+    wrong = [key for key in wanted | got if wanted.get(key) != got.get(key)]
+    return ", ".join(f"{key} is {shown(got.get(key))}, not {shown(wanted.get(key))}" for key in wrong)
 
 
 class _Source(NamedTuple):
@@ -203,14 +207,16 @@ def _reading(file: Path) -> Iterator[_Source]:
     with open(file, "rb") as f:
         first = f.peek(64)
         if mistaken := file_tensors.mistaken_for_weights(first[:64]):
-            raise ValueError(f"path: want weights, got {file}, {mistaken}")
+            raise FileError("path", "weights", mistaken, path=file)
         is_gguf = first.startswith(file_tensors.MAGIC) or file.suffix == ".gguf"
         kind = "GGUF" if is_gguf else "PyTorch" if first.startswith(torch_files.ARCHIVE) else "safetensors"
+        advice = _convert(file) if file.suffix in PICKLES and kind == "safetensors" else ""
         try:
-            tensors, about = headers[kind](f)
-        except (ValueError, RecursionError) as error:
-            hint = f". {_convert(file)}" if file.suffix in PICKLES and kind == "safetensors" else ""
-            raise ValueError(f"path: want a {kind} file, got {file}: {error}{hint}") from None
+            with inside("path", f"as a {kind} file", file, (ValueError, RecursionError)):
+                tensors, about = headers[kind](f)
+        except FileError as error:
+            error.advice = error.advice or advice
+            raise
         held = {tensor.name: tensor for tensor in tensors}
 
         def read(name: str, shape: Shape) -> np.ndarray:
@@ -229,7 +235,7 @@ def _in_memory(tensors: Mapping[str, Any]) -> _Source:
             try:
                 shape = tuple(int(side) for side in value.shape)
             except (TypeError, RuntimeError, AttributeError):  # of a nested one
-                raise ValueError(f"{name}: want a tensor of whole sides, got {_described(value)}") from None
+                raise ArgumentError(name, "a tensor of whole sides", _described(value)) from None
             held[name] = FileTensor(name, shape, FILE_NAMES.get(dtype, dtype), 0, 0)
 
     def read(name: str, shape: Shape) -> np.ndarray:
@@ -239,7 +245,7 @@ def _in_memory(tensors: Mapping[str, Any]) -> _Source:
             numbers = value.detach().cpu().float().numpy() if hasattr(value, "detach") else value
             return np.ascontiguousarray(numbers, np.float32).reshape(shape)
         except (TypeError, RuntimeError) as error:  # PyTorch's, of a tensor on "meta", a sparse one, a subclass
-            raise ValueError(f"{name}: want a dense tensor with numbers, got {_described(value)}: {error}") from None
+            raise ArgumentError(name, "a dense tensor with numbers", _described(value), str(error)) from None
 
     return _Source(held, read, file_tensors.READABLE_FLOATS, {})
 
@@ -270,10 +276,8 @@ def look(path: Any) -> Contents:
         names = layouts.ours(source.shapes, prefix, "all")
         halves = {half for name in names if (half := layouts.half_of(name))}
         parts = halves.pop() if len(halves) == 1 else tiny.HALVES.get(layout, "all")
-        try:
+        with inside("path", path=file, caught=(ValueError,)):
             _spelt_in(source, arch, parts, layout, prefix)
-        except ValueError as error:
-            raise ValueError(f"{file}: {error}") from None
     dtypes = tuple(sorted({source.tensors[prefix + name].dtype for name in names}))
     return Contents(file, layout, arch, parts, dtypes, len(names))
 
@@ -363,35 +367,36 @@ def save(
     choose("layout", layout, SAVED_LAYOUTS)
     arch = model.arch
     if arch.get("family") == "wan":
-        kept = "of its convolutions over several frames only what one frame meets is kept"
-        raise ValueError(f"{arch['name']}: want a model that is kept whole, and {kept}: copy the file that was loaded")
+        kept = "one with the filters of a single frame"
+        raise ArgumentError(arch["name"], "a model that is kept whole", kept, "copy the file that was loaded")
     if arch.get("family") == "tiny" and layout != "diffusers":
-        raise ValueError(f"layout: {layout} is of no AutoencoderTiny: want diffusers")
+        raise ArgumentError("layout", "diffusers for an AutoencoderTiny", layout)
     quant, flux2 = arch["use_quant_conv"] + arch["use_post_quant_conv"], "patch_size" in arch
     holds = {"diffusers": True, "ldm": quant == 2 and not flux2, "bfl": quant == (2 if flux2 else 0)}
     if not holds[layout]:
         always = "always has both quant convs" if layout == "ldm" else "has no quant convs"
         got = f"{quant} and a BatchNorm" if flux2 else quant
         others = " or ".join(name for name in SAVED_LAYOUTS if holds[name])
-        raise ValueError(f"layout: {layout} {always}, and {arch['name']} has {got}: want {others}")
+        wanted = f"{others} for {arch['name']}, which has {got} quant convs"
+        raise ArgumentError("layout", wanted, f"{layout}, which {always}")
     if layout == "bfl" and not arch["mid_block_add_attention"]:
-        raise ValueError(f"layout: bfl always has the middle attention, and {arch['name']} has none: want diffusers")
+        raise ArgumentError("layout", f"diffusers for {arch['name']}, which has no middle attention", "bfl")
     if unset := model.missing():
-        raise ValueError(f"model: want every tensor set, got {len(unset)} that are not, such as {unset[0]}")
+        raise ArgumentError("model", "every tensor set", f"{len(unset)} that are not, such as {unset[0]}")
     target = as_path(path, "path")
     if target.suffix == ".safetensors":
         if target.is_dir() or not target.parent.is_dir():
-            raise ValueError(f"path: want a file in a directory that exists, got {target}")
+            raise ArgumentError("path", "a file in a directory that exists", str(target))
         with replacing(target) as f:
             _write_tensors(f, model, layout)
         return
     if target.suffix in (".gguf", *PICKLES) and not target.is_dir():
-        raise ValueError(f"path: want a directory or a name that ends in .safetensors, which is written, got {target}")
+        raise ArgumentError("path", "a directory or a name that ends in .safetensors, which is written", str(target))
     if layout != "diffusers" or model.parts != "all":
         what = f"layout {layout}" if layout != "diffusers" else "half a model"
-        raise ValueError(f"path: want a name that ends in .safetensors for {what}, got {target}")
+        raise ArgumentError("path", f"a name that ends in .safetensors for {what}", str(target))
     if target.exists() and not target.is_dir():
-        raise ValueError(f"path: want a directory or a name that ends in .safetensors, got the file {target}")
+        raise ArgumentError("path", "a directory or a name that ends in .safetensors", f"the file {target}")
     with writing_folder(target):
         _save_folder(model, target, json.dumps(configs.config_of(arch, sample_size), indent=2) + "\n")
 
@@ -424,9 +429,9 @@ def random_tensors(model: _core.Model, seed: int) -> None:
     shows. Numbers are drawn per tensor from (seed, name) with PCG64: half a model has the same as the whole.
     """
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
-        raise TypeError(f"seed: want an integer, got {type(seed).__name__}")
+        raise ArgumentTypeError("seed", "an integer", type(seed).__name__)
     if seed < 0:
-        raise ValueError(f"seed: want 0 or more, got {seed}")
+        raise ArgumentError("seed", "0 or more", str(seed))
     shapes: dict[str, Shape] = dict(model.tensors)
     for name, shape in shapes.items():
         stem, _, kind = name.rpartition(".")

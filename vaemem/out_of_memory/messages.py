@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from vaemem._common import MIB, OPS
+from vaemem._errors import ArgumentError
 
 SEGMENT_STEP = 2 * MIB  # of which all that the native allocator asks for are multiples
 SLACK = 64 * MIB  # products' workspaces, and what the allocator rounds up
@@ -145,7 +146,7 @@ def read_message(text: str) -> Said | None:
     read = {name: _bytes(told) for name, patterns in _SAYS.items() if (told := _first(patterns, figures))}
     if "requested" not in read:
         if not (_BARE.search(text) or begins):
-            raise ValueError(f"error: want an out-of-memory message of PyTorch's or ggml's, got {text[:200]!r}")
+            raise ArgumentError("error", "an out-of-memory message of PyTorch's or ggml's", repr(text[:200]))
         return None
     said, within = ({name: one[i] for name, one in read.items()} for i in (0, 1))
     if "reserved" in said:

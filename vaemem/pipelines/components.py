@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from vaemem import _core
-from vaemem._common import Message, Named, letters, meant
+from vaemem._common import letters, meant
+from vaemem._errors import ArgumentError, Named
 from vaemem.engine.names import find_called
 from vaemem.pipelines.programs import Weight, load_program
 from vaemem.prediction.runtimes import architecture, shipped_models
@@ -133,9 +134,9 @@ def known_pipeline(argument: str, name: Any) -> str:
     vae = called.vae if called else next((vae for vae in shipped_models() if letters(vae) == letters(str(name))), "")
     if vae and not is_own:
         known = f"only the VAE ({vae}) of this model is known, which vaemem fits and vaemem.predict answer for"
-        raise ValueError(f"{argument}: want one of {', '.join(PIPELINES)}, got {name!r}: {known}")
+        raise ArgumentError(argument, f"one of {', '.join(PIPELINES)}", repr(name), known)
     if called:
-        raise ValueError(f"{argument}: {called.why}, got {name!r}")
+        raise ArgumentError(argument, "", f"{called.why}, got {name!r}")
     return meant(argument, name, PIPELINES, {})
 
 
@@ -154,8 +155,8 @@ def refuse(runtime: str, **given: Any) -> None:
     """ValueError where something is given, and not None or False, that the runtime has no use for."""
     for name, value in given.items():
         if value is not None and value is not False and name in WITHOUT[runtime]:
-            why = f", which has no use for it, got {value!r}"
-            raise ValueError(Message(f"{name}: want none with ", Named("runtime", runtime), why))
+            wanted = ("None with ", Named("runtime", runtime), ", which has no use for it")
+            raise ArgumentError(name, wanted, repr(value))
 
 
 @functools.cache

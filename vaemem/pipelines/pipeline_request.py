@@ -11,7 +11,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from vaemem import _core
-from vaemem._common import DTYPES, ELEMENT_BYTES, Message, Named, choose, meant, whole
+from vaemem._common import DTYPES, ELEMENT_BYTES, choose, meant, whole
+from vaemem._errors import ArgumentError, Named, inside
 from vaemem.engine.limits import parse_size
 from vaemem.engine.weights import tensor_types
 from vaemem.pipelines import programs
@@ -160,14 +161,12 @@ def _part(role: str, component: str, dtype: str, given: Any, upcast: bool) -> Pa
     place, name = place.lower() or PLACES[bool(source)], str(given)
     is_file = isinstance(given, os.PathLike) or name.endswith((".safetensors", ".gguf")) or os.path.exists(name)
     if is_file and given not in DTYPES and not is_vae:
-        try:
+        with inside(what, path=str(given), caught=(ValueError,)):
             held = tuple(stored(weights_of(component), None, tensor_types(given)))
-        except (ValueError, FileNotFoundError) as error:
-            raise type(error)(f"{what}: {given}: {error}") from None
         return Part(role, component, dtype, held, place=place)
     given = meant(what, given, DTYPES if is_vae else WEIGHT_TYPES)
     if source and given not in BITSANDBYTES:
-        raise ValueError(f"{what}: want 'from {source}' after {', '.join(BITSANDBYTES)}, got it after {given!r}")
+        raise ArgumentError(what, f"'from {source}' after {', '.join(BITSANDBYTES)}", f"it after {given!r}")
     source = meant(what, source, DTYPES) if source else ""
     # Whose rule says which tensors a type is for, where no file does.
     rule = "layerwise" if given == "fp8" else "bitsandbytes" if given in BITSANDBYTES else "all"
@@ -181,7 +180,7 @@ def _part(role: str, component: str, dtype: str, given: Any, upcast: bool) -> Pa
 def parts_of(pipeline: Pipeline, dtype: str, components: Mapping[str, Any]) -> tuple[Part, ...]:
     """A pipeline's parts, of which `components` says what `predict_pipeline` is told of them."""
     if not isinstance(components, Mapping):
-        raise ValueError(f"components: want {{role: type or file}}, got {components!r}")
+        raise ArgumentError("components", "{role: type or file}", repr(components))
     known = {**pipeline.parts, **pipeline.optional}
     for role in components:
         choose("components", role, known)
@@ -191,7 +190,7 @@ def parts_of(pipeline: Pipeline, dtype: str, components: Mapping[str, Any]) -> t
         if given not in (None, "none"):
             parts.append(_part(role, component, dtype, given, upcast=component == "sdxl" and role not in components))
         elif role not in (*pipeline.encoders, *pipeline.optional):
-            raise ValueError(f"components: want a type or a file for {role}, got None")
+            raise ArgumentError("components", f"a type or a file for {role}", "None")
     return tuple(parts)
 
 
@@ -259,27 +258,24 @@ class PipelineRequest(Request):
         offload = meant("offload", offload, OFFLOADS)
         how, _, side = str(vae).partition(" ")
         if how == "tiled" and side and not (side.isdecimal() and int(side) and int(side) % VAE_STRIDE == 0):
-            raise ValueError(f"vae: want the side of a tile, a multiple of {VAE_STRIDE} as in 'tiled 512', got {vae!r}")
+            raise ArgumentError("vae", f"the side of a tile, a multiple of {VAE_STRIDE} as in 'tiled 512'", repr(vae))
         vae = vae if how == "tiled" and side else meant("vae", vae, VAE_WAYS)
         if (vae == "vaemem") != (vae_memory_limit is not None):
-            got = f" and with that alone, got {vae_memory_limit!r} with {vae!r}"
-            raise ValueError(Message("vae_memory_limit: want it with ", Named("vae", "vaemem"), got))
+            wanted = ("a limit with ", Named("vae", "vaemem"), " and None with any other")
+            raise ArgumentError("vae_memory_limit", wanted, f"{vae_memory_limit!r} with {vae!r}")
         if self.image and (vae == "vaemem" or "vae" in on_cpu):
-            got = "image: want it with PyTorch's VAE on the device, got that on the CPU or "
-            raise ValueError(Message(got, Named("vae", "vaemem")))
+            got = ("one on the CPU or ", Named("vae", "vaemem"))
+            raise ArgumentError("image", "PyTorch's VAE on the device", got)
         limit = parse_size("vae_memory_limit", vae_memory_limit) if vae_memory_limit is not None else 0
         for part in self.parts:
             if offload == "sequential" and part.has(FOUR_BITS):
-                raise ValueError(
-                    f"offload: want none or model with components[{part.role!r}] in bitsandbytes' four bits, got"
-                    " 'sequential', from which accelerate does not bring them back"
-                )
+                needed = f"none or model with components[{part.role!r}] in bitsandbytes' four bits"
+                why = "accelerate does not bring them back"
+                raise ArgumentError("offload", needed, "'sequential'", why)
         held = self.part("vae").nbytes
         if vae == "vaemem" and limit <= held:
-            raise ValueError(
-                f"vae_memory_limit: want more than the VAE's weights, which count in it and are {held} bytes, got"
-                f" {vae_memory_limit!r}"
-            )
+            needed = f"more than the VAE's weights, which count in it and are {held} bytes"
+            raise ArgumentError("vae_memory_limit", needed, repr(vae_memory_limit))
         return replace(self, offload=offload, on_cpu=on_cpu, vae=vae, vae_limit=limit)
 
 
@@ -288,7 +284,7 @@ def image_sides(height: int, width: int, stride: int = VAE_STRIDE, what: str = "
     sides = {"height": whole("height", height), "width": whole("width", width)}
     for name, value in sides.items():
         if value % stride or value > MOST_SIDE:
-            raise ValueError(f"{name}: want a multiple of {stride} up to {MOST_SIDE}{what}, got {value}")
+            raise ArgumentError(name, f"a multiple of {stride} up to {MOST_SIDE}{what}", str(value))
     return sides["height"], sides["width"]
 
 
@@ -314,9 +310,7 @@ def resolve_pipeline(given: PipelineArguments, card: Card, software: Software) -
     cannot be answered."""
     pipeline, known = given.pipeline, PIPELINES[given.pipeline]
     if given.image and not known.begins:
-        raise ValueError(
-            f"image: want none with {pipeline}, which takes images as tokens beside the prompt's, got True"
-        )
+        raise ArgumentError("image", f"False with {pipeline}, which takes images as tokens", "True")
     dtype = known.dtype if given.dtype is None else meant("dtype", given.dtype, DTYPES)
     height, width = given.height, given.width
     said = f"{height}x{width}"

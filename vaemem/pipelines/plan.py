@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from vaemem._arguments import shared
 from vaemem._common import DTYPES, ELEMENT_BYTES, MIB, flag, listed, meant, real, whole
+from vaemem._errors import ArgumentError
 from vaemem._types import Dtype
 from vaemem.engine.limits import parse_size
 from vaemem.engine.names import shared_note
@@ -137,7 +138,7 @@ def plan_pipeline(
     components = components or {}
     if runtime == "mlx":
         if memory is None:
-            raise ValueError("memory: want what the Mac has, such as '16 GB', got None")
+            raise ArgumentError("memory", "the memory of the Mac, such as '16 GB'", "None")
         share, of = ways_mlx.WORKING_SET
         role, limit = known.denoiser, None if cache_limit is None else parse_size("cache_limit", cache_limit, least=0)
         weights = weights_bytes(role, known.parts[role], components.get(role, known.dtype))
@@ -151,14 +152,14 @@ def plan_pipeline(
     room = Room(available, host, time_limit)
     steps = known.steps if steps is None else whole("steps", steps)
     if time_limit is not None and not real(time_limit) > 0:
-        raise ValueError(f"time_limit: want more than 0 seconds, got {time_limit!r}")
+        raise ArgumentError("time_limit", "more than 0 seconds", repr(time_limit))
     named = None if card.assumed else card.gpu
     likely = machine_of(named, card.gpu.total_memory, dtype, runtime, link, cpu, cores)
     is_known = named is not None and not card.gpu.coarse  # how fast it is
     machine = likely if is_known or calibrate else None
     kinds = None if types is None else listed(types, str)
     if kinds == []:
-        raise ValueError("types: want one type or more, or None, got none")
+        raise ArgumentError("types", "at least one type, or None", "none")
     if runtime == "sd.cpp":
         made = pipeline, height, width, batch, steps, guidance, prompt_tokens, components
         make = functools.partial(running.sdcpp_ways, *made)

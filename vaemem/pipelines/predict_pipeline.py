@@ -201,8 +201,8 @@ class PipelinePrediction(_Phases):
     available : int
         What the card has beside a CUDA context (512 MiB) and what others use.
     least, least_band : int, tuple of int
-        The least `available` with which the run goes through, in pages of 2 MiB, if cuDNN's next plans want no
-        workspace; and from that to the least where they want what the first plan wants, if they are not known.
+        The least `available` with which the run goes through, in pages of 2 MiB, if cuDNN's next plans need no
+        workspace; and from that to the least if they need the first plan's, if they are not known.
     band : tuple of int
         Least and most of `peak`, as `Prediction.band` is of `reserved`.
     upper : int

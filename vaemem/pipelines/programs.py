@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 
 from vaemem import _core
 from vaemem._common import ELEMENT_BYTES, choose, distinct, shipped
+from vaemem._errors import ArgumentError
 from vaemem.prediction.gpus import Gpu
 
 Passing = Mapping[str, Iterable[tuple[str, int]]]
@@ -75,7 +76,7 @@ class Recorded:
         sent: the same of weights that accelerate's hooks send for the call, and empty the cache after each
         """
         if set(sizes) != set(self.variables):
-            raise ValueError(f"{self.name}: want {', '.join(self.variables)}, got {', '.join(sizes)}")
+            raise ArgumentError(self.name, ", ".join(self.variables), ", ".join(sizes))
         choose("dtype", dtype, self.dtypes)
         through = [
             (module, name, size, of is sent)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from vaemem._common import choose, distinct
+from vaemem._errors import ArgumentError
 from vaemem.engine.file_tensors import BLOCKS, QUANTISED
 from vaemem.pipelines.programs import Weight
 
@@ -68,14 +69,14 @@ def tensor_bytes(shape: Sequence[int], type: str) -> int:
         return sum(_pieces(shape, type))
     together, size = BLOCKS[PLAIN.get(type, type)]
     if together > 1 and (not shape or shape[-1] % together):
-        raise ValueError(f"shape: want rows of a multiple of {together} for {type}, got {tuple(shape)}")
+        raise ArgumentError("shape", f"rows of a multiple of {together} for {type}", str(tuple(shape)))
     return numbers // together * size
 
 
 def _pieces(shape: Sequence[int], type: str) -> tuple[int, ...]:
     """Bytes of the tensors in which bitsandbytes keeps a matrix, in the order in which quantising makes them."""
     if len(shape) != 2:
-        raise ValueError(f"shape: want a matrix for {type}, got {tuple(shape)}")
+        raise ArgumentError("shape", f"a matrix for {type}", str(tuple(shape)))
     numbers = math.prod(shape)
     if type == "int8":
         return 4 * shape[0], numbers
@@ -224,7 +225,7 @@ def stored(
         numbers = sum(math.prod(tensor.shape) for tensor in tensors if tensor.dtype != "int64")
         have = sum(math.prod(tensor.shape) for tensor in listed)
         if have < numbers:
-            raise ValueError(f"rule: want a file that has the model's {numbers} numbers, got one of {have}")
+            raise ArgumentError("rule", f"a file that has the model's {numbers} numbers", f"one of {have}")
         there = {tensor.name for tensor in listed}
         return listed + [_as(tensor, "int64") for tensor in buffers if tensor.name not in there]
     choose("type", type, rule.types)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vaemem._common import as_csv, distinct, need, real, write
+from vaemem._errors import ArgumentError
 from vaemem._render import Bullets, Code, Columns, Facts, Sheet, Shown, Sizer, in_gb, share
 from vaemem.prediction.planned import Way
 from vaemem.prediction.seconds import REPEATS_DIFFER, Machine, Seconds
@@ -169,7 +170,7 @@ class PipelinePlan(Shown):
         """The outcome of the way of that name; ValueError for another."""
         found = {outcome.way.name: outcome for outcome in self.outcomes}
         if name not in found:
-            raise ValueError(f"way: want one of {'; '.join(found)}, got {name!r}")
+            raise ArgumentError("way", f"one of {'; '.join(found)}", repr(name))
         return found[name]
 
     @property
@@ -417,12 +418,12 @@ class PipelinePlan(Shown):
 def _runs(ways: Sequence[Way], measured: Any) -> list[tuple[Mapping[str, float], float]]:
     """(work, seconds) of the ways that were measured."""
     if not isinstance(measured, Mapping):
-        raise ValueError(f"calibrate: want {{way: seconds}}, got {measured!r}")
+        raise ArgumentError("calibrate", "{way: seconds}", repr(measured))
     work = {way.name: way.work for way in ways}
     unknown = [name for name in measured if name not in work]
     if unknown:
-        raise ValueError(f"calibrate: want ways out of {'; '.join(work)}, got {'; '.join(map(repr, unknown))}")
+        raise ArgumentError("calibrate", f"ways out of {'; '.join(work)}", "; ".join(map(repr, unknown)))
     for name, seconds in measured.items():
         if not 0 < real(seconds) < math.inf:
-            raise ValueError(f"calibrate[{name!r}]: want more than 0 seconds, got {seconds!r}")
+            raise ArgumentError(f"calibrate[{name!r}]", "more than 0 seconds", repr(seconds))
     return [(work[name], seconds) for name, seconds in measured.items()]

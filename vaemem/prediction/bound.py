@@ -12,6 +12,7 @@ import numpy as np
 
 from vaemem._arguments import shared
 from vaemem._common import DTYPES, OPS, __version__, chosen, distinct, listed, meant, render, whole
+from vaemem._errors import ArgumentError
 from vaemem._types import Dtype
 from vaemem.engine.arguments import BAR, Progress, polling
 from vaemem.engine.configs import named_model
@@ -34,7 +35,7 @@ def _bytes(name, op, height, width, dtype, tile=None):
     key = name, op + "_tiled" * is_cut, str(dtype).removeprefix("torch.")
     if key not in BYTES:
         known = ", ".join(map(" ".join, BYTES))
-        raise ValueError(f"want one of {known}, got {' '.join(key)}: vaemem.bound makes formulas for more")
+        raise ValueError(f"expected one of {known}, got {' '.join(key)}: vaemem.bound makes formulas for more")
     return BYTES[key](height * width, _largest(tile, height, width) if is_cut else 0)
 
 
@@ -76,7 +77,7 @@ class BoundLine(NamedTuple):
         """Return the bytes of an image of this many pixels. tile: its side in pixels, for a tiled op."""
         height, width = whole("height", height), whole("width", width)
         if (tile is not None) != self.op.endswith("_tiled"):
-            raise ValueError(f"tile: want it with encode_tiled and decode_tiled alone, got {tile} with {self.op}")
+            raise ArgumentError("tile", "a side with the tiled ops and None with others", f"{tile} with {self.op}")
         columns = self._columns(height, width, 0 if tile is None else whole("tile", tile))
         return sum(value * columns[power] for power, value in self.law.items())
 
@@ -130,7 +131,7 @@ class Bound:
             if model in estimates[line.function].models and (line.op, line.dtype) == (op, dtype):
                 return line
         known = ", ".join(line.name for line in self.lines)
-        raise ValueError(f"find: want one of {known}, got {model} {op} {dtype}")
+        raise ArgumentError("find", f"one of {known}", f"{model} {op} {dtype}")
 
     def python(self) -> str:
         """Write a Python module with the application's functions, to paste. It imports nothing."""
@@ -228,7 +229,7 @@ def bound(
     pixels = sorted(distinct(whole("sides", side) for side in listed(sides, int)))
     for name, given in (("sides", pixels), ("gpu", gpus)):
         if not given:
-            raise ValueError(f"{name}: want one or more, got none")
+            raise ArgumentError(name, "one or more", "none")
     estimates = {
         name: estimate._replace(models=tuple(model for model in estimate.models if kept is None or model in kept))
         for name, estimate in APPLICATIONS[application].estimates.items()
@@ -244,7 +245,7 @@ def bound(
         if dtype in dtypes and points
     ]
     if not sweeps:
-        raise ValueError(f"models, dtypes: want some that {application} runs, got {models!r}, {dtypes!r}")
+        raise ArgumentError("models, dtypes", f"some that {application} runs", f"{models!r}, {dtypes!r}")
     done, work, lines = itertools.count(1), sum(len(points) for *_, points in sweeps), []
     with polling(progress, "bound", total=work, bar_format=BAR) as poll:
         for line, estimate, points in sweeps:
@@ -265,7 +266,7 @@ class _Domain(NamedTuple):
     def points(self, name: str, estimate: Estimate) -> dict[str, list[Point]]:
         points = estimate.points(self.sides)
         if not points[""]:
-            raise ValueError(f"sides: want one of a multiple of {estimate.step} for {name}, which takes no other")
+            raise ArgumentError("sides", f"multiples of {estimate.step} for {name}", "others")
         return points
 
     def predict(self, estimate: Estimate, op: Any, dtype: Any, point: Point) -> Iterator[Prediction]:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vaemem._common import ELEMENT_BYTES, MIB, distinct, render, typeset, whole
+from vaemem._errors import ArgumentError
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.request import VAERequest
 from vaemem.prediction.writing import Polynomial, write_equation, write_function, write_number, write_sum
@@ -133,9 +134,8 @@ class ClosedForm:
         """
         height, width = whole("height", height), whole("width", width)
         if not self.lowest**2 <= height * width <= self.highest**2:
-            raise ValueError(
-                f"height * width: want {self.lowest}^2 to {self.highest}^2, the form's range, got {height}x{width}"
-            )
+            wanted = f"{self.lowest}^2 to {self.highest}^2, the form's range"
+            raise ArgumentError("height * width", wanted, f"{height}x{width}")
         return sum(_up(_value(_law(term, self.element_bytes), height, width)) for term in self.terms)
 
     def python(self) -> str:
@@ -144,7 +144,7 @@ class ClosedForm:
         low, high = self.lowest, self.highest
         lines = [
             f"if not {low}**2 <= height * width <= {high}**2:",
-            f'    raise ValueError(f"height * width: want {low}^2 to {high}^2, got {{height}}x{{width}}")',
+            f'    raise ValueError(f"height * width: expected {low}^2 to {high}^2, got {{height}}x{{width}}")',
             "pixels, total = height * width, 0",
         ]
         for term in self.terms:
@@ -254,7 +254,7 @@ def derive(request: VAERequest) -> ClosedForm:
     q = replace(request, workspace=process.workspace)  # the others reuse its lookups
     job, height, width = q.job, q.job.height, q.job.width
     if not anchor.tensors:
-        raise ValueError(f"formula: want a size whose peak lies within the model's call, got {height}x{width}")
+        raise ArgumentError("formula", "a size whose peak lies within the model's call", f"{height}x{width}")
 
     def look(height: int, width: int) -> PlayedPeak | None:
         try:
@@ -267,16 +267,13 @@ def derive(request: VAERequest) -> ClosedForm:
     peaks = {side: look(side, side) for side in range(STEP, LAST + 1, STEP)}
     same = {side: peak for side, peak in peaks.items() if peak and peak.key == anchor.key}
     if not same:
-        raise ValueError(
-            f"formula: want squares of {STEP} to {LAST} pixels a side that peak as {height}x{width} does, got none"
-        )
+        wanted = f"squares of {STEP} to {LAST} pixels a side that peak as {height}x{width} does"
+        raise ArgumentError("formula", wanted, "none")
     centre = min(same, key=lambda side: abs(side * side - height * width))
     within, laws, run = _laws([*anchor.tensors], same, centre)
     if len(run) < 3:
-        raise ValueError(
-            f"formula: want 3 squares or more that peak as {height}x{width} does, from which its tensors' growth can be"
-            f" solved for, got {len(run)}"
-        )
+        wanted = f"3 squares or more that peak as {height}x{width} does, to solve for its tensors' growth"
+        raise ArgumentError("formula", wanted, str(len(run)))
 
     def unsplit(size: tuple[int, int], peak: PlayedPeak | None) -> int | None:
         """Return the bytes that the allocator added at a size; None if the tensors do not follow the laws."""

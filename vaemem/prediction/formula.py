@@ -11,6 +11,7 @@ from typing import Any, overload
 
 from vaemem._arguments import shared
 from vaemem._common import typeset
+from vaemem._errors import ArgumentError
 from vaemem._render import Bullets, Code, Columns, Sheet, Shown, Sizer, in_gb
 from vaemem._types import Dtype, Program, TiledOp
 from vaemem.prediction.closed import ClosedForm, PlayedPeak, derive, name_of, play_peak
@@ -65,7 +66,7 @@ class Formula(Shown):
             except (ValueError, OverflowError):  # PyTorch refuses the size, or it is too large to play
                 left_out.append(point)
         if not played:
-            raise ValueError(f"formula: {self.name} runs at none of {self.grid}")
+            raise ArgumentError("formula", "", f"{self.name} runs at none of {self.grid}")
         return {name: solve(name, self.grid, played) for name in COUNTERS}, len(played), tuple(left_out)
 
     @property
@@ -186,7 +187,8 @@ class VAEFormula(Formula):
     @functools.cached_property
     def closed(self) -> ClosedForm:
         if self._request.job.is_tiled:
-            raise ValueError("closed: want 'encode' or 'decode': a tiled peak depends on how H and W fall into tiles")
+            why = "a tiled peak depends on how H and W fall into tiles"
+            raise ArgumentError("closed", "'encode' or 'decode'", "a tiled op", why)
         return derive(self._request)
 
     def _sheet(self, size: Sizer) -> Sheet:
@@ -255,9 +257,7 @@ def formula(
         return known
     if op is None:
         name = model if isinstance(model, str) else type(model).__name__
-        raise ValueError(
-            f"op: want 'encode' or 'decode' of the VAE, got None with {name!r}; the formula of a whole pipeline is"
-            f" predict_pipeline({name!r}, ...).formula"
-        )
+        advice = f"the formula of a whole pipeline is predict_pipeline({name!r}, ...).formula"
+        raise ArgumentError("op", "'encode' or 'decode' of the VAE", f"None with {name!r}", advice)
     given = VAEArguments(model, op, height, width, dtype=dtype, runtime=runtime, gpu=gpu, **settings)
     return VAEFormula(resolve_vae(given))

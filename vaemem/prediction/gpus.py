@@ -7,7 +7,8 @@ import os
 import re
 from typing import Any, NamedTuple
 
-from vaemem._common import MIB, Message, Named, shipped
+from vaemem._common import MIB, shipped
+from vaemem._errors import ArgumentError, ArgumentTypeError, Named
 from vaemem.engine.limits import parse_size
 
 # What a CUDA context takes of the card, with the kernels that are loaded into it as they are used. The context alone
@@ -221,7 +222,7 @@ def find_gpu(name: str | Gpu, memory: int | str | None = None) -> Gpu:
     if isinstance(name, Gpu):
         return _with(name, size)
     if not isinstance(name, str):
-        raise TypeError(f"gpu: want a name such as 'RTX 4090', got {type(name).__name__}")
+        raise ArgumentTypeError("gpu", "a name such as 'RTX 4090'", type(name).__name__)
     text = name.strip().lower()
     capability, _, full = text.partition(" (as ")
     if match := _CAPABILITY.fullmatch(capability):
@@ -240,7 +241,7 @@ def find_gpu(name: str | Gpu, memory: int | str | None = None) -> Gpu:
         return _with(card, size)
     if coarse := _find_coarse(name, size):
         return coarse
-    raise ValueError(_unknown(name))
+    raise _unknown(name)
 
 
 def known_gpu(name: Any) -> Gpu | None:
@@ -275,7 +276,7 @@ def sold(memory: int | str) -> int:
     """
     size = parse_size("memory", re.sub(r"(?i)gb\b", "GiB", memory) if isinstance(memory, str) else memory)
     if size < 1 << 30:
-        raise ValueError(f"memory: want a card's, which is 1 GB or more, such as '16 GB', got {memory!r}")
+        raise ArgumentError("memory", "1 GB or more, such as '16 GB'", repr(memory))
     return size
 
 
@@ -291,7 +292,7 @@ def _of_capability(capability: str, size: int | None) -> Gpu:
     """A compute capability by the card of it that has the memory, or its first."""
     alike = [gpu for gpu in _table()[0] if gpu.capability == capability]
     if not alike:
-        raise ValueError(f"gpu: want a compute capability that was recorded ({_capabilities()}), got {capability}")
+        raise ArgumentError("gpu", f"a compute capability that was recorded ({_capabilities()})", str(capability))
     card = min(alike, key=lambda gpu: abs(gpu.total_memory - size)) if size else alike[0]
     name = f"sm_{card.sm} (as {card.name})"
     return _with(card, size)._replace(name=name, card=card.name, source=f"{card.source}; for its compute capability")
@@ -301,9 +302,8 @@ def _slice(gpu: Gpu, slices: int, gigabytes: int) -> Gpu:
     """A MIG slice of a card."""
     each = _table()[2].get(gpu.name)
     if each is None or slices * each > gpu.multiprocessors or gigabytes << 30 > 1.1 * gpu.total_memory:
-        raise ValueError(
-            f"gpu: want a MIG slice that the card can be cut into, got {slices}g.{gigabytes}gb of {gpu.name}"
-        )
+        got = f"{slices}g.{gigabytes}gb of {gpu.name}"
+        raise ArgumentError("gpu", "a MIG slice that the card can be cut into", got)
     cut = _with(gpu, gigabytes << 30, multiProcessorCount=slices * each)
     source = f"{gpu.source}; {each} multiprocessors a slice and the nominal memory (CUDA reports 1-5% less)"
     return cut._replace(name=f"{gpu.name} MIG {slices}g.{gigabytes}gb", card=gpu.name, source=source)
@@ -313,16 +313,17 @@ def _capabilities() -> str:
     return ", ".join(dict.fromkeys(f"sm_{gpu.sm}" for gpu in _table()[0]))
 
 
-def _unknown(name: str) -> Message:
-    """What to say of a name that is no card's."""
+def _unknown(name: str) -> ArgumentError:
+    """Make the error for a name that is no card's."""
     text, maker, (_, cards, _) = name.strip().lower(), _maker(name), _table()
     keys = {key: card.name for key, card in cards.items()} | {key: full for key, (full, *_) in _coarse().items()}
     keys = {key: full for key, full in keys.items() if _maker(full) == maker}
     near = difflib.get_close_matches(_key(_MAKERS.sub("", text)), keys, n=3, cutoff=0.6)
-    nearest = f" (nearest: {', '.join(dict.fromkeys(keys[key] for key in near))})" if near else ""
+    nearest = " or ".join(dict.fromkeys(repr(keys[key]) for key in near))
     if _kind_of(text):
-        why = f", of which nothing is listed: with its memory it is answered coarsely{nearest}"
-    else:
-        why = nearest or f" (no name is near; compute capabilities: {_capabilities()})"
-    wanted = "gpu: want a card such as 'RTX 4090', or 'sm_89' with "
-    return Message(wanted, Named("memory", "16 GB"), f"; got {name!r}{why}")
+        nearest = f"; did you mean {nearest}?" if near else ""
+        return ArgumentError(
+            "gpu", "", f"unlisted card {name!r}", (Named("memory", "16 GB"), f" gives a rough answer{nearest}")
+        )
+    advice = (f"pass a card such as 'RTX 4090', or one of {_capabilities()} with ", Named("memory", "16 GB"))
+    return ArgumentError("gpu", "", f"unknown card {name!r}", f"did you mean {nearest}?" if near else advice)

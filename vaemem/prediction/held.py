@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from vaemem._common import MIB, latent_factor
+from vaemem._errors import ArgumentTypeError
 from vaemem.prediction.runtimes import packing
 
 
@@ -29,8 +30,8 @@ class _Held:
 def addresses_of(argument: str, held: Any, *kinds: type[_Held]) -> list[int] | None:
     """Addresses that a thing of these kinds holds, None once it was dropped; TypeError for anything else."""
     if not isinstance(held, kinds):
-        want = " or ".join(one.__name__ for one in kinds)
-        raise TypeError(f"{argument}: want a {want} of this process, got {type(held).__name__}")
+        wanted = " or ".join(one.__name__ for one in kinds)
+        raise ArgumentTypeError(argument, f"a {wanted} of this process", type(held).__name__)
     return held.storages
 
 
@@ -112,7 +113,7 @@ class Variables:
             held: dict[str, Tensor] = object.__getattribute__(self, "_held")
             return held[name]
         except KeyError:
-            raise AttributeError(f"{name}: want a variable that is bound") from None
+            raise AttributeError(f"{name}: expected a variable that is bound") from None
 
     def __setattr__(self, name: str, tensor: Tensor) -> None:
         old = self._held.get(name)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vaemem._common import DTYPES, TILED_OPS, choose, real, whole
+from vaemem._errors import ArgumentError
 from vaemem._types import DtypeName, TiledOp
 
 OVERLAP, TINY_OVERLAP = 0.25, 0.125  # diffusers' tile_overlap_factor, the part of its side that a tile shares
@@ -35,9 +36,9 @@ class Job:
         for name, known in (("op", TILED_OPS), ("dtype", DTYPES), ("weights_dtype", DTYPES)):
             choose(name, getattr(self, name), known)
         if self.tile is not None and not self.is_tiled:
-            raise ValueError(f"tile: want it with a tiled op, got {self.tile!r} with {self.op}")
+            raise ArgumentError("tile", f"None with {self.op}", repr(self.tile))
         if not 0 <= real(self.tile_overlap) < 1:
-            raise ValueError(f"tile_overlap: want a number from 0 to less than 1, got {self.tile_overlap!r}")
+            raise ArgumentError("tile_overlap", "a number from 0 to less than 1", repr(self.tile_overlap))
         object.__setattr__(self, "tile_overlap", real(self.tile_overlap))
         for name, most in MOST.items():
             if name != "tile" or self.is_tiled:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vaemem._common import MIB, grouped, render, whole
+from vaemem._errors import ArgumentError
 from vaemem.prediction.closed import PlayedPeak, solve_in_fractions
 from vaemem.prediction.writing import Polynomial, write_equation, write_function, write_sum
 
@@ -103,20 +104,21 @@ class Grid:
         tokens = self.tokens if prompt_tokens is None else whole("prompt_tokens", prompt_tokens)
         point = Point(whole("height", height), whole("width", width), whole("batch", batch), tokens, self.tile)
         if refusal := self._refusal(point):
-            raise ValueError(refusal)
+            raise refusal
         return point if self.tokens else point._replace(tokens=0)
 
-    def _refusal(self, point: Point) -> str | None:
+    def _refusal(self, point: Point) -> ArgumentError | None:
         height, width, batch = point[:3]
         spans = {"height": self.sides, "width": self.sides, "batch": self.batches}
         spans |= {"tokens": range(1, self.tokens + 1)} if self.tokens else {}
         for name, span in spans.items():
             if not span[0] <= (value := getattr(point, name)) <= span[-1]:
-                return f"{name.replace('tokens', 'prompt_tokens')}: want {span[0]} to {span[-1]}, got {value}"
+                return ArgumentError(name.replace("tokens", "prompt_tokens"), f"{span[0]} to {span[-1]}", str(value))
         if max(height, width) > self.ratio * min(height, width):
-            return f"height, width: want sides up to {self.ratio}:1, got {height}x{width}"
+            return ArgumentError("height, width", f"sides up to {self.ratio}:1", f"{height}x{width}")
         if batch * height * width >= MOST_PIXELS:
-            return f"batch: want less than {MOST_PIXELS >> 20} * 2^20 pixels in all, got {batch} of {height}x{width}"
+            wanted = f"less than {MOST_PIXELS >> 20} * 2^20 pixels in all"
+            return ArgumentError("batch", wanted, f"{batch} of {height}x{width}")
         return None
 
     def __str__(self) -> str:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from vaemem import _core
 from vaemem._arguments import shared
 from vaemem._common import MIB, __version__, flag, latent_factor
+from vaemem._errors import ArgumentError
 from vaemem._render import Block, Bullets, Facts, Sizer, Ways, in_gb, share
 from vaemem._types import Dtype, Program, TiledOp
 from vaemem.engine.limits import LARGEST_SIDE, check_aspect, largest_size
@@ -204,7 +205,9 @@ class Prediction(SimulatedAnswer):
     def formula(self) -> str:
         try:
             if self.tile:
-                raise ValueError("a tiled peak depends on how H and W fall into tiles")
+                raise ArgumentError(
+                    "op", "encode or decode", self.op, "a tiled peak depends on how H and W fall into tiles"
+                )
             return str(derive(self.request))
         except ValueError as error:
             return f"none: {self.allocated} bytes at this size; {error}"
@@ -528,7 +531,7 @@ def predict_largest(
     """
     for name in ("height", "width"):
         if name in others:
-            raise ValueError(f"{name}: want none, which is what is looked for, got {others[name]!r}")
+            raise ArgumentError(name, "None, because it is searched for", repr(others[name]))
     arch = architecture(model)
     side = latent_factor(arch) * arch.get("patch_size", (1, 1))[0]  # any that all runtimes take
     given = VAEArguments(model, op, side, side, dtype, batch, gpu=gpu, used=used, safe=safe, **others)
@@ -562,10 +565,8 @@ def _largest(request: VAERequest, aspect: float, every: bool) -> tuple[int, int]
         warnings.warn(what, RuntimeWarning, stacklevel=3)
     if found is None:
         smallest = Prediction(request.at(factor, factor))
-        raise ValueError(
-            f"gpu, used: want at least {smallest.least_reserved / MIB:.0f} MiB, which PyTorch needs for any {job.op},"
-            f" got {smallest.gpu}, which gives {smallest.available / MIB:.0f}"
-        )
+        wanted = f"at least {smallest.least_reserved / MIB:.0f} MiB, which PyTorch needs for any {job.op}"
+        raise ArgumentError("gpu, used", wanted, f"{smallest.available / MIB:.0f} on {smallest.gpu}")
     return found
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from vaemem import _core
 from vaemem._common import DTYPES, ELEMENT_BYTES, MIB, meant, whole, wholes
 from vaemem._core import OutOfMemoryError
+from vaemem._errors import ArgumentError
 from vaemem.prediction.gpus import CONTEXT, Gpu, find_gpu
 from vaemem.prediction.held import LoadedVAE, Tensor, addresses_of, arch_key
 from vaemem.prediction.runtimes import RUNTIMES, architecture
@@ -159,7 +160,7 @@ class SimulatedProcess:
         if workspace is None:
             workspace = workspace_on(self.gpu, cudnn_version, self.torch_version, allow_tf32)
         elif not hasattr(workspace, "conv"):
-            raise ValueError(f"workspace: want an object whose conv(...) answers, as Workspace's, got {workspace!r}")
+            raise ArgumentError("workspace", "an object whose conv(...) answers, as Workspace's", repr(workspace))
         self.workspace = workspace
         self.allocator = CachingAllocator(history=False) if allocator is None else allocator
         self._core = _core.Process(self.allocator, **blas_settings(self.gpu, self.torch_version))
@@ -276,7 +277,7 @@ class SimulatedProcess:
         dtype = meant("dtype", dtype, DTYPES)
         first = dtype if first is None else meant("first", first, DTYPES)
         if (storages := addresses_of("vae", vae, LoadedVAE)) is None:
-            raise ValueError("vae: want one that was not dropped")
+            raise ArgumentError("vae", "a VAE that is there", "one that was dropped")
         old, new = (vae.dtype, vae.first or vae.dtype), (dtype, first)
         if old != new and not vae.sends:
             self._core.copy("weights", storages, [
@@ -290,7 +291,7 @@ class SimulatedProcess:
         comfyui takes its inputs from."""
         dtype, shape = meant("dtype", dtype, DTYPES), tuple(whole("shape", side) for side in shape)
         if not shape:
-            raise ValueError("shape: want sizes of 1 or more, got ()")
+            raise ArgumentError("shape", "sizes of 1 or more", "()")
         return Tensor(self, name, shape, dtype, ()) if host else self._take(name, shape, dtype)
 
     def hold(self, name: str, size: int) -> int:
@@ -392,7 +393,7 @@ class SimulatedProcess:
             if thing is None:
                 continue
             if (storages := addresses_of("drop", thing, Tensor, LoadedVAE)) is None:
-                raise ValueError(f"drop: {thing!r} was dropped before")
+                raise ArgumentError("drop", "", f"{thing!r} was dropped before")
             self.release(storages)
             thing.storages = None
 
@@ -594,7 +595,7 @@ class SimulatedProcess:
     def save_snapshot(self, path: str | os.PathLike[str]) -> None:
         """Writes the allocator's history as PyTorch's ``_dump_snapshot`` does; ValueError where it keeps none."""
         if not self.allocator._settings()["history"]:
-            raise ValueError("save_snapshot: want a process whose allocator is native and made with history=True")
+            raise ArgumentError("save_snapshot", "a process whose allocator is native and made with history=True")
         self.allocator.save_snapshot(path, self.frames)
 
     def alternatives(self, every: bool = False) -> list[Workspaces]:
@@ -639,18 +640,18 @@ class SimulatedProcess:
         encodes, tile = op == "encode", whole("tile", tile, 0)
         model, given = addresses_of("vae", vae, LoadedVAE), addresses_of("image" if encodes else "latents", x, Tensor)
         if model is None or given is None:
-            raise ValueError(f"{op}: want a model and an input that were not dropped")
+            raise ArgumentError(op, "a model and an input that were not dropped")
         arch = vae.arch
         channels = arch["in_channels"] if encodes else vae.latent_channels
         if len(x.shape) != 4 or x.shape[1] != channels:
-            raise ValueError(f"{op}: want a tensor (N, {channels}, height, width), got {x.shape}")
+            raise ArgumentError(op, f"a tensor (N, {channels}, height, width)", str(x.shape))
         first = vae.dtype if encodes or not vae.first else vae.first
         if x.dtype != first:
-            raise ValueError(f"{op}: want the weights' dtype {first}, got {x.dtype}")
+            raise ArgumentError(op, f"the weights' dtype {first}", str(x.dtype))
         runtime = RUNTIMES[vae.runtime]
         if bool(x.storages) == runtime.host:
             place = "the host (tensor(..., host=True))" if runtime.host else "the device"
-            raise ValueError(f"{op}: want an input on {place} with the runtime {vae.runtime}, got {x!r}")
+            raise ArgumentError(op, f"an input on {place} with the runtime {vae.runtime}", repr(x))
         batch, _, h, w = x.shape
         height, width = (h, w) if encodes else (h * vae.factor, w * vae.factor)
         if encodes:

@@ -39,6 +39,7 @@ from typing import Any, NamedTuple
 
 from vaemem import _core
 from vaemem._common import shipped
+from vaemem._errors import ArgumentError
 from vaemem.prediction.gpus import Gpu, find_gpu
 
 _FILE = re.compile(r"sm(\d+)((?:-\w+)*)_cudnn(\d+\.\d+\.\d+)\.json")
@@ -122,7 +123,7 @@ def version_number(version: str) -> int:
     cuDNN 9, the only one whose heuristics were recorded."""
     number = _version_number(version) if isinstance(version, str) else None
     if number is None:
-        raise ValueError(f"cudnn_version: want one of cuDNN 9 such as '9.10.2', got {version!r}")
+        raise ArgumentError("cudnn_version", "a version of cuDNN 9 such as '9.10.2'", repr(version))
     return number
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from vaemem import _core
 from vaemem._common import MIB, choose, mib, whole
+from vaemem._errors import ArgumentError
 from vaemem.prediction.snapshot import INTERVALS, CachingAllocator, check_snapshot, load_snapshot, parse_conf, want
 
 _ACTIONS = (
@@ -217,12 +218,12 @@ def replay(
     with_trace = [i for i, trace in enumerate(traces) if trace]
     shown = f"[{', '.join(map(str, with_trace[:8]))}{', ...' if len(with_trace) > 8 else ''}]"
     if not with_trace:
-        raise ValueError("snapshot: want a trace, got none: torch.cuda.memory._record_memory_history was not on")
+        raise ArgumentError("snapshot", "a trace", "none", "torch.cuda.memory._record_memory_history was not on")
     if device is None and len(with_trace) == 1:
         device = with_trace[0]
     device = device if device is None else whole("device", device, 0)
     if device not in with_trace:
-        raise ValueError(f"device: want one of {shown}, which have a trace, got {device!r}")
+        raise ArgumentError("device", f"one of {shown}, which have a trace", repr(device))
     events = _read_trace(traces[device])
     final = _read_segments(snapshot["segments"], device)
     allocator = CachingAllocator(**{**_recorded_settings(snapshot), **_room(events), **settings})

@@ -15,14 +15,13 @@ from vaemem._common import (
     MIB,
     OPS,
     TILED_OPS,
-    Message,
-    Named,
     choose,
     flag,
     latent_factor,
     listed,
     meant,
 )
+from vaemem._errors import ArgumentError, Named
 from vaemem._types import Program
 from vaemem.engine.configs import SAMPLE_SIZES, named_sample_size, sample_size_of
 from vaemem.engine.limits import parse_size
@@ -88,7 +87,7 @@ def find_card(gpu: Any, memory: int | str | None = None, used: int | str = 0, os
     """The card that the arguments `gpu`, `memory`, `used` and `os` of `vaemem.predict` mean."""
     system = meant("os", os, KEPT)
     if isinstance(used, str) and re.fullmatch(r"\s*(\d{1,5}(\.\d*)?|\.\d+)\s*", used) and float(used):
-        raise ValueError(f"used: want bytes, or a unit such as '{used.strip()} GB', got {used!r}")
+        raise ArgumentError("used", f"bytes, or a unit such as '{used.strip()} GB'", repr(used))
     card, assumed = _unnamed(memory) if gpu is None else (find_gpu(gpu, memory), "")
     return Card(card, parse_size("used", used, least=0), KEPT[system], assumed=assumed)
 
@@ -127,16 +126,15 @@ class Software:
         for name in ("channels_last", "allow_tf32"):
             object.__setattr__(self, name, flag(name, getattr(self, name)))
         if not isinstance(self.allocator, str):
-            raise ValueError(f"allocator: want text such as 'cudaMallocAsync', got {self.allocator!r}")
+            raise ArgumentError("allocator", "text such as 'cudaMallocAsync'", repr(self.allocator))
         settings = _allocator_settings(self.allocator)
         if not settings.keys() - {"backend"}:  # a backend without other settings goes by its name
             object.__setattr__(self, "allocator", settings.get("backend", "native"))
         version = DEFAULT_TORCH if self.torch_version is None else self.torch_version
         if self.channels_last and torch_release(version) > LAST_COPYING_NORM:
-            raise ValueError(
-                f"channels_last: want it with PyTorch up to {'.'.join(map(str, LAST_COPYING_NORM))}, got {version},"
-                " whose GroupNorm has a kernel for it that is not modelled"
-            )
+            wanted = f"None with {version}, whose GroupNorm has a kernel for it that is not modelled"
+            last = ".".join(map(str, LAST_COPYING_NORM))
+            raise ArgumentError("channels_last", wanted, "True", f"use it with PyTorch up to {last}")
 
     @property
     def has_version(self) -> bool:
@@ -161,13 +159,13 @@ def _allocator_settings(allocator: str) -> dict[str, Any]:
     try:
         settings = parse_conf(f"backend:{allocator}" if allocator in BACKENDS else allocator)
         if "garbage_collection_threshold" in settings:
-            raise ValueError("a garbage_collection_threshold works with set_per_process_memory_fraction alone")
+            raise ArgumentError(
+                "", "", "a garbage_collection_threshold works with set_per_process_memory_fraction alone"
+            )
         CachingAllocator(**settings, history=False)
     except ValueError as error:
-        raise ValueError(
-            f"allocator: want native, cudaMallocAsync or what PYTORCH_CUDA_ALLOC_CONF says, such as"
-            f" 'expandable_segments:True', got {allocator!r} ({error})"
-        ) from None
+        wanted = "native, cudaMallocAsync or a PYTORCH_CUDA_ALLOC_CONF such as 'expandable_segments:True'"
+        raise ArgumentError("allocator", wanted, repr(allocator), str(error)) from None
     return settings
 
 
@@ -187,7 +185,7 @@ class Request:
 
     def __post_init__(self) -> None:
         if self.workspace is not None and not self.software.allow_tf32 and getattr(self.workspace, "tf32", True):
-            raise ValueError("allow_tf32: want True with a workspace of your own, which answers by itself, got False")
+            raise ArgumentError("allow_tf32", "True with a workspace of your own, which answers by itself", "False")
 
     def start(self, workspace: Any = None, **device: Any) -> SimulatedProcess:
         """A fresh process; with another workspace, where one is given. `device` has `total_memory` and `history` as
@@ -234,7 +232,7 @@ class VAERequest(Request):
         super().__post_init__()
         for name in ("height", "width"):
             if (value := getattr(self.job, name)) % self.unit:
-                raise ValueError(f"{name}: want a multiple of {self.unit}, got {value}")
+                raise ArgumentError(name, f"a multiple of {self.unit}", str(value))
 
     @property
     def unit(self) -> int:
@@ -369,15 +367,13 @@ def resolve_vae(given: VAEArguments) -> VAERequest:
     cannot be answered."""
     op = meant("op", given.op, TILED_OPS)
     if flag("cudnn_benchmark", given.cudnn_benchmark):
-        raise ValueError(
-            "cudnn_benchmark: want False, got True: PyTorch then times all of cuDNN's plans and keeps to the"
-            " fastest, which only the card can tell; vaemem.pytorch.measure reads there what it takes"
-        )
+        why = "PyTorch then times all of cuDNN's plans, and only the card tells the fastest; use vaemem.pytorch.measure"
+        raise ArgumentError("cudnn_benchmark", "False", "True", why)
     arch, slicing = architecture(given.model), flag("slicing", given.slicing)
     runtime = meant("runtime", given.runtime, PROGRAM_NAMES)
     name, code = arch["name"], code_of(runtime, arch["name"])
     if slicing and code != "diffusers":
-        raise ValueError(f"slicing: want it with the diffusers runtime, got {runtime}")
+        raise ArgumentError("slicing", "", f"cannot be used with {runtime}", "use runtime='diffusers'")
     overlap = _resolve_overlap(given, arch, op, code, runtime)
     software = Software(
         runtime, given.torch_version, given.cudnn_version, given.protocol, given.channels_last, given.allow_tf32,
@@ -399,10 +395,8 @@ def resolve_vae(given: VAEArguments) -> VAERequest:
         arch, op, given.height, given.width, dtype, weights_dtype, given.batch, tile, overlap, slicing, upcast
     )  # fmt: skip
     if RUNTIMES[code].host and weights_dtype != dtype:
-        raise ValueError(
-            f"weights_dtype: want the run's dtype {dtype} with {runtime}, which keeps its weights in it, "
-            f"got {weights_dtype!r}"
-        )
+        wanted = f"the run's dtype {dtype} with {runtime}, which keeps its weights in it"
+        raise ArgumentError("weights_dtype", wanted, repr(weights_dtype))
     rows = () if given.calibrate is None else _measured_on(card.gpu, given.calibrate)
     request = VAERequest(
         card, software, job, workspace=given.workspace, assumed=assumed, fixed=is_fixed(given.model),
@@ -417,7 +411,7 @@ def _resolve_overlap(given: VAEArguments, arch: Mapping[str, Any], op: str, code
     if given.tile_overlap is None:
         return usual_overlap(arch)
     if not op.endswith("_tiled") or code != "diffusers":
-        raise ValueError(f"tile_overlap: want it with a tiled op of the diffusers runtime, got {op} of {runtime}")
+        raise ArgumentError("tile_overlap", "a tiled op of the diffusers runtime", f"{op} of {runtime}")
     return given.tile_overlap
 
 
@@ -433,14 +427,12 @@ def _measured_on(gpu: Gpu, calibrate: Any) -> tuple[Mapping[str, Any], ...]:
     for row in rows:
         if not isinstance(row, Mapping) or not {"model", "op", "height", "width"} <= {*row}:
             such = "rows of a table that have model, op, height, width and seconds"
-            raise ValueError(f"calibrate: want one or more {such}, got {row!r}")
+            raise ArgumentError("calibrate", f"one or more {such}", repr(row))
     timed = [row for row in rows if row.get("seconds") and row.get("runtime") != "vaemem"]
     found = [row for row in timed if row.get("source") in (None, "measured") and _is_of(row.get("device"), gpu)]
     if not found:
-        raise ValueError(
-            f"calibrate: want runs of PyTorch that were measured on {gpu.name}, with their seconds, got none in"
-            f" {len(rows)} rows"
-        )
+        wanted = f"runs of PyTorch that were measured on {gpu.name}, with their seconds"
+        raise ArgumentError("calibrate", wanted, f"none in {len(rows)} rows")
     return tuple(found)
 
 
@@ -454,6 +446,5 @@ def usual_tile(model: Any) -> int:
     is_named = isinstance(model, str) and (model in SAMPLE_SIZES or not os.path.exists(model))
     size = named_sample_size(model) if is_named else sample_size_of(model, "")
     if size is None:
-        such = Named("tile", 512)
-        raise ValueError(Message("tile: want one, such as ", such, ": the config's sample_size tells none"))
+        raise ArgumentError("tile", "a size", "None, and the config has no sample_size", ("pass ", Named("tile", 512)))
     return size

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vaemem._common import DTYPES, choose, grouped, meant, shipped, whole
+from vaemem._errors import ArgumentError
 from vaemem.prediction.gpus import Gpu, find_gpu, gpu_names
 
 Work = Mapping[str, float]
@@ -291,7 +292,9 @@ def link_rate(link: str = "PCIe 3.0 x16") -> Rate:
     match = re.fullmatch(r"pcie ?(\d)(?:\.0)? ?x(1|2|4|8|16)", str(link).strip().lower())
     lane = known["PCIe"].get(f"{match[1]}.0") if match else None
     if match is None or lane is None:
-        raise ValueError(f"link: want such as 'PCIe 4.0 x16', generations {', '.join(known['PCIe'])}, got {link!r}")
+        raise ArgumentError(
+            "link", f"a link such as 'PCIe 4.0 x16', of generations {', '.join(known['PCIe'])}", repr(link)
+        )
     most = lane * int(match[2]) * 1e9
     share = f"{100 * known['low']:.0f} to {known['high']:.0%} of PCIe {match[1]}.0 x{match[2]}'s {most / 1e9:.0f} GB/s"
     why = f"{share}; the host's memory may be pageable or pinned"
@@ -379,7 +382,7 @@ class Machine:
 
     def _amounts(self, work: Work) -> np.ndarray:
         if unknown := set(work) - set(self.rates):
-            raise ValueError(f"work: want amounts of {', '.join(self.rates)}, got {', '.join(sorted(unknown))}")
+            raise ArgumentError("work", f"amounts of {', '.join(self.rates)}", ", ".join(sorted(unknown)))
         return np.array([float(work.get(name, 0)) for name in self.rates])
 
     def seconds(self, work: Work) -> Seconds:
@@ -415,7 +418,7 @@ class Machine:
         measured = np.array([seconds for _, seconds in runs], dtype=float)
         if not runs or not (measured > 0).all() or not np.isfinite(measured).all():
             got = ", ".join(f"{seconds!r}" for _, seconds in runs) or "none"
-            raise ValueError(f"calibrate: want measured runs of more than 0 seconds, got {got}")
+            raise ArgumentError("calibrate", "measured runs of more than 0 seconds", got)
         noise = np.diag((REPEATS_DIFFER * measured) ** 2)
         change = np.zeros(len(self.rates))  # of the logarithms; the equations are linear but for these
         for _ in range(200):
@@ -469,10 +472,9 @@ def vae_machine(gpu: str | Gpu, dtype: str, runs: Iterable[tuple[str, Work, floa
     rates = machine.calibrated(alike).rates
     rate = rates["vae"]
     if rate.value > WINOGRAD * most:
-        raise ValueError(
-            f"calibrate: want seconds that were measured on {find_gpu(gpu).name}, which can do {most / 1e12:.0f}"
-            f" TFLOP/s in {dtype}, got faster ones"
-        )
+        most_told = f"{most / 1e12:.0f} TFLOP/s in {dtype}"
+        wanted = f"seconds that were measured on {find_gpu(gpu).name}, which can do {most_told}"
+        raise ArgumentError("calibrate", wanted, "faster ones")
     return Machine(rates | {"vae": rate._replace(factor=max(rate.factor, _data()["vae"]["within"]))})
 
 
@@ -535,7 +537,7 @@ def machine_of(
     elif memory:
         cards = cards_of(memory)
     else:
-        raise ValueError("gpu: want a card's name, or the memory of one as memory=, got neither")
+        raise ArgumentError("gpu", "a card's name, or the memory of one as memory=", "neither")
     first, last = (min(cards, key=peak), max(cards, key=peak))
     which = f"any of {len(cards)} cards of that memory, from {first.name} to {last.name}"
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from vaemem import _core
 from vaemem._common import MIB, choose, replacing, whole
+from vaemem._errors import ArgumentError, FileError, inside
 
 UNLIMITED = (1 << 64) - 1  # what the core has for no largest size of a block to split
 INTERVALS = 16  # of roundup_power2_divisions: 1 MiB, 2 MiB, ... 32 GiB and above
@@ -43,7 +44,7 @@ def _divisions(value: Any) -> Sequence[int]:
         name = "roundup_power2_divisions size in MiB"
         size = whole(name, int(key) if isinstance(key, str) and key.isdecimal() else key)
         if size & (size - 1):
-            raise ValueError(f"{name}: want a power of two, got {key!r}")
+            raise ArgumentError(name, "a power of two", repr(key))
         last = min(size.bit_length() - 1, INTERVALS - 1)
         if position == 0:
             result[:last] = [count] * last
@@ -134,16 +135,17 @@ class CachingAllocator(_core.CachingAllocator):
         }  # fmt: skip
         for name, value in native.items():
             if pooled and value not in (None, False):
-                raise ValueError(f"{name}: want it with the native backend, got {value!r} with {backend}")
+                raise ArgumentError(name, "the native backend", f"{value!r} with {backend}")
         if threshold is not None:
             if not 0 < threshold < 1:
-                raise ValueError(f"garbage_collection_threshold: want between 0 and 1, got {threshold!r}")
+                raise ArgumentError("garbage_collection_threshold", "between 0 and 1", repr(threshold))
             memory_fraction = 1.0 if memory_fraction is None else memory_fraction
         if memory_fraction is not None:
             if not 0 < memory_fraction <= 1:
-                raise ValueError(f"memory_fraction: want above 0 and at most 1, got {memory_fraction!r}")
+                raise ArgumentError("memory_fraction", "above 0 and at most 1", repr(memory_fraction))
             if not total:
-                raise ValueError("total_memory: a memory fraction or a collection threshold wants it, got None")
+                why = "a memory fraction or a collection threshold needs it"
+                raise ArgumentError("total_memory", "bytes", "None", why)
         return super().__new__(
             cls,
             total_memory=total,
@@ -211,7 +213,7 @@ class CachingAllocator(_core.CachingAllocator):
         ['segment_alloc', 'alloc', 'free_requested', 'free_completed']
         """
         if self._settings()["driver_pool"]:
-            raise ValueError("snapshot: want the native backend, got cudaMallocAsync, which tracks no blocks")
+            raise ArgumentError("snapshot", "the native backend", "cudaMallocAsync, which tracks no blocks")
         stacks = [
             [{"name": f, "filename": "vaemem", "line": 0}] if isinstance(f, str) else list(f) for f in frames or ()
         ]
@@ -296,9 +298,9 @@ def parse_conf(conf: str) -> dict[str, Any]:
             result[key] = _OPTIONS[key](value)
         except (KeyError, ValueError):
             got = f"{key}:{value}"[:80]
-            raise ValueError(f"conf: want an option of PyTorch's allocators with its value, got {got!r}") from None
+            raise ArgumentError("conf", "an option of PyTorch's allocators with its value", repr(got)) from None
     if at < len(text):
-        raise ValueError(f"conf: want option:value, ..., got {text[at : at + 80]!r}")
+        raise ArgumentError("conf", "option:value, ...", repr(text[at : at + 80]))
     return result
 
 
@@ -353,12 +355,10 @@ def load_snapshot(path: str | os.PathLike[str], max_bytes: int = 8 << 30) -> dic
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size  # a pipe has none and reads as empty: refused as a cut pickle
         if size > max_bytes:
-            raise ValueError(f"{os.fspath(path)}: want at most {max_bytes} bytes (max_bytes), got {size}")
+            raise FileError("snapshot", f"at most {max_bytes} bytes (max_bytes)", str(size), path=path)
         data = file.read(size)
-    try:
+    with inside("snapshot", path=path, caught=(ValueError,)):
         snapshot = _core.read_pickle(data)
-    except ValueError as error:
-        raise ValueError(f"{os.fspath(path)}: {error}") from None
     return check_snapshot(snapshot)
 
 
@@ -367,9 +367,9 @@ def want(condition: bool, what: str, got: Any) -> None:
         if isinstance(got, str):
             got = got[:80]
         elif isinstance(got, int) and got.bit_length() > 64:
-            raise ValueError(f"snapshot: want {what}, got an integer of {got.bit_length()} bits")
+            raise ArgumentError("snapshot", what, f"an integer of {got.bit_length()} bits")
         text = repr(got) if isinstance(got, int | float | str | None) else type(got).__name__
-        raise ValueError(f"snapshot: want {what}, got {text[:80]}")
+        raise ArgumentError("snapshot", what, text[:80])
 
 
 def check_snapshot(snapshot: Any) -> dict[str, Any]:

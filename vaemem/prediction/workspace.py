@@ -22,6 +22,7 @@ from typing import Any
 
 from vaemem import _core
 from vaemem._common import choose
+from vaemem._errors import ArgumentError
 from vaemem.prediction.gpus import Gpu, find_gpu
 from vaemem.prediction.profiles import (
     Catalogue,
@@ -76,10 +77,8 @@ def torch_build(version: str) -> tuple[str, str]:
     """
     match = _match_torch(version)
     if match[2] not in (None, "cu"):
-        raise ValueError(
-            f"torch_version: want a CUDA build such as '2.7.1+cu128', got {version!r}: only cuDNN's workspaces are"
-            " known"
-        )
+        why = "only cuDNN's workspaces are known"
+        raise ArgumentError("torch_version", "a CUDA build such as '2.7.1+cu128'", repr(version), why)
     return match[1], f"cu{match[3]}" if match[2] else next(iter(CUDNN_OF_TORCH[match[1]]))
 
 
@@ -87,9 +86,8 @@ def _match_torch(version: str) -> re.Match[str]:
     """Release, and what it is built for; ValueError for no release whose operators are modelled."""
     match = _match_version(version) if isinstance(version, str) else None
     if not match or match[1] not in CUDNN_OF_TORCH:
-        raise ValueError(
-            f"torch_version: want one of {', '.join(CUDNN_OF_TORCH)}, such as '2.7.1' or '2.7.1+cu128', got {version!r}"
-        )
+        wanted = f"one of {', '.join(CUDNN_OF_TORCH)}, such as '2.7.1' or '2.7.1+cu128'"
+        raise ArgumentError("torch_version", wanted, repr(version))
     return match
 
 
@@ -105,7 +103,7 @@ def cudnn_of_torch(version: str) -> str:
     known = CUDNN_OF_TORCH[release]
     if build not in known:
         builds = " or ".join(known)
-        raise ValueError(f"torch_version: want {release} built for {builds}, or a cudnn_version too, got {version!r}")
+        raise ArgumentError("torch_version", f"{release} built for {builds}, or a cudnn_version too", repr(version))
     return known[build]
 
 
@@ -127,7 +125,7 @@ def torch_for(gpu: Gpu, version: str | None) -> str:
             (DEFAULT_TORCH.partition("+")[0], None) if version is None else (version, _match_torch(version)[2])
         )
         if of == "cu":
-            raise ValueError(f"torch_version: want no CUDA build with {gpu.name}, such as '2.9.1', got {version!r}")
+            raise ArgumentError("torch_version", f"no CUDA build with {gpu.name}, such as '2.9.1'", repr(version))
         return release
     release, build = torch_build(DEFAULT_TORCH if version is None else version)
     builds = CUDNN_OF_TORCH[release]
@@ -139,10 +137,8 @@ def torch_for(gpu: Gpu, version: str | None) -> str:
     runs = [f"{r}+{b}" for r, known in CUDNN_OF_TORCH.items() for b in known if _has_kernels(gpu, r, b)]
     end = f"the first is {runs[0]}" if gpu.sm > KERNELS[build][1] else f"the last is {runs[-1]}"
     such = f"such as {release}+{others[0]} ({end})" if others else end
-    raise ValueError(
-        f"torch_version: want a build with kernels for compute capability {gpu.capability} ({gpu.name}), {such},"
-        f" got {version!r}, which is built for {build}"
-    )
+    wanted = f"a build with kernels for compute capability {gpu.capability} ({gpu.name}), {such}"
+    raise ArgumentError("torch_version", wanted, f"{version!r}, which is built for {build}")
 
 
 # Why PyTorch runs a convolution by code of its own, by the core's vm_own_conv.
@@ -257,7 +253,7 @@ class Workspace:
         try:
             count, source = self._core.conv(conv)
         except TypeError:
-            raise ValueError(f"conv: want whole numbers, got {conv}") from None
+            raise ArgumentError("conv", "whole numbers", str(conv)) from None
         return count, self._sources()[source][0]
 
     def answers(self, of: Convolutions) -> tuple[list[int], list[int], list[str]]:
@@ -361,7 +357,7 @@ def workspace_on(gpu: Gpu, cudnn_version: str | None, torch_version: str, tf32: 
     if gpu.maker == "NVIDIA":
         return Workspace(gpu, cudnn_version, torch_version, tf32)
     if cudnn_version is not None:
-        raise ValueError(f"cudnn_version: want none with {gpu.name}, on which no cuDNN runs, got {cudnn_version!r}")
+        raise ArgumentError("cudnn_version", f"None with {gpu.name}, on which no cuDNN runs", repr(cudnn_version))
     return UnfoldingWorkspace(gpu, tf32)
 
 

@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vaemem._common import latent_factor, need
+from vaemem._errors import ArgumentError, ArgumentTypeError
 from vaemem._types import DtypeName, Precision
 from vaemem.engine import weights
 from vaemem.engine.arguments import Progress
@@ -69,8 +70,8 @@ class HeldWeight(torch.Tensor):
             label: Any = next((t.label for t in given if isinstance(t, cls) and t.is_meta), None)
             if label and not all(t.is_meta for t in given):
                 raise RuntimeError(
-                    f"{label}: want encode() or decode() of the whole VAE, or its state_dict(), got {func.__name__}() "
-                    "of this weight alone: its numbers are vaemem's, and PyTorch has none to compute with"
+                    f"{label}: expected encode() or decode() of the whole VAE, or its state_dict(), got "
+                    f"{func.__name__}() of this weight alone: its numbers are vaemem's, and PyTorch has none"
                 )
 
             def like(one: torch.Tensor) -> torch.Tensor:
@@ -87,13 +88,13 @@ class HeldWeight(torch.Tensor):
 def _refuse_load(module: torch.nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     """A hook of every module of the VAE: PyTorch calls it whether the load began here or in a module around it."""
     if any(name.startswith(prefix) for name in state):
-        raise TypeError("the VAE: its weights cannot be changed: make another one, with from_module or VAE.load")
+        raise TypeError("the VAE: its weights cannot be changed; make another one, with from_module or VAE.load")
 
 
 def _refuse_state(module: torch.nn.Module, *rest: Any) -> None:
     """A hook of every module of the VAE. It runs for submodules, since the VAE's own `state_dict` calls no hooks."""
     raise RuntimeError(
-        f"{type(module).__name__}: want state_dict() of the whole VAE, got that of a part of it: its numbers are "
+        f"{type(module).__name__}: expected state_dict() of the whole VAE, got that of a part of it: its numbers are "
         "vaemem's, and PyTorch has none to give"
     )
 
@@ -108,10 +109,10 @@ class _DropIn(diffusers.ModelMixin):  # type: ignore[misc]
         self, vae: VAE, config: Any = None, torch_dtype: torch.dtype | None = None, memory_limit: Limit = None
     ) -> None:
         if vae.device != "cpu":
-            raise ValueError(f"vae: want one on the cpu, which .to({vae.device!r}) takes there, got {vae!r}")
+            raise ArgumentError("vae", "a VAE on the cpu", repr(vae), f".to({vae.device!r}) takes it there")
         config = dict(config_of(vae.arch, vae.sample_size) if config is None else config)
         if config.get("scaling_factor", 0) is None:
-            raise ValueError("config: want a scaling_factor: load with model='sd15', model='sdxl' or config=")
+            raise ArgumentError("config", "a scaling_factor", "", "load with model='sd15', model='sdxl' or config=")
         with torch.device("meta"):
             super().__init__(**config)
         for prefix, module in self.named_modules():
@@ -165,7 +166,7 @@ class _DropIn(diffusers.ModelMixin):  # type: ignore[misc]
         """From diffusers' class of that name, such as a pipeline's: its weights are copied, its config, dtype and
         device are taken over."""
         if not isinstance(module, cls.theirs):
-            raise TypeError(f"module: want diffusers' {cls.theirs.__name__}, got {type(module).__name__}")
+            raise ArgumentTypeError("module", f"diffusers' {cls.theirs.__name__}", type(module).__name__)
         said = {**module.config, "_class_name": cls.theirs.__name__}
         vae = VAE.load(module, config=said, precision=precision)
         made = cls(vae, module.config, torch_dtype or module.dtype, memory_limit)
@@ -190,9 +191,9 @@ class _DropIn(diffusers.ModelMixin):  # type: ignore[misc]
         """What ``to()``, ``half()``, ``cuda()`` and the like come to."""
         place = fn(self._place)
         if place.dtype not in TORCH_DTYPES:
-            raise ValueError(f"dtype: want float32, float16 or bfloat16, got {place.dtype}")
+            raise ArgumentError("dtype", "float32, float16 or bfloat16", str(place.dtype))
         if place.device.type not in ("cpu", "cuda"):
-            raise ValueError(f"device: want cpu or cuda, got {place.device}")
+            raise ArgumentError("device", "cpu or cuda", str(place.device))
         before = self._place
         self._be_at(place)
         if place.device != before.device:
@@ -239,26 +240,24 @@ class _DropIn(diffusers.ModelMixin):  # type: ignore[misc]
         name = "x" if op == "encode" else "z"
         if not isinstance(x, torch.Tensor) or not x.is_floating_point():
             got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
-            raise TypeError(f"{name}: want a tensor of floating-point numbers, got {got}")
+            raise ArgumentTypeError(name, "a tensor of floating-point numbers", str(got))
         outside = isinstance(x, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(x)
         if outside or torch.jit.is_tracing() or get_proxy_mode():  # type: ignore[attr-defined, no-untyped-call]
             raise RuntimeError(
-                f"{name}: want a tensor with numbers, got one that PyTorch traces, exports or transforms: vaemem "
+                f"{name}: expected a tensor with numbers, got one that PyTorch traces, exports or transforms: vaemem "
                 "computes outside of PyTorch, and a trace would keep this result as a constant: trace diffusers' own"
             )
         if (x.requires_grad and torch.is_grad_enabled()) or unpack_dual(x).tangent is not None:
-            raise ValueError(
-                f"{name}: want a tensor that needs no gradient, got one with requires_grad=True or a tangent: vaemem "
-                f"computes none; {op} under torch.no_grad() or give {name}.detach()"
-            )
+            wanted, came = "a tensor that needs no gradient", "one with requires_grad=True or a tangent"
+            advice = f"vaemem computes none; {op} under torch.no_grad() or give {name}.detach()"
+            raise ArgumentError(name, wanted, came, advice)
         factor = latent_factor(self.vae.arch)
         if op == "encode" and any(side % factor for side in x.shape[2:]):
-            raise ValueError(
-                f"x: want a height and a width that are multiples of {factor}, got {tuple(x.shape)}: pad the image "
-                "first, as torch.nn.functional.pad does"
-            )
+            wanted = f"a height and a width that are multiples of {factor}"
+            advice = "pad the image first, as torch.nn.functional.pad does"
+            raise ArgumentError("x", wanted, str(tuple(x.shape)), advice)
         if x.device != self.device:
-            raise ValueError(f"{name}: want a tensor on {self.device}, where the module is, got one on {x.device}")
+            raise ArgumentError(name, f"a tensor on {self.device}, where the module is", f"one on {x.device}")
         how: dict[str, Any] = dict(memory_limit=self.memory_limit, progress=self.progress, cancel=self.cancel)
         how["tiling"] = self._tiling(op)
         engine, x = self._engine(), x.detach()
@@ -356,7 +355,7 @@ class AutoencoderKL(_DropIn, diffusers.AutoencoderKL):  # type: ignore[misc]
     torch.Size([64])
     >>> small.load_state_dict(small.state_dict())
     Traceback (most recent call last):
-    TypeError: the VAE: its weights cannot be changed: make another one, with from_module or VAE.load
+    TypeError: the VAE: its weights cannot be changed; make another one, with from_module or VAE.load
     """
 
     theirs = diffusers.AutoencoderKL
@@ -392,7 +391,7 @@ class AutoencoderTiny(_DropIn, diffusers.AutoencoderTiny):  # type: ignore[misc]
 
     def __init__(self, vae: VAE, config: Any = None, *args: Any, **kwargs: Any) -> None:
         if vae.arch.get("family") == "tiny" and vae.arch["norm_num_groups"]:
-            raise ValueError(f"vae: want one that diffusers' AutoencoderTiny can be, got {vae.model}, which has norms")
+            raise ArgumentError("vae", "a VAE that diffusers' AutoencoderTiny can be", f"{vae.model}, which has norms")
         if config is not None:  # without what diffusers adds to it
             config = {key: value for key, value in config.items() if key != "block_out_channels"}
         super().__init__(vae, config, *args, **kwargs)
@@ -406,7 +405,7 @@ class AutoencoderTiny(_DropIn, diffusers.AutoencoderTiny):  # type: ignore[misc]
 
     def _tiling(self, op: str) -> Tiling | None:
         if self.use_tiling:
-            raise ValueError("enable_tiling: want none, for tiles of AutoencoderTiny are others: set memory_limit")
+            raise ArgumentError("enable_tiling", "", "tiles of AutoencoderTiny are others", "set memory_limit")
         return None
 
 
@@ -431,27 +430,23 @@ class _OneFrame(_DropIn):
             return x  # refused, as by all drop-ins
         if x.ndim == 5 and x.shape[2] == 1:
             return x[:, :, 0]
-        raise ValueError(
-            f"{name}: want one frame, (N, C, 1, h, w), got {tuple(x.shape)}: vaemem runs this VAE for images alone, "
-            "diffusers' own runs it for videos"
-        )
+        advice = "vaemem runs this VAE for images alone, diffusers' own runs it for videos"
+        raise ArgumentError(name, "one frame, (N, C, 1, h, w)", str(tuple(x.shape)), advice)
 
     def _tiling(self, op: str) -> Tiling | None:
         if not getattr(self, "use_tiling", False):
             return None
         height, step = self.tile_sample_min_height, self.tile_sample_stride_height
         if (height, step) != (self.tile_sample_min_width, self.tile_sample_stride_width):
-            raise ValueError(
-                f"enable_tiling: want square tiles, as far apart either way, got {height} x "
-                f"{self.tile_sample_min_width} pixels every {step} x {self.tile_sample_stride_width}"
-            )
+            got = f"{height} x {self.tile_sample_min_width} pixels every {step} x {self.tile_sample_stride_width}"
+            raise ArgumentError("enable_tiling", "square tiles, as far apart either way", got)
         return Tiling(height, 1 - step / height)
 
     def state_dict(self, **kwargs: Any) -> dict[str, torch.Tensor]:
         """Refused: of convolutions over several frames only what one frame meets is kept."""
         raise RuntimeError(
-            f"state_dict: want the weights of a module of diffusers', got {type(self).__name__} of vaemem, which keeps "
-            "only what one frame meets"
+            f"state_dict: expected the weights of a module of diffusers', got {type(self).__name__} of vaemem, which "
+            "keeps only what one frame meets"
         )
 
 
@@ -478,7 +473,7 @@ class AutoencoderKLWan(_OneFrame, diffusers.AutoencoderKLWan):  # type: ignore[m
     torch.bfloat16
     >>> vae.state_dict()
     Traceback (most recent call last):
-    RuntimeError: state_dict: want the weights of a module of diffusers', got AutoencoderKLWan of vaemem, ...
+    RuntimeError: state_dict: expected the weights of a module of diffusers', got AutoencoderKLWan of vaemem, ...
     """
 
     theirs = diffusers.AutoencoderKLWan

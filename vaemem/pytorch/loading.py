@@ -13,7 +13,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from vaemem import _core
-from vaemem._common import DTYPES, Message, Named, choose, meant, need
+from vaemem._common import DTYPES, choose, meant, need
+from vaemem._errors import Named, NoFileError
 from vaemem._types import Dtype
 from vaemem.pipelines.components import CLIP_TOKENS, CLIPS, PIPELINES, known_pipeline
 from vaemem.pipelines.pipeline_request import OFFLOADS, TORCH_WAYS
@@ -129,7 +130,7 @@ def _random_pipeline(name: str, dtype: str) -> Any:
     diffusers, kind = need("diffusers", f"random weights of {name}"), PIPELINES[name]
     build = getattr(diffusers, kind.class_name, None)
     if build is None:
-        raise ImportError(f"random: want a diffusers that has {kind.class_name}, got {diffusers.__version__}")
+        raise ImportError(f"random: expected a diffusers that has {kind.class_name}, got {diffusers.__version__}")
     parts: dict[str, Any] = {}
     noise = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)) / 50
     for role, component in kind.parts.items():
@@ -208,7 +209,7 @@ def load_pipeline(
     >>> load_pipeline("sd3", random=True)
     Traceback (most recent call last):
         ...
-    ValueError: source: want one of sd15, sdxl, flux, flux-schnell, zimage-turbo, flux2, ..., got 'sd3': only ...
+    vaemem._errors.ArgumentError: source: expected one of sd15, sdxl, flux, ..., got 'sd3'; only ...
     """
     place = find_device(device)
     choose("offload", offload, OFFLOADS)
@@ -224,9 +225,9 @@ def load_pipeline(
         try:
             class_name = loader.load_config(source, local_files_only=True)["_class_name"]
         except OSError as error:
-            wanted = "source: want a folder of diffusers', an id whose files are in the Hub's cache, or with "
-            names = f" one of {', '.join(PIPELINES)}, got {source!r}"
-            raise FileNotFoundError(Message(wanted, Named("random", True), names)) from error
+            wanted = "a folder of diffusers', an id whose files are in the Hub's cache, or with "
+            names = f" one of {', '.join(PIPELINES)}"
+            raise NoFileError("source", (wanted, Named("random", True), names), repr(source)) from error
         usual = next((kind.dtype for kind in PIPELINES.values() if kind.class_name == class_name), "bfloat16")
         pipe = loader.from_pretrained(source, torch_dtype=getattr(torch, dtype or usual), local_files_only=True)
     if vae != "whole":

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vaemem._common import DTYPES, TILED_OPS, as_csv, choose, chosen, latent_factor, need, setting, whole, write
+from vaemem._errors import ArgumentError, ArgumentTypeError
 from vaemem._types import Dtype, Program, TiledOp
 from vaemem.engine.configs import config_of, read_config
 from vaemem.prediction.benchmark import BENCHMARK_TILE
@@ -83,7 +84,7 @@ class CpuMeter:
 
     def __init__(self) -> None:
         if sys.platform != "linux":
-            raise OSError("measure: want Linux, whose /proc tells the peak resident size of a CPU run")
+            raise OSError("measure: expected Linux, whose /proc tells the peak resident size of a CPU run")
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc; others keep little
         self.reset()
 
@@ -100,7 +101,9 @@ class CpuMeter:
             with open("/proc/self/clear_refs", "w") as file:
                 file.write("5")  # VmHWM starts again from here
         except OSError as error:
-            raise OSError(f"measure: want a system that lets a process reset its peak resident size: {error}") from None
+            raise OSError(
+                f"measure: expected a system that lets a process reset its peak resident size: {error}"
+            ) from None
 
     def before(self) -> tuple[int, int]:
         self.reset()
@@ -241,15 +244,15 @@ def measure(
     pairs, wanted = image_sizes(sizes), chosen("dtypes", dtypes, DTYPES)
     tiled, op_run = op.endswith("_tiled"), op.removesuffix("_tiled")
     if tile is not None and not tiled:
-        raise ValueError(f"tile: want it with a tiled op, got {tile!r} with {op}")
+        raise ArgumentError("tile", f"None with {op}", repr(tile))
     if tiled and runtime == "bfl":
-        raise ValueError(f"op: want encode or decode with runtime bfl, which has no tiles, got {op!r}")
+        raise ArgumentError("op", "encode or decode with runtime bfl, which has no tiles", repr(op))
     tile = whole("tile", BENCHMARK_TILE if tile is None else tile)
     warmups, runs, batch = whole("warmups", warmups, 0), whole("runs", runs), whole("batch", batch)
     place = find_device(device)
     for name, path in (("snapshot", snapshot), ("profile", profile)):
         if path is not None and place.type != "cuda":
-            raise ValueError(f"{name}: want a CUDA device to record, got {place}")
+            raise ArgumentError(name, "a CUDA device to record", str(place))
     make = _maker(model, runtime)
     rows: list[Row] = []
     workspaces: dict[Conv, int] = {}
@@ -311,9 +314,11 @@ def find_device(device: Any) -> Any:
     except (RuntimeError, TypeError):
         place = torch.device("meta")
     if place.type not in ("cuda", "cpu"):
-        raise ValueError(f"device: want a CUDA device or the CPU, got {device!r}")
+        raise ArgumentError("device", "a CUDA device or the CPU", repr(device))
     if place.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device: want one that is there, got {device!r}; PyTorch {torch.__version__} finds no GPU")
+        raise ArgumentError(
+            "device", "a device that is there", repr(device), f"PyTorch {torch.__version__} finds no GPU"
+        )
     if place.type == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device()) if place.index is None else place
@@ -325,12 +330,12 @@ def _maker(model: Any, runtime: str) -> Callable[[], _Subject]:
         subject = _described(model, runtime)
         return lambda: subject
     if not isinstance(model, str | os.PathLike):
-        raise TypeError(f"model: want a name, a config.json or a torch.nn.Module, got {type(model).__name__}")
+        raise ArgumentTypeError("model", "a name, a config.json or a torch.nn.Module", type(model).__name__)
     if runtime != "diffusers":
-        raise ValueError(f"model: want a module with runtime {runtime}, of which no package is known, got {model!r}")
+        raise ArgumentError("model", f"a module with runtime {runtime}, of which no package is known", repr(model))
     arch = architecture(os.fspath(model))
     if arch.get("family") == "wan":
-        raise ValueError(f"model: want an autoencoder of images, got {model!r}, which diffusers runs as one of videos")
+        raise ArgumentError("model", "an autoencoder of images", f"{model!r}, which diffusers runs as one of videos")
     build = vae_builder(arch, f"measure of {model!r} and not of a module")
     return lambda: _described(build(), runtime)._replace(model=arch["name"])
 
@@ -364,7 +369,7 @@ def _described(vae: Any, runtime: str) -> _Subject:
         factor, scaling = latent_factor(config), config.get("scaling_factor")
     except (AttributeError, KeyError) as error:
         wanted = "AutoencoderKL" if runtime == "diffusers" else "AutoEncoder"
-        raise TypeError(f"model: want {runtime}'s {wanted}, got {type(vae).__name__}: {error}") from None
+        raise ArgumentTypeError("model", f"{runtime}'s {wanted}", type(vae).__name__, str(error)) from None
     name = "custom"  # an architecture that vaemem does not run can be measured all the same
     with contextlib.suppress(ValueError):
         name = read_config(config)["name"]
@@ -375,9 +380,9 @@ def _described(vae: Any, runtime: str) -> _Subject:
 def _check_sizes(subject: _Subject, pairs: Sequence[tuple[int, int]], tile: int | None) -> None:
     for height, width in pairs:
         if height % subject.factor or width % subject.factor:
-            raise ValueError(f"sizes: want multiples of {subject.factor}, got {height}x{width}")
+            raise ArgumentError("sizes", f"multiples of {subject.factor}", f"{height}x{width}")
     if tile is not None and tile % subject.factor:
-        raise ValueError(f"tile: want a multiple of {subject.factor}, got {tile}")
+        raise ArgumentError("tile", f"a multiple of {subject.factor}", str(tile))
 
 
 def _tiling(runtime: str, tile: int, subject: _Subject) -> dict[str, Any]:
@@ -445,7 +450,7 @@ def _convolutions(vae: Any, op: str, x: Any) -> list[Conv]:
     found = [Conv(*conv) for conv in record(vae, x, call=lambda vae, x: getattr(vae, op)(x)).trace.convs]
     for conv in found:
         if not conv.is_plain:
-            raise ValueError(f"profile: want square convolutions of one group without dilation, got {conv}")
+            raise ArgumentError("profile", "square convolutions of one group without dilation", str(conv))
     return list(dict.fromkeys(found))
 
 

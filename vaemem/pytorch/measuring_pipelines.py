@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vaemem._common import MIB, __version__, whole
+from vaemem._errors import ArgumentError, ArgumentTypeError
 from vaemem._render import Bullets, Columns, Facts, Sheet, Shown, Sizer
 from vaemem.pipelines.components import PIPELINES, VAE_STRIDE, weights_of
 from vaemem.pipelines.pipeline_request import Part, PipelineArguments, PipelineRequest, image_sides, resolve_pipeline
@@ -480,7 +481,8 @@ def measure_pipeline(
     steps = None if steps is None else whole("steps", steps)
     is_made = hasattr(pipe, "components")
     if not is_made and not callable(pipe):
-        raise TypeError(f"pipe: want a pipeline of diffusers or a function that makes one, got {type(pipe).__name__}")
+        wanted = "a pipeline of diffusers or a function that makes one"
+        raise ArgumentTypeError("pipe", wanted, type(pipe).__name__)
     place = find_device(pipe._execution_device if is_made and device is None else device)
     asked: dict[str, Any] = dict.fromkeys(("pipeline", "model", "height", "width", "batch", "steps", "tokens"))
     asked |= dict.fromkeys(("dtype", "offload", "vae"))
@@ -533,9 +535,9 @@ def _others(place: Any) -> tuple[int, int]:
 def _described(pipe: Any, place: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
     """What a pipeline is; ValueError where it cannot be measured, or not there."""
     if getattr(pipe, "vae", None) is None or _denoiser(pipe) is None:
-        raise ValueError(f"pipe: want a pipeline with a VAE and a UNet or a transformer, got {type(pipe).__name__}")
+        raise ArgumentError("pipe", "a pipeline with a VAE and a UNet or a transformer", type(pipe).__name__)
     if find_device(pipe._execution_device) != place:
-        raise ValueError(f"device: want the pipeline's, which is {pipe._execution_device}, got {place}")
+        raise ArgumentError("device", f"the pipeline's, which is {pipe._execution_device}", str(place))
     steps, model, of_class = asked["steps"], type(pipe).__name__, type(pipe).__name__.replace("Img2Img", "")
     shapes = Counter(tuple(tensor.shape) for tensor in _tensors(_denoiser(pipe)))
     for name, kind in PIPELINES.items():

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten
 
 from vaemem import _core
 from vaemem._common import setting
+from vaemem._errors import ArgumentError
 from vaemem.prediction.eager import AttentionCall, Heads, Mask, eager_strides
 from vaemem.prediction.gpus import Gpu
 
@@ -152,7 +153,7 @@ class Recorder(TorchDispatchMode):
                     return func._op_dk(_COMPOSITE, *args, **kwargs)
         self.sweep()
         if torch.is_grad_enabled() and any(id(x) in self.leaves for x in tree_flatten(args)[0]):
-            raise ValueError(f"{self.name()}: {NO_GRADIENTS}")
+            raise ArgumentError(self.name(), "", NO_GRADIENTS)
         if func is aten._to_copy.default and self._is_autocast(args[0], kwargs.get("dtype")):
             if id(args[0]) not in self.casts:
                 self.casts[id(args[0])] = func(*args, **kwargs)
@@ -168,7 +169,7 @@ class Recorder(TorchDispatchMode):
             out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             asks = f"{func} asks for it (.item() and `if` on a tensor do)"
-            raise ValueError(f"{self.name()}: {NO_CONTENTS}; {asks}") from None
+            raise ArgumentError(self.name(), "", NO_CONTENTS, asks) from None
         if torch.Tag.pointwise in func.tags and not func._schema.is_mutable and func.overloadpacket not in _PLAIN:
             out = self._as_eager(func, args, out)
         elif func is aten.view.default:
@@ -286,7 +287,7 @@ class Recorder(TorchDispatchMode):
     ) -> tuple[AttentionCall, str]:
         """A call of scaled_dot_product_attention, and the kernel that it takes."""
         if q.dtype not in _DTYPES:
-            raise ValueError(f"scaled_dot_product_attention: want float32, float16 or bfloat16, got {q.dtype}")
+            raise ArgumentError("scaled_dot_product_attention", "float32, float16 or bfloat16", str(q.dtype))
         queries, keys, values = (Heads(tuple(x.shape), x.stride()) for x in (q, k, v))
         size = None if mask is None else Mask(mask.numel(), mask.shape[-1], mask.dtype is torch.bool)
         call = AttentionCall(_DTYPES[q.dtype], queries, keys, values, size, causal, grouped)
@@ -330,14 +331,14 @@ class Recorder(TorchDispatchMode):
 
 
 NO_CONTENTS = (
-    "want a call whose course and sizes do not depend on what its tensors hold, which is not there to be looked at"
+    "expected a call whose course and sizes do not depend on what its tensors hold, which is not there to be looked at"
 )
 NO_GRADIENTS = (
-    "want a call without gradients, got a backward pass or torch.enable_grad(): what autograd keeps is not modelled"
+    "expected a call without gradients, got a backward pass or torch.enable_grad(): what autograd keeps is not modelled"
 )
 NO_COMPILER = (
-    "want it as it was before torch.compile, got it compiled: compiled code fuses operators and plans memory by itself,"
-    " which is not modelled"
+    "expected a call before torch.compile, got a compiled one: compiled code fuses operators and plans memory by"
+    " itself, which is not modelled"
 )
 
 

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from vaemem._arguments import shared
 from vaemem._common import setting
+from vaemem._errors import ArgumentError
 from vaemem.prediction.benchmark import USUAL_PROTOCOL
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.predict import ModulePrediction
@@ -40,11 +41,11 @@ _REFUSED = {
     **dict.fromkeys(("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"), NO_CONTENTS),
     **dict.fromkeys(
         ("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
-        "want a module without GRU, LSTM and RNN layers: what cuDNN takes for them is not modelled",
+        "expected a module without GRU, LSTM and RNN layers: what cuDNN takes for them is not modelled",
     ),
     **dict.fromkeys(
         ("_nested_tensor_from_mask", "_nested_tensor_from_mask_left_aligned", "_nested_tensor_from_tensor_list"),
-        "want a module without nested tensors, whose sizes depend on what a mask holds; give a TransformerEncoder"
+        "expected a module without nested tensors, whose sizes depend on what a mask holds; give a TransformerEncoder"
         " enable_nested_tensor=False, or no src_key_padding_mask",
     ),
 }
@@ -75,7 +76,7 @@ class Eager(TorchFunctionMode):
             with self:
                 return self._ways[func](*args, **kwargs)
         if func.__name__ in _REFUSED:
-            raise ValueError(f"{self._recorder.name()}: {_REFUSED[func.__name__]}")
+            raise ArgumentError(self._recorder.name(), "", _REFUSED[func.__name__])
         if func is linear:
             with setting(self._recorder, adds_in_place=True):  # its bias
                 return func(*args, **kwargs)
@@ -196,15 +197,13 @@ def as_on_a_gpu(recorder: Recorder) -> Iterator[None]:
 def check_module(module: torch.nn.Module, call: Any) -> None:
     """Refuses a call that is not modelled, before it runs."""
     if module.training:
-        raise ValueError(
-            "module: want it in eval mode, module.eval(), got it in training mode: training keeps what the backward"
-            " pass needs, which is not modelled"
-        )
+        advice = "training keeps what the backward pass needs, which is not modelled"
+        raise ArgumentError("module", "a module in eval mode, module.eval()", "one in training mode", advice)
     for name, m in module.named_modules():
         if hasattr(m, "_orig_mod") or m._compiled_call_impl:
-            raise ValueError(f"{name or 'module'}: {NO_COMPILER}")
+            raise ArgumentError(name or "module", "", NO_COMPILER)
     if hasattr(call, "_torchdynamo_orig_callable"):
-        raise ValueError(f"call: {NO_COMPILER}")
+        raise ArgumentError("call", "", NO_COMPILER)
 
 
 def _view(x: Any, key: Any, sets: bool = False) -> tuple[Any, list[Any]]:
@@ -232,7 +231,7 @@ def _view(x: Any, key: Any, sets: bool = False) -> tuple[Any, list[Any]]:
             x = aten.select.int(x, dim, 0)  # a number, whichever
         else:
             if isinstance(k, torch.Tensor) and k.dtype in (torch.bool, torch.uint8) and not sets:
-                raise ValueError(f"an index of bools: {NO_CONTENTS}")
+                raise ArgumentError("an index of bools", "", NO_CONTENTS)
             tensors[dim] = k if isinstance(k, torch.Tensor) else torch.tensor(k, device=x.device)
             dim += max(count, 1)
     return x, [tensors.get(i) for i in range(max(tensors) + 1)] if tensors else []
@@ -357,7 +356,7 @@ def record_by(
             except RuntimeError as error:
                 for text, reason in _REASONS.items():
                     if text in str(error):
-                        raise ValueError(f"call: {reason}") from error
+                        raise ArgumentError("call", "", reason) from error
                 raise
         del args, kwargs
         recorder.sweep()

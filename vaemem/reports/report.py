@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from vaemem import _core, plot
 from vaemem._common import ELEMENT_BYTES, distinct, grouped, mib, png, write
+from vaemem._errors import ArgumentError
 from vaemem.prediction.gpus import find_gpu
 from vaemem.reports.document import Document
 from vaemem.reports.row_statistics import case, constant, growth, pairs, parameters, percentile, ratio, span
@@ -129,7 +130,7 @@ def report(
     table, pipelines = every.filter(lambda row: row["op"] != "pipeline"), every.filter(op="pipeline")
     facts = _Facts(table)
     if not facts.rows and not len(pipelines):
-        raise ValueError(f"table: want rows with model, op, height and width, got none in {len(every)} rows")
+        raise ArgumentError("table", "rows with model, op, height and width", f"none in {len(every)} rows")
     comparable = Table(row for row in facts.held if row["dtype"])
     try:
         comparison = compare(comparable, estimators, facts.target) if len(comparable) else None

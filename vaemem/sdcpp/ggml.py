@@ -14,6 +14,8 @@ import operator
 from collections import Counter
 from collections.abc import Sequence
 
+from vaemem._errors import ArgumentError
+
 GGML_COMMIT = "a8db410a252c8c8f2d120c6f2e7133ebe032f35d"  # of 2026-01-30
 ALIGNMENTS = {"cpu": 32, "cuda": 128}  # of a tensor's place, by backend
 F16, F32, I32 = 2, 4, 4  # bytes of an element
@@ -76,7 +78,7 @@ class Node:
         if -1 in ne:
             ne = tuple(math.prod(self.ne) // -math.prod(ne) if n == -1 else n for n in ne)
         if math.prod(ne) != math.prod(self.ne) or not self.is_dense:
-            raise ValueError(f"reshape: want {math.prod(self.ne)} elements side by side, got {self.ne} as {ne}")
+            raise ArgumentError("reshape", f"{math.prod(self.ne)} elements side by side", f"{self.ne} as {ne}")
         return self._view("reshape", ne)
 
     def permute(self, *axes: int) -> Node:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from vaemem._common import choose, whole
+from vaemem._errors import ArgumentError
 from vaemem.engine.file_tensors import BLOCKS
 from vaemem.sdcpp.ggml import ALIGNMENTS, F16, F32, GGML_COMMIT, I32, Node, flash_attn_ext, mul_mat, nodes_of, reserve
 
@@ -601,18 +602,18 @@ def graph(
         height, width = whole("height", height, stride), whole("width", width, stride)
     for name, side in (("height", height), ("width", width)):
         if stride and side % stride:
-            raise ValueError(f"{name}: want a multiple of {stride} for {component}, got {side}")
+            raise ArgumentError(name, f"a multiple of {stride} for {component}", str(side))
     made = Builder(weight_type, conv_direct, flash and stride > 0, conv_scale and is_vae, backend)
     sides = tiles = [height // 8, width // 8] if stride else []
     told: Any = model
     if is_vae:
         choose("model", model, LATENT_CHANNELS)
     elif tile is not None:
-        raise ValueError(f"tile: want None for {component}, got {tile!r}; sd.cpp tiles the VAE alone")
+        raise ArgumentError("tile", f"None for {component}", repr(tile), "sd.cpp tiles the VAE alone")
     else:
         told = whole(f"tokens of {component}", padded if tokens is None else tokens)
     if component.startswith("clip") and told != padded:
-        raise ValueError(f"tokens of {component}: want {padded}, got {told}; longer prompts go through it in parts")
+        raise ArgumentError(f"tokens of {component}", str(padded), str(told), "longer prompts go through it in parts")
     if tile is not None:
         tile = int(whole("tile", tile, 4) * (ENCODE_TILE if component == "vae-encoder" else 1))
         tiles = [max(min(tile, side), 4) for side in sides]

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from vaemem._common import MIB, choose
+from vaemem._errors import ArgumentError
 from vaemem.engine.weights import told_bytes
 from vaemem.prediction.planned import Phase, Way
 from vaemem.sdcpp.graphs import COMPONENTS, DEFAULT_TILE, GGML_TYPES, SDCPP_VERSION, Graph, graph
@@ -105,7 +106,7 @@ def options_of(pipeline: str) -> dict[str, Mapping[str, object]]:
     """The program's options that each word stands for, in the order that words have in a way. A type is that of the
     denoiser and of encoders that are no CLIP."""
     if pipeline not in MODELS:
-        raise ValueError(f"pipeline: want one of {', '.join(MODELS)} with sd.cpp, got {pipeline!r}")
+        raise ArgumentError("pipeline", f"one of {', '.join(MODELS)} with sd.cpp", repr(pipeline))
     known = MODELS[pipeline]
     tensors = [TENSORS[model] for model in (known.denoiser, *known.encoders.values()) if model in TENSORS]
     types = {word: ",".join(f"{name}={kind}" for name in tensors) for word, kind in TYPES_BY_WORD.items()}
@@ -145,13 +146,13 @@ def words_of(pipeline: str, offload: Any, vae: Any = "whole") -> tuple[str, ...]
         given = {name: value for name, value in offload.items() if value is not False}
         said = [word for word, flags in options.items() if flags and flags.items() <= given.items()]
         if {name for word in said for name in options[word]} != given.keys():
-            raise ValueError(f"offload: want the settings of a way of {pipeline}, got {offload!r}")
+            raise ArgumentError("offload", f"the settings of a way of {pipeline}", repr(offload))
     else:
         said = _read("offload", offload, options, residences)
     said += _read("vae", vae, VAE_FLAGS, ("whole", *map(" ".join, PLANNED_VAES[1:])))
     for one_of in (RESIDENCES, TYPES_BY_WORD):
         if len({*said} & {*one_of}) > 1:
-            raise ValueError(f"offload: want one of {', '.join(residences)}, and one type, got {offload!r}")
+            raise ArgumentError("offload", f"one of {', '.join(residences)}, and one type", repr(offload))
     said += [] if {*said} & {*RESIDENCES} else ["no offload"]
     return tuple(word for word in options if word in said)
 

@@ -28,6 +28,7 @@ from vaemem._common import (
     whole,
     write,
 )
+from vaemem._errors import ArgumentError
 from vaemem.prediction.predict import predict as predict_vae
 from vaemem.prediction.runtimes import WAN
 from vaemem.sdcpp.graphs import LATENT_CHANNELS, SDCPP_VERSION, graph
@@ -328,10 +329,10 @@ class Comparison:
             and tile_overlap in (None, group.tile_overlap)
         ]
         if not found:
-            raise ValueError(f"no row of {model}, {op}, {dtype} that estimator {estimator!r} applies to")
+            raise ArgumentError("estimator", f"one that applies to a row of {model}, {op}, {dtype}", repr(estimator))
         if len(found) > 1:
             ways = ", ".join(f"tile={group.tile}, tile_overlap={group.tile_overlap}" for group in found)
-            raise ValueError(f"tile: want one of several ({ways}), got {tile}")
+            raise ArgumentError("tile", f"one of several ({ways})", str(tile))
         return found[0]
 
     def grid(self, rows: bool = False) -> tuple[list[str], list[list[str]]]:
@@ -449,12 +450,12 @@ def compare(table: Table, estimators: Any = None, target: str = "reserved_bytes"
     choose("target", target, BYTE_COLUMNS)
     chosen = _estimators(estimators, target)
     if not len(table):
-        raise ValueError("table: want at least one row, got none")
+        raise ArgumentError("table", "at least one row", "none")
     check_complete(table, target)
     for i, row in enumerate(table):
         if not row[target]:
-            wanted = "more than 0, which errors are shares of"
-            raise ValueError(f"row {i}: {target}: want {wanted}, got 0; filter such rows out")
+            wanted, advice = "more than 0, because errors are shares of it", "filter such rows out"
+            raise ArgumentError("table", wanted, "0", advice, f"row {i}: {target}")
     left_out = table.filter(in_tiles_untold)
     compared = tuple(
         ComparedRow(row, estimator.name, row[target], estimate, estimate / row[target] - 1)
@@ -465,7 +466,7 @@ def compare(table: Table, estimators: Any = None, target: str = "reserved_bytes"
     )
     if not compared:
         names, kinds = (", ".join(distinct(all_of)) for all_of in ([one.name for one in chosen], map(_kind, table)))
-        raise ValueError(f"estimators: want one that is about {kinds}, got {names}")
+        raise ArgumentError("estimators", f"one that is about {kinds}", str(names))
     return Comparison(target, chosen, compared, left_out)
 
 
@@ -481,7 +482,7 @@ def _estimate(estimator: Estimator, row: Row, target: str) -> float | None:
         return value[target]  # type: ignore[no-any-return]
     value = getattr(value, target.removesuffix("_bytes"), value)  # a Prediction has .allocated and .reserved
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ValueError(f"estimator {estimator.name!r}: want bytes >= 0 or None, got {value!r}")
+        raise ArgumentError(f"estimator {estimator.name!r}", "bytes >= 0 or None", repr(value))
     return value
 
 
@@ -493,25 +494,26 @@ def _estimators(given: Any, target: str) -> tuple[Estimator, ...]:
     names = [estimator.name for estimator in chosen]
     twice = {name for name in names if names.count(name) > 1}
     if twice:
-        raise ValueError(f"estimators: two are named {', '.join(sorted(twice))}; give a dict of name to estimator")
+        got = f"several named {', '.join(sorted(twice))}"
+        raise ArgumentError("estimators", "distinct names", got, "give a dict of name to estimator")
     return chosen
 
 
 def _estimator(name: str | None, given: Any, target: str) -> Estimator:
     if isinstance(given, str):
         if given not in ESTIMATORS:
-            raise ValueError(f"estimator: want one of {', '.join(ESTIMATORS)}, or a function of a row, got {given!r}")
+            raise ArgumentError("estimator", f"one of {', '.join(ESTIMATORS)}, or a function of a row", repr(given))
         given = ESTIMATORS[given]
     if isinstance(given, Estimator):
         return given if name is None else replace(given, name=name)
     if isinstance(given, FittedLine | Fit):
         if given.target != target:
-            raise ValueError(f"fit: want one of {target}, got one of {given.target}")
+            raise ArgumentError("fit", f"a fit of {target}", f"one of {given.target}")
         how = "least squares" if given.quantile is None else f"quantile {given.quantile:g}"
         found = Fit(given.target, given.quantile, listed(given, ()))
         return Estimator(name or "fit", f"a H W e + b by {how}", "vaemem.fit", functools.partial(_fitted, found))
     if not callable(given):
-        raise ValueError(f"estimator: want a name, a fit or a function of a row, got {type(given).__name__}")
+        raise ArgumentError("estimator", "a name, a fit or a function of a row", type(given).__name__)
     inner = given.func if isinstance(given, functools.partial) else given
     called = str(name or getattr(inner, "__name__", type(inner).__name__))
     if {"model", "op", "height", "width", "dtype"} <= set(inspect.signature(given).parameters):
@@ -529,7 +531,7 @@ def _fitted(formulas: Fit, row: Row) -> float | None:
 
     matching = [formula for formula in formulas if suits(formula)]
     if len(matching) > 1:
-        raise ValueError(f"fit: several formulas for one row: {', '.join(formula.name for formula in matching)}")
+        raise ArgumentError("fit", "one formula for a row", ", ".join(formula.name for formula in matching))
     return matching[0].predict(row["height"], row["width"], row["dtype"]) if matching else None
 
 

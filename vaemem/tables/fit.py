@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vaemem._common import ELEMENT_BYTES, MIB, choose, chosen, grouped, meant, mib, need, real, render, typeset
+from vaemem._errors import ArgumentError
 from vaemem.tables.table import BYTE_COLUMNS, Row, Table, as_ran, check_complete, differing, in_words
 
 KEY = ("model", "op", "phase", "dtype", "tile", "tile_overlap", "runtime", "way", "device", "batch", "tokens")
@@ -119,10 +120,10 @@ class FittedLine:
         """
         for name, pixels in (("height", height), ("width", width)):
             if not real(pixels) >= 1:
-                raise ValueError(f"{name}: want at least 1, got {pixels!r}")
+                raise ArgumentError(name, "at least 1", repr(pixels))
         dtype = self.dtype or "float32" if dtype is None else meant("dtype", dtype, ELEMENT_BYTES)
         if self.dtype not in (None, dtype):
-            raise ValueError(f"dtype: want {self.dtype}, which {self.name} was fitted to, got {dtype!r}")
+            raise ArgumentError("dtype", f"{self.dtype}, which {self.name} was fitted to", repr(dtype))
         value = self.a * (height * width * ELEMENT_BYTES[dtype]) + self.b
         if self.target == "seconds":
             return value
@@ -228,12 +229,12 @@ class Fit(Sequence[FittedLine]):
         """The one formula with the given values of `KEY`; ValueError where there is none, or several."""
         unknown = [name for name in key if name not in KEY]
         if unknown:
-            raise ValueError(f"unknown key {', '.join(unknown)}; a formula has {', '.join(KEY)}")
+            raise ArgumentError("key", f"names out of {', '.join(KEY)}", ", ".join(unknown))
         found = [f for f in self.formulas if all(getattr(f, name) == value for name, value in key.items())]
         if len(found) != 1:
             wanted = ", ".join(f"{name}={value!r}" for name, value in key.items()) or "any"
             names = ", ".join(formula.name for formula in self.formulas)
-            raise ValueError(f"formula ({wanted}): want one, got {len(found)} of {names}")
+            raise ArgumentError("key", "the key of one formula", f"{wanted}, the key of {len(found)} of {names}")
         return found[0]
 
     def predict(self, height: int, width: int, dtype: str | None = None, **key: object) -> float:
@@ -332,9 +333,9 @@ def fit(
     table = Table(table)
     choose("target", target, TARGETS)
     if quantile is not None and not 0 < real(quantile) <= 1:
-        raise ValueError(f"quantile: want a number above 0 and at most 1, or None, got {quantile!r}")
+        raise ArgumentError("quantile", "a number above 0 and at most 1, or None", repr(quantile))
     if not len(table):
-        raise ValueError("table: want at least 2 rows, got none")
+        raise ArgumentError("table", "at least 2 rows", "none")
     known = table.filter(lambda row: row[target] is not None)
     check_complete(known if len(known) else table, target)
     by = chosen("by", by, KEY)
@@ -368,7 +369,7 @@ def _fit_one(name: str, key: Row, rows: list[Row], target: str, quantile: float 
     sizes = _sizes(rows)
     if len(set(sizes)) < 2:
         only = f"{rows[0]['height']}x{rows[0]['width']} {rows[0]['dtype']}"
-        raise ValueError(f"{name}: want rows of at least 2 distinct height*width*element bytes, got only {only}")
+        raise ArgumentError(name, "rows of at least 2 distinct height*width*element bytes", f"only {only}")
     x = np.array(sizes, dtype=np.float64)
     y = np.array([row[target] for row in rows], dtype=np.float64)
     a, b = _least_squares(x, y) if quantile is None else _quantile_line(x, y, quantile)
@@ -410,7 +411,7 @@ def _quantile_line(x: np.ndarray, y: np.ndarray, quantile: float) -> tuple[float
     bounds = [(None, None)] * 2 + [(0, None if quantile < 1 else 0)] * n + [(0, None)] * n
     found = optimize.linprog(cost, A_eq=equal, b_eq=y / y_scale, bounds=bounds, method="highs-ds")
     if found.status != 0:
-        raise ValueError(f"quantile: no line was found ({found.message})")
+        raise ArgumentError("quantile", "", f"no line was found ({found.message})")
     a, b = float(found.x[0]) * y_scale / x_scale, float(found.x[1]) * y_scale
     # What rounding left above the line is taken into b, so that quantile 1 is a bound.
     return a, b + max(0.0, float((y - (a * x + b)).max())) if quantile == 1 else b

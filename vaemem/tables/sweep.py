@@ -16,6 +16,7 @@ import numpy as np
 from vaemem import _core
 from vaemem._arguments import shared
 from vaemem._common import DTYPES, OPS, TILED_OPS, __version__, choose, chosen, listed, meant, whole
+from vaemem._errors import ArgumentError
 from vaemem._types import Dtype, Op, Precision, TiledOp
 from vaemem.engine.arguments import BAR, Progress, polling
 from vaemem.engine.arrays import ends_of
@@ -183,7 +184,7 @@ def predict_sweep(
     taken = {case.op: _predictor(case.op)[1] for case in cases}
     for name in (*lists, *others):
         if not any(name in names for names in taken.values()):
-            raise ValueError(f"{name}: want an op that takes it, got {', '.join(taken)}")
+            raise ArgumentError(name, "an op that takes it", ", ".join(taken))
     questions = [
         (case, dict(zip(names, values, strict=True)))
         for case in cases
@@ -250,7 +251,7 @@ def _table(rows: Iterator[Row]) -> Table:
 def _several(argument: str, values: Any, single: type | tuple[type, ...] = str) -> list[Any]:
     """List one value or several; ValueError if there is none."""
     if not (found := listed(values, single)):
-        raise ValueError(f"{argument}: want at least one, got none")
+        raise ArgumentError(argument, "at least one", "none")
     return found
 
 
@@ -379,7 +380,7 @@ def _configs(models: Sequence[Any], ops: Container[str]) -> list[Any]:
     configs = []
     for model in models:
         if not isinstance(model, str | os.PathLike | Mapping | VAE):
-            raise ValueError(f"models: want {', '.join(_core.models())}, a config or a VAE, got {model!r}")
+            raise ArgumentError("models", f"{', '.join(_core.models())}, a config or a VAE", repr(model))
         configs.append(model.arch if isinstance(model, VAE) else model)
         architecture(configs[-1])  # raises before the first prediction
     return configs
@@ -393,7 +394,9 @@ def _models(models: Any, dtypes: str | Sequence[str]) -> list[tuple[str | VAE, s
         if isinstance(model, VAE):
             for other in types:
                 if other != model.dtype and types != ["float32"]:
-                    raise ValueError(f"dtypes: the VAE on {model.device} computes in {model.dtype}, got {other!r}")
+                    raise ArgumentError(
+                        "dtypes", f"{model.dtype}, in which the VAE on {model.device} computes", repr(other)
+                    )
             pairs.append((model, model.dtype))
         else:
             pairs += [(named_model("models", model, "a VAE"), dtype) for dtype in types]
@@ -404,7 +407,7 @@ def _vae(model: str | VAE, device: str, dtype: Any, precision: Any) -> VAE:
     if isinstance(model, str):
         return VAE.random(model, device=device, dtype=dtype, precision=precision)
     if precision not in ("highest", model.precision):
-        raise ValueError(f"precision: the VAE on {model.device} computes in {model.precision}, got {precision!r}")
+        raise ArgumentError("precision", f"{model.precision}, as the VAE on {model.device} computes", repr(precision))
     return model
 
 
@@ -414,8 +417,8 @@ def image_sizes(sizes: Any) -> list[tuple[int, int]]:
     for size in listed(sizes, int):
         pair = size if isinstance(size, tuple | list) else (size, size)
         if len(pair) != 2 or not all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in pair):
-            raise ValueError(f"sizes: want a whole number or (height, width), got {size!r}")
+            raise ArgumentError("sizes", "a whole number or (height, width)", repr(size))
         if min(pair) < 1:
-            raise ValueError(f"sizes: want at least 1 pixel a side, got {size!r}")
+            raise ArgumentError("sizes", "at least 1 pixel a side", repr(size))
         pairs.append((int(pair[0]), int(pair[1])))
     return pairs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import html
 import io
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, overload
 
 from vaemem._common import MIB, OPS, TILED_OPS, as_csv, choose, grouped, html_table, mib, need, render, shipped, write
+from vaemem._errors import ArgumentError, ArgumentTypeError, FileError, inside
 from vaemem.prediction.benchmark import BENCHMARK_TILE
 
 if TYPE_CHECKING:
@@ -89,29 +89,29 @@ def _value(name: str, value: Any) -> object:
         return None
     if kind == "text":
         if not isinstance(value, str) or not value.isprintable():
-            raise ValueError(f"{name}: want printable text on one line, got {repr(value)[:80]}")
+            raise ArgumentError(name, "printable text on one line", repr(value)[:80])
         if name == "source":
             choose(name, value[:80], SOURCES)
         return str(value)
     if isinstance(value, bool | str):
-        raise ValueError(f"{name}: want a number, got {repr(value)[:80]}")
+        raise ArgumentError(name, "a number", repr(value)[:80])
     try:
         # A whole float is taken for an integer: data frames turn integers into floats when a value is missing.
         is_float = kind in _FLOATS or (isinstance(value, float) and value.is_integer())
         number = float(value) if is_float else operator.index(value)
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{name}: want a {_noun(kind)}, got {_REPR.repr(value)}") from None
+        raise ArgumentError(name, f"a {_noun(kind)}", _REPR.repr(value)) from None
     if kind in _FLOATS:
         if not 0 <= number < math.inf:
-            raise ValueError(f"{name}: want a finite number >= 0, got {value!r}")
+            raise ArgumentError(name, "a finite number >= 0", repr(value))
         if name == "tile_overlap" and number >= 1:
-            raise ValueError(f"{name}: want a number from 0 to less than 1, got {value!r}")
+            raise ArgumentError(name, "a number from 0 to less than 1", repr(value))
         return number
     whole, least = int(number), 1 if kind == "count" else 0
     if whole.bit_length() > 63:
-        raise ValueError(f"{name}: want less than 2^63, got a number of {whole.bit_length()} bits")
+        raise ArgumentError(name, "less than 2^63", f"a number of {whole.bit_length()} bits")
     if whole < least:
-        raise ValueError(f"{name}: want at least {least}, got {whole}")
+        raise ArgumentError(name, f"at least {least}", str(whole))
     return whole
 
 
@@ -122,7 +122,7 @@ def _noun(kind: str) -> str:
 def _row(values: Mapping[str, object]) -> Row:
     unknown = [repr(name)[:80] for name in values if name not in _KIND]
     if unknown:
-        raise ValueError(f"unknown column {', '.join(unknown[:5])}; the table has {', '.join(COLUMNS)}")
+        raise ArgumentError("", f"columns out of {', '.join(COLUMNS)}", ", ".join(unknown[:5]))
     return {name: _value(name, values.get(name)) for name in COLUMNS}
 
 
@@ -136,7 +136,7 @@ def _parse(name: str, text: str) -> tuple[str, object]:
         number = float(text) if kind in _FLOATS else int(text)
         return column, round(number * MIB) if is_mib else number
     except (ValueError, OverflowError):
-        raise ValueError(f"{name}: want a {_noun(kind)}, got {text[:80]!r}") from None
+        raise ArgumentError(name, f"a {_noun(kind)}", repr(text[:80])) from None
 
 
 def in_tiles(row: Mapping[str, Any]) -> bool:
@@ -200,13 +200,7 @@ def _with_benchmark_tiles(rows: Sequence[Row]) -> None:
             row.update(_BENCHMARK_TILES)
 
 
-@contextlib.contextmanager
-def _said_of(what: str) -> Iterator[None]:
-    """What is found wrong is said with the file, line or row that it is about."""
-    try:
-        yield
-    except (ValueError, csv.Error, RecursionError) as error:
-        raise ValueError(f"{what}: {error}") from None
+_UNREADABLE = (ValueError, csv.Error, RecursionError)
 
 
 class Table(Sequence[Row]):
@@ -244,14 +238,14 @@ class Table(Sequence[Row]):
     def __init__(self, rows: Iterable[Mapping[str, object]] | pandas.DataFrame = ()) -> None:
         self._rows: list[Row] = []
         if not isinstance(rows, Iterable):
-            raise ValueError(f"rows: want mappings of column to value, got {type(rows).__name__}")
+            raise ArgumentError("rows", "mappings of column to value", type(rows).__name__)
         given: Any = rows
         if hasattr(rows, "iterrows"):  # a data frame; pandas is not imported for the question
             given = given.astype(object).where(given.notna(), None).to_dict(orient="records")
         for i, row in enumerate(given):
-            with _said_of(f"row {i}"):
+            with inside("rows", f"row {i}", caught=_UNREADABLE):
                 if not isinstance(row, Mapping):
-                    raise ValueError(f"want a mapping of column to value, got {type(row).__name__}")
+                    raise ArgumentError("", "a mapping of column to value", type(row).__name__)
                 self._rows.append(_row(row))
 
     # ---- a sequence of rows ----
@@ -267,8 +261,9 @@ class Table(Sequence[Row]):
         if isinstance(index, slice):
             return Table(self._rows[index])
         if isinstance(index, str):
-            wanted = f"[row[{index!r}] for row in table] is a column"
-            raise TypeError(f"index: want a row's number or a slice, got {index!r}: {wanted}")
+            raise ArgumentTypeError(
+                "index", "a row's number or a slice", repr(index), f"[row[{index!r}] for row in table] is a column"
+            )
         return dict(self._rows[index])
 
     def __iter__(self) -> Iterator[Row]:
@@ -307,7 +302,7 @@ class Table(Sequence[Row]):
         """
         unknown = [name for name in equals if name not in _KIND]
         if unknown:
-            raise ValueError(f"unknown column {', '.join(unknown)}; the table has {', '.join(COLUMNS)}")
+            raise ArgumentError("equals", f"columns out of {', '.join(COLUMNS)}", ", ".join(unknown))
         wanted = {k: v if isinstance(v, list | tuple | set | frozenset) else (v,) for k, v in equals.items()}
         return Table(
             row
@@ -362,22 +357,22 @@ class Table(Sequence[Row]):
         True
         """
         text, name = _read(file)
-        with _said_of(name):
+        with inside("file", path=name, caught=_UNREADABLE):
             reader = csv.DictReader(io.StringIO(text), strict=True)
             header = list(reader.fieldnames or [])
             is_benchmark = any(column in header for column in _BENCHMARK_COLUMNS)
             known = (*COLUMNS, *_BENCHMARK_COLUMNS) if is_benchmark else COLUMNS
             unknown = [repr(column[:80]) for column in header if column not in known]
             if not header or unknown:
-                got = f"unknown column {', '.join(unknown[:5])}" if unknown else "no header line"
-                raise ValueError(f"{got}; want some of {', '.join(known)}")
+                got = f"{', '.join(unknown[:5])}" if unknown else "no header line"
+                raise ArgumentError("", f"columns out of {', '.join(known)}", got)
             if len(set(header)) != len(header):
-                raise ValueError("a column comes twice")
+                raise ArgumentError("", "each column once", "one twice")
             rows = []
             for fields in reader:
-                with _said_of(f"line {reader.line_num}"):
+                with inside("", f"line {reader.line_num}", caught=_UNREADABLE):
                     if None in fields or None in fields.values():
-                        raise ValueError(f"want {len(header)} fields, as in the header")
+                        raise ArgumentError("", f"{len(header)} fields, as in the header", "another number")
                     if is_benchmark:
                         choose("model", fields.get("model"), _BENCHMARK_MODELS)
                     values = dict(itertools.starmap(_parse, fields.items()))
@@ -410,10 +405,10 @@ class Table(Sequence[Row]):
         True
         """
         text, name = _read(file)
-        with _said_of(name):
+        with inside("file", path=name, caught=_UNREADABLE):
             rows = json.loads(text)
             if not isinstance(rows, list):
-                raise ValueError(f"want a list of rows, got {type(rows).__name__}")
+                raise ArgumentError("", "a list of rows", type(rows).__name__)
             return cls(rows)
 
     def to_markdown(self) -> str:
@@ -457,7 +452,7 @@ class Table(Sequence[Row]):
         True
         """
         if not hasattr(frame, "iterrows"):
-            raise ValueError(f"frame: want a pandas.DataFrame, got {type(frame).__name__}")
+            raise ArgumentError("frame", "a pandas.DataFrame", type(frame).__name__)
         return cls(frame)
 
     # ---- for people ----
@@ -527,7 +522,7 @@ def check_complete(table: Table, target: str) -> None:
     for i, row in enumerate(table):
         lacking = [name for name in ("model", "op", "height", "width", "dtype", target) if row[name] is None]
         if lacking:
-            raise ValueError(f"row {i}: has no {', '.join(lacking)}; filter such rows out")
+            raise ArgumentError("table", ", ".join(lacking), "none", "filter such rows out", f"row {i}")
 
 
 def _band(name: str, row: Mapping[str, Any]) -> str:
@@ -556,9 +551,9 @@ def _read(file: str | os.PathLike[str] | IO[Any]) -> tuple[str, str]:
     elif hasattr(file, "read"):
         content, name = file.read(), str(getattr(file, "name", "the text"))
     else:
-        raise ValueError(f"file: want a path or an open file, got {type(file).__name__}")
+        raise ArgumentError("file", "a path or an open file", type(file).__name__)
     try:
         text = content if isinstance(content, str) else str(content, "utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{name}: want UTF-8 text ({error})") from None
+        raise FileError("file", "UTF-8 text", "other bytes", str(error), path=name) from None
     return text.removeprefix("\ufeff"), name
