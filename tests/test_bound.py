@@ -150,7 +150,7 @@ def test_no_prediction_in_tiles_of_comfyui_lies_above(model):
 
 
 def test_flux2_in_comfyui_wants_whole_16_pixels():
-    with pytest.raises(ValueError, match="sides: expected one of a multiple of 16 for flux2, which takes no other"):
+    with pytest.raises(ValueError, match="sides: expected multiples of 16 for flux2, got others"):
         bound("comfyui", "flux2", "float16", torch_version=TORCH, sides=[1000])
 
 
@@ -229,7 +229,7 @@ def test_what_cannot_be_asked(asked, named):
     (-1, 1000, None, "height: expected a whole number of at least 1, got -1"),
     (512, math.nan, None, "width: expected a whole number of at least 1, got nan"),
     (512, 512, 0, "tile: expected a whole number of at least 1, got 0"),
-    (512, 512, None, "tile: expected it with encode_tiled and decode_tiled alone, got None with decode_tiled"),
+    (512, 512, None, "tile: expected a side with the tiled ops and None with others, got None"),
 ])  # fmt: skip
 def test_sizes_that_no_image_has_are_refused(height, width, tile, named):
     line = BoundLine("vae", "decode_tiled", "float16", law={"HW": 1, "cut": 2, "": 3})

@@ -47,7 +47,7 @@ def test_the_answer_comes_first_and_is_what_predict_says(report):
     assert first.startswith("# Does it fit?")
     for card in _demo.CARDS:
         line = cells(first, card)
-        asked = [predict("sdxl", "decode", side, side, "float16", gpu=card) for side in _demo.ASKED]
+        asked = [predict("sdxl", "decode", side, side, "float16", gpu=card) for side in _demo.IMAGE_SIDES]
         assert line[2:-1] == [f"{MARKS[p.verdict]} {p.verdict}" for p in asked]
         assert line[-1] == "x".join(map(str, predict_largest("sdxl", "decode", "float16", gpu=card)))
 
@@ -108,7 +108,7 @@ def test_weights_of_ones_own_and_no_pytorch(tmp_path, capsys, monkeypatch):
     (tmp_path / "ae.safetensors").unlink()
     text = page.read_text("utf-8")
     assert "Not measured: vaemem.pytorch needs torch: pip install 'vaemem[pytorch]'" in text
-    assert "weights are those that were given" in text and "made by hand, nothing is trained" not in text
+    assert "The weights are yours." in text and "made by hand, without training" not in text
     assert np.load(tmp_path / "out" / "latents.npy").shape == (1, 16, 8, 8)
     assert not (tmp_path / "out" / "weights").exists()
     assert main(["demo", "--out", str(tmp_path / "out"), "--weights", str(tmp_path / "none")]) == 2

@@ -558,9 +558,7 @@ def test_from_pretrained(tmp_path):
     said = json.loads((tmp_path / "saved/config.json").read_text())
     for text, upcast in ((json.dumps(said | {"force_upcast": False}), False), ("{}", True)):
         (tmp_path / "saved/config.json").write_text(text)
-        with (
-            contextlib.nullcontext() if not upcast else pytest.warns(UserWarning, match="the config in the weights is")
-        ):
+        with contextlib.nullcontext() if not upcast else pytest.warns(UserWarning, match="the config in the weights"):
             ours = AutoencoderKL.from_pretrained(tmp_path / "saved")
         assert ours.config.scaling_factor == 0.3611 and ours.config.force_upcast is upcast
     # what only diffusers reads

@@ -113,10 +113,10 @@ def test_as_many_tiles_as_it_makes():
 def test_flops_are_those_of_the_layers():
     """By hand: a linear layer, a convolution, attention, 35 layers of Qwen3, and what in a VAE grows by the square."""
     runner = Builder()
-    assert runner.taken(runner.linear(runner.input(64, 10), 32)).flops == 2 * 64 * 32 * 10
+    assert runner.measure(runner.linear(runner.input(64, 10), 32)).flops == 2 * 64 * 32 * 10
     for flag in (False, True):
         runner = Builder(conv_direct=flag)
-        assert runner.taken(runner.conv(runner.input(8, 6, 16), 32, stride=2)).flops == 2 * 9 * 16 * 32 * 4 * 3
+        assert runner.measure(runner.conv(runner.input(8, 6, 16), 32, stride=2)).flops == 2 * 9 * 16 * 32 * 4 * 3
     heads = Node("", (64, 10, 2))
     for scores in (mul_mat(heads, heads), flash_attn_ext(heads, heads, heads)):
         assert scores.flops == 2 * 64 * 10 * 10 * 2 * (1 if scores.op == "mul_mat" else 2)

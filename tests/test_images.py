@@ -38,7 +38,7 @@ def test_other_modes_become_rgb(mode):
     vae, image = small_vae(), picture(mode=mode)
     assert same(vae.encode(image), vae.encode(np.asarray(image.convert("RGB"))[None]))
     vae.encode(image)
-    assert vae.last_run.notes == (("the image's alpha was left out",) if "A" in mode else ())
+    assert vae.last_run.notes == (("the image's alpha was dropped",) if "A" in mode else ())
 
 
 def test_what_an_image_loses_is_noted(tmp_path):
@@ -47,7 +47,7 @@ def test_what_an_image_loses_is_noted(tmp_path):
     frames[0].save(tmp_path / "a.tiff", save_all=True, append_images=frames[1:])
     assert same(vae.encode(tmp_path / "a.tiff"), vae.encode(frames[0]))
     vae.encode(tmp_path / "a.tiff")
-    assert vae.last_run.notes == ("of the image's 3 frames only number 1 was taken",)
+    assert vae.last_run.notes == ("used only frame 1 of the image's 3",)
     with Image.open(tmp_path / "a.tiff") as several:
         several.seek(2)
         assert same(vae.encode(several), vae.encode(frames[2]))
@@ -58,11 +58,11 @@ def test_what_an_image_loses_is_noted(tmp_path):
     assert grey[0, :4].tolist() == [0, 0, 1, 255]
     for given in (tmp_path / "grey.png", Image.fromarray(deep)):
         encoded = vae.encode(given)
-        assert vae.last_run.notes == ("the image's 16 bits a channel became 8",)
+        assert vae.last_run.notes == ("the image's 16 bits a channel were reduced to 8",)
         assert same(encoded, vae.encode(np.stack([grey] * 3, axis=-1)[None]))
     (tmp_path / "colour.png").write_bytes(png16(colours := np.stack([deep, deep[::-1], deep[:, ::-1]], axis=-1)))
     encoded = vae.encode(tmp_path / "colour.png")
-    assert vae.last_run.notes == ("the image's 16 bits a channel became 8",)
+    assert vae.last_run.notes == ("the image's 16 bits a channel were reduced to 8",)
     assert same(encoded, vae.encode((colours >> 8).astype(np.uint8)[None])), "Pillow's own"
 
 

@@ -343,7 +343,7 @@ def test_a_workspace_is_what_was_requested_besides_the_output(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats.pop(0))
     conv = measuring.Conv("float32", 2, 3, 16, 24, 32, 3)
     with torch.inference_mode():
-        assert measuring._workspace(conv, torch.device("cpu")) == 4096
+        assert measuring._measure_workspace(conv, torch.device("cpu")) == 4096
     assert log == ["synchronize", "reset", "synchronize"] * 2 and not stats
 
 
@@ -357,13 +357,13 @@ def log(monkeypatch):
 
 
 def test_a_snapshot_is_of_all_that_happened(log):
-    with measuring._history("s.pickle"):
+    with measuring._record_history("s.pickle"):
         log.append("runs")
     assert log == ["all", "runs", "s.pickle", None]
 
 
 def test_recording_ends_where_a_run_fails(log):
-    with pytest.raises(MemoryError), measuring._history("s.pickle"):
+    with pytest.raises(MemoryError), measuring._record_history("s.pickle"):
         raise MemoryError
     assert log == ["all", None]
 

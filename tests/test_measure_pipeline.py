@@ -143,7 +143,7 @@ def test_a_prompt_that_is_not_encoded_is_not_predicted(monkeypatch):
     """SDXL's negative prompt is zeros where none is given."""
     measured = on_a_card(monkeypatch, built("sdxl"), "sdxl", "RTX 4090", 256, steps=1, output_type="latent")
     assert list(measured.predicted) == ["load", "denoise", "decode"]
-    assert "Nothing is predicted of encode prompt without a negative_prompt" in measured.notes[0]
+    assert "Encode prompt is not predicted without a negative_prompt" in measured.notes[0]
 
 
 REFUSED = [
@@ -182,7 +182,7 @@ def test_what_is_not_known_is_not_predicted(monkeypatch, number):
     monkeypatch.setattr(measuring_pipelines, "Software", lambda **_: Software())
     asked = {"height": 512, "width": 512, "batch": 1, "steps": 2, "offload": call.pop("offload", "none"), "vae": vae}
     seen = measuring_pipelines.Seen(2, 4 * 64 * 64, 77)
-    look = functools.partial(measuring_pipelines._predicted, pipe, seen, call, torch.device("cuda", 0), 0, asked)
+    look = functools.partial(measuring_pipelines._predict_phases, pipe, seen, call, torch.device("cuda", 0), 0, asked)
     if not said:
         phases, _ = look()
         assert phases["decode"] == predict_pipeline("sd15", 512, 512, gpu="T4", steps=2).phases[-1]._replace()

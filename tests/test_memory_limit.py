@@ -20,7 +20,7 @@ from engine import config, images, latents, run_core, small_vae
 import vaemem
 from vaemem import _core
 from vaemem.__main__ import main
-from vaemem.engine.limits import Plans, available_memory, linux_memory, parse_size, resolve, taken
+from vaemem.engine.limits import Plans, available_memory, linux_memory, needed_bytes, parse_size, resolve
 
 CASES = int(os.environ.get("VAEMEM_LIMIT_CASES", "150"))
 MIB, GIB = 2**20, 2**30
@@ -254,8 +254,8 @@ def test_weights_are_made_anew_where_a_limit_is_tight(op, dtype, backend):
     whole, *limited = Plans(vae._core, {"op": op, "height": 128, "width": 160, **how}).curve()
     once, *flops = (sum(step["flops"] for step in record["steps"]) for record in (whole, *limited))
     anew = [record for record, all in zip(limited, flops, strict=True) if record["work"] > 1.01 * all / once]
-    assert anew and taken(anew[-1]) - vae.reserved_bytes < 0.8 * (taken(whole) - vae.reserved_bytes)
-    got, ran = run_core(vae._core, op, data, memory_limit=taken(anew[-1]), check=True, **how)
+    assert anew and needed_bytes(anew[-1]) - vae.reserved_bytes < 0.8 * (needed_bytes(whole) - vae.reserved_bytes)
+    got, ran = run_core(vae._core, op, data, memory_limit=needed_bytes(anew[-1]), check=True, **how)
     assert ran["work"] == anew[-1]["work"] and np.array_equal(got, want)
 
 
@@ -356,7 +356,7 @@ def test_where_there_is_one_plan_of_a_size():
             return {"peak": peak, "reserved": size, "work": 1.0}
 
     plans = Plans(Core(), dict(op="decode", height=8, width=8))
-    assert taken(plans.within(0)) == taken(plans.within(1064)) == plans.smallest()[0] == 1064
+    assert needed_bytes(plans.within(0)) == needed_bytes(plans.within(1064)) == plans.smallest()[0] == 1064
     assert len(plans.curve()) == 1 and plans.smaller(plans.within(0)) is None
     assert plans.largest(1000 + 40 * 40) == plans.largest(1000 + 43 * 43) == (40, 40)
     assert plans.largest(2**62) == (2**16, 2**16), "where no limit binds, the largest that is looked for"

@@ -12,7 +12,7 @@ from vaemem import _core, explain
 from vaemem.__main__ import main
 from vaemem._common import shipped
 from vaemem.out_of_memory.parts import A_VAE, ATTENTIONS
-from vaemem.out_of_memory.sizes import rank_of, sizes_of
+from vaemem.out_of_memory.sizes import list_sizes, rank_of
 from vaemem.prediction.runtimes import architecture
 from vaemem.sdcpp.graphs import graph
 
@@ -100,7 +100,7 @@ def test_nothing_need_be_told(model, op, height, width, gpu, used):
 @pytest.mark.parametrize("rank", range(5))
 def test_sizes_are_solved_for(rank):
     low, high = 7.0e6, 7.2e6
-    found = list(sizes_of(rank, [(low, high)]))
+    found = list(list_sizes(rank, [(low, high)]))
     assert len({*found}) == len(found) and all(rank_of(one) == rank for one in found)
     assert all(low <= h * w <= high and h <= w and not (h % 8 or w % 8) for h, w in found)
     assert ((2488, 2864) in found) == (rank == 4) and ((2624, 2688) in found) == (rank == 2)
@@ -235,7 +235,7 @@ FRAMES = {
 def test_no_vae_is_named_where_the_traceback_goes_past_it(part, wanted):
     e = explain(FRAMES[part] + FULL.format(wanted))
     assert not e.matches and e.prediction is None and not e.is_told
-    assert any("no VAE's run was looked for" in note for note in e.notes)
+    assert any("VAE runs were not searched" in note for note in e.notes)
     assert any("are not." in note for note in e.notes), "what was not examined is said"
 
 
@@ -294,15 +294,15 @@ def test_directml_names_the_tensors_bytes():
     ("text", "said"),
     [
         (SPILLED, "Windows' driver had already spilled"),
-        (SMALL, "stands for any tensor of less than 10 MiB"),
+        (SMALL, "may be for any tensor of less than 10 MiB"),
         ("torch.OutOfMemoryError: Allocation on device ", "The message has no figures"),
         ("RuntimeError: CUDA error: out of memory", "The message has no figures"),
         (
             "RuntimeError: [enforce fail at alloc_cpu.cpp:72] data. DefaultCPUAllocator: not enough memory: you tried "
             "to allocate 4294967296 bytes.",
-            "It was the host's memory that ran out, not the card's: 4096 MiB",
+            "Host memory ran out, not the card's: 4096 MiB",
         ),
-        ("CUDA out of memory. Tried to allocate 9.99 GiB (GPU 0; 24.00 GiB total capacity)", "Examined are"),
+        ("CUDA out of memory. Tried to allocate 9.99 GiB (GPU 0; 24.00 GiB total capacity)", "Searched: "),
     ],
 )
 def test_what_a_message_does_not_tell_is_said(text, said):

@@ -359,14 +359,14 @@ def test_weights_are_moved_in_the_modules_order(runtime, arch):
     from torch_ldm import ldm_vae
     from torch_vaes import diffusers_vae
 
-    from vaemem.pytorch.recording import _in_order_of_to
+    from vaemem.pytorch.recording import _walk_like_to
 
     make = diffusers_vae if runtime == "diffusers" else functools.partial(ldm_vae, runtime=runtime)
     vae = make(arch, dtype=torch.float16)
     own = {torch.int64: "int64"}
     named = [
         (name.removeprefix("first_stage_model."), tuple(t.shape), own.get(t.dtype, "run"))
-        for name, t in _in_order_of_to(vae)
+        for name, t in _walk_like_to(vae)
     ]
     assert _core.Trace.parameters(arch, runtime) == named
 

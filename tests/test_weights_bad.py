@@ -335,7 +335,7 @@ def test_the_config_in_the_weights_decides(tmp_path):
         (None, ".*: expected a config.json, got none"),
     ):
         (tmp_path / "config.json").unlink() if text is None else (tmp_path / "config.json").write_text(text)
-        with pytest.warns(UserWarning, match=rf"config\.json: {said}.*the config in the weights is taken") as seen:
+        with pytest.warns(UserWarning, match=rf"config\.json: {said}.*using the config in the weights") as seen:
             vae = VAE.load(tmp_path)
         assert seen[0].filename == __file__
         assert (vae.arch["scaling_factor"], vae.arch["norm_num_groups"], vae.sample_size) == (0.5, 32, 64)

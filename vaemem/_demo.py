@@ -1,4 +1,4 @@
-"""`python -m vaemem demo`: what vaemem is for, on a picture, as a page to read: out/index.html."""
+"""`python -m vaemem demo`: show what vaemem does, on a picture, as a page to read: out/index.html."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ from vaemem.tables.sweep import estimate_sweep, measure_sweep, tradeoff
 from vaemem.tables.table import Table, seed_table
 
 CARDS = ("RTX 3050 Laptop", "RTX 2060", "RTX 4060", "RTX 3060", "RTX 4090")
-ASKED = (1024, 1536, 2048, 3072)  # of the images that are asked about
+IMAGE_SIDES = (1024, 1536, 2048, 3072)  # of the images to predict
 SWEEP, SWEEP_SIZES = ("sdxl", "flux"), (64, 96, 128)
-SIDE, SLOW_SIDE = 384, 256  # of the picture; with SSE2 and on the plain C kernels, which are several times slower
+SIDE, SLOW_SIDE = 384, 256  # of the picture; the second for SSE2 and plain C kernels, which are several times slower
 
 
 def make_demo(out: str | os.PathLike[str] = "out", weights: str | os.PathLike[str] | None = None) -> Path:
-    """Predict, encode and decode a picture whole, under a limit and in tiles, compare, sweep, fit: a page of results.
+    """Predict; encode and decode a picture whole, under a limit and in tiles; compare, sweep and fit; write a page.
 
-    Weights are as `VAE.load` takes them; without them some are made by hand in SDXL's layout (vaemem/_handmade.py says
-    how), which takes 0.4 GB. The folder is made if needed, and files of an earlier demo are overwritten. Gives the
-    page's path, ``out/index.html``; ``out/report.md`` says the same.
+    weights: as for `VAE.load`. By default the demo makes weights by hand in SDXL's layout (see vaemem/_handmade.py),
+    which need 0.4 GB. The folder is created if needed, and files of an earlier demo are overwritten. Return the page's
+    path, ``out/index.html``; ``out/report.md`` has the same contents.
     """
+    need("PIL.Image", "the demo", "matplotlib.figure", "tqdm.auto")  # fail now, not after minutes of work
     need("PIL.Image", "the demo", "matplotlib.figure", "tqdm.auto")  # now, not after minutes of work
     started, folder = time.perf_counter(), Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    if made_by_hand := weights is None:
+    if is_handmade := weights is None:
         weights = folder / "weights"
         _say(f"make weights by hand, in SDXL's layout: {weights}")
         handmade("sdxl").save(weights)
@@ -53,12 +54,12 @@ def make_demo(out: str | os.PathLike[str] = "out", weights: str | os.PathLike[st
     _cards(document, vae)
     is_slow = next(row["name"] for row in backends() if row["chosen"]) in ("sse", "ref")
     image = picture(SLOW_SIDE if is_slow else SIDE)
-    latents, whole = _round_trip(document, vae, image, made_by_hand)
+    latents, whole = _round_trip(document, vae, image, is_handmade)
     ours = _less_memory(document, vae, latents, whole)
     write(folder / "latents.npy", saved(np.save, latents))
     both = need("PIL.Image", "the demo").fromarray(np.hstack([image, _bytes(whole)]))
     write(folder / "there_and_back.png", saved(both.save, format="PNG"))
-    _beside_pytorch(document, ours)
+    _compare_pytorch(document, ours)
     _predictions(document)
     _sweep(document, folder)
     seconds = time.perf_counter() - started
@@ -75,33 +76,34 @@ def make_demo(out: str | os.PathLike[str] = "out", weights: str | os.PathLike[st
 
 
 def _cards(document: Document, vae: VAE) -> None:
-    """The answer: PyTorch on cards, the engine here."""
+    """Show the answers for PyTorch on cards, and for the engine here."""
     _say(f"predict SDXL's decode in PyTorch on {', '.join(CARDS)}")
     lines = []
     for card in CARDS:
-        asked = [predict("sdxl", "decode", side, side, "float16", gpu=card) for side in ASKED]
+        predictions = [predict("sdxl", "decode", side, side, "float16", gpu=card) for side in IMAGE_SIDES]
         height, width = predict_largest("sdxl", "decode", "float16", gpu=card)
-        verdicts = (f"{MARKS[p.verdict]} {p.verdict}" for p in asked)
-        lines.append([card, _gib(asked[0].available), *verdicts, f"{height}x{width}"])
+        verdicts = (f"{MARKS[p.verdict]} {p.verdict}" for p in predictions)
+        lines.append([card, _gib(predictions[0].available), *verdicts, f"{height}x{width}"])
     document.text(
         "SDXL's VAE decodes an image in PyTorch: diffusers, float16, nothing else on the card. Predicted, with no GPU "
         "and no PyTorch:"
     )
-    sizes = [f"{side}x{side}" for side in ASKED]
+    sizes = [f"{side}x{side}" for side in IMAGE_SIDES]
     document.table(["card", "GiB to use", *sizes, "largest square"], lines)
-    document.text("≈ tight: the prediction fits, but its upper bound does not, or PyTorch has to free its cache first.")
-    usual = ["with room to spare", *(_gib(p.peak_reserved) for p in asked)]
-    least = ["at least: PyTorch frees its cache when short", *(_gib(p.least_reserved) for p in asked)]
-    document.table([f"GiB that it takes on {CARDS[-1]}", *sizes], [usual, least])
-    run, smallest = vae.estimate("decode", ASKED[0], ASKED[0]), vae.smallest("decode", ASKED[0], ASKED[0])
+    document.text("≈ tight: the prediction fits, but its upper bound does not, or PyTorch must free its cache first.")
+    usual = ["with room to spare", *(_gib(p.peak_reserved) for p in predictions)]
+    least = ["at least, if PyTorch frees its cache when short", *(_gib(p.least_reserved) for p in predictions)]
+    document.table([f"GiB on {CARDS[-1]}", *sizes], [usual, least])
+    size = IMAGE_SIDES[0], IMAGE_SIDES[0]
+    run, smallest = vae.estimate("decode", *size), vae.smallest("decode", *size)
     document.text(
-        f"vaemem's own decode of {sizes[0]} on this CPU, in float32, takes {mib(run.peak_bytes)} MiB with the weights; "
-        f"{mib(smallest)} are enough for the same bits, with more work."
+        f"vaemem's own decode of {sizes[0]} on this CPU, in float32, needs {mib(run.peak_bytes)} MiB with the weights; "
+        f"{mib(smallest)} MiB are enough for the same bits, with more work."
     )
 
 
-def _round_trip(document: Document, vae: VAE, image: np.ndarray, made_by_hand: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The picture's latents, and what they decode to, in floats."""
+def _round_trip(document: Document, vae: VAE, image: np.ndarray, is_handmade: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Encode and decode the picture; return the latents and the decoded floats."""
     size = f"{image.shape[0]}x{image.shape[1]}"
     _say(f"encode and decode a picture of {size}")
     latents = vae.encode(image[None], progress=True).mode()
@@ -109,28 +111,28 @@ def _round_trip(document: Document, vae: VAE, image: np.ndarray, made_by_hand: b
     whole = vae.decode(latents, progress=True)[0]
     document.heading("A picture, there and back")
     document.text(
-        "**The weights are made by hand, nothing is trained.** They fill SDXL's whole layout and carry eight colours, "
-        "a shade and shapes of some size through every pass that trained weights take; memory and time do not depend "
-        "on what weights say. `vaemem/_handmade.py` tells how they do it, `--weights FILE` takes real ones."
-        if made_by_hand
-        else "The weights are those that were given. The picture was drawn for others, made by hand, that vaemem has."
+        "**The weights are made by hand, without training.** They fill SDXL's whole layout and carry eight colours, a "
+        "shade and shapes of some size through every pass that trained weights go through. Memory and time do not "
+        "depend on the numbers. `vaemem/_handmade.py` explains them; `--weights FILE` uses real ones."
+        if is_handmade
+        else "The weights are yours. The picture was drawn for vaemem's handmade weights."
     )
     back, about_latents = _bytes(whole), f"its latents, {latents.shape[1]} channels"
     panels = {f"picture, {size}": image, about_latents: _mosaic(latents[0]), "decoded": back}
     document.figure("pictures", "A picture, its latents, and what they decode to", _row(panels))
-    took = f"Encoded in {seconds:.1f} s, decoded in {_last(vae).seconds:.1f} s"
-    document.text(f"{took}, to within {_psnr(back, image):.1f} dB.")
+    times = f"Encoded in {seconds:.1f} s, decoded in {_last(vae).seconds:.1f} s"
+    document.text(f"{times}, to within {_psnr(back, image):.1f} dB.")
     return latents, whole
 
 
 def _less_memory(document: Document, vae: VAE, latents: np.ndarray, whole: np.ndarray) -> Run:
-    """The decode again under a limit and in tiles: what each takes, what comes out, and what every limit would cost.
-    `vae` has just decoded the whole: that run is returned."""
+    """Decode again under a limit and in tiles: show memory, results, and the cost of every limit. Return the run of the
+    whole decode, which `vae` has just done."""
     first = _last(vae)
     height, width = whole.shape[1:]
     plans = tradeoff(vae, "decode", height, width)
     most = 0.75 * plans[0]["reserved_bytes"]
-    plan = next((plan for plan in plans if plan["reserved_bytes"] <= most), plans[-1])  # the fastest that takes less
+    plan = next((plan for plan in plans if plan["reserved_bytes"] <= most), plans[-1])  # the fastest within `most`
     tile = max(height // 16 * 8, latent_factor(vae.arch))
     ways: dict[str, dict[str, Any]] = {
         "whole": {},
@@ -144,63 +146,63 @@ def _less_memory(document: Document, vae: VAE, latents: np.ndarray, whole: np.nd
             pictures[name] = vae.decode(latents, progress=True, **how)[0]
         run, before = _last(vae), vae.estimate("decode", height, width, **how)
         points[name] = run.peak_bytes, sum(run.flops) / sum(first.flops)
-        taken = (mib(before.peak_bytes), mib(run.peak_bytes), mib(run.weights_bytes), f"{points[name][1]:.2f}")
-        lines.append([name, *taken, f"{run.seconds:.1f}", _same(pictures[name], whole) if how else ""])
+        numbers = (mib(before.peak_bytes), mib(run.peak_bytes), mib(run.weights_bytes), f"{points[name][1]:.2f}")
+        lines.append([name, *numbers, f"{run.seconds:.1f}", _compare(pictures[name], whole) if how else ""])
     document.heading("The same picture in less memory")
-    header = ("decode", "estimated MiB", "measured MiB", "of it weights", "work", "seconds", "beside the whole")
+    header = ("decode", "estimated MiB", "measured MiB", "of it weights", "work", "seconds", "compared with whole")
     document.table(header, lines)
     document.text(
         "Estimated before the run, measured during it. Under a limit some passes run more than once, a few rows at a "
-        "time, and the picture is the same to the bit. Tiles are what diffusers' `enable_tiling` does: each is "
-        "normalised by its own statistics and ends at its own borders, which leaves seams."
+        "time, and the picture has the same bits. Tiles are those of diffusers' `enable_tiling`: each is normalised by "
+        "its own statistics and ends at its own borders, which leaves seams."
     )
     panels = {name: _bytes(pixels) for name, pixels in pictures.items() if name != "whole"}
     tiled = list(panels)[-1]
     panels["what tiles change, of 255"] = _difference(pictures[tiled], whole)
     document.figure("tiles", "Decoded under a limit and in tiles, and what tiles change", _row(panels))
-    document.text("What every limit costs is known before any run:")
+    document.text("The cost of every limit is known before a run:")
     document.figure("tradeoff", "Memory against work", plot.tradeoff(plans, {tiled: points[tiled]}))
     document.text(f"The peak of the whole decode is in `{first.peak_pass}`:")
     document.figure("timeline", "Bytes live in each pass of the decode", plot.timeline(first))
     return first
 
 
-def _beside_pytorch(document: Document, ours: Run) -> None:
-    """PyTorch's decode of the same size on this CPU, where it is installed."""
-    document.heading("PyTorch beside it, here")
+def _compare_pytorch(document: Document, ours: Run) -> None:
+    """Decode the same size in PyTorch on this CPU, if it is installed."""
+    document.heading("PyTorch on the same machine")
     size = f"{ours.height}x{ours.width}"
     try:
         from vaemem.pytorch import measure
 
         _say(f"decode {size} in PyTorch")
-        asked = [(ours.height, ours.width)]
-        (theirs,) = measure("sdxl", "decode", asked, "float32", device="cpu", warmups=0, runs=1)
-    except (ImportError, OSError) as error:  # not installed; a system that does not let a process look at its own size
+        sizes = [(ours.height, ours.width)]
+        (theirs,) = measure("sdxl", "decode", sizes, "float32", device="cpu", warmups=0, runs=1)
+    except (ImportError, OSError) as error:  # not installed, or a system that cannot measure a process
         document.text(f"Not measured: {error}")
         return
     own = ["vaemem", mib(ours.peak_bytes - ours.weights_bytes), f"{ours.seconds:.1f}"]
     other = ["PyTorch", mib(theirs["reserved_bytes"]), f"{theirs['seconds']:.1f}"]
-    document.table([f"decode {size}, float32", "MiB beside the weights", "seconds"], [own, other])
+    document.table([f"decode {size}, float32", "MiB besides the weights", "seconds"], [own, other])
     document.text(f"PyTorch's is the growth of the process; each ran once. {theirs['versions']}.")
 
 
 def _predictions(document: Document) -> None:
-    """vaemem.predict, ComfyUI and InvokeAI beside what was measured on a GPU."""
+    """Compare vaemem.predict, ComfyUI and InvokeAI with measurements on a GPU."""
     _say("compare predictions with measurements")
     rows = Table(row for row in seed_table() if (row["height"], row["width"]) == (1024, 1024))
     comparison = compare(rows, [predict, "comfyui", "invokeai"])
-    document.heading("How near is the prediction?")
+    document.heading("How good is the prediction?")
     document.text(
         f"Reserved memory at 1024x1024 on an RTX 4090, measured by others with PyTorch 2.7.1 ({len(rows)} rows), and "
-        "what `vaemem.predict`, ComfyUI and InvokeAI say of it; in brackets the error in percent. Part of the "
-        "prediction was inferred from this very table: docs/PREDICTION.md tells which."
+        "the estimates of `vaemem.predict`, ComfyUI and InvokeAI; errors in percent are in brackets. Part of the "
+        "prediction was inferred from this table: docs/PREDICTION.md says which."
     )
     document.figure("estimators", "Estimates over measurements", plot.estimator_errors(comparison))
     document.table(*comparison.grid(rows=True))
 
 
 def _sweep(document: Document, folder: Path) -> None:
-    """Memory over sizes, measured and estimated, and the formula through it."""
+    """Measure and estimate memory over sizes, and fit a formula."""
     _say(f"sweep: {', '.join(SWEEP)} at {', '.join(map(str, SWEEP_SIZES))}")
     estimated = estimate_sweep(list(SWEEP), sizes=SWEEP_SIZES)
     measured = measure_sweep(list(SWEEP), sizes=SWEEP_SIZES, progress=True)
@@ -209,7 +211,7 @@ def _sweep(document: Document, folder: Path) -> None:
     equal = sum(m["allocated_bytes"] == e["allocated_bytes"] for m, e in zip(measured, estimated, strict=True))
     document.heading("A sweep and its formula")
     document.text(
-        f"vaemem's own runs, beside the weights; estimated and measured agree to the byte in {equal} of "
+        f"vaemem's own runs, without the weights; estimates and measurements agree to the byte in {equal} of "
         f"{len(measured)} cases:"
     )
     document.figure("memory", "Peak memory against pixels", plot.memory_vs_pixels(table, formulas))
@@ -224,14 +226,14 @@ def _sweep(document: Document, folder: Path) -> None:
 
 
 def _row(panels: Mapping[str, np.ndarray]) -> Any:
-    """Pictures side by side; numbers, as against colours, with a scale."""
+    """Draw pictures side by side; two-dimensional arrays get a scale."""
     figures, size = need("matplotlib.figure", "the demo"), (3.9 * len(panels), 4.9)
     figure = figures.Figure(figsize=size, layout="constrained", dpi=112)
     for axes, (title, pixels) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
         if pixels.ndim == 3:
             axes.imshow(pixels)
         else:
-            most = np.nanpercentile(pixels, 99.5)  # a few pixels far above the rest leave these to be seen
+            most = np.nanpercentile(pixels, 99.5)  # a few pixels far above the rest would hide it
             shown = axes.imshow(pixels, cmap="magma", interpolation="nearest", vmax=most)
             figure.colorbar(shown, cax=axes.inset_axes((0.1, -0.08, 0.8, 0.04)), orientation="horizontal")
         axes.set_title(title, fontsize=10)
@@ -240,23 +242,23 @@ def _row(panels: Mapping[str, np.ndarray]) -> Any:
 
 
 def _mosaic(channels: np.ndarray) -> np.ndarray:
-    """The channels of one latent as tiles of one picture."""
+    """Join the channels (C, h, w) of one latent in one picture."""
     across = math.ceil(math.sqrt(len(channels)))
     padded = np.pad(channels, ((0, -len(channels) % across), (1, 1), (1, 1)), constant_values=np.nan)
     return np.vstack([np.hstack(list(padded[i : i + across])) for i in range(0, len(padded), across)])
 
 
 def _bytes(pixels: np.ndarray) -> np.ndarray:
-    """(3, H, W) floats from -1 to 1 as an (H, W, 3) picture."""
+    """Convert floats from -1 to 1, (3, H, W), to an (H, W, 3) picture of bytes."""
     return np.rint(np.clip(pixels.transpose(1, 2, 0) * 127.5 + 127.5, 0, 255)).astype(np.uint8)
 
 
 def _difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The largest of each pixel's three differences, in steps of 255."""
+    """Return the largest of each pixel's three differences, in steps of 255."""
     return np.asarray(abs(a - b).max(0) * 127.5)
 
 
-def _same(a: np.ndarray, b: np.ndarray) -> str:
+def _compare(a: np.ndarray, b: np.ndarray) -> str:
     if np.array_equal(a, b):
         return "the same bits"
     return f"{_psnr(_bytes(a), _bytes(b)):.1f} dB, up to {_difference(a, b).max():.1f} of 255 off"

@@ -1,21 +1,20 @@
-"""Weights made by hand, and a picture for them: an encode and a decode that can be looked at, with nothing trained.
+"""Handmade weights, and a picture for them: an encode and a decode to look at, without any training.
 
-Trained weights cannot be shipped. These fill the whole layout of SDXL or another model and take every pass that those
-take; most of the numbers are zero. They know eight flat colours, the corners of a box that three bits span, and a shade
-to lighten or darken these.
+Trained weights cannot be shipped. These fill the whole layout of SDXL or another model and go through every pass that
+trained weights go through; most of the numbers are zero. They know eight flat colours, the corners of a box that three
+bits span, and a shade that lightens or darkens these.
 
-    encode  a threshold (the first residual block) finds the bits of every pixel; the shade is what they leave over. The
-            latents are means of 8x8 pixels of these four.
-    decode  the upsamplers interpolate the four smoothly; a threshold (the last SiLU) makes edges of the bits again.
+    encode  a threshold (the first residual block) finds the bits of every pixel; the shade is the remainder. Latents
+            are means of these four over 8x8 pixels.
+    decode  the upsamplers interpolate the four smoothly; a threshold (the last SiLU) turns the bits into edges again.
 
-So an edge comes back sharp where it was, although latents are eight times coarser: the smooth field passes the
-threshold there. Shapes narrower than about 12 pixels are lost, and what has other colours comes back in these.
+So an edge comes back sharp in its old place, although latents are eight times coarser: the smooth field crosses the
+threshold there. Shapes narrower than about 12 pixels are lost, and other colours become the nearest of these.
 
-How a signal f gets through GroupNorm and SiLU unharmed: it travels as the pair f and -f, since silu(f) - silu(-f) = f,
-in a group of its own beside a constant and its negative: the group's mean is zero, and its variance mostly the
-constant's. Mostly: the picture's statistics show a little in its contrast, as with trained weights, so tiles leave
-seams. A residual block whose second convolution is zero passes its input on, and so does attention whose output is
-zero.
+A signal f passes GroupNorm and SiLU unharmed as the pair f and -f, since silu(f) - silu(-f) = f. The pair shares a
+group with a constant and its negative: the group's mean is zero, and its variance is mostly the constant's. Mostly: the
+picture's statistics affect its contrast a little, as with trained weights, so tiles leave seams. A residual block whose
+second convolution is zero returns its input, and so does attention if its output is zero.
 """
 
 from __future__ import annotations
@@ -31,44 +30,44 @@ from vaemem import _core
 from vaemem.engine.configs import known_arch
 from vaemem.engine.vae import VAE
 
-# Colours from 0 to 1: what all have, and what each bit adds. A bit is a half or minus a half, so the middle is grey.
+# Colours from 0 to 1: the base of all, and what each bit adds. A bit is 1/2 or -1/2, so the middle is grey.
 _ROWS = np.array([(0.66, 0.17, 0.05), (0.12, 0.47, 0.06), (0.07, 0.17, 0.50)])
 _MIDDLE = np.array([0.11, 0.15, 0.27]) + _ROWS.sum(0) / 2
 _COLOURS = ("navy", "blue", "green", "cyan", "red", "pink", "gold", "cream")  # in the order of their bits
 
-_CONSTANT = 0.5  # beside a signal in its group
-_RAMP_ENCODE, _RAMP_DECODE = 0.12, 0.035  # half the width of a threshold's ramp, of a bit's step from -0.5 to 0.5
-_BEND = 8.0  # SiLU's bends are that much shorter than a ramp
+_CONSTANT = 0.5  # in the group of a signal
+_RAMP_ENCODE, _RAMP_DECODE = 0.12, 0.035  # half the width of a threshold's ramp; a bit steps from -0.5 to 0.5
+_BEND = 8.0  # a ramp is this much longer than SiLU's bends
 _RISE = 1 / (2 * _BEND)
 _LOGVAR = -30.0  # samples are the mean
-_SHADE = 2.5  # how much stronger than itself the shade is carried: enough beside the constant to show in statistics
+_SHADE = 2.5  # gain of the shade: enough, compared with the constant, to affect statistics
 
-_HERE = (1.0,)  # kernels of convolutions, for rows and columns alike
+_HERE = (1.0,)  # kernels of convolutions, for rows and for columns
 _MEAN = (0.5, 0.5, 0.0)  # with stride 2
-_SOFTEN = (0.05, 0.9, 0.05)  # fields then lean evenly where edges are
+_SOFTEN = (0.05, 0.9, 0.05)  # makes fields lean evenly at edges
 _INTERPOLATE = (0.25, 0.5, 0.25)  # after nearest 2x
 
 
 class _Tensors:
-    """The tensors of a model, zero where nothing else is said."""
+    """The tensors of a model, zero by default."""
 
     def __init__(self, core: _core.Model) -> None:
         self.groups = core.arch["norm_num_groups"]
         self.arrays = {name: np.zeros(shape, np.float32) for name, shape in core.tensors}
 
     def _paired(self, channels: int) -> bool:
-        """Whether a signal's negative and constants travel beside it: not at the ends, where pixels and latents are."""
+        """Return whether a signal has its negative and constants next to it: not at the ends (pixels and latents)."""
         return bool(channels >= 4 * self.groups)
 
     def _channels(self, channels: int, signals: int) -> np.ndarray:
-        """The channel of each signal; those of its negative, the constant and its negative come next."""
+        """Return the channel of each signal. Its negative, the constant and the constant's negative follow it."""
         return np.arange(signals) * (channels // self.groups if self._paired(channels) else 1)
 
     def convolve(
         self, module: str, matrix: np.ndarray, kernel: Sequence[float] = _HERE, bias: Any = 0.0, normed: bool = False
     ) -> None:
-        """Signals to signals, by a matrix (out, in), a kernel and a bias. `normed`: from a SiLU, where f and -f differ
-        in more than their sign."""
+        """Map signals to signals by a matrix (out, in), a kernel and a bias. normed: the input comes from a SiLU, so f
+        and -f differ in more than their sign."""
         weight, offsets = self.arrays[f"{module}.weight"], self.arrays[f"{module}.bias"]
         taps = np.zeros(weight.shape[-1])
         margin = (len(taps) - len(kernel)) // 2
@@ -85,10 +84,10 @@ class _Tensors:
                 offsets[to + 2] = sign * _CONSTANT
 
     def normalise(self, module: str, ramps: Sequence[float]) -> None:
-        """What a norm and its SiLU do to each signal: 0 passes it on; r or -r gives the upper or lower end of a ramp
-        from -r to r, whose difference rises from 0 to 1 when multiplied by `_RISE`."""
+        """Set a norm before a SiLU, for each signal: 0 passes it; r or -r gives the upper or lower end of a ramp from
+        -r to r. The difference of both ends, times `_RISE`, rises from 0 to 1."""
         gamma, beta = self.arrays[f"{module}.weight"], self.arrays[f"{module}.bias"]
-        gain = _CONSTANT * math.sqrt(2 * self.groups / len(gamma))  # GroupNorm divides by about that
+        gain = _CONSTANT * math.sqrt(2 * self.groups / len(gamma))  # GroupNorm divides by about this
         for channel, ramp in zip(self._channels(len(gamma), len(ramps)), ramps, strict=True):
             if ramp:
                 gamma[channel], beta[channel] = gain * _BEND / abs(ramp), math.copysign(_BEND, ramp)
@@ -97,7 +96,7 @@ class _Tensors:
 
 
 def handmade(model: str = "sdxl") -> VAE:
-    """A VAE in a model's layout, in float32 on the CPU, whose weights are made by hand."""
+    """Make a VAE in a model's layout with handmade weights, in float32 on the CPU."""
     core = _core.Model(known_arch(model))
     made = _Tensors(core)
     kernels: dict[str, Sequence[float]] = {"downsamplers": _MEAN, "upsamplers": _INTERPOLATE}
@@ -113,7 +112,7 @@ def handmade(model: str = "sdxl") -> VAE:
 
 
 def _encode(made: _Tensors, latents: int) -> None:
-    grey = _SHADE * _ROWS.mean(1)  # how light a bit is
+    grey = _SHADE * _ROWS.mean(1)  # lightness of each bit
     to_bits = np.linalg.inv(_ROWS).T
     from_pixels = np.vstack([to_bits, np.full(3, _SHADE / 3)])
     made.convolve("encoder.conv_in", from_pixels / 2, bias=from_pixels @ (0.5 - _MIDDLE))
@@ -122,7 +121,7 @@ def _encode(made: _Tensors, latents: int) -> None:
     made.convolve(f"{block}.conv1", np.vstack([np.eye(3, 4)] * 2), normed=True)
     made.normalise(f"{block}.norm2", [_RAMP_ENCODE] * 3 + [-_RAMP_ENCODE] * 3)
     steps = np.hstack([np.eye(3), -np.eye(3)]) * _RISE
-    # Signals then: three raw bits, the shade with the bits' greys taken off it, three clean bits.
+    # The signals are now three raw bits, the shade without the bits' lightness, three clean bits.
     to_signals = np.vstack([np.zeros((3, 3)), -grey, np.eye(3)])
     made.convolve(f"{block}.conv2", to_signals @ steps, bias=-to_signals.sum(1) / 2, normed=True)
     made.convolve("encoder.down_blocks.0.downsamplers.0.conv", np.eye(7)[[4, 5, 6, 3]], _MEAN)
@@ -145,13 +144,13 @@ def _decode(made: _Tensors) -> None:
 
 
 def paint(colour: str, shade: Any = 0.0) -> np.ndarray:
-    """Red, green and blue, from 0 to 1, of one of the eight colours, lightened or darkened by shades of any shape."""
+    """Return one of the eight colours as red, green and blue from 0 to 1. shade: lightens or darkens; of any shape."""
     bits = np.array([_COLOURS.index(colour) >> i & 1 for i in (2, 1, 0)])
     return np.asarray(_MIDDLE + (bits - 0.5) @ _ROWS + np.asarray(shade)[..., None])
 
 
 class _Canvas:
-    """A square picture from 0 to 1, y downwards, that shapes are laid on with soft edges a pixel wide."""
+    """A square picture from 0 to 1, y downwards. Shapes have soft edges one pixel wide."""
 
     def __init__(self, side: int) -> None:
         self.side = side
@@ -159,15 +158,16 @@ class _Canvas:
         self.pixels = np.zeros((side, side, 3))
 
     def paint(self, outside: np.ndarray, colour: str, shade: Any = 0.0) -> None:
-        """Paints where the distance `outside` a shape is below 0."""
+        """Paint pixels whose distance `outside` a shape is below 0."""
         cover = np.clip(0.5 - outside * self.side, 0, 1)[..., None]
         self.pixels += cover * (paint(colour, shade) - self.pixels)
 
     def disc(self, x: float, y: float, radius: float) -> np.ndarray:
+        """Return the distance from a disc."""
         return np.asarray(np.hypot(self.x - x, self.y - y) - radius)
 
     def line(self, points: Sequence[tuple[float, float]], width: float) -> np.ndarray:
-        """A line through points, with round ends."""
+        """Return the distance from a line through points, with round ends."""
         parts = []
         for (x, y), (to_x, to_y) in itertools.pairwise(points):
             dx, dy = to_x - x, to_y - y
@@ -176,7 +176,7 @@ class _Canvas:
         return np.asarray(np.min(parts, 0) - width / 2)
 
     def polygon(self, *points: tuple[float, float]) -> np.ndarray:
-        """The inside of a closed line."""
+        """Return the distance from the inside of a closed line."""
         inside = np.zeros(self.x.shape, bool)
         for (x, y), (to_x, to_y) in zip(points, points[1:] + points[:1], strict=True):
             if y != to_y:
@@ -186,7 +186,7 @@ class _Canvas:
 
 
 Line = list[tuple[float, float]]  # through points
-_LETTERS: dict[str, tuple[list[Line], float]] = {  # and how wide; a letter is 1 high
+_LETTERS: dict[str, tuple[list[Line], float]] = {  # (lines, width) of a letter of height 1
     "V": ([[(0, 0), (0.42, 1), (0.84, 0)]], 0.84),
     "A": ([[(0, 1), (0.42, 0), (0.84, 1)], [(0.18, 0.68), (0.66, 0.68)]], 0.84),
     "E": ([[(0.6, 0), (0, 0), (0, 1), (0.6, 1)], [(0, 0.5), (0.5, 0.5)]], 0.6),
@@ -195,7 +195,7 @@ _LETTERS: dict[str, tuple[list[Line], float]] = {  # and how wide; a letter is 1
 
 
 def picture(side: int = 512) -> np.ndarray:
-    """A harbour at noon, drawn in the colours that the weights know: (side, side, 3) uint8."""
+    """Draw a harbour at noon in the colours that the weights know: (side, side, 3) uint8."""
     c = _Canvas(side)
     c.paint(c.y - 1, "cyan", 0.14 - 0.34 * (1 - c.y / 0.62))
     c.paint(c.disc(0.72, 0.25, 0.155), "cream", 0.02)

@@ -1,4 +1,4 @@
-"""Figures of memory: needs matplotlib (``pip install 'vaemem[plot]'``), opens no window."""
+"""Draw figures of memory with matplotlib (``pip install 'vaemem[plot]'``). No window opens."""
 
 from __future__ import annotations
 
@@ -20,42 +20,43 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Colours that people with a colour-vision deficiency tell apart (Okabe and Ito).
+# Colours that stay apart with a colour-vision deficiency (Okabe and Ito).
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = {"float32": "o", "float16": "s", "bfloat16": "D", "float64": "^"}
 _CROSSES = {"float32": "x", "float16": "+", "bfloat16": "1", "float64": "2"}
-# What rows of one colour have in common.
+# Columns that have one value in all rows of a colour.
 _COLOURED = tuple(name for name in KEY if name not in ("op", "dtype"))
 _SHIPPED_LINES = ("--", ":", "-.")
-_DASH = 5.0  # in widths of a line
+_DASH = 5.0  # in line widths
 _GREY, _LIGHT = "#6E6E6E", "#D0D0D0"
 
 
 def memory_vs_pixels(table: Table, fit: Fit | None = None, target: str = "allocated_bytes") -> Figure:
-    """Memory against the number of pixels: one panel an operation, one colour a model, runtime, card, batch and tile,
-    one marker a dtype.
+    """Plot memory against the number of pixels: a panel per operation, a colour per model, runtime, card, batch and
+    tile, a marker per dtype.
 
     Parameters
     ----------
     table : Table, pandas.DataFrame or iterable of mappings
-        Rows without the target or a size are left out. Measured rows are dots, estimated and predicted ones
-        crosses a little larger, so that a measurement that agrees with its estimate is a dot on a cross. Dots are
-        hollow where a row ran in tiles.
+        Rows without the target or a size are left out. Measured rows are dots. Estimated and predicted rows are
+        slightly larger crosses, so a measurement that agrees with its estimate is a dot on a cross. Dots of rows that
+        ran in tiles are hollow.
     fit : Fit, optional
-        Drawn as lines over the sizes of the table, one for each dtype that the formula was fitted to. Where there
-        are several models each is dashed, and the dashes of two that coincide lie in each other's gaps.
+        Draw it as lines over the sizes of the table, one for each dtype of the fit. With several models the lines are
+        dashed, and the dashes of two equal lines fill each other's gaps.
     target : str
+        The column in bytes to plot.
         The column in bytes to draw.
 
     Returns
     -------
     matplotlib.figure.Figure
-        ``figure.savefig("memory.png")`` writes it; a notebook shows it where it is a cell's last value.
+        ``figure.savefig("memory.png")`` writes it; a notebook shows it as the last value of a cell.
 
     Raises
     ------
     ValueError
-        The target is no column in bytes, differs from the fit's, or no row holds it.
+        The target is not a column in bytes, differs from the fit's, or no row has it.
 
     Examples
     --------
@@ -75,7 +76,7 @@ def memory_vs_pixels(table: Table, fit: Fit | None = None, target: str = "alloca
         lines = grouped(here, lambda pair: name_of(pair[0]))
         for i, (name, colour) in enumerate(colours.items()):
             mine = lines.get(name, [])
-            # Models that coincide stay visible: the first is drawn largest, under the others.
+            # Equal models stay visible: the first is drawn largest, under the others.
             excess, style = 3 * min(3, len(colours) - 1 - i), {"color": colour, "zorder": 3 + i}
             for (dtype, source), some in grouped(mine, lambda pair: (pair[0]["dtype"], pair[0]["source"])).items():
                 is_run = source in ("measured", None)
@@ -86,7 +87,7 @@ def memory_vs_pixels(table: Table, fit: Fit | None = None, target: str = "alloca
                 if mine and formula.op == op and _is_of(formula, mine[0][0]):
                     dashes = "-" if len(colours) == 1 else (_DASH * i, (_DASH, _DASH * (len(colours) - 1)))
                     _line(axes, formula, name, max(pixels(row) for row, _ in here), style | {"linestyle": dashes})
-    # One unit for all panels: the axis is in bytes, its labels are not.
+    # One unit for all panels: the axis is in bytes, its labels are in MiB or GiB.
     top = max(row[target] for row in rows)
     scale, unit = (2**30, "GiB") if top >= 4 * 2**30 else (MIB, "MiB")
     vertical = _finish_panels(figure, panels, f"{target.removesuffix('_bytes')}, {unit}")
@@ -100,12 +101,12 @@ def memory_vs_pixels(table: Table, fit: Fit | None = None, target: str = "alloca
 
 
 def timeline(run: Any) -> Figure:
-    """Bytes live in each pass of a run, in order, the peak marked.
+    """Plot the bytes in use in each pass of a run, in order, with the peak marked.
 
     Parameters
     ----------
     run : object
-        What `VAE.estimate` returns or `VAE.last_run` holds: `timeline`, `weights_bytes`, `peak_pass`.
+        From `VAE.estimate` or `VAE.last_run`: it has `timeline`, `weights_bytes`, `peak_pass`.
 
     Raises
     ------
@@ -129,7 +130,7 @@ def timeline(run: Any) -> Figure:
     colours = [_COLOURS[0]] * len(names)
     colours[peak] = _COLOURS[1]
     axes.barh(y, live - weights, left=weights, height=0.8, color=colours)
-    text = f"peak {live[peak]:,.1f} MiB"  # beside the bar; the axis leaves room for it
+    text = f"peak {live[peak]:,.1f} MiB"  # next to the bar; the axis leaves space for it
     axes.text(live[peak] * 1.01, peak, text, va="center", fontsize=8, color=_COLOURS[1], fontweight="bold")
     axes.set_yticks(y, names, fontsize=7)
     axes.set(xlabel="bytes live, MiB", ylim=(len(names) - 0.4, -0.6), xlim=(0, live[peak] * 1.22))
@@ -141,14 +142,14 @@ def timeline(run: Any) -> Figure:
 
 
 def tradeoff(table: Table, points: Mapping[str, tuple[float, float]] | None = None) -> Figure:
-    """Bytes against work, relative to the fastest plan: a step a plan, one colour a model, operation and size.
+    """Plot bytes against work, relative to the fastest plan: a step per plan, a colour per model, operation and size.
 
     Parameters
     ----------
     table : Table, pandas.DataFrame or iterable of mappings
-        Of `vaemem.tradeoff`, or several added.
+        From `vaemem.tradeoff`, or several of them added.
     points : dict of name to (bytes, work), optional
-        Drawn beside them, such as another runtime's; bytes with weights.
+        Further points, such as another runtime's; bytes include weights.
 
     Returns
     -------
@@ -157,7 +158,7 @@ def tradeoff(table: Table, points: Mapping[str, tuple[float, float]] | None = No
     Raises
     ------
     ValueError
-        No row holds work, allocated_bytes and weights_bytes.
+        No row has work, allocated_bytes and weights_bytes.
 
     Examples
     --------
@@ -187,22 +188,22 @@ def tradeoff(table: Table, points: Mapping[str, tuple[float, float]] | None = No
 
 def implied_constants(table: Table, shipped: Mapping[str, Mapping[str, float]] | None = None,
                       target: str = "reserved_bytes") -> Figure:  # fmt: skip
-    """The constant k that k*H*W*e would need, against the number of pixels: one panel an operation.
+    """Plot the constant k that k*H*W*e would need against the number of pixels: a panel per operation.
 
     Parameters
     ----------
     table : Table, pandas.DataFrame or iterable of mappings
-        Rows without the target, a size or a dtype of known width are left out. Dots are hollow where a row ran in
-        tiles.
+        Rows without the target, a size or a dtype of known width are left out. Dots of rows that ran in tiles are
+        hollow.
     shipped : dict of op to dict of name to constant, optional
-        Drawn as lines across the operation's panel.
+        Lines across the operation's panel.
     target : str
-        The column in bytes.
+        The column in bytes to plot.
 
     Raises
     ------
     ValueError
-        The target is no column in bytes, or no row holds it.
+        The target is not a column in bytes, or no row has it.
 
     Examples
     --------
@@ -224,19 +225,19 @@ def implied_constants(table: Table, shipped: Mapping[str, Mapping[str, float]] |
             style = {"color": colours[name], "zorder": 3 + i}
             _dots(axes, mine, constants, _MARKERS.get(dtype, "v"), 5 + excess, f"{name} {dtype}", style)
         for i, (name, value) in enumerate((shipped or {}).get(op, {}).items()):
-            dashes = _SHIPPED_LINES[i % 3]  # named in the legend: two may lie near each other
+            dashes = _SHIPPED_LINES[i % 3]  # named in the legend, because two lines may be close
             axes.axhline(value, color=_GREY, linewidth=1, label=f"{name}, {value:g}", linestyle=dashes)
     _finish_panels(figure, panels, f"{target.removesuffix('_bytes')} / (H·W·e)")
     return figure
 
 
 def estimator_errors(comparison: Comparison) -> Figure:
-    """Estimate over measured for each model, op, dtype and tile: a dot at the median, a bar from lowest to highest.
+    """Plot estimate / measured for each model, op, dtype and tile: a dot at the median, a bar from lowest to highest.
 
     Parameters
     ----------
     comparison : Comparison
-        What `vaemem.compare` gives.
+        From `vaemem.compare`.
 
     Raises
     ------
@@ -268,26 +269,26 @@ def estimator_errors(comparison: Comparison) -> Figure:
     axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}x"))
     axes.xaxis.set_minor_locator(ticker.NullLocator())
     kinds = [dict(zip(("model", "op", "dtype", "tile", "tile_overlap"), key, strict=True)) for key in keys]
-    told = ["model", "op", "dtype", *differing(kinds, ("tile", "tile_overlap"))]
-    axes.set_yticks(range(len(keys)), [" ".join(in_words(kind, told)) for kind in kinds], fontsize=8)
+    shown = ["model", "op", "dtype", *differing(kinds, ("tile", "tile_overlap"))]
+    axes.set_yticks(range(len(keys)), [" ".join(in_words(kind, shown)) for kind in kinds], fontsize=8)
     axes.set(xlabel=f"estimate / {comparison.target.removesuffix('_bytes')}", ylim=(len(keys) - 0.4, -0.6))
     return _finish(axes, "x", ncols=3)
 
 
 def tile_peaks(predictions: Iterable[Prediction], target: Literal["allocated", "reserved"] = "reserved") -> Figure:
-    """The peaks of predicted runs in tiles against the tile's side: a panel a model, a colour a part that overlaps.
+    """Plot the peaks of predicted runs in tiles against the tile's side: a panel per model, a colour per overlap.
 
     Parameters
     ----------
     predictions : iterable of Prediction
-        Of `vaemem.predict`. Those of no tiled op are drawn as lines across their model's panel.
+        From `vaemem.predict`. Runs without tiles are lines across their model's panel.
     target : {"allocated", "reserved"}
-        The attribute to draw, bytes above the weights and the input.
+        The attribute to plot, in bytes above the weights and the input.
 
     Raises
     ------
     ValueError
-        None of them is of a tiled op; another target.
+        No run is in tiles, or the target is unknown.
 
     Examples
     --------
@@ -307,7 +308,7 @@ def tile_peaks(predictions: Iterable[Prediction], target: Literal["allocated", "
         for i, part in enumerate(parts):
             mine = [p for p in made if p.tile and part == (p.tile_overlap or 0.0)]
             points = sorted((p.tile, getattr(p, target) / MIB) for p in mine)
-            # Lines that coincide stay visible: the first is drawn widest, under the others.
+            # Equal lines stay visible: the first is drawn widest, under the others.
             style = {"linewidth": 1.2 + 2.2 * (len(parts) - 1 - i), "color": _COLOURS[i % len(_COLOURS)]}
             axes.plot(*zip(*points, strict=True), label=f"overlap {part:g}", **style)
         for p in (p for p in made if not p.tile):
@@ -325,7 +326,7 @@ def tile_peaks(predictions: Iterable[Prediction], target: Literal["allocated", "
     return figure
 
 
-# What a phase of a pipeline is made of, from the bottom up: attribute, meaning, colour. A plan's has two parts.
+# Parts of a pipeline's phase, from the bottom up: attribute, meaning, colour. A plan's phase has two parts.
 _PHASE_PARTS = (
     ("weights", "weights", _LIGHT),
     ("activations", "tensors", _COLOURS[0]),
@@ -333,18 +334,18 @@ _PHASE_PARTS = (
     ("cached", "kept by the allocator", _COLOURS[5]),
     ("outside", "outside of PyTorch", _COLOURS[3]),
 )
-_PLANNED_PARTS = (_PHASE_PARTS[0], ("added", "beside the weights", _COLOURS[0]))
+_PLANNED_PARTS = (_PHASE_PARTS[0], ("added", "besides the weights", _COLOURS[0]))
 
 
 def pipeline(run: Any, available: int | None = None) -> Figure:
-    """A pipeline's phases side by side: the bytes resident in each, those added, and those of the card.
+    """Plot a pipeline's phases side by side: resident bytes, added bytes, and the card's memory.
 
     Parameters
     ----------
     run : PipelinePrediction, or Outcome of a PipelinePlan
-        With `phases`, or a `way` that has them.
+        It has `phases`, or a `way` with them.
     available : int, optional
-        Bytes that the card has, drawn as a line; by default what a prediction says.
+        Bytes of the card, drawn as a line; by default those of a prediction.
 
     Raises
     ------
@@ -390,21 +391,21 @@ def _expect(argument: str, value: Any, attribute: str, wanted: str) -> None:
 
 
 def _figure(width: float, height: float) -> Figure:
-    # A bare Figure: no pyplot, so no window, no global state, and any thread may draw.
+    # A bare Figure without pyplot: no window and no global state, so any thread may draw.
     figure: Figure = need("matplotlib.figure", "plot").Figure(figsize=(width, height), layout="constrained", dpi=144)
-    figure._repr_mimebundle_ = functools.partial(_shown, figure)  # type: ignore[attr-defined]
+    figure._repr_mimebundle_ = functools.partial(_make_bundle, figure)  # type: ignore[attr-defined]
     return figure
 
 
-def _shown(figure: Figure, **_: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a notebook shows, with or without ``%matplotlib inline``: a PNG, 80 pixels of the page an inch."""
-    shown = {"width": round(80 * figure.get_figwidth())}
-    return {"image/png": png(figure), "text/plain": repr(figure)}, {"image/png": shown}
+def _make_bundle(figure: Figure, **_: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a PNG for a notebook, with or without ``%matplotlib inline``: 80 pixels of the page per inch."""
+    size = {"width": round(80 * figure.get_figwidth())}
+    return {"image/png": png(figure), "text/plain": repr(figure)}, {"image/png": size}
 
 
 def _panels(rows: Sequence[Row], height: float) -> tuple[Figure, dict[Any, tuple[Axes, list[tuple[Row, bool]]]]]:
-    """One panel an operation, over the pixels, with one vertical axis. With each are its rows, and whether each of them
-    ran in tiles."""
+    """Make a panel per operation, over the pixels, with one vertical axis. Return each panel with its rows, and whether
+    each row ran in tiles."""
     ops = grouped(((row, in_tiles(row)) for row in rows), lambda pair: pair[0]["op"])
     figure = _figure(5.2 * len(ops) + 0.6, height)
     panels = figure.subplots(1, len(ops), sharey=True, squeeze=False)[0]
@@ -414,11 +415,12 @@ def _panels(rows: Sequence[Row], height: float) -> tuple[Figure, dict[Any, tuple
 
 
 def _series(rows: Sequence[Row]) -> tuple[Callable[[Row], str], dict[str, Any]]:
-    """Names rows by what tells them apart besides operation, size, dtype and source; and each name's colour."""
-    told = [name for name in differing(rows, _COLOURED) if name != "model"]
+    """Return a function that names rows by their differences besides operation, size, dtype and source; and the colour
+    of each name."""
+    columns = [name for name in differing(rows, _COLOURED) if name != "model"]
 
     def name_of(row: Row) -> str:
-        words = in_words(row, told)
+        words = in_words(row, columns)
         return f"{row['model']} ({', '.join(words)})" if words else str(row["model"])
 
     names = distinct(map(name_of, rows))
@@ -429,7 +431,7 @@ def _series(rows: Sequence[Row]) -> tuple[Callable[[Row], str], dict[str, Any]]:
 
 
 def _is_of(formula: FittedLine, row: Row) -> bool:
-    """Whether a formula was fitted to rows of a row's colour; it leaves open what its own rows differ in."""
+    """Return whether a formula was fitted to rows of this row's colour. It leaves open columns that differ in them."""
     return all(getattr(formula, name) in (None, row[name]) for name in _COLOURED)
 
 
@@ -437,7 +439,7 @@ def _dots(
     axes: Axes, rows: Sequence[tuple[Row, bool]], values: Sequence[float], marker: str, size: float, name: str,
     style: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Values over their rows' pixels; hollow for rows that ran in tiles."""
+    """Plot values over their rows' pixels; hollow for rows that ran in tiles."""
     is_cross = marker in (*_CROSSES.values(), "|")
     for hollow in sorted({tiled for _, tiled in rows}):
         axes.plot(
@@ -446,20 +448,20 @@ def _dots(
             linestyle="none", clip_on=False, marker=marker, markersize=size, label=name,
             fillstyle="none" if hollow else "full", markeredgewidth=1.5 if hollow or is_cross else 0, **style,
         )  # fmt: skip
-        name = "_"  # one line of the legend a series
+        name = "_"  # one legend entry per series
 
 
 def _line(axes: Axes, formula: FittedLine, name: str, pixels: int, style: dict[str, Any]) -> None:
     x = np.array([0, pixels])
     label = f"{name}: {formula.a / 128:.2f} T {formula.b / MIB:+.1f} MiB"
-    axes.plot([], [], linewidth=1.6, color=style["color"], label=label)  # the legend's: one a formula, and whole
+    axes.plot([], [], linewidth=1.6, color=style["color"], label=label)  # one solid legend entry per formula
     for dtype in distinct(row.dtype for row in formula.rows):
         y = formula.a * x * ELEMENT_BYTES[dtype] + formula.b
         axes.plot(x / 1e6, y, linewidth=1.6, **style)
 
 
 def _finish_panels(figure: Figure, panels: Mapping[Any, tuple[Axes, Any]], label: str) -> Any:
-    """Axes from 0, and legends below their panels, for which the figure grows. Gives the vertical axis."""
+    """Start axes at 0, put legends below their panels and enlarge the figure for them. Return the vertical axis."""
     lines = []
     for axes, _ in panels.values():
         axes.set_xlim(left=0)
@@ -475,7 +477,7 @@ def _finish_panels(figure: Figure, panels: Mapping[Any, tuple[Axes, Any]], label
 
 
 def _finish(axes: Axes, grid: Literal["both", "x"] = "both", **legend: Any) -> Figure:
-    """A legend above the axes, or where it is wanted."""
+    """Add a legend above the axes, or where `legend` says."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis=grid, color="#E5E5E5", linewidth=0.8)
     axes.set_axisbelow(True)

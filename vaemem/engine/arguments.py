@@ -1,4 +1,4 @@
-"""What `vaemem.VAE` is given, checked: every message says what was wanted and what came."""
+"""Check the arguments of `vaemem.VAE`. Every message says what was wanted and what came."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from vaemem._errors import ArgumentError, ArgumentTypeError
 OutputType = Literal["float", "uint8", "pil"]
 Poll = Callable[[int, int], object] | None
 Progress = Poll | bool
-BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"  # tqdm's, of steps that mean nothing by themselves
+BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"  # for tqdm, if the steps have no unit
 
 
 class Cancelled(Exception):
-    """A run was ended by its `cancel` event. The VAE stays usable, and what the run took is given back."""
+    """A run that its `cancel` event ended. Its memory is free again, and the VAE stays usable."""
 
 
 def default_threads() -> int:
-    """VAEMEM_THREADS, else as many as there are processors that this process may use."""
+    """Return VAEMEM_THREADS, or by default the number of processors that this process may use."""
     text = os.environ.get("VAEMEM_THREADS")
     if text is None:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -37,6 +37,7 @@ def default_threads() -> int:
 
 
 def as_int(name: str, value: Any) -> int:
+    """Return an integer of Python's or NumPy's as an int; TypeError or ValueError for anything else."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -49,22 +50,23 @@ def as_int(name: str, value: Any) -> int:
 
 
 def as_path(value: object, argument: str, wanted: str = "a path") -> Path:
+    """Return `value` as a path. `argument` and `wanted` go into the message of a TypeError or ValueError."""
     if not isinstance(value, (str, bytes, os.PathLike)):
         raise ArgumentTypeError(argument, wanted, type(value).__name__)
-    if not (path := os.fsdecode(value)):  # which pathlib takes for the current folder
+    if not (path := os.fsdecode(value)):  # pathlib takes "" for the current folder
         raise ArgumentError(argument, wanted, "an empty one")
     return Path(path)
 
 
 def check_mask(name: str, value: Any) -> None:
-    """ValueError if an array, or one of several, is NumPy's masked array with something masked.
+    """Raise ValueError if an array, or one of a list of arrays, has masked values.
 
-    It does not import numpy.ma: whoever has a masked array has imported it, and a fork during an import would leave the
-    child waiting for the import's lock.
+    numpy.ma is never imported here: a masked array exists only if someone imported it. And a fork during an import
+    would leave the child waiting for the import's lock.
     """
     ma = sys.modules.get("numpy.ma")
     is_masked = getattr(ma, "is_masked", None)
-    if ma is None or is_masked is None:  # not imported, or only begun
+    if ma is None or is_masked is None:  # not imported, or its import has not ended
         return
     for array in value if isinstance(value, (list, tuple)) else (value,):
         if is_masked(array):
@@ -73,25 +75,26 @@ def check_mask(name: str, value: Any) -> None:
 
 
 def pixels_of(output_type: OutputType) -> str:
+    """Return the core's name for the pixels of an output type: "float" or "uint8"."""
     choose("output_type", output_type, get_args(OutputType))
     return "float" if output_type == "float" else "uint8"
 
 
 @contextlib.contextmanager
 def polling(
-    progress: Progress, title: str, cancel: Event | None = None, says: Callable[[], str] | None = None, **options: Any
+    progress: Progress, title: str, cancel: Event | None = None, label: Callable[[], str] | None = None, **options: Any
 ) -> Iterator[Poll]:
-    """Gives the function that is to be called with (rows done, rows to do), or None where nobody wants to know.
+    """Yield the function to call with (rows done, rows to do), or None if there is nothing to report.
 
-    progress: the caller's own function, or True for a bar of tqdm's, which takes the other options. title: the bar's,
-    where `says` does not give it again each time that it moves. Once `cancel` is set the function raises Cancelled.
+    progress: the caller's function, or True for a tqdm bar, which takes the options. title: the bar's title.
+    label: returns a new title each time the bar moves. Once `cancel` is set the function raises Cancelled.
     """
     if cancel is not None and not callable(getattr(cancel, "is_set", None)):
         raise ArgumentTypeError("cancel", "a threading.Event or None", type(cancel).__name__)
     poll = progress if callable(progress) else None
     with contextlib.ExitStack() as stack:
         if progress and not poll:
-            # In a notebook without ipywidgets, tqdm.auto would warn and draw on stderr, which notebooks show in red.
+            # In a notebook without ipywidgets, tqdm.auto warns and draws on stderr, which notebooks show in red.
             shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
             plain = hasattr(shell, "kernel") and importlib.util.find_spec("ipywidgets") is None
             make = need("tqdm.std" if plain else "tqdm.auto", "progress=True").tqdm
@@ -100,15 +103,15 @@ def polling(
 
             def poll(done: int, total: int) -> None:
                 bar.total = total
-                if says:
-                    bar.set_description_str(says(), refresh=False)
+                if label:
+                    bar.set_description_str(label(), refresh=False)
                 bar.update(done - bar.n)
 
         if cancel is None:
             yield poll
             return
 
-        def look(done: int, total: int) -> None:
+        def check_cancelled(done: int, total: int) -> None:
             if cancel.is_set():
                 raise Cancelled(f"{title}: cancelled after {done} of {total} rows")
             if poll:
@@ -116,4 +119,4 @@ def polling(
 
         if cancel.is_set():
             raise Cancelled(f"{title}: cancelled before it began")
-        yield look
+        yield check_cancelled

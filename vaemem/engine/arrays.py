@@ -1,4 +1,4 @@
-"""The arrays of a run, in host memory or in a GPU's: checked, and what they ask of the core."""
+"""Arrays of a run, in host memory or in a GPU's: check them and turn them into arguments of the core."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from vaemem._common import encoded_channels, latent_factor
 from vaemem._errors import ArgumentError, ArgumentTypeError, Named
 from vaemem.engine.device import Device, DeviceArray, itemsize
 
-INPUT_NAMES = {"encode": "x", "decode": "z"}  # of what goes in
+INPUT_NAMES = {"encode": "x", "decode": "z"}
 
 
 def request_of(op: str, height: int, width: int, batch: int, pixels: str, floats: str | None = None) -> dict[str, Any]:
-    """Arguments of the core's plan, but for the threads. pixels: "float" or "uint8". floats: the arrays are in a GPU's
-    memory, and this is the dtype of those that are no bytes; None: in the host's."""
+    """Return the arguments of the core's plan, except the threads.
+
+    pixels: "float" or "uint8". floats: dtype of floats in arrays on a GPU; None for arrays in host memory.
+    """
     request: dict[str, Any] = dict(op=op, height=height, width=width, batch=batch, pixels=pixels)
     if floats:
         request |= dict(host_arrays=False, latents=floats, pixels=floats if pixels == "float" else pixels)
@@ -27,31 +29,45 @@ def request_of(op: str, height: int, width: int, batch: int, pixels: str, floats
 
 
 def ends_of(arch: Mapping[str, Any], op: str) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(scale, channels) of what goes in, and of what comes out. The scale is how many pixels an array has on a side
-    where the latents have one: 1 for latents themselves, 8 for the images of most models."""
+    """Return (scale, channels) of the input and of the output of an operation.
+
+    The scale is the side of an array divided by the side of its latents: 1 for latents, 8 for most models' images.
+    """
     if op == "decode":
         return (1, arch["latent_channels"]), (latent_factor(arch), arch["out_channels"])
     return (latent_factor(arch), arch["in_channels"]), (1, encoded_channels(arch))
 
 
 class _Arrays:
-    """What goes into a run and what comes out, in the result's shape and dtype. request: arguments of the core's plan,
-    of one thread and latents as they are, unless the caller says otherwise. notes: what the caller did to the arrays.
-    waits: whether the run is over when the call returns.
+    """Input and output of a run.
 
-    A result may be put together of tiles: `open_tiles` takes the memory for it, `tile` has one tile's run, `tiled` is
-    the result, and `close_tiles` gives back what is not the caller's (the traceback of an error would keep it)."""
+    Attributes
+    ----------
+    request : dict
+        Arguments of the core's plan: one thread and raw latents, unless the caller changes them.
+    shape, dtype
+        Of the result: (N, C, h, w), or (N, H, W, C) for uint8 images.
+    notes : tuple of str
+        What the caller did to the arrays.
+    waits : bool
+        Whether the run is over when the call returns.
+    stream : int or None
+        The GPU stream that runs and blending use; None for arrays in host memory.
+
+    Tiles can make up a result: `open_tiles` allocates memory for it, `tile` prepares the run of one tile, and `tiled`
+    returns the result. `close_tiles` frees the other memory, which an error's traceback would keep.
+    """
 
     notes: tuple[str, ...] = ()
     waits = True
-    stream: int | None = None  # of a GPU, on which runs and blending are put; None: the arrays are the host's
+    stream: int | None = None
     _whole: Any = None  # the result of tiles
-    _beside: Any = None  # a tile, and what is kept of others
+    _scratch: Any = None  # one tile's result, and the edges kept of other tiles
 
     def __init__(self, arch: dict[str, Any], op: str, given: Any, pixels: str, out: Any, floats: str | None = None):
-        """given: an array with shape and dtype. pixels: of decode's result; the images that encode is given have their
-        own. floats: as for `request_of`."""
-        (scale_in, channels), (scale_out, made) = ends_of(arch, op)
+        """given: an array with shape and dtype. pixels: for a decode's result; an encode's images decide for
+        themselves. floats: as for `request_of`."""
+        (scale_in, channels), (scale_out, out_channels) = ends_of(arch, op)
         axis = 1  # of the channels
         if op == "decode":
             wanted = f"(N, {channels}, h, w) for {arch['name']}"
@@ -71,24 +87,25 @@ class _Arrays:
         self.request |= dict(own_output=out is None, threads=1, scaled=False)
         h, w = (side * scale_out // scale_in for side in sides)
         as_bytes = op == "decode" and pixels == "uint8"
-        self.shape = (n, h, w, made) if as_bytes else (n, made, h, w)
+        self.shape = (n, h, w, out_channels) if as_bytes else (n, out_channels, h, w)
         self.dtype = "uint8" if as_bytes else floats or "float32"
 
     def close_tiles(self) -> None:
-        self._whole = self._beside = None
+        """Free the memory of tiles."""
+        self._whole = self._scratch = None
 
 
-def _owned(address: int, owner: Any, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Memory of the core's as an array, which keeps its owner."""
-    told = {"version": 3, "data": (address, False), "shape": shape, "typestr": np.dtype(dtype).str}
-    return np.asarray(SimpleNamespace(__array_interface__=told, owner=owner))
+def _wrap_memory(address: int, owner: Any, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Return memory of the core as an array that keeps `owner` alive."""
+    interface = {"version": 3, "data": (address, False), "shape": shape, "typestr": np.dtype(dtype).str}
+    return np.asarray(SimpleNamespace(__array_interface__=interface, owner=owner))
 
 
 class HostArrays(_Arrays):
-    """NumPy's arrays. What goes in is read where it lies, whatever its type and strides. For a GPU it is packed
-    first, as float32 or bytes."""
+    """NumPy arrays. The core reads the input where it lies, whatever its type and strides. For a GPU the input is
+    first packed as float32 or bytes."""
 
-    _becomes_bytes = False
+    _becomes_bytes = False  # whether this is a tile of a result in bytes
 
     def __init__(self, arch: dict[str, Any], op: str, array: Any, pixels: str, out: Any, device: Device | None = None):
         data = np.asarray(array)
@@ -101,50 +118,52 @@ class HostArrays(_Arrays):
         self.data, self.out, self._arch, self._device = data, out, arch, device
 
     def run(self, core: _core.Model, wait: bool, **how: Any) -> tuple[np.ndarray, Any]:
-        """The result, and the core's record of the run. how: more arguments of the core's run."""
+        """Return the result and the core's record of the run. how: more arguments of the core's run."""
         as_bytes, data = self.request["op"] == "encode" and self.request["pixels"] == "uint8", self.data
         kind = "b" if data.dtype.name == "bfloat16" else data.dtype.kind
-        if self._device or (data.dtype.isbuiltin == 2 and kind != "b"):  # of a library's that the core does not know
+        if self._device or (data.dtype.isbuiltin == 2 and kind != "b"):  # a dtype that the core does not know
             data, kind = np.require(data, np.uint8 if as_bytes else np.float32, ["C", "A"]), "f"
         item, *others = data.strides
         row, pixel, channel = others if as_bytes else (*others[1:], others[0])
         how |= dict(input=data.ctypes.data, out=0 if self.out is None else self.out.ctypes.data, wait=True)
         numbers = kind, data.itemsize, not data.dtype.isnative
         address, owner, record = core.run(strides=(item, channel, row, pixel), numbers=numbers, **self.request, **how)
-        result = _owned(address, owner, self.shape, self.dtype) if self.out is None else self.out
+        result = _wrap_memory(address, owner, self.shape, self.dtype) if self.out is None else self.out
         if self._becomes_bytes and not np.isfinite([result.min(), result.max()]).all():
             record["overflow"] = True
         return result, record
 
     def open_tiles(self, core: _core.Model, floats: int) -> tuple[int, int]:
-        """The addresses of the result and of so many float32 beside it, with which a tile's result begins."""
+        """Allocate the result and `floats` float32 of scratch, and return both addresses. Scratch begins with a tile's
+        result."""
         self._whole = np.empty(self.shape, self.dtype) if self.out is None else self.out
-        self._beside = np.empty(floats, np.float32)
-        return self._whole.ctypes.data, self._beside.ctypes.data
+        self._scratch = np.empty(floats, np.float32)
+        return self._whole.ctypes.data, self._scratch.ctypes.data
 
     def tile(self, request: dict[str, Any], ys: slice, xs: slice) -> HostArrays:
-        """request: arguments of the core's plan. ys, xs: which part of what goes in."""
+        """Return the arrays of one tile. request: arguments of the core's plan. ys, xs: its part of the input."""
         piece = self.data[:, ys, xs] if request["pixels"] == "uint8" else self.data[:, :, ys, xs]
         one = HostArrays(self._arch, request["op"], piece, "float", None, self._device)
-        one.out = self._beside[: math.prod(one.shape)].reshape(one.shape)
-        # Bytes do not show that a number is not finite, so the tile is looked at, as the core does with bytes.
+        one.out = self._scratch[: math.prod(one.shape)].reshape(one.shape)
+        # Bytes cannot show that a number was not finite, so `run` checks the tile.
         one.request, one._becomes_bytes = request, self.dtype == "uint8"
         return one
 
     def tiled(self) -> np.ndarray:
+        """Return the result of all tiles."""
         whole: np.ndarray = self._whole
         return whole
 
 
 class DeviceArrays(_Arrays):
-    """Arrays in a GPU's memory, of any library with DLPack; never copied. The result is the same library's where we
-    know how it makes one."""
+    """Arrays in a GPU's memory, of any library with DLPack; never copied. The result is an array of the same library if
+    we know how to make one."""
 
     stream: int
 
     def __init__(self, arch: dict[str, Any], op: str, array: Any, pixels: str, out: Any, device: Device):
         self._device, self._like = device, array
-        self._out: tuple[Any, Any] = None, None  # and as it was borrowed
+        self._out: tuple[Any, Any] = None, None  # the array, and the same as `Device.borrow` returns it
         self.stream, known = device.stream_of(array)
         device.backend.check_stream(self.stream)
         self._given = device.borrow(array, INPUT_NAMES[op], self.stream)
@@ -152,8 +171,8 @@ class DeviceArrays(_Arrays):
         if as_bytes and op == "decode":
             raise ArgumentError("z", "float32, float16 or bfloat16", "uint8")
         super().__init__(arch, op, self._given, pixels, out, device.dtype if as_bytes else self._given.dtype)
-        # A run in halves may have overflowed, which is known when it is over. And where the library is unknown, its
-        # next use of the arrays cannot be put behind the run.
+        # A run in float16 may overflow, which shows only at its end. And in an unknown library, later work on the
+        # arrays cannot be ordered behind the run.
         self.waits = device.dtype == "float16" or not known
         if out is not None:
             self._write_to(out)
@@ -165,32 +184,32 @@ class DeviceArrays(_Arrays):
         check_apart((self._given.address, self._given.end), (target.address, target.end))
         self._out = out, target
 
-    def _opened(self) -> tuple[Any, Any]:
-        """The array that is written to, and as it was borrowed: the caller's, or one of its library; else None."""
+    def _open_output(self) -> tuple[Any, Any]:
+        """Return the array to write to, and the same borrowed: the caller's or a new one of its library; else Nones."""
         if self._out[0] is None and (made := self._device.empty_like(self._like, self.shape, self.dtype)) is not None:
             self._write_to(made)
         return self._out
 
     def run(self, core: _core.Model, wait: bool, **how: Any) -> tuple[Any, Any]:
-        """As of `HostArrays`."""
-        out, target = self._opened()
+        """Run as `HostArrays.run` does."""
+        out, target = self._open_output()
         where = dict(input=self._given.address, out=target.address if target else 0, stream=self.stream)
         address, owner, record = core.run(**self.request, wait=wait, **where, **how)
-        return self._made(address, owner) if out is None else out, record
+        return self._as_library(address, owner) if out is None else out, record
 
-    def _made(self, address: int, owner: Any) -> Any:
+    def _as_library(self, address: int, owner: Any) -> Any:
         array = DeviceArray(self._device, address, self.shape, self.dtype, owner)
         return self._device.as_library(array, self._like)
 
     def open_tiles(self, core: _core.Model, floats: int) -> tuple[int, int]:
-        """As of `HostArrays`."""
-        _, target = self._opened()
+        """Allocate as `HostArrays.open_tiles` does."""
+        _, target = self._open_output()
         self._whole = (target.address, None) if target else core.reserve(math.prod(self.shape) * itemsize(self.dtype))
-        self._beside = core.reserve(floats * itemsize("float32"))
-        return self._whole[0], self._beside[0]
+        self._scratch = core.reserve(floats * itemsize("float32"))
+        return self._whole[0], self._scratch[0]
 
     def tile(self, request: dict[str, Any], ys: slice, xs: slice) -> DeviceTile:
-        """As of `HostArrays`. It is read where it lies."""
+        """Return a tile as `HostArrays.tile` does. The run reads it where it lies."""
         size, (_, *sides) = itemsize(self._given.dtype), self._given.shape
         if request["pixels"] == "uint8":
             height, width, channels = sides
@@ -201,22 +220,24 @@ class DeviceArrays(_Arrays):
         row = width * pixel
         first = self._given.address + ys.start * row + xs.start * pixel
         strides = channels * height * width * size, channel, row, pixel
-        return DeviceTile(request, dict(input=first, out=self._beside[0], stream=self.stream, strides=strides))
+        return DeviceTile(request, dict(input=first, out=self._scratch[0], stream=self.stream, strides=strides))
 
     def tiled(self) -> Any:
-        return self._made(*self._whole) if self._out[0] is None else self._out[0]
+        """Return the result of all tiles."""
+        return self._as_library(*self._whole) if self._out[0] is None else self._out[0]
 
 
 class DeviceTile:
-    """A part of the input of `DeviceArrays`, whose result becomes float32 in memory of theirs."""
+    """A part of a `DeviceArrays` input. Its result is float32 in the scratch memory of these arrays."""
 
     waits = True
 
     def __init__(self, request: dict[str, Any], where: dict[str, Any]) -> None:
-        """request: arguments of the core's plan. where: more of its run."""
+        """request: arguments of the core's plan. where: further arguments of its run."""
         self.request, self._where = request, where
 
     def run(self, core: _core.Model, wait: bool, **how: Any) -> tuple[None, Any]:
+        """Run the tile; return the core's record."""
         return None, core.run(**self.request, wait=wait, **self._where, **how)[-1]
 
 
@@ -226,24 +247,26 @@ Arrays = HostArrays | DeviceArrays
 
 
 def check_real(array: np.ndarray, name: str, shape: str) -> None:
+    """Raise TypeError unless an array has real numbers."""
     if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
         raise ArgumentTypeError(name, f"an array of real numbers of shape {shape}", f"dtype {array.dtype}")
 
 
 def as_float(value: Any, name: str, shape: str) -> np.ndarray:
-    """Contiguous, aligned native float32; anything else that is real numbers is copied to it."""
+    """Return real numbers as contiguous, aligned, native float32; copy only if needed."""
     array = np.asarray(value)
     check_real(array, name, shape)
     return np.require(array, np.float32, ["C", "A"])
 
 
 def check_apart(z: tuple[int, int], out: tuple[int, int]) -> None:
-    """z and out, as (first byte, end): images written while latents are still to be read would be wrong in silence."""
+    """Refuse two ranges (first byte, end) that overlap: images would overwrite latents that are still to be read."""
     if z[0] < out[1] and out[0] < z[1]:
         raise ArgumentError("out", "memory apart from z", "an array that overlaps it", "decode a copy of z")
 
 
 def check_out(out: Any, shape: tuple[int, ...], dtype: str) -> None:
+    """Raise TypeError or ValueError unless `out` can take the result."""
     wanted = f"a writable, contiguous and aligned {dtype} array of shape {shape}"
     if not isinstance(out, np.ndarray):
         raise ArgumentTypeError("out", wanted, type(out).__name__)

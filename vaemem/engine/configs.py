@@ -1,5 +1,5 @@
-"""Architectures as ``config.json`` files describe them: which classes of diffusers run here, what each of their keys
-says, and what people call the models that are known by name."""
+"""Read ``config.json`` files of diffusers into architectures, and write them. Which classes run here, what their keys
+mean, and what people call the known models."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ Config = str | os.PathLike[str] | Mapping[str, Any]  # a path, or contents
 CONFIG = "config.json"
 LARGEST = float(np.finfo(np.float32).max)
 
-# The keys of diffusers' classes, with their defaults.
+# The keys of diffusers' classes with their defaults.
 _AUTOENCODER: Arch = {"in_channels": 3, "out_channels": 3, "latent_channels": 4, "block_out_channels": (64,)}
 _AUTOENCODER |= {"layers_per_block": 1, "norm_num_groups": 32}
-_AUTOENCODER |= {"norm_eps": 1e-6}  # no key of the class, which has no other; accepted so that an arch is a config too
+_AUTOENCODER |= {"norm_eps": 1e-6}  # no key of the class; accepted so that an arch is a config too
 _AUTOENCODER |= {"use_quant_conv": True, "use_post_quant_conv": True, "mid_block_add_attention": True}
-# What an arch says beside them where nothing tells it: which model it is, and how pipelines scale its latents.
+# What a config may leave open: which model it is, and how pipelines scale its latents.
 _UNKNOWN: Arch = {"name": "custom", "scaling_factor": None, "shift_factor": 0.0}
 UNKNOWN_ARCH: Arch = _AUTOENCODER | _UNKNOWN
 _KL = _AUTOENCODER | {"scaling_factor": 0.18215, "shift_factor": None, "latents_mean": None, "latents_std": None}
 _FLUX2 = _AUTOENCODER | {"latent_channels": 32, "block_out_channels": (128, 256, 512, 512), "layers_per_block": 2}
 _FLUX2 |= {"decoder_block_out_channels": None, "batch_norm_eps": 1e-4, "patch_size": (2, 2)}
-# Those of classes for several frames say the same in other words; what a number stands for is in `_of_frames`.
+# Classes for several frames name the same things differently; `_read_frames` translates.
 _QWEN: Arch = {"base_dim": 96, "z_dim": 16, "dim_mult": (1, 2, 4, 4), "num_res_blocks": 2}
 _QWEN |= {key: tuple(_core.models()["qwen-image"][key]) for key in ("latents_mean", "latents_std")}
 _QWEN |= {"temperal_downsample": None}
@@ -48,23 +48,23 @@ _QWEN_21 |= {key: tuple(_core.models()["qwen-image-2.1"][key]) for key in ("late
 _HUNYUAN: Arch = {"in_channels": 3, "out_channels": 3, "latent_channels": 64, "layers_per_block": 2}
 _HUNYUAN |= {"block_out_channels": (128, 256, 512, 512, 1024, 1024), "spatial_compression_ratio": 32}
 _HUNYUAN |= {"scaling_factor": None}
-# use_midblock_gn is TAEF2's, which diffusers has not; the last three say nothing of the arithmetic.
+# use_midblock_gn exists in TAEF2 but not in diffusers; the last three do not affect the arithmetic.
 _TINY: Arch = {"in_channels": 3, "out_channels": 3, "latent_channels": 4, "scaling_factor": 1.0, "shift_factor": 0.0}
 _TINY |= {f"{half}_block_out_channels": (64,) * 4 for half in ("encoder", "decoder")}
 _TINY |= {"num_encoder_blocks": (1, 3, 3, 3), "num_decoder_blocks": (3, 3, 3, 1), "use_midblock_gn": False}
 _TINY |= {"latent_magnitude": 3, "latent_shift": 0.5, "block_out_channels": (64,) * 4}
-# Why not, of other classes that people try.
+# Other classes that people try, and why they do not run here.
 _REFUSED = {"AutoencoderDC": "Sana's has linear attention over many channels, which is another kind of network"}
 _STATISTICS = ("latents_mean", "latents_std")
-_ALWAYS = (*_AUTOENCODER, "scaling_factor", "shift_factor")  # keys of every arch; it has others where they are not None
+_ALWAYS = (*_AUTOENCODER, "scaling_factor", "shift_factor")  # keys of every arch; other keys only if not None
 _BLOCK_TYPES = {"down_block_types": "DownEncoderBlock2D", "up_block_types": "UpDecoderBlock2D"}
-# Says nothing about the arithmetic: tile size (`sample_size_of`) and precision are chosen by whoever runs the model;
-# momentum is for training.
+# Keys that do not affect the arithmetic. Whoever runs the model chooses the tile size (`sample_size_of`) and the
+# precision; momentum is for training.
 _IGNORED = ("name", "sample_size", "force_upcast", "batch_norm_momentum")
 SAMPLE_SIZES = dict.fromkeys(_core.models(), 1024) | {"sd15": 512, "hunyuanimage-2.1": 384}
 SAMPLE_SIZES |= dict.fromkeys(("qwen-image", "wan2.2", "qwen-image-2.1"), 256)
 SAMPLE_SIZES |= {name: 512 for name, arch in _core.models().items() if arch.get("family") == "tiny"}
-# What their configs say otherwise, of those that are called so.
+# Repositories whose configs have another sample size than their model.
 _OTHER_SAMPLE_SIZES = {"sdvaeftmse": 256, "sdvaeftema": 256}
 
 
@@ -73,7 +73,7 @@ SHORT_REPR.maxstring = SHORT_REPR.maxother = 100
 
 
 def shown(value: object) -> str:
-    """What a file says, for a message: short, on one line, and nothing that a terminal would obey."""
+    """Return what a file says for use in a message: short, on one line, without control characters."""
     plain = isinstance(value, str) and value.isprintable() and len(value) <= 200
     return str(value) if plain else SHORT_REPR.repr(value)
 
@@ -82,26 +82,26 @@ def _bad_config(key: str, wanted: str, got: object, advice: str = "") -> Argumen
     return ArgumentError("config", wanted, SHORT_REPR.repr(got), advice, shown(key))
 
 
-# What a value is like of a key whose default is None; a list is of such as its first.
+# Example values for keys whose default is None; a tuple's first item stands for all of its items.
 _OPTIONAL: Arch = {"scaling_factor": 0.0, "shift_factor": 0.0} | dict.fromkeys(_STATISTICS, (0.0,))
 _OPTIONAL |= {"decoder_block_out_channels": (1,), "decoder_base_dim": 1, "patch_size": 1}
 _OPTIONAL |= {"temperal_downsample": (False,), "scale_factor_temporal": 1, "scale_factor_spatial": 1}
-_KINDS: dict[type, tuple[str, str, Any, float, float]] = {  # of values: one, a list's, types, the least and the most
+_KINDS: dict[type, tuple[str, str, Any, float, float]] = {  # words for one and for several, types, least and most
     bool: ("true or false", "true or false", (bool, np.bool_), 0, 1),
     int: ("a positive integer below 2^31", "positive integers", (int, np.integer), 1, (1 << 31) - 1),
     float: ("a finite number of single precision", "finite numbers", (int, float, np.floating), -LARGEST, LARGEST),
 }
 
 
-def _setting(key: str, value: Any, default: Any) -> Any:
-    """value, checked to be of the kind that its default is."""
+def _check_setting(key: str, value: Any, default: Any) -> Any:
+    """Return `value` if it has the type of its default; ValueError otherwise."""
     if value is None and (default is None or key in ("scaling_factor", "decoder_base_dim")):
         return 0.0 if key == "shift_factor" else None
     like = _OPTIONAL[key] if default is None else default
     if isinstance(like, tuple):
         if not isinstance(value, (list, tuple)) or not (value or key == "temperal_downsample"):
             raise _bad_config(key, f"a list of {_KINDS[type(like[0])][1]}", value)
-        return tuple(_setting(f"{key}[{i}]", v, like[0]) for i, v in enumerate(value))
+        return tuple(_check_setting(f"{key}[{i}]", v, like[0]) for i, v in enumerate(value))
     wanted, _, types, least, most = _KINDS[type(like)]
     if not (isinstance(value, types) and least <= value <= most) or (
         isinstance(value, bool) and type(like) is not bool
@@ -113,23 +113,23 @@ def _setting(key: str, value: Any, default: Any) -> Any:
 
 
 def _decimal(value: Any) -> Any:
-    """The shortest decimal of the core's single precision; None where there is no number."""
+    """Return floats as the shortest decimals that give the same float32; anything else unchanged."""
     if isinstance(value, tuple):
         return [_decimal(v) for v in value]
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def known_like(arch: Arch, but: tuple[str, ...]) -> Arch | None:
-    """The first model of the core's that an arch agrees with in all but some keys."""
+    """Return the first known model that agrees with `arch` in all keys except `but`."""
 
-    def said(one: Arch) -> list[Any]:
+    def compared(one: Arch) -> list[Any]:
         return [_decimal(one.get(key)) for key in _ARCH_KEYS if key not in but]
 
-    return next((model for model in _core.models().values() if said(model) == said(arch)), None)
+    return next((model for model in _core.models().values() if compared(model) == compared(arch)), None)
 
 
-def _contents(config: Config) -> tuple[Mapping[str, Any], Path | None]:
-    """What a config says, and the file that it came from."""
+def _read_file(config: Config) -> tuple[Mapping[str, Any], Path | None]:
+    """Return the contents of a config, and its file if it has one."""
     if isinstance(config, Mapping):
         return config, None
     path = as_path(config, "config", "a path or a dict")
@@ -146,14 +146,16 @@ def _contents(config: Config) -> tuple[Mapping[str, Any], Path | None]:
 
 
 def known_arch(model: str) -> Arch:
-    """The architecture of a model that the core has by name; ValueError for any other."""
+    """Return the architecture of a known model; ValueError for any other."""
     return _core.models()[named_model("model", model)]
 
 
 def named_model(argument: str, model: Any, *others: str) -> str:
-    """The name that the core has for a model, as people write it: ``"SD 1.5"``, ``"FLUX.1-dev"``, or the repository on
-    the Hub, ``"stabilityai/sdxl-vae"``; ValueError where it has none. A model that has another's VAE goes by that.
-    others: what else is wanted, in words."""
+    """Return the core's name for a model that people write ``"SD 1.5"``, ``"FLUX.1-dev"`` or
+    ``"stabilityai/sdxl-vae"``. A model with another model's VAE gets that model's name.
+
+    others: further allowed names, for the message. ValueError for an unknown model.
+    """
     if not isinstance(model, str) or letters(model) not in map(letters, SAMPLE_SIZES):
         if called := find_called(model):
             if called.why:
@@ -163,24 +165,24 @@ def named_model(argument: str, model: Any, *others: str) -> str:
 
 
 def named_sample_size(model: str) -> int:
-    """The side in pixels of diffusers' tiles of a model that is named as people write it."""
+    """Return the side in pixels of diffusers' tiles for a model, named as people write it."""
     return _OTHER_SAMPLE_SIZES.get(letters(model.rpartition("/")[2])) or SAMPLE_SIZES[named_model("model", model)]
 
 
 def read_config(config: Config) -> Arch:
-    """The architecture, as ``_core.Model`` takes it, that a diffusers ``config.json`` (a directory that holds one, its
-    contents, an `Arch`) describes. Its name is that of the model that it equals in every field, else ``"custom"``.
+    """Return the architecture of a diffusers ``config.json``, in the form that ``_core.Model`` takes.
 
-    Keys that are absent have the defaults of diffusers' class, ``AutoencoderKL`` or ``AutoencoderKLFlux2``;
-    ``scaling_factor`` may be None (unknown). ValueError for a key that is unknown, of the wrong type, or asks for what
-    the engine cannot do (another class, activation, block type).
+    config: the file, a directory that holds it, its contents, or an `Arch`. The name is that of the known model that
+    agrees in every field, otherwise ``"custom"``. Absent keys have the defaults of diffusers' class;
+    ``scaling_factor`` may be None (unknown). ValueError for an unknown key, a wrong type, or a feature that the engine
+    lacks (another class, activation or block type).
     """
     return read_contents(config)[0]
 
 
 def read_contents(config: Config) -> tuple[Arch, Mapping[str, Any]]:
-    """What `read_config` returns, and the contents of the config, read from its file once."""
-    contents, path = _contents(config)
+    """Return the architecture, as `read_config` does, and the contents of the config. Read its file once."""
+    contents, path = _read_file(config)
     try:
         return _parse_config(contents), contents
     except ArgumentError as error:
@@ -190,11 +192,11 @@ def read_contents(config: Config) -> tuple[Arch, Mapping[str, Any]]:
 
 
 def sample_size_of(config: Config | None, model: str) -> int | None:
-    """The side in pixels of diffusers' tiles: what the config says, its class's where that says nothing. Without
-    a config, or with an `Arch` for one, the model's own. None: unknown, or no size."""
+    """Return the side in pixels of diffusers' tiles: the config's, otherwise its class's default. Without a config, or
+    for an `Arch`, it is the model's. None if it is unknown or no size."""
     if config is None:
         return SAMPLE_SIZES.get(model)
-    contents = _contents(config)[0]
+    contents = _read_file(config)[0]
     name = _class_of(contents)
     usual = _CLASSES[name].sample_size if name in CLASSES else 32
     size = contents.get("sample_size", SAMPLE_SIZES.get(str(contents.get("name")), usual))
@@ -202,7 +204,7 @@ def sample_size_of(config: Config | None, model: str) -> int | None:
     return size if type(size) is int and size > 0 else None
 
 
-# Which class a config is of that names none: an `Arch` by its family, a module's by a key that no other class has.
+# The class of a config that names none: an `Arch` by its family, otherwise by a key that no other class has.
 _FAMILIES = {"wan": "AutoencoderKLWan", "hunyuan_image": "AutoencoderKLHunyuanImage", "tiny": "AutoencoderTiny"}
 _MARKS = {"input_channels": "AutoencoderKLQwenImage", "base_dim": "AutoencoderKLWan"}
 _MARKS |= {"spatial_compression_ratio": "AutoencoderKLHunyuanImage", "num_encoder_blocks": "AutoencoderTiny"}
@@ -210,7 +212,7 @@ _MARKS |= {"patch_size": "AutoencoderKLFlux2"}
 
 
 def _class_of(config: Mapping[str, Any]) -> Any:
-    """The class that a config names, or whose keys it has."""
+    """Return the class that a config names, or the class that has its keys."""
     marked = next((name for key, name in _MARKS.items() if config.get(key)), "AutoencoderKL")
     named = _FAMILIES.get(str(config.get("family")), marked)
     if named == "AutoencoderKLWan" and config.get("slices") is False:
@@ -266,7 +268,7 @@ def _read_frames(said: Arch, config: Mapping[str, Any]) -> Arch:
     }
     arch |= {"image_patch": 2} if patch == 2 else {}
     arch |= {"slices": False} if _class_of(config) == "AutoencoderKLQwenImage21" else {}
-    if said.get("is_residual"):  # the scale factors follow, and downsampling of time shows in residuals alone
+    if said.get("is_residual"):  # the scale factors follow; downsampling of time matters only with residuals
         times = said["temperal_downsample"] or ()
         if len(times) != len(mult) - 1:
             raise _bad_config("temperal_downsample", f"{len(mult) - 1} of true or false", times)
@@ -284,8 +286,8 @@ def _read_frames(said: Arch, config: Mapping[str, Any]) -> Arch:
 
 
 def _frames_config(arch: Mapping[str, Any]) -> Arch:
-    widths = _setting("block_out_channels", arch.get("block_out_channels"), (96,))
-    decoder = _setting("decoder_block_out_channels", arch.get("decoder_block_out_channels") or widths, (96,))
+    widths = _check_setting("block_out_channels", arch.get("block_out_channels"), (96,))
+    decoder = _check_setting("decoder_block_out_channels", arch.get("decoder_block_out_channels") or widths, (96,))
     base, ends = widths[0], {key: int(arch.get(key) or 3) for key in ("in_channels", "out_channels")}
     if any(width % base for width in widths) or [w * base for w in decoder] != [w * decoder[0] for w in widths]:
         raise _bad_config("block_out_channels", "multiples of the first, a decoder's alike", (widths, decoder))
@@ -303,7 +305,7 @@ def _frames_config(arch: Mapping[str, Any]) -> Arch:
         more = {"input_channels": ends["in_channels"]}
     else:
         name = "AutoencoderKLWan"
-    # what is the class's default is left out, for older ones of diffusers have no such keys
+    # Defaults are left out: older versions of diffusers do not know these keys.
     return {"_class_name": name} | config | {k: v for k, v in more.items() if v != _CLASSES[name].keys[k]}
 
 
@@ -318,7 +320,7 @@ def _read_hunyuan(said: Arch, config: Mapping[str, Any]) -> Arch:
 def _hunyuan_config(arch: Mapping[str, Any]) -> Arch:
     config = {key: _decimal(arch[key]) for key in _HUNYUAN if key in arch}
     ratio = 2 ** (len(arch["block_out_channels"]) - 1)
-    return config | {"spatial_compression_ratio": ratio, "sample_size": 384}  # for which the class has no default
+    return config | {"spatial_compression_ratio": ratio, "sample_size": 384}  # the class has no default for these
 
 
 def _read_tiny(said: Arch, config: Mapping[str, Any]) -> Arch:
@@ -344,7 +346,7 @@ def _read_tiny(said: Arch, config: Mapping[str, Any]) -> Arch:
 def _tiny_config(arch: Mapping[str, Any]) -> Arch:
     if arch.get("norm_num_groups") not in (0, 4):
         raise _bad_config("norm_num_groups", "4, or 0 for no norms", arch.get("norm_num_groups"))
-    widths = _setting("block_out_channels", arch.get("block_out_channels"), (64,))
+    widths = _check_setting("block_out_channels", arch.get("block_out_channels"), (64,))
     blocks = [1] + [arch.get("layers_per_block")] * (len(widths) - 1)
     config: Arch = {"encoder_block_out_channels": list(widths)}
     config["decoder_block_out_channels"] = list(arch.get("decoder_block_out_channels") or widths)
@@ -358,10 +360,10 @@ class _Class(NamedTuple):
     """A class of diffusers that runs here."""
 
     keys: Arch  # with their defaults
-    only: Arch  # keys of which one value alone runs here
-    sample_size: int  # the side in pixels of its tiles
-    read: Callable[[Arch, Mapping[str, Any]], Arch]  # the architecture, of all keys' values and the config
-    config: Callable[[Mapping[str, Any]], Arch]  # what `read` reads, of an architecture
+    only: Arch  # keys with one value that runs here
+    sample_size: int  # side of its tiles in pixels
+    read: Callable[[Arch, Mapping[str, Any]], Arch]  # (values of all keys, config) -> architecture
+    config: Callable[[Mapping[str, Any]], Arch]  # the inverse: architecture -> config
 
 
 _ONLY_KL = {"act_fn": "silu", "norm_eps": 1e-6}
@@ -399,16 +401,16 @@ def _parse_config(config: Mapping[str, Any]) -> Arch:
             known = known or key in _BLOCK_TYPES or (key in _ARCH_KEYS and value in (None, 0))
         if not known:
             raise _bad_config(str(key), f"a key of {name}", value)
-    said = {key: _setting(key, config.get(key, default), default) for key, default in kind.keys.items()}
+    said = {key: _check_setting(key, config.get(key, default), default) for key, default in kind.keys.items()}
     arch = kind.read(said, config)
     return known_like(arch, but=("name",)) or arch
 
 
 def config_of(arch: Mapping[str, Any], sample_size: int | None = None) -> Arch:
-    """What diffusers' from_pretrained reads. An unknown scaling factor is written as null, an unknown sample_size not
-    at all."""
+    """Return the config that diffusers' from_pretrained reads for an architecture. An unknown scaling factor becomes
+    null; an unknown sample_size is left out."""
     name = _class_of(arch)
     config = {"_class_name": name} | _CLASSES[name].config(arch)
     size = sample_size or SAMPLE_SIZES.get(str(arch.get("name")))
-    has_size = size and arch.get("family") not in ("wan", "tiny")  # whose classes have no such key
+    has_size = size and arch.get("family") not in ("wan", "tiny")  # their classes have no such key
     return config | ({"sample_size": size} if has_size else {})

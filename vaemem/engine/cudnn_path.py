@@ -1,4 +1,4 @@
-"""Where cuDNN is, for the engine that runs it on a GPU."""
+"""Find cuDNN for the engine that runs it on a GPU."""
 
 import contextlib
 import importlib.util
@@ -8,10 +8,10 @@ from vaemem._errors import NoFileError
 
 
 def find_cudnn() -> str | None:
-    """Path of an installed libcudnn.so.9, or None to leave it to the loader.
+    """Return the path of an installed libcudnn.so.9, or None to leave it to the loader.
 
-    It is what ``VAEMEM_CUDNN`` names (the file, or its folder; FileNotFoundError where there is none), else the file
-    in the ``nvidia-cudnn-cu12`` or ``-cu13`` wheel.
+    ``VAEMEM_CUDNN`` (the file, or its folder) comes first; FileNotFoundError if it does not exist. Otherwise it is the
+    file in the ``nvidia-cudnn-cu12`` or ``-cu13`` wheel.
     """
     named = os.environ.get("VAEMEM_CUDNN")
     if named:

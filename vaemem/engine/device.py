@@ -1,4 +1,4 @@
-"""Where models run: the CPU's instruction sets; GPUs, and how arrays come and leave there without a copy (DLPack)."""
+"""Where models run: instruction sets of the CPU, and GPUs. Arrays enter and leave GPUs without a copy (DLPack)."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ except ImportError:  # built without nvcc
 
 CONVOLUTIONS = ("auto", "cudnn", "own")
 CUDA = 2  # DLPack's number for CUDA memory
-LEGACY_STREAM = 1  # CUDA's own name for stream 0
+LEGACY_STREAM = 1  # CUDA's name for stream 0
 
 
 # ---- the CPU's instruction sets ----
 
 VARIABLE = "VAEMEM_DISABLE"
-_read = ""
+_disabled = ""  # value of the variable when vaemem was imported
 
 
 def read_disabled() -> None:
-    """Takes the sets away that are named. Of names that mean nothing here whoever imports vaemem is warned."""
-    global _read
-    _read = os.environ.get(VARIABLE, "")
+    """Disable the instruction sets that VAEMEM_DISABLE names. Warn of names that are unknown here."""
+    global _disabled
+    _disabled = os.environ.get(VARIABLE, "")
     lists = [_core.backends(dtype, precision) for dtype in DTYPES for precision in PRECISIONS]
     known = distinct(name for names in lists for name, _ in names if name != "ref")
-    named = distinct(filter(None, _read.split(",")))
+    named = distinct(filter(None, _disabled.split(",")))
     for name in named:
         if name not in known:
             what = (
@@ -52,26 +52,26 @@ def read_disabled() -> None:
 
 
 def _warn_of_change(stacklevel: int) -> None:
-    """Warns where the variable is no longer what was read."""
+    """Warn if the variable has changed since the import."""
     now = os.environ.get(VARIABLE, "")
-    if now != _read:
+    if now != _disabled:
         warnings.warn(
-            f"{VARIABLE}: it was {_read!r} when vaemem was imported, and that holds; it is {now!r} now, which changes "
-            "nothing: set it before the import, in a new process",
+            f"{VARIABLE}: the value {_disabled!r} from the import of vaemem still holds; the new value {now!r} has "
+            "no effect: set it before the import, in a new process",
             stacklevel=stacklevel + 1,
         )
 
 
-# ---- what there is ----
+# ---- backends ----
 
 
 def _gpus(dtype: str, precision: str) -> list[dict[str, Any]]:
-    """A row of `backends` for each GPU, or one that says why there is none."""
+    """Return a row of `backends` for each GPU, or one row that says why there is none."""
     least = 80 if dtype == "bfloat16" or precision != "highest" else 75
     row, why = {"name": "cuda", "device": "cuda", "usable": False, "chosen": False}, "CUDA: the driver sees no GPU"
     if _cuda is None:
         build = "put nvcc on the path (or set CUDA_HOME), then VAEMEM_CUDA=1 pip install ."
-        what_to_do = build if sys.platform == "linux" else "it runs on GPUs on Linux alone"
+        what_to_do = build if sys.platform == "linux" else "it runs on GPUs only on Linux"
         return [row | {"why": f"vaemem was built without CUDA: {what_to_do}"}]
     try:
         found = _cuda.devices(os.environ.get("VAEMEM_LIBCUDA"))
@@ -88,32 +88,32 @@ def _gpus(dtype: str, precision: str) -> list[dict[str, Any]]:
 
 
 def backends(dtype: Dtype = "float32", precision: Precision = "highest") -> list[dict[str, Any]]:
-    """The kernels this build has, the CPU's best for such numbers first, then GPUs.
+    """List the kernels of this build: the CPU's, best first, then GPUs.
 
     Parameters
     ----------
     dtype, precision : str
-        As `VAE.load` takes them: which kernels are best depends on them.
+        As in `VAE.load`. They decide which kernels are best.
 
     Returns
     -------
     list of dict
-        ``name``, ``device``, ``usable``, ``chosen`` (what such runs on the CPU use), ``why`` (a sentence where not
+        ``name``, ``device``, ``usable``, ``chosen`` (used for such runs on the CPU), ``why`` (a sentence if not
         usable).
 
     Examples
     --------
     >>> [row["usable"] for row in backends() if row["name"] == "ref"]  # plain C
     [True]
-    >>> sum(row["chosen"] for row in backends(dtype="bfloat16"))  # the best of those that are usable
+    >>> sum(row["chosen"] for row in backends(dtype="bfloat16"))  # the best usable one
     1
     """
     _warn_of_change(stacklevel=2)
-    dtype, precision = _numbers(dtype, precision)
+    dtype, precision = _check_numbers(dtype, precision)
     rows: list[dict[str, Any]] = []
     for name, usable in _core.backends(dtype, precision):
         chosen = usable and not any(row["chosen"] for row in rows)
-        why = "this processor or its system lacks it, or it was named in VAEMEM_DISABLE at the import"
+        why = "this processor or its system lacks it, or VAEMEM_DISABLE named it at the import"
         rows.append({"name": name, "device": "cpu", "usable": usable, "chosen": chosen, "why": "" if usable else why})
     return rows + _gpus(dtype, precision)
 
@@ -122,7 +122,7 @@ def backends(dtype: Dtype = "float32", precision: Precision = "highest") -> list
 
 
 class DeviceArray:
-    """An array in a GPU's memory, for any library that speaks DLPack: ``torch.from_dlpack(array)`` copies nothing.
+    """Array in a GPU's memory, for any library that speaks DLPack: ``torch.from_dlpack(array)`` copies nothing.
 
     Attributes
     ----------
@@ -147,7 +147,7 @@ class DeviceArray:
         return CUDA, self._device.number
 
     def __dlpack__(self, *, stream: int | None = None, max_version: Any = None, **other: Any) -> Any:
-        """A capsule whose contents are ready for whatever is enqueued on `stream` from now on."""
+        """Return a capsule. Its contents are ready for work that is enqueued on `stream` from now on."""
         if other.get("dl_device") not in (None, self.__dlpack_device__()) or other.get("copy"):
             raise BufferError("DLPack: expected the array where it is and as it is, got a request for a copy")
         if stream != -1:
@@ -155,7 +155,7 @@ class DeviceArray:
         return _cuda.lend(self._address, self.shape, self.dtype, self._device.number, self)
 
     def numpy(self) -> np.ndarray:
-        """A copy in host memory (bfloat16 as ml_dtypes')."""
+        """Copy the array to host memory (bfloat16 as ml_dtypes.bfloat16)."""
         out = np.empty(self.shape, ml_dtypes.bfloat16 if self.dtype == "bfloat16" else self.dtype)
         self._device.backend.read(self._address, out.view(np.uint8).reshape(-1))
         return out
@@ -171,15 +171,16 @@ class DeviceArray:
 
 
 def itemsize(dtype: str) -> int:
+    """Return the bytes of one number."""
     return {"uint8": 1, "float32": 4}.get(dtype, 2)
 
 
 def library_of(array: Any) -> str:
-    """The package that an array's type is from: ``"torch"``, ``"cupy"``."""
+    """Return the package that defines an array's type: ``"torch"``, ``"cupy"``."""
     return type(array).__module__.partition(".")[0]
 
 
-# ---- opened ----
+# ---- open devices ----
 
 
 class Device:
@@ -203,17 +204,19 @@ class Device:
         self.backend = _cuda.Backend(number, dtype, tf32, autotune, libcuda, find_cudnn(), convolution)
 
     def held(self, size: int) -> int:
-        """What a block of so many bytes takes of the GPU."""
+        """Return the bytes that a block of `size` bytes takes from the GPU."""
         return -(-size // self.backend.granularity) * self.backend.granularity
 
     def room(self) -> int:
-        """Bytes that a run may take beside what this VAE holds: what is free, less what stays for others, an eighth at
-        most 1 GiB, or for graphs that are still to be captured where these may take more."""
+        """Return the bytes that a run may allocate on top of this VAE's memory.
+
+        That is free memory, less a reserve: an eighth, at most 1 GiB, or more if graphs still to be captured need it.
+        """
         free = self.backend.memory()[0]
         return max(free - max(min(free // 8, 1 << 30), self.backend.to_come), 0)
 
     def in_torch(self) -> str:
-        """A sentence on what PyTorch's cache holds there and would give back; empty where that is nothing."""
+        """Return a sentence on the memory that PyTorch's cache could give back; empty if that is none."""
         torch = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_initialized():
             return ""
@@ -224,13 +227,13 @@ class Device:
 
     @staticmethod
     def holds(array: Any) -> bool:
-        """Whether array lies in a GPU's memory."""
+        """Return whether `array` lies in a GPU's memory."""
         where = getattr(array, "__dlpack_device__", None)
         return where is not None and not isinstance(array, np.ndarray) and int(where()[0]) == CUDA
 
     def stream_of(self, array: Any) -> tuple[int, bool]:
-        """The stream on which array's library puts its work now, and True; our own stream and False where we do not
-        know the library."""
+        """Return the stream that array's library uses now, and True; our own stream and False if we do not know the
+        library."""
         library = library_of(array)
         if library == "torch":
             return sys.modules["torch"].cuda.current_stream(self.number).cuda_stream or LEGACY_STREAM, True
@@ -241,8 +244,8 @@ class Device:
         return self.backend.stream, False
 
     def borrow(self, array: Any, name: str, stream: int) -> SimpleNamespace:
-        """array, ready for work on `stream`: its shape, dtype, address and end, and the owner that keeps it there.
-        ValueError or TypeError where a run cannot take it."""
+        """Borrow `array`, ready for work on `stream`: shape, dtype, address, end, and the owner that keeps it alive.
+        ValueError or TypeError if a run cannot take it."""
         kind, number = array.__dlpack_device__()
         if (int(kind), int(number)) != (CUDA, self.number):
             raise ArgumentError(name, f"an array on cuda:{self.number}", f"one on device {(int(kind), number)}")
@@ -255,7 +258,7 @@ class Device:
         return given
 
     def empty_like(self, array: Any, shape: tuple[int, ...], dtype: str) -> Any:
-        """A new array of array's library, from that library's own allocator; None where we do not know it."""
+        """Return a new array from the allocator of array's library; None if we do not know the library."""
         library = library_of(array)
         if library == "torch":
             torch = sys.modules["torch"]
@@ -267,14 +270,14 @@ class Device:
         return None
 
     def as_library(self, array: DeviceArray, like: Any) -> Any:
-        """The same memory as an array of like's library, where we know how."""
+        """Return the same memory as an array of like's library, if we know how."""
         if library_of(like) in ("jax", "jaxlib"):
             return importlib.import_module("jax.dlpack").from_dlpack(array)
         return array
 
 
-def _numbers(dtype: Any, precision: Any) -> tuple[DtypeName, Precision]:
-    """The type and the precision that are meant."""
+def _check_numbers(dtype: Any, precision: Any) -> tuple[DtypeName, Precision]:
+    """Return the checked dtype and precision."""
     dtype = meant("dtype", dtype, DTYPES)
     choose("precision", precision, PRECISIONS)
     if dtype != "float32" and precision != "highest":
@@ -285,15 +288,17 @@ def _numbers(dtype: Any, precision: Any) -> tuple[DtypeName, Precision]:
 def open_device(
     device: Any, dtype: Any, precision: Any, autotune: bool, convolution: str
 ) -> tuple[Device | None, dict[str, Any]]:
-    """The GPU that `device` names, or None for the CPU; and the core's arguments for a model there. Arguments are
-    `VAE.load`'s. The caller's caller is warned where VAEMEM_DISABLE has changed since the import."""
+    """Open the GPU that `device` names, or None for the CPU. Return it and the core's arguments for a model there.
+
+    Arguments are as in `VAE.load`. Warn the caller's caller if VAEMEM_DISABLE has changed since the import.
+    """
     _warn_of_change(stacklevel=3)
     name = str(device)
     kind, colon, number = name.partition(":")
     if name != "cpu" and (kind != "cuda" or (colon and not (number.isdecimal() and len(number) <= 4))):
         raise ArgumentError("device", "cpu, cuda or cuda:N", repr(name[:80]))
     autotune = flag("autotune", autotune)
-    dtype, precision = _numbers(dtype, precision)
+    dtype, precision = _check_numbers(dtype, precision)
     choose("convolution", convolution, CONVOLUTIONS)
     if name == "cpu":
         return None, {"dtype": dtype, "precision": precision}

@@ -1,6 +1,6 @@
-"""What weights files hold: the headers of safetensors and GGUF files, and a tensor's numbers when they are wanted.
+"""Read weights files: headers of safetensors and GGUF files, and the numbers of single tensors.
 
-The headers are read by hand: every count is held against the bytes that are left before it is believed.
+The headers are parsed here, by hand. Every count is checked against the bytes that are left before it is used.
 
 Sources: gguf.cpp, gguf.h and ggml.h of ggml-org/ggml (August 2026); tools/convert.py of city96/ComfyUI-GGUF for
 ``comfy.gguf.orig_shape``.
@@ -23,16 +23,16 @@ from vaemem._errors import ArgumentError
 from vaemem.engine.configs import shown
 from vaemem.engine.layouts import Shape
 
-# In bytes, safetensors' own limit. GGUF has none; 262,144 words and half a million merges take about 15 million.
+# In bytes; the limit of the safetensors package. GGUF has none; 262,144 words and 500,000 merges take about 15 million.
 MAX_HEADER = 100_000_000
-# As stored (little-endian) and as the core takes it; numpy has no bfloat16, so its bits travel as integers.
+# (as stored, little-endian; as the core takes it). NumPy has no bfloat16, so its bits are read as integers.
 FLOATS = {"F32": ("<f4", np.float32), "F16": ("<f2", np.float16), "BF16": ("<u2", ml_dtypes.bfloat16)}
-FLOAT8 = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2}  # which become float32
-FILE_NAMES = {np.dtype(native).name: name for name, (_, native) in FLOATS.items()}  # by NumPy's
+FLOAT8 = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2}  # converted to float32
+FILE_NAMES = {np.dtype(native).name: name for name, (_, native) in FLOATS.items()}  # by NumPy's names
 FILE_NAMES |= {np.dtype(native).name: name for name, native in FLOAT8.items()}
-READABLE_FLOATS = (*FLOATS, *FLOAT8)  # what is read of safetensors and PyTorch's files
-# A type's smallest piece: how many numbers in how many bytes. First ggml's quantised types, from the sizes that its
-# ggml-common.h asserts (August 2026); then what the formats know beside, which tensors that are no VAE's may have.
+READABLE_FLOATS = (*FLOATS, *FLOAT8)  # in safetensors and PyTorch files
+# (numbers, bytes) of a type's smallest block. First ggml's quantised types, with the sizes that its ggml-common.h
+# asserts (August 2026). Then other types of the formats, which tensors outside the VAE may have.
 QUANTISED = {"Q1_0": (128, 18), "Q2_0": (64, 18), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22)}
 QUANTISED |= {"Q5_1": (32, 24), "Q8_0": (32, 34), "Q2_K": (256, 84), "Q3_K": (256, 110), "Q4_K": (256, 144)}
 QUANTISED |= {"Q5_K": (256, 176), "Q6_K": (256, 210), "IQ1_S": (256, 50), "IQ1_M": (256, 56), "IQ2_XXS": (256, 66)}
@@ -41,26 +41,26 @@ QUANTISED |= {"IQ4_XS": (256, 136), "TQ1_0": (256, 54), "TQ2_0": (256, 66), "MXF
 BLOCKS = QUANTISED | {"F4": (2, 1), "F6_E2M3": (4, 3), "F6_E3M2": (4, 3), "BOOL": (1, 1), "BF16": (1, 2), "C64": (1, 8)}
 BLOCKS |= dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), (1, 1))
 BLOCKS |= {f"{kind}{8 * n}": (1, n) for kind in "IUF" for n in (1, 2, 4, 8) if (kind, n) != ("F", 1)}
-PIECE = 1 << 16  # numbers that are made of blocks at once: few enough to be nothing beside a tensor
+PIECE = 1 << 16  # numbers to dequantise at once: little memory compared with a tensor
 
 
 class FileTensor(NamedTuple):
-    """A tensor that lies whole in its file, and takes there what its type and shape say."""
+    """A tensor that lies whole in its file. Its size there follows from its type and shape."""
 
     name: str
     shape: Shape  # in PyTorch's order
     dtype: str  # a key of BLOCKS
     nbytes: int
-    at: int  # its first byte, from the beginning of the file
+    at: int  # offset of its first byte from the beginning of the file
 
 
 def bytes_of(name: str, dtype: str, shape: Shape) -> int:
-    """What a tensor takes by its type and shape."""
+    """Return the bytes of a tensor from its type and shape; ValueError for too many or for part of a block."""
     numbers, size = BLOCKS[dtype]
     count = 1
     for side in shape:
         count *= side
-        if count >> 64:  # before it takes long to multiply
+        if count >> 64:  # stop before products get slow
             raise ArgumentError(f"header: {shown(name)}", "less than 2^64 numbers", f"shape {shown(shape)}")
     if count % numbers:
         raise ArgumentError(f"header: {shown(name)}", f"a multiple of {numbers} numbers of {dtype}", shown(shape))
@@ -68,10 +68,12 @@ def bytes_of(name: str, dtype: str, shape: Shape) -> int:
 
 
 def _end_to_end(tensors: Iterable[FileTensor], end: int, size: int, alignment: int = 1) -> list[FileTensor]:
-    """The tensors of a file of `size` bytes whose header has this `end`, each `at` its place there. ValueError where
-    one does not begin at the next multiple of `alignment` behind the one before it, or they do not fill the file.
+    """Return the tensors with `at` counted from the beginning of the file.
 
-    tensors: in the order of their bytes, each `at` its place behind the header."""
+    tensors: in the order of their bytes, `at` counted from the end of the header. end: the end of the header. size: of
+    the file. ValueError unless each tensor begins at the first multiple of `alignment` behind the one before it, and
+    they fill the file. All in bytes.
+    """
 
     def rounded_up(at: int) -> int:
         return -(-at // alignment) * alignment
@@ -91,7 +93,7 @@ def _end_to_end(tensors: Iterable[FileTensor], end: int, size: int, alignment: i
 
 
 def _fill(f: IO[bytes], name: str, at: int, into: np.ndarray) -> None:
-    """Reads, for a process dies of a map whose file shrinks."""
+    """Read into an array. A memory map would kill the process if the file shrinks."""
     f.seek(at)
     got = f.readinto(into.reshape(-1).view(np.uint8).data)  # type: ignore[attr-defined]
     if got < into.nbytes:
@@ -99,7 +101,7 @@ def _fill(f: IO[bytes], name: str, at: int, into: np.ndarray) -> None:
 
 
 def read_tensor(f: IO[bytes], tensor: FileTensor, shape: Shape) -> np.ndarray:
-    """A tensor's numbers in memory of their own: the one surplus that a load takes."""
+    """Return the numbers of a tensor in new memory, the only extra memory that loading needs."""
     if tensor.dtype in FLOAT8:
         narrow = np.empty(shape, FLOAT8[tensor.dtype])
         _fill(f, tensor.name, tensor.at, narrow)
@@ -113,16 +115,16 @@ def read_tensor(f: IO[bytes], tensor: FileTensor, shape: Shape) -> np.ndarray:
 
 
 def _dequantise(f: IO[bytes], tensor: FileTensor) -> np.ndarray:
-    """Blocks as float32, read and decoded a few at a time."""
+    """Return quantised blocks as float32. Read and decode a few at a time."""
     quants = need("gguf.quants", f"reading {tensor.dtype}")
     numbers, size = BLOCKS[tensor.dtype]
     array = np.empty(math.prod(tensor.shape), np.float32)
-    for first in range(0, array.size, PIECE):  # a whole number of every type's blocks
+    for first in range(0, array.size, PIECE):  # PIECE is a multiple of every type's block
         piece = array[first : first + PIECE]
         packed = np.empty(piece.size // numbers * size, np.uint8)
         _fill(f, tensor.name, tensor.at + first // numbers * size, packed)
         try:
-            with np.errstate(all="ignore"):  # a scale may be infinite or no number, as any weight may
+            with np.errstate(all="ignore"):  # a scale may be infinite or NaN, as any weight may
                 piece[:] = quants.dequantize(packed, quants.GGMLQuantizationType[tensor.dtype])
         except (KeyError, NotImplementedError):
             wanted, advice = (
@@ -133,7 +135,7 @@ def _dequantise(f: IO[bytes], tensor: FileTensor) -> np.ndarray:
     return array
 
 
-# ---- what people take for weights ----
+# ---- files that people mistake for weights ----
 
 _POINTER = b"version https://git-lfs"
 _PICTURES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM")
@@ -141,7 +143,8 @@ _PAGE = (b"<!doctype html", b"<html", b"<?xml")
 
 
 def mistaken_for_weights(first: bytes) -> str:
-    """What a file is instead, by its first 64 bytes, and what to do; nothing where it may hold weights."""
+    """Return what a file is instead of weights, and what to do; empty if it may hold weights. first: its first 64
+    bytes."""
     if first.startswith(_POINTER):
         return "a git-lfs pointer, which stands for the weights: fetch them with 'git lfs pull'"
     if first.lstrip().lower().startswith(_PAGE):
@@ -154,7 +157,7 @@ def mistaken_for_weights(first: bytes) -> str:
 # ---- safetensors ----
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
         raise ArgumentError("header", "", "a key comes twice")
@@ -162,10 +165,11 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def are_sizes(value: object) -> bool:
+    """Return whether `value` is a list of integers from 0 to 2^64."""
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 64 for n in value)
 
 
-FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {  # of a tensor: what each is, and whether it is
+FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {  # of a tensor: words for a good value, and its check
     "dtype": ("a type of the format", lambda value: isinstance(value, str) and value in BLOCKS.keys() - QUANTISED),
     "shape": ("a list of integers from 0 to 2^64", are_sizes),
     "data_offsets": ("two integers from 0 to 2^64", lambda value: are_sizes(value) and len(value) == 2),
@@ -185,15 +189,18 @@ def _safetensor(name: str, entry: Any) -> FileTensor:
 
 
 def safetensors_header(f: IO[bytes]) -> tuple[list[FileTensor], dict[str, str]]:
-    """The tensors of a file, and the texts in its ``__metadata__``. As strict as the safetensors package: the header
-    lies in the file, the tensors lie end to end and fill it, and each takes what its shape says."""
+    """Read the tensors of a file and the texts of its ``__metadata__``; ValueError for a damaged header.
+
+    As strict as the safetensors package: the tensors lie end to end and fill the file, and each has the size of its
+    type and shape.
+    """
     size, header_bytes = os.fstat(f.fileno()).st_size, int.from_bytes(f.read(8), "little")
     if not 2 <= header_bytes <= min(size - 8, MAX_HEADER):
         raise ArgumentError("header", f"2 to {MAX_HEADER} bytes, inside a file of {size} bytes", str(header_bytes))
     text = f.read(header_bytes)
     if len(text) < header_bytes or text[:1] != b"{":
         raise ArgumentError("header", "an object in JSON")
-    entries = json.loads(text.decode(), object_pairs_hook=_once)
+    entries = json.loads(text.decode(), object_pairs_hook=_refuse_repeated)
     about = entries.pop("__metadata__", None)
     if about is not None and not (isinstance(about, dict) and all(isinstance(v, str) for v in about.values())):
         raise ArgumentError("header", "texts in __metadata__")
@@ -206,28 +213,28 @@ def safetensors_header(f: IO[bytes]) -> tuple[list[FileTensor], dict[str, str]]:
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)  # 1 had other counts, and ggml no longer reads it
 ALIGNMENT_KEY, USUAL_ALIGNMENT = "general.alignment", 32
-ORIGINAL_SHAPE = "comfy.gguf.orig_shape."  # and a tensor's name, where rows were made longer so that blocks fit
-MAX_DIMS = 5  # ggml's own are 4; files of video models have 5, which stable-diffusion.cpp reads
+ORIGINAL_SHAPE = "comfy.gguf.orig_shape."  # + a tensor's name, if its rows were padded to whole blocks
+MAX_DIMS = 5  # ggml has 4; files of video models have 5, which stable-diffusion.cpp reads
 READABLE = (*FLOATS, *QUANTISED)
-# The numbers of ggml_type; those that are missing were other types once.
+# The numbers of ggml_type. Missing numbers belonged to types that were removed.
 KINDS = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K"}
 KINDS |= {13: "Q5_K", 14: "Q6_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S"}
 KINDS |= {22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16"}
 KINDS |= {34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0", 42: "Q2_0"}
-# The numbers of gguf_type: the types of values beside the tensors.
+# The numbers of gguf_type: the types of values that accompany the tensors.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 UINT32, STRING, ARRAY = 4, 8, 9
 
 
 class _Cursor:
-    """Reads a file from its beginning on, and never beyond its end."""
+    """Reads a file from its beginning, and never beyond its end."""
 
     def __init__(self, f: IO[bytes]) -> None:
         self.size, self.at = os.fstat(f.fileno()).st_size, 0
         self._file, self._end = f, min(self.size, MAX_HEADER)
 
     def check_room(self, count: int, each: int, what: str) -> None:
-        """ValueError where so many cannot lie in what is left, before anything is made of them."""
+        """Raise ValueError if `count` items of `each` bytes exceed the rest of the file."""
         if count * each > self._end - self.at:
             wanted = f"{shown(count)} {what} of {each} or more bytes at byte {self.at}"
             left = f"{self._end - self.at} bytes up to the end of the file, or of {MAX_HEADER}"
@@ -248,7 +255,7 @@ class _Cursor:
         return self.numbers(kind, 1)[0]
 
     def names(self, count: int, each: int, what: str) -> Iterator[str]:
-        """So many names, of which none comes twice; whoever takes one reads what belongs to it before the next."""
+        """Yield `count` different names. Before the next name, the caller must read what belongs to this one."""
         self.check_room(count, each, what)
         found = set[str]()
         for _ in range(count):
@@ -263,7 +270,7 @@ class _Cursor:
             yield name
 
     def value(self, kind: int) -> Any:
-        """A number or a few of them; None for what has no meaning here: texts, and long lists."""
+        """Return a number or a few of them; None for texts and long lists, which have no meaning here."""
         if kind in SCALARS:
             return self.number(SCALARS[kind])
         if kind == STRING:
@@ -295,7 +302,7 @@ class _Cursor:
             wanted = f"rows of a multiple of {numbers} numbers of {dtype}"
             raise ArgumentError(f"header: {shown(name)}", wanted, str(row))
         nbytes = bytes_of(name, dtype, shape)
-        _, original = values.get(ORIGINAL_SHAPE + name, (None, shape))  # before its rows were made longer
+        _, original = values.get(ORIGINAL_SHAPE + name, (None, shape))  # before its rows were padded
         sides = isinstance(original, tuple) and all(type(n) is int and n >= 0 for n in original)
         if not sides or math.prod(original) != math.prod(shape):
             wanted = f"up to {MAX_DIMS} integers whose product is that of {shape}"
@@ -304,21 +311,24 @@ class _Cursor:
 
 
 def gguf_header(f: IO[bytes]) -> tuple[list[FileTensor], dict[str, str]]:
-    """The tensors of a file; of its values none is passed on. As strict as ggml: each begins where the one before it
-    ends, rounded up to the alignment; and the file ends with them."""
+    """Read the tensors of a file; no texts come with them. ValueError for a damaged header.
+
+    As strict as ggml: each tensor begins where the one before it ends, rounded up to the alignment, and the file ends
+    with the last one.
+    """
     cursor = _Cursor(f)
     if (magic := cursor.take(4, 1, "letters")) != MAGIC:
         raise ArgumentError("header", f"{MAGIC!r} as the first bytes", repr(magic))
     if (version := cursor.number("I")) not in VERSIONS:
         raise ArgumentError("header", "version 2 or 3, little-endian", str(version))
     count, value_count = cursor.numbers("Q", 2)
-    values: dict[str, tuple[int, Any]] = {}  # type and value; each takes a name's length, a type and one byte or more
+    values: dict[str, tuple[int, Any]] = {}  # (type, value); each needs a name's length, a type and 1 byte or more
     for name in cursor.names(value_count, 13, "values"):
         kind = cursor.number("I")
         values[name] = kind, cursor.value(kind)
     kind, alignment = values.get(ALIGNMENT_KEY, (UINT32, USUAL_ALIGNMENT))
     if kind != UINT32 or alignment < 1 or alignment & (alignment - 1):
         raise ArgumentError(f"header: {ALIGNMENT_KEY}", f"a power of 2 of type {UINT32}", f"{alignment} of type {kind}")
-    # each takes a name's length, a number of dimensions, a type and an offset
+    # Each needs a name's length, a number of dimensions, a type and an offset.
     tensors = [cursor.tensor(name, values) for name in cursor.names(count, 24, "tensors")]
     return _end_to_end(tensors, cursor.at, cursor.size, alignment), {}

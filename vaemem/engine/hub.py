@@ -1,6 +1,6 @@
-"""Repositories of the Hugging Face Hub that were downloaded before: where their files lie on this machine.
+"""Find repositories of the Hugging Face Hub that were downloaded to this machine before. Download nothing.
 
-Nothing is downloaded here. Source: ``constants.py`` and ``file_download.py`` of huggingface_hub.
+Source: ``constants.py`` and ``file_download.py`` of huggingface_hub.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def cache_folder() -> Path:
-    """Where huggingface_hub keeps what it downloads."""
+    """Return the folder where huggingface_hub keeps downloads."""
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         if os.environ.get(name):
             return Path(os.environ[name]).expanduser()
@@ -22,12 +22,12 @@ def cache_folder() -> Path:
 
 
 def is_repository(path: Path) -> bool:
-    """Whether a path that names nothing here may be a repository: two names, with no weights file's ending."""
+    """Return whether a path may be a repository: two names, no weights file's ending, nothing at that path."""
     return bool(_REPOSITORY.fullmatch(path.as_posix())) and not path.exists()
 
 
 def snapshot(path: Path) -> Path | None:
-    """The folder of a repository's newest downloaded files; None where it was not downloaded."""
+    """Return the folder of a repository's newest downloaded files; None if there is none."""
     if not is_repository(path):
         return None
     folder = cache_folder() / f"models--{path.as_posix().replace('/', '--')}"
@@ -39,7 +39,7 @@ def snapshot(path: Path) -> Path | None:
 
 
 def how_to_download(path: Path) -> str:
-    """What to do where a repository's files are not here; nothing for a path that is no repository's name."""
+    """Return how to download a repository; empty for a path that cannot be one."""
     if not is_repository(path):
         return ""
     return f", and not in the Hub's cache {cache_folder()}: download it with 'hf download {path.as_posix()}'"

@@ -1,4 +1,4 @@
-"""Images as people have them: Pillow's and files in, Pillow's out, and any size by padding and cropping."""
+"""Convert images: Pillow images and files to arrays, arrays to Pillow, and any size by padding and cropping."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ BYTES = ("RGB", "RGBX", "L", "1", "P", "CMYK", "YCbCr", "LAB", "HSV", *ALPHA)  #
 
 
 def read_images(x: Any) -> tuple[Any, Notes]:
-    """One of Pillow's images or an image file, or a sequence of them, as uint8 (N, H, W, 3); a sequence of arrays as
-    one array; anything else as it is. And notes of what was done to them. ValueError where a sequence has images of
-    different sizes, or where something is masked."""
+    """Return images as uint8 (N, H, W, 3), and notes of what was lost.
+
+    x: a Pillow image, an image file, or a sequence of them. A sequence of arrays becomes one array; anything else is
+    returned as it is. ValueError for images of different sizes in a sequence, or for masked values.
+    """
     check_mask("x", x)
     if not x if isinstance(x, (list, tuple)) else not _is_image(x):
         return x, ()
@@ -43,19 +45,19 @@ def _is_image(item: Any) -> bool:
 
 
 def _as_bytes(item: Any, notes: list[str]) -> np.ndarray:
-    """uint8 (H, W, 3). A file is turned as a viewer would turn it."""
+    """Return an image as uint8 (H, W, 3). A file is rotated as its EXIF data says."""
     if isinstance(item, (str, os.PathLike)):
         pillow, ops = need("PIL.Image", "reading an image file"), need("PIL.ImageOps", "reading an image file")
         with reading("x", "an image file", item), pillow.open(item) as file:
-            is_deep = _look(file, notes)
+            is_deep = _note_losses(file, notes)
             item = ops.exif_transpose(file)
             item.load()
     elif _is_image(item):
-        is_deep = _look(item, notes)
+        is_deep = _note_losses(item, notes)
     else:
         raise ArgumentTypeError("x", "images and files of them, or arrays", f"{type(item).__name__} among images")
     if item.mode in ALPHA or "transparency" in item.info:
-        notes.append("the image's alpha was left out")
+        notes.append("the image's alpha was dropped")
     if item.mode in BYTES:
         return np.asarray(item.convert("RGB"))
     if not is_deep:
@@ -65,20 +67,19 @@ def _as_bytes(item: Any, notes: list[str]) -> np.ndarray:
     return np.stack([grey.astype(np.uint8)] * 3, axis=-1)
 
 
-def _look(image: Any, notes: list[str]) -> bool:
-    """Whether an image has 16 bits a channel, before its pixels are read; Pillow itself makes 8 of those of colours.
-    Notes say what will be lost."""
+def _note_losses(image: Any, notes: list[str]) -> bool:
+    """Return whether an image has 16 bits a channel, and add notes of what will be lost. Call it before the pixels are
+    read: Pillow itself reduces colours to 8 bits."""
     if (frames := getattr(image, "n_frames", 1)) > 1:
-        notes.append(f"of the image's {frames} frames only number {image.tell() + 1} was taken")
-    stored = " ".join(str(tile[3]) for tile in getattr(image, "tile", ()))  # as the decoder is to read it
+        notes.append(f"used only frame {image.tell() + 1} of the image's {frames}")
+    stored = " ".join(str(tile[3]) for tile in getattr(image, "tile", ()))  # the decoder's raw mode
     if is_deep := image.mode.startswith("I;16") or ";16" in stored:
-        notes.append("the image's 16 bits a channel became 8")
+        notes.append("the image's 16 bits a channel were reduced to 8")
     return is_deep
 
 
 def check_range(x: np.ndarray) -> None:
-    """ValueError if an array that is no bytes has the values of bytes or of 16-bit numbers. They would be encoded as
-    white."""
+    """Raise ValueError if a float array holds values of bytes or of 16-bit numbers: all would count as white."""
     if x.dtype == np.uint8 or not x.size or not x.min() >= 0 or not (most := x.max()) > 2:
         return
     top = 255 if most <= 255 else 65535
@@ -87,8 +88,10 @@ def check_range(x: np.ndarray) -> None:
 
 
 def pad(x: Any, how: str | None, factor: int) -> tuple[Any, Notes]:
-    """Images in host memory with both sides multiples of `factor`, padded at the bottom and on the right. Those that
-    have such sides, and what has no shape of images, come back as they are."""
+    """Pad images (N, C, H, W) or uint8 (N, H, W, C) at the bottom and right to multiples of `factor`.
+
+    how: "reflect", "edge" or None. Images that fit, and anything without an image's shape, are returned unchanged.
+    """
     if how is None:
         return x, ()
     choose("pad", how, PADS)
@@ -106,14 +109,14 @@ def pad(x: Any, how: str | None, factor: int) -> tuple[Any, Notes]:
 
 
 def image_size(array: Any) -> tuple[int, int]:
-    """(height, width) of the images in an array, or in what NumPy makes one of."""
+    """Return (height, width) of images in an array, or in anything that NumPy makes an array of."""
     array = np.asarray(array)
     return tuple(array.shape[1:3] if array.dtype == np.uint8 else array.shape[2:])
 
 
 def crop(size: Any, request: Mapping[str, Any]) -> tuple[tuple[Any, ...], Notes]:
-    """The index that takes the top left `size`, (height, width), out of a decode's images, and a note of it. Both are
-    empty where nothing is cut off: the size is None, or the images'. request: arguments of the core's plan."""
+    """Return the index that takes the top left `size`, (height, width), out of a decode's images, and a note. Both are
+    empty if nothing is cut off. request: arguments of the core's plan. TypeError or ValueError for a bad size."""
     if size is None:
         return (), ()
     if not isinstance(size, (list, tuple)) or len(size) != 2:
@@ -130,6 +133,6 @@ def crop(size: Any, request: Mapping[str, Any]) -> tuple[tuple[Any, ...], Notes]
 
 
 def to_pillow(pictures: np.ndarray) -> list[Any]:
-    """An image of Pillow's for each picture of uint8 (N, H, W, 3)."""
+    """Return a Pillow image for each picture of uint8 (N, H, W, 3)."""
     pillow = need("PIL.Image", "output_type='pil'")
     return [pillow.fromarray(np.ascontiguousarray(picture)) for picture in pictures]

@@ -1,4 +1,4 @@
-"""Latents between the VAE, which has them raw, and pipelines, which hold them scaled; and files of latents.
+"""Convert latents between the VAE, which uses raw ones, and pipelines, which scale them. Read files of latents.
 
 Sources: diffusers' pipelines of Stable Diffusion XL (latents_mean, latents_std) and of FLUX.2 (``_patchify_latents``,
 ``_encode_vae_image`` and the end of ``__call__`` in ``pipeline_flux2.py``).
@@ -21,8 +21,11 @@ from vaemem.engine.weights import read_tensors
 
 
 def read_latents(path: str | os.PathLike[str]) -> np.ndarray:
-    """Latents (N, C, h, w), or one (C, h, w), of a file of NumPy's, of safetensors (ComfyUI's ``.latent`` too) or of
-    ``torch.save``, read by ``torch.load(weights_only=True)``: the one array that is there."""
+    """Read one array of latents (N, C, h, w) from a file; (C, h, w) becomes N = 1.
+
+    The file comes from NumPy, safetensors (also ComfyUI's ``.latent``) or ``torch.save``, which
+    ``torch.load(weights_only=True)`` reads. ValueError unless it holds exactly one such array.
+    """
     file = Path(path)
     if file.suffix == ".npy":
         with reading("latents", "an array that np.save wrote", path), open(file, "rb") as f:
@@ -48,21 +51,21 @@ def read_latents(path: str | os.PathLike[str]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Scaling:
-    """One factor and one shift for all latents, which the core undoes as it loads them. It refuses an unknown factor,
-    None."""
+    """One factor and one shift for all latents. The core undoes them while it loads latents, and refuses a factor of
+    None, which means unknown."""
 
     factor: float
     shift: float
 
     def held(self, latents: Any) -> Any:
-        """Latents as a pipeline holds them; arrays of any library that has arithmetic, on any device."""
+        """Return latents as pipelines hold them; for arrays of any library with arithmetic, on any device."""
         return latents if (self.factor, self.shift) == (1, 0) else (latents - self.shift) * self.factor
 
 
 @dataclass(frozen=True)
 class Normalised:
-    """A mean and a deviation for each channel: of latents (N, C, h, w), or of the patches that FLUX.2's pipeline packs
-    them into, (N, C * rows * columns, h / rows, w / columns). In host memory."""
+    """A mean and a deviation for each channel, for arrays in host memory. FLUX.2's pipeline first packs patches of
+    latents (N, C, h, w) into channels: (N, C * rows * columns, h / rows, w / columns)."""
 
     model: str
     mean: np.ndarray  # (channels, 1, 1) of float32
@@ -70,6 +73,7 @@ class Normalised:
     patch: tuple[int, int]
 
     def held(self, latents: Any) -> np.ndarray:
+        """Return latents as pipelines hold them: packed and normalised."""
         n, c, h, w = latents.shape
         (a, b) = self.patch
         if h % a or w % b:
@@ -79,7 +83,7 @@ class Normalised:
         return packed
 
     def raw(self, z: Any) -> np.ndarray:
-        """What the decoder takes: float32, a copy."""
+        """Return what the decoder takes: a float32 copy."""
         (a, b), channels = self.patch, len(self.mean)
         shape = f"(N, {channels}, h, w)"
         z = as_float(z, "z", f"{shape} with scaled=True for {self.model}")
@@ -93,8 +97,8 @@ class Normalised:
 
 
 def held_by_pipelines(arch: Mapping[str, Any], tensor: Callable[[str], np.ndarray]) -> Scaling | Normalised:
-    """How pipelines hold the latents of an architecture, whose scaling the core refuses where it is unknown. tensor:
-    gives its model's tensors by name."""
+    """Return how pipelines hold the latents of an architecture. tensor: returns a tensor of its model by name. The core
+    refuses an unknown scaling."""
 
     def column(values: Any) -> np.ndarray:
         return np.asarray(values, np.float32).reshape(-1, 1, 1)

@@ -1,14 +1,14 @@
-"""What the tensors of a weights file are called, and which architecture they make.
+"""Names of tensors in weights files, and the architecture that tensors make.
 
-The core knows every tensor by one name, which is diffusers' own (``encoder.mid_block.attentions.0.to_q.weight``).
-A layout is a spelling of those names, and `spell` is the only place that knows one:
+The core names every tensor as diffusers does (``encoder.mid_block.attentions.0.to_q.weight``). A layout is another
+spelling of these names; only `spell` knows the spellings:
 
 =========  ===========================================================================================================
 diffusers  the core's names; older files write ``query``, ``key``, ``value``, ``proj_attn`` for ``to_q`` and so on
-ldm        CompVis' names; in original Stable Diffusion checkpoints under ``first_stage_model.``; with quant convs
-bfl        the same names without quant convs, or with those of FLUX.2 within the halves: Black Forest Labs' files
+ldm        CompVis' names, with quant convs; under ``first_stage_model.`` in original Stable Diffusion checkpoints
+bfl        the same names in Black Forest Labs' files, without quant convs, or (FLUX.2) with them inside the halves
 wan        the names of Wan's authors, in ComfyUI's files of the VAEs of Qwen-Image, Wan 2.1 and Wan 2.2
-hunyuan    the names of HunyuanImage's authors, which are CompVis' but for the order of a decoder's levels
+hunyuan    the names of HunyuanImage's authors: CompVis' with the levels of a decoder in another order
 taesd      the numbers of TAESD's authors, in their files of tiny autoencoders (`vaemem.engine.tiny`)
 =========  ===========================================================================================================
 
@@ -32,11 +32,11 @@ from vaemem.engine import tiny
 from vaemem.engine.configs import SHORT_REPR, UNKNOWN_ARCH, Arch, known_arch, known_like, shown
 
 Shape = tuple[int, ...]
-Shapes = Mapping[str, Shape]  # by a tensor's name
-Spelt = Mapping[str, str]
+Shapes = Mapping[str, Shape]  # by tensor name
+Spelt = Mapping[str, str]  # names in another layout
 
 LAYOUTS = ("diffusers", "ldm", "bfl", "wan", "hunyuan", tiny.AUTHORS)
-# Under what programs put a model's tensors: of keys in a row, as in ``ema.vae.``, each holds the next.
+# Keys under which programs nest a model's tensors. Several may follow each other, as in ``ema.vae.``.
 _WRAPPERS = ("ema", "state_dict", "model", "vae", "first_stage_model")
 _WRAPPED = re.compile(rf"(?:(?:{'|'.join(_WRAPPERS)})\.)*")
 _DEEPEST = 4  # wrappers in a row
@@ -51,7 +51,7 @@ _LDM = {"mid_block.resnets.0.": "mid.block_1.", "mid_block.resnets.1.": "mid.blo
 _LDM |= {_ATTENTION + "group_norm.": "mid.attn_1.norm.", _ATTENTION + "to_out.0.": "mid.attn_1.proj_out."}
 _LDM |= {_ATTENTION + "to_": "mid.attn_1.", ".conv_shortcut.": ".nin_shortcut.", ".conv_norm_out.": ".norm_out."}
 _LDM |= {"samplers.0.": "sample."}
-# Pieces of the core's names, and the same pieces in a layout; what is in none is spelt alike.
+# {piece of a core name: the same piece in the layout}; other pieces are the same in both.
 _PIECES = {"diffusers": {}, "diffusers-old": {_ATTENTION + k: _ATTENTION + v for k, v in _OLD.items()}}
 _WAN = {"mid_block.resnets.0.": "middle.0.", _ATTENTION: "middle.1.", "mid_block.resnets.1.": "middle.2."}
 _WAN |= {"norm1.gamma": "residual.0.gamma", "conv1.": "residual.2.", "norm2.gamma": "residual.3.gamma"}
@@ -66,17 +66,17 @@ _PIECES |= {layout: {} for layout in (tiny.AUTHORS, *tiny.HALVES)}
 
 
 def spell(names: Iterable[str], layout: str, levels: int, prefix: str = "", layers: int = 2) -> dict[str, str]:
-    """The core's names -> the layout's, under a prefix. Swapped, it is the way back. layers: an encoder's resnets in a
-    level, which some count on through the levels, and others do not."""
+    """Return {core name: the layout's name under a prefix}. layers: resnets in a level of an encoder; some layouts
+    number modules through all levels."""
 
     def level(found: re.Match[str]) -> str:
-        """Counted from the image's side there, which is the latent's side in a decoder here."""
+        """Count levels from the image's side; in the core a decoder counts from the latents' side."""
         side, i = found[1], int(found[2])
         return f"{side}.{levels - 1 - i if side == 'up' else i}."
 
     def flat(found: re.Match[str]) -> str:
-        """Wan's: resnets and resamplers of a level have one list. Where the core has one list of all levels, so has
-        Wan; and Wan has one of a decoder whose upsamplers are no residual's."""
+        """Wan's: one list holds the resnets and the resampler of a level. Lists of all levels stay such lists, and a
+        decoder without residual upsamplers has only one."""
         side, i = found[1], int(found[2])
         if found[3] is None:
             return f"{side}samples.{i}."
@@ -86,7 +86,7 @@ def spell(names: Iterable[str], layout: str, levels: int, prefix: str = "", laye
         return f"{side}samples.{i}.{side}samples.{j}."
 
     def levelled(found: re.Match[str]) -> str:
-        """HunyuanImage's: a level's resnets and its resampler, of which the core has one list."""
+        """HunyuanImage's: resnets and resampler of a level are separate; the core has one list."""
         side, (i, j) = found[1], divmod(int(found[2]), layers + (1 if found[1] == "down" else 2))
         return f"{side}.{i}.block.{j}." if j < layers + (side == "up") else f"{side}.{i}.{side}sample."
 
@@ -102,16 +102,19 @@ def spell(names: Iterable[str], layout: str, levels: int, prefix: str = "", laye
         if layout in number:
             pattern, change = number[layout]
             theirs = pattern.sub(change, theirs)
-        if layout == "bfl" and _QUANT.match(name):  # it is the encoder's, or the decoder's
+        if layout == "bfl" and _QUANT.match(name):  # FLUX.2's are inside a half
             theirs = f"{half_of(name)}.{theirs}"
         spelt[name] = prefix + theirs
     return spelt
 
 
-def _held_as(name: str, shape: Shape) -> tuple[Shape, ...]:
-    """The shapes in which files hold a tensor of the core's, number for number: its own; a 1x1 convolution for a
-    matrix; a convolution over the one frame of an image (HunyuanImage's); in GGUF, which has four sides at most, the
-    first two of five as one (stable-diffusion.cpp's ``safetensors_io.cpp``); a norm's factors with any sides of 1."""
+def _file_shapes(name: str, shape: Shape) -> tuple[Shape, ...]:
+    """Return the shapes in which files hold a tensor of the core, number for number.
+
+    These are its own shape; for a matrix a 1x1 convolution; a convolution over one frame (HunyuanImage's); in GGUF,
+    which has at most four sides, the first two of five as one (stable-diffusion.cpp's ``safetensors_io.cpp``); for a
+    norm's factors any sides of 1.
+    """
     if is_attention_matrix(name, shape):
         return shape, (*shape, 1, 1)
     if name.endswith(".gamma"):
@@ -122,7 +125,7 @@ def _held_as(name: str, shape: Shape) -> tuple[Shape, ...]:
 
 
 def is_attention_matrix(name: str, shape: Shape) -> bool:
-    """A (C, C) matrix of the core that some files hold as a 1x1 convolution (C, C, 1, 1)."""
+    """Return whether this is a (C, C) matrix that some files hold as a 1x1 convolution (C, C, 1, 1)."""
     return ".attentions." in name and len(shape) == 2
 
 
@@ -131,16 +134,16 @@ _HALVES |= dict.fromkeys(("decoder", "post_quant_conv", "conv2"), "decoder")
 
 
 def half_of(name: str) -> str | None:
-    """The half that a tensor belongs to, by its name in any layout without its prefix; None for neither."""
+    """Return the half of a tensor, named in any layout without a prefix; None if it is in neither."""
     return _HALVES.get(name.partition(".")[0])
 
 
-# ---- where they lie ----
+# ---- prefixes ----
 
 
-def unwrapped(held: Mapping[Any, Any]) -> dict[str, Any]:
-    """What a mapping holds, by name; and what the mappings in it hold under a wrapper's name, as in ``ema.encoder...``.
-    Each mapping is gone through once, wherever else it lies."""
+def unwrap(held: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return a mapping's values by name, with those of mappings nested under a wrapper's name, as ``ema.encoder...``.
+    Visit each mapping once, even if it is referenced twice."""
     found, left, seen = {}, [("", held)], {id(held)}
     while left:
         prefix, mapping = left.pop()
@@ -156,8 +159,7 @@ def unwrapped(held: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _prefixes(names: Iterable[str]) -> list[str]:
-    """Under what a model's tensors may lie: averages over the training first, and the longer prefix before the
-    shorter."""
+    """List the prefixes that tensors may have: averages over the training first, longer before shorter."""
     found = {match[0] for match in map(_WRAPPED.match, names) if match}
     return sorted({*found, ""}, key=lambda prefix: ("ema." not in prefix, -len(prefix), prefix))
 
@@ -166,26 +168,28 @@ def _prefixes(names: Iterable[str]) -> list[str]:
 
 
 def ours(names: Iterable[str], prefix: str, parts: str) -> set[str]:
-    """The names under prefix, without it, that are neither the other half's nor there for training alone."""
+    """Return the names under a prefix, without it, except those of the other half and those for training."""
     stripped = {name[len(prefix) :] for name in names if name.startswith(prefix)}
     other = {"encoder": "decoder", "decoder": "encoder"}.get(parts, "no half")
     unused = ("loss.", "model_ema.", "bn.num_batches_tracked")  # for training
-    # and convolutions over time, which one frame never meets
+    # One frame never uses convolutions over time.
     return {n for n in stripped if half_of(n) != other and not n.startswith(unused) and ".time_conv." not in n}
 
 
 def check_shapes(
     shapes: Shapes, wanted: Shapes, spelt: Spelt, wanted_by: str, faults: Spelt | None = None, extra: Iterable[str] = ()
 ) -> None:
-    """ValueError unless every wanted tensor, by the core's name, which `spelt` leads to the file's, is there with its
-    shape and without a fault of its dtype, and nothing extra is."""
+    """Raise ValueError unless the file has every wanted tensor in its shape, without faults, and nothing extra.
+
+    shapes: of the file. wanted: by core name. spelt: {core name: the file's}. faults: problems by the file's name.
+    """
     problems = []
     for name, shape in wanted.items():
         in_file = spelt[name]
         got = shapes.get(in_file)
         if got is None:
             problems.append(f"missing {in_file}: expected {shape}, got no such tensor")
-        elif got not in _held_as(name, shape):
+        elif got not in _file_shapes(name, shape):
             problems.append(f"{in_file}: expected {shape}, got {shown(got)}")
         elif faults and in_file in faults:
             problems.append(f"{in_file}: {faults[in_file]}")
@@ -197,31 +201,31 @@ def check_shapes(
 
 # ---- detection ----
 
-# What tensors cannot tell.
+# Tensors do not tell these.
 _SCALING = ("name", "norm_eps", "scaling_factor", "shift_factor", "latents_mean", "latents_std")
-# Where several models have the same tensors, the first of them in the core's order is found: FLUX.1, whose tensors SD3
-# and Z-Image have too. But tensors of SD1.5, which are SDXL's and Playground's too, say nothing of the scaling.
+# If several models have the same tensors, the first in the core's order is chosen: FLUX.1, not SD3 or Z-Image. But
+# tensors of SD1.5, which SDXL and Playground share, leave the scaling open.
 _AMBIGUOUS = {"sd15": {"name": "sd", "scaling_factor": None}}
-# What a whole checkpoint holds besides tells which of them it is (``single_file_utils.py`` of diffusers).
-_TOLD_BY = {"edm_mean": "playground-v2.5", "conditioner.embedders.": "sdxl", "cond_stage_model.": "sd15"}
-_TOLD_BY |= {"model.diffusion_model.joint_blocks.": "sd3", "model.diffusion_model.double_blocks.": "flux"}
+# Other tensors of a whole checkpoint tell which model it is (``single_file_utils.py`` of diffusers).
+_MARKS = {"edm_mean": "playground-v2.5", "conditioner.embedders.": "sdxl", "cond_stage_model.": "sd15"}
+_MARKS |= {"model.diffusion_model.joint_blocks.": "sd3", "model.diffusion_model.double_blocks.": "flux"}
 
-# What else a pipeline's files hold, by names that no VAE has: diffusers', the first authors', llama.cpp's.
+# Names in other files of a pipeline that no VAE has: diffusers', the first authors', llama.cpp's.
 _DIFFUSION = r"model\.diffusion_model|(input|output|down|up|double|single|joint|transformer)_blocks|\w+_refiner"
 _TEXT = r"text_model|text_encoders|cond_stage_model|conditioner|token_embd|(enc\.)?blk|model\.layers|encoder\.block"
 _OTHERS = {"a diffusion model": re.compile(rf"({_DIFFUSION})\."), "a text encoder": re.compile(rf"({_TEXT})\.")}
 
 
 def find_layout(names: Iterable[str]) -> tuple[str, str]:
-    """(layout, prefix) of a file's names; the layout ``"diffusers-old"`` apart from ``"diffusers"``."""
+    """Return (layout, prefix) of a file's names; old spellings of diffusers are ``"diffusers-old"``."""
     names = list(names)
     prefixes = _prefixes(names)
     if found := tiny.tiny_layout(names, prefixes):
         return found
     for prefix in prefixes:
         inside = [n[len(prefix) :] for n in names if n.startswith((prefix + "encoder.", prefix + "decoder."))]
-        # every model has a middle block, and each family spells it in its own way; the majority decides, so that
-        # one stray tensor is reported as such
+        # Every model has a middle block, and each family has its own name for it. The majority decides, so that a
+        # single stray tensor is reported.
         pieces = (".mid_block.", ".mid.", ".attentions.0.query.", ".attentions.0.to_q.", ".middle.")
         new, ldm, query, to_q, wan = (sum(piece in name for name in inside) for piece in pieces)
         if wan > max(new, ldm):
@@ -242,36 +246,36 @@ def find_layout(names: Iterable[str]) -> tuple[str, str]:
 _BLOCK = re.compile(r"(encoder\.down|decoder\.up)(?:_blocks)?\.(\d{1,3})\.(?:resnets|block)\.(\d{1,3})\.")
 
 
-def _length(numbers: Iterable[int]) -> int:
-    """How far numbers go on from 0 without a gap: 3 where they are 0, 1, 2 and 7."""
+def _count_without_gap(numbers: Iterable[int]) -> int:
+    """Return how far numbers continue from 0 without a gap: 3 for 0, 1, 2 and 7."""
     have = set(numbers)
     return next(i for i in itertools.count() if i not in have)
 
 
 def _blocks_of(shapes: Shapes, half: str, layout: str) -> tuple[list[int], int]:
-    """block_out_channels of a half, and layers_per_block."""
+    """Return the block_out_channels of a half, and layers_per_block."""
     blocks: dict[int, dict[int, list[int]]] = {}  # level -> layer -> first dimensions
     for name, shape in shapes.items():
         found = _BLOCK.match(name)
         if found and name.startswith(half) and shape:
             blocks.setdefault(int(found[2]), {}).setdefault(int(found[3]), []).append(shape[0])
-    levels = _length(blocks)
+    levels = _count_without_gap(blocks)
     if not levels:
         raise ArgumentError("", f"the resnets of the {half}'s first block", "none")
     widths = [statistics.mode(itertools.chain(*blocks[i].values())) for i in range(levels)]
-    layers = statistics.mode(_length(blocks[i]) for i in range(levels))
+    layers = statistics.mode(_count_without_gap(blocks[i]) for i in range(levels))
     if half == "encoder":
         return widths, layers
     return widths if layout in ("ldm", "bfl") else widths[::-1], layers - 1
 
 
-def _nearest(archs: Iterable[Arch], in_file: Shapes, layout: str, prefix: str, parts: str) -> Arch:
-    """The one of some architectures that most of a file's tensors are of. ValueError where most are of none."""
+def _find_nearest(archs: Iterable[Arch], in_file: Shapes, layout: str, prefix: str, parts: str) -> Arch:
+    """Return the architecture that shares most tensors with the file; ValueError if it shares fewer than half."""
     names, counts = ours(in_file, prefix, parts), []
     for arch in archs:
         tensors = dict(_core.Model(arch).tensors)
         spelt = spell(tensors, layout, len(arch["block_out_channels"]), prefix, arch["layers_per_block"])
-        counts.append((sum(in_file.get(spelt[n]) in _held_as(n, shape) for n, shape in tensors.items()), arch))
+        counts.append((sum(in_file.get(spelt[n]) in _file_shapes(n, shape) for n, shape in tensors.items()), arch))
     count, nearest = max(counts, key=lambda one: one[0])
     if 2 * count < len(names):
         known = f"{nearest['name']}'s, the nearest" if nearest["name"] != "custom" else "the nearest"
@@ -280,9 +284,11 @@ def _nearest(archs: Iterable[Arch], in_file: Shapes, layout: str, prefix: str, p
     return nearest
 
 
-def _find_of_frames(shapes: Shapes, in_file: Shapes, layout: str, prefix: str, parts: str) -> Arch:
-    """Qwen-Image's VAE, which is Wan 2.1's, Wan 2.2's or Qwen-Image-2.1's, whole or with the filters of one frame cut
-    out of it, with as many channels of an image as tensors show. One of other widths needs its config."""
+def _find_video_arch(shapes: Shapes, in_file: Shapes, layout: str, prefix: str, parts: str) -> Arch:
+    """Return the architecture of Qwen-Image's VAE (which is Wan 2.1's), Wan 2.2's or Qwen-Image-2.1's.
+
+    Filters may be whole or cut to one frame, and images may have any channels. Other widths need a config.
+    """
     ends = [(f"encoder.{name}.weight", 1) for name in ("conv_in", "conv1")]
     ends += [(f"decoder.{name}.weight", 0) for name in ("conv_out", "head.2")]
     seen = [(name, shapes[name][axis]) for name, axis in ends if len(shapes.get(name, ())) in (4, 5)]
@@ -297,7 +303,7 @@ def _find_of_frames(shapes: Shapes, in_file: Shapes, layout: str, prefix: str, p
             if "slices" not in known:
                 yield known | {"name": "custom", "slices": False}
 
-    found = _nearest(variants(), in_file, layout, prefix, parts)
+    found = _find_nearest(variants(), in_file, layout, prefix, parts)
     last = next((one for one in seen if one[0].startswith("decoder.")), None)
     if last and not found.get("image_patch") and last[1] in (12, 16):
         larger = f"{last[1]} channels, which become an image of twice the size (as Wan2.1-VAE-upscale2x's)"
@@ -307,15 +313,17 @@ def _find_of_frames(shapes: Shapes, in_file: Shapes, layout: str, prefix: str, p
 
 
 def _find_arch(in_file: Shapes, layout: str, prefix: str, parts: str) -> Arch:
-    """The architecture of a file's tensors. Each number is what most of the tensors that show it say, so that a
-    single missing, extra or misshapen one is found out by the check that follows, and named."""
+    """Return the architecture of a file's tensors. The majority of the tensors that show a number decides it; the later
+    check then names a single missing, extra or misshapen one."""
     shapes = {_WITHIN_HALF.sub("", name): in_file[prefix + name] for name in ours(in_file, prefix, "all")}
     if any(name.endswith(".gamma") for name in shapes):
-        return _find_of_frames(shapes, in_file, layout, prefix, parts)
+        return _find_video_arch(shapes, in_file, layout, prefix, parts)
     if layout == "hunyuan" or any(re.match(r"(en|de)coder\.(down|up)_blocks\.\d+\.conv", name) for name in shapes):
-        return _nearest([known_arch("hunyuanimage-2.1")], in_file, layout, prefix, parts)  # other widths need a config
+        return _find_nearest(
+            [known_arch("hunyuanimage-2.1")], in_file, layout, prefix, parts
+        )  # other widths need a config
     if layout.startswith(tiny.AUTHORS) or any(".layers." in name for name in shapes):
-        latent_channels, normed = tiny.shown_by_shapes(shapes, layout)
+        latent_channels, normed = tiny.read_shapes(shapes, layout)
         seen = known_arch("taef2" if normed else "taesd") | {"name": "custom", "latent_channels": latent_channels}
         return known_like(seen, but=("name",)) or seen
     halves = {half_of(name) for name in shapes}
@@ -327,14 +335,14 @@ def _find_arch(in_file: Shapes, layout: str, prefix: str, parts: str) -> Arch:
         sides = {each: _blocks_of(shapes, each, layout)[0] for each in ("encoder", "decoder") if each in halves}
 
     def votes(*where: tuple[str, int, int]) -> list[int]:
-        """What tensors say of one number: each is found in a tensor's shape on an axis, times a factor."""
+        """Return a number as each tensor shows it. where: (name, axis, factor by which the number is multiplied)."""
         return [shapes[n][axis] // per for n, axis, per in where if len(shapes.get(n, ())) > axis]
 
     images = votes(("encoder.conv_in.weight", 1, 1)), votes(("decoder.conv_out.weight", 0, 1))
     ends = [("encoder.conv_out", 2), ("post_quant_conv", 1), ("quant_conv", 2)]
     either = [(f"{name}.{kind}", 0, per) for name, per in ends for kind in ("weight", "bias")]
     latents = votes(("decoder.conv_in.weight", 1, 1), *either)
-    # a half that is not there is taken to be as the other; what no tensor shows has its default, and is then missing
+    # A missing half counts as equal to the other. A number that no tensor shows has its default.
     quant = {half_of(name) for name in shapes if _QUANT.match(name)}
     arch = dict(UNKNOWN_ARCH)
     arch |= {
@@ -351,7 +359,7 @@ def _find_arch(in_file: Shapes, layout: str, prefix: str, parts: str) -> Arch:
         arch |= {key: known_arch("flux2")[key] for key in ("patch_size", "batch_norm_eps")}
     if sides.get("decoder", widths) != sides.get("encoder", widths):
         arch["decoder_block_out_channels"] = tuple(sides["decoder"])
-    # before anything is allocated: the widest tensors must be there, so that a file bounds what its model takes
+    # Before anything is allocated, the widest tensors must be there, so that the file's size bounds the model's.
     for each, channels in sides.items():
         block, order = ("down", channels) if each == "encoder" else ("up", channels[::-1])
         wanted = {f"{each}.{block}_blocks.{i}.resnets.0.conv2.weight": (c, c, 3, 3) for i, c in enumerate(order)}
@@ -362,24 +370,25 @@ def _find_arch(in_file: Shapes, layout: str, prefix: str, parts: str) -> Arch:
             divides = f"does not divide block_out_channels {tuple(channels)}"
             raise ArgumentError("", "", f"{unseen} {divides}", ("pass ", Named("config")))
     known = known_like(arch, but=_SCALING)
-    for mark, told in _TOLD_BY.items():
+    for mark, marked in _MARKS.items():
         if known and any(name.startswith(mark) for name in in_file):
-            if known_like(known_arch(told), but=_SCALING) == known:
-                return known_arch(told)
+            if known_like(known_arch(marked), but=_SCALING) == known:
+                return known_arch(marked)
     return known | _AMBIGUOUS.get(known["name"], {}) if known else arch
 
 
 def detect(shapes: Shapes, parts: str = "all") -> tuple[str, str, Arch]:
-    """Layout, prefix of the names, and architecture of a file's tensors, of which those that are no part of the VAE are
-    ignored. Where the halves might disagree, `parts` says which to look at.
+    """Return layout, prefix and architecture of a file's tensors; ignore tensors outside the VAE.
 
-    SD1.5, SDXL and Playground have the same tensors: a whole checkpoint's other tensors tell which of them it is, and a
-    VAE's alone are named ``"sd"``, with scaling_factor None. So FLUX's tensors alone give ``"flux"`` with its scaling,
-    though SD3's VAE has the same ones and another scaling (1.5305, shift 0.0609): pass its name or config. Any other
-    model is ``"custom"``, with scaling_factor None.
+    parts: the half that decides if they differ.
 
-    ValueError for an unknown layout, or tensors that fit no architecture; norm_num_groups, which leaves no trace in
-    tensors, is taken to be 32, and where that does not divide the channels the error asks for ``config=``.
+    SD1.5, SDXL and Playground have the same tensors. Other tensors of a whole checkpoint tell which model it is; a VAE
+    alone is named ``"sd"``, with scaling_factor None. FLUX's tensors alone give ``"flux"`` with its scaling, although
+    SD3's VAE has the same ones with another scaling (1.5305, shift 0.0609): pass its name or config. Any other model is
+    ``"custom"``, with scaling_factor None.
+
+    ValueError for an unknown layout, or tensors of no architecture. Tensors do not show norm_num_groups: 32 is assumed,
+    and if that does not divide the channels the error asks for ``config=``.
     """
     layout, prefix = find_layout(shapes)
     return layout.removesuffix("-old"), prefix, _find_arch(shapes, layout, prefix, parts)

@@ -1,4 +1,4 @@
-"""A VAE as an object: how it is made, saved and closed, and what does its runs. `vae` adds what is asked of it."""
+"""The part of a VAE that `vae` builds on: make, save and close one; and the Runner that runs it."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from vaemem.engine.arguments import Poll
 from vaemem.engine.arrays import Arrays, DeviceTile
 from vaemem.engine.configs import Arch, known_arch, read_config, sample_size_of
 from vaemem.engine.device import Device, open_device
-from vaemem.engine.limits import Plans, taken
+from vaemem.engine.limits import Plans, needed_bytes
 from vaemem.engine.records import Run, make_run
 
 if TYPE_CHECKING:
     from typing import Self
 
 
-# Activations overflow in some models' halves; GroupNorm takes any factor out again, so a power of two costs nothing but
-# the smallest numbers' last bits.
+# In some models float16 activations overflow. GroupNorm cancels any factor, so a power of two costs only the last bits
+# of the smallest numbers.
 UNIT_STEP = 2.0**-4
 LEAST_UNIT = 2.0**-12
 
 
 class Runner:
-    """A model where it lives, and what one run leaves for the next."""
+    """A model on its device, and what one run leaves for the next."""
 
     def __init__(self, core: Core, device: Device | None, scale: float = 1.0) -> None:
         self.core, self.device, self.arch, self.factor = core, device, core.arch, latent_factor(core.arch)
         self.dtype, self.precision = core.dtype, (device or core).precision
-        self._scale = scale  # power of two by which activations are kept multiplied, against float16's overflow
+        self._scale = scale  # power of two that multiplies activations, so that float16 does not overflow
         self._weights_bytes, self._arena_bytes = core.reserved_bytes, 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runner:
@@ -49,7 +49,7 @@ class Runner:
 
     def __reduce__(self) -> Any:
         core, where = self._on_the_cpu(), dict(dtype=self.dtype, precision=self.precision)
-        return _unpickled, (core.arch, core.parts, list(weights.kept(core)), where, self._scale)
+        return _unpickle, (core.arch, core.parts, list(weights.kept(core)), where, self._scale)
 
     def _on_the_cpu(self) -> Core:
         if self.device:
@@ -58,20 +58,21 @@ class Runner:
 
     @property
     def held_bytes(self) -> int:
-        """What weights and arena take now; a run that failed has given the arena back."""
+        """Bytes of weights and arena; 0 for the arena if a failed run freed it."""
         return self._weights_bytes + min(self._arena_bytes, self.core.reserved_bytes - self._weights_bytes)
 
     def trim(self) -> None:
+        """Free the arena."""
         self.core.trim()
         self._arena_bytes = 0
 
     def run(
         self, arrays: Arrays | DeviceTile, poll: Poll, limit: int, retries: bool, cache_bytes: int | None, **how: Any
     ) -> tuple[Any, Run]:
-        """The result and what it took. Run again where memory ran out, with the next smaller plan if it `retries`, and
-        where float16 overflowed, with activations kept smaller.
+        """Return the result and its record.
 
-        cache_bytes: a larger arena is not kept for the next run. how: other arguments of the core's run.
+        Run again if memory ran out and `retries`, with the next smaller plan; and if float16 overflowed, with smaller
+        activations. cache_bytes: free an arena larger than this after the run. how: other arguments of the core's run.
         """
         start, plans, notes = time.perf_counter(), Plans(self.core, arrays.request), list[str]()
         how |= dict(poll=poll, wait=arrays.waits or poll is not None)
@@ -87,14 +88,14 @@ class Runner:
                 smaller = plans.smaller(failed) if retries else None
                 if not smaller:
                     raise (plans.out_of_memory(error, failed, self.device) if self.device else error) from None
-                limit = taken(failed) - 1
+                limit = needed_bytes(failed) - 1
                 notes.append(f"out of memory: run again within {limit} bytes, {smaller['work']:.2f} times the work")
                 continue
             if not record["overflow"]:
                 break
             if self.dtype != "float16" or self._scale <= LEAST_UNIT:
-                so = " even so" if self._scale < 1 else ""
-                notes.append(f"{self.dtype}: not finite{so}: the input or the weights are not, or are too large for it")
+                what = f"{self.dtype}: not finite{' even so' if self._scale < 1 else ''}"
+                notes.append(f"{what}: the input or the weights are not, or are too large for it")
                 self._scale = 1.0
                 break
             self._scale *= UNIT_STEP
@@ -107,12 +108,12 @@ class Runner:
         )
 
 
-def _unpickled(arch: Arch, parts: str, tensors: Any, where: dict[str, str], scale: float) -> Runner:
+def _unpickle(arch: Arch, parts: str, tensors: Any, where: dict[str, str], scale: float) -> Runner:
     return Runner(weights.make(arch, parts, tensors, **where), None, scale)
 
 
 class Model:
-    """The part of `vaemem.VAE` that runs nothing: making one, its weights, its attributes, its end."""
+    """Base of `vaemem.VAE` that runs nothing: it makes, saves and closes one, and has its attributes."""
 
     def __init__(self, core: Core, device: Device | None = None, config: Any = None) -> None:
         self._open: Runner | None = Runner(core, device)
@@ -136,63 +137,64 @@ class Model:
         autotune: bool = False,
         convolution: str = "auto",
     ) -> Self:
-        """Loads a safetensors or GGUF file, a diffusers directory, or tensors that are in memory.
+        """Load a safetensors, GGUF or PyTorch file, a diffusers directory, or tensors in memory.
 
         Parameters
         ----------
         path : path, mapping or module
-            A safetensors, GGUF or PyTorch file (``.pth``, of which nothing is run) in diffusers, LDM/SD checkpoint,
-            BFL, Wan or TAESD layout (detected), float32, float16, bfloat16 or float8, and in GGUF any type that the
-            ``gguf`` package decodes (Q8_0, Q4_0, Q4_K...), which becomes float32; or a directory of diffusers' (a
-            VAE's, or a pipeline's, in which ``vae`` is meant), whose ``config.json`` is then the architecture; or a
-            repository on the Hub, ``"stabilityai/sdxl-vae"``, that was downloaded: its folder in the Hub's local cache
-            is read. Or a state dict, of NumPy arrays or of torch tensors wherever they lie, by the same names. Tensors
-            may lie under ``ema``, ``state_dict``, ``model`` or ``vae``, in files too; averages (``ema``) come first.
-            Or a module with such a ``state_dict()``, whose ``config``, if it has one, is then the architecture.
-            Tensors are copied. Weights that `save` wrote to a directory hold their config: that one decides, and a
-            warning says how ``config.json`` differs.
+            * A file: safetensors, GGUF or PyTorch (``.pth``; its pickle runs no code). Its layout is detected:
+              diffusers, LDM/SD checkpoint, BFL, Wan or TAESD. Tensors are float32, float16, bfloat16 or float8. GGUF
+              may have any type that the ``gguf`` package decodes (Q8_0, Q4_0, Q4_K...); it becomes float32.
+            * A diffusers directory, of a VAE or of a pipeline with a ``vae``. Its ``config.json`` is the architecture.
+            * A downloaded repository of the Hub, ``"stabilityai/sdxl-vae"``, in the Hub's local cache.
+            * A state dict with the same names, of NumPy arrays or of torch tensors on any device.
+            * A module with such a ``state_dict()``. Its ``config``, if it has one, is the architecture.
+
+            Tensors may be nested under ``ema``, ``state_dict``, ``model`` or ``vae``, in files too; averages (``ema``)
+            come first. Tensors are copied. Weights that `save` wrote to a directory contain their config. That one
+            decides; a warning says how ``config.json`` differs.
         model : str, optional
-            A known one, as the attribute `model` lists them: wins over what the file says, and must fit its tensors.
-            Needed only if ``scaled=True`` follows and the file holds a VAE alone: SD1.5, SDXL and Playground have the
-            same tensors, and so have FLUX and SD3. A whole checkpoint tells which one it is.
+            A known model, as listed for the attribute `model`. It overrides the file and must fit its tensors. It is
+            needed only for ``scaled=True`` with a file that holds a VAE alone: SD1.5, SDXL and Playground have the same
+            tensors, and so have FLUX and SD3. A whole checkpoint tells which model it is.
         config : path or mapping, optional
-            An AutoencoderKL, AutoencoderKLFlux2, AutoencoderKLQwenImage, AutoencoderKLWan or AutoencoderTiny
-            ``config.json`` for any other architecture; wins likewise.
+            The ``config.json`` of an AutoencoderKL, AutoencoderKLFlux2, AutoencoderKLQwenImage, AutoencoderKLWan or
+            AutoencoderTiny, for any other architecture. It overrides the file too.
         parts : {"all", "encoder", "decoder"}
-            Reads only that half; the file need not hold the other, whose tensors are not looked at.
+            Which half to read. The file may lack the other half; its tensors are ignored.
         device : str
             ``"cpu"``, ``"cuda"`` or ``"cuda:N"``.
         dtype : {"float32", "float16", "bfloat16"}
-            The type of weights and activations; sums and statistics are float32. Arrays in host memory are float32 or
-            bytes all the same, those that are given and those that come back. Weights that are not of this type are
-            rounded to it, which the attribute `rounded` and the VAE's repr tell.
+            Type of weights and activations; sums and statistics are float32. Arrays in host memory are float32 or bytes
+            with every dtype. Weights of another type are rounded; the attribute `rounded` and the VAE's repr say so.
         precision : {"highest", "high", "medium"}
-            How products of float32 are made, as ``torch.set_float32_matmul_precision`` says: "highest": float32.
-            "high": a CPU with fast products of bfloat16 may take three of these for one, of each factor's leading bits
-            and the next ones (16 bits together); "medium": one. With both a GPU, which wants compute capability 8.0
-            then, may round factors to TF32 (10 bits). Where a CPU has no such products all are "highest".
+            How float32 products are computed, as in ``torch.set_float32_matmul_precision``. "highest": in float32.
+            "high": a CPU with fast bfloat16 products may use three of them, on the leading 16 bits of each factor.
+            "medium": it may use one. A GPU may round factors to TF32 (10 bits) with both; it must have compute
+            capability 8.0. A CPU without such products always uses "highest".
         autotune : bool
-            On a GPU: time cuDNN's engines in the first run of a size, instead of taking the heuristics' first.
+            On a GPU: time cuDNN's engines in the first run of a size, instead of using the first that its heuristics
+            suggest.
         convolution : {"auto", "cudnn", "own"}
-            On a GPU: whose convolution. Our own (float16 and bfloat16) computes a pass in one kernel, without
-            stripes and with less memory; cuDNN still computes passes that none of its tiles fits. "auto" is our own
-            on GPUs of compute capability 9.0 (H100, H200), where it was measured to be faster, and cuDNN elsewhere,
+            On a GPU: which convolution runs. Our own (float16 and bfloat16) computes a pass in one kernel, without
+            stripes and with less memory; cuDNN still computes passes that fit none of our tiles. "auto" means our own
+            on GPUs of compute capability 9.0 (H100, H200), because it measured faster there. It means cuDNN on others,
             in float32 and with autotune.
 
         Raises
         ------
         ValueError
-            A bad argument; a file that is damaged, none of these (of one from before PyTorch 1.6 it says how to convert
-            it), or of no VAE; a tensor that is missing, extra, misshapen, cut, of another dtype or without plain
-            numbers (on "meta", sparse, masked), by its name. Whatever is raised, nothing stays allocated.
+            A bad argument; a file that is damaged, of another kind or of no VAE (one from before PyTorch 1.6: the error
+            says how to convert it); a tensor that is missing, extra, misshapen, cut, of another dtype or without
+            numbers (on "meta", sparse, masked). After any error nothing stays allocated.
         OSError
-            The file cannot be read. FileNotFoundError: no such file, or a directory without weights or config.
+            The file cannot be read. FileNotFoundError: there is no such file, or no weights or config in a directory.
         ImportError
-            Quantised tensors, and no ``gguf`` package: ``pip install 'vaemem[gguf]'``.
+            Quantised tensors without the ``gguf`` package: ``pip install 'vaemem[gguf]'``.
         MemoryError
-            No room for the weights.
+            The weights do not fit into memory.
         RuntimeError
-            No driver, no cuDNN, or a GPU that refused.
+            There is no driver or no cuDNN, or the GPU reported an error.
 
         Examples
         --------
@@ -224,10 +226,10 @@ class Model:
         autotune: bool = False,
         convolution: str = "auto",
     ) -> Self:
-        """Weights of the real shapes: PyTorch's default initialisation, random norm affines.
+        """Make a VAE with random weights of the real shapes: PyTorch's default initialisation, random norm affines.
 
-        The same seed, 0 or more, gives the same tensors whatever the parts. With ``config=`` the architecture is the
-        config's. What else there is to say goes for `load` too.
+        The same seed, 0 or more, gives the same tensors for all parts. ``config=`` replaces the model's architecture.
+        Other arguments and errors are `load`'s.
 
         Examples
         --------
@@ -248,11 +250,13 @@ class Model:
         autotune: bool = False,
         convolution: str = "auto",
     ) -> Self:
-        """A new VAE with the weights of this one, which must be on the CPU and, for another dtype, must have rounded
-        none. Arguments are `load`'s; dtype and, for float32, precision are this one's where the call names none.
+        """Make a new VAE with the weights of this one.
+
+        This one must be on the CPU and, for another dtype, must not have rounded any weights. Arguments are `load`'s;
+        dtype and, for float32, precision default to this VAE's.
 
         >>> one = VAE.random("sdxl", parts="decoder")
-        >>> two = one.copy()    # device="cuda", dtype="bfloat16" where there is a GPU
+        >>> two = one.copy()    # or device="cuda", dtype="bfloat16" on a GPU
         >>> one.close(), two.parameters
         (None, 49490199)
         """
@@ -269,8 +273,9 @@ class Model:
         return made
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of the weights as float32 arrays, by diffusers' names, of a VAE on the CPU: the numbers that it keeps.
-        Of a VAE of videos, which is run for one frame, the slices that a frame does not meet are not kept, and zero.
+        """Copy the weights of a VAE on the CPU as float32 arrays, by diffusers' names.
+
+        A video VAE, which runs one frame, keeps only the slices of its filters that one frame uses; others are zero.
 
         >>> VAE.load(vae.state_dict()).parameters == vae.parameters
         True
@@ -279,37 +284,38 @@ class Model:
         return {name: core.get_tensor(name) for name, _ in core.tensors}
 
     def save(self, path: str | os.PathLike[str], layout: str = "diffusers") -> None:
-        """Writes the weights as safetensors, each tensor in the type in which it is kept: the VAE's dtype, biases and
-        norms float32. Loaded from that file in the same dtype, the VAE is this one, bit for bit.
+        """Write the weights as safetensors, each tensor in its stored type: the VAE's dtype; float32 for biases and
+        norms. Loading the file with the same dtype gives this VAE again, bit for bit.
 
         >>> vae.copy(dtype="bfloat16").save("half.safetensors")  # about half of the file
 
         Parameters
         ----------
         path : path
-            A ``.safetensors`` file; for ``"diffusers"`` also a directory, made where there is none, which gets a
-            ``config.json`` too. A file without one does not tell norm_num_groups or the scaling. Weights in a directory
-            hold that config as well, and `load` takes theirs. So a save that is killed leaves the old VAE or the new
-            one, never a mixture. One save at a time writes to a directory; others wait for it.
+            A ``.safetensors`` file. For ``"diffusers"`` also a directory, created if needed, with a ``config.json``. A
+            single file does not hold norm_num_groups or the scaling. Weights in a directory also contain the config,
+            and `load` uses that one: a save that is killed leaves the old VAE or the new one, never a mixture. One save
+            at a time writes to a directory; others wait.
         layout : {"diffusers", "ldm", "bfl"}
-            ``"ldm"`` wants both quant convs, ``"bfl"`` none and the middle attention.
+            ``"ldm"`` needs both quant convs; ``"bfl"`` needs the middle attention and no quant convs.
 
         Raises
         ------
         ValueError
-            A layout that is unknown or cannot hold the model, a path of the wrong kind, a VAE of videos, which is not
-            kept whole, or a VAE on a GPU, whose weights are in another form.
+            The layout is unknown or cannot hold the model; the path is of the wrong kind; the VAE is of videos, and is
+            not kept whole; or it is on a GPU, where weights have another form.
         OSError
-            The file cannot be written. Whatever was there before is as it was. Only if the weights of a directory have
-            taken their place and ``config.json`` cannot, the old ``config.json`` stays: `load` warns of it.
+            The file cannot be written. What was there before is unchanged. One exception: new weights of a directory
+            are in place but ``config.json`` cannot be replaced. Then the old ``config.json`` stays and `load` warns.
         """
         weights.save(self._on_the_cpu("save"), path, layout=layout, sample_size=self.sample_size)
 
-    # ---- its end ----
+    # ---- closing ----
 
     def close(self) -> None:
-        """Gives weights and arena back to the system; results stay their owners'. A run of another thread's goes on to
-        its end first. Whatever else is asked of a VAE that is closed is a ValueError; closing it again is none.
+        """Free weights and arena; results stay their owners'. Wait for a run in another thread to end.
+
+        A closed VAE raises ValueError for anything but another close.
 
         >>> one = vae.copy()
         >>> one.close()
@@ -320,27 +326,31 @@ class Model:
 
     @property
     def closed(self) -> bool:
+        """Whether the VAE was closed."""
         return self._open is None
 
     def __enter__(self) -> Self:
-        _ = self._runner  # raises where it is closed
+        _ = self._runner  # raises if the VAE is closed
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    # ---- what it is ----
+    # ---- properties ----
 
     @property
     def device(self) -> str:
+        """``"cpu"`` or ``"cuda:N"``."""
         return "cpu" if self._device is None else f"cuda:{self._device.number}"
 
     @property
     def dtype(self) -> DtypeName:
+        """Type of weights and activations."""
         return self._runner.dtype
 
     @property
     def precision(self) -> Precision:
+        """How float32 products are computed, as in `load`."""
         return self._runner.precision
 
     @property
@@ -350,19 +360,20 @@ class Model:
 
     @property
     def reserved_bytes(self) -> int:
-        """Held from the system now: weights, the arena, and outputs that are still referenced."""
+        """Bytes held from the system now: weights, the arena, and outputs that are still referenced."""
         return self._core.reserved_bytes
 
     @property
     def unaccounted_bytes(self) -> int:
-        """What a GPU has lost to this VAE beside `reserved_bytes`: our kernels, cuDNN's handle and kernels, and CUDA
-        graphs, each by what was free before and after it was loaded, first run or captured; so whatever others took in
-        these moments is in it too. The context itself was there before. 0 on the CPU."""
+        """Bytes that this VAE took from a GPU in addition to `reserved_bytes`: kernels, cuDNN's handle, CUDA graphs.
+
+        Each is the difference in free memory around its load, first run or capture, so allocations by other programs at
+        these moments count too. The context is not included. 0 on the CPU."""
         return max(self._device.backend.unaccounted, 0) if self._device else 0
 
     @property
     def parameters(self) -> int:
-        """How many numbers the weights hold."""
+        """Number of numbers in the weights."""
         return sum(math.prod(shape) for _, shape in self._core.tensors)
 
     def __repr__(self) -> str:
@@ -391,7 +402,7 @@ class Model:
         return self._runner.device
 
     def _on_the_cpu(self, wish: str) -> Core:
-        """The core model, whose weights can be read; ValueError for `wish` where they are on a GPU, in another form."""
+        """Return the core model, which has readable weights on the CPU; ValueError on a GPU. wish: for the message."""
         if self._device:
             raise ArgumentError(wish, "a VAE on the cpu", f"one on {self.device}, whose weights are {self.dtype}")
         return self._core

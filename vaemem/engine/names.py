@@ -1,4 +1,4 @@
-"""What people call models: the one register of all commands and runtimes, vaemem/data/models.json."""
+"""What people call models: the register for all commands and runtimes, vaemem/data/models.json."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from vaemem._common import letters, shipped
 
 
 class Called(NamedTuple):
-    """What a name stands for.
+    """Meaning of a name.
 
-    vae: the known VAE that the model has; "" where it has none
-    pipeline: the recorded pipeline whose modules it has; "" for none
-    of: whose VAE and modules they are, where that is another model
+    vae: the known VAE of the model; "" if it has none
+    pipeline: the recorded pipeline with the model's modules; "" if there is none
+    of: the model that its VAE and modules belong to, if that is another one
     why: why there is no answer for the model
     """
 
@@ -26,7 +26,7 @@ class Called(NamedTuple):
 
 @functools.cache
 def _register() -> tuple[dict[str, Called], dict[str, Called]]:
-    """By whole names, and by the beginnings of others, each in `letters`."""
+    """Return meanings by whole names, and by beginnings of names, each in `letters`."""
     whole: dict[str, Called] = {}
     beginnings: dict[str, Called] = {}
     for entry in json.loads(shipped("models.json"))["models"]:
@@ -38,13 +38,12 @@ def _register() -> tuple[dict[str, Called], dict[str, Called]]:
 
 
 def _last(name: str) -> str:
-    """A repository's name without its owner."""
+    """Return a repository's name without its owner."""
     return name.rpartition("/")[2]
 
 
 def find_called(name: Any) -> Called | None:
-    """What a name stands for; None for a name that is not in the register. The same repository of another owner is
-    taken for a copy."""
+    """Return the meaning of a name, or None. A repository of the same name from another owner counts as a copy."""
     if not isinstance(name, str):
         return None
     whole, beginnings = _register()
@@ -56,11 +55,11 @@ def find_called(name: Any) -> Called | None:
 
 
 def whole_names(kind: str) -> dict[str, str]:
-    """{name in `letters`: the VAE, or the pipeline} of every whole name that has one."""
+    """Return {name in `letters`: VAE or pipeline} for all whole names that have one. kind: "vae" or "pipeline"."""
     return {name: getattr(called, kind) for name, called in _register()[0].items() if getattr(called, kind)}
 
 
 def shared_note(name: Any, what: str = "VAE") -> str:
-    """Whose VAE, or what else, answers for a name; nothing where it is the model's own."""
+    """Return a sentence that says if another model's VAE, or `what`, answers for a name; otherwise empty."""
     called = find_called(name)
     return f"{name} has {called.of}'s {what}, which this is about" if called and called.of else ""

@@ -1,4 +1,4 @@
-"""What a run takes or took, and what an encode gives."""
+"""Records: what a run needs or used, and what an encode returns."""
 
 from __future__ import annotations
 
@@ -12,50 +12,50 @@ import numpy as np
 from vaemem._errors import ArgumentError, ArgumentTypeError
 from vaemem._types import Op
 
-CATEGORIES = ("weights", "activations", "scratch", "workspace", "output")  # of memory, by the core's names
+CATEGORIES = ("weights", "activations", "scratch", "workspace", "output")  # of memory, as the core names them
 
 
 @dataclass(frozen=True, repr=False)
 class Run:
-    """What one run takes, or took: bytes by category when their sum is largest.
+    """What one run needs, or used: bytes by category at the peak.
 
     Attributes
     ----------
     op : str
         ``"encode"`` or ``"decode"``.
     height, width, batch : int
-        The images' size in pixels, and how many they are.
+        Size of the images in pixels, and their number.
     weights_bytes, activations_bytes, scratch_bytes, workspace_bytes, output_bytes : int
-        In use at the peak. Scratch is each pass's own, GroupNorm's sums and the plan; workspace is cuDNN's; output is 0
-        where the caller gave ``out=`` (NumPy's output has a place on the GPU all the same).
+        In use at the peak. Scratch is temporary memory of a pass, GroupNorm's sums and the plan. Workspace is cuDNN's.
+        Output is 0 if the caller gave ``out=``; on a GPU, NumPy's output needs memory there all the same.
     reserved_bytes : int
-        Held from the system: weights, the whole arena and the output, on a GPU each in multiples of its granularity.
-        Larger than the peak only by that, where an earlier, larger run's arena was kept, or where the plan has holes.
+        Held from the system: weights, the whole arena and the output. On a GPU each is rounded up to its granularity.
+        It exceeds the peak by that rounding, by holes in the plan, and by the larger arena of an earlier run.
     passes : tuple of str
         Names of the passes, in order.
     timeline : tuple of (str, int)
-        Pass and bytes in use while it runs, weights and output included.
+        For each pass the bytes in use while it runs, weights and output included.
     peak_pass : str
-        The pass that makes the peak.
+        The pass with the peak.
     flops : tuple of float
-        Those of each pass (a multiply-add is two).
+        FLOPs of each pass; a multiply-add counts as two.
     pass_seconds : tuple of float
-        Those of each pass; zeros in an estimate, with CUDA graphs, and where the call did not wait for the GPU.
+        Seconds of each pass. Zeros in an estimate, with CUDA graphs, or if the call did not wait for the GPU.
     seconds : float or None
-        Those of the whole call; None in an estimate.
+        Seconds of the whole call; None in an estimate.
     backend : str
         The kernels used, such as ``"avx512"`` or ``"cuda:0 bfloat16"``.
     threads : int
     notes : tuple of str
-        What was done besides: float16 that overflowed and was run again, memory that ran out and a smaller plan.
+        Events of the run: float16 overflowed and was run again, or memory ran out and a smaller plan was used.
     work : float
-        FLOPs relative to a run without a limit; passes whose tasks transform their own weights count a tenth more. On a
-        GPU what runs in steps counts 1.05 times, and as many times more as the steps leave multiprocessors idle.
+        FLOPs relative to a run without a limit. Passes with tasks that transform their own weights count 10% more. On a
+        GPU, passes that run in steps count 1.05 times, and more if their steps leave multiprocessors idle.
     values : tuple of (str, str)
-        Each pass's result by the pass's name: ``"stored"`` (whole) or ``"streamed"`` (a few rows at a time).
+        For each pass whether its result is ``"stored"`` (whole) or ``"streamed"`` (a few rows at a time).
     finite : bool
-        Whether no NaN or infinity was met. They are looked for where numbers are stored as halves or as bytes, in runs
-        that the call waits for.
+        Whether no NaN or infinity appeared. Only runs that the call waits for, with numbers stored as float16 or as
+        bytes, are checked.
 
     Examples
     --------
@@ -91,23 +91,23 @@ class Run:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes in use when they were most."""
+        """Bytes in use at the peak."""
         return sum(getattr(self, f"{name}_bytes") for name in CATEGORIES)
 
     def __repr__(self) -> str:
         size = f"{self.op} {self.height}x{self.width}" + (f" batch {self.batch}" if self.batch > 1 else "")
         sizes = {name: getattr(self, f"{name}_bytes") / 2**20 for name in CATEGORIES}
         parts = ", ".join(f"{name} {mib:.1f}" for name, mib in sizes.items() if mib or name != "workspace")
-        took = "" if self.seconds is None else f", {self.seconds:.2f} s"
-        took = f", {self.work:.2f} times the work{took}" if self.work > 1 else took
+        seconds = "" if self.seconds is None else f", {self.seconds:.2f} s"
+        used = f", {self.work:.2f} times the work{seconds}" if self.work > 1 else seconds
         peak = f"peak {self.peak_bytes / 2**20:.1f} MiB ({parts}) at {self.peak_pass}"
-        return f"<Run {size}: {peak}{took}, {self.backend}>"
+        return f"<Run {size}: {peak}{used}, {self.backend}>"
 
 
 def make_run(
     request: Mapping[str, Any], record: Mapping[str, Any], seconds: float | None = None, notes: tuple[str, ...] = ()
 ) -> Run:
-    """From arguments of the core's plan and the core's record of it."""
+    """Make a Run from arguments of the core's plan and the core's record of it."""
     steps = record["steps"]
     live = [sum(step["live"].values()) for step in steps]
     return Run(
@@ -133,14 +133,14 @@ class Encoded:
     Attributes
     ----------
     moments : array of shape (N, 2C, H/8, W/8)
-        Means, then log-variances: float32 in host memory, or of the image's library and dtype on its GPU. Where that is
-        a `DeviceArray` there is no mean or logvar: take it to a library first. An AutoencoderTiny gives means alone,
+        Means, then log-variances: float32 in host memory, or on the GPU of the image with its library and dtype. A
+        `DeviceArray` has no mean or logvar until another library takes it. An AutoencoderTiny returns means alone,
         (N, C, H/8, W/8).
     mean, logvar : array of shape (N, C, H/8, W/8)
-        Raw, never scaled; logvar is clamped to [-30, 20] as diffusers does. Both are views of moments. An
-        AutoencoderTiny's logvar has no channels, and its samples are the mean.
+        Raw, never scaled, as views of moments. logvar is clamped to [-30, 20] as in diffusers. An AutoencoderTiny's
+        logvar has no channels, and its samples are the mean.
     size : (int, int) or None
-        Height and width of the images before they were padded, as `VAE.decode` takes it. None: unknown.
+        Height and width of the images before padding, for `VAE.decode`. None: unknown.
 
     Examples
     --------
@@ -158,34 +158,36 @@ class Encoded:
         size: tuple[int, int] | None = None,
         channels: int | None = None,
     ) -> None:
-        """held: what `mode` and `sample` make of latents. channels: of the latents; None: half of moments'."""
+        """held: scales the latents of `mode` and `sample`. channels: of the latents; None: half of moments'."""
         self.moments, self.size = moments, size
         self._held = held
         self._channels = moments.shape[1] // 2 if channels is None else channels
 
     @property
     def mean(self) -> Any:
+        """Means (N, C, H/8, W/8), a view of moments."""
         return self.moments[:, : self._channels]
 
     @property
     def logvar(self) -> Any:
+        """Log-variances (N, C, H/8, W/8), a view of moments."""
         return self.moments[:, self._channels :]
 
     def mode(self) -> Any:
-        """The mean; as pipelines pass it on if encoded with ``scaled=True``: see `VAE.encode`."""
+        """Return the mean; scaled for pipelines after an encode with ``scaled=True``, see `VAE.encode`."""
         return self._as_held(self.mean + 0)
 
     def sample(self, generator: np.random.Generator | int | None = None, noise: Any = None) -> Any:
-        """One draw, mean + exp(logvar / 2) * noise, scaled as `mode` is.
+        """Draw one sample, mean + exp(logvar / 2) * noise, scaled as in `mode`.
 
         Parameters
         ----------
         generator : numpy.random.Generator, int or None
-            Where the noise comes from; an integer seeds a new one. Of moments in host memory only.
+            Source of the noise; an integer seeds a new one. For moments in host memory only.
         noise : array of mean's shape, optional
-            Standard normal numbers, of moments' own library.
+            Standard normal numbers, in an array of the moments' library.
         """
-        if self.moments.shape[1] == self._channels:  # nothing to draw from
+        if self.moments.shape[1] == self._channels:  # no variance
             return self.mode()
         if noise is None:
             if not isinstance(self.moments, np.ndarray):
@@ -201,7 +203,7 @@ class Encoded:
                 raise kind("generator", wanted, repr(generator)[:80]) from None
             noise = source.standard_normal(self.mean.shape, dtype=np.float32)
         half = self.logvar * 0.5
-        deviation = np.exp(half) if isinstance(half, np.ndarray) else math.e**half  # what every library has
+        deviation = np.exp(half) if isinstance(half, np.ndarray) else math.e**half  # every library has powers
         return self._as_held(self.mean + deviation * noise)
 
     def _as_held(self, latents: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Tiles as diffusers cuts and blends them. They are not exact, and here because people compare with them."""
+"""Tiles as diffusers cuts and blends them. Tiles are not exact; they are here for comparison."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from vaemem.engine.device import itemsize
 from vaemem.engine.model import Runner
 from vaemem.engine.records import Run, make_run
 
-ADVISED_SIDES = (1024, 512, 256)  # of tiles that are advised
+ADVISED_SIDES = (1024, 512, 256)  # of tiles in advice, in pixels
 
 
 @dataclass(frozen=True)
 class Tiling:
     """Overlapping tiles, each run alone and blended with its neighbours: diffusers' `tiled_decode` and `tiled_encode`.
 
-    The result is not that of the whole image: GroupNorm and attention see one tile at a time, which leaves seams and
-    shifts of colour. Tiles are offered because people compare with them.
+    The result differs from that of the whole image: GroupNorm and attention see one tile at a time, which leaves seams
+    and shifts colours. Tiles are offered for comparison.
 
     Attributes
     ----------
     sample_size : int, optional
-        Side of a tile in pixels, a multiple of 8. None: the config's, `VAE.sample_size`.
+        Side of a tile in pixels, a multiple of 8. None: `VAE.sample_size`, from the config.
     overlap : float
-        The part of its side that a tile shares with the next: from 0 to less than 1, in whole latents.
+        The part of a tile's side that the next tile shares: from 0 to less than 1, in whole latents.
     blend : {"linear", "cosine"}
-        The share of the newer tile in pixel i of n shared ones: t = i / n, as in diffusers, or
-        (1 - cos(pi t)) / 2, which begins and ends level.
+        Weight of the newer tile in pixel i of n shared ones: t = i / n, as in diffusers, or the smoother
+        (1 - cos(pi t)) / 2.
 
     Examples
     --------
@@ -72,9 +72,9 @@ class Tiling:
 def cut(
     runner: Runner, tiling: Tiling | None, sample_size: int | None, request: Mapping[str, Any], limit: int
 ) -> _Tiles | None:
-    """The tiles of the image that arguments of the core's plan ask for; sample_size: the config's. None where an
-    ordinary run is to be done: without a tiling, where the image fits into one tile, and for sizes that are none, which
-    that refuses."""
+    """Return the tiles for an image, or None for an ordinary run: without a tiling, for an image that fits into one
+    tile, and for a bad size, which the ordinary run refuses. request: arguments of the core's plan. sample_size: the
+    config's. TypeError or ValueError for a tiling that cannot be used."""
     if tiling is None:
         return None
     if not isinstance(tiling, Tiling):
@@ -99,15 +99,15 @@ def cut(
 
 
 @contextlib.contextmanager
-def advising_tiles(runner: Runner, sample_size: int | None, request: Mapping[str, Any], limit: int) -> Iterator[None]:
-    """Add to the refusal of a limit which tiles would keep within it, if any would. Arguments are `cut`'s."""
+def advise_tiles(runner: Runner, sample_size: int | None, request: Mapping[str, Any], limit: int) -> Iterator[None]:
+    """Add to the refusal of a limit which tiles would fit within it, if any. Arguments are `cut`'s."""
     try:
         yield
     except ArgumentError as error:
         if hasattr(error, "smallest"):
             for side in distinct([sample_size or ADVISED_SIDES[0], *ADVISED_SIDES]):
                 tiling = Tiling(side)
-                with contextlib.suppress(ValueError):  # a side that is none for this model
+                with contextlib.suppress(ValueError):  # this model allows no such side
                     tiles = cut(runner, tiling, None, request, 0)
                     run = tiles and tiles.estimate()
                     if run and (needed := max(run.peak_bytes, run.reserved_bytes)) <= limit:
@@ -118,8 +118,8 @@ def advising_tiles(runner: Runner, sample_size: int | None, request: Mapping[str
 
 
 class _Tiles:
-    """The tiles of one call. Lengths are in latent pixels: `side` is a tile's, `shared` what a tile has in common with
-    the next one, `height` and `width` are the image's. request: the whole image's."""
+    """The tiles of one call. Lengths are in latent pixels: `side` of a tile, `shared` with the next one, `height` and
+    `width` of the image. request: of the whole image."""
 
     def __init__(self, runner: Runner, tiling: Tiling, request: Mapping[str, Any], side: int, shared: int) -> None:
         self.runner, self.tiling, self.request, self.side, self.shared = runner, tiling, request, side, shared
@@ -130,26 +130,27 @@ class _Tiles:
         self.ends = ends_of(runner.arch, self.op)
 
     def sizes(self, starts: range, length: int) -> Counter[int]:
-        """How many tiles have each size along a side, the largest first: the last ones end where the image does."""
+        """Return {size: number of tiles} along a side of the image; the largest size first."""
         whole = max(0, (length - self.side) // starts.step + 1)
         sizes = Counter({self.side: whole} if whole else {})
         sizes.update(length - at for at in starts[whole:])
         return sizes
 
     def tile_request(self, h: int, w: int) -> dict[str, Any]:
-        """Arguments of the core's plan for a tile, whose result is float32."""
-        made = {"pixels" if self.op == "decode" else "latents": "float"}
-        return {**self.request, **made, "height": h * self.factor, "width": w * self.factor, "own_output": False}
+        """Return arguments of the core's plan for a tile; its result is float32."""
+        result = {"pixels" if self.op == "decode" else "latents": "float"}
+        return {**self.request, **result, "height": h * self.factor, "width": w * self.factor, "own_output": False}
 
     def output_bytes(self) -> int:
+        """Return the bytes of the result."""
         scale, channels = self.ends[1]
         floats = self.request.get("latents", "float32") if self.op == "encode" else self.request["pixels"]
         size = itemsize("float32" if floats == "float" else floats)
         return int(self.batch * channels * self.height * self.width * scale * scale * size)
 
     def floats(self) -> list[int]:
-        """How many float32 are held beside the result while tiles run: a tile as it comes out; the lower borders of a
-        row of tiles, with which the next row is blended; the right border of one, with which the next is blended."""
+        """Return the numbers of float32 that scratch memory holds while tiles run: a tile's result; the lower borders
+        of a row of tiles, to blend with the next row; the right border of a tile, to blend with the next tile."""
         scale, channels = self.ends[1]
         h, w = min(self.side, self.height), min(self.side, self.width)
         lower = self.shared * len(self.cols) * w if len(self.rows) > 1 else 0
@@ -157,23 +158,24 @@ class _Tiles:
         return [self.batch * channels * scale * scale * length for length in (h * w, lower, right)]
 
     def scratch_bytes(self) -> int:
+        """Return the bytes of scratch memory."""
         return sum(self.floats()) * itemsize("float32")
 
     def estimate(self) -> Run:
-        """What `run` will report."""
+        """Return the record that `run` will make."""
         tiles = None
         sizes = self.sizes(self.rows, self.height).items(), self.sizes(self.cols, self.width).items()
         for (h, down), (w, across) in product(*sizes):
             request = self.tile_request(h, w)
-            tiles = _joined(tiles, make_run(request, self.runner.core.plan(**request)), down * across)
+            tiles = _join(tiles, make_run(request, self.runner.core.plan(**request)), down * across)
         assert tiles is not None
         if (held := self.output_bytes() + self.scratch_bytes()) > sys.maxsize:
             raise OverflowError(f"height, width: expected an image whose bytes can be addressed, got {held} of them")
         return self.report(tiles, self.request.get("own_output", True), None)
 
     def report(self, tiles: Run, own_output: bool, seconds: float | None) -> Run:
-        """The run of all tiles, from theirs joined. Beside a GPU what lies in the host's memory is not counted, as an
-        ordinary run's arrays are not."""
+        """Make the record of the whole run from the joined records of its tiles. With a GPU, host memory is not
+        counted, as in an ordinary run."""
         output, scratch = (self.output_bytes() if own_output else 0), self.scratch_bytes()
         device, held = self.runner.device, output + scratch
         if device:
@@ -192,49 +194,50 @@ class _Tiles:
             notes=(f"{self.count} tiles of {self.side * self.factor}x{self.side * self.factor}", *tiles.notes),
         )
 
-    def says(self) -> str:
+    def label(self) -> str:
+        """Return the title of the progress bar."""
         return f"{self.op}, tile {self.begun} of {self.count}"
 
     def run(self, arrays: Arrays, poll: Poll, *settings: Any, **how: Any) -> tuple[Any, Run]:
-        """Each tile is run, blended with the one above, then with the one to the left, and written. settings, how: as
-        `Runner.run` takes them."""
+        """Run each tile, blend it with the one above and the one to the left, and write it. settings, how: as in
+        `Runner.run`."""
         start, tiles, seen = time.perf_counter(), None, 0
         core, (scale, _), size = self.runner.core, self.ends[0], itemsize("float32")
         unit = self.batch * self.factor
         done, total = 0, unit * len(self.cols) * sum(min(self.side, self.height - y) for y in self.rows)
 
-        def show(rows: int, of: int) -> None:
+        def report_rows(rows: int, of: int) -> None:
             nonlocal seen
-            seen = max(seen, done + unit * h * rows // of)  # where float16 overflows a tile begins again
+            seen = max(seen, done + unit * h * rows // of)  # a tile restarts if float16 overflows
             poll(seen, total)  # type: ignore[misc]
 
         try:
             image, tile = self.open(arrays)
-            made, below, _ = self.floats()
-            lower, right = tile + made * size, tile + (made + below) * size
+            result_floats, below, _ = self.floats()
+            lower, right = tile + result_floats * size, tile + (result_floats + below) * size
             for y, x in product(self.rows, self.cols):
                 h, w = min(self.side, self.height - y), min(self.side, self.width - x)
                 self.begun += 1
                 part = slice(y * scale, (y + h) * scale), slice(x * scale, (x + w) * scale)
                 one = arrays.tile(self.tile_request(h, w), *part)
-                _, took = self.runner.run(one, poll and show, *settings, **how, unclamped=True)
-                tiles, done = _joined(tiles, took), done + unit * h
+                _, used = self.runner.run(one, poll and report_rows, *settings, **how, unclamped=True)
+                tiles, done = _join(tiles, used), done + unit * h
                 fields = self.blending(y, x, h, w)
-                own = lower + fields["lower_w"] // len(self.cols) * self.cols.index(x) * size  # of this column of tiles
+                own = lower + fields["lower_w"] // len(self.cols) * self.cols.index(x) * size  # of this column
                 core.blend(arrays.stream, self.op, arrays.dtype, tile=tile, lower=own, right=right, y=image, **fields)
             assert tiles is not None
-            took = self.report(tiles, arrays.request["own_output"], time.perf_counter() - start)
-            return arrays.tiled(), took
+            record = self.report(tiles, arrays.request["own_output"], time.perf_counter() - start)
+            return arrays.tiled(), record
         finally:
             arrays.close_tiles()
 
     def open(self, arrays: Arrays) -> tuple[int, int]:
-        """The addresses of the result and of what is held beside it."""
+        """Allocate the result and scratch memory, and return their addresses."""
         floats = sum(self.floats())
         with contextlib.suppress(MemoryError):
             return arrays.open_tiles(self.runner.core, floats)
         arrays.close_tiles()
-        self.runner.trim()  # the arena that an earlier run has left
+        self.runner.trim()  # an earlier run may have left its arena
         try:
             return arrays.open_tiles(self.runner.core, floats)
         except MemoryError as error:
@@ -245,7 +248,7 @@ class _Tiles:
             raise MemoryError(f"{error}. {holds}{device.in_torch() if device else ''}") from None
 
     def blending(self, y: int, x: int, h: int, w: int) -> dict[str, int]:
-        """How a tile is blended: fields of kernels.h's vm_blend_args."""
+        """Return how to blend a tile: fields of kernels.h's vm_blend_args."""
         b, channels = self.ends[1]
         across = min(self.side, self.width)
         latents = dict(
@@ -258,9 +261,9 @@ class _Tiles:
         )  # fmt: skip
 
 
-def _joined(tiles: Run | None, tile: Run, times: int = 1) -> Run:
-    """The run of the tiles so far and of `times` more that are like `tile`: the bytes are those of the one with the
-    largest peak, FLOPs and seconds are added up."""
+def _join(tiles: Run | None, tile: Run, times: int = 1) -> Run:
+    """Join the record of tiles so far with `times` tiles like `tile`. Bytes are those of the largest peak; FLOPs and
+    seconds add up."""
     flops = [f * times for f in tile.flops]
     if tiles is None:
         return replace(tile, flops=tuple(flops))

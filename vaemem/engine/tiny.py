@@ -1,8 +1,8 @@
-"""AutoencoderTiny: what its tensors are called in the files that there are, and which architecture they show.
+"""AutoencoderTiny: names of its tensors in the known files, and the architecture that they show.
 
-The core's names are diffusers' own (``decoder.layers.2.conv.0.weight``). TAESD's authors number the modules of a half
-alike, but for the decoder, where the bound on its latents comes first and has a number too; ComfyUI writes ``taesd_``
-before such names, and each of the authors' files has one half, without its name.
+The core uses diffusers' names (``decoder.layers.2.conv.0.weight``). TAESD's authors number the modules of a half in the
+same way, except for the decoder: there the bound on the latents is number 0. ComfyUI puts ``taesd_`` before
+such names. Each of the authors' files holds one half, without its name.
 
 Sources: ``taesd.py`` of madebyollin/taesd, and ``comfy/taesd/taesd.py`` and ``nodes.py`` of ComfyUI.
 """
@@ -12,14 +12,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-AUTHORS, COMFYUI = "taesd", "taesd_"  # a layout, and a prefix of it
-HALVES = {f"{AUTHORS}-{half}": half for half in ("encoder", "decoder")}  # layouts of files that have a half alone
+AUTHORS, COMFYUI = "taesd", "taesd_"  # a layout, and ComfyUI's prefix
+HALVES = {f"{AUTHORS}-{half}": half for half in ("encoder", "decoder")}  # layouts of files with one half
 _END = r"\d{1,2}\.(?:(?:conv|pool)\.\d\.)?(?:weight|bias)"
 _NUMBERED = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.")
 
 
 def tiny_layout(names: Iterable[str], prefixes: Iterable[str]) -> tuple[str, str] | None:
-    """(layout, prefix) of names most of which are such tensors'; None where they are another model's."""
+    """Return (layout, prefix) if most of the names are an AutoencoderTiny's; otherwise None."""
     names = list(names)
     for prefix in (*prefixes, COMFYUI):
         for layout, start in (("diffusers", r"(?:en|de)coder\.layers\."), (AUTHORS, r"(?:en|de)coder\."), ("half", "")):
@@ -31,7 +31,7 @@ def tiny_layout(names: Iterable[str], prefixes: Iterable[str]) -> tuple[str, str
 
 
 def spell_tiny(name: str, layout: str) -> str:
-    """One of the core's names in a layout."""
+    """Return a core name in a layout."""
     if layout not in (AUTHORS, *HALVES):
         return name
 
@@ -42,8 +42,8 @@ def spell_tiny(name: str, layout: str) -> str:
     return _NUMBERED.sub(numbered, name)
 
 
-def shown_by_shapes(shapes: Mapping[str, tuple[int, ...]], layout: str) -> tuple[int, bool]:
-    """Channels of the latents, and whether the smallest level has norms, of tensors by a layout's names."""
+def read_shapes(shapes: Mapping[str, tuple[int, ...]], layout: str) -> tuple[int, bool]:
+    """Return the channels of the latents, and whether the smallest level has norms. shapes: by a layout's names."""
     half = HALVES.get(layout) or ("decoder" if any(name.startswith("decoder.") for name in shapes) else "encoder")
     convolution = re.compile(rf"(?:{half}\.)?(?:layers\.)?(\d+)\.weight")
     numbers = {int(found[1]): shape for name, shape in shapes.items() if (found := convolution.fullmatch(name))}

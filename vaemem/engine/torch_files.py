@@ -1,9 +1,9 @@
-"""What PyTorch's files hold (``torch.save``), without running anything that they name.
+"""Read PyTorch's files (``torch.save``) without running anything that they name.
 
-Such a file is a zip archive without compression: ``NAME/data.pkl``, a pickle that says how tensors are made of
-storages, and each storage's bytes under ``NAME/data``. The core reads the pickle: what it names becomes text, and what
-it calls a tuple of that and the arguments; nothing is looked up. Files from before PyTorch 1.6 are no archives, and not
-read.
+Such a file is an uncompressed zip archive. ``NAME/data.pkl`` is a pickle that says how to build tensors from storages;
+``NAME/data`` holds the bytes of each storage. The core reads the pickle without looking up any name: a name becomes
+text, and a call becomes a tuple of the name and its arguments. Files from before PyTorch 1.6 are no archives and cannot
+be read.
 
 Source: ``torch/serialization.py`` and ``torch/_utils.py`` of PyTorch 2.13.
 """
@@ -19,7 +19,7 @@ from vaemem import _core
 from vaemem._errors import ArgumentError
 from vaemem.engine.configs import shown
 from vaemem.engine.file_tensors import BLOCKS, MAX_HEADER, FileTensor, are_sizes, bytes_of
-from vaemem.engine.layouts import unwrapped
+from vaemem.engine.layouts import unwrap
 
 ARCHIVE = b"PK\x03\x04"
 _STORAGES = {"Float": "F32", "Half": "F16", "BFloat16": "BF16", "Double": "F64", "Long": "I64", "Int": "I32"}
@@ -27,18 +27,18 @@ _STORAGES |= {"Short": "I16", "Char": "I8", "Byte": "U8", "Bool": "BOOL"}
 _STORAGES = {f"torch.{name}Storage": dtype for name, dtype in _STORAGES.items()}
 _STORAGES |= {"torch.float8_e4m3fn": "F8_E4M3", "torch.float8_e5m2": "F8_E5M2"}
 _PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
-_LOCAL_HEADER = 30  # bytes, before an entry's name and what it has besides
+_LOCAL_HEADER = 30  # bytes before an entry's name and its extra field
 
 
-def _rebuilt(value: Any) -> tuple[Any, ...] | None:
-    """What a tensor is rebuilt of, within a parameter or a tensor of another class; None where a value is no tensor."""
+def _tensor_arguments(value: Any) -> tuple[Any, ...] | None:
+    """Return the arguments that rebuild a tensor, also inside a parameter or a subclass; None for another value."""
     for _ in range(3):
         if not isinstance(value, tuple) or not value or not isinstance(value[0], str):
             return None
         given = value[1] if len(value) == 2 and isinstance(value[1], tuple) else ()
         if value[0] == "torch._utils._rebuild_tensor_v2":
             return given
-        if value[0] == "torch._utils._rebuild_tensor_v3":  # which says the type of the numbers itself
+        if value[0] == "torch._utils._rebuild_tensor_v3":  # its arguments include the dtype
             return given if len(given) > 6 else ()
         if value[0] in _PARAMETERS:
             value = given[0] if given else None
@@ -50,8 +50,8 @@ def _rebuilt(value: Any) -> tuple[Any, ...] | None:
 
 
 def _tensor(name: str, value: Any, storages: Mapping[str, tuple[int, int]]) -> FileTensor | None:
-    """None where a value is no tensor. storages: the first byte of each, and how many there are."""
-    if (rebuilt := _rebuilt(value)) is None:
+    """Return a tensor of the file, or None for another value. storages: (first byte, bytes) by key."""
+    if (rebuilt := _tensor_arguments(value)) is None:
         return None
     try:
         (tag, kind, key, _, _), offset, shape, strides = rebuilt[:4]
@@ -77,8 +77,8 @@ def _tensor(name: str, value: Any, storages: Mapping[str, tuple[int, int]]) -> F
 
 
 def torch_header(f: IO[bytes]) -> tuple[list[FileTensor], dict[str, str]]:
-    """The tensors of a file: those of the mapping that was saved, and of the ones in it that `layouts.unwrapped`
-    knows."""
+    """Read the tensors of the mapping that was saved, and of mappings in it that `layouts.unwrap` finds. No texts
+    come with them. ValueError for a damaged file."""
     size = os.fstat(f.fileno()).st_size
     try:
         archive = zipfile.ZipFile(f)
@@ -106,4 +106,4 @@ def torch_header(f: IO[bytes]) -> tuple[list[FileTensor], dict[str, str]]:
             storages[name.removeprefix(f"{folder}data/")] = at, info.file_size
     if not isinstance(saved, dict):
         raise ArgumentError("", "a mapping of tensors", type(saved).__name__)
-    return [tensor for item in unwrapped(saved).items() if (tensor := _tensor(*item, storages))], {}
+    return [tensor for item in unwrap(saved).items() if (tensor := _tensor(*item, storages))], {}

@@ -1,4 +1,4 @@
-"""The VAE as a notebook sees it: load, encode, decode, and what a run takes."""
+"""The VAE as a notebook uses it: load, encode, decode, and estimate a run."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from vaemem.engine.latents import Normalised, Scaling, held_by_pipelines
 from vaemem.engine.limits import Limit, Plans, check_aspect, parse_size, resolve
 from vaemem.engine.model import Model
 from vaemem.engine.records import Encoded, Run, make_run
-from vaemem.engine.tiling import Tiling, advising_tiles, cut
+from vaemem.engine.tiling import Tiling, advise_tiles, cut
 
 
 class VAE(Model):
     """An AutoencoderKL, or FLUX.2's, with its weights, run by our own kernels. Make one with `load` or `random`.
 
-    Its memory goes back to the system when the last reference to it dies, with `close`, or at the end of a ``with``:
+    The system gets its memory back when its last reference dies, with `close`, or at the end of a ``with``:
 
     >>> with VAE.random("sdxl", parts="decoder") as sdxl:
     ...     sdxl.decode(np.zeros((1, 4, 8, 8))).shape
@@ -33,45 +33,47 @@ class VAE(Model):
     >>> sdxl
     <VAE sdxl: closed>
 
-    Two threads that call one VAE wait for each other; two VAEs run side by side. `estimate` waits for nobody. A
-    progress callback or signal handler may call `estimate` and `save`, but nothing else of the VAE that it interrupts,
-    nor may the child of a fork during another thread's run: RuntimeError.
+    Two threads that call one VAE wait for each other; two VAEs run in parallel. `estimate` never waits. A progress
+    callback or signal handler may call `estimate` and `save` of the VAE that it interrupts. Any other call is a
+    RuntimeError, also in the child of a fork during another thread's run.
 
-    ``copy.deepcopy`` and pickle take a VAE on the CPU whole: its weights, and what was set on it.
+    ``copy.deepcopy`` and pickle copy a VAE on the CPU whole: its weights and its settings.
 
     Attributes
     ----------
     model : str
         ``"sd15"``, ``"sdxl"``, ``"flux"``, ``"sd3"``, ``"zimage"``, ``"cogview4"``, ``"playground-v2.5"``,
-        ``"flux2"``, ``"flux2-small"``, ``"sd"`` (SD1.5's and SDXL's tensors, which of the two unknown) or ``"custom"``.
+        ``"flux2"``, ``"flux2-small"``, ``"sd"`` (tensors of SD1.5 or SDXL, unknown which) or ``"custom"``.
     arch : dict
         The architecture, with diffusers' names.
     device, dtype, precision : str
-        Where it lives, the type of its numbers, and how its products are computed, as `load` takes them.
+        Where it runs, the type of its numbers, and how it computes products, as in `load`.
     rounded : tuple of str
-        Names of the weights that `dtype` could not give exactly and that were rounded, by diffusers' names; without any
-        the VAE is what its file says. Of a VAE on the CPU.
+        Names of the weights that `dtype` cannot represent exactly, by diffusers' names. If there are none, the weights
+        are exactly the file's. For a VAE on the CPU.
     threads : int
-        Used by runs on the CPU; from VAEMEM_THREADS, else the processors this process may use. The result does not
+        For runs on the CPU; VAEMEM_THREADS, or by default the processors that this process may use. The result does not
         depend on it.
     memory_limit : int, str or None
-        What a run may take where the call does not say: bytes, ``"512 MiB"``, ``"2 GB"`` or ``"auto"``; None: no limit,
-        and then the least memory that costs no extra work. See `decode`.
+        Limit for runs if the call sets none: bytes, ``"512 MiB"``, ``"2 GB"`` or ``"auto"``. None means no limit: the
+        least memory that costs no extra work. See `decode`.
     cache_limit : int, str or None
-        An arena larger than that is given back after each run. None: it is kept for the next.
+        Free a larger arena after each run. None: always keep the arena for the next run.
     on_out_of_memory : {"retry", "raise"}
-        When memory runs out during a run: run again with the next smaller plan, which `Run.notes` then says,
-        or raise MemoryError at once.
+        If memory runs out: run again with the next smaller plan, which `Run.notes` reports, or raise MemoryError at
+        once.
     graphs : bool
         On a GPU: keep each run as a CUDA graph and replay it for the same sizes and arrays.
     sample_size : int or None
-        The side of a `Tiling`'s tiles where it names none: the config's, as diffusers takes it.
+        Default side of a `Tiling`'s tiles: the config's, as in diffusers.
+    last_run : Run or None
+        Record of the last encode or decode that succeeded.
     last_run : Run or None
         What the last encode or decode that succeeded took.
 
     Examples
     --------
-    >>> picture = vae.decode(np.zeros((1, 4, 16, 16)))  # of a VAE with small random weights
+    >>> picture = vae.decode(np.zeros((1, 4, 16, 16)))  # vae: small, with random weights
     >>> picture.shape
     (1, 3, 128, 128)
     >>> vae.last_run.peak_bytes == vae.estimate("decode", 128, 128).peak_bytes
@@ -109,59 +111,57 @@ class VAE(Model):
         size: tuple[int, int] | None = None,
         cancel: Event | None = None,
     ) -> Any:
-        """Latents to images.
+        """Decode latents to images.
 
         Parameters
         ----------
         z : array of real numbers, shape (N, C, h, w)
-            C latent channels; the image is 8h by 8w. In host memory of any type and strides. In a GPU's memory (any
-            library with DLPack) contiguous float32, float16 or bfloat16. Not copied, unless host memory's go to a GPU.
+            C latent channels; the image is 8h by 8w. In host memory, any type and strides. In a GPU's memory (any
+            library with DLPack), contiguous float32, float16 or bfloat16. Only host memory for a GPU is copied.
         scaled : bool
-            z is as a pipeline holds it: z / scaling + shift is decoded. Where the config has latents_mean and
-            latents_std (Playground) z * std / scaling + mean. For FLUX.2 z is packed, (N, 4C, h / 2, w / 2) with the
-            2x2 pixels of a channel side by side, and z * std + mean of its BatchNorm is unpacked and decoded. These two
-            want z in host memory, and make a copy of it there.
+            z is scaled as in a pipeline: decode z / scaling + shift. With latents_mean and latents_std in the config
+            (Playground), decode z * std / scaling + mean. For FLUX.2, z is packed, (N, 4C, h / 2, w / 2), with the 2x2
+            pixels of a channel next to each other: unpack and decode z * std + mean of its BatchNorm. The last two
+            need z in host memory and copy it.
         output_type : {"float", "uint8", "pil"}
         progress : bool or callable
-            True shows a tqdm bar; a callable gets (rows done, rows to do). What it raises ends the run.
+            True shows a tqdm bar; a callable gets (rows done, rows to do). An exception from it ends the run.
         out : ndarray, optional
-            Written and returned; must have the result's shape and dtype, be contiguous, aligned and apart from z. After
-            an error, an interrupt too, what it holds is undefined: some of it may have been written.
+            Array for the result: its shape and dtype, contiguous, aligned, and apart from z. After an error or an
+            interrupt its contents are undefined.
         memory_limit : int or str, optional
-            Of `Run.peak_bytes` and `Run.reserved_bytes`, weights and output included: bytes, ``"512 MiB"``, ``"2 GB"``
-            (decimal), or ``"auto"``: the bytes that the VAE holds and those that are free when the run begins (the
-            least of MemAvailable and what the cgroups leave, or the GPU's), less an eighth of the latter, at most 1
-            GiB, for others. None: the attribute `memory_limit`. `Run.work` says what a limit costs. On the CPU the
-            result has the same bits under every limit, and on a GPU with ``convolution="own"``; with cuDNN the last
-            ones may change.
+            Limit for `Run.peak_bytes` and `Run.reserved_bytes`, weights and output included: bytes, ``"512 MiB"``,
+            ``"2 GB"`` (decimal), or ``"auto"``. "auto" is the memory that the VAE holds, plus the memory that is free
+            when the run begins, less a reserve for others: an eighth of the free memory, at most 1 GiB. On a CPU, free
+            memory is the least of MemAvailable and of the cgroups' limits. None: the attribute `memory_limit`.
+            `Run.work` is the cost of a limit. The result has the same bits under every limit, on a CPU and on a GPU
+            with ``convolution="own"``; with cuDNN the last bits may change.
         tiling : Tiling, optional
-            In tiles, as diffusers does it: not exact, as a limit is, and no limit beside it. On a GPU the call waits
-            for the run.
+            Decode in tiles, as diffusers does. Unlike a limit this is not exact; it allows no limit. On a GPU the call
+            waits for the run.
         size : (int, int), optional
-            Height and width of the images: so much of the 8h by 8w ones, from the top left, as `Encoded.size` says of
-            images that were padded. The result is a view then.
+            Height and width to crop the images to, from the top left, as in `Encoded.size` after padding. The result
+            is then a view.
         cancel : threading.Event, optional
-            Once it is set, by whichever thread, the run ends at the next step with `vaemem.Cancelled`. On a GPU the
-            call waits for the run then.
-
+            Once any thread sets it, the run ends at the next step with `vaemem.Cancelled`. On a GPU the call then
+            waits for the run.
         Returns
         -------
         ndarray or list
             "float": float32 (N, 3, H, W), nominally in [-1, 1], never clamped. "uint8": (N, H, W, 3), clamped and
-            rounded. Its memory is the caller's. "pil": N of Pillow's images, made of "uint8"; z in host memory only.
-            For z in a GPU's memory: an array of z's library (a `DeviceArray` where that is none we know) and, for
-            "float", of z's dtype. The work is put on the stream where torch or CuPy put theirs and may still be under
-            way.
+            rounded. "pil": N Pillow images made from "uint8"; for z in host memory. The caller owns the memory. For z
+            in a GPU's memory: an array of z's library (a `DeviceArray` if we do not know it), for "float" with z's
+            dtype. The work runs on the current stream of torch or CuPy and may still be under way.
 
         Raises
         ------
         ValueError, TypeError, MemoryError, KeyboardInterrupt
-            The VAE stays usable and what the run took is given back. A limit below the smallest plan: ValueError with
-            the attribute ``smallest`` (bytes).
+            The VAE stays usable and the run's memory is freed. A limit below the smallest plan is a ValueError with the
+            attribute ``smallest`` (bytes).
         vaemem.Cancelled
-            `cancel` was set. The VAE stays usable here too.
+            `cancel` was set. The VAE stays usable.
         RuntimeError
-            The GPU refused.
+            The GPU reported an error.
 
         Examples
         --------
@@ -175,7 +175,7 @@ class VAE(Model):
         >>> vae.decode(latents, output_type="uint8", size=(125, 126)).shape, vae.last_run.notes
         ((1, 125, 126, 3), ('cropped from 128x128 to 125x126',))
         >>> button = threading.Event()
-        >>> button.set()  # by another thread, at any time
+        >>> button.set()  # from another thread, at any time
         >>> try:
         ...     vae.decode(latents, cancel=button)
         ... except vaemem.Cancelled:
@@ -208,24 +208,23 @@ class VAE(Model):
         pad: str | None = None,
         cancel: Event | None = None,
     ) -> Encoded:
-        """Images to a distribution over latents.
+        """Encode images to a distribution over latents.
 
         Parameters
         ----------
         x : array, shape (N, 3, H, W) or, if uint8, (N, H, W, 3)
-            Real numbers nominally in [-1, 1], or bytes, which become v / 127.5 - 1. H and W are multiples of 8.
-            Or one of Pillow's images or an image file's path, or a list of N of them, which become bytes: RGB, without
-            alpha, and a file turned as its EXIF says. All of a batch have one size. Of several frames one is taken, and
-            16 bits a channel become 8; `Run.notes` says what was left out. In host memory, numbers from 0 to more than
-            2 are refused: they are no image in [-1, 1].
+            Real numbers nominally in [-1, 1], or bytes v, which become v / 127.5 - 1. H and W are multiples of 8. Or a
+            Pillow image, the path of an image file, or a list of N of them in one size: they become RGB bytes, without
+            alpha, rotated as EXIF says. Only one of several frames is used, and 16 bits a channel become 8; `Run.notes`
+            reports what was lost. Arrays in host memory with numbers from 0 to more than 2 are refused.
         scaled : bool
-            `Encoded.sample` and `Encoded.mode` give (latent - shift) * scaling, as pipelines pass them on; by channel,
-            and for FLUX.2 packed, where `decode` takes them so, and then x must be in host memory.
+            `Encoded.sample` and `Encoded.mode` return (latent - shift) * scaling, as pipelines hold it; normalised or
+            packed as `decode` takes it, with x in host memory.
         progress, tiling, memory_limit, cancel
-            As for `decode`. Of tiles the moments are blended, and clamped then.
+            As for `decode`. With tiles, the moments are blended and then clamped.
         pad : {"reflect", "edge"}, optional
-            Sizes that are no multiples of 8 are padded to the next ones, at the bottom and on the right, which
-            `Run.notes` then says. None refuses them. Arrays in host memory only.
+            Pad sizes that are no multiples of 8 at the bottom and right; `Run.notes` reports it. None refuses them. For
+            arrays in host memory only.
 
         Returns
         -------
@@ -264,7 +263,7 @@ class VAE(Model):
         tiling: Tiling | None = None,
         memory_limit: Limit = None,
     ) -> Run:
-        """What a run will take, to the byte, before it.
+        """Estimate a run before it, to the byte.
 
         Parameters
         ----------
@@ -273,41 +272,41 @@ class VAE(Model):
             The image's size, in pixels.
         batch : int
         output_type : {"float", "uint8", "pil"}
-            What decode gives, "pil" counted as "uint8"; ``out=`` would take its bytes away (but not those of a staged
-            one's place on a GPU).
+            Result of a decode; "pil" counts as "uint8". With ``out=`` a run needs no output bytes, except for a staged
+            run's copy on a GPU.
         staged : bool
-            On a GPU: the arrays are in host memory and pass through the GPU's. False: they are in the GPU's, latents
-            and floats in `dtype`.
+            On a GPU: True if the arrays are in host memory and are copied to the GPU's and back. False if they are in
+            the GPU's, with latents and floats in `dtype`.
         tiling : Tiling, optional
-            As for `decode`: one tile's run, the result, and as scratch the tile itself and what it blends with.
+            As for `decode`. Counts one tile's run, the result, and as scratch the tile and the borders to blend with.
         memory_limit : int or str, optional
             As for `decode`.
 
         Returns
         -------
         Run
-            Equal to what `last_run` will say, but for the seconds and what it notes of padding and cropping.
+            Equal to the later `last_run`, except for seconds and notes of padding and cropping.
         """
         limit = self._limit(memory_limit)
         request = self._request(op, height, width, batch, output_type, staged)
         tiles = cut(self._runner, tiling, self.sample_size, request, limit)
         if tiles:
             return tiles.estimate()
-        with advising_tiles(self._runner, self.sample_size, request, limit):
+        with advise_tiles(self._runner, self.sample_size, request, limit):
             return make_run(request, Plans(self._core, request).within(limit))
 
     def tradeoff(
         self, op: Op, height: int, width: int, batch: int = 1, output_type: OutputType = "float", staged: bool = True
     ) -> tuple[Run, ...]:
-        """Estimates of every plan worth choosing, from the fastest to the smallest: each takes less memory and more
-        work than the one before. Arguments are `estimate`'s. `vaemem.tradeoff` gives them as a table."""
+        """Estimate every plan worth choosing, from the fastest to the smallest. Each needs less memory and more work
+        than the one before. Arguments are `estimate`'s. `vaemem.tradeoff` returns them as a table."""
         request = self._request(op, height, width, batch, output_type, staged)
         return tuple(make_run(request, record) for record in Plans(self._core, request).curve())
 
     def smallest(
         self, op: Op, height: int, width: int, batch: int = 1, output_type: OutputType = "float", staged: bool = True
     ) -> int:
-        """The smallest `memory_limit`, in bytes, that will do. Arguments are `estimate`'s."""
+        """Return the smallest `memory_limit`, in bytes, that will do. Arguments are `estimate`'s."""
         return Plans(self._core, self._request(op, height, width, batch, output_type, staged)).smallest()[0]
 
     def largest(
@@ -319,10 +318,9 @@ class VAE(Model):
         output_type: OutputType = "float",
         staged: bool = True,
     ) -> tuple[int, int]:
-        """(height, width) of the largest image that a limit allows, by bisection and up to 4 latent pixels further.
+        """Return (height, width) of the largest image within a limit, by bisection and up to 4 latent pixels further.
 
-        What `smallest` says does not always grow with the size: now and then an image beyond that fits too, or one
-        below it does not.
+        `smallest` is not quite monotone in the size: sometimes a larger image fits too, or a smaller one does not.
 
         Parameters
         ----------
@@ -330,7 +328,7 @@ class VAE(Model):
         memory_limit : int or str, optional
             As for `decode`.
         aspect : float
-            Width over height, as nearly as latents of whole pixels can have it.
+            Width over height, as close as whole latent pixels allow.
         batch, output_type, staged
             As for `estimate`.
 
@@ -349,7 +347,7 @@ class VAE(Model):
         return found
 
     def trim(self) -> None:
-        """Gives the arena, kept between runs, back to the system."""
+        """Free the arena that is kept between runs."""
         self._runner.trim()
 
     # ---- inside ----
@@ -359,7 +357,7 @@ class VAE(Model):
         return resolve(given, self._runner.held_bytes, self._device)
 
     def _latents(self, array: Any) -> Scaling | Normalised:
-        """How pipelines hold latents; array: what a run is given."""
+        """Return how pipelines hold latents. array: input of a run; ValueError if a GPU's cannot be scaled."""
         latents = held_by_pipelines(self.arch, self._core.get_tensor)
         if isinstance(latents, Normalised) and self._device and Device.holds(array):
             wanted = f"arrays in host memory for {self.model}, whose latents are normalised channel by channel"
@@ -370,7 +368,7 @@ class VAE(Model):
         return latents
 
     def _threads(self) -> dict[str, int]:
-        """An argument of the core's plan and run."""
+        """Return the threads as an argument of the core's plan and run."""
         return {"threads": 1 if self._device else as_int("threads", self.threads)}
 
     def _request(
@@ -382,11 +380,11 @@ class VAE(Model):
 
     def _arrays(self, op: str, array: Any, pixels: str, out: Any, latents: Scaling | Normalised | None) -> Arrays:
         if self._device and Device.holds(array):
-            made: Arrays = DeviceArrays(self.arch, op, array, pixels, out, self._device)
+            arrays: Arrays = DeviceArrays(self.arch, op, array, pixels, out, self._device)
         else:
-            made = HostArrays(self.arch, op, array, pixels, out, self._device)
-        made.request |= self._threads() | {"scaled": isinstance(latents, Scaling)}
-        return made
+            arrays = HostArrays(self.arch, op, array, pixels, out, self._device)
+        arrays.request |= self._threads() | {"scaled": isinstance(latents, Scaling)}
+        return arrays
 
     def _run(
         self, arrays: Arrays, progress: Progress, tiling: Tiling | None, memory_limit: Limit, cancel: Event | None
@@ -396,8 +394,8 @@ class VAE(Model):
         cache = None if self.cache_limit is None else parse_size("cache_limit", self.cache_limit, least=0)
         tiles = cut(runner, tiling, self.sample_size, arrays.request, limit)
         retries = self.on_out_of_memory == "retry"
-        advising = advising_tiles(runner, self.sample_size, arrays.request, limit)
-        with advising, polling(progress, op, cancel, tiles.says if tiles else None) as poll:
+        advising = advise_tiles(runner, self.sample_size, arrays.request, limit)
+        with advising, polling(progress, op, cancel, tiles.label if tiles else None) as poll:
             result, run = (tiles or runner).run(arrays, poll, limit, retries, cache, replay=self.graphs)
         self.last_run = replace(run, notes=arrays.notes + run.notes)
         if not run.finite:

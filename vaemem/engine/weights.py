@@ -1,4 +1,4 @@
-"""Weights files read into the core's one packed copy, and written back as safetensors. `layouts` knows the names."""
+"""Read weights files into the core's one packed copy, and write them as safetensors. `layouts` knows the names."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ PARTS = ("all", "encoder", "decoder")
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 WEIGHTS_FP16 = "diffusion_pytorch_model.fp16.safetensors"
 WEIGHTS_TORCH = "diffusion_pytorch_model.bin"
-PIPELINE = "model_index.json"  # in a pipeline's directory, beside its parts' own
-SAVED_WITH = "vaemem.config"  # in the metadata of weights that were saved to a directory: their config, which decides
-SAVED_LAYOUTS = ("diffusers", "ldm", "bfl")  # the layouts that save writes
-PICKLES = (".bin", ".ckpt", ".pt", ".pth")  # of PyTorch's files, and of diffusers' before safetensors
+PIPELINE = "model_index.json"  # in a pipeline's directory
+SAVED_WITH = "vaemem.config"  # metadata key of the config in weights saved to a directory; this config decides
+SAVED_LAYOUTS = ("diffusers", "ldm", "bfl")  # layouts that `save` writes
+PICKLES = (".bin", ".ckpt", ".pt", ".pth")  # suffixes of PyTorch files and of old diffusers files
 
 # ---- reading ----
 
 
-def _config_beside(path: Any) -> Path | Mapping[str, Any] | None:
-    """The config next to weights: a module's, or the file of a directory, which may lack it; None for a file alone."""
+def _config_next_to(path: Any) -> Path | Mapping[str, Any] | None:
+    """Return the config next to weights: a module's, or a directory's file, which may not exist; None for a file."""
     if hasattr(path, "state_dict") or isinstance(path, Mapping):
         config = getattr(path, "config", None)
         return config if isinstance(config, Mapping) else None
-    folder = _in_pipeline(as_path(path, "path"))
+    folder = _find_folder(as_path(path, "path"))
     return folder / CONFIG if folder.is_dir() else None
 
 
-def _in_pipeline(path: Path) -> Path:
-    """The directory of a pipeline's VAE, and of a repository that was downloaded; any other path as it is."""
+def _find_folder(path: Path) -> Path:
+    """Return the directory of a pipeline's VAE or of a downloaded repository; any other path unchanged."""
     path = hub.snapshot(path) or path
     return path / "vae" if (path / PIPELINE).is_file() and (path / "vae").is_dir() else path
 
 
 def _locate(path: Path) -> Path:
-    """The weights file: path itself, or the one in a directory."""
-    path = _in_pipeline(path)
+    """Return the weights file: the path itself, or the file in a directory."""
+    path = _find_folder(path)
     wanted = "a .safetensors, .gguf or .pth file, or a diffusers directory"
     try:
         mode = path.stat().st_mode  # once: another process may make the directory now
@@ -69,13 +69,13 @@ def _locate(path: Path) -> Path:
         pickles = [file for file in sorted(path.iterdir()) if file.suffix in PICKLES]
         have = f"only {pickles[0].name}" if pickles else "none"
         raise NoFileError(
-            "path", f"a directory with {WEIGHTS}", have, _convert(pickles[0]) if pickles else "", path=path
+            "path", f"a directory with {WEIGHTS}", have, _advise_conversion(pickles[0]) if pickles else "", path=path
         )
     return files[0]
 
 
-def _convert(pickle: Path) -> str:
-    """What to do with a file of an old PyTorch's, which runs what it holds."""
+def _advise_conversion(pickle: Path) -> str:
+    """Return how to convert a file of an old PyTorch, which may run code."""
     config = f", config={str(pickle.parent / CONFIG)!r}" if (pickle.parent / CONFIG).is_file() else ""
     load = f"VAE.load(torch.load({str(pickle)!r}, map_location='cpu', weights_only=True){config})"
     save = f".save({str(pickle.with_suffix('.safetensors'))!r})"
@@ -83,18 +83,18 @@ def _convert(pickle: Path) -> str:
 
 
 def load(path: Any, *args: Any, **where: Any) -> _core.Model:
-    """The model that `read` makes."""
+    """Return the model of `read`."""
     return read(path, *args, **where)[0]
 
 
 def read(
     path: Any, model: str | None = None, config: Config | None = None, parts: str = "all", **where: Any
 ) -> tuple[_core.Model, Config | None]:
-    """Reads weights into a new core model, all of its tensors set, as `vaemem.VAE.load` says. Returns the config that
-    describes it as well; None if names and shapes of the tensors are all that describes it.
+    """Read weights into a new core model with all tensors set, as in `vaemem.VAE.load`. Return it and its config; the
+    config is None if only the tensors' names and shapes describe the model.
 
-    where: the core's arguments that say on which device the model is and in which numbers. Tensors go there one by one:
-    the peak while loading is the packed copy plus one tensor as it lies in the file.
+    where: the core's arguments for the device and the numbers. Tensors are copied there one by one: the peak is the
+    packed copy plus one tensor as it lies in the file.
     """
     choose("parts", parts, PARTS)
     model = None if model is None else configs.named_model("model", model)
@@ -107,9 +107,9 @@ def read(
     state = path.state_dict() if hasattr(path, "state_dict") else path
     file = None if isinstance(state, Mapping) else _locate(as_path(path, "path"))
     name = str(file or "state dict")
-    with _reading(file) if file else contextlib.nullcontext(_in_memory(state)) as source:
+    with _open_source(file) if file else contextlib.nullcontext(_source_in_memory(state)) as source:
         if arch is None:
-            arch, config = _own_config(source, path)
+            arch, config = _find_config(source, path)
         try:
             with inside("path", "" if file else name, file or "", (ValueError,)):
                 return _load_from(source, arch, parts, where), config
@@ -123,15 +123,15 @@ def _load_from(source: _Source, arch: Arch | None, parts: str, where: Mapping[st
     if parts == "all" and (half := tiny.HALVES.get(layout)):
         raise ArgumentError("", ("both halves, or ", Named("parts", half)), f"a file of the {half} alone")
     arch = arch or layouts.detect(shapes, parts)[2]
-    spelt = _spelt_in(source, arch, parts, layout, prefix)
+    spelt = _match_names(source, arch, parts, layout, prefix)
     result = _core.Model(arch, parts, **where)
     for tensor, shape in result.tensors:
         result.set_tensor(tensor, source.read(spelt[tensor], shape))
     return result
 
 
-def _spelt_in(source: _Source, arch: Arch, parts: str, layout: str, prefix: str) -> dict[str, str]:
-    """The core's names -> the source's, whose tensors are all there as `load` wants them; else ValueError."""
+def _match_names(source: _Source, arch: Arch, parts: str, layout: str, prefix: str) -> dict[str, str]:
+    """Return {core name: source name}; ValueError unless the source has all tensors in the right shape and type."""
     shapes, tensors = source.shapes, dict(_core.Model(arch, parts).tensors)
     spelt = layouts.spell(tensors, layout, len(arch["block_out_channels"]), prefix, arch["layers_per_block"])
     extra = {prefix + name for name in layouts.ours(shapes, prefix, parts)} - set(spelt.values())
@@ -144,49 +144,49 @@ def _spelt_in(source: _Source, arch: Arch, parts: str, layout: str, prefix: str)
     return spelt
 
 
-def _own_config(source: _Source, path: Any) -> tuple[Arch | None, Mapping[str, Any] | None]:
-    """The architecture and the config that weights bring with them; None and None if there is none.
+def _find_config(source: _Source, path: Any) -> tuple[Arch | None, Mapping[str, Any] | None]:
+    """Return the architecture and the config that belong to weights; (None, None) without a config.
 
-    A config in the weights' own metadata decides: so weights and config are one file, which a save replaces at once. If
-    config.json differs the caller's caller is warned. FileNotFoundError: a directory has neither.
+    A config in the weights' metadata decides: weights and config are then one file, which a save replaces at once. Warn
+    the caller's caller if config.json differs. FileNotFoundError for a directory with neither.
     """
-    beside, saved = _config_beside(path), source.about.get(SAVED_WITH)
+    neighbour, saved = _config_next_to(path), source.about.get(SAVED_WITH)
     if saved is None:
-        if isinstance(beside, Path) and not beside.is_file():
+        if isinstance(neighbour, Path) and not neighbour.is_file():
             advice = ("pass ", Named("model"), " or ", Named("config"))
             raise NoFileError("path", f"a directory with {CONFIG}", "none", advice, path=path)
-        return (None, None) if beside is None else configs.read_contents(beside)
+        return (None, None) if neighbour is None else configs.read_contents(neighbour)
     try:
         arch, own = configs.read_contents(dict(json.loads(saved)))
     except (TypeError, ValueError, RecursionError) as error:
         wanted = f"the config that the weights were saved with, as {SAVED_WITH}"
         raise FileError("path", wanted, shown(saved), str(error), "metadata", path=str(path)) from None
-    if beside is None:
+    if neighbour is None:
         return arch, own
     try:
-        other, contents = configs.read_contents(beside)
-        differs = _difference(_written(other, contents), _written(arch, own))
+        other, contents = configs.read_contents(neighbour)
+        differs = _list_differences(_saved_config(other, contents), _saved_config(arch, own))
     except (OSError, ValueError) as error:
         differs = str(error)
     if not differs:
-        return other, contents  # which may have more keys
+        return other, contents  # may have more keys
     choice = "save again to make them agree, or pass config= to choose"
-    warnings.warn(f"{beside}: {differs}; the config in the weights is taken: {choice}", stacklevel=4)
+    warnings.warn(f"{neighbour}: {differs}; using the config in the weights: {choice}", stacklevel=4)
     return arch, own
 
 
-def _written(arch: Arch, config: Mapping[str, Any]) -> Arch:
-    """The config that a save would write."""
+def _saved_config(arch: Arch, config: Mapping[str, Any]) -> Arch:
+    """Return the config that a save would write."""
     return configs.config_of(arch, configs.sample_size_of(config, arch["name"]))
 
 
-def _difference(got: Arch, wanted: Arch) -> str:
+def _list_differences(got: Arch, wanted: Arch) -> str:
     wrong = [key for key in wanted | got if wanted.get(key) != got.get(key)]
     return ", ".join(f"{key} is {shown(got.get(key))}, not {shown(wanted.get(key))}" for key in wrong)
 
 
 class _Source(NamedTuple):
-    """Tensors by name, and who reads the numbers of one when they are wanted, in a shape that is as large."""
+    """Tensors by name, and a function that reads the numbers of one into a shape of the same size."""
 
     tensors: dict[str, FileTensor]
     read: Callable[[str, Shape], np.ndarray]
@@ -199,9 +199,8 @@ class _Source(NamedTuple):
 
 
 @contextlib.contextmanager
-def _reading(file: Path) -> Iterator[_Source]:
-    """GGUF, or PyTorch's, where its first bytes say so; as the length of a safetensors header they would be above the
-    limit."""
+def _open_source(file: Path) -> Iterator[_Source]:
+    """Open a weights file. The first bytes of GGUF and PyTorch files are no valid header length of safetensors."""
     headers = {"GGUF": file_tensors.gguf_header, "PyTorch": torch_files.torch_header}
     headers["safetensors"] = file_tensors.safetensors_header
     with open(file, "rb") as f:
@@ -210,7 +209,7 @@ def _reading(file: Path) -> Iterator[_Source]:
             raise FileError("path", "weights", mistaken, path=file)
         is_gguf = first.startswith(file_tensors.MAGIC) or file.suffix == ".gguf"
         kind = "GGUF" if is_gguf else "PyTorch" if first.startswith(torch_files.ARCHIVE) else "safetensors"
-        advice = _convert(file) if file.suffix in PICKLES and kind == "safetensors" else ""
+        advice = _advise_conversion(file) if file.suffix in PICKLES and kind == "safetensors" else ""
         try:
             with inside("path", f"as a {kind} file", file, (ValueError, RecursionError)):
                 tensors, about = headers[kind](f)
@@ -225,16 +224,16 @@ def _reading(file: Path) -> Iterator[_Source]:
         yield _Source(held, read, file_tensors.READABLE if is_gguf else file_tensors.READABLE_FLOATS, about)
 
 
-def _in_memory(tensors: Mapping[str, Any]) -> _Source:
-    """Tensors of NumPy, or of torch, which is not imported for that."""
-    given = layouts.unwrapped(tensors)
+def _source_in_memory(tensors: Mapping[str, Any]) -> _Source:
+    """Return tensors of NumPy or of torch, without importing torch."""
+    given = layouts.unwrap(tensors)
     held = {}
     for name, value in given.items():
         if hasattr(value, "dtype"):
             dtype = str(value.dtype).removeprefix("torch.")
             try:
                 shape = tuple(int(side) for side in value.shape)
-            except (TypeError, RuntimeError, AttributeError):  # of a nested one
+            except (TypeError, RuntimeError, AttributeError):  # a nested tensor
                 raise ArgumentError(name, "a tensor of whole sides", _described(value)) from None
             held[name] = FileTensor(name, shape, FILE_NAMES.get(dtype, dtype), 0, 0)
 
@@ -244,20 +243,20 @@ def _in_memory(tensors: Mapping[str, Any]) -> _Source:
         try:
             numbers = value.detach().cpu().float().numpy() if hasattr(value, "detach") else value
             return np.ascontiguousarray(numbers, np.float32).reshape(shape)
-        except (TypeError, RuntimeError) as error:  # PyTorch's, of a tensor on "meta", a sparse one, a subclass
+        except (TypeError, RuntimeError) as error:  # a tensor on "meta", a sparse one, or a subclass
             raise ArgumentError(name, "a dense tensor with numbers", _described(value), str(error)) from None
 
     return _Source(held, read, file_tensors.READABLE_FLOATS, {})
 
 
 def _described(tensor: Any) -> str:
-    """A tensor of any library: its type, and of PyTorch's the dtype, the layout and where it is."""
-    beside = [str(getattr(tensor, name)) for name in ("dtype", "layout", "device") if hasattr(tensor, name)]
-    return f"{type(tensor).__name__} ({', '.join(beside)})"
+    """Describe a tensor of any library: its type, and dtype, layout and device if it has them."""
+    attributes = [str(getattr(tensor, name)) for name in ("dtype", "layout", "device") if hasattr(tensor, name)]
+    return f"{type(tensor).__name__} ({', '.join(attributes)})"
 
 
 class Contents(NamedTuple):
-    """What a weights file holds, of its header alone."""
+    """Contents of a weights file, from its header alone."""
 
     file: Path
     layout: str
@@ -268,40 +267,40 @@ class Contents(NamedTuple):
 
 
 def look(path: Any) -> Contents:
-    """A weights file's layout and architecture, without its numbers. ValueError where `load` would raise it."""
+    """Return a weights file's layout and architecture without reading its numbers. Errors are `load`'s."""
     file = _locate(as_path(path, "path"))
-    with _reading(file) as source:
+    with _open_source(file) as source:
         layout, prefix, arch = layouts.detect(source.shapes)
-        arch = _own_config(source, path)[0] or arch
+        arch = _find_config(source, path)[0] or arch
         names = layouts.ours(source.shapes, prefix, "all")
         halves = {half for name in names if (half := layouts.half_of(name))}
         parts = halves.pop() if len(halves) == 1 else tiny.HALVES.get(layout, "all")
         with inside("path", path=file, caught=(ValueError,)):
-            _spelt_in(source, arch, parts, layout, prefix)
+            _match_names(source, arch, parts, layout, prefix)
     dtypes = tuple(sorted({source.tensors[prefix + name].dtype for name in names}))
     return Contents(file, layout, arch, parts, dtypes, len(names))
 
 
 def read_tensors(file: Path) -> dict[str, np.ndarray]:
-    """Every tensor of a weights file whose type can be read."""
-    with _reading(file) as source:
+    """Read every tensor of a weights file that has a readable type."""
+    with _open_source(file) as source:
         held = source.tensors.values()
         return {one.name: source.read(one.name, one.shape) for one in held if one.dtype in source.readable}
 
 
 def tensor_types(path: Any) -> list[tuple[str, Shape, str, int]]:
-    """Name, shape in PyTorch's order, type and bytes of every tensor of a safetensors or GGUF file, whatever model it
-    is of, in the order of its bytes. Of its header alone: a file of any size is answered at once.
+    """List the tensors of a safetensors or GGUF file of any model: name, shape in PyTorch's order, type, bytes.
 
-    Types are named as the formats do: "F32", "BF16", "F8_E4M3", "Q8_0", "Q4_K". ValueError, OSError: as `load`.
+    Tensors are in file order. Only the header is read, so any size is fast. Types have the format's names: "F32",
+    "BF16", "F8_E4M3", "Q8_0", "Q4_K". ValueError, OSError: as in `load`.
     """
-    with _reading(_locate(as_path(path, "path"))) as source:
+    with _open_source(_locate(as_path(path, "path"))) as source:
         return [(one.name, one.shape, one.dtype, one.nbytes) for one in source.tensors.values()]
 
 
 def told_bytes(role: str, given: str | int | os.PathLike[str]) -> int | None:
-    """Bytes of a component's weights that are given as a size, in bytes or as programs print it, or as a file whose
-    header says what is in it; None where neither is given: it may be a type.
+    """Return the bytes of a component's weights for a size (bytes, or a text with a unit) or for a weights file, from
+    its header. None for anything else, which may be a type.
 
     Examples
     --------
@@ -314,7 +313,7 @@ def told_bytes(role: str, given: str | int | os.PathLike[str]) -> int | None:
 
 
 def make(arch: Arch, parts: str, tensors: Iterable[tuple[str, np.ndarray]], **where: Any) -> _core.Model:
-    """A model of these tensors, where `load` would have put it."""
+    """Make a model of these tensors. where: as in `read`."""
     result = _core.Model(arch, parts, **where)
     for name, tensor in tensors:
         result.set_tensor(name, tensor)
@@ -322,29 +321,29 @@ def make(arch: Arch, parts: str, tensors: Iterable[tuple[str, np.ndarray]], **wh
 
 
 def copy(model: _core.Model, **where: Any) -> _core.Model:
-    """The same model once more, where `load` would have put it."""
+    """Copy a model. where: as in `read`."""
     return make(model.arch, model.parts, kept(model), **where)
 
 
 # ---- writing ----
 
 
-def _types(model: _core.Model) -> dict[str, str]:
-    """The type in which each tensor is kept."""
+def _stored_types(model: _core.Model) -> dict[str, str]:
+    """Return the type in which each tensor is stored."""
     return {name: FILE_NAMES[model.dtype] if len(shape) > 1 else "F32" for name, shape in model.tensors}
 
 
 def kept(model: _core.Model) -> Iterator[tuple[str, np.ndarray]]:
-    """Copies of the tensors by name, one after the other, each in the type in which it is kept."""
-    for name, kind in _types(model).items():
+    """Yield copies of the tensors with their names, one at a time, each in its stored type."""
+    for name, kind in _stored_types(model).items():
         yield name, model.get_tensor(name).astype(FLOATS[kind][1], copy=False)
 
 
 def _write_tensors(f: IO[bytes], model: _core.Model, layout: str, about: dict[str, str] | None = None) -> None:
-    """The safetensors format: the header's length in 8 bytes, the header in JSON, the tensors end to end, each in the
-    type in which it is kept. Written here because the package wants all tensors in memory at once; this holds one."""
+    """Write the safetensors format: the header's length in 8 bytes, the header in JSON, the tensors end to end, each in
+    its stored type. The safetensors package needs all tensors in memory at once; this needs one."""
     tensors = model.tensors
-    types = _types(model)
+    types = _stored_types(model)
     spelt = layouts.spell([name for name, _ in tensors], layout, len(model.arch["block_out_channels"]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"} | (about or {})}
     end = 0
@@ -362,8 +361,8 @@ def _write_tensors(f: IO[bytes], model: _core.Model, layout: str, about: dict[st
 def save(
     model: _core.Model, path: str | os.PathLike[str], layout: str = "diffusers", sample_size: int | None = None
 ) -> None:
-    """Writes a model's tensors, as `vaemem.VAE.save` says; one is in memory at a time. ValueError for a model that has
-    tensors which were never set. sample_size: for ``config.json``; None: the model's own, if it is a known one."""
+    """Write a model's tensors, as in `vaemem.VAE.save`, with one in memory at a time. ValueError if a tensor was never
+    set. sample_size: for ``config.json``; None: the model's own, if it is a known one."""
     choose("layout", layout, SAVED_LAYOUTS)
     arch = model.arch
     if arch.get("family") == "wan":
@@ -402,14 +401,14 @@ def save(
 
 
 def _save_folder(model: _core.Model, folder: Path, config: str) -> None:
-    """Writes weights that hold their config, and the config once more as config.json, which diffusers reads. The save
-    is done as soon as the weights have taken their place; then config.json follows."""
+    """Write weights that contain their config, and the same config.json for diffusers. Once the weights are in place,
+    the save is done; config.json follows."""
     had_weights = (folder / WEIGHTS).exists()
     try:
         with replacing(folder / CONFIG) as c, replacing(folder / WEIGHTS) as f:
             c.write(config.encode())
             c.flush()
-            os.fsync(c.fileno())  # a full disk is found before anything takes its place
+            os.fsync(c.fileno())  # find a full disk before anything is replaced
             _write_tensors(f, model, "diffusers", {SAVED_WITH: config})
     except BaseException:
         if not had_weights:
@@ -422,11 +421,11 @@ def _save_folder(model: _core.Model, folder: Path, config: str) -> None:
 
 
 def random_tensors(model: _core.Model, seed: int) -> None:
-    """Sets every tensor of a model, whatever it was, to random numbers of the size that an untrained one has.
+    """Set every tensor of a model to random numbers of the size that an untrained model has.
 
-    Convolutions and linear layers as PyTorch initialises them, weight and bias uniform within 1/sqrt(fan_in)
-    (``kaiming_uniform_(a=sqrt(5))``); norms unlike PyTorch, 1 + 0.1 N(0, 1) and 0.1 N(0, 1), so that a skipped one
-    shows. Numbers are drawn per tensor from (seed, name) with PCG64: half a model has the same as the whole.
+    Convolutions and linear layers are initialised as in PyTorch, uniform within 1/sqrt(fan_in)
+    (``kaiming_uniform_(a=sqrt(5))``). Norms differ, so that a skipped one shows: 1 + 0.1 N(0, 1) and 0.1 N(0, 1). Each
+    tensor's numbers come from PCG64, seeded with (seed, name), so half a model equals that half of the whole.
     """
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
         raise ArgumentTypeError("seed", "an integer", type(seed).__name__)

@@ -1,4 +1,4 @@
-"""Denoisers and text encoders: whose weight, or whose attention's scores, have the bytes that a message names."""
+"""Find weights and attention scores of denoisers and text encoders that have the bytes of a message."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from vaemem._common import MIB
-from vaemem.out_of_memory.messages import Said
-from vaemem.out_of_memory.sizes import sizes_of
+from vaemem.out_of_memory.messages import OomMessage
+from vaemem.out_of_memory.sizes import list_sizes
 from vaemem.pipelines.programs import load_program, recorded
 
-# Bytes of a number: half precision, float32 (which LoRAs are added in), and fp8.
+# Bytes of a number: half precision, float32 (in which LoRAs are added), and fp8.
 NUMBERS = {2: "float16 or bfloat16", 4: "float32", 1: "fp8"}
-# Of the attention with the most scores, by recorded module: heads, pixels a side of a token, and tokens of text. VAEs'
-# are those that programs without a fused kernel write out.
+# {recorded module: heads, pixels a side of a token, text tokens} of the attention with most scores. For a VAE in
+# programs without a fused kernel.
 A_VAE = "a VAE"
 ATTENTIONS = {
     A_VAE: (1, 8, 0),
@@ -25,28 +25,28 @@ ATTENTIONS = {
     "flux2-klein-9b-transformer": (32, 16, 512),
 }  # fmt: skip
 NOT_EXAMINED = (
-    "Examined are runs of one image by VAEs, and weights and attention's scores of the denoisers and text encoders of"
-    " SD 1.5, SDXL, FLUX.1, FLUX.2 and Z-Image. Batches, videos, other models, and what else a denoiser takes are not."
+    "Searched: runs of one image by VAEs, and weights and attention scores of the denoisers and text encoders of"
+    " SD 1.5, SDXL, FLUX.1, FLUX.2 and Z-Image. Batches, videos, other models, and a denoiser's other tensors are not."
 )
 
 
 class OtherTensor(NamedTuple):
-    """A weight of a denoiser or a text encoder, or an attention's scores, with the bytes that a message names.
+    """A weight of a denoiser or text encoder, or an attention's scores, with the bytes of a message.
 
     Attributes
     ----------
     model : str
         The recorded module, or "a VAE".
     tensor : str
-        The first weight that has as many, or the scores.
+        The first weight of this size, or the scores.
     alike : int
-        How many such weights there are; 1 for scores.
+        Number of weights of this size; 1 for scores.
     dtype : str
-        Its numbers.
+        Type of its numbers.
     height, width : int or None
-        The image, of scores.
+        For scores, the image in pixels.
     bytes : int
-        As the tensor is.
+        Exact size of the tensor.
     """
 
     model: str
@@ -63,9 +63,9 @@ class OtherTensor(NamedTuple):
         return f"{self.model}{image}: {self.tensor} in {self.dtype}, {self.bytes / MIB:.0f} MiB{like}"
 
 
-def find_parts(said: Said, parts: Sequence[str], is_weight: bool) -> list[OtherTensor]:
-    """Weights and scores of some parts of a pipeline; is_weight: whether it is known to be a weight."""
-    low, high = said.range
+def find_parts(message: OomMessage, parts: Sequence[str], is_weight: bool) -> list[OtherTensor]:
+    """List weights and scores in some parts of a pipeline. is_weight: whether only weights can match."""
+    low, high = message.range
     names = [name for name in recorded() if ("denoiser" if _denoises(name) else "text encoder") in parts]
     found = [
         OtherTensor(name, tensor, count, dtype, None, None, numbers * size)
@@ -74,7 +74,7 @@ def find_parts(said: Said, parts: Sequence[str], is_weight: bool) -> list[OtherT
         if low < numbers * size <= high
     ]
     names += [A_VAE] * ("VAE" in parts)
-    ranks = range(4) if said.is_directml else range(2)  # exact bytes tell rare sizes
+    ranks = range(4) if message.is_directml else range(2)  # exact bytes identify rare sizes
     return found if is_weight else [*found, *_scores(low, high, names, ranks)]
 
 
@@ -84,7 +84,7 @@ def _denoises(name: str) -> bool:
 
 @functools.cache
 def _weights(name: str) -> dict[int, tuple[str, int]]:
-    """The first weight of each number of elements, and how many there are."""
+    """Return {number of elements: (the first weight of that size, count)}."""
     found: dict[int, tuple[str, int]] = {}
     for weight in load_program(name).weights:
         numbers = math.prod(weight.shape)
@@ -94,13 +94,13 @@ def _weights(name: str) -> dict[int, tuple[str, int]]:
 
 
 def _scores(low: int, high: int, names: Sequence[str], ranks: Iterable[int]) -> Iterator[OtherTensor]:
-    """Scores of one image, and of two, which guidance runs at once: heads x tokens x tokens."""
+    """Yield scores, heads x tokens x tokens, of one image, and of two, which guidance runs at once."""
     for name, images, (size, dtype) in itertools.product(ATTENTIONS, (1, 2), [*NUMBERS.items()][:2]):
         heads, side, text = ATTENTIONS[name]
         if name not in names or (images > 1 and (text or name == A_VAE)):  # FLUX's guidance is an input
             continue
         least, most = ((max(math.sqrt(at / (heads * images * size)) - text, 0)) * side**2 for at in (low, high))
-        for height, width in (one for rank in ranks for one in sizes_of(rank, [(least, most)])):
+        for height, width in (one for rank in ranks for one in list_sizes(rank, [(least, most)])):
             tokens = -(-height // side) * -(-width // side) + text
             scores = images * heads * tokens**2 * size
             if low < scores <= high:

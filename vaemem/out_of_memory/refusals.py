@@ -1,4 +1,4 @@
-"""What a VAE's run is refused where there is so much room, and how well that agrees with a message."""
+"""Play a VAE's run with limited room: what it is refused, and how well that agrees with a message."""
 
 from __future__ import annotations
 
@@ -6,42 +6,42 @@ from typing import Any, NamedTuple
 
 from vaemem import _core
 from vaemem._common import MIB
-from vaemem.out_of_memory.messages import SEGMENT_STEP, Said
+from vaemem.out_of_memory.messages import SEGMENT_STEP, OomMessage
 from vaemem.prediction.profiles import Conv
 from vaemem.prediction.request import VAERequest
 from vaemem.prediction.workspace import im2col_bytes
 
-PLAYED, AGREES, ALONE = 1, 2, 3  # fits: refused there; with what the message says; and nothing else on the card
-STEPS = 4  # towards what was allocated, of which the room follows
-SHARP = MIB  # a figure that is known to less tells runs of rare sizes apart
-LOWERED = "[im2col]"  # a convolution's input, copied once for each element of its filter
-LEAST_LOWERED = 1 << 31  # elements, of input or output, from which cuDNN before 9.3 takes no convolution
+PLAYED, AGREES = 1, 2  # fits: refused there; and the figures agree
+STEPS = 4  # iterations to find the room that gives the allocated bytes
+SHARP = MIB  # a figure with a smaller error tells runs of rare sizes apart
+LOWERED = "[im2col]"  # a copy of a convolution's input for each element of its filter
+LEAST_LOWERED = 1 << 31  # elements of input or output; cuDNN before 9.3 refuses larger convolutions
 
 
 class Storage(NamedTuple):
-    """What a step takes, or of a convolution would take; elements: where it is lowered, those of its larger side."""
+    """Allocation of a step, or of a lowered convolution. elements: of the larger side, if it is lowered."""
 
     name: str
     bytes: int
     elements: int = 0
 
 
-def storages_of(trace: _core.Trace) -> list[Storage]:
-    """What each step of a call takes; 0 bytes where it takes none."""
+def list_steps(trace: _core.Trace) -> list[Storage]:
+    """List the allocation of each step of a call; 0 bytes for none."""
     return [
         _lowered(trace.convs[number], name) if op == "conv" else Storage(name, size if op == "take" else 0)
         for op, number, size, name in trace.steps
     ]
 
 
-def _lowered(question: Any, name: str) -> Storage:
-    """The columns of a convolution's input; no bytes where it needs none."""
-    conv = Conv(*question)
+def _lowered(fields: Any, name: str) -> Storage:
+    """Return the columns of a convolution's input; 0 bytes if it needs none."""
+    conv = Conv(*fields)
     return Storage(f"{name.removesuffix(' [workspace]')} {LOWERED}", im2col_bytes(conv), max(conv.elements[:2]))
 
 
 class Refusable(NamedTuple):
-    """A step of a run that may have been refused; before: bytes allocated then."""
+    """A step of a run that may have been refused. before: bytes allocated before it."""
 
     tensor: str
     bytes: int
@@ -49,7 +49,7 @@ class Refusable(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """What a run was refused, and what it had then."""
+    """A refused step of a run, and the allocator's bytes then."""
 
     tensor: str
     bytes: int
@@ -59,7 +59,7 @@ class Refusal(NamedTuple):
 
 
 class Refusals:
-    """A run that is played with more or less room, each room once."""
+    """Plays a run with different room; each room once."""
 
     def __init__(self, request: VAERequest):
         self._request, self._process = request, request.start()
@@ -68,25 +68,26 @@ class Refusals:
 
     @property
     def plays(self) -> int:
+        """Number of plays so far."""
         return len(self._known) + 1
 
-    def requests(self, said: Said) -> list[Refusable]:
-        """The steps that may have been refused: what was allocated before them fitted."""
+    def requests(self, message: OomMessage) -> list[Refusable]:
+        """List steps that may have been refused: everything before them fitted."""
         assert self._process.last_call is not None
         trace, heights, _ = self._process.last_call
-        low, high = said.range
+        low, high = message.range
         now, most, found = 0, 0, dict[Refusable, None]()
-        for (op, *_), storage, height in zip(trace.steps, storages_of(trace), heights.tolist(), strict=True):
-            is_asked = op != "conv" or said.is_lowered or storage.elements >= LEAST_LOWERED
-            if is_asked and low < storage.bytes <= high and most <= now + max(said.spare, storage.bytes):
+        for (op, *_), storage, height in zip(trace.steps, list_steps(trace), heights.tolist(), strict=True):
+            may_fail = op != "conv" or message.is_lowered or storage.elements >= LEAST_LOWERED
+            if may_fail and low < storage.bytes <= high and most <= now + max(message.spare, storage.bytes):
                 found[Refusable(storage.name, storage.bytes, now)] = None
             if op != "conv":
-                now = height  # a convolution's has its workspace, which it has given back
+                now = height  # for a convolution it includes the workspace, which is free again
                 most = max(most, now)
         return list(found)
 
     def at(self, room: int) -> Refusal | None:
-        """What is refused where there is so much room; None where the run goes through."""
+        """Return the refusal with this room in bytes; None if the run fits."""
         room = max(room // SEGMENT_STEP * SEGMENT_STEP, SEGMENT_STEP)
         if room not in self._known:
             process = self._request.start(self._process.workspace, total_memory=room)
@@ -99,14 +100,17 @@ class Refusals:
                 self._known[room] = refusal
         return self._known[room]
 
-    def fits(self, said: Said, least: int) -> dict[Refusable, int]:
-        """How well each request's refusal agrees with the message: `ALONE`, `AGREES`, `PLAYED` or 0. least: bytes of
-        the run's that may not have been on the card, at the most."""
-        figures, within = said.bytes, said.within
+    def fits(self, message: OomMessage, least: int) -> dict[Refusable, int]:
+        """Rate how well each request's refusal agrees with the message: 0, `PLAYED`, `AGREES`; one more if nothing else
+        was on the card.
+
+        least: at most this many bytes of the run's memory may not have been on the card.
+        """
+        figures, within = message.bytes, message.within
         allocated = figures.get("allocated")
         fits = {
-            one: PLAYED * one.tensor.endswith(LOWERED)  # which no simulated library takes: it cannot be told apart
-            for one in self.requests(said)
+            one: PLAYED * one.tensor.endswith(LOWERED)  # no simulated library has these: they look alike
+            for one in self.requests(message)
             if allocated is None or allocated >= one.before - within["allocated"] - least
         }
         if allocated is None or "free" not in figures:
@@ -115,21 +119,21 @@ class Refusals:
         for more in (0, *((unsure, -unsure) if unsure > SHARP else ()), -cached):
             for request in fits:
                 if not request.tensor.endswith(LOWERED):
-                    fits[request] = max(fits[request], self._fit(said, request, cached + figures["free"] + more))
+                    fits[request] = max(fits[request], self._fit(message, request, cached + figures["free"] + more))
             best = max(fits.values(), default=0)
             if best > PLAYED or (best and more):
                 break
         return fits
 
-    def _fit(self, said: Said, request: Refusable, spare: int) -> int:
-        """The same of one request, where so much was cached and free."""
-        figures, within, best = said.bytes, said.within, 0
-        before, (low, high) = request.before, said.range
+    def _fit(self, message: OomMessage, request: Refusable, spare: int) -> int:
+        """Rate one request with `spare` bytes cached and free."""
+        figures, within, best = message.bytes, message.within, 0
+        before, (low, high) = request.before, message.range
         for _ in range(STEPS):
             full = self.at(before + spare)
             if full is None or full.tensor != request.tensor or not low < full.bytes <= high:
                 break
-            agrees = said.tells and abs(full.cached - figures["cached"]) <= within["cached"]
+            agrees = message.tells and abs(full.cached - figures["cached"]) <= within["cached"]
             is_alone = abs(full.allocated - figures["allocated"]) <= within["allocated"]
             best = max(best, PLAYED + agrees * (1 + is_alone))
             if before == full.allocated:

@@ -1,4 +1,4 @@
-"""Which VAE's run raises a message of PyTorch's: sizes are solved for, then played and compared with its figures."""
+"""Find the VAE run that raises a message of PyTorch's: solve for sizes, play runs and compare the figures."""
 
 from __future__ import annotations
 
@@ -12,56 +12,47 @@ from typing import Any, NamedTuple
 
 from vaemem import _core
 from vaemem._common import ELEMENT_BYTES, MIB
-from vaemem.out_of_memory.messages import Said
-from vaemem.out_of_memory.refusals import (
-    AGREES,
-    LEAST_LOWERED,
-    LOWERED,
-    PLAYED,
-    SHARP,
-    Refusable,
-    Refusals,
-    storages_of,
-)
-from vaemem.out_of_memory.sizes import Areas, Size, sizes_of
+from vaemem.out_of_memory.messages import OomMessage
+from vaemem.out_of_memory.refusals import AGREES, LEAST_LOWERED, LOWERED, PLAYED, SHARP, Refusable, Refusals, list_steps
+from vaemem.out_of_memory.sizes import Areas, Size, list_sizes
 from vaemem.prediction.gpus import CONTEXT, Gpu
 from vaemem.prediction.predict import Prediction
 from vaemem.prediction.process import parameter_bytes
 from vaemem.prediction.request import Card, VAEArguments, VAERequest, resolve_vae
 from vaemem.prediction.runtimes import architecture, code_of
 
-# VAEs whose tensors differ: SD1.5's are SDXL's and Playground's, FLUX.1's SD3's, Z-Image's and CogView4's.
+# VAEs with different tensors: SDXL's are SD1.5's and Playground's, FLUX.1's are SD3's, Z-Image's and CogView4's.
 ALIKE = {"sdxl": "SD1.5, SDXL", "flux": "FLUX.1, SD3, Z-Image", "flux2": "FLUX.2", "qwen-image": "Qwen-Image"}
-VIDEO_TILE = 256  # pixels a side: of ComfyUI's tiles for VAEs of videos
-TELLING = 64 * MIB  # a request of less is many runs'
-LISTED, RARE = [(0, 1)], [(2,), (3,), (4,)]  # ranks of sizes that are looked at together
+VIDEO_TILE = 256  # pixels a side, of ComfyUI's tiles for video VAEs
+TELLING = 64 * MIB  # many runs make smaller requests
+LISTED, RARE = [(0, 1)], [(2,), (3,), (4,)]  # ranks of sizes that are searched together
 MOST_PLAYS = 1500  # of all runs: seconds
-ROUNDED = 10**8  # bytes: what others held is told in so many
-REFERENCE = 1024  # pixels a side of the run whose tensors others' areas follow from
-_LARGEST = 1 << 26  # pixels: no image has more
-NEARLY = 0.002  # of an area: tensors with padding grow a little less than it
+ROUNDED = 10**8  # bytes: unit for memory held by others
+REFERENCE = 1024  # pixels a side of a run from whose tensors other areas follow
+_LARGEST = 1 << 26  # pixels: no image is larger
+NEARLY = 0.002  # of an area: tensors with padding grow a little slower
 MOST_CHANNELS = 512  # of a convolution, for each pixel of the image
 
 
 class Match(NamedTuple):
-    """A run that asks for what the message names.
+    """A run that makes the request of a message.
 
     Attributes
     ----------
     models : str
-        VAEs that ask for it: their tensors are alike.
+        VAEs with this tensor.
     op, height, width, dtype, runtime : str or int
-        The run; of a tile, where the message is about one.
+        The run; of a tile if the message is about one.
     tensor : str
-        The module that asks, and for what.
+        The module that allocates, and what.
     bytes : int
-        As the tensor is.
+        Exact size of the tensor.
     beside : int or None
-        Bytes that PyTorch had allocated beside the run's own tensors: weights, the VAE's too, and other models.
+        Bytes that PyTorch had allocated besides the run's own tensors: all weights, and other models.
     played : bool
-        Whether the run, played on such a card with so much beside it, runs out at that very tensor.
+        Whether this run, played on such a card with `beside` allocated, runs out at this tensor.
     agrees : bool
-        Whether PyTorch then has as much reserved but unallocated as the message says, to the digits that it prints.
+        Whether its reserved but unallocated bytes then agree with the message, to the printed digits.
     """
 
     models: str
@@ -88,7 +79,7 @@ class Match(NamedTuple):
         return {"beside_bytes" if name == "beside" else name: value for name, value in self._asdict().items()}
 
     def __str__(self) -> str:
-        held = "" if self.beside is None else f"; beside its tensors PyTorch held {self.beside / MIB:.0f} MiB"
+        held = "" if self.beside is None else f"; PyTorch held {self.beside / MIB:.0f} MiB besides its tensors"
         return (
             f"{self.models} {self.op} {self.height}x{self.width} {self.dtype} by {self.runtime}: {self.tensor},"
             f" {self.bytes / MIB:.0f} MiB{held}"
@@ -96,7 +87,7 @@ class Match(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A match with the request that plays it; fit: how well it agrees, from 0; rare: how unusual such a run is."""
+    """A match and its request. fit: how well it agrees, from 0; rare: how unusual the run is."""
 
     match: Match
     request: VAERequest
@@ -105,7 +96,7 @@ class Found(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """Runs of all sizes."""
+    """A run of any size."""
 
     model: str
     op: str
@@ -114,41 +105,41 @@ class _Kind(NamedTuple):
     card: Gpu
 
     def request_at(self, height: int, width: int, allocator: str) -> VAERequest:
+        """Return the request for this run at a size, in pixels."""
         settings: dict[str, Any] = {"runtime": self.runtime, "gpu": self.card, "allocator": allocator}
         request = resolve_vae(VAEArguments(self.model, self.op, height, width, **settings))
         if ELEMENT_BYTES[request.job.dtype] == ELEMENT_BYTES[self.dtype]:
             return request
-        # It was told to take another type.
+        # The user chose another dtype.
         return resolve_vae(VAEArguments(self.model, self.op, height, width, dtype=self.dtype, **settings))
 
 
 def find_runs(
-    said: Said, models: Sequence[str], ops: Sequence[str], runtimes: Sequence[str], cards: Sequence[Gpu]
+    message: OomMessage, models: Sequence[str], ops: Sequence[str], runtimes: Sequence[str], cards: Sequence[Gpu]
 ) -> list[Found]:
-    """Runs that may have raised the message, the likeliest first.
+    """List runs that may have raised the message, the likeliest first.
 
-    Sizes are gone through from the commonest to the rarest, each on every card, as far as some run agrees with all
-    figures.
+    Common sizes are searched before rare ones, on every card, until a run agrees with all figures.
     """
     found: list[Found] = []
     plays = MOST_PLAYS
-    ranks = LISTED + RARE if said.bytes["requested"] >= TELLING and not said.is_tile else LISTED
+    ranks = LISTED + RARE if message.bytes["requested"] >= TELLING and not message.is_tile else LISTED
     for some, card in itertools.product(ranks, cards):
         kinds = [_Kind(*one, card) for one in itertools.product(models, ops, runtimes, ("float16", "float32"))]
         for rank, kind in itertools.product(some, sorted(kinds, key=_rarity)):
-            for height, width in _sizes(said, kind, rank) if plays > 0 else ():
+            for height, width in _sizes(message, kind, rank) if plays > 0 else ():
                 if plays > 0:
-                    with contextlib.suppress(ValueError):  # a run that cannot be
-                        run, played = _tried(said, kind, height, width, rank)
+                    with contextlib.suppress(ValueError):  # an impossible run
+                        run, played = _try_run(message, kind, height, width, rank)
                         plays -= played
                         found += run
-        if any(one.fit >= AGREES or not said.tells for one in found):
+        if any(one.fit >= AGREES or not message.tells for one in found):
             break
-    return _sorted(found)
+    return _rank_runs(found)
 
 
 def _rarity(kind: _Kind) -> int:
-    """How rare such a run is: encodes, types that a program takes only if it is told to, other programs."""
+    """Rate how rare a run is: encodes, dtypes that are not a program's default, less common programs."""
     given = VAEArguments(kind.model, kind.op, REFERENCE, REFERENCE, runtime=kind.runtime, gpu=kind.card)
     usual = resolve_vae(given).job.dtype
     is_other_type = ELEMENT_BYTES[usual] != ELEMENT_BYTES[kind.dtype]
@@ -158,13 +149,13 @@ def _rarity(kind: _Kind) -> int:
 # ---- sizes ----
 
 
-def _sizes(said: Said, kind: _Kind, rank: int) -> Iterable[Size]:
-    """Sizes of that rank at which some storage may be as large as the message says; of a run in tiles, its tiles."""
-    return (_tiles(kind) if rank == 0 else []) if said.is_tile else sizes_of(rank, _areas(kind, said))
+def _sizes(message: OomMessage, kind: _Kind, rank: int) -> Iterable[Size]:
+    """List sizes of a rank with some storage of the message's size; for a run in tiles, its tiles."""
+    return (_tiles(kind) if rank == 0 else []) if message.is_tile else list_sizes(rank, _areas(kind, message))
 
 
 def _tiles(kind: _Kind) -> list[Size]:
-    """The sizes of the tiles that a program cuts unless it is told others; none where it cuts none."""
+    """List the sizes of a program's default tiles; none if it cuts none."""
     try:
         op = f"{kind.op}_tiled"
         given = VAEArguments(kind.model, op, REFERENCE, REFERENCE, runtime=kind.runtime, gpu=kind.card)
@@ -176,18 +167,17 @@ def _tiles(kind: _Kind) -> list[Size]:
         return [(side, side)]
     if "temperal_downsample" in job.arch or job.arch.get("family") == "wan":
         return [(VIDEO_TILE, VIDEO_TILE)]
-    return [(side, side), (side // 2, side * 2), (side * 2, side // 2)]  # whose mean is the image
+    return [(side, side), (side // 2, side * 2), (side * 2, side // 2)]  # the mean of the three is the image
 
 
 @functools.lru_cache(maxsize=1024)
 def _growths(model: str, op: str, runtime: str, dtype: str, sm: int) -> tuple[tuple[int, float], ...]:
-    """Of each storage its bytes in the reference run, and the power of the area that they grow with; none where that
-    program does not run the model."""
+    """Return (bytes in the reference run, power of the area by which they grow) of each storage; empty if the program
+    does not run the model."""
     arch, code = architecture(model), code_of(runtime, model)
     try:
         small, large = (
-            storages_of(_core.Trace.vae(arch, code, op, dtype, side, side, sm=sm))
-            for side in (REFERENCE, 2 * REFERENCE)
+            list_steps(_core.Trace.vae(arch, code, op, dtype, side, side, sm=sm)) for side in (REFERENCE, 2 * REFERENCE)
         )
     except ValueError:
         return ()
@@ -195,9 +185,9 @@ def _growths(model: str, op: str, runtime: str, dtype: str, sm: int) -> tuple[tu
     return tuple((low, math.log(high / low, 4)) for low, high in sorted(pairs) if 0 < low < high)
 
 
-def _areas(kind: _Kind, said: Said) -> Areas:
-    """Areas of images at which some storage is as large as the message says."""
-    low, high = said.range
+def _areas(kind: _Kind, message: OomMessage) -> Areas:
+    """Return ranges of image areas with some storage of the message's size."""
+    low, high = message.range
     found: list[tuple[float, float]] = []
     for size, power in _growths(*kind[:4], kind.card.sm):
         least, most = (REFERENCE**2 * (bound / size) ** (1 / power) for bound in (low, high))
@@ -215,33 +205,35 @@ def _areas(kind: _Kind, said: Said) -> Areas:
 # ---- one run ----
 
 
-def _tried(said: Said, kind: _Kind, height: int, width: int, rank: int) -> tuple[list[Found], int]:
-    """A run, where one of its steps may have been refused; and how often it was played."""
-    if not _may_be(said, kind, height, width, rank):
+def _try_run(message: OomMessage, kind: _Kind, height: int, width: int, rank: int) -> tuple[list[Found], int]:
+    """Return a run if one of its steps may have been refused, and how often it was played."""
+    if not _may_match(message, kind, height, width, rank):
         return [], 0
-    request = kind.request_at(height, width, "native" if said.is_native else "cudaMallocAsync")
+    request = kind.request_at(height, width, "native" if message.is_native else "cudaMallocAsync")
     refusals = Refusals(request)
-    fits = refusals.fits(said, _weights(kind.model, kind.dtype) // 2)  # of which so much at least was there
-    best = [_found(said, kind, request, *max(fits.items(), key=lambda one: one[1]), rank)] if fits else []
+    fits = refusals.fits(message, _weights(kind.model, kind.dtype) // 2)  # at least half of the weights were loaded
+    best = [_make_found(message, kind, request, *max(fits.items(), key=lambda one: one[1]), rank)] if fits else []
     return best, refusals.plays
 
 
-def _may_be(said: Said, kind: _Kind, height: int, width: int, rank: int) -> bool:
-    """Whether a run has a step that may have been refused."""
-    if rank in LISTED[0] and (said.is_lowered or height * width >= LEAST_LOWERED // MOST_CHANNELS):
+def _may_match(message: OomMessage, kind: _Kind, height: int, width: int, rank: int) -> bool:
+    """Return whether a run has a step that may have been refused."""
+    if rank in LISTED[0] and (message.is_lowered or height * width >= LEAST_LOWERED // MOST_CHANNELS):
         return True
     code, card = code_of(kind.runtime, kind.model), kind.card
     trace = _core.Trace.vae(
         architecture(kind.model), code, kind.op, kind.dtype, height, width, sm=card.sm,
         multiprocessors=card.multiprocessors,
     )  # fmt: skip
-    size, within = said.bytes["requested"], said.within["requested"]
-    return bool(trace.wants(max(size - within, 0), size + within, said.is_native, said.spare))
+    size, within = message.bytes["requested"], message.within["requested"]
+    return bool(trace.wants(max(size - within, 0), size + within, message.is_native, message.spare))
 
 
-def _found(said: Said, kind: _Kind, request: VAERequest, refused: Refusable, fit: int, rank: int) -> Found:
-    """The match, and the request on a card where the run has as much room as it had."""
-    job, figures, beside = request.job, said.bytes, None
+def _make_found(
+    message: OomMessage, kind: _Kind, request: VAERequest, refused: Refusable, fit: int, rank: int
+) -> Found:
+    """Make the match, and the request on a card with the room that the run had."""
+    job, figures, beside = request.job, message.bytes, None
     if "allocated" in figures:
         others = max(figures["allocated"] - refused.before, 0)
         beside = figures["allocated"] - refused.before + _weights(kind.model, kind.dtype)
@@ -252,12 +244,12 @@ def _found(said: Said, kind: _Kind, request: VAERequest, refused: Refusable, fit
         ALIKE.get(kind.model, kind.model), kind.op, job.height, job.width, types, kind.runtime, refused.tensor,
         refused.bytes, beside, fit >= PLAYED and not refused.tensor.endswith(LOWERED), fit >= AGREES,
     )  # fmt: skip
-    is_sharp = said.within.get("cached", SHARP) < SHARP
+    is_sharp = message.within.get("cached", SHARP) < SHARP
     return Found(match, request, min(fit, PLAYED) if rank > 1 and not is_sharp else fit, rank + _rarity(kind))
 
 
-def _sorted(runs: Iterable[Found]) -> list[Found]:
-    """Each run once, with all models whose tensors fit as well; the likeliest first."""
+def _rank_runs(runs: Iterable[Found]) -> list[Found]:
+    """Return each run once, with all models that fit as well; the likeliest first."""
     found: dict[tuple[Any, ...], Found] = {}
     names: dict[tuple[Any, ...], dict[str, None]] = {}
     for one in sorted(runs, key=lambda one: (-one.fit, one.rare)):
@@ -271,11 +263,11 @@ def _sorted(runs: Iterable[Found]) -> list[Found]:
 
 @functools.cache
 def _weights(model: str, dtype: str) -> int:
-    """Bytes of a VAE's weights."""
+    """Return the bytes of a VAE's weights."""
     return sum(parameter_bytes(tuple(sorted(architecture(model).items())), "diffusers", dtype)[0])
 
 
-def rounded(request: VAERequest) -> Prediction:
-    """What is predicted where others hold a round figure, which a command can be given."""
+def predict_rounded(request: VAERequest) -> Prediction:
+    """Predict with memory held by others rounded up, so that a command can state it."""
     card = request.card
     return Prediction(replace(request, card=replace(card, used=-(-card.used // ROUNDED) * ROUNDED)))

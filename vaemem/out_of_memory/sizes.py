@@ -1,4 +1,4 @@
-"""Heights and widths in pixels, the commonest first."""
+"""Sizes of images in pixels, the commonest first."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 Size = tuple[int, int]
-Areas = Sequence[tuple[float, float]]  # from and to, in pixels
+Areas = Sequence[tuple[float, float]]  # (from, to) in pixels
 
-# What people make, the commonest first; either side may be the longer one.
+# Sizes that people make, the commonest first; either side may be the longer one.
 MADE_SIZES = (
     (1024, 1024), (512, 512), (768, 768), (832, 1216), (896, 1152), (768, 1344), (640, 1536), (512, 768), (2048, 2048),
     (1536, 1536), (1280, 1280), (1024, 1536), (1080, 1920), (1088, 1920), (720, 1280), (768, 1024), (640, 640),
@@ -19,14 +19,14 @@ MADE_SIZES = (
     (1600, 1600), (1664, 1664), (2304, 2304), (2560, 2560), (3072, 3072), (2160, 3840), (4096, 4096),
     (1328, 1328), (928, 1664), (1104, 1472), (1056, 1584),  # Qwen-Image's
 )  # fmt: skip
-COMMON = 25  # of these: so many are made much more than the others
+COMMON = 25  # of these sizes are much commoner than the others
 RATIOS = (1, 5 / 4, 4 / 3, 3 / 2, 16 / 10, 16 / 9, 2, 21 / 9)
-WIDEST = 2.4  # times as long as the other: no side is longer
-_PARTS = 64, 8  # pixels: sides are multiples of the first where nobody asks for another size, and of the second always
+WIDEST = 2.4  # largest ratio of two sides
+_PARTS = 64, 8  # pixels: usual sides are multiples of the first, all sides of the second
 
 
 def rank_of(size: Size) -> int:
-    """How rare a size is: from 0 for the commonest to 4."""
+    """Rate how rare a size is: from 0 for the commonest to 4."""
     low, high = sorted(size)
     if (low, high) in MADE_SIZES:
         return int((low, high) not in MADE_SIZES[:COMMON])
@@ -35,8 +35,8 @@ def rank_of(size: Size) -> int:
     return 3 if any(abs(high - ratio * low) <= _PARTS[1] for ratio in RATIOS) else 4
 
 
-def sizes_of(rank: int, areas: Areas) -> Iterator[Size]:
-    """Sizes of that rank whose area lies in one of the ranges, the longer side last."""
+def list_sizes(rank: int, areas: Areas) -> Iterator[Size]:
+    """Yield sizes of a rank with an area in one of the ranges, the longer side last."""
     listed = MADE_SIZES[:COMMON], MADE_SIZES[COMMON:]
     found: Iterable[Size]
     if rank < len(listed):
@@ -48,7 +48,7 @@ def sizes_of(rank: int, areas: Areas) -> Iterator[Size]:
 
 
 def _divided(part: int, low: float, high: float) -> Iterator[Size]:
-    """Pairs of multiples of `part` whose product lies in a range."""
+    """Yield pairs of multiples of `part` with a product in a range."""
     for short in range(part * max(int(math.sqrt(low / WIDEST) / part), 1), int(math.sqrt(high)) + 1, part):
         first = max(math.ceil(low / short / part) * part, short)
         for long in range(first, int(min(high / short, WIDEST * short)) + 1, part):

@@ -548,7 +548,9 @@ def predict_pipeline(
         }  # fmt: skip
         ways = [way._replace(notes=(*way.notes, *taken)) for way in ways]
         available = card.available(running.SDCPP_CONTEXT)
-        return GraphPrediction(run, ways[0], available, card, flag("safe", safe), ways[-1])
+        graphs_answer = GraphPrediction(run, ways[0], available, card, flag("safe", safe), ways[-1])
+        graphs_answer.model_note = " ".join(taken)
+        return graphs_answer
     software = Software(torch_version=torch_version, cudnn_version=cudnn_version)
     given = PipelineArguments(
         pipeline, height, width, batch, prompt_tokens, guidance, dtype, components, image, steps, flag("safe", safe)
@@ -556,4 +558,5 @@ def predict_pipeline(
     request = resolve_pipeline(given, find_card(gpu, memory, used, os), software)
     answer = PipelinePrediction(request.run_with(offload, vae, vae_memory_limit))
     answer.notes += taken
+    answer.model_note = " ".join(taken)
     return answer

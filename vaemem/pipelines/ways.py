@@ -159,7 +159,7 @@ class PipelinePlan(Shown):
             machine = machine.calibrated(_runs(ways, measured))
         self.title, self.room, self.machine, self.safe = title, room, machine, safe
         self.assumed_card = assumed_card
-        self.measured = dict(measured or {})
+        self.measured, self._model_note = dict(measured or {}), " ".join(notes)
         self.outcomes = tuple(outcome(way, room, machine) for way in ways)
         self.notes = tuple(distinct([*notes, *(note for way in ways for note in way.notes)]))
 
@@ -378,7 +378,7 @@ class PipelinePlan(Shown):
     def _sheet(self, size: Sizer) -> Sheet:
         best, room = self.recommended, self.room
         headline = " ".join(filter(None, [self._headline(size), self.assumed_card]))
-        facts = [("for", self.title)]
+        facts = [("for", self.title), ("model", self._model_note)]
         if best:
             took = str(best.seconds) if best.seconds else ""
             held = share(best.way.peak.total, room.card, size) if room.card else size(best.way.peak.total)

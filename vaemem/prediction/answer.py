@@ -57,6 +57,7 @@ class Answer(Shown):
     spare: int = alias("judged.spare")
     least_band: tuple[int, int] = alias("judged.least_band")
     notes: tuple[str, ...] = ()
+    model_note: str = ""  # whose VAE or modules are predicted, if the model has another's
 
     def __reduce__(self) -> Any:
         return type(self), (self.request,)
@@ -101,7 +102,7 @@ class Answer(Shown):
     def _data(self) -> dict[str, Any]:
         card, judged, full = self.card, self.judged, self.judged.out_of_memory_at
         return {
-            "answer": self.kind, "asked": self._asked_data(), "verdict": self.verdict, "fits": self.fits,
+            "answer": self.kind, "asked": self._asked_data(), "model_note": self.model_note, "verdict": self.verdict, "fits": self.fits,
             "coarse": self.coarse, "summary": self.summary,
             "card": {
                 "name": card.gpu.name, "assumed": self.assumed_card, "memory_bytes": card.gpu.total_memory,
@@ -146,13 +147,14 @@ class Answer(Shown):
 
         Examples
         --------
-        >>> predict("sdxl", "decode", 512, 512, gpu="RTX 4090").facts("{:.0f} B".format)[1][0]
-        'card'
+        >>> predict("sdxl", "decode", 512, 512, gpu="RTX 4090").facts("{:.0f} B".format)[0][0]
+        'run'
         """
         card, parts = self.card, self._parts
         taken = {"the CUDA context": parts["CUDA context"], "others": card.used + card.held, "Windows": card.kept[0]}
         less = ", ".join(f"{size(part)} for {what}" for what, part in taken.items() if part)
-        return [("run", self._run_text), ("card", f"{card.gpu.name}: {size(card.gpu.reported_memory)}, less {less}")]
+        at = f"{card.gpu.name}: {size(card.gpu.reported_memory)}, less {less}"
+        return [("run", self._run_text), ("model", self.model_note), ("card", at)]
 
     @property
     def _run_text(self) -> str:

@@ -184,6 +184,7 @@ class Prediction(SimulatedAnswer):
         self.weights_dtype, self.tile, self.slicing = job.weights_dtype, job.tile, job.slicing
         self.tile_overlap = job.tile_overlap if job.tile and request.code == "diffusers" else None
         self.runtime, self.allocator, self.settings = software.runtime, software.allocator, request.settings
+        self.model_note = request.taken
         self.assumed, self.title = request.assumed, f"{self.model} {self.op} {self.height}x{self.width}"
         covers, besides = ", for one frame" if self.model in WANS else "", ""
         if request.card.held:
@@ -285,7 +286,7 @@ class Prediction(SimulatedAnswer):
         advice = [(one.describe(size), one.command) for one in self._tried]
         tried = "What would fit:" if advice else "Nothing that was tried would fit."
         details = [
-            ("model", self.request.taken), ("follows", followed(self.request.job.arch, self.request.code)),
+            ("follows", followed(self.request.job.arch, self.request.code)),
             ("rates", self.seconds.why if self.seconds else ""),
         ]  # fmt: skip
         return [

@@ -1,4 +1,4 @@
-"""The only room of vaemem that imports PyTorch: predictions for any module, measurements, a drop-in for diffusers."""
+"""Predictions for any module, measurements, and drop-ins for diffusers. No other room of vaemem imports PyTorch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The drop-ins, which alone want diffusers, when they are asked for."""
+    """Import the drop-ins on first use: only they need diffusers."""
     newer = ("AutoencoderKLQwenImage", "AutoencoderKLQwenImage21")
     if name in ("AutoencoderKL", "AutoencoderKLWan", "AutoencoderTiny", *newer):
         from vaemem.pytorch import autoencoder

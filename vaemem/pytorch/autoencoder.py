@@ -1,8 +1,8 @@
-"""diffusers' autoencoders, computed by vaemem: what `vaemem.pytorch.AutoencoderKL` and its siblings are.
+"""diffusers' autoencoders, computed by vaemem: `vaemem.pytorch.AutoencoderKL` and its siblings.
 
-Each is diffusers' own class whose parameters lie on the device "meta": names, shapes, dtypes and config are there for
-whoever asks (pipelines ask for dtypes of single layers), numbers are not, and a layer that is called is refused. Two
-methods are overridden, which are given a batch and return one; slices, outputs and distributions are diffusers'.
+Each is diffusers' own class with parameters on the device "meta". Names, shapes, dtypes and config exist, because
+pipelines read dtypes of single layers; numbers do not, and a layer that is called raises. Two methods are overridden;
+each takes a batch and returns one. Slices, outputs and distributions are diffusers'.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ import diffusers
 from diffusers.models.autoencoders.autoencoder_tiny import AutoencoderTinyOutput
 from diffusers.models.autoencoders.vae import DecoderOutput
 
-_NEWER = ("AutoencoderKLQwenImage", "AutoencoderKLQwenImage21")  # classes that not every version of diffusers has
+_NEWER = ("AutoencoderKLQwenImage", "AutoencoderKLQwenImage21")  # older versions of diffusers lack these classes
 __all__ = ["AutoencoderKL", "AutoencoderKLWan", "AutoencoderTiny", *_NEWER]
 
 TORCH_DTYPES: dict[torch.dtype, DtypeName] = {
@@ -46,21 +46,21 @@ TORCH_DTYPES: dict[torch.dtype, DtypeName] = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
 }
-SETTINGS = ("threads", "memory_limit", "cache_limit", "on_out_of_memory")  # of a VAE, for its runs on the CPU
+SETTINGS = ("threads", "memory_limit", "cache_limit", "on_out_of_memory")  # of a VAE's runs on the CPU
 
 
 class HeldWeight(torch.Tensor):
-    """A parameter on the device "meta": the name, shape and dtype of numbers that the engine holds.
+    """Parameter on the device "meta": name, shape and dtype of numbers that the engine holds.
 
-    A function of PyTorch's that is given such a tensor and one with numbers may answer with uninitialised memory, as a
-    convolution does. So it is refused, whatever the function. What it makes of this alone is on "meta" and refused too.
+    Given such a tensor and one with numbers, PyTorch may return uninitialised memory, as convolutions do. So every
+    function of both is refused. Results of these tensors alone are on "meta" and refused too.
     """
 
-    label: str  # what an error calls it
+    label: str  # its name in errors
 
     def __new__(cls, data: torch.Tensor, requires_grad: bool = False, label: str = "a weight") -> Self:
         weight: Self = torch.Tensor._make_subclass(cls, data, requires_grad)
-        weight.label, weight._is_param = label, True  # as nn.Parameter marks a subclass of Tensor
+        weight.label, weight._is_param = label, True  # as nn.Parameter marks subclasses of Tensor
         return weight
 
     @classmethod
@@ -77,8 +77,8 @@ class HeldWeight(torch.Tensor):
             def like(one: torch.Tensor) -> torch.Tensor:
                 return cls(one, label=label) if type(one) is torch.Tensor and one.is_meta else one
 
-            made = func(*args, **(kwargs or {}))
-            return tree_map_only(torch.Tensor, like, made) if label else made
+            result = func(*args, **(kwargs or {}))
+            return tree_map_only(torch.Tensor, like, result) if label else result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied: Self = memo.setdefault(id(self), type(self)(self.clone(), self.requires_grad, self.label))
@@ -86,13 +86,13 @@ class HeldWeight(torch.Tensor):
 
 
 def _refuse_load(module: torch.nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """A hook of every module of the VAE: PyTorch calls it whether the load began here or in a module around it."""
+    """Refuse to load weights. This is a hook of every module: PyTorch calls it for a load of any module around it."""
     if any(name.startswith(prefix) for name in state):
         raise TypeError("the VAE: its weights cannot be changed; make another one, with from_module or VAE.load")
 
 
 def _refuse_state(module: torch.nn.Module, *rest: Any) -> None:
-    """A hook of every module of the VAE. It runs for submodules, since the VAE's own `state_dict` calls no hooks."""
+    """Refuse a submodule's `state_dict`. This is a hook of every module; the VAE's own `state_dict` calls no hooks."""
     raise RuntimeError(
         f"{type(module).__name__}: expected state_dict() of the whole VAE, got that of a part of it: its numbers are "
         "vaemem's, and PyTorch has none to give"
@@ -100,10 +100,10 @@ def _refuse_state(module: torch.nn.Module, *rest: Any) -> None:
 
 
 class _DropIn(diffusers.ModelMixin):  # type: ignore[misc]
-    """What the drop-ins share; the class of diffusers that each is comes behind it."""
+    """Base of the drop-ins, before diffusers' class in the order of inheritance."""
 
-    theirs: ClassVar[Any]  # that class
-    _taken_over: ClassVar[tuple[str, ...]] = ("use_slicing", "use_tiling")  # what calls of a module have set
+    theirs: ClassVar[Any]  # diffusers' class
+    _copied: ClassVar[tuple[str, ...]] = ("use_slicing", "use_tiling")  # settings that `from_module` copies
 
     def __init__(
         self, vae: VAE, config: Any = None, torch_dtype: torch.dtype | None = None, memory_limit: Limit = None
@@ -120,9 +120,9 @@ class _DropIn(diffusers.ModelMixin):  # type: ignore[misc]
             module.register_state_dict_pre_hook(_refuse_state)
             for name, parameter in module.named_parameters(recurse=False):
                 setattr(module, name, HeldWeight(parameter, label=f"{prefix}.{name}"))
-        # A pipeline that is saved names the instance's module, and who loads it wants diffusers, with these weights.
+        # A saved pipeline names this module: it is diffusers', so that diffusers can load it with these weights.
         self.__module__ = self.theirs.__module__
-        self.vae, self._there = vae, vae
+        self.vae, self._engine_vae = vae, vae
         self._place = torch.empty(0)  # on the module's device, in its dtype
         self.memory_limit: Limit = memory_limit
         self.progress: Progress = False
@@ -136,9 +136,10 @@ class _DropIn(diffusers.ModelMixin):  # type: ignore[misc]
         cls, pretrained_model_name_or_path: str | os.PathLike[str], *, torch_dtype: torch.dtype | None = None,
         memory_limit: Limit = None, precision: Precision = "highest", subfolder: str | None = None, **kwargs: Any,
     ) -> Self:  # fmt: skip
-        """From a directory: a VAE's, or a pipeline's, in which ``vae`` is meant. It is read by vaemem where nothing
-        else is asked for. For the hub's names, and with any other keyword of diffusers', diffusers loads and
-        `from_module` copies. `precision` is `VAE.load`'s, here and below."""
+        """Load a directory: a VAE's, or a pipeline's with a ``vae``. vaemem reads it if there are no other keywords.
+
+        For the Hub's names, and with other keywords of diffusers', diffusers loads and `from_module` copies.
+        `precision` is `VAE.load`'s, here and below."""
         dtype = torch_dtype or torch.float32
         path = os.path.join(pretrained_model_name_or_path, subfolder or "")
         if os.path.isdir(path) and not any(value is not None for value in kwargs.values()):
@@ -154,8 +155,8 @@ class _DropIn(diffusers.ModelMixin):  # type: ignore[misc]
         cls, path: str | os.PathLike[str], *, model: str | None = None, config: Any = None,
         torch_dtype: torch.dtype | None = None, memory_limit: Limit = None, precision: Precision = "highest",
     ) -> Self:  # fmt: skip
-        """From a safetensors or GGUF file in any layout that `VAE.load` reads. SD1.5's and SDXL's files are alike:
-        `model` (``"sd15"`` or ``"sdxl"``) or `config` says which it is."""
+        """Load a safetensors or GGUF file in any layout of `VAE.load`. SD1.5's and SDXL's files are alike: `model`
+        (``"sd15"`` or ``"sdxl"``) or `config` says which it is."""
         return cls(VAE.load(path, model, config, precision=precision), None, torch_dtype, memory_limit)
 
     @classmethod
@@ -163,63 +164,62 @@ class _DropIn(diffusers.ModelMixin):  # type: ignore[misc]
         cls, module: Any, *, torch_dtype: torch.dtype | None = None, memory_limit: Limit = None,
         precision: Precision = "highest",
     ) -> Self:  # fmt: skip
-        """From diffusers' class of that name, such as a pipeline's: its weights are copied, its config, dtype and
-        device are taken over."""
+        """Copy an instance of diffusers' class, such as a pipeline's VAE: its weights, config, dtype and device."""
         if not isinstance(module, cls.theirs):
             raise ArgumentTypeError("module", f"diffusers' {cls.theirs.__name__}", type(module).__name__)
-        said = {**module.config, "_class_name": cls.theirs.__name__}
-        vae = VAE.load(module, config=said, precision=precision)
-        made = cls(vae, module.config, torch_dtype or module.dtype, memory_limit)
-        for name in cls._taken_over:
-            if hasattr(module, name):  # old versions of diffusers have no tiles of a video's VAE
-                setattr(made, name, getattr(module, name))
-        moved: Self = made.to(module.device)
-        return moved
+        config = {**module.config, "_class_name": cls.theirs.__name__}
+        vae = VAE.load(module, config=config, precision=precision)
+        copied = cls(vae, module.config, torch_dtype or module.dtype, memory_limit)
+        for name in cls._copied:
+            if hasattr(module, name):  # old versions of diffusers have no tiles for video VAEs
+                setattr(copied, name, getattr(module, name))
+        copied.to(module.device)
+        return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copy, pickle and torch.save take: nothing that only serves the runs of this one."""
-        return self.__dict__ | {"_there": self.vae, "progress": False, "cancel": None}
+        """Return the state for copy, pickle and torch.save: without anything that serves only this one's runs."""
+        return self.__dict__ | {"_engine_vae": self.vae, "progress": False, "cancel": None}
 
-    # ---- where it is ----
+    # ---- device and dtype ----
 
     @property
     def device(self) -> torch.device:
-        """Where it takes its tensors and gives them."""
+        """Device of its inputs and outputs."""
         return self._place.device
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """What ``to()``, ``half()``, ``cuda()`` and the like come to."""
+        """Move or convert: ``to()``, ``half()``, ``cuda()`` and the like end here."""
         place = fn(self._place)
         if place.dtype not in TORCH_DTYPES:
             raise ArgumentError("dtype", "float32, float16 or bfloat16", str(place.dtype))
         if place.device.type not in ("cpu", "cuda"):
             raise ArgumentError("device", "cpu or cuda", str(place.device))
         before = self._place
-        self._be_at(place)
+        self._set_place(place)
         if place.device != before.device:
             try:
                 self._engine()
             except BaseException:
-                self._be_at(before)
+                self._set_place(before)
                 raise
         return self
 
-    def _be_at(self, place: torch.Tensor) -> None:
+    def _set_place(self, place: torch.Tensor) -> None:
         self._place = place
         super()._apply(lambda parameter: parameter.to(place.dtype))
 
     def _engine(self) -> VAE:
-        """The VAE that computes where the module is now. A copy is made when it is first wanted, for a pipeline may
-        take the module to another dtype and back."""
+        """Return the VAE that computes at the module's place. A copy is made only when it is needed: a pipeline may
+        convert the module to another dtype and back."""
         place = "cpu" if self.device.type == "cpu" else f"cuda:{self.device.index or 0}"
         wanted = place, TORCH_DTYPES[self.dtype]
-        if (self._there.device, self._there.dtype) != wanted:
-            self._there = self.vae  # the old one's memory goes before the new one's is taken
+        if (self._engine_vae.device, self._engine_vae.dtype) != wanted:
+            self._engine_vae = self.vae  # frees the old copy before the new one is made
             if (self.vae.device, self.vae.dtype) != wanted:
-                self._there = self.vae.copy(*wanted)
+                self._engine_vae = self.vae.copy(*wanted)
         for name in SETTINGS if place == "cpu" else ():
-            setattr(self._there, name, getattr(self.vae, name))
-        return self._there
+            setattr(self._engine_vae, name, getattr(self.vae, name))
+        return self._engine_vae
 
     # ---- running ----
 
@@ -232,7 +232,7 @@ class _DropIn(diffusers.ModelMixin):  # type: ignore[misc]
         return DecoderOutput(sample=image) if return_dict else (image,)
 
     def _tiling(self, op: str) -> Tiling | None:
-        """The tiles that enable_tiling asked for."""
+        """Return the tiles that enable_tiling set."""
         raise NotImplementedError
 
     @torch.compiler.disable
@@ -269,65 +269,65 @@ class _DropIn(diffusers.ModelMixin):  # type: ignore[misc]
 
     @property
     def last_run(self) -> Run | None:
-        return self._there.last_run
+        """Record of the last encode or decode."""
+        return self._engine_vae.last_run
 
-    # ---- its numbers ----
+    # ---- weights ----
 
     def state_dict(
         self, *, destination: dict[str, torch.Tensor] | None = None, prefix: str = "", **kwargs: Any
     ) -> dict[str, torch.Tensor]:
-        """Copies of the weights, in the module's dtype on the CPU. A module around this one gives its `destination`."""
+        """Copy the weights to the CPU in the module's dtype. A module around this one passes its `destination`."""
         state = {} if destination is None else destination
         state |= {prefix + name: torch.from_numpy(t).to(self.dtype) for name, t in self.vae.state_dict().items()}
         return state
 
 
 class AutoencoderKL(_DropIn, diffusers.AutoencoderKL):  # type: ignore[misc]
-    """A drop-in for diffusers' AutoencoderKL, for inference: ``pipe.vae = AutoencoderKL.from_module(pipe.vae)``.
+    """Drop-in for diffusers' AutoencoderKL, for inference: ``pipe.vae = AutoencoderKL.from_module(pipe.vae)``.
 
-    Tensors go in and come out as in diffusers, on the CPU or on a GPU, and runs compute in the module's dtype. The
-    weights lie in a `vaemem.VAE` on the CPU, and where the module is on a GPU or of another dtype than that, in a copy
-    too, made for the first run there. Inputs may have any floating dtype.
+    Tensors go in and come out as in diffusers, on the CPU or a GPU, and runs compute in the module's dtype. The weights
+    lie in a `vaemem.VAE` on the CPU. If the module is on a GPU or has another dtype, its first run there makes a copy.
+    Inputs may have any floating dtype.
 
     Parameters
     ----------
     vae : VAE
-        On the CPU; one of the parts will do for runs of that part. Its `VAE.precision` is that of float32 anywhere. One
-        whose weights were rounded (`VAE.rounded`) serves its own dtype alone, on the CPU without a second copy.
+        On the CPU; half a VAE is enough for runs of that half. Its `VAE.precision` applies to float32 everywhere. If
+        its weights were rounded (`VAE.rounded`), only its own dtype can run.
     config : mapping, optional
-        As diffusers' class takes it. None: what `vae` says.
+        As for diffusers' class. None: `vae`'s.
     torch_dtype : torch.dtype, optional
-        float32, float16 or bfloat16, as ``.to(dtype)`` takes it too. None: `vae`'s.
+        float32, float16 or bfloat16, as for ``.to(dtype)``. None: `vae`'s.
     memory_limit : int or str, optional
-        As `VAE.decode` takes it, for every run: ``"900 MiB"``, ``"auto"``. An attribute, too.
+        As in `VAE.decode`, for every run: ``"900 MiB"``, ``"auto"``. Also an attribute.
 
     Attributes
     ----------
     vae : VAE
-        The one on the CPU. Its settings (`VAE.threads` and the like) hold for a copy on the CPU too.
+        The one on the CPU. Its settings (`VAE.threads` and others) apply to a copy on the CPU too.
     last_run : Run or None
-        What the last encode or decode took.
+        Record of the last encode or decode.
     progress, cancel
-        As `VAE.decode` takes them, for every run.
+        As in `VAE.decode`, for every run.
 
     Raises
     ------
     ValueError
-        Where gradients would be wanted, for there are none; a tensor on another device; a dtype that is none of those.
+        A gradient would be needed, and there are none; a tensor is on another device; or a dtype is none of these.
     RuntimeError
-        A call of a submodule or of a weight with a tensor that has numbers, since only the whole VAE computes, and
-        `state_dict` of a submodule; a trace or export (``torch.jit.trace``), which would keep a result as a constant.
-        `torch.compile` runs it uncompiled.
+        A call of a submodule or weight with numbers: only the whole VAE computes. `state_dict` of a submodule. A trace
+        or export (``torch.jit.trace``), which would keep a result as a constant. `torch.compile` runs it uncompiled.
     TypeError
         `load_state_dict` of the VAE, of a submodule, or of a module around it with weights for the VAE.
 
     Notes
     -----
-    `enable_tiling` does what diffusers' does, tile by tile, which is not exact: a `memory_limit` is, and goes without
-    tiles. Results of float16 that overflow are made again with smaller activations, so that SDXL's need no upcast:
-    ``pipe.vae.register_to_config(force_upcast=False)`` saves it. Attention processors, adapters and what else changes
-    the module's layers change nothing. ``copy.deepcopy``, pickle and ``torch.save`` take the weights along, and leave
-    `progress` and `cancel` behind. diffusers' ``from_pipe`` takes over a VAE of its own class alone:
+    `enable_tiling` works as in diffusers, tile by tile. It is not exact; a `memory_limit` is, and allows no tiles. If
+    float16 overflows, a run is repeated with smaller activations, so SDXL's VAE needs no upcast:
+    ``pipe.vae.register_to_config(force_upcast=False)`` avoids it. Attention processors, adapters and other changes of
+    the module's layers have no effect. ``copy.deepcopy``, pickle and ``torch.save`` include the weights, but not
+    `progress` and `cancel`. diffusers' ``from_pipe`` keeps only a VAE of its own class:
     ``from_pipe(pipe, vae=pipe.vae)``.
 
     Examples
@@ -367,9 +367,10 @@ class AutoencoderKL(_DropIn, diffusers.AutoencoderKL):  # type: ignore[misc]
 
 
 class AutoencoderTiny(_DropIn, diffusers.AutoencoderTiny):  # type: ignore[misc]
-    """A drop-in for diffusers' AutoencoderTiny (TAESD, TAESDXL, TAESD3, TAEF1). All is as `AutoencoderKL` says, but for
-    tiles: those of this class of diffusers are refused (ValueError), and a `memory_limit` goes without any. TAEF2 is
-    refused too, for it has norms that diffusers' class has not: `vaemem.VAE` runs it.
+    """Drop-in for diffusers' AutoencoderTiny (TAESD, TAESDXL, TAESD3, TAEF1), as `AutoencoderKL`.
+
+    Tiles of this class are refused (ValueError); a `memory_limit` needs none. TAEF2 is refused too: it has norms, which
+    diffusers' class lacks. `vaemem.VAE` runs it.
 
     Examples
     --------
@@ -392,7 +393,7 @@ class AutoencoderTiny(_DropIn, diffusers.AutoencoderTiny):  # type: ignore[misc]
     def __init__(self, vae: VAE, config: Any = None, *args: Any, **kwargs: Any) -> None:
         if vae.arch.get("family") == "tiny" and vae.arch["norm_num_groups"]:
             raise ArgumentError("vae", "a VAE that diffusers' AutoencoderTiny can be", f"{vae.model}, which has norms")
-        if config is not None:  # without what diffusers adds to it
+        if config is not None:  # remove what diffusers adds to it
             config = {key: value for key, value in config.items() if key != "block_out_channels"}
         super().__init__(vae, config, *args, **kwargs)
 
@@ -410,9 +411,9 @@ class AutoencoderTiny(_DropIn, diffusers.AutoencoderTiny):  # type: ignore[misc]
 
 
 class _OneFrame(_DropIn):
-    """A drop-in for a VAE of videos, of which one frame is run: (N, C, 1, h, w)."""
+    """Base of the drop-ins for video VAEs, which run one frame: (N, C, 1, h, w)."""
 
-    _taken_over = (
+    _copied = (
         "use_slicing", "use_tiling", "tile_sample_min_height", "tile_sample_min_width", "tile_sample_stride_height",
         "tile_sample_stride_width",
     )  # fmt: skip
@@ -427,7 +428,7 @@ class _OneFrame(_DropIn):
     @staticmethod
     def _frame(name: str, x: torch.Tensor) -> torch.Tensor:
         if not isinstance(x, torch.Tensor):
-            return x  # refused, as by all drop-ins
+            return x  # `_run` refuses it
         if x.ndim == 5 and x.shape[2] == 1:
             return x[:, :, 0]
         advice = "vaemem runs this VAE for images alone, diffusers' own runs it for videos"
@@ -443,7 +444,7 @@ class _OneFrame(_DropIn):
         return Tiling(height, 1 - step / height)
 
     def state_dict(self, **kwargs: Any) -> dict[str, torch.Tensor]:
-        """Refused: of convolutions over several frames only what one frame meets is kept."""
+        """Refuse: only the slices of filters that one frame uses are kept."""
         raise RuntimeError(
             f"state_dict: expected the weights of a module of diffusers', got {type(self).__name__} of vaemem, which "
             "keeps only what one frame meets"
@@ -451,10 +452,11 @@ class _OneFrame(_DropIn):
 
 
 class AutoencoderKLWan(_OneFrame, diffusers.AutoencoderKLWan):  # type: ignore[misc]
-    """A drop-in for diffusers' AutoencoderKLWan (Wan 2.1 and 2.2), for images: tensors have one frame, (N, C, 1, h, w),
-    and it is computed as the 2D autoencoder that it is then. All else is as `AutoencoderKL` says, but for `state_dict`,
-    which is refused. ValueError for more frames. `AutoencoderKLQwenImage` and `AutoencoderKLQwenImage21` are the same
-    for diffusers' classes of these names, where diffusers has them.
+    """Drop-in for diffusers' AutoencoderKLWan (Wan 2.1 and 2.2), for images.
+
+    Tensors have one frame, (N, C, 1, h, w), so the VAE is computed as a 2D autoencoder. More frames are a ValueError,
+    and `state_dict` is refused. The rest is as in `AutoencoderKL`. `AutoencoderKLQwenImage` and
+    `AutoencoderKLQwenImage21` are the same for diffusers' classes of these names, if diffusers has them.
 
     Examples
     --------
@@ -481,5 +483,5 @@ class AutoencoderKLWan(_OneFrame, diffusers.AutoencoderKLWan):  # type: ignore[m
 
 for _name in _NEWER:
     if _class := getattr(diffusers, _name, None):
-        _doc = f"""A drop-in for diffusers' {_name}: see `AutoencoderKLWan`."""
+        _doc = f"""Drop-in for diffusers' {_name}: see `AutoencoderKLWan`."""
         globals()[_name] = type(_name, (_OneFrame, _class), {"theirs": _class, "__doc__": _doc, "__module__": __name__})

@@ -1,4 +1,4 @@
-"""Pipelines to measure: from a folder, from the cache of the Hub, or of full size with random weights."""
+"""Load pipelines to measure: from a folder, from the Hub's cache, or of full size with random weights."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from vaemem.pytorch.measuring import find_device, vae_builder
 
 # ---- components ----
 
-# Their configurations are those of config.json in the published folders, where they differ from the classes' defaults:
+# Configurations are those in config.json of the published folders, without the classes' defaults:
 # stable-diffusion-v1-5, stabilityai/stable-diffusion-xl-base-1.0, black-forest-labs/FLUX.1-dev and FLUX.1-schnell,
 # Tongyi-MAI/Z-Image-Turbo, black-forest-labs/FLUX.2-dev, FLUX.2-klein-4B and -9B.
 
 
 def _make(class_name: str, config_name: str = "", **settings: Any) -> Any:
-    """A module of that class, made of settings; or of a configuration that is made of them."""
+    """Make a module of a class from settings, or from a configuration with these settings."""
     build = resolve_name(class_name)
     return build(resolve_name(config_name)(**settings)) if config_name else build(**settings)
 
@@ -53,7 +53,7 @@ _QWEN3: dict[str, Any] = {
     "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
     "max_position_embeddings": 40960, "rope_theta": 1000000, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
 }  # fmt: skip
-# What makes each component, in the default dtype on the default device.
+# Functions that make each component, in the default dtype on the default device.
 BUILDERS: dict[str, Callable[[], Any]] = {
     "safety-checker": partial(
         _make, "diffusers.pipelines.stable_diffusion:StableDiffusionSafetyChecker", "transformers:CLIPConfig",
@@ -105,7 +105,7 @@ BUILDERS: dict[str, Callable[[], Any]] = {
 
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Modules that are built within have it, as from_pretrained builds them: what has another of its own keeps that."""
+    """Build modules in a dtype, as from_pretrained does; a module with a dtype of its own keeps it."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -118,7 +118,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 class _Undrawn(TorchFunctionMode):
-    """Weights that are built within are left as they come: to draw those of FLUX takes minutes."""
+    """Skips the random initialisation of weights, which takes minutes for FLUX."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = (*args, *(kwargs or {}).values())
@@ -155,7 +155,7 @@ def _random_pipeline(name: str, dtype: str) -> Any:
 
 
 def _tokenizer(length: int) -> Any:
-    """One that knows a word, and pads as the real ones do."""
+    """Make a tokenizer that knows one word, and pads as the real ones do."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -170,25 +170,25 @@ def load_pipeline(
     source: str, dtype: Dtype | None = None, offload: str = "none", vae: str = "whole", random: bool = False,
     device: Any = None,
 ) -> Any:  # fmt: skip
-    """A pipeline of diffusers, ready to be measured; nothing is downloaded.
+    """Load a pipeline of diffusers to measure; download nothing.
 
     Parameters
     ----------
     source : str
-        A folder of diffusers', or an id whose files are in the Hub's cache; with `random` ``"sd15"``, ``"sdxl"``,
+        A diffusers folder, or an id with files in the Hub's cache. With `random`: ``"sd15"``, ``"sdxl"``,
         ``"flux"``, ``"flux-schnell"``, ``"zimage-turbo"``, ``"flux2"``, ``"flux2-klein"`` or
         ``"flux2-klein-9b"``.
     dtype : str, optional
-        What it is loaded in; by default float16 for SD 1.5 and SDXL, bfloat16 for others.
+        Type of the weights; by default float16 for SD 1.5 and SDXL, bfloat16 for others.
     offload : str
-        ``"none"``, ``"model"`` or ``"sequential"``, as `vaemem.predict_pipeline` takes it.
+        ``"none"``, ``"model"`` or ``"sequential"``, as in `vaemem.predict_pipeline`.
     vae : str
         ``"whole"``, ``"tiled"`` or ``"sliced"``.
     random : bool
-        Whether it is built from configs, of full size with random weights and a tokenizer that knows one word, on
-        which neither memory nor time depends. It has no safety checker.
+        Build it from configs: full size, random weights, a tokenizer that knows one word, no safety checker. Memory and
+        time do not depend on these.
     device : torch.device or str, optional
-        Where it runs, by default on the GPU where PyTorch has one, else on the CPU.
+        Where it runs; by default the GPU if PyTorch has one, otherwise the CPU.
 
     Returns
     -------
@@ -197,11 +197,11 @@ def load_pipeline(
     Raises
     ------
     ValueError
-        An argument that cannot be, named.
+        An argument that cannot be used, by name.
     ImportError
-        No diffusers, or one that does not have the pipeline; no accelerate where something is offloaded.
+        There is no diffusers, or it lacks the pipeline; or there is no accelerate to offload with.
     OSError
-        Files that are not there.
+        Files are missing.
 
     Examples
     --------

@@ -1,7 +1,7 @@
-"""What real PyTorch takes for a VAE's run: the memory counters of CUDA, or the growth of the process on a CPU.
+"""Measure a VAE's run in PyTorch: the memory counters of CUDA, or the growth of the process on a CPU.
 
-The order of calls, and which Python names hold tensors meanwhile, are those of the benchmark that the seed table was
-made with: the names decide which tensors are still allocated when a run begins.
+The order of calls, and the Python names that hold tensors, are those of the benchmark behind the seed table: the names
+decide which tensors are still allocated when a run begins.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PROFILE_COLUMNS = ("gpu", "torch", "cudnn", *Conv._fields, "workspace_bytes")
 
 
 class Measurement(NamedTuple):
-    """One run: bytes above what was there before it (None: not measured), and seconds."""
+    """One run: bytes above the level before it (None: not measured), and seconds."""
 
     allocated: int | None
     reserved: int
@@ -52,46 +52,46 @@ class CudaMeter:
         self._cuda, self._device = cuda, device
 
     def clear(self) -> None:
-        """Gives the cache back, and resets the peaks."""
+        """Empty the cache and reset the peaks."""
         gc.collect()
         self._cuda.empty_cache()
         self.reset()
 
     def reset(self) -> None:
-        """Resets the peaks alone."""
+        """Reset the peaks."""
         self._cuda.reset_peak_memory_stats(self._device)
 
     def wait(self) -> None:
-        """Returns when the device has done its work."""
+        """Wait until the device has done its work."""
         self._cuda.synchronize(self._device)
 
     def before(self) -> tuple[int, int]:
-        """(allocated, reserved) in bytes."""
+        """Return (allocated, reserved) in bytes."""
         self.wait()
         return self._cuda.memory_allocated(self._device), self._cuda.memory_reserved(self._device)
 
     def after(self) -> tuple[int | None, int]:
-        """The peaks of both since they were reset."""
+        """Return the peaks of both since the reset."""
         self.wait()
         return self._cuda.max_memory_allocated(self._device), self._cuda.max_memory_reserved(self._device)
 
 
 class CpuMeter:
-    """The resident size of this process, with CudaMeter's methods. What malloc has in use is not known.
+    """The resident size of this process, with CudaMeter's methods. malloc's bytes in use are unknown.
 
-    OSError where the system is not Linux, or does not let a process reset its peak resident size.
+    OSError unless the system is Linux and lets a process reset its peak resident size.
     """
 
     def __init__(self) -> None:
         if sys.platform != "linux":
             raise OSError("measure: expected Linux, whose /proc tells the peak resident size of a CPU run")
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc; others keep little
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc; other libraries keep little
         self.reset()
 
     def clear(self) -> None:
         gc.collect()
         if self._trim:
-            self._trim(0)  # or the run would find the pages of the one before
+            self._trim(0)  # otherwise a run reuses pages of the run before
 
     def wait(self) -> None:
         pass
@@ -99,7 +99,7 @@ class CpuMeter:
     def reset(self) -> None:
         try:
             with open("/proc/self/clear_refs", "w") as file:
-                file.write("5")  # VmHWM starts again from here
+                file.write("5")  # resets VmHWM
         except OSError as error:
             raise OSError(
                 f"measure: expected a system that lets a process reset its peak resident size: {error}"
@@ -119,11 +119,11 @@ def _status(key: str) -> int:
 
 
 def _call(vae: Any, op: str, x: Any, scaling: float | None, names: dict[str, Any], measured: bool) -> Any:
-    """One run, whose result the caller binds.
+    """Run once; the caller binds the result.
 
-    diffusers' encode is sampled, unless it gives latents as AutoencoderTiny's does, and scaled where it is measured;
-    its decode gets unscaled latents. BFL's scale within (`scaling` is None). What the script binds on the way stays
-    bound until the next run binds its own: it is part of what is measured.
+    diffusers' encode is sampled, except for AutoencoderTiny's latents, and scaled if measured; its decode gets unscaled
+    latents. BFL's modules scale within (`scaling` is None). `names` keeps what the script binds until the next run
+    binds its own: these tensors are part of the measurement.
     """
     if scaling is None:
         return getattr(vae, op)(x)
@@ -161,7 +161,7 @@ def _measurements(
 
 
 class _Subject(NamedTuple):
-    """A module that is measured, and what its inputs look like."""
+    """A module to measure, and the form of its inputs."""
 
     vae: Any
     model: str
@@ -177,60 +177,60 @@ def measure(
     runtime: Program = "diffusers", device: Any = None, warmups: int = 2, runs: int = 5, tile: int | None = None,
     batch: int = 1, snapshot: str | os.PathLike[str] | None = None, profile: str | os.PathLike[str] | None = None,
 ) -> Table:  # fmt: skip
-    """Measures a VAE's memory and time in PyTorch, the way the seed table was measured.
+    """Measure a VAE's memory and time in PyTorch, as the seed table was measured.
 
     Parameters
     ----------
     model : str or torch.nn.Module
-        A name or a config.json of an autoencoder of images, as `vaemem.predict` takes it: diffusers' module with random
-        weights, on which neither memory nor time depends. Or a module of `runtime`; it is put in eval mode, converted
-        and moved to `device`, and stays so. Autoencoders of videos, Qwen-Image's and Wan's, are refused.
+        A name or a config.json of an image autoencoder, as in `vaemem.predict`: diffusers' module with random weights,
+        which affect neither memory nor time. Or a module of `runtime`; it is put in eval mode, converted and moved to
+        `device`, and stays so. Video autoencoders, Qwen-Image's and Wan's, are refused.
     op : str
-        ``"encode"`` (sampled and scaled, as pipelines do), ``"decode"``, ``"encode_tiled"`` or ``"decode_tiled"``.
+        ``"encode"`` (sampled and scaled, as in pipelines), ``"decode"``, ``"encode_tiled"`` or ``"decode_tiled"``.
     sizes : int or sequence of int and (int, int)
-        The image's, in pixels, multiples of 8: an int is a square, a pair is (height, width).
+        Sizes of the image in pixels, multiples of 8: an int is a square, a pair is (height, width).
     dtypes : str or sequence of str
-        The types of weights and run: ``"float16"``, ``"bfloat16"``, ``"float32"``.
+        Types of weights and run: ``"float16"``, ``"bfloat16"``, ``"float32"``.
     runtime : str
         Whose code the module is: ``"diffusers"``, or ``"bfl"`` (AutoEncoder of the flux repository; only as a module).
     device : torch.device or str, optional
-        The GPU where PyTorch has one, else the CPU.
+        By default the GPU if PyTorch has one, otherwise the CPU.
     warmups, runs : int
-        Runs that are not measured, and those whose mean is taken.
+        Number of runs that are not measured, and of runs to average.
     tile : int, optional
         Side of a tile in pixels for the tiled ops, 512 by default; tiles overlap by a quarter, an AutoencoderTiny's by
         an eighth.
     batch : int
         Images in one run.
     snapshot : path, optional
-        Gets the allocator's history from before the model is loaded, as `vaemem.replay` and pytorch.org/memory_viz
-        read it. Recording slows the runs down. CUDA only.
+        File for the allocator's history from before the model is loaded, for `vaemem.replay` and
+        pytorch.org/memory_viz. Recording slows the runs down. CUDA only.
     profile : path, optional
-        Gets a CSV of the workspace that cuDNN takes for each convolution of these runs, in bytes as requested from the
+        CSV file for the workspace that cuDNN uses for each convolution of these runs, in bytes as requested from the
         allocator. CUDA only.
 
     Returns
     -------
     Table
-        A row a dtype and size, source "measured". On CUDA `allocated_bytes` and `reserved_bytes` are the peaks minus
-        what was there just before the run. On the CPU `reserved_bytes` is the growth of the resident size, and
-        `allocated_bytes` is not known.
+        One row per dtype and size, source "measured". On CUDA `allocated_bytes` and `reserved_bytes` are the peaks
+        minus the level just before the run. On the CPU `reserved_bytes` is the growth of the resident size, and
+        `allocated_bytes` is unknown.
 
     Raises
     ------
     ValueError, TypeError
-        An argument that cannot be run, named, before anything is measured.
+        An argument that cannot be used, by name, before anything is measured.
     ImportError
-        No PyTorch, or no diffusers where `model` is a name.
+        There is no PyTorch, or no diffusers for a model's name.
     OSError
-        A CPU run where the peak resident size cannot be reset.
+        The peak resident size of a CPU run cannot be reset.
     torch.OutOfMemoryError
         A run does not fit.
 
     Notes
     -----
-    Before each run garbage is collected, the cache emptied and the peaks reset. `reserved_bytes` depends on what the
-    process did before; what `vaemem.predict` means by default is one size and dtype in a fresh process.
+    Before each run garbage is collected, the cache emptied and the peaks reset. `reserved_bytes` depends on earlier
+    work of the process; `vaemem.predict` by default predicts one size and dtype in a fresh process.
 
     Examples
     --------
@@ -253,14 +253,14 @@ def measure(
     for name, path in (("snapshot", snapshot), ("profile", profile)):
         if path is not None and place.type != "cuda":
             raise ArgumentError(name, "a CUDA device to record", str(place))
-    make = _maker(model, runtime)
+    make = _find_maker(model, runtime)
     rows: list[Row] = []
     workspaces: dict[Conv, int] = {}
     with contextlib.ExitStack() as stack:
         if place.type == "cuda":
-            stack.enter_context(torch.cuda.device(place))  # empty_cache and the like speak of the current one
+            stack.enter_context(torch.cuda.device(place))  # empty_cache and others act on the current device
             if snapshot is not None:
-                stack.enter_context(_history(snapshot))
+                stack.enter_context(_record_history(snapshot))
         meter = CudaMeter(torch.cuda, place) if place.type == "cuda" else CpuMeter()
         for dtype in wanted:
             subject = make()
@@ -283,8 +283,8 @@ def measure(
                         done = _measurements(vae, op_run, x, meter, warmups, runs, subject.scaling)
                         if profile is not None:
                             new = [conv for conv in _convolutions(vae, op_run, x) if conv not in workspaces]
-                            workspaces |= {conv: _workspace(conv, place) for conv in new}
-                    rows.append(known | {"height": height, "width": width} | _mean(done))
+                            workspaces |= {conv: _measure_workspace(conv, place) for conv in new}
+                    rows.append(known | {"height": height, "width": width} | _average(done))
                     del x
             del subject, vae
             meter.clear()
@@ -293,7 +293,7 @@ def measure(
     return Table(rows)
 
 
-def _mean(done: Sequence[Measurement]) -> dict[str, Any]:
+def _average(done: Sequence[Measurement]) -> dict[str, Any]:
     allocated = [m.allocated for m in done if m.allocated is not None]
     return {
         "allocated_bytes": round(statistics.fmean(allocated)) if allocated else None,
@@ -306,7 +306,7 @@ def _mean(done: Sequence[Measurement]) -> dict[str, Any]:
 
 
 def find_device(device: Any) -> Any:
-    """The torch.device to measure on, with its number; where it is None the GPU, or the CPU where there is none."""
+    """Return the torch.device to measure on, with its number; by default the GPU, or the CPU if there is none."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -324,10 +324,10 @@ def find_device(device: Any) -> Any:
     return torch.device("cuda", torch.cuda.current_device()) if place.index is None else place
 
 
-def _maker(model: Any, runtime: str) -> Callable[[], _Subject]:
-    """Makes the module, on the CPU where the model is a name: once for each dtype, as if it was loaded in it."""
+def _find_maker(model: Any, runtime: str) -> Callable[[], _Subject]:
+    """Return a function that makes the module, on the CPU for a model's name. It is called once per dtype."""
     if isinstance(model, torch.nn.Module):
-        subject = _described(model, runtime)
+        subject = _describe(model, runtime)
         return lambda: subject
     if not isinstance(model, str | os.PathLike):
         raise ArgumentTypeError("model", "a name, a config.json or a torch.nn.Module", type(model).__name__)
@@ -337,19 +337,19 @@ def _maker(model: Any, runtime: str) -> Callable[[], _Subject]:
     if arch.get("family") == "wan":
         raise ArgumentError("model", "an autoencoder of images", f"{model!r}, which diffusers runs as one of videos")
     build = vae_builder(arch, f"measure of {model!r} and not of a module")
-    return lambda: _described(build(), runtime)._replace(model=arch["name"])
+    return lambda: _describe(build(), runtime)._replace(model=arch["name"])
 
 
 def vae_builder(arch: dict[str, Any], what: str) -> Callable[[], Any]:
-    """Makes diffusers' module of an architecture, with random weights; ImportError where there is no class of it, which
-    `what` needs. A scaling factor that is not known is 1.0: any takes the same memory and time."""
+    """Return a function that makes diffusers' module of an architecture, with random weights. An unknown scaling factor
+    becomes 1.0, which affects neither memory nor time. ImportError if diffusers lacks the class; `what` needs it."""
     config, diffusers = config_of(arch), need("diffusers", what)
     name = config.pop("_class_name")
     build = getattr(diffusers, name, None)
     if build is None:
         raise ImportError(f"{what} needs a diffusers that has {name}, got {diffusers.__version__}")
     known = inspect.signature(build).parameters
-    if "force_upcast" not in known:  # as in FLUX.2's
+    if "force_upcast" not in known:  # as for FLUX.2
         config.pop("force_upcast", None)
     if others := [key for key in config if key not in known]:
         wanted = f"{what} needs a diffusers whose {name} has {', '.join(others)}"
@@ -359,7 +359,7 @@ def vae_builder(arch: dict[str, Any], what: str) -> Callable[[], Any]:
     return functools.partial(build, **config)
 
 
-def _described(vae: Any, runtime: str) -> _Subject:
+def _describe(vae: Any, runtime: str) -> _Subject:
     try:
         if runtime == "bfl":
             channels = {"encode": vae.encoder.conv_in.in_channels, "decode": vae.decoder.conv_in.in_channels}
@@ -370,7 +370,7 @@ def _described(vae: Any, runtime: str) -> _Subject:
     except (AttributeError, KeyError) as error:
         wanted = "AutoencoderKL" if runtime == "diffusers" else "AutoEncoder"
         raise ArgumentTypeError("model", f"{runtime}'s {wanted}", type(vae).__name__, str(error)) from None
-    name = "custom"  # an architecture that vaemem does not run can be measured all the same
+    name = "custom"  # vaemem may not run this architecture
     with contextlib.suppress(ValueError):
         name = read_config(config)["name"]
     overlap = TINY_OVERLAP if config["_class_name"] == "AutoencoderTiny" else OVERLAP
@@ -386,7 +386,7 @@ def _check_sizes(subject: _Subject, pairs: Sequence[tuple[int, int]], tile: int 
 
 
 def _tiling(runtime: str, tile: int, subject: _Subject) -> dict[str, Any]:
-    """The module's attributes for tiles of that side in pixels, none for 0."""
+    """Return the module's attributes for tiles with a side in pixels; for 0, without tiles."""
     if runtime != "diffusers" or not tile:
         return {"use_tiling": False} if runtime == "diffusers" else {}
     sizes = {"tile_sample_min_size": tile, "tile_latent_min_size": tile // subject.factor}
@@ -394,7 +394,7 @@ def _tiling(runtime: str, tile: int, subject: _Subject) -> dict[str, Any]:
 
 
 def what_ran(device: Any, runtime: str) -> str:
-    """What ran, for a table's `versions`; settings that change the memory are named where they are not the default."""
+    """Describe the software for a table's `versions`, with settings that change the memory if they are not defaults."""
     parts = [f"torch {torch.__version__}"]
     if device.type == "cuda":
         parts += [f"cudnn {cudnn_version()}", f"cuda {torch.version.cuda}", f"driver {driver_version()}"]
@@ -413,16 +413,16 @@ def what_ran(device: Any, runtime: str) -> str:
 
 
 def cudnn_version() -> str:
-    """``"9.7.1"``: that of the cuDNN which PyTorch runs with."""
+    """Return the version of PyTorch's cuDNN, such as ``"9.7.1"``; ``"none"`` without one."""
     number = torch.backends.cudnn.version()
     if number is None:
         return "none"
-    thousand = 10000 if number >= 90000 else 1000  # cuDNN 9 widened its number
+    thousand = 10000 if number >= 90000 else 1000  # cuDNN 9 has wider numbers
     return f"{number // thousand}.{number % thousand // 100}.{number % 100}"
 
 
 def driver_version() -> str:
-    """``"535.104.05"``: that of NVIDIA's kernel module; ``"unknown"`` where it does not say."""
+    """Return the version of NVIDIA's kernel module, such as ``"535.104.05"``; ``"unknown"`` if it is not readable."""
     with contextlib.suppress(OSError), open("/proc/driver/nvidia/version") as file:
         found = re.search(r"\b\d+\.\d+(\.\d+)?\b", file.read())
         if found:
@@ -430,12 +430,12 @@ def driver_version() -> str:
     return "unknown"
 
 
-# ---- the record ----
+# ---- snapshots and profiles ----
 
 
 @contextlib.contextmanager
-def _history(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Records the allocator's events within, and writes them where all went well."""
+def _record_history(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Record the allocator's events, and write them to a file if the block succeeds."""
     memory = torch.cuda.memory
     memory._record_memory_history("all", stacks="python", max_entries=sys.maxsize)
     try:
@@ -446,7 +446,7 @@ def _history(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _convolutions(vae: Any, op: str, x: Any) -> list[Conv]:
-    """The convolutions that a run has, each once."""
+    """List the convolutions of a run, each once."""
     found = [Conv(*conv) for conv in record(vae, x, call=lambda vae, x: getattr(vae, op)(x)).trace.convs]
     for conv in found:
         if not conv.is_plain:
@@ -454,15 +454,15 @@ def _convolutions(vae: Any, op: str, x: Any) -> list[Conv]:
     return list(dict.fromkeys(found))
 
 
-def _workspace(conv: Conv, device: Any) -> int:
-    """Bytes that one convolution requests of the allocator besides its output."""
+def _measure_workspace(conv: Conv, device: Any) -> int:
+    """Return the bytes that one convolution requests from the allocator in addition to its output."""
     layout = torch.channels_last if conv.layout == "nhwc" else torch.contiguous_format
     like = {"dtype": getattr(torch, conv.dtype), "device": device, "memory_format": layout}
     x = torch.empty((conv.n, conv.c, conv.h, conv.w), **like)
     filters: tuple[Any, ...] = (conv.k, conv.c, conv.r, conv.r)  # square ones
     weight = torch.empty(filters, **like)
     workspace = 0
-    for _ in range(2):  # the first may try plans that do not run
+    for _ in range(2):  # the first run may try plans that fail
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_stats(device)["requested_bytes.all.current"]

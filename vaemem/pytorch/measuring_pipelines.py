@@ -1,8 +1,8 @@
-"""What a whole pipeline of diffusers takes on this machine, phase by phase, beside what `vaemem.predict_pipeline` says.
+"""Measure a diffusers pipeline on this machine, phase by phase, next to the result of `vaemem.predict_pipeline`.
 
-The counters are read where a pipeline calls the component that a phase begins with (`_Phases.watching`). What it makes
-before that call belongs to the phase before, which ends there; a component that accelerate brings as a whole is brought
-first, and by accelerate's own hook, as `vaemem.pipelines.pipeline_run` does it.
+The counters are read when a pipeline calls the component that begins a phase (`_Phases.watching`). Work before that
+call belongs to the phase before, which ends there. If accelerate moves that component to the device whole, its own hook
+does so first, as in `vaemem.pipelines.pipeline_run`.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from vaemem.prediction.request import Card, Software, find_card, usual_tile
 from vaemem.pytorch.measuring import CpuMeter, CudaMeter, cudnn_version, find_device, what_ran
 from vaemem.tables.table import Table
 
-# Arguments of a pipeline's call that do not change what is predicted, or only what the denoiser's first call shows.
+# Arguments of a pipeline's call that do not change the prediction, or only what the denoiser's first call shows.
 _HARMLESS = {
     "output_type", "negative_prompt", "guidance_scale", "max_sequence_length", "generator", "image", "strength",
 }  # fmt: skip
-# What PyTorch computes by its own attention, as the modules were recorded.
+# Attention processors that use PyTorch's own attention, as in the recorded modules.
 _PROCESSORS = {"AttnProcessor2_0", "FluxAttnProcessor2_0", "FluxAttnProcessor", "ZSingleStreamAttnProcessor"}
 _COUNTERS = ("allocated", "reserved")
 
 
 class MeasuredPhase(NamedTuple):
-    """What a pipeline took in one of its phases.
+    """Memory and time of a pipeline's phase.
 
     name: load, encode prompt, encode image, denoise, decode
-    allocated, reserved: the peaks of PyTorch's counters, in bytes; on a CPU not known, and the process's resident size
-    seconds: until the device had done its work, with what was sent to it
-    fits: whether it went through; where it ran out of memory, the rest is what had been measured until then
+    allocated, reserved: peaks of PyTorch's counters in bytes; on a CPU None, and the process's resident size
+    seconds: until the device has done its work, with transfers to it
+    fits: False if it ran out of memory; the other fields then hold what was measured until then
 
     >>> MeasuredPhase("decode", 3 << 30, 4 << 30, 1.5).fits
     True
@@ -60,7 +60,7 @@ class MeasuredPhase(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What the denoiser's first call shows: its images, the numbers of a latent, the tokens of a prompt."""
+    """Facts that the denoiser's first call shows: images, numbers in a latent, tokens in a prompt."""
 
     images: int
     numbers: int
@@ -68,27 +68,27 @@ class Seen(NamedTuple):
 
 
 class MeasuredPipeline(Shown):
-    """What `measure_pipeline` returns. Printing it shows a line a phase.
+    """Result of `measure_pipeline`. Printing it shows one line per phase.
 
     Attributes
     ----------
     title : str
         What ran, and where.
     phases : tuple of MeasuredPhase
-        In order: load (where the pipeline was made by a function), encode prompt, encode image (where there is one),
-        denoise, decode; up to the one that ran out of memory.
+        In order: load (if a function made the pipeline), encode prompt, encode image (if there is one), denoise,
+        decode; up to a phase that ran out of memory.
     predicted : dict of str to Phase
-        What `vaemem.predict_pipeline` says of the same phases on this card; empty where nothing is predicted, of which
-        `notes` says why.
+        The phases as `vaemem.predict_pipeline` predicts them for this card. Empty if nothing is predicted; `notes` says
+        why.
     out_of_memory_at : tuple of (str, str) or None
-        The phase, and what PyTorch said.
+        The phase, and PyTorch's message.
     asked : dict
-        What ran: pipeline (its class), model (the name that vaemem knows it by; else its class), height, width, batch,
-        steps, tokens, dtype, offload, vae, device.
+        What ran: pipeline (its class), model (vaemem's name for it, otherwise its class), height, width, batch, steps,
+        tokens, dtype, offload, vae, device.
     versions : str
         ``"torch 2.9.1+cu128, cudnn 9.10.2, ..."``
     notes : tuple of str
-        What is to be known of the measurement and of the prediction.
+        Remarks on the measurement and the prediction.
 
     Examples
     --------
@@ -107,13 +107,14 @@ class MeasuredPipeline(Shown):
         self.asked, self.phases, self.predicted, self.versions = dict(asked), tuple(phases), dict(predicted), versions
         self.out_of_memory_at = (phases[-1].name, out_of_memory) if out_of_memory is not None else None
         self.notes = tuple(notes)
-        said = {name: value for name, value in self.asked.items() if value is not None and name != "model"}
-        size = f"{said.pop('pipeline', 'A pipeline')} {said.pop('height')}x{said.pop('width')} ({said.pop('device')})"
-        self.title = ", ".join([size, *(f"{name} {value}" for name, value in said.items())])
+        shown = {name: value for name, value in self.asked.items() if value is not None and name != "model"}
+        size = f"{shown.pop('pipeline', 'A pipeline')} {shown.pop('height')}x{shown.pop('width')}"
+        size += f" ({shown.pop('device')})"
+        self.title = ", ".join([size, *(f"{name} {value}" for name, value in shown.items())])
 
     def rows(self) -> list[dict[str, Any]]:
-        """Rows of a `vaemem.Table`, one a phase that went through, and where all did one of the whole, with the most of
-        their bytes and the sum of their seconds."""
+        """Return rows of a `vaemem.Table`: one per phase that succeeded. If all did, add one for the whole, with the
+        largest bytes and the sum of seconds."""
         asked, done = self.asked, [phase for phase in self.phases if phase.fits]
         run = {name: asked.get(name) for name in ("height", "width", "batch", "tokens", "dtype", "device")} | {
             "model": asked.get("model") or asked.get("pipeline"), "op": "pipeline", "runtime": "diffusers",
@@ -131,7 +132,7 @@ class MeasuredPipeline(Shown):
         ]  # fmt: skip
 
     def to_csv(self, path: str | os.PathLike[str] | None = None) -> str | None:
-        """`rows` as the CSV of a `vaemem.Table`, which `vaemem.fit`, `compare` and `report` read.
+        """Return `rows` as the CSV of a `vaemem.Table`, for `vaemem.fit`, `compare` and `report`.
 
         Examples
         --------
@@ -142,15 +143,15 @@ class MeasuredPipeline(Shown):
         return Table(self.rows()).to_csv(path)
 
     def _lines(self) -> list[dict[str, Any]]:
-        """One dict a phase: bytes measured and predicted, the error in percent of the former, seconds, what ran."""
+        """Return a dict per phase: bytes measured and predicted, error in percent of measured, seconds, what ran."""
         rows = []
         for phase in self.phases:
             row: dict[str, Any] = {"phase": phase.name}
             for name in _COUNTERS:
-                measured, said = getattr(phase, name), getattr(self.predicted.get(phase.name), name, None)
-                has_error = measured and said is not None and phase.fits
-                row |= {f"{name}_bytes": measured, f"predicted_{name}_bytes": said}
-                row[f"{name}_error_percent"] = round(100 * (said / measured - 1), 3) if has_error else None
+                measured, predicted = getattr(phase, name), getattr(self.predicted.get(phase.name), name, None)
+                has_error = measured and predicted is not None and phase.fits
+                row |= {f"{name}_bytes": measured, f"predicted_{name}_bytes": predicted}
+                row[f"{name}_error_percent"] = round(100 * (predicted / measured - 1), 3) if has_error else None
             row |= {"seconds": round(phase.seconds, 6), "fits": phase.fits}
             rows.append(row | self.asked | {"versions": self.versions})
         return rows
@@ -185,12 +186,12 @@ class MeasuredPipeline(Shown):
         return Sheet(self._headline, [facts, table, Bullets(self.notes)])
 
 
-# ---- the borders between phases ----
+# ---- borders between phases ----
 
 
 @contextlib.contextmanager
 def _before(module: Any, method: str, act: Callable[..., None]) -> Iterator[None]:
-    """Within, `act` is told of each call of that object's method before it, by the keywords of the call."""
+    """Call `act` before each call of an object's method, with the call's keywords."""
     call, own = getattr(module, method), module.__dict__.get(method)
 
     @functools.wraps(call)
@@ -202,17 +203,17 @@ def _before(module: Any, method: str, act: Callable[..., None]) -> Iterator[None
     try:
         yield
     finally:
-        if module.__dict__.get(method) is watched:  # accelerate takes away a `to` when it removes its hooks
+        if module.__dict__.get(method) is watched:  # accelerate deletes a `to` when it removes its hooks
             delattr(module, method) if own is None else setattr(module, method, own)
 
 
-def _comes_whole(module: Any) -> bool:
-    """Whether ``enable_model_cpu_offload`` brings it for its call."""
+def _is_moved_whole(module: Any) -> bool:
+    """Return whether ``enable_model_cpu_offload`` moves it to the device for its call."""
     return type(getattr(module, "_hf_hook", None)).__name__ == "CpuOffload"
 
 
 class _Phases:
-    """Reads a meter where one phase ends and another begins; each begins once."""
+    """Reads a meter when a phase ends and the next begins; each begins once."""
 
     def __init__(self, meter: CudaMeter | CpuMeter):
         self.meter, self.done = meter, list[MeasuredPhase]()
@@ -221,26 +222,27 @@ class _Phases:
         self._since = 0.0
 
     def begin(self, name: str, module: Any = None) -> None:
-        """Ends the phase before, and begins this one when the module that it calls first is there."""
+        """End the phase before, and begin this one once the module that it calls first is on the device."""
         if name in self._names:
             return
         self.end()
         self._names.append(name)
         self._since = time.perf_counter()
         self.meter.reset()
-        if _comes_whole(module):
+        if _is_moved_whole(module):
             module._hf_hook.pre_forward(module)
             self.meter.wait()
             self.meter.reset()
 
     def end(self, fits: bool = True) -> None:
+        """Read the meter and record the phase, if one has begun."""
         if len(self._names) > len(self.done):
             peaks = self.meter.after()
             self.done.append(MeasuredPhase(self._names[-1], *peaks, time.perf_counter() - self._since, fits))
 
     @contextlib.contextmanager
     def watching(self, pipe: Any) -> Iterator[None]:
-        """Within, the pipeline's own calls begin its phases."""
+        """Let the pipeline's calls begin its phases."""
         vae, denoiser = pipe.vae, _denoiser(pipe)
 
         def encode_prompt(module: Any, _: Any) -> None:
@@ -249,14 +251,14 @@ class _Phases:
         def denoise(module: Any, args: Any, kwargs: Any) -> None:
             self.begin("denoise", module)
             if self.seen is None:
-                with contextlib.suppress(IndexError, KeyError, TypeError):  # a denoiser that is called in another way
+                with contextlib.suppress(IndexError, KeyError, TypeError):  # another way to call a denoiser
                     latents = args[0] if args else kwargs["hidden_states"]
                     prompts = args[2] if len(args) > 2 else kwargs["encoder_hidden_states"]
                     self.seen = Seen(len(latents), latents[0].numel(), len(prompts[0]))
 
         def convert(dtype: Any = None, **_: Any) -> None:
-            # Before its call. Where the VAE is offloaded as a whole, that happens on the CPU and is no part of it.
-            if dtype is not None and not _comes_whole(vae):
+            # A conversion before the VAE's call. A VAE offloaded whole is converted on the CPU, before its phase.
+            if dtype is not None and not _is_moved_whole(vae):
                 self.begin("decode" if "denoise" in self._names else "encode image")
 
         with contextlib.ExitStack() as stack:
@@ -290,11 +292,11 @@ def _tensors(module: Any) -> list[Any]:
 
 
 def _place(module: Any, device: Any) -> str:
-    """How a component comes to the device: "none" where it stays there."""
-    if _comes_whole(module):
+    """Return how a component gets to the device: "none" if it stays there."""
+    if _is_moved_whole(module):
         return "model"
     places = {tensor.device for tensor in _tensors(module)}
-    if torch.device("meta") in places:  # where accelerate leaves weights that come for their calls
+    if torch.device("meta") in places:  # accelerate's place for weights that it loads for their calls
         return "sequential"
     return "none" if places == {device} else f"on {' and '.join(sorted(map(str, places)))}"
 
@@ -306,14 +308,14 @@ def _offload(pipe: Any, device: Any) -> str:
 
 
 def _vae_way(vae: Any, batch: int) -> str:
-    """diffusers slices batches alone."""
+    """Return how the VAE runs: "whole", "tiled", "sliced". diffusers slices only batches."""
     ways = {"tiled": getattr(vae, "use_tiling", False), "sliced": getattr(vae, "use_slicing", False) and batch > 1}
     return " and ".join(name for name, is_on in ways.items() if is_on) or "whole"
 
 
 @contextlib.contextmanager
-def _left_as_it_was(pipe: Any) -> Iterator[None]:
-    """Within, the pipeline runs. Stopped, it leaves its VAE converted, and offloaded components on the device."""
+def _restoring(pipe: Any) -> Iterator[None]:
+    """Run the pipeline in this block. On an error give its VAE the old dtype, and free offloaded components."""
     dtype = pipe.vae.dtype
     try:
         yield
@@ -324,11 +326,11 @@ def _left_as_it_was(pipe: Any) -> Iterator[None]:
         raise
 
 
-# ---- the prediction beside ----
+# ---- the prediction ----
 
 
-def _unusual(pipe: Any, call: Mapping[str, Any]) -> Iterator[str]:
-    """What a prediction knows nothing of."""
+def _list_unpredictable(pipe: Any, call: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a prediction does not cover."""
     yield from (f"the call's argument {name}" for name in call if name not in _HARMLESS)
     if torch.backends.cudnn.benchmark:
         yield "torch.backends.cudnn.benchmark"
@@ -347,13 +349,13 @@ def _unusual(pipe: Any, call: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _has_weights(module: Any, part: Part) -> bool:
-    """Whether a module has the tensors of a component as it was recorded, whatever their names."""
+    """Return whether a module has the recorded tensors of a component, under any names."""
     stored = Counter((weight.shape, weight.bytes) for weight in part.weights)
     return stored == Counter((tuple(tensor.shape), tensor.nbytes) for tensor in _tensors(module))
 
 
-def _request(pipe: Any, seen: Seen, card: Card, software: Software, **asked: Any) -> PipelineRequest:
-    """What `vaemem.predict_pipeline` is asked of this pipeline; ValueError says why it cannot be."""
+def _request(pipe: Any, seen: Seen, card: Card, software: Software, **facts: Any) -> PipelineRequest:
+    """Make the request to `vaemem.predict_pipeline` for this pipeline; a ValueError says why there is none."""
     modules, class_name = _modules(pipe), type(pipe).__name__.replace("Img2Img", "")
     why = f"{type(pipe).__name__} is none of the pipelines that are known"
     for name, kind in PIPELINES.items():
@@ -364,14 +366,14 @@ def _request(pipe: Any, seen: Seen, card: Card, software: Software, **asked: Any
             raise ValueError(f"{name} has no {', '.join(sorted(others))} as it is known")
         components = {role: _dtype(modules[role]) if role in modules else None for role in known}
         if kind.parts["vae"] == "sdxl" and components["vae"] == "float16" and pipe.vae.config.force_upcast:
-            del components["vae"]  # which is what is predicted of SDXL's where nothing is said
+            del components["vae"]  # the default for SDXL
         given = PipelineArguments(
-            name, prompt_tokens=seen.tokens, components=components, guidance=seen.images == 2 * asked["batch"],
-            dtype=_dtype(_denoiser(pipe)), **asked,
+            name, prompt_tokens=seen.tokens, components=components, guidance=seen.images == 2 * facts["batch"],
+            dtype=_dtype(_denoiser(pipe)), **facts,
         )  # fmt: skip
         request = resolve_pipeline(given, card, software)
-        images = asked["batch"] * (2 if kind.guides and request.guidance else 1)
-        numbers = pipe.vae.config.latent_channels * (asked["height"] // VAE_STRIDE) * (asked["width"] // VAE_STRIDE)
+        images = facts["batch"] * (2 if kind.guides and request.guidance else 1)
+        numbers = pipe.vae.config.latent_channels * (facts["height"] // VAE_STRIDE) * (facts["width"] // VAE_STRIDE)
         if other := [part for part in request.parts if not _has_weights(modules[part.role], part)]:
             why = f"{other[0].role} has not the weights of {other[0].component}"
         elif (seen.images, seen.numbers) != (images, numbers):
@@ -382,15 +384,15 @@ def _request(pipe: Any, seen: Seen, card: Card, software: Software, **asked: Any
     raise ValueError(why)
 
 
-def _predicted(
-    pipe: Any, seen: Seen | None, call: Mapping[str, Any], place: Any, used: int, asked: Mapping[str, Any]
+def _predict_phases(
+    pipe: Any, seen: Seen | None, call: Mapping[str, Any], place: Any, used: int, facts: Mapping[str, Any]
 ) -> tuple[dict[str, Phase], list[str]]:
-    """What is predicted of each phase on this card, as full as it is, and notes; ValueError says why nothing is."""
+    """Predict each phase on this card with its present load, and return notes; a ValueError says why it cannot."""
     if place.type != "cuda":
         raise ValueError("it ran on a CPU, where reserved is the process's resident size and allocated is not known")
     if seen is None:
         raise ValueError("the call of the denoiser, which shows what runs, was not seen")
-    if unknown := list(_unusual(pipe, call)):
+    if unknown := list(_list_unpredictable(pipe, call)):
         raise ValueError(f"nothing is known of {'; '.join(unknown)}")
     conf = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "native"
     software = Software(
@@ -399,22 +401,22 @@ def _predicted(
     )  # fmt: skip
     about, system = torch.cuda.get_device_properties(place), "windows" if sys.platform == "win32" else "linux"
     card, sizes = find_card(about.name, about.total_memory, used, system), ("height", "width", "batch", "steps")
-    request = _request(pipe, seen, card, software, image="image" in call, **{name: asked[name] for name in sizes})
+    request = _request(pipe, seen, card, software, image="image" in call, **{name: facts[name] for name in sizes})
     tile = usual_tile(request.part("vae").component)
-    if asked["vae"] == "tiled" and (pipe.vae.tile_sample_min_size, pipe.vae.tile_overlap_factor) != (tile, 0.25):
+    if facts["vae"] == "tiled" and (pipe.vae.tile_sample_min_size, pipe.vae.tile_overlap_factor) != (tile, 0.25):
         raise ValueError(f"its tiles are not of {tile} pixels, a quarter of which overlaps")
-    prediction = PipelinePrediction(request.run_with(asked["offload"], asked["vae"]))
-    notes, read = list(prediction.notes), request.pipeline.read
+    prediction = PipelinePrediction(request.run_with(facts["offload"], facts["vae"]))
+    notes, release = list(prediction.notes), request.pipeline.read
     if prediction.out_of_memory_at:
         where, lacking = prediction.out_of_memory_at
-        notes.append(f"It is predicted to run out in {where}, at {lacking.name} of {lacking.bytes / MIB:.0f} MiB.")
+        notes.append(f"Predicted to run out of memory in {where}, at {lacking.name} of {lacking.bytes / MIB:.0f} MiB.")
     version = sys.modules["diffusers"].__version__
-    if not version.startswith(f"{read}."):
-        notes.append(f"The prediction follows this pipeline's code in diffusers {read}, and {version} ran.")
+    if not version.startswith(f"{release}."):
+        notes.append(f"The prediction follows this pipeline's code in diffusers {release}; this is {version}.")
     phases = {phase.name: phase for phase in prediction.here.phases}
     if pipe.config.get("force_zeros_for_empty_prompt") and call.get("negative_prompt") is None and request.guidance:
         phases.pop("encode prompt", None)
-        notes.append("Nothing is predicted of encode prompt without a negative_prompt, not even '', which it encodes.")
+        notes.append("Encode prompt is not predicted without a negative_prompt; negative_prompt='' is encoded too.")
     return phases, notes
 
 
@@ -425,44 +427,44 @@ def measure_pipeline(
     pipe: Any, height: int, width: int, batch: int = 1, *, prompt: str | None = "a photo of a cat",
     steps: int | None = None, device: Any = None, **call: Any,
 ) -> MeasuredPipeline:  # fmt: skip
-    """Measures a pipeline of diffusers by the counters that `vaemem.predict_pipeline` predicts, phase by phase.
+    """Measure a diffusers pipeline with the counters that `vaemem.predict_pipeline` predicts, phase by phase.
 
     Parameters
     ----------
     pipe : diffusers.DiffusionPipeline, or a function without arguments that makes one
-        As it is to run: on the device or offloaded, its VAE whole, tiled or sliced. It stays so. A function is measured
-        too, as the phase load. What is predicted is the first run of a process.
+        Ready to run: on the device or offloaded, its VAE whole, tiled or sliced. It stays so. A function is measured
+        too, as the phase load. The prediction is for the first run of a process.
     height, width : int
-        The image's size in pixels.
+        Size of the image in pixels.
     batch : int
         Images of the prompt.
     prompt : str, optional
-        None where the call has embeddings instead.
+        None if the call has embeddings instead.
     steps : int, optional
-        How often the denoiser runs; by default as often as is usual for the pipeline.
+        How often the denoiser runs; by default the pipeline's usual number.
     device : torch.device or str, optional
-        Whose memory is read: by default the device that the pipeline runs on; for a function the GPU where PyTorch
-        has one, else the CPU.
+        The device to measure; by default the pipeline's, and for a function the GPU if PyTorch has one, otherwise the
+        CPU.
     **call
-        What the pipeline is called with beside, such as ``guidance_scale=0.0`` or an image-to-image pipeline's
+        Other arguments of the pipeline's call, such as ``guidance_scale=0.0`` or an image-to-image pipeline's
         ``image=``.
 
     Returns
     -------
     MeasuredPipeline
-        Where it ran out of the device's memory, with the phases until then.
+        If it ran out of memory, with the phases until then.
 
     Raises
     ------
     ValueError, TypeError
-        An argument that cannot be, named, before anything is run; what the pipeline says of its call.
+        An argument that cannot be used, by name, before anything runs; or the pipeline's own error.
     OSError
-        A CPU run where the peak resident size cannot be reset.
+        The peak resident size of a CPU run cannot be reset.
 
     Notes
     -----
-    docs/PIPELINES.md tells where the phases begin and when something is predicted. A pipeline that is stopped, by an
-    error or by Ctrl-C, gives its offloaded components back, and its VAE its dtype.
+    docs/PIPELINES.md says where phases begin and when they are predicted. If an error or Ctrl-C stops the pipeline, its
+    offloaded components are freed and its VAE gets its dtype back.
 
     Examples
     --------
@@ -484,83 +486,83 @@ def measure_pipeline(
         wanted = "a pipeline of diffusers or a function that makes one"
         raise ArgumentTypeError("pipe", wanted, type(pipe).__name__)
     place = find_device(pipe._execution_device if is_made and device is None else device)
-    asked: dict[str, Any] = dict.fromkeys(("pipeline", "model", "height", "width", "batch", "steps", "tokens"))
-    asked |= dict.fromkeys(("dtype", "offload", "vae"))
-    asked |= {"height": height, "width": width, "batch": batch, "steps": steps}
-    asked["device"] = torch.cuda.get_device_name(place) if place.type == "cuda" else "cpu"
+    facts: dict[str, Any] = dict.fromkeys(("pipeline", "model", "height", "width", "batch", "steps", "tokens"))
+    facts |= dict.fromkeys(("dtype", "offload", "vae"))
+    facts |= {"height": height, "width": width, "batch": batch, "steps": steps}
+    facts["device"] = torch.cuda.get_device_name(place) if place.type == "cuda" else "cpu"
     notes, predicted, full = list[str](), dict[str, Phase](), None
     with contextlib.ExitStack() as stack:
         if place.type == "cuda":
-            torch.cuda.init()  # before which the peaks cannot be reset
-            stack.enter_context(torch.cuda.device(place))  # empty_cache and the like speak of the current one
+            torch.cuda.init()  # needed before peaks can be reset
+            stack.enter_context(torch.cuda.device(place))  # empty_cache and others act on the current device
         meter = CudaMeter(torch.cuda, place) if place.type == "cuda" else CpuMeter()
         meter.clear()
-        phases, (used, beside) = _Phases(meter), _others(place)
+        phases, (used, outside) = _Phases(meter), _measure_others(place)
         try:
             if is_made:
                 own = [tensor for module in _modules(pipe).values() for tensor in _tensors(module)]
-                beside -= sum(tensor.nbytes for tensor in own if tensor.device == place)
+                outside -= sum(tensor.nbytes for tensor in own if tensor.device == place)
             else:
                 phases.begin("load")
                 pipe = pipe()
                 phases.end()
-            asked |= _described(pipe, place, asked)
-            with _left_as_it_was(pipe), phases.watching(pipe):
-                pipe(prompt=prompt, **_sizes(pipe, asked), **call)
+            facts |= _describe(pipe, place, facts)
+            with _restoring(pipe), phases.watching(pipe):
+                pipe(prompt=prompt, **_sizes(pipe, facts), **call)
                 phases.end()
         except torch.cuda.OutOfMemoryError as error:
             full = str(error)
             phases.end(fits=False)
-    asked["tokens"] = phases.seen and phases.seen.tokens
-    if beside > MIB:
-        held = f"{beside / MIB:.0f} MiB were allocated beside the pipeline before"
-        notes.append(f"{held}: they count in what is measured.")
+    facts["tokens"] = phases.seen and phases.seen.tokens
+    if outside > MIB:
+        held = f"{outside / MIB:.0f} MiB were allocated outside the pipeline before it ran"
+        notes.append(f"{held}; the measurement includes them.")
     try:
-        predicted, more = _predicted(pipe, phases.seen, call, place, used, asked)
+        predicted, more = _predict_phases(pipe, phases.seen, call, place, used, facts)
         notes += more
     except ValueError as error:
         notes.append(f"Nothing is predicted, because {error}.")
-    return MeasuredPipeline(asked, phases.done, predicted, full, _versions(place), notes)
+    return MeasuredPipeline(facts, phases.done, predicted, full, _versions(place), notes)
 
 
-def _others(place: Any) -> tuple[int, int]:
-    """Bytes of the card that neither this process nor its context holds, and those that PyTorch was asked for."""
+def _measure_others(place: Any) -> tuple[int, int]:
+    """Return the card's bytes outside this process and its context, and the bytes requested from PyTorch."""
     if place.type != "cuda":
         return 0, 0
     free, total = torch.cuda.mem_get_info(place)
-    asked = torch.cuda.memory_stats(place)["requested_bytes.all.current"]
-    return max(total - free - torch.cuda.memory_reserved(place) - CONTEXT, 0), asked
+    requested = torch.cuda.memory_stats(place)["requested_bytes.all.current"]
+    return max(total - free - torch.cuda.memory_reserved(place) - CONTEXT, 0), requested
 
 
-def _described(pipe: Any, place: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """What a pipeline is; ValueError where it cannot be measured, or not there."""
+def _describe(pipe: Any, place: Any, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Describe a pipeline; ValueError if it cannot be measured, or not on this device."""
     if getattr(pipe, "vae", None) is None or _denoiser(pipe) is None:
         raise ArgumentError("pipe", "a pipeline with a VAE and a UNet or a transformer", type(pipe).__name__)
     if find_device(pipe._execution_device) != place:
         raise ArgumentError("device", f"the pipeline's, which is {pipe._execution_device}", str(place))
-    steps, model, of_class = asked["steps"], type(pipe).__name__, type(pipe).__name__.replace("Img2Img", "")
+    steps, model, of_class = facts["steps"], type(pipe).__name__, type(pipe).__name__.replace("Img2Img", "")
     shapes = Counter(tuple(tensor.shape) for tensor in _tensors(_denoiser(pipe)))
     for name, kind in PIPELINES.items():
         if kind.class_name == of_class:
-            image_sides(asked["height"], asked["width"], kind.stride, f" for {of_class}")
+            image_sides(facts["height"], facts["width"], kind.stride, f" for {of_class}")
             known = Counter(weight.shape for weight in weights_of(kind.parts[kind.denoiser]))
             model = name if shapes == known else model
     if steps is None:
         steps = inspect.signature(pipe.__call__).parameters["num_inference_steps"].default
     return {
         "pipeline": type(pipe).__name__, "model": model, "steps": steps, "dtype": _dtype(_denoiser(pipe)),
-        "offload": _offload(pipe, place), "vae": _vae_way(pipe.vae, asked["batch"]),
+        "offload": _offload(pipe, place), "vae": _vae_way(pipe.vae, facts["batch"]),
     }  # fmt: skip
 
 
-def _sizes(pipe: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of the call; pipelines that begin with an image may have its size."""
+def _sizes(pipe: Any, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of the call. Not every pipeline that begins with an image takes its size."""
     names = {"height": "height", "width": "width", "num_images_per_prompt": "batch", "num_inference_steps": "steps"}
     known = inspect.signature(pipe.__call__).parameters
-    return {name: asked[value] for name, value in names.items() if name in known}
+    return {name: facts[value] for name, value in names.items() if name in known}
 
 
 def _versions(place: Any) -> str:
-    there = [name for name in ("transformers", "accelerate") if name in sys.modules]
-    versions = [f"{name} {sys.modules[name].__version__}" for name in there]
+    others = [name for name in ("transformers", "accelerate") if name in sys.modules]
+    versions = [f"{name} {sys.modules[name].__version__}" for name in others]
     return ", ".join([what_ran(place, "diffusers"), *versions, f"vaemem {__version__}"])

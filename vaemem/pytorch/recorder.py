@@ -1,4 +1,4 @@
-"""Watches the operators that a module calls under fake tensors: what each takes, and when its storages die."""
+"""Watch the operators that a module calls under fake tensors: the memory of each, and when its storages die."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _BLAS = {getattr(aten, name).default for name in ("mm", "bmm", "baddbmm", "addmv", "mv", "dot")} | {aten.bmm.out}
-# Operators besides the pointwise ones that take nothing but their outputs.
+# Operators, in addition to pointwise ones, that allocate only their outputs.
 _PLAIN_NAMES = """
     empty empty_like empty_strided new_empty zeros zeros_like ones ones_like full full_like new_zeros new_ones
     new_full arange clone _to_copy copy_ cat stack constant_pad_nd upsample_nearest2d _upsample_nearest_exact2d
@@ -38,9 +38,9 @@ def _is_plain(func: Any) -> bool:
     return own or (func._schema.name.endswith("_") and torch.Tag.inplace_view in func.tags)
 
 
-# Sums over a dimension take nothing but their outputs while one block of threads sums all that makes an element: below
-# 256 elements a thread, of which at least 4 share the work, or a warp along the dimension in which they lie side by
-# side (setReduceConfig in Reduce.cuh: 512 threads, for 32 elements each of up to 4 outputs).
+# A sum over a dimension allocates only its output if one block of threads computes each element. It does so for fewer
+# than 256 numbers a thread; 4 threads share an element, or a warp of 32 along a dense dimension (setReduceConfig in
+# Reduce.cuh: 512 threads, for 32 elements each of up to 4 outputs).
 _REDUCTIONS = {aten.sum, aten.mean, aten.amax, aten.amin, aten.argmax, aten.argmin, aten.any, aten.all}
 _NORM = aten.linalg_vector_norm
 _BLOCK_SUMS, _FEWEST, _WARP = 256, 4, 32
@@ -56,21 +56,20 @@ def _sums_in_a_block(func: Any, out: Any, x: Any, *more: Any) -> bool:
 
 
 class Recording:
-    """What `record` returns.
+    """Result of `record`.
 
     Attributes
     ----------
     trace : vaemem._core.Trace
         The call: storages, convolutions, matrix products.
     weights : list of (str, int)
-        Parameters and buffers, name and bytes, in the order in which ``Module.to`` moves them; shared ones once.
+        Name and bytes of parameters and buffers, in the order in which ``Module.to`` moves them; shared ones once.
     inputs : list of (str, int)
-        Storages of the tensors that were passed in.
+        Storages of the input tensors.
     output : object
         The call's result, of fake tensors.
     unmodelled : dict
-        Operators that may take more than their outputs, with how often they ran: their temporaries are not in the
-        trace.
+        {operator: number of calls} of operators that may allocate more than their outputs; the trace lacks the rest.
 
     Examples
     --------
@@ -96,49 +95,52 @@ class Recorder(TorchDispatchMode):
         self.recording, self._trace = recording, recording.trace
         self._gpu = gpu
         self.path: list[str] = []
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}  # by address of the storage; what the call took
-        self._there: dict[int, StorageWeakRef] = {}  # by address: what was there before it, and keeps its address
-        self.leaves: set[int] = set()  # ids of tensors that stand for parameters which require gradients
-        self.casts: dict[int, torch.Tensor] = {}  # what autocast made of them; it keeps them to its region's end
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}  # by storage address: allocations of the call
+        self._kept: dict[int, StorageWeakRef] = {}  # by storage address: allocated before the call; keeps the address
+        self.leaves: set[int] = set()  # ids of tensors for parameters that require gradients
+        self.casts: dict[int, torch.Tensor] = {}  # autocast's copies of them, which it keeps until its region ends
         self.adds_in_place = False
-        self.caches_casts = False  # within a region of autocast, and its cache is on
-        self._silent = False  # operators that run are the recorder's own and not the module's
+        self.caches_casts = False  # inside a region of autocast with its cache on
+        self._silent = False  # the recorder itself runs operators
 
     # ---- storages ----
 
     def adopt(self, tensor: torch.Tensor) -> bool:
-        """A storage that is there before the call; whether it is a new one."""
+        """Note a storage from before the call; return whether it is new."""
         storage = tensor.untyped_storage()
-        new = storage._cdata not in self._there
-        self._there[storage._cdata] = StorageWeakRef(storage)
+        new = storage._cdata not in self._kept
+        self._kept[storage._cdata] = StorageWeakRef(storage)
         return new
 
     def sweep(self) -> None:
-        """Gives back what died since the last operator."""
+        """Record that storages are freed which died since the last operator."""
         for key, (reference, number) in list(self._alive.items()):
             if reference.expired():
                 del self._alive[key]
                 self._trace.give(number)
 
     def bind(self, tensor: torch.Tensor, number: int | None = None) -> None:
-        """A storage that an operator made, taken now unless it has its number."""
+        """Record an operator's new storage: allocate it, unless it already has a `number` in the trace."""
         storage = tensor.untyped_storage()
         known = self._alive.get(storage._cdata)
-        if tensor.device.type == "cuda" and storage._cdata not in self._there and (not known or known[0].expired()):
+        if tensor.device.type == "cuda" and storage._cdata not in self._kept and (not known or known[0].expired()):
             number = self._trace.take(storage.nbytes(), self.name()) if number is None else number
             self._alive[storage._cdata] = (StorageWeakRef(storage), number)
 
     def enter(self, name: str) -> None:
-        """A module's call begins."""
+        """Begin a module's call."""
         self.path.append(name)
 
     def leave(self) -> None:
+        """End a module's call."""
         self.path.pop()
 
     def name(self, what: str = "") -> str:
+        """Return the current module, with `what` in brackets."""
         return (self.path[-1] if self.path else "call") + (f" [{what}]" if what else "")
 
     def borrow(self, count: int, what: str) -> int:
+        """Record an allocation of `count` bytes; return its number in the trace."""
         return self._trace.take(count, self.name(what))
 
     # ---- operators ----
@@ -147,9 +149,9 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._silent:
             return func(*args, **kwargs)
-        if torch.is_inference_mode_enabled() and func.namespace == "aten":  # operators made of others are still whole
+        if torch.is_inference_mode_enabled() and func.namespace == "aten":  # composite operators arrive whole
             if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE.name):
-                with self:  # as C++ makes them, whatever func.decompose does in Python
+                with self:  # decompose as C++ does; func.decompose may use Python's version
                     return func._op_dk(_COMPOSITE, *args, **kwargs)
         self.sweep()
         if torch.is_grad_enabled() and any(id(x) in self.leaves for x in tree_flatten(args)[0]):
@@ -178,10 +180,10 @@ class Recorder(TorchDispatchMode):
         for tensor in tensors:
             self.bind(tensor)
         if tensors and not any(tensor.is_cuda for tensor in tensors):
-            return out  # computed on the host
+            return out  # on the host
         if func is aten.native_group_norm.default:
             _, weight, _, n, c, pixels, *_ = args
-            if pixels > 1 and weight is not None:  # mean and rstd are outputs; the fused parameters come and go
+            if pixels > 1 and weight is not None:  # mean and rstd are outputs; fused parameters are temporary
                 for number in [self.borrow(4 * n * c, "statistics") for _ in range(2)]:
                     self._trace.give(number)
         elif func in (aten.addmm.default, aten._addmm_activation.default):
@@ -191,30 +193,30 @@ class Recorder(TorchDispatchMode):
         elif func in _BLAS:
             self._trace.blas(self.name())
         elif not _is_plain(func) and not _sums_in_a_block(func, out, *args):
-            self._miss(str(func))
+            self._count_unmodelled(str(func))
         return out
 
-    def _miss(self, what: str) -> None:
+    def _count_unmodelled(self, what: str) -> None:
         self.recording.unmodelled[what] = self.recording.unmodelled.get(what, 0) + 1
 
     def _is_autocast(self, x: Any, dtype: Any) -> bool:
-        """Whether a cast is one that autocast makes of a weight and keeps (cached_cast in autocast_mode.cpp)."""
+        """Return whether autocast casts a weight here and keeps the result (cached_cast in autocast_mode.cpp)."""
         return (
             self.caches_casts
-            and not torch.is_autocast_enabled("cuda")  # off beneath it; on where the module itself asks for a cast
+            and not torch.is_autocast_enabled("cuda")  # off below autocast; on if the module itself casts
             and id(x) in self.leaves
             and x.dtype is torch.float32
             and dtype is torch.get_autocast_dtype("cuda")
         )
 
     def _as_eager(self, func: Any, args: Any, out: Any) -> Any:
-        """The output of a pointwise operator, laid out as eager ones do. Fake tensors have formulas of their own,
-        which give a batch of one another stride, and later operators take that for another memory format."""
+        """Return a pointwise operator's output with the strides of eager mode. Fake tensors have other formulas: a
+        batch of one gets another stride, and later operators take that for another memory format."""
         if not isinstance(out, torch.Tensor):
             return out
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
         shapes = [(tuple(x.shape), x.stride()) for x in tensors]
-        if func._overloadname == "Tensor":  # a Python number is a tensor without dimensions there
+        if func._overloadname == "Tensor":  # in this overload a Python number is a tensor without dimensions
             shapes += [((), ()) for x in args[:2] if isinstance(x, bool | int | float | complex)]
         stride = eager_strides(tuple(out.shape), shapes)
         if stride == out.stride() or not tensors:
@@ -223,7 +225,7 @@ class Recorder(TorchDispatchMode):
             return torch.empty_strided(out.shape, stride, dtype=out.dtype, device=out.device)
 
     def _view_as_eager(self, x: Any, out: Any) -> Any:
-        """A view with the strides that eager ones have, which again differ where a dimension has size 1."""
+        """Return a view with the strides of eager mode, which differ for a dimension of size 1."""
         with no_dispatch(), torch._C.DisableTorchFunction():
             stride = torch.empty_strided(x.shape, x.stride(), device="meta").view(out.shape).stride()
         if stride == out.stride():
@@ -235,8 +237,8 @@ class Recorder(TorchDispatchMode):
         self, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool,
         output_padding: Any, groups: int,
     ) -> Any:  # fmt: skip
-        """Input made dense, output, filter made dense in channels-last, workspace. One dimension is two with a height
-        of 1 there, of an input made dense before."""
+        """Record a dense copy of the input, output, a dense channels-last copy of the filter, workspace. A 1D
+        convolution is a 2D one with a height of 1; its input is made dense first."""
         size, copies, lines = x.element_size(), [], x.dim() == 3
         with setting(self, _silent=True):
             if lines and not x.is_contiguous():
@@ -261,20 +263,20 @@ class Recorder(TorchDispatchMode):
             copies.append(self.borrow(weight.numel() * size, "filter"))
         if x.dtype in _DTYPES:
             n, c, *depth, h, w = x.shape
-            question = (
+            conv = (
                 _DTYPES[x.dtype], n, c, h, w, out.shape[1], tuple(weight.shape[2:]), tuple(stride), tuple(padding),
                 "nhwc" if nhwc else "nchw", tuple(dilation), groups, tuple(output_padding) if transposed else None,
                 *depth,
             )  # fmt: skip
-            self._trace.conv(question, self.name("workspace"))
+            self._trace.conv(conv, self.name("workspace"))
         else:
-            self._miss(f"aten.convolution in {x.dtype}")
+            self._count_unmodelled(f"aten.convolution in {x.dtype}")
         for number in reversed(copies):
             self._trace.give(number)
         return result
 
     def _safe_softmax(self, x: Any, dim: int, dtype: Any = None) -> Any:
-        """A softmax that gives 0 to rows of -inf alone: one operator for a mode, five for the allocator."""
+        """Record a softmax that gives 0 for rows of only -inf: one operator for a mode, five for the allocator."""
         with self:
             out = aten._softmax.default(x if dtype is None else x.to(dtype), dim, False)
             least = x.new_full((), float("-inf"))
@@ -285,7 +287,7 @@ class Recorder(TorchDispatchMode):
     def kernel(
         self, q: Any, k: Any, v: Any, mask: Any = None, causal: bool = False, grouped: bool = False
     ) -> tuple[AttentionCall, str]:
-        """A call of scaled_dot_product_attention, and the kernel that it takes."""
+        """Return a call of scaled_dot_product_attention and the kernel that runs it."""
         if q.dtype not in _DTYPES:
             raise ArgumentError("scaled_dot_product_attention", "float32, float16 or bfloat16", str(q.dtype))
         queries, keys, values = (Heads(tuple(x.shape), x.stride()) for x in (q, k, v))
@@ -294,14 +296,14 @@ class Recorder(TorchDispatchMode):
         return call, _core.Trace.choose_kernel(call, self._gpu.sm, _enabled_kernels())
 
     def attend(self, call: AttentionCall, kernel: str) -> int | None:
-        """Adds what a kernel takes, and what it leaves: the output's number."""
+        """Record a kernel's allocations; return the number of its output in the trace."""
         return self._trace.attend(call, kernel, self._gpu.sm, self._gpu.multiprocessors, self.name())
 
     def attention(
         self, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
         scale: Any = None, enable_gqa: bool = False,
     ) -> Any:  # fmt: skip
-        """scaled_dot_product_attention."""
+        """Record scaled_dot_product_attention."""
         q, k, v, mask = query, key, value, attn_mask
         if torch.is_autocast_enabled("cuda"):
             low = torch.get_autocast_dtype("cuda")
@@ -313,15 +315,15 @@ class Recorder(TorchDispatchMode):
                 with setting(self, _silent=True):
                     mask = q.new_empty(mask.shape)
                 self.bind(mask, self.borrow(mask.numel() * mask.element_size(), "mask"))
-            # C++ adds the mask in place for plain tensors, and not for those of a subclass such as fake ones.
+            # C++ adds the mask in place for plain tensors, but not for subclasses such as fake tensors.
             with setting(self, adds_in_place=True):
                 return torch._scaled_dot_product_attention_math(
                     q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
                 )[0]
         if dropout_p:
-            self._miss("scaled_dot_product_attention with dropout")
+            self._count_unmodelled("scaled_dot_product_attention with dropout")
         if kernel == "cudnn":
-            self._miss("the workspace of cuDNN's attention")
+            self._count_unmodelled("the workspace of cuDNN's attention")
         number = self.attend(call, kernel)
         batch, heads, queries, _ = q.shape
         with setting(self, _silent=True):
@@ -343,8 +345,8 @@ NO_COMPILER = (
 
 
 def _enabled_kernels() -> tuple[str, ...]:
-    """Those of scaled_dot_product_attention that are switched on, in PyTorch's order (``torch.nn.attention.
-    sdpa_kernel``, ``torch.backends.cuda.enable_flash_sdp`` and their like)."""
+    """List the kernels of scaled_dot_product_attention that are enabled, in PyTorch's order (``torch.nn.attention.
+    sdpa_kernel``, ``torch.backends.cuda.enable_flash_sdp`` and others)."""
     backend, switches = torch.nn.attention.SDPBackend, torch.backends.cuda
     known = {
         backend.FLASH_ATTENTION: ("flash", switches.flash_sdp_enabled()),

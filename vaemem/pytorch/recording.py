@@ -1,15 +1,14 @@
-"""Records what a module's call takes from the CUDA caching allocator.
+"""Record what a module's call allocates from the CUDA caching allocator.
 
-The module runs under fake tensors that say they are on a GPU: no weights, no activations, no GPU, no CUDA build of
-PyTorch. Storages are followed from the operator that makes them to the death of their last reference, so the Python
-frames of the module decide how long tensors live, as they do in a real run. What CUDA operators take besides their
-outputs is added from a table.
+The module runs under fake tensors that claim to be on a GPU: without weights, activations, a GPU or a CUDA build of
+PyTorch. Each storage is followed from the operator that makes it until its last reference dies. The module's Python
+frames decide how long tensors live, as in a real run. A table adds the memory of CUDA operators beyond their outputs.
 
-Where fake tensors would choose otherwise than a GPU: ``scaled_dot_product_attention`` is modelled whole (the kernel by
-PyTorch's conditions and switches), and so are the fast paths of ``nn.MultiheadAttention`` and
-``nn.TransformerEncoderLayer``; the bias of a linear layer over a transposed input is added in place; elementwise
-operators get the strides that eager ones give. What would be wrong is refused: gradients, recurrent layers, nested
-tensors, compiled modules, sizes that depend on the tensors' contents.
+Some paths differ between fake tensors and a GPU. ``scaled_dot_product_attention`` is modelled whole (PyTorch's
+conditions and switches choose the kernel), and so are the fast paths of ``nn.MultiheadAttention`` and
+``nn.TransformerEncoderLayer``. The bias of a linear layer over a transposed input is added in place. Elementwise
+operators get the strides of eager mode. Cases that would be wrong are refused: gradients, recurrent layers, nested
+tensors, compiled modules, sizes that depend on the contents of tensors.
 """
 
 from __future__ import annotations
@@ -49,21 +48,21 @@ _REFUSED = {
         " enable_nested_tensor=False, or no src_key_padding_mask",
     ),
 }
-_REASONS = {"does not require grad": NO_GRADIENTS, "torch.compile stance": NO_COMPILER}  # by what PyTorch says
+_REASONS = {"does not require grad": NO_GRADIENTS, "torch.compile stance": NO_COMPILER}  # by PyTorch's messages
 
 
 class Eager(TorchFunctionMode):
-    """Calls whose way under fake tensors is not the way on a GPU."""
+    """Replaces calls that behave differently under fake tensors and on a GPU."""
 
     def __init__(self, recorder: Recorder):
         super().__init__()
         self._recorder = recorder
-        # The bindings of contiguous(), copy_() and indexing ask for a CUDA build; the operators below them do not.
-        self._ways: dict[Any, Callable[..., Any]] = {
+        # The bindings of contiguous(), copy_() and indexing need a CUDA build; the operators below them do not.
+        self._replacements: dict[Any, Callable[..., Any]] = {
             torch.Tensor.contiguous: aten.contiguous.default,
             torch.Tensor.copy_: aten.copy_.default,
-            torch.Tensor.__getitem__: _indexed,
-            torch.Tensor.__setitem__: _set_indexed,
+            torch.Tensor.__getitem__: _get_item,
+            torch.Tensor.__setitem__: _set_item,
             scaled_dot_product_attention: recorder.attention,
             torch._native_multi_head_attention: self._multi_head_attention,
             torch._transformer_encoder_layer_fwd: self._encoder_layer,
@@ -72,9 +71,9 @@ class Eager(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._recorder.caches_casts = torch.is_autocast_enabled("cuda") and torch.is_autocast_cache_enabled()
-        if func in self._ways:
+        if func in self._replacements:
             with self:
-                return self._ways[func](*args, **kwargs)
+                return self._replacements[func](*args, **kwargs)
         if func.__name__ in _REFUSED:
             raise ArgumentError(self._recorder.name(), "", _REFUSED[func.__name__])
         if func is linear:
@@ -82,8 +81,8 @@ class Eager(TorchFunctionMode):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
-    # The fast paths of nn.MultiheadAttention and nn.TransformerEncoderLayer: two operators without a version for fake
-    # tensors, written so that tensors live as long as in C++: native_multi_head_attention_cuda (native/transformers/
+    # The fast paths of nn.MultiheadAttention and nn.TransformerEncoderLayer: two operators that fake tensors lack,
+    # written so that tensors live as long as in C++. Sources: native_multi_head_attention_cuda (native/transformers/
     # cuda/attention.cu, with attention.cpp's functions), masked_softmax_cuda (native/cuda/SoftMax.cu) and
     # transformer_encoder_layer_forward (native/transformers/transformer.cpp).
 
@@ -145,11 +144,11 @@ class Eager(TorchFunctionMode):
         return x if norm_first else norm_2(x)
 
 
-_PERSISTENT = 1024  # elements of a row, and a quarter of its bytes, that the one-pass masked softmax takes at most
+_PERSISTENT = 1024  # limit of the one-pass masked softmax: elements of a row, and a quarter of its bytes
 
 
 def _project(query: Any, key: Any, value: Any, embed_dim: int, weight: Any) -> Any:
-    """qkv_projection: (N, length, 3 embed_dim)."""
+    """Project queries, keys and values as qkv_projection does -> (N, length, 3 embed_dim)."""
     if query is key and key is value:
         return torch.matmul(query, weight.t())
     sizes = [embed_dim, 2 * embed_dim] if key is value else [embed_dim] * 3
@@ -169,14 +168,14 @@ def _masked_softmax(scores: Any, mask: Any, mask_type: int | None) -> Any:
     return torch.softmax(scores.masked_fill(mask, float("-inf")), -1)
 
 
-def _never(*_: Any) -> bool:
+def _false(*_: Any) -> bool:
     return False
 
 
 @contextlib.contextmanager
-def as_on_a_gpu(recorder: Recorder) -> Iterator[None]:
-    """What PyTorch's Python code asks before it goes one way or the other, answered as on a GPU with plain tensors: no
-    tensor and no mode overrides its functions, and there is a device for autocast, whose casts the recorder keeps."""
+def imitating_gpu(recorder: Recorder) -> Iterator[None]:
+    """Answer the questions of PyTorch's Python code as on a GPU with plain tensors: no tensor and no mode overrides its
+    functions, and there is a device for autocast. The recorder keeps autocast's copies."""
     clear = torch.clear_autocast_cache
 
     def clear_autocast_cache() -> None:
@@ -186,16 +185,16 @@ def as_on_a_gpu(recorder: Recorder) -> Iterator[None]:
     names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     with (
         setting(torch, clear_autocast_cache=clear_autocast_cache),
-        setting(torch.overrides, has_torch_function=_never),
-        setting(torch.nn.functional, **dict.fromkeys(names, _never)),
-        setting(torch.cuda.amp.common, amp_definitely_not_available=_never),
+        setting(torch.overrides, has_torch_function=_false),
+        setting(torch.nn.functional, **dict.fromkeys(names, _false)),
+        setting(torch.cuda.amp.common, amp_definitely_not_available=_false),
         setting(torch.cuda, is_bf16_supported=lambda *_: True),
     ):
         yield
 
 
 def check_module(module: torch.nn.Module, call: Any) -> None:
-    """Refuses a call that is not modelled, before it runs."""
+    """Refuse a call that is not modelled, before it runs."""
     if module.training:
         advice = "training keeps what the backward pass needs, which is not modelled"
         raise ArgumentError("module", "a module in eval mode, module.eval()", "one in training mode", advice)
@@ -207,8 +206,8 @@ def check_module(module: torch.nn.Module, call: Any) -> None:
 
 
 def _view(x: Any, key: Any, sets: bool = False) -> tuple[Any, list[Any]]:
-    """x seen through the integers, slices, None and Ellipsis of an index, and the tensors in it by dimension of the
-    view."""
+    """Apply the integers, slices, None and Ellipsis of an index to x. Return the view, and the tensors of the index by
+    dimension of the view."""
     keys = list(key) if isinstance(key, tuple) else [key]
     consumed = [
         k.dim() if isinstance(k, torch.Tensor) and k.dtype is torch.bool else int(k is not None and k is not Ellipsis)
@@ -228,7 +227,7 @@ def _view(x: Any, key: Any, sets: bool = False) -> tuple[Any, list[Any]]:
         elif isinstance(k, int) and not isinstance(k, bool):
             x = aten.select.int(x, dim, k)
         elif isinstance(k, torch.Tensor) and not k.dim() and k.dtype not in (torch.bool, torch.uint8):
-            x = aten.select.int(x, dim, 0)  # a number, whichever
+            x = aten.select.int(x, dim, 0)  # any number gives the same view
         else:
             if isinstance(k, torch.Tensor) and k.dtype in (torch.bool, torch.uint8) and not sets:
                 raise ArgumentError("an index of bools", "", NO_CONTENTS)
@@ -237,12 +236,12 @@ def _view(x: Any, key: Any, sets: bool = False) -> tuple[Any, list[Any]]:
     return x, [tensors.get(i) for i in range(max(tensors) + 1)] if tensors else []
 
 
-def _indexed(x: Any, key: Any) -> Any:
+def _get_item(x: Any, key: Any) -> Any:
     x, tensors = _view(x, key)
     return aten.index.Tensor(x, tensors) if tensors else x
 
 
-def _set_indexed(x: Any, key: Any, value: Any) -> None:
+def _set_item(x: Any, key: Any, value: Any) -> None:
     x, tensors = _view(x, key, sets=True)
     if tensors:
         value = value if isinstance(value, torch.Tensor) else torch.full((), value, dtype=x.dtype, device=x.device)
@@ -260,38 +259,38 @@ def record(
     module: torch.nn.Module, *args: Any, gpu: str = "RTX 4090", call: Callable[..., Any] | None = None,
     autocast: torch.dtype | None = None, **kwargs: Any,
 ) -> Recording:  # fmt: skip
-    """Runs a module under fake tensors and records what a CUDA run would take from the caching allocator.
+    """Run a module under fake tensors and record what a CUDA run would allocate from the caching allocator.
 
     Parameters
     ----------
     module : torch.nn.Module
-        In eval mode, on any device; ``torch.device("meta")`` does. Neither it nor its parameters are changed.
+        In eval mode, on any device; ``torch.device("meta")`` works. Neither it nor its parameters are changed.
     *args, **kwargs
-        What the module is called with. Of tensors, shape, strides and dtype count; they may be meta tensors.
+        Arguments of the module. Only shape, strides and dtype of tensors count; meta tensors work.
     gpu : str
-        Decides between attention kernels, beside the switches of PyTorch (``torch.nn.attention.sdpa_kernel``) as they
-        stand around this call or within the module.
+        Decides between attention kernels, together with PyTorch's switches (``torch.nn.attention.sdpa_kernel``) around
+        this call or inside the module.
     call : callable, optional
-        ``call(module, *args, **kwargs)`` in place of ``module(*args, **kwargs)``: ``lambda vae, z:
+        ``call(module, *args, **kwargs)`` instead of ``module(*args, **kwargs)``: ``lambda vae, z:
         vae.decode(z).sample``.
     autocast : torch.dtype, optional
-        Runs it all under ``torch.autocast("cuda", autocast)``, where the casts of weights live until its end. Regions
-        of the module's own count too.
+        Run under ``torch.autocast("cuda", autocast)``, which keeps casts of weights until it ends. The module's own
+        regions are followed too.
 
     Raises
     ------
     ValueError
-        The module has a part that is not modelled, and the answer would be wrong; each says its reason: a module in
-        training mode, a backward pass, ``torch.enable_grad``, a compiled module; GRU, LSTM and RNN layers; nested
-        tensors; a course or sizes that depend on what tensors hold; attention in another dtype than float32, float16
-        and bfloat16, or by none of the kernels that are switched on.
+        The module does something that is not modelled, which the message names: training mode, a backward pass,
+        ``torch.enable_grad``, compiled code; GRU, LSTM and RNN layers; nested tensors; a path or sizes that depend on
+        the contents of tensors; attention in a dtype other than float32, float16 and bfloat16, or with every kernel
+        disabled.
 
     Notes
     -----
-    Recorded without gradients. Sizes of storages that the module changes in place later (``resize_``) are not followed.
+    Recording happens without gradients. If the module resizes storages in place (``resize_``), that is not followed.
 
-    Meanwhile a few of PyTorch's own questions, such as ``torch.overrides.has_torch_function``, are answered as on a
-    GPU, in other threads too.
+    During the recording a few functions of PyTorch, such as ``torch.overrides.has_torch_function``, answer as on a GPU,
+    also in other threads.
 
     Examples
     --------
@@ -306,7 +305,7 @@ def record_by(
     recorder: Recorder, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
     call: Callable[..., Any] | None = None, autocast: torch.dtype | None = None,
 ) -> Recording:  # fmt: skip
-    """`record` by a recorder of one's own."""
+    """Record as `record` does, with a given recorder."""
     check_module(module, call)
     recording = recorder.recording
     names = {id(m): name for name, m in module.named_modules()}
@@ -318,7 +317,7 @@ def record_by(
     fakes: dict[int, torch.Tensor] = {}
 
     def fake(tensor: Any) -> Any:
-        """The same tensor on the GPU, once."""
+        """Return the tensor's counterpart on the GPU; one for each tensor."""
         if not isinstance(tensor, torch.Tensor):
             return tensor
         if id(tensor) not in fakes:
@@ -330,7 +329,7 @@ def record_by(
 
     with mode, torch.no_grad():
         state = {}
-        for name, tensor in _in_order_of_to(module):
+        for name, tensor in _walk_like_to(module):
             state[name] = fake(tensor)
             if recorder.adopt(state[name]):
                 recording.weights.append((name, state[name].untyped_storage().nbytes()))
@@ -342,12 +341,12 @@ def record_by(
             _reparametrize_module(module, state),
             register_module_forward_pre_hook(enter),
             register_module_forward_hook(lambda *_: recorder.leave(), always_call=True),
-            as_on_a_gpu(recorder),
+            imitating_gpu(recorder),
             recorder,
             Eager(recorder),
         ):
             region = torch.autocast("cuda", autocast) if autocast else contextlib.nullcontext()
-            # A compiled function would run as it was written: its compiler gives way to such modes as the recorder's.
+            # The recorder's modes disable the compiler, so a compiled function would run uncompiled: refuse it.
             compiles = "torch._dynamo" in sys.modules
             stance = torch.compiler.set_stance("fail_on_recompile") if compiles else contextlib.nullcontext()
             try:
@@ -363,10 +362,10 @@ def record_by(
     return recording
 
 
-def _in_order_of_to(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers as Module.to goes through them: submodules first."""
+def _walk_like_to(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters and buffers in the order of Module.to: submodules first."""
     for name, child in module.named_children():
-        yield from _in_order_of_to(child, f"{prefix}{name}.")
+        yield from _walk_like_to(child, f"{prefix}{name}.")
     for own in (module._parameters, module._buffers):
         for name, tensor in own.items():
             if tensor is not None:
@@ -379,28 +378,28 @@ def predict_peak(
     torch_version: str | None = None, used: int | str = 0, protocol: str = USUAL_PROTOCOL,
     call: Callable[..., Any] | None = None, autocast: torch.dtype | None = None, **kwargs: Any,
 ) -> ModulePrediction:  # fmt: skip
-    """What ``torch.cuda``'s memory counters would say of a module's call: a fresh process, by default two warm-up runs,
-    one measured.
+    """Predict ``torch.cuda``'s memory counters for a module's call: in a fresh process, by default after two warm-up
+    runs and a measured one.
 
     Parameters
     ----------
     module, *args, call, autocast, **kwargs
-        As `record` takes them.
+        As for `record`.
     gpu : shared
     cudnn_version, torch_version : str, optional
-        2.7.1+cu128 and the cuDNN that this build brings by default. The module's own Python code is that of the
-        installed versions.
+        By default 2.7.1+cu128 and the cuDNN of that build. The module's own Python code is that of the installed
+        versions.
     used : shared
         See `Prediction.fits`.
     protocol : str
-        What the process has done when the counters are read, as `vaemem.predict` takes it: ``"cold"``, ``"warm"``,
-        ``"repeated"`` or ``"kept"``. What a run returns is dropped before the next one, so that ``"repeated"`` differs
-        from ``"warm"`` by one more run.
+        Work of the process before the counters are read, as in `vaemem.predict`: ``"cold"``, ``"warm"``,
+        ``"repeated"`` or ``"kept"``. A run's result is dropped before the next run, so ``"repeated"`` is ``"warm"``
+        plus one more run.
 
     Notes
     -----
-    The prediction is of a call under ``torch.no_grad()``. Where gradients are enabled around this call and a parameter
-    or an input requires them, the real one keeps more, and `substitutions` says so.
+    The prediction is for a call under ``torch.no_grad()``. If gradients are enabled around this call and a parameter
+    or an input requires them, the real call keeps more; `substitutions` says so.
 
     Examples
     --------

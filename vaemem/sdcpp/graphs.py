@@ -1,9 +1,9 @@
-"""What stable-diffusion.cpp takes for each component of a pipeline: compute buffers to the byte, weights, FLOPs.
+"""Memory and FLOPs of each component of a pipeline in stable-diffusion.cpp: compute buffers to the byte, weights.
 
-The graphs are after ggml_extend.hpp, common.hpp, vae.hpp, llm.hpp, clip.hpp, t5.hpp, z_image.hpp, flux.hpp, unet.hpp
-and rope.hpp of the commit that SDCPP_COMMIT names. Activations are float32 whatever the weights are; convolutions'
-weights are float16, and so is what im2col copies for them. Heights and widths are those of the latent. Operations that
-are written over one tensor one after the other stand as one, and views that no place depends on are left out.
+The graphs follow ggml_extend.hpp, common.hpp, vae.hpp, llm.hpp, clip.hpp, t5.hpp, z_image.hpp, flux.hpp, unet.hpp and
+rope.hpp of the commit in SDCPP_COMMIT. Activations are float32 for all types of weights; convolution weights are
+float16, and so are im2col's copies for them. Heights and widths are the latent's. A series of operations that overwrite
+one tensor is one node here, and views that affect no placement are left out.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from vaemem.sdcpp.ggml import ALIGNMENTS, F16, F32, GGML_COMMIT, I32, Node, flas
 SDCPP_COMMIT = "0752cc9d3a8ddee25b72ca65d061a28310d97c02"  # of 2026-02-26
 SDCPP_VERSION = f"stable-diffusion.cpp {SDCPP_COMMIT[:7]} with ggml {GGML_COMMIT[:7]}"
 _TYPES = "f32 f16 bf16 q8_0 q5_1 q5_0 q4_1 q4_0 q6_K q5_K q4_K q3_K q2_K"
-GGML_TYPES = {name: BLOCKS[name.upper()] for name in _TYPES.split()}  # ggml's: elements of a block, and its bytes
-EMBEDDING_TYPES = ("f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")  # that sd.cpp looks tokens up in; others become f32
-FLASH_DEPTHS = (40, 64, 72, 80, 96, 112, 128, 256)  # of a head: what ggml-cuda has flash attention for
-# Elements: CUDA pads the last row of a quantised weight to a multiple, and every row that is multiplied with it.
+GGML_TYPES = {name: BLOCKS[name.upper()] for name in _TYPES.split()}  # (elements, bytes) of a block
+EMBEDDING_TYPES = ("f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")  # sd.cpp converts other token tables to f32
+FLASH_DEPTHS = (40, 64, 72, 80, 96, 112, 128, 256)  # of a head, with flash attention in ggml-cuda
+# In elements. CUDA pads the last row of a quantised weight to a multiple, and every row that is multiplied with it.
 ROW_PADDING = 512
-MMQ_BYTES = 128 * 144  # of a tile of factors, beyond the last row
-LATENT_CHANNELS = {"sd15": 4, "sdxl": 4, "sd3": 16, "flux": 16}  # of the VAEs
-DEFAULT_TILE = 32  # latent pixels: of --vae-tiling
-ENCODE_TILE = 1.30539  # what sd.cpp multiplies a tile's side by when it encodes
+MMQ_BYTES = 128 * 144  # of a tile of factors, behind the last row
+LATENT_CHANNELS = {"sd15": 4, "sdxl": 4, "sd3": 16, "flux": 16}  # by VAE
+DEFAULT_TILE = 32  # latent pixels, with --vae-tiling
+ENCODE_TILE = 1.30539  # factor of a tile's side when sd.cpp encodes
 
 
 class Graph(NamedTuple):
-    """What one graph of stable-diffusion.cpp takes.
+    """Memory and work of one graph of stable-diffusion.cpp.
 
     Attributes
     ----------
     buffer : int
-        Bytes of the compute buffer, as the log prints it, in MiB that it calls MB.
+        Bytes of the compute buffer; the log prints them in MiB, which it calls MB.
     pool : int
-        Bytes that ggml-cuda takes beside it for the largest product, and rounds up to 2 MiB: results and other factors
-        as float16 where a weight or im2col's copy is float16; other factors as q8_1 where a weight is quantised. Of
-        GPUs with fast float16 and, for quantised weights, Turing's tensor cores or later ones. 0 on a CPU.
+        Bytes that ggml-cuda allocates in addition for the largest product, and rounds up to 2 MiB. With a float16
+        weight or im2col copy: results and other factors as float16. With a quantised weight: other factors as q8_1.
+        For GPUs with fast float16 and, for quantised weights, tensor cores of Turing or later. 0 on a CPU.
     weights : int
-        Bytes of the buffer that holds them, as the log prints it.
+        Bytes of the weights' buffer, as the log prints it.
     flops : int
-        Those of matrix products and convolutions, two for each multiplication and addition.
+        FLOPs of matrix products and convolutions; a multiplication and an addition count as two.
     runs : int
-        How often a component runs its graph: once a tile.
+        How often a component runs its graph: once per tile.
     moved : int
-        Bytes of the tensors that its operations read and write, weights left out.
+        Bytes of tensors that its operations read and write, without weights.
     """
 
     buffer: int
@@ -62,10 +62,10 @@ class Graph(NamedTuple):
 
 
 class Builder:
-    """One model's graph while it is made.
+    """Builds one model's graph.
 
-    weights: bytes of the buffer that holds them, counted on the way
-    inputs: what every graph of sd.cpp holds, a one and a zero
+    weights: bytes of the weights' buffer so far
+    inputs: a one and a zero, which every graph of sd.cpp has
     """
 
     def __init__(
@@ -79,20 +79,20 @@ class Builder:
         self.weights = 0
         self.inputs = [Node("", (1,)), Node("", (1,))]
 
-    def taken(self, result: Node) -> Graph:
-        """What the graph that ends in `result` takes."""
+    def measure(self, result: Node) -> Graph:
+        """Return memory and work of the graph that ends in `result`."""
         nodes = nodes_of(result)
         pool = max(node.scratch for node in nodes) if self.backend == "cuda" else 0
         flops, moved = (sum(getattr(node, count) for node in nodes) for count in ("flops", "moved"))
         return Graph(reserve(result, self.inputs, self.backend), pool, self.weights, flops, moved=moved)
 
     def input(self, *ne: int, element: int = F32, made: bool = False) -> Node:
-        """What a caller hands in: the CPU reads it where it is, elsewhere it is copied into the buffer. Or what sd.cpp
-        has made for a graph, such as positions, which lies in the buffer everywhere."""
+        """Add an input. Data of the caller is used in place on the CPU and copied into the buffer elsewhere. Data that
+        sd.cpp makes for the graph, such as positions (`made`), always lies in the buffer."""
         return Node("", ne, element=element, placed=self.backend == "cpu" and not made)
 
     def weight(self, *ne: int, kind: str = "f32") -> str:
-        """Count a weight of ne[0] columns, and say its type; of no whole blocks a row, it is float32."""
+        """Count a weight with ne[0] columns and return its type: float32 if a row is not made of whole blocks."""
         kind = "f32" if ne[0] % GGML_TYPES[kind][0] else kind
         block, size = GGML_TYPES[kind]
         padding = -ne[0] % ROW_PADDING if block > 1 and self.backend == "cuda" else 0
@@ -106,7 +106,7 @@ class Builder:
         return x.dense().apply("scale") if is_scaled else x
 
     def linear(self, x: Node, n: int, bias: bool = True, *, f32: bool = False, scaled: bool = False) -> Node:
-        """scaled: the product of numbers made smaller, and larger again after it."""
+        """Multiply with a weight of n rows. scaled: scale factors down before the product and up after it."""
         kind = self.weight(x.ne[0], n, kind="f32" if f32 else self.weight_type)
         x, ne = self.scale(x, scaled), (n, *x.ne[1:])
         product = Node("mul_mat", ne, (x,), flops=2 * x.ne[0] * math.prod(ne), scratch=_scratch(kind, x, n))
@@ -120,7 +120,7 @@ class Builder:
         return self.linear(self.linear(x, inner, f32=f32).write("unary"), n, f32=f32)
 
     def conv(self, x: Node, n: int, side: int = 3, stride: int = 1, padding: int | None = None) -> Node:
-        """x: (W, H, C). Zero padding as wide as it takes to keep the size, unless given."""
+        """Convolve x: (W, H, C). padding: zeros; by default enough to keep the size."""
         w, h, c, _ = x.ne
         padding = side // 2 if padding is None else padding
         w, h = ((length + 2 * padding - side) // stride + 1 for length in (w, h))
@@ -137,15 +137,15 @@ class Builder:
         return self.scale(x, self.conv_scale).write("add")
 
     def norm_conv(self, x: Node, n: int) -> Node:
-        """GroupNorm, SiLU and a 3x3 convolution."""
+        """Apply GroupNorm, SiLU and a 3x3 convolution."""
         return self.conv(self.group_norm(x).write("unary"), n)
 
     def upsample(self, x: Node) -> Node:
-        """(W, H, C) as (2 W, 2 H, C), nearest, and a 3x3 convolution."""
+        """Upsample (W, H, C) to (2 W, 2 H, C), nearest, and apply a 3x3 convolution."""
         return self.conv(x.make("upscale", 2 * x.ne[0], 2 * x.ne[1], x.ne[2]), x.ne[2])
 
     def norm(self, x: Node, kind: str = "norm", axis: int = 0) -> Node:
-        """A normalisation with a weight and a bias for each channel of one dimension."""
+        """Normalise, with a weight and a bias for each channel of one dimension."""
         for _ in range(2):
             self.weight(x.ne[axis])
         return x.apply(kind).write("mul")
@@ -158,7 +158,7 @@ class Builder:
         return x.apply("rms_norm").write("mul")
 
     def resnet(self, x: Node, n: int, emb: Node | None = None) -> Node:
-        """emb: what is known of the time, for every channel."""
+        """Apply a residual block. emb: embedding of the time, for every channel."""
         h = self.norm_conv(x, n)
         if emb:
             h = h.apply("add", self.linear(emb.apply("unary"), n))
@@ -166,20 +166,20 @@ class Builder:
         return h.apply("add", x if x.ne[2] == n else self.conv(x, n, 1))
 
     def gated(self, x: Node, inner: int, *, scaled: bool = False) -> Node:
-        """A feed-forward layer with a gate."""
+        """Apply a feed-forward layer with a gate."""
         gate, up = (self.linear(x, inner, bias=False) for _ in range(2))
         return self.linear(gate.apply("unary").apply("mul", up), x.ne[0], bias=False, scaled=scaled)
 
     def embedding(self, ids: Node, n: int, rows: int) -> Node:
-        """Looked up in a table of rows; ids: (tokens, N); gives (n, tokens, N)."""
+        """Look up ids (tokens, N) in a table with `rows` rows -> (n, tokens, N)."""
         self.weight(n, rows, kind=self.weight_type if self.weight_type in EMBEDDING_TYPES else "f32")
         return Node("get_rows", (n, ids.ne[0] * ids.ne[1]), (ids.reshape(-1),)).reshape(n, *ids.ne[:2])
 
     def attend(self, q: Node, k: Node, v: Node, *mask: Node, scaled: bool = False) -> Node:
-        """q, k: (depth, L, heads), v: (depth, heads, L); gives (depth * heads, L). Keys may have fewer heads.
+        """Attend: q, k (depth, L, heads), v (depth, heads, L) -> (depth * heads, L). Keys may have fewer heads.
 
-        Flash attention takes keys and values as float16, of a length that is a multiple of 256, and masks the rest.
-        Where the device has none for heads of that depth, scores are stored whole.
+        Flash attention takes keys and values as float16, padded to a multiple of 256, and masks the padding. A device
+        without it for this depth stores all scores.
         """
         (depth, queries, heads, _), keys = q.ne, k.ne[1]
         if self.flash and (self.backend == "cpu" or depth in FLASH_DEPTHS):
@@ -196,14 +196,14 @@ class Builder:
         return out.dense().reshape(depth * heads, queries)
 
     def attention(self, q: Node, k: Node, v: Node, heads: int, *mask: Node) -> Node:
-        """Each (heads * depth, L)."""
+        """Attend with tensors of shape (heads * depth, L)."""
         q, k, v = (x.reshape(-1, heads, x.ne[1]) for x in (q, k, v))
         q, k = (x.permute(0, 2, 1, 3).dense() for x in (q, k))
         return self.attend(q, k, v, *mask)
 
 
 def _scratch(kind: str, x: Node, n: int) -> int:
-    """The scratch of a product of x with a weight of n rows."""
+    """Return the scratch bytes of a product of x with a weight of n rows."""
     if kind == "f32":
         return 0
     rows = math.prod(x.ne[1:])
@@ -212,29 +212,29 @@ def _scratch(kind: str, x: Node, n: int) -> int:
     return rows * (x.ne[0] + -x.ne[0] % ROW_PADDING) * 36 // 32 + MMQ_BYTES
 
 
-# ---- what models share ----
+# ---- shared by models ----
 
 
 def _tokens_of(x: Node) -> Node:
-    """(W, H, C) as (C, W * H), copied."""
+    """Copy (W, H, C) to (C, W * H)."""
     return x.permute(1, 2, 0, 3).cont().reshape(x.ne[2], -1)
 
 
 def _image_of(x: Node, w: int, h: int) -> Node:
-    """(C, W * H) as (W, H, C), copied."""
+    """Copy (C, W * H) to (W, H, C)."""
     return x.permute(1, 0, 2, 3).cont().reshape(w, h, x.ne[0])
 
 
 def _part(x: Node, axis: int, length: int) -> Node:
-    """A copy of some of a dimension; of a dimension of 1, the tensor itself."""
+    """Copy a part of a dimension; return the tensor itself for a dimension of 1."""
     return x if x.ne[axis] == 1 else x.view(*x.ne[:axis], length, *x.ne[axis + 1 :]).cont()
 
 
-# ---- the VAE: AutoencoderKL of 128 to 512 channels; those of SD 1.5 and SDXL have a 1x1 convolution more ----
+# ---- the VAE: AutoencoderKL with 128 to 512 channels; SD 1.5's and SDXL's have another 1x1 convolution ----
 
 
 def _middle(b: Builder, x: Node) -> Node:
-    """Attention between two residual blocks, with one head as deep as there are channels."""
+    """Apply attention between two residual blocks; its one head has all channels."""
     w, h, n, _ = x.ne
     x = b.resnet(x, n)
     normed = b.group_norm(x)
@@ -244,6 +244,7 @@ def _middle(b: Builder, x: Node) -> Node:
 
 
 def vae_decoder(b: Builder, height: int, width: int, model: str) -> Node:
+    """Build the decoder. height, width: the latent's."""
     channels = LATENT_CHANNELS[model]
     x = b.input(width, height, channels)
     x = b.conv(x, channels, 1) if model in ("sd15", "sdxl") else x
@@ -256,7 +257,7 @@ def vae_decoder(b: Builder, height: int, width: int, model: str) -> Node:
 
 
 def vae_encoder(b: Builder, height: int, width: int, model: str) -> Node:
-    """Who encodes holds the decoder's weights, too."""
+    """Build the encoder. Its weights include the decoder's, which sd.cpp loads too."""
     vae_decoder(b, height, width, model)
     channels = 2 * LATENT_CHANNELS[model]
     x = b.conv(b.input(8 * width, 8 * height, 3), 128)
@@ -272,29 +273,29 @@ def vae_encoder(b: Builder, height: int, width: int, model: str) -> Node:
 
 
 def qwen3(b: Builder, tokens: int) -> Node:
-    """Qwen3-4B, of which Z-Image takes what the last but one of its 36 layers gives."""
+    """Build Qwen3-4B. Z-Image uses the output of the last but one of its 36 layers."""
     hidden, depth = 2560, 128
     positions, mask = b.input(tokens, element=I32, made=True), b.input(tokens, tokens, made=True)
 
-    def turned(x: Node) -> Node:
+    def rotate_heads(x: Node) -> Node:
         return b.rms_norm(x).apply("rope", positions).permute(0, 2, 1, 3).cont()
 
     def block(x: Node) -> Node:
         h = b.rms_norm(x)
         q, k, v = (b.linear(h, heads * depth, bias=False).reshape(depth, heads, tokens) for heads in (32, 8, 8))
-        h = b.attend(turned(q), turned(k), v, mask)
+        h = b.attend(rotate_heads(q), rotate_heads(k), v, mask)
         x = b.linear(h, hidden, bias=False).write("add", x)
         return b.gated(b.rms_norm(x), 9728).write("add", x)
 
     x = b.embedding(b.input(tokens, element=I32), hidden, 151936)
     for _ in range(35):
         x = block(x)
-    b.rms_norm(block(x))  # not used, but there are weights for it
+    b.rms_norm(block(x))  # not computed, but its weights are loaded
     return x
 
 
 def clip(b: Builder, tokens: int, hidden: int, heads: int, layers: int, is_projected: bool) -> Node:
-    """The text model of CLIP and OpenCLIP. is_projected: it has a projection, for the pooled output."""
+    """Build the text model of CLIP or OpenCLIP. is_projected: whether it projects the pooled output."""
     x = b.embedding(b.input(tokens, element=I32), hidden, 49408).apply("add")
     mask = b.input(tokens, tokens, made=True)
     b.weight(hidden, tokens)  # of positions
@@ -309,7 +310,7 @@ def clip(b: Builder, tokens: int, hidden: int, heads: int, layers: int, is_proje
 
 
 def t5(b: Builder, tokens: int) -> Node:
-    """T5-XXL's encoder."""
+    """Build T5-XXL's encoder."""
     hidden, heads = 4096, 64
     x = b.embedding(b.input(tokens, element=I32), hidden, 32128)
     distances = b.input(tokens, tokens, element=I32, made=True)
@@ -326,7 +327,7 @@ def t5(b: Builder, tokens: int) -> Node:
 
 
 def _time(b: Builder, n: int) -> Node:
-    """The time, embedded."""
+    """Embed the time."""
     return b.scale(b.input(1)).make("timestep_embedding", n)
 
 
@@ -335,7 +336,7 @@ def _modulate(x: Node, scale: Node) -> Node:
 
 
 def _rotate(x: Node, positions: Node) -> Node:
-    """x: (depth, heads, L); positions: (2, 2, depth / 2, L), a matrix each; gives (depth, L, heads)."""
+    """Rotate x (depth, heads, L) by positions (2, 2, depth / 2, L), one matrix each -> (depth, L, heads)."""
     depth, heads, length, _ = x.ne
     x = x.permute(0, 2, 1, 3).cont().reshape(2, depth // 2, length, heads).permute(3, 0, 1, 2).cont()
     positions = positions.permute(3, 0, 1, 2).cont()
@@ -344,7 +345,7 @@ def _rotate(x: Node, positions: Node) -> Node:
 
 
 def _patches(x: Node) -> Node:
-    """(W, H, C) as (4 C, W / 2 * H / 2), odd sides padded."""
+    """Cut (W, H, C) into patches (4 C, W / 2 * H / 2); pad odd sides."""
     odd = x.ne[0] % 2, x.ne[1] % 2
     x = x.pad(*odd) if any(odd) else x
     w, _, c, _ = x.ne
@@ -353,42 +354,42 @@ def _patches(x: Node) -> Node:
 
 
 def _unpatched(x: Node, width: int, height: int) -> Node:
-    """The other way, padding left on."""
+    """Invert `_patches`, but keep the padding."""
     w, h, c = -(-width // 2), -(-height // 2), x.ne[0] // 4
     x = x.reshape(4, c, -1).permute(0, 2, 1, 3).cont()
     return x.reshape(2, 2, w, h * c).permute(0, 2, 1, 3).cont().reshape(2 * w, 2 * h, c)
 
 
 def z_image(b: Builder, height: int, width: int, tokens: int) -> Node:
-    """Z-Image and Z-Image Turbo."""
+    """Build Z-Image or Z-Image Turbo."""
     hidden, depth = 3840, 128
     time = b.mlp(_time(b, 256), 1024, 256, f32=True)
 
-    def attended(x: Node, positions: Node) -> Node:
+    def attend(x: Node, positions: Node) -> Node:
         qkv = b.linear(x, 3 * hidden, bias=False).reshape(depth, -1, x.ne[1])
         q, k, v = (qkv.view(depth, hidden // depth, x.ne[1]) for _ in range(3))
         q, k = (_rotate(b.rms_norm(part), positions) for part in (q, k))
         return b.linear(b.attend(q, k, v, scaled=True), hidden, bias=False)
 
     def block(x: Node, positions: Node, is_timed: bool = True) -> Node:
-        """Attention and feed-forward, scaled before and gated after where there is a time."""
+        """Apply attention and feed-forward. With a time, scale before and gate after each."""
         mods = b.linear(time, 4 * hidden) if is_timed else None
         for is_attention in (True, False):
             h = b.rms_norm(x)
             h = _modulate(h, _part(mods, 0, hidden)) if mods else h
-            h = b.rms_norm(attended(h, positions) if is_attention else b.gated(h, 10240, scaled=True))
+            h = b.rms_norm(attend(h, positions) if is_attention else b.gated(h, 10240, scaled=True))
             h = h.apply("mul", _part(mods, 0, hidden).apply("unary")) if mods else h
             x = h.apply("add", x)
         return x
 
-    def padded(x: Node) -> Node:
-        """With as many learnt tokens as it takes to a multiple of 32."""
+    def pad_tokens(x: Node) -> Node:
+        """Append learnt tokens up to a multiple of 32."""
         b.weight(hidden)
         more = -x.ne[1] % 32
         return x.concat(Node("repeat", (hidden, more)), 1) if more else x
 
     patches = _patches(b.input(width, height, 16))
-    text, image = (padded(b.linear(x, hidden)) for x in (b.rms_norm(b.input(2560, tokens)), patches))
+    text, image = (pad_tokens(b.linear(x, hidden)) for x in (b.rms_norm(b.input(2560, tokens)), patches))
     positions = b.input(2, 2, depth // 2, text.ne[1] + image.ne[1], made=True)
     text_positions, image_positions = (_part(positions, 3, x.ne[1]) for x in (text, image))
     for _ in range(2):
@@ -402,45 +403,45 @@ def z_image(b: Builder, height: int, width: int, tokens: int) -> Node:
 
 
 def flux(b: Builder, height: int, width: int, tokens: int, is_guided: bool) -> Node:
-    """FLUX.1 dev, which is told a guidance, and schnell, which is not."""
+    """Build FLUX.1 dev, with a guidance input, or schnell, without one."""
     hidden, depth, inner = 3072, 128, 12288
     image = b.linear(_patches(b.input(width, height, 16)), hidden)
     positions = b.input(2, 2, depth // 2, tokens + image.ne[1], made=True)
-    told = [_time(b, 256) for _ in range(1 + is_guided)]
-    vec, *others = (b.mlp(x, hidden, hidden) for x in (*told, b.input(768)))
+    scalars = [_time(b, 256) for _ in range(1 + is_guided)]
+    vec, *others = (b.mlp(x, hidden, hidden) for x in (*scalars, b.input(768)))
     for other in others:
         vec = vec.apply("add", other)
 
     def mods_of(count: int) -> Node:
-        """Shifts, scales and gates: one of `count` views of one tensor."""
+        """Return a shift, scale or gate: one of `count` views of one tensor."""
         x = b.linear(vec.apply("unary"), count * hidden)
         return x.reshape(hidden, count).permute(0, 2, 1, 3).cont().view(hidden)
 
-    def modulated(x: Node, mods: Node) -> Node:
+    def modulate(x: Node, mods: Node) -> Node:
         return _modulate(x.apply("norm"), mods).apply("add", mods)
 
     def heads(x: Node) -> tuple[Node, Node, Node]:
-        """Queries, keys and values, of which it begins with one each."""
+        """Take queries, keys and values from the beginning of x."""
         q, k, v = (_part(x, 0, hidden).reshape(depth, -1, x.ne[1]) for _ in range(3))
         return b.rms_norm(q), b.rms_norm(k), v
 
-    def attended(q: Node, k: Node, v: Node) -> Node:
+    def attend(q: Node, k: Node, v: Node) -> Node:
         return b.attend(_rotate(q, positions), _rotate(k, positions), v)
 
-    streams = [b.linear(b.input(4096, tokens), hidden), image]  # the text's tokens and the image's
+    streams = [b.linear(b.input(4096, tokens), hidden), image]  # tokens of the text and of the image
     for _ in range(19):
         mods = [mods_of(6) for _ in streams]
-        qkvs = [heads(b.linear(modulated(x, mod), 3 * hidden)) for x, mod in zip(streams, mods, strict=True)]
-        both = attended(*(text.concat(image, 2) for text, image in zip(*qkvs, strict=True)))
+        qkvs = [heads(b.linear(modulate(x, mod), 3 * hidden)) for x, mod in zip(streams, mods, strict=True)]
+        both = attend(*(text.concat(image, 2) for text, image in zip(*qkvs, strict=True)))
         for i, (x, mod) in enumerate(zip(streams, mods, strict=True)):
             x = x.apply("add", b.linear(both.view(hidden, x.ne[1]), hidden).apply("mul", mod))
-            streams[i] = x.apply("add", b.mlp(modulated(x, mod), inner, hidden).apply("mul", mod))
+            streams[i] = x.apply("add", b.mlp(modulate(x, mod), inner, hidden).apply("mul", mod))
     x = streams[0].concat(streams[1], 1)
     for _ in range(38):
         mod = mods_of(3)
-        wide = b.linear(modulated(x, mod), 3 * hidden + inner)
+        wide = b.linear(modulate(x, mod), 3 * hidden + inner)
         fed = wide.view(inner, x.ne[1]).dense().write("unary")
-        x = x.apply("add", b.linear(attended(*heads(wide)).concat(fed, 0), hidden).apply("mul", mod))
+        x = x.apply("add", b.linear(attend(*heads(wide)).concat(fed, 0), hidden).apply("mul", mod))
     last = b.linear(vec.apply("unary"), 2 * hidden)
     shift, scale = (_part(last, 0, hidden) for _ in range(2))
     x = _modulate(x.view(hidden, image.ne[1]).apply("norm"), scale).apply("add", shift)
@@ -450,8 +451,10 @@ def flux(b: Builder, height: int, width: int, tokens: int, is_guided: bool) -> N
 def unet(
     b: Builder, height: int, width: int, tokens: int, levels: tuple[int, ...], depths: tuple[int, ...], is_xl: bool
 ) -> Node:
-    """The UNet of SD 1.5, or SDXL's, which is told labels and projects tokens instead of pixels. levels: their width;
-    depths: how many transformers a block of a level has."""
+    """Build SD 1.5's UNet, or SDXL's, which has labels as an input and projects tokens instead of pixels.
+
+    levels: widths in units of 320 channels. depths: transformers in a block of each level.
+    """
     context = b.input(2048 if is_xl else 768, tokens)
     emb = b.mlp(_time(b, 320), 1280, 1280)
     if is_xl:
@@ -461,14 +464,14 @@ def unet(
         n = x.ne[0]
         for is_cross in (False, True):
             h = b.norm(x)
-            told = context if is_cross else h
-            q, k, v = (b.linear(source, n, bias=False) for source in (h, told, told))
+            source = context if is_cross else h
+            q, k, v = (b.linear(x, n, bias=False) for x in (h, source, source))
             x = b.linear(b.attention(q, k, v, heads), n).apply("add", x)
         value, gate = [b.linear(b.norm(x), 8 * n).view(4 * n, x.ne[1])] * 2
         return b.linear(value.apply("mul", gate.cont().write("unary")), n).apply("add", x)
 
-    def attended(x: Node, depth: int) -> Node:
-        """An image after a stack of transformers."""
+    def attend(x: Node, depth: int) -> Node:
+        """Apply a stack of transformers to an image."""
         w, h, c, _ = x.ne
         y = b.group_norm(x)
         y = b.linear(_tokens_of(y), c) if is_xl else _tokens_of(b.conv(y, c, 1))
@@ -479,7 +482,7 @@ def unet(
 
     def block(x: Node, level: int) -> Node:
         x = b.resnet(x, 320 * levels[level], emb)
-        return attended(x, depths[level]) if depths[level] else x
+        return attend(x, depths[level]) if depths[level] else x
 
     skips = [b.conv(b.input(width, height, 4), 320)]
     for level in range(len(levels)):
@@ -488,7 +491,7 @@ def unet(
         for _ in range(2):
             skips.append(block(skips[-1], level))
     x = b.resnet(skips[-1], skips[-1].ne[2], emb)
-    x = b.resnet(attended(x, max(1, depths[-1])), x.ne[2], emb)
+    x = b.resnet(attend(x, max(1, depths[-1])), x.ne[2], emb)
     for level in reversed(range(len(levels))):
         for _ in range(3):
             x = block(x.concat(skips.pop(), 2), level)
@@ -496,15 +499,15 @@ def unet(
     return b.norm_conv(x, 4)
 
 
-# ---- what each takes ----
+# ---- components ----
 
 
 class Component(NamedTuple):
     """A component of a pipeline.
 
-    build: (Builder, the latent's height and width where there is an image, tokens or whose VAE it is) -> the result
-    stride: pixels that an image's sides are multiples of; 0 for a text encoder, which has no image
-    tokens: that sd.cpp pads a short prompt to; None where it takes a prompt as long as it is
+    build: (Builder, height and width of a latent if it has an image, tokens or the VAE's model) -> the result
+    stride: the image's sides in pixels are multiples of this; 0 for a text encoder, which has no image
+    tokens: sd.cpp pads a short prompt to this; None if it does not pad
     """
 
     build: Callable[..., Node]
@@ -528,8 +531,8 @@ COMPONENTS = {
 
 
 def tile_count(side: int, tile: int, overlap: float = 0.5) -> int:
-    """How many tiles lie along a side, both in latent pixels: as many as fit when they overlap by that share of a tile,
-    and one more where they then still overlap by less than half."""
+    """Return the number of tiles along a side, both in latent pixels. Tiles overlap by that share of a tile; one more
+    is added if they then overlap by less than half."""
     if side <= tile:
         return 1
     shared = int(tile * overlap)
@@ -549,46 +552,46 @@ def graph(
     weight_type: str = "f16", conv_direct: bool = False, flash: bool = False, conv_scale: bool = False,
     tile: int | None = None, backend: str = "cuda",
 ) -> Graph:  # fmt: skip
-    """What one component's graph takes in stable-diffusion.cpp: buffer, pool, weights, FLOPs.
+    """Simulate the graph of one component in stable-diffusion.cpp: buffer, pool, weights, FLOPs.
 
     Parameters
     ----------
     component : str
         One of COMPONENTS.
     height, width : int
-        The image's size, multiples of 8 (of 64 for UNets). Text encoders have none.
+        Size of the image, multiples of 8 (of 64 for UNets). Text encoders ignore it.
     tokens : int, optional
-        Those of the prompt with its template; needed for Z-Image and Qwen3. By default what sd.cpp pads a short prompt
-        to: 77 for CLIP, which takes no more at once, and the UNets; 256 for FLUX and its T5.
+        Tokens of the prompt with its template; required for Z-Image and Qwen3. By default the length that sd.cpp pads
+        short prompts to: 77 for CLIP (which takes no more at once) and the UNets, 256 for FLUX and its T5.
     model : "sd15", "sdxl", "sd3" or "flux"
-        Whose VAE; Z-Image's is FLUX's.
+        Model of the VAE; Z-Image's is FLUX's.
     weight_type : str
-        ggml's name of the type of all matrices that may have one, such as ``"q8_0"``: ``--type``. The weights and the
-        pool depend on it. Convolutions are float16; a matrix whose rows are no whole blocks is float32.
+        ``--type``: ggml's name of the type of all matrices that may have one, such as ``"q8_0"``. Weights and pool
+        depend on it. Convolutions are float16; a matrix with rows of no whole blocks is float32.
     conv_direct : bool
         ``--vae-conv-direct`` or, for UNets, ``--diffusion-conv-direct``: convolutions without im2col.
     flash : bool
-        ``--diffusion-fa`` or, for the VAE on a CPU, ``--fa``: CUDA has none for heads as deep as the VAE's, and sd.cpp
-        has none in text encoders.
+        ``--diffusion-fa`` or, for the VAE on a CPU, ``--fa``. CUDA has none for heads as deep as the VAE's, and sd.cpp
+        uses none in text encoders.
     conv_scale : bool
-        The VAE's convolutions scaled, as sd.cpp does with the VAE in an SDXL checkpoint.
+        Scale the VAE's convolutions, as sd.cpp does for the VAE in an SDXL checkpoint.
     tile : int, optional
-        For a VAE: latent pixels of a tile's side, DEFAULT_TILE for ``--vae-tiling``; it encodes in tiles 1.3 times as
+        For a VAE: side of a tile in latent pixels; DEFAULT_TILE for ``--vae-tiling``. Encoding uses tiles 1.3 times as
         large. None: the whole image.
     backend : "cuda" or "cpu"
-        A GPU's buffer holds the inputs, too, and aligns tensors to 128 bytes instead of 32.
+        A GPU's buffer also holds the inputs, and aligns tensors to 128 bytes instead of 32.
 
     Raises
     ------
     ValueError
-        An unknown component, type or backend, or a size that the component cannot have.
+        The component, type or backend is unknown, or the component cannot have this size.
 
     Notes
     -----
-    Simulated after sd.cpp's commit SDCPP_COMMIT with ggml's GGML_COMMIT, and in tests equal, to the byte, to what these
-    reserve. A GPU holds more: the CUDA context, cuBLAS' workspace, the weights of components that have not left, and
-    buffers that were not freed. sd.cpp makes the images of a batch one after the other and runs guidance as a second
-    pass, so that no buffer depends on either.
+    Simulates sd.cpp's commit SDCPP_COMMIT with ggml's GGML_COMMIT; tests compare the buffers with theirs, to the byte.
+    A GPU holds more: the CUDA context, cuBLAS' workspace, weights of components that are still loaded, and buffers that
+    were not freed. sd.cpp makes the images of a batch one by one and runs guidance as a second pass, so no buffer
+    depends on either.
 
     Examples
     --------
@@ -598,12 +601,12 @@ def graph(
     choose("component", component, COMPONENTS)
     build, stride, padded = COMPONENTS[component]
     is_vae = component.startswith("vae")
-    if stride:  # as Python's own integers, which the cache would otherwise give back as NumPy's
+    if stride:  # as Python's integers: the cache would return NumPy's
         height, width = whole("height", height, stride), whole("width", width, stride)
     for name, side in (("height", height), ("width", width)):
         if stride and side % stride:
             raise ArgumentError(name, f"a multiple of {stride} for {component}", str(side))
-    made = Builder(weight_type, conv_direct, flash and stride > 0, conv_scale and is_vae, backend)
+    builder = Builder(weight_type, conv_direct, flash and stride > 0, conv_scale and is_vae, backend)
     sides = tiles = [height // 8, width // 8] if stride else []
     told: Any = model
     if is_vae:
@@ -617,16 +620,16 @@ def graph(
     if tile is not None:
         tile = int(whole("tile", tile, 4) * (ENCODE_TILE if component == "vae-encoder" else 1))
         tiles = [max(min(tile, side), 4) for side in sides]
-    return made.taken(build(made, *tiles, told))._replace(runs=math.prod(map(tile_count, sides, tiles)))
+    return builder.measure(build(builder, *tiles, told))._replace(runs=math.prod(map(tile_count, sides, tiles)))
 
 
 def compute_buffer(component: str, height: int = 1024, width: int = 1024, **options: Any) -> int:
-    """The bytes of the compute buffer that stable-diffusion.cpp's log names for a component.
+    """Return the bytes of the compute buffer of a component, as stable-diffusion.cpp's log prints it.
 
     Parameters
     ----------
     component, height, width, **options
-        As of `graph`.
+        As in `graph`.
 
     Examples
     --------
