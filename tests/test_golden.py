@@ -33,7 +33,7 @@ COMMANDS = {
     "largest": "largest sdxl decode --gpu 'RTX 4060' --torch 2.9.1",
     "explain": "explain 'CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0 has a total capacity of 11.76 GiB'",
     "formula": "formula sd15 --gpu T4 --offload model",
-    "fit": f"fit {SEED} --op decode",
+    "fit": f"fit {SEED} --op decode --model sd15 --dtype float16",
     "refused": "fits sdxl decode 1001 --gpu 'RTX 4069'",
 }
 

@@ -102,7 +102,8 @@ class Answer(Shown):
     def _data(self) -> dict[str, Any]:
         card, judged, full = self.card, self.judged, self.judged.out_of_memory_at
         return {
-            "answer": self.kind, "asked": self._asked_data(), "model_note": self.model_note, "verdict": self.verdict, "fits": self.fits,
+            "answer": self.kind, "asked": self._asked_data(), "model_note": self.model_note,
+            "verdict": self.verdict, "fits": self.fits,
             "coarse": self.coarse, "summary": self.summary,
             "card": {
                 "name": card.gpu.name, "assumed": self.assumed_card, "memory_bytes": card.gpu.total_memory,
@@ -137,7 +138,8 @@ class Answer(Shown):
 
     def _sheet(self, size: Sizer) -> Sheet:
         summary, gpu = self.summarize(size), self.card.gpu
-        headline = " ".join(filter(None, [f"{summary[0].upper()}{summary[1:]}.", self.assumed_card]))
+        sentences = (f"{clause[0].upper()}{clause[1:]}." for clause in summary.split("; "))
+        headline = " ".join([*sentences, *[self.assumed_card] * bool(self.assumed_card)])
         bar = Bar(self._parts, gpu.reported_memory, size)
         facts = [*self.facts(size), *self._facts(size)]
         return Sheet(headline, [bar, Facts(facts), *self._blocks(size)], self.verdict)

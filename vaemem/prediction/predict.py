@@ -299,7 +299,8 @@ class Prediction(SimulatedAnswer):
         """What is not counted, and what else is on the card."""
         program, held = SENDING.get(self.runtime), self.request.card.held
         sends = f"{program} sends other models to the host first, by its own estimate; they are not counted."
-        keeps = f"{held_by(self.runtime, self.model)[0]} stay on the card; with --medvram ask for a1111-medvram."
+        models = held_by(self.runtime, self.model)[0]
+        keeps = f"{models[:1].upper()}{models[1:]} stay on the card. For --medvram, use the runtime a1111-medvram."
         return (*[sends] * bool(program), *[keeps] * bool(held))
 
     @property

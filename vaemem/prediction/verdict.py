@@ -175,7 +175,7 @@ class Verdict:
             return f"{guess}; it {self.needs(size)}"
         if why == NO_ROOM:
             freed = "it goes through because PyTorch frees its cache"
-            return self.no_room or f"with more room it would take {size(self.most)}; {freed}; it {self.needs(size)}"
+            return self.no_room or f"{freed}; with more room it would take {size(self.most)}; it {self.needs(size)}"
         if why == MARGINAL and self.upper > self.available:
             reason = "" if self.has_version else ", because no version of PyTorch or cuDNN was named"
             return f"it may take up to {size(self.upper)}{f', {self.between}' if self.between else reason}"
