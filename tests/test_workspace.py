@@ -229,7 +229,7 @@ def test_an_answer_about_another_makers_card_names_no_version_of_cuda_or_cudnn(n
         assert not re.search(r"cuDNN|cudnn \d|\bcu\d", text), text
     whole = predict_pipeline("sdxl", 1024, 1024, gpu=name, memory=memory)
     assert not re.search(r"cuDNN|cudnn \d|\bcu\d", str(whole) + repr(whole.rows()))
-    with pytest.raises(ValueError, match=r"cudnn_version: expected none with .*, on which no cuDNN runs, got '9.10.2'"):
+    with pytest.raises(ValueError, match=r"cudnn_version: expected None with .*, on which no cuDNN runs, got '9.10.2'"):
         predict("sdxl", "decode", 512, 512, gpu=name, memory=memory, cudnn_version="9.10.2")
     with pytest.raises(ValueError, match=r"torch_version: expected no CUDA build with .*got '2.7.1\+cu128'"):
         predict("sdxl", "decode", 512, 512, gpu=name, memory=memory, torch_version="2.7.1+cu128")
