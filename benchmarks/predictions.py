@@ -38,8 +38,8 @@ fits flux decode 2048 --gpu "RTX 3060"
 fits sd15 decode 2048 --gpu "GTX 1080"
 largest sdxl decode --gpu "RTX 4060"
 largest flux decode --gpu T4
-predict sdxl decode 1024 --gpu "RTX 4060"
-pipeline sdxl 1024 --gpu T4
+fits sdxl decode 1024 --gpu "RTX 4060"
+fits sdxl 1024 --gpu T4
 pipeline flux 1024 --gpu "RTX 4090"
 plan sdxl 1024 --gpu "RTX 4060"
 plan flux 1024 --gpu "RTX 4060"

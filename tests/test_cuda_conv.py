@@ -112,7 +112,7 @@ def test_a_plan_without_a_workspace_is_given_none(convs, limit):
 def test_no_plan_within_the_limit(convs):
     message = (
         r"EDEVICE: cuDNN 92800: expected an engine for float32 tf32 6x7x16, 32 filters 3x3, stride 1, within 1023 bytes"
-        r"workspace, got none \(the least that one wants is 1024\)"
+        r" of workspace, got none \(the least that one wants is 1024\)"
     )
     with pytest.raises(RuntimeError, match=message):
         convs.bytes(key(tf32=True, limit=1023))

@@ -198,7 +198,7 @@ def test_a_device_array_says_what_it_cannot():
         np.asarray(array)
     with pytest.raises(TypeError, match=r"take it to a library first"):
         _ = there.encode(array).mean
-    with pytest.raises(TypeError, match="VAE: expected one on the cpu to copy or to pickle, got one on cuda:0"):
+    with pytest.raises(TypeError, match="VAE: expected a VAE on the cpu to copy or to pickle, got one on cuda:0"):
         pickle.dumps(there)
     with pytest.raises(AttributeError):
         there.device = "cpu"

@@ -291,12 +291,12 @@ def test_the_drop_in_is_diffusers_for_one_frame(name):
 
 def test_measurements_are_of_autoencoders_of_images():
     pytest.importorskip("torch")
-    from vaemem.pytorch.measuring import _maker
+    from vaemem.pytorch.measuring import _find_maker
 
     with pytest.raises(
         ValueError, match="model: expected an autoencoder of images, got 'qwen-image', which diffusers runs"
     ):
-        _maker("qwen-image", "diffusers")
+        _find_maker("qwen-image", "diffusers")
 
 
 def test_random_gammas_are_near_one():

@@ -260,7 +260,7 @@ def test_a_file_of_another_part_of_the_pipeline(tmp_path, name, what, form, caps
         write_gguf(path, {name: np.zeros((32, 32), np.float32)}, blocks("Q8_0"))
     else:
         write(path, {name: np.zeros((32, 32), np.float32)})
-    want = rf"a\.{form}: expected a VAE's tensors .*: these are {what}'s tensors, and the VAE is another file"
+    want = rf"a\.{form}: expected a VAE's tensors .*; these are {what}'s tensors, and the VAE is another file"
     with pytest.raises(ValueError, match=want):
         VAE.load(path)
     assert main(["info", str(path)]) == 2

@@ -165,7 +165,7 @@ REFUSED = [
         lambda pipe, call: setattr(pipe, "__class__", diffusers.StableDiffusionInpaintPipeline),
         "StableDiffusionInp.* none",
     ),
-    (lambda pipe, call: call.update(card="Voodoo 2"), "gpu: expected a card"),
+    (lambda pipe, call: call.update(card="Voodoo 2"), "gpu: unknown card"),
     (lambda pipe, call: call.update(offload="none and on cpu"), "offload: expected one of none, model, sequential,"),
 ]
 
@@ -504,7 +504,7 @@ def test_the_command(small, tmp_path, monkeypatch, capsys):
         (
             ["sd3", "512", "--random"],
             f"source: expected one of {', '.join(PIPELINES)}, got 'sd3'; only the VAE (sd3) of this model is known,"
-            " vaemem fits and vaemem.predict answer for",
+            " which vaemem fits and vaemem.predict answer for",
         ),
     ],
 )

@@ -342,8 +342,8 @@ def test_a_repeated_run_is_what_one_of_its_own_is(offload):
         ({"vae": "tiled 12"}, "vae: expected the side of a tile, a multiple of 8 as in 'tiled 512', got 'tiled 12'"),
         ({"vae": "tiled0"}, "vae: expected one of whole, tiled, sliced, vaemem, got 'tiled0'"),
         ({"offload": "group"}, "offload: expected"),
-        ({"vae": "vaemem"}, "vae_memory_limit: expected it"),
-        ({"vae_memory_limit": "1 GB"}, "vae_memory_limit: expected it"),
+        ({"vae": "vaemem"}, "vae_memory_limit: expected a limit with"),
+        ({"vae_memory_limit": "1 GB"}, "vae_memory_limit: expected a limit with"),
         ({"components": {"transformer": "nf4"}}, "components: expected"),
         ({"components": {"unet": "Q9"}}, "unet"),
         ({"components": {"unet": None}}, "unet"),
@@ -488,7 +488,7 @@ def test_stable_diffusion_cpps_phases():
         and ": fits: it takes " in repr(less)
     )
     for wrong, match in (
-        ({"dtype": "float16"}, "dtype: expected none"),
+        ({"dtype": "float16"}, "dtype: expected None"),
         ({"offload": "model"}, "offload: expected"),
         ({"vae": "sliced"}, "vae: expected"),
         ({"runtime": "sd.c"}, "runtime: expected"),
@@ -514,7 +514,7 @@ def test_a_prediction_as_a_table():
 def test_a_prediction_in_files(tmp_path):
     p = predict_pipeline("sd15", 512, 512, gpu="RTX 3060", memory="3 GB", used="1 GB")
     assert p.to_csv(tmp_path / "phases.csv") is None
-    rows = list(csv.DictReader((tmp_path / "phases.csv").open()))
+    rows = list(csv.DictReader((tmp_path / "phases.csv").read_text("utf-8").splitlines()))
     assert [row["fits"] for row in rows] == ["False", "", "", ""] and int(rows[-1]["total_bytes"]) == p.peak
     data = json.loads(p.to_json())
     assert data["fits"] is False and data["bottleneck"] == "decode"

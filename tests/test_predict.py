@@ -583,7 +583,7 @@ def test_tiles_are_those_of_the_config(tmp_path):
     assert predict(str(tmp_path), "decode_tiled", 512, 512).tile == 128
     del config["sample_size"]
     assert predict(config, "decode_tiled", 256, 256).tile == 32  # diffusers' default
-    with pytest.raises(ValueError, match="tile: expected one"):
+    with pytest.raises(ValueError, match="tile: expected a size"):
         predict(config | {"sample_size": "big"}, "decode_tiled", 512, 512)
 
 
@@ -769,7 +769,7 @@ def test_a_process_of_several_models():
     assert p.allocated == 8519680 and p.reserved <= 20 * MIB  # one segment stays for cuBLAS
     with pytest.raises(ValueError, match="dropped before"):
         p.drop(vae)
-    with pytest.raises(ValueError, match="not dropped"):
+    with pytest.raises(ValueError, match="one that was dropped"):
         p.decode(vae, p.tensor((1, 4, 8, 8), "float16"))
 
 
@@ -793,7 +793,7 @@ def test_converting_weights():
     p.convert(vae, "float32")
     p.drop(vae)
     assert p.allocated == 0
-    with pytest.raises(ValueError, match="not dropped"):
+    with pytest.raises(ValueError, match="one that was dropped"):
         p.convert(vae, "float16")
 
 
@@ -1107,7 +1107,7 @@ def test_the_end_of_the_search_is_told(monkeypatch, capsys):
 
 
 def test_no_size_fits():
-    with pytest.raises(ValueError, match="height: expected none, which is what is looked for, got 5"):
+    with pytest.raises(ValueError, match="height: expected None, .* got 5"):
         predict_largest("sdxl", "decode", "float16", height=5, safe=False)
     with pytest.raises(
         ValueError, match=r"gpu, used: expected at least \d+ MiB, .* got NVIDIA GeForce RTX 4060, which gives"

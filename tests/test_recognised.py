@@ -199,7 +199,7 @@ def hub(tmp_path, monkeypatch):
 
 def test_a_repository_that_was_downloaded(hub, monkeypatch):
     with pytest.raises(
-        FileNotFoundError, match=r"no such file, and not in the Hub's cache .*hub: download it with 'hf "
+        FileNotFoundError, match=r"no such file; it is not in the Hub's cache .*hub: download it with 'hf "
     ):
         VAE.load("someone/a-vae")
     model = make()

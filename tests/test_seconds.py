@@ -115,7 +115,7 @@ def test_links_and_memory():
     assert fast.value / fast.factor < 4.0 * 2**30 / 1.3 < fast.value * fast.factor  # what it was inferred from
     assert fast.value * fast.factor == pytest.approx(12e9, rel=0.01)
     for wrong in ("PCIe", "PCIe 9.0 x16", "PCIe 3.0 x3", "NVLink", None):
-        with pytest.raises(ValueError, match="link: expected such as"):
+        with pytest.raises(ValueError, match="link: expected a link such as"):
             link_rate(wrong)
     assert memory_rate("RTX 4090").value < 1008e9 < memory_rate("H200").value
 

@@ -433,7 +433,7 @@ def test_bad_input(call, exception, message):
 def test_no_config_no_sample_size():
     vae = small_vae()
     vae.sample_size = None
-    with pytest.raises(ValueError, match=r"sample_size: expected one, such as Tiling\(sample_size=512\)"):
+    with pytest.raises(ValueError, match=r"sample_size: expected a number such as Tiling\(sample_size=512\)"):
         vae.decode(latents(vae, 20, 20), tiling=Tiling())
     vae.sample_size = 1.5
     with pytest.raises(TypeError, match=r"sample_size: expected an integer, got 1\.5"):

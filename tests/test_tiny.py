@@ -159,7 +159,7 @@ def test_other_latents_are_found_out():
 def test_a_stray_tensor_is_named():
     shapes = dict(_core.Model(_core.models()["taesd"]).tensors)
     missing = {n: s for n, s in shapes.items() if n != "decoder.layers.11.weight"}
-    with pytest.raises(ValueError, match=r"^[^:]*: 1 tensor\(s\).*: missing decoder.layers.11.weight"):
+    with pytest.raises(ValueError, match=r"state dict: 1 tensor\(s\).*: missing decoder.layers.11.weight"):
         VAE.load({n: np.zeros(s, np.float32) for n, s in missing.items()})
 
 
@@ -227,11 +227,11 @@ def rebuilt(offset, shape, strides, key="0") -> tuple:
         (b"\x80\x02].", "expected a mapping of tensors, got list"),
         (b"\x80\x02}", "the file ends in the middle"),
         (b"\x80\x02cos\nsyst", "the file ends in the middle of a name"),
-        (b"\x80\x02NR.", "a call wants a name and arguments"),
-        (b"\x80\x02N)R.", "a call wants a name and arguments"),
+        (b"\x80\x02NR.", "a call needs a name and arguments"),
+        (b"\x80\x02N)R.", "a call needs a name and arguments"),
         (b"\x80\x02b.", "nothing that a name or a state belongs to"),
         (b"\x80\x04\x8c\x02os\x8c\x06system\x93.", "expected a mapping of tensors, got str"),
-        (b"\x80\x04\x8c\x02osK\x06\x93.", "a name wants two texts"),
+        (b"\x80\x04\x8c\x02osK\x06\x93.", "a name needs two texts"),
         (b"\x80\x02(ios\nsystem\n.", "opcode 0x69, which names or calls Python objects"),
         (
             b"\x80\x02}" + b"X\x01\0\0\0actorch._utils\n_rebuild_tensor_v2\n)Rs.",
@@ -464,7 +464,7 @@ def test_the_drop_in_is_diffusers(tmp_path):
         with pytest.raises(ValueError, match="x: expected a height and a width that are multiples of 4"):
             ours.encode(x[:, :, :15])
         ours.enable_tiling()
-        with pytest.raises(ValueError, match="enable_tiling: expected none, for tiles of AutoencoderTiny are others"):
+        with pytest.raises(ValueError, match="enable_tiling: tiles of AutoencoderTiny are others"):
             ours.decode(z)
     assert all(torch.equal(ours.state_dict()[name], tensor) for name, tensor in theirs.state_dict().items())
     with pytest.raises(ValueError, match="expected a VAE that diffusers' AutoencoderTiny can be, got taef2, which has"):

@@ -580,7 +580,7 @@ def test_sizes_that_do_not_fit_are_refused():
         ("a1111", "decode", {"sends": True}, "sends: expected the diffusers runtime, got a1111"),
         ("comfyui", "decode", {"first": "float16"}, "first: expected the diffusers runtime, got comfyui"),
         ("diffusers", "encode", {"first": "float16"}, "first: expected decode"),
-        ("diffusers", "decode", {"first": "int8"}, "dtype: want"),
+        ("diffusers", "decode", {"first": "int8"}, "dtype: expected"),
     ],
 )
 def test_what_is_diffusers_alone(runtime, op, change, match):

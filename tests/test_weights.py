@@ -217,7 +217,7 @@ def test_detected_architecture(layout, parts):
 def test_groups_cannot_be_detected(tmp_path):
     config = CONFIGS["deep"]
     weights.save(make(config), tmp_path / "a.safetensors")
-    with pytest.raises(ValueError, match=r"a\.safetensors: config: norm_num_groups cannot be seen"):
+    with pytest.raises(ValueError, match=r"a\.safetensors: norm_num_groups cannot be seen"):
         weights.load(tmp_path / "a.safetensors")
     same(weights.load(tmp_path / "a.safetensors", config=config), tensors_of(make(config)))
 

@@ -455,7 +455,7 @@ int main(int argc, char **argv) {
         puts("ok");
         return 0;
     }
-    fprintf(stderr, "isa: want one of");
+    fprintf(stderr, "isa: expected one of");
     for (size_t i = 0; i < sizeof sets / sizeof *sets; i++) fprintf(stderr, " %s", sets[i].name);
     fprintf(stderr, ", got %s\n", argc > 1 ? argv[1] : "nothing");
     return 2;

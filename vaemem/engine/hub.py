@@ -42,4 +42,4 @@ def how_to_download(path: Path) -> str:
     """Return how to download a repository; empty for a path that cannot be one."""
     if not is_repository(path):
         return ""
-    return f", and not in the Hub's cache {cache_folder()}: download it with 'hf download {path.as_posix()}'"
+    return f"it is not in the Hub's cache {cache_folder()}: download it with 'hf download {path.as_posix()}'"
