@@ -418,7 +418,7 @@ def test_sweep_on_it():
     (estimate,) = vaemem.estimate_sweep(config_vae, "decode", 32)
     assert row["device"] == "cuda:0" and row["dtype"] == "bfloat16" and row["seconds"] > 0
     assert row["allocated_bytes"] == estimate["allocated_bytes"]
-    with pytest.raises(ValueError, match="dtypes: expected bfloat16, .* got 'float16'"):
+    with pytest.raises(ValueError, match=r"dtypes: expected bfloat16, .* got 'float16'"):
         vaemem.measure_sweep(config_vae, "decode", 32, "float16")
 
 

@@ -105,7 +105,7 @@ def test_one_formula_for_each_model_op_runtime_device_and_batch():
     assert found[0].name == "sdxl decode bfl - -" and found[2].name == "sdxl decode - - batch 2"
     assert found.find(op="encode").a == pytest.approx(4)
     assert found.predict(64, 64, "float32", runtime="diffusers") == 2 * 64 * 64 * 4
-    with pytest.raises(ValueError, match="expected the key of one formula, .* 4 of sdxl"):
+    with pytest.raises(ValueError, match=r"expected the key of one formula, .* 4 of sdxl"):
         found.predict(64, 64, op="decode")
     with pytest.raises(ValueError, match="expected one, got 0"):
         found.find(model="flux")

@@ -1107,7 +1107,7 @@ def test_the_end_of_the_search_is_told(monkeypatch, capsys):
 
 
 def test_no_size_fits():
-    with pytest.raises(ValueError, match="height: expected None, .* got 5"):
+    with pytest.raises(ValueError, match=r"height: expected None, .* got 5"):
         predict_largest("sdxl", "decode", "float16", height=5, safe=False)
     with pytest.raises(
         ValueError, match=r"gpu, used: expected at least \d+ MiB, .* got NVIDIA GeForce RTX 4060, which gives"
