@@ -5,6 +5,7 @@ import io
 import json
 import struct
 import sys
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -778,3 +779,22 @@ def test_a_plan_tries_a_float16_vae_and_tiles_smaller_than_the_image():
     told = plan_pipeline("sdxl", 1024, 1024, gpu="RTX 3070", types=[None], components={"vae": "float32"})
     assert not any("in float16" in one.way.name for one in told.outcomes)
     assert any("VAE tiled" in one.way.name for one in plan_pipeline("sd15", 1024, 1024, gpu="RTX 3070").outcomes)
+
+
+@pytest.mark.parametrize(("pipeline", "batch"), [("sd15", 1), ("sdxl", 2), ("flux", 1)])
+def test_the_code_of_a_way_runs(pipeline, batch, monkeypatch):
+    """With diffusers' own classes, whose pipelines have no weights here. A class that diffusers lacks is left out."""
+    diffusers = pytest.importorskip("diffusers")
+    from vaemem.pytorch import AutoencoderKL
+
+    for one in plan_pipeline(pipeline, 1024, 1024, batch, gpu="RTX 3060").outcomes:
+        real = getattr(diffusers, PIPELINES[pipeline].class_name)
+        pipe, roles = mock.MagicMock(spec=real), {role: mock.MagicMock() for role in PIPELINES[pipeline].parts}
+        roles["vae"] = mock.MagicMock(spec=diffusers.AutoencoderKL)
+        pipe.configure_mock(**roles)
+        monkeypatch.setattr(real, "from_pretrained", made := mock.MagicMock(return_value=pipe))
+        monkeypatch.setattr(diffusers.AutoencoderKL, "from_pretrained", mock.MagicMock())
+        monkeypatch.setattr(AutoencoderKL, "from_module", mock.MagicMock())
+        if "PipelineQuantizationConfig" not in one.way.code or hasattr(diffusers, "PipelineQuantizationConfig"):
+            exec(one.way.code, dict(roles))
+            assert made.called, one.way.name

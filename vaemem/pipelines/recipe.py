@@ -46,7 +46,7 @@ def diffusers_code(
         four = f'"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.{dtype}'
         four += ', "bnb_4bit_use_double_quant": True' if kind == "nf4 double" else ""
         backend = "bitsandbytes_4bit" if kind in FOUR_BITS else "bitsandbytes_8bit"
-        more.append("from diffusers.quantizers import PipelineQuantizationConfig")
+        more.append("from diffusers.quantizers import PipelineQuantizationConfig  # diffusers 0.34 or later")
         lines += [
             "quantization_config = PipelineQuantizationConfig(", f'    quant_backend="{backend}",',
             f"    quant_kwargs={{{four if kind in FOUR_BITS else chr(34) + 'load_in_8bit' + chr(34) + ': True'}}},",
