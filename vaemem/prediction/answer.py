@@ -1,4 +1,4 @@
-"""What every prediction says: what a run takes, and whether it fits the card."""
+"""The parts that all predictions share: how much memory a run takes, and whether it fits the card."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ SHOWN_TENSORS = 8  # of a peak
 
 
 def alias(path: str) -> Any:
-    """An attribute that reads another one, such as ``"judged.fits"``."""
+    """Return an attribute that reads another one, such as ``"judged.fits"``."""
     return property(operator.attrgetter(path))
 
 
 def largest_tensor(phase: Phase) -> PeakTensor | None:
-    """The largest tensor at a phase's peak that is no weight."""
+    """Return the largest tensor at a phase's peak that is not a weight."""
     return next((one for one in phase.peak_tensors if not one.name.startswith(OF_WEIGHTS)), None)
 
 
 class Answer(Shown):
-    """The answer to a request: what a play says, and whether it fits the card. Sizes in bytes.
+    """The answer to a request: the result of a play, and whether it fits the card. Sizes in bytes.
 
     Attributes
     ----------
     request : Request
-        What is predicted. An answer is copied and pickled as its request.
+        The predicted run. An answer is copied and pickled as its request.
     result, here : Result
-        What a play says on a card with room for everything, and on this card.
+        The results of a play on a card with room for everything, and on this card.
     judged : Verdict
     kind : str
         The value of ``"answer"`` in `to_dict`.
@@ -57,7 +57,7 @@ class Answer(Shown):
     spare: int = alias("judged.spare")
     least_band: tuple[int, int] = alias("judged.least_band")
     notes: tuple[str, ...] = ()
-    model_note: str = ""  # whose VAE or modules are predicted, if the model has another's
+    model_note: str = ""  # which model's VAE or modules are predicted, if the model has another model's
 
     def __reduce__(self) -> Any:
         return type(self), (self.request,)
@@ -86,7 +86,7 @@ class Answer(Shown):
 
     @property
     def _parts(self) -> dict[str, int]:
-        """Bytes of what the card holds at the peak; on this card if the run goes through there."""
+        """Bytes of each part of the card at the peak; on this card if the run succeeds there."""
         phase, card = (self.result if self.judged.took is None else self.here).fullest, self.card
         size, available = card.gpu.reported_memory, self.available
         parts = {
@@ -123,7 +123,7 @@ class Answer(Shown):
         return {}
 
     def _lines(self) -> list[dict[str, Any]]:
-        """One dict a phase: sizes in bytes, the largest tensor at its peak, whether it goes through."""
+        """Return one dict for each phase: sizes in bytes, the largest tensor at its peak, whether it succeeds."""
         lines = []
         for phase in self.result.phases:
             line: dict[str, Any] = {"phase": phase.name, "total_bytes": phase.total, "fits": phase.fits}
@@ -145,7 +145,7 @@ class Answer(Shown):
         return Sheet(headline, [bar, Facts(facts), *self._blocks(size)], self.verdict)
 
     def facts(self, size: Sizer) -> list[tuple[str, str]]:
-        """Return what runs, and on what, as (label, text). size: writes a number of bytes.
+        """Return the run, its model and its card as (label, text). size: writes a number of bytes.
 
         Examples
         --------
@@ -169,7 +169,7 @@ class Answer(Shown):
         return []
 
     def _peak_fact(self, size: Sizer) -> tuple[str, str]:
-        """What the peak is made of."""
+        """Return the parts of the peak."""
         phase, room = self.result.fullest, "" if self.judged.took == self.judged.most else " if there were room"
         parts = {
             "weights": phase.weights, "tensors": phase.activations, "workspaces": phase.workspace,
@@ -180,7 +180,7 @@ class Answer(Shown):
 
 
 class SimulatedAnswer(Answer):
-    """What a prediction reads off the process that it played: a run of one phase."""
+    """A prediction that reads its numbers off a played process: a run of one phase."""
 
     kind = "run"
     upper_share = 0.9989
@@ -202,7 +202,7 @@ class SimulatedAnswer(Answer):
         self.torch_version = process.torch_version
         self.cudnn_version: str | None = getattr(process.workspace, "cudnn_version", None)
         self.workspace_source, available, most = process.workspace_source, process.available, process.most_reserved
-        # With room for all of it nothing is ever refused, and all goes as it did.
+        # With room for everything no request is ever refused, so the run does not change.
         here, full = (process, None) if most <= available else request.repeat(process, available)
         self.out_of_memory_at, self.substitutions, self._here = full, here.substitutions, here
         plays = Plays(
@@ -243,7 +243,7 @@ class SimulatedAnswer(Answer):
         return self.judged.upper - (self.peak_reserved - self.reserved)
 
     def save_snapshot(self, path: str | os.PathLike[str]) -> None:
-        """Writes the simulated history as a pickle that ``torch.cuda._memory_viz`` and pytorch.org/memory_viz read."""
+        """Write the simulated history as a pickle that ``torch.cuda._memory_viz`` and pytorch.org/memory_viz read."""
         process = self.request.start(history=True)
         self.request.play(process)
         process.save_snapshot(path)
@@ -253,14 +253,14 @@ class SimulatedAnswer(Answer):
         return tuple(self._process.timeline())
 
     def _counters(self, size: Sizer) -> str:
-        """What PyTorch's counters say, and how sure it is."""
+        """Return the values of PyTorch's counters, and their range."""
         least, most = map(size, self.band)
         band = f" ({least} to {most})" if least != most else ""
         return f"allocated {size(self.allocated)}, reserved {size(self.reserved)}{band}, at most {size(self.upper)}"
 
     @property
     def _told(self) -> str:
-        """For `repr`: whether it fits, what is predicted, and what was substituted."""
+        """For `repr`: whether it fits, the predicted numbers, and the substitutions."""
         replaced = f"; substituted: {', '.join(self.substitutions)}" if self.substitutions else ""
         return f"{self.summary}; {self._counters(in_mib)}{replaced}"
 
@@ -283,7 +283,7 @@ class SimulatedAnswer(Answer):
         return [self._peak_fact(size), ("PyTorch", f"{counters} ({self.protocol} process)")]
 
     def _tensors(self, size: Sizer) -> Columns:
-        """The largest tensors at the peak."""
+        """Return the largest tensors at the peak."""
         rows = [(size(one.bytes), one.name) for one in self.peak_tensors[:SHOWN_TENSORS]]
         return Columns(("size", "at the peak"), rows, detail=True)
 

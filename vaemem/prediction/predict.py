@@ -1,4 +1,4 @@
-"""Predict what PyTorch's memory counters say of a VAE's run on a GPU, without PyTorch and without the GPU.
+"""Predict the values of PyTorch's memory counters for a VAE's run on a GPU, without PyTorch and without the GPU.
 
 docs/DESIGN.md, "The life of a prediction", follows a call from its arguments to its bytes and back.
 """
@@ -33,18 +33,18 @@ from vaemem.prediction.seconds import Seconds
 from vaemem.prediction.usual import FIXED, OVERFLOWING, SENDING, WANS, held_by, usual_dtypes
 from vaemem.prediction.verdict import DOES_NOT_FIT, FITS
 
-# No further in tiles, where a larger image may take no more: pixels a side, and pixels in all, which take seconds to
-# play. So bisection ends at this part of the sides.
+# Limits of the search in tiles, because a larger image may take no more memory: pixels a side, and pixels in all.
+# Playing that many pixels takes seconds. So bisection ends at this part of the sides.
 TILED_SIDE, TILED_PIXELS, TILED_GRAIN = 1 << 14, 1 << 25, 64
-SMALL_TILE = 512  # pixels: of the tiles that are advised where the usual ones do not cut the image
+SMALL_TILE = 512  # pixels a side of the tiles to advise if the usual tiles do not cut the image
 
 
 class Advice(NamedTuple):
-    """Another run that was tried and goes through. Sizes in bytes.
+    """Another run that was tried and succeeds. Sizes in bytes.
 
-    what: what differs
+    what: the difference from the predicted run
     verdict: ``"fits"`` or ``"tight"``
-    needed, available: what it takes of the card, and what the card gives; without a card, of the host's memory
+    needed, available: bytes that it takes, and bytes that the card gives; None if it uses the host's memory instead
     command: the command that shows it
     """
 
@@ -55,13 +55,13 @@ class Advice(NamedTuple):
     command: str
 
     def describe(self, size: Sizer) -> str:
-        """The advice in words, with sizes as they are to be written."""
+        """Return the advice in words. size: writes a number of bytes."""
         if self.available is None:
             return f"{self.what}: takes {size(self.needed)} of the host's memory, and nothing of the card's"
         return f"{self.what}: {self.verdict}, takes {share(self.needed, self.available, size)}"
 
     def to_dict(self) -> dict[str, Any]:
-        """As `Prediction.to_dict` has it.
+        """Return the advice as `Prediction.to_dict` shows it.
 
         Examples
         --------
@@ -74,41 +74,41 @@ class Advice(NamedTuple):
 
 
 class Prediction(SimulatedAnswer):
-    """What `predict` returns. Sizes in bytes.
+    """A predicted run of a VAE, which `predict` returns. Sizes in bytes.
 
     Attributes
     ----------
     allocated, reserved : int
-        Above the baseline, as the seed table counts: ``max_memory_allocated() - memory_allocated()`` before the run,
-        likewise reserved; weights and input are in the baseline.
+        Peaks above the baseline, as the seed table counts them: ``max_memory_allocated() - memory_allocated()`` before
+        the run, and the same for reserved. The baseline includes weights and input.
     peak_allocated, peak_reserved : int
-        As ``torch.cuda.max_memory_allocated()`` and ``max_memory_reserved()`` report them. These four are those of a
-        card with room for all that PyTorch likes to take: on one where it fits with less they stay below. (The runtime
-        a1111 cuts its attention by what this card has free.)
+        The values of ``torch.cuda.max_memory_allocated()`` and ``max_memory_reserved()``. These four hold for a card
+        with room for everything that PyTorch allocates. They are lower on a card that lets the run succeed with less.
+        (The runtime a1111 cuts its attention by the free memory of this card.)
     band : tuple of int
-        Least and most of `reserved` where something was substituted: as other versions of cuDNN answer on such cards,
-        and beyond the oldest and the newest of them on other cards too. Twice `reserved` where nothing was.
+        Least and most of `reserved` if something was substituted: over other versions of cuDNN on such cards. Beyond
+        the oldest and newest of these versions, other cards count too. Twice `reserved` if nothing was substituted.
     upper : int
-        A bound to reserve by, beside `reserved`: 17/16 of the most that any of these says, and 20 MiB: the process
-        cold, warmed up or as `protocol` says; the cuDNN that was asked for or what `band` is made of, and where
-        neither ``cudnn_version`` nor ``torch_version`` was given, every version that may be. For a process's whole
-        reservation add ``peak_reserved - reserved``. The 16th is derived from the seed table's rows alone.
+        A safe upper bound for `reserved`: 17/16 of a maximum, plus 20 MiB. The maximum is over processes (cold, warmed
+        up, or as `protocol` says) and over cuDNN (the version you named, or those behind `band`). If you give neither
+        ``cudnn_version`` nor ``torch_version``, it is over every possible version. For a process's whole reservation
+        add ``peak_reserved - reserved``. The 16th is derived from the seed table's rows alone.
     upper_share : float
-        The share of answers that `upper` covers: where recorded versions of cuDNN and cards are left out in turn, and
-        predicted from the others. NaN with another allocator than the native one at its defaults, for a coarse card,
-        and for a module, of which nothing is known.
+        The share of answers that `upper` covers. The count leaves out each recorded version of cuDNN and each card in
+        turn, and predicts it from the others. NaN for a coarse card, for a module, and for any allocator other than
+        the native one at its defaults: no measurements exist.
     upper_basis : str
-        What `upper_share` was counted on.
+        The answers that `upper_share` counts.
     substitutions : tuple of str
-        What stood in for the cuDNN and the card that were asked for.
+        Substitutes for the cuDNN and the card that you named.
     seconds : Seconds or None
-        How long the run takes once the process is warm, on a card with room for it: ``low``, ``likely``, ``high``, and
-        the rates that say so as ``why`` (`vaemem.prediction.seconds`). None where nothing is known of the card's speed.
+        How long the run takes in a warm process, on a card with room for it: ``low``, ``likely``, ``high``, and the
+        rates behind them as ``why`` (`vaemem.prediction.seconds`). None if the card's speed is unknown.
     verdict : str
-        ``"fits"``: even by `upper`. ``"tight"``: the run goes through, but not by `upper`, or only because PyTorch
-        gives cached segments back before it gives up, or goes on to cuDNN's next plan where a workspace cannot be had
-        (from 9.8 on one of its plans wants none; before, that is supposed). ``"does not fit"``: the same process,
-        played with no more than `available`, runs out of memory.
+        ``"fits"``: even `upper` fits. ``"tight"``: the run succeeds, but `upper` does not fit, or PyTorch has to free
+        cached segments, or it has to use cuDNN's next plan for lack of a workspace. (From 9.8 on, one of cuDNN's plans
+        needs none; earlier versions are assumed to have one.) ``"does not fit"``: the same process, played with no
+        more than `available`, runs out of memory.
     fits : bool
         Whether the verdict is one of the first two; with ``safe=True`` whether it is the first.
     tight_because : str
@@ -116,54 +116,54 @@ class Prediction(SimulatedAnswer):
     summary : str
         The verdict with its figures, in a sentence.
     coarse : bool
-        Whether no cuDNN was asked about the card or its like: its tensors are known, and `band` and `upper` are made of
-        all cards' workspaces, and of none. On AMD's, Intel's and Apple's cards of none, which is what `reserved` has,
-        and of those of im2col.
+        Whether no cuDNN was asked about the card or a similar one. Then tensors are known, and `band` and `upper` span
+        the workspaces of all cards, and none. On AMD's, Intel's and Apple's cards they span none, as in `reserved`,
+        and im2col's.
     spare : int
-        What is left of `available` while it runs, of a coarse answer at the most that it takes; below 0 where it does
-        not go through: what is lacking at least.
+        Bytes of `available` left while it runs; a coarse answer counts the most that the run takes. Below 0 if the
+        run fails: at least that much is missing.
     assumed : str
-        Which types were taken because none was named, whose rule that is, and what would change it.
+        The types that were chosen because you named none, whose rule that is, and how to change it.
     assumed_card : str
         Which card stands for yours if none was named and none is present, in a sentence; "" otherwise.
     would_fit : tuple of Advice
-        What else was tried and goes through: the largest image of that shape, tiles, another type, nothing else on the
-        card, our own engine on the CPU; each with the command that shows it. Tried when it is asked for, and in what
-        `print` shows where the verdict is not "fits".
+        Other runs that were tried and succeed, each with the command that shows it: the largest image of that shape,
+        tiles, another type, nothing else on the card, our own engine on the CPU. They are tried when you read this
+        attribute, and when you print a prediction that does not say "fits".
     on_card : int or None
-        What `peak_reserved` is on this card, as full as it is: no more than `available`. None where the run does not
-        go through, and so has no peak.
+        `peak_reserved` on this card, as full as it is: no more than `available`. None if the run fails and so has no
+        peak.
     out_of_memory_at : PeakTensor or None
-        ``(name, bytes)`` of what PyTorch raises out of memory for: the module with the tensor, and the request.
+        ``(name, bytes)`` of the request that runs out of memory: the module with the tensor, and the request's size.
     least_reserved : int
-        The least `available` with which the run still goes through, weights and input included, to 2 MiB: beside
-        `peak_reserved`, which is what PyTorch takes where there is room. Found by bisection when it is asked for, and
-        in `repr` where the card has not that room.
+        The least `available` with which the run still succeeds, weights and input included, to 2 MiB. In contrast,
+        PyTorch takes `peak_reserved` if there is room. Found by bisection when you read it, and in `repr` if the card
+        lacks that room.
     least_band : tuple of int
-        `least_reserved` twice; but where cuDNN's next plans are not known, the second is the least where they want what
-        the first plan wants, which then has to be had.
+        `least_reserved` twice. But if cuDNN's next plans are unknown, the second assumes that they need the first
+        plan's workspace, which the card then has to provide.
     available : int
-        What PyTorch's allocator can have of the card: `total_memory`, less 3% where that is a nominal size (whole GiB,
-        of which CUDA reports less), less 512 MiB for the CUDA context and its kernels (426 MiB were measured for a
-        context alone), less what ``used=`` says.
+        Bytes of the card that PyTorch's allocator can have: `total_memory`, less 3% if that is a nominal size (whole
+        GiB; CUDA reports less), less 512 MiB for the CUDA context and its kernels (426 MiB were measured for a context
+        alone), less ``used=``.
     weights_bytes : int
-        Those of the weights between runs.
+        Bytes of the weights between runs.
     total_memory : int
-        The card's memory, as it was given or as it is listed.
+        The card's memory, as given or as listed.
     peak_tensors : tuple of PeakTensor
-        ``(name, bytes)`` of what was allocated at the peak, weights and input included, largest first, and last what
-        the allocator rounded up: the sum is `peak_allocated`.
+        ``(name, bytes)`` of everything allocated at the peak, weights and input included, largest first. The
+        allocator's rounding comes last, so the sum is `peak_allocated`.
     workspace_source : str
-        Who said how much scratch the convolutions take: a profile, or a rule.
+        The source of the convolutions' workspace sizes: a profile, or a rule.
     timeline : tuple of Moment
-        ``(name, allocated, reserved)`` step by step through the model's call; bytes as the counters stand.
+        ``(name, allocated, reserved)`` for each step of the model's call; bytes as the counters show them.
     formula : str
         ``allocated`` as a closed form in the image's H and W at this size's peak, or why there is none.
     model, op, height, width, batch, dtype, runtime, gpu, torch_version, cudnn_version, weights_dtype, tile,
     tile_overlap, slicing, protocol, channels_last, allow_tf32, allocator
-        What was asked.
+        The request.
     settings : tuple of str
-        Which of the last four are not as usual, in words; and of a tiled op whether the image is cut.
+        The unusual ones of the last four, in words; for a tiled op also whether the image is cut.
 
     Examples
     --------
@@ -234,7 +234,7 @@ class Prediction(SimulatedAnswer):
     def would_fit(self) -> tuple[Advice, ...]:
         q, job, found = self.request, self.request.job, list[Advice]()
         for what, other in self._alike():
-            with contextlib.suppress(ValueError, OverflowError):  # it cannot be, or is more than can be played
+            with contextlib.suppress(ValueError, OverflowError):  # it is impossible, or too large to play
                 p = Prediction(other)
                 if p.verdict != DOES_NOT_FIT:
                     found.append(Advice(what, p.verdict, p.judged.here[1], p.available, shell_command(other)))
@@ -247,7 +247,7 @@ class Prediction(SimulatedAnswer):
         return tuple(found)
 
     def _alike(self) -> Iterator[tuple[str, VAERequest]]:
-        """The largest image of that shape, and other ways to run this one."""
+        """Yield the largest image of that shape, and other ways to run this one."""
         q, job, largest = self.request, self.request.job, list[tuple[int, int]]()
         if not job.is_tiled:
             with contextlib.suppress(ValueError), warnings.catch_warnings():  # none fits; larger ones may
@@ -296,7 +296,7 @@ class Prediction(SimulatedAnswer):
 
     @property
     def notes(self) -> tuple[str, ...]:  # type: ignore[override]
-        """What is not counted, and what else is on the card."""
+        """Models that are not counted, and other models on the card."""
         program, held = SENDING.get(self.runtime), self.request.card.held
         sends = f"{program} sends other models to the host first, by its own estimate; they are not counted."
         models = held_by(self.runtime, self.model)[0]
@@ -321,7 +321,7 @@ class Prediction(SimulatedAnswer):
         }  # fmt: skip
 
     def rows(self) -> list[dict[str, Any]]:
-        """The run as the one row of a `vaemem.Table`.
+        """Return the run as the only row of a `vaemem.Table`.
 
         Examples
         --------
@@ -342,12 +342,12 @@ class Prediction(SimulatedAnswer):
 
 
 def _sized(size: int, unit: int) -> str:
-    """Bytes as an argument: in GB of so many, where that is a tenth of one or more, else as a number."""
+    """Write bytes as an argument: in GB of `unit` bytes if that gives whole tenths, otherwise as a number."""
     return f"{size / unit:g}GB" if size * 10 % unit == 0 else str(size)
 
 
 def _program(request: VAERequest) -> str | None:
-    """The flag for the runtime: none for diffusers'; of A1111 without its other models the one that keeps none."""
+    """Return the runtime's flag: none for diffusers; for A1111 without its other models, the medvram runtime."""
     runtime, held = request.software.runtime, request.card.held
     if not held and held_by(runtime, request.job.arch["name"])[1]:
         return f"{runtime}-medvram"
@@ -355,7 +355,7 @@ def _program(request: VAERequest) -> str | None:
 
 
 def shell_command(request: VAERequest, verb: str = "fits") -> str:
-    """The command line of a request; of the verb ``"estimate"`` what our own engine takes for the same."""
+    """Return the command line of a request. The verb ``"estimate"`` gives our own engine's memory for the same run."""
     job, software, card = request.job, request.software, request.card
     name = FIXED if request.fixed else job.arch["name"]
     words = ["vaemem", verb, name, job.op, f"{job.height}x{job.width}"]
@@ -395,8 +395,8 @@ def predict(
     cudnn_benchmark: bool = False, allocator: str = "native", safe: bool = False,
     os: str = "linux", calibrate: Any = None,
 ) -> Prediction:  # fmt: skip
-    """The memory that PyTorch takes for a VAE's run: a fresh process, the model loaded, by default two warm-up runs,
-    one measured.
+    """Predict the memory that PyTorch takes for a VAE's run: in a fresh process, with the model loaded. By default one
+    measured run follows two warm-up runs.
 
     Parameters
     ----------
@@ -406,61 +406,60 @@ def predict(
     dtype, batch, runtime of a VAE : shared
     gpu, cudnn_version, torch_version : shared
     weights_dtype : str, optional
-        The type of the weights between runs; where it is not `dtype`, weights and input are converted within the run.
+        The type of the weights between runs. If it differs from `dtype`, the run converts weights and input.
     tile : int, optional
-        The side of a tile in pixels for the tiled ops of diffusers, comfyui and a1111; by default the config's
-        sample_size, as in diffusers (512 for sd15, 1024 for the others), ComfyUI's 512, and what A1111's Tiled VAE
-        recommends for the card. ComfyUI's tiles overlap by 64 pixels, at most a quarter, in three passes; those of
-        Tiled VAE are padded on every side, by 11 latents or 32 pixels.
+        The side of a tile in pixels for the tiled ops of diffusers, comfyui and a1111. Defaults: the config's
+        sample_size for diffusers (512 for sd15, 1024 for the others), 512 for ComfyUI, and the recommendation of
+        A1111's Tiled VAE for the card. ComfyUI's tiles overlap by 64 pixels, at most a quarter, in three passes. Tiled
+        VAE pads its tiles on every side, by 11 latents or 32 pixels.
     slicing : bool
-        Whether one image of the batch is run after the other (diffusers' ``enable_slicing``).
+        Whether the images of a batch run one after the other (diffusers' ``enable_slicing``).
     tile_overlap : float, optional
-        The part of its side that a tile shares with the next, from 0 to less than 1: diffusers' tile_overlap_factor, a
-        quarter by default, an eighth of tiny autoencoders. For the tiled ops of diffusers alone, whose class lets it
-        be set.
+        The part of its side that a tile shares with the next, from 0 to less than 1: diffusers' tile_overlap_factor.
+        The default is a quarter, or an eighth for tiny autoencoders. Only the tiled ops of diffusers take it, because
+        only its class has this setting.
     memory, used : shared
     workspace : object, optional
-        What answers for the convolutions' workspaces in place of `vaemem.prediction.workspace.Workspace`.
+        The object that answers for the convolutions' workspaces in place of `vaemem.prediction.workspace.Workspace`.
     protocol : str
-        What the process has done when the counters are read, for `reserved` depends on it:
+        What the process does before the counters are read, because `reserved` depends on it:
 
-        - ``"cold"``: the first run, which no other came before;
-        - ``"warm"``: the first run after two warm-up runs, while what the second of them left is still bound;
-        - ``"repeated"``: the second run after two warm-up runs, when nothing of them is bound any more;
-        - ``"kept"``: three runs in a row from a cold start, the cache never emptied, and the most that any of them
-          took.
+        - ``"cold"``: the first run of the process;
+        - ``"warm"``: the first run after two warm-up runs, while the second one's result is still bound;
+        - ``"repeated"``: the second run after two warm-up runs, when none of their results is bound;
+        - ``"kept"``: three runs in a row from a cold start, the cache never emptied; the largest of them counts.
 
-        In the first three the cache is emptied, and the peaks are reset, before each run.
-        `vaemem.prediction.benchmark.PROTOCOLS` is the table of them.
+        The first three empty the cache and reset the peaks before each run.
+        `vaemem.prediction.benchmark.PROTOCOLS` is the table of protocols.
     channels_last : bool
-        Whether ``vae.to(memory_format=torch.channels_last)`` was called once the model was loaded: convolutions then
-        take and give that format, and every GroupNorm copies its input back. PyTorch up to 2.14; later ones are
-        refused.
+        Whether the program calls ``vae.to(memory_format=torch.channels_last)`` after it loads the model. Convolutions
+        then take and return that format, and every GroupNorm copies its input back. PyTorch up to 2.14 only; later
+        versions are refused.
     allow_tf32 : bool
-        ``torch.backends.cudnn.allow_tf32``, True in PyTorch; False asks cuDNN for other plans in float32 on compute
+        ``torch.backends.cudnn.allow_tf32``, True in PyTorch. False makes cuDNN use other plans in float32 on compute
         capability 8.0 and later.
     cudnn_benchmark : bool
-        ``torch.backends.cudnn.benchmark``. True is refused: which plan is the fastest only the card can tell.
+        ``torch.backends.cudnn.benchmark``. True is refused: only the card can tell which plan is the fastest.
     allocator : str
-        ``"native"``, ``"cudaMallocAsync"``, or what ``PYTORCH_CUDA_ALLOC_CONF`` says (``"expandable_segments:True"``).
-        cudaMallocAsync is the driver's memory pool: `Prediction.reserved` is then the least that it can hold, and the
-        upper end of `Prediction.band` what the native allocator reserves.
+        ``"native"``, ``"cudaMallocAsync"``, or a ``PYTORCH_CUDA_ALLOC_CONF`` (``"expandable_segments:True"``).
+        cudaMallocAsync is the driver's memory pool. `Prediction.reserved` is then the least that it can hold, and the
+        upper end of `Prediction.band` is the native allocator's reservation.
     safe, os : shared
     calibrate : Table, row or sequence of rows, optional
-        Runs of PyTorch that were measured on this card, with their seconds: `Prediction.seconds` then follows from
-        them, and not from what others measured. Rows of other cards, of the engine, and without seconds are left out;
-        a row that names no device is taken to be of this card.
+        Runs of PyTorch that were measured on this card, with their seconds. `Prediction.seconds` then follows from
+        them, and not from other people's measurements. Rows of other cards, of the engine, and without seconds are
+        left out. A row without a device counts as measured on this card.
 
     Raises
     ------
     ValueError
-        A model, op, dtype, protocol, GPU or version that is unknown; a size that the model cannot take; a convolution
-        that the GPU has no engine for; a build of PyTorch without kernels for the card; a setting of PyTorch that
-        is not modelled.
+        The model, op, dtype, protocol, GPU or version is unknown; the model cannot take that size; the GPU has no
+        engine for a convolution; the build of PyTorch has no kernels for the card; a setting of PyTorch is not
+        modelled.
 
     Notes
     -----
-    docs/PREDICTION.md tells how it works, what it does not know, and its errors.
+    docs/PREDICTION.md explains how it works, what it does not know, and its errors.
 
     Examples
     --------
@@ -487,41 +486,40 @@ def predict_largest(
     model: str | Mapping[str, Any], op: TiledOp, dtype: Dtype | None = None, batch: int = 1, *, gpu: str | None = None,
     aspect: float = 1.0, used: int | str = 0, every: bool = False, safe: bool = True, **others: Any,
 ) -> tuple[int, int]:  # fmt: skip
-    """(height, width) of the largest image that PyTorch decodes, or encodes, on a card: of those whose `predict` fits.
+    """Find the largest image that fits on a card, by `predict`. Return its (height, width).
 
     Parameters
     ----------
     model, op, dtype, batch of a VAE : shared
     gpu, used : shared
     **others
-        What else `predict` takes: ``memory``, ``runtime``, ``tile``, ``cudnn_version``, ``torch_version`` and others.
+        Other arguments of `predict`: ``memory``, ``runtime``, ``tile``, ``cudnn_version``, ``torch_version`` and more.
     aspect : float
-        The width over the height, as nearly as latents of whole pixels can have it.
+        The width over the height, as nearly as whole latent pixels allow.
     every : bool
         Whether all smaller images of that shape have to fit too.
     safe : bool
-        Whether it has to fit even by `Prediction.upper`, as it has to by default; otherwise tight is enough.
+        Whether even `Prediction.upper` has to fit, as it does by default; otherwise tight is enough.
 
     Raises
     ------
     ValueError
-        No size fits; or as `predict` raises it.
+        No size fits, or `predict` raises it.
 
     Warns
     -----
     RuntimeWarning
-        Where the search ended before the card was full, so that larger images may fit: tiled ops are looked at up to
-        16,384 pixels a side and 33,554,432 in all (8192x4096), and as far as they can be played (65,536 tiles,
-        4,194,304 steps).
+        The search ended before the card was full, so larger images may fit. The search tries tiled ops up to 16,384
+        pixels a side and 33,554,432 in all (8192x4096), and as far as they can be played (65,536 tiles, 4,194,304
+        steps).
 
     Notes
     -----
-    Without ``torch_version`` or ``cudnn_version`` a size has to fit with every version that is known, and so is
-    smaller.
+    Without ``torch_version`` or ``cudnn_version`` a size has to fit with every known version, so the result is smaller.
 
-    What PyTorch takes does not always grow with the size, since cuDNN plans each size by itself. So all sizes three
-    tenths around what bisection finds are predicted one by one; for tiled ops, which take long, bisection decides, to a
-    64th of the sides.
+    PyTorch's memory does not always grow with the size, because cuDNN plans each size by itself. So every size within
+    three tenths of bisection's result is predicted too. Tiled ops take long: bisection alone decides, to a 64th of the
+    sides.
     Images of another shape, even of fewer pixels, may not fit.
 
     Examples
@@ -535,15 +533,15 @@ def predict_largest(
         if name in others:
             raise ArgumentError(name, "None, because it is searched for", repr(others[name]))
     arch = architecture(model)
-    side = latent_factor(arch) * arch.get("patch_size", (1, 1))[0]  # any that all runtimes take
+    side = latent_factor(arch) * arch.get("patch_size", (1, 1))[0]  # a size that all runtimes take
     given = VAEArguments(model, op, side, side, dtype, batch, gpu=gpu, used=used, safe=safe, **others)
     return _largest(resolve_vae(given), check_aspect(aspect), flag("every", every))
 
 
 def _largest(request: VAERequest, aspect: float, every: bool) -> tuple[int, int]:
-    """As `predict_largest`, for a request of any size."""
+    """Do as `predict_largest` does, for a request of any size."""
     job, factor = request.job, request.unit
-    refused: dict[tuple[int, int], bool] = {}  # whether it was played, or is more than can be
+    refused: dict[tuple[int, int], bool] = {}  # whether it was played; otherwise it is too large to play
 
     def fits(height: int, width: int) -> bool:
         try:
@@ -573,12 +571,12 @@ def _largest(request: VAERequest, aspect: float, every: bool) -> tuple[int, int]
 
 
 class ModulePrediction(SimulatedAnswer):
-    """What `vaemem.pytorch.predict_peak` returns. Sizes in bytes; attributes as in `Prediction`, and:
+    """A predicted call of a module, which `vaemem.pytorch.predict_peak` returns. Attributes as in `Prediction`, and:
 
     Attributes
     ----------
     unmodelled : dict
-        What takes memory that is not counted, operators and more, with how often it ran; in `repr` too.
+        Operators and other things with uncounted memory, and how often each ran; in `repr` too.
     """
 
     upper_share = math.nan

@@ -1,5 +1,5 @@
-"""A PyTorch process on a GPU that need not be there: what it loads, runs and drops, and what its allocator holds
-meanwhile."""
+"""A simulated PyTorch process, without a GPU: everything that it loads, runs and drops, and the memory that its
+allocator holds meanwhile."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from vaemem.prediction.snapshot import CachingAllocator
 from vaemem.prediction.workspace import torch_for, torch_release, workspace_on
 
 Workspaces = tuple[int, ...]  # bytes of each of a process's convolutions
-PhaseBytes = tuple[int, int]  # of a phase: bytes that its reading leaves out, and bytes of it that are exact
+PhaseBytes = tuple[int, int]  # of a phase: bytes that its reading leaves out, and bytes of its reading that are exact
 _COUNTS, _MOST = ("flops", "attended", "moved", "sent", "host_flops", "outside"), (1 << 64) - 1  # of a phase; of each
 ROUNDED_UP = "[rounded up by the allocator]"  # to 512 bytes, and remainders of blocks that are too small to split off
-# PyTorch takes cuBLASLt's workspace again in each call up to the first release, keeps it up to the second, and later
-# uses cuBLAS's.
+# PyTorch allocates cuBLASLt's workspace in each call up to the first release. It keeps it up to the second release.
+# Later releases use cuBLAS's workspace.
 _LAST_EACH, _LAST_KEPT = (2, 8), (2, 11)
 
 
 def blas_settings(gpu: Gpu, torch_version: str) -> dict[str, Any]:
-    """Bytes of cuBLAS's and cuBLASLt's workspaces and how PyTorch keeps the latter (CublasHandlePool.cpp,
+    """Return the bytes of cuBLAS's and cuBLASLt's workspaces, and how PyTorch keeps the latter (CublasHandlePool.cpp,
     CUDABlas.cpp)."""
     release = torch_release(torch_version)
     use = "each" if release <= _LAST_EACH else "kept" if release <= _LAST_KEPT else "shared"
@@ -39,7 +39,7 @@ def blas_settings(gpu: Gpu, torch_version: str) -> dict[str, Any]:
 
 
 class Moment(NamedTuple):
-    """A point of a call: who acted, and the bytes that the process had allocated and reserved at its height."""
+    """A step of a call: the module that acted, and the peak bytes that the process had allocated and reserved."""
 
     name: str
     allocated: int
@@ -47,8 +47,7 @@ class Moment(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What the counters say of a run, in bytes: above the baseline, which was there when the peaks were reset, and as
-    they stand."""
+    """The counters of a run, in bytes: above the baseline (the bytes held when the peaks were reset), and absolute."""
 
     allocated: int
     reserved: int
@@ -57,14 +56,14 @@ class Reading(NamedTuple):
 
 
 class PeakTensor(NamedTuple):
-    """Something that was allocated at the peak."""
+    """A tensor or workspace that was allocated at the peak."""
 
     name: str
     bytes: int
 
 
 def moments(trace: _core.Trace, allocated: Any, reserved: Any, caller: str = "") -> Iterator[Moment]:
-    """A call's steps, each with the most bytes that were allocated and reserved in it; `caller` stands before each
+    """Yield a call's steps, each with the most bytes that were allocated and reserved in it. `caller` precedes each
     name."""
     owner: dict[int, str] = {}
     for (op, id_, _, name), *counters in zip(trace.steps, allocated.tolist(), reserved.tolist(), strict=True):
@@ -78,14 +77,14 @@ def _vae_trace(arch: tuple[tuple[str, Any], ...], **call: Any) -> _core.Trace:
     return _core.Trace.vae(dict(arch), **call)
 
 
-# What diffusers' upcast_vae converts back to half precision.
+# The blocks that diffusers' upcast_vae converts back to half precision.
 FIRST = ("post_quant_conv.", "decoder.conv_in.", "decoder.mid_block.")
 
 
 @functools.lru_cache(maxsize=64)
 def _parameters(arch: tuple[tuple[str, Any], ...], runtime: str) -> list[tuple[int, bool]]:
-    """Of each parameter its elements, and whether it is one of the `FIRST` blocks'; in the order in which they are
-    moved."""
+    """Return each parameter's number of elements, and whether it belongs to the `FIRST` blocks, in the order of
+    loading."""
     made = _core.Trace.parameters(dict(arch), runtime)
     return [(math.prod(shape), name.startswith(FIRST)) for name, shape, _ in made]
 
@@ -94,42 +93,42 @@ def _parameters(arch: tuple[tuple[str, Any], ...], runtime: str) -> list[tuple[i
 def parameter_bytes(
     arch: tuple[tuple[str, Any], ...], runtime: str, dtype: str
 ) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-    """Bytes of each parameter, in the order in which they are moved, and whether it is a filter: of four dimensions,
-    which alone have a memory format."""
+    """Return the bytes of each parameter, in the order of loading, and whether it is a filter. Only filters, with four
+    dimensions, have a memory format."""
     made = _core.Trace.parameters(dict(arch), runtime)
     sizes = tuple(math.prod(shape) * (ELEMENT_BYTES[dtype] if own == "run" else 8) for _, shape, own in made)
     return sizes, tuple(len(shape) == 4 for _, shape, _ in made)
 
 
 class SimulatedProcess:
-    """A script of what a PyTorch process does with VAEs, played on a simulated allocator.
+    """A script of a PyTorch process with VAEs, played on a simulated allocator.
 
-    ``reserved`` depends on all that happened before, so a process is played from its start.
+    ``reserved`` depends on everything that happened before, so a process is played from its start.
 
     Parameters
     ----------
     gpu : str or Gpu
         A name for `vaemem.prediction.gpus.find_gpu`: ``"RTX 4090"``.
     cudnn_version, torch_version : str, optional
-        PyTorch 2.7.1+cu128 by default (cu126 on Volta), and the cuDNN that the build brings; without ``+cu128``, PyPI's
-        build.
+        PyTorch 2.7.1+cu128 by default (cu126 on Volta), and the cuDNN that the build brings. A version without
+        ``+cu128`` means PyPI's build.
     allocator : CachingAllocator, optional
-        One with settings of its own (``CachingAllocator.from_conf``, a device's memory); by default one without end.
-        Where a convolution's workspace cannot be had PyTorch goes on to cuDNN's next plan, and keeps to it; what that
-        takes is taken to be nothing, since from 9.8 on one of cuDNN's plans does.
+        An allocator with its own settings (``CachingAllocator.from_conf``, a device's memory). By default its memory
+        is unlimited. If a convolution cannot get its workspace, PyTorch uses cuDNN's next plan from then on. That plan
+        is assumed to need no workspace, because from 9.8 on one of cuDNN's plans needs none.
     workspace : object, optional
-        What answers ``conv(dtype, n, c, h, w, k, r, stride, padding, layout) -> (bytes, source)`` in place of
-        `Workspace`; convolutions of other kinds have four more arguments, as `Workspace.conv` takes them.
+        Answers ``conv(dtype, n, c, h, w, k, r, stride, padding, layout) -> (bytes, source)`` in place of `Workspace`.
+        Convolutions of other kinds have four more arguments, as in `Workspace.conv`.
     allow_tf32 : bool
-        ``torch.backends.cudnn.allow_tf32``, on by default as in PyTorch. A `workspace` answers by itself.
+        ``torch.backends.cudnn.allow_tf32``, on by default as in PyTorch. A given `workspace` ignores it.
     used : int or str
-        What others hold of the card, in bytes or as ``"1.5 GB"``.
+        Memory of the card that others hold, in bytes or as ``"1.5 GB"``.
 
     Attributes
     ----------
     available : int
-        Bytes that its allocator can have: the allocator's ``total_memory``, or where that is without end, what the card
-        has beside a CUDA context and `used`. The runtime a1111 cuts its attention by what is free of them.
+        Bytes that its allocator can have: the allocator's ``total_memory``; if that is unlimited, the card's memory
+        less a CUDA context and `used`. The runtime a1111 cuts its attention by the free part of them.
 
     Examples
     --------
@@ -166,10 +165,10 @@ class SimulatedProcess:
         self._core = _core.Process(self.allocator, **blas_settings(self.gpu, self.torch_version))
         room = self.gpu.available(CONTEXT, used)
         self.available: int = self.allocator._settings()["total_memory"] or room
-        self.sources = Counter[str]()  # who answered how many questions for workspaces
+        self.sources = Counter[str]()  # how many workspaces each source gave
         self.last_call: tuple[_core.Trace, Any, Any] | None = None
 
-    # ---- what there is ----
+    # ---- state ----
 
     @property
     def allocated(self) -> int:
@@ -193,12 +192,12 @@ class SimulatedProcess:
 
     @property
     def most_reserved(self) -> int:
-        """Bytes: the peak since the process began, whatever was reset."""
+        """Bytes: the peak since the process began, regardless of resets."""
         return self._core.most_reserved
 
     @property
     def readings(self) -> list[Reading]:
-        """What `read` has read so far."""
+        """The readings of `read` so far."""
         return [
             Reading(allocated - base_allocated, reserved - base_reserved, allocated, reserved)
             for _, base_allocated, base_reserved, allocated, reserved, *_ in self._core.readings
@@ -206,7 +205,7 @@ class SimulatedProcess:
 
     @property
     def guessed_plans(self) -> bool:
-        """Whether a convolution's workspace could not be had, and it is not known that cuDNN has a plan without."""
+        """Whether a convolution could not get its workspace, and cuDNN is not known to have a plan without one."""
         return bool(self._core.refused) and not self._knows_plans
 
     @property
@@ -215,26 +214,26 @@ class SimulatedProcess:
 
     @property
     def workspace_source(self) -> str:
-        """Who said how much the convolutions' workspaces take, most answers first."""
+        """The sources of the convolutions' workspace sizes, the most frequent first."""
         return "; ".join(source for source, _ in self.sources.most_common())
 
     @property
     def substitutions(self) -> tuple[str, ...]:
-        """What stood in for the cuDNN and the GPU that were asked for, of a `workspace` given what that says of it; and
-        for workspaces that could not be had."""
+        """Substitutes for the requested cuDNN and GPU (a given `workspace` names its own), and for workspaces that the
+        card could not give."""
         smaller, pooled = self._core.refused, self.allocator._settings()["driver_pool"]
         fallback = f"0 bytes for cuDNN's next plan where a workspace cannot be had ({smaller} of the convolutions)"
         pool = "a pool of the driver's that wastes nothing"
         said = getattr(self.workspace, "substitutions", ())
         return (*said, *([fallback] if smaller else []), *([pool] if pooled else []))
 
-    # ---- what it does ----
+    # ---- actions ----
 
     def load(
         self, model: str | Mapping[str, Any], dtype: str = "float16", runtime: str = "diffusers", *,
         channels_last: bool = False, first: str | None = None,
     ) -> LoadedVAE:  # fmt: skip
-        """Moves a VAE's weights to the device, parameter by parameter.
+        """Move a VAE's weights to the device, parameter by parameter.
 
         Parameters
         ----------
@@ -244,9 +243,9 @@ class SimulatedProcess:
         runtime : str
             One of `RUNTIMES`.
         channels_last : bool
-            Then calls ``vae.to(memory_format=torch.channels_last)``, which copies one filter after the other.
+            Whether to call ``vae.to(memory_format=torch.channels_last)`` next, which copies the filters one by one.
         first : str, optional
-            The dtype of a decode's first blocks, where they were converted before, as `convert` has them.
+            The dtype of a decode's first blocks, if they were converted before, as in `convert`.
         """
         arch = architecture(model)
         runtime, dtype = meant("runtime", runtime, RUNTIMES), meant("dtype", dtype, DTYPES)
@@ -264,14 +263,14 @@ class SimulatedProcess:
         return LoadedVAE(self, arch, runtime, dtype, placed, first=first, channels_last=channels_last)
 
     def convert(self, vae: LoadedVAE, dtype: str, first: str | None = None) -> None:
-        """``vae.to(dtype)``: each parameter of another dtype is copied, then the old one dropped.
+        """Call ``vae.to(dtype)``: copy each parameter of another dtype, then drop the old one.
 
         Parameters
         ----------
         vae : LoadedVAE
         dtype : str
         first : str, optional
-            Another dtype for the first blocks of a decode, as diffusers' ``upcast_vae`` leaves them: post_quant_conv,
+            Another dtype for the first blocks of a decode, as with diffusers' ``upcast_vae``: post_quant_conv,
             decoder.conv_in and decoder.mid_block.
         """
         dtype = meant("dtype", dtype, DTYPES)
@@ -287,19 +286,19 @@ class SimulatedProcess:
         vae.dtype, vae.first = dtype, None if first == dtype else first
 
     def tensor(self, shape: Sequence[int], dtype: str, name: str = "input", *, host: bool = False) -> Tensor:
-        """A new tensor, such as an input moved to the device; with `host` one in the host's memory, where the runtime
-        comfyui takes its inputs from."""
+        """Make a new tensor, such as an input moved to the device. With `host` it is in the host's memory; the runtime
+        comfyui takes its inputs from there."""
         dtype, shape = meant("dtype", dtype, DTYPES), tuple(whole("shape", side) for side in shape)
         if not shape:
             raise ArgumentError("shape", "sizes of 1 or more", "()")
         return Tensor(self, name, shape, dtype, ()) if host else self._take(name, shape, dtype)
 
     def hold(self, name: str, size: int) -> int:
-        """Takes `size` bytes for good under a name. Returns the address (0 for 0 bytes), which `release` takes."""
+        """Allocate `size` bytes for good under a name. Return the address for `release` (0 for 0 bytes)."""
         return self._core.hold(name, [whole("size", size, 0)])[0]
 
     def hold_all(self, name: str, sizes: Sequence[int]) -> list[int]:
-        """Takes each of these sizes in bytes under one name, as `hold` does. Returns the addresses.
+        """Allocate each of these sizes in bytes under one name, as `hold` does. Return the addresses.
 
         Examples
         --------
@@ -309,14 +308,14 @@ class SimulatedProcess:
         return self._core.hold(name, wholes("sizes", sizes))
 
     def elementwise(self, x: Tensor, name: str = "scaled", dtype: str | None = None) -> Tensor:
-        """A new tensor of x's shape: ``x * 0.5``, or ``x.to(dtype)`` with another dtype."""
+        """Make a new tensor of x's shape: ``x * 0.5``, or ``x.to(dtype)`` with another dtype."""
         addresses_of("x", x, Tensor)
         return self._take(name, x.shape, dtype or x.dtype)
 
     def encode(
         self, vae: LoadedVAE, image: Tensor, *, tile: int = 0, tile_overlap: float = 0.25, slicing: bool = False
     ) -> Tensor:
-        """The model's ``encode``: latents from bfl and comfyui, the posterior from the others (see `sample`).
+        """Call the model's ``encode``. It returns latents for bfl and comfyui, the posterior for others (see `sample`).
 
         Parameters
         ----------
@@ -324,22 +323,23 @@ class SimulatedProcess:
         image : Tensor
             (N, in_channels, H, W), of the weights' dtype; H and W multiples of the factor.
         tile : int
-            Side of a tile in pixels where tiling is on, 0 where it is off.
+            Side of a tile in pixels if tiling is on, 0 if it is off.
         tile_overlap : float
-            The part of it that diffusers' tiles share with the next; other runtimes' is fixed.
+            The part of a side that diffusers' tiles share with the next; it is fixed for other runtimes.
         slicing : bool
-            One image of the batch after the other.
+            Whether the images of the batch run one after the other.
         """
         return self._call_vae(vae, "encode", image, tile, tile_overlap, slicing)
 
     def decode(
         self, vae: LoadedVAE, latents: Tensor, *, tile: int = 0, tile_overlap: float = 0.25, slicing: bool = False
     ) -> Tensor:
-        """The model's ``decode``: the image. Parameters as in `encode`; latents (N, latent_channels, H/8, W/8)."""
+        """Call the model's ``decode``; return the image. Parameters as in `encode`; latents (N, latent_channels, H/8,
+        W/8)."""
         return self._call_vae(vae, "decode", latents, tile, tile_overlap, slicing)
 
     def sample(self, posterior: Tensor, name: str = "latents") -> Tensor:
-        """``posterior.sample()``: mean + std * noise."""
+        """Call ``posterior.sample()``: mean + std * noise."""
         addresses_of("posterior", posterior, Tensor)
         noise = self._take(f"{name} [noise]", posterior.shape, posterior.dtype)
         product = self._take(f"{name} [std * noise]", posterior.shape, posterior.dtype)
@@ -348,17 +348,17 @@ class SimulatedProcess:
         return latents
 
     def call(self, trace: _core.Trace) -> dict[int, int]:
-        """Plays a trace, such as one that `vaemem.pytorch.record` made.
+        """Play a trace, such as one that `vaemem.pytorch.record` made.
 
         Returns
         -------
         dict
-            {id: address} of the storages that it leaves; `release` them when they go.
+            {id: address} of the storages that it leaves. Pass the addresses to `release` to free them.
 
         Raises
         ------
         vaemem.OutOfMemoryError
-            The simulated device is full; what the call took is given back.
+            The simulated device is full. The call's memory is freed.
 
         Examples
         --------
@@ -367,7 +367,7 @@ class SimulatedProcess:
         >>> p = SimulatedProcess("RTX 4090")
         >>> linear = torch.nn.Linear(4096, 4096, dtype=torch.float16).eval()
         >>> left = p.call(record(linear, torch.empty(64, 4096).half()).trace)
-        >>> p.peak_allocated, len(left)  # the output, and beside it the product's workspace
+        >>> p.peak_allocated, len(left)  # the output and the product's workspace
         (1572864, 1)
         >>> p.release(left.values())
         """
@@ -378,16 +378,16 @@ class SimulatedProcess:
         return left
 
     def release(self, addresses: Iterable[int]) -> None:
-        """Frees what `call` left."""
+        """Free the storages that `call` left."""
         self._core.release(wholes("addresses", addresses))
 
     def drop(self, *things: Tensor | LoadedVAE | None) -> None:
-        """Gives tensors, or a model, back: the last name that held them goes. None is ignored.
+        """Free tensors or models, as if their last name went out of scope. Ignore None.
 
         Raises
         ------
         ValueError
-            Where one was dropped before.
+            One was dropped before.
         """
         for thing in things:
             if thing is None:
@@ -398,30 +398,30 @@ class SimulatedProcess:
             thing.storages = None
 
     def empty_cache(self) -> None:
-        """``torch.cuda.empty_cache()``."""
+        """Call ``torch.cuda.empty_cache()``."""
         self._core.empty_cache()
 
     def reset_peak(self) -> None:
-        """``torch.cuda.reset_peak_memory_stats()``."""
+        """Call ``torch.cuda.reset_peak_memory_stats()``."""
         self._core.reset_peak()
 
     def count(
         self, *, flops: int = 0, attended: int = 0, moved: int = 0, sent: int = 0, host_flops: int = 0, outside: int = 0
     ) -> None:  # fmt: skip
-        """Adds work to the phase, which ends with `read`.
+        """Add work to the current phase. `read` ends the phase.
 
         Parameters
         ----------
         flops, host_flops : int
-            On the device, and on the host.
+            FLOPs on the device, and on the host.
         attended : int
-            FLOPs of fused attentions, which are among `flops`.
+            FLOPs of fused attentions, included in `flops`.
         moved : int
             Bytes that are read and written in the device's memory.
         sent : int
             Bytes of weights that go to the device.
         outside : int
-            Bytes of the device that the program holds besides PyTorch until the phase ends; the most counts.
+            Bytes of the device that the program holds outside PyTorch until the phase ends; the maximum counts.
 
         Examples
         --------
@@ -435,7 +435,7 @@ class SimulatedProcess:
         self._core.count(*(whole(name, count, 0, _MOST) for name, count in given))
 
     def count_times(self, times: int) -> None:
-        """From now on, `count` counts work so many times: a loop's step that is played stands for others.
+        """Make `count` multiply work by `times` from now on: one played step stands for all steps of a loop.
 
         Examples
         --------
@@ -448,15 +448,15 @@ class SimulatedProcess:
         self._core.times(whole("times", times, most=_MOST))
 
     def read(self, outside: int = 0, name: str = "") -> Reading:
-        """Ends a phase: reads the counters since the last `reset_peak`, and the work since the last reading. Keeps
-        what they say among the `readings`.
+        """End a phase: read the counters since the last `reset_peak`, and the work since the last reading. Add the
+        result to `readings`.
 
         Parameters
         ----------
         outside : int
-            As `count` takes it.
+            As in `count`.
         name : str
-            The phase's.
+            The phase's name.
 
         Examples
         --------
@@ -472,7 +472,7 @@ class SimulatedProcess:
         return self.readings[-1]
 
     def counted(self, number: int) -> dict[str, Any]:
-        """The name of a phase, by its reading's index, and what `count` counted in it, by the names that it takes.
+        """Return the name of a phase, by its reading's index, and its counts, by the parameter names of `count`.
 
         Examples
         --------
@@ -487,8 +487,8 @@ class SimulatedProcess:
     # ---- the same on another device ----
 
     def repeat(self, process: SimulatedProcess) -> PeakTensor | None:
-        """Does in this new process all that another one did, as far as this one's device has memory. cuDNN's next
-        plans, and A1111's attention, follow the memory that is free here. Returns the request that failed, if any.
+        """Repeat everything that another process did, as far as this new process's device has memory. cuDNN's next
+        plans and A1111's attention depend on the free memory here. Return the request that failed, if any.
 
         Examples
         --------
@@ -505,14 +505,14 @@ class SimulatedProcess:
         return None
 
     def least(self, low: int, high: int, has_other_plans: bool = True) -> int:
-        """The least memory of a device, in bytes and pages of 2 MiB, on which all that the process did goes through.
+        """Find the least memory of a device, in bytes (whole pages of 2 MiB), on which the whole process succeeds.
 
         Parameters
         ----------
         low, high : int
-            Bytes that are too few, and bytes that are enough as far as is known: the search is between them.
+            Bytes that are too few, and bytes that are enough as far as is known. The search is between them.
         has_other_plans : bool
-            Whether cuDNN is taken to have plans without workspace if that is not known.
+            Whether to assume that cuDNN has plans without workspace if that is unknown.
 
         Examples
         --------
@@ -524,17 +524,17 @@ class SimulatedProcess:
         low, high = whole("low", low, 0), whole("high", high, 0)
         return self._core.least(not (has_other_plans or self._knows_plans), low, high)
 
-    # ---- what happened ----
+    # ---- history ----
 
     @property
     def frames(self) -> list[str]:
-        """Names by tag, as the allocator's history and its errors have it."""
+        """Names by tag; the allocator's history and its errors refer to tags."""
         return self._core.frames
 
     def peak(self, reading: int | None = None) -> tuple[str, list[PeakTensor], dict[str, int]]:
-        """The peak since `reset_peak`, or of a reading by its index: `peak_step`, `peak_tensors`, and for each name the
-        bytes that the allocator gave beyond the requests until the phase ended. These leave out what calls and
-        conversions took.
+        """Return the peak since `reset_peak`, or of a reading by its index: `peak_step`, `peak_tensors`, and the bytes
+        that the allocator gave each name beyond its requests until the phase ended. These bytes leave out calls and
+        conversions.
 
         Examples
         --------
@@ -555,16 +555,16 @@ class SimulatedProcess:
         return step or "", tensors, {name: more for name, _, more in live}
 
     def peak_tensors(self, reading: int | None = None) -> list[PeakTensor]:
-        """What was allocated at the peak since `reset_peak`, or at the peak of a reading by its index, largest first;
-        equal names are summed. What the allocator gave beyond what was asked for comes last, so that the sum is the
-        peak of allocated memory.
+        """Return the tensors at the peak since `reset_peak`, or at a reading's peak by its index, largest first. Equal
+        names are summed. The bytes that the allocator gave beyond the requests come last, so the sum is the peak of
+        allocated memory.
 
-        A workspace that could not be had any more later in the call that made the peak counts as what stood in for it.
+        If a workspace is refused later in the call that made the peak, its substitute counts instead.
         """
         return self.peak(reading)[1]
 
     def peak_step(self, number: int) -> str:
-        """The step of a call that makes the peak of a reading, by its index; "" outside of calls.
+        """Return the step of a call that makes the peak of a reading, by its index; "" outside of calls.
 
         Examples
         --------
@@ -577,9 +577,9 @@ class SimulatedProcess:
         return self.peak(whole("number", number, 0, len(self.readings) - 1))[0]
 
     def peak_above_baseline(self) -> tuple[str, dict[str, int]] | None:
-        """The step that makes the peak, and {name: bytes} of what was allocated since `reset_peak` and lives then.
+        """Return the step that makes the peak, and {name: bytes} allocated since `reset_peak` and still live then.
 
-        None where the peak lies outside of the calls.
+        Return None if the peak lies outside of the calls.
         """
         step, tensors = self._core.peak()
         if step is None:
@@ -589,18 +589,18 @@ class SimulatedProcess:
         return step, {name: size for name, size in found.items() if size}
 
     def timeline(self) -> list[Moment]:
-        """The last call, step by step; what was given back has the name of what was taken before."""
+        """Return the last call, step by step; a freed storage has the name under which it was allocated."""
         return [] if self.last_call is None else list(moments(*self.last_call))
 
     def save_snapshot(self, path: str | os.PathLike[str]) -> None:
-        """Writes the allocator's history as PyTorch's ``_dump_snapshot`` does; ValueError where it keeps none."""
+        """Write the allocator's history as PyTorch's ``_dump_snapshot`` does; ValueError if it keeps none."""
         if not self.allocator._settings()["history"]:
             raise ArgumentError("save_snapshot", "a process whose allocator is native and made with history=True")
         self.allocator.save_snapshot(path, self.frames)
 
     def alternatives(self, every: bool = False) -> list[Workspaces]:
-        """The other workspaces that may be the true ones: bytes of each convolution so far, as
-        `vaemem.prediction.workspace.Workspace.alternatives` has them. A `workspace` of your own may know none.
+        """Return every other plausible set of workspaces: bytes of each convolution so far, as in
+        `vaemem.prediction.workspace.Workspace.alternatives`. Your own `workspace` may know none.
 
         Examples
         --------
@@ -618,11 +618,11 @@ class SimulatedProcess:
         self, phases: Sequence[PhaseBytes], first: int = 0, above: bool = False, others: Sequence[Workspaces] = (),
         likely: int | None = None,
     ) -> tuple[int, int, int, int]:  # fmt: skip
-        """Bytes that a run takes in the phases that the readings from number `first` on tell: as it was played, the
-        least and the most with any of the first `likely` of the other workspaces (by default all), and the bound.
+        """Return the bytes that a run takes in the phases of the readings from number `first` on: as played, the least
+        and the most over the first `likely` of the other workspaces (by default all), and the bound.
 
-        phases: of each its `PhaseBytes`. above: only bytes beyond each reading's baseline count. others: as
-        `alternatives` has them.
+        phases: the `PhaseBytes` of each phase. above: whether only bytes beyond each reading's baseline count. others:
+        as returned by `alternatives`.
 
         Examples
         --------
@@ -658,7 +658,7 @@ class SimulatedProcess:
             result = (batch, vae.latent_channels, h // vae.factor, w // vae.factor)
         else:
             result = (batch, arch["out_channels"], height, width)
-        # cudaMemGetInfo's free bytes and what the allocator holds of the rest, as A1111's get_available_vram adds them.
+        # cudaMemGetInfo's free bytes plus the allocator's unused bytes, as A1111's get_available_vram adds them.
         free = max(self.available - self.allocated, 0) if runtime.looks_at_memory else 0
         trace = _vae_trace(
             vae.key, runtime=vae.runtime, op=op, dtype=vae.dtype, height=height, width=width, batch=batch,
@@ -668,7 +668,7 @@ class SimulatedProcess:
         return self._as_tensor(f"{op} of {arch['name']}", self.call(trace), result, vae.dtype)
 
     def _as_tensor(self, name: str, left: Mapping[int, int], shape: Sequence[int], dtype: str) -> Tensor:
-        """What `call` left, as one tensor."""
+        """Return the storages that `call` left, as one tensor."""
         return Tensor(self, name, shape, dtype, left.values())
 
     def _take(self, name: str, shape: Sequence[int], dtype: str) -> Tensor:
@@ -677,7 +677,7 @@ class SimulatedProcess:
 
 
 def _answers(workspace: Any, trace: _core.Trace) -> tuple[list[int], list[int], list[str]]:
-    """What `Workspace.answers` says; where a workspace has `conv` alone, the same made of its answers."""
+    """Return `Workspace.answers`. If a workspace has only `conv`, build the same from its answers."""
     if hasattr(workspace, "answers"):
         answers: tuple[list[int], list[int], list[str]] = workspace.answers(trace)
         return answers

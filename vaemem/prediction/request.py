@@ -37,17 +37,17 @@ from vaemem.prediction.snapshot import BACKENDS, CachingAllocator, parse_conf
 from vaemem.prediction.usual import BFLOAT16_SM, OVERFLOWING, held_by, is_fixed, usual_dtypes
 from vaemem.prediction.workspace import Workspace, cudnn_of_torch, torch_for, torch_release
 
-# PyTorch whose GroupNorm on CUDA wants NCHW. The kernel for NHWC (pytorch#191945) is in 2.15's wheel, not in 2.14's.
+# The last PyTorch with a GroupNorm on CUDA that needs NCHW. 2.15's wheel has the kernel for NHWC (pytorch#191945).
 LAST_COPYING_NORM = (2, 14)
-# Bytes of a card that the operating system keeps from a process, beside the context and what others hold: the least and
-# the most. On Windows what NVML calls free and CUDA does not (ollama logs the difference as "OS VRAM overhead": 125 to
-# 846 MiB on cards of 6 to 24 GB; ollama#10569, logs in READMEs). It agrees with messages that had nothing free, which
-# left 0.78 to 0.94 GiB out of PyTorch's reach, the context among it (black-forest-labs/flux#70, ComfyUI-SUPIR#102).
-# Windows 10 before 2020 kept 15% and more (ollama#9167), which is not meant.
+# Bytes of a card that the operating system keeps from a process, besides the context and other users: the least and
+# the most. On Windows NVML calls them free and CUDA does not (ollama logs the difference as "OS VRAM overhead": 125 to
+# 846 MiB on cards of 6 to 24 GB; ollama#10569, logs in READMEs). Messages with nothing free agree: PyTorch could not
+# reach 0.78 to 0.94 GiB, the context included (black-forest-labs/flux#70, ComfyUI-SUPIR#102).
+# Windows 10 before 2020 kept 15% and more (ollama#9167); that is not covered.
 KEPT = {"linux": (0, 0), "windows": (125 * MIB, 850 * MIB)}
-USUAL_GPU = "RTX 4090"  # where no card is named and none is present
-# Pixels of a tile's side on a card of more MiB than so many: what ComfyUI's nodes and Forge take by default, and what
-# A1111's Tiled VAE recommends.
+USUAL_GPU = "RTX 4090"  # if no card is named and none is present
+# (MiB, pixels): the side of a tile on a card with more than that memory. The defaults of ComfyUI's nodes and Forge, and
+# the recommendations of A1111's Tiled VAE.
 TILED_SIDES = {
     **{(code, op): ((0, 512),) for code in ("comfyui", "forge") for op in TILED_OPS if op not in OPS},
     ("a1111", "encode_tiled"): ((16000, 3072), (12000, 2048), (8000, 1536), (0, 960)),
@@ -58,9 +58,9 @@ TILED_SIDES = {
 @dataclass(frozen=True)
 class Card:
     """A GPU, with its name, compute capability, multiprocessors and memory, and the bytes that others hold of it. kept:
-    the least and the most bytes that the operating system may keep of it beside; held: those of other models that the
-    program keeps there. assumed: a sentence that says that it stands for a card that was not named; "" if it was named,
-    or is this machine's."""
+    the least and the most bytes that the operating system also keeps. held: bytes of other models that the program
+    keeps there. assumed: a sentence that says which card stands for an unnamed one; "" if it was named or is this
+    machine's."""
 
     gpu: Gpu
     used: int = 0
@@ -70,7 +70,7 @@ class Card:
 
     @property
     def taken(self) -> int:
-        """What others hold, what the program keeps, and the least that the operating system keeps."""
+        """Bytes that others hold, that the program keeps, and that the operating system keeps at least."""
         return self.used + self.held + self.kept[0]
 
     @property
@@ -79,12 +79,12 @@ class Card:
         return self.kept[1] - self.kept[0]
 
     def available(self, context: int = CONTEXT) -> int:
-        """Bytes that a process can have, beside its context of so many, what others hold, and what is kept."""
+        """Return the bytes that a process can have after its context, other users and `kept`."""
         return self.gpu.available(context, self.taken)
 
 
 def find_card(gpu: Any, memory: int | str | None = None, used: int | str = 0, os: str = "linux") -> Card:
-    """The card that the arguments `gpu`, `memory`, `used` and `os` of `vaemem.predict` mean."""
+    """Find the card for the arguments `gpu`, `memory`, `used` and `os` of `vaemem.predict`."""
     system = meant("os", os, KEPT)
     if isinstance(used, str) and re.fullmatch(r"\s*(\d{1,5}(\.\d*)?|\.\d+)\s*", used) and float(used):
         raise ArgumentError("used", f"bytes, or a unit such as '{used.strip()} GB'", repr(used))
@@ -93,13 +93,13 @@ def find_card(gpu: Any, memory: int | str | None = None, used: int | str = 0, os
 
 
 def _unnamed(memory: int | str | None) -> tuple[Gpu, str]:
-    """The card if none is named, and why it stands for another: one of that memory, this machine's, or a usual one."""
+    """Choose a card if none is named, and say why: one with that memory, this machine's, or a usual one."""
     if memory is not None:
         size = sold(memory)
         cards = cards_of(size)
-        # PyTorch writes out the scores of bfloat16's attention on older cards, which stand for few others.
+        # On older cards PyTorch writes out the scores of bfloat16's attention, so they represent few others.
         card = next((card for card in cards if card.sm >= BFLOAT16_SM), cards[0])
-        if not 0.95 * size < card.total_memory < 1.05 * size:  # no listed card has so much
+        if not 0.95 * size < card.total_memory < 1.05 * size:  # no listed card has that memory
             card = find_gpu(card.name, size)
         return card, f"No card is named: {card.name} stands for any with {size / (1 << 30):.4g} GB."
     if present := present_gpu():
@@ -110,8 +110,8 @@ def _unnamed(memory: int | str | None) -> tuple[Gpu, str]:
 
 @dataclass(frozen=True)
 class Software:
-    """What runs on the card, as `vaemem.predict` is told of it: whose code, which PyTorch and cuDNN, its allocator and
-    its switches, and what the process has done when its counters are read. ValueError names what cannot be."""
+    """The software on the card, from the arguments of `vaemem.predict`: the program, PyTorch, cuDNN, the allocator, the
+    switches, and the protocol of the process. ValueError names an impossible argument."""
 
     runtime: Program = "diffusers"
     torch_version: str | None = None
@@ -138,12 +138,12 @@ class Software:
 
     @property
     def has_version(self) -> bool:
-        """Whether it was said which PyTorch or which cuDNN."""
+        """Whether a version of PyTorch or cuDNN was named."""
         return self.torch_version is not None or self.cudnn_version is not None
 
     @property
     def unusual(self) -> tuple[str, ...]:
-        """The settings that are not as usual, in words."""
+        """The unusual settings, in words."""
         given = {
             self.protocol: self.protocol != USUAL_PROTOCOL,
             "channels_last": self.channels_last,
@@ -155,7 +155,7 @@ class Software:
 
 @functools.lru_cache(maxsize=64)
 def _allocator_settings(allocator: str) -> dict[str, Any]:
-    """What `CachingAllocator` is told of the argument `allocator`."""
+    """Return the arguments of `CachingAllocator` for the argument `allocator`."""
     try:
         settings = parse_conf(f"backend:{allocator}" if allocator in BACKENDS else allocator)
         if "garbage_collection_threshold" in settings:
@@ -174,9 +174,9 @@ PAGE = 2 * MIB  # of the driver's memory
 
 @dataclass(frozen=True)
 class Request:
-    """What every request has: a card, the software on it, and what answers for the convolutions' workspaces in place
-    of `vaemem.prediction.workspace.Workspace`, if anything does. safe: whether what fits tightly does not count as
-    fitting."""
+    """The part that all requests share: a card, the software on it, and an optional object that answers for the
+    convolutions' workspaces in place of `vaemem.prediction.workspace.Workspace`. safe: whether a tight run counts as
+    not fitting."""
 
     card: Card
     software: Software
@@ -188,7 +188,7 @@ class Request:
             raise ArgumentError("allow_tf32", "True with a workspace of your own, which answers by itself", "False")
 
     def start(self, workspace: Any = None, **device: Any) -> SimulatedProcess:
-        """A fresh process; with another workspace, where one is given. `device` has `total_memory` and `history` as
+        """Start a fresh process, with another workspace if one is given. `device` has `total_memory` and `history` as
         `CachingAllocator` takes them."""
         software, workspace = self.software, self.workspace if workspace is None else workspace
         allocator = CachingAllocator(**{"history": False, **_allocator_settings(software.allocator), **device})
@@ -198,15 +198,15 @@ class Request:
         )  # fmt: skip
 
     def repeat(self, process: SimulatedProcess, capacity: int) -> tuple[SimulatedProcess, PeakTensor | None]:
-        """A fresh process on a device of so many bytes that does all that another one did, as far as it has memory;
-        and the request that failed, if any."""
+        """Repeat a process on a device of `capacity` bytes, as far as that has memory. Return the new process, and the
+        request that failed, if any."""
         other = self.start(process.workspace, total_memory=max(capacity, PAGE))
         return other, other.repeat(process)
 
 
 def _called_by_comfyui(gpu: Gpu, software: Software) -> Workspace | None:
-    """ComfyUI calls cuDNN itself where PyTorch 2.9 and 2.10 keep 3D convolutions in half precision from it, as 2.8 does
-    (comfy/ops.py, NVIDIA_MEMORY_CONV_BUG_WORKAROUND); else None."""
+    """Return the workspace if ComfyUI calls cuDNN itself, as 2.8 does, otherwise None. It does so because PyTorch 2.9
+    and 2.10 keep 3D convolutions in half precision from cuDNN (comfy/ops.py, NVIDIA_MEMORY_CONV_BUG_WORKAROUND)."""
     version = torch_for(gpu, software.torch_version)
     if gpu.maker != "NVIDIA":
         return None
@@ -218,9 +218,9 @@ def _called_by_comfyui(gpu: Gpu, software: Software) -> Workspace | None:
 
 @dataclass(frozen=True)
 class VAERequest(Request):
-    """A VAE's run, for `vaemem.predict`. assumed: which types were taken where none was named, and why; taken: whose
-    VAE answers for the name that was given, where that is another model's; fixed: whether the weights are SDXL's that
-    do not overflow in float16; calibrate: rows that were measured on the card."""
+    """A VAE's run, for `vaemem.predict`. assumed: the types that were chosen if none was named, and why. taken: the
+    model that owns the VAE, if it is another one than the named model. fixed: whether the weights are the SDXL weights
+    that do not overflow in float16. calibrate: rows that were measured on the card."""
 
     job: Job
     taken: str = field(default="", kw_only=True)
@@ -236,17 +236,17 @@ class VAERequest(Request):
 
     @property
     def unit(self) -> int:
-        """Image pixels a side of one pixel of the latents that the code takes and gives."""
+        """Image pixels a side of one pixel of the latents that the code takes and returns."""
         return latent_factor(self.job.arch) * packing(self.code, self.job.arch)
 
     @property
     def turns_black(self) -> bool:
-        """Whether the run overflows, so that its pictures are black."""
+        """Whether the run overflows and so makes black pictures."""
         return self.job.arch["name"] in OVERFLOWING and self.job.dtype == "float16" and not self.fixed
 
     @property
     def code(self) -> str:
-        """Whose code runs it: one of `RUNTIMES`."""
+        """The code that runs it: one of `RUNTIMES`."""
         return code_of(self.software.runtime, self.job.arch["name"])
 
     def start(self, workspace: Any = None, **device: Any) -> SimulatedProcess:
@@ -255,12 +255,12 @@ class VAERequest(Request):
         return super().start(workspace, **device)
 
     def at(self, height: int, width: int) -> VAERequest:
-        """The same of another size."""
+        """Return the same request at another size."""
         return replace(self, job=replace(self.job, height=height, width=width))
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """What is not as usual, in words."""
+        """The unusual settings and the tiles, in words."""
         job = self.job
         if not job.tile:
             return self.software.unusual
@@ -280,13 +280,13 @@ class VAERequest(Request):
 
     @property
     def work(self) -> dict[str, float]:
-        """What takes time in the call, for `machine`."""
+        """The work that takes time in the call, for `machine`."""
         trace = self.trace
         return vae_work(trace.flops, trace.attended, trace.moved)
 
     @property
     def machine(self) -> Machine:
-        """How fast the card is, as measured runs say: this card's where there are some, or others'."""
+        """The card's speed, from measured runs: on this card if there are any, otherwise on others."""
         gpu, runs = self.card.gpu, list[tuple[str, Mapping[str, float], float]]()
         for row in self.calibrate:
             tile = row.get("tile")
@@ -299,7 +299,7 @@ class VAERequest(Request):
         return vae_machine(gpu, self.job.dtype, runs)
 
     def play(self, process: SimulatedProcess, protocol: str | None = None) -> Reading:
-        """A fresh process loads the model and runs what the software's protocol, or another one, says."""
+        """Load the model in a fresh process and run it by the software's protocol, or by another one."""
         job, software = self.job, self.software
         vae = process.load(job.arch, job.weights_dtype, self.code, channels_last=software.channels_last)
         *_, measured = benchmark(process, vae, job, PROTOCOLS[protocol or software.protocol])
@@ -308,8 +308,8 @@ class VAERequest(Request):
 
 @dataclass(frozen=True)
 class ModuleRequest(Request):
-    """A module's call, for `vaemem.pytorch.predict_peak`: its trace, and (name, bytes) of what is there before.
-    unmodelled: how often each operator ran whose memory is not counted; supposed: what else replaces missing data."""
+    """A module's call, for `vaemem.pytorch.predict_peak`: its trace, and the (name, bytes) that exist before it.
+    unmodelled: how often each operator without counted memory ran. supposed: other substitutes for missing data."""
 
     trace: _core.Trace
     held: Sequence[tuple[str, int]]
@@ -317,7 +317,7 @@ class ModuleRequest(Request):
     supposed: tuple[str, ...] = field(default=(), kw_only=True)
 
     def play(self, process: SimulatedProcess, protocol: str | None = None) -> Reading:
-        """The module is called in a fresh process as often as the software's protocol, or another one, says."""
+        """Call the module in a fresh process as often as the software's protocol, or another one, says."""
         for name, size in self.held:
             process.hold(name, size)
         warmups, runs, emptied = PROTOCOLS[protocol or self.software.protocol]
@@ -333,7 +333,7 @@ class ModuleRequest(Request):
 
 @dataclass(frozen=True)
 class VAEArguments:
-    """The arguments of `vaemem.predict`, as they are given and documented there."""
+    """The arguments of `vaemem.predict`, as documented there."""
 
     model: Any
     op: Any
@@ -363,8 +363,8 @@ class VAEArguments:
 
 
 def resolve_vae(given: VAEArguments) -> VAERequest:
-    """Resolves names, and fills in the defaults that follow from other arguments. ValueError names the argument that
-    cannot be answered."""
+    """Resolve names, and fill in the defaults that follow from other arguments. ValueError names an argument without
+    an answer."""
     op = meant("op", given.op, TILED_OPS)
     if flag("cudnn_benchmark", given.cudnn_benchmark):
         why = "PyTorch then times all of cuDNN's plans, and only the card tells the fastest; use vaemem.pytorch.measure"
@@ -403,7 +403,7 @@ def resolve_vae(given: VAEArguments) -> VAERequest:
         safe=flag("safe", given.safe), calibrate=rows, taken=shared_note(given.model),
     )  # fmt: skip
     if rows:
-        _ = request.machine  # refuses rows that cannot be
+        _ = request.machine  # refuses impossible rows
     return request
 
 
@@ -416,13 +416,13 @@ def _resolve_overlap(given: VAEArguments, arch: Mapping[str, Any], op: str, code
 
 
 def _is_of(device: str | None, gpu: Gpu) -> bool:
-    """Whether a row's device, if it names one, is that card."""
+    """Return whether a row's device, if it names one, is that card."""
     card = known_gpu(device or gpu)
     return card is not None and card.key == gpu.key
 
 
 def _measured_on(gpu: Gpu, calibrate: Any) -> tuple[Mapping[str, Any], ...]:
-    """Those of the rows, or of the one, that are PyTorch's on that card, and have seconds."""
+    """Return the rows that PyTorch measured on that card, and that have seconds."""
     rows = listed(calibrate, (Mapping, str))
     for row in rows:
         if not isinstance(row, Mapping) or not {"model", "op", "height", "width"} <= {*row}:
@@ -437,12 +437,12 @@ def _measured_on(gpu: Gpu, calibrate: Any) -> tuple[Mapping[str, Any], ...]:
 
 
 def usual_overlap(arch: Mapping[str, Any]) -> float:
-    """The part of its side that a tile of diffusers' class shares with the next where nobody says another."""
+    """Return the part of its side that a tile of diffusers' class shares with the next by default."""
     return TINY_OVERLAP if arch.get("family") == "tiny" else OVERLAP
 
 
 def usual_tile(model: Any) -> int:
-    """The side in pixels of the tiles that diffusers' ``enable_tiling`` cuts: the config's sample_size."""
+    """Return the side in pixels of the tiles that diffusers' ``enable_tiling`` cuts: the config's sample_size."""
     is_named = isinstance(model, str) and (model in SAMPLE_SIZES or not os.path.exists(model))
     size = named_sample_size(model) if is_named else sample_size_of(model, "")
     if size is None:

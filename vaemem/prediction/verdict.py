@@ -1,4 +1,4 @@
-"""Whether a run fits a card, in numbers and in words, whoever's code runs."""
+"""Decide whether a run fits a card, in numbers and in words, for any program."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ GUESSES, NO_ROOM, MARGINAL, UNTRIED = "guesses", "no room", "marginal", "untried
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a run fits a card, and the numbers behind it, whoever's code runs. Sizes in bytes.
+    """Whether a run of any program fits a card, and the numbers behind it. Sizes in bytes.
 
     Attributes
     ----------
     available : int
-        What the card gives, besides a context and what others use.
+        Bytes that the card gives, after a context and other users.
     most : int
         The most that the run takes on a card with room for everything.
     took : int or None
@@ -40,30 +40,30 @@ class Verdict:
     out_of_memory_at : tuple of (str, PeakTensor) or None
         The phase and the request that fails. A run of one phase has no name for it.
     plays : Plays, optional
-        The processes that the bounds come from. By default nothing is unknown: the run takes `most`.
+        The processes that give the bounds. By default nothing is unknown: the run takes `most`.
     least_most : int, optional
-        The most that it takes if it goes the sparing one of two ways, and nobody said which.
+        The most that it takes on the more economical of two ways, if nobody said which way it goes.
     kept_more : int
         How much less than `available` the card may give, because the operating system keeps more.
     guesses : bool
-        Whether it goes through only with plans of cuDNN's that are not known.
+        Whether it succeeds only with unknown plans of cuDNN.
     untried : str
-        What the run rests on and nobody has tried.
+        The assumption behind the run that nobody has tried.
     safe : bool
         Whether a tight run counts as one that does not fit.
     has_version : bool
         Whether a version of PyTorch or cuDNN was named.
     coarse : bool
-        Whether the card's kind alone is known.
+        Whether only the card's kind is known.
     covers, besides, between, no_room : str
-        Words: which part of the request the answer covers; which other models the program keeps on the card; what the
-        range of a coarse answer is between; how a run goes through that takes more on a card with room.
+        Words: the part of the request that the answer covers; other models that the program keeps on the card; the
+        ends of a coarse answer's range; how a run succeeds that takes more on a card with room.
     word, why : str
         The verdict, and why it is tight. csrc/predict/judge.c decides both.
     least, least_band, band, upper : int, tuple of int
-        Found when they are first read, because each plays the run again.
+        Computed when first read, because each plays the run again.
     spare : int
-        What is left of `available`; below 0 what the card lacks.
+        Bytes left of `available`; below 0, bytes that the card lacks.
     """
 
     available: int
@@ -102,21 +102,21 @@ class Verdict:
 
     @property
     def fits(self) -> bool:
-        # What goes through fits, unless it has to fit safely: then the verdict has to be known.
+        # A run that succeeds fits. If it has to fit safely, the verdict decides.
         return self.took is not None and (not self.safe or self.word == FITS)
 
     def _may_take(self, size: int) -> bool:
-        """Whether `upper` is at least so many bytes. A few bounds often say so before all are known."""
+        """Return whether `upper` is at least `size` bytes. A few bounds often show it before all are known."""
         return any(bound >= size for bound in (self.plays.low_bounds() if self.plays else ())) or self.upper >= size
 
     @functools.cached_property
     def least(self) -> int:
-        """The least `available` with which the run goes through."""
+        """The least `available` with which the run succeeds."""
         return self.plays.least(True) if self.plays else self.band[0]
 
     @functools.cached_property
     def least_band(self) -> tuple[int, int]:
-        """`least`, and the least if cuDNN's next plans, which are not known, want what the first plan wants."""
+        """`least`, and the least if cuDNN's unknown next plans need as much as the first plan."""
         return self.least, self.plays.least(False) if self.plays else self.least
 
     @functools.cached_property
@@ -126,17 +126,17 @@ class Verdict:
 
     @property
     def band(self) -> tuple[int, int]:
-        """The least and the most that it takes with room, with any workspaces that may be the true ones."""
+        """The least and the most that it takes with room, over every plausible set of workspaces."""
         return self._takes.least, self._takes.most
 
     @functools.cached_property
     def upper(self) -> int:
-        """The most that it takes, with a margin for what is not played."""
+        """The most that it takes, with a margin for everything that is not played."""
         return self.plays.bound if self.plays else self.most
 
     @property
     def here(self) -> tuple[int, int]:
-        """The least and the most that it takes on this card, which differ if the answer is coarse."""
+        """The least and the most that it takes on this card. They differ if the answer is coarse."""
         took = self.took or 0
         if not self.coarse:
             return took, took
@@ -158,17 +158,17 @@ class Verdict:
         return self.summarize(in_gb)
 
     def takes(self, size: Sizer) -> str:
-        """What the run takes on this card, of what the card gives."""
+        """Return the run's memory on this card as a share of the available memory, in words."""
         least, most = self.here
         return f"takes {f'{size(least)} to ' if least != most else ''}{share(most, self.available, size, 'of the')}"
 
     def needs(self, size: Sizer) -> str:
-        """The least with which the run goes through."""
+        """Return the least memory with which the run succeeds, in words."""
         least, other = map(size, self.least_band)
         return f"needs at least {least}" + (f" ({other} if cuDNN's next plans need as much)" if other != least else "")
 
     def explain(self, size: Sizer) -> str:
-        """Why the run is tight, with sizes as they are to be written."""
+        """Explain why the run is tight. size: writes a number of bytes."""
         why = self.why
         if why == GUESSES:
             guess = "it goes through only if cuDNN's next plans need no workspace, which is unknown for this version"
@@ -184,13 +184,13 @@ class Verdict:
         return self.untried if why == UNTRIED else ""
 
     def summarize(self, size: Sizer) -> str:
-        """The verdict with its figures, with sizes as they are to be written."""
+        """Return the verdict with its figures. size: writes a number of bytes."""
         told = self.covers + (", as far as is known of such a card" if self.coarse else "")
         if self.took is None:
             phase, (name, request) = self.out_of_memory_at or ("", ("", 0))
             there = " ".join(filter(None, [f"in {phase}" if phase else "", f"at {name}" if request else ""]))
             tries = f", which tries to allocate {size(request)}" if request else ""
-            short = f", {size(-self.spare)} short" if self.spare < 0 else ""  # more can need more
+            short = f", {size(-self.spare)} short" if self.spare < 0 else ""  # on a larger card the run can need more
             needs = f"it {self.needs(size)}, and the card gives {size(self.available)}{self.besides}{short}"
             return f"{self.word}{told}: {needs}; it runs out {there}{tries}{SPILLS if self.kept_more else ''}"
         took = f"it {self.takes(size)} that the card gives{self.besides}"
@@ -202,10 +202,10 @@ class Verdict:
 def judge_played(
     plays: Plays, here: SimulatedProcess, most: int, took: int, full: tuple[str, PeakTensor] | None, **words: Any
 ) -> Verdict:  # fmt: skip
-    """The verdict of a request that processes played.
+    """Judge a request that processes played.
 
     here: the process on the card
-    most, took: what the request takes where there is room, and on the card
+    most, took: bytes that the request takes with room for everything, and on the card
     full: the phase and the request that fails on the card, if one does
     words: fields of `Verdict`
     """
@@ -220,9 +220,9 @@ def judge_played(
 def judge_phases(
     phases: Sequence[Phase], available: int, sparing: Sequence[Phase] = (), **more: Any
 ) -> Verdict:  # fmt: skip
-    """The verdict of phases that take what they say, no more and no less, as graphs with a buffer each do.
+    """Judge phases with exact sizes, such as graphs with one buffer each.
 
-    sparing: the phases of the sparing one of two ways, if nobody said which
+    sparing: the phases of the more economical of two ways, if nobody said which way the run goes
     more: further fields of `Verdict`
     """
     most, least = (max(phase.total for phase in one) for one in (phases, sparing or phases))
