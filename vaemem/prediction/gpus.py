@@ -1,4 +1,4 @@
-"""The GPUs that predictions can be made for, without one: their device properties and their names."""
+"""The GPUs that predictions cover, without a GPU: their device properties and their names."""
 
 import difflib
 import functools
@@ -11,9 +11,9 @@ from vaemem._common import MIB, shipped
 from vaemem._errors import ArgumentError, ArgumentTypeError, Named
 from vaemem.engine.limits import parse_size
 
-# What a CUDA context takes of the card, with the kernels that are loaded into it as they are used. The context alone
-# took 426 MiB on an RTX 6000 Ada (PyTorch 2.10+cu130, nvidia-smi: unslothai/unsloth-zoo#1053); around 400 MB is usual
-# since CUDA 11.7 (pytorch/pytorch#109888). The rest is room for the kernels, whose size was not measured.
+# Bytes of the card that a CUDA context takes, with the kernels that it loads on first use. The context alone took
+# 426 MiB on an RTX 6000 Ada (PyTorch 2.10+cu130, nvidia-smi: unslothai/unsloth-zoo#1053); around 400 MB is usual since
+# CUDA 11.7 (pytorch/pytorch#109888). The rest is room for the kernels; their size was not measured.
 CONTEXT = 512 * MIB
 
 
@@ -23,23 +23,23 @@ class Gpu(NamedTuple):
     Attributes
     ----------
     name : str
-        CUDA's device name, such as ``"NVIDIA GeForce RTX 4090"``, or what was asked for where no card was.
+        CUDA's device name, such as ``"NVIDIA GeForce RTX 4090"``, or the requested name if it is not a card's.
     capability : str
         Compute capability, such as ``"8.9"``.
     total_memory : int
-        Bytes, as CUDA reports them where `source` says so.
+        Bytes, as CUDA reports them if `source` says so.
     properties : dict
         Device properties under the keys of cuDNN's device descriptor.
     source : str
-        Where the figures of this GPU come from.
+        The source of this GPU's figures.
     card : str
-        The device name of the card whose properties these are, where that is another's.
+        The device name of the card that the properties belong to, if that is another card.
     coarse : str
-        Why the card that stands in says little of workspaces, where no cuDNN could be asked about this one.
+        Why the substitute card says little about workspaces, if no cuDNN could be asked about this one.
     maker : str
-        ``"NVIDIA"``, or whose library runs its convolutions: ``"AMD"``, ``"Intel"``, ``"Apple"``.
+        ``"NVIDIA"``, or the maker of the library that runs its convolutions: ``"AMD"``, ``"Intel"``, ``"Apple"``.
     rules : tuple of dict
-        What published measurements tell of its workspaces, as rules of profiles.
+        Facts about its workspaces from published measurements, as rules of profiles.
     """
 
     name: str
@@ -59,12 +59,12 @@ class Gpu(NamedTuple):
 
     @property
     def reported_memory(self) -> int:
-        """`total_memory` as CUDA would report it: a size in whole GiB is what the card is sold with, of which graphics
-        cards report up to 3% less (RTX 3070 2.7%, 4090 2.0%; those of this list that were read, ECC off)."""
+        """`total_memory` as CUDA would report it. A size in whole GiB is nominal, and graphics cards report up to 3%
+        less (RTX 3070 2.7%, 4090 2.0%; from the read cards of this list, ECC off)."""
         return self.total_memory if self.total_memory % (1 << 30) else self.total_memory * 97 // 100
 
     def available(self, context: int, used: int | str = 0) -> int:
-        """Bytes that a process can have of the card, beside its CUDA context of so many and what others use."""
+        """Return the bytes of the card that a process can have, after its CUDA context and other users."""
         return max(self.reported_memory - context - parse_size("used", used, least=0), 0)
 
     @property
@@ -86,13 +86,13 @@ _BRANDS = re.compile(r"nvidia|geforce|tesla|quadro|rtx|\bgpu\b|\bgeneration\b|[^
 _CAPABILITY = re.compile(r"sm_?(\d{1,2})(\d)a?|(?:compute capability )?(\d{1,2})\.(\d)")
 _SLICE = re.compile(r"(.+?)\W+mig\W+([1-7])g\.(\d+)gb(?:\+me)?")
 _SIZED = re.compile(r"(.+?)\W*(\d+)\s*gb")
-# Of other makers, by what names begin with.
+# Other makers, by the beginnings of names.
 _OTHERS = {
     "AMD": re.compile(r"amd|radeon|instinct|gfx\d|rx ?\d|mi\d|strix|ryzen|80[456]0s"),
     "Intel": re.compile(r"intel|arc\b|xpu"),
     "Apple": re.compile(r"apple|m[1-9] (pro|max|ultra)"),
 }
-# NVIDIA's that no cuDNN was asked about: Kepler to Pascal, and what is newer than what was recorded, or embedded.
+# NVIDIA's unrecorded cards: Kepler to Pascal, cards newer than the recorded ones, and embedded ones.
 _UNRECORDED = re.compile(
     r"(nvidia|geforce|tesla|quadro|\W)*(gtx ?(6|7|9|10)\d\d|titan x|[kmp]\d{1,4}\b|g?b300|gb10\b|dgx spark|jetson|orin|"
     r"xavier|thor)"
@@ -107,8 +107,8 @@ def _key(name: str) -> str:
 
 
 class _Kind(NamedTuple):
-    """What cards that no cuDNN was asked about have in common: who makes them, whose tensors stand for theirs, and
-    whether the rule for cards without tensor cores is "taken", or "possible", or says nothing of them ("")."""
+    """A kind of cards that no cuDNN was asked about: their maker, the card that stands for their tensors, and whether
+    the rule for cards without tensor cores is "taken", "possible", or does not apply ("")."""
 
     maker: str
     stand_in: str
@@ -122,7 +122,7 @@ class _Kind(NamedTuple):
 
 @functools.cache
 def _coarse() -> dict[str, tuple[str, int, _Kind]]:
-    """{key: (name, GB as sold, its kind)} of cards that no cuDNN was asked about."""
+    """Return {key: (name, GB as sold, its kind)} of cards that no cuDNN was asked about."""
     return {
         _key(name): (
             " ".join(filter(None, (kind["maker"], kind["brand"], name))), gigabytes,
@@ -134,13 +134,13 @@ def _coarse() -> dict[str, tuple[str, int, _Kind]]:
 
 
 def coarse_names(maker: str) -> list[str]:
-    """Names of a maker's cards that no cuDNN was asked about."""
+    """Return the names of a maker's cards that no cuDNN was asked about."""
     return [name for name, *_ in _coarse().values() if name.startswith(maker)]
 
 
 def _find_coarse(name: str, size: int | None) -> Gpu | None:
-    """The card of that name that no cuDNN was asked about: one that is listed, or one that only sounds like such a card
-    where `size` says how much memory it has. None for any other name."""
+    """Find a card of that name that no cuDNN was asked about: a listed one or, if `size` gives its memory, one that
+    only sounds like such a card. Return None for any other name."""
     text = name.strip().lower()
     listed = _coarse().get(_key(_MAKERS.sub("", text)))
     if listed is None and size and (unlisted := _kind_of(text)):
@@ -156,13 +156,13 @@ def _find_coarse(name: str, size: int | None) -> Gpu | None:
 
 
 def _maker(name: str) -> str:
-    """Who made a card, by how its name begins; what names no other maker is NVIDIA's."""
+    """Return a card's maker, by the beginning of its name; NVIDIA if it names no other maker."""
     text = name.strip().lower()
     return next((maker for maker, begins in _OTHERS.items() if begins.match(text)), "NVIDIA")
 
 
 def _kind_of(text: str) -> _Kind | None:
-    """The kind of a card that is not listed, by how its name begins; None where no such card is meant."""
+    """Return the kind of an unlisted card, by the beginning of its name; None if it means no such card."""
     if (maker := _maker(text)) != "NVIDIA":
         return _Kind(maker, "RTX 3090")
     return _Kind("NVIDIA", "T4", "possible") if _UNRECORDED.match(text) else None
@@ -170,7 +170,7 @@ def _kind_of(text: str) -> _Kind | None:
 
 @functools.cache
 def _table() -> tuple[list[Gpu], dict[str, Gpu], dict[str, int | None]]:
-    """GPUs; the same by the key of each name that they are known by; and the multiprocessors of one MIG slice by device
+    """Return the GPUs; the same by the key of each of their names; and the multiprocessors of one MIG slice by device
     name."""
     data = json.loads(shipped("gpus.json"))
     gpus: list[Gpu] = []
@@ -179,7 +179,7 @@ def _table() -> tuple[list[Gpu], dict[str, Gpu], dict[str, int | None]]:
     for entry in data["gpus"]:
         name, capability = entry["deviceName"], entry["compute_capability"]
         properties = data["every_gpu"] | data["compute_capability"][capability] | entry
-        own = ("compute_capability", "source", "aliases", "migSlice")  # not of cuDNN's
+        own = ("compute_capability", "source", "aliases", "migSlice")  # not cuDNN's
         _, source, aliases, slices[name] = (properties.pop(key, None) for key in own)
         gpus.append(Gpu(name, capability, entry["totalGlobalMem"], properties, source))
         keys |= dict.fromkeys(map(_key, (name, *aliases)), gpus[-1])
@@ -187,29 +187,29 @@ def _table() -> tuple[list[Gpu], dict[str, Gpu], dict[str, int | None]]:
 
 
 def gpu_names() -> list[str]:
-    """Device names of the GPUs whose properties are shipped."""
+    """Return the device names of the GPUs with shipped properties."""
     return [gpu.name for gpu in _table()[0]]
 
 
 def find_gpu(name: str | Gpu, memory: int | str | None = None) -> Gpu:
-    """The GPU of that name.
+    """Find the GPU of that name.
 
     Parameters
     ----------
     name : str or Gpu
-        CUDA's device name, or the part of it that tells it apart (``"RTX 4090"``, ``"4060 Ti 16GB"``, ``"a100-80gb"``);
-        a MIG slice as CUDA names it, ``"A100 80GB MIG 3g.40gb"``; or a compute capability, ``"sm_89"``, which takes the
-        properties of its card whose memory is nearest to `memory`, and is named after it; that name finds it again.
+        CUDA's device name, or a distinctive part of it (``"RTX 4090"``, ``"4060 Ti 16GB"``, ``"a100-80gb"``); a MIG
+        slice as CUDA names it, ``"A100 80GB MIG 3g.40gb"``; or a compute capability, ``"sm_89"``. A capability takes
+        the properties and the name of its card with the memory nearest to `memory`. That name finds it again.
     memory : int or str, optional
-        What the card has, in bytes or as cards are sold: ``"16 GB"`` (of 2^30 bytes here); the shipped figure by
+        The card's memory, in bytes or as cards are sold: ``"16 GB"`` (of 2^30 bytes here). The shipped figure by
         default.
 
     Raises
     ------
     TypeError
-        A name that is no text.
+        The name is not text.
     ValueError
-        Where no shipped GPU goes by that name: the nearest names are given.
+        No shipped GPU has that name. The message gives the nearest names.
 
     Examples
     --------
@@ -226,7 +226,7 @@ def find_gpu(name: str | Gpu, memory: int | str | None = None) -> Gpu:
     text = name.strip().lower()
     capability, _, full = text.partition(" (as ")
     if match := _CAPABILITY.fullmatch(capability):
-        if full and size is None:  # the name of a Gpu that was found so
+        if full and size is None:  # the name of a Gpu that was found this way
             size = find_gpu(full.removesuffix(")")).total_memory
         return _of_capability(".".join(filter(None, match.groups())), size)
     if match := _SLICE.fullmatch(text):
@@ -245,7 +245,7 @@ def find_gpu(name: str | Gpu, memory: int | str | None = None) -> Gpu:
 
 
 def known_gpu(name: Any) -> Gpu | None:
-    """The GPU of that name, or None where there is none."""
+    """Return the GPU of that name, or None if there is none."""
     try:
         return find_gpu(name)
     except ValueError:
@@ -254,8 +254,8 @@ def known_gpu(name: Any) -> Gpu | None:
 
 @functools.cache
 def present_gpu() -> Gpu | None:
-    """This machine's first GPU, as nvidia-smi names it; None if it has none, or none that is known."""
-    import subprocess  # which few need
+    """Return this machine's first GPU, as nvidia-smi names it; None if it has none, or only an unknown one."""
+    import subprocess  # few callers need it
 
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return None
@@ -269,7 +269,7 @@ def present_gpu() -> Gpu | None:
 
 
 def sold(memory: int | str) -> int:
-    """Bytes of a card's memory, whose GB are of 2^30 bytes.
+    """Return the bytes of a card's memory. Its GB are of 2^30 bytes.
 
     >>> sold("12 GB")
     12884901888
@@ -281,7 +281,7 @@ def sold(memory: int | str) -> int:
 
 
 def _with(gpu: Gpu, size: int | None, **changes: Any) -> Gpu:
-    """The same with other memory and properties."""
+    """Return the same GPU with other memory and properties."""
     if size is not None:
         gpu = gpu._replace(total_memory=size, source=f"{gpu.source}; memory as it was given")
         changes["totalGlobalMem"] = size
@@ -289,7 +289,7 @@ def _with(gpu: Gpu, size: int | None, **changes: Any) -> Gpu:
 
 
 def _of_capability(capability: str, size: int | None) -> Gpu:
-    """A compute capability by the card of it that has the memory, or its first."""
+    """Make a GPU for a compute capability from its card with the nearest memory, or from its first card."""
     alike = [gpu for gpu in _table()[0] if gpu.capability == capability]
     if not alike:
         raise ArgumentError("gpu", f"a compute capability that was recorded ({_capabilities()})", str(capability))
@@ -299,7 +299,7 @@ def _of_capability(capability: str, size: int | None) -> Gpu:
 
 
 def _slice(gpu: Gpu, slices: int, gigabytes: int) -> Gpu:
-    """A MIG slice of a card."""
+    """Make a MIG slice of a card."""
     each = _table()[2].get(gpu.name)
     if each is None or slices * each > gpu.multiprocessors or gigabytes << 30 > 1.1 * gpu.total_memory:
         got = f"{slices}g.{gigabytes}gb of {gpu.name}"
@@ -314,7 +314,7 @@ def _capabilities() -> str:
 
 
 def _unknown(name: str) -> ArgumentError:
-    """Make the error for a name that is no card's."""
+    """Make the error for an unknown card's name."""
     text, maker, (_, cards, _) = name.strip().lower(), _maker(name), _table()
     keys = {key: card.name for key, card in cards.items()} | {key: full for key, (full, *_) in _coarse().items()}
     keys = {key: full for key, full in keys.items() if _maker(full) == maker}

@@ -1,4 +1,4 @@
-"""A pipeline's phase, what a play says by phase, and one way of running the pipeline, whoever's code runs it."""
+"""A pipeline's phase, the result of a play by phase, and one way of running the pipeline, for any program."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from typing import Any, NamedTuple
 
 from vaemem.prediction.process import ROUNDED_UP, PeakTensor, SimulatedProcess
 
-OF_WEIGHTS = "weights of "  # what names of weights begin with
+OF_WEIGHTS = "weights of "  # names of weights begin with it
 
 
 def weights_and_workspaces(tensors: Iterable[PeakTensor]) -> tuple[int, int]:
-    """Bytes of weights and of workspaces among what was allocated at a peak."""
+    """Sum the bytes of weights and of workspaces at a peak."""
     found = [*tensors]
     weights = sum(size for name, size in found if name.startswith(OF_WEIGHTS))
     return weights, sum(size for name, size in found if name.endswith("[workspace]"))
 
 
 class Phase(NamedTuple):
-    """What a pipeline takes in one of its phases. Sizes in bytes.
+    """The memory and work of one phase of a pipeline. Sizes in bytes.
 
     name: load, encode prompt, encode image, denoise, decode
-    allocated, reserved: as PyTorch's counters stand at their height
-    weights: of components on the device at that height, as the allocator rounded them up when it loaded them
-    workspace: of convolutions and products, at that height
-    activations: the rest of allocated: tensors, inputs, what the allocator rounds those up by
-    outside: on the device, but not by PyTorch's allocator
-    peak_tensors: (name, bytes) of what is allocated at that height, largest first
-    where: the step of a call that makes it; "" outside of calls
+    allocated, reserved: the peaks of PyTorch's counters
+    weights: of components on the device at the peak, as the allocator rounded them up at loading
+    workspace: of convolutions and products, at the peak
+    activations: the rest of allocated: tensors, inputs, and the allocator's rounding of these
+    outside: on the device, but not from PyTorch's allocator
+    peak_tensors: (name, bytes) of everything allocated at the peak, largest first
+    where: the step of a call that makes the peak; "" outside of calls
     flops, host_flops: of all its calls on the device, and on the host
-    attended, moved: of the VAE's calls on the device, the FLOPs of its attention, and the bytes that move
+    attended, moved: for the VAE's calls on the device, the FLOPs of its attention, and the bytes that move
     sent: bytes of weights that go to the device for it
-    fits: whether it goes through on the card; None where an earlier phase does not
-    work: in a plan and with stable-diffusion.cpp what it does, for `vaemem.prediction.seconds.Machine`; of load, the
-        bytes of all weights, as "disk". Empty in a prediction of diffusers, whose `work` says it
+    fits: whether it succeeds on the card; None if an earlier phase fails
+    work: the work in a plan and with stable-diffusion.cpp, for `vaemem.prediction.seconds.Machine`. For load, the bytes
+        of all weights, as "disk". Empty in a prediction of diffusers, which has its own `work`
     """
 
     name: str
@@ -56,7 +56,7 @@ class Phase(NamedTuple):
 
     @classmethod
     def read(cls, process: SimulatedProcess, number: int, names: Mapping[str, str]) -> Phase:
-        """What a reading of a process says, by its index. names: what its peak tensors are called instead."""
+        """Make a phase of a process's reading, by its index. names: replace the names of its peak tensors."""
         _, _, allocated, reserved = process.readings[number]
         where, tensors, rounded = process.peak(number)
         weights, workspace = weights_and_workspaces(tensors)
@@ -70,7 +70,7 @@ class Phase(NamedTuple):
 
     @classmethod
     def planned(cls, name: str, weights: int, added: int, work: Mapping[str, float]) -> Phase:
-        """One that has its weights and as many bytes beside them on the card, all the time, and does this work."""
+        """Make a phase that always has its weights and `added` more bytes on the card, and does this work."""
         counts = {kind: int(amount) for kind, amount in work.items()}
         sent, moved, _ = (counts.pop(kind, 0) for kind in ("link", "memory", "disk"))
         on_cpu = sum(count for kind, count in counts.items() if kind.startswith("cpu"))
@@ -85,24 +85,24 @@ class Phase(NamedTuple):
 
     @property
     def cached(self) -> int:
-        """What PyTorch's allocator has reserved beyond what is allocated, each at its height."""
+        """Bytes that PyTorch's allocator reserves beyond the allocated bytes, each at its peak."""
         return self.reserved - self.allocated
 
     @property
     def total(self) -> int:
-        """What the card gives for it besides the CUDA context."""
+        """Bytes that it takes of the card, without the CUDA context."""
         return self.reserved + self.outside
 
     @property
     def added(self) -> int:
-        """What of that is beside the weights."""
+        """Bytes of `total` besides the weights."""
         return self.total - self.weights
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a play says: the phases; and the phase and the request at which memory runs out on the card, if it does. A
-    play with room has the latter too."""
+    """The result of a play: the phases; and the phase and the request at which memory runs out on the card, if it does.
+    A play with room has the latter too."""
 
     phases: tuple[Phase, ...]
     out_of_memory_at: tuple[str, PeakTensor] | None = None
@@ -120,15 +120,15 @@ class Way(NamedTuple):
     ----------
     name : str
     settings : dict
-        How it is asked for: arguments of `predict_pipeline`; or options of stable-diffusion.cpp, which its `offload`
+        How to request it: arguments of `predict_pipeline`; or options of stable-diffusion.cpp, which its `offload`
         takes.
     phases : tuple of Phase
     host : int
         Bytes of the host's memory for weights and buffers that are not on the card.
     changes : str
-        What it changes of the picture; "" for nothing.
+        How it changes the picture; "" if it does not.
     notes : tuple of str
-        What was taken for granted.
+        Assumptions.
     out : tuple of (str, int), optional
         The phase in which memory runs out, and the bytes that the card lacks for the whole run.
     played : bool
@@ -152,7 +152,7 @@ class Way(NamedTuple):
 
     @property
     def work(self) -> dict[str, float]:
-        """The work of all its phases but load, which comes once for many pictures."""
+        """The work of all its phases except load, which happens once for many pictures."""
         total: dict[str, float] = {}
         for phase in (one for one in self.phases if one.name != "load"):
             for name, amount in phase.work.items():

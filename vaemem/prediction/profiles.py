@@ -1,32 +1,32 @@
 """Recorded answers of cuDNN, one file for a compute capability and a cuDNN version.
 
-Most GPUs of one capability get the same answers; where they do not, the file names those that it is for (``sm75-t4``).
+Most GPUs of one capability get the same answers. If they do not, the file names the GPUs it is limited to
+(``sm75-t4``).
 
 A file holds formulas, and for each convolution and kind of question a decision tree that picks one: cuDNN's instant
-heuristic is a decision tree itself. A kind is a dtype (``float32 strict`` where TF32 is not allowed), with ``nhwc``
-behind it for channels_last tensors. A formula is ``[tensors, index, tile, per_tile, constant]`` and means, in bytes,
+heuristic is a decision tree itself. A kind is a dtype (``float32 strict`` if TF32 is not allowed), followed by
+``nhwc`` for channels_last tensors. A formula is ``[tensors, index, tile, per_tile, constant]`` and means, in bytes,
 
     tensors
-    + 128 * (index * oh * ow // 128 + 1)    where index is not 0
-    + per_tile * ceil(p / tile)             where tile is not 0
+    + 128 * (index * oh * ow // 128 + 1)    if index is not 0
+    + per_tile * ceil(p / tile)             if tile is not 0
     + constant
 
-with `tensors` a sum such as ``i+o+f`` or ``i+f+3o``: input, output and filter, each rounded up to 16 bytes (``I``,
-``O``, ``F``: with the channels padded to 16 bytes), and P the output pixels of the batch.
+Here `tensors` is a sum such as ``i+o+f`` or ``i+f+3o``: input, output and filter, each rounded up to 16 bytes (``I``,
+``O``, ``F``: with the channels padded to 16 bytes). P is the number of output pixels of the batch.
 
 A key such as ``128,64,3,1,1/float16`` names channels of input and output, filter, stride, padding and kind. Three
-dimensions add the frames of filter and input. Its tree is a text such as ``P400 h15 0 1 2``: a number is a formula's,
-and ``P400`` takes the tree behind it for a P up to 400, and the one behind that beyond. It speaks of ``P``, ``Q`` (P of
-one image), ``h``, ``w`` (of the input), ``n`` (the batch) and ``m``, the pixels that P lacks to a multiple of 128. In
-place of a tree stands the key that has the same one.
+dimensions add the frames of filter and input. Its tree is a text such as ``P400 h15 0 1 2``. A number means a formula.
+``P400`` takes the next tree for a P up to 400, and the tree after that for a larger P. The variables are ``P``, ``Q``
+(P of one image), ``h``, ``w`` (of the input), ``n`` (the batch) and ``m`` (the pixels that P lacks to a multiple of
+128). A key in place of a tree means that key's tree.
 
-If input or output has more than 2^31 elements, cuDNN works on a part of the batch at a time: ``i``, ``o``, ``I``, ``O``
-and ``p``, the output pixels, are of the largest part up to that. A single image of 2^31 or more takes no workspace.
+If input or output has more than 2^31 elements, cuDNN works on a part of the batch at a time. ``i``, ``o``, ``I``, ``O``
+and ``p`` (output pixels) then describe the largest such part. A single image of 2^31 or more takes no workspace.
 
-A file may also hold rules that go before its trees, and name the file that answers the rest. An inferred profile
+A file may also hold rules that precede its trees, and name the file that answers the rest. An inferred profile
 answers for its own version only. ``older.json`` holds rules for versions that were never asked.
-
-`Catalogue` lists all of them; which of them answers for a card is decided in ``csrc/predict/catalogue.c``.
+`Catalogue` lists all of them; ``csrc/predict/catalogue.c`` decides which one answers for a card.
 """
 
 import functools
@@ -44,13 +44,13 @@ from vaemem.prediction.gpus import Gpu, find_gpu
 
 _FILE = re.compile(r"sm(\d+)((?:-\w+)*)_cudnn(\d+\.\d+\.\d+)\.json")
 
-Extents = int | tuple[int, ...]  # the same along every dimension, or one for each
+Extents = int | tuple[int, ...]  # one for all dimensions, or one for each
 
 
 class Conv(NamedTuple):
-    """A convolution as PyTorch gives it to cuDNN; the bias is added outside of it.
+    """A convolution as PyTorch passes it to cuDNN; PyTorch adds the bias separately.
 
-    Extents are an int, or a tuple with one for each dimension. A convolution of one dimension is one of two with a
+    Extents are an int, or a tuple with one for each dimension. A convolution with one dimension has two here, and a
     height of 1. A one-sided padding is a padded input with `padding` 0.
 
     Attributes
@@ -68,9 +68,9 @@ class Conv(NamedTuple):
     layout : str
         ``"nchw"``, or ``"nhwc"`` for channels_last tensors.
     output_padding : int or tuple of int, optional
-        That of a transposed convolution, which may be 0; None for others.
+        The output padding of a transposed convolution, which may be 0; None for others.
     depth : int
-        The input's, of a convolution with three dimensions; else 0.
+        The input's depth if the convolution has three dimensions, otherwise 0.
     """
 
     dtype: str
@@ -90,7 +90,7 @@ class Conv(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is of the kind that profiles hold: two dimensions, square, one group, no dilation."""
+        """Whether profiles hold its kind: two dimensions, square, one group, no dilation."""
         return self[10:] == (1, 1, None, 0) and all(isinstance(extent, int) for extent in self[6:9])
 
     @property
@@ -99,7 +99,7 @@ class Conv(NamedTuple):
         return (self.depth, self.h, self.w) if self.depth else (self.h, self.w)
 
     def along(self, extents: Extents) -> tuple[int, ...]:
-        """An extent for every dimension."""
+        """Return an extent for every dimension."""
         return extents if isinstance(extents, tuple) else (extents,) * len(self.size)
 
     @property
@@ -113,14 +113,14 @@ class Conv(NamedTuple):
 
     @property
     def elements(self) -> tuple[int, int, int]:
-        """How many input, output and filter have."""
+        """The numbers of elements of input, output and filter."""
         filters = self.c * self.k // self.groups * math.prod(self.along(self.r))
         return self.n * self.c * math.prod(self.size), self.n * self.k * math.prod(self.out), filters
 
 
 def version_number(version: str) -> int:
-    """10000 * major + 100 * minor + patch of ``"9.10.2"``; a fourth part is left out. ValueError for no version of
-    cuDNN 9, the only one whose heuristics were recorded."""
+    """Return 10000 * major + 100 * minor + patch of ``"9.10.2"``; ignore a fourth part. ValueError for anything but a
+    version of cuDNN 9: only its heuristics were recorded."""
     number = _version_number(version) if isinstance(version, str) else None
     if number is None:
         raise ArgumentError("cudnn_version", "a version of cuDNN 9 such as '9.10.2'", repr(version))
@@ -128,7 +128,7 @@ def version_number(version: str) -> int:
 
 
 def number_of(version: str | None) -> int:
-    """The core's number of a version; 0 if there is none."""
+    """Return the core's number of a version; 0 if there is none."""
     return 0 if version is None else version_number(version)
 
 
@@ -139,12 +139,12 @@ def _version_number(version: str) -> int | None:
 
 
 def sizes(conv: Conv) -> dict[str, int]:
-    """What formulas and trees speak of, for one convolution."""
+    """Return the variables of formulas and trees, for one convolution."""
     return dict(zip("iofIOFPQhwnmp", _core.conv_sizes(conv), strict=True))
 
 
 def formula_bytes(formula: list[Any], s: Mapping[str, int]) -> int:
-    """A formula's value for the `sizes` of one convolution."""
+    """Evaluate a formula for the `sizes` of one convolution."""
     return _core.formula_bytes(formula, tuple(s.values()))
 
 
@@ -160,11 +160,11 @@ class Profile:
     how : str
         ``"asked"``, ``"measured"`` or ``"inferred"``.
     recorded : dict
-        How it was made and checked, as the file says.
+        How it was made and checked, from the file.
     cards : list of str
         Keys of the GPUs it is limited to; empty means the whole compute capability.
     core : _core.Profile
-        Its answers. Files that say ``same_as`` share those of the other file.
+        Its answers. A file with ``same_as`` shares the other file's answers.
     """
 
     def __init__(self, data: dict[str, Any], file: str = "", cards: Sequence[str] = (), core: Any = None):
@@ -185,13 +185,13 @@ class Profile:
         self._source = f"profile: compute capability {self.capability}, cuDNN {self.version}, {self.how}"
 
     def conv(self, conv: Conv, tf32: bool = True) -> tuple[int, str] | None:
-        """(bytes, source) of a convolution; None if none of its kind was recorded."""
+        """Return (bytes, source) of a convolution; None if none of its kind was recorded."""
         found = self.core.conv(conv, tf32)
         return found and (found[0], self.source(*found[1:]))
 
     def source(self, steps: int, rule: int) -> str:
-        """Says who answered: this profile or, so many steps away, the one that it names as otherwise; by a rule, by a
-        tree (-1), or because one image has 2^31 elements or more (-2)."""
+        """Name the source of an answer: this profile or, `steps` further, the profile that it names as otherwise. rule:
+        the rule's number; -1 for a tree; -2 if one image has 2^31 elements or more."""
         if steps and self._otherwise:
             return f"{self._otherwise.source(steps - 1, rule)}, in place of {self.version}"
         if rule < -1:
@@ -201,7 +201,7 @@ class Profile:
 
 @functools.cache
 def load_profile(name: str) -> Profile:
-    """A shipped profile, by the name of its file."""
+    """Load a shipped profile, by the name of its file."""
     data: dict[str, Any] = json.loads(shipped("profiles", name))
     cards, file = profile_files()[name][1], data.get("same_as", name)
     if file == name:
@@ -211,7 +211,7 @@ def load_profile(name: str) -> Profile:
 
 @functools.cache
 def profile_files() -> dict[str, tuple[int, list[str], int]]:
-    """Shipped profiles by name: {file: (capability such as 89, keys of its GPUs or none for all, version number)}."""
+    """List shipped profiles: {file: (capability such as 89, keys of its GPUs or none for all, version number)}."""
     found = {}
     for entry in (resources.files("vaemem") / "data" / "profiles").iterdir():
         match = _FILE.fullmatch(entry.name)
@@ -221,22 +221,22 @@ def profile_files() -> dict[str, tuple[int, list[str], int]]:
 
 
 def card_of(gpu: Gpu) -> tuple[str, int, int]:
-    """A card as the core sees it."""
+    """Return a card as the core takes it."""
     return gpu.key, gpu.sm, gpu.multiprocessors
 
 
 def card_rule(rule: Mapping[str, Any]) -> tuple[Mapping[str, Any], int, int, tuple[int, ...], bool]:
-    """A rule of ``older.json`` or of a card, as the core takes it."""
+    """Return a rule of ``older.json`` or of a card, as the core takes it."""
     other, before = (version_number(rule[name]) if name in rule else 0 for name in ("as", "before"))
     return rule, other, before, tuple(rule.get("capabilities", ())), rule["standing"] == "possible"
 
 
-# A card of each compute capability. A card that no cuDNN was asked about may have the workspaces of any of them.
+# A card of each compute capability. An unrecorded card may have the workspaces of any of them.
 ONE_OF_EACH = ("V100", "T4", "A100", "RTX 3090", "RTX 4090", "H100", "B200", "RTX 5090")
 
 
 class Catalogue:
-    """Profiles, and rules for versions that were never asked: by default all that ship.
+    """Profiles, and rules for versions that were never asked: by default everything that ships.
 
     Parameters
     ----------
@@ -270,23 +270,23 @@ class Catalogue:
         )  # fmt: skip
 
     def profile(self, number: int) -> Profile:
-        """A profile by the core's number of it."""
+        """Return a profile by the core's number for it."""
         return self._load(number)
 
     def near(self, gpu: Gpu, version: str | None) -> list[Profile]:
-        """The profiles for GPUs like this one, asked and inferred, the nearest cuDNN to `version` first (None: the
-        newest first)."""
+        """Return the profiles for GPUs like this one, asked and inferred, the nearest cuDNN to `version` first (None:
+        the newest first)."""
         return [self._load(i) for i in self.core.near(card_of(gpu), number_of(version))]
 
     def nearest(self, gpu: Gpu, version: str | None) -> Profile | None:
-        """The first of `near` that may answer for the version, as an inferred profile may for its own only; None if
-        there is no such profile."""
+        """Return the first of `near` that may answer for the version, or None. An inferred profile may answer for its
+        own version only."""
         number = self.core.nearest(card_of(gpu), number_of(version))
         return None if number < 0 else self._load(number)
 
     def relatives(self, sm: int, version: str | None) -> list[Profile]:
-        """Profiles asked of cuDNN that bound what a version (None: any) answers on a compute capability (89 for 8.9).
-        csrc/predict/catalogue.h tells which."""
+        """Return recorded profiles that bound the answers of a version (None: any) on a compute capability (89 for
+        8.9). csrc/predict/catalogue.h defines them."""
         return [self._load(i) for i in self.core.relatives(sm, number_of(version))]
 
 
@@ -299,12 +299,12 @@ def _nth_profile(names: Sequence[str], given: Mapping[str, Profile], number: int
 
 
 def _for_core(load: Callable[[int], Profile], number: int) -> tuple[_core.Profile, bool]:
-    """The core's part of a profile, and whether it was inferred."""
+    """Return the core's part of a profile, and whether it was inferred."""
     profile = load(number)
     return profile.core, profile.how == "inferred"
 
 
 @functools.cache
 def shipped_catalogue() -> Catalogue:
-    """All profiles and rules that ship."""
+    """Return all profiles and rules that ship."""
     return Catalogue()

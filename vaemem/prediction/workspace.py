@@ -1,17 +1,16 @@
-"""The workspace of PyTorch's convolutions on a GPU that need not be there.
+"""The workspace of PyTorch's convolutions on a GPU, without the GPU.
 
 PyTorch (eager, ``torch.backends.cudnn.benchmark`` off) gives each convolution a scratch buffer from its caching
-allocator: as many bytes as the first plan of cuDNN's instant heuristics needs. Three sources know how many, in this
+allocator: as many bytes as the first plan of cuDNN's instant heuristics needs. Three sources give the number, in this
 order:
 
-1. PyTorch's own code for the convolutions that cuDNN does not run (``own_bytes`` in ``csrc/predict/lookup.c``).
+1. PyTorch's own code, for the convolutions that cuDNN does not run (``own_bytes`` in ``csrc/predict/lookup.c``).
 2. a profile: cuDNN's answers, recorded beforehand for a GPU and a cuDNN version (``vaemem/data/profiles``). Rules for
-   cuDNN before 9.8 go before it (``older.json``).
-3. a rule for all other convolutions (``usual_rule`` in ``csrc/predict/lookup.c``). docs/PREDICTION.md says how far off
-   it is.
+   cuDNN before 9.8 take precedence over it (``older.json``).
+3. a rule for all other convolutions (``usual_rule`` in ``csrc/predict/lookup.c``). docs/PREDICTION.md gives its error.
 
 All ship with the package, so a question has the same answer on every machine. Each answer names its source, and
-`substitutions` lists whatever replaces missing data.
+`substitutions` lists the substitutes for missing data.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ from vaemem.prediction.profiles import (
 )
 from vaemem.prediction.runtimes import DEFAULT_TORCH
 
-# The cuDNN that PyTorch's wheels for Linux bring, by release and CUDA build: first the build that PyPI has (its package
-# metadata), then those of download.pytorch.org (the release branches' generate_binary_build_matrix.py).
+# The cuDNN of PyTorch's wheels for Linux, by release and CUDA build: first PyPI's build (from its package metadata),
+# then the builds of download.pytorch.org (the release branches' generate_binary_build_matrix.py).
 CUDNN_OF_TORCH = {
     "2.4": {"cu121": "9.1.0", "cu118": "9.1.0", "cu124": "9.1.0"},
     "2.5": {"cu124": "9.1.0", "cu118": "9.1.0", "cu121": "9.1.0"},
@@ -53,9 +52,9 @@ CUDNN_OF_TORCH = {
     "2.15": {"cu132": "9.26.0"},
 }
 # The least and the most compute capability that these builds have kernels for (TORCH_CUDA_ARCH_LIST in PyTorch's
-# .ci/manywheel/build_cuda.sh, before 2.6 in pytorch/builder; what torch.cuda.get_arch_list() says of some is in
-# pytorch/pytorch#144071 and #182250). Between them there are kernels for each major version, which run on its later
-# minor ones. No build has PTX for older ones: 12.0's alone is there, which is of no use to cards before it.
+# .ci/manywheel/build_cuda.sh, before 2.6 in pytorch/builder; pytorch/pytorch#144071 and #182250 show
+# torch.cuda.get_arch_list() of some). Each major version between them has kernels, which also run on its later minor
+# versions. No build has PTX for older cards: it has only 12.0's, which cannot run on earlier cards.
 KERNELS = {
     **dict.fromkeys(("cu118", "cu121", "cu124", "cu126"), (70, 90)),
     **dict.fromkeys(("cu128", "cu129"), (70, 120)),
@@ -68,12 +67,12 @@ _match_version = functools.lru_cache(maxsize=256)(re.compile(r"(\d+\.\d+)(?:\.\d
 
 
 def torch_build(version: str) -> tuple[str, str]:
-    """Release and CUDA build, ``("2.7", "cu128")``, of ``"2.7.1+cu128"``; of ``"2.7.1"``, PyPI's build.
+    """Split ``"2.7.1+cu128"`` into release and CUDA build, ``("2.7", "cu128")``. ``"2.7.1"`` means PyPI's build.
 
     Raises
     ------
     ValueError
-        Where it is no version, one whose operators are not modelled, or no CUDA build.
+        It is not a version, its operators are not modelled, or it is not a CUDA build.
     """
     match = _match_torch(version)
     if match[2] not in (None, "cu"):
@@ -83,7 +82,7 @@ def torch_build(version: str) -> tuple[str, str]:
 
 
 def _match_torch(version: str) -> re.Match[str]:
-    """Release, and what it is built for; ValueError for no release whose operators are modelled."""
+    """Match the release and its build; ValueError if the release's operators are not modelled."""
     match = _match_version(version) if isinstance(version, str) else None
     if not match or match[1] not in CUDNN_OF_TORCH:
         wanted = f"one of {', '.join(CUDNN_OF_TORCH)}, such as '2.7.1' or '2.7.1+cu128'"
@@ -92,13 +91,13 @@ def _match_torch(version: str) -> re.Match[str]:
 
 
 def torch_release(version: str) -> tuple[int, int]:
-    """(2, 7) of ``"2.7.1+cu128"``; ValueError for no release whose operators are modelled."""
+    """Return (2, 7) for ``"2.7.1+cu128"``; ValueError if the release's operators are not modelled."""
     major, minor = _match_torch(version)[1].split(".")
     return int(major), int(minor)
 
 
 def cudnn_of_torch(version: str) -> str:
-    """The cuDNN of a build of PyTorch; ValueError where it is not known."""
+    """Return the cuDNN of a build of PyTorch; ValueError if it is unknown."""
     release, build = torch_build(version)
     known = CUDNN_OF_TORCH[release]
     if build not in known:
@@ -113,12 +112,12 @@ def _has_kernels(gpu: Gpu, release: str, build: str) -> bool:
 
 
 def torch_for(gpu: Gpu, version: str | None) -> str:
-    """A version that was given, or the usual release's first build that runs on the card.
+    """Return the given version, or the default release's first build that runs on the card.
 
     Raises
     ------
     ValueError
-        It is no version, or its build has no kernels for the card. Builds that are not listed may have any.
+        It is not a version, or its build has no kernels for the card. Unlisted builds may have any kernels.
     """
     if gpu.maker != "NVIDIA":
         release, of = (
@@ -141,7 +140,7 @@ def torch_for(gpu: Gpu, version: str | None) -> str:
     raise ArgumentError("torch_version", wanted, f"{version!r}, which is built for {build}")
 
 
-# Why PyTorch runs a convolution by code of its own, by the core's vm_own_conv.
+# Why PyTorch runs a convolution with its own code, by the core's vm_own_conv.
 _OWN = (
     "",
     "im2col: no bfloat16 for cuDNN below compute capability 8.0 ({0.name} has {0.capability})",
@@ -151,7 +150,7 @@ _OWN = (
 )
 
 
-Convolutions = _core.Trace | _core.Process | _core.Workspace  # what has some
+Convolutions = _core.Trace | _core.Process | _core.Workspace  # types that hold convolutions
 
 
 class Workspace:
@@ -162,21 +161,21 @@ class Workspace:
     gpu : str or Gpu
         A name for `find_gpu`, or its result.
     cudnn_version : str, optional
-        Such as ``"9.10.2"``. By default the one that `torch_version` brings, else the newest that a profile was
-        recorded with.
+        Such as ``"9.10.2"``. By default the version that `torch_version` brings, otherwise the newest version with a
+        recorded profile.
     torch_version : str, optional
-        Such as ``"2.9.1"``; chooses cuDNN's version where that is not given.
+        Such as ``"2.9.1"``; chooses cuDNN's version if that is not given.
     tf32 : bool
         ``torch.backends.cudnn.allow_tf32``, on by default in PyTorch.
     catalogue : Catalogue, optional
-        The recorded data; by default all that ships.
+        The recorded data; by default everything that ships.
 
     Attributes
     ----------
     substitutions : dict
-        Its keys say what replaced missing data of the cuDNN and the GPU, in the answers so far.
+        Its keys name the substitutes for missing data of the cuDNN and the GPU, in the answers so far.
     by_pytorch : set of Conv
-        The convolutions so far that PyTorch runs by code of its own, which has no plan that takes less.
+        The convolutions so far that PyTorch runs with its own code. That code has no plan that takes less.
 
     Raises
     ------
@@ -189,7 +188,7 @@ class Workspace:
     134512656
     """
 
-    _guess = "rule"  # what answers if no profile does
+    _guess = "rule"  # answers if no profile does
 
     def __init__(
         self,
@@ -224,12 +223,12 @@ class Workspace:
 
     @property
     def has_plan_without(self) -> bool:
-        """Whether this cuDNN is known to have a plan without workspace for each convolution, which PyTorch comes to
-        where it cannot have the first one's. Those that can be asked have one (docs/PREDICTION.md)."""
+        """Whether this cuDNN is known to have a plan without workspace for each convolution. PyTorch uses it if it
+        cannot get the first plan's workspace. All versions that can be asked have one (docs/PREDICTION.md)."""
         return self.cudnn_version is None or version_number(self.cudnn_version) >= _ASKABLE
 
     def conv(self, *question: Any, **more: Any) -> tuple[int, str]:
-        """Workspace of one convolution.
+        """Return the workspace of one convolution.
 
         Parameters
         ----------
@@ -239,9 +238,9 @@ class Workspace:
         Returns
         -------
         bytes : int
-            What PyTorch allocates for the call besides its output.
+            Bytes that PyTorch allocates for the call besides its output.
         source : str
-            Who says so.
+            The source of the number.
 
         Raises
         ------
@@ -257,23 +256,23 @@ class Workspace:
         return count, self._sources()[source][0]
 
     def answers(self, of: Convolutions) -> tuple[list[int], list[int], list[str]]:
-        """For each convolution of a trace or a process: bytes, bytes of the next plan if these cannot be had, and who
-        says so."""
+        """Return for each convolution of a trace or a process: its bytes, the next plan's bytes (used if the first
+        cannot be allocated), and the source."""
         counts, following, sources = self._core.answers(of)
         described = self._sources()
         return counts, following, [described[source][0] for source in sources]
 
     def alternatives(self, every: bool = False, of: Convolutions | None = None) -> list[tuple[int, ...]]:
-        """Every other plausible set of workspaces: bytes of each convolution of a trace or a process, by default of all
-        that were asked about so far, in that order. Empty if nothing was substituted.
+        """Return every other plausible set of workspaces: bytes of each convolution of a trace or a process, by default
+        of all convolutions asked about so far, in that order. Empty if nothing was substituted.
 
-        csrc/predict/workspace.h says which sets these are. Each is there once, and this workspace's own is not.
-        `every`: for a process whose cuDNN is not known.
+        csrc/predict/workspace.h defines these sets. Each appears once, and this workspace's own does not appear.
+        `every`: for a process with an unknown cuDNN.
         """
         return self._core.rows(every, self._core if of is None else of)
 
     def _sources(self) -> list[tuple[str, str]]:
-        """For each source of the lookup its name, and what it replaces, if anything."""
+        """Return the name of each of the lookup's sources, and the substitution that it makes, if any."""
         self._described += [self._describe(*one) for one in self._core.sources(len(self._described))]
         return self._described
 
@@ -296,7 +295,7 @@ class Workspace:
         return f"rule: {why}; uncertain (no profile has this convolution)", _RULED[form]
 
     def _differs(self, profile: Profile) -> str:
-        """What of a profile is not what was asked for; "" where nothing is."""
+        """Say how a profile differs from the request; "" if it does not."""
         parts = []
         if self._wanted(profile.version):
             parts.append(f"cuDNN {profile.version} for {self.cudnn_version}")
@@ -308,18 +307,18 @@ class Workspace:
         return ", ".join(parts)
 
     def _wanted(self, version: str | None) -> str:
-        """What to add to a source of another version."""
+        """Return the note to add to a source of another version."""
         wanted = self.cudnn_version
         same = wanted is None or version is None or version_number(wanted) == version_number(version)
         return "" if same else f" ({wanted} was wanted)"
 
 
 class UnfoldingWorkspace(Workspace):
-    """Workspaces on a card whose convolutions no cuDNN runs: from none to im2col's.
+    """Workspaces on a card without cuDNN: from none to im2col's.
 
-    A library such as AMD's MIOpen has kernels that need no workspace, and may also unfold the input: the product of
-    filters and columns then needs all columns at once, nine times the input of a 3x3 convolution. Which it does varies
-    with its version, its settings and what it measured before. The answer is none, and `alternatives` has im2col's.
+    A library such as AMD's MIOpen has kernels that need no workspace, and may also unfold the input. The product of
+    filters and columns then needs all columns at once, nine times the input of a 3x3 convolution. The choice depends
+    on its version, its settings and its earlier measurements. The answer is none, and `alternatives` has im2col's.
     """
 
     has_plan_without = True
@@ -331,8 +330,8 @@ class UnfoldingWorkspace(Workspace):
 
     @property
     def between(self) -> str:
-        """What the answers are between."""
-        known = "AMD" == self.gpu.maker  # what it does, by published requests
+        """The ends of the answers' range, in words."""
+        known = "AMD" == self.gpu.maker  # published requests show its behaviour
         why = f"which {self._library} may take or do without" if known else f"since {self._library}'s are not known"
         return f"with im2col's workspaces, {why}"
 
@@ -341,18 +340,18 @@ class UnfoldingWorkspace(Workspace):
 
 
 def im2col_bytes(conv: Conv) -> int:
-    """Bytes of one image's columns: for each pixel that the filters meet, all that a filter multiplies. A filter of one
-    pixel multiplies the input as it is."""
+    """Return the bytes of one image's columns: for each position of the filters, every input that a filter multiplies.
+    A filter of one pixel multiplies the input directly."""
     return _core.im2col_bytes(conv)
 
 
 def workspace_on(gpu: Gpu, cudnn_version: str | None, torch_version: str, tf32: bool) -> Workspace:
-    """What answers for a card: cuDNN's workspaces, or those of another maker's library.
+    """Make the workspaces of a card: cuDNN's, or those of another maker's library.
 
     Raises
     ------
     ValueError
-        A version of cuDNN that is unknown, or for a card that it does not run on.
+        The version of cuDNN is unknown, or the card does not run cuDNN.
     """
     if gpu.maker == "NVIDIA":
         return Workspace(gpu, cudnn_version, torch_version, tf32)
@@ -361,10 +360,10 @@ def workspace_on(gpu: Gpu, cudnn_version: str | None, torch_version: str, tf32: 
     return UnfoldingWorkspace(gpu, tf32)
 
 
-# What runs convolutions on other makers' cards.
+# The libraries that run convolutions on other makers' cards.
 LIBRARIES = {"AMD": "MIOpen", "Intel": "oneDNN", "Apple": "Metal"}
 _ASKABLE = version_number("9.8.0")  # the first that answers without a device
-_RULED = (  # what a guess stands for, by the core's vm_conv_form
+_RULED = (  # the case behind a guess, by the core's vm_conv_form
     "a rule for convolutions that no cuDNN was asked about",
     "a rule for channels_last convolutions that no cuDNN was asked about",
     "a rule for convolutions that are not square, 2d and whole, and that no cuDNN was asked about",
