@@ -1,4 +1,4 @@
-"""Whose code runs a VAE, and which VAE is meant by what is given."""
+"""The code that runs a VAE, and the VAE that an argument means."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from vaemem import _core
 from vaemem._types import Program
 from vaemem.engine.configs import config_of, named_model, read_config
 
-DEFAULT_TORCH = "2.7.1+cu128"  # the build that predictions were compared with measurements for
+DEFAULT_TORCH = "2.7.1+cu128"  # the build whose measurements predictions were compared with
 
 
 class Runtime(NamedTuple):
-    """Whose code runs a VAE, and how its methods are called; csrc/predict/torch_coders.c has their frames."""
+    """A program's code for VAEs, and how to call its methods; csrc/predict/torch_coders.c has their frames."""
 
-    samples: bool = False  # encode returns latents and decode takes them, scaled within or elsewhere; else a posterior
+    samples: bool = False  # encode returns latents and decode takes latents; otherwise encode returns a posterior
     host: bool = False  # inputs come from the host's memory, and results go there
-    looks_at_memory: bool = False  # attention is cut up where free memory is short
+    looks_at_memory: bool = False  # it cuts attention into parts if free memory is short
     tiles: bool = True
-    packs: bool = False  # FLUX.2's latents come and go with 2x2 pixels in their channels
+    packs: bool = False  # FLUX.2's latents have 2x2 pixels in their channels, both as input and as output
 
 
 RUNTIMES = {
@@ -31,24 +31,24 @@ RUNTIMES = {
     "a1111": Runtime(looks_at_memory=True),
     "forge": Runtime(samples=True, host=True),
 }
-# Programs that run another's code, by model where that differs. InvokeAI has diffusers' class, and BFL's for FLUX.
-# A1111 with --medvram, or --lowvram, keeps no other model on the card while the VAE runs.
+# Programs that run another program's code, by model if that differs. InvokeAI has diffusers' class, and BFL's for FLUX.
+# A1111 with --medvram or --lowvram keeps no other model on the card while the VAE runs.
 PROGRAMS = {"invokeai": {"": "diffusers", "flux": "bfl"}, "a1111-medvram": {"": "a1111"}}
 PROGRAM_NAMES: tuple[Program, ...] = get_args(Program)  # of both tables
 
 
-# What videos' VAEs are called here where their tensors are another's: whose class, and so whose code, differs.
+# The name here of a video VAE with another model's tensors: its class, and so its code, differs.
 WAN = "wan2.1"
 
 
 def code_of(program: str, model: str) -> str:
-    """Whose code a program runs a model's VAE with: one of `RUNTIMES`."""
+    """Return the code with which a program runs a model's VAE: one of `RUNTIMES`."""
     codes = PROGRAMS.get(program, {"": program})
     return codes.get(model, codes[""])
 
 
 def packing(code: str, arch: Mapping[str, Any]) -> int:
-    """How many of the VAE's latent pixels a side are one of the latents that a runtime's code takes and gives."""
+    """Return how many of the VAE's latent pixels a side make one pixel of the latents in a runtime's code."""
     return int(arch["patch_size"][0]) if RUNTIMES[code].packs and "patch_size" in arch else 1
 
 
@@ -61,14 +61,14 @@ def shipped_models() -> dict[str, dict[str, Any]]:
 
 @functools.cache
 def _written() -> frozenset[str]:
-    """Shipped arch dicts as text, which need no check: it takes a third of a prediction."""
+    """Return shipped arch dicts as text. They need no check, which takes a third of a prediction."""
     return frozenset(
         repr(arch) for arch in (*shipped_models().values(), shipped_models()["qwen-image"] | {"name": WAN})
     )
 
 
 def architecture(model: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """The arch dict of a shipped model's name, or of a path or dict that `vaemem.VAE` takes as ``config=``.
+    """Return the arch dict of a shipped model's name, or of a path or dict that `vaemem.VAE` takes as ``config=``.
 
     ValueError for an unknown name, or a config of neither AutoencoderKL nor AutoencoderKLFlux2.
     """
@@ -85,7 +85,7 @@ def architecture(model: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str,
 
 
 def followed(arch: Mapping[str, Any], code: str) -> str:
-    """Which class is followed, of which release, where classes and releases differ; else nothing."""
+    """Return the class and the release that the prediction follows, if classes and releases differ; otherwise ""."""
     if "family" not in arch:
         return ""
     frame = "one frame by " * (arch["family"] == "wan")

@@ -1,8 +1,8 @@
-"""How long a phase takes: counted FLOPs and bytes over rates, each with its source and a band, never a bare number.
+"""Predict how long a phase takes: counted FLOPs and bytes over rates. Each rate has a source and a band.
 
-A `Rate` is what some part of a machine does in a second, within a factor. Work is a dict of a rate's name to an amount,
-``{"unet": 4e13, "link": 5e9}`` in FLOPs and bytes, and a `Machine` turns it into `Seconds`. Measured runs calibrate it:
-rates move no further from what they were thought to be than the measurements ask for.
+A `Rate` is the speed of some part of a machine, within a factor. Work maps a rate's name to FLOPs or bytes, such
+as ``{"unet": 4e13, "link": 5e9}``. A `Machine` turns work into `Seconds`. Measured runs calibrate it: calibration
+changes the prior rates as little as the measurements allow.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from vaemem._errors import ArgumentError
 from vaemem.prediction.gpus import Gpu, find_gpu, gpu_names
 
 Work = Mapping[str, float]
-WORK = ("unet", "transformer", "vae")  # that measurements of whole modules are known of
+WORK = ("unet", "transformer", "vae")  # kinds of work with known measurements of whole modules
 # Two runs of one configuration differ by this share of their time: 149 and 146 s in the table of eight ways to fit a
 # 12 GB card that `make reproduce ONLY=plan` prints.
 REPEATS_DIFFER = 0.02
-# A convolution of 3x3 takes 16 products by Winograd's method, and is counted as the 36 that it takes by definition.
+# A 3x3 convolution takes 16 products by Winograd's method, but counts as the 36 products of its definition.
 WINOGRAD = 2.25
 
 
@@ -36,9 +36,9 @@ class Seconds(NamedTuple):
     Attributes
     ----------
     low, likely, high : float
-        Seconds. What lies between low and high is what the rates' bands leave open: a judgement, and no bound.
+        Seconds. The range from low to high follows from the rates' bands. It is a judgement, not a bound.
     why : str
-        Where the rates come from.
+        The source of the rates.
 
     Examples
     --------
@@ -56,19 +56,19 @@ class Seconds(NamedTuple):
 
 
 def _short(number: float) -> str:
-    """Two digits, as many as a band leaves to say."""
+    """Format a number with two digits, as many as a band justifies."""
     return f"{number:.0f}" if number >= 9.95 else f"{number:.2g}"
 
 
 class Rate(NamedTuple):
-    """What a machine does in a second.
+    """The speed of a machine, or of a part of it.
 
     Attributes
     ----------
     value : float
         FLOPs or bytes in a second.
     factor : float
-        It is taken to lie between ``value / factor`` and ``value * factor``.
+        The rate is assumed to lie between ``value / factor`` and ``value * factor``.
     unit : str
         ``"FLOP/s"`` or ``"B/s"``.
     why : str
@@ -89,7 +89,7 @@ class Rate(NamedTuple):
 
     @classmethod
     def between(cls, low: float, high: float, unit: str, why: str) -> Rate:
-        """From its least and its most."""
+        """Make a rate from its least and its most."""
         return cls(math.sqrt(low * high), math.sqrt(high / low), unit, why)
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ class Rate(NamedTuple):
         return f"{_short(self.value / scale)} {prefix}{self.unit} within {self.factor:.2g} times: {self.why}"
 
 
-# ---- rates of what can be named ----
+# ---- rates ----
 
 
 @functools.cache
@@ -107,15 +107,15 @@ def _data() -> dict[str, Any]:
 
 
 def peak(gpu: str | Gpu, dtype: str = "float16") -> float:
-    """The most FLOP/s that a card's data sheet claims, dense, at its boost clock.
+    """Return the most FLOP/s that a card's data sheet claims, dense, at its boost clock.
 
     Parameters
     ----------
     gpu : str or Gpu
-        As `vaemem.predict` takes it.
+        As in `vaemem.predict`.
     dtype : str
-        float16 and bfloat16 on tensor cores with float32 sums; float32 as TF32 where the card has it. bfloat16 on cards
-        before compute capability 8.0 and float32 on those without TF32 run outside of tensor cores.
+        float16 and bfloat16 run on tensor cores with float32 sums; float32 runs as TF32 if the card has it. bfloat16
+        before compute capability 8.0, and float32 without TF32, run outside of tensor cores.
 
     Examples
     --------
@@ -129,7 +129,7 @@ def peak(gpu: str | Gpu, dtype: str = "float16") -> float:
 
 
 def _peak(card: Gpu, kind: str) -> float:
-    """On tensor cores ("tensor", "tf32"), or in float32 without them, as where there are none for it."""
+    """Return the peak on tensor cores ("tensor", "tf32"), or in float32 if the card has none for that kind."""
     known = _data()["flops_per_multiprocessor_and_clock"][card.capability]
     kind = kind if kind in known else "float32"
     name = card.card or card.name
@@ -139,8 +139,8 @@ def _peak(card: Gpu, kind: str) -> float:
 
 
 class Share(NamedTuple):
-    """A measured run's share of its card's peak, of a VAE's run beside the time in which its bytes move; or that of
-    several runs together, each of which is within a factor of it."""
+    """A measured run's share of its card's peak. For a VAE, the time in which its bytes move is left out. One share may
+    stand for several runs, each within a factor of it."""
 
     work: str
     card: str
@@ -152,14 +152,14 @@ class Share(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """UNets and transformers are much alike, a VAE is not."""
+        """The kind of work: UNets and transformers are much alike, a VAE is not."""
         return "vae" if self.work == "vae" else "denoiser"
 
 
 @functools.cache
 def shares() -> tuple[Share, ...]:
-    """What measured runs reached of their card's peak, those of data/rates.json. Runs shorter than 50 ms are left out:
-    they wait for Python.
+    """Return the shares of their card's peak that the measured runs of data/rates.json reach. Runs shorter than 50 ms
+    are left out: they wait for Python.
 
     Examples
     --------
@@ -183,19 +183,19 @@ def shares() -> tuple[Share, ...]:
 
 
 def vae_work(flops: float, attended: float, moved: float) -> dict[str, float]:
-    """What a VAE's run does, for a `Machine`.
+    """Return the work of a VAE's run, for a `Machine`.
 
     Parameters
     ----------
     flops, attended, moved : float
-        As `vaemem._core.Trace` counts them: FLOPs, those of them that are of an attention, and bytes that its operators
-        read and write.
+        As `vaemem._core.Trace` counts them: FLOPs, the attention's part of them, and bytes that the operators read and
+        write.
 
     Returns
     -------
     dict of str to float
-        ``"vae"``: FLOPs, of which an attention's count three times, for so much longer do they take; ``"memory"``:
-        bytes. One comes after the other: that operators overlap is not supposed.
+        ``"vae"``: FLOPs; an attention's count three times, because they take that much longer. ``"memory"``: bytes.
+        The two run one after the other: operators are assumed not to overlap.
 
     Examples
     --------
@@ -206,7 +206,7 @@ def vae_work(flops: float, attended: float, moved: float) -> dict[str, float]:
 
 
 def gpu_rate(gpu: str | Gpu, work: str, dtype: str = "float16") -> Rate:
-    """FLOP/s that PyTorch's eager code reaches on a card.
+    """Estimate the FLOP/s that PyTorch's eager code reaches on a card.
 
     Parameters
     ----------
@@ -217,9 +217,9 @@ def gpu_rate(gpu: str | Gpu, work: str, dtype: str = "float16") -> Rate:
     Returns
     -------
     Rate
-        The card's peak times the share of a peak that this work reached in published measurements: on this card; where
-        there are none, on cards of its compute capability, UNets and transformers together; else on all cards. A VAE's
-        is that of its convolutions, beside which its bytes take their time (`vae_work`).
+        The card's peak times the share of a peak that this work reached in published measurements on this card. If
+        there are none, the share is from cards of its compute capability, UNets and transformers together; otherwise
+        from all cards. A VAE's rate is for its convolutions alone; moving its bytes takes extra time (`vae_work`).
 
     Examples
     --------
@@ -234,7 +234,7 @@ def gpu_rate(gpu: str | Gpu, work: str, dtype: str = "float16") -> Rate:
     if not used:
         groups, which = grouped(known, lambda run: (run.kind, run.capability)), f"compute capability {card.capability}"
         used = groups.get((kind, card.capability))
-    if used:  # no surer than the card, or the capability, whose runs lie furthest apart
+    if used:  # the band is as wide as for the card, or the capability, with the largest spread of runs
         share = _mean(run.share for run in used)
         band = max(_off(_mean(run.share for run in runs), run) for runs in groups.values() for run in runs)
     else:
@@ -252,17 +252,17 @@ def gpu_rate(gpu: str | Gpu, work: str, dtype: str = "float16") -> Rate:
 
 
 def _mean(numbers: Iterable[float]) -> float:
-    """The geometric one."""
+    """Return the geometric mean."""
     return math.exp(fmean(map(math.log, numbers)))
 
 
 def _off(share: float, run: Share) -> float:
-    """The factor of a share within which a run lies, or each of several."""
+    """Return the factor between a share and a run, or the furthest of several runs."""
     return run.within * max(share / run.share, run.share / share)
 
 
 def memory_rate(gpu: str | Gpu) -> Rate:
-    """Bytes in a second that a card reads of its own memory: two transfers a clock, over the bus; 70 to 95% of it.
+    """Return the B/s at which a card reads its own memory: 70 to 95% of two transfers a clock over the bus.
 
     Examples
     --------
@@ -276,7 +276,7 @@ def memory_rate(gpu: str | Gpu) -> Rate:
 
 
 def link_rate(link: str = "PCIe 3.0 x16") -> Rate:
-    """Bytes in a second that weights move between host and card, one way.
+    """Return the B/s at which weights move between host and card, one way.
 
     Parameters
     ----------
@@ -302,7 +302,7 @@ def link_rate(link: str = "PCIe 3.0 x16") -> Rate:
 
 
 def disk_rate() -> Rate:
-    """Bytes in a second that weights are read at from a disk, whichever it may be.
+    """Return the B/s at which any disk reads weights.
 
     Examples
     --------
@@ -315,16 +315,16 @@ def disk_rate() -> Rate:
 
 
 def cpu_rate(instructions: str = "AVX2", cores: int | None = None, weights: str = "float16") -> Rate:
-    """FLOP/s of ggml's products on a CPU.
+    """Return the FLOP/s of ggml's products on a CPU.
 
     Parameters
     ----------
     instructions : {"SSE4.2", "AVX", "AVX2", "no AVX2"}
-        ``"no AVX2"``: SSE4.2 or AVX, whichever it may be.
+        ``"no AVX2"``: either SSE4.2 or AVX.
     cores : int, optional
-        2 to 8 where it is not told.
+        2 to 8 if not given.
     weights : {"float16", "Q8_0"}
-        float16 is what the VAE's convolutions multiply by.
+        The VAE's convolutions use float16.
 
     Examples
     --------
@@ -344,7 +344,7 @@ def cpu_rate(instructions: str = "AVX2", cores: int | None = None, weights: str 
 
 
 def either(rates: Iterable[Rate], which: str) -> Rate:
-    """Any of several: from the least of them to the most."""
+    """Return a rate that spans several rates, from the least to the most."""
     rates = list(rates)
     low = min(rate.value / rate.factor for rate in rates)
     high = max(rate.value * rate.factor for rate in rates)
@@ -355,16 +355,16 @@ def either(rates: Iterable[Rate], which: str) -> Rate:
 
 
 class Machine:
-    """The rates of a machine, and what is known of them together.
+    """The rates of a machine, and their joint uncertainty.
 
     Parameters
     ----------
     rates : dict of str to Rate
-        By the names that work goes under.
+        By the names of work.
 
     Examples
     --------
-    Two runs that share their work, of which neither says what a decode takes by itself:
+    Two runs share their work; neither shows how long a decode takes by itself:
 
     >>> machine = Machine({"unet": Rate(2e13, 3, "FLOP/s", "a guess"), "vae": Rate(2e13, 3, "FLOP/s", "a guess")})
     >>> print(machine.seconds({"unet": 4e14}))
@@ -376,7 +376,7 @@ class Machine:
 
     def __init__(self, rates: Mapping[str, Rate]) -> None:
         self.rates = dict(rates)
-        # Seconds a unit, and the covariance of their logarithms: a factor is two standard deviations.
+        # Seconds per unit, and the covariance of their logarithms: a factor is two standard deviations.
         self._cost = np.array([1 / rate.value for rate in self.rates.values()])
         self._spread = np.diag([(math.log(rate.factor) / 2) ** 2 for rate in self.rates.values()])
 
@@ -386,7 +386,7 @@ class Machine:
         return np.array([float(work.get(name, 0)) for name in self.rates])
 
     def seconds(self, work: Work) -> Seconds:
-        """How long it takes, one thing after the other."""
+        """Return how long the work takes, one kind after the other."""
         each = self._amounts(work) * self._cost
         total = float(each.sum())
         if not total:
@@ -396,7 +396,7 @@ class Machine:
         return Seconds(total / factor, total, total * factor, why)
 
     def calibrated(self, runs: Iterable[tuple[Work, float]]) -> Machine:
-        """The machine that measured runs make likely.
+        """Calibrate the machine with measured runs.
 
         Parameters
         ----------
@@ -405,13 +405,13 @@ class Machine:
         Returns
         -------
         Machine
-            The rates that give the measured seconds, within 2% as repeated runs differ. Where many do, those that are
-            nearest to what was thought before, in factors relative to each rate's own.
+            The rates that give the measured seconds, within 2%, the difference of repeated runs. Of many such rates,
+            the nearest to the prior rates, in factors relative to each rate's own.
 
         Raises
         ------
         ValueError
-            No run, seconds that are no positive number, or work of which nothing is known.
+            There is no run, seconds are not a positive number, or the work is unknown.
         """
         runs = list(runs)
         amounts = np.array([self._amounts(work) for work, _ in runs])
@@ -420,7 +420,7 @@ class Machine:
             got = ", ".join(f"{seconds!r}" for _, seconds in runs) or "none"
             raise ArgumentError("calibrate", "measured runs of more than 0 seconds", got)
         noise = np.diag((REPEATS_DIFFER * measured) ** 2)
-        change = np.zeros(len(self.rates))  # of the logarithms; the equations are linear but for these
+        change = np.zeros(len(self.rates))  # of the logarithms; only these make the equations nonlinear
         for _ in range(200):
             slopes = amounts * self._cost * np.exp(change)
             gain = self._spread @ slopes.T @ np.linalg.inv(slopes @ self._spread @ slopes.T + noise)
@@ -440,21 +440,20 @@ class Machine:
 
 
 def vae_machine(gpu: str | Gpu, dtype: str, runs: Iterable[tuple[str, Work, float]] = ()) -> Machine:
-    """The rates of a card that runs a VAE.
+    """Return the rates of a card that runs a VAE.
 
     Parameters
     ----------
     gpu, dtype
-        As `gpu_rate` takes them.
+        As in `gpu_rate`.
     runs : sequence of (dtype, work, seconds), optional
-        What was measured on the card. Then the rates are those that give these seconds, and the band is no narrower
-        than that of the card whose 98 runs the model was made from: so far off it is from one size or operation to
-        another.
+        Measurements on the card. The rates then give these seconds. The band is at least as wide as for the card with
+        the 98 runs behind the model, because the model is off by that much from one size or operation to another.
 
     Raises
     ------
     ValueError
-        Runs that are faster than the card can be.
+        The runs are faster than the card can be.
 
     Examples
     --------
@@ -479,7 +478,7 @@ def vae_machine(gpu: str | Gpu, dtype: str, runs: Iterable[tuple[str, Work, floa
 
 
 def cards_of(memory: int) -> list[Gpu]:
-    """The listed cards whose memory is so many bytes within 5%, or those of the nearest size if there is none."""
+    """Return the listed cards with `memory` bytes within 5%, or the cards of the nearest size if there are none."""
     listed = [find_gpu(name) for name in gpu_names()]
     nearest = min((card.total_memory for card in listed), key=lambda size: abs(size - memory))
     wanted = memory if 0.95 * memory < nearest < 1.05 * memory else nearest
@@ -487,12 +486,12 @@ def cards_of(memory: int) -> list[Gpu]:
 
 
 def _twice_as_wide(rate: Rate, why: str) -> Rate:
-    """A rate that stands for another of which no measurement is known."""
+    """Return a rate that stands for another one without known measurements."""
     return rate._replace(factor=2 * rate.factor, why=why)
 
 
 def _direct(card: Gpu) -> Rate:
-    """ggml's direct convolution, which does not use tensor cores."""
+    """Return the rate of ggml's direct convolution, which does not use tensor cores."""
     most = _peak(card, "float32")
     why = f"1 to 50% of {_short(most / 1e12)} TFLOP/s in float32 without tensor cores: no measurement is known"
     return Rate.between(0.01 * most, 0.5 * most, "FLOP/s", why)
@@ -507,22 +506,22 @@ def machine_of(
     cpu: str = "AVX2",
     cores: int | None = None,
 ) -> Machine:
-    """What is known of a machine before anything was measured on it.
+    """Return the rates of a machine before any measurement on it.
 
     Parameters
     ----------
     gpu : str or Gpu, optional
-        Where none is named: any card of the list that has `memory`, from the slowest to the fastest.
+        If none is named: any listed card with `memory`, from the slowest to the fastest.
     memory : int, optional
         Bytes.
     runtime : {"diffusers", "sd.cpp"}
     dtype, link, cpu, cores
-        As `gpu_rate`, `link_rate` and `cpu_rate` take them.
+        As in `gpu_rate`, `link_rate` and `cpu_rate`.
 
     Raises
     ------
     ValueError
-        A name that is not known, or neither a card nor a memory that one has.
+        A name is unknown, or neither a card nor a memory is given.
 
     Examples
     --------

@@ -1,7 +1,7 @@
 """The simulated CUDA caching allocator and the snapshots that it reads and writes.
 
-The format is that of ``torch.cuda.memory._snapshot()``: a dict with ``segments`` (what the allocator holds),
-``device_traces`` (what it did) and ``allocator_settings``. Nothing here needs torch.
+The format is that of ``torch.cuda.memory._snapshot()``: a dict with ``segments`` (the allocator's memory),
+``device_traces`` (its events) and ``allocator_settings``. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from vaemem import _core
 from vaemem._common import MIB, choose, replacing, whole
 from vaemem._errors import ArgumentError, FileError, inside
 
-UNLIMITED = (1 << 64) - 1  # what the core has for no largest size of a block to split
+UNLIMITED = (1 << 64) - 1  # the core's value if blocks of any size may be split
 INTERVALS = 16  # of roundup_power2_divisions: 1 MiB, 2 MiB, ... 32 GiB and above
 
 
 def _bytes(name: str, value: Any, unit: int = 1) -> int:
-    """``value * unit``; None is 0, which the core takes for "not set"."""
+    """Return ``value * unit``; None gives 0, which means "not set" to the core."""
     return 0 if value is None else whole(name, value, most=(1 << 60) // unit) * unit
 
 
 def _divisions(value: Any) -> Sequence[int]:
-    """The 16 divisions, which the core checks.
+    """Return the 16 divisions, which the core checks.
 
-    A mapping is read as PyTorch 2.13 reads its list: by size in MiB, ``">"`` for all after the last one. Sizes below
-    the first are rounded like it; sizes between two that are named are not rounded.
+    Read a mapping as PyTorch 2.13 reads its list: by size in MiB, ``">"`` for all sizes after the last one. Sizes below
+    the first are rounded like the first; sizes between two named sizes are not rounded.
     """
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return value
@@ -56,47 +56,47 @@ BACKENDS = ("native", "cudaMallocAsync")
 
 
 class CachingAllocator(_core.CachingAllocator):
-    """PyTorch's CUDA allocator, simulated: addresses and sizes, no memory and no GPU. The native one, which caches, or
-    the driver's memory pool.
+    """PyTorch's CUDA allocator, simulated: addresses and sizes, no memory and no GPU. It simulates the native caching
+    allocator, or the driver's memory pool.
 
     Parameters
     ----------
     total_memory : int, optional
-        Bytes that the device can give, without end by default. The CUDA context's own memory is not modelled: subtract
+        Bytes that the device can give, unlimited by default. The CUDA context's own memory is not modelled: subtract
         it.
     max_split_size_mb : int, optional
         Blocks of this many MiB and more are kept whole (at least 20).
     roundup_power2_divisions : int, mapping or sequence of 16 int, optional
         Requests are rounded up to this fraction of a power of two. A mapping gives it by size in MiB, with ``">"`` for
-        what follows; a sequence by power of two from 1 MiB.
+        all larger sizes; a sequence gives it by power of two from 1 MiB.
     expandable_segments : bool
-        Segments of addresses in which pages of 2 MiB (small pool) or 20 MiB are mapped as they grow.
+        Whether segments are ranges of addresses that map pages of 2 MiB (small pool) or 20 MiB as they grow.
     garbage_collection_threshold : float, optional
-        Share of the allowed memory above which cached segments are freed, oldest first. PyTorch does so only where
-        ``set_per_process_memory_fraction`` was called: `memory_fraction` is 1 then unless it is given.
+        Share of the allowed memory above which cached segments are freed, oldest first. PyTorch does so only after
+        ``set_per_process_memory_fraction``; therefore `memory_fraction` is then 1 by default.
     memory_fraction : float, optional
-        As given to ``torch.cuda.set_per_process_memory_fraction``.
+        The argument of ``torch.cuda.set_per_process_memory_fraction``.
     max_non_split_rounding_mb : int, optional
         MiB by which a block kept whole may exceed its request (20).
     reservation : int, optional
         Addresses of an expandable segment: 1 1/8 of `total_memory` by default, as PyTorch reserves, or 1 TiB.
     history : bool
-        Keep every event, for `snapshot`: 32 bytes each.
+        Whether to keep every event, for `snapshot`: 32 bytes each.
     backend : str
-        ``"native"``, or ``"cudaMallocAsync"``: each request goes to the driver's pool, `memory_allocated` is what is
-        used of it, and `memory_reserved` the least that it can hold, as if it wasted nothing between allocations.
-        Only `total_memory` and `memory_fraction` go with it, and as in PyTorch it has no snapshot.
+        ``"native"``, or ``"cudaMallocAsync"``: each request goes to the driver's pool. `memory_allocated` is then the
+        used part of the pool. `memory_reserved` is the least that the pool can hold, as if it wasted nothing between
+        allocations. It takes only `total_memory` and `memory_fraction`, and as in PyTorch it has no snapshot.
 
     Raises
     ------
     ValueError
-        For a setting that PyTorch refuses, or that its backend does not have.
+        PyTorch refuses a setting, or the backend does not have it.
 
     Notes
     -----
-    Follows ``c10/cuda/CUDACachingAllocator.cpp`` (PyTorch 2.5 to 2.9) and ``CUDAMallocAsyncAllocator.cpp``. The
-    driver's part is a model: segments lie at ascending addresses, aligned to 2 MiB, and no address is used twice. Not
-    modelled: the private pools of CUDA graphs, and when the events of ``record_stream`` complete, which the caller says
+    It follows ``c10/cuda/CUDACachingAllocator.cpp`` (PyTorch 2.5 to 2.9) and ``CUDAMallocAsyncAllocator.cpp``. The
+    driver's part is a model: segments lie at ascending addresses, aligned to 2 MiB, and no address is used twice. The
+    private pools of CUDA graphs are not modelled. The caller decides when the events of ``record_stream`` complete
     (``free(address, pending=True)``, later ``free(address)``).
 
     Examples
@@ -162,20 +162,20 @@ class CachingAllocator(_core.CachingAllocator):
 
     @classmethod
     def from_conf(cls, conf: str, **settings: Any) -> CachingAllocator:
-        """An allocator as ``PYTORCH_CUDA_ALLOC_CONF=conf`` sets it.
+        """Make an allocator with the settings of ``PYTORCH_CUDA_ALLOC_CONF=conf``.
 
         Parameters
         ----------
         conf : str
-            Such as ``"expandable_segments:True,max_split_size_mb:128"``. Options that have no effect on where memory
-            goes (``release_lock_on_cudamalloc``, ``pinned_...``) are accepted and ignored.
+            Such as ``"expandable_segments:True,max_split_size_mb:128"``. Options without effect on the placement of
+            memory (``release_lock_on_cudamalloc``, ``pinned_...``) are accepted and ignored.
         **settings
-            What the string cannot say: `total_memory`, `memory_fraction`, `history`.
+            Settings that the string cannot hold: `total_memory`, `memory_fraction`, `history`.
 
         Raises
         ------
         ValueError
-            For an unknown option or backend, or a malformed value.
+            An option or backend is unknown, or a value is malformed.
 
         Examples
         --------
@@ -187,7 +187,7 @@ class CachingAllocator(_core.CachingAllocator):
         return cls(**parse_conf(conf), **settings)
 
     def snapshot(self, frames: Sequence[Any] | None = None) -> dict[str, Any]:
-        """The state and the history as ``torch.cuda.memory._snapshot()`` gives them.
+        """Return the state and the history in the format of ``torch.cuda.memory._snapshot()``.
 
         Parameters
         ----------
@@ -198,12 +198,12 @@ class CachingAllocator(_core.CachingAllocator):
         Returns
         -------
         dict
-            Plain builtins. ``time_us`` counts events, for a simulation has no clock.
+            Plain builtins. ``time_us`` counts events, because a simulation has no clock.
 
         Raises
         ------
         ValueError
-            With the backend cudaMallocAsync, as PyTorch does.
+            The backend is cudaMallocAsync; PyTorch also raises then.
 
         Examples
         --------
@@ -250,7 +250,7 @@ class CachingAllocator(_core.CachingAllocator):
         }
 
     def save_snapshot(self, path: str | os.PathLike[str], frames: Sequence[Any] | None = None) -> None:
-        """Writes `snapshot` as the pickle that ``torch.cuda._memory_viz`` and pytorch.org/memory_viz read.
+        """Write `snapshot` as the pickle that ``torch.cuda._memory_viz`` and pytorch.org/memory_viz read.
 
         Examples
         --------
@@ -287,7 +287,7 @@ _OPTIONS: dict[str, Callable[[str], Any]] = {
 
 
 def parse_conf(conf: str) -> dict[str, Any]:
-    """`CachingAllocator`'s arguments, as a PYTORCH_CUDA_ALLOC_CONF says them: ``"a:1,b:[2:3,4:5]"``."""
+    """Parse a PYTORCH_CUDA_ALLOC_CONF, ``"a:1,b:[2:3,4:5]"``, into `CachingAllocator`'s arguments."""
     result: dict[str, Any] = {}
     text, at = "".join(conf.split()), 0
     while option := _OPTION.match(text, at):
@@ -305,7 +305,7 @@ def parse_conf(conf: str) -> dict[str, Any]:
 
 
 def _settings_shown(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The core's settings as ``allocator_settings`` of a snapshot."""
+    """Return the core's settings as ``allocator_settings`` of a snapshot."""
     split, rounding = settings["max_split_size"], settings["max_non_split_rounding"]
     divisions = {str(1 << i): count for i, count in enumerate(settings["divisions"])}
     pairs = ",".join(f"{size}:{count}" for size, count in divisions.items())
@@ -332,14 +332,14 @@ def _settings_shown(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_snapshot(path: str | os.PathLike[str], max_bytes: int = 8 << 30) -> dict[str, Any]:
-    """A snapshot pickle, read without Python's pickle machine: nothing in it can name a class or run code.
+    """Read a snapshot pickle without Python's pickle machine: nothing in it can name a class or run code.
 
     Parameters
     ----------
     path : str or path
-        As written by ``torch.cuda.memory._dump_snapshot`` or `CachingAllocator.save_snapshot`.
+        A file from ``torch.cuda.memory._dump_snapshot`` or `CachingAllocator.save_snapshot`.
     max_bytes : int
-        Larger files are refused; the objects read take some 20 times the file's size, a hundred times at worst.
+        Larger files are refused. The objects take about 20 times the file's size, a hundred times at worst.
 
     Returns
     -------
@@ -349,11 +349,11 @@ def load_snapshot(path: str | os.PathLike[str], max_bytes: int = 8 << 30) -> dic
     Raises
     ------
     ValueError
-        For anything but plain data (dict, list, tuple, int, float, str, bytes, bool, None), and for a file that is cut,
-        corrupt, too large, or no snapshot.
+        The file holds anything but plain data (dict, list, tuple, int, float, str, bytes, bool, None), or it is cut,
+        corrupt, too large, or not a snapshot.
     """
     with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size  # a pipe has none and reads as empty: refused as a cut pickle
+        size = os.fstat(file.fileno()).st_size  # a pipe's size is 0: it reads as empty, a cut pickle
         if size > max_bytes:
             raise FileError("snapshot", f"at most {max_bytes} bytes (max_bytes)", str(size), path=path)
         data = file.read(size)

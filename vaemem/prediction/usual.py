@@ -1,4 +1,4 @@
-"""The types that programs run a VAE in where nobody names one: those of its numbers, and of its weights between runs.
+"""The default types in which programs run a VAE: of its numbers, and of its weights between runs.
 
 Read in diffusers 0.33 (StableDiffusionXLPipeline), ComfyUI (a7631e3, comfy/model_management.py `vae_dtype`, comfy/sd.py
 `working_dtypes`), Forge (dfdcbab, backend/memory_management.py `vae_dtype`), A1111 (0027ce1, modules/processing.py
@@ -12,28 +12,28 @@ from typing import Any, NamedTuple
 
 from vaemem._common import letters
 
-# What the pipelines of diffusers are run in, as their documentation loads them (torch_dtype=...), by model.
+# The types of diffusers' pipelines, as their documentation loads them (torch_dtype=...), by model.
 PIPELINE_DTYPES = {
     "sd15": "float16", "sdxl": "float16", "sd3": "float16", "playground-v2.5": "float16", "flux": "bfloat16",
     "flux2": "bfloat16", "flux2-small": "bfloat16", "zimage": "bfloat16", "cogview4": "bfloat16",
     "qwen-image": "bfloat16", "qwen-image-2.1": "bfloat16", "hunyuanimage-2.1": "bfloat16",
-    "wan2.1": "float32", "wan2.2": "float32",  # whose VAE is loaded in float32 beside a pipeline in bfloat16
+    "wan2.1": "float32", "wan2.2": "float32",  # the VAE; the rest of the pipeline is in bfloat16
 }  # fmt: skip
-# Models whose VAE overflows in float16: its config says force_upcast, which StableDiffusionXLPipeline obeys.
 WANS = ("wan2.1", "wan2.2")
+# Models with a VAE that overflows in float16: its config says force_upcast, which StableDiffusionXLPipeline obeys.
 OVERFLOWING = ("sdxl", "playground-v2.5")
 FIXED = "madebyollin/sdxl-vae-fp16-fix"  # SDXL's with weights that do not overflow
-BFLOAT16_SM = 80  # compute capability from which ComfyUI and Forge take bfloat16
-# Models of which they take float16 before it, from this one on: `working_dtypes` lists it.
+BFLOAT16_SM = 80  # ComfyUI and Forge use bfloat16 from this compute capability on
+# On older cards they use float16 for these models, from this compute capability on: `working_dtypes` lists it.
 FLOAT16_TOO, FLOAT16_SM = ("qwen-image", "wan2.1"), 70
 
 
 class _Usual(NamedTuple):
-    """What a program runs a VAE in.
+    """The types in which a program runs a VAE.
 
     dtype, weights_dtype: of the run's numbers, and of the weights between runs
-    upcast: whether that is diffusers' ``upcast_vae``, which leaves the first blocks of a decode in the weights' type
-    why: whose rule that is, and what would change it
+    upcast: whether diffusers' ``upcast_vae`` is at work, which leaves a decode's first blocks in the weights' type
+    why: the program with that rule, and how to change it
     """
 
     dtype: str
@@ -42,7 +42,7 @@ class _Usual(NamedTuple):
     why: str
 
 
-# Bytes in float16 of the models that a program keeps on the card by default while the VAE runs, by its VAE: A1111's
+# Bytes in float16 of the models that a program keeps on the card by default while the VAE runs, by VAE. A1111's
 # lowvram.py moves nothing without --medvram or --lowvram.
 _SDXL = "the UNet and both text encoders", 5134927368 + 246121576 + 1389320296
 HELD = {
@@ -52,23 +52,23 @@ HELD = {
         "playground-v2.5": _SDXL,
     }
 }
-# Programs that first send as much of their other models to the host as they take the VAE to need: ComfyUI and Forge in
-# VAE.decode (load_models_gpu with memory_required), InvokeAI in its model cache (_offload_unlocked_models).
+# Programs that first send other models to the host, to free their own estimate of the VAE's memory: ComfyUI and Forge
+# in VAE.decode (load_models_gpu with memory_required), InvokeAI in its model cache (_offload_unlocked_models).
 SENDING = {"comfyui": "ComfyUI", "forge": "Forge", "invokeai": "InvokeAI"}
 
 
 def held_by(program: str, name: str) -> tuple[str, int]:
-    """Which other models a program keeps on the card while the VAE of that name runs, and their bytes."""
+    """Return the other models that a program keeps on the card while the VAE of that name runs, and their bytes."""
     return HELD.get(program, {}).get(name, ("", 0))
 
 
 def is_fixed(model: Any) -> bool:
-    """Whether SDXL's VAE with weights that do not overflow in float16 is meant."""
+    """Return whether a name means SDXL's VAE with weights that do not overflow in float16."""
     return isinstance(model, str) and letters(model).endswith("fp16fix")
 
 
 def usual_dtypes(runtime: str, name: str, sm: int, fixed: bool) -> _Usual:
-    """What a program runs the VAE of that name in on a card of that compute capability. fixed: as `is_fixed` says."""
+    """Return the types in which a program runs that VAE on a card of that compute capability. fixed: see `is_fixed`."""
     half = PIPELINE_DTYPES.get(name, "float16")
     overflows = name in OVERFLOWING and not fixed
     fix = f"; {FIXED}, which can be named as the model, stays in float16" if overflows else ""
