@@ -1,1 +1,1 @@
-"""PyTorch's memory, known without PyTorch and without a GPU."""
+"""Predict PyTorch's memory, without PyTorch and without a GPU."""

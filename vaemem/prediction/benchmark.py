@@ -1,6 +1,6 @@
-"""The order of calls in the benchmark that the seed table was made with, played on a simulated process.
+"""Play the calls of the seed table's benchmark on a simulated process, in the same order.
 
-Which names the script holds meanwhile decides what is still allocated when a measured run begins.
+The names that the script holds decide which memory is still allocated when a measured run begins.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from vaemem.prediction.job import Job
 from vaemem.prediction.process import Reading, SimulatedProcess
 from vaemem.prediction.runtimes import RUNTIMES
 
-BENCHMARK_TILE = 512  # pixels: the side of the seed table's tiles, whatever its models' configs say
+BENCHMARK_TILE = 512  # pixels: the side of the seed table's tiles, regardless of its models' configs
 
 
 class Protocol(NamedTuple):
-    """What a fresh process has done with its loaded model when the counters are read."""
+    """The runs of a fresh process with its loaded model before the counters are read."""
 
     warmups: int = 2
     runs: int = 1  # measured ones
@@ -25,20 +25,20 @@ class Protocol(NamedTuple):
 
 
 PROTOCOLS = {
-    "cold": Protocol(warmups=0),  # the first run, which no other came before
-    "warm": Protocol(),  # the first run after two warm-up runs, while what the second of them left is still bound
-    "repeated": Protocol(runs=2),  # the second run after two warm-up runs, when nothing of them is bound any more
-    "kept": Protocol(warmups=0, runs=3, emptied=False),  # three runs in a row, and the most that any of them took
+    "cold": Protocol(warmups=0),  # the first run of the process
+    "warm": Protocol(),  # the first run after two warm-up runs, while the second one's result is still bound
+    "repeated": Protocol(runs=2),  # the second run after two warm-up runs, when none of their results is bound
+    "kept": Protocol(warmups=0, runs=3, emptied=False),  # three runs in a row; the largest of them counts
 }
 USUAL_PROTOCOL = "warm"
-SEED_TABLE = Protocol(runs=5)  # of which the table has the mean
+SEED_TABLE = Protocol(runs=5)  # the table has their mean
 
 
 def benchmark(
     process: SimulatedProcess, vae: LoadedVAE, job: Job, protocol: Protocol = SEED_TABLE,
     input_dtype: str | None = None,
 ) -> list[Reading]:  # fmt: skip
-    """Plays the benchmark that the seed table was made with: warm-up runs, then measured ones.
+    """Play the seed table's benchmark: warm-up runs, then measured ones.
 
     Parameters
     ----------
@@ -46,8 +46,8 @@ def benchmark(
     vae : LoadedVAE
         Its dtype is the weights'.
     job : Job
-        If its dtype is not the input's, weights and input are converted within each run, and the weights back after
-        it; with `upcast` as diffusers' ``upcast_vae`` does for a decode, whose first blocks keep the input's dtype.
+        If its dtype differs from the input's, each run converts weights and input, and then converts the weights back.
+        With `upcast` it does so as diffusers' ``upcast_vae``: a decode's first blocks keep the input's dtype.
     protocol : Protocol
     input_dtype : str, optional
         The job's weights_dtype by default.
@@ -55,9 +55,9 @@ def benchmark(
     Returns
     -------
     list of Reading
-        One for each measured run; the first still holds what the warm-up runs left bound. An encode is sampled and
-        scaled, as pipelines do. If the protocol does not empty the cache before each run, it is emptied before the
-        first measured one alone, and each reading is of all measured runs so far.
+        One for each measured run. The first still holds the results that the warm-up runs left bound. An encode is
+        sampled and scaled, as in pipelines. If the protocol does not empty the cache before each run, the cache is
+        emptied only before the first measured run, and each reading covers all measured runs so far.
     """
     op, height, width, batch = job.op.removesuffix("_tiled"), job.height, job.width, job.batch
     dtype, weights_dtype, input_dtype = job.dtype, vae.dtype, input_dtype or job.weights_dtype
@@ -70,7 +70,7 @@ def benchmark(
     v.input = process.tensor(image if op == "encode" else latent, input_dtype, host=runtime.host)
 
     def converted() -> Tensor:
-        """The input in the run's dtype, which the weights get too."""
+        """Convert the input and the weights to the run's dtype. Return the input."""
         if dtype == input_dtype:
             return v.input
         process.convert(vae, dtype)
@@ -83,7 +83,7 @@ def benchmark(
     def call(measured: bool) -> None:
         x = converted()
         if runtime.samples:
-            v.result = run(x)  # refused where the runtime has neither
+            v.result = run(x)  # refused if the runtime has neither
         elif op == "encode":
             v.dist = run(x)
             v.result = process.sample(v.dist)
@@ -97,7 +97,7 @@ def benchmark(
     for i in range(protocol.warmups + protocol.runs):
         is_measured = i >= protocol.warmups
         v.delete("result")
-        # A first run before which nothing was given back is a cold one, for there is no cache that could be emptied.
+        # A first run is cold if nothing was freed before it, because there is no cache to empty.
         is_cold = not i and process.allocated == process.peak_allocated
         if is_cold or (is_measured and (protocol.emptied or not measurements)):
             process.empty_cache()

@@ -1,5 +1,5 @@
-"""What a recorder knows of eager PyTorch without torch: how tensors are laid out, and a call of its attention, whose
-kernels csrc/predict/torch_sdpa.c chooses between."""
+"""A recorder's model of eager PyTorch without torch: the layout of tensors, and a call of its attention.
+csrc/predict/torch_sdpa.c chooses the attention's kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Heads(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """An attention's mask: its elements in all, those of one row (a query's keys), and whether they are boolean."""
+    """An attention's mask: all its elements, the elements of one row (a query's keys), and whether they are boolean."""
 
     elements: int
     row: int
@@ -35,7 +35,7 @@ class AttentionCall(NamedTuple):
 
 
 def _dense(shape: tuple[int, ...], order: Iterable[int]) -> tuple[int, ...]:
-    """Strides of a dense tensor, dimensions by `order`, fastest first."""
+    """Return the strides of a dense tensor, dimensions by `order`, fastest first."""
     strides, size = [0] * len(shape), 1
     for dim in order:
         strides[dim] = size
@@ -50,8 +50,8 @@ def _is(shape: tuple[int, ...], strides: tuple[int, ...], wanted: tuple[int, ...
 def eager_strides(
     shape: tuple[int, ...], operands: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> tuple[int, ...]:
-    """Strides that an eager pointwise operator gives its output of a shape (TensorIterator.cpp); shapes and strides of
-    its inputs are given in order."""
+    """Return the strides that an eager pointwise operator gives its output of a shape (TensorIterator.cpp). operands:
+    shapes and strides of its inputs, in order."""
     if all(size == shape for size, _ in operands):
         for dims in (range(len(shape))[::-1], (1, 3, 2, 0)):  # contiguous, and channels_last of four dimensions
             dense = _dense(shape, dims) if len(shape) == len(dims) else ()
@@ -61,7 +61,7 @@ def eager_strides(
         ordered = sorted(range(len(shape)), key=lambda dim: (first[dim], shape[dim] > 1))
         if _is(shape, first, _dense(shape, ordered)) and all(strides == first for _, strides in operands):
             return first
-    table = []  # by operand: strides of the output's dimensions, 0 where broadcast
+    table = []  # by operand: strides of the output's dimensions, 0 if broadcast
     for size, strides in operands:
         lead = len(shape) - len(size)
         table.append(
@@ -69,7 +69,7 @@ def eager_strides(
         )
 
     def slower(a: int, b: int) -> int:
-        """1 where dimension a has the larger stride than b, -1 where the smaller; 0 where no operand tells."""
+        """Return 1 if dimension a has a larger stride than b, -1 if a smaller one; 0 if no operand tells."""
         for strides in table:
             if strides[a] and strides[b]:
                 if strides[a] != strides[b]:

@@ -1,4 +1,4 @@
-"""What a simulated process holds: tensors, loaded models, and the variables that keep them."""
+"""The things that a simulated process holds: tensors, loaded models, and the variables that keep them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from vaemem.prediction.runtimes import packing
 
 
 def arch_key(arch: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """An architecture as a key of a cache."""
+    """Return an architecture as a key of a cache."""
     return tuple(sorted(arch.items()))
 
 
 class _Held:
-    """Storages that something of a simulated process holds until it is dropped."""
+    """Storages of a simulated process that a tensor or a model holds until it is dropped."""
 
     def __init__(self, process: Any, storages: Iterable[int]):
         self._process = process
@@ -28,7 +28,7 @@ class _Held:
 
 
 def addresses_of(argument: str, held: Any, *kinds: type[_Held]) -> list[int] | None:
-    """Addresses that a thing of these kinds holds, None once it was dropped; TypeError for anything else."""
+    """Return the addresses that a thing of these kinds holds, None after `drop`; TypeError for anything else."""
     if not isinstance(held, kinds):
         wanted = " or ".join(one.__name__ for one in kinds)
         raise ArgumentTypeError(argument, f"a {wanted} of this process", type(held).__name__)
@@ -36,14 +36,14 @@ def addresses_of(argument: str, held: Any, *kinds: type[_Held]) -> list[int] | N
 
 
 class Tensor(_Held):
-    """Storages of a simulated process. `drop` it when the name that held it goes.
+    """A tensor of a simulated process. `drop` it when its name goes out of scope.
 
     Attributes
     ----------
     name : str
-        Who made it.
+        The name of its maker.
     shape : tuple of int
-        The tensor's, or that of the latents that a posterior describes.
+        The tensor's shape, or the shape of the latents that a posterior describes.
     dtype : str
     nbytes : int
         Requested bytes of all its storages.
@@ -61,7 +61,7 @@ class Tensor(_Held):
 
 
 class LoadedVAE(_Held):
-    """A VAE whose weights lie on the simulated device.
+    """A VAE with its weights on the simulated device.
 
     Attributes
     ----------
@@ -69,16 +69,16 @@ class LoadedVAE(_Held):
     runtime : str
         One of `RUNTIMES`.
     dtype : str
-        The weights' type now.
+        The weights' current type.
     factor, latent_channels : int
-        Image pixels a side of one pixel of the latents that the runtime takes and gives, and their channels.
+        Image pixels a side of one pixel of the latents that the runtime takes and returns, and their channels.
     channels_last : bool
         Whether the convolutions' filters are in that memory format.
     first : str or None
-        The dtype of post_quant_conv, decoder.conv_in and decoder.mid_block, and of latents to decode, where it is
-        another, as diffusers' ``upcast_vae`` leaves it.
+        The dtype of post_quant_conv, decoder.conv_in and decoder.mid_block, and of latents to decode, if it differs,
+        as after diffusers' ``upcast_vae``.
     sends : bool
-        Whether each submodule's weights come for its call, as accelerate's hooks send them; none are there before.
+        Whether each submodule's weights arrive for its call, as with accelerate's hooks; none are there before.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class LoadedVAE(_Held):
 
 
 class Variables:
-    """The local variables of a Python function, as attributes. A tensor is freed once no variable holds it: in
-    ``v.x = f(v.x)`` the old one goes when the new one is there."""
+    """The local variables of a Python function, as attributes. A tensor is freed when no variable holds it:
+    ``v.x = f(v.x)`` frees the old tensor after the new one exists."""
 
     __slots__ = ("_held", "_process")
     _held: dict[str, Tensor]
@@ -127,7 +127,7 @@ class Variables:
         return iter([*self._held])
 
     def delete(self, *names: str) -> None:
-        """``del`` those of these variables that are bound."""
+        """Call ``del`` on the named variables that are bound."""
         for name in names:
             self._free(self._held.pop(name, None))
 

@@ -1,4 +1,4 @@
-"""What a VAE does in a run."""
+"""The work of a VAE in a run."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ MOST = {"height": MOST_SIDE, "width": MOST_SIDE, "tile": MOST_SIDE, "batch": 1 <
 
 @dataclass(frozen=True)
 class Job:
-    """What a VAE does: which model, which operation, at which size, in which types, cut into which tiles. ValueError
-    names what cannot be."""
+    """The work of a VAE: the model, the operation, the size, the types and the tiles. ValueError names an impossible
+    argument."""
 
     arch: Mapping[str, Any]
     op: TiledOp

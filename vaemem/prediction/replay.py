@@ -38,7 +38,7 @@ class _Segment(NamedTuple):
 
 
 def _number(item: dict[str, Any], key: str, what: str, default: int | None = None) -> int:
-    """An address or a stream, or a size: PyTorch's allocator refuses those from 2^60 on."""
+    """Read an address, a stream or a size. PyTorch's allocator refuses sizes of 2^60 and more."""
     value: Any = item.get(key, default)
     bits = 60 if key.endswith("size") else 62
     good = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << bits
@@ -47,7 +47,7 @@ def _number(item: dict[str, Any], key: str, what: str, default: int | None = Non
 
 
 def _read_trace(trace: Any) -> list[_Event]:
-    """What changed memory."""
+    """Read the events that changed memory."""
     want(isinstance(trace, list), "lists in 'device_traces'", trace)
     events = []
     for entry in trace:
@@ -61,7 +61,7 @@ def _read_trace(trace: Any) -> list[_Event]:
 
 
 def _read_segments(segments: list[Any], device: int) -> list[_Segment]:
-    """The device's segments at the end."""
+    """Read the device's segments at the end."""
     result = []
     seen: set[int] = set()
     for segment in segments:
@@ -76,7 +76,7 @@ def _read_segments(segments: list[Any], device: int) -> list[_Segment]:
         found = _Segment(address, size, stream, small, [], expandable, private)
         blocks = segment.get("blocks")
         want(isinstance(blocks, list), "a list of 'blocks'", blocks)
-        # A pickle can name one list many times in a few bytes: read again each time, it would grow with their square.
+        # A pickle can name one list many times in a few bytes. Reading it again each time would take quadratic memory.
         want(not blocks or id(blocks) not in seen, "a list of 'blocks' for each segment", "one list for two of them")
         seen.add(id(blocks))
         for block in blocks:
@@ -94,29 +94,29 @@ def _read_segments(segments: list[Any], device: int) -> list[_Segment]:
 
 
 class Replay:
-    """What a recorded history says, and what the simulated allocator makes of the same requests.
+    """A recorded history, compared with the simulated allocator's answers to the same requests.
 
     Attributes
     ----------
     device, events : int
-        Which device, and how many entries of its trace moved memory.
+        The device, and the number of entries in its trace that moved memory.
     whole : bool
         The trace begins with an empty allocator and misses nothing.
     why_not : list of str
-        What is missing where it is not whole. What was alive before the trace began is then rebuilt from the snapshot's
+        The missing parts if it is not whole. The blocks alive before the trace are then rebuilt from the snapshot's
         end, and the replay starts there.
     recorded_reserved, simulated_reserved : int
         Bytes reserved at the end.
     recorded_reserved_peak, simulated_reserved_peak : int
         Bytes, largest over the trace.
     recorded_segments, simulated_segments : int
-        Segments at the end (mapped stretches where segments are expandable).
+        Segments at the end (mapped stretches if segments are expandable).
     recorded_allocated, simulated_allocated : int
         Bytes in live blocks at the end.
     first_difference : str or None
-        The first event at which the two part.
+        The first event at which the two differ.
     imposed_releases : int
-        Segments given back where only the record knows why: a limit or a threshold freed some cached segments, not all.
+        Segments freed because the record frees them: a limit or a threshold freed some cached segments, not all.
     allocator : CachingAllocator
         The simulated allocator after the last event.
 
@@ -134,7 +134,7 @@ class Replay:
     """
 
     def __init__(self, device: int, events: int, why_not: list[str], final: list[_Segment], player: _Player):
-        """final: the segments that the record has at its end; player: who has played the events."""
+        """final: the record's segments at its end; player: the player after all events."""
         self.device, self.events, self.whole, self.why_not = device, events, not why_not, why_not
         self.recorded_reserved = sum(segment.size for segment in final)
         self.recorded_reserved_peak = player.recorded_peak
@@ -153,7 +153,7 @@ class Replay:
         return self.first_difference is None and all(one == other for _, one, other in self._pairs())
 
     def _pairs(self) -> list[tuple[str, int, int]]:
-        """What the two sides say."""
+        """Return the numbers of the two sides."""
         return [
             ("reserved, MiB", self.recorded_reserved, self.simulated_reserved),
             ("reserved, peak, MiB", self.recorded_reserved_peak, self.simulated_reserved_peak),
@@ -183,27 +183,27 @@ def replay(
     addresses: str = "recorded",
     **settings: Any,
 ) -> Replay:
-    """Feeds the requests of a recorded history to the simulated allocator and compares.
+    """Feed the requests of a recorded history to the simulated allocator, and compare the two.
 
-    Requests and frees are taken from the record, and the moments at which cached segments went back to the device.
-    Which block serves a request, when it is split or merged, and when a new segment is taken are the simulation's.
+    The record gives the requests, the frees, and the moments at which cached segments went back to the device.
+    The simulation decides which block serves a request, when it is split or merged, and when a new segment is taken.
 
     Parameters
     ----------
     snapshot : dict or path
         From ``torch.cuda.memory._snapshot()``, or its pickle (see `load_snapshot`).
     device : int, optional
-        Needed where more than one has a trace.
+        Needed if more than one device has a trace.
     addresses : {"recorded", "model"}
-        Where new segments lie: where the record says, so that every address can be compared, or where the model puts
-        them, as in a prediction. With "model" the cache is emptied whenever the record gives any segment back.
+        The place of new segments: the record's, so that every address can be compared, or the model's, as in a
+        prediction. With "model" the cache is emptied whenever the record gives any segment back.
     **settings
-        Of `CachingAllocator`, in place of those that the snapshot names.
+        Arguments of `CachingAllocator` that replace the snapshot's settings.
 
     Raises
     ------
     ValueError
-        For what is no snapshot, or holds no trace.
+        The argument is not a snapshot, or it holds no trace.
 
     Examples
     --------
@@ -238,8 +238,8 @@ def replay(
 
 
 def _recorded_settings(snapshot: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of CachingAllocator. The collection threshold acts on a limit that no snapshot names: what it freed is
-    taken from the record."""
+    """Return the arguments of CachingAllocator. The collection threshold depends on a limit that no snapshot names, so
+    the record gives the segments that it freed."""
     recorded = snapshot.get("allocator_settings") or {}
     want(isinstance(recorded, dict), "a dict under 'allocator_settings'", recorded)
     result: dict[str, Any] = {"expandable_segments": recorded.get("expandable_segments") is True}
@@ -259,7 +259,7 @@ def _recorded_settings(snapshot: dict[str, Any]) -> dict[str, Any]:
 
 
 def _room(events: list[_Event]) -> dict[str, int]:
-    """How many addresses an expandable segment may have so that none reaches the next one.
+    """Return how many addresses an expandable segment may have without reaching the next one.
 
     PyTorch reserves 1 1/8 of the device's memory, which no snapshot names. Small pools are mapped 2 MiB at a time,
     large ones 20 MiB or more.
@@ -276,17 +276,17 @@ def _room(events: list[_Event]) -> dict[str, int]:
 def _find_start(
     events: list[_Event], final: list[_Segment], allocator: CachingAllocator
 ) -> tuple[list[_Segment], list[str]]:
-    """What the allocator held before the first event, and what keeps the history from being whole.
+    """Find the allocator's state before the first event, and the gaps in the history.
 
-    Undone from the last one to the first, the events lead from what stands at the end to what was there before: a
-    segment or block that is given back was there, and one that is taken was not. Between live blocks a segment is free,
-    for free neighbours are always merged.
+    Undo the events from last to first, to get from the final state to the state before: a segment or block that an
+    event frees was there, and one that it allocates was not. Between live blocks a segment is free, because free
+    neighbours are always merged.
     """
     segments = {one.address: one._replace(blocks=[]) for one in final if not one.expandable}
     live = {b.address: b for segment in final for b in segment.blocks}
-    following = dict.fromkeys(live, "stands")  # what happens next to the block at an address
+    following = dict.fromkeys(live, "stands")  # the next event of the block at an address
     first: dict[int, int] = {}  # the event that is the first about a block
-    mapped = -sum(one.size for one in final if one.expandable)  # bytes by the record, less those that stand
+    mapped = -sum(one.size for one in final if one.expandable)  # bytes by the record, less the final ones
     lost_frees = lost_allocs = lost_segments = 0
     for index, (action, address, size, stream) in reversed([*enumerate(events)]):
         if action == "segment_alloc":
@@ -321,9 +321,9 @@ def _find_start(
 
 
 def _size_shown(b: _Block, first: dict[int, int], allocator: CachingAllocator) -> int:
-    """The size of a block older than the trace, where a neighbour taken while it lived shows its end; else 0.
+    """Return the size of a block older than the trace if a neighbour allocated in its lifetime shows its end, or 0.
 
-    In the large pool a block may keep a tail of up to 1 MiB; what follows it is taken from the front.
+    In the large pool a block may keep a tail of up to 1 MiB. The next block begins right after it.
     """
     end = b.address + allocator.rounded_size(b.requested)
     if end - b.address <= MIB:
@@ -333,7 +333,7 @@ def _size_shown(b: _Block, first: dict[int, int], allocator: CachingAllocator) -
 
 
 def _place_blocks(segments: list[_Segment], blocks: list[_Block], allocator: CachingAllocator) -> int:
-    """Puts each block into its segment, both by address. Returns how many found none."""
+    """Put each block into its segment, both by address. Return the number of blocks without a segment."""
     unplaced, starts = 0, [segment.address for segment in segments]
     for i, b in enumerate(blocks):
         at = bisect(starts, b.address) - 1
@@ -341,7 +341,7 @@ def _place_blocks(segments: list[_Segment], blocks: list[_Block], allocator: Cac
         limit = min([end, *(after.address for after in blocks[i + 1 : i + 2])])
         size = b.size
         if not size:
-            # Freed within the trace, and nothing shows its end: a free block after it would be larger than 1 MiB.
+            # It is freed in the trace and nothing shows its end. A free block after it would be larger than 1 MiB.
             size = allocator.rounded_size(b.requested)
             if limit - b.address - size <= MIB:
                 size = limit - b.address
@@ -353,7 +353,7 @@ def _place_blocks(segments: list[_Segment], blocks: list[_Block], allocator: Cac
 
 
 class _Player:
-    """Steps through a record beside the simulated allocator."""
+    """Steps through a record and the simulated allocator together."""
 
     def __init__(self, allocator: CachingAllocator, start: list[_Segment], placed: bool) -> None:
         self.allocator = allocator
@@ -425,9 +425,9 @@ class _Player:
             self.differ(f"{what}: at {address:#x} in the record, {got:#x} in the simulation")
 
     def give_back(self, index: int) -> None:
-        """The record shows which segments went, not why. All that could: the cache was emptied. Some: as recorded."""
+        """Free segments. The record does not say why they went: empty the cache if all could, otherwise follow it."""
         run, self.given_back = self.given_back, []
-        self.taken.clear()  # pages mapped for a request that then failed are among those given back
+        self.taken.clear()  # the freed pages include those mapped for a request that then failed
         frees = {address for action, address in run if action == "segment_free"}
         if not self.placed or len(frees) < len(run):
             self.allocator.empty_cache()
