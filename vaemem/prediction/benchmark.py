@@ -56,8 +56,8 @@ def benchmark(
     -------
     list of Reading
         One for each measured run. The first still holds the results that the warm-up runs left bound. An encode is
-        sampled and scaled, as in pipelines. If the protocol does not empty the cache before each run, the cache is
-        emptied only before the first measured run, and each reading covers all measured runs so far.
+        sampled and scaled, as in pipelines. With ``emptied=False`` the cache is emptied only before the first measured
+        run. Each reading then covers all measured runs so far.
     """
     op, height, width, batch = job.op.removesuffix("_tiled"), job.height, job.width, job.batch
     dtype, weights_dtype, input_dtype = job.dtype, vae.dtype, input_dtype or job.weights_dtype

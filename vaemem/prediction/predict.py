@@ -106,8 +106,8 @@ class Prediction(SimulatedAnswer):
         rates behind them as ``why`` (`vaemem.prediction.seconds`). None if the card's speed is unknown.
     verdict : str
         ``"fits"``: even `upper` fits. ``"tight"``: the run succeeds, but `upper` does not fit, or PyTorch has to free
-        cached segments, or it has to use cuDNN's next plan for lack of a workspace. (From 9.8 on, one of cuDNN's plans
-        needs none; earlier versions are assumed to have one.) ``"does not fit"``: the same process, played with no
+        cached segments or use cuDNN's next plan for lack of a workspace. (From 9.8 on, one of cuDNN's plans needs
+        none; earlier versions are assumed to have such a plan.) ``"does not fit"``: the same process, played with no
         more than `available`, runs out of memory.
     fits : bool
         Whether the verdict is one of the first two; with ``safe=True`` whether it is the first.
@@ -123,7 +123,7 @@ class Prediction(SimulatedAnswer):
         Bytes of `available` left while it runs; a coarse answer counts the most that the run takes. Below 0 if the
         run fails: at least that much is missing.
     assumed : str
-        The types that were chosen because you named none, whose rule that is, and how to change it.
+        The types that were chosen because you named none, the program with that rule, and how to change it.
     assumed_card : str
         Which card stands for yours if none was named and none is present, in a sentence; "" otherwise.
     would_fit : tuple of Advice
@@ -509,9 +509,9 @@ def predict_largest(
     Warns
     -----
     RuntimeWarning
-        The search ended before the card was full, so larger images may fit. The search tries tiled ops up to 16,384
-        pixels a side and 33,554,432 in all (8192x4096), and as far as they can be played (65,536 tiles, 4,194,304
-        steps).
+        The search ended before the card was full, so larger images may fit. For tiled ops the search ends at 16,384
+        pixels a side and 33,554,432 in all (8192x4096). It also ends at the most that can be played (65,536 tiles,
+        4,194,304 steps).
 
     Notes
     -----

@@ -11,7 +11,7 @@ from vaemem import _core
 from vaemem._types import Program
 from vaemem.engine.configs import config_of, named_model, read_config
 
-DEFAULT_TORCH = "2.7.1+cu128"  # the build whose measurements predictions were compared with
+DEFAULT_TORCH = "2.7.1+cu128"  # predictions were compared with measurements of this build
 
 
 class Runtime(NamedTuple):

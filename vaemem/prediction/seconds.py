@@ -448,7 +448,7 @@ def vae_machine(gpu: str | Gpu, dtype: str, runs: Iterable[tuple[str, Work, floa
         As in `gpu_rate`.
     runs : sequence of (dtype, work, seconds), optional
         Measurements on the card. The rates then give these seconds. The band is at least as wide as for the card with
-        the 98 runs behind the model, because the model is off by that much from one size or operation to another.
+        the 98 runs behind the model: the model is off by that much between sizes or operations.
 
     Raises
     ------
