@@ -439,7 +439,7 @@ def test_torch_memory_without_diffusers(tmp_path):
 
 def test_torch_memory_says_why_a_case_failed(tmp_path):
     done, rows = torch_memory(tmp_path, "sdxl:decode:12x8:float32", WITHOUT_DIFFUSERS)
-    assert "ValueError: sizes: expected multiples of 8" in done.stdout and done.returncode == 1 and not rows
+    assert "ArgumentError: sizes: expected multiples of 8" in done.stdout and done.returncode == 1 and not rows
 
 
 def test_the_peer_is_diffusers_where_it_is_installed():

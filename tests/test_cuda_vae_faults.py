@@ -352,7 +352,7 @@ def test_bad_arguments():
         small_vae("sd", device="cuda", dtype="int8")
     with pytest.raises(ValueError, match="convolution: expected one of auto, cudnn, own, got 'mine'"):
         small_vae("sd", device="cuda", dtype="float16", convolution="mine")
-    with pytest.raises(ValueError, match="convolution: our own is for float16 and bfloat16, got dtype float32"):
+    with pytest.raises(ValueError, match="convolution: expected auto or cudnn with dtype float32, got own"):
         small_vae("sd", device="cuda", convolution="own")
     with pytest.raises(ValueError, match=r"precision: expected highest with dtype float16 .*, got 'high'"):
         small_vae("sd", device="cuda", dtype="float16", precision="high")

@@ -769,7 +769,7 @@ def test_a_process_of_several_models():
     assert p.allocated == 8519680 and p.reserved <= 20 * MIB  # one segment stays for cuBLAS
     with pytest.raises(ValueError, match="dropped before"):
         p.drop(vae)
-    with pytest.raises(ValueError, match="one that was dropped"):
+    with pytest.raises(ValueError, match="dropped"):
         p.decode(vae, p.tensor((1, 4, 8, 8), "float16"))
 
 
@@ -793,7 +793,7 @@ def test_converting_weights():
     p.convert(vae, "float32")
     p.drop(vae)
     assert p.allocated == 0
-    with pytest.raises(ValueError, match="one that was dropped"):
+    with pytest.raises(ValueError, match="dropped"):
         p.convert(vae, "float16")
 
 
@@ -1110,7 +1110,7 @@ def test_no_size_fits():
     with pytest.raises(ValueError, match=r"height: expected None, .* got 5"):
         predict_largest("sdxl", "decode", "float16", height=5, safe=False)
     with pytest.raises(
-        ValueError, match=r"gpu, used: expected at least \d+ MiB, .* got NVIDIA GeForce RTX 4060, which gives"
+        ValueError, match=r"gpu, used: expected at least \d+ MiB, .* got \d+ on NVIDIA GeForce RTX 4060"
     ):
         predict_largest("sdxl", "decode", dtype="float32", gpu="RTX 4060", used="7.7 GB", safe=False)
 

@@ -390,7 +390,7 @@ def test_sdpa_kernel_chooses():
             attention(shape, shape, shape, gpu="T4")
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
         assert takes(attention(shape, shape, shape)) == [out]
-        with pytest.raises(ValueError, match=r"efficient wants heads .* a multiple of 8"):
+        with pytest.raises(ValueError, match=r"efficient needs heads .* a multiple of 8"):
             attention(*[(2, 4, 128, 60)] * 3)
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         recording = attention(shape, shape, shape)

@@ -360,7 +360,7 @@ def test_saving(tmp_path):
     again = VAE.load(tmp_path / "vae", dtype="bfloat16")
     assert again.arch == vae.arch and same(again, vae)
     for layout in ("ldm", "bfl"):
-        with pytest.raises(ValueError, match=f"layout: {layout} is of no AutoencoderTiny: expected diffusers"):
+        with pytest.raises(ValueError, match=f"layout: expected diffusers for an AutoencoderTiny, got {layout}"):
             vae.save(tmp_path / "a.safetensors", layout=layout)
 
 
