@@ -1,4 +1,4 @@
-"""`plan_pipeline`: every way of running a pipeline that makes sense, on a card or within a memory."""
+"""`plan_pipeline`: every sensible way to run a pipeline on a card or in a given amount of memory."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from vaemem.prediction.verdict import judge_phases
 
 PlannedRuntime = Literal["diffusers", "sd.cpp", "mlx"]
 PLANNED_RUNTIMES = get_args(PlannedRuntime)
-# What vaemem's decode takes on a GPU beside its weights, in T = 128 * height * width * bytes of a number: 3.03 to 3.19
-# are planned from 256x256 to 4096x4096 (docs/CUDA.md).
+# GPU memory of vaemem's decode without its weights, in units of T = 128 * height * width * bytes per number. Plans need
+# 3.03 to 3.19 from 256x256 to 4096x4096 (docs/CUDA.md).
 VAE_LIMIT = 3.2
 SEQUENTIAL = (
     "Sequential offload: what accelerate's hooks take at each submodule, beside moving its weights, is not counted."
@@ -51,65 +51,65 @@ def plan_pipeline(
     cudnn_version: str | None = None, torch_version: str | None = None, safe: bool = True,
     os: str = "linux",
 ) -> PipelinePlan:  # fmt: skip
-    """Every way of running a pipeline that makes sense: whether it fits, where it runs out, how long it takes.
+    """List the sensible ways to run a pipeline: whether each fits, where it runs out, how long it takes.
 
     Parameters
     ----------
     pipeline : shared
     height, width, batch : int
-        The images' size, and how many they are.
+        The images' size in pixels, and their number.
     memory : int or str, optional
-        What the card has, as cards are sold (``"12 GB"``), where its name does not say it or no card is named.
+        The card's memory, as cards are sold (``"12 GB"``), if its name does not tell it or no card is named.
     host_memory : int or str, optional
-        What the host may give for weights that are not on the card. By default it has enough.
+        Host memory for weights that are not on the card. By default there is enough.
     gpu : str or Gpu, optional
-        The card. By default this machine's if no `memory` is given. Otherwise one of that memory stands for it, or an
-        RTX 4090, as the first line says, and seconds are told only where `calibrate` measured them.
+        The card. By default this machine's card if no `memory` is given. Otherwise a card of that memory or an RTX 4090
+        stands for it, as the first line says. Seconds then need measurements in `calibrate`.
     runtime : {"diffusers", "sd.cpp", "mlx"}
-        sd.cpp is stable-diffusion.cpp with CUDA (`vaemem.sdcpp.running`). Its `components` are types of ggml's
-        such as ``"Q8_0"``, which FLUX and Z-Image have by default, sizes such as ``"6.8 GiB"``, or files. With mlx
-        `memory` is the Mac's, of which two thirds are taken to be for Metal; what is known are the denoiser's weights
-        and the decode (`vaemem.pipelines.ways_mlx`), and no seconds.
+        sd.cpp is stable-diffusion.cpp with CUDA (`vaemem.sdcpp.running`). Its `components` are ggml types such as
+        ``"Q8_0"`` (the default of FLUX and Z-Image), sizes such as ``"6.8 GiB"``, or files. With mlx, `memory` is the
+        Mac's, and Metal is assumed to get two thirds. An mlx plan covers the denoiser's weights and the decode
+        (`vaemem.pipelines.ways_mlx`), without seconds.
     prompt_tokens, guidance, image, steps : shared
     dtype of a pipeline : shared
     components : shared
     cudnn_version, torch_version : shared
     types : str or sequence of str or None, optional
-        Types of the largest components' weights to try; None stands for what they are run in. By default that; with
-        diffusers also ``"Q8_0"`` and ``"nf4"`` where the denoiser takes more than half of the card, with sd.cpp
-        ``"Q4_K"`` where nothing else fits.
+        Types to try for the largest components' weights; None stands for their own type, the default. By default
+        diffusers also tries ``"Q8_0"`` and ``"nf4"`` if the denoiser takes more than half of the card. sd.cpp also
+        tries ``"Q4_K"`` if nothing else fits.
     used, os : shared
     calibrate : dict of str to float, optional
-        Seconds that were measured on this machine, by the names of ways. The machine's rates are moved to where these
-        come out, and all others follow.
+        Seconds measured on this machine, by names of ways. They adjust the machine's rates, and with them the seconds
+        of all other ways.
     time_limit : float, optional
-        Seconds after which a way does not count as fitting.
+        A way that takes more seconds does not count as fitting.
     flash : bool
-        Whether stable-diffusion.cpp is run with ``--diffusion-fa``.
+        Whether stable-diffusion.cpp runs with ``--diffusion-fa``.
     cache_limit : int or str, optional
-        What MLX's allocator may keep.
+        Memory that MLX's allocator may keep.
     link : str
-        What is between host and card, such as ``"PCIe 4.0 x16"``, as `vaemem.prediction.seconds` knows it.
+        The link between host and card, such as ``"PCIe 4.0 x16"``, by its name in `vaemem.prediction.seconds`.
     cpu : str
-        The instructions of the host's CPU: ``"SSE4.2"``, ``"AVX"``, ``"AVX2"`` or ``"no AVX2"``.
+        The host CPU's instruction set: ``"SSE4.2"``, ``"AVX"``, ``"AVX2"`` or ``"no AVX2"``.
     cores : int, optional
-        How many cores the host's CPU has.
+        Cores of the host's CPU.
     safe : bool
-        Whether a way that fits is recommended before one that is tight (`Outcome.verdict`), as it is by default.
+        Whether to recommend a way that fits before a tight one (`Outcome.verdict`). This is the default.
 
     Returns
     -------
     PipelinePlan
-        Printing it shows everything; ``.recommended`` and ``.reason`` say which to take.
+        Printing it shows everything; ``.recommended`` and ``.reason`` name the best way.
 
     Raises
     ------
     ValueError
-        What `predict_pipeline` refuses; a way to calibrate with that is none.
+        An argument that `predict_pipeline` refuses, or an unknown way in `calibrate`.
 
     Notes
     -----
-    docs/PIPELINES.md says where seconds come from.
+    docs/PIPELINES.md explains the seconds.
 
     Examples
     --------
@@ -155,7 +155,7 @@ def plan_pipeline(
         raise ArgumentError("time_limit", "more than 0 seconds", repr(time_limit))
     named = None if card.assumed else card.gpu
     likely = machine_of(named, card.gpu.total_memory, dtype, runtime, link, cpu, cores)
-    is_known = named is not None and not card.gpu.coarse  # how fast it is
+    is_known = named is not None and not card.gpu.coarse  # whether its speed is known
     machine = likely if is_known or calibrate else None
     kinds = None if types is None else listed(types, str)
     if kinds == []:
@@ -179,14 +179,14 @@ def plan_pipeline(
 
 
 def weights_bytes(role: str, component: str, given: Any) -> int:
-    """Bytes of a component's weights.
+    """Return the bytes of a component's weights.
 
     Parameters
     ----------
     role, component : str
         Such as ``"unet"``, played by ``"sd15-unet"``.
     given : str or path
-        A size as a program prints it (``"6.8 GiB"``), a file whose header says what is in it, or a dtype.
+        A size as a program prints it (``"6.8 GiB"``), a file with a header that lists its tensors, or a dtype.
 
     Examples
     --------
@@ -204,13 +204,13 @@ def diffusers_ways(
     request: PipelineRequest, components: Mapping[str, Any], machine: Machine | None,
     types: Sequence[str | None] | None,
 ) -> list[Way]:  # fmt: skip
-    """All of them, the plainest first, of a request that offloads nothing. The machine decides whether a text encoder
-    computes or reads its weights for longer. By default smaller types are tried where the denoiser takes more than half
-    of the card."""
+    """List all ways of a request that offloads nothing, the plainest first. The machine decides whether a text encoder
+    spends longer on computing or on reading its weights. By default, also try smaller types if the denoiser takes more
+    than half of the card."""
     q, pipeline = request, request.pipeline
     if types is None:
         types = (None, *SMALLER) if 2 * q.part(pipeline.denoiser).nbytes > q.card.available() else (None,)
-    # Worth a smaller type are the denoiser, and text encoders that are no CLIP.
+    # A smaller type is worthwhile for the denoiser and for text encoders other than CLIP.
     large = [pipeline.denoiser, *(role for role in pipeline.encoders if pipeline.parts[role] not in CLIPS)]
     offloads = {
         "no offload": "none",
@@ -220,17 +220,17 @@ def diffusers_ways(
     }
     by_torch = ["whole", *["sliced"] * (q.batch > 1), *q.tilings, *["whole in float16"] * q.part("vae").upcast]
     full = 128 * q.height * q.width * ELEMENT_BYTES[q.part("vae").dtype]
-    limit = f"{int((q.part('vae').nbytes + VAE_LIMIT * full) // MIB) + 1} MiB"  # vaemem decodes an image at a time
+    limit = f"{int((q.part('vae').nbytes + VAE_LIMIT * full) // MIB) + 1} MiB"  # vaemem decodes images one by one
     found = []
     for kind in types:
         given = {**components, **({} if kind is None else {role: kind for role in large if role not in components})}
         stored = q if kind is None else replace(q, parts=parts_of(pipeline, q.dtype, given))
         for place, offload in offloads.items():
-            if not offload:  # no text encoder is there
+            if not offload:  # there is no text encoder
                 continue
             if offload == "sequential" and any(part.has(FOUR_BITS) for part in stored.parts):
                 continue
-            # vaemem only decodes, and accelerate's hooks are PyTorch's modules' alone.
+            # vaemem only decodes, and accelerate's hooks work on PyTorch's modules only.
             for vae in by_torch if q.image or offload == "sequential" else [*by_torch, "vaemem"]:
                 is_fixed = vae.endswith(" in float16")
                 held = {**given, "vae": "float16"} if is_fixed else given

@@ -1,4 +1,4 @@
-"""Every way of running a pipeline that makes sense, whether each fits a card, how long it takes, and which to take."""
+"""The sensible ways to run a pipeline: whether each fits a card, how long it takes, and which is best."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, TIGHT, Verdict, judge_
 if TYPE_CHECKING:
     import pandas
 
-NEXT = 3  # ways that are shown next to the recommended one
+NEXT = 3  # ways shown next to the recommended one
 
 
 class Room(NamedTuple):
-    """What there is.
+    """The available memory and time.
 
     Attributes
     ----------
     card, host : int or None
-        Bytes; None where nothing is known of it, and all fits.
+        Bytes; None if unknown, so that everything fits.
     seconds : float or None
-        How long it may take.
+        The time limit.
     """
 
     card: int | None
@@ -38,19 +38,19 @@ class Room(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How one way does in the room that there is.
+    """The result of one way in a room.
 
     Attributes
     ----------
     way : Way
     seconds : Seconds or None
-        Those of the whole run; None where no card was named and nothing measured.
+        Seconds of the whole run; None if no card was named and nothing was measured.
     phase_seconds : dict of str to Seconds
     fails_in : str or None
-        The phase in which the card's memory runs out, ``"host"`` where the host's does, ``"time"`` where it likely
-        takes too long.
+        The phase in which the card's memory runs out, ``"host"`` if the host's does, ``"time"`` if the run likely takes
+        too long.
     short : float
-        How many bytes there are too few for the whole run, or seconds too many.
+        Missing bytes for the whole run, or seconds over the limit.
     """
 
     way: Way
@@ -65,18 +65,18 @@ class Outcome(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """``"fits"``, ``"tight"`` or ``"does not fit"``."""
+        """Return ``"fits"``, ``"tight"`` or ``"does not fit"``."""
         return DOES_NOT_FIT if self.fails_in else TIGHT if self.way.unsure else FITS
 
     @property
     def summary(self) -> str:
-        """In words, with what is lacking."""
+        """Put the outcome into words, with the missing amount."""
         return self.summarize(in_gb)
 
     def summarize(self, size: Sizer) -> str:
-        """`summary`, with sizes as they are to be written."""
+        """Return `summary` with sizes written by `size`."""
         lacks = f"{size(self.short)} short"
-        # Whether even the least of its seconds are more than the room's.
+        # Whether even its lowest seconds exceed the room's.
         is_surely_late = self.seconds is not None and self.seconds.low > self.seconds.likely - self.short
         words = {
             None: f"tight: {re.split('[,;]', self.way.unsure)[0]}" if self.way.unsure else "fits",
@@ -87,13 +87,13 @@ class Outcome(NamedTuple):
 
 
 def runs_out(verdict: Verdict) -> tuple[str, int] | None:
-    """The phase in which memory runs out, and the bytes that the card lacks for the whole run."""
+    """Return the phase in which memory runs out, and how many bytes the card lacks for the whole run."""
     full = verdict.out_of_memory_at
     return full and (full[0], max(-verdict.spare, 1))
 
 
 def outcome(way: Way, room: Room, machine: Machine | None) -> Outcome:
-    """How a way does in a room. A way that was not played is judged by its phases."""
+    """Judge a way in a room; judge a way that was not played by its phases."""
     out = way.out
     if not way.played and room.card is not None:
         out = runs_out(judge_phases(way.phases, room.card))
@@ -107,7 +107,7 @@ def outcome(way: Way, room: Room, machine: Machine | None) -> Outcome:
 
 
 def _quickest(outcomes: Sequence[Outcome]) -> Outcome | None:
-    """The fastest, and of those that are as fast, or where no time is known, the first."""
+    """Return the first of the fastest outcomes; if no time is known, the first of all."""
     fastest = min((one.seconds.likely for one in outcomes if one.seconds), default=0.0)
 
     def is_as_fast(one: Outcome) -> bool:
@@ -117,25 +117,25 @@ def _quickest(outcomes: Sequence[Outcome]) -> Outcome | None:
 
 
 class PipelinePlan(Shown):
-    """What `vaemem.plan_pipeline` gives. Printing it shows every way and the recommendation.
+    """The answer of `vaemem.plan_pipeline`. Printing it shows every way and the recommendation.
 
     Attributes
     ----------
     title : str
-        What was asked.
+        The request.
     room : Room
     outcomes : tuple of Outcome
-        In the order in which ways are tried, from the plainest.
+        In the order of the ways, the plainest first.
     machine : Machine or None
         The rates behind the seconds.
     safe : bool
-        Whether what fits is recommended before what is tight.
+        Whether a way that fits is recommended before a tight one.
     measured : dict of str to float
-        Seconds that were measured, by the names of ways.
+        Measured seconds, by names of ways.
     notes : tuple of str
-        What was taken for granted.
+        The assumptions.
     assumed_card : str
-        Which card stands for yours if none was named and none is present, in a sentence; "" otherwise.
+        A sentence that names the card that stands for yours, if none was named and none is present; "" otherwise.
 
     Examples
     --------
@@ -153,8 +153,8 @@ class PipelinePlan(Shown):
         measured: Mapping[str, float] | None = None, notes: Sequence[str] = (), safe: bool = True,
         assumed_card: str = "",
     ):  # fmt: skip
-        """The plan of some ways. The machine is calibrated with what was measured, seconds by a way's name: ValueError
-        where they are of a way that is none of these, or none that can be."""
+        """Plan some ways. `measured` holds seconds by a way's name and calibrates the machine. Raise ValueError for an
+        unknown way or impossible seconds."""
         if measured and machine:
             machine = machine.calibrated(_runs(ways, measured))
         self.title, self.room, self.machine, self.safe = title, room, machine, safe
@@ -167,7 +167,7 @@ class PipelinePlan(Shown):
         return len(self.outcomes)
 
     def __getitem__(self, name: str) -> Outcome:
-        """The outcome of the way of that name; ValueError for another."""
+        """Return the outcome of the way of that name; ValueError for an unknown name."""
         found = {outcome.way.name: outcome for outcome in self.outcomes}
         if name not in found:
             raise ArgumentError("way", f"one of {'; '.join(found)}", repr(name))
@@ -175,22 +175,22 @@ class PipelinePlan(Shown):
 
     @property
     def recommended(self) -> Outcome | None:
-        """The best way that goes through: with `safe` one that fits before those that are tight; one that leaves the
-        picture as it is before others; then the fastest. Where others may be as fast, because what they do beside has
-        bands that overlap, those that were measured come first. Of those that are as fast (within 2%, as runs of one
-        way differ), or where no time is known, the first: the plainest."""
+        """Return the best way that goes through. With `safe`, prefer ways that fit to tight ways. Then prefer ways that
+        leave the picture unchanged, then the fastest. If time bands overlap, prefer the ways that were measured. Among
+        equally fast ways (within 2%, as runs of one way differ), or if no time is known, take the first and
+        plainest."""
         peers = self._peers
         return _quickest([one for one in peers if one.way.name in self.measured] or peers)
 
     @property
     def _peers(self) -> list[Outcome]:
-        """Of the ways that the recommended one is chosen out of, the fastest, and those that may be as fast."""
+        """List the fastest candidate for the recommendation, and the candidates that may be as fast."""
         fastest = min(self._alike, key=lambda one: one.seconds.likely if one.seconds else 0.0, default=None)
         return [one for one in self._alike if not (fastest and self.is_faster(fastest, one))]
 
     def is_faster(self, one: Outcome, other: Outcome) -> bool:
-        """Whether a way is surely faster than another, by more than runs of one way differ: what the other does more is
-        longer, at the least, than what this one does more is at the most. What both do takes the same in both.
+        """Say whether a way is surely faster than another, by more than runs of one way differ. Work that both share
+        cancels out: the highest time of this way's extra work must be below the lowest of the other's extra work.
 
         Examples
         --------
@@ -209,14 +209,14 @@ class PipelinePlan(Shown):
 
     @property
     def _alike(self) -> list[Outcome]:
-        """The ways that the recommended one is chosen out of."""
+        """List the candidates for the recommendation."""
         through = [one for one in self.outcomes if one.fits]
         through = [one for one in through if self.safe and one.verdict == FITS] or through
         return [one for one in through if not one.way.changes] or through
 
     @property
     def reason(self) -> str:
-        """Which to take and why, and why not others."""
+        """Say which way to take and why, and why not others."""
         best, cost = self.recommended, ""
         if best:
             cost = f" It takes {best.seconds}." if best.seconds else ""
@@ -224,7 +224,7 @@ class PipelinePlan(Shown):
         return " ".join([self._headline(in_gb, cost), *self._why_not(in_gb)])
 
     def _headline(self, size: Sizer, cost: str = "") -> str:
-        """What to do, and why. cost: sentences on what it takes."""
+        """Say what to do, and why. cost: sentences on the way's cost."""
         best = self.recommended
         if best is None:
             nearest = self._ranked[0]
@@ -248,7 +248,7 @@ class PipelinePlan(Shown):
         return f"Take {best.way.name}. {which}.{cost}{self._of_measured(best)}{tight}"
 
     def _why_not(self, size: Sizer) -> list[str]:
-        """Why not the plainest way, and which others would be faster."""
+        """Say why not to take the plainest way, and which ways would be faster."""
         best, plainest = self.recommended, self.outcomes[0]
         if best is None:
             return []
@@ -257,8 +257,8 @@ class PipelinePlan(Shown):
 
     @property
     def _ranked(self) -> list[Outcome]:
-        """All ways: the recommended one, others that fit, tight ones, those that change the picture, and the others, of
-        which a way with enough memory and too little time, or host memory, comes nearer than one that runs out."""
+        """Sort all ways: the recommended one, ways that fit, tight ones, ways that change the picture, then failures.
+        A failure by time comes before one by host memory, and both before ways that run out of the card's memory."""
         order, best = {None: 0, "time": 1, "host": 2}, self.recommended
 
         def rank(one: Outcome) -> tuple[Any, ...]:
@@ -268,7 +268,7 @@ class PipelinePlan(Shown):
         return sorted(self.outcomes, key=rank)
 
     def _of_measured(self, best: Outcome) -> str:
-        """Where some ways were measured: whether this one was, or which of those was the fastest."""
+        """If some ways were measured, say whether this one was; otherwise name the fastest measured way."""
         measured = [one for one in self.outcomes if one.way.name in self.measured]
         if not measured:
             return ""
@@ -279,8 +279,8 @@ class PipelinePlan(Shown):
         return f" It was not measured; of those that were, the fastest is {took}."
 
     def _faster(self, best: Outcome) -> Iterator[str]:
-        """The fastest of the ways that are tight, and of those that change the picture, where the best is neither and
-        they save a tenth of its time or more; or without seconds the plainest that is tight."""
+        """Yield the fastest tight way and the fastest way that changes the picture, if the best way is neither. Each
+        must save at least a tenth of the best way's time. Without seconds, yield the plainest tight way."""
         tight = [one for one in self.outcomes if one.verdict == TIGHT and not one.way.changes]
         changed = [one for one in self.outcomes if one.verdict == FITS and one.way.changes]
         for others, is_apart in ((tight, best.verdict == FITS), (changed, not best.way.changes)):
@@ -299,7 +299,7 @@ class PipelinePlan(Shown):
     # ---- files and data frames ----
 
     def rows(self) -> list[dict[str, Any]]:
-        """One dict a way: bytes by phase, seconds with their band, the verdict.
+        """Return one dict per way: bytes by phase, seconds with their band, the verdict.
 
         Examples
         --------
@@ -345,7 +345,7 @@ class PipelinePlan(Shown):
         }  # fmt: skip
 
     def to_pandas(self) -> pandas.DataFrame:
-        """The rows as a pandas.DataFrame. Needs pandas (``pip install 'vaemem[table]'``).
+        """Return the rows as a pandas.DataFrame. Needs pandas (``pip install 'vaemem[table]'``).
 
         Examples
         --------
@@ -361,7 +361,7 @@ class PipelinePlan(Shown):
         return distinct(phase.name for one in self.outcomes for phase in one.way.phases)
 
     def _rows(self, outcomes: Sequence[Outcome], size: Sizer, phases: bool) -> Columns:
-        """A row a way, with or without its phases."""
+        """Lay out one row per way, with or without its phases."""
         lines = []
         for one in outcomes:
             totals = {phase.name: phase.total for phase in one.way.phases}
@@ -393,7 +393,7 @@ class PipelinePlan(Shown):
         ])  # fmt: skip
 
     def _assumptions(self) -> list[str]:
-        """One sentence."""
+        """State the assumptions in one sentence."""
         seconds = "seconds follow from the card's rates and from others' measurements" if self.machine else ""
         safely = "a way that fits is preferred to one that is tight" if self.safe else ""
         told = "; ".join(filter(None, [seconds, safely]))
@@ -407,7 +407,7 @@ class PipelinePlan(Shown):
         return [(name, str(rate)) for name, rate in self.machine.rates.items() if name in used]
 
     def _loading(self, size: Sizer) -> Iterator[str]:
-        """How long the first way loads from a disk."""
+        """Say how long the first way loads from a disk."""
         works = (phase.work for one in self.outcomes for phase in one.way.phases)
         read = next((work for work in works if "disk" in work), None)
         if self.machine and read:
@@ -416,7 +416,7 @@ class PipelinePlan(Shown):
 
 
 def _runs(ways: Sequence[Way], measured: Any) -> list[tuple[Mapping[str, float], float]]:
-    """(work, seconds) of the ways that were measured."""
+    """List (work, seconds) of the measured ways."""
     if not isinstance(measured, Mapping):
         raise ArgumentError("calibrate", "{way: seconds}", repr(measured))
     work = {way.name: way.work for way in ways}
