@@ -1,4 +1,4 @@
-"""What every room uses and no room owns: units, element sizes, checks of arguments, optional packages, text, files."""
+"""Helpers for every folder: units, element sizes, checks of arguments, optional packages, text, files."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ Name = TypeVar("Name", bound=str)
 Content = TypeVar("Content", str, bytes)
 
 MIB = 1 << 20
-DTYPES: tuple[DtypeName, ...] = get_args(DtypeName)  # that models run in
+DTYPES: tuple[DtypeName, ...] = get_args(DtypeName)  # the types in which models run
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
-SPELT_DTYPES = {  # as people write them beside; "float" has 32 bits to torch and 64 to NumPy
+SPELT_DTYPES = {  # other spellings; "float" has 32 bits in torch and 64 in NumPy
     "fp32": "float32", "f32": "float32", "fp16": "float16", "f16": "float16", "half": "float16", "bf16": "bfloat16",
 }  # fmt: skip
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 OPS: tuple[Op, ...] = get_args(Op)
-EXTRAS = {  # that bring a package
+EXTRAS = {  # package: the extra that installs it
     "pandas": "table", "scipy": "fit", "matplotlib": "plot", "tqdm": "progress", "PIL": "image", "torch": "pytorch",
     "diffusers": "diffusers", "accelerate": "diffusers", "transformers": "diffusers", "argcomplete": "completion",
     "gguf": "gguf",
@@ -56,12 +56,12 @@ TILED_OPS: tuple[TiledOp, ...] = get_args(TiledOp)
 
 
 def latent_factor(arch: Mapping[str, Any]) -> int:
-    """Image pixels a side of one latent pixel: every level of blocks but the last halves the side; patches do too."""
+    """Return a latent pixel's side in image pixels. Levels of blocks but the last halve the side; so do patches."""
     return int(2 ** (len(arch["block_out_channels"]) - 1)) * int(arch.get("image_patch") or 1)
 
 
 def encoded_channels(arch: Mapping[str, Any]) -> int:
-    """Channels that an encoder gives: means and log-variances, or of an AutoencoderTiny latents alone."""
+    """Return an encoder's output channels: means and log-variances, or only latents for an AutoencoderTiny."""
     return int(arch["latent_channels"]) * (1 if arch.get("family") == "tiny" else 2)
 
 
@@ -75,13 +75,13 @@ def choose(argument: str, value: Any, among: Iterable[str]) -> None:
 
 
 def letters(name: str) -> str:
-    """What two names are compared by: neither case nor spaces, dots, slashes, - and _ make a difference."""
+    """Normalize a name for comparison: ignore case, spaces, dots, slashes, - and _."""
     return re.sub(r"[\s./_-]+", "", name.casefold())
 
 
 def meant(argument: str, value: Any, among: Iterable[Name], also: Mapping[str, str] = SPELT_DTYPES) -> Name:
-    """The one of the names that there are which a value means, as people write names. also: {what else people call one
-    of them, in `letters`: that one}. ArgumentError as `choose` raises it."""
+    """Find the known name that a value means, in any spelling. also: {another name, in `letters`: the known name}.
+    ArgumentError as `choose` raises it."""
     known = {str(name): name for name in among}
     if isinstance(value, str) and value in known:
         return known[value]
@@ -124,28 +124,28 @@ def wholes(argument: str, values: Iterable[Any], least: int = 0) -> list[int]:
 
 
 def real(value: Any) -> float:
-    """A number as a float; anything else as NaN, which lies in no range."""
+    """Return a number as a float, and anything else as NaN, which lies in no range."""
     return float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
 
 
 def listed(value: Any, single: type | tuple[type, ...]) -> list[Any]:
-    """The items of a sequence as a list, and anything else as a list of that one thing. single: types that are taken
-    for one thing although they can be gone over, such as str."""
+    """List the items of a sequence; list anything else as one item. single: iterable types that count as one item,
+    such as str."""
     return list(value) if isinstance(value, Iterable) and not isinstance(value, single) else [value]
 
 
 def distinct(values: Iterable[Any]) -> list[Any]:
-    """Each value once, in the order of their first."""
+    """List each value once, in the order of first appearance."""
     return list(dict.fromkeys(values))
 
 
 def shipped(*path: str) -> str:
-    """The text of a file of vaemem/data."""
+    """Read the text of a file of vaemem/data."""
     return resources.files("vaemem").joinpath("data", *path).read_text("utf-8")
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, list[Item]]:
-    """Items by key, in their order."""
+    """Group items by key, in their order."""
     groups: dict[Any, list[Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -170,7 +170,7 @@ def need(module: str, what: str, *others: str) -> Any:
 
 
 def typeset(equations: Iterable[str]) -> str:
-    """LaTeX equation bodies, aligned at their &, as notebooks and Markdown typeset them."""
+    """Align LaTeX equation bodies at their &, as notebooks and Markdown typeset them."""
     return "$$\\begin{aligned}\n" + " \\\\\n".join(equations) + "\n\\end{aligned}$$"
 
 
@@ -187,26 +187,26 @@ def reading(argument: str, wanted: str, path: str | os.PathLike[str]) -> Iterato
         raise (MemoryError(str(refused)) if isinstance(error, MemoryError) else refused) from error
 
 
-# Where the name of a file cannot be given to another: in a folder that may not be written, or where it is a mount.
+# Errors if a file cannot be renamed onto another: the folder is not writable, or the file is a mount.
 _FIXED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EXDEV}
 
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """A file that takes path's place when the block ends well, and leaves no trace when it does not; what a killed
-    process left is cleared by the next one. It is on the disk then, has the old one's permissions, and lies where a
-    link at path points. An old file that cannot be replaced is given the new one's bytes. Anything but a regular file,
-    such as a pipe, or one that is open already, such as /dev/stdout, is written directly."""
+    """Open a file that replaces `path` if the block succeeds, and leaves no trace if it fails. The next call removes
+    the files of killed processes. The new file is synced to disk, keeps the old permissions, and follows a link at
+    path. If the old file cannot be replaced, its bytes are overwritten. Anything but a regular file, such as a pipe,
+    is written directly, and so is a file that is already open, such as /dev/stdout."""
     old = os.stat(path) if os.path.exists(path) else None
     number = _descriptor(path) if old else None
     is_fixed = number is not None or os.path.abspath(os.fsdecode(path)).startswith("/proc/")
     if old and (is_fixed or not stat.S_ISREG(old.st_mode)):
-        # One that is open goes on behind what was written to it before.
+        # An open file continues after its earlier content.
         with open(path if number is None else number, "ab", closefd=number is None) as f:
             yield f
         return
     if old:
-        open(path, "r+b").close()  # raises where the old file may not be written
+        open(path, "r+b").close()  # raises if the old file is not writable
     target, part = Path(os.fsdecode(os.path.realpath(path))), None
     try:
         try:
@@ -217,12 +217,12 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
             new = _part(Path(tempfile.gettempdir()))
         part = Path(new.name)
         with new:
-            if old and os.name != "nt":  # where a file that may not be written can neither be moved nor removed
+            if old and os.name != "nt":  # Windows can neither move nor remove a read-only file
                 os.chmod(part, stat.S_IMODE(old.st_mode))
             yield new
             new.flush()
             os.fsync(new.fileno())
-            if os.name == "nt":  # where an open file cannot be moved
+            if os.name == "nt":  # Windows cannot move an open file
                 new.close()
             try:
                 os.replace(part, target)
@@ -237,24 +237,24 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     finally:
         if part:
             part.unlink(missing_ok=True)
-    if os.name != "nt":  # where a folder cannot be opened
-        with contextlib.suppress(OSError):  # some file systems refuse this, and the file itself is safe
+    if os.name != "nt":  # Windows cannot open a folder
+        with contextlib.suppress(OSError):  # some file systems refuse this; the file itself is safe
             folder = os.open(target.parent, os.O_RDONLY)
             try:
-                os.fsync(folder)  # the name too
+                os.fsync(folder)  # sync the name too
             finally:
                 os.close(folder)
 
 
 @contextlib.contextmanager
 def writing_folder(folder: Path) -> Iterator[None]:
-    """Makes a folder if there is none, and lets one thread of one process at a time into the block for it. Removes the
-    folder again if it made it and the block fails. The system frees the lock of a process that is killed."""
+    """Make a folder if there is none, and admit one thread of one process at a time to the block. If the block fails,
+    remove a folder made here. The system frees the lock of a killed process."""
     while True:
         is_new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder) as is_there:
-            if not is_there:  # the writer that was waited for made the folder, failed and removed it
+            if not is_there:  # the previous writer made the folder, failed and removed it
                 continue
             try:
                 yield
@@ -268,13 +268,13 @@ def writing_folder(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Waits for the lock of a folder, and tells whether the folder is there then. POSIX systems lock the folder itself.
+    """Wait for the lock of a folder, and tell whether the folder still exists. POSIX systems lock the folder itself.
     Windows cannot open a folder, and locks an empty file in the user's folder for temporary files."""
     name = uuid.uuid5(uuid.NAMESPACE_URL, os.path.normcase(os.path.realpath(folder)))
     path = os.path.join(tempfile.gettempdir(), f"vaemem-{name}.lock") if os.name == "nt" else folder
     try:
         lock = os.open(path, os.O_RDONLY | (os.O_CREAT if os.name == "nt" else 0))
-    except OSError:  # there is no lock for a folder that cannot be read
+    except OSError:  # an unreadable folder has no lock
         yield folder.is_dir()
         return
     _LOCKS.add(lock)
@@ -289,7 +289,7 @@ def _locked(folder: Path) -> Iterator[bool]:
                 os.unlink(path)
 
 
-_LOCKS = set[int]()  # descriptors; a child would hold their locks for as long as it lives
+_LOCKS = set[int]()  # descriptors; a forked child would hold their locks until it ends
 
 
 def _close_locks() -> None:
@@ -302,7 +302,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _take(lock: int) -> None:
-    """Waits for the lock on an open file. On a file system without locks there is none to wait for."""
+    """Wait for the lock on an open file. Return at once on a file system without locks."""
     if sys.platform == "win32":
         while True:
             try:
@@ -316,7 +316,7 @@ def _take(lock: int) -> None:
 
 
 def _descriptor(path: str | os.PathLike[str]) -> int | None:
-    """The descriptor of this process that a path names, such as /dev/stdout."""
+    """Return the descriptor of this process that a path names, such as /dev/stdout."""
     name = os.path.abspath(os.fsdecode(path))
     name = {"/dev/stdout": "/dev/fd/1", "/dev/stderr": "/dev/fd/2"}.get(name, name)
     found = re.fullmatch(r"/(?:dev|proc/self)/fd/(\d+)", name)
@@ -324,15 +324,14 @@ def _descriptor(path: str | os.PathLike[str]) -> int | None:
 
 
 def _part(folder: Path) -> IO[bytes]:
-    """A new file, which its writer locks. Those of writers that were killed, which nobody locks any more, are removed
-    from the folder."""
+    """Make a new file and lock it. Remove the unlocked files of killed writers from the folder."""
     while True:
         file = open(folder / f".vaemem-{uuid.uuid4().hex}.part", "xb")
         if os.name == "nt":
             return file
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)  # waits for another writer that saw no lock yet and is removing the file
-        except OSError:  # a file system without locks, where nothing is removed
+            fcntl.flock(file, fcntl.LOCK_EX)  # waits for a writer that saw no lock yet and is removing the file
+        except OSError:  # a file system without locks: remove nothing
             return file
         if os.path.exists(file.name):
             break
@@ -346,7 +345,7 @@ def _part(folder: Path) -> IO[bytes]:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Gives a file that stays where it is another one's bytes."""
+    """Copy the bytes of one file into another, in place."""
     with open(source, "rb") as new, open(target, "r+b") as f:
         shutil.copyfileobj(new, f)
         f.truncate()
@@ -355,8 +354,8 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Raises OSError now, as `replacing` would after an hour of runs. Leaves the file as it was."""
-    if os.path.exists(path) and not os.path.isfile(path):  # a pipe's reader would see its end
+    """Raise OSError now if `replacing` would raise it after an hour of runs. Leave the file unchanged."""
+    if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe would end it for its reader
         if not os.access(path, os.W_OK) or os.path.isdir(path):
             raise OSError(errno.EACCES, "it is a folder, or may not be written", os.fspath(path))
         return
@@ -365,7 +364,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 
 
 def write(path: str | os.PathLike[str] | None, content: Content) -> Content | None:
-    """Text (as it is, in UTF-8) or bytes to a file; without a path they are given back."""
+    """Write text (unchanged, in UTF-8) or bytes to a file; return them if there is no path."""
     if path is None:
         return content
     with replacing(path) as file:
@@ -374,19 +373,19 @@ def write(path: str | os.PathLike[str] | None, content: Content) -> Content | No
 
 
 def saved(save: Callable[..., object], *more: Any, **options: Any) -> bytes:
-    """The bytes that a library's function writes to the file that it takes first."""
+    """Return the bytes that a library's function writes to its first argument, a file."""
     file = io.BytesIO()
     save(file, *more, **options)
     return file.getvalue()
 
 
 def png(figure: Any) -> bytes:
-    """A matplotlib figure as a PNG file's bytes."""
+    """Return a matplotlib figure as a PNG file's bytes."""
     return saved(figure.savefig, format="png")
 
 
 def as_csv(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> str:
-    """Rows as CSV; by default with the first one's columns."""
+    """Return rows as CSV, by default with the first row's columns."""
     text = io.StringIO()
     writer = csv.DictWriter(text, columns or list(rows[0]), lineterminator="\n")
     writer.writeheader()
@@ -396,7 +395,7 @@ def as_csv(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = No
 
 @contextlib.contextmanager
 def setting(place: Any, **values: Any) -> Iterator[None]:
-    """Attributes that have other values for a while."""
+    """Set attributes to other values during the block."""
     before = {name: getattr(place, name) for name in values}
     try:
         for name, value in values.items():
@@ -408,12 +407,12 @@ def setting(place: Any, **values: Any) -> Iterator[None]:
 
 
 def mib(size: float) -> str:
-    """Bytes as MiB with two decimals, without the unit."""
+    """Format bytes as MiB with two decimals, without the unit."""
     return f"{round(size / MIB, 2) + 0.0:.2f}"  # + 0.0: no negative zero
 
 
 def render(header: Iterable[str], rows: Iterable[Sequence[str]], markdown: bool = False) -> str:
-    """Aligned text, or a Markdown table; columns of numbers to the right."""
+    """Make aligned text or a Markdown table; align columns of numbers to the right."""
     lines = [[str(cell).replace("|", r"\|") if markdown else str(cell) for cell in row] for row in (header, *rows)]
     columns = list(zip(*lines, strict=True))
     right = [all(cell[:1] in tuple("0123456789+-.…") or not cell for cell in column[1:]) for column in columns]
@@ -426,7 +425,7 @@ def render(header: Iterable[str], rows: Iterable[Sequence[str]], markdown: bool 
 
 
 def html_table(header: Iterable[str], rows: Iterable[Sequence[str]], bold: Sequence[str] | None = None) -> str:
-    """A table for a notebook, in a box of its own that scrolls. bold: the one of the rows that stands out."""
+    """Make a table for a notebook, in a box that scrolls. bold: the row in bold."""
 
     def line(tag: str, cells: Iterable[str], style: str = "") -> str:
         return f"<tr{style}>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"

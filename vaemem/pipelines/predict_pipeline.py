@@ -1,4 +1,4 @@
-"""What a pipeline takes of a GPU in every phase, without PyTorch and without the GPU."""
+"""Predict a pipeline's GPU memory in every phase, without PyTorch and without the GPU."""
 
 from __future__ import annotations
 
@@ -44,24 +44,24 @@ from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, judge_phases, judge_pl
 PredictedRuntime = Literal["diffusers", "sd.cpp"]
 PREDICTED_RUNTIMES: tuple[PredictedRuntime, ...] = get_args(PredictedRuntime)
 BY_VAEMEM = "vaemem's code has run on one kind of GPU only, an H100"
-_PARTS = ("weights", "activations", "workspace", "cached", "outside")  # make up a phase's total
+_PARTS = ("weights", "activations", "workspace", "cached", "outside")  # their sum is a phase's total
 _OUTCOMES = {True: "goes through", False: "runs out", None: "not reached"}
 
 
 def _as_far_as(phases: Sequence[Phase], full: tuple[str, PeakTensor] | None) -> Result:
-    """The phases, which go through up to the one in which memory runs out; those behind it are not reached."""
+    """Mark the phases: they go through until memory runs out in one; later phases are not reached."""
     done = next((i for i, phase in enumerate(phases) if full and phase.name == full[0]), len(phases))
-    outcomes = [*[True] * done, False, *[None] * len(phases)]  # for each phase, and more
+    outcomes = [*[True] * done, False, *[None] * len(phases)]  # one or more per phase
     reached = (phase._replace(fits=fits) for phase, fits in zip(phases, outcomes, strict=False))
     return Result(tuple(reached), full)
 
 
 class _Phases(Answer):
-    """What every prediction of a pipeline says of its phases. Printing it shows a line a phase."""
+    """Phases of a predicted pipeline, common to all runtimes. Printing it shows one line per phase."""
 
     kind = "pipeline"
     host: int
-    _run_row: dict[str, Any]  # what all rows of a table have in common
+    _run_row: dict[str, Any]  # values common to all rows of a table
     phases: tuple[Phase, ...] = alias("result.phases")
     out_of_memory_at: tuple[str, PeakTensor] | None = alias("result.out_of_memory_at")
     on_card: int | None = alias("judged.took")
@@ -73,9 +73,9 @@ class _Phases(Answer):
     # ---- files ----
 
     def rows(self) -> list[dict[str, Any]]:
-        """Rows of a `vaemem.Table`, one a phase, and one of the whole, which reserves what the fullest phase does.
-        diffusers' have seconds, where anything is known of the card's: all steps, the weights sent over PCIe 3.0 x16,
-        and nothing of loading them from a disk.
+        """Return rows of a `vaemem.Table`: one per phase, and one for the whole, which reserves as much as the fullest
+        phase. Rows of diffusers have seconds if the card's speed is known. They count all steps and weights sent over
+        PCIe 3.0 x16, but no loading from a disk.
 
         Examples
         --------
@@ -99,11 +99,11 @@ class _Phases(Answer):
         return [self._run_row | row | lasts.get(row["phase"], {}) for row in rows]
 
     def _seconds(self) -> dict[str, dict[str, float]]:
-        """The columns that say how long a phase takes, and the whole, where that is known."""
+        """Return the columns of time for each phase and the whole, if it is known."""
         return {}
 
     def to_csv(self, path: str | os.PathLike[str] | None = None) -> str | None:
-        """Write one line a phase as CSV to a file, or return it as text.
+        """Write one line per phase as CSV to a file, or return it as text.
 
         Examples
         --------
@@ -125,7 +125,7 @@ class _Phases(Answer):
         return [(label, f"in {self.bottleneck}{sure}, {text}"), ("host", host)]
 
     def _grid(self, size: Sizer) -> Columns:
-        """A row a phase; a column in which no phase has anything is left out."""
+        """Make one row per phase; leave out a column if no phase has a value for it."""
         cells: dict[str, list[str]] = {
             "phase": [phase.name for phase in self.phases],
             "outcome": [_OUTCOMES[phase.fits] for phase in self.phases],
@@ -148,7 +148,7 @@ class _Phases(Answer):
 
     @property
     def would_fit(self) -> tuple[Advice, ...]:
-        """Other ways of running it that go through; none if it fits."""
+        """Other settings with which it goes through; none if it fits."""
         return ()
 
     def __repr__(self) -> str:
@@ -159,7 +159,7 @@ class _Phases(Answer):
 
 
 def _play_phases(request: PipelineRequest, workspace: Any, point: Point) -> dict[str, PlayedPeak]:
-    """What each phase takes at a point."""
+    """Return the memory of each phase at a point."""
     at = replace(request, height=point.height, width=point.width, batch=point.batch)
     run = play_pipeline(replace(at, tokens=point.tokens or at.tokens), workspace)
     seen = {}
@@ -170,51 +170,50 @@ def _play_phases(request: PipelineRequest, workspace: Any, point: Point) -> dict
 
 
 class PipelinePrediction(_Phases):
-    """What `predict_pipeline` returns for diffusers. Sizes in bytes.
+    """Prediction for diffusers, as `predict_pipeline` returns it. Sizes are in bytes.
 
     Attributes
     ----------
     title : str
-        What was asked.
+        The pipeline and its settings.
     phases : tuple of Phase
-        In order: load (where something is loaded first), encode prompt, encode image (where there is one), denoise,
-        decode.
+        In order: load (if something is loaded first), encode prompt, encode image (if there is one), denoise, decode.
     peak : int
-        The most that the process takes of the card at once: what PyTorch reserves, and vaemem's memory beside it. On a
-        card with room for all that PyTorch likes to take.
+        The most memory of the card that the process holds at once: PyTorch's reserved memory plus vaemem's. It assumes
+        a card large enough for PyTorch to reserve freely.
     bottleneck : str
-        The phase that takes it.
+        The phase with this peak.
     fits : bool
         Whether the verdict is "fits" or "tight"; with ``safe=True`` whether it is "fits".
     verdict : str
-        ``"fits"``, even by `upper`; ``"tight"``: it goes through, but not by `upper`, or only because PyTorch gives
-        cached memory back, on next plans of a cuDNN before 9.8 that are not known, or by vaemem's decoder on a card
-        other than an H100, where it never ran; or ``"does not fit"``.
+        ``"fits"``, even by `upper`; ``"tight"``; or ``"does not fit"``. A tight run goes through, but not by `upper`;
+        or it depends on PyTorch's release of cached memory, on unknown next plans of a cuDNN before 9.8, or on
+        vaemem's decoder on a card other than an H100, where it never ran.
     summary : str
-        The verdict with its figures and its reason, in a sentence.
+        The verdict with its figures and its reason, in one sentence.
     spare : int
-        What is left of `available` on this card; below 0 where it does not go through: what is lacking.
+        The rest of `available` on this card. A negative value is the shortage of a run that does not go through.
     on_card : int or None
-        What `peak` is on this card, as full as it is: no more than `available`. None where the run does not go through.
+        The `peak` on this card, no more than `available`. None if the run does not go through.
     out_of_memory_at : tuple of (str, PeakTensor) or None
-        The phase, and the tensor that cannot be had.
+        The phase, and the tensor that cannot be allocated.
     available : int
-        What the card has beside a CUDA context (512 MiB) and what others use.
+        The card's memory without a CUDA context (512 MiB) and without the memory that others use.
     least, least_band : int, tuple of int
         The least `available` with which the run goes through, in pages of 2 MiB, if cuDNN's next plans need no
-        workspace; and from that to the least if they need the first plan's, if they are not known.
+        workspace. If the next plans are unknown, the band ends at the least with the first plan's workspaces.
     band : tuple of int
-        Least and most of `peak`, as `Prediction.band` is of `reserved`.
+        Least and most of `peak`, as `Prediction.band` has them for `reserved`.
     upper : int
-        A bound to reserve by, for all that the process takes of the card: the most of `band`, or where no version was
-        given, the most that any version takes, and for what ran before a 16th of what is not weights and 20 MiB.
-        Weights in int8 get the 16th too, inferred from one published run that took 3.5% more than is predicted.
+        An upper bound of the process's memory on the card: the most of `band`, or of any version if none was given.
+        Earlier runs add 20 MiB and a 16th of everything but weights. Weights in int8 add the 16th too, inferred from
+        one published run that took 3.5% more than predicted.
     host : int
         Bytes of weights that the host keeps.
     timeline : tuple of Moment
         ``(name, allocated, reserved)`` step by step through every call; names begin with the role.
     notes : tuple of str
-        What is known to be left out, or stood in for.
+        Known omissions, and substitutes for missing data.
 
     Examples
     --------
@@ -263,14 +262,14 @@ class PipelinePrediction(_Phases):
         )  # fmt: skip
 
     def _plays(self) -> Plays:
-        # What LLM.int8() holds is not known to the byte: Hugging Face's published run with it (docs/PIPELINES.md) has
-        # reserved 2.0% more than is predicted once the weights are there, and 3.5% more at its peak.
+        # LLM.int8()'s memory is not known to the byte. Hugging Face's published run with it (docs/PIPELINES.md)
+        # reserved 2.0% more than predicted after loading the weights, and 3.5% more at its peak.
         inexact = {f"weights of {part.role}" for part in self.request.parts if part.has(["int8"])}
         others = [
             (phase.outside, phase.weights - sum(size for name, size in phase.peak_tensors if name in inexact))
             for phase in self.phases
         ]
-        # Without its workspaces a phase's tensors are what it cannot do without.
+        # A phase needs at least its tensors without workspaces.
         low = max(phase.allocated - phase.workspace for phase in self.phases)
         return Plays(self.request, self._process, others, (low, -(-self.peak // PAGE) * PAGE))
 
@@ -308,9 +307,9 @@ class PipelinePrediction(_Phases):
         return {part.role: part for part in self.request.parts}
 
     def work(self, phase: Phase, machine: Machine | None = None) -> dict[str, float]:
-        """What a phase does once the weights are there, for `vaemem.prediction.seconds.Machine`. A short prompt may be
-        encoded in less time than that machine needs to read the encoders' weights: reading them is then the work. A
-        VAE that is converted to float32 takes as many FLOPs as take so long in the pipeline's type, whose rate it is.
+        """Return a phase's work after loading, for `vaemem.prediction.seconds.Machine`. If a short prompt is encoded in
+        less time than it takes to read the encoders' weights, reading them is the work. A VAE converted to float32
+        counts as the FLOPs that take the same time in the pipeline's type, because the rate is for that type.
 
         Examples
         --------
@@ -337,7 +336,7 @@ class PipelinePrediction(_Phases):
         machine, whole = machine_of(self.card.gpu, dtype=self.request.dtype), Counter[str]()
         works: dict[str, Any] = {phase.name: self.work(phase, machine) for phase in self.phases if phase.name != "load"}
         for work in works.values():
-            whole.update(work)  # which adds, fractions too
+            whole.update(work)  # adds counts, also fractions
         took = {name: machine.seconds(work) for name, work in {**works, "whole": whole}.items()}
         return {
             name: {"seconds": one.likely, "seconds_low": one.low, "seconds_high": one.high}
@@ -346,8 +345,8 @@ class PipelinePrediction(_Phases):
 
     @functools.cached_property
     def formula(self) -> Formula:
-        """What this pipeline takes on this card, offloaded in this way, as an equation of the size, the batch and the
-        prompt (`vaemem.formula`)."""
+        """Return the memory of this pipeline on this card, with this offload, as an equation of the size, the batch and
+        the prompt (`vaemem.formula`)."""
         q = self.request
         tokens = max(q.tokens, q.pipeline.most_tokens) if q.pipeline.most_tokens > CLIP_TOKENS else 0
         play = functools.partial(_play_phases, q, self._process.workspace)
@@ -358,7 +357,7 @@ class PipelinePrediction(_Phases):
 
 
 def _notes(q: PipelineRequest) -> Iterator[str]:
-    """What of the parts is not counted, and what is run otherwise than it was asked for."""
+    """List the uncounted memory of the parts, and settings that run differently than asked."""
     if q.made_of:
         yield f"{q.made_of}: {q.pipeline.class_name} makes {q.height}x{q.width} of it, multiples of {q.pipeline.stride}"
     for part in q.parts:
@@ -382,18 +381,18 @@ def _notes(q: PipelineRequest) -> Iterator[str]:
 
 
 class GraphPrediction(_Phases):
-    """What `predict_pipeline` returns for stable-diffusion.cpp, whose models are graphs with a buffer each.
+    """Prediction for stable-diffusion.cpp, as `predict_pipeline` returns it. Each model is a graph with one buffer.
 
     Attributes
     ----------
     title, phases, peak, bottleneck, fits, verdict, summary, spare, on_card, out_of_memory_at, available, host, notes
-        As `PipelinePrediction` has them; the context here is 426 MiB. A phase's `activations` are the graph's buffer
-        and what ggml-cuda takes for its largest product; allocated and reserved are the same.
+        As in `PipelinePrediction`, with a context of 426 MiB. A phase's `activations` are the graph's buffer and
+        ggml-cuda's memory for its largest product; allocated and reserved are the same.
     way : Way
-        How it runs, by the name that `vaemem.plan_pipeline` gives it.
+        The settings of the run, under their name in `vaemem.plan_pipeline`.
     direct : Way
-        The same with direct convolution in the VAE, if nobody said how it convolves; otherwise `way` itself. The phases
-        are those of `way`, by im2col. A card with room for direct convolution alone is tight.
+        The same with direct convolution in the VAE if no argument chooses the convolution; otherwise `way` itself.
+        `phases` are for `way`, by im2col. A card is tight if it has room for direct convolution only.
 
     Examples
     --------
@@ -408,7 +407,7 @@ class GraphPrediction(_Phases):
         self, request: Mapping[str, Any], way: Way, available: int, card: Card, safe: bool = False,
         direct: Way | None = None,
     ):  # fmt: skip
-        """request: what the rows of all ways have in common."""
+        """Predict the run. request: values common to the rows of all ways."""
         self.request, self.way, self.direct = request, way, direct or way
         self._run_row = {**request, "op": "pipeline", "way": way.name, "runtime": "sd.cpp", "source": "predicted"}
         self.title = (
@@ -467,39 +466,39 @@ def predict_pipeline(
     used: int | str = 0, cudnn_version: str | None = None, torch_version: str | None = None,
     runtime: PredictedRuntime = "diffusers", safe: bool = False, os: str = "linux",
 ) -> PipelinePrediction | GraphPrediction:  # fmt: skip
-    """What a pipeline takes of a GPU in each phase: weights, activations, workspaces, and whether it fits.
+    """Predict a pipeline's GPU memory in each phase: weights, activations, workspaces, and whether it fits.
 
     Parameters
     ----------
     pipeline : shared
     height, width : int
-        The image's size in pixels: multiples of 8, and of 16 for Z-Image. Of other sizes than multiples of 16 diffusers
-        makes the next smaller one with FLUX and FLUX.2, which is then predicted, and the answer says so.
+        The image's size in pixels: multiples of 8, and of 16 for Z-Image. With FLUX and FLUX.2, diffusers rounds sizes
+        down to multiples of 16. The prediction is then for the smaller size, and the answer says so.
     batch : int
         Images of one prompt.
     prompt_tokens, guidance : shared
     dtype of a pipeline : shared
     components : shared
     offload : str or dict
-        What comes and goes: ``"none"``, ``"model"`` (``enable_model_cpu_offload``) or ``"sequential"``
-        (``enable_sequential_cpu_offload``); or where components are and run, ``{"text_encoder_2": "cpu"}``, the others
-        on the GPU.
+        The kind of offloading: ``"none"``, ``"model"`` (``enable_model_cpu_offload``) or ``"sequential"``
+        (``enable_sequential_cpu_offload``); or a place for some components, such as ``{"text_encoder_2": "cpu"}``. The
+        others run on the GPU.
     vae : str
         How the VAE runs: ``"whole"``, ``"tiled"``, ``"tiled 512"`` with the side of the tiles in pixels, ``"sliced"``,
         or ``"vaemem"``: by this package, within `vae_memory_limit`.
     vae_memory_limit : int or str, optional
-        What vaemem's decoder may take, weights included: bytes, or ``"1 GB"``.
+        A limit for vaemem's decoder, weights included: bytes, or ``"1 GB"``.
     image, steps : shared
     gpu, memory, used, cudnn_version, torch_version, safe, os : shared
     runtime : {"diffusers", "sd.cpp"}
-        Whose code runs it. Of stable-diffusion.cpp `offload` is ``"none"``, ``"cond_only"``, ``"--clip-on-cpu"``,
-        ``"--offload-to-cpu"`` or ``"freed after use"``, `vae` is ``"whole"``, ``"direct"``, ``"tiled"``,
-        ``"direct tiled"`` or ``"on CPU tiled"``, and `components` are types of ggml's, sizes (``"6.8 GiB"``) or
-        files; `dtype`, `image`, `vae_memory_limit` and versions are none of its. `offload` may also be a whole way
-        of `plan_pipeline`: its name, such as ``"cond_only, VAE direct, tiled"``, or its settings, which are options
-        of the program, such as ``{"--offload-to-cpu": True, "--diffusion-fa": True}``; or these as they are typed,
-        ``"--offload-to-cpu --diffusion-fa"``. These say how the VAE convolves. With `offload` of the first kind and no
-        ``"direct"`` nobody does, and the answer is of both: by im2col, as without ``--vae-conv-direct``, and directly.
+        The program that runs it. For stable-diffusion.cpp, `offload` is ``"none"``, ``"cond_only"``,
+        ``"--clip-on-cpu"``, ``"--offload-to-cpu"`` or ``"freed after use"``. `vae` is ``"whole"``, ``"direct"``,
+        ``"tiled"``, ``"direct tiled"`` or ``"on CPU tiled"``. `components` are types of ggml, sizes (``"6.8 GiB"``) or
+        files. `dtype`, `image`, `vae_memory_limit` and versions do not apply. `offload` may also be a whole way of
+        `plan_pipeline`: its name, such as ``"cond_only, VAE direct, tiled"``; its settings, which are options of the
+        program, such as ``{"--offload-to-cpu": True, "--diffusion-fa": True}``; or the same as typed words,
+        ``"--offload-to-cpu --diffusion-fa"``. These choose the VAE's convolution. Otherwise, without ``"direct"``, the
+        answer covers both: by im2col, as without ``--vae-conv-direct``, and directly.
 
     Returns
     -------
@@ -508,11 +507,11 @@ def predict_pipeline(
     Raises
     ------
     ValueError
-        What is unknown or cannot be; a component that was not recorded, or not in a dtype.
+        An unknown or impossible value; a component that was not recorded, or not in a dtype.
 
     Notes
     -----
-    docs/PIPELINES.md tells how it works and what is not known.
+    docs/PIPELINES.md explains how it works, and lists the unknowns.
 
     Examples
     --------
