@@ -55,12 +55,12 @@ class Pipeline(NamedTuple):
 
     @property
     def class_name(self) -> str:
-        """That of diffusers."""
+        """Class in diffusers."""
         return self.about.split()[0]
 
     @property
     def repository(self) -> str:
-        """That of its weights on the Hugging Face Hub."""
+        """Repository of its weights on the Hugging Face Hub."""
         return self.about.split()[-1]
 
     @property
@@ -70,7 +70,7 @@ class Pipeline(NamedTuple):
 
     @property
     def stride(self) -> int:
-        """What the image's sides are multiples of, in pixels: transformers take latents in squares of two."""
+        """Divisor of the image's sides, in pixels: transformers read latents in squares of two."""
         return VAE_STRIDE * (2 if self.denoiser == "transformer" else 1)
 
     @property
@@ -126,7 +126,7 @@ PIPELINES = {
 
 
 def known_pipeline(argument: str, name: Any) -> str:
-    """The pipeline that is meant; a ValueError names the argument where there is none."""
+    """Find a pipeline by its name. If there is none, a ValueError names the argument."""
     is_own = isinstance(name, str) and letters(name) in map(letters, PIPELINES)
     called = None if is_own else find_called(name)
     if called and called.pipeline:
@@ -140,7 +140,7 @@ def known_pipeline(argument: str, name: Any) -> str:
     return meant(argument, name, PIPELINES, {})
 
 
-# Arguments that a runtime has no use for.
+# Arguments that a runtime does not use.
 WITHOUT = {
     "diffusers": ("flash", "cache_limit"),
     "sd.cpp": ("image", "cache_limit", "dtype", "vae_memory_limit", "cudnn_version", "torch_version"),
@@ -152,7 +152,7 @@ WITHOUT = {
 
 
 def refuse(runtime: str, **given: Any) -> None:
-    """ValueError where something is given, and not None or False, that the runtime has no use for."""
+    """Raise ValueError for an argument, neither None nor False, that the runtime does not use."""
     for name, value in given.items():
         if value is not None and value is not False and name in WITHOUT[runtime]:
             wanted = ("None with ", Named("runtime", runtime), ", which has no use for it")
@@ -161,7 +161,7 @@ def refuse(runtime: str, **given: Any) -> None:
 
 @functools.cache
 def weights_of(component: str) -> tuple[Weight, ...]:
-    """A component's weights, in the order in which ``Module.to`` moves them."""
+    """List a component's weights, in the order in which ``Module.to`` moves them."""
     if component not in shipped_models():
         return load_program(component).weights
     return tuple(Weight(*one) for one in _core.Trace.parameters(architecture(component), "diffusers"))
@@ -171,7 +171,7 @@ def weights_of(component: str) -> tuple[Weight, ...]:
 def vae_counts(
     model: str, op: str, dtype: str, height: int, width: int, batch: int = 1, tile: int = 0
 ) -> tuple[int, int, int]:
-    """FLOPs of a VAE's run, those of them that are of its attention, and bytes that move, tiles included; sizes in
-    pixels of the image."""
+    """Count a VAE run's FLOPs, its attention's FLOPs, and the bytes moved, tiles included. Sizes are in image
+    pixels."""
     trace = _core.Trace.vae(architecture(model), "diffusers", op, dtype, height, width, batch, tile)
     return trace.flops, trace.attended, trace.moved

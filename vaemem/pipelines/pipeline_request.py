@@ -67,7 +67,7 @@ class Part:
     source: str = ""
 
     def __reduce__(self) -> Any:
-        """Copied and pickled without its traces, which are made again."""
+        """Copy and pickle it without its traces, which are made again."""
         return Part, tuple(getattr(self, one.name) for one in fields(self))
 
     @functools.cached_property
@@ -75,8 +75,8 @@ class Part:
         return {}
 
     def trace(self, gpu: Gpu, sends: bool, **sizes: int) -> _core.Trace:
-        """What a call takes on a GPU, with the weights that sequential offload `sends` for it; `sizes` may have more
-        than its variables. The last ones are kept, because it takes longer to make one than to play it."""
+        """Trace a call's memory on a GPU, with the weights that sequential offload `sends` for it. `sizes` may have
+        more than its variables. The last traces are kept, because making one takes longer than playing it."""
         recording, kept = programs.load_program(self.component), self._traces
         wanted = {name: sizes[name] for name in recording.variables}
         key = (gpu.name, gpu.sm, gpu.multiprocessors, sends, *wanted.items())
@@ -94,7 +94,7 @@ class Part:
 
     @functools.cached_property
     def file_bytes(self) -> int:
-        """What is read from its file."""
+        """Bytes read from its file."""
         return sum(weight.nbytes(self.source) for weight in weights_of(self.component)) if self.source else self.nbytes
 
     def sent_bytes(self, weight: Stored) -> int:
@@ -106,7 +106,7 @@ class Part:
 
     @functools.cached_property
     def pieces(self) -> list[int]:
-        """Bytes of the tensors that hold its weights, in order."""
+        """List the bytes of the tensors that hold its weights, in order."""
         return [size for weight in self.weights for size in weight.pieces]
 
     @functools.cached_property
@@ -114,7 +114,7 @@ class Part:
         return {weight.type for weight in self.weights}
 
     def has(self, types: Collection[str]) -> bool:
-        """Whether any of its weights is stored in one of these types."""
+        """Tell whether any of its weights is stored in one of these types."""
         return not self._types.isdisjoint(types)
 
     def _by_module(self, made: Mapping[str, int]) -> dict[str, list[tuple[str, int]]]:
@@ -148,12 +148,12 @@ class Part:
 def _typed(
     role: str, component: str, dtype: str, given: str, rule: str, upcast: bool, place: str, source: str
 ) -> Part:  # fmt: skip
-    """What is stored in a type is the same for every size and card."""
+    """Store the weights in a type: the same for every size and card."""
     return Part(role, component, dtype, tuple(stored(weights_of(component), given, rule, dtype)), upcast, place, source)
 
 
 def _part(role: str, component: str, dtype: str, given: Any, upcast: bool) -> Part:
-    """The weights of a component in a type, or as a file has them; with where they are loaded, and what from."""
+    """Return a component's weights in a type, or as in a file, with their place of loading and their source."""
     is_vae, place, source, what = component in shipped_models(), "", "", f"components[{role!r}]"
     if isinstance(given, str) and not os.path.exists(given) and (spoken := _SPOKEN.fullmatch(given)):
         given, source, place = (part or "" for part in spoken.group("type", "source", "place"))
@@ -178,7 +178,7 @@ def _part(role: str, component: str, dtype: str, given: Any, upcast: bool) -> Pa
 
 
 def parts_of(pipeline: Pipeline, dtype: str, components: Mapping[str, Any]) -> tuple[Part, ...]:
-    """A pipeline's parts, of which `components` says what `predict_pipeline` is told of them."""
+    """Make a pipeline's parts. `components` is the argument of `predict_pipeline`."""
     if not isinstance(components, Mapping):
         raise ArgumentError("components", "{role: type or file}", repr(components))
     known = {**pipeline.parts, **pipeline.optional}
@@ -223,18 +223,18 @@ class PipelineRequest(Request):
 
     @property
     def dtype(self) -> str:
-        """What its denoiser computes in."""
+        """Type in which its denoiser computes."""
         return self.part(self.pipeline.denoiser).dtype
 
     @property
     def tile(self) -> int:
-        """The side of the VAE's tiles in pixels, 0 where there are none."""
+        """The side of the VAE's tiles in pixels; 0 if there are none."""
         how, _, side = self.vae.partition(" ")
         return (int(side) if side else usual_tile(self.part("vae").component)) if how == "tiled" else 0
 
     @property
     def tilings(self) -> list[str]:
-        """How the VAE may be run in tiles: the config's, or smaller ones where these do not cut the image."""
+        """Possible tilings of the VAE: the config's tiles, or smaller ones if those do not cut the image."""
         longest = max(self.height, self.width)
         if longest > usual_tile(self.part("vae").component):
             return ["tiled"]
@@ -242,13 +242,13 @@ class PipelineRequest(Request):
 
     @property
     def resident(self) -> tuple[str, ...]:
-        """Roles that offloading leaves on the device: what is no part of the sequence, and what is kept there."""
+        """Roles that offloading leaves on the device: parts outside the sequence, and parts kept there."""
         return tuple(
             part.role for part in self.parts if part.role in self.pipeline.optional or part.place == "kept on cuda"
         )
 
     def run_with(self, offload: Any, vae: str, vae_memory_limit: int | str | None = None) -> PipelineRequest:
-        """The same with these arguments of `predict_pipeline`; ValueError names the one that cannot be."""
+        """Return a copy with these arguments of `predict_pipeline`. ValueError names an impossible one."""
         on_cpu: tuple[str, ...] = ()
         if isinstance(offload, Mapping):
             for role, place in offload.items():
@@ -280,7 +280,7 @@ class PipelineRequest(Request):
 
 
 def image_sides(height: int, width: int, stride: int = VAE_STRIDE, what: str = "") -> tuple[int, int]:
-    """An image's height and width as they are; ValueError where one of them cannot be, for `what`."""
+    """Return an image's height and width, unchanged; ValueError if one is impossible for `what`."""
     sides = {"height": whole("height", height), "width": whole("width", width)}
     for name, value in sides.items():
         if value % stride or value > MOST_SIDE:
@@ -306,8 +306,8 @@ class PipelineArguments:
 
 
 def resolve_pipeline(given: PipelineArguments, card: Card, software: Software) -> PipelineRequest:
-    """Resolves names and defaults; nothing is offloaded, and the VAE runs whole. ValueError names the argument that
-    cannot be answered."""
+    """Resolve names and defaults, without offloading and with a whole VAE. ValueError names the argument that has no
+    answer."""
     pipeline, known = given.pipeline, PIPELINES[given.pipeline]
     if given.image and not known.begins:
         raise ArgumentError("image", f"False with {pipeline}, which takes images as tokens", "True")

@@ -1,5 +1,5 @@
-"""A pipeline of diffusers on a simulated process: components come and go, tensors are taken and freed, and each phase
-ends with a reading. vaemem/pipelines/phases.py says what each pipeline does."""
+"""Play a pipeline of diffusers on a simulated process: load and unload components, allocate and free tensors, and read
+the counters at the end of each phase. vaemem/pipelines/phases.py has the steps of each pipeline."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class PipelineRun:
             process.count(sent=sum(map(part.sent_bytes, part.weights)))
 
     def _quantise(self, part: Part, weight: Stored) -> list[int]:
-        """Sends a weight to the device, where bitsandbytes quantises it if it is a matrix."""
+        """Send a weight to the device. If it is a matrix, bitsandbytes quantises it there."""
         whole = list[int]()
         if weight.type in BITSANDBYTES:
             whole = [self.process.hold(f"{weight.name} of {part.role}, not quantised yet", part.sent_bytes(weight))]
@@ -76,8 +76,7 @@ class PipelineRun:
         self.process.empty_cache()
 
     def bring(self, role: str) -> None:
-        """What happens before a component is called: accelerate's hook sends away the one before it of those that have
-        hooks."""
+        """Prepare a component's call: accelerate's hook unloads the previous component with a hook."""
         if self.request.offload != "model" or role not in self.moved:
             return
         for other in self.moved[: self.moved.index(role)][-1:]:
@@ -87,7 +86,7 @@ class PipelineRun:
             self.load(role)
 
     def call(self, role: str, **sizes: int) -> Tensor:
-        """Calls a recorded module; what it leaves. `sizes` may have more than its variables."""
+        """Call a recorded module, and return its output. `sizes` may have more than its variables."""
         self.bring(role)
         part, process = self.parts[role], self.process
         if role in self.request.on_cpu:
@@ -118,8 +117,8 @@ class PipelineRun:
         return scaled
 
     def decode(self, latents: Tensor) -> Tensor:
-        """``vae.decode(latents).sample``; or the same by vaemem, whose memory is not PyTorch's: the whole limit counts
-        while it runs, and the image comes as a tensor."""
+        """Play ``vae.decode(latents).sample``, or vaemem's decoder. Its memory is not PyTorch's: the whole limit counts
+        while it runs, and the image becomes a tensor."""
         request, dtype = self.request, self.parts["vae"].dtype
         self._count_vae("decode")
         if "vae" in request.on_cpu:
@@ -145,7 +144,7 @@ class PipelineRun:
         return vae
 
     def _count_vae(self, op: str) -> None:
-        """Counts the work of the VAE's call, whoever does it, and the memory that vaemem takes for it."""
+        """Count the work of the VAE's call, by any decoder, and the memory that vaemem allocates for it."""
         request, part = self.request, self.parts["vae"]
         dtype = "float32" if part.upcast and request.vae != "vaemem" else part.dtype
         flops, attended, moved = vae_counts(
@@ -163,7 +162,7 @@ class PipelineRun:
         return result
 
     def _upcast(self, vae: LoadedVAE, dtype: str, first: str | None = None) -> None:
-        """Converts the weights of a VAE that is upcast for its call."""
+        """Convert the weights of a VAE that is upcast for its call."""
         if self.parts["vae"].upcast:
             self.process.convert(vae, dtype, first)
 
@@ -176,7 +175,7 @@ class PipelineRun:
         return request.batch, channels, request.height // VAE_STRIDE, request.width // VAE_STRIDE
 
     def tensor(self, name: str, shape: Sequence[int], dtype: str | None = None) -> Tensor:
-        """A new tensor, in the denoiser's dtype by default."""
+        """Create a tensor, in the denoiser's dtype by default."""
         dtype = dtype or self.request.dtype
         size = math.prod(shape) * programs.DTYPE_BYTES[dtype]
         address = self.process.hold(name, size)
@@ -187,8 +186,8 @@ class PipelineRun:
 
     @contextlib.contextmanager
     def phase(self, name: str, first: str | None = None) -> Iterator[None]:
-        """A phase begins when the component that it calls `first` is there: the one before has then gone, where it
-        goes. It ends with a reading of the counters."""
+        """Begin a phase once its `first` component is on the device; any earlier component to unload is then gone.
+        Read the counters at the end."""
         if first:
             self.bring(first)
         self.process.reset_peak()
@@ -196,13 +195,13 @@ class PipelineRun:
         self.process.read(name=name)
 
     def phases_on(self, process: SimulatedProcess) -> tuple[Phase, ...]:
-        """The phases that a process went through: this run's, or one that repeats it on another device."""
+        """Return the phases of a process: this run's, or one that repeats it on another device."""
         # The process names a VAE's weights after the model.
         names = {f"weights of {part.component}": f"weights of {role}" for role, part in self.parts.items()}
         return tuple(Phase.read(process, number, names) for number in range(len(process.readings)))
 
     def steps(self, count: int) -> Iterator[int]:
-        """Plays the first steps of a loop. The last one played stands for those that follow it."""
+        """Play the first steps of a loop. The last one played represents all later steps."""
         played = min(count, PLAYED_STEPS)
         for step in range(played):
             self.process.count_times(count - step if step == played - 1 else 1)
@@ -210,13 +209,13 @@ class PipelineRun:
         self.process.count_times(1)
 
     def timeline(self) -> Iterator[Moment]:
-        """Every call step by step; names begin with the role."""
+        """List every call step by step; names begin with the role."""
         for role, (trace, allocated, reserved) in self.calls:
             yield from moments(trace, allocated, reserved, f"{role}.")
 
 
 def play_pipeline(request: PipelineRequest, workspace: Any = None) -> PipelineRun:
-    """A fresh process, as `Request.start` makes it, runs the pipeline where there is room."""
+    """Run the pipeline, with room for it, on a fresh process as `Request.start` makes it."""
     run = PipelineRun(request, request.start(workspace))
     PHASES[request.pipeline.class_name](run)
     return run

@@ -1,4 +1,4 @@
-"""A formula for a table: memory (or time) as a*H*W*e + b, with what it does not explain."""
+"""Fit a formula to a table: memory (or time) as a*H*W*e + b, with the residuals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FitRow(NamedTuple):
     measured: float
     fitted: float
     residual: float  # measured - fitted
-    error: float | None  # fitted / measured - 1: positive where the formula says too much; None if measured is 0
+    error: float | None  # fitted / measured - 1: positive if the formula is too high; None if measured is 0
     constant: float  # measured / (H*W*e): what a formula without b would need for this row
 
 
@@ -99,7 +99,7 @@ class FittedLine:
         return max(row.constant for row in self.rows)
 
     def predict(self, height: int, width: int, dtype: str | None = None) -> float:
-        """The formula's value at a size.
+        """Return the formula's value at a size.
 
         Parameters
         ----------
@@ -130,7 +130,7 @@ class FittedLine:
         return round(value) if self.quantile is None else math.ceil(value)
 
     def python(self) -> str:
-        """A Python function of height, width and element_bytes that gives what `predict` gives (needs `math`)."""
+        """Write `predict` as a Python function of height, width and element_bytes (needs `math`)."""
         call = "" if self.target == "seconds" else "round" if self.quantile is None else "math.ceil"
         function = re.sub(r"\W+", "_", f"{self.name}_{self.target}")
         function = f"_{function}" if function[0].isdigit() else function
@@ -141,13 +141,13 @@ class FittedLine:
         )
 
     def latex(self) -> str:
-        """The formula as a LaTeX equation body, standard errors included."""
+        """Return the formula as a LaTeX equation body, standard errors included."""
         names = rf"{self.target.removesuffix('_bytes')}, {self.name}".replace("_", r"\_")
         b = f"{'-' if self.b < 0 else '+'} {_pm(abs(self.b), self.b_error)}"
         return rf"M_{{\text{{{names}}}}} &= {_pm(self.a, self.a_error)}\,H W e {b}"
 
     def json(self) -> str:
-        """The formula with its rows as a JSON object."""
+        """Return the formula with its rows as a JSON object."""
         return json.dumps(self._dict(), ensure_ascii=False, indent=1)
 
     def _dict(self) -> dict[str, Any]:
@@ -187,7 +187,7 @@ class FittedLine:
         return f"{self._repr_latex_()}\n\n{self._summary()}\n\n{grid}"
 
     def _grid(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """Header and cells: a line a row."""
+        """Make header and cells: one line per row."""
         unit, show = ("MiB", mib) if self.target != "seconds" else ("s", "{:.3f}".format)
         header = ("size", "dtype", f"table {unit}", f"fitted {unit}", f"residual {unit}", "error", "per H*W*e")
         return header, [
@@ -226,7 +226,7 @@ class Fit(Sequence[FittedLine]):
         return self.formulas[index]
 
     def find(self, **key: object) -> FittedLine:
-        """The one formula with the given values of `KEY`; ValueError where there is none, or several."""
+        """Find the only formula with the given values of `KEY`; ValueError if there is none, or several."""
         unknown = [name for name in key if name not in KEY]
         if unknown:
             raise ArgumentError("key", f"names out of {', '.join(KEY)}", ", ".join(unknown))
@@ -244,7 +244,7 @@ class Fit(Sequence[FittedLine]):
         return self.find(**key).predict(height, width, dtype)
 
     def python(self) -> str:
-        """The formulas as a Python module."""
+        """Return the formulas as a Python module."""
         return "import math\n\n\n" + "\n\n".join(formula.python() for formula in self.formulas)
 
     def latex(self) -> str:
@@ -252,7 +252,7 @@ class Fit(Sequence[FittedLine]):
         return "\\begin{align}\n" + " \\\\\n".join(formula.latex() for formula in self.formulas) + "\n\\end{align}"
 
     def json(self) -> str:
-        """The formulas with their rows as a JSON object."""
+        """Return the formulas with their rows as a JSON object."""
         formulas = [formula._dict() for formula in self.formulas]
         whole = {"target": self.target, "quantile": self.quantile, "formulas": formulas}
         return json.dumps(whole, ensure_ascii=False, indent=1)
@@ -261,7 +261,7 @@ class Fit(Sequence[FittedLine]):
         return "\n\n".join([*map(str, self.formulas), *self._notes()])
 
     def _notes(self) -> list[str]:
-        """What was left out, in a sentence."""
+        """Name the left-out rows, in one sentence."""
         lacking = [row for row in self.left_out if row[self.target] is None]
         alone = [_one_size(as_ran(row)) for row in self.left_out if row[self.target] is not None]
         said = [f"{len(lacking)} without {self.target}"] if lacking else []
@@ -312,7 +312,7 @@ def fit(
     ------
     ValueError
         Unknown target or quantile, an empty table, a row that lacks a value that is needed, no row with the target, or
-        no group with two distinct H*W*e, which a line needs. A group of one size is left out beside others.
+        no group with two distinct H*W*e, which a line needs. A group of one size is left out if others remain.
 
     Notes
     -----
@@ -351,7 +351,7 @@ def fit(
 
 
 def _sizes(rows: Sequence[Row]) -> list[int]:
-    """H*W*e of each."""
+    """Compute H*W*e of each."""
     widths = (ELEMENT_BYTES[meant("dtype", row["dtype"], ELEMENT_BYTES)] for row in rows)
     return [row["height"] * row["width"] * e for row, e in zip(rows, widths, strict=True)]
 
@@ -361,7 +361,7 @@ def _one_size(row: Row) -> str:
 
 
 def _common_key(rows: Sequence[Row]) -> Row:
-    """What rows have in common of `KEY`; None for what they differ in."""
+    """Return the common values of `KEY` in rows; None for a column in which they differ."""
     return {name: rows[0][name] if len({row[name] for row in rows}) == 1 else None for name in KEY}
 
 
@@ -400,7 +400,7 @@ def _least_squares(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
 
 
 def _quantile_line(x: np.ndarray, y: np.ndarray, quantile: float) -> tuple[float, float]:
-    """The line a*x + b with the least pinball loss; for quantile 1 none of y may lie above it.
+    """Fit the line a*x + b with the least pinball loss; for quantile 1 no y may lie above it.
 
     As a linear program: y = a*x + b + above - below, minimise quantile * sum(above) + (1 - quantile) * sum(below).
     """
@@ -413,7 +413,7 @@ def _quantile_line(x: np.ndarray, y: np.ndarray, quantile: float) -> tuple[float
     if found.status != 0:
         raise ArgumentError("quantile", "", f"no line was found ({found.message})")
     a, b = float(found.x[0]) * y_scale / x_scale, float(found.x[1]) * y_scale
-    # What rounding left above the line is taken into b, so that quantile 1 is a bound.
+    # Add the remainder above the line, left by rounding, to b: quantile 1 is then a bound.
     return a, b + max(0.0, float((y - (a * x + b)).max())) if quantile == 1 else b
 
 
@@ -422,7 +422,7 @@ def _percent(error: float | None) -> str:
 
 
 def _interval(value: float, error: float | None, unit: float) -> str:
-    """With two digits of the standard error; less than a millionth is not shown."""
+    """Format with two digits of the standard error; omit errors below a millionth."""
     if error is None:
         return f"{value / unit:.5g}"
     digits = min(6, max(0, 1 - math.floor(math.log10(error / unit)))) if error else 6
