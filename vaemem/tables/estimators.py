@@ -1,4 +1,4 @@
-"""What people ship to estimate a VAE's memory, and how far each is from measured rows."""
+"""Published estimators of a VAE's memory, and their errors on measured rows."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Estimator:
-    """A named estimate of the memory that a run takes above its weights.
+    """A named estimate of a run's memory above its weights.
 
     Attributes
     ----------
@@ -75,7 +75,7 @@ class Estimator:
 
 
 def pixels(row: Row) -> int:
-    """How many pixels a row's image has."""
+    """Count the pixels of a row's image."""
     return int(row["height"] * row["width"])
 
 
@@ -85,17 +85,17 @@ _SHOWN = (
     *("model", "op", "phase", "height", "width", "batch", "tokens", "dtype", "tile", "tile_overlap", "runtime"),
     *("device", "group"),
 )
-# What tells the rows that errors are summed up for.
+# Columns by which errors are grouped.
 _GROUP = ("model", "op", "dtype", "tile", "tile_overlap")
 
 
 def series_of(row: Row) -> tuple[Any, ...]:
-    """What rows have in common that differ in their size alone."""
+    """Return the common key of rows that differ only in size."""
     return tuple(_SERIES(as_ran(row)))
 
 
 def in_tiles_untold(row: Row) -> bool:
-    """Whether a row ran in tiles although its op does not say so."""
+    """Tell whether a row ran in tiles although its op does not say so."""
     return in_tiles(row) and not str(row["op"]).endswith("_tiled")
 
 
@@ -126,20 +126,20 @@ SHIPPED: Mapping[str, Mapping[str, float]] = {
 
 
 def _by_constant(constants: _Constants, row: Row) -> int | None:
-    """H*W*e times the constant of the model's op; None where the op has none, or the dtype no known width."""
+    """Return H*W*e times the constant of the model's op; None if it has none, or if the dtype's width is unknown."""
     own = constants.get(row["model"], constants[""])
     constant, element = own.get(row["op"].removesuffix("_tiled")), ELEMENT_BYTES.get(row["dtype"])
     return constant * pixels(row) * element if constant and element else None
 
 
 def _comfyui(row: Row) -> int | None:
-    """For a decode in tiles, ComfyUI reserves a tile; for an encode the whole image, which is no estimate of tiles."""
+    """Reserve one tile for a tiled decode, as ComfyUI; for an encode the whole image, no estimate of tiles."""
     tile = {}
     if in_tiles(row):
         if row["op"] != "decode_tiled" or not row.get("tile"):
             return None
         tile = {side: min(row[side], row["tile"]) for side in ("height", "width")}
-    # A batch goes through in as many images at once as fit.
+    # A batch runs in groups of as many images as fit.
     one = _by_constant(_COMFYUI, row | tile)
     return one and one * _images(row)
 
@@ -149,7 +149,7 @@ def _invokeai(row: Row) -> float | None:
     is_sd, is_qwen = model in ("sd15", "sdxl", "playground-v2.5"), model == "qwen-image"
     is_wan = model in (WAN, "wan2.2")
     if _images(row) > 1 or model.startswith("flux2") or (is_tiled and not (is_sd or is_qwen or is_wan)):
-        return None  # knows no batch, nothing of FLUX.2, and no tiles but theirs
+        return None  # supports no batch, no FLUX.2, and no tiles but its own
     if is_tiled and not row.get("tile"):
         return None
     estimate = _by_constant(_INVOKEAI, row | ({"height": row["tile"], "width": row["tile"]} if is_tiled else {}))
@@ -169,7 +169,7 @@ SD15_AVERAGE_CHANNELS = 745
 
 
 def sd15_equation(height: int, width: int, prompt_tokens: int = 77) -> dict[str, float]:
-    """A published equation for a whole run of Stable Diffusion 1.5 in float16, term by term.
+    """Evaluate a published equation for a whole run of Stable Diffusion 1.5 in float16, term by term.
 
     Parameters
     ----------
@@ -200,7 +200,7 @@ def sd15_equation(height: int, width: int, prompt_tokens: int = 77) -> dict[str,
 
 
 def _sd15_equation(row: Row) -> float | None:
-    """The equation is for one image in numbers of 2 bytes."""
+    """Apply the equation to one image in numbers of 2 bytes."""
     is_asked = (row["model"], row["op"], ELEMENT_BYTES.get(row["dtype"]), _images(row)) == ("sd15", "pipeline", 2, 1)
     if not is_asked or row.get("phase") not in (None, "whole"):
         return None
@@ -213,7 +213,7 @@ def _mlx_im2col(row: Row) -> int | None:
 
 
 def _sd_cpp(conv_direct: bool, row: Row) -> int | None:
-    """The graph runs in one type, whatever the weights are, and on one image at a time."""
+    """Estimate the graph. It runs in one type for any weights, and on one image at a time."""
     sides = row["height"], row["width"]
     if row["op"] not in OPS or row["model"] not in LATENT_CHANNELS or _images(row) > 1 or any(s % 8 for s in sides):
         return None
@@ -254,7 +254,7 @@ ESTIMATORS: dict[str, Estimator] = {
 
 
 class ComparedRow(NamedTuple):
-    """A row and what one estimator says of it. `error` is estimate / measured - 1: positive where it says too much."""
+    """A row and one estimate of it. `error` is estimate / measured - 1: positive if the estimate is too high."""
 
     row: Row
     estimator: str
@@ -267,8 +267,8 @@ class GroupError(NamedTuple):
     """The errors of one estimator on the rows of one model, op, dtype and tile (model None: of all), as fractions of
     the measured. The op is the one that ran: a tiled one if the image was cut.
 
-    `worst_over` and `worst_under` are 0 where the estimator never says too much, or too little; `lowest` and
-    `highest` are the signed errors' range.
+    `worst_over` and `worst_under` are 0 if no estimate is too high, or too low. `lowest` and `highest` are the range of
+    the signed errors.
     """
 
     estimator: str
@@ -286,7 +286,7 @@ class GroupError(NamedTuple):
 
 
 class Comparison:
-    """Estimators beside the rows of a table: what `vaemem.compare` gives. Printing it shows the errors.
+    """Estimators compared with the rows of a table, as `vaemem.compare` returns them. Printing it shows the errors.
 
     Attributes
     ----------
@@ -319,8 +319,8 @@ class Comparison:
         self, estimator: str, model: str | None = None, op: str | None = None, dtype: str | None = None,
         tile: int | None = None, tile_overlap: float | None = None,
     ) -> GroupError:  # fmt: skip
-        """The errors of one estimator on one model, op, dtype and tile, or on all rows. The tile may be left out if all
-        rows have the same. ValueError if the estimator applies to none, or if several tiles are meant."""
+        """Find one estimator's errors on one model, op, dtype and tile, or on all rows. Leave out the tile if all rows
+        have the same. ValueError if the estimator applies to no row, or if several tiles match."""
         found = [
             group
             for group in self.groups
@@ -406,14 +406,14 @@ class Comparison:
 
 
 def compare(table: Table, estimators: Any = None, target: str = "reserved_bytes") -> Comparison:
-    """How far estimators are from the rows of a table.
+    """Compute the errors of estimators on the rows of a table.
 
     Parameters
     ----------
     table : Table, pandas.DataFrame or iterable of mappings
         Rows need model, op, height, width, dtype and the target.
     estimators : name, estimator, or list or dict of them, optional
-        By default everything in ``vaemem.ESTIMATORS``. An estimator is a name in there, a `Fit` or one of its formulas,
+        By default everything in ``vaemem.ESTIMATORS``. An estimator is one of its names, a `Fit`, one of its formulas,
         any function of a row (a dict) that gives bytes or None, or `vaemem.predict` itself (also as a
         ``functools.partial`` with a gpu or versions). The keys of a dict are the names shown.
     target : str
@@ -522,7 +522,7 @@ def _estimator(name: str | None, given: Any, target: str) -> Estimator:
 
 
 def _fitted(formulas: Fit, row: Row) -> float | None:
-    """The formula of the row's model and op, fitted to its dtype; what either side leaves open matches."""
+    """Return the formula of the row's model and op, fitted to its dtype. A value open on either side matches."""
 
     def suits(formula: FittedLine) -> bool:
         pairs = [(name, getattr(formula, name), row[name]) for name in KEY]
@@ -536,8 +536,8 @@ def _fitted(formulas: Fit, row: Row) -> float | None:
 
 
 def _predicted(predict: Callable[..., Any], row: Row) -> Any:
-    """`vaemem.predict` asked for the row; what the row does not say, and what a partial has bound, stays as it is.
-    None of a run in tiles that does not say which."""
+    """Call `vaemem.predict` for the row. Values missing in the row, or bound by a partial, stay unchanged. Return None
+    for a tiled run without the tile's side."""
     bound = predict.keywords if isinstance(predict, functools.partial) else {}
     if row["runtime"] == "vaemem":
         return None  # predicts PyTorch's VAEs, not this engine
@@ -549,7 +549,7 @@ def _predicted(predict: Callable[..., Any], row: Row) -> Any:
         return None
     known = inspect.signature(predict).parameters.keys() - bound
     asked = {name: value for name, value in said.items() if name in known and value is not None}
-    if row["source"] == "predicted" and row["weights_bytes"]:  # weights may have been of another type than the run
+    if row["source"] == "predicted" and row["weights_bytes"]:  # weights may have another type than the run
         usual = predict(**{name: value for name, value in asked.items() if name != "dtype"})
         if all(getattr(usual, name, None) == row[name] for name in ("dtype", "weights_bytes")):
             return usual
@@ -557,7 +557,7 @@ def _predicted(predict: Callable[..., Any], row: Row) -> Any:
 
 
 def _pipeline_row(row: Row, bound: Mapping[str, Any]) -> Row | None:
-    """The row of the same phase as `predict_pipeline` has it; None of what it does not know, or a row does not say."""
+    """Return the row of the same phase from `predict_pipeline`; None if it is unknown, or the row is incomplete."""
     from vaemem.pipelines.components import PIPELINES
     from vaemem.pipelines.predict_pipeline import predict_pipeline  # half of this package's import
 

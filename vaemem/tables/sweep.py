@@ -275,7 +275,7 @@ def _runs(
     wanted: Sequence[tuple[str | VAE, str]], cases: Sequence[Case], device: str, precision: str, repeats: int,
     progress: Progress, memory_limit: Limit,
 ) -> Iterator[Row]:  # fmt: skip
-    """The engine's rows; with 0 repeats they are estimates."""
+    """Yield the engine's rows; with 0 repeats they are estimates."""
     done, work = 0, len(wanted) * repeats * sum(case.work for case in cases)
     with polling(progress if repeats else None, "sweep", total=work, bar_format=BAR) as poll:
         for model, dtype in wanted:
@@ -286,7 +286,7 @@ def _runs(
                     yield _row(vae, case, "estimated", plan, memory_limit is not None)
                     continue
                 data, runs = _input(vae, case), list[Any]()
-                vae.trim()  # or a larger case's arena would count as this one's
+                vae.trim()  # otherwise a larger case's arena would count here
                 for _ in range(repeats):
                     tell = poll and functools.partial(_tell, poll, done, case.work, work)
                     getattr(vae, case.op)(data, progress=tell, memory_limit=memory_limit)
@@ -306,7 +306,7 @@ def _tell(poll: Callable[[int, int], object], before: int, part: int, work: int,
 
 @functools.cache
 def _predictor(op: str) -> tuple[Callable[..., Any], frozenset[str]]:
-    """The function that predicts an op, and the names of its arguments that a sweep hands on."""
+    """Return the function that predicts an op, and the argument names that a sweep passes to it."""
     predictor: Callable[..., Any] = predict
     if op == "pipeline":
         from vaemem.pipelines.predict_pipeline import predict_pipeline  # half of this package's import
@@ -317,7 +317,7 @@ def _predictor(op: str) -> tuple[Callable[..., Any], frozenset[str]]:
 
 
 def _predictions(asked: Sequence[Any], progress: Progress, others: Mapping[str, Any]) -> Iterator[Row]:
-    """PyTorch's rows. asked: (model, card, dtype, (case, the arguments of this case alone))."""
+    """Yield PyTorch's rows. asked: (model, card, dtype, (case, arguments of this case only))."""
     done, work = 0, sum(case.work for *_, (case, _) in asked)
     with polling(progress, "sweep", total=work, bar_format=BAR) as poll:
         for model, gpu, dtype, (case, options) in asked:

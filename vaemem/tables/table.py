@@ -1,4 +1,4 @@
-"""The one table that everything in vaemem reads and writes: a row is one run of one model at one size."""
+"""The table that all of vaemem reads and writes: a row is one run of one model at one size."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ COLUMNS: tuple[str, ...] = tuple(column.name for column in SCHEMA)
 BYTE_COLUMNS = tuple(column.name for column in SCHEMA if column.kind == "bytes")
 _KIND = {column.name: column.kind for column in SCHEMA}
 _FLOATS = ("seconds", "ratio")
-_REPR = reprlib.Repr()  # what came may be anything, of any size and depth
+_REPR = reprlib.Repr()  # values may be of any type, size and depth
 
-# The published benchmark that the project starts from has its own columns: PyTorch, measured, batch 1. It cuts tiles of
-# one side, and does not say which of its encodes ran in them.
+# The published benchmark has its own columns: PyTorch, measured, batch 1. It cuts tiles of one side, and does not say
+# which of its encodes ran in them.
 _BENCHMARK_COLUMNS = {"allocated_mib": "allocated_bytes", "reserved_mib": "reserved_bytes", "time_s": "seconds"}
 _BENCHMARK_MODELS = {
     "FLUX": {"model": "flux", "runtime": "bfl"},
@@ -83,7 +83,7 @@ _BENCHMARK_TILES = {"tile": BENCHMARK_TILE, "tile_overlap": 0.25}
 
 
 def _value(name: str, value: Any) -> object:
-    """`value` as column `name` keeps it (missing: None); ValueError that names the column."""
+    """Convert `value` for column `name` (missing: None); a ValueError names the column."""
     kind = _KIND[name]
     if value is None or (isinstance(value, str) and not value):
         return None
@@ -127,7 +127,7 @@ def _row(values: Mapping[str, object]) -> Row:
 
 
 def _parse(name: str, text: str) -> tuple[str, object]:
-    """A CSV field as a column and its value: a whole number, seconds or text. MiB become whole bytes."""
+    """Parse a CSV field to a column and its value: a whole number, seconds or text. MiB become whole bytes."""
     column, is_mib = _BENCHMARK_COLUMNS.get(name, name), name.endswith("_mib")
     kind = "ratio" if is_mib else _KIND[column]
     if not text or kind == "text":
@@ -140,7 +140,7 @@ def _parse(name: str, text: str) -> tuple[str, object]:
 
 
 def in_tiles(row: Mapping[str, Any]) -> bool:
-    """Whether a run cut its image: a tile of the side that the row says is smaller. If it says none, its op tells."""
+    """Tell whether a run cut its image, by the tile's side in the row; if it has none, by its op."""
     height, width, tile = (row.get(name) for name in ("height", "width", "tile"))
     if height and width and tile:
         return bool(max(height, width) > tile)
@@ -148,36 +148,35 @@ def in_tiles(row: Mapping[str, Any]) -> bool:
 
 
 def as_ran(row: Mapping[str, Any]) -> Row:
-    """A VAE's row under the op that ran: a tiled one if the image was cut, otherwise the whole image's, without tiles.
-    Rows are compared and grouped so."""
+    """Return a VAE's row under the op that ran: tiled if the image was cut, otherwise the whole image's, without tiles.
+    Rows are compared and grouped this way."""
     if row["op"] not in TILED_OPS:
         return dict(row)
     op = row["op"].removesuffix("_tiled")
     return {**row, "op": f"{op}_tiled"} if in_tiles(row) else {**row, "op": op, "tile": None, "tile_overlap": None}
 
 
-# Columns that only some runs have, and how values stand in a name.
+# Columns that only some runs have, and the form of their values in a name.
 _OF_SOME = ("phase", "tile", "tile_overlap")
 _WORDS = {"tile": "tile {}", "tile_overlap": "overlap {:g}", "batch": "batch {}", "tokens": "tokens {}"}
 
 
 def differing(rows: Iterable[Mapping[str, Any]], names: Iterable[str]) -> list[str]:
-    """The columns in which rows differ. A column that only some runs have counts if those differ in it."""
+    """List the columns in which rows differ. A column that only some runs have counts if they differ in it."""
     rows = list(rows)
     found = {name: {row[name] for row in rows} - ({None} if name in _OF_SOME else set()) for name in names}
     return [name for name, values in found.items() if len(values) > 1]
 
 
 def in_words(row: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """A row's values in columns, as they stand in a name: ``"tile 512"``. A column that only some runs have is left out
-    of the others."""
+    """Format a row's values for a name: ``"tile 512"``. Leave out a column that only other runs have."""
     told = [name for name in names if row[name] is not None or name not in _OF_SOME]
     return ["-" if row[name] is None else _WORDS.get(name, "{}").format(row[name]) for name in told]
 
 
 def _with_benchmark_tiles(rows: Sequence[Row]) -> None:
-    """Gives the benchmark's rows the tiles that they ran in. Its encodes do not say it, since it left tiling on by
-    mistake, but their allocated bytes do: they do not grow with the pixels.
+    """Add the tiles in which the benchmark's rows ran. It left tiling on by mistake, so its encodes do not name tiles.
+    But their allocated bytes show them: they do not grow with the pixels.
 
     In the same series a row of at most half the pixels took as much, up to the fourth root of the pixels' ratio. A
     whole image's bytes grow in proportion; what cuDNN chooses for one size or another moves them by 1.4 at most, where
@@ -278,7 +277,7 @@ class Table(Sequence[Row]):
         return Table([*self._rows, *other._rows]) if isinstance(other, Table) else NotImplemented
 
     def filter(self, where: Callable[[Row], object] | None = None, /, **equals: object) -> Table:
-        """The rows that hold the given values.
+        """Select the rows with the given values.
 
         Parameters
         ----------
@@ -412,7 +411,7 @@ class Table(Sequence[Row]):
             return cls(rows)
 
     def to_markdown(self) -> str:
-        """What `print` shows, as a Markdown table with every column that holds anything.
+        """Format as `print` does, as a Markdown table with every column that has a value.
 
         Examples
         --------
@@ -422,7 +421,7 @@ class Table(Sequence[Row]):
         return render(*self._shown(), markdown=True)
 
     def to_pandas(self) -> pandas.DataFrame:
-        """The table as a pandas.DataFrame with one column for each of the schema's.
+        """Convert to a pandas.DataFrame with every column of the schema.
 
         Numbers are int64 and float64; a column that lacks some has pandas' nullable Int64 or Float64, so that bytes
         stay whole. Needs pandas (``pip install 'vaemem[table]'``).
@@ -444,7 +443,7 @@ class Table(Sequence[Row]):
 
     @classmethod
     def from_pandas(cls, frame: pandas.DataFrame) -> Table:
-        """``Table(frame)``, which takes nothing but a pandas.DataFrame. Raises ValueError.
+        """Make ``Table(frame)``; ValueError for anything but a pandas.DataFrame.
 
         Examples
         --------
@@ -459,7 +458,7 @@ class Table(Sequence[Row]):
 
     @staticmethod
     def describe() -> str:
-        """What each column means, as aligned text.
+        """Explain each column, in aligned text.
 
         Examples
         --------
@@ -471,9 +470,9 @@ class Table(Sequence[Row]):
         return render(("column", "kind", "meaning"), SCHEMA)
 
     def _shown(self, left_out: Container[str] = ()) -> tuple[list[str], list[list[str]]]:
-        """Header and cells of the columns that hold anything, but for the long versions; bytes as MiB, seconds with
-        their band; the middle of a long table left out."""
-        hidden = ("versions", "seconds_low", "seconds_high")  # the last two stand beside the seconds
+        """Make header and cells of the columns with values, without the long versions. Bytes are in MiB, seconds with
+        their band. Leave out the middle of a long table."""
+        hidden = ("versions", "seconds_low", "seconds_high")  # the last two are shown with the seconds
         held = [name for name in COLUMNS if name not in hidden and any(row[name] is not None for row in self._rows)]
         shown = [name for name in held if name not in left_out]
         rows = self._rows if len(self) <= 24 else [*self._rows[:10], {}, *self._rows[-10:]]
@@ -481,7 +480,7 @@ class Table(Sequence[Row]):
         return header, [[_cell(name, row[name]) + _band(name, row) if row else "…" for name in shown] for row in rows]
 
     def _captioned(self) -> tuple[list[str], tuple[list[str], list[list[str]]]]:
-        """Lines above a table, and that: what ran, but for its size, is said once where several rows have the same."""
+        """Return caption lines and a table: values common to several rows, but not sizes, are in the caption."""
         sizes = ("height", "width", "versions")
         kinds = [name for name in COLUMNS if _KIND[name] in ("text", "count") and name not in sizes]
         found = {name: {row[name] for row in self._rows} for name in kinds if len(self) > 1}
@@ -500,7 +499,7 @@ class Table(Sequence[Row]):
 
 
 def seed_table() -> Table:
-    """The published PyTorch benchmark that comes with vaemem: what predictions are checked against.
+    """Load the published PyTorch benchmark that comes with vaemem. Predictions are checked against it.
 
     Returns
     -------
@@ -518,7 +517,7 @@ def seed_table() -> Table:
 
 
 def check_complete(table: Table, target: str) -> None:
-    """ValueError that names the first row which does not say what it is a run of, or lacks the target."""
+    """Raise a ValueError that names the first row without a complete run, or without the target."""
     for i, row in enumerate(table):
         lacking = [name for name in ("model", "op", "height", "width", "dtype", target) if row[name] is None]
         if lacking:
@@ -526,7 +525,7 @@ def check_complete(table: Table, target: str) -> None:
 
 
 def _band(name: str, row: Mapping[str, Any]) -> str:
-    """What the cell of predicted seconds says beside them."""
+    """Format the band in the cell of predicted seconds."""
     low, high = row["seconds_low"], row["seconds_high"]
     return f" ({low:.2g} to {high:.2g})" if name == "seconds" and low is not None and high is not None else ""
 
@@ -535,7 +534,7 @@ def _cell(name: str, value: Any) -> str:
     if value is None:
         return ""
     if name == "limit_bytes":
-        return f"{math.ceil(value * 100 / MIB) / 100:.2f}"  # never less: the number shown does as a limit
+        return f"{math.ceil(value * 100 / MIB) / 100:.2f}"  # rounded up: the number shown works as a limit
     if _KIND[name] == "bytes":
         return mib(value)
     if _KIND[name] in _FLOATS:
@@ -545,7 +544,7 @@ def _cell(name: str, value: Any) -> str:
 
 
 def _read(file: str | os.PathLike[str] | IO[Any]) -> tuple[str, str]:
-    """The text of a path, or of an open file of text or bytes, and its name for messages."""
+    """Read the text of a path, or of an open file of text or bytes; return it with a name for messages."""
     if isinstance(file, str | os.PathLike):
         content, name = Path(file).read_bytes(), os.fspath(file)
     elif hasattr(file, "read"):
