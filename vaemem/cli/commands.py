@@ -42,7 +42,7 @@ _SOFTWARE = "memory os cudnn_version torch_version"
 _ENGINE_SWEEP = "models ops of_sizes dtypes batches device precision memory_limit"
 
 Action = Callable[[argparse.Namespace, dict[str, Any]], int | None]
-COMMANDS: dict[str, tuple[Action, str, str]] = {}  # what runs it, whose arguments it takes, its flags
+COMMANDS: dict[str, tuple[Action, str, str]] = {}  # its function, the source of its arguments, its flags
 
 
 def command(function: str, flags: str) -> Callable[[Action], Action]:
@@ -107,7 +107,7 @@ def _written(image: Any) -> dict[str, str]:
     known, pixel = image.registered_extensions(), image.new("RGB", (1, 1))
     formats = set()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of formats that Pillow is going to drop
+        warnings.simplefilter("ignore")  # about formats that Pillow will drop
         for name in set(known.values()):
             with contextlib.suppress(KeyError, ValueError, OSError):
                 saved(pixel.save, format=name)
@@ -412,7 +412,7 @@ def run_formula(args: argparse.Namespace, asked: dict[str, Any]) -> None:
 
     vaemem formula sdxl decode --gpu T4
     """
-    side = 1024  # the size that is answered first
+    side = 1024  # the size of the first answer
     of_pipeline = asked.keys() & {"components", "offload", "vae", "vae_memory_limit", "image", "guidance"}
     if args.op is None:
         found = vaemem.predict_pipeline(args.model, side, side, **asked).formula
@@ -435,7 +435,7 @@ def run_measure(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     vaemem measure sdxl 1024 --random
     """
     others = ["diffusers", "transformers", *["accelerate"] * (asked.get("offload", "none") != "none")]
-    need("torch", "measure", *others)  # all that is missing, at once
+    need("torch", "measure", *others)  # names all missing packages at once
     from vaemem import pytorch
     from vaemem.pipelines.components import PIPELINES, known_pipeline
     from vaemem.pipelines.pipeline_request import image_sides
@@ -465,7 +465,7 @@ def run_measure(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     return 1 if measured.out_of_memory_at else 0
 
 
-MOST_OF_A_MESSAGE = 1 << 20  # characters: the end of a log, where the message is
+MOST_OF_A_MESSAGE = 1 << 20  # characters at the end of a log, where the message is
 
 
 def _piped() -> str:

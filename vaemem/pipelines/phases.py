@@ -61,7 +61,7 @@ class _PhaseRun(Protocol):
 
 
 def play_stable_diffusion(run: _PhaseRun) -> None:
-    """StableDiffusionPipeline: SD 1.5."""
+    """Play StableDiffusionPipeline: SD 1.5."""
     q, v, (batch, *latent) = run.request, run.v, run.latent_shape
     _, h, w = latent
     calls = count_calls(q.tokens, CLIP_TOKENS)
@@ -102,7 +102,7 @@ def play_stable_diffusion(run: _PhaseRun) -> None:
 
 
 def play_stable_diffusion_xl(run: _PhaseRun) -> None:
-    """StableDiffusionXLPipeline: SDXL."""
+    """Play StableDiffusionXLPipeline: SDXL."""
     q, v, (batch, *latent) = run.request, run.v, run.latent_shape
     _, h, w = latent
     calls = count_calls(q.tokens, CLIP_TOKENS)
@@ -153,7 +153,7 @@ def play_stable_diffusion_xl(run: _PhaseRun) -> None:
 
 
 def play_flux(run: _PhaseRun) -> None:
-    """FluxPipeline: FLUX.1-dev, and FLUX.1-schnell, whose transformer has no guidance input."""
+    """Play FluxPipeline: FLUX.1-dev, and FLUX.1-schnell without a guidance input."""
     q, v, (batch, _, h, w) = run.request, run.v, run.latent_shape
 
     load_components(run)
@@ -190,7 +190,7 @@ def play_flux(run: _PhaseRun) -> None:
 
 
 def play_z_image(run: _PhaseRun) -> None:
-    """ZImagePipeline, which keeps latents in float32. Its transformer sees the prompt without the padding."""
+    """Play ZImagePipeline: it keeps latents in float32. Its transformer sees the prompt without the padding."""
     q, v, (batch, _, h, w) = run.request, run.v, run.latent_shape
 
     load_components(run)
@@ -219,7 +219,7 @@ def play_z_image(run: _PhaseRun) -> None:
 
 
 def play_flux2(run: _PhaseRun) -> None:
-    """Flux2Pipeline: FLUX.2-dev; and Flux2KleinPipeline, whose transformer has no guidance input."""
+    """Play Flux2Pipeline: FLUX.2-dev; and Flux2KleinPipeline without a guidance input."""
     q, v, (batch, _, h, w) = run.request, run.v, run.latent_shape
     calls = count_calls(q.tokens, MOST_SEQUENCE)
     tokens = calls * MOST_SEQUENCE
@@ -263,8 +263,8 @@ PHASES: Mapping[str, Callable[[_PhaseRun], None]] = {
 
 
 def load_components(run: _PhaseRun) -> None:
-    """``from_pretrained``, then ``to("cuda")`` or an offload. With everything on the CPU at first and offloaded, there
-    is no such phase: components come when they are called."""
+    """Play ``from_pretrained``, then ``to("cuda")`` or an offload. If everything starts on the CPU and is offloaded,
+    there is no such phase: components move to the device when they are called."""
     early = [role for role, part in run.parts.items() if part.place != PLACES[0]]  # by from_pretrained
     stay = [role for role in run.parts if role not in run.moved]
     if early or stay:
@@ -284,14 +284,14 @@ def first_encoder(run: _PhaseRun) -> str:
 
 
 def count_calls(tokens: int, most: int) -> int:
-    """How many calls of a text encoder a prompt needs. Each call takes `most` tokens, the last one with padding."""
+    """Count a text encoder's calls for a prompt. Each call takes `most` tokens, the last one with padding."""
     return -(-tokens // most)
 
 
 def encode_text(
     run: _PhaseRun, role: str, tokens: int, calls: int = 1, inputs: Sequence[str] = ("text_input_ids",)
 ) -> list[Tensor]:
-    """The text encoder's outputs for one prompt, one per call; empty if the encoder is missing."""
+    """Return the text encoder's outputs for one prompt, one per call; none if the encoder is missing."""
     outputs = []
     for _ in range(calls if role in run.parts else 0):
         given = [run.tensor(name, (1, tokens), "int64") for name in inputs]
@@ -301,14 +301,14 @@ def encode_text(
 
 
 def repeat(run: _PhaseRun, name: str, shape: Sequence[int], encoded: Sequence[Tensor]) -> Tensor:
-    """``prompt_embeds.repeat(...)`` for each image of the batch; the encoder's outputs go."""
+    """Play ``prompt_embeds.repeat(...)`` for each image of the batch; free the encoder's outputs."""
     repeated = run.tensor(name, shape)
     run.drop(*encoded)
     return repeated
 
 
 def encode_image(run: _PhaseRun) -> None:
-    """How image-to-image begins: the image's latents, and noise to add to them."""
+    """Begin image-to-image: make the image's latents, and noise to add to them."""
     q, v, dtype = run.request, run.v, run.parts["vae"].dtype
     v.init_image = run.tensor("init_image", (q.batch, 3, q.height, q.width), dtype)
     v.init_latents = run.encode(v.init_image)
@@ -316,7 +316,7 @@ def encode_image(run: _PhaseRun) -> None:
 
 
 def prepare_latents(run: _PhaseRun, dtype: str | None = None) -> None:
-    """``timesteps`` and ``latents``."""
+    """Make ``timesteps`` and ``latents``."""
     run.v.timesteps = run.tensor("timesteps", (run.request.steps,), "float32")
     run.v.latents = run.tensor("latents", run.latent_shape, dtype)
 
@@ -348,7 +348,7 @@ def decode_image(run: _PhaseRun) -> None:
 
 
 def postprocess(run: _PhaseRun, variable: str) -> None:
-    """``image_processor.postprocess``, which brings the variable's image from -1..1 to 0..1."""
+    """Play ``image_processor.postprocess``: it scales the variable's image from -1..1 to 0..1."""
     q, vae = run.request, run.parts["vae"]
     for name in () if "vae" in q.on_cpu else ("image * 0.5", "image * 0.5 + 0.5", "image, clamped"):
         dtype = "float32" if vae.upcast else vae.dtype
@@ -356,7 +356,7 @@ def postprocess(run: _PhaseRun, variable: str) -> None:
 
 
 def check_safety(run: _PhaseRun) -> None:
-    """``run_safety_checker``: the checker sees the picture at 224x224."""
+    """Play ``run_safety_checker``: the checker sees the picture at 224x224."""
     q, v, vae = run.request, run.v, run.parts["vae"]
     v.picture = v.image
     postprocess(run, "picture")

@@ -1,7 +1,7 @@
-"""Bytes that a model's weights take, by the type in which they are stored and by whose rule.
+"""Compute the bytes of a model's weights, by their stored type and the runtime's rule.
 
-A type alone says little: every runtime keeps some tensors from it, and each keeps others. `RULES` has what they do,
-each with its source; where a file is at hand, its own list of tensors takes a rule's place.
+A type alone is not enough: every runtime stores some tensors in other types, and each chooses others. `RULES` has these
+choices, each with its source. If a file is available, its own list of tensors replaces a rule.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ NF4_CODE, NESTED_CODE, OFFSET = 4 * 16, 4 * 256, 4  # float32: the values of 4 b
 
 
 def tensor_bytes(shape: Sequence[int], type: str) -> int:
-    """What a tensor takes.
+    """Compute a tensor's bytes.
 
     Parameters
     ----------
     shape : sequence of int
-        The last dimension is that of rows, in which ggml's types have their blocks.
+        The last dimension is the length of a row. Blocks of ggml's types lie within rows.
     type : str
         ``"float32"``, ``"float16"``, ``"bfloat16"``, ``"fp8"`` (e4m3); ``"int8"``, bitsandbytes' LLM.int8(), with a
         float32 scale a row; ``"nf4"`` of bitsandbytes, with a float32 scale for 64 numbers, and ``"nf4 double"``, whose
@@ -54,8 +54,8 @@ def tensor_bytes(shape: Sequence[int], type: str) -> int:
 
     Notes
     -----
-    With bitsandbytes each layer also has the table of the values that its 4 bits stand for (64 bytes, and with double
-    quantisation 1024 for the scales and their mean): they are counted.
+    With bitsandbytes each layer also has a table of the values of its 4 bits (64 bytes, and with double quantisation
+    1024 for the scales and their mean). It is counted.
 
     Examples
     --------
@@ -74,7 +74,7 @@ def tensor_bytes(shape: Sequence[int], type: str) -> int:
 
 
 def _pieces(shape: Sequence[int], type: str) -> tuple[int, ...]:
-    """Bytes of the tensors in which bitsandbytes keeps a matrix, in the order in which quantising makes them."""
+    """List the bytes of bitsandbytes' tensors for a matrix, in the order in which quantising makes them."""
     if len(shape) != 2:
         raise ArgumentError("shape", f"a matrix for {type}", str(tuple(shape)))
     numbers = math.prod(shape)
@@ -90,17 +90,17 @@ EMBEDDINGS = r"(^|\.)(embed_tokens|shared|token_embedding|position_embedding|rel
 
 
 class _Rule(NamedTuple):
-    """Which tensors take the type that is asked for. A dimension of 1 before the others does not count as one.
+    """The tensors that get the chosen type. A leading dimension of 1 does not count.
 
-    about: whose rule this is, and where it stands
-    types: those that it stores
+    about: the runtime, and the source of the rule
+    types: the types that it stores
     dims: numbers of dimensions of the tensors that it stores in them
-    keeps: what the names of others have in them, as diffusers and transformers and as the original files spell them
-    vectors, images: what tensors of one dimension, and of four, are kept in; None for what they come in
-    odd: the same of matrices whose rows are no multiple of the type's block
-    single: what the names have in them of those that are kept in float32
-    embeddings: the type of tables of embeddings, where smaller types are asked for
-    least: fewer numbers than this are kept in float32
+    keeps: parts of names of other tensors, as diffusers and transformers and as the original files spell them
+    vectors, images: types of tensors of one dimension, and of four; None for their original type
+    odd: the same for matrices if their rows are no multiple of the type's block
+    single: parts of names of tensors kept in float32
+    embeddings: the type of tables of embeddings if a smaller type is chosen
+    least: tensors with fewer numbers are kept in float32
     biases: whether a bias goes with its weight
     flat: whether blocks may run over the ends of rows
     """
@@ -119,7 +119,7 @@ class _Rule(NamedTuple):
     flat: bool = False
 
 
-# What FLUX's first and last layers are called.
+# Names of FLUX's first and last layers.
 _FLUX_ENDS = (
     r"img_in\.|txt_in\.|time_in\.|vector_in\.|guidance_in\.|final_layer\."
     r"|^x_embedder\.|^context_embedder\.|^time_text_embed\.|^norm_out\.|^proj_out\."
@@ -174,14 +174,14 @@ class Stored(NamedTuple):
 
     @property
     def pieces(self) -> tuple[int, ...]:
-        """Bytes of the tensors that hold it: several where bitsandbytes keeps scales beside the numbers."""
+        """List the bytes of its tensors: several if bitsandbytes keeps scales besides the numbers."""
         return _pieces(self.shape, self.type) if self.type in BITSANDBYTES else (self.bytes,)
 
 
 def stored(
     weights: Iterable[Sequence[Any]], type: str | None, rule: str | _Rule | list[Any], dtype: str = "bfloat16"
 ) -> list[Stored]:
-    """How a model's tensors are stored.
+    """List a model's tensors as they are stored.
 
     Parameters
     ----------
@@ -189,18 +189,18 @@ def stored(
         As diffusers and transformers name them, such as `vaemem.pipelines.programs.Recorded.weights`. A dtype other
         than ``"run"`` is the tensor's own, and stays.
     type : str or None
-        As `tensor_bytes` takes it, of those that the rule has; None with a file's list.
+        One of the rule's types, as for `tensor_bytes`; None with a file's list.
     rule : str, or list of (name, shape, type, bytes)
-        One of `RULES`; or the tensors of a file, as `vaemem.engine.weights.tensor_types` lists them, which are what
-        is stored then, under the file's own names.
+        One of `RULES`; or the tensors of a file, as `vaemem.engine.weights.tensor_types` lists them. These are then
+        returned, under the file's own names.
     dtype : str
-        The type of the tensors that the rule leaves as they are.
+        The type of the tensors that the rule does not change.
 
     Returns
     -------
     list of Stored
-        Tensors by name, shape, type and bytes. A tensor whose blocks run over the ends of rows has the shape of these
-        blocks' rows.
+        Tensors by name, shape, type and bytes. If blocks run over the ends of rows, the shape is that of the blocks'
+        rows.
 
     Raises
     ------
@@ -220,7 +220,7 @@ def stored(
         rule = RULES[rule]
     if isinstance(rule, list):
         listed = [Stored(name, tuple(shape), kind, size) for name, shape, kind, size in rule]
-        # Buffers of integers are the module's own: files do without them.
+        # Buffers of integers are the module's own: files omit them.
         buffers = [tensor for tensor in tensors if tensor.dtype == "int64"]
         numbers = sum(math.prod(tensor.shape) for tensor in tensors if tensor.dtype != "int64")
         have = sum(math.prod(tensor.shape) for tensor in listed)
@@ -239,7 +239,7 @@ def _as(tensor: Weight, type: str) -> Stored:
 
 
 def _store(tensor: Weight, shapes: dict[str, tuple[int, ...]], type: str, rule: _Rule, dtype: str) -> Stored:
-    """A tensor, stored as a rule says in the type that is asked for or another. shapes: of all tensors, by name."""
+    """Store a tensor by a rule, in the chosen type or another. shapes: of all tensors, by name."""
     name, shape, own = tensor
     if own != "run":
         return _as(tensor, own)

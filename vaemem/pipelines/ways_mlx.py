@@ -1,4 +1,4 @@
-"""What MLX takes to decode on Apple Silicon, as far as its sources say.
+"""Predict MLX's memory for decoding on Apple Silicon, as far as its sources show it.
 
 Weights, the tensors of each convolution and the work space that MLX's Metal backend makes for it are known: they are
 sizes in mlx/backend/metal/conv.cpp (read at 029bf18, of 2024, and at 846d176, of August 2026, which differ for none of
@@ -36,7 +36,7 @@ class MetalConv(NamedTuple):
 
 
 def workspace(conv: MetalConv, dtype: str, lowering: str = "mlx") -> int:
-    """Bytes that a convolution takes beside its input and output.
+    """Compute a convolution's bytes in addition to its input and output.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ def workspace(conv: MetalConv, dtype: str, lowering: str = "mlx") -> int:
 
 
 def convs(model: str, height: int, width: int) -> Iterator[MetalConv]:
-    """The decoder's convolutions in their order, each with the numbers that its block holds beside it."""
+    """List the decoder's convolutions in order, each with the numbers that its block holds in addition."""
     choose("model", model, _core.models())
     trace = _core.Trace.vae(_core.models()[model], "diffusers", "decode", "bfloat16", height, width)
     held = 0
@@ -85,7 +85,7 @@ def convs(model: str, height: int, width: int) -> Iterator[MetalConv]:
 
 
 class _LeastDecode(NamedTuple):
-    """The least that a decode takes beside weights: bytes of its work space and in all, and at which convolution."""
+    """The least memory of a decode without weights: bytes of work space and in all, and the convolution."""
 
     at: str
     workspace: int
@@ -93,7 +93,7 @@ class _LeastDecode(NamedTuple):
 
 
 def decode(model: str, height: int, width: int, dtype: str = "bfloat16", lowering: str = "mlx") -> _LeastDecode:
-    """The least that MLX takes to decode one image, weights left out.
+    """Compute the least memory for MLX to decode one image, without weights.
 
     Parameters
     ----------
@@ -102,7 +102,7 @@ def decode(model: str, height: int, width: int, dtype: str = "bfloat16", lowerin
     height, width : int
         The image's size, in pixels.
     dtype : {"bfloat16", "float16", "float32"}
-        The type of latents and weights: where one of them is float32, MLX promotes what it computes to float32.
+        The type of latents and weights. If one of them is float32, MLX promotes its computation to float32.
     lowering : {"mlx", "im2col"}
 
     Returns
@@ -123,7 +123,7 @@ def decode(model: str, height: int, width: int, dtype: str = "bfloat16", lowerin
         found.append(_LeastDecode(conv.name, own, total))
     arch = _core.models()[model]
     if arch["mid_block_add_attention"]:
-        # Scores of every pixel with every other, beside queries, keys, values and the block's input.
+        # Scores of every pixel with every other, plus queries, keys, values and the block's input.
         blocks = arch.get("decoder_block_out_channels", arch["block_out_channels"])
         pixels = (height * width) >> (2 * (len(blocks) - 1))
         scores = element * pixels * pixels
@@ -158,7 +158,7 @@ TILE = 512  # pixels of a tile's side
 
 
 def vae_bytes(model: str, parts: str, dtype: str) -> int:
-    """What a VAE's weights take, or one half's.
+    """Compute the bytes of a VAE's weights, or of one half's.
 
     Examples
     --------
@@ -171,9 +171,9 @@ def vae_bytes(model: str, parts: str, dtype: str) -> int:
 
 
 def mlx_ways(model: str, height: int, width: int, denoiser: int, cache_limit: int | None) -> list[Way]:
-    """Ways of decoding with MLX: with the whole VAE or its decoder, the bytes of the denoiser's weights kept or
-    unloaded before. What MLX's allocator may keep of what was given back (``mx.set_cache_limit``) is added whole, the
-    most that it can be; None: as much as its memory limit leaves, which is not counted."""
+    """List ways of decoding with MLX: the whole VAE or its decoder, and the denoiser's weights (bytes) kept or unloaded
+    before. The limit of the allocator's cache (``mx.set_cache_limit``) is added whole, as an upper bound. None: the
+    cache may fill the memory limit, and is not counted."""
     made, cached = [], cache_limit or 0
     for parts, dtype, kept, tiled, lowering in WAYS:
         sides = (min(TILE, height), min(TILE, width)) if tiled else (height, width)
