@@ -30,8 +30,8 @@ TORCH_WAYS = ("whole", "tiled", "sliced")
 VAE_WAYS = (*TORCH_WAYS, "vaemem")
 WEIGHT_TYPES = [name for name in TYPES if SPELT.get(name, name) not in ("float64", "int64", "bool")]  # tables, masks
 KEPT_TRACES = 4  # of each component
-# Where from_pretrained puts weights before anything is offloaded: on the CPU (device_map="cpu"); on the card, until
-# offloading takes them away; or on the card, where they stay.
+# Places of weights after from_pretrained, before offloading: the CPU (device_map="cpu"); the card, until they are
+# offloaded; or the card for good.
 PLACES = ("on cpu", "on cuda", "kept on cuda")
 _SPOKEN = re.compile(rf"(?P<type>.+?)(?: from (?P<source>\S+))?(?: (?P<place>{'|'.join(PLACES)}))?", re.I)
 
@@ -45,11 +45,11 @@ class Part:
     role : str
         ``"unet"``, ``"vae"`` ...
     component : str
-        What plays it: a recorded module, or a VAE's name.
+        A recorded module, or a VAE's name.
     dtype : str
-        What it computes in.
+        The type in which it computes.
     weights : tuple of Stored
-        As they are stored; of a VAE in `dtype`.
+        As they are stored; for a VAE in `dtype`.
     upcast : bool
         Whether a VAE is converted to float32 for its call, and back.
     place : str
@@ -98,8 +98,8 @@ class Part:
         return sum(weight.nbytes(self.source) for weight in weights_of(self.component)) if self.source else self.nbytes
 
     def sent_bytes(self, weight: Stored) -> int:
-        """What goes to the device if bitsandbytes quantises there: a matrix in float16 for int8 (Int8Params.cuda),
-        otherwise in the dtype that the component is loaded in; other weights as they are stored."""
+        """Bytes sent to the device if bitsandbytes quantises there: a matrix in float16 for int8 (Int8Params.cuda),
+        otherwise in the dtype of loading; other weights as they are stored."""
         if weight.type not in BITSANDBYTES:
             return weight.bytes
         return math.prod(weight.shape) * ELEMENT_BYTES["float16" if weight.type == "int8" else self.dtype]
@@ -118,8 +118,8 @@ class Part:
         return not self._types.isdisjoint(types)
 
     def _by_module(self, made: Mapping[str, int]) -> dict[str, list[tuple[str, int]]]:
-        """{submodule: [(name, bytes)]} of named tensors. Where a file's tensors have other names than the submodules,
-        the largest of them stands for the whole call, under ""."""
+        """Group named tensors: {submodule: [(name, bytes)]}. If a file's tensors have other names than the submodules,
+        the largest of them represents the whole call, under ""."""
         modules = {weight.module for weight in weights_of(self.component)}
         found: dict[str, list[tuple[str, int]]] = {}
         for name, size in made.items():
@@ -157,7 +157,7 @@ def _part(role: str, component: str, dtype: str, given: Any, upcast: bool) -> Pa
     is_vae, place, source, what = component in shipped_models(), "", "", f"components[{role!r}]"
     if isinstance(given, str) and not os.path.exists(given) and (spoken := _SPOKEN.fullmatch(given)):
         given, source, place = (part or "" for part in spoken.group("type", "source", "place"))
-    # from_pretrained quantises on the card; what is stored quantised is loaded to the CPU by those who lack memory.
+    # from_pretrained quantises on the card; people short of memory load quantised files to the CPU.
     place, name = place.lower() or PLACES[bool(source)], str(given)
     is_file = isinstance(given, os.PathLike) or name.endswith((".safetensors", ".gguf")) or os.path.exists(name)
     if is_file and given not in DTYPES and not is_vae:
@@ -168,11 +168,11 @@ def _part(role: str, component: str, dtype: str, given: Any, upcast: bool) -> Pa
     if source and given not in BITSANDBYTES:
         raise ArgumentError(what, f"'from {source}' after {', '.join(BITSANDBYTES)}", f"it after {given!r}")
     source = meant(what, source, DTYPES) if source else ""
-    # Whose rule says which tensors a type is for, where no file does.
+    # Without a file, this runtime's rule chooses the tensors for a type.
     rule = "layerwise" if given == "fp8" else "bitsandbytes" if given in BITSANDBYTES else "all"
     if given in GGML:
         rule = "llama.cpp" if role.startswith("text_encoder") else "comfyui-gguf"
-    if given in DTYPES:  # it computes in what it is stored in
+    if given in DTYPES:  # it computes in its stored type
         dtype, upcast = given, upcast and given == "float16"
     return _typed(role, component, dtype, given, rule, upcast, place, source)
 
@@ -196,8 +196,8 @@ def parts_of(pipeline: Pipeline, dtype: str, components: Mapping[str, Any]) -> t
 
 @dataclass(frozen=True)
 class PipelineRequest(Request):
-    """A run of diffusers, for `predict_pipeline`: which pipeline makes what, of which parts; which of them come and
-    go (`offload`) and which stay on the CPU; and how the VAE runs, by vaemem within a limit in bytes."""
+    """A run of diffusers, for `predict_pipeline`: the pipeline, its output and its parts; the offloaded parts
+    (`offload`) and those on the CPU; and the VAE's settings, with vaemem's limit in bytes."""
 
     name: str
     height: int
@@ -290,7 +290,7 @@ def image_sides(height: int, width: int, stride: int = VAE_STRIDE, what: str = "
 
 @dataclass(frozen=True)
 class PipelineArguments:
-    """Arguments of `vaemem.predict_pipeline` that say what is made, as they are documented there."""
+    """Arguments of `vaemem.predict_pipeline` for its output, as documented there."""
 
     pipeline: str
     height: int

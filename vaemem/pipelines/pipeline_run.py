@@ -24,9 +24,9 @@ PLAYED_STEPS = 2  # of the denoiser; the cache and the sizes are the same from t
 
 
 class PipelineRun:
-    """A pipeline's run by a process. With the offload ``"model"``
-    (``enable_model_cpu_offload``) each component comes as a whole when it is called, and goes when the next one is;
-    with ``"sequential"`` (``enable_sequential_cpu_offload``) each submodule's weights come and go with its call."""
+    """A pipeline's run by a process. With the offload ``"model"`` (``enable_model_cpu_offload``) each component
+    loads whole for its call, and unloads when the next is called. With ``"sequential"``
+    (``enable_sequential_cpu_offload``) each submodule's weights are loaded for its call, and unloaded after it."""
 
     def __init__(self, request: PipelineRequest, process: SimulatedProcess):
         self.request, self.process, self.v = request, process, Variables(process)
@@ -35,20 +35,20 @@ class PipelineRun:
         self.moved = [
             role for role in self.parts if request.offload != "none" and role not in resident
         ]  # by offloading
-        self.calls: list[tuple[str, Any]] = []  # roles, and what the process keeps of their calls
+        self.calls: list[tuple[str, Any]] = []  # roles, and the process's record of their calls
         self._loaded: dict[str, list[int] | LoadedVAE] = {}  # addresses, none of what PyTorch's memory does not have
 
     # ---- components ----
 
     def load(self, role: str, quantises: bool = False) -> None:
-        """``component.to("cuda")``; or ``from_pretrained`` with bitsandbytes, which quantises each matrix on the device
-        once it has come there in half precision."""
+        """Play ``component.to("cuda")``; or ``from_pretrained`` with bitsandbytes. It sends each matrix in half
+        precision, and quantises it on the device."""
         part, process, name = self.parts[role], self.process, f"weights of {role}"
         self._loaded[role] = []
         if role in self.request.on_cpu or (role == "vae" and self.request.vae == "vaemem"):
             return
         if part.component in shipped_models():
-            # With model offload a VAE is upcast where it lies, on the CPU, before its call brings it.
+            # With model offload a VAE is upcast on the CPU, before its call loads it.
             is_upcast = part.upcast and self.request.offload == "model"
             first = part.dtype if is_upcast and not self.request.image else None
             vae = process.load(part.component, "float32" if is_upcast else part.dtype, "diffusers", first=first)
@@ -102,7 +102,7 @@ class PipelineRun:
     # ---- the VAE ----
 
     def encode(self, image: Tensor) -> Tensor:
-        """``vae.encode(image).latent_dist.sample()``, scaled."""
+        """Play ``vae.encode(image).latent_dist.sample()``, scaled."""
         part, process = self.parts["vae"], self.process
         vae, x = self._vae(), image
         if part.upcast:
@@ -134,7 +134,7 @@ class PipelineRun:
         return image
 
     def _vae(self) -> LoadedVAE:
-        """On the device; with sequential offload one whose weights come for their calls."""
+        """Return the VAE on the device; with sequential offload its weights are loaded for their calls."""
         part = self.parts["vae"]
         if self.request.offload == "sequential":
             return LoadedVAE(self.process, architecture(part.component), "diffusers", part.dtype, (), sends=True)
@@ -196,7 +196,7 @@ class PipelineRun:
 
     def phases_on(self, process: SimulatedProcess) -> tuple[Phase, ...]:
         """Return the phases of a process: this run's, or one that repeats it on another device."""
-        # The process names a VAE's weights after the model.
+        # The process names a VAE's weights by the model.
         names = {f"weights of {part.component}": f"weights of {role}" for role, part in self.parts.items()}
         return tuple(Phase.read(process, number, names) for number in range(len(process.readings)))
 

@@ -1,11 +1,11 @@
 """Predict MLX's memory for decoding on Apple Silicon, as far as its sources show it.
 
 Weights, the tensors of each convolution and the work space that MLX's Metal backend makes for it are known: they are
-sizes in mlx/backend/metal/conv.cpp (read at 029bf18, of 2024, and at 846d176, of August 2026, which differ for none of
-these convolutions from 512x512 up), and so are the scores of the attention, for which MLX has no fused kernel with one
-head of 512 (scaled_dot_product_attention.cpp). Not known: how many tensors of a lazily evaluated graph live at once,
-what a command buffer keeps until it is done, what a transformer takes while it runs, and how long anything lasts. So a
-peak here is the least, with MLX's graph evaluated block by block.
+sizes in mlx/backend/metal/conv.cpp (read at 029bf18, of 2024, and at 846d176, of August 2026; both agree for these
+convolutions from 512x512 up). The scores of the attention are known too, because MLX has no fused kernel with one head
+of 512 (scaled_dot_product_attention.cpp). Some facts are unknown: how many tensors of a lazily evaluated graph live at
+once, the memory of unfinished command buffers and of a running transformer, and all times. So a peak here is the least,
+with MLX's graph evaluated block by block.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ MLX_NOTES = (
 )
 
 
-# Whose weights, in which dtype, whether the denoiser's are kept, tiles, and how convolutions run; the plainest first.
+# Weights of the VAE or its decoder, dtype, whether the denoiser's are kept, tiles, convolutions; the plainest first.
 WAYS = (
     ("all", "bfloat16", True, False, "mlx"), ("decoder", "bfloat16", True, False, "mlx"),
     ("all", "bfloat16", False, False, "mlx"), ("decoder", "bfloat16", False, False, "mlx"),

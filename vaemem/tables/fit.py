@@ -35,7 +35,7 @@ class FitRow(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class FittedLine:
-    """`target = a * H*W*e + b` for rows that have `KEY` in common; None for what they differ in.
+    """`target = a * H*W*e + b` for rows with a common `KEY`; None for columns in which they differ.
 
     H and W are the image's height and width in pixels, e the bytes of one element of dtype. Divide `a` by 128 for
     the number of full-size activations (T = 128*H*W*e) that it stands for.
@@ -47,7 +47,7 @@ class FittedLine:
     a_error, b_error : float or None
         Standard errors; None for a quantile fit and for two rows, which any line fits.
     r2 : float or None
-        Share of the variance explained; None for a quantile fit and where all rows are equal.
+        Share of the variance explained; None for a quantile fit and if all rows are equal.
     rows : tuple of FitRow
         The rows fitted, each with its residual.
     """
@@ -208,7 +208,7 @@ class Fit(Sequence[FittedLine]):
     quantile : float or None
     formulas : tuple of FittedLine
     left_out : Table
-        Rows that no line was put through: those without the target, and those whose group has one size alone.
+        Rows without a fitted line: rows without the target, and rows of groups with only one size.
     """
 
     def __init__(
@@ -300,18 +300,18 @@ def fit(
     target : str
         A column in bytes, or ``"seconds"``.
     quantile : float, optional
-        None: least squares. Otherwise, in (0, 1]: the line that this share of the rows lies under (linear
-        quantile regression); 1 is the lowest line, by its mean, that no row lies above. Needs SciPy
+        None: least squares. Otherwise, in (0, 1]: the line above this share of the rows (linear quantile
+        regression); 1 is the line with the lowest mean that no row exceeds. Needs SciPy
         (``pip install 'vaemem[fit]'``).
     by : sequence of str
-        Columns by which rows are kept apart; rows that differ in others alone share a formula. ``("model", "op")`` puts
-        every dtype into one, through e, the bytes of an element. That suits a runtime whose activations scale with e;
-        PyTorch's half and single precision peak at different places.
+        Columns that separate formulas; rows that differ only in other columns share one. ``("model", "op")`` puts every
+        dtype into one formula, through e, the bytes of an element. This suits a runtime if its activations scale with
+        e; PyTorch's half and single precision peak at different places.
 
     Raises
     ------
     ValueError
-        Unknown target or quantile, an empty table, a row that lacks a value that is needed, no row with the target, or
+        Unknown target or quantile, an empty table, a row without a needed value, no row with the target, or
         no group with two distinct H*W*e, which a line needs. A group of one size is left out if others remain.
 
     Notes
