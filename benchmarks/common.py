@@ -56,9 +56,10 @@ class Worker:
         return self.results[-1]
 
     def close(self) -> None:
-        assert self.process.stdin
+        assert self.process.stdin and self.process.stdout
         self.process.stdin.close()
         self.process.wait()
+        self.process.stdout.close()
 
 
 def serve(measure) -> None:

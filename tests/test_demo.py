@@ -112,7 +112,7 @@ def test_weights_of_ones_own_and_no_pytorch(tmp_path, capsys, monkeypatch):
     assert np.load(tmp_path / "out" / "latents.npy").shape == (1, 16, 8, 8)
     assert not (tmp_path / "out" / "weights").exists()
     assert main(["demo", "--out", str(tmp_path / "out"), "--weights", str(tmp_path / "none")]) == 2
-    assert "none: no such file" in capsys.readouterr().err
+    assert "got no such file" in capsys.readouterr().err
 
 
 def test_bad_output_folder(tmp_path, capsys):

@@ -94,7 +94,7 @@ def test_what_was_played_decides_where_it_was():
         (
             [way("a"), way("b", seconds=9.9)],  # as repeated runs differ
             "a",
-            "Of the 2 that fit and leave the picture as it is, it and b are about as fast. It takes 10 s",
+            "Of the 2 that fit and leave the picture as it is, this way and 'b' are about as fast. It takes 10 s",
         ),
         ([way("a", changes="tiles show"), way("b", seconds=99)], "b", "the only one that fits and leaves the picture"),
         (
@@ -120,11 +120,11 @@ def test_what_may_be_as_fast_is_not_called_faster():
     """b's own 8 s are 4 to 16, a's own 10 s 5 to 20: either may be faster. What both do says nothing of that."""
     plan = PipelinePlan("t", [by("a", a=60.0), by("b", a=50.0, b=8.0)], Room(None), TWO_RATES)
     assert plan.recommended.way.name == "b" and not plan.is_faster(plan["b"], plan["a"])
-    assert "it and a are about as fast. It takes 58 s" in plan.reason and "fastest" not in plan.reason
+    assert "this way and 'a' are about as fast. It takes 58 s" in plan.reason and "fastest" not in plan.reason
     surely = PipelinePlan("t", [by("a", a=60.0), by("b", a=50.0, b=2.0), by("c", a=61.0)], Room(None), TWO_RATES)
     assert surely.is_faster(surely["b"], surely["a"]) and "It is the fastest of the 3 that fit" in surely.reason
     more = PipelinePlan("t", [by("a", a=60.0), by("b", a=50.0, b=8.0), by("c", a=200.0)], Room(None), TWO_RATES)
-    assert "Of the 3 that fit and leave the picture as it is, it and a are about as fast; the rest" in more.reason
+    assert "Of the 3 that fit and leave the picture as it is, this way and 'a' are about as" in more.reason
     assert not PipelinePlan("t", [by("a", a=1.0), by("b", a=9.0)], Room(None)).is_faster(plan["a"], plan["b"])
 
 
@@ -132,7 +132,7 @@ def test_what_was_measured_comes_before_what_may_be_as_fast():
     ways = [by("a", a=60.0), by("b", a=50.0, b=8.0), by("c", a=5.0)]
     plan = PipelinePlan("t", ways[:2], Room(None), TWO_RATES, {"a": 60.0})
     assert plan["b"].seconds.likely < plan["a"].seconds.likely and plan.recommended.way.name == "a"
-    assert "it and b are about as fast. It takes 60 s" in plan.reason and " It was measured." in plan.reason
+    assert "this way and 'b' are about as fast. It takes 60 s" in plan.reason and " It was measured." in plan.reason
     faster = PipelinePlan("t", ways, Room(None), TWO_RATES, {"a": 60.0})
     assert faster.recommended.way.name == "c", "surely faster"
     assert " It was not measured; of those that were, the fastest is a, in 60 s." in faster.reason

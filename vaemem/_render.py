@@ -1,6 +1,6 @@
 """How an answer looks: a sheet of blocks, for a terminal, as Markdown and as HTML; and its data as JSON.
 
-An answer says what it has to say once, as a `Sheet`. Each kind of block knows how it looks in each of the three forms.
+An answer makes its content once, as a `Sheet`. Each kind of block knows how it looks in each of the three forms.
 """
 
 from __future__ import annotations

@@ -300,7 +300,7 @@ def tensor_types(path: Any) -> list[tuple[str, Shape, str, int]]:
 
 def told_bytes(role: str, given: str | int | os.PathLike[str]) -> int | None:
     """Return the bytes of a component's weights for a size (bytes, or a text with a unit) or for a weights file, from
-    its header. None for anything else, which may be a type.
+    its header. Return None for anything else, such as the name of a type (``"Q8_0"``).
 
     Examples
     --------

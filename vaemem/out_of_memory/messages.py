@@ -126,7 +126,7 @@ class OomMessage:
 
 
 def read_host_bytes(text: str) -> int | None:
-    """Return the bytes that host memory lacked; None if the text has no such message."""
+    """Return the bytes of a failed allocation in host memory; None if the text has no such message."""
     found = _HOST.search(text)
     return int(found[1]) if found else None
 

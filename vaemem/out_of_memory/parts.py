@@ -26,7 +26,7 @@ ATTENTIONS = {
 }  # fmt: skip
 NOT_EXAMINED = (
     "Searched: runs of one image by VAEs, and weights and attention scores of the denoisers and text encoders of"
-    " SD 1.5, SDXL, FLUX.1, FLUX.2 and Z-Image. Batches, videos, other models, and a denoiser's other tensors are not."
+    " SD 1.5, SDXL, FLUX.1, FLUX.2 and Z-Image. Not searched: batches, videos, other models and tensors."
 )
 
 

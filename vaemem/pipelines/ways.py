@@ -239,9 +239,9 @@ class PipelinePlan(Shown):
         if alone:
             which = f"It is the only one that {through}{picture}"
         elif best.seconds and peers:
-            others = peers[0] if len(peers) == 1 else f"{len(peers)} others"
+            others = f"'{peers[0]}'" if len(peers) == 1 else f"{len(peers)} others"
             slower = "; the rest are slower" if len(peers) + 1 < len(self._alike) else ""
-            which = f"Of {which}, it and {others} are about as fast{slower}"
+            which = f"Of {which}, this way and {others} are about as fast{slower}"
         else:
             which = f"It is the {'fastest' if best.seconds else 'plainest'} of {which}"
         tight = f" It is tight: {best.way.unsure}." if best.way.unsure else ""
@@ -257,8 +257,8 @@ class PipelinePlan(Shown):
 
     @property
     def _ranked(self) -> list[Outcome]:
-        """Sort all ways: the recommended one, ways that fit, tight ones, ways that change the picture, then failures.
-        A failure by time comes before one by host memory, and both before ways that run out of the card's memory."""
+        """Sort all ways: the recommended one, ways that fit, tight ones (each with those that change the picture last),
+        and ways that fail: first those that take too long, then without host memory, then without the card's."""
         order, best = {None: 0, "time": 1, "host": 2}, self.recommended
 
         def rank(one: Outcome) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""One of PyTorch's peaks in closed form: its tensors, and how each grows with the image. Playing sizes derives it."""
+"""One of PyTorch's peaks in closed form: its tensors, and how each grows with the image. Several sizes show it."""
 
 from __future__ import annotations
 

@@ -526,7 +526,7 @@ def measure_pipeline(
 
 
 def _measure_others(place: Any) -> tuple[int, int]:
-    """Return the card's bytes outside this process and its context, and the bytes requested from PyTorch."""
+    """Return two sizes: what other processes use on the card, and what this process has requested from PyTorch."""
     if place.type != "cuda":
         return 0, 0
     free, total = torch.cuda.mem_get_info(place)
