@@ -202,7 +202,7 @@ clang: $(VENV)/check.stamp ## the core built by clang
 # Python (kernels, plans, allocators, emulators, programs in C), formulas over whole domains, and profiles.
 NOT_OF_PYTHON := 'cuda_*' 'emulator*' 'isa*' 'fuzz*' 'threads*' 'sizes*' 'kernels*' 'products*' 'numbers*' 'cpu_attention*' \
 	'gpu_session*' 'bound*' 'workspace*' 'allocator*' 'trace*' 'memory_limit*' 'tiling*' 'moves*' 'frames*' 'tiny*' 'other_vaes*' \
-	'demo*' 'dtypes*' 'benchmarks*' 'out_of_memory*' 'plan*' 'document*' 'types*' 'setup*'
+	'demo*' 'dtypes*' 'benchmarks*' 'guide*' 'published*' 'out_of_memory*' 'plan*' 'document*' 'types*' 'setup*'
 pythons: $(VENV)/check.stamp ## the tests in another CPython
 	@other="$$(.ci/other_python $(BIN)/python)"; \
 	if [ -z "$$other" ]; then echo "pythons: there is no second CPython of 3.10 or later: skipped"; exit; fi; set -ex; \
