@@ -83,7 +83,8 @@ def use(what, folder, **environment):
 
 def test_the_source_distribution_is_the_tree(tree, sdist, tmp_path):
     rooms = ("benchmarks", "csrc", "docs", "kernels", "tests", "vaemem")
-    files = {str(path.relative_to(tree)) for room in rooms for path in (tree / room).rglob("*") if path.is_file()}
+    found = (path for room in rooms for path in (tree / room).rglob("*"))
+    files = {str(path.relative_to(tree)) for path in found if path.is_file() and path.suffix != ".pyc"}
     assert files <= names(sdist)
     assert not [name for name in names(sdist) for pattern in BUILT if fnmatch(name, pattern)]
     assert {"Makefile", "setup.py", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md"} <= names(sdist)
