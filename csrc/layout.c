@@ -126,8 +126,8 @@ static int place_of(const vm_plan *plan, int node) {
     return narrower && !plan->wide && !plan->ample ? VM_NONE : over;
 }
 
-/* Returns: a piece of tensors as high and wide as the pass's, whose rows have `blocks` adjacent blocks free throughout
- * chain c, from *at on; or VM_NONE. */
+/* Returns: a piece of tensors as high and wide as the pass's, or VM_NONE. Its rows have `blocks` adjacent free blocks
+ * from *at on, throughout chain c. */
 static int free_blocks(const vm_plan *plan, int c, const vm_pass *pass, size_t blocks, size_t *at) {
     for (int p = 0; p < (int)plan->pieces; p++) {
         const vm_piece *q = &plan->piece[p];

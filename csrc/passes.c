@@ -15,7 +15,7 @@
  * flat here. Its upsamplers halve the channels. A residual one's do not: a level's input is moved to the channels and
  * pixels of its output, and added; and an image may come as patches of 2x2 pixels.
  *
- * VM_HUNYUAN_IMAGE resamples by moves: a convolution, whose channels are the pixels of 2x2, plus its input, moved
+ * VM_HUNYUAN_IMAGE resamples by moves: a convolution with the pixels of 2x2 as its channels, plus its input, moved
  * likewise and averaged or repeated. The decoder's first convolution, and the encoder's last with its norm, add their
  * input likewise. */
 #include <stdarg.h>

@@ -103,7 +103,7 @@ class Kernels:
     def enqueue(self, kernel, grid, block, args: ctypes.Structure, shared: int = 0) -> None:
         function, most = self.function(kernel), self.driver.attribute(MOST_SHARED)
         if shared > most:
-            pytest.skip(f"{kernel} wants {shared} bytes of shared memory here, and this GPU has {most}")
+            pytest.skip(f"{kernel} needs {shared} bytes of shared memory here, and this GPU has {most}")
         sizes = [c_uint(size) for three in (grid, block) for size in (*three, 1, 1)[:3]]
         self.driver.call("cuFuncSetAttribute", function, c_int(DYNAMIC_SHARED), c_int(shared))
         self.driver.call("cuFuncSetAttribute", function, c_int(SHARED_CARVEOUT), c_int(100))  # all that there is

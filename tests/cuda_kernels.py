@@ -309,7 +309,7 @@ def close(got, want, tolerance):
 def far(pixels, pitch, dtype):
     """An array that is mostly never touched, so that it takes no memory."""
     if cuda_driver.driver():
-        pytest.skip("a GPU would want all of it pinned")
+        pytest.skip("a GPU would need all of it pinned")
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE, which mmap names since 3.13
     try:
         pages = mmap.mmap(-1, pixels * pitch * dtype.itemsize, flags=flags)

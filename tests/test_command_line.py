@@ -161,6 +161,14 @@ def test_backends_command(capsys):
         ),
         (["fits", "sd15", "512", "--component", "unet=absent.gguf"], "vaemem .*'unet'.*absent.gguf: .* no such"),
         (["fit", __file__], "vaemem fit: .*expected columns"),
+        (
+            ["fits", "sdxl", "512", "--tile", "512"],
+            "vaemem fits: --tile: only for a VAE's run",
+        ),
+        (
+            ["fits", "sdxl", "decode", "512", "--offload", "model"],
+            "vaemem fits: --offload: only for a whole pipeline",
+        ),
         (["sweep", "predicted", "--ops", "decode", "--tokens", "7"], "vaemem sweep predicted: --tokens: expected"),
     ],
 )
@@ -173,8 +181,9 @@ def test_bad_input_is_a_sentence_not_a_traceback(capsys, arguments, message):
 ESTIMATE = ["estimate", "sdxl", "decode", "64"]
 USAGE = [["estimate", "sdxl", "decode", "5x5x5"], ["estimate", "sdxl", "tile", "8"], ["decoed"]]
 USAGE += [["estimate", "sdxl", "decode", "9" * 400], *([*ESTIMATE, "--batch", n] for n in ("-1", "1e3", "9" * 5000))]
-USAGE += [[*ESTIMATE, "--precision", "best"], [*ESTIMATE, "--tf32"], [*ESTIMATE, "more"], ["--verison"]]
-NEAREST = {"--tf32": "the nearest flag is --", "--verison": "is --version", "decoed": "did you mean 'decode'?"}
+USAGE += [[*ESTIMATE, "--precision", "best"], [*ESTIMATE, "--tf32"], [*ESTIMATE, "more"], ["--verison"], ["predict"]]
+NEAREST = {"--tf32": "the nearest flag is --", "--verison": "is --version", "decoed": "did you mean 'decode'?",
+           "predict": "predict is now fits"}  # fmt: skip
 
 
 @pytest.mark.parametrize("arguments", USAGE)

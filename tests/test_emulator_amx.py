@@ -27,7 +27,7 @@ def emulated(tmp_path_factory) -> dict[str, str]:
     """The environment of a process that imports this package with such a core."""
     pytest.importorskip("setuptools")
     if not has("avx2"):
-        pytest.skip("the emulator wants AVX2")
+        pytest.skip("the emulator needs AVX2")
     folder = tmp_path_factory.mktemp("emulated")
     environment = os.environ | {"VAEMEM_EMULATE_AMX": str(HERE), "VAEMEM_KERNELS": "1"}
     environment |= {"VAEMEM_CUDA": "0", "VAEMEM_DISABLE": ""}

@@ -56,18 +56,18 @@ class Facts:
     detail: bool = False
 
     @property
-    def _told(self) -> list[tuple[str, str]]:
+    def _filled(self) -> list[tuple[str, str]]:
         return [(label, text) for label, text in self.pairs if text]
 
     def text(self, width: int, wide: bool) -> str:
-        cut = max((len(label) for label, _ in self._told), default=0) + 2
-        return "\n".join(_wrapped(text, width, f"  {label:<{cut}}", " " * (cut + 2)) for label, text in self._told)
+        cut = max((len(label) for label, _ in self._filled), default=0) + 2
+        return "\n".join(_wrapped(text, width, f"  {label:<{cut}}", " " * (cut + 2)) for label, text in self._filled)
 
     def markdown(self) -> str:
-        return "\n".join(f"- **{label}**: {text}" for label, text in self._told)
+        return "\n".join(f"- **{label}**: {text}" for label, text in self._filled)
 
     def html(self) -> str:
-        cells = (f"<tr><th>{html.escape(label)}</th><td>{html.escape(text)}</td></tr>" for label, text in self._told)
+        cells = (f"<tr><th>{html.escape(label)}</th><td>{html.escape(text)}</td></tr>" for label, text in self._filled)
         return f"<table>{''.join(cells)}</table>"
 
 
@@ -99,7 +99,7 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Ways:
+class Actions:
     """A list of things to do, each with the command or the code that does it."""
 
     title: str
@@ -199,7 +199,7 @@ class Bar:
         return f'<div style="{box}">{"".join(cells)}{edge}</div><div>{" ".join(names)}</div>'
 
 
-Block = Facts | Columns | Ways | Code | Bullets | Bar
+Block = Facts | Columns | Actions | Code | Bullets | Bar
 
 
 @dataclass(frozen=True)

@@ -115,8 +115,8 @@ def _tensor_rates() -> Finding:
 def _int8_rate() -> Finding:
     stated, (own, other) = 1321, (4 * 2 * peak(card) / 1e12 for card in (CARD, "RTX 4090"))
     found = (
-        f"INT8 runs at twice the rate of half precision, whose sums in half precision and half of all weights zero"
-        f" each double it again: {own:.0f} TOPS. {stated} is what that makes of an RTX 4090 ({other:.0f}). PyTorch runs"
+        f"INT8 runs at twice the rate of half precision. Sums in half precision double it again, and so does a half of"
+        f" all weights at zero: {own:.0f} TOPS. {stated} is what that makes of an RTX 4090 ({other:.0f}). PyTorch runs"
         " no convolution of these VAEs in INT8"
     )
     return _judged(own >= stated, COUNTED, found)
@@ -282,7 +282,7 @@ def ssim(a: np.ndarray, b: np.ndarray) -> float:
 
 def _without_loss() -> Finding:
     shown, worst, _ = _quality()
-    found = f"96x96 in tiles of 64 beside the whole image, PSNR and SSIM by blend: {shown}"
+    found = f"96x96 in tiles of 64 compared with the whole image, PSNR and SSIM by blend: {shown}"
     return _judged(round(worst, 4) == 1, RUN, found)
 
 
@@ -447,7 +447,7 @@ def _fragmentation() -> Finding:
     plain, other = (_predicted(tile=_TILE, allocator=name) for name in ("native", "expandable_segments:True"))
     found = (
         f"PyTorch reserves {gaps[0]:.0f} MiB more than it allocates, and {gaps[1]:.0f} with a result of"
-        f" {result / MIB:.0f} MiB allocated before the tiles. expandable_segments:True lowers what is reserved from"
+        f" {result / MIB:.0f} MiB allocated before the tiles. expandable_segments:True lowers reserved memory from"
         f" {plain.reserved / MIB:.0f} to {other.reserved / MIB:.0f} MiB"
     )
     return _judged(gaps[1] < gaps[0], PREDICTED, found)

@@ -1,7 +1,7 @@
 """A note on MLX's VAE decode ("VAE Memory Spike Analysis" of a Z-Image port in Swift), claim by claim.
 
 MLX runs on Apple's GPUs alone. So a claim is judged by the sizes that MLX's sources fix (`vaemem.pipelines.ways_mlx`),
-by a count, or by what MLX documents. The note is about Z-Image, whose VAE is FLUX.1's.
+by a count, or by what MLX documents. The note is about Z-Image, which has FLUX.1's VAE.
 """
 
 from __future__ import annotations

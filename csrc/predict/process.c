@@ -390,7 +390,7 @@ static void add(vm_process_list *list, uint32_t *row, uint32_t name, uint64_t by
     list->item[row[name] - 1].bytes += bytes;
 }
 
-/* Lists what is live at a peak: outside of its call, then in it. */
+/* Lists the tensors that are live at a peak: those outside of its call first. */
 static void list_live(const vm_process *p, const peak *at, bool *live, uint32_t *row, vm_process_list *out) {
     const vm_trace_step *const step = p->script->step;
     const size_t call = at->call, end = at->end;

@@ -1,4 +1,4 @@
-/* A PyTorch process on a simulated device: what it loads, calls and frees, and what was live at its peak, by name.
+/* A PyTorch process on a simulated device: it loads, calls and frees, and names the tensors that are live at its peak.
  *
  *   hold, copy, release, call -> steps of one trace, the script, played at once
  *   the step at which most was allocated, or the peak was reset -> the script up to there -> live storages

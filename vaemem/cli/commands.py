@@ -224,7 +224,7 @@ def run_fits(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     named = {"op": op, "model": args.model} if op else {"pipeline": args.model}
     asked = {name: value for name, value in asked.items() if name not in ("model", "op", "pipeline")}
     for name in asked.keys() - inspect.signature(function).parameters.keys():
-        raise ArgumentError(name, "", f"is for {other}, and {args.model} {op or 'without an op'} is {kind}")
+        raise ArgumentError(name, "", f"only for {other}; {args.model} {op or 'without an op'} is {kind}")
     found: list[Any] = [function(height=h, width=w, **named, **asked) for h, w in sizes]
     _print_all(found, args)
     return _status(*found, safe="safe" in asked)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vaemem._common import MIB, OPS, meant
-from vaemem._render import Block, Bullets, Sheet, Shown, Sizer, Ways
+from vaemem._render import Actions, Block, Bullets, Sheet, Shown, Sizer
 from vaemem._types import Op, Program
 from vaemem.engine.configs import named_model
 from vaemem.out_of_memory import messages
@@ -64,7 +64,7 @@ class Explanation(Shown):
         blocks: list[Block] = [Bullets([*map(str, rest)], title=others if headline else "")] * bool(rest)
         blocks += [Bullets([*self.notes, *[f"The message names, in MiB: {sizes}."] * bool(sizes)])]
         tried = [(one.describe(size), one.command) for one in fitting]
-        blocks += [Ways("What would have fitted, for the first run of a VAE:", tried)] * bool(tried)
+        blocks += [Actions("What would have fitted, for the first run of a VAE:", tried)] * bool(tried)
         return Sheet(headline or (others if rest else "No known tensor has that size."), blocks)
 
     def _data(self) -> dict[str, Any]:

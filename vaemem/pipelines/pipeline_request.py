@@ -213,6 +213,7 @@ class PipelineRequest(Request):
     vae: str = "whole"
     vae_limit: int = 0
     made_of: str = ""  # the size that was asked for, if the pipeline makes another of it
+    model_note: str = ""  # whose modules these are, if the model has another's
 
     @property
     def pipeline(self) -> Pipeline:

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, overload
 
 from vaemem._arguments import shared
 from vaemem._common import __version__, as_csv, flag, meant, whole, write
-from vaemem._render import Block, Bullets, Columns, Sizer, Ways, in_gb
+from vaemem._render import Actions, Block, Bullets, Columns, Sizer, in_gb
 from vaemem._types import Dtype
 from vaemem.engine.names import shared_note
 from vaemem.pipelines.components import CLIP_TOKENS, PIPELINES, known_pipeline, refuse
@@ -142,7 +142,7 @@ class _Phases(Answer):
     def _blocks(self, size: Sizer) -> list[Block]:
         tried = [(one.describe(size), one.command) for one in self.would_fit]
         return [
-            self._grid(size), *[Ways("What would fit, with the other words as they are:", tried)] * bool(tried),
+            self._grid(size), *[Actions("What would fit, with the other words as they are:", tried)] * bool(tried),
             Bullets(self.notes, detail=True),
         ]  # fmt: skip
 
@@ -229,7 +229,8 @@ class PipelinePrediction(_Phases):
     least: int = alias("judged.least")
 
     def __init__(self, request: PipelineRequest):
-        self.request = q = request
+        self.request, self.model_note = request, request.model_note
+        q = request
         batch = f", {q.batch} images" if q.batch > 1 else ""
         on_cpu = f", {' and '.join(q.on_cpu)} on the CPU" if q.on_cpu else ""
         where = self._where = f"{q.card.gpu.name}, offload {q.offload}, VAE {q.vae}{on_cpu}"
@@ -405,10 +406,10 @@ class GraphPrediction(_Phases):
 
     def __init__(
         self, request: Mapping[str, Any], way: Way, available: int, card: Card, safe: bool = False,
-        direct: Way | None = None,
+        direct: Way | None = None, model_note: str = "",
     ):  # fmt: skip
         """Predict the run. request: values common to the rows of all ways."""
-        self.request, self.way, self.direct = request, way, direct or way
+        self.request, self.way, self.direct, self.model_note = request, way, direct or way, model_note
         self._run_row = {**request, "op": "pipeline", "way": way.name, "runtime": "sd.cpp", "source": "predicted"}
         self.title = (
             f"{request['model']} {request['height']}x{request['width']} by sd.cpp ({card.gpu.name}), {way.name}"
@@ -423,7 +424,7 @@ class GraphPrediction(_Phases):
 
     def __reduce__(self) -> Any:
         given = self.request, self.way, self.available, self.card, self.judged.safe, self.direct
-        return GraphPrediction, given
+        return GraphPrediction, (*given, self.model_note)
 
     def summarize(self, size: Sizer) -> str:
         summary = super().summarize(size)
@@ -521,7 +522,7 @@ def predict_pipeline(
     >>> p.fits, p.bottleneck
     (True, 'decode')
     """
-    taken = tuple(filter(None, [shared_note(pipeline, "pipeline")]))
+    model_note = shared_note(pipeline, "pipeline")
     pipeline = known_pipeline("pipeline", pipeline)
     runtime = meant("runtime", runtime, PREDICTED_RUNTIMES)
     guidance, image = flag("guidance", guidance), flag("image", image)
@@ -545,17 +546,11 @@ def predict_pipeline(
             "model": pipeline, "height": height, "width": width, "batch": batch, "tokens": prompt_tokens,
             "device": card.gpu.name, "versions": graphs.SDCPP_VERSION,
         }  # fmt: skip
-        ways = [way._replace(notes=(*way.notes, *taken)) for way in ways]
         available = card.available(running.SDCPP_CONTEXT)
-        graphs_answer = GraphPrediction(run, ways[0], available, card, flag("safe", safe), ways[-1])
-        graphs_answer.model_note = " ".join(taken)
-        return graphs_answer
+        return GraphPrediction(run, ways[0], available, card, flag("safe", safe), ways[-1], model_note)
     software = Software(torch_version=torch_version, cudnn_version=cudnn_version)
     given = PipelineArguments(
         pipeline, height, width, batch, prompt_tokens, guidance, dtype, components, image, steps, flag("safe", safe)
     )  # fmt: skip
-    request = resolve_pipeline(given, find_card(gpu, memory, used, os), software)
-    answer = PipelinePrediction(request.run_with(offload, vae, vae_memory_limit))
-    answer.notes += taken
-    answer.model_note = " ".join(taken)
-    return answer
+    request = replace(resolve_pipeline(given, find_card(gpu, memory, used, os), software), model_note=model_note)
+    return PipelinePrediction(request.run_with(offload, vae, vae_memory_limit))

@@ -259,7 +259,7 @@ class SimulatedAnswer(Answer):
         return f"allocated {size(self.allocated)}, reserved {size(self.reserved)}{band}, at most {size(self.upper)}"
 
     @property
-    def _told(self) -> str:
+    def _described(self) -> str:
         """For `repr`: whether it fits, the predicted numbers, and the substitutions."""
         replaced = f"; substituted: {', '.join(self.substitutions)}" if self.substitutions else ""
         return f"{self.summary}; {self._counters(in_mib)}{replaced}"

@@ -18,7 +18,7 @@ from vaemem import _core
 from vaemem._arguments import shared
 from vaemem._common import MIB, __version__, flag, latent_factor
 from vaemem._errors import ArgumentError
-from vaemem._render import Block, Bullets, Facts, Sizer, Ways, in_gb, share
+from vaemem._render import Actions, Block, Bullets, Facts, Sizer, in_gb, share
 from vaemem._types import Dtype, Program, TiledOp
 from vaemem.engine.limits import LARGEST_SIDE, check_aspect, largest_size
 from vaemem.engine.vae import VAE
@@ -228,7 +228,7 @@ class Prediction(SimulatedAnswer):
         return f"{run} (torch {self.torch_version}{cudnn})"
 
     def __repr__(self) -> str:
-        return f"<Prediction {self._run_text} on {self.gpu}: {self._told}>"
+        return f"<Prediction {self._run_text} on {self.gpu}: {self._described}>"
 
     @functools.cached_property
     def would_fit(self) -> tuple[Advice, ...]:
@@ -290,7 +290,7 @@ class Prediction(SimulatedAnswer):
             ("rates", self.seconds.why if self.seconds else ""),
         ]  # fmt: skip
         return [
-            *[Ways(tried, advice)] * (self.verdict != FITS), Bullets(self.notes), Facts(details, detail=True),
+            *[Actions(tried, advice)] * (self.verdict != FITS), Bullets(self.notes), Facts(details, detail=True),
             self._tensors(size), *self._sources(),
         ]  # fmt: skip
 
@@ -605,5 +605,5 @@ class ModulePrediction(SimulatedAnswer):
         missing = ", ".join(f"{what} ({count})" for what, count in self.unmodelled.items())
         return (
             f"<ModulePrediction ({self._place}{protocol}): above {baseline} of weights and inputs"
-            f" {self._told}{f'; not counted: {missing}' if missing else ''}>"
+            f" {self._described}{f'; not counted: {missing}' if missing else ''}>"
         )

@@ -188,11 +188,10 @@ class Verdict:
         told = self.covers + (", as far as is known of such a card" if self.coarse else "")
         if self.took is None:
             phase, (name, request) = self.out_of_memory_at or ("", ("", 0))
-            there = " ".join(filter(None, [f"in {phase}" if phase else "", f"at {name}" if request else ""]))
-            tries = f", which tries to allocate {size(request)}" if request else ""
+            there = f"{f'in {phase} ' if phase else ''}at {name}, which tries to allocate {size(request)}"
             short = f", {size(-self.spare)} short" if self.spare < 0 else ""  # on a larger card the run can need more
             needs = f"it {self.needs(size)}, and the card gives {size(self.available)}{self.besides}{short}"
-            return f"{self.word}{told}: {needs}; it runs out {there}{tries}{SPILLS if self.kept_more else ''}"
+            return f"{self.word}{told}: {needs}; it runs out {there}{SPILLS if self.kept_more else ''}"
         took = f"it {self.takes(size)} that the card gives{self.besides}"
         if because := self.explain(size):
             return f"{self.word}{told}: {took}; {because}"
@@ -227,6 +226,7 @@ def judge_phases(
     """
     most, least = (max(phase.total for phase in one) for one in (phases, sparing or phases))
     full = next((phase for phase in sparing or phases if phase.total > available), None)
-    lacking = full and (full.name, PeakTensor(f"compute buffer of {full.name}", full.activations))
+    buffer = full and PeakTensor(f"compute buffer of {full.name}", full.activations)
+    lacking = full and (full.name, buffer if buffer and buffer.bytes else PeakTensor("weights", full.weights))
     took = most if most <= available else least
     return Verdict(available, most, None if full else took, lacking, least_most=least, **more)
