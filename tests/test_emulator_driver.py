@@ -443,7 +443,7 @@ def test_every_entry_is_there(libcuda):
     ("name", "shared", "n", "says"),
     [
         ("beside", 1024, 1, r"vm_probe_beside: cuCtxSynchronize: an illegal memory access .*\(700\)"),
-        ("beside", (227 << 10) + 16, 0, "vm_probe_beside wants .* this GPU has 232448"),
+        ("beside", (227 << 10) + 16, 0, "vm_probe_beside needs .* this GPU has 232448"),
         ("none", 0, 0, "no kernel is called vm_probe_none"),
     ],
 )
