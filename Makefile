@@ -205,7 +205,7 @@ NOT_OF_PYTHON := 'cuda_*' 'emulator*' 'isa*' 'fuzz*' 'threads*' 'sizes*' 'kernel
 	'demo*' 'dtypes*' 'benchmarks*' 'guide*' 'published*' 'out_of_memory*' 'plan*' 'document*' 'types*' 'setup*'
 pythons: $(VENV)/check.stamp ## the tests in another CPython
 	@other="$$(.ci/other_python $(BIN)/python)"; \
-	if [ -z "$$other" ]; then echo "pythons: there is no second CPython of 3.10 or later: skipped"; exit; fi; set -ex; \
+	if [ -z "$$other" ]; then echo "pythons: there is no second CPython of 3.11 or later: skipped"; exit; fi; set -ex; \
 	rm -rf build/python && "$$other" -m venv build/python; \
 	VAEMEM_WERROR=1 VAEMEM_KERNELS=1 VAEMEM_CUDA=0 build/python/bin/pip --disable-pip-version-check -q install . 'pytest>=8' 'pytest-xdist>=3.6' 'safetensors>=0.4.3'; \
 	PYTHONSAFEPATH=1 build/python/bin/pytest $(addprefix --ignore-glob=tests/test_,$(NOT_OF_PYTHON))

@@ -1,8 +1,8 @@
-"""Builds vaemem._core (the C11 core, each kernels folder with its own instruction-set flags) and vaemem._cuda, if
-VAEMEM_CUDA asks for it. Tests and benchmarks have vaemem._kernels too, which is built in place and where it is asked
-for.
+"""Build vaemem._core, the C11 core. Each folder of kernels has its own instruction-set flags. VAEMEM_CUDA=1 adds
+vaemem._cuda. Builds in place and VAEMEM_KERNELS=1 add vaemem._kernels, which tests and benchmarks use.
 
-Everything else about the package stands in pyproject.toml. Environment:
+The extensions keep to Python's stable ABI, so one build serves every CPython from 3.11 on. Free-threaded CPython has
+no stable ABI yet and gets a build of its own. pyproject.toml has everything else. Environment:
   VAEMEM_WERROR=1    warnings are errors (CI)
   VAEMEM_SANITIZE=1  AddressSanitizer and UndefinedBehaviorSanitizer
   VAEMEM_KERNELS=1   vaemem._kernels is built where it would not be (make test)
@@ -11,10 +11,11 @@ Everything else about the package stands in pyproject.toml. Environment:
   VAEMEM_FATBINS     a folder with machine code that was compiled before, used if it is of these sources
   VAEMEM_EMULATE_AMX tests/emulator, on which AMX's products run where there is AVX2 alone, slowly (tests)
   CUDA_HOME          the toolkit, where nvcc is not on the path
-  VAEMEM_WINDOWS     the folder of a Windows Python with NumPy, for which Linux builds vaemem._core (make windows)
+  VAEMEM_TARGET      another platform, as zig names it, such as aarch64-linux-gnu.2.28 (make wheels)
+  VAEMEM_TARGET_ROOT its folder: include/ with the headers of Python and NumPy, and for Windows libs/python3.lib
 
-For Windows zig's clang compiles, since MSVC has no vector extension. On Windows pip installs zig for the build
-(pyproject.toml); that has not been tried.
+For another platform, and on Windows, zig's clang compiles: MSVC has no vector extension. On Windows pip installs zig
+for the build (pyproject.toml); that has not been tried.
 """
 
 import glob
@@ -23,6 +24,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy
@@ -44,13 +46,16 @@ SANITIZE = ["-fsanitize=address,undefined"] if os.environ.get("VAEMEM_SANITIZE")
 WANTS_CUDA = os.environ.get("VAEMEM_CUDA") or "0"
 EMULATOR = os.environ.get("VAEMEM_EMULATE_AMX", "")
 AMX = ["-mavx2", "-mfma", "-iquote", EMULATOR] if EMULATOR else [*AVX512, "-mamx-tile", "-mamx-bf16"]
-# The folder of the Windows Python that is built for; empty when not building for Windows.
-WINDOWS = os.environ.get("VAEMEM_WINDOWS") or (sys.base_prefix if sys.platform == "win32" else "")
-SETS, HAVE_SETS = X86 if WINDOWS else MACHINES.get(platform.machine().lower(), ([], None))
-ZIG = [sys.executable, "-m", "ziglang", "cc", "-target", "x86_64-windows-gnu"]
-NUMPY = numpy.get_include()
-if WINDOWS and sys.platform != "win32":
-    NUMPY = os.path.join(WINDOWS, "Lib", "site-packages", "numpy", "_core", "include")
+# The platform that zig compiles for; empty if this machine's own compiler does.
+TARGET = os.environ.get("VAEMEM_TARGET") or ("x86_64-windows-gnu" if sys.platform == "win32" else "")
+CROSS = bool(os.environ.get("VAEMEM_TARGET"))
+ROOT = os.environ["VAEMEM_TARGET_ROOT"] if CROSS else sys.base_prefix
+INCLUDES = [os.path.join(ROOT, "include")] if CROSS else [numpy.get_include()]
+SETS, HAVE_SETS = MACHINES.get(TARGET.partition("-")[0] or platform.machine().lower(), ([], None))
+ZIG = [sys.executable, "-m", "ziglang", "cc", "-target", TARGET]
+# What a library needs beyond its objects: the import library of python3.dll, or leave to let the loader find Python.
+LINK = {"windows": [os.path.join(ROOT, "libs", "python3.lib")], "macos": ["-undefined", "dynamic_lookup"]}
+STABLE_ABI = not sysconfig.get_config_var("Py_GIL_DISABLED")
 FLAGS = {
     "csrc": COMMON,
     "kernels": KERNELS,
@@ -143,31 +148,28 @@ class BuildPerFolder(build_ext):
                 os.remove(left)
 
     def get_ext_filename(self, fullname: str) -> str:
+        if not CROSS:
+            return super().get_ext_filename(fullname)
         *folders, name = fullname.split(".")  # with its folders or without
-        if WINDOWS and sys.platform != "win32":
-            return os.path.join(*folders, name + ".pyd")
-        return super().get_ext_filename(fullname)
+        return os.path.join(*folders, name + (".pyd" if "windows" in TARGET else ".abi3.so"))
 
-    def build_for_windows(self, ext: Extension) -> None:
-        """All sources by zig, and the library of them."""
-        include = os.path.join(WINDOWS, "include")
-        given = [f"-D{name}={value}" for name, value in ext.define_macros] + [f"-I{f}" for f in (include, NUMPY)]
+    def build_by_zig(self, ext: Extension) -> None:
+        """Compile all sources and link the library, by zig."""
+        folders = INCLUDES if CROSS else [*self.include_dirs, *INCLUDES]
+        given = [f"-D{name}={value}" for name, value in ext.define_macros] + [f"-isystem{folder}" for folder in folders]
 
         def compile_one(source: str) -> str:
             target = os.path.join(self.build_temp, source + ".o")
             os.makedirs(os.path.dirname(target), exist_ok=True)
-            if not self.is_new(target):
-                return target
-            subprocess.run([*ZIG, *flags_for(source), *given, "-c", source, "-o", target], check=True)
+            if self.is_new(target):
+                subprocess.run([*ZIG, *flags_for(source), *given, "-c", source, "-o", target], check=True)
             return target
 
         objects = in_parallel(compile_one, ext.sources)
         made = self.get_ext_fullpath(ext.name)
         os.makedirs(os.path.dirname(made), exist_ok=True)
-        # python311.lib, not the python3.lib of the stable interface, nor that of a debug or free-threaded build
-        libraries = glob.glob(os.path.join(glob.escape(os.path.join(WINDOWS, "libs")), "python3*.lib"))
-        (python,) = [path for path in libraries if os.path.basename(path)[7:-4].isdecimal()]
-        subprocess.run([*ZIG, "-shared", "-o", made, *objects, python, "-lpthread"], check=True)
+        link = next((arguments for system, arguments in LINK.items() if system in TARGET), [])
+        subprocess.run([*ZIG, "-shared", "-s", "-o", made, *objects, *link, "-lm", "-lpthread"], check=True)
 
     def is_new(self, target: str) -> bool:
         """Whether an object is asked for the first time."""
@@ -176,8 +178,8 @@ class BuildPerFolder(build_ext):
         return new
 
     def build_extension(self, ext: Extension) -> None:
-        if WINDOWS:
-            self.build_for_windows(ext)
+        if TARGET:
+            self.build_by_zig(ext)
             return
         if ext.name == "vaemem._cuda":
             self.force = True  # setuptools would not see that other machine code is to be embedded
@@ -214,12 +216,14 @@ core = sorted(
     path for folder in FOLDERS for path in glob.glob(f"{folder}/*.c") if path not in (CUDA_ONLY, KERNELS_ONLY)
 )
 alone = [path for path in core if os.path.dirname(path) not in ("csrc/python", "csrc/predict")]
+ABI = [("Py_LIMITED_API", "0x030B0000")] if STABLE_ABI else []
 extensions = [
     Extension(
         name,
         sources,
-        include_dirs=[NUMPY],
-        define_macros=[(macro, "1") for macro in (HAVE_SETS, EMULATOR and "VM_EMULATE_AMX") if macro],
+        include_dirs=INCLUDES,
+        define_macros=[*ABI, *((macro, "1") for macro in (HAVE_SETS, EMULATOR and "VM_EMULATE_AMX") if macro)],
+        py_limited_api=STABLE_ABI,
         depends=headers,
         libraries=["m", "pthread"],
         extra_link_args=SANITIZE,
@@ -229,7 +233,7 @@ extensions = [
         "vaemem._kernels": [*alone, "csrc/python/py_values.c", KERNELS_ONLY],
     }.items()
 ]
-LINUX = sys.platform == "linux" and not WINDOWS
+LINUX = sys.platform == "linux" and not TARGET
 if WANTS_CUDA not in ("0", "1", "auto"):
     raise SystemExit(f"vaemem: VAEMEM_CUDA: expected 0, 1 or auto, got {WANTS_CUDA!r}")
 cuda = find_cuda() if LINUX and WANTS_CUDA != "0" else None
@@ -240,6 +244,8 @@ if cuda:
             "vaemem._cuda",
             [*sorted(glob.glob("kernels/cuda/*.c")), "kernels/cudnn/cudnn_api.c", "kernels/status.c", CUDA_ONLY],
             include_dirs=[include],
+            define_macros=[*ABI],
+            py_limited_api=STABLE_ABI,
             depends=headers + sorted(glob.glob("kernels/cuda/*.cu")),
             libraries=["m", "pthread", "dl"],
             extra_link_args=SANITIZE,
@@ -254,4 +260,5 @@ elif not LINUX:
 else:
     print("vaemem: building without CUDA: no nvcc with cuda.h (CUDA_HOME, else path, /usr/local/cuda, nvidia-* wheels)")
 
-setup(ext_modules=extensions, cmdclass={"build_ext": BuildPerFolder})
+options = {"bdist_wheel": {"py_limited_api": "cp311"}} if STABLE_ABI else {}
+setup(ext_modules=extensions, cmdclass={"build_ext": BuildPerFolder}, options=options)

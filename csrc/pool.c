@@ -82,7 +82,11 @@ static void *worker(void *arg) {
 static clockid_t open_idle(pthread_cond_t *idle) {
     pthread_condattr_t attr;
     pthread_condattr_init(&attr);
+#ifdef __APPLE__ /* macOS has no pthread_condattr_setclock */
+    const clockid_t clock = CLOCK_REALTIME;
+#else
     const clockid_t clock = pthread_condattr_setclock(&attr, CLOCK_MONOTONIC) ? CLOCK_REALTIME : CLOCK_MONOTONIC;
+#endif
     pthread_cond_init(idle, &attr);
     pthread_condattr_destroy(&attr);
     return clock;

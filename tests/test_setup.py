@@ -18,7 +18,7 @@ def extensions(monkeypatch):
 
     def names(**environment):
         monkeypatch.chdir(ROOT)
-        for name in ("VAEMEM_CUDA", "CUDA_HOME", "CUDA_PATH", "VAEMEM_WINDOWS"):
+        for name in ("VAEMEM_CUDA", "CUDA_HOME", "CUDA_PATH", "VAEMEM_TARGET"):
             monkeypatch.delenv(name, raising=False)
         with mock.patch("setuptools.setup") as setup, mock.patch.dict(os.environ, environment):
             runpy.run_path("setup.py")

@@ -38,7 +38,7 @@ static PyObject *raise_status(Allocator *self, vm_status status) {
 static int to_uint64(PyObject *object, const char *name, uint64_t *out) {
     PyObject *index = PyBool_Check(object) ? NULL : PyNumber_Index(object);
     if (!index) {
-        vm_py_refuse(PyExc_TypeError, VM_EXPECTED("%s", "an integer", "%s"), name, Py_TYPE(object)->tp_name);
+        vm_py_refuse_type(name, "an integer", object);
         return -1;
     }
     *out = PyLong_AsUnsignedLongLong(index);
@@ -53,13 +53,13 @@ static int to_uint64(PyObject *object, const char *name, uint64_t *out) {
 static int parse_divisions(PyObject *object, vm_talloc_config *config) {
     PyObject *list = PySequence_Tuple(object); /* a copy: an item's __index__ may change the sequence */
     if (!list) return -1;
-    int bad = PyTuple_GET_SIZE(list) != VM_TALLOC_INTERVALS;
+    int bad = PyTuple_Size(list) != VM_TALLOC_INTERVALS;
     if (bad)
         vm_py_refuse(PyExc_ValueError, VM_EXPECTED("roundup_power2_divisions", "%d numbers", "%zd"),
-                     VM_TALLOC_INTERVALS, PyTuple_GET_SIZE(list));
+                     VM_TALLOC_INTERVALS, PyTuple_Size(list));
     for (Py_ssize_t i = 0; !bad && i < VM_TALLOC_INTERVALS; i++) {
         uint64_t n;
-        bad = to_uint64(PyTuple_GET_ITEM(list, i), "roundup_power2_divisions", &n);
+        bad = to_uint64(PyTuple_GetItem(list, i), "roundup_power2_divisions", &n);
         if (!bad && n > (1u << 31)) {
             vm_py_refuse(PyExc_ValueError, VM_EXPECTED("roundup_power2_divisions", "at most 2^31", "%llu"),
                          (unsigned long long)n);
@@ -94,7 +94,7 @@ static PyObject *allocator_new(PyTypeObject *type, PyObject *args, PyObject *kwa
     config.expandable_segments = expandable;
     config.driver_pool = driver_pool;
     config.history = history;
-    Allocator *self = (Allocator *)type->tp_alloc(type, 0);
+    Allocator *self = (Allocator *)PyType_GenericAlloc(type, 0);
     if (!self) return NULL;
     return vm_py_made((PyObject *)self, vm_talloc_new(&config, &self->talloc));
 }
@@ -105,11 +105,8 @@ static void allocator_dealloc(Allocator *self) {
 }
 
 vm_talloc *vm_py_allocator(PyObject *object) {
-    PyTypeObject *type = Py_TYPE(object);
-    while (type && type->tp_dealloc != (destructor)allocator_dealloc) type = type->tp_base;
-    if (type) return ((Allocator *)object)->talloc;
-    vm_py_refuse(PyExc_TypeError, VM_EXPECTED("allocator", "a CachingAllocator", "%s"), Py_TYPE(object)->tp_name);
-    return NULL;
+    if (vm_py_is(object, (destructor)allocator_dealloc)) return ((Allocator *)object)->talloc;
+    return (void *)vm_py_refuse_type("allocator", "a CachingAllocator", object);
 }
 
 /* ---- malloc and free ---- */
@@ -308,7 +305,7 @@ static PyObject *allocator_restore(Allocator *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "KKKpO", &segment.address, &segment.size, &segment.stream, &small, &items)) return NULL;
     segment.small = small;
     if (!(list = PySequence_Tuple(items))) return NULL; /* a copy, as in parse_divisions */
-    const Py_ssize_t n = PyTuple_GET_SIZE(list);
+    const Py_ssize_t n = PyTuple_Size(list);
     vm_talloc_block *block = PyMem_Calloc(n ? (size_t)n : 1, sizeof *block);
     if (!block) {
         PyErr_NoMemory();
@@ -317,7 +314,7 @@ static PyObject *allocator_restore(Allocator *self, PyObject *args) {
     for (Py_ssize_t i = 0; i < n; i++) {
         vm_talloc_block *b = &block[i];
         int pending;
-        PyObject *item = PyTuple_GET_ITEM(list, i);
+        PyObject *item = PyTuple_GetItem(list, i);
         if (!PyTuple_Check(item) || !PyArg_ParseTuple(item, "KKKp", &b->address, &b->size, &b->requested, &pending))
             goto done;
         b->state = pending ? VM_TALLOC_PENDING : VM_TALLOC_LIVE;

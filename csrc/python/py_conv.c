@@ -14,9 +14,9 @@ static int to_extents(const char *name, PyObject *value, int dims, int64_t none,
     if (!list && PyErr_ExceptionMatches(PyExc_TypeError))
         vm_py_refuse(PyExc_TypeError, VM_EXPECTED("%s", "an int or %d of them", "%R"), name, dims, value);
     if (!list) return -1;
-    if (PyTuple_GET_SIZE(list) != dims)
+    if (PyTuple_Size(list) != dims)
         vm_py_refuse(PyExc_ValueError, VM_EXPECTED("%s", "an int or %d of them", "%R"), name, dims, value);
-    for (int i = 0; i < dims && !PyErr_Occurred(); i++) own[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(list, i));
+    for (int i = 0; i < dims && !PyErr_Occurred(); i++) own[i] = PyLong_AsLongLong(PyTuple_GetItem(list, i));
     Py_DECREF(list);
     return PyErr_Occurred() ? -1 : 0;
 }

@@ -47,11 +47,11 @@ static PyObject *backend_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     s = vm_gpu_open(&o, &gpu);
     Py_END_ALLOW_THREADS
     if (s) return vm_py_raise(s);
-    Backend *self = (Backend *)type->tp_alloc(type, 0);
+    Backend *self = (Backend *)PyType_GenericAlloc(type, 0);
     PyObject *capsule = self ? PyCapsule_New(&gpu->backend, vm_py_backend_name, close_gpu) : NULL;
     if (!capsule) {
         vm_gpu_close(gpu);
-        Py_XDECREF(self);
+        Py_XDECREF((PyObject *)self);
         return NULL;
     }
     self->capsule = capsule;
@@ -250,7 +250,7 @@ static PyObject *borrow(PyObject *Py_UNUSED(module), PyObject *capsule) {
         if (t->dtype.code == dl_dtypes[i].code && t->dtype.bits == dl_dtypes[i].bits && t->dtype.lanes == 1)
             dtype = dl_dtypes[i].name;
     PyObject *shape = PyTuple_New(t->ndim);
-    for (int i = 0; shape && i < t->ndim; i++) PyTuple_SET_ITEM(shape, i, PyLong_FromLongLong(t->shape[i]));
+    for (int i = 0; shape && i < t->ndim; i++) PyTuple_SetItem(shape, i, PyLong_FromLongLong(t->shape[i]));
     PyObject *result = shape ? Py_BuildValue("{s:K, s:N, s:z, s:O}", "address",
                                              (unsigned long long)((uintptr_t)t->data + t->byte_offset), "shape", shape,
                                              "dtype", dtype, "contiguous", contiguous(t) ? Py_True : Py_False)
@@ -276,7 +276,7 @@ typedef struct lent {
 static void end_lending(DLManagedTensor *m) {
     PyGILState_STATE state = PyGILState_Ensure();
     Py_XDECREF((PyObject *)m->context);
-    PyMem_RawFree(m);
+    free(m);
     PyGILState_Release(state);
 }
 
@@ -292,16 +292,16 @@ static PyObject *lend(PyObject *Py_UNUSED(module), PyObject *args) {
     const char *dtype;
     int device;
     if (!PyArg_ParseTuple(args, "KO!siO", &address, &PyTuple_Type, &shape, &dtype, &device, &owner)) return NULL;
-    const Py_ssize_t dims = PyTuple_GET_SIZE(shape);
+    const Py_ssize_t dims = PyTuple_Size(shape);
     if (dims > DL_MAX_DIMS)
         return vm_py_refuse(PyExc_ValueError, VM_EXPECTED("shape", "%d dimensions at most", ""), DL_MAX_DIMS);
-    lent *l = PyMem_RawCalloc(1, sizeof *l);
+    lent *l = calloc(1, sizeof *l);
     if (!l) return PyErr_NoMemory();
     l->managed.tensor = (DLTensor){.data = (void *)(uintptr_t)address, .ndim = (int32_t)dims, .shape = l->shape};
     l->managed.tensor.device.type = DL_CUDA;
     l->managed.tensor.device.id = device;
     for (Py_ssize_t i = 0; i < dims && !PyErr_Occurred(); i++)
-        l->shape[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(shape, i));
+        l->shape[i] = PyLong_AsLongLong(PyTuple_GetItem(shape, i));
     for (size_t i = 0; i < sizeof dl_dtypes / sizeof *dl_dtypes; i++)
         if (!strcmp(dtype, dl_dtypes[i].name)) {
             l->managed.tensor.dtype.code = dl_dtypes[i].code;
@@ -312,7 +312,7 @@ static PyObject *lend(PyObject *Py_UNUSED(module), PyObject *args) {
         vm_py_refuse(PyExc_ValueError, VM_EXPECTED("dtype", "float32, float16, bfloat16 or uint8", "'%s'"), dtype);
     PyObject *capsule = PyErr_Occurred() ? NULL : PyCapsule_New(&l->managed, "dltensor", drop_capsule);
     if (!capsule) {
-        PyMem_RawFree(l);
+        free(l);
         return NULL;
     }
     l->managed.context = Py_NewRef(owner);

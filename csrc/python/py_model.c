@@ -24,7 +24,7 @@ static PyObject *model_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     backend =
         capsule == Py_None ? vm_backend_at(dtype, precision, 0) : PyCapsule_GetPointer(capsule, vm_py_backend_name);
     if (!backend) return NULL;
-    Model *self = (Model *)type->tp_alloc(type, 0);
+    Model *self = (Model *)PyType_GenericAlloc(type, 0);
     if (!self) return NULL;
     self->backend = Py_NewRef(capsule);
     const bool locked = !vm_py_lock_new(&self->lock);
@@ -130,7 +130,7 @@ static PyObject *model_set_tensor(Model *self, PyObject *args) {
 }
 
 static PyObject *model_get_tensor(Model *self, PyObject *name) {
-    const char *text = PyUnicode_AsUTF8(name);
+    const char *text = PyUnicode_AsUTF8AndSize(name, NULL);
     const vm_tensor *t = text ? find_tensor(self, text) : NULL;
     if (!t) return NULL;
     npy_intp dims[5];

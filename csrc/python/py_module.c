@@ -30,7 +30,7 @@ static PyObject *backends(PyObject *Py_UNUSED(module), PyObject *args, PyObject 
 }
 
 static PyObject *disable(PyObject *Py_UNUSED(module), PyObject *names) {
-    const char *text = PyUnicode_AsUTF8(names);
+    const char *text = PyUnicode_AsUTF8AndSize(names, NULL);
     if (!text) return NULL;
     vm_cpu_disable(text);
     Py_RETURN_NONE;

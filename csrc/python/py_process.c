@@ -23,7 +23,7 @@ static PyObject *process_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
         return vm_py_refuse(PyExc_ValueError, VM_EXPECTED("cublaslt_use", "one of 'each', 'kept', 'shared'", "'%s'"),
                             use);
     vm_talloc *talloc = vm_py_allocator(allocator);
-    Process *self = talloc ? (Process *)type->tp_alloc(type, 0) : NULL;
+    Process *self = talloc ? (Process *)PyType_GenericAlloc(type, 0) : NULL;
     if (!self) return NULL;
     const vm_process_blas blas = {cublas, cublaslt, (vm_cublaslt)u};
     self->allocator = Py_NewRef(allocator);
@@ -32,7 +32,7 @@ static PyObject *process_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
 
 static int process_traverse(Process *self, visitproc visit, void *arg) {
     Py_VISIT(self->allocator);
-    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(Py_TYPE((PyObject *)self));
     return 0;
 }
 
@@ -65,11 +65,11 @@ static int check(Process *self, vm_status s) {
 static uint64_t *to_numbers(const char *name, PyObject *sequence, size_t *count) {
     PyObject *list = PySequence_Tuple(sequence); /* a copy: an item's __index__ may change the sequence */
     if (!list) return NULL;
-    *count = (size_t)PyTuple_GET_SIZE(list);
+    *count = (size_t)PyTuple_Size(list);
     uint64_t *number = PyMem_Calloc(*count + 1, sizeof *number);
     if (!number) PyErr_NoMemory();
     for (size_t i = 0; number && i < *count; i++) {
-        PyObject *index = PyNumber_Index(PyTuple_GET_ITEM(list, (Py_ssize_t)i));
+        PyObject *index = PyNumber_Index(PyTuple_GetItem(list, (Py_ssize_t)i));
         if (index) number[i] = PyLong_AsUnsignedLongLong(index);
         if (index && PyErr_Occurred())
             vm_py_refuse(PyExc_ValueError, VM_EXPECTED("%s", "integers from 0 to 2^64 - 1", "%R"), name, index);
@@ -195,12 +195,12 @@ static PyObject *process_call(Process *self, PyObject *args) {
 
 /* Converts a sequence of sequences of `count` integers to rows; NULL with an exception set. */
 static uint64_t *to_rows(const char *name, PyObject *rows, size_t count) {
-    const size_t many = (size_t)PyTuple_GET_SIZE(rows);
+    const size_t many = (size_t)PyTuple_Size(rows);
     uint64_t *number = PyMem_Calloc(many * count + 1, sizeof *number);
     if (!number) PyErr_NoMemory();
     for (size_t i = 0; number && i < many; i++) {
         size_t got = 0;
-        uint64_t *row = to_numbers(name, PyTuple_GET_ITEM(rows, (Py_ssize_t)i), &got);
+        uint64_t *row = to_numbers(name, PyTuple_GetItem(rows, (Py_ssize_t)i), &got);
         if (row && got == count) memcpy(number + i * count, row, count * sizeof *row);
         if (row && got != count)
             vm_py_refuse(PyExc_ValueError, VM_EXPECTED("%s", "%zu of them", "%zu"), name, count, got);
@@ -227,7 +227,7 @@ static PyObject *process_again(Process *self, PyObject *args) {
     uint64_t *workspace = NULL, *span = NULL, *most = NULL;
     int above = 1;
     if (!PyArg_ParseTuple(args, "O!O!|p:again", &PyTuple_Type, &rows, &PyTuple_Type, &pairs, &above)) return NULL;
-    const size_t count = (size_t)PyTuple_GET_SIZE(rows), spans = (size_t)PyTuple_GET_SIZE(pairs);
+    const size_t count = (size_t)PyTuple_Size(rows), spans = (size_t)PyTuple_Size(pairs);
     const size_t convs = vm_process_script(self->process)->convs;
     if ((span = to_rows("spans", pairs, 2))) workspace = to_rows("workspaces", rows, convs);
     if (workspace && vm_process_script(self->process)->convs != convs) {
@@ -256,7 +256,7 @@ static PyObject *process_takes(Process *self, PyObject *args) {
     uint64_t *workspace = NULL, *phase;
     if (!PyArg_ParseTuple(args, "O!npO!n:takes", &PyTuple_Type, &pairs, &first, &above, &PyTuple_Type, &rows, &likely))
         return NULL;
-    const size_t count = (size_t)PyTuple_GET_SIZE(rows), phases = (size_t)PyTuple_GET_SIZE(pairs);
+    const size_t count = (size_t)PyTuple_Size(rows), phases = (size_t)PyTuple_Size(pairs);
     const size_t convs = vm_process_script(self->process)->convs;
     if ((phase = to_rows("phases", pairs, 2))) workspace = to_rows("workspaces", rows, convs);
     if (workspace && vm_process_script(self->process)->convs != convs)
@@ -334,7 +334,7 @@ static PyObject *process_readings(Process *self, void *Py_UNUSED(closure)) {
 static PyObject *process_replay(Process *self, PyObject *args) {
     PyObject *from;
     int first_only;
-    if (!PyArg_ParseTuple(args, "O!p:replay", Py_TYPE(self), &from, &first_only)) return NULL;
+    if (!PyArg_ParseTuple(args, "O!p:replay", Py_TYPE((PyObject *)self), &from, &first_only)) return NULL;
     return check(self, vm_process_replay(self->process, ((Process *)from)->process, first_only)) ? NULL
                                                                                                  : Py_NewRef(Py_None);
 }
@@ -355,7 +355,7 @@ static PyObject *process_most_reserved(Process *self, void *Py_UNUSED(closure)) 
 /* ---- what happened ---- */
 
 const vm_trace *vm_py_script(PyObject *object) {
-    const bool is = Py_TYPE(object)->tp_dealloc == (destructor)process_dealloc;
+    const bool is = vm_py_is(object, (destructor)process_dealloc);
     return is ? vm_process_script(((Process *)object)->process) : NULL;
 }
 

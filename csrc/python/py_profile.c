@@ -23,9 +23,9 @@ static int to_number(PyObject *object, uint64_t *out) {
 /* list: numbers and a text; no Python code runs unless it fails. */
 static int to_formula(PyObject *list, vm_formula *out) {
     *out = (vm_formula){0};
-    if (!PyList_Check(list) || PyList_GET_SIZE(list) != 5 || !PyUnicode_Check(PyList_GET_ITEM(list, 0)))
+    if (!PyList_Check(list) || PyList_Size(list) != 5 || !PyUnicode_Check(PyList_GetItem(list, 0)))
         return bad("formulas of tensors and four integers", list);
-    const char *text = PyUnicode_AsUTF8(PyList_GET_ITEM(list, 0));
+    const char *text = PyUnicode_AsUTF8AndSize(PyList_GetItem(list, 0), NULL);
     while (text && *text) { /* i+f+3o */
         uint32_t times = *text >= '0' && *text <= '9' ? 0 : 1;
         while (*text >= '0' && *text <= '9' && times < 1000) times = 10 * times + (uint32_t)(*text++ - '0');
@@ -37,8 +37,8 @@ static int to_formula(PyObject *list, vm_formula *out) {
     }
     uint64_t part[3];
     for (int i = 0; text && i < 3; i++)
-        if (to_number(PyList_GET_ITEM(list, i + 1), &part[i])) return -1;
-    PyObject *constant = PyList_GET_ITEM(list, 4);
+        if (to_number(PyList_GetItem(list, i + 1), &part[i])) return -1;
+    PyObject *constant = PyList_GetItem(list, 4);
     out->index = (int64_t)part[0];
     out->tile = (int64_t)part[1];
     out->per_tile = (int64_t)part[2];
@@ -61,8 +61,8 @@ static int to_extent(PyObject *dict, const char *name, int64_t *out) {
 static int to_pair(PyObject *object, int64_t out[2]) {
     PyObject *pair = PySequence_Tuple(object);
     uint64_t n[2] = {0, 0};
-    int failed = !pair || PyTuple_GET_SIZE(pair) != 2 ? bad("pairs of integers", object) : 0;
-    for (int i = 0; !failed && i < 2; i++) failed = to_number(PyTuple_GET_ITEM(pair, i), &n[i]);
+    int failed = !pair || PyTuple_Size(pair) != 2 ? bad("pairs of integers", object) : 0;
+    for (int i = 0; !failed && i < 2; i++) failed = to_number(PyTuple_GetItem(pair, i), &n[i]);
     out[0] = (int64_t)n[0];
     out[1] = (int64_t)n[1];
     Py_XDECREF(pair);
@@ -79,9 +79,9 @@ static PyObject *items_of(const char *what, PyObject *list, PyObject *rule) {
 static int to_dtypes(PyObject *dict, vm_rule *rule) {
     PyObject *dtypes = items_of("a rule with a list of dtypes", item(dict, "dtypes"), dict);
     int failed = dtypes ? 0 : -1;
-    for (Py_ssize_t i = 0; !failed && i < PyTuple_GET_SIZE(dtypes); i++) {
+    for (Py_ssize_t i = 0; !failed && i < PyTuple_Size(dtypes); i++) {
         vm_dtype dtype;
-        failed = vm_py_to_dtype(PyTuple_GET_ITEM(dtypes, i), &dtype) ? 0 : -1;
+        failed = vm_py_to_dtype(PyTuple_GetItem(dtypes, i), &dtype) ? 0 : -1;
         if (!failed) rule->dtypes |= 1u << dtype;
     }
     Py_XDECREF(dtypes);
@@ -92,11 +92,10 @@ static int to_channels(PyObject *dict, vm_rule *rule) {
     if (!item(dict, "channels")) return 0;
     PyObject *pairs = items_of("a rule with a list of channels", item(dict, "channels"), dict);
     int failed = pairs ? 0 : -1;
-    if (!failed && PyTuple_GET_SIZE(pairs) > VM_RULE_PAIRS)
-        failed = bad("a rule with at most 16 pairs of channels", dict);
-    if (!failed) rule->pairs = (size_t)PyTuple_GET_SIZE(pairs);
+    if (!failed && PyTuple_Size(pairs) > VM_RULE_PAIRS) failed = bad("a rule with at most 16 pairs of channels", dict);
+    if (!failed) rule->pairs = (size_t)PyTuple_Size(pairs);
     for (size_t i = 0; !failed && i < rule->pairs; i++)
-        failed = to_pair(PyTuple_GET_ITEM(pairs, (Py_ssize_t)i), rule->channels[i]);
+        failed = to_pair(PyTuple_GetItem(pairs, (Py_ssize_t)i), rule->channels[i]);
     Py_XDECREF(pairs);
     return failed;
 }
@@ -132,15 +131,15 @@ static int fill(vm_profile *p, PyObject *formulas, PyObject *rules, PyObject *tr
     PyObject *key, *tree;
     Py_ssize_t at = 0;
     vm_status s = VM_OK;
-    for (Py_ssize_t i = 0; !s && i < PyTuple_GET_SIZE(formulas); i++) {
+    for (Py_ssize_t i = 0; !s && i < PyTuple_Size(formulas); i++) {
         vm_formula formula;
-        PyObject *const one = PyTuple_GET_ITEM(formulas, i);
+        PyObject *const one = PyTuple_GetItem(formulas, i);
         if (one != Py_None && to_formula(one, &formula)) return -1;
         s = vm_profile_add_formula(p, one == Py_None ? NULL : &formula);
     }
-    for (Py_ssize_t i = 0; !s && i < PyTuple_GET_SIZE(rules); i++) {
+    for (Py_ssize_t i = 0; !s && i < PyTuple_Size(rules); i++) {
         vm_rule rule;
-        if (vm_py_to_rule(PyTuple_GET_ITEM(rules, i), true, &rule)) return -1;
+        if (vm_py_to_rule(PyTuple_GetItem(rules, i), true, &rule)) return -1;
         s = vm_profile_add_rule(p, &rule);
     }
     while (!s && PyDict_Next(trees, &at, &key, &tree)) {
@@ -159,8 +158,8 @@ static PyObject *profile_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
                                      &formulas, &PyList_Type, &rules, &PyDict_Type, &trees))
         return NULL;
     if (otherwise != Py_None && !PyObject_TypeCheck(otherwise, type))
-        return vm_py_refuse(PyExc_TypeError, VM_EXPECTED("otherwise", "a Profile", "%s"), Py_TYPE(otherwise)->tp_name);
-    Profile *self = (Profile *)type->tp_alloc(type, 0);
+        return vm_py_refuse_type("otherwise", "a Profile", otherwise);
+    Profile *self = (Profile *)PyType_GenericAlloc(type, 0);
     if (!self) return NULL;
     self->otherwise = Py_NewRef(otherwise);
     const vm_profile *other = otherwise == Py_None ? NULL : ((Profile *)otherwise)->profile;
@@ -194,9 +193,8 @@ static PyObject *profile_conv(Profile *self, PyObject *args) {
 }
 
 const vm_profile *vm_py_profile(PyObject *object) {
-    if (Py_TYPE(object)->tp_dealloc == (destructor)profile_dealloc) return ((Profile *)object)->profile;
-    vm_py_refuse(PyExc_TypeError, VM_EXPECTED("", "a Profile", "%s"), Py_TYPE(object)->tp_name);
-    return NULL;
+    if (vm_py_is(object, (destructor)profile_dealloc)) return ((Profile *)object)->profile;
+    return (void *)vm_py_refuse_type("", "a Profile", object);
 }
 
 /* ---- for the recorder of profiles ---- */
@@ -211,7 +209,7 @@ static PyObject *conv_sizes(PyObject *Py_UNUSED(module), PyObject *question) {
     for (int i = 0; tuple && i < VM_SIZES; i++) {
         PyObject *number = PyLong_FromUnsignedLongLong(size[i]);
         if (number)
-            PyTuple_SET_ITEM(tuple, i, number);
+            PyTuple_SetItem(tuple, i, number);
         else
             Py_CLEAR(tuple);
     }
@@ -224,10 +222,10 @@ static PyObject *formula_bytes(PyObject *Py_UNUSED(module), PyObject *args) {
     uint64_t size[VM_SIZES], bytes;
     if (!PyArg_ParseTuple(args, "OO!:formula_bytes", &list, &PyTuple_Type, &sizes) || to_formula(list, &formula))
         return NULL;
-    if (PyTuple_GET_SIZE(sizes) != VM_SIZES)
+    if (PyTuple_Size(sizes) != VM_SIZES)
         return vm_py_refuse(PyExc_ValueError, VM_EXPECTED("sizes", "%d", ""), VM_SIZES);
     for (int i = 0; i < VM_SIZES; i++)
-        if (to_number(PyTuple_GET_ITEM(sizes, i), &size[i])) return NULL;
+        if (to_number(PyTuple_GetItem(sizes, i), &size[i])) return NULL;
     const vm_status s = vm_formula_bytes(&formula, size, &bytes);
     return s ? vm_py_raise(s) : PyLong_FromUnsignedLongLong(bytes);
 }

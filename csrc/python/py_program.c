@@ -11,7 +11,7 @@ static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     static char *names[] = {"text", NULL};
     const char *text;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "s:Program", names, &text)) return NULL;
-    Program *self = (Program *)type->tp_alloc(type, 0);
+    Program *self = (Program *)PyType_GenericAlloc(type, 0);
     if (!self) return NULL;
     return vm_py_made((PyObject *)self, vm_program_read(text, &self->program));
 }
@@ -24,12 +24,11 @@ static void program_dealloc(Program *self) {
 /* Reads the given variables' values, a tuple. -1 with an exception set. */
 static int to_values(const vm_program *p, PyObject *given, int64_t value[VM_PROGRAM_NAMES]) {
     const Py_ssize_t count = (Py_ssize_t)vm_program_given(p);
-    if (!PyTuple_Check(given) || PyTuple_GET_SIZE(given) != count) {
+    if (!PyTuple_Check(given) || PyTuple_Size(given) != count) {
         vm_py_refuse(PyExc_ValueError, VM_EXPECTED("sizes", "a tuple of %zd", "%R"), count, given);
         return -1;
     }
-    for (Py_ssize_t i = 0; i < count && !PyErr_Occurred(); i++)
-        value[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(given, i));
+    for (Py_ssize_t i = 0; i < count && !PyErr_Occurred(); i++) value[i] = PyLong_AsLongLong(PyTuple_GetItem(given, i));
     return PyErr_Occurred() ? -1 : 0;
 }
 
@@ -42,11 +41,11 @@ static PyObject *program_trace(Program *self, PyObject *args) {
         return NULL;
     passing = PySequence_Tuple(passing); /* a copy: its texts are borrowed */
     if (!passing) return NULL;
-    call.passings = (size_t)PyTuple_GET_SIZE(passing);
+    call.passings = (size_t)PyTuple_Size(passing);
     vm_passing *each = PyMem_Calloc(call.passings + 1, sizeof *each);
     if (!each) PyErr_NoMemory();
     for (size_t i = 0; each && i < call.passings && !PyErr_Occurred(); i++) {
-        PyObject *one = PyTuple_GET_ITEM(passing, (Py_ssize_t)i);
+        PyObject *one = PyTuple_GetItem(passing, (Py_ssize_t)i);
         int sent = 0;
         unsigned long long bytes = 0;
         if (!PyTuple_Check(one))
@@ -61,7 +60,7 @@ static PyObject *program_trace(Program *self, PyObject *args) {
         Py_BEGIN_ALLOW_THREADS
         s = vm_program_trace(self->program, &call, &trace);
         Py_END_ALLOW_THREADS
-        PyObject *module = s ? NULL : PyType_GetModule(Py_TYPE(self));
+        PyObject *module = s ? NULL : PyType_GetModule(Py_TYPE((PyObject *)self));
         PyObject *type = module ? PyObject_GetAttrString(module, "Trace") : NULL;
         if (s)
             vm_py_raise(s);

@@ -247,7 +247,7 @@ static int run_locked(Model *self, const vm_request *r, job *j) {
 static int to_callback(PyObject *object, void *out) {
     *(PyObject **)out = object == Py_None ? NULL : object;
     if (object == Py_None || PyCallable_Check(object)) return 1;
-    vm_py_refuse(PyExc_TypeError, VM_EXPECTED("poll", "a callable", "%s"), Py_TYPE(object)->tp_name);
+    vm_py_refuse_type("poll", "a callable", object);
     return 0;
 }
 

@@ -4,6 +4,9 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 
 #include "../../kernels/kernels.h"
 
@@ -17,9 +20,9 @@
 static inline PyObject *vm_py_argument_error(const char *class, PyObject *text) {
     PyObject *separator = PyUnicode_FromString(VM_SPLIT), *module = PyImport_ImportModule("vaemem._errors");
     PyObject *part = text && separator && module ? PyUnicode_Split(text, separator, 3) : NULL, *error = NULL;
-    if (part && PyList_GET_SIZE(part) == 4)
-        error = PyObject_CallMethod(module, class, "OOOsO", PyList_GET_ITEM(part, 0), PyList_GET_ITEM(part, 2),
-                                    PyList_GET_ITEM(part, 3), "", PyList_GET_ITEM(part, 1));
+    if (part && PyList_Size(part) == 4)
+        error = PyObject_CallMethod(module, class, "OOOsO", PyList_GetItem(part, 0), PyList_GetItem(part, 2),
+                                    PyList_GetItem(part, 3), "", PyList_GetItem(part, 1));
     else if (part)
         error = PyObject_CallMethod(module, class, "ssO", "", "", text);
     Py_XDECREF(text);
@@ -41,6 +44,22 @@ static inline PyObject *vm_py_refuse(PyObject *type, const char *format, ...) {
     if (error) PyErr_SetObject((PyObject *)Py_TYPE(error), error);
     Py_XDECREF(error);
     return NULL;
+}
+
+/* Raises an ArgumentTypeError: the object is not what is wanted, in words. Returns: NULL. */
+static inline PyObject *vm_py_refuse_type(const char *argument, const char *wanted, PyObject *object) {
+    PyErr_Clear();
+    PyObject *name = PyType_GetName(Py_TYPE(object));
+    if (name) vm_py_refuse(PyExc_TypeError, VM_EXPECTED("%s", "%s", "%U"), argument, wanted, name);
+    Py_XDECREF(name);
+    return NULL;
+}
+
+/* Whether an object is of the type with this tp_dealloc, or of a type derived from it. */
+static inline bool vm_py_is(PyObject *object, destructor dealloc) {
+    PyTypeObject *type = Py_TYPE(object);
+    while (type && PyType_GetSlot(type, Py_tp_dealloc) != (void *)dealloc) type = PyType_GetSlot(type, Py_tp_base);
+    return type != NULL;
 }
 
 /* Raises the status as a Python exception with vm_error(), unless one is set. Returns: NULL. */
@@ -94,7 +113,7 @@ static inline int vm_py_add_type(PyObject *module, PyType_Spec *spec) {
 /* The end of every tp_dealloc: frees the object, and releases its type. */
 static inline void vm_py_free(PyObject *self) {
     PyTypeObject *type = Py_TYPE(self);
-    type->tp_free(self);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
 }
 

@@ -26,7 +26,7 @@ static int choose(const char *argument, const char *text, const char *const *nam
 #define CHOOSE(argument, text, names) choose(argument, text, names, (int)(sizeof(names) / sizeof *(names)))
 
 PyObject *vm_py_wrap_trace(PyTypeObject *type, vm_trace *trace) {
-    Trace *self = (Trace *)type->tp_alloc(type, 0);
+    Trace *self = (Trace *)PyType_GenericAlloc(type, 0);
     if (self)
         self->trace = trace;
     else
@@ -48,8 +48,8 @@ static void trace_dealloc(Trace *self) {
 }
 
 vm_trace *vm_py_trace(PyObject *object) {
-    if (Py_TYPE(object)->tp_dealloc == (destructor)trace_dealloc) return ((Trace *)object)->trace;
-    return (void *)vm_py_refuse(PyExc_TypeError, VM_EXPECTED("trace", "a Trace", "%s"), Py_TYPE(object)->tp_name);
+    if (vm_py_is(object, (destructor)trace_dealloc)) return ((Trace *)object)->trace;
+    return (void *)vm_py_refuse_type("trace", "a Trace", object);
 }
 
 /* ---- from an architecture ---- */
@@ -191,17 +191,17 @@ static int to_heads(PyObject *pair, void *out) {
     vm_heads *h = out;
     if (!is_tuple(pair) || !PyArg_ParseTuple(pair, "O!O!:heads", &PyTuple_Type, &shape, &PyTuple_Type, &strides))
         return 0;
-    const Py_ssize_t dims = PyTuple_GET_SIZE(shape);
+    const Py_ssize_t dims = PyTuple_Size(shape);
     uint64_t *const last[4] = {&h->depth, &h->length, &h->heads, &h->batch};
     *h = (vm_heads){.dims = (size_t)dims};
     for (Py_ssize_t i = 0; i < VM_MIN(dims, 4); i++)
-        *last[i] = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(shape, dims - 1 - i));
-    if (dims != PyTuple_GET_SIZE(strides))
+        *last[i] = PyLong_AsUnsignedLongLong(PyTuple_GetItem(shape, dims - 1 - i));
+    if (dims != PyTuple_Size(strides))
         vm_py_refuse(PyExc_ValueError, VM_EXPECTED("strides", "%zd", "%R"), dims, strides);
     else if (dims)
-        h->strided = PyLong_AsLongLong(PyTuple_GET_ITEM(strides, dims - 1)) != 1;
+        h->strided = PyLong_AsLongLong(PyTuple_GetItem(strides, dims - 1)) != 1;
     if (!PyErr_Occurred() && dims == 4)
-        h->by_token = PyLong_AsLongLong(PyTuple_GET_ITEM(strides, 1)) < PyLong_AsLongLong(PyTuple_GET_ITEM(strides, 2));
+        h->by_token = PyLong_AsLongLong(PyTuple_GetItem(strides, 1)) < PyLong_AsLongLong(PyTuple_GetItem(strides, 2));
     return !PyErr_Occurred();
 }
 
@@ -232,9 +232,9 @@ static PyObject *trace_choose_kernel(PyObject *Py_UNUSED(null), PyObject *args) 
     PyObject *names;
     vm_attention_kernel enabled[VM_ATTENTION_KERNELS], chosen;
     if (!PyArg_ParseTuple(args, "O&iO!:choose_kernel", to_sdpa, &call, &sm, &PyTuple_Type, &names)) return NULL;
-    const Py_ssize_t count = VM_MIN(PyTuple_GET_SIZE(names), VM_ATTENTION_KERNELS);
+    const Py_ssize_t count = VM_MIN(PyTuple_Size(names), VM_ATTENTION_KERNELS);
     for (Py_ssize_t i = 0; i < count; i++) {
-        const char *name = PyUnicode_AsUTF8(PyTuple_GET_ITEM(names, i));
+        const char *name = PyUnicode_AsUTF8AndSize(PyTuple_GetItem(names, i), NULL);
         const int k = name ? choose("kernel", name, vm_attention_kernel_name, VM_ATTENTION_KERNELS) : -1;
         if (k < 0) return NULL;
         enabled[i] = (vm_attention_kernel)k;
@@ -262,9 +262,9 @@ static PyObject *trace_attend(Trace *self, PyObject *args) {
 static PyObject *step_item(const void *trace, size_t i) {
     const vm_trace *t = trace;
     const vm_trace_step *step = &t->step[i];
-    return Py_BuildValue(
-        "(sIKN)", step_name[step->op], step->id, (unsigned long long)step->bytes,
-        step->op == VM_TRACE_GIVE ? PyUnicode_New(0, 0) : PyUnicode_FromString(vm_names_get(&t->names, step->name)));
+    return Py_BuildValue("(sIKN)", step_name[step->op], step->id, (unsigned long long)step->bytes,
+                         step->op == VM_TRACE_GIVE ? PyUnicode_FromString("")
+                                                   : PyUnicode_FromString(vm_names_get(&t->names, step->name)));
 }
 
 static PyObject *trace_convs(Trace *self, void *Py_UNUSED(closure)) { return vm_py_convs(self->trace); }

@@ -101,7 +101,7 @@ static int push_tuple(reader *r, size_t n) {
     PyObject *tuple = PyTuple_New((Py_ssize_t)n);
     if (!tuple) return -1;
     r->depth -= n;
-    for (size_t i = 0; i < n; i++) PyTuple_SET_ITEM(tuple, (Py_ssize_t)i, r->stack[r->depth + i]);
+    for (size_t i = 0; i < n; i++) PyTuple_SetItem(tuple, (Py_ssize_t)i, r->stack[r->depth + i]);
     return push(r, tuple);
 }
 
@@ -151,7 +151,9 @@ static int remember(reader *r, uint64_t index) {
     if (!above_mark(r)) return refuse(r, "nothing to remember");
     if (index >= (uint64_t)(r->end - r->start)) return refuse(r, "a memo index exceeds the file's size");
     if (grow(&r->memo, &r->memo_size, (size_t)index + 1, sizeof *r->memo)) return -1;
-    Py_XSETREF(r->memo[index], Py_NewRef(r->stack[r->depth - 1]));
+    PyObject *old = r->memo[index];
+    r->memo[index] = Py_NewRef(r->stack[r->depth - 1]);
+    Py_XDECREF(old);
     r->memo_used = VM_MAX(r->memo_used, (size_t)index + 1);
     return 0;
 }
@@ -197,7 +199,7 @@ static int push_call(reader *r, size_t parts) {
     const bool is_name = PyUnicode_CheckExact(called);
     if (!(is_name || PyTuple_CheckExact(called)) || !PyTuple_CheckExact(args))
         return refuse(r, "a call needs a name and arguments");
-    if (!is_name || PyTuple_GET_SIZE(args) || PyUnicode_CompareWithASCIIString(called, "collections.OrderedDict"))
+    if (!is_name || PyTuple_Size(args) || PyUnicode_CompareWithASCIIString(called, "collections.OrderedDict"))
         return push_tuple(r, parts);
     drop(r, parts);
     return push(r, PyDict_New());

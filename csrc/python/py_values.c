@@ -104,10 +104,10 @@ static int get_numbers(PyObject *value, const char *key, size_t *sizes, float *n
     if (!list && PyErr_ExceptionMatches(PyExc_TypeError))
         vm_py_refuse(PyExc_TypeError, VM_EXPECTED_IN("arch", "%s", "a sequence of numbers", "%R"), key, value);
     if (!list) return -1;
-    *count = (size_t)PyTuple_GET_SIZE(list);
+    *count = (size_t)PyTuple_Size(list);
     int failed = 0;
     for (size_t i = 0; i < *count && i < most && !failed; i++) {
-        PyObject *number = PyTuple_GET_ITEM(list, (Py_ssize_t)i);
+        PyObject *number = PyTuple_GetItem(list, (Py_ssize_t)i);
         failed = sizes ? to_size(number, key, &sizes[i]) : to_float(number, key, &numbers[i]);
     }
     Py_DECREF(list);
@@ -134,7 +134,7 @@ static int get_list(PyObject *dict, const char *key, size_t *sizes, float *numbe
 /* Reads an optional word. */
 static int get_family(PyObject *dict, vm_family *out) {
     PyObject *v = PyDict_GetItemString(dict, "family");
-    const char *text = v && v != Py_None ? PyUnicode_AsUTF8(v) : "kl";
+    const char *text = v && v != Py_None ? PyUnicode_AsUTF8AndSize(v, NULL) : "kl";
     if (!text) return check_value("family", "text", v);
     for (size_t i = 0; i < sizeof families / sizeof *families; i++) {
         *out = (vm_family)i;
@@ -179,7 +179,7 @@ static int get_extras(PyObject *dict, vm_arch *a) {
 static int read_arch(PyObject *dict, vm_arch *a) {
     PyObject *name = PyDict_GetItemString(dict, "name"), *scaling = PyDict_GetItemString(dict, "scaling_factor");
     if (name) {
-        const char *text = PyUnicode_AsUTF8(name);
+        const char *text = PyUnicode_AsUTF8AndSize(name, NULL);
         if (!text) return check_value("name", "text", name);
         snprintf(a->name, sizeof a->name, "%s", text);
         vm_end_whole(a->name);
@@ -203,7 +203,7 @@ int vm_py_to_arch(PyObject *dict, void *out) {
     vm_arch *a = out;
     *a = (vm_arch){.name = "custom"};
     if (!PyDict_Check(dict)) {
-        vm_py_refuse(PyExc_TypeError, VM_EXPECTED("arch", "a dict", "%s"), Py_TYPE(dict)->tp_name);
+        vm_py_refuse_type("arch", "a dict", dict);
         return 0;
     }
     PyObject *copy = PyDict_Copy(dict); /* a value's __float__ or a key's __eq__ may change the dict */
@@ -216,8 +216,11 @@ int vm_py_to_arch(PyObject *dict, void *out) {
 
 bool vm_py_is_bfloat16(PyArrayObject *a) {
     PyArray_Descr *d = PyArray_DESCR(a);
-    const char *dot = strrchr(d->typeobj->tp_name, '.'), *name = dot ? dot + 1 : d->typeobj->tp_name;
-    return PyDataType_ELSIZE(d) == 2 && !strcmp(name, "bfloat16");
+    PyObject *name = PyDataType_ELSIZE(d) == 2 ? PyType_GetName(d->typeobj) : NULL;
+    const bool is = name && !PyUnicode_CompareWithASCIIString(name, "bfloat16");
+    PyErr_Clear();
+    Py_XDECREF(name);
+    return is;
 }
 
 /* ---- backends ---- */

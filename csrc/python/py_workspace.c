@@ -55,13 +55,13 @@ static int to_card_rule(PyObject *object, vm_card_rule *out) {
                                                          &PyTuple_Type, &capabilities, &possible))
         return -1;
     out->possible = possible;
-    if (PyTuple_GET_SIZE(capabilities) > VM_RULE_CAPABILITIES) {
+    if (PyTuple_Size(capabilities) > VM_RULE_CAPABILITIES) {
         vm_py_refuse(PyExc_ValueError, VM_EXPECTED("rule", "up to %d compute capabilities", "%R"), VM_RULE_CAPABILITIES,
                      object);
         return -1;
     }
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(capabilities); i++) {
-        const long sm = PyLong_AsLong(PyTuple_GET_ITEM(capabilities, i));
+    for (Py_ssize_t i = 0; i < PyTuple_Size(capabilities); i++) {
+        const long sm = PyLong_AsLong(PyTuple_GetItem(capabilities, i));
         if (sm == -1 && PyErr_Occurred()) return -1;
         out->capability[out->capabilities++] = (int)VM_MIN(VM_MAX(sm, 0), INT32_MAX);
     }
@@ -99,9 +99,9 @@ static int add_recorded(Catalogue *self, PyObject *object) {
     if (check_tuple("recorded", object) ||
         !PyArg_ParseTuple(object, "iiO!:recorded", &sm, &version, &PyTuple_Type, &cards))
         return -1;
-    const size_t count = (size_t)PyTuple_GET_SIZE(cards);
+    const size_t count = (size_t)PyTuple_Size(cards);
     int failed = count ? vm_py_check(vm_scratch_new(count, sizeof *card, &card)) : 0;
-    for (size_t i = 0; !failed && i < count; i++) failed = to_card(PyTuple_GET_ITEM(cards, (Py_ssize_t)i), &card[i]);
+    for (size_t i = 0; !failed && i < count; i++) failed = to_card(PyTuple_GetItem(cards, (Py_ssize_t)i), &card[i]);
     failed = failed || vm_py_check(vm_catalogue_add(self->catalogue, sm, version, card, count));
     vm_scratch_free(card);
     return failed ? -1 : 0;
@@ -119,7 +119,7 @@ static int add_sample(Catalogue *self, PyObject *object) {
 
 static int add_all(Catalogue *self, PyObject *tuple, int (*add)(Catalogue *, PyObject *)) {
     int failed = 0;
-    for (Py_ssize_t i = 0; !failed && i < PyTuple_GET_SIZE(tuple); i++) failed = add(self, PyTuple_GET_ITEM(tuple, i));
+    for (Py_ssize_t i = 0; !failed && i < PyTuple_Size(tuple); i++) failed = add(self, PyTuple_GetItem(tuple, i));
     return failed;
 }
 
@@ -129,7 +129,7 @@ static PyObject *catalogue_new(PyTypeObject *type, PyObject *args, PyObject *kwa
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!O:Catalogue", names, &PyTuple_Type, &recorded, &PyTuple_Type,
                                      &rules, &PyTuple_Type, &samples, &loader))
         return NULL;
-    Catalogue *self = (Catalogue *)type->tp_alloc(type, 0);
+    Catalogue *self = (Catalogue *)PyType_GenericAlloc(type, 0);
     if (!self) return NULL;
     self->load = Py_NewRef(loader);
     if (!(self->profiles = PyList_New(0)) || vm_py_check(vm_catalogue_new(load, self, &self->catalogue)) ||
@@ -197,17 +197,16 @@ static PyObject *workspace_new(PyTypeObject *type, PyObject *args, PyObject *kwa
                                      to_guess, &of.guess) ||
         to_card(card, &of.card))
         return NULL;
-    if (Py_TYPE(catalogue)->tp_dealloc != (destructor)catalogue_dealloc)
-        return vm_py_refuse(PyExc_TypeError, VM_EXPECTED("catalogue", "a Catalogue", "%s"),
-                            Py_TYPE(catalogue)->tp_name);
+    if (!vm_py_is(catalogue, (destructor)catalogue_dealloc))
+        return vm_py_refuse_type("catalogue", "a Catalogue", catalogue);
     of.coarse = coarse;
     of.torch.is_290 = is_290;
     of.tf32 = tf32;
-    const size_t count = (size_t)PyTuple_GET_SIZE(rules);
+    const size_t count = (size_t)PyTuple_Size(rules);
     int failed = count ? vm_py_check(vm_scratch_new(count, sizeof *rule, &rule)) : 0;
     for (size_t i = 0; !failed && i < count; i++)
-        failed = to_card_rule(PyTuple_GET_ITEM(rules, (Py_ssize_t)i), &rule[i]);
-    Workspace *self = failed ? NULL : (Workspace *)type->tp_alloc(type, 0);
+        failed = to_card_rule(PyTuple_GetItem(rules, (Py_ssize_t)i), &rule[i]);
+    Workspace *self = failed ? NULL : (Workspace *)PyType_GenericAlloc(type, 0);
     if (self) {
         self->catalogue = Py_NewRef(catalogue);
         if (vm_py_check(vm_workspace_new(((Catalogue *)catalogue)->catalogue, &of, rule, count, &self->workspace)))
@@ -236,7 +235,7 @@ static PyObject *workspace_conv(Workspace *self, PyObject *question) {
 static int copy_convs(PyObject *of, vm_conv **out, size_t *count) {
     const vm_known *known = NULL;
     const vm_trace *t = NULL;
-    if (Py_TYPE(of)->tp_dealloc == (destructor)workspace_dealloc)
+    if (vm_py_is(of, (destructor)workspace_dealloc))
         known = vm_lookup_known(vm_workspace_lookup(((Workspace *)of)->workspace), count);
     else if (!(t = vm_py_script(of)) && !(t = vm_py_trace(of)))
         return -1;
@@ -270,7 +269,7 @@ static PyObject *to_tuple(const uint64_t *row, size_t count) {
     for (size_t i = 0; tuple && i < count; i++) {
         PyObject *number = PyLong_FromUnsignedLongLong(row[i]);
         if (number)
-            PyTuple_SET_ITEM(tuple, (Py_ssize_t)i, number);
+            PyTuple_SetItem(tuple, (Py_ssize_t)i, number);
         else
             Py_CLEAR(tuple);
     }
