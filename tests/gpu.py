@@ -37,7 +37,7 @@ GPU_WANTED = os.environ.get("VAEMEM_TEST_GPU") == "1"  # make test-gpu
 def _find() -> tuple[str, dict[str, str]]:
     """ "gpu" or "emulator"; skips where neither can be had."""
     if _cuda is None:
-        pytest.skip("vaemem was built without CUDA")
+        pytest.skip("the GPU backend is not installed")
     try:
         if _cuda.devices():
             return "gpu", {}

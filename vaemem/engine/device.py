@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 import os
 import sys
 import warnings
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 
 from vaemem import _core
-from vaemem._common import DTYPES, PRECISIONS, choose, distinct, flag, meant, mib
+from vaemem._common import DTYPES, PRECISIONS, __version__, choose, distinct, flag, meant, mib
 from vaemem._errors import ArgumentError, ArgumentTypeError
 from vaemem._types import Dtype, DtypeName, Precision
 from vaemem.engine.cudnn_path import find_cudnn
 
-try:
+
+def _import_cuda() -> Any:
+    """Import the GPU backend: the one built with the package, otherwise that of the wheel vaemem-cuda."""
+    with contextlib.suppress(ImportError):
+        return importlib.import_module("vaemem._cuda")
+    with contextlib.suppress(ImportError):
+        if importlib.import_module("vaemem_cuda").__version__ == __version__:
+            return importlib.import_module("vaemem_cuda._cuda")
+    return None
+
+
+if TYPE_CHECKING:
     from vaemem import _cuda
-except ImportError:  # built without nvcc
-    _cuda = None  # type: ignore[assignment]
+else:
+    _cuda = _import_cuda()
 
 CONVOLUTIONS = ("auto", "cudnn", "own")
 CUDA = 2  # DLPack's number for CUDA memory
@@ -70,9 +82,9 @@ def _gpus(dtype: str, precision: str) -> list[dict[str, Any]]:
     least = 80 if dtype == "bfloat16" or precision != "highest" else 75
     row, why = {"name": "cuda", "device": "cuda", "usable": False, "chosen": False}, "CUDA: the driver sees no GPU"
     if _cuda is None:
-        build = "put nvcc on the path (or set CUDA_HOME), then VAEMEM_CUDA=1 pip install ."
-        what_to_do = build if sys.platform == "linux" else "it runs on GPUs only on Linux"
-        return [row | {"why": f"vaemem was built without CUDA: {what_to_do}"}]
+        build = f"install the wheel of vaemem-cuda {__version__}, or with nvcc run VAEMEM_CUDA=1 pip install ."
+        what_to_do = build if sys.platform == "linux" else "it exists only for Linux"
+        return [row | {"why": f"the GPU backend is not installed: {what_to_do}"}]
     try:
         found = _cuda.devices(os.environ.get("VAEMEM_LIBCUDA"))
     except RuntimeError as error:
