@@ -167,7 +167,7 @@ def test_fits_formulas_functions_and_predictions():
     assert comparison.find("shipped").rows == 3
     # Not fitted to: another dtype, another model.
     others = Table([row(dtype="float32"), row(model="flux")])
-    with pytest.raises(ValueError, match=r"expected one that is about sdxl decode float32, flux decode .* got fit"):
+    with pytest.raises(ValueError, match=r"expected one that applies to sdxl decode float32, flux decode .* got fit"):
         compare(others, fitted)
 
 

@@ -503,8 +503,8 @@ def test_the_command(small, tmp_path, monkeypatch, capsys):
         (["absent", "516"], "height: expected a multiple of 8 up to 1048576, got 516"),
         (
             ["sd3", "512", "--random"],
-            f"source: expected one of {', '.join(PIPELINES)}, got 'sd3'; only the VAE (sd3) of this model is known,"
-            " which vaemem fits and vaemem.predict answer for",
+            f"source: expected one of {', '.join(PIPELINES)}, got 'sd3'; only the VAE (sd3) of this model is known:"
+            " use vaemem fits or vaemem.predict",
         ),
     ],
 )

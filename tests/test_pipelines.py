@@ -259,7 +259,7 @@ def test_any_component_may_be_loaded_on_the_card():
         for one in (int8, {"transformer": "int8 kept on cuda"})
     )
     assert moved.host - kept.host == moved.parts["transformer"].nbytes
-    assert any("ask for 'int8 kept on cuda' there" in note for note in moved.notes)
+    assert any("give 'int8 kept on cuda'" in note for note in moved.notes)
 
 
 @pytest.mark.parametrize("pipeline, absent", [("flux2", "text_encoder"), ("flux", "text_encoder_2")])
@@ -686,7 +686,7 @@ def test_tiles_of_a_side_of_ones_own():
 
 def test_a_pipeline_with_sdxls_vae_in_float16_says_which():
     p = predict_pipeline("sdxl", 1024, 1024, gpu="RTX 3070", components={"vae": "float16"})
-    fixed = "vae: madebyollin/sdxl-vae-fp16-fix in float16, for SDXL's own VAE overflows there, and pictures turn black"
+    fixed = "vae: madebyollin/sdxl-vae-fp16-fix in float16; SDXL's own VAE overflows there and gives black pictures"
     assert fixed in p.notes
     for given in ({}, {"components": {"vae": "float32"}}):
         assert fixed not in predict_pipeline("sdxl", 1024, 1024, gpu="RTX 3070", **given).notes

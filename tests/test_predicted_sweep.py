@@ -246,7 +246,7 @@ def test_pipelines_are_fitted_by_phase_and_compared():
     assert compare(tiled, predict).find("predict").highest == 0
     larger = compare(table.filter(phase="decode"), functools.partial(predict, gpu="RTX 4090")).find("predict")
     assert larger.lowest < 0
-    with pytest.raises(ValueError, match="estimators: expected one that is about sd15 pipeline float16 on the CPU,"):
+    with pytest.raises(ValueError, match="estimators: expected one that applies to sd15 pipeline float16 on the CPU,"):
         compare(Table([row | {"device": "cpu"} for row in table]), predict)
 
 

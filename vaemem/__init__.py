@@ -1,4 +1,4 @@
-"""Run the VAEs of SD1.5, SDXL, SD3, FLUX and others in memory known to the byte, and know what they take elsewhere."""
+"""Run the VAEs of SD1.5, SDXL, SD3, FLUX and others in memory known to the byte, and predict their memory elsewhere."""
 
 import importlib as _importlib
 import os as _os
@@ -36,7 +36,8 @@ if _TYPE_CHECKING:
     from vaemem.tables.sweep import estimate_sweep, measure_sweep, predict_sweep, tradeoff
     from vaemem.tables.table import Table, seed_table
 
-# Each is imported when it is asked for, and NumPy with the first that wants it: a program takes the time of its own.
+# Each name is imported on first use, and NumPy with the first name that needs it. So a program loads only its own
+# parts.
 _NAMES = {
     "_core": "OutOfMemoryError",
     "_errors": "ArgumentError ArgumentTypeError FileError MissingPackageError NoFileError",

@@ -57,7 +57,7 @@ def command(function: str, flags: str) -> Callable[[Action], Action]:
 
 
 def load_table(path: str, **missing: Any) -> Table:
-    """The table of a CSV file, or of standard input: '-'."""
+    """Read a table from a CSV file; '-' is standard input."""
     return vaemem.Table.from_csv(sys.stdin if path == "-" else path, **missing)
 
 

@@ -1,1 +1,1 @@
-"""Whole pipelines: what they take in every phase, and which way of running them fits a card."""
+"""Whole pipelines: their memory in every phase, and the ways of running them that fit a card."""

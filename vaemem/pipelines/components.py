@@ -15,8 +15,8 @@ from vaemem.prediction.runtimes import architecture, shipped_models
 
 CLIPS = ("clip-l", "clip-l-sdxl", "clip-l-flux", "openclip-g")
 CLIP_TOKENS = 77
-MOST_SEQUENCE = 512  # tokens: FluxPipeline takes no more, and the others pad prompts to them
-VAE_STRIDE = 8  # pixels a side of one pixel of a latent
+MOST_SEQUENCE = 512  # tokens: FluxPipeline's longest prompt; other pipelines pad prompts to this length
+VAE_STRIDE = 8  # pixels of the image per side of a latent's pixel
 
 
 class Pipeline(NamedTuple):
@@ -133,7 +133,7 @@ def known_pipeline(argument: str, name: Any) -> str:
         return called.pipeline
     vae = called.vae if called else next((vae for vae in shipped_models() if letters(vae) == letters(str(name))), "")
     if vae and not is_own:
-        known = f"only the VAE ({vae}) of this model is known, which vaemem fits and vaemem.predict answer for"
+        known = f"only the VAE ({vae}) of this model is known: use vaemem fits or vaemem.predict"
         raise ArgumentError(argument, f"one of {', '.join(PIPELINES)}", repr(name), known)
     if called:
         raise ArgumentError(argument, "", f"{called.why}, got {name!r}")
@@ -155,7 +155,7 @@ def refuse(runtime: str, **given: Any) -> None:
     """Raise ValueError for an argument, neither None nor False, that the runtime does not use."""
     for name, value in given.items():
         if value is not None and value is not False and name in WITHOUT[runtime]:
-            wanted = ("None with ", Named("runtime", runtime), ", which has no use for it")
+            wanted = ("None with ", Named("runtime", runtime), ", which does not use it")
             raise ArgumentError(name, wanted, repr(value))
 
 

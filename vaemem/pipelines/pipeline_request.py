@@ -212,8 +212,8 @@ class PipelineRequest(Request):
     on_cpu: tuple[str, ...] = ()
     vae: str = "whole"
     vae_limit: int = 0
-    made_of: str = ""  # the size that was asked for, if the pipeline makes another of it
-    model_note: str = ""  # whose modules these are, if the model has another's
+    made_of: str = ""  # the requested size, if the pipeline changes it
+    model_note: str = ""  # names the model whose modules stand for this one's
 
     @property
     def pipeline(self) -> Pipeline:

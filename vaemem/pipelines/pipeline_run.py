@@ -36,7 +36,7 @@ class PipelineRun:
             role for role in self.parts if request.offload != "none" and role not in resident
         ]  # by offloading
         self.calls: list[tuple[str, Any]] = []  # roles, and the process's record of their calls
-        self._loaded: dict[str, list[int] | LoadedVAE] = {}  # addresses, none of what PyTorch's memory does not have
+        self._loaded: dict[str, list[int] | LoadedVAE] = {}  # addresses; no entry if it is not in PyTorch's memory
 
     # ---- components ----
 

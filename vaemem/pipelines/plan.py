@@ -33,9 +33,7 @@ PLANNED_RUNTIMES = get_args(PlannedRuntime)
 # GPU memory of vaemem's decode without its weights, in units of T = 128 * height * width * bytes per number. Plans need
 # 3.03 to 3.19 from 256x256 to 4096x4096 (docs/CUDA.md).
 VAE_LIMIT = 3.2
-SEQUENTIAL = (
-    "Sequential offload: what accelerate's hooks take at each submodule, beside moving its weights, is not counted."
-)
+SEQUENTIAL = "Sequential offload: transfers of weights are counted; the overhead of accelerate's hooks is not."
 SMALLER = ("Q8_0", "nf4")  # GGUF's and bitsandbytes'
 
 

@@ -364,18 +364,18 @@ def _notes(q: PipelineRequest) -> Iterator[str]:
     for part in q.parts:
         kind = next((one for one in BITSANDBYTES if part.has([one])), "")
         if kind == "int8":
-            yield f"{part.role}: what LLM.int8() makes of activations is not counted"
+            yield f"{part.role}: LLM.int8()'s temporary copies of activations are not counted"
         if kind == "int8" and q.offload == "model" and part.role not in q.resident:
             older = "with transformers before 5 or bitsandbytes before 0.48, int8 stays on the card"
-            yield f"{part.role}: {older}; ask for 'int8 kept on cuda' there"
+            yield f"{part.role}: {older}; give 'int8 kept on cuda' for that"
         if kind and q.offload != "none" and part.place == PLACES[0]:
-            yield f"{part.role}: loaded with device_map='cpu'; without it, ask for '{kind} on cuda'"
+            yield f"{part.role}: loaded with device_map='cpu'; without it, give '{kind} on cuda'"
         if part.unpacked:
-            yield f"{part.role}: of unpacking, only the unpacked weights of the layer that runs are counted"
+            yield f"{part.role}: unpacked weights are counted for the running layer; other temporaries are not"
         if part.role == "vae" and q.tile not in (0, usual_tile(part.component)):
-            yield f"vae: tiles of {q.tile} are vae.tile_sample_min_size = {q.tile}, and as much less for the latents"
+            yield f"vae: for these tiles set vae.tile_sample_min_size = {q.tile} and tile_latent_min_size to an eighth"
         if part.component in OVERFLOWING and part.dtype == "float16" and not (part.upcast or q.vae == "vaemem"):
-            yield f"vae: {FIXED} in float16, for SDXL's own VAE overflows there, and pictures turn black"
+            yield f"vae: {FIXED} in float16; SDXL's own VAE overflows there and gives black pictures"
         if part.role == "vae" and q.vae == "vaemem":
             upcast = ", where diffusers converts to float32" if part.upcast else ""
             yield f"vae: vaemem decodes in {part.dtype}{upcast}; {BY_VAEMEM}"

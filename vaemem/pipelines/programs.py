@@ -41,7 +41,7 @@ DTYPE_BYTES = {**ELEMENT_BYTES, "int64": 8, "bool": 1}
 
 
 class Weight(NamedTuple):
-    """A parameter or buffer. dtype: its own, or "run" where it has the module's."""
+    """A parameter or buffer. dtype: its own, or "run" if it has the module's."""
 
     name: str
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class Weight(NamedTuple):
 
     @property
     def module(self) -> str:
-        """Whose it is; "" for the outermost."""
+        """The submodule it belongs to; "" for the outermost."""
         return self.name.rpartition(".")[0]
 
     def nbytes(self, dtype: str) -> int:
@@ -70,7 +70,7 @@ class Recorded:
     def trace(
         self, dtype: str, gpu: Gpu, passing: Passing | None = None, sent: Passing | None = None, **sizes: int
     ) -> _core.Trace:
-        """What a call takes on a GPU, with a value for each of `variables`; ValueError for what was not recorded.
+        """Trace a call's memory on a GPU, with a value for each of `variables`. ValueError if it was not recorded.
 
         passing: {module: [(name, bytes)]} of what is there while that submodule is called and no longer
         sent: the same of weights that accelerate's hooks send for the call, and empty the cache after each

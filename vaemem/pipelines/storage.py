@@ -45,12 +45,12 @@ def tensor_bytes(shape: Sequence[int], type: str) -> int:
         ``"float32"``, ``"float16"``, ``"bfloat16"``, ``"fp8"`` (e4m3); ``"int8"``, bitsandbytes' LLM.int8(), with a
         float32 scale a row; ``"nf4"`` of bitsandbytes, with a float32 scale for 64 numbers, and ``"nf4 double"``, whose
         scales are in 8 bits; ggml's ``"Q8_0"``, ``"Q4_K"``, ``"Q4_0"``, ``"Q4_1"``, ``"Q2_K"`` and their like. Names as
-        files spell them, ``"F32"``, ``"BF16"``, ``"F8_E4M3"``, do too.
+        files spell them also work: ``"F32"``, ``"BF16"``, ``"F8_E4M3"``.
 
     Raises
     ------
     ValueError
-        Another type, rows that are no multiple of a block, scales for a tensor that is no matrix.
+        An unknown type, rows that are not a multiple of a block, or scales for a tensor that is not a matrix.
 
     Notes
     -----
@@ -141,16 +141,16 @@ RULES = {
         BITSANDBYTES, (2,), rf"(^|\.)lm_head\.|{EMBEDDINGS}", single=r"\.DenseReluDense\.wo\.",
     ),
     "comfyui-gguf": _Rule(
-        "ComfyUI-GGUF's tools: convert.py, which flattens what a UNet has, and lcpp.patch, for what llama-quantize"
-        " leaves as it is: matrices but for first and last layers, embeddings of time, and Z-Image's refiners",
+        "ComfyUI-GGUF's tools, convert.py (it flattens a UNet's tensors) and lcpp.patch (for llama-quantize): matrices"
+        " except those of first and last layers, embeddings of time, and Z-Image's refiners",
         GGML, (2, 4),
         rf"{_FLUX_ENDS}|(class|time|add)_embedding\.|time_embed\.|label_emb\.|^conv_in\.|^conv_out\.|^input_blocks\.0\.0\."
         r"|^out\.2\.|t_embedder\.|x_embedder\.|cap_embedder\.|context_refiner\.|noise_refiner\.",
         vectors="float32", least=1025, flat=True,
     ),
     "sd.cpp": _Rule(
-        "stable-diffusion.cpp's tensor_should_be_converted (model_loader.cpp), and what its layers ask for"
-        " (ggml_extend.hpp): convolutions stay float16, rows that fit no block and what has one dimension float32",
+        "stable-diffusion.cpp's tensor_should_be_converted (model_loader.cpp), and its layers' own types"
+        " (ggml_extend.hpp): convolutions stay float16; rows that fit no block and vectors stay float32",
         GGML, (2,),
         rf"{_FLUX_ENDS}|x_embedder\.|t_embedder\.|y_embedder\.|pos_embed|context_embedder\.|time_embed\.|label_emb\."
         "|embedding",

@@ -276,7 +276,7 @@ class PipelinePlan(Shown):
             return " It was measured."
         quickest = min(measured, key=lambda one: self.measured[one.way.name])
         took = f"{quickest.way.name}, in {self.measured[quickest.way.name]:.0f} s"
-        return f" It was not measured; of those that were, the fastest is {took}."
+        return f" It was not measured; the fastest measured way is {took}."
 
     def _faster(self, best: Outcome) -> Iterator[str]:
         """Yield the fastest tight way and the fastest way that changes the picture, if the best way is neither. Each

@@ -24,7 +24,7 @@ WINOGRAD_TILE, WINOGRAD_NUMBERS = 6, 64
 
 
 class MetalConv(NamedTuple):
-    """A convolution of the decoder: name, height, width, channels in and out, kernel, and numbers held beside it."""
+    """A convolution of the decoder: name, height, width, channels in and out, kernel, and numbers held meanwhile."""
 
     name: str
     height: int
@@ -43,10 +43,10 @@ def workspace(conv: MetalConv, dtype: str, lowering: str = "mlx") -> int:
     conv : MetalConv
     dtype : str
     lowering : {"mlx", "im2col"}
-        What MLX runs, Winograd or an implicit product that takes nothing; or a buffer of all columns, as explicit
-        products of other convolutions take in MLX. Winograd is for 3x3 of whole blocks of 32 channels, 256 in and out
-        together, 4096 pixels or more; in October 2024 512 channels were enough of themselves, and with 256 the input
-        had to have 2^18 numbers.
+        ``"mlx"`` is the method that MLX chooses: Winograd, or an implicit product, which needs no buffer. ``"im2col"``
+        is a buffer of all columns, as MLX uses for other convolutions. MLX chooses Winograd for 3x3 convolutions with
+        channels in multiples of 32, at least 256 channels in and out together, and at least 4096 pixels. In October
+        2024, 512 channels together were enough at any size; with 256 the input needed 2^18 numbers.
 
     Examples
     --------
@@ -79,7 +79,7 @@ def convs(model: str, height: int, width: int) -> Iterator[MetalConv]:
         if op == "conv" and name.startswith("decoder."):
             _, _, c, h, w, k, r = trace.convs[index][:7]
             assert isinstance(r, int)
-            if not name.endswith(".conv2"):  # which has what waits for its block's end held beside it, as conv1 has
+            if not name.endswith(".conv2"):  # conv2 keeps the numbers that wait for the end of the block, as conv1 does
                 held = h * w * {"conv1": c, "conv_shortcut": k}.get(name.rpartition(".")[2], 0)
             yield MetalConv(name, h, w, c, k, r, held)
 
@@ -140,9 +140,9 @@ WORKING_SET = (2, 3)
 MLX_NOTES = (
     "MLX: sizes of weights, and of the tensors and work space of the decode's largest step, as its sources make them: "
     "the least, with the graph evaluated block by block.",
-    "Not known for MLX: what the denoiser and the text encoder take while they run, what a lazily evaluated graph "
-    "or a command buffer keeps, what was cached before, and how long it takes, loading too. The text encoder's "
-    "weights are not counted.",
+    "Not known for MLX: the memory of the denoiser and the text encoder while they run, of a lazily evaluated graph, "
+    "of command buffers and of earlier caches; and all times, loading included. The text encoder's weights are not "
+    "counted.",
     "A buffer of all columns (im2col), 9 C_in H W numbers, is what MLX makes for none of these convolutions.",
 )
 

@@ -194,8 +194,8 @@ def vae_work(flops: float, attended: float, moved: float) -> dict[str, float]:
     Returns
     -------
     dict of str to float
-        ``"vae"``: FLOPs; an attention's count three times, because they take that much longer. ``"memory"``: bytes.
-        The two run one after the other: operators are assumed not to overlap.
+        ``"vae"``: FLOPs. Those of the attention count three times, because they take that much longer. ``"memory"``:
+        bytes. The two run one after the other: operators are assumed not to overlap.
 
     Examples
     --------
@@ -224,7 +224,7 @@ def gpu_rate(gpu: str | Gpu, work: str, dtype: str = "float16") -> Rate:
     Examples
     --------
     >>> print(gpu_rate("RTX 4090", "vae"))
-    134 TFLOP/s within 1.3 times: 81% of 165 TFLOP/s, as 98 measured runs on this card (the seed table)
+    134 TFLOP/s within 1.3 times: 81% of 165 TFLOP/s, as in 98 measured runs on this card (the seed table)
     """
     choose("work", work, WORK)
     card = find_gpu(gpu)
@@ -247,7 +247,7 @@ def gpu_rate(gpu: str | Gpu, work: str, dtype: str = "float16") -> Rate:
     most, count = peak(card, dtype), sum(run.runs for run in used)
     sources = "; ".join(dict.fromkeys(run.source.partition(":")[0] for run in used))
     runs = f"{count} measured run{'s' * (count > 1)}"
-    why = f"{share:.0%} of {_short(most / 1e12)} TFLOP/s, as {runs} on {which} ({sources})"
+    why = f"{share:.0%} of {_short(most / 1e12)} TFLOP/s, as in {runs} on {which} ({sources})"
     return Rate(share * most, band, "FLOP/s", why)
 
 
@@ -329,7 +329,7 @@ def cpu_rate(instructions: str = "AVX2", cores: int | None = None, weights: str 
     Examples
     --------
     >>> print(cpu_rate("AVX2", 8))
-    2... GFLOP/s within 1.6 times: AVX2, 8 cores, float16 weights: ggml timed on one core, older ones ...
+    2... GFLOP/s within 1.6 times: AVX2, 8 cores, float16 weights: ggml was timed on one core; ...
     """
     known = _data()["cpus"]
     sets = [name for name in known if isinstance(known[name], dict)]
@@ -339,7 +339,8 @@ def cpu_rate(instructions: str = "AVX2", cores: int | None = None, weights: str 
     timed = [rate for name in named for rate in known[name][weights]]
     least, most = (2, 8) if cores is None else (whole("cores", cores), cores)
     many = f"{least} to {most} cores" if cores is None else f"{cores} cores"
-    why = f"{instructions}, {many}, {weights} weights: ggml timed on one core, older ones taken to do half or as much"
+    timed_on = "ggml was timed on one core; an older core may reach only half of that"
+    why = f"{instructions}, {many}, {weights} weights: {timed_on}"
     return Rate.between(min(timed) * known["older_core"] * least * 1e9, max(timed) * most * 1e9, "FLOP/s", why)
 
 
@@ -405,8 +406,8 @@ class Machine:
         Returns
         -------
         Machine
-            The rates that give the measured seconds, within 2%, the difference of repeated runs. Of many such rates,
-            the nearest to the prior rates, in factors relative to each rate's own.
+            Rates that give the measured seconds within 2%, because repeated runs differ by that much. Many rates do.
+            These change the prior rates least, relative to each rate's factor.
 
         Raises
         ------
@@ -447,13 +448,13 @@ def vae_machine(gpu: str | Gpu, dtype: str, runs: Iterable[tuple[str, Work, floa
     gpu, dtype
         As in `gpu_rate`.
     runs : sequence of (dtype, work, seconds), optional
-        Measurements on the card. The rates then give these seconds. The band is at least as wide as for the card with
-        the 98 runs behind the model: the model is off by that much between sizes or operations.
+        Measurements on the card. The rates then give these seconds. The band never gets narrower than the spread of the
+        98 runs behind the model, because the model's error differs that much between sizes and operations.
 
     Raises
     ------
     ValueError
-        The runs are faster than the card can be.
+        The runs are faster than the card's peak allows.
 
     Examples
     --------
@@ -528,7 +529,7 @@ def machine_of(
     >>> print(machine_of("RTX 3060").rates["vae"].unit)
     FLOP/s
     >>> print(machine_of(memory=12 << 30).rates["memory"])
-    4... GB/s within 2.1 times: any of 9 cards of that memory, from NVIDIA GeForce RTX 3060 to NVIDIA ...
+    4... GB/s within 2.1 times: any of 9 cards with that memory, from NVIDIA GeForce RTX 3060 to NVIDIA ...
     """
     choose("runtime", runtime, ("diffusers", "sd.cpp"))
     if gpu is not None:
@@ -538,7 +539,7 @@ def machine_of(
     else:
         raise ArgumentError("gpu", "a card's name, or the memory of one as memory=", "neither")
     first, last = (min(cards, key=peak), max(cards, key=peak))
-    which = f"any of {len(cards)} cards of that memory, from {first.name} to {last.name}"
+    which = f"any of {len(cards)} cards with that memory, from {first.name} to {last.name}"
 
     def of(rate: Callable[[Gpu], Rate]) -> Rate:
         return rate(cards[0]) if len(cards) == 1 else either(map(rate, cards), which)
@@ -546,10 +547,10 @@ def machine_of(
     rates = {work: of(functools.partial(gpu_rate, work=work, dtype=dtype)) for work in WORK}
     if runtime == "sd.cpp":
         for work, rate in rates.items():
-            rates[work] = _twice_as_wide(rate, f"PyTorch's {rate.why}; ggml's kernels may do half or twice that")
+            rates[work] = _twice_as_wide(rate, f"PyTorch's {rate.why}; ggml's kernels may reach half or twice that")
         rates["vae direct"] = of(_direct)
     rates |= {"memory": of(memory_rate), "link": link_rate(link), "disk": disk_rate(), "cpu": cpu_rate(cpu, cores)}
     if runtime == "diffusers":
-        why = f"as ggml's, of which PyTorch may do half or twice: {rates['cpu'].why}"
+        why = f"ggml's rate; PyTorch may reach half or twice that: {rates['cpu'].why}"
         rates["cpu"] = _twice_as_wide(rates["cpu"], why)
     return Machine(rates | {"cpu Q8_0": cpu_rate(cpu, cores, "Q8_0")})

@@ -38,7 +38,7 @@ class Verdict:
     took : int or None
         The most that it takes on this card; None if it runs out of memory there.
     out_of_memory_at : tuple of (str, PeakTensor) or None
-        The phase and the request that fails. A run of one phase has no name for it.
+        The phase and the request that fails. The phase's name is empty if the run has only one.
     plays : Plays, optional
         The processes that give the bounds. By default nothing is unknown: the run takes `most`.
     least_most : int, optional
@@ -184,7 +184,7 @@ class Verdict:
         return self.untried if why == UNTRIED else ""
 
     def summarize(self, size: Sizer) -> str:
-        """Return the verdict with its figures. size: writes a number of bytes."""
+        """Return the verdict in a sentence with its numbers. size: a function that formats bytes."""
         told = self.covers + (", as far as is known of such a card" if self.coarse else "")
         if self.took is None:
             phase, (name, request) = self.out_of_memory_at or ("", ("", 0))

@@ -51,9 +51,9 @@ class Estimator:
     source : str
         Who ships it, and where.
     runtime : str
-        Whose memory it estimates.
+        The program whose memory it estimates.
     function : callable
-        Row -> bytes, or None where the estimate does not apply (another model, op or dtype).
+        Row -> bytes, or None if the estimate does not apply (another model, op or dtype).
 
     Examples
     --------
@@ -103,8 +103,8 @@ def _images(row: Row) -> int:
     return row["batch"] or 1
 
 
-# Bytes for each H W e that applications reserve, by op: of an AutoencoderKL or AutoencoderKLFlux2, which "" stands for,
-# and of those that have their own.
+# Bytes that applications reserve for each H W e, by model and op. "" stands for every AutoencoderKL and
+# AutoencoderKLFlux2 without constants of its own.
 _Constants = Mapping[str, Mapping[str, int]]
 _COMFYUI: _Constants = {
     "": {"decode": 2178, "encode": 1767},
@@ -180,8 +180,8 @@ def sd15_equation(height: int, width: int, prompt_tokens: int = 77) -> dict[str,
     Returns
     -------
     dict of str to float
-        Bytes of the terms: weights, "encode image", denoise and decode, and 20% of weights and the largest of the
-        three as overhead; total is what the equation answers.
+        Bytes of the terms: weights, "encode image", denoise and decode. `overhead` is 20% of the sum of the weights and
+        the largest of the other three. `total` is the equation's result.
 
     Examples
     --------
@@ -227,17 +227,17 @@ ESTIMATORS: dict[str, Estimator] = {
         Estimator("comfyui", "2178 H W e (decode), 1767 H W e (encode); Qwen-Image, Wan 2.1: 2200 and 1500, Wan 2.2:"
             " 8000 and 3300, Qwen-Image-2.1: 900 and 600, HunyuanImage: 700; decode in tiles: tile^2 e k",
             "ComfyUI v0.38.1 (2026-11), class VAE in comfy/sd.py; 2.73 times that for SD, FLUX and FLUX.2 on AMD since"
-            " v0.3.65; encode in tiles reserves the whole", _comfyui),
+            " v0.3.65; an encode in tiles reserves the whole image's", _comfyui),
         Estimator("invokeai",
             "2200 H W e (decode), 1100 H W e (encode), + 250 MiB for float32 SD; Qwen-Image: 2900 and 1600; in tiles of"
             " SD: tile^2 e k 1.25, of Qwen-Image + 15 H W e (decode), 3 H W e (encode)",
-            "InvokeAI 8e71a8a (2026-08-19, after v6.14.0-rc2), vae_working_memory.py on CUDA; the 250 MiB stand for"
-            " larger weights; nothing for FLUX.2. Wan: 2900 and 1450, and 6 or 3 H W e; Anima the same without these",
+            "InvokeAI 8e71a8a (2026-08-19, after v6.14.0-rc2), vae_working_memory.py on CUDA; the 250 MiB allow"
+            " for larger weights; no FLUX.2. Wan: 2900 and 1450, plus 6 or 3 H W e; Anima: without this addition",
             _invokeai),
         Estimator("sd15-equation",
             "1.2 (weights + max of encode, decode: 8 (H/8) (W/8) + 24 H W and UNet: (H/8) (W/8) (4470 + 2 tokens))",
-            "A published SD 1.5 VRAM calculator, for whole pipelines: 745 for an average channel count that it writes"
-            " as (320 + 640 + 1280) / 3, which is 746.67; 77 tokens if a row has none",
+            "A published SD 1.5 VRAM calculator, for whole pipelines. It writes 745 for the average channel count"
+            " (320 + 640 + 1280) / 3, which is 746.67. A row without tokens counts as 77",
             _sd15_equation),
         Estimator("mlx-im2col", "9 C_in H W e with C_in = 128: the im2col buffer of one full-size 3x3 convolution",
             "A note on MLX's VAE decode; one buffer, no activations", _mlx_im2col, "MLX"),
@@ -247,7 +247,7 @@ ESTIMATORS: dict[str, Estimator] = {
             " at 1024x1024 (pull request 890)", functools.partial(_sd_cpp, False), "stable-diffusion.cpp"),
         Estimator("sd.cpp-direct",
             "max(2816, 160 + H W / 1024) H W (decode), max(1538, 160 + H W / 1024) H W (encode), and the input",
-            "the same with direct convolution; its log says 176 MB for a tile of 256x256 (issue 1154)",
+            "the same buffer with direct convolution; its log says 176 MB for a tile of 256x256 (issue 1154)",
             functools.partial(_sd_cpp, True), "stable-diffusion.cpp"),
     )
 }  # fmt: skip
@@ -264,8 +264,8 @@ class ComparedRow(NamedTuple):
 
 
 class GroupError(NamedTuple):
-    """The errors of one estimator on the rows of one model, op, dtype and tile (model None: of all), as fractions of
-    the measured. The op is the one that ran: a tiled one if the image was cut.
+    """The errors of one estimator on the rows of one model, op, dtype and tile, as fractions of the measured values. If
+    model is None, on all rows. The op is the one that ran: a tiled one if the image was cut.
 
     `worst_over` and `worst_under` are 0 if no estimate is too high, or too low. `lowest` and `highest` are the range of
     the signed errors.
@@ -296,7 +296,7 @@ class Comparison:
     rows : tuple of ComparedRow
         One for each row and estimator that applies to it.
     groups : tuple of GroupError
-        One for each model, op, dtype, tile and estimator, and for each estimator one of all its rows.
+        One for each model, op, dtype, tile and estimator, and one for each estimator with all its rows.
     left_out : Table
         Rows that ran in tiles although their op does not say so (see Notes of `compare`).
     """
@@ -336,7 +336,7 @@ class Comparison:
         return found[0]
 
     def grid(self, rows: bool = False) -> tuple[list[str], list[list[str]]]:
-        """Header and cells: one line a model, op, dtype and tile, or one a row with `rows`."""
+        """Make header and cells: one line for each model, op, dtype and tile, or with `rows` one for each row."""
         applied = {row.estimator for row in self.rows}
         names = [estimator.name for estimator in self.estimators if estimator.name in applied]
         lines, cut = [], [name for name in ("tile", "tile_overlap") if any(row.row[name] for row in self.rows)]
@@ -417,24 +417,25 @@ def compare(table: Table, estimators: Any = None, target: str = "reserved_bytes"
         any function of a row (a dict) that gives bytes or None, or `vaemem.predict` itself (also as a
         ``functools.partial`` with a gpu or versions). The keys of a dict are the names shown.
     target : str
-        A column in bytes; ``"allocated_bytes"`` for what tensors take, ``"reserved_bytes"`` for what the process holds.
+        A column in bytes: ``"allocated_bytes"`` for the memory of tensors, ``"reserved_bytes"`` for the memory that the
+        process holds.
 
     Raises
     ------
     ValueError
-        Unknown target or name, a row that lacks a value that is needed, a fit of another target, two estimators of one
-        name, an estimator whose answer is no size, or nothing to compare: no row, or none that an estimator is about.
+        An unknown target or name; a row without a needed value; a fit of another target; two estimators with one name;
+        an estimator that does not return a size; no row; or no row that an estimator applies to.
 
     Notes
     -----
-    Rows of diffusers' pipelines are predicted by `vaemem.predict_pipeline` where `vaemem.predict` is asked: with the
-    size, batch, tokens, dtype, way and card of the row, and as is usual in what rows do not say: guidance, types of
-    weights.
+    If `vaemem.predict` is among the estimators, `vaemem.predict_pipeline` predicts the rows of diffusers' pipelines. It
+    gets the row's size, batch, tokens, dtype, way and card. Rows have no guidance and no types of weights, so these
+    keep their defaults.
 
-    A row counts under the op that ran: a tiled op whose tile holds the whole image counts as the whole image's. Rows
-    that ran in tiles although their op does not say so, as their column `tile` tells, are left out and listed. What
-    ComfyUI or InvokeAI ship for whole images is not compared with runs in tiles, and a tiled row that does not say its
-    tile is compared with none of them, nor with `vaemem.predict`.
+    A row counts under the op that ran. If one tile holds the whole image, that is the op without tiles. If the column
+    `tile` shows tiles but the op does not, the row is left out and listed. Runs in tiles are not compared with
+    ComfyUI's and InvokeAI's estimates for whole images. A tiled row without its tile is compared neither with them nor
+    with `vaemem.predict`.
 
     Examples
     --------
@@ -466,7 +467,7 @@ def compare(table: Table, estimators: Any = None, target: str = "reserved_bytes"
     )
     if not compared:
         names, kinds = (", ".join(distinct(all_of)) for all_of in ([one.name for one in chosen], map(_kind, table)))
-        raise ArgumentError("estimators", f"one that is about {kinds}", str(names))
+        raise ArgumentError("estimators", f"one that applies to {kinds}", str(names))
     return Comparison(target, chosen, compared, left_out)
 
 

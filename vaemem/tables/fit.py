@@ -30,12 +30,13 @@ class FitRow(NamedTuple):
     fitted: float
     residual: float  # measured - fitted
     error: float | None  # fitted / measured - 1: positive if the formula is too high; None if measured is 0
-    constant: float  # measured / (H*W*e): what a formula without b would need for this row
+    constant: float  # measured / (H*W*e): the least a of a formula without b that covers this row
 
 
 @dataclass(frozen=True, repr=False)
 class FittedLine:
-    """`target = a * H*W*e + b` for rows with a common `KEY`; None for columns in which they differ.
+    """The formula `target = a * H*W*e + b` for some rows. Its attributes named in `KEY` are the rows' common values, or
+    None if they differ.
 
     H and W are the image's height and width in pixels, e the bytes of one element of dtype. Divide `a` by 128 for
     the number of full-size activations (T = 128*H*W*e) that it stands for.
@@ -95,7 +96,7 @@ class FittedLine:
 
     @property
     def constant_max(self) -> float:
-        """The largest implied constant: the least k whose k*H*W*e is enough for every row."""
+        """The largest of the rows' implied constants. With it as k, k*H*W*e is enough for every row."""
         return max(row.constant for row in self.rows)
 
     def predict(self, height: int, width: int, dtype: str | None = None) -> float:
@@ -106,7 +107,7 @@ class FittedLine:
         height, width : int
             The image's size, in pixels, at least 1.
         dtype : str, optional
-            float32, float16 or bfloat16; by default the rows', or float32 where these differ.
+            float32, float16 or bfloat16; by default the rows' dtype, or float32 if they differ.
 
         Returns
         -------
@@ -116,7 +117,7 @@ class FittedLine:
         Raises
         ------
         ValueError
-            A size below 1, an unknown dtype, or one that the formula is not of.
+            A size below 1, an unknown dtype, or a dtype that the formula was not fitted to.
         """
         for name, pixels in (("height", height), ("width", width)):
             if not real(pixels) >= 1:
@@ -238,7 +239,7 @@ class Fit(Sequence[FittedLine]):
         return found[0]
 
     def predict(self, height: int, width: int, dtype: str | None = None, **key: object) -> float:
-        """`find(dtype=dtype, **key).predict(height, width, dtype)`; a formula of several dtypes is of each."""
+        """`find(dtype=dtype, **key).predict(height, width, dtype)`; a formula of several dtypes serves each of them."""
         if dtype is not None and any(formula.dtype for formula in self.formulas):
             key["dtype"] = meant("dtype", dtype, ELEMENT_BYTES)
         return self.find(**key).predict(height, width, dtype)
@@ -265,7 +266,7 @@ class Fit(Sequence[FittedLine]):
         lacking = [row for row in self.left_out if row[self.target] is None]
         alone = [_one_size(as_ran(row)) for row in self.left_out if row[self.target] is not None]
         said = [f"{len(lacking)} without {self.target}"] if lacking else []
-        said += [f"{len(alone)} of one size alone ({', '.join(dict.fromkeys(alone))})"] if alone else []
+        said += [f"{len(alone)} in groups with one size ({', '.join(dict.fromkeys(alone))})"] if alone else []
         return [f"Rows left out: {'; '.join(said)}."] if said else []
 
     __repr__ = __str__
@@ -274,7 +275,7 @@ class Fit(Sequence[FittedLine]):
         return typeset(formula.latex() for formula in self.formulas)
 
     def _repr_markdown_(self) -> str:
-        """The equations and a line for each: what they are worth. The rows stand in each formula's own."""
+        """Write the equations, and a table with the quality of each. The rows are in each formula's own output."""
         is_bytes = self.target != "seconds"
         a, b, a_unit, b_unit = (128, MIB, "T", "MiB") if is_bytes else (1, 1, "s", "s")
         header = ("formula", f"a, {a_unit}", f"b, {b_unit}", "R²", "too much", "too little", "rows")
@@ -290,8 +291,8 @@ class Fit(Sequence[FittedLine]):
 def fit(
     table: Table, target: str = "allocated_bytes", quantile: float | None = None, by: Sequence[str] = KEY
 ) -> Fit:  # fmt: skip
-    """Fit `a*H*W*e + b` to each model, op, dtype, tile, runtime, device and batch of a table; of whole pipelines to
-    each phase, way and length of the prompt too.
+    """Fit `a*H*W*e + b` to each group of a table's rows: model, op, dtype, tile, runtime, device and batch. Rows of
+    whole pipelines are also grouped by phase, way and length of the prompt.
 
     Parameters
     ----------
@@ -300,9 +301,9 @@ def fit(
     target : str
         A column in bytes, or ``"seconds"``.
     quantile : float, optional
-        None: least squares. Otherwise, in (0, 1]: the line above this share of the rows (linear quantile
-        regression); 1 is the line with the lowest mean that no row exceeds. Needs SciPy
-        (``pip install 'vaemem[fit]'``).
+        By default the fit is least squares. With a number in (0, 1], the line lies above this share of the rows (linear
+        quantile regression). With 1 no row exceeds the line, and its mean is the lowest possible. Needs SciPy (``pip
+        install 'vaemem[fit]'``).
     by : sequence of str
         Columns that separate formulas; rows that differ only in other columns share one. ``("model", "op")`` puts every
         dtype into one formula, through e, the bytes of an element. This suits a runtime if its activations scale with
@@ -316,11 +317,12 @@ def fit(
 
     Notes
     -----
-    Runs that cut their image into tiles never share a formula with runs of whole images: a row counts under the op
-    that ran. A tiled op whose tile holds the whole image counts as the whole image's.
+    Runs that cut their image into tiles never share a formula with runs of whole images. A row counts under the op that
+    ran. If one tile holds the whole image, that is the op without tiles.
 
-    Ordinary least squares with unit weights, so large sizes count most. Standard errors assume independent errors of
-    one variance; residuals of a memory model are systematic, so read them as a scale, not as a guarantee.
+    The fit is ordinary least squares with unit weights, so large sizes count most. Standard errors assume independent
+    errors of one variance. But the residuals of a memory model are systematic. So read standard errors as a scale, not
+    as a guarantee.
 
     Examples
     --------

@@ -210,7 +210,7 @@ def tradeoff(
         If the `last_run` of a VAE on the CPU was the same operation, `seconds` are predicted from it.
     op : {"encode", "decode"}
     height, width, batch : int
-        The images' size in pixels, and how many they are.
+        The images' size in pixels, and their number.
     dtype, precision : str
         For a named model, on the CPU, as for `VAE.load`. A VAE has its own.
 
@@ -218,7 +218,8 @@ def tradeoff(
     -------
     Table
         Each row takes less memory and more `work` than the one before. `streamed` counts the tensors that are never
-        whole (`VAE.tradeoff` names them). ``memory_limit=limit_bytes`` gives that plan; it counts the weights too.
+        whole (`VAE.tradeoff` names them). Pass a row's `limit_bytes` as `memory_limit` to run its plan; the limit
+        includes the weights.
 
     Examples
     --------

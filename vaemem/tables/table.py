@@ -36,31 +36,31 @@ class Column(NamedTuple):
 
 SCHEMA: tuple[Column, ...] = (
     Column("model", "text", "sd15, sdxl, flux ..., or the name of a custom architecture"),
-    Column("op", "text", "encode, decode, encode_tiled, decode_tiled or, of a whole pipeline, pipeline"),
-    Column("phase", "text", "of a pipeline: load, encode prompt, encode image, denoise, decode; whole is the most"),
+    Column("op", "text", "encode, decode, encode_tiled or decode_tiled; pipeline for a whole pipeline"),
+    Column("phase", "text", "of a pipeline: load, encode prompt, encode image, denoise, decode; whole is the largest"),
     Column("height", "count", "of the image, in pixels"),
     Column("width", "count", "of the image, in pixels"),
     Column("batch", "count", "images in one run"),
     Column("tokens", "count", "of a pipeline's prompt"),
     Column("dtype", "text", "of the activations: float32, float16 or bfloat16"),
-    Column("tile", "count", "side of a tile in pixels, of a run in tiles; an image that is no larger runs whole"),
-    Column("tile_overlap", "ratio", "part of its side that a tile shares with the next, if the program lets it be set"),
-    Column("runtime", "text", "who runs it: vaemem, or PyTorch code by name (diffusers, bfl)"),
+    Column("tile", "count", "side of a tile in pixels, for a run in tiles; an image that fits in one tile runs whole"),
+    Column("tile_overlap", "ratio", "share of a tile's side that overlaps the next tile, if a program can set it"),
+    Column("runtime", "text", "the program that runs it: vaemem, or PyTorch code by name (diffusers, bfl)"),
     Column("way", "text", "how a pipeline runs: its offload and its VAE"),
     Column("device", "text", "cpu, or the GPU's name"),
     Column("source", "text", "measured, estimated (vaemem's own plan) or predicted (another runtime's run)"),
-    Column("allocated_bytes", "bytes", "peak in use above what was there before the run: no weights, no input; "
-           "for vaemem this is activations + scratch + output; of a pipeline's phase all, its weights too"),
+    Column("allocated_bytes", "bytes", "peak in use above the baseline before the run, so without weights and input; "
+           "for vaemem activations + scratch + output; for a pipeline's phase everything, weights included"),
     Column("reserved_bytes", "bytes", "peak held from the system or driver, above the same baseline"),
-    Column("weights_bytes", "bytes", "the model's weights, in the baseline; of a pipeline's phase those on the card"),
-    Column("activations_bytes", "bytes", "of allocated_bytes at the peak: tensors between passes"),
-    Column("scratch_bytes", "bytes", "of allocated_bytes at the peak: work space and the run's bookkeeping"),
-    Column("output_bytes", "bytes", "of allocated_bytes at the peak: the result handed to the caller"),
+    Column("weights_bytes", "bytes", "the model's weights, in the baseline; for a pipeline's phase those on the card"),
+    Column("activations_bytes", "bytes", "part of allocated_bytes at the peak: tensors between passes"),
+    Column("scratch_bytes", "bytes", "part of allocated_bytes at the peak: work space and the run's bookkeeping"),
+    Column("output_bytes", "bytes", "part of allocated_bytes at the peak: the result handed to the caller"),
     Column("seconds", "seconds", "wall clock of one run"),
-    Column("seconds_low", "seconds", "of predicted seconds, the least that the rates leave open"),
-    Column("seconds_high", "seconds", "of predicted seconds, the most"),
-    Column("group", "number", "the measuring series that a row belongs to, where its author numbered them"),
-    Column("versions", "text", "of the software that ran, as 'name version' separated by commas"),
+    Column("seconds_low", "seconds", "lower end of the band of predicted seconds"),
+    Column("seconds_high", "seconds", "upper end of that band"),
+    Column("group", "number", "the series of measurements that a row belongs to, if its author numbered them"),
+    Column("versions", "text", "of the software that ran: 'name version', separated by commas"),
     Column("work", "ratio", "FLOPs relative to a run without a limit; weights that each task transforms add a tenth"),
     Column("streamed", "number", "tensors of the run that are never whole in memory"),
     Column("limit_bytes", "bytes", "the least memory_limit that allows vaemem's run: reserved_bytes and the weights"),
@@ -178,9 +178,10 @@ def _with_benchmark_tiles(rows: Sequence[Row]) -> None:
     """Add the tiles in which the benchmark's rows ran. It left tiling on by mistake, so its encodes do not name tiles.
     But their allocated bytes show them: they do not grow with the pixels.
 
-    In the same series a row of at most half the pixels took as much, up to the fourth root of the pixels' ratio. A
-    whole image's bytes grow in proportion; what cuDNN chooses for one size or another moves them by 1.4 at most, where
-    the least ratio that counts, 2, asks for 1.7.
+    A row ran in tiles if another row of its series, with at most half its pixels, took nearly as much. Nearly: within a
+    factor of the fourth root of the pixels' ratio. A whole image's bytes grow in proportion to its pixels. cuDNN's
+    choices change them by a factor of at most 1.4. At the least ratio, 2, only a deviation by 1.7 would look like
+    tiles.
     """
     sizes = operator.itemgetter("allocated_bytes", "height", "width")
     series = grouped(
@@ -222,8 +223,8 @@ class Table(Sequence[Row]):
 
     Notes
     -----
-    Sizes are in pixels, memory in bytes, time in seconds. `allocated_bytes` and `reserved_bytes` count what a run
-    adds to what was there before it: weights and input are in the baseline. `Table.describe()` prints the schema.
+    Sizes are in pixels, memory in bytes, time in seconds. `allocated_bytes` and `reserved_bytes` count the memory that
+    a run adds to the baseline before it, which has the weights and the input. `Table.describe()` prints the schema.
 
     Examples
     --------
@@ -336,9 +337,9 @@ class Table(Sequence[Row]):
         file : path or open file
             Text, or bytes in UTF-8: the columns of the schema in any order, some or all. Or the columns of the
             published PyTorch benchmark (`allocated_mib`, `reserved_mib`, `time_s`, `group`): its models FLUX, SD1.5 and
-            SDXL become flux (run by bfl) and sd15, sdxl (run by diffusers), measured, batch 1; its MiB have two
-            decimals, so the bytes are good to 5243. Its tiles are of 512 pixels, a quarter of which overlaps; an encode
-            whose allocated bytes do not grow with the pixels ran in them too.
+            SDXL become flux (run by bfl) and sd15, sdxl (run by diffusers), measured, batch 1. Its MiB have two
+            decimals, so the bytes are within 5243 of the true ones. Its tiles have 512 pixels a side and overlap by a
+            quarter. Encodes also ran in them if their allocated bytes do not grow with the pixels.
         **missing
             Values for columns that the file lacks or leaves empty, such as ``device="RTX 4090"``.
 
@@ -506,7 +507,8 @@ def seed_table() -> Table:
     Table
         98 measured rows: flux run by bfl, sd15 and sdxl by diffusers, on an RTX 4090 with torch 2.7.1+cu128 and cuDNN
         9.7.1; encode, decode and decode_tiled from 512x512 to 2048x2048 in float16, bfloat16 and float32. Its MiB have
-        two decimals, so the bytes are good to 5243. Eight encodes ran in tiles, as their column `tile` says.
+        two decimals, so the bytes are within 5243 of the true ones. Eight encodes ran in tiles, as their column `tile`
+        says.
 
     Examples
     --------
