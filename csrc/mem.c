@@ -87,7 +87,7 @@ static void *take_spare(size_t bytes) {
     return block ? memset(block, 0, bytes) : NULL;
 }
 
-/* Keeps a freed block in the oldest place. Returns: what was there, without a block if the place was empty. */
+/* Keeps a freed block in the oldest place. Returns: the old entry, without a block if it was empty. */
 static struct spare keep_spare(struct spare kept) {
     lock();
     struct spare *const place = &spare[oldest++ % SPARES], old = *place;

@@ -1,6 +1,6 @@
 /* The only threads of the core. They live for one run, so a fork between runs meets none of them.
  *
- * They are joined however the run ends, for tasks read the stack of the thread that made it. poll may not return:
+ * They are joined however the run ends, because tasks read the stack of the thread that made it. poll may not return:
  * Python ends (pthread_exit) the daemon threads that call it during exit. poll may also return in the child of a fork,
  * where the workers never existed.
  *

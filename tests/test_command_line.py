@@ -507,7 +507,7 @@ def test_what_functions_share_is_in_the_documentation_of_each():
         assert ": shared" not in (getattr(vaemem, name).__doc__ or ""), name
     for function in (vaemem.predict, vaemem.predict_pipeline, vaemem.plan_pipeline):
         assert set(inspect.signature(function).parameters) == set(described(function))
-        assert described(function)["used"].startswith("What others hold of the card, the desktop and other models")
+        assert described(function)["used"].startswith("The card's memory that others hold, such as the desktop")
 
 
 def test_info(weights, capsys):

@@ -275,7 +275,7 @@ def test_the_drop_in_is_diffusers_for_one_frame(name):
             ours.decode(z.repeat(1, 1, 2, 1, 1))
         with pytest.raises(TypeError, match="x: expected a tensor of floating-point numbers"):
             ours.encode(z.int())
-    with pytest.raises(RuntimeError, match="which keeps only what one frame meets"):
+    with pytest.raises(RuntimeError, match="which keeps only the parts of filters"):
         ours.state_dict()
     if hasattr(theirs, "enable_tiling"):
         theirs.enable_tiling(16, 16, 12, 12)

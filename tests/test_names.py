@@ -154,10 +154,10 @@ def test_models_that_have_anothers_vae(written, vae, pipeline):
 def test_a_pipeline_of_anothers_modules_says_so():
     said = predict_pipeline("RunDiffusion/Juggernaut-XL-v9", 512, 512, gpu="T4")
     assert said.pipeline == "sdxl" and said.phases == predict_pipeline("sdxl", 512, 512, gpu="T4").phases
-    assert "Juggernaut-XL-v9 has SDXL's pipeline, which this is about" in said.to_text(width=999)
+    assert "Juggernaut-XL-v9 has SDXL's pipeline, and the answer is for that one" in said.to_text(width=999)
     assert predict_pipeline("SDXL", 512, 512, gpu="T4").notes == predict_pipeline("sdxl", 512, 512, gpu="T4").notes
     plan = vaemem.plan_pipeline("Illustrious", 512, 512, gpu="T4")
-    assert "Illustrious has SDXL's pipeline, which this is about" in plan.to_text(width=999)
+    assert "Illustrious has SDXL's pipeline, and the answer is for that one" in plan.to_text(width=999)
 
 
 @pytest.mark.parametrize("name", [*SAMPLE_SIZES, *PIPELINES, "black-forest-labs/FLUX.2-klein-4B", "klein"])

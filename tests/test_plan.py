@@ -532,7 +532,7 @@ def test_phases_are_drawn(small_card):
     assert max(heights) == pytest.approx(small_card.outcomes[0].way.peak.total / MIB)
     labels = figure.axes[0].get_legend_handles_labels()[1]
     assert set(labels) == {
-        "what the card has", "weights", "besides the weights",
+        "the card's memory", "weights", "besides the weights",
     }  # fmt: skip
     p = predict_pipeline("sd15", 512, 512, gpu="RTX 3060", vae="vaemem", vae_memory_limit="500 MiB")
     drawn = plot.pipeline(p)

@@ -309,13 +309,13 @@ def test_any_config(tmp_path):
         ({"channels_last": "yes"}, "channels_last: expected True or False, got 'yes'"),
         ({"channels_last": True, "torch_version": "2.15.0"}, r"channels_last: expected None with 2.*; use it with"),
         ({"allow_tf32": None}, "allow_tf32: expected True or False, got None"),
-        ({"allow_tf32": False, "workspace": object()}, "allow_tf32: expected True with a workspace of your own"),
+        ({"allow_tf32": False, "workspace": object()}, "allow_tf32: expected True with your own workspace"),
         (
             {"allocator": "cudamallocasync"},
             "allocator: expected native, cudaMallocAsync or a PYTORCH_CUDA_ALLOC_CONF",
         ),
         ({"allocator": "backend:jemalloc"}, "allocator: expected native, .* got 'backend:jemalloc'"),
-        ({"allocator": "garbage_collection_threshold:0.8"}, "works with set_per_process_memory_fraction alone"),
+        ({"allocator": "garbage_collection_threshold:0.8"}, "works only with set_per_process_memory_fraction"),
         ({"allocator": "backend:cudaMallocAsync,max_split_size_mb:64"}, "max_split_size_mb: expected the native"),
         ({"allocator": None}, "allocator: expected text"),
         ({"cudnn_benchmark": 1}, "cudnn_benchmark: expected True or False, got 1"),
@@ -448,7 +448,7 @@ def test_channels_last_and_strict_float32_were_recorded():
         _core.models()["sdxl"] | {"name": "custom", "block_out_channels": (96, 192), "norm_num_groups": 8},
         "decode", 256, 256, torch_version="2.9.1", channels_last=True,
     )  # fmt: skip
-    assert "a rule for channels_last convolutions that no cuDNN was asked about" in ruled.substitutions
+    assert "a rule for channels_last convolutions without recorded answers of cuDNN" in ruled.substitutions
     assert ruled.band[0] <= ruled.reserved < ruled.band[1]
 
 
@@ -613,7 +613,7 @@ def test_a_prediction_says_what_stands_in_for_what():
     assert "({} to {})".format(*map(in_mib, older.band)) in repr(older)
     custom = _core.models()["sdxl"] | {"name": "custom", "block_out_channels": (96, 192), "norm_num_groups": 8}
     ruled = predict(custom, "decode", 256, 256, torch_version="2.9.1")
-    assert "a rule for convolutions that no cuDNN was asked about" in repr(ruled)
+    assert "a rule for convolutions without recorded answers of cuDNN" in repr(ruled)
     assert ruled.band[0] < ruled.reserved < ruled.band[1]
     bfl = predict("flux", "decode", 512, 512, "float16", torch_version="2.9.1", runtime="bfl")
     assert bfl.substitutions == ()  # its one convolution in channels_last, proj_out, was recorded too
@@ -1037,7 +1037,7 @@ def test_the_largest_fits_and_the_next_does_not():
     assert width == pytest.approx(1.5 * height, abs=8) and predict("sdxl", "decode", height, width, **asked).fits
     assert not predict("sdxl", "decode", height + 8, width + 8, **asked).fits
     more = predict_largest("sdxl", "decode", aspect=1.5, safe=False, **(asked | {"used": 0}))
-    with pytest.warns(RuntimeWarning, match="5760x5760 fits, and larger images were not looked at"):
+    with pytest.warns(RuntimeWarning, match="5760x5760 fits, and larger images were not tried"):
         tiled = predict_largest("sdxl", "decode_tiled", tile=512, safe=False, **(asked | {"used": "6.5 GB"}))
     whole = predict_largest("sdxl", "decode", safe=False, **(asked | {"used": "6.5 GB"}))
     assert more > (height, width) and tiled > whole
@@ -1080,7 +1080,7 @@ def test_the_largest_in_tiles_is_found_in_a_few_plays(monkeypatch):
 
     monkeypatch.setattr("vaemem.prediction.predict.Prediction", play)
     asked = {"dtype": "float16", "gpu": "RTX 4060", "tile": 512, "safe": False}
-    with pytest.warns(RuntimeWarning, match="5760x5760 fits, and larger images were not looked at"):
+    with pytest.warns(RuntimeWarning, match="5760x5760 fits, and larger images were not tried"):
         assert predict_largest("sdxl", "decode_tiled", **asked) == (5760, 5760)
     assert len(played) <= 8 and max(height * width for height, width in played) <= 8192 * 4096
 
@@ -1088,12 +1088,12 @@ def test_the_largest_in_tiles_is_found_in_a_few_plays(monkeypatch):
 def test_the_end_of_the_search_is_told(monkeypatch, capsys):
     """ComfyUI puts its tiles together in the host's memory: no image is too large for the card."""
     asked = {"runtime": "comfyui", "gpu": "RTX 4060", "aspect": 1 / 16}
-    with pytest.warns(RuntimeWarning, match="16384x1024 fits, and larger images were not looked at"):
+    with pytest.warns(RuntimeWarning, match="16384x1024 fits, and larger images were not tried"):
         assert predict_largest("sdxl", "decode_tiled", safe=False, **asked) == (16384, 1024)
     said = ["largest", "sdxl", "decode_tiled", "--runtime", "comfyui", "--gpu", "RTX 4060", "--aspect", "0.0625"]
     assert main(said) == 0
     assert capsys.readouterr().err == (
-        "vaemem largest: predict_largest: 16384x1024 fits, and larger images were not looked at\n"
+        "vaemem largest: predict_largest: 16384x1024 fits, and larger images were not tried\n"
     )
 
     def no_more_than_720(question):
@@ -1102,7 +1102,7 @@ def test_the_end_of_the_search_is_told(monkeypatch, capsys):
         return Prediction(question)
 
     monkeypatch.setattr("vaemem.prediction.predict.Prediction", no_more_than_720)
-    with pytest.warns(RuntimeWarning, match="720x720 fits, and larger images were not looked at"):
+    with pytest.warns(RuntimeWarning, match="720x720 fits, and larger images were not tried"):
         predict_largest("sdxl", "decode_tiled", "float16", tile=512, gpu="RTX 4060", safe=False)
 
 

@@ -174,7 +174,7 @@ def test_tiny_autoencoders_by_name():
     p = predict("madebyollin/taesdxl", "decode_tiled", 1024, 1024, "float16")
     assert (p.model, p.tile, p.tile_overlap) == ("taesd", 512, 0.125)
     assert "AutoencoderTiny of diffusers 0.42" in p.to_text(all=True, width=999)
-    assert "with TAEF2's branch, which it has not" in predict("taef2", "encode", 64, 64).to_text(all=True, width=999)
+    assert "with TAEF2's branch added" in predict("taef2", "encode", 64, 64).to_text(all=True, width=999)
     with pytest.raises(ValueError, match=r"tile: expected 4 latent channels, .* got the 16 of taef1, for which it"):
         predict("taesd3", "encode_tiled", 1024, 1024)
     with pytest.raises(ValueError, match=r"tile_overlap: expected a multiple of 8 pixels of a tile, .* got 100 of 512"):
@@ -256,7 +256,7 @@ def test_releases_differ():
         ({"runtime": "bfl"}, "runtime: expected diffusers or comfyui for qwen-image, the only code .* followed, got"),
         (
             {"runtime": "comfyui", "op": "encode", "batch": 2},
-            "batch: expected 1, for ComfyUI encodes a batch with qwen-image as",
+            "batch: expected 1, because ComfyUI encodes a batch with qwen-image as",
         ),
         ({"channels_last": True}, "channels_last: expected False for qwen-image: PyTorch raises for its filters of"),
     ],
@@ -266,7 +266,7 @@ def test_what_frames_cannot_is_refused_by_name(change, message):
         predict("qwen-image", **{"op": "decode", "height": 512, "width": 512} | change)
     with pytest.raises(ValueError, match="sends: expected another model than qwen-image"):
         _core.Trace.vae(QWEN, "diffusers", "decode", "float16", 64, 64, sends=True)
-    with pytest.raises(ValueError, match=r"channels_last: expected False for hunyuanimage-2.1, which is followed in"):
+    with pytest.raises(ValueError, match=r"channels_last: expected False for hunyuanimage-2.1, which is followed only in"):
         predict("hunyuanimage-2.1", "decode", 512, 512, channels_last=True)
     with pytest.raises(ValueError, match=r"runtime: expected diffusers for wan2.2, the only code .* got comfyui"):
         predict("wan2.2", "decode", 512, 512, runtime="comfyui")

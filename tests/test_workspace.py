@@ -176,7 +176,7 @@ def test_a_coarse_answer_has_a_range():
     cards = [predict("sdxl", "decode", 512, 512, "float16", gpu=g, torch_version="2.9.1") for g in ("H100", "RTX 4090")]
     assert p.coarse and not like.coarse and p.allocated == like.allocated
     assert p.band[0] < like.reserved <= p.band[1] and all(p.upper >= other.reserved for other in cards)
-    assert p.summary.startswith("fits, as far as is known of such a card: it takes")
+    assert p.summary.startswith("fits, from rough data on such a card: it takes")
     assert "Tesla T4 for NVIDIA GeForce GTX 1660" in repr(p) and math.isnan(p.upper_share)
     assert find_gpu("L20").multiprocessors == 92 and not find_gpu("L20").coarse
 
@@ -199,7 +199,7 @@ def test_im2cols_workspace_is_nine_times_the_input_of_a_3x3_convolution():
 
     def columns(*question, **more):
         workspace = UnfoldingWorkspace(find_gpu("RX 6800"))
-        assert workspace.conv(*question, **more) == (0, "none, as MIOpen may do without")
+        assert workspace.conv(*question, **more) == (0, "none, because MIOpen may need none")
         return workspace.alternatives()
 
     assert columns("float32", 1, 256, 512, 512, 256, 3) == [(9 << 28,)]
@@ -215,7 +215,7 @@ def test_another_makers_card_is_tight_where_only_the_lower_end_fits():
         p = predict("flux2", "decode", 1024, 1024, gpu="RX 7900 XTX", memory=f"{size} GB")
         assert p.verdict == verdict, size
     tight = predict("flux2", "decode", 1024, 1024, gpu="RX 7900 XTX", memory="8 GB")
-    assert tight.tight_because.endswith("with im2col's workspaces, which MIOpen may take or do without")
+    assert tight.tight_because.endswith("with im2col's workspaces, which MIOpen may or may not use")
 
 
 @pytest.mark.parametrize(
@@ -675,7 +675,7 @@ def test_what_was_asked_has_no_alternatives():
     workspace.conv("float32", 1, 512, 96, 96, 512, 3)
     assert len(workspace.alternatives(every=True)) >= 2
     workspace.conv("float16", 1, 96, 512, 512, 200, 3)  # channels that no profile holds
-    assert list(workspace.substitutions) == ["a rule for convolutions that no cuDNN was asked about"]
+    assert list(workspace.substitutions) == ["a rule for convolutions without recorded answers of cuDNN"]
     said = {answers[-1] for answers in workspace.alternatives()}
     assert len(said) == 2 and 0 in said
 

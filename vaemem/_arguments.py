@@ -20,7 +20,7 @@ runtime of a VAE : str
     repository), ``"comfyui"`` (its class VAE), ``"a1111"`` (CompVis' AutoencoderKL as A1111 changes it), ``"forge"``
     (an earlier version of ComfyUI's) or ``"invokeai"`` (diffusers' class, or BFL's for FLUX). With ``"a1111"`` the UNet
     and the text encoders stay on the card, as they do by default; ``"a1111-medvram"`` moves them off it.
-    docs/PREDICTION.md says how each was checked.
+    docs/PREDICTION.md lists the checks of each.
 safe : bool
     If true, a tight run does not count as fitting (`fits`, and the command's exit status).
 gpu : str, optional
@@ -32,10 +32,10 @@ memory : int or str, optional
     The card's memory, in bytes or as cards are sold, ``"16 GB"`` (of 2^30 bytes here). It distinguishes variants, and
     selects a card of a compute capability.
 used : int or str
-    What others hold of the card, the desktop and other models: bytes, or ``"1.5 GB"``.
+    The card's memory that others hold, such as the desktop and other models: bytes, or ``"1.5 GB"``.
 os : str
     ``"linux"`` or ``"windows"``. Windows' display driver model keeps 125 to 850 MiB more of a card. A run that fits
-    only with the least of that is tight.
+    with 125 MiB less but not with 850 MiB less is tight.
 cudnn_version, torch_version : str, optional
     The versions that run, such as ``"9.10.2"`` and ``"2.9.1+cu128"``. The defaults are 2.7.1+cu128 and its cuDNN,
     9.7.1. That build has no kernels for Volta, whose defaults are 2.7.1+cu126 and 9.5.1. A `torch_version` without a

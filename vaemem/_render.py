@@ -157,7 +157,7 @@ class Bullets:
         return f"<p>{html.escape(self.title)}</p>" * bool(self.title) + f"<ul>{items}</ul>"
 
 
-# Of what a card holds; people with a colour-vision deficiency tell them apart (Okabe and Ito).
+# Colours of the parts of a card; people with a colour-vision deficiency tell them apart (Okabe and Ito).
 COLOURS = {
     "weights": "#0072B2", "tensors": "#D55E00", "workspaces": "#E69F00", "cached": "#CC79A7", "vaemem": "#009E73",
     "CUDA context": "#56B4E9", "others": "#6E6E6E", "Windows": "#999999", "spare": "#E4E4E4",
@@ -166,8 +166,8 @@ COLOURS = {
 
 @dataclass(frozen=True)
 class Bar:
-    """What a card holds, as a bar of parts in bytes; a line marks the card's size if they go beyond it. HTML alone
-    shows it."""
+    """A bar of the card's parts in bytes. A line marks the card's size if the parts exceed it. Only HTML shows the
+    bar."""
 
     parts: Mapping[str, int]
     size: int
@@ -214,7 +214,7 @@ class Sheet:
         return (block for block in self.blocks if all or not block.detail)
 
     def text(self, all: bool = False, width: int = NARROW, colour: bool = False) -> str:
-        """For a terminal of so many columns."""
+        """Return the text for a terminal of `width` columns."""
         headline = _wrapped(self.headline, width, "", "")
         if colour:
             cut = len(self.verdict)

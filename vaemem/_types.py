@@ -1,4 +1,4 @@
-"""What arguments of several functions may be, for type checkers. When a program runs, more spellings are understood."""
+"""Types of arguments that several functions share, for type checkers. At run time more spellings work."""
 
 from __future__ import annotations
 

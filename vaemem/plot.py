@@ -46,7 +46,6 @@ def memory_vs_pixels(table: Table, fit: Fit | None = None, target: str = "alloca
         dashed, and the dashes of two equal lines fill each other's gaps.
     target : str
         The column in bytes to plot.
-        The column in bytes to draw.
 
     Returns
     -------
@@ -379,7 +378,7 @@ def pipeline(run: Any, available: int | None = None) -> Figure:
         behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
         axes.text(i, total + 0.01 * top, f"{total:,.0f}", ha="center", va="bottom", fontsize=8, bbox=behind, **style)
     if available is not None:
-        axes.axhline(available / MIB, color=_COLOURS[1], linewidth=1.4, linestyle="--", label="what the card has")
+        axes.axhline(available / MIB, color=_COLOURS[1], linewidth=1.4, linestyle="--", label="the card's memory")
     axes.set_xticks(range(len(phases)), [phase.name for phase in phases])
     axes.set(ylabel="MiB", ylim=(0, 1.1 * top))
     return _finish(axes, ncols=2)

@@ -122,7 +122,7 @@ typedef struct vm_source {
 
 typedef struct vm_known {
     vm_conv conv;
-    uint64_t bytes, next; /* next: bytes if these cannot be allocated, for cuDNN has a plan without a workspace */
+    uint64_t bytes, next; /* next: of the plan that follows if these cannot be allocated */
     uint32_t source;      /* one of vm_lookup_sources */
     bool own;             /* PyTorch's own code runs it, which has no other plan */
 } vm_known;

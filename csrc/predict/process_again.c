@@ -1,4 +1,4 @@
-/* What a process would have reserved with other workspaces: plays its script again for rows of them.
+/* Finds the bytes that a process would have reserved with other workspaces: plays its script again for rows of them.
  *
  *   script -> notes: the steps of one pool         a plain allocator's pools do not depend on each other
  *   rows play the notes together -> they split into groups, each with its own copy, when they would make other segments

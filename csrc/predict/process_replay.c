@@ -145,7 +145,7 @@ typedef struct search {
     size_t count;
 } search;
 
-/* Returns: what a played process tells about its device. a: its allocator. */
+/* Returns: a played process's outcome on its device. a: its allocator. */
 static tried outcome(const vm_process *p, const vm_talloc *a) {
     size_t count;
     const vm_reading *reading = vm_process_readings(p, &count);

@@ -310,20 +310,21 @@ vm_status vm_walk_check_class(const vm_trace_vae *v) {
     if (v->channels_last && v->arch->family != VM_TINY)
         return vm_fail(VM_EINVAL, VM_EXPECTED("channels_last", "False for %s%s", "True"), name,
                        v->arch->slices ? ": PyTorch raises for its filters of five dimensions"
-                                       : ", which is followed in PyTorch's usual format alone");
+                                       : ", which is followed only in PyTorch's usual format");
     if (v->arch->family == VM_HUNYUAN_IMAGE && v->tile && v->op == VM_ENCODE)
         return vm_fail(
             VM_EINVAL,
-            VM_EXPECTED("tile", "none for the encode of %s, whose class raises in tiles: it wants five dimensions", ""),
+            VM_EXPECTED("tile", "none for the encode of %s, whose class raises in tiles: it needs five dimensions", ""),
             name);
     if (v->sends || v->first != v->dtype)
         return vm_fail(VM_EINVAL, VM_EXPECTED("%s", "another model than %s, whose submodules have none", ""),
                        v->sends ? "sends" : "first", name);
     if (v->arch->family == VM_TINY) return v->tile ? check_tiny_tiles(v) : VM_OK;
     if (v->runtime == VM_TORCH_COMFYUI && v->op == VM_ENCODE && v->batch > 1)
-        return vm_fail(VM_EINVAL,
-                       VM_EXPECTED("batch", "1, for ComfyUI encodes a batch with %s as frames of a video", "%" PRIu64),
-                       name, v->batch);
+        return vm_fail(
+            VM_EINVAL,
+            VM_EXPECTED("batch", "1, because ComfyUI encodes a batch with %s as frames of a video", "%" PRIu64), name,
+            v->batch);
     if (v->runtime == VM_TORCH_COMFYUI && v->slicing)
         return vm_fail(VM_EINVAL, VM_EXPECTED("slicing", "the diffusers runtime", "comfyui"));
     const uint64_t cells = vm_arch_factor(v->arch) / VM_MAX(v->arch->image_patch, 1);

@@ -341,7 +341,7 @@ static void (*const call[VM_TORCH_RUNTIMES])(walk *w, tensor x) = {
 
 /* ---- the API ---- */
 
-/* VM_EINVAL for what the runtime's code cannot do. */
+/* VM_EINVAL if the runtime's code cannot do the request. */
 static vm_status check_runtime(const vm_trace_vae *v) {
     const char *name = vm_trace_runtime_name[v->runtime];
     const quant quant = vm_walk_frames[v->runtime].quant;

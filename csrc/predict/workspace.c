@@ -70,7 +70,7 @@ static vm_status add_rules(vm_workspace *w, recipe r, entries *e) {
     return s;
 }
 
-/* Adds rules, a profile, then profiles of the nearest versions, for not every file holds every kind. */
+/* Adds rules, a profile, then profiles of the nearest versions, because some files lack some kinds. */
 static vm_status make(vm_workspace *w, recipe r, entries *e) {
     const bool runs = w->of.guess == VM_GUESS_RULE;
     vm_profile_list near = {0};

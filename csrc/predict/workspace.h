@@ -10,7 +10,7 @@
 /* What a workspace is for. */
 typedef struct vm_workspace_for {
     vm_card card;
-    bool coarse;           /* the card stands for one that no cuDNN was asked about */
+    bool coarse;           /* the card stands for one without recorded answers of cuDNN */
     vm_lookup_torch torch; /* cudnn: the version that was named, or 0; sm and guessed are filled in */
     int shipped;           /* cuDNN that this PyTorch ships; 0: not known */
     bool tf32;
@@ -40,9 +40,9 @@ vm_workspace_entry vm_workspace_entry_at(const vm_workspace *w, size_t entry);
  * They are the answers of each relative (catalogue.h), and the most that any of them says of each convolution, since an
  * unknown version may answer each as another version does. Before cuDNN 9.8: also inferred profiles, and the possible
  * rules. If a rule had to guess: the least and the most there can be. If the card is coarse: the answers of a card of
- * each kind, of the possible rules, and none at all. If an inferred profile answers, the nearest version that was asked
- * stands alone. On a card without cuDNN: nothing, or im2col's columns.
- * every: for a process whose cuDNN is not known. */
+ * each kind, of the possible rules, and none at all. If an inferred profile answers, the only row is from the nearest
+ * recorded version. On a card without cuDNN: nothing, or im2col's columns. every: for a process whose cuDNN is not
+ * known. */
 vm_status vm_workspace_rows(vm_workspace *w, bool every, const vm_conv *conv, size_t convs, uint64_t **row,
                             size_t *count);
 

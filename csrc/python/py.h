@@ -32,7 +32,7 @@ PyObject *vm_py_sizes(const size_t *size, size_t count);
 
 /* Threads. Simulations (CachingAllocator, Process, Trace, Workspace) are read and changed with the GIL held. No pointer
  * into them is kept while Python code may run: it may append to their lists, but removes nothing. A Model has a lock
- * (py_model.h), for its runs release the GIL. vaemem._cuda.Backend has none: its C locks itself, without the GIL.
+ * (py_model.h), because its runs release the GIL. vaemem._cuda.Backend has none: its C locks itself, without the GIL.
  * Accounts (mem.c) lock themselves too. */
 
 /* A convolution: (dtype, n, c, h, w, k, r, stride, padding, layout), optionally followed by (dilation, groups,
@@ -52,7 +52,7 @@ void vm_py_raise_full(PyObject *allocator, const struct vm_talloc_oom *oom);
 /* The simulated allocator inside a CachingAllocator, borrowed. NULL: TypeError. */
 struct vm_talloc *vm_py_allocator(PyObject *object);
 
-/* py_trace.c: the trace inside a Trace, likewise. */
+/* py_trace.c: the trace inside a Trace, borrowed. NULL: TypeError. */
 struct vm_trace *vm_py_trace(PyObject *object);
 /* py_process.c: a Process's script; NULL if object is no Process. */
 const struct vm_trace *vm_py_script(PyObject *object);

@@ -90,7 +90,7 @@ def _loaded(args: argparse.Namespace, asked: dict[str, Any], parts: str) -> vaem
 
 
 def _print_run(args: argparse.Namespace, vae: vaemem.VAE) -> None:
-    """What the run took; on stderr what was changed or left out."""
+    """Print the run's memory; on stderr, what was changed or left out."""
     run = vae.last_run
     print(run)
     for note in run.notes if run else ():
@@ -161,7 +161,7 @@ def run_encode(args: argparse.Namespace, asked: dict[str, Any]) -> None:
 
 
 def _bare(arch: Arch, dtype: str = "float32", precision: str = "highest", parts: str = "all") -> vaemem.VAE:
-    """On the CPU, without weights: for what its plans say."""
+    """Make a VAE on the CPU without weights, for its plans."""
     from vaemem import _core
     from vaemem.engine.device import open_device
 
@@ -200,7 +200,7 @@ def _print_all(answers: Sequence[Any], args: argparse.Namespace) -> None:
 
 
 def _status(*answers: Any, safe: bool = False) -> int:
-    """How a command ends: with 0 where all go through, 1 where one does not, 3 where one is tight and `safe` asked."""
+    """Return the exit status: 0 if all go through, 1 if one does not, 3 if one is tight with `safe`."""
     from vaemem.prediction.verdict import DOES_NOT_FIT, TIGHT
 
     verdicts = {answer.verdict for answer in answers}
@@ -326,7 +326,7 @@ def run_fit(args: argparse.Namespace, asked: dict[str, Any]) -> None:
 
 @command("vaemem:compare", "table byte_target rows predict only_sizes markdown_format compared_csv")
 def run_compare(args: argparse.Namespace, asked: dict[str, Any]) -> None:
-    """Compare the estimators that people ship with a table's rows.
+    """Compare published estimators with a table's rows.
 
     vaemem compare table.csv --predict
     """
@@ -371,7 +371,7 @@ def run_largest(args: argparse.Namespace, asked: dict[str, Any]) -> None:
         print(f"{height}x{width}", vae.estimate(op, height, width, batch, memory_limit=args.engine), sep="\n")
         return
     if args.precision != "highest":
-        raise ArgumentError("precision", "", "cannot be used without --engine, whose products have precisions")
+        raise ArgumentError("precision", "", "cannot be used without --engine")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         kinds = [True, False] if asked.pop("safe", True) else [False]

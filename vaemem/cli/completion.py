@@ -1,4 +1,4 @@
-"""What Tab offers for an argument, besides the choices that argparse knows. argcomplete asks for it in the shell."""
+"""Complete arguments for Tab, beyond the choices that argparse knows. argcomplete calls this in the shell."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ OFFERED: dict[str, tuple[Later | str, ...]] = {
 
 
 def offer(action: argparse.Action, command: str) -> None:
-    """Give an argument the method that argcomplete asks."""
+    """Give an argument the method that argcomplete calls."""
     offered = OFFERED.get(action.dest)
     if not offered or action.choices:
         return
@@ -58,7 +58,7 @@ def offer(action: argparse.Action, command: str) -> None:
 
 
 def is_asked() -> bool:
-    """Whether the shell asks what could come next."""
+    """Return whether the shell wants completions."""
     return "_ARGCOMPLETE" in os.environ
 
 

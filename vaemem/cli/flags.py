@@ -219,7 +219,7 @@ FLAGS |= {
     "batches": _like("batch", help="Images in one run.", type=count, nargs="+", metavar="N"),
     "sweep_tiles": _like("tile", type=positive, nargs="+"),
     "sweep_overlaps": _like("tile_overlap", type=float, nargs="+"),
-    "sweep_runtime": _like("runtime", help="Whose code runs it.", default=None),
+    "sweep_runtime": _like("runtime", help="The program that runs it.", default=None),
     "sweep_offload": _flag("For pipelines: offloading, none, model or sequential.", default=None,
         dest="offload"),
     "sweep_vae": _flag("For pipelines: the VAE runs whole, tiled or sliced.", default=None, dest="vae"),
@@ -240,7 +240,7 @@ FLAGS |= {
     "compared_csv": _like("csv", help="Also write each row and its estimates to this file."),
     "predicted_runtime": _like("runtime", choices=Later("pipelines.predict_pipeline:PREDICTED_RUNTIMES")),
     "planned_runtime": _like("runtime", choices=Later("pipelines.plan:PLANNED_RUNTIMES")),
-    "formula_runtime": _like("runtime", help="Whose code runs the VAE."),
+    "formula_runtime": _like("runtime", help="The program that runs the VAE."),
     "measured_offload": _flag(
         "How modules are offloaded.", choices=Later("pipelines.pipeline_request:OFFLOADS"),
         dest="offload"),
@@ -249,7 +249,7 @@ FLAGS |= {
     "measured_csv": _like("csv", option="-o --csv"),
     "whose_runtime": _like("runtime", choices=None,
         help=Later("prediction.runtimes:PROGRAM_NAMES pipelines.predict_pipeline:PREDICTED_RUNTIMES",
-                   "Whose code runs it: a VAE's is {}; a pipeline's is {}.")),
+                   "The program that runs it: for a VAE {}; for a pipeline {}.")),
     "answer_format": _like("format", choices=("text", "markdown", "csv", "json")),
     "plain_format": _like("format", choices=("text", "json")),
     "calibrate_rows": _flag(

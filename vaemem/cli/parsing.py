@@ -25,7 +25,7 @@ from vaemem.cli.commands import COMMANDS, Action, load_table
 from vaemem.cli.completion import offer
 from vaemem.cli.flags import FLAGS, WORDS, FlagSettings, Later, count
 
-# What an argument's annotation says of its flag.
+# A flag's settings, by its argument's annotation.
 _KINDS: dict[str, FlagSettings] = {
     "int": {"type": count},
     "int | Sequence[int]": {"type": count},
@@ -37,7 +37,7 @@ _KINDS: dict[str, FlagSettings] = {
 
 _VAEMEM = "Run the VAEs of SD1.5, SDXL, SD3, FLUX and others in a memory known to the byte."
 _GROUPS = {
-    "Ask what a run takes": "fits plan largest formula explain bound",
+    "Predict a run's memory": "fits plan largest formula explain bound",
     "Run": "decode encode info estimate tradeoff measure backends demo",
     "Make and read tables": "sweep fit compare report",
 }
@@ -83,7 +83,7 @@ class _Parser(argparse.ArgumentParser):
         return found, others
 
     def _get_value(self, action: argparse.Action, text: str) -> Any:
-        """One of the choices however it is written."""
+        """Return the choice that a text means, in any spelling."""
         value = super()._get_value(action, text)
         if action.choices is None or action.nargs == argparse.PARSER or not isinstance(value, str):
             return value

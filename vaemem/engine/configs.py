@@ -29,7 +29,7 @@ _AUTOENCODER: Arch = {"in_channels": 3, "out_channels": 3, "latent_channels": 4,
 _AUTOENCODER |= {"layers_per_block": 1, "norm_num_groups": 32}
 _AUTOENCODER |= {"norm_eps": 1e-6}  # no key of the class; accepted so that an arch is a config too
 _AUTOENCODER |= {"use_quant_conv": True, "use_post_quant_conv": True, "mid_block_add_attention": True}
-# What a config may leave open: which model it is, and how pipelines scale its latents.
+# Facts that a config may lack: the model's name, and how pipelines scale its latents.
 _UNKNOWN: Arch = {"name": "custom", "scaling_factor": None, "shift_factor": 0.0}
 UNKNOWN_ARCH: Arch = _AUTOENCODER | _UNKNOWN
 _KL = _AUTOENCODER | {"scaling_factor": 0.18215, "shift_factor": None, "latents_mean": None, "latents_std": None}
@@ -232,7 +232,7 @@ def _read_kl(said: Arch, config: Mapping[str, Any]) -> Arch:
             raise _bad_config(key, f"{count} numbers, {what}", arch[key])
     mean, std = (arch.get(key) for key in _STATISTICS)
     if (mean is None) != (std is None):
-        raise _bad_config("latents_std", "it where latents_mean is, and nowhere else", std)
+        raise _bad_config("latents_std", "it together with latents_mean, or neither", std)
     if std and min(std) <= 0:
         raise _bad_config("latents_std", "numbers of more than 0", std)
     for key, block in _BLOCK_TYPES.items():
@@ -327,7 +327,7 @@ def _read_tiny(said: Arch, config: Mapping[str, Any]) -> Arch:
     blocks = said["num_encoder_blocks"]
     for key, order in (("num_encoder_blocks", 1), ("num_decoder_blocks", -1)):
         if said[key] != (1, *blocks[-1:] * (len(blocks) - 1))[::order]:
-            wanted = "as many blocks in each level, but for one where an image has its own size, alike in both halves"
+            wanted = "as many blocks in each level, except one block at the image's own size, in both halves"
             raise _bad_config(key, wanted, said[key])
     widths = {half: said[f"{half}_block_out_channels"] for half in ("encoder", "decoder")}
     for half, width in widths.items():

@@ -143,8 +143,7 @@ _PAGE = (b"<!doctype html", b"<html", b"<?xml")
 
 
 def mistaken_for_weights(first: bytes) -> str:
-    """Return what a file is instead of weights, and what to do; empty if it may hold weights. first: its first 64
-    bytes."""
+    """Return what a file is if it cannot hold weights, and what to do; otherwise "". first: its first 64 bytes."""
     if first.startswith(_POINTER):
         return "a git-lfs pointer, which stands for the weights: fetch them with 'git lfs pull'"
     if first.lstrip().lower().startswith(_PAGE):

@@ -35,7 +35,7 @@ LEAST_UNIT = 2.0**-12
 
 
 class Runner:
-    """A model on its device, and what one run leaves for the next."""
+    """A model on its device, and the memory and settings that one run leaves for the next."""
 
     def __init__(self, core: Core, device: Device | None, scale: float = 1.0) -> None:
         self.core, self.device, self.arch, self.factor = core, device, core.arch, latent_factor(core.arch)
@@ -305,7 +305,7 @@ class Model:
             The layout is unknown or cannot hold the model; the path is of the wrong kind; the VAE is of videos, and is
             not kept whole; or it is on a GPU, where weights have another form.
         OSError
-            The file cannot be written. What was there before is unchanged. One exception: new weights of a directory
+            The file cannot be written. Its earlier contents are unchanged. One exception: new weights of a directory
             are in place but ``config.json`` cannot be replaced. Then the old ``config.json`` stays and `load` warns.
         """
         weights.save(self._on_the_cpu("save"), path, layout=layout, sample_size=self.sample_size)

@@ -55,11 +55,12 @@ def find_called(name: Any) -> Called | None:
 
 
 def whole_names(kind: str) -> dict[str, str]:
-    """Return {name in `letters`: VAE or pipeline} for all whole names that have one. kind: "vae" or "pipeline"."""
+    """Return {name in `letters`: VAE or pipeline} for all full names that have one; beginnings of names are left out.
+    kind: "vae" or "pipeline"."""
     return {name: getattr(called, kind) for name, called in _register()[0].items() if getattr(called, kind)}
 
 
 def shared_note(name: Any, what: str = "VAE") -> str:
     """Return a sentence that says if another model's VAE, or `what`, answers for a name; otherwise empty."""
     called = find_called(name)
-    return f"{name} has {called.of}'s {what}, which this is about" if called and called.of else ""
+    return f"{name} has {called.of}'s {what}, and the answer is for that one" if called and called.of else ""

@@ -68,8 +68,6 @@ class VAE(Model):
         Default side of a `Tiling`'s tiles: the config's, as in diffusers.
     last_run : Run or None
         Record of the last encode or decode that succeeded.
-    last_run : Run or None
-        What the last encode or decode that succeeded took.
 
     Examples
     --------

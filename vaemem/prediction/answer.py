@@ -57,7 +57,7 @@ class Answer(Shown):
     spare: int = alias("judged.spare")
     least_band: tuple[int, int] = alias("judged.least_band")
     notes: tuple[str, ...] = ()
-    model_note: str = ""  # which model's VAE or modules are predicted, if the model has another model's
+    model_note: str = ""  # names the model that the VAE or the modules belong to, if it is another one
 
     def __reduce__(self) -> Any:
         return type(self), (self.request,)
@@ -71,7 +71,7 @@ class Answer(Shown):
         raise NotImplementedError
 
     def summarize(self, size: Sizer) -> str:
-        """Return the verdict with its figures. size: writes a number of bytes.
+        """Return the verdict in a sentence with its numbers. size: formats bytes.
 
         Examples
         --------
@@ -145,7 +145,7 @@ class Answer(Shown):
         return Sheet(headline, [bar, Facts(facts), *self._blocks(size)], self.verdict)
 
     def facts(self, size: Sizer) -> list[tuple[str, str]]:
-        """Return the run, its model and its card as (label, text). size: writes a number of bytes.
+        """Return the run, its model and its card as (label, text). size: formats bytes.
 
         Examples
         --------
@@ -193,7 +193,7 @@ class SimulatedAnswer(Answer):
     peak_tensors: tuple[PeakTensor, ...] = alias("result.fullest.peak_tensors")
 
     def __init__(self, request: VAERequest | ModuleRequest, covers: str = "", besides: str = ""):
-        """covers, besides: words of the `Verdict`."""
+        """covers, besides: as in `Verdict`."""
         self.request, self._process = request, request.start()
         self.protocol, process = request.software.protocol, self._process
         self.allocated, self.reserved, self.peak_allocated, self.peak_reserved = request.play(process)

@@ -33,7 +33,7 @@ class Formula(Shown):
         Reserved memory. For a VAE it excludes the weights and the input, as `Prediction.reserved` does. For a pipeline
         it includes everything but a CUDA context.
     allocated : Equation
-        Allocated memory, likewise.
+        Allocated memory, counted in the same way.
     played : int
         Number of sizes that were played.
     left_out : tuple of Point

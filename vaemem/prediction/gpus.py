@@ -35,7 +35,7 @@ class Gpu(NamedTuple):
     card : str
         The device name of the card that the properties belong to, if that is another card.
     coarse : str
-        Why the substitute card says little about workspaces, if no cuDNN could be asked about this one.
+        Why the substitute card says little about workspaces, if cuDNN's answers for this one were not recorded.
     maker : str
         ``"NVIDIA"``, or the maker of the library that runs its convolutions: ``"AMD"``, ``"Intel"``, ``"Apple"``.
     rules : tuple of dict
@@ -107,8 +107,8 @@ def _key(name: str) -> str:
 
 
 class _Kind(NamedTuple):
-    """A kind of cards that no cuDNN was asked about: their maker, the card that stands for their tensors, and whether
-    the rule for cards without tensor cores is "taken", "possible", or does not apply ("")."""
+    """A kind of cards without recorded answers of cuDNN: their maker, the card that stands for their tensors, and
+    whether the rule for cards without tensor cores is "taken", "possible", or does not apply ("")."""
 
     maker: str
     stand_in: str
@@ -122,7 +122,7 @@ class _Kind(NamedTuple):
 
 @functools.cache
 def _coarse() -> dict[str, tuple[str, int, _Kind]]:
-    """Return {key: (name, GB as sold, its kind)} of cards that no cuDNN was asked about."""
+    """Return {key: (name, GB as sold, its kind)} of cards without recorded answers of cuDNN."""
     return {
         _key(name): (
             " ".join(filter(None, (kind["maker"], kind["brand"], name))), gigabytes,
@@ -134,12 +134,12 @@ def _coarse() -> dict[str, tuple[str, int, _Kind]]:
 
 
 def coarse_names(maker: str) -> list[str]:
-    """Return the names of a maker's cards that no cuDNN was asked about."""
+    """Return the names of a maker's cards without recorded answers of cuDNN."""
     return [name for name, *_ in _coarse().values() if name.startswith(maker)]
 
 
 def _find_coarse(name: str, size: int | None) -> Gpu | None:
-    """Find a card of that name that no cuDNN was asked about: a listed one or, if `size` gives its memory, one that
+    """Find a card of that name without recorded answers of cuDNN: a listed one or, if `size` gives its memory, one that
     only sounds like such a card. Return None for any other name."""
     text = name.strip().lower()
     listed = _coarse().get(_key(_MAKERS.sub("", text)))
@@ -149,7 +149,7 @@ def _find_coarse(name: str, size: int | None) -> Gpu | None:
         return None
     full, gigabytes, kind = listed
     card = find_gpu(kind.stand_in, size or gigabytes << 30)
-    why = f"{card.name} for {full}, which no cuDNN was asked about: tensors are known, workspaces within a range"
+    why = f"{card.name} for {full}, without cuDNN's answers: tensors are known, workspaces lie in a range"
     if kind.maker != "NVIDIA":
         why = f"{card.name} for {full}: tensors are known, workspaces lie between none and those of im2col"
     return card._replace(name=full, card=card.name, coarse=why, maker=kind.maker, rules=kind.rules)

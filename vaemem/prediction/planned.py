@@ -56,7 +56,7 @@ class Phase(NamedTuple):
 
     @classmethod
     def read(cls, process: SimulatedProcess, number: int, names: Mapping[str, str]) -> Phase:
-        """Make a phase of a process's reading, by its index. names: replace the names of its peak tensors."""
+        """Make a phase from the process's reading with this index. names: replace the names of its peak tensors."""
         _, _, allocated, reserved = process.readings[number]
         where, tensors, rounded = process.peak(number)
         weights, workspace = weights_and_workspaces(tensors)

@@ -55,7 +55,7 @@ class Advice(NamedTuple):
     command: str
 
     def describe(self, size: Sizer) -> str:
-        """Return the advice in words. size: writes a number of bytes."""
+        """Return the advice in words. size: formats bytes."""
         if self.available is None:
             return f"{self.what}: takes {size(self.needed)} of the host's memory, and nothing of the card's"
         return f"{self.what}: {self.verdict}, takes {share(self.needed, self.available, size)}"
@@ -86,8 +86,9 @@ class Prediction(SimulatedAnswer):
         with room for everything that PyTorch allocates. They are lower on a card that lets the run succeed with less.
         (The runtime a1111 cuts its attention by the free memory of this card.)
     band : tuple of int
-        Least and most of `reserved` if something was substituted: over other versions of cuDNN on such cards. Beyond
-        the oldest and newest of these versions, other cards count too. Twice `reserved` if nothing was substituted.
+        Least and most of `reserved`, over the versions of cuDNN that may stand for a missing one on such cards. For a
+        version older or newer than all of these, other cards count too. If nothing was substituted, both are
+        `reserved`.
     upper : int
         A safe upper bound for `reserved`: 17/16 of a maximum, plus 20 MiB. The maximum is over processes (cold, warmed
         up, or as `protocol` says) and over cuDNN (the version you named, or those behind `band`). If you give neither
@@ -114,18 +115,18 @@ class Prediction(SimulatedAnswer):
     tight_because : str
         Why it is tight, in words.
     summary : str
-        The verdict with its figures, in a sentence.
+        The verdict in a sentence with its numbers.
     coarse : bool
-        Whether no cuDNN was asked about the card or a similar one. Then tensors are known, and `band` and `upper` span
-        the workspaces of all cards, and none. On AMD's, Intel's and Apple's cards they span none, as in `reserved`,
-        and im2col's.
+        Whether cuDNN's answers were recorded neither for the card nor for a similar one. Then tensors are known, and
+        `band` and `upper` span the workspaces of all cards, and none. On AMD's, Intel's and Apple's cards they span
+        none, as in `reserved`, and im2col's.
     spare : int
         Bytes of `available` left while it runs; a coarse answer counts the most that the run takes. Below 0 if the
         run fails: at least that much is missing.
     assumed : str
         The types that were chosen because you named none, the program with that rule, and how to change it.
     assumed_card : str
-        Which card stands for yours if none was named and none is present, in a sentence; "" otherwise.
+        A sentence that names the card that stands for yours, if none was named and none is present; "" otherwise.
     would_fit : tuple of Advice
         Other runs that were tried and succeed, each with the command that shows it: the largest image of that shape,
         tiles, another type, nothing else on the card, our own engine on the CPU. They are tried when you read this
@@ -140,8 +141,8 @@ class Prediction(SimulatedAnswer):
         PyTorch takes `peak_reserved` if there is room. Found by bisection when you read it, and in `repr` if the card
         lacks that room.
     least_band : tuple of int
-        `least_reserved` twice. But if cuDNN's next plans are unknown, the second assumes that they need the first
-        plan's workspace, which the card then has to provide.
+        Both are `least_reserved`, unless cuDNN's next plans are unknown. The second then assumes that they need the
+        first plan's workspace, which the card has to provide.
     available : int
         Bytes of the card that PyTorch's allocator can have: `total_memory`, less 3% if that is a nominal size (whole
         GiB; CUDA reports less), less 512 MiB for the CUDA context and its kernels (426 MiB were measured for a context
@@ -163,7 +164,7 @@ class Prediction(SimulatedAnswer):
     tile_overlap, slicing, protocol, channels_last, allow_tf32, allocator
         The request.
     settings : tuple of str
-        The unusual ones of the last four, in words; for a tiled op also whether the image is cut.
+        In words: those of the last four that differ from the defaults; for a tiled op, whether the image is cut.
 
     Examples
     --------
@@ -195,7 +196,7 @@ class Prediction(SimulatedAnswer):
         if software.allocator != "native":
             self.upper_share, self.upper_basis = math.nan, "nothing: no measurement of this allocator is known"
         elif self.coarse:
-            self.upper_share, self.upper_basis = math.nan, "nothing: no cuDNN was asked about such a card"
+            self.upper_share, self.upper_basis = math.nan, "nothing: no answers of cuDNN for such a card are known"
 
     @functools.cached_property
     def seconds(self) -> Seconds | None:
@@ -410,8 +411,8 @@ def predict(
     tile : int, optional
         The side of a tile in pixels for the tiled ops of diffusers, comfyui and a1111. Defaults: the config's
         sample_size for diffusers (512 for sd15, 1024 for the others), 512 for ComfyUI, and the recommendation of
-        A1111's Tiled VAE for the card. ComfyUI's tiles overlap by 64 pixels, at most a quarter, in three passes. Tiled
-        VAE pads its tiles on every side, by 11 latents or 32 pixels.
+        A1111's Tiled VAE for the card. ComfyUI makes three passes, with tiles that overlap by 64 pixels, but at most by
+        a quarter. Tiled VAE pads its tiles on every side, by 11 latents or 32 pixels.
     slicing : bool
         Whether the images of a batch run one after the other (diffusers' ``enable_slicing``).
     tile_overlap : float, optional
@@ -546,7 +547,7 @@ def _largest(request: VAERequest, aspect: float, every: bool) -> tuple[int, int]
     def fits(height: int, width: int) -> bool:
         try:
             if job.is_tiled and height * width > TILED_PIXELS:
-                raise OverflowError("more than is looked at")
+                raise OverflowError("beyond the search")
             if Prediction(request.at(height, width)).fits:
                 return True
             refused[height, width] = True
@@ -561,7 +562,7 @@ def _largest(request: VAERequest, aspect: float, every: bool) -> tuple[int, int]
         grain=TILED_GRAIN if tiled else None,
     )  # fmt: skip
     if found and not (refused and refused[min(refused)]):
-        what = f"predict_largest: {found[0]}x{found[1]} fits, and larger images were not looked at"
+        what = f"predict_largest: {found[0]}x{found[1]} fits, and larger images were not tried"
         warnings.warn(what, RuntimeWarning, stacklevel=3)
     if found is None:
         smallest = Prediction(request.at(factor, factor))

@@ -222,7 +222,7 @@ class SimulatedProcess:
         """Substitutes for the requested cuDNN and GPU (a given `workspace` names its own), and for workspaces that the
         card could not give."""
         smaller, pooled = self._core.refused, self.allocator._settings()["driver_pool"]
-        fallback = f"0 bytes for cuDNN's next plan where a workspace cannot be had ({smaller} of the convolutions)"
+        fallback = f"0 bytes for cuDNN's next plan if a workspace does not fit ({smaller} of the convolutions)"
         pool = "a pool of the driver's that wastes nothing"
         said = getattr(self.workspace, "substitutions", ())
         return (*said, *([fallback] if smaller else []), *([pool] if pooled else []))

@@ -24,9 +24,9 @@ dimensions add the frames of filter and input. Its tree is a text such as ``P400
 If input or output has more than 2^31 elements, cuDNN works on a part of the batch at a time. ``i``, ``o``, ``I``, ``O``
 and ``p`` (output pixels) then describe the largest such part. A single image of 2^31 or more takes no workspace.
 
-A file may also hold rules that precede its trees, and name the file that answers the rest. An inferred profile
-answers for its own version only. ``older.json`` holds rules for versions that were never asked.
-`Catalogue` lists all of them; ``csrc/predict/catalogue.c`` decides which one answers for a card.
+A file may also hold rules that precede its trees, and name the file that answers the rest. An inferred profile answers
+for its own version only. ``older.json`` holds rules for versions that were never recorded. `Catalogue` lists all of
+them; ``csrc/predict/catalogue.c`` decides which one answers for a card.
 """
 
 import functools
@@ -236,7 +236,7 @@ ONE_OF_EACH = ("V100", "T4", "A100", "RTX 3090", "RTX 4090", "H100", "B200", "RT
 
 
 class Catalogue:
-    """Profiles, and rules for versions that were never asked: by default everything that ships.
+    """Profiles, and rules for versions that were never recorded: by default everything that ships.
 
     Parameters
     ----------

@@ -103,8 +103,8 @@ class Replay:
     whole : bool
         The trace begins with an empty allocator and misses nothing.
     why_not : list of str
-        The missing parts if it is not whole. The blocks alive before the trace are then rebuilt from the snapshot's
-        end, and the replay starts there.
+        The missing parts if it is not whole. The replay then starts with the blocks from before the trace, rebuilt from
+        the snapshot's end.
     recorded_reserved, simulated_reserved : int
         Bytes reserved at the end.
     recorded_reserved_peak, simulated_reserved_peak : int
@@ -313,9 +313,9 @@ def _find_start(
         (len(start), older),
         (len(live), "blocks are older than the trace"),
         (unplaced, "of them lie in no segment that could be rebuilt"),
-        (lost_frees, "blocks are taken where the trace shows no free of the one before"),
-        (lost_allocs, "blocks are freed or stand at the end where the trace shows none taken"),
-        (lost_segments, "segments were taken but neither given back nor there at the end, or the other way round"),
+        (lost_frees, "blocks are allocated in place of blocks that the trace does not free"),
+        (lost_allocs, "blocks are freed, or live at the end, that the trace does not allocate"),
+        (lost_segments, "segments were allocated but neither freed nor there at the end, or the other way round"),
     ]
     return start, [f"{count} {what}" for count, what in holes if count]
 

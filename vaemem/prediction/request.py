@@ -160,7 +160,7 @@ def _allocator_settings(allocator: str) -> dict[str, Any]:
         settings = parse_conf(f"backend:{allocator}" if allocator in BACKENDS else allocator)
         if "garbage_collection_threshold" in settings:
             raise ArgumentError(
-                "", "", "a garbage_collection_threshold works with set_per_process_memory_fraction alone"
+                "", "", "a garbage_collection_threshold works only with set_per_process_memory_fraction"
             )
         CachingAllocator(**settings, history=False)
     except ValueError as error:
@@ -185,7 +185,7 @@ class Request:
 
     def __post_init__(self) -> None:
         if self.workspace is not None and not self.software.allow_tf32 and getattr(self.workspace, "tf32", True):
-            raise ArgumentError("allow_tf32", "True with a workspace of your own, which answers by itself", "False")
+            raise ArgumentError("allow_tf32", "True with your own workspace, which ignores it", "False")
 
     def start(self, workspace: Any = None, **device: Any) -> SimulatedProcess:
         """Start a fresh process, with another workspace if one is given. `device` has `total_memory` and `history` as

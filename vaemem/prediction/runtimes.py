@@ -91,5 +91,5 @@ def followed(arch: Mapping[str, Any], code: str) -> str:
     frame = "one frame by " * (arch["family"] == "wan")
     if code == "comfyui":
         return f"{frame}ComfyUI's WanVAE of 2026"
-    branch = ", with TAEF2's branch, which it has not" * (arch["family"] == "tiny" and arch["norm_num_groups"] > 0)
+    branch = ", with TAEF2's branch added" * (arch["family"] == "tiny" and arch["norm_num_groups"] > 0)
     return f"{frame}{config_of(dict(arch))['_class_name']} of diffusers 0.42{branch}"

@@ -168,7 +168,7 @@ class Verdict:
         return f"needs at least {least}" + (f" ({other} if cuDNN's next plans need as much)" if other != least else "")
 
     def explain(self, size: Sizer) -> str:
-        """Explain why the run is tight. size: writes a number of bytes."""
+        """Explain why the run is tight. size: formats bytes."""
         why = self.why
         if why == GUESSES:
             guess = "it goes through only if cuDNN's next plans need no workspace, which is unknown for this version"
@@ -185,7 +185,7 @@ class Verdict:
 
     def summarize(self, size: Sizer) -> str:
         """Return the verdict in a sentence with its numbers. size: a function that formats bytes."""
-        told = self.covers + (", as far as is known of such a card" if self.coarse else "")
+        told = self.covers + (", from rough data on such a card" if self.coarse else "")
         if self.took is None:
             phase, (name, request) = self.out_of_memory_at or ("", ("", 0))
             there = f"{f'in {phase} ' if phase else ''}at {name}, which tries to allocate {size(request)}"

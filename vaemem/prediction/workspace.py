@@ -264,7 +264,7 @@ class Workspace:
 
     def alternatives(self, every: bool = False, of: Convolutions | None = None) -> list[tuple[int, ...]]:
         """Return every other plausible set of workspaces: bytes of each convolution of a trace or a process, by default
-        of all convolutions asked about so far, in that order. Empty if nothing was substituted.
+        of all convolutions so far, in that order. Empty if nothing was substituted.
 
         csrc/predict/workspace.h defines these sets. Each appears once, and this workspace's own does not appear.
         `every`: for a process with an unknown cuDNN.
@@ -330,13 +330,13 @@ class UnfoldingWorkspace(Workspace):
 
     @property
     def between(self) -> str:
-        """The ends of the answers' range, in words."""
+        """The upper end of the answers' range, in words."""
         known = "AMD" == self.gpu.maker  # published requests show its behaviour
-        why = f"which {self._library} may take or do without" if known else f"since {self._library}'s are not known"
+        why = f"which {self._library} may or may not use" if known else f"because {self._library}'s are unknown"
         return f"with im2col's workspaces, {why}"
 
     def _describe_guess(self, why: str, form: int) -> tuple[str, str]:
-        return f"none, as {self._library} may do without", ""
+        return f"none, because {self._library} may need none", ""
 
 
 def im2col_bytes(conv: Conv) -> int:
@@ -364,7 +364,7 @@ def workspace_on(gpu: Gpu, cudnn_version: str | None, torch_version: str, tf32: 
 LIBRARIES = {"AMD": "MIOpen", "Intel": "oneDNN", "Apple": "Metal"}
 _ASKABLE = version_number("9.8.0")  # the first that answers without a device
 _RULED = (  # the case behind a guess, by the core's vm_conv_form
-    "a rule for convolutions that no cuDNN was asked about",
-    "a rule for channels_last convolutions that no cuDNN was asked about",
-    "a rule for convolutions that are not square, 2d and whole, and that no cuDNN was asked about",
+    "a rule for convolutions without recorded answers of cuDNN",
+    "a rule for channels_last convolutions without recorded answers of cuDNN",
+    "a rule for convolutions that are not square, 2d and whole, without recorded answers of cuDNN",
 )

@@ -447,7 +447,7 @@ class _OneFrame(_DropIn):
         """Refuse: only the slices of filters that one frame uses are kept."""
         raise RuntimeError(
             f"state_dict: expected the weights of a module of diffusers', got {type(self).__name__} of vaemem, which "
-            "keeps only what one frame meets"
+            "keeps only the parts of filters that one frame uses"
         )
 
 

@@ -192,7 +192,7 @@ def measure(
     dtypes : str or sequence of str
         Types of weights and run: ``"float16"``, ``"bfloat16"``, ``"float32"``.
     runtime : str
-        Whose code the module is: ``"diffusers"``, or ``"bfl"`` (AutoEncoder of the flux repository; only as a module).
+        The program of the module: ``"diffusers"``, or ``"bfl"`` (AutoEncoder of the flux repository; only as a module).
     device : torch.device or str, optional
         By default the GPU if PyTorch has one, otherwise the CPU.
     warmups, runs : int

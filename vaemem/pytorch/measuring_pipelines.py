@@ -357,13 +357,13 @@ def _has_weights(module: Any, part: Part) -> bool:
 def _request(pipe: Any, seen: Seen, card: Card, software: Software, **facts: Any) -> PipelineRequest:
     """Make the request to `vaemem.predict_pipeline` for this pipeline; a ValueError says why there is none."""
     modules, class_name = _modules(pipe), type(pipe).__name__.replace("Img2Img", "")
-    why = f"{type(pipe).__name__} is none of the pipelines that are known"
+    why = f"vaemem does not know the pipeline {type(pipe).__name__}"
     for name, kind in PIPELINES.items():
         if kind.class_name != class_name:
             continue
         known = {**kind.parts, **kind.optional}
         if others := modules.keys() - known:
-            raise ValueError(f"{name} has no {', '.join(sorted(others))} as it is known")
+            raise ValueError(f"{name}, as vaemem knows it, has no {', '.join(sorted(others))}")
         components = {role: _dtype(modules[role]) if role in modules else None for role in known}
         if kind.parts["vae"] == "sdxl" and components["vae"] == "float16" and pipe.vae.config.force_upcast:
             del components["vae"]  # the default for SDXL
@@ -375,7 +375,7 @@ def _request(pipe: Any, seen: Seen, card: Card, software: Software, **facts: Any
         images = facts["batch"] * (2 if kind.guides and request.guidance else 1)
         numbers = pipe.vae.config.latent_channels * (facts["height"] // VAE_STRIDE) * (facts["width"] // VAE_STRIDE)
         if other := [part for part in request.parts if not _has_weights(modules[part.role], part)]:
-            why = f"{other[0].role} has not the weights of {other[0].component}"
+            why = f"{other[0].role} has other weights than {other[0].component}"
         elif (seen.images, seen.numbers) != (images, numbers):
             got, wanted = f"{seen.images} latents of {seen.numbers} numbers", f"{images} of {numbers}"
             raise ValueError(f"the denoiser is called with {got}, and {name}'s with {wanted}")
@@ -389,7 +389,7 @@ def _predict_phases(
 ) -> tuple[dict[str, Phase], list[str]]:
     """Predict each phase on this card with its present load, and return notes; a ValueError says why it cannot."""
     if place.type != "cuda":
-        raise ValueError("it ran on a CPU, where reserved is the process's resident size and allocated is not known")
+        raise ValueError("it ran on a CPU, where reserved is the process's resident size and allocated is unknown")
     if seen is None:
         raise ValueError("the call of the denoiser, which shows what runs, was not seen")
     if unknown := list(_list_unpredictable(pipe, call)):
@@ -404,7 +404,7 @@ def _predict_phases(
     request = _request(pipe, seen, card, software, image="image" in call, **{name: facts[name] for name in sizes})
     tile = usual_tile(request.part("vae").component)
     if facts["vae"] == "tiled" and (pipe.vae.tile_sample_min_size, pipe.vae.tile_overlap_factor) != (tile, 0.25):
-        raise ValueError(f"its tiles are not of {tile} pixels, a quarter of which overlaps")
+        raise ValueError(f"its tiles do not have {tile} pixels a side with an overlap of a quarter")
     prediction = PipelinePrediction(request.run_with(facts["offload"], facts["vae"]))
     notes, release = list(prediction.notes), request.pipeline.read
     if prediction.out_of_memory_at:

@@ -170,7 +170,7 @@ class Recorder(TorchDispatchMode):
         try:
             out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
-            asks = f"{func} asks for it (.item() and `if` on a tensor do)"
+            asks = f"{func} reads a value (.item() and `if` on a tensor do)"
             raise ArgumentError(self.name(), "", NO_CONTENTS, asks) from None
         if torch.Tag.pointwise in func.tags and not func._schema.is_mutable and func.overloadpacket not in _PLAIN:
             out = self._as_eager(func, args, out)
@@ -332,11 +332,9 @@ class Recorder(TorchDispatchMode):
         return out
 
 
-NO_CONTENTS = (
-    "expected a call whose course and sizes do not depend on what its tensors hold, which is not there to be looked at"
-)
+NO_CONTENTS = "expected a call whose steps and sizes do not depend on its tensors' values, because they have none here"
 NO_GRADIENTS = (
-    "expected a call without gradients, got a backward pass or torch.enable_grad(): what autograd keeps is not modelled"
+    "expected a call without gradients, got a backward pass or torch.enable_grad(): autograd's memory is not modelled"
 )
 NO_COMPILER = (
     "expected a call before torch.compile, got a compiled one: compiled code fuses operators and plans memory by"

@@ -40,11 +40,11 @@ _REFUSED = {
     **dict.fromkeys(("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"), NO_CONTENTS),
     **dict.fromkeys(
         ("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
-        "expected a module without GRU, LSTM and RNN layers: what cuDNN takes for them is not modelled",
+        "expected a module without GRU, LSTM and RNN layers: cuDNN's memory for them is not modelled",
     ),
     **dict.fromkeys(
         ("_nested_tensor_from_mask", "_nested_tensor_from_mask_left_aligned", "_nested_tensor_from_tensor_list"),
-        "expected a module without nested tensors, whose sizes depend on what a mask holds; give a TransformerEncoder"
+        "expected a module without nested tensors, whose sizes depend on a mask's values; give a TransformerEncoder"
         " enable_nested_tensor=False, or no src_key_padding_mask",
     ),
 }
@@ -196,7 +196,7 @@ def imitating_gpu(recorder: Recorder) -> Iterator[None]:
 def check_module(module: torch.nn.Module, call: Any) -> None:
     """Refuse a call that is not modelled, before it runs."""
     if module.training:
-        advice = "training keeps what the backward pass needs, which is not modelled"
+        advice = "training keeps tensors for the backward pass, which are not modelled"
         raise ArgumentError("module", "a module in eval mode, module.eval()", "one in training mode", advice)
     for name, m in module.named_modules():
         if hasattr(m, "_orig_mod") or m._compiled_call_impl:

@@ -612,7 +612,7 @@ def graph(
     if is_vae:
         choose("model", model, LATENT_CHANNELS)
     elif tile is not None:
-        raise ArgumentError("tile", f"None for {component}", repr(tile), "sd.cpp tiles the VAE alone")
+        raise ArgumentError("tile", f"None for {component}", repr(tile), "sd.cpp cuts only the VAE's images into tiles")
     else:
         told = whole(f"tokens of {component}", padded if tokens is None else tokens)
     if component.startswith("clip") and told != padded:
