@@ -266,7 +266,9 @@ def test_what_frames_cannot_is_refused_by_name(change, message):
         predict("qwen-image", **{"op": "decode", "height": 512, "width": 512} | change)
     with pytest.raises(ValueError, match="sends: expected another model than qwen-image"):
         _core.Trace.vae(QWEN, "diffusers", "decode", "float16", 64, 64, sends=True)
-    with pytest.raises(ValueError, match=r"channels_last: expected False for hunyuanimage-2.1, which is followed only in"):
+    with pytest.raises(
+        ValueError, match=r"channels_last: expected False for hunyuanimage-2.1, which is followed only in"
+    ):
         predict("hunyuanimage-2.1", "decode", 512, 512, channels_last=True)
     with pytest.raises(ValueError, match=r"runtime: expected diffusers for wan2.2, the only code .* got comfyui"):
         predict("wan2.2", "decode", 512, 512, runtime="comfyui")
