@@ -1,7 +1,7 @@
-"""Events a second of the simulated CUDA caching allocator, one core, through vm_talloc_run.
+"""Measure how many events per second the simulated CUDA caching allocator plays: one core, by vm_talloc_run.
 
-Each row is checked (nothing live at the end, the same peak in every repetition); the rate is the median's, by the
-thread's processor time, so that other load on the machine does not count, and by the clock beside it.
+Each row is checked (nothing live at the end, the same peak in every repetition); the rate is a median. It counts the
+thread's processor time, so that other load on the machine does not matter; elapsed time is shown too.
 
     python benchmarks/allocator.py [--events 2000000] [--csv FILE]
 """

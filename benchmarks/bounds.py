@@ -1,4 +1,4 @@
-"""How far predictions of other sizes and of batches lie from the formulas of `vaemem.bound`.
+"""Compare the formulas of `vaemem.bound` with predictions of other sizes and of batches.
 
 python benchmarks/bounds.py
 """

@@ -1,7 +1,7 @@
-"""What the benchmarks share: workers that take turns, the machine's own clock and ceilings, results as CSV.
+"""Tools that the benchmarks share: workers that take turns, the machine's own clock and ceilings, results as CSV.
 
 Environment:
-  VAEMEM_RESULTS  where the CSV files go, else benchmarks/results
+  VAEMEM_RESULTS  the folder of the CSV files, benchmarks/results by default
   VAEMEM_ROWS     a file; each row is appended to it as a line of JSON as soon as it is measured
   VAEMEM_COMMIT   the measured commit, if there is no git
 """
@@ -106,14 +106,14 @@ def cpu() -> str:
 
 
 def features() -> list[str]:
-    """Of the processor, those that make kernels differ."""
+    """List the processor's features that make kernels differ."""
     names = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "asimd", "bf16")
     flags = (_cpuinfo("flags") or _cpuinfo("Features")).split()
     return [name for name in names if name in flags]
 
 
 def where() -> dict[str, str]:
-    """What a row says of the machine and of the source."""
+    """Return the columns that describe the machine and the source."""
     return {"cpu": cpu(), "features": f"{platform.machine()} {' '.join(features())}", "commit": commit()}
 
 
@@ -186,7 +186,7 @@ class Machine:
             self.torch.cuda.empty_cache()
 
     def time(self, run: Callable[[], Any]) -> tuple[float, float]:
-        """Seconds on the device, and until run returned: where the second is as long, the host may be what limits."""
+        """Return the seconds on the device, and until `run` returned. If both are equal, the host may be the limit."""
         self.wait()
         if not self.gpu:
             start = time.perf_counter()
@@ -202,8 +202,8 @@ class Machine:
         return begin.elapsed_time(end) / 1e3, host
 
     def memory(self, run: Callable[[], Any]) -> dict[str, int | None]:
-        """What run takes at its peak, of PyTorch's allocator (allocated, reserved) and still of the device after it,
-        its result held and PyTorch's cache with it; all above what was there before. None on the CPU."""
+        """Return the memory of a run above the level before it: the peaks of PyTorch's allocator (allocated, reserved),
+        and the device's loss afterwards, with the result and PyTorch's cache still held. None on the CPU."""
         if not self.gpu:
             run()
             return dict.fromkeys(("allocated", "reserved", "device"))

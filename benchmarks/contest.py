@@ -26,7 +26,7 @@ WARMUPS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """What is run. dtype: "tf32" is float32 with TF32 products."""
+    """The run of a contest. dtype: "tf32" is float32 with TF32 products."""
 
     model: str
     op: str
@@ -286,7 +286,7 @@ def relative_error(got, want) -> float:
 
 
 def about(machine: Machine, vae) -> dict[str, str]:
-    """What ran: the last columns of every row."""
+    """Describe the software and the GPU: the last columns of every row."""
     return {
         "gpu": machine.name,
         "driver": driver_version() if machine.gpu else "",

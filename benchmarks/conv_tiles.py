@@ -39,7 +39,7 @@ FOR_PIXELS, FOR_1X1 = (16, 16, 1), (4, 256, 1)
 
 
 def passes(size: int, c: int) -> list[Conv]:
-    """Of levels with c (128), 2 c, 4 c and 4 c channels: a decoder's from its attention on, then an encoder's own."""
+    """List passes of levels with c (128), 2 c, 4 c, 4 c channels: a decoder's from its attention on, an encoder's."""
     n = size // 8
     found = [Conv(4 * c, 12 * c, n, n, k=1, groups=32)]
     for side, x, y in ((n, 4 * c, 4 * c), (2 * n, 4 * c, 4 * c), (4 * n, 4 * c, 2 * c), (8 * n, 2 * c, c)):

@@ -1,34 +1,35 @@
-"""Whole decodes and encodes on the CPU: ours beside PyTorch and OpenVINO, in turns, in one run.
+"""Compare whole decodes and encodes on the CPU with PyTorch's and OpenVINO's: in turns, in one run.
 
     python benchmarks/decode.py [--model sdxl] [--op decode encode] [--size 512 1024] [--dtype float32 bfloat16 float16]
         [--precision highest high medium] [--contestants vaemem vaemem-avx2 torch torch-tuned torch-avx2 openvino]
         [--rounds 5] [--threads 2] [--check 128] [--small] [--bars]
 
-Each op, size and dtype is a contest with a CSV of its own. Every contestant is a process of its own that loads, runs
-once at a small size (--check) for its accuracy and once at the full one to warm up, and then waits; each round asks
-them one after another, so that what the machine does meanwhile falls on all. Medians. Contestants:
+Each op, size and dtype is a contest with a CSV of its own. Every contestant is a process of its own. It loads, runs
+once at a small size (--check) for its accuracy, runs once at the full size to warm up, and then waits. In each round
+they run one after another, so that other load on the machine affects all of them. Figures are medians. Contestants:
 
 - vaemem: ours on the best kernels of this machine. vaemem-NAME: held to NAME by VAEMEM_DISABLE, as in vaemem-avx512bf16
-  (AMD's), vaemem-avx512 (without products of bfloat16), vaemem-avx2, vaemem-ref (plain C). One that computes with
-  the same kernels as one before it is left out.
+  (AMD's), vaemem-avx512 (without products of bfloat16), vaemem-avx2, vaemem-ref (plain C). A contestant with the same
+  kernels as an earlier one is left out.
 - torch: diffusers' AutoencoderKL in the same dtype, channels_last. torch-tuned: with a malloc told to keep its memory
   and use huge pages. torch-avx2: held to AVX2.
 - torch-default, torch-reduce-overhead, torch-max-autotune: the same by torch.compile in that mode, of fixed shapes,
   without inductor's caches.
-- openvino: the same module by openvino.convert_model, in the same dtype where it has it here; its row says what it has.
+- openvino: the same module by openvino.convert_model, in the same dtype if it supports that here; its row names the
+  dtype.
 
 --precision is of float32 products, ours and PyTorch's (set_float32_matmul_precision, and the same for convolutions):
-all run at the first one that is named, vaemem and torch at the others too, and OpenVINO at "highest". All have the same
-weights, random ones, and the same input, a float32 array. With --model qwen-image the weights are those that PyTorch
-makes for diffusers' AutoencoderKLWan, which has Qwen-Image's tensors and runs them as 3D; --model taesd is diffusers'
-AutoencoderTiny. A peer that is not installed (pip install '.[bench]') is left out, and said.
+all run at the first precision that you name, vaemem and torch at the others too, and OpenVINO at "highest". All have
+the same weights, random ones, and the same input, a float32 array. With --model qwen-image the weights are those that
+PyTorch makes for diffusers' AutoencoderKLWan, which has Qwen-Image's tensors and runs them as 3D; --model taesd is
+diffusers' AutoencoderTiny. A peer that is not installed (pip install '.[bench]') is left out, with a message.
 
-Errors are those of the small run beside PyTorch's in float64: the largest |y - reference|, and the relative RMS,
-|y - reference| / |reference|. `first` is that run's seconds: where something is compiled it tells what that takes, and
-with --check as --size it is compiled once. Resident sizes: `base` before the model is loaded, `peak` during warm runs;
-`planned` is our own estimate, weights included. The peak in FLOP/s is that of the unit that the kernels use, measured
-after each run. What the project set itself to reach (BARS) is compared last; --bars measures nothing and compares all
-results that there are.
+Errors compare the small run with PyTorch's in float64: the largest |y - reference|, and the relative RMS, |y -
+reference| / |reference|. `first` is that run's seconds, compilation included. With --check equal to --size there is
+only one compilation. Resident sizes: `base` before the model is loaded, `peak` during warm runs; `planned` is our own
+estimate, weights included. The peak in FLOP/s is that of the unit that the kernels use, measured after each run. At the
+end the results are compared with the project's targets (BARS). --bars measures nothing and compares all existing
+results.
 """
 
 from __future__ import annotations
@@ -202,7 +203,7 @@ class Torch:
 
 
 class OpenVINO:
-    """Of the file that `convert` left, so that PyTorch is no part of its process."""
+    """OpenVINO with the file that `convert` left, so that its process needs no PyTorch."""
 
     def __init__(self, args: dict):
         import openvino

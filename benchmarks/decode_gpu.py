@@ -1,4 +1,4 @@
-"""Whole decodes and encodes on a GPU: ours beside PyTorch, in one process, with the same weights, in turns.
+"""Compare whole decodes and encodes on a GPU with PyTorch's: in one process, with the same weights, in turns.
 
     python benchmarks/decode_gpu.py [--models flux sdxl] [--dtypes bfloat16 float16 tf32 float32] [--ops decode encode]
         [--sizes 512 1024 2048] [--peers eager channels_last compile compile-autotune compile-graphs]
@@ -9,10 +9,11 @@ The latter two take the first model, dtype, op and size. The peer is diffusers' 
 plain PyTorch). Everyone warms up, is measured once for memory, and then takes turns; times are CUDA events around a
 call on arrays that are in the GPU's memory, medians of rounds, and ratios are medians of each round's. `flops` are ours
 in every row (a folded upsample has fewer than PyTorch's), so TFLOP/s compare as times do; the peak is a large matrix
-product of the same type in the same run. T is 128 * H * W elements. Beside weights and input: `allocated` is ours by
-plan, PyTorch's by its counters; `reserved` is what both hold of the system for it; `device` is what the GPU has less
-after it. The error is |y - reference| / |reference| of a PyTorch run in float32 without TF32. Rows are written as they
-come, to decode_gpu_<gpu>.csv, passes_gpu_<gpu>.csv and ablation_gpu_<gpu>.csv in benchmarks/results.
+product of the same type in the same run. T is 128 * H * W elements. Three columns leave out weights and input:
+`allocated` is our plan's figure, and PyTorch's counter; `reserved` is the memory that each holds from the system;
+`device` is the loss of free memory on the GPU. The error is |y - reference| / |reference| of a PyTorch run in float32
+without TF32. Rows are written as they come, to decode_gpu_<gpu>.csv, passes_gpu_<gpu>.csv and ablation_gpu_<gpu>.csv in
+benchmarks/results.
 
 On the CPU (--device cpu) the same flow runs without events and memory, to see that it does.
 """
@@ -129,7 +130,7 @@ def ablation(machine: Machine, case: Case, args: argparse.Namespace) -> list[dic
     name = f"ablation_gpu_{machine.label}{args.suffix}.csv"
     lines += contest(setup, case, entries, args)
     write_csv(name, lines, quiet=True)
-    for dtype in ("tf32", "float32", "float16"):  # what a type gives, beside PyTorch in the same
+    for dtype in ("tf32", "float32", "float16"):  # each type, compared with PyTorch in the same
         other = replace(case, dtype=dtype)
         if machine.gpu and dtype != case.dtype:
             setup = Setup(machine, other)
@@ -145,7 +146,7 @@ def ablation(machine: Machine, case: Case, args: argparse.Namespace) -> list[dic
 
 
 def shapes_of(case: Case) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Of what goes into every module of PyTorch's and comes out, by name."""
+    """Return the shapes of the input and the output of every module of PyTorch's, by name."""
     with torch.device("meta"):
         module = AutoencoderKL(case.arch).eval()
         x = torch.empty(hosted_data(case).shape)
@@ -233,7 +234,7 @@ class Part:
 
 
 def passes_table(machine: Machine, case: Case, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Our passes beside the least that each can take and, with --parts, beside what PyTorch takes for the same."""
+    """Compare our passes with the least time that each can take and, with --parts, with PyTorch's time for the same."""
     setup = Setup(machine, case)
     vae, shapes = setup.ours(convolution=args.convolution), shapes_of(case)
     x = setup.data(case) if machine.gpu else hosted_data(case)

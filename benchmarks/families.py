@@ -1,11 +1,11 @@
-"""Which text-to-image families of diffusers have an autoencoder that the engine runs. A family is a folder of
-diffusers/pipelines that makes images of text alone; its autoencoders are what the types of __init__ name.
+"""List the text-to-image families of diffusers, and whether the engine runs their autoencoders. A family is a folder of
+diffusers/pipelines that makes images from text alone. The type hints of __init__ name its autoencoders.
 
     python benchmarks/families.py PATH_TO_DIFFUSERS
 
-The path is that of the package (site-packages/diffusers, or an unpacked wheel). Its sources are read, never imported.
-A pipeline makes images of text if diffusers lists it so (AUTO_TEXT2IMAGE_PIPELINES_MAPPING), or if its __call__ takes a
-prompt, returns images, and takes pictures only where it may also do without (`image: ... | None`).
+The path is that of the package (site-packages/diffusers, or an unpacked wheel). Its sources are read, never imported. A
+pipeline makes images from text if diffusers lists it so (AUTO_TEXT2IMAGE_PIPELINES_MAPPING). Otherwise its __call__
+must take a prompt, return images, and take pictures only as an option (`image: ... | None`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How near the formulas of whole pipelines and of VAEs are to the predictions that they stand for.
+"""Compare the formulas of whole pipelines and of VAEs with the predictions that they stand for.
 
-Each plays its sizes. Then others of its grid are played, with prompts of other lengths, and sizes between the grid's.
-Prints a line each, and writes a CSV.
+Each formula plays its sizes. Then the benchmark plays other sizes of the grid, with prompts of other lengths, and sizes
+between those of the grid. It prints a line for each formula, and writes a CSV.
 
     python benchmarks/formulas.py --cards T4 "RTX 4060" "RTX 4090" --csv benchmarks/results/formulas.csv
 """

@@ -1,9 +1,9 @@
-"""Work and bytes of every plan that a memory limit can pick on a GPU, counted: nothing runs.
+"""Count the work and bytes of every plan that a memory limit can pick on a GPU. Nothing runs.
 
     python benchmarks/gpu_plans.py --model sdxl --sizes 1024 2048
 
-On the emulator of tests/emulator as a GPU with --multiprocessors of them, so the workspaces are those of its stand-in
-for cuDNN. T is one activation of 128 channels at full size; bytes are beside the weights, arrays on the GPU.
+The GPU is tests/emulator with --multiprocessors multiprocessors. So the workspaces come from its substitute for cuDNN.
+T is one activation of 128 channels at full size. Bytes leave out the weights; arrays are on the GPU.
 """
 
 from __future__ import annotations

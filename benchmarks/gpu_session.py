@@ -1,4 +1,4 @@
-"""Runs what a GPU is borrowed for, most valuable first, in calls of a few minutes.
+"""Run the steps that need a borrowed GPU, the most valuable first, in calls of a few minutes.
 
     python benchmarks/gpu_session.py pack              beforehand, without a GPU: build what takes long, into build/gpu
     python benchmarks/gpu_session.py [first] [second]  on the machine with the GPU; or any steps by name
@@ -6,15 +6,14 @@
     python benchmarks/gpu_session.py list              the steps
     python benchmarks/gpu_session.py --rehearse ...    without a GPU: tiny sizes, our kernels on the tests' emulator
 
-`first` answers what matters in at most 480 s: does it run, is it right, how fast is it compared with PyTorch, is
-PyTorch's memory as predicted. `second` follows at once with at most 210 s. Each step has its own limit. A step that
-fails or takes too long is stopped with SIGINT, so that Python says where it was, and the others have their turns.
-Steps that ended well are listed in build/gpu_session/done and skipped in the next call; `--again` runs them all the
-same.
+`first` answers the main questions in at most 480 s: does it run, is it right, how fast is it compared with PyTorch, is
+PyTorch's memory as predicted? `second` follows at once with at most 210 s. Each step has its own limit. A step that
+fails or takes too long is stopped with SIGINT, so that Python says where it was, and the others have their turns. Steps
+that ended well are listed in build/gpu_session/done and skipped in the next call; `--again` runs them all the same.
 
-Everything is written as soon as it is there: session.log has all output, rows.jsonl a line of JSON for each row, so a
-call that is killed loses nothing that was measured. `pack` needs an interpreter of the machine's minor version of
-Python and nvcc; the machine needs PyTorch, and fetches nothing. Environment:
+Everything is written at once: session.log has all output, rows.jsonl a line of JSON for each row, so a call that is
+killed loses nothing that was measured. `pack` needs an interpreter of the machine's minor version of Python and nvcc;
+the machine needs PyTorch, and fetches nothing. Environment:
 
     OUT             folder of session.log and rows.jsonl, build/gpu_session by default
     VAEMEM_COMMIT   the measured commit, if there is no git; `pack` notes it
@@ -45,7 +44,7 @@ Command = list[str]
 
 @dataclass(frozen=True)
 class Scale:
-    """What a session's steps run with: sizes in pixels, and the device of PyTorch."""
+    """The settings of a session's steps: sizes in pixels, and the device of PyTorch."""
 
     small: bool = False
 
@@ -55,7 +54,7 @@ class Scale:
 
     @property
     def slower(self) -> int:
-        """How many times as long a step may take: the emulator is no GPU."""
+        """The factor by which steps may take longer: the emulator is slower than a GPU."""
         return 4 if self.small else 1
 
     @property

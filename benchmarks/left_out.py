@@ -1,9 +1,9 @@
-"""Whether `Prediction.upper` and `band` hold where a cuDNN or a card was never asked: recorded profiles are left out in
-turn, and what they say is compared with the bound that is made without them.
+"""Check whether `Prediction.upper` and `band` hold for a cuDNN or a card without a recording. Each recorded profile is
+left out in turn, and its answers are compared with the bound that is made without it.
 
-A version is left out on every card. A card is left out in every version where another card of its compute capability
-was asked; every other capability has one profile for all of its cards. Both are tried for each (card, version), model,
-operation, dtype and size, in a cold and in a warmed process.
+A version is left out on every card. A card is left out in every version in which another card of its compute capability
+was recorded. Every other capability has one profile for all of its cards. Both are tried for each (card, version),
+model, operation, dtype and size, in a cold and in a warmed process.
 
     python benchmarks/left_out.py [--csv FILE]
 """
@@ -29,7 +29,7 @@ ANY_CARD = {70: "V100", 80: "A100", 86: "RTX 3090", 89: "RTX 4090", 90: "H100 PC
 
 
 class Trial(NamedTuple):
-    """One answer of a profile beside the bound without it. Sizes in bytes above the baseline."""
+    """One answer of a profile, and the bound without it. Sizes in bytes above the baseline."""
 
     left_out: str  # "version" or "card"
     gpu: str
@@ -48,7 +48,7 @@ class Trial(NamedTuple):
 
 @contextmanager
 def without(names: Iterable[str]) -> Iterator[None]:
-    """As if these profiles had never been recorded."""
+    """Hide these profiles, as if they had never been recorded."""
     kept = profiles.Catalogue([name for name in profiles.profile_files() if name not in set(names)])
     with mock.patch.object(workspace, "shipped_catalogue", lambda: kept):
         yield
@@ -89,8 +89,8 @@ def trials(cases: Iterable[tuple[str, str, str, tuple[int, int]]] = CASES) -> It
 
 
 def summary(found: Iterable[Trial]) -> list[tuple[str, ...]]:
-    """What was left out, operation, dtype, answers, how many keep within `upper`, how far `upper` lies above what was
-    reserved in the median, and how many lie within the band; the last line is of all."""
+    """Make the table: what was left out, operation, dtype, answers, the share within `upper`, the median excess of
+    `upper` over the reserved bytes, and the share within the band. The last line covers all answers."""
     found = list(found)
     groups: dict[tuple[str, str, str], list[Trial]] = {}
     for one in found:

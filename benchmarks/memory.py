@@ -1,32 +1,32 @@
-"""Runs under a memory limit: what each limit costs, beside PyTorch whole and in tiles.
+"""Measure the cost of memory limits, compared with PyTorch whole and in tiles.
 
     python benchmarks/memory.py [--op decode] [--size 1024] [--limits 1.2 0.65 0.45] [--rounds 3] [--threads 2]
         [--no-peers] [--tile 512]
-    python benchmarks/memory.py --markdown      prints every result that there is as one table
+    python benchmarks/memory.py --markdown      prints all existing results as one table
     python benchmarks/memory.py --plot          draws all of them in docs/images/memory.svg
 
-SDXL, float32, random weights. A limit x stands for the weights and x T beside them, T = 128 * size * size * 4 bytes
-being one full-size activation. The smallest plan that there is comes last; limits below it are not run, and its row
-says so.
+SDXL, float32, random weights. A limit x means the weights plus x T. T = 128 * size * size * 4 bytes is one full-size
+activation. The smallest plan comes last. Limits below it are not run, and its row says so.
 
-Seconds: one process runs every limit in turns with the unlimited run, the same VAE and the same input; PyTorch's
-processes take their turns in the same rounds. Each of our runs takes its memory anew, and its planning is counted.
-Medians. The smallest plan runs in the first round alone, unless it stands for a limit below it. With --rounds 0 the
-seconds are those of the runs that memory is measured in: one each, one after another, in processes of their own.
+Seconds: one process runs every limit and the unlimited run in turns, with the same VAE and input. PyTorch's processes
+take their turns in the same rounds. Each of our runs allocates its memory again, and its planning counts. Figures are
+medians. The smallest plan runs only in the first round, unless it stands for a limit below it. With --rounds 0 the
+seconds come from the runs that measure memory: one each, one after another, in processes of their own.
 
-Memory: the peak resident size of a process that does that run and nothing else, after loading and after a small model
-has run once. What it held before it loaded is its base, the interpreter and libraries.
+Memory: the peak resident size of a process that does only this run, after it has loaded and has run a small model once.
+Its base is its size before loading: the interpreter and libraries.
 
-Each of our results, in either kind of process, has the bits of the unlimited one, or the benchmark fails. PyTorch's
-peers are diffusers' AutoencoderKL (channels_last) as it is, and with enable_tiling. Where the tiles' resident size
-would do for a plan of ours, that limit is run too: the same memory, exact. How far tiles are from the whole is said by
+Each of our results, in either kind of process, has the bits of the unlimited one; otherwise the benchmark fails. The
+peers in PyTorch are diffusers' AutoencoderKL (channels_last), whole and with enable_tiling. If one of our plans fits
+into the tiles' resident size, that limit is run too: the same memory, exact. Two figures show how far tiles are from
+the whole:
 
 - psnr: in dB, of the range of the whole result;
 - seam: how far the mean of the error (tiles - whole) of a channel steps from a tile's own part, which it shares with no
   other tile, to its neighbour's; the mean of all steps, in 1/255 of that range.
 
-The input is noise with amplitudes that fall as 1 / frequency, as those of photographs do: tiles of white noise would be
-more alike than those of a picture.
+The input is noise with amplitudes that fall as 1 / frequency, as in photographs. Tiles of white noise would be more
+alike than tiles of a picture.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from common import Worker, median, peak_rss, reset_peak_rss, serve, settled_rss,
 
 MIB = 2**20
 PICTURE = common.HERE.parent / "docs" / "images" / "memory.svg"
-LIMITS = {  # in T, beside the weights
+LIMITS = {  # in T, besides the weights
     ("decode", 1024): (1.2, 0.65, 0.45),
     ("decode", 2048): (1.1, 0.6, 0.45, 0.3),
     ("encode", 1024): (1.2, 0.7, 0.4),
@@ -161,7 +161,7 @@ def peer(args: dict):
     return measure
 
 
-# ---- what is said of their results ----
+# ---- the figures of their results ----
 
 
 def refuse_difference(name: str, bits: str, unlimited: str) -> None:
@@ -222,7 +222,7 @@ def contest(args: argparse.Namespace, folder: str) -> list[dict]:
     def ready(name: str, result: dict) -> None:
         alone[name] = result
         beside = (result["rss"] - result["base"] - result["weights"]) / args.unit
-        print(f"  {name:32s} {result['seconds']:7.2f} s, {beside:.2f} T resident beside the weights", flush=True)
+        print(f"  {name:32s} {result['seconds']:7.2f} s, {beside:.2f} T resident besides the weights", flush=True)
 
     peers: dict[str, Worker] = {}
     for name, tile in ((WHOLE, 0), (TILES, args.tile)) if args.peers else ():
@@ -275,7 +275,7 @@ def row(
     times: dict[str, list[float]],
     said: tuple[float, float] | None,
 ) -> dict:
-    """A line of the CSV. Bytes with weights; what ends in _t is beside the weights, in T."""
+    """A line of the CSV. Bytes include weights; columns that end in _t leave them out, in T."""
 
     def beside(size: int | None) -> float | None:
         return None if size is None else round((size - alone["weights"]) / args.unit, 4)
@@ -379,7 +379,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--op", default="decode", choices=["decode", "encode"])
     parser.add_argument("--size", type=int, default=1024)
-    parser.add_argument("--limits", type=float, nargs="*", help="in T, beside the weights")
+    parser.add_argument("--limits", type=float, nargs="*", help="in T, besides the weights")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)

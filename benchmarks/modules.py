@@ -57,7 +57,7 @@ def make(module: Module, dtype: torch.dtype, device: str = "meta") -> torch.nn.M
 
 
 def missing(module: Module) -> str:
-    """What keeps a module from being made here as it was recorded; "" where nothing does."""
+    """Return the reason why a module cannot be made here as it was recorded; "" if it can."""
     if module.needs is None:
         return ""
     (package, first), number = module.needs, version(module.needs[0])
@@ -221,7 +221,7 @@ def _padded_tokens_without_cache(sizes: Sizes, dtype: torch.dtype) -> Call:
 
 
 def _three_layers(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """As FLUX.2's pipelines keep them, side by side; which three does not matter here."""
+    """Return three layers' outputs side by side, as FLUX.2's pipelines keep them; any three will do here."""
     output = module(*args, **kwargs)
     stacked = torch.stack([output.hidden_states[layer] for layer in (9, 18, 27)], dim=1)
     return stacked.permute(0, 2, 1, 3).reshape(stacked.shape[0], stacked.shape[2], -1)
@@ -237,7 +237,7 @@ def _pooled_and_last_but_one(module: torch.nn.Module, *args: Any, **kwargs: Any)
 
 
 def _checked(checker: Any, image: torch.Tensor) -> torch.Tensor:
-    """What it makes on the device; it looks at the rest on the host."""
+    """Return the checker's result on the device; the host does the rest."""
     return checker.visual_projection(checker.vision_model(image)[1])
 
 

@@ -1,21 +1,21 @@
-"""Pass by pass on the CPU: the share of the machine's own peak, in a whole run and alone.
+"""Measure single passes on the CPU: their share of the machine's peak, in a whole run and by themselves.
 
     python benchmarks/passes.py [--op decode encode] [--size 512] [--dtype float32] [--precision highest] [--threads 2]
         [--rounds 9] [--backend avx512] [--small]
 
-With --op and no word after it there are single passes alone.
+With --op and no word after it, only single passes run.
 
-Whole runs of SDXL (passes_*.csv): each pass with its FLOPs and its seconds, medians of the rounds, and its share of the
-peak of the unit that computes its products, FMA or the one for pairs of bfloat16: products on registers alone, on the
-same threads, just after each run. On AVX512_BF16 it is the unit for pairs for all passes, also for those that floats
-compute.
+Whole runs of SDXL (passes_*.csv) list each pass with its FLOPs, its seconds (medians of the rounds) and its share of a
+peak. The peak is that of the unit that computes the products: FMA, or the unit for pairs of bfloat16. It is measured on
+registers, on the same threads, just after each run. With AVX512_BF16 the unit for pairs counts for all passes, even for
+passes that floats compute.
 
-Single passes (conv_*.csv, attention_*.csv): the cases are those of tests/cases.py, the models' own, or with --small
-those of the tests, to see that it runs. Each is first compared with float64, then timed beside oneDNN through PyTorch
-in the same dtype. A convolution is a pass as the engine runs it: GroupNorm and SiLU on load, bias on store, the next
-norm's sums; its peer is torch.nn.functional.conv2d alone (channels_last, no norm, no SiLU) on the same shape, and
-attention's is scaled_dot_product_attention. Bytes are those of input, output, residual and weights, each once; errors
-are beside float64, rms_error relative to it.
+Single passes (conv_*.csv, attention_*.csv) are the models' cases in tests/cases.py; --small takes the tests' small
+cases instead, as a trial. Each is first compared with float64. Then it is timed in turns with oneDNN through PyTorch in
+the same dtype. A convolution runs as in the engine: GroupNorm and SiLU on load, bias on store, the next norm's sums.
+Its peer is only torch.nn.functional.conv2d (channels_last, no norm, no SiLU) on the same shape. The peer of attention
+is scaled_dot_product_attention. Bytes count input, output, residual and weights once each. Errors are differences from
+float64; rms_error is relative.
 """
 
 from __future__ import annotations

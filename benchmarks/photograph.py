@@ -1,11 +1,11 @@
-"""A photograph to a trained tiny autoencoder's latents and back: PSNR of ours beside PyTorch's and the photograph.
+"""Encode and decode a photograph with a trained tiny autoencoder: PSNR against PyTorch's result and the photograph.
 
     python benchmarks/photograph.py taef2_encoder.pth taef2_decoder.pth photo.jpg [--crop LEFT TOP WIDTH HEIGHT]
         [--save back.png] [--dtype float32]
 
-The files are those of TAESD's authors (github.com/madebyollin/taesd), of any of their models that VAE.load knows.
-PyTorch's is diffusers' AutoencoderTiny with TAEF2's norms, in float32. PSNR is of values in [-1, 1], the images'
-bounded to that; between ours and PyTorch's as they are. The photograph is cut to whole latents.
+The files come from TAESD's authors (github.com/madebyollin/taesd), for any of their models that VAE.load knows. In
+PyTorch it is diffusers' AutoencoderTiny with TAEF2's norms, in float32. PSNR against the photograph clamps images to
+[-1, 1]. PSNR between our result and PyTorch's clamps nothing. The photograph is cut to whole latents.
 """
 
 from __future__ import annotations

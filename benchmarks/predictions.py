@@ -1,14 +1,13 @@
-"""CPU time of predictions, in one thread: medians over sizes that were not asked before in that process.
+"""Measure the CPU time of predictions, in one thread: medians over sizes that are new to the process.
 
     python benchmarks/predictions.py [--sizes N] [--beside PATH] [--bound]
     python benchmarks/predictions.py --commands [BEGINNING] [--beside PATH]
 
-The package is that of this checkout, with the core that is built in place there, or else the installed one. `--beside`
-names another checkout, built in place: each question is then asked of both in turns, in processes of their own, so that
-each figure stands beside that of the commit before. Plans take longer and are asked at fewer sizes, which the table
-says. Time is what the process itself used, so that others on the machine disturb it less. With `--commands` it is that
-of whole commands, each a process of its own from its start to its end, all of them or those that begin so: CPU seconds,
-then elapsed ones. Python's compiled files are there already.
+The package is this checkout's, if its core is built in place; otherwise the installed one. `--beside` names another
+checkout, built in place. Both then answer each question in turns, in processes of their own, and the table compares
+them. Plans take longer, so they run at fewer sizes; the table says how many. Time is the process's own CPU time, so
+that other processes disturb it less. `--commands` times whole commands, each as a process from start to end: CPU
+seconds, then elapsed seconds. BEGINNING selects the commands that begin with it. Python's compiled files exist already.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def time_here(name: str, count: int, first: int) -> list[float]:
 
 
 def time_in(checkout: Path, name: str, count: int, first: int) -> list[float]:
-    """The same in a process of its own, by the package of a checkout."""
+    """Measure the same in a process of its own, with the package of a checkout."""
     env = os.environ | {"PYTHONPATH": str(checkout)}
     asked = [str(part) for part in (name, count, first)]
     done = subprocess.run(

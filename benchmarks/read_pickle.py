@@ -68,7 +68,7 @@ def write_snapshot(path: Path, kind: str) -> None:
 
 
 def peak_mib() -> int:
-    """Of this process alone: getrusage's figure begins with that of the process that started it."""
+    """Return the peak of this process. getrusage's figure begins with that of the process that started it."""
     (line,) = (one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith("VmHWM"))
     return int(line.split()[1]) >> 10
 

@@ -153,7 +153,7 @@ class Fit:
         self.polynomials: list[str] = []
 
     def index(self, wanted: tuple[int, ...]) -> int:
-        """Of the polynomial that has these values."""
+        """Return the index of the polynomial that has these values."""
         if wanted not in self.sizes:
             self.sizes[wanted] = len(self.polynomials)
             self.polynomials.append(self._polynomial(wanted))
@@ -261,7 +261,7 @@ def call_of(module: Module, dtype: torch.dtype, values: Sequence[Mapping[str, in
 
 
 def case_of(module: Module, values: Mapping[str, int]) -> str:
-    """Which of the module's equations hold, and which do not that have another left side."""
+    """Return the module's equations that hold, and, negated, those that do not and have another left side."""
     held = [case for case in module.cases if len({evaluate(side, values) for side in case.split(" = ")}) == 1]
     known = {case.split(" = ")[0] for case in held}
     others = [case.replace(" = ", " != ") for case in module.cases if case.split(" = ")[0] not in known]
@@ -269,7 +269,7 @@ def case_of(module: Module, values: Mapping[str, int]) -> str:
 
 
 def record(name: str, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """What a file of data/modules holds."""
+    """Record a module: return the contents of its file in data/modules."""
     module = MODULES[name]
     built = make(module, module.dtypes[0])
     data: dict[str, Any] = {

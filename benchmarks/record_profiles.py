@@ -11,9 +11,9 @@ square image up to 2048 pixels in steps of 32, at pairs of common sides, at rand
 answer by a formula; learns the decision tree that picks the formula; and checks it against questions that it has not
 seen. About five minutes for each capability. With --same-as it asks for the squares of a profile of another version,
 and writes a reference to that profile where every answer is the same. With --add it goes through the files of the
-version, keeps what they have and adds the convolutions and kinds of question that they lack. With --batches it asks
-about batches of the networks that were recorded for single images; where the trees answer differently, it puts a second
-tree next to the first, for batches alone. It ends with questions that were not used: 500 for each file.
+version, keeps what they have and adds the convolutions and kinds of question that they lack. With --batches it queries
+batches of the networks that were recorded for single images. If the trees answer differently, it adds a second tree
+that is only for batches. At the end it checks each file with 500 new questions.
 """
 
 import argparse
@@ -125,7 +125,7 @@ def _of_vaes() -> dict[Shape, set[int]]:
 
 
 def _of_frames() -> dict[Shape, set[int]]:
-    """Of one frame, which diffusers runs as the last of three, and ComfyUI by the filters' last slices."""
+    """List convolutions of one frame. diffusers runs it as the last of three, ComfyUI with the filters' last slices."""
     found: dict[Shape, set[int]] = collections.defaultdict(set)
     widths, latents = (96, 192, 384, 384), 16
 
@@ -156,7 +156,7 @@ def _of_frames() -> dict[Shape, set[int]]:
 
 
 def of_walks(*models: str) -> dict[Shape, set[int]]:
-    """Of diffusers' modules as `predict` follows them, in NCHW."""
+    """List convolutions of diffusers' modules as `predict` follows them, in NCHW."""
     found: dict[Shape, set[int]] = collections.defaultdict(set)
     side, known = 512, _core.models()
     for model, op in itertools.product(models, ("encode", "decode")):
@@ -182,7 +182,7 @@ def _of_unets() -> dict[Shape, set[int]]:
 
 
 def question(conv: Shape, kind: str, height: int, width: int, level: int, n: int) -> dict:
-    """What is asked of an image's height and width, as `profiles.Conv` names it."""
+    """Return the question for an image's height and width, as arguments of `profiles.Conv`."""
     c, k, r, stride, padding, *frames = conv
     padded = r - stride if r > 1 and not padding else 0  # before it: one side with a stride of 2, else both
     h, w = (-(-side >> level) + padded for side in (height, width))
@@ -204,7 +204,7 @@ class Recorder:
         self.untried = 0
 
     def ask(self, height: int, width: int, level: int, n: int = 1) -> tuple[dict[str, int], int | None]:
-        """Of an image's height and width."""
+        """Query cuDNN for an image's height and width; return the sizes, and the bytes."""
         layout = "nhwc" if "nhwc" in self.kind else "nchw"
         asked = profiles.Conv(**question(self.conv, self.kind, height, width, level, n), layout=layout)
         plan = self.cudnn.conv(self.gpu.device_json, asked, "strict" not in self.kind)
@@ -302,12 +302,12 @@ def pick(tree: object, size: dict[str, int]) -> int:
 
 
 def rounded(count: int | None) -> int | None:
-    """As PyTorch's allocator rounds it."""
+    """Round bytes as PyTorch's allocator does."""
     return count and -(-count // 512) * 512
 
 
 class Learned:
-    """What one convolution and kind comes to: formulas, a tree, and how it did on unseen questions."""
+    """The result for one convolution and kind: formulas, a tree, and its score on unseen questions."""
 
     def __init__(self, recorder: Recorder, network: Network, rng: random.Random, step: int):
         levels = sorted(network.convolutions[recorder.conv])
@@ -474,7 +474,7 @@ def said(profile: profiles.Profile, conv: Shape, kind: str, *where: int) -> int 
 
 
 def single(gpu: Gpu) -> list[tuple[Network, Shape, str]]:
-    """What was recorded for single images."""
+    """List the recordings for single images."""
     return [
         (network, conv, kind)
         for network in networks()
@@ -566,7 +566,7 @@ def resolved(trees: dict[str, str], name: str) -> str:
 
 
 def held_out(cudnn: Cudnn, gpu: Gpu, profile: profiles.Profile, count: int) -> dict:
-    """How a profile answers questions that it was not made of: batches of 1 to 16, images up to 2048 pixels a side."""
+    """Test a profile on new questions: batches of 1 to 16, images up to 2048 pixels a side."""
     rng, equal, worst = random.Random(2), 0, 0
     for _ in range(count):
         told = answer = None

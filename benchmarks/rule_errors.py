@@ -1,4 +1,4 @@
-"""How often a foreign module's convolution is answered by the rule, and how far off the rule is.
+"""Measure how often the rule answers for convolutions of other networks, and how wrong it is.
 
     python benchmarks/rule_errors.py --cudnn FOLDER [--gpu "RTX 4090" H100 T4] [--count 500]
 

@@ -94,7 +94,7 @@ def versions(row: dict) -> dict[str, str]:
 
 
 def predicted(model: str, row: dict, protocol: Protocol) -> dict:
-    """What the same runs take in a simulated process, and the errors; or why there is no prediction."""
+    """Predict the same runs, and compute the errors; or say why there is no prediction."""
     have = versions(row)
     tiled = row["op"].endswith("_tiled")
     try:
@@ -145,7 +145,7 @@ def shown(line: dict) -> str:
 
 
 def workspaces(files: list[Path]) -> list[dict]:
-    """Each convolution once, and what vaemem says of it."""
+    """List each convolution once, with vaemem's answer."""
     found: dict[tuple, dict] = {}
     for file in files:
         with open(file, newline="") as opened:

@@ -185,7 +185,7 @@ class Gaussian:
 
 
 class AutoencoderKL(nn.Module):
-    """As diffusers' of that name, from a vaemem architecture (``VAE.arch``); without tiles and slices."""
+    """diffusers' class in plain PyTorch, from a vaemem architecture (``VAE.arch``); without tiles and slices."""
 
     use_tiling = False
 

@@ -1,4 +1,4 @@
-"""What more frames of a video take: the figures of docs/DESIGN.md's "More frames, on paper".
+"""Estimate the cost of more frames of a video: the figures of docs/DESIGN.md's "More frames, on paper".
 
     python benchmarks/video_frames.py [--frames 21] [--sizes 480x832 720x1280]
 

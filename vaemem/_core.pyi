@@ -1,4 +1,4 @@
-"""The C core: csrc/python holds its binding. Private; vaemem.VAE and the functions beside it are the API."""
+"""The C core: csrc/python holds its binding. Private; vaemem.VAE and the package's functions are the API."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Self, TypedDict

@@ -1,4 +1,4 @@
-"""How an answer looks: a sheet of blocks, for a terminal, as Markdown and as HTML; and its data as JSON.
+"""The look of an answer: a sheet of blocks, for a terminal, as Markdown and as HTML; and its data as JSON.
 
 An answer makes its content once, as a `Sheet`. Each kind of block knows how it looks in each of the three forms.
 """
@@ -244,7 +244,7 @@ def _wrapped(text: str, width: int, first: str, others: str) -> str:
 
 
 class Shown:
-    """What can be printed, and written as JSON: a subclass has its data and its `Sheet`."""
+    """An answer that can be printed, and written as JSON. A subclass has its data and its `Sheet`."""
 
     def _data(self) -> dict[str, Any]:
         raise NotImplementedError

@@ -176,7 +176,7 @@ def judge_equations() -> str:
     phases = [term.phase for term in terms]
     lacks = [judge_equation(side, side, gpu=gpu)[-1].ratio or 0.0 for side in (sizes[0], sizes[-1])]
     said = [
-        f"SD 1.5 in float16 on {gpu}: the equation / predicted, MiB beside the weights; total with them",
+        f"SD 1.5 in float16 on {gpu}: the equation / predicted, MiB besides the weights; the total includes them",
         render(("size", "tokens", *phases), lines),
         "",
         "decode: image and three copies of it stand for the VAE, whose full-size tensors have 128 channels where a"

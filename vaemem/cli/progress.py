@@ -1,4 +1,4 @@
-"""How far a long command is, on standard error. It needs no package."""
+"""Show the progress of a long command on standard error, without any package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where models run: instruction sets of the CPU, and GPUs. Arrays enter and leave GPUs without a copy (DLPack)."""
+"""Devices that models run on: instruction sets of the CPU, and GPUs. Arrays enter and leave GPUs uncopied (DLPack)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people call models: the register for all commands and runtimes, vaemem/data/models.json."""
+"""The names that people give to models: the register for all commands and runtimes, vaemem/data/models.json."""
 
 from __future__ import annotations
 

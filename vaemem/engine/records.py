@@ -1,4 +1,4 @@
-"""Records: what a run needs or used, and what an encode returns."""
+"""Records: the memory of a run, and the result of an encode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CATEGORIES = ("weights", "activations", "scratch", "workspace", "output")  # of 
 
 @dataclass(frozen=True, repr=False)
 class Run:
-    """What one run needs, or used: bytes by category at the peak.
+    """The memory that one run needs or used: bytes by category at the peak.
 
     Attributes
     ----------

@@ -135,8 +135,8 @@ class VAE(Model):
             `Run.work` is the cost of a limit. The result has the same bits under every limit, on a CPU and on a GPU
             with ``convolution="own"``; with cuDNN the last bits may change.
         tiling : Tiling, optional
-            Decode in tiles, as diffusers does. Unlike a limit this is not exact; it allows no limit. On a GPU the call
-            waits for the run.
+            Decode in tiles, as diffusers does. Tiles are not exact, and cannot be combined with a limit. On a GPU the
+            call waits for the run.
         size : (int, int), optional
             Height and width to crop the images to, from the top left, as in `Encoded.size` after padding. The result
             is then a view.

@@ -281,7 +281,7 @@ class PipelineRequest(Request):
 
 
 def image_sides(height: int, width: int, stride: int = VAE_STRIDE, what: str = "") -> tuple[int, int]:
-    """Return an image's height and width, unchanged; ValueError if one is impossible for `what`."""
+    """Return an image's height and width, unchanged; ValueError if one is impossible; `what` ends its message."""
     sides = {"height": whole("height", height), "width": whole("width", width)}
     for name, value in sides.items():
         if value % stride or value > MOST_SIDE:

@@ -142,7 +142,7 @@ class _Phases(Answer):
     def _blocks(self, size: Sizer) -> list[Block]:
         tried = [(one.describe(size), one.command) for one in self.would_fit]
         return [
-            self._grid(size), *[Actions("What would fit, with the other words as they are:", tried)] * bool(tried),
+            self._grid(size), *[Actions("What would fit, with everything else unchanged:", tried)] * bool(tried),
             Bullets(self.notes, detail=True),
         ]  # fmt: skip
 

@@ -139,8 +139,8 @@ def _peak(card: Gpu, kind: str) -> float:
 
 
 class Share(NamedTuple):
-    """A measured run's share of its card's peak. For a VAE, the time in which its bytes move is left out. One share may
-    stand for several runs, each within a factor of it."""
+    """A measured run's share of its card's peak. For a VAE, the share leaves out the time for moving its bytes. One
+    share may stand for several runs, each within a factor of it."""
 
     work: str
     card: str

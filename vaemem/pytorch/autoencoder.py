@@ -431,7 +431,7 @@ class _OneFrame(_DropIn):
             return x  # `_run` refuses it
         if x.ndim == 5 and x.shape[2] == 1:
             return x[:, :, 0]
-        advice = "vaemem runs this VAE for images alone, diffusers' own runs it for videos"
+        advice = "vaemem runs this VAE only for images; diffusers' own class runs it for videos"
         raise ArgumentError(name, "one frame, (N, C, 1, h, w)", str(tuple(x.shape)), advice)
 
     def _tiling(self, op: str) -> Tiling | None:

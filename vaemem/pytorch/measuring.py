@@ -38,7 +38,7 @@ PROFILE_COLUMNS = ("gpu", "torch", "cudnn", *Conv._fields, "workspace_bytes")
 
 
 class Measurement(NamedTuple):
-    """One run: bytes above the level before it (None: not measured), and seconds."""
+    """The figures of one run: bytes above the level before it (None: not measured), and seconds."""
 
     allocated: int | None
     reserved: int

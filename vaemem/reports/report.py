@@ -363,7 +363,7 @@ def _constants(document: Document, facts: _Facts, plots: bool) -> None:
 def _estimates(document: Document, comparison: Comparison | None, plots: bool) -> None:
     if comparison is None or not comparison.rows:
         return
-    document.heading("Estimators beside the rows")
+    document.heading("Estimators compared with the rows")
     document.text(
         f"Estimate / {comparison.target.removesuffix('_bytes')} - 1 in percent: the median, and in brackets the "
         "lowest and the highest. Empty: the estimator does not apply."
@@ -422,7 +422,7 @@ def _models(document: Document, facts: _Facts) -> None:
         document.text(
             f"In {_count(len(same), 'case')} with the same op, size, dtype and group, {other} allocates"
             f" {more_allocated} more than {model} and reserves {more_reserved} more; the same within half a percent in"
-            f" {alike} of {len(same)}. The widest: {case(b)}, {mib(b['reserved_bytes'])} MiB beside"
+            f" {alike} of {len(same)}. The widest: {case(b)}, {mib(b['reserved_bytes'])} MiB, compared with"
             f" {mib(a['reserved_bytes'])}."
         )
         lines = []

@@ -56,7 +56,7 @@ RUNS = {"load": "", "encode prompt": _ENCODERS, "denoise": _DENOISER, "decode": 
 
 
 class Residence(NamedTuple):
-    """Where the models' weights are.
+    """The places of the models' weights.
 
     flags: the program's options; of sd-server, which keeps weights, unless they name another program
     on_card: models with weights on the card in each of the four phases

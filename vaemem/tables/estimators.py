@@ -265,7 +265,7 @@ class ComparedRow(NamedTuple):
 
 class GroupError(NamedTuple):
     """The errors of one estimator on the rows of one model, op, dtype and tile, as fractions of the measured values. If
-    model is None, on all rows. The op is the one that ran: a tiled one if the image was cut.
+    `model` is None, these are the errors on all rows. The op is the one that ran: a tiled one if the image was cut.
 
     `worst_over` and `worst_under` are 0 if no estimate is too high, or too low. `lowest` and `highest` are the range of
     the signed errors.

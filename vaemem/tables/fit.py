@@ -199,7 +199,7 @@ class FittedLine:
 
 
 class Fit(Sequence[FittedLine]):
-    """What `vaemem.fit` found: a sequence of formulas, one for each model, op, dtype, tile, runtime, device and batch.
+    """The result of `vaemem.fit`: a sequence of formulas, one per model, op, dtype, tile, runtime, device and batch.
 
     Printing it shows every formula with its residuals.
 
