@@ -313,7 +313,7 @@ class Model:
     # ---- closing ----
 
     def close(self) -> None:
-        """Free weights and arena; results stay their owners'. Wait for a run in another thread to end.
+        """Free weights and arena; results stay with their owners. Wait for a run in another thread to end.
 
         A closed VAE raises ValueError for anything but another close.
 

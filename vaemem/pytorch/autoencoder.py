@@ -53,7 +53,7 @@ class HeldWeight(torch.Tensor):
     """Parameter on the device "meta": name, shape and dtype of numbers that the engine holds.
 
     Given such a tensor and one with numbers, PyTorch may return uninitialised memory, as convolutions do. So every
-    function of both is refused. Results of these tensors alone are on "meta" and refused too.
+    function that gets both kinds is refused. A function of only these tensors returns such a tensor again.
     """
 
     label: str  # its name in errors
