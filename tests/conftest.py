@@ -11,6 +11,8 @@ import pytest
 # time that the other one needs: several times as much as the work itself. GNU's OpenMP reads this when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+pytest.register_assert_rewrite("errors")  # so that a failed comparison shows both sides
+
 SANITIZED = bool(os.environ.get("VAEMEM_SANITIZED"))
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from errors import refused
 
 from vaemem import bound, predict, seed_table
 from vaemem.__main__ import main
@@ -150,7 +151,7 @@ def test_no_prediction_in_tiles_of_comfyui_lies_above(model):
 
 
 def test_flux2_in_comfyui_wants_whole_16_pixels():
-    with pytest.raises(ValueError, match="sides: expected multiples of 16 for flux2, got others"):
+    with refused("sides", "others"):
         bound("comfyui", "flux2", "float16", torch_version=TORCH, sides=[1000])
 
 
@@ -207,40 +208,40 @@ def test_prints(capsys):
 @pytest.mark.parametrize(
     "asked, named",
     [
-        (("forge",), "application: expected comfyui or invokeai, got 'forge'"),
-        (("comfyui", "sd9"), "models: expected one of sd15, sdxl, flux.*got 'sd9'"),
-        (("comfyui", "flux", "float64"), "dtypes: expected one of float32, float16, bfloat16, got 'float64'"),
-        (("invokeai", "sdxl", "bfloat16"), "models, dtypes: expected some that invokeai runs"),
-        (("comfyui", "flux", "float16", []), "sides: expected one or more, got none"),
-        (("comfyui", "flux", "float16", 512, []), "gpu: expected one or more, got none"),
-        (("comfyui", "flux", "float16", [100]), "height: expected a multiple of 8, got 100"),
-        (("comfyui", "flux", "float16", math.nan), "sides: expected a whole number of at least 1, got nan"),
-        (("comfyui", 5), "models: expected one of .*got 5"),
-        (("comfyui", "flux", "float16", [0]), "sides: expected a whole number of at least 1, got 0"),
+        (("forge",), ("application", "'forge'")),
+        (("comfyui", "sd9"), ("models", "'sd9'")),
+        (("comfyui", "flux", "float64"), ("dtypes", "'float64'")),
+        (("invokeai", "sdxl", "bfloat16"), ("models, dtypes",)),
+        (("comfyui", "flux", "float16", []), ("sides", "none")),
+        (("comfyui", "flux", "float16", 512, []), ("gpu", "none")),
+        (("comfyui", "flux", "float16", [100]), ("height", 100)),
+        (("comfyui", "flux", "float16", math.nan), ("sides", "nan")),
+        (("comfyui", 5), ("models", 5)),
+        (("comfyui", "flux", "float16", [0]), ("sides", 0)),
     ],
 )
 def test_what_cannot_be_asked(asked, named):
     names = ("application", "models", "dtypes", "sides", "gpu")
-    with pytest.raises(ValueError, match=named):
+    with refused(*named):
         bound(**dict(zip(names, asked, strict=False)))
 
 
 @pytest.mark.parametrize("height, width, tile, named", [
-    (-1, 1000, None, "height: expected a whole number of at least 1, got -1"),
-    (512, math.nan, None, "width: expected a whole number of at least 1, got nan"),
-    (512, 512, 0, "tile: expected a whole number of at least 1, got 0"),
-    (512, 512, None, "tile: expected a side with the tiled ops and None with others, got None"),
+    (-1, 1000, None, ("height", -1)),
+    (512, math.nan, None, ("width", "nan")),
+    (512, 512, 0, ("tile", 0)),
+    (512, 512, None, ("tile",)),
 ])  # fmt: skip
 def test_sizes_that_no_image_has_are_refused(height, width, tile, named):
     line = BoundLine("vae", "decode_tiled", "float16", law={"HW": 1, "cut": 2, "": 3})
     assert line.bytes(10, np.int64(10), 5) == 153
-    with pytest.raises(ValueError, match=named):
+    with refused(*named):
         line.bytes(height, width, tile)
 
 
 def test_what_is_left_out_is_named():
     b = bound("invokeai", "sdxl", "float16", torch_version=TORCH, sides=[512])
-    with pytest.raises(ValueError, match=r"find: expected one of sd15_sdxl encode float16, .*, got flux decode"):
+    with refused("find", "flux decode float16"):
         b.find("flux", "decode", "float16")
     assert "models: sdxl;" in b.domain and "bfl" not in b.domain and "tiles: none were predicted" in b.domain
 

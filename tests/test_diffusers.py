@@ -10,6 +10,7 @@ import threading
 import numpy as np
 import pytest
 from engine import config, error, small_vae
+from errors import refused
 
 import vaemem
 
@@ -189,7 +190,7 @@ def test_a_memory_limit_gives_the_same_bits():
     assert torch.equal(ours.decode(z).sample, want)
     assert ours.last_run.peak_bytes <= ours.memory_limit and ours.last_run.work > 1
     ours.memory_limit = 1
-    with pytest.raises(ValueError, match="memory_limit: expected at least"):
+    with refused("memory_limit"):
         ours.decode(z)
 
 
@@ -199,14 +200,14 @@ def test_gradients_are_refused():
     want = ours.decode(z).sample
     assert torch.equal(ours.decode(z.requires_grad_()).sample, want), "none are wanted under no_grad"
     with torch.enable_grad():
-        with pytest.raises(ValueError, match=r"z: expected a tensor that needs no gradient, .*decode under"):
+        with refused("z"):
             ours.decode(z)
-        with pytest.raises(ValueError, match=r"or give x.detach\(\)"):
+        with refused("x", names=["x.detach"]):
             ours.encode(x.requires_grad_())
         assert torch.equal(ours.decode(z.detach()).sample, want)
     with torch.autograd.forward_ad.dual_level():
         tangent = torch.autograd.forward_ad.make_dual(z.detach(), z.detach())
-        with pytest.raises(ValueError, match="z: expected a tensor that needs no gradient"):
+        with refused("z"):
             ours.decode(tangent)
 
 
@@ -223,9 +224,9 @@ def test_to():
     with pytest.raises(RuntimeError, match=r"post_quant_conv\.weight: expected encode"):
         ours.post_quant_conv(z)
     for dtype in (torch.float64, torch.float8_e4m3fn):
-        with pytest.raises(ValueError, match=r"dtype: expected float32, float16 or bfloat16, got torch\.float"):
+        with refused("dtype", names=["torch.float"]):
             ours.to(dtype)
-    with pytest.raises(ValueError, match="device: expected cpu or cuda, got meta"):
+    with refused("device", "meta"):
         ours.to("meta")
     assert ours.dtype == torch.float32 and ours.device.type == "cpu"
     if not torch.cuda.is_available():
@@ -246,7 +247,7 @@ def test_it_computes_in_the_modules_dtype(dtype):
     assert torch.equal(got, torch.from_numpy(there.decode(z.numpy())).to(half))
     rounded = AutoencoderKL(small_vae(dtype=dtype), config("sd"))
     assert rounded.dtype == half and rounded._engine() is rounded.vae and rounded.decode(z).sample.dtype == half
-    with pytest.raises(ValueError, match=f"copy: expected weights that {dtype} gives exactly, .* load it in"):
+    with refused("copy", names=[dtype]):
         rounded.float().decode(z)
     state, rounded = rounded.state_dict(), rounded.to(half)
     assert all(t.dtype == half and torch.equal(t, state[n].to(half)) for n, t in rounded.state_dict().items())
@@ -260,7 +261,7 @@ def test_what_is_set_on_the_vae_holds_for_its_copy():
         ours.decode(z)
         assert ours.last_run.threads == threads
     ours.vae.memory_limit = "1 MiB"
-    with pytest.raises(ValueError, match="memory_limit: expected at least"):
+    with refused("memory_limit"):
         ours.decode(z)
 
 
@@ -284,7 +285,7 @@ def test_precision(monkeypatch, tmp_path):
             elsewhere.setattr(AutoencoderKL, "device", property(lambda self: torch.device("cuda:0")))
             ours.float()._engine()
         assert made == [("cuda:0", "float32")]  # whose precision is the copied one's
-    with pytest.raises(ValueError, match="precision: expected one of highest, high, medium, got 'best'"):
+    with refused("precision", "'best'"):
         AutoencoderKL.from_module(theirs, precision="best")
 
 
@@ -336,7 +337,7 @@ def test_moving(monkeypatch):
     ours._apply(lambda tensor: there)
     assert made == [("cuda:0", "float16")]
     assert ours.device == torch.device("cuda:0") and ours.dtype == torch.float16
-    with pytest.raises(ValueError, match="z: expected a tensor on cuda:0, where the module is, got one on cpu"):
+    with refused("z"):
         ours.decode(tensors()[1])
     ours._apply(lambda tensor: torch.empty(0))
     assert ours._engine() is ours.vae and torch.isfinite(ours.decode(tensors()[1]).sample).all()
@@ -372,19 +373,19 @@ def test_what_is_refused():
         (
             lambda: ours.decode(z.to("meta")),
             ValueError,
-            "z: expected a tensor on cpu, where the module is, got one on meta",
+            ("z",),
         ),
-        (lambda: ours.decode(z.int()), TypeError, "z: expected a tensor of floating-point numbers, got torch.int32"),
-        (lambda: ours.decode(z.numpy()), TypeError, "z: expected a tensor of floating-point numbers, got ndarray"),
-        (lambda: ours.decode(z[:, :3]), ValueError, r"z: expected shape \(N, 4, h, w\)"),
+        (lambda: ours.decode(z.int()), TypeError, ("z", "torch.int32")),
+        (lambda: ours.decode(z.numpy()), TypeError, ("z", "ndarray")),
+        (lambda: ours.decode(z[:, :3]), ValueError, ("z", "(2, 3, 4, 3)")),
         (
             lambda: ours.encode(torch.zeros(1, 3, 16, 18)),
             ValueError,
-            r"x: expected a height and a width that are multiples of 4, got \(1, 3, 16, 18\); pad the image first",
+            ("x", "(1, 3, 16, 18)"),
         ),
-        (lambda: AutoencoderKL.from_module(torch.nn.Linear(1, 1)), TypeError, "module: expected diffusers'"),
+        (lambda: AutoencoderKL.from_module(torch.nn.Linear(1, 1)), TypeError, ("module", "Linear")),
     ):
-        with pytest.raises(kind, match=message):
+        with refused(*message, kind=kind):
             call()
     assert torch.isfinite(ours.decode(z).sample).all()
 
@@ -593,7 +594,7 @@ def test_from_single_file(tmp_path):
 def test_a_scaling_that_is_not_known(tmp_path):
     """A file's tensors do not tell it (SD1.5's and SDXL's are the same), and a pipeline divides by it."""
     small_vae().save(tmp_path / "vae.safetensors")
-    with pytest.raises(ValueError, match="config: expected a scaling_factor; load with model='sd15', model='sdxl' or"):
+    with refused("config", names=["scaling_factor", "'sd15'", "'sdxl'"]):
         AutoencoderKL.from_single_file(tmp_path / "vae.safetensors")
     settings = config("sd") | {"scaling_factor": 0.5, "sample_size": 96}
     ours = AutoencoderKL.from_single_file(tmp_path / "vae.safetensors", config=settings)
@@ -606,5 +607,5 @@ def test_half_a_model():
     ours = AutoencoderKL(vae)
     x, z = tensors()
     assert np.array_equal(ours.decode(z).sample.numpy(), vae.decode(z.numpy()))
-    with pytest.raises(ValueError, match="encode: this VAE was loaded without its encoder"):
+    with refused(names=["encode", "encoder"]):
         ours.encode(x)

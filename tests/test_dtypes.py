@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from engine import SMALL, config, error, images, latents, run_core, small_vae
+from errors import refused
 from gpu import LIMIT
 
 import vaemem
@@ -77,7 +78,7 @@ def test_arrays_are_float32_or_bytes_whatever_the_dtype(dtype):
     assert picture.dtype == np.uint8
     assert np.abs(picture.astype(int) - vae.decode(z, output_type="uint8")).mean() < 255 * LIMIT[dtype] + 0.05
     assert error(halves.encode(picture).mean, vae.encode(picture).mean) < 2 * LIMIT[dtype]
-    with pytest.raises(ValueError, match=r"out: expected .*float32"):
+    with refused("out"):
         halves.decode(z, out=np.empty((1, 3, 16, 16), np.float16))
 
 
@@ -233,8 +234,7 @@ def test_rounding_is_said(dtype):
     filters = {name for name, shape in vae._core.tensors if len(shape) > 1}
     assert set(rounded.rounded) == filters
     assert f"cpu {dtype}, {len(filters)} tensors rounded, " in repr(rounded)
-    want = f"copy: expected weights that {dtype} gives exactly, got weights that rounded {len(filters)} tensors, such"
-    with pytest.raises(ValueError, match=re.escape(want)):
+    with refused("copy", names=[dtype, len(filters)]):
         rounded.copy(dtype="float32")
     state = rounded.state_dict()
     assert all(np.array_equal(tensor, state[name]) for name, tensor in rounded.copy().state_dict().items())
@@ -285,10 +285,10 @@ def test_numbers_that_halves_do_not_reach():
     vae = small_vae()
     state = vae.state_dict()
     state["decoder.conv_in.weight"][0, 0] = np.finfo(np.float32).max  # above bfloat16's largest by half a step of it
-    with pytest.raises(ValueError, match=r"decoder.conv_in.weight: expected numbers within bfloat16's range, got"):
+    with refused("path", names=["decoder.conv_in.weight"]):
         VAE.load(state, config=config("sd"), dtype="bfloat16")
     state["decoder.conv_in.weight"][0, 0] = 7e4
-    with pytest.raises(ValueError, match=r"decoder.conv_in.weight: expected numbers within float16's range, got"):
+    with refused("path", names=["decoder.conv_in.weight"]):
         VAE.load(state, config=config("sd"), dtype="float16")
     assert VAE.load(state, config=config("sd"), dtype="bfloat16").dtype == "bfloat16"
     state["decoder.conv_in.weight"][0, 0] = np.nan  # what is none in the file is none in the model
@@ -375,8 +375,8 @@ def test_commands(dtype, capsys, tmp_path):
     with vaemem.VAE.random("taesd", dtype=dtype) as vae:
         height, width = vae.largest("decode", "40 MiB")
     assert said["largest"].startswith(f"{height}x{width}\n")
-    for refused in (["info", str(tmp_path / "vae")], largest, ["backends"]):
-        status = main([*refused, "--dtype", dtype, "--precision", "high"])
+    for command in (["info", str(tmp_path / "vae")], largest, ["backends"]):
+        status = main([*command, "--dtype", dtype, "--precision", "high"])
         assert status == (0 if dtype == "float32" else 2)
         assert dtype == "float32" or f"precision: expected highest with dtype {dtype}" in capsys.readouterr().err
 
@@ -384,13 +384,13 @@ def test_commands(dtype, capsys, tmp_path):
 @pytest.mark.parametrize(
     "asked, message",
     [
-        ({"dtype": "quarter"}, "dtype: expected one of float32, float16, bfloat16, got 'quarter'"),
-        ({"precision": "best"}, "precision: expected one of highest, high, medium, got 'best'"),
-        ({"dtype": "float16", "precision": "medium"}, "precision: expected highest with dtype float16 .*, got"),
+        ({"dtype": "quarter"}, ("dtype", "'quarter'")),
+        ({"precision": "best"}, ("precision", "'best'")),
+        ({"dtype": "float16", "precision": "medium"}, ("precision", "'medium'")),
     ],
 )
 def test_bad_numbers(asked, message):
     vae = small_vae()
     for ask in (vaemem.backends, vae.copy, small_vae, lambda **kw: tradeoff("sdxl", "decode", 64, 64, **kw)):
-        with pytest.raises(ValueError, match=message.replace("dtype: expected", "dtypes?: expected")):
+        with refused(*message):
             ask(**asked)

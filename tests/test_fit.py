@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 import pytest
+from errors import refused
 
 from vaemem import Table, fit, seed_table
 from vaemem.tables.fit import Fit
@@ -105,11 +106,11 @@ def test_one_formula_for_each_model_op_runtime_device_and_batch():
     assert found[0].name == "sdxl decode bfl - -" and found[2].name == "sdxl decode - - batch 2"
     assert found.find(op="encode").a == pytest.approx(4)
     assert found.predict(64, 64, "float32", runtime="diffusers") == 2 * 64 * 64 * 4
-    with pytest.raises(ValueError, match=r"expected the key of one formula, .* 4 of sdxl"):
+    with refused("key"):
         found.predict(64, 64, op="decode")
-    with pytest.raises(ValueError, match=r"expected the key of one formula, .* 0 of"):
+    with refused("key"):
         found.find(model="flux")
-    with pytest.raises(ValueError, match=r"key: expected names out of .*, got source"):
+    with refused("key", "source"):
         found.find(source="measured")
     (pooled,) = fit(table.filter(op="decode"), by="model")
     assert (pooled.model, pooled.op, pooled.runtime, pooled.device) == ("sdxl", "decode", None, None)
@@ -118,21 +119,21 @@ def test_one_formula_for_each_model_op_runtime_device_and_batch():
 @pytest.mark.parametrize(
     ("table", "arguments", "message"),
     [
-        (Table(), {}, "table: expected at least 2 rows, got none"),
-        (line(1, 0), {"target": "model"}, "target: expected one of allocated_bytes, .*, got 'model'"),
-        (line(1, 0), {"target": "seconds"}, "row 0: expected seconds, got none"),
-        (Table([row(512, 1) | {"height": None}]), {}, "row 0: expected height, got none; filter such rows out"),
-        (Table([row(512, 1)]), {}, "sdxl decode: expected rows of at least 2 distinct .*, got only 512x512 float32"),
-        (Table([row(512, 1), row(512, 2), row((256, 1024), 3)]), {}, "at least 2 distinct"),
-        (Table([row(512, 1, "int8"), row(256, 2, "int8")]), {}, "dtype: expected one of float64, .*, got 'int8'"),
-        (line(1, 0), {"quantile": 0}, "quantile: expected a number above 0 and at most 1"),
-        (line(1, 0), {"quantile": 1.1}, "quantile: expected a number above 0 and at most 1"),
-        (line(1, 0), {"quantile": "high"}, "quantile: expected a number above 0 and at most 1, or None, got 'high'"),
-        (line(1, 0), {"quantile": math.nan}, "quantile: expected a number above 0 and at most 1"),
+        (Table(), {}, ("table", "none")),
+        (line(1, 0), {"target": "model"}, ("target", "'model'")),
+        (line(1, 0), {"target": "seconds"}, ("table", "none", "row 0")),
+        (Table([row(512, 1) | {"height": None}]), {}, ("table", "none", "row 0")),
+        (Table([row(512, 1)]), {}, ("sdxl decode",)),
+        (Table([row(512, 1), row(512, 2), row((256, 1024), 3)]), {}, ("sdxl decode",)),
+        (Table([row(512, 1, "int8"), row(256, 2, "int8")]), {}, ("dtype", "'int8'")),
+        (line(1, 0), {"quantile": 0}, ("quantile",)),
+        (line(1, 0), {"quantile": 1.1}, ("quantile",)),
+        (line(1, 0), {"quantile": "high"}, ("quantile", "'high'")),
+        (line(1, 0), {"quantile": math.nan}, ("quantile",)),
     ],
 )
 def test_what_cannot_be_fitted_is_named(table, arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with refused(*message):
         fit(table, **arguments)
 
 
@@ -187,16 +188,16 @@ def test_nothing_measured_has_no_relative_error():
 
 def test_bad_predictions_are_named():
     (formula,) = fit(line(1, 0))
-    with pytest.raises(ValueError, match="height: expected at least 1, got 0"):
+    with refused("height", 0):
         formula.predict(0, 512)
-    with pytest.raises(ValueError, match="width: expected at least 1, got '512'"):
+    with refused("width", "'512'"):
         formula.predict(512, "512")
-    with pytest.raises(ValueError, match=r"dtype: expected one of float64, .*, got 'fp8'"):
+    with refused("dtype", "'fp8'"):
         formula.predict(512, 512, "fp8")
-    with pytest.raises(ValueError, match="dtype: expected float32, which sdxl decode was fitted to, got 'float16'"):
+    with refused("dtype", "'float16'"):
         formula.predict(512, 512, "float16")
     assert formula.predict(512, 512, "fp32") == formula.predict(512, 512)
-    with pytest.raises(ValueError, match=r"by: expected one of model, op, phase, dtype, .*, tokens, got 'size'"):
+    with refused("by", "'size'"):
         fit(line(1, 0), by=("model", "size"))
 
 
@@ -405,11 +406,11 @@ def test_a_notebook_shows_a_figure_without_being_told(plot):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((Table(),), "table: expected rows with height, width and allocated_bytes, got none"),
-        ((line(1, 0), None, "seconds"), "target: expected one of allocated_bytes, .* got 'seconds'"),
-        ((line(1, 0), Fit("reserved_bytes", None, ())), "fit: expected a fit of allocated_bytes, got one of"),
+        ((Table(),), ("table", "none")),
+        ((line(1, 0), None, "seconds"), ("target", "'seconds'")),
+        ((line(1, 0), Fit("reserved_bytes", None, ())), ("fit",)),
     ],
 )
 def test_what_cannot_be_drawn_is_named(plot, arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with refused(*message):
         plot.memory_vs_pixels(*arguments)

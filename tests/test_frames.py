@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from engine import FRAMES, config, error, images, latents, small_vae
+from errors import refused
 
 from vaemem import VAE, Tiling, _core
 from vaemem.engine import configs, layouts
@@ -152,19 +153,19 @@ def test_configs(name):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"block_out_channels": (96, 200)}, "block_out_channels: expected multiples of the first"),
-        ({"decoder_block_out_channels": (32, 32, 128, 128)}, "block_out_channels: expected multiples of the first"),
-        ({"decoder_block_out_channels": 5}, "decoder_block_out_channels: expected a list of positive integers, got 5"),
-        ({"block_out_channels": None}, "block_out_channels: expected a list of positive integers, got None"),
-        ({"latents_mean": "x"}, "latents_mean: expected a list of finite numbers"),
-        ({"latent_channels": None}, "z_dim: expected a positive integer"),
-        ({"family": "kl"}, "block_out_channels: expected a key of|family: expected a key of|norm_eps|norm_num_groups"),
+        ({"block_out_channels": (96, 200)}, (None, "block_out_channels")),
+        ({"decoder_block_out_channels": (32, 32, 128, 128)}, (None, "block_out_channels")),
+        ({"decoder_block_out_channels": 5}, (5, "decoder_block_out_channels")),
+        ({"block_out_channels": None}, ("None", "block_out_channels")),
+        ({"latents_mean": "x"}, ("'x'", "latents_mean")),
+        ({"latent_channels": None}, ("None", "z_dim")),
+        ({"family": "kl"}, ()),
     ],
 )
 def test_architectures_that_no_config_says(change, message):
-    with pytest.raises(ValueError, match=message):
+    with refused("config", *message):
         configs.read_config(_core.models()["qwen-image"] | change)
-    with pytest.raises(ValueError, match="family: expected kl, wan, hunyuan_image or tiny, got 'x'"):
+    with refused("arch", "'x'", "family", names=["hunyuan_image"]):
         _core.Model(_core.models()["qwen-image"] | {"family": "x"})
 
 
@@ -178,29 +179,28 @@ def test_other_ends_and_decoders_are_said():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"attn_scales": [0.5]}, r"attn_scales: expected \[\], the only one that runs here, got \[0.5\]"),
-        ({"dropout": 0.1}, "dropout: expected 0.0, the only one that runs here, got 0.1"),
-        ({"is_residual": True}, "encoder.down_blocks.2.avg_shortcut: 32 channels cannot be averaged to 64"),
-        ({"is_residual": True, "temperal_downsample": [True]}, "temperal_downsample: expected 2 of true or false"),
-        ({"patch_size": 2}, "in_channels: expected four channels for each of an image, as a patch_size of 2 makes"),
-        ({"patch_size": 4}, "patch_size: expected 1 or 2, got 4"),
-        ({"dim_mult": [2, 4, 4]}, "dim_mult: expected a list that begins with 1"),
-        ({"dim_mult": [1, "2"]}, r"dim_mult\[1\]: expected a positive integer"),
-        ({"base_dim": 0}, "base_dim: expected a positive integer"),
-        ({"z_dim": 5}, "latents_mean, latents_std: expected 5 numbers each"),
-        ({"latents_std": None}, "latents_std: expected a list of finite numbers, got None"),
-        ({"latents_std": [1, 1, 1, 0]}, r"config: latents_std\[3\]: expected more than 0"),
-        ({"block_out_channels": [32]}, "block_out_channels: expected a key of AutoencoderKLWan"),
-        ({"base_dim": 15, "dim_mult": [1, 3, 3]}, r"config: block_out_channels\[1\]: expected an even number"),
+        ({"attn_scales": [0.5]}, ("[0.5]", "attn_scales")),
+        ({"dropout": 0.1}, (0.1, "dropout")),
+        ({"is_residual": True, "temperal_downsample": [True]}, ("(True,)", "temperal_downsample")),
+        ({"patch_size": 2}, (3, "in_channels")),
+        ({"patch_size": 4}, (4, "patch_size")),
+        ({"dim_mult": [2, 4, 4]}, ("(2, 4, 4)", "dim_mult")),
+        ({"dim_mult": [1, "2"]}, ("'2'", "dim_mult[1]")),
+        ({"base_dim": 0}, (0, "base_dim")),
+        ({"z_dim": 5}, ("(-0.7571, -0.7089, -0.9113, 0.1075)", "latents_mean, latents_std")),
+        ({"latents_std": None}, ("None", "latents_std")),
+        ({"latents_std": [1, 1, 1, 0]}, (0, "latents_std[3]")),
+        ({"block_out_channels": [32]}, ("[32]", "block_out_channels")),
+        ({"base_dim": 15, "dim_mult": [1, 3, 3]}, (45, "block_out_channels[1]")),
     ],
 )
 def test_configs_refused_by_key(change, message):
-    with pytest.raises(ValueError, match=message):
+    with refused("config", *message):
         VAE.random(config=config("wan") | change)
 
 
 def test_saving_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="got one with the filters of a single frame; copy the file that was loaded"):
+    with refused("custom"):
         small_vae("qwen").save(tmp_path / "a.safetensors")
 
 
@@ -271,9 +271,9 @@ def test_the_drop_in_is_diffusers_for_one_frame(name):
             (ours.decode(z, return_dict=False)[0], theirs.decode(z, return_dict=False)[0]),
         ):
             assert mine.shape == want.shape and error(mine.numpy(), want.double().numpy()) <= PARITY
-        with pytest.raises(ValueError, match=r"z: expected one frame, \(N, C, 1, h, w\), got \(2, 4, 2, 4, 6\)"):
+        with refused("z", "(2, 4, 2, 4, 6)"):
             ours.decode(z.repeat(1, 1, 2, 1, 1))
-        with pytest.raises(TypeError, match="x: expected a tensor of floating-point numbers"):
+        with refused("x", kind=TypeError):
             ours.encode(z.int())
     with pytest.raises(RuntimeError, match="which keeps only the parts of filters"):
         ours.state_dict()
@@ -293,9 +293,7 @@ def test_measurements_are_of_autoencoders_of_images():
     pytest.importorskip("torch")
     from vaemem.pytorch.measuring import _find_maker
 
-    with pytest.raises(
-        ValueError, match="model: expected an autoencoder of images, got 'qwen-image', which diffusers runs"
-    ):
+    with refused("model", names=["'qwen-image'"]):
         _find_maker("qwen-image", "diffusers")
 
 
@@ -391,38 +389,45 @@ def test_what_people_call_the_others(said, name):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("sd15", {"image_patch": 2}, "temperal_downsample, image_patch: expected none, got them of another family"),
-        ("sd15", {"temperal_downsample": (True,) * 3}, "temperal_downsample, image_patch: expected none"),
-        ("wan2.2", {"image_patch": 3}, "image_patch: expected 2, got 3"),
+        ("sd15", {"image_patch": 2}, (None, "temperal_downsample, image_patch")),
+        ("sd15", {"temperal_downsample": (True,) * 3}, (None, "temperal_downsample, image_patch")),
+        ("wan2.2", {"image_patch": 3}, (3, "image_patch")),
         ("hunyuanimage-2.1", {"norm_num_groups": 2, "block_out_channels": (2,) * 6, "latent_channels": 1},
-         "block_out_channels: expected multiples of 4, got 2"),
+         (2, "block_out_channels")),
     ],
 )  # fmt: skip
 def test_architectures_that_cannot_be_moved(name, change, message):
-    with pytest.raises(ValueError, match=f"config: {message}"):
+    with refused("config", *message):
         _core.Model(_core.models()[name] | change)
 
 
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("hunyuan", {"downsample_match_channel": False}, "downsample_match_channel: expected True, the only one that"),
-        ("hunyuan", {"spatial_compression_ratio": 8}, "spatial_compression_ratio: expected 4, for 3 levels, got 8"),
-        ("hunyuan", {"latent_channels": 7}, "encoder.mean: 64 channels cannot be averaged to 14"),
-        ("hunyuan", {"latent_channels": 48}, "encoder.mean: 64 channels cannot be averaged to 96"),
-        (
-            "hunyuan",
-            {"block_out_channels": (32, 96, 64)},
-            "encoder.down_blocks.1.shortcut: 32 channels cannot be averaged to 96",
-        ),
-        ("hunyuan", {"act_fn": "silu"}, "act_fn: expected a key of AutoencoderKLHunyuanImage"),
-        ("qwen21", {"base_dim": 12, "dim_mult": [1, 2, 3]}, "avg_shortcut: 24 channels cannot be averaged to 36"),
-        ("qwen21", {"temperal_downsample": [0, 1]}, r"temperal_downsample\[0\]: expected true or false"),
-        ("qwen21", {"is_residual": 1}, "is_residual: expected true or false"),
+        ("hunyuan", {"downsample_match_channel": False}, ("False", "downsample_match_channel")),
+        ("hunyuan", {"spatial_compression_ratio": 8}, (8, "spatial_compression_ratio")),
+        ("hunyuan", {"act_fn": "silu"}, ("'silu'", "act_fn")),
+        ("qwen21", {"temperal_downsample": [0, 1]}, (0, "temperal_downsample[0]")),
+        ("qwen21", {"is_residual": 1}, (1, "is_residual")),
     ],
 )
 def test_what_cannot_be_moved_is_refused(name, change, message):
-    with pytest.raises(ValueError, match=f"config: .*{message}"):
+    with refused("config", *message):
+        VAE.random(config=config(name) | change)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "names"),
+    [
+        ("wan", {"is_residual": True}, ["encoder.down_blocks.2.avg_shortcut", 32, 64]),
+        ("hunyuan", {"latent_channels": 7}, ["encoder.mean", 64, 14]),
+        ("hunyuan", {"latent_channels": 48}, ["encoder.mean", 64, 96]),
+        ("hunyuan", {"block_out_channels": (32, 96, 64)}, ["encoder.down_blocks.1.shortcut", 32, 96]),
+        ("qwen21", {"base_dim": 12, "dim_mult": [1, 2, 3]}, ["avg_shortcut", 24, 36]),
+    ],
+)
+def test_channels_that_cannot_be_averaged_are_refused(name, change, names):
+    with refused(names=names):
         VAE.random(config=config(name) | change)
 
 

@@ -6,6 +6,7 @@ import csv
 from pathlib import Path
 
 import pytest
+from errors import refused
 
 from vaemem.sdcpp.ggml import GGML_COMMIT, Node, flash_attn_ext, mul_mat, nodes_of, reserve
 from vaemem.sdcpp.graphs import (
@@ -162,31 +163,31 @@ def test_shapes():
     assert x.permute(2, 0, 1, 3).cont().is_dense and x.view(4, 2, 5).ne == (4, 2, 5, 1)
     assert mul_mat(Node("", (4, 7)), x).ne == (7, 6, 5, 1)
     assert flash_attn_ext(x, x, x).ne == (4, 5, 6, 1)
-    with pytest.raises(ValueError, match="expected 120 elements side by side"):
+    with refused("reshape", names=["120"]):
         x.permute(2, 0, 1, 3).reshape(120)
-    with pytest.raises(ValueError, match="expected 120 elements"):
+    with refused("reshape", names=["120"]):
         x.reshape(7, 2)
 
 
 @pytest.mark.parametrize(
     ("component", "options", "words"),
     [
-        ("vae", {}, "component: expected one of vae-decoder"),
-        ("zimage", {}, "tokens of zimage: expected a whole number of at least 1, got None"),
-        ("zimage", {"tokens": 20, "tile": 32}, "tile: expected None for zimage"),
-        ("zimage", {"tokens": 20, "height": 1001}, "height: expected a multiple of 8"),
-        ("zimage", {"tokens": 20, "weight_type": "int4"}, "weight_type: expected one of f32"),
-        ("unet-sdxl", {"width": 1000}, "width: expected a multiple of 64 for unet-sdxl"),
-        ("unet-sdxl", {"tokens": 0}, "tokens of unet-sdxl: expected a whole number of at least 1"),
-        ("clip-l", {"tokens": 154}, "tokens of clip-l: expected 77"),
-        ("t5-xxl", {"backend": "vulkan"}, "backend: expected cpu or cuda"),
-        ("vae-decoder", {"tile": 3}, "tile: expected a whole number of at least 4"),
-        ("vae-decoder", {"model": "sd2"}, "model: expected one of sd15"),
-        ("vae-decoder", {"height": 100}, "height: expected a multiple of 8"),
+        ("vae", {}, ("component", "'vae'")),
+        ("zimage", {}, ("tokens of zimage", "None")),
+        ("zimage", {"tokens": 20, "tile": 32}, ("tile", 32)),
+        ("zimage", {"tokens": 20, "height": 1001}, ("height",)),
+        ("zimage", {"tokens": 20, "weight_type": "int4"}, ("weight_type", "'int4'")),
+        ("unet-sdxl", {"width": 1000}, ("width", 1000)),
+        ("unet-sdxl", {"tokens": 0}, ("tokens of unet-sdxl", 0)),
+        ("clip-l", {"tokens": 154}, ("tokens of clip-l", 154)),
+        ("t5-xxl", {"backend": "vulkan"}, ("backend", "'vulkan'")),
+        ("vae-decoder", {"tile": 3}, ("tile", 3)),
+        ("vae-decoder", {"model": "sd2"}, ("model", "'sd2'")),
+        ("vae-decoder", {"height": 100}, ("height",)),
     ],
 )
 def test_what_cannot_be_is_refused(component, options, words):
-    with pytest.raises(ValueError, match=words):
+    with refused(*words):
         graph(component, **options)
 
 

@@ -8,6 +8,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from errors import refused
 from test_weights_bad import MEASURE
 from weights_files import FLUX_LIKE, SMALL, make, respell, same, tensors_of, write
 
@@ -260,8 +261,7 @@ def test_a_file_of_another_part_of_the_pipeline(tmp_path, name, what, form, caps
         write_gguf(path, {name: np.zeros((32, 32), np.float32)}, blocks("Q8_0"))
     else:
         write(path, {name: np.zeros((32, 32), np.float32)})
-    want = rf"a\.{form}: expected a VAE's tensors .*; these are {what}'s tensors, and the VAE is another file"
-    with pytest.raises(ValueError, match=want):
+    with refused("path", path=path, names=[what]):
         VAE.load(path)
     assert main(["info", str(path)]) == 2
     assert f"these are {what}'s tensors" in capsys.readouterr().err
@@ -278,7 +278,7 @@ def test_without_the_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     same(weights.load(path), held)
     assert any(kind == "Q8_0" for _, _, kind, _ in weights.tensor_types(tmp_path / "b.gguf"))
-    with pytest.raises(ImportError, match=r"reading Q8_0 needs gguf: pip install 'vaemem\[gguf\]'"):
+    with refused(kind=ImportError, packages=("gguf",), install="pip install 'vaemem[gguf]'"):
         weights.load(tmp_path / "b.gguf")
 
 
@@ -297,7 +297,7 @@ def test_a_type_that_the_package_does_not_decode(tmp_path, dtype):
         if shape == (64, 64) and name.startswith("encoder")
     ]
     (tmp_path / "a.gguf").write_bytes(file_bytes(infos, values, data))
-    with pytest.raises(ValueError, match=rf"a type that the installed gguf package decodes, got {dtype}; pip install"):
+    with refused("path", dtype):
         weights.load(tmp_path / "a.gguf")
 
 
@@ -309,7 +309,7 @@ def test_other_types_are_named(tmp_path):
         infos.append(info(name, shape, kind, len(data)))
         data += b"\0" * (-(-math.prod(shape) * file_tensors.BLOCKS[kind][1] // 32) * 32)
     (tmp_path / "a.gguf").write_bytes(file_bytes(infos, data=data))
-    with pytest.raises(ValueError, match=r"1 tensor.*decoder\.conv_in\.bias: expected F32, F16, BF16, Q1_0, .*, got"):
+    with refused("path", names=["decoder.conv_in.bias"]):
         weights.load(tmp_path / "a.gguf")
 
 
@@ -319,63 +319,63 @@ HUGE, MOST = 2**63, 2**64 - 1
 U32, TEXT, LIST = 4, 8, 9
 F32 = info("a", (4,), "F32", 0)
 BAD = {
-    "empty": (b"", "expected 4 letters .* got 0 bytes"),
-    "three_bytes": (b"GGU", "expected 4 letters"),
-    "magic": (file_bytes(magic=b"GGML"), r"expected b'GGUF' as the first bytes, got b'GGML'"),
-    "version_1": (file_bytes(version=1), "expected version 2 or 3, little-endian, got 1"),
-    "version_4": (file_bytes(version=4), "expected version 2 or 3, little-endian, got 4"),
-    "big_endian": (file_bytes(version=3 << 24), "expected version 2 or 3, little-endian, got 50331648"),
-    "tensors_without_end": (file_bytes(counts=(MOST, 0)), "expected 18446744073709551615 tensors"),
-    "tensors_of_a_petabyte": (file_bytes([F32], counts=(2**45, 0)), "expected 35184372088832 tensors"),
-    "values_without_end": (file_bytes(counts=(0, MOST)), "expected 18446744073709551615 values"),
-    "one_tensor_too_many": (file_bytes([F32] * 2, counts=(3, 0), data=bytes(40)), "comes twice|bytes"),
-    "key_beyond_file": (file_bytes(values=[struct.pack("<Q", MOST) + bytes(64)]), "expected 18446.* letters"),
-    "key_not_utf8": (file_bytes(values=[value(b"\xff\xfe", U32, bytes(4))]), "expected a name in UTF-8 .*xff"),
-    "value_type": (file_bytes(values=[value("a", 13, bytes(8))]), "expected a value of a type that the format has,"),
-    "text_beyond_file": (file_bytes(values=[value("a", TEXT, struct.pack("<Q", HUGE))]), "letters"),
-    "list_beyond_file": (file_bytes(values=[value("a", LIST, struct.pack("<IQ", U32, HUGE))]), "numbers"),
-    "list_overflows_to_0": (file_bytes(values=[value("a", LIST, struct.pack("<IQ", U32, 2**62))]), "numbers"),
-    "list_of_texts_beyond_file": (file_bytes(values=[value("a", LIST, struct.pack("<IQ", TEXT, HUGE))]), "texts"),
-    "list_of_lists": (file_bytes(values=[value("a", LIST, struct.pack("<IQ", LIST, 1) * 9)]), "expected numbers or"),
-    "value_twice": (file_bytes(values=[value("a", U32, bytes(4))] * 2), "a comes twice"),
+    "empty": (b"", None),
+    "three_bytes": (b"GGU", None),
+    "magic": (file_bytes(magic=b"GGML"), "b'GGML'"),
+    "version_1": (file_bytes(version=1), 1),
+    "version_4": (file_bytes(version=4), 4),
+    "big_endian": (file_bytes(version=3 << 24), 50331648),
+    "tensors_without_end": (file_bytes(counts=(MOST, 0)), None),
+    "tensors_of_a_petabyte": (file_bytes([F32], counts=(2**45, 0)), None),
+    "values_without_end": (file_bytes(counts=(0, MOST)), None),
+    "one_tensor_too_many": (file_bytes([F32] * 2, counts=(3, 0), data=bytes(40)), None),
+    "key_beyond_file": (file_bytes(values=[struct.pack("<Q", MOST) + bytes(64)]), None),
+    "key_not_utf8": (file_bytes(values=[value(b"\xff\xfe", U32, bytes(4))]), "b'\\xff\\xfe'"),
+    "value_type": (file_bytes(values=[value("a", 13, bytes(8))]), None),
+    "text_beyond_file": (file_bytes(values=[value("a", TEXT, struct.pack("<Q", HUGE))]), None),
+    "list_beyond_file": (file_bytes(values=[value("a", LIST, struct.pack("<IQ", U32, HUGE))]), None),
+    "list_overflows_to_0": (file_bytes(values=[value("a", LIST, struct.pack("<IQ", U32, 2**62))]), None),
+    "list_of_texts_beyond_file": (file_bytes(values=[value("a", LIST, struct.pack("<IQ", TEXT, HUGE))]), None),
+    "list_of_lists": (file_bytes(values=[value("a", LIST, struct.pack("<IQ", LIST, 1) * 9)]), None),
+    "value_twice": (file_bytes(values=[value("a", U32, bytes(4))] * 2), None),
     "alignment_0": (
         file_bytes(values=[value(file_tensors.ALIGNMENT_KEY, U32, bytes(4))]),
-        "expected a power of 2 .* got 0 of type 4",
+        None,
     ),
     "alignment_3": (
         file_bytes(values=[value(file_tensors.ALIGNMENT_KEY, U32, struct.pack("<I", 3))]),
-        "expected a power of 2 .* got 3 of type 4",
+        None,
     ),
-    "alignment_text": (file_bytes(values=[value(file_tensors.ALIGNMENT_KEY, TEXT, text("32"))]), "expected a power of"),
+    "alignment_text": (file_bytes(values=[value(file_tensors.ALIGNMENT_KEY, TEXT, text("32"))]), None),
     "alignment_float": (
         file_bytes(values=[value(file_tensors.ALIGNMENT_KEY, 6, struct.pack("<f", 32))]),
-        "expected a power of 2",
+        None,
     ),
-    "name_beyond_file": (file_bytes([struct.pack("<Q", HUGE) + bytes(64)]), "letters"),
-    "name_not_utf8": (file_bytes([info(b"\xc3(", (4,), "F32", 0)], data=bytes(16)), "expected a name in UTF-8"),
-    "name_twice": (file_bytes([F32, F32], data=bytes(64)), "a comes twice"),
-    "terminal_name": (file_bytes([info("\x1b[2J", (4,), 99, 0)], data=bytes(16)), r"header: '\\x1b\[2J': expected a"),
-    "dimensions": (file_bytes([info("a", (1,) * 6, "F32", 0)], data=bytes(4)), "expected 0 to 5 dimensions, got 6"),
-    "dimensions_huge": (file_bytes([text("a") + struct.pack("<I", 2**32 - 1) + bytes(99)]), "expected 0 to 5"),
-    "type": (file_bytes([info("a", (4,), 4, 0)], data=bytes(16)), "a: expected a type that ggml has, got 4"),
-    "type_huge": (file_bytes([info("a", (4,), 2**32 - 1, 0)], data=bytes(16)), "expected a type that ggml has"),
-    "type_of_no_file": (file_bytes([info("a", (32,), 9, 0)], data=bytes(36)), "expected a type that ggml has, got 9"),
-    "row": (file_bytes([info("a", (32, 3), "Q8_0", 0)], data=bytes(102)), "rows of a multiple of 32 .* Q8_0, got 3"),
-    "scalar_blocks": (file_bytes([info("a", (), "Q8_0", 0)], data=bytes(34)), "rows of a multiple of 32"),
-    "shape_overflows": (file_bytes([info("a", (HUGE, HUGE, 4), "F32", 0)]), "expected less than 2\\^64 numbers"),
-    "shape_overflows_to_0": (file_bytes([info("a", (2**32, 2**32), "F32", 0)]), "expected less than 2\\^64 numbers"),
-    "bytes_overflow_to_0": (file_bytes([info("a", (2**31, 2**31), "F32", 0)]), "expected .* got .*, so that a is cut"),
+    "name_beyond_file": (file_bytes([struct.pack("<Q", HUGE) + bytes(64)]), None),
+    "name_not_utf8": (file_bytes([info(b"\xc3(", (4,), "F32", 0)], data=bytes(16)), "b'\\xc3('"),
+    "name_twice": (file_bytes([F32, F32], data=bytes(64)), None),
+    "terminal_name": (file_bytes([info("\x1b[2J", (4,), 99, 0)], data=bytes(16)), 99),
+    "dimensions": (file_bytes([info("a", (1,) * 6, "F32", 0)], data=bytes(4)), 6),
+    "dimensions_huge": (file_bytes([text("a") + struct.pack("<I", 2**32 - 1) + bytes(99)]), 4294967295),
+    "type": (file_bytes([info("a", (4,), 4, 0)], data=bytes(16)), 4),
+    "type_huge": (file_bytes([info("a", (4,), 2**32 - 1, 0)], data=bytes(16)), 4294967295),
+    "type_of_no_file": (file_bytes([info("a", (32,), 9, 0)], data=bytes(36)), 9),
+    "row": (file_bytes([info("a", (32, 3), "Q8_0", 0)], data=bytes(102)), 3),
+    "scalar_blocks": (file_bytes([info("a", (), "Q8_0", 0)], data=bytes(34)), 1),
+    "shape_overflows": (file_bytes([info("a", (HUGE, HUGE, 4), "F32", 0)]), None),
+    "shape_overflows_to_0": (file_bytes([info("a", (2**32, 2**32), "F32", 0)]), None),
+    "bytes_overflow_to_0": (file_bytes([info("a", (2**31, 2**31), "F32", 0)]), None),
     "shape_beyond_file": (
         file_bytes([info("a", (5,), "F32", 0)], data=bytes(16)),
-        "expected 84 bytes, .* got 80, so that a is cut",
+        None,
     ),
-    "offset": (file_bytes([info("a", (4,), "F32", 32)], data=bytes(48)), "expected offset 0, where .* got 32"),
-    "offset_huge": (file_bytes([info("a", (4,), "F32", MOST)], data=bytes(48)), "expected offset 0"),
-    "offset_unaligned": (file_bytes([F32, info("b", (4,), "F32", 16)], data=bytes(32)), "b: expected offset 32, .*"),
-    "overlap": (file_bytes([F32, info("b", (4,), "F32", 0)], data=bytes(32)), "b: expected offset 32, .* got 0"),
-    "hole": (file_bytes([F32, info("b", (4,), "F32", 64)], data=bytes(80)), "b: expected offset 32, .* got 64"),
-    "trailing": (file_bytes([F32], data=bytes(33)), "expected 80 bytes, header and tensors, got 97"),
-    "no_tensors_but_data": (file_bytes(data=bytes(33)), "expected 24 bytes, header and tensors, got 65"),
+    "offset": (file_bytes([info("a", (4,), "F32", 32)], data=bytes(48)), 32),
+    "offset_huge": (file_bytes([info("a", (4,), "F32", MOST)], data=bytes(48)), "18446744073709551615"),
+    "offset_unaligned": (file_bytes([F32, info("b", (4,), "F32", 16)], data=bytes(32)), 16),
+    "overlap": (file_bytes([F32, info("b", (4,), "F32", 0)], data=bytes(32)), 0),
+    "hole": (file_bytes([F32, info("b", (4,), "F32", 64)], data=bytes(80)), 64),
+    "trailing": (file_bytes([F32], data=bytes(33)), 97),
+    "no_tensors_but_data": (file_bytes(data=bytes(33)), 65),
 }
 SHAPES = {
     "product": (5, struct.pack("<3i", 2, 2, 2)),
@@ -387,22 +387,22 @@ SHAPES = {
 for case, (kind, data) in SHAPES.items():
     sides = len(data) // struct.calcsize(file_tensors.SCALARS[kind])
     given = value("comfy.gguf.orig_shape.a", LIST, struct.pack("<IQ", kind, sides) + data)
-    BAD[f"original_shape_{case}"] = (file_bytes([F32], [given], bytes(16)), "expected up to 5 integers whose product")
+    BAD[f"original_shape_{case}"] = (file_bytes([F32], [given], bytes(16)), None)
 BAD["original_shape_text"] = (
     file_bytes([F32], [value("comfy.gguf.orig_shape.a", TEXT, text("2x2"))], bytes(16)),
-    "orig_shape.a: expected up to 5 integers whose product is that of",
+    "None",
 )
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_file(tmp_path, case):
-    data, why = BAD[case]
+    data, got = BAD[case]
     path = tmp_path / "bad.gguf"
     path.write_bytes(data)
-    with pytest.raises(ValueError, match=rf"path: .*bad\.gguf: as a GGUF file: .*({why})") as caught:
+    with refused("path", got, path=path) as caught:
         weights.load(path, model="sdxl")
     assert str(caught.value).isprintable()
-    with pytest.raises(ValueError, match=r"bad\.gguf"):
+    with refused("path", path=path):
         weights.tensor_types(path)
 
 
@@ -412,7 +412,7 @@ def test_what_is_good_about_the_bad_ones(tmp_path):
     many = value("b", LIST, struct.pack("<IQ", TEXT, 2) + text("x") + text(""))
     path = tmp_path / "good.gguf"
     path.write_bytes(file_bytes([F32, info("b", (0, 7), "F32", 32)], [given, many], bytes(16)))
-    with pytest.raises(ValueError, match=r"expected 256 bytes, .*, so that b is cut"):  # it begins beyond the end
+    with refused("path", names=["256"]):  # it begins beyond the end
         weights.tensor_types(path)
     path.write_bytes(file_bytes([F32, info("b", (0, 7), "F32", 32)], [given, many], bytes(32)))
     assert weights.tensor_types(path) == [("a", (2, 2), "F32", 16), ("b", (0, 7), "F32", 0)]
@@ -428,7 +428,7 @@ def test_a_huge_header_is_not_read(tmp_path):
     path.write_bytes(file_bytes(values=[value("a", TEXT, struct.pack("<Q", 1 << 30))]))
     with open(path, "r+b") as f:
         f.truncate(1 << 31)
-    with pytest.raises(ValueError, match=r"expected 1073741824 letters .*up to the end of the file, or of 100000000"):
+    with refused("path", names=["1073741824", "100000000"]):
         weights.load(path)
 
 
@@ -443,7 +443,7 @@ def test_a_small_file_makes_no_large_model(tmp_path):
     path.write_bytes(file_bytes(infos))
     with open(path, "r+b") as f:
         f.truncate(path.stat().st_size + end)  # sparse
-    with pytest.raises(ValueError, match=r"hostile\.gguf: .*conv2\.weight: expected \(65536, 65536, 3, 3\)"):
+    with refused("path", path=path, names=["conv2.weight", "(65536, 65536, 3, 3)"]):
         weights.load(path)
 
 
@@ -456,7 +456,7 @@ def test_every_truncation_of_a_real_file(tmp_path, dtype):
         last = max(tensor.at + tensor.nbytes for tensor in file_tensors.gguf_header(file)[0])
     for size in sorted({*range(0, 800, 7), *range(800, last, last // 60), last - 1}):
         path.write_bytes(whole[:size])
-        with pytest.raises(ValueError, match=r"path: .*a\.gguf: as a GGUF file"):
+        with refused("path", path=path):
             weights.load(path)
     path.write_bytes(whole[:last])  # the padding of the last one may be missing
     assert weights.load(path).missing() == []
@@ -474,7 +474,7 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
         return read(file, tensor, shape)
 
     monkeypatch.setattr(file_tensors, "read_tensor", cut)
-    with pytest.raises(ValueError, match=r"a\.gguf: \S+: expected \d+ bytes .*, got \d+; the file was cut"):
+    with refused("path", path=path):
         weights.load(path)
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from engine import error
+from errors import refused
 
 from vaemem import VAE
 from vaemem._handmade import handmade, paint, picture
@@ -74,5 +75,5 @@ def test_diffusers_makes_the_same_of_them(tmp_path):
 
 
 def test_an_unknown_model():
-    with pytest.raises(ValueError, match=r"model: expected one of .*sdxl.*, got 'sd9'"):
+    with refused("model", "'sd9'"):
         handmade("sd9")

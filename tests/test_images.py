@@ -6,6 +6,7 @@ import zlib
 import numpy as np
 import pytest
 from engine import config, images, latents, small_vae
+from errors import refused
 
 from vaemem import VAE
 
@@ -88,7 +89,7 @@ def test_numbers_with_the_range_of_bytes_are_refused(dtype, top):
     meant = np.random.default_rng(0).integers(0, white + 1, (1, 3, 8, 12)).astype(dtype)
     meant[0, 0, 0, :2] = 0, top
     half = f"{top / 2}"
-    with pytest.raises(ValueError, match=rf"x: expected .* got numbers from 0 to {top}; if white is {top}, x / {half}"):
+    with refused("x", names=[top, half]):
         vae.encode(meant)
     vae.encode(meant.astype(np.float32) / float(half) - 1)
     vae.encode(meant.astype(np.float32) / top)  # dark, but an image
@@ -157,34 +158,34 @@ def test_what_is_refused(tmp_path):
     z, x = latents(vae, 2, 2), images(8, 8)
     masked = np.ma.masked_array(x, x > 0)
     for call, kind, message in (
-        (lambda: vae.encode(masked), ValueError, r"x: expected numbers everywhere, got \d+ masked of 192;"),
-        (lambda: vae.encode([*masked]), ValueError, r"x: expected numbers everywhere, .*np.ma.filled\(x, 0\)"),
-        (lambda: vae.encode(masked.astype(np.uint8).transpose(0, 2, 3, 1)), ValueError, "x: expected numbers"),
-        (lambda: vae.decode(np.ma.masked_array(z, z > 0)), ValueError, r"z: expected .*, .*np.ma.filled\(z, 0\)"),
-        (lambda: vae.decode([*np.ma.masked_array(z, z > 0)]), ValueError, "z: expected numbers everywhere"),
-        (lambda: vae.encode([picture(), picture(8, 8)]), ValueError, "one size in a batch, got 8x12 and 8x8; encode"),
-        (lambda: vae.encode([images(8, 8)[0], images(8, 4)[0]]), ValueError, r"got \(3, 8, 8\) and \(3, 8, 4\)"),
-        (lambda: vae.encode([picture(), 3]), TypeError, "x: expected images and files of them, or arrays, got int"),
-        (lambda: vae.encode(picture(9, 8)), ValueError, "height: expected a positive multiple of 4, got 9;"),
-        (lambda: vae.encode(images(8, 8), pad="zeros"), ValueError, "pad: expected reflect or edge, got 'zeros'"),
-        (lambda: vae.encode(images(0, 8), pad="edge"), ValueError, "height: expected a positive multiple of 4, got 0"),
-        (lambda: vae.encode(tmp_path / "b.png"), FileNotFoundError, "x: .*b.png: expected an image file, got no such"),
-        (lambda: vae.encode(tmp_path / "a.png"), ValueError, "x: .*a.png: expected an image file, got another; cannot"),
-        (lambda: vae.encode(tmp_path), ValueError, "x: .*: expected an image file, got another; .*Is a directory"),
-        (lambda: vae.encode(depth), ValueError, "x: expected an image of 8 or 16 bits a channel, got mode F"),
-        (lambda: vae.encode([]), ValueError, "x: expected shape"),
-        (lambda: vae.decode(z, size=(9, 8)), ValueError, "size: expected 1x1 to 8x8, what these latents give, got 9x8"),
-        (lambda: vae.decode(z, size=8), TypeError, r"size: expected \(height, width\) or None, got 8"),
-        (lambda: vae.decode(z, output_type="pil", out=0), ValueError, "output_type: expected float or uint8 for out=,"),
+        (lambda: vae.encode(masked), ValueError, ("x",)),
+        (lambda: vae.encode([*masked]), ValueError, ("x",)),
+        (lambda: vae.encode(masked.astype(np.uint8).transpose(0, 2, 3, 1)), ValueError, ("x",)),
+        (lambda: vae.decode(np.ma.masked_array(z, z > 0)), ValueError, ("z",)),
+        (lambda: vae.decode([*np.ma.masked_array(z, z > 0)]), ValueError, ("z",)),
+        (lambda: vae.encode([picture(), picture(8, 8)]), ValueError, ("x",)),
+        (lambda: vae.encode([images(8, 8)[0], images(8, 4)[0]]), ValueError, ("x", "(3, 8, 8) and (3, 8, 4)")),
+        (lambda: vae.encode([picture(), 3]), TypeError, ("x",)),
+        (lambda: vae.encode(picture(9, 8)), ValueError, ("height", 9)),
+        (lambda: vae.encode(images(8, 8), pad="zeros"), ValueError, ("pad", "'zeros'")),
+        (lambda: vae.encode(images(0, 8), pad="edge"), ValueError, ("height", 0)),
+        (lambda: vae.encode(tmp_path / "b.png"), FileNotFoundError, ("x",)),
+        (lambda: vae.encode(tmp_path / "a.png"), ValueError, ("x", "another")),
+        (lambda: vae.encode(tmp_path), ValueError, ("x", "another")),
+        (lambda: vae.encode(depth), ValueError, ("x",)),
+        (lambda: vae.encode([]), ValueError, ("x", "(0,)")),
+        (lambda: vae.decode(z, size=(9, 8)), ValueError, ("size", "9x8")),
+        (lambda: vae.decode(z, size=8), TypeError, ("size", 8)),
+        (lambda: vae.decode(z, output_type="pil", out=0), ValueError, ("output_type", "'pil'")),
     ):
-        with pytest.raises(kind, match=message):
+        with refused(*message, kind=kind):
             call()
     assert np.isfinite(vae.decode(z)).all()
 
 
 def test_two_channels_are_no_picture():
     vae = VAE.random(config=config("sd") | {"in_channels": 1, "out_channels": 2})
-    with pytest.raises(ValueError, match="output_type: expected float or uint8 for images of 2 channels, got 'pil'"):
+    with refused("output_type", "'pil'"):
         vae.decode(latents(vae, 2, 2), output_type="pil")
-    with pytest.raises(ValueError, match=r"x: expected shape \(N, H, W, 1\) for uint8, got \(1, 8, 12, 3\)"):
+    with refused("x", "(1, 8, 12, 3)"):
         vae.encode(picture())

@@ -6,6 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from errors import refused
 
 from vaemem import formula, predict, predict_pipeline
 from vaemem.prediction.closed import PlayedPeak
@@ -137,18 +138,18 @@ def test_prompts():
 @pytest.mark.parametrize(
     ("at", "message"),
     [
-        ((200, 512), "height: expected 256 to 2048, got 200"),
-        ((512, 2049), "width: expected 256 to 2048, got 2049"),
-        ((512, 512, 5), "batch: expected 1 to 4, got 5"),
-        ((2048, 2048, 2), r"batch: expected less than 8 \* 2\^20 pixels in all, got 2 of 2048x2048"),
-        ((256, 1025), "height, width: expected sides up to 4:1, got 256x1025"),
-        ((512, 512, 1, 600), "prompt_tokens: expected 1 to 512, got 600"),
-        ((512, 512.5), "width: expected a whole number of at least 1, got 512.5"),
+        ((200, 512), ("height", 200)),
+        ((512, 2049), ("width", 2049)),
+        ((512, 512, 5), ("batch", 5)),
+        ((2048, 2048, 2), ("batch",)),
+        ((256, 1025), ("height, width", "256x1025")),
+        ((512, 512, 1, 600), ("prompt_tokens", 600)),
+        ((512, 512.5), ("width", 512.5)),
     ],
 )
 def test_outside_of_the_grid(at, message):
     found = made(lambda p: p.height * p.width, Grid(512))
-    with pytest.raises(ValueError, match=message):
+    with refused(*message):
         found.predict(*at)
 
 
@@ -166,7 +167,7 @@ def test_sizes_that_pytorch_refuses_are_left_out():
     assert min(p.height for p in found.left_out) == 1152
     assert f"PyTorch refuses {len(found.left_out)} more" in str(found)
     limit = 10
-    with pytest.raises(ValueError, match="formula: sdxl encode float16 diffusers runs at none of multiples of 64"):
+    with refused("formula"):
         print(formula("sdxl", "encode", "float16", workspace=Refuses()))
 
 

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from errors import refused
 
 from vaemem import _core
 from vaemem.prediction import profiles
@@ -136,7 +137,7 @@ def test_the_first_entry_that_answers():
     assert said(lookup, question(21)) == (2 * 16 * 21 * 21, 0, 1, -1, 0, -1, None, 0)
     i, f = 4 * 8 * 12 * 12, 4 * 8 * 16 * 9
     assert said(lookup, question(12, "float32")) == (i + f, 0, -1, -1, 0, -1, "input + filter, TF32", 0)
-    with pytest.raises(ValueError, match="expected a 3x3 filter within the padded input, got 2x2 and padding 0x0"):
+    with refused("conv", names=["3x3", "2x2", "0x0"]):
         lookup.conv(question(2, padding=0))
     assert [Conv(*one).h for one in lookup.known(False)] == [10, 12, 21, 12] and lookup.known(True) == []
     assert lookup.conv(question(10)) == (7, 0) and len(lookup.sources(0)) == 4  # nothing is looked up twice
@@ -154,12 +155,12 @@ def test_guesses():
     for guess, count in (("rule", i + o + f), ("least", 0), ("most", i + 3 * o + f), ("columns", 2 * 8 * 9 * 144)):
         assert a_workspace(guess=guess).conv(question()) == (count, 0)
     assert a_workspace(guess="columns").conv(pointwise) == (0, 0)
-    with pytest.raises(ValueError, match="guess: expected rule, least, most or columns, got 'none'"):
+    with refused("guess", "'none'"):
         a_workspace(guess="none")
     lookup = a_workspace()
     forms = [said(lookup, one)[-1] for one in (question(), question(layout="nhwc"), wide, question(16))]
     assert forms == [0, 1, 2, 0] and len(lookup.sources(0)) == 3
-    with pytest.raises(ValueError, match="expected channels that fall into 3 groups, got 8 and 16"):
+    with refused("conv"):
         lookup.conv(question(groups=3))
     assert lookup.conv(Conv("float16", 1, 1 << 20, 64, 64, 7, 3)) == (0, 3)  # 2^32 elements
     assert lookup.sources(3)[0][5] == "none for an image of 2^31 elements or more"
@@ -314,26 +315,26 @@ def test_rules_that_change_while_they_are_read():
     key.holder = odd
     odd[key] = ["float16"]
     odd |= {name: value for name, value in rule.items() if name != "dtypes"}
-    with pytest.raises(ValueError, match="profile: expected a rule with a list of dtypes"):
+    with refused("profile"):
         profile(rules=[odd])
 
 
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"stride": 0}, "stride: expected 1 to 2"), ({"stride": (1, 0)}, "stride: expected 1 to 2"),
-        ({"groups": 0}, "groups: expected 1 to 2"), ({"dilation": 0}, "dilation: expected 1 to 2"),
-        ({"padding": -1}, "padding: expected 0 to 2"), ({"r": 0}, "r: expected 1 to 2"), ({"h": 0}, "sizes: expected"),
-        ({"h": 2**62}, "sizes: expected 1 to 2"), ({"padding": 2**62}, "padding: expected 0 to 2"),
-        ({"dilation": 2**62}, "dilation: expected 1 to 2"), ({"n": -1}, "n, c, k and groups: expected 1 to 2"),
-        ({"c": 0}, "n, c, k and groups: expected 1 to 2"), ({"depth": -3}, "sizes: expected 1 to 2"),
+        ({"stride": 0}, (0, "stride")), ({"stride": (1, 0)}, (0, "stride")),
+        ({"groups": 0}, (0, "n, c, k and groups")), ({"dilation": 0}, (None, "dilation")),
+        ({"padding": -1}, (None, "padding")), ({"r": 0}, (0, "r")), ({"h": 0}, (0, "sizes")),
+        ({"h": 2**62}, (None, "sizes")), ({"padding": 2**62}, (None, "padding")),
+        ({"dilation": 2**62}, (None, "dilation")), ({"n": -1}, (None, "n, c, k and groups")),
+        ({"c": 0}, (None, "n, c, k and groups")), ({"depth": -3}, (None, "sizes")),
     ],
 )  # fmt: skip
 def test_convolutions_that_there_are_not(change, named):
     """Nothing divides by zero or leaves 64 bits, whichever function is asked."""
     conv = question()._replace(**change)
     for ask in (_core.conv_sizes, lambda conv: profile().conv(conv, True)):
-        with pytest.raises(ValueError, match=f"conv: .*{named}"):
+        with refused("conv", *named):
             ask(conv)
 
 
@@ -405,9 +406,9 @@ def test_rows():
 
 
 def test_bad_catalogues_and_workspaces():
-    with pytest.raises(ValueError, match="card: expected a key of up to 63 letters"):
+    with refused("card"):
         a_workspace(card=("x" * 64, 89, 1))
-    with pytest.raises(ValueError, match="rule: expected up to 16 compute capabilities"):
+    with refused("rule"):
         a_catalogue(rules=[({}, 0, 0, (89,) * 17, False)])
     for wrong in (dict(card=1), dict(card=("x", 89)), dict(rules=(1,)), dict(rules=((1, 0, 0, (), 0),))):
         with pytest.raises((TypeError, ValueError)):
@@ -417,5 +418,5 @@ def test_bad_catalogues_and_workspaces():
         for use in (lambda c: c.near(CARD, 0), lambda c: c.relatives(89, 0), lambda c: a_workspace(c)):
             with pytest.raises((ZeroDivisionError, TypeError)):
                 use(catalogue)
-    with pytest.raises(TypeError, match="catalogue: expected a Catalogue, got int"):
+    with refused("catalogue", "int", kind=TypeError):
         a_workspace(7)

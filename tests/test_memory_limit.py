@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from engine import config, images, latents, run_core, small_vae
+from errors import refused
 
 import vaemem
 from vaemem import _core
@@ -142,14 +143,14 @@ def test_bad_limits_get_one_sentence(anywhere, bad):
         lambda: vae.estimate("decode", 8, 8, memory_limit=bad),
         lambda: vae.largest("decode", bad),
     ):
-        with pytest.raises((TypeError, ValueError), match=r"^memory_limit: expected [^\n]{5,200}$"):
+        with refused("memory_limit"):
             call()
     vae.memory_limit = bad
-    with pytest.raises((TypeError, ValueError), match=r"^memory_limit: expected .+"):
+    with refused("memory_limit"):
         vae.decode(latents(vae, 2, 2))
     vae.memory_limit, vae.cache_limit = None, bad
     if bad not in (0, "0 GB"):  # nothing stays
-        with pytest.raises((TypeError, ValueError), match=r"^cache_limit: expected .+"):
+        with refused("cache_limit"):
             vae.decode(latents(vae, 2, 2))
 
 
@@ -210,7 +211,7 @@ def test_auto_leaves_something_for_others(vae, monkeypatch):
     gpu = SimpleNamespace(room=lambda: 70 * MIB)
     assert resolve("auto", 5, gpu) == 5 + 70 * MIB, "what is free on the GPU"
     free = None
-    with pytest.raises(ValueError, match=r"memory_limit: .*this system does not tell"):
+    with refused("memory_limit"):
         vae.estimate("decode", 8, 8, memory_limit="auto")
 
 
@@ -230,7 +231,7 @@ def test_auto_asks_at_each_run_and_counts_what_the_vae_holds(vae, monkeypatch):
     free = 2 * whole.output_bytes
     assert np.array_equal(vae.decode(z), want) and vae.last_run.peak_bytes == whole.peak_bytes
     vae.trim()
-    with pytest.raises(ValueError, match="memory_limit"):
+    with refused("memory_limit"):
         vae.decode(z)
     assert len(asked) == 3
 
@@ -282,11 +283,11 @@ def test_smallest_is_the_least_that_will_do(vae, op):
     assert vae.estimate(op, 128, 160).peak_bytes >= smallest
     run = vae.estimate(op, 128, 160, memory_limit=smallest)
     assert run.peak_bytes <= smallest and run.work > 1
-    with pytest.raises(ValueError, match=r"^memory_limit: expected at least .+") as caught:
+    with refused("memory_limit") as caught:
         vae.estimate(op, 128, 160, memory_limit=smallest - 1)
     assert caught.value.smallest == smallest
     data = latents(vae, 32, 40) if op == "decode" else images(128, 160)
-    with pytest.raises(ValueError, match=r"^memory_limit: expected at least .+") as caught:
+    with refused("memory_limit") as caught:
         getattr(vae, op)(data, memory_limit=smallest - 1)
     assert caught.value.smallest == smallest
     getattr(vae, op)(data, memory_limit=smallest)
@@ -313,11 +314,9 @@ def test_the_sentence_below_the_smallest_plan(vae):
     side, said = re.fullmatch(pattern, advice).groups()
     tiled = taken_by(vae.estimate("decode", 256, 192, batch=2, tiling=vaemem.Tiling(int(side))))
     assert tiled / MIB == pytest.approx(float(said), abs=0.01) and tiled < smallest
-    with pytest.raises(
-        ValueError, match=r"expected at least .* for an encode .* got 100 bytes, which is no more than the "
-    ):
+    with refused("memory_limit", names=["100"]):
         vae.encode(images(64, 64), memory_limit=100)
-    with pytest.raises(ValueError, match=r"which would do for no size$"):
+    with refused("memory_limit"):
         vae.estimate("encode", 64, 64, memory_limit=vae.smallest("encode", 4, 4) - 1)
 
 
@@ -328,17 +327,17 @@ def test_largest(vae):
         assert height % 4 == width % 4 == 0 and abs(width - aspect * height) <= 4 * max(1, aspect)
         assert vae.estimate("decode", height, width, memory_limit=limit).peak_bytes <= limit
     side = vae.largest("decode", limit)[0]
-    with pytest.raises(ValueError, match="memory_limit"):
+    with refused("memory_limit"):
         vae.estimate("decode", side + 4, side + 4, memory_limit=limit)
     vae.memory_limit = limit
     assert vae.largest("decode") == (side, side)
     vae.memory_limit = None
-    with pytest.raises(ValueError, match=r"memory_limit: expected a limit"):
+    with refused("memory_limit"):
         vae.largest("decode")
-    with pytest.raises(ValueError, match=r"^memory_limit: expected at least .+"):
+    with refused("memory_limit"):
         vae.largest("decode", 100)
     for bad in (0, -1, float("nan"), float("inf"), "1", True, None, 1000):
-        with pytest.raises((TypeError, ValueError), match=r"^aspect: expected .+"):
+        with refused("aspect"):
             vae.largest("decode", limit, bad)
 
 
@@ -400,14 +399,14 @@ def test_tradeoff_as_a_table_and_a_picture(vae, capsys):
     assert "seconds" not in repr(vaemem.tradeoff(vae, "encode", 64, 64)), "no encode was measured"
     figure = vaemem.plot.tradeoff(table + vaemem.tradeoff(vae, "encode", 64, 64), {"PyTorch": (2 * MIB, 1.0)})
     assert isinstance(figure, matplotlib.Figure) and len(figure.axes[0].lines) == 3
-    with pytest.raises(ValueError, match="table: expected rows with work"):
+    with refused("table"):
         vaemem.plot.tradeoff(vaemem.Table())
     for message, arguments in (
-        ("ops: expected", (vae, "dream", 64, 64)),
-        ("dtype: expected one of", ("sdxl", "decode", 64, 64, 1, ["float32", "float16"])),
-        ("models: expected .*, a VAE, got \\['sdxl'\\]", (["sdxl"], "decode", 64, 64)),
+        (("ops", "'dream'"), (vae, "dream", 64, 64)),
+        (("dtype", "['float32', 'float16']"), ("sdxl", "decode", 64, 64, 1, ["float32", "float16"])),
+        (("models", "['sdxl']"), (["sdxl"], "decode", 64, 64)),
     ):
-        with pytest.raises(ValueError, match=message):
+        with refused(*message):
             vaemem.tradeoff(*arguments)
 
 
@@ -609,7 +608,7 @@ def test_memory_that_runs_out_in_the_smallest_plan_is_an_error(vae):
         vae.decode(z, memory_limit=limit)
     _core.fail_alloc_at(0)
     vae.on_out_of_memory = "perhaps"
-    with pytest.raises(ValueError, match="on_out_of_memory: expected retry or raise"):
+    with refused("on_out_of_memory"):
         vae.decode(z)
 
 

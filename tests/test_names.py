@@ -6,6 +6,7 @@ import re
 import ml_dtypes
 import numpy as np
 import pytest
+from errors import refused
 
 import vaemem
 from vaemem import VAE, predict, predict_pipeline, predict_sweep
@@ -89,23 +90,23 @@ def test_a_file_is_no_name(tmp_path, monkeypatch):
     [
         (
             lambda: predict("sdxxl", "decode", 64, 64),
-            r"model: expected one of sd15, .*, got 'sdxxl'; did you mean 'sdxl'",
+            ("model", "'sdxxl'"),
         ),
         (
             lambda: predict("stabilityai/sd-vae", "decode", 64, 64),
-            "model: expected one of sd15, .* a config.json, got 'stab",
+            ("model", "'stabilityai/sd-vae'"),
         ),
-        (lambda: predict("sdxl", "decode", 64, 64, float), "dtype: expected one of float32, .*, got <class 'float'>"),
-        (lambda: predict("sdxl", "decode", 64, 64, "fp8"), "dtype: expected one of float32, float16, bfloat16, got"),
-        (lambda: VAE.random("Flux3"), r"model: expected one of .*, got 'Flux3'; did you mean 'flux2?'"),
-        (lambda: VAE.random(None), "model: expected one of .*, got None"),
-        (lambda: predict_pipeline("sdx", 512, 512), "pipeline: expected one of .*, got 'sdx'; did you mean 'sdxl'"),
-        (lambda: choose("x", "zz", "abc"), "x: expected one of a, b, c, got 'zz'$"),
-        (lambda: choose("op", "decoed", ("encode", "decode")), r"expected encode or decode, .*; did you mean 'decode'"),
+        (lambda: predict("sdxl", "decode", 64, 64, float), ("dtype", "<class 'float'>")),
+        (lambda: predict("sdxl", "decode", 64, 64, "fp8"), ("dtype", "'fp8'")),
+        (lambda: VAE.random("Flux3"), ("model", "'Flux3'")),
+        (lambda: VAE.random(None), ("model", "None")),
+        (lambda: predict_pipeline("sdx", 512, 512), ("pipeline", "'sdx'")),
+        (lambda: choose("x", "zz", "abc"), ("x", "'zz'")),
+        (lambda: choose("op", "decoed", ("encode", "decode")), ("op", "'decoed'")),
     ],
 )
 def test_refusals(call, said):
-    with pytest.raises(ValueError, match=said):
+    with refused(*said):
         call()
 
 
@@ -145,9 +146,7 @@ def test_models_that_have_anothers_vae(written, vae, pipeline):
     if pipeline:
         assert known_pipeline("pipeline", written) == pipeline
     else:
-        with pytest.raises(
-            ValueError, match=r"pipeline: expected one of sd15, .*only the VAE \(.*\) of this model is known"
-        ):
+        with refused("pipeline"):
             predict_pipeline(written, 512, 512)
 
 
@@ -180,12 +179,12 @@ def test_every_name_is_known_to_all_commands(name):
     ],
 )
 def test_a_model_of_another_architecture_says_so(name):
-    for call in (
-        lambda: predict(name, "decode", 64, 64),
-        lambda: VAE.random(name),
-        lambda: predict_pipeline(name, 64, 64),
+    for argument, call in (
+        ("model", lambda: predict(name, "decode", 64, 64)),
+        ("model", lambda: VAE.random(name)),
+        ("pipeline", lambda: predict_pipeline(name, 64, 64)),
     ):
-        with pytest.raises(ValueError, match=r"(model|pipeline): Sana's VAE is an AutoencoderDC, another architecture"):
+        with refused(argument, names=["AutoencoderDC"]):
             call()
 
 

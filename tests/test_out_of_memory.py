@@ -6,6 +6,7 @@ import json
 import re
 
 import pytest
+from errors import refused
 
 import vaemem
 from vaemem import _core, explain
@@ -194,7 +195,7 @@ def test_what_is_supposed_of_the_card_is_said():
     text, _ = message(vaemem.predict("sdxl", "decode", 2048, 2048, gpu="RTX 4060"))
     hip = explain(text.replace("CUDA out", "HIP out"))
     assert "--gpu 'AMD Radeon RX" in str(hip) and "(same memory)" in hip.to_text(width=999)
-    with pytest.raises(ValueError, match="error: expected an out-of-memory message"):
+    with refused("error"):
         explain("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 4294967296 bytes.")
 
 
@@ -371,7 +372,7 @@ def test_the_command(capsys, monkeypatch, tmp_path):
 
 def test_an_exception_is_a_message_too():
     assert explain(MemoryError(SMALL)).said["requested"] == 20 * MIB
-    with pytest.raises(ValueError, match="model: expected one of"):
+    with refused("model"):
         explain(SMALL, model="sd9")
 
 

@@ -10,6 +10,7 @@ import sys
 
 import numpy as np
 import pytest
+from errors import refused
 
 from vaemem import OutOfMemoryError, _core, formula, plan_pipeline, predict, predict_pipeline, predict_sweep
 from vaemem.pipelines import pipeline_run, programs
@@ -335,37 +336,37 @@ def test_a_repeated_run_is_what_one_of_its_own_is(offload):
 @pytest.mark.parametrize(
     "wrong, match",
     [
-        ({"pipeline": "sd16"}, "pipeline: expected"),
-        ({"height": 500}, "height: expected a multiple of 8"),
-        ({"pipeline": "zimage-turbo", "height": 1000}, "height: expected a multiple of 16"),
-        ({"pipeline": "flux", "height": 8}, "height: expected a whole number of at least 16, got 8"),
-        ({"vae": "tiled 12"}, "vae: expected the side of a tile, a multiple of 8 as in 'tiled 512', got 'tiled 12'"),
-        ({"vae": "tiled0"}, "vae: expected one of whole, tiled, sliced, vaemem, got 'tiled0'"),
-        ({"offload": "group"}, "offload: expected"),
-        ({"vae": "vaemem"}, "vae_memory_limit: expected a limit with"),
-        ({"vae_memory_limit": "1 GB"}, "vae_memory_limit: expected a limit with"),
-        ({"components": {"transformer": "nf4"}}, "components: expected"),
-        ({"components": {"unet": "Q9"}}, "unet"),
-        ({"components": {"unet": None}}, "unet"),
-        ({"components": {"unet": "none"}}, "unet"),
+        ({"pipeline": "sd16"}, ("pipeline", "'sd16'")),
+        ({"height": 500}, ("height", 500)),
+        ({"pipeline": "zimage-turbo", "height": 1000}, ("height", 1000)),
+        ({"pipeline": "flux", "height": 8}, ("height", 8)),
+        ({"vae": "tiled 12"}, ("vae", "'tiled 12'")),
+        ({"vae": "tiled0"}, ("vae", "'tiled0'")),
+        ({"offload": "group"}, ("offload", "'group'")),
+        ({"vae": "vaemem"}, ("vae_memory_limit",)),
+        ({"vae_memory_limit": "1 GB"}, ("vae_memory_limit",)),
+        ({"components": {"transformer": "nf4"}}, ("components", "'transformer'")),
+        ({"components": {"unet": "Q9"}}, ("components['unet']", "'Q9'")),
+        ({"components": {"unet": None}}, ("components", "None")),
+        ({"components": {"unet": "none"}}, ("components", "None")),
         (
             {"components": {"unet": "Q8_0 from float16"}},
-            "expected 'from float16' after int8, nf4, nf4 double, got it after",
+            ("components['unet']",),
         ),
-        ({"components": {"unet": "nf4 from Q8_0"}}, "expected one of float32, float16, bfloat16, got 'Q8_0'"),
-        ({"components": {"unet": "nf4 on gpu"}}, "expected one of .*got 'nf4 on gpu'"),
-        ({"components": {"vae": "Q8_0"}}, "vae"),
-        ({"dtype": "int8"}, "dtype: expected"),
-        ({"components": {"unet": "nf4"}, "offload": "sequential"}, "offload: expected none or model"),
-        ({"batch": 0}, "batch: expected"),
-        ({"prompt_tokens": 10**6}, "prompt_tokens: expected at most 8192, got 1000000"),
-        ({"guidance": "yes"}, "guidance: expected True or False, got 'yes'"),
-        ({"image": "cat.png"}, "image: expected True or False, got 'cat.png'"),
-        ({"runtime": "sd.cpp", "guidance": 1.0}, "guidance: expected True or False, got 1.0"),
+        ({"components": {"unet": "nf4 from Q8_0"}}, ("components['unet']", "'Q8_0'")),
+        ({"components": {"unet": "nf4 on gpu"}}, ("components['unet']", "'nf4 on gpu'")),
+        ({"components": {"vae": "Q8_0"}}, ("components['vae']", "'Q8_0'")),
+        ({"dtype": "int8"}, ("dtype", "'int8'")),
+        ({"components": {"unet": "nf4"}, "offload": "sequential"}, ("offload", "'sequential'")),
+        ({"batch": 0}, ("batch", 0)),
+        ({"prompt_tokens": 10**6}, ("prompt_tokens", 1000000)),
+        ({"guidance": "yes"}, ("guidance", "'yes'")),
+        ({"image": "cat.png"}, ("image", "'cat.png'")),
+        ({"runtime": "sd.cpp", "guidance": 1.0}, ("guidance", 1.0)),
     ],
 )
 def test_bad_questions(wrong, match):
-    with pytest.raises(ValueError, match=match):
+    with refused(*match):
         predict_pipeline(**{"pipeline": "sd15", "height": 512, "width": 512, **wrong})
 
 
@@ -461,7 +462,7 @@ def test_an_image_to_begin_with():
     assert encode.allocated <= above <= encode.allocated + 4 * MIB
     assert phase(predict_pipeline("sdxl", 512, 512, image=True), "encode image").fits  # converted, and back
     for how in ({"offload": {"vae": "cpu"}}, {"vae": "vaemem", "vae_memory_limit": "1 GB"}):
-        with pytest.raises(ValueError, match="image: expected PyTorch's VAE on the device"):
+        with refused("image"):
             predict_pipeline("sd15", 512, 512, image=True, **how)
 
 
@@ -488,12 +489,12 @@ def test_stable_diffusion_cpps_phases():
         and ": fits: it takes " in repr(less)
     )
     for wrong, match in (
-        ({"dtype": "float16"}, "dtype: expected None"),
-        ({"offload": "model"}, "offload: expected"),
-        ({"vae": "sliced"}, "vae: expected"),
-        ({"runtime": "sd.c"}, "runtime: expected"),
+        ({"dtype": "float16"}, ("dtype", "'float16'")),
+        ({"offload": "model"}, ("offload", "'model'")),
+        ({"vae": "sliced"}, ("vae", "'sliced'")),
+        ({"runtime": "sd.c"}, ("runtime", "'sd.c'")),
     ):
-        with pytest.raises(ValueError, match=match):
+        with refused(*match):
             predict_pipeline(**{"pipeline": "sd15", "height": 512, "width": 512, "runtime": "sd.cpp", **wrong})
 
 
@@ -571,23 +572,23 @@ def test_formulas_in_a_notebook():
 @pytest.mark.parametrize(
     ("pipeline", "height", "given", "message"),
     [
-        ("zimage-turbo", 1000, {}, "height: expected a multiple of 16 up to 1048576 for zimage-turbo, got 1000"),
-        ("flux2-klein", 512, {"image": True}, "image: expected False with flux2-klein, which takes images as tokens"),
+        ("zimage-turbo", 1000, {}, ("height", 1000)),
+        ("flux2-klein", 512, {"image": True}, ("image", "True")),
         (
             "flux2-klein",
             512,
             {"runtime": "sd.cpp"},
-            "pipeline: expected one of .* zimage-turbo with sd.cpp, got 'flux2-klein'",
+            ("pipeline", "'flux2-klein'"),
         ),
-        ("sd15", 1 << 21, {}, "height: expected a multiple of 8 up to"),
-        ("sd15", 512, {"components": ["nf4"]}, "components: expected {role: type or file}"),
-        ("sd15", 512, {"components": {"unet": ["nf4"]}}, r"components\['unet'\]: expected one of"),
-        ("sd15", 512, {"components": {"unet": "bool"}}, r"components\['unet'\]: expected one of"),
-        ("sd15", 512, {"vae": "vaemem", "vae_memory_limit": "10 MB"}, "vae_memory_limit: expected more than the VAE's"),
+        ("sd15", 1 << 21, {}, ("height", 2097152)),
+        ("sd15", 512, {"components": ["nf4"]}, ("components", "['nf4']")),
+        ("sd15", 512, {"components": {"unet": ["nf4"]}}, ("components['unet']",)),
+        ("sd15", 512, {"components": {"unet": "bool"}}, ("components['unet']",)),
+        ("sd15", 512, {"vae": "vaemem", "vae_memory_limit": "10 MB"}, ("vae_memory_limit", "'10 MB'")),
     ],
 )
 def test_what_a_pipeline_cannot_be_is_refused(pipeline, height, given, message):
-    with pytest.raises(ValueError, match=message):
+    with refused(*message):
         predict_pipeline(pipeline, height, 512, **given)
 
 
@@ -606,8 +607,8 @@ def test_components_on_the_cpu():
         assert (phase(placed, name).flops, phase(placed, name).host_flops) == (0, phase(whole, name).flops)
     assert phase(placed, "denoise").flops == phase(whole, "denoise").flops
     assert phase(placed, "decode").allocated < phase(placed, "denoise").allocated
-    for wrong in ({"vae": "disk"}, {"transformer": "cpu"}):
-        with pytest.raises(ValueError, match="offload"):
+    for wrong, argument in (({"vae": "disk"}, "offload['vae']"), ({"transformer": "cpu"}, "offload")):
+        with refused(argument):
             predict_pipeline("sd15", 512, 512, offload=wrong)
 
 
@@ -649,7 +650,7 @@ def test_a_files_own_types(tmp_path):
     assert part.nbytes == expected + 8 * 77
     layer = "text_model.encoder.layers.3.mlp.fc1"
     assert part.unpacked[layer] == [("weight, unpacked", 3072 * 768 * 2)]
-    with pytest.raises(ValueError, match=r"components\['unet'\]: .*expected a file that has the model's 859520964"):
+    with refused("components['unet']", names=["859520964"]):
         predict_pipeline("sd15", 512, 512, components={"unet": tmp_path / "clip.gguf"})
 
 

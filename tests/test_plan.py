@@ -9,6 +9,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from errors import refused
 
 from vaemem import plan_pipeline, plot, predict, predict_pipeline
 from vaemem.__main__ import main
@@ -186,7 +187,7 @@ def test_calibrating_moves_every_other_way():
     plan = PipelinePlan("t", [way("a"), way("b", seconds=20.0)], Room(None), MACHINE, {"a": 30.0})
     assert plan["a"].seconds.likely == pytest.approx(30, rel=0.01)
     assert plan["b"].seconds.likely == pytest.approx(60, rel=0.01) and "1 measured run" in plan.to_text(all=True)
-    with pytest.raises(ValueError, match="calibrate: expected ways out of a, got 'c'"):
+    with refused("calibrate", "'c'"):
         PipelinePlan("t", [way("a")], Room(None), MACHINE, {"c": 1.0})
 
 
@@ -206,7 +207,7 @@ def test_what_is_written_is_what_was_found(tmp_path):
     assert json.loads((tmp_path / "plan.json").read_text("utf-8")) == data
     assert plan.to_markdown(all=True).count("\n| ") == 8 and "Take c." in plan.to_markdown()
     assert "<br" not in plan._repr_html_() and "a, b" in plan._repr_html_()
-    with pytest.raises(ValueError, match="way: expected one of a, b; c, got 'd'"):
+    with refused("way", "'d'"):
         plan["d"]
 
 
@@ -408,33 +409,33 @@ def test_smaller_types_are_tried_where_weights_are_large():
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"gpu": "RTX 3060", "runtime": "ollama"}, "runtime: expected "),
-        ({"memory": 8}, "memory: expected 1 GB or more, such as '16 GB', got 8"),
-        ({"gpu": "RTX 3060", "host_memory": "lots"}, "host_memory: expected bytes"),
-        ({"gpu": "RTX 3060", "batch": 0}, "batch: expected a whole number"),
-        ({"gpu": "RTX 3060", "cores": 0}, "cores: expected a whole number of at least 1"),
-        ({"gpu": "RTX 3060", "link": "USB"}, "link: expected a link such as"),
-        ({"gpu": "RTX 3060", "calibrate": {"by hand": 3.0}}, "calibrate: expected ways out of"),
-        ({"gpu": "RTX 3060", "calibrate": {"no offload, VAE whole": "8"}}, "expected more than 0 seconds, got '8'"),
+        ({"gpu": "RTX 3060", "runtime": "ollama"}, ("runtime", "'ollama'")),
+        ({"memory": 8}, ("memory", 8)),
+        ({"gpu": "RTX 3060", "host_memory": "lots"}, ("host_memory", "'lots'")),
+        ({"gpu": "RTX 3060", "batch": 0}, ("batch", 0)),
+        ({"gpu": "RTX 3060", "cores": 0}, ("cores", 0)),
+        ({"gpu": "RTX 3060", "link": "USB"}, ("link", "'USB'")),
+        ({"gpu": "RTX 3060", "calibrate": {"by hand": 3.0}}, ("calibrate", "'by hand'")),
+        (
+            {"gpu": "RTX 3060", "calibrate": {"no offload, VAE whole": "8"}},
+            ("calibrate['no offload, VAE whole']", "'8'"),
+        ),
         (
             {"memory": "12 GB", "calibrate": {"no offload, VAE whole": -1}},
-            r"calibrate\['no offload, VAE whole'\]: .*got -1",
+            ("calibrate['no offload, VAE whole']", -1),
         ),
-        ({"memory": "12 GB", "calibrate": 8.0}, "calibrate: expected {way: seconds}, got 8.0"),
-        ({"memory": "12 GB", "time_limit": "10s"}, "time_limit: expected more than 0 seconds, got '10s'"),
-        ({"gpu": "RTX 3060", "types": []}, "types: expected at least one type"),
-        *(
-            ({"memory": "12 GB", name: 1}, f"{name}: expected True or False, got 1")
-            for name in ("guidance", "image", "flash")
-        ),
-        ({"runtime": "mlx"}, "memory: expected the memory of the Mac"),
-        ({"runtime": "mlx", "memory": "16 GB", "gpu": "RTX 3060"}, "gpu: expected None with runtime='mlx'"),
-        ({"runtime": "sd.cpp", "memory": "12 GB", "dtype": "float16"}, "dtype: expected None with runtime='sd.cpp'"),
-        ({"pipeline": "flux2", "runtime": "sd.cpp", "memory": "12 GB"}, "pipeline: expected .* with sd.cpp, got"),
+        ({"memory": "12 GB", "calibrate": 8.0}, ("calibrate", 8.0)),
+        ({"memory": "12 GB", "time_limit": "10s"}, ("time_limit", "'10s'")),
+        ({"gpu": "RTX 3060", "types": []}, ("types", "none")),
+        *(({"memory": "12 GB", name: 1}, (name, 1)) for name in ("guidance", "image", "flash")),
+        ({"runtime": "mlx"}, ("memory", "None")),
+        ({"runtime": "mlx", "memory": "16 GB", "gpu": "RTX 3060"}, ("gpu", "'RTX 3060'")),
+        ({"runtime": "sd.cpp", "memory": "12 GB", "dtype": "float16"}, ("dtype", "'float16'")),
+        ({"pipeline": "flux2", "runtime": "sd.cpp", "memory": "12 GB"}, ("pipeline", "'flux2'")),
     ],
 )
 def test_what_cannot_be_planned_is_refused(asked, said):
-    with pytest.raises(ValueError, match=said):
+    with refused(*said):
         plan_pipeline(**{"pipeline": "sd15", "height": 512, "width": 512, **asked})
 
 
@@ -541,11 +542,11 @@ def test_phases_are_drawn(small_card):
         x = round(bar.get_x() + bar.get_width() / 2)
         tops[x] = max(tops.get(x, 0), bar.get_height() + bar.get_y())
     assert [tops[i] for i in range(len(p.phases))] == pytest.approx([phase.total / MIB for phase in p.phases])
-    with pytest.raises(ValueError, match="run: expected a run with phases"):
+    with refused("run"):
         plot.pipeline(Way("x", {}, ()))
-    with pytest.raises(ValueError, match="run: expected the phases of a prediction or of a plan, got Reading"):
+    with refused("run", "Reading"):
         plot.pipeline(Way("x", {}, (Reading(0, 0, 0, 0),)))
-    with pytest.raises(ValueError, match=r"run: expected a prediction, or one outcome of a plan, .*got PipelinePlan"):
+    with refused("run", "PipelinePlan"):
         plot.pipeline(small_card)
 
 
@@ -678,23 +679,23 @@ def test_options_of_sdcpp_that_a_plan_does_not_try():
 @pytest.mark.parametrize(
     ("offload", "vae", "said"),
     [
-        ("model", "whole", "offload: expected one of none, no offload, cond_only, .*got 'model'"),
-        ("cond_only, VAE sliced", "whole", "offload: expected one of none"),
-        ("cond_only --clip-on-cpu", "whole", "offload: expected one of none"),
-        ("none, Q4_K, Q4_0", "whole", "offload: .*and one type"),
-        (None, "whole", "offload: expected one of none, .*got None"),
-        ("", "whole", "offload: expected one of none"),
-        ({"--vae-tilings": True}, "whole", "offload: expected the settings of a way of sd15, got"),
-        ({"--clip-on-cpu": True, "--offload-to-cpu": True}, "whole", "offload: expected one of none"),
-        ({"--offload-mode": "aggressive"}, "whole", "offload: expected the settings"),
-        ("none", "sliced", "vae: expected one of whole, direct, tiled, direct tiled, on CPU tiled, got 'sliced'"),
-        ("none", "whole tiled", "vae: expected one of whole"),
-        ("none", "cond_only", "vae: expected one of whole"),
-        ("none", ["tiled"], "vae: expected one of whole"),
+        ("model", "whole", ("offload", "'model'")),
+        ("cond_only, VAE sliced", "whole", ("offload",)),
+        ("cond_only --clip-on-cpu", "whole", ("offload",)),
+        ("none, Q4_K, Q4_0", "whole", ("offload", "'none, Q4_K, Q4_0'")),
+        (None, "whole", ("offload", "None")),
+        ("", "whole", ("offload",)),
+        ({"--vae-tilings": True}, "whole", ("offload", "{'--vae-tilings': True}")),
+        ({"--clip-on-cpu": True, "--offload-to-cpu": True}, "whole", ("offload",)),
+        ({"--offload-mode": "aggressive"}, "whole", ("offload", "{'--offload-mode': 'aggressive'}")),
+        ("none", "sliced", ("vae", "'sliced'")),
+        ("none", "whole tiled", ("vae",)),
+        ("none", "cond_only", ("vae",)),
+        ("none", ["tiled"], ("vae",)),
     ],
 )
 def test_what_is_no_way_of_sdcpp(offload, vae, said):
-    with pytest.raises(ValueError, match=said):
+    with refused(*said):
         predict_pipeline("sd15", 512, 512, runtime="sd.cpp", offload=offload, vae=vae)
 
 
@@ -723,15 +724,15 @@ def test_a_gguf_says_what_its_weights_take(tmp_path):
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"types": ["nf4"]}, "types: expected one of F32, .*got 'nf4'"),
-        ({"cache_limit": 1}, "cache_limit: expected None with runtime='sd.cpp'"),
-        ({"components": {"unet": "Q8_0"}}, "components: expected text_encoder or|components: expected one of"),
-        ({"components": {"transformer": "nf4"}}, r"components\['transformer'\]: expected one of F32"),
-        ({"runtime": "diffusers", "flash": True}, "flash: expected None with runtime='diffusers'"),
+        ({"types": ["nf4"]}, ("types", "'nf4'")),
+        ({"cache_limit": 1}, ("cache_limit", 1)),
+        ({"components": {"unet": "Q8_0"}}, ("components", "'unet'")),
+        ({"components": {"transformer": "nf4"}}, ("components['transformer']", "'nf4'")),
+        ({"runtime": "diffusers", "flash": True}, ("flash", "True")),
     ],
 )
 def test_what_sdcpp_does_not_have_is_refused(asked, said):
-    with pytest.raises(ValueError, match=said):
+    with refused(*said):
         by_sdcpp(**asked)
 
 
@@ -744,11 +745,11 @@ def test_a_card_stands_in_whose_attention_was_recorded(memory):
 
 def test_arguments_that_are_not_needed_are_checked_too():
     for wrong, match in (
-        ({"time_limit": -1}, "time_limit: expected more than 0"),
-        ({"link": "USB"}, "link: expected"),
-        ({"cpu": "M1"}, "cpu: expected"),
+        ({"time_limit": -1}, ("time_limit", -1)),
+        ({"link": "USB"}, ("link", "'USB'")),
+        ({"cpu": "M1"}, ("cpu", "'M1'")),
     ):
-        with pytest.raises(ValueError, match=match):
+        with refused(*match):
             plan_pipeline("sd15", 512, 512, memory="8 GB", **wrong)
 
 

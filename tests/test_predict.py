@@ -16,6 +16,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from errors import refused
 
 from vaemem import CachingAllocator, OutOfMemoryError, _core, predict_largest, predict_pipeline, predict_sweep
 from vaemem.__main__ import main
@@ -227,9 +228,9 @@ def test_comfyui_takes_from_the_host_and_gives_to_it():
     image = process.decode(vae, process.tensor((1, 16, 64, 64), "float16", host=True))
     assert image.shape == (1, 3, 512, 512) and image.nbytes == 0 and process.peak_allocated == p.peak_allocated
     assert process.allocated - before == sum(size for name, size in p.peak_tensors if name.startswith("cublas"))
-    with pytest.raises(ValueError, match="decode: expected an input on the host"):
+    with refused("decode"):
         process.decode(vae, process.tensor((1, 16, 64, 64), "float16"))
-    with pytest.raises(ValueError, match="encode: expected an input on the device"):
+    with refused("encode"):
         process.encode(process.load("flux"), process.tensor((1, 3, 64, 64), "float16", host=True))
     tiled = predict("flux", "decode_tiled", 1024, 1024, "float16", runtime="comfyui", tile=512)
     assert tiled.allocated < predict("flux", "decode", 1024, 1024, "float16", runtime="comfyui").allocated / 3
@@ -276,71 +277,74 @@ def test_any_config(tmp_path):
 @pytest.mark.parametrize(
     "change, named",
     [
-        ({"model": "sd4"}, "model: expected one of"),
-        ({"model": SimulatedProcess}, "model: expected one of .*arch dict .*, a config.json, got <class"),
-        ({"op": "train"}, "op: expected one of"),
-        ({"dtype": "float64"}, "dtype: expected one of"),
-        ({"weights_dtype": "int8"}, "dtype: expected one of"),
-        ({"protocol": "hot"}, "protocol: expected one of cold, warm, repeated, kept, got 'hot'"),
-        ({"gpu": "RTX 9999"}, "gpu: un(known|listed) card"),
-        ({"gpu": "RX 9999"}, "unlisted card"),
-        ({"os": "dos"}, "os: expected linux or windows, got 'dos'"),
-        ({"memory": "lots"}, "memory: expected bytes"),
-        ({"torch_version": "2.7.1+rocm6.3"}, "torch_version: expected a CUDA build"),
-        ({"torch_version": ""}, "torch_version: expected one of"),
-        ({"cudnn_version": "7.6"}, "cudnn_version: expected a version of cuDNN 9"),
-        ({"cudnn_version": "99.0"}, "cudnn_version: expected a version of cuDNN 9"),
-        ({"weights_dtype": ""}, "weights_dtype: expected one of"),
-        ({"slicing": "no"}, "slicing: expected True or False, got 'no'"),
-        ({"slicing": 1}, "slicing: expected True or False, got 1"),
-        ({"model": "flux", "runtime": "bfl", "slicing": True}, "slicing: cannot be used with bfl"),
-        ({"model": "flux", "runtime": "bfl", "op": "decode_tiled"}, "tile: expected diffusers, comfyui or a1111 for"),
-        ({"op": "decode_tiled", "tile": 0}, "tile: expected a whole number of at least 1, got 0"),
-        ({"op": "decode_tiled", "tile": True}, "tile: expected a whole number"),
-        ({"height": True}, "height: expected a whole number"),
-        ({"torch_version": "1.13.1"}, "torch_version: expected one of"),
-        ({"cudnn_version": "nine"}, "cudnn_version"),
-        ({"runtime": "bfl"}, "quant convolutions"),
-        ({"runtime": "fooocus"}, "runtime: expected one of diffusers, bfl, comfyui, a1111, forge, invokeai"),
-        ({"safe": 1}, "safe: expected True or False, got 1"),
-        ({"runtime": "a1111", "model": "flux"}, "such as bfl or comfyui, got a1111"),
-        ({"runtime": "bfl", "model": "flux", "op": "decode_tiled"}, "the bfl runtime has none"),
-        ({"runtime": "comfyui", "weights_dtype": "float32"}, "weights_dtype: expected the run's dtype bfloat16"),
-        ({"channels_last": "yes"}, "channels_last: expected True or False, got 'yes'"),
-        ({"channels_last": True, "torch_version": "2.15.0"}, r"channels_last: expected None with 2.*; use it with"),
-        ({"allow_tf32": None}, "allow_tf32: expected True or False, got None"),
-        ({"allow_tf32": False, "workspace": object()}, "allow_tf32: expected True with your own workspace"),
+        ({"model": "sd4"}, ("model", "'sd4'")),
+        ({"model": SimulatedProcess}, ("model", "<class 'vaemem.prediction.process.SimulatedProcess'>")),
+        ({"op": "train"}, ("op", "'train'")),
+        ({"dtype": "float64"}, ("dtype", "'float64'")),
+        ({"weights_dtype": "int8"}, ("weights_dtype", "'int8'")),
+        ({"protocol": "hot"}, ("protocol", "'hot'")),
+        ({"gpu": "RTX 9999"}, ("gpu",)),
+        ({"gpu": "RX 9999"}, ("gpu",)),
+        ({"os": "dos"}, ("os", "'dos'")),
+        ({"memory": "lots"}, ("memory", "'lots'")),
+        ({"torch_version": "2.7.1+rocm6.3"}, ("torch_version", "'2.7.1+rocm6.3'")),
+        ({"torch_version": ""}, ("torch_version", "''")),
+        ({"cudnn_version": "7.6"}, ("cudnn_version", "'7.6'")),
+        ({"cudnn_version": "99.0"}, ("cudnn_version", "'99.0'")),
+        ({"weights_dtype": ""}, ("weights_dtype", "''")),
+        ({"slicing": "no"}, ("slicing", "'no'")),
+        ({"slicing": 1}, ("slicing", 1)),
+        ({"model": "flux", "runtime": "bfl", "slicing": True}, ("slicing",)),
+        ({"model": "flux", "runtime": "bfl", "op": "decode_tiled"}, ("tile",)),
+        ({"op": "decode_tiled", "tile": 0}, ("tile", 0)),
+        ({"op": "decode_tiled", "tile": True}, ("tile", "True")),
+        ({"height": True}, ("height", "True")),
+        ({"torch_version": "1.13.1"}, ("torch_version", "'1.13.1'")),
+        ({"cudnn_version": "nine"}, ("cudnn_version", "'nine'")),
+        ({"runtime": "bfl"}, ("runtime", "bfl")),
+        ({"runtime": "fooocus"}, ("runtime", "'fooocus'")),
+        ({"safe": 1}, ("safe", 1)),
+        ({"runtime": "a1111", "model": "flux"}, ("runtime", "a1111")),
+        ({"runtime": "bfl", "model": "flux", "op": "decode_tiled"}, ("tile",)),
+        ({"runtime": "comfyui", "weights_dtype": "float32"}, ("weights_dtype", "'float32'")),
+        ({"channels_last": "yes"}, ("channels_last", "'yes'")),
+        ({"channels_last": True, "torch_version": "2.15.0"}, ("channels_last", "True")),
+        ({"allow_tf32": None}, ("allow_tf32", "None")),
+        ({"allow_tf32": False, "workspace": object()}, ("allow_tf32", "False")),
         (
             {"allocator": "cudamallocasync"},
-            "allocator: expected native, cudaMallocAsync or a PYTORCH_CUDA_ALLOC_CONF",
+            ("allocator", "'cudamallocasync'"),
         ),
-        ({"allocator": "backend:jemalloc"}, "allocator: expected native, .* got 'backend:jemalloc'"),
-        ({"allocator": "garbage_collection_threshold:0.8"}, "works only with set_per_process_memory_fraction"),
-        ({"allocator": "backend:cudaMallocAsync,max_split_size_mb:64"}, "max_split_size_mb: expected the native"),
-        ({"allocator": None}, "allocator: expected text"),
-        ({"cudnn_benchmark": 1}, "cudnn_benchmark: expected True or False, got 1"),
-        ({"cudnn_benchmark": True}, "cudnn_benchmark: expected False, got True; PyTorch then times all of cuDNN's"),
-        ({"workspace": "none"}, r"workspace: expected an object whose conv\(...\) answers, .*got 'none'"),
-        ({"workspace": 0}, "workspace: expected an object .*got 0"),
-        ({"height": 500}, "height: expected a multiple of 8"),
-        ({"height": 2**40, "width": 2**40}, "height: expected at most 1048576, got 1099511627776"),
-        ({"width": 2**63}, "width: expected at most 1048576, got 9223372036854775808"),
-        ({"batch": 2**64}, "batch: expected at most 65536, got 18446744073709551616"),
-        ({"op": "decode_tiled", "tile": 2**64}, "tile: expected at most 1048576, got"),
-        ({"width": 512.0}, "width: expected a whole number"),
-        ({"batch": 0}, "batch"),
-        ({"tile": 512}, "tile: expected None with"),
-        ({"op": "decode_tiled", "tile": 10}, "tile: expected a multiple"),
-        ({"tile_overlap": 0.5}, "tile_overlap: expected a tiled op of the diffusers runtime, got decode of diff"),
-        ({"tile_overlap": 0.5, "op": "decode_tiled", "runtime": "comfyui"}, "got decode_tiled of comfyui"),
-        ({"tile_overlap": 1, "op": "decode_tiled"}, "tile_overlap: expected a number from 0 to less than 1, got 1"),
-        ({"tile_overlap": "a half", "op": "decode_tiled"}, "tile_overlap: expected a number from 0 .* got 'a half'"),
-        ({"tile_overlap": 0.999, "op": "decode_tiled"}, "tile_overlap: expected from 0 .* a tile of 128, got 0.999"),
+        ({"allocator": "backend:jemalloc"}, ("allocator", "'backend:jemalloc'")),
+        ({"allocator": "garbage_collection_threshold:0.8"}, ("allocator", "'garbage_collection_threshold:0.8'")),
+        (
+            {"allocator": "backend:cudaMallocAsync,max_split_size_mb:64"},
+            ("allocator", "'backend:cudaMallocAsync,max_split_size_mb:64'"),
+        ),
+        ({"allocator": None}, ("allocator", "None")),
+        ({"cudnn_benchmark": 1}, ("cudnn_benchmark", 1)),
+        ({"cudnn_benchmark": True}, ("cudnn_benchmark", "True")),
+        ({"workspace": "none"}, ("workspace", "'none'")),
+        ({"workspace": 0}, ("workspace", 0)),
+        ({"height": 500}, ("height", 500)),
+        ({"height": 2**40, "width": 2**40}, ("height", 1099511627776)),
+        ({"width": 2**63}, ("width", "9223372036854775808")),
+        ({"batch": 2**64}, ("batch", "18446744073709551616")),
+        ({"op": "decode_tiled", "tile": 2**64}, ("tile", "18446744073709551616")),
+        ({"width": 512.0}, ("width", 512.0)),
+        ({"batch": 0}, ("batch", 0)),
+        ({"tile": 512}, ("tile", 512)),
+        ({"op": "decode_tiled", "tile": 10}, ("tile", 10)),
+        ({"tile_overlap": 0.5}, ("tile_overlap",)),
+        ({"tile_overlap": 0.5, "op": "decode_tiled", "runtime": "comfyui"}, ("tile_overlap",)),
+        ({"tile_overlap": 1, "op": "decode_tiled"}, ("tile_overlap", 1)),
+        ({"tile_overlap": "a half", "op": "decode_tiled"}, ("tile_overlap", "'a half'")),
+        ({"tile_overlap": 0.999, "op": "decode_tiled"}, ("tile_overlap", 0.999)),
     ],
 )
 def test_bad_questions(change, named):
     question = {"model": "sdxl", "op": "decode", "height": 512, "width": 512} | change
-    with pytest.raises(ValueError, match=named):
+    with refused(*named):
         predict(**question)
 
 
@@ -404,7 +408,7 @@ def test_the_drivers_pool():
     assert (
         predict_largest("sdxl", "decode", "float16", gpu="RTX 4060", allocator="cudaMallocAsync", safe=False)[0] >= 1024
     )
-    with pytest.raises(ValueError, match="save_snapshot: expected a process whose allocator is native"):
+    with refused("save_snapshot"):
         p.save_snapshot("nowhere")
 
 
@@ -583,7 +587,7 @@ def test_tiles_are_those_of_the_config(tmp_path):
     assert predict(str(tmp_path), "decode_tiled", 512, 512).tile == 128
     del config["sample_size"]
     assert predict(config, "decode_tiled", 256, 256).tile == 32  # diffusers' default
-    with pytest.raises(ValueError, match="tile: expected a size"):
+    with refused("tile"):
         predict(config | {"sample_size": "big"}, "decode_tiled", 512, 512)
 
 
@@ -767,9 +771,9 @@ def test_a_process_of_several_models():
     p.drop(vae, latents)
     p.empty_cache()
     assert p.allocated == 8519680 and p.reserved <= 20 * MIB  # one segment stays for cuBLAS
-    with pytest.raises(ValueError, match="dropped before"):
+    with refused("drop"):
         p.drop(vae)
-    with pytest.raises(ValueError, match="dropped"):
+    with refused("decode"):
         p.decode(vae, p.tensor((1, 4, 8, 8), "float16"))
 
 
@@ -793,7 +797,7 @@ def test_converting_weights():
     p.convert(vae, "float32")
     p.drop(vae)
     assert p.allocated == 0
-    with pytest.raises(ValueError, match="dropped"):
+    with refused("vae"):
         p.convert(vae, "float16")
 
 
@@ -846,7 +850,7 @@ def test_the_weights_may_be_what_does_not_fit():
 
 @pytest.mark.parametrize("used", [-1, "lots", 1.5])
 def test_what_others_hold_is_a_size(used):
-    with pytest.raises((ValueError, TypeError), match="used: expected"):
+    with refused("used"):
         predict("sd15", "decode", 256, 256, "float16", used=used)
 
 
@@ -862,11 +866,11 @@ def test_what_others_use_may_be_more_than_the_card():
     assert min(p._parts.values()) >= 0 and "less 0.50 GB for the CUDA context, 18.63 GB for others" in p.to_text(
         width=200
     )
-    with pytest.raises(ValueError, match="used: expected bytes, or a unit such as '14 GB', got '14'"):
+    with refused("used", "'14'", names=["'14 GB'"]):
         predict("sdxl", "decode", 512, 512, gpu="T4", used="14")
     with pytest.raises(TypeError, match="got an unexpected keyword argument 'offload'"):
         predict_largest("sdxl", "decode", offload="model")
-    with pytest.raises(ValueError, match="slicing: cannot be used with forge"):
+    with refused("slicing"):
         predict("sdxl", "decode", 512, 512, runtime="forge", slicing=True)
 
 
@@ -1107,11 +1111,9 @@ def test_the_end_of_the_search_is_told(monkeypatch, capsys):
 
 
 def test_no_size_fits():
-    with pytest.raises(ValueError, match=r"height: expected None, .* got 5"):
+    with refused("height", 5):
         predict_largest("sdxl", "decode", "float16", height=5, safe=False)
-    with pytest.raises(
-        ValueError, match=r"gpu, used: expected at least \d+ MiB, .* got \d+ on NVIDIA GeForce RTX 4060"
-    ):
+    with refused("gpu, used", names=["NVIDIA GeForce RTX 4060"]):
         predict_largest("sdxl", "decode", dtype="float32", gpu="RTX 4060", used="7.7 GB", safe=False)
 
 
@@ -1131,20 +1133,20 @@ def test_the_largest_on_the_command_line(capsys):
 @pytest.mark.parametrize(
     "call, named",
     [
-        (lambda p, v: p.decode(v, p.tensor((1, 16, 8, 8), "float16")), r"expected a tensor \(N, 4"),
-        (lambda p, v: p.decode(v, p.tensor((1, 4, 8, 8), "float32")), "dtype float16"),
-        (lambda p, v: p.encode(v, p.tensor((1, 3, 60, 64), "float16")), "height: expected a multiple"),
-        (lambda p, v: p.tensor((1, 0), "float16"), "shape"),
-        (lambda p, v: p.tensor((1, 2), "float64"), "dtype"),
-        (lambda p, v: p.load("sdxl", "float16", "tensorflow"), "runtime"),
-        (lambda p, v: p.convert(v, "int4"), "dtype"),
-        (lambda p, v: p.save_snapshot("nowhere"), "history=True"),
+        (lambda p, v: p.decode(v, p.tensor((1, 16, 8, 8), "float16")), ("decode", "(1, 16, 8, 8)")),
+        (lambda p, v: p.decode(v, p.tensor((1, 4, 8, 8), "float32")), ("decode", "float32")),
+        (lambda p, v: p.encode(v, p.tensor((1, 3, 60, 64), "float16")), ("height", 60)),
+        (lambda p, v: p.tensor((1, 0), "float16"), ("shape", 0)),
+        (lambda p, v: p.tensor((1, 2), "float64"), ("dtype",)),
+        (lambda p, v: p.load("sdxl", "float16", "tensorflow"), ("runtime", "'tensorflow'")),
+        (lambda p, v: p.convert(v, "int4"), ("dtype",)),
+        (lambda p, v: p.save_snapshot("nowhere"), ("save_snapshot",)),
     ],
 )
 def test_bad_scripts(call, named):
     p = SimulatedProcess()
     vae = p.load("sdxl", "float16")
-    with pytest.raises(ValueError, match=named):
+    with refused(*named):
         call(p, vae)
 
 

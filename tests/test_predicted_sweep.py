@@ -5,6 +5,7 @@ import io
 import json
 
 import pytest
+from errors import refused
 
 import vaemem
 from vaemem import VAE, Table, compare, fit, predict, predict_pipeline, predict_sweep, report, seed_table
@@ -150,7 +151,7 @@ def test_progress_counts_up_to_the_end():
 
 
 def test_what_ends_it_carries_the_finished_rows():
-    with pytest.raises(ValueError, match="height: expected a multiple of 8, got 513") as caught:
+    with refused("height", 513) as caught:
         predict_sweep("sdxl", "decode", [512, 513])
     assert [row["height"] for row in caught.value.table] == [512]
 
@@ -164,24 +165,24 @@ def test_a_config_may_be_a_path(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"device": "cpu"}, ValueError, "device: expected an op that takes it, got decode"),
-        ({"tile_overlap": 0.5}, ValueError, "tile_overlap: expected an op that takes it, got decode"),
-        ({"ops": "decode_tiled", "tile": [0, 512]}, ValueError, "tile: expected a whole number of at least 1, got 0"),
-        ({"height": 512}, ValueError, "height: expected an op that takes it, got decode"),
-        ({"models": ["sdxl", "sd4"]}, ValueError, "model: expected one of sd15"),
-        ({"models": [1]}, ValueError, "models: expected sd15, .* a config or a VAE, got 1"),
-        ({"ops": "upscale"}, ValueError, "ops: expected one of encode, decode, encode_tiled"),
-        ({"dtypes": ["float16", "int8"]}, ValueError, "dtypes: expected one of float32, .* got 'int8'"),
-        ({"gpu": ["RTX 4090", "RX 7000"]}, ValueError, "gpu: un(known|listed) card"),
-        ({"gpu": [4090]}, TypeError, "gpu: expected a name"),
+        ({"device": "cpu"}, ValueError, ("device", "decode")),
+        ({"tile_overlap": 0.5}, ValueError, ("tile_overlap", "decode")),
+        ({"ops": "decode_tiled", "tile": [0, 512]}, ValueError, ("tile", 0)),
+        ({"height": 512}, ValueError, ("height", "decode")),
+        ({"models": ["sdxl", "sd4"]}, ValueError, ("model", "'sd4'")),
+        ({"models": [1]}, ValueError, ("models", 1)),
+        ({"ops": "upscale"}, ValueError, ("ops", "'upscale'")),
+        ({"dtypes": ["float16", "int8"]}, ValueError, ("dtypes", "'int8'")),
+        ({"gpu": ["RTX 4090", "RX 7000"]}, ValueError, ("gpu",)),
+        ({"gpu": [4090]}, TypeError, ("gpu", "int")),
         *(
-            ({name: []}, ValueError, f"{name}: expected at least one, got none")
+            ({name: []}, ValueError, (name, "none"))
             for name in ("models", "ops", "sizes", "dtypes", "gpu", "batch", "tile", "tile_overlap")
         ),
     ],
 )
 def test_bad_arguments_are_named(arguments, error, message):
-    with pytest.raises(error, match=message) as caught:
+    with refused(*message, kind=error) as caught:
         predict_sweep(**({"models": "sdxl", "ops": "decode", "sizes": 64} | arguments))
     assert not len(getattr(caught.value, "table", ()))
 
@@ -246,7 +247,7 @@ def test_pipelines_are_fitted_by_phase_and_compared():
     assert compare(tiled, predict).find("predict").highest == 0
     larger = compare(table.filter(phase="decode"), functools.partial(predict, gpu="RTX 4090")).find("predict")
     assert larger.lowest < 0
-    with pytest.raises(ValueError, match="estimators: expected one that applies to sd15 pipeline float16 on the CPU,"):
+    with refused("estimators"):
         compare(Table([row | {"device": "cpu"} for row in table]), predict)
 
 
@@ -268,16 +269,16 @@ def test_sdcpps_pipelines_are_rows():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"models": "sd3"}, ValueError, "models: expected one of sd15, sdxl, flux"),
-        ({"tile": 512}, ValueError, "tile: expected an op that takes it, got pipeline"),
-        ({"ops": "decode", "offload": "model"}, ValueError, "offload: expected an op that takes it, got decode"),
-        ({"batch": [1, 0]}, ValueError, "batch: expected a whole number of at least 1, got 0"),
-        ({"ops": "decode", "prompt_tokens": 3}, ValueError, "prompt_tokens: expected an op that takes it"),
-        ({"prompt_tokens": [0]}, ValueError, "prompt_tokens: expected a whole number of at least 1, got 0"),
+        ({"models": "sd3"}, ValueError, ("models", "'sd3'")),
+        ({"tile": 512}, ValueError, ("tile", "pipeline")),
+        ({"ops": "decode", "offload": "model"}, ValueError, ("offload", "decode")),
+        ({"batch": [1, 0]}, ValueError, ("batch", 0)),
+        ({"ops": "decode", "prompt_tokens": 3}, ValueError, ("prompt_tokens", "decode")),
+        ({"prompt_tokens": [0]}, ValueError, ("prompt_tokens", 0)),
     ],
 )  # fmt: skip
 def test_bad_sweeps_of_pipelines(arguments, error, message):
-    with pytest.raises(error, match=message):
+    with refused(*message, kind=error):
         predict_sweep(**({"models": "sd15", "ops": "pipeline", "sizes": 512} | arguments))
 
 

@@ -5,6 +5,7 @@ import random
 
 import numpy as np
 import pytest
+from errors import refused
 
 from vaemem import CachingAllocator, OutOfMemoryError, SimulatedProcess, _core
 from vaemem.prediction.held import Variables
@@ -241,11 +242,11 @@ def test_again():
         rows = tuple(tuple(takes[conv, number] for conv in core.convs) for number in (1, 2, 1))
         most = [[allocator.max_memory_reserved()] for _, allocator in (one, two, one)]
         assert core.again(rows, ((0, core.steps),)) == most
-    with pytest.raises(ValueError, match="workspaces: expected"):
+    with refused("workspaces"):
         one[0].again(((),), ())
-    with pytest.raises(ValueError, match=r"spans of \d+ steps, got one from 0 until"):
+    with refused("again"):
         one[0].again((), ((0, one[0].steps + 1),))
-    with pytest.raises(ValueError, match="spans"):
+    with refused("again"):
         one[0].again((), ((3, 2),))
 
 
@@ -410,17 +411,17 @@ def test_every_allocation_fails_once():
 def test_bad_arguments():
     allocator, core = process()
     trace = a_trace(random.Random(3))
-    with pytest.raises(ValueError, match="address"):
+    with refused("address"):
         core.release([512])
     [address] = core.hold("x", [512])
     core.release([address])
     with pytest.raises(ValueError):
         core.release([address])
-    with pytest.raises(ValueError, match="expected storages of the process"):
+    with refused("copy"):
         core.copy("weights", [address], [1])
-    with pytest.raises(ValueError, match="expected 1 of them, got 2"):
+    with refused("bytes", 2):
         core.copy("weights", [address], [1, 2])
-    with pytest.raises(ValueError, match="expected integers from 0"):
+    with refused("bytes"):
         core.hold("x", [1 << 64])
     with pytest.raises((ValueError, OverflowError)):
         core.hold("x", [-1])
@@ -428,13 +429,13 @@ def test_bad_arguments():
         core.hold("x", [(1 << 60) + 1])
     with pytest.raises(TypeError):
         core.hold("x", ["1"])
-    with pytest.raises(ValueError, match="workspaces, next"):
+    with refused("workspaces, next"):
         core.call(trace, [1] * (len(trace.convs) + 1), [])
-    with pytest.raises(TypeError, match="expected a Trace"):
+    with refused("trace", kind=TypeError):
         core.call(allocator, [], [])
-    with pytest.raises(TypeError, match="expected a CachingAllocator"):
+    with refused("allocator", names=["CachingAllocator"], kind=TypeError):
         _core.Process(trace, **BLAS, cublaslt_use="each")
-    with pytest.raises(ValueError, match="cublaslt_use"):
+    with refused("cublaslt_use"):
         _core.Process(allocator, **BLAS, cublaslt_use="never")
     assert core.peak()[1] == [("x", 512, 0)]
 
@@ -459,15 +460,15 @@ def test_what_is_no_tensor_or_model_is_refused_by_name():
     vae = process.load("sdxl")
     z = process.tensor((1, 4, 8, 8), "float16")
     for call, said in (
-        (lambda: process.decode(vae, None), "latents: expected a Tensor of this process, got NoneType"),
-        (lambda: process.encode(vae, np.zeros(3)), "image: expected a Tensor of this process, got ndarray"),
-        (lambda: process.decode("sdxl", z), "vae: expected a LoadedVAE of this process, got str"),
-        (lambda: process.convert(None, "float32"), "vae: expected a LoadedVAE of this process, got NoneType"),
-        (lambda: process.elementwise(None), "x: expected a Tensor of this process, got NoneType"),
-        (lambda: process.sample(vae), "posterior: expected a Tensor of this process, got LoadedVAE"),
-        (lambda: process.drop(z, 3), "drop: expected a Tensor or LoadedVAE of this process, got int"),
+        (lambda: process.decode(vae, None), ("latents", "NoneType")),
+        (lambda: process.encode(vae, np.zeros(3)), ("image", "ndarray")),
+        (lambda: process.decode("sdxl", z), ("vae", "str")),
+        (lambda: process.convert(None, "float32"), ("vae", "NoneType")),
+        (lambda: process.elementwise(None), ("x", "NoneType")),
+        (lambda: process.sample(vae), ("posterior", "LoadedVAE")),
+        (lambda: process.drop(z, 3), ("drop", "int")),
     ):
-        with pytest.raises(TypeError, match=f"^{said}$"):
+        with refused(*said, kind=TypeError):
             call()
 
 
@@ -478,11 +479,11 @@ def test_a_failed_call_leaves_no_trace_in_others():
     held = p.hold("weights", 600 << 20)
     with pytest.raises(OutOfMemoryError):
         p.hold("more", 1 << 30)
-    with pytest.raises(ValueError, match="expected a reading for each of 1 phases, got 0 from number 99 on"):
+    with refused("judge"):
         p.takes([(0, 0)], first=99)
     before = p.allocated
     foreign = p.allocator.malloc(1 << 20)
-    with pytest.raises(ValueError, match="expected one of the process's storages"):
+    with refused("address"):
         p.release([foreign])
     assert p.allocated == before + (1 << 20)
     p.allocator.free(foreign)

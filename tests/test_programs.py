@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from errors import refused
 from traces import lifetimes
 
 from vaemem import _core
@@ -117,9 +118,9 @@ def test_a_case_that_was_not_recorded_is_refused():
     sizes = [{"n": 1, "h": side, "w": side, "t": t} for side in (128, 130) for t in (64, 65)]
     traces = [module.trace("bfloat16", gpu, **each) for each in sizes]
     assert len({tuple(kind for kind, *_ in trace.steps) for trace in traces}) == 4
-    with pytest.raises(ValueError, match=r"expected a case that was recorded, n = 1 or n = 2 .* n = 4, got n = 5, h ="):
+    with refused("zimage-transformer"):
         module.trace("bfloat16", gpu, n=5, h=128, w=128, t=64)
-    with pytest.raises(ValueError, match="expected a case that was recorded, h = 2 h1, got n = 1, h = 65"):
+    with refused("flux-transformer"):
         programs.load_program("flux-transformer").trace("bfloat16", gpu, n=1, h=65, w=64, t=512)
 
 
@@ -134,13 +135,13 @@ def test_equations_of_cases():
     assert taken("1 h w != 2 t + 1", h=3, w=3, t=5) == 8
     assert taken("1 n = 2", "640 n h h + -5 h + 7", n=2, h=3) == 11512
     for case in ("1 n != 1", "1 n = 2", "2 n + -1 = 0"):
-        with pytest.raises(ValueError, match="expected a case that was recorded"):
+        with refused(got="n = 1"):
             taken(case, n=1)
     for wrong in ("", "n", "2 m", "1 +", "1 n = 1", "1;", "1 n n n n"):
         with pytest.raises((ValueError, OverflowError), match="polynomial: expected"):
             taken("1 = 1", wrong, n=1 << 20)
     for wrong in ("1", "1 n =", "1 n = 1 = 1", "1 = 1; 1"):
-        with pytest.raises(ValueError, match="polynomial: expected"):
+        with refused(names=["polynomial"]):
             taken(wrong, n=1)
 
 
@@ -180,7 +181,7 @@ def test_a_text_that_is_no_program_is_refused(old, new):
 def test_calls_within_calls_come_to_an_end():
     """Each module calls the one before twice: as many steps as two to the power of their number."""
     calls = "".join(f"\nmodule a={i} b={i}" for i in range(40))
-    with pytest.raises(ValueError, match=r"at most 2\^22 steps"):
+    with refused(names=["2^22"]):
         Program("name m\nvariables n\ncall float16\nmodule" + calls)
 
 
@@ -189,9 +190,9 @@ def test_sizes_that_do_not_fit_are_said():
     for sizes, error in (((1, 1 << 61), OverflowError), ((1, -2), ValueError), ((1, 1 << 70), OverflowError)):
         with pytest.raises(error):
             program.trace("float16", sizes, 89, 128, ())
-    with pytest.raises(ValueError, match="small: expected a case that was recorded, t = 2 t2, got n = 1, t = 3"):
+    with refused("small"):
         program.trace("float16", (1, 3), 89, 128, ())
-    with pytest.raises(ValueError, match="dtype: expected one that small was recorded in, got float32"):
+    with refused("dtype", "float32"):
         program.trace("float32", (1, 2), 89, 128, ())
 
 
@@ -236,11 +237,11 @@ def test_a_wrong_fit_is_refused(modules):
 
 def test_other_sizes_are_refused():
     module = programs.load_program("clip-l")
-    with pytest.raises(ValueError, match="clip-l: expected n, t, got n"):
+    with refused("clip-l", "n"):
         module.trace("float16", find_gpu("T4"), n=1)
-    with pytest.raises(ValueError, match="dtype: expected"):
+    with refused("dtype"):
         module.trace("float64", find_gpu("T4"), n=1, t=77)
-    with pytest.raises(ValueError, match="component: expected"):
+    with refused("component"):
         programs.load_program("clip-m")
 
 

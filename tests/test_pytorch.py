@@ -7,6 +7,7 @@ import itertools
 import json
 
 import pytest
+from errors import refused
 
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
@@ -234,7 +235,7 @@ def test_attention_kernels():
         Calls(lambda q, m: F.scaled_dot_product_attention(q, q, q, m)), q, meta(1, 1, 128, 128, dtype=torch.bool)
     )
     assert takes(masked) == [128 * 128 * 2, rows * 64 * 2]
-    with pytest.raises(ValueError, match="float64"):
+    with refused("scaled_dot_product_attention"):
         record(Calls(run), meta(1, 1, 8, 8, dtype=torch.float64))
 
 
@@ -267,35 +268,35 @@ encoder = functools.partial(nn.TransformerEncoderLayer, 16, 2, 32, batch_first=T
 @pytest.mark.parametrize(
     "run, sentence",
     [
-        (lambda: record(nn.Linear(4, 4), meta(2, 4)), "module: expected a module in eval mode"),
-        (lambda: predict_peak(nn.Linear(4, 4), meta(2, 4)), "module: expected a module in eval mode"),
-        (lambda: run_linear(lambda m, x: m(x).sum().backward()), "call: expected a call without gradients"),
-        (lambda: run_linear(lambda m, x: torch.autograd.grad(m(x).sum(), m.weight)), "call: expected a call without"),
-        (lambda: run_linear(lambda m, x: torch.enable_grad()(m)(x)), "Linear: expected a call without gradients"),
-        (lambda: record(on_meta(lambda: nn.GRU(4, 4)), meta(2, 3, 4)), "GRU: expected a module without GRU, LSTM"),
-        (lambda: record(on_meta(lambda: nn.LSTM(4, 4, 2)), meta(2, 3, 4)), "LSTM: expected a module without GRU, LSTM"),
-        (lambda: record(on_meta(lambda: nn.RNN(4, 4)), meta(2, 3, 4)), "RNN: expected a module without GRU, LSTM"),
-        (lambda: record(on_meta(lambda: nn.LSTMCell(4, 4)), meta(2, 4)), "LSTMCell: expected a module without GRU,"),
-        (lambda: record(Calls(lambda x: x if x.sum() > 0 else -x), meta(4)), "do not depend on what its tensors hold"),
-        (lambda: record(Calls(lambda x: x * x.max().item()), meta(4)), "Calls: expected .*_local_scalar_dense"),
-        (lambda: record(Calls(lambda x: x[x > 0]), meta(4)), "an index of bools: expected .* tensors hold"),
-        (lambda: record(Calls(lambda x: x.nonzero()), meta(4)), "Calls: expected .* tensors hold"),
-        (lambda: record(Calls(lambda x: torch.repeat_interleave(x, x)), meta(4, dtype=torch.long)), "tensors hold"),
-        (lambda: record(torch.compile(nn.Linear(4, 4).eval()), meta(2, 4)), "module: expected a call before"),
-        (lambda: run_linear(torch.compile(lambda m, x: m(x))), "call: expected a call before torch.compile"),
-        (lambda: record(Calls(compiled), meta(4)), "expected a call before torch.compile"),
+        (lambda: record(nn.Linear(4, 4), meta(2, 4)), "module"),
+        (lambda: predict_peak(nn.Linear(4, 4), meta(2, 4)), "module"),
+        (lambda: run_linear(lambda m, x: m(x).sum().backward()), "call"),
+        (lambda: run_linear(lambda m, x: torch.autograd.grad(m(x).sum(), m.weight)), "call"),
+        (lambda: run_linear(lambda m, x: torch.enable_grad()(m)(x)), "Linear"),
+        (lambda: record(on_meta(lambda: nn.GRU(4, 4)), meta(2, 3, 4)), "GRU"),
+        (lambda: record(on_meta(lambda: nn.LSTM(4, 4, 2)), meta(2, 3, 4)), "LSTM"),
+        (lambda: record(on_meta(lambda: nn.RNN(4, 4)), meta(2, 3, 4)), "RNN"),
+        (lambda: record(on_meta(lambda: nn.LSTMCell(4, 4)), meta(2, 4)), "LSTMCell"),
+        (lambda: record(Calls(lambda x: x if x.sum() > 0 else -x), meta(4)), "Calls"),
+        (lambda: record(Calls(lambda x: x * x.max().item()), meta(4)), "Calls"),
+        (lambda: record(Calls(lambda x: x[x > 0]), meta(4)), "an index of bools"),
+        (lambda: record(Calls(lambda x: x.nonzero()), meta(4)), "Calls"),
+        (lambda: record(Calls(lambda x: torch.repeat_interleave(x, x)), meta(4, dtype=torch.long)), "Calls"),
+        (lambda: record(torch.compile(nn.Linear(4, 4).eval()), meta(2, 4)), "module"),
+        (lambda: run_linear(torch.compile(lambda m, x: m(x))), "call"),
+        (lambda: record(Calls(compiled), meta(4)), "call"),
         (
             lambda: record(
                 on_meta(lambda: nn.TransformerEncoder(encoder(), 2)), meta(1, 8, 16),
                 src_key_padding_mask=torch.zeros(1, 8, dtype=torch.bool),
             ),
-            "expected a module without nested tensors",
+            "TransformerEncoder",
         ),
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN")
 def test_what_would_be_wrong_is_refused(run, sentence):
-    with pytest.raises(ValueError, match=sentence):
+    with refused(sentence):
         run()
 
 
@@ -306,7 +307,7 @@ def run_linear(call):
 def test_a_module_compiled_in_place_is_refused():
     layer = nn.Linear(4, 4).eval()
     layer.compile(backend="eager")
-    with pytest.raises(ValueError, match="0: expected a call before"):
+    with refused("0"):
         record(nn.Sequential(layer).eval(), meta(2, 4))
 
 
@@ -386,11 +387,11 @@ def test_sdpa_kernel_chooses():
     rows, out = 2 * 4 * 128, 2 * 4 * 128 * 64 * 2
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         assert takes(attention(shape, shape, shape)) == [out, rows * 4]
-        with pytest.raises(ValueError, match=r"flash needs half precision and compute capability 8\.0: PyTorch would"):
+        with refused(names=["flash", "8.0"]):
             attention(shape, shape, shape, gpu="T4")
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
         assert takes(attention(shape, shape, shape)) == [out]
-        with pytest.raises(ValueError, match=r"efficient needs heads .* a multiple of 8"):
+        with refused(names=["efficient", 8]):
             attention(*[(2, 4, 128, 60)] * 3)
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         recording = attention(shape, shape, shape)
@@ -621,7 +622,7 @@ def test_protocols(protocol):
     assert (p.allocated - warm.allocated > 8 * MIB) == (protocol in ("cold", "kept"))
     assert p.peak_allocated == warm.peak_allocated and (protocol in repr(p)) == (protocol != "warm")
     assert p.upper >= warm.band[1]
-    with pytest.raises(ValueError, match="protocol: expected one of cold, warm, repeated, kept, got 'hot'"):
+    with refused("protocol", "'hot'"):
         predict_peak(module, x, protocol="hot")
 
 

@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from engine import images, latents
+from errors import refused
 from safetensors import numpy as safetensors_numpy
 from weights_files import SMALL, make, respell, same, tensors_of, write
 
@@ -55,10 +56,10 @@ def test_filters_cut_out_of_a_video_model_give_the_same_images(tmp_path):
 def test_a_model_of_other_widths_is_not_named():
     """A quarter of every width, as a pruned one has."""
     other = {n: (-(-shape[0] // 4), *shape[1:]) for n, shape in shapes_of("qwen-image").items()}
-    with pytest.raises(ValueError, match=r"other shapes than the known models have .* like qwen-image's.*pass config="):
+    with refused(names=["qwen-image", "config="]):
         layouts.detect(other)
     narrow = {n: (-(-shape[0] // 2), *shape[1:]) for n, shape in shapes_of("hunyuanimage-2.1").items()}
-    with pytest.raises(ValueError, match=r"other shapes than the known models have .*pass config="):
+    with refused(names=["hunyuanimage-2.1", "config="]):
         layouts.detect(narrow)
 
 
@@ -67,9 +68,7 @@ def test_a_decoder_of_larger_images_is_refused_by_name(parts):
     shapes = shapes_of("qwen-image", "wan")
     shapes |= {"decoder.head.2.weight": (12, 96, 3, 3, 3), "decoder.head.2.bias": (12,)}
     shapes = {n: shape for n, shape in shapes.items() if parts == "all" or layouts.half_of(n) == parts}
-    with pytest.raises(
-        ValueError, match=r"decoder.head.2.weight: 12 channels, which become an image of twice the size"
-    ):
+    with refused("decoder.head.2.weight"):
         layouts.detect(shapes, parts)
     core = _core.Model(_core.models()["qwen-image"] | {"out_channels": 12, "name": "custom"}, "decoder")
     assert dict(core.tensors)["decoder.conv_out.weight"][0] == 12  # as the message advises
@@ -136,7 +135,7 @@ def test_mappings_that_hold_themselves():
     deep = tensors_of(make())
     for _ in range(1000):
         deep = {"model": deep}
-    with pytest.raises(ValueError, match="expected a VAE's tensors"):
+    with refused("path"):
         weights.load(deep)
 
 
@@ -162,7 +161,7 @@ def test_info_refuses_what_load_refuses(tmp_path, fault, capsys):
     else:
         tensors["decoder.scale_weight"] = np.ones(1, np.float32)
     path = write(tmp_path / "a.safetensors", tensors)
-    with pytest.raises(ValueError, match=r"1 tensor\(s\) unlike custom") as caught:
+    with refused("path") as caught:
         weights.load(path)
     assert main(["info", str(path)]) == 2
     assert str(caught.value) in capsys.readouterr().err
@@ -183,7 +182,7 @@ def test_info_refuses_what_load_refuses(tmp_path, fault, capsys):
 def test_what_people_take_for_weights(tmp_path, name, content, what):
     (tmp_path / name).write_bytes(content)
     for read in (weights.load, weights.look, weights.tensor_types):
-        with pytest.raises(ValueError, match=f"path: .*{name}: expected weights, got {what}"):
+        with refused("path", names=[name, what]):
             read(tmp_path / name)
 
 
@@ -198,26 +197,24 @@ def hub(tmp_path, monkeypatch):
 
 
 def test_a_repository_that_was_downloaded(hub, monkeypatch):
-    with pytest.raises(
-        FileNotFoundError, match=r"no such file; it is not in the Hub's cache .*hub: download it with 'hf "
-    ):
+    with refused("path", kind=FileNotFoundError):
         VAE.load("someone/a-vae")
     model = make()
     folder = hub / "models--someone--a-vae"
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text("abc")
-    with pytest.raises(FileNotFoundError, match="download it with 'hf download someone/a-vae'"):  # and no files of it
+    with refused("path", names=["a-vae", "'hf download someone/a-vae'"], kind=FileNotFoundError):  # and no files of it
         VAE.load("someone/a-vae")
     weights.save(model, folder / "snapshots" / "abc")
     same(weights.load("someone/a-vae"), tensors_of(model))
     assert VAE.load("someone/a-vae").arch["block_out_channels"] == SMALL["block_out_channels"]
     assert weights.look("someone/a-vae").file.parent.name == "abc"
     monkeypatch.setenv("HF_HUB_CACHE", str(hub.parent / "elsewhere"))
-    with pytest.raises(FileNotFoundError, match=r"not in the Hub's cache .*elsewhere"):
+    with refused("path", kind=FileNotFoundError):
         VAE.load("someone/a-vae")
     (folder / "refs" / "main").write_text("../../secret")
     monkeypatch.setenv("HF_HUB_CACHE", str(hub))
-    with pytest.raises(FileNotFoundError, match="download it"):
+    with refused("path", kind=FileNotFoundError):
         VAE.load("someone/a-vae")
-    with pytest.raises(FileNotFoundError, match=r"no such file$"):
+    with refused("path", kind=FileNotFoundError):
         VAE.load("no/such/file.safetensors")

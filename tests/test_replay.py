@@ -8,6 +8,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from errors import refused
 
 from vaemem import _core
 from vaemem.prediction.replay import replay
@@ -203,14 +204,14 @@ def test_devices():
         segment["device"] = 1
     assert replay(snapshot).device == 1
     assert replay(snapshot, device=1).same
-    with pytest.raises(ValueError, match=r"device: expected one of \[1\], which have a trace, got 0"):
+    with refused("device", 0):
         replay(snapshot, device=0)
     snapshot["device_traces"][0] = snapshot["device_traces"][1]
-    with pytest.raises(ValueError, match=r"device: expected one of \[0, 1\]"):
+    with refused("device"):
         replay(snapshot)
-    with pytest.raises(ValueError, match="expected a trace, got none"):
+    with refused("snapshot", "none"):
         replay({"segments": [], "device_traces": [[], []]})
-    with pytest.raises(ValueError, match="addresses"):
+    with refused("addresses"):
         replay(snapshot, addresses="mine")
 
 
@@ -223,42 +224,39 @@ def test_private_pools_are_named():
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "names"),
     [
-        (lambda s: s.pop("segments"), "a list under 'segments', got None"),
-        (lambda s: s.update(device_traces=3), "a list under 'device_traces', got 3"),
-        (lambda s: s.update(segments=[1]), "dicts in 'segments', got 1"),
-        (lambda s: s["device_traces"][0].append("x"), "dicts in a trace, got 'x'"),
-        (lambda s: s["device_traces"][0][5].update(addr=-1), "'addr' as an integer from 0 to 2\\^62, got -1"),
-        (lambda s: s["device_traces"][0][5].update(size=1 << 63), "'size' as an integer"),
-        (lambda s: s["device_traces"][0][5].update(stream="0"), "'stream' as an integer"),
-        (lambda s: s["segments"][0].pop("total_size"), "'total_size' as an integer"),
-        (lambda s: s["segments"][0].update(blocks=None), "a list of 'blocks'"),
-        (lambda s: s["segments"][0]["blocks"].append({"size": []}), "'size' as an integer"),
-        (lambda s: s["segments"][0]["blocks"].append({"size": 1 << 60}), "'size' as an integer from 0 to 2\\^60"),
-        (lambda s: s["device_traces"][0][5].update(addr=10**5000), "'addr' .*, got an integer of 16610 bits"),
-        (lambda s: s["segments"][0].update(segment_pool_id=7), "a pair under 'segment_pool_id', got 7"),
-        (lambda s: s["segments"].append(s["segments"][0]), "a list of 'blocks' for each segment"),
-        (lambda s: s["allocator_settings"].update(roundup_power2_divisions=dict.fromkeys(range(16), "1")), "divisions"),
-        (
-            lambda s: s["allocator_settings"].update(roundup_power2_divisions=dict.fromkeys(range(16), True)),
-            "divisions",
-        ),
+        (lambda s: s.pop("segments"), ["'segments'", None]),
+        (lambda s: s.update(device_traces=3), ["'device_traces'", 3]),
+        (lambda s: s.update(segments=[1]), ["'segments'", 1]),
+        (lambda s: s["device_traces"][0].append("x"), ["'x'"]),
+        (lambda s: s["device_traces"][0][5].update(addr=-1), ["'addr'", -1]),
+        (lambda s: s["device_traces"][0][5].update(size=1 << 63), ["'size'"]),
+        (lambda s: s["device_traces"][0][5].update(stream="0"), ["'stream'", "'0'"]),
+        (lambda s: s["segments"][0].pop("total_size"), ["'total_size'", None]),
+        (lambda s: s["segments"][0].update(blocks=None), ["'blocks'", None]),
+        (lambda s: s["segments"][0]["blocks"].append({"size": []}), ["'size'"]),
+        (lambda s: s["segments"][0]["blocks"].append({"size": 1 << 60}), ["'size'", 1 << 60]),
+        (lambda s: s["device_traces"][0][5].update(addr=10**5000), ["'addr'", 16610]),
+        (lambda s: s["segments"][0].update(segment_pool_id=7), ["'segment_pool_id'", 7]),
+        (lambda s: s["segments"].append(s["segments"][0]), ["'blocks'"]),
+        (lambda s: s["allocator_settings"].update(roundup_power2_divisions=dict.fromkeys(range(16), "1")), ["'1'"]),
+        (lambda s: s["allocator_settings"].update(roundup_power2_divisions=dict.fromkeys(range(16), True)), [True]),
         (
             lambda s: s["allocator_settings"].update(PYTORCH_CUDA_ALLOC_CONF="\x1b[2Jmax_non_split_rounding_mb"),
-            r"'\\x1b",
+            [r"'\x1b[2J"],
         ),
-        (lambda s: s.update(allocator_settings=7), "allocator_settings"),
+        (lambda s: s.update(allocator_settings=7), ["allocator_settings", 7]),
         (
             lambda s: s["allocator_settings"].update(roundup_power2_divisions=dict.fromkeys(range(16), 3)),
-            "power of two",
+            ["roundup_power2_divisions", 3],
         ),
     ],
 )
-def test_malformed_snapshots(change, message):
+def test_malformed_snapshots(change, names):
     snapshot = run(steps=30).snapshot()
     change(snapshot)
-    with pytest.raises(ValueError, match=message):
+    with refused(names=names):
         replay(snapshot)
 
 
@@ -287,7 +285,7 @@ def test_work_is_bounded_by_the_size_of_the_pickle(tmp_path):
     assert (tmp_path / "s.pickle").stat().st_size < 9000
     tracemalloc.start()
     try:
-        with pytest.raises(ValueError, match="expected a list of 'blocks' for each segment"):
+        with refused("snapshot"):
             replay(tmp_path / "s.pickle")
         assert tracemalloc.get_traced_memory()[1] < 2 << 20
     finally:
@@ -440,7 +438,7 @@ HOSTILE = {
 def test_hostile_pickles(name, tmp_path):
     path = tmp_path / "s.pickle"
     path.write_bytes(HOSTILE[name])
-    with pytest.raises(ValueError, match=r"s\.pickle: ") as caught:
+    with refused("snapshot", path=path) as caught:
         replay(path)
     assert str(caught.value).count("\n") == 0
     assert not called
@@ -479,10 +477,10 @@ def test_file_limits(tmp_path):
     run(steps=10).save_snapshot(path)
     size = path.stat().st_size
     assert load_snapshot(path, max_bytes=size)["segments"]
-    with pytest.raises(ValueError, match=rf"expected at most {size - 1} bytes .* got {size}"):
+    with refused("snapshot", size, names=[size - 1]):
         load_snapshot(path, max_bytes=size - 1)
     with pytest.raises(FileNotFoundError):
         load_snapshot(tmp_path / "none")
     path.write_bytes(pickle.dumps([1, 2]))
-    with pytest.raises(ValueError, match="snapshot: expected a dict, got list"):
+    with refused("snapshot", "list"):
         load_snapshot(path)

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from errors import refused
 from safetensors.numpy import save_file
 
 from vaemem.engine.weights import tensor_types
@@ -93,17 +94,17 @@ def test_plain_types_and_the_spellings_of_files():
 
 
 def test_what_cannot_be_stored_is_refused():
-    with pytest.raises(ValueError, match="rows of a multiple of 32 for Q8_0"):
+    with refused("shape", names=["Q8_0"]):
         tensor_bytes((64, 30), "Q8_0")
-    with pytest.raises(ValueError, match="expected a matrix for nf4"):
+    with refused("shape"):
         tensor_bytes((64,), "nf4")
-    with pytest.raises(ValueError, match="type: expected one of"):
+    with refused("type"):
         tensor_bytes((64,), "Q9")
-    with pytest.raises(ValueError, match="rule: expected one of"):
+    with refused("rule"):
         stored([], "Q8_0", "ollama")
-    with pytest.raises(ValueError, match="type: expected"):
+    with refused("type"):
         stored([], "Q8_0", "bitsandbytes")
-    with pytest.raises(ValueError, match="type: expected"):
+    with refused("type"):
         stored([], None, "sd.cpp")
 
 
@@ -182,7 +183,7 @@ def test_tensors_of_their_own_dtype_stay():
 
 def test_a_files_own_list_takes_the_rules_place():
     assert stored([("x", (64, 33))], None, FILE) == [Stored(*row) for row in FILE]
-    with pytest.raises(ValueError, match=r"expected a file that has the model's 2176 numbers, got one of 2112"):
+    with refused("rule", names=["2176", "2112"]):
         stored([("x", (64, 34))], None, FILE)
 
 

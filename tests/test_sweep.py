@@ -6,6 +6,7 @@ import types
 import numpy as np
 import pytest
 from engine import TWO_LEVELS
+from errors import refused
 
 import vaemem
 from vaemem import VAE, estimate_sweep, measure_sweep
@@ -114,7 +115,7 @@ def test_what_ends_a_sweep_carries_the_finished_rows(vae):
     with pytest.raises(KeyboardInterrupt) as caught:
         measure_sweep(vae, "decode", [32, 32, 32, 32], progress=stop)
     assert [row["source"] for row in caught.value.table] == ["measured"] * 2
-    with pytest.raises(ValueError, match="sizes") as caught:
+    with refused("sizes") as caught:
         measure_sweep(vae, "decode", 0)
     assert not len(getattr(caught.value, "table", ()))
 
@@ -127,33 +128,33 @@ def test_full_models_by_name():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("arguments", "message"),
     [
-        ({"models": "sd4"}, ValueError, "models: expected one of sd15, sdxl, flux, .*, a VAE, got 'sd4'"),
-        ({"models": [1]}, ValueError, "models: expected .*, a VAE, got 1"),
-        ({"ops": "decode_tiled"}, ValueError, "ops: expected encode or decode, got 'decode_tiled'"),
-        ({"sizes": [64, "512"]}, ValueError, r"sizes: expected a whole number or \(height, width\), got '512'"),
-        ({"sizes": [(64, 64, 3)]}, ValueError, r"sizes: expected .* got \(64, 64, 3\)"),
-        ({"sizes": [True]}, ValueError, "sizes: expected .* got True"),
-        ({"sizes": [64.0]}, ValueError, "sizes: expected .* got 64.0"),
-        ({"sizes": [0]}, ValueError, "sizes: expected at least 1 pixel a side, got 0"),
-        ({"dtypes": ["float16"]}, ValueError, "dtypes: expected float32, .* got 'float16'"),
-        ({"precision": "high"}, ValueError, "precision: expected highest, as the VAE on cpu computes, got 'high'"),
-        ({"sizes": []}, ValueError, "sizes: expected at least one, got none"),
-        ({"batch": 0}, ValueError, "batch: expected a whole number of at least 1, got 0"),
-        ({"repeats": 1.5}, ValueError, "repeats: expected a whole number of at least 1, got 1.5"),
+        ({"models": "sd4"}, ("models", "'sd4'")),
+        ({"models": [1]}, ("models", 1)),
+        ({"ops": "decode_tiled"}, ("ops", "'decode_tiled'")),
+        ({"sizes": [64, "512"]}, ("sizes", "'512'")),
+        ({"sizes": [(64, 64, 3)]}, ("sizes", "(64, 64, 3)")),
+        ({"sizes": [True]}, ("sizes", "True")),
+        ({"sizes": [64.0]}, ("sizes", 64.0)),
+        ({"sizes": [0]}, ("sizes", 0)),
+        ({"dtypes": ["float16"]}, ("dtypes", "'float16'")),
+        ({"precision": "high"}, ("precision", "'high'")),
+        ({"sizes": []}, ("sizes", "none")),
+        ({"batch": 0}, ("batch", 0)),
+        ({"repeats": 1.5}, ("repeats", 1.5)),
     ],
 )
-def test_bad_arguments_are_named(vae, arguments, error, message):
-    with pytest.raises(error, match=message):
+def test_bad_arguments_are_named(vae, arguments, message):
+    with refused(*message):
         measure_sweep(**({"models": vae, "sizes": 32} | arguments))
 
 
 def test_what_the_plan_refuses_is_refused_before_anything_runs(vae):
     ran = []
-    with pytest.raises(ValueError, match="33"):
+    with refused("height", 33):
         measure_sweep(vae, sizes=[32, 33], progress=lambda *step: ran.append(step))
     decoder = VAE.random(config=TWO_LEVELS, parts="decoder")
-    with pytest.raises(ValueError, match="encode"):
+    with refused(names=["encode"]):
         measure_sweep(decoder, ["decode", "encode"], 32, progress=lambda *step: ran.append(step))
     assert not ran

@@ -10,6 +10,7 @@ from importlib import resources
 
 import numpy as np
 import pytest
+from errors import refused
 
 import vaemem
 from vaemem import Table, _common, compare, fit, report
@@ -58,28 +59,28 @@ def test_rows_have_every_column():
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ({"colour": 1}, "row 1: expected columns out of model, op.*, got 'colour'"),
-        ({"source": "guessed"}, "row 1: source: expected one of measured, estimated, predicted, got 'guessed'"),
-        ({"allocated_bytes": -1}, "row 1: allocated_bytes: expected at least 0, got -1"),
-        ({"allocated_bytes": 10**400}, r"row 1: allocated_bytes: expected less than 2\^63, got a number of 1329 bits"),
-        ({"allocated_bytes": 1e300}, r"row 1: allocated_bytes: expected less than 2\^63"),
-        ({"seconds": 10**400}, "row 1: seconds: expected a number"),
-        ({"\x1b[2J": 1}, r"row 1: expected columns out of .*, got '\\x1b\[2J'"),
-        ({"allocated_bytes": 1.5}, "row 1: allocated_bytes: expected a whole number, got 1.5"),
-        ({"allocated_bytes": "12"}, "row 1: allocated_bytes: expected a number, got '12'"),
-        ({"allocated_bytes": math.nan}, "row 1: allocated_bytes: expected a whole number, got nan"),
-        ({"height": 0}, "row 1: height: expected at least 1, got 0"),
-        ({"batch": True}, "row 1: batch: expected a number, got True"),
-        ({"seconds": -0.5}, "row 1: seconds: expected a finite number >= 0, got -0.5"),
-        ({"seconds": math.nan}, "row 1: seconds: expected a finite number >= 0, got nan"),
-        ({"seconds": [1]}, r"row 1: seconds: expected a number, got \[1\]"),
-        ({"model": 15}, "row 1: model: expected printable text on one line, got 15"),
-        ({"versions": "a\nb"}, "row 1: versions: expected printable text"),
-        (["model"], "row 1: expected a mapping of column to value, got list"),
+        ({"colour": 1}, ("'colour'", "row 1")),
+        ({"source": "guessed"}, ("'guessed'", "row 1: source")),
+        ({"allocated_bytes": -1}, (-1, "row 1: allocated_bytes")),
+        ({"allocated_bytes": 10**400}, (None, "row 1: allocated_bytes")),
+        ({"allocated_bytes": 1e300}, (None, "row 1: allocated_bytes")),
+        ({"seconds": 10**400}, (None, "row 1: seconds")),
+        ({"\x1b[2J": 1}, ("'\\x1b[2J'", "row 1")),
+        ({"allocated_bytes": 1.5}, (1.5, "row 1: allocated_bytes")),
+        ({"allocated_bytes": "12"}, ("'12'", "row 1: allocated_bytes")),
+        ({"allocated_bytes": math.nan}, ("nan", "row 1: allocated_bytes")),
+        ({"height": 0}, (0, "row 1: height")),
+        ({"batch": True}, ("True", "row 1: batch")),
+        ({"seconds": -0.5}, (-0.5, "row 1: seconds")),
+        ({"seconds": math.nan}, ("nan", "row 1: seconds")),
+        ({"seconds": [1]}, ("[1]", "row 1: seconds")),
+        ({"model": 15}, (15, "row 1: model")),
+        ({"versions": "a\nb"}, ("'a\\nb'", "row 1: versions")),
+        (["model"], ("list", "row 1")),
     ],
 )
 def test_bad_rows_are_named(bad, message):
-    with pytest.raises(ValueError, match=message):
+    with refused("rows", *message):
         Table([ROW, bad])
 
 
@@ -109,7 +110,7 @@ def test_filter():
     assert len(table.filter(lambda row: row["height"] > 256, op="encode")) == 2
     assert len(table.filter(seconds=None)) == 6
     assert len(table.filter(op="tiled")) == 0
-    with pytest.raises(ValueError, match=r"expected columns out of .*, got size"):
+    with refused("equals", "size"):
         table.filter(size=512)
 
 
@@ -147,7 +148,7 @@ def test_pandas_keeps_bytes_whole():
 
 def test_pandas_with_a_foreign_column_is_refused():
     pd = pytest.importorskip("pandas")
-    with pytest.raises(ValueError, match=r"row 0: expected columns out of .*, got 'ratio'"):
+    with refused("rows", "'ratio'", "row 0"):
         Table.from_pandas(pd.DataFrame({"model": ["sdxl"], "ratio": [1.0]}))
 
 
@@ -162,32 +163,32 @@ def test_csv_takes_some_columns_in_any_order():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "no header line"),
-        (f"height\n{'9' * 400}\n", r"line 2: height: expected less than 2\^63, got a number of 1329 bits"),
-        (f"height\n{'9' * 5000}\n", "line 2: height: expected a whole number, got '9{80}'"),
-        (f"seconds\n{'9' * 400}\n", "line 2: seconds: expected a finite number"),
-        ("\x1b[2J\n1\n", r"got '\\x1b\[2J'"),
-        ("model,colour\nsdxl,red\n", "expected columns out of model, op.*, got 'colour'"),
-        ("model,model\na,b\n", "expected each column once, got one twice"),
-        ("model,height\nsdxl,512\nsdxl,5x\n", "line 3: height: expected a whole number, got '5x'"),
-        ("model,seconds\nsdxl,fast\n", "line 2: seconds: expected a number, got 'fast'"),
+        ("", ()),
+        (f"height\n{'9' * 400}\n", (None, "line 2: height")),
+        (f"height\n{'9' * 5000}\n", (None, "line 2: height")),
+        (f"seconds\n{'9' * 400}\n", ("inf", "line 2: seconds")),
+        ("\x1b[2J\n1\n", ("'\\x1b[2J'",)),
+        ("model,colour\nsdxl,red\n", ("'colour'",)),
+        ("model,model\na,b\n", ()),
+        ("model,height\nsdxl,512\nsdxl,5x\n", ("'5x'", "line 3: height")),
+        ("model,seconds\nsdxl,fast\n", ("'fast'", "line 2: seconds")),
         (
             BENCHMARK.splitlines()[0] + "\nSDXL,decode,8,8,float16,1,1,fast,1\n",
-            "line 2: time_s: expected a number, got 'fast'",
+            ("'fast'", "line 2: time_s"),
         ),
-        ("model,height\nsdxl\n", "line 2: expected 2 fields"),
-        ("model,height\nsdxl,512,3\n", "line 2: expected 2 fields"),
-        ("model,height\nsdxl,-8\n", "line 2: height: expected at least 1, got -8"),
-        ('model,height\n"sdxl,512\n', "end of data"),
-        ("model,allocated_mib\nSD3,1.0\n", "line 2: model: expected one of FLUX, SD1.5, SDXL, got 'SD3'"),
-        ("model,allocated_mib\nSDXL,many\n", "line 2: allocated_mib: expected a number, got 'many'"),
-        ("model,allocated_mib\nSDXL,nan\n", "line 2: allocated_mib: expected a number, got 'nan'"),
+        ("model,height\nsdxl\n", (None, "line 2")),
+        ("model,height\nsdxl,512,3\n", (None, "line 2")),
+        ("model,height\nsdxl,-8\n", (-8, "line 2: height")),
+        ('model,height\n"sdxl,512\n', ()),
+        ("model,allocated_mib\nSD3,1.0\n", ("'SD3'", "line 2: model")),
+        ("model,allocated_mib\nSDXL,many\n", ("'many'", "line 2: allocated_mib")),
+        ("model,allocated_mib\nSDXL,nan\n", ("'nan'", "line 2: allocated_mib")),
     ],
 )
 def test_bad_csv_is_named(tmp_path, text, message):
     path = tmp_path / "bad.csv"
     path.write_text(text)
-    with pytest.raises(ValueError, match=message) as caught:
+    with refused("file", *message) as caught:
         Table.from_csv(path)
     assert str(path) in str(caught.value)
 
@@ -204,7 +205,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
 def test_files_that_are_no_text(tmp_path, read):
     path = tmp_path / "binary"
     path.write_bytes(b"\xff\xfe\x00\x01")
-    with pytest.raises(ValueError, match="binary: expected UTF-8 text"):
+    with refused("file", path=path):
         read(path)
     with pytest.raises(FileNotFoundError):
         read(tmp_path / "absent")
@@ -212,13 +213,13 @@ def test_files_that_are_no_text(tmp_path, read):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{}", "expected a list of rows, got dict"), ("[1]", "rows: row 0: expected a mapping"), ("[", "Expecting value"),
-     ("[" * 100_000, "")],
+    [("{}", ("dict",)), ("[1]", ("int", "rows: row 0")), ("[", ()),
+     ("[" * 100_000, ())],
 )  # fmt: skip
 def test_bad_json_is_named(tmp_path, text, message):
     path = tmp_path / "bad.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match=f"bad.json: {message}"):
+    with refused("file", *message):
         Table.from_json(path)
 
 
@@ -344,17 +345,17 @@ def test_render_aligns():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda frame: Table(5), "rows: expected mappings of column to value, got int"),
-        (lambda frame: Table(frame.rename(columns={"op": "what"})), "row 0: expected columns out of .*, got 'what'"),
-        (lambda frame: Table.from_csv(5), "file: expected a path or an open file, got int"),
-        (lambda frame: Table.from_pandas(5), "frame: expected a pandas.DataFrame, got int"),
-        (lambda frame: compare(5), "rows: expected mappings of column to value, got int"),
-        (lambda frame: fit([1]), "row 0: expected a mapping of column to value, got int"),
+        (lambda frame: Table(5), ("rows", "int")),
+        (lambda frame: Table(frame.rename(columns={"op": "what"})), ("rows", "'what'", "row 0")),
+        (lambda frame: Table.from_csv(5), ("file", "int")),
+        (lambda frame: Table.from_pandas(5), ("frame", "int")),
+        (lambda frame: compare(5), ("rows", "int")),
+        (lambda frame: fit([1]), ("rows", "int", "row 0")),
     ],
 )
 def test_what_is_no_table_is_named(call, message):
     frame = pytest.importorskip("pandas").DataFrame([ROW])
-    with pytest.raises(ValueError, match=message):
+    with refused(*message):
         call(frame)
 
 
@@ -369,15 +370,13 @@ def test_rows_and_data_frames_are_taken_as_tables():
 
 
 def test_a_column_is_no_row():
-    with pytest.raises(
-        TypeError, match=r"index: expected a row's number .*got 'height'; \[row\['height'\] for row in table\]"
-    ):
+    with refused("index", "'height'", kind=TypeError):
         mixed()["height"]
 
 
 def test_a_missing_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ImportError, match=r"to_pandas needs pandas: pip install 'vaemem\[table\]'"):
+    with refused(kind=ImportError, packages=("pandas",), install="pip install 'vaemem[table]'"):
         mixed().to_pandas()
-    with pytest.raises(ImportError, match=r"x needs no_such_package: pip install 'vaemem\[demo\]'"):
+    with refused(kind=ImportError, packages=("no_such_package",), install="pip install 'vaemem[demo]'"):
         need("no_such_package", "x")

@@ -11,6 +11,7 @@ import warnings
 import numpy as np
 import pytest
 from engine import config, error, images, latents, small_vae
+from errors import refused
 
 from vaemem import VAE, Tiling, _core
 from vaemem.engine import configs
@@ -107,7 +108,7 @@ def test_refused_where_diffusers_result_has_another_size():
     z = latents(vae, 9, 9)
     with torch.no_grad():
         assert theirs.decode(torch.from_numpy(z)).sample.shape != (1, 3, 36, 36)
-    with pytest.raises(ValueError, match=r"overlap: expected whole latents, a multiple of 1/4 .*, got 0\.4"):
+    with refused("overlap", 0.4):
         vae.decode(z, tiling=Tiling(16, 0.4))
 
 
@@ -189,7 +190,7 @@ def test_formats():
         out = np.empty_like(plain)
         assert vae.decode(z, output_type=output_type, out=out, tiling=tiling) is out
         assert np.array_equal(out, plain, equal_nan=output_type == "float") and vae.last_run.output_bytes == 0
-    with pytest.raises(ValueError, match="out: expected a writable, contiguous and aligned float32 array"):
+    with refused("out"):
         vae.decode(z, out=np.empty((1, 3, 40, 52), np.float32), tiling=tiling)
     z = latents(vae, 10, 13)
     raw = z / np.float32(0.3611) + np.float32(0.1159)
@@ -385,7 +386,7 @@ def test_settings_changed_meanwhile_are_the_next_runs():
 
     vae.decode(latents(vae, 20, 20), tiling=tiling, progress=change)
     assert vae.last_run.threads == 1
-    with pytest.raises(ValueError, match="threads: expected 1 to 1024, got 0"):
+    with refused("threads", 0, names=["1024"]):
         vae.decode(latents(vae, 20, 20), tiling=tiling)
 
 
@@ -395,46 +396,47 @@ def test_settings_changed_meanwhile_are_the_next_runs():
 @pytest.mark.parametrize(
     ("call", "exception", "message"),
     [
-        (lambda v, z: Tiling(overlap=1), ValueError, "overlap: expected a number from 0 to less than 1, got 1"),
-        (lambda v, z: Tiling(overlap=-0.25), ValueError, "overlap: expected a number from 0 to less than 1, got -0.25"),
-        (lambda v, z: Tiling(overlap=float("nan")), ValueError, "overlap: .* got nan"),
-        (lambda v, z: Tiling(overlap="a quarter"), TypeError, "overlap: .* got 'a quarter'"),
-        (lambda v, z: Tiling(overlap=True), TypeError, "overlap: .* got True"),
-        (lambda v, z: Tiling(sample_size=512.0), TypeError, "sample_size: expected an integer, got 512.0"),
-        (lambda v, z: Tiling(sample_size=0), ValueError, "sample_size: expected a positive number of pixels.* got 0"),
-        (lambda v, z: Tiling(blend="cosin"), ValueError, "blend: expected linear or cosine, got 'cosin'"),
-        (lambda v, z: Tiling(blend=None), ValueError, "blend: expected linear or cosine, got None"),
-        (lambda v, z: v.decode(z, tiling=True), TypeError, "tiling: expected a vaemem.Tiling or None, got bool"),
-        (lambda v, z: v.encode(images(8, 8), tiling=512), TypeError, "tiling: expected a vaemem.Tiling or None, got"),
-        (lambda v, z: v.decode(z, tiling=Tiling(30)), ValueError, "tiling: expected .* a positive multiple of 4, got"),
-        (lambda v, z: v.decode(z, tiling=Tiling(2)), ValueError, "tiling: expected .* a positive multiple of 4, got 2"),
-        (lambda v, z: v.decode(z, tiling=Tiling(8)), ValueError, "overlap: expected whole latents, .* 1/2 .* got 0.25"),
-        (lambda v, z: v.decode(z, tiling=Tiling(32, 0.3)), ValueError, "overlap: .* 1/8 .* got 0.3"),
-        (lambda v, z: v.decode(z, tiling=Tiling(32, 1 - 1e-12)), ValueError, "overlap: expected whole latents"),
-        (lambda v, z: v.decode(z[0], tiling=Tiling(32)), ValueError, r"z: expected shape \(N, 4, h, w\)"),
-        (lambda v, z: v.decode(z[:0], tiling=Tiling(32)), ValueError, "batch: expected 1 or more, got 0"),
-        (lambda v, z: v.decode(z[:, :, :0], tiling=Tiling(32)), ValueError, "height: expected a positive multiple of"),
-        (lambda v, z: v.encode(images(64, 42), tiling=Tiling(32)), ValueError, "width: expected a positive multiple"),
-        (lambda v, z: v.estimate("paint", 64, 64, tiling=Tiling(32)), ValueError, "op: expected encode or decode"),
-        (lambda v, z: v.estimate("decode", 64, -64, tiling=Tiling(32)), ValueError, "width: expected a positive"),
-        (lambda v, z: v.estimate("decode", 2**40, 2**40, tiling=Tiling(32)), OverflowError, "can be addressed"),
-        (lambda v, z: v.decode(z, out=z, tiling=Tiling(32)), ValueError, "out: expected a writable, contiguous and"),
+        (lambda v, z: Tiling(overlap=1), ValueError, ("overlap", 1)),
+        (lambda v, z: Tiling(overlap=-0.25), ValueError, ("overlap", -0.25)),
+        (lambda v, z: Tiling(overlap=float("nan")), ValueError, ("overlap", "nan")),
+        (lambda v, z: Tiling(overlap="a quarter"), TypeError, ("overlap", "'a quarter'")),
+        (lambda v, z: Tiling(overlap=True), TypeError, ("overlap", "True")),
+        (lambda v, z: Tiling(sample_size=512.0), TypeError, ("sample_size", 512.0)),
+        (lambda v, z: Tiling(sample_size=0), ValueError, ("sample_size", 0)),
+        (lambda v, z: Tiling(blend="cosin"), ValueError, ("blend", "'cosin'")),
+        (lambda v, z: Tiling(blend=None), ValueError, ("blend", "None")),
+        (lambda v, z: v.decode(z, tiling=True), TypeError, ("tiling", "bool")),
+        (lambda v, z: v.encode(images(8, 8), tiling=512), TypeError, ("tiling", "int")),
+        (lambda v, z: v.decode(z, tiling=Tiling(30)), ValueError, ("tiling", 30)),
+        (lambda v, z: v.decode(z, tiling=Tiling(2)), ValueError, ("tiling", 2)),
+        (lambda v, z: v.decode(z, tiling=Tiling(8)), ValueError, ("overlap", 0.25)),
+        (lambda v, z: v.decode(z, tiling=Tiling(32, 0.3)), ValueError, ("overlap", 0.3)),
+        (lambda v, z: v.decode(z, tiling=Tiling(32, 1 - 1e-12)), ValueError, ("overlap", 0.999999999999)),
+        (lambda v, z: v.decode(z[0], tiling=Tiling(32)), ValueError, ("z", "(4, 9, 9)")),
+        (lambda v, z: v.decode(z[:0], tiling=Tiling(32)), ValueError, ("batch", 0)),
+        (lambda v, z: v.decode(z[:, :, :0], tiling=Tiling(32)), ValueError, ("height", 0)),
+        (lambda v, z: v.encode(images(64, 42), tiling=Tiling(32)), ValueError, ("width", 42)),
+        (lambda v, z: v.estimate("paint", 64, 64, tiling=Tiling(32)), ValueError, ("op", "'paint'")),
+        (lambda v, z: v.estimate("decode", 64, -64, tiling=Tiling(32)), ValueError, ("width", -64)),
+        (lambda v, z: v.decode(z, out=z, tiling=Tiling(32)), ValueError, ("out",)),
     ],
 )  # fmt: skip
 def test_bad_input(call, exception, message):
     vae = small_vae()
     z = latents(vae, 9, 9)
     want = vae.decode(z, tiling=Tiling(32))
-    with pytest.raises(exception, match=message):
+    with refused(*message, kind=exception):
         call(vae, z)
+    with pytest.raises(OverflowError, match="addressed"):
+        vae.estimate("decode", 2**40, 2**40, tiling=Tiling(32))
     assert np.array_equal(vae.decode(z, tiling=Tiling(32)), want)
 
 
 def test_no_config_no_sample_size():
     vae = small_vae()
     vae.sample_size = None
-    with pytest.raises(ValueError, match=r"sample_size: expected a number such as Tiling\(sample_size=512\)"):
+    with refused("sample_size", names=["512"]):
         vae.decode(latents(vae, 20, 20), tiling=Tiling())
     vae.sample_size = 1.5
-    with pytest.raises(TypeError, match=r"sample_size: expected an integer, got 1\.5"):
+    with refused("sample_size", 1.5, kind=TypeError):
         vae.decode(latents(vae, 20, 20), tiling=Tiling())

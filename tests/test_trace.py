@@ -6,6 +6,7 @@ import functools
 import random
 
 import pytest
+from errors import refused
 from traces import assert_same, left_by
 
 from vaemem import CachingAllocator, OutOfMemoryError, _core
@@ -502,27 +503,30 @@ def test_flash_attention_splits_keys_when_queries_are_few():
 @pytest.mark.parametrize(
     "change, named",
     [
-        ({"height": 500}, "height: expected a multiple of 8"),
-        ({"width": 0}, "expected 1 or more"),
-        ({"width": 1 << 24}, "width"),
-        ({"batch": 0}, "batch"),
-        ({"tile": 20}, "tile: expected a multiple of 8"),
-        ({"tile": 24}, "at least 32"),
-        ({"op": "train"}, "op: expected one of"),
-        ({"dtype": "int8"}, "dtype: expected float32, float16 or bfloat16"),
-        ({"runtime": "jax"}, "runtime: expected one of"),
-        ({"runtime": "bfl"}, "quant convolutions"),
-        ({"runtime": "bfl", "arch": MODELS["flux"], "tile": 64}, "tile: expected diffusers, comfyui or a1111 for"),
-        ({"runtime": "a1111", "slicing": True}, "slicing: expected the diffusers runtime, got a1111"),
-        ({"runtime": "comfyui", "tile": 72}, "tile: expected a multiple of 16"),
-        ({"runtime": "a1111", "arch": MODELS["flux"]}, "such as bfl or comfyui, got a1111"),
-        ({"runtime": "comfyui", "arch": {**SMALL, "use_quant_conv": False}}, "runtime: expected diffusers for small"),
-        ({"runtime": "a1111", "op": "encode", "tile": 512, "height": 8, "width": 4096}, "expected a tile that leaves"),
-        ({"tile": 1 << 21}, "at most 2\\^20"),
-        *(({"tile": 64, "tile_overlap": part}, "tile_overlap: expected") for part in (-0.1, 0.9, 1.0, float("nan"))),
-        ({"free_bytes": -1}, "free_bytes: expected 0 or more"),
-        ({"arch": {**SMALL, "norm_num_groups": 7}}, "block_out_channels"),
-        ({"arch": {"name": "nothing"}}, "expected the key"),
+        ({"height": 500}, ("height", 500)),
+        ({"width": 0}, ("height, width, batch, tile",)),
+        ({"width": 1 << 24}, ("width", 16777216)),
+        ({"batch": 0}, ("height, width, batch, tile",)),
+        ({"tile": 20}, ("tile", 20)),
+        ({"tile": 24}, ("tile", 24)),
+        ({"op": "train"}, ("op", "'train'")),
+        ({"dtype": "int8"}, ("dtype", "'int8'")),
+        ({"runtime": "jax"}, ("runtime", "'jax'")),
+        ({"runtime": "bfl"}, ("runtime", "bfl")),
+        ({"runtime": "bfl", "arch": MODELS["flux"], "tile": 64}, ("tile",)),
+        ({"runtime": "a1111", "slicing": True}, ("slicing",)),
+        ({"runtime": "comfyui", "tile": 72}, ("tile", 72)),
+        ({"runtime": "a1111", "arch": MODELS["flux"]}, ("runtime", "a1111")),
+        ({"runtime": "comfyui", "arch": {**SMALL, "use_quant_conv": False}}, ("runtime", "comfyui")),
+        (
+            {"runtime": "a1111", "op": "encode", "tile": 512, "height": 8, "width": 4096},
+            ("encoder.down.0.downsample.conv",),
+        ),
+        ({"tile": 1 << 21}, ("tile", 2097152)),
+        *(({"tile": 64, "tile_overlap": part}, ("tile_overlap",)) for part in (-0.1, 0.9, 1.0, float("nan"))),
+        ({"free_bytes": -1}, ("free_bytes", -1)),
+        ({"arch": {**SMALL, "norm_num_groups": 7}}, ("config", 32, "block_out_channels[0]")),
+        ({"arch": {"name": "nothing"}}, ("arch",)),
     ],
 )
 def test_what_cannot_be_is_named(change, named):
@@ -534,7 +538,7 @@ def test_what_cannot_be_is_named(change, named):
         "height": 512,
         "width": 512,
     } | change
-    with pytest.raises(ValueError, match=named):
+    with refused(*named):
         _core.Trace.vae(**call)
 
 
@@ -577,20 +581,20 @@ def test_sizes_that_do_not_fit_are_refused():
 @pytest.mark.parametrize(
     "runtime, op, change, match",
     [
-        ("a1111", "decode", {"sends": True}, "sends: expected the diffusers runtime, got a1111"),
-        ("comfyui", "decode", {"first": "float16"}, "first: expected the diffusers runtime, got comfyui"),
-        ("diffusers", "encode", {"first": "float16"}, "first: expected decode"),
-        ("diffusers", "decode", {"first": "int8"}, "dtype: expected"),
+        ("a1111", "decode", {"sends": True}, ("sends", "a1111")),
+        ("comfyui", "decode", {"first": "float16"}, ("first", "comfyui")),
+        ("diffusers", "encode", {"first": "float16"}, ("first",)),
+        ("diffusers", "decode", {"first": "int8"}, ("dtype", "'int8'")),
     ],
 )
 def test_what_is_diffusers_alone(runtime, op, change, match):
-    with pytest.raises(ValueError, match=match):
+    with refused(*match):
         _core.Trace.vae(MODELS["sdxl"], runtime, op, "float32", 512, 512, **change)
 
 
 @pytest.mark.parametrize("multiprocessors", [0, -1])
 def test_a_gpu_has_multiprocessors(multiprocessors):
-    with pytest.raises(ValueError, match=f"multiprocessors: expected 1 or more, got {multiprocessors}"):
+    with refused("multiprocessors", multiprocessors):
         _core.Trace().attend(attention_call("float16", 1, 16, 16, 64), "usual", 89, multiprocessors, "x")
 
 
@@ -686,5 +690,5 @@ def test_long_names_keep_their_end():
     trace.take(1, "x" * 200 + ".conv")
     name = trace.steps[0][3]
     assert name.endswith("x.conv") and len(name) == 71
-    with pytest.raises(ValueError, match="id"):
+    with refused("id"):
         trace.give(7)

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from engine import BACKENDS, SMALL, config, error, images, latents, run_core, small_vae
+from errors import refused
 
 import vaemem
 from vaemem import VAE, _core
@@ -152,14 +153,12 @@ def test_out_is_used_and_checked():
     assert vae.last_run.output_bytes == 0
     misaligned = np.frombuffer(bytearray(1 + out.nbytes), np.float32, offset=1).reshape(out.shape)
     for bad in (np.zeros((1, 3, 16, 8), np.float32), np.zeros((1, 3, 16, 16)), out[..., ::-1], misaligned):
-        with pytest.raises(
-            ValueError, match=r"out: expected a writable, contiguous and aligned float32 array of shape \(1, 3, 16,"
-        ):
+        with refused("out"):
             vae.decode(z, out=bad)
     out.flags.writeable = False
-    with pytest.raises(ValueError, match="read-only"):
+    with refused("out"):
         vae.decode(z, out=out)
-    with pytest.raises(TypeError, match="out"):
+    with refused("out", kind=TypeError):
         vae.decode(z, out=[1])
 
 
@@ -173,7 +172,7 @@ def test_out_apart_from_z(output_type):
     out = (
         memory.reshape(2, 3, 16, 16) if output_type == "float" else memory.view(np.uint8)[-1536:].reshape(2, 16, 16, 3)
     )
-    with pytest.raises(ValueError, match="out: expected memory apart from z, got an array that overlaps it"):
+    with refused("out"):
         vae.decode(z, out=out, output_type=output_type)
     want = vae.decode(z, output_type=output_type)
     assert np.array_equal(vae.decode(z.copy(), out=out, output_type=output_type), want)
@@ -192,7 +191,7 @@ def test_out_apart_from_z_on_a_device():
         backend=SimpleNamespace(check_stream=lambda stream: None),
         borrow=lambda array, name, stream: array,
     )
-    with pytest.raises(ValueError, match="out: expected memory apart from z"):
+    with refused("out"):
         DeviceArrays(small_vae().arch, "decode", z, "float", out, device)
 
 
@@ -231,46 +230,48 @@ def test_nonfinite_passes_through(bad):
 @pytest.mark.parametrize(
     "call,exception,message",
     [
-        (lambda v: v.decode(np.zeros((1, 3, 4, 4))), ValueError, r"z: expected shape \(N, 4, h, w\).*got \(1, 3, 4,"),
-        (lambda v: v.decode(np.zeros((4, 4, 4))), ValueError, r"z: expected shape .*got \(4, 4, 4\)"),
-        (lambda v: v.decode(np.zeros((0, 4, 4, 4))), ValueError, "batch: expected 1 or more, got 0"),
-        (lambda v: v.decode(np.zeros((1, 4, 0, 4))), ValueError, "height: expected a positive multiple of 4, got 0"),
-        (lambda v: v.decode(np.zeros((1, 4, 4, 4), complex)), TypeError, "z: expected an array of real numbers"),
-        (lambda v: v.decode("latents"), TypeError, "z: expected an array of real numbers"),
-        (lambda v: v.decode(np.zeros((1, 4, 4, 4)), output_type="jpeg"), ValueError, "expected one of float, uint8,"),
-        (lambda v: v.encode(np.zeros((1, 4, 8, 8))), ValueError, r"x: expected shape \(N, 3, H, W\), got \(1, 4, 8,"),
-        (lambda v: v.encode(np.zeros((1, 3, 10, 8))), ValueError, "height: expected a positive multiple of 4, got 10"),
-        (lambda v: v.encode(np.zeros((1, 3, 8, 8), np.uint8)), ValueError, r"x: expected shape \(N, H, W, 3\) for"),
-        (lambda v: v.estimate("decode", 12, 6), ValueError, "width: expected a positive multiple of 4, got 6"),
-        (lambda v: v.estimate("decode", -8, 8), ValueError, "height: expected a positive"),
-        (lambda v: v.estimate("paint", 8, 8), ValueError, "op: expected encode or decode, got 'paint'"),
-        (lambda v: v.estimate("decode", 8.0, 8), TypeError, "height: expected an integer, got 8.0"),
-        (lambda v: v.estimate("decode", 2**40, 2**40), OverflowError, "can be addressed"),
-        (lambda v: v.estimate("decode", 2**62, 4), OverflowError, "can be addressed"),
-        (lambda v: v.estimate("decode", 8, 8, batch=2**60), OverflowError, "can be addressed"),
-        (lambda v: VAE.random("sd4"), ValueError, "model: expected one of sd15, sdxl, flux, sd3, .*, got 'sd4'"),
-        (lambda v: VAE.random("sdxl", device="tpu"), ValueError, "device: expected cpu, cuda or cuda:N, got 'tpu'"),
-        (lambda v: VAE.random("sdxl", dtype="quarter"), ValueError, "dtype: expected one of float32, .*, got"),
-        (lambda v: VAE.random("sdxl", precision="best"), ValueError, "precision: expected one of highest, high,"),
-        (lambda v: v.copy(precision=False), ValueError, "precision: expected one of highest, high, medium, got False"),
-        (lambda v: v.copy(dtype="bfloat16", precision="high"), ValueError, "precision: expected highest with dtype"),
-        (lambda v: v.copy(tf32=True), TypeError, "tf32"),
-        (lambda v: VAE.random("sdxl", autotune="no"), ValueError, "autotune: expected True or False, got 'no'"),
-        (lambda v: v.decode(np.zeros((1, 4, 4, 4)), scaled="no"), ValueError, "scaled: expected True or False, got"),
-        (lambda v: v.encode(np.zeros((1, 3, 8, 8)), scaled=1), ValueError, "scaled: expected True or False, got 1"),
-        (lambda v: v.encode(np.zeros((1, 3, 8, 8))).sample(-1), ValueError, "generator: expected .* seed of 0 .*got"),
-        (lambda v: v.encode(np.zeros((1, 3, 8, 8))).sample("a"), TypeError, "generator: expected .*or None, got 'a'"),
-        (lambda v: VAE.random("sdxl", parts="half"), ValueError, "parts: expected all, encoder or decoder, got 'half'"),
+        (lambda v: v.decode(np.zeros((1, 3, 4, 4))), ValueError, ("z", "(1, 3, 4, 4)")),
+        (lambda v: v.decode(np.zeros((4, 4, 4))), ValueError, ("z", "(4, 4, 4)")),
+        (lambda v: v.decode(np.zeros((0, 4, 4, 4))), ValueError, ("batch", 0)),
+        (lambda v: v.decode(np.zeros((1, 4, 0, 4))), ValueError, ("height", 0)),
+        (lambda v: v.decode(np.zeros((1, 4, 4, 4), complex)), TypeError, ("z",)),
+        (lambda v: v.decode("latents"), TypeError, ("z",)),
+        (lambda v: v.decode(np.zeros((1, 4, 4, 4)), output_type="jpeg"), ValueError, ("output_type", "'jpeg'")),
+        (lambda v: v.encode(np.zeros((1, 4, 8, 8))), ValueError, ("x", "(1, 4, 8, 8)")),
+        (lambda v: v.encode(np.zeros((1, 3, 10, 8))), ValueError, ("height", 10)),
+        (lambda v: v.encode(np.zeros((1, 3, 8, 8), np.uint8)), ValueError, ("x", "(1, 3, 8, 8)")),
+        (lambda v: v.estimate("decode", 12, 6), ValueError, ("width", 6)),
+        (lambda v: v.estimate("decode", -8, 8), ValueError, ("height", -8)),
+        (lambda v: v.estimate("paint", 8, 8), ValueError, ("op", "'paint'")),
+        (lambda v: v.estimate("decode", 8.0, 8), TypeError, ("height", 8.0)),
+        (lambda v: VAE.random("sd4"), ValueError, ("model", "'sd4'")),
+        (lambda v: VAE.random("sdxl", device="tpu"), ValueError, ("device", "'tpu'")),
+        (lambda v: VAE.random("sdxl", dtype="quarter"), ValueError, ("dtype", "'quarter'")),
+        (lambda v: VAE.random("sdxl", precision="best"), ValueError, ("precision", "'best'")),
+        (lambda v: v.copy(precision=False), ValueError, ("precision", "False")),
+        (lambda v: v.copy(dtype="bfloat16", precision="high"), ValueError, ("precision", "'high'")),
+        (lambda v: VAE.random("sdxl", autotune="no"), ValueError, ("autotune", "'no'")),
+        (lambda v: v.decode(np.zeros((1, 4, 4, 4)), scaled="no"), ValueError, ("scaled", "'no'")),
+        (lambda v: v.encode(np.zeros((1, 3, 8, 8)), scaled=1), ValueError, ("scaled", 1)),
+        (lambda v: v.encode(np.zeros((1, 3, 8, 8))).sample(-1), ValueError, ("generator", -1)),
+        (lambda v: v.encode(np.zeros((1, 3, 8, 8))).sample("a"), TypeError, ("generator", "'a'")),
+        (lambda v: VAE.random("sdxl", parts="half"), ValueError, ("parts", "'half'")),
     ],
 )
 def test_bad_input(call, exception, message):
     vae = small_vae()
     want = vae.decode(latents(vae, 2, 2))
     held = vae.reserved_bytes
-    with pytest.raises(exception, match=message):
+    with refused(*message, kind=exception):
         call(vae)
     assert vae.reserved_bytes == held
     assert np.array_equal(vae.decode(latents(vae, 2, 2)), want)
+
+
+def test_sizes_that_no_memory_holds():
+    for size in ((2**40, 2**40), (2**62, 4), (8, 8, 2**60)):
+        with pytest.raises(OverflowError, match="addressed"):
+            small_vae().estimate("decode", *size)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -306,15 +307,15 @@ def test_missing_half_and_unknown_scaling():
     vaemem.engine.weights.random_tensors(core, 0)
     vae = VAE(core)
     assert np.array_equal(vae.decode(latents(vae, 2, 2)), small_vae("sd").decode(latents(vae, 2, 2)))
-    with pytest.raises(ValueError, match="encode: this VAE was loaded without its encoder"):
+    with refused(names=["encode", "encoder"]):
         vae.encode(images(8, 8))
-    with pytest.raises(ValueError, match=r"scaled: .*load with model= or config="):
+    with refused("scaled"):
         vae.decode(latents(vae, 2, 2), scaled=True)
 
 
 def test_unset_weights_are_named():
     core = _core.Model(vaemem.engine.configs.read_config(config("sd")))
-    with pytest.raises(ValueError, match=r"weights: encoder\.conv_in\.weight was never set"):
+    with refused(names=["encoder.conv_in.weight"]):
         VAE(core).decode(np.zeros((1, 4, 2, 2)))
 
 

@@ -6,6 +6,7 @@ import struct
 import ml_dtypes
 import numpy as np
 import pytest
+from errors import refused
 from safetensors import numpy as safetensors_numpy
 from weights_files import CONFIGS, FLUX_LIKE, SMALL, autoencoder, make, respell, same, tensors_of, write
 
@@ -175,9 +176,9 @@ def test_half(tmp_path, parts, config):
         same(loaded, tensors_of(half))
         assert loaded.parts == parts
         assert loaded.arch["use_quant_conv"] == whole.arch["use_quant_conv"]
-    with pytest.raises(ValueError, match=r"half\.safetensors: .*missing (en|de)coder\..*and \d+ more"):
+    with refused("path", path=path):
         weights.load(tmp_path / "half.safetensors")
-    with pytest.raises(ValueError, match=r"path: expected a name that ends in \.safetensors for half a model"):
+    with refused("path"):
         weights.save(half, tmp_path / "vae")
     assert not (tmp_path / "vae").exists()
 
@@ -189,7 +190,7 @@ def test_the_other_half_is_not_looked_at(tmp_path):
     tensors["encoder.stranger"] = np.zeros(1, np.int8)
     path = write(tmp_path / "a.safetensors", tensors)
     assert weights.load(path, parts="decoder").missing() == []
-    with pytest.raises(ValueError, match="parts: expected one of all, encoder, decoder, got 'both'"):
+    with refused("parts", "'both'"):
         weights.load(path, parts="both")
 
 
@@ -217,7 +218,7 @@ def test_detected_architecture(layout, parts):
 def test_groups_cannot_be_detected(tmp_path):
     config = CONFIGS["deep"]
     weights.save(make(config), tmp_path / "a.safetensors")
-    with pytest.raises(ValueError, match=r"a\.safetensors: norm_num_groups cannot be seen"):
+    with refused("path", names=["a.safetensors", "norm_num_groups"]):
         weights.load(tmp_path / "a.safetensors")
     same(weights.load(tmp_path / "a.safetensors", config=config), tensors_of(make(config)))
 
@@ -227,15 +228,15 @@ def test_model_and_config_win_and_must_fit(tmp_path):
     weights.save(make(), path)
     arch = weights.load(path, config={**SMALL, "scaling_factor": 2.0}).arch
     assert (arch["name"], arch["scaling_factor"]) == ("custom", 2.0)
-    with pytest.raises(ValueError, match=r"encoder\.conv_in\.weight: expected \(128, 3, 3, 3\), got \(32, 3, 3, 3\)"):
+    with refused("path", names=["encoder.conv_in.weight", "(128, 3, 3, 3)", "(32, 3, 3, 3)"]):
         weights.load(path, model="sdxl")
-    with pytest.raises(ValueError, match=r"missing encoder.*resnets\.1"):
+    with refused("path", names=["resnets.1"]):
         weights.load(path, config={**SMALL, "layers_per_block": 2})
-    with pytest.raises(ValueError, match=r"extra .*quant_conv.bias: expected no such tensor, got \(4,\)"):
+    with refused("path", names=["quant_conv.bias"]):
         weights.load(path, config={**SMALL, "use_post_quant_conv": False})
-    with pytest.raises(ValueError, match=r"model: expected one of sd15, sdxl, flux, sd3, .*, got 'sd4'"):
+    with refused("model", "'sd4'"):
         weights.load(path, model="sd4")
-    with pytest.raises(ValueError, match="model: expected one that config= describes"):
+    with refused("model"):
         weights.load(path, model="sdxl", config=SMALL)
 
 
@@ -271,7 +272,7 @@ def test_random_tensors_by_seed():
     zero, again, one = (tensors_of(make(seed=s)) for s in (0, 0, 1))
     assert all(np.array_equal(zero[n], again[n]) and not np.array_equal(zero[n], one[n]) for n in zero)
     assert len({t.tobytes() for t in zero.values()}) == len(zero)
-    with pytest.raises(ValueError, match="seed: expected 0 or more, got -1"):
+    with refused("seed", -1):
         make(seed=-1)
-    with pytest.raises(TypeError, match="seed: expected an integer, got float"):
+    with refused("seed", "float", kind=TypeError):
         make(seed=0.5)

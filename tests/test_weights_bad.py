@@ -13,6 +13,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from errors import refused
 from safetensors import numpy as safetensors_numpy
 from weights_files import CONFIGS, FLUX_LIKE, SMALL, make, respell, same, tensors_of, write
 
@@ -31,12 +32,12 @@ def test_each_tensor_is_named_when_missing_or_misshapen(tmp_path, layout):
     path = tmp_path / "a.safetensors"
     for name in tensors:
         write(path, {n: t for n, t in tensors.items() if n != name})
-        with pytest.raises(ValueError, match=rf"a\.safetensors: 1 tensor.*missing {name}: expected \(\d"):
+        with refused("path", path=path, names=[name]):
             weights.load(path, config=config)
         if config is None and name in ("encoder.conv_in.weight", "decoder.conv_out.weight"):
             continue  # conv_in alone tells in_channels: another shape is another model
         write(path, {**tensors, name: np.zeros((5, *tensors[name].shape[1:]), np.float32)})
-        with pytest.raises(ValueError, match=rf"a\.safetensors: 1 tensor.*{name}: expected \(\d.*, got \(5,"):
+        with refused("path", path=path, names=[name]):
             weights.load(path, config=config)
 
 
@@ -45,21 +46,21 @@ def test_each_tensor_is_named_when_missing_or_misshapen(tmp_path, layout):
 )
 def test_extra_tensor_is_named(tmp_path, name):
     path = write(tmp_path / "a.safetensors", {**tensors_of(make()), name: np.zeros((7, 8), np.float32)})
-    with pytest.raises(ValueError, match=rf"1 tensor.*extra {name}: expected no such tensor, got \(7, 8\)"):
+    with refused("path", names=[name, "(7, 8)"]):
         weights.load(path)
 
 
 def test_what_a_file_says_is_shown_escaped_and_short(tmp_path):
     path = write(tmp_path / "a.safetensors", {**tensors_of(make()), "encoder.\x1b[2J\u202e": np.zeros(7, np.float32)})
-    with pytest.raises(ValueError, match=r"extra 'encoder\.\\x1b\[2J\\u202e': expected no such tensor, got \(7,\)"):
+    with refused("path", names=["'encoder.\\x1b[2J\\u202e'"]):
         weights.load(path)
     path = write(tmp_path / "a.safetensors", {"x" * 10**6 + "\n": np.zeros(7, np.float32)})
-    with pytest.raises(ValueError, match="expected a VAE's tensors") as caught:
+    with refused("path") as caught:
         weights.load(path)
     assert len(str(caught.value)) < 500
-    with pytest.raises(ValueError, match=r"config: '\\x1b\[2J': expected a key of AutoencoderKL"):
+    with refused("config", 1, "'\\x1b[2J'"):
         configs.read_config({"\x1b[2J": 1})
-    with pytest.raises(ValueError, match="config: scaling_factor: expected a finite number of single precision"):
+    with refused("config", place="scaling_factor"):
         configs.read_config({"scaling_factor": 10**400})
 
 
@@ -75,7 +76,7 @@ def test_other_dtypes_are_named(tmp_path):
     tensors = tensors_of(make())
     tensors["decoder.conv_in.bias"] = tensors["decoder.conv_in.bias"].astype(np.float64)
     path = write(tmp_path / "a.safetensors", tensors)
-    with pytest.raises(ValueError, match=r"decoder\.conv_in\.bias: expected F32, F16, BF16, F8_E4M3, F8_E5M2, got F64"):
+    with refused("path", names=["decoder.conv_in.bias", "F64"]):
         weights.load(path)
 
 
@@ -83,14 +84,14 @@ def test_both_attention_names_at_once(tmp_path):
     tensors = tensors_of(make())
     name = "decoder.mid_block.attentions.0."
     path = write(tmp_path / "a.safetensors", {**tensors, name + "query.bias": tensors[name + "to_q.bias"]})
-    with pytest.raises(ValueError, match=r"extra .*query\.bias"):
+    with refused("path", names=["query.bias"]):
         weights.load(path)
 
 
 def test_unknown_layout(tmp_path):
     for tensors in ({}, {"text_model.encoder.layers.0.weight": np.zeros(3, np.float32)}):
         path = write(tmp_path / "a.safetensors", tensors)
-        with pytest.raises(ValueError, match=r"a\.safetensors: expected .*diffusers, ldm, bfl"):
+        with refused("path", path=path):
             weights.load(path)
 
 
@@ -137,7 +138,7 @@ HOSTILE = {
 def test_hostile_file(tmp_path, name):
     path = tmp_path / "hostile.safetensors"
     path.write_bytes(HOSTILE[name])
-    with pytest.raises(ValueError, match=r"hostile\.safetensors"):
+    with refused("path", path=path):
         weights.load(path, model="sdxl")
 
 
@@ -153,7 +154,7 @@ def test_a_small_file_makes_no_large_model(tmp_path, side):
     path.write_bytes(file_bytes(header))
     with open(path, "r+b") as f:
         f.truncate(path.stat().st_size + end)  # sparse
-    with pytest.raises(ValueError, match=r"hostile\.safetensors: .*conv2\.weight: expected \(65536, 65536, 3, 3\)"):
+    with refused("path", path=path, names=["conv2.weight", "(65536, 65536, 3, 3)"]):
         weights.load(path)
 
 
@@ -163,7 +164,7 @@ def test_every_truncation_of_a_real_file(tmp_path):
     whole = path.read_bytes()
     for size in sorted({*range(0, 64, 7), *range(64, len(whole), len(whole) // 40), len(whole) - 1}):
         path.write_bytes(whole[:size])
-        with pytest.raises(ValueError, match=r"path: .*a\.safetensors: as a safetensors file"):
+        with refused("path", path=path):
             weights.load(path)
 
 
@@ -179,7 +180,7 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
         return read(file, tensor, shape)
 
     monkeypatch.setattr(file_tensors, "read_tensor", cut)
-    with pytest.raises(ValueError, match=r"a\.safetensors: \S+\.weight: expected \d+ bytes .*, got \d+; the file was"):
+    with refused("path", path=path):
         weights.load(path)
 
 
@@ -199,16 +200,16 @@ def test_nothing_of_the_file_is_mapped(tmp_path, monkeypatch):
 
 
 def test_paths_that_are_no_files(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"path: .*nowhere\.safetensors"):
+    with refused("path", names=["nowhere.safetensors"], kind=FileNotFoundError):
         weights.load(tmp_path / "nowhere.safetensors")
-    with pytest.raises(FileNotFoundError, match=r"path: .*expected a directory with"):
+    with refused("path", kind=FileNotFoundError):
         weights.load(tmp_path)
-    with pytest.raises(ValueError, match=r"path: .*null: expected .*, got neither"):
+    with refused("path", "neither", names=["null"]):
         weights.load("/dev/null")
-    with pytest.raises(TypeError, match="path: expected a path, got int"):
+    with refused("path", "int", kind=TypeError):
         weights.load(3)
     write(tmp_path / weights.WEIGHTS, tensors_of(make()))
-    with pytest.raises(FileNotFoundError, match=r"path: .*expected a directory with config\.json"):
+    with refused("path", names=["config.json"], kind=FileNotFoundError):
         weights.load(tmp_path)
     assert weights.load(tmp_path, config=SMALL).missing() == []
 
@@ -219,24 +220,24 @@ def test_paths_that_are_no_files(tmp_path):
 @pytest.mark.parametrize(
     ("config", "layout", "why"),
     [
-        ("flux_like", "ldm", "layout: expected diffusers or bfl for custom, which has 0"),
-        ("one_quant_conv", "ldm", "layout: expected diffusers for custom, which has 1"),
-        ("small", "bfl", "layout: expected diffusers or ldm for custom, which has 2"),
-        ("one_quant_conv", "bfl", "layout: .*bfl, which has no quant convs"),
-        ("small", "gguf", "layout: expected one of diffusers, ldm, bfl, got 'gguf'"),
-        ("small", "wan", "layout: expected one of diffusers, ldm, bfl, got 'wan'"),
-        ("small", "diffusers-old", "layout: expected one of diffusers, ldm, bfl"),
+        ("flux_like", "ldm", ()),
+        ("one_quant_conv", "ldm", ()),
+        ("small", "bfl", ()),
+        ("one_quant_conv", "bfl", ()),
+        ("small", "gguf", ("'gguf'",)),
+        ("small", "wan", ("'wan'",)),
+        ("small", "diffusers-old", ("'diffusers-old'",)),
     ],
 )
 def test_layouts_refused(tmp_path, config, layout, why):
-    with pytest.raises(ValueError, match=why):
+    with refused("layout", *why):
         weights.save(make(CONFIGS[config]), tmp_path / "a.safetensors", layout)
     assert not list(tmp_path.iterdir())
 
 
 def test_bfl_wants_the_attention(tmp_path):
     config = {**FLUX_LIKE, "mid_block_add_attention": False}
-    with pytest.raises(ValueError, match=r"layout: expected diffusers for .*, which has no middle attention"):
+    with refused("layout"):
         weights.save(make(config), tmp_path / "a.safetensors", "bfl")
 
 
@@ -244,18 +245,18 @@ def test_save_refuses_paths_and_unset_tensors(tmp_path):
     model = make()
     (tmp_path / "a.file").write_text("mine")
     (tmp_path / "b.safetensors").mkdir()
-    for path, layout, why in [
-        (tmp_path / "vae", "ldm", r"path: expected a name that ends in \.safetensors for layout ldm"),
-        (tmp_path / "a.file", "diffusers", "path: expected a directory or a name"),
-        (tmp_path / "c.gguf", "diffusers", r"path: expected a directory or a name that ends in \.safetensors, which"),
-        (tmp_path / "c.pt", "ldm", r"path: expected a directory or a name that ends in \.safetensors, which is"),
-        (tmp_path / "b.safetensors", "diffusers", "path: expected a file in a directory that exists"),
-        ("", "diffusers", "path: expected a path, got an empty one"),
-        (tmp_path / "no" / "c.safetensors", "diffusers", "path: expected a file in a directory that exists"),
+    for path, layout in [
+        (tmp_path / "vae", "ldm"),
+        (tmp_path / "a.file", "diffusers"),
+        (tmp_path / "c.gguf", "diffusers"),
+        (tmp_path / "c.pt", "ldm"),
+        (tmp_path / "b.safetensors", "diffusers"),
+        ("", "diffusers"),
+        (tmp_path / "no" / "c.safetensors", "diffusers"),
     ]:
-        with pytest.raises(ValueError, match=why):
+        with refused("path"):
             weights.save(model, path, layout)
-    with pytest.raises(ValueError, match=r"model: expected every tensor set, got \d+ that are not, such as encoder"):
+    with refused("model"):
         weights.save(_core.Model(model.arch, "all"), tmp_path / "d.safetensors")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.file", "b.safetensors"]
 
@@ -352,7 +353,7 @@ def test_what_weights_say_of_their_config_is_checked(tmp_path, saved):
     weights.save(make(), tmp_path)
     tensors = safetensors_numpy.load_file(tmp_path / weights.WEIGHTS)
     safetensors_numpy.save_file(tensors, tmp_path / weights.WEIGHTS, {weights.SAVED_WITH: saved})
-    with pytest.raises(ValueError, match=r"path: .*: metadata: expected the config that .*, got "):
+    with refused("path", place="metadata"):
         weights.load(tmp_path)
 
 

@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+from errors import refused
 from weights_files import CONFIGS, SMALL, autoencoder, make, respell, same, tensors_of
 
 from vaemem import VAE
@@ -20,17 +21,15 @@ def test_a_state_dict_of_arrays(prefix):
     vae = VAE.load(state, config=SMALL)
     same(weights.load(vae.state_dict()), tensors_of(model))
     state.pop(prefix + "encoder.conv_in.bias")
-    with pytest.raises(ValueError, match=rf"state dict: 1 tensor.*missing {prefix}encoder.conv_in.bias"):
+    with refused("path", place="state dict", names=[prefix, "encoder.conv_in.bias"]):
         VAE.load(state)
     state[prefix + "encoder.conv_in.bias"] = np.zeros(32)
-    with pytest.raises(
-        ValueError, match=rf"{prefix}encoder.conv_in.bias: expected F32, F16, BF16, F8_E4M3, F8_E5M2, got float64"
-    ):
+    with refused("path", names=[prefix, "encoder.conv_in.bias"]):
         VAE.load(state)
-    with pytest.raises(ValueError, match=r"state dict: expected a VAE's tensors"):
+    with refused("path", place="state dict"):
         VAE.load({})
     for state in ({1: np.zeros(3)}, {"decoder.conv_in.weight": 5}):  # no names, no arrays
-        with pytest.raises(ValueError, match=r"state dict: expected a VAE's tensors"):
+        with refused("path", place="state dict"):
             VAE.load(state)
 
 
@@ -49,7 +48,7 @@ def test_a_module(dtype):
 def test_a_pipelines_directory(tmp_path):
     vae = VAE.random(config={**SMALL, "sample_size": 96})
     vae.save(tmp_path / "vae")
-    with pytest.raises(FileNotFoundError, match="got none"):
+    with refused("path", "none", kind=FileNotFoundError):
         VAE.load(tmp_path)
     (tmp_path / "model_index.json").write_text("{}")
     found = VAE.load(tmp_path)
@@ -63,19 +62,16 @@ def test_tensors_without_plain_numbers_are_named():
     state, name = tensors_of(make()), "decoder.conv_in.weight"
     weight = torch.from_numpy(state[name])
     for odd, got in (
-        (weight.to("meta"), r"a dense tensor with numbers, got Tensor \(torch.float32, torch.strided, meta\)"),
-        (
-            weight.to_sparse(),
-            r"a dense tensor with numbers, got Tensor \(torch.float32, torch.sparse_coo, cpu\).*dense",
-        ),
-        (torch.complex(weight, weight).conj().imag, "a dense tensor with numbers, got Tensor .*resolve_neg"),
-        (torch.masked.masked_tensor(weight, weight > 0), "a dense tensor with numbers, got MaskedTensor"),
-        (torch.nested.nested_tensor([weight[0], weight[1, :1]]), "a tensor of whole sides, got Tensor"),
-        (torch.quantize_per_tensor(weight, 0.1, 0, torch.qint8), "F32, F16, BF16, F8_E4M3, F8_E5M2, got qint8"),
-        (weight.to(torch.complex64), "F32, F16, BF16, F8_E4M3, F8_E5M2, got complex64"),
-        (np.ma.masked_array(state[name], state[name] > 0), rf"numbers everywhere, got .*np.ma.filled\({name}, 0\)"),
+        (weight.to("meta"), "Tensor (torch.float32, torch.strided, meta)"),
+        (weight.to_sparse(), "Tensor (torch.float32, torch.sparse_coo, cpu)"),
+        (torch.complex(weight, weight).conj().imag, "resolve_neg"),
+        (torch.masked.masked_tensor(weight, weight > 0), "MaskedTensor"),
+        (torch.nested.nested_tensor([weight[0], weight[1, :1]]), "Tensor"),
+        (torch.quantize_per_tensor(weight, 0.1, 0, torch.qint8), "qint8"),
+        (weight.to(torch.complex64), "complex64"),
+        (np.ma.masked_array(state[name], state[name] > 0), f"np.ma.filled({name}, 0)"),
     ):
-        with pytest.raises(ValueError, match=f"{name}: expected {got}"):
+        with refused(names=[name, got]):
             weights.load(state | {name: odd})
     for odd in (torch.nn.Parameter(weight), np.ma.masked_array(state[name]), np.asfortranarray(state[name])):
         same(weights.load(state | {name: odd}), state)
@@ -89,7 +85,7 @@ def test_a_pickle_says_how_to_convert_it(tmp_path, name):
     state = module.state_dict()
     saved = {"state_dict": state} if name == "old.ckpt" else state
     torch.save(saved, tmp_path / name, _use_new_zipfile_serialization=False)
-    with pytest.raises(ValueError, match=r"path: .*as a safetensors file: .*A pickle may run") as caught:
+    with refused("path") as caught:
         VAE.load(tmp_path / name)
     said = re.search(r"VAE\.load\(torch.*\.safetensors'\)", str(caught.value))[0]
     exec(said, {"VAE": VAE, "torch": torch})
@@ -105,5 +101,5 @@ def test_a_directory_with_a_pickle_alone(tmp_path):
     assert vae.arch["scaling_factor"] == 0.5
     same(vae._core, {n: t.numpy() for n, t in module.state_dict().items()})
     (tmp_path / "diffusion_pytorch_model.bin").rename(tmp_path / "other.bin")
-    with pytest.raises(FileNotFoundError, match=r"only other.bin; A pickle may run"):
+    with refused("path", names=["other.bin"], kind=FileNotFoundError):
         VAE.load(tmp_path)

@@ -5,6 +5,7 @@ import math
 import re
 
 import pytest
+from errors import refused
 
 from vaemem._common import shipped
 from vaemem.pipelines import programs
@@ -85,17 +86,14 @@ def test_every_gpu_has_what_cudnn_wants_and_a_source(name):
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ("A801", r"did you mean 'NVIDIA A800-SXM4-80GB' or 'NVIDIA A100-SXM4-80GB'\?$"),  # no Arc A580
-        (
-            "rx 7900 xtz",
-            r"gives a rough answer; did you mean 'AMD Radeon RX 7900 XT' or 'AMD Radeon RX 7900 XTX'",
-        ),
-        ("Intel Arc B57", r"gives a rough answer; did you mean 'Intel Arc B570"),
-        ("Strix Halo", "unlisted card .*memory=.* gives a rough answer"),
+        ("A801", ["'NVIDIA A800-SXM4-80GB'", "'NVIDIA A100-SXM4-80GB'"]),  # no Arc A580
+        ("rx 7900 xtz", ["'AMD Radeon RX 7900 XT'", "'AMD Radeon RX 7900 XTX'"]),
+        ("Intel Arc B57", ["'Intel Arc B570"]),
+        ("Strix Halo", ["memory="]),
     ],
 )
 def test_the_nearest_name_is_one_of_the_same_maker(asked, said):
-    with pytest.raises(ValueError, match=said) as caught:
+    with refused("gpu", names=said) as caught:
         find_gpu(asked)
     made = {name for name in ("NVIDIA", "AMD", "Intel") if f"{name} " in str(caught.value).partition("did you mean")[2]}
     assert len(made - {"Intel"} if asked.startswith("Intel") else made) <= 1
@@ -113,7 +111,7 @@ def test_variants_of_a_card_are_told_by_their_memory():
     for gpu in (find_gpu("4060 Ti 16GB"), find_gpu("4060 Ti", "16 GB"), find_gpu("4060 Ti", memory=16 << 30)):
         assert gpu.total_memory == json.loads(gpu.device_json)["totalGlobalMem"] == 16 << 30
     assert find_gpu("RTX 3090 24GB") == find_gpu("RTX 3090")  # what CUDA reports is more exact than what is sold
-    with pytest.raises(ValueError, match="memory: expected bytes"):
+    with refused("memory"):
         find_gpu("4090", "much")
 
 
@@ -128,9 +126,9 @@ def test_a_compute_capability_is_a_card_of_it():
         for found in (find_gpu(name), find_gpu(name, "16 GB"), find_gpu(name, "24 GB")):
             assert find_gpu(found.name)[:2] == found[:2], "the name of what was found finds it"
     assert find_gpu(gpu.name, "16 GB") == gpu
-    with pytest.raises(ValueError, match=r"gpu: un(known|listed) card"):
+    with refused("gpu"):
         find_gpu("sm_89 (as nothing)")
-    with pytest.raises(ValueError, match=r"compute capability that was recorded \(sm_70, .*got 6\.1"):
+    with refused("gpu", 6.1, names=["sm_70"]):
         find_gpu("sm_61")
 
 
@@ -138,13 +136,13 @@ def test_a_mig_slice_is_a_part_of_its_card():
     whole, part = find_gpu("A100-SXM4-80GB"), find_gpu("A100-SXM4-80GB MIG 3g.40gb")
     assert (part.multiprocessors, part.total_memory, part.key) == (42, 40 << 30, whole.key)
     for name in ("A10 MIG 1g.6gb", "A100 40GB MIG 7g.80gb"):
-        with pytest.raises(ValueError, match="expected a MIG slice that the card can be cut into"):
+        with refused("gpu"):
             find_gpu(name)
 
 
 @pytest.mark.parametrize("name", ["GeForce GTX 970", "B300", "Jetson Orin", "gfx1100", "Radeon RX 7000", "apple m3"])
 def test_a_card_of_which_nothing_is_listed_wants_its_memory(name):
-    with pytest.raises(ValueError, match=f"unlisted card '{name}'; memory='16 GB' gives a rough answer"):
+    with refused("gpu", names=[name, "'16 GB'"]):
         find_gpu(name)
     gpu = find_gpu(name, "16 GB")
     assert (gpu.name, gpu.total_memory) == (name, 16 << 30) and name in gpu.coarse
@@ -229,9 +227,9 @@ def test_an_answer_about_another_makers_card_names_no_version_of_cuda_or_cudnn(n
         assert not re.search(r"cuDNN|cudnn \d|\bcu\d", text), text
     whole = predict_pipeline("sdxl", 1024, 1024, gpu=name, memory=memory)
     assert not re.search(r"cuDNN|cudnn \d|\bcu\d", str(whole) + repr(whole.rows()))
-    with pytest.raises(ValueError, match=r"cudnn_version: expected None with .*, on which no cuDNN runs, got '9.10.2'"):
+    with refused("cudnn_version", "'9.10.2'"):
         predict("sdxl", "decode", 512, 512, gpu=name, memory=memory, cudnn_version="9.10.2")
-    with pytest.raises(ValueError, match=r"torch_version: expected no CUDA build with .*got '2.7.1\+cu128'"):
+    with refused("torch_version", "'2.7.1+cu128'"):
         predict("sdxl", "decode", 512, 512, gpu=name, memory=memory, torch_version="2.7.1+cu128")
 
 
@@ -253,14 +251,14 @@ def test_without_tensor_cores_float16_takes_twice_input_output_and_filter():
 
 
 def test_an_unknown_gpu_is_refused_with_the_nearest_names():
-    with pytest.raises(ValueError, match=r"unknown card 'RTX 4091'; did you mean 'NVIDIA GeForce RTX 4090") as error:
+    with refused("gpu", names=["'RTX 4091'", "NVIDIA GeForce RTX 4090"]) as error:
         find_gpu("RTX 4091")
     assert len(str(error.value)) < 250
-    with pytest.raises(ValueError, match="pass a card such as"):
+    with refused("gpu"):
         find_gpu("potato")
-    with pytest.raises(ValueError, match=r"unlisted card 'RX 7900 XTXX'"):
+    with refused("gpu", names=["'RX 7900 XTXX'"]):
         find_gpu("RX 7900 XTXX")
-    with pytest.raises(TypeError, match="gpu: expected a name"):
+    with refused("gpu", kind=TypeError):
         find_gpu(4090)
 
 
@@ -491,23 +489,13 @@ def test_versions():
 
 @pytest.mark.parametrize("version", ["nine", "7.6", "8.9.7", "99.0", "9", "9.100.0", "9.1.0.70.1", "", 9.1])
 def test_what_is_no_cudnn_9_is_refused(version):
-    with pytest.raises(ValueError, match=r"cudnn_version: expected a version of cuDNN 9 such as '9\.10\.2', got "):
+    with refused("cudnn_version"):
         Workspace("RTX 4090", version)
 
 
-@pytest.mark.parametrize(
-    "version, named",
-    [
-        ("1.13", r"expected one of 2\.4, 2\.5.* got '1\.13'"),
-        (2.7, "expected one of"),
-        ("2.7.1+rocm6.3", "expected a CUDA build"),
-        ("2.7.1+cpu", "expected a CUDA build"),
-        ("2.7.1+cu130", "expected 2.7 built for cu126 or cu118 or cu128, or a cudnn_version too"),
-        ("2.7.1a", "expected one of"),
-    ],
-)
-def test_builds_without_a_known_cudnn_are_refused(version, named):
-    with pytest.raises(ValueError, match=f"torch_version: {named}"):
+@pytest.mark.parametrize("version", ["1.13", 2.7, "2.7.1+rocm6.3", "2.7.1+cpu", "2.7.1+cu130", "2.7.1a"])
+def test_builds_without_a_known_cudnn_are_refused(version):
+    with refused("torch_version", names=[version]):
         Workspace("RTX 4090", torch_version=version)
 
 
@@ -530,20 +518,17 @@ def test_a_build_runs_on_the_cards_that_it_has_kernels_for(gpu, version):
     if any(arch // 10 == sm // 10 and arch <= sm for arch in map(int, ARCHS[version].split())):
         assert SimulatedProcess(gpu, torch_version=version).torch_version == version
     else:
-        capability = rf"{sm // 10}\.{sm % 10}"
-        with pytest.raises(
-            ValueError, match=f"torch_version: expected a build with kernels for compute capability {capability}"
-        ):
+        with refused("torch_version", names=[f"{sm // 10}.{sm % 10}"]):
             SimulatedProcess(gpu, torch_version=version)
 
 
 def test_a_build_that_runs_is_named_and_is_the_usual_one():
     for gpu, version, named in (
-        ("V100", "2.7.1+cu128", r"such as 2\.7\+cu126 \(the last is 2\.14\+cu126\), got '2\.7\.1\+cu128'"),
-        ("V100", "2.15", r"the last is 2\.14\+cu126, got '2\.15', which is built for cu132"),
-        ("RTX 5090", "2.4.1", r"the first is 2\.7\+cu128, got '2\.4\.1', which is built for cu121"),
+        ("V100", "2.7.1+cu128", ["2.7+cu126", "2.14+cu126"]),
+        ("V100", "2.15", ["2.14+cu126", "cu132"]),
+        ("RTX 5090", "2.4.1", ["2.7+cu128", "cu121"]),
     ):
-        with pytest.raises(ValueError, match=named):
+        with refused("torch_version", names=[version, *named]):
             SimulatedProcess(gpu, torch_version=version)
     volta = SimulatedProcess("V100")
     assert (volta.torch_version, volta.workspace.cudnn_version) == ("2.7.1+cu126", "9.5.1")
@@ -885,22 +870,22 @@ def test_the_rule_is_as_good_as_it_says(name):
 
 
 BAD = [
-    (dict(dtype="float64"), "dtype: expected float32, float16 or bfloat16, got 'float64'"),
-    (dict(layout="chwn"), "layout: expected nchw or nhwc, got 'chwn'"),
-    (dict(h=0), r"conv: sizes: expected 1 to 2\^31, got 0"),
-    (dict(stride=0), r"conv: stride: expected 1 to 2\^31, got 0"),
-    (dict(padding=-1), r"conv: padding: expected 0 to 2\^31, got -1"),
-    (dict(h=2, padding=0), "expected a 3x3 filter within the padded input, got 2x8"),
-    (dict(groups=3), "expected channels that fall into 3 groups"),
-    (dict(r=(1, 2, 3)), "r: expected an int or 2 of them, got"),
-    (dict(dilation=5), "expected a 3x3 filter within the padded input"),
+    (dict(dtype="float64"), ("dtype", "'float64'")),
+    (dict(layout="chwn"), ("layout", "'chwn'")),
+    (dict(h=0), ("conv", 0, "sizes")),
+    (dict(stride=0), ("conv", 0, "stride")),
+    (dict(padding=-1), ("conv", -1, "padding")),
+    (dict(h=2, padding=0), ("conv",)),
+    (dict(groups=3), ("conv",)),
+    (dict(r=(1, 2, 3)), ("r", "(1, 2, 3)")),
+    (dict(dilation=5), ("conv",)),
 ]
 
 
 @pytest.mark.parametrize("change, message", BAD)
 def test_bad_convolutions(change, message):
     good = dict(dtype="float16", n=1, c=8, h=8, w=8, k=8, r=3)
-    with pytest.raises(ValueError, match=message):
+    with refused(*message):
         Workspace("RTX 4090").conv(**(good | change))
 
 
@@ -911,5 +896,5 @@ def test_what_pytorch_runs_by_itself_is_listed_and_a_size_that_is_no_whole_numbe
     assert workspace.by_pytorch == set()
     own = Conv("float32", **sizes, groups=64)
     assert "PyTorch's" in workspace.conv(*own)[1] and workspace.by_pytorch == {own}
-    with pytest.raises(ValueError, match=r"conv: expected whole numbers, got Conv\(.* c=1.5"):
+    with refused("conv", names=["1.5"]):
         workspace.conv("float16", **{**sizes, "c": 1.5})
