@@ -98,7 +98,7 @@ def test_table_and_picture(rows, tmp_path):
 
 def test_no_results_are_said(tmp_path, monkeypatch):
     monkeypatch.setattr(common, "RESULTS", tmp_path)
-    with pytest.raises(SystemExit, match=r"run python benchmarks/memory\.py first"):
+    with pytest.raises(SystemExit, match=r"memory\.py"):
         memory.measured()
 
 
@@ -146,7 +146,7 @@ def test_other_bits_fail(monkeypatch, tmp_path, alone):
     def spoil(args: dict, limit: int | None, answer: dict) -> dict:
         return answer | {"bits": "other"} if limit and args["alone"] is alone else answer
 
-    with pytest.raises(SystemExit, match="vaemem, 40 T: the result differs"):
+    with pytest.raises(SystemExit, match="vaemem, 40 T: "):
         run_small(monkeypatch, tmp_path, spoil)
 
 
@@ -171,7 +171,7 @@ def test_one_bit_is_seen(monkeypatch, op):
         args = {"op": op, "size": 32, "threads": 1, "limits": [None], "alone": True}
         bits.append(memory.ours(args)()["bits"])
     memory.refuse_difference("same", bits[1], bits[0])
-    with pytest.raises(SystemExit, match="changed: the result differs"):
+    with pytest.raises(SystemExit, match=r"^changed: "):
         memory.refuse_difference("changed", bits[2], bits[0])
 
 

@@ -140,7 +140,7 @@ BAD = [{"h": 2}, {"w": 0}, {"c": 0}, {"k": -1}, {"r": 0}, {"stride": 0}, {"h": 1
 
 @pytest.mark.parametrize("change", BAD)
 def test_not_a_convolution(convs, change):
-    with pytest.raises(RuntimeError, match="EINVAL: conv: expected sizes of 1 to 1048575 with an output of 1 or more"):
+    with pytest.raises(RuntimeError, match=r"^EINVAL: conv: "):
         convs.bytes(key(**change))
     assert convs.count() == 0
 
@@ -152,7 +152,7 @@ def test_described_device(stand_in_process, library, stand_in):
     assert turing.bytes(key("float16")) == 5 << 10
     with pytest.raises(RuntimeError, match=r"got none \(none at all fits this device\)"):
         turing.bytes(key("bfloat16"))
-    with pytest.raises(RuntimeError, match="EINVAL: cuDNN: expected a device to run on, got a description"):
+    with pytest.raises(RuntimeError, match=r"^EINVAL: cuDNN: "):
         turing.run(key("float16"), *tensors(key("float16")))
     turing.close()
     nothing = stand_in_process.Convs(library, stand_in, "nothing")
@@ -364,5 +364,5 @@ def test_installed_cudnn_has_a_plan(installed, dtype, tf32):
 
 
 def test_installed_cudnn_says_which_convolution(installed):
-    with pytest.raises(RuntimeError, match="EINVAL: conv: expected sizes"):
+    with pytest.raises(RuntimeError, match=r"^EINVAL: conv: "):
         installed.bytes(key(h=2))

@@ -132,7 +132,7 @@ def test_a_stream_that_is_captured_is_refused(monkeypatch):
     current = types.SimpleNamespace(cuda_stream=stream)
     torch = types.SimpleNamespace(cuda=types.SimpleNamespace(current_stream=lambda device: current))
     monkeypatch.setitem(sys.modules, "torch", torch)
-    with emulator.capturing(stream), pytest.raises(ValueError, match="stream: expected one that is not being captured"):
+    with emulator.capturing(stream), refused("stream"):
         there.decode(z)
 
 
@@ -195,9 +195,9 @@ def test_a_device_array_says_what_it_cannot():
     there = small_vae("flux", device="cuda")
     array = there.decode(gpu.Array(latents(there, 2, 2)))
     assert isinstance(array, vaemem.DeviceArray)
-    with pytest.raises(TypeError, match=r"DeviceArray on cuda:0: NumPy cannot read it there; .numpy\(\) copies it"):
+    with pytest.raises(TypeError, match=r"cuda:0: .*\.numpy\(\)"):
         np.asarray(array)
-    with pytest.raises(TypeError, match=r"take it to a library first"):
+    with pytest.raises(TypeError, match="from_dlpack"):
         _ = there.encode(array).mean
     with refused("VAE", kind=TypeError):
         pickle.dumps(there)

@@ -142,10 +142,10 @@ there = small_vae("odd", device="cuda")
 z = latents(there, 2, 2)
 with gpu.Emulator().failing(1, 709, sticky=True):
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="CUDA: .*709"):
+        with pytest.raises(RuntimeError, match=r"CUDA: .*709"):
             there.decode(z)
 del there
-with pytest.raises(RuntimeError, match="CUDA: .*709"):
+with pytest.raises(RuntimeError, match=r"CUDA: .*709"):
     small_vae("odd", device="cuda")
 assert np.isfinite(small_vae("odd").decode(z)).all()
 """
@@ -217,8 +217,7 @@ def test_tiles_for_which_there_is_no_room(monkeypatch):
     there.decode(given, tiling=tiling)  # which has given the arena back
     there.trim()
     monkeypatch.setenv("VAEMEM_EMULATED_MEMORY", str(emulator.live()[0] + taken.output_bytes + 256))
-    says = r"cuda:0.*: expected .* MiB more, .* are free. This decode of 48x32 in tiles holds 0\.02 MiB of output and "
-    with pytest.raises(MemoryError, match=says + r"0\.01 MiB to blend"):
+    with pytest.raises(MemoryError, match=r"cuda:0 .* 48x32 .*0\.02 MiB .*0\.01 MiB "):
         there.decode(given, tiling=tiling)
     assert there.reserved_bytes == weights
 
@@ -330,7 +329,7 @@ def test_smaller_plans_fit_where_the_first_do_not(monkeypatch):
             there.last_run.peak_bytes <= limit and len(there.last_run.notes) >= i
         )  # plans that the curve leaves out too
     leave(there.smallest("decode", 48, 32) - 512)
-    says = r"decode of 48x32 needs .* more and .* are free on cuda:0: (\d+)x\1 would fit"
+    says = r"decode of 48x32 .* cuda:0: (\d+)x\1 "
     with pytest.raises(MemoryError, match=says) as caught:
         there.decode(z)
     side = int(str(caught.value).rpartition("x")[2].split()[0])
@@ -345,33 +344,29 @@ def test_smaller_plans_fit_where_the_first_do_not(monkeypatch):
 
 
 def test_bad_arguments():
-    with refused("device", "'gpu'"):
-        small_vae("sd", device="gpu")
-    with pytest.raises(ValueError, match=r"device: expected one of \d+ \(cuda:0.*\), got cuda:77"):
-        small_vae("sd", device="cuda:77")
-    with pytest.raises(ValueError, match="dtype: expected one of float32, float16, bfloat16, got 'int8'"):
-        small_vae("sd", device="cuda", dtype="int8")
-    with pytest.raises(ValueError, match="convolution: expected one of auto, cudnn, own, got 'mine'"):
-        small_vae("sd", device="cuda", dtype="float16", convolution="mine")
-    with pytest.raises(ValueError, match="convolution: expected auto or cudnn with dtype float32, got own"):
-        small_vae("sd", device="cuda", convolution="own")
-    with pytest.raises(ValueError, match=r"precision: expected highest with dtype float16 .*, got 'high'"):
-        small_vae("sd", device="cuda", dtype="float16", precision="high")
+    for about, asked in (
+        (("device", "'gpu'"), {"device": "gpu"}),
+        (("device", "cuda:77"), {"device": "cuda:77"}),
+        (("dtype", "'int8'"), {"dtype": "int8"}),
+        (("convolution", "'mine'"), {"dtype": "float16", "convolution": "mine"}),
+        (("convolution", "own"), {"convolution": "own"}),
+        (("precision", "'high'"), {"dtype": "float16", "precision": "high"}),
+    ):
+        with refused(*about):
+            small_vae("sd", **{"device": "cuda"} | asked)
     there = small_vae("sd", device="cuda")
-    with pytest.raises(ValueError, match="save: expected a VAE on the cpu"):
+    with refused("save"):
         there.save("x.safetensors")
-    with pytest.raises(ValueError, match="expected a model on the CPU"):
+    with refused(names=["CPU"]):
         there._core.get_tensor("decoder.conv_in.weight")
 
 
 def test_bfloat16_wants_ampere(monkeypatch):
     gpu.emulator()
     monkeypatch.setenv("VAEMEM_EMULATED_SM", "75")
-    with pytest.raises(
-        ValueError, match=r"dtype: expected a GPU of compute capability 8.0 or later for bfloat16, got .* 7.5"
-    ):
+    with refused("dtype", names=[7.5]):
         small_vae("sd", device="cuda", dtype="bfloat16")
-    with pytest.raises(ValueError, match=r"precision: expected a GPU of compute capability 8.0 or later for TF32 .*"):
+    with refused("precision"):
         small_vae("sd", device="cuda", precision="medium")
     rows = {asked: vaemem.backends(*asked)[-1] for asked in (("float16",), ("bfloat16",), ("float32", "high"))}
     assert [row["usable"] for row in rows.values()] == [True, False, False]
@@ -384,11 +379,11 @@ def test_bfloat16_wants_ampere(monkeypatch):
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_weights_must_be_finite(bad):
     there = small_vae("sd", device="cuda")
-    with pytest.raises(ValueError, match=r"decoder.conv_in.bias: expected finite numbers, got Inf or NaN"):
+    with refused(names=["decoder.conv_in.bias"]):
         there._core.set_tensor("decoder.conv_in.bias", np.full(64, bad, np.float32))
     for dtype, large in (("float16", 7e4), ("bfloat16", np.finfo(np.float32).max)):
         half = small_vae("sd", device="cuda", dtype=dtype)
-        with pytest.raises(ValueError, match=rf"decoder.conv_in.weight: expected numbers within {dtype}'s range"):
+        with refused(names=["decoder.conv_in.weight", dtype]):
             half._core.set_tensor("decoder.conv_in.weight", np.full((64, 4, 3, 3), large, np.float32))
 
 
@@ -427,7 +422,7 @@ def test_own_convolution_needs_no_cudnn(monkeypatch, tmp_path):
     gpu.emulator()
     (tmp_path / "libcudnn.so.9").write_bytes(b"no library")
     monkeypatch.setenv("VAEMEM_CUDNN", str(tmp_path))
-    with pytest.raises(RuntimeError, match=r"cuDNN: expected libcudnn.so.9"):
+    with pytest.raises(RuntimeError, match=r"libcudnn\.so\.9"):
         gpu_process('VAE.random("sdxl", device="cuda", dtype="float16", parts="decoder", convolution="cudnn")')
     gpu_process('VAE.random("sdxl", device="cuda", dtype="float16", convolution="own").estimate("decode", 64, 64)')
     gpu_process('VAE.random("sdxl", device="cuda", dtype="float16", convolution="own").estimate("encode", 64, 64)')

@@ -151,7 +151,7 @@ def test_a_refusal_and_a_crash_are_survived(tmp_path):
     cudnn = fake_cudnn(tmp_path)
     with pytest.raises(RuntimeError, match="cuDNN 91000: device properties: BAD_PARAM: a fake complaint"):
         cudnn.conv(named("bad").device_json, Conv("float16", **CONV))
-    with pytest.raises(RuntimeError, match=r"conv: expected sizes of 1 to 1048575 .*, got 1x96x1073741824x56"):
+    with pytest.raises(RuntimeError, match=r"^conv: .*1x96x1073741824x56"):
         cudnn.conv(named("x").device_json, Conv("float16", **(CONV | {"h": 1 << 30})))
     with pytest.raises(RuntimeError, match="cuDNN ended its process"):
         cudnn.conv(named("crash").device_json, Conv("float16", **CONV))
@@ -159,11 +159,11 @@ def test_a_refusal_and_a_crash_are_survived(tmp_path):
 
 
 def test_no_cudnn_to_ask(tmp_path, monkeypatch):
-    with pytest.raises(OSError, match=r"expected 9\.8 or later, got 9\.7\.1"):
+    with pytest.raises(OSError, match=r"9\.8 .*9\.7\.1"):
         fake_cudnn(tmp_path / "old", version=90701)
-    with pytest.raises(OSError, match=r"expected libcudnn\.so\.9"):
+    with pytest.raises(OSError, match=r"libcudnn\.so\.9"):
         Cudnn(str(tmp_path / "nowhere.so"))
-    with pytest.raises(OSError, match="expected a library with cudnnBackendCreateDescriptor"):
+    with pytest.raises(OSError, match="cudnnBackendCreateDescriptor"):
         Cudnn(build(tmp_path / "empty", "libcudnn.so.9", ""))
     monkeypatch.setenv("VAEMEM_CUDNN", str(tmp_path))
     with refused("VAEMEM_CUDNN", names=["libcudnn.so.9"], kind=FileNotFoundError):
@@ -174,14 +174,14 @@ def test_no_cublaslt_is_said_before_cudnn_aborts(tmp_path):
     probe = "import ctypes\nfor n in (12, 13): ctypes.CDLL(f'libcublasLt.so.{n}')"
     if subprocess.run([sys.executable, "-c", probe], capture_output=True).returncode == 0:
         pytest.skip("the loader finds a libcublasLt of its own")
-    with pytest.raises(OSError, match="expected libcublasLt beside it"):
+    with pytest.raises(OSError, match="libcublasLt"):
         fake_cudnn(tmp_path, cublas=False)
 
 
 def test_a_long_refusal_is_cut_between_characters():
-    with pytest.raises(OSError, match="expected libcudnn") as refused:
+    with pytest.raises(OSError, match="libcudnn") as caught:
         Cudnn("/" + "\u20ac" * 500)
-    assert len(str(refused.value).encode()) > 500
+    assert len(str(caught.value).encode()) > 500
 
 
 # ---- an installed cuDNN, where there is one ----

@@ -205,10 +205,7 @@ def test_what_has_the_arguments_of_predict_is_asked_as_predict():
         ((Table([row()]), ["comfyui", "comfyui"]), ("estimators",)),
         ((Table([row()]), {"mine": lambda r: math.nan}), ("estimator 'mine'", "nan")),
         ((Table([row()]), {"mine": lambda r: "many"}), ("estimator 'mine'", "'many'")),
-        (
-            (Table([row()]), fit(Table([row(), row(side=512, reserved=9)]), "allocated_bytes")),
-            ("fit",),
-        ),
+        ((Table([row()]), fit(Table([row(), row(side=512, reserved=9)]), "allocated_bytes")), ("fit",)),
     ],
 )
 def test_what_cannot_be_compared_is_named(arguments, message):

@@ -275,7 +275,7 @@ def test_the_drop_in_is_diffusers_for_one_frame(name):
             ours.decode(z.repeat(1, 1, 2, 1, 1))
         with refused("x", kind=TypeError):
             ours.encode(z.int())
-    with pytest.raises(RuntimeError, match="which keeps only the parts of filters"):
+    with pytest.raises(RuntimeError, match=r"^state_dict: "):
         ours.state_dict()
     if hasattr(theirs, "enable_tiling"):
         theirs.enable_tiling(16, 16, 12, 12)
@@ -285,7 +285,7 @@ def test_the_drop_in_is_diffusers_for_one_frame(name):
             want = theirs.decode(torch.cat([z, z], 3)).sample
             assert error(tiled.decode(torch.cat([z, z], 3)).sample.numpy(), want.double().numpy()) <= PARITY
             tiled.enable_tiling(16, 16, 12, 8)
-            with pytest.raises(ValueError, match="expected square tiles, as far apart either way"):
+            with refused("enable_tiling"):
                 tiled.decode(torch.cat([z, z], 3))
 
 

@@ -162,7 +162,7 @@ def test_save_in_a_progress_callback(tmp_path):
 
     def progress(done, total):
         vae.save(tmp_path / "during.safetensors")
-        with pytest.raises(RuntimeError, match="trim: this thread is in the middle of another call"):
+        with pytest.raises(RuntimeError, match=r"^trim: "):
             vae.trim()
 
     assert np.array_equal(vae.decode(z, progress=progress), want)

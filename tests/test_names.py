@@ -88,14 +88,8 @@ def test_a_file_is_no_name(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "call, said",
     [
-        (
-            lambda: predict("sdxxl", "decode", 64, 64),
-            ("model", "'sdxxl'"),
-        ),
-        (
-            lambda: predict("stabilityai/sd-vae", "decode", 64, 64),
-            ("model", "'stabilityai/sd-vae'"),
-        ),
+        (lambda: predict("sdxxl", "decode", 64, 64), ("model", "'sdxxl'")),
+        (lambda: predict("stabilityai/sd-vae", "decode", 64, 64), ("model", "'stabilityai/sd-vae'")),
         (lambda: predict("sdxl", "decode", 64, 64, float), ("dtype", "<class 'float'>")),
         (lambda: predict("sdxl", "decode", 64, 64, "fp8"), ("dtype", "'fp8'")),
         (lambda: VAE.random("Flux3"), ("model", "'Flux3'")),

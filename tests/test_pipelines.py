@@ -349,10 +349,7 @@ def test_a_repeated_run_is_what_one_of_its_own_is(offload):
         ({"components": {"unet": "Q9"}}, ("components['unet']", "'Q9'")),
         ({"components": {"unet": None}}, ("components", "None")),
         ({"components": {"unet": "none"}}, ("components", "None")),
-        (
-            {"components": {"unet": "Q8_0 from float16"}},
-            ("components['unet']",),
-        ),
+        ({"components": {"unet": "Q8_0 from float16"}}, ("components['unet']",)),
         ({"components": {"unet": "nf4 from Q8_0"}}, ("components['unet']", "'Q8_0'")),
         ({"components": {"unet": "nf4 on gpu"}}, ("components['unet']", "'nf4 on gpu'")),
         ({"components": {"vae": "Q8_0"}}, ("components['vae']", "'Q8_0'")),
@@ -574,12 +571,7 @@ def test_formulas_in_a_notebook():
     [
         ("zimage-turbo", 1000, {}, ("height", 1000)),
         ("flux2-klein", 512, {"image": True}, ("image", "True")),
-        (
-            "flux2-klein",
-            512,
-            {"runtime": "sd.cpp"},
-            ("pipeline", "'flux2-klein'"),
-        ),
+        ("flux2-klein", 512, {"runtime": "sd.cpp"}, ("pipeline", "'flux2-klein'")),
         ("sd15", 1 << 21, {}, ("height", 2097152)),
         ("sd15", 512, {"components": ["nf4"]}, ("components", "['nf4']")),
         ("sd15", 512, {"components": {"unet": ["nf4"]}}, ("components['unet']",)),

@@ -420,10 +420,7 @@ def test_smaller_types_are_tried_where_weights_are_large():
             {"gpu": "RTX 3060", "calibrate": {"no offload, VAE whole": "8"}},
             ("calibrate['no offload, VAE whole']", "'8'"),
         ),
-        (
-            {"memory": "12 GB", "calibrate": {"no offload, VAE whole": -1}},
-            ("calibrate['no offload, VAE whole']", -1),
-        ),
+        ({"memory": "12 GB", "calibrate": {"no offload, VAE whole": -1}}, ("calibrate['no offload, VAE whole']", -1)),
         ({"memory": "12 GB", "calibrate": 8.0}, ("calibrate", 8.0)),
         ({"memory": "12 GB", "time_limit": "10s"}, ("time_limit", "'10s'")),
         ({"gpu": "RTX 3060", "types": []}, ("types", "none")),

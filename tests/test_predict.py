@@ -311,10 +311,7 @@ def test_any_config(tmp_path):
         ({"channels_last": True, "torch_version": "2.15.0"}, ("channels_last", "True")),
         ({"allow_tf32": None}, ("allow_tf32", "None")),
         ({"allow_tf32": False, "workspace": object()}, ("allow_tf32", "False")),
-        (
-            {"allocator": "cudamallocasync"},
-            ("allocator", "'cudamallocasync'"),
-        ),
+        ({"allocator": "cudamallocasync"}, ("allocator", "'cudamallocasync'")),
         ({"allocator": "backend:jemalloc"}, ("allocator", "'backend:jemalloc'")),
         ({"allocator": "garbage_collection_threshold:0.8"}, ("allocator", "'garbage_collection_threshold:0.8'")),
         (
@@ -868,7 +865,7 @@ def test_what_others_use_may_be_more_than_the_card():
     )
     with refused("used", "'14'", names=["'14 GB'"]):
         predict("sdxl", "decode", 512, 512, gpu="T4", used="14")
-    with pytest.raises(TypeError, match="got an unexpected keyword argument 'offload'"):
+    with pytest.raises(TypeError, match="offload"):
         predict_largest("sdxl", "decode", offload="model")
     with refused("slicing"):
         predict("sdxl", "decode", 512, 512, runtime="forge", slicing=True)

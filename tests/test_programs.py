@@ -138,7 +138,7 @@ def test_equations_of_cases():
         with refused(got="n = 1"):
             taken(case, n=1)
     for wrong in ("", "n", "2 m", "1 +", "1 n = 1", "1;", "1 n n n n"):
-        with pytest.raises((ValueError, OverflowError), match="polynomial: expected"):
+        with pytest.raises((ValueError, OverflowError), match="polynomial: "):
             taken("1 = 1", wrong, n=1 << 20)
     for wrong in ("1", "1 n =", "1 n = 1 = 1", "1 = 1; 1"):
         with refused(names=["polynomial"]):

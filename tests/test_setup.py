@@ -43,7 +43,7 @@ def test_cuda_is_built_if_it_is_asked_for(extensions, tmp_path, capsys):
     nvcc.unlink()
     assert "vaemem._cuda" not in extensions(CUDA_HOME=str(tmp_path), VAEMEM_CUDA="auto")
     assert "building without CUDA: no nvcc" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="VAEMEM_CUDA=1 needs Linux, nvcc and"):
+    with pytest.raises(SystemExit, match=r"VAEMEM_CUDA=1 .*nvcc"):
         extensions(CUDA_HOME=str(tmp_path), VAEMEM_CUDA="1")
-    with pytest.raises(SystemExit, match="VAEMEM_CUDA: expected 0, 1 or auto, got 'yes'"):
+    with pytest.raises(SystemExit, match=r"VAEMEM_CUDA: .*'yes'"):
         extensions(VAEMEM_CUDA="yes")

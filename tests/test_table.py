@@ -172,10 +172,7 @@ def test_csv_takes_some_columns_in_any_order():
         ("model,model\na,b\n", ()),
         ("model,height\nsdxl,512\nsdxl,5x\n", ("'5x'", "line 3: height")),
         ("model,seconds\nsdxl,fast\n", ("'fast'", "line 2: seconds")),
-        (
-            BENCHMARK.splitlines()[0] + "\nSDXL,decode,8,8,float16,1,1,fast,1\n",
-            ("'fast'", "line 2: time_s"),
-        ),
+        (BENCHMARK.splitlines()[0] + "\nSDXL,decode,8,8,float16,1,1,fast,1\n", ("'fast'", "line 2: time_s")),
         ("model,height\nsdxl\n", (None, "line 2")),
         ("model,height\nsdxl,512,3\n", (None, "line 2")),
         ("model,height\nsdxl,-8\n", (-8, "line 2: height")),

@@ -237,20 +237,14 @@ PTH = "as a PyTorch file"  # a place in messages
         (b"\x80\x04\x8c\x02os\x8c\x06system\x93.", ("str", PTH)),
         (b"\x80\x04\x8c\x02osK\x06\x93.", (None, PTH)),
         (b"\x80\x02(ios\nsystem\n.", (None, f"{PTH}: pickle: byte 3")),
-        (
-            b"\x80\x02}" + b"X\x01\0\0\0actorch._utils\n_rebuild_tensor_v2\n)Rs.",
-            (None, f"{PTH}: a"),
-        ),
+        (b"\x80\x02}" + b"X\x01\0\0\0actorch._utils\n_rebuild_tensor_v2\n)Rs.", (None, f"{PTH}: a")),
         (pickle.dumps({"a": 1}, protocol=0), ("0x64", f"{PTH}: pickle: byte 1")),
         (pickled(("torch._utils._rebuild_parameter",)), ("none",)),
         (pickled(("torch._utils._rebuild_parameter", 7)), ("none",)),
         (pickled(("torch._utils._rebuild_parameter", ())), ("none",)),
         (pickled(("torch._utils._rebuild_tensor_v2",)), (None, f"{PTH}: a")),
         (pickled(("torch._utils._rebuild_tensor_v2", 7)), (None, f"{PTH}: a")),
-        (
-            pickled(("torch._utils._rebuild_tensor_v2", ((1, 2, [3], 4, 5), 0, (1,), 7))),
-            (None, f"{PTH}: a"),
-        ),
+        (pickled(("torch._utils._rebuild_tensor_v2", ((1, 2, [3], 4, 5), 0, (1,), 7))), (None, f"{PTH}: a")),
         (pickled(rebuilt(0, {1: 2}, (1,))), (None, f"{PTH}: a")),  # a mapping has no order to go back in
         (pickled(rebuilt(0, "", ())), (None, f"{PTH}: a")),
         (pickled(rebuilt(0, (1,), (1,), key=["0"])), (None, f"{PTH}: a")),

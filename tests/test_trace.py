@@ -545,10 +545,10 @@ def test_what_cannot_be_is_named(change, named):
 @pytest.mark.parametrize(
     "change, named",
     [
-        ({}, "expected at most 4194304 steps"),
-        ({"tile": 32, "height": 1 << 20, "width": 1 << 20}, "expected at most 65536 tiles in all, got 43691 x 43691"),
-        ({"tile": 32, "height": 1 << 11, "width": 1 << 11, "batch": 16, "slicing": True}, "86 x 86 of 16 slices"),
-        ({"slicing": True, "batch": 1 << 16, "tile": 64, "height": 512, "width": 1024}, "of 65536 slices"),
+        ({}, "4194304"),
+        ({"tile": 32, "height": 1 << 20, "width": 1 << 20}, "65536 .*43691 x 43691"),
+        ({"tile": 32, "height": 1 << 11, "width": 1 << 11, "batch": 16, "slicing": True}, "86 x 86 "),
+        ({"slicing": True, "batch": 1 << 16, "tile": 64, "height": 512, "width": 1024}, "65536"),
     ],
 )
 def test_steps_are_bounded(change, named):
@@ -560,21 +560,21 @@ def test_steps_are_bounded(change, named):
 def test_sizes_that_do_not_fit_are_refused():
     """Each of these products is a small number, or 0, modulo 2^64."""
 
-    def refused(method, *args):
+    def overflows(method, *args):
         trace = _core.Trace()
-        with pytest.raises(OverflowError, match=r"x.*: expected a storage of at most 2"):
+        with pytest.raises(OverflowError, match=r"^x"):
             getattr(trace, method)(*args, "x")
 
     half, most = 1 << 32, (1 << 63) - 1
-    refused("take", (1 << 60) + 1)
+    overflows("take", (1 << 60) + 1)
     for batch, heads, queries, keys, depth in [
         (half, half, 64, 64, 64), (1, half, half, 64, 64), (1, 1, most, most, 8), (1, 1 << 20, 1 << 20, 16, 1 << 30),
     ]:  # fmt: skip
         for dtype, sm in [("float16", 89), ("float32", 89), ("bfloat16", 75)]:
-            refused("attend", attention_call(dtype, heads, queries, keys, depth, batch), "usual", sm, 128)
-    refused("attend", attention_call("float16", 1, 16, 1 << 59, 60), "usual", 89, 128)  # padded keys, few queries
-    refused("attend", attention_call("bfloat16", 1, half, half, 1), "usual", 75, 128)  # scores
-    with pytest.raises(OverflowError, match="conv_in: expected a storage"):
+            overflows("attend", attention_call(dtype, heads, queries, keys, depth, batch), "usual", sm, 128)
+    overflows("attend", attention_call("float16", 1, 16, 1 << 59, 60), "usual", 89, 128)  # padded keys, few queries
+    overflows("attend", attention_call("bfloat16", 1, half, half, 1), "usual", 75, 128)  # scores
+    with pytest.raises(OverflowError, match=r"conv_in: "):
         _core.Trace.vae(MODELS["sdxl"], "diffusers", "encode", "float32", 1 << 20, 1 << 20, 1 << 16)
 
 

@@ -335,7 +335,7 @@ def test_more_memory_than_there_is():
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (now + need // 16, hard))
     try:
-        with pytest.raises(MemoryError, match=r"memory: the system has no \d+ bytes"):
+        with pytest.raises(MemoryError, match=r"^memory: .*\d+ bytes"):
             vae.decode(z)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
