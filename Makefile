@@ -140,11 +140,14 @@ check: lint thorough asan clang pythons newer packages fuzz ## what CI runs besi
 thorough: $(VENV)/test.stamp ## the tests that take long
 	PYTHONSAFEPATH=1 $(BIN)/pytest -m thorough
 
-lint: $(VENV)/check.stamp ## ruff, mypy, clang-format, cppcheck
+lint: $(VENV)/check.stamp ## ruff, mypy, clang-format, workflows, cppcheck
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(C_SOURCES)
+	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema -q --builtin-schema vendor.citation-file-format CITATION.cff
+	$(BIN)/zizmor --offline --no-progress -q --min-severity medium .github/workflows
 	@if command -v cppcheck >/dev/null; then \
 	    cppcheck -j "$$(nproc)" --quiet --error-exitcode=1 --std=c11 --enable=warning,performance,portability \
 	        --inline-suppr --suppress=missingIncludeSystem --suppress=invalidPointerCast -DVM_HAVE_X86=1 csrc/*.c csrc/predict/*.c kernels; \

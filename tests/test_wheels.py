@@ -10,26 +10,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from engine import config
 
 pytestmark = pytest.mark.packages
 ROOT = Path(__file__).resolve().parents[1]
 wheels = runpy.run_path(str(ROOT / ".ci" / "wheels.py"))
 OUTSIDE = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VAEMEM"))}
 
-USE = f"""
-import platform, sys
-import numpy as np, vaemem
-vae = vaemem.VAE.random(seed=0, config={config("sd")!r})
-image = vae.decode(np.ones((1, 4, 8, 8), np.float32))
-assert image.shape == (1, 3, 32, 32) and np.isfinite(image).all()
-assert vae.last_run.peak_bytes == vae.estimate("decode", 32, 32).peak_bytes
-assert vaemem.predict("sdxl", "decode", 1024, 1024, dtype="float16", gpu="RTX 4060").verdict == "fits"
-assert len(vaemem.seed_table()) == 98
-print(platform.machine(), sys.platform, np.__version__)
-for row in vaemem.backends():
-    print(row["name"], row["why"])
-"""
 QUESTION = ("-m", "vaemem", "fits", "sdxl", "1024", "--gpu", "RTX 3070")
 
 
@@ -48,9 +34,9 @@ def run(*command, **environment):
 
 
 def use(*python, **environment):
-    """Use the package by another Python. Return what USE prints."""
+    """Use the package by another Python. Return what .ci/use_wheel.py prints."""
     assert run(*python, *QUESTION, **environment).startswith("Does not fit: it needs at least 10.0")
-    return run(*python, "-c", USE, **environment)
+    return run(*python, "-c", (ROOT / ".ci" / "use_wheel.py").read_text(), **environment)
 
 
 @pytest.fixture(scope="module")
