@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from vaemem._common import distinct, grouped, render
+from vaemem._common import distinct, grouped
+from vaemem._render import Columns
 from vaemem.engine.configs import CLASSES
 
 AUTOENCODER = re.compile(r"\w*Autoencoder\w*|\w*VQModel|\w*VAE\w*")
@@ -92,7 +93,7 @@ def table(found: list[Family]) -> str:
     ]
     lines.sort(key=lambda line: (line[1] == "no", -int(line[2])))
     running = sum(one.runs for one in found)
-    return f"{render(['autoencoder', 'runs', 'families', ''], lines, markdown=True)}\n\n{running} of {len(found)} run."
+    return f"{Columns(['autoencoder', 'runs', 'families', ''], lines).markdown()}\n\n{running} of {len(found)} run."
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from ask_cudnn import Cudnn
 
-from vaemem._common import render
+from vaemem._render import Columns
 from vaemem.engine.cudnn_path import find_cudnn
 from vaemem.prediction.gpus import Gpu, find_gpu
 from vaemem.prediction.profiles import Conv, formula_bytes, sizes
@@ -225,7 +225,7 @@ def main() -> None:
                 groups[f"rule: {one.kind}"].append(one)
         rows += [row(name, who, found, arguments.count) for who, found in sorted(groups.items())]
     print(f"cuDNN {cudnn.version}: errors relative to input + output + filter\n")
-    print(render(HEADER, rows))
+    print(Columns(HEADER, rows).text())
 
 
 if __name__ == "__main__":

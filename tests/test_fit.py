@@ -81,8 +81,8 @@ def test_the_constant_that_people_ship():
     (formula,) = fit(table)
     assert [r.constant for r in formula.rows] == [2136, 2112]
     assert (formula.constant_median, formula.constant_max) == (2124, 2136)
-    assert "implied constant 2112 to 2136 per H*W*e, median 2124" in str(formula)
-    assert json.loads(formula.json())["constant_max"] == 2136
+    assert " 2136\n" in str(formula) and " 2112\n" in str(formula)
+    assert json.loads(formula.to_json())["constant_max"] == 2136
 
 
 def test_published_half_precision_decode_is_8_5_activations():
@@ -182,7 +182,7 @@ def test_two_rows_have_no_standard_error_and_equal_rows_no_r2():
 def test_nothing_measured_has_no_relative_error():
     found = fit(Table([row(64, 0, target="scratch_bytes"), row(128, 10, target="scratch_bytes")]), "scratch_bytes")
     assert found[0].rows[0].error is None
-    json.loads(found.json())
+    json.loads(found.to_json())
     str(found)
 
 
@@ -261,9 +261,8 @@ def test_latex():
     from matplotlib.mathtext import MathTextParser
 
     text = fit(noisy(model="my_vae")).latex()
-    assert text.startswith("\\begin{align}\n") and text.endswith("\n\\end{align}") and r"my\_vae" in text
-    body = text.splitlines()[1].replace("&", "")
-    MathTextParser("agg").parse(f"${body}$")  # raises on what is no mathematics
+    assert r"my\_vae" in text
+    MathTextParser("agg").parse(f"${text.replace('&', '')}$")  # raises on what is no mathematics
     tiny = fit(Table([row(s, 1.5e-7 * s * s * 4, target="seconds") for s in (64, 128)]), "seconds").latex()
     assert r"1.5 \times 10^{-7}\,H W e" in tiny
 
@@ -271,10 +270,10 @@ def test_latex():
 def test_json_holds_everything():
     table = noisy()
     found = fit(table)
-    read = json.loads(found.json())
+    read = json.loads(found.to_json())
     assert (read["target"], read["quantile"], len(read["formulas"])) == ("allocated_bytes", None, 1)
     formula = read["formulas"][0]
-    assert formula == json.loads(found[0].json())
+    assert formula == json.loads(found[0].to_json())
     assert formula["a"] == found[0].a and formula["max_over"] == found[0].max_over and formula["n"] == len(table)
     assert [r["measured"] for r in formula["rows"]] == [r["allocated_bytes"] for r in table]
 
@@ -282,10 +281,13 @@ def test_json_holds_everything():
 def test_printing_shows_the_formula_and_every_row():
     text = str(fit(line(392, 5_000_000)))
     assert text.splitlines()[0] == "sdxl decode: allocated_bytes = 392 * H*W*e + 5000000"
-    assert "a is 3.062 T" in text and "4 rows" in text and "R^2 1.0000000" in text
+    assert " 3.062500 ± " in text and "4 rows" in text and max(map(len, text.splitlines())) <= 80
     assert all(size in text for size in ("256x256", "512x512", "512x768", "1024x1024")) and "-0.00" not in text
     assert repr(fit(line(392, 5_000_000))) == text
     assert " * H*W*e - 16384\n" in str(fit(line(4, -16384)))
+    two = fit(line(392, 5_000_000) + line(392, 5_000_000, op="encode"))
+    assert str(two).startswith("allocated_bytes = a * H*W*e + b, with a and b for each of 2 formulas.")
+    assert "512x768" in two.to_text(all=True) and "512x768" not in str(two)
 
 
 def test_a_notebook_shows_the_equation_with_its_errors():
@@ -294,7 +296,7 @@ def test_a_notebook_shows_the_equation_with_its_errors():
     text = found._repr_markdown_()
     for f in found:
         assert f.latex() in text and f"| {f.name}" in text and f"{f.r2:.6f}" in text
-    assert " ± " in text and "*" not in text, "Markdown would take a star for emphasis"
+    assert " ± " in text and text.count("*") == text.count(r"\*"), "Markdown would take a bare star for emphasis"
     (one, _) = found
     assert repr(one) == str(one) and one.latex() in one._repr_markdown_()
     assert all(f" {row.height}x{row.width} |" in one._repr_markdown_() for row in one.rows)

@@ -468,7 +468,7 @@ def test_what_is_measured_is_fitted_compared_and_reported(small, tmp_path, capsy
     assert main(["compare", str(file), "--predict"]) == 2
     assert "StableDiffusionPipeline pipeline float32 on the CPU, got predict" in capsys.readouterr().err
     Table(row | {"model": "sd15", "device": "Tesla T4", "dtype": "float16", "height": 64} for row in table).to_csv(file)
-    assert main(["compare", str(file), "--predict", "--rows"]) == 0
+    assert main(["compare", str(file), "--predict", "--all"]) == 0
     assert "pipeline denoise        64x32  float16" in capsys.readouterr().out
 
 

@@ -6,7 +6,6 @@ import contextlib
 import csv
 import difflib
 import errno
-import html
 import importlib
 import io
 import math
@@ -167,11 +166,6 @@ def need(module: str, what: str, *others: str) -> Any:
         install = f"pip install 'vaemem[{extras}]'"
         raise MissingPackageError(what, tuple(failed), install, why) from next(iter(failed.values()))
     return importlib.import_module(module)
-
-
-def typeset(equations: Iterable[str]) -> str:
-    """Align LaTeX equation bodies at their &, as notebooks and Markdown typeset them."""
-    return "$$\\begin{aligned}\n" + " \\\\\n".join(equations) + "\n\\end{aligned}$$"
 
 
 @contextlib.contextmanager
@@ -409,27 +403,3 @@ def setting(place: Any, **values: Any) -> Iterator[None]:
 def mib(size: float) -> str:
     """Format bytes as MiB with two decimals, without the unit."""
     return f"{round(size / MIB, 2) + 0.0:.2f}"  # + 0.0: no negative zero
-
-
-def render(header: Iterable[str], rows: Iterable[Sequence[str]], markdown: bool = False) -> str:
-    """Make aligned text or a Markdown table; align columns of numbers to the right."""
-    lines = [[str(cell).replace("|", r"\|") if markdown else str(cell) for cell in row] for row in (header, *rows)]
-    columns = list(zip(*lines, strict=True))
-    right = [all(cell[:1] in tuple("0123456789+-.…") or not cell for cell in column[1:]) for column in columns]
-    width = [max(3, *map(len, column)) for column in columns]
-    padded = [[c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, width, right, strict=True)] for line in lines]
-    if not markdown:
-        return "\n".join("  ".join(line).rstrip() for line in padded)
-    rule = ["-" * (w - 1) + (":" if r else "-") for w, r in zip(width, right, strict=True)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in (padded[0], rule, *padded[1:]))
-
-
-def html_table(header: Iterable[str], rows: Iterable[Sequence[str]], bold: Sequence[str] | None = None) -> str:
-    """Make a table for a notebook, in a box that scrolls. bold: the row in bold."""
-
-    def line(tag: str, cells: Iterable[str], style: str = "") -> str:
-        return f"<tr{style}>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-    body = "".join(line("td", row, ' style="font-weight: bold"' if row is bold else "") for row in rows)
-    table = f"<table><thead>{line('th', header)}</thead><tbody>{body}</tbody></table>"
-    return f'<div style="overflow-x: auto">{table}</div>'

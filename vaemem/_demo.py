@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from vaemem import plot
-from vaemem._common import latent_factor, mib, need, png, render, saved, write
+from vaemem._common import latent_factor, mib, need, png, saved, write
 from vaemem._handmade import handmade, picture
+from vaemem._render import Columns
 from vaemem.engine.device import backends
 from vaemem.engine.records import Run
 from vaemem.engine.tiling import Tiling
@@ -70,7 +71,7 @@ def make_demo(out: str | os.PathLike[str] = "out", weights: str | os.PathLike[st
     for name, figure in document.figures.items():
         write(folder / f"{name}.png", png(figure))
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    _say("\n" + render(("file", "MiB"), [(str(path), mib(path.stat().st_size)) for path in files]))
+    _say("\n" + Columns(("file", "MiB"), [(str(path), mib(path.stat().st_size)) for path in files]).text())
     _say(f"\nDone in {seconds:.0f} s. Open {page}")
     return page
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vaemem._common import MIB, html_table, render, whole, write
+from vaemem._common import MIB, whole, write
 
 Sizer = Callable[[float], str]  # how a size in bytes is written
 GB = 1 << 30  # as cards are sold
@@ -64,7 +64,7 @@ class Facts:
         return "\n".join(_wrapped(text, width, f"  {label:<{cut}}", " " * (cut + 2)) for label, text in self._filled)
 
     def markdown(self) -> str:
-        return "\n".join(f"- **{label}**: {text}" for label, text in self._filled)
+        return "\n".join(f"- **{label}**: {_plain(text)}" for label, text in self._filled)
 
     def html(self) -> str:
         cells = (f"<tr><th>{html.escape(label)}</th><td>{html.escape(text)}</td></tr>" for label, text in self._filled)
@@ -83,19 +83,28 @@ class Columns:
     whole: bool = False
     detail: bool = False
 
-    def text(self, width: int, wide: bool) -> str:
+    def text(self, width: int = NARROW, wide: bool = True) -> str:
+        found = _table(self.header, self.rows)
         for count in range(len(self.header), 1, -1):
-            found = render(self.header[:count], [row[:count] for row in self.rows])
+            found = _table(self.header[:count], [row[:count] for row in self.rows])
             if wide or self.whole or max(map(len, found.splitlines())) <= width:
                 break
-        return "\n".join(filter(None, [self.title, found]))
+        return "\n".join(filter(None, [_wrapped(self.title, width, "", ""), found]))
 
     def markdown(self) -> str:
-        return "\n\n".join(filter(None, [self.title, render(self.header, self.rows, markdown=True)]))
+        return "\n\n".join(filter(None, [_plain(self.title), _table(self.header, self.rows, markdown=True)]))
 
     def html(self) -> str:
         best = None if self.best is None else self.rows[self.best]
-        return f"<p>{html.escape(self.title)}</p>" * bool(self.title) + html_table(self.header, self.rows, best)
+
+        def line(tag: str, cells: Sequence[str]) -> str:
+            style = ' style="font-weight: bold"' if cells is best else ""
+            return f"<tr{style}>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+        body = "".join(line("td", row) for row in self.rows)
+        table = f"<table><thead>{line('th', self.header)}</thead><tbody>{body}</tbody></table>"
+        title = f"<p>{html.escape(self.title)}</p>" * bool(self.title)
+        return f'{title}<div style="overflow-x: auto">{table}</div>'
 
 
 @dataclass(frozen=True)
@@ -147,10 +156,12 @@ class Bullets:
     detail: bool = False
 
     def text(self, width: int, wide: bool) -> str:
-        return "\n".join(filter(None, [self.title, *(_wrapped(item, width, "- ", "  ") for item in self.items)]))
+        items = (_wrapped(item, width, "- ", "  ") for item in self.items)
+        return "\n".join(filter(None, [_wrapped(self.title, width, "", ""), *items]))
 
     def markdown(self) -> str:
-        return "\n\n".join(filter(None, [self.title, "\n".join(f"- {item}" for item in self.items)]))
+        items = "\n".join(f"- {_plain(item)}" for item in self.items)
+        return "\n\n".join(filter(None, [_plain(self.title), items]))
 
     def html(self) -> str:
         items = "".join(f"<li>{html.escape(item)}</li>" for item in self.items)
@@ -224,13 +235,31 @@ class Sheet:
 
     def markdown(self, all: bool = False) -> str:
         cut = len(self.verdict)
-        headline = f"**{self.headline[:cut]}**{self.headline[cut:]}" if cut else self.headline
+        headline = f"**{self.headline[:cut]}**" * bool(cut) + _plain(self.headline[cut:])
         return "\n\n".join([headline, *filter(None, (block.markdown() for block in self.shown(all)))])
 
     def html(self, all: bool = False) -> str:
         cut, text = len(self.verdict), html.escape(self.headline)
         headline = f"<b>{text[:cut]}</b>{text[cut:]}"
         return f"<div><p>{headline}</p>{''.join(block.html() for block in self.shown(all))}</div>"
+
+
+def _plain(text: str) -> str:
+    """Escape stars, which Markdown would take for emphasis."""
+    return text.replace("*", r"\*")
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]], markdown: bool = False) -> str:
+    """Align columns, those of numbers to the right."""
+    lines = [[_plain(cell).replace("|", r"\|") if markdown else cell for cell in row] for row in (header, *rows)]
+    columns = list(zip(*lines, strict=True))
+    right = [all(cell[:1] in tuple("0123456789+-.…") or not cell for cell in column[1:]) for column in columns]
+    width = [max(3, *map(len, column)) for column in columns]
+    padded = [[c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, width, right, strict=True)] for line in lines]
+    if not markdown:
+        return "\n".join("  ".join(line).rstrip() for line in padded)
+    rule = ["-" * (w - 1) + (":" if r else "-") for w, r in zip(width, right, strict=True)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (padded[0], rule, *padded[1:]))
 
 
 def _wrapped(text: str, width: int, first: str, others: str) -> str:
@@ -312,3 +341,22 @@ class Shown:
         return self.to_text()
 
     __repr__ = __str__
+
+
+class Typeset(Shown):
+    """An answer with equations, which notebooks show as Markdown. Its subclass writes them as LaTeX."""
+
+    def latex(self) -> str:
+        raise NotImplementedError
+
+    def to_markdown(self, all: bool = False, exact: bool = False) -> str:
+        headline, _, rest = super().to_markdown(all, exact).partition("\n\n")
+        return f"{headline}\n\n{self._repr_latex_()}\n\n{rest}"
+
+    def _repr_latex_(self) -> str:
+        return "$$\\begin{aligned}\n" + self.latex() + "\n\\end{aligned}$$"
+
+    def _repr_markdown_(self) -> str:
+        return self.to_markdown()
+
+    _repr_html_ = None  # type: ignore[assignment]  # notebooks typeset LaTeX in Markdown

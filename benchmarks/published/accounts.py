@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from vaemem._common import MIB, render
+from vaemem._common import MIB
+from vaemem._render import Columns
 from vaemem.pipelines.plan import plan_pipeline
 from vaemem.pipelines.predict_pipeline import predict_pipeline
 from vaemem.pipelines.ways import Outcome, PipelinePlan
@@ -102,7 +103,7 @@ def judge_plan() -> str:
     unsure = sum(row.ours == CANNOT_TELL for row in rows)
     title = f"{plan.title}, {(plan.room.card or 0) / MIB:.0f} MiB of it for the run: {agree} of {len(rows)} rows agree"
     title += f", of {unsure} the band of seconds cannot tell" if unsure else ""
-    return "\n".join([title, render(header, lines), "", *_why(plan, rows, others)])
+    return "\n".join([title, Columns(header, lines).text(), "", *_why(plan, rows, others)])
 
 
 def _why(plan: PipelinePlan, rows: tuple[Judged, ...], others: tuple[Judged, ...]) -> list[str]:
@@ -177,7 +178,7 @@ def judge_equations() -> str:
     lacks = [judge_equation(side, side, gpu=gpu)[-1].ratio or 0.0 for side in (sizes[0], sizes[-1])]
     said = [
         f"SD 1.5 in float16 on {gpu}: the equation / predicted, MiB besides the weights; the total includes them",
-        render(("size", "tokens", *phases), lines),
+        Columns(("size", "tokens", *phases), lines).text(),
         "",
         "decode: image and three copies of it stand for the VAE, whose full-size tensors have 128 channels where a"
         " picture has 3, and whose last upsampling holds 9.5 of them.",

@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from vaemem._common import ELEMENT_BYTES, distinct, grouped, mib, render
+from vaemem._common import ELEMENT_BYTES, distinct, grouped, mib
+from vaemem._render import Columns
 from vaemem.reports.row_statistics import case, constant, growth, pairs, parameters, percentile, ratio, span
 from vaemem.tables.estimators import in_tiles_untold, pixels
 from vaemem.tables.table import Row, Table, seed_table
@@ -83,7 +84,7 @@ class Checked(tuple[tuple[Claim, Finding], ...]):
     def grid(self) -> str:
         """Return one line for each claim."""
         lines = [[claim.source, claim.says, finding.verdict, finding.found] for claim, finding in self]
-        return render(["where", "it says", "verdict", "the rows say"], lines)
+        return Columns(["where", "it says", "verdict", "the rows say"], lines).text()
 
 
 def check(table: Table) -> Checked:

@@ -17,7 +17,8 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from vaemem._common import MIB, grouped, render, shipped
+from vaemem._common import MIB, grouped, shipped
+from vaemem._render import Columns
 from vaemem.prediction.benchmark import BENCHMARK_TILE, benchmark
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.job import Job
@@ -205,7 +206,7 @@ def beside(rows: Iterable[Replayed]) -> str:
             cells += [f"{want:.2f}", f"{got:.2f}", "=" if abs(got - want) <= EQUAL_MIB else f"{got - want:+.2f}"]
         lines.append(cells)
     found = [name for column in ("allocated", "reserved") for name in (column, "predicted", "error")]
-    return render(("model", "op", "size", "dtype", "group", *found), lines)
+    return Columns(("model", "op", "size", "dtype", "group", *found), lines).text()
 
 
 def judge_table() -> str:

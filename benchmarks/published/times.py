@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from published.replay import GPU, IDENTITY, Key, asked_of
-from vaemem._common import distinct, grouped, render
+from vaemem._common import distinct, grouped
+from vaemem._render import Columns
 from vaemem.prediction.request import VAEArguments, resolve_vae
 from vaemem.prediction.seconds import Seconds, memory_rate, peak
 from vaemem.tables.table import seed_table
@@ -104,6 +105,6 @@ def judge_seconds() -> str:
         " architecture, so without one of them the other still is there. Times have three decimals, which is 3% of the"
         " shortest.",
     )
-    table = render(("", "rows", *columns), lines)
+    table = Columns(("", "rows", *columns), lines).text()
     answer = f"{off}, over {len(rows)} measured runs."
     return "\n".join([answer, title, "the mean of errors, and the worst:", table, "", *notes])

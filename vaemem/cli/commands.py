@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vaemem
-from vaemem._common import ELEMENT_BYTES, MIB, OPS, check_writable, need, render, saved, write
+from vaemem._common import ELEMENT_BYTES, MIB, OPS, check_writable, need, saved, write
 from vaemem._errors import ArgumentError, FileError, Named
-from vaemem._render import Bullets, Facts, Sheet, in_gb, in_mib
+from vaemem._render import Bullets, Columns, Facts, Sheet, in_gb, in_mib
 from vaemem.cli.progress import show_progress
 
 if TYPE_CHECKING:
@@ -309,7 +309,7 @@ def run_sweep_predicted(args: argparse.Namespace, asked: dict[str, Any]) -> None
     _sweep(args, vaemem.predict_sweep, asked | others)
 
 
-@command("vaemem:fit", "table target quantile by only_model only_op only_dtype only_source fit_format")
+@command("vaemem:fit", "table target quantile by only_model only_op only_dtype only_source all fit_format")
 def run_fit(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """Fit a*H*W*e + b to a table, per model, operation and type.
 
@@ -324,7 +324,7 @@ def run_fit(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     _print(formulas, args)
 
 
-@command("vaemem:compare", "table byte_target rows predict only_sizes markdown_format compared_csv")
+@command("vaemem:compare", "table byte_target predict only_sizes all markdown_format compared_csv")
 def run_compare(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """Compare published estimators with a table's rows.
 
@@ -337,7 +337,7 @@ def run_compare(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     comparison = vaemem.compare(**asked | {"table": table, "estimators": estimators})
     if args.csv:
         comparison.to_csv(args.csv)
-    print(comparison.text(rows=args.rows, markdown=args.format == "markdown"))
+    _print(comparison, args)
 
 
 @command("vaemem:report", "table report_out where no_plots")
@@ -405,7 +405,7 @@ def run_plan(args: argparse.Namespace, asked: dict[str, Any]) -> int:
 @command(
     "vaemem:predict_pipeline",
     "formula_of formula_op gpu formula_runtime dtype components offload vae vae_memory_limit image guidance memory"
-    " cudnn_version torch_version fit_format",
+    " cudnn_version torch_version all fit_format",
 )
 def run_formula(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """Write the memory of a VAE or a pipeline as an equation.
@@ -496,7 +496,7 @@ def run_explain(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     _print(vaemem.explain(text, **asked), args)
 
 
-@command("vaemem:bound", "application models dtypes sides gpus memory cudnn_version torch_version python_format")
+@command("vaemem:bound", "application models dtypes sides gpus memory cudnn_version torch_version fit_format")
 def run_bound(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """Make a formula for ComfyUI or InvokeAI, a bound of predictions.
 
@@ -514,4 +514,4 @@ def run_backends(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     vaemem backends
     """
     rows = vaemem.backends(**asked)
-    print(render(rows[0], [[str(value) for value in row.values()] for row in rows]))
+    print(Columns([*rows[0]], [[str(value) for value in row.values()] for row in rows]).text())

@@ -156,7 +156,6 @@ FLAGS: dict[str, FlagSettings] = {
         f"only_{name}": _flag(f"Use only rows of this {name}.", dest=name)
         for name in ("model", "op", "dtype", "source")
     },
-    "rows": _flag("Show each row instead of each model, op and dtype.", action="store_true"),
     "predict": _flag("Compare vaemem.predict (a fresh process), ComfyUI and InvokeAI.", action="store_true"),
     "where": _flag("The device of rows that name none, such as 'RTX 4090'.", dest="device"),
     "no_plots": _flag("Leave out the figures, which need matplotlib.", action="store_true"),
@@ -229,9 +228,8 @@ FLAGS |= {
     "float32": _like("dtype", default="float32"),
     "highest": _like("precision", default="highest"),
     "byte_target": _like("target", choices=Later("tables.table:BYTE_COLUMNS")),
-    "fit_format": _like("format", choices=("text", "python", "latex", "json")),
-    "python_format": _like("format", choices=("text", "python")),
-    "markdown_format": _like("format", choices=("text", "markdown")),
+    "fit_format": _like("format", choices=("text", "markdown", "python", "latex", "json")),
+    "markdown_format": _like("format", choices=("text", "markdown", "json")),
     "output": _like("out", option="-o --out", help="The file to write.", required=True, metavar="FILE"),
     "report_out": _like("out", help="The folder for report.md, report.html and figures.", default="report"),
     "demo_weights": _like("weights", help="The weights of a VAE; by default untrained ones, made by hand.",

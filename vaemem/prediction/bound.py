@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vaemem._arguments import shared
-from vaemem._common import DTYPES, OPS, __version__, chosen, distinct, listed, meant, render, whole
+from vaemem._common import DTYPES, OPS, __version__, chosen, distinct, listed, meant, whole
 from vaemem._errors import ArgumentError
+from vaemem._render import Bullets, Columns, Sheet, Sizer, Typeset
 from vaemem._types import Dtype
 from vaemem.engine.arguments import BAR, Progress, polling
 from vaemem.engine.configs import named_model
@@ -109,7 +110,7 @@ class BoundLine(NamedTuple):
         return f"{self.overshoot:.1%} at {height}x{width}" + "".join(f", tile {side}" for side in tile)
 
 
-class Bound:
+class Bound(Typeset):
     """The formulas of `vaemem.bound`. Printing it shows them.
 
     Attributes
@@ -118,7 +119,7 @@ class Bound:
     lines : tuple of BoundLine
         One for each function, op and dtype.
     domain : str
-        The sizes, cards, versions and code that the formulas hold for, in words.
+        The sizes, cards, versions and code that the formulas hold for, in words: a line for each.
     """
 
     def __init__(self, application: str, lines: Sequence[BoundLine], domain: str):
@@ -145,7 +146,7 @@ class Bound:
             f'"""The bytes that VAEs need in {title} besides the weights.',
             "",
             f"By vaemem {__version__}. The formulas are at least `upper` of every prediction for",
-            self.domain,
+            *(f"- {line}" for line in self.domain.splitlines()),
             '"""',
             "",
             "# Bytes by the pixels of the image and of its largest tile, and how far they are above the predictions.",
@@ -161,15 +162,19 @@ class Bound:
         of its largest tile."""
         return " \\\\\n".join(write_equation(line.name, write_sum(line.law, "latex")) for line in self.lines)
 
-    def __str__(self) -> str:
-        cells = [
-            (line.function, line.op, line.dtype, write_sum(line.law), str(line.predictions), line.excess)
-            for line in self.lines
-        ]
-        table = render(("function", "op", "dtype", "bytes", "predictions", "largest excess"), cells)
-        return f"{APPLICATIONS[self.application].title}, for\n{self.domain}\n{table}"
+    def _data(self) -> dict[str, Any]:
+        formulas = [line._asdict() | {"passes": [*map(list, line.passes)], "at": [*line.at]} for line in self.lines]
+        told = {"answer": "bound", "application": self.application, "domain": self.domain.splitlines()}
+        return told | {"formulas": formulas}
 
-    __repr__ = __str__
+    def _sheet(self, size: Sizer) -> Sheet:
+        cells = [
+            (line.function, line.op, line.dtype, write_sum(line.law), *line.excess.split(" at ")) for line in self.lines
+        ]
+        played = sum(line.predictions for line in self.lines)
+        headline = f"{len(cells)} formulas for {APPLICATIONS[self.application].title}, above all {played} predictions."
+        table = Columns(("function", "op", "dtype", "bytes", "excess", "at"), cells)
+        return Sheet(headline, [table, Bullets(self.domain.splitlines(), title="They hold for:")])
 
 
 @shared
@@ -302,7 +307,7 @@ class _Domain(NamedTuple):
             code = "ComfyUI" if tiled.passes == PASSES else "diffusers"
             cut = f"{tiles} pixels as {code} cuts them, in images with sides of {images}"
             lines.append(f"tiles: {cut if points else 'none were predicted'}")
-        return "\n".join(f"- {line}" for line in lines)
+        return "\n".join(lines)
 
 
 _NO_LAYERS = ("name", "scaling_factor", "shift_factor", "latents_mean", "latents_std")

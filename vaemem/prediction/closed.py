@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
-import textwrap
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from vaemem._common import ELEMENT_BYTES, MIB, distinct, render, typeset, whole
+from vaemem._common import ELEMENT_BYTES, MIB, distinct, whole
 from vaemem._errors import ArgumentError
+from vaemem._render import Bullets, Columns, Sheet, Sizer, Typeset
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.request import VAERequest
 from vaemem.prediction.writing import Polynomial, write_equation, write_function, write_number, write_sum
@@ -59,7 +58,7 @@ class Term(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class ClosedForm:
+class ClosedForm(Typeset):
     """``allocated = a * H*W*e + b``, with H and W in pixels and e the bytes of one element. `terms` may add more.
 
     Attributes
@@ -160,13 +159,17 @@ class ClosedForm:
         """Write the form as the body of a LaTeX equation."""
         return write_equation(f"allocated, {self.name}", write_sum(self._total, "latex"))
 
-    def json(self) -> str:
-        """Return a JSON object. Strings such as ``a_exact`` have the exact fractions."""
-        data = vars(self) | {
-            "element_bytes": self.element_bytes, "a": self.a, "a_exact": str(self.a), "t": self.t, "b": self.b,
-            "terms": [term._asdict() | {"coefficient_exact": str(term.coefficient)} for term in self.terms],
+    def _data(self) -> dict[str, Any]:
+        """Strings such as ``a_exact`` have the exact fractions."""
+        terms = [
+            {name: float(value) if isinstance(value, Fraction) else value for name, value in term._asdict().items()}
+            | {"coefficient_exact": str(term.coefficient)}
+            for term in self.terms
+        ]
+        return {"answer": "closed form"} | vars(self) | {
+            "element_bytes": self.element_bytes, "a": float(self.a), "a_exact": str(self.a), "t": float(self.t),
+            "b": float(self.b), "terms": terms,
         }  # fmt: skip
-        return json.dumps(data, default=float, ensure_ascii=False, indent=1)
 
     def _sum(self, column: str) -> Fraction:
         return sum((getattr(term, column) for term in self.terms), ZERO)
@@ -182,49 +185,28 @@ class ClosedForm:
         """Bytes: ``1216 H*W*e + 2107904``."""
         return write_sum(self._total)
 
-    def _facts(self) -> list[str]:
-        """Return the lines under the equation."""
+    def _sheet(self, size: Sizer) -> Sheet:
         facts = [f"a is {write_number(self.t)} T (T = 128*H*W*e, e = {self.element_bytes})", f"peak at {self.where}"]
         facts += [f"holds from {self.lowest}x{self.lowest} to {self.highest}x{self.highest}"]
         facts += [f"{side}: {peak}" for side, peak in (("below", self.below), ("above", self.above)) if peak]
         why = "unsplit blocks" + ("; a workspace that alternates" if self.within > ROUNDING else "")
-        added = [f"the allocator adds {self.unsplit[0]} to {self.unsplit[1]} B ({why})"]
-        added += ["held-out sizes: " + (", ".join(f"{h}x{w}" for h, w in self.checked) or "none")]
-        added += [f"{h}x{w} peaks elsewhere" for h, w in self.elsewhere]
-        return [
-            "; ".join(facts),
-            "; ".join([f"each tensor is rounded up to {ROUNDING} B", *added]),
-            f"convolutions' workspaces: {self.workspace_source}",
-        ]
-
-    def _grid(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """Return the header and the cells, one row per tensor."""
-        header: tuple[str, ...] = ("tensor at the peak", "T", "of H*W*e", "bytes", "and")
-        cells: list[tuple[str, ...]] = [
+        facts += [f"each tensor is rounded up to {ROUNDING} B"]
+        facts += [f"the allocator adds {self.unsplit[0]} to {self.unsplit[1]} B ({why})"]
+        facts += ["held-out sizes: " + (", ".join(f"{h}x{w}" for h, w in self.checked) or "none")]
+        facts += [f"{h}x{w} peaks elsewhere" for h, w in self.elsewhere]
+        facts += [f"convolutions' workspaces: {self.workspace_source}"]
+        has_more = any(t.edge or t.square for t in self.terms)
+        header = ("tensor at the peak", "T", "of H*W*e", "bytes", *["and"] * has_more)
+        rows = [
             (
                 t.name,
                 *map(write_number, (t.coefficient / 128, t.coefficient, t.constant)),
-                write_sum({"(H+W)*e": t.edge, "HW*HW*e": t.square}) if t.edge or t.square else "",
+                *[write_sum({"(H+W)*e": t.edge, "HW*HW*e": t.square}) if t.edge or t.square else ""] * has_more,
             )
             for t in self.terms
         ]
-        if not any(row[-1] for row in cells):
-            header, cells = header[:-1], [row[:-1] for row in cells]
-        return header, cells
-
-    def __str__(self) -> str:
-        facts = "\n".join([*self._facts(), render(*self._grid())])
-        return f"{self.name}: allocated_bytes = {self.equation}\n{textwrap.indent(facts, '  ')}"
-
-    __repr__ = __str__
-
-    def _repr_latex_(self) -> str:
-        return typeset([self.latex()])
-
-    def _repr_markdown_(self) -> str:
-        facts = "\n".join(f"- {line}" for line in self._facts())
-        grid = render(*self._grid(), markdown=True)
-        return f"{self._repr_latex_()}\n\n" + f"{facts}\n\n{grid}".replace("*", r"\*")
+        equation = f"{self.name}: allocated_bytes = {self.equation}"
+        return Sheet(equation, [Bullets(facts), Columns(header, rows, whole=True)])
 
 
 # ---- the derivation ----

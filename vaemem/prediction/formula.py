@@ -10,16 +10,15 @@ from dataclasses import replace
 from typing import Any, overload
 
 from vaemem._arguments import shared
-from vaemem._common import typeset
 from vaemem._errors import ArgumentError
-from vaemem._render import Bullets, Code, Columns, Sheet, Shown, Sizer, in_gb
+from vaemem._render import Bullets, Columns, Sheet, Sizer, Typeset, in_gb
 from vaemem._types import Dtype, Program, TiledOp
 from vaemem.prediction.closed import ClosedForm, PlayedPeak, derive, name_of, play_peak
 from vaemem.prediction.lines import COUNTERS, HEADER, RAISED, Equation, Grid, Point, solve
 from vaemem.prediction.request import VAEArguments, VAERequest, resolve_vae
 
 
-class Formula(Shown):
+class Formula(Typeset):
     """PyTorch's peak over a grid of sizes, batches and prompts: one line per phase for allocated and for reserved
     memory. The largest line is the answer.
 
@@ -142,16 +141,6 @@ class Formula(Shown):
         lines = [cells for one in equations for cells in one.cells()]
         return Sheet(self._headline(size), [Columns(HEADER, lines, title=title, whole=True), Bullets(notes)])
 
-    def to_markdown(self, all: bool = False, exact: bool = False) -> str:
-        headline, _, rest = super().to_markdown(all, exact).replace("*", r"\*").partition("\n\n")
-        return f"{headline}\n\n{self._repr_latex_()}\n\n{rest}"
-
-    def _repr_latex_(self) -> str:
-        return typeset([self.reserved.latex(), self.allocated.latex()])
-
-    _repr_markdown_ = to_markdown
-    _repr_html_ = None  # type: ignore[assignment]  # notebooks typeset LaTeX in Markdown
-
 
 class VAEFormula(Formula):
     """The formula of a VAE's run, with the attributes of `Formula` and one more.
@@ -192,12 +181,13 @@ class VAEFormula(Formula):
         return derive(self._request)
 
     def _sheet(self, size: Sizer) -> Sheet:
-        try:
-            closed = str(self.closed)
-        except ValueError as error:
-            closed = f"No closed form of one peak's tensors: {error}."
         sheet = super()._sheet(size)
-        return replace(sheet, blocks=[*sheet.blocks, Code(closed)])
+        try:
+            closed = self.closed._sheet(size)
+        except ValueError as error:
+            closed = Sheet(f"No closed form of one peak's tensors: {error}.")
+        details = (replace(block, detail=True) for block in closed.blocks)
+        return replace(sheet, blocks=[*sheet.blocks, Bullets([closed.headline]), *details])
 
 
 @overload

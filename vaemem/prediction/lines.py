@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vaemem._common import MIB, grouped, render, whole
+from vaemem._common import MIB, grouped, whole
 from vaemem._errors import ArgumentError
+from vaemem._render import Columns
 from vaemem.prediction.closed import PlayedPeak, solve_in_fractions
 from vaemem.prediction.writing import Polynomial, write_equation, write_function, write_sum
 
@@ -198,7 +199,7 @@ class Equation:
         ]
 
     def __str__(self) -> str:
-        return render(HEADER, self.cells())
+        return Columns(HEADER, self.cells()).text()
 
     __repr__ = __str__
 

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from vaemem import _core
-from vaemem._common import MIB, choose, mib, whole
+from vaemem._common import MIB, choose, whole
 from vaemem._errors import ArgumentError
+from vaemem._render import Bullets, Columns, Sheet, Shown, Sizer, in_mib
 from vaemem.prediction.snapshot import INTERVALS, CachingAllocator, check_snapshot, load_snapshot, parse_conf, want
 
 _ACTIONS = (
@@ -93,8 +94,8 @@ def _read_segments(segments: list[Any], device: int) -> list[_Segment]:
 # ---- replay ----
 
 
-class Replay:
-    """A recorded history, compared with the simulated allocator's answers to the same requests.
+class Replay(Shown):
+    """A recorded history, compared with the simulated allocator's answers to the same requests. It prints MiB.
 
     Attributes
     ----------
@@ -124,13 +125,13 @@ class Replay:
     --------
     >>> predict("sdxl", "decode", 512, 512, "float16").save_snapshot("history.pickle")
     >>> print(replay("history.pickle"))
-    device 0, 2966 events, history whole
-                                recorded     simulated
-    reserved, MiB                1268.00       1268.00
-    reserved, peak, MiB          1268.00       1268.00
-    allocated, MiB                172.94        172.94
-    segments                          27            27
-    first difference: none
+    The simulated allocator does as recorded, in 2966 events of device 0.
+    <BLANKLINE>
+                      recorded   simulated
+    reserved          1268 MiB    1268 MiB
+    reserved, peak    1268 MiB    1268 MiB
+    allocated       172.94 MiB  172.94 MiB
+    segments                27          27
     """
 
     def __init__(self, device: int, events: int, why_not: list[str], final: list[_Segment], player: _Player):
@@ -150,31 +151,29 @@ class Replay:
     @property
     def same(self) -> bool:
         """Reserved bytes (end and peak), segments and allocated bytes agree, and no event differed."""
-        return self.first_difference is None and all(one == other for _, one, other in self._pairs())
+        return self.first_difference is None and self._side("recorded") == self._side("simulated")
 
-    def _pairs(self) -> list[tuple[str, int, int]]:
-        """Return the numbers of the two sides."""
-        return [
-            ("reserved, MiB", self.recorded_reserved, self.simulated_reserved),
-            ("reserved, peak, MiB", self.recorded_reserved_peak, self.simulated_reserved_peak),
-            ("allocated, MiB", self.recorded_allocated, self.simulated_allocated),
-            ("segments", self.recorded_segments, self.simulated_segments),
+    def _side(self, name: str) -> dict[str, int]:
+        counters = ("reserved_bytes", "reserved_peak_bytes", "allocated_bytes", "segments")
+        return {counter: getattr(self, f"{name}_{counter.removesuffix('_bytes')}") for counter in counters}
+
+    def _data(self) -> dict[str, Any]:
+        names = ("same", "device", "events", "whole", "why_not", "first_difference", "imposed_releases")
+        sides = {name: self._side(name) for name in ("recorded", "simulated")}
+        return {"answer": "replay"} | {name: getattr(self, name) for name in names} | sides
+
+    def _sheet(self, size: Sizer) -> Sheet:
+        how = "does as recorded" if self.same else "does not do as recorded"
+        pairs = zip(self._side("recorded").items(), self._side("simulated").values(), strict=True)
+        rows = [
+            (name.removesuffix("_bytes").replace("_", ", "), *map(str if name == "segments" else in_mib, (one, other)))
+            for (name, one), other in pairs
         ]
-
-    def __str__(self) -> str:
-        lines = [
-            f"device {self.device}, {self.events} events, history {'whole' if self.whole else 'not whole'}",
-            f"{'':<22}{'recorded':>14}{'simulated':>14}",
-        ]
-        for name, *sides in self._pairs():
-            cells = [f"{side:14}" if name == "segments" else f"{mib(side):>14}" for side in sides]
-            lines.append(f"{name:<22}{''.join(cells)}")
-        lines.append(f"first difference: {self.first_difference or 'none'}")
-        if self.imposed_releases:
-            lines.append(f"segments given back as recorded: {self.imposed_releases}")
-        return "\n".join(lines + [f"not whole: {reason}" for reason in self.why_not])
-
-    __repr__ = __str__
+        notes = [f"The first difference: {self.first_difference}."] * bool(self.first_difference)
+        notes += [f"Segments given back as recorded: {self.imposed_releases}."] * bool(self.imposed_releases)
+        notes += [f"The history is not whole: {reason}." for reason in self.why_not]
+        headline = f"The simulated allocator {how}, in {self.events} events of device {self.device}."
+        return Sheet(headline, [Columns(("", "recorded", "simulated"), rows), Bullets(notes)])
 
 
 def replay(

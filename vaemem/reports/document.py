@@ -8,7 +8,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from vaemem._common import png, render
+from vaemem._common import png
+from vaemem._render import Columns
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -81,7 +82,7 @@ class Document:
         head = "".join(_cell("th", cell, all(_is_number(c) or not c for c in rest)) for cell, *rest in columns)
         body = "".join(f"<tr>{''.join(_cell('td', cell, _is_number(cell)) for cell in line)}</tr>" for line in shown)
         whole = f"<div><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-        self._blocks.append((render(header, shown, markdown=True), whole))
+        self._blocks.append((Columns(header, shown).markdown(), whole))
 
     def figure(self, name: str, caption: str, figure: Figure) -> None:
         """Add a figure."""

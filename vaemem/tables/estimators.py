@@ -13,22 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vaemem._common import (
-    ELEMENT_BYTES,
-    MIB,
-    OPS,
-    as_csv,
-    choose,
-    distinct,
-    grouped,
-    listed,
-    mib,
-    need,
-    render,
-    whole,
-    write,
-)
+from vaemem._common import ELEMENT_BYTES, MIB, OPS, as_csv, choose, distinct, grouped, listed, mib, need, whole, write
 from vaemem._errors import ArgumentError
+from vaemem._render import Bullets, Columns, Sheet, Shown, Sizer
 from vaemem.prediction.predict import predict as predict_vae
 from vaemem.prediction.runtimes import WAN
 from vaemem.sdcpp.graphs import LATENT_CHANNELS, SDCPP_VERSION, graph
@@ -285,8 +272,9 @@ class GroupError(NamedTuple):
     highest: float
 
 
-class Comparison:
-    """Estimators compared with the rows of a table, as `vaemem.compare` returns them. Printing it shows the errors.
+class Comparison(Shown):
+    """Estimators compared with the rows of a table, as `vaemem.compare` returns them. Printing it shows the errors;
+    ``to_text(all=True)`` shows each row, too.
 
     Attributes
     ----------
@@ -358,19 +346,34 @@ class Comparison:
             lines.append([*(part or "all" for part in key[:3]), *tiles, count, *(said.get(name, "") for name in names)])
         return ["model", "op", "dtype", *columns, "rows", *names], lines
 
-    def text(self, rows: bool = False, markdown: bool = False) -> str:
-        """The error table: median (lowest..highest) of estimate / measured - 1, in percent; with `rows`, each row."""
-        notes = [f"{self.target}: {'estimate in MiB (error)' if rows else 'median error (lowest..highest)'}, %"]
-        if len(self.left_out):
-            which = sorted({f"{r['model']} {r['op']} {r['height']}x{r['width']}" for r in self.left_out})
-            notes.append(f"left out, ran in tiles: {len(self.left_out)} rows ({', '.join(which)})")
-        return ("\n\n" if markdown else "\n").join([*notes, render(*self.grid(rows), markdown=markdown)])
+    def _sheet(self, size: Sizer) -> Sheet:
+        totals = [group for group in self.groups if group.model is None]
+        figures = [(g.estimator, str(g.rows), *map(_percent, (g.median, g.lowest, g.highest))) for g in totals]
+        nearest = min(totals, key=lambda group: (-group.rows, abs(group.median)), default=None)
+        headline = f"No estimate of {self.target} applies."
+        if nearest:
+            found = f"a median error of {_percent(nearest.median)}% on {_count(nearest.rows)}"
+            headline = f"{nearest.estimator} is nearest to {self.target}, with {found}."
+        which = distinct(f"{r['model']} {r['op']} {r['height']}x{r['width']}" for r in self.left_out)
+        out = [f"Left out, because they ran in tiles: {_count(len(self.left_out))} ({', '.join(which)})."] * bool(which)
+        return Sheet(headline, [
+            Columns(("estimator", "rows", "median error, %", "lowest", "highest"), figures),
+            Columns(*self.grid(), title="Median error (lowest..highest), %:"),
+            Columns(*self.grid(rows=True), title=f"{self.target}: estimate in MiB (error), %:", detail=True),
+            Bullets(out),
+        ])  # fmt: skip
+
+    def _data(self) -> dict[str, Any]:
+        return {
+            "answer": "comparison", "target": self.target, "groups": self._records(rows=False),
+            "rows": self._records(rows=True), "left_out": [*self.left_out],
+        }  # fmt: skip
 
     def _records(self, rows: bool) -> list[dict[str, Any]]:
         if not rows:
             return [group._asdict() for group in self.groups]
-        figures = ComparedRow._fields[1:]
-        return [{key: r.row[key] for key in _SHOWN} | {name: getattr(r, name) for name in figures} for r in self.rows]
+        names = ("estimator", "measured_bytes", "estimate_bytes", "error")
+        return [{key: r.row[key] for key in _SHOWN} | dict(zip(names, r[1:], strict=True)) for r in self.rows]
 
     def to_pandas(self, rows: bool = False) -> pandas.DataFrame:
         """The groups as a pandas.DataFrame, or with `rows` a line for each row and estimator; errors are fractions."""
@@ -391,18 +394,10 @@ class Comparison:
         Examples
         --------
         >>> print(compare(seed_table()[:1], predict).to_csv())
-        model,op,phase,height,width,...,estimator,measured,estimate,error
+        model,op,phase,height,width,...,estimator,measured_bytes,estimate_bytes,error
         flux,encode,,512,512,...,predict,...
         """
         return write(path, as_csv(self._records(rows=True)))
-
-    def __str__(self) -> str:
-        return self.text()
-
-    __repr__ = __str__
-
-    def _repr_markdown_(self) -> str:
-        return self.text(markdown=True)
 
 
 def compare(table: Table, estimators: Any = None, target: str = "reserved_bytes") -> Comparison:
@@ -574,6 +569,10 @@ def _pipeline_row(row: Row, bound: Mapping[str, Any]) -> Row | None:
 
 def _shown(value: float | None) -> str:
     return "" if value is None else f"{value:g}"
+
+
+def _count(rows: int) -> str:
+    return f"{rows} row{'s' * (rows != 1)}"
 
 
 def _percent(error: float) -> str:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from vaemem._common import ELEMENT_BYTES, MIB, choose, chosen, grouped, meant, mib, need, real, render, typeset
+from vaemem._common import ELEMENT_BYTES, MIB, choose, chosen, grouped, meant, mib, need, real
 from vaemem._errors import ArgumentError
+from vaemem._render import Bullets, Columns, Sheet, Sizer, Typeset
 from vaemem.tables.table import BYTE_COLUMNS, Row, Table, as_ran, check_complete, differing, in_words
 
 KEY = ("model", "op", "phase", "dtype", "tile", "tile_overlap", "runtime", "way", "device", "batch", "tokens")
@@ -34,7 +34,7 @@ class FitRow(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class FittedLine:
+class FittedLine(Typeset):
     """The formula `target = a * H*W*e + b` for some rows. Its attributes named in `KEY` are the rows' common values, or
     None if they differ.
 
@@ -147,61 +147,40 @@ class FittedLine:
         b = f"{'-' if self.b < 0 else '+'} {_pm(abs(self.b), self.b_error)}"
         return rf"M_{{\text{{{names}}}}} &= {_pm(self.a, self.a_error)}\,H W e {b}"
 
-    def json(self) -> str:
-        """Return the formula with its rows as a JSON object."""
-        return json.dumps(self._dict(), ensure_ascii=False, indent=1)
-
-    def _dict(self) -> dict[str, Any]:
+    def _data(self) -> dict[str, Any]:
         names = ("n", "max_over", "max_under", "constant_median", "constant_max")
-        rows = [row._asdict() for row in self.rows]
-        return asdict(self) | {name: getattr(self, name) for name in names} | {"rows": rows}
+        figures = {name: getattr(self, name) for name in names}
+        return {"answer": "fitted line"} | vars(self) | figures | {"rows": [row._asdict() for row in self.rows]}
+
+    def _sheet(self, size: Sizer) -> Sheet:
+        return Fit(self.target, self.quantile, [self])._sheet(size)
+
+    @property
+    def equation(self) -> str:
+        """The formula in text: ``1216.112 * H*W*e + 2098982``."""
+        b = format(abs(self.b), ".0f" if self.target != "seconds" else ".4g")
+        return f"{self.a:.7g} * H*W*e {'-' if self.b < 0 else '+'} {b}"
 
     def _summary(self) -> str:
         how = "least squares" if self.quantile is None else f"quantile {self.quantile:g}"
         return f"{how}, {self.n} rows, worst {_percent(self.max_over)} and {_percent(-self.max_under)}"
 
-    def __str__(self) -> str:
-        is_bytes = self.target != "seconds"
-        b = format(abs(self.b), ".0f" if is_bytes else ".4g")
-        facts = [self._summary(), *([self.device] if self.device else [])]
-        if self.a_error is not None and self.b_error is not None:
-            facts.append(f"standard errors {self.a_error:.2g} and {self.b_error:.2g}")
-        if self.r2 is not None:
-            facts.append(f"R^2 {self.r2:.7f}")
-        if is_bytes:
-            facts.append(f"a is {self.a / 128:.3f} T (T = 128*H*W*e)")
-            least = min(row.constant for row in self.rows)
-            constants = f"{least:.5g} to {self.constant_max:.5g} per H*W*e, median {self.constant_median:.5g}"
-            facts.append(f"implied constant {constants}")
-        header, cells = self._grid()
-        first, *rest = ((f"  {size}", *others) for size, *others in (header, *cells))
-        formula = f"{self.name}: {self.target} = {self.a:.7g} * H*W*e {'-' if self.b < 0 else '+'} {b}"
-        return f"{formula}\n  {'; '.join(facts)}\n{render(first, rest)}"
-
-    __repr__ = __str__
-
-    def _repr_latex_(self) -> str:
-        return typeset([self.latex()])
-
-    def _repr_markdown_(self) -> str:
-        grid = render(*self._grid(), markdown=True).replace("*", r"\*")
-        return f"{self._repr_latex_()}\n\n{self._summary()}\n\n{grid}"
-
-    def _grid(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """Make header and cells: one line per row."""
+    def _residuals(self, detail: bool) -> Columns:
+        """Make a table with one line per row."""
         unit, show = ("MiB", mib) if self.target != "seconds" else ("s", "{:.3f}".format)
         header = ("size", "dtype", f"table {unit}", f"fitted {unit}", f"residual {unit}", "error", "per H*W*e")
-        return header, [
+        cells = [
             (f"{r.height}x{r.width}", r.dtype, show(r.measured), show(r.fitted), show(r.residual),
              _percent(r.error), f"{r.constant:.5g}")
             for r in self.rows
         ]  # fmt: skip
+        return Columns(header, cells, title=f"{self.name}: {self._summary()}", whole=True, detail=detail)
 
 
-class Fit(Sequence[FittedLine]):
+class Fit(Typeset, Sequence[FittedLine]):
     """The result of `vaemem.fit`: a sequence of formulas, one per model, op, dtype, tile, runtime, device and batch.
 
-    Printing it shows every formula with its residuals.
+    Printing it shows the formulas, and the residuals of a single one; ``to_text(all=True)`` shows all residuals.
 
     Attributes
     ----------
@@ -249,17 +228,31 @@ class Fit(Sequence[FittedLine]):
         return "import math\n\n\n" + "\n\n".join(formula.python() for formula in self.formulas)
 
     def latex(self) -> str:
-        """The formulas as a LaTeX `align` environment (needs amsmath); H, W in pixels, e in bytes."""
-        return "\\begin{align}\n" + " \\\\\n".join(formula.latex() for formula in self.formulas) + "\n\\end{align}"
+        """Write the formulas as the body of a LaTeX environment; H, W in pixels, e in bytes."""
+        return " \\\\\n".join(formula.latex() for formula in self.formulas)
 
-    def json(self) -> str:
-        """Return the formulas with their rows as a JSON object."""
-        formulas = [formula._dict() for formula in self.formulas]
-        whole = {"target": self.target, "quantile": self.quantile, "formulas": formulas}
-        return json.dumps(whole, ensure_ascii=False, indent=1)
+    def _data(self) -> dict[str, Any]:
+        formulas = [formula.to_dict() for formula in self.formulas]
+        told = {"answer": "fit", "target": self.target, "quantile": self.quantile}
+        return told | {"formulas": formulas, "left_out": [*self.left_out]}
 
-    def __str__(self) -> str:
-        return "\n\n".join([*map(str, self.formulas), *self._notes()])
+    def _sheet(self, size: Sizer) -> Sheet:
+        is_alone = len(self) == 1
+        is_bytes = self.target != "seconds"
+        a, b, a_unit, b_unit = (128, MIB, "T", "MiB") if is_bytes else (1, 1, "s", "s")
+        cells = [
+            (f.name, _interval(f.a, f.a_error, a), _interval(f.b, f.b_error, b),
+             f"{_percent(-f.max_under)}..{_percent(f.max_over)}", str(f.n), "" if f.r2 is None else f"{f.r2:.6f}")
+            for f in self
+        ]  # fmt: skip
+        line = f"{self.target} = {self[0].equation if is_alone else 'a * H*W*e + b'}"
+        headline = f"{self[0].name}: {line}" if is_alone else f"{line}, with a and b for each of {len(self)} formulas."
+        notes = ["H and W are in pixels, e is in bytes of a number" + "; T = 128*H*W*e" * is_bytes + "."]
+        return Sheet(headline, [
+            Columns(("formula", f"a, {a_unit}", f"b, {b_unit}", "errors", "rows", "R²"), cells),
+            *(formula._residuals(not is_alone) for formula in self),
+            Bullets([*notes, *self._notes()]),
+        ])  # fmt: skip
 
     def _notes(self) -> list[str]:
         """Name the left-out rows, in one sentence."""
@@ -268,24 +261,6 @@ class Fit(Sequence[FittedLine]):
         said = [f"{len(lacking)} without {self.target}"] if lacking else []
         said += [f"{len(alone)} in groups with one size ({', '.join(dict.fromkeys(alone))})"] if alone else []
         return [f"Rows left out: {'; '.join(said)}."] if said else []
-
-    __repr__ = __str__
-
-    def _repr_latex_(self) -> str:
-        return typeset(formula.latex() for formula in self.formulas)
-
-    def _repr_markdown_(self) -> str:
-        """Write the equations, and a table with the quality of each. The rows are in each formula's own output."""
-        is_bytes = self.target != "seconds"
-        a, b, a_unit, b_unit = (128, MIB, "T", "MiB") if is_bytes else (1, 1, "s", "s")
-        header = ("formula", f"a, {a_unit}", f"b, {b_unit}", "R²", "too much", "too little", "rows")
-        cells = [
-            (f.name, _interval(f.a, f.a_error, a), _interval(f.b, f.b_error, b), "" if f.r2 is None else f"{f.r2:.6f}",
-             _percent(f.max_over), _percent(-f.max_under), str(f.n))
-            for f in self.formulas
-        ]  # fmt: skip
-        what = f"{self.target} = a H W e + b" + ("; T = 128 H W e" if is_bytes else "")
-        return "\n\n".join([self._repr_latex_(), what, render(header, cells, markdown=True), *self._notes()])
 
 
 def fit(

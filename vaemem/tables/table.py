@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import html
 import io
 import itertools
 import json
@@ -15,8 +14,9 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, overload
 
-from vaemem._common import MIB, OPS, TILED_OPS, as_csv, choose, grouped, html_table, mib, need, render, shipped, write
+from vaemem._common import MIB, OPS, TILED_OPS, as_csv, choose, grouped, mib, need, shipped, write
 from vaemem._errors import ArgumentError, ArgumentTypeError, FileError, inside
+from vaemem._render import Columns
 from vaemem.prediction.benchmark import BENCHMARK_TILE
 
 if TYPE_CHECKING:
@@ -419,7 +419,7 @@ class Table(Sequence[Row]):
         >>> print(estimate_sweep("sdxl", "decode", 512).to_markdown())
         | model | op     | height | width | ...
         """
-        return render(*self._shown(), markdown=True)
+        return self._shown().markdown()
 
     def to_pandas(self) -> pandas.DataFrame:
         """Convert to a pandas.DataFrame with every column of the schema.
@@ -468,35 +468,34 @@ class Table(Sequence[Row]):
         model              text     sd15, sdxl, flux ..., or the name of a custom architecture
         ...
         """
-        return render(("column", "kind", "meaning"), SCHEMA)
+        return Columns(("column", "kind", "meaning"), SCHEMA).text()
 
-    def _shown(self, left_out: Container[str] = ()) -> tuple[list[str], list[list[str]]]:
-        """Make header and cells of the columns with values, without the long versions. Bytes are in MiB, seconds with
-        their band. Leave out the middle of a long table."""
+    def _shown(self, left_out: Container[str] = (), title: str = "") -> Columns:
+        """Make the columns with values, without the long versions. Bytes are in MiB, seconds with their band. Leave out
+        the middle of a long table."""
         hidden = ("versions", "seconds_low", "seconds_high")  # the last two are shown with the seconds
         held = [name for name in COLUMNS if name not in hidden and any(row[name] is not None for row in self._rows)]
         shown = [name for name in held if name not in left_out]
         rows = self._rows if len(self) <= 24 else [*self._rows[:10], {}, *self._rows[-10:]]
         header = [name.replace("_bytes", " MiB") for name in shown]
-        return header, [[_cell(name, row[name]) + _band(name, row) if row else "…" for name in shown] for row in rows]
+        cells = [[_cell(name, row[name]) + _band(name, row) if row else "…" for name in shown] for row in rows]
+        return Columns(header, cells, title=title)
 
-    def _captioned(self) -> tuple[list[str], tuple[list[str], list[list[str]]]]:
-        """Return caption lines and a table: values common to several rows, but not sizes, are in the caption."""
+    def _captioned(self) -> Columns:
+        """Make a table with a caption: values common to several rows, but not sizes, are in the caption."""
         sizes = ("height", "width", "versions")
         kinds = [name for name in COLUMNS if _KIND[name] in ("text", "count") and name not in sizes]
         found = {name: {row[name] for row in self._rows} for name in kinds if len(self) > 1}
         common = {name: values.pop() for name, values in found.items() if len(values) == 1 and None not in values}
         said = ", ".join(f"{name} {_cell(name, value)}" for name, value in common.items())
         count = f"Table, {len(self)} row{'' if len(self) == 1 else 's'}"
-        return [count, *([f"in each: {said}"] if said else [])], self._shown(common)
+        return self._shown(common, f"{count}; in each: {said}" if said else count)
 
     def __repr__(self) -> str:
-        above, grid = self._captioned()
-        return "\n".join([*above, *([render(*grid)] if self._rows else [])])
+        return self._captioned().text()
 
     def _repr_html_(self) -> str:
-        above, grid = self._captioned()
-        return f"<p>{html.escape('; '.join(above))}</p>{html_table(*grid)}"
+        return self._captioned().html()
 
 
 def seed_table() -> Table:
