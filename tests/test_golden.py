@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+import vaemem
 from vaemem.__main__ import main
+from vaemem.pytorch.measuring_pipelines import MeasuredPhase, MeasuredPipeline
 
 jsonschema = pytest.importorskip("jsonschema")
 
@@ -52,6 +54,55 @@ def test_a_command_prints_what_it_did(name, capsys, monkeypatch):
         answers = json.loads(out)
         for answer in answers if isinstance(answers, list) else [answers]:
             jsonschema.validate(answer, json.loads(SCHEMA.read_text("utf-8")))
+
+
+def measured():
+    asked = {"pipeline": "FluxPipeline", "height": 64, "width": 64, "device": "NVIDIA L4"}
+    predicted = {"decode": vaemem.predict_pipeline("sd15", 512, 512, gpu="T4").phases[-1]}
+    phases = [MeasuredPhase("decode", 3 << 30, 4 << 30, 1.5), MeasuredPhase("more", None, 1, 1.5)]
+    return MeasuredPipeline(asked, phases, predicted, "no memory", "torch 2.9.1", ["a note"])
+
+
+def recorded():
+    allocator = vaemem.CachingAllocator()
+    allocator.malloc(3 << 20)
+    return vaemem.replay(allocator.snapshot())
+
+
+ANSWERS = {
+    "explanation": lambda: vaemem.explain(COMMANDS["explain"]),
+    "formula": lambda: vaemem.predict_pipeline("sd15", 512, 512, gpu="T4").formula,
+    "closed form": lambda: vaemem.formula("sdxl", "decode", "float16").closed,
+    "measurement": measured,
+    "bound": lambda: vaemem.bound("comfyui", "sdxl", "float16", torch_version="2.7.1+cu128", sides=(512, 1024)),
+    "fit": lambda: vaemem.fit(vaemem.seed_table().filter(op="decode")),
+    "fitted line": lambda: vaemem.fit(vaemem.seed_table().filter(op="decode"), "seconds", by=("model", "op"))[0],
+    "comparison": lambda: vaemem.compare(vaemem.seed_table().filter(model="sdxl", height=1536)),
+    "replay": recorded,
+    "plan": lambda: vaemem.plan_pipeline("flux-dev", 1024, 1024, gpu="RTX 4060", runtime="sd.cpp"),
+}
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+def test_every_kind_of_answer_follows_the_schema(kind):
+    answer, schema = ANSWERS[kind](), json.loads(SCHEMA.read_text("utf-8"))
+    said = json.loads(answer.to_json())
+    assert said["answer"] == kind and said == json.loads(json.dumps(answer.to_dict()))
+    jsonschema.validate(said, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(said | {"more": 1}, schema)
+    assert max(len(line) for line in answer.to_text(width=80).splitlines() if "vaemem " not in line) <= 80
+
+
+def test_every_object_of_the_schema_is_strict():
+    def objects(part):
+        if isinstance(part, dict):
+            yield from [part] * ("properties" in part)
+        for inner in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
+            yield from objects(inner)
+
+    found = [one for one in objects(json.loads(SCHEMA.read_text("utf-8"))["$defs"]) if "object" in one.get("type", "")]
+    assert len(found) > 30 and all(one["additionalProperties"] is False for one in found)
 
 
 def test_every_file_is_a_commands():

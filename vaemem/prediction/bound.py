@@ -163,7 +163,10 @@ class Bound(Typeset):
         return " \\\\\n".join(write_equation(line.name, write_sum(line.law, "latex")) for line in self.lines)
 
     def _data(self) -> dict[str, Any]:
-        formulas = [line._asdict() | {"passes": [*map(list, line.passes)], "at": [*line.at]} for line in self.lines]
+        formulas = [
+            {"law_bytes" if key == "law" else key: value for key, value in line._asdict().items()}
+            for line in self.lines
+        ]
         told = {"answer": "bound", "application": self.application, "domain": self.domain.splitlines()}
         return told | {"formulas": formulas}
 

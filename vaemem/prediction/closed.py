@@ -206,7 +206,7 @@ class ClosedForm(Typeset):
             for t in self.terms
         ]
         equation = f"{self.name}: allocated_bytes = {self.equation}"
-        return Sheet(equation, [Bullets(facts), Columns(header, rows, whole=True)])
+        return Sheet(equation, [Bullets(facts), Columns(header, rows)])
 
 
 # ---- the derivation ----

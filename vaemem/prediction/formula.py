@@ -109,7 +109,12 @@ class Formula(Typeset):
     def _data(self) -> dict[str, Any]:
         equations = {one.name: one.data() for one in (self.reserved, self.allocated)}
         of = {"answer": "formula", "name": self.name, "grid": str(self.grid), "played": self.played}
-        return {**of, "summary": self._headline(in_gb), "left_out": self.left_out, **equations}
+        return {
+            **of,
+            "summary": self._headline(in_gb),
+            "left_out": [point._asdict() for point in self.left_out],
+            **equations,
+        }
 
     def _headline(self, size: Sizer) -> str:
         """Answer for the size of the arguments, or for the largest square."""

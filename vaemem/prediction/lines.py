@@ -228,9 +228,9 @@ class Equation:
     def data(self) -> dict[str, Any]:
         """Return the equation for JSON."""
         lines = [
-            line._asdict() | {
-                "equation": line.equation(), "law": _floats(line.law),
-                "terms": {name: _floats(law) for name, law in line.terms.items()},
+            {name: getattr(line, name) for name in ("phase", "kind", "excess", "median", "where")} | {
+                "equation_mib": line.equation(), "law_mib": _floats(line.law),
+                "terms_mib": {name: _floats(law) for name, law in line.terms.items()},
             }
             for line in self.lines
         ]  # fmt: skip
