@@ -263,7 +263,7 @@ def test_printing():
     table = Table([row(), row(op="encode", reserved=2118 * MIB), row(dtype="float32", reserved=5686 * MIB)])
     comparison = compare(table)
     assert isinstance(comparison, Comparison)
-    assert str(comparison).startswith("invokeai is nearest to reserved_bytes, with a median error of +3.9% on 3 rows.")
+    assert str(comparison).startswith("invokeai is nearest to reserved_bytes on 3 rows: its median error is +3.9%.")
     assert max(map(len, str(comparison).splitlines())) <= 80, "the first columns"
     every = comparison.to_text(all=True)
     assert "4356.00 (+1.9)" in every and "4356.00" not in str(comparison)

@@ -352,8 +352,8 @@ class Comparison(Shown):
         nearest = min(totals, key=lambda group: (-group.rows, abs(group.median)), default=None)
         headline = f"No estimate of {self.target} applies."
         if nearest:
-            found = f"a median error of {_percent(nearest.median)}% on {_count(nearest.rows)}"
-            headline = f"{nearest.estimator} is nearest to {self.target}, with {found}."
+            headline = f"{nearest.estimator} is nearest to {self.target} on {_count(nearest.rows)}:"
+            headline += f" its median error is {_percent(nearest.median)}%."
         which = distinct(f"{r['model']} {r['op']} {r['height']}x{r['width']}" for r in self.left_out)
         out = [f"Left out, because they ran in tiles: {_count(len(self.left_out))} ({', '.join(which)})."] * bool(which)
         return Sheet(headline, [
