@@ -37,7 +37,7 @@ def test_estimate_command(capsys):
 def test_sweep_and_fit_commands(capsys, tmp_path):
     path = tmp_path / "table.csv"
     assert main(["sweep", "estimated", "--models", "sdxl", "--sizes", "64", "64x128", "--csv", str(path)]) == 0
-    assert capsys.readouterr().out.startswith("Table, 4 rows\n")
+    assert capsys.readouterr().out.startswith("Table, 4 rows; in each: ")
     assert len(Table.from_csv(path)) == 4
     assert main(["fit", str(path), "--op", "decode"]) == 0
     assert capsys.readouterr().out.startswith("sdxl decode: allocated_bytes = ")
@@ -52,7 +52,7 @@ def test_formula_command(capsys):
     assert main(["formula", "sd15", "--offload", "model", *card]) == 0
     text = capsys.readouterr().out
     assert re.match(r"At 1024x1024, batch 1: at most [\d.]+ GB reserved, [\d.]+ GB allocated; ", text)
-    assert "\nsd15, Tesla T4, offload model, VAE whole: the largest line, with N images, MP = H*W / 2^20.\n" in text
+    assert "\nsd15, Tesla T4, offload model, VAE whole: the largest line, with N images, MP =\n" in text
     assert "\ndenoise " in text and len(text.splitlines()) <= 34
     assert main(["formula", "flux", "encode"]) == 0
     assert capsys.readouterr().out.startswith("At 1024x1024, batch 1: ")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import sys
+import textwrap
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -157,7 +158,7 @@ def test_the_formulas_that_are_shown(recipes):
     assert recipes.printed.startswith(str(recipes.formulas))
     shown = recipes.formulas.find("sdxl", "decode", "float16").bytes(1024, 1024)
     assert recipes.printed.endswith(f"{shown}\n")
-    assert str(recipes.formulas).replace("\n", "\n    ") in RECIPES.read_text("utf-8")
+    assert textwrap.indent(str(recipes.formulas), "    ") in RECIPES.read_text("utf-8")
     assert shown >= vaemem.predict("sdxl", "decode", 1024, 1024, runtime="comfyui", torch_version="2.9.1").upper
 
 

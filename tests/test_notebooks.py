@@ -23,7 +23,7 @@ SHOWN = {
             "<iframe",
         ],
     ),
-    "beside_pytorch": (0, ["diffusers 128x128", "vaemem 128x128", "first difference: none", "viewer.html"]),
+    "beside_pytorch": (0, ["diffusers 128x128", "vaemem 128x128", "does as recorded", "viewer.html"]),
     "under_a_limit": (2, ["decode: 100%", "tiles of 128x128", "the same bits\n"]),
     "pipeline_on_a_small_card": (
         2,

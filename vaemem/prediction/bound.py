@@ -171,12 +171,10 @@ class Bound(Typeset):
         return told | {"formulas": formulas}
 
     def _sheet(self, size: Sizer) -> Sheet:
-        cells = [
-            (line.function, line.op, line.dtype, write_sum(line.law), *line.excess.split(" at ")) for line in self.lines
-        ]
+        cells = [(line.name, write_sum(line.law), *line.excess.split(" at ")) for line in self.lines]
         played = sum(line.predictions for line in self.lines)
         headline = f"{len(cells)} formulas for {APPLICATIONS[self.application].title}, above all {played} predictions."
-        table = Columns(("function", "op", "dtype", "bytes", "excess", "at"), cells)
+        table = Columns(("formula", "bytes", "excess", "at"), cells)
         return Sheet(headline, [table, Bullets(self.domain.splitlines(), title="They hold for:")])
 
 

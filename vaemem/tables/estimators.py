@@ -435,8 +435,7 @@ def compare(table: Table, estimators: Any = None, target: str = "reserved_bytes"
     Examples
     --------
     >>> print(compare(seed_table().filter(model="flux", op="decode"), [predict, "comfyui", "invokeai"]))
-    reserved_bytes: median error (lowest..highest), %
-    model  op      dtype     rows  predict  comfyui  invokeai
+    predict is nearest to reserved_bytes on 15 rows: its median error is 0.0%.
     ...
     >>> table = seed_table().filter(op="decode", dtype="float16")
     >>> compare(table, {"mine": lambda row: 2000 * row["height"] * row["width"] * 2}).find("mine").worst_under
