@@ -55,7 +55,7 @@ def of_predict(call, workspace=None, **asked):
     p = vaemem.predict(**asked, workspace=None if workspace is None else constant)
     said = {"verdict": verdict(p)}  # first, as it asks for less than `upper`
     if call == "closed_form":
-        numbers = re.findall(r"\d[\d.]*", p.formula.partition("\n")[0].partition(";")[0].rpartition("bytes")[2])
+        numbers = re.findall(r"\d[\d.]*", p.formula.partition("\n\n")[0].partition(";")[0].rpartition("bytes")[2])
         return said | {"formula": [float(one) for one in numbers if float(one)]}
     if call == "would_fit":  # without what our own engine takes on this CPU
         return said | {"would_fit": [one.command for one in p.would_fit if "vaemem on the CPU" not in one.what]}
