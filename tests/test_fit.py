@@ -158,7 +158,7 @@ def test_tiles_have_formulas_of_their_own():
         ("sdxl decode_tiled overlap 0.5", 2),
     ]  # fmt: skip
     assert [(r["height"], r["tile"]) for r in found.left_out] == [(2048, 1024)] * 2
-    assert "Rows left out: 2 in groups with one size (sdxl decode_tiled 2048x2048 float32)." in str(found)
+    assert "Rows left out: 2 in groups with one size (sdxl decode_tiled 2048x2048 float32)." in found.to_text(width=120)
     assert "Rows left out" in found._repr_markdown_()
     assert found.find(tile_overlap=0.5).tile == 512
     assert [one.op for one in fit(Table([*cut, *line(9, 0)]), by=("model", "op"))] == ["decode", "decode_tiled"]
