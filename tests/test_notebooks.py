@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent.parent / "docs" / "notebooks"
-# What a reader is to see of each: figures, and text that only a run that went well puts there.
+# Of each notebook: the number of figures, and text that only a successful run shows.
 SHOWN = {
-    "which_resolution": (4, ["1024x1024", "Skipped: ", "RTX 4060", "<td>decode</td>", "| sdxl"]),
+    "which_resolution": (4, ["Fits</b>: ", "1024x1024", "Skipped: ", "RTX 4060", ">decode</td>", "| sdxl"]),
     "sweep_fit_formula": (
         2,
         [
@@ -23,7 +23,7 @@ SHOWN = {
             "<iframe",
         ],
     ),
-    "beside_pytorch": (0, ["diffusers 128x128", "vaemem 128x128", "does as recorded", "viewer.html"]),
+    "compared_with_pytorch": (0, ["diffusers 128x128", "a module on", "first difference: none", "total_reserved"]),
     "under_a_limit": (2, ["decode: 100%", "tiles of 128x128", "the same bits\n"]),
     "pipeline_on_a_small_card": (
         2,
@@ -31,7 +31,7 @@ SHOWN = {
             "runs out in denoise",
             r"\begin{aligned}",
             "The largest line is above the peak",
-            "1024x1024: at most ",
+            "At 1024x1024, batch 1: at most ",
             "Take sequential offload",
             "blended where",
             "Skipped: ",
@@ -56,7 +56,7 @@ def test_kept_without_outputs(name):
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
     assert not any(cell["metadata"] for cell in notebook["cells"])
-    assert "%pip install" in "".join(cells[0]["source"]), "it opens with what Colab wants"
+    assert "%pip install" in "".join(cells[0]["source"]), "it opens with the install cell for Colab"
     assert not re.search(r"(?<![\w.<])/(home|root|tmp|usr|work|Users)/|[A-Z]:\\\\", text), "no machine's paths"
 
 
