@@ -269,7 +269,7 @@ def test_printing():
     assert "4356.00 (+1.9)" in every and "4356.00" not in str(comparison)
     header = ["model", "op", "dtype", "rows", "comfyui", "invokeai", "mlx-im2col", "sd.cpp-im2col", "sd.cpp-direct"]
     assert header in [line.split() for line in every.splitlines()]
-    assert "| sdxl " in comparison.to_markdown() and "<td>sdxl</td>" in comparison._repr_html_()
+    assert "| sdxl " in comparison.to_markdown() and ">sdxl</td>" in comparison._repr_html_()
 
 
 def test_data_frames():

@@ -448,7 +448,7 @@ def test_rows_and_files(tmp_path):
     assert (load["allocated_error_percent"], load["reserved_error_percent"], load["seconds"]) == (50, 0, 1.25)
     assert denoise["predicted_allocated_bytes"] == 3 << 20 and denoise["allocated_error_percent"] is None
     assert not denoise["fits"] and load["offload"] == "model"
-    assert "+50.0" in str(found) and "| load" in found.to_markdown() and "<td>+50.0</td>" in found._repr_html_()
+    assert "+50.0" in str(found) and "| load" in found.to_markdown() and ">+50.0</td>" in found._repr_html_()
 
 
 def test_what_is_measured_is_fitted_compared_and_reported(small, tmp_path, capsys):

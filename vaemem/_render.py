@@ -67,8 +67,13 @@ class Facts:
         return "\n".join(f"- **{label}**: {_plain(text)}" for label, text in self._filled)
 
     def html(self) -> str:
-        cells = (f"<tr><th>{html.escape(label)}</th><td>{html.escape(text)}</td></tr>" for label, text in self._filled)
-        return f"<table>{''.join(cells)}</table>"
+        left = "text-align:left;vertical-align:top"  # Jupyter aligns cells to the right
+        pairs = ((html.escape(label), html.escape(text)) for label, text in self._filled)
+        rows = (
+            f'<tr><th style="{left}">{label}</th><td style="{left};overflow-wrap:anywhere">{text}</td></tr>'
+            for label, text in pairs
+        )
+        return f"<table>{''.join(rows)}</table>"
 
 
 @dataclass(frozen=True)
@@ -96,10 +101,13 @@ class Columns:
 
     def html(self) -> str:
         best = None if self.best is None else self.rows[self.best]
+        columns = list(zip(*self.rows, strict=True)) or [()] * len(self.header)
+        looks = ["text-align:right;white-space:nowrap" if _are_numbers(one) else "text-align:left" for one in columns]
 
         def line(tag: str, cells: Sequence[str]) -> str:
             style = ' style="font-weight: bold"' if cells is best else ""
-            return f"<tr{style}>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+            made = (f'<{tag} style="{look}">{html.escape(one)}</{tag}>' for one, look in zip(cells, looks, strict=True))
+            return f"<tr{style}>{''.join(made)}</tr>"
 
         body = "".join(line("td", row) for row in self.rows)
         table = f"<table><thead>{line('th', self.header)}</thead><tbody>{body}</tbody></table>"
@@ -126,7 +134,7 @@ class Actions:
         return "\n\n".join([self.title, *(f"- {what}\n\n{code}" for what, code in fenced)])
 
     def html(self) -> str:
-        items = (f"<li>{html.escape(what)}<pre>{html.escape(how)}</pre></li>" for what, how in self.pairs)
+        items = (f"<li>{html.escape(what)}{Code(how).html()}</li>" for what, how in self.pairs)
         return f"<p>{html.escape(self.title)}</p><ul>{''.join(items)}</ul>"
 
 
@@ -144,7 +152,7 @@ class Code:
         return f"```\n{self.lines}\n```"
 
     def html(self) -> str:
-        return f"<pre>{html.escape(self.lines)}</pre>"
+        return f'<pre style="margin:0.4em 0;white-space:pre-wrap"><code>{html.escape(self.lines)}</code></pre>'
 
 
 @dataclass(frozen=True)
@@ -171,7 +179,7 @@ class Bullets:
 # Colours of the parts of a card; people with a colour-vision deficiency tell them apart (Okabe and Ito).
 COLOURS = {
     "weights": "#0072B2", "tensors": "#D55E00", "workspaces": "#E69F00", "cached": "#CC79A7", "vaemem": "#009E73",
-    "CUDA context": "#56B4E9", "others": "#6E6E6E", "Windows": "#999999", "spare": "#E4E4E4",
+    "CUDA context": "#56B4E9", "others": "#6E6E6E", "Windows": "#999999", "spare": "rgba(128,128,128,0.35)",
 }  # fmt: skip
 
 
@@ -196,7 +204,7 @@ class Bar:
         for name, part in self.parts.items():
             if part <= 0:
                 continue
-            colour, shown = COLOURS.get(name, "#000000"), f"{html.escape(name)} {self.sizer(part)}"
+            colour, shown = COLOURS.get(name, "currentColor"), f"{html.escape(name)} {self.sizer(part)}"
             cells.append(
                 f'<div title="{shown}" style="position:absolute;left:{100 * left / whole:.2f}%;top:0;bottom:0;'
                 f'width:{100 * part / whole:.2f}%;background:{colour}"></div>'
@@ -204,10 +212,10 @@ class Bar:
             names.append(f'<span style="white-space:nowrap"><span style="color:{colour}">&#9632;</span> {shown}</span>')
             left += part
         edge = f'<div title="the card, {self.sizer(self.size)}" style="position:absolute;'
-        edge += f'left:{100 * self.size / whole:.2f}%;top:-4px;bottom:-4px;border-left:2px solid #000"></div>'
-        box = "position:relative;height:1.4em;max-width:48em;background:#f4f4f4;margin:6px 0"
+        edge += f'left:{100 * self.size / whole:.2f}%;top:-4px;bottom:-4px;border-left:2px solid"></div>'
+        box = "position:relative;height:1.4em;max-width:48em;background:rgba(128,128,128,0.1);margin:6px 0"
         edge = edge if left > self.size else ""
-        return f'<div style="{box}">{"".join(cells)}{edge}</div><div>{" ".join(names)}</div>'
+        return f'<div style="{box}">{"".join(cells)}{edge}</div><div style="margin:6px 0">{" ".join(names)}</div>'
 
 
 Block = Facts | Columns | Actions | Code | Bullets | Bar
@@ -249,11 +257,15 @@ def _plain(text: str) -> str:
     return text.replace("*", r"\*")
 
 
+def _are_numbers(cells: Sequence[str]) -> bool:
+    return all(cell[:1] in tuple("0123456789+-.…") or not cell for cell in cells)
+
+
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]], markdown: bool = False) -> str:
     """Align columns, those of numbers to the right."""
     lines = [[_plain(cell).replace("|", r"\|") if markdown else cell for cell in row] for row in (header, *rows)]
     columns = list(zip(*lines, strict=True))
-    right = [all(cell[:1] in tuple("0123456789+-.…") or not cell for cell in column[1:]) for column in columns]
+    right = [_are_numbers(column[1:]) for column in columns]
     width = [max(3, *map(len, column)) for column in columns]
     padded = [[c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, width, right, strict=True)] for line in lines]
     if not markdown:
