@@ -11,7 +11,7 @@ import pytest
 FOLDER = Path(__file__).parent.parent / "docs" / "notebooks"
 # Of each notebook: the number of figures, and text that only a successful run shows.
 SHOWN = {
-    "which_resolution": (4, ["Fits</b>: ", "1024x1024", "Skipped: ", "RTX 4060", ">decode</td>", "| sdxl"]),
+    "which_resolution": (4, ["Fits</b>: ", "1024x1024", "Skipped: ", "RTX 4060", ">decode</td>", "median error, %"]),
     "sweep_fit_formula": (
         2,
         [
@@ -23,7 +23,7 @@ SHOWN = {
             "<iframe",
         ],
     ),
-    "compared_with_pytorch": (0, ["diffusers 128x128", "a module on", "first difference: none", "total_reserved"]),
+    "compared_with_pytorch": (0, ["diffusers 128x128", "a module on", "does as recorded", "total_reserved"]),
     "under_a_limit": (2, ["decode: 100%", "tiles of 128x128", "the same bits\n"]),
     "pipeline_on_a_small_card": (
         2,
