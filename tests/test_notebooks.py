@@ -60,6 +60,23 @@ def test_kept_without_outputs(name):
     assert not re.search(r"(?<![\w.<])/(home|root|tmp|usr|work|Users)/|[A-Z]:\\\\", text), "no machine's paths"
 
 
+@pytest.mark.parametrize("name", SHOWN)
+def test_the_install_cell(name, tmp_path, monkeypatch):
+    """It installs an uploaded wheel, otherwise the released package, and nothing if vaemem is there."""
+    notebook = json.loads((FOLDER / f"{name}.ipynb").read_text("utf-8"))
+    code = next("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code")
+    code = re.sub(r'%pip install -q "(.*?)\[.*', r'installed.append(f"\1")', code)
+    installed, wheel = [], "vaemem-0.1.0-cp311-abi3-manylinux_2_17_x86_64.whl"
+    monkeypatch.chdir(tmp_path)
+    exec(code, {"installed": installed})
+    assert installed == []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    exec(code, {"installed": installed})
+    (tmp_path / wheel).touch()
+    exec(code, {"installed": installed})
+    assert installed == ["vaemem", wheel]
+
+
 @pytest.fixture(scope="module", params=SHOWN)
 def run(request, tmp_path_factory):
     """(name, the notebook with the outputs of a run on the CPU, where it ran, the page it is rendered to)."""
