@@ -201,8 +201,8 @@ clang: $(VENV)/check.stamp ## the core built by clang
 	PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/build/clang $(BIN)/pytest -n logical --dist worksteal \
 	    tests/test_kernels.py tests/test_memory.py tests/test_allocator.py
 
-# The tests that need NumPy alone, in a CPython of another version. Left out is what is of C and its compilers more than of
-# Python (kernels, plans, allocators, emulators, programs in C), formulas over whole domains, and profiles.
+# The tests that need only NumPy, in another CPython, with NumPy 1.26 if it supports that. Left out: tests of C and its
+# compilers more than of Python (kernels, plans, allocators, emulators, programs in C), formulas over whole domains, and profiles.
 NOT_OF_PYTHON := 'cuda_*' 'emulator*' 'isa*' 'fuzz*' 'threads*' 'sizes*' 'kernels*' 'products*' 'numbers*' 'cpu_attention*' \
 	'gpu_session*' 'bound*' 'workspace*' 'allocator*' 'trace*' 'memory_limit*' 'tiling*' 'moves*' 'frames*' 'tiny*' 'other_vaes*' \
 	'demo*' 'dtypes*' 'benchmarks*' 'guide*' 'published*' 'out_of_memory*' 'plan*' 'document*' 'types*' 'setup*'
@@ -210,7 +210,8 @@ pythons: $(VENV)/check.stamp ## the tests in another CPython
 	@other="$$(.ci/other_python $(BIN)/python)"; \
 	if [ -z "$$other" ]; then echo "pythons: there is no second CPython of 3.11 or later: skipped"; exit; fi; set -ex; \
 	rm -rf build/python && "$$other" -m venv build/python; \
-	VAEMEM_WERROR=1 VAEMEM_KERNELS=1 VAEMEM_CUDA=0 build/python/bin/pip --disable-pip-version-check -q install . 'pytest>=8' 'pytest-xdist>=3.6' 'safetensors>=0.4.3'; \
+	VAEMEM_WERROR=1 VAEMEM_KERNELS=1 VAEMEM_CUDA=0 build/python/bin/pip --disable-pip-version-check -q install . \
+	    "numpy$$($$other -c 'import sys; print("<2" if sys.version_info < (3, 13) else ">=2")')" 'pytest>=8' 'pytest-xdist>=3.6' 'safetensors>=0.4.3'; \
 	PYTHONSAFEPATH=1 build/python/bin/pytest $(addprefix --ignore-glob=tests/test_,$(NOT_OF_PYTHON))
 
 # The source distribution and the wheel, each built, installed into a fresh environment and used there.
