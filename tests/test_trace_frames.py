@@ -175,7 +175,7 @@ def test_tiny_autoencoders_by_name():
     p = predict("madebyollin/taesdxl", "decode_tiled", 1024, 1024, "float16")
     assert (p.model, p.tile, p.tile_overlap) == ("taesd", 512, 0.125)
     assert "AutoencoderTiny of diffusers 0.42" in p.to_text(all=True, width=999)
-    assert "with TAEF2's branch, which it has not" in predict("taef2", "encode", 64, 64).to_text(all=True, width=999)
+    assert "with TAEF2's branch added" in predict("taef2", "encode", 64, 64).to_text(all=True, width=999)
     with refused("tile"):
         predict("taesd3", "encode_tiled", 1024, 1024)
     with refused("tile_overlap", names=["100", "512"]):
