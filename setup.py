@@ -53,9 +53,10 @@ ROOT = os.environ["VAEMEM_TARGET_ROOT"] if CROSS else sys.base_prefix
 INCLUDES = [os.path.join(ROOT, "include")] if CROSS else [numpy.get_include()]
 SETS, HAVE_SETS = MACHINES.get(TARGET.partition("-")[0] or platform.machine().lower(), ([], None))
 ZIG = [sys.executable, "-m", "ziglang", "cc", "-target", TARGET]
-# What a library needs beyond its objects: the import library of python3.dll, or leave to let the loader find Python.
-LINK = {"windows": [os.path.join(ROOT, "libs", "python3.lib")], "macos": ["-undefined", "dynamic_lookup"]}
 STABLE_ABI = not sysconfig.get_config_var("Py_GIL_DISABLED")
+# What a library needs beyond its objects: the import library of Python's DLL, or leave to let the loader find Python.
+DLL = "python3" if STABLE_ABI else f"python3{sys.version_info[1]}t"
+LINK = {"windows": [os.path.join(ROOT, "libs", f"{DLL}.lib")], "macos": ["-undefined", "dynamic_lookup"]}
 FLAGS = {
     "csrc": COMMON,
     "kernels": KERNELS,
@@ -174,7 +175,7 @@ class BuildPerFolder(build_ext):
         )
 
     def is_new(self, target: str) -> bool:
-        """Whether an object is asked for the first time."""
+        """Return whether this build has not compiled this object yet."""
         new = target not in self.compiled
         self.compiled.add(target)
         return new
