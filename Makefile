@@ -25,7 +25,7 @@ SAY_BUILD = echo "Installing vaemem and what it needs in $(VENV): the C core and
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.* ## (.*)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
 
-.PHONY: help demo test golden docs bench check thorough lint asan clang pythons packages fuzz newer windows format wheels clean \
+.PHONY: help demo test golden docs site bench check thorough lint asan clang pythons packages fuzz newer windows format wheels clean \
         build-gpu test-gpu bench-gpu check-gpu gpu-pack gpu-session reproduce
 
 demo: $(VENV)/demo.stamp ## the demo's page: out/index.html
@@ -40,6 +40,9 @@ golden: $(VENV)/test.stamp ## what twenty commands print, written again to tests
 # The notebooks, run here and rendered to HTML.
 docs: $(VENV)/test.stamp ## docs/notebooks, run and rendered to out/notebooks/*.html
 	$(BIN)/python docs/notebooks/render.py out/notebooks
+
+site: $(VENV)/site.stamp ## the documents and the reference as a site: out/site/index.html
+	PYTHONSAFEPATH=1 $(BIN)/python -m sphinx -q -W --keep-going -d build/site docs out/site
 
 # Ours beside PyTorch and OpenVINO in one run; writes benchmarks/results/*.csv. Under a memory limit last: it takes hours, and PyTorch 15 GiB.
 bench: $(VENV)/bench.stamp ## speed and memory compared with PyTorch and OpenVINO; writes benchmarks/results (hours)
@@ -123,6 +126,10 @@ $(VENV)/check.stamp: $(VENV)/test.stamp
 	$(INSTALL) '.[check]'
 	touch $@
 
+$(VENV)/site.stamp: $(VENV)/test.stamp
+	$(INSTALL) '.[site]'
+	touch $@
+
 $(VENV)/bench.stamp: $(VENV)/test.stamp
 	$(INSTALL) '.[bench]'
 	touch $@
@@ -168,7 +175,7 @@ NOT_THE_CORE := 'cuda_[!v]*' 'cuda_vae.py' 'emulator*' 'isa*' 'fuzz*' 'threads*'
 	'pipelines*' 'plan*' 'products*' 'module_calls*' 'whole_*' 'seconds*' 'storage*' 'ggml*' 'numbers*' 'sizes*' \
 	'other_vaes*' 'predict*' 'benchmarks*' 'examples*' 'gpu_session*' 'dtypes*' 'gguf*' 'readme*' 'workspace*' 'report*' 'table*' \
 	'estimators*' 'published*' 'record_profiles*' 'sweep*' 'fit*' 'formula*' 'guide*' 'command_line*' 'questions*' 'names*' 'rooms*' \
-	'out_of_memory*' 'counts*' 'saves*' 'document*' 'types*' 'tab*' 'setup*' 'lines*' '32bit*'
+	'out_of_memory*' 'counts*' 'saves*' 'document*' 'types*' 'tab*' 'setup*' 'lines*' '32bit*' 'site*'
 asan: $(VENV)/check.stamp ## the core under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(call in_place,asan,VAEMEM_SANITIZE=1 VAEMEM_FATBINS=$(CURDIR)/build/fatbins,$(abspath $(BIN))/python)
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
@@ -205,7 +212,7 @@ clang: $(VENV)/check.stamp ## the core built by clang
 # compilers more than of Python (kernels, plans, allocators, emulators, programs in C), formulas over whole domains, and profiles.
 NOT_OF_PYTHON := 'cuda_*' 'emulator*' 'isa*' 'fuzz*' 'threads*' 'sizes*' 'kernels*' 'products*' 'numbers*' 'cpu_attention*' \
 	'gpu_session*' 'bound*' 'workspace*' 'allocator*' 'trace*' 'memory_limit*' 'tiling*' 'moves*' 'frames*' 'tiny*' 'other_vaes*' \
-	'demo*' 'dtypes*' 'benchmarks*' 'guide*' 'published*' 'out_of_memory*' 'plan*' 'document*' 'types*' 'setup*'
+	'demo*' 'dtypes*' 'benchmarks*' 'guide*' 'published*' 'out_of_memory*' 'plan*' 'document*' 'types*' 'setup*' 'site*'
 pythons: $(VENV)/check.stamp ## the tests in another CPython
 	@other="$$(.ci/other_python $(BIN)/python)"; \
 	if [ -z "$$other" ]; then echo "pythons: there is no second CPython of 3.11 or later: skipped"; exit; fi; set -ex; \
