@@ -18,6 +18,7 @@ from vaemem import (
     bound,
     estimate_sweep,
     formula,
+    largest_batch,
     measure_sweep,
     plan_pipeline,
     predict,
@@ -135,6 +136,10 @@ CALLS = {
     "VAE.encode": (lambda **given: vae().encode(images(16, 16), **given).mode(), LIMIT),
     "VAE.estimate": (lambda **given: vae().estimate("decode", **given), SIDES | LIMIT | ONE),
     "VAE.largest": (lambda **given: vae().largest("decode", **given), ONE | {"memory_limit": 8 << 20}),
+    "VAE.largest_batch": (
+        lambda **given: vae().largest_batch("encode", **given),
+        SIDES | {"memory_limit": 8 << 20},
+    ),
     "VAE.random": (lambda **given: VAE.random(config=vae().arch, **given).state_dict()["quant_conv.bias"], {"seed": 1}),
     "VAE.smallest": (lambda **given: vae().smallest("decode", **given), SIDES | ONE),
     "VAE.tradeoff": (lambda **given: vae().tradeoff("decode", **given), SIDES | ONE),
@@ -147,6 +152,7 @@ CALLS = {
         {"sizes": [64, (64, 32)], "batch": [1, 2]} | LIMIT,
     ),
     "formula": (lambda **given: str(formula("sdxl", "decode", **given)), SIDES),
+    "largest_batch": (lambda **given: largest_batch("sdxl", "encode", **given), SIDES | CARD),
     "measure": (measure, ONE | {"sizes": [64, (64, 32)], "warmups": 0, "runs": 1, "tile": 32}),
     "measure_pipeline": (measure_pipeline, SIDES | ONE | {"steps": 2}),
     "measure_sweep": (

@@ -130,3 +130,15 @@ def test_below_one_tensor(name, op, convolution, monkeypatch):
     # conv_wgmma.cu's tiles are 16 rows high, so our own plans' least is larger.
     assert beside == sorted(beside, reverse=True) and beside[-1] < (1.0 if convolution == "own" else 0.9)
     assert plans[0].work == 1 and [run.work for run in plans] == sorted(run.work for run in plans)
+
+
+@pytest.mark.parametrize("op", ["decode", "encode"])
+def test_largest_batch(op):
+    """Arrays in the GPU's memory: each image adds its result. Arrays in host memory: two images at most are there."""
+    there = on_gpu("sd", "bfloat16")
+    inside, copied = ([there.smallest(op, *SIZE, n, staged=staged) for n in (1, 2, 3, 4)] for staged in (False, True))
+    image = there.estimate(op, *SIZE, staged=False).output_bytes
+    assert inside == [inside[0] + n * image for n in range(4)]
+    assert copied[0] < copied[1] == copied[2] == copied[3]
+    assert [there.largest_batch(op, *SIZE, limit, staged=False) for limit in (inside[2] - 1, inside[2])] == [2, 3]
+    assert [there.largest_batch(op, *SIZE, limit) for limit in copied[:2]] == [1, 1 << 16]

@@ -341,6 +341,22 @@ def test_largest(vae):
             vae.largest("decode", limit, bad)
 
 
+@pytest.mark.parametrize("op", ["decode", "encode"])
+def test_largest_batch(vae, op):
+    """Each image adds its result to the smallest plan, and nothing more."""
+    smallest = [vae.smallest(op, 64, 48, n) for n in range(1, 8)]
+    image = vae.estimate(op, 64, 48).output_bytes
+    assert smallest == [smallest[0] + n * image for n in range(7)]
+    for limit in (smallest[0], smallest[4] - 1, smallest[4]):
+        assert vae.largest_batch(op, 64, 48, limit) == sum(size <= limit for size in smallest)
+    most = vae.largest_batch(op, 64, 48, 64 * MIB)
+    assert vae.smallest(op, 64, 48, most) <= 64 * MIB < vae.smallest(op, 64, 48, most + 1)
+    assert vae.largest_batch(op, 64, 48, 2**62) == 2**16
+    for limit in (smallest[0] - 1, None):
+        with refused("memory_limit"):
+            vae.largest_batch(op, 64, 48, limit)
+
+
 def test_where_there_is_one_plan_of_a_size():
     class Core:
         arch: ClassVar = {"block_out_channels": (16, 16, 16)}

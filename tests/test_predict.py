@@ -18,7 +18,16 @@ import numpy as np
 import pytest
 from errors import refused
 
-from vaemem import CachingAllocator, OutOfMemoryError, _core, predict_largest, predict_pipeline, predict_sweep
+import vaemem
+from vaemem import (
+    CachingAllocator,
+    OutOfMemoryError,
+    _core,
+    largest_batch,
+    predict_largest,
+    predict_pipeline,
+    predict_sweep,
+)
 from vaemem.__main__ import main
 from vaemem._render import in_gb, in_mib
 from vaemem.pipelines.plan import weights_bytes
@@ -1055,6 +1064,51 @@ def test_the_largest_of_all_and_up_to_which_all_fit(dtype, gpu, used):
     )
 
 
+@pytest.mark.parametrize(
+    ("model", "op", "side", "gpu", "asked"),
+    [
+        ("sdxl", "encode", 256, "RTX 4060", {"dtype": "float16", "used": "1 GB"}),
+        ("sd3", "decode", 768, "V100", {"dtype": "bfloat16", "safe": False, "torch_version": "2.7.1"}),
+        ("taesd", "encode", 512, "RTX 3060", {"tile": None}),
+        ("flux", "decode", 512, "RX 7900 XTX", {"runtime": "comfyui"}),
+        # Tensors of more than 2^31 elements, which cuDNN computes in parts: less memory for some larger batches.
+        ("qwen-image", "encode", 768, "A100 80GB PCIe", {"dtype": "float16"}),
+        ("sdxl", "decode", 128, "T4", {"dtype": "float16", "safe": False, "torch_version": "2.5.1"}),
+    ],
+)
+def test_the_largest_batch_of_all_and_up_to_which_all_fit(model, op, side, gpu, asked):
+    asked = {"gpu": gpu, "safe": True} | asked
+    most, all_fit = (largest_batch(model, op, side, side, every=every, **asked) for every in (False, True))
+    fits = [predict(model, op, side, side, batch=n, **asked).fits for n in range(1, 2 * most + 20)]
+    assert fits[:all_fit] == [True] * all_fit and not fits[all_fit]
+    assert fits[most - 1] and not any(fits[most:])
+
+
+def test_not_even_one_image_fits():
+    with refused("batch", 3):
+        largest_batch("sdxl", "encode", 64, 64, batch=3)
+    with refused("gpu, used", names=["vaemem fits sdxl encode 1024x1024"]):
+        largest_batch("sdxl", "encode", 1024, 1024, "float16", gpu="RTX 4060", used="7.2 GB")
+    asked = {"model": "sdxl", "op": "encode", "height": 1024, "width": 1024, "gpu": "RTX 4060", "used": "3 GB"}
+    assert largest_batch(**asked, safe=False) == 1
+    with refused("gpu, used") as caught:
+        largest_batch(**asked)
+    assert caught.value.advice[-1] == ("safe", False, None)
+
+
+def test_a_search_for_a_batch_ends(monkeypatch):
+    """Slices run one after the other: the most that can be played is reached before the card is full."""
+
+    def no_more_than_100(question):
+        if question.job.batch > 100:
+            raise OverflowError("expected fewer steps")
+        return Prediction(question)
+
+    monkeypatch.setattr("vaemem.prediction.predict.Prediction", no_more_than_100)
+    with pytest.warns(RuntimeWarning, match="a batch of 100 fits, and larger ones were not tried"):
+        assert largest_batch("sdxl", "decode", 64, 64, slicing=True) == 100
+
+
 def test_predictions_are_pickled_and_copied():
     p = predict("sdxl", "decode", 512, 512, "float16", gpu="T4", used="1 GB", protocol="cold")
     for one in (pickle.loads(pickle.dumps(p)), copy.deepcopy(p)):
@@ -1125,6 +1179,17 @@ def test_the_largest_on_the_command_line(capsys):
     assert said.startswith(f"{safe[0]}x{safe[1]} fits: it takes") and f"\n- {tight[0]}x{tight[1]} tight: it" in said
     assert main([*command, "--tight", "--format", "json"]) == 0
     assert [one["asked"]["height"] for one in json.loads(capsys.readouterr().out)] == [tight[0]]
+    safe, tight = (largest_batch("sdxl", "decode", 512, 512, **asked, safe=safe) for safe in (True, False))
+    assert safe < tight and main([*command[:3], "512", *command[3:]]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"A batch of {safe} fits: it takes") and f"\n- A batch of {tight} tight: it" in said
+    for more in (["--batch", "2"], ["--aspect", "2"]):
+        assert main([*command[:3], "512", *more]) == 2
+    assert main(["largest", "taesd", "decode", "64", "--engine", "40 MiB"]) == 0
+    vae = vaemem.VAE.random("taesd")
+    batch = vae.largest_batch("decode", 64, 64, "40 MiB")
+    estimate = vae.estimate("decode", 64, 64, batch, memory_limit="40 MiB")
+    assert capsys.readouterr().out == f"A batch of {batch}\n{estimate}\n"
 
 
 @pytest.mark.parametrize(

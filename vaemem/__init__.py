@@ -26,7 +26,7 @@ if _TYPE_CHECKING:
     from vaemem.pipelines.ways import PipelinePlan
     from vaemem.prediction.bound import bound
     from vaemem.prediction.formula import formula
-    from vaemem.prediction.predict import Prediction, predict, predict_largest
+    from vaemem.prediction.predict import Prediction, largest_batch, predict, predict_largest
     from vaemem.prediction.process import SimulatedProcess
     from vaemem.prediction.replay import Replay, replay
     from vaemem.prediction.snapshot import CachingAllocator
@@ -53,7 +53,7 @@ _NAMES = {
     "plot": "plot",
     "prediction.bound": "bound",
     "prediction.formula": "formula",
-    "prediction.predict": "Prediction predict predict_largest",
+    "prediction.predict": "Prediction largest_batch predict predict_largest",
     "prediction.process": "SimulatedProcess",
     "prediction.replay": "Replay replay",
     "prediction.snapshot": "CachingAllocator",
@@ -70,8 +70,8 @@ __all__ = [
     "ESTIMATORS", "VAE", "ArgumentError", "ArgumentTypeError", "CachingAllocator", "Cancelled", "DeviceArray",
     "Encoded", "Estimator", "FileError", "MissingPackageError", "NoFileError", "OutOfMemoryError", "PipelinePlan",
     "PipelinePrediction", "Prediction", "Replay", "Run", "SimulatedProcess", "Table", "Tiling", "backends", "bound",
-    "compare", "estimate_sweep", "explain", "fit", "formula", "measure_sweep", "plan_pipeline", "predict",
-    "predict_largest", "predict_pipeline", "predict_sweep", "replay", "report", "seed_table", "tradeoff",
+    "compare", "estimate_sweep", "explain", "fit", "formula", "largest_batch", "measure_sweep", "plan_pipeline",
+    "predict", "predict_largest", "predict_pipeline", "predict_sweep", "replay", "report", "seed_table", "tradeoff",
 ]  # fmt: skip
 
 

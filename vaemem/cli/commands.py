@@ -351,15 +351,20 @@ def run_report(args: argparse.Namespace, asked: dict[str, Any]) -> None:
         print(file)
 
 
-@command("vaemem:predict", f"model tiled_op batch aspect engine {_ON_A_CARD} tight highest exact plain_format")
+@command(
+    "vaemem:predict", f"model tiled_op batched_size batch aspect engine {_ON_A_CARD} tight highest exact plain_format"
+)
 def run_largest(args: argparse.Namespace, asked: dict[str, Any]) -> None:
-    """Find the largest image that fits a card in PyTorch.
+    """Find the largest image, or the largest batch, that fits a card.
 
-    vaemem largest sdxl decode --gpu "RTX 4060"
+    vaemem largest sdxl encode 1024 --gpu "RTX 4060"
     """
+    for name in ("batch", "aspect"):
+        if args.size and getattr(args, name, 1) != 1:
+            raise ArgumentError(name, "", "cannot be used with a size, because its largest batch is found")
+    batch, title = asked.pop("batch", 1), "A batch of {2}" if args.size else "{0}x{1}"
     if args.engine:
-        usual = {"model": None, "op": None, "batch": 1, "dtype": "float32"}
-        model, op, batch, dtype = (asked.pop(name, default) for name, default in usual.items())
+        model, op, dtype = asked.pop("model"), asked.pop("op"), asked.pop("dtype", "float32")
         if asked:
             named = [part for one in asked.items() for part in (", ", Named(*one))][1:]
             wanted = "no flag of a card besides, because our own engine runs in that memory"
@@ -367,21 +372,32 @@ def run_largest(args: argparse.Namespace, asked: dict[str, Any]) -> None:
         from vaemem.engine.configs import known_arch
 
         vae = _bare(known_arch(model), dtype, args.precision)
-        height, width = vae.largest(op, args.engine, args.aspect, batch)
-        print(f"{height}x{width}", vae.estimate(op, height, width, batch, memory_limit=args.engine), sep="\n")
+        if args.size:
+            height, width = args.size
+            batch = vae.largest_batch(op, height, width, args.engine)
+        else:
+            height, width = vae.largest(op, args.engine, args.aspect, batch)
+        run = vae.estimate(op, height, width, batch, memory_limit=args.engine)
+        print(title.format(height, width, batch), run, sep="\n")
         return
     if args.precision != "highest":
         raise ArgumentError("precision", "", "cannot be used without --engine")
+
+    def find(safe: bool) -> tuple[int, int, int]:
+        if args.size:
+            height, width = args.size
+            return height, width, vaemem.largest_batch(height=height, width=width, safe=safe, **asked)
+        return *vaemem.predict_largest(batch=batch, aspect=args.aspect, safe=safe, **asked), batch
+
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        kinds = [True, False] if asked.pop("safe", True) else [False]
-        sizes = [vaemem.predict_largest(aspect=args.aspect, safe=safe, **asked) for safe in kinds]
-    found = [vaemem.predict(height=height, width=width, **asked) for height, width in dict.fromkeys(sizes)]
+        runs = dict.fromkeys(map(find, [True, False] if asked.pop("safe", True) else [False]))
+    found = [vaemem.predict(height=height, width=width, batch=count, **asked) for height, width, count in runs]
     if args.format == "json":
         _print_all(found, args)
     else:
         size = in_mib if args.exact else in_gb
-        lines = [f"{p.height}x{p.width} {p.summarize(size)}." for p in found]
+        lines = [f"{title.format(p.height, p.width, p.batch)} {p.summarize(size)}." for p in found]
         lines[0] = " ".join(filter(None, [lines[0], found[0].assumed_card]))
         print(Sheet(lines[0], [Bullets(lines[1:]), Facts(found[0].facts(size))]).text())
     for text in dict.fromkeys(str(warning.message) for warning in said):

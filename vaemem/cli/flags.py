@@ -105,7 +105,7 @@ def _flag(help: str | Later = "", **settings: Any) -> FlagSettings:
 
 # Positional arguments.
 WORDS = "formula_of formula_op model op tiled_op sizes size table no_table latents images file pipeline".split()
-WORDS += ["application", "message", "source", "run"]
+WORDS += ["application", "batched_size", "message", "source", "run"]
 
 # By the names of arguments.
 FLAGS: dict[str, FlagSettings] = {
@@ -213,6 +213,8 @@ def _like(name: str, **changes: Any) -> FlagSettings:
 FLAGS |= {
     "tiled_op": _like("op", choices=TILED_OPS),
     "cropped": _like("size", help="Crop the pictures to this size."),
+    "batched_size": _like("size", nargs="?",
+        help="The height x width of each image, to find the largest batch; omit it to find the largest image."),
     "of_sizes": _like("sizes"),
     "sweep_ops": _like("ops", choices=(*TILED_OPS, "pipeline"), help="The operations; pipeline means whole pipelines."),
     "batches": _like("batch", help="Images in one run.", type=count, nargs="+", metavar="N"),

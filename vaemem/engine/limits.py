@@ -19,7 +19,7 @@ from vaemem.engine.arguments import as_int
 Limit = int | str | None
 
 _SIZE = re.compile(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*(?:([kmgt]i?)?b)?\s*", re.ASCII | re.IGNORECASE)
-LARGEST_SIDE = 1 << 16  # pixels; larger images are not searched
+LARGEST_SEARCHED = 1 << 16  # pixels a side, and images in a batch; searches end there
 
 
 def parse_size(argument: str, value: Any, least: int = 1) -> int:
@@ -195,10 +195,18 @@ class Plans:
 
     def largest(self, limit: int, aspect: float = 1.0, further: int = 0) -> tuple[int, int] | None:
         """Return (height, width) of the largest image that fits, or None. further: more sizes to try, in factors."""
-        return largest_size(
-            lambda height, width: self.find(limit, height=height, width=width)[0] is not None,
-            latent_factor(self._core.arch), aspect, around=lambda n: range(n, n + further + 1),
-        )  # fmt: skip
+        factor = latent_factor(self._core.arch)
+
+        def fits(n: int) -> bool:
+            height, width = size_of(n, factor, aspect)
+            return self.find(limit, height=height, width=width)[0] is not None
+
+        found = find_largest(fits, LARGEST_SEARCHED // factor, around=lambda n: range(n, n + further + 1))
+        return size_of(found, factor, aspect) if found else None
+
+    def largest_batch(self, limit: int) -> int:
+        """Return the largest number of images that fits, or 0."""
+        return find_largest(lambda n: self.find(limit, batch=n)[0] is not None, LARGEST_SEARCHED)
 
     def largest_square(self, limit: int) -> str:
         """Return the largest square that fits, for a message."""
@@ -232,35 +240,33 @@ class Plans:
         return MemoryError(f"{error}. This {run} needs {more}: {fits}{device.in_torch()}")
 
 
-def largest_size(
-    fits: Callable[[int, int], bool], factor: int, aspect: float, most: int = LARGEST_SIDE, *,
-    around: Callable[[int], range] = lambda n: range(n, n), every: bool = False, grain: int | None = None,
-) -> tuple[int, int] | None:  # fmt: skip
-    """Return (height, width) of the largest image that fits, or None. Sides are multiples of `factor`, at most `most`.
+def size_of(long: int, factor: int, aspect: float) -> tuple[int, int]:
+    """Return (height, width) in pixels of an image with a longer side of `long` factors."""
+    short = max(1, round(long * min(aspect, 1 / aspect))) * factor
+    return (short, long * factor) if aspect > 1 else (long * factor, short)
 
-    Whether an image fits is not monotone in its size. `around` returns the long sides, in factors, to try one by one
-    around the result of bisection. The result is the largest of them that fits; with `every`, the last one before the
-    first that does not. With `grain`, bisection stops when the sides are known to one part in `grain`.
+
+def find_largest(
+    fits: Callable[[int], bool], most: int, *, around: Callable[[int], range] = lambda n: range(n, n),
+    every: bool = False, grain: int | None = None,
+) -> int:  # fmt: skip
+    """Return the largest number from 1 to `most` that fits, or 0.
+
+    Whether a number fits is not monotone. `around` returns the numbers to try one by one around the result of
+    bisection. The result is the largest of them that fits; with `every`, the last one before the first that does not.
+    With `grain`, bisection stops when the number is known to one part in `grain`.
     """
-
-    def size(long: int) -> tuple[int, int]:
-        short = max(1, round(long * min(aspect, 1 / aspect))) * factor
-        return (short, long * factor) if aspect > 1 else (long * factor, short)
-
-    # `low` fits (0 means no size), `high` does not.
-    low, high, end = 0, 64, most // factor
-    while high <= end and fits(*size(high)):
-        low, high = high, min(high * 2, end + 1)
+    # `low` fits (0 means none), `high` does not.
+    low, high = 0, min(64, most + 1)
+    while high <= most and fits(high):
+        low, high = high, min(high * 2, most + 1)
     while high - low > 1 + (low // grain if grain else 0):
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(*size(middle)) else (low, middle)
-    if low:
-        also = [n for n in around(low) if n <= end and n != low]
-        if every:
-            low = next((n - 1 for n in also if not fits(*size(n))), max([low, *also]))
-        else:
-            low = next((n for n in reversed(also) if n > low and fits(*size(n))), low)
-    return size(low) if low else None
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    also = [n for n in around(low) if n <= most and n != low] if low else []
+    if every:
+        return next((n - 1 for n in also if not fits(n)), max([low, *also]))
+    return next((n for n in reversed(also) if n > low and fits(n)), low)
 
 
 def check_aspect(aspect: Any) -> float:

@@ -335,12 +335,42 @@ class VAE(Model):
         ValueError
             No size fits, or there is no limit.
         """
-        if not (limit := self._limit(memory_limit)):
-            raise ArgumentError("memory_limit", "a limit, here or as the VAE's attribute", "None")
-        side = self._runner.factor
+        limit, side = self._required_limit(memory_limit), self._runner.factor
         plans = Plans(self._core, self._request(op, side, side, batch, output_type, staged))
         found = plans.largest(limit, check_aspect(aspect), further=4)
         if found is None:
+            raise plans.refusal(limit)
+        return found
+
+    def largest_batch(
+        self,
+        op: Op,
+        height: int,
+        width: int,
+        memory_limit: Limit = None,
+        output_type: OutputType = "float",
+        staged: bool = True,
+    ) -> int:
+        """Return the largest batch within a limit, at most 65,536 images, by bisection. Arguments are `estimate`'s.
+
+        A batch runs image by image, and no larger batch needs less memory. On a CPU, or with arrays in a GPU's memory,
+        each image adds its result to `smallest`, and nothing more. With arrays in host memory, a GPU holds two images'
+        arrays at most, so all batches of two or more need the same.
+
+        Raises
+        ------
+        ValueError
+            Not even one image fits, or there is no limit.
+
+        Examples
+        --------
+        >>> images = vae.largest_batch("encode", 256, 256, "32 MiB")
+        >>> vae.smallest("encode", 256, 256, images) <= 32 << 20 < vae.smallest("encode", 256, 256, images + 1)
+        True
+        """
+        limit = self._required_limit(memory_limit)
+        plans = Plans(self._core, self._request(op, height, width, 1, output_type, staged))
+        if not (found := plans.largest_batch(limit)):
             raise plans.refusal(limit)
         return found
 
@@ -353,6 +383,12 @@ class VAE(Model):
     def _limit(self, memory_limit: Limit) -> int:
         given = self.memory_limit if memory_limit is None else memory_limit
         return resolve(given, self._runner.held_bytes, self._device)
+
+    def _required_limit(self, memory_limit: Limit) -> int:
+        """Return a limit in bytes; ValueError if there is none."""
+        if not (limit := self._limit(memory_limit)):
+            raise ArgumentError("memory_limit", "a limit, here or as the VAE's attribute", "None")
+        return limit
 
     def _latents(self, array: Any) -> Scaling | Normalised:
         """Return how pipelines hold latents. array: input of a run; ValueError if a GPU's cannot be scaled."""

@@ -10,22 +10,23 @@ import functools
 import math
 import shlex
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from vaemem import _core
 from vaemem._arguments import shared
-from vaemem._common import MIB, __version__, flag, latent_factor
-from vaemem._errors import ArgumentError
+from vaemem._common import __version__, flag, latent_factor
+from vaemem._errors import ArgumentError, Named, Words
 from vaemem._render import Actions, Block, Bullets, Facts, Sizer, in_gb, share
 from vaemem._types import Dtype, Program, TiledOp
-from vaemem.engine.limits import LARGEST_SIDE, check_aspect, largest_size
+from vaemem.engine.limits import LARGEST_SEARCHED, check_aspect, find_largest, size_of
 from vaemem.engine.vae import VAE
 from vaemem.prediction.answer import SimulatedAnswer
 from vaemem.prediction.benchmark import USUAL_PROTOCOL
 from vaemem.prediction.closed import derive
 from vaemem.prediction.gpus import known_gpu
+from vaemem.prediction.job import MOST
 from vaemem.prediction.process import parameter_bytes
 from vaemem.prediction.request import ModuleRequest, VAEArguments, VAERequest, resolve_vae, usual_overlap
 from vaemem.prediction.runtimes import RUNTIMES, architecture, followed
@@ -249,14 +250,12 @@ class Prediction(SimulatedAnswer):
 
     def _alike(self) -> Iterator[tuple[str, VAERequest]]:
         """Yield the largest image of that shape, and other ways to run this one."""
-        q, job, largest = self.request, self.request.job, list[tuple[int, int]]()
+        q, job = self.request, self.request.job
         if not job.is_tiled:
-            with contextlib.suppress(ValueError), warnings.catch_warnings():  # none fits; larger ones may
-                warnings.simplefilter("ignore")
-                largest.append(_largest(replace(q, safe=True), job.width / job.height, False))
-        for height, width in largest:
-            yield f"{height}x{width}, the largest of that shape", q.at(height, width)
-        side = min(max(job.height, job.width), job.tile or LARGEST_SIDE)
+            with contextlib.suppress(ValueError):  # none fits
+                most, _ = _largest_size(replace(q, safe=True), job.width / job.height, False)
+                yield f"{most.job.height}x{most.job.width}, the largest of that shape", replace(most, safe=q.safe)
+        side = min(max(job.height, job.width), job.tile or LARGEST_SEARCHED)
         if RUNTIMES[q.code].tiles:
             op: TiledOp = "encode_tiled" if job.op.startswith("encode") else "decode_tiled"
             given = VAEArguments(job.arch, op, job.height, job.width, runtime=q.code, gpu=q.card.gpu)
@@ -535,40 +534,104 @@ def predict_largest(
             raise ArgumentError(name, "None, because it is searched for", repr(others[name]))
     arch = architecture(model)
     side = latent_factor(arch) * arch.get("patch_size", (1, 1))[0]  # a size that all runtimes take
-    given = VAEArguments(model, op, side, side, dtype, batch, gpu=gpu, used=used, safe=safe, **others)
-    return _largest(resolve_vae(given), check_aspect(aspect), flag("every", every))
+    request = resolve_vae(VAEArguments(model, op, side, side, dtype, batch, gpu=gpu, used=used, safe=safe, **others))
+    found, is_last = _largest_size(request, check_aspect(aspect), flag("every", every))
+    height, width = found.job.height, found.job.width
+    if not is_last:
+        what = f"predict_largest: {height}x{width} fits, and larger images were not tried"
+        warnings.warn(what, RuntimeWarning, stacklevel=2)
+    return height, width
 
 
-def _largest(request: VAERequest, aspect: float, every: bool) -> tuple[int, int]:
-    """Do as `predict_largest` does, for a request of any size."""
-    job, factor = request.job, request.unit
-    refused: dict[tuple[int, int], bool] = {}  # whether it was played; otherwise it is too large to play
+@shared
+def largest_batch(
+    model: str | Mapping[str, Any], op: TiledOp, height: int, width: int, dtype: Dtype | None = None, *,
+    gpu: str | None = None, used: int | str = 0, every: bool = False, safe: bool = True, **others: Any,
+) -> int:  # fmt: skip
+    """Find the largest batch of images of one size that fits on a card, by `predict`.
 
-    def fits(height: int, width: int) -> bool:
+    Parameters
+    ----------
+    model, op of a VAE : shared
+    height, width : int
+        The images' size in pixels.
+    dtype of a VAE : shared
+    gpu, used : shared
+    every, safe, **others
+        As for `predict_largest`.
+
+    Raises
+    ------
+    ValueError
+        Not even one image fits, or `predict` raises it.
+
+    Warns
+    -----
+    RuntimeWarning
+        The search ended before the card was full: at 65,536 images, or at the most that can be played.
+
+    Notes
+    -----
+    Memory does not always grow with the batch, because cuDNN plans each batch by itself. So every batch within seven
+    tenths of bisection's result is predicted too. In tiles, or with slicing, bisection alone decides, to a 64th.
+
+    Examples
+    --------
+    >>> largest_batch("sdxl", "encode", 1024, 1024, "float16", gpu="RTX 4060", used="1 GB")
+    2
+    """
+    if "batch" in others:
+        raise ArgumentError("batch", "None, because it is searched for", repr(others["batch"]))
+    request = resolve_vae(VAEArguments(model, op, height, width, dtype, gpu=gpu, used=used, safe=safe, **others))
+    job = request.job
+    found, is_last = _largest(
+        lambda n: replace(request, job=replace(job, batch=n)), MOST["batch"], flag("every", every),
+        0 if job.is_tiled or job.slicing else 7,
+    )  # fmt: skip
+    if not is_last:
+        what = f"largest_batch: a batch of {found.job.batch} fits, and larger ones were not tried"
+        warnings.warn(what, RuntimeWarning, stacklevel=2)
+    return found.job.batch
+
+
+def _largest_size(request: VAERequest, aspect: float, every: bool) -> tuple[VAERequest, bool]:
+    """Return the request at the largest size of that shape that fits, and whether a larger one was played."""
+    is_tiled = request.job.is_tiled
+
+    def at(n: int) -> VAERequest:
+        height, width = size_of(n, request.unit, aspect)
+        if is_tiled and height * width > TILED_PIXELS:
+            raise OverflowError("beyond the search")
+        return request.at(height, width)
+
+    return _largest(at, (TILED_SIDE if is_tiled else LARGEST_SEARCHED) // request.unit, every, 0 if is_tiled else 3)
+
+
+def _largest(at: Callable[[int], VAERequest], most: int, every: bool, tenths: int) -> tuple[VAERequest, bool]:
+    """Return at(n) for the largest n up to `most` that fits, and whether a larger one was played. tenths: the part of
+    bisection's result to try one by one around it; 0 if plays take long."""
+    refused: dict[int, bool] = {}  # whether it was played; otherwise it is too large to play
+
+    def fits(n: int) -> bool:
         try:
-            if job.is_tiled and height * width > TILED_PIXELS:
-                raise OverflowError("beyond the search")
-            if Prediction(request.at(height, width)).fits:
+            if Prediction(at(n)).fits:
                 return True
-            refused[height, width] = True
+            refused[n] = True
         except OverflowError:
-            refused[height, width] = False
+            refused[n] = False
         return False
 
-    tiled = job.is_tiled
-    found = largest_size(
-        fits, factor, aspect, TILED_SIDE if tiled else LARGEST_SIDE,
-        around=lambda n: range(n, n) if tiled else range(n - n * 3 // 10, n + n * 3 // 10 + 1), every=every,
-        grain=TILED_GRAIN if tiled else None,
+    found = find_largest(
+        fits, most, around=lambda n: range(n - n * tenths // 10, n + n * tenths // 10 + 1), every=every,
+        grain=None if tenths else TILED_GRAIN,
     )  # fmt: skip
-    if found and not (refused and refused[min(refused)]):
-        what = f"predict_largest: {found[0]}x{found[1]} fits, and larger images were not tried"
-        warnings.warn(what, RuntimeWarning, stacklevel=3)
-    if found is None:
-        smallest = Prediction(request.at(factor, factor))
-        wanted = f"at least {smallest.least_reserved / MIB:.0f} MiB, which PyTorch needs for any {job.op}"
-        raise ArgumentError("gpu, used", wanted, f"{smallest.available / MIB:.0f} on {smallest.gpu}")
-    return found
+    if not found:
+        smallest = Prediction(at(1))
+        advice: Words = ("accept a tight run with ", Named("safe", False))
+        if smallest.verdict == DOES_NOT_FIT:
+            advice = f"{shell_command(smallest.request)} shows runs that fit"
+        raise ArgumentError("gpu, used", "", f"{smallest.title} on {smallest.gpu} {smallest.summary}", advice)
+    return at(found), bool(refused and refused[min(refused)])
 
 
 class ModulePrediction(SimulatedAnswer):
