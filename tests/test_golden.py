@@ -9,7 +9,6 @@ import pytest
 
 import vaemem
 from vaemem.__main__ import main
-from vaemem.pytorch.measuring_pipelines import MeasuredPhase, MeasuredPipeline
 
 jsonschema = pytest.importorskip("jsonschema")
 
@@ -57,6 +56,9 @@ def test_a_command_prints_what_it_did(name, capsys, monkeypatch):
 
 
 def measured():
+    pytest.importorskip("torch")
+    from vaemem.pytorch.measuring_pipelines import MeasuredPhase, MeasuredPipeline
+
     asked = {"pipeline": "FluxPipeline", "height": 64, "width": 64, "device": "NVIDIA L4"}
     predicted = {"decode": vaemem.predict_pipeline("sd15", 512, 512, gpu="T4").phases[-1]}
     phases = [MeasuredPhase("decode", 3 << 30, 4 << 30, 1.5), MeasuredPhase("more", None, 1, 1.5)]

@@ -96,10 +96,14 @@ def chosen(argument: str, values: Any, among: Sequence[Name]) -> list[Name]:
     return [meant(argument, value, among) for value in listed(values, str)]
 
 
+def is_truth(value: Any) -> bool:
+    """Return whether a value is True or False, also NumPy's. NumPy 1.26 takes its own for integers."""
+    return isinstance(value, (bool, sys.modules["numpy"].bool_) if "numpy" in sys.modules else bool)
+
+
 def flag(argument: str, value: Any) -> bool:
     """Return True or False, also for NumPy's; ArgumentError for any other value."""
-    kinds = (bool, sys.modules["numpy"].bool_) if "numpy" in sys.modules else bool
-    if not isinstance(value, kinds):
+    if not is_truth(value):
         raise ArgumentError(argument, "True or False", repr(value)[:80])
     return bool(value)
 
@@ -107,7 +111,7 @@ def flag(argument: str, value: Any) -> bool:
 def whole(argument: str, value: Any, least: int = 1, most: float = math.inf) -> int:
     """Return the value as an int, also NumPy's integers; ArgumentError unless it is from `least` to `most`."""
     try:
-        number = least - 1 if isinstance(value, bool) else operator.index(value)
+        number = least - 1 if is_truth(value) else operator.index(value)
     except TypeError:
         number = least - 1
     if number < least:

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from vaemem._common import choose, need
+from vaemem._common import choose, is_truth, need
 from vaemem._errors import ArgumentError, ArgumentTypeError
 
 OutputType = Literal["float", "uint8", "pil"]
@@ -39,7 +39,7 @@ def default_threads() -> int:
 def as_int(name: str, value: Any) -> int:
     """Return an integer of Python's or NumPy's as an int; TypeError or ValueError for anything else."""
     try:
-        if isinstance(value, bool):
+        if is_truth(value):
             raise TypeError
         number: int = value.__index__()
     except (AttributeError, TypeError):

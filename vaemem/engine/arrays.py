@@ -14,6 +14,9 @@ from vaemem._common import encoded_channels, latent_factor
 from vaemem._errors import ArgumentError, ArgumentTypeError, Named
 from vaemem.engine.device import Device, DeviceArray, itemsize
 
+# (first byte, last byte + 1) of an array. NumPy 1.26 has it under its old name.
+_byte_bounds = getattr(np, "byte_bounds", None) or np.lib.array_utils.byte_bounds
+
 INPUT_NAMES = {"encode": "x", "decode": "z"}
 
 
@@ -114,7 +117,7 @@ class HostArrays(_Arrays):
         super().__init__(arch, op, data, pixels, out)
         if out is not None:
             check_out(out, self.shape, self.dtype)
-            check_apart(np.lib.array_utils.byte_bounds(data), np.lib.array_utils.byte_bounds(out))
+            check_apart(_byte_bounds(data), _byte_bounds(out))
         self.data, self.out, self._arch, self._device = data, out, arch, device
 
     def run(self, core: _core.Model, wait: bool, **how: Any) -> tuple[np.ndarray, Any]:

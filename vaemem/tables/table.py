@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, overload
 
-from vaemem._common import MIB, OPS, TILED_OPS, as_csv, choose, grouped, mib, need, shipped, write
+from vaemem._common import MIB, OPS, TILED_OPS, as_csv, choose, grouped, is_truth, mib, need, shipped, write
 from vaemem._errors import ArgumentError, ArgumentTypeError, FileError, inside
 from vaemem._render import Columns
 from vaemem.prediction.benchmark import BENCHMARK_TILE
@@ -93,7 +93,7 @@ def _value(name: str, value: Any) -> object:
         if name == "source":
             choose(name, value[:80], SOURCES)
         return str(value)
-    if isinstance(value, bool | str):
+    if isinstance(value, str) or is_truth(value):
         raise ArgumentError(name, "a number", repr(value)[:80])
     try:
         # A whole float is taken for an integer: data frames turn integers into floats when a value is missing.
