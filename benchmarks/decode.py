@@ -20,9 +20,9 @@ they run one after another, so that other load on the machine affects all of the
 
 --precision is of float32 products, ours and PyTorch's (set_float32_matmul_precision, and the same for convolutions):
 all run at the first precision that you name, vaemem and torch at the others too, and OpenVINO at "highest". All have
-the same weights, random ones, and the same input, a float32 array. With --model qwen-image the weights are those that
-PyTorch makes for diffusers' AutoencoderKLWan, which has Qwen-Image's tensors and runs them as 3D; --model taesd is
-diffusers' AutoencoderTiny. A peer that is not installed (pip install '.[bench]') is left out, with a message.
+the same random weights and the same float32 input. For --model qwen-image PyTorch makes the weights of diffusers'
+AutoencoderKLWan, which has Qwen-Image's tensors and runs them as 3D. --model taesd runs diffusers' AutoencoderTiny.
+A peer that is not installed (pip install '.[bench]') is left out, with a message.
 
 Errors compare the small run with PyTorch's in float64: the largest |y - reference|, and the relative RMS, |y -
 reference| / |reference|. `first` is that run's seconds, compilation included. With --check equal to --size there is

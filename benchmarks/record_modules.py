@@ -261,7 +261,7 @@ def call_of(module: Module, dtype: torch.dtype, values: Sequence[Mapping[str, in
 
 
 def case_of(module: Module, values: Mapping[str, int]) -> str:
-    """Return the module's equations that hold, and, negated, those that do not and have another left side."""
+    """Return the equations that hold. Add the negation of each false one if no other has its left side."""
     held = [case for case in module.cases if len({evaluate(side, values) for side in case.split(" = ")}) == 1]
     known = {case.split(" = ")[0] for case in held}
     others = [case.replace(" = ", " != ") for case in module.cases if case.split(" = ")[0] not in known]

@@ -262,7 +262,7 @@ def test_latex():
 
     text = fit(noisy(model="my_vae")).latex()
     assert r"my\_vae" in text
-    MathTextParser("agg").parse(f"${text.replace('&', '')}$")  # raises on what is no mathematics
+    MathTextParser("agg").parse(f"${text.replace('&', '')}$")  # raises if the text is no valid mathematics
     tiny = fit(Table([row(s, 1.5e-7 * s * s * 4, target="seconds") for s in (64, 128)]), "seconds").latex()
     assert r"1.5 \times 10^{-7}\,H W e" in tiny
 

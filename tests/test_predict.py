@@ -1096,6 +1096,10 @@ def test_not_even_one_image_fits():
     assert caught.value.advice[-1] == ("safe", False, None)
 
 
+def test_a_program_that_takes_one_image_at_a_time():
+    assert largest_batch("qwen-image", "encode", 64, 64, gpu="RTX 4090", runtime="comfyui") == 1
+
+
 def test_a_search_for_a_batch_ends(monkeypatch):
     """Slices run one after the other: the most that can be played is reached before the card is full."""
 

@@ -180,8 +180,8 @@ def reading(argument: str, wanted: str, path: str | os.PathLike[str]) -> Iterato
     except FileNotFoundError:
         raise NoFileError(argument, wanted, "no such file", path=path) from None
     except Exception as error:
-        said = textwrap.shorten(str(error) or type(error).__name__, 400, placeholder=" ...")
-        refused = FileError(argument, wanted, "another", said, path=path)
+        problem = textwrap.shorten(str(error) or type(error).__name__, 400, placeholder=" ...")
+        refused = FileError(argument, wanted, "another", problem, path=path)
         raise (MemoryError(str(refused)) if isinstance(error, MemoryError) else refused) from error
 
 

@@ -314,7 +314,7 @@ vm_status vm_walk_check_class(const vm_trace_vae *v) {
     if (v->arch->family == VM_HUNYUAN_IMAGE && v->tile && v->op == VM_ENCODE)
         return vm_fail(
             VM_EINVAL,
-            VM_EXPECTED("tile", "none for the encode of %s, whose class raises in tiles: it needs five dimensions", ""),
+            VM_EXPECTED("tile", "None for the encode of %s: its class needs five dimensions and raises in tiles", ""),
             name);
     if (v->sends || v->first != v->dtype)
         return vm_fail(VM_EINVAL, VM_EXPECTED("%s", "another model than %s, whose submodules have none", ""),

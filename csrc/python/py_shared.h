@@ -46,7 +46,7 @@ static inline PyObject *vm_py_refuse(PyObject *type, const char *format, ...) {
     return NULL;
 }
 
-/* Raises an ArgumentTypeError: the object is not what is wanted, in words. Returns: NULL. */
+/* Raises an ArgumentTypeError that names the object's type. wanted: words for the expected one. Returns: NULL. */
 static inline PyObject *vm_py_refuse_type(const char *argument, const char *wanted, PyObject *object) {
     PyErr_Clear();
     PyObject *name = PyType_GetName(Py_TYPE(object));

@@ -619,6 +619,10 @@ def _largest(at: Callable[[int], VAERequest], most: int, every: bool, tenths: in
             refused[n] = True
         except OverflowError:
             refused[n] = False
+        except ArgumentError as error:
+            if error.argument != "batch" or n == 1:
+                raise
+            refused[n] = True  # the program takes no such batch
         return False
 
     found = find_largest(

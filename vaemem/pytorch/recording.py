@@ -44,7 +44,7 @@ _REFUSED = {
     ),
     **dict.fromkeys(
         ("_nested_tensor_from_mask", "_nested_tensor_from_mask_left_aligned", "_nested_tensor_from_tensor_list"),
-        "expected a module without nested tensors, whose sizes depend on a mask's values; give a TransformerEncoder"
+        "expected a module without nested tensors: their sizes depend on a mask's values; give a TransformerEncoder"
         " enable_nested_tensor=False, or no src_key_padding_mask",
     ),
 }
