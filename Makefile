@@ -175,7 +175,7 @@ NOT_THE_CORE := 'cuda_[!v]*' 'cuda_vae.py' 'emulator*' 'isa*' 'fuzz*' 'threads*'
 	'pipelines*' 'plan*' 'products*' 'module_calls*' 'whole_*' 'seconds*' 'storage*' 'ggml*' 'numbers*' 'sizes*' \
 	'other_vaes*' 'predict*' 'benchmarks*' 'examples*' 'gpu_session*' 'dtypes*' 'gguf*' 'readme*' 'workspace*' 'report*' 'table*' \
 	'estimators*' 'published*' 'record_profiles*' 'sweep*' 'fit*' 'formula*' 'guide*' 'command_line*' 'questions*' 'names*' 'rooms*' \
-	'out_of_memory*' 'counts*' 'saves*' 'document*' 'types*' 'tab*' 'setup*' 'lines*' '32bit*' 'site*'
+	'out_of_memory*' 'counts*' 'saves*' 'document*' 'types*' 'tab*' 'setup*' 'lines*' '32bit*' 'site*' 'page*'
 asan: $(VENV)/check.stamp ## the core under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(call in_place,asan,VAEMEM_SANITIZE=1 VAEMEM_FATBINS=$(CURDIR)/build/fatbins,$(abspath $(BIN))/python)
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
@@ -212,7 +212,7 @@ clang: $(VENV)/check.stamp ## the core built by clang
 # compilers more than of Python (kernels, plans, allocators, emulators, programs in C), formulas over whole domains, and profiles.
 NOT_OF_PYTHON := 'cuda_*' 'emulator*' 'isa*' 'fuzz*' 'threads*' 'sizes*' 'kernels*' 'products*' 'numbers*' 'cpu_attention*' \
 	'gpu_session*' 'bound*' 'workspace*' 'allocator*' 'trace*' 'memory_limit*' 'tiling*' 'moves*' 'frames*' 'tiny*' 'other_vaes*' \
-	'demo*' 'dtypes*' 'benchmarks*' 'guide*' 'published*' 'out_of_memory*' 'plan*' 'document*' 'types*' 'setup*' 'site*'
+	'demo*' 'dtypes*' 'benchmarks*' 'guide*' 'published*' 'out_of_memory*' 'plan*' 'document*' 'types*' 'setup*' 'site*' 'page*'
 pythons: $(VENV)/check.stamp ## the tests in another CPython
 	@other="$$(.ci/other_python $(BIN)/python)"; \
 	if [ -z "$$other" ]; then echo "pythons: there is no second CPython of 3.11 or later: skipped"; exit; fi; set -ex; \

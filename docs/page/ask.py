@@ -15,6 +15,7 @@ from vaemem.engine.configs import SAMPLE_SIZES
 from vaemem.out_of_memory.sizes import COMMON, MADE_SIZES
 from vaemem.pipelines.components import PIPELINES
 from vaemem.pipelines.pipeline_request import OFFLOADS, SMALL_TILE, TORCH_WAYS, WEIGHT_TYPES
+from vaemem.pipelines.storage import BITSANDBYTES, GGML, PLAIN
 from vaemem.prediction.gpus import coarse_names, find_gpu, gpu_names
 from vaemem.prediction.predict import shell_command
 from vaemem.prediction.request import KEPT, TILED_SIDES, VAEArguments, resolve_vae
@@ -87,7 +88,8 @@ def _offer_pipeline(name):
         dtypes.append(dtype)
     encoders = ",".join(f"{role}=cpu" for role in known.encoders)
     LABELS["offload"][encoders] = "text encoders on the CPU"
-    types = {role: DTYPES if role == "vae" else WEIGHT_TYPES for role in known.parts}
+    types = [one for one in WEIGHT_TYPES if one in PLAIN or one in GGML or one in BITSANDBYTES]  # each once
+    types = {role: DTYPES if role == "vae" else types for role in known.parts}
     return {
         "dtype": dtypes, "offload": [*OFFLOADS, encoders], "vae": [*TORCH_WAYS, f"tiled {SMALL_TILE}"], "torch": [],
         "component": {role: ["", *(f"{role}={kind}" for kind in kinds)] for role, kinds in types.items()},
@@ -113,17 +115,26 @@ def _offer_graphs():
 
 
 def _offer_vae(model, op, program):
-    dtypes, found = [], {}
-    for dtype in (None, *DTYPES):
-        try:
-            _ = resolve_vae(VAEArguments(model, op, 1024, 1024, dtype, runtime=program, gpu="RTX 3060")).trace
-        except ValueError:
-            continue
-        dtypes.append(dtype or "")
+    def takes(name, values):
+        return [
+            value for value in values if _runs(model, op, 1024, 1024, runtime=program, gpu="RTX 3060", **{name: value})
+        ]
+
+    if not takes("dtype", [None]):
+        return {}
+    found = {"dtype": ["", *takes("dtype", DTYPES)], "torch": []}
     if op.endswith("_tiled"):
-        sides = {side for sides in TILED_SIDES.values() for _, side in sides}
-        found["tile"] = ["", *map(str, sorted({SMALL_TILE, *sides, *SAMPLE_SIZES.values()}))]
-    return {"dtype": dtypes, **found, "slicing": ["", "on"], "torch": []} if dtypes else {}
+        sides = {SMALL_TILE, *SAMPLE_SIZES.values(), *(side for sides in TILED_SIDES.values() for _, side in sides)}
+        found["tile"] = ["", *map(str, takes("tile", sorted(sides)))]
+    return found | ({"slicing": ["", "on"]} if takes("slicing", [True]) else {})
+
+
+def _runs(*given, **more):
+    """Return whether a program runs a VAE so."""
+    try:
+        return bool(resolve_vae(VAEArguments(*given, **more)).trace)
+    except ValueError:
+        return False
 
 
 # ---- a run, as pairs ----

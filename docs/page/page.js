@@ -56,6 +56,7 @@ function offer(run, keeps) {
   const wanted = Object.fromEntries(run);
   const label = (name) => choices.labels[name];
   setOptions(form.op, Object.keys(choices.runs), wanted.op ?? "", label("op"), keeps);
+  setOptions(form.os, choices.os, wanted.os, label("os"), keeps);
   const programs = choices.runs[form.op.value] ?? {};
   setOptions(form.runtime, Object.keys(programs), wanted.runtime, label("runtime"), keeps);
   const models = programs[form.runtime.value] ?? {};
@@ -161,7 +162,7 @@ async function answer() {
 
 function showError({ error, argument }) {
   $("figures").hidden = true;
-  $("brief").hidden = true;
+  showBrief("problem", error);
   $("verdict").className = "problem";
   $("verdict").replaceChildren(make("p", {}, error));
   const field = argument && form.elements[argument];
@@ -170,6 +171,19 @@ function showError({ error, argument }) {
   field.setAttribute("aria-describedby", "verdict");
   field.closest("details")?.setAttribute("open", "");
 }
+
+// On a narrow page a line at the foot shows the answer while its place is out of sight.
+function showBrief(kind, text) {
+  $("brief").className = kind;
+  $("brief").textContent = text;
+  $("brief").hidden = isVerdictSeen;
+}
+
+let isVerdictSeen = false;
+new IntersectionObserver(([seen]) => {
+  isVerdictSeen = seen.isIntersecting;
+  $("brief").hidden = isVerdictSeen || !$("brief").textContent;
+}).observe($("verdict"));
 
 function showAnswer(found) {
   const kind = found.verdict.replaceAll(" ", "-");
@@ -180,9 +194,7 @@ function showAnswer(found) {
       first.slice(found.verdict.length)),
     ...rest.map((sentence) => make("p", {}, sentence)),
   );
-  $("brief").hidden = false;
-  $("brief").className = kind;
-  $("brief").textContent = `${first.slice(0, found.verdict.length)}: ${found.number} ${found.meaning}`;
+  showBrief(kind, `${first.slice(0, found.verdict.length)}: ${found.number} ${found.meaning}`);
   $("card").replaceChildren(
     make("p", { className: "number" }, make("b", {}, found.number), ` ${found.meaning}`),
     make("p", { className: "told" }, found.caption),
@@ -346,7 +358,7 @@ async function start() {
   $("gpus").append(...choices.gpus.map(([value, memory]) => make("option", { value }, memory)));
   $("sizes").append(make("option", { value: "" }, "another size"),
     ...choices.sizes.map(([height, width]) => make("option", { value: `${width}x${height}` }, `${width} × ${height}`)));
-  setOptions(form.os, choices.os, "", choices.labels.os);
+  offer(readRun(), false);
   const usual = readRun();
   const show = () => {
     const run = runOf(location.hash);
