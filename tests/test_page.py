@@ -38,7 +38,7 @@ def ask(do, run=(), **more):
 
 @functools.cache
 def choices():
-    return ask("choices")
+    return json.loads(json.dumps(runpy.run_path(str(PAGE / "choices.py"))["offer_choices"]()))
 
 
 def run_of(arguments):
