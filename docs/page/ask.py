@@ -9,7 +9,7 @@ import json
 import shlex
 
 import vaemem
-from vaemem._render import COLOURS, Bullets, in_gb
+from vaemem._render import COLOURS, Bullets, in_gb, share
 from vaemem.prediction.verdict import DOES_NOT_FIT, FITS
 
 KEYWORDS = {"torch": "torch_version", "cudnn": "cudnn_version", "tokens": "prompt_tokens", "component": "components"}
@@ -165,7 +165,8 @@ def _planned(run):
     found = [plan.recommended, *(one for one in plan.outcomes if one is not plan.recommended)]
     return [
         {
-            "what": one.way.name, "verdict": one.verdict, "outcome": one.summary, "command": one.way.code,
+            "what": one.way.name, "verdict": one.verdict, "command": one.way.code,
+            "outcome": f"{one.summary}, takes {share(max(p.total for p in one.way.phases), plan.room.card, in_gb)}",
             "run": [*rest, ["offload", one.way.name]],
         }
         for one in found

@@ -235,7 +235,7 @@ function legend(parts) {
 
 function showPhases(found) {
   const total = (parts) => parts.reduce((sum, [, size]) => sum + size, 0);
-  const most = Math.max(found.available, ...found.phases.map(([, , , parts]) => total(parts)));
+  const most = 1.01 * Math.max(found.available, ...found.phases.map(([, , , parts]) => total(parts)));
   const rows = found.phases.map(([name, outcome, text, parts]) => {
     const held = parts.map((part) => `${part[0]} ${part[2]}`).join(", ");
     return make("tr", { className: outcome.replaceAll(" ", "-") },
@@ -343,7 +343,7 @@ $("explain-form").addEventListener("submit", async (event) => {
     ...found.lists.flatMap(([title, items]) => [
       ...(title ? [make("p", {}, title)] : []), list(items.map((item) => make("li", {}, item))),
     ]),
-    ...(found.run ? [make("p", {}, make("a", { href: addressOf(found.run) }, "Open the first run in the form above"))] : []),
+    ...(found.run ? [make("p", {}, make("a", { href: addressOf(found.run) }, "Open the first run in the form"))] : []),
     ...(found.ways.length ? [make("p", {}, "What would have fitted, for the first run of a VAE:"),
       list(found.ways.map(showWay))] : []),
   );
