@@ -143,6 +143,23 @@ def test_what_would_fit_instead_fits_when_it_is_opened(arguments):
         assert f"takes {number} " in way["outcome"]
 
 
+@pytest.mark.parametrize(
+    ("do", "arguments", "expected"),
+    [
+        ("largest", 'sdxl decode 1024 --gpu "RTX 4060"', "824x824"),
+        ("largest", 'sdxl encode 512 --gpu "RTX 3060" --dtype fp16', "14"),
+        ("plan", 'sdxl 1024 --gpu "RTX 4060"', "Take sequential offload, VAE whole."),
+        ("plan", 'flux 1024 --gpu "RTX 3060" --component vae=float32', "Take sequential offload, VAE whole."),
+        ("plan", 'zimage-turbo 1024 --gpu "RTX 3060" --runtime sd.cpp', "Take --offload-to-cpu, VAE whole."),
+    ],
+)  # fmt: skip
+def test_longer_searches_find_what_the_package_finds(do, arguments, expected):
+    found = ask(do, run_of(arguments))
+    assert any(expected in text for text in (*found["sentences"], *(way["what"] for way in found["ways"])))
+    for way in found["ways"]:
+        assert ask("predict", way["run"])["verdict"] == way["verdict"], way
+
+
 def test_a_timeline_reaches_the_peak():
     run = run_of('sdxl decode 1024 --gpu "RTX 4090"')
     answer, found = vaemem.predict("sdxl", "decode", 1024, 1024, gpu="RTX 4090"), ask("timeline", run)
@@ -295,6 +312,9 @@ def test_the_address_goes_back_and_forth(page):
     assert shown.evaluate("document.activeElement.id") == "answer"
     shown.go_back()
     wait(shown)
+    shown.click("#further button")
+    shown.wait_for_selector("#further a")
+    assert "824x824" in shown.inner_text("#further")
     assert shown.inner_text("#verdict") == before and shown.input_value("[name=op]") == "decode"
     shown.fill("[name=gpu]", "RTX 4069")
     shown.press("[name=gpu]", "Tab")

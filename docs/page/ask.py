@@ -7,10 +7,11 @@ of `vaemem fits`, and "model", "op", "height" and "width". The page's form, its 
 import functools
 import json
 import shlex
+import warnings
 
 import vaemem
 from vaemem._render import COLOURS, Bullets, in_gb, share
-from vaemem.prediction.verdict import DOES_NOT_FIT, FITS
+from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, TIGHT
 
 KEYWORDS = {"torch": "torch_version", "cudnn": "cudnn_version", "tokens": "prompt_tokens", "component": "components"}
 OFF = {"no-tf32": "allow_tf32", "no-guidance": "guidance"}
@@ -20,6 +21,11 @@ PARTS["vaemem"] = "outside"
 PART_NAMES = {"cached": "PyTorch's cache", "others": "other programs", "Windows": "kept by Windows", "spare": "free"}
 POINTS = 240  # of a timeline
 SHOWN_WAYS = 8  # of a plan
+# A longer search that the page offers: its name in a request, and in words.
+FURTHER = {
+    "run": ("largest", "Find the largest image and the largest batch"),
+    "pipeline": ("plan", "Compare all ways of running it"),
+}
 
 
 # ---- a run, as pairs ----
@@ -106,6 +112,7 @@ def predict(run):
         "parts": _parts(answer._parts), "phases": _phases(answer),
         "facts": [pair for pair in [*answer.facts(in_gb), *answer._facts(in_gb)] if pair[1]],
         "notes": list(answer.notes), "command": _command(run),
+        "further": FURTHER[answer.kind],
     }  # fmt: skip
 
 
@@ -143,7 +150,7 @@ def instead(run):
     if answer.verdict == FITS:
         return {"ways": []}
     if dict(run).get("runtime") == "sd.cpp":
-        return {"ways": _planned(run)}
+        return {"ways": plan(run)["ways"]}
     return {"ways": _ways(answer.would_fit, run)}
 
 
@@ -157,21 +164,75 @@ def _ways(advice, run=()):
     ]  # fmt: skip
 
 
-def _planned(run):
-    """Return the ways of a plan that go through, the recommended one first."""
-    given = _keywords([pair for pair in run if pair[0] not in ("offload", "vae", "op")])
-    plan = vaemem.plan_pipeline(given.pop("model"), **given)
-    rest = [list(pair) for pair in run if pair[0] not in ("offload", "vae")]
-    found = [plan.recommended, *(one for one in plan.outcomes if one is not plan.recommended)]
-    return [
-        {
-            "what": one.way.name, "verdict": one.verdict, "command": one.way.code,
-            "outcome": f"{one.summary}, takes {share(max(p.total for p in one.way.phases), plan.room.card, in_gb)}",
-            "run": [*rest, ["offload", one.way.name]],
-        }
-        for one in found
-        if one and one.verdict != DOES_NOT_FIT
-    ][:SHOWN_WAYS]  # fmt: skip
+def plan(run):
+    """Return the ways of running a pipeline that go through, the recommended one first, and why."""
+    rest = [pair for pair in run if pair[0] not in ("offload", "vae", "vae-memory-limit")]
+    given = _keywords(rest)
+    found = vaemem.plan_pipeline(given.pop("model"), **given)
+    through = [one for one in found.outcomes if one.verdict != DOES_NOT_FIT]
+    through.sort(key=lambda one: (one is not found.recommended, one.verdict != FITS, bool(one.way.changes)))
+    ways = [_planned(one, rest, found.room.card) for one in through]
+    return {"sentences": [found.reason], "ways": ways[:SHOWN_WAYS]}
+
+
+def _planned(one, rest, room):
+    way, settings = one.way, _settings(one.way)
+    takes = f"takes {share(max(phase.total for phase in way.phases), room, in_gb)}"
+    outcome = ", ".join(
+        [one.summary, takes, *[str(one.seconds)] * bool(one.seconds), *[way.changes] * bool(way.changes)]
+    )
+    kept = [list(pair) for pair in rest if pair[0] not in dict(settings)]
+    return {
+        "what": way.name, "verdict": one.verdict, "outcome": outcome, "command": way.code, "run": [*kept, *settings],
+    }  # fmt: skip
+
+
+def _settings(way):
+    """Return a way's settings as pairs. Those of stable-diffusion.cpp are its options, which the way's name means."""
+    if "offload" not in way.settings:
+        return [["offload", way.name]]
+    pairs = []
+    for name, value in way.settings.items():
+        if name == "components":
+            pairs += [["component", f"{role}={kind}"] for role, kind in value.items()]
+        else:
+            places = value if isinstance(value, str) else ",".join(f"{role}={place}" for role, place in value.items())
+            pairs.append([name.replace("_", "-"), places])
+    return pairs
+
+
+def largest(run):
+    """Return the largest image of the run's shape and the largest batch of its size, as runs of a VAE: those that fit,
+    or else tight ones."""
+    given = _keywords(run)
+    height, width, batch = given.pop("height"), given.pop("width"), given.pop("batch", 1)
+    searches = {
+        "the largest image of this shape": lambda safe: dict(
+            zip(
+                ("height", "width"),
+                vaemem.predict_largest(**given, batch=batch, aspect=width / height, safe=safe),
+                strict=True,
+            )
+        ),
+        "the largest batch of this size": lambda safe: {
+            "batch": vaemem.largest_batch(**given, height=height, width=width, safe=safe)
+        },
+    }
+    ways = []
+    for what, search in searches.items():
+        for safe in (True, False):
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # that larger ones were not tried
+                    found = search(safe)
+            except ValueError:  # none does
+                continue
+            verdict = FITS if safe else TIGHT
+            sizes, changed = "x".join(map(str, found.values())), [[name, str(size)] for name, size in found.items()]
+            rest = [list(pair) for pair in run if pair[0] not in found]
+            ways.append({"what": f"{what}: {sizes}", "verdict": verdict, "outcome": verdict, "run": [*rest, *changed]})
+            break
+    return {"sentences": [] if ways else ["Not even one image goes through."], "ways": ways}
 
 
 def explain(message):
@@ -189,12 +250,12 @@ def explain(message):
 
 
 def ask(text):
-    """Answer one request: {"do": "explain", "message": ...}; or "predict", "timeline" or "instead" with "run". An error
-    is {"error": message, "argument": the name of the field, or ""}."""
+    """Answer one request: {"do": "explain", "message": ...}; or with "run": "predict", "timeline", "instead", "plan" of
+    a pipeline, "largest" of a VAE. An error is {"error": message, "argument": the name of the field, or ""}."""
     request = json.loads(text)
     do, run = request["do"], tuple((name, value) for name, value in request.get("run", ()))
     try:
-        known = {"predict": predict, "timeline": timeline, "instead": instead}
+        known = {one.__name__: one for one in (predict, timeline, instead, plan, largest)}
         found = explain(request["message"]) if do == "explain" else known[do](run)
     except Exception as error:  # whatever it is, the page shows it
         argument = getattr(error, "argument", "").partition(",")[0].partition("[")[0]

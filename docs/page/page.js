@@ -22,23 +22,37 @@ function draw(tag, settings, ...children) {
 
 // ---- the engine ----
 
-const waiting = new Map();
-let asked = 0;
-const worker = new Worker("worker.js");
-const ready = new Promise((resolve) => {
-  worker.onmessage = ({ data }) => {
-    if (data.ready) return resolve();
-    waiting.get(data.id)(JSON.parse(data.text));
-    waiting.delete(data.id);
+// Start an engine, and return the function that asks it.
+function startEngine() {
+  const waiting = new Map();
+  const worker = new Worker("worker.js");
+  const ready = new Promise((resolve) => {
+    worker.onmessage = ({ data }) => {
+      if (data.ready) return resolve();
+      waiting.get(data.id)(JSON.parse(data.text));
+      waiting.delete(data.id);
+    };
+  });
+  worker.onerror = (event) => showError({ error: `The calculator did not load: ${event.message || "no answer"}` });
+  let count = 0;
+  return async (request) => {
+    await ready;
+    count += 1;
+    worker.postMessage({ id: count, text: JSON.stringify(request) });
+    return new Promise((resolve) => waiting.set(count, resolve));
   };
-});
-worker.onerror = (event) => showError({ error: `The calculator did not load: ${event.message || "no answer"}` });
+}
 
-async function ask(request) {
-  await ready;
-  asked += 1;
-  worker.postMessage({ id: asked, text: JSON.stringify(request) });
-  return new Promise((resolve) => waiting.set(asked, resolve));
+const ask = startEngine();
+let slow;
+let turn = Promise.resolve();
+
+// Ask another engine, so that long searches keep no answer waiting: one after the other, without those that nobody
+// wants any more.
+function askSlowly(request, isStale = () => false) {
+  slow ??= startEngine();
+  turn = turn.then(() => (isStale() ? {} : slow(request)));
+  return turn;
 }
 
 // ---- the form ----
@@ -155,7 +169,7 @@ async function answer() {
     if (!isStale() && !played.error) showTimeline(played, found);
   }
   if (isStale() || found.verdict === "fits") return;
-  const { ways = [] } = await ask({ do: "instead", run });
+  const { ways = [] } = await askSlowly({ do: "instead", run }, isStale);
   const none = make("li", {}, "Nothing that was tried.");
   if (!isStale()) $("instead").lastElementChild.replaceChildren(...(ways.length ? ways.map(showWay) : [none]));
 }
@@ -202,6 +216,7 @@ function showAnswer(found) {
     legend(found.parts),
   );
   if (found.phases.length) showPhases(found);
+  showFurther(...found.further);
   $("facts").replaceChildren(
     ...[...found.facts, ...found.notes.map((note) => ["note", note])].flatMap(([name, text]) => [
       make("dt", {}, name), make("dd", {}, text),
@@ -283,6 +298,23 @@ function showWay({ what, verdict, outcome, command, run }) {
   return make("li", {}, name, " ", told, ...(run ? [] : [make("code", {}, command)]));
 }
 
+// Offer a longer search.
+function showFurther(name, text) {
+  const own = latest;
+  const place = $("further");
+  const button = make("button", { type: "button" }, text);
+  button.addEventListener("click", async () => {
+    const status = make("p", { role: "status" }, "Searching. This may take a minute …");
+    button.replaceWith(status);
+    const isStale = () => own !== latest;
+    const { error, sentences = [error], ways = [] } = await askSlowly({ do: name, run: readRun() }, isStale);
+    if (isStale()) return;
+    status.textContent = sentences.join(" ");
+    place.append(make("ul", {}, ...ways.map(showWay)));
+  });
+  place.replaceChildren(button);
+}
+
 // ---- events ----
 
 form.addEventListener("input", ({ target }) => {
@@ -335,7 +367,7 @@ $("explain-form").addEventListener("submit", async (event) => {
   event.preventDefault();
   const place = $("explanation");
   place.replaceChildren(make("p", {}, "Searching …"));
-  const found = await ask({ do: "explain", message: event.target.message.value });
+  const found = await askSlowly({ do: "explain", message: event.target.message.value });
   if (found.error) return place.replaceChildren(make("p", { className: "problem" }, found.error));
   const list = (items) => make("ul", {}, ...items);
   place.replaceChildren(
@@ -349,7 +381,7 @@ $("explain-form").addEventListener("submit", async (event) => {
   );
 });
 
-for (const list of [$("instead"), $("explanation")]) {
+for (const list of [$("instead"), $("further"), $("explanation")]) {
   list.addEventListener("click", ({ target }) => target.matches("a") && $("answer").focus());
 }
 
