@@ -281,7 +281,7 @@ def type_run(page, run):
     wait(page)
 
 
-# The first five have names in issue trackers: the lists of docs/QUESTIONS.md begin with them.
+# Ten of the documented questions, from all parts of the list.
 TYPED = [row for row in ROWS if "--component" not in row[1]][::3][:10]
 
 
@@ -321,6 +321,7 @@ def test_the_address_goes_back_and_forth(page):
     wait(shown)
     assert shown.get_attribute("[name=gpu]", "aria-invalid") and "RTX 4060" in shown.inner_text("#verdict")
     assert page([*run_of("sdxl decode 1024"), ["protocol", "cold"]]).input_value("[name=protocol]") == "cold"
+    assert page([["model", "flux"]]).inner_text("#command") == "vaemem fits flux 1024x1024"
 
 
 @pytest.mark.packages

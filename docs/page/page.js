@@ -142,7 +142,7 @@ function showSize() {
 }
 
 const addressOf = (run) => `#${new URLSearchParams(run)}`;
-const runOf = (address) => [...new URLSearchParams(address.slice(1))];
+const runOf = (address) => [...new URLSearchParams(address.slice(1))].filter(([, value]) => value);
 
 // ---- the answer ----
 
@@ -294,8 +294,10 @@ function showTimeline({ moments, at }, { available, gives }) {
 
 function showWay({ what, verdict, outcome, command, run }) {
   const name = run ? make("a", { href: addressOf(run) }, what) : make("span", {}, what);
-  const told = make("span", { className: verdict.replaceAll(" ", "-") }, outcome);
-  return make("li", {}, name, " ", told, ...(run ? [] : [make("code", {}, command)]));
+  const cut = outcome.startsWith(verdict) ? verdict.length : 0;
+  const told = make("strong", {}, outcome.slice(0, cut));
+  const className = verdict.replaceAll(" ", "-");
+  return make("li", { className }, name, " ", told, outcome.slice(cut), ...(run ? [] : [make("code", {}, command)]));
 }
 
 // Offer a longer search.
@@ -394,7 +396,9 @@ async function start() {
   const usual = readRun();
   const show = () => {
     const run = runOf(location.hash);
-    fillForm(run.length ? run : usual);
+    const named = new Set(run.map(([name]) => name));
+    const needed = run.length ? ["model", "width", "height"] : usual.map(([name]) => name);
+    fillForm([...usual.filter(([name]) => needed.includes(name) && !named.has(name)), ...run]);
     answer();
   };
   addEventListener("hashchange", show);
