@@ -22,13 +22,25 @@ static void unmap(void *block, size_t bytes) {
     VirtualFree(block, 0, MEM_RELEASE);
 }
 #else
+static void *small(size_t bytes) { return aligned_alloc(VM_ALIGN, bytes); }
+static void give_small(void *block) { free(block); }
+
+#ifdef __wasm__ /* one memory that only grows */
+static void *map(size_t bytes) {
+    void *block = small(vm_round_up(bytes, VM_ALIGN));
+    return block ? memset(block, 0, bytes) : NULL;
+}
+
+static void unmap(void *block, size_t bytes) {
+    (void)bytes;
+    free(block);
+}
+#else
 #include <sys/mman.h>
 #include <unistd.h>
 
 enum { HUGE_PAGE = 2 << 20 };
 
-static void *small(size_t bytes) { return aligned_alloc(VM_ALIGN, bytes); }
-static void give_small(void *block) { free(block); }
 static size_t in_pages(size_t bytes) { return vm_round_up(bytes, (size_t)sysconf(_SC_PAGESIZE)); }
 static void unmap(void *block, size_t bytes) { munmap(block, in_pages(bytes)); }
 
@@ -46,6 +58,7 @@ static void *map(size_t bytes) {
 #endif
     return block;
 }
+#endif
 #endif
 
 void *vm_os_take(size_t bytes) {

@@ -1,0 +1,5 @@
+"""Nothing can be installed in the page."""
+
+
+def find_spec(name):
+    return None

@@ -1,0 +1,5 @@
+"""Not in the page."""
+
+
+def __getattr__(name):
+    return name

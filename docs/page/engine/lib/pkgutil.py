@@ -1,0 +1,2 @@
+def extend_path(path, name):
+    return path
