@@ -8,6 +8,7 @@ changes the prior rates as little as the measurements allow.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import re
@@ -378,21 +379,24 @@ class Machine:
     def __init__(self, rates: Mapping[str, Rate]) -> None:
         self.rates = dict(rates)
         # Seconds per unit, and the covariance of their logarithms: a factor is two standard deviations.
-        self._cost = np.array([1 / rate.value for rate in self.rates.values()])
-        self._spread = np.diag([(math.log(rate.factor) / 2) ** 2 for rate in self.rates.values()])
+        self._cost = [1 / rate.value for rate in self.rates.values()]
+        deviations = [(math.log(rate.factor) / 2) ** 2 for rate in self.rates.values()]
+        self._spread = [[d * (i == j) for j in range(len(deviations))] for i, d in enumerate(deviations)]
 
-    def _amounts(self, work: Work) -> np.ndarray:
+    def _amounts(self, work: Work) -> list[float]:
         if unknown := set(work) - set(self.rates):
             raise ArgumentError("work", f"amounts of {', '.join(self.rates)}", ", ".join(sorted(unknown)))
-        return np.array([float(work.get(name, 0)) for name in self.rates])
+        return [float(work.get(name, 0)) for name in self.rates]
 
     def seconds(self, work: Work) -> Seconds:
         """Return how long the work takes, one kind after the other."""
-        each = self._amounts(work) * self._cost
-        total = float(each.sum())
+        each = [amount * cost for amount, cost in zip(self._amounts(work), self._cost, strict=True)]
+        total = sum(each)
         if not total:
             return Seconds(0, 0, 0, "nothing to do")
-        factor = math.exp(2 * math.sqrt(max(0.0, float(each @ self._spread @ each))) / total)
+        pairs = itertools.product(zip(each, self._spread, strict=True), enumerate(each))
+        variance = sum(one * row[j] * other for (one, row), (j, other) in pairs)
+        factor = math.exp(2 * math.sqrt(max(0.0, variance)) / total)
         why = "; ".join(f"{name}: {self.rates[name]}" for name, part in zip(self.rates, each, strict=True) if part)
         return Seconds(total / factor, total, total * factor, why)
 
@@ -420,23 +424,24 @@ class Machine:
         if not runs or not (measured > 0).all() or not np.isfinite(measured).all():
             got = ", ".join(f"{seconds!r}" for _, seconds in runs) or "none"
             raise ArgumentError("calibrate", "measured runs of more than 0 seconds", got)
+        costs, spread = np.array(self._cost), np.array(self._spread)
         noise = np.diag((REPEATS_DIFFER * measured) ** 2)
         change = np.zeros(len(self.rates))  # of the logarithms; only these make the equations nonlinear
         for _ in range(200):
-            slopes = amounts * self._cost * np.exp(change)
-            gain = self._spread @ slopes.T @ np.linalg.inv(slopes @ self._spread @ slopes.T + noise)
+            slopes = amounts * costs * np.exp(change)
+            gain = spread @ slopes.T @ np.linalg.inv(slopes @ spread @ slopes.T + noise)
             step = gain @ (measured - slopes.sum(1) + slopes @ change) - change
             change += np.clip(step, -0.5, 0.5)
             if np.abs(step).max() < 1e-9:
                 break
         found = Machine(self.rates)
-        found._cost = self._cost * np.exp(change)
-        found._spread = (np.eye(len(change)) - gain @ slopes) @ self._spread
+        found._cost = (costs * np.exp(change)).tolist()
+        found._spread = ((np.eye(len(change)) - gain @ slopes) @ spread).tolist()
         for name, cost, variance in zip(self.rates, found._cost, np.diag(found._spread), strict=True):
             if any(work.get(name) for work, _ in runs):
                 factor = math.exp(2 * math.sqrt(max(0.0, float(variance))))
                 why = f"from {len(runs)} measured run{'s' * (len(runs) > 1)}; before: {self.rates[name]}"
-                found.rates[name] = self.rates[name]._replace(value=1 / float(cost), factor=factor, why=why)
+                found.rates[name] = self.rates[name]._replace(value=1 / cost, factor=factor, why=why)
         return found
 
 

@@ -31,7 +31,7 @@ LIBRARY = """
     __future__ _codecs _collections _collections_abc _contextvars _io _io_classes _json _locale _operator _py_abc
     _py_warnings _thread _weakref _weakrefset abc browser builtins codecs collections contextlib difflib errno
     fractions genericpath heapq io itertools json json.encoder keyword math numbers operator os posix posixpath
-    reprlib shlex stat sys textwrap time types warnings
+    reprlib stat sys textwrap time types warnings
 """.split()
 
 

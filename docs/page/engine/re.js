@@ -15,7 +15,7 @@ function makeRe($B) {
             const c = pattern[i], rest = pattern.slice(i);
             if (c === "\\") {
                 i++;
-                source += !inSet && pattern[i] === "Z" ? "(?![^])" : !inSet && pattern[i] === "A" ? "(?<![^])" : c + pattern[i];
+                source += !inSet && "zZ".includes(pattern[i]) ? "(?![^])" : !inSet && pattern[i] === "A" ? "(?<![^])" : c + pattern[i];
             } else if (inSet) {
                 if (c === "]") inSet = false;
                 source += c === "[" ? "\\[" : c;
