@@ -41,8 +41,9 @@ golden: $(VENV)/test.stamp ## what twenty commands print, written again to tests
 docs: $(VENV)/test.stamp ## docs/notebooks, run and rendered to out/notebooks/*.html
 	$(BIN)/python docs/notebooks/render.py out/notebooks
 
-site: $(VENV)/site.stamp ## the documents and the reference as a site: out/site/index.html
-	PYTHONSAFEPATH=1 $(BIN)/python -m sphinx -q -W --keep-going -d build/site docs out/site
+site: $(VENV)/site.stamp ## the calculator and the documents as a site: out/site/index.html, out/site/docs
+	PYTHONSAFEPATH=1 $(BIN)/python docs/page/engine/build.py out/site
+	PYTHONSAFEPATH=1 $(BIN)/python -m sphinx -q -W --keep-going -d build/site docs out/site/docs
 
 # Ours beside PyTorch and OpenVINO in one run; writes benchmarks/results/*.csv. Under a memory limit last: it takes hours, and PyTorch 15 GiB.
 bench: $(VENV)/bench.stamp ## speed and memory compared with PyTorch and OpenVINO; writes benchmarks/results (hours)

@@ -29,6 +29,7 @@ function startEngine() {
   const ready = new Promise((resolve) => {
     worker.onmessage = ({ data }) => {
       if (data.ready) return resolve();
+    if (data.failed) return showError({ error: `The calculator did not load: ${data.failed}` });
       waiting.get(data.id)(JSON.parse(data.text));
       waiting.delete(data.id);
     };

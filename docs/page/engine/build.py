@@ -2,12 +2,13 @@
 
     python docs/page/engine/build.py OUT
 
-Brython runs the Python in the page. Its wheel brings the interpreter; zig's wheel compiles the core to WebAssembly.
+It runs in an environment with vaemem and the extra [site]. Brython runs the Python in the page. Its wheel brings the interpreter; zig's wheel compiles the core to WebAssembly.
 """
 
 import ast
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -51,9 +52,9 @@ class Strip(ast.NodeTransformer):
         return node
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
-        names = [one.target.id for one in node.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)]
+        names = [one.target for one in node.body if isinstance(one, ast.AnnAssign)]
         self.generic_visit(node)
-        fields = ast.Tuple([ast.Constant(name) for name in names], ast.Load())
+        fields = ast.Tuple([ast.Constant(name.id) for name in names if isinstance(name, ast.Name)], ast.Load())
         node.body = [ast.Assign([ast.Name("__fields__", ast.Store())], fields), *node.body]
         return node
 
@@ -100,7 +101,8 @@ def compile_core(out: Path) -> None:
 
 def main(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    for path in [BRYTHON / "brython.js", *ENGINE.glob("*.js"), *PAGE.glob("*.html"), *PAGE.glob("*.css"), *PAGE.glob("*.js")]:
+    shown = [path for kind in ("html", "css", "js") for path in PAGE.glob(f"*.{kind}")]
+    for path in [*shown, *ENGINE.glob("*.js"), BRYTHON / "brython.js"]:
         shutil.copy(path, out)
     data = sorted(p.relative_to(ROOT / "vaemem").as_posix() for p in (ROOT / "vaemem").glob("data/**/*.json"))
     for name in data:
@@ -109,6 +111,8 @@ def main(out: Path) -> None:
     library = json.dumps(read_library(), separators=(",", ":"))
     script = f"__BRYTHON__.use_VFS = true;\n__BRYTHON__.update_VFS({library});\nconst DATA = {json.dumps(data)};\n"
     (out / "library.js").write_text(script, "utf-8")
+    choices = runpy.run_path(str(PAGE / "choices.py"))["offer_choices"]()
+    (out / "choices.json").write_text(json.dumps(choices, separators=(",", ":")), "utf-8")
     compile_core(out / "core.wasm")
 
 

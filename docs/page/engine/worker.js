@@ -37,7 +37,7 @@ async function load() {
         names: folder => $B.$list(DATA.filter(name => name.startsWith(folder + "/"))
             .map(name => name.slice(folder.length + 1))),
     };
-    $B.runPythonSource("from ask import ask", {name: "main"});
+    $B.runPythonSource("import ask, vaemem.prediction.predict, vaemem.pipelines.predict_pipeline", {name: "main"});
     return text => $B.$call($B.module_getattr($B.imported.ask, "ask"), text);
 }
 
@@ -47,8 +47,8 @@ addEventListener("message", async ({data: {id, text}}) => {
     const ask = await loading;
     try {
         postMessage({id, text: ask(text)});
-    } catch (raised) {
-        const said = raised.ob_type ? __BRYTHON__.error_trace(raised) : raised.stack;
-        postMessage({id, failed: String(said)});
+    } catch (raised) { // ask catches what Python raises: this is a fault of the engine's
+        console.error(raised.ob_type ? __BRYTHON__.error_trace(raised) : raised);
+        postMessage({id, text: JSON.stringify({error: "The calculator has a fault here.", argument: ""})});
     }
 });
