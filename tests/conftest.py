@@ -78,3 +78,16 @@ def cuda(monkeypatch):
     import gpu
 
     gpu.go(monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """Debian's Chromium."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    if not os.path.exists("/usr/bin/chromium"):
+        pytest.skip("there is no Chromium")
+    with playwright.sync_playwright() as found:
+        root = ["--no-sandbox"] * (os.getuid() == 0)
+        browser = found.chromium.launch(executable_path="/usr/bin/chromium", args=root)
+        yield browser
+        browser.close()

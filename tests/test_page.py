@@ -213,19 +213,6 @@ def address(tmp_path_factory):
         server.shutdown()
 
 
-@pytest.fixture(scope="module")
-def browser():
-    playwright = pytest.importorskip("playwright.sync_api")
-    if not Path(CHROMIUM).exists():
-        pytest.skip("there is no Chromium")
-    with playwright.sync_playwright() as found:
-        root = ["--no-sandbox"] * (os.getuid() == 0)
-        browser = found.chromium.launch(executable_path=CHROMIUM, args=root)
-        yield browser
-        browser.close()
-
-
-CHROMIUM = "/usr/bin/chromium"
 WIDE, NARROW = {"width": 1440, "height": 900}, {"width": 360, "height": 740}
 
 

@@ -11,7 +11,6 @@ import os
 import random
 import runpy
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,7 @@ pytestmark = pytest.mark.packages
 for package in ("brython", "ziglang", "playwright"):
     pytest.importorskip(package)
 
-from test_page import OOM, PAGE, ROWS, ask, ask_text, browser, choices, run_of, type_run, wait  # noqa: F401
+from test_page import OOM, PAGE, ROWS, ask, ask_text, choices, run_of, type_run, wait
 
 QUESTIONS = int(os.environ.get("VAEMEM_QUESTIONS", "250"))
 LARGEST_TRANSFER = 1_500_000  # bytes, compressed: the page and its first answer
@@ -27,14 +26,8 @@ OWN = "by vaemem on the CPU in float32"  # the page plans no run of our own
 
 
 class Server(http.server.SimpleHTTPRequestHandler):
-    asked = []
-
     def log_message(self, *parts):
         pass
-
-    def do_GET(self):
-        self.asked.append(self.path.lstrip("/"))
-        super().do_GET()
 
 
 @pytest.fixture(scope="module")
@@ -123,17 +116,15 @@ def test_a_message_is_explained_alike(engine):
 def test_named_questions_are_answered_on_the_page(browser, site):
     """Five questions, typed. The page and its first answer transfer little, and nothing that is not there."""
     folder, address = site
-    Server.asked.clear()
     page = browser.new_page()
-    errors = []
+    errors, sent = [], set()
+    page.on("request", lambda request: sent.add(request.url.removeprefix(address) or "index.html"))
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
     page.goto(address)
     wait(page)
-    sent = {name or "index.html" for name in Server.asked}
-    assert {name for name in sent if not (folder / name).is_file()} <= {"favicon.ico"}
-    total = sum(len(gzip.compress((folder / name).read_bytes(), 9)) for name in sent if (folder / name).is_file())
-    assert total < LARGEST_TRANSFER, {name: (folder / name).stat().st_size for name in sent}
+    sizes = {name: len(gzip.compress((folder / name).read_bytes(), 9)) for name in sent}
+    assert "core.wasm" in sizes and sum(sizes.values()) < LARGEST_TRANSFER, sizes
     for question, arguments, verdict in [row for row in ROWS if "--component" not in row[1]][:5]:
         type_run(page, run_of(arguments))
         assert page.inner_text("#verdict").lower().startswith(verdict), question

@@ -2,31 +2,35 @@
 
     python docs/page/engine/build.py OUT
 
-It runs in an environment with vaemem and the extra [site]. Brython runs the Python in the page. Its wheel brings the interpreter; zig's wheel compiles the core to WebAssembly.
+It runs in an environment with vaemem and the extra [site]: Brython's wheel brings the interpreter, zig's wheel compiles
+the core to WebAssembly.
 """
 
 import ast
 import json
 import os
+import re
 import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import brython
 
 ENGINE = Path(__file__).resolve().parent
 PAGE, ROOT = ENGINE.parent, ENGINE.parents[2]
 BRYTHON = Path(brython.__file__).parent / "data"
-ZIG = [sys.executable, "-m", "ziglang", "cc", "-target", "wasm32-wasi", "-Os"]
+ZIG = [sys.executable, "-m", "ziglang", "cc", "-target", "wasm32-wasi", "-Oz"]
 SOURCES = ["csrc/*.c", "csrc/predict/*.c", "csrc/python/*.c", "kernels/*.c", "kernels/ref/*.c", "docs/page/engine/*.c"]
-NOT_IN_THE_CORE = {"py_cuda.c", "py_kernels.c"}
-# Of the package, what no answer needs. Its data are files of their own.
-LEFT_OUT = {"cli", "data", "pytorch", "reports", "tables", "plot.py", "__main__.py", "_demo.py", "_handmade.py"}
+NOT_IN_THE_CORE = {"py_cuda.c", "py_kernels.c", "py_lock.c", "py_model.c", "py_run.c"}  # the page runs no VAE
+# The modules that ask.py calls: vaemem's names are imported on first use.
+CALLED = ["out_of_memory.explanation", "pipelines.plan", "pipelines.predict_pipeline", "prediction.predict"]
 # Of Brython's library, what the package imports in the page, directly or not. lib/ has short ones of our own.
 LIBRARY = """
     __future__ _codecs _collections _collections_abc _contextvars _io _io_classes _json _locale _operator _py_abc
@@ -58,32 +62,60 @@ class Strip(ast.NodeTransformer):
         node.body = [ast.Assign([ast.Name("__fields__", ast.Store())], fields), *node.body]
         return node
 
+    def visit_If(self, node: ast.If) -> ast.AST | None:
+        is_for_types = isinstance(node.test, ast.Name) and node.test.id.endswith("TYPE_CHECKING")
+        return None if is_for_types else self.generic_visit(node)
+
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
         self.generic_visit(node)
         return ast.Assign([node.target], node.value) if node.value else ast.Pass()
 
 
-def read_modules(folder: Path, files: Iterable[Path]) -> dict[str, list]:
-    """Read Python files as Brython's file system has them: {name: [kind, source, imports, 1 if a package]}."""
-    found = {}
-    for path in files:
-        *parents, last = path.relative_to(folder).with_suffix("").parts
-        is_package = last == "__init__"
-        source = ast.unparse(ast.fix_missing_locations(Strip().visit(ast.parse(path.read_text("utf-8")))))
-        found[".".join(parents if is_package else [*parents, last])] = [".py", source, [], *[1] * is_package]
-    return found
+def imports(tree: ast.Module) -> Iterator[str]:
+    """Yield the names that a module imports, at any time."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (one.name for one in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{one.name}" for one in node.names)
 
 
 def read_library() -> dict[str, list]:
-    """Read the Python that the page runs. A module of lib/ replaces any other of its name."""
+    """Read the Python that the page runs: ask.py and what it imports, from lib/ if that has it. {name: [kind, source,
+    imports, 1 if a package]}, as Brython has it."""
     text = (BRYTHON / "brython_stdlib.js").read_text("utf-8")
     start, end = text.index("var scripts = ") + len("var scripts = "), text.rindex("\n__BRYTHON__.update_VFS")
     brythons = json.loads(text[start:end])
-    package = (ROOT / "vaemem").rglob("*.py")
     found = {name: brythons[name] for name in LIBRARY}
-    found |= read_modules(ROOT, (p for p in package if p.relative_to(ROOT / "vaemem").parts[0] not in LEFT_OUT))
-    found |= read_modules(PAGE, [PAGE / "ask.py"]) | read_modules(ENGINE / "lib", (ENGINE / "lib").rglob("*.py"))
-    return found | {"_engine": [".js", '__BRYTHON__.addToImported("_engine", globalThis.engine)']}
+    found["_engine"] = [".js", '__BRYTHON__.addToImported("_engine", globalThis.engine)']
+    ours = (
+        path.relative_to(ENGINE / "lib").with_suffix("") for path in (ENGINE / "lib").glob("*")
+    )  # Brython's need some
+    wanted = ["ask", *(f"vaemem.{name}" for name in CALLED), *map(str, ours)]
+    while wanted:
+        parts = wanted.pop().split(".")
+        wanted += [".".join(parts[:-1])] * (len(parts) > 1)
+        files = (root.joinpath(*parts).with_suffix(end) for root in (ENGINE / "lib", PAGE, ROOT) for end in ("", ".py"))
+        for path in (file / "__init__.py" if file.is_dir() else file for file in files):
+            if path.is_file() and ".".join(parts) not in found:
+                tree = Strip().visit(ast.parse(path.read_text("utf-8")))
+                wanted += imports(tree)
+                source = ast.unparse(ast.fix_missing_locations(tree))
+                found[".".join(parts)] = [".py", source, [], *[1] * (path.name == "__init__.py")]
+    return found
+
+
+def pack(files: dict[str, str]) -> dict[str, Any]:
+    """Return texts as their lines, sorted, and for each file the steps from one line to the next. That compresses better,
+    because cuDNN's answers for similar cards are alike."""
+    lines = sorted({line for text in files.values() for line in text.split("\n")})
+    place = {line: i for i, line in enumerate(lines)}
+    places = {name: [0, *(place[line] for line in text.split("\n"))] for name, text in files.items()}
+    return {"lines": lines, "files": {name: [b - a for a, b in pairwise(one)] for name, one in places.items()}}
+
+
+def write_json(path: Path, made: Any) -> None:
+    path.write_text(json.dumps(made, separators=(",", ":")), "utf-8")
 
 
 def compile_core(out: Path) -> None:
@@ -104,15 +136,18 @@ def main(out: Path) -> None:
     shown = [path for kind in ("html", "css", "js") for path in PAGE.glob(f"*.{kind}")]
     for path in [*shown, *ENGINE.glob("*.js"), BRYTHON / "brython.js"]:
         shutil.copy(path, out)
-    data = sorted(p.relative_to(ROOT / "vaemem").as_posix() for p in (ROOT / "vaemem").glob("data/**/*.json"))
-    for name in data:
+    package = ROOT / "vaemem"
+    data = {p.relative_to(package).as_posix(): p.read_text("utf-8") for p in sorted(package.glob("data/**/*.json"))}
+    first = {name: data[name] for name in data if not re.search("/modules/|/sm7", name)}
+    write_json(out / "data.json", pack(first))
+    for name in data.keys() - first:
         (out / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / "vaemem" / name, out / name)
+        (out / name).write_text(data[name], "utf-8")
     library = json.dumps(read_library(), separators=(",", ":"))
-    script = f"__BRYTHON__.use_VFS = true;\n__BRYTHON__.update_VFS({library});\nconst DATA = {json.dumps(data)};\n"
+    script = f"__BRYTHON__.use_VFS = true;\n__BRYTHON__.update_VFS({library});\nconst DATA = {json.dumps([*data])};\n"
     (out / "library.js").write_text(script, "utf-8")
     choices = runpy.run_path(str(PAGE / "choices.py"))["offer_choices"]()
-    (out / "choices.json").write_text(json.dumps(choices, separators=(",", ":")), "utf-8")
+    write_json(out / "choices.json", choices)
     compile_core(out / "core.wasm")
 
 

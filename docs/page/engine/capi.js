@@ -15,7 +15,8 @@ function makeCore($B, wasm, helpers) {
     const [TP_BASE, , TP_DEALLOC, , TP_FREE, TP_GETSET, TP_METHODS, TP_NEW] = [1, 2, 3, 4, 5, 6, 7, 8];
     const PINNED = 1e9;
 
-    let exports, memory, table, bytes = new Uint8Array(), words = new Int32Array(), doubles = new DataView(new ArrayBuffer());
+    let exports, memory, table;
+    let bytes = new Uint8Array(), words = new Int32Array(), doubles = new DataView(new ArrayBuffer());
     const text = new TextDecoder(), encoder = new TextEncoder();
     const freshen = () => {
         if (bytes.buffer === memory.buffer) return;
@@ -153,7 +154,8 @@ function makeCore($B, wasm, helpers) {
         double: () => (at = (at + 15) & ~7, freshen(), doubles.getFloat64(at - 8, true)),
     });
 
-    const format = (pattern, values) => string(pattern).replace(/%([0-9.]*)(z|ll|l|)([a-zA-Z%])/g, (all, _, size, kind) => {
+    const DIRECTIVE = /%([0-9.]*)(z|ll|l|)([a-zA-Z%])/g;
+    const format = (pattern, values) => string(pattern).replace(DIRECTIVE, (all, _, size, kind) => {
         if (kind === "%") return "%";
         if (kind === "s") return string(values.word()) ?? "(null)";
         if (kind === "U") return get(values.word());
@@ -344,15 +346,16 @@ function makeCore($B, wasm, helpers) {
         },
         PyCallable_Check: number => +b.callable(get(number)),
 
-        PyBytes_FromStringAndSize: (at, size) => (freshen(), toC($B.fast_bytes(Array.from(bytes.subarray(at, at + size))))),
         PyDict_New: () => toC($B.empty_dict()),
         PyDict_Copy: dict => attempt(() => toC($B.$call(helpers.copy_dict, get(dict)))),
         PyDict_GetItemString: (dict, key) => {
             const name = string(key), object = get(dict);
             return b.dict.$contains(object, name) ? lend(b.dict.$getitem(object, name)) : 0;
         },
-        PyDict_SetItemString: (dict, key, value) => attempt(() => (b.dict.$setitem(get(dict), string(key), get(value)), 0), -1),
-        PyDict_SetItem: (dict, key, value) => attempt(() => (b.dict.$setitem(get(dict), get(key), get(value)), 0), -1),
+        PyDict_SetItemString: (dict, key, value) =>
+            attempt(() => (b.dict.$setitem(get(dict), string(key), get(value)), 0), -1),
+        PyDict_SetItem: (dict, key, value) =>
+            attempt(() => (b.dict.$setitem(get(dict), get(key), get(value)), 0), -1),
         PyDict_Next: (dict, place, key, value) => {
             const items = $B.$call(helpers.items, get(dict)), at = word(place);
             if (at >= items.length) return 0;
@@ -503,11 +506,7 @@ function makeCore($B, wasm, helpers) {
     const imports = {};
     for (const {module: from, name} of WebAssembly.Module.imports(wasm))
         (imports[from] ??= {})[name] = python[name] ?? missing(name);
-    imports.wasi_snapshot_preview1.clock_time_get = (_, __, at) => {
-        setLong(at, BigInt(Math.round(performance.now() * 1e6)));
-        return 0;
-    };
-    exports = new WebAssembly.Instance(wasm, {...imports}).exports;
+    exports = new WebAssembly.Instance(wasm, imports).exports;
     memory = exports.memory;
     table = exports.__indirect_function_table;
     const freeAt = exports.free_pointer();

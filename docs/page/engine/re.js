@@ -4,6 +4,8 @@
 function makeRe($B) {
     const b = $B.builtins, I = 2, M = 8, S = 16, X = 64;
 
+    const ENDS = {A: "(?<![^])", Z: "(?![^])", z: "(?![^])"};
+
     // JavaScript's source and flags for a pattern of Python's.
     function translate(pattern, flags) {
         pattern = pattern.replace(/^\(\?([aiLmsux]+)\)/, (_, letters) => {
@@ -15,7 +17,7 @@ function makeRe($B) {
             const c = pattern[i], rest = pattern.slice(i);
             if (c === "\\") {
                 i++;
-                source += !inSet && "zZ".includes(pattern[i]) ? "(?![^])" : !inSet && pattern[i] === "A" ? "(?<![^])" : c + pattern[i];
+                source += !inSet && ENDS[pattern[i]] || c + pattern[i];
             } else if (inSet) {
                 if (c === "]") inSet = false;
                 source += c === "[" ? "\\[" : c;
@@ -41,7 +43,8 @@ function makeRe($B) {
 
     function compile(pattern, flags) {
         const [source, letters] = translate(pattern, flags), names = $B.empty_dict();
-        const groups = [...source.matchAll(/\\.|\[(?:\\.|[^\]])*\]|\((?!\?(?!<[^=!]))(?:\?<(\w+)>)?/g)].filter(([all]) => all[0] === "(");
+        const pieces = source.matchAll(/\\.|\[(?:\\.|[^\]])*\]|\((?!\?(?!<[^=!]))(?:\?<(\w+)>)?/g);
+        const groups = [...pieces].filter(([all]) => all[0] === "("); // not escaped, not in a set
         groups.forEach(([, name], i) => name && b.dict.$setitem(names, name, i + 1));
         const both = text => ["g", "y"].map(kind => new RegExp(text, letters + kind + "d"));
         return $B.fast_tuple([names, {both: both(source)}, {both: both(`(?:${source})(?![^])`)}]);

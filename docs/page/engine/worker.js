@@ -5,35 +5,53 @@ importScripts("brython.js", "capi.js", "re.js", "library.js");
 
 const texts = new Map();
 
-// The text of one of the package's data files, fetched when it is first needed.
+// Return the text of one of the package's data files. Those that few answers need are fetched when they are needed.
 function read(name) {
     if (!texts.has(name)) {
         const request = new XMLHttpRequest();
         request.open("GET", name, false); // a worker may wait
         request.send();
-        texts.set(name, request.status === 200 ? request.responseText : null);
+        texts.set(name, request.responseText);
     }
     return texts.get(name);
 }
 
+// Keep the files of data.json: lines, and for each file the steps from one to the next (build.py).
+function unpack({lines, files}) {
+    for (const [name, steps] of Object.entries(files)) {
+        let at = 0;
+        texts.set(name, steps.map(step => lines[at += step]).join("\n"));
+    }
+}
+
+// Python rounds the exact half of a digit to the even one.
+const {toFixed} = Number.prototype;
+Number.prototype.toFixed = function (digits = 0) {
+    const twice = this * 2 * 10 ** digits, isHalf = Number.isInteger(this * 2 ** (digits + 1)) && twice % 2;
+    return toFixed.call(isHalf ? 2 * Math.round(twice / 4) / 10 ** digits : this, digits);
+};
+
 async function load() {
-    const wasm = await WebAssembly.compile(await (await fetch("core.wasm")).arrayBuffer());
+    const core = fetch("core.wasm").then(answer => answer.arrayBuffer());
+    const data = fetch("data.json").then(answer => answer.json());
+    const wasm = await WebAssembly.compile(await core);
+    unpack(await data);
     const $B = __BRYTHON__, b = $B.builtins;
-    let core;
+    let python;
     self.engine = {
         ...makeRe($B),
         start(ndarray, caller, getter, make_type, make_exception, allocate, copy_dict, items, import_module, index) {
-            core = makeCore($B, wasm, {ndarray, caller, getter, make_type, make_exception, allocate, copy_dict, items,
+            python = makeCore($B, wasm, {ndarray, caller, getter, make_type, make_exception, allocate, copy_dict, items,
                                        import_module, index});
-            core.start();
+            python.start();
             const names = $B.empty_dict();
-            for (const [name, object] of Object.entries(core.module)) b.dict.$setitem(names, name, object);
+            for (const [name, object] of Object.entries(python.module)) b.dict.$setitem(names, name, object);
             return names;
         },
-        call: (...given) => core.call(...given),
-        read: (...given) => core.read(...given),
-        tolist: array => core.tolist(array),
-        data: name => read(name) ?? $B.RAISE(b.FileNotFoundError, name),
+        call: (...given) => python.call(...given),
+        read: (...given) => python.read(...given),
+        tolist: array => python.tolist(array),
+        data: read,
         names: folder => $B.$list(DATA.filter(name => name.startsWith(folder + "/"))
             .map(name => name.slice(folder.length + 1))),
     };
@@ -41,14 +59,17 @@ async function load() {
     return text => $B.$call($B.module_getattr($B.imported.ask, "ask"), text);
 }
 
+// Return the text of an error, JavaScript's or Python's.
+const say = raised => raised.ob_type ? __BRYTHON__.error_trace(raised) : String(raised);
+
 const loading = load();
-loading.then(() => postMessage({ready: true}), error => postMessage({failed: String(error)}));
+loading.then(() => postMessage({ready: true}), raised => postMessage({failed: say(raised)}));
 addEventListener("message", async ({data: {id, text}}) => {
     const ask = await loading;
     try {
         postMessage({id, text: ask(text)});
     } catch (raised) { // ask catches what Python raises: this is a fault of the engine's
-        console.error(raised.ob_type ? __BRYTHON__.error_trace(raised) : raised);
+        console.error(say(raised));
         postMessage({id, text: JSON.stringify({error: "The calculator has a fault here.", argument: ""})});
     }
 });

@@ -92,8 +92,18 @@ typedef struct Py_buffer {
     Py_ssize_t len;
 } Py_buffer;
 enum { METH_VARARGS = 1, METH_KEYWORDS = 2, METH_NOARGS = 4, METH_O = 8, METH_CLASS = 16, METH_STATIC = 32 };
-enum { Py_tp_base = 1, Py_tp_clear, Py_tp_dealloc, Py_tp_doc, Py_tp_free, Py_tp_getset, Py_tp_methods, Py_tp_new,
-       Py_tp_traverse, Py_mod_exec };
+enum {
+    Py_tp_base = 1,
+    Py_tp_clear,
+    Py_tp_dealloc,
+    Py_tp_doc,
+    Py_tp_free,
+    Py_tp_getset,
+    Py_tp_methods,
+    Py_tp_new,
+    Py_tp_traverse,
+    Py_mod_exec
+};
 enum { Py_TPFLAGS_DEFAULT = 0, Py_TPFLAGS_IMMUTABLETYPE = 0, Py_TPFLAGS_BASETYPE = 0, Py_TPFLAGS_HAVE_GC = 0 };
 #define PyModuleDef_HEAD_INIT 0
 #define PyMODINIT_FUNC __attribute__((visibility("default"))) PyObject *
@@ -133,11 +143,11 @@ static inline void vm_xdecref(PyObject *o) {
     if (o) Py_DECREF(o);
 }
 #define Py_XDECREF(o) vm_xdecref((PyObject *)(o))
-#define Py_CLEAR(o)                  \
-    do {                             \
+#define Py_CLEAR(o)                      \
+    do {                                 \
         PyObject *old = (PyObject *)(o); \
-        (o) = NULL;                  \
-        vm_xdecref(old);             \
+        (o) = NULL;                      \
+        vm_xdecref(old);                 \
     } while (0)
 #define Py_RETURN_NONE return Py_None
 

@@ -25,7 +25,7 @@ def _initialise(self, args, given):
     placed = [one.name for one in all_fields if not one.kw_only]
     if len(args) > len(placed):
         raise TypeError(f"{type(self).__name__} takes {len(placed)} arguments, got {len(args)}")
-    values = dict(zip(placed, args)) | given
+    values = dict(zip(placed, args, strict=False)) | given
     for one in all_fields:
         if one.name in values:
             value = values.pop(one.name)
@@ -59,7 +59,10 @@ def dataclass(cls=None, frozen=False, repr=True, eq=True):
     names = tuple(found)
     cls.__dataclass_fields__ = found
     cls.__init__ = lambda self, *args, **given: _initialise(self, args, given)
-    values = lambda self: tuple([getattr(self, name) for name in names])
+
+    def values(self):
+        return tuple([getattr(self, name) for name in names])
+
     if eq:
         cls.__eq__ = lambda self, other: values(self) == values(other) if type(other) is cls else NotImplemented
         cls.__hash__ = (lambda self: hash(values(self))) if frozen else None

@@ -2,7 +2,7 @@
 
 import _engine
 
-I = IGNORECASE = 2
+IGNORECASE = I = 2  # noqa: E741
 M = MULTILINE = 8
 S = DOTALL = 16
 U = UNICODE = 32
@@ -101,7 +101,9 @@ class Match:
         return last[-1] if last else None
 
     def expand(self, template):
-        put = lambda found: self._text(found["name"] or int(found["number"]), "")
+        def put(found):
+            return self._text(found["name"] or int(found["number"]), "")
+
         return _REFERENCE.sub(put, template) if "\\" in template else template
 
 

@@ -1,4 +1,4 @@
-"""Of typing only what runs: NamedTuple, by the names that build.py wrote into each class; get_args; the rest is empty."""
+"""NamedTuple, by the names that build.py wrote into each class as __fields__, and get_args. The rest does nothing."""
 
 from collections import namedtuple
 

@@ -1,9 +1,10 @@
 """vaemem._core in the page: the package's own bindings, in WebAssembly (capi.js)."""
 
-import importlib
+from importlib import import_module
+from operator import index
 
 import _engine
-import numpy
+from numpy import ndarray
 
 call, read = _engine.call, _engine.read
 
@@ -29,9 +30,9 @@ def make_exception(name, doc, base):
     return type(name.rpartition(".")[2], (base,), {"__doc__": doc})
 
 
-globals().update(
-    _engine.start(
-        numpy.ndarray, caller, getter, make_type, make_exception, object.__new__, dict,
-        lambda given: list(given.items()), importlib.import_module, lambda given: given.__index__(),
-    )
-)
+def list_items(given):
+    return list(given.items())
+
+
+helpers = ndarray, caller, getter, make_type, make_exception, object.__new__, dict, list_items, import_module, index
+globals().update(_engine.start(*helpers))
