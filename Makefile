@@ -44,6 +44,7 @@ docs: $(VENV)/test.stamp ## docs/notebooks, run and rendered to out/notebooks/*.
 site: $(VENV)/site.stamp ## the calculator and the documents as a site: out/site/index.html, out/site/docs
 	PYTHONSAFEPATH=1 $(BIN)/python docs/page/engine/build.py out/site
 	PYTHONSAFEPATH=1 $(BIN)/python -m sphinx -q -W --keep-going -d build/site docs out/site/docs
+	rm -rf out/site/jupyter_execute # myst-nb's, beside its output
 
 # Ours beside PyTorch and OpenVINO in one run; writes benchmarks/results/*.csv. Under a memory limit last: it takes hours, and PyTorch 15 GiB.
 bench: $(VENV)/bench.stamp ## speed and memory compared with PyTorch and OpenVINO; writes benchmarks/results (hours)

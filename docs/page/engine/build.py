@@ -106,8 +106,8 @@ def read_library() -> dict[str, list]:
 
 
 def pack(files: dict[str, str]) -> dict[str, Any]:
-    """Return texts as their lines, sorted, and for each file the steps from one line to the next. That compresses better,
-    because cuDNN's answers for similar cards are alike."""
+    """Return texts as their lines, sorted, and for each file the steps from one line to the next. Sorted lines compress
+    better, because cuDNN's answers for similar cards are alike."""
     lines = sorted({line for text in files.values() for line in text.split("\n")})
     place = {line: i for i, line in enumerate(lines)}
     places = {name: [0, *(place[line] for line in text.split("\n"))] for name, text in files.items()}
@@ -121,6 +121,7 @@ def write_json(path: Path, made: Any) -> None:
 def compile_core(out: Path) -> None:
     sources = [p for pattern in SOURCES for p in sorted(ROOT.glob(pattern)) if p.name not in NOT_IN_THE_CORE]
     flags = ["-std=gnu11", "-fno-sanitize=all", "-fvisibility=hidden", f"-I{ENGINE / 'include'}"]
+    flags.append("-Wno-deprecated-declarations")  # getpid, which there is not
 
     with TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = [f"{folder}/{i}.o" for i in range(len(sources))]
