@@ -33,9 +33,9 @@ NOT_IN_THE_CORE = {"py_cuda.c", "py_kernels.c", "py_lock.c", "py_model.c", "py_r
 CALLED = ["out_of_memory.explanation", "pipelines.plan", "pipelines.predict_pipeline", "prediction.predict"]
 # Of Brython's library, what the package imports in the page, directly or not. lib/ has short ones of our own.
 LIBRARY = """
-    __future__ _codecs _collections _collections_abc _contextvars _io _io_classes _json _locale _operator _py_abc
+    __future__ _codecs _collections _collections_abc _contextvars _io _io_classes _locale _operator _py_abc
     _py_warnings _thread _weakref _weakrefset abc browser builtins codecs collections contextlib difflib errno
-    fractions genericpath heapq io itertools json json.encoder keyword math numbers operator os posix posixpath
+    fractions genericpath heapq io itertools keyword math numbers operator os posix posixpath
     reprlib stat sys textwrap time types warnings
 """.split()
 

@@ -1,7 +1,7 @@
 /* Answers the page's questions: Brython runs the package's Python, WebAssembly its C. */
 "use strict";
 
-importScripts("brython.js", "capi.js", "re.js", "library.js");
+importScripts("brython.js", "capi.js", "re.js", "json.js", "library.js");
 
 const texts = new Map();
 
@@ -40,6 +40,7 @@ async function load() {
     let python;
     self.engine = {
         ...makeRe($B),
+        ...makeJson($B),
         start(ndarray, caller, getter, make_type, make_exception, allocate, copy_dict, items, import_module, index) {
             python = makeCore($B, wasm, {ndarray, caller, getter, make_type, make_exception, allocate, copy_dict, items,
                                        import_module, index});
