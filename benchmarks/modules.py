@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,6 @@ class Module(NamedTuple):
     points, checks: sizes for the fit, and other ones that the fit must predict
     derived: variables that follow from others, {name: (polynomial, by, to)}: to * ceil(polynomial / by)
     cases: equations of polynomials; the call takes other steps where one holds than where it does not
-    needs: a package and its first version that has the module with the code that was recorded
     monomials: what a size may be made of, as products of variables; "" for 1
     run: (module, *args, **kwargs) -> what the pipeline keeps, where that is not all that the call returns
     """
@@ -37,7 +35,6 @@ class Module(NamedTuple):
     monomials: Sequence[str]
     derived: Mapping[str, tuple[str, int, int]] = {}
     cases: Sequence[str] = ()
-    needs: tuple[str, str] | None = None
     dtypes: Sequence[torch.dtype] = (*HALF, torch.float32)
     run: Callable[..., Any] | None = None
 
@@ -54,15 +51,6 @@ def make(module: Module, dtype: torch.dtype, device: str = "meta") -> torch.nn.M
     """A module in a dtype from the beginning, as from_pretrained makes it: what has another of its own keeps that."""
     with default_dtype(dtype), torch.device(device):
         return module.build().eval()
-
-
-def missing(module: Module) -> str:
-    """Return the reason why a module cannot be made here as it was recorded; "" if it can."""
-    if module.needs is None:
-        return ""
-    (package, first), number = module.needs, version(module.needs[0])
-    older = tuple(map(int, number.split(".")[:2])) < tuple(map(int, first.split(".")))
-    return f"recorded with {package} {first}, got {number}" if older else ""
 
 
 def points(names: str, *rows: Sequence[int]) -> list[dict[str, int]]:
@@ -301,13 +289,12 @@ MODULES = {
         "Qwen3Model of Z-Image-Turbo's text_encoder; n prompts, padded to t tokens",
         BUILDERS["qwen3-4b"],
         _padded_tokens, LONG_POINTS, LONG_CHECKS, TEXT_MONOMIALS, cases=SINGLE, run=_last_but_one,
-        needs=("transformers", "5.23"),
     ),
     **{
         name: Module(
             f"{about}; n prompts, padded to t tokens", BUILDERS[name],
             _padded_tokens_without_cache, LONG_POINTS, LONG_CHECKS, TEXT_MONOMIALS, cases=SINGLE, run=_three_layers,
-            dtypes=HALF, needs=("transformers", "5.23"),
+            dtypes=HALF,
         )
         for name, about in {
             "qwen3-4b-flux2": "Qwen3ForCausalLM of FLUX.2-klein-4B's text_encoder",
@@ -319,7 +306,7 @@ MODULES = {
         name: Module(
             f"Flux2Transformer2DModel of {about}; n images, an even latent h x w, t tokens", BUILDERS[name],
             partial(_flux2_call, width=width, guidance=about == "FLUX.2-dev"), FLUX_POINTS, FLUX_CHECKS,
-            PATCH_MONOMIALS, PATCHES, (*SINGLE, *EVEN), dtypes=HALF, needs=("diffusers", "0.42"),
+            PATCH_MONOMIALS, PATCHES, (*SINGLE, *EVEN), dtypes=HALF,
         )
         for name, about, width in (
             ("flux2-transformer", "FLUX.2-dev", 15360), ("flux2-klein-transformer", "FLUX.2-klein-4B", 7680),
@@ -330,6 +317,6 @@ MODULES = {
         "ZImageTransformer2DModel of Z-Image-Turbo; n images, an even latent h x w, t tokens of each prompt",
         BUILDERS["zimage-transformer"],
         _zimage_call, ZIMAGE_POINTS, ZIMAGE_CHECKS, ZIMAGE_MONOMIALS, PADDED, ZIMAGE_CASES,
-        dtypes=HALF, needs=("diffusers", "0.42"),
+        dtypes=HALF,
     ),
 }  # fmt: skip

@@ -1,6 +1,6 @@
 """Records the components of pipelines for vaemem/data/modules, as vaemem/pipelines/programs.py replays them.
 
-    python benchmarks/record_modules.py [NAME ...]     # without names: all that the installed packages have
+    python benchmarks/record_modules.py [NAME ...]     # without names: all
 
 Each module runs under fake tensors at several sizes. Its calls must be the same at all of them, submodule by submodule
 and event by event, but for the sizes; each size is then fitted as a polynomial with the fewest terms that is exact at
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from modules import MODULES, Module, make, missing
+from modules import MODULES, Module, make
 from torch.utils.flop_counter import flop_registry
 
 from vaemem._common import grouped
@@ -318,7 +318,7 @@ def layout(value: Any, indent: str = "") -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="of benchmarks/modules.py; all by default")
-    for name in parser.parse_args().names or [name for name in MODULES if not missing(MODULES[name])]:
+    for name in parser.parse_args().names or MODULES:
         (OUT / f"{name}.json").write_text(layout(record(name)) + "\n", "utf-8")
 
 

@@ -1,6 +1,6 @@
 """diffusers' AutoencoderKL: its own class, or the same in plain PyTorch if diffusers cannot be imported.
 
-Modules, their names and their order are those of diffusers 0.33, so state dicts fit as they are. The operators that run
+Modules, their names and their order are those of diffusers 0.42, so state dicts fit as they are. The operators that run
 are the same in the same order, and every tensor lives as long as there: a local name below stands for one that holds a
 tensor in diffusers, and what looks superfluous (a division by one, a name not used again) takes the memory that it
 takes there. tests/test_benchmarks_gpu.py compares both, numbers and lifetimes.
@@ -40,7 +40,7 @@ class Resnet(nn.Module):
         h = F.silu(h)
         h = self.conv2(h)
         if self.conv_shortcut is not None:
-            x = self.conv_shortcut(x.contiguous())
+            x = self.conv_shortcut(x)
         out = (x + h) / 1.0
         return out
 

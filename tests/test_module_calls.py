@@ -80,8 +80,6 @@ def test_calls_are_the_pipelines(name, role, recorded, n, tmp_path):
 
 def test_z_image_is_called_as_its_pipeline_does():
     """Latents without their first dimension, prompts that are not padded, in lists."""
-    if reason := modules.missing(modules.MODULES["zimage-transformer"]):
-        pytest.skip(reason)
     torch.manual_seed(0)
     transformer = diffusers.ZImageTransformer2DModel(
         dim=64, n_layers=1, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=32, axes_dims=[8, 12, 12]

@@ -16,7 +16,7 @@ from vaemem import OutOfMemoryError, _core, formula, plan_pipeline, predict, pre
 from vaemem.pipelines import pipeline_run, programs
 from vaemem.pipelines.components import PIPELINES, weights_of
 from vaemem.prediction.lines import Point
-from vaemem.prediction.process import SimulatedProcess
+from vaemem.prediction.process import FIRST, SimulatedProcess
 from vaemem.prediction.verdict import GUESSES, NO_ROOM
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -632,7 +632,7 @@ def test_a_files_own_types(tmp_path):
             packed = len(weight.shape) == 2
             kind = gguf.GGMLQuantizationType.Q8_0 if packed else gguf.GGMLQuantizationType.F32
             array = np.zeros(weight.shape, np.float32)
-            writer.add_tensor(weight.name, gguf.quants.quantize(array, kind), raw_dtype=kind)
+            writer.add_tensor(f"text_model.{weight.name}", gguf.quants.quantize(array, kind), raw_dtype=kind)
             expected += array.size * 34 // 32 if packed else 4 * array.size
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -640,10 +640,25 @@ def test_a_files_own_types(tmp_path):
     writer.close()
     part = predict_pipeline("sd15", 512, 512, components={"text_encoder": tmp_path / "clip.gguf"}).parts["text_encoder"]
     assert part.nbytes == expected + 8 * 77
-    layer = "text_model.encoder.layers.3.mlp.fc1"
+    layer = "encoder.layers.3.mlp.fc1"
     assert part.unpacked[layer] == [("weight, unpacked", 3072 * 768 * 2)]
     with refused("components['unet']", names=["859520964"]):
         predict_pipeline("sd15", 512, 512, components={"unet": tmp_path / "clip.gguf"})
+
+
+def test_sdxls_vae_is_upcast_as_a_whole_from_diffusers_0_36_on():
+    """With model offload on the CPU: its weights arrive in float32, before 0.36 without the first blocks."""
+    older, now = (
+        predict_pipeline("sdxl", 1024, 1024, offload="model", gpu="RTX 4090", diffusers_version=name)
+        for name in ("0.35.2", "0.36.0")
+    )
+    assert older.phases[:-1] == now.phases[:-1] and "by diffusers 0.35 (" in older.title
+    first = sum(math.prod(w.shape) * 2 for w in weights_of("sdxl") if w.name.startswith(FIRST))
+    assert now.phases[-1].weights - older.phases[-1].weights == pytest.approx(first, rel=0.01)
+    with refused("diffusers_version", "'0.35.2'", names=["Flux2Pipeline"]):
+        predict_pipeline("flux2", 1024, 1024, diffusers_version="0.35.2")
+    with refused("diffusers_version", "'0.42.1'"):
+        predict_pipeline("sdxl", 1024, 1024, runtime="sd.cpp", diffusers_version="0.42.1")
 
 
 def test_sizes_of_numpy_are_pythons_integers():

@@ -781,7 +781,7 @@ def test_a_plan_tries_a_float16_vae_and_tiles_smaller_than_the_image():
 
 @pytest.mark.parametrize(("pipeline", "batch"), [("sd15", 1), ("sdxl", 2), ("flux", 1)])
 def test_the_code_of_a_way_runs(pipeline, batch, monkeypatch):
-    """With diffusers' own classes, whose pipelines have no weights here. A class that diffusers lacks is left out."""
+    """With diffusers' own classes, whose pipelines have no weights here."""
     diffusers = pytest.importorskip("diffusers")
     from vaemem.pytorch import AutoencoderKL
 
@@ -793,6 +793,5 @@ def test_the_code_of_a_way_runs(pipeline, batch, monkeypatch):
         monkeypatch.setattr(real, "from_pretrained", made := mock.MagicMock(return_value=pipe))
         monkeypatch.setattr(diffusers.AutoencoderKL, "from_pretrained", mock.MagicMock())
         monkeypatch.setattr(AutoencoderKL, "from_module", mock.MagicMock())
-        if "PipelineQuantizationConfig" not in one.way.code or hasattr(diffusers, "PipelineQuantizationConfig"):
-            exec(one.way.code, dict(roles))
-            assert made.called, one.way.name
+        exec(one.way.code, dict(roles))
+        assert made.called, one.way.name

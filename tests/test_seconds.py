@@ -210,7 +210,7 @@ def test_a_prediction_has_seconds():
     tiled = predict("sdxl", "decode_tiled", 1024, 1024, "float16", tile=512)
     assert 1.2 < tiled.seconds.likely / whole.seconds.likely < 1.6
     two, slow = (predict("sdxl", "decode", 1024, 1024, "float16", **more) for more in ({"batch": 2}, {"gpu": "4060"}))
-    assert two.seconds.likely == pytest.approx(2 * whole.seconds.likely, rel=0.03)
+    assert two.seconds.likely == pytest.approx(2 * whole.seconds.likely, rel=0.05)
     assert slow.seconds.low > whole.seconds.high and "compute capability 8.9" in slow.seconds.why
     limited = predict("sdxl", "decode", 1024, 1024, "float16", gpu="RTX 4090", memory="8 GB", used="1 GB")
     assert limited.seconds == whole.seconds, "as where there is room"

@@ -30,13 +30,22 @@ def formatted(module, channels_last):
     return module.to(memory_format=torch.channels_last) if channels_last else module
 
 
+def skip_from(release):
+    """Skip a test of older releases of diffusers."""
+    pytest.importorskip("diffusers")
+    from torch_vaes import RELEASE
+
+    if release <= RELEASE:
+        pytest.skip(f"before diffusers 0.{release} (make older)")
+
+
 def diffusers_case(
     arch, op, height, width, batch=1, tile=0, slicing=False, dtype="float16", *, channels_last=False, first=None,
     tile_overlap=0.25,
 ):  # fmt: skip
     torch = pytest.importorskip("torch")
     pytest.importorskip("diffusers")
-    from torch_vaes import diffusers_vae
+    from torch_vaes import RELEASE, diffusers_vae
 
     from vaemem.pytorch import record
 
@@ -45,7 +54,7 @@ def diffusers_case(
     vae.use_slicing, vae.use_tiling = slicing, bool(tile)
     vae.tile_sample_min_size, vae.tile_latent_min_size, vae.tile_overlap_factor = tile, tile // factor, tile_overlap
     for module in [vae.post_quant_conv, vae.decoder.conv_in, vae.decoder.mid_block] * bool(first):
-        module.to(getattr(torch, first))  # as StableDiffusionXLPipeline.upcast_vae does
+        module.to(getattr(torch, first))  # as StableDiffusionXLPipeline.upcast_vae does before 0.36
     if op == "decode":
         shape = batch, arch["latent_channels"], height // factor, width // factor
         z = torch.empty(shape, dtype=getattr(torch, first or dtype), device="meta")
@@ -55,13 +64,14 @@ def diffusers_case(
         recording = record(vae, image, call=lambda v, x: v.encode(x).latent_dist)
     built = _core.Trace.vae(
         arch, "diffusers", op, dtype, height, width, batch, tile, slicing, channels_last=channels_last, first=first,
-        tile_overlap=tile_overlap,
+        tile_overlap=tile_overlap, release=RELEASE,
     )  # fmt: skip
     assert_same(built, recording.trace)
     assert recording.unmodelled == {}
     return recording
 
 
+@pytest.mark.older
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("op", ["encode", "decode"])
 @pytest.mark.parametrize("model", ["sd15", "sdxl", "flux"])
@@ -76,6 +86,7 @@ def test_dtypes(op, dtype):
     diffusers_case(MODELS["sdxl"], op, 256, 256, dtype=dtype)
 
 
+@pytest.mark.older
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("op", ["encode", "decode"])
 @pytest.mark.parametrize(
@@ -117,10 +128,12 @@ def test_other_vaes_live_as_recorded(model, op):
     diffusers_case(MODELS[model], op, 160, 96, tile=64)
 
 
+@pytest.mark.older
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("case", [(), (2,), (3, 0, True), (1, 128), (2, 128, True)])
 def test_upcast_vae_leaves_the_first_blocks_in_half_precision(case, channels_last):
+    skip_from(36)
     diffusers_case(
         MODELS["sdxl"], "decode", 192, 256, *case, dtype="float32", first="float16", channels_last=channels_last
     )
@@ -266,6 +279,7 @@ def test_a1111_pads_its_tiles(channels_last, case, op):
     assert_same(built, recording.trace)
 
 
+@pytest.mark.older
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("op", ["encode", "decode"])
 @pytest.mark.parametrize(
@@ -459,7 +473,7 @@ def test_bytes_of_a_decode_are_those_of_its_tensors(runtime):
 
     assert moved() == pytest.approx(moved(code="diffusers"), rel=0.25)
     assert moved("float32") == pytest.approx(2 * moved(), rel=0.02)  # the attention's float sums are left out
-    assert moved(batch=2) == pytest.approx(2 * moved(), rel=0.05)  # two images have another format behind it
+    assert moved(batch=2) == pytest.approx(2 * moved(), rel=0.1)  # two images have another format behind it
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,10 @@ def clip(folder, projection: bool = False):
     """A tokenizer that knows single letters, and a text encoder of one layer."""
     letters = [letter + end for letter in "abcdefghijklmnopqrstuvwxyz" for end in ("", "</w>")]
     words = ["<|startoftext|>", "<|endoftext|>", *letters]
-    (folder / "vocab.json").write_text(json.dumps({word: i for i, word in enumerate(words)}))
-    (folder / "merges.txt").write_text("#version: 0.2\n")
-    tokenizer = transformers.CLIPTokenizer(
-        folder / "vocab.json", folder / "merges.txt", model_max_length=MAX_LENGTH, unk_token="<|endoftext|>"
-    )
+    files = folder / "vocab.json", folder / "merges.txt"
+    files[0].write_text(json.dumps({word: i for i, word in enumerate(words)}))
+    files[1].write_text("#version: 0.2\n")
+    tokenizer = transformers.CLIPTokenizer(*map(str, files), model_max_length=MAX_LENGTH, unk_token="<|endoftext|>")
     settings = transformers.CLIPTextConfig(
         vocab_size=len(words), hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
         projection_dim=32, max_position_embeddings=MAX_LENGTH, bos_token_id=0, eos_token_id=1, pad_token_id=1,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 
 import diffusers
-import pytest
 import torch
 from diffusers.models.autoencoders import vae as blocks
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
@@ -14,24 +13,7 @@ from torch import nn
 
 from vaemem.engine.configs import config_of
 
-
-class AutoencoderKLFlux2(diffusers.AutoencoderKL):
-    """What diffusers' class of that name, which 0.33 has not, adds: another decoder and a BatchNorm. Its methods are
-    AutoencoderKL's, statement by statement (diffusers' main branch in August 2026)."""
-
-    def __init__(self, decoder_block_out_channels=None, batch_norm_eps=1e-4, patch_size=(2, 2), **settings):
-        super().__init__(**settings)
-        if decoder_block_out_channels:
-            self.decoder = blocks.Decoder(
-                in_channels=settings["latent_channels"],
-                out_channels=settings["out_channels"],
-                up_block_types=settings["up_block_types"],
-                block_out_channels=decoder_block_out_channels,
-                layers_per_block=settings["layers_per_block"],
-                norm_num_groups=settings["norm_num_groups"],
-            )
-        channels = patch_size[0] * patch_size[1] * settings["latent_channels"]
-        self.bn = nn.BatchNorm2d(channels, eps=batch_norm_eps, affine=False)
+RELEASE = int(diffusers.__version__.split(".")[1])  # 42 for 0.42.1, or the older release's
 
 
 class OneFrame(nn.Module):
@@ -53,14 +35,9 @@ class OneFrame(nn.Module):
 
 
 def of_config(config: dict, dtype: torch.dtype = torch.float32, device: str = "meta") -> nn.Module:
-    """The class that a config names; for AutoencoderKLQwenImage, which diffusers 0.33 has not, AutoencoderKLWan, which
-    is the same statement by statement."""
-    name = config["_class_name"]
-    cls = getattr(diffusers, name, diffusers.AutoencoderKLWan if name == "AutoencoderKLQwenImage" else None)
-    taken = inspect.signature(cls.__init__).parameters if cls else {}
-    missing = [key for key in ("is_residual", "patch_size") if config.get(key) and key not in taken]
-    if not cls or missing:
-        pytest.skip(f"diffusers {diffusers.__version__} has no {name}{' with ' * bool(missing)}{', '.join(missing)}")
+    """An instance of the class that a config names."""
+    cls = getattr(diffusers, config["_class_name"])
+    taken = inspect.signature(cls.__init__).parameters
     with torch.device(device):
         return cls(**{key: value for key, value in config.items() if key in taken}).eval().to(dtype)
 
@@ -101,8 +78,6 @@ class Tiny(nn.Module):
 def tile(vae: nn.Module, side: int, scale: int) -> None:
     """Has diffusers' module decode in tiles of so many pixels, a quarter of which are shared."""
     if isinstance(vae, OneFrame):
-        if not hasattr(vae.vae, "enable_tiling"):
-            pytest.skip(f"diffusers {diffusers.__version__} has no tiles of {type(vae.vae).__name__}")
         vae.vae.enable_tiling(side, side, side * 3 // 4, side * 3 // 4)
         vae.vae.spatial_compression_ratio = scale
         return
@@ -133,9 +108,9 @@ def diffusers_vae(arch: dict, dtype: torch.dtype, device: str = "meta") -> nn.Mo
         "patch_size",
         "batch_norm_eps",
     )
-    flux2 = getattr(diffusers, "AutoencoderKLFlux2", AutoencoderKLFlux2)
+    kind = "AutoencoderKLFlux2" if "patch_size" in arch else "AutoencoderKL"
     with torch.device(device):
-        vae = (flux2 if "patch_size" in arch else diffusers.AutoencoderKL)(
+        vae = getattr(diffusers, kind)(
             down_block_types=("DownEncoderBlock2D",) * levels,
             up_block_types=("UpDecoderBlock2D",) * levels,
             **{key: arch[key] for key in keys if key in arch},

@@ -42,6 +42,10 @@ cudnn_version, torch_version : str, optional
     CUDA build, ``"2.7.1"``, is PyPI's.
     Some versions (below 9.8) could not be queried. The nearest version with data then stands in, as `Prediction.band`
     and `Prediction.substitutions` say.
+diffusers_version : str, optional
+    The release of diffusers, from ``"0.33.0"`` to ``"0.42.1"``; the default is 0.42. When SDXL's VAE is converted to
+    float32, a decode's first blocks stay in half precision before 0.36. Before 0.37 ``channels_last`` takes more
+    copies.
 pipeline : str
     ``"sd15"``, ``"sdxl"``, ``"flux"``, ``"flux-schnell"``, ``"zimage-turbo"``, ``"flux2"``,
     ``"flux2-klein"`` or ``"flux2-klein-9b"``; or a model with the same modules, such as

@@ -1,5 +1,5 @@
-/* The blocks of AutoencoderKL's encoder and decoder (torch_halves.c) in six runtimes: diffusers' AutoencoderKL (0.33);
- * the AutoEncoder of BFL's flux repository, as in InvokeAI; CompVis' AutoencoderKL
+/* The blocks of AutoencoderKL's encoder and decoder (torch_halves.c) in six runtimes: diffusers' AutoencoderKL (0.33 to
+ * 0.42); the AutoEncoder of BFL's flux repository, as in InvokeAI; CompVis' AutoencoderKL
  * (ldm/modules/diffusionmodules/model.py of stable-diffusion); ComfyUI's file of that name (comfy/ldm, since v0.3.77);
  * CompVis' as A1111 changes it (modules/sd_hijack*.py); and Forge's (backend/nn/vae.py), which equals ComfyUI's before
  * 2025.
@@ -51,6 +51,9 @@ static void activate(walk *w, tensor *h, activation how, path name) {
     bind(w, h, product);
 }
 
+/* Up to this release, diffusers copies the input of a shortcut that is not contiguous. */
+enum { CONTIGUOUS_SHORTCUT = 36 };
+
 static tensor resnet(walk *w, frame *f, const tensor *x, uint64_t c, path name) {
     (void)f;
     const path norm1 = at(name, ".norm1"), norm2 = at(name, ".norm2");
@@ -63,7 +66,8 @@ static tensor resnet(walk *w, frame *f, const tensor *x, uint64_t c, path name) 
     tensor skip = *x;
     if (x->c != c) {
         const path shortcut = at(name, ".%s", vm_walk_names(w->vae->arch, w->vae->runtime)->in_resnet[4]);
-        const tensor in = w->frames->diffusers ? contiguous(w, x, shortcut) : *x;
+        const bool copies = w->frames->diffusers && w->vae->release <= CONTIGUOUS_SHORTCUT;
+        const tensor in = copies ? contiguous(w, x, shortcut) : *x;
         skip = conv1(w, &in, c, shortcut);
         give_copy(w, &in, x);
     }

@@ -141,8 +141,8 @@ typedef struct vm_trace_vae {
     uint64_t tile;                 /* side of a tile in pixels; 0: tiling is off */
     double tile_overlap;           /* diffusers' tile_overlap_factor: the part of a side that tiles share */
     bool slicing;
-    int release; /* diffusers' release, 38 for 0.38: its class runs one frame of a video's VAE (torch_frames.c) */
-    bool sends;  /* accelerate's hooks (cpu_offload) send each submodule's weights for its call */
+    int release;        /* diffusers' release, 38 for 0.38 */
+    bool sends;         /* accelerate's hooks (cpu_offload) send each submodule's weights for its call */
     bool channels_last; /* the filters' memory format: module.to(memory_format=torch.channels_last) */
     vm_trace_gpu gpu;
 } vm_trace_vae;

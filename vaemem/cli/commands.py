@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _ON_A_CARD = (
     "dtype weights_dtype runtime tile tile_overlap slicing protocol gpu used os memory cudnn_version torch_version"
-    " channels_last allow_tf32 allocator cudnn_benchmark"
+    " diffusers_version channels_last allow_tf32 allocator cudnn_benchmark"
 )
 _WEIGHTS, _RUN = "weights output of_model config", "memory_limit progress device dtype precision"
 _OF_VAE = (
@@ -38,7 +38,7 @@ _OF_VAE = (
 _OF_PIPELINE = "offload vae vae_memory_limit prompt_tokens guidance image steps components"
 _PIPELINE = "pipeline size batch used prompt_tokens guidance image steps dtype components"
 _SECONDS = "calibrate flash cache_limit time_limit link cpu cores"
-_SOFTWARE = "memory os cudnn_version torch_version"
+_SOFTWARE = "memory os cudnn_version torch_version diffusers_version"
 _ENGINE_SWEEP = "models ops of_sizes dtypes batches device precision memory_limit"
 
 Action = Callable[[argparse.Namespace, dict[str, Any]], int | None]
@@ -209,8 +209,8 @@ def _status(*answers: Any, safe: bool = False) -> int:
 
 @command(
     "vaemem:predict vaemem:predict_pipeline",
-    "model run batch gpu memory used os whose_runtime dtype cudnn_version torch_version safe all exact answer_format"
-    f" | a VAE's run: {_OF_VAE} | a whole pipeline: {_OF_PIPELINE}",
+    "model run batch gpu memory used os whose_runtime dtype cudnn_version torch_version diffusers_version safe all"
+    f" exact answer_format | a VAE's run: {_OF_VAE} | a whole pipeline: {_OF_PIPELINE}",
 )
 def run_fits(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     """Say whether a VAE's run or a pipeline fits a card, and what would.
@@ -421,7 +421,7 @@ def run_plan(args: argparse.Namespace, asked: dict[str, Any]) -> int:
 @command(
     "vaemem:predict_pipeline",
     "formula_of formula_op gpu formula_runtime dtype components offload vae vae_memory_limit image guidance memory"
-    " cudnn_version torch_version all fit_format",
+    " cudnn_version torch_version diffusers_version all fit_format",
 )
 def run_formula(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """Write the memory of a VAE or a pipeline as an equation.

@@ -169,6 +169,7 @@ FLAGS: dict[str, FlagSettings] = {
     "protocol": _flag(choices=Later("prediction.benchmark:PROTOCOLS")),
     "cudnn_version": _flag(metavar="VERSION", option="--cudnn"),
     "torch_version": _flag(metavar="VERSION", option="--torch"),
+    "diffusers_version": _flag(metavar="VERSION", option="--diffusers"),
     "allow_tf32": _flag("Predict for torch.backends.cudnn.allow_tf32 = False.", action="store_false",
         option="--no-tf32"),
     "allocator": _flag(metavar="CONF"),

@@ -11,7 +11,7 @@ from vaemem._common import letters, meant
 from vaemem._errors import ArgumentError, Named
 from vaemem.engine.names import find_called
 from vaemem.pipelines.programs import Weight, load_program
-from vaemem.prediction.runtimes import architecture, shipped_models
+from vaemem.prediction.runtimes import LAST_DIFFUSERS, architecture, shipped_models
 
 CLIPS = ("clip-l", "clip-l-sdxl", "clip-l-flux", "openclip-g")
 CLIP_TOKENS = 77
@@ -34,7 +34,6 @@ class Pipeline(NamedTuple):
     guidance_embeds: whether guidance is an input of the denoiser
     optional: further components, which run if they are named; they stay on the device whatever is offloaded
     begins: whether diffusers has an image-to-image pipeline that begins with an image's latents
-    read: the release of diffusers that this was read in
     floors: whether it rounds sides down to multiples of `stride`; others refuse such sides
     """
 
@@ -50,7 +49,6 @@ class Pipeline(NamedTuple):
     guidance_embeds: bool = False
     optional: Mapping[str, str] = {}
     begins: bool = True
-    read: str = "0.33"
     floors: bool = False
 
     @property
@@ -88,7 +86,7 @@ _FLUX2 = Pipeline(
     about="Flux2Pipeline of black-forest-labs/FLUX.2-dev",
     parts={"text_encoder": "mistral3-flux2", "transformer": "flux2-transformer", "vae": "flux2"},
     dtype="bfloat16", width=15360, tokens=512, most_tokens=MOST_SEQUENCE, steps=50, guidance_embeds=True,
-    begins=False, read="0.42", floors=True,
+    begins=False, floors=True,
 )  # fmt: skip
 _KLEIN = _FLUX2._replace(
     about="Flux2KleinPipeline of black-forest-labs/FLUX.2-klein-4B", width=7680, steps=4, guidance_embeds=False,
@@ -114,7 +112,7 @@ PIPELINES = {
     "zimage-turbo": Pipeline(
         about="ZImagePipeline of Tongyi-MAI/Z-Image-Turbo",
         parts={"text_encoder": "qwen3-4b", "transformer": "zimage-transformer", "vae": "zimage"},
-        dtype="bfloat16", width=2560, tokens=77, most_tokens=MOST_SEQUENCE, steps=9, read="0.42",
+        dtype="bfloat16", width=2560, tokens=77, most_tokens=MOST_SEQUENCE, steps=9,
     ),
     "flux2": _FLUX2,
     "flux2-klein": _KLEIN,
@@ -143,10 +141,12 @@ def known_pipeline(argument: str, name: Any) -> str:
 # Arguments that a runtime does not use.
 WITHOUT = {
     "diffusers": ("flash", "cache_limit"),
-    "sd.cpp": ("image", "cache_limit", "dtype", "vae_memory_limit", "cudnn_version", "torch_version"),
+    "sd.cpp": (
+        "image", "cache_limit", "dtype", "vae_memory_limit", "cudnn_version", "torch_version", "diffusers_version",
+    ),
     "mlx": (
         "gpu", "host_memory", "calibrate", "time_limit", "types", "flash", "image", "steps", "prompt_tokens", "dtype",
-        "cudnn_version", "torch_version",
+        "cudnn_version", "torch_version", "diffusers_version",
     ),
 }  # fmt: skip
 
@@ -169,9 +169,16 @@ def weights_of(component: str) -> tuple[Weight, ...]:
 
 @functools.lru_cache(maxsize=256)
 def vae_counts(
-    model: str, op: str, dtype: str, height: int, width: int, batch: int = 1, tile: int = 0
+    model: str,
+    op: str,
+    dtype: str,
+    height: int,
+    width: int,
+    batch: int = 1,
+    tile: int = 0,
+    release: int = LAST_DIFFUSERS,
 ) -> tuple[int, int, int]:
     """Count a VAE run's FLOPs, its attention's FLOPs, and the bytes moved, tiles included. Sizes are in image
     pixels."""
-    trace = _core.Trace.vae(architecture(model), "diffusers", op, dtype, height, width, batch, tile)
+    trace = _core.Trace.vae(architecture(model), "diffusers", op, dtype, height, width, batch, tile, release=release)
     return trace.flops, trace.attended, trace.moved

@@ -1,9 +1,9 @@
 """The phases of diffusers' pipelines: one function per class, written after its ``__call__``.
 
-Read in StableDiffusionPipeline, StableDiffusionXLPipeline and FluxPipeline of diffusers 0.33, and in ZImagePipeline,
-Flux2Pipeline and Flux2KleinPipeline of 0.42. A function creates the original's tensors in the original's order, and
-lets each go where the original does. Its local variables are attributes of `v`. A tensor that is in no variable is a
-temporary value, which `drop` frees. What happens within a component is not here: `call`, `encode` and `decode` play it.
+Read in diffusers 0.42, and those of SD 1.5, SDXL and FLUX.1 in 0.33 too. A function creates the original's tensors in
+the original's order, and lets each go where the original does. Its local variables are attributes of `v`. A tensor that
+is in no variable is a temporary value, which `drop` frees. What happens within a component is not here: `call`,
+`encode` and `decode` play it.
 """
 
 from __future__ import annotations
@@ -46,6 +46,9 @@ class _PhaseRun(Protocol):
 
     def encode(self, image: Tensor) -> Tensor:
         """Return an image's latents by the VAE, sampled and scaled."""
+
+    def upcast(self) -> str:
+        """Convert the VAE for a decode, if the pipeline does so. Return the type of the latents that it takes."""
 
     def decode(self, latents: Tensor) -> Tensor:
         """Return the VAE's image."""
@@ -340,9 +343,11 @@ def step_scheduler(run: _PhaseRun, dtype: str | None = None) -> None:
 
 
 def decode_image(run: _PhaseRun) -> None:
-    """``latents = latents / scaling_factor``, ``image = vae.decode(latents)``, and the postprocessing."""
-    v = run.v
-    v.latents = run.tensor("latents / scaling_factor", run.latent_shape, run.parts["vae"].dtype)
+    """``upcast_vae``, ``latents = latents / scaling_factor``, ``image = vae.decode(latents)``, the postprocessing."""
+    v, dtype = run.v, run.upcast()
+    if dtype != run.parts["vae"].dtype:
+        v.latents = run.tensor(f"latents in {dtype}", run.latent_shape, dtype)
+    v.latents = run.tensor("latents / scaling_factor", run.latent_shape, dtype)
     v.image = run.decode(v.latents)
     postprocess(run, "image")
 

@@ -22,7 +22,7 @@ from vaemem.prediction.gpus import Gpu
 from vaemem.prediction.job import MOST_SIDE
 from vaemem.prediction.predict import SMALL_TILE
 from vaemem.prediction.request import Card, Request, Software, usual_tile
-from vaemem.prediction.runtimes import shipped_models
+from vaemem.prediction.runtimes import diffusers_release, shipped_models
 
 MOST_TOKENS = 1 << 13  # of a prompt: diffusers' encoders take 77 or 512 at a time
 OFFLOADS = ("none", "model", "sequential")
@@ -118,12 +118,13 @@ class Part:
         return not self._types.isdisjoint(types)
 
     def _by_module(self, made: Mapping[str, int]) -> dict[str, list[tuple[str, int]]]:
-        """Group named tensors: {submodule: [(name, bytes)]}. If a file's tensors have other names than the submodules,
-        the largest of them represents the whole call, under ""."""
+        """Group named tensors: {submodule: [(name, bytes)]}. A file may put the model's name before a submodule's. If
+        its tensors have other names, the largest of them represents the whole call, under ""."""
         modules = {weight.module for weight in weights_of(self.component)}
         found: dict[str, list[tuple[str, int]]] = {}
         for name, size in made.items():
             module, _, own = name.rpartition(".")
+            module = module if module in modules else module.partition(".")[2]
             if module in modules:
                 found.setdefault(module, []).append((own, size))
             elif size > sum(other for _, other in found.get("", ())):
@@ -177,8 +178,8 @@ def _part(role: str, component: str, dtype: str, given: Any, upcast: bool) -> Pa
     return _typed(role, component, dtype, given, rule, upcast, place, source)
 
 
-def parts_of(pipeline: Pipeline, dtype: str, components: Mapping[str, Any]) -> tuple[Part, ...]:
-    """Make a pipeline's parts. `components` is the argument of `predict_pipeline`."""
+def parts_of(pipeline: Pipeline, dtype: str, components: Mapping[str, Any], release: int) -> tuple[Part, ...]:
+    """Make a pipeline's parts. `components` is the argument of `predict_pipeline`. release: diffusers', 42 for 0.42."""
     if not isinstance(components, Mapping):
         raise ArgumentError("components", "{role: type or file}", repr(components))
     known = {**pipeline.parts, **pipeline.optional}
@@ -188,7 +189,8 @@ def parts_of(pipeline: Pipeline, dtype: str, components: Mapping[str, Any]) -> t
     for role, component in known.items():
         given = components.get(role, None if role in pipeline.optional else dtype)
         if given not in (None, "none"):
-            parts.append(_part(role, component, dtype, given, upcast=component == "sdxl" and role not in components))
+            upcast = component == "sdxl" and role not in components
+            parts.append(_part(role, programs.older(component, release), dtype, given, upcast))
         elif role not in (*pipeline.encoders, *pipeline.optional):
             raise ArgumentError("components", f"a type or a file for {role}", "None")
     return tuple(parts)
@@ -310,6 +312,7 @@ def resolve_pipeline(given: PipelineArguments, card: Card, software: Software) -
     """Resolve names and defaults, without offloading and with a whole VAE. ValueError names the argument that has no
     answer."""
     pipeline, known = given.pipeline, PIPELINES[given.pipeline]
+    release = diffusers_release(software.diffusers_version, known.class_name)
     if given.image and not known.begins:
         raise ArgumentError("image", f"False with {pipeline}, which takes images as tokens", "True")
     dtype = known.dtype if given.dtype is None else meant("dtype", given.dtype, DTYPES)
@@ -324,5 +327,5 @@ def resolve_pipeline(given: PipelineArguments, card: Card, software: Software) -
     tokens = known.tokens if tokens is None else whole("prompt_tokens", tokens, most=MOST_TOKENS)
     return PipelineRequest(
         card, software, pipeline, height, width, whole("batch", given.batch), tokens, given.guidance, given.steps,
-        given.image, parts_of(known, dtype, given.components or {}), safe=given.safe, made_of=made_of,
+        given.image, parts_of(known, dtype, given.components or {}, release), safe=given.safe, made_of=made_of,
     )  # fmt: skip

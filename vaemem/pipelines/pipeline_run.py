@@ -18,7 +18,7 @@ from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.held import LoadedVAE, Tensor, Variables
 from vaemem.prediction.planned import Phase
 from vaemem.prediction.process import Moment, SimulatedProcess, moments
-from vaemem.prediction.runtimes import architecture, shipped_models
+from vaemem.prediction.runtimes import LAST_PARTLY_UPCAST, architecture, shipped_models
 
 PLAYED_STEPS = 2  # of the denoiser; the cache and the sizes are the same from the second one on
 
@@ -50,7 +50,7 @@ class PipelineRun:
         if part.component in shipped_models():
             # With model offload a VAE is upcast on the CPU, before its call loads it.
             is_upcast = part.upcast and self.request.offload == "model"
-            first = part.dtype if is_upcast and not self.request.image else None
+            first = part.dtype if is_upcast and self._is_partly_upcast and not self.request.image else None
             vae = process.load(part.component, "float32" if is_upcast else part.dtype, "diffusers", first=first)
             self._loaded[role] = vae
             process.count(sent=vae.nbytes)
@@ -107,14 +107,30 @@ class PipelineRun:
         vae, x = self._vae(), image
         if part.upcast:
             x = process.elementwise(image, "image", "float32")
-        self._upcast(vae, "float32")
+        self._convert(vae, "float32")
         self._count_vae("encode")
         posterior = self._call_vae(process.encode, vae, x)
         latents = process.sample(posterior)
         scaled = process.elementwise(latents, "latents", part.dtype)
         process.drop(posterior, latents, None if x is image else x)
-        self._upcast(vae, part.dtype)
+        self._convert(vae, part.dtype)
         return scaled
+
+    def upcast(self) -> str:
+        """Play ``upcast_vae``. Return the type of the latents that the VAE decodes."""
+        request, part = self.request, self.parts["vae"]
+        if not part.upcast or "vae" in request.on_cpu or request.vae == "vaemem":
+            return part.dtype
+        vae = self._vae()
+        if vae.dtype != "float32":
+            self._convert(vae, "float32")
+            if self._is_partly_upcast:
+                self._convert(vae, "float32", first=part.dtype)
+        return vae.first or vae.dtype
+
+    @property
+    def _is_partly_upcast(self) -> bool:
+        return self.process.diffusers_release <= LAST_PARTLY_UPCAST
 
     def decode(self, latents: Tensor) -> Tensor:
         """Play ``vae.decode(latents).sample``, or vaemem's decoder. Its memory is not PyTorch's: the whole limit counts
@@ -126,18 +142,16 @@ class PipelineRun:
         if request.vae == "vaemem":
             return self.tensor("image", (request.batch, 3, request.height, request.width), latents.dtype)
         vae = self._vae()
-        if vae.dtype != "float32":
-            self._upcast(vae, "float32")
-            self._upcast(vae, "float32", first=dtype)
         image = self._call_vae(self.process.decode, vae, latents)
-        self._upcast(vae, dtype)
+        self._convert(vae, dtype)
         return image
 
     def _vae(self) -> LoadedVAE:
         """Return the VAE on the device; with sequential offload its weights are loaded for their calls."""
         part = self.parts["vae"]
-        if self.request.offload == "sequential":
-            return LoadedVAE(self.process, architecture(part.component), "diffusers", part.dtype, (), sends=True)
+        if self.request.offload == "sequential" and "vae" not in self._loaded:
+            arch = architecture(part.component)
+            self._loaded["vae"] = LoadedVAE(self.process, arch, "diffusers", part.dtype, (), sends=True)
         self.bring("vae")
         vae = self._loaded["vae"]
         assert isinstance(vae, LoadedVAE)
@@ -148,8 +162,9 @@ class PipelineRun:
         request, part = self.request, self.parts["vae"]
         dtype = "float32" if part.upcast and request.vae != "vaemem" else part.dtype
         flops, attended, moved = vae_counts(
-            part.component, op, dtype, request.height, request.width, request.batch, request.tile
-        )
+            part.component, op, dtype, request.height, request.width, request.batch, request.tile,
+            self.process.diffusers_release,
+        )  # fmt: skip
         if "vae" in request.on_cpu:
             self.process.count(host_flops=flops)
         else:
@@ -161,7 +176,7 @@ class PipelineRun:
         self.process.count(sent=self.calls[-1][1][0].sent)
         return result
 
-    def _upcast(self, vae: LoadedVAE, dtype: str, first: str | None = None) -> None:
+    def _convert(self, vae: LoadedVAE, dtype: str, first: str | None = None) -> None:
         """Convert the weights of a VAE that is upcast for its call."""
         if self.parts["vae"].upcast:
             self.process.convert(vae, dtype, first)

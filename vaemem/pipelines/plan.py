@@ -47,7 +47,7 @@ def plan_pipeline(
     calibrate: Mapping[str, float] | None = None, time_limit: float | None = None, flash: bool = False,
     cache_limit: int | str | None = None, link: str = "PCIe 3.0 x16", cpu: str = "AVX2", cores: int | None = None,
     cudnn_version: str | None = None, torch_version: str | None = None, safe: bool = True,
-    os: str = "linux",
+    os: str = "linux", diffusers_version: str | None = None,
 ) -> PipelinePlan:  # fmt: skip
     """List the sensible ways to run a pipeline: whether each fits, where it runs out, how long it takes.
 
@@ -71,7 +71,7 @@ def plan_pipeline(
     prompt_tokens, guidance, image, steps : shared
     dtype of a pipeline : shared
     components : shared
-    cudnn_version, torch_version : shared
+    cudnn_version, torch_version, diffusers_version : shared
     types : str or sequence of str or None, optional
         Types to try for the largest components' weights; None stands for their own type, the default. By default
         diffusers also tries ``"Q8_0"`` and ``"nf4"`` if the denoiser takes more than half of the card. sd.cpp also
@@ -126,7 +126,8 @@ def plan_pipeline(
     safe = flag("safe", safe)
     refuse(
         runtime, prompt_tokens=prompt_tokens, steps=steps, dtype=dtype, cudnn_version=cudnn_version,
-        torch_version=torch_version, gpu=gpu, host_memory=host_memory, calibrate=calibrate or None,
+        torch_version=torch_version, diffusers_version=diffusers_version, gpu=gpu, host_memory=host_memory,
+        calibrate=calibrate or None,
         time_limit=time_limit, types=types, flash=flash, cache_limit=cache_limit, image=image,
     )  # fmt: skip
     known, batch = PIPELINES[pipeline], whole("batch", batch)
@@ -167,7 +168,10 @@ def plan_pipeline(
         verdicts = [judge_phases(way.phases, available, kept_more=card.kept_more) for way in ways]
         ways = [way._replace(unsure=one.tight_because) for way, one in zip(ways, verdicts, strict=True)]
     else:
-        software = Software(torch_version=torch_version, cudnn_version=cudnn_version)
+        software = Software(
+            torch_version=torch_version, cudnn_version=cudnn_version, diffusers_version=diffusers_version
+        )
+        title = title.replace("by diffusers", f"by {software.program}")
         given = PipelineArguments(
             pipeline, height, width, batch, prompt_tokens, guidance, dtype, components, image, steps
         )  # fmt: skip
@@ -205,7 +209,7 @@ def diffusers_ways(
     """List all ways of a request that offloads nothing, the plainest first. The machine decides whether a text encoder
     spends longer on computing or on reading its weights. By default, also try smaller types if the denoiser takes more
     than half of the card."""
-    q, pipeline = request, request.pipeline
+    q, pipeline, release = request, request.pipeline, request.software.release
     if types is None:
         types = (None, *SMALLER) if 2 * q.part(pipeline.denoiser).nbytes > q.card.available() else (None,)
     # A smaller type is worthwhile for the denoiser and for text encoders other than CLIP.
@@ -222,7 +226,7 @@ def diffusers_ways(
     found = []
     for kind in types:
         given = {**components, **({} if kind is None else {role: kind for role in large if role not in components})}
-        stored = q if kind is None else replace(q, parts=parts_of(pipeline, q.dtype, given))
+        stored = q if kind is None else replace(q, parts=parts_of(pipeline, q.dtype, given, release))
         for place, offload in offloads.items():
             if not offload:  # there is no text encoder
                 continue
@@ -240,10 +244,11 @@ def diffusers_ways(
                     how, settings["vae_memory_limit"] = f"VAE by vaemem in {limit}", limit
                 if kind:
                     how, changes = f"{how}, {kind}", [*changes, f"weights in {kind} are rounded"]
-                run = replace(stored, parts=parts_of(pipeline, q.dtype, held)) if is_fixed else stored
+                run = replace(stored, parts=parts_of(pipeline, q.dtype, held, release)) if is_fixed else stored
                 p = PipelinePrediction(run.run_with(offload, settings["vae"], settings.get("vae_memory_limit")))
                 way = _way(p, f"{place}, {how}", settings, " and ".join(changes), machine)
-                found.append(way._replace(code=diffusers_code(pipeline, q.dtype, **settings)))
+                code = diffusers_code(pipeline, q.dtype, **settings, release=release)
+                found.append(way._replace(code=code))
     return found
 
 

@@ -234,7 +234,7 @@ class PipelinePrediction(_Phases):
         batch = f", {q.batch} images" if q.batch > 1 else ""
         on_cpu = f", {' and '.join(q.on_cpu)} on the CPU" if q.on_cpu else ""
         where = self._where = f"{q.card.gpu.name}, offload {q.offload}, VAE {q.vae}{on_cpu}"
-        self.title = f"{q.name} {q.height}x{q.width}{batch} ({where})"
+        self.title = f"{q.name} {q.height}x{q.width}{batch} by {q.software.program} ({where})"
         self._run = play_pipeline(request)
         process, moved = self._run.process, (*q.on_cpu, *self._run.moved)
         self._process = process
@@ -244,7 +244,7 @@ class PipelinePrediction(_Phases):
             "model": q.name, "op": "pipeline", "height": q.height, "width": q.width, "batch": q.batch,
             "tokens": q.tokens, "dtype": q.dtype, "runtime": "diffusers", "device": q.card.gpu.name,
             "way": f"offload {q.offload}, VAE {q.vae}{on_cpu}", "source": "predicted",
-            "versions": f"{ran}, vaemem {__version__}",
+            "versions": f"{ran}, {q.software.program}, vaemem {__version__}",
         }  # fmt: skip
         self.host = sum(part.nbytes for part in q.parts if part.role in moved)
         available = process.available
@@ -297,6 +297,7 @@ class PipelinePrediction(_Phases):
 
     def _more_data(self) -> dict[str, Any]:
         versions = {"torch": self._process.torch_version, "cudnn": self._cudnn}
+        versions["diffusers"] = f"0.{self.request.software.release}"
         return super()._more_data() | {"software": versions, "would_fit": [one.to_dict() for one in self.would_fit]}
 
     @functools.cached_property
@@ -446,6 +447,7 @@ def predict_pipeline(
     image: bool = False, steps: int | None = None, gpu: str | None = None, memory: int | str | None = None,
     used: int | str = 0, cudnn_version: str | None = None, torch_version: str | None = None,
     runtime: Literal["diffusers"] = "diffusers", safe: bool = False, os: str = "linux",
+    diffusers_version: str | None = None,
 ) -> PipelinePrediction: ...  # fmt: skip
 
 
@@ -466,6 +468,7 @@ def predict_pipeline(
     image: bool = False, steps: int | None = None, gpu: str | None = None, memory: int | str | None = None,
     used: int | str = 0, cudnn_version: str | None = None, torch_version: str | None = None,
     runtime: PredictedRuntime = "diffusers", safe: bool = False, os: str = "linux",
+    diffusers_version: str | None = None,
 ) -> PipelinePrediction | GraphPrediction:  # fmt: skip
     """Predict a pipeline's GPU memory in each phase: weights, activations, workspaces, and whether it fits.
 
@@ -490,7 +493,7 @@ def predict_pipeline(
     vae_memory_limit : int or str, optional
         A limit for vaemem's decoder, weights included: bytes, or ``"1 GB"``.
     image, steps : shared
-    gpu, memory, used, cudnn_version, torch_version, safe, os : shared
+    gpu, memory, used, cudnn_version, torch_version, safe, os, diffusers_version : shared
     runtime : {"diffusers", "sd.cpp"}
         The program that runs it. For stable-diffusion.cpp, `offload` is ``"none"``, ``"cond_only"``,
         ``"--clip-on-cpu"``, ``"--offload-to-cpu"`` or ``"freed after use"``. `vae` is ``"whole"``, ``"direct"``,
@@ -533,7 +536,7 @@ def predict_pipeline(
 
         refuse(
             runtime, dtype=dtype, image=image, vae_memory_limit=vae_memory_limit,
-            cudnn_version=cudnn_version, torch_version=torch_version,
+            cudnn_version=cudnn_version, torch_version=torch_version, diffusers_version=diffusers_version,
         )  # fmt: skip
         card = find_card(gpu, memory, used, os)
         height, width, batch = whole("height", height), whole("width", width), whole("batch", batch)
@@ -548,7 +551,7 @@ def predict_pipeline(
         }  # fmt: skip
         available = card.available(running.SDCPP_CONTEXT)
         return GraphPrediction(run, ways[0], available, card, flag("safe", safe), ways[-1], model_note)
-    software = Software(torch_version=torch_version, cudnn_version=cudnn_version)
+    software = Software(torch_version=torch_version, cudnn_version=cudnn_version, diffusers_version=diffusers_version)
     given = PipelineArguments(
         pipeline, height, width, batch, prompt_tokens, guidance, dtype, components, image, steps, flag("safe", safe)
     )  # fmt: skip

@@ -37,6 +37,11 @@ from vaemem.prediction.gpus import Gpu
 
 Passing = Mapping[str, Iterable[tuple[str, int]]]
 ANY_GPU = "H100 PCIe"  # FLOPs are the same on all
+# Up to this release of diffusers, these modules have another recording, with diffusers 0.33.0 and transformers 4.57.6.
+_OLDER, LAST_OLDER = "older/", 34
+_WITH_OLDER = (
+    "clip-l", "clip-l-flux", "clip-l-sdxl", "flux-schnell-transformer", "flux-transformer", "openclip-g", "t5-xxl",
+)  # fmt: skip
 DTYPE_BYTES = {**ELEMENT_BYTES, "int64": 8, "bool": 1}
 
 
@@ -119,13 +124,19 @@ def _weights(nodes: list[str], index: int, prefix: str) -> Iterable[Weight]:
 
 @functools.cache
 def recorded() -> tuple[str, ...]:
-    """Names of the modules that were recorded."""
+    """List the names of the recorded modules."""
     folder = resources.files("vaemem.data") / "modules"
     return tuple(sorted(file.name.removesuffix(".json") for file in folder.iterdir() if file.name.endswith(".json")))
 
 
 @functools.cache
 def load_program(name: str) -> Recorded:
-    """A recorded module; ValueError for another."""
-    choose("component", name, recorded())
-    return Recorded(name, json.loads(shipped("modules", f"{name}.json")))
+    """Return a recorded module; ValueError for another. ``"older/..."`` is one of `older`."""
+    component = name.removeprefix(_OLDER)
+    choose("component", component, recorded())
+    return Recorded(component, json.loads(shipped("modules", f"{name}.json")))
+
+
+def older(name: str, release: int) -> str:
+    """Return the name of a module's recording for a release of diffusers, 34 for 0.34."""
+    return f"{_OLDER}{name}" if release <= LAST_OLDER and name in _WITH_OLDER else name

@@ -7,6 +7,7 @@ from typing import Any
 
 from vaemem.pipelines.components import VAE_STRIDE, Pipeline
 from vaemem.pipelines.storage import BITSANDBYTES, FOUR_BITS
+from vaemem.prediction.runtimes import LAST_DIFFUSERS
 from vaemem.prediction.usual import FIXED
 
 _OFFLOADS = {
@@ -16,9 +17,15 @@ _OFFLOADS = {
 }
 
 
+def dtype_keyword(release: int) -> str:
+    """Return the argument of a pipeline's ``from_pretrained`` for its dtype, by the release of diffusers."""
+    return "dtype" if release >= 40 else "torch_dtype"
+
+
 def diffusers_code(
     pipeline: Pipeline, dtype: str, offload: str | Mapping[str, str] = "none", vae: str = "whole",
     components: Mapping[str, Any] | None = None, vae_memory_limit: int | str | None = None,
+    release: int = LAST_DIFFUSERS,
 ) -> str:  # fmt: skip
     """Return the program for arguments of `vaemem.predict_pipeline`, up to the call of the pipeline.
 
@@ -30,7 +37,7 @@ def diffusers_code(
     from diffusers import StableDiffusionPipeline
     <BLANKLINE>
     pipe = StableDiffusionPipeline.from_pretrained(
-        "stable-diffusion-v1-5/stable-diffusion-v1-5", torch_dtype=torch.float16
+        "stable-diffusion-v1-5/stable-diffusion-v1-5", dtype=torch.float16
     )
     pipe.vae.enable_tiling()
     pipe.vae.tile_sample_min_size, pipe.vae.tile_latent_min_size = 256, 32
@@ -38,7 +45,8 @@ def diffusers_code(
     """
     types = dict(components or {})
     fixed = types.pop("vae", None) == "float16"
-    imports, told, how = [pipeline.class_name], [f'"{pipeline.repository}"', f"torch_dtype=torch.{dtype}"], vae.split()
+    keyword, imports, how = dtype_keyword(release), [pipeline.class_name], vae.split()
+    told = [f'"{pipeline.repository}"', f"{keyword}=torch.{dtype}"]
     lines, more = [], []
     quantised = [role for role, kind in types.items() if kind in BITSANDBYTES]
     if quantised:
@@ -60,7 +68,7 @@ def diffusers_code(
     lines += [f"pipe = {pipeline.class_name}.from_pretrained(", f"    {', '.join(told)}", ")"]
     if fixed:
         imports.insert(0, "AutoencoderKL")
-        lines.append(f'pipe.vae = AutoencoderKL.from_pretrained("{FIXED}", torch_dtype=torch.float16)')
+        lines.append(f'pipe.vae = AutoencoderKL.from_pretrained("{FIXED}", {keyword}=torch.float16)')
     if how[0] == "tiled":
         lines.append("pipe.vae.enable_tiling()")
         side = int(how[1]) if how[1:] else 0

@@ -226,7 +226,7 @@ def stored(
         have = sum(math.prod(tensor.shape) for tensor in listed)
         if have < numbers:
             raise ArgumentError("rule", f"a file that has the model's {numbers} numbers", f"one of {have}")
-        there = {tensor.name for tensor in listed}
+        there = {name for tensor in listed for name in (tensor.name, tensor.name.partition(".")[2])}
         return listed + [_as(tensor, "int64") for tensor in buffers if tensor.name not in there]
     choose("type", type, rule.types)
     assert type is not None

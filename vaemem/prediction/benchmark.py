@@ -47,7 +47,8 @@ def benchmark(
         Its dtype is the weights'.
     job : Job
         If its dtype differs from the input's, each run converts weights and input, and then converts the weights back.
-        With `upcast` it does so as diffusers' ``upcast_vae``: a decode's first blocks keep the input's dtype.
+        With `upcast` it does so as ``upcast_vae`` before diffusers 0.36: a decode's first blocks keep the input's
+        dtype.
     protocol : Protocol
     input_dtype : str, optional
         The job's weights_dtype by default.

@@ -40,12 +40,12 @@ class Formula(Typeset):
 
     Examples
     --------
-    >>> f = formula("sdxl", "decode", "float16")
-    >>> predict("sdxl", "decode", 768, 1024, "float16").reserved <= f.predict(768, 1024)
+    >>> f = formula("sdxl", "encode", "float16")
+    >>> predict("sdxl", "encode", 768, 1024, "float16").reserved <= f.predict(768, 1024)
     True
     >>> print(f.allocated)
     phase   counter   ...
-    decode  allocated  2432.125 N*MP + 5.125015  exact ...
+    encode  allocated  1536 N*MP + 6.281265  exact ...
     """
 
     assumed_card: str = ""

@@ -76,7 +76,7 @@ class LoadedVAE(_Held):
         Whether the convolutions' filters are in that memory format.
     first : str or None
         The dtype of post_quant_conv, decoder.conv_in and decoder.mid_block, and of latents to decode, if it differs,
-        as after diffusers' ``upcast_vae``.
+        as after ``upcast_vae`` before diffusers 0.36.
     sends : bool
         Whether each submodule's weights arrive for its call, as with accelerate's hooks; none are there before.
     """

@@ -30,7 +30,7 @@ class Job:
     tile: int | None = None
     tile_overlap: float = OVERLAP
     slicing: bool = False
-    upcast: bool = False  # by diffusers' upcast_vae, which leaves the first blocks of a decode in the weights' type
+    upcast: bool = False  # by upcast_vae before diffusers 0.36: a decode's first blocks stay in the weights' type
 
     def __post_init__(self) -> None:
         for name, known in (("op", TILED_OPS), ("dtype", DTYPES), ("weights_dtype", DTYPES)):

@@ -164,6 +164,8 @@ class Prediction(SimulatedAnswer):
     model, op, height, width, batch, dtype, runtime, gpu, torch_version, cudnn_version, weights_dtype, tile,
     tile_overlap, slicing, protocol, channels_last, allow_tf32, allocator
         The request.
+    diffusers_version : str or None
+        The release of diffusers that it is for, such as ``"0.42"``. None for a program with its own code.
     settings : tuple of str
         In words: those of the last four that differ from the defaults; for a tiled op, whether the image is cut.
 
@@ -186,6 +188,7 @@ class Prediction(SimulatedAnswer):
         self.weights_dtype, self.tile, self.slicing = job.weights_dtype, job.tile, job.slicing
         self.tile_overlap = job.tile_overlap if job.tile and request.code == "diffusers" else None
         self.runtime, self.allocator, self.settings = software.runtime, software.allocator, request.settings
+        self.diffusers_version = f"0.{software.release}" if request.code == "diffusers" else None
         self.model_note = request.taken
         self.assumed, self.title = request.assumed, f"{self.model} {self.op} {self.height}x{self.width}"
         covers, besides = ", for one frame" if self.model in WANS else "", ""
@@ -226,7 +229,7 @@ class Prediction(SimulatedAnswer):
         images = f", a batch of {self.batch}{', sliced' * self.slicing}" if self.batch > 1 else ""
         settings = "".join(f", {one}" for one in self.settings)
         cudnn = f", cuDNN {self.cudnn_version}" if self.cudnn_version else ""
-        run = f"{self.title} in {self.dtype}{weights}{images} by {self.runtime}{settings}"
+        run = f"{self.title} in {self.dtype}{weights}{images} by {self.request.software.program}{settings}"
         return f"{run} (torch {self.torch_version}{cudnn})"
 
     def __repr__(self) -> str:
@@ -288,7 +291,7 @@ class Prediction(SimulatedAnswer):
         advice = [(one.describe(size), one.command) for one in self._tried]
         tried = "What would fit:" if advice else "Nothing that was tried would fit."
         details = [
-            ("follows", followed(self.request.job.arch, self.request.code)),
+            ("follows", followed(self.request.job.arch, self.request.code, self.request.software.release)),
             ("rates", self.seconds.why if self.seconds else ""),
         ]  # fmt: skip
         return [
@@ -317,7 +320,9 @@ class Prediction(SimulatedAnswer):
         return {name: getattr(self, name) for name in names.split()}
 
     def _more_data(self) -> dict[str, Any]:
-        return super()._more_data() | {
+        more = super()._more_data()
+        more["software"]["diffusers"] = self.diffusers_version
+        return more | {
             "seconds": self.seconds and self.seconds._asdict(), "weights_bytes": self.weights_bytes,
             "would_fit": [one.to_dict() for one in self._tried],
         }  # fmt: skip
@@ -328,18 +333,19 @@ class Prediction(SimulatedAnswer):
         Examples
         --------
         >>> predict("sdxl", "decode", 1024, 1024, gpu="RTX 4090").rows()[0]["reserved_bytes"] >> 20
-        6232
+        5812
         """
         cudnn, took = f", cudnn {self.cudnn_version}" if self.cudnn_version else "", self.seconds
         replaced = f" (substituted: {'; '.join(self.substitutions)})" if self.substitutions else ""
+        release = [f"diffusers {self.diffusers_version}"] * bool(self.diffusers_version)
         names = "model op height width batch dtype tile tile_overlap runtime weights_bytes"
         row = {name: getattr(self, name) for name in names.split()}
         return [row | {
             "device": self.gpu, "source": "predicted", "allocated_bytes": self.allocated,
             "reserved_bytes": self.reserved, "seconds": took and took.likely,
-            "seconds_low": took and took.low, "seconds_high": took and took.high, "versions": ", ".join(
-                [f"torch {self.torch_version}{cudnn}{replaced}", *self.settings, f"vaemem {__version__}"]
-            ),
+            "seconds_low": took and took.low, "seconds_high": took and took.high, "versions": ", ".join([
+                f"torch {self.torch_version}{cudnn}{replaced}", *release, *self.settings, f"vaemem {__version__}",
+            ]),
         }]  # fmt: skip
 
 
@@ -363,7 +369,7 @@ def shell_command(request: VAERequest, verb: str = "fits") -> str:
     words = ["vaemem", verb, name, job.op, f"{job.height}x{job.width}"]
     flags: dict[str, Any] = {"batch": job.batch if job.batch > 1 else None}
     if verb == "fits":
-        usual = usual_dtypes(software.runtime, job.arch["name"], card.gpu.sm, request.fixed)
+        usual = usual_dtypes(software.runtime, job.arch["name"], card.gpu.sm, request.fixed, software.release)
         found = known_gpu(card.gpu.name)
         is_whole = found and found.total_memory == card.gpu.total_memory  # the name tells its memory
         is_usual = (job.dtype, job.weights_dtype, job.upcast) == usual[:3]
@@ -376,7 +382,7 @@ def shell_command(request: VAERequest, verb: str = "fits") -> str:
             "runtime": _program(request), "tile": job.tile,
             "tile-overlap": None if job.tile_overlap == usual_overlap(job.arch) else job.tile_overlap,
             "slicing": job.slicing,
-            "torch": software.torch_version, "cudnn": software.cudnn_version,
+            "torch": software.torch_version, "cudnn": software.cudnn_version, "diffusers": software.diffusers_version,
             "protocol": None if software.protocol == USUAL_PROTOCOL else software.protocol,
             "channels-last": software.channels_last, "no-tf32": not software.allow_tf32,
             "allocator": None if software.allocator == "native" else software.allocator,
@@ -395,7 +401,7 @@ def predict(
     used: int | str = 0, workspace: Any = None,
     protocol: str = USUAL_PROTOCOL, channels_last: bool = False, allow_tf32: bool = True,
     cudnn_benchmark: bool = False, allocator: str = "native", safe: bool = False,
-    os: str = "linux", calibrate: Any = None,
+    os: str = "linux", calibrate: Any = None, diffusers_version: str | None = None,
 ) -> Prediction:  # fmt: skip
     """Predict the memory that PyTorch takes for a VAE's run: in a fresh process, with the model loaded. By default one
     measured run follows two warm-up runs.
@@ -451,6 +457,7 @@ def predict(
         Runs of PyTorch that were measured on this card, with their seconds. `Prediction.seconds` then follows from
         them, and not from other people's measurements. Rows of other cards, of the engine, and without seconds are
         left out. A row without a device counts as measured on this card.
+    diffusers_version : shared
 
     Raises
     ------
@@ -479,7 +486,7 @@ def predict(
     return Prediction(resolve_vae(VAEArguments(
         model, op, height, width, dtype, batch, runtime, gpu, cudnn_version, torch_version, weights_dtype, tile,
         slicing, tile_overlap, memory, used, workspace, protocol, channels_last, allow_tf32, cudnn_benchmark,
-        allocator, safe, os, calibrate,
+        allocator, safe, os, calibrate, diffusers_version,
     )))  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from vaemem._core import OutOfMemoryError
 from vaemem._errors import ArgumentError
 from vaemem.prediction.gpus import CONTEXT, Gpu, find_gpu
 from vaemem.prediction.held import LoadedVAE, Tensor, addresses_of, arch_key
-from vaemem.prediction.runtimes import RUNTIMES, architecture
+from vaemem.prediction.runtimes import RUNTIMES, architecture, diffusers_release
 from vaemem.prediction.snapshot import CachingAllocator
 from vaemem.prediction.workspace import torch_for, torch_release, workspace_on
 
@@ -77,7 +77,7 @@ def _vae_trace(arch: tuple[tuple[str, Any], ...], **call: Any) -> _core.Trace:
     return _core.Trace.vae(dict(arch), **call)
 
 
-# The blocks that diffusers' upcast_vae converts back to half precision.
+# The blocks that upcast_vae converts back to half precision before diffusers 0.36.
 FIRST = ("post_quant_conv.", "decoder.conv_in.", "decoder.mid_block.")
 
 
@@ -123,6 +123,8 @@ class SimulatedProcess:
         ``torch.backends.cudnn.allow_tf32``, on by default as in PyTorch. A given `workspace` ignores it.
     used : int or str
         Memory of the card that others hold, in bytes or as ``"1.5 GB"``.
+    diffusers_version : str, optional
+        The release of diffusers that runs VAEs, ``"0.33.0"`` to ``"0.42.1"``, by default 0.42.
 
     Attributes
     ----------
@@ -152,10 +154,11 @@ class SimulatedProcess:
     def __init__(
         self, gpu: str | Gpu = "RTX 4090", cudnn_version: str | None = None, torch_version: str | None = None, *,
         allocator: CachingAllocator | None = None, workspace: Any = None, allow_tf32: bool = True,
-        used: int | str = 0,
+        used: int | str = 0, diffusers_version: str | None = None,
     ):  # fmt: skip
         self.gpu = find_gpu(gpu)
         self.torch_version = torch_for(self.gpu, torch_version)
+        self.diffusers_release = diffusers_release(diffusers_version)
         if workspace is None:
             workspace = workspace_on(self.gpu, cudnn_version, self.torch_version, allow_tf32)
         elif not hasattr(workspace, "conv"):
@@ -270,8 +273,8 @@ class SimulatedProcess:
         vae : LoadedVAE
         dtype : str
         first : str, optional
-            Another dtype for the first blocks of a decode, as with diffusers' ``upcast_vae``: post_quant_conv,
-            decoder.conv_in and decoder.mid_block.
+            Another dtype for the first blocks of a decode, as with ``upcast_vae`` before diffusers 0.36:
+            post_quant_conv, decoder.conv_in and decoder.mid_block.
         """
         dtype = meant("dtype", dtype, DTYPES)
         first = dtype if first is None else meant("first", first, DTYPES)
@@ -664,6 +667,7 @@ class SimulatedProcess:
             vae.key, runtime=vae.runtime, op=op, dtype=vae.dtype, height=height, width=width, batch=batch,
             tile=tile, slicing=slicing, sm=self.gpu.sm, multiprocessors=self.gpu.multiprocessors, free_bytes=free,
             channels_last=vae.channels_last, first=first, sends=vae.sends, tile_overlap=tile_overlap,
+            release=self.diffusers_release,
         )  # fmt: skip
         return self._as_tensor(f"{op} of {arch['name']}", self.call(trace), result, vae.dtype)
 

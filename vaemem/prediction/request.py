@@ -23,7 +23,7 @@ from vaemem._common import (
 )
 from vaemem._errors import ArgumentError, Named
 from vaemem._types import Program
-from vaemem.engine.configs import SAMPLE_SIZES, named_sample_size, sample_size_of
+from vaemem.engine.configs import SAMPLE_SIZES, config_of, named_sample_size, sample_size_of
 from vaemem.engine.limits import parse_size
 from vaemem.engine.names import shared_note
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, benchmark
@@ -31,7 +31,15 @@ from vaemem.prediction.gpus import CONTEXT, Gpu, find_gpu, known_gpu, present_gp
 from vaemem.prediction.job import OVERLAP, TINY_OVERLAP, Job
 from vaemem.prediction.process import PeakTensor, Reading, SimulatedProcess
 from vaemem.prediction.profiles import version_number
-from vaemem.prediction.runtimes import DEFAULT_TORCH, PROGRAM_NAMES, RUNTIMES, architecture, code_of, packing
+from vaemem.prediction.runtimes import (
+    DEFAULT_TORCH,
+    PROGRAM_NAMES,
+    RUNTIMES,
+    architecture,
+    code_of,
+    diffusers_release,
+    packing,
+)
 from vaemem.prediction.seconds import Machine, cards_of, vae_machine, vae_work
 from vaemem.prediction.snapshot import BACKENDS, CachingAllocator, parse_conf
 from vaemem.prediction.usual import BFLOAT16_SM, OVERFLOWING, held_by, is_fixed, usual_dtypes
@@ -111,7 +119,7 @@ def _unnamed(memory: int | str | None) -> tuple[Gpu, str]:
 @dataclass(frozen=True)
 class Software:
     """The software on the card, from the arguments of `vaemem.predict`: the program, PyTorch, cuDNN, the allocator, the
-    switches, and the protocol of the process. ValueError names an impossible argument."""
+    switches, the protocol of the process, and diffusers. ValueError names an impossible argument."""
 
     runtime: Program = "diffusers"
     torch_version: str | None = None
@@ -120,8 +128,10 @@ class Software:
     channels_last: bool = False
     allow_tf32: bool = True
     allocator: str = "native"
+    diffusers_version: str | None = None
 
     def __post_init__(self) -> None:
+        diffusers_release(self.diffusers_version)  # refuses an unknown one
         choose("protocol", self.protocol, PROTOCOLS)
         for name in ("channels_last", "allow_tf32"):
             object.__setattr__(self, name, flag(name, getattr(self, name)))
@@ -140,6 +150,16 @@ class Software:
     def has_version(self) -> bool:
         """Whether a version of PyTorch or cuDNN was named."""
         return self.torch_version is not None or self.cudnn_version is not None
+
+    @property
+    def release(self) -> int:
+        """The release of diffusers: 36 for 0.36."""
+        return diffusers_release(self.diffusers_version)
+
+    @property
+    def program(self) -> str:
+        """The program, and the release if it is diffusers."""
+        return f"diffusers 0.{self.release}" if self.runtime == "diffusers" else self.runtime
 
     @property
     def unusual(self) -> tuple[str, ...]:
@@ -194,7 +214,7 @@ class Request:
         allocator = CachingAllocator(**{"history": False, **_allocator_settings(software.allocator), **device})
         return SimulatedProcess(
             self.card.gpu, software.cudnn_version, software.torch_version, allocator=allocator, workspace=workspace,
-            allow_tf32=software.allow_tf32, used=self.card.taken,
+            allow_tf32=software.allow_tf32, used=self.card.taken, diffusers_version=software.diffusers_version,
         )  # fmt: skip
 
     def repeat(self, process: SimulatedProcess, capacity: int) -> tuple[SimulatedProcess, PeakTensor | None]:
@@ -275,7 +295,7 @@ class VAERequest(Request):
         return _core.Trace.vae(
             job.arch, self.code, job.op.removesuffix("_tiled"), job.dtype, job.height, job.width, job.batch,
             job.tile or 0, job.slicing, gpu.sm, gpu.multiprocessors, channels_last=self.software.channels_last,
-            tile_overlap=job.tile_overlap,
+            tile_overlap=job.tile_overlap, release=self.software.release,
         )  # fmt: skip
 
     @property
@@ -360,6 +380,7 @@ class VAEArguments:
     safe: bool = False
     os: str = "linux"
     calibrate: Any = None
+    diffusers_version: str | None = None
 
 
 def resolve_vae(given: VAEArguments) -> VAERequest:
@@ -374,10 +395,13 @@ def resolve_vae(given: VAEArguments) -> VAERequest:
     name, code = arch["name"], code_of(runtime, arch["name"])
     if slicing and code != "diffusers":
         raise ArgumentError("slicing", "", f"cannot be used with {runtime}", "use runtime='diffusers'")
+    if given.diffusers_version is not None and code != "diffusers":
+        raise ArgumentError("diffusers_version", f"None with {runtime}", repr(given.diffusers_version))
+    release = diffusers_release(given.diffusers_version, config_of(arch)["_class_name"])
     overlap = _resolve_overlap(given, arch, op, code, runtime)
     software = Software(
         runtime, given.torch_version, given.cudnn_version, given.protocol, given.channels_last, given.allow_tf32,
-        given.allocator,
+        given.allocator, given.diffusers_version,
     )  # fmt: skip
     card = find_card(given.gpu, given.memory, given.used, given.os)
     tile = given.tile
@@ -386,7 +410,7 @@ def resolve_vae(given: VAEArguments) -> VAERequest:
         room = card.gpu.total_memory // MIB
         tile = next((side for least, side in sides if room > least), None) or usual_tile(given.model)
     card = replace(card, held=held_by(runtime, name)[1])
-    usual = usual_dtypes(runtime, name, card.gpu.sm, is_fixed(given.model))
+    usual = usual_dtypes(runtime, name, card.gpu.sm, is_fixed(given.model), release)
     assumed, kept = (usual.why, usual.weights_dtype) if given.dtype is None else ("", given.dtype)
     dtype = meant("dtype", usual.dtype if given.dtype is None else given.dtype, DTYPES)
     weights_dtype = meant("weights_dtype", kept if given.weights_dtype is None else given.weights_dtype, DTYPES)

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple, get_args
 
 from vaemem import _core
+from vaemem._errors import ArgumentError
 from vaemem._types import Program
 from vaemem.engine.configs import config_of, named_model, read_config
 
 DEFAULT_TORCH = "2.7.1+cu128"  # predictions were compared with measurements of this build
+# Releases of diffusers with known code, 36 for 0.36. Tests run the first one and the last one. A prediction means the
+# last one unless another is named.
+FIRST_DIFFUSERS, LAST_DIFFUSERS = 33, 42
+LAST_PARTLY_UPCAST = 35  # up to this release, upcast_vae leaves a decode's first blocks in half precision
+# The first release with a class, if that is not the first one above.
+SINCE = {
+    "AutoencoderKLFlux2": 36, "AutoencoderKLHunyuanImage": 36, "AutoencoderKLQwenImage": 35,
+    "AutoencoderKLQwenImage21": 41, "Flux2KleinPipeline": 37, "Flux2Pipeline": 36, "ZImagePipeline": 36,
+}  # fmt: skip
 
 
 class Runtime(NamedTuple):
@@ -84,12 +95,26 @@ def architecture(model: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str,
     return arch | {"name": WAN} if is_wan else arch
 
 
-def followed(arch: Mapping[str, Any], code: str) -> str:
+def diffusers_release(version: str | None, needed: str = "") -> int:
+    """Return 36 for ``"0.36.0"``, and the last known release for None. ValueError if that release is not known, or does
+    not have the class `needed`."""
+    if version is None:
+        return LAST_DIFFUSERS
+    least = SINCE.get(needed, FIRST_DIFFUSERS)
+    found = re.match(r"0\.(\d+)(?![^.])", version) if isinstance(version, str) else None
+    if not found or not least <= int(found[1]) <= LAST_DIFFUSERS:
+        has = f", which have {needed}" if needed in SINCE else ""
+        raise ArgumentError("diffusers_version", f"0.{least} to 0.{LAST_DIFFUSERS}{has}", repr(version))
+    return int(found[1])
+
+
+def followed(arch: Mapping[str, Any], code: str, release: int) -> str:
     """Return the class and the release that the prediction follows, if classes and releases differ; otherwise ""."""
-    if "family" not in arch:
-        return ""
-    frame = "one frame by " * (arch["family"] == "wan")
-    if code == "comfyui":
+    family = arch.get("family", "")
+    frame = "one frame by " * (family == "wan")
+    if code == "comfyui" and frame:
         return f"{frame}ComfyUI's WanVAE of 2026"
-    branch = ", with TAEF2's branch added" * (arch["family"] == "tiny" and arch["norm_num_groups"] > 0)
-    return f"{frame}{config_of(dict(arch))['_class_name']} of diffusers 0.42{branch}"
+    if code != "diffusers":
+        return ""
+    branch = ", with TAEF2's branch added" * (family == "tiny" and arch["norm_num_groups"] > 0)
+    return f"{frame}{config_of(dict(arch))['_class_name']} of diffusers 0.{release}{branch}"

@@ -1,9 +1,9 @@
 """The default types in which programs run a VAE: of its numbers, and of its weights between runs.
 
-Read in diffusers 0.33 (StableDiffusionXLPipeline), ComfyUI (a7631e3, comfy/model_management.py `vae_dtype`, comfy/sd.py
-`working_dtypes`), Forge (dfdcbab, backend/memory_management.py `vae_dtype`), A1111 (0027ce1, modules/processing.py
-`decode_latent_batch`), InvokeAI (8e71a8a, latents_to_image.py, flux.py `FluxVAELoader`, the UI's `vaePrecision`) and
-BFL's flux (cli.py).
+Read in diffusers 0.33 to 0.42 (StableDiffusionXLPipeline), ComfyUI (a7631e3, comfy/model_management.py `vae_dtype`,
+comfy/sd.py `working_dtypes`), Forge (dfdcbab, backend/memory_management.py `vae_dtype`), A1111 (0027ce1,
+modules/processing.py `decode_latent_batch`), InvokeAI (8e71a8a, latents_to_image.py, flux.py `FluxVAELoader`, the UI's
+`vaePrecision`) and BFL's flux (cli.py).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from vaemem._common import letters
+from vaemem.prediction.runtimes import LAST_DIFFUSERS, LAST_PARTLY_UPCAST
 
 # The types of diffusers' pipelines, as their documentation loads them (torch_dtype=...), by model.
 PIPELINE_DTYPES = {
@@ -32,7 +33,7 @@ class _Usual(NamedTuple):
     """The types in which a program runs a VAE.
 
     dtype, weights_dtype: of the run's numbers, and of the weights between runs
-    upcast: whether diffusers' ``upcast_vae`` is at work, which leaves a decode's first blocks in the weights' type
+    upcast: whether diffusers' ``upcast_vae`` leaves a decode's first blocks in the weights' type
     why: the program with that rule, and how to change it
     """
 
@@ -67,8 +68,9 @@ def is_fixed(model: Any) -> bool:
     return isinstance(model, str) and letters(model).endswith("fp16fix")
 
 
-def usual_dtypes(runtime: str, name: str, sm: int, fixed: bool) -> _Usual:
-    """Return the types in which a program runs that VAE on a card of that compute capability. fixed: see `is_fixed`."""
+def usual_dtypes(runtime: str, name: str, sm: int, fixed: bool, release: int = LAST_DIFFUSERS) -> _Usual:
+    """Return the types in which a program runs that VAE on a card of that compute capability. fixed: see `is_fixed`.
+    release: diffusers', 42 for 0.42."""
     half = PIPELINE_DTYPES.get(name, "float16")
     overflows = name in OVERFLOWING and not fixed
     fix = f"; {FIXED}, which can be named as the model, stays in float16" if overflows else ""
@@ -86,9 +88,9 @@ def usual_dtypes(runtime: str, name: str, sm: int, fixed: bool) -> _Usual:
         why = "float32, which InvokeAI's setting VAE precision is by default. It may be fp16: name float16 then"
         return _Usual("float32", "float32", False, why)
     if runtime == "diffusers" and overflows:
-        why = "float32 from float16 weights, because diffusers converts a VAE whose config says force_upcast (before"
-        why += " 0.36, as here, but for a decode's first blocks)"
-        return _Usual("float32", "float16", True, why + fix)
+        partly, blocks = release <= LAST_PARTLY_UPCAST, f" (in 0.{release} all but a decode's first blocks)"
+        why = "float32 from float16 weights, because diffusers converts a VAE whose config says force_upcast"
+        return _Usual("float32", "float16", partly, why + blocks * partly + fix)
     a1111 = "A1111 runs VAEs"
     whose = {"a1111": a1111, "a1111-medvram": a1111, "invokeai": "InvokeAI runs it"}
     whose["bfl"] = "BFL's scripts decode, by autocast, of which nothing more is modelled"

@@ -133,14 +133,15 @@ class _DropIn(diffusers.ModelMixin):  # type: ignore[misc]
 
     @classmethod
     def from_pretrained(
-        cls, pretrained_model_name_or_path: str | os.PathLike[str], *, torch_dtype: torch.dtype | None = None,
-        memory_limit: Limit = None, precision: Precision = "highest", subfolder: str | None = None, **kwargs: Any,
+        cls, pretrained_model_name_or_path: str | os.PathLike[str], *, dtype: torch.dtype | None = None,
+        torch_dtype: torch.dtype | None = None, memory_limit: Limit = None, precision: Precision = "highest",
+        subfolder: str | None = None, **kwargs: Any,
     ) -> Self:  # fmt: skip
         """Load a directory: a VAE's, or a pipeline's with a ``vae``. vaemem reads it if there are no other keywords.
 
         For the Hub's names, and with other keywords of diffusers', diffusers loads and `from_module` copies.
-        `precision` is `VAE.load`'s, here and below."""
-        dtype = torch_dtype or torch.float32
+        `precision` is `VAE.load`'s, here and below. `torch_dtype` is `dtype` before diffusers 0.40."""
+        dtype = dtype or torch_dtype or torch.float32
         path = os.path.join(pretrained_model_name_or_path, subfolder or "")
         if os.path.isdir(path) and not any(value is not None for value in kwargs.values()):
             core, config = weights.read(path, **open_device("cpu", "float32", precision, False, "auto")[1])

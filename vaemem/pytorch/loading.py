@@ -18,6 +18,7 @@ from vaemem._errors import Named, NoFileError
 from vaemem._types import Dtype
 from vaemem.pipelines.components import CLIP_TOKENS, CLIPS, PIPELINES, known_pipeline
 from vaemem.pipelines.pipeline_request import OFFLOADS, TORCH_WAYS
+from vaemem.pipelines.recipe import dtype_keyword
 from vaemem.prediction.runtimes import architecture
 from vaemem.pytorch.measuring import find_device, vae_builder
 
@@ -229,7 +230,9 @@ def load_pipeline(
             names = f" one of {', '.join(PIPELINES)}"
             raise NoFileError("source", (wanted, Named("random", True), names), repr(source)) from error
         usual = next((kind.dtype for kind in PIPELINES.values() if kind.class_name == class_name), "bfloat16")
-        pipe = loader.from_pretrained(source, torch_dtype=getattr(torch, dtype or usual), local_files_only=True)
+        release = int(need("diffusers", "load_pipeline").__version__.split(".")[1])
+        kept = {dtype_keyword(release): getattr(torch, dtype or usual)}
+        pipe = loader.from_pretrained(source, **kept, local_files_only=True)
     if vae != "whole":
         pipe.vae.enable_tiling() if vae == "tiled" else pipe.vae.enable_slicing()
     if offload == "none":

@@ -28,6 +28,7 @@ from vaemem.pipelines.predict_pipeline import PipelinePrediction
 from vaemem.prediction.gpus import CONTEXT
 from vaemem.prediction.planned import Phase
 from vaemem.prediction.request import Card, Software, find_card, usual_tile
+from vaemem.prediction.runtimes import LAST_DIFFUSERS, diffusers_release
 from vaemem.pytorch.measuring import CpuMeter, CudaMeter, cudnn_version, find_device, what_ran
 from vaemem.tables.table import Table
 
@@ -384,6 +385,16 @@ def _request(pipe: Any, seen: Seen, card: Card, software: Software, **facts: Any
     raise ValueError(why)
 
 
+def _find_release(class_name: str) -> tuple[str | None, list[str]]:
+    """Return the installed release of diffusers to predict for; if it is unknown, None and a note."""
+    version = sys.modules["diffusers"].__version__
+    try:
+        diffusers_release(version, class_name)
+    except ValueError:
+        return None, [f"The prediction follows diffusers 0.{LAST_DIFFUSERS}; this is {version}."]
+    return version, []
+
+
 def _predict_phases(
     pipe: Any, seen: Seen | None, call: Mapping[str, Any], place: Any, used: int, facts: Mapping[str, Any]
 ) -> tuple[dict[str, Phase], list[str]]:
@@ -394,10 +405,11 @@ def _predict_phases(
         raise ValueError("the call of the denoiser, which shows what runs, was not seen")
     if unknown := list(_list_unpredictable(pipe, call)):
         raise ValueError(f"nothing is known of {'; '.join(unknown)}")
+    release, notes = _find_release(type(pipe).__name__)
     conf = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "native"
     software = Software(
         torch_version=torch.__version__, cudnn_version=cudnn_version(), allocator=conf,
-        allow_tf32=torch.backends.cudnn.allow_tf32,
+        allow_tf32=torch.backends.cudnn.allow_tf32, diffusers_version=release,
     )  # fmt: skip
     about, system = torch.cuda.get_device_properties(place), "windows" if sys.platform == "win32" else "linux"
     card, sizes = find_card(about.name, about.total_memory, used, system), ("height", "width", "batch", "steps")
@@ -406,13 +418,10 @@ def _predict_phases(
     if facts["vae"] == "tiled" and (pipe.vae.tile_sample_min_size, pipe.vae.tile_overlap_factor) != (tile, 0.25):
         raise ValueError(f"its tiles do not have {tile} pixels a side with an overlap of a quarter")
     prediction = PipelinePrediction(request.run_with(facts["offload"], facts["vae"]))
-    notes, release = list(prediction.notes), request.pipeline.read
+    notes += prediction.notes
     if prediction.out_of_memory_at:
         where, lacking = prediction.out_of_memory_at
         notes.append(f"Predicted to run out of memory in {where}, at {lacking.name} of {lacking.bytes / MIB:.0f} MiB.")
-    version = sys.modules["diffusers"].__version__
-    if not version.startswith(f"{release}."):
-        notes.append(f"The prediction follows this pipeline's code in diffusers {release}; this is {version}.")
     phases = {phase.name: phase for phase in prediction.here.phases}
     if pipe.config.get("force_zeros_for_empty_prompt") and call.get("negative_prompt") is None and request.guidance:
         phases.pop("encode prompt", None)

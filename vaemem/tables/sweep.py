@@ -328,24 +328,10 @@ def _predictions(asked: Sequence[Any], progress: Progress, others: Mapping[str, 
             if run.pop("op") == "pipeline":
                 yield from predictor(model, **run).rows()
             else:
-                yield _predicted(Prediction(resolve_vae(VAEArguments(model, case.op, **run))))
+                yield from Prediction(resolve_vae(VAEArguments(model, case.op, **run))).rows()
             done += case.work
             if poll:
                 poll(done, work)
-
-
-def _predicted(p: Prediction) -> Row:
-    cudnn = f", cudnn {p.cudnn_version}" if p.cudnn_version else ""
-    stood_in = f" (substituted: {'; '.join(p.substitutions)})" if p.substitutions else ""
-    took = p.seconds
-    return {
-        "model": p.model, "op": p.op, "height": p.height, "width": p.width, "batch": p.batch, "dtype": p.dtype,
-        "tile": p.tile, "tile_overlap": p.tile_overlap,
-        "runtime": p.runtime, "device": p.gpu, "source": "predicted", "allocated_bytes": p.allocated,
-        "reserved_bytes": p.reserved, "weights_bytes": p.weights_bytes,
-        "seconds": took and took.likely, "seconds_low": took and took.low, "seconds_high": took and took.high,
-        "versions": ", ".join([f"torch {p.torch_version}{cudnn}{stood_in}", *p.settings, f"vaemem {__version__}"]),
-    }  # fmt: skip
 
 
 def _row(vae: VAE, case: Case, source: str, run: Run, limited: bool) -> Row:
