@@ -610,3 +610,9 @@ def test_the_end_of_a_long_input_is_explained():
 def test_a_path_that_is_not_there_is_no_message():
     done = shell("vaemem explain nowhere/run.log")
     assert done.returncode == 2 and "nowhere/run.log" in done.stderr
+
+
+def test_plan_prints_the_code_alone(capsys):
+    asked = {"gpu": "RTX 3060", "memory": "4GB"}
+    assert main(["plan", "sd15", "1024", "--gpu", asked["gpu"], "--memory", asked["memory"], "--code"]) == 0
+    assert capsys.readouterr().out == vaemem.plan_pipeline("sd15", 1024, 1024, **asked).recommended.way.code + "\n"

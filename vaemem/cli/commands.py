@@ -405,7 +405,8 @@ def run_largest(args: argparse.Namespace, asked: dict[str, Any]) -> None:
 
 
 @command(
-    "vaemem:plan_pipeline", f"{_PIPELINE} planned_runtime gpu host_memory {_SECONDS} {_SOFTWARE} tight all exact format"
+    "vaemem:plan_pipeline",
+    f"{_PIPELINE} planned_runtime gpu host_memory {_SECONDS} {_SOFTWARE} tight code all exact format",
 )
 def run_plan(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     """List the ways to run a pipeline on a card, and recommend one.
@@ -414,7 +415,10 @@ def run_plan(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     """
     height, width = args.size
     plan = vaemem.plan_pipeline(height=height, width=width, **asked)
-    _print(plan, args)
+    if args.code and plan.recommended:
+        print(plan.recommended.way.code)
+    else:
+        _print(plan, args)
     return 0 if plan.recommended else 1
 
 

@@ -175,6 +175,7 @@ FLAGS: dict[str, FlagSettings] = {
     "allocator": _flag(metavar="CONF"),
     "cudnn_benchmark": _flag("Always an error: only the card knows its fastest plan."),
     "all": _flag("Show the details, too.", action="store_true"),
+    "code": _flag("Print only the script of the recommended way.", action="store_true"),
     "exact": _flag("Show sizes in MiB. Otherwise they are in GB of 1024 MiB, as cards are sold.", action="store_true"),
     "run": _flag("The run: a VAE's operation and one size or more in pixels, such as decode 1024 or decode 512x768; or"
         " sizes alone, for a whole pipeline.", nargs="+", action=_Run, metavar="[OP] SIZE", dest="run_words"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from vaemem.pipelines.components import VAE_STRIDE, Pipeline
@@ -10,11 +10,39 @@ from vaemem.pipelines.storage import BITSANDBYTES, FOUR_BITS
 from vaemem.prediction.runtimes import LAST_DIFFUSERS
 from vaemem.prediction.usual import FIXED
 
-_OFFLOADS = {
-    "none": ['pipe.to("cuda")'],
-    "model": ["pipe.enable_model_cpu_offload()"],
-    "sequential": ["pipe.enable_sequential_cpu_offload()"],
-}
+
+def vae_code(vae: str, limit: int | str | None = None) -> list[str]:
+    """Return the lines that set how a pipeline's VAE runs: the argument `vae` of `vaemem.predict_pipeline`.
+
+    Examples
+    --------
+    >>> vae_code("sliced")
+    ['pipe.vae.enable_slicing()']
+    """
+    how, _, side = vae.partition(" ")
+    if how == "sliced":
+        return ["pipe.vae.enable_slicing()"]
+    if how == "vaemem":
+        made = f"pipe.vae = AutoencoderKL.from_module(pipe.vae, memory_limit={_quoted(limit)})"
+        return ["from vaemem.pytorch import AutoencoderKL", made]
+    sides = f"{side}, {int(side or 0) // VAE_STRIDE}"
+    tiles = [f"pipe.vae.tile_sample_min_size, pipe.vae.tile_latent_min_size = {sides}"] * bool(side)
+    return ["pipe.vae.enable_tiling()", *tiles] if how == "tiled" else []
+
+
+def placing_code(offload: str | Mapping[str, str], roles: Iterable[str], device: str = "cuda") -> list[str]:
+    """Return the lines that offload a pipeline, or put its components in place."""
+    if isinstance(offload, Mapping):
+        on_cpu = [role for role, place in offload.items() if place == "cpu"]
+        note = f"# {' and '.join(on_cpu)} stay on the CPU: pass pipe.encode_prompt's embeddings to the pipeline"
+        return [note, *(f"pipe.{role}.to({_quoted(device)})" for role in roles if role not in on_cpu)]
+    if offload == "none":
+        return [f"pipe.to({_quoted(device)})"]
+    return [f"pipe.enable_{offload}_cpu_offload({'' if device == 'cuda' else f'device={_quoted(device)}'})"]
+
+
+def _quoted(value: object) -> str:
+    return f'"{value}"'
 
 
 def dtype_keyword(release: int) -> str:
@@ -45,7 +73,7 @@ def diffusers_code(
     """
     types = dict(components or {})
     fixed = types.pop("vae", None) == "float16"
-    keyword, imports, how = dtype_keyword(release), [pipeline.class_name], vae.split()
+    keyword, imports = dtype_keyword(release), [pipeline.class_name]
     told = [f'"{pipeline.repository}"', f"{keyword}=torch.{dtype}"]
     lines, more = [], []
     quantised = [role for role, kind in types.items() if kind in BITSANDBYTES]
@@ -69,20 +97,7 @@ def diffusers_code(
     if fixed:
         imports.insert(0, "AutoencoderKL")
         lines.append(f'pipe.vae = AutoencoderKL.from_pretrained("{FIXED}", {keyword}=torch.float16)')
-    if how[0] == "tiled":
-        lines.append("pipe.vae.enable_tiling()")
-        side = int(how[1]) if how[1:] else 0
-        sides = f"{side}, {side // VAE_STRIDE}"
-        lines += [f"pipe.vae.tile_sample_min_size, pipe.vae.tile_latent_min_size = {sides}"] if side else []
-    if how[0] == "sliced":
-        lines.append("pipe.vae.enable_slicing()")
-    if how[0] == "vaemem":
-        more.append("from vaemem.pytorch import AutoencoderKL")
-        lines.append(f'pipe.vae = AutoencoderKL.from_module(pipe.vae, memory_limit="{vae_memory_limit}")')
-    if isinstance(offload, Mapping):
-        on_cpu = [role for role, place in offload.items() if place == "cpu"]
-        lines.append(f"# {' and '.join(on_cpu)} stay on the CPU: pass pipe.encode_prompt's embeddings to the pipeline")
-        lines += [f'pipe.{role}.to("cuda")' for role in pipeline.parts if role not in on_cpu]
-    else:
-        lines += _OFFLOADS[offload]
+    lines += [*vae_code(vae, vae_memory_limit), *placing_code(offload, pipeline.parts)]
+    more += [line for line in lines if line.startswith("from ")]
+    lines = [line for line in lines if not line.startswith("from ")]
     return "\n".join(["import torch", f"from diffusers import {', '.join(imports)}", *more, "", *lines])

@@ -9,6 +9,7 @@ from vaemem._common import need
 need("torch", "vaemem.pytorch")
 
 from vaemem.prediction.predict import ModulePrediction
+from vaemem.pytorch.applying import Applied, apply
 from vaemem.pytorch.loading import load_pipeline
 from vaemem.pytorch.measuring import measure
 from vaemem.pytorch.measuring_pipelines import MeasuredPhase, MeasuredPipeline, measure_pipeline
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from vaemem.pytorch.autoencoder import AutoencoderKL, AutoencoderKLWan, AutoencoderTiny
 
 __all__ = [
-    "AutoencoderKL", "AutoencoderKLWan", "AutoencoderTiny", "MeasuredPhase", "MeasuredPipeline", "ModulePrediction",
-    "Recording", "load_pipeline", "measure", "measure_pipeline", "predict_peak", "record",
+    "Applied", "AutoencoderKL", "AutoencoderKLWan", "AutoencoderTiny", "MeasuredPhase", "MeasuredPipeline",
+    "ModulePrediction", "Recording", "apply", "load_pipeline", "measure", "measure_pipeline", "predict_peak", "record",
 ]  # fmt: skip
 
 

@@ -1,0 +1,112 @@
+"""A plan's way, set on small pipelines of diffusers, and undone."""
+
+from __future__ import annotations
+
+import pytest
+from errors import refused
+
+from vaemem import plan_pipeline
+
+torch = pytest.importorskip("torch")
+diffusers = pytest.importorskip("diffusers")
+pytest.importorskip("transformers")
+accelerate = pytest.importorskip("accelerate")
+
+import torch_pipelines
+
+from vaemem.pytorch import AutoencoderKL, apply
+from vaemem.pytorch.measuring_pipelines import _offload
+
+TILES = ("use_tiling", "use_slicing", "tile_sample_min_size", "tile_latent_min_size")
+
+
+def state(pipe):
+    """What a way changes."""
+    parts = {role: part for role, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
+    hooks = {role: type(getattr(part, "_hf_hook", None)).__name__ for role, part in parts.items()}
+    places = {role: {str(weight.device) for weight in part.parameters()} for role, part in parts.items()}
+    return pipe.vae, {name: getattr(pipe.vae, name) for name in TILES}, hooks, places
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch):
+    """Sequential offload refuses a CPU: accelerate's hooks are put on as diffusers does, but for the device."""
+
+    def sequential(pipe, device):
+        for part in (pipe.unet, pipe.vae, pipe.text_encoder):
+            accelerate.cpu_offload(part, torch.device(device))
+
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "enable_sequential_cpu_offload", sequential)
+
+
+WAYS = {
+    "no offload, VAE whole": ("none", "use_tiling", False),
+    "no offload, VAE sliced": ("none", "use_slicing", True),
+    "no offload, VAE tiled": ("none", "use_tiling", True),
+    "model offload, VAE whole": ("model", "use_tiling", False),
+    "model offload, VAE tiled": ("model", "use_tiling", True),
+    "sequential offload, VAE sliced": ("sequential", "use_slicing", True),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_plans_way_is_set_and_undone(name, tmp_path, on_the_cpu):
+    """It runs, makes the same picture, and its code is that of the plan but for the device."""
+    pipe = torch_pipelines.stable_diffusion(tmp_path)
+    want, before = torch_pipelines.pictures(pipe, "sd"), state(pipe)
+    way = plan_pipeline("sd15", 1024, 1024, 2, gpu="RTX 3060")[name].way
+    done = apply(way, pipe, device="cpu")
+    offload, flag, value = WAYS[name]
+    assert getattr(pipe.vae, flag) is value and _offload(pipe, torch.device("cpu")) == offload
+    for line in done.code.replace('device="cpu"', "").replace('"cpu"', '"cuda"').splitlines():
+        assert line in way.code.splitlines()
+    got = torch_pipelines.pictures(pipe, "sd")
+    assert "tiled" in name or (got - want).abs().max() < 1e-5  # blended tiles change the picture
+    done.undo()
+    assert state(pipe) == before and torch.equal(torch_pipelines.pictures(pipe, "sd"), want)
+
+
+def test_our_decoder_is_set_and_undone(tmp_path):
+    pipe = torch_pipelines.stable_diffusion(tmp_path)
+    want, before = torch_pipelines.pictures(pipe, "sd"), state(pipe)
+    done = apply({"offload": "model", "vae": "vaemem", "vae_memory_limit": "64 MiB"}, pipe, device="cpu")
+    assert isinstance(pipe.vae, AutoencoderKL) and pipe.vae.memory_limit == "64 MiB"
+    assert str(done) == "vaemem decodes within 64 MiB; each component is on cpu for its call"
+    assert (torch_pipelines.pictures(pipe, "sd") - want).abs().max() < 1e-4 and pipe.vae.last_run.op == "decode"
+    done.undo()
+    assert state(pipe) == before and torch.equal(torch_pipelines.pictures(pipe, "sd"), want)
+
+
+def test_ways_follow_each_other(tmp_path):
+    """The last one counts, and each is undone to the one before it."""
+    pipe = torch_pipelines.stable_diffusion(tmp_path)
+    first = apply({"offload": "model", "vae": "tiled 64"}, pipe, device="cpu")
+    between = state(pipe)
+    last = apply({"offload": {"text_encoder": "cpu"}, "vae": "sliced"}, pipe, device="cpu")
+    assert (pipe.vae.use_tiling, pipe.vae.use_slicing) == (False, True) and not hasattr(pipe.unet, "_hf_hook")
+    assert last.steps[1] == "text_encoder stay on the CPU, and the others are on cpu"
+    last.undo()
+    assert state(pipe) == between and pipe.vae.tile_sample_min_size == 64
+    first.undo()
+    assert not pipe.vae.use_tiling and not hasattr(pipe.unet, "_hf_hook")
+
+
+def test_what_cannot_be_set_changes_nothing(tmp_path, monkeypatch):
+    pipe = torch_pipelines.stable_diffusion(tmp_path)
+    before = state(pipe)
+    with refused("way", names=["--offload-to-cpu"]):
+        apply({"--offload-to-cpu": True}, pipe, device="cpu")
+    with refused("way", "int", kind=TypeError):
+        apply(3, pipe, device="cpu")
+    with refused("pipe", "dict", kind=TypeError):
+        apply({}, {}, device="cpu")
+    with refused("pipe", "float32", names=["unet is loaded in nf4"]):
+        apply({"components": {"unet": "nf4"}}, pipe, device="cpu")
+    pipe.vae.half()
+    with refused("pipe", names=["force_upcast"]):
+        apply({"components": {"vae": "float16"}}, pipe, device="cpu")
+    pipe.vae.float()
+    monkeypatch.setattr(pipe, "enable_model_cpu_offload", lambda **_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        apply({"offload": "model", "vae": "tiled 64"}, pipe, device="cpu")
+    assert state(pipe) == before
