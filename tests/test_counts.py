@@ -107,6 +107,8 @@ CALLS = {
     "CachingAllocator.free": (lambda **given: CachingAllocator().free(**given), {"address": 0}),
     "CachingAllocator.malloc": (lambda **given: CachingAllocator().malloc(**given), {"bytes": 512, "stream": 1}),
     "CachingAllocator.rounded_size": (lambda bytes: CachingAllocator().rounded_size(bytes), {"bytes": 700}),
+    "Decoder": (lambda **given: str(vaemem.Decoder("vae", **given)), LIMIT | {"threads": 2}),
+    "Encoder": (lambda **given: str(vaemem.Encoder("vae", **given)), LIMIT | {"threads": 2, "sample": 3}),
     "Encoded.sample": (lambda **given: vae().encode(images(16, 16)).sample(**given), {"generator": 1}),
     "SimulatedProcess": (lambda **given: SimulatedProcess("RTX 3060", **given).reserved, {"used": 1 << 20}),
     "SimulatedProcess.count": (

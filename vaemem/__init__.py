@@ -15,6 +15,7 @@ if _TYPE_CHECKING:
     from vaemem import plot as plot
     from vaemem._core import OutOfMemoryError
     from vaemem._errors import ArgumentError, ArgumentTypeError, FileError, MissingPackageError, NoFileError
+    from vaemem.datasets.encoder import Decoder, Encoder
     from vaemem.engine.arguments import Cancelled
     from vaemem.engine.device import DeviceArray, backends
     from vaemem.engine.records import Encoded, Run
@@ -41,6 +42,7 @@ if _TYPE_CHECKING:
 _NAMES = {
     "_core": "OutOfMemoryError",
     "_errors": "ArgumentError ArgumentTypeError FileError MissingPackageError NoFileError",
+    "datasets.encoder": "Decoder Encoder",
     "engine.arguments": "Cancelled",
     "engine.device": "DeviceArray backends",
     "engine.records": "Encoded Run",
@@ -67,11 +69,12 @@ _PLACES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for 
 _PLACES |= {name: f"{__name__}.{name}" for name in ("_core", "engine", "prediction", "tables")}  # modules
 
 __all__ = [
-    "ESTIMATORS", "VAE", "ArgumentError", "ArgumentTypeError", "CachingAllocator", "Cancelled", "DeviceArray",
-    "Encoded", "Estimator", "FileError", "MissingPackageError", "NoFileError", "OutOfMemoryError", "PipelinePlan",
-    "PipelinePrediction", "Prediction", "Replay", "Run", "SimulatedProcess", "Table", "Tiling", "backends", "bound",
-    "compare", "estimate_sweep", "explain", "fit", "formula", "largest_batch", "measure_sweep", "plan_pipeline",
-    "predict", "predict_largest", "predict_pipeline", "predict_sweep", "replay", "report", "seed_table", "tradeoff",
+    "ESTIMATORS", "VAE", "ArgumentError", "ArgumentTypeError", "CachingAllocator", "Cancelled", "Decoder",
+    "DeviceArray", "Encoded", "Encoder", "Estimator", "FileError", "MissingPackageError", "NoFileError",
+    "OutOfMemoryError", "PipelinePlan", "PipelinePrediction", "Prediction", "Replay", "Run", "SimulatedProcess",
+    "Table", "Tiling", "backends", "bound", "compare", "estimate_sweep", "explain", "fit", "formula",
+    "largest_batch", "measure_sweep", "plan_pipeline", "predict", "predict_largest", "predict_pipeline",
+    "predict_sweep", "replay", "report", "seed_table", "tradeoff",
 ]  # fmt: skip
 
 

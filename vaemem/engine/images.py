@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from vaemem._common import choose, distinct, need, reading
-from vaemem._errors import ArgumentError, ArgumentTypeError
+from vaemem._errors import ArgumentError, ArgumentTypeError, FileError
 from vaemem.engine.arguments import as_int, check_mask
 
 Notes = tuple[str, ...]
@@ -23,15 +24,15 @@ BYTES = ("RGB", "RGBX", "L", "1", "P", "CMYK", "YCbCr", "LAB", "HSV", *ALPHA)  #
 def read_images(x: Any) -> tuple[Any, Notes]:
     """Return images as uint8 (N, H, W, 3), and notes of what was lost.
 
-    x: a Pillow image, an image file, or a sequence of them. A sequence of arrays becomes one array; anything else is
-    returned as it is. ValueError for images of different sizes in a sequence, or for masked values.
+    x: a Pillow image, an image file, the bytes of one, or a sequence of them. A sequence of arrays becomes one array;
+    anything else is returned as it is. ValueError for images of different sizes in a sequence, or for masked values.
     """
     check_mask("x", x)
-    if not x if isinstance(x, (list, tuple)) else not _is_image(x):
+    if not x if isinstance(x, (list, tuple)) else not is_image(x):
         return x, ()
     items, notes = list(x) if isinstance(x, (list, tuple)) else [x], list[str]()
-    if any(_is_image(item) for item in items):
-        items = [_as_bytes(item, notes) for item in items]
+    if any(is_image(item) for item in items):
+        items = [read_image(item, notes) for item in items]
     sizes = distinct(np.shape(item) for item in items)
     if len(sizes) > 1:
         one, other = (f"{s[0]}x{s[1]}" if s[2:] == (3,) else str(s) for s in sizes[:2])
@@ -39,20 +40,27 @@ def read_images(x: Any) -> tuple[Any, Notes]:
     return np.stack(items), tuple(distinct(notes))
 
 
-def _is_image(item: Any) -> bool:
+def is_image(item: Any) -> bool:
+    """Return whether `read_image` takes it: a Pillow image, a path, or the bytes of a file."""
     pillow = sys.modules.get("PIL.Image")
-    return isinstance(item, (str, os.PathLike)) or (pillow is not None and isinstance(item, pillow.Image))
+    return isinstance(item, (str, bytes, os.PathLike)) or (pillow is not None and isinstance(item, pillow.Image))
 
 
-def _as_bytes(item: Any, notes: list[str]) -> np.ndarray:
-    """Return an image as uint8 (H, W, 3). A file is rotated as its EXIF data says."""
-    if isinstance(item, (str, os.PathLike)):
+def read_image(item: Any, notes: list[str], turn: bool = True) -> np.ndarray:
+    """Return an image as uint8 (H, W, 3), and add notes of what was lost. turn: rotate a file as its EXIF data says."""
+    if isinstance(item, (str, bytes, os.PathLike)):
         pillow, ops = need("PIL.Image", "reading an image file"), need("PIL.ImageOps", "reading an image file")
-        with reading("x", "an image file", item), pillow.open(item) as file:
-            is_deep = _note_losses(file, notes)
-            item = ops.exif_transpose(file)
-            item.load()
-    elif _is_image(item):
+        path, source = ("", io.BytesIO(item)) if isinstance(item, bytes) else (item, item)
+        try:
+            with reading("x", "an image file", path), pillow.open(source) as file:
+                is_deep = _note_losses(file, notes)
+                item = ops.exif_transpose(file) if turn else file
+                item.load()
+        except FileError as error:
+            if not path and isinstance(error.__cause__, pillow.UnidentifiedImageError):  # its text has an address
+                raise ArgumentError("x", "an image file", "bytes of another kind") from None
+            raise
+    elif is_image(item):
         is_deep = _note_losses(item, notes)
     else:
         raise ArgumentTypeError("x", "images and files of them, or arrays", f"{type(item).__name__} among images")

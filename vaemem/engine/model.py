@@ -66,6 +66,11 @@ class Runner:
         self.core.trim()
         self._arena_bytes = 0
 
+    def forget(self) -> None:
+        """Make the next run start as the first one did: without an arena, and without a factor against overflow."""
+        self.trim()
+        self._scale = 1.0
+
     def run(
         self, arrays: Arrays | DeviceTile, poll: Poll, limit: int, retries: bool, cache_bytes: int | None, **how: Any
     ) -> tuple[Any, Run]:

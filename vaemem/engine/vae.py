@@ -212,9 +212,9 @@ class VAE(Model):
         ----------
         x : array, shape (N, 3, H, W) or, if uint8, (N, H, W, 3)
             Real numbers nominally in [-1, 1], or bytes v, which become v / 127.5 - 1. H and W are multiples of 8. Or a
-            Pillow image, the path of an image file, or a list of N of them in one size: they become RGB bytes, without
-            alpha, rotated as EXIF says. Only one of several frames is used, and 16 bits a channel become 8; `Run.notes`
-            reports what was lost. Arrays in host memory with numbers from 0 to more than 2 are refused.
+            Pillow image, an image file (its path or its bytes), or a list of N of them in one size: they become RGB
+            bytes, without alpha, rotated as EXIF says. Only one of several frames is used, and 16 bits a channel become
+            8; `Run.notes` reports what was lost. Arrays in host memory with numbers from 0 to more than 2 are refused.
         scaled : bool
             `Encoded.sample` and `Encoded.mode` return (latent - shift) * scaling, as pipelines hold it; normalised or
             packed as `decode` takes it, with x in host memory.
@@ -375,8 +375,8 @@ class VAE(Model):
         return found
 
     def trim(self) -> None:
-        """Free the arena that is kept between runs."""
-        self._runner.trim()
+        """Free the arena that is kept between runs, and forget the factor by which float16 avoids overflow."""
+        self._runner.forget()
 
     # ---- inside ----
 
