@@ -1,7 +1,18 @@
 """Encoders of batches, folders of latents that survive kills, and trainers' caches."""
 
+import csv
 import io
+import os
 import pickle
+import random
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +21,10 @@ from errors import refused
 
 import vaemem
 from vaemem import Decoder, Encoder
+from vaemem.__main__ import main
+from vaemem.datasets.folder import Folder
+from vaemem.datasets.shards import Preparation, encode_dataset
+from vaemem.datasets.sources import list_images
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -128,3 +143,272 @@ def test_weights_of_fsspec(weights, tmp_path):
         for one in (f"file://{tmp_path}/one.safetensors", tmp_path / "one.safetensors")
     )
     assert np.array_equal(got, want)
+
+
+# ---- folders ----
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "DATASETS.md"
+
+
+def draw_photos(folder, count, low=40, high=200):
+    """Write images of odd modes with captions; return the names of those that cannot be read."""
+    rng, bad = np.random.default_rng(0), []
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    for i in range(count):
+        height, width = (int(n) for n in rng.integers(low, high + 1, 2))
+        picture = Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8))
+        name, how = f"{'abc'[i % 3]}/{i:05d}.png", {}
+        match i % 20:
+            case 0 | 1 | 2:
+                name, how = name.replace("png", "jpg"), {"exif": turned}
+            case 3:
+                name, picture = name.replace("png", "jpg"), picture.convert("CMYK")
+            case 4:
+                picture = Image.fromarray(rng.integers(0, 65536, (height, width), np.uint16))
+            case 5 | 6 | 7:
+                picture = picture.convert(("LA", "RGBA", "1")[i % 20 - 5])
+            case 8:
+                name, how = name.replace("png", "gif"), {"save_all": True, "append_images": [picture]}
+            case 9:
+                picture, how = picture.convert("P"), {"transparency": 3}
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        picture.save(path, **how)
+        if i % 20 in (10, 11):
+            path.write_bytes(path.read_bytes()[: (i % 20 - 10) * 500])
+            bad.append(name)
+        if i % 2:
+            path.with_suffix(".txt").write_text(f"caption {i}\n")
+    return bad
+
+
+def files_of(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def latents_of(folder):
+    """By name, all images of a folder: (record, latents)."""
+    shards = [Folder(folder).read(path) for path in Folder(folder).shards()]
+    return {name: (one.records[name], one.latents[name]) for one in shards for name in one.records}
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("photos")
+    return folder, draw_photos(folder, 60, 16, 70)
+
+
+BUCKETS = Preparation(side=32, step=8)
+
+
+def test_a_folder_of_odd_images(photos, weights, tmp_path, capsys):
+    """Each latent is that of its image, scaled and cut as its record says."""
+    folder, bad = photos
+    encode = ["encode", str(folder), "--weights", str(weights("sd")), "--buckets", "32", "--step", "8"]
+    encode += ["--shard", "25", "--sample", "3", "--flip", "-o", str(tmp_path / "out")]
+    assert main(encode) == 0
+    printed = capsys.readouterr()
+    assert all(f"passed over {name}: " in printed.err for name in bad) and len(bad) == 6
+    assert sorted(files_of(tmp_path / "out")) == [
+        "errors.csv", *(f"latents-0000{i}.safetensors" for i in range(3)), "manifest.json",
+    ]  # fmt: skip
+    with open(tmp_path / "out" / "errors.csv", newline="") as f:
+        assert [row["name"] for row in csv.DictReader(f)] == sorted(bad)
+    found = latents_of(tmp_path / "out")
+    assert {*found} == {item.name for item in list_images([folder])} - {*bad}
+    one = Encoder(weights("sd"), sample=3)
+    for name, (record, latents) in list(found.items())[::5]:
+        picture = vaemem.engine.images.read_image(folder / name, [])
+        (width, height), (left, top), bucket = record["scaled"], record["crop"], record["bucket"]
+        assert picture.shape[1::-1] == tuple(record["size"]) and bucket[0] % 8 == bucket[1] % 8 == 0
+        assert bucket[0] * bucket[1] <= 32 * 32 and 0 <= left <= width - bucket[0] and 0 <= top <= height - bucket[1]
+        scaled = np.asarray(Image.fromarray(picture).resize((width, height), Image.Resampling.LANCZOS))
+        cut = scaled[top : top + bucket[1], left : left + bucket[0]]
+        names = [name, name + " flipped"]
+        assert np.array_equal(latents, one({"image": [cut, cut[:, ::-1]], "name": names})["latent"])
+        assert record.get("caption") == (f"caption {int(Path(name).stem)}" if int(Path(name).stem) % 2 else None)
+    assert main([*encode, "--check"]) == 0
+    assert main(["decode", str(tmp_path / "out"), "--weights", str(weights("sd")), "-o", str(tmp_path / "back")]) == 0
+    assert {*files_of(tmp_path / "back")} == {f"{name}.png" for name in found}
+
+
+def test_without_buckets(photos, weights, tmp_path):
+    """Images keep their size: cut to whole latents, or padded, which decoding takes off again."""
+    folder, bad = photos
+    for pad in (None, "reflect"):
+        out = tmp_path / str(pad)
+        summary = encode_dataset([folder / "a", folder / "b"], out, Encoder(weights("sd")), Preparation(pad=pad))
+        assert summary.images == 40 - len([name for name in bad if name[0] != "c"]) and not summary.wrong
+        for record, (latent,) in latents_of(out).values():
+            sides = [-(-n // 4) * 4 if pad else n // 4 * 4 for n in record["size"]]
+            assert record["scaled"] == record["size"] and record["bucket"] == sides
+            assert latent.shape == (4, sides[1] // 4, sides[0] // 4)
+    assert main(["decode", str(out), "--weights", str(weights("sd")), "-o", str(tmp_path / "back")]) == 0
+    for name, (record, _) in latents_of(out).items():
+        with Image.open(tmp_path / "back" / f"{name}.png") as picture:
+            assert list(picture.size) == record["size"]
+
+
+class Killed(Exception):
+    pass
+
+
+def test_a_run_that_ended_anywhere_goes_on(photos, weights, tmp_path):
+    """Whatever a run left behind, the next one makes what an uninterrupted one makes. So do parts."""
+    encoder, how = Encoder(weights("sd"), sample=1), {"preparation": BUCKETS, "shard": 7}
+    encode_dataset([photos[0]], tmp_path / "whole", encoder, **how)
+    want = files_of(tmp_path / "whole")
+    for k in (2, 1, 3):
+        encode_dataset([photos[0]], tmp_path / "parts", encoder, part=(k, 3), **how)
+    assert files_of(tmp_path / "parts") == want
+    counted = []
+    for stop in (1, 9, 23, 10**9):
+
+        def tell(done, total, stop=stop):
+            if done == stop:
+                raise Killed
+            counted.append(total)
+
+        try:
+            encode_dataset([photos[0]], tmp_path / "ended", encoder, tell=tell, **how)
+        except Killed:
+            (tmp_path / "ended" / ".vaemem-0.part").write_bytes(b"half a shard")
+    assert files_of(tmp_path / "ended") == want and counted[-1] == 60 - 7 - 21
+
+
+def test_check_finds_what_is_wrong(photos, weights, tmp_path, capsys):
+    encode = ["encode", str(photos[0]), "--weights", str(weights("sd")), "--buckets", "32", "--shard", "20"]
+    encode += ["-o", str(tmp_path)]
+    assert main([*encode, "--check"]) == 2  # there is no manifest
+    assert main(encode) == 0
+    one, two, three = Folder(tmp_path).shards()
+    data = bytearray(one.read_bytes())
+    data[-1] ^= 1
+    one.write_bytes(data)
+    two.unlink()
+    three.write_bytes(three.read_bytes()[:-1])
+    before = files_of(tmp_path)
+    capsys.readouterr()
+    assert main([*encode, "--check"]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert ["has changed" in said[0], str(two) in said[1], str(three) in said[2], len(said)] == [True, True, True, 3]
+    assert files_of(tmp_path) == before
+    for path in (one, three):
+        path.unlink()
+    assert main(encode) == 0 and main([*encode, "--check"]) == 0
+
+
+def test_another_data_set_is_refused(photos, weights, tmp_path):
+    """Another VAE, crop, dtype, seed or list of images; not another limit."""
+    sources = [photos[0] / "a"]
+    encode_dataset(sources, tmp_path, Encoder(weights("sd")), BUCKETS)
+    before = files_of(tmp_path)
+    encode_dataset(sources, tmp_path, Encoder(weights("sd"), memory_limit="1 GiB", threads=1), BUCKETS)
+    small_vae(seed=1).save(tmp_path / "other")
+    for encoder, how, place in (
+        (Encoder(tmp_path / "other"), BUCKETS, "sha256"),
+        (Encoder(weights("sd"), dtype="bfloat16"), BUCKETS, "dtype"),
+        (Encoder(weights("sd"), sample=1), BUCKETS, "sample"),
+        (Encoder(weights("sd")), Preparation(side=32, step=16), "step"),
+        (Encoder(weights("sd")), Preparation(side=32, step=8, pad="edge"), "pad"),
+    ):
+        with refused("out", names=[place]):
+            encode_dataset(sources, tmp_path, encoder, how)
+    with refused("out", names=["images count"]):
+        encode_dataset([photos[0]], tmp_path, Encoder(weights("sd")), BUCKETS)
+    with refused("step"):
+        encode_dataset(sources, tmp_path, Encoder(weights("sd")), Preparation(side=32, step=6))
+    with refused("images", names=["two named"]):
+        encode_dataset(sources * 2, tmp_path, Encoder(weights("sd")), BUCKETS)
+    with refused("images"):
+        encode_dataset([tmp_path / "other"], tmp_path, Encoder(weights("sd")), BUCKETS)
+    assert {name: data for name, data in files_of(tmp_path).items() if "other" not in name} == before
+
+
+def packed(photos, kind, path):
+    """The readable and the unreadable images of a folder in another container, with their captions."""
+    items = list_images([photos])
+    if kind == "tar":
+        with tarfile.open(path, "w") as tar:
+            for item in items:
+                tar.add(photos / item.name, f"./{item.name}")
+                if (caption := (photos / item.name).with_suffix(".txt")).exists():
+                    tar.add(caption, f"./{item.name[:-4]}.txt")
+    else:
+        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        images = [{"bytes": item.read(), "path": item.name} for item in items]
+        captions = [item.caption() for item in items]
+        images = [item["bytes"] for item in images] if kind == "binary" else images
+        parquet.write_table(arrow.table({"image": images, "text": captions}), path, row_group_size=13)
+    return items
+
+
+@pytest.mark.parametrize("kind", ["tar", "struct", "binary"])
+def test_containers_give_what_folders_give(kind, photos, weights, tmp_path):
+    path = tmp_path / ("images.tar" if kind == "tar" else "images.parquet")
+    items = packed(photos[0], kind, path)
+    encoder = Encoder(weights("tiny"))
+    for source, out in ((photos[0], "folder"), (tmp_path / "images.*", "packed")):
+        encode_dataset([source], tmp_path / out, encoder, BUCKETS)
+    want, got = latents_of(tmp_path / "folder"), latents_of(tmp_path / "packed")
+    for i, item in enumerate(items):
+        name = f"images.tar/{item.name}" if kind == "tar" else f"images.parquet/{i:09d}"
+        assert (item.name in want) == (name in got)
+        if name in got:
+            assert got[name][0] == want[item.name][0] and np.array_equal(got[name][1], want[item.name][1])
+
+
+def test_captions_and_sources(tmp_path):
+    (tmp_path / "x.jpg").write_bytes(b"")
+    (tmp_path / "x.caption").write_text(" a cat\n")
+    (tmp_path / ".hidden.jpg").write_bytes(b"")
+    (tmp_path / "notes.md").write_text("")
+    (item,) = list_images([tmp_path])
+    assert (item.name, item.size, item.caption(), item.read()) == ("x.jpg", 0, "a cat", b"")
+    assert [one.name for one in list_images([str(tmp_path / "*.jpg")])] == ["x.jpg"]
+    for wrong in (tmp_path / "none", tmp_path / "notes.md"):
+        with refused("images", path=wrong):
+            list_images([wrong])
+    (tmp_path / "cut.tar").write_bytes(b"no tar" * 200)
+    with refused("images", path=tmp_path / "cut.tar"):
+        list_images([tmp_path / "cut.tar"])
+
+
+@pytest.mark.skipif(not DOCUMENT.exists(), reason="the documents are not here")
+def test_the_document(tmp_path, monkeypatch, capsys):
+    """Its commands print what it shows, with buckets of another side; its programs run."""
+    draw_photos(tmp_path / "photos", 22)
+    small_vae().save(tmp_path / "vae")
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```(console|python)\n(.*?)^```", DOCUMENT.read_text("utf-8"), re.M | re.S)
+    assert len(blocks) >= 6
+    for kind, block in blocks:
+        if kind == "python":
+            exec(block, {})
+            continue
+        for typed, shown in zip(*[iter(block.splitlines())] * 2, strict=True):
+            assert main(shlex.split(typed.replace("1024", "64").removeprefix("$ vaemem "))) == 0
+            assert capsys.readouterr().out.splitlines() == [shown]
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(os.name == "nt", reason="there is no SIGKILL")
+def test_kills_at_random_moments(weights, tmp_path):
+    """2,000 images of odd modes, killed and resumed ten times, equal a run that was left alone."""
+    bad = draw_photos(tmp_path / "photos", 2000)
+    command = [sys.executable, "-m", "vaemem", "encode", str(tmp_path / "photos"), "--weights", str(weights("tiny"))]
+    command += ["--buckets", "64", "--step", "8", "--shard", "50", "--sample", "1", "-o"]
+    start = time.monotonic()
+    subprocess.run([*command, tmp_path / "whole"], check=True, capture_output=True)
+    seconds = time.monotonic() - start
+    moments = random.Random(0)
+    for _ in range(10):
+        run = subprocess.Popen([*command, tmp_path / "killed"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(moments.uniform(0.05, seconds / 6))
+        run.send_signal(signal.SIGKILL)
+        run.wait()
+    subprocess.run([*command, tmp_path / "killed"], check=True, capture_output=True)
+    assert files_of(tmp_path / "killed") == files_of(tmp_path / "whole")
+    assert len(latents_of(tmp_path / "whole")) == 2000 - len(bad)
+    assert main([*command[3:], str(tmp_path / "killed"), "--check"]) == 0

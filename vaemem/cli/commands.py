@@ -21,6 +21,7 @@ import vaemem
 from vaemem._common import ELEMENT_BYTES, MIB, OPS, check_writable, need, saved, write
 from vaemem._errors import ArgumentError, FileError, Named
 from vaemem._render import Bullets, Columns, Facts, Sheet, in_gb, in_mib
+from vaemem.cli import folders
 from vaemem.cli.progress import show_progress
 
 if TYPE_CHECKING:
@@ -117,10 +118,14 @@ def _written(image: Any) -> dict[str, str]:
 
 @command("vaemem:VAE.load", f"latents cropped {_WEIGHTS} scaled tiling {_RUN}")
 def run_decode(args: argparse.Namespace, asked: dict[str, Any]) -> None:
-    """Decode latents to pictures.
+    """Decode latents, or a folder of them, to pictures.
 
     vaemem decode z.npy --weights ae.safetensors --scaled -o picture.png
+    vaemem decode latents/ --weights ae.safetensors -o pictures/
     """
+    if os.path.isdir(args.latents):
+        folders.decode_folder(args, asked)
+        return
     from vaemem.engine.latents import read_latents
 
     z = read_latents(args.latents)
@@ -140,24 +145,35 @@ def run_decode(args: argparse.Namespace, asked: dict[str, Any]) -> None:
         _print_run(args, vae)
 
 
-@command("vaemem:VAE.load", f"images pad sample {_WEIGHTS} become_scaled tiling {_RUN}")
-def run_encode(args: argparse.Namespace, asked: dict[str, Any]) -> None:
-    """Encode pictures to latents, as .npy.
+_OF_DATASETS = "data sets: buckets step flip shard part check"
+
+
+@command("vaemem:VAE.load", f"images pad sample {_WEIGHTS} become_scaled tiling {_RUN} | {_OF_DATASETS}")
+def run_encode(args: argparse.Namespace, asked: dict[str, Any]) -> int | None:
+    """Encode pictures, or a whole data set, to latents.
 
     vaemem encode photo.jpg --weights ae.safetensors --pad reflect -o z.npy
+    vaemem encode photos/ --weights ae.safetensors --buckets 1024 --step 64 -o latents/
     """
     import numpy as np
 
     if not args.out.endswith(".npy"):
-        raise ArgumentError("out", "a name that ends in .npy", repr(args.out))
+        if os.path.splitext(args.out)[1] and not os.path.isdir(args.out):
+            raise ArgumentError("out", "a name that ends in .npy, or a folder", repr(args.out))
+        return folders.encode_folder(args, asked)
     check_writable(args.out)
     with _loaded(args, asked, "encoder") as vae:
         how = {"tiling": args.tiling, "memory_limit": args.memory_limit}
         with _shown_progress(args) as tell:
             encoded = vae.encode(args.images, args.scaled, tell, pad=args.pad, **how)
-        write(args.out, saved(np.save, encoded.mode() if args.sample is None else encoded.sample(args.sample)))
+        seeded = isinstance(args.sample, int)
+        found = (
+            encoded.sample(args.sample) if seeded else encoded.moments if args.sample == "moments" else encoded.mode()
+        )
+        write(args.out, saved(np.save, found))
         print(args.out)
         _print_run(args, vae)
+    return None
 
 
 def _bare(arch: Arch, dtype: str = "float32", precision: str = "highest", parts: str = "all") -> vaemem.VAE:

@@ -52,6 +52,18 @@ def positive(text: str) -> int:
     return number
 
 
+def _sample(text: str) -> int | str:
+    return text if text in ("mean", "moments") else count(text)
+
+
+def _part(text: str) -> tuple[int, int]:
+    k, _, n = text.partition("/")
+    part = positive(k), positive(n)
+    if part[0] > part[1]:
+        raise argparse.ArgumentTypeError(f"expected a part such as 2/8, got {text[:80]!r}")
+    return part
+
+
 def _tiling(text: str) -> Any:
     from vaemem.engine.tiling import Tiling
 
@@ -136,14 +148,27 @@ FLAGS: dict[str, FlagSettings] = {
     "config": _flag("The diffusers config.json of any other model.", metavar="FILE"),
     "scaled": _flag("The latents are scaled as a pipeline holds them.", action="store_true"),
     "progress": _flag("Show a progress bar.", action="store_true"),
-    "latents": _flag("Latents as .npy, .safetensors, ComfyUI's .latent, .pt or .pth.", metavar="LATENTS"),
-    "images": _flag("Files that Pillow reads, all of one size.", nargs="+", metavar="IMAGE"),
+    "latents": _flag("Latents as .npy, .safetensors, ComfyUI's .latent, .pt or .pth; or a folder of latents.",
+        metavar="LATENTS"),
+    "images": _flag("Files that Pillow reads; for an .npy, all of one size. For a folder also folders, globs, .tar "
+        "files (WebDataset) and .parquet files with a column of images.", nargs="+", metavar="SOURCE"),
+    # of data sets
+    "buckets": _flag("Scale images to about this side squared, in buckets of several aspects. By default images keep "
+        "their size.", type=positive, metavar="PIXELS"),
+    "step": _flag("Sides of buckets are multiples of this. Default: a latent's.", type=positive, metavar="PIXELS"),
+    "flip": _flag("Also encode each image mirrored.", action="store_true"),
+    "shard": _flag("Images in a file. A run that is killed loses at most one file's work.", type=positive,
+        metavar="IMAGES", default=1000),
+    "part": _flag("Encode one part of the data set, such as 2/8. The others can run at the same time, on this machine "
+        "or others.", type=_part, metavar="K/N", default=(1, 1)),
+    "check": _flag("Encode nothing; check that the folder has every image, unchanged.", action="store_true"),
     "tiling": _flag(
         "Run in tiles of this side, as diffusers cuts and blends them. The result is not exact. Give no memory limit.",
         type=_tiling, metavar="PIXELS", option="--tile"),
-    "pad": _flag("How to pad images to whole latents.", choices=["reflect", "edge"]),
-    "sample": _flag("Draw a sample with this seed instead of the mean.", type=count,
-        metavar="SEED"),
+    "pad": _flag("How to pad images to whole latents, or to their buckets instead of cropping.",
+        choices=["reflect", "edge"]),
+    "sample": _flag("Draw a sample with this seed instead of the mean; or write moments, mean and log-variance.",
+        type=_sample, metavar="SEED"),
     "message": _flag("The message, a file that holds it, or - to read a pipe (the default).", nargs="?"),
     "file": _flag("A safetensors or GGUF file, or a diffusers directory.", metavar="FILE"),
     # of tables

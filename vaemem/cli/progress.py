@@ -11,11 +11,11 @@ WIDTH = 30  # characters of a whole bar
 
 
 @contextlib.contextmanager
-def show_progress(name: str) -> Iterator[Callable[[int, int], None]]:
+def show_progress(name: str, unit: str = "") -> Iterator[Callable[[int, int], None]]:
     """Give the function that takes (work done, work to do) and shows it.
 
     On a terminal one line moves and is cleared at the end. Elsewhere, such as in a log, a line follows every 5 seconds.
-    name: what the line begins with.
+    name: what the line begins with. unit: also show how many of these are done per second.
     """
     file, started = sys.stderr, time.monotonic()
     moves = file is not None and file.isatty()
@@ -29,7 +29,8 @@ def show_progress(name: str) -> Iterator[Callable[[int, int], None]]:
         shown, drawn = now, WIDTH * done // total
         left = (now - started) * (total - done) / done
         picture = f"[{'#' * drawn}{'-' * (WIDTH - drawn)}] " if moves else ""
-        line = f"{name}: {picture}{100 * done // total}%, {left:.0f} s left"
+        speed = f", {done / max(now - started, 1e-9):.1f} {unit}/s" if unit else ""
+        line = f"{name}: {picture}{100 * done // total}%{speed}, {left:.0f} s left"
         file.write(f"\r{line}\x1b[K" if moves else f"{line}\n")
         file.flush()
 

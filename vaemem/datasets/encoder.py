@@ -10,7 +10,7 @@ import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -48,6 +48,7 @@ def _column(arrays: Sequence[np.ndarray]) -> np.ndarray:
 class _Worker:
     """The settings of a VAE, which the first batch opens."""
 
+    _parts: ClassVar[str]
     weights: str | os.PathLike[str]
     model: str | None = None
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None
@@ -87,16 +88,21 @@ class _Worker:
         """Threads of a run: `threads`, or by default the processors that this process may use."""
         return default_threads() if self.threads is None else self.threads
 
-    def _vae(self, parts: str) -> VAE:
-        """Return this process's VAE with these settings. The instance keeps it alive; other instances share it."""
+    def open(self) -> VAE:
+        """Return this process's VAE with these settings. The instance keeps it alive; other instances share it.
+
+        >>> vae.save("model")
+        >>> vaemem.Encoder("model").open()
+        <VAE custom: ... parameters, parts=encoder, ... MiB held>
+        """
         weights = os.fspath(self.weights)
         settings = self.model, str(self.config), self.dtype, self.precision, self.device, self.num_cpus
-        key = (os.getpid(), parts, weights, *settings)
+        key = (os.getpid(), self._parts, weights, *settings)
         if (vae := _OPEN.get(key)) is None:
             if "://" in weights:
                 weights = need("fsspec", f"weights={weights!r}").open_local(f"simplecache::{weights}")
             how: dict[str, Any] = {"dtype": self.dtype, "precision": self.precision, "device": self.device}
-            vae = _OPEN[key] = VAE.load(weights, self.model, self.config, parts, **how)
+            vae = _OPEN[key] = VAE.load(weights, self.model, self.config, self._parts, **how)
             vae.threads = self.num_cpus
         self._set("_kept", vae)
         return vae
@@ -170,6 +176,7 @@ class Encoder(_Worker):
     True
     """
 
+    _parts: ClassVar[str] = "encoder"
     sample: int | str = "mean"
     pad: str | None = None
     image: str = "image"
@@ -188,7 +195,7 @@ class Encoder(_Worker):
 
     def __call__(self, batch: Batch) -> dict[str, Any]:
         """Encode a batch, a dict of columns."""
-        others, vae = _without(batch, self.image), self._vae("encoder")
+        others, vae = _without(batch, self.image), self.open()
         pictures = [
             images.read_image(one, []) if images.is_image(one) else np.asarray(one) for one in batch[self.image]
         ]
@@ -239,9 +246,11 @@ class Decoder(_Worker):
     (1073741824, 1)
     """
 
+    _parts: ClassVar[str] = "decoder"
+
     def __call__(self, batch: Batch) -> dict[str, Any]:
         """Decode a batch, a dict of columns."""
-        others, vae = _without(batch, "latent"), self._vae("decoder")
+        others, vae = _without(batch, "latent"), self.open()
         latents, channels = [np.asarray(one) for one in batch["latent"]], vae.arch["latent_channels"]
         if not self.scaled:  # of moments, the means
             latents = [one[:channels] if len(one) == 2 * channels else one for one in latents]

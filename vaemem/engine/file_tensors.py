@@ -12,7 +12,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import IO, Any, NamedTuple
 
 import ml_dtypes
@@ -205,6 +205,20 @@ def safetensors_header(f: IO[bytes]) -> tuple[list[FileTensor], dict[str, str]]:
         raise ArgumentError("header", "texts in __metadata__")
     tensors = sorted((_safetensor(*item) for item in entries.items()), key=lambda one: (one.at, one.nbytes))
     return _end_to_end(tensors, 8 + header_bytes, size), about or {}
+
+
+def safetensors_start(tensors: Iterable[tuple[str, str, Shape]], about: Mapping[str, str]) -> bytes:
+    """Return what precedes the tensors in a file: the header's length in 8 bytes, and the header in JSON.
+
+    tensors: name, type and shape of each, in the order in which they follow, end to end.
+    """
+    header, end = dict[str, Any](__metadata__=dict(about)), 0
+    for name, dtype, shape in tensors:
+        begin, end = end, end + bytes_of(name, dtype, shape)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data starts aligned
+    return len(text).to_bytes(8, "little") + text
 
 
 # ---- GGUF ----

@@ -21,7 +21,7 @@ from vaemem._errors import ArgumentError, ArgumentTypeError, FileError, Named, N
 from vaemem.engine import configs, file_tensors, hub, layouts, tiny, torch_files
 from vaemem.engine.arguments import as_path, check_mask
 from vaemem.engine.configs import CONFIG, Arch, Config, shown
-from vaemem.engine.file_tensors import FILE_NAMES, FLOATS, FileTensor, bytes_of
+from vaemem.engine.file_tensors import FILE_NAMES, FLOATS, FileTensor, safetensors_start
 from vaemem.engine.layouts import Shape
 from vaemem.engine.limits import parse_size
 
@@ -340,20 +340,15 @@ def kept(model: _core.Model) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _write_tensors(f: IO[bytes], model: _core.Model, layout: str, about: dict[str, str] | None = None) -> None:
-    """Write the safetensors format: the header's length in 8 bytes, the header in JSON, the tensors end to end, each in
-    its stored type. The safetensors package needs all tensors in memory at once; this needs one."""
-    tensors = model.tensors
-    types = _stored_types(model)
-    spelt = layouts.spell([name for name, _ in tensors], layout, len(model.arch["block_out_channels"]))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"} | (about or {})}
-    end = 0
-    for name, shape in tensors:
-        written = (*shape, 1, 1) if layout != "diffusers" and layouts.is_attention_matrix(name, shape) else shape
-        begin, end = end, end + bytes_of(name, types[name], shape)
-        header[spelt[name]] = {"dtype": types[name], "shape": list(written), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data starts aligned
-    f.write(len(text).to_bytes(8, "little") + text)
+    """Write the safetensors format, each tensor in its stored type. The safetensors package needs all tensors in memory
+    at once; this needs one."""
+    types, tensors = _stored_types(model), dict(model.tensors)
+    spelt = layouts.spell(list(tensors), layout, len(model.arch["block_out_channels"]))
+    for name, shape in tensors.items():
+        if layout != "diffusers" and layouts.is_attention_matrix(name, shape):
+            tensors[name] = (*shape, 1, 1)
+    entries = ((spelt[name], types[name], shape) for name, shape in tensors.items())
+    f.write(safetensors_start(entries, {"format": "pt"} | (about or {})))
     for name, tensor in kept(model):
         f.write(tensor.view(FLOATS[types[name]][0]).data)
 

@@ -1,0 +1,52 @@
+"""Encode a data set to a folder, and decode a folder."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import Any
+
+import vaemem
+from vaemem._errors import ArgumentError
+from vaemem.cli.progress import show_progress
+
+
+def shared_settings(args: argparse.Namespace, asked: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that an encoder and a decoder share."""
+    if args.tiling:
+        raise ArgumentError("tiling", "no tiles for a folder", "--tile", "give a memory limit")
+    asked = {
+        name: value for name, value in asked.items() if name in ("model", "config", "dtype", "precision", "device")
+    }
+    return asked | {"weights": args.weights, "memory_limit": args.memory_limit}
+
+
+def encode_folder(args: argparse.Namespace, asked: dict[str, Any]) -> int:
+    """Encode a data set, or check its folder; return 1 if something is missing or damaged."""
+    from vaemem.datasets.shards import Preparation, encode_dataset
+
+    sample = "mean" if args.sample is None else args.sample
+    encoder = vaemem.Encoder(**shared_settings(args, asked), scaled=args.scaled, sample=sample)
+    preparation = Preparation(args.buckets, args.step, args.pad, args.flip)
+
+    def report(name: str, error: str) -> None:
+        print(f"vaemem encode: passed over {name}: {error}", file=sys.stderr)
+
+    with show_progress("vaemem encode", "images") as tell:
+        how: dict[str, Any] = {"shard": args.shard, "part": args.part, "check": args.check}
+        found = encode_dataset(args.images, args.out, encoder, preparation, tell=tell, report=report, **how)
+    listed = f", {len(found.errors)} passed over: {os.path.join(args.out, 'errors.csv')}" if found.errors else ""
+    print(f"{args.out}: {found.images} images{listed}")
+    for wrong in found.wrong if args.check else ():
+        print(f"vaemem encode: {wrong}", file=sys.stderr)
+    return 1 if args.check and found.wrong else 0
+
+
+def decode_folder(args: argparse.Namespace, asked: dict[str, Any]) -> None:
+    """Decode a folder's latents to PNG files in another folder."""
+    from vaemem.datasets.shards import decode_dataset
+
+    with show_progress("vaemem decode") as tell:
+        done = decode_dataset(args.latents, args.out, vaemem.Decoder(**shared_settings(args, asked)), tell)
+    print(f"{args.out}: {done} images")

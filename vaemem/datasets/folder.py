@@ -1,0 +1,136 @@
+"""A folder of latents:
+
+    manifest.json               the VAE, the settings and the images; every run must agree with it
+    latents-00000.safetensors   a tensor for each image, by name; the metadata tell sizes, crops, captions and errors
+    errors.csv                  the images that could not be encoded
+
+Each file is written under another name, synced to disk and renamed. So a shard is there whole or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vaemem._common import as_csv, reading, replacing, write
+from vaemem._errors import FileError, NoFileError
+from vaemem.engine.file_tensors import FILE_NAMES, FLOATS, read_tensor, safetensors_header, safetensors_start
+
+FORMAT = "vaemem latents 1"
+MANIFEST, ERRORS = "manifest.json", "errors.csv"
+FLIPPED = " flipped"  # ends the name of a mirrored image's latent
+
+
+class Shard(NamedTuple):
+    """Images by name: how each became its bucket, with its caption; its latent, and the mirrored one; the errors."""
+
+    records: dict[str, dict[str, Any]]
+    latents: dict[str, list[np.ndarray]]
+    errors: dict[str, str]
+
+
+class Summary(NamedTuple):
+    """What a folder holds: the number of images, the errors of others by name, and what is missing or damaged."""
+
+    images: int
+    errors: dict[str, str]
+    wrong: list[str]
+
+
+class Folder:
+    """The files of a data set's latents."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def manifest(self) -> dict[str, Any]:
+        """Return what the folder says of its latents; ValueError if it has none."""
+        path = self.path / MANIFEST
+        if not path.is_file():
+            raise NoFileError("out", f"a folder with {MANIFEST}, which vaemem encode writes", "none", path=self.path)
+        return dict(json.loads(path.read_bytes()))
+
+    def claim(self, manifest: Mapping[str, Any], must_exist: bool = False) -> None:
+        """Make the folder; ValueError if it has latents that another manifest describes."""
+        manifest = {"format": FORMAT, **manifest}
+        if must_exist or (self.path / MANIFEST).exists():
+            old, new = _flat(self.manifest()), _flat(manifest)
+            for key in {**new, **old}:
+                if old.get(key) != new.get(key):
+                    wanted, advice = (
+                        f"a folder whose {key} is {new.get(key)}",
+                        "choose another folder or remove this one",
+                    )
+                    raise FileError("out", wanted, str(old.get(key)), advice, path=self.path)
+        else:
+            self.path.mkdir(parents=True, exist_ok=True)
+            write(self.path / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+
+    def shard(self, number: int) -> Path:
+        """Return the path of a shard, which exists once it is whole."""
+        return self.path / f"latents-{number:05d}.safetensors"
+
+    def shards(self) -> list[Path]:
+        """List the shards that are there."""
+        return sorted(self.path.glob("latents-*.safetensors"))
+
+    def commit(self, number: int, shard: Shard) -> None:
+        """Write a shard, all or nothing."""
+        tensors = {
+            name + end: np.ascontiguousarray(latent)
+            for name, latents in shard.latents.items()
+            for end, latent in zip(("", FLIPPED), latents, strict=False)
+        }
+        records = {name: record | {"sha256": _hash_of(shard.latents[name])} for name, record in shard.records.items()}
+        about = {"records": json.dumps(records), "errors": json.dumps(shard.errors)}
+        entries = ((name, FILE_NAMES[latent.dtype.name], latent.shape) for name, latent in tensors.items())
+        with replacing(self.shard(number)) as f:
+            f.write(safetensors_start(entries, about))
+            for latent in tensors.values():
+                f.write(latent.view(FLOATS[FILE_NAMES[latent.dtype.name]][0]).data)
+
+    def read(self, path: Path, latents: bool = True) -> Shard:
+        """Read a shard, without latents from its header alone. ValueError for a damaged file."""
+        with reading("out", "a shard of latents", path), open(path, "rb") as f:
+            tensors, about = safetensors_header(f)
+            records, errors = json.loads(about["records"]), json.loads(about["errors"])
+            held = {one.name: read_tensor(f, one, one.shape) for one in tensors if latents}
+        found = {name: [held[key] for key in (name, name + FLIPPED) if key in held] for name in records if latents}
+        return Shard(records, found, errors)
+
+    def sum_up(self, count: int, check: bool) -> Summary:
+        """Count the images of the shards, and list their errors in errors.csv. count: of the whole data set's shards.
+        check: read every latent and write nothing."""
+        images, errors, wrong = 0, dict[str, str](), list[str]()
+        for path in map(self.shard, range(count)):
+            try:
+                shard = self.read(path, latents=check)
+            except ValueError as error:
+                wrong.append(str(error))
+                continue
+            images += len(shard.records)
+            errors |= shard.errors
+            bad = [name for name in shard.latents if _hash_of(shard.latents[name]) != shard.records[name]["sha256"]]
+            wrong += [f"{path}: the latent of {name} has changed" for name in bad]
+        if not check:
+            rows = [{"name": name, "error": error} for name, error in errors.items()]
+            write(self.path / ERRORS, as_csv(rows, ("name", "error")))
+        return Summary(images, errors, wrong)
+
+
+def _hash_of(latents: Sequence[np.ndarray]) -> str:
+    return hashlib.sha256(b"".join(latent.tobytes() for latent in latents)).hexdigest()
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested values by path."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key} ") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat

@@ -1,0 +1,223 @@
+"""Encode a data set into a folder, shard by shard, so that a kill at any moment loses at most one shard's work.
+
+A shard holds the next images of the sources, whatever becomes of them. So its bytes depend only on its images and the
+settings, and a run that was killed and resumed ends like one that was not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vaemem._common import latent_factor, need, saved, whole, write
+from vaemem._errors import ArgumentError
+from vaemem.datasets import buckets
+from vaemem.datasets.encoder import Decoder, Encoder
+from vaemem.datasets.folder import FLIPPED, Folder, Shard, Summary
+from vaemem.datasets.sources import SourceImage, digest_of, list_images
+from vaemem.engine.configs import config_of
+from vaemem.engine.images import read_image, to_pillow
+
+SHARD = 1000  # images
+BATCH = 8  # images of one size in a run
+AHEAD = 32  # images that are read and scaled before their turn
+READERS = 4  # threads that read and scale while the engine encodes
+
+Tell = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """How images become a bucket's size. See `encode_dataset`."""
+
+    side: int | None = None
+    step: int | None = None
+    pad: str | None = None
+    flip: bool = False
+
+    def place(self, size: buckets.Sides, factor: int) -> buckets.Placed:
+        """Return an image's way into its bucket. factor: the VAE's."""
+        step = self.step or factor
+        if self.side is None:
+            return buckets.place(size, size, buckets.own_bucket(size, step, self.pad is not None))
+        bucket = buckets.aspect_bucket(size, self.side, step)
+        return buckets.place(size, (buckets.contained if self.pad else buckets.covering)(size, bucket), bucket)
+
+    def read(self, item: SourceImage, factor: int) -> Ready:
+        """Read, decode and scale an image."""
+        picture = read_image(item.read(), [])
+        placed = self.place((picture.shape[1], picture.shape[0]), factor)
+        return Ready(buckets.fit_picture(picture, placed, self.pad, "LANCZOS", "LANCZOS"), placed, item.caption())
+
+
+class Ready(NamedTuple):
+    """An image that can be encoded."""
+
+    picture: np.ndarray
+    placed: buckets.Placed
+    caption: str | None
+
+
+def encode_dataset(
+    sources: Iterable[str | PathLike[str]],
+    out: str | PathLike[str],
+    encoder: Encoder,
+    preparation: Preparation = Preparation(),
+    shard: int = SHARD,
+    part: tuple[int, int] = (1, 1),
+    tell: Tell = lambda done, total: None,
+    report: Callable[[str, str], None] = lambda name, error: None,
+    check: bool = False,
+) -> Summary:
+    """Encode the images of sources into a folder, or go on where a run ended that was killed.
+
+    sources: see `list_images`. preparation: `side` is that of square buckets, None to keep sizes; `step` divides their
+    sides; `pad` pads instead of cropping; `flip` also encodes mirrored images. shard: images in a file. part: (k, n)
+    encodes the k-th of n parts. tell: gets (images done, images to do) of this run. report: gets the name and the error
+    of an image that is passed over. check: encode nothing; list what is missing or damaged. ValueError if the folder
+    has latents of another VAE, other settings or other images.
+    """
+    items, folder, (k, n) = list_images(sources), Folder(out), part
+    need("PIL.Image", "reading images")
+    vae = encoder.open()
+    factor = latent_factor(vae.arch) * (vae.arch.get("patch_size", (1, 1))[0] if encoder.scaled else 1)
+    if preparation.step and preparation.step % factor:
+        raise ArgumentError("step", f"a multiple of {factor} for {vae.model}", str(preparation.step))
+    whole("shard", shard)
+    folder.claim(_manifest(items, encoder, preparation, shard), must_exist=check)
+    parts = [items[i : i + shard] for i in range(0, len(items), shard)]
+    if not check:
+        todo = [i for i in range(k - 1, len(parts), n) if not folder.shard(i).exists()]
+        done, total = 0, sum(len(parts[i]) for i in todo)
+        ready = _read_ahead((item for i in todo for item in parts[i]), lambda item: preparation.read(item, factor))
+        for i in todo:
+            batches = _Batches(encoder, preparation.flip)
+            for item in parts[i]:
+                batches.add(item.name, next(ready))
+                done += 1
+                tell(done, total)
+            made = batches.finish([item.name for item in parts[i]])
+            for name, error in made.errors.items():
+                report(name, error)
+            folder.commit(i, made)
+    return folder.sum_up(len(parts), check)
+
+
+def _manifest(items: Sequence[SourceImage], encoder: Encoder, preparation: Preparation, shard: int) -> dict[str, Any]:
+    """Return what determines every byte of the shards."""
+    vae = replace(encoder, device="cpu", dtype="float32", precision="highest").open()
+    found = hashlib.sha256(json.dumps(config_of(vae.arch), sort_keys=True).encode())
+    for name, array in vae.state_dict().items():
+        found.update(name.encode() + array.tobytes())
+    settings: dict[str, Any] = {"dtype": encoder.dtype, "precision": encoder.precision, "sample": encoder.sample}
+    settings |= {"scaled": encoder.scaled, "buckets": preparation.side, "step": preparation.step}
+    settings |= {"pad": preparation.pad, "flip": preparation.flip, "shard": shard}
+    return {
+        "vae": {"model": vae.model, "sha256": found.hexdigest()},
+        "settings": settings,
+        "images": {"count": len(items), "sha256": digest_of(items)},
+    }
+
+
+def _read_ahead(items: Iterable[SourceImage], read: Callable[[SourceImage], Ready]) -> Iterator[Ready | str]:
+    """Yield each image, or why it cannot be read, in order. Threads read the next ones meanwhile."""
+
+    def attempt(item: SourceImage) -> Ready | str:
+        try:
+            return read(item)
+        except OSError as error:
+            return error.strerror or str(error)
+        except ValueError as error:
+            if isinstance(error, ArgumentError):
+                error.argument = ""  # the name of the image says it
+            return str(error)
+
+    waiting = deque[Any]()
+    with ThreadPoolExecutor(READERS) as pool:
+        try:
+            for item in items:
+                waiting.append(pool.submit(attempt, item))
+                if len(waiting) > AHEAD:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+class _Batches:
+    """Collects a shard. Images wait until those of one size fill a batch."""
+
+    def __init__(self, encoder: Encoder, flip: bool) -> None:
+        self._encoder, self._flip = encoder, flip
+        self._waiting: dict[buckets.Sides, list[tuple[str, Ready]]] = {}
+        self._shard = Shard({}, {}, {})
+
+    def add(self, name: str, one: Ready | str) -> None:
+        """Take the next image, or the error of one that cannot be read."""
+        if isinstance(one, str):
+            self._shard.errors[name] = one
+            return
+        same = self._waiting.setdefault(one.placed.bucket, [])
+        same.append((name, one))
+        if len(same) == BATCH:
+            self._encode(self._waiting.pop(one.placed.bucket))
+
+    def finish(self, names: Sequence[str]) -> Shard:
+        """Encode the images that wait, and return all in the order of their names."""
+        while self._waiting:
+            self._encode(self._waiting.popitem()[1])
+
+        def in_order(part: Any) -> dict[str, Any]:
+            return {name: part[name] for name in names if name in part}
+
+        return Shard(*map(in_order, self._shard))
+
+    def _encode(self, images: list[tuple[str, Ready]]) -> None:
+        names, pictures = [name for name, _ in images], [one.picture for _, one in images]
+        if self._flip:
+            names, pictures = names + [name + FLIPPED for name in names], pictures + [one[:, ::-1] for one in pictures]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # a latent that is not finite is its image's error
+            found = self._encoder({self._encoder.image: pictures, self._encoder.name: names})["latent"]
+        for i, (name, one) in enumerate(images):
+            latents = found[i :: len(images)]
+            if all(np.isfinite(latent).all() for latent in latents):
+                self._shard.latents[name] = [latent.astype(self._encoder.dtype) for latent in latents]
+                caption = {} if one.caption is None else {"caption": one.caption}
+                self._shard.records[name] = one.placed._asdict() | caption
+            else:
+                self._shard.errors[name] = "its latent is not finite"
+
+
+def decode_dataset(
+    path: str | PathLike[str], out: str | PathLike[str], decoder: Decoder, tell: Tell = lambda done, total: None
+) -> int:
+    """Decode the latents of a folder to PNG files, without padding and mirrored ones; return their number."""
+    need("PIL.Image", "writing pictures")
+    folder, done = Folder(path), 0
+    decoder = replace(decoder, scaled=folder.manifest()["settings"]["scaled"])
+    shards = folder.shards()
+    for number, file in enumerate(shards, 1):
+        shard = folder.read(file)
+        names = list(shard.records)
+        for batch in (names[start : start + AHEAD] for start in range(0, len(names), AHEAD)):
+            placed = [buckets.Placed(*(shard.records[name][part] for part in buckets.Placed._fields)) for name in batch]
+            latents, sizes = [shard.latents[name][0] for name in batch], [one.inner for one in placed]
+            for name, picture in zip(batch, decoder({"latent": latents, "size": sizes})["image"], strict=True):
+                target = Path(out, f"{name}.png")
+                target.parent.mkdir(parents=True, exist_ok=True)
+                write(target, saved(to_pillow(picture[None])[0].save, format="PNG"))
+                done += 1
+        tell(number, len(shards))
+    return done
