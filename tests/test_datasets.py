@@ -1,7 +1,10 @@
 """Encoders of batches, folders of latents that survive kills, and trainers' caches."""
 
+import base64
 import csv
+import hashlib
 import io
+import json
 import os
 import pickle
 import random
@@ -25,6 +28,7 @@ from vaemem.__main__ import main
 from vaemem.datasets.folder import Folder
 from vaemem.datasets.shards import Preparation, encode_dataset
 from vaemem.datasets.sources import list_images
+from vaemem.datasets.trainers import find_cache
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -35,7 +39,12 @@ def weights(tmp_path_factory):
     folder = tmp_path_factory.mktemp("weights")
 
     def path(name):
-        if not (folder / name).exists():
+        if not (folder / name).exists() and name == "qwen":  # kept for one frame alone, so `save` refuses it
+            (folder / name).mkdir()
+            (folder / name / "config.json").write_text(json.dumps(config(name)))
+            save_file = pytest.importorskip("safetensors.numpy").save_file
+            save_file(small_vae(name).state_dict(), folder / name / "diffusion_pytorch_model.safetensors")
+        elif not (folder / name).exists():
             small_vae(name).save(folder / name)
         return folder / name
 
@@ -277,6 +286,15 @@ def test_a_run_that_ended_anywhere_goes_on(photos, weights, tmp_path):
     assert files_of(tmp_path / "ended") == want and counted[-1] == 60 - 7 - 21
 
 
+def test_a_limit_passes_over_images_that_are_too_large(photos, weights, tmp_path):
+    sources, encoder = [photos[0] / "a"], Encoder(weights("sd"), memory_limit=1)
+    summary = encode_dataset(sources, tmp_path / "none", encoder)
+    assert summary.images == 0 and any("memory_limit" in error for error in summary.errors.values())
+    limit = encoder.open().smallest("encode", 32, 32)
+    summary = encode_dataset(sources, tmp_path / "some", Encoder(weights("sd"), memory_limit=limit))
+    assert summary.images and any("memory_limit" in error for error in summary.errors.values())
+
+
 def test_check_finds_what_is_wrong(photos, weights, tmp_path, capsys):
     encode = ["encode", str(photos[0]), "--weights", str(weights("sd")), "--buckets", "32", "--shard", "20"]
     encode += ["-o", str(tmp_path)]
@@ -375,11 +393,188 @@ def test_captions_and_sources(tmp_path):
         list_images([tmp_path / "cut.tar"])
 
 
+# ---- trainers' caches, by readers that are written from the trainers' sources (vaemem/datasets/trainers.py) ----
+
+# What each trainer's own code answers for an image of a width and a height with buckets of 1024: the size to which it
+# scales, and the bucket.
+BUCKETS_OF = {
+    ("kohya:sdxl", 1600, 900): ((1024, 576), (1024, 576)),
+    ("musubi:zi", 1600, 900): ((1365, 768), (1360, 768)),
+    ("ai-toolkit:sdxl", 1600, 900): ((1366, 768), (1344, 768)),
+    ("simpletuner:sdxl", 1600, 900): ((1820, 1024), (1024, 1024)),
+    ("kohya:sdxl", 640, 481): ((1024, 770), (1024, 768)),
+    ("musubi:zi", 640, 481): ((1184, 890), (1184, 880)),
+    ("ai-toolkit:sdxl", 640, 481): ((682, 512), (640, 512)),
+    ("simpletuner:sdxl", 640, 481): ((1362, 1024), (1024, 1024)),
+    ("kohya:sdxl", 97, 1000): ((256, 2639), (256, 1024)),
+    ("musubi:zi", 97, 1000): ((512, 5278), (512, 2048)),
+    ("ai-toolkit:sdxl", 97, 1000): ((128, 1320), (128, 960)),
+    ("simpletuner:sdxl", 97, 1000): ((1024, 10556), (1024, 1024)),
+}
+
+
+def read_kohya(folder, name, size, bucket, suffix, sized, flip):
+    """strategy_base.py: the path from the image's, the keys that make it valid, and what it loads."""
+    with np.load(folder / f"{name.rpartition('.')[0]}_{size[0]:04d}x{size[1]:04d}_{suffix}.npz") as held:
+        end = f"_{bucket[1] // 4}x{bucket[0] // 4}" if sized else ""
+        assert {*held} == {
+            f"{key}{end}" for key in ("latents", "original_size", "crop_ltrb", *["latents_flipped"] * flip)
+        }
+        assert held[f"original_size{end}"].tolist() == list(size)
+        left, top, right, bottom = held[f"crop_ltrb{end}"].tolist()
+        assert left == 0 or top == 0
+        assert abs((right - left) / (bottom - top) - size[0] / size[1]) < 1e-9
+        return [held[f"{key}{end}"] for key in ("latents", *["latents_flipped"] * flip)]
+
+
+def read_musubi(folder, name, size, suffix, architecture, frames):
+    """bucket.py and image_video_dataset.py: the size from the path; the key without its type and its size."""
+    safetensors = pytest.importorskip("safetensors")
+    stem = os.path.basename(name).rpartition(".")[0]
+    path = folder / f"{stem}_{size[0]:04d}x{size[1]:04d}_{suffix}.safetensors"
+    assert [int(side) for side in path.stem.split("_")[-2].split("x")] == list(size)
+    with safetensors.safe_open(path, "numpy") as held:
+        about = {"architecture": architecture, "width": str(size[0]), "height": str(size[1]), "format_version": "1.0.1"}
+        assert held.metadata() == about
+        (key,) = held.keys()
+        latent = held.get_tensor(key)
+    height, width = latent.shape[-2:]
+    assert key == f"latents_{frames}{height}x{width}_{latent.dtype.name}"
+    return latent
+
+
+def read_toolkit(folder, name, size, scaled, crop, bucket, version):
+    """dataloader_mixins.py: the path from the hash of an ordered dict, whose keys are sorted in JSON."""
+    safetensors = pytest.importorskip("safetensors")
+    info = {"crop_height": bucket[1], "crop_width": bucket[0], "crop_x": crop[0], "crop_y": crop[1]}
+    info |= {"filename": os.path.basename(name), "latent_space_version": version, "latent_version": 1}
+    info |= {"scale_to_height": scaled[1], "scale_to_width": scaled[0]}
+    end = base64.urlsafe_b64encode(hashlib.md5(json.dumps(info).encode()).digest()).decode().replace("=", "")
+    path = (folder / name).parent / "_latent_cache" / f"{Path(name).stem}_{end}.safetensors"
+    with safetensors.safe_open(path, "numpy") as held:
+        assert held.metadata()["filename"] == os.path.basename(name)
+        return held.get_tensor("latent")
+
+
+def read_simpletuner(folder, name):
+    """vae.py: a bare tensor, by the hash of the stem, in the image's folder."""
+    torch = pytest.importorskip("torch")
+    path = (folder / name).parent / f"{hashlib.sha256(Path(name).stem.encode()).hexdigest()}.pt"
+    return torch.load(path, weights_only=True)
+
+
+@pytest.fixture(scope="module")
+def singles(tmp_path_factory):
+    """Images whose stems are all different, one of them turned."""
+    folder = tmp_path_factory.mktemp("singles")
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    for i, (height, width) in enumerate([(90, 120), (130, 70), (64, 64), (200, 64)]):
+        (folder / "ab"[i % 2]).mkdir(exist_ok=True)
+        how = {"exif": turned} if i == 0 else {}
+        Image.fromarray(drawn(height, width, i)).save(folder / "ab"[i % 2] / f"{i:03d}.png", **how)
+    return folder
+
+
+CACHED = {
+    "kohya:sdxl": ("sd", {"sample": 0}),
+    "kohya:flux": ("flux", {"sample": 0, "scaled": True}),
+    "kohya:anima": ("qwen", {"scaled": True}),
+    "musubi:zi": ("flux", {}),
+    "musubi:qi": ("qwen", {"scaled": True}),
+    "musubi:f2d": ("flux2", {"scaled": True}),
+    "ai-toolkit:flux1": ("flux", {"sample": 0, "scaled": True}),
+    "simpletuner:sdxl": ("sd", {"sample": 0, "scaled": True}),
+}
+FILTERS = {
+    "kohya": ("BOX", "LANCZOS"),
+    "musubi": ("BOX", "LANCZOS"),
+    "ai-toolkit": ("BICUBIC",) * 2,
+    "simpletuner": ("LANCZOS",) * 2,
+}
+
+
+@pytest.mark.parametrize(("trainer", "dtype"), [*zip(CACHED, ["float32", "bfloat16"] * 4, strict=True)])
+def test_a_trainer_reads_its_cache(trainer, dtype, singles, weights, tmp_path, capsys):
+    kind, how = CACHED[trainer]
+    house, architecture = trainer.split(":")
+    flip, turns = house == "kohya", house in ("ai-toolkit", "simpletuner")
+    command = ["encode", str(singles), "--weights", str(weights(kind)), "--buckets", "64", "--for", trainer]
+    command += ["--step", "16", "--dtype", dtype, "-o", str(tmp_path), *["--flip"] * flip]
+    command += ["--bucket-sides", "32", "128"] if flip else []
+    assert main(command) == 0 and main([*command, "--check"]) == 0
+    assert "4 images\n" in capsys.readouterr().out
+    encode = Encoder(weights(kind), dtype=dtype, **how)
+    records = Folder(tmp_path / ".vaemem").path / "latents-00000.json"
+    for name, record in json.loads(records.read_text())["records"].items():
+        picture = vaemem.engine.images.read_image(singles / name, [], turn=turns)
+        size, scaled, (left, top), bucket = (record[key] for key in ("size", "scaled", "crop", "bucket"))
+        assert list(picture.shape[1::-1]) == size
+        filters = FILTERS[house][scaled[0] > size[0] or scaled[1] > size[1]]
+        if scaled != size:
+            picture = np.asarray(Image.fromarray(picture).resize(scaled, Image.Resampling[filters]))
+        cut = picture[top : top + bucket[1], left : left + bucket[0]]
+        names, cuts = [name, name + " flipped"][: 1 + flip], [cut, cut[:, ::-1]][: 1 + flip]
+        want = encode({"image": cuts, "name": names})["latent"].astype(dtype)
+        if house == "kohya":
+            got = read_kohya(tmp_path, name, size, bucket, architecture, architecture != "sdxl", flip)
+            assert all(latent.dtype == np.float32 for latent in got)
+        elif house == "musubi":
+            full = {"zi": "z_image", "qi": "qwen_image", "f2d": "flux_2_dev"}[architecture]
+            latent = read_musubi(tmp_path, name, size, architecture, full, "" if architecture == "f2d" else "1x")
+            got = [latent[:, 0] if architecture == "qi" else latent]
+        elif house == "ai-toolkit":
+            got = [read_toolkit(tmp_path, name, size, scaled, (left, top), bucket, architecture)]
+        else:
+            latent = read_simpletuner(tmp_path, name)
+            assert str(latent.dtype) == f"torch.{dtype}"
+            got = [latent.float().numpy()]
+        for one, other in zip(got, want, strict=True):
+            assert np.array_equal(np.asarray(one, np.float32), other.astype(np.float32))
+    before = files_of(tmp_path)
+    next(path for path in tmp_path.rglob("*[0-9a-z].[nps]*") if path.is_file()).write_bytes(b"")
+    assert main([*command, "--check"]) == 1
+    records.unlink()
+    assert main(command) == 0 and files_of(tmp_path) == before
+
+
+@pytest.mark.parametrize(("trainer", "width", "height"), BUCKETS_OF)
+def test_buckets_are_the_trainers(trainer, width, height):
+    cache = find_cache(trainer, "")
+    assert cache.bucket((width, height), 1024, cache.step, None) == BUCKETS_OF[trainer, width, height]
+
+
+def test_what_a_trainer_cannot_have(singles, weights, tmp_path):
+    for text, model, known in (("kohya", "sdxl", "sdxl"), ("musubi", "zimage", "zi"), ("ai-toolkit", "flux", "flux1")):
+        assert find_cache(text, model).name == known
+    for text in ("kohya", "musubi", "musubi:sdxl", "onetrainer"):  # two of FLUX's, none of SDXL's, unknown ones
+        with refused("trainer"):
+            find_cache(text, "flux" if text == "kohya" else "sdxl")
+    with refused("sample"):
+        cache = find_cache("kohya:sdxl", "")
+        encode_dataset([singles], tmp_path, Encoder(weights("sd"), sample="moments"), Preparation(64, cache=cache))
+    encoder, cache = Encoder(weights("sd")), find_cache("simpletuner:sdxl", "")
+    for argument, how in (
+        ("buckets", {"cache": cache}),
+        ("buckets", {"cache": cache, "side": 72}),
+        ("pad", {"cache": cache, "side": 64, "pad": "edge"}),
+        ("flip", {"cache": cache, "side": 64, "flip": True}),
+    ):
+        with refused(argument):
+            encode_dataset([singles], tmp_path, encoder, Preparation(**how))
+    (tmp_path / "twins").mkdir()
+    for name in ("a.png", "a.jpg"):
+        Image.fromarray(drawn(64, 64)).save(tmp_path / "twins" / name)
+    with refused("images"):
+        encode_dataset([tmp_path / "twins"], tmp_path, encoder, Preparation(64, cache=cache))
+
+
 @pytest.mark.skipif(not DOCUMENT.exists(), reason="the documents are not here")
 def test_the_document(tmp_path, monkeypatch, capsys):
     """Its commands print what it shows, with buckets of another side; its programs run."""
     draw_photos(tmp_path / "photos", 22)
     small_vae().save(tmp_path / "vae")
+    small_vae("flux").save(tmp_path / "zimage")
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```(console|python)\n(.*?)^```", DOCUMENT.read_text("utf-8"), re.M | re.S)
     assert len(blocks) >= 6

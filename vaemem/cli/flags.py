@@ -156,6 +156,10 @@ FLAGS: dict[str, FlagSettings] = {
     "buckets": _flag("Scale images to about this side squared, in buckets of several aspects. By default images keep "
         "their size.", type=positive, metavar="PIXELS"),
     "step": _flag("Sides of buckets are multiples of this. Default: a latent's.", type=positive, metavar="PIXELS"),
+    "bucket_sides": _flag("The least and the largest side of a bucket. Default: half and twice that of --buckets; for "
+        "kohya 256, 1024.", type=positive, nargs=2, metavar=("MIN", "MAX")),
+    "trainer": _flag("Write the cache of a trainer: kohya, musubi, ai-toolkit or simpletuner, or one of its "
+        "architectures, such as musubi:zi (docs/DATASETS.md).", option="--for", metavar="TRAINER"),
     "flip": _flag("Also encode each image mirrored.", action="store_true"),
     "shard": _flag("Images in a file. A run that is killed loses at most one file's work.", type=positive,
         metavar="IMAGES", default=1000),

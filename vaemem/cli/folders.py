@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import replace
 from typing import Any
 
 import vaemem
@@ -25,10 +26,16 @@ def shared_settings(args: argparse.Namespace, asked: dict[str, Any]) -> dict[str
 def encode_folder(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     """Encode a data set, or check its folder; return 1 if something is missing or damaged."""
     from vaemem.datasets.shards import Preparation, encode_dataset
+    from vaemem.datasets.trainers import find_cache
 
-    sample = "mean" if args.sample is None else args.sample
-    encoder = vaemem.Encoder(**shared_settings(args, asked), scaled=args.scaled, sample=sample)
-    preparation = Preparation(args.buckets, args.step, args.pad, args.flip)
+    encoder, cache = vaemem.Encoder(**shared_settings(args, asked), scaled=args.scaled), None
+    if args.trainer:
+        cache = find_cache(args.trainer, encoder.open().model)
+        encoder = replace(encoder, scaled=False, sample=cache.sample)
+    if args.sample is not None:
+        encoder = replace(encoder, sample=args.sample)
+    sides = tuple(args.bucket_sides) if args.bucket_sides else None
+    preparation = Preparation(args.buckets, args.step, args.pad, args.flip, sides, cache)
 
     def report(name: str, error: str) -> None:
         print(f"vaemem encode: passed over {name}: {error}", file=sys.stderr)
@@ -36,7 +43,8 @@ def encode_folder(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     with show_progress("vaemem encode", "images") as tell:
         how: dict[str, Any] = {"shard": args.shard, "part": args.part, "check": args.check}
         found = encode_dataset(args.images, args.out, encoder, preparation, tell=tell, report=report, **how)
-    listed = f", {len(found.errors)} passed over: {os.path.join(args.out, 'errors.csv')}" if found.errors else ""
+    errors = os.path.join(args.out, ".vaemem" if cache else "", "errors.csv")
+    listed = f", {len(found.errors)} passed over: {errors}" if found.errors else ""
     print(f"{args.out}: {found.images} images{listed}")
     for wrong in found.wrong if args.check else ():
         print(f"vaemem encode: {wrong}", file=sys.stderr)

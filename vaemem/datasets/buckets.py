@@ -60,10 +60,10 @@ def own_bucket(size: Sides, step: int, pad: bool) -> Sides:
     return width, height
 
 
-def aspect_bucket(size: Sides, side: int, step: int) -> Sides:
-    """Return the bucket with the nearest aspect, whose sides are from half of `side` to twice `side`."""
-    least = max(step, -(-side // 2 // step) * step)
-    return nearest(size, bucket_sizes(side, step, least, 2 * side // step * step))
+def aspect_bucket(size: Sides, side: int, step: int, sides: Sides | None = None) -> Sides:
+    """Return the bucket with the nearest aspect. sides: limits of its sides, by default half of `side` and twice it."""
+    least, most = sides or (max(step, -(-side // 2 // step) * step), 2 * side // step * step)
+    return nearest(size, bucket_sizes(side, step, least, most))
 
 
 def covering(size: Sides, bucket: Sides) -> Sides:

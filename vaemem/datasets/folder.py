@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,8 @@ import numpy as np
 
 from vaemem._common import as_csv, reading, replacing, write
 from vaemem._errors import FileError, NoFileError
+from vaemem.datasets.buckets import Placed
+from vaemem.datasets.trainers import Cache
 from vaemem.engine.file_tensors import FILE_NAMES, FLOATS, read_tensor, safetensors_header, safetensors_start
 
 FORMAT = "vaemem latents 1"
@@ -104,6 +106,12 @@ class Folder:
         found = {name: [held[key] for key in (name, name + FLIPPED) if key in held] for name in records if latents}
         return Shard(records, found, errors)
 
+    def changed(self, shard: Shard) -> Iterator[str]:
+        """Yield the images of a shard whose latents are not the ones that were written."""
+        for name, latents in shard.latents.items():
+            if _hash_of(latents) != shard.records[name]["sha256"]:
+                yield name
+
     def sum_up(self, count: int, check: bool) -> Summary:
         """Count the images of the shards, and list their errors in errors.csv. count: of the whole data set's shards.
         check: read every latent and write nothing."""
@@ -116,12 +124,51 @@ class Folder:
                 continue
             images += len(shard.records)
             errors |= shard.errors
-            bad = [name for name in shard.latents if _hash_of(shard.latents[name]) != shard.records[name]["sha256"]]
-            wrong += [f"{path}: the latent of {name} has changed" for name in bad]
+            wrong += [f"{path}: the latent of {name} has changed" for name in self.changed(shard) if check]
         if not check:
             rows = [{"name": name, "error": error} for name, error in errors.items()]
             write(self.path / ERRORS, as_csv(rows, ("name", "error")))
         return Summary(images, errors, wrong)
+
+
+class CacheFolder(Folder):
+    """A trainer's cache: its files, and the folder .vaemem with the manifest and a record of each shard."""
+
+    def __init__(self, path: str | os.PathLike[str], cache: Cache) -> None:
+        super().__init__(Path(path, ".vaemem"))
+        self._cache = cache
+
+    def shard(self, number: int) -> Path:
+        """Return the path of a shard's record."""
+        return self.path / f"latents-{number:05d}.json"
+
+    def commit(self, number: int, shard: Shard) -> None:
+        """Write the files of each image, and at last the record."""
+        records = {}
+        for name, record in shard.records.items():
+            files = self._cache.files(
+                self._cache, name, Placed(*(record[key] for key in Placed._fields)), shard.latents[name]
+            )
+            for path, data in files.items():
+                target = self.path.parent / path
+                target.parent.mkdir(parents=True, exist_ok=True)
+                write(target, data)
+            records[name] = record | {"files": {path: hashlib.sha256(data).hexdigest() for path, data in files.items()}}
+        write(self.shard(number), json.dumps({"records": records, "errors": shard.errors}, indent=1) + "\n")
+
+    def read(self, path: Path, latents: bool = True) -> Shard:
+        """Read the record of a shard."""
+        with reading("out", "the record of a shard", path):
+            held = json.loads(path.read_bytes())
+            return Shard(held["records"], {}, held["errors"])
+
+    def changed(self, shard: Shard) -> Iterator[str]:
+        """Yield the images with a file that is missing or not the one that was written."""
+        for name, record in shard.records.items():
+            for path, sha256 in record["files"].items():
+                file = self.path.parent / path
+                if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != sha256:
+                    yield name
 
 
 def _hash_of(latents: Sequence[np.ndarray]) -> str:

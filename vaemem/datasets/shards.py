@@ -23,8 +23,9 @@ from vaemem._common import latent_factor, need, saved, whole, write
 from vaemem._errors import ArgumentError
 from vaemem.datasets import buckets
 from vaemem.datasets.encoder import Decoder, Encoder
-from vaemem.datasets.folder import FLIPPED, Folder, Shard, Summary
+from vaemem.datasets.folder import FLIPPED, CacheFolder, Folder, Shard, Summary
 from vaemem.datasets.sources import SourceImage, digest_of, list_images
+from vaemem.datasets.trainers import Cache, stem_of
 from vaemem.engine.configs import config_of
 from vaemem.engine.images import read_image, to_pillow
 
@@ -44,20 +45,48 @@ class Preparation:
     step: int | None = None
     pad: str | None = None
     flip: bool = False
+    sides: buckets.Sides | None = None
+    cache: Cache | None = None
 
     def place(self, size: buckets.Sides, factor: int) -> buckets.Placed:
         """Return an image's way into its bucket. factor: the VAE's."""
         step = self.step or factor
         if self.side is None:
             return buckets.place(size, size, buckets.own_bucket(size, step, self.pad is not None))
-        bucket = buckets.aspect_bucket(size, self.side, step)
+        if self.cache:
+            return buckets.place(size, *self.cache.bucket(size, self.side, self.step or self.cache.step, self.sides))
+        bucket = buckets.aspect_bucket(size, self.side, step, self.sides)
         return buckets.place(size, (buckets.contained if self.pad else buckets.covering)(size, bucket), bucket)
 
     def read(self, item: SourceImage, factor: int) -> Ready:
         """Read, decode and scale an image."""
-        picture = read_image(item.read(), [])
+        picture = read_image(item.read(), [], turn=self.cache is None or self.cache.turns)
         placed = self.place((picture.shape[1], picture.shape[0]), factor)
-        return Ready(buckets.fit_picture(picture, placed, self.pad, "LANCZOS", "LANCZOS"), placed, item.caption())
+        filters = self.cache.filters if self.cache else ("LANCZOS", "LANCZOS")
+        return Ready(buckets.fit_picture(picture, placed, self.pad, *filters), placed, item.caption())
+
+    def check(self, factor: int, items: Sequence[SourceImage]) -> None:
+        """Raise ValueError for settings that suit neither the VAE nor the trainer, before any image is read."""
+        if self.step and self.step % factor:
+            raise ArgumentError("step", f"a multiple of {factor} for this VAE", str(self.step))
+        if not (cache := self.cache):
+            return
+        if self.side is None or self.pad:
+            wrong = (
+                ("pad", "images that are cropped", repr(self.pad))
+                if self.pad
+                else ("buckets", "the side of buckets", "None")
+            )
+            raise ArgumentError(wrong[0], f"{wrong[1]} for {cache.trainer}", wrong[2])
+        if self.flip and not cache.flips:
+            raise ArgumentError("flip", "", f"{cache.trainer} keeps no mirrored latents")
+        self.place((self.side, self.side), factor)
+        seen = set[str]()
+        for stem in (stem_of(item.name) for item in items):
+            if (stem := stem if cache.folders else stem.rpartition("/")[2]) in seen:
+                wanted = f"images of different names without suffix for {cache.trainer}"
+                raise ArgumentError("images", wanted, f"two named {stem!r}")
+            seen.add(stem)
 
 
 class Ready(NamedTuple):
@@ -82,17 +111,21 @@ def encode_dataset(
     """Encode the images of sources into a folder, or go on where a run ended that was killed.
 
     sources: see `list_images`. preparation: `side` is that of square buckets, None to keep sizes; `step` divides their
-    sides; `pad` pads instead of cropping; `flip` also encodes mirrored images. shard: images in a file. part: (k, n)
+    sides, which are within `sides`; `pad` pads instead of cropping; `flip` also encodes mirrored images; `cache` makes
+    the files of a trainer. shard: images in a file. part: (k, n)
     encodes the k-th of n parts. tell: gets (images done, images to do) of this run. report: gets the name and the error
     of an image that is passed over. check: encode nothing; list what is missing or damaged. ValueError if the folder
     has latents of another VAE, other settings or other images.
     """
-    items, folder, (k, n) = list_images(sources), Folder(out), part
+    items, cache, (k, n) = list_images(sources), preparation.cache, part
+    folder = CacheFolder(out, cache) if cache else Folder(out)
+    encoder = replace(encoder, scaled=cache.scaled) if cache else encoder
+    if cache and encoder.sample == "moments":
+        raise ArgumentError("sample", f"a seed or mean for {cache.trainer}", "'moments'")
     need("PIL.Image", "reading images")
     vae = encoder.open()
     factor = latent_factor(vae.arch) * (vae.arch.get("patch_size", (1, 1))[0] if encoder.scaled else 1)
-    if preparation.step and preparation.step % factor:
-        raise ArgumentError("step", f"a multiple of {factor} for {vae.model}", str(preparation.step))
+    preparation.check(factor, items)
     whole("shard", shard)
     folder.claim(_manifest(items, encoder, preparation, shard), must_exist=check)
     parts = [items[i : i + shard] for i in range(0, len(items), shard)]
@@ -121,7 +154,13 @@ def _manifest(items: Sequence[SourceImage], encoder: Encoder, preparation: Prepa
         found.update(name.encode() + array.tobytes())
     settings: dict[str, Any] = {"dtype": encoder.dtype, "precision": encoder.precision, "sample": encoder.sample}
     settings |= {"scaled": encoder.scaled, "buckets": preparation.side, "step": preparation.step}
-    settings |= {"pad": preparation.pad, "flip": preparation.flip, "shard": shard}
+    settings |= {
+        "sides": preparation.sides and list(preparation.sides),
+        "pad": preparation.pad,
+        "flip": preparation.flip,
+    }
+    cache = preparation.cache
+    settings |= {"shard": shard, "for": cache and f"{cache.trainer}:{cache.name}"}
     return {
         "vae": {"model": vae.model, "sha256": found.hexdigest()},
         "settings": settings,
@@ -189,7 +228,11 @@ class _Batches:
             names, pictures = names + [name + FLIPPED for name in names], pictures + [one[:, ::-1] for one in pictures]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # a latent that is not finite is its image's error
-            found = self._encoder({self._encoder.image: pictures, self._encoder.name: names})["latent"]
+            try:
+                found = self._encoder({self._encoder.image: pictures, self._encoder.name: names})["latent"]
+            except ValueError as error:  # such as a memory limit, for images of this size
+                self._shard.errors.update({name: str(error) for name, _ in images})
+                return
         for i, (name, one) in enumerate(images):
             latents = found[i :: len(images)]
             if all(np.isfinite(latent).all() for latent in latents):
