@@ -382,7 +382,9 @@ def test_captions_and_sources(tmp_path):
     (tmp_path / "x.caption").write_text(" a cat\n")
     (tmp_path / ".hidden.jpg").write_bytes(b"")
     (tmp_path / "notes.md").write_text("")
-    (item,) = list_images([tmp_path])
+    (tmp_path / "y.png").symlink_to("nowhere")
+    item, link = list_images([tmp_path])
+    assert (link.name, link.size) == ("y.png", 0)
     assert (item.name, item.size, item.caption(), item.read()) == ("x.jpg", 0, "a cat", b"")
     assert [one.name for one in list_images([str(tmp_path / "*.jpg")])] == ["x.jpg"]
     for wrong in (tmp_path / "none", tmp_path / "notes.md"):

@@ -161,8 +161,8 @@ FLAGS: dict[str, FlagSettings] = {
     "trainer": _flag("Write the cache of a trainer: kohya, musubi, ai-toolkit or simpletuner, or one of its "
         "architectures, such as musubi:zi (docs/DATASETS.md).", option="--for", metavar="TRAINER"),
     "flip": _flag("Also encode each image mirrored.", action="store_true"),
-    "shard": _flag("Images in a file. A run that is killed loses at most one file's work.", type=positive,
-        metavar="IMAGES", default=1000),
+    "shard": _flag("Images in a file, whose latents wait in memory. A run that is killed loses at most one file.",
+        type=positive, metavar="IMAGES", default=256),
     "part": _flag("Encode one part of the data set, such as 2/8. The others can run at the same time, on this machine "
         "or others.", type=_part, metavar="K/N", default=(1, 1)),
     "check": _flag("Encode nothing; check that the folder has every image, unchanged.", action="store_true"),

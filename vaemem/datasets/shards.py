@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,8 +30,8 @@ from vaemem.datasets.trainers import Cache, stem_of
 from vaemem.engine.configs import config_of
 from vaemem.engine.images import read_image, to_pillow
 
-SHARD = 1000  # images
-BATCH = 8  # images of one size in a run
+SHARD = 256  # images; their latents wait in memory
+BATCH_PIXELS = 1 << 20  # of images of one size, which run together: small ones start faster
 AHEAD = 32  # images that are read and scaled before their turn
 READERS = 4  # threads that read and scale while the engine encodes
 
@@ -209,7 +210,7 @@ class _Batches:
             return
         same = self._waiting.setdefault(one.placed.bucket, [])
         same.append((name, one))
-        if len(same) == BATCH:
+        if len(same) * math.prod(one.placed.bucket) >= BATCH_PIXELS:
             self._encode(self._waiting.pop(one.placed.bucket))
 
     def finish(self, names: Sequence[str]) -> Shard:

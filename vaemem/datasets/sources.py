@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
 import os
@@ -84,7 +85,9 @@ def _file(path: Path, name: str) -> SourceImage:
         beside = (path.with_suffix(suffix) for suffix in CAPTIONS)
         return next((_text(one.read_bytes()) for one in beside if one.is_file()), None)
 
-    return SourceImage(name, path.stat().st_size, path.read_bytes, caption)
+    with contextlib.suppress(OSError):  # a link to nothing cannot be read either, which its turn will tell
+        return SourceImage(name, path.stat().st_size, path.read_bytes, caption)
+    return SourceImage(name, 0, path.read_bytes, caption)
 
 
 def _text(data: bytes) -> str:
