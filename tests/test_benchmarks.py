@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import passes
 import predictions
 from cases import Attention, Conv
 from decode import Bar, Case, Entry
+from engine import config
 
 from vaemem import _core, _kernels
 
@@ -56,6 +58,20 @@ def rows(results, monkeypatch) -> list[dict[str, str]]:
     monkeypatch.setattr(common, "RESULTS", results)
     (rows,) = memory.measured()
     return rows
+
+
+@pytest.mark.thorough
+def test_a_folder_is_encoded_as_diffusers_does(tmp_path):
+    """The benchmark compares the latents itself."""
+    for package in ("diffusers", "PIL", "safetensors"):
+        pytest.importorskip(package)
+    (tmp_path / "config.json").write_text(json.dumps(config("sd")))
+    words = f"--model {tmp_path}/config.json --size 64 --images 5 --batches 2 --rounds 1 --threads 1"
+    run("encode_folder.py", words, tmp_path)
+    with open(tmp_path / "encode_folder_64.csv") as f:
+        rows = list(csv.DictReader(f))
+    assert [(row["contestant"], row["batch"]) for row in rows] == [("vaemem", "1"), ("diffusers", "2")]
+    assert all(int(row["base_mib"]) < int(row["peak_mib"]) and float(row["images_per_second"]) for row in rows)
 
 
 @pytest.mark.thorough

@@ -51,11 +51,11 @@ class Preparation:
 
     def place(self, size: buckets.Sides, factor: int) -> buckets.Placed:
         """Return an image's way into its bucket. factor: the VAE's."""
+        if self.cache and self.side:
+            return buckets.place(size, *self.cache.bucket(size, self.side, self.step or self.cache.step, self.sides))
         step = self.step or factor
         if self.side is None:
             return buckets.place(size, size, buckets.own_bucket(size, step, self.pad is not None))
-        if self.cache:
-            return buckets.place(size, *self.cache.bucket(size, self.side, self.step or self.cache.step, self.sides))
         bucket = buckets.aspect_bucket(size, self.side, step, self.sides)
         return buckets.place(size, (buckets.contained if self.pad else buckets.covering)(size, bucket), bucket)
 
@@ -72,13 +72,10 @@ class Preparation:
             raise ArgumentError("step", f"a multiple of {factor} for this VAE", str(self.step))
         if not (cache := self.cache):
             return
-        if self.side is None or self.pad:
-            wrong = (
-                ("pad", "images that are cropped", repr(self.pad))
-                if self.pad
-                else ("buckets", "the side of buckets", "None")
-            )
-            raise ArgumentError(wrong[0], f"{wrong[1]} for {cache.trainer}", wrong[2])
+        if self.side is None:
+            raise ArgumentError("buckets", f"the side of {cache.trainer}'s buckets", "None")
+        if self.pad:
+            raise ArgumentError("pad", f"None for {cache.trainer}, which crops", repr(self.pad))
         if self.flip and not cache.flips:
             raise ArgumentError("flip", "", f"{cache.trainer} keeps no mirrored latents")
         self.place((self.side, self.side), factor)
@@ -113,10 +110,10 @@ def encode_dataset(
 
     sources: see `list_images`. preparation: `side` is that of square buckets, None to keep sizes; `step` divides their
     sides, which are within `sides`; `pad` pads instead of cropping; `flip` also encodes mirrored images; `cache` makes
-    the files of a trainer. shard: images in a file. part: (k, n)
-    encodes the k-th of n parts. tell: gets (images done, images to do) of this run. report: gets the name and the error
-    of an image that is passed over. check: encode nothing; list what is missing or damaged. ValueError if the folder
-    has latents of another VAE, other settings or other images.
+    the files of a trainer. shard: images in a file. part: (k, n) encodes the k-th of n parts. tell: gets (images done,
+    images to do) of this run. report: gets the name and the error of an image that is passed over. check: encode
+    nothing; list what is missing or damaged. ValueError if the folder has latents of another VAE, other settings or
+    other images.
     """
     items, cache, (k, n) = list_images(sources), preparation.cache, part
     folder = CacheFolder(out, cache) if cache else Folder(out)
@@ -133,7 +130,7 @@ def encode_dataset(
     if not check:
         todo = [i for i in range(k - 1, len(parts), n) if not folder.shard(i).exists()]
         done, total = 0, sum(len(parts[i]) for i in todo)
-        ready = _read_ahead((item for i in todo for item in parts[i]), lambda item: preparation.read(item, factor))
+        ready = read_ahead((item for i in todo for item in parts[i]), lambda item: preparation.read(item, factor))
         for i in todo:
             batches = _Batches(encoder, preparation.flip)
             for item in parts[i]:
@@ -153,15 +150,11 @@ def _manifest(items: Sequence[SourceImage], encoder: Encoder, preparation: Prepa
     found = hashlib.sha256(json.dumps(config_of(vae.arch), sort_keys=True).encode())
     for name, array in vae.state_dict().items():
         found.update(name.encode() + array.tobytes())
-    settings: dict[str, Any] = {"dtype": encoder.dtype, "precision": encoder.precision, "sample": encoder.sample}
-    settings |= {"scaled": encoder.scaled, "buckets": preparation.side, "step": preparation.step}
-    settings |= {
-        "sides": preparation.sides and list(preparation.sides),
-        "pad": preparation.pad,
-        "flip": preparation.flip,
-    }
-    cache = preparation.cache
-    settings |= {"shard": shard, "for": cache and f"{cache.trainer}:{cache.name}"}
+    settings: dict[str, Any] = {name: getattr(encoder, name) for name in ("dtype", "precision", "sample", "scaled")}
+    settings |= {name: getattr(preparation, name) for name in ("side", "step", "pad", "flip")}
+    settings |= {"sides": preparation.sides and list(preparation.sides), "shard": shard}
+    if cache := preparation.cache:
+        settings["for"] = f"{cache.trainer}:{cache.name}"
     return {
         "vae": {"model": vae.model, "sha256": found.hexdigest()},
         "settings": settings,
@@ -169,7 +162,7 @@ def _manifest(items: Sequence[SourceImage], encoder: Encoder, preparation: Prepa
     }
 
 
-def _read_ahead(items: Iterable[SourceImage], read: Callable[[SourceImage], Ready]) -> Iterator[Ready | str]:
+def read_ahead(items: Iterable[SourceImage], read: Callable[[SourceImage], Ready]) -> Iterator[Ready | str]:
     """Yield each image, or why it cannot be read, in order. Threads read the next ones meanwhile."""
 
     def attempt(item: SourceImage) -> Ready | str:
