@@ -572,21 +572,32 @@ def test_what_a_trainer_cannot_have(singles, weights, tmp_path):
 
 
 @pytest.mark.skipif(not DOCUMENT.exists(), reason="the documents are not here")
-def test_the_document(tmp_path, monkeypatch, capsys):
-    """Its commands print what it shows, with buckets of another side; its programs run."""
+@pytest.mark.filterwarnings("ignore")  # other packages'
+@pytest.mark.parametrize(
+    "package", ["", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("datasets", "ray"))]
+)
+def test_the_document(package, tmp_path, monkeypatch, capsys):
+    """Its commands print what it shows, with buckets of another side; its programs run, if their packages are there."""
+    pytest.importorskip("torch")
+    pytest.importorskip(package or "safetensors")
     draw_photos(tmp_path / "photos", 22)
     small_vae().save(tmp_path / "vae")
     small_vae("flux").save(tmp_path / "zimage")
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```(console|python)\n(.*?)^```", DOCUMENT.read_text("utf-8"), re.M | re.S)
     assert len(blocks) >= 6
+    names = {}
     for kind, block in blocks:
         if kind == "python":
-            exec(block, {})
+            if "".join(re.findall(r"^import (datasets|ray)$", block, re.M)) in ("", package):
+                exec(block, names)
             continue
         for typed, shown in zip(*[iter(block.splitlines())] * 2, strict=True):
             assert main(shlex.split(typed.replace("1024", "64").removeprefix("$ vaemem "))) == 0
             assert capsys.readouterr().out.splitlines() == [shown]
+    assert len(names["latents"]) == 20 and len(names.get("rows", names["latents"])) == 20
+    if package == "ray":
+        names["ray"].shutdown()
 
 
 @pytest.mark.thorough

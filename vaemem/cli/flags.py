@@ -155,7 +155,8 @@ FLAGS: dict[str, FlagSettings] = {
     # of data sets
     "buckets": _flag("Scale images to about this side squared, in buckets of several aspects. By default images keep "
         "their size.", type=positive, metavar="PIXELS"),
-    "step": _flag("Sides of buckets are multiples of this. Default: a latent's.", type=positive, metavar="PIXELS"),
+    "step": _flag("Sides of buckets are multiples of this. Default: a latent's, or the trainer's.",
+        type=positive, metavar="PIXELS"),
     "bucket_sides": _flag("The least and the largest side of a bucket. Default: half and twice that of --buckets; for "
         "kohya 256, 1024.", type=positive, nargs=2, metavar=("MIN", "MAX")),
     "trainer": _flag("Write the cache of a trainer: kohya, musubi, ai-toolkit or simpletuner, or one of its "
@@ -263,7 +264,8 @@ FLAGS |= {
     "byte_target": _like("target", choices=Later("tables.table:BYTE_COLUMNS")),
     "fit_format": _like("format", choices=("text", "markdown", "python", "latex", "json")),
     "markdown_format": _like("format", choices=("text", "markdown", "json")),
-    "output": _like("out", option="-o --out", help="The file to write.", required=True, metavar="FILE"),
+    "output": _like("out", option="-o --out", help="The file to write, or the folder of a data set.", required=True,
+        metavar="FILE"),
     "report_out": _like("out", help="The folder for report.md, report.html and figures.", default="report"),
     "demo_weights": _like("weights", help="The weights of a VAE; by default untrained ones, made by hand.",
         required=False),
