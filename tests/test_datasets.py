@@ -287,7 +287,7 @@ def test_a_run_that_ended_anywhere_goes_on(photos, weights, tmp_path):
 
 
 def test_a_limit_passes_over_images_that_are_too_large(photos, weights, tmp_path):
-    sources, encoder = [photos[0] / "a"], Encoder(weights("sd"), memory_limit=1)
+    sources, encoder = [str(photos[0] / "a" / "0000*")], Encoder(weights("sd"), memory_limit=1)
     summary = encode_dataset(sources, tmp_path / "none", encoder)
     assert summary.images == 0 and any("memory_limit" in error for error in summary.errors.values())
     limit = encoder.open().smallest("encode", 32, 32)

@@ -66,7 +66,7 @@ def _images_of(source: str) -> Iterator[SourceImage]:
         yield from (_tar if source.endswith(".tar") else _parquet)(source)
     elif source.lower().endswith(SUFFIXES):
         yield _file(Path(source), os.path.basename(source))
-    else:
+    elif not source.endswith(CAPTIONS):  # which a shell may list too
         raise FileError("images", f"a .tar, a .parquet or one of {' '.join(SUFFIXES)}", "another file", path=source)
 
 
