@@ -344,6 +344,15 @@ def test_another_data_set_is_refused(photos, weights, tmp_path):
     assert {name: data for name, data in files_of(tmp_path).items() if "other" not in name} == before
 
 
+@pytest.mark.thorough
+def test_on_a_gpu(cuda, photos, weights, tmp_path):
+    """The manifest's hash is the CPU's, so either can go on, if its settings are the same."""
+    sources = [str(photos[0] / "a" / "0000*")]
+    for device in ("cuda", "cpu"):
+        summary = encode_dataset(sources, tmp_path, Encoder(weights("sd"), dtype="bfloat16", device=device), BUCKETS)
+        assert summary.images == 4 and not summary.errors
+
+
 def packed(photos, kind, path):
     """The readable and the unreadable images of a folder in another container, with their captions."""
     items = list_images([photos])
