@@ -126,6 +126,7 @@ function makeCore($B, wasm, helpers) {
             return otherwise;
         }
     };
+    const itemsOf = new WeakMap(); // of dicts that C walks through
     const typeOf = object => $B.get_class(object);
 
     // ---- numbers ----
@@ -357,7 +358,8 @@ function makeCore($B, wasm, helpers) {
         PyDict_SetItem: (dict, key, value) =>
             attempt(() => (b.dict.$setitem(get(dict), get(key), get(value)), 0), -1),
         PyDict_Next: (dict, place, key, value) => {
-            const items = $B.$call(helpers.items, get(dict)), at = word(place);
+            const at = word(place), items = at ? itemsOf.get(get(dict)) : $B.$call(helpers.items, get(dict));
+            if (!at) itemsOf.set(get(dict), items);
             if (at >= items.length) return 0;
             setWord(place, at + 1);
             setWord(key, lend(items[at][0]));
