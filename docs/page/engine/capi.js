@@ -24,13 +24,15 @@ function makeCore($B, wasm, helpers) {
         words = new Int32Array(memory.buffer);
         doubles = new DataView(memory.buffer);
     };
-    const word = at => (freshen(), words[at >> 2]);
-    const setWord = (at, value) => { freshen(); words[at >> 2] = value; };
-    const setLong = (at, value) => { freshen(); doubles.setBigUint64(at, BigInt.asUintN(64, value), true); };
-    const string = at => {
-        freshen();
-        return at ? text.decode(bytes.subarray(at, bytes.indexOf(0, at))) : null;
-    };
+    // JavaScript gets addresses as signed numbers: those from 2 GiB on are negative.
+    const word = at => (freshen(), words[at >>> 2]);
+    const setWord = (at, value) => { freshen(); words[at >>> 2] = value; };
+    const long = at => (freshen(), doubles.getBigUint64(at >>> 0, true));
+    const setLong = (at, value) => { freshen(); doubles.setBigUint64(at >>> 0, BigInt.asUintN(64, value), true); };
+    const double = at => (freshen(), doubles.getFloat64(at >>> 0, true));
+    const span = (at, size) => (freshen(), bytes.subarray(at >>> 0, (at >>> 0) + size));
+    const string = at => at ? text.decode(span(at, (freshen(), bytes.indexOf(0, at >>> 0)) - (at >>> 0))) : null;
+    const allocate = size => exports.malloc(size) || $B.RAISE(b.MemoryError, "the page's memory is full");
 
     // ---- objects ----
 
@@ -102,10 +104,9 @@ function makeCore($B, wasm, helpers) {
         return number;
     };
     const lendText = (object, length) => {
-        const coded = encoder.encode(object), at = exports.malloc(coded.length + 1);
-        freshen();
-        bytes.set(coded, at);
-        bytes[at + coded.length] = 0;
+        const coded = encoder.encode(object), at = allocate(coded.length + 1);
+        span(at, coded.length + 1).set(coded);
+        span(at + coded.length, 1)[0] = 0;
         texts.push(at);
         if (length) setWord(length, coded.length);
         return at;
@@ -151,8 +152,8 @@ function makeCore($B, wasm, helpers) {
 
     const reader = at => ({
         word: () => (at += 4, word(at - 4)),
-        long: () => (at = (at + 15) & ~7, freshen(), doubles.getBigUint64(at - 8, true)),
-        double: () => (at = (at + 15) & ~7, freshen(), doubles.getFloat64(at - 8, true)),
+        long: () => (at = (at + 15) & ~7, long(at - 8)),
+        double: () => (at = (at + 15) & ~7, double(at - 8)),
     });
 
     const DIRECTIVE = /%([0-9.]*)(z|ll|l|)([a-zA-Z%])/g;
@@ -236,7 +237,7 @@ function makeCore($B, wasm, helpers) {
             return true;
         case "d":
             freshen();
-            doubles.setFloat64(at, asFloat(object), true);
+            doubles.setFloat64(at >>> 0, asFloat(object), true);
             return true;
         default: throw Error(`capi.js: no ${kind} among arguments`);
         }
@@ -452,9 +453,8 @@ function makeCore($B, wasm, helpers) {
 
         PyType_FromModuleAndSpec: (_, spec) => toC(makeType(spec)),
         PyType_GenericAlloc: type => {
-            const cls = get(type), of = described(cls), address = exports.malloc(of.size);
-            freshen();
-            bytes.fill(0, address, address + of.size);
+            const cls = get(type), of = described(cls), address = allocate(of.size);
+            span(address, of.size).fill(0);
             setWord(address, 1);
             const object = $B.$call(helpers.allocate, cls);
             object.$address = address;
@@ -477,7 +477,7 @@ function makeCore($B, wasm, helpers) {
             return typeof object === "string" ? lendText(object, length) : fail(b.TypeError, "expected str");
         },
         PyUnicode_CompareWithASCIIString: (number, at) => +(get(number) !== string(at)),
-        PyUnicode_DecodeUTF8: (at, size) => (freshen(), toC(text.decode(bytes.subarray(at, at + size)))),
+        PyUnicode_DecodeUTF8: (at, size) => toC(text.decode(span(at, size))),
         PyUnicode_FromFormat: (pattern, values) => toC(format(pattern, reader(values))),
         PyUnicode_FromFormatV: (pattern, values) => toC(format(pattern, reader(values))),
         PyUnicode_FromString: at => toC(string(at)),
@@ -488,7 +488,7 @@ function makeCore($B, wasm, helpers) {
         },
 
         PyArray_SimpleNew: (dims, sizes, type) => {
-            const length = word(sizes), address = exports.malloc(8 * length + 1), object = $B.$call(helpers.ndarray);
+            const length = word(sizes), address = allocate(8 * length + 1), object = $B.$call(helpers.ndarray);
             object.$data = {address, length};
             freed.register(object, address);
             return toC(object);
@@ -499,8 +499,7 @@ function makeCore($B, wasm, helpers) {
     const freed = new FinalizationRegistry(address => exports.free(address));
     const tolist = array => {
         const {address, length} = array.$data, all = [];
-        freshen();
-        for (let i = 0; i < length; i++) all.push(toInt(doubles.getBigUint64(address + 8 * i, true)));
+        for (let i = 0; i < length; i++) all.push(toInt(long(address + 8 * i)));
         return $B.$list(all);
     };
 
