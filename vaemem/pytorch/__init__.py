@@ -10,6 +10,7 @@ need("torch", "vaemem.pytorch")
 
 from vaemem.prediction.predict import ModulePrediction
 from vaemem.pytorch.applying import Applied, apply
+from vaemem.pytorch.decoding import SafeDecode, safe_decode
 from vaemem.pytorch.loading import load_pipeline
 from vaemem.pytorch.measuring import measure
 from vaemem.pytorch.measuring_pipelines import MeasuredPhase, MeasuredPipeline, measure_pipeline
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Applied", "AutoencoderKL", "AutoencoderKLWan", "AutoencoderTiny", "MeasuredPhase", "MeasuredPipeline",
-    "ModulePrediction", "Recording", "apply", "load_pipeline", "measure", "measure_pipeline", "predict_peak", "record",
+    "ModulePrediction", "Recording", "SafeDecode", "apply", "load_pipeline", "measure", "measure_pipeline",
+    "predict_peak", "record", "safe_decode",
 ]  # fmt: skip
 
 

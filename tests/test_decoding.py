@@ -1,0 +1,155 @@
+"""A decode that does not fit is done by vaemem, and the denoising before it is not lost."""
+
+from __future__ import annotations
+
+import re
+import weakref
+
+import pytest
+from errors import refused
+
+torch = pytest.importorskip("torch")
+diffusers = pytest.importorskip("diffusers")
+pytest.importorskip("transformers")
+accelerate = pytest.importorskip("accelerate")
+
+import torch_pipelines
+
+from vaemem.pytorch import AutoencoderKL, apply, decoding, free_memory, safe_decode
+
+MIB = 1 << 20
+CARD = dict(gpu="RTX 3060", memory=12 << 30, torch_version="2.6.0", cudnn_version="9.1.0")
+
+
+@pytest.fixture
+def pipe(tmp_path):
+    return torch_pipelines.stable_diffusion(tmp_path)
+
+
+def fail_in_the_middle(monkeypatch, vae, error, made):
+    """Let the decoder's end raise, with tensors alive in the frames of its calls."""
+
+    def forward(x):
+        large = torch.zeros(1000)
+        made.extend(map(weakref.ref, (x, large)))
+        try:
+            raise ValueError("an error before the error")
+        except ValueError:
+            raise error from None
+
+    monkeypatch.setattr(vae.decoder.conv_out, "forward", forward)
+
+
+def refuse_cards(module, place):
+    """Stand in for the drop-in's `to`. In these tests the object is the card, and the text is the CPU."""
+    if place == torch.device("cpu") and not isinstance(place, (str, torch.dtype)):
+        raise ImportError("no engine")
+    return diffusers.ModelMixin.to(module, place)
+
+
+ERRORS = {
+    "PyTorch's": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore."),
+    "cuDNN's": RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    "the CPU's": RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+}
+
+
+@pytest.mark.parametrize("name", [*torch_pipelines.PIPELINES])
+def test_memory_runs_out_in_the_middle(name, tmp_path, monkeypatch):
+    pipe = torch_pipelines.PIPELINES[name](tmp_path)
+    want = torch_pipelines.pictures(pipe, name)
+    for error in ERRORS.values():
+        made = []
+        with monkeypatch.context() as patched:
+            safe = safe_decode(pipe)
+            fail_in_the_middle(patched, pipe.vae, error, made)
+            with pytest.warns(RuntimeWarning, match="decodes on the CPU"):
+                got = torch_pipelines.pictures(pipe, name)
+            assert len(made) == 2 and all(one() is None for one in made)  # the frames are gone, and so is the traceback
+            assert error.__traceback__ is None and len(safe.notes) == 1
+        assert (got - want).abs().max() < 1e-4
+        safe.undo()
+        assert "decode" not in vars(pipe.vae)
+    assert torch.equal(torch_pipelines.pictures(pipe, name), want)
+
+
+@pytest.mark.parametrize("offload", ["model", "sequential"])
+def test_an_offloaded_vae_is_copied(offload, pipe, monkeypatch):
+    want, made = torch_pipelines.pictures(pipe, "sd"), []
+    if offload == "model":
+        apply({"offload": "model"}, pipe, device="cpu")
+    else:  # diffusers refuses a CPU
+        for part in (pipe.unet, pipe.vae, pipe.text_encoder):
+            accelerate.cpu_offload(part, torch.device("cpu"))
+    fail_in_the_middle(monkeypatch, pipe.vae, ERRORS["PyTorch's"], made)
+    safe = safe_decode(pipe)
+    with pytest.warns(RuntimeWarning):
+        got = torch_pipelines.pictures(pipe, "sd")
+    assert (got - want).abs().max() < 1e-4 and all(one() is None for one in made)
+    assert safe.latents.shape == (1, 4, 12, 8)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("return_dict", [False, True])
+def test_prediction_decides(return_dict, by_name, pipe, monkeypatch):
+    """The same latents with more and less free memory: PyTorch decodes only the former."""
+    z, calls, safe = torch.randn(2, 4, 40, 40), [], safe_decode(pipe)
+    want = type(pipe.vae).decode(pipe.vae, z).sample.detach()
+    watch = pipe.vae.decoder.register_forward_hook(lambda *_: calls.append(1))
+    free = {"free": 4 << 30}
+    monkeypatch.setattr(decoding, "describe_card", lambda device: CARD | free)
+    pipe.vae.enable_tiling()  # vaemem decodes whole
+    pipe.vae.tile_sample_min_size, pipe.vae.tile_latent_min_size = 512, 256
+
+    def decode():
+        told = {"z": z} if by_name else {}
+        output = pipe.vae.decode(*[] if by_name else [z], return_dict=return_dict, **told)
+        return output.sample if return_dict else output[0]
+
+    with torch.no_grad():
+        assert torch.allclose(decode(), want, atol=1e-4) and calls == [1] and safe.notes == ()
+        free["free"] = 3 * MIB
+        with pytest.warns(RuntimeWarning, match="does not fit.*in the free memory"):
+            assert torch.allclose(decode(), want, atol=1e-4) and len(safe.notes) == 1
+        monkeypatch.setattr(AutoencoderKL, "to", refuse_cards)
+        with pytest.warns(RuntimeWarning):
+            assert torch.allclose(decode(), want, atol=1e-4)
+    assert re.search(r"cannot decode on cpu: no engine.*takes about \d+ s", safe.notes[1])
+    assert calls == [1]
+    watch.remove()
+
+
+def test_windows_takes_no_tight_decode(pipe, monkeypatch):
+    z, asked = torch.zeros(1, 4, 8, 8), []
+    monkeypatch.setattr(decoding, "describe_card", lambda device: CARD | {"free": 4 << 30})
+
+    def predict(*args, **kwargs):
+        asked.append((kwargs["safe"], kwargs["os"]))
+        raise ValueError  # nothing is known: PyTorch tries
+
+    monkeypatch.setattr(decoding, "predict", predict)
+    assert decoding.explain_misfit(pipe.vae, z) == ""
+    monkeypatch.setattr(decoding.sys, "platform", "win32")
+    assert decoding.explain_misfit(pipe.vae, z) == "" and asked == [(False, "linux"), (True, "windows")]
+
+
+def test_free_memory_counts_what_pytorch_does_not_use(monkeypatch):
+    for name, value in {"memory_reserved": 70, "memory_allocated": 40, "mem_get_info": (100, 200)}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert free_memory.find_free("cuda:0") == 130
+
+
+def test_other_errors_pass_through(pipe, monkeypatch):
+    safe = safe_decode(pipe)
+    fail_in_the_middle(monkeypatch, pipe.vae, RuntimeError("a wrong shape"), [])
+    with pytest.raises(RuntimeError, match="a wrong shape"):
+        pipe.vae.decode(torch.zeros(1, 4, 8, 8))
+    assert safe.latents is not None
+
+
+def test_pipelines_without_such_a_vae_are_refused(pipe):
+    with refused("pipe", "UNet2DConditionModel", kind=TypeError):
+        safe_decode(pipe.unet)
+    pipe.vae = AutoencoderKL.from_module(pipe.vae)
+    with refused("pipe", names=["memory_limit"]):
+        safe_decode(pipe)

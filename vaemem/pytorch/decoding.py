@@ -1,0 +1,245 @@
+"""Decode a pipeline's latents even if PyTorch's decode does not fit: the denoising before it is not lost."""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from vaemem._common import latent_factor
+from vaemem._errors import ArgumentError, ArgumentTypeError
+from vaemem.engine.limits import available_memory
+from vaemem.engine.vae import VAE
+from vaemem.prediction.gpus import CONTEXT
+from vaemem.prediction.predict import predict
+from vaemem.pytorch.free_memory import find_free, is_out_of_memory, release
+from vaemem.pytorch.measuring import cudnn_version
+
+_CLASSES = (
+    "AutoencoderKL",
+    "AutoencoderTiny",
+    "AutoencoderKLWan",
+    "AutoencoderKLQwenImage",
+    "AutoencoderKLQwenImage21",
+)
+_SIDE = 16  # of the latents that a first decode on the CPU times
+
+
+class SafeDecode:
+    """The result of `safe_decode`: it stands in for the VAE's ``decode``.
+
+    Attributes
+    ----------
+    latents : torch.Tensor or None
+        The latents of the last call, on the CPU.
+    notes : tuple of str
+        What happened in the last call; empty if PyTorch decoded.
+
+    Examples
+    --------
+    >>> import diffusers, torch
+    >>> pipe = diffusers.DiffusionPipeline()
+    >>> pipe.vae = diffusers.AutoencoderKL()
+    >>> safe = safe_decode(pipe)
+    >>> with torch.no_grad():
+    ...     pipe.vae.decode(torch.zeros(1, 4, 8, 8)).sample.shape
+    torch.Size([1, 3, 8, 8])
+    >>> safe.latents.shape, safe.notes
+    (torch.Size([1, 4, 8, 8]), ())
+    >>> safe.undo()
+    """
+
+    def __init__(self, vae: Any, drop_in: Any):
+        self.latents: torch.Tensor | None = None
+        self.notes: tuple[str, ...] = ()
+        self._vae, self._drop_in = weakref.ref(vae), drop_in
+        self._before = vars(vae).get("decode")
+        vae.decode = self
+
+    def undo(self) -> None:
+        """Give the VAE its own ``decode`` back."""
+        vae = self._vae()
+        if vae is not None and vars(vae).get("decode") is self:
+            del vae.decode
+            if self._before is not None:
+                vae.decode = self._before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        vae: Any = self._vae()
+        key = next((name for name in ("z", "x") if name in kwargs), "z")
+        z = args[0] if args else kwargs.get(key)
+        theirs = self._before or type(vae).decode.__get__(vae)
+        if not isinstance(z, torch.Tensor) or (z.ndim == 5 and z.shape[2] != 1):  # vaemem decodes no videos
+            return theirs(*args, **kwargs)
+        self.latents, self.notes = z.detach().to("cpu"), ()
+
+        def decode(by: Callable[..., Any], latents: torch.Tensor) -> Any:
+            return by(latents, *args[1:], **kwargs) if args else by(**kwargs | {key: latents})
+
+        def run() -> tuple[Any, str]:
+            _load(vae)
+            why = explain_misfit(vae, z)
+            return (None, why) if why else (decode(theirs, z), "")
+
+        result, why = _attempt(run)
+        if not why:
+            return result
+        ours = _copy(vae, self._drop_in)
+        if describe_card(z.device):
+            self._warn(f"{why}. vaemem decodes on {z.device} in the free memory")
+            try:
+                return decode(ours.to(z.device).decode, z.detach())
+            except (ImportError, MemoryError, RuntimeError, ValueError) as error:
+                why = f"vaemem cannot decode on {z.device}: {_first_line(error)}"
+                release(error)
+            ours.to("cpu")
+        latents = self.latents
+        took = estimate_seconds(ours, latents)
+        self._warn(f"{why}. vaemem decodes on the CPU{f', which takes about {took:.0f} s' if took else ''}")
+        return tree_map_only(torch.Tensor, lambda one: one.to(z.device), decode(ours.decode, latents))
+
+    def _warn(self, note: str) -> None:
+        self.notes += (note,)
+        warnings.warn(note, RuntimeWarning, stacklevel=3)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+
+
+def _attempt(call: Callable[[], tuple[Any, str]]) -> tuple[Any, str]:
+    """Return a call's result; if memory runs out, None and why. Nothing keeps the tensors of the failed call."""
+    try:
+        return call()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        why = f"PyTorch's decode ran out of memory: {_first_line(error)}"
+        release(error)
+    return None, why
+
+
+def _load(vae: Any) -> None:
+    """Let accelerate's hook move an offloaded VAE to the card, and the component before it away."""
+    hook = getattr(vae, "_hf_hook", None)
+    if hook is not None:
+        hook.pre_forward(vae)
+
+
+def _copy(vae: Any, drop_in: Any) -> Any:
+    """Return vaemem's copy of a VAE, on the CPU. It decodes whole images within the free memory."""
+    source = vae
+    if any(weight.is_meta for weight in vae.parameters()):  # accelerate keeps the weights elsewhere
+        from accelerate.utils.modeling import get_state_dict_offloaded_model
+
+        source = drop_in.theirs.from_config(vae.config).to(vae.dtype)
+        source.load_state_dict(get_state_dict_offloaded_model(vae))
+    engine = VAE.load(source, config={**vae.config, "_class_name": drop_in.theirs.__name__})
+    limit = None if available_memory() is None else "auto"
+    ours = drop_in(engine, vae.config, vae.dtype, memory_limit=limit)
+    ours.use_slicing = getattr(vae, "use_slicing", False)
+    return ours
+
+
+def describe_card(device: torch.device) -> dict[str, Any] | None:
+    """Return arguments of `vaemem.predict` for a card, with its free bytes as ``free``; None without a card."""
+    if device.type != "cuda":
+        return None
+    return {
+        "gpu": torch.cuda.get_device_name(device), "memory": torch.cuda.mem_get_info(device)[1],
+        "free": find_free(device), "torch_version": torch.__version__, "cudnn_version": cudnn_version(),
+    }  # fmt: skip
+
+
+def explain_misfit(vae: Any, z: torch.Tensor) -> str:
+    """Say why PyTorch's decode of these latents does not fit the card now; "" if it may fit, or nothing is predicted.
+
+    Windows' driver uses the host's memory and raises nothing, so a tight decode does not fit there.
+    """
+    card = describe_card(z.device)
+    if card is None:
+        return ""
+    config = {**vae.config, "_class_name": type(vae).__name__}
+    tiled = getattr(vae, "use_tiling", False)
+    held = sum(weight.nbytes for weight in vae.parameters() if weight.device == z.device)
+    used, windows = max(card["memory"] - card.pop("free") - CONTEXT - held, 0), sys.platform == "win32"
+    try:
+        factor = latent_factor(config)
+        answer = predict(
+            config, "decode_tiled" if tiled else "decode", z.shape[-2] * factor, z.shape[-1] * factor,
+            vae.dtype, len(z), slicing=getattr(vae, "use_slicing", False), used=used,
+            tile=vae.tile_sample_min_size if tiled else None, protocol="cold", safe=windows,
+            os="windows" if windows else "linux", **card,
+        )  # fmt: skip
+    except (AttributeError, ValueError):  # an unknown card, version or model: PyTorch tries
+        return ""
+    return "" if answer.fits else f"PyTorch's decode {answer.summary}"
+
+
+def estimate_seconds(ours: Any, z: torch.Tensor) -> float | None:
+    """Estimate the seconds of a decode on the CPU: time a small one, and count both FLOPs. None if z is small."""
+    small = z[..., :_SIDE, :_SIDE]
+    if z.shape[-1] * z.shape[-2] < 4 * _SIDE * _SIDE:
+        return None
+    factor, start = latent_factor(ours.vae.arch), time.perf_counter()
+    with torch.no_grad():
+        ours.decode(small[:1])
+    took = time.perf_counter() - start
+    height, width = z.shape[-2] * factor, z.shape[-1] * factor
+    whole = ours.vae.estimate("decode", height, width, memory_limit=ours.memory_limit)
+    return float(took * len(z) * sum(whole.flops) / sum(ours.last_run.flops))
+
+
+def safe_decode(pipe: Any) -> SafeDecode:
+    """Let a pipeline of diffusers decode even if PyTorch's decode does not fit, so that a denoising is never lost.
+
+    Each later ``pipe.vae.decode`` first predicts whether PyTorch's decode fits the free memory of the card. If it fits,
+    or nothing is known, PyTorch decodes. Otherwise, or if PyTorch runs out of memory, vaemem decodes with a warning: on
+    the card within the free memory, or on the CPU. Other errors pass through.
+
+    Parameters
+    ----------
+    pipe : diffusers.DiffusionPipeline
+        Its ``vae`` is one of the classes that have a drop-in, such as AutoencoderKL. Call `safe_decode` after
+        `vaemem.pytorch.apply`. A new ``pipe.vae`` needs a new call.
+
+    Returns
+    -------
+    SafeDecode
+        It keeps the latents of the last decode. Its `undo` sets the VAE's own ``decode`` back.
+
+    Raises
+    ------
+    ValueError, TypeError
+        The pipeline has no VAE, or one of another class, or vaemem's.
+
+    Notes
+    -----
+    vaemem decodes whole images. Its float32 numbers differ from PyTorch's by at most 1e-4, and other dtypes by their
+    own rounding. If tiling is on, PyTorch's tiles would change the picture; vaemem's picture is then the one without
+    tiles. Videos of several frames are left to PyTorch. No GPU has run this: tests fake the card.
+
+    Examples
+    --------
+    >>> from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline
+    >>> pipe = FluxPipeline(FlowMatchEulerDiscreteScheduler(), AutoencoderKL(), *[None] * 5)
+    >>> safe = safe_decode(pipe)  # then pipe(...) as usual
+    >>> safe.undo()
+    """
+    from vaemem.pytorch import autoencoder
+
+    vae = getattr(pipe, "vae", None)
+    found = [getattr(autoencoder, name) for name in _CLASSES if hasattr(autoencoder, name)]
+    if isinstance(vae, tuple(found)):
+        raise ArgumentError("pipe", "a VAE of diffusers'", "vaemem's, which decodes within its memory_limit")
+    drop_in = next((one for one in found if isinstance(vae, one.theirs)), None)
+    if drop_in is None:
+        wanted = f"a pipeline whose vae is one of {', '.join(one.theirs.__name__ for one in found)}"
+        raise ArgumentTypeError("pipe", wanted, type(pipe if vae is None else vae).__name__)
+    return SafeDecode(vae, drop_in)

@@ -1,0 +1,42 @@
+"""Free memory on a card, and errors that say that it ran out."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from typing import Any
+
+import torch
+
+_TEXTS = ("out of memory", "STATUS_ALLOC_FAILED", "can't allocate memory")  # CUDA's and its libraries', and the CPU's
+
+
+def find_free(device: Any) -> int:
+    """Return the bytes that this process can still allocate on a device: free memory, and PyTorch's unused blocks."""
+    backend: Any = getattr(torch, torch.device(device).type)
+    unused = backend.memory_reserved(device) - backend.memory_allocated(device)
+    return int(backend.mem_get_info(device)[0] + unused)
+
+
+def count_bytes(module: torch.nn.Module) -> int:
+    """Return the bytes of a module's parameters and buffers."""
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that memory ran out. Not all of CUDA's libraries raise PyTorch's own class."""
+    kinds = torch.OutOfMemoryError, MemoryError
+    return isinstance(error, kinds) or (isinstance(error, RuntimeError) and any(one in str(error) for one in _TEXTS))
+
+
+def release(error: BaseException) -> None:
+    """Free the tensors of the calls that an error ended, and the memory that PyTorch's cache holds."""
+    while error:
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__, before = None, error.__cause__ or error.__context__
+        if before is None:
+            break
+        error = before
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
