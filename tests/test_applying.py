@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 from errors import refused
 
@@ -14,7 +16,7 @@ accelerate = pytest.importorskip("accelerate")
 
 import torch_pipelines
 
-from vaemem.pytorch import AutoencoderKL, apply
+from vaemem.pytorch import AutoencoderKL, apply, applying
 from vaemem.pytorch.measuring_pipelines import _offload
 
 TILES = ("use_tiling", "use_slicing", "tile_sample_min_size", "tile_latent_min_size")
@@ -110,3 +112,72 @@ def test_what_cannot_be_set_changes_nothing(tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         apply({"offload": "model", "vae": "tiled 64"}, pipe, device="cpu")
     assert state(pipe) == before
+
+
+def run_out(monkeypatch, owner, name, times):
+    """Let a method run out of memory a few times before it works."""
+    call, made = getattr(owner, name), []
+
+    def fail(*args, **kwargs):
+        if len(made) == times:
+            return call(*args, **kwargs)
+        large = torch.zeros(1000)
+        made.append(weakref.ref(large))
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(owner, name, fail)
+    return made
+
+
+def test_the_next_way_makes_the_same_picture(tmp_path, on_the_cpu, monkeypatch):
+    pipe = torch_pipelines.stable_diffusion(tmp_path)
+    want, before = torch_pipelines.pictures(pipe, "sd"), state(pipe)
+    plan = plan_pipeline("sd15", 1024, 1024, 2, gpu="RTX 3060")
+    done = apply(plan, pipe, device="cpu", on_out_of_memory="next")
+    first, made = done.code, run_out(monkeypatch, pipe.unet, "forward", 1)
+    how = dict(prompt="a cat", height=48, width=32, num_inference_steps=2, output_type="pt")
+    with pytest.warns(RuntimeWarning, match="Going on with"):
+        got = done(generator=torch.Generator().manual_seed(0), **how).images
+    assert (got - want).abs().max() < 1e-4 and done.code != first and made[0]() is None
+    assert not pipe.vae.use_tiling
+    done.undo()
+    assert state(pipe) == before
+
+
+def test_a_way_that_cannot_be_set_has_a_next(tmp_path, on_the_cpu, monkeypatch):
+    pipe = torch_pipelines.stable_diffusion(tmp_path)
+    before, plan = state(pipe), plan_pipeline("sd15", 512, 512, gpu="RTX 3060")
+    with monkeypatch.context() as patched:
+        run_out(patched, pipe, "to", 1)
+        with pytest.warns(RuntimeWarning, match="no offload, VAE by vaemem"):
+            done = apply(plan, pipe, device="cpu", on_out_of_memory="next")
+        done.undo()
+    assert state(pipe) == before
+    with monkeypatch.context() as patched:
+        run_out(patched, pipe, "to", 1)
+        with pytest.raises(torch.OutOfMemoryError):
+            apply(plan, pipe, device="cpu")
+    assert state(pipe) == before
+
+
+def test_the_last_way_raises(tmp_path, on_the_cpu, monkeypatch):
+    """Each next way fits, leaves the picture as it is, and takes less. Other errors pass through."""
+    pipe = torch_pipelines.stable_diffusion(tmp_path)
+    plan = plan_pipeline("sd15", 1024, 1024, 2, gpu="RTX 3060")
+    outcomes = [plan.recommended, *applying._list_next(plan, pipe)]
+    peaks = [one.way.peak.total for one in outcomes]
+    assert len(peaks) > 2 and peaks == sorted(set(peaks), reverse=True)
+    assert all(one.fits and not one.way.changes for one in outcomes)
+    done = apply(plan, pipe, device="cpu", on_out_of_memory="next")
+    run_out(monkeypatch, pipe.unet, "forward", -1)
+    pipe.vae.half()  # as a conversion before a decode leaves it
+    with pytest.warns(RuntimeWarning), pytest.raises(torch.OutOfMemoryError):
+        done("a cat", height=48, width=32, num_inference_steps=2)
+    assert pipe.vae.dtype == torch.float32
+    monkeypatch.setattr(pipe.unet, "forward", lambda *args, **kwargs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        done("a cat", height=48, width=32, num_inference_steps=2)
+    with refused("way", "dict", kind=TypeError):
+        apply({}, pipe, on_out_of_memory="next")
+    with refused("on_out_of_memory", "'last'"):
+        apply({}, pipe, on_out_of_memory="last")

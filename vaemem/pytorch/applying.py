@@ -6,16 +6,20 @@ happens here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 
+from vaemem._common import choose
 from vaemem._errors import ArgumentError, ArgumentTypeError
 from vaemem.pipelines.recipe import placing_code, vae_code
 from vaemem.pipelines.ways import Outcome, PipelinePlan
 from vaemem.prediction.planned import Way
 from vaemem.prediction.usual import FIXED
+from vaemem.pytorch.free_memory import is_out_of_memory, release
 from vaemem.pytorch.measuring import find_device
 
 _SETTINGS = ("offload", "vae", "components", "vae_memory_limit")
@@ -28,7 +32,7 @@ _OFFLOADS = {
 
 
 class Applied:
-    """The result of `apply`. Printing it shows its words.
+    """The result of `apply`. Printing it shows its words. Call it as you would call the pipeline.
 
     Attributes
     ----------
@@ -48,11 +52,59 @@ class Applied:
     >>> done.undo()
     """
 
-    def __init__(self, pipe: Any, steps: tuple[str, ...], code: str, before: _State):
-        self.steps, self.code, self._pipe, self._before = steps, code, pipe, before
+    steps: tuple[str, ...] = ()
+    code: str = ""
+
+    def __init__(self, pipe: Any, place: torch.device, ways: list[Outcome]):
+        self._pipe, self._place, self._ways, self._before = pipe, place, ways, _State(pipe)
 
     def __str__(self) -> str:
         return "; ".join(self.steps)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the pipeline. With ``on_out_of_memory="next"``, run it again in the next way if memory runs out."""
+        given = kwargs.get("generator")
+        generators = given if isinstance(given, list) else [given] if given is not None else []
+        states = [one.get_state() for one in generators]
+        while True:
+            try:
+                return self._pipe(*args, **kwargs)
+            except Exception as error:
+                self._leave(error)
+            self._go_on()
+            for one, state in zip(generators, states, strict=True):
+                one.set_state(state)
+
+    def _set(self, settings: Mapping[str, Any]) -> None:
+        """Set a way. If that fails, set everything back."""
+        try:
+            self._before.reset(self._pipe)
+            self._pipe.vae.use_tiling = self._pipe.vae.use_slicing = False
+            lines, self.steps = _describe(settings, list(_modules(self._pipe)), str(self._place))
+            self.code = "\n".join(lines)
+            exec(self.code, {"pipe": self._pipe})
+        except BaseException as error:
+            if not (self._ways and is_out_of_memory(error)):
+                self.undo()
+            raise
+
+    def _go_on(self) -> None:
+        """Set the next way. If memory runs out meanwhile, the one after it."""
+        while True:
+            one = self._ways.pop(0)
+            try:
+                self._set(_arguments_of(one))
+            except Exception as error:
+                self._leave(error)
+            else:
+                warnings.warn(f"Memory ran out. Going on with {one.way.name}: {self}", RuntimeWarning, stacklevel=3)
+                return
+
+    def _leave(self, error: Exception) -> None:
+        """Free what a failed way holds, if there is another way; otherwise raise its error."""
+        if not (self._ways and is_out_of_memory(error)):
+            raise error
+        release(error)
 
     def undo(self) -> None:
         """Set everything back: the VAE and its settings, the hooks, and the devices of the components."""
@@ -64,18 +116,24 @@ class _State:
 
     def __init__(self, pipe: Any):
         self.vae, self.tiles = pipe.vae, {name: getattr(pipe.vae, name, None) for name in _TILES}
-        self.parts = _modules(pipe)
+        self.parts, self.dtype = _modules(pipe), pipe.vae.dtype
         self.places: dict[str, Any] = {role: part.device for role, part in self.parts.items()}
         hooks = [type(part._hf_hook).__name__ for part in self.parts.values() if hasattr(part, "_hf_hook")]
         self.offload = "" if not hooks else "model" if "CpuOffload" in hooks else "sequential"
         self.device = getattr(pipe, "_offload_device", None)
 
-    def restore(self, pipe: Any) -> None:
+    def reset(self, pipe: Any) -> None:
+        """Set all but the places back. A decode that failed may leave the VAE in another dtype."""
         pipe.remove_all_hooks()
         pipe.vae = self.vae
+        if self.vae.dtype != self.dtype:
+            self.vae.to(dtype=self.dtype)
         for name, value in self.tiles.items():
             if value is not None:
                 setattr(pipe.vae, name, value)
+
+    def restore(self, pipe: Any) -> None:
+        self.reset(pipe)
         if self.offload:
             getattr(pipe, f"enable_{self.offload}_cpu_offload")(device=self.device)
             return
@@ -120,7 +178,40 @@ def _check_types(pipe: Any, types: Mapping[str, Any]) -> None:
         )
 
 
-def apply(way: Any, pipe: Any, *, device: Any = None) -> Applied:
+def _describe(settings: Mapping[str, Any], roles: list[str], where: str) -> tuple[list[str], tuple[str, ...]]:
+    """Return the lines that set a way, and words for them."""
+    offload, vae = settings.get("offload", "none"), str(settings.get("vae", "whole"))
+    limit = settings.get("vae_memory_limit")
+    how, _, side = vae.partition(" ")
+    steps = [{
+        "tiled": f"the VAE runs in tiles of {side} pixels" if side else "the VAE runs in its config's tiles",
+        "sliced": "the VAE runs a batch image by image", "vaemem": f"vaemem decodes within {limit}",
+    }.get(how, "the VAE runs whole")]  # fmt: skip
+    if isinstance(offload, Mapping):
+        on_cpu = [role for role, at in offload.items() if at == "cpu"]
+        steps.append(f"{' and '.join(on_cpu)} stay on the CPU, and the others are on {where}")
+    else:
+        steps.append(_OFFLOADS[offload].format(where))
+    return [*vae_code(vae, limit), *placing_code(offload, roles, where)], tuple(steps)
+
+
+def _list_next(plan: PipelinePlan, pipe: Any) -> Iterator[Outcome]:
+    """Yield the ways to go on with: each fits, leaves the picture as it is, and takes less of the card than the way
+    before. The fastest comes first. Text encoders on the CPU need another call, so these ways are left out."""
+    last = plan.recommended
+    others = sorted(plan.outcomes, key=lambda one: one.seconds.likely if one.seconds else 0.0)
+    for one in others if last else ():
+        settings = _arguments_of(one)
+        if one.way.changes or not one.fits or isinstance(settings["offload"], Mapping):
+            continue
+        if last and one.way.peak.total < last.way.peak.total:
+            with suppress(ArgumentError):
+                _check_types(pipe, settings.get("components") or {})
+                yield one
+                last = one
+
+
+def apply(way: Any, pipe: Any, *, device: Any = None, on_out_of_memory: str = "raise") -> Applied:
     """Set on a loaded pipeline of diffusers what a way of running it says: offloading, and how the VAE runs.
 
     Parameters
@@ -132,11 +223,15 @@ def apply(way: Any, pipe: Any, *, device: Any = None) -> Applied:
         Components must be loaded in the way's types. It is changed in place.
     device : torch.device or str, optional
         Where it runs; by default the GPU if PyTorch has one, otherwise the CPU.
+    on_out_of_memory : {"raise", "next"}
+        What to do if memory runs out while the way is set, or in a call of the result. ``"next"`` needs a plan. It goes
+        on, with a warning, to the fastest way that takes less of the card and leaves the picture as it is. Generators
+        start again from the same state.
 
     Returns
     -------
     Applied
-        What was set, in words and as code. Its `undo` sets everything back.
+        What was set, in words and as code. Its `undo` sets everything back. A call of it runs the pipeline.
 
     Raises
     ------
@@ -155,29 +250,19 @@ def apply(way: Any, pipe: Any, *, device: Any = None) -> Applied:
     False
     """
     settings, place = _arguments_of(way), find_device(device)
+    choose("on_out_of_memory", on_out_of_memory, ("raise", "next"))
+    goes_on = on_out_of_memory == "next"
+    if goes_on and not isinstance(way, PipelinePlan):
+        raise ArgumentTypeError("way", "a plan, which has a next way", type(way).__name__)
     if not hasattr(pipe, "components") or getattr(pipe, "vae", None) is None:
         raise ArgumentTypeError("pipe", "a pipeline of diffusers with a VAE", type(pipe).__name__)
-    offload, vae = settings.get("offload", "none"), str(settings.get("vae", "whole"))
-    types, limit = dict(settings.get("components") or {}), settings.get("vae_memory_limit")
-    _check_types(pipe, types)
-    where, roles = str(place), list(_modules(pipe))
-    lines = [*vae_code(vae, limit), *placing_code(offload, roles, where)]
-    how, _, side = vae.partition(" ")
-    steps = [{
-        "tiled": f"the VAE runs in tiles of {side} pixels" if side else "the VAE runs in its config's tiles",
-        "sliced": "the VAE runs a batch image by image", "vaemem": f"vaemem decodes within {limit}",
-    }.get(how, "the VAE runs whole")]  # fmt: skip
-    if isinstance(offload, Mapping):
-        on_cpu = [role for role, at in offload.items() if at == "cpu"]
-        steps.append(f"{' and '.join(on_cpu)} stay on the CPU, and the others are on {where}")
-    else:
-        steps.append(_OFFLOADS[offload].format(where))
-    before = _State(pipe)
+    _check_types(pipe, settings.get("components") or {})
+    done = Applied(pipe, place, [*_list_next(way, pipe)] if goes_on else [])
     try:
-        pipe.remove_all_hooks()
-        pipe.vae.use_tiling = pipe.vae.use_slicing = False
-        exec("\n".join(lines), {"pipe": pipe})
-    except BaseException:
-        before.restore(pipe)
-        raise
-    return Applied(pipe, tuple(steps), "\n".join(lines), before)
+        done._set(settings)
+    except Exception as error:
+        done._leave(error)
+    else:
+        return done
+    done._go_on()
+    return done
