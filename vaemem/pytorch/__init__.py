@@ -14,6 +14,7 @@ from vaemem.pytorch.decoding import SafeDecode, safe_decode
 from vaemem.pytorch.loading import load_pipeline
 from vaemem.pytorch.measuring import measure
 from vaemem.pytorch.measuring_pipelines import MeasuredPhase, MeasuredPipeline, measure_pipeline
+from vaemem.pytorch.offloading import OffloadStrategy
 from vaemem.pytorch.recorder import Recording
 from vaemem.pytorch.recording import predict_peak, record
 
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Applied", "AutoencoderKL", "AutoencoderKLWan", "AutoencoderTiny", "MeasuredPhase", "MeasuredPipeline",
-    "ModulePrediction", "Recording", "SafeDecode", "apply", "load_pipeline", "measure", "measure_pipeline",
-    "predict_peak", "record", "safe_decode",
+    "ModulePrediction", "OffloadStrategy", "Recording", "SafeDecode", "apply", "load_pipeline", "measure",
+    "measure_pipeline", "predict_peak", "record", "safe_decode",
 ]  # fmt: skip
 
 
