@@ -154,6 +154,29 @@ def test_a_pipelines_latents_decoded_within_a_limit(recipes, tmp_path):
 # ---- the formulas ----
 
 
+def test_a_decode_that_runs_out_of_memory(recipes, tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    import torch_pipelines
+
+    pipe = torch_pipelines.stable_diffusion(tmp_path)
+    want = torch_pipelines.pictures(pipe, "sd")
+
+    def fail(x):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(pipe.vae.decoder.conv_out, "forward", fail)
+    call = dict(prompt="a cat", height=48, width=32, num_inference_steps=2, output_type="pt")
+    with pytest.warns(RuntimeWarning, match="decodes on the CPU"):
+        got = recipes.make_images(pipe, generator=torch.Generator().manual_seed(0), **call)
+    assert (got - want).abs().max() < 1e-4 and "decode" not in vars(pipe.vae)
+
+
+def test_components_leave_by_prediction(recipes):
+    manager = SimpleNamespace(enable_auto_cpu_offload=lambda **given: vars(manager).update(given))
+    recipes.offload_by_prediction(manager, "sdxl", 1024, 1024, gpu="RTX 4060")
+    assert manager.device == "cuda:0" and manager.offload_strategy.working_bytes(diffusers.AutoencoderKL()) > 5e9
+
+
 def test_the_formulas_that_are_shown(recipes):
     assert recipes.printed.startswith(str(recipes.formulas))
     shown = recipes.formulas.find("sdxl", "decode", "float16").bytes(1024, 1024)

@@ -57,7 +57,7 @@ class Component(torch.nn.Module):
         assert self.place == CARD
 
 
-NAMES = ("UNet2DConditionModel", "AutoencoderMixin", "CLIPTextModel", "CLIPTextModelWithProjection", "ControlNetModel")
+NAMES = ("UNet2DConditionModel", "AutoencoderKL", "CLIPTextModel", "CLIPTextModelWithProjection", "ControlNetModel")
 
 
 @pytest.fixture(scope="module")
