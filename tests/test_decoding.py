@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import weakref
 
@@ -145,6 +146,17 @@ def test_other_errors_pass_through(pipe, monkeypatch):
     with pytest.raises(RuntimeError, match="a wrong shape"):
         pipe.vae.decode(torch.zeros(1, 4, 8, 8))
     assert safe.latents is not None
+
+
+def test_a_copy_is_guarded_itself(pipe):
+    z, safe = torch.ones(1, 4, 8, 8), safe_decode(pipe)
+    copied = copy.deepcopy(pipe.vae)
+    torch.nn.init.zeros_(copied.decoder.conv_out.weight)
+    torch.nn.init.zeros_(copied.decoder.conv_out.bias)
+    with torch.no_grad():
+        assert not copied.decode(z).sample.any() and safe.latents is None and pipe.vae.decode(z).sample.any()
+    copied.decode.undo()
+    assert "decode" not in vars(copied) and pipe.vae.decode is safe
 
 
 def test_pipelines_without_such_a_vae_are_refused(pipe):

@@ -70,6 +70,10 @@ class SafeDecode:
             if self._before is not None:
                 vae.decode = self._before
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> SafeDecode:
+        """Guard the copy of the VAE, not the VAE again."""
+        return SafeDecode(memo[id(self._vae())], self._drop_in)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         vae: Any = self._vae()
         key = next((name for name in ("z", "x") if name in kwargs), "z")
