@@ -49,45 +49,46 @@ size_t vm_chain_stages(const vm_plan *plan, const vm_chain *chain, vm_stage *sta
     return (size_t)(last - first + 1);
 }
 
-static bool reads(const vm_stage *s, size_t i) { return s->active && (s->x == (int)i || s->add == (int)i); }
-
 bool vm_chain_round(const vm_plan *plan, int first, vm_stage *stage, size_t stages, size_t round, int *target) {
+    bool measured[VM_CHAIN] = {false};
     size_t found = 0;
     *target = VM_NONE;
-    for (size_t i = 0; i < stages && *target == VM_NONE; i++) {
-        bool wanted = false;
-        for (size_t j = i + 1; j < stages; j++)
-            wanted |= stage[j].x == (int)i && plan->graph->node[first + (int)j].pass.norm == VM_NORM_GROUP;
-        if (wanted && found++ == round) *target = (int)i;
-    }
+    for (size_t i = 0; i < stages; i++)
+        if (stage[i].x != VM_NONE && plan->graph->node[first + (int)i].pass.norm == VM_NORM_GROUP)
+            measured[stage[i].x] = true;
+    for (size_t i = 0; i < stages && *target == VM_NONE; i++)
+        if (measured[i] && found++ == round) *target = (int)i;
     if (*target == VM_NONE && round > found) return false;
     for (size_t i = 0; i < stages; i++) {
         stage[i].done = stage[i].now = 0;
         stage[i].read = false;
         stage[i].active = *target == VM_NONE || (int)i == *target;
     }
-    for (size_t i = stages; *target != VM_NONE && i-- > 0;) /* and the stages that feed the target */
-        for (size_t j = i + 1; j < stages; j++) stage[i].active |= reads(&stage[j], i);
-    for (size_t i = 0; i < stages; i++)
-        for (size_t j = i + 1; j < stages; j++) stage[i].read |= reads(&stage[j], i);
+    for (size_t i = stages; i-- > 0;) { /* and the stages that feed the target */
+        const int sources[] = {stage[i].x, stage[i].add};
+        for (size_t k = 0; stage[i].active && k < 2; k++)
+            if (sources[k] != VM_NONE) stage[sources[k]].active = stage[sources[k]].read = true;
+    }
     return true;
 }
 
-/* Returns: rows of stage i's output that readers wait for. Outputs without a reader in the chain advance together, so
- * that they may lie over their input. */
-static size_t wanted_rows(const vm_stage *stage, size_t stages, size_t i) {
-    size_t wanted = 0, lowest = SIZE_MAX, reach = 0;
-    for (size_t j = 0; j < stages; j++) {
-        const vm_stage *s = &stage[j];
+/* Fills the rows of each stage's output that readers wait for. Outputs without a reader in the chain advance together,
+ * so that they may lie over their input. */
+static void find_wanted(const vm_stage *stage, size_t stages, size_t *wanted) {
+    size_t lowest = SIZE_MAX, reach = 0;
+    memset(wanted, 0, stages * sizeof *wanted);
+    for (size_t i = 0; i < stages; i++) {
+        const vm_stage *s = &stage[i];
         if (!s->active || s->done == s->cut.rows) continue;
         const size_t next = s->done + s->ahead * s->each - 1;
-        if (s->x == (int)i) wanted = VM_MAX(wanted, reads_to(s, next));
-        if (s->add == (int)i) wanted = VM_MAX(wanted, vm_stage_made(s, next + 1));
-        if (stage[i].read || s->read) continue;
+        if (s->x != VM_NONE) wanted[s->x] = VM_MAX(wanted[s->x], reads_to(s, next));
+        if (s->add != VM_NONE) wanted[s->add] = VM_MAX(wanted[s->add], vm_stage_made(s, next + 1));
+        if (s->read) continue;
         lowest = VM_MIN(lowest, vm_stage_made(s, s->done));
         reach = VM_MAX(reach, s->each * s->cut.out_rows);
     }
-    return stage[i].read ? wanted : lowest + reach;
+    for (size_t i = 0; i < stages; i++)
+        if (!stage[i].read) wanted[i] = lowest + reach;
 }
 
 static bool ready(const vm_stage *stage, const vm_stage *s, size_t k) {
@@ -97,13 +98,14 @@ static bool ready(const vm_stage *stage, const vm_stage *s, size_t k) {
 }
 
 bool vm_chain_step(vm_stage *stage, size_t stages) {
+    size_t wanted[VM_CHAIN];
     bool more = false;
     for (size_t i = 0; i < stages; i++) stage[i].done += stage[i].now, stage[i].now = 0;
+    find_wanted(stage, stages, wanted);
     for (size_t i = 0; i < stages; i++) {
         vm_stage *s = &stage[i];
         if (!s->active) continue;
-        const size_t wanted = wanted_rows(stage, stages, i);
-        while (s->now < s->each && s->done + s->now < s->cut.rows && vm_stage_made(s, s->done + s->now) < wanted &&
+        while (s->now < s->each && s->done + s->now < s->cut.rows && vm_stage_made(s, s->done + s->now) < wanted[i] &&
                ready(stage, s, s->done + s->now))
             s->now++;
         more |= s->now > 0;

@@ -33,38 +33,44 @@ static size_t clear_of(const vm_plan *plan, const vm_piece *p, const vm_piece *q
     return VM_MIN(after, vm_round_up((size_t)from, plan->request.backend->device->align));
 }
 
-/* Returns: the lowest offset at which p meets no placed piece that it must not. */
-static size_t lowest_offset(const vm_plan *plan, const vm_piece *p, bool down) {
-    size_t offset = 0;
-    for (size_t i = 0; i < plan->pieces; i++) {
-        const vm_piece *q = &plan->piece[i];
-        const size_t to = q->placed && overlap(p, q) ? clear_of(plan, p, q, down, offset) : offset;
-        if (to == offset) continue;
-        offset = to;
-        i = (size_t)-1; /* check all of them again from there */
-    }
+/* Returns: the lowest offset at which piece `nth` in the order meets no earlier piece that it must not. */
+static size_t lowest_offset(const vm_plan *plan, size_t nth, bool down) {
+    const vm_piece *piece = plan->piece, *p = &piece[piece[nth].nth];
+    size_t offset = 0, before;
+    do {
+        before = offset;
+        for (size_t i = 0; i < nth; i++) {
+            const vm_piece *q = &piece[piece[i].nth];
+            if (overlap(p, q)) offset = clear_of(plan, p, q, down, offset);
+        }
+    } while (offset != before);
     return offset;
 }
 
-/* The order in which pieces are placed. No order is always best, so each is tried. */
+/* An order in which pieces are placed, heaviest first. No order is always best, so each is tried. */
 typedef double (*vm_weigh)(const vm_piece *p);
 static double by_bytes(const vm_piece *p) { return (double)p->bytes; }
 static double by_bytes_and_chains(const vm_piece *p) { return (double)p->bytes * (p->last - p->first + 1); }
 static double by_end(const vm_piece *p) { return (double)p->last * 0x1p60 + (double)p->bytes; }
 static double by_start(const vm_piece *p) { return (double)p->bytes - (double)p->first * 0x1p60; }
 
-/* Fills the offsets, from the bottom of the arena or down from its top. Returns: its height. */
-static size_t place_by(vm_plan *plan, vm_weigh weigh, bool down) {
+static void sort(vm_plan *plan, vm_weigh weigh) {
+    vm_piece *piece = plan->piece;
+    for (size_t i = 0; i < plan->pieces; i++) {
+        const double weight = weigh(&piece[i]);
+        size_t at = i; /* later ones first among equals: heirs before sources */
+        for (; at > 0 && weigh(&piece[piece[at - 1].nth]) <= weight; at--) piece[at].nth = piece[at - 1].nth;
+        piece[at].nth = (int)i;
+    }
+}
+
+/* Fills the offsets of sorted pieces, from the bottom of the arena or down from its top. Returns: its height. */
+static size_t place_sorted(vm_plan *plan, bool down) {
     size_t height = 0;
-    for (size_t i = 0; i < plan->pieces; i++) plan->piece[i].placed = false;
-    for (size_t n = 0; n < plan->pieces; n++) {
-        vm_piece *next = NULL;
-        for (vm_piece *p = plan->piece; p < plan->piece + plan->pieces;
-             p++) /* later ones first among equals: heirs before sources */
-            if (!p->placed && (!next || weigh(p) >= weigh(next))) next = p;
-        next->offset = lowest_offset(plan, next, down);
-        next->placed = true;
-        height = VM_MAX(height, vm_sum(next->offset, next->bytes));
+    for (size_t i = 0; i < plan->pieces; i++) {
+        vm_piece *p = &plan->piece[plan->piece[i].nth];
+        p->offset = lowest_offset(plan, i, down);
+        height = VM_MAX(height, vm_sum(p->offset, p->bytes));
     }
     for (vm_piece *p = plan->piece; down && p < plan->piece + plan->pieces; p++)
         p->offset = height - p->offset - p->bytes;
@@ -76,12 +82,14 @@ static void place(vm_plan *plan) {
     enum { WAYS = 2 * sizeof orders / sizeof *orders };
     size_t best = WAYS;
     for (size_t way = 0; way < WAYS; way++) {
-        const size_t height = place_by(plan, orders[way / 2], way % 2);
+        if (way % 2 == 0) sort(plan, orders[way / 2]);
+        const size_t height = place_sorted(plan, way % 2);
         if (best < WAYS && height >= plan->arena_bytes) continue;
         best = way;
         plan->arena_bytes = height;
     }
-    plan->arena_bytes = vm_held(plan->request.backend, place_by(plan, orders[best / 2], best % 2));
+    sort(plan, orders[best / 2]);
+    plan->arena_bytes = vm_held(plan->request.backend, place_sorted(plan, best % 2));
 }
 
 /* ---- pieces ---- */
@@ -150,13 +158,12 @@ static int free_blocks(const vm_plan *plan, int c, const vm_pass *pass, size_t b
     return VM_NONE;
 }
 
-/* Returns: the first row of node `from`'s tensor that stage s still reads, from this step on. */
-static size_t reads_from(const vm_plan *plan, int first, const vm_stage *stage, size_t i, int from) {
-    const vm_node *n = &plan->graph->node[first + (int)i];
-    size_t row = SIZE_MAX;
-    if (n->x == from) row = vm_stage_from(&stage[i], stage[i].done);
-    if (n->add == from) row = VM_MIN(row, vm_stage_made(&stage[i], stage[i].done));
-    return row;
+/* Returns: byte of `piece` from which on row `row` of node `from`'s tensor lies in it; `bytes` of the piece if neither
+ * lies there. */
+static size_t byte_of_row(const vm_plan *plan, int piece, int from, size_t row) {
+    const vm_piece *p = &plan->piece[piece];
+    if (from == VM_NONE || plan->step[from].y != piece || row >= plan->step[from].pass.y.h) return p->bytes;
+    return row * row_bytes(plan, p->pitch, from);
 }
 
 /* Returns: how far after the beginning of `piece` its heir may begin without overwriting a row still to be read. */
@@ -169,12 +176,12 @@ static ptrdiff_t shift_of(const vm_plan *plan, const vm_chain *c, int piece, con
         for (vm_repeats seen = {.steps = 0}; target == VM_NONE && vm_chain_step(stage, stages);
              vm_chain_skip(&seen, stage, stages)) {
             size_t read = plan->piece[piece].bytes, written = 0;
-            for (int from = 0; from < c->first; from++)
-                for (size_t i = 0; plan->step[from].y == piece && i < stages; i++) {
-                    const size_t row = reads_from(plan, c->first, stage, i, from);
-                    if (row < plan->step[from].pass.y.h)
-                        read = VM_MIN(read, row * row_bytes(plan, plan->piece[piece].pitch, from));
-                }
+            for (size_t i = 0; i < stages; i++) {
+                const vm_stage *s = &stage[i];
+                const vm_node *n = &plan->graph->node[c->first + (int)i];
+                read = VM_MIN(read, byte_of_row(plan, piece, n->x, vm_stage_from(s, s->done)));
+                read = VM_MIN(read, byte_of_row(plan, piece, n->add, vm_stage_made(s, s->done)));
+            }
             for (size_t o = 0; o < outputs; o++) {
                 const vm_stage *s = &stage[output[o] - c->first];
                 const size_t row = row_bytes(plan, plan->piece[plan->step[output[o]].y].pitch, output[o]);
@@ -189,18 +196,22 @@ void vm_plan_ring_rows(const vm_plan *plan, const vm_chain *chain, size_t *rows,
     vm_stage stage[VM_CHAIN];
     const int first = chain->first;
     const size_t stages = vm_chain_stages(plan, chain, stage);
+    size_t from[VM_CHAIN]; /* the first row of each tensor that is still read */
     int target;
     memset(rows, 0, stages * sizeof *rows);
+    memset(from, 0xff, sizeof from);
     for (size_t round = 0; vm_chain_round(plan, first, stage, stages, round, &target); round++)
         for (vm_repeats seen = {.steps = 0}; seen.steps < most_steps && vm_chain_step(stage, stages);
              vm_chain_skip(&seen, stage, stages))
-            for (size_t i = 0; i < stages; i++) {
-                size_t from = SIZE_MAX;
-                for (size_t j = i + 1; j < stages; j++)
-                    if (stage[j].active) from = VM_MIN(from, reads_from(plan, first, stage, j, first + (int)i));
-                const size_t made = vm_stage_made(&stage[i], stage[i].done + stage[i].now);
-                if (from == SIZE_MAX) from = vm_stage_made(&stage[i], stage[i].done); /* only measured */
-                if (made > from) rows[i] = VM_MAX(rows[i], made - from);
+            for (size_t i = stages; i-- > 0;) { /* readers first */
+                const vm_stage *s = &stage[i];
+                const size_t before = vm_stage_made(s, s->done), made = vm_stage_made(s, s->done + s->now);
+                const size_t kept = s->read ? from[i] : before; /* otherwise only measured */
+                if (made > kept) rows[i] = VM_MAX(rows[i], made - kept);
+                from[i] = SIZE_MAX;
+                if (!s->active) continue;
+                if (s->x != VM_NONE) from[s->x] = VM_MIN(from[s->x], vm_stage_from(s, s->done));
+                if (s->add != VM_NONE) from[s->add] = VM_MIN(from[s->add], before);
             }
     for (size_t i = 0; i < stages; i++) rows[i] = VM_MIN(vm_round_up(rows[i], stage[i].cut.together), stage[i].y_rows);
 }

@@ -250,7 +250,7 @@ typedef struct vm_piece {
     int first, last;
     size_t bytes, offset;
     size_t pitch, ring; /* of tensors: blocks of channels per row, and rows (SIZE_MAX: all) */
-    bool placed;        /* offset is known */
+    int nth;            /* index of the piece that is placed at this piece's place in the order */
     int heir;           /* the piece that its last chain writes over it, one row after another, or VM_NONE */
     ptrdiff_t shift;    /* the heir begins at offset + shift at the latest */
     size_t shared;      /* bytes of it that lie over other pieces in its first chain */
