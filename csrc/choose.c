@@ -10,9 +10,9 @@
 
 /* Indexed by manner: 0 loose, 1 tight. */
 typedef struct stretch {
-    double work[2]; /* negative: no such chain */
-    size_t bytes[2], steps;
-    bool known;
+    double work[2];                 /* negative: no such chain */
+    size_t bytes[2], steps, stored; /* stored: bytes of its tensors, and of those that exist meanwhile */
+    enum { UNKNOWN, EXAMINED, MEASURED } known;
 } stretch;
 
 typedef struct choice {
@@ -51,60 +51,74 @@ static size_t most_steps(const vm_plan *plan, int first, int last) {
     return first == last || weights <= CACHE ? 0 : VM_MAX((size_t)(flops / ((double)weights * WORTH)), 1);
 }
 
-/* Returns: what a chain of these passes would need and cost. free: reject chains that cost extra work. */
+/* Returns: what a chain of these passes would cost and store. free: reject chains that cost extra work. */
 static stretch examine(const vm_plan *plan, int first, int last, bool free) {
-    enum { STEPS = 48 /* rings are nearly at full height then; laying out tells the exact size */ };
-    const vm_backend *b = plan->request.backend;
     const int end = (int)plan->steps;
-    stretch s = {.work = {-1, -1}, .known = true};
+    stretch s = {.work = {-1, -1}, .known = EXAMINED};
     double once = 0;
     if (!vm_chain_can(plan, first, last)) return s;
     for (int i = first; i <= last; i++) once += vm_pass_flops(&plan->step[i].pass);
     const double work = vm_chain_work(plan, &(vm_chain){.first = first, .last = last});
     if (free && work > once) return s;
     const size_t dying = stored_after(plan, first - 1, last), kept = stored_after(plan, first - 1, end) - dying;
-    size_t born = 0, ring[VM_CHAIN];
+    size_t born = 0;
+    for (int i = first; i <= last; i++)
+        if (plan->step[i].last > last)
+            born = vm_sum(born, VM_PRODUCT(vm_plan_row_bytes(plan, i), plan->step[i].pass.y.h));
+    s.stored = vm_sum(kept, VM_MAX(dying, born));
+    s.work[0] = work;
+    return s;
+}
+
+/* Finds the bytes that the chain would need in each manner. This takes far longer than to examine it. */
+static void measure(const vm_plan *plan, int first, int last, bool free, stretch *s) {
+    enum { STEPS = 48 /* rings are nearly at full height then; laying out tells the exact size */ };
+    const vm_backend *b = plan->request.backend;
+    size_t ring[VM_CHAIN];
     bool lower = false; /* whether the tight manner has lower rows of tiles */
-    if (free) s.steps = most_steps(plan, first, last);
+    if (free) s->steps = most_steps(plan, first, last);
     for (int i = first; i <= last; i++) {
         const vm_pass *p = &plan->step[i].pass;
         lower |= b->cut(b, p, true).out_rows < b->cut(b, p, false).out_rows;
-        if (plan->step[i].last > last) born = vm_sum(born, VM_PRODUCT(vm_plan_row_bytes(plan, i), p->y.h));
     }
     for (int tight = 0; tight < (free ? 1 : 2); tight++) {
-        const vm_chain c = {.first = first, .last = last, .tight = tight, .steps = s.steps};
-        size_t bytes = vm_sum(kept, VM_MAX(dying, born)), scratch = 0;
+        const vm_chain c = {.first = first, .last = last, .tight = tight, .steps = s->steps};
+        size_t bytes = s->stored, scratch = 0;
         if (first != last && (!tight || lower)) vm_plan_ring_rows(plan, &c, ring, STEPS);
         for (int i = first; i <= last; i++) {
             const vm_pass *p = &plan->step[i].pass;
-            if (plan->step[i].last <= last && i + 1 < end)
+            if (plan->step[i].last <= last && i + 1 < (int)plan->steps)
                 bytes = vm_sum(bytes, VM_PRODUCT(vm_plan_row_bytes(plan, i), ring[i - first]));
             const vm_needs n = b->needs(b, p, &plan->request.limits, vm_chain_manner(plan, &c, i));
             bytes = vm_sum(bytes, vm_sum(n.prepared, VM_PRODUCT(n.parts, vm_stats_floats(p->y.c), sizeof(float))));
             scratch = VM_MAX(scratch, n.scratch);
         }
-        s.bytes[tight] = vm_sum(bytes, scratch);
+        s->bytes[tight] = vm_sum(bytes, scratch);
     }
-    s.work[0] = work;
-    if (!free && s.bytes[1] < s.bytes[0])
-        s.work[1] = vm_chain_work(plan, &(vm_chain){.first = first, .last = last, .tight = true});
-    return s;
+    if (!free && s->bytes[1] < s->bytes[0])
+        s->work[1] = vm_chain_work(plan, &(vm_chain){.first = first, .last = last, .tight = true});
+    s->known = MEASURED;
 }
 
 /* Finds the cuts with the least work among chains of at most `bound` bytes; *most: bytes of the largest chain. */
 static bool cut(choice *c, size_t bound, size_t *most) {
     const int n = (int)c->plan->steps;
     for (int last = 0; last < n; last++) {
-        c->work[last] = -1;
+        double best = c->work[last] = -1;
         for (int first = last; first >= 0 && last - first < VM_CHAIN; first--) {
             stretch *s = &c->at[first * n + last];
             if (!s->known) *s = examine(c->plan, first, last, c->free);
-            const bool tight = s->bytes[0] > bound;
-            if (s->work[tight] < 0 || s->bytes[tight] > bound || (first && c->work[first - 1] < 0)) continue;
-            const double work = s->work[tight] + (first ? c->work[first - 1] : 0);
-            if (c->work[last] >= 0 && (c->longer ? work > c->work[last] : work >= c->work[last])) continue;
-            c->work[last] = work;
-            c->cut[last] = (vm_chain){.first = first, .last = last, .tight = tight, .steps = s->steps};
+            const double before = first ? c->work[first - 1] : 0;
+            for (int tight = 0; tight < 2 && before >= 0; tight++) { /* the tight manner never costs less */
+                const double work = s->work[tight] + before;
+                if (s->work[tight] < 0 || s->stored > bound || (best >= 0 && (c->longer ? work > best : work >= best)))
+                    break;
+                if (s->known != MEASURED) measure(c->plan, first, last, c->free, s);
+                if (s->bytes[tight] > bound) continue;
+                c->work[last] = best = work;
+                c->cut[last] = (vm_chain){.first = first, .last = last, .tight = tight, .steps = s->steps};
+                break;
+            }
         }
     }
     if (c->work[n - 1] < 0) return false;
