@@ -22,6 +22,7 @@ typedef struct choice {
     bool longer;   /* of cuts with equal work, prefer longer chains */
     double *work;  /* of the best cuts up to a node */
     vm_chain *cut; /* the last chain of each of these */
+    size_t *ring;  /* for vm_plan_lay_out */
 } choice;
 
 /* Returns: bytes of the tensors that exist after node `at` and are read later, for the last time by node `dead_by`. */
@@ -161,10 +162,11 @@ static bool steps_cost(const vm_plan *plan) {
     return cost;
 }
 
-/* Returns: a hash of a plan's cuts. */
+/* Returns: a hash of a plan's cuts and manners. */
 static uint64_t ends(const vm_plan *plan) {
     uint64_t number = 0;
-    for (size_t i = 0; i < plan->chains; i++) number = (number ^ (uint64_t)plan->chain[i].last) * 1099511628211u + 1;
+    for (const vm_chain *chain = plan->chain; chain < plan->chain + plan->chains; chain++)
+        number = (number ^ ((uint64_t)chain->last << 1 | chain->tight)) * 1099511628211u + 1;
     return number;
 }
 
@@ -186,14 +188,14 @@ static vm_status without_limit(const vm_model *m, choice *c) {
     bound++;
     const uint64_t longer = cut_again(c, bound, true);
     const bool same = cut_again(c, bound, false) == longer;
-    vm_status s = vm_plan_lay_out(m, c->plan);
+    vm_status s = vm_plan_lay_out(m, c->plan, c->ring);
     const size_t shorter = taken(c->plan);
     if (s || same) return s;
     cut_again(c, bound, true);
-    s = vm_plan_lay_out(m, c->plan);
+    s = vm_plan_lay_out(m, c->plan, c->ring);
     if (s || taken(c->plan) < shorter) return s;
     cut_again(c, bound, false);
-    return vm_plan_lay_out(m, c->plan);
+    return vm_plan_lay_out(m, c->plan, c->ring);
 }
 
 /* The cuts with the least work whose plan keeps within the limit; if there are none, those with the smallest plan.
@@ -202,10 +204,13 @@ static vm_status without_limit(const vm_model *m, choice *c) {
 static vm_status within_limit(const vm_model *m, choice *c) {
     vm_plan *plan = c->plan;
     size_t bound = SIZE_MAX, smallest = SIZE_MAX, best = SIZE_MAX, most = 0;
+    uint64_t laid_out = 0;
     bool longer = false;
     plan->ample = false;
     while (cut(c, bound, &most)) {
-        vm_status s = vm_plan_lay_out(m, plan);
+        const uint64_t number = ends(plan);
+        vm_status s = number == laid_out ? VM_OK : vm_plan_lay_out(m, plan, c->ring);
+        laid_out = number;
         if (s || within(plan)) return s;
         if (taken(plan) < smallest) {
             smallest = taken(plan);
@@ -217,7 +222,7 @@ static vm_status within_limit(const vm_model *m, choice *c) {
     }
     c->longer = longer;
     cut(c, best, &most);
-    vm_status s = vm_plan_lay_out(m, plan);
+    vm_status s = vm_plan_lay_out(m, plan, c->ring);
     return s ? s : refuse(plan);
 }
 
@@ -235,13 +240,15 @@ vm_status vm_plan_choose(const vm_model *m, vm_plan *plan) {
     const size_t at = vm_put_bytes(&bytes, n * n * sizeof(stretch), VM_ALIGN);
     const size_t work = vm_put_bytes(&bytes, n * sizeof(double), VM_ALIGN);
     const size_t cuts = vm_put_bytes(&bytes, n * sizeof(vm_chain), VM_ALIGN);
+    const size_t ring = vm_put_bytes(&bytes, n * sizeof(size_t), VM_ALIGN);
     char *block;
     vm_status s = vm_mem_reserve(m->host, bytes, (void **)&block);
     if (s) return s;
     choice c = {.plan = plan,
                 .at = (stretch *)(block + at),
                 .work = (double *)(block + work),
-                .cut = (vm_chain *)(block + cuts)};
+                .cut = (vm_chain *)(block + cuts),
+                .ring = (size_t *)(block + ring)};
     c.free = true;
     memset(block, 0, bytes);
     s = without_limit(m, &c);

@@ -200,10 +200,11 @@ void vm_plan_ring_rows(const vm_plan *plan, const vm_chain *chain, size_t *rows,
     int target;
     memset(rows, 0, stages * sizeof *rows);
     memset(from, 0xff, sizeof from);
-    for (size_t round = 0; vm_chain_round(plan, first, stage, stages, round, &target); round++)
-        for (vm_repeats seen = {.steps = 0}; seen.steps < most_steps && vm_chain_step(stage, stages);
-             vm_chain_skip(&seen, stage, stages))
-            for (size_t i = stages; i-- > 0;) { /* readers first */
+    for (size_t round = 0; vm_chain_round(plan, first, stage, stages, round, &target); round++) {
+        const size_t active = target == VM_NONE ? stages : (size_t)target + 1; /* at most */
+        for (vm_repeats seen = {.steps = 0}; seen.steps < most_steps && vm_chain_step(stage, active);
+             vm_chain_skip(&seen, stage, active))
+            for (size_t i = active; i-- > 0;) { /* readers first */
                 const vm_stage *s = &stage[i];
                 const size_t before = vm_stage_made(s, s->done), made = vm_stage_made(s, s->done + s->now);
                 const size_t kept = s->read ? from[i] : before; /* otherwise only measured */
@@ -213,6 +214,7 @@ void vm_plan_ring_rows(const vm_plan *plan, const vm_chain *chain, size_t *rows,
                 if (s->x != VM_NONE) from[s->x] = VM_MIN(from[s->x], vm_stage_from(s, s->done));
                 if (s->add != VM_NONE) from[s->add] = VM_MIN(from[s->add], before);
             }
+    }
     for (size_t i = 0; i < stages; i++) rows[i] = VM_MIN(vm_round_up(rows[i], stage[i].cut.together), stage[i].y_rows);
 }
 
@@ -261,18 +263,17 @@ static void add_outputs(vm_plan *plan, int c) {
     }
 }
 
-static vm_status add_chain(vm_plan *plan, int c) {
+static vm_status add_chain(vm_plan *plan, int c, const size_t *ring) {
     const vm_backend *b = plan->request.backend;
     const vm_limits *limits = &plan->request.limits;
     vm_chain *chain = &plan->chain[c];
-    size_t scratch = 0, workspace = 0, ring[VM_CHAIN];
-    if (chain->first != chain->last) vm_plan_ring_rows(plan, chain, ring, SIZE_MAX);
+    size_t scratch = 0, workspace = 0;
     add_outputs(plan, c);
     for (int i = chain->first; i <= chain->last; i++) {
         const vm_node *n = &plan->graph->node[i];
         vm_step *s = &plan->step[i];
         if (s->streamed) {
-            const size_t rows = ring[i - chain->first];
+            const size_t rows = ring[i];
             s->y = add_piece(plan, VM_ACTIVATIONS, VM_PRODUCT(rows, vm_plan_row_bytes(plan, i)), c, c);
             plan->piece[s->y].pitch = VM_BLOCKS(s->pass.y.c);
             plan->piece[s->y].ring = rows < s->pass.y.h ? rows : SIZE_MAX;
@@ -359,7 +360,7 @@ static void count_live(const vm_model *m, vm_plan *plan) {
     plan->reserved = vm_sum(vm_plan_bytes_outside_arena(m, plan), plan->arena_bytes);
 }
 
-static vm_status lay_out(const vm_model *m, vm_plan *plan) {
+static vm_status lay_out(const vm_model *m, vm_plan *plan, const size_t *ring) {
     double once = 0, all = 0;
     plan->pieces = plan->rows = 0;
     for (vm_chain *c = plan->chain; c < plan->chain + plan->chains; c++) c->stepped = c->first != c->last;
@@ -375,7 +376,7 @@ static vm_status lay_out(const vm_model *m, vm_plan *plan) {
                                                    (size_t)(s->flops / vm_pass_flops(&s->pass) + 0.5)));
     }
     for (size_t c = 0; c < plan->chains; c++) {
-        vm_status s = add_chain(plan, (int)c);
+        vm_status s = add_chain(plan, (int)c, ring);
         if (s) return s;
     }
     add_staging(plan);
@@ -387,13 +388,15 @@ static vm_status lay_out(const vm_model *m, vm_plan *plan) {
     return VM_OK;
 }
 
-vm_status vm_plan_lay_out(const vm_model *m, vm_plan *plan) {
+vm_status vm_plan_lay_out(const vm_model *m, vm_plan *plan, size_t *ring) {
+    for (const vm_chain *c = plan->chain; c < plan->chain + plan->chains; c++)
+        if (c->first != c->last) vm_plan_ring_rows(plan, c, &ring[c->first], SIZE_MAX);
     plan->wide = false;
-    vm_status s = lay_out(m, plan);
+    vm_status s = lay_out(m, plan, ring);
     const size_t narrow = plan->arena_bytes;
     if (s || plan->ample) return s;
     plan->wide = true;
-    if ((s = lay_out(m, plan)) || plan->arena_bytes <= narrow) return s;
+    if ((s = lay_out(m, plan, ring)) || plan->arena_bytes <= narrow) return s;
     plan->wide = false;
-    return lay_out(m, plan);
+    return lay_out(m, plan, ring);
 }

@@ -7,8 +7,8 @@
 /* choose.c: cuts the passes into chains and lays them out. VM_ELIMIT if the limit is below the smallest plan's peak;
  * the message names that peak. */
 vm_status vm_plan_choose(const vm_model *m, vm_plan *plan);
-/* layout.c: places every piece of the plan's current chains, and counts bytes. */
-vm_status vm_plan_lay_out(const vm_model *m, vm_plan *plan);
+/* layout.c: places every piece of the plan's current chains, and counts bytes. ring: room for a number per node. */
+vm_status vm_plan_lay_out(const vm_model *m, vm_plan *plan, size_t *ring);
 /* Returns: bytes of the plan outside its arena, for any chains. */
 size_t vm_plan_bytes_outside_arena(const vm_model *m, const vm_plan *plan);
 /* Returns: bytes of one row of a node's tensor. */
