@@ -25,7 +25,7 @@ SAY_BUILD = echo "Installing vaemem and what it needs in $(VENV): the C core and
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.* ## (.*)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
 
-.PHONY: help demo test golden docs site bench check thorough lint asan clang pythons packages fuzz older windows format wheels clean \
+.PHONY: help demo test golden docs site bench check thorough lint asan clang pythons packages fuzz older ray windows format wheels clean \
         build-gpu test-gpu bench-gpu check-gpu gpu-pack gpu-session reproduce
 
 demo: $(VENV)/demo.stamp ## the demo's page: out/index.html
@@ -143,7 +143,7 @@ $(VENV)/wheel.stamp: $(VENV)/build.stamp $(if $(filter check packages,$(MAKECMDG
 
 # ---- What CI runs beside the tests. Each is a target of its own; what a machine lacks is skipped in so many words. ----
 
-check: lint thorough asan clang pythons older packages fuzz ## what CI runs besides the tests: lint to fuzz in this list
+check: lint thorough asan clang pythons older ray packages fuzz ## what CI runs besides the tests: lint to fuzz in this list
 
 # The tests that show more of what make test shows, or take long.
 thorough: $(VENV)/test.stamp ## the tests that take long
@@ -188,12 +188,16 @@ asan: $(VENV)/check.stamp ## the core under AddressSanitizer and UndefinedBehavi
 
 # The older release of diffusers, in an environment of its own that finds all else in $(VENV). It cannot import its
 # pipelines with transformers 5.
+in_own_environment = rm -rf build/$(1) && $(BIN)/python -m venv build/$(1) && \
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > "$$(echo build/$(1)/lib/python3*/site-packages)/beside.pth" && \
+	build/$(1)/bin/pip --disable-pip-version-check -q install --no-compile $(2) && PYTHONSAFEPATH=1 $(3) build/$(1)/bin/python -m pytest
 OLDER := torch==2.13.0 diffusers==0.33.0 'transformers>=4.57,<5'
 older: $(VENV)/test.stamp ## the tests that also run with an older diffusers, 0.33
-	rm -rf build/older && $(BIN)/python -m venv build/older
-	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > "$$(echo build/older/lib/python3*/site-packages)/beside.pth"
-	build/older/bin/pip --disable-pip-version-check -q install --no-compile $(OLDER)
-	PYTHONSAFEPATH=1 build/older/bin/python -m pytest -rs -n logical --dist worksteal -m "older and not thorough"
+	$(call in_own_environment,older,$(OLDER)) -rs -n logical --dist worksteal -m "older and not thorough"
+
+# Ray's own cluster of two nodes, in an environment of its own.
+ray: $(VENV)/test.stamp ## data sets on a cluster of Ray's
+	$(call in_own_environment,ray,'ray[data]==2.60.0',RAY_USAGE_STATS_ENABLED=0) -rs -n 2 --dist loadfile -m "" tests/test_ray.py "tests/test_datasets.py::test_the_document[ray]"
 
 # A wheel for Windows, and its tests under wine, where there is one.
 windows: $(BIN)/python ## dist/windows: a wheel for Windows, tested under wine (ten minutes)

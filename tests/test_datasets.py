@@ -593,13 +593,18 @@ def test_the_document(package, tmp_path, monkeypatch, capsys):
     small_vae().save(tmp_path / "vae")
     small_vae("flux").save(tmp_path / "zimage")
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"^```(console|python)\n(.*?)^```", DOCUMENT.read_text("utf-8"), re.M | re.S)
+    blocks = re.findall(r"^```(console|python|text)\n(.*?)^```", DOCUMENT.read_text("utf-8"), re.M | re.S)
     assert len(blocks) >= 6
     names = {}
     for kind, block in blocks:
         if kind == "python":
             if "".join(re.findall(r"^import (datasets|ray)$", block, re.M)) in ("", package):
                 exec(block, names)
+            continue
+        printed = capsys.readouterr().out
+        if kind == "text":
+            assert printed == block
+        if kind == "text" or ("--ray" in block and package != "ray"):
             continue
         for typed, shown in zip(*[iter(block.splitlines())] * 2, strict=True):
             assert main(shlex.split(typed.replace("1024", "64").removeprefix("$ vaemem "))) == 0

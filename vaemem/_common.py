@@ -49,7 +49,7 @@ OPS: tuple[Op, ...] = get_args(Op)
 EXTRAS = {  # package: the extra that installs it
     "pandas": "table", "scipy": "fit", "matplotlib": "plot", "tqdm": "progress", "PIL": "image", "torch": "pytorch",
     "diffusers": "diffusers", "accelerate": "diffusers", "transformers": "diffusers", "argcomplete": "completion",
-    "gguf": "gguf", "fsspec": "datasets", "pyarrow": "datasets",
+    "gguf": "gguf", "fsspec": "datasets", "pyarrow": "datasets", "ray": "ray",
 }  # fmt: skip
 TILED_OPS: tuple[TiledOp, ...] = get_args(TiledOp)
 

@@ -145,7 +145,7 @@ def run_decode(args: argparse.Namespace, asked: dict[str, Any]) -> None:
         _print_run(args, vae)
 
 
-_OF_DATASETS = "data sets: buckets step bucket_sides flip trainer shard part check"
+_OF_DATASETS = "data sets: buckets step bucket_sides flip trainer shard part ray check"
 
 
 @command("vaemem:VAE.load", f"images pad sample {_WEIGHTS} become_scaled tiling {_RUN} | {_OF_DATASETS}")

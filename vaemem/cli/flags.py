@@ -166,6 +166,8 @@ FLAGS: dict[str, FlagSettings] = {
         type=positive, metavar="IMAGES", default=256),
     "part": _flag("Encode one part of the data set, such as 2/8. The others can run at the same time, on this machine "
         "or others.", type=_part, metavar="K/N", default=(1, 1)),
+    "ray": _flag("Encode on a Ray cluster: auto, local, which starts one here, or its address. Every node needs vaemem "
+        "and the same paths. On CPUs give a memory limit.", metavar="ADDRESS"),
     "check": _flag("Encode nothing; check that the folder has every image, unchanged.", action="store_true"),
     "tiling": _flag(
         "Run in tiles of this side, as diffusers cuts and blends them. The result is not exact. Give no memory limit.",

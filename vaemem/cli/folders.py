@@ -25,6 +25,7 @@ def shared_settings(args: argparse.Namespace, asked: dict[str, Any]) -> dict[str
 
 def encode_folder(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     """Encode a data set, or check its folder; return 1 if something is missing or damaged."""
+    from vaemem.datasets.fleet import encode_on_ray
     from vaemem.datasets.shards import Preparation, encode_dataset
     from vaemem.datasets.trainers import find_cache
 
@@ -41,8 +42,11 @@ def encode_folder(args: argparse.Namespace, asked: dict[str, Any]) -> int:
         print(f"vaemem encode: passed over {name}: {error}", file=sys.stderr)
 
     with show_progress("vaemem encode", "images") as tell:
-        how: dict[str, Any] = {"shard": args.shard, "part": args.part, "check": args.check}
-        found = encode_dataset(args.images, args.out, encoder, preparation, tell=tell, report=report, **how)
+        given = args.images, args.out, encoder, preparation, args.shard
+        if args.ray and not args.check:
+            found = encode_on_ray(args.ray, *given, tell, report)
+        else:
+            found = encode_dataset(*given, args.part, tell, report, args.check)
     errors = os.path.join(args.out, ".vaemem" if cache else "", "errors.csv")
     listed = f", {len(found.errors)} passed over: {errors}" if found.errors else ""
     print(f"{args.out}: {found.images} images{listed}")

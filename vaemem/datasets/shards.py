@@ -116,7 +116,7 @@ def encode_dataset(
     other images.
     """
     items, cache, (k, n) = list_images(sources), preparation.cache, part
-    folder = CacheFolder(out, cache) if cache else Folder(out)
+    folder = folder_of(out, preparation)
     encoder = replace(encoder, scaled=cache.scaled) if cache else encoder
     if cache and encoder.sample == "moments":
         raise ArgumentError("sample", f"a seed or mean for {cache.trainer}", "'moments'")
@@ -142,6 +142,11 @@ def encode_dataset(
                 report(name, error)
             folder.commit(i, made)
     return folder.sum_up(len(parts), check)
+
+
+def folder_of(out: str | PathLike[str], preparation: Preparation) -> Folder:
+    """Return the folder that keeps latents, or a trainer's cache."""
+    return CacheFolder(out, preparation.cache) if preparation.cache else Folder(out)
 
 
 def _manifest(items: Sequence[SourceImage], encoder: Encoder, preparation: Preparation, shard: int) -> dict[str, Any]:
