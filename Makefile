@@ -177,7 +177,7 @@ NOT_THE_CORE := 'cuda_[!v]*' 'cuda_vae.py' 'emulator*' 'isa*' 'fuzz*' 'threads*'
 	'pipelines*' 'plan*' 'products*' 'module_calls*' 'whole_*' 'seconds*' 'storage*' 'ggml*' 'numbers*' 'sizes*' \
 	'other_vaes*' 'predict*' 'benchmarks*' 'examples*' 'gpu_session*' 'dtypes*' 'gguf*' 'readme*' 'workspace*' 'report*' 'table*' \
 	'estimators*' 'published*' 'record_profiles*' 'sweep*' 'fit*' 'formula*' 'guide*' 'command_line*' 'questions*' 'names*' 'rooms*' \
-	'out_of_memory*' 'counts*' 'saves*' 'document*' 'types*' 'tab*' 'setup*' 'lines*' '32bit*' 'site*' 'page*' 'datasets*'
+	'out_of_memory*' 'counts*' 'saves*' 'document*' 'types*' 'tab*' 'setup*' 'lines*' '32bit*' 'site*' 'page*' 'datasets*' 'spread*'
 asan: $(VENV)/check.stamp ## the core under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(call in_place,asan,VAEMEM_SANITIZE=1 VAEMEM_FATBINS=$(CURDIR)/build/fatbins,$(abspath $(BIN))/python)
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \

@@ -21,6 +21,10 @@ runtime of a VAE : str
     (an earlier version of ComfyUI's) or ``"invokeai"`` (diffusers' class, or BFL's for FLUX). With ``"a1111"`` the UNet
     and the text encoders stay on the card, as they do by default; ``"a1111-medvram"`` moves them off it.
     docs/PREDICTION.md lists the checks of each.
+executor : concurrent.futures.Executor, optional
+    Work in its processes or threads, which may be on other machines, such as a ``ProcessPoolExecutor`` or the executor
+    of a Dask client. The result is the same. If a worker dies, the finished part is returned, and a RuntimeWarning
+    names the missing one.
 safe : bool
     If true, a tight run does not count as fitting (`fits`, and the command's exit status).
 gpu : str, optional

@@ -8,6 +8,7 @@ import difflib
 import errno
 import importlib
 import io
+import itertools
 import math
 import operator
 import os
@@ -18,14 +19,18 @@ import sys
 import tempfile
 import textwrap
 import uuid
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from numbers import Real
 from pathlib import Path
-from typing import IO, Any, TypeVar, get_args
+from typing import IO, TYPE_CHECKING, Any, TypeVar, get_args
 
 from vaemem._errors import ArgumentError, FileError, MissingPackageError, NoFileError
 from vaemem._types import DtypeName, Op, Precision, TiledOp
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
 
 if sys.platform == "win32":
     import msvcrt
@@ -35,6 +40,7 @@ else:
 __version__ = "0.1.0"
 
 Item = TypeVar("Item")
+Finished = TypeVar("Finished")
 Name = TypeVar("Name", bound=str)
 Content = TypeVar("Content", str, bytes)
 
@@ -71,6 +77,40 @@ def choose(argument: str, value: Any, among: Iterable[str]) -> None:
         wanted = " or ".join(known) if len(known) == 2 else f"one of {', '.join(known)}"
         near = difflib.get_close_matches(str(value).casefold(), known, 1)
         raise ArgumentError(argument, wanted, repr(value), f"did you mean {near[0]!r}?" if near else "")
+
+
+def spread(
+    work: Callable[[Item], Finished], tasks: Sequence[Item], executor: Executor | None, describe: Callable[[Item], str]
+) -> Iterator[tuple[Item, Finished]]:
+    """Yield each task with its result, in order. An executor does all of them at once, as `concurrent.futures` has it.
+
+    If a worker dies, yield what was finished, and at last warn of the others by their descriptions. Any other exception
+    of a task is raised.
+    """
+    if executor is None:
+        yield from ((task, work(task)) for task in tasks)
+        return
+    from concurrent.futures import BrokenExecutor, Future  # here, so that vaemem is imported without them
+
+    futures, lost = list[Future[Finished]](), list[str]()
+    try:
+        with contextlib.suppress(BrokenExecutor):  # no worker is left for the others
+            for task in tasks:
+                futures.append(executor.submit(work, task))
+        for task, future in itertools.zip_longest(tasks, futures):
+            try:
+                if future:
+                    yield task, future.result()
+                    continue
+            except BrokenExecutor:
+                pass
+            lost.append(describe(task))
+    finally:
+        for future in futures:
+            future.cancel()
+    if lost:
+        text = f"a worker died; {len(lost)} of {len(tasks)} tasks are missing: {', '.join(distinct(lost))}"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 def letters(name: str) -> str:

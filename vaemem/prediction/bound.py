@@ -6,12 +6,13 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from vaemem._arguments import shared
-from vaemem._common import DTYPES, OPS, __version__, chosen, distinct, listed, meant, whole
+from vaemem._common import DTYPES, OPS, __version__, chosen, distinct, listed, meant, spread, whole
 from vaemem._errors import ArgumentError
 from vaemem._render import Bullets, Columns, Sheet, Sizer, Typeset
 from vaemem._types import Dtype
@@ -24,6 +25,9 @@ from vaemem.prediction.predict import Prediction
 from vaemem.prediction.request import Card, Software, VAERequest, find_card
 from vaemem.prediction.runtimes import RUNTIMES, architecture
 from vaemem.prediction.writing import write_equation, write_sum
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
 
 # The default sides in pixels. Workspaces jump between small sizes, and cuDNN has other plans for sides that are no
 # multiples of 64. benchmarks/bounds.py compares the formulas with predictions of other sizes.
@@ -183,6 +187,7 @@ def bound(
     application: str, models: str | Sequence[str] | None = None, dtypes: Dtype | Sequence[Dtype] = DTYPES, *,
     gpu: str | Sequence[str] = "RTX 4090", memory: int | str | None = None, cudnn_version: str | None = None,
     torch_version: str | None = None, sides: int | Iterable[int] = SIDES, progress: Progress = None,
+    executor: Executor | None = None,
 ) -> Bound:  # fmt: skip
     """Make formulas for an application's own estimates of a VAE's memory. Each is at least `upper` of every prediction.
 
@@ -208,6 +213,8 @@ def bound(
         Heights and widths in pixels. Every pair is a size of the domain. By default 18 sides from 256 to 2048.
     progress : bool or callable, optional
         True shows a bar (tqdm, ``pip install 'vaemem[progress]'``); a callable gets (sizes done, sizes to do).
+    executor : shared
+        A formula with a missing size is left out.
 
     Raises
     ------
@@ -252,15 +259,16 @@ def bound(
     ]
     if not sweeps:
         raise ArgumentError("models, dtypes", f"some that {application} runs", f"{models!r}, {dtypes!r}")
-    done, work, lines = itertools.count(1), sum(len(points) for *_, points in sweeps), []
-    with polling(progress, "bound", total=work, bar_format=BAR) as poll:
-        for line, estimate, points in sweeps:
-            uppers = dict[Point, list[int]]()
-            for point in points:
-                uppers[point] = [p.upper for p in domain.predict(estimate, line.op, line.dtype, point)]
-                if poll:
-                    poll(next(done), work)
-            lines.append(line.above(uppers))
+    tasks = [(i, line, estimate, point) for i, (line, estimate, points) in enumerate(sweeps) for point in points]
+    uppers: list[dict[Point, list[int]]] = [{} for _ in sweeps]
+    with polling(progress, "bound", total=len(tasks), bar_format=BAR) as poll:
+        found = spread(partial(_find_uppers, domain), tasks, executor, lambda task: task[1].name)
+        for done, ((i, *_, point), sizes) in enumerate(found, 1):
+            uppers[i][point] = sizes
+            if poll:
+                poll(done, len(tasks))
+    finished = zip(sweeps, uppers, strict=True)
+    lines = [line.above(sizes) for (line, _, points), sizes in finished if len(sizes) == len(points)]
     return Bound(application, lines, domain.describe(estimates.values()))
 
 
@@ -309,6 +317,14 @@ class _Domain(NamedTuple):
             cut = f"{tiles} pixels as {code} cuts them, in images with sides of {images}"
             lines.append(f"tiles: {cut if points else 'none were predicted'}")
         return "\n".join(lines)
+
+
+_Task = tuple[int, BoundLine, Estimate, Point]  # its line's number first
+
+
+def _find_uppers(domain: _Domain, task: _Task) -> list[int]:
+    _, line, estimate, point = task
+    return [prediction.upper for prediction in domain.predict(estimate, line.op, line.dtype, point)]
 
 
 _NO_LAYERS = ("name", "scaling_factor", "shift_factor", "latents_mean", "latents_std")

@@ -9,13 +9,13 @@ import os
 import platform
 import statistics
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from vaemem import _core
 from vaemem._arguments import shared
-from vaemem._common import DTYPES, OPS, TILED_OPS, __version__, choose, chosen, listed, meant, whole
+from vaemem._common import DTYPES, OPS, TILED_OPS, __version__, choose, chosen, listed, meant, spread, whole
 from vaemem._errors import ArgumentError
 from vaemem._types import Dtype, Op, Precision, TiledOp
 from vaemem.engine.arguments import BAR, Progress, polling
@@ -28,6 +28,9 @@ from vaemem.prediction.predict import Prediction, predict
 from vaemem.prediction.request import VAEArguments, find_card, resolve_vae
 from vaemem.prediction.runtimes import architecture
 from vaemem.tables.table import Row, Table
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
 
 SweptOp = TiledOp | Literal["pipeline"]
 Sizes = int | Sequence[int | tuple[int, int]]
@@ -55,6 +58,7 @@ def measure_sweep(
     models: Any = _MODELS, ops: Op | Sequence[Op] = OPS, sizes: Sizes = _SIZES,
     dtypes: Dtype | Sequence[Dtype] = "float32", *, device: str = "cpu", batch: int | Sequence[int] = 1,
     repeats: int = 1, progress: Progress = None, memory_limit: Limit = None, precision: Precision = "highest",
+    executor: Executor | None = None,
 ) -> Table:  # fmt: skip
     """Run models at each size on the engine, and measure memory and time.
 
@@ -66,6 +70,8 @@ def measure_sweep(
         pays for new pages. The median of 3 or more is that of a warm run.
     progress : bool or callable, optional
         True shows a bar (tqdm, ``pip install 'vaemem[progress]'``); a callable gets (work done, work to do).
+    executor : shared
+        Its models are names. Give each machine one worker: runs that share processors disturb each other's time.
 
     Returns
     -------
@@ -88,7 +94,15 @@ def measure_sweep(
     ([64, 64], True)
     """
     runs = whole("repeats", repeats)
-    return _engine_table(models, ops, sizes, dtypes, batch, device, precision, memory_limit, runs, progress)
+    if executor is None:
+        return _engine_table(models, ops, sizes, dtypes, batch, device, precision, memory_limit, runs, progress)
+    wanted = _models(_several("models", models, (str, VAE)), _several("dtypes", dtypes))
+    if not all(isinstance(model, str) for model, _ in wanted):
+        raise ArgumentError("models", "names, which workers know, with an executor", "a VAE")
+    cases = _cases(ops, sizes, batch, OPS)
+    how = dict(device=device, precision=precision, repeats=runs, memory_limit=memory_limit)
+    work = functools.partial(_measure_case, how)
+    return _table(_spread_rows(work, [(*pair, case) for pair in wanted for case in cases], progress, executor))
 
 
 @shared
@@ -129,7 +143,7 @@ def predict_sweep(
     dtypes: Dtype | Sequence[Dtype] | None = None, *, gpu: str | Sequence[str] | None = None,
     batch: int | Sequence[int] = 1, tile: int | Sequence[int] | None = None,
     tile_overlap: float | Sequence[float] | None = None, prompt_tokens: int | Sequence[int] | None = None,
-    progress: Progress = None, **others: Any,
+    progress: Progress = None, executor: Executor | None = None, **others: Any,
 ) -> Table:  # fmt: skip
     """Predict PyTorch's memory and time at each size on GPUs.
 
@@ -152,6 +166,7 @@ def predict_sweep(
         For pipelines: the length of the prompt.
     progress : bool or callable, optional
         As `measure_sweep` takes it.
+    executor : shared
     **others
         Further arguments of `vaemem.predict`, or of `vaemem.predict_pipeline`, the same for every row: `runtime`,
         `torch_version`, `memory`, `offload` ... Each op gets the arguments that it takes.
@@ -186,7 +201,7 @@ def predict_sweep(
         if not any(name in names for names in taken.values()):
             raise ArgumentError(name, "an op that takes it", ", ".join(taken))
     questions = [
-        (case, dict(zip(names, values, strict=True)))
+        (tuple(zip(names, values, strict=True)), case)
         for case in cases
         for names in [[name for name in lists if name in taken[case.op]]]
         for values in itertools.product(*(lists[name] for name in names))
@@ -195,7 +210,8 @@ def predict_sweep(
     found = [find_card(card, others.get("memory")).gpu.name for card in cards]  # raises before the first prediction
     types = [None] if dtypes is None else chosen("dtypes", _several("dtypes", dtypes), DTYPES)
     asked = itertools.product(_configs(wanted, taken), found if gpu is None else cards, types, questions)
-    return _table(_predictions(list(asked), progress, others))
+    tasks = [(model, card, dtype, *question) for model, card, dtype, question in asked]
+    return _table(_spread_rows(functools.partial(_predict_case, others), tasks, progress, executor))
 
 
 def tradeoff(
@@ -305,6 +321,36 @@ def _tell(poll: Callable[[int, int], object], before: int, part: int, work: int,
     poll(before + part * rows // total, work)
 
 
+def _measure_case(how: Mapping[str, Any], task: tuple[str, str, Case]) -> list[Row]:
+    model, dtype, case = task
+    return list(_runs([(model, dtype)], [case], progress=None, **how))
+
+
+def _spread_rows(
+    work: Callable[[Any], list[Row]], tasks: Sequence[Any], progress: Progress, executor: Executor | None
+) -> Iterator[Row]:
+    """Yield the rows of tasks, which end with their case, in order. See `spread`."""
+    done, total = 0, sum(task[-1].work for task in tasks)
+    with polling(progress, "sweep", total=total, bar_format=BAR) as poll:
+        for task, rows in spread(work, tasks, executor, _describe):
+            yield from rows
+            done += task[-1].work
+            if poll:
+                poll(done, total)
+
+
+def _describe(task: Sequence[Any]) -> str:
+    *words, case = task
+    batch = f" batch {case.batch}" if case.batch > 1 else ""
+    return " ".join([*filter(None, map(_word, words)), case.op, f"{case.height}x{case.width}{batch}"])
+
+
+def _word(one: Any) -> str:
+    if isinstance(one, tuple):  # arguments by name
+        return " ".join(f"{name} {value}" for name, value in one)
+    return str(one.get("name", "custom") if isinstance(one, Mapping) else one or "")
+
+
 @functools.cache
 def _predictor(op: str) -> tuple[Callable[..., Any], frozenset[str]]:
     """Return the function that predicts an op, and the argument names that a sweep passes to it."""
@@ -317,21 +363,15 @@ def _predictor(op: str) -> tuple[Callable[..., Any], frozenset[str]]:
     return predictor, frozenset(tiles | (inspect.signature(predictor).parameters.keys() - _SWEPT))
 
 
-def _predictions(asked: Sequence[Any], progress: Progress, others: Mapping[str, Any]) -> Iterator[Row]:
-    """Yield PyTorch's rows. asked: (model, card, dtype, (case, arguments of this case only))."""
-    done, work = 0, sum(case.work for *_, (case, _) in asked)
-    with polling(progress, "sweep", total=work, bar_format=BAR) as poll:
-        for model, gpu, dtype, (case, options) in asked:
-            predictor, taken = _predictor(case.op)
-            run = {name: value for name, value in others.items() if name in taken} | options | case._asdict()
-            run |= {"dtype": dtype, "gpu": gpu}
-            if run.pop("op") == "pipeline":
-                yield from predictor(model, **run).rows()
-            else:
-                yield from Prediction(resolve_vae(VAEArguments(model, case.op, **run))).rows()
-            done += case.work
-            if poll:
-                poll(done, work)
+def _predict_case(others: Mapping[str, Any], task: Any) -> list[Row]:
+    """Predict the rows of one task: (model, card, dtype, arguments of this case only, case)."""
+    model, gpu, dtype, options, case = task
+    predictor, taken = _predictor(case.op)
+    run = {name: value for name, value in others.items() if name in taken} | dict(options) | case._asdict()
+    run |= {"dtype": dtype, "gpu": gpu}
+    if run.pop("op") == "pipeline":
+        return list(predictor(model, **run).rows())
+    return list(Prediction(resolve_vae(VAEArguments(model, case.op, **run))).rows())
 
 
 def _row(vae: VAE, case: Case, source: str, run: Run, limited: bool) -> Row:
