@@ -75,6 +75,13 @@ def measure_pipeline(**given):
         measure_pipeline(None, **given)
 
 
+def offload(**given):
+    pytest.importorskip("diffusers")
+    from vaemem.pytorch import OffloadStrategy
+
+    return OffloadStrategy(vaemem.predict_pipeline("sd15", 64, 64, gpu="RTX 3060"), **given)
+
+
 def predict_peak(**given):
     torch = pytest.importorskip("torch")
     from vaemem.pytorch import predict_peak
@@ -189,6 +196,7 @@ CALLS = {
         lambda **given: predict_sweep("sd15", "pipeline", 64, gpu="RTX 3060", **given).to_csv(),
         {"prompt_tokens": [77, 90]},
     ),
+    "OffloadStrategy": (lambda **given: offload(**given)._margin, {"margin": 1 << 30}),
     "replay": (lambda **given: str(replay(snapshot(), **given)), {"device": 0}),
     "tradeoff": (lambda **given: tradeoff("sd15", "decode", **given).to_csv(), SIDES | ONE),
 }
