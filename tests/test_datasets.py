@@ -10,6 +10,7 @@ import pickle
 import random
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -580,25 +581,29 @@ def test_what_a_trainer_cannot_have(singles, weights, tmp_path):
         encode_dataset([tmp_path / "twins"], tmp_path, encoder, Preparation(64, cache=cache))
 
 
+PACKAGES = "daft", "datasets", "pyspark", "ray"
+
+
 @pytest.mark.skipif(not DOCUMENT.exists(), reason="the documents are not here")
 @pytest.mark.filterwarnings("ignore")  # other packages'
-@pytest.mark.parametrize(
-    "package", ["", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("datasets", "ray"))]
-)
+@pytest.mark.parametrize("package", ["", *(pytest.param(name, marks=pytest.mark.thorough) for name in PACKAGES)])
 def test_the_document(package, tmp_path, monkeypatch, capsys):
     """Its commands print what it shows, with buckets of another side; its programs run, if their packages are there."""
     pytest.importorskip("torch")
     pytest.importorskip(package or "safetensors")
+    if package == "pyspark" and not shutil.which("java"):
+        pytest.skip("Spark needs Java")
+    monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
     draw_photos(tmp_path / "photos", 22)
     small_vae().save(tmp_path / "vae")
     small_vae("flux").save(tmp_path / "zimage")
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```(console|python|text)\n(.*?)^```", DOCUMENT.read_text("utf-8"), re.M | re.S)
     assert len(blocks) >= 6
-    names = {}
+    names = {"__name__": "__main__"}  # programs' classes pickle by value
     for kind, block in blocks:
         if kind == "python":
-            if "".join(re.findall(r"^import (datasets|ray)$", block, re.M)) in ("", package):
+            if "".join(re.findall(rf"^(?:import|from) ({'|'.join(PACKAGES)})\b", block, re.M)) in ("", package):
                 exec(block, names)
             continue
         printed = capsys.readouterr().out
@@ -609,17 +614,28 @@ def test_the_document(package, tmp_path, monkeypatch, capsys):
         for typed, shown in zip(*[iter(block.splitlines())] * 2, strict=True):
             assert main(shlex.split(typed.replace("1024", "64").removeprefix("$ vaemem "))) == 0
             assert capsys.readouterr().out.splitlines() == [shown]
-    assert len(names["latents"]) == 20 and len(names.get("rows", names["latents"])) == 20
+    assert len(names["latents"]) == 20
+    if package in ("daft", "pyspark", "ray"):
+        assert len({row["path"] for row in names["rows"]}) == 20
+    for row in names.get("rows", []):
+        image = "pictures/" + row["path"].rpartition("pictures/")[2]
+        (want,) = Encoder("vae")({"image": [image]})["latent"]
+        assert np.array_equal(np.reshape(row["latent"], want.shape), want)
     if package == "ray":
         names["ray"].shutdown()
+    if package == "pyspark":
+        names["spark"].stop()
 
 
 @pytest.mark.thorough
 @pytest.mark.skipif(os.name == "nt", reason="there is no SIGKILL")
 def test_kills_at_random_moments(weights, tmp_path):
-    """2,000 images of odd modes, killed and resumed ten times, equal a run that was left alone."""
+    """2,000 images of odd modes in a folder, a tar file and a Parquet file: ten kills change no file."""
     bad = draw_photos(tmp_path / "photos", 2000)
-    command = [sys.executable, "-m", "vaemem", "encode", str(tmp_path / "photos"), "--weights", str(weights("tiny"))]
+    packed(tmp_path / "photos" / "b", "tar", tmp_path / "b.tar")
+    packed(tmp_path / "photos" / "c", "struct", tmp_path / "c.parquet")
+    sources = [str(tmp_path / name) for name in ("photos/a", "b.tar", "c.parquet")]
+    command = [sys.executable, "-m", "vaemem", "encode", *sources, "--weights", str(weights("tiny"))]
     command += ["--buckets", "64", "--step", "8", "--shard", "50", "--sample", "1", "-o"]
     start = time.monotonic()
     subprocess.run([*command, tmp_path / "whole"], check=True, capture_output=True)
