@@ -265,7 +265,8 @@ def measure(
         for dtype in wanted:
             subject = make()
             _check_sizes(subject, pairs, tile if tiled else None)
-            vae = subject.vae.eval().to(getattr(torch, dtype)).to(place)
+            # diffusers' own `to` warns that a list of modules should stay in float32, though the list is empty.
+            vae = torch.nn.Module.to(subject.vae.eval(), dtype=getattr(torch, dtype)).to(place)
             known = {
                 "model": subject.model, "op": op, "batch": batch, "dtype": dtype, "runtime": runtime,
                 "source": "measured",
