@@ -11,7 +11,7 @@
 /* Indexed by manner: 0 loose, 1 tight. */
 typedef struct stretch {
     double work[2];                 /* negative: no such chain */
-    size_t bytes[2], steps, stored; /* stored: bytes of its tensors, and of those that exist meanwhile */
+    size_t bytes[2], steps, stored; /* stored: the bytes of all tensors that exist while it runs */
     enum { UNKNOWN, EXAMINED, MEASURED } known;
 } stretch;
 

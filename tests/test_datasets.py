@@ -161,7 +161,7 @@ DOCUMENT = Path(__file__).parent.parent / "docs" / "DATASETS.md"
 
 
 def draw_photos(folder, count, low=40, high=200):
-    """Write images of odd modes with captions; return the names of those that cannot be read."""
+    """Write images with captions, in many modes. Return the names of the unreadable ones."""
     rng, bad = np.random.default_rng(0), []
     turned = Image.Exif()
     turned[0x0112] = 6
@@ -407,8 +407,8 @@ def test_captions_and_sources(tmp_path):
 
 # ---- trainers' caches, by readers that are written from the trainers' sources (vaemem/datasets/trainers.py) ----
 
-# What each trainer's own code answers for an image of a width and a height with buckets of 1024: the size to which it
-# scales, and the bucket.
+# (trainer, width, height): the answers of the trainer's own code, with buckets of 1024. They are the image's size after
+# scaling, and the bucket.
 BUCKETS_OF = {
     ("kohya:sdxl", 1600, 900): ((1024, 576), (1024, 576)),
     ("musubi:zi", 1600, 900): ((1365, 768), (1360, 768)),
@@ -426,7 +426,7 @@ BUCKETS_OF = {
 
 
 def read_kohya(folder, name, size, bucket, suffix, sized, flip):
-    """strategy_base.py: the path from the image's, the keys that make it valid, and what it loads."""
+    """Read a cache as strategy_base.py does: it makes the path from the image's, checks the keys, and loads."""
     with np.load(folder / f"{name.rpartition('.')[0]}_{size[0]:04d}x{size[1]:04d}_{suffix}.npz") as held:
         end = f"_{bucket[1] // 4}x{bucket[0] // 4}" if sized else ""
         assert {*held} == {
@@ -456,7 +456,7 @@ def read_musubi(folder, name, size, suffix, architecture, frames):
 
 
 def read_toolkit(folder, name, size, scaled, crop, bucket, version):
-    """dataloader_mixins.py: the path from the hash of an ordered dict, whose keys are sorted in JSON."""
+    """Read a cache as dataloader_mixins.py does: a hash of the settings, as JSON with sorted keys, names the file."""
     safetensors = pytest.importorskip("safetensors")
     info = {"crop_height": bucket[1], "crop_width": bucket[0], "crop_x": crop[0], "crop_y": crop[1]}
     info |= {"filename": os.path.basename(name), "latent_space_version": version, "latent_version": 1}
@@ -588,7 +588,8 @@ PACKAGES = "daft", "datasets", "pyspark", "ray"
 @pytest.mark.filterwarnings("ignore")  # other packages'
 @pytest.mark.parametrize("package", ["", *(pytest.param(name, marks=pytest.mark.thorough) for name in PACKAGES)])
 def test_the_document(package, tmp_path, monkeypatch, capsys):
-    """Its commands print what it shows, with buckets of another side; its programs run, if their packages are there."""
+    """The document's commands print what it shows; only the side of the buckets is smaller here. Its programs run if
+    their packages are installed."""
     pytest.importorskip("torch")
     pytest.importorskip(package or "safetensors")
     if package == "pyspark" and not shutil.which("java"):

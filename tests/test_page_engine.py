@@ -32,7 +32,7 @@ class Server(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The calculator, built and served: its folder and its address."""
+    """Build and serve the calculator. Return its folder and its address."""
     folder = tmp_path_factory.mktemp("site")
     runpy.run_path(str(PAGE / "engine" / "build.py"))["main"](folder)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Server, directory=folder)) as server:
@@ -65,7 +65,7 @@ def engine(browser, site):
 
 
 def make_question(rng):
-    """Make a random question of what the form offers, and now and then of what is refused."""
+    """Make a random question from the form's choices. Some are refused."""
     op = rng.choice(list(choices()["runs"]))
     runtime, models = rng.choice(list(choices()["runs"][op].items()))
     model, fields = rng.choice(list(models.items()))

@@ -781,7 +781,7 @@ def test_a_plan_tries_a_float16_vae_and_tiles_smaller_than_the_image():
 
 @pytest.mark.parametrize(("pipeline", "batch"), [("sd15", 1), ("sdxl", 2), ("flux", 1)])
 def test_the_code_of_a_way_runs(pipeline, batch, monkeypatch):
-    """With diffusers' own classes, whose pipelines have no weights here."""
+    """The script runs with diffusers' own classes. The pipelines have no weights here."""
     diffusers = pytest.importorskip("diffusers")
     from vaemem.pytorch import AutoencoderKL
 

@@ -380,9 +380,9 @@ def test_bad_questions(change, named):
 
 
 def test_channels_last_is_copied_around_every_norm():
-    """T = 128*H*W*e. A decode by diffusers 0.36 peaks where a shortcut's input, 256 channels of the whole size, is
-    copied for the block and again for its convolution: 2 T each, beside what goes in (2 T), conv2's output and its own
-    (T each). Later releases do not copy it: T less.
+    """T = 128*H*W*e. A decode by diffusers 0.36 peaks at a shortcut of 256 channels. Its input (2 T) is copied for the
+    block (2 T) and for the shortcut's convolution (2 T). The outputs of conv2 and of the shortcut take T each. Later
+    releases make fewer copies: T less in all.
     """
     T, filters = 128 * 1024 * 1024 * 2, ("weights of sdxl", "input", "cublas [workspace]")
     for version in ("2.5.1", "2.14.0", "2.9.1"):

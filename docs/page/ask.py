@@ -202,8 +202,8 @@ def _settings(way):
 
 
 def largest(run):
-    """Return the largest image of the run's shape and the largest batch of its size, as runs of a VAE: those that fit,
-    or else tight ones."""
+    """Return two runs of a VAE: the largest image of the run's shape, and the largest batch of its size. Each fits, or
+    is tight if none fits."""
     given = _keywords(run)
     height, width, batch = given.pop("height"), given.pop("width"), given.pop("batch", 1)
     searches = {

@@ -81,8 +81,8 @@ def imports(tree: ast.Module) -> Iterator[str]:
 
 
 def read_library() -> dict[str, list]:
-    """Read the Python that the page runs: ask.py and what it imports, from lib/ if that has it. {name: [kind, source,
-    imports, 1 if a package]}, as Brython has it."""
+    """Read ask.py and all modules that it imports; those of lib/ replace others of their names. Return them as Brython
+    stores modules: {name: [kind, source, imports, 1 if a package]}."""
     text = (BRYTHON / "brython_stdlib.js").read_text("utf-8")
     start, end = text.index("var scripts = ") + len("var scripts = "), text.rindex("\n__BRYTHON__.update_VFS")
     brythons = json.loads(text[start:end])

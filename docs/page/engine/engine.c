@@ -1,4 +1,4 @@
-/* What capi.js needs of C's library, and the type of models, of which the page makes none. */
+/* For capi.js: C's free, and a type in place of _core.Model, because the page runs no VAE. */
 #include "../../../csrc/python/py.h"
 
 /* Returns: free, as C may call it: Py_tp_free of every type. */
