@@ -392,17 +392,24 @@ def test_a_formula_of_all_phases():
     p = predict_pipeline("sd15", 512, 512, gpu="T4")
     found = formula(p)
     lines = {line.phase: line for line in found.allocated.lines}
-    assert list(lines) == [phase.name for phase in p.phases] == [line.phase for line in found.reserved.lines]
+    names = [
+        name
+        for phase in p.phases
+        for name in (["decode, N=1", "decode, N>1"] if phase.name == "decode" else [phase.name])
+    ]
+    assert list(lines) == names == [line.phase for line in found.reserved.lines]
     for height, width in ((512, 768), (832, 1216), (1000, 520)):
         other = predict_pipeline("sd15", height, width, gpu="T4")
         for name, line in lines.items():
-            assert line.mebibytes(Point(height, width)) * MIB == pytest.approx(phase(other, name).allocated, rel=0.04)
+            if name != "decode, N>1":
+                size = phase(other, name.removesuffix(", N=1")).allocated
+                assert line.mebibytes(Point(height, width)) * MIB == pytest.approx(size, rel=0.06)
         assert other.peak <= found.predict(height, width) <= 1.1 * other.peak
     weights = sum(part.nbytes for part in p.parts.values())
     load = lines["load"]
     terms = sum(law.get("", 0) for name, law in load.terms.items() if name.startswith("weights"))
     assert load.kind == "exact" and terms * MIB == weights
-    assert lines["decode"].where.startswith("decoder.up_blocks.")
+    assert lines["decode, N=1"].where.startswith("decoder.up_blocks.")
 
 
 def test_a_formula_with_the_length_of_the_prompt():
@@ -563,7 +570,7 @@ def test_rows_last_as_long_as_the_plan_says():
 def test_formulas_in_a_notebook():
     shown = predict_pipeline("sd15", 512, 512, gpu="T4").formula._repr_markdown_()
     assert shown.startswith("At ") and "\n\n$$" in shown and "aligned" in shown and r"N\*MP" in shown
-    assert shown.count("\n|") == 8 + 2, "a line per phase and counter"
+    assert shown.count("\n|") == 10 + 2, "a line per phase and counter, two for decode"
 
 
 @pytest.mark.parametrize(

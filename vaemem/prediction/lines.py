@@ -7,7 +7,7 @@ lowest line above the sizes that were played, raised a little for the other size
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations, product
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vaemem._common import MIB, grouped, whole
+from vaemem._common import MIB, distinct, grouped, whole
 from vaemem._errors import ArgumentError
 from vaemem._render import Columns
 from vaemem.prediction.closed import PlayedPeak, solve_in_fractions
@@ -27,7 +27,7 @@ BATCHES = range(1, 5)
 MOST_PIXELS = 1 << 23  # in a batch: 2^31 elements with 256 channels, the most channels at full size
 SMALL = 3 << 16  # pixels in a batch; below, workspaces jump from size to size
 COUNTERS = "reserved", "allocated"
-RAISED = 1.015  # factor of a bound above the sizes that were played
+RAISED = 1.03  # factor of a bound above the sizes that were played: of the sizes between, some took 2.5% more
 SPARE = 2  # MiB that blocks may leave unused at sizes that were not played
 TOO_HIGH = 0.4  # excess of a line; above it, try attention's scores or several lines per phase
 DIGITS = 4  # of a bound's coefficients
@@ -271,12 +271,15 @@ def _usual(points: Sequence[Point]) -> np.ndarray:
 class _Sizes:
     """MiB of a phase at the points that were played, to solve for its line."""
 
-    def __init__(self, phase: str, counter: str, points: Sequence[Point], peaks: Sequence[PlayedPeak]):
-        self.phase, self.counter, self.points, self.peaks = phase, counter, points, peaks
+    def __init__(
+        self, phase: str, counter: str, points: Sequence[Point], peaks: Sequence[PlayedPeak], alone: bool = False
+    ):
+        """alone: the sizes are of one image, so the powers have no N."""
+        self.phase, self.counter, self.points, self.peaks, self.alone = phase, counter, points, peaks, alone
         self.sizes = np.array([getattr(peak, counter) for peak in peaks], dtype=float) / MIB
         columns = Point(*np.array(points, dtype=float).T)
         ones = np.ones(len(points))
-        found = {power: ones * _value(power, columns) for power in POWERS}
+        found = {power: ones * _value(power, columns) for power in self._powers(POWERS)}
         is_known = {name: len({getattr(point, name) for point in points}) > 1 for name in ("tokens", "tile")}
         is_known["tile"] = points[0].tile > 0
         self.columns = {
@@ -284,21 +287,33 @@ class _Sizes:
             if (is_known["tokens"] or "t" not in power.split("*")) and (is_known["tile"] or "tile" not in power)
         }  # fmt: skip
 
+    def _powers(self, powers: Sequence[str]) -> Sequence[str]:
+        if not self.alone:
+            return powers
+        return distinct("*".join(name for name in power.split("*") if name != "N") for power in powers)
+
+    def _some(self, name: str, some: Iterable[tuple[Point, PlayedPeak]], alone: bool = False) -> _Sizes:
+        points, peaks = map(list, zip(*some, strict=True))
+        return _Sizes(f"{self.phase}, {name}", self.counter, points, peaks, alone)
+
+    def _by_batch(self) -> list[_Sizes]:
+        """Split off the sizes of one image if it never peaks as batches do. A line for both would be too high for
+        batches: they take less per image."""
+        parts = grouped(zip(self.points, self.peaks, strict=True), lambda one: one[0].batch == 1)
+        keys = [{peak.key for _, peak in some} for some in parts.values()]
+        if len(keys) < 2 or not keys[0].isdisjoint(keys[1]):
+            return [self]
+        return [self._some("N=1" if alone else "N>1", some, alone) for alone, some in parts.items()]
+
     def lines(self) -> list[PhaseLine]:
         """Return one line, or one for each place of the peak if that is closer and one line is too high."""
-        line = self.line()
+        lines = [part.line() for part in self._by_batch()]
         places = grouped(zip(self.points, self.peaks, strict=True), lambda one: one[1].where)
-        if line.excess <= TOO_HIGH or len(places) == 1:
-            return [line]
-        split = [
-            _Sizes(
-                f"{self.phase}, {where.rpartition(' [')[2].rstrip(']')}",
-                self.counter,
-                *map(list, zip(*some, strict=True)),
-            ).line()
-            for where, some in places.items()
-        ]
-        return min([line], split, key=lambda lines: _excess(lines, self.points, self.sizes)[0])
+        if max(line.excess for line in lines) <= TOO_HIGH or len(places) == 1:
+            return lines
+        parts = [self._some(where.rpartition(" [")[2].rstrip("]"), some) for where, some in places.items()]
+        split = [part.line() for place in parts for part in place._by_batch()]
+        return min(lines, split, key=lambda lines: _excess(lines, self.points, self.sizes)[0])
 
     def line(self) -> PhaseLine:
         where = max(grouped(self.peaks, lambda peak: peak.where).items(), key=lambda item: len(item[1]))[0]
@@ -323,7 +338,7 @@ class _Sizes:
         """Return the lowest line above the sizes. Its coefficients are rounded up to the digits that are shown."""
         if np.ptp(self.sizes) == 0:
             return {"": float(self.sizes[0])}
-        powers = [power for power in powers if power in self.columns]
+        powers = [power for power in self._powers(powers) if power in self.columns]
         usual = _usual(self.points)
         columns = np.stack([self.columns[power] for power in powers], 1)
         found = least_above(columns, self.sizes, usual / usual.sum())
@@ -348,7 +363,7 @@ class _Sizes:
             {power: sum((law.get(power, Fraction(0)) for law in terms.values()), Fraction(0)) for power in self.columns}
         )
         added = float((self.sizes - self._values(total)).max())
-        return total | {"": total.get("", Fraction(0)) + math.ceil(added) + SPARE}, terms
+        return total | {"": Fraction(math.ceil(total.get("", 0) + added) + SPARE)}, terms
 
     def _large(self, law: Mapping[str, Any]) -> dict[str, Any]:
         """Drop the powers that add less than 0.1 MiB everywhere."""
