@@ -2,6 +2,7 @@
 
 import base64
 import csv
+import errno
 import hashlib
 import io
 import json
@@ -294,6 +295,48 @@ def test_a_limit_passes_over_images_that_are_too_large(photos, weights, tmp_path
     limit = encoder.open().smallest("encode", 32, 32)
     summary = encode_dataset(sources, tmp_path / "some", Encoder(weights("sd"), memory_limit=limit))
     assert summary.images and any("memory_limit" in error for error in summary.errors.values())
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.ENOENT, errno.EACCES])
+def test_errors_of_the_system_end_a_run(number, photos, weights, tmp_path, monkeypatch):
+    """They pass no image over: the next run encodes it. Files that are missing or private are passed over."""
+    given = [photos[0] / "a"], tmp_path, Encoder(weights("tiny")), BUCKETS, 7
+    victim, read = sorted((photos[0] / "a").glob("*.png"))[-1], Path.read_bytes
+
+    def fail(path):
+        if path == victim:
+            raise OSError(number, os.strerror(number), str(path))
+        return read(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", fail)
+        if number in (errno.ENOENT, errno.EACCES):
+            assert encode_dataset(*given).errors[victim.name] == os.strerror(number)
+            return
+        with pytest.raises(OSError) as raised:
+            encode_dataset(*given)
+    assert (raised.value.errno, raised.value.filename) == (number, str(victim))
+    assert Folder(tmp_path).shards()
+    assert victim.name not in encode_dataset(*given).errors and victim.name in latents_of(tmp_path)
+
+
+def test_a_damaged_row_group_is_its_images_error(weights, tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = arrow.table({"image": [file_of(drawn(16, 16, seed)) for seed in range(4)]})
+    parquet.write_table(table, tmp_path / "x.parquet", row_group_size=2, compression="none")
+    data = bytearray((tmp_path / "x.parquet").read_bytes())
+    data[4:10] = b"\xff" * 6  # the header of the first page
+    (tmp_path / "x.parquet").write_bytes(data)
+    summary = encode_dataset([tmp_path / "x.parquet"], tmp_path / "out", Encoder(weights("tiny")))
+    assert (summary.images, [*summary.errors]) == (2, [f"x.parquet/{i:09d}" for i in range(2)])
+
+
+def test_the_status_is_1_if_no_image_can_be_read(weights, tmp_path):
+    (tmp_path / "bad.png").write_bytes(b"")
+    encode = ["encode", str(tmp_path / "*.png"), "--weights", str(weights("tiny")), "-o"]
+    assert main([*encode, str(tmp_path / "none")]) == main([*encode, str(tmp_path / "none")]) == 1
+    (tmp_path / "good.png").write_bytes(file_of(drawn(16, 16)))
+    assert main([*encode, str(tmp_path / "one")]) == 0
 
 
 def test_check_finds_what_is_wrong(photos, weights, tmp_path, capsys):

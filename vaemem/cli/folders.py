@@ -24,7 +24,7 @@ def shared_settings(args: argparse.Namespace, asked: dict[str, Any]) -> dict[str
 
 
 def encode_folder(args: argparse.Namespace, asked: dict[str, Any]) -> int:
-    """Encode a data set, or check its folder; return 1 if something is missing or damaged."""
+    """Encode a data set, or check its folder; return 1 if something is missing or damaged, or no image can be read."""
     from vaemem.datasets.fleet import encode_on_ray
     from vaemem.datasets.shards import Preparation, encode_dataset
     from vaemem.datasets.trainers import find_cache
@@ -52,7 +52,7 @@ def encode_folder(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     print(f"{args.out}: {found.images} images{listed}")
     for wrong in found.wrong if args.check else ():
         print(f"vaemem encode: {wrong}", file=sys.stderr)
-    return 1 if args.check and found.wrong else 0
+    return 1 if (args.check and found.wrong) or (found.errors and not found.images) else 0
 
 
 def decode_folder(args: argparse.Namespace, asked: dict[str, Any]) -> None:

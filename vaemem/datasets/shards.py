@@ -25,7 +25,7 @@ from vaemem._errors import ArgumentError
 from vaemem.datasets import buckets
 from vaemem.datasets.encoder import Decoder, Encoder
 from vaemem.datasets.folder import FLIPPED, CacheFolder, Folder, Shard, Summary
-from vaemem.datasets.sources import SourceImage, digest_of, list_images
+from vaemem.datasets.sources import UNREADABLE, SourceImage, digest_of, list_images
 from vaemem.datasets.trainers import Cache, stem_of
 from vaemem.engine.configs import config_of
 from vaemem.engine.images import read_image, to_pillow
@@ -120,7 +120,7 @@ def encode_dataset(
     encoder = replace(encoder, scaled=cache.scaled) if cache else encoder
     if cache and encoder.sample == "moments":
         raise ArgumentError("sample", f"a seed or mean for {cache.trainer}", "'moments'")
-    need("PIL.Image", "reading images")
+    need("PIL.Image", "reading images").init()  # now, so that too many open files cannot hide a format later
     vae = encoder.open()
     factor = latent_factor(vae.arch) * (vae.arch.get("patch_size", (1, 1))[0] if encoder.scaled else 1)
     preparation.check(factor, items)
@@ -168,17 +168,18 @@ def _manifest(items: Sequence[SourceImage], encoder: Encoder, preparation: Prepa
 
 
 def read_ahead(items: Iterable[SourceImage], read: Callable[[SourceImage], Ready]) -> Iterator[Ready | str]:
-    """Yield each image, or why it cannot be read, in order. Threads read the next ones meanwhile."""
+    """Yield each image, or why it cannot be read, in order. Threads read the next ones meanwhile. OSError if the system
+    fails: the image may be good."""
 
     def attempt(item: SourceImage) -> Ready | str:
         try:
             return read(item)
-        except OSError as error:
-            return error.strerror or str(error)
         except ValueError as error:
             if isinstance(error, ArgumentError):
                 error.argument = ""  # the name of the image says it
             return str(error)
+        except UNREADABLE as error:
+            return error.strerror or str(error)
 
     waiting = deque[Any]()
     with ThreadPoolExecutor(READERS) as pool:

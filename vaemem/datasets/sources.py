@@ -20,6 +20,7 @@ from vaemem._errors import ArgumentError, FileError, NoFileError
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif", ".jp2", ".ppm", ".tga")
 CAPTIONS = (".txt", ".caption")  # next to an image, with its stem
 IMAGE_COLUMNS, CAPTION_COLUMNS = ("image", "jpg", "png"), ("caption", "text")  # of Parquet files, the likeliest first
+UNREADABLE = (FileNotFoundError, PermissionError)  # the faults of a file; any other OSError is the system's
 
 
 @dataclass(frozen=True)
@@ -82,12 +83,15 @@ def _folder(folder: Path) -> Iterator[SourceImage]:
 
 def _file(path: Path, name: str) -> SourceImage:
     def caption() -> str | None:
-        beside = (path.with_suffix(suffix) for suffix in CAPTIONS)
-        return next((_text(one.read_bytes()) for one in beside if one.is_file()), None)
+        for suffix in CAPTIONS:
+            with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+                return _text(path.with_suffix(suffix).read_bytes())
+        return None
 
-    with contextlib.suppress(OSError):  # a link to nothing cannot be read either, which its turn will tell
-        return SourceImage(name, path.stat().st_size, path.read_bytes, caption)
-    return SourceImage(name, 0, path.read_bytes, caption)
+    size = 0  # of an unreadable file; reading it reports the error
+    with contextlib.suppress(*UNREADABLE):
+        size = path.stat().st_size
+    return SourceImage(name, size, path.read_bytes, caption)
 
 
 def _text(data: bytes) -> str:
@@ -119,14 +123,19 @@ def _tar(path: str) -> Iterator[SourceImage]:
 class _Rows:
     """Rows of a Parquet file. Keeps the group of rows that was read last."""
 
-    def __init__(self, file: Any, columns: list[str]) -> None:
-        self._file, self._columns, self._lock = file, columns, threading.Lock()
+    def __init__(self, path: str, file: Any, columns: list[str]) -> None:
+        self._path, self._file, self._columns, self._lock = path, file, columns, threading.Lock()
         self._group, self._table = -1, dict[str, Any]()
 
     def __call__(self, group: int, row: int) -> dict[str, Any]:
         with self._lock:
             if group != self._group:
-                table = self._file.read_row_group(group, columns=self._columns)
+                try:
+                    table = self._file.read_row_group(group, columns=self._columns)
+                except OSError as error:
+                    if error.errno:
+                        raise
+                    raise FileError("images", "a Parquet file", str(error), path=self._path) from None
                 self._group, self._table = group, {name: table.column(name) for name in self._columns}
             return {name: column[row].as_py() for name, column in self._table.items()}
 
@@ -153,7 +162,7 @@ def _parquet(path: str) -> Iterator[SourceImage]:
         raise FileError("images", f"one column of images, or one named {' or '.join(IMAGE_COLUMNS)}", got, path=path)
     image = (usual or found)[0]
     texts = [name for name in CAPTION_COLUMNS if name in schema.names][:1]
-    rows, size, number = _Rows(file, [image, *texts]), os.path.getsize(path), 0
+    rows, size, number = _Rows(path, file, [image, *texts]), os.path.getsize(path), 0
 
     def read(group: int, row: int) -> bytes:
         value = rows(group, row)[image]
