@@ -361,6 +361,43 @@ def test_check_finds_what_is_wrong(photos, weights, tmp_path, capsys):
     assert main(encode) == 0 and main([*encode, "--check"]) == 0
 
 
+@pytest.mark.parametrize("trainer", ["", "kohya:sdxl"])
+def test_a_shard_in_the_place_of_another_is_found(trainer, singles, weights, tmp_path):
+    encode = ["encode", str(singles), "--weights", str(weights("sd")), "--buckets", "64", "--shard", "1"]
+    encode += ["-o", str(tmp_path), *(["--for", trainer, "--step", "16"] if trainer else [])]
+    assert main(encode) == 0
+    one, two, *_ = sorted(tmp_path.rglob("latents-*"))
+    two.write_bytes(one.read_bytes())
+    assert main([*encode, "--check"]) == main(encode) == 1
+    two.unlink()
+    assert main(encode) == main([*encode, "--check"]) == 0
+
+
+def test_parts_that_end_together_list_all_errors(photos, weights, tmp_path, monkeypatch):
+    """A part never writes over the list of another. It reads its own shards, and the last one reads all."""
+    given = {"encoder": Encoder(weights("tiny")), "preparation": BUCKETS, "shard": 7}
+    encode_dataset([photos[0]], tmp_path / "whole", **given)
+    out, write, second = tmp_path / "parts", vaemem.datasets.folder.write, []
+
+    def write_late(path, data):
+        if path.name == "errors.csv" and not second:
+            second.append(True)
+            encode_dataset([photos[0]], out, part=(2, 2), **given)
+        write(path, data)
+
+    read, seen = Folder.read, []
+    monkeypatch.setattr(Folder, "read", lambda self, path, **how: seen.append(path) or read(self, path, **how))
+    with monkeypatch.context() as patch:
+        patch.setattr(vaemem.datasets.folder, "write", write_late)
+        first = encode_dataset([photos[0]], out, part=(1, 2), **given)
+    assert len(seen) == 5 and not first.is_whole
+    last = encode_dataset([photos[0]], out, part=(2, 2), **given)
+    assert len(seen) == 5 + 9 and last.is_whole and last.images == 54
+    assert files_of(out) == files_of(tmp_path / "whole")
+    checked = encode_dataset([photos[0]], out, part=(2, 2), check=True, **given)
+    assert checked.images + first.images == last.images
+
+
 def test_another_data_set_is_refused(photos, weights, tmp_path):
     """Another VAE, crop, dtype, seed or list of images; not another limit."""
     sources = [photos[0] / "a"]

@@ -47,12 +47,12 @@ def encode_folder(args: argparse.Namespace, asked: dict[str, Any]) -> int:
             found = encode_on_ray(args.ray, *given, tell, report)
         else:
             found = encode_dataset(*given, args.part, tell, report, args.check)
-    errors = os.path.join(args.out, ".vaemem" if cache else "", "errors.csv")
-    listed = f", {len(found.errors)} passed over: {errors}" if found.errors else ""
+    errors = ": " + os.path.join(args.out, ".vaemem" if cache else "", "errors.csv") if found.is_whole else ""
+    listed = f", {len(found.errors)} passed over{errors}" if found.errors else ""
     print(f"{args.out}: {found.images} images{listed}")
-    for wrong in found.wrong if args.check else ():
+    for wrong in found.wrong:
         print(f"vaemem encode: {wrong}", file=sys.stderr)
-    return 1 if (args.check and found.wrong) or (found.errors and not found.images) else 0
+    return 1 if found.wrong or (found.errors and not found.images) else 0
 
 
 def decode_folder(args: argparse.Namespace, asked: dict[str, Any]) -> None:

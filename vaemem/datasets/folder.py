@@ -38,15 +38,19 @@ class Shard(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """What a folder holds: the number of images, the errors of others by name, and what is missing or damaged."""
+    """What a folder, or a part of it, holds: the number of images, the errors of others by name, the shards and images
+    that are missing or damaged, and whether all shards were counted."""
 
     images: int
     errors: dict[str, str]
     wrong: list[str]
+    is_whole: bool
 
 
 class Folder:
     """The files of a data set's latents."""
+
+    _suffix = "safetensors"
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -76,11 +80,11 @@ class Folder:
 
     def shard(self, number: int) -> Path:
         """Return the path of a shard, which exists once it is whole."""
-        return self.path / f"latents-{number:05d}.safetensors"
+        return self.path / f"latents-{number:05d}.{self._suffix}"
 
     def shards(self) -> list[Path]:
         """List the shards that are there."""
-        return sorted(self.path.glob("latents-*.safetensors"))
+        return sorted(self.path.glob(f"latents-*.{self._suffix}"))
 
     def commit(self, number: int, shard: Shard) -> None:
         """Write a shard, all or nothing."""
@@ -112,11 +116,14 @@ class Folder:
             if _hash_of(latents) != shard.records[name]["sha256"]:
                 yield name
 
-    def sum_up(self, count: int, check: bool) -> Summary:
-        """Count the images of the shards, and list their errors in errors.csv. count: of the whole data set's shards.
-        check: read every latent and write nothing."""
-        images, errors, wrong = 0, dict[str, str](), list[str]()
-        for path in map(self.shard, range(count)):
+    def sum_up(self, names: Sequence[Sequence[str]], part: tuple[int, int] = (1, 1), check: bool = False) -> Summary:
+        """Count the images of a part's shards. If all shards of the data set are there, count all and write errors.csv:
+        the last part to end does so. names: of each shard's images. check: read every latent and write nothing."""
+        numbers, images, errors, wrong = range(part[0] - 1, len(names), part[1]), 0, dict[str, str](), list[str]()
+        if is_ended := not check and {*map(self.shard, range(len(names)))} <= {*self.shards()}:
+            numbers = range(len(names))
+        for number in numbers:
+            path = self.shard(number)
             try:
                 shard = self.read(path, latents=check)
             except ValueError as error:
@@ -124,23 +131,23 @@ class Folder:
                 continue
             images += len(shard.records)
             errors |= shard.errors
+            if shard.records.keys() | shard.errors.keys() != {*names[number]}:
+                wrong.append(f"{path}: expected the images of this shard, got others")
             wrong += [f"{path}: the latent of {name} has changed" for name in self.changed(shard) if check]
-        if not check:
+        if is_ended:
             rows = [{"name": name, "error": error} for name, error in errors.items()]
             write(self.path / ERRORS, as_csv(rows, ("name", "error")))
-        return Summary(images, errors, wrong)
+        return Summary(images, errors, wrong, len(numbers) == len(names))
 
 
 class CacheFolder(Folder):
     """A trainer's cache: its files, and the folder .vaemem with the manifest and a record of each shard."""
 
+    _suffix = "json"
+
     def __init__(self, path: str | os.PathLike[str], cache: Cache) -> None:
         super().__init__(Path(path, ".vaemem"))
         self._cache = cache
-
-    def shard(self, number: int) -> Path:
-        """Return the path of a shard's record."""
-        return self.path / f"latents-{number:05d}.json"
 
     def commit(self, number: int, shard: Shard) -> None:
         """Write the files of each image, and at last the record."""

@@ -126,7 +126,7 @@ def encode_dataset(
     preparation.check(factor, items)
     whole("shard", shard)
     folder.claim(_manifest(items, encoder, preparation, shard), must_exist=check)
-    parts = [items[i : i + shard] for i in range(0, len(items), shard)]
+    parts = split_shards(items, shard)
     if not check:
         todo = [i for i in range(k - 1, len(parts), n) if not folder.shard(i).exists()]
         done, total = 0, sum(len(parts[i]) for i in todo)
@@ -141,7 +141,12 @@ def encode_dataset(
             for name, error in made.errors.items():
                 report(name, error)
             folder.commit(i, made)
-    return folder.sum_up(len(parts), check)
+    return folder.sum_up([[item.name for item in items] for items in parts], part, check)
+
+
+def split_shards(items: Sequence[SourceImage], shard: int) -> list[Sequence[SourceImage]]:
+    """Return the images of each shard."""
+    return [items[start : start + shard] for start in range(0, len(items), shard)]
 
 
 def folder_of(out: str | PathLike[str], preparation: Preparation) -> Folder:
