@@ -27,8 +27,8 @@ from errors import refused
 import vaemem
 from vaemem import Decoder, Encoder
 from vaemem.__main__ import main
-from vaemem.datasets.folder import Folder
-from vaemem.datasets.shards import Preparation, encode_dataset
+from vaemem.datasets.folder import Folder, Shard
+from vaemem.datasets.shards import Preparation, decode_dataset, encode_dataset
 from vaemem.datasets.sources import list_images
 from vaemem.datasets.trainers import find_cache
 
@@ -259,6 +259,19 @@ def test_without_buckets(photos, weights, tmp_path):
     for name, (record, _) in latents_of(out).items():
         with Image.open(tmp_path / "back" / f"{name}.png") as picture:
             assert list(picture.size) == record["size"]
+
+
+@pytest.mark.parametrize("name", ["../x", "a/../../x", "{folder}/x"])
+def test_decode_writes_below_its_folder_alone(name, weights, tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "a.png").write_bytes(file_of(drawn(16, 16)))
+    encode_dataset([tmp_path / "photos"], tmp_path / "latents", Encoder(weights("sd")))
+    folder = Folder(tmp_path / "latents")
+    shard = folder.read(folder.shard(0))
+    folder.commit(0, Shard(*({name.format(folder=tmp_path): one for one in part.values()} for part in shard)))
+    with refused("latents", path=folder.shard(0)):
+        decode_dataset(folder.path, tmp_path / "pictures", Decoder(weights("sd")))
+    assert not list(tmp_path.rglob("x.png"))
 
 
 class Killed(Exception):

@@ -13,13 +13,13 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from vaemem._common import as_csv, reading, replacing, write
-from vaemem._errors import FileError, NoFileError
+from vaemem._errors import ArgumentError, FileError, NoFileError
 from vaemem.datasets.buckets import Placed
 from vaemem.datasets.trainers import Cache
 from vaemem.engine.file_tensors import FILE_NAMES, FLOATS, read_tensor, safetensors_header, safetensors_start
@@ -157,7 +157,7 @@ class CacheFolder(Folder):
                 self._cache, name, Placed(*(record[key] for key in Placed._fields)), shard.latents[name]
             )
             for path, data in files.items():
-                target = self.path.parent / path
+                target = path_within(self.path.parent, path)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 write(target, data)
             records[name] = record | {"files": {path: hashlib.sha256(data).hexdigest() for path, data in files.items()}}
@@ -176,6 +176,14 @@ class CacheFolder(Folder):
                 file = self.path.parent / path
                 if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != sha256:
                     yield name
+
+
+def path_within(folder: Path, name: str) -> Path:
+    """Return the path of a file below a folder; ArgumentError if its name leads out of the folder."""
+    steps = PurePath(name)
+    if steps.anchor or ".." in steps.parts:
+        raise ArgumentError("name", "a path below the folder", repr(name))
+    return folder / steps
 
 
 def _hash_of(latents: Sequence[np.ndarray]) -> str:

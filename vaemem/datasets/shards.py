@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vaemem._common import latent_factor, need, saved, whole, write
-from vaemem._errors import ArgumentError
+from vaemem._errors import ArgumentError, inside
 from vaemem.datasets import buckets
 from vaemem.datasets.encoder import Decoder, Encoder
-from vaemem.datasets.folder import FLIPPED, CacheFolder, Folder, Shard, Summary
+from vaemem.datasets.folder import FLIPPED, CacheFolder, Folder, Shard, Summary, path_within
 from vaemem.datasets.sources import UNREADABLE, SourceImage, digest_of, list_images
 from vaemem.datasets.trainers import Cache, stem_of
 from vaemem.engine.configs import config_of
@@ -251,21 +251,23 @@ class _Batches:
 def decode_dataset(
     path: str | PathLike[str], out: str | PathLike[str], decoder: Decoder, tell: Tell = lambda done, total: None
 ) -> int:
-    """Decode the latents of a folder to PNG files, without padding and mirrored ones; return their number."""
+    """Decode the latents of a folder to PNG files, without padding and mirrored ones; return their number. FileError
+    if a name leads out of `out`."""
     need("PIL.Image", "writing pictures")
     folder, done = Folder(path), 0
     decoder = replace(decoder, scaled=folder.manifest()["settings"]["scaled"])
     shards = folder.shards()
     for number, file in enumerate(shards, 1):
         shard = folder.read(file)
-        names = list(shard.records)
+        with inside("latents", path=file):
+            targets = {name: path_within(Path(out), f"{name}.png") for name in shard.records}
+        names = list(targets)
         for batch in (names[start : start + AHEAD] for start in range(0, len(names), AHEAD)):
             placed = [buckets.Placed(*(shard.records[name][part] for part in buckets.Placed._fields)) for name in batch]
             latents, sizes = [shard.latents[name][0] for name in batch], [one.inner for one in placed]
             for name, picture in zip(batch, decoder({"latent": latents, "size": sizes})["image"], strict=True):
-                target = Path(out, f"{name}.png")
-                target.parent.mkdir(parents=True, exist_ok=True)
-                write(target, saved(to_pillow(picture[None])[0].save, format="PNG"))
+                targets[name].parent.mkdir(parents=True, exist_ok=True)
+                write(targets[name], saved(to_pillow(picture[None])[0].save, format="PNG"))
                 done += 1
         tell(number, len(shards))
     return done
