@@ -344,6 +344,15 @@ def test_a_damaged_row_group_is_its_images_error(weights, tmp_path):
     assert (summary.images, [*summary.errors]) == (2, [f"x.parquet/{i:09d}" for i in range(2)])
 
 
+def test_a_thin_image_takes_no_gigabytes(weights, tmp_path):
+    """It covers its bucket only if it is scaled to 128x1280000."""
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "thin.png").write_bytes(file_of(drawn(10_000, 1)))
+    (tmp_path / "photos" / "usual.png").write_bytes(file_of(drawn(16, 16)))
+    summary = encode_dataset([tmp_path / "photos"], tmp_path / "out", Encoder(weights("tiny")), Preparation(side=256))
+    assert (summary.images, [*summary.errors]) == (1, ["thin.png"])
+
+
 def test_the_status_is_1_if_no_image_can_be_read(weights, tmp_path):
     (tmp_path / "bad.png").write_bytes(b"")
     encode = ["encode", str(tmp_path / "*.png"), "--weights", str(weights("tiny")), "-o"]
