@@ -1,8 +1,10 @@
 """Encoders of batches, folders of latents that survive kills, and trainers' caches."""
 
 import base64
+import contextlib
 import csv
 import errno
+import gc
 import hashlib
 import io
 import json
@@ -28,7 +30,7 @@ import vaemem
 from vaemem import Decoder, Encoder
 from vaemem.__main__ import main
 from vaemem.datasets.folder import Folder, Shard
-from vaemem.datasets.shards import Preparation, decode_dataset, encode_dataset
+from vaemem.datasets.shards import Preparation, decode_dataset, encode_dataset, read_ahead
 from vaemem.datasets.sources import list_images
 from vaemem.datasets.trainers import find_cache
 
@@ -467,8 +469,8 @@ def packed(photos, kind, path):
                     tar.add(caption, f"./{item.name[:-4]}.txt")
     else:
         arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-        images = [{"bytes": item.read(), "path": item.name} for item in items]
-        captions = [item.caption() for item in items]
+        found, captions = zip(*(item.open()() for item in items), strict=True)
+        images = [{"bytes": data, "path": item.name} for data, item in zip(found, items, strict=True)]
         images = [item["bytes"] for item in images] if kind == "binary" else images
         parquet.write_table(arrow.table({"image": images, "text": captions}), path, row_group_size=13)
     return items
@@ -489,6 +491,70 @@ def test_containers_give_what_folders_give(kind, photos, weights, tmp_path):
             assert got[name][0] == want[item.name][0] and np.array_equal(got[name][1], want[item.name][1])
 
 
+def test_a_row_group_is_read_once(tmp_path, monkeypatch):
+    """Also at the borders of groups, by four threads. Few are kept at a time, and no file stays open."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = arrow.table({"image": [bytes([i]) * 20_000 for i in range(60)], "text": ["x"] * 60})
+    for number, rows in enumerate((1, 13, 60, 60, 60, 60)):
+        how = {"row_group_size": rows, "compression": "none", "use_dictionary": False}
+        parquet.write_table(table, tmp_path / f"{number}.parquet", **how)
+    opened, closed, loaded = [], [], []
+    del table
+
+    class Watched(parquet.ParquetFile):
+        def __init__(self, path, **how):
+            super().__init__(path, **how)
+            self.name = os.path.basename(path)
+            opened.append(self.name)
+
+        def close(self, *given):
+            super().close(*given)
+            closed.append(self.name)
+
+        def read_row_group(self, number, *given, **how):
+            loaded.append((self.name, number))
+            return super().read_row_group(number, *given, **how)
+
+    monkeypatch.setattr(parquet, "ParquetFile", Watched)
+    items = list_images([tmp_path / "*.parquet"])
+    gc.collect()
+    before = arrow.total_allocated_bytes()
+    for part in (items, items[::7]):
+        loaded.clear()
+        for i, (data, caption) in enumerate(read_ahead(part, lambda read: read())):
+            assert (data[:1], caption) == (bytes([items.index(part[i]) % 60]), "x")
+            held = arrow.total_allocated_bytes() - before
+            assert held < 20_000 * (2 * 60 + 40) or part is not items
+        assert len(loaded) == len({*loaded})
+    assert len(items) == 360 and arrow.total_allocated_bytes() - before < 20_000
+    assert sorted(opened) == sorted(closed) and len(opened) > 6
+
+
+def test_faults_of_names_and_captions_are_their_images(photos, weights, tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    picture = file_of(drawn(16, 16))
+    captions = arrow.array([b"a caf\xc3\xa9", b"\xff", None], arrow.binary())
+    parquet.write_table(arrow.table({"image": [picture] * 3, "text": captions}), tmp_path / "a.parquet")
+    parquet.write_table(arrow.table({"image": [picture] * 2, "text": [["a", "list"], None]}), tmp_path / "b.parquet")
+    with tarfile.open(tmp_path / "c.tar", "w") as tar:
+        for name in ("good.png", "caf\udce9.png"):
+            member = tarfile.TarInfo(name)
+            member.size = len(picture)
+            tar.addfile(member, io.BytesIO(picture))
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "good.png").write_bytes(picture)
+    with contextlib.suppress(OSError):  # not all file systems keep such names
+        (tmp_path / "d" / "caf\udce9.png").write_bytes(picture)
+    sources = [tmp_path / name for name in ("a.parquet", "b.parquet", "c.tar", "d")]
+    summary = encode_dataset(sources, tmp_path / "out", Encoder(weights("tiny"), sample=0))
+    bad = ["a.parquet/000000001", "b.parquet/000000000", "c.tar/caf\\udce9.png"]
+    bad += ["caf\\udce9.png"] * (len(os.listdir(tmp_path / "d")) == 2)
+    assert sorted(summary.errors) == bad and summary.images == 5
+    assert latents_of(tmp_path / "out")["a.parquet/000000000"][0]["caption"] == "a caf\u00e9"
+    with open(tmp_path / "out" / "errors.csv", newline="", encoding="utf-8") as f:
+        assert sorted(row["name"] for row in csv.DictReader(f)) == bad
+
+
 def test_captions_and_sources(tmp_path):
     (tmp_path / "x.jpg").write_bytes(b"")
     (tmp_path / "x.caption").write_text(" a cat\n")
@@ -497,7 +563,7 @@ def test_captions_and_sources(tmp_path):
     (tmp_path / "y.png").symlink_to("nowhere")
     item, link = list_images([tmp_path])
     assert (link.name, link.size) == ("y.png", 0)
-    assert (item.name, item.size, item.caption(), item.read()) == ("x.jpg", 0, "a cat", b"")
+    assert (item.name, item.size, item.open()()) == ("x.jpg", 0, (b"", "a cat"))
     assert [one.name for one in list_images([str(tmp_path / "*.jpg")])] == ["x.jpg"]
     for wrong in (tmp_path / "none", tmp_path / "notes.md"):
         with refused("images", path=wrong):

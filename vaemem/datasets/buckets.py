@@ -16,7 +16,7 @@ from vaemem._common import need
 from vaemem._errors import ArgumentError
 
 Sides = tuple[int, int]
-MOST_PIXELS = 1 << 27  # of a scaled image before its crop: 384 MiB
+MOST_SCALED = 1 << 27  # of a scaled image before its crop: 384 MiB
 
 
 class Placed(NamedTuple):
@@ -89,10 +89,10 @@ def place(size: Sides, scaled: Sides, bucket: Sides) -> Placed:
 
 def fit_picture(picture: np.ndarray, to: Placed, pad: str | None, smaller: str, larger: str) -> np.ndarray:
     """Scale uint8 (H, W, 3) and cut or pad it. pad: as in NumPy. smaller, larger: Pillow's filters to scale with.
-    ArgumentError for an image so thin that it covers its bucket only with more than MOST_PIXELS."""
+    ArgumentError for an image so thin that it covers its bucket only with more than MOST_SCALED."""
     if to.scaled != to.size:
-        if math.prod(to.scaled) > MOST_PIXELS:
-            wanted, got = f"at most {MOST_PIXELS} pixels after scaling", f"{to.scaled[0]}x{to.scaled[1]}"
+        if math.prod(to.scaled) > MOST_SCALED:
+            wanted, got = f"at most {MOST_SCALED} pixels after scaling", f"{to.scaled[0]}x{to.scaled[1]}"
             raise ArgumentError("image", wanted, got)
         pillow = need("PIL.Image", "scaling images")
         kind = smaller if to.scaled[0] <= to.size[0] and to.scaled[1] <= to.size[1] else larger

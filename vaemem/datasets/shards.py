@@ -12,7 +12,7 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -25,7 +25,7 @@ from vaemem._errors import ArgumentError, inside
 from vaemem.datasets import buckets
 from vaemem.datasets.encoder import Decoder, Encoder
 from vaemem.datasets.folder import FLIPPED, CacheFolder, Folder, Shard, Summary, path_within
-from vaemem.datasets.sources import UNREADABLE, SourceImage, digest_of, list_images
+from vaemem.datasets.sources import UNREADABLE, Read, SourceImage, digest_of, list_images
 from vaemem.datasets.trainers import Cache, stem_of
 from vaemem.engine.configs import config_of
 from vaemem.engine.images import read_image, to_pillow
@@ -59,12 +59,13 @@ class Preparation:
         bucket = buckets.aspect_bucket(size, self.side, step, self.sides)
         return buckets.place(size, (buckets.contained if self.pad else buckets.covering)(size, bucket), bucket)
 
-    def read(self, item: SourceImage, factor: int) -> Ready:
+    def read(self, read: Read, factor: int) -> Ready:
         """Read, decode and scale an image."""
-        picture = read_image(item.read(), [], turn=self.cache is None or self.cache.turns)
+        data, caption = read()
+        picture = read_image(data, [], turn=self.cache is None or self.cache.turns)
         placed = self.place((picture.shape[1], picture.shape[0]), factor)
         filters = self.cache.filters if self.cache else ("LANCZOS", "LANCZOS")
-        return Ready(buckets.fit_picture(picture, placed, self.pad, *filters), placed, item.caption())
+        return Ready(buckets.fit_picture(picture, placed, self.pad, *filters), placed, caption)
 
     def check(self, factor: int, items: Sequence[SourceImage]) -> None:
         """Raise ValueError for settings that suit neither the VAE nor the trainer, before any image is read."""
@@ -130,7 +131,7 @@ def encode_dataset(
     if not check:
         todo = [i for i in range(k - 1, len(parts), n) if not folder.shard(i).exists()]
         done, total = 0, sum(len(parts[i]) for i in todo)
-        ready = read_ahead((item for i in todo for item in parts[i]), lambda item: preparation.read(item, factor))
+        ready = read_ahead((item for i in todo for item in parts[i]), lambda read: preparation.read(read, factor))
         for i in todo:
             batches = _Batches(encoder, preparation.flip)
             for item in parts[i]:
@@ -172,13 +173,13 @@ def _manifest(items: Sequence[SourceImage], encoder: Encoder, preparation: Prepa
     }
 
 
-def read_ahead(items: Iterable[SourceImage], read: Callable[[SourceImage], Ready]) -> Iterator[Ready | str]:
+def read_ahead(items: Iterable[SourceImage], prepare: Callable[[Read], Ready]) -> Iterator[Ready | str]:
     """Yield each image, or why it cannot be read, in order. Threads read the next ones meanwhile. OSError if the system
     fails: the image may be good."""
 
-    def attempt(item: SourceImage) -> Ready | str:
+    def attempt(read: Read) -> Ready | str:
         try:
-            return read(item)
+            return prepare(read)
         except ValueError as error:
             if isinstance(error, ArgumentError):
                 error.argument = ""  # the name of the image says it
@@ -186,15 +187,16 @@ def read_ahead(items: Iterable[SourceImage], read: Callable[[SourceImage], Ready
         except UNREADABLE as error:
             return error.strerror or str(error)
 
-    waiting = deque[Any]()
+    waiting = deque[tuple[Read, Future[Ready | str]]]()  # a group of rows lives as long as one of them waits
     with ThreadPoolExecutor(READERS) as pool:
         try:
             for item in items:
-                waiting.append(pool.submit(attempt, item))
+                read = item.open()
+                waiting.append((read, pool.submit(attempt, read)))
                 if len(waiting) > AHEAD:
-                    yield waiting.popleft().result()
+                    yield waiting.popleft()[1].result()
             while waiting:
-                yield waiting.popleft().result()
+                yield waiting.popleft()[1].result()
         finally:
             pool.shutdown(cancel_futures=True)
 

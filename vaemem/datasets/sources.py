@@ -8,6 +8,7 @@ import hashlib
 import os
 import tarfile
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -22,21 +23,23 @@ CAPTIONS = (".txt", ".caption")  # next to an image, with its stem
 IMAGE_COLUMNS, CAPTION_COLUMNS = ("image", "jpg", "png"), ("caption", "text")  # of Parquet files, the likeliest first
 UNREADABLE = (FileNotFoundError, PermissionError)  # the faults of a file; any other OSError is the system's
 
+Read = Callable[[], tuple[bytes, str | None]]  # an image's bytes and caption
+
 
 @dataclass(frozen=True)
 class SourceImage:
-    """An image that is not read yet. Its name is the same wherever its source lies; `size` is its file's."""
+    """An image that is not read yet. Its name is the same wherever its source lies; `size` is its file's. `open`
+    returns the function that reads it. Images that are open at the same time share their group of Parquet's rows."""
 
     name: str
     size: int
-    read: Callable[[], bytes]
-    caption: Callable[[], str | None]
+    open: Callable[[], Read]
 
 
 def list_images(sources: Iterable[str | os.PathLike[str]]) -> list[SourceImage]:
     """List the images of folders, globs, image files, ``.tar`` and ``.parquet`` files. ValueError if there are none, or
     two have one name."""
-    items, seen = [item for source in sources for item in _images_of(os.fspath(source))], set[str]()
+    items, seen = [_named(item) for source in sources for item in _images_of(os.fspath(source))], set[str]()
     for item in items:
         if item.name in seen:
             raise ArgumentError("images", "images with different names", f"two named {item.name!r}", "use two folders")
@@ -52,6 +55,18 @@ def digest_of(items: Iterable[SourceImage]) -> str:
     for item in items:
         found.update(f"{item.name}\0{item.size}\n".encode())
     return found.hexdigest()
+
+
+def _named(item: SourceImage) -> SourceImage:
+    """Return an image whose name is UTF-8. If its file's is not, the bytes are escaped, and reading it is an error."""
+    name = item.name.encode("utf-8", "backslashreplace").decode()
+    if name == item.name:
+        return item
+
+    def refuse() -> tuple[bytes, str | None]:
+        raise ArgumentError("image", "a name in UTF-8", "another", "rename the file")
+
+    return SourceImage(name, item.size, lambda: refuse)
 
 
 def _images_of(source: str) -> Iterator[SourceImage]:
@@ -82,16 +97,17 @@ def _folder(folder: Path) -> Iterator[SourceImage]:
 
 
 def _file(path: Path, name: str) -> SourceImage:
-    def caption() -> str | None:
+    def read() -> tuple[bytes, str | None]:
+        data = path.read_bytes()
         for suffix in CAPTIONS:
             with contextlib.suppress(FileNotFoundError, IsADirectoryError):
-                return _text(path.with_suffix(suffix).read_bytes())
-        return None
+                return data, _text(path.with_suffix(suffix).read_bytes())
+        return data, None
 
     size = 0  # of an unreadable file; reading it reports the error
     with contextlib.suppress(*UNREADABLE):
         size = path.stat().st_size
-    return SourceImage(name, size, path.read_bytes, caption)
+    return SourceImage(name, size, lambda: read)
 
 
 def _text(data: bytes) -> str:
@@ -110,34 +126,27 @@ def _tar(path: str) -> Iterator[SourceImage]:
             f.seek(member.offset_data)
             return f.read(member.size)
 
-    def caption(stem: str) -> str | None:
-        return _text(part(captions[stem])) if stem in captions else None
+    def read(member: tarfile.TarInfo) -> tuple[bytes, str | None]:
+        caption = captions.get(stem_of[member.name])
+        return part(member), _text(part(caption)) if caption else None
 
     for one in members:
         if one.name.lower().endswith(SUFFIXES):
             inner = "/".join(step for step in one.name.split("/") if step not in ("", ".", ".."))
-            read, told = partial(part, one), partial(caption, stem_of[one.name])
-            yield SourceImage(f"{os.path.basename(path)}/{inner}", one.size, read, told)
+            yield SourceImage(f"{os.path.basename(path)}/{inner}", one.size, partial(partial, read, one))
 
 
 class _Rows:
-    """Rows of a Parquet file. Keeps the group of rows that was read last."""
+    """A group of rows of a Parquet file. The first row that is taken loads the columns of all."""
 
-    def __init__(self, path: str, file: Any, columns: list[str]) -> None:
-        self._path, self._file, self._columns, self._lock = path, file, columns, threading.Lock()
-        self._group, self._table = -1, dict[str, Any]()
+    def __init__(self, load: Callable[[], list[Any]]) -> None:
+        self._load, self._lock, self._columns = load, threading.Lock(), list[Any]()
 
-    def __call__(self, group: int, row: int) -> dict[str, Any]:
+    def take(self, row: int) -> list[Any]:
+        """Return a row's values."""
         with self._lock:
-            if group != self._group:
-                try:
-                    table = self._file.read_row_group(group, columns=self._columns)
-                except OSError as error:
-                    if error.errno:
-                        raise
-                    raise FileError("images", "a Parquet file", str(error), path=self._path) from None
-                self._group, self._table = group, {name: table.column(name) for name in self._columns}
-            return {name: column[row].as_py() for name, column in self._table.items()}
+            self._columns = self._columns or self._load()
+        return [column[row].as_py() for column in self._columns]
 
 
 def _parquet(path: str) -> Iterator[SourceImage]:
@@ -146,13 +155,12 @@ def _parquet(path: str) -> Iterator[SourceImage]:
         need("pyarrow.parquet", "reading Parquet", "pyarrow.types"),
         need("pyarrow.types", "reading Parquet"),
     )
-    with reading("images", "a Parquet file", path):
-        file = parquet.ParquetFile(path)
-        schema = file.schema_arrow
+    with reading("images", "a Parquet file", path), parquet.ParquetFile(path) as file:
+        schema, metadata = file.schema_arrow, file.metadata
 
     def holds_bytes(kind: Any) -> bool:
-        if types.is_struct(kind):
-            return bool(kind.get_field_index("bytes") >= 0)
+        if types.is_struct(kind) and (index := kind.get_field_index("bytes")) >= 0:
+            kind = kind.field(index).type
         return bool(types.is_binary(kind) or types.is_large_binary(kind))
 
     found = [field.name for field in schema if holds_bytes(field.type)]
@@ -160,19 +168,38 @@ def _parquet(path: str) -> Iterator[SourceImage]:
     if len(found) != 1 and not usual:
         got = f"{len(found)} columns of bytes among {', '.join(schema.names)}"
         raise FileError("images", f"one column of images, or one named {' or '.join(IMAGE_COLUMNS)}", got, path=path)
-    image = (usual or found)[0]
-    texts = [name for name in CAPTION_COLUMNS if name in schema.names][:1]
-    rows, size, number = _Rows(path, file, [image, *texts]), os.path.getsize(path), 0
+    columns = [(usual or found)[0], *[name for name in CAPTION_COLUMNS if name in schema.names][:1]]
+    in_use = weakref.WeakValueDictionary[int, _Rows]()
 
-    def read(group: int, row: int) -> bytes:
-        value = rows(group, row)[image]
-        return bytes((value["bytes"] if isinstance(value, dict) else value) or b"")
+    def load(group: int) -> list[Any]:
+        try:
+            with parquet.ParquetFile(path, metadata=metadata, pre_buffer=False) as file:
+                table = file.read_row_group(group, columns, use_threads=False)
+        except OSError as error:
+            if error.errno:
+                raise
+            raise FileError("images", "a Parquet file", str(error), path=path) from None  # its bytes are wrong
+        return [table.column(name) for name in columns]
 
-    def caption(group: int, row: int) -> str | None:
-        return rows(group, row)[texts[0]] if texts else None
+    def read(rows: _Rows, row: int) -> tuple[bytes, str | None]:
+        image, *caption = rows.take(row)
+        data = bytes((image["bytes"] if isinstance(image, dict) else image) or b"")
+        return data, _caption(caption[0]) if caption else None
 
-    for group in range(file.num_row_groups):
-        for row in range(file.metadata.row_group(group).num_rows):
-            name = f"{os.path.basename(path)}/{number:09d}"
-            yield SourceImage(name, size, partial(read, group, row), partial(caption, group, row))
+    def open_row(group: int, row: int) -> Read:
+        return partial(read, in_use.setdefault(group, _Rows(partial(load, group))), row)
+
+    size, number = os.path.getsize(path), 0
+    for group in range(metadata.num_row_groups):
+        for row in range(metadata.row_group(group).num_rows):
+            yield SourceImage(f"{os.path.basename(path)}/{number:09d}", size, partial(open_row, group, row))
             number += 1
+
+
+def _caption(value: Any) -> str | None:
+    """Return a caption of Parquet's; ValueError if it is not text in UTF-8."""
+    if isinstance(value, bytes):
+        return value.decode()
+    if value is None or isinstance(value, str):
+        return value
+    raise ArgumentError("image", "a caption of text", type(value).__name__)
