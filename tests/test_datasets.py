@@ -385,6 +385,41 @@ def test_check_finds_what_is_wrong(photos, weights, tmp_path, capsys):
     assert main(encode) == 0 and main([*encode, "--check"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("argument", "trainer", "how"),
+    [
+        ("step", "", {"step": 6}),
+        ("step", "kohya:sdxl", {"side": 64, "step": 6}),
+        ("buckets", "", {"side": 32, "step": 64}),
+        ("buckets", "kohya:sdxl", {"side": 32}),
+        ("buckets", "musubi:zi", {"side": 32, "step": 64}),
+        ("bucket_sides", "", {"sides": (16, 64)}),
+        ("bucket_sides", "", {"side": 32, "step": 16, "sides": (24, 64)}),
+        ("bucket_sides", "kohya:sdxl", {"side": 64, "step": 16, "sides": (16, 72)}),
+        ("bucket_sides", "", {"side": 32, "step": 16, "sides": (64, 16)}),
+        ("bucket_sides", "", {"side": 32, "step": 16, "sides": (48, 64)}),
+        ("bucket_sides", "musubi:zi", {"side": 32, "step": 16, "sides": (16, 64)}),
+    ],
+)
+def test_buckets_that_cannot_be_are_refused_at_once(argument, trainer, how, weights, tmp_path):
+    """Before the images are listed."""
+    encoder, cache = Encoder(weights("sd")), find_cache(trainer, "") if trainer else None
+    with refused(argument):
+        encode_dataset([tmp_path / "none"], tmp_path / "out", encoder, Preparation(cache=cache, **how))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("trainer", ["", "kohya:sdxl", "musubi:zi", "ai-toolkit:sdxl", "simpletuner:sdxl"])
+def test_sides_are_multiples_of_any_step(trainer):
+    cache = find_cache(trainer, "") if trainer else None
+    for step in (8, 24, 96, 104):
+        how = Preparation(side=1040 // step * step, step=step, cache=cache)
+        small = Preparation(side=step, step=step, cache=cache)
+        for size in [(1600, 900), (97, 1000), (640, 640)]:
+            bucket, square = how.place(size, 8).bucket, small.place(size, 8).bucket
+            assert not any(side % step or side < 1 for side in bucket + square)
+
+
 @pytest.mark.parametrize("trainer", ["", "kohya:sdxl"])
 def test_a_shard_in_the_place_of_another_is_found(trainer, singles, weights, tmp_path):
     encode = ["encode", str(singles), "--weights", str(weights("sd")), "--buckets", "64", "--shard", "1"]

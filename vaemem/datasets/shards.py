@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vaemem._common import latent_factor, need, saved, whole, write
-from vaemem._errors import ArgumentError, inside
+from vaemem._errors import ArgumentError, Named, inside
 from vaemem.datasets import buckets
 from vaemem.datasets.encoder import Decoder, Encoder
 from vaemem.datasets.folder import FLIPPED, CacheFolder, Folder, Shard, Summary, path_within
@@ -67,25 +67,32 @@ class Preparation:
         filters = self.cache.filters if self.cache else ("LANCZOS", "LANCZOS")
         return Ready(buckets.fit_picture(picture, placed, self.pad, *filters), placed, caption)
 
-    def check(self, factor: int, items: Sequence[SourceImage]) -> None:
-        """Raise ValueError for settings that suit neither the VAE nor the trainer, before any image is read."""
-        if self.step and self.step % factor:
-            raise ArgumentError("step", f"a multiple of {factor} for this VAE", str(self.step))
-        if not (cache := self.cache):
+    def check(self, factor: int) -> None:
+        """Raise ArgumentError for settings that contradict each other or suit neither the VAE nor the trainer."""
+        cache, side = self.cache, self.side
+        step = self.step or (cache.step if cache else factor)
+        if step % factor:
+            raise ArgumentError("step", f"a multiple of {factor} for this VAE", str(step))
+        if side is not None and side < step:
+            raise ArgumentError("buckets", f"at least {step}, the step of their sides", str(side))
+        if self.sides:
+            least, most = self.sides
+            if side is None:
+                raise ArgumentError("bucket_sides", "", ("cannot be used without ", Named("buckets")))
+            if cache and not cache.limits:
+                raise ArgumentError("bucket_sides", "", f"{cache.trainer} has its own limits")
+            if least % step or most % step or not least <= side <= most:
+                wanted = f"multiples of {step}, one of at most {side} and one of at least {side}"
+                raise ArgumentError("bucket_sides", wanted, f"{least} and {most}")
+        if not cache:
             return
-        if self.side is None:
+        if side is None:
             raise ArgumentError("buckets", f"the side of {cache.trainer}'s buckets", "None")
         if self.pad:
             raise ArgumentError("pad", f"None for {cache.trainer}, which crops", repr(self.pad))
         if self.flip and not cache.flips:
             raise ArgumentError("flip", "", f"{cache.trainer} keeps no mirrored latents")
-        self.place((self.side, self.side), factor)
-        seen = set[str]()
-        for stem in (stem_of(item.name) for item in items):
-            if (stem := stem if cache.folders else stem.rpartition("/")[2]) in seen:
-                wanted = f"images of different names without suffix for {cache.trainer}"
-                raise ArgumentError("images", wanted, f"two named {stem!r}")
-            seen.add(stem)
+        self.place((side, side), factor)
 
 
 class Ready(NamedTuple):
@@ -116,7 +123,7 @@ def encode_dataset(
     nothing; list what is missing or damaged. ValueError if the folder has latents of another VAE, other settings or
     other images.
     """
-    items, cache, (k, n) = list_images(sources), preparation.cache, part
+    cache, (k, n) = preparation.cache, part
     folder = folder_of(out, preparation)
     encoder = replace(encoder, scaled=cache.scaled) if cache else encoder
     if cache and encoder.sample == "moments":
@@ -124,8 +131,11 @@ def encode_dataset(
     need("PIL.Image", "reading images").init()  # now, so that too many open files cannot hide a format later
     vae = encoder.open()
     factor = latent_factor(vae.arch) * (vae.arch.get("patch_size", (1, 1))[0] if encoder.scaled else 1)
-    preparation.check(factor, items)
+    preparation.check(factor)
     whole("shard", shard)
+    items = list_images(sources)
+    if cache:
+        check_names(items, cache)
     folder.claim(_manifest(items, encoder, preparation, shard), must_exist=check)
     parts = split_shards(items, shard)
     if not check:
@@ -143,6 +153,16 @@ def encode_dataset(
                 report(name, error)
             folder.commit(i, made)
     return folder.sum_up([[item.name for item in items] for items in parts], part, check)
+
+
+def check_names(items: Iterable[SourceImage], cache: Cache) -> None:
+    """Raise ArgumentError if two images have the same files in a trainer's cache."""
+    seen = set[str]()
+    for stem in (stem_of(item.name) for item in items):
+        if (stem := stem if cache.folders else stem.rpartition("/")[2]) in seen:
+            wanted = f"images of different names without suffix for {cache.trainer}"
+            raise ArgumentError("images", wanted, f"two named {stem!r}")
+        seen.add(stem)
 
 
 def split_shards(items: Sequence[SourceImage], shard: int) -> list[Sequence[SourceImage]]:
