@@ -420,6 +420,25 @@ def test_sides_are_multiples_of_any_step(trainer):
             assert not any(side % step or side < 1 for side in bucket + square)
 
 
+def test_no_flag_is_ignored(photos, weights, tmp_path, capsys):
+    out, encode = str(tmp_path / "out"), ["encode", str(photos[0]), "--weights", str(weights("tiny")), "-o"]
+    of_sets = (
+        "--buckets 64|--step 8|--bucket-sides 8 64|--flip|--for kohya:sdxl|--shard 1|--part 1/2|--ray auto|--check"
+    )
+    commands = [(flag, [*encode, f"{out}.npy", *flag.split()]) for flag in of_sets.split("|")]
+    commands += [(flag, [*encode, out, "--ray", "local", *flag.split()]) for flag in ("--part 1/2", "--check")]
+    commands += [
+        ("--scaled", [*encode, out, "--for", "kohya:sdxl", "--scaled"]),
+        ("--tile", [*encode, out, "--tile", "64"]),
+    ]
+    decode = ["decode", str(photos[0]), "--weights", str(weights("tiny")), "-o", out]
+    commands += [(flag, [*decode, *flag.split()]) for flag in ("--size 8", "--scaled", "--tile 64")]
+    for flag, command in commands:
+        assert main(command) == 2
+        assert capsys.readouterr().err.startswith(f"vaemem {command[0]}: {flag.split()[0]}: ")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("trainer", ["", "kohya:sdxl"])
 def test_a_shard_in_the_place_of_another_is_found(trainer, singles, weights, tmp_path):
     encode = ["encode", str(singles), "--weights", str(weights("sd")), "--buckets", "64", "--shard", "1"]
