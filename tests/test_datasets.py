@@ -627,6 +627,43 @@ def test_captions_and_sources(tmp_path):
         list_images([tmp_path / "cut.tar"])
 
 
+@pytest.mark.parametrize(
+    "links", [{"a/loop": "."}, {"a/up": "../.."}, {"a/other": "../../other", "../other/back": "../set"}]
+)
+def test_a_loop_of_links_is_refused(links, tmp_path):
+    for name in ("set/a", "other"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "set" / "a" / "x.png").write_bytes(b"")
+    assert len(list_images([tmp_path / "set"])) == 1
+    for name, target in links.items():
+        (tmp_path / "set" / name).symlink_to(target)
+    with refused("images", got="a link to a folder around it"):
+        list_images([tmp_path / "set"])
+
+
+def test_links_to_folders_are_followed(tmp_path):
+    for name in ("set", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "other" / "x.png").write_bytes(b"")
+    for name in ("one", "two"):
+        (tmp_path / "set" / name).symlink_to("../other")
+    assert [item.name for item in list_images([tmp_path / "set"])] == ["one/x.png", "two/x.png"]
+
+
+def test_an_unreadable_folder_ends_the_run(photos, monkeypatch):
+    scan = os.scandir
+
+    def fail(path):
+        if os.fspath(path).endswith("b"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", fail)
+    with pytest.raises(PermissionError) as raised:
+        list_images([photos[0]])
+    assert raised.value.filename == str(photos[0] / "b")
+
+
 # ---- trainers' caches, by readers that are written from the trainers' sources (vaemem/datasets/trainers.py) ----
 
 # (trainer, width, height): the answers of the trainer's own code, with buckets of 1024. They are the image's size after

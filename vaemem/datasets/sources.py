@@ -87,13 +87,20 @@ def _images_of(source: str) -> Iterator[SourceImage]:
 
 
 def _folder(folder: Path) -> Iterator[SourceImage]:
-    """Yield the images below a folder, without hidden ones."""
-    for path, folders, files in os.walk(folder, followlinks=True):
+    """Yield the images below a folder, without hidden ones. OSError for a folder that cannot be read; FileError for a
+    link that leads back to a folder around it."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for path, folders, files in os.walk(folder, onerror=fail, followlinks=True):
+        here = Path(path)
+        if any(here.samefile(one) for one in here.parents if one.is_relative_to(folder)):
+            raise FileError("images", "folders without loops", "a link to a folder around it", "remove it", path=here)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(files):
             if name.lower().endswith(SUFFIXES) and not name.startswith("."):
-                one = Path(path) / name
-                yield _file(one, one.relative_to(folder).as_posix())
+                yield _file(here / name, (here / name).relative_to(folder).as_posix())
 
 
 def _file(path: Path, name: str) -> SourceImage:
