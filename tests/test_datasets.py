@@ -280,8 +280,16 @@ class Killed(Exception):
     pass
 
 
+def shards_of(folder, want):
+    """The number of shards in a folder. Each is as wanted, to the byte."""
+    found = sorted(folder.glob("latents-*"))
+    assert [path.name for path in found if path.read_bytes() != want[path.name]] == []
+    return len(found)
+
+
 def test_a_run_that_ended_anywhere_goes_on(photos, weights, tmp_path):
-    """Whatever a run left behind, the next one makes what an uninterrupted one makes. So do parts."""
+    """Whatever a run left behind, its files are whole, and the next one makes what an uninterrupted one makes. So do
+    parts."""
     encoder, how = Encoder(weights("sd"), sample=1), {"preparation": BUCKETS, "shard": 7}
     encode_dataset([photos[0]], tmp_path / "whole", encoder, **how)
     want = files_of(tmp_path / "whole")
@@ -289,16 +297,17 @@ def test_a_run_that_ended_anywhere_goes_on(photos, weights, tmp_path):
         encode_dataset([photos[0]], tmp_path / "parts", encoder, part=(k, 3), **how)
     assert files_of(tmp_path / "parts") == want
     counted = []
-    for stop in (1, 9, 23, 10**9):
+    for stop, finished in ((1, 0), (9, 1), (23, 4), (10**9, 9)):
 
         def tell(done, total, stop=stop):
             if done == stop:
                 raise Killed
             counted.append(total)
 
-        try:
+        with pytest.raises(Killed) if finished < 9 else contextlib.nullcontext():
             encode_dataset([photos[0]], tmp_path / "ended", encoder, tell=tell, **how)
-        except Killed:
+        assert shards_of(tmp_path / "ended", want) == finished
+        if finished < 9:
             (tmp_path / "ended" / ".vaemem-0.part").write_bytes(b"half a shard")
     assert files_of(tmp_path / "ended") == want and counted[-1] == 60 - 7 - 21
 
@@ -890,23 +899,47 @@ def test_the_document(package, tmp_path, monkeypatch, capsys):
 @pytest.mark.thorough
 @pytest.mark.skipif(os.name == "nt", reason="there is no SIGKILL")
 def test_kills_at_random_moments(weights, tmp_path):
-    """2,000 images of odd modes in a folder, a tar file and a Parquet file: ten kills change no file."""
+    """2,000 images of odd modes in a folder, a tar file and a Parquet file: ten kills change no file. Each kill lands
+    between a run's first shard and its last, every second one while a file is being written. The shards are whole."""
     bad = draw_photos(tmp_path / "photos", 2000)
     packed(tmp_path / "photos" / "b", "tar", tmp_path / "b.tar")
     packed(tmp_path / "photos" / "c", "struct", tmp_path / "c.parquet")
     sources = [str(tmp_path / name) for name in ("photos/a", "b.tar", "c.parquet")]
     command = [sys.executable, "-m", "vaemem", "encode", *sources, "--weights", str(weights("tiny"))]
     command += ["--buckets", "64", "--step", "8", "--shard", "50", "--sample", "1", "-o"]
-    start = time.monotonic()
     subprocess.run([*command, tmp_path / "whole"], check=True, capture_output=True)
-    seconds = time.monotonic() - start
-    moments = random.Random(0)
-    for _ in range(10):
-        run = subprocess.Popen([*command, tmp_path / "killed"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        time.sleep(moments.uniform(0.05, seconds / 6))
-        run.send_signal(signal.SIGKILL)
-        run.wait()
+    want, moments, killed = files_of(tmp_path / "whole"), random.Random(0), tmp_path / "killed"
+
+    def poll(happened):
+        """Wait for something that happens while the run goes on."""
+        while not happened():
+            assert run.poll() is None
+            time.sleep(0.0005)
+
+    def is_writing():
+        """Stop the run, and let it go on unless it is writing a file."""
+        if not list(killed.glob(".vaemem-*.part")):
+            return False
+        run.send_signal(signal.SIGSTOP)
+        assert os.WIFSTOPPED(os.waitpid(run.pid, os.WUNTRACED)[1])
+        if found := list(killed.glob(".vaemem-*.part")):
+            return found
+        run.send_signal(signal.SIGCONT)
+        return False
+
+    for kill in range(10):
+        before = len(list(killed.glob("latents-*")))
+        run = subprocess.Popen([*command, killed], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        poll(lambda before=before: len(list(killed.glob("latents-*"))) > before)  # it is at work
+        if kill % 2:
+            poll(is_writing)
+        else:
+            time.sleep(moments.uniform(0, 0.2))
+        run.kill()
+        assert run.wait() == -signal.SIGKILL
+        assert before < shards_of(killed, want) < 40
+        assert kill % 2 == 0 or list(killed.glob(".vaemem-*.part"))
     subprocess.run([*command, tmp_path / "killed"], check=True, capture_output=True)
-    assert files_of(tmp_path / "killed") == files_of(tmp_path / "whole")
+    assert files_of(killed) == want
     assert len(latents_of(tmp_path / "whole")) == 2000 - len(bad)
     assert main([*command[3:], str(tmp_path / "killed"), "--check"]) == 0
