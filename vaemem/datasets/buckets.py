@@ -20,8 +20,8 @@ MOST_SCALED = 1 << 27  # of a scaled image before its crop: 384 MiB
 
 
 class Placed(NamedTuple):
-    """An image's way into its bucket: its own size, the size to which it is scaled, the left top corner that is cut
-    off, and the bucket. Padding fills a bucket that is larger than the scaled image."""
+    """How an image comes into its bucket. It is scaled from `size` to `scaled`, loses the left and top pixels of
+    `crop`, and is cut or padded to the size of the bucket."""
 
     size: Sides
     scaled: Sides
@@ -55,7 +55,7 @@ def nearest(size: Sides, among: Sequence[Sides]) -> Sides:
 
 
 def own_bucket(size: Sides, step: int, pad: bool) -> Sides:
-    """Return an image's own size, up or down to multiples of `step`."""
+    """Round an image's size to multiples of `step`: up if it is padded, down if it is cut."""
     width, height = (-(-n // step) * step if pad else n // step * step for n in size)
     if not (width and height):
         raise ArgumentError("image", f"at least {step}x{step} pixels", f"{size[0]}x{size[1]}")
@@ -82,7 +82,7 @@ def contained(size: Sides, bucket: Sides) -> Sides:
 
 
 def place(size: Sides, scaled: Sides, bucket: Sides) -> Placed:
-    """Return an image's way into a bucket: cut to its middle, or at the left top if it is smaller."""
+    """Place a scaled image in a bucket: cut it to its middle. A smaller image stays at the left top."""
     left, top = (max(0, n - most) // 2 for n, most in zip(scaled, bucket, strict=True))
     return Placed(size, scaled, (left, top), bucket)
 

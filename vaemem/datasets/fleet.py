@@ -1,7 +1,7 @@
 """Encode a data set on a Ray cluster. Each task encodes a part of it into a folder that all nodes share.
 
-A worker that dies loses at most the shard that it was making: Ray runs its task again, which goes on behind the last
-finished shard.
+A worker that dies loses at most the shard that it was making. Ray runs its task again, and the task continues behind
+the last finished shard.
 """
 
 from __future__ import annotations

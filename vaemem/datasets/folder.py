@@ -38,8 +38,8 @@ class Shard(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """What a folder, or a part of it, holds: the number of images, the errors of others by name, the shards and images
-    that are missing or damaged, and whether all shards were counted."""
+    """The content of a folder or of a part: the number of images, the errors of others by name, a sentence for each
+    shard or image that is missing or damaged, and whether all shards were counted."""
 
     images: int
     errors: dict[str, str]
@@ -56,7 +56,7 @@ class Folder:
         self.path = Path(path)
 
     def manifest(self) -> dict[str, Any]:
-        """Return what the folder says of its latents; ValueError if it has none."""
+        """Return the description of the folder's latents; ValueError if there is none."""
         path = self.path / MANIFEST
         if not path.is_file():
             raise NoFileError("out", f"a folder with {MANIFEST}, which vaemem encode writes", "none", path=self.path)
@@ -111,14 +111,14 @@ class Folder:
         return Shard(records, found, errors)
 
     def changed(self, shard: Shard) -> Iterator[str]:
-        """Yield the images of a shard whose latents are not the ones that were written."""
+        """Yield the images of a shard with latents that have changed."""
         for name, latents in shard.latents.items():
             if _hash_of(latents) != shard.records[name]["sha256"]:
                 yield name
 
     def sum_up(self, names: Sequence[Sequence[str]], part: tuple[int, int] = (1, 1), check: bool = False) -> Summary:
-        """Count the images of a part's shards. If all shards of the data set are there, count all and write errors.csv:
-        the last part to end does so. names: of each shard's images. check: read every latent and write nothing."""
+        """Count the images of a part's shards. If all shards of the data set are there, count all and write errors.csv;
+        so the last part to end does it. names: of each shard's images. check: read every latent and write nothing."""
         numbers, images, errors, wrong = range(part[0] - 1, len(names), part[1]), 0, dict[str, str](), list[str]()
         if is_ended := not check and {*map(self.shard, range(len(names)))} <= {*self.shards()}:
             numbers = range(len(names))
@@ -170,7 +170,7 @@ class CacheFolder(Folder):
             return Shard(held["records"], {}, held["errors"])
 
     def changed(self, shard: Shard) -> Iterator[str]:
-        """Yield the images with a file that is missing or not the one that was written."""
+        """Yield the images with a file that is missing or has changed."""
         for name, record in shard.records.items():
             for path, sha256 in record["files"].items():
                 file = self.path.parent / path

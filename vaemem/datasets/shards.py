@@ -1,7 +1,8 @@
-"""Encode a data set into a folder, shard by shard, so that a kill at any moment loses at most one shard's work.
+"""Encode a data set into a folder, shard by shard. A kill at any moment loses at most one shard's work.
 
-A shard holds the next images of the sources, whatever becomes of them. So its bytes depend only on its images and the
-settings, and a run that was killed and resumed ends like one that was not.
+The images of a shard are chosen before any is read: the next ones in the order of the sources. An image that cannot be
+read counts too. So a shard's bytes depend only on its images and the settings, and a resumed run makes the same files
+as a run that was never killed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from vaemem.engine.configs import config_of
 from vaemem.engine.images import read_image, to_pillow
 
 SHARD = 256  # images; their latents wait in memory
-BATCH_PIXELS = 1 << 20  # of images of one size, which run together: small ones start faster
+BATCH_PIXELS = 1 << 20  # of images of one size in a run: one run of many small images is faster than many runs
 AHEAD = 32  # images that are read and scaled before their turn
 READERS = 4  # threads that read and scale while the engine encodes
 
@@ -40,7 +41,12 @@ Tell = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Preparation:
-    """How images become a bucket's size. See `encode_dataset`."""
+    """How to bring images to the sizes of buckets.
+
+    side: of a square bucket; None keeps the images' sizes. step: divides the sides of buckets. pad: pad instead of
+    cropping. flip: encode mirrored images too. sides: the least and the largest side of a bucket. cache: make the files
+    of a trainer.
+    """
 
     side: int | None = None
     step: int | None = None
@@ -50,7 +56,7 @@ class Preparation:
     cache: Cache | None = None
 
     def place(self, size: buckets.Sides, factor: int) -> buckets.Placed:
-        """Return an image's way into its bucket. factor: the VAE's."""
+        """Choose an image's bucket, and how to scale and crop it. factor: the VAE's."""
         if self.cache and self.side:
             return buckets.place(size, *self.cache.bucket(size, self.side, self.step or self.cache.step, self.sides))
         step = self.step or factor
@@ -114,14 +120,12 @@ def encode_dataset(
     report: Callable[[str, str], None] = lambda name, error: None,
     check: bool = False,
 ) -> Summary:
-    """Encode the images of sources into a folder, or go on where a run ended that was killed.
+    """Encode the images of sources into a folder. Continue a run that was killed.
 
-    sources: see `list_images`. preparation: `side` is that of square buckets, None to keep sizes; `step` divides their
-    sides, which are within `sides`; `pad` pads instead of cropping; `flip` also encodes mirrored images; `cache` makes
-    the files of a trainer. shard: images in a file. part: (k, n) encodes the k-th of n parts. tell: gets (images done,
-    images to do) of this run. report: gets the name and the error of an image that is passed over. check: encode
-    nothing; list what is missing or damaged. ValueError if the folder has latents of another VAE, other settings or
-    other images.
+    sources: see `list_images`. shard: images in a file. part: (k, n) encodes the k-th of n parts. tell: gets (images
+    done, images to do) of this run. report: gets the name and the error of an image that is passed over. check: encode
+    nothing; list missing and damaged shards and latents. ValueError if the folder has latents of another VAE, other
+    settings or other images.
     """
     cache, (k, n) = preparation.cache, part
     folder = folder_of(out, preparation)
@@ -176,7 +180,7 @@ def folder_of(out: str | PathLike[str], preparation: Preparation) -> Folder:
 
 
 def _manifest(items: Sequence[SourceImage], encoder: Encoder, preparation: Preparation, shard: int) -> dict[str, Any]:
-    """Return what determines every byte of the shards."""
+    """Describe everything that the bytes of the shards depend on: the VAE, the settings and the images."""
     vae = replace(encoder, device="cpu", dtype="float32", precision="highest").open()
     found = hashlib.sha256(json.dumps(config_of(vae.arch), sort_keys=True).encode())
     for name, array in vae.state_dict().items():

@@ -82,7 +82,7 @@ def _images_of(source: str) -> Iterator[SourceImage]:
         yield from (_tar if source.endswith(".tar") else _parquet)(source)
     elif source.lower().endswith(SUFFIXES):
         yield _file(Path(source), os.path.basename(source))
-    elif not source.endswith(CAPTIONS):  # which a shell may list too
+    elif not source.endswith(CAPTIONS):  # a shell's * lists captions too
         raise FileError("images", f"a .tar, a .parquet or one of {' '.join(SUFFIXES)}", "another file", path=source)
 
 
@@ -122,7 +122,7 @@ def _text(data: bytes) -> str:
 
 
 def _tar(path: str) -> Iterator[SourceImage]:
-    """Yield the images of an uncompressed tar file, whose captions are members with the same stem."""
+    """Yield the images of an uncompressed tar file. A caption is a member with the image's stem."""
     with reading("images", "an uncompressed tar file", path), tarfile.open(path, "r:") as tar:
         members = [one for one in tar if one.isfile()]
     stem_of = {one.name: os.path.splitext(one.name)[0] for one in members}
