@@ -120,6 +120,19 @@ def test_prediction_decides(return_dict, by_name, pipe, monkeypatch):
     watch.remove()
 
 
+def test_the_cache_is_freed_before_our_decode(pipe, monkeypatch):
+    """vaemem has another allocator than PyTorch. It cannot use the cache until PyTorch gives it back."""
+    done, copied = [], decoding._copy
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("freed"))
+    monkeypatch.setattr(decoding, "_copy", lambda *args: done.append("copied") or copied(*args))
+    monkeypatch.setattr(decoding, "explain_misfit", lambda vae, z: "PyTorch's decode does not fit")
+    safe_decode(pipe)
+    with torch.no_grad(), pytest.warns(RuntimeWarning, match="does not fit"):
+        pipe.vae.decode(torch.zeros(1, 4, 8, 8))
+    assert done == ["freed", "copied"]
+
+
 def test_windows_takes_no_tight_decode(pipe, monkeypatch):
     z, asked = torch.zeros(1, 4, 8, 8), []
     monkeypatch.setattr(decoding, "describe_card", lambda device: CARD | {"free": 4 << 30})

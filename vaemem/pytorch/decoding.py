@@ -18,7 +18,7 @@ from vaemem.engine.limits import available_memory
 from vaemem.engine.vae import VAE
 from vaemem.prediction.gpus import CONTEXT
 from vaemem.prediction.predict import predict
-from vaemem.pytorch.free_memory import find_free, is_out_of_memory, release
+from vaemem.pytorch.free_memory import find_free, free_cache, is_out_of_memory, release
 from vaemem.pytorch.measuring import cudnn_version
 
 _CLASSES = (
@@ -88,8 +88,10 @@ class SafeDecode:
 
         def run() -> tuple[Any, str]:
             _load(vae)
-            why = explain_misfit(vae, z)
-            return (None, why) if why else (decode(theirs, z), "")
+            if why := explain_misfit(vae, z):
+                free_cache()
+                return None, why
+            return decode(theirs, z), ""
 
         result, why = _attempt(run)
         if not why:

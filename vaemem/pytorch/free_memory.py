@@ -37,6 +37,11 @@ def release(error: BaseException) -> None:
         if before is None:
             break
         error = before
+    free_cache()
+
+
+def free_cache() -> None:
+    """Free the memory that PyTorch holds on cards and does not use, so that other libraries can allocate it."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
