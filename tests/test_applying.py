@@ -79,6 +79,15 @@ def test_our_decoder_is_set_and_undone(tmp_path):
     assert state(pipe) == before and torch.equal(torch_pipelines.pictures(pipe, "sd"), want)
 
 
+def test_the_original_leaves_the_card_before_our_copy_is_made(tmp_path, monkeypatch):
+    pipe, done = torch_pipelines.stable_diffusion(tmp_path), []
+    made = AutoencoderKL.from_module
+    monkeypatch.setattr(AutoencoderKL, "from_module", lambda *args, **how: done.append("copied") or made(*args, **how))
+    monkeypatch.setattr(pipe.vae, "to", lambda place: done.append(place))
+    apply({"vae": "vaemem", "vae_memory_limit": "64 MiB"}, pipe, device="cpu")
+    assert done == ["cpu", "copied"]
+
+
 def test_ways_follow_each_other(tmp_path):
     """The last one counts, and each is undone to the one before it."""
     pipe = torch_pipelines.stable_diffusion(tmp_path)

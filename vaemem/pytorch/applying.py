@@ -82,6 +82,8 @@ class Applied:
             self._pipe.vae.use_tiling = self._pipe.vae.use_slicing = False
             lines, self.steps = _describe(settings, list(_modules(self._pipe)), str(self._place))
             self.code = "\n".join(lines)
+            if settings.get("vae") == "vaemem":  # its copy decodes: the original needs no room on the card
+                self._pipe.vae.to("cpu")
             exec(self.code, {"pipe": self._pipe})
         except BaseException as error:
             if not (self._ways and is_out_of_memory(error)):
