@@ -79,6 +79,22 @@ def test_our_decoder_is_set_and_undone(tmp_path):
     assert state(pipe) == before and torch.equal(torch_pipelines.pictures(pipe, "sd"), want)
 
 
+@pytest.mark.skipif(not hasattr(diffusers, "Flux2Pipeline"), reason="needs diffusers with FLUX.2")
+def test_our_decoder_of_flux2_is_set():
+    pipe = torch_pipelines.flux2()
+    want = torch_pipelines.flux2_pictures(pipe)
+    ways = [one.way for one in plan_pipeline("flux2", 512, 512, gpu="H100").outcomes if "vaemem" in one.way.name]
+    done = apply(ways[0], pipe, device="cpu")
+    assert ways and set(done.code.splitlines()[:2]) <= set(ways[0].code.splitlines())
+    got = torch_pipelines.flux2_pictures(pipe)
+    assert (got - want).abs().max() < 1e-4 and pipe.vae.last_run.op == "decode"
+    done.undo()
+    assert torch.equal(torch_pipelines.flux2_pictures(pipe), want)
+    pipe.vae = diffusers.VQModel(norm_num_groups=32)
+    with refused("pipe", "VQModel", kind=TypeError):
+        apply(ways[0], pipe, device="cpu")
+
+
 def test_the_original_leaves_the_card_before_our_copy_is_made(tmp_path, monkeypatch):
     pipe, done = torch_pipelines.stable_diffusion(tmp_path), []
     made = AutoencoderKL.from_module

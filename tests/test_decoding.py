@@ -74,6 +74,16 @@ def test_memory_runs_out_in_the_middle(name, tmp_path, monkeypatch):
     assert torch.equal(torch_pipelines.pictures(pipe, name), want)
 
 
+@pytest.mark.skipif(not hasattr(diffusers, "Flux2Pipeline"), reason="needs diffusers with FLUX.2")
+def test_flux2_is_guarded_too(monkeypatch):
+    pipe = torch_pipelines.flux2()
+    want = torch_pipelines.flux2_pictures(pipe)
+    safe_decode(pipe)
+    fail_in_the_middle(monkeypatch, pipe.vae, ERRORS["PyTorch's"], [])
+    with pytest.warns(RuntimeWarning, match="decodes on the CPU"):
+        assert (torch_pipelines.flux2_pictures(pipe) - want).abs().max() < 1e-4
+
+
 @pytest.mark.parametrize("offload", ["model", "sequential"])
 def test_an_offloaded_vae_is_copied(offload, pipe, monkeypatch):
     want, made = torch_pipelines.pictures(pipe, "sd"), []

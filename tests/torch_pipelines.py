@@ -91,6 +91,20 @@ def flux(folder):
     )  # fmt: skip
 
 
+def flux2(name: str = "flux2"):
+    """Without a text encoder: calls take embeddings, as `flux2_pictures` gives them."""
+    torch.manual_seed(4)
+    settings = {key: value for key, value in config(name).items() if key != "_class_name"}
+    vae = diffusers.AutoencoderKLFlux2(**settings).eval()
+    vae.bn.running_mean.normal_()
+    vae.bn.running_var.uniform_(0.5, 2)
+    transformer = diffusers.Flux2Transformer2DModel(
+        in_channels=32, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=32, axes_dims_rope=(4, 4, 4, 4), timestep_guidance_channels=16,
+    )  # fmt: skip
+    return diffusers.Flux2Pipeline(diffusers.FlowMatchEulerDiscreteScheduler(), vae, None, None, transformer)
+
+
 PIPELINES = {"sd": stable_diffusion, "sdxl": stable_diffusion_xl, "flux": flux}
 
 
@@ -98,4 +112,11 @@ def pictures(pipe, name: str, output_type: str = "pt", **settings):
     how = dict(prompt="a cat", height=48, width=32, num_inference_steps=2, output_type=output_type, **settings)
     how |= dict(max_sequence_length=MAX_LENGTH) if name == "flux" else {}
     pipe.set_progress_bar_config(disable=True)
+    return pipe(generator=torch.Generator().manual_seed(0), **how).images
+
+
+def flux2_pictures(pipe, **settings):
+    how = dict(height=64, width=48, num_inference_steps=2, output_type="pt", **settings)
+    pipe.set_progress_bar_config(disable=True)
+    how |= dict(prompt_embeds=torch.linspace(-1, 1, 8 * 32).reshape(1, 8, 32))
     return pipe(generator=torch.Generator().manual_seed(0), **how).images

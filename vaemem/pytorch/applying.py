@@ -80,7 +80,7 @@ class Applied:
         try:
             self._before.reset(self._pipe)
             self._pipe.vae.use_tiling = self._pipe.vae.use_slicing = False
-            lines, self.steps = _describe(settings, list(_modules(self._pipe)), str(self._place))
+            lines, self.steps = _describe(settings, self._pipe, str(self._place))
             self.code = "\n".join(lines)
             if settings.get("vae") == "vaemem":  # its copy decodes: the original needs no room on the card
                 self._pipe.vae.to("cpu")
@@ -180,8 +180,10 @@ def _check_types(pipe: Any, types: Mapping[str, Any]) -> None:
         )
 
 
-def _describe(settings: Mapping[str, Any], roles: list[str], where: str) -> tuple[list[str], tuple[str, ...]]:
+def _describe(settings: Mapping[str, Any], pipe: Any, where: str) -> tuple[list[str], tuple[str, ...]]:
     """Return the lines that set a way, and words for them."""
+    from vaemem.pytorch.autoencoder import find_drop_in
+
     offload, vae = settings.get("offload", "none"), str(settings.get("vae", "whole"))
     limit = settings.get("vae_memory_limit")
     how, _, side = vae.partition(" ")
@@ -194,7 +196,8 @@ def _describe(settings: Mapping[str, Any], roles: list[str], where: str) -> tupl
         steps.append(f"{' and '.join(on_cpu)} stay on the CPU, and the others are on {where}")
     else:
         steps.append(_OFFLOADS[offload].format(where))
-    return [*vae_code(vae, limit), *placing_code(offload, roles, where)], tuple(steps)
+    class_name = find_drop_in(pipe).__name__ if how == "vaemem" else ""
+    return [*vae_code(vae, limit, class_name), *placing_code(offload, _modules(pipe), where)], tuple(steps)
 
 
 def _list_next(plan: PipelinePlan, pipe: Any) -> Iterator[Outcome]:

@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from vaemem._common import latent_factor
-from vaemem._errors import ArgumentError, ArgumentTypeError
+from vaemem._errors import ArgumentError
 from vaemem.engine.limits import available_memory
 from vaemem.engine.vae import VAE
 from vaemem.prediction.gpus import CONTEXT
@@ -21,13 +21,6 @@ from vaemem.prediction.predict import predict
 from vaemem.pytorch.free_memory import find_free, free_cache, is_out_of_memory, release
 from vaemem.pytorch.measuring import cudnn_version
 
-_CLASSES = (
-    "AutoencoderKL",
-    "AutoencoderTiny",
-    "AutoencoderKLWan",
-    "AutoencoderKLQwenImage",
-    "AutoencoderKLQwenImage21",
-)
 _SIDE = 16  # of the latents that a first decode on the CPU times
 
 
@@ -238,14 +231,9 @@ def safe_decode(pipe: Any) -> SafeDecode:
     >>> safe = safe_decode(pipe)  # then pipe(...) as usual
     >>> safe.undo()
     """
-    from vaemem.pytorch import autoencoder
+    from vaemem.pytorch.autoencoder import find_drop_in
 
-    vae = getattr(pipe, "vae", None)
-    found = [getattr(autoencoder, name) for name in _CLASSES if hasattr(autoencoder, name)]
-    if isinstance(vae, tuple(found)):
+    drop_in, vae = find_drop_in(pipe), pipe.vae
+    if isinstance(vae, drop_in):
         raise ArgumentError("pipe", "a VAE of diffusers'", "vaemem's, which decodes within its memory_limit")
-    drop_in = next((one for one in found if isinstance(vae, one.theirs)), None)
-    if drop_in is None:
-        wanted = f"a pipeline whose vae is one of {', '.join(one.theirs.__name__ for one in found)}"
-        raise ArgumentTypeError("pipe", wanted, type(pipe if vae is None else vae).__name__)
     return SafeDecode(vae, drop_in)
