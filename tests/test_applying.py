@@ -185,6 +185,36 @@ def test_a_way_that_cannot_be_set_has_a_next(tmp_path, on_the_cpu, monkeypatch):
     assert state(pipe) == before
 
 
+def test_a_way_that_fails_otherwise_is_skipped(tmp_path, on_the_cpu, monkeypatch):
+    """Its warning names it. If no way can be set, the error is that memory ran out, and everything is set back."""
+    pipe = torch_pipelines.stable_diffusion(tmp_path)
+    before, plan = state(pipe), plan_pipeline("sd15", 1024, 1024, 2, gpu="RTX 3060")
+    names = [one.way.name for one in applying._list_next(plan, pipe)]
+    run = dict(prompt="a cat", height=48, width=32, num_inference_steps=2)
+
+    def refuse(*args, **how):
+        raise ImportError("no accelerate")
+
+    with monkeypatch.context() as patched:
+        done = apply(plan, pipe, device="cpu", on_out_of_memory="next")
+        run_out(patched, pipe.unet, "forward", 1)
+        patched.setattr(AutoencoderKL, "from_module", refuse)
+        with pytest.warns(RuntimeWarning) as warned:
+            done(**run)
+        told = [str(one.message) for one in warned if one.filename == __file__]
+        assert f"{names[0]} cannot be set, so it is skipped: no accelerate" in told and "Going on with" in told[-1]
+        done.undo()
+    assert state(pipe) == before and done.steps == () and done.code == ""
+    with monkeypatch.context() as patched:
+        done = apply(plan, pipe, device="cpu", on_out_of_memory="next")
+        run_out(patched, pipe.unet, "forward", 1)
+        patched.setattr(applying, "exec", refuse, raising=False)
+        with pytest.warns(RuntimeWarning) as warned, pytest.raises(torch.OutOfMemoryError):
+            done(**run)
+        assert len(warned) == len(names)
+    assert state(pipe) == before and done.steps == ()
+
+
 def test_the_last_way_raises(tmp_path, on_the_cpu, monkeypatch):
     """Each next way fits, leaves the picture as it is, and takes less. Other errors pass through."""
     pipe = torch_pipelines.stable_diffusion(tmp_path)

@@ -19,7 +19,7 @@ from vaemem.pipelines.recipe import placing_code, vae_code
 from vaemem.pipelines.ways import Outcome, PipelinePlan
 from vaemem.prediction.planned import Way
 from vaemem.prediction.usual import FIXED
-from vaemem.pytorch.free_memory import is_out_of_memory, release
+from vaemem.pytorch.free_memory import first_line, is_out_of_memory, release
 from vaemem.pytorch.measuring import find_device
 
 _SETTINGS = ("offload", "vae", "components", "vae_memory_limit")
@@ -37,7 +37,7 @@ class Applied:
     Attributes
     ----------
     steps : tuple of str
-        What was set, in words.
+        What is set, in words.
     code : str
         The same in Python, for a pipeline named ``pipe``.
 
@@ -70,8 +70,8 @@ class Applied:
             try:
                 return self._pipe(*args, **kwargs)
             except Exception as error:
-                self._leave(error)
-            self._go_on()
+                lack = self._leave(error)
+            self._go_on(lack)
             for one, state in zip(generators, states, strict=True):
                 one.set_state(state)
 
@@ -90,27 +90,33 @@ class Applied:
                 self.undo()
             raise
 
-    def _go_on(self) -> None:
-        """Set the next way. If memory runs out meanwhile, the one after it."""
-        while True:
+    def _go_on(self, lack: Exception) -> None:
+        """Set the next way that can be set. If none can, raise the error that memory ran out."""
+        while self._ways:
             one = self._ways.pop(0)
             try:
                 self._set(_arguments_of(one))
             except Exception as error:
-                self._leave(error)
+                if not is_out_of_memory(error):
+                    why = f"{one.way.name} cannot be set, so it is skipped: {first_line(error)}"
+                    warnings.warn(why, RuntimeWarning, stacklevel=3)
+                release(error)
             else:
                 warnings.warn(f"Memory ran out. Going on with {one.way.name}: {self}", RuntimeWarning, stacklevel=3)
                 return
+        raise lack
 
-    def _leave(self, error: Exception) -> None:
-        """Free what a failed way holds, if there is another way; otherwise raise its error."""
+    def _leave(self, error: Exception) -> Exception:
+        """If memory ran out and there is another way, free what the failed way holds; otherwise raise its error."""
         if not (self._ways and is_out_of_memory(error)):
             raise error
         release(error)
+        return error
 
     def undo(self) -> None:
         """Set everything back: the VAE and its settings, the hooks, and the devices of the components."""
         self._before.restore(self._pipe)
+        self.steps, self.code = (), ""
 
 
 class _State:
@@ -230,8 +236,8 @@ def apply(way: Any, pipe: Any, *, device: Any = None, on_out_of_memory: str = "r
         Where it runs; by default the GPU if PyTorch has one, otherwise the CPU.
     on_out_of_memory : {"raise", "next"}
         What to do if memory runs out while the way is set, or in a call of the result. ``"next"`` needs a plan. It goes
-        on, with a warning, to the fastest way that takes less of the card and leaves the picture as it is. Generators
-        start again from the same state.
+        on, with a warning, to the fastest way that takes less of the card and leaves the picture as it is. A way that
+        cannot be set is skipped with a warning. Generators start again from the same state. Other errors are raised.
 
     Returns
     -------
@@ -266,8 +272,8 @@ def apply(way: Any, pipe: Any, *, device: Any = None, on_out_of_memory: str = "r
     try:
         done._set(settings)
     except Exception as error:
-        done._leave(error)
+        lack = done._leave(error)
     else:
         return done
-    done._go_on()
+    done._go_on(lack)
     return done

@@ -18,7 +18,7 @@ from vaemem.engine.limits import available_memory
 from vaemem.engine.vae import VAE
 from vaemem.prediction.gpus import CONTEXT
 from vaemem.prediction.predict import predict
-from vaemem.pytorch.free_memory import find_free, free_cache, is_out_of_memory, release
+from vaemem.pytorch.free_memory import find_free, first_line, free_cache, is_out_of_memory, release
 from vaemem.pytorch.measuring import cudnn_version
 
 _SIDE = 16  # of the latents that a first decode on the CPU times
@@ -95,7 +95,7 @@ class SafeDecode:
             try:
                 return decode(ours.to(z.device).decode, z.detach())
             except (ImportError, MemoryError, RuntimeError, ValueError) as error:
-                why = f"vaemem cannot decode on {z.device}: {_first_line(error)}"
+                why = f"vaemem cannot decode on {z.device}: {first_line(error)}"
                 release(error)
             ours.to("cpu")
         latents = self.latents
@@ -108,10 +108,6 @@ class SafeDecode:
         warnings.warn(note, RuntimeWarning, stacklevel=3)
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
-
-
 def _attempt(call: Callable[[], tuple[Any, str]]) -> tuple[Any, str]:
     """Return a call's result; if memory runs out, None and why. Nothing keeps the tensors of the failed call."""
     try:
@@ -119,7 +115,7 @@ def _attempt(call: Callable[[], tuple[Any, str]]) -> tuple[Any, str]:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        why = f"PyTorch's decode ran out of memory: {_first_line(error)}"
+        why = f"PyTorch's decode ran out of memory: {first_line(error)}"
         release(error)
     return None, why
 
