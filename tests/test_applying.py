@@ -104,6 +104,20 @@ def test_the_original_leaves_the_card_before_our_copy_is_made(tmp_path, monkeypa
     assert done == ["cpu", "copied"]
 
 
+def test_text_encoders_leave_the_card_before_others_come(tmp_path, monkeypatch):
+    pipe, moved = torch_pipelines.stable_diffusion_xl(tmp_path), []
+    monkeypatch.setattr(applying, "find_device", torch.device)
+    for role in ("vae", "text_encoder", "text_encoder_2", "unet"):
+        monkeypatch.setattr(getattr(pipe, role), "to", lambda place, role=role: moved.append((role, place)))
+    way = plan_pipeline("sdxl", 1024, 1024, gpu="RTX 4060")["text encoders on CPU, VAE whole"].way
+    code = apply(way, pipe, device="cuda:1").code
+    assert sorted(moved[:2]) == [("text_encoder", "cpu"), ("text_encoder_2", "cpu")]
+    assert sorted(moved[2:]) == [("unet", "cuda:1"), ("vae", "cuda:1")]
+    assert sorted(code.replace("cuda:1", "cuda").splitlines()) == sorted(way.code.splitlines()[-5:])
+    again = torch_pipelines.stable_diffusion(tmp_path)
+    assert apply({"offload": {"vae": "cuda"}}, again, device="cpu").code == 'pipe.to("cpu")'
+
+
 def test_ways_follow_each_other(tmp_path):
     """The last one counts, and each is undone to the one before it."""
     pipe = torch_pipelines.stable_diffusion(tmp_path)
@@ -111,7 +125,7 @@ def test_ways_follow_each_other(tmp_path):
     between = state(pipe)
     last = apply({"offload": {"text_encoder": "cpu"}, "vae": "sliced"}, pipe, device="cpu")
     assert (pipe.vae.use_tiling, pipe.vae.use_slicing) == (False, True) and not hasattr(pipe.unet, "_hf_hook")
-    assert last.steps[1] == "text_encoder stay on the CPU, and the others are on cpu"
+    assert last.steps[1] == "text_encoder stays on the CPU, and the others are on cpu"
     last.undo()
     assert state(pipe) == between and pipe.vae.tile_sample_min_size == 64
     first.undo()

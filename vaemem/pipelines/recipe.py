@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vaemem.engine.configs import config_of
@@ -32,13 +32,29 @@ def vae_code(vae: str, limit: int | str | None = None, class_name: str = "Autoen
     return ["pipe.vae.enable_tiling()", *tiles] if how == "tiled" else []
 
 
+def roles_on_cpu(offload: str | Mapping[str, str]) -> list[str]:
+    """Return the components that an `offload` of `vaemem.predict_pipeline` leaves on the CPU."""
+    return [role for role, place in offload.items() if place == "cpu"] if isinstance(offload, Mapping) else []
+
+
+def describe_stay(roles: Sequence[str]) -> str:
+    """Say that components stay on the CPU.
+
+    Examples
+    --------
+    >>> describe_stay(["text_encoder"])
+    'text_encoder stays on the CPU'
+    """
+    return f"{' and '.join(roles)} stay{'s' * (len(roles) == 1)} on the CPU"
+
+
 def placing_code(offload: str | Mapping[str, str], roles: Iterable[str], device: str = "cuda") -> list[str]:
     """Return the lines that offload a pipeline, or put its components in place."""
-    if isinstance(offload, Mapping):
-        on_cpu = [role for role, place in offload.items() if place == "cpu"]
-        note = f"# {' and '.join(on_cpu)} stay on the CPU: pass pipe.encode_prompt's embeddings to the pipeline"
-        return [note, *(f"pipe.{role}.to({_quoted(device)})" for role in roles if role not in on_cpu)]
-    if offload == "none":
+    if on_cpu := roles_on_cpu(offload):
+        note = f"# {describe_stay(on_cpu)}: pass pipe.encode_prompt's embeddings to the pipeline"
+        places = dict.fromkeys(on_cpu, "cpu") | {role: device for role in roles if role not in on_cpu}
+        return [note, *(f"pipe.{role}.to({_quoted(place)})" for role, place in places.items())]
+    if offload == "none" or isinstance(offload, Mapping):
         return [f"pipe.to({_quoted(device)})"]
     return [f"pipe.enable_{offload}_cpu_offload({'' if device == 'cuda' else f'device={_quoted(device)}'})"]
 

@@ -15,7 +15,7 @@ import torch
 
 from vaemem._common import choose
 from vaemem._errors import ArgumentError, ArgumentTypeError
-from vaemem.pipelines.recipe import placing_code, vae_code
+from vaemem.pipelines.recipe import describe_stay, placing_code, roles_on_cpu, vae_code
 from vaemem.pipelines.ways import Outcome, PipelinePlan
 from vaemem.prediction.planned import Way
 from vaemem.prediction.usual import FIXED
@@ -197,11 +197,10 @@ def _describe(settings: Mapping[str, Any], pipe: Any, where: str) -> tuple[list[
         "tiled": f"the VAE runs in tiles of {side} pixels" if side else "the VAE runs in its config's tiles",
         "sliced": "the VAE runs a batch image by image", "vaemem": f"vaemem decodes within {limit}",
     }.get(how, "the VAE runs whole")]  # fmt: skip
-    if isinstance(offload, Mapping):
-        on_cpu = [role for role, at in offload.items() if at == "cpu"]
-        steps.append(f"{' and '.join(on_cpu)} stay on the CPU, and the others are on {where}")
+    if on_cpu := roles_on_cpu(offload):
+        steps.append(f"{describe_stay(on_cpu)}, and the others are on {where}")
     else:
-        steps.append(_OFFLOADS[offload].format(where))
+        steps.append(_OFFLOADS["none" if isinstance(offload, Mapping) else offload].format(where))
     class_name = find_drop_in(pipe).__name__ if how == "vaemem" else ""
     return [*vae_code(vae, limit, class_name), *placing_code(offload, _modules(pipe), where)], tuple(steps)
 
