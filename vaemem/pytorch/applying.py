@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
-from vaemem._common import choose
-from vaemem._errors import ArgumentError, ArgumentTypeError
+from vaemem._common import DTYPES, choose, meant
+from vaemem._errors import ArgumentError, ArgumentTypeError, inside
+from vaemem.pipelines.components import PIPELINES
+from vaemem.pipelines.pipeline_request import check_way
 from vaemem.pipelines.recipe import describe_stay, placing_code, roles_on_cpu, vae_code
 from vaemem.pipelines.ways import Outcome, PipelinePlan
 from vaemem.prediction.planned import Way
@@ -22,7 +24,8 @@ from vaemem.prediction.usual import FIXED
 from vaemem.pytorch.free_memory import first_line, is_out_of_memory, release
 from vaemem.pytorch.measuring import find_device
 
-_SETTINGS = ("offload", "vae", "components", "vae_memory_limit")
+_SETTINGS = {"offload": "none", "vae": "whole", "components": None, "vae_memory_limit": None, "dtype": None}
+_ROLES = {role for kind in PIPELINES.values() for role in kind.parts}
 _TILES = ("use_tiling", "use_slicing", "tile_sample_min_size", "tile_latent_min_size")
 _OFFLOADS = {
     "none": "every component is on {}",
@@ -82,7 +85,7 @@ class Applied:
             self._pipe.vae.use_tiling = self._pipe.vae.use_slicing = False
             lines, self.steps = _describe(settings, self._pipe, str(self._place))
             self.code = "\n".join(lines)
-            if settings.get("vae") == "vaemem":  # its copy decodes: the original needs no room on the card
+            if settings["vae"] == "vaemem":  # its copy decodes: the original needs no room on the card
                 self._pipe.vae.to("cpu")
             exec(self.code, {"pipe": self._pipe})
         except BaseException as error:
@@ -95,7 +98,7 @@ class Applied:
         while self._ways:
             one = self._ways.pop(0)
             try:
-                self._set(_arguments_of(one))
+                self._set(_arguments_of(one, self._pipe))
             except Exception as error:
                 if not is_out_of_memory(error):
                     why = f"{one.way.name} cannot be set, so it is skipped: {first_line(error)}"
@@ -154,8 +157,8 @@ def _modules(pipe: Any) -> dict[str, torch.nn.Module]:
     return {role: part for role, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
 
 
-def _arguments_of(way: Any) -> Mapping[str, Any]:
-    """Return the arguments of `vaemem.predict_pipeline` that a way stands for."""
+def _arguments_of(way: Any, pipe: Any) -> Mapping[str, Any]:
+    """Return the arguments of `vaemem.predict_pipeline` that a way stands for, checked, with their defaults."""
     if isinstance(way, PipelinePlan):
         if way.recommended is None:
             raise ArgumentError("way", "a plan with a way that fits", "one in which none does")
@@ -166,21 +169,30 @@ def _arguments_of(way: Any) -> Mapping[str, Any]:
         raise ArgumentTypeError("way", "a plan, one of its ways, or a way's settings", type(way).__name__)
     if other := settings.keys() - set(_SETTINGS):
         raise ArgumentError("way", f"a way of diffusers, with {', '.join(_SETTINGS)}", ", ".join(sorted(other)))
-    return settings
+    offload, vae, components, limit, dtype = map({**_SETTINGS, **settings}.get, _SETTINGS)
+    with inside("way"):
+        known, _, vae, _ = check_way(_modules(pipe), offload, vae, limit)
+        if not isinstance(components or {}, Mapping):
+            raise ArgumentError("components", "{role: type}", repr(components))
+        dtype = None if dtype is None else meant("dtype", dtype, DTYPES)
+    offload = offload if isinstance(offload, Mapping) else known
+    return dict(zip(_SETTINGS, (offload, vae, components or {}, limit, dtype), strict=True))
 
 
-def _check_types(pipe: Any, types: Mapping[str, Any]) -> None:
+def _check_types(pipe: Any, settings: Mapping[str, Any]) -> None:
     """Refuse types in which the pipeline is not loaded: a loaded pipeline cannot change them."""
+    components, dtype = settings["components"], settings["dtype"]
+    types = {**({} if dtype is None else dict.fromkeys(_modules(pipe).keys() & _ROLES, dtype)), **components}
     for role, kind in types.items():
         part = getattr(pipe, role, None)
         loaded = str(getattr(part, "dtype", None)).removeprefix("torch.")
         loaded = "int8" if getattr(part, "is_loaded_in_8bit", False) else loaded
         loaded = "nf4" if getattr(part, "is_loaded_in_4bit", False) else loaded
-        if str(kind).partition(" ")[0] != loaded:
+        if str(None if kind == "none" else kind).partition(" ")[0] != loaded:
             raise ArgumentError(
                 "pipe", f"a pipeline whose {role} is loaded in {kind}", loaded, "the way's code loads it so"
             )
-    if types.get("vae") == "float16" and getattr(pipe.vae.config, "force_upcast", False):
+    if components.get("vae") == "float16" and getattr(pipe.vae.config, "force_upcast", False):
         raise ArgumentError(
             "pipe", f"a VAE that stays in float16, such as {FIXED}", "one whose config says force_upcast"
         )
@@ -190,8 +202,8 @@ def _describe(settings: Mapping[str, Any], pipe: Any, where: str) -> tuple[list[
     """Return the lines that set a way, and words for them."""
     from vaemem.pytorch.autoencoder import find_drop_in
 
-    offload, vae = settings.get("offload", "none"), str(settings.get("vae", "whole"))
-    limit = settings.get("vae_memory_limit")
+    offload, vae = settings["offload"], settings["vae"]
+    limit = settings["vae_memory_limit"]
     how, _, side = vae.partition(" ")
     steps = [{
         "tiled": f"the VAE runs in tiles of {side} pixels" if side else "the VAE runs in its config's tiles",
@@ -211,12 +223,11 @@ def _list_next(plan: PipelinePlan, pipe: Any) -> Iterator[Outcome]:
     last = plan.recommended
     others = sorted(plan.outcomes, key=lambda one: one.seconds.likely if one.seconds else 0.0)
     for one in others if last else ():
-        settings = _arguments_of(one)
-        if one.way.changes or not one.fits or isinstance(settings["offload"], Mapping):
+        if one.way.changes or not one.fits or isinstance(one.way.settings["offload"], Mapping):
             continue
         if last and one.way.peak.total < last.way.peak.total:
             with suppress(ArgumentError):
-                _check_types(pipe, settings.get("components") or {})
+                _check_types(pipe, _arguments_of(one, pipe))
                 yield one
                 last = one
 
@@ -228,9 +239,9 @@ def apply(way: Any, pipe: Any, *, device: Any = None, on_out_of_memory: str = "r
     ----------
     way : PipelinePlan, Outcome, Way or mapping
         A plan for diffusers (then its recommended way), one of its outcomes or ways, or arguments of
-        `vaemem.predict_pipeline`: ``offload``, ``vae``, ``vae_memory_limit`` and ``components``.
+        `vaemem.predict_pipeline`: ``offload``, ``vae``, ``vae_memory_limit``, ``components`` and ``dtype``.
     pipe : diffusers.DiffusionPipeline
-        Components must be loaded in the way's types. It is changed in place.
+        Components must be loaded in the way's types: its `dtype`, or their own in `components`. It is changed in place.
     device : torch.device or str, optional
         Where it runs; by default the GPU if PyTorch has one, otherwise the CPU.
     on_out_of_memory : {"raise", "next"}
@@ -246,7 +257,8 @@ def apply(way: Any, pipe: Any, *, device: Any = None, on_out_of_memory: str = "r
     Raises
     ------
     ValueError, TypeError
-        A way of another program, or a pipeline that is loaded in other types. Nothing is changed then.
+        A way of another program, a setting with an unknown value, or a pipeline that is loaded in other types. Nothing
+        is changed then.
 
     Examples
     --------
@@ -259,14 +271,14 @@ def apply(way: Any, pipe: Any, *, device: Any = None, on_out_of_memory: str = "r
     >>> pipe.vae.use_tiling
     False
     """
-    settings, place = _arguments_of(way), find_device(device)
+    if not hasattr(pipe, "components") or getattr(pipe, "vae", None) is None:
+        raise ArgumentTypeError("pipe", "a pipeline of diffusers with a VAE", type(pipe).__name__)
+    settings, place = _arguments_of(way, pipe), find_device(device)
     choose("on_out_of_memory", on_out_of_memory, ("raise", "next"))
     goes_on = on_out_of_memory == "next"
     if goes_on and not isinstance(way, PipelinePlan):
         raise ArgumentTypeError("way", "a plan, which has a next way", type(way).__name__)
-    if not hasattr(pipe, "components") or getattr(pipe, "vae", None) is None:
-        raise ArgumentTypeError("pipe", "a pipeline of diffusers with a VAE", type(pipe).__name__)
-    _check_types(pipe, settings.get("components") or {})
+    _check_types(pipe, settings)
     done = Applied(pipe, place, [*_list_next(way, pipe)] if goes_on else [])
     try:
         done._set(settings)
