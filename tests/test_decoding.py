@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import pickle
 import re
 import weakref
 
@@ -180,6 +182,30 @@ def test_a_copy_is_guarded_itself(pipe):
         assert not copied.decode(z).sample.any() and safe.latents is None and pipe.vae.decode(z).sample.any()
     copied.decode.undo()
     assert "decode" not in vars(copied) and pipe.vae.decode is safe
+    restored, both = pickle.loads(pickle.dumps(pipe.vae)), (safe, pipe.vae)
+    for guard, vae in ((restored.decode, restored), copy.deepcopy(both), pickle.loads(pickle.dumps(both))):
+        assert vae is not pipe.vae and vae.decode is guard and guard._before is None
+        with torch.no_grad():
+            assert torch.equal(vae.decode(z).sample, type(vae).decode(pipe.vae, z).sample)
+        assert torch.equal(guard.latents, z)
+        guard.undo()
+        assert "decode" not in vars(vae)
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
+def test_guards_are_undone_in_any_order(order, pipe):
+    """Each decode reaches the guards that are left, and no others."""
+    guards, left, z = [safe_decode(pipe) for _ in range(3)], [0, 1, 2], torch.zeros(1, 4, 8, 8)
+    for number in order:
+        guards[number].undo()
+        guards[number].undo()  # nothing more happens
+        left.remove(number)
+        for guard in guards:
+            guard.latents = None
+        with torch.no_grad():
+            pipe.vae.decode(z)
+        assert [i for i, guard in enumerate(guards) if guard.latents is not None] == left
+    assert "decode" not in vars(pipe.vae)
 
 
 def test_pipelines_without_such_a_vae_are_refused(pipe):

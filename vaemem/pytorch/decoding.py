@@ -56,16 +56,21 @@ class SafeDecode:
         vae.decode = self
 
     def undo(self) -> None:
-        """Give the VAE its own ``decode`` back."""
-        vae = self._vae()
-        if vae is not None and vars(vae).get("decode") is self:
+        """Stop guarding the VAE. Guards of other calls of `safe_decode` stay; they may be undone in any order."""
+        vae: Any = self._vae()
+        above = vars(vae).get("decode") if vae is not None else None
+        if above is self:
             del vae.decode
             if self._before is not None:
                 vae.decode = self._before
+        while isinstance(above, SafeDecode):
+            if above._before is self:
+                above._before = self._before
+            above = above._before
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SafeDecode:
-        """Guard the copy of the VAE, not the VAE again."""
-        return SafeDecode(memo[id(self._vae())], self._drop_in)
+    def __reduce__(self) -> Any:
+        """Copy and pickle it as the guard of its VAE's copy, without latents."""
+        return _guard, (self._vae(), self._drop_in)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         vae: Any = self._vae()
@@ -106,6 +111,12 @@ class SafeDecode:
     def _warn(self, note: str) -> None:
         self.notes += (note,)
         warnings.warn(note, RuntimeWarning, stacklevel=3)
+
+
+def _guard(vae: Any, drop_in: Any) -> SafeDecode:
+    """Return the guard of a VAE; make one if it has none."""
+    guard = vars(vae).get("decode")
+    return guard if isinstance(guard, SafeDecode) else SafeDecode(vae, drop_in)
 
 
 def _attempt(call: Callable[[], tuple[Any, str]]) -> tuple[Any, str]:
@@ -207,7 +218,8 @@ def safe_decode(pipe: Any) -> SafeDecode:
     Returns
     -------
     SafeDecode
-        It keeps the latents of the last decode. Its `undo` sets the VAE's own ``decode`` back.
+        It keeps the latents of the last decode. Its `undo` sets the VAE's own ``decode`` back. A second call makes a
+        second guard, and each has its own `undo`. A copied or unpickled VAE has a guard of its own.
 
     Raises
     ------
