@@ -111,7 +111,10 @@ def spread(
             future.cancel()
     if lost:
         text = f"a worker died; {len(lost)} of {len(tasks)} tasks are missing: {', '.join(distinct(lost))}"
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        frame, level = sys._getframe(), 1
+        while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] == "vaemem":
+            frame, level = frame.f_back, level + 1
+        warnings.warn(text, RuntimeWarning, stacklevel=level)  # at the caller's line, outside vaemem
 
 
 def letters(name: str) -> str:
