@@ -167,6 +167,14 @@ def test_flux2_is_computed_too(name, tmp_path):
     assert half.decode(z).sample.shape == (2, 3, 16, 24) and half.bn.running_mean.numel() == 32
 
 
+def test_a_copy_logs_no_warning(caplog):
+    """diffusers' own `to` warns of every conversion."""
+    theirs = autoencoder("sd")
+    caplog.clear()
+    assert AutoencoderKL.from_module(theirs, torch_dtype=torch.float16).dtype == torch.float16
+    assert not caplog.records
+
+
 def test_any_floating_dtype_goes_in():
     _, ours = pair()
     x, z = tensors()

@@ -21,6 +21,7 @@ from vaemem.pipelines.recipe import describe_stay, placing_code, roles_on_cpu, v
 from vaemem.pipelines.ways import Outcome, PipelinePlan
 from vaemem.prediction.planned import Way
 from vaemem.prediction.usual import FIXED
+from vaemem.pytorch.converting import convert
 from vaemem.pytorch.free_memory import first_line, is_out_of_memory, release
 from vaemem.pytorch.measuring import find_device
 
@@ -138,7 +139,7 @@ class _State:
         pipe.remove_all_hooks()
         pipe.vae = self.vae
         if self.vae.dtype != self.dtype:
-            self.vae.to(dtype=self.dtype)
+            convert(self.vae, self.dtype)
         for name, value in self.tiles.items():
             if value is not None:
                 setattr(pipe.vae, name, value)

@@ -30,6 +30,7 @@ from vaemem.engine.limits import Limit
 from vaemem.engine.records import Run
 from vaemem.engine.tiling import Tiling
 from vaemem.engine.vae import VAE
+from vaemem.pytorch.converting import convert
 
 if TYPE_CHECKING:
     from typing import Self
@@ -133,7 +134,7 @@ class _DropIn(diffusers.ModelMixin):  # type: ignore[misc]
         self.memory_limit: Limit = memory_limit
         self.progress: Progress = False
         self.cancel: Event | None = None
-        self.eval().to(torch_dtype or getattr(torch, vae.dtype))
+        convert(self.eval(), torch_dtype or getattr(torch, vae.dtype))
 
     # ---- making one ----
 

@@ -18,6 +18,7 @@ from vaemem.engine.limits import available_memory
 from vaemem.engine.vae import VAE
 from vaemem.prediction.gpus import CONTEXT
 from vaemem.prediction.predict import predict
+from vaemem.pytorch.converting import convert
 from vaemem.pytorch.free_memory import find_free, first_line, free_cache, is_out_of_memory, release
 from vaemem.pytorch.measuring import cudnn_version
 
@@ -144,7 +145,7 @@ def _copy(vae: Any, drop_in: Any) -> Any:
     if any(weight.is_meta for weight in vae.parameters()):  # accelerate keeps the weights elsewhere
         from accelerate.utils.modeling import get_state_dict_offloaded_model
 
-        source = drop_in.theirs.from_config(vae.config).to(vae.dtype)
+        source = convert(drop_in.theirs.from_config(vae.config), vae.dtype)
         source.load_state_dict(get_state_dict_offloaded_model(vae))
     engine = VAE.load(source, config={**vae.config, "_class_name": drop_in.theirs.__name__})
     limit = None if available_memory() is None else "auto"
