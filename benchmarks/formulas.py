@@ -3,7 +3,7 @@
 Each formula plays its sizes. Then the benchmark plays other sizes of the grid, with prompts of other lengths, and sizes
 between those of the grid. It prints a line for each formula, and writes a CSV.
 
-    python benchmarks/formulas.py --cards T4 "RTX 4060" "RTX 4090" --csv benchmarks/results/formulas.csv
+    python benchmarks/formulas.py --cards T4 "RTX 4060" "RTX 4090" --csv formulas.csv
 """
 
 from __future__ import annotations
