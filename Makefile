@@ -25,7 +25,7 @@ SAY_BUILD = echo "Installing vaemem and what it needs in $(VENV): the C core and
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.* ## (.*)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
 
-.PHONY: help demo test golden docs site bench check thorough lint asan clang pythons packages fuzz older ray windows format wheels clean \
+.PHONY: help demo test golden docs site bench check thorough lint asan clang pythons packages fuzz older quantised ray windows format wheels clean \
         build-gpu test-gpu bench-gpu check-gpu gpu-pack gpu-session reproduce
 
 demo: $(VENV)/demo.stamp ## the demo's page: out/index.html
@@ -143,7 +143,7 @@ $(VENV)/wheel.stamp: $(VENV)/build.stamp $(if $(filter check packages,$(MAKECMDG
 
 # ---- What CI runs beside the tests. Each is a target of its own; what a machine lacks is skipped in so many words. ----
 
-check: lint thorough asan clang pythons older ray packages fuzz ## what CI runs besides the tests: lint to fuzz in this list
+check: lint thorough asan clang pythons older quantised ray packages fuzz ## what CI runs besides the tests: lint to fuzz in this list
 
 # The tests that show more of what make test shows, or take long.
 thorough: $(VENV)/test.stamp ## the tests that take long
@@ -194,6 +194,10 @@ in_own_environment = rm -rf build/$(1) && $(BIN)/python -m venv build/$(1) && \
 OLDER := torch==2.13.0 diffusers==0.33.0 'transformers>=4.57,<5'
 older: $(VENV)/test.stamp ## the tests that also run with an older diffusers, 0.33
 	$(call in_own_environment,older,$(OLDER)) -rs -n logical --dist worksteal -m "older and not thorough"
+
+# Layers of the libraries that quantise models, in an environment of their own.
+quantised: $(VENV)/test.stamp ## quantised layers compared with torchao's and optimum-quanto's
+	$(call in_own_environment,quantised,torch==2.13.0 torchao==0.18.0 optimum-quanto==0.2.7) -rs -n 0 tests/test_quantising.py
 
 # Ray's own cluster of two nodes, in an environment of its own.
 ray: $(VENV)/test.stamp ## data sets on a cluster of Ray's

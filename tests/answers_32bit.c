@@ -382,6 +382,9 @@ static void module(void) {
         passing[i].name = field();
         passing[i].bytes = number();
         passing[i].sent = number();
+        passing[i].row_bytes = number();
+        passing[i].row_flops = number();
+        passing[i].lives = (uint32_t)number();
     }
     call.passing = passing;
     vm_trace *t;

@@ -247,7 +247,7 @@ class Program(StandIn):
         log.add("program", self)
 
     def trace(self, dtype: str, sizes: tuple[int, ...], sm: int, multiprocessors: int, passing: Any) -> Any:
-        flat = itertools.chain(*((module, name, size, int(sent)) for module, name, size, sent in passing))
+        flat = itertools.chain(*((*one[:3], int(one[3]), *one[4:], *[0] * (7 - len(one))) for one in passing))
         made = dtype, words(sizes), words((sm, multiprocessors)), len(passing), *flat
         trace = self._bare.trace(dtype, sizes, sm, multiprocessors, passing)
         return log.keep_trace(trace, "module", log.number("program", self), *made)

@@ -284,7 +284,7 @@ def test_unpacked_weights_are_there_for_their_layer():
     """What a linear layer computes with is as large as the layer was before it was packed."""
     packed = predict_pipeline("sd15", 512, 512, components={"unet": "Q8_0"}).parts["unet"]
     layer = "down_blocks.0.attentions.0.transformer_blocks.0.ff.net.0.proj"
-    assert packed.unpacked[layer] == [("weight, unpacked", 2560 * 320 * 2)]
+    assert packed.working[layer] == [("weight, unpacked", 2560 * 320 * 2, 0, 0, 0)]
 
 
 def test_a_fit_that_rests_on_plans_that_are_not_known():
@@ -648,7 +648,7 @@ def test_a_files_own_types(tmp_path):
     part = predict_pipeline("sd15", 512, 512, components={"text_encoder": tmp_path / "clip.gguf"}).parts["text_encoder"]
     assert part.nbytes == expected + 8 * 77
     layer = "encoder.layers.3.mlp.fc1"
-    assert part.unpacked[layer] == [("weight, unpacked", 3072 * 768 * 2)]
+    assert part.working[layer] == [("weight, unpacked", 3072 * 768 * 2, 0, 0, 0)]
     with refused("components['unet']", names=["859520964"]):
         predict_pipeline("sd15", 512, 512, components={"unet": tmp_path / "clip.gguf"})
 

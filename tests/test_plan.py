@@ -1,6 +1,7 @@
 """Plans of pipelines: outcomes, recommendations, what is printed and written, and each runtime's ways."""
 
 import csv
+import importlib.metadata
 import io
 import json
 import struct
@@ -790,6 +791,10 @@ def test_the_code_of_a_way_runs(pipeline, batch, monkeypatch):
     diffusers = pytest.importorskip("diffusers")
     from vaemem.pytorch import AutoencoderKL
 
+    installed = importlib.metadata.version  # BitsAndBytesConfig asks for its library's version
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: {"bitsandbytes": "0.50.2"}.get(name) or installed(name)
+    )
     for one in plan_pipeline(pipeline, 1024, 1024, batch, gpu="RTX 3060").outcomes:
         real = getattr(diffusers, PIPELINES[pipeline].class_name)
         pipe, roles = mock.MagicMock(spec=real), {role: mock.MagicMock() for role in PIPELINES[pipeline].parts}

@@ -594,17 +594,38 @@ static size_t first_passing(const player *y, const char *path) {
     return low;
 }
 
-/* Takes the tensors that pass through a module's call; their ids are consecutive. */
-static vm_status bring(player *y, const char *path, const char *shown, uint32_t *count) {
+/* Returns: the FLOPs of a module's own first product. */
+static uint64_t first_product(const player *y, const module *m) {
+    for (size_t i = 0; i < m->steps; i++) {
+        const step *one = &y->p->step[m->first + i];
+        if (one->kind == 'b' || one->kind == 'l') return (uint64_t)y->size[one->number];
+    }
+    return 0;
+}
+
+static uint64_t passing_bytes(const vm_passing *one, uint64_t product) {
+    return one->bytes + (one->row_flops ? product / one->row_flops * one->row_bytes : 0);
+}
+
+/* Takes the tensors that pass through a module's call, [*count] from *first. Their ids are consecutive. Those that live
+ * for a few others are given back. */
+static vm_status bring(player *y, const module *m, const char *path, const char *shown, size_t *first,
+                       uint32_t *count) {
+    const vm_passing *all = y->asked->passing;
+    const uint32_t id = y->t->ids;
+    const uint64_t product = first_product(y, m);
     vm_status s = VM_OK;
-    for (size_t i = first_passing(y, path); !s && i < y->asked->passings; i++) {
-        const vm_passing *one = &y->asked->passing[i];
-        if (strcmp(one->module, path)) break;
+    *first = first_passing(y, path);
+    for (size_t i = *first; !s && i < y->asked->passings && !strcmp(all[i].module, path); i++) {
+        const vm_passing *one = &all[i];
+        const uint64_t bytes = passing_bytes(one, product);
         char label[VM_PROGRAM_PATH + 16], text[VM_TRACE_LABEL];
-        uint32_t id;
-        snprintf(label, sizeof label, "weights of %.*s", VM_PROGRAM_PATH, shown);
+        uint32_t taken;
+        snprintf(label, sizeof label, "%s%.*s", one->row_bytes ? "" : "weights of ", VM_PROGRAM_PATH, shown);
         vm_trace_label(text, label, one->name);
-        s = one->sent ? vm_trace_send(y->t, one->bytes, text, &id) : vm_trace_take(y->t, one->bytes, text, &id);
+        s = one->sent ? vm_trace_send(y->t, bytes, text, &taken) : vm_trace_take(y->t, bytes, text, &taken);
+        for (size_t k = *first; !s && k < i; k++)
+            if (all[k].lives && k + all[k].lives == i) s = vm_trace_give(y->t, id + (uint32_t)(k - *first));
         *count += !s;
     }
     return s;
@@ -649,11 +670,16 @@ static vm_status play_step(player *y, const step *one, const char *path, const c
 /* Plays a module. path: "" for the outermost, NULL for its caller. */
 static vm_status play(player *y, uint32_t index, const char *path, const char *shown) {
     const module *m = &y->p->module[y->call->own[MODULES].first + index];
-    const uint32_t first = y->t->ids;
+    const uint32_t id = y->t->ids;
+    size_t first = 0;
     uint32_t held = 0;
-    vm_status s = path ? bring(y, path, shown, &held) : VM_OK;
+    vm_status s = path ? bring(y, m, path, shown, &first, &held) : VM_OK;
+    const uint32_t count = held;
     for (size_t i = 0; !s && i < m->steps; i++) s = play_step(y, &y->p->step[m->first + i], path, shown);
-    while (!s && held) s = vm_trace_give(y->t, first + --held);
+    while (!s && held) {
+        const uint32_t lives = y->asked->passing[first + --held].lives;
+        if (!lives || held + lives >= count) s = vm_trace_give(y->t, id + held);
+    }
     return s;
 }
 

@@ -44,6 +44,10 @@ typedef struct vm_passing {
     const char *module, *name; /* borrowed; "": the outermost */
     uint64_t bytes;
     bool sent; /* accelerate's hooks send it, and empty the cache after each tensor */
+    /* row_bytes more for each row of the module's first product, which has row_flops FLOPs a row */
+    uint64_t row_bytes, row_flops;
+    /* given back once that many later tensors of the module are there; 0: at the end of its call */
+    uint32_t lives;
 } vm_passing;
 
 typedef struct vm_program_call {

@@ -47,11 +47,12 @@ static PyObject *program_trace(Program *self, PyObject *args) {
     for (size_t i = 0; each && i < call.passings && !PyErr_Occurred(); i++) {
         PyObject *one = PyTuple_GetItem(passing, (Py_ssize_t)i);
         int sent = 0;
-        unsigned long long bytes = 0;
+        unsigned long long bytes = 0, row_bytes = 0, row_flops = 0;
         if (!PyTuple_Check(one))
             vm_py_refuse(PyExc_TypeError, VM_EXPECTED("passing", "tuples", "%R"), one);
-        else if (PyArg_ParseTuple(one, "ssKp:passing", &each[i].module, &each[i].name, &bytes, &sent))
-            each[i].bytes = bytes, each[i].sent = sent;
+        else if (PyArg_ParseTuple(one, "ssKp|KKI:passing", &each[i].module, &each[i].name, &bytes, &sent, &row_bytes,
+                                  &row_flops, &each[i].lives))
+            each[i].bytes = bytes, each[i].sent = sent, each[i].row_bytes = row_bytes, each[i].row_flops = row_flops;
     }
     call.passing = each;
     if (!PyErr_Occurred()) {
@@ -78,7 +79,9 @@ static PyObject *program_trace(Program *self, PyObject *args) {
 static PyMethodDef methods[] = {
     {"trace", (PyCFunction)program_trace, METH_VARARGS,
      "trace($self, dtype, sizes, sm, multiprocessors, passing, /)\n--\n\nReturns the trace of a call on a GPU. "
-     "passing: [(module, name, bytes, sent)] of the tensors present during a module's call."},
+     "passing: [(module, name, bytes, sent, row_bytes=0, row_flops=0, lives=0)] of the tensors present during a "
+     "module's "
+     "call (csrc/predict/program.h)."},
     {NULL, NULL, 0, NULL}};
 
 static PyType_Slot slots[] = {{Py_tp_new, program_new},

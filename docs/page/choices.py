@@ -8,7 +8,8 @@ from vaemem.engine.configs import SAMPLE_SIZES
 from vaemem.out_of_memory.sizes import COMMON, MADE_SIZES
 from vaemem.pipelines.components import PIPELINES
 from vaemem.pipelines.pipeline_request import OFFLOADS, SMALL_TILE, TORCH_WAYS, WEIGHT_TYPES
-from vaemem.pipelines.storage import BITSANDBYTES, GGML, PLAIN
+from vaemem.pipelines.quantising import SCHEMES
+from vaemem.pipelines.storage import GGML, PLAIN
 from vaemem.prediction.gpus import coarse_names, find_gpu, gpu_names
 from vaemem.prediction.request import KEPT, TILED_SIDES, VAEArguments, resolve_vae
 from vaemem.prediction.runtimes import PROGRAM_NAMES, WAN, shipped_models
@@ -69,7 +70,7 @@ def _offer_pipeline(name):
         dtypes.append(dtype)
     encoders = ",".join(f"{role}=cpu" for role in known.encoders)
     LABELS["offload"][encoders] = "text encoders on the CPU"
-    types = [one for one in WEIGHT_TYPES if one in PLAIN or one in GGML or one in BITSANDBYTES]  # each once
+    types = [one for one in WEIGHT_TYPES if one in PLAIN or one in GGML or one in SCHEMES]  # each once
     types = {role: DTYPES if role == "vae" else types for role in known.parts}
     return {
         "dtype": dtypes, "offload": [*OFFLOADS, encoders], "vae": [*TORCH_WAYS, f"tiled {SMALL_TILE}"], "torch": [],

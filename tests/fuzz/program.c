@@ -7,11 +7,13 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     const uint64_t how = take(&in, 1);
     vm_program_call call = {.dtype = how % 4 % 3, .gpu = {(int)take(&in, 1), 1 + (int)take(&in, 1)}};
     for (size_t i = 0; i < 4; i++) call.value[i] = (int64_t)number(&in);
-    const vm_passing passing[] = {
-        {"", "bias", 8, true}, {"a", "weight", number(&in), false}, {"a.b", "weight", 9, true}};
+    const vm_passing passing[] = {{"", "bias", 8, true, 0, 0, 0},
+                                  {"a", "copy", 16, false, 0, 0, 1},
+                                  {"a", "weight", number(&in), false, 2, 3, 0},
+                                  {"a.b", "weight", 9, true, 0, 0, 0}};
     if (how & 4) {
         call.passing = passing;
-        call.passings = 3;
+        call.passings = 4;
     }
     char *text = calloc(1, (size_t)(in.end - in.at) + 1);
     memcpy(text, in.at, (size_t)(in.end - in.at));

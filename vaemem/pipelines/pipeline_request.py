@@ -6,7 +6,7 @@ import functools
 import math
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -17,7 +17,8 @@ from vaemem.engine.limits import parse_size
 from vaemem.engine.weights import tensor_types
 from vaemem.pipelines import programs
 from vaemem.pipelines.components import PIPELINES, VAE_STRIDE, Pipeline, weights_of
-from vaemem.pipelines.storage import BITSANDBYTES, FOUR_BITS, GGML, SPELT, TYPES, Stored, stored
+from vaemem.pipelines.quantising import BITSANDBYTES, FOREIGN, SCHEMES, SIXTEEN_BITS, UNSENT, layer_working
+from vaemem.pipelines.storage import GGML, SPELT, TYPES, Stored, stored
 from vaemem.prediction.gpus import Gpu
 from vaemem.prediction.job import MOST_SIDE
 from vaemem.prediction.predict import SMALL_TILE
@@ -55,7 +56,7 @@ class Part:
     place : str
         Where it is loaded: one of `PLACES`.
     source : str
-        The dtype of its file, if bitsandbytes quantises the weights on loading; "" if the file has them quantised.
+        The dtype of its file, if a library quantises the weights on loading; "" if the file has them quantised.
     """
 
     role: str
@@ -82,7 +83,7 @@ class Part:
         key = (gpu.name, gpu.sm, gpu.multiprocessors, sends, *wanted.items())
         trace = kept.get(key)
         if trace is None:
-            trace = recording.trace(self.dtype, gpu, self.unpacked, self.sent if sends else None, **wanted)
+            trace = recording.trace(self.dtype, gpu, self.working, self.sent if sends else None, **wanted)
             for oldest in list(kept)[: len(kept) + 1 - KEPT_TRACES]:
                 kept.pop(oldest, None)
             kept[key] = trace
@@ -117,32 +118,41 @@ class Part:
         """Tell whether any of its weights is stored in one of these types."""
         return not self._types.isdisjoint(types)
 
-    def _by_module(self, made: Mapping[str, int]) -> dict[str, list[tuple[str, int]]]:
-        """Group named tensors: {submodule: [(name, bytes)]}. A file may put the model's name before a submodule's. If
-        its tensors have other names, the largest of them represents the whole call, under ""."""
+    def _by_module(self, made: Mapping[str, Sequence[tuple[Any, ...]]]) -> dict[str, list[tuple[Any, ...]]]:
+        """Group the tensors of each weight, (name, bytes, ...), by submodule. A file may put the model's name before a
+        submodule's. If its tensors have other names, the largest of them represents the whole call, under ""."""
         modules = {weight.module for weight in weights_of(self.component)}
-        found: dict[str, list[tuple[str, int]]] = {}
-        for name, size in made.items():
+        found: dict[str, list[tuple[Any, ...]]] = {}
+        for name, tensors in made.items():
             module, _, own = name.rpartition(".")
             module = module if module in modules else module.partition(".")[2]
             if module in modules:
-                found.setdefault(module, []).append((own, size))
-            elif size > sum(other for _, other in found.get("", ())):
-                found[""] = [(name, size)]
+                found.setdefault(module, []).extend((called.format(own), *sizes) for called, *sizes in tensors)
+            elif tensors[0][1] > sum(size for _, size, *_ in found.get("", ())):
+                found[""] = [(tensors[0][0].format(name), *tensors[0][1:])]
         return found
 
     @functools.cached_property
-    def sent(self) -> dict[str, list[tuple[str, int]]]:
+    def sent(self) -> dict[str, list[tuple[Any, ...]]]:
         """{submodule: [(name, bytes)]} of the weights that sequential offload has on the device during its call."""
-        return self._by_module({w.name: w.bytes for w in self.weights})
+        return self._by_module({w.name: [("{}", w.bytes)] for w in self.weights})
 
     @functools.cached_property
-    def unpacked(self) -> dict[str, list[tuple[str, int]]]:
-        """{submodule: [(name, bytes)]} of its weights in the dtype that it computes in, unpacked for its call from a
-        smaller type."""
-        smaller, size = (*GGML, *FOUR_BITS, "fp8"), ELEMENT_BYTES[self.dtype]
-        packed = [w for w in self.weights if SPELT.get(w.type, w.type) in smaller]
-        return self._by_module({f"{w.name}, unpacked": math.prod(w.shape) * size for w in packed})
+    def working(self) -> dict[str, list[tuple[Any, ...]]]:
+        """{submodule: tensors}, as `Recorded.trace` takes them, of its weights if they are stored in another type than
+        that of the computation: unpacked weights, and a library's other tensors."""
+        smaller, size = (*GGML, *SCHEMES, "fp8"), ELEMENT_BYTES[self.dtype]
+        names = {weight.name for weight in weights_of(self.component)}
+        found = dict[str, list[tuple[Any, ...]]]()
+        for w in self.weights:
+            type = SPELT.get(w.type, w.type)
+            if type in smaller:
+                has_bias = w.name.removesuffix("weight") + "bias" in names
+                found[w.name] = [
+                    (one.name, one.bytes, one.row_bytes, 2 * math.prod(w.shape) if one.row_bytes else 0, one.lives)
+                    for one in layer_working(type, w.shape, size, has_bias)
+                ]
+        return self._by_module({name: tensors for name, tensors in found.items() if tensors})
 
 
 @functools.lru_cache(maxsize=32)
@@ -159,18 +169,26 @@ def _part(role: str, component: str, dtype: str, given: Any, upcast: bool) -> Pa
     if isinstance(given, str) and not os.path.exists(given) and (spoken := _SPOKEN.fullmatch(given)):
         given, source, place = (part or "" for part in spoken.group("type", "source", "place"))
     # from_pretrained quantises on the card; people short of memory load quantised files to the CPU.
-    place, name = place.lower() or PLACES[bool(source)], str(given)
+    place, name = place.lower() or PLACES[bool(source) and given not in SIXTEEN_BITS], str(given)
     is_file = isinstance(given, os.PathLike) or name.endswith((".safetensors", ".gguf")) or os.path.exists(name)
     if is_file and given not in DTYPES and not is_vae:
         with inside(what, path=str(given), caught=(ValueError,)):
             held = tuple(stored(weights_of(component), None, tensor_types(given)))
         return Part(role, component, dtype, held, place=place)
+    if why := FOREIGN.get(name.lower()):
+        raise ArgumentError(what, "", f"{why}, got {name!r}")
     given = meant(what, given, DTYPES if is_vae else WEIGHT_TYPES)
-    if source and given not in BITSANDBYTES:
-        raise ArgumentError(what, f"'from {source}' after {', '.join(BITSANDBYTES)}", f"it after {given!r}")
+    if source and given not in SCHEMES:
+        raise ArgumentError(what, f"'from {source}' after {', '.join(SCHEMES)}", f"it after {given!r}")
+    if given in SIXTEEN_BITS and dtype == "float32":
+        raise ArgumentError(what, f"a computation in 16 bits with {given}", "one in float32")
+    if given in SIXTEEN_BITS and place != PLACES[0]:
+        got = f"'{given} {place}'"
+        raise ArgumentError(what, f"{given} without a place: diffusers loads and quantises it on the CPU", got)
     source = meant(what, source, DTYPES) if source else ""
     # Without a file, this runtime's rule chooses the tensors for a type.
     rule = "layerwise" if given == "fp8" else "bitsandbytes" if given in BITSANDBYTES else "all"
+    rule = "libraries" if given in SIXTEEN_BITS else rule
     if given in GGML:
         rule = "llama.cpp" if role.startswith("text_encoder") else "comfyui-gguf"
     if given in DTYPES:  # it computes in its stored type
@@ -257,10 +275,10 @@ class PipelineRequest(Request):
             got = ("one on the CPU or ", Named("vae", "vaemem"))
             raise ArgumentError("image", "PyTorch's VAE on the device", got)
         for part in self.parts:
-            if offload == "sequential" and part.has(FOUR_BITS):
-                needed = f"none or model with components[{part.role!r}] in bitsandbytes' four bits"
-                why = "accelerate does not bring them back"
-                raise ArgumentError("offload", needed, "'sequential'", why)
+            if offload == "sequential" and part.has(UNSENT):
+                stored_in = next(type for type in UNSENT if part.has([type]))
+                needed = f"none or model with components[{part.role!r}] in {stored_in}"
+                raise ArgumentError("offload", needed, "'sequential'", "accelerate does not bring such weights back")
         held = self.part("vae").nbytes
         if vae == "vaemem" and limit <= held:
             needed = f"more than the VAE's weights, which count in it and are {held} bytes"
@@ -289,6 +307,15 @@ def check_way(
         raise ArgumentError("vae_memory_limit", wanted, f"{vae_memory_limit!r} with {vae!r}")
     limit = 0 if vae_memory_limit is None else parse_size("vae_memory_limit", vae_memory_limit)
     return offload, on_cpu, vae, limit
+
+
+def check_card(parts: Sequence[Part], card: Card) -> None:
+    """Raise ValueError if a part's kernels need another GPU."""
+    for part in parts:
+        for type, scheme in SCHEMES.items():
+            if card.gpu.sm < scheme.sm and part.has([type]):
+                needed = f"a GPU of compute capability {scheme.sm / 10:.1f} or more with {type}"
+                raise ArgumentError(f"components[{part.role!r}]", needed, f"{card.gpu.name} ({card.gpu.sm / 10:.1f})")
 
 
 def image_sides(height: int, width: int, stride: int = VAE_STRIDE, what: str = "") -> tuple[int, int]:
@@ -334,7 +361,9 @@ def resolve_pipeline(given: PipelineArguments, card: Card, software: Software) -
     made_of = "" if said == f"{height}x{width}" else said
     tokens = given.prompt_tokens
     tokens = known.tokens if tokens is None else whole("prompt_tokens", tokens, most=MOST_TOKENS)
+    parts = parts_of(known, dtype, given.components or {}, release)
+    check_card(parts, card)
     return PipelineRequest(
         card, software, pipeline, height, width, whole("batch", given.batch), tokens, given.guidance, given.steps,
-        given.image, parts_of(known, dtype, given.components or {}, release), safe=given.safe, made_of=made_of,
+        given.image, parts, safe=given.safe, made_of=made_of,
     )  # fmt: skip

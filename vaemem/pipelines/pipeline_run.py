@@ -13,7 +13,8 @@ from vaemem.pipelines import programs
 from vaemem.pipelines.components import VAE_STRIDE, vae_counts
 from vaemem.pipelines.phases import PHASES
 from vaemem.pipelines.pipeline_request import Part, PipelineRequest
-from vaemem.pipelines.storage import BITSANDBYTES, Stored
+from vaemem.pipelines.quantising import BITSANDBYTES
+from vaemem.pipelines.storage import Stored
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.held import LoadedVAE, Tensor, Variables
 from vaemem.prediction.planned import Phase

@@ -18,8 +18,8 @@ from vaemem.pipelines import ways_mlx
 from vaemem.pipelines.components import CLIPS, PIPELINES, known_pipeline, refuse, weights_of
 from vaemem.pipelines.pipeline_request import PipelineArguments, PipelineRequest, parts_of, resolve_pipeline
 from vaemem.pipelines.predict_pipeline import PipelinePrediction
+from vaemem.pipelines.quantising import UNSENT
 from vaemem.pipelines.recipe import diffusers_code
-from vaemem.pipelines.storage import FOUR_BITS
 from vaemem.pipelines.ways import PipelinePlan, Room, outcome, runs_out
 from vaemem.prediction.gpus import CONTEXT, Gpu, sold
 from vaemem.prediction.planned import Way
@@ -230,7 +230,7 @@ def diffusers_ways(
         for place, offload in offloads.items():
             if not offload:  # there is no text encoder
                 continue
-            if offload == "sequential" and any(part.has(FOUR_BITS) for part in stored.parts):
+            if offload == "sequential" and any(part.has(UNSENT) for part in stored.parts):
                 continue
             # vaemem only decodes, and accelerate's hooks work on PyTorch's modules only.
             for vae in by_torch if q.image or offload == "sequential" else [*by_torch, "vaemem"]:

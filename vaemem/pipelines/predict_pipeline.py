@@ -27,7 +27,7 @@ from vaemem.pipelines.pipeline_request import (
     resolve_pipeline,
 )
 from vaemem.pipelines.pipeline_run import play_pipeline
-from vaemem.pipelines.storage import BITSANDBYTES
+from vaemem.pipelines.quantising import BITSANDBYTES, SIXTEEN_BITS
 from vaemem.prediction.answer import Answer, alias, largest_tensor
 from vaemem.prediction.closed import PlayedPeak
 from vaemem.prediction.formula import Formula
@@ -371,7 +371,11 @@ def _notes(q: PipelineRequest) -> Iterator[str]:
             yield f"{part.role}: {older}; give 'int8 kept on cuda' for that"
         if kind and q.offload != "none" and part.place == PLACES[0]:
             yield f"{part.role}: loaded with device_map='cpu'; without it, give '{kind} on cuda'"
-        if part.unpacked:
+        if part.has(["qfloat8"]):
+            yield f"{part.role}: quanto's own kernels, compiled by nvcc, unpack nothing; the copies here are the most"
+        if part.has(["int4wo"]):
+            yield f"{part.role}: torchao's int4 kernels (mslk) were read, not run"
+        if part.working and not part.has(SIXTEEN_BITS):
             yield f"{part.role}: unpacked weights are counted for the running layer; other temporaries are not"
         if part.role == "vae" and q.tile not in (0, usual_tile(part.component)):
             yield f"vae: for these tiles set vae.tile_sample_min_size = {q.tile} and tile_latent_min_size to an eighth"

@@ -35,7 +35,7 @@ from vaemem._common import ELEMENT_BYTES, choose, distinct, shipped
 from vaemem._errors import ArgumentError
 from vaemem.prediction.gpus import Gpu
 
-Passing = Mapping[str, Iterable[tuple[str, int]]]
+Passing = Mapping[str, Iterable[tuple[Any, ...]]]
 ANY_GPU = "H100 PCIe"  # FLOPs are the same on all
 # Up to this release of diffusers, these modules have another recording, with diffusers 0.33.0 and transformers 4.57.6.
 _OLDER, LAST_OLDER = "older/", 34
@@ -77,17 +77,19 @@ class Recorded:
     ) -> _core.Trace:
         """Trace a call's memory on a GPU, with a value for each of `variables`. ValueError if it was not recorded.
 
-        passing: {module: [(name, bytes)]} of what is there while that submodule is called and no longer
+        passing: {module: [(name, bytes)]} of tensors present only while that submodule is called. Three more numbers
+            may follow: bytes for each row of its product, the product's FLOPs for a row, and how many later tensors
+            it waits for until it is given back (0: until the call ends).
         sent: the same of weights that accelerate's hooks send for the call, and empty the cache after each
         """
         if set(sizes) != set(self.variables):
             raise ArgumentError(self.name, ", ".join(self.variables), ", ".join(sizes))
         choose("dtype", dtype, self.dtypes)
         through = [
-            (module, name, size, of is sent)
+            (module, name, size, of is sent, *more)
             for of in (sent, passing)
             for module, tensors in (of or {}).items()
-            for name, size in tensors
+            for name, size, *more in tensors
         ]
         through.sort(key=operator.itemgetter(0))
         given = tuple(sizes[name] for name in self.variables)

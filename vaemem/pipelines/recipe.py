@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from vaemem._common import distinct
 from vaemem.engine.configs import config_of
 from vaemem.pipelines.components import VAE_STRIDE, Pipeline
-from vaemem.pipelines.storage import BITSANDBYTES, FOUR_BITS
+from vaemem.pipelines.quantising import SCHEMES
 from vaemem.prediction.runtimes import LAST_DIFFUSERS, architecture
 from vaemem.prediction.usual import FIXED
 
@@ -94,18 +95,20 @@ def diffusers_code(
     keyword, imports = dtype_keyword(release), [pipeline.class_name]
     told = [f'"{pipeline.repository}"', f"{keyword}=torch.{dtype}"]
     lines, more = [], []
-    quantised = [role for role, kind in types.items() if kind in BITSANDBYTES]
+    quantised = [role for role, kind in types.items() if kind in SCHEMES]
     if quantised:
-        kind = types[quantised[0]]
-        four = f'"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.{dtype}'
-        four += ', "bnb_4bit_use_double_quant": True' if kind == "nf4 double" else ""
-        backend = "bitsandbytes_4bit" if kind in FOUR_BITS else "bitsandbytes_8bit"
         more.append("from diffusers.quantizers import PipelineQuantizationConfig  # diffusers 0.34 or later")
-        lines += [
-            "quantization_config = PipelineQuantizationConfig(", f'    quant_backend="{backend}",',
-            f"    quant_kwargs={{{four if kind in FOUR_BITS else chr(34) + 'load_in_8bit' + chr(34) + ': True'}}},",
-            f"    components_to_quantize={quantised},".replace("'", '"'), ")",
-        ]  # fmt: skip
+        lines.append("quantization_config = PipelineQuantizationConfig(quant_mapping={")
+        for role in quantised:
+            config, settings = SCHEMES[types[role]].config, SCHEMES[types[role]].settings.replace("{dtype}", dtype)
+            library = "transformers" if role.startswith("text_encoder") else "diffusers"
+            if library == "transformers":
+                settings = settings.replace("weights_dtype", "weights")  # QuantoConfig's
+            lines.append(f'    "{role}": {library}.{config}({settings}),')
+            more.append(f"import {library}")
+            if settings.endswith("Config()"):
+                more.append(f"from torchao.quantization import {settings.removesuffix('()')}")
+        lines.append("})")
         told.append("quantization_config=quantization_config")
     for role, kind in types.items():
         if role not in quantised:
@@ -119,4 +122,6 @@ def diffusers_code(
     lines += [*vae_code(vae, vae_memory_limit, class_name), *placing_code(offload, pipeline.parts)]
     more += [line for line in lines if line.startswith("from ")]
     lines = [line for line in lines if not line.startswith("from ")]
-    return "\n".join(["import torch", f"from diffusers import {', '.join(imports)}", *more, "", *lines])
+    plain = sorted({line for line in more if line.startswith("import ")})
+    more = distinct(line for line in more if not line.startswith("import "))
+    return "\n".join([*plain, "import torch", f"from diffusers import {', '.join(imports)}", *more, "", *lines])

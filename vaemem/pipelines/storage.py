@@ -16,6 +16,7 @@ from vaemem._common import choose, distinct
 from vaemem._errors import ArgumentError
 from vaemem.engine.file_tensors import BLOCKS, QUANTISED
 from vaemem.pipelines.programs import Weight
+from vaemem.pipelines.quantising import BITSANDBYTES, SCHEMES, SIXTEEN_BITS
 
 __all__ = ["RULES", "TYPES", "Stored", "stored", "tensor_bytes"]
 
@@ -26,12 +27,7 @@ PLAIN = {  # as files spell them
     "bool": "BOOL",
 }  # fmt: skip
 SPELT = {spelt: name for name, spelt in PLAIN.items()}
-FOUR_BITS = ("nf4", "nf4 double")
-BITSANDBYTES = ("int8", *FOUR_BITS)
-TYPES = tuple(distinct((*PLAIN, *GGML, *BITSANDBYTES, *BLOCKS)))
-
-NF4_BLOCK, NESTED_BLOCK = 64, 256  # numbers that share a scale; scales that share theirs
-NF4_CODE, NESTED_CODE, OFFSET = 4 * 16, 4 * 256, 4  # float32: the values of 4 bits, of 8 bits, and a mean
+TYPES = tuple(distinct((*PLAIN, *GGML, *SCHEMES, *BLOCKS)))
 
 
 def tensor_bytes(shape: Sequence[int], type: str) -> int:
@@ -44,8 +40,10 @@ def tensor_bytes(shape: Sequence[int], type: str) -> int:
     type : str
         ``"float32"``, ``"float16"``, ``"bfloat16"``, ``"fp8"`` (e4m3); ``"int8"``, bitsandbytes' LLM.int8(), with a
         float32 scale a row; ``"nf4"`` of bitsandbytes, with a float32 scale for 64 numbers, and ``"nf4 double"``, whose
-        scales are in 8 bits; ggml's ``"Q8_0"``, ``"Q4_K"``, ``"Q4_0"``, ``"Q4_1"``, ``"Q2_K"`` and their like. Names as
-        files spell them also work: ``"F32"``, ``"BF16"``, ``"F8_E4M3"``.
+        scales are in 8 bits; torchao's ``"int8wo"``, ``"int8dq"``, ``"int4wo"``, ``"float8wo"`` and ``"float8dq"``;
+        optimum-quanto's ``"qint8"``, ``"qint4"`` and ``"qfloat8"``; ggml's ``"Q8_0"``, ``"Q4_K"``, ``"Q4_0"``,
+        ``"Q4_1"``, ``"Q2_K"`` and their like. Names as files spell them also work: ``"F32"``, ``"BF16"``,
+        ``"F8_E4M3"``.
 
     Raises
     ------
@@ -65,7 +63,7 @@ def tensor_bytes(shape: Sequence[int], type: str) -> int:
     """
     choose("type", type, TYPES)
     numbers, type = math.prod(shape), SPELT.get(type, type)
-    if type in BITSANDBYTES:
+    if type in SCHEMES:
         return sum(_pieces(shape, type))
     together, size = BLOCKS[PLAIN.get(type, type)]
     if together > 1 and (not shape or shape[-1] % together):
@@ -74,16 +72,10 @@ def tensor_bytes(shape: Sequence[int], type: str) -> int:
 
 
 def _pieces(shape: Sequence[int], type: str) -> tuple[int, ...]:
-    """List the bytes of bitsandbytes' tensors for a matrix, in the order in which quantising makes them."""
+    """List the bytes of a library's tensors for a matrix, in the order in which quantising makes them."""
     if len(shape) != 2:
         raise ArgumentError("shape", f"a matrix for {type}", str(tuple(shape)))
-    numbers = math.prod(shape)
-    if type == "int8":
-        return 4 * shape[0], numbers
-    packed, scales = -(-numbers // 2), -(-numbers // NF4_BLOCK)
-    if type == "nf4":
-        return 4 * scales, packed, NF4_CODE
-    return packed, NF4_CODE, OFFSET, scales, 4 * -(-scales // NESTED_BLOCK), NESTED_CODE
+    return SCHEMES[type].pieces(*shape)
 
 
 EMBEDDINGS = r"(^|\.)(embed_tokens|shared|token_embedding|position_embedding|relative_attention_bias)\."
@@ -140,6 +132,11 @@ RULES = {
         " head stays (get_keys_to_not_convert), and T5's wo in float32 (_keep_in_fp32_modules)",
         BITSANDBYTES, (2,), rf"(^|\.)lm_head\.|{EMBEDDINGS}", single=r"\.DenseReluDense\.wo\.",
     ),
+    "libraries": _Rule(
+        "diffusers and transformers with TorchAoConfig and QuantoConfig: every nn.Linear's weight, as by bitsandbytes;"
+        " matrices with sides that the kernels do not take stay (torchao/quantization/quant_api.py)",
+        SIXTEEN_BITS, (2,), rf"(^|\.)lm_head\.|{EMBEDDINGS}", single=r"\.DenseReluDense\.wo\.",
+    ),
     "comfyui-gguf": _Rule(
         "ComfyUI-GGUF's tools, convert.py (it flattens a UNet's tensors) and lcpp.patch (for llama-quantize): matrices"
         " except those of first and last layers, embeddings of time, and Z-Image's refiners",
@@ -174,8 +171,8 @@ class Stored(NamedTuple):
 
     @property
     def pieces(self) -> tuple[int, ...]:
-        """List the bytes of its tensors: several if bitsandbytes keeps scales besides the numbers."""
-        return _pieces(self.shape, self.type) if self.type in BITSANDBYTES else (self.bytes,)
+        """List the bytes of its tensors: several if a library keeps scales besides the numbers."""
+        return _pieces(self.shape, self.type) if self.type in SCHEMES else (self.bytes,)
 
 
 def stored(
@@ -255,6 +252,8 @@ def _store(tensor: Weight, shapes: dict[str, tuple[int, ...]], type: str, rule: 
     if rule.embeddings and type != "Q8_0" and re.search(EMBEDDINGS, name):
         type = rule.embeddings
     together, _ = BLOCKS.get(type, (1, 0))
+    if type in SCHEMES and (shape[-1] % SCHEMES[type].columns or any(side % SCHEMES[type].both for side in shape)):
+        return _as(tensor, dtype)
     if rule.flat and shape[-1] % 256 and math.prod(shape) % 256 == 0:
         shape = (math.prod(shape) // 256, 256)
     is_odd = bool(shape) and shape[-1] % together > 0

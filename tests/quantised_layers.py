@@ -1,0 +1,93 @@
+"""Print what real layers of torchao and optimum-quanto store and take on the CPU, as JSON: {type: [bytes of the stored
+tensors, peak of a call with a bias, peak without one]}, one line for each argument OUTPUTS,INPUTS,ROWS.
+tests/test_quantising.py compares it with the package's numbers."""
+
+import json
+import sys
+import weakref
+
+import optimum.quanto as quanto
+import torch
+import torchao.quantization as torchao
+from optimum.quanto.library.qbytes_mm import qbytes_mm
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torchao.kernel import intmm
+
+
+class LiveBytes(TorchDispatchMode):
+    """Count the bytes of the storages that operators make, while they live."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes, self.peak = {}, 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        given = {one.untyped_storage()._cdata for one in tree_leaves((args, kwargs)) if self.is_plain(one)}
+        result = operator(*args, **(kwargs or {}))
+        for one in filter(self.is_plain, tree_leaves(result)):
+            storage = one.untyped_storage()
+            key = storage._cdata
+            if key not in self.sizes and key not in given:
+                self.sizes[key] = storage.nbytes()
+                self.peak = max(self.peak, sum(self.sizes.values()))
+                weakref.finalize(storage, self.sizes.pop, key)
+        return result
+
+    @staticmethod
+    def is_plain(one):
+        return type(one) in (torch.Tensor, torch.nn.Parameter)
+
+
+def stored_bytes(tensor):
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor.nbytes]
+    return [size for name in tensor.__tensor_flatten__()[0] for size in stored_bytes(getattr(tensor, name))]
+
+
+def by_torchao(config):
+    return lambda model: torchao.quantize_(model, config())
+
+
+def by_quanto(weights):
+    def quantise(model):
+        quanto.quantize(model, weights=weights)
+        quanto.freeze(model)
+
+    return quantise
+
+
+def measure(quantise, outputs, inputs, rows):
+    peaks, given = [], torch.ones(1, rows, inputs, dtype=torch.bfloat16)
+    for has_bias in (True, False):
+        model = torch.nn.Sequential(torch.nn.Linear(inputs, outputs, bias=has_bias)).to(torch.bfloat16)
+        quantise(model)
+        with torch.no_grad(), LiveBytes() as live:
+            model(given)
+        peaks.append(live.peak)
+    (layer,) = model
+    sizes = stored_bytes(layer.weight) + [one.nbytes for one in layer.buffers()]
+    return [sorted(sizes, reverse=True), *peaks]
+
+
+def main():
+    # What runs on a GPU: quanto's operator for CUDA, and torchao's product of whole numbers, which copies the weight.
+    torchao.quant_api._check_hardware_support = lambda granularities: None
+    torch.ops.quanto.qbytes_mm = qbytes_mm
+    intmm._is_device = lambda *given: False
+    intmm.safe_int_mm = lambda given, weight: torch._int_mm(given, weight.contiguous())
+    ways = {
+        "int8wo": by_torchao(torchao.Int8WeightOnlyConfig),
+        "int8dq": by_torchao(torchao.Int8DynamicActivationInt8WeightConfig),
+        "float8wo": by_torchao(torchao.Float8WeightOnlyConfig),
+        "float8dq": by_torchao(torchao.Float8DynamicActivationFloat8WeightConfig),
+        "qint8": by_quanto(quanto.qint8),
+        "qfloat8": by_quanto(quanto.qfloat8),
+        "qint4": by_quanto(quanto.qint4),
+    }
+    for sizes in sys.argv[1:]:
+        print(json.dumps({name: measure(way, *map(int, sizes.split(","))) for name, way in ways.items()}))
+
+
+if __name__ == "__main__":
+    main()
