@@ -212,7 +212,7 @@ def test_every_failing_allocation_is_said(dtype, sm, flags):
 
     def ask():
         program = Program(text)
-        passing = [("b", "weight", 8, False), ("b.a", "weight", 8, True)]
+        passing = [("b", "b", "weight", 8, 0), ("b.a", "b.a", "weight", 8, 1)]
         return program.trace(dtype, (1, 8), sm, 128, passing).steps
 
     expected, nth = ask(), 1

@@ -501,6 +501,7 @@ typedef struct player {
     vm_trace *t;
     uint32_t *id; /* of the storages taken, in order */
     size_t taken;
+    vm_passage through;
 } player;
 
 /* Chooses the call, and evaluates its sizes. */
@@ -581,35 +582,6 @@ static vm_status attend(player *y, uint32_t number, const char *shown) {
     return s;
 }
 
-/* Returns: the first of the tensors that pass through a module's call. */
-static size_t first_passing(const player *y, const char *path) {
-    size_t low = 0, high = y->asked->passings;
-    while (low < high) {
-        const size_t middle = (low + high) / 2;
-        if (strcmp(y->asked->passing[middle].module, path) < 0)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low;
-}
-
-/* Takes the tensors that pass through a module's call; their ids are consecutive. */
-static vm_status bring(player *y, const char *path, const char *shown, uint32_t *count) {
-    vm_status s = VM_OK;
-    for (size_t i = first_passing(y, path); !s && i < y->asked->passings; i++) {
-        const vm_passing *one = &y->asked->passing[i];
-        if (strcmp(one->module, path)) break;
-        char label[VM_PROGRAM_PATH + 16], text[VM_TRACE_LABEL];
-        uint32_t id;
-        snprintf(label, sizeof label, "weights of %.*s", VM_PROGRAM_PATH, shown);
-        vm_trace_label(text, label, one->name);
-        s = one->sent ? vm_trace_send(y->t, one->bytes, text, &id) : vm_trace_take(y->t, one->bytes, text, &id);
-        *count += !s;
-    }
-    return s;
-}
-
 static vm_status play(player *y, uint32_t index, const char *path, const char *shown);
 
 /* Plays a submodule's call. path: NULL for the caller of the outermost. */
@@ -646,15 +618,22 @@ static vm_status play_step(player *y, const step *one, const char *path, const c
     }
 }
 
+/* Returns: whether a caller calls the outermost module, which has no name, rather than its submodules. */
+static bool has_outermost(const player *y, const module *caller) {
+    for (size_t i = 0; i < caller->steps; i++) {
+        const step *one = &y->p->step[caller->first + i];
+        if (one->kind == '=' && !*one->name) return true;
+    }
+    return false;
+}
+
 /* Plays a module. path: "" for the outermost, NULL for its caller. */
 static vm_status play(player *y, uint32_t index, const char *path, const char *shown) {
     const module *m = &y->p->module[y->call->own[MODULES].first + index];
-    const uint32_t first = y->t->ids;
-    uint32_t held = 0;
-    vm_status s = path ? bring(y, path, shown, &held) : VM_OK;
+    if (!path && !has_outermost(y, m)) path = "";
+    vm_status s = path ? vm_passage_begin(&y->through, path, shown) : VM_OK;
     for (size_t i = 0; !s && i < m->steps; i++) s = play_step(y, &y->p->step[m->first + i], path, shown);
-    while (!s && held) s = vm_trace_give(y->t, first + --held);
-    return s;
+    return s || !path ? s : vm_passage_end(&y->through, path);
 }
 
 vm_status vm_program_trace(const vm_program *p, const vm_program_call *call, vm_trace **out) {
@@ -663,9 +642,11 @@ vm_status vm_program_trace(const vm_program *p, const vm_program_call *call, vm_
     vm_status s = prepare(&y, p, call);
     if (!s) s = vm_scratch_new(outermost(&y)->takes + 1, sizeof *y.id, &y.id);
     if (!s) s = vm_trace_new(&y.t);
+    if (!s) s = vm_passage_new(y.t, &call->passing, &y.through);
     if (!s) s = play(&y, (uint32_t)(y.call->own[MODULES].count - 1), NULL, p->title);
     vm_scratch_free(y.size);
     vm_scratch_free(y.id);
+    vm_passage_free(&y.through);
     if (s)
         vm_trace_free(y.t);
     else

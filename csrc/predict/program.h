@@ -39,19 +39,11 @@ void vm_program_free(vm_program *p); /* accepts NULL */
 /* Returns: how many variables the caller gives. */
 size_t vm_program_given(const vm_program *p);
 
-/* A tensor that is on the device only while a module is called. */
-typedef struct vm_passing {
-    const char *module, *name; /* borrowed; "": the outermost */
-    uint64_t bytes;
-    bool sent; /* accelerate's hooks send it, and empty the cache after each tensor */
-} vm_passing;
-
 typedef struct vm_program_call {
     vm_dtype dtype;
     int64_t value[VM_PROGRAM_NAMES]; /* of the given variables */
     vm_trace_gpu gpu;
-    const vm_passing *passing; /* [passings], borrowed; sorted by module, and within one in the caller's order */
-    size_t passings;
+    vm_passings passing;
 } vm_program_call;
 
 /* Writes the trace of a call on a GPU, with its FLOPs. VM_EINVAL: a dtype or a case that was not recorded. */

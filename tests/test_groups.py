@@ -1,0 +1,223 @@
+"""Group offloading: the weights that come and leave, beside diffusers' own hooks.
+
+The hooks run on real modules of full size on the device "meta", and on small ones on the CPU. What they move is noted.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+diffusers = pytest.importorskip("diffusers")
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+if not BENCHMARKS.exists():
+    pytest.skip("the sources are not here", allow_module_level=True)
+if int(diffusers.__version__.split(".")[1]) < 42:
+    pytest.skip("groups are those of diffusers 0.42", allow_module_level=True)
+sys.path.insert(0, str(BENCHMARKS))
+
+from diffusers.hooks import apply_group_offloading, group_offloading
+from errors import refused
+from modules import MODULES, make
+from torch_vaes import diffusers_vae
+
+from vaemem import _core, predict_pipeline
+from vaemem.pipelines.components import PIPELINES, weights_of
+from vaemem.pipelines.group_offload import GroupOffload
+from vaemem.pipelines.pipeline_request import parts_of
+from vaemem.prediction.gpus import find_gpu
+from vaemem.prediction.held import arch_key
+from vaemem.prediction.passing import VAE_BLOCKS, block_groups, leaf_groups, pass_vae
+
+LEAF = GroupOffload("leaf_level")
+BLOCK, BLOCKS = (GroupOffload("block_level", count) for count in (1, 3))
+
+
+class Watched:
+    """Notes the bytes of each tensor that the hooks bring, and of each group that they take away."""
+
+    def __init__(self, monkeypatch):
+        self.seen, self.there = [], set()
+        group = group_offloading.ModuleGroup
+
+        def transfer(this, tensor, source, stream, real=group._transfer_tensor_to_device):
+            real(this, tensor, source, stream)
+            if (id(this), id(tensor)) not in self.there:  # a group without blocks names its parameters twice
+                self.there.add((id(this), id(tensor)))
+                self.seen.append(("come", tensor.nbytes))
+
+        def offload(this, real=group.offload_):
+            real(this)
+            tensors = {key for key in self.there if key[0] == id(this)}
+            self.there -= tensors
+            if tensors:  # none of them leaves when its hook is set
+                self.seen.append(("leave", len(tensors)))
+
+        monkeypatch.setattr(group, "_transfer_tensor_to_device", transfer)
+        monkeypatch.setattr(group, "offload_", offload)
+        monkeypatch.setattr(group_offloading, "TorchDeviceBackend", lambda _: None)  # there is no torch.meta
+
+    def run(self, module, offload, device, call):
+        settings = {name: value for name, value in offload.settings.items() if name != "exclude_modules"}
+        apply_group_offloading(module, torch.device(device), torch.device(device), **settings)
+        with torch.no_grad():
+            call(module)
+        return self.seen
+
+
+def predicted(trace):
+    """The same of a trace."""
+    seen, ours, left = [], set(), 0
+    for op, number, size, name in [*trace.steps, ("end", 0, 0, "")]:
+        if op == "give" and number in ours:
+            left += 1
+            continue
+        if left and op != "give":
+            seen.append(("leave", left))
+            left = 0
+        if op == "take" and name.startswith("weights of "):
+            ours.add(number)
+            seen.append(("come", size))
+    return seen
+
+
+def same(ours, real):
+    """Groups that leave with nothing in between are one in a trace."""
+
+    def joined(seen):
+        found = []
+        for kind, number in seen:
+            if found and kind == "leave" == found[-1][0]:
+                number += found.pop()[1]
+            found.append((kind, number))
+        return found
+
+    ours, real = joined(ours), joined(real)
+    for i, (a, b) in enumerate(zip(ours, real, strict=False)):
+        assert a == b, (i, ours[max(0, i - 3) : i + 3], real[max(0, i - 3) : i + 3])
+    assert len(ours) == len(real) > 3
+
+
+COMPONENTS = {
+    component: (name, role)
+    for name, pipeline in PIPELINES.items()
+    for role, component in {**pipeline.parts, **pipeline.optional}.items()
+    # Its recording calls the checker's submodules, but the pipeline calls the checker; the others look at masks.
+    if role != "vae" and component != "safety-checker" and not component.startswith(("qwen3", "mistral3"))
+}
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("offload", [LEAF, BLOCK, BLOCKS], ids=str)
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_a_component_of_full_size_moves_what_the_hooks_move(component, offload, monkeypatch):
+    """Each tensor in order, and how many leave together, during a call."""
+    module, (name, role) = MODULES[component], COMPONENTS[component]
+    dtype, sizes = PIPELINES[name].dtype, module.checks[0]
+    part = next(one for one in parts_of(PIPELINES[name], dtype, {role: dtype}, 42) if one.role == role)
+    trace = part.trace(find_gpu("H100"), offload, **sizes)
+    with torch.device("meta"):
+        args, kwargs = module.call(sizes, getattr(torch, dtype))
+        built = make(module, getattr(torch, dtype))
+        run = module.run or (lambda it, *args, **kwargs: it(*args, **kwargs))
+        real = Watched(monkeypatch).run(built, offload, "meta", lambda it: run(it, *args, **kwargs))
+    same(predicted(trace), real)
+    assert trace.sent == sum(size for kind, size in real if kind == "come")
+
+
+SMALL = {**_core.models()["sdxl"], "name": "small", "block_out_channels": (8, 16, 16), "norm_num_groups": 4}
+
+
+@pytest.mark.parametrize("op", ["encode", "decode"])
+@pytest.mark.parametrize("offload", [LEAF, BLOCK, GroupOffload("block_level", 2)], ids=str)
+@pytest.mark.parametrize("tile", [0, 32])
+@pytest.mark.parametrize("arch", [SMALL, {**SMALL, "use_quant_conv": False, "use_post_quant_conv": False}])
+def test_a_vae_moves_what_the_hooks_move(arch, op, offload, tile, monkeypatch):
+    vae = diffusers_vae(arch, torch.float32, "cpu")
+    vae.use_tiling, vae.tile_sample_min_size, vae.tile_latent_min_size = bool(tile), tile, tile // 4
+    x = torch.zeros(1, *((4, 16, 12) if op == "decode" else (3, 64, 48)))
+    real = Watched(monkeypatch).run(vae, offload, "cpu", lambda it: getattr(it, op)(x))
+    names = [name for name, *_ in _core.Trace.parameters(arch, "diffusers")]
+    blocks = offload.num_blocks_per_group
+    groups = tuple(block_groups(names, blocks, VAE_BLOCKS) if blocks else leaf_groups(names))
+    passing = pass_vae(arch_key(arch), "float32", None, groups)
+    trace = _core.Trace.vae(arch, "diffusers", op, "float32", 64, 48, 1, tile, passing=passing)
+    same(predicted(trace), real)
+    assert not any(step[0] == "empty" for step in trace.steps)
+
+
+def test_a_vae_without_blocks_cannot_decode():
+    """AutoencoderKLFlux2's only group comes for a call of the whole VAE, which a decode is not."""
+    vae = diffusers_vae(_core.models()["flux2"], torch.float32)
+    apply_group_offloading(vae, "cpu", "meta", num_blocks_per_group=1)
+    with torch.no_grad(), pytest.raises((RuntimeError, NotImplementedError)):
+        vae.decode(torch.zeros(1, 32, 8, 8))
+    with refused("offload", "'block_level 1'"):
+        predict_pipeline("flux2-klein", 512, 512, gpu="T4", offload="block_level")
+    assert {name.partition(".")[0] for name in (w.name for w in weights_of("flux2"))} > {"encoder", "decoder"}
+    kept = {"offload_type": "block_level", "num_blocks_per_group": 1, "exclude_modules": "vae"}
+    assert predict_pipeline("flux2-klein", 512, 512, gpu="RTX 4090", offload=kept).host > 0
+
+
+@pytest.mark.parametrize("name", ["text_encoder", "unet"])
+def test_excluded_modules_stay(name):
+    gpu = {"height": 512, "width": 512, "gpu": "RTX 4060"}
+    settings = {"offload_type": "block_level", "num_blocks_per_group": 2}
+    all_, some = (
+        predict_pipeline("sd15", offload=settings | more, **gpu) for more in ({}, {"exclude_modules": [name]})
+    )
+    part = some.parts[name]
+    assert all_.phases[0].name == "encode prompt" and some.phases[0].name == "load"
+    assert some.phases[0].weights >= part.nbytes and all_.host - some.host == part.nbytes
+    kept = predict_pipeline("sd15", offload=settings, components={name: "float16 kept on cuda"}, **gpu)
+    assert [(p.name, p.reserved) for p in kept.phases] == [(p.name, p.reserved) for p in some.phases]
+
+
+def test_the_denoiser_holds_one_group_at_a_time():
+    q = {"height": 512, "width": 512, "gpu": "RTX 3060", "steps": 2}
+    found = {o: predict_pipeline("flux", offload=o, **q) for o in ("leaf_level", "block_level", "block_level 4")}
+    leaf, block, blocks = (next(p for p in f.phases if p.name == "denoise") for f in found.values())
+    part = found["block_level"].parts["transformer"]
+    rest, *_, largest = sorted(
+        sum(size for begins, _, _, size, _ in part.sent_by(BLOCK) if begins == group.begins)
+        for group in part.groups(BLOCK)
+    )
+    assert leaf.weights < block.weights < blocks.weights < part.nbytes
+    assert largest <= block.weights <= largest + 2 * rest
+    assert leaf.sent == block.sent == blocks.sent == 2 * part.nbytes
+
+
+@pytest.mark.parametrize(
+    ("offload", "names"),
+    [
+        ("block_level zero", ("offload['num_blocks_per_group']", "'zero'")),
+        ("leaf_level 2", ("offload['num_blocks_per_group']", "2")),
+        ({"offload_type": "block_level"}, ("offload['num_blocks_per_group']", "None")),
+        ({"offload_type": "block"}, ("offload['offload_type']", "'block'")),
+        ({"offload_type": "leaf_level", "streams": True}, ("offload", "'streams'")),
+        ({"offload_type": "leaf_level", "use_stream": True}, ("offload['use_stream']", "True")),
+        ({"offload_type": "leaf_level", "exclude_modules": ["unets"]}, ("offload['exclude_modules']", "'unets'")),
+    ],
+)
+def test_what_is_refused(offload, names):
+    with refused(*names):
+        predict_pipeline("sd15", 512, 512, gpu="T4", offload=offload)
+
+
+def test_bitsandbytes_is_refused():
+    with refused("offload", "'leaf_level'"):
+        predict_pipeline("flux", 512, 512, gpu="T4", offload="leaf_level", components={"transformer": "nf4"})
+
+
+def test_a_safety_checker_is_moved_too():
+    """enable_group_offload takes every component, also one that model offload leaves on the device."""
+    found = predict_pipeline(
+        "sd15", 512, 512, gpu="RTX 4060", offload="leaf_level", components={"safety_checker": "float16"}
+    )
+    assert found.phases[0].name != "load" and found.host == sum(part.nbytes for part in found.parts.values())
