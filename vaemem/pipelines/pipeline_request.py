@@ -188,7 +188,7 @@ def _groups_of(component: str, blocks: int) -> tuple[Group, ...]:
 
 
 def _has_blocks(component: str) -> bool:
-    """Tell whether it is an AutoencoderKL, which names its blocks; AutoencoderKLFlux2 names none."""
+    """Tell whether it is an AutoencoderKL."""
     return component in shipped_models() and not architecture(component).get("patch_size")
 
 
@@ -298,6 +298,11 @@ class PipelineRequest(Request):
         stay = self.group.exclude_modules if self.group else self.pipeline.optional
         return tuple(part.role for part in self.parts if part.role in stay or part.place == "kept on cuda")
 
+    @property
+    def groups_vae(self) -> bool:
+        """Whether block_level can offload its VAE: AutoencoderKL names its blocks, and AutoencoderKLFlux2 does not."""
+        return _has_blocks(self.part("vae").component)
+
     def run_with(self, offload: Any, vae: str, vae_memory_limit: int | str | None = None) -> PipelineRequest:
         """Return a copy with these arguments of `predict_pipeline`. ValueError names an impossible one."""
         on_cpu: tuple[str, ...] = ()
@@ -345,7 +350,7 @@ class PipelineRequest(Request):
                 why = "nobody checked how groups move bitsandbytes' weights"
                 wanted = f"{part.role} in exclude_modules, or in another type"
                 raise ArgumentError("offload", wanted, repr(str(group)), why)
-            if part.role == "vae" and group.num_blocks_per_group and not _has_blocks(part.component):
+            if part.role == "vae" and group.num_blocks_per_group and not self.groups_vae:
                 why = "its class names no blocks, and a decode does not call the module that would bring its weights"
                 wanted = f"leaf_level, or the vae in exclude_modules with {self.name}"
                 raise ArgumentError("offload", wanted, repr(str(group)), why)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from vaemem.pipelines.components import VAE_STRIDE, Pipeline
+from vaemem.pipelines.group_offload import GroupOffload
 from vaemem.pipelines.storage import BITSANDBYTES, FOUR_BITS
 from vaemem.prediction.runtimes import LAST_DIFFUSERS
 from vaemem.prediction.usual import FIXED
@@ -30,8 +32,18 @@ def vae_code(vae: str, limit: int | str | None = None) -> list[str]:
     return ["pipe.vae.enable_tiling()", *tiles] if how == "tiled" else []
 
 
-def placing_code(offload: str | Mapping[str, str], roles: Iterable[str], device: str = "cuda") -> list[str]:
-    """Return the lines that offload a pipeline, or put its components in place."""
+def placing_code(offload: str | Mapping[str, Any], roles: Iterable[str], device: str = "cuda") -> list[str]:
+    """Return the lines that offload a pipeline, or put its components in place.
+
+    Examples
+    --------
+    >>> print(*placing_code("block_level 2", ["unet", "vae"]), sep="\\n")
+    import torch
+    pipe.enable_group_offload(torch.device("cuda"), offload_type="block_level", num_blocks_per_group=2)
+    """
+    if group := GroupOffload.read(offload):
+        given = [f"{name}={_quoted(value)}" for name, value in group.settings.items()]
+        return ["import torch", f"pipe.enable_group_offload(torch.device({_quoted(device)}), {', '.join(given)})"]
     if isinstance(offload, Mapping):
         on_cpu = [role for role, place in offload.items() if place == "cpu"]
         note = f"# {' and '.join(on_cpu)} stay on the CPU: pass pipe.encode_prompt's embeddings to the pipeline"
@@ -42,7 +54,7 @@ def placing_code(offload: str | Mapping[str, str], roles: Iterable[str], device:
 
 
 def _quoted(value: object) -> str:
-    return f'"{value}"'
+    return json.dumps(value)
 
 
 def dtype_keyword(release: int) -> str:
@@ -51,7 +63,7 @@ def dtype_keyword(release: int) -> str:
 
 
 def diffusers_code(
-    pipeline: Pipeline, dtype: str, offload: str | Mapping[str, str] = "none", vae: str = "whole",
+    pipeline: Pipeline, dtype: str, offload: str | Mapping[str, Any] = "none", vae: str = "whole",
     components: Mapping[str, Any] | None = None, vae_memory_limit: int | str | None = None,
     release: int = LAST_DIFFUSERS,
 ) -> str:  # fmt: skip
@@ -99,5 +111,5 @@ def diffusers_code(
         lines.append(f'pipe.vae = AutoencoderKL.from_pretrained("{FIXED}", {keyword}=torch.float16)')
     lines += [*vae_code(vae, vae_memory_limit), *placing_code(offload, pipeline.parts)]
     more += [line for line in lines if line.startswith("from ")]
-    lines = [line for line in lines if not line.startswith("from ")]
+    lines = [line for line in lines if not line.startswith(("from ", "import "))]
     return "\n".join(["import torch", f"from diffusers import {', '.join(imports)}", *more, "", *lines])
