@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,15 +23,19 @@ if int(diffusers.__version__.split(".")[1]) < 42:
     pytest.skip("groups are those of diffusers 0.42", allow_module_level=True)
 sys.path.insert(0, str(BENCHMARKS))
 
-from diffusers.hooks import apply_group_offloading, group_offloading
+from diffusers.hooks import apply_group_offloading, group_offloading, layerwise_casting
 from errors import refused
 from modules import MODULES, make
 from torch_vaes import diffusers_vae
 
 from vaemem import _core, predict_pipeline
+from vaemem.pipelines import pipeline_request
 from vaemem.pipelines.components import PIPELINES, weights_of
 from vaemem.pipelines.group_offload import GroupOffload
-from vaemem.pipelines.pipeline_request import parts_of
+from vaemem.pipelines.pipeline_request import Part, parts_of
+from vaemem.pipelines.programs import Weight
+from vaemem.pipelines.recipe import diffusers_code
+from vaemem.pipelines.storage import stored
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.held import arch_key
 from vaemem.prediction.passing import VAE_BLOCKS, block_groups, leaf_groups, pass_vae
@@ -221,3 +226,67 @@ def test_a_safety_checker_is_moved_too():
         "sd15", 512, 512, gpu="RTX 4060", offload="leaf_level", components={"safety_checker": "float16"}
     )
     assert found.phases[0].name != "load" and found.host == sum(part.nbytes for part in found.parts.values())
+
+
+# ---- layerwise casting ----
+
+
+CAST = [name for name in MODULES if name.endswith(("-unet", "-transformer")) and "older" not in name]
+CAST += ["clip-l", "openclip-g", "t5-xxl", "qwen3-4b"]
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("component", CAST)
+def test_what_is_stored_in_float8(component):
+    """Our code, run on the real module, casts what the prediction stores in float8, and nothing else."""
+    name, role = next(
+        (name, role) for name, one in PIPELINES.items() for role, part in one.parts.items() if part == component
+    )
+    pipeline = PIPELINES[name]
+    part = next(one for one in parts_of(pipeline, pipeline.dtype, {role: "fp8"}, 42) if one.role == role)
+    code = diffusers_code(pipeline, pipeline.dtype, components={role: "fp8"})
+    lines = [line for line in code.splitlines() if "layerwise" in line]
+    pipe = SimpleNamespace(**{role: make(MODULES[component], getattr(torch, pipeline.dtype))})
+    exec("\n".join(lines), {"pipe": pipe, "torch": torch})
+    types = {name: str(tensor.dtype) for name, tensor in getattr(pipe, role).named_parameters()}
+    ours = {weight.name for weight in part.weights if weight.type == "fp8"}
+    assert ours == {name for name, kind in types.items() if "float8" in kind} != set()
+    assert lines[-1].startswith(("pipe.unet.", "pipe.transformer.")) is not role.startswith("text_encoder")
+
+
+def test_a_layer_computes_in_the_dtype_of_the_run(monkeypatch):
+    """Each cast layer of a real module has its weights in the compute dtype during its call only, as predicted."""
+    torch.manual_seed(0)
+    config = {"in_channels": 4, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16}
+    config |= {
+        "num_attention_heads": 2,
+        "joint_attention_dim": 8,
+        "pooled_projection_dim": 8,
+        "axes_dims_rope": (4, 4, 8),
+    }
+    flux = diffusers.FluxTransformer2DModel(**config).to(torch.bfloat16).eval()
+    weights = [(name, tuple(tensor.shape)) for name, tensor in flux.named_parameters()]
+    flux.enable_layerwise_casting(torch.float8_e4m3fn, torch.bfloat16)
+    held, names = {}, {id(module): name for name, module in flux.named_modules()}
+    hook = layerwise_casting.LayerwiseCastingHook
+
+    def watch(this, module, output, real=hook.post_forward):
+        held[names[id(module)]] = sum(tensor.nbytes for tensor in module.parameters())
+        return real(this, module, output)
+
+    monkeypatch.setattr(hook, "post_forward", watch)
+    for module in flux.modules():  # the registry keeps bound methods
+        registry = getattr(module, "_diffusers_hook", None)
+        for one, reference in zip(registry.hooks.values(), registry._fn_refs, strict=True) if registry else ():
+            reference.post_forward = one.post_forward
+    half = {"dtype": torch.bfloat16}
+    with torch.no_grad():
+        flux(torch.zeros(1, 4, 4, **half), torch.zeros(1, 3, 8, **half), torch.zeros(1, 8, **half),
+             torch.zeros(1, **half), img_ids=torch.zeros(4, 3), txt_ids=torch.zeros(3, 3))  # fmt: skip
+    stored_ = tuple(stored(weights, "fp8", "layerwise"))
+    part = Part("transformer", "flux-schnell-transformer", "bfloat16", stored_)
+    monkeypatch.setattr(pipeline_request, "weights_of", lambda _: [Weight(*one) for one in weights])
+    ours = {module: sum(size for _, size in made) for module, made in part.unpacked.items()}
+    assert ours == held and len(held) > 10
+    after = {name for name, tensor in flux.named_parameters() if tensor.dtype is torch.float8_e4m3fn}
+    assert after == {weight.name for weight in stored_ if weight.type == "fp8"}

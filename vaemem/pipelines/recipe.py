@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from vaemem._common import distinct
 from vaemem.pipelines.components import VAE_STRIDE, Pipeline
 from vaemem.pipelines.group_offload import GroupOffload
 from vaemem.pipelines.storage import BITSANDBYTES, FOUR_BITS
@@ -51,6 +52,16 @@ def placing_code(offload: str | Mapping[str, Any], roles: Iterable[str], device:
     if offload == "none":
         return [f"pipe.to({_quoted(device)})"]
     return [f"pipe.enable_{offload}_cpu_offload({'' if device == 'cuda' else f'device={_quoted(device)}'})"]
+
+
+def _casting_code(role: str, dtype: str) -> list[str]:
+    """Return the lines that store a component in float8 and cast each layer for its call. The class of a text encoder
+    has no method for it; its embeddings stay."""
+    types = f"torch.float8_e4m3fn, torch.{dtype}"
+    if not role.startswith("text_encoder"):
+        return [f"pipe.{role}.enable_layerwise_casting({types})"]
+    made = f"apply_layerwise_casting(pipe.{role}, {types}, skip_modules_classes=(torch.nn.Embedding,))"
+    return ["from diffusers.hooks import apply_layerwise_casting", made]
 
 
 def _quoted(value: object) -> str:
@@ -101,15 +112,17 @@ def diffusers_code(
             f"    components_to_quantize={quantised},".replace("'", '"'), ")",
         ]  # fmt: skip
         told.append("quantization_config=quantization_config")
+    cast = [role for role, kind in types.items() if kind == "fp8"]
     for role, kind in types.items():
-        if role not in quantised:
+        if role not in (*quantised, *cast):
             lines.append(f"# {role} in {kind}: load it first, such as from a GGUF file, and pass it as {role}={role}")
             told.append(f"{role}={role}")
     lines += [f"pipe = {pipeline.class_name}.from_pretrained(", f"    {', '.join(told)}", ")"]
     if fixed:
         imports.insert(0, "AutoencoderKL")
         lines.append(f'pipe.vae = AutoencoderKL.from_pretrained("{FIXED}", {keyword}=torch.float16)')
+    lines += [line for role in cast for line in _casting_code(role, dtype)]
     lines += [*vae_code(vae, vae_memory_limit), *placing_code(offload, pipeline.parts)]
-    more += [line for line in lines if line.startswith("from ")]
+    more += distinct(line for line in lines if line.startswith("from "))
     lines = [line for line in lines if not line.startswith(("from ", "import "))]
     return "\n".join(["import torch", f"from diffusers import {', '.join(imports)}", *more, "", *lines])
