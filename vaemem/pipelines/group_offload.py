@@ -9,6 +9,7 @@ from typing import Any
 from vaemem._common import choose, flag, listed, whole
 from vaemem._errors import ArgumentError
 
+GROUPS_SINCE = 42  # the release of diffusers whose hooks were read: 0.42
 OFFLOAD_TYPES = ("block_level", "leaf_level")
 STREAM_SETTINGS = ("use_stream", "record_stream", "low_cpu_mem_usage", "non_blocking")
 GROUP_SETTINGS = ("offload_type", "num_blocks_per_group", "offload_to_disk_path", "exclude_modules")

@@ -17,7 +17,7 @@ from vaemem.engine.limits import parse_size
 from vaemem.engine.weights import tensor_types
 from vaemem.pipelines import programs
 from vaemem.pipelines.components import PIPELINES, VAE_STRIDE, Pipeline, weights_of
-from vaemem.pipelines.group_offload import OFFLOAD_TYPES, GroupOffload
+from vaemem.pipelines.group_offload import GROUPS_SINCE, OFFLOAD_TYPES, GroupOffload
 from vaemem.pipelines.storage import BITSANDBYTES, FOUR_BITS, GGML, SPELT, TYPES, Stored, stored
 from vaemem.prediction.gpus import Gpu
 from vaemem.prediction.job import MOST_SIDE
@@ -332,15 +332,21 @@ class PipelineRequest(Request):
                 why = "accelerate does not bring them back"
                 raise ArgumentError("offload", needed, "'sequential'", why)
         if group:
-            self._check_group(group)
+            self._check_group(group, vae)
         held = self.part("vae").nbytes
         if vae == "vaemem" and limit <= held:
             needed = f"more than the VAE's weights, which count in it and are {held} bytes"
             raise ArgumentError("vae_memory_limit", needed, repr(vae_memory_limit))
         return replace(self, offload=offload, group=group, on_cpu=on_cpu, vae=vae, vae_limit=limit)
 
-    def _check_group(self, group: GroupOffload) -> None:
+    def _check_group(self, group: GroupOffload, vae: str) -> None:
         """Refuse what diffusers' group offloading cannot do."""
+        if self.software.release < GROUPS_SINCE:
+            got = repr(self.software.diffusers_version)
+            raise ArgumentError("diffusers_version", f"0.{GROUPS_SINCE} or None with {str(group)!r}", got)
+        if vae == "vaemem" and "vae" not in group.exclude_modules:
+            why = "the hooks move PyTorch's weights, and vaemem's decoder has its own"
+            raise ArgumentError("offload", "the vae in exclude_modules with vaemem's decoder", repr(str(group)), why)
         for role in group.exclude_modules:
             choose("offload['exclude_modules']", role, [part.role for part in self.parts])
         for part in self.parts:

@@ -16,6 +16,7 @@ from vaemem.engine.names import shared_note
 from vaemem.engine.weights import told_bytes
 from vaemem.pipelines import ways_mlx
 from vaemem.pipelines.components import CLIPS, PIPELINES, known_pipeline, refuse, weights_of
+from vaemem.pipelines.group_offload import GROUPS_SINCE
 from vaemem.pipelines.pipeline_request import PipelineArguments, PipelineRequest, parts_of, resolve_pipeline
 from vaemem.pipelines.predict_pipeline import PipelinePrediction
 from vaemem.pipelines.recipe import diffusers_code
@@ -237,7 +238,7 @@ def diffusers_ways(
             is_group = place.startswith("group")
             is_hooked = is_group or offload == "sequential"
             unmoved = BITSANDBYTES if is_group else FOUR_BITS if is_hooked else ()
-            if (is_group and kind) or any(part.has(unmoved) for part in stored.parts):
+            if (is_group and (kind or release < GROUPS_SINCE)) or any(part.has(unmoved) for part in stored.parts):
                 continue
             # vaemem only decodes, and hooks on submodules work with PyTorch's modules only.
             for vae in by_torch if q.image or is_hooked else [*by_torch, "vaemem"]:
