@@ -335,6 +335,22 @@ static void say_trace(vm_status s, vm_trace *t) {
     if (!s) say("trace", (uint64_t[]){t->convs, t->flops, t->attended, t->moved, t->sent}, 5);
 }
 
+static vm_passings passings(void) {
+    const size_t count = (size_t)number();
+    vm_passing *item = room(count, sizeof *item);
+    for (size_t i = 0; i < count; i++) {
+        item[i].module = field();
+        item[i].until = field();
+        item[i].name = field();
+        item[i].bytes = number();
+        item[i].by = (vm_sender)number();
+        item[i].row_bytes = number();
+        item[i].row_flops = number();
+        item[i].lives = (uint32_t)number();
+    }
+    return (vm_passings){count, item};
+}
+
 static void vae(void) {
     static const char *const ops[] = {[VM_ENCODE] = "encode", [VM_DECODE] = "decode"};
     const char *model = field(), *name = field();
@@ -349,13 +365,15 @@ static void vae(void) {
     v.dtype = dtype();
     v.first = dtype();
     v.tile_overlap = strtod(field(), NULL);
-    const uint64_t *of = some(11);
+    const uint64_t *of = some(10);
     v.height = of[0], v.width = of[1], v.batch = of[2], v.tile = of[3];
-    v.slicing = of[4], v.channels_last = of[5], v.sends = of[6], v.release = (int)of[7];
-    v.gpu = (vm_trace_gpu){(int)of[8], (int)of[9], of[10]};
+    v.slicing = of[4], v.channels_last = of[5], v.release = (int)of[6];
+    v.gpu = (vm_trace_gpu){(int)of[7], (int)of[8], of[9]};
+    v.passing = passings();
     vm_trace *t;
     const vm_status s = vm_trace_vae_build(&v, &t);
     say_trace(s, t);
+    free((void *)v.passing.item);
 }
 
 /* Its text has tabs for line ends. */
@@ -375,22 +393,11 @@ static void module(void) {
     for (size_t i = 0; i < count; i++) call.value[i] = (int64_t)of[i];
     of = some(2);
     call.gpu = (vm_trace_gpu){(int)of[0], (int)of[1], 0};
-    call.passings = (size_t)number();
-    vm_passing *passing = room(call.passings, sizeof *passing);
-    for (size_t i = 0; i < call.passings; i++) {
-        passing[i].module = field();
-        passing[i].name = field();
-        passing[i].bytes = number();
-        passing[i].sent = number();
-        passing[i].row_bytes = number();
-        passing[i].row_flops = number();
-        passing[i].lives = (uint32_t)number();
-    }
-    call.passing = passing;
+    call.passing = passings();
     vm_trace *t;
     const vm_status s = vm_program_trace(p, &call, &t);
     say_trace(s, t);
-    free(passing);
+    free((void *)call.passing.item);
 }
 
 /* ---- processes ---- */

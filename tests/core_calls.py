@@ -214,6 +214,10 @@ class Workspace(StandIn):
 # ---- traces ----
 
 
+def flat(passing: Any) -> list[Any]:
+    return [len(passing), *itertools.chain(*((*one, *[0] * (8 - len(one))) for one in passing))]
+
+
 class Trace:
     """Stands in for the core's type, not for its objects."""
 
@@ -223,16 +227,16 @@ class Trace:
     def vae(
         self, arch: dict[str, Any], runtime: str, op: str, dtype: str, height: int, width: int, batch: int = 1,
         tile: int = 0, slicing: bool = False, sm: int = 89, multiprocessors: int = 128, free_bytes: int = 0,
-        channels_last: bool = False, first: str | None = None, sends: bool = False, tile_overlap: float = 0.25,
+        channels_last: bool = False, first: str | None = None, passing: Any = (), tile_overlap: float = 0.25,
         release: int = 42,
     ) -> Any:  # fmt: skip
         options = locals()
         del options["self"]
         models = _core.models().values()
         model = next((one["name"] for one in models if one | {"name": ""} == arch | {"name": ""}), "")
-        numbers = (height, width, batch, tile, slicing, channels_last, sends, release, sm, multiprocessors, free_bytes)
+        numbers = (height, width, batch, tile, slicing, channels_last, release, sm, multiprocessors, free_bytes)
         overlap = f"{tile_overlap:.17g}"
-        made = "vae", model, arch["name"], runtime, op, dtype, first or dtype, overlap, words(numbers)
+        made = "vae", model, arch["name"], runtime, op, dtype, first or dtype, overlap, words(numbers), *flat(passing)
         try:
             return log.keep_trace(_core.Trace.vae(**options), *made)
         except (ValueError, OverflowError) as error:
@@ -247,8 +251,7 @@ class Program(StandIn):
         log.add("program", self)
 
     def trace(self, dtype: str, sizes: tuple[int, ...], sm: int, multiprocessors: int, passing: Any) -> Any:
-        flat = itertools.chain(*((*one[:3], int(one[3]), *one[4:], *[0] * (7 - len(one))) for one in passing))
-        made = dtype, words(sizes), words((sm, multiprocessors)), len(passing), *flat
+        made = dtype, words(sizes), words((sm, multiprocessors)), *flat(passing)
         trace = self._bare.trace(dtype, sizes, sm, multiprocessors, passing)
         return log.keep_trace(trace, "module", log.number("program", self), *made)
 

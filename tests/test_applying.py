@@ -68,6 +68,30 @@ def test_a_plans_way_is_set_and_undone(name, tmp_path, on_the_cpu):
     assert state(pipe) == before and torch.equal(torch_pipelines.pictures(pipe, "sd"), want)
 
 
+@pytest.mark.parametrize("name", ["group offload by block, VAE whole", "group offload by leaf, VAE sliced"])
+def test_groups_are_set_and_undone(name, tmp_path):
+    """Every component of the pipeline has the hooks, and none after `undo`; those that it had come back."""
+    pipe = torch_pipelines.stable_diffusion(tmp_path)
+    want, before = torch_pipelines.pictures(pipe, "sd"), state(pipe)
+
+    def levels():
+        configs = (applying._group_config(part) for part in (pipe.unet, pipe.vae, pipe.text_encoder))
+        return [config and (config.offload_type.value, config.num_blocks_per_group) for config in configs]
+
+    way = plan_pipeline("sd15", 1024, 1024, 2, gpu="RTX 3060")[name].way
+    done = apply(way, pipe, device="cpu")
+    expected = [("leaf_level", None) if "leaf" in name else ("block_level", 1)] * 3
+    assert levels() == expected and done.code.splitlines()[-1].replace("cpu", "cuda") == way.code.splitlines()[-1]
+    assert (torch_pipelines.pictures(pipe, "sd") - want).abs().max() < 1e-5
+    other = apply({"offload": "model"}, pipe, device="cpu")
+    assert levels() == [None] * 3 and hasattr(pipe.unet, "_hf_hook")
+    other.undo()
+    assert levels() == expected and not hasattr(pipe.unet, "_hf_hook")
+    done.undo()
+    assert levels() == [None] * 3 and state(pipe) == before
+    assert torch.equal(torch_pipelines.pictures(pipe, "sd"), want)
+
+
 def test_our_decoder_is_set_and_undone(tmp_path):
     pipe = torch_pipelines.stable_diffusion(tmp_path)
     want, before = torch_pipelines.pictures(pipe, "sd"), state(pipe)

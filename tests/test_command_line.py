@@ -576,7 +576,10 @@ def test_a_pipelines_phases(capsys):
     assert main(["fits", "sdxl", "1024", "--runtime", "sd.cpp", "--offload=--offload-to-cpu"]) == 0
     assert "--offload-to-cpu" in capsys.readouterr().out
     assert main(["fits", "sd15", "512", "--offload", "cpu"]) == 2
-    assert capsys.readouterr().err == "vaemem fits: --offload: expected one of none, model, sequential, got 'cpu'\n"
+    assert (
+        capsys.readouterr().err
+        == "vaemem fits: --offload: expected one of none, model, sequential, block_level, leaf_level, got 'cpu'\n"
+    )
 
 
 # ---- closed and broken streams ----

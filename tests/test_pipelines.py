@@ -16,7 +16,8 @@ from vaemem import OutOfMemoryError, _core, formula, plan_pipeline, predict, pre
 from vaemem.pipelines import pipeline_run, programs
 from vaemem.pipelines.components import PIPELINES, weights_of
 from vaemem.prediction.lines import Point
-from vaemem.prediction.process import FIRST, SimulatedProcess
+from vaemem.prediction.passing import FIRST
+from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.verdict import GUESSES, NO_ROOM
 
 MIB, GIB = 1 << 20, 1 << 30

@@ -212,7 +212,7 @@ def test_every_failing_allocation_is_said(dtype, sm, flags):
 
     def ask():
         program = Program(text)
-        passing = [("b", "weight", 8, False), ("b.a", "weight", 8, True)]
+        passing = [("b", "b", "weight", 8, 0), ("b.a", "b.a", "weight", 8, 1)]
         return program.trace(dtype, (1, 8), sm, 128, passing).steps
 
     expected, nth = ask(), 1
@@ -260,7 +260,7 @@ def test_what_passes_through_lives_for_its_modules_call():
     module = programs.load_program("clip-l")
     layer = "encoder.layers.3.mlp.fc1"
     plain = module.trace("float16", find_gpu("T4"), n=1, t=77).steps
-    sent = module.trace("float16", find_gpu("T4"), {layer: [("weight", 1000)]}, n=1, t=77).steps
+    sent = module.trace("float16", find_gpu("T4"), [(layer, layer, "weight", 1000, 0)], n=1, t=77).steps
     takes = [i for i, step in enumerate(sent) if step[2] == 1000]
     assert len(sent) == len(plain) + 2 and len(takes) == 1
     gives = [i for i, step in enumerate(sent) if step[0] == "give" and step[1] == sent[takes[0]][1]]

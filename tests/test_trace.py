@@ -13,6 +13,7 @@ from vaemem import CachingAllocator, OutOfMemoryError, _core
 from vaemem.prediction.eager import AttentionCall, Heads, eager_strides
 
 MODELS = _core.models()
+PASSING = [("decoder.conv_in", "decoder.conv_in", "weight", 8, 1)]
 SMALL = {
     **MODELS["sdxl"], "name": "small", "block_out_channels": (32, 64, 64), "norm_num_groups": 8,
 }  # fmt: skip
@@ -595,7 +596,7 @@ def test_sizes_that_do_not_fit_are_refused():
 @pytest.mark.parametrize(
     "runtime, op, change, match",
     [
-        ("a1111", "decode", {"sends": True}, ("sends", "a1111")),
+        ("a1111", "decode", {"passing": PASSING}, ("passing", "a1111")),
         ("comfyui", "decode", {"first": "float16"}, ("first", "comfyui")),
         ("diffusers", "encode", {"first": "float16"}, ("first",)),
         ("diffusers", "decode", {"first": "int8"}, ("dtype", "'int8'")),
@@ -680,7 +681,7 @@ def test_the_next_plans_workspace():
     [
         lambda: _core.Trace.vae(SMALL, "diffusers", "decode", "float16", 96, 96, 1, 64),
         lambda: _core.Trace.vae(
-            SMALL, "diffusers", "decode", "float32", 96, 96, 2, 64, True, first="float16", sends=True
+            SMALL, "diffusers", "decode", "float32", 96, 96, 2, 64, True, first="float16", passing=PASSING
         ),
         lambda: _core.Trace.parameters(SMALL, "diffusers"),
     ],

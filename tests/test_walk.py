@@ -19,6 +19,8 @@ from torch_vaes import RELEASE, diffusers_vae
 from traces import assert_same
 
 from vaemem.prediction.gpus import find_gpu
+from vaemem.prediction.held import arch_key
+from vaemem.prediction.passing import pass_vae
 from vaemem.pytorch import record
 
 MODELS = _core.models()
@@ -115,9 +117,11 @@ def test_accelerates_hooks_send_what_the_walk_says(case, op, first, monkeypatch)
     watched = Watched(vae, monkeypatch)
     with torch.no_grad(), watched:
         vae.decode(x) if op == "decode" else vae.encode(x)
+    passing = pass_vae(arch_key(arch), "float32", first)
     trace = _core.Trace.vae(
-        arch, "diffusers", op, "float32", height, width, batch, tile, slicing, first=first, sends=True, release=RELEASE
-    )
+        arch, "diffusers", op, "float32", height, width, batch, tile, slicing, first=first, passing=passing,
+        release=RELEASE,
+    )  # fmt: skip
     ours, real = walked(trace), watched.seen
     for i, (a, b) in enumerate(zip(ours, real, strict=False)):
         assert a == b, (i, ours[max(0, i - 4) : i + 2], real[max(0, i - 4) : i + 2])

@@ -18,11 +18,17 @@ static const vm_talloc_config allocators[] = {
 static const struct {
     uint64_t height, width, batch, tile;
     double overlap;
-    bool slicing, sends, channels_last;
+    bool slicing, sent, channels_last;
 } calls[] = {
     {512, 512, 1, 0, 0.25, false, false, false},   {8192, 8192, 1, 0, 0.25, false, false, false},
     {1024, 768, 4, 0, 0.25, false, true, false},   {2048, 4096, 3, 0, 0.25, true, false, false},
     {4096, 4096, 16, 0, 0.25, false, false, true}, {4096, 8192, 2, 2048, 0.1, false, false, false},
+};
+
+static const vm_passing sent[] = {
+    {"decoder", "decoder", "all", 1 << 20, VM_BY_DIFFUSERS},
+    {"decoder.conv_in", "decoder.conv_in", "weight", 4 << 20, VM_BY_ACCELERATE},
+    {"encoder.conv_in", "encoder.conv_in", "weight", 5 << 20, VM_BY_ACCELERATE},
 };
 
 /* Everything that was counted for a call, folded into one number (FNV-1a). */
@@ -126,7 +132,7 @@ static void show_calls(vm_lookup *l, const vm_arch *arch, vm_trace_runtime runti
                                         .tile = calls[i].tile,
                                         .tile_overlap = calls[i].overlap,
                                         .slicing = calls[i].slicing,
-                                        .sends = calls[i].sends,
+                                        .passing = {calls[i].sent ? COUNT(sent) : 0, sent},
                                         .channels_last = calls[i].channels_last,
                                         .release = 42,
                                         .gpu = {86, 84, 24 * GIB}});

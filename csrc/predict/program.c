@@ -501,6 +501,7 @@ typedef struct player {
     vm_trace *t;
     uint32_t *id; /* of the storages taken, in order */
     size_t taken;
+    vm_passage through;
 } player;
 
 /* Chooses the call, and evaluates its sizes. */
@@ -581,19 +582,6 @@ static vm_status attend(player *y, uint32_t number, const char *shown) {
     return s;
 }
 
-/* Returns: the first of the tensors that pass through a module's call. */
-static size_t first_passing(const player *y, const char *path) {
-    size_t low = 0, high = y->asked->passings;
-    while (low < high) {
-        const size_t middle = (low + high) / 2;
-        if (strcmp(y->asked->passing[middle].module, path) < 0)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low;
-}
-
 /* Returns: the FLOPs of a module's own first product. */
 static uint64_t first_product(const player *y, const module *m) {
     for (size_t i = 0; i < m->steps; i++) {
@@ -601,34 +589,6 @@ static uint64_t first_product(const player *y, const module *m) {
         if (one->kind == 'b' || one->kind == 'l') return (uint64_t)y->size[one->number];
     }
     return 0;
-}
-
-static uint64_t passing_bytes(const vm_passing *one, uint64_t product) {
-    return one->bytes + (one->row_flops ? product / one->row_flops * one->row_bytes : 0);
-}
-
-/* Takes the tensors that pass through a module's call, [*count] from *first. Their ids are consecutive. Those that live
- * for a few others are given back. */
-static vm_status bring(player *y, const module *m, const char *path, const char *shown, size_t *first,
-                       uint32_t *count) {
-    const vm_passing *all = y->asked->passing;
-    const uint32_t id = y->t->ids;
-    const uint64_t product = first_product(y, m);
-    vm_status s = VM_OK;
-    *first = first_passing(y, path);
-    for (size_t i = *first; !s && i < y->asked->passings && !strcmp(all[i].module, path); i++) {
-        const vm_passing *one = &all[i];
-        const uint64_t bytes = passing_bytes(one, product);
-        char label[VM_PROGRAM_PATH + 16], text[VM_TRACE_LABEL];
-        uint32_t taken;
-        snprintf(label, sizeof label, "%s%.*s", one->row_bytes ? "" : "weights of ", VM_PROGRAM_PATH, shown);
-        vm_trace_label(text, label, one->name);
-        s = one->sent ? vm_trace_send(y->t, bytes, text, &taken) : vm_trace_take(y->t, bytes, text, &taken);
-        for (size_t k = *first; !s && k < i; k++)
-            if (all[k].lives && k + all[k].lives == i) s = vm_trace_give(y->t, id + (uint32_t)(k - *first));
-        *count += !s;
-    }
-    return s;
 }
 
 static vm_status play(player *y, uint32_t index, const char *path, const char *shown);
@@ -667,20 +627,22 @@ static vm_status play_step(player *y, const step *one, const char *path, const c
     }
 }
 
+/* Returns: whether a caller calls the outermost module, which has no name, rather than its submodules. */
+static bool has_outermost(const player *y, const module *caller) {
+    for (size_t i = 0; i < caller->steps; i++) {
+        const step *one = &y->p->step[caller->first + i];
+        if (one->kind == '=' && !*one->name) return true;
+    }
+    return false;
+}
+
 /* Plays a module. path: "" for the outermost, NULL for its caller. */
 static vm_status play(player *y, uint32_t index, const char *path, const char *shown) {
     const module *m = &y->p->module[y->call->own[MODULES].first + index];
-    const uint32_t id = y->t->ids;
-    size_t first = 0;
-    uint32_t held = 0;
-    vm_status s = path ? bring(y, m, path, shown, &first, &held) : VM_OK;
-    const uint32_t count = held;
+    if (!path && !has_outermost(y, m)) path = "";
+    vm_status s = path ? vm_passage_begin(&y->through, path, shown, first_product(y, m)) : VM_OK;
     for (size_t i = 0; !s && i < m->steps; i++) s = play_step(y, &y->p->step[m->first + i], path, shown);
-    while (!s && held) {
-        const uint32_t lives = y->asked->passing[first + --held].lives;
-        if (!lives || held + lives >= count) s = vm_trace_give(y->t, id + held);
-    }
-    return s;
+    return s || !path ? s : vm_passage_end(&y->through, path);
 }
 
 vm_status vm_program_trace(const vm_program *p, const vm_program_call *call, vm_trace **out) {
@@ -689,9 +651,11 @@ vm_status vm_program_trace(const vm_program *p, const vm_program_call *call, vm_
     vm_status s = prepare(&y, p, call);
     if (!s) s = vm_scratch_new(outermost(&y)->takes + 1, sizeof *y.id, &y.id);
     if (!s) s = vm_trace_new(&y.t);
+    if (!s) s = vm_passage_new(y.t, &call->passing, &y.through);
     if (!s) s = play(&y, (uint32_t)(y.call->own[MODULES].count - 1), NULL, p->title);
     vm_scratch_free(y.size);
     vm_scratch_free(y.id);
+    vm_passage_free(&y.through);
     if (s)
         vm_trace_free(y.t);
     else

@@ -39,23 +39,11 @@ void vm_program_free(vm_program *p); /* accepts NULL */
 /* Returns: how many variables the caller gives. */
 size_t vm_program_given(const vm_program *p);
 
-/* A tensor that is on the device only while a module is called. */
-typedef struct vm_passing {
-    const char *module, *name; /* borrowed; "": the outermost */
-    uint64_t bytes;
-    bool sent; /* accelerate's hooks send it, and empty the cache after each tensor */
-    /* row_bytes more for each row of the module's first product, which has row_flops FLOPs a row */
-    uint64_t row_bytes, row_flops;
-    /* given back once that many later tensors of the module are there; 0: at the end of its call */
-    uint32_t lives;
-} vm_passing;
-
 typedef struct vm_program_call {
     vm_dtype dtype;
     int64_t value[VM_PROGRAM_NAMES]; /* of the given variables */
     vm_trace_gpu gpu;
-    const vm_passing *passing; /* [passings], borrowed; sorted by module, and within one in the caller's order */
-    size_t passings;
+    vm_passings passing;
 } vm_program_call;
 
 /* Writes the trace of a call on a GPU, with its FLOPs. VM_EINVAL: a dtype or a case that was not recorded. */

@@ -28,19 +28,19 @@ tensor vm_walk_attention_diffusers(walk *w, const tensor *x, path name) {
     /* Linear layers on a transposed input: a batched product, then the bias is added in place. An input of one pixel
      * counts as dense; its product adds the bias itself. */
     const vm_trace_op product_op = x->h * x->w > 1 ? VM_TRACE_CUBLAS : VM_TRACE_CUBLASLT;
-    const uint64_t rows = VM_PRODUCT64(x->n, x->h, x->w), c = x->c, numbers = VM_PRODUCT64(c, c);
+    const uint64_t rows = VM_PRODUCT64(x->n, x->h, x->w), c = x->c;
     tensor qkv[3];
     for (int i = 0; i < 3; i++) {
-        const sent weights = send(w, numbers, c, linear[i]);
+        begin(w, linear[i]);
         qkv[i] = take_like(w, &normed, linear[i]);
         blas(w, product_op, rows, c, c, linear[i]);
-        send_back(w, &weights);
+        end(w, linear[i]);
     }
     tensor h = vm_walk_attend(w, x, 4, name);
-    const sent weights = send(w, numbers, c, out);
+    begin(w, out);
     const tensor projected = take_like(w, &normed, out);
     blas(w, VM_TRACE_CUBLASLT, rows, c, c, at(out, " [workspace]"));
-    send_back(w, &weights);
+    end(w, out);
     bind(w, &h, projected);
     const layout layout = x->layout == CHANNELS_LAST ? CHANNELS_LAST : vm_walk_seen(x);
     tensor y = take(w, x->n, x->c, x->h, x->w, layout, at(name, " [sum]"));

@@ -316,9 +316,9 @@ vm_status vm_walk_check_class(const vm_trace_vae *v) {
             VM_EINVAL,
             VM_EXPECTED("tile", "None for the encode of %s: its class needs five dimensions and raises in tiles", ""),
             name);
-    if (v->sends || v->first != v->dtype)
+    if (v->passing.count || v->first != v->dtype)
         return vm_fail(VM_EINVAL, VM_EXPECTED("%s", "another model than %s, whose submodules have none", ""),
-                       v->sends ? "sends" : "first", name);
+                       v->passing.count ? "passing" : "first", name);
     if (v->arch->family == VM_TINY) return v->tile ? check_tiny_tiles(v) : VM_OK;
     if (v->runtime == VM_TORCH_COMFYUI && v->op == VM_ENCODE && v->batch > 1)
         return vm_fail(

@@ -204,14 +204,17 @@ tensor vm_walk_half(walk *w, frame *f, const blocks *b, const tensor *x) {
     const vm_arch *a = w->vae->arch;
     const bool decodes = w->vae->op == VM_DECODE, adds = a->family == VM_HUNYUAN_IMAGE;
     const tensor none = {.id = EXTERNAL};
-    const path half = half_name(w->vae->op);
+    const path half = half_name(w->vae->op), whole = at((path){""}, decodes ? "decoder" : "encoder");
     part part[MOST_PARTS];
     const size_t parts = vm_walk_parts(a, w->vae->runtime, w->vae->op, part);
     tensor h = *x, held = none, begun = none, kept[MOST_PARTS];
     size_t keeps = 0;
+    begin(w, whole);
     for (size_t i = 0; i < parts; i++) {
         const struct part *p = &part[i];
         const bool is_residual = a->residual && p->level < BEGIN;
+        const bool is_level = p->level < BEGIN;
+        if (p->begins && is_level) begin(w, level_name(w, p));
         if (p->begins) held = is_held(w, p) ? h : none;
         if (p->begins && is_residual) begun = take_like(w, &h, at(level_name(w, p), " [clone]"));
         if (p->kind == CONV_OUT) b->activate(w, &h, part[i - 1].name);
@@ -226,6 +229,7 @@ tensor vm_walk_half(walk *w, frame *f, const blocks *b, const tensor *x) {
         if (is_residual) add_begun(w, p, &begun, &h);
         give(w, &held);
         held = none;
+        if (is_level) end(w, level_name(w, p));
         if (p->level != MID) continue;
         if (adds && !decodes) begun = vm_walk_average(w, &h, 1, 1, 2 * a->latent_channels, at(half, "mean"));
         if (decodes && w->dtype != w->vae->dtype) {
@@ -235,5 +239,6 @@ tensor vm_walk_half(walk *w, frame *f, const blocks *b, const tensor *x) {
     }
     if (adds && !decodes) vm_walk_add(w, &h, begun, half);
     for (size_t i = 0; i < keeps; i++) give(w, &kept[i]);
+    end(w, whole);
     return h;
 }

@@ -150,11 +150,9 @@ static void raise_by(uint64_t *count, uint64_t by) { *count += VM_MIN(by, UINT64
 void vm_trace_count(vm_trace *t, uint64_t flops) { raise_by(&t->flops, flops); }
 void vm_trace_move(vm_trace *t, uint64_t bytes) { raise_by(&t->moved, bytes); }
 
-vm_status vm_trace_send(vm_trace *t, uint64_t bytes, const char *name, uint32_t *id) {
-    vm_status s = vm_trace_take(t, bytes, name, id);
-    if (s) return s;
+vm_status vm_trace_send(vm_trace *t, uint64_t bytes, bool empties) {
     raise_by(&t->sent, bytes);
-    return vm_trace_empty_cache(t);
+    return empties ? vm_trace_empty_cache(t) : VM_OK;
 }
 
 /* Every number of the filters meets every pixel of the output, or of a transposed convolution's input. It reads input

@@ -2,6 +2,7 @@
  * temporaries, on the eager CUDA path of PyTorch 2.5 and later.
  *
  *   torch_trace.c  the trace, and its operators' temporaries (process.h plays it on a simulated allocator)
+ *   torch_passing.c  tensors that are there only for some modules' calls
  *   torch_vae.c    the traces of the VAEs, from an architecture (torch_walk.h describes the method)
  *
  * A trace knows shapes, not devices: convolutions are questions, whose workspaces the caller looks up; matrix products
@@ -81,8 +82,51 @@ void vm_trace_count(vm_trace *t, uint64_t flops);
 /* Counts bytes that an operator reads and writes in the device's memory. Taking a storage counts its bytes twice: it is
  * written, and its operator reads about as much. Operators add only what they move beyond that. */
 void vm_trace_move(vm_trace *t, uint64_t bytes);
-/* Takes a weight that accelerate's hooks move to the device for a submodule's call, then empty the cache. */
-vm_status vm_trace_send(vm_trace *t, uint64_t bytes, const char *name, uint32_t *id);
+/* Counts the bytes of a weight that hooks send to the device; accelerate's then empty the cache. */
+vm_status vm_trace_send(vm_trace *t, uint64_t bytes, bool empties);
+
+/* ---- tensors that pass through calls (torch_passing.c) ---- */
+
+/* VM_BY_NONE: made on the device; VM_BY_ACCELERATE: sent by accelerate's hooks, which empty the cache after each;
+ * VM_BY_DIFFUSERS: sent by the hooks of diffusers' group offloading. */
+typedef enum vm_sender { VM_BY_NONE, VM_BY_ACCELERATE, VM_BY_DIFFUSERS } vm_sender;
+
+/* A tensor that comes when a module's call begins, and leaves when the call of `until` ends. */
+typedef struct vm_passing {
+    const char *module, *until, *name; /* borrowed; "": the outermost */
+    uint64_t bytes;
+    vm_sender by;
+    /* row_bytes more for each row of the module's first product, which has row_flops FLOPs a row */
+    uint64_t row_bytes, row_flops;
+    uint32_t lives; /* it leaves once that many later tensors of the module are there; 0: with `until` */
+} vm_passing;
+
+typedef struct vm_passings {
+    size_t count;
+    const vm_passing *item; /* [count], borrowed; sorted by module, and within one in the caller's order */
+} vm_passings;
+
+/* One that is there. Those that come last leave first. */
+typedef struct vm_there {
+    uint32_t id;
+    const vm_passing *of;
+} vm_there;
+
+typedef struct vm_passage {
+    vm_trace *t;
+    const vm_passings *of;
+    size_t count;
+    vm_there *there; /* [count] */
+    bool in_order;   /* what leaves at once leaves in the order in which it came; otherwise the last first */
+} vm_passage;
+
+/* Both borrowed; free *p with vm_passage_free, also after a failure. */
+vm_status vm_passage_new(vm_trace *t, const vm_passings *of, vm_passage *p);
+void vm_passage_free(vm_passage *p);
+/* Takes what comes with a module's call, under its name in `shown`; gives what leaves at its end. product: FLOPs of its
+ * first matrix product, or 0. */
+vm_status vm_passage_begin(vm_passage *p, const char *module, const char *shown, uint64_t product);
+vm_status vm_passage_end(vm_passage *p, const char *module);
 
 /* A storage whose allocation may have failed: then the call's earlier storages had fitted. */
 typedef struct vm_trace_want {
@@ -141,9 +185,9 @@ typedef struct vm_trace_vae {
     uint64_t tile;                 /* side of a tile in pixels; 0: tiling is off */
     double tile_overlap;           /* diffusers' tile_overlap_factor: the part of a side that tiles share */
     bool slicing;
-    int release;        /* diffusers' release, 38 for 0.38 */
-    bool sends;         /* accelerate's hooks (cpu_offload) send each submodule's weights for its call */
-    bool channels_last; /* the filters' memory format: module.to(memory_format=torch.channels_last) */
+    int release;         /* diffusers' release, 38 for 0.38 */
+    vm_passings passing; /* weights that hooks move for calls of the encoder, the decoder and what they consist of */
+    bool channels_last;  /* the filters' memory format: module.to(memory_format=torch.channels_last) */
     vm_trace_gpu gpu;
 } vm_trace_vae;
 

@@ -367,8 +367,9 @@ static vm_status check_runtime(const vm_trace_vae *v) {
     if (v->slicing && v->runtime != VM_TORCH_DIFFUSERS)
         return vm_fail(VM_EINVAL, VM_EXPECTED("slicing", "the diffusers runtime", "%s (a batch of 1 is one slice)"),
                        name);
-    if ((v->sends || v->first != v->dtype) && v->runtime != VM_TORCH_DIFFUSERS)
-        return vm_fail(VM_EINVAL, VM_EXPECTED("%s", "the diffusers runtime", "%s"), v->sends ? "sends" : "first", name);
+    if ((v->passing.count || v->first != v->dtype) && v->runtime != VM_TORCH_DIFFUSERS)
+        return vm_fail(VM_EINVAL, VM_EXPECTED("%s", "the diffusers runtime", "%s"),
+                       v->passing.count ? "passing" : "first", name);
     if (v->first != v->dtype && v->op == VM_ENCODE)
         return vm_fail(VM_EINVAL, VM_EXPECTED("first", "decode", "encode, which runs none of these modules"));
     if (v->tile && v->runtime == VM_TORCH_BFL)
@@ -433,12 +434,15 @@ vm_status vm_trace_vae_build(const vm_trace_vae *vae, vm_trace **out) {
     const bool decodes = vae->op == VM_DECODE;
     const uint64_t scale = decodes ? unit_of(vae) : 1, packed = unit_of(vae) / vm_arch_factor(vae->arch);
     walk w = {.t = *out, .vae = vae, .frames = &vm_walk_frames[vae->runtime], .dtype = vae->dtype};
+    w.status = vm_passage_new(*out, &vae->passing, &w.through);
+    w.through.in_order = true;
     call[vae->runtime](&w,
                        (tensor){.id = EXTERNAL,
                                 .n = vae->batch,
                                 .c = decodes ? vae->arch->latent_channels * packed * packed : vae->arch->in_channels,
                                 .h = vae->height / scale,
                                 .w = vae->width / scale});
+    vm_passage_free(&w.through);
     if (!w.status && vae->runtime == VM_TORCH_A1111) w.status = vm_trace_vae_copy(vae, &(*out)->again);
     if (w.status) {
         vm_trace_free(*out);

@@ -43,6 +43,7 @@ typedef struct walk {
     const frames *frames; /* of vae->runtime */
     vm_dtype dtype;       /* of the running module, and of the tensors it makes */
     uint64_t live;        /* bytes of the tensors taken */
+    vm_passage through;
     vm_status status;
 } walk;
 
@@ -111,23 +112,13 @@ static inline bool is_wan(const walk *w) { return w->vae->arch->family == VM_WAN
 
 /* ---- weights ---- */
 
-/* A submodule's weight and bias if accelerate's hooks send them for its call; otherwise EXTERNAL. */
-typedef struct sent {
-    uint32_t id[2];
-} sent;
-
-static inline sent send(walk *w, uint64_t weight, uint64_t bias, path name) {
-    sent s = {{EXTERNAL, EXTERNAL}};
-    for (int i = 0; w->vae->sends && !w->status && i < 2; i++) {
-        const path shown = at((path){"weights of "}, i ? "%s [bias]" : "%s [weight]", name.text);
-        w->status = vm_trace_send(w->t, VM_PRODUCT64(i ? bias : weight, element(w)), shown.text, &s.id[i]);
-    }
-    return s;
+/* Begins and ends a module's call, for whose time hooks may send weights. */
+static inline void begin(walk *w, path name) {
+    if (!w->status) w->status = vm_passage_begin(&w->through, name.text, name.text);
 }
 
-static inline void send_back(walk *w, const sent *s) {
-    for (int i = 0; !w->status && i < 2; i++)
-        if (s->id[i] != EXTERNAL) w->status = vm_trace_give(w->t, s->id[i]);
+static inline void end(walk *w, path name) {
+    if (!w->status) w->status = vm_passage_end(&w->through, name.text);
 }
 
 /* ---- operators ---- */
@@ -138,7 +129,7 @@ static inline tensor conv(walk *w, const tensor *x, uint64_t k, uint64_t side, u
     const bool of_filter =
         w->vae->channels_last && x->c * side > 1; /* a filter with one number per output channel has no format */
     const bool nhwc = of_input || of_filter;
-    const sent weights = send(w, VM_PRODUCT64(k, x->c, side, side), k, name);
+    begin(w, name);
     const tensor in = dense(w, x, nhwc, name);
     if (!w->status && VM_MIN(x->h, x->w) + 2 * padding < side)
         w->status =
@@ -159,7 +150,7 @@ static inline tensor conv(walk *w, const tensor *x, uint64_t k, uint64_t side, u
     if (!w->status) w->status = vm_trace_conv(w->t, &question, at(name, " [workspace]").text);
     if (!w->status && filter != EXTERNAL) w->status = vm_trace_give(w->t, filter);
     give_copy(w, &in, x);
-    send_back(w, &weights);
+    end(w, name);
     return y;
 }
 
@@ -167,7 +158,7 @@ static inline tensor conv3(walk *w, const tensor *x, uint64_t k, path name) { re
 static inline tensor conv1(walk *w, const tensor *x, uint64_t k, path name) { return conv(w, x, k, 1, 1, 0, name); }
 
 static inline tensor norm(walk *w, const tensor *x, path name) {
-    const sent weights = send(w, x->c, x->c, name);
+    begin(w, name);
     const tensor in = contiguous(w, x, name);
     const tensor y = take(w, x->n, x->c, x->h, x->w, CONTIGUOUS, name);
     uint32_t stats[2];
@@ -176,7 +167,7 @@ static inline tensor norm(walk *w, const tensor *x, path name) {
                                   at(name, " [statistics]").text, stats);
     give_copy(w, &in, x);
     for (int i = 0; !w->status && i < 2; i++) w->status = vm_trace_give(w->t, stats[i]);
-    send_back(w, &weights);
+    end(w, name);
     return y;
 }
 

@@ -39,23 +39,8 @@ static PyObject *program_trace(Program *self, PyObject *args) {
                           &call.gpu.multiprocessors, &passing) ||
         to_values(self->program, given, call.value))
         return NULL;
-    passing = PySequence_Tuple(passing); /* a copy: its texts are borrowed */
-    if (!passing) return NULL;
-    call.passings = (size_t)PyTuple_Size(passing);
-    vm_passing *each = PyMem_Calloc(call.passings + 1, sizeof *each);
-    if (!each) PyErr_NoMemory();
-    for (size_t i = 0; each && i < call.passings && !PyErr_Occurred(); i++) {
-        PyObject *one = PyTuple_GetItem(passing, (Py_ssize_t)i);
-        int sent = 0;
-        unsigned long long bytes = 0, row_bytes = 0, row_flops = 0;
-        if (!PyTuple_Check(one))
-            vm_py_refuse(PyExc_TypeError, VM_EXPECTED("passing", "tuples", "%R"), one);
-        else if (PyArg_ParseTuple(one, "ssKp|KKI:passing", &each[i].module, &each[i].name, &bytes, &sent, &row_bytes,
-                                  &row_flops, &each[i].lives))
-            each[i].bytes = bytes, each[i].sent = sent, each[i].row_bytes = row_bytes, each[i].row_flops = row_flops;
-    }
-    call.passing = each;
-    if (!PyErr_Occurred()) {
+    PyObject *texts = vm_py_to_passings(passing, &call.passing);
+    if (texts) {
         vm_trace *trace;
         vm_status s;
         Py_BEGIN_ALLOW_THREADS
@@ -71,17 +56,18 @@ static PyObject *program_trace(Program *self, PyObject *args) {
             vm_trace_free(trace);
         Py_XDECREF(type);
     }
-    PyMem_Free(each);
-    Py_DECREF(passing);
+    PyMem_Free((void *)call.passing.item);
+    Py_XDECREF(texts);
     return result;
 }
 
 static PyMethodDef methods[] = {
     {"trace", (PyCFunction)program_trace, METH_VARARGS,
      "trace($self, dtype, sizes, sm, multiprocessors, passing, /)\n--\n\nReturns the trace of a call on a GPU. "
-     "passing: [(module, name, bytes, sent, row_bytes=0, row_flops=0, lives=0)] of the tensors present during a "
-     "module's "
-     "call (csrc/predict/program.h)."},
+     "passing: [(module, until, name, bytes, by)] of tensors that come for a module's call and leave after that of "
+     "`until`, sorted by module. by: 0 if they are made there, 1 if accelerate's hooks send them, 2 if diffusers' do. "
+     "Three more numbers may "
+     "follow: row_bytes, row_flops, lives (csrc/predict/torch_trace.h)."},
     {NULL, NULL, 0, NULL}};
 
 static PyType_Slot slots[] = {{Py_tp_new, program_new},

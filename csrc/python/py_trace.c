@@ -57,17 +57,17 @@ vm_trace *vm_py_trace(PyObject *object) {
 static PyObject *trace_vae(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"arch",          "runtime", "op",      "dtype",        "height",          "width",
                             "batch",         "tile",    "slicing", "sm",           "multiprocessors", "free_bytes",
-                            "channels_last", "first",   "sends",   "tile_overlap", "release",         NULL};
+                            "channels_last", "first",   "passing", "tile_overlap", "release",         NULL};
     const char *runtime, *op;
     vm_arch arch;
     vm_trace_vae vae = {.arch = &arch, .tile_overlap = 0.25, .gpu = {.sm = 89, .multiprocessors = 128}, .release = 42};
     long long height, width, batch = 1, tile = 0, free_bytes = 0;
-    int slicing = 0, channels_last = 0, sends = 0;
-    PyObject *first = Py_None;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&ssO&LL|LLpiiLpOpdi:vae", names, vm_py_to_arch, &arch, &runtime,
+    int slicing = 0, channels_last = 0;
+    PyObject *first = Py_None, *passing = NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&ssO&LL|LLpiiLpOOdi:vae", names, vm_py_to_arch, &arch, &runtime,
                                      &op, vm_py_to_dtype, &vae.dtype, &height, &width, &batch, &tile, &slicing,
-                                     &vae.gpu.sm, &vae.gpu.multiprocessors, &free_bytes, &channels_last, &first, &sends,
-                                     &vae.tile_overlap, &vae.release))
+                                     &vae.gpu.sm, &vae.gpu.multiprocessors, &free_bytes, &channels_last, &first,
+                                     &passing, &vae.tile_overlap, &vae.release))
         return NULL;
     vae.first = vae.dtype;
     if (first != Py_None && !vm_py_to_dtype(first, &vae.first)) return NULL;
@@ -90,12 +90,15 @@ static PyObject *trace_vae(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     vae.gpu.free_bytes = (uint64_t)free_bytes;
     vae.slicing = slicing;
     vae.channels_last = channels_last;
-    vae.sends = sends;
+    PyObject *texts = passing ? vm_py_to_passings(passing, &vae.passing) : NULL;
+    if (passing && !texts) return NULL;
     vm_trace *trace;
     vm_status s;
     Py_BEGIN_ALLOW_THREADS
     s = vm_trace_vae_build(&vae, &trace);
     Py_END_ALLOW_THREADS
+    PyMem_Free((void *)vae.passing.item);
+    Py_XDECREF(texts);
     return s ? vm_py_raise(s) : vm_py_wrap_trace(type, trace);
 }
 
@@ -283,11 +286,11 @@ static PyObject *trace_count(Trace *self, void *offset) {
 static PyMethodDef methods[] = {
     {"vae", VM_PY_KEYWORDS(trace_vae), METH_VARARGS | METH_KEYWORDS | METH_CLASS,
      "vae($type, /, arch, runtime, op, dtype, height, width, batch=1, tile=0, slicing=False, sm=89, "
-     "multiprocessors=128, free_bytes=0, channels_last=False, first=None, sends=False, tile_overlap=0.25, "
+     "multiprocessors=128, free_bytes=0, channels_last=False, first=None, passing=(), tile_overlap=0.25, "
      "release=42)\n--\n\nReturns the trace of encode or decode of a VAE, from its arch dict. tile: side in "
      "pixels, 0 for none. free_bytes: free GPU memory when the call begins, which a1111 checks; 0: unlimited. "
      "first: the dtype of post_quant_conv, decoder.conv_in and decoder.mid_block, which diffusers' upcast_vae "
-     "leaves in half precision. sends: accelerate's hooks send each submodule's weights for its call. "
+     "leaves in half precision. passing: weights that come for some modules' calls, as for Program.trace. "
      "tile_overlap: the part of a side that diffusers' tiles share. release: 38 for diffusers 0.38, whose class "
      "runs a video's VAE."},
     {"parameters", trace_parameters, METH_VARARGS | METH_STATIC,

@@ -1,4 +1,5 @@
 /* Converts between Python's values and the core's: sizes, architectures, backends, precisions. */
+#include "../predict/torch_trace.h"
 #include "py.h"
 
 static PyObject *size_item(const void *size, size_t i) { return PyLong_FromSize_t(((const size_t *)size)[i]); }
@@ -16,6 +17,37 @@ static PyObject *tuple(size_t n, PyObject *(*item)(const void *context, size_t i
 }
 
 PyObject *vm_py_sizes(const size_t *size, size_t count) { return tuple(count, size_item, size); }
+
+/* ---- tensors that pass through calls ---- */
+
+PyObject *vm_py_to_passings(PyObject *given, void *out) {
+    vm_passings *to = out;
+    PyObject *texts = PySequence_Tuple(given); /* a copy: its texts are borrowed */
+    *to = (vm_passings){0};
+    if (!texts) return NULL;
+    const size_t count = (size_t)PyTuple_Size(texts);
+    vm_passing *each = PyMem_Calloc(count + 1, sizeof *each);
+    if (!each) PyErr_NoMemory();
+    for (size_t i = 0; each && i < count && !PyErr_Occurred(); i++) {
+        PyObject *one = PyTuple_GetItem(texts, (Py_ssize_t)i);
+        int by = 0;
+        unsigned long long bytes = 0, row_bytes = 0, row_flops = 0;
+        if (!PyTuple_Check(one))
+            vm_py_refuse(PyExc_TypeError, VM_EXPECTED("passing", "tuples", "%R"), one);
+        else if (PyArg_ParseTuple(one, "sssKi|KKI:passing", &each[i].module, &each[i].until, &each[i].name, &bytes, &by,
+                                  &row_bytes, &row_flops, &each[i].lives)) {
+            each[i].bytes = bytes, each[i].by = (vm_sender)by;
+            each[i].row_bytes = row_bytes, each[i].row_flops = row_flops;
+        }
+    }
+    if (PyErr_Occurred()) {
+        PyMem_Free(each);
+        Py_DECREF(texts);
+        return NULL;
+    }
+    *to = (vm_passings){count, each};
+    return texts;
+}
 
 /* ---- architectures ---- */
 

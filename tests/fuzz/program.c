@@ -7,14 +7,11 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     const uint64_t how = take(&in, 1);
     vm_program_call call = {.dtype = how % 4 % 3, .gpu = {(int)take(&in, 1), 1 + (int)take(&in, 1)}};
     for (size_t i = 0; i < 4; i++) call.value[i] = (int64_t)number(&in);
-    const vm_passing passing[] = {{"", "bias", 8, true, 0, 0, 0},
-                                  {"a", "copy", 16, false, 0, 0, 1},
-                                  {"a", "weight", number(&in), false, 2, 3, 0},
-                                  {"a.b", "weight", 9, true, 0, 0, 0}};
-    if (how & 4) {
-        call.passing = passing;
-        call.passings = 4;
-    }
+    const vm_passing passing[] = {{"", "", "bias", 8, VM_BY_ACCELERATE, 0, 0, 0},
+                                  {"a", "a", "copy", 16, VM_BY_NONE, 2, 3, 1},
+                                  {"a", "a.b", "weight", number(&in), VM_BY_DIFFUSERS, 0, 0, 0},
+                                  {"a.b", "a.b", "weight", 9, VM_BY_ACCELERATE, 0, 0, 0}};
+    if (how & 4) call.passing = (vm_passings){4, passing};
     char *text = calloc(1, (size_t)(in.end - in.at) + 1);
     memcpy(text, in.at, (size_t)(in.end - in.at));
     vm_program *p;

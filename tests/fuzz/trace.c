@@ -20,7 +20,9 @@ static vm_trace *build(input *in) {
     v.width = number(in) * unit;
     const uint64_t more = take(in, 1);
     v.first = more & 1 ? more / 2 % 3 : v.dtype;
-    v.sends = more & 8;
+    const vm_passing passing[] = {{"decoder", "decoder", "all", 512, VM_BY_DIFFUSERS},
+                                  {"decoder.conv_in", "decoder", "weight", 64, VM_BY_ACCELERATE}};
+    v.passing = (vm_passings){more & 8 ? 2 : 0, passing};
     v.tile_overlap = more & 16 ? (double)(more / 32) / 8 : 0.25;
     vm_trace *t;
     if (how & 128) {

@@ -216,8 +216,9 @@ FLAGS: dict[str, FlagSettings] = {
     # of pipelines
     "prompt_tokens": _flag(metavar="TOKENS", option="--tokens"),
     "offload": _flag(
-        "Offloading: none, model (enable_model_cpu_offload) or sequential (enable_sequential_cpu_offload); or places "
-        "of components, such as text_encoder=cpu,text_encoder_2=cpu, with the others on the GPU. Default: none.",
+        "Offloading: none, model (enable_model_cpu_offload), sequential (enable_sequential_cpu_offload), leaf_level or "
+        "'block_level 1' with the blocks of a group (enable_group_offload); or places of components, such as "
+        "text_encoder=cpu,text_encoder_2=cpu, with the others on the GPU. Default: none.",
         type=_offload, metavar="OFFLOAD"),
     "guidance": _flag("Let SD 1.5 and SDXL denoise each image once.", action="store_false", option="--no-guidance"),
     "components": _flag(

@@ -17,13 +17,24 @@ from vaemem.engine.limits import parse_size
 from vaemem.engine.weights import tensor_types
 from vaemem.pipelines import programs
 from vaemem.pipelines.components import PIPELINES, VAE_STRIDE, Pipeline, weights_of
+from vaemem.pipelines.group_offload import GROUPS_SINCE, OFFLOAD_TYPES, GroupOffload
 from vaemem.pipelines.quantising import BITSANDBYTES, FOREIGN, SCHEMES, SIXTEEN_BITS, UNSENT, layer_working
 from vaemem.pipelines.storage import GGML, SPELT, TYPES, Stored, stored
 from vaemem.prediction.gpus import Gpu
 from vaemem.prediction.job import MOST_SIDE
+from vaemem.prediction.passing import (
+    BY_ACCELERATE,
+    BY_NONE,
+    VAE_BLOCKS,
+    Group,
+    Passing,
+    block_groups,
+    leaf_groups,
+    pass_groups,
+)
 from vaemem.prediction.predict import SMALL_TILE
 from vaemem.prediction.request import Card, Request, Software, usual_tile
-from vaemem.prediction.runtimes import diffusers_release, shipped_models
+from vaemem.prediction.runtimes import architecture, diffusers_release, shipped_models
 
 MOST_TOKENS = 1 << 13  # of a prompt: diffusers' encoders take 77 or 512 at a time
 OFFLOADS = ("none", "model", "sequential")
@@ -75,15 +86,16 @@ class Part:
     def _traces(self) -> dict[Any, _core.Trace]:
         return {}
 
-    def trace(self, gpu: Gpu, sends: bool, **sizes: int) -> _core.Trace:
-        """Trace a call's memory on a GPU, with the weights that sequential offload `sends` for it. `sizes` may have
+    def trace(self, gpu: Gpu, offload: str | GroupOffload, **sizes: int) -> _core.Trace:
+        """Trace a call's memory on a GPU, with the weights that offloading sends for its submodules. `sizes` may have
         more than its variables. The last traces are kept, because making one takes longer than playing it."""
         recording, kept = programs.load_program(self.component), self._traces
         wanted = {name: sizes[name] for name in recording.variables}
-        key = (gpu.name, gpu.sm, gpu.multiprocessors, sends, *wanted.items())
+        key = (gpu.name, gpu.sm, gpu.multiprocessors, offload, *wanted.items())
         trace = kept.get(key)
         if trace is None:
-            trace = recording.trace(self.dtype, gpu, self.working, self.sent if sends else None, **wanted)
+            working = [(at, at, *one[:2], BY_NONE, *one[2:]) for at, made in self.working.items() for one in made]
+            trace = recording.trace(self.dtype, gpu, [*self.sent_by(offload), *working], **wanted)
             for oldest in list(kept)[: len(kept) + 1 - KEPT_TRACES]:
                 kept.pop(oldest, None)
             kept[key] = trace
@@ -137,6 +149,27 @@ class Part:
         """{submodule: [(name, bytes)]} of the weights that sequential offload has on the device during its call."""
         return self._by_module({w.name: [("{}", w.bytes)] for w in self.weights})
 
+    def sent_by(self, offload: str | GroupOffload) -> Sequence[Passing]:
+        """List the weights that offloading sends for its submodules' calls."""
+        if isinstance(offload, GroupOffload):
+            return pass_groups(self.groups(offload), self._sizes)
+        by = self.sent.items() if offload == "sequential" else ()
+        return [(at, at, *one, BY_ACCELERATE) for at, sent in by for one in sent]
+
+    def groups(self, offload: GroupOffload) -> tuple[Group, ...]:
+        """Return its weights as group offloading moves them together."""
+        return _groups_of(self.component, offload.num_blocks_per_group or 0)
+
+    @functools.cached_property
+    def _sizes(self) -> dict[str, int]:
+        """Bytes of its weights by their names in diffusers. A file may put the model's name before them."""
+        known = {weight.name for weight in weights_of(self.component)}
+        named = {w.name if w.name in known else w.name.partition(".")[2]: w.bytes for w in self.weights}
+        if missing := known - named.keys():
+            got = f"a file without {min(missing)}"
+            raise ArgumentError(f"components[{self.role!r}]", "tensors named as in diffusers for group offloading", got)
+        return named
+
     @functools.cached_property
     def working(self) -> dict[str, list[tuple[Any, ...]]]:
         """{submodule: tensors}, as `Recorded.trace` takes them, of its weights if they are stored in another type than
@@ -153,6 +186,20 @@ class Part:
                     for one in layer_working(type, w.shape, size, has_bias)
                 ]
         return self._by_module({name: tensors for name, tensors in found.items() if tensors})
+
+
+@functools.cache
+def _groups_of(component: str, blocks: int) -> tuple[Group, ...]:
+    """Group a component's weights by leaves, or by blocks if a group has some."""
+    names = [weight.name for weight in weights_of(component)]
+    buffers = {weight.name for weight in weights_of(component) if weight.dtype != "run"}
+    within = VAE_BLOCKS if _has_blocks(component) else ()
+    return tuple(block_groups(names, blocks, within, buffers) if blocks else leaf_groups(names, buffers))
+
+
+def _has_blocks(component: str) -> bool:
+    """Tell whether it is an AutoencoderKL."""
+    return component in shipped_models() and not architecture(component).get("patch_size")
 
 
 @functools.lru_cache(maxsize=32)
@@ -232,6 +279,7 @@ class PipelineRequest(Request):
     on_cpu: tuple[str, ...] = ()
     vae: str = "whole"
     vae_limit: int = 0
+    group: GroupOffload | None = None  # if it is the kind of offloading
     made_of: str = ""  # the requested size, if the pipeline changes it
     model_note: str = ""  # names the model whose modules stand for this one's
 
@@ -263,13 +311,19 @@ class PipelineRequest(Request):
 
     @property
     def resident(self) -> tuple[str, ...]:
-        """Roles that offloading leaves on the device: parts outside the sequence, and parts kept there."""
-        return tuple(
-            part.role for part in self.parts if part.role in self.pipeline.optional or part.place == "kept on cuda"
-        )
+        """Roles that offloading leaves on the device: parts outside the sequence, and parts kept there. Group
+        offloading has no sequence."""
+        stay = self.group.exclude_modules if self.group else self.pipeline.optional
+        return tuple(part.role for part in self.parts if part.role in stay or part.place == "kept on cuda")
+
+    @property
+    def groups_vae(self) -> bool:
+        """Whether block_level can offload its VAE: AutoencoderKL names its blocks, and AutoencoderKLFlux2 does not."""
+        return _has_blocks(self.part("vae").component)
 
     def run_with(self, offload: Any, vae: str, vae_memory_limit: int | str | None = None) -> PipelineRequest:
         """Return a copy with these arguments of `predict_pipeline`. ValueError names an impossible one."""
+        group = GroupOffload.read(offload)
         offload, on_cpu, vae, limit = check_way(self.pipeline.parts, offload, vae, vae_memory_limit)
         if self.image and (vae == "vaemem" or "vae" in on_cpu):
             got = ("one on the CPU or ", Named("vae", "vaemem"))
@@ -279,11 +333,36 @@ class PipelineRequest(Request):
                 stored_in = next(type for type in UNSENT if part.has([type]))
                 needed = f"none or model with components[{part.role!r}] in {stored_in}"
                 raise ArgumentError("offload", needed, "'sequential'", "accelerate does not bring such weights back")
+        if group:
+            self._check_group(group, vae)
         held = self.part("vae").nbytes
         if vae == "vaemem" and limit <= held:
             needed = f"more than the VAE's weights, which count in it and are {held} bytes"
             raise ArgumentError("vae_memory_limit", needed, repr(vae_memory_limit))
-        return replace(self, offload=offload, on_cpu=on_cpu, vae=vae, vae_limit=limit)
+        return replace(self, offload=offload, group=group, on_cpu=on_cpu, vae=vae, vae_limit=limit)
+
+    def _check_group(self, group: GroupOffload, vae: str) -> None:
+        """Refuse what diffusers' group offloading cannot do."""
+        if self.software.release < GROUPS_SINCE:
+            got = repr(self.software.diffusers_version)
+            raise ArgumentError("diffusers_version", f"0.{GROUPS_SINCE} or None with {str(group)!r}", got)
+        if vae == "vaemem" and "vae" not in group.exclude_modules:
+            why = "the hooks move PyTorch's weights, and vaemem's decoder has its own"
+            raise ArgumentError("offload", "the vae in exclude_modules with vaemem's decoder", repr(str(group)), why)
+        for role in group.exclude_modules:
+            choose("offload['exclude_modules']", role, [part.role for part in self.parts])
+        for part in self.parts:
+            if part.role in group.exclude_modules or part.place == "kept on cuda":
+                continue
+            if part.has(SCHEMES):
+                why = "nobody checked how groups move quantised weights"
+                wanted = f"{part.role} in exclude_modules, or in another type"
+                raise ArgumentError("offload", wanted, repr(str(group)), why)
+            if part.role == "vae" and group.num_blocks_per_group and not self.groups_vae:
+                why = "its class names no blocks, and a decode does not call the module that would bring its weights"
+                wanted = f"leaf_level, or the vae in exclude_modules with {self.name}"
+                raise ArgumentError("offload", wanted, repr(str(group)), why)
+            part.sent_by(group)
 
 
 def check_way(
@@ -292,12 +371,14 @@ def check_way(
     """Check these arguments of `vaemem.predict_pipeline` for a pipeline's roles. Return how the pipeline is offloaded,
     the roles on the CPU, how the VAE runs, and vaemem's limit in bytes or 0."""
     on_cpu: tuple[str, ...] = ()
-    if isinstance(offload, Mapping):
+    if group := GroupOffload.read(offload):
+        offload = str(group)
+    elif isinstance(offload, Mapping):
         for role, place in offload.items():
             choose("offload", role, roles)
             choose(f"offload[{role!r}]", place, ("cpu", "cuda"))
         on_cpu, offload = tuple(role for role, place in offload.items() if place == "cpu"), "none"
-    offload = meant("offload", offload, OFFLOADS)
+    offload = offload if group else meant("offload", offload, (*OFFLOADS, *OFFLOAD_TYPES))
     how, _, side = str(vae).partition(" ")
     if how == "tiled" and side and not (side.isdecimal() and int(side) and int(side) % VAE_STRIDE == 0):
         raise ArgumentError("vae", f"the side of a tile, a multiple of {VAE_STRIDE} as in 'tiled 512'", repr(vae))

@@ -16,7 +16,8 @@ from vaemem.pipelines.pipeline_request import Part, PipelineRequest
 from vaemem.pipelines.quantising import BITSANDBYTES
 from vaemem.pipelines.storage import Stored
 from vaemem.prediction.gpus import find_gpu
-from vaemem.prediction.held import LoadedVAE, Tensor, Variables
+from vaemem.prediction.held import LoadedVAE, Tensor, Variables, arch_key
+from vaemem.prediction.passing import pass_vae
 from vaemem.prediction.planned import Phase
 from vaemem.prediction.process import Moment, SimulatedProcess, moments
 from vaemem.prediction.runtimes import LAST_PARTLY_UPCAST, architecture, shipped_models
@@ -74,7 +75,8 @@ class PipelineRun:
     def unload(self, role: str) -> None:
         held = self._loaded.pop(role)
         self.process.release(held.storages or () if isinstance(held, LoadedVAE) else filter(None, held))
-        self.process.empty_cache()
+        if not self.request.group:  # accelerate's hooks empty the cache
+            self.process.empty_cache()
 
     def bring(self, role: str) -> None:
         """Prepare a component's call: accelerate's hook unloads the previous component with a hook."""
@@ -91,12 +93,12 @@ class PipelineRun:
         self.bring(role)
         part, process = self.parts[role], self.process
         if role in self.request.on_cpu:
-            process.count(host_flops=part.trace(find_gpu(programs.ANY_GPU), False, **sizes).flops)
+            process.count(host_flops=part.trace(find_gpu(programs.ANY_GPU), "none", **sizes).flops)
             return Tensor(process, f"output of {role}", (), part.dtype, ())
-        sends = self.request.offload == "sequential" and role in self.moved
-        trace = part.trace(process.gpu, sends, **sizes)
+        offload = (self.request.group or self.request.offload) if role in self.moved else "none"
+        trace = part.trace(process.gpu, offload, **sizes)
         left = process.call(trace)
-        process.count(flops=trace.flops, sent=part.nbytes if sends else 0)
+        process.count(flops=trace.flops, sent=part.nbytes if offload == "sequential" else trace.sent)
         self.calls.append((role, process.last_call))
         return Tensor(process, f"output of {role}", (), part.dtype, left.values())
 
@@ -148,11 +150,12 @@ class PipelineRun:
         return image
 
     def _vae(self) -> LoadedVAE:
-        """Return the VAE on the device; with sequential offload its weights are loaded for their calls."""
-        part = self.parts["vae"]
-        if self.request.offload == "sequential" and "vae" not in self._loaded:
+        """Return the VAE on the device; if offloading loads its weights for their calls, without them."""
+        part, group = self.parts["vae"], self.request.group
+        if (group or self.request.offload == "sequential") and "vae" not in self._loaded:
             arch = architecture(part.component)
-            self._loaded["vae"] = LoadedVAE(self.process, arch, "diffusers", part.dtype, (), sends=True)
+            passing = functools.partial(pass_vae, arch_key(arch), groups=part.groups(group) if group else None)
+            self._loaded["vae"] = LoadedVAE(self.process, arch, "diffusers", part.dtype, (), passing=passing)
         self.bring("vae")
         vae = self._loaded["vae"]
         assert isinstance(vae, LoadedVAE)

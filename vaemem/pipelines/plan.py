@@ -16,9 +16,10 @@ from vaemem.engine.names import shared_note
 from vaemem.engine.weights import told_bytes
 from vaemem.pipelines import ways_mlx
 from vaemem.pipelines.components import CLIPS, PIPELINES, known_pipeline, refuse, weights_of
+from vaemem.pipelines.group_offload import GROUPS_SINCE
 from vaemem.pipelines.pipeline_request import PipelineArguments, PipelineRequest, parts_of, resolve_pipeline
 from vaemem.pipelines.predict_pipeline import PipelinePrediction
-from vaemem.pipelines.quantising import UNSENT
+from vaemem.pipelines.quantising import SCHEMES, UNSENT
 from vaemem.pipelines.recipe import diffusers_code
 from vaemem.pipelines.ways import PipelinePlan, Room, outcome, runs_out
 from vaemem.prediction.gpus import CONTEXT, Gpu, sold
@@ -34,6 +35,7 @@ PLANNED_RUNTIMES = get_args(PlannedRuntime)
 # 3.03 to 3.19 from 256x256 to 4096x4096 (docs/CUDA.md).
 VAE_LIMIT = 3.2
 SEQUENTIAL = "Sequential offload: transfers of weights are counted; the overhead of accelerate's hooks is not."
+GROUPS = "Group offload without streams: weights go to the card and back, and both count; nothing overlaps."
 SMALLER = ("Q8_0", "nf4")  # GGUF's and bitsandbytes'
 
 
@@ -214,9 +216,12 @@ def diffusers_ways(
         types = (None, *SMALLER) if 2 * q.part(pipeline.denoiser).nbytes > q.card.available() else (None,)
     # A smaller type is worthwhile for the denoiser and for text encoders other than CLIP.
     large = [pipeline.denoiser, *(role for role in pipeline.encoders if pipeline.parts[role] not in CLIPS)]
-    offloads = {
+    by_block: dict[str, Any] = {"offload_type": "block_level", "num_blocks_per_group": 1}
+    offloads: dict[str, Any] = {
         "no offload": "none",
         "model offload": "model",
+        "group offload by block": "block_level 1" if q.groups_vae else by_block | {"exclude_modules": ["vae"]},
+        "group offload by leaf": "leaf_level",
         "sequential offload": "sequential",
         "text encoders on CPU": {part.role: "cpu" for part in q.parts if part.role in pipeline.encoders},
     }
@@ -230,10 +235,13 @@ def diffusers_ways(
         for place, offload in offloads.items():
             if not offload:  # there is no text encoder
                 continue
-            if offload == "sequential" and any(part.has(UNSENT) for part in stored.parts):
+            is_group = place.startswith("group")
+            is_hooked = is_group or offload == "sequential"
+            unmoved = SCHEMES if is_group else UNSENT if is_hooked else ()
+            if (is_group and (kind or release < GROUPS_SINCE)) or any(part.has(unmoved) for part in stored.parts):
                 continue
-            # vaemem only decodes, and accelerate's hooks work on PyTorch's modules only.
-            for vae in by_torch if q.image or offload == "sequential" else [*by_torch, "vaemem"]:
+            # vaemem only decodes, and hooks on submodules work with PyTorch's modules only.
+            for vae in by_torch if q.image or is_hooked else [*by_torch, "vaemem"]:
                 is_fixed = vae.endswith(" in float16")
                 held = {**given, "vae": "float16"} if is_fixed else given
                 settings: dict[str, Any] = {"offload": offload, "vae": vae.removesuffix(" in float16")}
@@ -256,5 +264,5 @@ def _way(p: PipelinePrediction, name: str, settings: Mapping[str, Any], changes:
     read = {"disk": float(sum(part.file_bytes for part in p.parts.values()))}
     works = (read if phase.name == "load" else p.work(phase, machine) for phase in p.phases)
     phases = tuple(phase._replace(work=work) for phase, work in zip(p.phases, works, strict=True))
-    notes = (*p.notes, *[SEQUENTIAL] * (settings["offload"] == "sequential"))
+    notes = (*p.notes, *[SEQUENTIAL] * (settings["offload"] == "sequential"), *[GROUPS] * bool(p.request.group))
     return Way(name, settings, phases, p.host, changes, notes, runs_out(p.judged), True, p.tight_because)

@@ -246,7 +246,8 @@ class PipelinePrediction(_Phases):
             "way": f"offload {q.offload}, VAE {q.vae}{on_cpu}", "source": "predicted",
             "versions": f"{ran}, {q.software.program}, vaemem {__version__}",
         }  # fmt: skip
-        self.host = sum(part.nbytes for part in q.parts if part.role in moved)
+        on_disk = q.group and q.group.offload_to_disk_path
+        self.host = sum(part.nbytes for part in q.parts if part.role in moved and not on_disk)
         available = process.available
         here, lacking = (process, None) if process.most_reserved <= available else q.repeat(process, available)
         phases = self._run.phases_on(process)
@@ -330,6 +331,8 @@ class PipelinePrediction(_Phases):
             read = {"memory": float(sum(part.nbytes for part in q.parts if part.role in q.pipeline.encoders))}
             work = max(work, read, key=lambda one: machine.seconds(one).likely)
         work |= {"link": float(phase.sent), "cpu": float(phase.host_flops)}
+        if q.group and phase.name != "load":  # its groups go back to the host, or come from the disk
+            work |= {"disk": work["link"]} if q.group.offload_to_disk_path else {"link": 2 * work["link"]}
         return {name: amount for name, amount in work.items() if amount}
 
     def _seconds(self) -> dict[str, dict[str, float]]:
@@ -363,6 +366,8 @@ def _notes(q: PipelineRequest) -> Iterator[str]:
     if q.made_of:
         yield f"{q.made_of}: {q.pipeline.class_name} makes {q.height}x{q.width} of it, multiples of {q.pipeline.stride}"
     for part in q.parts:
+        if q.group and part.role not in q.resident and len(part.groups(q.group)) == 1:
+            yield f"{part.role}: comes whole for its call; its class has no list of blocks for block_level"
         kind = next((one for one in BITSANDBYTES if part.has([one])), "")
         if kind == "int8":
             yield f"{part.role}: LLM.int8()'s temporary copies of activations are not counted"
@@ -490,7 +495,9 @@ def predict_pipeline(
     offload : str or dict
         The kind of offloading: ``"none"``, ``"model"`` (``enable_model_cpu_offload``) or ``"sequential"``
         (``enable_sequential_cpu_offload``); or a place for some components, such as ``{"text_encoder_2": "cpu"}``. The
-        others run on the GPU.
+        others run on the GPU. ``"block_level"``, ``"block_level 4"`` and ``"leaf_level"`` are group offloading
+        (``enable_group_offload``) with one or four blocks per group, or by leaves. A dict of the method's own arguments
+        says more: ``{"offload_type": "leaf_level", "exclude_modules": ["vae"]}``. Streams are not predicted.
     vae : str
         How the VAE runs: ``"whole"``, ``"tiled"``, ``"tiled 512"`` with the side of the tiles in pixels, ``"sliced"``,
         or ``"vaemem"``: by this package, within `vae_memory_limit`.

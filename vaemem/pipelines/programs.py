@@ -34,8 +34,8 @@ from vaemem import _core
 from vaemem._common import ELEMENT_BYTES, choose, distinct, shipped
 from vaemem._errors import ArgumentError
 from vaemem.prediction.gpus import Gpu
+from vaemem.prediction.passing import Passing
 
-Passing = Mapping[str, Iterable[tuple[Any, ...]]]
 ANY_GPU = "H100 PCIe"  # FLOPs are the same on all
 # Up to this release of diffusers, these modules have another recording, with diffusers 0.33.0 and transformers 4.57.6.
 _OLDER, LAST_OLDER = "older/", 34
@@ -72,26 +72,15 @@ class Recorded:
         self.weights = tuple(_weights(data["weights"], len(data["weights"]) - 1, ""))
         self._program = _core.Program("\n".join(_lines(name, data)))
 
-    def trace(
-        self, dtype: str, gpu: Gpu, passing: Passing | None = None, sent: Passing | None = None, **sizes: int
-    ) -> _core.Trace:
+    def trace(self, dtype: str, gpu: Gpu, passing: Iterable[Passing] = (), **sizes: int) -> _core.Trace:
         """Trace a call's memory on a GPU, with a value for each of `variables`. ValueError if it was not recorded.
 
-        passing: {module: [(name, bytes)]} of tensors present only while that submodule is called. Three more numbers
-            may follow: bytes for each row of its product, the product's FLOPs for a row, and how many later tensors
-            it waits for until it is given back (0: until the call ends).
-        sent: the same of weights that accelerate's hooks send for the call, and empty the cache after each
+        passing: what is there during some submodules' calls only, in the order in which one module's comes
         """
         if set(sizes) != set(self.variables):
             raise ArgumentError(self.name, ", ".join(self.variables), ", ".join(sizes))
         choose("dtype", dtype, self.dtypes)
-        through = [
-            (module, name, size, of is sent, *more)
-            for of in (sent, passing)
-            for module, tensors in (of or {}).items()
-            for name, size, *more in tensors
-        ]
-        through.sort(key=operator.itemgetter(0))
+        through = sorted(passing, key=operator.itemgetter(0))
         given = tuple(sizes[name] for name in self.variables)
         return self._program.trace(dtype, given, gpu.sm, gpu.multiprocessors, through)
 

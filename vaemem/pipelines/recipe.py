@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vaemem._common import distinct
 from vaemem.engine.configs import config_of
 from vaemem.pipelines.components import VAE_STRIDE, Pipeline
+from vaemem.pipelines.group_offload import GroupOffload
 from vaemem.pipelines.quantising import SCHEMES
 from vaemem.prediction.runtimes import LAST_DIFFUSERS, architecture
 from vaemem.prediction.usual import FIXED
@@ -33,9 +35,11 @@ def vae_code(vae: str, limit: int | str | None = None, class_name: str = "Autoen
     return ["pipe.vae.enable_tiling()", *tiles] if how == "tiled" else []
 
 
-def roles_on_cpu(offload: str | Mapping[str, str]) -> list[str]:
+def roles_on_cpu(offload: str | Mapping[str, Any]) -> list[str]:
     """Return the components that an `offload` of `vaemem.predict_pipeline` leaves on the CPU."""
-    return [role for role, place in offload.items() if place == "cpu"] if isinstance(offload, Mapping) else []
+    if not isinstance(offload, Mapping) or GroupOffload.read(offload):
+        return []
+    return [role for role, place in offload.items() if place == "cpu"]
 
 
 def describe_stay(roles: Sequence[str]) -> str:
@@ -49,8 +53,18 @@ def describe_stay(roles: Sequence[str]) -> str:
     return f"{' and '.join(roles)} stay{'s' * (len(roles) == 1)} on the CPU"
 
 
-def placing_code(offload: str | Mapping[str, str], roles: Iterable[str], device: str = "cuda") -> list[str]:
-    """Return the lines that offload a pipeline, or put its components in place."""
+def placing_code(offload: str | Mapping[str, Any], roles: Iterable[str], device: str = "cuda") -> list[str]:
+    """Return the lines that offload a pipeline, or put its components in place.
+
+    Examples
+    --------
+    >>> print(*placing_code("block_level 2", ["unet", "vae"]), sep="\n")
+    import torch
+    pipe.enable_group_offload(torch.device("cuda"), offload_type="block_level", num_blocks_per_group=2)
+    """
+    if group := GroupOffload.read(offload):
+        given = [f"{name}={_quoted(value)}" for name, value in group.settings.items()]
+        return ["import torch", f"pipe.enable_group_offload(torch.device({_quoted(device)}), {', '.join(given)})"]
     if on_cpu := roles_on_cpu(offload):
         note = f"# {describe_stay(on_cpu)}: pass pipe.encode_prompt's embeddings to the pipeline"
         places = dict.fromkeys(on_cpu, "cpu") | {role: device for role in roles if role not in on_cpu}
@@ -60,8 +74,18 @@ def placing_code(offload: str | Mapping[str, str], roles: Iterable[str], device:
     return [f"pipe.enable_{offload}_cpu_offload({'' if device == 'cuda' else f'device={_quoted(device)}'})"]
 
 
+def _casting_code(role: str, dtype: str) -> list[str]:
+    """Return the lines that store a component in float8 and cast each layer for its call. The class of a text encoder
+    has no method for it; its embeddings stay."""
+    types = f"torch.float8_e4m3fn, torch.{dtype}"
+    if not role.startswith("text_encoder"):
+        return [f"pipe.{role}.enable_layerwise_casting({types})"]
+    made = f"apply_layerwise_casting(pipe.{role}, {types}, skip_modules_classes=(torch.nn.Embedding,))"
+    return ["from diffusers.hooks import apply_layerwise_casting", made]
+
+
 def _quoted(value: object) -> str:
-    return f'"{value}"'
+    return json.dumps(value)
 
 
 def dtype_keyword(release: int) -> str:
@@ -70,7 +94,7 @@ def dtype_keyword(release: int) -> str:
 
 
 def diffusers_code(
-    pipeline: Pipeline, dtype: str, offload: str | Mapping[str, str] = "none", vae: str = "whole",
+    pipeline: Pipeline, dtype: str, offload: str | Mapping[str, Any] = "none", vae: str = "whole",
     components: Mapping[str, Any] | None = None, vae_memory_limit: int | str | None = None,
     release: int = LAST_DIFFUSERS,
 ) -> str:  # fmt: skip
@@ -110,18 +134,20 @@ def diffusers_code(
                 more.append(f"from torchao.quantization import {settings.removesuffix('()')}")
         lines.append("})")
         told.append("quantization_config=quantization_config")
+    cast = [role for role, kind in types.items() if kind == "fp8"]
     for role, kind in types.items():
-        if role not in quantised:
+        if role not in (*quantised, *cast):
             lines.append(f"# {role} in {kind}: load it first, such as from a GGUF file, and pass it as {role}={role}")
             told.append(f"{role}={role}")
     lines += [f"pipe = {pipeline.class_name}.from_pretrained(", f"    {', '.join(told)}", ")"]
     if fixed:
         imports.insert(0, "AutoencoderKL")
         lines.append(f'pipe.vae = AutoencoderKL.from_pretrained("{FIXED}", {keyword}=torch.float16)')
+    lines += [line for role in cast for line in _casting_code(role, dtype)]
     class_name = config_of(architecture(pipeline.parts["vae"]))["_class_name"]
     lines += [*vae_code(vae, vae_memory_limit, class_name), *placing_code(offload, pipeline.parts)]
     more += [line for line in lines if line.startswith("from ")]
-    lines = [line for line in lines if not line.startswith("from ")]
+    lines = [line for line in lines if not line.startswith(("from ", "import "))]
     plain = sorted({line for line in more if line.startswith("import ")})
     more = distinct(line for line in more if not line.startswith("import "))
     return "\n".join([*plain, "import torch", f"from diffusers import {', '.join(imports)}", *more, "", *lines])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from vaemem._common import MIB, latent_factor
 from vaemem._errors import ArgumentTypeError
+from vaemem.prediction.passing import Passing
 from vaemem.prediction.runtimes import packing
 
 
@@ -77,17 +78,19 @@ class LoadedVAE(_Held):
     first : str or None
         The dtype of post_quant_conv, decoder.conv_in and decoder.mid_block, and of latents to decode, if it differs,
         as after ``upcast_vae`` before diffusers 0.36.
-    sends : bool
-        Whether each submodule's weights arrive for its call, as with accelerate's hooks; none are there before.
+    passing : function, optional
+        If its weights arrive for its submodules' calls: the list of them, by its dtype and that of its `first` blocks.
+        None are there before.
     """
 
     def __init__(
         self, process: Any, arch: Mapping[str, Any], runtime: str, dtype: str, weights: Iterable[int], *,
-        first: str | None = None, channels_last: bool = False, sends: bool = False,
+        first: str | None = None, channels_last: bool = False,
+        passing: Callable[[str, str], tuple[Passing, ...]] | None = None,
     ):  # fmt: skip
         super().__init__(process, weights)
         self.arch, self.runtime, self.dtype, self.first = dict(arch), runtime, dtype, first
-        self.channels_last, self.sends = channels_last, sends
+        self.channels_last, self.passing = channels_last, passing
         packed = packing(runtime, arch)
         self.factor, self.latent_channels = latent_factor(arch) * packed, arch["latent_channels"] * packed * packed
         self.key = arch_key(arch)

@@ -16,6 +16,7 @@ from vaemem._core import OutOfMemoryError
 from vaemem._errors import ArgumentError
 from vaemem.prediction.gpus import CONTEXT, Gpu, find_gpu
 from vaemem.prediction.held import LoadedVAE, Tensor, addresses_of, arch_key
+from vaemem.prediction.passing import FIRST
 from vaemem.prediction.runtimes import RUNTIMES, architecture, diffusers_release
 from vaemem.prediction.snapshot import CachingAllocator
 from vaemem.prediction.workspace import torch_for, torch_release, workspace_on
@@ -75,10 +76,6 @@ def moments(trace: _core.Trace, allocated: Any, reserved: Any, caller: str = "")
 @functools.lru_cache(maxsize=256)
 def _vae_trace(arch: tuple[tuple[str, Any], ...], **call: Any) -> _core.Trace:
     return _core.Trace.vae(dict(arch), **call)
-
-
-# The blocks that upcast_vae converts back to half precision before diffusers 0.36.
-FIRST = ("post_quant_conv.", "decoder.conv_in.", "decoder.mid_block.")
 
 
 @functools.lru_cache(maxsize=64)
@@ -281,7 +278,7 @@ class SimulatedProcess:
         if (storages := addresses_of("vae", vae, LoadedVAE)) is None:
             raise ArgumentError("vae", "a VAE that is there", "one that was dropped")
         old, new = (vae.dtype, vae.first or vae.dtype), (dtype, first)
-        if old != new and not vae.sends:
+        if old != new and vae.passing is None:
             self._core.copy("weights", storages, [
                 count * ELEMENT_BYTES[new[is_first]] * (old[is_first] != new[is_first])
                 for count, is_first in _parameters(vae.key, vae.runtime)
@@ -663,10 +660,11 @@ class SimulatedProcess:
             result = (batch, arch["out_channels"], height, width)
         # cudaMemGetInfo's free bytes plus the allocator's unused bytes, as A1111's get_available_vram adds them.
         free = max(self.available - self.allocated, 0) if runtime.looks_at_memory else 0
+        passing = vae.passing(vae.dtype, first) if vae.passing else ()
         trace = _vae_trace(
             vae.key, runtime=vae.runtime, op=op, dtype=vae.dtype, height=height, width=width, batch=batch,
             tile=tile, slicing=slicing, sm=self.gpu.sm, multiprocessors=self.gpu.multiprocessors, free_bytes=free,
-            channels_last=vae.channels_last, first=first, sends=vae.sends, tile_overlap=tile_overlap,
+            channels_last=vae.channels_last, first=first, passing=passing, tile_overlap=tile_overlap,
             release=self.diffusers_release,
         )  # fmt: skip
         return self._as_tensor(f"{op} of {arch['name']}", self.call(trace), result, vae.dtype)

@@ -16,6 +16,7 @@ import torch
 from vaemem._common import DTYPES, choose, meant
 from vaemem._errors import ArgumentError, ArgumentTypeError, inside
 from vaemem.pipelines.components import PIPELINES
+from vaemem.pipelines.group_offload import GroupOffload
 from vaemem.pipelines.pipeline_request import check_way
 from vaemem.pipelines.recipe import describe_stay, placing_code, roles_on_cpu, vae_code
 from vaemem.pipelines.ways import Outcome, PipelinePlan
@@ -25,6 +26,7 @@ from vaemem.pytorch.converting import convert
 from vaemem.pytorch.free_memory import first_line, is_out_of_memory, release
 from vaemem.pytorch.measuring import find_device
 
+_GROUP_HOOKS = ("group_offloading", "layer_execution_tracker", "lazy_prefetch_group_offloading")
 _SETTINGS = {"offload": "none", "vae": "whole", "components": None, "vae_memory_limit": None, "dtype": None}
 _ROLES = {role for kind in PIPELINES.values() for role in kind.parts}
 _TILES = ("use_tiling", "use_slicing", "tile_sample_min_size", "tile_latent_min_size")
@@ -133,10 +135,13 @@ class _State:
         hooks = [type(part._hf_hook).__name__ for part in self.parts.values() if hasattr(part, "_hf_hook")]
         self.offload = "" if not hooks else "model" if "CpuOffload" in hooks else "sequential"
         self.device = getattr(pipe, "_offload_device", None)
+        self.groups = {role: config for role, part in self.parts.items() if (config := _group_config(part))}
 
     def reset(self, pipe: Any) -> None:
         """Set all but the places back. A decode that failed may leave the VAE in another dtype."""
         pipe.remove_all_hooks()
+        for part in _modules(pipe).values():
+            _remove_groups(part)
         pipe.vae = self.vae
         if self.vae.dtype != self.dtype:
             convert(self.vae, self.dtype)
@@ -146,12 +151,34 @@ class _State:
 
     def restore(self, pipe: Any) -> None:
         self.reset(pipe)
+        if self.groups:
+            from diffusers.hooks.group_offloading import _apply_group_offloading
+
+            for role, config in self.groups.items():
+                _apply_group_offloading(self.parts[role], config)
         if self.offload:
             getattr(pipe, f"enable_{self.offload}_cpu_offload")(device=self.device)
             return
         for role, part in self.parts.items():
-            if part.device != self.places[role]:  # quantised weights may refuse to move
+            if role not in self.groups and part.device != self.places[role]:  # quantised weights may refuse to move
                 part.to(self.places[role])
+
+
+def _group_config(part: torch.nn.Module) -> Any:
+    """Return how diffusers' hooks offload a component in groups, or None."""
+    registries = (getattr(module, "_diffusers_hook", None) for module in part.modules())
+    hooks = (registry.get_hook(_GROUP_HOOKS[0]) for registry in registries if registry)
+    return next((hook.config for hook in hooks if hook), None)
+
+
+def _remove_groups(part: torch.nn.Module) -> None:
+    """Remove the hooks of group offloading. The weights stay where they are."""
+    if _group_config(part):
+        from diffusers.hooks import HookRegistry
+
+        registry = HookRegistry.check_if_exists_or_initialize(part)
+        for name in _GROUP_HOOKS:
+            registry.remove_hook(name, recurse=True)
 
 
 def _modules(pipe: Any) -> dict[str, torch.nn.Module]:
@@ -210,7 +237,13 @@ def _describe(settings: Mapping[str, Any], pipe: Any, where: str) -> tuple[list[
         "tiled": f"the VAE runs in tiles of {side} pixels" if side else "the VAE runs in its config's tiles",
         "sliced": "the VAE runs a batch image by image", "vaemem": f"vaemem decodes within {limit}",
     }.get(how, "the VAE runs whole")]  # fmt: skip
-    if on_cpu := roles_on_cpu(offload):
+    group = GroupOffload.read(offload)
+    if group:
+        excluded = f", but {' and '.join(group.exclude_modules)} stay there" if group.exclude_modules else ""
+        steps.append(
+            f"the weights of groups ({group.settings['offload_type']}) are on {where} for their calls{excluded}"
+        )
+    elif on_cpu := roles_on_cpu(offload):
         steps.append(f"{describe_stay(on_cpu)}, and the others are on {where}")
     else:
         steps.append(_OFFLOADS["none" if isinstance(offload, Mapping) else offload].format(where))
@@ -224,7 +257,7 @@ def _list_next(plan: PipelinePlan, pipe: Any) -> Iterator[Outcome]:
     last = plan.recommended
     others = sorted(plan.outcomes, key=lambda one: one.seconds.likely if one.seconds else 0.0)
     for one in others if last else ():
-        if one.way.changes or not one.fits or isinstance(one.way.settings["offload"], Mapping):
+        if one.way.changes or not one.fits or roles_on_cpu(one.way.settings["offload"]):
             continue
         if last and one.way.peak.total < last.way.peak.total:
             with suppress(ArgumentError):

@@ -1,0 +1,78 @@
+/* Weights and other tensors that are on the device only while some modules are called. */
+#include <stdio.h>
+#include <string.h>
+
+#include "program.h"
+
+vm_status vm_passage_new(vm_trace *t, const vm_passings *of, vm_passage *p) {
+    *p = (vm_passage){.t = t, .of = of};
+    return vm_scratch_new(of->count + 1, sizeof *p->there, &p->there);
+}
+
+void vm_passage_free(vm_passage *p) { vm_scratch_free(p->there); }
+
+/* Returns: the first of the tensors that come with a module. */
+static size_t first_with(const vm_passings *of, const char *module) {
+    size_t low = 0, high = of->count;
+    while (low < high) {
+        const size_t middle = (low + high) / 2;
+        if (strcmp(of->item[middle].module, module) < 0)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+static vm_status come(vm_passage *p, const vm_passing *one, const char *shown, uint64_t product) {
+    const uint64_t bytes = one->bytes + (one->row_flops ? product / one->row_flops * one->row_bytes : 0);
+    char label[16 + VM_PROGRAM_PATH], text[VM_TRACE_LABEL];
+    uint32_t id;
+    if (p->count == p->of->count)
+        return vm_fail(VM_EINVAL, VM_EXPECTED("passing", "modules whose calls begin and end in turn", "%s"),
+                       one->until);
+    /* A trace keeps the ends of names; the front says that these are weights. */
+    const size_t length = strlen(shown), most = VM_NAME - 1 - 11 - (*one->name ? strlen(one->name) + 3 : 0);
+    if (one->by == VM_BY_DIFFUSERS && length > most) shown += length - most;
+    snprintf(label, sizeof label, "%s%.*s", one->row_bytes ? "" : "weights of ", VM_PROGRAM_PATH, shown);
+    vm_status s = vm_trace_take(p->t, bytes, vm_trace_label(text, label, one->name), &id);
+    if (!s && one->by != VM_BY_NONE) s = vm_trace_send(p->t, bytes, one->by == VM_BY_ACCELERATE);
+    if (!s) p->there[p->count++] = (vm_there){id, one};
+    return s;
+}
+
+/* Gives the tensors from number `first` on that leave once `now` is there. */
+static vm_status leave(vm_passage *p, size_t first, const vm_passing *now) {
+    vm_status s = VM_OK;
+    size_t kept = first;
+    for (size_t i = first; !s && i < p->count; i++) {
+        const vm_there one = p->there[i];
+        if (one.of->lives && one.of + one.of->lives == now)
+            s = vm_trace_give(p->t, one.id);
+        else
+            p->there[kept++] = one;
+    }
+    if (!s) p->count = kept;
+    return s;
+}
+
+vm_status vm_passage_begin(vm_passage *p, const char *module, const char *shown, uint64_t product) {
+    const vm_passings *of = p->of;
+    const size_t first = p->count;
+    vm_status s = VM_OK;
+    for (size_t i = first_with(of, module); !s && i < of->count && !strcmp(of->item[i].module, module); i++) {
+        s = come(p, &of->item[i], shown, product);
+        if (!s) s = leave(p, first, &of->item[i]);
+    }
+    return s;
+}
+
+vm_status vm_passage_end(vm_passage *p, const char *module) {
+    vm_status s = VM_OK;
+    size_t first = p->count;
+    while (first && !strcmp(p->there[first - 1].of->until, module)) first--;
+    for (size_t i = first, last = p->count - 1; !s && i < p->count; i++)
+        s = vm_trace_give(p->t, p->there[p->in_order ? i : first + last - i].id);
+    p->count = first;
+    return s;
+}

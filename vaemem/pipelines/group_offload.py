@@ -1,0 +1,73 @@
+"""diffusers' group offloading, as ``pipe.enable_group_offload`` takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vaemem._common import choose, flag, listed, whole
+from vaemem._errors import ArgumentError
+
+GROUPS_SINCE = 42  # the release of diffusers whose hooks were read: 0.42
+OFFLOAD_TYPES = ("block_level", "leaf_level")
+STREAM_SETTINGS = ("use_stream", "record_stream", "low_cpu_mem_usage", "non_blocking")
+GROUP_SETTINGS = ("offload_type", "num_blocks_per_group", "offload_to_disk_path", "exclude_modules")
+
+
+@dataclass(frozen=True)
+class GroupOffload:
+    """The arguments of ``enable_group_offload``, under their names there.
+
+    offload_type: "block_level" or "leaf_level"
+    num_blocks_per_group: of block_level
+    offload_to_disk_path: a folder for the weights in place of the host's memory
+    exclude_modules: roles of components that stay on the device
+    """
+
+    offload_type: str
+    num_blocks_per_group: int | None = None
+    offload_to_disk_path: str | None = None
+    exclude_modules: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, given: Any) -> GroupOffload | None:
+        """Read an argument `offload`: None if it means another kind of offloading."""
+        if isinstance(given, Mapping) and "offload_type" in given:
+            return cls._check(given)
+        how, _, count = str(given).partition(" ")
+        if how not in OFFLOAD_TYPES or isinstance(given, Mapping):
+            return None
+        blocks = {"num_blocks_per_group": int(count) if count.isdecimal() else count or 1}
+        return cls._check({"offload_type": how} | (blocks if how == "block_level" or count else {}))
+
+    @classmethod
+    def _check(cls, given: Mapping[str, Any]) -> GroupOffload:
+        for name in given:
+            choose("offload", name, (*GROUP_SETTINGS, *STREAM_SETTINGS))
+        for name in STREAM_SETTINGS:
+            if flag(f"offload[{name!r}]", given.get(name, False)):
+                raise ArgumentError(f"offload[{name!r}]", "False", "True", "streams are not predicted")
+        kind = given["offload_type"]
+        choose("offload['offload_type']", kind, OFFLOAD_TYPES)
+        count = given.get("num_blocks_per_group")
+        if kind == "block_level":
+            count = whole("offload['num_blocks_per_group']", count)
+        elif count is not None:
+            raise ArgumentError("offload['num_blocks_per_group']", "None with leaf_level", repr(count))
+        path = given.get("offload_to_disk_path")
+        excluded = tuple(listed(given.get("exclude_modules") or (), str))
+        return cls(kind, count, None if path is None else str(path), excluded)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments that differ from the method's defaults."""
+        named: dict[str, Any] = {"offload_type": self.offload_type, "num_blocks_per_group": self.num_blocks_per_group}
+        named |= {"offload_to_disk_path": self.offload_to_disk_path, "exclude_modules": list(self.exclude_modules)}
+        return {name: value for name, value in named.items() if value}
+
+    def __str__(self) -> str:
+        count = f" {self.num_blocks_per_group}" if self.num_blocks_per_group else ""
+        disk = f" to {self.offload_to_disk_path}" if self.offload_to_disk_path else ""
+        excluded = f" except {' and '.join(self.exclude_modules)}" if self.exclude_modules else ""
+        return f"{self.offload_type}{count}{disk}{excluded}"

@@ -1,0 +1,139 @@
+"""Weights that pass through a module's calls: offloading sends them to the device for some calls only."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from vaemem import _core
+from vaemem._common import ELEMENT_BYTES
+
+# (module, until, name, bytes, by): a tensor that comes when the call of `module` begins and leaves when that of `until`
+# ends. by: who sends it.
+Passing = tuple[str, str, str, int, int]
+BY_NONE, BY_ACCELERATE, BY_DIFFUSERS = range(3)  # made there; sent by accelerate's hooks; by diffusers' groups
+# Modules of AutoencoderKL whose own blocks are grouped (its _group_offload_block_modules).
+VAE_BLOCKS = ("quant_conv", "post_quant_conv", "encoder", "decoder")
+# Modules of transformers that share another's weights: T5's and Qwen3's. Each brings them for its own call.
+TIED = {"shared": "encoder.embed_tokens", "model.embed_tokens": "lm_head"}
+# The blocks that upcast_vae converts back to half precision before diffusers 0.36.
+FIRST = ("post_quant_conv.", "decoder.conv_in.", "decoder.mid_block.")
+
+
+class Group(NamedTuple):
+    """Weights that come together when the call of `begins` begins, and leave together when that of `ends` ends.
+
+    names: of the weights, in the order in which they come
+    """
+
+    begins: str
+    ends: str
+    names: tuple[str, ...]
+
+
+_Tree = dict[str, Any]  # submodules by name, and of weights None
+
+
+def _tree(names: Sequence[str]) -> _Tree:
+    tree: _Tree = {}
+    for name in names:
+        *modules, own = name.split(".")
+        at = tree
+        for module in modules:
+            at = at.setdefault(module, {})
+        at[own] = None
+    return tree
+
+
+def _listed(tree: _Tree, prefix: str) -> Iterator[str]:
+    """Yield the weights' names in the order of ``Module.parameters``: a module's own before those of its submodules."""
+    yield from (f"{prefix}{name}" for name, inner in tree.items() if inner is None)
+    for name, inner in tree.items():
+        if inner is not None:
+            yield from _listed(inner, f"{prefix}{name}.")
+
+
+def _sorted(names: Iterable[str], buffers: Collection[str]) -> list[str]:
+    """List a module's parameters, then its buffers."""
+    return sorted(names, key=lambda name: name in buffers)
+
+
+def leaf_groups(names: Sequence[str], buffers: Collection[str] = ()) -> list[Group]:
+    """Group weights as ``apply_group_offloading(..., "leaf_level")`` does: by the module that they belong to. names: in
+    the order of ``Module.to``; buffers: those of them that are no parameters."""
+    owners: dict[str, list[str]] = {}
+    for name in _listed(_tree(names), ""):
+        owners.setdefault(name.rpartition(".")[0], []).append(name)
+    owners |= {other: owners[one] for one, other in TIED.items() if one in owners and other not in owners}
+    return [Group(owner, owner, tuple(_sorted(found, buffers))) for owner, found in owners.items()]
+
+
+def block_groups(
+    names: Sequence[str], blocks: int, within: Sequence[str] = (), buffers: Collection[str] = ()
+) -> list[Group]:
+    """Group weights as ``apply_group_offloading(..., "block_level", num_blocks_per_group=blocks)`` does.
+
+    Lists of submodules are cut into groups of `blocks`. A list's submodules have numbers for names. All other weights
+    make one group, which is there for the whole call. within: submodules that are grouped by their own lists.
+    """
+    return list(_block_groups(_tree(names), "", blocks, within, buffers))
+
+
+def _block_groups(
+    tree: _Tree, path: str, blocks: int, within: Sequence[str], buffers: Collection[str]
+) -> Iterator[Group]:
+    prefix, rest = f"{path}." if path else "", list[str]()
+    for name, inner in tree.items():
+        if inner is not None and name in within:
+            yield from _block_groups(inner, f"{prefix}{name}", blocks, (), buffers)
+        elif inner is not None and all(number.isdecimal() for number in inner):
+            yield from _cut(inner, f"{prefix}{name}", blocks, buffers)
+        elif inner is not None:
+            rest += _sorted(_listed(inner, f"{prefix}{name}."), buffers)
+    rest += _sorted((f"{prefix}{name}" for name, inner in tree.items() if inner is None), buffers)
+    if rest:
+        yield Group(path, path, tuple(rest))
+
+
+def _cut(blocks_of: _Tree, path: str, blocks: int, buffers: Collection[str]) -> Iterator[Group]:
+    numbers = sorted(map(int, blocks_of))
+    for first in range(0, numbers[-1] + 1, blocks):
+        group = [number for number in numbers if first <= number < first + blocks]
+        if group:
+            each = (_sorted(_listed(blocks_of[str(one)], f"{path}.{one}."), buffers) for one in group)
+            last = min(first + blocks - 1, numbers[-1])
+            yield Group(f"{path}.{first}", f"{path}.{last}", tuple(itertools.chain(*each)))
+
+
+def pass_groups(groups: Sequence[Group], sizes: Mapping[str, int]) -> tuple[Passing, ...]:
+    """List the weights of groups as they pass. sizes: their bytes, by name."""
+    found = list[Passing]()
+    for group in groups:
+        is_leaf = all(name.rpartition(".")[0] == group.begins for name in group.names)
+        for name in group.names:
+            own = name.rpartition(".")[2] if is_leaf else ""
+            found.append((group.begins, group.ends, own, sizes[name], BY_DIFFUSERS))
+    return tuple(sorted(found, key=lambda one: one[0]))
+
+
+def vae_sizes(parameters: Sequence[tuple[str, tuple[int, ...], str]], dtype: str, first: str) -> dict[str, int]:
+    """Return the bytes of a VAE's parameters by name. first: the dtype of a decode's first blocks."""
+    return {
+        name: math.prod(shape) * (8 if own != "run" else ELEMENT_BYTES[first if name.startswith(FIRST) else dtype])
+        for name, shape, own in parameters
+    }
+
+
+@functools.lru_cache(maxsize=64)
+def pass_vae(
+    arch: tuple[tuple[str, Any], ...], dtype: str, first: str | None = None, groups: tuple[Group, ...] | None = None
+) -> tuple[Passing, ...]:
+    """List the weights of diffusers' class for a VAE as they pass: in groups, or each submodule's by accelerate."""
+    sizes = vae_sizes(_core.Trace.parameters(dict(arch), "diffusers"), dtype, first or dtype)
+    if groups is not None:
+        return pass_groups(groups, sizes)
+    owned = [(*name.rpartition(".")[::2], size) for name, size in sizes.items()]
+    return tuple(sorted(((at, at, own, size, BY_ACCELERATE) for at, own, size in owned), key=lambda one: one[0]))
