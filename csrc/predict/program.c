@@ -443,8 +443,11 @@ static size_t distinct_cases(const vm_program *p, vm_dtype dtype, const char *fo
 }
 
 static void append(char text[VM_SENTENCE], const char *between, const char *more) {
-    strncat(text, *text ? between : "", VM_SENTENCE - 1 - strlen(text));
-    strncat(text, more, VM_SENTENCE - 1 - strlen(text));
+    const char *const pieces[] = {*text ? between : "", more};
+    size_t at = strlen(text);
+    for (int i = 0; i < 2; i++)
+        for (const char *c = pieces[i]; *c && at + 1 < VM_SENTENCE; c++) text[at++] = *c;
+    text[at] = 0;
 }
 
 /* Appends a case without its factors of 1: "n = 1", "h = 2 h1". */

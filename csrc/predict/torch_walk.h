@@ -114,7 +114,7 @@ static inline bool is_wan(const walk *w) { return w->vae->arch->family == VM_WAN
 
 /* Begins and ends a module's call, for whose time hooks may send weights. */
 static inline void begin(walk *w, path name) {
-    if (!w->status) w->status = vm_passage_begin(&w->through, name.text, name.text);
+    if (!w->status) w->status = vm_passage_begin(&w->through, name.text, name.text, 0);
 }
 
 static inline void end(walk *w, path name) {

@@ -58,7 +58,7 @@ def placing_code(offload: str | Mapping[str, Any], roles: Iterable[str], device:
 
     Examples
     --------
-    >>> print(*placing_code("block_level 2", ["unet", "vae"]), sep="\n")
+    >>> print(*placing_code("block_level 2", ["unet", "vae"]), sep="\\n")
     import torch
     pipe.enable_group_offload(torch.device("cuda"), offload_type="block_level", num_blocks_per_group=2)
     """
