@@ -77,6 +77,37 @@ def stable_diffusion_xl(folder):
     )  # fmt: skip
 
 
+def stable_diffusion_3(folder):
+    torch.manual_seed(4)
+    tokenizer, encoder = clip(folder, projection=True)
+    tokenizer_3, encoder_3 = t5()
+    transformer = diffusers.SD3Transformer2DModel(
+        sample_size=8, num_layers=1, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=64,
+        caption_projection_dim=32, pooled_projection_dim=64, pos_embed_max_size=8,
+    )  # fmt: skip
+    encoder_3 = transformers.T5EncoderModel(
+        transformers.T5Config.from_dict(encoder_3.config.to_dict() | {"d_model": 64})
+    )
+    return diffusers.StableDiffusion3Pipeline(
+        vae=autoencoder("sd3"), tokenizer=tokenizer, text_encoder=encoder, tokenizer_2=tokenizer,
+        text_encoder_2=clip(folder, projection=True)[1], tokenizer_3=tokenizer_3, text_encoder_3=encoder_3.eval(),
+        transformer=transformer, scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+    )  # fmt: skip
+
+
+def pixart_sigma(folder):
+    torch.manual_seed(5)
+    tokenizer, encoder = t5()
+    transformer = diffusers.PixArtTransformer2DModel(
+        sample_size=128, num_layers=1, attention_head_dim=16, num_attention_heads=2, cross_attention_dim=32,
+        caption_channels=32, out_channels=8, use_additional_conditions=False,
+    )  # fmt: skip
+    return diffusers.PixArtSigmaPipeline(
+        vae=autoencoder("sd"), tokenizer=tokenizer, text_encoder=encoder, transformer=transformer,
+        scheduler=diffusers.DPMSolverMultistepScheduler(),
+    )  # fmt: skip
+
+
 def flux(folder):
     torch.manual_seed(3)
     tokenizer, encoder = clip(folder)
@@ -92,10 +123,12 @@ def flux(folder):
 
 
 PIPELINES = {"sd": stable_diffusion, "sdxl": stable_diffusion_xl, "flux": flux}
+LATER = {"sd3": stable_diffusion_3, "pixart": pixart_sigma}
 
 
 def pictures(pipe, name: str, output_type: str = "pt", **settings):
     how = dict(prompt="a cat", height=48, width=32, num_inference_steps=2, output_type=output_type, **settings)
-    how |= dict(max_sequence_length=MAX_LENGTH) if name == "flux" else {}
+    how |= {} if name.startswith("sd") and name != "sd3" else dict(max_sequence_length=MAX_LENGTH)
+    how |= dict(use_resolution_binning=False) if name == "pixart" else {}
     pipe.set_progress_bar_config(disable=True)
     return pipe(generator=torch.Generator().manual_seed(0), **how).images

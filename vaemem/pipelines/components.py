@@ -11,9 +11,10 @@ from vaemem._common import letters, meant
 from vaemem._errors import ArgumentError, Named
 from vaemem.engine.names import find_called
 from vaemem.pipelines.programs import Weight, load_program
+from vaemem.prediction.job import MOST_SIDE
 from vaemem.prediction.runtimes import LAST_DIFFUSERS, architecture, shipped_models
 
-CLIPS = ("clip-l", "clip-l-sdxl", "clip-l-flux", "openclip-g")
+CLIPS = ("clip-l", "clip-l-sdxl", "clip-l-flux", "clip-l-sd3", "openclip-g", "openclip-h")
 CLIP_TOKENS = 77
 MOST_SEQUENCE = 512  # tokens: FluxPipeline's longest prompt; other pipelines pad prompts to this length
 VAE_STRIDE = 8  # pixels of the image per side of a latent's pixel
@@ -35,6 +36,9 @@ class Pipeline(NamedTuple):
     optional: further components, which run if they are named; they stay on the device whatever is offloaded
     begins: whether diffusers has an image-to-image pipeline that begins with an image's latents
     floors: whether it rounds sides down to multiples of `stride`; others refuse such sides
+    most_side: the image's longest side in pixels, if the denoiser has no positions beyond it
+    joined: CLIP's tokens, which the denoiser gets besides `tokens`
+    sized: an argument of the pipeline's call; without it the picture has about 1024x1024 pixels, whatever was asked
     """
 
     about: str
@@ -50,6 +54,9 @@ class Pipeline(NamedTuple):
     optional: Mapping[str, str] = {}
     begins: bool = True
     floors: bool = False
+    most_side: int = MOST_SIDE
+    joined: int = 0
+    sized: str = ""
 
     @property
     def class_name(self) -> str:
@@ -92,6 +99,13 @@ _KLEIN = _FLUX2._replace(
     about="Flux2KleinPipeline of black-forest-labs/FLUX.2-klein-4B", width=7680, steps=4, guidance_embeds=False,
     parts={**_FLUX2.parts, "text_encoder": "qwen3-4b-flux2", "transformer": "flux2-klein-transformer"},
 )  # fmt: skip
+_SD3 = Pipeline(
+    about="StableDiffusion3Pipeline of stabilityai/stable-diffusion-3-medium-diffusers",
+    parts={"text_encoder": "clip-l-sd3", "text_encoder_2": "openclip-g", "text_encoder_3": "t5-xxl-sd3",
+           "transformer": "sd3-transformer", "vae": "sd3"},
+    dtype="float16", width=4096, pooled=2048, tokens=256, most_tokens=MOST_SEQUENCE, steps=28, guides=True,
+    most_side=3072, joined=CLIP_TOKENS,
+)  # fmt: skip
 PIPELINES = {
     "sd15": Pipeline(
         about="StableDiffusionPipeline of stable-diffusion-v1-5/stable-diffusion-v1-5",
@@ -103,6 +117,15 @@ PIPELINES = {
         about="StableDiffusionXLPipeline of stabilityai/stable-diffusion-xl-base-1.0",
         parts={"text_encoder": "clip-l-sdxl", "text_encoder_2": "openclip-g", "unet": "sdxl-unet", "vae": "sdxl"},
         dtype="float16", width=2048, pooled=1280, tokens=77, most_tokens=CLIP_TOKENS, steps=50, guides=True,
+    ),
+    "sd3": _SD3,
+    "sd35-medium": _SD3._replace(
+        about="StableDiffusion3Pipeline of stabilityai/stable-diffusion-3.5-medium", dtype="bfloat16",
+        parts={**_SD3.parts, "transformer": "sd35-medium-transformer"}, most_side=6144,
+    ),
+    "sd35-large": _SD3._replace(
+        about="StableDiffusion3Pipeline of stabilityai/stable-diffusion-3.5-large", dtype="bfloat16",
+        parts={**_SD3.parts, "transformer": "sd35-large-transformer"},
     ),
     "flux": _FLUX,
     "flux-schnell": _FLUX._replace(

@@ -155,6 +155,93 @@ def play_stable_diffusion_xl(run: _PhaseRun) -> None:
         decode_image(run)
 
 
+def play_stable_diffusion_3(run: _PhaseRun) -> None:
+    """Play StableDiffusion3Pipeline: SD 3 and SD 3.5. The embeddings of both CLIPs come before those of T5, which are
+    zeros if it is missing."""
+    q, v, (batch, *latent) = run.request, run.v, run.latent_shape
+    _, h, w = latent
+    tokens, images = CLIP_TOKENS + q.tokens, 2 * batch if q.guidance else batch
+
+    load_components(run)
+
+    with run.phase("encode prompt", next(role for role in q.pipeline.parts if role in run.parts)):
+        embeds, pooled = (batch, tokens, q.pipeline.width), (batch, q.pipeline.pooled)
+        returned: list[Tensor] = []  # variables of encode_prompt, which go when it returns
+
+        def concat(name: str) -> Tensor:
+            for role, channels in ("text_encoder", 768), ("text_encoder_2", 1280):
+                encoded = encode_text(run, role, CLIP_TOKENS)
+                returned.append(repeat(run, f"embeddings by {role}", (batch, CLIP_TOKENS, channels), encoded))
+                returned.append(run.tensor(f"pooled embeddings by {role}", (batch, channels)))
+            clip = run.tensor("clip_prompt_embeds", (batch, CLIP_TOKENS, 2048))
+            encoded = encode_text(run, "text_encoder_3", q.tokens)
+            returned.append(repeat(run, "t5_prompt_embed", (batch, q.tokens, q.pipeline.width), encoded))
+            returned.append(run.tensor("clip_prompt_embeds, padded", (batch, CLIP_TOKENS, q.pipeline.width)))
+            run.drop(clip)
+            return run.tensor(name, embeds)
+
+        v.prompt_embeds = concat("prompt_embeds")
+        v.pooled_prompt_embeds = run.tensor("pooled_prompt_embeds", pooled)
+        if q.guidance:
+            v.negative_prompt_embeds = concat("negative_prompt_embeds")
+            v.negative_pooled_prompt_embeds = run.tensor("negative_pooled_prompt_embeds", pooled)
+        run.drop(*returned)
+        if q.guidance:
+            v.prompt_embeds = run.tensor("prompt_embeds, both", (2, *embeds))
+            v.pooled_prompt_embeds = run.tensor("pooled_prompt_embeds, both", (2, *pooled))
+
+    if q.image:
+        with run.phase("encode image", "vae"):
+            encode_image(run)
+
+    with run.phase("denoise", "transformer"):
+        prepare_latents(run)
+        for _ in run.steps(q.steps):
+            if q.guidance:
+                v.latent_model_input = run.tensor("latent_model_input", (images, *latent))
+            v.noise_pred = run.call("transformer", n=images, h=h, w=w, t=tokens)
+            if q.guidance:
+                guide(run)
+            step_scheduler(run)
+
+    with run.phase("decode", "vae"):
+        decode_image(run)
+
+
+def play_pixart_sigma(run: _PhaseRun) -> None:
+    """Play PixArtSigmaPipeline. Its transformer predicts a variance too, in as many channels as the noise."""
+    q, v, (batch, channels, h, w) = run.request, run.v, run.latent_shape
+    images = 2 * batch if q.guidance else batch
+
+    load_components(run)
+
+    with run.phase("encode prompt", "text_encoder"):
+        embeds, mask = (batch, q.tokens, q.pipeline.width), (batch, q.tokens)
+        for kind in ("", "negative_") if q.guidance else ("",):
+            encoded = encode_text(run, "text_encoder", q.tokens, inputs=("text_input_ids", "attention_mask"))
+            setattr(v, f"{kind}prompt_embeds", repeat(run, f"{kind}prompt_embeds", embeds, encoded))
+            setattr(v, f"{kind}prompt_attention_mask", run.tensor(f"{kind}prompt_attention_mask", mask, "int64"))
+        if q.guidance:
+            v.prompt_embeds = run.tensor("prompt_embeds, both", (2, *embeds))
+            v.prompt_attention_mask = run.tensor("prompt_attention_mask, both", (2, *mask), "int64")
+
+    with run.phase("denoise", "transformer"):
+        prepare_latents(run)
+        for _ in run.steps(q.steps):
+            if q.guidance:
+                v.latent_model_input = run.tensor("latent_model_input", (images, channels, h, w))
+            v.noise_pred = run.call("transformer", n=images, h=h, w=w, t=q.tokens)
+            if q.guidance:
+                guide(run, (batch, 2 * channels, h, w))
+            step_scheduler(run)
+
+    with run.phase("decode", "vae"):
+        scaled = run.tensor("latents / scaling_factor", run.latent_shape, run.parts["vae"].dtype)
+        v.image = run.decode(scaled)
+        run.drop(scaled)
+        postprocess(run, "image")
+
+
 def play_flux(run: _PhaseRun) -> None:
     """Play FluxPipeline: FLUX.1-dev, and FLUX.1-schnell without a guidance input."""
     q, v, (batch, _, h, w) = run.request, run.v, run.latent_shape
@@ -255,6 +342,8 @@ def play_flux2(run: _PhaseRun) -> None:
 PHASES: Mapping[str, Callable[[_PhaseRun], None]] = {
     "StableDiffusionPipeline": play_stable_diffusion,
     "StableDiffusionXLPipeline": play_stable_diffusion_xl,
+    "StableDiffusion3Pipeline": play_stable_diffusion_3,
+    "PixArtSigmaPipeline": play_pixart_sigma,
     "FluxPipeline": play_flux,
     "ZImagePipeline": play_z_image,
     "Flux2Pipeline": play_flux2,
@@ -324,9 +413,9 @@ def prepare_latents(run: _PhaseRun, dtype: str | None = None) -> None:
     run.v.latents = run.tensor("latents", run.latent_shape, dtype)
 
 
-def guide(run: _PhaseRun) -> None:
-    """``noise_pred_uncond + guidance_scale * (noise_pred_text - noise_pred_uncond)``."""
-    v, latent = run.v, run.latent_shape
+def guide(run: _PhaseRun, shape: Sequence[int] = ()) -> None:
+    """``noise_pred_uncond + guidance_scale * (noise_pred_text - noise_pred_uncond)``. shape: or the latents'."""
+    v, latent = run.v, shape or run.latent_shape
     v.noise_pred_uncond = v.noise_pred_text = v.noise_pred  # ``noise_pred.chunk(2)``: two views of it
     difference = run.tensor("noise_pred_text - noise_pred_uncond", latent)
     scaled = run.tensor("guidance_scale * ...", latent)

@@ -282,12 +282,14 @@ class PipelineRequest(Request):
         return replace(self, offload=offload, on_cpu=on_cpu, vae=vae, vae_limit=limit)
 
 
-def image_sides(height: int, width: int, stride: int = VAE_STRIDE, what: str = "") -> tuple[int, int]:
+def image_sides(
+    height: int, width: int, stride: int = VAE_STRIDE, what: str = "", most: int = MOST_SIDE
+) -> tuple[int, int]:
     """Return an image's height and width, unchanged; ValueError if one is impossible; `what` ends its message."""
     sides = {"height": whole("height", height), "width": whole("width", width)}
     for name, value in sides.items():
-        if value % stride or value > MOST_SIDE:
-            raise ArgumentError(name, f"a multiple of {stride} up to {MOST_SIDE}{what}", str(value))
+        if value % stride or value > most:
+            raise ArgumentError(name, f"a multiple of {stride} up to {most}{what}", str(value))
     return sides["height"], sides["width"]
 
 
@@ -321,7 +323,7 @@ def resolve_pipeline(given: PipelineArguments, card: Card, software: Software) -
     if known.floors:
         sides = {"height": height, "width": width}.items()
         height, width = (whole(name, side, least=known.stride) // known.stride * known.stride for name, side in sides)
-    height, width = image_sides(height, width, known.stride, f" for {pipeline}")
+    height, width = image_sides(height, width, known.stride, f" for {pipeline}", known.most_side)
     made_of = "" if said == f"{height}x{width}" else said
     tokens = given.prompt_tokens
     tokens = known.tokens if tokens is None else whole("prompt_tokens", tokens, most=MOST_TOKENS)

@@ -241,8 +241,8 @@ def _as(tensor: Weight, type: str) -> Stored:
 def _store(tensor: Weight, shapes: dict[str, tuple[int, ...]], type: str, rule: _Rule, dtype: str) -> Stored:
     """Store a tensor by a rule, in the chosen type or another. shapes: of all tensors, by name."""
     name, shape, own = tensor
-    if own != "run":
-        return _as(tensor, own)
+    if own not in ("run", "kept") or (own == "kept" and type == "float16"):
+        return _as(tensor, tensor.type_in(type))
     goes = name.removesuffix("bias") + "weight" if rule.biases and name.endswith(".bias") else name
     sides = shapes.get(goes, shape)
     dims = len([*itertools.dropwhile(lambda side: side == 1, sides[:-1]), *sides[-1:]])  # without 1 before others

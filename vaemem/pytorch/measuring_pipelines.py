@@ -37,7 +37,10 @@ _HARMLESS = {
     "output_type", "negative_prompt", "guidance_scale", "max_sequence_length", "generator", "image", "strength",
 }  # fmt: skip
 # Attention processors that use PyTorch's own attention, as in the recorded modules.
-_PROCESSORS = {"AttnProcessor2_0", "FluxAttnProcessor2_0", "FluxAttnProcessor", "ZSingleStreamAttnProcessor"}
+_PROCESSORS = {
+    "AttnProcessor2_0", "FluxAttnProcessor2_0", "FluxAttnProcessor", "JointAttnProcessor2_0",
+    "ZSingleStreamAttnProcessor",
+}  # fmt: skip
 _COUNTERS = ("allocated", "reserved")
 
 
@@ -369,8 +372,8 @@ def _request(pipe: Any, seen: Seen, card: Card, software: Software, **facts: Any
         if kind.parts["vae"] == "sdxl" and components["vae"] == "float16" and pipe.vae.config.force_upcast:
             del components["vae"]  # the default for SDXL
         given = PipelineArguments(
-            name, prompt_tokens=seen.tokens, components=components, guidance=seen.images == 2 * facts["batch"],
-            dtype=_dtype(_denoiser(pipe)), **facts,
+            name, prompt_tokens=seen.tokens - kind.joined, components=components,
+            guidance=seen.images == 2 * facts["batch"], dtype=_dtype(_denoiser(pipe)), **facts,
         )  # fmt: skip
         request = resolve_pipeline(given, card, software)
         images = facts["batch"] * (2 if kind.guides and request.guidance else 1)
