@@ -79,6 +79,11 @@ class Pipeline(NamedTuple):
         return VAE_STRIDE * (2 if self.denoiser == "transformer" else 1)
 
     @property
+    def upcasts(self) -> bool:
+        """Whether it converts SDXL's VAE from float16 to float32 for its calls."""
+        return self.class_name.startswith("StableDiffusionXL") and self.parts["vae"] == "sdxl"
+
+    @property
     def encoders(self) -> list[str]:
         return [role for role in self.parts if role.startswith("text_encoder")]
 
@@ -126,6 +131,12 @@ PIPELINES = {
     "sd35-large": _SD3._replace(
         about="StableDiffusion3Pipeline of stabilityai/stable-diffusion-3.5-large", dtype="bfloat16",
         parts={**_SD3.parts, "transformer": "sd35-large-transformer"},
+    ),
+    "pixart-sigma": Pipeline(
+        about="PixArtSigmaPipeline of PixArt-alpha/PixArt-Sigma-XL-2-1024-MS",
+        parts={"text_encoder": "t5-xxl-masked", "transformer": "pixart-sigma-transformer", "vae": "sdxl"},
+        dtype="float16", width=4096, tokens=300, most_tokens=MOST_SEQUENCE, steps=20, guides=True, begins=False,
+        sized="use_resolution_binning=False",
     ),
     "flux": _FLUX,
     "flux-schnell": _FLUX._replace(

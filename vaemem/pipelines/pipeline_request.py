@@ -189,7 +189,7 @@ def parts_of(pipeline: Pipeline, dtype: str, components: Mapping[str, Any], rele
     for role, component in known.items():
         given = components.get(role, None if role in pipeline.optional else dtype)
         if given not in (None, "none"):
-            upcast = component == "sdxl" and role not in components
+            upcast = role == "vae" and pipeline.upcasts and role not in components
             parts.append(_part(role, programs.older(component, release), dtype, given, upcast))
         elif role not in (*pipeline.encoders, *pipeline.optional):
             raise ArgumentError("components", f"a type or a file for {role}", "None")
