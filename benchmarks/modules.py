@@ -284,7 +284,7 @@ MODULES = {
     "sd21-unet": Module(
         "UNet2DConditionModel of stable-diffusion-2-1; n images, twice with guidance, a latent h x w, t tokens",
         BUILDERS["sd21-unet"],
-        _sd21_unet_call, UNET_POINTS, UNET_CHECKS, products(["", "n"], ["", "t"], levels(3)), halved(3), dtypes=HALF,
+        _sd21_unet_call, UNET_POINTS, UNET_CHECKS, products(["", "n"], ["", "t"], levels(3)), halved(3),
     ),
     "sdxl-unet": Module(
         "UNet2DConditionModel of stable-diffusion-xl-base-1.0; n images, twice with guidance, a latent h x w, t tokens",

@@ -53,6 +53,8 @@ def described(value):
     [
         ("sd", "text_encoder", "clip-l", 1),
         ("sd", "unet", "sd15-unet", 2),
+        ("sd", "text_encoder", "openclip-h", 1),
+        ("sd", "unet", "sd21-unet", 2),
         ("sdxl", "text_encoder", "clip-l-sdxl", 1),
         ("sdxl", "text_encoder_2", "openclip-g", 1),
         ("sdxl", "unet", "sdxl-unet", 2),

@@ -117,7 +117,7 @@ def test_no_name_means_two_things():
 
 # Repositories whose VAE is known, with what `fits` and `pipeline` know of them.
 SHARED = [
-    ("stabilityai/stable-diffusion-2-1", "sd15", ""), ("stabilityai/sd-turbo", "sd15", ""),
+    ("stabilityai/stable-diffusion-2-1", "sd15", "sd21"), ("stabilityai/sd-turbo", "sd15", "sd21"),
     ("Kwai-Kolors/Kolors-diffusers", "sdxl", ""), ("PixArt-alpha/PixArt-Sigma-XL-2-2K-MS", "sdxl", ""),
     ("PixArt-alpha/PixArt-Sigma-XL-2-1024-MS", "sdxl", "pixart-sigma"),
     ("PixArt-alpha/PixArt-XL-2-1024-MS", "sd15", ""), ("segmind/SSD-1B", "sdxl", ""),

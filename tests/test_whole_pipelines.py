@@ -82,7 +82,7 @@ def built(name):
     vae = diffusers_vae(_core.models()[kind.parts["vae"]], dtype)
     parts = {role: vae if role == "vae" else make(MODULES[part], dtype) for role, part in kind.parts.items()}
     none = {"tokenizer": None, "scheduler": diffusers.DDIMScheduler(clip_sample=False, steps_offset=1)}
-    if name == "sd15":
+    if name in ("sd15", "sd21"):
         rest = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
         pipeline = diffusers.StableDiffusionPipeline(**parts, **none, **rest)
     elif name == "sdxl":
@@ -106,6 +106,7 @@ def built(name):
 
 CASES = {  # of each: up to which phase, in how many steps, on which GPU, at which size
     "sd15": (("latent", "denoise", 2, "T4", 512), ("pt", "decode", 2, "T4", 512)),
+    "sd21": (("pt", "decode", 2, "T4", 768),),
     "sdxl": (("latent", "denoise", 1, "RTX 4090", 768),),  # to decode it changes weights' dtype, which is not recorded
     "sd3": (("latent", "denoise", 2, "T4", 1024), ("pt", "decode", 2, "RTX 4090", 768)),
     "sd35-medium": (("latent", "denoise", 1, "RTX 4090", 1024),),

@@ -20,14 +20,16 @@ NUMBERS = {2: "float16 or bfloat16", 4: "float32", 1: "fp8"}
 A_VAE = "a VAE"
 ATTENTIONS = {
     A_VAE: (1, 8, 0),
-    "sd15-unet": (8, 8, 0), "sdxl-unet": (10, 16, 0), "flux-transformer": (24, 16, 512),
-    "flux2-transformer": (48, 16, 512), "flux2-klein-transformer": (24, 16, 512),
+    "sd15-unet": (8, 8, 0), "sd21-unet": (5, 8, 0), "sdxl-unet": (10, 16, 0),
+    "flux-transformer": (24, 16, 512), "flux2-transformer": (48, 16, 512), "flux2-klein-transformer": (24, 16, 512),
     "flux2-klein-9b-transformer": (32, 16, 512), "sd3-transformer": (24, 16, 333),
-    "sd35-medium-transformer": (24, 16, 333), "sd35-large-transformer": (38, 16, 333), "pixart-sigma-transformer": (16, 16, 0),
+    "sd35-medium-transformer": (24, 16, 333), "sd35-large-transformer": (38, 16, 333),
+    "pixart-sigma-transformer": (16, 16, 0),
 }  # fmt: skip
 NOT_EXAMINED = (
     "Searched: runs of one image by VAEs, and weights and attention scores of the denoisers and text encoders of"
-    " SD 1.5, SDXL, SD 3, PixArt-Sigma, FLUX.1, FLUX.2 and Z-Image. Not searched: batches, videos, other models and tensors."
+    " SD 1.5, SD 2.1, SDXL, SD 3, PixArt-Sigma, FLUX.1, FLUX.2 and Z-Image."
+    " Not searched: batches, videos, other models and tensors."
 )
 
 

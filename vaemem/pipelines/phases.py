@@ -64,7 +64,7 @@ class _PhaseRun(Protocol):
 
 
 def play_stable_diffusion(run: _PhaseRun) -> None:
-    """Play StableDiffusionPipeline: SD 1.5."""
+    """Play StableDiffusionPipeline: SD 1.5 and SD 2.1."""
     q, v, (batch, *latent) = run.request, run.v, run.latent_shape
     _, h, w = latent
     calls = count_calls(q.tokens, CLIP_TOKENS)

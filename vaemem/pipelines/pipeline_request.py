@@ -315,6 +315,9 @@ def resolve_pipeline(given: PipelineArguments, card: Card, software: Software) -
     answer."""
     pipeline, known = given.pipeline, PIPELINES[given.pipeline]
     release = diffusers_release(software.diffusers_version, known.class_name)
+    if release < known.since:
+        needed = f"0.{known.since} or later for {pipeline}, which was not read in older releases"
+        raise ArgumentError("diffusers_version", needed, repr(software.diffusers_version))
     if given.image and not known.begins:
         raise ArgumentError("image", f"False with {pipeline}, which takes images as tokens", "True")
     dtype = known.dtype if given.dtype is None else meant("dtype", given.dtype, DTYPES)

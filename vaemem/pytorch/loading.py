@@ -192,6 +192,7 @@ def _random_pipeline(name: str, dtype: str) -> Any:
     betas = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
     parts["scheduler"] = {
         "sd15": diffusers.PNDMScheduler(**betas, skip_prk_steps=True),
+        "sd21": diffusers.DDIMScheduler(**betas, clip_sample=False, prediction_type="v_prediction"),
         "sdxl": diffusers.EulerDiscreteScheduler(**betas),
     }.get(name, flow)
     without = dict.fromkeys(("safety_checker", "feature_extractor"))
