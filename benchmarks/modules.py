@@ -124,7 +124,8 @@ def _flux_call(sizes: Sizes, dtype: torch.dtype, guidance: bool, channels: int =
         "guidance": torch.empty(1, dtype=torch.float32).expand(n) if guidance else None,
         "pooled_projections": torch.empty(n, 768, dtype=dtype),
         "encoder_hidden_states": torch.empty(n, t, 4096, dtype=dtype), "txt_ids": torch.empty(t, 3, dtype=dtype),
-        "img_ids": torch.empty(patches, 3, dtype=dtype), "joint_attention_kwargs": {}, "return_dict": False,
+        "img_ids": torch.empty(patches, 3, dtype=dtype), "return_dict": False,
+        "joint_attention_kwargs": {} if channels == 64 else None,
     }  # fmt: skip
 
 

@@ -62,6 +62,8 @@ def described(value):
         ("flux", "text_encoder_2", "t5-xxl", 1),
         ("flux", "transformer", "flux-schnell-transformer", 1),
         ("flux dev", "transformer", "flux-transformer", 1),
+        ("kontext", "transformer", "flux-transformer", 1),
+        ("fill", "transformer", "flux-fill-transformer", 1),
         ("sd3", "text_encoder", "clip-l-sd3", 1),
         ("sd3", "text_encoder_2", "openclip-g", 1),
         ("sd3", "text_encoder_3", "t5-xxl-sd3", 1),
@@ -82,6 +84,7 @@ def test_calls_are_the_pipelines(name, role, recorded, n, tmp_path):
     args, kwargs = heard(pipe, role, lambda: torch_pipelines.pictures(pipe, model, "latent"))
     joined = torch_pipelines.MAX_LENGTH if (model, role) == ("sd3", "transformer") else 0  # CLIP's tokens
     sizes = {"n": n, "t": torch_pipelines.MAX_LENGTH + joined, **latent(pipe)}
+    sizes["h"] *= 2 if model == "kontext" else 1  # the image's tokens too
     want, named = modules.MODULES[recorded].call(sizes, torch.bfloat16)
     assert described(args) == described(want)
     assert described(kwargs) == described(named)

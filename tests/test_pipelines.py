@@ -422,7 +422,8 @@ def test_a_formula_with_the_length_of_the_prompt():
     assert found.predict(512, 512) == found.predict(512, 512, 1, 512)
 
 
-KINDS = [name for name in PIPELINES if name not in ("flux-schnell", "flux2", "flux2-klein-9b")]  # not two alike
+ALIKE = ("sd35-medium", "sd35-large", "flux-schnell", "flux-fill", "flux2", "flux2-klein-9b")  # each like another one
+KINDS = [name for name in PIPELINES if name not in ALIKE]
 
 
 @pytest.mark.one_in(9)

@@ -22,6 +22,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 # Without those that differ in numbers of layers and channels, or in what is kept.
 ALIKE = (
+    "flux-fill-transformer",
     "sd35-large-transformer",
     "flux-schnell-transformer",
     "flux2-klein-9b-transformer",
@@ -121,7 +122,8 @@ def test_attention_by_the_math_path_takes_the_steps_of_the_module(module, name):
         ("flux2-klein-transformer", 3875544576), ("flux2-klein-9b-transformer", 9078581248),
         ("flux2-transformer", 32223281152), ("clip-l-sd3", 123650304), ("t5-xxl-sd3", 4762310656),
         ("sd3-transformer", 2028328000), ("sd35-medium-transformer", 2243171520),
-        ("sd21-unet", 865910724), ("openclip-h", 340387840), ("sd35-large-transformer", 8056627520),
+        ("flux-fill-transformer", 11902391360), ("sd21-unet", 865910724), ("openclip-h", 340387840),
+        ("sd35-large-transformer", 8056627520),
         ("pixart-sigma-transformer", 610856096), ("t5-xxl-masked", 4762310656),
     ],
 )  # fmt: skip

@@ -122,13 +122,27 @@ def flux(folder):
     )  # fmt: skip
 
 
+def flux_kontext(folder, kind: str = "FluxKontextPipeline", channels: int = 64):
+    parts = dict(flux(folder).components)
+    settings = {**parts["transformer"].config, "guidance_embeds": True, "in_channels": channels, "out_channels": 64}
+    parts["transformer"] = diffusers.FluxTransformer2DModel.from_config(settings | {"_use_default_values": []})
+    return getattr(diffusers, kind)(**{role: part for role, part in parts.items() if part is not None})
+
+
+def flux_fill(folder):
+    return flux_kontext(folder, "FluxFillPipeline", 64 + 64 + 4 * 4**2)  # this VAE makes 4x4 pixels one
+
+
 PIPELINES = {"sd": stable_diffusion, "sdxl": stable_diffusion_xl, "flux": flux}
-LATER = {"sd3": stable_diffusion_3, "pixart": pixart_sigma}
+LATER = {"sd3": stable_diffusion_3, "pixart": pixart_sigma, "kontext": flux_kontext, "fill": flux_fill}
 
 
 def pictures(pipe, name: str, output_type: str = "pt", **settings):
     how = dict(prompt="a cat", height=48, width=32, num_inference_steps=2, output_type=output_type, **settings)
     how |= {} if name.startswith("sd") and name != "sd3" else dict(max_sequence_length=MAX_LENGTH)
     how |= dict(use_resolution_binning=False) if name == "pixart" else {}
+    how |= dict(image=torch.rand(1, 3, 48, 32)) if name in ("kontext", "fill") else {}
+    how |= dict(max_area=48 * 32, _auto_resize=False) if name == "kontext" else {}
+    how |= dict(mask_image=torch.ones(1, 1, 48, 32)) if name == "fill" else {}
     pipe.set_progress_bar_config(disable=True)
     return pipe(generator=torch.Generator().manual_seed(0), **how).images

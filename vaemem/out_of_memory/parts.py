@@ -24,7 +24,7 @@ ATTENTIONS = {
     "flux-transformer": (24, 16, 512), "flux2-transformer": (48, 16, 512), "flux2-klein-transformer": (24, 16, 512),
     "flux2-klein-9b-transformer": (32, 16, 512), "sd3-transformer": (24, 16, 333),
     "sd35-medium-transformer": (24, 16, 333), "sd35-large-transformer": (38, 16, 333),
-    "pixart-sigma-transformer": (16, 16, 0),
+    "pixart-sigma-transformer": (16, 16, 0), "flux-fill-transformer": (24, 16, 512),
 }  # fmt: skip
 NOT_EXAMINED = (
     "Searched: runs of one image by VAEs, and weights and attention scores of the denoisers and text encoders of"

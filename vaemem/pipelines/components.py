@@ -39,6 +39,7 @@ class Pipeline(NamedTuple):
     since: the first release of diffusers in which it was read, 42 for 0.42; 0 for every known one
     most_side: the image's longest side in pixels, if the denoiser has no positions beyond it
     joined: CLIP's tokens, which the denoiser gets besides `tokens`
+    inputs: how many times as many numbers as the picture's latents the denoiser gets: those of other images too
     sized: an argument of the pipeline's call; without it the picture has about 1024x1024 pixels, whatever was asked
     """
 
@@ -58,6 +59,7 @@ class Pipeline(NamedTuple):
     since: int = 0
     most_side: int = MOST_SIDE
     joined: int = 0
+    inputs: int = 1
     sized: str = ""
 
     @property
@@ -149,6 +151,14 @@ PIPELINES = {
     "flux-schnell": _FLUX._replace(
         about="FluxPipeline of black-forest-labs/FLUX.1-schnell", tokens=256, steps=4, guidance_embeds=False,
         parts={**_FLUX.parts, "transformer": "flux-schnell-transformer"},
+    ),
+    "flux-kontext": _FLUX._replace(
+        about="FluxKontextPipeline of black-forest-labs/FLUX.1-Kontext-dev", begins=False, inputs=2, since=42,
+        sized="max_area=height * width",
+    ),
+    "flux-fill": _FLUX._replace(
+        about="FluxFillPipeline of black-forest-labs/FLUX.1-Fill-dev", begins=False, inputs=6, steps=50, since=42,
+        parts={**_FLUX.parts, "transformer": "flux-fill-transformer"},
     ),
     "zimage-turbo": Pipeline(
         about="ZImagePipeline of Tongyi-MAI/Z-Image-Turbo",

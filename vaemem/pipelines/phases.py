@@ -247,16 +247,7 @@ def play_flux(run: _PhaseRun) -> None:
     q, v, (batch, _, h, w) = run.request, run.v, run.latent_shape
 
     load_components(run)
-
-    with run.phase("encode prompt", first_encoder(run)):
-        pooled = (batch, q.pipeline.pooled)
-        if "text_encoder" in run.parts:
-            encoded = encode_text(run, "text_encoder", CLIP_TOKENS)
-            v.pooled_prompt_embeds = repeat(run, "pooled_prompt_embeds", pooled, encoded)
-        encoded = encode_text(run, "text_encoder_2", q.tokens)
-        v.prompt_embeds = repeat(run, "prompt_embeds", (batch, q.tokens, q.pipeline.width), encoded)
-        if "text_encoder" not in run.parts:
-            v.pooled_prompt_embeds = run.tensor("pooled_prompt_embeds", pooled)
+    encode_flux_prompt(run)
 
     if q.image:
         with run.phase("encode image", "vae"):
@@ -264,15 +255,77 @@ def play_flux(run: _PhaseRun) -> None:
 
     with run.phase("denoise", "transformer"):
         prepare_latents(run)
-        v.text_ids = run.tensor("text_ids", (q.tokens, 3))
-        v.latent_image_ids = run.tensor("latent_image_ids", (h // 2 * (w // 2), 3))
-        v.timestep = run.tensor("timestep", (batch,))
-        if q.pipeline.guidance_embeds:
-            v.guidance = run.tensor("guidance", (1,), "float32")
+        prepare_flux(run, h // 2 * (w // 2))
         for _ in run.steps(q.steps):
             divided = run.tensor("timestep / 1000", (batch,))
             v.noise_pred = run.call("transformer", n=batch, h=h, w=w, t=q.tokens)
             run.drop(divided)
+            step_scheduler(run)
+
+    with run.phase("decode", "vae"):
+        decode_image(run)
+
+
+def play_flux_kontext(run: _PhaseRun) -> None:
+    """Play FluxKontextPipeline with an image of the picture's size. Its tokens follow the picture's."""
+    q, v, (batch, channels, h, w) = run.request, run.v, run.latent_shape
+
+    load_components(run)
+    encode_flux_prompt(run)
+
+    with run.phase("encode image", "vae"):
+        v.text_ids = run.tensor("text_ids", (q.tokens, 3))
+        v.image = run.tensor("image", (1, 3, q.height, q.width))
+        v.image_latents = run.encode(v.image)
+        v.image_latents = run.tensor("image_latents", run.latent_shape)
+        v.image_latents = run.tensor("image_latents, packed", run.latent_shape)
+        del v.image
+
+    with run.phase("denoise", "transformer"):
+        prepare_latents(run)
+        v.image_ids = run.tensor("image_ids", (h // 2 * (w // 2), 3))
+        prepare_flux(run, h * (w // 2))
+        for _ in run.steps(q.steps):
+            v.latent_model_input = run.tensor("latent_model_input", (batch, channels, 2 * h, w))
+            divided = run.tensor("timestep / 1000", (batch,))
+            v.noise_pred = run.call("transformer", n=batch, h=2 * h, w=w, t=q.tokens)
+            run.drop(divided)
+            step_scheduler(run)
+
+    with run.phase("decode", "vae"):
+        decode_image(run)
+
+
+def play_flux_fill(run: _PhaseRun) -> None:
+    """Play FluxFillPipeline. Each token has the picture's 64 numbers, the masked image's 64 and the mask's 256."""
+    q, v, (batch, channels, h, w) = run.request, run.v, run.latent_shape
+
+    load_components(run)
+    encode_flux_prompt(run)
+
+    with run.phase("encode image", "vae"):
+        v.text_ids = run.tensor("text_ids", (q.tokens, 3))
+        v.timesteps = run.tensor("timesteps", (q.steps,), "float32")
+        v.latent_timestep = run.tensor("latent_timestep", (batch,), "float32")
+        v.image = run.tensor("image", (1, 3, q.height, q.width))
+        v.image_latents = run.encode(v.image)
+        v.noise = run.tensor("noise", run.latent_shape)
+        v.latents = run.tensor("latents", run.latent_shape)
+        v.latent_image_ids = run.tensor("latent_image_ids", (h // 2 * (w // 2), 3))
+        del v.image, v.image_latents, v.noise
+        v.masked_image = run.tensor("masked_image", (1, 3, q.height, q.width))
+        v.masked_image_latents = run.encode(v.masked_image)
+        v.masked_image_latents = run.tensor("masked_image_latents, packed", run.latent_shape)
+        v.mask = run.tensor("mask", (batch, 4 * channels, h, w))
+        v.masked_image_latents = run.tensor("masked_image_latents, mask", (batch, 5 * channels, h, w))
+
+    with run.phase("denoise", "transformer"):
+        prepare_flux(run, h // 2 * (w // 2))
+        for _ in run.steps(q.steps):
+            given = run.tensor("latents, masked_image_latents", (batch, 6 * channels, h, w))
+            divided = run.tensor("timestep / 1000", (batch,))
+            v.noise_pred = run.call("transformer", n=batch, h=h, w=w, t=q.tokens)
+            run.drop(given, divided)
             step_scheduler(run)
 
     with run.phase("decode", "vae"):
@@ -345,6 +398,8 @@ PHASES: Mapping[str, Callable[[_PhaseRun], None]] = {
     "StableDiffusion3Pipeline": play_stable_diffusion_3,
     "PixArtSigmaPipeline": play_pixart_sigma,
     "FluxPipeline": play_flux,
+    "FluxKontextPipeline": play_flux_kontext,
+    "FluxFillPipeline": play_flux_fill,
     "ZImagePipeline": play_z_image,
     "Flux2Pipeline": play_flux2,
     "Flux2KleinPipeline": play_flux2,
@@ -397,6 +452,30 @@ def repeat(run: _PhaseRun, name: str, shape: Sequence[int], encoded: Sequence[Te
     repeated = run.tensor(name, shape)
     run.drop(*encoded)
     return repeated
+
+
+def encode_flux_prompt(run: _PhaseRun) -> None:
+    """Play the phase ``encode prompt`` of FLUX.1's pipelines."""
+    q, v, batch = run.request, run.v, run.request.batch
+    with run.phase("encode prompt", first_encoder(run)):
+        pooled = (batch, q.pipeline.pooled)
+        if "text_encoder" in run.parts:
+            encoded = encode_text(run, "text_encoder", CLIP_TOKENS)
+            v.pooled_prompt_embeds = repeat(run, "pooled_prompt_embeds", pooled, encoded)
+        encoded = encode_text(run, "text_encoder_2", q.tokens)
+        v.prompt_embeds = repeat(run, "prompt_embeds", (batch, q.tokens, q.pipeline.width), encoded)
+        if "text_encoder" not in run.parts:
+            v.pooled_prompt_embeds = run.tensor("pooled_prompt_embeds", pooled)
+
+
+def prepare_flux(run: _PhaseRun, patches: int) -> None:
+    """Make the inputs of FLUX.1's transformer besides latents and prompts. patches: of all images together."""
+    q, v = run.request, run.v
+    v.text_ids = run.tensor("text_ids", (q.tokens, 3))
+    v.latent_image_ids = run.tensor("latent_image_ids", (patches, 3))
+    v.timestep = run.tensor("timestep", (q.batch,))
+    if q.pipeline.guidance_embeds:
+        v.guidance = run.tensor("guidance", (1,), "float32")
 
 
 def encode_image(run: _PhaseRun) -> None:

@@ -244,6 +244,11 @@ class PipelineRequest(Request):
         return [f"tiled {SMALL_TILE}"] if longest > SMALL_TILE else []
 
     @property
+    def encodes(self) -> bool:
+        """Whether its VAE encodes an image too."""
+        return self.image or self.pipeline.inputs > 1
+
+    @property
     def resident(self) -> tuple[str, ...]:
         """Roles that offloading leaves on the device: parts outside the sequence, and parts kept there."""
         return tuple(
@@ -266,9 +271,9 @@ class PipelineRequest(Request):
         if (vae == "vaemem") != (vae_memory_limit is not None):
             wanted = ("a limit with ", Named("vae", "vaemem"), " and None with any other")
             raise ArgumentError("vae_memory_limit", wanted, f"{vae_memory_limit!r} with {vae!r}")
-        if self.image and (vae == "vaemem" or "vae" in on_cpu):
+        if self.encodes and (vae == "vaemem" or "vae" in on_cpu):
             got = ("one on the CPU or ", Named("vae", "vaemem"))
-            raise ArgumentError("image", "PyTorch's VAE on the device", got)
+            raise ArgumentError("image" if self.image else "vae", "PyTorch's VAE on the device", got)
         limit = parse_size("vae_memory_limit", vae_memory_limit) if vae_memory_limit is not None else 0
         for part in self.parts:
             if offload == "sequential" and part.has(FOUR_BITS):

@@ -108,7 +108,7 @@ class PipelineRun:
         if part.upcast:
             x = process.elementwise(image, "image", "float32")
         self._convert(vae, "float32")
-        self._count_vae("encode")
+        self._count_vae("encode", image.shape[0])
         posterior = self._call_vae(process.encode, vae, x)
         latents = process.sample(posterior)
         scaled = process.elementwise(latents, "latents", part.dtype)
@@ -157,12 +157,12 @@ class PipelineRun:
         assert isinstance(vae, LoadedVAE)
         return vae
 
-    def _count_vae(self, op: str) -> None:
+    def _count_vae(self, op: str, images: int = 0) -> None:
         """Count the work of the VAE's call, by any decoder, and the memory that vaemem allocates for it."""
         request, part = self.request, self.parts["vae"]
         dtype = "float32" if part.upcast and request.vae != "vaemem" else part.dtype
         flops, attended, moved = vae_counts(
-            part.component, op, dtype, request.height, request.width, request.batch, request.tile,
+            part.component, op, dtype, request.height, request.width, images or request.batch, request.tile,
             self.process.diffusers_release,
         )  # fmt: skip
         if "vae" in request.on_cpu:

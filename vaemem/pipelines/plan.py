@@ -233,7 +233,7 @@ def diffusers_ways(
             if offload == "sequential" and any(part.has(FOUR_BITS) for part in stored.parts):
                 continue
             # vaemem only decodes, and accelerate's hooks work on PyTorch's modules only.
-            for vae in by_torch if q.image or offload == "sequential" else [*by_torch, "vaemem"]:
+            for vae in by_torch if q.encodes or offload == "sequential" else [*by_torch, "vaemem"]:
                 is_fixed = vae.endswith(" in float16")
                 held = {**given, "vae": "float16"} if is_fixed else given
                 settings: dict[str, Any] = {"offload": offload, "vae": vae.removesuffix(" in float16")}

@@ -26,8 +26,8 @@ from vaemem.pytorch.measuring import find_device, vae_builder
 
 # Configurations are those in config.json of the published folders, without the classes' defaults:
 # stable-diffusion-v1-5, stabilityai/stable-diffusion-xl-base-1.0, black-forest-labs/FLUX.1-dev and FLUX.1-schnell,
-# Tongyi-MAI/Z-Image-Turbo, black-forest-labs/FLUX.2-dev, FLUX.2-klein-4B and -9B. For the rest, copies of these files
-# in other repositories were read, and the numbers of parameters compared with the published ones.
+# Tongyi-MAI/Z-Image-Turbo, black-forest-labs/FLUX.2-dev, FLUX.2-klein-4B and -9B. SD 3.5's were read in copies; the
+# rest gives the published numbers of parameters, or files of the published sizes.
 
 
 def _make(class_name: str, config_name: str = "", **settings: Any) -> Any:
@@ -188,7 +188,8 @@ def _random_pipeline(name: str, dtype: str) -> Any:
         if role in kind.encoders:
             length = CLIP_TOKENS if component in CLIPS else 512
             parts[role.replace("text_encoder", "tokenizer")] = _tokenizer(length)
-    flow = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=name == "flux")
+    shifted = "flux", "flux-kontext", "flux-fill"
+    flow = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=name in shifted)
     betas = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
     parts["scheduler"] = {
         "sd15": diffusers.PNDMScheduler(**betas, skip_prk_steps=True),

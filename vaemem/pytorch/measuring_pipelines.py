@@ -35,6 +35,7 @@ from vaemem.tables.table import Table
 # Arguments of a pipeline's call that do not change the prediction, or only what the denoiser's first call shows.
 _HARMLESS = {
     "output_type", "negative_prompt", "guidance_scale", "max_sequence_length", "generator", "image", "strength",
+    "mask_image", "max_area", "use_resolution_binning",
 }  # fmt: skip
 # Attention processors that use PyTorch's own attention, as in the recorded modules.
 _PROCESSORS = {
@@ -371,13 +372,19 @@ def _request(pipe: Any, seen: Seen, card: Card, software: Software, **facts: Any
         components = {role: _dtype(modules[role]) if role in modules else None for role in known}
         if kind.parts["vae"] == "sdxl" and components["vae"] == "float16" and pipe.vae.config.force_upcast:
             del components["vae"]  # the default for SDXL
+        facts["image"] = facts["image"] and kind.inputs == 1  # otherwise it is a part of every call
         given = PipelineArguments(
             name, prompt_tokens=seen.tokens - kind.joined, components=components,
             guidance=seen.images == 2 * facts["batch"], dtype=_dtype(_denoiser(pipe)), **facts,
         )  # fmt: skip
         request = resolve_pipeline(given, card, software)
         images = facts["batch"] * (2 if kind.guides and request.guidance else 1)
-        numbers = pipe.vae.config.latent_channels * (facts["height"] // VAE_STRIDE) * (facts["width"] // VAE_STRIDE)
+        numbers = (
+            kind.inputs
+            * pipe.vae.config.latent_channels
+            * (facts["height"] // VAE_STRIDE)
+            * (facts["width"] // VAE_STRIDE)
+        )
         if other := [part for part in request.parts if not _has_weights(modules[part.role], part)]:
             why = f"{other[0].role} has other weights than {other[0].component}"
         elif (seen.images, seen.numbers) != (images, numbers):
