@@ -123,7 +123,7 @@ def test_attention_by_the_math_path_takes_the_steps_of_the_module(module, name):
         ("flux2-transformer", 32223281152), ("clip-l-sd3", 123650304), ("t5-xxl-sd3", 4762310656),
         ("sd3-transformer", 2028328000), ("sd35-medium-transformer", 2243171520),
         ("flux-fill-transformer", 11902391360), ("sd21-unet", 865910724), ("openclip-h", 340387840),
-        ("sd35-large-transformer", 8056627520),
+        ("sd35-large-transformer", 8056627520), ("sdxl-refiner-unet", 2259526660),
         ("pixart-sigma-transformer", 610856096), ("t5-xxl-masked", 4762310656),
     ],
 )  # fmt: skip

@@ -51,9 +51,10 @@ diffusers_version : str, optional
     float32, a decode's first blocks stay in half precision before 0.36. Before 0.37 ``channels_last`` takes more
     copies.
 pipeline : str
-    ``"sd15"``, ``"sd21"``, ``"sdxl"``, ``"sd3"``, ``"sd35-medium"``, ``"sd35-large"``, ``"pixart-sigma"``, ``"flux"``,
-    ``"flux-schnell"``, ``"flux-kontext"``, ``"flux-fill"``, ``"zimage-turbo"``, ``"flux2"``, ``"flux2-klein"`` or
-    ``"flux2-klein-9b"``; or a model with the same modules, such as ``"RunDiffusion/Juggernaut-XL-v9"``.
+    ``"sd15"``, ``"sd21"``, ``"sdxl"``, ``"sdxl-refiner"``, ``"sd3"``, ``"sd35-medium"``, ``"sd35-large"``,
+    ``"pixart-sigma"``, ``"flux"``, ``"flux-schnell"``, ``"flux-kontext"``, ``"flux-fill"``, ``"zimage-turbo"``,
+    ``"flux2"``, ``"flux2-klein"`` or ``"flux2-klein-9b"``; or a model with the same modules, such as
+    ``"RunDiffusion/Juggernaut-XL-v9"``.
 prompt_tokens : int, optional
     The prompt's length, at most 8192. The default is 77, or the pipeline's max_sequence_length: 512 for FLUX, 256 for
     SD 3 (of T5's prompt), 300 for PixArt-Sigma. SD 1.5, SD 2.1 and SDXL pad to 77 and encode longer prompts in parts of

@@ -21,6 +21,7 @@ A_VAE = "a VAE"
 ATTENTIONS = {
     A_VAE: (1, 8, 0),
     "sd15-unet": (8, 8, 0), "sd21-unet": (5, 8, 0), "sdxl-unet": (10, 16, 0),
+    "sdxl-refiner-unet": (12, 16, 0),
     "flux-transformer": (24, 16, 512), "flux2-transformer": (48, 16, 512), "flux2-klein-transformer": (24, 16, 512),
     "flux2-klein-9b-transformer": (32, 16, 512), "sd3-transformer": (24, 16, 333),
     "sd35-medium-transformer": (24, 16, 333), "sd35-large-transformer": (38, 16, 333),

@@ -34,7 +34,7 @@ class Pipeline(NamedTuple):
     guides: whether guidance takes a second image through the denoiser
     guidance_embeds: whether guidance is an input of the denoiser
     optional: further components, which run if they are named; they stay on the device whatever is offloaded
-    begins: whether diffusers has an image-to-image pipeline that begins with an image's latents
+    begins: whether it has a sibling in diffusers that begins with an image's latents
     floors: whether it rounds sides down to multiples of `stride`; others refuse such sides
     since: the first release of diffusers in which it was read, 42 for 0.42; 0 for every known one
     most_side: the image's longest side in pixels, if the denoiser has no positions beyond it
@@ -81,6 +81,11 @@ class Pipeline(NamedTuple):
     def stride(self) -> int:
         """Divisor of the image's sides, in pixels: transformers read latents in squares of two."""
         return VAE_STRIDE * (2 if self.denoiser == "transformer" else 1)
+
+    @property
+    def encodes(self) -> bool:
+        """Whether its VAE encodes an image in every call."""
+        return self.inputs > 1 or "Img2Img" in self.class_name
 
     @property
     def upcasts(self) -> bool:
@@ -131,6 +136,11 @@ PIPELINES = {
         about="StableDiffusionXLPipeline of stabilityai/stable-diffusion-xl-base-1.0",
         parts={"text_encoder": "clip-l-sdxl", "text_encoder_2": "openclip-g", "unet": "sdxl-unet", "vae": "sdxl"},
         dtype="float16", width=2048, pooled=1280, tokens=77, most_tokens=CLIP_TOKENS, steps=50, guides=True,
+    ),
+    "sdxl-refiner": Pipeline(
+        about="StableDiffusionXLImg2ImgPipeline of stabilityai/stable-diffusion-xl-refiner-1.0",
+        parts={"text_encoder_2": "openclip-g", "unet": "sdxl-refiner-unet", "vae": "sdxl"}, dtype="float16",
+        width=1280, pooled=1280, tokens=77, most_tokens=CLIP_TOKENS, steps=15, guides=True, begins=False, since=42,
     ),
     "sd3": _SD3,
     "sd35-medium": _SD3._replace(

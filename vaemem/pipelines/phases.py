@@ -106,35 +106,11 @@ def play_stable_diffusion(run: _PhaseRun) -> None:
 
 def play_stable_diffusion_xl(run: _PhaseRun) -> None:
     """Play StableDiffusionXLPipeline: SDXL."""
-    q, v, (batch, *latent) = run.request, run.v, run.latent_shape
-    _, h, w = latent
+    q, v, batch = run.request, run.v, run.request.batch
     calls = count_calls(q.tokens, CLIP_TOKENS)
-    tokens, images = calls * CLIP_TOKENS, 2 * batch if q.guidance else batch
 
     load_components(run)
-
-    with run.phase("encode prompt", first_encoder(run)):
-        embeds, pooled = (batch, tokens, q.pipeline.width), (batch, q.pipeline.pooled)
-        prompt_embeds_list: list[Tensor] = []  # pooled outputs are views of it until they are repeated
-
-        def concat(name: str) -> Tensor:
-            one = encode_text(run, "text_encoder", CLIP_TOKENS, calls)
-            two = encode_text(run, "text_encoder_2", CLIP_TOKENS, calls)
-            if one and two:
-                prompt_embeds_list.extend([*one, *two])
-                return run.tensor(name, embeds)
-            return repeat(run, name, embeds, one or two)
-
-        v.prompt_embeds = concat("prompt_embeds")
-        if q.guidance:
-            v.negative_prompt_embeds = concat("negative_prompt_embeds")
-        v.pooled_prompt_embeds = run.tensor("pooled_prompt_embeds", pooled)
-        if q.guidance:
-            v.negative_pooled_prompt_embeds = run.tensor("negative_pooled_prompt_embeds", pooled)
-        run.drop(*prompt_embeds_list)
-        if q.guidance:
-            v.prompt_embeds = run.tensor("prompt_embeds, both", (2, *embeds))
-            v.add_text_embeds = run.tensor("add_text_embeds", (2, *pooled))
+    encode_sdxl_prompt(run, calls)
 
     if q.image:
         with run.phase("encode image", "vae"):
@@ -142,14 +118,35 @@ def play_stable_diffusion_xl(run: _PhaseRun) -> None:
 
     with run.phase("denoise", "unet"):
         prepare_latents(run)
-        v.add_time_ids = run.tensor("add_time_ids", (images, 6))
-        for _ in run.steps(q.steps):
-            if q.guidance:
-                v.latent_model_input = run.tensor("latent_model_input", (images, *latent))
-            v.noise_pred = run.call("unet", n=images, h=h, w=w, t=tokens)
-            if q.guidance:
-                guide(run)
-            step_scheduler(run)
+        v.add_time_ids = run.tensor("add_time_ids", (2 * batch if q.guidance else batch, 6))
+        denoise_by_unet(run, calls)
+
+    with run.phase("decode", "vae"):
+        decode_image(run)
+
+
+def play_sdxl_refiner(run: _PhaseRun) -> None:
+    """Play StableDiffusionXLImg2ImgPipeline of SDXL's refiner: the second text encoder alone, and always an image."""
+    q, v, batch = run.request, run.v, run.request.batch
+    calls = count_calls(q.tokens, CLIP_TOKENS)
+
+    load_components(run)
+    encode_sdxl_prompt(run, calls, joins=False)
+
+    with run.phase("encode image", "vae"):
+        v.timesteps = run.tensor("timesteps", (q.steps,), "float32")
+        v.latent_timestep = run.tensor("latent_timestep", (batch,), "float32")
+        v.image = run.tensor("image", (1, 3, q.height, q.width))
+        v.init_latents = run.encode(v.image)
+        v.init_latents = run.tensor("init_latents", run.latent_shape)
+        v.noise = run.tensor("noise", run.latent_shape)
+        v.latents = run.tensor("latents", run.latent_shape)
+        del v.image, v.init_latents, v.noise
+        join_sdxl_prompts(run, calls)
+
+    with run.phase("denoise", "unet"):
+        v.add_time_ids = run.tensor("add_time_ids", (2 * batch if q.guidance else batch, 5))
+        denoise_by_unet(run, calls)
 
     with run.phase("decode", "vae"):
         decode_image(run)
@@ -395,6 +392,7 @@ def play_flux2(run: _PhaseRun) -> None:
 PHASES: Mapping[str, Callable[[_PhaseRun], None]] = {
     "StableDiffusionPipeline": play_stable_diffusion,
     "StableDiffusionXLPipeline": play_stable_diffusion_xl,
+    "StableDiffusionXLImg2ImgPipeline": play_sdxl_refiner,
     "StableDiffusion3Pipeline": play_stable_diffusion_3,
     "PixArtSigmaPipeline": play_pixart_sigma,
     "FluxPipeline": play_flux,
@@ -452,6 +450,54 @@ def repeat(run: _PhaseRun, name: str, shape: Sequence[int], encoded: Sequence[Te
     repeated = run.tensor(name, shape)
     run.drop(*encoded)
     return repeated
+
+
+def encode_sdxl_prompt(run: _PhaseRun, calls: int, joins: bool = True) -> None:
+    """Play the phase ``encode prompt`` of SDXL's pipelines, with one text encoder or two. joins: `join_sdxl_prompts`,
+    which image-to-image does later."""
+    q, v, batch, tokens = run.request, run.v, run.request.batch, calls * CLIP_TOKENS
+    with run.phase("encode prompt", first_encoder(run)):
+        embeds, pooled = (batch, tokens, q.pipeline.width), (batch, q.pipeline.pooled)
+        prompt_embeds_list: list[Tensor] = []  # pooled outputs are views of it until they are repeated
+
+        def concat(name: str) -> Tensor:
+            one = encode_text(run, "text_encoder", CLIP_TOKENS, calls)
+            two = encode_text(run, "text_encoder_2", CLIP_TOKENS, calls)
+            if one and two:
+                prompt_embeds_list.extend([*one, *two])
+                return run.tensor(name, embeds)
+            return repeat(run, name, embeds, one or two)
+
+        v.prompt_embeds = concat("prompt_embeds")
+        if q.guidance:
+            v.negative_prompt_embeds = concat("negative_prompt_embeds")
+        v.pooled_prompt_embeds = run.tensor("pooled_prompt_embeds", pooled)
+        if q.guidance:
+            v.negative_pooled_prompt_embeds = run.tensor("negative_pooled_prompt_embeds", pooled)
+        run.drop(*prompt_embeds_list)
+        if joins:
+            join_sdxl_prompts(run, calls)
+
+
+def join_sdxl_prompts(run: _PhaseRun, calls: int) -> None:
+    """Join the embeddings of the negative prompt and of the prompt, if there is guidance."""
+    q, v, batch = run.request, run.v, run.request.batch
+    if q.guidance:
+        v.prompt_embeds = run.tensor("prompt_embeds, both", (2, batch, calls * CLIP_TOKENS, q.pipeline.width))
+        v.add_text_embeds = run.tensor("add_text_embeds", (2, batch, q.pipeline.pooled))
+
+
+def denoise_by_unet(run: _PhaseRun, calls: int) -> None:
+    """Play the loop of SDXL's pipelines."""
+    q, v, (batch, channels, h, w) = run.request, run.v, run.latent_shape
+    images = 2 * batch if q.guidance else batch
+    for _ in run.steps(q.steps):
+        if q.guidance:
+            v.latent_model_input = run.tensor("latent_model_input", (images, channels, h, w))
+        v.noise_pred = run.call("unet", n=images, h=h, w=w, t=calls * CLIP_TOKENS)
+        if q.guidance:
+            guide(run)
+        step_scheduler(run)
 
 
 def encode_flux_prompt(run: _PhaseRun) -> None:

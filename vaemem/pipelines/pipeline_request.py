@@ -246,7 +246,7 @@ class PipelineRequest(Request):
     @property
     def encodes(self) -> bool:
         """Whether its VAE encodes an image too."""
-        return self.image or self.pipeline.inputs > 1
+        return self.image or self.pipeline.encodes
 
     @property
     def resident(self) -> tuple[str, ...]:
@@ -324,7 +324,8 @@ def resolve_pipeline(given: PipelineArguments, card: Card, software: Software) -
         needed = f"0.{known.since} or later for {pipeline}, which was not read in older releases"
         raise ArgumentError("diffusers_version", needed, repr(software.diffusers_version))
     if given.image and not known.begins:
-        raise ArgumentError("image", f"False with {pipeline}, which takes images as tokens", "True")
+        why = "takes an image in every call" if known.encodes else "takes images as tokens"
+        raise ArgumentError("image", f"False with {pipeline}, which {why}", "True")
     dtype = known.dtype if given.dtype is None else meant("dtype", given.dtype, DTYPES)
     height, width = given.height, given.width
     said = f"{height}x{width}"

@@ -50,7 +50,7 @@ class PipelineRun:
         if part.component in shipped_models():
             # With model offload a VAE is upcast on the CPU, before its call loads it.
             is_upcast = part.upcast and self.request.offload == "model"
-            first = part.dtype if is_upcast and self._is_partly_upcast and not self.request.image else None
+            first = part.dtype if is_upcast and self._is_partly_upcast and not self.request.encodes else None
             vae = process.load(part.component, "float32" if is_upcast else part.dtype, "diffusers", first=first)
             self._loaded[role] = vae
             process.count(sent=vae.nbytes)

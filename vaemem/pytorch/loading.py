@@ -194,12 +194,13 @@ def _random_pipeline(name: str, dtype: str) -> Any:
     parts["scheduler"] = {
         "sd15": diffusers.PNDMScheduler(**betas, skip_prk_steps=True),
         "sd21": diffusers.DDIMScheduler(**betas, clip_sample=False, prediction_type="v_prediction"),
-        "sdxl": diffusers.EulerDiscreteScheduler(**betas),
+        **dict.fromkeys(("sdxl", "sdxl-refiner"), diffusers.EulerDiscreteScheduler(**betas)),
     }.get(name, flow)
-    without = dict.fromkeys(("safety_checker", "feature_extractor"))
+    without = dict.fromkeys(("safety_checker", "feature_extractor", "text_encoder", "tokenizer"))
     without |= {"requires_safety_checker": False, "add_watermarker": False, "is_distilled": True}
+    without |= {"requires_aesthetics_score": True}
     known = inspect.signature(build).parameters
-    return build(**parts, **{key: value for key, value in without.items() if key in known})
+    return build(**{key: value for key, value in without.items() if key in known} | parts)
 
 
 def _tokenizer(length: int) -> Any:

@@ -364,7 +364,7 @@ def _request(pipe: Any, seen: Seen, card: Card, software: Software, **facts: Any
     modules, class_name = _modules(pipe), type(pipe).__name__.replace("Img2Img", "")
     why = f"vaemem does not know the pipeline {type(pipe).__name__}"
     for name, kind in PIPELINES.items():
-        if kind.class_name != class_name:
+        if kind.class_name not in (class_name, type(pipe).__name__):
             continue
         known = {**kind.parts, **kind.optional}
         if others := modules.keys() - known:
@@ -372,7 +372,7 @@ def _request(pipe: Any, seen: Seen, card: Card, software: Software, **facts: Any
         components = {role: _dtype(modules[role]) if role in modules else None for role in known}
         if kind.parts["vae"] == "sdxl" and components["vae"] == "float16" and pipe.vae.config.force_upcast:
             del components["vae"]  # the default for SDXL
-        facts["image"] = facts["image"] and kind.inputs == 1  # otherwise it is a part of every call
+        facts["image"] = facts["image"] and not kind.encodes
         given = PipelineArguments(
             name, prompt_tokens=seen.tokens - kind.joined, components=components,
             guidance=seen.images == 2 * facts["batch"], dtype=_dtype(_denoiser(pipe)), **facts,
@@ -562,7 +562,7 @@ def _describe(pipe: Any, place: Any, facts: Mapping[str, Any]) -> dict[str, Any]
     steps, model, of_class = facts["steps"], type(pipe).__name__, type(pipe).__name__.replace("Img2Img", "")
     shapes = Counter(tuple(tensor.shape) for tensor in _tensors(_denoiser(pipe)))
     for name, kind in PIPELINES.items():
-        if kind.class_name == of_class:
+        if kind.class_name in (of_class, type(pipe).__name__):
             image_sides(facts["height"], facts["width"], kind.stride, f" for {of_class}")
             known = Counter(weight.shape for weight in weights_of(kind.parts[kind.denoiser]))
             model = name if shapes == known else model
