@@ -58,6 +58,8 @@ def described(value):
         ("sdxl", "text_encoder", "clip-l-sdxl", 1),
         ("sdxl", "text_encoder_2", "openclip-g", 1),
         ("sdxl", "unet", "sdxl-unet", 2),
+        ("sd-refiner", "text_encoder_2", "openclip-g", 1),
+        ("sd-refiner", "unet", "sdxl-refiner-unet", 2),
         ("flux", "text_encoder", "clip-l-flux", 1),
         ("flux", "text_encoder_2", "t5-xxl", 1),
         ("flux", "transformer", "flux-schnell-transformer", 1),

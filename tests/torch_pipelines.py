@@ -122,6 +122,13 @@ def flux(folder):
     )  # fmt: skip
 
 
+def sdxl_refiner(folder):
+    parts = dict(stable_diffusion_xl(folder).components) | {"text_encoder": None, "tokenizer": None}
+    size = dict(addition_embed_type="text_time", addition_time_embed_dim=8, projection_class_embeddings_input_dim=72)
+    parts["unet"] = unet(cross_attention_dim=32, **size)
+    return diffusers.StableDiffusionXLImg2ImgPipeline(**parts, requires_aesthetics_score=True, add_watermarker=False)
+
+
 def flux_kontext(folder, kind: str = "FluxKontextPipeline", channels: int = 64):
     parts = dict(flux(folder).components)
     settings = {**parts["transformer"].config, "guidance_embeds": True, "in_channels": channels, "out_channels": 64}
@@ -134,12 +141,18 @@ def flux_fill(folder):
 
 
 PIPELINES = {"sd": stable_diffusion, "sdxl": stable_diffusion_xl, "flux": flux}
-LATER = {"sd3": stable_diffusion_3, "pixart": pixart_sigma, "kontext": flux_kontext, "fill": flux_fill}
+LATER = {
+    "sd-refiner": sdxl_refiner, "sd3": stable_diffusion_3, "pixart": pixart_sigma, "kontext": flux_kontext,
+    "fill": flux_fill,
+}  # fmt: skip
 
 
 def pictures(pipe, name: str, output_type: str = "pt", **settings):
     how = dict(prompt="a cat", height=48, width=32, num_inference_steps=2, output_type=output_type, **settings)
     how |= {} if name.startswith("sd") and name != "sd3" else dict(max_sequence_length=MAX_LENGTH)
+    if name == "sd-refiner":  # it takes the image's size
+        how = {key: value for key, value in how.items() if key not in ("height", "width")}
+        how |= dict(image=torch.rand(1, 3, 48, 32), strength=1.0)
     how |= dict(use_resolution_binning=False) if name == "pixart" else {}
     how |= dict(image=torch.rand(1, 3, 48, 32)) if name in ("kontext", "fill") else {}
     how |= dict(max_area=48 * 32, _auto_resize=False) if name == "kontext" else {}
