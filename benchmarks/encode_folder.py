@@ -69,7 +69,7 @@ def diffusers_run(args: dict):
 
     def run(out: Path) -> None:
         items, latents = list_images([args["folder"]]), {}
-        ready = list(zip(items, read_ahead(items, lambda item: how.read(item, 8)), strict=True))
+        ready = list(zip(items, read_ahead(items, lambda read: how.read(read, 8)), strict=True))
         for same in grouped(ready, lambda pair: pair[1].placed.bucket).values():
             for start in range(0, len(same), args["batch"]):
                 batch = same[start : start + args["batch"]]

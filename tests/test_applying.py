@@ -56,7 +56,7 @@ def test_a_plans_way_is_set_and_undone(name, tmp_path, on_the_cpu):
     """It runs, makes the same picture, and its code is that of the plan but for the device."""
     pipe = torch_pipelines.stable_diffusion(tmp_path)
     want, before = torch_pipelines.pictures(pipe, "sd"), state(pipe)
-    way = plan_pipeline("sd15", 1024, 1024, 2, gpu="RTX 3060")[name].way
+    way = plan_pipeline("sd15", 1024, 1024, 2, gpu="RTX 3060", dtype="float32")[name].way
     done = apply(way, pipe, device="cpu")
     offload, flag, value = WAYS[name]
     assert getattr(pipe.vae, flag) is value and _offload(pipe, torch.device("cpu")) == offload
@@ -79,6 +79,47 @@ def test_our_decoder_is_set_and_undone(tmp_path):
     assert state(pipe) == before and torch.equal(torch_pipelines.pictures(pipe, "sd"), want)
 
 
+@pytest.mark.skipif(not hasattr(diffusers, "Flux2Pipeline"), reason="needs diffusers with FLUX.2")
+def test_our_decoder_of_flux2_is_set():
+    pipe = torch_pipelines.flux2()
+    want = torch_pipelines.flux2_pictures(pipe)
+    plan = plan_pipeline("flux2", 512, 512, gpu="H100")
+    ways = [one.way for one in plan.outcomes if "vaemem" in one.way.name]
+    settings = {**ways[0].settings, "dtype": "float32"}  # the small pipeline's
+    done = apply(settings, pipe, device="cpu")
+    assert ways and set(done.code.splitlines()[:2]) <= set(ways[0].code.splitlines())
+    got = torch_pipelines.flux2_pictures(pipe)
+    assert (got - want).abs().max() < 1e-4 and pipe.vae.last_run.op == "decode"
+    done.undo()
+    assert torch.equal(torch_pipelines.flux2_pictures(pipe), want)
+    pipe.vae = diffusers.VQModel(norm_num_groups=32)
+    with refused("pipe", "VQModel", kind=TypeError):
+        apply({**settings, "dtype": None}, pipe, device="cpu")
+
+
+def test_the_original_leaves_the_card_before_our_copy_is_made(tmp_path, monkeypatch):
+    pipe, done = torch_pipelines.stable_diffusion(tmp_path), []
+    made = AutoencoderKL.from_module
+    monkeypatch.setattr(AutoencoderKL, "from_module", lambda *args, **how: done.append("copied") or made(*args, **how))
+    monkeypatch.setattr(pipe.vae, "to", lambda place: done.append(place))
+    apply({"vae": "vaemem", "vae_memory_limit": "64 MiB"}, pipe, device="cpu")
+    assert done == ["cpu", "copied"]
+
+
+def test_text_encoders_leave_the_card_before_others_come(tmp_path, monkeypatch):
+    pipe, moved = torch_pipelines.stable_diffusion_xl(tmp_path), []
+    monkeypatch.setattr(applying, "find_device", torch.device)
+    for role in ("vae", "text_encoder", "text_encoder_2", "unet"):
+        monkeypatch.setattr(getattr(pipe, role), "to", lambda place, role=role: moved.append((role, place)))
+    way = plan_pipeline("sdxl", 1024, 1024, gpu="RTX 4060", dtype="float32")["text encoders on CPU, VAE whole"].way
+    code = apply(way, pipe, device="cuda:1").code
+    assert sorted(moved[:2]) == [("text_encoder", "cpu"), ("text_encoder_2", "cpu")]
+    assert sorted(moved[2:]) == [("unet", "cuda:1"), ("vae", "cuda:1")]
+    assert sorted(code.replace("cuda:1", "cuda").splitlines()) == sorted(way.code.splitlines()[-5:])
+    again = torch_pipelines.stable_diffusion(tmp_path)
+    assert apply({"offload": {"vae": "cuda"}}, again, device="cpu").code == 'pipe.to("cpu")'
+
+
 def test_ways_follow_each_other(tmp_path):
     """The last one counts, and each is undone to the one before it."""
     pipe = torch_pipelines.stable_diffusion(tmp_path)
@@ -86,7 +127,7 @@ def test_ways_follow_each_other(tmp_path):
     between = state(pipe)
     last = apply({"offload": {"text_encoder": "cpu"}, "vae": "sliced"}, pipe, device="cpu")
     assert (pipe.vae.use_tiling, pipe.vae.use_slicing) == (False, True) and not hasattr(pipe.unet, "_hf_hook")
-    assert last.steps[1] == "text_encoder stay on the CPU, and the others are on cpu"
+    assert last.steps[1] == "text_encoder stays on the CPU, and the others are on cpu"
     last.undo()
     assert state(pipe) == between and pipe.vae.tile_sample_min_size == 64
     first.undo()
@@ -104,6 +145,18 @@ def test_what_cannot_be_set_changes_nothing(tmp_path, monkeypatch):
         apply({}, {}, device="cpu")
     with refused("pipe", "float32", names=["unet is loaded in nf4"]):
         apply({"components": {"unet": "nf4"}}, pipe, device="cpu")
+    for key, value in {
+        "offload": "modell", "vae": "tile", "vae_memory_limit": "1 GB", "components": 3, "dtype": "floaty",
+    }.items():  # fmt: skip
+        with refused("way", names=[f"way: {key}: "]):
+            apply({key: value}, pipe, device="cpu")
+    for offload in ({"text_encoder_2": "cpu"}, {"unet": "disk"}):
+        with refused("way", names=["offload"]):
+            apply({"offload": offload}, pipe, device="cpu")
+    with refused("way", names=["vae_memory_limit"]):
+        apply({"vae": "vaemem", "vae_memory_limit": "much"}, pipe, device="cpu")
+    with refused("pipe", "float32", names=["loaded in float16"]):
+        apply(plan_pipeline("sd15", 512, 512, gpu="RTX 3060"), pipe, device="cpu")
     pipe.vae.half()
     with refused("pipe", names=["force_upcast"]):
         apply({"components": {"vae": "float16"}}, pipe, device="cpu")
@@ -132,7 +185,7 @@ def run_out(monkeypatch, owner, name, times):
 def test_the_next_way_makes_the_same_picture(tmp_path, on_the_cpu, monkeypatch):
     pipe = torch_pipelines.stable_diffusion(tmp_path)
     want, before = torch_pipelines.pictures(pipe, "sd"), state(pipe)
-    plan = plan_pipeline("sd15", 1024, 1024, 2, gpu="RTX 3060")
+    plan = plan_pipeline("sd15", 1024, 1024, 2, gpu="RTX 3060", dtype="float32")
     done = apply(plan, pipe, device="cpu", on_out_of_memory="next")
     first, made = done.code, run_out(monkeypatch, pipe.unet, "forward", 1)
     how = dict(prompt="a cat", height=48, width=32, num_inference_steps=2, output_type="pt")
@@ -146,7 +199,7 @@ def test_the_next_way_makes_the_same_picture(tmp_path, on_the_cpu, monkeypatch):
 
 def test_a_way_that_cannot_be_set_has_a_next(tmp_path, on_the_cpu, monkeypatch):
     pipe = torch_pipelines.stable_diffusion(tmp_path)
-    before, plan = state(pipe), plan_pipeline("sd15", 512, 512, gpu="RTX 3060")
+    before, plan = state(pipe), plan_pipeline("sd15", 512, 512, gpu="RTX 3060", dtype="float32")
     with monkeypatch.context() as patched:
         run_out(patched, pipe, "to", 1)
         with pytest.warns(RuntimeWarning, match="no offload, VAE by vaemem"):
@@ -160,16 +213,46 @@ def test_a_way_that_cannot_be_set_has_a_next(tmp_path, on_the_cpu, monkeypatch):
     assert state(pipe) == before
 
 
+def test_a_way_that_fails_otherwise_is_skipped(tmp_path, on_the_cpu, monkeypatch):
+    """Its warning names it. If no way can be set, the error is that memory ran out, and everything is set back."""
+    pipe = torch_pipelines.stable_diffusion(tmp_path)
+    before, plan = state(pipe), plan_pipeline("sd15", 1024, 1024, 2, gpu="RTX 3060", dtype="float32")
+    names = [one.way.name for one in applying._list_next(plan, pipe)]
+    run = dict(prompt="a cat", height=48, width=32, num_inference_steps=2)
+
+    def refuse(*args, **how):
+        raise ImportError("no accelerate")
+
+    with monkeypatch.context() as patched:
+        done = apply(plan, pipe, device="cpu", on_out_of_memory="next")
+        run_out(patched, pipe.unet, "forward", 1)
+        patched.setattr(AutoencoderKL, "from_module", refuse)
+        with pytest.warns(RuntimeWarning) as warned:
+            done(**run)
+        told = [str(one.message) for one in warned if one.filename == __file__]
+        assert f"{names[0]} cannot be set, so it is skipped: no accelerate" in told and "Going on with" in told[-1]
+        done.undo()
+    assert state(pipe) == before and done.steps == () and done.code == ""
+    with monkeypatch.context() as patched:
+        done = apply(plan, pipe, device="cpu", on_out_of_memory="next")
+        run_out(patched, pipe.unet, "forward", 1)
+        patched.setattr(applying, "exec", refuse, raising=False)
+        with pytest.warns(RuntimeWarning) as warned, pytest.raises(torch.OutOfMemoryError):
+            done(**run)
+        assert len(warned) == len(names)
+    assert state(pipe) == before and done.steps == ()
+
+
 def test_the_last_way_raises(tmp_path, on_the_cpu, monkeypatch):
     """Each next way fits, leaves the picture as it is, and takes less. Other errors pass through."""
     pipe = torch_pipelines.stable_diffusion(tmp_path)
-    plan = plan_pipeline("sd15", 1024, 1024, 2, gpu="RTX 3060")
+    plan = plan_pipeline("sd15", 1024, 1024, 2, gpu="RTX 3060", dtype="float32")
     outcomes = [plan.recommended, *applying._list_next(plan, pipe)]
     peaks = [one.way.peak.total for one in outcomes]
     assert len(peaks) > 2 and peaks == sorted(set(peaks), reverse=True)
     assert all(one.fits and not one.way.changes for one in outcomes)
-    done = apply(plan, pipe, device="cpu", on_out_of_memory="next")
     run_out(monkeypatch, pipe.unet, "forward", -1)
+    done = apply(plan, pipe, device="cpu", on_out_of_memory="next")
     pipe.vae.half()  # as a conversion before a decode leaves it
     with pytest.warns(RuntimeWarning), pytest.raises(torch.OutOfMemoryError):
         done("a cat", height=48, width=32, num_inference_steps=2)

@@ -1,7 +1,10 @@
 """Encoders of batches, folders of latents that survive kills, and trainers' caches."""
 
 import base64
+import contextlib
 import csv
+import errno
+import gc
 import hashlib
 import io
 import json
@@ -26,8 +29,8 @@ from errors import refused
 import vaemem
 from vaemem import Decoder, Encoder
 from vaemem.__main__ import main
-from vaemem.datasets.folder import Folder
-from vaemem.datasets.shards import Preparation, encode_dataset
+from vaemem.datasets.folder import Folder, Shard
+from vaemem.datasets.shards import Preparation, decode_dataset, encode_dataset, read_ahead
 from vaemem.datasets.sources import list_images
 from vaemem.datasets.trainers import find_cache
 
@@ -260,12 +263,33 @@ def test_without_buckets(photos, weights, tmp_path):
             assert list(picture.size) == record["size"]
 
 
+@pytest.mark.parametrize("name", ["../x", "a/../../x", "{folder}/x"])
+def test_decode_writes_below_its_folder_alone(name, weights, tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "a.png").write_bytes(file_of(drawn(16, 16)))
+    encode_dataset([tmp_path / "photos"], tmp_path / "latents", Encoder(weights("sd")))
+    folder = Folder(tmp_path / "latents")
+    shard = folder.read(folder.shard(0))
+    folder.commit(0, Shard(*({name.format(folder=tmp_path): one for one in part.values()} for part in shard)))
+    with refused("latents", path=folder.shard(0)):
+        decode_dataset(folder.path, tmp_path / "pictures", Decoder(weights("sd")))
+    assert not list(tmp_path.rglob("x.png"))
+
+
 class Killed(Exception):
     pass
 
 
+def shards_of(folder, want):
+    """The number of shards in a folder. Each is as wanted, to the byte."""
+    found = sorted(folder.glob("latents-*"))
+    assert [path.name for path in found if path.read_bytes() != want[path.name]] == []
+    return len(found)
+
+
 def test_a_run_that_ended_anywhere_goes_on(photos, weights, tmp_path):
-    """Whatever a run left behind, the next one makes what an uninterrupted one makes. So do parts."""
+    """Whatever a run left behind, its files are whole, and the next one makes what an uninterrupted one makes. So do
+    parts."""
     encoder, how = Encoder(weights("sd"), sample=1), {"preparation": BUCKETS, "shard": 7}
     encode_dataset([photos[0]], tmp_path / "whole", encoder, **how)
     want = files_of(tmp_path / "whole")
@@ -273,16 +297,17 @@ def test_a_run_that_ended_anywhere_goes_on(photos, weights, tmp_path):
         encode_dataset([photos[0]], tmp_path / "parts", encoder, part=(k, 3), **how)
     assert files_of(tmp_path / "parts") == want
     counted = []
-    for stop in (1, 9, 23, 10**9):
+    for stop, finished in ((1, 0), (9, 1), (23, 4), (10**9, 9)):
 
         def tell(done, total, stop=stop):
             if done == stop:
                 raise Killed
             counted.append(total)
 
-        try:
+        with pytest.raises(Killed) if finished < 9 else contextlib.nullcontext():
             encode_dataset([photos[0]], tmp_path / "ended", encoder, tell=tell, **how)
-        except Killed:
+        assert shards_of(tmp_path / "ended", want) == finished
+        if finished < 9:
             (tmp_path / "ended" / ".vaemem-0.part").write_bytes(b"half a shard")
     assert files_of(tmp_path / "ended") == want and counted[-1] == 60 - 7 - 21
 
@@ -294,6 +319,57 @@ def test_a_limit_passes_over_images_that_are_too_large(photos, weights, tmp_path
     limit = encoder.open().smallest("encode", 32, 32)
     summary = encode_dataset(sources, tmp_path / "some", Encoder(weights("sd"), memory_limit=limit))
     assert summary.images and any("memory_limit" in error for error in summary.errors.values())
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.ENOENT, errno.EACCES])
+def test_errors_of_the_system_end_a_run(number, photos, weights, tmp_path, monkeypatch):
+    """They pass no image over: the next run encodes it. Files that are missing or private are passed over."""
+    given = [photos[0] / "a"], tmp_path, Encoder(weights("tiny")), BUCKETS, 7
+    victim, read = sorted((photos[0] / "a").glob("*.png"))[-1], Path.read_bytes
+
+    def fail(path):
+        if path == victim:
+            raise OSError(number, os.strerror(number), str(path))
+        return read(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", fail)
+        if number in (errno.ENOENT, errno.EACCES):
+            assert encode_dataset(*given).errors[victim.name] == os.strerror(number)
+            return
+        with pytest.raises(OSError) as raised:
+            encode_dataset(*given)
+    assert (raised.value.errno, raised.value.filename) == (number, str(victim))
+    assert Folder(tmp_path).shards()
+    assert victim.name not in encode_dataset(*given).errors and victim.name in latents_of(tmp_path)
+
+
+def test_a_damaged_row_group_is_its_images_error(weights, tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = arrow.table({"image": [file_of(drawn(16, 16, seed)) for seed in range(4)]})
+    parquet.write_table(table, tmp_path / "x.parquet", row_group_size=2, compression="none")
+    data = bytearray((tmp_path / "x.parquet").read_bytes())
+    data[4:10] = b"\xff" * 6  # the header of the first page
+    (tmp_path / "x.parquet").write_bytes(data)
+    summary = encode_dataset([tmp_path / "x.parquet"], tmp_path / "out", Encoder(weights("tiny")))
+    assert (summary.images, [*summary.errors]) == (2, [f"x.parquet/{i:09d}" for i in range(2)])
+
+
+def test_a_thin_image_takes_no_gigabytes(weights, tmp_path):
+    """It covers its bucket only if it is scaled to 128x1280000."""
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "thin.png").write_bytes(file_of(drawn(10_000, 1)))
+    (tmp_path / "photos" / "usual.png").write_bytes(file_of(drawn(16, 16)))
+    summary = encode_dataset([tmp_path / "photos"], tmp_path / "out", Encoder(weights("tiny")), Preparation(side=256))
+    assert (summary.images, [*summary.errors]) == (1, ["thin.png"])
+
+
+def test_the_status_is_1_if_no_image_can_be_read(weights, tmp_path):
+    (tmp_path / "bad.png").write_bytes(b"")
+    encode = ["encode", str(tmp_path / "*.png"), "--weights", str(weights("tiny")), "-o"]
+    assert main([*encode, str(tmp_path / "none")]) == main([*encode, str(tmp_path / "none")]) == 1
+    (tmp_path / "good.png").write_bytes(file_of(drawn(16, 16)))
+    assert main([*encode, str(tmp_path / "one")]) == 0
 
 
 def test_check_finds_what_is_wrong(photos, weights, tmp_path, capsys):
@@ -316,6 +392,97 @@ def test_check_finds_what_is_wrong(photos, weights, tmp_path, capsys):
     for path in (one, three):
         path.unlink()
     assert main(encode) == 0 and main([*encode, "--check"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("argument", "trainer", "how"),
+    [
+        ("step", "", {"step": 6}),
+        ("step", "kohya:sdxl", {"side": 64, "step": 6}),
+        ("buckets", "", {"side": 32, "step": 64}),
+        ("buckets", "kohya:sdxl", {"side": 32}),
+        ("buckets", "musubi:zi", {"side": 32, "step": 64}),
+        ("bucket_sides", "", {"sides": (16, 64)}),
+        ("bucket_sides", "", {"side": 32, "step": 16, "sides": (24, 64)}),
+        ("bucket_sides", "kohya:sdxl", {"side": 64, "step": 16, "sides": (16, 72)}),
+        ("bucket_sides", "", {"side": 32, "step": 16, "sides": (64, 16)}),
+        ("bucket_sides", "", {"side": 32, "step": 16, "sides": (48, 64)}),
+        ("bucket_sides", "musubi:zi", {"side": 32, "step": 16, "sides": (16, 64)}),
+    ],
+)
+def test_buckets_that_cannot_be_are_refused_at_once(argument, trainer, how, weights, tmp_path):
+    """Before the images are listed."""
+    encoder, cache = Encoder(weights("sd")), find_cache(trainer, "") if trainer else None
+    with refused(argument):
+        encode_dataset([tmp_path / "none"], tmp_path / "out", encoder, Preparation(cache=cache, **how))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("trainer", ["", "kohya:sdxl", "musubi:zi", "ai-toolkit:sdxl", "simpletuner:sdxl"])
+def test_sides_are_multiples_of_any_step(trainer):
+    cache = find_cache(trainer, "") if trainer else None
+    for step in (8, 24, 96, 104):
+        how = Preparation(side=1040 // step * step, step=step, cache=cache)
+        small = Preparation(side=step, step=step, cache=cache)
+        for size in [(1600, 900), (97, 1000), (640, 640)]:
+            bucket, square = how.place(size, 8).bucket, small.place(size, 8).bucket
+            assert not any(side % step or side < 1 for side in bucket + square)
+
+
+def test_no_flag_is_ignored(photos, weights, tmp_path, capsys):
+    out, encode = str(tmp_path / "out"), ["encode", str(photos[0]), "--weights", str(weights("tiny")), "-o"]
+    of_sets = (
+        "--buckets 64|--step 8|--bucket-sides 8 64|--flip|--for kohya:sdxl|--shard 1|--part 1/2|--ray auto|--check"
+    )
+    commands = [(flag, [*encode, f"{out}.npy", *flag.split()]) for flag in of_sets.split("|")]
+    commands += [(flag, [*encode, out, "--ray", "local", *flag.split()]) for flag in ("--part 1/2", "--check")]
+    commands += [
+        ("--scaled", [*encode, out, "--for", "kohya:sdxl", "--scaled"]),
+        ("--tile", [*encode, out, "--tile", "64"]),
+    ]
+    decode = ["decode", str(photos[0]), "--weights", str(weights("tiny")), "-o", out]
+    commands += [(flag, [*decode, *flag.split()]) for flag in ("--size 8", "--scaled", "--tile 64")]
+    for flag, command in commands:
+        assert main(command) == 2
+        assert capsys.readouterr().err.startswith(f"vaemem {command[0]}: {flag.split()[0]}: ")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("trainer", ["", "kohya:sdxl"])
+def test_a_shard_in_the_place_of_another_is_found(trainer, singles, weights, tmp_path):
+    encode = ["encode", str(singles), "--weights", str(weights("sd")), "--buckets", "64", "--shard", "1"]
+    encode += ["-o", str(tmp_path), *(["--for", trainer, "--step", "16"] if trainer else [])]
+    assert main(encode) == 0
+    one, two, *_ = sorted(tmp_path.rglob("latents-*"))
+    two.write_bytes(one.read_bytes())
+    assert main([*encode, "--check"]) == main(encode) == 1
+    two.unlink()
+    assert main(encode) == main([*encode, "--check"]) == 0
+
+
+def test_parts_that_end_together_list_all_errors(photos, weights, tmp_path, monkeypatch):
+    """A part never writes over the list of another. It reads its own shards, and the last one reads all."""
+    given = {"encoder": Encoder(weights("tiny")), "preparation": BUCKETS, "shard": 7}
+    encode_dataset([photos[0]], tmp_path / "whole", **given)
+    out, write, second = tmp_path / "parts", vaemem.datasets.folder.write, []
+
+    def write_late(path, data):
+        if path.name == "errors.csv" and not second:
+            second.append(True)
+            encode_dataset([photos[0]], out, part=(2, 2), **given)
+        write(path, data)
+
+    read, seen = Folder.read, []
+    monkeypatch.setattr(Folder, "read", lambda self, path, **how: seen.append(path) or read(self, path, **how))
+    with monkeypatch.context() as patch:
+        patch.setattr(vaemem.datasets.folder, "write", write_late)
+        first = encode_dataset([photos[0]], out, part=(1, 2), **given)
+    assert len(seen) == 5 and not first.is_whole
+    last = encode_dataset([photos[0]], out, part=(2, 2), **given)
+    assert len(seen) == 5 + 9 and last.is_whole and last.images == 54
+    assert files_of(out) == files_of(tmp_path / "whole")
+    checked = encode_dataset([photos[0]], out, part=(2, 2), check=True, **given)
+    assert checked.images + first.images == last.images
 
 
 def test_another_data_set_is_refused(photos, weights, tmp_path):
@@ -365,8 +532,8 @@ def packed(photos, kind, path):
                     tar.add(caption, f"./{item.name[:-4]}.txt")
     else:
         arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-        images = [{"bytes": item.read(), "path": item.name} for item in items]
-        captions = [item.caption() for item in items]
+        found, captions = zip(*(item.open()() for item in items), strict=True)
+        images = [{"bytes": data, "path": item.name} for data, item in zip(found, items, strict=True)]
         images = [item["bytes"] for item in images] if kind == "binary" else images
         parquet.write_table(arrow.table({"image": images, "text": captions}), path, row_group_size=13)
     return items
@@ -387,6 +554,70 @@ def test_containers_give_what_folders_give(kind, photos, weights, tmp_path):
             assert got[name][0] == want[item.name][0] and np.array_equal(got[name][1], want[item.name][1])
 
 
+def test_a_row_group_is_read_once(tmp_path, monkeypatch):
+    """Also at the borders of groups, by four threads. Few are kept at a time, and no file stays open."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = arrow.table({"image": [bytes([i]) * 20_000 for i in range(60)], "text": ["x"] * 60})
+    for number, rows in enumerate((1, 13, 60, 60, 60, 60)):
+        how = {"row_group_size": rows, "compression": "none", "use_dictionary": False}
+        parquet.write_table(table, tmp_path / f"{number}.parquet", **how)
+    opened, closed, loaded = [], [], []
+    del table
+
+    class Watched(parquet.ParquetFile):
+        def __init__(self, path, **how):
+            super().__init__(path, **how)
+            self.name = os.path.basename(path)
+            opened.append(self.name)
+
+        def close(self, *given):
+            super().close(*given)
+            closed.append(self.name)
+
+        def read_row_group(self, number, *given, **how):
+            loaded.append((self.name, number))
+            return super().read_row_group(number, *given, **how)
+
+    monkeypatch.setattr(parquet, "ParquetFile", Watched)
+    items = list_images([tmp_path / "*.parquet"])
+    gc.collect()
+    before = arrow.total_allocated_bytes()
+    for part in (items, items[::7]):
+        loaded.clear()
+        for i, (data, caption) in enumerate(read_ahead(part, lambda read: read())):
+            assert (data[:1], caption) == (bytes([items.index(part[i]) % 60]), "x")
+            held = arrow.total_allocated_bytes() - before
+            assert held < 20_000 * (2 * 60 + 40) or part is not items
+        assert len(loaded) == len({*loaded})
+    assert len(items) == 360 and arrow.total_allocated_bytes() - before < 20_000
+    assert sorted(opened) == sorted(closed) and len(opened) > 6
+
+
+def test_faults_of_names_and_captions_are_their_images(photos, weights, tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    picture = file_of(drawn(16, 16))
+    captions = arrow.array([b"a caf\xc3\xa9", b"\xff", None], arrow.binary())
+    parquet.write_table(arrow.table({"image": [picture] * 3, "text": captions}), tmp_path / "a.parquet")
+    parquet.write_table(arrow.table({"image": [picture] * 2, "text": [["a", "list"], None]}), tmp_path / "b.parquet")
+    with tarfile.open(tmp_path / "c.tar", "w") as tar:
+        for name in ("good.png", "caf\udce9.png"):
+            member = tarfile.TarInfo(name)
+            member.size = len(picture)
+            tar.addfile(member, io.BytesIO(picture))
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "good.png").write_bytes(picture)
+    with contextlib.suppress(OSError):  # not all file systems keep such names
+        (tmp_path / "d" / "caf\udce9.png").write_bytes(picture)
+    sources = [tmp_path / name for name in ("a.parquet", "b.parquet", "c.tar", "d")]
+    summary = encode_dataset(sources, tmp_path / "out", Encoder(weights("tiny"), sample=0))
+    bad = ["a.parquet/000000001", "b.parquet/000000000", "c.tar/caf\\udce9.png"]
+    bad += ["caf\\udce9.png"] * (len(os.listdir(tmp_path / "d")) == 2)
+    assert sorted(summary.errors) == bad and summary.images == 5
+    assert latents_of(tmp_path / "out")["a.parquet/000000000"][0]["caption"] == "a caf\u00e9"
+    with open(tmp_path / "out" / "errors.csv", newline="", encoding="utf-8") as f:
+        assert sorted(row["name"] for row in csv.DictReader(f)) == bad
+
+
 def test_captions_and_sources(tmp_path):
     (tmp_path / "x.jpg").write_bytes(b"")
     (tmp_path / "x.caption").write_text(" a cat\n")
@@ -395,7 +626,7 @@ def test_captions_and_sources(tmp_path):
     (tmp_path / "y.png").symlink_to("nowhere")
     item, link = list_images([tmp_path])
     assert (link.name, link.size) == ("y.png", 0)
-    assert (item.name, item.size, item.caption(), item.read()) == ("x.jpg", 0, "a cat", b"")
+    assert (item.name, item.size, item.open()()) == ("x.jpg", 0, (b"", "a cat"))
     assert [one.name for one in list_images([str(tmp_path / "*.jpg")])] == ["x.jpg"]
     for wrong in (tmp_path / "none", tmp_path / "notes.md"):
         with refused("images", path=wrong):
@@ -403,6 +634,43 @@ def test_captions_and_sources(tmp_path):
     (tmp_path / "cut.tar").write_bytes(b"no tar" * 200)
     with refused("images", path=tmp_path / "cut.tar"):
         list_images([tmp_path / "cut.tar"])
+
+
+@pytest.mark.parametrize(
+    "links", [{"a/loop": "."}, {"a/up": "../.."}, {"a/other": "../../other", "../other/back": "../set"}]
+)
+def test_a_loop_of_links_is_refused(links, tmp_path):
+    for name in ("set/a", "other"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "set" / "a" / "x.png").write_bytes(b"")
+    assert len(list_images([tmp_path / "set"])) == 1
+    for name, target in links.items():
+        (tmp_path / "set" / name).symlink_to(target)
+    with refused("images", got="a link to a folder around it"):
+        list_images([tmp_path / "set"])
+
+
+def test_links_to_folders_are_followed(tmp_path):
+    for name in ("set", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "other" / "x.png").write_bytes(b"")
+    for name in ("one", "two"):
+        (tmp_path / "set" / name).symlink_to("../other")
+    assert [item.name for item in list_images([tmp_path / "set"])] == ["one/x.png", "two/x.png"]
+
+
+def test_an_unreadable_folder_ends_the_run(photos, monkeypatch):
+    scan = os.scandir
+
+    def fail(path):
+        if os.fspath(path).endswith("b"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", fail)
+    with pytest.raises(PermissionError) as raised:
+        list_images([photos[0]])
+    assert raised.value.filename == str(photos[0] / "b")
 
 
 # ---- trainers' caches, by readers that are written from the trainers' sources (vaemem/datasets/trainers.py) ----
@@ -631,23 +899,47 @@ def test_the_document(package, tmp_path, monkeypatch, capsys):
 @pytest.mark.thorough
 @pytest.mark.skipif(os.name == "nt", reason="there is no SIGKILL")
 def test_kills_at_random_moments(weights, tmp_path):
-    """2,000 images of odd modes in a folder, a tar file and a Parquet file: ten kills change no file."""
+    """2,000 images of odd modes in a folder, a tar file and a Parquet file: ten kills change no file. Each kill lands
+    between a run's first shard and its last, every second one while a file is being written. The shards are whole."""
     bad = draw_photos(tmp_path / "photos", 2000)
     packed(tmp_path / "photos" / "b", "tar", tmp_path / "b.tar")
     packed(tmp_path / "photos" / "c", "struct", tmp_path / "c.parquet")
     sources = [str(tmp_path / name) for name in ("photos/a", "b.tar", "c.parquet")]
     command = [sys.executable, "-m", "vaemem", "encode", *sources, "--weights", str(weights("tiny"))]
     command += ["--buckets", "64", "--step", "8", "--shard", "50", "--sample", "1", "-o"]
-    start = time.monotonic()
     subprocess.run([*command, tmp_path / "whole"], check=True, capture_output=True)
-    seconds = time.monotonic() - start
-    moments = random.Random(0)
-    for _ in range(10):
-        run = subprocess.Popen([*command, tmp_path / "killed"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        time.sleep(moments.uniform(0.05, seconds / 6))
-        run.send_signal(signal.SIGKILL)
-        run.wait()
+    want, moments, killed = files_of(tmp_path / "whole"), random.Random(0), tmp_path / "killed"
+
+    def poll(happened):
+        """Wait for something that happens while the run goes on."""
+        while not happened():
+            assert run.poll() is None
+            time.sleep(0.0005)
+
+    def is_writing():
+        """Stop the run, and let it go on unless it is writing a file."""
+        if not list(killed.glob(".vaemem-*.part")):
+            return False
+        run.send_signal(signal.SIGSTOP)
+        assert os.WIFSTOPPED(os.waitpid(run.pid, os.WUNTRACED)[1])
+        if found := list(killed.glob(".vaemem-*.part")):
+            return found
+        run.send_signal(signal.SIGCONT)
+        return False
+
+    for kill in range(10):
+        before = len(list(killed.glob("latents-*")))
+        run = subprocess.Popen([*command, killed], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        poll(lambda before=before: len(list(killed.glob("latents-*"))) > before)  # it is at work
+        if kill % 2:
+            poll(is_writing)
+        else:
+            time.sleep(moments.uniform(0, 0.2))
+        run.kill()
+        assert run.wait() == -signal.SIGKILL
+        assert before < shards_of(killed, want) < 40
+        assert kill % 2 == 0 or list(killed.glob(".vaemem-*.part"))
     subprocess.run([*command, tmp_path / "killed"], check=True, capture_output=True)
-    assert files_of(tmp_path / "killed") == files_of(tmp_path / "whole")
+    assert files_of(killed) == want
     assert len(latents_of(tmp_path / "whole")) == 2000 - len(bad)
     assert main([*command[3:], str(tmp_path / "killed"), "--check"]) == 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import pickle
 import re
 import weakref
 
@@ -74,6 +76,16 @@ def test_memory_runs_out_in_the_middle(name, tmp_path, monkeypatch):
     assert torch.equal(torch_pipelines.pictures(pipe, name), want)
 
 
+@pytest.mark.skipif(not hasattr(diffusers, "Flux2Pipeline"), reason="needs diffusers with FLUX.2")
+def test_flux2_is_guarded_too(monkeypatch):
+    pipe = torch_pipelines.flux2()
+    want = torch_pipelines.flux2_pictures(pipe)
+    safe_decode(pipe)
+    fail_in_the_middle(monkeypatch, pipe.vae, ERRORS["PyTorch's"], [])
+    with pytest.warns(RuntimeWarning, match="decodes on the CPU"):
+        assert (torch_pipelines.flux2_pictures(pipe) - want).abs().max() < 1e-4
+
+
 @pytest.mark.parametrize("offload", ["model", "sequential"])
 def test_an_offloaded_vae_is_copied(offload, pipe, monkeypatch):
     want, made = torch_pipelines.pictures(pipe, "sd"), []
@@ -120,6 +132,19 @@ def test_prediction_decides(return_dict, by_name, pipe, monkeypatch):
     watch.remove()
 
 
+def test_the_cache_is_freed_before_our_decode(pipe, monkeypatch):
+    """vaemem has another allocator than PyTorch. It cannot use the cache until PyTorch gives it back."""
+    done, copied = [], decoding._copy
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("freed"))
+    monkeypatch.setattr(decoding, "_copy", lambda *args: done.append("copied") or copied(*args))
+    monkeypatch.setattr(decoding, "explain_misfit", lambda vae, z: "PyTorch's decode does not fit")
+    safe_decode(pipe)
+    with torch.no_grad(), pytest.warns(RuntimeWarning, match="does not fit"):
+        pipe.vae.decode(torch.zeros(1, 4, 8, 8))
+    assert done == ["freed", "copied"]
+
+
 def test_windows_takes_no_tight_decode(pipe, monkeypatch):
     z, asked = torch.zeros(1, 4, 8, 8), []
     monkeypatch.setattr(decoding, "describe_card", lambda device: CARD | {"free": 4 << 30})
@@ -157,6 +182,30 @@ def test_a_copy_is_guarded_itself(pipe):
         assert not copied.decode(z).sample.any() and safe.latents is None and pipe.vae.decode(z).sample.any()
     copied.decode.undo()
     assert "decode" not in vars(copied) and pipe.vae.decode is safe
+    restored, both = pickle.loads(pickle.dumps(pipe.vae)), (safe, pipe.vae)
+    for guard, vae in ((restored.decode, restored), copy.deepcopy(both), pickle.loads(pickle.dumps(both))):
+        assert vae is not pipe.vae and vae.decode is guard and guard._before is None
+        with torch.no_grad():
+            assert torch.equal(vae.decode(z).sample, type(vae).decode(pipe.vae, z).sample)
+        assert torch.equal(guard.latents, z)
+        guard.undo()
+        assert "decode" not in vars(vae)
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
+def test_guards_are_undone_in_any_order(order, pipe):
+    """Each decode reaches the guards that are left, and no others."""
+    guards, left, z = [safe_decode(pipe) for _ in range(3)], [0, 1, 2], torch.zeros(1, 4, 8, 8)
+    for number in order:
+        guards[number].undo()
+        guards[number].undo()  # nothing more happens
+        left.remove(number)
+        for guard in guards:
+            guard.latents = None
+        with torch.no_grad():
+            pipe.vae.decode(z)
+        assert [i for i, guard in enumerate(guards) if guard.latents is not None] == left
+    assert "decode" not in vars(pipe.vae)
 
 
 def test_pipelines_without_such_a_vae_are_refused(pipe):

@@ -18,10 +18,14 @@ torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
 
+import torch_pipelines
 from torch_pipelines import PIPELINES, autoencoder, pictures
 from torch_vaes import RELEASE
 
 from vaemem.pytorch import AutoencoderKL
+
+if hasattr(diffusers, "AutoencoderKLFlux2"):
+    from vaemem.pytorch import AutoencoderKLFlux2
 
 # Of float32: 24 bits, some 60 layers, as in test_vae.py. Of halves: both round their results, and diffusers' every
 # layer's too, which leaves a few times 2^-8 (bfloat16) or 2^-11 (float16).
@@ -136,6 +140,39 @@ def test_parity(name, dtype):
     seeds = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
     close(got.sample(seeds[0]), want.sample(seeds[1]), limit)
     close(ours(x).sample, theirs(x).sample, 4 * limit)
+
+
+@pytest.mark.skipif(not hasattr(diffusers, "AutoencoderKLFlux2"), reason="needs diffusers with FLUX.2")
+@pytest.mark.parametrize("name", ["flux2", "flux2-small"])
+def test_flux2_is_computed_too(name, tmp_path):
+    """Its pipelines read the statistics in `bn`. Published configs have a key that the class does not take."""
+    theirs = torch_pipelines.flux2(name).vae
+    theirs.register_to_config(force_upcast=True)
+    ours = AutoencoderKLFlux2.from_module(theirs)
+    x, z = torch.rand(2, 3, 16, 24) * 2 - 1, torch.randn(2, 8, 4, 6)
+    close(ours.decode(z).sample, theirs.decode(z).sample)
+    close(ours.encode(x).latent_dist.mean, theirs.encode(x).latent_dist.mean)
+    theirs.enable_tiling()
+    theirs.tile_sample_min_size, theirs.tile_latent_min_size = 16, 4
+    close(AutoencoderKLFlux2.from_module(theirs).decode(z).sample, theirs.decode(z).sample)
+    theirs.disable_tiling()
+    ours.save_pretrained(tmp_path)
+    loaded = AutoencoderKLFlux2.from_pretrained(tmp_path), diffusers.AutoencoderKLFlux2.from_pretrained(tmp_path)
+    for one in (ours, copy.deepcopy(ours), pickle.loads(pickle.dumps(ours)), *loaded):
+        assert one.state_dict().keys() == theirs.state_dict().keys()
+        for key, buffer in theirs.named_buffers():
+            assert torch.equal(one.get_buffer(key), buffer) and torch.equal(one.state_dict()[key], buffer)
+    assert (ours.half().bn.running_var.dtype, ours.bn.num_batches_tracked.dtype) == (torch.float16, torch.int64)
+    half = AutoencoderKLFlux2(vaemem.VAE.random(config=config(name), parts="decoder"))
+    assert half.decode(z).sample.shape == (2, 3, 16, 24) and half.bn.running_mean.numel() == 32
+
+
+def test_a_copy_logs_no_warning(caplog):
+    """diffusers' own `to` warns of every conversion."""
+    theirs = autoencoder("sd")
+    caplog.clear()
+    assert AutoencoderKL.from_module(theirs, torch_dtype=torch.float16).dtype == torch.float16
+    assert not caplog.records
 
 
 def test_any_floating_dtype_goes_in():

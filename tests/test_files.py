@@ -156,6 +156,23 @@ def test_another_writer_may_clear_what_is_not_locked_yet(when, tmp_path, monkeyp
     assert (tmp_path / "file").read_bytes() == b"new" and not list(tmp_path.glob(".vaemem-*"))
 
 
+def test_a_folder_of_many_files_is_seldom_listed(tmp_path, monkeypatch):
+    """Each file of n would list n files. A small folder is cleared by the next file, a large one by a later file."""
+    pytest.importorskip("fcntl")
+    listed = []
+    for place, name in ((os, "listdir"), (os, "scandir"), (Path, "glob")):
+        plain = getattr(place, name)
+        monkeypatch.setattr(place, name, lambda *given, plain=plain: listed.append(given) or plain(*given))
+    left = tmp_path / ".vaemem-0.part"
+    for i in range(600):
+        if i in (10, 400):
+            left.write_bytes(b"of a killed process")
+        write(tmp_path / f"{i}", "x")
+        assert i != 10 or not left.exists()
+    assert len(listed) < 250
+    assert len(list(tmp_path.iterdir())) == 600
+
+
 @pytest.mark.parametrize("error", ["EBUSY", "EXDEV", "EACCES", "EROFS"])
 def test_a_file_that_cannot_be_replaced_is_written_in_its_place(error, tmp_path, monkeypatch):
     """Where it is a mount, and where its folder may not be written."""

@@ -169,6 +169,10 @@ def test_a_decode_that_runs_out_of_memory(recipes, tmp_path, monkeypatch):
     with pytest.warns(RuntimeWarning, match="decodes on the CPU"):
         got = recipes.make_images(pipe, generator=torch.Generator().manual_seed(0), **call)
     assert (got - want).abs().max() < 1e-4 and "decode" not in vars(pipe.vae)
+    monkeypatch.setattr(pipe.image_processor, "postprocess", lambda *args, **how: 1 / 0)
+    with pytest.warns(RuntimeWarning), pytest.raises(ZeroDivisionError) as caught:
+        recipes.make_images(pipe, **call)
+    assert caught.value.latents.shape == (1, 4, 12, 8) and "decode" not in vars(pipe.vae)
 
 
 def test_components_leave_by_prediction(recipes):

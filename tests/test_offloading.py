@@ -122,3 +122,18 @@ def test_working_bytes_are_the_predictions(strategy):
 def test_every_pipeline_has_a_strategy(name):
     made = OffloadStrategy(predict_pipeline(name, 1024, 1024, gpu="RTX 4060", dtype="bfloat16"))
     assert 0 < made.working_bytes(diffusers.AutoencoderKL()) < 30 * GB
+
+
+def test_parts_that_stay_on_the_card_count_once():
+    """Free memory lacks them already. A safety checker is no component of the manager's."""
+
+    def working(name, **components):
+        made = OffloadStrategy(predict_pipeline(name, 1024, 1024, gpu="RTX 4090", components=components))
+        classes = diffusers.AutoencoderKL, diffusers.FluxTransformer2DModel, diffusers.UNet2DConditionModel
+        return [made.working_bytes(type(one.__name__, (Component,), {})(Card(0), 1)) for one in classes]
+
+    for role in ("text_encoder_2", "transformer"):
+        loaded = "nf4 from bfloat16"
+        assert working("flux", **{role: f"{loaded} kept on cuda"}) == working("flux", **{role: loaded})
+    assert working("flux", vae="bfloat16 kept on cuda") == working("flux", vae="bfloat16 on cuda")
+    assert working("sd15", safety_checker="float16") == working("sd15")

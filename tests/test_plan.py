@@ -769,7 +769,12 @@ def test_a_plan_tries_a_float16_vae_and_tiles_smaller_than_the_image():
         assert one.verdict == p.verdict == "fits" and [phase.total for phase in one.way.phases] == [
             phase.total for phase in p.phases
         ]
-    assert fixed.way.settings == {"offload": "model", "vae": "whole", "components": {"vae": "float16"}}
+    assert fixed.way.settings == {
+        "offload": "model",
+        "vae": "whole",
+        "dtype": "float16",
+        "components": {"vae": "float16"},
+    }
     assert "madebyollin/sdxl-vae-fp16-fix" in fixed.way.changes and "blended" in tiled.way.changes
     assert "model offload, VAE whole in float16 would take" in plan.reason
     names = [one.way.name for one in plan_pipeline("sdxl", 512, 512, gpu="RTX 3070", types=[None]).outcomes]

@@ -140,6 +140,20 @@ def flux_fill(folder):
     return flux_kontext(folder, "FluxFillPipeline", 64 + 64 + 4 * 4**2)  # this VAE makes 4x4 pixels one
 
 
+def flux2(name: str = "flux2"):
+    """Without a text encoder: calls take embeddings, as `flux2_pictures` gives them."""
+    torch.manual_seed(4)
+    settings = {key: value for key, value in config(name).items() if key != "_class_name"}
+    vae = diffusers.AutoencoderKLFlux2(**settings).eval()
+    vae.bn.running_mean.normal_()
+    vae.bn.running_var.uniform_(0.5, 2)
+    transformer = diffusers.Flux2Transformer2DModel(
+        in_channels=32, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=32, axes_dims_rope=(4, 4, 4, 4), timestep_guidance_channels=16,
+    )  # fmt: skip
+    return diffusers.Flux2Pipeline(diffusers.FlowMatchEulerDiscreteScheduler(), vae, None, None, transformer)
+
+
 PIPELINES = {"sd": stable_diffusion, "sdxl": stable_diffusion_xl, "flux": flux}
 LATER = {
     "sd-refiner": sdxl_refiner, "sd3": stable_diffusion_3, "pixart": pixart_sigma, "kontext": flux_kontext,
@@ -158,4 +172,11 @@ def pictures(pipe, name: str, output_type: str = "pt", **settings):
     how |= dict(max_area=48 * 32, _auto_resize=False) if name == "kontext" else {}
     how |= dict(mask_image=torch.ones(1, 1, 48, 32)) if name == "fill" else {}
     pipe.set_progress_bar_config(disable=True)
+    return pipe(generator=torch.Generator().manual_seed(0), **how).images
+
+
+def flux2_pictures(pipe, **settings):
+    how = dict(height=64, width=48, num_inference_steps=2, output_type="pt", **settings)
+    pipe.set_progress_bar_config(disable=True)
+    how |= dict(prompt_embeds=torch.linspace(-1, 1, 8 * 32).reshape(1, 8, 32))
     return pipe(generator=torch.Generator().manual_seed(0), **how).images

@@ -6,6 +6,7 @@ import contextlib
 import csv
 import difflib
 import errno
+import fnmatch
 import importlib
 import io
 import itertools
@@ -110,7 +111,10 @@ def spread(
             future.cancel()
     if lost:
         text = f"a worker died; {len(lost)} of {len(tasks)} tasks are missing: {', '.join(distinct(lost))}"
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        frame, level = sys._getframe(), 1
+        while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] == "vaemem":
+            frame, level = frame.f_back, level + 1
+        warnings.warn(text, RuntimeWarning, stacklevel=level)  # at the caller's line, outside vaemem
 
 
 def letters(name: str) -> str:
@@ -232,9 +236,10 @@ _FIXED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EXDEV}
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """Open a file that replaces `path` if the block succeeds, and leaves no trace if it fails. The next call removes
-    the files of killed processes. The new file is synced to disk, keeps the old permissions, and follows a link at
-    path. If the old file cannot be replaced, its bytes are overwritten. Anything but a regular file, such as a pipe,
-    is written directly, and so is a file that is already open, such as /dev/stdout."""
+    the files of killed processes; in a folder of many files, a later call. The new file is synced to disk, keeps the
+    old permissions, and follows a link at path. If the old file cannot be replaced, its bytes are overwritten. Anything
+    but a regular file, such as a pipe, is written directly, and so is a file that is already open, such as /dev/stdout.
+    """
     old = os.stat(path) if os.path.exists(path) else None
     number = _descriptor(path) if old else None
     is_fixed = number is not None or os.path.abspath(os.fsdecode(path)).startswith("/proc/")
@@ -327,6 +332,7 @@ def _locked(folder: Path) -> Iterator[bool]:
                 os.unlink(path)
 
 
+_UNLISTED = dict[Path, int]()  # by folder, the files to make there before `_part` lists it again
 _LOCKS = set[int]()  # descriptors; a forked child would hold their locks until it ends
 
 
@@ -362,7 +368,8 @@ def _descriptor(path: str | os.PathLike[str]) -> int | None:
 
 
 def _part(folder: Path) -> IO[bytes]:
-    """Make a new file and lock it. Remove the unlocked files of killed writers from the folder."""
+    """Make a new file and lock it. Remove the unlocked files of killed writers from the folder. A folder of n files is
+    listed again after n / 64 new ones, so making a million files takes linear time."""
     while True:
         file = open(folder / f".vaemem-{uuid.uuid4().hex}.part", "xb")
         if os.name == "nt":
@@ -374,8 +381,13 @@ def _part(folder: Path) -> IO[bytes]:
         if os.path.exists(file.name):
             break
         file.close()
+    if wait := _UNLISTED.get(folder, 0):
+        _UNLISTED[folder] = wait - 1
+        return file
     with contextlib.suppress(OSError):  # a folder that cannot be listed
-        for left in folder.glob(".vaemem-*.part"):
+        names = os.listdir(folder)
+        _UNLISTED[folder] = len(names) // 64
+        for left in (folder / name for name in fnmatch.filter(names, ".vaemem-*.part")):
             with contextlib.suppress(OSError), open(left, "r+b") as f:
                 fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 left.unlink()

@@ -145,10 +145,10 @@ def run_decode(args: argparse.Namespace, asked: dict[str, Any]) -> None:
         _print_run(args, vae)
 
 
-_OF_DATASETS = "data sets: buckets step bucket_sides flip trainer shard part ray check"
+_OF_DATASETS = "buckets step bucket_sides flip trainer shard part ray check"
 
 
-@command("vaemem:VAE.load", f"images pad sample {_WEIGHTS} become_scaled tiling {_RUN} | {_OF_DATASETS}")
+@command("vaemem:VAE.load", f"images pad sample {_WEIGHTS} become_scaled tiling {_RUN} | data sets: {_OF_DATASETS}")
 def run_encode(args: argparse.Namespace, asked: dict[str, Any]) -> int | None:
     """Encode pictures, or a whole data set, to latents.
 
@@ -161,6 +161,7 @@ def run_encode(args: argparse.Namespace, asked: dict[str, Any]) -> int | None:
         if os.path.splitext(args.out)[1] and not os.path.isdir(args.out):
             raise ArgumentError("out", "a name that ends in .npy, or a folder", repr(args.out))
         return folders.encode_folder(args, asked)
+    folders.refuse_flags(args, _OF_DATASETS, "is for data sets", ("give a folder instead of a file to ", Named("out")))
     check_writable(args.out)
     with _loaded(args, asked, "encoder") as vae:
         how = {"tiling": args.tiling, "memory_limit": args.memory_limit}

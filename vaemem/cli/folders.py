@@ -9,14 +9,20 @@ from dataclasses import replace
 from typing import Any
 
 import vaemem
-from vaemem._errors import ArgumentError
+from vaemem._errors import ArgumentError, Named, Words
 from vaemem.cli.progress import show_progress
+
+
+def refuse_flags(args: argparse.Namespace, names: str, why: Words, advice: Words = "") -> None:
+    """Raise ArgumentError for the first of these flags that was given."""
+    for name in names.split():
+        if getattr(args, name) != args.parser.get_default(name):
+            raise ArgumentError(name, "", why, advice)
 
 
 def shared_settings(args: argparse.Namespace, asked: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that an encoder and a decoder share."""
-    if args.tiling:
-        raise ArgumentError("tiling", "no tiles for a folder", "--tile", "give a memory limit")
+    refuse_flags(args, "tiling", "cannot be used for a folder", "give a memory limit")
     asked = {
         name: value for name, value in asked.items() if name in ("model", "config", "dtype", "precision", "device")
     }
@@ -24,11 +30,15 @@ def shared_settings(args: argparse.Namespace, asked: dict[str, Any]) -> dict[str
 
 
 def encode_folder(args: argparse.Namespace, asked: dict[str, Any]) -> int:
-    """Encode a data set, or check its folder; return 1 if something is missing or damaged."""
+    """Encode a data set, or check its folder; return 1 if something is missing or damaged, or no image can be read."""
     from vaemem.datasets.fleet import encode_on_ray
     from vaemem.datasets.shards import Preparation, encode_dataset
     from vaemem.datasets.trainers import find_cache
 
+    if args.trainer:
+        refuse_flags(args, "scaled", ("cannot be used with ", Named("trainer")), "the trainer's format decides it")
+    if args.ray:
+        refuse_flags(args, "part check", ("cannot be used with ", Named("ray")))
     encoder, cache = vaemem.Encoder(**shared_settings(args, asked), scaled=args.scaled), None
     if args.trainer:
         cache = find_cache(args.trainer, encoder.open().model)
@@ -43,22 +53,23 @@ def encode_folder(args: argparse.Namespace, asked: dict[str, Any]) -> int:
 
     with show_progress("vaemem encode", "images") as tell:
         given = args.images, args.out, encoder, preparation, args.shard
-        if args.ray and not args.check:
+        if args.ray:
             found = encode_on_ray(args.ray, *given, tell, report)
         else:
             found = encode_dataset(*given, args.part, tell, report, args.check)
-    errors = os.path.join(args.out, ".vaemem" if cache else "", "errors.csv")
-    listed = f", {len(found.errors)} passed over: {errors}" if found.errors else ""
+    errors = ": " + os.path.join(args.out, ".vaemem" if cache else "", "errors.csv") if found.is_whole else ""
+    listed = f", {len(found.errors)} passed over{errors}" if found.errors else ""
     print(f"{args.out}: {found.images} images{listed}")
-    for wrong in found.wrong if args.check else ():
+    for wrong in found.wrong:
         print(f"vaemem encode: {wrong}", file=sys.stderr)
-    return 1 if args.check and found.wrong else 0
+    return 1 if found.wrong or (found.errors and not found.images) else 0
 
 
 def decode_folder(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """Decode a folder's latents to PNG files in another folder."""
     from vaemem.datasets.shards import decode_dataset
 
+    refuse_flags(args, "size scaled", "cannot be used for a folder, whose records tell it")
     with show_progress("vaemem decode") as tell:
         done = decode_dataset(args.latents, args.out, vaemem.Decoder(**shared_settings(args, asked)), tell)
     print(f"{args.out}: {done} images")

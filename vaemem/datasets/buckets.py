@@ -6,6 +6,7 @@ Sizes are (width, height) here, as in Pillow and in the trainers' sources.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,11 +16,12 @@ from vaemem._common import need
 from vaemem._errors import ArgumentError
 
 Sides = tuple[int, int]
+MOST_SCALED = 1 << 27  # of a scaled image before its crop: 384 MiB
 
 
 class Placed(NamedTuple):
-    """An image's way into its bucket: its own size, the size to which it is scaled, the left top corner that is cut
-    off, and the bucket. Padding fills a bucket that is larger than the scaled image."""
+    """How an image comes into its bucket. It is scaled from `size` to `scaled`, loses the left and top pixels of
+    `crop`, and is cut or padded to the size of the bucket."""
 
     size: Sides
     scaled: Sides
@@ -53,7 +55,7 @@ def nearest(size: Sides, among: Sequence[Sides]) -> Sides:
 
 
 def own_bucket(size: Sides, step: int, pad: bool) -> Sides:
-    """Return an image's own size, up or down to multiples of `step`."""
+    """Round an image's size to multiples of `step`: up if it is padded, down if it is cut."""
     width, height = (-(-n // step) * step if pad else n // step * step for n in size)
     if not (width and height):
         raise ArgumentError("image", f"at least {step}x{step} pixels", f"{size[0]}x{size[1]}")
@@ -80,14 +82,18 @@ def contained(size: Sides, bucket: Sides) -> Sides:
 
 
 def place(size: Sides, scaled: Sides, bucket: Sides) -> Placed:
-    """Return an image's way into a bucket: cut to its middle, or at the left top if it is smaller."""
+    """Place a scaled image in a bucket: cut it to its middle. A smaller image stays at the left top."""
     left, top = (max(0, n - most) // 2 for n, most in zip(scaled, bucket, strict=True))
     return Placed(size, scaled, (left, top), bucket)
 
 
 def fit_picture(picture: np.ndarray, to: Placed, pad: str | None, smaller: str, larger: str) -> np.ndarray:
-    """Scale uint8 (H, W, 3) and cut or pad it. pad: as in NumPy. smaller, larger: Pillow's filters to scale with."""
+    """Scale uint8 (H, W, 3) and cut or pad it. pad: as in NumPy. smaller, larger: Pillow's filters to scale with.
+    ArgumentError for an image so thin that it covers its bucket only with more than MOST_SCALED."""
     if to.scaled != to.size:
+        if math.prod(to.scaled) > MOST_SCALED:
+            wanted, got = f"at most {MOST_SCALED} pixels after scaling", f"{to.scaled[0]}x{to.scaled[1]}"
+            raise ArgumentError("image", wanted, got)
         pillow = need("PIL.Image", "scaling images")
         kind = smaller if to.scaled[0] <= to.size[0] and to.scaled[1] <= to.size[1] else larger
         picture = np.asarray(pillow.fromarray(picture).resize(to.scaled, pillow.Resampling[kind]))

@@ -108,8 +108,8 @@ class _Worker:
         return vae
 
     def _steps(self, positions: Sequence[int]) -> Iterator[Sequence[int]]:
-        """Yield the images of each run. One is enough under a limit, which a batch would exceed earlier, and in
-        float16, so that an overflow changes no other image."""
+        """Yield the positions of the images of each run. Under a limit a run has one image, because a batch needs more
+        memory. In float16 too, so that an overflow changes no other image."""
         step = len(positions) if self.memory_limit is None and self.dtype != "float16" else 1
         for start in range(0, len(positions), step):
             yield positions[start : start + step]
@@ -123,7 +123,7 @@ def _named(batch: Batch, column: str) -> Any:
 
 
 def _without(batch: Batch, column: str) -> dict[str, Any]:
-    """Return the columns but one; ValueError if that one is missing."""
+    """Return the columns except one; ValueError if that one is missing."""
     _named(batch, column)
     return {name: batch[name] for name in batch if name != column}
 
@@ -213,7 +213,7 @@ class Encoder(_Worker):
         return others | {"latent": _column(latents), "size": sizes}
 
     def _taken(self, encoded: Encoded, names: Sequence[str]) -> np.ndarray:
-        """Return what `sample` says of a distribution. names: the images', for a sample."""
+        """Return the mean, the moments or a sample, as `sample` says. names: the images', for a sample."""
         if isinstance(self.sample, int):
             shape = encoded.mean.shape[1:]
             noise = np.stack([noise_of(self.sample, name, shape) for name in names])

@@ -1,7 +1,7 @@
 """Encode a data set on a Ray cluster. Each task encodes a part of it into a folder that all nodes share.
 
-A worker that dies loses at most the shard that it was making: Ray runs its task again, which goes on behind the last
-finished shard.
+A worker that dies loses at most the shard that it was making. Ray runs its task again, and the task continues behind
+the last finished shard.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vaemem._common import need
 from vaemem._errors import ArgumentError
 from vaemem.datasets.encoder import Encoder
 from vaemem.datasets.folder import Summary
-from vaemem.datasets.shards import SHARD, Preparation, Tell, encode_dataset, folder_of
+from vaemem.datasets.shards import SHARD, Preparation, Tell, encode_dataset, folder_of, split_shards
 from vaemem.datasets.sources import list_images
 
 PARTS_EACH = 4  # for each task that fits the cluster at a time, so that slow ones hold the others up less
@@ -44,8 +44,8 @@ def encode_on_ray(
     weights = weights if "://" in weights else os.path.abspath(weights)
     encoder = replace(encoder, weights=weights, threads=encoder.num_cpus)
     needs = {"CPU": encoder.num_cpus} | ({"memory": encoder.memory_bytes} if encoder.device == "cpu" else {"GPU": 1})
-    images = len(list_images(files))
-    count = -(-images // shard)
+    names = [[item.name for item in items] for items in split_shards(list_images(files), shard)]
+    images = sum(map(len, names))
 
     def encode_part(number: int) -> list[tuple[str, str]]:
         errors = list[tuple[str, str]]()
@@ -60,7 +60,7 @@ def encode_on_ray(
         tasks = sum(min(int(node.get(name, 0) // need) for name, need in needs.items()) for node in nodes)
         if not tasks:
             raise ArgumentError("ray", f"a node with {needs}", f"{nodes}", "give fewer threads or a smaller limit")
-        parts = min(count, PARTS_EACH * tasks)
+        parts = min(len(names), PARTS_EACH * tasks)
         how = {"num_cpus": needs["CPU"], "num_gpus": needs.get("GPU"), "memory": needs.get("memory")}
         remote = ray.remote(**how, max_retries=DEATHS)(encode_part)
         left = [remote.remote(number + 1) for number in range(parts)]
@@ -73,4 +73,4 @@ def encode_on_ray(
         raise error.cause from None
     finally:
         ray.shutdown()
-    return folder_of(out, preparation).sum_up(count, check=False)
+    return folder_of(out, preparation).sum_up(names)

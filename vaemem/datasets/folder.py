@@ -13,13 +13,13 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from vaemem._common import as_csv, reading, replacing, write
-from vaemem._errors import FileError, NoFileError
+from vaemem._errors import ArgumentError, FileError, NoFileError
 from vaemem.datasets.buckets import Placed
 from vaemem.datasets.trainers import Cache
 from vaemem.engine.file_tensors import FILE_NAMES, FLOATS, read_tensor, safetensors_header, safetensors_start
@@ -38,21 +38,25 @@ class Shard(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """What a folder holds: the number of images, the errors of others by name, and what is missing or damaged."""
+    """The content of a folder or of a part: the number of images, the errors of others by name, a sentence for each
+    shard or image that is missing or damaged, and whether all shards were counted."""
 
     images: int
     errors: dict[str, str]
     wrong: list[str]
+    is_whole: bool
 
 
 class Folder:
     """The files of a data set's latents."""
 
+    _suffix = "safetensors"
+
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
 
     def manifest(self) -> dict[str, Any]:
-        """Return what the folder says of its latents; ValueError if it has none."""
+        """Return the description of the folder's latents; ValueError if there is none."""
         path = self.path / MANIFEST
         if not path.is_file():
             raise NoFileError("out", f"a folder with {MANIFEST}, which vaemem encode writes", "none", path=self.path)
@@ -76,11 +80,11 @@ class Folder:
 
     def shard(self, number: int) -> Path:
         """Return the path of a shard, which exists once it is whole."""
-        return self.path / f"latents-{number:05d}.safetensors"
+        return self.path / f"latents-{number:05d}.{self._suffix}"
 
     def shards(self) -> list[Path]:
         """List the shards that are there."""
-        return sorted(self.path.glob("latents-*.safetensors"))
+        return sorted(self.path.glob(f"latents-*.{self._suffix}"))
 
     def commit(self, number: int, shard: Shard) -> None:
         """Write a shard, all or nothing."""
@@ -107,16 +111,19 @@ class Folder:
         return Shard(records, found, errors)
 
     def changed(self, shard: Shard) -> Iterator[str]:
-        """Yield the images of a shard whose latents are not the ones that were written."""
+        """Yield the images of a shard with latents that have changed."""
         for name, latents in shard.latents.items():
             if _hash_of(latents) != shard.records[name]["sha256"]:
                 yield name
 
-    def sum_up(self, count: int, check: bool) -> Summary:
-        """Count the images of the shards, and list their errors in errors.csv. count: of the whole data set's shards.
-        check: read every latent and write nothing."""
-        images, errors, wrong = 0, dict[str, str](), list[str]()
-        for path in map(self.shard, range(count)):
+    def sum_up(self, names: Sequence[Sequence[str]], part: tuple[int, int] = (1, 1), check: bool = False) -> Summary:
+        """Count the images of a part's shards. If all shards of the data set are there, count all and write errors.csv;
+        so the last part to end does it. names: of each shard's images. check: read every latent and write nothing."""
+        numbers, images, errors, wrong = range(part[0] - 1, len(names), part[1]), 0, dict[str, str](), list[str]()
+        if is_ended := not check and {*map(self.shard, range(len(names)))} <= {*self.shards()}:
+            numbers = range(len(names))
+        for number in numbers:
+            path = self.shard(number)
             try:
                 shard = self.read(path, latents=check)
             except ValueError as error:
@@ -124,23 +131,23 @@ class Folder:
                 continue
             images += len(shard.records)
             errors |= shard.errors
+            if shard.records.keys() | shard.errors.keys() != {*names[number]}:
+                wrong.append(f"{path}: expected the images of this shard, got others")
             wrong += [f"{path}: the latent of {name} has changed" for name in self.changed(shard) if check]
-        if not check:
+        if is_ended:
             rows = [{"name": name, "error": error} for name, error in errors.items()]
             write(self.path / ERRORS, as_csv(rows, ("name", "error")))
-        return Summary(images, errors, wrong)
+        return Summary(images, errors, wrong, len(numbers) == len(names))
 
 
 class CacheFolder(Folder):
     """A trainer's cache: its files, and the folder .vaemem with the manifest and a record of each shard."""
 
+    _suffix = "json"
+
     def __init__(self, path: str | os.PathLike[str], cache: Cache) -> None:
         super().__init__(Path(path, ".vaemem"))
         self._cache = cache
-
-    def shard(self, number: int) -> Path:
-        """Return the path of a shard's record."""
-        return self.path / f"latents-{number:05d}.json"
 
     def commit(self, number: int, shard: Shard) -> None:
         """Write the files of each image, and at last the record."""
@@ -150,7 +157,7 @@ class CacheFolder(Folder):
                 self._cache, name, Placed(*(record[key] for key in Placed._fields)), shard.latents[name]
             )
             for path, data in files.items():
-                target = self.path.parent / path
+                target = path_within(self.path.parent, path)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 write(target, data)
             records[name] = record | {"files": {path: hashlib.sha256(data).hexdigest() for path, data in files.items()}}
@@ -163,12 +170,20 @@ class CacheFolder(Folder):
             return Shard(held["records"], {}, held["errors"])
 
     def changed(self, shard: Shard) -> Iterator[str]:
-        """Yield the images with a file that is missing or not the one that was written."""
+        """Yield the images with a file that is missing or has changed."""
         for name, record in shard.records.items():
             for path, sha256 in record["files"].items():
                 file = self.path.parent / path
                 if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != sha256:
                     yield name
+
+
+def path_within(folder: Path, name: str) -> Path:
+    """Return the path of a file below a folder; ArgumentError if its name leads out of the folder."""
+    steps = PurePath(name)
+    if steps.anchor or ".." in steps.parts:
+        raise ArgumentError("name", "a path below the folder", repr(name))
+    return folder / steps
 
 
 def _hash_of(latents: Sequence[np.ndarray]) -> str:

@@ -1,7 +1,8 @@
-"""Encode a data set into a folder, shard by shard, so that a kill at any moment loses at most one shard's work.
+"""Encode a data set into a folder, shard by shard. A kill at any moment loses at most one shard's work.
 
-A shard holds the next images of the sources, whatever becomes of them. So its bytes depend only on its images and the
-settings, and a run that was killed and resumed ends like one that was not.
+The images of a shard are chosen before any is read: the next ones in the order of the sources. An image that cannot be
+read counts too. So a shard's bytes depend only on its images and the settings, and a resumed run makes the same files
+as a run that was never killed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -21,17 +22,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vaemem._common import latent_factor, need, saved, whole, write
-from vaemem._errors import ArgumentError
+from vaemem._errors import ArgumentError, Named, inside
 from vaemem.datasets import buckets
 from vaemem.datasets.encoder import Decoder, Encoder
-from vaemem.datasets.folder import FLIPPED, CacheFolder, Folder, Shard, Summary
-from vaemem.datasets.sources import SourceImage, digest_of, list_images
+from vaemem.datasets.folder import FLIPPED, CacheFolder, Folder, Shard, Summary, path_within
+from vaemem.datasets.sources import UNREADABLE, Read, SourceImage, digest_of, list_images
 from vaemem.datasets.trainers import Cache, stem_of
 from vaemem.engine.configs import config_of
 from vaemem.engine.images import read_image, to_pillow
 
 SHARD = 256  # images; their latents wait in memory
-BATCH_PIXELS = 1 << 20  # of images of one size, which run together: small ones start faster
+BATCH_PIXELS = 1 << 20  # of images of one size in a run: one run of many small images is faster than many runs
 AHEAD = 32  # images that are read and scaled before their turn
 READERS = 4  # threads that read and scale while the engine encodes
 
@@ -40,7 +41,12 @@ Tell = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Preparation:
-    """How images become a bucket's size. See `encode_dataset`."""
+    """How to bring images to the sizes of buckets.
+
+    side: of a square bucket; None keeps the images' sizes. step: divides the sides of buckets. pad: pad instead of
+    cropping. flip: encode mirrored images too. sides: the least and the largest side of a bucket. cache: make the files
+    of a trainer.
+    """
 
     side: int | None = None
     step: int | None = None
@@ -50,7 +56,7 @@ class Preparation:
     cache: Cache | None = None
 
     def place(self, size: buckets.Sides, factor: int) -> buckets.Placed:
-        """Return an image's way into its bucket. factor: the VAE's."""
+        """Choose an image's bucket, and how to scale and crop it. factor: the VAE's."""
         if self.cache and self.side:
             return buckets.place(size, *self.cache.bucket(size, self.side, self.step or self.cache.step, self.sides))
         step = self.step or factor
@@ -59,32 +65,40 @@ class Preparation:
         bucket = buckets.aspect_bucket(size, self.side, step, self.sides)
         return buckets.place(size, (buckets.contained if self.pad else buckets.covering)(size, bucket), bucket)
 
-    def read(self, item: SourceImage, factor: int) -> Ready:
+    def read(self, read: Read, factor: int) -> Ready:
         """Read, decode and scale an image."""
-        picture = read_image(item.read(), [], turn=self.cache is None or self.cache.turns)
+        data, caption = read()
+        picture = read_image(data, [], turn=self.cache is None or self.cache.turns)
         placed = self.place((picture.shape[1], picture.shape[0]), factor)
         filters = self.cache.filters if self.cache else ("LANCZOS", "LANCZOS")
-        return Ready(buckets.fit_picture(picture, placed, self.pad, *filters), placed, item.caption())
+        return Ready(buckets.fit_picture(picture, placed, self.pad, *filters), placed, caption)
 
-    def check(self, factor: int, items: Sequence[SourceImage]) -> None:
-        """Raise ValueError for settings that suit neither the VAE nor the trainer, before any image is read."""
-        if self.step and self.step % factor:
-            raise ArgumentError("step", f"a multiple of {factor} for this VAE", str(self.step))
-        if not (cache := self.cache):
+    def check(self, factor: int) -> None:
+        """Raise ArgumentError for settings that contradict each other or suit neither the VAE nor the trainer."""
+        cache, side = self.cache, self.side
+        step = self.step or (cache.step if cache else factor)
+        if step % factor:
+            raise ArgumentError("step", f"a multiple of {factor} for this VAE", str(step))
+        if side is not None and side < step:
+            raise ArgumentError("buckets", f"at least {step}, the step of their sides", str(side))
+        if self.sides:
+            least, most = self.sides
+            if side is None:
+                raise ArgumentError("bucket_sides", "", ("cannot be used without ", Named("buckets")))
+            if cache and not cache.limits:
+                raise ArgumentError("bucket_sides", "", f"{cache.trainer} has its own limits")
+            if least % step or most % step or not least <= side <= most:
+                wanted = f"multiples of {step}, one of at most {side} and one of at least {side}"
+                raise ArgumentError("bucket_sides", wanted, f"{least} and {most}")
+        if not cache:
             return
-        if self.side is None:
+        if side is None:
             raise ArgumentError("buckets", f"the side of {cache.trainer}'s buckets", "None")
         if self.pad:
             raise ArgumentError("pad", f"None for {cache.trainer}, which crops", repr(self.pad))
         if self.flip and not cache.flips:
             raise ArgumentError("flip", "", f"{cache.trainer} keeps no mirrored latents")
-        self.place((self.side, self.side), factor)
-        seen = set[str]()
-        for stem in (stem_of(item.name) for item in items):
-            if (stem := stem if cache.folders else stem.rpartition("/")[2]) in seen:
-                wanted = f"images of different names without suffix for {cache.trainer}"
-                raise ArgumentError("images", wanted, f"two named {stem!r}")
-            seen.add(stem)
+        self.place((side, side), factor)
 
 
 class Ready(NamedTuple):
@@ -106,31 +120,32 @@ def encode_dataset(
     report: Callable[[str, str], None] = lambda name, error: None,
     check: bool = False,
 ) -> Summary:
-    """Encode the images of sources into a folder, or go on where a run ended that was killed.
+    """Encode the images of sources into a folder. Continue a run that was killed.
 
-    sources: see `list_images`. preparation: `side` is that of square buckets, None to keep sizes; `step` divides their
-    sides, which are within `sides`; `pad` pads instead of cropping; `flip` also encodes mirrored images; `cache` makes
-    the files of a trainer. shard: images in a file. part: (k, n) encodes the k-th of n parts. tell: gets (images done,
-    images to do) of this run. report: gets the name and the error of an image that is passed over. check: encode
-    nothing; list what is missing or damaged. ValueError if the folder has latents of another VAE, other settings or
-    other images.
+    sources: see `list_images`. shard: images in a file. part: (k, n) encodes the k-th of n parts. tell: gets (images
+    done, images to do) of this run. report: gets the name and the error of an image that is passed over. check: encode
+    nothing; list missing and damaged shards and latents. ValueError if the folder has latents of another VAE, other
+    settings or other images.
     """
-    items, cache, (k, n) = list_images(sources), preparation.cache, part
+    cache, (k, n) = preparation.cache, part
     folder = folder_of(out, preparation)
     encoder = replace(encoder, scaled=cache.scaled) if cache else encoder
     if cache and encoder.sample == "moments":
         raise ArgumentError("sample", f"a seed or mean for {cache.trainer}", "'moments'")
-    need("PIL.Image", "reading images")
+    need("PIL.Image", "reading images").init()  # now, so that too many open files cannot hide a format later
     vae = encoder.open()
     factor = latent_factor(vae.arch) * (vae.arch.get("patch_size", (1, 1))[0] if encoder.scaled else 1)
-    preparation.check(factor, items)
+    preparation.check(factor)
     whole("shard", shard)
+    items = list_images(sources)
+    if cache:
+        check_names(items, cache)
     folder.claim(_manifest(items, encoder, preparation, shard), must_exist=check)
-    parts = [items[i : i + shard] for i in range(0, len(items), shard)]
+    parts = split_shards(items, shard)
     if not check:
         todo = [i for i in range(k - 1, len(parts), n) if not folder.shard(i).exists()]
         done, total = 0, sum(len(parts[i]) for i in todo)
-        ready = read_ahead((item for i in todo for item in parts[i]), lambda item: preparation.read(item, factor))
+        ready = read_ahead((item for i in todo for item in parts[i]), lambda read: preparation.read(read, factor))
         for i in todo:
             batches = _Batches(encoder, preparation.flip)
             for item in parts[i]:
@@ -141,7 +156,22 @@ def encode_dataset(
             for name, error in made.errors.items():
                 report(name, error)
             folder.commit(i, made)
-    return folder.sum_up(len(parts), check)
+    return folder.sum_up([[item.name for item in items] for items in parts], part, check)
+
+
+def check_names(items: Iterable[SourceImage], cache: Cache) -> None:
+    """Raise ArgumentError if two images have the same files in a trainer's cache."""
+    seen = set[str]()
+    for stem in (stem_of(item.name) for item in items):
+        if (stem := stem if cache.folders else stem.rpartition("/")[2]) in seen:
+            wanted = f"images of different names without suffix for {cache.trainer}"
+            raise ArgumentError("images", wanted, f"two named {stem!r}")
+        seen.add(stem)
+
+
+def split_shards(items: Sequence[SourceImage], shard: int) -> list[Sequence[SourceImage]]:
+    """Return the images of each shard."""
+    return [items[start : start + shard] for start in range(0, len(items), shard)]
 
 
 def folder_of(out: str | PathLike[str], preparation: Preparation) -> Folder:
@@ -150,7 +180,7 @@ def folder_of(out: str | PathLike[str], preparation: Preparation) -> Folder:
 
 
 def _manifest(items: Sequence[SourceImage], encoder: Encoder, preparation: Preparation, shard: int) -> dict[str, Any]:
-    """Return what determines every byte of the shards."""
+    """Describe everything that the bytes of the shards depend on: the VAE, the settings and the images."""
     vae = replace(encoder, device="cpu", dtype="float32", precision="highest").open()
     found = hashlib.sha256(json.dumps(config_of(vae.arch), sort_keys=True).encode())
     for name, array in vae.state_dict().items():
@@ -167,28 +197,30 @@ def _manifest(items: Sequence[SourceImage], encoder: Encoder, preparation: Prepa
     }
 
 
-def read_ahead(items: Iterable[SourceImage], read: Callable[[SourceImage], Ready]) -> Iterator[Ready | str]:
-    """Yield each image, or why it cannot be read, in order. Threads read the next ones meanwhile."""
+def read_ahead(items: Iterable[SourceImage], prepare: Callable[[Read], Ready]) -> Iterator[Ready | str]:
+    """Yield each image, or why it cannot be read, in order. Threads read the next ones meanwhile. OSError if the system
+    fails: the image may be good."""
 
-    def attempt(item: SourceImage) -> Ready | str:
+    def attempt(read: Read) -> Ready | str:
         try:
-            return read(item)
-        except OSError as error:
-            return error.strerror or str(error)
+            return prepare(read)
         except ValueError as error:
             if isinstance(error, ArgumentError):
                 error.argument = ""  # the name of the image says it
             return str(error)
+        except UNREADABLE as error:
+            return error.strerror or str(error)
 
-    waiting = deque[Any]()
+    waiting = deque[tuple[Read, Future[Ready | str]]]()  # a group of rows lives as long as one of them waits
     with ThreadPoolExecutor(READERS) as pool:
         try:
             for item in items:
-                waiting.append(pool.submit(attempt, item))
+                read = item.open()
+                waiting.append((read, pool.submit(attempt, read)))
                 if len(waiting) > AHEAD:
-                    yield waiting.popleft().result()
+                    yield waiting.popleft()[1].result()
             while waiting:
-                yield waiting.popleft().result()
+                yield waiting.popleft()[1].result()
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -245,21 +277,23 @@ class _Batches:
 def decode_dataset(
     path: str | PathLike[str], out: str | PathLike[str], decoder: Decoder, tell: Tell = lambda done, total: None
 ) -> int:
-    """Decode the latents of a folder to PNG files, without padding and mirrored ones; return their number."""
+    """Decode the latents of a folder to PNG files, without padding and mirrored ones; return their number. FileError
+    if a name leads out of `out`."""
     need("PIL.Image", "writing pictures")
     folder, done = Folder(path), 0
     decoder = replace(decoder, scaled=folder.manifest()["settings"]["scaled"])
     shards = folder.shards()
     for number, file in enumerate(shards, 1):
         shard = folder.read(file)
-        names = list(shard.records)
+        with inside("latents", path=file):
+            targets = {name: path_within(Path(out), f"{name}.png") for name in shard.records}
+        names = list(targets)
         for batch in (names[start : start + AHEAD] for start in range(0, len(names), AHEAD)):
             placed = [buckets.Placed(*(shard.records[name][part] for part in buckets.Placed._fields)) for name in batch]
             latents, sizes = [shard.latents[name][0] for name in batch], [one.inner for one in placed]
             for name, picture in zip(batch, decoder({"latent": latents, "size": sizes})["image"], strict=True):
-                target = Path(out, f"{name}.png")
-                target.parent.mkdir(parents=True, exist_ok=True)
-                write(target, saved(to_pillow(picture[None])[0].save, format="PNG"))
+                targets[name].parent.mkdir(parents=True, exist_ok=True)
+                write(targets[name], saved(to_pillow(picture[None])[0].save, format="PNG"))
                 done += 1
         tell(number, len(shards))
     return done

@@ -8,6 +8,7 @@ import hashlib
 import os
 import tarfile
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -20,22 +21,25 @@ from vaemem._errors import ArgumentError, FileError, NoFileError
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif", ".jp2", ".ppm", ".tga")
 CAPTIONS = (".txt", ".caption")  # next to an image, with its stem
 IMAGE_COLUMNS, CAPTION_COLUMNS = ("image", "jpg", "png"), ("caption", "text")  # of Parquet files, the likeliest first
+UNREADABLE = (FileNotFoundError, PermissionError)  # the faults of a file; any other OSError is the system's
+
+Read = Callable[[], tuple[bytes, str | None]]  # an image's bytes and caption
 
 
 @dataclass(frozen=True)
 class SourceImage:
-    """An image that is not read yet. Its name is the same wherever its source lies; `size` is its file's."""
+    """An image that is not read yet. Its name is the same wherever its source lies; `size` is its file's. `open`
+    returns the function that reads it. Images that are open at the same time share their group of Parquet's rows."""
 
     name: str
     size: int
-    read: Callable[[], bytes]
-    caption: Callable[[], str | None]
+    open: Callable[[], Read]
 
 
 def list_images(sources: Iterable[str | os.PathLike[str]]) -> list[SourceImage]:
     """List the images of folders, globs, image files, ``.tar`` and ``.parquet`` files. ValueError if there are none, or
     two have one name."""
-    items, seen = [item for source in sources for item in _images_of(os.fspath(source))], set[str]()
+    items, seen = [_named(item) for source in sources for item in _images_of(os.fspath(source))], set[str]()
     for item in items:
         if item.name in seen:
             raise ArgumentError("images", "images with different names", f"two named {item.name!r}", "use two folders")
@@ -53,6 +57,18 @@ def digest_of(items: Iterable[SourceImage]) -> str:
     return found.hexdigest()
 
 
+def _named(item: SourceImage) -> SourceImage:
+    """Return an image whose name is UTF-8. If its file's is not, the bytes are escaped, and reading it is an error."""
+    name = item.name.encode("utf-8", "backslashreplace").decode()
+    if name == item.name:
+        return item
+
+    def refuse() -> tuple[bytes, str | None]:
+        raise ArgumentError("image", "a name in UTF-8", "another", "rename the file")
+
+    return SourceImage(name, item.size, lambda: refuse)
+
+
 def _images_of(source: str) -> Iterator[SourceImage]:
     if not os.path.exists(source):
         matches = sorted(glob.glob(source, recursive=True))
@@ -66,28 +82,39 @@ def _images_of(source: str) -> Iterator[SourceImage]:
         yield from (_tar if source.endswith(".tar") else _parquet)(source)
     elif source.lower().endswith(SUFFIXES):
         yield _file(Path(source), os.path.basename(source))
-    elif not source.endswith(CAPTIONS):  # which a shell may list too
+    elif not source.endswith(CAPTIONS):  # a shell's * lists captions too
         raise FileError("images", f"a .tar, a .parquet or one of {' '.join(SUFFIXES)}", "another file", path=source)
 
 
 def _folder(folder: Path) -> Iterator[SourceImage]:
-    """Yield the images below a folder, without hidden ones."""
-    for path, folders, files in os.walk(folder, followlinks=True):
+    """Yield the images below a folder, without hidden ones. OSError for a folder that cannot be read; FileError for a
+    link that leads back to a folder around it."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for path, folders, files in os.walk(folder, onerror=fail, followlinks=True):
+        here = Path(path)
+        if any(here.samefile(one) for one in here.parents if one.is_relative_to(folder)):
+            raise FileError("images", "folders without loops", "a link to a folder around it", "remove it", path=here)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(files):
             if name.lower().endswith(SUFFIXES) and not name.startswith("."):
-                one = Path(path) / name
-                yield _file(one, one.relative_to(folder).as_posix())
+                yield _file(here / name, (here / name).relative_to(folder).as_posix())
 
 
 def _file(path: Path, name: str) -> SourceImage:
-    def caption() -> str | None:
-        beside = (path.with_suffix(suffix) for suffix in CAPTIONS)
-        return next((_text(one.read_bytes()) for one in beside if one.is_file()), None)
+    def read() -> tuple[bytes, str | None]:
+        data = path.read_bytes()
+        for suffix in CAPTIONS:
+            with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+                return data, _text(path.with_suffix(suffix).read_bytes())
+        return data, None
 
-    with contextlib.suppress(OSError):  # a link to nothing cannot be read either, which its turn will tell
-        return SourceImage(name, path.stat().st_size, path.read_bytes, caption)
-    return SourceImage(name, 0, path.read_bytes, caption)
+    size = 0  # of an unreadable file; reading it reports the error
+    with contextlib.suppress(*UNREADABLE):
+        size = path.stat().st_size
+    return SourceImage(name, size, lambda: read)
 
 
 def _text(data: bytes) -> str:
@@ -95,7 +122,7 @@ def _text(data: bytes) -> str:
 
 
 def _tar(path: str) -> Iterator[SourceImage]:
-    """Yield the images of an uncompressed tar file, whose captions are members with the same stem."""
+    """Yield the images of an uncompressed tar file. A caption is a member with the image's stem."""
     with reading("images", "an uncompressed tar file", path), tarfile.open(path, "r:") as tar:
         members = [one for one in tar if one.isfile()]
     stem_of = {one.name: os.path.splitext(one.name)[0] for one in members}
@@ -106,29 +133,27 @@ def _tar(path: str) -> Iterator[SourceImage]:
             f.seek(member.offset_data)
             return f.read(member.size)
 
-    def caption(stem: str) -> str | None:
-        return _text(part(captions[stem])) if stem in captions else None
+    def read(member: tarfile.TarInfo) -> tuple[bytes, str | None]:
+        caption = captions.get(stem_of[member.name])
+        return part(member), _text(part(caption)) if caption else None
 
     for one in members:
         if one.name.lower().endswith(SUFFIXES):
             inner = "/".join(step for step in one.name.split("/") if step not in ("", ".", ".."))
-            read, told = partial(part, one), partial(caption, stem_of[one.name])
-            yield SourceImage(f"{os.path.basename(path)}/{inner}", one.size, read, told)
+            yield SourceImage(f"{os.path.basename(path)}/{inner}", one.size, partial(partial, read, one))
 
 
 class _Rows:
-    """Rows of a Parquet file. Keeps the group of rows that was read last."""
+    """A group of rows of a Parquet file. The first row that is taken loads the columns of all."""
 
-    def __init__(self, file: Any, columns: list[str]) -> None:
-        self._file, self._columns, self._lock = file, columns, threading.Lock()
-        self._group, self._table = -1, dict[str, Any]()
+    def __init__(self, load: Callable[[], list[Any]]) -> None:
+        self._load, self._lock, self._columns = load, threading.Lock(), list[Any]()
 
-    def __call__(self, group: int, row: int) -> dict[str, Any]:
+    def take(self, row: int) -> list[Any]:
+        """Return a row's values."""
         with self._lock:
-            if group != self._group:
-                table = self._file.read_row_group(group, columns=self._columns)
-                self._group, self._table = group, {name: table.column(name) for name in self._columns}
-            return {name: column[row].as_py() for name, column in self._table.items()}
+            self._columns = self._columns or self._load()
+        return [column[row].as_py() for column in self._columns]
 
 
 def _parquet(path: str) -> Iterator[SourceImage]:
@@ -137,13 +162,12 @@ def _parquet(path: str) -> Iterator[SourceImage]:
         need("pyarrow.parquet", "reading Parquet", "pyarrow.types"),
         need("pyarrow.types", "reading Parquet"),
     )
-    with reading("images", "a Parquet file", path):
-        file = parquet.ParquetFile(path)
-        schema = file.schema_arrow
+    with reading("images", "a Parquet file", path), parquet.ParquetFile(path) as file:
+        schema, metadata = file.schema_arrow, file.metadata
 
     def holds_bytes(kind: Any) -> bool:
-        if types.is_struct(kind):
-            return bool(kind.get_field_index("bytes") >= 0)
+        if types.is_struct(kind) and (index := kind.get_field_index("bytes")) >= 0:
+            kind = kind.field(index).type
         return bool(types.is_binary(kind) or types.is_large_binary(kind))
 
     found = [field.name for field in schema if holds_bytes(field.type)]
@@ -151,19 +175,38 @@ def _parquet(path: str) -> Iterator[SourceImage]:
     if len(found) != 1 and not usual:
         got = f"{len(found)} columns of bytes among {', '.join(schema.names)}"
         raise FileError("images", f"one column of images, or one named {' or '.join(IMAGE_COLUMNS)}", got, path=path)
-    image = (usual or found)[0]
-    texts = [name for name in CAPTION_COLUMNS if name in schema.names][:1]
-    rows, size, number = _Rows(file, [image, *texts]), os.path.getsize(path), 0
+    columns = [(usual or found)[0], *[name for name in CAPTION_COLUMNS if name in schema.names][:1]]
+    in_use = weakref.WeakValueDictionary[int, _Rows]()
 
-    def read(group: int, row: int) -> bytes:
-        value = rows(group, row)[image]
-        return bytes((value["bytes"] if isinstance(value, dict) else value) or b"")
+    def load(group: int) -> list[Any]:
+        try:
+            with parquet.ParquetFile(path, metadata=metadata, pre_buffer=False) as file:
+                table = file.read_row_group(group, columns, use_threads=False)
+        except OSError as error:
+            if error.errno:
+                raise
+            raise FileError("images", "a Parquet file", str(error), path=path) from None  # its bytes are wrong
+        return [table.column(name) for name in columns]
 
-    def caption(group: int, row: int) -> str | None:
-        return rows(group, row)[texts[0]] if texts else None
+    def read(rows: _Rows, row: int) -> tuple[bytes, str | None]:
+        image, *caption = rows.take(row)
+        data = bytes((image["bytes"] if isinstance(image, dict) else image) or b"")
+        return data, _caption(caption[0]) if caption else None
 
-    for group in range(file.num_row_groups):
-        for row in range(file.metadata.row_group(group).num_rows):
-            name = f"{os.path.basename(path)}/{number:09d}"
-            yield SourceImage(name, size, partial(read, group, row), partial(caption, group, row))
+    def open_row(group: int, row: int) -> Read:
+        return partial(read, in_use.setdefault(group, _Rows(partial(load, group))), row)
+
+    size, number = os.path.getsize(path), 0
+    for group in range(metadata.num_row_groups):
+        for row in range(metadata.row_group(group).num_rows):
+            yield SourceImage(f"{os.path.basename(path)}/{number:09d}", size, partial(open_row, group, row))
             number += 1
+
+
+def _caption(value: Any) -> str | None:
+    """Return a caption of Parquet's; ValueError if it is not text in UTF-8."""
+    if isinstance(value, bytes):
+        return value.decode()
+    if value is None or isinstance(value, str):
+        return value
+    raise ArgumentError("image", "a caption of text", type(value).__name__)

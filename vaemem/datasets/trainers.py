@@ -34,7 +34,8 @@ class Cache:
     models: names of its VAE. sample: "mean", or the usual seed. step: the usual one. bucket: from an image's size, the
     side, the step and the limits of sides, the size to which it is scaled, and its bucket. filters: Pillow's, for
     smaller and for larger images. turns: as EXIF data say. files: path and bytes of each file of an image. flips:
-    whether mirrored latents have a place. folders: whether images in two folders may have one stem.
+    whether mirrored latents have a place. folders: whether images in two folders may have one stem. limits: whether the
+    user sets the limits of sides.
     """
 
     trainer: str
@@ -49,6 +50,7 @@ class Cache:
     files: Callable[[Cache, str, Placed, Latents], dict[str, bytes]]
     flips: bool = False
     folders: bool = True
+    limits: bool = False
     about: Any = None
 
 
@@ -84,7 +86,7 @@ def _safetensors(tensors: dict[str, np.ndarray], about: dict[str, str]) -> bytes
 
 
 def _kohya_bucket(size: Sides, side: int, step: int, sides: Sides | None) -> tuple[Sides, Sides]:
-    least, most = sides or (256, max(1024, side))
+    least, most = sides or (max(256 // step, 1) * step, -(-max(1024, side) // step) * step)
     bucket = nearest(size, bucket_sizes(side, step, least, most))
     return covering(size, bucket), bucket
 
@@ -111,14 +113,14 @@ def _kohya_files(cache: Cache, name: str, placed: Placed, latents: Latents) -> d
 
 def _kohya(name: str, models: str, scaled: bool, sample: int | str = 0, sized: bool = True) -> Cache:
     how: Any = dict(bucket=_kohya_bucket, filters=("BOX", "LANCZOS"), turns=False, files=_kohya_files)
-    return Cache("kohya", name, tuple(models.split()), scaled, sample, 64, **how, flips=True, about=sized)
+    return Cache("kohya", name, tuple(models.split()), scaled, sample, 64, **how, flips=True, limits=True, about=sized)
 
 
 # ---- musubi-tuner: a flat folder ----
 
 
 def _musubi_bucket(size: Sides, side: int, step: int, sides: Sides | None) -> tuple[Sides, Sides]:
-    widths = range(side // 2 // step * step, side + step, step)
+    widths = range(max(side // 2 // step, 1) * step, side + step, step)
     found = {(width, side * side // width // step * step) for width in widths}
     bucket = nearest(size, sorted(found | {(height, width) for width, height in found}))
     return covering(size, bucket), bucket

@@ -257,24 +257,10 @@ class PipelineRequest(Request):
 
     def run_with(self, offload: Any, vae: str, vae_memory_limit: int | str | None = None) -> PipelineRequest:
         """Return a copy with these arguments of `predict_pipeline`. ValueError names an impossible one."""
-        on_cpu: tuple[str, ...] = ()
-        if isinstance(offload, Mapping):
-            for role, place in offload.items():
-                choose("offload", role, self.pipeline.parts)
-                choose(f"offload[{role!r}]", place, ("cpu", "cuda"))
-            on_cpu, offload = tuple(role for role, place in offload.items() if place == "cpu"), "none"
-        offload = meant("offload", offload, OFFLOADS)
-        how, _, side = str(vae).partition(" ")
-        if how == "tiled" and side and not (side.isdecimal() and int(side) and int(side) % VAE_STRIDE == 0):
-            raise ArgumentError("vae", f"the side of a tile, a multiple of {VAE_STRIDE} as in 'tiled 512'", repr(vae))
-        vae = vae if how == "tiled" and side else meant("vae", vae, VAE_WAYS)
-        if (vae == "vaemem") != (vae_memory_limit is not None):
-            wanted = ("a limit with ", Named("vae", "vaemem"), " and None with any other")
-            raise ArgumentError("vae_memory_limit", wanted, f"{vae_memory_limit!r} with {vae!r}")
+        offload, on_cpu, vae, limit = check_way(self.pipeline.parts, offload, vae, vae_memory_limit)
         if self.encodes and (vae == "vaemem" or "vae" in on_cpu):
             got = ("one on the CPU or ", Named("vae", "vaemem"))
             raise ArgumentError("image" if self.image else "vae", "PyTorch's VAE on the device", got)
-        limit = parse_size("vae_memory_limit", vae_memory_limit) if vae_memory_limit is not None else 0
         for part in self.parts:
             if offload == "sequential" and part.has(FOUR_BITS):
                 needed = f"none or model with components[{part.role!r}] in bitsandbytes' four bits"
@@ -285,6 +271,29 @@ class PipelineRequest(Request):
             needed = f"more than the VAE's weights, which count in it and are {held} bytes"
             raise ArgumentError("vae_memory_limit", needed, repr(vae_memory_limit))
         return replace(self, offload=offload, on_cpu=on_cpu, vae=vae, vae_limit=limit)
+
+
+def check_way(
+    roles: Collection[str], offload: Any, vae: Any, vae_memory_limit: int | str | None
+) -> tuple[str, tuple[str, ...], str, int]:
+    """Check these arguments of `vaemem.predict_pipeline` for a pipeline's roles. Return how the pipeline is offloaded,
+    the roles on the CPU, how the VAE runs, and vaemem's limit in bytes or 0."""
+    on_cpu: tuple[str, ...] = ()
+    if isinstance(offload, Mapping):
+        for role, place in offload.items():
+            choose("offload", role, roles)
+            choose(f"offload[{role!r}]", place, ("cpu", "cuda"))
+        on_cpu, offload = tuple(role for role, place in offload.items() if place == "cpu"), "none"
+    offload = meant("offload", offload, OFFLOADS)
+    how, _, side = str(vae).partition(" ")
+    if how == "tiled" and side and not (side.isdecimal() and int(side) and int(side) % VAE_STRIDE == 0):
+        raise ArgumentError("vae", f"the side of a tile, a multiple of {VAE_STRIDE} as in 'tiled 512'", repr(vae))
+    vae = vae if how == "tiled" and side else meant("vae", vae, VAE_WAYS)
+    if (vae == "vaemem") != (vae_memory_limit is not None):
+        wanted = ("a limit with ", Named("vae", "vaemem"), " and None with any other")
+        raise ArgumentError("vae_memory_limit", wanted, f"{vae_memory_limit!r} with {vae!r}")
+    limit = 0 if vae_memory_limit is None else parse_size("vae_memory_limit", vae_memory_limit)
+    return offload, on_cpu, vae, limit
 
 
 def image_sides(

@@ -237,7 +237,7 @@ def diffusers_ways(
                 is_fixed = vae.endswith(" in float16")
                 held = {**given, "vae": "float16"} if is_fixed else given
                 settings: dict[str, Any] = {"offload": offload, "vae": vae.removesuffix(" in float16")}
-                settings |= {"components": held} if held else {}
+                settings |= {"dtype": q.dtype} | ({"components": held} if held else {})
                 how, changes = f"VAE {vae}", ["tiles are blended where they overlap"] * vae.startswith("tiled")
                 changes += [f"{FIXED} decodes it a little differently"] * is_fixed
                 if vae == "vaemem":
@@ -247,7 +247,7 @@ def diffusers_ways(
                 run = replace(stored, parts=parts_of(pipeline, q.dtype, held, release)) if is_fixed else stored
                 p = PipelinePrediction(run.run_with(offload, settings["vae"], settings.get("vae_memory_limit")))
                 way = _way(p, f"{place}, {how}", settings, " and ".join(changes), machine)
-                code = diffusers_code(pipeline, q.dtype, **settings, release=release)
+                code = diffusers_code(pipeline, **settings, release=release)
                 found.append(way._replace(code=code))
     return found
 

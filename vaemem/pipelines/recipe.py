@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from vaemem.engine.configs import config_of
 from vaemem.pipelines.components import VAE_STRIDE, Pipeline
 from vaemem.pipelines.storage import BITSANDBYTES, FOUR_BITS
-from vaemem.prediction.runtimes import LAST_DIFFUSERS
+from vaemem.prediction.runtimes import LAST_DIFFUSERS, architecture
 from vaemem.prediction.usual import FIXED
 
 
-def vae_code(vae: str, limit: int | str | None = None) -> list[str]:
-    """Return the lines that set how a pipeline's VAE runs: the argument `vae` of `vaemem.predict_pipeline`.
+def vae_code(vae: str, limit: int | str | None = None, class_name: str = "AutoencoderKL") -> list[str]:
+    """Return the lines that set how a pipeline's VAE runs: the argument `vae` of `vaemem.predict_pipeline`. class_name:
+    the VAE's.
 
     Examples
     --------
@@ -23,20 +25,36 @@ def vae_code(vae: str, limit: int | str | None = None) -> list[str]:
     if how == "sliced":
         return ["pipe.vae.enable_slicing()"]
     if how == "vaemem":
-        made = f"pipe.vae = AutoencoderKL.from_module(pipe.vae, memory_limit={_quoted(limit)})"
-        return ["from vaemem.pytorch import AutoencoderKL", made]
+        made = f"pipe.vae = {class_name}.from_module(pipe.vae, memory_limit={_quoted(limit)})"
+        return [f"from vaemem.pytorch import {class_name}", made]
     sides = f"{side}, {int(side or 0) // VAE_STRIDE}"
     tiles = [f"pipe.vae.tile_sample_min_size, pipe.vae.tile_latent_min_size = {sides}"] * bool(side)
     return ["pipe.vae.enable_tiling()", *tiles] if how == "tiled" else []
 
 
+def roles_on_cpu(offload: str | Mapping[str, str]) -> list[str]:
+    """Return the components that an `offload` of `vaemem.predict_pipeline` leaves on the CPU."""
+    return [role for role, place in offload.items() if place == "cpu"] if isinstance(offload, Mapping) else []
+
+
+def describe_stay(roles: Sequence[str]) -> str:
+    """Say that components stay on the CPU.
+
+    Examples
+    --------
+    >>> describe_stay(["text_encoder"])
+    'text_encoder stays on the CPU'
+    """
+    return f"{' and '.join(roles)} stay{'s' * (len(roles) == 1)} on the CPU"
+
+
 def placing_code(offload: str | Mapping[str, str], roles: Iterable[str], device: str = "cuda") -> list[str]:
     """Return the lines that offload a pipeline, or put its components in place."""
-    if isinstance(offload, Mapping):
-        on_cpu = [role for role, place in offload.items() if place == "cpu"]
-        note = f"# {' and '.join(on_cpu)} stay on the CPU: pass pipe.encode_prompt's embeddings to the pipeline"
-        return [note, *(f"pipe.{role}.to({_quoted(device)})" for role in roles if role not in on_cpu)]
-    if offload == "none":
+    if on_cpu := roles_on_cpu(offload):
+        note = f"# {describe_stay(on_cpu)}: pass pipe.encode_prompt's embeddings to the pipeline"
+        places = dict.fromkeys(on_cpu, "cpu") | {role: device for role in roles if role not in on_cpu}
+        return [note, *(f"pipe.{role}.to({_quoted(place)})" for role, place in places.items())]
+    if offload == "none" or isinstance(offload, Mapping):
         return [f"pipe.to({_quoted(device)})"]
     return [f"pipe.enable_{offload}_cpu_offload({'' if device == 'cuda' else f'device={_quoted(device)}'})"]
 
@@ -97,7 +115,8 @@ def diffusers_code(
     if fixed:
         imports.insert(0, "AutoencoderKL")
         lines.append(f'pipe.vae = AutoencoderKL.from_pretrained("{FIXED}", {keyword}=torch.float16)')
-    lines += [*vae_code(vae, vae_memory_limit), *placing_code(offload, pipeline.parts)]
+    class_name = config_of(architecture(pipeline.parts["vae"]))["_class_name"]
+    lines += [*vae_code(vae, vae_memory_limit, class_name), *placing_code(offload, pipeline.parts)]
     more += [line for line in lines if line.startswith("from ")]
     lines = [line for line in lines if not line.startswith("from ")]
     return "\n".join(["import torch", f"from diffusers import {', '.join(imports)}", *more, "", *lines])

@@ -220,6 +220,8 @@ def bound(
     ------
     ValueError
         As `predict` does; for an unknown application; and if the application runs none of the models and dtypes.
+    RuntimeError
+        The executor's workers died before a formula was finished.
 
     Notes
     -----
@@ -269,6 +271,8 @@ def bound(
                 poll(done, len(tasks))
     finished = zip(sweeps, uppers, strict=True)
     lines = [line.above(sizes) for (line, _, points), sizes in finished if len(sizes) == len(points)]
+    if not lines:
+        raise RuntimeError("executor: its workers died before a formula was finished; pass one with living workers")
     return Bound(application, lines, domain.describe(estimates.values()))
 
 

@@ -246,7 +246,7 @@ def formula(
     >>> p = predict_pipeline("sd15", 512, 512, gpu="T4")
     >>> found = formula(p)
     >>> found.predict(512, 512) >= p.peak, [line.phase for line in found.reserved.lines]
-    (True, ['load', 'encode prompt', 'denoise', 'decode'])
+    (True, ['load', 'encode prompt', 'denoise', 'decode, N=1', 'decode, N>1'])
     """
     if op is None and isinstance(known := getattr(model, "formula", None), Formula):
         return known

@@ -30,7 +30,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import the drop-ins on first use: only they need diffusers."""
-    newer = ("AutoencoderKLQwenImage", "AutoencoderKLQwenImage21")
+    newer = ("AutoencoderKLFlux2", "AutoencoderKLQwenImage", "AutoencoderKLQwenImage21")
     if name in ("AutoencoderKL", "AutoencoderKLWan", "AutoencoderTiny", *newer):
         from vaemem.pytorch import autoencoder
 

@@ -13,16 +13,20 @@ from typing import Any
 
 import torch
 
-from vaemem._common import choose
-from vaemem._errors import ArgumentError, ArgumentTypeError
-from vaemem.pipelines.recipe import placing_code, vae_code
+from vaemem._common import DTYPES, choose, meant
+from vaemem._errors import ArgumentError, ArgumentTypeError, inside
+from vaemem.pipelines.components import PIPELINES
+from vaemem.pipelines.pipeline_request import check_way
+from vaemem.pipelines.recipe import describe_stay, placing_code, roles_on_cpu, vae_code
 from vaemem.pipelines.ways import Outcome, PipelinePlan
 from vaemem.prediction.planned import Way
 from vaemem.prediction.usual import FIXED
-from vaemem.pytorch.free_memory import is_out_of_memory, release
+from vaemem.pytorch.converting import convert
+from vaemem.pytorch.free_memory import first_line, is_out_of_memory, release
 from vaemem.pytorch.measuring import find_device
 
-_SETTINGS = ("offload", "vae", "components", "vae_memory_limit")
+_SETTINGS = {"offload": "none", "vae": "whole", "components": None, "vae_memory_limit": None, "dtype": None}
+_ROLES = {role for kind in PIPELINES.values() for role in kind.parts}
 _TILES = ("use_tiling", "use_slicing", "tile_sample_min_size", "tile_latent_min_size")
 _OFFLOADS = {
     "none": "every component is on {}",
@@ -37,7 +41,7 @@ class Applied:
     Attributes
     ----------
     steps : tuple of str
-        What was set, in words.
+        What is set, in words.
     code : str
         The same in Python, for a pipeline named ``pipe``.
 
@@ -70,8 +74,8 @@ class Applied:
             try:
                 return self._pipe(*args, **kwargs)
             except Exception as error:
-                self._leave(error)
-            self._go_on()
+                lack = self._leave(error)
+            self._go_on(lack)
             for one, state in zip(generators, states, strict=True):
                 one.set_state(state)
 
@@ -80,35 +84,43 @@ class Applied:
         try:
             self._before.reset(self._pipe)
             self._pipe.vae.use_tiling = self._pipe.vae.use_slicing = False
-            lines, self.steps = _describe(settings, list(_modules(self._pipe)), str(self._place))
+            lines, self.steps = _describe(settings, self._pipe, str(self._place))
             self.code = "\n".join(lines)
+            if settings["vae"] == "vaemem":  # its copy decodes: the original needs no room on the card
+                self._pipe.vae.to("cpu")
             exec(self.code, {"pipe": self._pipe})
         except BaseException as error:
             if not (self._ways and is_out_of_memory(error)):
                 self.undo()
             raise
 
-    def _go_on(self) -> None:
-        """Set the next way. If memory runs out meanwhile, the one after it."""
-        while True:
+    def _go_on(self, lack: Exception) -> None:
+        """Set the next way that can be set. If none can, raise the error that memory ran out."""
+        while self._ways:
             one = self._ways.pop(0)
             try:
-                self._set(_arguments_of(one))
+                self._set(_arguments_of(one, self._pipe))
             except Exception as error:
-                self._leave(error)
+                if not is_out_of_memory(error):
+                    why = f"{one.way.name} cannot be set, so it is skipped: {first_line(error)}"
+                    warnings.warn(why, RuntimeWarning, stacklevel=3)
+                release(error)
             else:
                 warnings.warn(f"Memory ran out. Going on with {one.way.name}: {self}", RuntimeWarning, stacklevel=3)
                 return
+        raise lack
 
-    def _leave(self, error: Exception) -> None:
-        """Free what a failed way holds, if there is another way; otherwise raise its error."""
+    def _leave(self, error: Exception) -> Exception:
+        """If memory ran out and there is another way, free what the failed way holds; otherwise raise its error."""
         if not (self._ways and is_out_of_memory(error)):
             raise error
         release(error)
+        return error
 
     def undo(self) -> None:
         """Set everything back: the VAE and its settings, the hooks, and the devices of the components."""
         self._before.restore(self._pipe)
+        self.steps, self.code = (), ""
 
 
 class _State:
@@ -127,7 +139,7 @@ class _State:
         pipe.remove_all_hooks()
         pipe.vae = self.vae
         if self.vae.dtype != self.dtype:
-            self.vae.to(dtype=self.dtype)
+            convert(self.vae, self.dtype)
         for name, value in self.tiles.items():
             if value is not None:
                 setattr(pipe.vae, name, value)
@@ -146,8 +158,8 @@ def _modules(pipe: Any) -> dict[str, torch.nn.Module]:
     return {role: part for role, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
 
 
-def _arguments_of(way: Any) -> Mapping[str, Any]:
-    """Return the arguments of `vaemem.predict_pipeline` that a way stands for."""
+def _arguments_of(way: Any, pipe: Any) -> Mapping[str, Any]:
+    """Return the arguments of `vaemem.predict_pipeline` that a way stands for, checked, with their defaults."""
     if isinstance(way, PipelinePlan):
         if way.recommended is None:
             raise ArgumentError("way", "a plan with a way that fits", "one in which none does")
@@ -158,41 +170,52 @@ def _arguments_of(way: Any) -> Mapping[str, Any]:
         raise ArgumentTypeError("way", "a plan, one of its ways, or a way's settings", type(way).__name__)
     if other := settings.keys() - set(_SETTINGS):
         raise ArgumentError("way", f"a way of diffusers, with {', '.join(_SETTINGS)}", ", ".join(sorted(other)))
-    return settings
+    offload, vae, components, limit, dtype = map({**_SETTINGS, **settings}.get, _SETTINGS)
+    with inside("way"):
+        known, _, vae, _ = check_way(_modules(pipe), offload, vae, limit)
+        if not isinstance(components or {}, Mapping):
+            raise ArgumentError("components", "{role: type}", repr(components))
+        dtype = None if dtype is None else meant("dtype", dtype, DTYPES)
+    offload = offload if isinstance(offload, Mapping) else known
+    return dict(zip(_SETTINGS, (offload, vae, components or {}, limit, dtype), strict=True))
 
 
-def _check_types(pipe: Any, types: Mapping[str, Any]) -> None:
+def _check_types(pipe: Any, settings: Mapping[str, Any]) -> None:
     """Refuse types in which the pipeline is not loaded: a loaded pipeline cannot change them."""
+    components, dtype = settings["components"], settings["dtype"]
+    types = {**({} if dtype is None else dict.fromkeys(_modules(pipe).keys() & _ROLES, dtype)), **components}
     for role, kind in types.items():
         part = getattr(pipe, role, None)
         loaded = str(getattr(part, "dtype", None)).removeprefix("torch.")
         loaded = "int8" if getattr(part, "is_loaded_in_8bit", False) else loaded
         loaded = "nf4" if getattr(part, "is_loaded_in_4bit", False) else loaded
-        if str(kind).partition(" ")[0] != loaded:
+        if str(None if kind == "none" else kind).partition(" ")[0] != loaded:
             raise ArgumentError(
                 "pipe", f"a pipeline whose {role} is loaded in {kind}", loaded, "the way's code loads it so"
             )
-    if types.get("vae") == "float16" and getattr(pipe.vae.config, "force_upcast", False):
+    if components.get("vae") == "float16" and getattr(pipe.vae.config, "force_upcast", False):
         raise ArgumentError(
             "pipe", f"a VAE that stays in float16, such as {FIXED}", "one whose config says force_upcast"
         )
 
 
-def _describe(settings: Mapping[str, Any], roles: list[str], where: str) -> tuple[list[str], tuple[str, ...]]:
+def _describe(settings: Mapping[str, Any], pipe: Any, where: str) -> tuple[list[str], tuple[str, ...]]:
     """Return the lines that set a way, and words for them."""
-    offload, vae = settings.get("offload", "none"), str(settings.get("vae", "whole"))
-    limit = settings.get("vae_memory_limit")
+    from vaemem.pytorch.autoencoder import find_drop_in
+
+    offload, vae = settings["offload"], settings["vae"]
+    limit = settings["vae_memory_limit"]
     how, _, side = vae.partition(" ")
     steps = [{
         "tiled": f"the VAE runs in tiles of {side} pixels" if side else "the VAE runs in its config's tiles",
         "sliced": "the VAE runs a batch image by image", "vaemem": f"vaemem decodes within {limit}",
     }.get(how, "the VAE runs whole")]  # fmt: skip
-    if isinstance(offload, Mapping):
-        on_cpu = [role for role, at in offload.items() if at == "cpu"]
-        steps.append(f"{' and '.join(on_cpu)} stay on the CPU, and the others are on {where}")
+    if on_cpu := roles_on_cpu(offload):
+        steps.append(f"{describe_stay(on_cpu)}, and the others are on {where}")
     else:
-        steps.append(_OFFLOADS[offload].format(where))
-    return [*vae_code(vae, limit), *placing_code(offload, roles, where)], tuple(steps)
+        steps.append(_OFFLOADS["none" if isinstance(offload, Mapping) else offload].format(where))
+    class_name = find_drop_in(pipe).__name__ if how == "vaemem" else ""
+    return [*vae_code(vae, limit, class_name), *placing_code(offload, _modules(pipe), where)], tuple(steps)
 
 
 def _list_next(plan: PipelinePlan, pipe: Any) -> Iterator[Outcome]:
@@ -201,12 +224,11 @@ def _list_next(plan: PipelinePlan, pipe: Any) -> Iterator[Outcome]:
     last = plan.recommended
     others = sorted(plan.outcomes, key=lambda one: one.seconds.likely if one.seconds else 0.0)
     for one in others if last else ():
-        settings = _arguments_of(one)
-        if one.way.changes or not one.fits or isinstance(settings["offload"], Mapping):
+        if one.way.changes or not one.fits or isinstance(one.way.settings["offload"], Mapping):
             continue
         if last and one.way.peak.total < last.way.peak.total:
             with suppress(ArgumentError):
-                _check_types(pipe, settings.get("components") or {})
+                _check_types(pipe, _arguments_of(one, pipe))
                 yield one
                 last = one
 
@@ -218,15 +240,15 @@ def apply(way: Any, pipe: Any, *, device: Any = None, on_out_of_memory: str = "r
     ----------
     way : PipelinePlan, Outcome, Way or mapping
         A plan for diffusers (then its recommended way), one of its outcomes or ways, or arguments of
-        `vaemem.predict_pipeline`: ``offload``, ``vae``, ``vae_memory_limit`` and ``components``.
+        `vaemem.predict_pipeline`: ``offload``, ``vae``, ``vae_memory_limit``, ``components`` and ``dtype``.
     pipe : diffusers.DiffusionPipeline
-        Components must be loaded in the way's types. It is changed in place.
+        Components must be loaded in the way's types: its `dtype`, or their own in `components`. It is changed in place.
     device : torch.device or str, optional
         Where it runs; by default the GPU if PyTorch has one, otherwise the CPU.
     on_out_of_memory : {"raise", "next"}
         What to do if memory runs out while the way is set, or in a call of the result. ``"next"`` needs a plan. It goes
-        on, with a warning, to the fastest way that takes less of the card and leaves the picture as it is. Generators
-        start again from the same state.
+        on, with a warning, to the fastest way that takes less of the card and leaves the picture as it is. A way that
+        cannot be set is skipped with a warning. Generators start again from the same state. Other errors are raised.
 
     Returns
     -------
@@ -236,7 +258,8 @@ def apply(way: Any, pipe: Any, *, device: Any = None, on_out_of_memory: str = "r
     Raises
     ------
     ValueError, TypeError
-        A way of another program, or a pipeline that is loaded in other types. Nothing is changed then.
+        A way of another program, a setting with an unknown value, or a pipeline that is loaded in other types. Nothing
+        is changed then.
 
     Examples
     --------
@@ -249,20 +272,20 @@ def apply(way: Any, pipe: Any, *, device: Any = None, on_out_of_memory: str = "r
     >>> pipe.vae.use_tiling
     False
     """
-    settings, place = _arguments_of(way), find_device(device)
+    if not hasattr(pipe, "components") or getattr(pipe, "vae", None) is None:
+        raise ArgumentTypeError("pipe", "a pipeline of diffusers with a VAE", type(pipe).__name__)
+    settings, place = _arguments_of(way, pipe), find_device(device)
     choose("on_out_of_memory", on_out_of_memory, ("raise", "next"))
     goes_on = on_out_of_memory == "next"
     if goes_on and not isinstance(way, PipelinePlan):
         raise ArgumentTypeError("way", "a plan, which has a next way", type(way).__name__)
-    if not hasattr(pipe, "components") or getattr(pipe, "vae", None) is None:
-        raise ArgumentTypeError("pipe", "a pipeline of diffusers with a VAE", type(pipe).__name__)
-    _check_types(pipe, settings.get("components") or {})
+    _check_types(pipe, settings)
     done = Applied(pipe, place, [*_list_next(way, pipe)] if goes_on else [])
     try:
         done._set(settings)
     except Exception as error:
-        done._leave(error)
+        lack = done._leave(error)
     else:
         return done
-    done._go_on()
+    done._go_on(lack)
     return done

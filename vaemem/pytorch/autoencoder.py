@@ -7,6 +7,7 @@ each takes a batch and returns one. Slices, outputs and distributions are diffus
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from threading import Event
@@ -29,6 +30,7 @@ from vaemem.engine.limits import Limit
 from vaemem.engine.records import Run
 from vaemem.engine.tiling import Tiling
 from vaemem.engine.vae import VAE
+from vaemem.pytorch.converting import convert
 
 if TYPE_CHECKING:
     from typing import Self
@@ -38,7 +40,8 @@ import diffusers
 from diffusers.models.autoencoders.autoencoder_tiny import AutoencoderTinyOutput
 from diffusers.models.autoencoders.vae import DecoderOutput
 
-_NEWER = ("AutoencoderKLQwenImage", "AutoencoderKLQwenImage21")  # older versions of diffusers lack these classes
+_FRAMES = ("AutoencoderKLQwenImage", "AutoencoderKLQwenImage21")
+_NEWER = ("AutoencoderKLFlux2", *_FRAMES)  # older versions of diffusers lack these classes
 __all__ = ["AutoencoderKL", "AutoencoderKLWan", "AutoencoderTiny", *_NEWER]
 
 TORCH_DTYPES: dict[torch.dtype, DtypeName] = {
@@ -46,6 +49,10 @@ TORCH_DTYPES: dict[torch.dtype, DtypeName] = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
 }
+_COPIED = (  # settings that `from_module` copies
+    "use_slicing", "use_tiling", "tile_sample_min_size", "tile_latent_min_size", "tile_overlap_factor",
+    "tile_sample_min_height", "tile_sample_min_width", "tile_sample_stride_height", "tile_sample_stride_width",
+)  # fmt: skip
 SETTINGS = ("threads", "memory_limit", "cache_limit", "on_out_of_memory")  # of a VAE's runs on the CPU
 
 
@@ -103,7 +110,6 @@ class _DropIn(diffusers.ModelMixin):  # type: ignore[misc]
     """Base of the drop-ins, before diffusers' class in the order of inheritance."""
 
     theirs: ClassVar[Any]  # diffusers' class
-    _copied: ClassVar[tuple[str, ...]] = ("use_slicing", "use_tiling")  # settings that `from_module` copies
 
     def __init__(
         self, vae: VAE, config: Any = None, torch_dtype: torch.dtype | None = None, memory_limit: Limit = None
@@ -113,8 +119,9 @@ class _DropIn(diffusers.ModelMixin):  # type: ignore[misc]
         config = dict(config_of(vae.arch, vae.sample_size) if config is None else config)
         if config.get("scaling_factor", 0) is None:
             raise ArgumentError("config", "a scaling_factor", "", "load with model='sd15', model='sdxl' or config=")
+        keys = inspect.signature(self.theirs.__init__).parameters  # a config may have more
         with torch.device("meta"):
-            super().__init__(**config)
+            super().__init__(**{key: value for key, value in config.items() if key in keys or key[:1] == "_"})
         for prefix, module in self.named_modules():
             module.register_load_state_dict_pre_hook(_refuse_load)
             module.register_state_dict_pre_hook(_refuse_state)
@@ -127,7 +134,7 @@ class _DropIn(diffusers.ModelMixin):  # type: ignore[misc]
         self.memory_limit: Limit = memory_limit
         self.progress: Progress = False
         self.cancel: Event | None = None
-        self.eval().to(torch_dtype or getattr(torch, vae.dtype))
+        convert(self.eval(), torch_dtype or getattr(torch, vae.dtype))
 
     # ---- making one ----
 
@@ -171,8 +178,8 @@ class _DropIn(diffusers.ModelMixin):  # type: ignore[misc]
         config = {**module.config, "_class_name": cls.theirs.__name__}
         vae = VAE.load(module, config=config, precision=precision)
         copied = cls(vae, module.config, torch_dtype or module.dtype, memory_limit)
-        for name in cls._copied:
-            if hasattr(module, name):  # old versions of diffusers have no tiles for video VAEs
+        for name in _COPIED:
+            if hasattr(module, name):  # tiles of videos have other settings; old versions of diffusers have none
                 setattr(copied, name, getattr(module, name))
         copied.to(module.device)
         return copied
@@ -207,7 +214,12 @@ class _DropIn(diffusers.ModelMixin):  # type: ignore[misc]
 
     def _set_place(self, place: torch.Tensor) -> None:
         self._place = place
-        super()._apply(lambda parameter: parameter.to(place.dtype))
+        super()._apply(  # buffers of FLUX.2 have numbers
+            lambda tensor: tensor.to(
+                device="meta" if tensor.is_meta else place.device,
+                dtype=place.dtype if tensor.is_floating_point() else None,
+            )
+        )
 
     def _engine(self) -> VAE:
         """Return the VAE that computes at the module's place. A copy is made only when it is needed: a pipeline may
@@ -367,6 +379,25 @@ class AutoencoderKL(_DropIn, diffusers.AutoencoderKL):  # type: ignore[misc]
         return Tiling(side, self.tile_overlap_factor) if self.use_tiling else None
 
 
+class _Flux2(_DropIn):
+    """Base of the drop-in for FLUX.2's VAE. Pipelines normalise latents by the statistics in its `bn`."""
+
+    _tiling = AutoencoderKL._tiling
+
+    def __init__(self, vae: VAE, *args: Any, **kwargs: Any) -> None:
+        super().__init__(vae, *args, **kwargs)
+        state = vae.state_dict()
+        for name in ("mean", "var"):
+            setattr(self.bn, f"running_{name}", torch.from_numpy(state[f"bn.running_{name}"]).to(self.dtype))
+        self.bn.num_batches_tracked = torch.tensor(0)
+
+    def state_dict(self, *, prefix: str = "", **kwargs: Any) -> dict[str, torch.Tensor]:
+        """Copy the weights, as `AutoencoderKL` does."""
+        state = super().state_dict(prefix=prefix, **kwargs)
+        state[f"{prefix}bn.num_batches_tracked"] = self.bn.num_batches_tracked.clone()
+        return state
+
+
 class AutoencoderTiny(_DropIn, diffusers.AutoencoderTiny):  # type: ignore[misc]
     """Drop-in for diffusers' AutoencoderTiny (TAESD, TAESDXL, TAESD3, TAEF1), as `AutoencoderKL`.
 
@@ -394,8 +425,6 @@ class AutoencoderTiny(_DropIn, diffusers.AutoencoderTiny):  # type: ignore[misc]
     def __init__(self, vae: VAE, config: Any = None, *args: Any, **kwargs: Any) -> None:
         if vae.arch.get("family") == "tiny" and vae.arch["norm_num_groups"]:
             raise ArgumentError("vae", "a VAE that diffusers' AutoencoderTiny can be", f"{vae.model}, which has norms")
-        if config is not None:  # remove what diffusers adds to it
-            config = {key: value for key, value in config.items() if key != "block_out_channels"}
         super().__init__(vae, config, *args, **kwargs)
 
     def encode(self, x: torch.Tensor, return_dict: bool = True) -> Any:
@@ -413,11 +442,6 @@ class AutoencoderTiny(_DropIn, diffusers.AutoencoderTiny):  # type: ignore[misc]
 
 class _OneFrame(_DropIn):
     """Base of the drop-ins for video VAEs, which run one frame: (N, C, 1, h, w)."""
-
-    _copied = (
-        "use_slicing", "use_tiling", "tile_sample_min_height", "tile_sample_min_width", "tile_sample_stride_height",
-        "tile_sample_stride_width",
-    )  # fmt: skip
 
     def _encode(self, x: torch.Tensor) -> torch.Tensor:
         return super()._encode(self._frame("x", x))[:, :, None]
@@ -484,5 +508,17 @@ class AutoencoderKLWan(_OneFrame, diffusers.AutoencoderKLWan):  # type: ignore[m
 
 for _name in _NEWER:
     if _class := getattr(diffusers, _name, None):
-        _doc = f"""Drop-in for diffusers' {_name}: see `AutoencoderKLWan`."""
-        globals()[_name] = type(_name, (_OneFrame, _class), {"theirs": _class, "__doc__": _doc, "__module__": __name__})
+        _doc = f"""Drop-in for diffusers' {_name}: see `AutoencoderKL{"Wan" if _name in _FRAMES else ""}`."""
+        _base = _OneFrame if _name in _FRAMES else _Flux2
+        globals()[_name] = type(_name, (_base, _class), {"theirs": _class, "__doc__": _doc, "__module__": __name__})
+
+
+def find_drop_in(pipe: Any) -> Any:
+    """Return the drop-in for the class of a pipeline's VAE. If there is none, a TypeError names the classes."""
+    vae = getattr(pipe, "vae", None)
+    found = [globals()[name] for name in __all__ if name in globals()]
+    for one in found:
+        if isinstance(vae, one.theirs):
+            return one
+    wanted = f"a pipeline whose vae is one of {', '.join(one.theirs.__name__ for one in found)}"
+    raise ArgumentTypeError("pipe", wanted, type(pipe if vae is None else vae).__name__)

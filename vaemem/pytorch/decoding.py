@@ -13,21 +13,15 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from vaemem._common import latent_factor
-from vaemem._errors import ArgumentError, ArgumentTypeError
+from vaemem._errors import ArgumentError
 from vaemem.engine.limits import available_memory
 from vaemem.engine.vae import VAE
 from vaemem.prediction.gpus import CONTEXT
 from vaemem.prediction.predict import predict
-from vaemem.pytorch.free_memory import find_free, is_out_of_memory, release
+from vaemem.pytorch.converting import convert
+from vaemem.pytorch.free_memory import find_free, first_line, free_cache, is_out_of_memory, release
 from vaemem.pytorch.measuring import cudnn_version
 
-_CLASSES = (
-    "AutoencoderKL",
-    "AutoencoderTiny",
-    "AutoencoderKLWan",
-    "AutoencoderKLQwenImage",
-    "AutoencoderKLQwenImage21",
-)
 _SIDE = 16  # of the latents that a first decode on the CPU times
 
 
@@ -63,16 +57,21 @@ class SafeDecode:
         vae.decode = self
 
     def undo(self) -> None:
-        """Give the VAE its own ``decode`` back."""
-        vae = self._vae()
-        if vae is not None and vars(vae).get("decode") is self:
+        """Stop guarding the VAE. Guards of other calls of `safe_decode` stay; they may be undone in any order."""
+        vae: Any = self._vae()
+        above = vars(vae).get("decode") if vae is not None else None
+        if above is self:
             del vae.decode
             if self._before is not None:
                 vae.decode = self._before
+        while isinstance(above, SafeDecode):
+            if above._before is self:
+                above._before = self._before
+            above = above._before
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SafeDecode:
-        """Guard the copy of the VAE, not the VAE again."""
-        return SafeDecode(memo[id(self._vae())], self._drop_in)
+    def __reduce__(self) -> Any:
+        """Copy and pickle it as the guard of its VAE's copy, without latents."""
+        return _guard, (self._vae(), self._drop_in)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         vae: Any = self._vae()
@@ -88,8 +87,10 @@ class SafeDecode:
 
         def run() -> tuple[Any, str]:
             _load(vae)
-            why = explain_misfit(vae, z)
-            return (None, why) if why else (decode(theirs, z), "")
+            if why := explain_misfit(vae, z):
+                free_cache()
+                return None, why
+            return decode(theirs, z), ""
 
         result, why = _attempt(run)
         if not why:
@@ -100,7 +101,7 @@ class SafeDecode:
             try:
                 return decode(ours.to(z.device).decode, z.detach())
             except (ImportError, MemoryError, RuntimeError, ValueError) as error:
-                why = f"vaemem cannot decode on {z.device}: {_first_line(error)}"
+                why = f"vaemem cannot decode on {z.device}: {first_line(error)}"
                 release(error)
             ours.to("cpu")
         latents = self.latents
@@ -113,8 +114,10 @@ class SafeDecode:
         warnings.warn(note, RuntimeWarning, stacklevel=3)
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+def _guard(vae: Any, drop_in: Any) -> SafeDecode:
+    """Return the guard of a VAE; make one if it has none."""
+    guard = vars(vae).get("decode")
+    return guard if isinstance(guard, SafeDecode) else SafeDecode(vae, drop_in)
 
 
 def _attempt(call: Callable[[], tuple[Any, str]]) -> tuple[Any, str]:
@@ -124,7 +127,7 @@ def _attempt(call: Callable[[], tuple[Any, str]]) -> tuple[Any, str]:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        why = f"PyTorch's decode ran out of memory: {_first_line(error)}"
+        why = f"PyTorch's decode ran out of memory: {first_line(error)}"
         release(error)
     return None, why
 
@@ -142,7 +145,7 @@ def _copy(vae: Any, drop_in: Any) -> Any:
     if any(weight.is_meta for weight in vae.parameters()):  # accelerate keeps the weights elsewhere
         from accelerate.utils.modeling import get_state_dict_offloaded_model
 
-        source = drop_in.theirs.from_config(vae.config).to(vae.dtype)
+        source = convert(drop_in.theirs.from_config(vae.config), vae.dtype)
         source.load_state_dict(get_state_dict_offloaded_model(vae))
     engine = VAE.load(source, config={**vae.config, "_class_name": drop_in.theirs.__name__})
     limit = None if available_memory() is None else "auto"
@@ -216,7 +219,8 @@ def safe_decode(pipe: Any) -> SafeDecode:
     Returns
     -------
     SafeDecode
-        It keeps the latents of the last decode. Its `undo` sets the VAE's own ``decode`` back.
+        It keeps the latents of the last decode. Its `undo` sets the VAE's own ``decode`` back. A second call makes a
+        second guard, and each has its own `undo`. A copied or unpickled VAE has a guard of its own.
 
     Raises
     ------
@@ -236,14 +240,9 @@ def safe_decode(pipe: Any) -> SafeDecode:
     >>> safe = safe_decode(pipe)  # then pipe(...) as usual
     >>> safe.undo()
     """
-    from vaemem.pytorch import autoencoder
+    from vaemem.pytorch.autoencoder import find_drop_in
 
-    vae = getattr(pipe, "vae", None)
-    found = [getattr(autoencoder, name) for name in _CLASSES if hasattr(autoencoder, name)]
-    if isinstance(vae, tuple(found)):
+    drop_in, vae = find_drop_in(pipe), pipe.vae
+    if isinstance(vae, drop_in):
         raise ArgumentError("pipe", "a VAE of diffusers'", "vaemem's, which decodes within its memory_limit")
-    drop_in = next((one for one in found if isinstance(vae, one.theirs)), None)
-    if drop_in is None:
-        wanted = f"a pipeline whose vae is one of {', '.join(one.theirs.__name__ for one in found)}"
-        raise ArgumentTypeError("pipe", wanted, type(pipe if vae is None else vae).__name__)
     return SafeDecode(vae, drop_in)

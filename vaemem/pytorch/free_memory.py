@@ -29,6 +29,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, kinds) or (isinstance(error, RuntimeError) and any(one in str(error) for one in _TEXTS))
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its class."""
+    return (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+
+
 def release(error: BaseException) -> None:
     """Free the tensors of the calls that an error ended, and the memory that PyTorch's cache holds."""
     while error:
@@ -37,6 +42,11 @@ def release(error: BaseException) -> None:
         if before is None:
             break
         error = before
+    free_cache()
+
+
+def free_cache() -> None:
+    """Free the memory that PyTorch holds on cards and does not use, so that other libraries can allocate it."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

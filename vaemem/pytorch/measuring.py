@@ -30,6 +30,7 @@ from vaemem.prediction.benchmark import BENCHMARK_TILE
 from vaemem.prediction.job import OVERLAP, TINY_OVERLAP
 from vaemem.prediction.profiles import Conv
 from vaemem.prediction.runtimes import architecture
+from vaemem.pytorch.converting import convert
 from vaemem.pytorch.recording import record
 from vaemem.tables.sweep import image_sizes
 from vaemem.tables.table import Row, Table
@@ -266,7 +267,7 @@ def measure(
             subject = make()
             _check_sizes(subject, pairs, tile if tiled else None)
             # diffusers' own `to` warns that a list of modules should stay in float32, though the list is empty.
-            vae = torch.nn.Module.to(subject.vae.eval(), dtype=getattr(torch, dtype)).to(place)
+            vae = convert(subject.vae.eval(), getattr(torch, dtype)).to(place)
             known = {
                 "model": subject.model, "op": op, "batch": batch, "dtype": dtype, "runtime": runtime,
                 "source": "measured",

@@ -29,6 +29,7 @@ from vaemem.prediction.gpus import CONTEXT
 from vaemem.prediction.planned import Phase
 from vaemem.prediction.request import Card, Software, find_card, usual_tile
 from vaemem.prediction.runtimes import LAST_DIFFUSERS, diffusers_release
+from vaemem.pytorch.converting import convert
 from vaemem.pytorch.measuring import CpuMeter, CudaMeter, cudnn_version, find_device, what_ran
 from vaemem.tables.table import Table
 
@@ -326,7 +327,7 @@ def _restoring(pipe: Any) -> Iterator[None]:
         yield
     except BaseException:
         if pipe.vae.dtype != dtype:
-            pipe.vae.to(dtype=dtype)
+            convert(pipe.vae, dtype)
         pipe.maybe_free_model_hooks()
         raise
 

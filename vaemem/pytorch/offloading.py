@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from vaemem._errors import ArgumentTypeError
 from vaemem.engine.limits import parse_size
+from vaemem.pipelines.pipeline_request import PLACES
 from vaemem.pipelines.predict_pipeline import PipelinePrediction
 from vaemem.pytorch.free_memory import count_bytes, find_free
 from vaemem.pytorch.loading import BUILDERS
@@ -56,6 +58,13 @@ class OffloadStrategy:
         if not isinstance(request, PipelinePrediction):
             raise ArgumentTypeError("request", "an answer of predict_pipeline for diffusers", type(request).__name__)
         self._margin, asked = parse_size("margin", margin, least=0), request.request
+        # Parts that stay on the card are missing from its free memory already, and the manager may move them.
+        parts = tuple(
+            replace(part, place=PLACES[1] if part.place == PLACES[2] else part.place)
+            for part in asked.parts
+            if part.role in asked.pipeline.parts
+        )
+        asked = replace(asked, parts=parts)
         alone = PipelinePrediction(asked.run_with("model", asked.vae, asked.vae_limit or None))
         phases = {phase.name: phase for phase in alone.phases}
         kind, stored = asked.pipeline, {part.role: part.nbytes for part in asked.parts}
