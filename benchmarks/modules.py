@@ -95,10 +95,14 @@ def _sd15_unet_call(sizes: Sizes, dtype: torch.dtype) -> Call:
     return _unet_call(sizes, dtype, 768, torch.int64)
 
 
-def _sdxl_unet_call(sizes: Sizes, dtype: torch.dtype) -> Call:
+def _sd21_unet_call(sizes: Sizes, dtype: torch.dtype) -> Call:
+    return _unet_call(sizes, dtype, 1024, torch.int64)
+
+
+def _sdxl_unet_call(sizes: Sizes, dtype: torch.dtype, width: int = 2048, ids: int = 6) -> Call:
     n = sizes["n"]
-    added = {"text_embeds": torch.empty(n, 1280, dtype=dtype), "time_ids": torch.empty(n, 6, dtype=dtype)}
-    return _unet_call(sizes, dtype, 2048, torch.float32, added_cond_kwargs=added)
+    added = {"text_embeds": torch.empty(n, 1280, dtype=dtype), "time_ids": torch.empty(n, ids, dtype=dtype)}
+    return _unet_call(sizes, dtype, width, torch.float32, added_cond_kwargs=added)
 
 
 # ---- transformers of images, whose latents h x w are even and come as patches of 2 x 2 ----
@@ -113,14 +117,44 @@ FLUX_POINTS = points(
 FLUX_CHECKS = points("n h w t", (1, 104, 152, 512), (2, 66, 58, 128))
 
 
-def _flux_call(sizes: Sizes, dtype: torch.dtype, guidance: bool) -> Call:
+def _flux_call(sizes: Sizes, dtype: torch.dtype, guidance: bool, channels: int = 64) -> Call:
     n, t, patches = sizes["n"], sizes["t"], sizes["h"] // 2 * (sizes["w"] // 2)
     return (), {
-        "hidden_states": torch.empty(n, patches, 64, dtype=dtype), "timestep": torch.empty(n, dtype=dtype),
+        "hidden_states": torch.empty(n, patches, channels, dtype=dtype), "timestep": torch.empty(n, dtype=dtype),
         "guidance": torch.empty(1, dtype=torch.float32).expand(n) if guidance else None,
         "pooled_projections": torch.empty(n, 768, dtype=dtype),
         "encoder_hidden_states": torch.empty(n, t, 4096, dtype=dtype), "txt_ids": torch.empty(t, 3, dtype=dtype),
-        "img_ids": torch.empty(patches, 3, dtype=dtype), "joint_attention_kwargs": {}, "return_dict": False,
+        "img_ids": torch.empty(patches, 3, dtype=dtype), "return_dict": False,
+        "joint_attention_kwargs": {} if channels == 64 else None,
+    }  # fmt: skip
+
+
+def _sd3_call(sizes: Sizes, dtype: torch.dtype) -> Call:
+    n = sizes["n"]
+    return (), {
+        "hidden_states": torch.empty(n, 16, sizes["h"], sizes["w"], dtype=dtype),
+        "timestep": torch.empty((), dtype=torch.float32).expand(n),
+        "encoder_hidden_states": torch.empty(n, sizes["t"], 4096, dtype=dtype),
+        "pooled_projections": torch.empty(n, 2048, dtype=dtype), "joint_attention_kwargs": None, "return_dict": False,
+    }  # fmt: skip
+
+
+# PixArt's table of positions is for one size; it makes another one in each call for any other size.
+PIXART_OWN = "1 h h + 1 w w + 32768 = 256 h + 256 w"  # h = w = 128
+PIXART_POINTS = points(
+    "n h w t", (1, 128, 128, 300), (1, 128, 128, 77), (1, 128, 128, 120), (1, 128, 128, 256), (2, 128, 128, 300),
+    (3, 128, 128, 77), (4, 128, 128, 120), (6, 128, 128, 200), *(tuple(point.values()) for point in FLUX_POINTS[1:]),
+)  # fmt: skip
+PIXART_CHECKS = points("n h w t", (2, 104, 152, 300), (1, 66, 58, 128), (2, 128, 128, 40), (1, 128, 128, 300))
+
+
+def _pixart_call(sizes: Sizes, dtype: torch.dtype) -> Call:
+    n, t = sizes["n"], sizes["t"]
+    return (torch.empty(n, 4, sizes["h"], sizes["w"], dtype=dtype),), {
+        "encoder_hidden_states": torch.empty(n, t, 4096, dtype=dtype),
+        "encoder_attention_mask": torch.empty(n, t, dtype=torch.int64),
+        "timestep": torch.empty(1, dtype=torch.int64).expand(n),
+        "added_cond_kwargs": {"resolution": None, "aspect_ratio": None}, "return_dict": False,
     }  # fmt: skip
 
 
@@ -188,6 +222,14 @@ def _tokens(sizes: Sizes, dtype: torch.dtype) -> Call:
     return (_ids(sizes),), {"attention_mask": None}
 
 
+def _one_argument(sizes: Sizes, dtype: torch.dtype) -> Call:
+    return (_ids(sizes),), {}
+
+
+def _masked_tokens(sizes: Sizes, dtype: torch.dtype) -> Call:
+    return (_ids(sizes),), {"attention_mask": torch.empty(sizes["n"], sizes["t"], dtype=torch.int64)}
+
+
 def _tokens_alone(sizes: Sizes, dtype: torch.dtype) -> Call:
     return (_ids(sizes),), {"output_hidden_states": False}
 
@@ -240,10 +282,21 @@ MODULES = {
         BUILDERS["sd15-unet"],
         _sd15_unet_call, UNET_POINTS, UNET_CHECKS, products(["", "n"], ["", "t"], levels(3)), halved(3),
     ),
+    "sd21-unet": Module(
+        "UNet2DConditionModel of stable-diffusion-2-1; n images, twice with guidance, a latent h x w, t tokens",
+        BUILDERS["sd21-unet"],
+        _sd21_unet_call, UNET_POINTS, UNET_CHECKS, products(["", "n"], ["", "t"], levels(3)), halved(3),
+    ),
     "sdxl-unet": Module(
         "UNet2DConditionModel of stable-diffusion-xl-base-1.0; n images, twice with guidance, a latent h x w, t tokens",
         BUILDERS["sdxl-unet"],
         _sdxl_unet_call, UNET_POINTS, UNET_CHECKS, products(["", "n"], ["", "t"], levels(2)), halved(2),
+    ),
+    "sdxl-refiner-unet": Module(
+        "UNet2DConditionModel of stable-diffusion-xl-refiner-1.0; n images, twice with guidance, a latent h x w,"
+        " t tokens", BUILDERS["sdxl-refiner-unet"],
+        partial(_sdxl_unet_call, width=1280, ids=5), UNET_POINTS, UNET_CHECKS,
+        products(["", "n"], ["", "t"], levels(3)), halved(3), dtypes=HALF,
     ),
     "flux-transformer": Module(
         "FluxTransformer2DModel of FLUX.1-dev; n images, an even latent h x w, t tokens",
@@ -257,9 +310,20 @@ MODULES = {
         partial(_flux_call, guidance=False), FLUX_POINTS, FLUX_CHECKS, PATCH_MONOMIALS,
         PATCHES, (*SINGLE, *EVEN),
     ),
+    "flux-fill-transformer": Module(
+        "FluxTransformer2DModel of FLUX.1-Fill-dev; n images, an even latent h x w, t tokens",
+        BUILDERS["flux-fill-transformer"],
+        partial(_flux_call, guidance=True, channels=384), FLUX_POINTS, FLUX_CHECKS, PATCH_MONOMIALS,
+        PATCHES, (*SINGLE, *EVEN), dtypes=HALF,
+    ),
     "clip-l": Module(
         "CLIPTextModel of clip-vit-large-patch14 as SD 1.5 calls it; n prompts of t tokens",
         BUILDERS["clip-l"], _tokens, TEXT_POINTS, TEXT_CHECKS, TEXT_MONOMIALS,
+        run=lambda module, *args, **kwargs: module(*args, **kwargs)[0],
+    ),
+    "openclip-h": Module(
+        "CLIPTextModel of OpenCLIP ViT-H as SD 2.1 calls it; n prompts of t tokens",
+        BUILDERS["openclip-h"], _tokens, TEXT_POINTS, TEXT_CHECKS, TEXT_MONOMIALS,
         run=lambda module, *args, **kwargs: module(*args, **kwargs)[0],
     ),
     "clip-l-sdxl": Module(
@@ -273,6 +337,11 @@ MODULES = {
         BUILDERS["clip-l"], _tokens_alone, TEXT_POINTS, TEXT_CHECKS, TEXT_MONOMIALS,
         run=lambda module, *args, **kwargs: module(*args, **kwargs).pooler_output,
     ),
+    "clip-l-sd3": Module(
+        "CLIPTextModelWithProjection of clip-vit-large-patch14 as SD 3 calls it; n prompts of t tokens",
+        BUILDERS["clip-l-sd3"],
+        _tokens_for_all_layers, TEXT_POINTS, TEXT_CHECKS, TEXT_MONOMIALS, run=_pooled_and_last_but_one,
+    ),
     "openclip-g": Module(
         "CLIPTextModelWithProjection of OpenCLIP ViT-bigG as SDXL calls it; n prompts of t tokens",
         BUILDERS["openclip-g"],
@@ -284,6 +353,16 @@ MODULES = {
         _tokens_alone, LONG_POINTS, LONG_CHECKS, TEXT_MONOMIALS, cases=SINGLE,
         dtypes=(torch.bfloat16, torch.float32),
         run=lambda module, *args, **kwargs: module(*args, **kwargs)[0],
+    ),
+    "t5-xxl-sd3": Module(
+        "The same as SD 3 calls it; in float16 too, in which some of its weights are float32",
+        BUILDERS["t5-xxl-sd3"], _one_argument, LONG_POINTS, LONG_CHECKS, TEXT_MONOMIALS, cases=SINGLE,
+        run=lambda module, *args, **kwargs: module(*args, **kwargs)[0],
+    ),
+    "t5-xxl-masked": Module(
+        "The same with a mask of the padding, as PixArt-Sigma and Chroma call it",
+        BUILDERS["t5-xxl-masked"], _masked_tokens, LONG_POINTS, LONG_CHECKS, TEXT_MONOMIALS, cases=SINGLE,
+        dtypes=HALF, run=lambda module, *args, **kwargs: module(*args, **kwargs)[0],
     ),
     "qwen3-4b": Module(
         "Qwen3Model of Z-Image-Turbo's text_encoder; n prompts, padded to t tokens",
@@ -313,6 +392,23 @@ MODULES = {
             ("flux2-klein-9b-transformer", "FLUX.2-klein-9B", 12288),
         )
     },
+    **{
+        f"{name}-transformer": Module(
+            f"SD3Transformer2DModel of {about}; n images, twice with guidance, an even latent h x w, t tokens, 77 of"
+            " them of CLIP's encoders", BUILDERS[f"{name}-transformer"],
+            _sd3_call, FLUX_POINTS, FLUX_CHECKS, [*PATCH_MONOMIALS, "h", "w"], PATCHES, (*SINGLE, *EVEN),
+        )
+        for name, about in {
+            "sd3": "stable-diffusion-3-medium", "sd35-medium": "stable-diffusion-3.5-medium",
+            "sd35-large": "stable-diffusion-3.5-large",
+        }.items()
+    },
+    "pixart-sigma-transformer": Module(
+        "PixArtTransformer2DModel of PixArt-Sigma-XL-2-1024-MS; n images, twice with guidance, an even latent h x w,"
+        " t tokens", BUILDERS["pixart-sigma-transformer"],
+        _pixart_call, PIXART_POINTS, PIXART_CHECKS, [*PATCH_MONOMIALS, "h", "w", "h1", "w1"], PATCHES,
+        (*SINGLE, *EVEN, PIXART_OWN), dtypes=HALF,
+    ),
     "zimage-transformer": Module(
         "ZImageTransformer2DModel of Z-Image-Turbo; n images, an even latent h x w, t tokens of each prompt",
         BUILDERS["zimage-transformer"],

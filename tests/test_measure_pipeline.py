@@ -512,9 +512,9 @@ def test_the_command(small, tmp_path, monkeypatch, capsys):
         (["flux", "520", "--random"], "height: expected a multiple of 16 up to 1048576 for flux, got 520"),
         (["absent", "516"], "height: expected a multiple of 8 up to 1048576, got 516"),
         (
-            ["sd3", "512", "--random"],
-            f"source: expected one of {', '.join(PIPELINES)}, got 'sd3'; only the VAE (sd3) of this model is known:"
-            " use vaemem fits or vaemem.predict",
+            ["cogview4", "512", "--random"],
+            f"source: expected one of {', '.join(PIPELINES)}, got 'cogview4'; only the VAE (cogview4) of this model is"
+            " known: use vaemem fits or vaemem.predict",
         ),
     ],
 )
@@ -561,10 +561,12 @@ def test_random_weights_are_those_of_the_named_pipeline(name, monkeypatch):
     monkeypatch.setattr(loading, "BUILDERS", builders)
     pipe = loading._random_pipeline(name, PIPELINES[name].dtype)
     noise, images = _core.models()[kind.parts["vae"]]["latent_channels"], 1 + kind.guides
+    seen = measuring_pipelines.Seen(images, kind.inputs * noise * 64 * 64, 77 + kind.joined)
     question = measuring_pipelines._request(
-        pipe, measuring_pipelines.Seen(images, noise * 64 * 64, 77), find_card("H200"), Software(), height=512,
-        width=512, batch=1, steps=2, image=False,
+        pipe, seen, find_card("H200"), Software(), height=512, width=512, batch=1, steps=2, image=False,
     )  # fmt: skip
     assert question.name == name and question.parts == predict_pipeline(name, 512, 512, gpu="H200").request.parts
-    ids = pipe.tokenizer("a cat", padding="max_length", truncation=True, return_tensors="pt").input_ids
-    assert ids.shape == (1, 77 if kind.parts["text_encoder"] in CLIPS else 512) and ids.max() == 1
+    role = kind.encoders[0]
+    tokenizer = getattr(pipe, role.replace("text_encoder", "tokenizer"))
+    ids = tokenizer("a cat", padding="max_length", truncation=True, return_tensors="pt").input_ids
+    assert ids.shape == (1, 77 if kind.parts[role] in CLIPS else 512) and ids.max() == 1

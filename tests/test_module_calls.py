@@ -53,18 +53,30 @@ def described(value):
     [
         ("sd", "text_encoder", "clip-l", 1),
         ("sd", "unet", "sd15-unet", 2),
+        ("sd", "text_encoder", "openclip-h", 1),
+        ("sd", "unet", "sd21-unet", 2),
         ("sdxl", "text_encoder", "clip-l-sdxl", 1),
         ("sdxl", "text_encoder_2", "openclip-g", 1),
         ("sdxl", "unet", "sdxl-unet", 2),
+        ("sd-refiner", "text_encoder_2", "openclip-g", 1),
+        ("sd-refiner", "unet", "sdxl-refiner-unet", 2),
         ("flux", "text_encoder", "clip-l-flux", 1),
         ("flux", "text_encoder_2", "t5-xxl", 1),
         ("flux", "transformer", "flux-schnell-transformer", 1),
         ("flux dev", "transformer", "flux-transformer", 1),
+        ("kontext", "transformer", "flux-transformer", 1),
+        ("fill", "transformer", "flux-fill-transformer", 1),
+        ("sd3", "text_encoder", "clip-l-sd3", 1),
+        ("sd3", "text_encoder_2", "openclip-g", 1),
+        ("sd3", "text_encoder_3", "t5-xxl-sd3", 1),
+        ("sd3", "transformer", "sd3-transformer", 2),
+        ("pixart", "text_encoder", "t5-xxl-masked", 1),
+        ("pixart", "transformer", "pixart-sigma-transformer", 2),
     ],
 )
 def test_calls_are_the_pipelines(name, role, recorded, n, tmp_path):
     model, _, dev = name.partition(" ")
-    pipe = torch_pipelines.PIPELINES[model](tmp_path)
+    pipe = (torch_pipelines.PIPELINES | torch_pipelines.LATER)[model](tmp_path)
     if model == "sd":  # SD 1.5's own
         pipe.scheduler = diffusers.PNDMScheduler(skip_prk_steps=True, steps_offset=1)
     if dev:
@@ -72,7 +84,9 @@ def test_calls_are_the_pipelines(name, role, recorded, n, tmp_path):
         pipe.transformer = diffusers.FluxTransformer2DModel.from_config(config)
     pipe.to(torch.bfloat16)
     args, kwargs = heard(pipe, role, lambda: torch_pipelines.pictures(pipe, model, "latent"))
-    sizes = {"n": n, "t": torch_pipelines.MAX_LENGTH, **latent(pipe)}
+    joined = torch_pipelines.MAX_LENGTH if (model, role) == ("sd3", "transformer") else 0  # CLIP's tokens
+    sizes = {"n": n, "t": torch_pipelines.MAX_LENGTH + joined, **latent(pipe)}
+    sizes["h"] *= 2 if model == "kontext" else 1  # the image's tokens too
     want, named = modules.MODULES[recorded].call(sizes, torch.bfloat16)
     assert described(args) == described(want)
     assert described(kwargs) == described(named)

@@ -117,8 +117,9 @@ def test_no_name_means_two_things():
 
 # Repositories whose VAE is known, with what `fits` and `pipeline` know of them.
 SHARED = [
-    ("stabilityai/stable-diffusion-2-1", "sd15", ""), ("stabilityai/sd-turbo", "sd15", ""),
-    ("Kwai-Kolors/Kolors-diffusers", "sdxl", ""), ("PixArt-alpha/PixArt-Sigma-XL-2-1024-MS", "sdxl", ""),
+    ("stabilityai/stable-diffusion-2-1", "sd15", "sd21"), ("stabilityai/sd-turbo", "sd15", "sd21"),
+    ("Kwai-Kolors/Kolors-diffusers", "sdxl", ""), ("PixArt-alpha/PixArt-Sigma-XL-2-2K-MS", "sdxl", ""),
+    ("PixArt-alpha/PixArt-Sigma-XL-2-1024-MS", "sdxl", "pixart-sigma"),
     ("PixArt-alpha/PixArt-XL-2-1024-MS", "sd15", ""), ("segmind/SSD-1B", "sdxl", ""),
     ("OnomaAIResearch/Illustrious-xl-early-release-v0", "sdxl", "sdxl"), ("Illustrious", "sdxl", "sdxl"),
     ("AstraliteHeart/pony-diffusion-v6-xl", "sdxl", "sdxl"), ("Pony", "sdxl", "sdxl"),
@@ -127,7 +128,7 @@ SHARED = [
     ("lodestones/Chroma1-HD", "flux", ""), ("Alpha-VLLM/Lumina-Image-2.0", "flux", ""),
     ("HiDream-ai/HiDream-I1-Full", "flux", ""), ("Qwen/Qwen-Image-Edit-2511", "qwen-image", ""),
     ("Wan-AI/Wan2.2-T2V-A14B-Diffusers", "wan2.1", ""), ("wan-ai/wan2.2-i2v-a14b", "wan2.1", ""),
-    ("someone/FLUX.1-dev", "flux", "flux"),
+    ("someone/FLUX.1-dev", "flux", "flux"), ("stabilityai/stable-diffusion-3.5-large-turbo", "sd3", "sd35-large"),
 ]  # fmt: skip
 
 

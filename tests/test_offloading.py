@@ -118,7 +118,7 @@ def test_working_bytes_are_the_predictions(strategy):
         OffloadStrategy("sdxl")
 
 
-@pytest.mark.parametrize("name", ["sd15", "flux", "zimage-turbo", "flux2"])
+@pytest.mark.parametrize("name", ["sd15", "sd35-medium", "flux", "zimage-turbo", "flux2"])
 def test_every_pipeline_has_a_strategy(name):
     made = OffloadStrategy(predict_pipeline(name, 1024, 1024, gpu="RTX 4060", dtype="bfloat16"))
     assert 0 < made.working_bytes(diffusers.AutoencoderKL()) < 30 * GB

@@ -423,7 +423,8 @@ def test_a_formula_with_the_length_of_the_prompt():
     assert found.predict(512, 512) == found.predict(512, 512, 1, 512)
 
 
-KINDS = [name for name in PIPELINES if name not in ("flux-schnell", "flux2", "flux2-klein-9b")]  # not two alike
+ALIKE = ("sd35-medium", "sd35-large", "flux-schnell", "flux-fill", "flux2", "flux2-klein-9b")  # each like another one
+KINDS = [name for name in PIPELINES if name not in ALIKE]
 
 
 @pytest.mark.one_in(9)
@@ -457,6 +458,58 @@ def test_every_pipeline_has_rows_and_plans(pipeline, gpu):
         height, width = size if isinstance(size, tuple) else (size, size)
         plan = plan_pipeline(pipeline, height, width, gpu=gpu)
         assert plan.reason and all(one.verdict in ("fits", "tight", "does not fit") for one in plan.outcomes)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "how", "match"),
+    [
+        ("sd3", {"height": 3088}, ("height", "3088")),  # beyond its table of positions
+        ("sd21", {"diffusers_version": "0.33.0"}, ("diffusers_version", "'0.33.0'")),
+        ("flux-kontext", {"image": True}, ("image", "True")),
+        ("sdxl-refiner", {"image": True}, ("image", "True")),
+        ("flux-fill", {"offload": {"vae": "cpu"}}, ("vae",)),
+        ("flux-kontext", {"vae": "vaemem", "vae_memory_limit": "1 GB"}, ("vae",)),
+        ("pixart-sigma", {"dtype": "float32"}, ("dtype",)),
+    ],
+)
+def test_what_was_not_read_or_recorded_is_refused(pipeline, how, match):
+    with refused(*match):
+        predict_pipeline(**{"pipeline": pipeline, "height": 1024, "width": 1024, **how})
+
+
+def test_an_image_in_every_call():
+    """The VAE encodes one image for all pictures. Kontext's transformer computes twice the tokens."""
+    for name in ("flux-kontext", "flux-fill", "sdxl-refiner"):
+        one, two = (predict_pipeline(name, 512, 512, batch, gpu="H200") for batch in (1, 2))
+        assert [p.name for p in one.phases] == ["load", "encode prompt", "encode image", "denoise", "decode"]
+        assert phase(one, "encode image").flops == phase(two, "encode image").flops > 0
+    fill, kontext = (predict_pipeline(name, 512, 512, gpu="H200", steps=1) for name in ("flux-fill", "flux-kontext"))
+    assert phase(kontext, "denoise").flops > 1.4 * phase(fill, "denoise").flops  # 512 tokens of the prompt are the same
+
+
+def test_a_picture_that_gets_another_size_is_announced():
+    for name, argument in (("pixart-sigma", "use_resolution_binning"), ("flux-kontext", "max_area")):
+        notes = [" ".join(predict_pipeline(name, side, side, gpu="H200").notes) for side in (768, 1024)]
+        assert argument in notes[0] and argument not in notes[1]
+
+
+def test_stable_diffusion_3_without_t5():
+    """Its embeddings are zeros: the denoiser does the same work."""
+    whole, short = (
+        predict_pipeline("sd3", 1024, 1024, gpu="RTX 4090", components=how) for how in ({}, {"text_encoder_3": None})
+    )
+    assert phase(whole, "denoise").flops == phase(short, "denoise").flops
+    saved = phase(whole, "denoise").weights - phase(short, "denoise").weights
+    assert saved == pytest.approx(whole.parts["text_encoder_3"].nbytes, rel=0.01)
+
+
+def test_weights_that_transformers_keeps_in_float32():
+    """T5's wo, if it is loaded in float16."""
+    half, other = (
+        predict_pipeline("sd3", 512, 512, dtype=dtype).parts["text_encoder_3"] for dtype in ("float16", "bfloat16")
+    )
+    assert half.nbytes - other.nbytes == 24 * 4096 * 10240 * 2
+    assert {w.type for w in half.weights if ".wo." in w.name} == {"float32"}
 
 
 def test_an_image_to_begin_with():

@@ -21,7 +21,14 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 # Without those that differ in numbers of layers and channels, or in what is kept.
-ALIKE = ("flux-schnell-transformer", "flux2-klein-9b-transformer", "qwen3-8b-flux2", "clip-l-sdxl")
+ALIKE = (
+    "flux-fill-transformer",
+    "sd35-large-transformer",
+    "flux-schnell-transformer",
+    "flux2-klein-9b-transformer",
+    "qwen3-8b-flux2",
+    "clip-l-sdxl",
+)
 KINDS = [name for name in programs.recorded() if name not in ALIKE]
 OLDER = [name for name in programs.recorded() if programs.older(name, programs.LAST_OLDER) != name]
 RUNS = {"float16": "T4", "bfloat16": "RTX 4090", "float32": "H200"}  # attention runs otherwise on each
@@ -113,12 +120,17 @@ def test_attention_by_the_math_path_takes_the_steps_of_the_module(module, name):
         ("openclip-g", 694659840), ("t5-xxl", 4762310656), ("qwen3-4b", 4022468096),
         ("qwen3-4b-flux2", 4022468096), ("qwen3-8b-flux2", 8190735360), ("mistral3-flux2", 24011361280),
         ("flux2-klein-transformer", 3875544576), ("flux2-klein-9b-transformer", 9078581248),
-        ("flux2-transformer", 32223281152),
+        ("flux2-transformer", 32223281152), ("clip-l-sd3", 123650304), ("t5-xxl-sd3", 4762310656),
+        ("sd3-transformer", 2028328000), ("sd35-medium-transformer", 2243171520),
+        ("flux-fill-transformer", 11902391360), ("sd21-unet", 865910724), ("openclip-h", 340387840),
+        ("sd35-large-transformer", 8056627520), ("sdxl-refiner-unet", 2259526660),
+        ("pixart-sigma-transformer", 610856096), ("t5-xxl-masked", 4762310656),
     ],
 )  # fmt: skip
 def test_parameters_are_as_many_as_published(name, parameters):
-    """Buffers are none: positions of CLIP, frequencies of Qwen3."""
-    weights = [w for w in programs.load_program(name).weights if not w.name.endswith(("position_ids", "inv_freq"))]
+    """Buffers are none: positions of CLIP, SD 3 and PixArt, frequencies of Qwen3."""
+    buffers = "position_ids", "inv_freq", "pos_embed.pos_embed"
+    weights = [w for w in programs.load_program(name).weights if not w.name.endswith(buffers)]
     assert sum(math.prod(weight.shape) for weight in weights) == parameters
 
 

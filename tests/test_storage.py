@@ -38,6 +38,17 @@ def unet():
     return on_meta(diffusers.UNet2DConditionModel, cross_attention_dim=768, attention_head_dim=8)
 
 
+def sd3():
+    settings = {"num_layers": 2, "qk_norm": "rms_norm", "dual_attention_layers": (0,)}
+    return on_meta(diffusers.SD3Transformer2DModel, **settings)
+
+
+def pixart():
+    return on_meta(
+        diffusers.PixArtTransformer2DModel, num_layers=2, caption_channels=64, use_additional_conditions=False
+    )
+
+
 def clip():
     return on_meta(transformers.CLIPTextModel, transformers.CLIPTextConfig())
 
@@ -65,6 +76,14 @@ def test_nf4_as_bitsandbytes_stores_it(shape, single, double):
     """Measured: the bytes of all tensors that quantize_4bit of bitsandbytes 0.50.2 returned for such a weight."""
     assert tensor_bytes(shape, "nf4") == single
     assert tensor_bytes(shape, "nf4 double") == double
+
+
+@pytest.mark.parametrize("name", ["sd3-transformer", "pixart-sigma-transformer"])
+@pytest.mark.parametrize(("type", "rule"), [("nf4", "bitsandbytes"), ("fp8", "layerwise"), ("Q4_K", "comfyui-gguf")])
+def test_tables_of_positions_stay_as_they_are(name, type, rule):
+    """They are tensors of three dimensions with a leading 1, and no layer's weight."""
+    (table,) = (one for one in stored(weights_of(name), type, rule) if one.name == "pos_embed.pos_embed")
+    assert table.type == "bfloat16" and len(table.shape) == 3
 
 
 def test_int8_has_a_scale_a_row():
@@ -114,7 +133,7 @@ def test_every_rule_has_types_and_every_type_a_rule():
     assert set(GGML) | {"nf4", "nf4 double", "int8", "fp8", "float32"} <= {n for r in RULES.values() for n in r.types}
 
 
-@pytest.mark.parametrize("build", [flux, unet, clip, t5, qwen3_4b])
+@pytest.mark.parametrize("build", [flux, unet, sd3, pixart, clip, t5, qwen3_4b])
 def test_bitsandbytes_takes_linear_layers_alone(build):
     module = build()
     linear = {f"{name}.weight" for name, part in module.named_modules() if isinstance(part, torch.nn.Linear)}
@@ -125,7 +144,7 @@ def test_bitsandbytes_takes_linear_layers_alone(build):
     assert set(by_type.values()) <= {"nf4", "bfloat16", "float32"}
 
 
-@pytest.mark.parametrize("build", [flux, unet])
+@pytest.mark.parametrize("build", [flux, unet, sd3, pixart])
 def test_layerwise_casting_is_diffusers(build):
     module = build().to(torch.bfloat16)
     module.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)

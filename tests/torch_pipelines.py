@@ -77,6 +77,37 @@ def stable_diffusion_xl(folder):
     )  # fmt: skip
 
 
+def stable_diffusion_3(folder):
+    torch.manual_seed(4)
+    tokenizer, encoder = clip(folder, projection=True)
+    tokenizer_3, encoder_3 = t5()
+    transformer = diffusers.SD3Transformer2DModel(
+        sample_size=8, num_layers=1, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=64,
+        caption_projection_dim=32, pooled_projection_dim=64, pos_embed_max_size=8,
+    )  # fmt: skip
+    encoder_3 = transformers.T5EncoderModel(
+        transformers.T5Config.from_dict(encoder_3.config.to_dict() | {"d_model": 64})
+    )
+    return diffusers.StableDiffusion3Pipeline(
+        vae=autoencoder("sd3"), tokenizer=tokenizer, text_encoder=encoder, tokenizer_2=tokenizer,
+        text_encoder_2=clip(folder, projection=True)[1], tokenizer_3=tokenizer_3, text_encoder_3=encoder_3.eval(),
+        transformer=transformer, scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+    )  # fmt: skip
+
+
+def pixart_sigma(folder):
+    torch.manual_seed(5)
+    tokenizer, encoder = t5()
+    transformer = diffusers.PixArtTransformer2DModel(
+        sample_size=128, num_layers=1, attention_head_dim=16, num_attention_heads=2, cross_attention_dim=32,
+        caption_channels=32, out_channels=8, use_additional_conditions=False,
+    )  # fmt: skip
+    return diffusers.PixArtSigmaPipeline(
+        vae=autoencoder("sd"), tokenizer=tokenizer, text_encoder=encoder, transformer=transformer,
+        scheduler=diffusers.DPMSolverMultistepScheduler(),
+    )  # fmt: skip
+
+
 def flux(folder):
     torch.manual_seed(3)
     tokenizer, encoder = clip(folder)
@@ -89,6 +120,24 @@ def flux(folder):
         vae=autoencoder("flux"), tokenizer=tokenizer, text_encoder=encoder, tokenizer_2=tokenizer_2,
         text_encoder_2=encoder_2, transformer=transformer, scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
     )  # fmt: skip
+
+
+def sdxl_refiner(folder):
+    parts = dict(stable_diffusion_xl(folder).components) | {"text_encoder": None, "tokenizer": None}
+    size = dict(addition_embed_type="text_time", addition_time_embed_dim=8, projection_class_embeddings_input_dim=72)
+    parts["unet"] = unet(cross_attention_dim=32, **size)
+    return diffusers.StableDiffusionXLImg2ImgPipeline(**parts, requires_aesthetics_score=True, add_watermarker=False)
+
+
+def flux_kontext(folder, kind: str = "FluxKontextPipeline", channels: int = 64):
+    parts = dict(flux(folder).components)
+    settings = {**parts["transformer"].config, "guidance_embeds": True, "in_channels": channels, "out_channels": 64}
+    parts["transformer"] = diffusers.FluxTransformer2DModel.from_config(settings | {"_use_default_values": []})
+    return getattr(diffusers, kind)(**{role: part for role, part in parts.items() if part is not None})
+
+
+def flux_fill(folder):
+    return flux_kontext(folder, "FluxFillPipeline", 64 + 64 + 4 * 4**2)  # this VAE makes 4x4 pixels one
 
 
 def flux2(name: str = "flux2"):
@@ -106,11 +155,22 @@ def flux2(name: str = "flux2"):
 
 
 PIPELINES = {"sd": stable_diffusion, "sdxl": stable_diffusion_xl, "flux": flux}
+LATER = {
+    "sd-refiner": sdxl_refiner, "sd3": stable_diffusion_3, "pixart": pixart_sigma, "kontext": flux_kontext,
+    "fill": flux_fill,
+}  # fmt: skip
 
 
 def pictures(pipe, name: str, output_type: str = "pt", **settings):
     how = dict(prompt="a cat", height=48, width=32, num_inference_steps=2, output_type=output_type, **settings)
-    how |= dict(max_sequence_length=MAX_LENGTH) if name == "flux" else {}
+    how |= {} if name.startswith("sd") and name != "sd3" else dict(max_sequence_length=MAX_LENGTH)
+    if name == "sd-refiner":  # it takes the image's size
+        how = {key: value for key, value in how.items() if key not in ("height", "width")}
+        how |= dict(image=torch.rand(1, 3, 48, 32), strength=1.0)
+    how |= dict(use_resolution_binning=False) if name == "pixart" else {}
+    how |= dict(image=torch.rand(1, 3, 48, 32)) if name in ("kontext", "fill") else {}
+    how |= dict(max_area=48 * 32, _auto_resize=False) if name == "kontext" else {}
+    how |= dict(mask_image=torch.ones(1, 1, 48, 32)) if name == "fill" else {}
     pipe.set_progress_bar_config(disable=True)
     return pipe(generator=torch.Generator().manual_seed(0), **how).images
 

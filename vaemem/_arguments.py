@@ -51,15 +51,17 @@ diffusers_version : str, optional
     float32, a decode's first blocks stay in half precision before 0.36. Before 0.37 ``channels_last`` takes more
     copies.
 pipeline : str
-    ``"sd15"``, ``"sdxl"``, ``"flux"``, ``"flux-schnell"``, ``"zimage-turbo"``, ``"flux2"``,
-    ``"flux2-klein"`` or ``"flux2-klein-9b"``; or a model with the same modules, such as
+    ``"sd15"``, ``"sd21"``, ``"sdxl"``, ``"sdxl-refiner"``, ``"sd3"``, ``"sd35-medium"``, ``"sd35-large"``,
+    ``"pixart-sigma"``, ``"flux"``, ``"flux-schnell"``, ``"flux-kontext"``, ``"flux-fill"``, ``"zimage-turbo"``,
+    ``"flux2"``, ``"flux2-klein"`` or ``"flux2-klein-9b"``; or a model with the same modules, such as
     ``"RunDiffusion/Juggernaut-XL-v9"``.
 prompt_tokens : int, optional
-    The prompt's length, at most 8192. The default is 77, or 512 for FLUX (its max_sequence_length). SD 1.5 and SDXL
-    pad to 77 and encode longer prompts in parts of 77.
+    The prompt's length, at most 8192. The default is 77, or the pipeline's max_sequence_length: 512 for FLUX, 256 for
+    SD 3 (of T5's prompt), 300 for PixArt-Sigma. SD 1.5, SD 2.1 and SDXL pad to 77 and encode longer prompts in parts of
+    77.
 guidance : bool
-    Whether SD 1.5 and SDXL denoise each image twice. FLUX and FLUX.2 take guidance as a number; Z-Image-Turbo and
-    FLUX.2-klein take none.
+    Whether SD 1.5, SD 2.1, SDXL, SD 3 and PixArt-Sigma denoise each image twice. FLUX and FLUX.2 take guidance as a
+    number; Z-Image-Turbo and FLUX.2-klein take none.
 components : dict, optional
     Storage of components' weights, by role (``"text_encoder"``, ``"text_encoder_2"``, ``"unet"``, ``"transformer"``,
     ``"vae"``). A value is a type that `vaemem.pipelines.storage.tensor_bytes` takes (``"nf4"``, ``"Q8_0"``, ``"fp8"``,

@@ -6,7 +6,6 @@ import contextlib
 import csv
 import difflib
 import errno
-import fnmatch
 import importlib
 import io
 import itertools
@@ -387,7 +386,10 @@ def _part(folder: Path) -> IO[bytes]:
     with contextlib.suppress(OSError):  # a folder that cannot be listed
         names = os.listdir(folder)
         _UNLISTED[folder] = len(names) // 64
-        for left in (folder / name for name in fnmatch.filter(names, ".vaemem-*.part")):
+        for name in names:
+            if not (name.startswith(".vaemem-") and name.endswith(".part")):
+                continue
+            left = folder / name
             with contextlib.suppress(OSError), open(left, "r+b") as f:
                 fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 left.unlink()

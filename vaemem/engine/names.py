@@ -15,12 +15,14 @@ class Called(NamedTuple):
     vae: the known VAE of the model; "" if it has none
     pipeline: the recorded pipeline with the model's modules; "" if there is none
     of: the model that its VAE and modules belong to, if that is another one
+    vae_of: the same if only the VAE is another model's
     why: why there is no answer for the model
     """
 
     vae: str = ""
     pipeline: str = ""
     of: str = ""
+    vae_of: str = ""
     why: str = ""
 
 
@@ -63,4 +65,5 @@ def whole_names(kind: str) -> dict[str, str]:
 def shared_note(name: Any, what: str = "VAE") -> str:
     """Return a sentence that says if another model's VAE, or `what`, answers for a name; otherwise empty."""
     called = find_called(name)
-    return f"{name} has {called.of}'s {what}, and the answer is for that one" if called and called.of else ""
+    of = called and (called.of or (called.vae_of if what == "VAE" else ""))
+    return f"{name} has {of}'s {what}, and the answer is for that one" if of else ""

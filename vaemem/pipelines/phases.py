@@ -64,7 +64,7 @@ class _PhaseRun(Protocol):
 
 
 def play_stable_diffusion(run: _PhaseRun) -> None:
-    """Play StableDiffusionPipeline: SD 1.5."""
+    """Play StableDiffusionPipeline: SD 1.5 and SD 2.1."""
     q, v, (batch, *latent) = run.request, run.v, run.latent_shape
     _, h, w = latent
     calls = count_calls(q.tokens, CLIP_TOKENS)
@@ -106,35 +106,11 @@ def play_stable_diffusion(run: _PhaseRun) -> None:
 
 def play_stable_diffusion_xl(run: _PhaseRun) -> None:
     """Play StableDiffusionXLPipeline: SDXL."""
-    q, v, (batch, *latent) = run.request, run.v, run.latent_shape
-    _, h, w = latent
+    q, v, batch = run.request, run.v, run.request.batch
     calls = count_calls(q.tokens, CLIP_TOKENS)
-    tokens, images = calls * CLIP_TOKENS, 2 * batch if q.guidance else batch
 
     load_components(run)
-
-    with run.phase("encode prompt", first_encoder(run)):
-        embeds, pooled = (batch, tokens, q.pipeline.width), (batch, q.pipeline.pooled)
-        prompt_embeds_list: list[Tensor] = []  # pooled outputs are views of it until they are repeated
-
-        def concat(name: str) -> Tensor:
-            one = encode_text(run, "text_encoder", CLIP_TOKENS, calls)
-            two = encode_text(run, "text_encoder_2", CLIP_TOKENS, calls)
-            if one and two:
-                prompt_embeds_list.extend([*one, *two])
-                return run.tensor(name, embeds)
-            return repeat(run, name, embeds, one or two)
-
-        v.prompt_embeds = concat("prompt_embeds")
-        if q.guidance:
-            v.negative_prompt_embeds = concat("negative_prompt_embeds")
-        v.pooled_prompt_embeds = run.tensor("pooled_prompt_embeds", pooled)
-        if q.guidance:
-            v.negative_pooled_prompt_embeds = run.tensor("negative_pooled_prompt_embeds", pooled)
-        run.drop(*prompt_embeds_list)
-        if q.guidance:
-            v.prompt_embeds = run.tensor("prompt_embeds, both", (2, *embeds))
-            v.add_text_embeds = run.tensor("add_text_embeds", (2, *pooled))
+    encode_sdxl_prompt(run, calls)
 
     if q.image:
         with run.phase("encode image", "vae"):
@@ -142,11 +118,85 @@ def play_stable_diffusion_xl(run: _PhaseRun) -> None:
 
     with run.phase("denoise", "unet"):
         prepare_latents(run)
-        v.add_time_ids = run.tensor("add_time_ids", (images, 6))
+        v.add_time_ids = run.tensor("add_time_ids", (2 * batch if q.guidance else batch, 6))
+        denoise_by_unet(run, calls)
+
+    with run.phase("decode", "vae"):
+        decode_image(run)
+
+
+def play_sdxl_refiner(run: _PhaseRun) -> None:
+    """Play StableDiffusionXLImg2ImgPipeline of SDXL's refiner: the second text encoder alone, and always an image."""
+    q, v, batch = run.request, run.v, run.request.batch
+    calls = count_calls(q.tokens, CLIP_TOKENS)
+
+    load_components(run)
+    encode_sdxl_prompt(run, calls, joins=False)
+
+    with run.phase("encode image", "vae"):
+        v.timesteps = run.tensor("timesteps", (q.steps,), "float32")
+        v.latent_timestep = run.tensor("latent_timestep", (batch,), "float32")
+        v.image = run.tensor("image", (1, 3, q.height, q.width))
+        v.init_latents = run.encode(v.image)
+        v.init_latents = run.tensor("init_latents", run.latent_shape)
+        v.noise = run.tensor("noise", run.latent_shape)
+        v.latents = run.tensor("latents", run.latent_shape)
+        del v.image, v.init_latents, v.noise
+        join_sdxl_prompts(run, calls)
+
+    with run.phase("denoise", "unet"):
+        v.add_time_ids = run.tensor("add_time_ids", (2 * batch if q.guidance else batch, 5))
+        denoise_by_unet(run, calls)
+
+    with run.phase("decode", "vae"):
+        decode_image(run)
+
+
+def play_stable_diffusion_3(run: _PhaseRun) -> None:
+    """Play StableDiffusion3Pipeline: SD 3 and SD 3.5. The embeddings of both CLIPs come before those of T5, which are
+    zeros if it is missing."""
+    q, v, (batch, *latent) = run.request, run.v, run.latent_shape
+    _, h, w = latent
+    tokens, images = CLIP_TOKENS + q.tokens, 2 * batch if q.guidance else batch
+
+    load_components(run)
+
+    with run.phase("encode prompt", next(role for role in q.pipeline.parts if role in run.parts)):
+        embeds, pooled = (batch, tokens, q.pipeline.width), (batch, q.pipeline.pooled)
+        returned: list[Tensor] = []  # variables of encode_prompt, which go when it returns
+
+        def concat(name: str) -> Tensor:
+            for role, channels in ("text_encoder", 768), ("text_encoder_2", 1280):
+                encoded = encode_text(run, role, CLIP_TOKENS)
+                returned.append(repeat(run, f"embeddings by {role}", (batch, CLIP_TOKENS, channels), encoded))
+                returned.append(run.tensor(f"pooled embeddings by {role}", (batch, channels)))
+            clip = run.tensor("clip_prompt_embeds", (batch, CLIP_TOKENS, 2048))
+            encoded = encode_text(run, "text_encoder_3", q.tokens)
+            returned.append(repeat(run, "t5_prompt_embed", (batch, q.tokens, q.pipeline.width), encoded))
+            returned.append(run.tensor("clip_prompt_embeds, padded", (batch, CLIP_TOKENS, q.pipeline.width)))
+            run.drop(clip)
+            return run.tensor(name, embeds)
+
+        v.prompt_embeds = concat("prompt_embeds")
+        v.pooled_prompt_embeds = run.tensor("pooled_prompt_embeds", pooled)
+        if q.guidance:
+            v.negative_prompt_embeds = concat("negative_prompt_embeds")
+            v.negative_pooled_prompt_embeds = run.tensor("negative_pooled_prompt_embeds", pooled)
+        run.drop(*returned)
+        if q.guidance:
+            v.prompt_embeds = run.tensor("prompt_embeds, both", (2, *embeds))
+            v.pooled_prompt_embeds = run.tensor("pooled_prompt_embeds, both", (2, *pooled))
+
+    if q.image:
+        with run.phase("encode image", "vae"):
+            encode_image(run)
+
+    with run.phase("denoise", "transformer"):
+        prepare_latents(run)
         for _ in run.steps(q.steps):
             if q.guidance:
                 v.latent_model_input = run.tensor("latent_model_input", (images, *latent))
-            v.noise_pred = run.call("unet", n=images, h=h, w=w, t=tokens)
+            v.noise_pred = run.call("transformer", n=images, h=h, w=w, t=tokens)
             if q.guidance:
                 guide(run)
             step_scheduler(run)
@@ -155,21 +205,46 @@ def play_stable_diffusion_xl(run: _PhaseRun) -> None:
         decode_image(run)
 
 
+def play_pixart_sigma(run: _PhaseRun) -> None:
+    """Play PixArtSigmaPipeline. Its transformer predicts a variance too, in as many channels as the noise."""
+    q, v, (batch, channels, h, w) = run.request, run.v, run.latent_shape
+    images = 2 * batch if q.guidance else batch
+
+    load_components(run)
+
+    with run.phase("encode prompt", "text_encoder"):
+        embeds, mask = (batch, q.tokens, q.pipeline.width), (batch, q.tokens)
+        for kind in ("", "negative_") if q.guidance else ("",):
+            encoded = encode_text(run, "text_encoder", q.tokens, inputs=("text_input_ids", "attention_mask"))
+            setattr(v, f"{kind}prompt_embeds", repeat(run, f"{kind}prompt_embeds", embeds, encoded))
+            setattr(v, f"{kind}prompt_attention_mask", run.tensor(f"{kind}prompt_attention_mask", mask, "int64"))
+        if q.guidance:
+            v.prompt_embeds = run.tensor("prompt_embeds, both", (2, *embeds))
+            v.prompt_attention_mask = run.tensor("prompt_attention_mask, both", (2, *mask), "int64")
+
+    with run.phase("denoise", "transformer"):
+        prepare_latents(run)
+        for _ in run.steps(q.steps):
+            if q.guidance:
+                v.latent_model_input = run.tensor("latent_model_input", (images, channels, h, w))
+            v.noise_pred = run.call("transformer", n=images, h=h, w=w, t=q.tokens)
+            if q.guidance:
+                guide(run, (batch, 2 * channels, h, w))
+            step_scheduler(run)
+
+    with run.phase("decode", "vae"):
+        scaled = run.tensor("latents / scaling_factor", run.latent_shape, run.parts["vae"].dtype)
+        v.image = run.decode(scaled)
+        run.drop(scaled)
+        postprocess(run, "image")
+
+
 def play_flux(run: _PhaseRun) -> None:
     """Play FluxPipeline: FLUX.1-dev, and FLUX.1-schnell without a guidance input."""
     q, v, (batch, _, h, w) = run.request, run.v, run.latent_shape
 
     load_components(run)
-
-    with run.phase("encode prompt", first_encoder(run)):
-        pooled = (batch, q.pipeline.pooled)
-        if "text_encoder" in run.parts:
-            encoded = encode_text(run, "text_encoder", CLIP_TOKENS)
-            v.pooled_prompt_embeds = repeat(run, "pooled_prompt_embeds", pooled, encoded)
-        encoded = encode_text(run, "text_encoder_2", q.tokens)
-        v.prompt_embeds = repeat(run, "prompt_embeds", (batch, q.tokens, q.pipeline.width), encoded)
-        if "text_encoder" not in run.parts:
-            v.pooled_prompt_embeds = run.tensor("pooled_prompt_embeds", pooled)
+    encode_flux_prompt(run)
 
     if q.image:
         with run.phase("encode image", "vae"):
@@ -177,15 +252,77 @@ def play_flux(run: _PhaseRun) -> None:
 
     with run.phase("denoise", "transformer"):
         prepare_latents(run)
-        v.text_ids = run.tensor("text_ids", (q.tokens, 3))
-        v.latent_image_ids = run.tensor("latent_image_ids", (h // 2 * (w // 2), 3))
-        v.timestep = run.tensor("timestep", (batch,))
-        if q.pipeline.guidance_embeds:
-            v.guidance = run.tensor("guidance", (1,), "float32")
+        prepare_flux(run, h // 2 * (w // 2))
         for _ in run.steps(q.steps):
             divided = run.tensor("timestep / 1000", (batch,))
             v.noise_pred = run.call("transformer", n=batch, h=h, w=w, t=q.tokens)
             run.drop(divided)
+            step_scheduler(run)
+
+    with run.phase("decode", "vae"):
+        decode_image(run)
+
+
+def play_flux_kontext(run: _PhaseRun) -> None:
+    """Play FluxKontextPipeline with an image of the picture's size. Its tokens follow the picture's."""
+    q, v, (batch, channels, h, w) = run.request, run.v, run.latent_shape
+
+    load_components(run)
+    encode_flux_prompt(run)
+
+    with run.phase("encode image", "vae"):
+        v.text_ids = run.tensor("text_ids", (q.tokens, 3))
+        v.image = run.tensor("image", (1, 3, q.height, q.width))
+        v.image_latents = run.encode(v.image)
+        v.image_latents = run.tensor("image_latents", run.latent_shape)
+        v.image_latents = run.tensor("image_latents, packed", run.latent_shape)
+        del v.image
+
+    with run.phase("denoise", "transformer"):
+        prepare_latents(run)
+        v.image_ids = run.tensor("image_ids", (h // 2 * (w // 2), 3))
+        prepare_flux(run, h * (w // 2))
+        for _ in run.steps(q.steps):
+            v.latent_model_input = run.tensor("latent_model_input", (batch, channels, 2 * h, w))
+            divided = run.tensor("timestep / 1000", (batch,))
+            v.noise_pred = run.call("transformer", n=batch, h=2 * h, w=w, t=q.tokens)
+            run.drop(divided)
+            step_scheduler(run)
+
+    with run.phase("decode", "vae"):
+        decode_image(run)
+
+
+def play_flux_fill(run: _PhaseRun) -> None:
+    """Play FluxFillPipeline. Each token has the picture's 64 numbers, the masked image's 64 and the mask's 256."""
+    q, v, (batch, channels, h, w) = run.request, run.v, run.latent_shape
+
+    load_components(run)
+    encode_flux_prompt(run)
+
+    with run.phase("encode image", "vae"):
+        v.text_ids = run.tensor("text_ids", (q.tokens, 3))
+        v.timesteps = run.tensor("timesteps", (q.steps,), "float32")
+        v.latent_timestep = run.tensor("latent_timestep", (batch,), "float32")
+        v.image = run.tensor("image", (1, 3, q.height, q.width))
+        v.image_latents = run.encode(v.image)
+        v.noise = run.tensor("noise", run.latent_shape)
+        v.latents = run.tensor("latents", run.latent_shape)
+        v.latent_image_ids = run.tensor("latent_image_ids", (h // 2 * (w // 2), 3))
+        del v.image, v.image_latents, v.noise
+        v.masked_image = run.tensor("masked_image", (1, 3, q.height, q.width))
+        v.masked_image_latents = run.encode(v.masked_image)
+        v.masked_image_latents = run.tensor("masked_image_latents, packed", run.latent_shape)
+        v.mask = run.tensor("mask", (batch, 4 * channels, h, w))
+        v.masked_image_latents = run.tensor("masked_image_latents, mask", (batch, 5 * channels, h, w))
+
+    with run.phase("denoise", "transformer"):
+        prepare_flux(run, h // 2 * (w // 2))
+        for _ in run.steps(q.steps):
+            given = run.tensor("latents, masked_image_latents", (batch, 6 * channels, h, w))
+            divided = run.tensor("timestep / 1000", (batch,))
+            v.noise_pred = run.call("transformer", n=batch, h=h, w=w, t=q.tokens)
+            run.drop(given, divided)
             step_scheduler(run)
 
     with run.phase("decode", "vae"):
@@ -255,7 +392,12 @@ def play_flux2(run: _PhaseRun) -> None:
 PHASES: Mapping[str, Callable[[_PhaseRun], None]] = {
     "StableDiffusionPipeline": play_stable_diffusion,
     "StableDiffusionXLPipeline": play_stable_diffusion_xl,
+    "StableDiffusionXLImg2ImgPipeline": play_sdxl_refiner,
+    "StableDiffusion3Pipeline": play_stable_diffusion_3,
+    "PixArtSigmaPipeline": play_pixart_sigma,
     "FluxPipeline": play_flux,
+    "FluxKontextPipeline": play_flux_kontext,
+    "FluxFillPipeline": play_flux_fill,
     "ZImagePipeline": play_z_image,
     "Flux2Pipeline": play_flux2,
     "Flux2KleinPipeline": play_flux2,
@@ -310,6 +452,78 @@ def repeat(run: _PhaseRun, name: str, shape: Sequence[int], encoded: Sequence[Te
     return repeated
 
 
+def encode_sdxl_prompt(run: _PhaseRun, calls: int, joins: bool = True) -> None:
+    """Play the phase ``encode prompt`` of SDXL's pipelines, with one text encoder or two. joins: `join_sdxl_prompts`,
+    which image-to-image does later."""
+    q, v, batch, tokens = run.request, run.v, run.request.batch, calls * CLIP_TOKENS
+    with run.phase("encode prompt", first_encoder(run)):
+        embeds, pooled = (batch, tokens, q.pipeline.width), (batch, q.pipeline.pooled)
+        prompt_embeds_list: list[Tensor] = []  # pooled outputs are views of it until they are repeated
+
+        def concat(name: str) -> Tensor:
+            one = encode_text(run, "text_encoder", CLIP_TOKENS, calls)
+            two = encode_text(run, "text_encoder_2", CLIP_TOKENS, calls)
+            if one and two:
+                prompt_embeds_list.extend([*one, *two])
+                return run.tensor(name, embeds)
+            return repeat(run, name, embeds, one or two)
+
+        v.prompt_embeds = concat("prompt_embeds")
+        if q.guidance:
+            v.negative_prompt_embeds = concat("negative_prompt_embeds")
+        v.pooled_prompt_embeds = run.tensor("pooled_prompt_embeds", pooled)
+        if q.guidance:
+            v.negative_pooled_prompt_embeds = run.tensor("negative_pooled_prompt_embeds", pooled)
+        run.drop(*prompt_embeds_list)
+        if joins:
+            join_sdxl_prompts(run, calls)
+
+
+def join_sdxl_prompts(run: _PhaseRun, calls: int) -> None:
+    """Join the embeddings of the negative prompt and of the prompt, if there is guidance."""
+    q, v, batch = run.request, run.v, run.request.batch
+    if q.guidance:
+        v.prompt_embeds = run.tensor("prompt_embeds, both", (2, batch, calls * CLIP_TOKENS, q.pipeline.width))
+        v.add_text_embeds = run.tensor("add_text_embeds", (2, batch, q.pipeline.pooled))
+
+
+def denoise_by_unet(run: _PhaseRun, calls: int) -> None:
+    """Play the loop of SDXL's pipelines."""
+    q, v, (batch, channels, h, w) = run.request, run.v, run.latent_shape
+    images = 2 * batch if q.guidance else batch
+    for _ in run.steps(q.steps):
+        if q.guidance:
+            v.latent_model_input = run.tensor("latent_model_input", (images, channels, h, w))
+        v.noise_pred = run.call("unet", n=images, h=h, w=w, t=calls * CLIP_TOKENS)
+        if q.guidance:
+            guide(run)
+        step_scheduler(run)
+
+
+def encode_flux_prompt(run: _PhaseRun) -> None:
+    """Play the phase ``encode prompt`` of FLUX.1's pipelines."""
+    q, v, batch = run.request, run.v, run.request.batch
+    with run.phase("encode prompt", first_encoder(run)):
+        pooled = (batch, q.pipeline.pooled)
+        if "text_encoder" in run.parts:
+            encoded = encode_text(run, "text_encoder", CLIP_TOKENS)
+            v.pooled_prompt_embeds = repeat(run, "pooled_prompt_embeds", pooled, encoded)
+        encoded = encode_text(run, "text_encoder_2", q.tokens)
+        v.prompt_embeds = repeat(run, "prompt_embeds", (batch, q.tokens, q.pipeline.width), encoded)
+        if "text_encoder" not in run.parts:
+            v.pooled_prompt_embeds = run.tensor("pooled_prompt_embeds", pooled)
+
+
+def prepare_flux(run: _PhaseRun, patches: int) -> None:
+    """Make the inputs of FLUX.1's transformer besides latents and prompts. patches: of all images together."""
+    q, v = run.request, run.v
+    v.text_ids = run.tensor("text_ids", (q.tokens, 3))
+    v.latent_image_ids = run.tensor("latent_image_ids", (patches, 3))
+    v.timestep = run.tensor("timestep", (q.batch,))
+    if q.pipeline.guidance_embeds:
+        v.guidance = run.tensor("guidance", (1,), "float32")
+
+
 def encode_image(run: _PhaseRun) -> None:
     """Begin image-to-image: make the image's latents, and noise to add to them."""
     q, v, dtype = run.request, run.v, run.parts["vae"].dtype
@@ -324,9 +538,9 @@ def prepare_latents(run: _PhaseRun, dtype: str | None = None) -> None:
     run.v.latents = run.tensor("latents", run.latent_shape, dtype)
 
 
-def guide(run: _PhaseRun) -> None:
-    """``noise_pred_uncond + guidance_scale * (noise_pred_text - noise_pred_uncond)``."""
-    v, latent = run.v, run.latent_shape
+def guide(run: _PhaseRun, shape: Sequence[int] = ()) -> None:
+    """``noise_pred_uncond + guidance_scale * (noise_pred_text - noise_pred_uncond)``. shape: or the latents'."""
+    v, latent = run.v, shape or run.latent_shape
     v.noise_pred_uncond = v.noise_pred_text = v.noise_pred  # ``noise_pred.chunk(2)``: two views of it
     difference = run.tensor("noise_pred_text - noise_pred_uncond", latent)
     scaled = run.tensor("guidance_scale * ...", latent)

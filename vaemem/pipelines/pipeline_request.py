@@ -254,7 +254,7 @@ def parts_of(pipeline: Pipeline, dtype: str, components: Mapping[str, Any], rele
     for role, component in known.items():
         given = components.get(role, None if role in pipeline.optional else dtype)
         if given not in (None, "none"):
-            upcast = component == "sdxl" and role not in components
+            upcast = role == "vae" and pipeline.upcasts and role not in components
             parts.append(_part(role, programs.older(component, release), dtype, given, upcast))
         elif role not in (*pipeline.encoders, *pipeline.optional):
             raise ArgumentError("components", f"a type or a file for {role}", "None")
@@ -310,6 +310,11 @@ class PipelineRequest(Request):
         return [f"tiled {SMALL_TILE}"] if longest > SMALL_TILE else []
 
     @property
+    def encodes(self) -> bool:
+        """Whether its VAE encodes an image too."""
+        return self.image or self.pipeline.encodes
+
+    @property
     def resident(self) -> tuple[str, ...]:
         """Roles that offloading leaves on the device: parts outside the sequence, and parts kept there. Group
         offloading has no sequence."""
@@ -325,9 +330,9 @@ class PipelineRequest(Request):
         """Return a copy with these arguments of `predict_pipeline`. ValueError names an impossible one."""
         group = GroupOffload.read(offload)
         offload, on_cpu, vae, limit = check_way(self.pipeline.parts, offload, vae, vae_memory_limit)
-        if self.image and (vae == "vaemem" or "vae" in on_cpu):
+        if self.encodes and (vae == "vaemem" or "vae" in on_cpu):
             got = ("one on the CPU or ", Named("vae", "vaemem"))
-            raise ArgumentError("image", "PyTorch's VAE on the device", got)
+            raise ArgumentError("image" if self.image else "vae", "PyTorch's VAE on the device", got)
         for part in self.parts:
             if offload == "sequential" and part.has(UNSENT):
                 stored_in = next(type for type in UNSENT if part.has([type]))
@@ -399,12 +404,14 @@ def check_card(parts: Sequence[Part], card: Card) -> None:
                 raise ArgumentError(f"components[{part.role!r}]", needed, f"{card.gpu.name} ({card.gpu.sm / 10:.1f})")
 
 
-def image_sides(height: int, width: int, stride: int = VAE_STRIDE, what: str = "") -> tuple[int, int]:
+def image_sides(
+    height: int, width: int, stride: int = VAE_STRIDE, what: str = "", most: int = MOST_SIDE
+) -> tuple[int, int]:
     """Return an image's height and width, unchanged; ValueError if one is impossible; `what` ends its message."""
     sides = {"height": whole("height", height), "width": whole("width", width)}
     for name, value in sides.items():
-        if value % stride or value > MOST_SIDE:
-            raise ArgumentError(name, f"a multiple of {stride} up to {MOST_SIDE}{what}", str(value))
+        if value % stride or value > most:
+            raise ArgumentError(name, f"a multiple of {stride} up to {most}{what}", str(value))
     return sides["height"], sides["width"]
 
 
@@ -430,15 +437,19 @@ def resolve_pipeline(given: PipelineArguments, card: Card, software: Software) -
     answer."""
     pipeline, known = given.pipeline, PIPELINES[given.pipeline]
     release = diffusers_release(software.diffusers_version, known.class_name)
+    if release < known.since:
+        needed = f"0.{known.since} or later for {pipeline}, which was not read in older releases"
+        raise ArgumentError("diffusers_version", needed, repr(software.diffusers_version))
     if given.image and not known.begins:
-        raise ArgumentError("image", f"False with {pipeline}, which takes images as tokens", "True")
+        why = "takes an image in every call" if known.encodes else "takes images as tokens"
+        raise ArgumentError("image", f"False with {pipeline}, which {why}", "True")
     dtype = known.dtype if given.dtype is None else meant("dtype", given.dtype, DTYPES)
     height, width = given.height, given.width
     said = f"{height}x{width}"
     if known.floors:
         sides = {"height": height, "width": width}.items()
         height, width = (whole(name, side, least=known.stride) // known.stride * known.stride for name, side in sides)
-    height, width = image_sides(height, width, known.stride, f" for {pipeline}")
+    height, width = image_sides(height, width, known.stride, f" for {pipeline}", known.most_side)
     made_of = "" if said == f"{height}x{width}" else said
     tokens = given.prompt_tokens
     tokens = known.tokens if tokens is None else whole("prompt_tokens", tokens, most=MOST_TOKENS)

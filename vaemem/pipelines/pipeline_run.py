@@ -52,7 +52,7 @@ class PipelineRun:
         if part.component in shipped_models():
             # With model offload a VAE is upcast on the CPU, before its call loads it.
             is_upcast = part.upcast and self.request.offload == "model"
-            first = part.dtype if is_upcast and self._is_partly_upcast and not self.request.image else None
+            first = part.dtype if is_upcast and self._is_partly_upcast and not self.request.encodes else None
             vae = process.load(part.component, "float32" if is_upcast else part.dtype, "diffusers", first=first)
             self._loaded[role] = vae
             process.count(sent=vae.nbytes)
@@ -111,7 +111,7 @@ class PipelineRun:
         if part.upcast:
             x = process.elementwise(image, "image", "float32")
         self._convert(vae, "float32")
-        self._count_vae("encode")
+        self._count_vae("encode", image.shape[0])
         posterior = self._call_vae(process.encode, vae, x)
         latents = process.sample(posterior)
         scaled = process.elementwise(latents, "latents", part.dtype)
@@ -161,12 +161,12 @@ class PipelineRun:
         assert isinstance(vae, LoadedVAE)
         return vae
 
-    def _count_vae(self, op: str) -> None:
+    def _count_vae(self, op: str, images: int = 0) -> None:
         """Count the work of the VAE's call, by any decoder, and the memory that vaemem allocates for it."""
         request, part = self.request, self.parts["vae"]
         dtype = "float32" if part.upcast and request.vae != "vaemem" else part.dtype
         flops, attended, moved = vae_counts(
-            part.component, op, dtype, request.height, request.width, request.batch, request.tile,
+            part.component, op, dtype, request.height, request.width, images or request.batch, request.tile,
             self.process.diffusers_release,
         )  # fmt: skip
         if "vae" in request.on_cpu:

@@ -241,7 +241,7 @@ def diffusers_ways(
             if (is_group and (kind or release < GROUPS_SINCE)) or any(part.has(unmoved) for part in stored.parts):
                 continue
             # vaemem only decodes, and hooks on submodules work with PyTorch's modules only.
-            for vae in by_torch if q.image or is_hooked else [*by_torch, "vaemem"]:
+            for vae in by_torch if q.encodes or is_hooked else [*by_torch, "vaemem"]:
                 is_fixed = vae.endswith(" in float16")
                 held = {**given, "vae": "float16"} if is_fixed else given
                 settings: dict[str, Any] = {"offload": offload, "vae": vae.removesuffix(" in float16")}

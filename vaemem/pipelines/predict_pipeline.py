@@ -365,6 +365,8 @@ def _notes(q: PipelineRequest) -> Iterator[str]:
     """List the uncounted memory of the parts, and settings that run differently than asked."""
     if q.made_of:
         yield f"{q.made_of}: {q.pipeline.class_name} makes {q.height}x{q.width} of it, multiples of {q.pipeline.stride}"
+    if q.pipeline.sized and (q.height, q.width) != (1024, 1024):
+        yield f"{q.pipeline.class_name} makes about 1024x1024 pixels of it unless its call has {q.pipeline.sized}"
     for part in q.parts:
         if q.group and part.role not in q.resident and len(part.groups(q.group)) == 1:
             yield f"{part.role}: comes whole for its call; its class has no list of blocks for block_level"
@@ -384,7 +386,8 @@ def _notes(q: PipelineRequest) -> Iterator[str]:
             yield f"{part.role}: unpacked weights are counted for the running layer; other temporaries are not"
         if part.role == "vae" and q.tile not in (0, usual_tile(part.component)):
             yield f"vae: for these tiles set vae.tile_sample_min_size = {q.tile} and tile_latent_min_size to an eighth"
-        if part.component in OVERFLOWING and part.dtype == "float16" and not (part.upcast or q.vae == "vaemem"):
+        is_converted = part.upcast or q.vae == "vaemem" or not q.pipeline.upcasts
+        if part.component in OVERFLOWING and part.dtype == "float16" and not is_converted:
             yield f"vae: {FIXED} in float16; SDXL's own VAE overflows there and gives black pictures"
         if part.role == "vae" and q.vae == "vaemem":
             upcast = ", where diffusers converts to float32" if part.upcast else ""

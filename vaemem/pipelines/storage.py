@@ -124,25 +124,28 @@ RULES = {
         "diffusers' enable_layerwise_casting (hooks/layerwise_casting.py, and each model's own patterns): linear layers"
         " and convolutions with biases, but for norms, embeddings of positions and patches, the first and last layer",
         ("fp8",), (2, 3, 4, 5),
-        rf"norm|pos_embed|patch_embed|^proj_in\.|^proj_out\.|(^|\.)t_embedder\.|cap_embedder\.|{EMBEDDINGS}",
+        r"norm|pos_embed|patch_embed|^proj_in\.|^proj_out\.|(^|\.)t_embedder\.|cap_embedder\.|adaln_single"
+        rf"|scale_shift_table|{EMBEDDINGS}",
         biases=True,
     ),
     "bitsandbytes": _Rule(
         "diffusers and transformers with BitsAndBytesConfig (_replace_with_bnb_linear): every nn.Linear's weight; the"
         " head stays (get_keys_to_not_convert), and T5's wo in float32 (_keep_in_fp32_modules)",
-        BITSANDBYTES, (2,), rf"(^|\.)lm_head\.|{EMBEDDINGS}", single=r"\.DenseReluDense\.wo\.",
+        BITSANDBYTES, (2,), rf"(^|\.)lm_head\.|pos_embed|scale_shift_table|{EMBEDDINGS}",
+        single=r"\.DenseReluDense\.wo\.",
     ),
     "libraries": _Rule(
         "diffusers and transformers with TorchAoConfig and QuantoConfig: every nn.Linear's weight, as by bitsandbytes;"
         " matrices with sides that the kernels do not take stay (torchao/quantization/quant_api.py)",
-        SIXTEEN_BITS, (2,), rf"(^|\.)lm_head\.|{EMBEDDINGS}", single=r"\.DenseReluDense\.wo\.",
+        SIXTEEN_BITS, (2,), rf"(^|\.)lm_head\.|pos_embed|scale_shift_table|{EMBEDDINGS}",
+        single=r"\.DenseReluDense\.wo\.",
     ),
     "comfyui-gguf": _Rule(
         "ComfyUI-GGUF's tools, convert.py (it flattens a UNet's tensors) and lcpp.patch (for llama-quantize): matrices"
         " except those of first and last layers, embeddings of time, and Z-Image's refiners",
         GGML, (2, 4),
         rf"{_FLUX_ENDS}|(class|time|add)_embedding\.|time_embed\.|label_emb\.|^conv_in\.|^conv_out\.|^input_blocks\.0\.0\."
-        r"|^out\.2\.|t_embedder\.|x_embedder\.|cap_embedder\.|context_refiner\.|noise_refiner\.",
+        r"|^out\.2\.|t_embedder\.|x_embedder\.|cap_embedder\.|context_refiner\.|noise_refiner\.|pos_embed",
         vectors="float32", least=1025, flat=True,
     ),
     "sd.cpp": _Rule(
@@ -238,8 +241,8 @@ def _as(tensor: Weight, type: str) -> Stored:
 def _store(tensor: Weight, shapes: dict[str, tuple[int, ...]], type: str, rule: _Rule, dtype: str) -> Stored:
     """Store a tensor by a rule, in the chosen type or another. shapes: of all tensors, by name."""
     name, shape, own = tensor
-    if own != "run":
-        return _as(tensor, own)
+    if own not in ("run", "kept") or (own == "kept" and type == "float16"):
+        return _as(tensor, tensor.type_in(type))
     goes = name.removesuffix("bias") + "weight" if rule.biases and name.endswith(".bias") else name
     sides = shapes.get(goes, shape)
     dims = len([*itertools.dropwhile(lambda side: side == 1, sides[:-1]), *sides[-1:]])  # without 1 before others

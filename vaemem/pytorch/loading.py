@@ -26,13 +26,28 @@ from vaemem.pytorch.measuring import find_device, vae_builder
 
 # Configurations are those in config.json of the published folders, without the classes' defaults:
 # stable-diffusion-v1-5, stabilityai/stable-diffusion-xl-base-1.0, black-forest-labs/FLUX.1-dev and FLUX.1-schnell,
-# Tongyi-MAI/Z-Image-Turbo, black-forest-labs/FLUX.2-dev, FLUX.2-klein-4B and -9B.
+# Tongyi-MAI/Z-Image-Turbo, black-forest-labs/FLUX.2-dev, FLUX.2-klein-4B and -9B. SD 3.5's were read in copies; the
+# rest gives the published numbers of parameters, or files of the published sizes.
 
 
 def _make(class_name: str, config_name: str = "", **settings: Any) -> Any:
     """Make a module of a class from settings, or from a configuration with these settings."""
     build = resolve_name(class_name)
     return build(resolve_name(config_name)(**settings)) if config_name else build(**settings)
+
+
+def _cast(class_name: str, **settings: Any) -> Any:
+    """Make a module of a class; convert its buffers, as from_pretrained does in the end."""
+    return torch.nn.Module.to(_make(class_name, **settings), torch.get_default_dtype())
+
+
+def _kept(class_name: str, config_name: str, **settings: Any) -> Any:
+    """Make T5. transformers keeps the weights `wo` in float32 if it loads the model in float16."""
+    module = _make(class_name, config_name, **settings)
+    for name, part in module.named_modules():
+        if name.endswith(".wo") and part.weight.dtype is torch.float16:
+            part.float()
+    return module
 
 
 def _vae(model: str) -> Any:
@@ -45,10 +60,11 @@ _CLIP: dict[str, Any] = {
     "config_name": "transformers:CLIPTextConfig", "vocab_size": 49408, "bos_token_id": 0, "eos_token_id": 2,
     "pad_token_id": 1,
 }  # fmt: skip
-_CLIP_L = partial(
-    _make, "transformers:CLIPTextModel", **_CLIP, hidden_size=768, intermediate_size=3072, num_hidden_layers=12,
-    num_attention_heads=12, projection_dim=768, hidden_act="quick_gelu",
-)  # fmt: skip
+_CLIP_L: dict[str, Any] = _CLIP | {
+    "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+    "projection_dim": 768, "hidden_act": "quick_gelu",
+}  # fmt: skip
+_SD3: dict[str, Any] = {"num_layers": 24, "num_attention_heads": 24, "caption_projection_dim": 1536}
 _QWEN3: dict[str, Any] = {
     "config_name": "transformers:Qwen3Config", "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728,
     "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
@@ -62,6 +78,15 @@ BUILDERS: dict[str, Callable[[], Any]] = {
             hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16, patch_size=14,
             image_size=224, projection_dim=768)),
     "sd15-unet": partial(_make, _UNET, sample_size=64, cross_attention_dim=768, attention_head_dim=8),
+    "sdxl-refiner-unet": partial(
+        _make, _UNET, sample_size=128, block_out_channels=(384, 768, 1536, 1536), cross_attention_dim=1280,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=(6, 12, 24, 24), transformer_layers_per_block=4, use_linear_projection=True,
+        addition_embed_type="text_time", addition_time_embed_dim=256, projection_class_embeddings_input_dim=2560),
+    "sd21-unet": partial(
+        _make, _UNET, sample_size=96, cross_attention_dim=1024, attention_head_dim=(5, 10, 20, 20),
+        use_linear_projection=True, upcast_attention=True),
     "sdxl-unet": partial(
         _make, _UNET, sample_size=128, block_out_channels=(320, 640, 1280), cross_attention_dim=2048,
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
@@ -70,15 +95,21 @@ BUILDERS: dict[str, Callable[[], Any]] = {
         addition_time_embed_dim=256, projection_class_embeddings_input_dim=2816),
     "flux-transformer": partial(_make, _FLUX, guidance_embeds=True),
     "flux-schnell-transformer": partial(_make, _FLUX, guidance_embeds=False),
+    "flux-fill-transformer": partial(_make, _FLUX, in_channels=384, out_channels=64, guidance_embeds=True),
     "zimage-transformer": partial(_make, "diffusers:ZImageTransformer2DModel", axes_lens=[1536, 512, 512]),
-    **dict.fromkeys(("clip-l", "clip-l-sdxl", "clip-l-flux"), _CLIP_L),
+    **dict.fromkeys(
+        ("clip-l", "clip-l-sdxl", "clip-l-flux"), partial(_make, "transformers:CLIPTextModel", **_CLIP_L)),
+    "clip-l-sd3": partial(_make, "transformers:CLIPTextModelWithProjection", **_CLIP_L),
+    "openclip-h": partial(
+        _make, "transformers:CLIPTextModel", **_CLIP, hidden_size=1024, intermediate_size=4096, num_hidden_layers=23,
+        num_attention_heads=16, projection_dim=512, hidden_act="gelu"),
     "openclip-g": partial(
         _make, "transformers:CLIPTextModelWithProjection", **_CLIP, hidden_size=1280, intermediate_size=5120,
         num_hidden_layers=32, num_attention_heads=20, projection_dim=1280, hidden_act="gelu"),
-    "t5-xxl": partial(
-        _make, "transformers:T5EncoderModel", "transformers:T5Config", vocab_size=32128, d_model=4096, d_kv=64,
+    **dict.fromkeys(("t5-xxl", "t5-xxl-sd3", "t5-xxl-masked"), partial(
+        _kept, "transformers:T5EncoderModel", "transformers:T5Config", vocab_size=32128, d_model=4096, d_kv=64,
         d_ff=10240, num_layers=24, num_heads=64, feed_forward_proj="gated-gelu", tie_word_embeddings=False,
-        use_cache=False),
+        use_cache=False)),
     "qwen3-4b": partial(_make, "transformers:Qwen3Model", **_QWEN3),
     "qwen3-4b-flux2": partial(_make, "transformers:Qwen3ForCausalLM", **_QWEN3),
     "qwen3-8b-flux2": partial(
@@ -93,6 +124,20 @@ BUILDERS: dict[str, Callable[[], Any]] = {
         vision_config=dict(
             model_type="pixtral", hidden_size=1024, intermediate_size=4096, num_hidden_layers=24,
             num_attention_heads=16, image_size=1540, patch_size=14, head_dim=64)),
+    **{
+        name: partial(_cast, "diffusers:SD3Transformer2DModel", **settings)
+        for name, settings in {
+            "sd3-transformer": _SD3 | {"pos_embed_max_size": 192},
+            "sd35-medium-transformer": _SD3 | {
+                "pos_embed_max_size": 384, "dual_attention_layers": range(13), "qk_norm": "rms_norm"},
+            "sd35-large-transformer": {
+                "num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432,
+                "pos_embed_max_size": 192, "qk_norm": "rms_norm"},
+        }.items()
+    },
+    "pixart-sigma-transformer": partial(
+        _cast, "diffusers:PixArtTransformer2DModel", sample_size=128, out_channels=8, caption_channels=4096,
+        interpolation_scale=2, use_additional_conditions=False),
     "flux2-transformer": partial(_make, _FLUX2),
     "flux2-klein-transformer": partial(
         _make, _FLUX2, num_layers=5, num_single_layers=20, num_attention_heads=24, joint_attention_dim=7680,
@@ -143,16 +188,19 @@ def _random_pipeline(name: str, dtype: str) -> Any:
         if role in kind.encoders:
             length = CLIP_TOKENS if component in CLIPS else 512
             parts[role.replace("text_encoder", "tokenizer")] = _tokenizer(length)
-    flow = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=name == "flux")
+    shifted = "flux", "flux-kontext", "flux-fill"
+    flow = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=name in shifted)
     betas = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
     parts["scheduler"] = {
         "sd15": diffusers.PNDMScheduler(**betas, skip_prk_steps=True),
-        "sdxl": diffusers.EulerDiscreteScheduler(**betas),
+        "sd21": diffusers.DDIMScheduler(**betas, clip_sample=False, prediction_type="v_prediction"),
+        **dict.fromkeys(("sdxl", "sdxl-refiner"), diffusers.EulerDiscreteScheduler(**betas)),
     }.get(name, flow)
-    without = dict.fromkeys(("safety_checker", "feature_extractor"))
+    without = dict.fromkeys(("safety_checker", "feature_extractor", "text_encoder", "tokenizer"))
     without |= {"requires_safety_checker": False, "add_watermarker": False, "is_distilled": True}
+    without |= {"requires_aesthetics_score": True}
     known = inspect.signature(build).parameters
-    return build(**parts, **{key: value for key, value in without.items() if key in known})
+    return build(**{key: value for key, value in without.items() if key in known} | parts)
 
 
 def _tokenizer(length: int) -> Any:
@@ -177,8 +225,7 @@ def load_pipeline(
     ----------
     source : str
         A diffusers folder, or an id with files in the Hub's cache. With `random`: ``"sd15"``, ``"sdxl"``,
-        ``"flux"``, ``"flux-schnell"``, ``"zimage-turbo"``, ``"flux2"``, ``"flux2-klein"`` or
-        ``"flux2-klein-9b"``.
+        or another name that `vaemem.predict_pipeline` takes.
     dtype : str, optional
         Type of the weights; by default float16 for SD 1.5 and SDXL, bfloat16 for others.
     offload : str
@@ -207,10 +254,10 @@ def load_pipeline(
     Examples
     --------
     >>> from vaemem.pytorch import load_pipeline
-    >>> load_pipeline("sd3", random=True)
+    >>> load_pipeline("cogview4", random=True)
     Traceback (most recent call last):
         ...
-    vaemem._errors.ArgumentError: source: expected one of sd15, sdxl, flux, ..., got 'sd3'; only ...
+    vaemem._errors.ArgumentError: source: expected one of sd15, ..., got 'cogview4'; only ...
     """
     place = find_device(device)
     choose("offload", offload, OFFLOADS)

@@ -36,9 +36,13 @@ from vaemem.tables.table import Table
 # Arguments of a pipeline's call that do not change the prediction, or only what the denoiser's first call shows.
 _HARMLESS = {
     "output_type", "negative_prompt", "guidance_scale", "max_sequence_length", "generator", "image", "strength",
+    "mask_image", "max_area", "use_resolution_binning",
 }  # fmt: skip
 # Attention processors that use PyTorch's own attention, as in the recorded modules.
-_PROCESSORS = {"AttnProcessor2_0", "FluxAttnProcessor2_0", "FluxAttnProcessor", "ZSingleStreamAttnProcessor"}
+_PROCESSORS = {
+    "AttnProcessor2_0", "FluxAttnProcessor2_0", "FluxAttnProcessor", "JointAttnProcessor2_0",
+    "ZSingleStreamAttnProcessor",
+}  # fmt: skip
 _COUNTERS = ("allocated", "reserved")
 
 
@@ -361,7 +365,7 @@ def _request(pipe: Any, seen: Seen, card: Card, software: Software, **facts: Any
     modules, class_name = _modules(pipe), type(pipe).__name__.replace("Img2Img", "")
     why = f"vaemem does not know the pipeline {type(pipe).__name__}"
     for name, kind in PIPELINES.items():
-        if kind.class_name != class_name:
+        if kind.class_name not in (class_name, type(pipe).__name__):
             continue
         known = {**kind.parts, **kind.optional}
         if others := modules.keys() - known:
@@ -369,13 +373,19 @@ def _request(pipe: Any, seen: Seen, card: Card, software: Software, **facts: Any
         components = {role: _dtype(modules[role]) if role in modules else None for role in known}
         if kind.parts["vae"] == "sdxl" and components["vae"] == "float16" and pipe.vae.config.force_upcast:
             del components["vae"]  # the default for SDXL
+        facts["image"] = facts["image"] and not kind.encodes
         given = PipelineArguments(
-            name, prompt_tokens=seen.tokens, components=components, guidance=seen.images == 2 * facts["batch"],
-            dtype=_dtype(_denoiser(pipe)), **facts,
+            name, prompt_tokens=seen.tokens - kind.joined, components=components,
+            guidance=seen.images == 2 * facts["batch"], dtype=_dtype(_denoiser(pipe)), **facts,
         )  # fmt: skip
         request = resolve_pipeline(given, card, software)
         images = facts["batch"] * (2 if kind.guides and request.guidance else 1)
-        numbers = pipe.vae.config.latent_channels * (facts["height"] // VAE_STRIDE) * (facts["width"] // VAE_STRIDE)
+        numbers = (
+            kind.inputs
+            * pipe.vae.config.latent_channels
+            * (facts["height"] // VAE_STRIDE)
+            * (facts["width"] // VAE_STRIDE)
+        )
         if other := [part for part in request.parts if not _has_weights(modules[part.role], part)]:
             why = f"{other[0].role} has other weights than {other[0].component}"
         elif (seen.images, seen.numbers) != (images, numbers):
@@ -553,7 +563,7 @@ def _describe(pipe: Any, place: Any, facts: Mapping[str, Any]) -> dict[str, Any]
     steps, model, of_class = facts["steps"], type(pipe).__name__, type(pipe).__name__.replace("Img2Img", "")
     shapes = Counter(tuple(tensor.shape) for tensor in _tensors(_denoiser(pipe)))
     for name, kind in PIPELINES.items():
-        if kind.class_name == of_class:
+        if kind.class_name in (of_class, type(pipe).__name__):
             image_sides(facts["height"], facts["width"], kind.stride, f" for {of_class}")
             known = Counter(weight.shape for weight in weights_of(kind.parts[kind.denoiser]))
             model = name if shapes == known else model
