@@ -31,6 +31,7 @@ PREDICT = [
     "torch_expandable.c",
     "torch_frames.c",
     "torch_halves.c",
+    "torch_passing.c",
     "torch_names.c",
     "torch_pool.c",
     "torch_sdpa.c",

@@ -78,7 +78,7 @@ def test_groups_are_set_and_undone(name, tmp_path):
         configs = (applying._group_config(part) for part in (pipe.unet, pipe.vae, pipe.text_encoder))
         return [config and (config.offload_type.value, config.num_blocks_per_group) for config in configs]
 
-    way = plan_pipeline("sd15", 1024, 1024, 2, gpu="RTX 3060")[name].way
+    way = plan_pipeline("sd15", 1024, 1024, 2, gpu="RTX 3060", dtype="float32")[name].way
     done = apply(way, pipe, device="cpu")
     expected = [("leaf_level", None) if "leaf" in name else ("block_level", 1)] * 3
     assert levels() == expected and done.code.splitlines()[-1].replace("cpu", "cuda") == way.code.splitlines()[-1]

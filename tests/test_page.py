@@ -83,7 +83,7 @@ def test_an_answer_is_the_package_s_own(op, capsys):
 def test_every_choice_is_answered(op):
     """Each model of each program; each value of each field with the program's first model."""
     for program, models in choices()["runs"][op].items():
-        plain = [["op", op], ["runtime", program], ["height", "512"], ["width", "512"], ["gpu", "RTX 3060"]]
+        plain = [["op", op], ["runtime", program], ["height", "512"], ["width", "512"], ["gpu", "RTX 4060"]]
         runs = [[["model", model], *plain] for model in models]
         model, fields = next(iter(models.items()))
         components = [value for values in fields.get("component", {}).values() for value in values]

@@ -79,7 +79,7 @@ def test_the_code_of_a_plan_makes_the_libraries_configs():
 def test_a_tensor_that_lives_until_the_next_is_there():
     """The second tensor has 600 bytes for each of the product's 7 rows; the first one is given back after it."""
     program = Program("name m\nvariables n\ncall float16; 1 n = 1\nsize 84 n\nsize 1000 n\nmodule +1 b0 -1\nmodule a=0")
-    passing = [("a", "whole", 4096, False, 0, 0, 1), ("a", "product", 8, False, 600, 12, 0)]
+    passing = [("a", "a", "whole", 4096, 0, 0, 0, 1), ("a", "a", "product", 8, 0, 600, 12, 0)]
     plain, found = (
         [step[:3] for step in program.trace("float16", (1,), 89, 128, given).steps] for given in ((), passing)
     )

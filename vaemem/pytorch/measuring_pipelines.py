@@ -363,7 +363,7 @@ def _has_weights(module: Any, part: Part) -> bool:
 def _request(pipe: Any, seen: Seen, card: Card, software: Software, **facts: Any) -> PipelineRequest:
     """Make the request to `vaemem.predict_pipeline` for this pipeline; a ValueError says why there is none."""
     modules, class_name = _modules(pipe), type(pipe).__name__.replace("Img2Img", "")
-    why = f"vaemem does not know the pipeline {type(pipe).__name__}"
+    unlike: list[tuple[int, str]] = []  # of each pipeline with that class: how many parts differ, and the first
     for name, kind in PIPELINES.items():
         if kind.class_name not in (class_name, type(pipe).__name__):
             continue
@@ -387,13 +387,13 @@ def _request(pipe: Any, seen: Seen, card: Card, software: Software, **facts: Any
             * (facts["width"] // VAE_STRIDE)
         )
         if other := [part for part in request.parts if not _has_weights(modules[part.role], part)]:
-            why = f"{other[0].role} has other weights than {other[0].component}"
+            unlike.append((len(other), f"{other[0].role} has other weights than {other[0].component}"))
         elif (seen.images, seen.numbers) != (images, numbers):
             got, wanted = f"{seen.images} latents of {seen.numbers} numbers", f"{images} of {numbers}"
             raise ValueError(f"the denoiser is called with {got}, and {name}'s with {wanted}")
         else:
             return request
-    raise ValueError(why)
+    raise ValueError(min(unlike)[1] if unlike else f"vaemem does not know the pipeline {type(pipe).__name__}")
 
 
 def _find_release(class_name: str) -> tuple[str | None, list[str]]:
