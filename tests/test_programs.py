@@ -292,7 +292,6 @@ def test_flops_are_those_that_pytorch_counts(module, name):
     dtype = module.dtypes[0]
     counter = FlopCounterMode(display=False)
     built = make(module, dtype)  # some convert weights, which FakeTensorMode cannot; attention runs as products
-
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
         built.to_empty(device="cpu")
         args, kwargs = module.call(module.checks[0], dtype)
