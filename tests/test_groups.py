@@ -123,12 +123,15 @@ COMPONENTS = {
 def test_a_component_of_full_size_moves_what_the_hooks_move(component, offload, monkeypatch):
     """Each tensor in order, and how many leave together, during a call."""
     module, (name, role) = MODULES[component], COMPONENTS[component]
-    dtype, sizes = PIPELINES[name].dtype, module.checks[0]
+    # In float16 T5 converts weights while it is made, which fake tensors cannot.
+    dtype, sizes = "bfloat16" if "t5" in component else PIPELINES[name].dtype, module.checks[0]
     part = next(one for one in parts_of(PIPELINES[name], dtype, {role: dtype}, 42) if one.role == role)
     trace = part.trace(find_gpu("H100"), offload, **sizes)
-    with FakeTensorMode():
+    # So do transformers; they are made before. `to_empty` would untie T5's embeddings.
+    early = make(module, getattr(torch, dtype)) if "transformer" in component else None
+    with FakeTensorMode(allow_non_fake_inputs=True):
         args, kwargs = module.call(sizes, getattr(torch, dtype))
-        built = make(module, getattr(torch, dtype), "cpu")
+        built = early.to_empty(device="cpu") if early else make(module, getattr(torch, dtype), "cpu")
         run = module.run or (lambda it, *args, **kwargs: it(*args, **kwargs))
         real = Watched(monkeypatch).run(built, offload, lambda it: run(it, *args, **kwargs))
     same(predicted(trace), real)
@@ -308,7 +311,7 @@ def test_a_layer_computes_in_the_dtype_of_the_run(monkeypatch):
     stored_ = tuple(stored(weights, "fp8", "layerwise"))
     part = Part("transformer", "flux-schnell-transformer", "bfloat16", stored_)
     monkeypatch.setattr(pipeline_request, "weights_of", lambda _: [Weight(*one) for one in weights])
-    ours = {module: sum(size for _, size in made) for module, made in part.unpacked.items()}
+    ours = {module: sum(size for _, size, *_ in made) for module, made in part.working.items()}
     assert ours == held and len(held) > 10
     after = {name for name, tensor in flux.named_parameters() if tensor.dtype is torch.float8_e4m3fn}
     assert after == {weight.name for weight in stored_ if weight.type == "fp8"}

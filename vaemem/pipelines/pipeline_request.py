@@ -192,7 +192,9 @@ class Part:
 def _groups_of(component: str, blocks: int) -> tuple[Group, ...]:
     """Group a component's weights by leaves, or by blocks if a group has some."""
     names = [weight.name for weight in weights_of(component)]
-    buffers = {weight.name for weight in weights_of(component) if weight.dtype != "run"}
+    # Recordings do not tell buffers of the run's dtype from parameters: PatchEmbed's table of positions is one.
+    own = {weight.name for weight in weights_of(component) if weight.dtype not in ("run", "kept")}
+    buffers = own | {name for name in names if name.endswith("pos_embed.pos_embed")}
     within = VAE_BLOCKS if _has_blocks(component) else ()
     return tuple(block_groups(names, blocks, within, buffers) if blocks else leaf_groups(names, buffers))
 
