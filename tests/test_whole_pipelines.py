@@ -19,6 +19,7 @@ if not BENCHMARKS.exists():
     pytest.skip("the sources are not here", allow_module_level=True)
 sys.path.insert(0, str(BENCHMARKS))
 
+from diffusers.image_processor import VaeImageProcessor
 from diffusers.pipelines import pipeline_utils
 from diffusers.quantizers.quantization_config import QuantizationMethod
 from diffusers.utils.import_utils import compare_versions
@@ -53,7 +54,7 @@ class Tokenizer:
         return [prompt]
 
 
-class Images(diffusers.image_processor.VaeImageProcessor):
+class Images(VaeImageProcessor):
     """Takes pictures of the right size as they are; the real one looks at what they hold."""
 
     def preprocess(self, image, *_, **__):
