@@ -70,7 +70,7 @@ def test_a_plans_way_is_set_and_undone(name, tmp_path, on_the_cpu):
 
 @pytest.mark.parametrize("name", ["group offload by block, VAE whole", "group offload by leaf, VAE sliced"])
 def test_groups_are_set_and_undone(name, tmp_path):
-    """Every component of the pipeline has the hooks, and none after `undo`; those that it had come back."""
+    """Every component gets the hooks. `undo` removes them, and sets earlier hooks again."""
     pipe = torch_pipelines.stable_diffusion(tmp_path)
     want, before = torch_pipelines.pictures(pipe, "sd"), state(pipe)
 

@@ -856,8 +856,8 @@ PACKAGES = "daft", "datasets", "pyspark", "ray"
 @pytest.mark.filterwarnings("ignore")  # other packages'
 @pytest.mark.parametrize("package", ["", *(pytest.param(name, marks=pytest.mark.thorough) for name in PACKAGES)])
 def test_the_document(package, tmp_path, monkeypatch, capsys):
-    """The document's commands print what it shows; only the side of the buckets is smaller here. Its programs run if
-    their packages are installed."""
+    """Run the document's commands with smaller buckets, and compare what they print. Run its programs whose packages
+    are installed."""
     pytest.importorskip("torch")
     pytest.importorskip(package or "safetensors")
     if package == "pyspark" and not shutil.which("java"):

@@ -1,4 +1,4 @@
-"""Group offloading: the weights that come and leave, beside diffusers' own hooks.
+"""Group offloading: the weights that come and leave, compared with diffusers' own hooks.
 
 The hooks run on real modules of full size under fake tensors, and on small ones. What they move is noted.
 """
@@ -39,7 +39,7 @@ from vaemem.pipelines.recipe import diffusers_code
 from vaemem.pipelines.storage import stored
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.held import arch_key
-from vaemem.prediction.passing import VAE_BLOCKS, block_groups, leaf_groups, pass_vae
+from vaemem.prediction.passing import VAE_BLOCKS, block_groups, leaf_groups, pass_vae, tie
 
 LEAF = GroupOffload("leaf_level")
 BLOCK, BLOCKS = (GroupOffload("block_level", count) for count in (1, 3))
@@ -138,6 +138,40 @@ def test_a_component_of_full_size_moves_what_the_hooks_move(component, offload, 
     assert trace.sent == sum(size for kind, size in real if kind == "come")
 
 
+@pytest.mark.parametrize(
+    ("model", "config", "settings"),
+    [
+        ("T5EncoderModel", "T5Config", {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 1, "num_heads": 2}),
+        ("Qwen3ForCausalLM", "Qwen3Config", {
+            "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": True}),
+    ],
+)  # fmt: skip
+def test_accelerate_sends_shared_weights_for_each_call(model, config, settings, monkeypatch):
+    """The modules that get weights, and their bytes, are those of `tie`."""
+    import transformers
+    from accelerate import cpu_offload, hooks
+
+    built = getattr(transformers, model)(getattr(transformers, config)(vocab_size=100, **settings)).eval()
+    names, sent = {id(module): name for name, module in built.named_modules()}, {}
+    owners = {}
+    for name, tensor in built.named_parameters():
+        owners.setdefault(name.rpartition(".")[0], []).append(tensor.nbytes)
+
+    def watch(module, name, device, value=None, *args, real=hooks.set_module_tensor_to_device, **kwargs):
+        if value is not None and str(device) != "meta":
+            sent.setdefault(names[id(module)], []).append(value.nbytes)
+        return real(module, name, device, value, *args, **kwargs)
+
+    monkeypatch.setattr(hooks, "set_module_tensor_to_device", watch)
+    cpu_offload(built, torch.device("cpu"))
+    sent.clear()
+    with torch.no_grad():
+        built(torch.tensor([[1, 2, 3]]))
+    called = {name: sizes for name, sizes in tie(owners).items() if name in sent}
+    assert called == {name: sizes for name, sizes in sent.items() if sum(sizes)} and len(tie(owners)) > len(owners)
+
+
 SMALL = {**_core.models()["sdxl"], "name": "small", "block_out_channels": (8, 16, 16), "norm_num_groups": 4}
 
 
@@ -192,8 +226,7 @@ def test_the_denoiser_holds_one_group_at_a_time():
     leaf, block, blocks = (next(p for p in f.phases if p.name == "denoise") for f in found.values())
     part = found["block_level"].parts["transformer"]
     rest, *_, largest = sorted(
-        sum(size for begins, _, _, size, _ in part.sent_by(BLOCK) if begins == group.begins)
-        for group in part.groups(BLOCK)
+        sum(one.bytes for one in part.sent_by(BLOCK) if one.module == group.begins) for group in part.groups(BLOCK)
     )
     assert leaf.weights < block.weights < blocks.weights < part.nbytes
     assert largest <= block.weights <= largest + 2 * rest

@@ -15,6 +15,7 @@ from vaemem import _core
 from vaemem._core import Program
 from vaemem.pipelines import programs
 from vaemem.prediction.gpus import find_gpu
+from vaemem.prediction.passing import Passing
 from vaemem.prediction.process import SimulatedProcess
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -272,7 +273,7 @@ def test_what_passes_through_lives_for_its_modules_call():
     module = programs.load_program("clip-l")
     layer = "encoder.layers.3.mlp.fc1"
     plain = module.trace("float16", find_gpu("T4"), n=1, t=77).steps
-    sent = module.trace("float16", find_gpu("T4"), [(layer, layer, "weight", 1000, 0)], n=1, t=77).steps
+    sent = module.trace("float16", find_gpu("T4"), [Passing(layer, layer, "weight", 1000, 0)], n=1, t=77).steps
     takes = [i for i, step in enumerate(sent) if step[2] == 1000]
     assert len(sent) == len(plain) + 2 and len(takes) == 1
     gives = [i for i, step in enumerate(sent) if step[0] == "give" and step[1] == sent[takes[0]][1]]

@@ -127,7 +127,7 @@ def built(name):
     return torch.nn.ModuleDict(parts).eval(), pipeline
 
 
-CASES = {  # of each: up to which phase, in how many steps, on which GPU, at which size, for how many images
+CASES = {  # {pipeline: ((output_type, last phase, steps, GPU, side, MiB that reserved memory may be off), ...)}
     "sd15": (("latent", "denoise", 2, "T4", 512), ("pt", "decode", 2, "T4", 512)),
     "sd21": (("pt", "decode", 2, "T4", 768),),
     "sdxl": (("latent", "denoise", 1, "RTX 4090", 768),),  # to decode it changes weights' dtype, which is not recorded

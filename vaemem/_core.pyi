@@ -146,7 +146,7 @@ class Trace:
         cls, arch: Mapping[str, Any], runtime: str, op: str, dtype: str, height: int, width: int, batch: int = 1,
         tile: int = 0, slicing: bool = False, sm: int = 89, multiprocessors: int = 128, free_bytes: int = 0,
         channels_last: bool = False, first: str | None = None,
-        passing: Sequence[tuple[str, str, str, int, int]] = (), tile_overlap: float = 0.25, release: int = 42,
+        passing: Sequence[tuple[Any, ...]] = (), tile_overlap: float = 0.25, release: int = 42,
     ) -> Trace: ...  # fmt: skip
     @staticmethod
     def parameters(arch: Mapping[str, Any], runtime: str, /) -> list[tuple[str, tuple[int, ...], str]]: ...
@@ -248,7 +248,7 @@ class Program:
     def __init__(self, text: str) -> None: ...
     def trace(
         self, dtype: str, sizes: tuple[int, ...], sm: int, multiprocessors: int,
-        passing: Sequence[tuple[str, str, str, int, int]], /,
+        passing: Sequence[tuple[Any, ...]], /,
     ) -> Trace: ...  # fmt: skip
 
 def read_pickle(data: bytes, /, named: bool = False) -> Any: ...

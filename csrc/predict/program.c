@@ -643,7 +643,8 @@ static bool has_outermost(const player *y, const module *caller) {
 static vm_status play(player *y, uint32_t index, const char *path, const char *shown) {
     const module *m = &y->p->module[y->call->own[MODULES].first + index];
     if (!path && !has_outermost(y, m)) path = "";
-    vm_status s = path ? vm_passage_begin(&y->through, path, shown, first_product(y, m)) : VM_OK;
+    const uint64_t product = y->asked->passing.count ? first_product(y, m) : 0;
+    vm_status s = path ? vm_passage_begin(&y->through, path, shown, product) : VM_OK;
     for (size_t i = 0; !s && i < m->steps; i++) s = play_step(y, &y->p->step[m->first + i], path, shown);
     return s || !path ? s : vm_passage_end(&y->through, path);
 }

@@ -64,10 +64,10 @@ static PyObject *program_trace(Program *self, PyObject *args) {
 static PyMethodDef methods[] = {
     {"trace", (PyCFunction)program_trace, METH_VARARGS,
      "trace($self, dtype, sizes, sm, multiprocessors, passing, /)\n--\n\nReturns the trace of a call on a GPU. "
-     "passing: [(module, until, name, bytes, by)] of tensors that come for a module's call and leave after that of "
-     "`until`, sorted by module. by: 0 if they are made there, 1 if accelerate's hooks send them, 2 if diffusers' do. "
-     "Three more numbers may "
-     "follow: row_bytes, row_flops, lives (csrc/predict/torch_trace.h)."},
+     "passing: [(module, until, name, bytes, by, row_bytes=0, row_flops=0, lives=0)], sorted by module, of tensors "
+     "that "
+     "come for a module's call and leave after that of `until`. by: 0 if they are made there, 1 if accelerate's hooks "
+     "send them, 2 if diffusers' do. The others: csrc/predict/torch_trace.h."},
     {NULL, NULL, 0, NULL}};
 
 static PyType_Slot slots[] = {{Py_tp_new, program_new},

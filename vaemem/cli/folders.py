@@ -69,7 +69,7 @@ def decode_folder(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """Decode a folder's latents to PNG files in another folder."""
     from vaemem.datasets.shards import decode_dataset
 
-    refuse_flags(args, "size scaled", "cannot be used for a folder, whose records tell it")
+    refuse_flags(args, "size scaled", "cannot be used for a folder; its records have it")
     with show_progress("vaemem decode") as tell:
         done = decode_dataset(args.latents, args.out, vaemem.Decoder(**shared_settings(args, asked)), tell)
     print(f"{args.out}: {done} images")

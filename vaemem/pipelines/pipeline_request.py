@@ -31,6 +31,7 @@ from vaemem.prediction.passing import (
     block_groups,
     leaf_groups,
     pass_groups,
+    tie,
 )
 from vaemem.prediction.predict import SMALL_TILE
 from vaemem.prediction.request import Card, Request, Software, usual_tile
@@ -94,7 +95,11 @@ class Part:
         key = (gpu.name, gpu.sm, gpu.multiprocessors, offload, *wanted.items())
         trace = kept.get(key)
         if trace is None:
-            working = [(at, at, *one[:2], BY_NONE, *one[2:]) for at, made in self.working.items() for one in made]
+            working = [
+                Passing(at, at, name, size, BY_NONE, *rows)
+                for at, made in self.working.items()
+                for name, size, *rows in made
+            ]
             trace = recording.trace(self.dtype, gpu, [*self.sent_by(offload), *working], **wanted)
             for oldest in list(kept)[: len(kept) + 1 - KEPT_TRACES]:
                 kept.pop(oldest, None)
@@ -147,14 +152,14 @@ class Part:
     @functools.cached_property
     def sent(self) -> dict[str, list[tuple[Any, ...]]]:
         """{submodule: [(name, bytes)]} of the weights that sequential offload has on the device during its call."""
-        return self._by_module({w.name: [("{}", w.bytes)] for w in self.weights})
+        return tie(self._by_module({w.name: [("{}", w.bytes)] for w in self.weights}))
 
     def sent_by(self, offload: str | GroupOffload) -> Sequence[Passing]:
         """List the weights that offloading sends for its submodules' calls."""
         if isinstance(offload, GroupOffload):
             return pass_groups(self.groups(offload), self._sizes)
         by = self.sent.items() if offload == "sequential" else ()
-        return [(at, at, *one, BY_ACCELERATE) for at, sent in by for one in sent]
+        return [Passing(at, at, name, size, BY_ACCELERATE) for at, sent in by for name, size in sent]
 
     def groups(self, offload: GroupOffload) -> tuple[Group, ...]:
         """Return its weights as group offloading moves them together."""
@@ -172,8 +177,8 @@ class Part:
 
     @functools.cached_property
     def working(self) -> dict[str, list[tuple[Any, ...]]]:
-        """{submodule: tensors}, as `Recorded.trace` takes them, of its weights if they are stored in another type than
-        that of the computation: unpacked weights, and a library's other tensors."""
+        """{submodule: [(name, bytes, row_bytes, row_flops, lives)]}, as of `Passing`: the tensors that a call takes
+        because weights are stored in another type than that of the computation."""
         smaller, size = (*GGML, *SCHEMES, "fp8"), ELEMENT_BYTES[self.dtype]
         names = {weight.name for weight in weights_of(self.component)}
         found = dict[str, list[tuple[Any, ...]]]()
@@ -335,6 +340,7 @@ class PipelineRequest(Request):
         if self.encodes and (vae == "vaemem" or "vae" in on_cpu):
             got = ("one on the CPU or ", Named("vae", "vaemem"))
             raise ArgumentError("image" if self.image else "vae", "PyTorch's VAE on the device", got)
+        check_card(self.parts, self.card)
         for part in self.parts:
             if offload == "sequential" and part.has(UNSENT):
                 stored_in = next(type for type in UNSENT if part.has([type]))
@@ -456,7 +462,6 @@ def resolve_pipeline(given: PipelineArguments, card: Card, software: Software) -
     tokens = given.prompt_tokens
     tokens = known.tokens if tokens is None else whole("prompt_tokens", tokens, most=MOST_TOKENS)
     parts = parts_of(known, dtype, given.components or {}, release)
-    check_card(parts, card)
     return PipelineRequest(
         card, software, pipeline, height, width, whole("batch", given.batch), tokens, given.guidance, given.steps,
         given.image, parts, safe=given.safe, made_of=made_of,

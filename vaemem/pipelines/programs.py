@@ -81,12 +81,12 @@ class Recorded:
     def trace(self, dtype: str, gpu: Gpu, passing: Iterable[Passing] = (), **sizes: int) -> _core.Trace:
         """Trace a call's memory on a GPU, with a value for each of `variables`. ValueError if it was not recorded.
 
-        passing: what is there during some submodules' calls only, in the order in which one module's comes
+        passing: tensors that are there only during some submodules' calls; those of one module in their order
         """
         if set(sizes) != set(self.variables):
             raise ArgumentError(self.name, ", ".join(self.variables), ", ".join(sizes))
         choose("dtype", dtype, self.dtypes)
-        through = sorted(passing, key=operator.itemgetter(0))
+        through = sorted(passing, key=operator.attrgetter("module"))
         given = tuple(sizes[name] for name in self.variables)
         return self._program.trace(dtype, given, gpu.sm, gpu.multiprocessors, through)
 

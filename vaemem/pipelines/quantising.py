@@ -1,5 +1,5 @@
-"""Layers of the libraries that quantise a model's matrices: the tensors that they store, and the tensors that a call
-takes besides its input and output. All were read in the libraries' sources; tests run those that a CPU can run."""
+"""Layers of bitsandbytes, torchao and optimum-quanto: the tensors that a layer stores, and those that its call takes
+besides input and output. They follow the libraries' sources. Tests run all layers that a CPU can run."""
 
 from __future__ import annotations
 
@@ -184,13 +184,14 @@ SCHEMES = {
     ),
 }  # fmt: skip
 BITSANDBYTES = tuple(name for name, scheme in SCHEMES.items() if scheme.config == "BitsAndBytesConfig")
-SIXTEEN_BITS = tuple(name for name in SCHEMES if name not in BITSANDBYTES)  # torchao's and quanto's: they compute so
+# torchao's and quanto's, which compute in 16 bits.
+SIXTEEN_BITS = tuple(name for name in SCHEMES if name not in BITSANDBYTES)
 UNSENT = tuple(name for name, scheme in SCHEMES.items() if not scheme.is_sent)
 # Kernels that this package does not know.
 FOREIGN = {
-    "svdquant": "SVDQuant runs in Nunchaku's own kernels, whose memory is not known",
-    "nunchaku": "Nunchaku's kernels have memory of their own, which is not known",
-    "sdnq": "SDNQ compiles its kernels, whose memory is not known",
+    "svdquant": "SVDQuant uses Nunchaku's own kernels, and their memory is not known",
+    "nunchaku": "the memory of Nunchaku's own kernels is not known",
+    "sdnq": "SDNQ compiles its own kernels, and their memory is not known",
 }
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vaemem import _core
 from vaemem._common import ELEMENT_BYTES
 
-# (module, until, name, bytes, by): a tensor that comes when the call of `module` begins and leaves when that of `until`
-# ends. by: who sends it.
-Passing = tuple[str, str, str, int, int]
 BY_NONE, BY_ACCELERATE, BY_DIFFUSERS = range(3)  # made there; sent by accelerate's hooks; by diffusers' groups
 # Modules of AutoencoderKL whose own blocks are grouped (its _group_offload_block_modules).
 VAE_BLOCKS = ("quant_conv", "post_quant_conv", "encoder", "decoder")
@@ -21,6 +19,24 @@ VAE_BLOCKS = ("quant_conv", "post_quant_conv", "encoder", "decoder")
 TIED = {"shared": "encoder.embed_tokens", "model.embed_tokens": "lm_head"}
 # The blocks that upcast_vae converts back to half precision before diffusers 0.36.
 FIRST = ("post_quant_conv.", "decoder.conv_in.", "decoder.mid_block.")
+
+
+class Passing(NamedTuple):
+    """A tensor that comes when the call of `module` begins, and leaves when that of `until` ends.
+
+    by: who sends it
+    row_bytes, row_flops: more bytes for each row of the module's first product, and the FLOPs of such a row
+    lives: it leaves once that many later tensors of the module are there; 0: with `until`
+    """
+
+    module: str
+    until: str
+    name: str
+    bytes: int
+    by: int
+    row_bytes: int = 0
+    row_flops: int = 0
+    lives: int = 0
 
 
 class Group(NamedTuple):
@@ -67,8 +83,12 @@ def leaf_groups(names: Sequence[str], buffers: Collection[str] = ()) -> list[Gro
     owners: dict[str, list[str]] = {}
     for name in _listed(_tree(names), ""):
         owners.setdefault(name.rpartition(".")[0], []).append(name)
-    owners |= {other: owners[one] for one, other in TIED.items() if one in owners and other not in owners}
-    return [Group(owner, owner, tuple(_sorted(found, buffers))) for owner, found in owners.items()]
+    return [Group(owner, owner, tuple(_sorted(found, buffers))) for owner, found in tie(owners).items()]
+
+
+def tie(owners: Mapping[str, Any]) -> dict[str, Any]:
+    """Give a module that shares another's weights its own entry."""
+    return {**owners, **{other: owners[one] for one, other in TIED.items() if one in owners and other not in owners}}
 
 
 def block_groups(
@@ -115,8 +135,8 @@ def pass_groups(groups: Sequence[Group], sizes: Mapping[str, int]) -> tuple[Pass
         is_leaf = all(name.rpartition(".")[0] == group.begins for name in group.names)
         for name in group.names:
             own = name.rpartition(".")[2] if is_leaf else ""
-            found.append((group.begins, group.ends, own, sizes[name], BY_DIFFUSERS))
-    return tuple(sorted(found, key=lambda one: one[0]))
+            found.append(Passing(group.begins, group.ends, own, sizes[name], BY_DIFFUSERS))
+    return tuple(sorted(found, key=operator.attrgetter("module")))
 
 
 def vae_sizes(parameters: Sequence[tuple[str, tuple[int, ...], str]], dtype: str, first: str) -> dict[str, int]:
@@ -136,4 +156,5 @@ def pass_vae(
     if groups is not None:
         return pass_groups(groups, sizes)
     owned = [(*name.rpartition(".")[::2], size) for name, size in sizes.items()]
-    return tuple(sorted(((at, at, own, size, BY_ACCELERATE) for at, own, size in owned), key=lambda one: one[0]))
+    found = [Passing(at, at, own, size, BY_ACCELERATE) for at, own, size in owned]
+    return tuple(sorted(found, key=operator.attrgetter("module")))

@@ -266,7 +266,6 @@ def measure(
         for dtype in wanted:
             subject = make()
             _check_sizes(subject, pairs, tile if tiled else None)
-            # diffusers' own `to` warns that a list of modules should stay in float32, though the list is empty.
             vae = convert(subject.vae.eval(), getattr(torch, dtype)).to(place)
             known = {
                 "model": subject.model, "op": op, "batch": batch, "dtype": dtype, "runtime": runtime,
