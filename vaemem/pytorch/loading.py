@@ -26,8 +26,8 @@ from vaemem.pytorch.measuring import find_device, vae_builder
 
 # Configurations are those in config.json of the published folders, without the classes' defaults:
 # stable-diffusion-v1-5, stabilityai/stable-diffusion-xl-base-1.0, black-forest-labs/FLUX.1-dev and FLUX.1-schnell,
-# Tongyi-MAI/Z-Image-Turbo, black-forest-labs/FLUX.2-dev, FLUX.2-klein-4B and -9B. SD 3.5's were read in copies; the
-# rest gives the published numbers of parameters, or files of the published sizes.
+# Tongyi-MAI/Z-Image-Turbo, black-forest-labs/FLUX.2-dev, FLUX.2-klein-4B and -9B. SD 3.5's were read in copies. The
+# others give the published numbers of parameters (tests/test_programs.py).
 
 
 def _make(class_name: str, config_name: str = "", **settings: Any) -> Any:
