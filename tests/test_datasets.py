@@ -558,7 +558,7 @@ def test_a_row_group_is_read_once(tmp_path, monkeypatch):
     """Also at the borders of groups, by four threads. Few are kept at a time, and no file stays open."""
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     table = arrow.table({"image": [bytes([i]) * 20_000 for i in range(60)], "text": ["x"] * 60})
-    for number, rows in enumerate((1, 13, 60, 60, 60, 60)):
+    for number, rows in enumerate((1, 13, *[60] * 10)):
         how = {"row_group_size": rows, "compression": "none", "use_dictionary": False}
         parquet.write_table(table, tmp_path / f"{number}.parquet", **how)
     opened, closed, loaded = [], [], []
@@ -587,9 +587,10 @@ def test_a_row_group_is_read_once(tmp_path, monkeypatch):
         for i, (data, caption) in enumerate(read_ahead(part, lambda read: read())):
             assert (data[:1], caption) == (bytes([items.index(part[i]) % 60]), "x")
             held = arrow.total_allocated_bytes() - before
-            assert held < 20_000 * (2 * 60 + 40) or part is not items
+            # one group in use, and one that is loaded: its bytes in the file and a buffer that grows by doubling
+            assert held < 20_000 * 60 * (1 + 1 + 2) + 100_000 or part is not items
         assert len(loaded) == len({*loaded})
-    assert len(items) == 360 and arrow.total_allocated_bytes() - before < 20_000
+    assert len(items) == 720 and arrow.total_allocated_bytes() - before < 20_000
     assert sorted(opened) == sorted(closed) and len(opened) > 6
 
 
