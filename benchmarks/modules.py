@@ -25,6 +25,7 @@ class Module(NamedTuple):
     cases: equations of polynomials; the call takes other steps where one holds than where it does not
     monomials: what a size may be made of, as products of variables; "" for 1
     run: (module, *args, **kwargs) -> what the pipeline keeps, where that is not all that the call returns
+    tables: tensors that a first call makes and keeps, which `run` gets before the arguments: a later call is recorded
     """
 
     about: str
@@ -37,6 +38,7 @@ class Module(NamedTuple):
     cases: Sequence[str] = ()
     dtypes: Sequence[torch.dtype] = (*HALF, torch.float32)
     run: Callable[..., Any] | None = None
+    tables: Callable[[Sizes], Sequence[torch.Tensor]] | None = None
 
 
 def products(*factors: Sequence[str]) -> list[str]:
@@ -169,6 +171,28 @@ def _flux2_call(sizes: Sizes, dtype: torch.dtype, width: int, guidance: bool = F
     }  # fmt: skip
 
 
+def _qwen_image_call(sizes: Sizes, dtype: torch.dtype) -> Call:
+    n, t, h1, w1 = sizes["n"], sizes["t"], sizes["h"] // 2, sizes["w"] // 2
+    return (), {
+        "hidden_states": torch.empty(n, h1 * w1, 64, dtype=dtype), "timestep": torch.empty(n, dtype=dtype),
+        "guidance": None, "encoder_hidden_states_mask": None,
+        "encoder_hidden_states": torch.empty(n, t, 3584, dtype=dtype), "img_shapes": [[(1, h1, w1)]],
+        "attention_kwargs": {}, "return_dict": False,
+    }  # fmt: skip
+
+
+def _qwen_image_tables(sizes: Sizes) -> Sequence[torch.Tensor]:
+    """Return tables of positions: of all places, forwards and backwards, and those of the latent's patches."""
+    return [torch.empty(n, 64, dtype=torch.complex64) for n in (4096, 4096, sizes["h"] // 2 * (sizes["w"] // 2))]
+
+
+def _with_tables(transformer: Any, *tables: torch.Tensor, **kwargs: Any) -> Any:
+    if tables:
+        transformer.pos_embed._get_device_freqs = lambda _: tables[:2]
+        transformer.pos_embed._compute_video_freqs = lambda *_: tables[2]
+    return transformer(**kwargs)[0]
+
+
 # Z-Image pads tokens and patches to multiples of 32, where they are none; its batch is a list, of up to 4 images here
 # with prompts of one length.
 ZIMAGE_SIZES = (
@@ -240,6 +264,11 @@ def _tokens_for_all_layers(sizes: Sizes, dtype: torch.dtype) -> Call:
 
 def _padded_tokens(sizes: Sizes, dtype: torch.dtype) -> Call:
     mask = torch.empty(sizes["n"], sizes["t"], dtype=torch.bool)
+    return (), {"input_ids": _ids(sizes), "attention_mask": mask, "output_hidden_states": True}
+
+
+def _counted_tokens(sizes: Sizes, dtype: torch.dtype) -> Call:
+    mask = torch.empty(sizes["n"], sizes["t"], dtype=torch.int64)
     return (), {"input_ids": _ids(sizes), "attention_mask": mask, "output_hidden_states": True}
 
 
@@ -408,6 +437,17 @@ MODULES = {
         " t tokens", BUILDERS["pixart-sigma-transformer"],
         _pixart_call, PIXART_POINTS, PIXART_CHECKS, [*PATCH_MONOMIALS, "h", "w", "h1", "w1"], PATCHES,
         (*SINGLE, *EVEN, PIXART_OWN), dtypes=HALF,
+    ),
+    "qwen-image-transformer": Module(
+        "QwenImageTransformer2DModel of Qwen-Image; n images, an even latent h x w, t tokens; not the first call, which"
+        " makes tables of positions", BUILDERS["qwen-image-transformer"],
+        _qwen_image_call, FLUX_POINTS, FLUX_CHECKS, PATCH_MONOMIALS, PATCHES, (*SINGLE, *EVEN), dtypes=HALF,
+        run=_with_tables, tables=_qwen_image_tables,
+    ),
+    "qwen2.5-vl-7b": Module(
+        "Qwen2_5_VLForConditionalGeneration of Qwen-Image's text_encoder, called without a picture; n prompts of t"
+        " tokens with their template", BUILDERS["qwen2.5-vl-7b"],
+        _counted_tokens, LONG_POINTS, LONG_CHECKS, TEXT_MONOMIALS, cases=SINGLE, dtypes=HALF,
     ),
     "zimage-transformer": Module(
         "ZImageTransformer2DModel of Z-Image-Turbo; n images, an even latent h x w, t tokens of each prompt",

@@ -128,6 +128,7 @@ def record_at(
     built = make(module, dtype)
     with torch.device("meta"):
         args, kwargs = module.call(sizes, dtype)
+        args = (*(module.tables(sizes) if module.tables else ()), *args)
     recording = record_by(recorder or ScriptRecorder(type(built).__name__), built, args, kwargs, module.run)
     if unmodelled := recording.unmodelled.keys() - NEGLIGIBLE:
         raise ValueError(f"not modelled: {sorted(unmodelled)}")

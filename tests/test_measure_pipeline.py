@@ -560,10 +560,10 @@ def test_random_weights_are_those_of_the_named_pipeline(name, monkeypatch):
     builders = {component: functools.partial(on_meta, build) for component, build in loading.BUILDERS.items()}
     monkeypatch.setattr(loading, "BUILDERS", builders)
     pipe = loading._random_pipeline(name, PIPELINES[name].dtype)
-    noise, images = _core.models()[kind.parts["vae"]]["latent_channels"], 1 + kind.guides
+    noise, images = _core.models()[kind.parts["vae"]]["latent_channels"], 1 + (kind.guides and not kind.apart)
     seen = measuring_pipelines.Seen(images, kind.inputs * noise * 64 * 64, 77 + kind.joined)
     question = measuring_pipelines._request(
-        pipe, seen, find_card("H200"), Software(), height=512, width=512, batch=1, steps=2, image=False,
+        pipe, seen, find_card("H200"), Software(), {}, height=512, width=512, batch=1, steps=2, image=False,
     )  # fmt: skip
     assert question.name == name and question.parts == predict_pipeline(name, 512, 512, gpu="H200").request.parts
     role = kind.encoders[0]

@@ -2,7 +2,8 @@
 
 import vaemem
 from vaemem.pipelines.components import PIPELINES
-from vaemem.pipelines.phases import PHASES, Variables
+from vaemem.pipelines.phases import PHASES
+from vaemem.prediction.held import Variables
 
 
 def test_each_pipeline_has_its_phases():

@@ -126,6 +126,7 @@ def test_attention_by_the_math_path_takes_the_steps_of_the_module(module, name):
         ("flux-fill-transformer", 11902391360), ("sd21-unet", 865910724), ("openclip-h", 340387840),
         ("sd35-large-transformer", 8056627520), ("sdxl-refiner-unet", 2259526660),
         ("pixart-sigma-transformer", 610856096), ("t5-xxl-masked", 4762310656),
+        ("qwen-image-transformer", 20430401088), ("qwen2.5-vl-7b", 8292166656),
     ],
 )  # fmt: skip
 def test_parameters_are_as_many_as_published(name, parameters):

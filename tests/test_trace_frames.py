@@ -262,7 +262,8 @@ def test_what_frames_cannot_is_refused_by_name(change, message):
     with refused(*message):
         predict("qwen-image", **{"op": "decode", "height": 512, "width": 512} | change)
     with refused("passing"):
-        _core.Trace.vae(QWEN, "diffusers", "decode", "float16", 64, 64, passing=[("decoder", "decoder", "", 1, 2)])
+        wan22, sent = _core.models()["wan2.2"], [("decoder", "decoder", "", 1, 2)]
+        _core.Trace.vae(wan22, "diffusers", "decode", "float16", 64, 64, passing=sent)
     with refused("channels_last", names=["hunyuanimage-2.1"]):
         predict("hunyuanimage-2.1", "decode", 512, 512, channels_last=True)
     with refused("runtime", "comfyui", names=["wan2.2"]):

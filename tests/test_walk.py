@@ -11,16 +11,18 @@ torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 accelerate = pytest.importorskip("accelerate")
 
+from engine import config
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import FlopCounterMode
-from torch_vaes import RELEASE, diffusers_vae
+from torch_vaes import RELEASE, diffusers_vae, of_config
 from traces import assert_same
 
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.held import arch_key
 from vaemem.prediction.passing import pass_vae
+from vaemem.prediction.runtimes import architecture
 from vaemem.pytorch import record
 
 MODELS = _core.models()
@@ -128,6 +130,26 @@ def test_accelerates_hooks_send_what_the_walk_says(case, op, first, monkeypatch)
     assert len(ours) == len(real)
     sent = [event for event in real if event[0] == "send"]
     assert trace.sent == sum(size for _, _, size, _ in sent) and max(there for *_, there in sent) > 1000
+
+
+@pytest.mark.parametrize("op", ["encode", "decode"])
+@pytest.mark.parametrize("tile", [0, 32])
+def test_accelerates_hooks_on_a_vae_of_videos(op, tile, monkeypatch):
+    """As before, without the convolutions, whose filters have five dimensions here."""
+    arch = architecture(config("qwen"))
+    vae = of_config(config("qwen"), torch.float32, "cpu")
+    accelerate.cpu_offload(vae, torch.device("cpu"))
+    vae.use_tiling, vae.tile_sample_min_height, vae.tile_sample_min_width = bool(tile), tile, tile
+    vae.tile_sample_stride_height = vae.tile_sample_stride_width = 3 * tile // 4
+    x = torch.zeros(1, *((4, 1, 16, 12) if op == "decode" else (3, 1, 64, 48)))
+    watched = Watched(vae, monkeypatch)
+    with torch.no_grad(), watched:
+        getattr(vae, op)(x)
+    trace = _core.Trace.vae(
+        arch, "diffusers", op, "float32", 64, 48, 1, tile, passing=pass_vae(arch_key(arch), "float32")
+    )
+    ours, real = ([event[:3] for event in seen if event[0] != "conv"] for seen in (walked(trace), watched.seen))
+    assert ours == real and trace.sent == sum(event[2] for event in real if event[0] == "send") > 0
 
 
 @pytest.mark.parametrize("op", ["encode", "decode"])

@@ -27,22 +27,23 @@ from modules import MODULES, make
 from packaging.version import parse
 from record_modules import NEGLIGIBLE
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch_vaes import RELEASE, diffusers_vae
+from torch_vaes import RELEASE, OneFrame, diffusers_vae
 
 from vaemem import SimulatedProcess, _core, predict_pipeline
 from vaemem.pipelines.components import PIPELINES
+from vaemem.pipelines.steps import QWEN_TEMPLATE
 from vaemem.prediction.profiles import Conv
 from vaemem.pytorch import record
 
 
 class Tokenizer:
-    """Pads to what is asked for, or to its own length; of no padding, or to the longest, there are 5 tokens."""
+    """Pads to what is asked for, or to its own length; of no padding, or to the longest, there are a few tokens."""
 
-    model_max_length = 77
+    model_max_length, unpadded = 77, 5
     added_tokens_encoder = ()
 
     def __call__(self, prompt, padding=None, max_length=77, **_):
-        length = max_length if padding == "max_length" else 5
+        length = max_length if padding == "max_length" else self.unpadded
         count = 1 if isinstance(prompt, str) else len(prompt)
         ids = torch.zeros(count, length, dtype=torch.int64)
         return transformers.BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
@@ -97,6 +98,7 @@ def built(name):
     kind = PIPELINES[name]
     dtype = getattr(torch, kind.dtype)
     vae = diffusers_vae(_core.models()[kind.parts["vae"]], dtype)
+    vae = vae.vae if isinstance(vae, OneFrame) else vae
     parts = {role: vae if role == "vae" else make(MODULES[part], dtype) for role, part in kind.parts.items()}
     none = {"tokenizer": None, "scheduler": diffusers.DDIMScheduler(clip_sample=False, steps_offset=1)}
     if name in ("sd15", "sd21"):
@@ -112,6 +114,9 @@ def built(name):
     elif name.startswith("flux2"):
         own = {} if name == "flux2" else {"is_distilled": True}
         pipeline = getattr(diffusers, kind.class_name)(**parts, **none, **own)
+    elif name == "qwen-image":
+        pipeline = diffusers.QwenImagePipeline(**parts, **none)
+        without_values(pipeline)
     elif name.startswith("sd3"):
         parts["vae"].register_to_config(shift_factor=0.0609)
         pipeline = diffusers.StableDiffusion3Pipeline(**parts, **none, tokenizer_2=None, tokenizer_3=None)
@@ -122,9 +127,18 @@ def built(name):
         pipeline = getattr(diffusers, kind.class_name)(**parts, **none, tokenizer_2=None)
         pipeline.image_processor = pipeline.mask_processor = Images()
     pipeline.tokenizer = pipeline.tokenizer_2 = pipeline.tokenizer_3 = Tokenizer()
+    if name == "qwen-image":
+        pipeline.tokenizer.unpadded = QWEN_TEMPLATE + kind.tokens + kind.joined
     pipeline.scheduler = Scheduler()
     pipeline.set_progress_bar_config(disable=True)
     return torch.nn.ModuleDict(parts).eval(), pipeline
+
+
+def without_values(pipeline):
+    """Let Qwen-Image's pipeline encode a prompt without a look at its mask, which is all ones: the same tensors."""
+    encode = pipeline._get_qwen_prompt_embeds
+    pipeline._extract_masked_hidden = lambda hidden, _: hidden.clone()
+    pipeline._get_qwen_prompt_embeds = lambda *given: (encode(*given)[0], None)
 
 
 CASES = {  # {pipeline: ((output_type, last phase, steps, GPU, side, MiB that reserved memory may be off), ...)}
@@ -135,6 +149,7 @@ CASES = {  # {pipeline: ((output_type, last phase, steps, GPU, side, MiB that re
     "sd3": (("latent", "denoise", 2, "T4", 1024), ("pt", "decode", 2, "RTX 4090", 768)),
     "sd35-medium": (("latent", "denoise", 1, "RTX 4090", 1024),),
     "pixart-sigma": (("latent", "denoise", 2, "T4", 1024), ("pt", "decode", 1, "RTX 4090", 768)),
+    "qwen-image": (("latent", "denoise", 2, "H200", 1024), ("pt", "decode", 1, "H200", 768)),
     "flux": (("pt", "decode", 1, "H200", 768),),
     "flux-kontext": (("latent", "encode image", 1, "RTX 4090", 1024), ("latent", "denoise", 1, "RTX 4090", 1024, 2)),
     "flux-fill": (("latent", "encode image", 1, "RTX 4090", 768), ("latent", "denoise", 1, "RTX 4090", 1024, 4)),
@@ -150,6 +165,7 @@ def more(name, side):
     return image | {
         "sdxl-refiner": {"strength": 1.0},
         "pixart-sigma": {"use_resolution_binning": False},
+        "qwen-image": {"negative_prompt": "x"},
         "flux-kontext": {"max_area": side**2},
         "flux-fill": {"mask_image": torch.zeros(1, 1, side, side)},
     }.get(name, {})
@@ -176,6 +192,7 @@ def test_a_pipeline_to_the_byte(name, case):
         process.hold(name_, size)
     process.call(recording.trace)
     how = {"components": {"vae": "float16"}} if name == "sdxl-refiner" else {}
+    how |= {"guidance": True} if "negative_prompt" in more(name, side) else {}
     predicted = predict_pipeline(name, side, side, *batch, gpu=gpu, steps=steps, **how)
     predicted = next(p for p in predicted.phases if p.name == phase)
     assert process.peak_above_baseline()[0].endswith(predicted.where)

@@ -140,6 +140,30 @@ def flux_fill(folder):
     return flux_kontext(folder, "FluxFillPipeline", 64 + 64 + 4 * 4**2)  # this VAE makes 4x4 pixels one
 
 
+def qwen_image(folder):
+    """Its template is cut to the prompts' length, so nothing of it is dropped."""
+    torch.manual_seed(6)
+    tokenizer, _ = t5()
+    encoder = transformers.Qwen2_5_VLForConditionalGeneration(
+        transformers.Qwen2_5_VLConfig(
+            text_config=dict(
+                vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+                num_key_value_heads=2, rope_parameters=dict(rope_type="default", mrope_section=[2, 1, 1])),
+            vision_config=dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=32),
+        )
+    ).eval()  # fmt: skip
+    transformer = diffusers.QwenImageTransformer2DModel(
+        in_channels=16, out_channels=4, num_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=32, axes_dims_rope=(4, 6, 6),
+    )  # fmt: skip
+    vae = diffusers.AutoencoderKLQwenImage(**{k: v for k, v in config("qwen").items() if k != "_class_name"}).eval()
+    pipe = diffusers.QwenImagePipeline(
+        diffusers.FlowMatchEulerDiscreteScheduler(), vae, encoder, tokenizer, transformer
+    )
+    pipe.tokenizer_max_length, pipe.prompt_template_encode_start_idx = MAX_LENGTH, 0
+    return pipe
+
+
 def flux2(name: str = "flux2"):
     """Without a text encoder: calls take embeddings, as `flux2_pictures` gives them."""
     torch.manual_seed(4)
@@ -157,7 +181,7 @@ def flux2(name: str = "flux2"):
 PIPELINES = {"sd": stable_diffusion, "sdxl": stable_diffusion_xl, "flux": flux}
 LATER = {
     "sd-refiner": sdxl_refiner, "sd3": stable_diffusion_3, "pixart": pixart_sigma, "kontext": flux_kontext,
-    "fill": flux_fill,
+    "fill": flux_fill, "qwen": qwen_image,
 }  # fmt: skip
 
 

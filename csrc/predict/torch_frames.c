@@ -46,6 +46,7 @@ static tensor causal(walk *w, const tensor *x, uint64_t k, uint64_t side, path n
         give(w, &padded);
         return y;
     }
+    begin(w, name);
     tensor copy = *x; /* of the input, or of the filters */
     if (pads) copy = take(w, x->n, VM_PRODUCT64(x->c, side), h, wide, CONTIGUOUS, at(name, " [pad]"));
     const tensor in = pads ? *x : contiguous(w, x, name);
@@ -59,6 +60,7 @@ static tensor causal(walk *w, const tensor *x, uint64_t k, uint64_t side, path n
     if (!w->status) w->status = vm_trace_conv(w->t, &question, at(name, " [workspace]").text);
     give_copy(w, &copy, x);
     give_copy(w, &in, x);
+    end(w, name);
     return y;
 }
 
@@ -74,6 +76,7 @@ static tensor normalise(walk *w, const tensor *x, path name) {
     if (!is_wan(w)) return norm(w, x, name);
     const bool named = w->vae->release >= FLOAT_NORM && !is_comfyui(w), widens = named && element(w) < 4;
     const uint64_t size = widens ? 4 : element(w);
+    begin(w, name);
     tensor in = *x;
     if (widens) in = take_sized(w, x->n, x->c, x->h, x->w, CONTIGUOUS, size, at(name, " [float]"));
     const tensor length = take_sized(w, x->n, 1, x->h, x->w, CONTIGUOUS, size, at(name, " [length]"));
@@ -89,6 +92,7 @@ static tensor normalise(walk *w, const tensor *x, path name) {
     const tensor y = take_like(w, x, name);
     give(w, &scaled);
     if (named) give(w, &unit);
+    end(w, name);
     return y;
 }
 
@@ -316,9 +320,11 @@ vm_status vm_walk_check_class(const vm_trace_vae *v) {
             VM_EINVAL,
             VM_EXPECTED("tile", "None for the encode of %s: its class needs five dimensions and raises in tiles", ""),
             name);
-    if (v->passing.count || v->first != v->dtype)
+    const bool has_modules = v->arch->family == VM_WAN && v->arch->slices && !v->arch->residual &&
+                             v->runtime == VM_TORCH_DIFFUSERS;
+    if ((v->passing.count && !has_modules) || v->first != v->dtype)
         return vm_fail(VM_EINVAL, VM_EXPECTED("%s", "another model than %s, whose submodules have none", ""),
-                       v->passing.count ? "passing" : "first", name);
+                       v->first == v->dtype ? "passing" : "first", name);
     if (v->arch->family == VM_TINY) return v->tile ? check_tiny_tiles(v) : VM_OK;
     if (v->runtime == VM_TORCH_COMFYUI && v->op == VM_ENCODE && v->batch > 1)
         return vm_fail(

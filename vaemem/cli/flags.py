@@ -220,7 +220,7 @@ FLAGS: dict[str, FlagSettings] = {
         "'block_level 1' with the blocks of a group (enable_group_offload); or places of components, such as "
         "text_encoder=cpu,text_encoder_2=cpu, with the others on the GPU. Default: none.",
         type=_offload, metavar="OFFLOAD"),
-    "guidance": _flag("Let SD 1.5 and SDXL denoise each image once.", action="store_false", option="--no-guidance"),
+    "guidance": _flag("Denoise each image twice, or once.", action=argparse.BooleanOptionalAction),
     "components": _flag(
         "The type of a component's weights, or their file, such as transformer=Q8_0. Repeat it for others.",
         type=_pair, metavar="ROLE=TYPE", action="append", option="--component"),

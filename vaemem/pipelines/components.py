@@ -31,14 +31,16 @@ class Pipeline(NamedTuple):
     tokens: length of the prompt by default
     most_tokens: longest prompt in one call of the text encoder: CLIP's, or the default max_sequence_length's limit
     steps: by default
-    guides: whether guidance takes a second image through the denoiser
+    guides: whether guidance takes each image through the denoiser twice
+    apart: whether it does so in two calls of the denoiser, instead of one call of twice as many images
+    unguided: whether its call has no guidance by default, because it guides only with a negative prompt
     guidance_embeds: whether guidance is an input of the denoiser
     optional: further components, which run if they are named; they stay on the device whatever is offloaded
     begins: whether it has a sibling in diffusers that begins with an image's latents
     floors: whether it rounds sides down to multiples of `stride`; others refuse such sides
     since: the first release of diffusers in which it was read, 42 for 0.42; 0 for every known one
     most_side: the image's longest side in pixels, if the denoiser has no positions beyond it
-    joined: CLIP's tokens, which the denoiser gets besides `tokens`
+    joined: tokens that the denoiser gets besides `tokens`: CLIP's, or the end of a template
     inputs: how many times as many numbers as the picture's latents the denoiser gets: those of other images too
     sized: an argument of the pipeline's call; without it the picture has about 1024x1024 pixels, whatever was asked
     """
@@ -52,6 +54,8 @@ class Pipeline(NamedTuple):
     steps: int
     pooled: int = 0
     guides: bool = False
+    apart: bool = False
+    unguided: bool = False
     guidance_embeds: bool = False
     optional: Mapping[str, str] = {}
     begins: bool = True
@@ -169,6 +173,12 @@ PIPELINES = {
     "flux-fill": _FLUX._replace(
         about="FluxFillPipeline of black-forest-labs/FLUX.1-Fill-dev", begins=False, inputs=6, steps=50, since=42,
         parts={**_FLUX.parts, "transformer": "flux-fill-transformer"},
+    ),
+    "qwen-image": Pipeline(
+        about="QwenImagePipeline of Qwen/Qwen-Image",
+        parts={"text_encoder": "qwen2.5-vl-7b", "transformer": "qwen-image-transformer", "vae": "qwen-image"},
+        dtype="bfloat16", width=3584, tokens=77, most_tokens=MOST_SEQUENCE, steps=50, guides=True, apart=True,
+        unguided=True, begins=False, floors=True, since=42, joined=5,
     ),
     "zimage-turbo": Pipeline(
         about="ZImagePipeline of Tongyi-MAI/Z-Image-Turbo",

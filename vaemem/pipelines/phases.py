@@ -8,62 +8,37 @@ is in no variable is a temporary value, which `drop` frees. What happens within 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol
+from collections.abc import Callable, Mapping
 
 from vaemem.pipelines.components import CLIP_TOKENS, MOST_SEQUENCE
-from vaemem.pipelines.pipeline_request import PLACES, Part, PipelineRequest
-from vaemem.prediction.held import Tensor, Variables
+from vaemem.pipelines.steps import (
+    PhaseRun,
+    check_safety,
+    count_calls,
+    decode_image,
+    decode_qwen_image,
+    denoise_by_unet,
+    encode_flux_prompt,
+    encode_image,
+    encode_qwen_prompt,
+    encode_sdxl_prompt,
+    encode_text,
+    guide,
+    guide_by_norm,
+    join_sdxl_prompts,
+    load_components,
+    postprocess,
+    prepare_flux,
+    prepare_latents,
+    prepare_qwen_tables,
+    qwen_tokens,
+    repeat,
+    step_scheduler,
+)
+from vaemem.prediction.held import Tensor
 
 
-class _PhaseRun(Protocol):
-    """A pipeline's run, as the functions below see it. `PipelineRun` is one."""
-
-    request: PipelineRequest
-    parts: dict[str, Part]  # by role; a text encoder may be missing, and prompts then come encoded
-    moved: list[str]  # roles of the components that offloading moves
-    v: Variables
-
-    @property
-    def latent_shape(self) -> tuple[int, int, int, int]:
-        """(batch, channels, height, width) of the latents."""
-
-    def phase(self, name: str, first: str | None = None) -> AbstractContextManager[None]:
-        """Begin a phase once its `first` component is on the device; read the counters at its end."""
-
-    def steps(self, count: int) -> Iterator[int]:
-        """Loop over the denoiser's steps."""
-
-    def load(self, role: str, quantises: bool = False) -> None:
-        """Move a component to the device."""
-
-    def unload(self, role: str) -> None:
-        """Move a component to the CPU."""
-
-    def call(self, role: str, **sizes: int) -> Tensor:
-        """Call a component other than the VAE; return its output."""
-
-    def encode(self, image: Tensor) -> Tensor:
-        """Return an image's latents by the VAE, sampled and scaled."""
-
-    def upcast(self) -> str:
-        """Convert the VAE for a decode, if the pipeline does so. Return the type of the latents that it takes."""
-
-    def decode(self, latents: Tensor) -> Tensor:
-        """Return the VAE's image."""
-
-    def tensor(self, name: str, shape: Sequence[int], dtype: str | None = None) -> Tensor:
-        """Create a tensor, in the denoiser's dtype by default."""
-
-    def drop(self, *tensors: Tensor) -> None:
-        """Free temporary values."""
-
-
-# ---- one function per pipeline ----
-
-
-def play_stable_diffusion(run: _PhaseRun) -> None:
+def play_stable_diffusion(run: PhaseRun) -> None:
     """Play StableDiffusionPipeline: SD 1.5 and SD 2.1."""
     q, v, (batch, *latent) = run.request, run.v, run.latent_shape
     _, h, w = latent
@@ -104,7 +79,7 @@ def play_stable_diffusion(run: _PhaseRun) -> None:
         postprocess(run, "image")
 
 
-def play_stable_diffusion_xl(run: _PhaseRun) -> None:
+def play_stable_diffusion_xl(run: PhaseRun) -> None:
     """Play StableDiffusionXLPipeline: SDXL."""
     q, v, batch = run.request, run.v, run.request.batch
     calls = count_calls(q.tokens, CLIP_TOKENS)
@@ -125,7 +100,7 @@ def play_stable_diffusion_xl(run: _PhaseRun) -> None:
         decode_image(run)
 
 
-def play_sdxl_refiner(run: _PhaseRun) -> None:
+def play_sdxl_refiner(run: PhaseRun) -> None:
     """Play StableDiffusionXLImg2ImgPipeline of SDXL's refiner: the second text encoder alone, and always an image."""
     q, v, batch = run.request, run.v, run.request.batch
     calls = count_calls(q.tokens, CLIP_TOKENS)
@@ -152,7 +127,7 @@ def play_sdxl_refiner(run: _PhaseRun) -> None:
         decode_image(run)
 
 
-def play_stable_diffusion_3(run: _PhaseRun) -> None:
+def play_stable_diffusion_3(run: PhaseRun) -> None:
     """Play StableDiffusion3Pipeline: SD 3 and SD 3.5. The embeddings of both CLIPs come before those of T5, which are
     zeros if it is missing."""
     q, v, (batch, *latent) = run.request, run.v, run.latent_shape
@@ -205,7 +180,7 @@ def play_stable_diffusion_3(run: _PhaseRun) -> None:
         decode_image(run)
 
 
-def play_pixart_sigma(run: _PhaseRun) -> None:
+def play_pixart_sigma(run: PhaseRun) -> None:
     """Play PixArtSigmaPipeline. Its transformer predicts a variance too, in as many channels as the noise."""
     q, v, (batch, channels, h, w) = run.request, run.v, run.latent_shape
     images = 2 * batch if q.guidance else batch
@@ -239,7 +214,7 @@ def play_pixart_sigma(run: _PhaseRun) -> None:
         postprocess(run, "image")
 
 
-def play_flux(run: _PhaseRun) -> None:
+def play_flux(run: PhaseRun) -> None:
     """Play FluxPipeline: FLUX.1-dev, and FLUX.1-schnell without a guidance input."""
     q, v, (batch, _, h, w) = run.request, run.v, run.latent_shape
 
@@ -263,7 +238,7 @@ def play_flux(run: _PhaseRun) -> None:
         decode_image(run)
 
 
-def play_flux_kontext(run: _PhaseRun) -> None:
+def play_flux_kontext(run: PhaseRun) -> None:
     """Play FluxKontextPipeline with an image of the picture's size. Its tokens follow the picture's."""
     q, v, (batch, channels, h, w) = run.request, run.v, run.latent_shape
 
@@ -293,7 +268,7 @@ def play_flux_kontext(run: _PhaseRun) -> None:
         decode_image(run)
 
 
-def play_flux_fill(run: _PhaseRun) -> None:
+def play_flux_fill(run: PhaseRun) -> None:
     """Play FluxFillPipeline. Each token has the picture's 64 numbers, the masked image's 64 and the mask's 256."""
     q, v, (batch, channels, h, w) = run.request, run.v, run.latent_shape
 
@@ -329,7 +304,34 @@ def play_flux_fill(run: _PhaseRun) -> None:
         decode_image(run)
 
 
-def play_z_image(run: _PhaseRun) -> None:
+def play_qwen_image(run: PhaseRun) -> None:
+    """Play QwenImagePipeline. Guidance is a second call of the transformer, with a negative prompt of equal length."""
+    q, v, (batch, _, h, w) = run.request, run.v, run.latent_shape
+
+    load_components(run)
+
+    with run.phase("encode prompt", "text_encoder"):
+        for kind in ("", "negative_") if q.guidance else ("",):
+            encode_qwen_prompt(run, kind)
+
+    with run.phase("denoise", "transformer"):
+        prepare_latents(run)
+        prepare_qwen_tables(run, h // 2 * (w // 2))
+        for _ in run.steps(q.steps):
+            v.timestep = run.tensor("timestep", (batch,))
+            for variable in ("noise_pred", "neg_noise_pred") if q.guidance else ("noise_pred",):
+                divided = run.tensor("timestep / 1000", (batch,))
+                setattr(v, variable, run.call("transformer", n=batch, h=h, w=w, t=qwen_tokens(run)))
+                run.drop(divided)
+            if q.guidance:
+                guide_by_norm(run)
+            step_scheduler(run)
+
+    with run.phase("decode", "vae"):
+        decode_qwen_image(run)
+
+
+def play_z_image(run: PhaseRun) -> None:
     """Play ZImagePipeline: it keeps latents in float32. Its transformer sees the prompt without the padding."""
     q, v, (batch, _, h, w) = run.request, run.v, run.latent_shape
 
@@ -358,7 +360,7 @@ def play_z_image(run: _PhaseRun) -> None:
         decode_image(run)
 
 
-def play_flux2(run: _PhaseRun) -> None:
+def play_flux2(run: PhaseRun) -> None:
     """Play Flux2Pipeline: FLUX.2-dev; and Flux2KleinPipeline without a guidance input."""
     q, v, (batch, _, h, w) = run.request, run.v, run.latent_shape
     calls = count_calls(q.tokens, MOST_SEQUENCE)
@@ -389,7 +391,7 @@ def play_flux2(run: _PhaseRun) -> None:
         decode_image(run)
 
 
-PHASES: Mapping[str, Callable[[_PhaseRun], None]] = {
+PHASES: Mapping[str, Callable[[PhaseRun], None]] = {
     "StableDiffusionPipeline": play_stable_diffusion,
     "StableDiffusionXLPipeline": play_stable_diffusion_xl,
     "StableDiffusionXLImg2ImgPipeline": play_sdxl_refiner,
@@ -398,187 +400,8 @@ PHASES: Mapping[str, Callable[[_PhaseRun], None]] = {
     "FluxPipeline": play_flux,
     "FluxKontextPipeline": play_flux_kontext,
     "FluxFillPipeline": play_flux_fill,
+    "QwenImagePipeline": play_qwen_image,
     "ZImagePipeline": play_z_image,
     "Flux2Pipeline": play_flux2,
     "Flux2KleinPipeline": play_flux2,
 }
-
-
-# ---- common to several ----
-
-
-def load_components(run: _PhaseRun) -> None:
-    """Play ``from_pretrained``, then ``to("cuda")`` or an offload. If everything starts on the CPU and is offloaded,
-    there is no such phase: components move to the device when they are called."""
-    early = [role for role, part in run.parts.items() if part.place != PLACES[0]]  # by from_pretrained
-    stay = [role for role in run.parts if role not in run.moved]
-    if early or stay:
-        with run.phase("load"):
-            for role in early:
-                run.load(role, quantises=bool(run.parts[role].source))
-            for role in early:
-                if role not in stay:
-                    run.unload(role)
-            for role in stay:
-                if role not in early:
-                    run.load(role)
-
-
-def first_encoder(run: _PhaseRun) -> str:
-    return "text_encoder" if "text_encoder" in run.parts else "text_encoder_2"
-
-
-def count_calls(tokens: int, most: int) -> int:
-    """Count a text encoder's calls for a prompt. Each call takes `most` tokens, the last one with padding."""
-    return -(-tokens // most)
-
-
-def encode_text(
-    run: _PhaseRun, role: str, tokens: int, calls: int = 1, inputs: Sequence[str] = ("text_input_ids",)
-) -> list[Tensor]:
-    """Return the text encoder's outputs for one prompt, one per call; none if the encoder is missing."""
-    outputs = []
-    for _ in range(calls if role in run.parts else 0):
-        given = [run.tensor(name, (1, tokens), "int64") for name in inputs]
-        outputs.append(run.call(role, n=1, t=tokens))
-        run.drop(*given)
-    return outputs
-
-
-def repeat(run: _PhaseRun, name: str, shape: Sequence[int], encoded: Sequence[Tensor]) -> Tensor:
-    """Play ``prompt_embeds.repeat(...)`` for each image of the batch; free the encoder's outputs."""
-    repeated = run.tensor(name, shape)
-    run.drop(*encoded)
-    return repeated
-
-
-def encode_sdxl_prompt(run: _PhaseRun, calls: int, joins: bool = True) -> None:
-    """Play the phase ``encode prompt`` of SDXL's pipelines, with one text encoder or two. joins: `join_sdxl_prompts`,
-    which image-to-image does later."""
-    q, v, batch, tokens = run.request, run.v, run.request.batch, calls * CLIP_TOKENS
-    with run.phase("encode prompt", first_encoder(run)):
-        embeds, pooled = (batch, tokens, q.pipeline.width), (batch, q.pipeline.pooled)
-        prompt_embeds_list: list[Tensor] = []  # pooled outputs are views of it until they are repeated
-
-        def concat(name: str) -> Tensor:
-            one = encode_text(run, "text_encoder", CLIP_TOKENS, calls)
-            two = encode_text(run, "text_encoder_2", CLIP_TOKENS, calls)
-            if one and two:
-                prompt_embeds_list.extend([*one, *two])
-                return run.tensor(name, embeds)
-            return repeat(run, name, embeds, one or two)
-
-        v.prompt_embeds = concat("prompt_embeds")
-        if q.guidance:
-            v.negative_prompt_embeds = concat("negative_prompt_embeds")
-        v.pooled_prompt_embeds = run.tensor("pooled_prompt_embeds", pooled)
-        if q.guidance:
-            v.negative_pooled_prompt_embeds = run.tensor("negative_pooled_prompt_embeds", pooled)
-        run.drop(*prompt_embeds_list)
-        if joins:
-            join_sdxl_prompts(run, calls)
-
-
-def join_sdxl_prompts(run: _PhaseRun, calls: int) -> None:
-    """Join the embeddings of the negative prompt and of the prompt, if there is guidance."""
-    q, v, batch = run.request, run.v, run.request.batch
-    if q.guidance:
-        v.prompt_embeds = run.tensor("prompt_embeds, both", (2, batch, calls * CLIP_TOKENS, q.pipeline.width))
-        v.add_text_embeds = run.tensor("add_text_embeds", (2, batch, q.pipeline.pooled))
-
-
-def denoise_by_unet(run: _PhaseRun, calls: int) -> None:
-    """Play the loop of SDXL's pipelines."""
-    q, v, (batch, channels, h, w) = run.request, run.v, run.latent_shape
-    images = 2 * batch if q.guidance else batch
-    for _ in run.steps(q.steps):
-        if q.guidance:
-            v.latent_model_input = run.tensor("latent_model_input", (images, channels, h, w))
-        v.noise_pred = run.call("unet", n=images, h=h, w=w, t=calls * CLIP_TOKENS)
-        if q.guidance:
-            guide(run)
-        step_scheduler(run)
-
-
-def encode_flux_prompt(run: _PhaseRun) -> None:
-    """Play the phase ``encode prompt`` of FLUX.1's pipelines."""
-    q, v, batch = run.request, run.v, run.request.batch
-    with run.phase("encode prompt", first_encoder(run)):
-        pooled = (batch, q.pipeline.pooled)
-        if "text_encoder" in run.parts:
-            encoded = encode_text(run, "text_encoder", CLIP_TOKENS)
-            v.pooled_prompt_embeds = repeat(run, "pooled_prompt_embeds", pooled, encoded)
-        encoded = encode_text(run, "text_encoder_2", q.tokens)
-        v.prompt_embeds = repeat(run, "prompt_embeds", (batch, q.tokens, q.pipeline.width), encoded)
-        if "text_encoder" not in run.parts:
-            v.pooled_prompt_embeds = run.tensor("pooled_prompt_embeds", pooled)
-
-
-def prepare_flux(run: _PhaseRun, patches: int) -> None:
-    """Make the inputs of FLUX.1's transformer besides latents and prompts. patches: of all images together."""
-    q, v = run.request, run.v
-    v.text_ids = run.tensor("text_ids", (q.tokens, 3))
-    v.latent_image_ids = run.tensor("latent_image_ids", (patches, 3))
-    v.timestep = run.tensor("timestep", (q.batch,))
-    if q.pipeline.guidance_embeds:
-        v.guidance = run.tensor("guidance", (1,), "float32")
-
-
-def encode_image(run: _PhaseRun) -> None:
-    """Begin image-to-image: make the image's latents, and noise to add to them."""
-    q, v, dtype = run.request, run.v, run.parts["vae"].dtype
-    v.init_image = run.tensor("init_image", (q.batch, 3, q.height, q.width), dtype)
-    v.init_latents = run.encode(v.init_image)
-    v.noise = run.tensor("noise", run.latent_shape, dtype)
-
-
-def prepare_latents(run: _PhaseRun, dtype: str | None = None) -> None:
-    """Make ``timesteps`` and ``latents``."""
-    run.v.timesteps = run.tensor("timesteps", (run.request.steps,), "float32")
-    run.v.latents = run.tensor("latents", run.latent_shape, dtype)
-
-
-def guide(run: _PhaseRun, shape: Sequence[int] = ()) -> None:
-    """``noise_pred_uncond + guidance_scale * (noise_pred_text - noise_pred_uncond)``. shape: or the latents'."""
-    v, latent = run.v, shape or run.latent_shape
-    v.noise_pred_uncond = v.noise_pred_text = v.noise_pred  # ``noise_pred.chunk(2)``: two views of it
-    difference = run.tensor("noise_pred_text - noise_pred_uncond", latent)
-    scaled = run.tensor("guidance_scale * ...", latent)
-    run.drop(difference)
-    v.noise_pred = run.tensor("noise_pred", latent)
-    run.drop(scaled)
-
-
-def step_scheduler(run: _PhaseRun, dtype: str | None = None) -> None:
-    """``latents = scheduler.step(noise_pred, t, latents)``, which needs two temporary tensors in float32."""
-    temporary = [run.tensor("scheduler.step", run.latent_shape, "float32") for _ in range(2)]
-    run.v.latents = run.tensor("latents", run.latent_shape, dtype)
-    run.drop(*temporary)
-
-
-def decode_image(run: _PhaseRun) -> None:
-    """``upcast_vae``, ``latents = latents / scaling_factor``, ``image = vae.decode(latents)``, the postprocessing."""
-    v, dtype = run.v, run.upcast()
-    if dtype != run.parts["vae"].dtype:
-        v.latents = run.tensor(f"latents in {dtype}", run.latent_shape, dtype)
-    v.latents = run.tensor("latents / scaling_factor", run.latent_shape, dtype)
-    v.image = run.decode(v.latents)
-    postprocess(run, "image")
-
-
-def postprocess(run: _PhaseRun, variable: str) -> None:
-    """Play ``image_processor.postprocess``: it scales the variable's image from -1..1 to 0..1."""
-    q, vae = run.request, run.parts["vae"]
-    for name in () if "vae" in q.on_cpu else ("image * 0.5", "image * 0.5 + 0.5", "image, clamped"):
-        dtype = "float32" if vae.upcast else vae.dtype
-        setattr(run.v, variable, run.tensor(name, (q.batch, 3, q.height, q.width), dtype))
-
-
-def check_safety(run: _PhaseRun) -> None:
-    """Play ``run_safety_checker``: the checker sees the picture at 224x224."""
-    q, v, vae = run.request, run.v, run.parts["vae"]
-    v.picture = v.image
-    postprocess(run, "picture")
-    del v.picture
-    v.clip_input = run.tensor("clip_input", (q.batch, 3, 224, 224), "float32" if vae.upcast else vae.dtype)
-    v.checked = run.call("safety_checker", n=q.batch)

@@ -13,6 +13,7 @@ from typing import Any
 from vaemem import _core
 from vaemem._common import DTYPES, ELEMENT_BYTES, choose, meant, whole
 from vaemem._errors import ArgumentError, Named, inside
+from vaemem.engine.configs import config_of
 from vaemem.engine.limits import parse_size
 from vaemem.engine.weights import tensor_types
 from vaemem.pipelines import programs
@@ -206,7 +207,7 @@ def _groups_of(component: str, blocks: int) -> tuple[Group, ...]:
 
 def _has_blocks(component: str) -> bool:
     """Tell whether it is an AutoencoderKL."""
-    return component in shipped_models() and not architecture(component).get("patch_size")
+    return component in shipped_models() and config_of(architecture(component))["_class_name"] == "AutoencoderKL"
 
 
 @functools.lru_cache(maxsize=32)
@@ -330,7 +331,7 @@ class PipelineRequest(Request):
 
     @property
     def groups_vae(self) -> bool:
-        """Whether block_level can offload its VAE: AutoencoderKL names its blocks, and AutoencoderKLFlux2 does not."""
+        """Whether block_level can offload its VAE: only AutoencoderKL, of the classes here, names its blocks."""
         return _has_blocks(self.part("vae").component)
 
     def run_with(self, offload: Any, vae: str, vae_memory_limit: int | str | None = None) -> PipelineRequest:
@@ -449,7 +450,7 @@ def resolve_pipeline(given: PipelineArguments, card: Card, software: Software) -
         needed = f"0.{known.since} or later for {pipeline}, which was not read in older releases"
         raise ArgumentError("diffusers_version", needed, repr(software.diffusers_version))
     if given.image and not known.begins:
-        why = "takes an image in every call" if known.encodes else "takes images as tokens"
+        why = "takes an image in every call" if known.encodes else "is not known to begin with an image"
         raise ArgumentError("image", f"False with {pipeline}, which {why}", "True")
     dtype = known.dtype if given.dtype is None else meant("dtype", given.dtype, DTYPES)
     height, width = given.height, given.width

@@ -43,7 +43,7 @@ SMALLER = ("Q8_0", "nf4")  # GGUF's and bitsandbytes'
 def plan_pipeline(
     pipeline: str, height: int, width: int, batch: int = 1, *, memory: int | str | None = None,
     host_memory: int | str | None = None, gpu: str | Gpu | None = None, runtime: PlannedRuntime = "diffusers",
-    prompt_tokens: int | None = None, guidance: bool = True, image: bool = False, steps: int | None = None,
+    prompt_tokens: int | None = None, guidance: bool | None = None, image: bool = False, steps: int | None = None,
     dtype: Dtype | None = None, components: Mapping[str, Any] | None = None,
     types: str | Sequence[str | None] | None = None, used: int | str = 0,
     calibrate: Mapping[str, float] | None = None, time_limit: float | None = None, flash: bool = False,
@@ -124,8 +124,8 @@ def plan_pipeline(
     taken = tuple(filter(None, [shared_note(pipeline, "pipeline")]))
     pipeline = known_pipeline("pipeline", pipeline)
     runtime = meant("runtime", runtime, PLANNED_RUNTIMES)
-    guidance, image, flash = flag("guidance", guidance), flag("image", image), flag("flash", flash)
-    safe = flag("safe", safe)
+    image, flash, safe = flag("image", image), flag("flash", flash), flag("safe", safe)
+    guidance = not PIPELINES[pipeline].unguided if guidance is None else flag("guidance", guidance)
     refuse(
         runtime, prompt_tokens=prompt_tokens, steps=steps, dtype=dtype, cudnn_version=cudnn_version,
         torch_version=torch_version, diffusers_version=diffusers_version, gpu=gpu, host_memory=host_memory,

@@ -385,7 +385,11 @@ def _notes(q: PipelineRequest) -> Iterator[str]:
         if part.working and not part.has(SIXTEEN_BITS):
             yield f"{part.role}: unpacked weights are counted for the running layer; other temporaries are not"
         if part.role == "vae" and q.tile not in (0, usual_tile(part.component)):
-            yield f"vae: for these tiles set vae.tile_sample_min_size = {q.tile} and tile_latent_min_size to an eighth"
+            side, stride = q.tile, 3 * q.tile // 4
+            code = f"set vae.tile_sample_min_size = {side} and tile_latent_min_size to an eighth"
+            if part.component == "qwen-image":
+                code = f"call vae.enable_tiling({side}, {side}, {stride}, {stride})"
+            yield f"vae: for these tiles {code}"
         is_converted = part.upcast or q.vae == "vaemem" or not q.pipeline.upcasts
         if part.component in OVERFLOWING and part.dtype == "float16" and not is_converted:
             yield f"vae: {FIXED} in float16; SDXL's own VAE overflows there and gives black pictures"
@@ -453,8 +457,8 @@ class GraphPrediction(_Phases):
 
 @overload
 def predict_pipeline(
-    pipeline: str, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None, guidance: bool = True,
-    dtype: Dtype | None = None, *, components: Mapping[str, Any] | None = None,
+    pipeline: str, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None,
+    guidance: bool | None = None, dtype: Dtype | None = None, *, components: Mapping[str, Any] | None = None,
     offload: str | Mapping[str, Any] = "none", vae: str = "whole", vae_memory_limit: int | str | None = None,
     image: bool = False, steps: int | None = None, gpu: str | None = None, memory: int | str | None = None,
     used: int | str = 0, cudnn_version: str | None = None, torch_version: str | None = None,
@@ -465,8 +469,8 @@ def predict_pipeline(
 
 @overload
 def predict_pipeline(
-    pipeline: str, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None, guidance: bool = True,
-    *, runtime: Literal["sd.cpp"], components: Mapping[str, Any] | None = None,
+    pipeline: str, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None,
+    guidance: bool | None = None, *, runtime: Literal["sd.cpp"], components: Mapping[str, Any] | None = None,
     offload: str | Mapping[str, Any] = "none", vae: str = "whole", steps: int | None = None, gpu: str | None = None,
     memory: int | str | None = None, used: int | str = 0, safe: bool = False, os: str = "linux",
 ) -> GraphPrediction: ...  # fmt: skip
@@ -474,8 +478,8 @@ def predict_pipeline(
 
 @shared
 def predict_pipeline(
-    pipeline: str, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None, guidance: bool = True,
-    dtype: Dtype | None = None, *, components: Mapping[str, Any] | None = None,
+    pipeline: str, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None,
+    guidance: bool | None = None, dtype: Dtype | None = None, *, components: Mapping[str, Any] | None = None,
     offload: str | Mapping[str, Any] = "none", vae: str = "whole", vae_memory_limit: int | str | None = None,
     image: bool = False, steps: int | None = None, gpu: str | None = None, memory: int | str | None = None,
     used: int | str = 0, cudnn_version: str | None = None, torch_version: str | None = None,
@@ -542,8 +546,8 @@ def predict_pipeline(
     model_note = shared_note(pipeline, "pipeline")
     pipeline = known_pipeline("pipeline", pipeline)
     runtime = meant("runtime", runtime, PREDICTED_RUNTIMES)
-    guidance, image = flag("guidance", guidance), flag("image", image)
-    kind = PIPELINES[pipeline]
+    kind, image = PIPELINES[pipeline], flag("image", image)
+    guidance = not kind.unguided if guidance is None else flag("guidance", guidance)
     steps = kind.steps if steps is None else whole("steps", steps)
     if runtime == "sd.cpp":
         from vaemem.sdcpp import graphs, running  # a third of this module's import

@@ -30,9 +30,12 @@ def vae_code(vae: str, limit: int | str | None = None, class_name: str = "Autoen
     if how == "vaemem":
         made = f"pipe.vae = {class_name}.from_module(pipe.vae, memory_limit={_quoted(limit)})"
         return [f"from vaemem.pytorch import {class_name}", made]
-    sides = f"{side}, {int(side or 0) // VAE_STRIDE}"
-    tiles = [f"pipe.vae.tile_sample_min_size, pipe.vae.tile_latent_min_size = {sides}"] * bool(side)
-    return ["pipe.vae.enable_tiling()", *tiles] if how == "tiled" else []
+    if how != "tiled" or not side:
+        return ["pipe.vae.enable_tiling()"] * (how == "tiled")
+    if class_name == "AutoencoderKLQwenImage":  # its tiles share a quarter, as AutoencoderKL's do
+        return [f"pipe.vae.enable_tiling({side}, {side}, {3 * int(side) // 4}, {3 * int(side) // 4})"]
+    sides = f"{side}, {int(side) // VAE_STRIDE}"
+    return ["pipe.vae.enable_tiling()", f"pipe.vae.tile_sample_min_size, pipe.vae.tile_latent_min_size = {sides}"]
 
 
 def roles_on_cpu(offload: str | Mapping[str, Any]) -> list[str]:

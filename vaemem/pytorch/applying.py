@@ -29,7 +29,10 @@ from vaemem.pytorch.measuring import find_device
 _GROUP_HOOKS = ("group_offloading", "layer_execution_tracker", "lazy_prefetch_group_offloading")
 _SETTINGS = {"offload": "none", "vae": "whole", "components": None, "vae_memory_limit": None, "dtype": None}
 _ROLES = {role for kind in PIPELINES.values() for role in kind.parts}
-_TILES = ("use_tiling", "use_slicing", "tile_sample_min_size", "tile_latent_min_size")
+_TILES = (
+    "use_tiling", "use_slicing", "tile_sample_min_size", "tile_latent_min_size", "tile_sample_min_height",
+    "tile_sample_min_width", "tile_sample_stride_height", "tile_sample_stride_width",
+)  # fmt: skip
 _OFFLOADS = {
     "none": "every component is on {}",
     "model": "each component is on {} for its call",

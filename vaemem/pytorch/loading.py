@@ -27,7 +27,7 @@ from vaemem.pytorch.measuring import find_device, vae_builder
 # Configurations are those in config.json of the published folders, without the classes' defaults:
 # stable-diffusion-v1-5, stabilityai/stable-diffusion-xl-base-1.0, black-forest-labs/FLUX.1-dev and FLUX.1-schnell,
 # Tongyi-MAI/Z-Image-Turbo, black-forest-labs/FLUX.2-dev, FLUX.2-klein-4B and -9B. SD 3.5's were read in copies. The
-# others give the published numbers of parameters (tests/test_programs.py).
+# others give the published numbers of parameters (tests/test_programs.py); Qwen-Image's are the class's defaults.
 
 
 def _make(class_name: str, config_name: str = "", **settings: Any) -> Any:
@@ -69,6 +69,14 @@ _QWEN3: dict[str, Any] = {
     "config_name": "transformers:Qwen3Config", "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728,
     "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
     "max_position_embeddings": 40960, "rope_theta": 1000000, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+}  # fmt: skip
+_QWEN_VL: dict[str, Any] = {
+    "config_name": "transformers:Qwen2_5_VLConfig", "tie_word_embeddings": False,
+    "text_config": dict(
+        vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+        num_key_value_heads=4, max_position_embeddings=128000, rms_norm_eps=1e-6,
+        rope_parameters=dict(rope_type="default", rope_theta=1e6, mrope_section=[16, 24, 24])),
+    "vision_config": dict(hidden_size=1280, out_hidden_size=3584),
 }  # fmt: skip
 # Functions that make each component, in the default dtype on the default device.
 BUILDERS: dict[str, Callable[[], Any]] = {
@@ -138,6 +146,8 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "pixart-sigma-transformer": partial(
         _cast, "diffusers:PixArtTransformer2DModel", sample_size=128, out_channels=8, caption_channels=4096,
         interpolation_scale=2, use_additional_conditions=False),
+    "qwen-image-transformer": partial(_make, "diffusers:QwenImageTransformer2DModel"),
+    "qwen2.5-vl-7b": partial(_make, "transformers:Qwen2_5_VLForConditionalGeneration", **_QWEN_VL),
     "flux2-transformer": partial(_make, _FLUX2),
     "flux2-klein-transformer": partial(
         _make, _FLUX2, num_layers=5, num_single_layers=20, num_attention_heads=24, joint_attention_dim=7680,
@@ -188,7 +198,7 @@ def _random_pipeline(name: str, dtype: str) -> Any:
         if role in kind.encoders:
             length = CLIP_TOKENS if component in CLIPS else 512
             parts[role.replace("text_encoder", "tokenizer")] = _tokenizer(length)
-    shifted = "flux", "flux-kontext", "flux-fill"
+    shifted = "flux", "flux-kontext", "flux-fill", "qwen-image"
     flow = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=name in shifted)
     betas = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
     parts["scheduler"] = {

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 import os
 import sys
 import time
@@ -22,13 +23,13 @@ import torch
 from vaemem._common import MIB, __version__, whole
 from vaemem._errors import ArgumentError, ArgumentTypeError
 from vaemem._render import Bullets, Columns, Facts, Sheet, Shown, Sizer
-from vaemem.pipelines.components import PIPELINES, VAE_STRIDE, weights_of
+from vaemem.pipelines.components import PIPELINES, VAE_STRIDE, Pipeline, weights_of
 from vaemem.pipelines.pipeline_request import Part, PipelineArguments, PipelineRequest, image_sides, resolve_pipeline
 from vaemem.pipelines.predict_pipeline import PipelinePrediction
 from vaemem.prediction.gpus import CONTEXT
 from vaemem.prediction.planned import Phase
 from vaemem.prediction.request import Card, Software, find_card, usual_tile
-from vaemem.prediction.runtimes import LAST_DIFFUSERS, diffusers_release
+from vaemem.prediction.runtimes import LAST_DIFFUSERS, diffusers_release, shipped_models
 from vaemem.pytorch.converting import convert
 from vaemem.pytorch.measuring import CpuMeter, CudaMeter, cudnn_version, find_device, what_ran
 from vaemem.tables.table import Table
@@ -41,7 +42,7 @@ _HARMLESS = {
 # Attention processors that use PyTorch's own attention, as in the recorded modules.
 _PROCESSORS = {
     "AttnProcessor2_0", "FluxAttnProcessor2_0", "FluxAttnProcessor", "JointAttnProcessor2_0",
-    "ZSingleStreamAttnProcessor",
+    "ZSingleStreamAttnProcessor", "QwenDoubleStreamAttnProcessor2_0",
 }  # fmt: skip
 _COUNTERS = ("allocated", "reserved")
 
@@ -360,8 +361,11 @@ def _has_weights(module: Any, part: Part) -> bool:
     return stored == Counter((tuple(tensor.shape), tensor.nbytes) for tensor in _tensors(module))
 
 
-def _request(pipe: Any, seen: Seen, card: Card, software: Software, **facts: Any) -> PipelineRequest:
-    """Make the request to `vaemem.predict_pipeline` for this pipeline; a ValueError says why there is none."""
+def _request(
+    pipe: Any, seen: Seen, card: Card, software: Software, call: Mapping[str, Any], **facts: Any
+) -> PipelineRequest:
+    """Make the request to `vaemem.predict_pipeline` for this pipeline; a ValueError says why there is none. call: the
+    arguments of the pipeline's call"""
     modules, class_name = _modules(pipe), type(pipe).__name__.replace("Img2Img", "")
     unlike: list[tuple[int, str]] = []  # of each pipeline with that class: how many parts differ, and the first
     for name, kind in PIPELINES.items():
@@ -376,16 +380,12 @@ def _request(pipe: Any, seen: Seen, card: Card, software: Software, **facts: Any
         facts["image"] = facts["image"] and not kind.encodes
         given = PipelineArguments(
             name, prompt_tokens=seen.tokens - kind.joined, components=components,
-            guidance=seen.images == 2 * facts["batch"], dtype=_dtype(_denoiser(pipe)), **facts,
+            guidance=_is_guided(kind, seen, call, facts["batch"]), dtype=_dtype(_denoiser(pipe)), **facts,
         )  # fmt: skip
         request = resolve_pipeline(given, card, software)
-        images = facts["batch"] * (2 if kind.guides and request.guidance else 1)
-        numbers = (
-            kind.inputs
-            * pipe.vae.config.latent_channels
-            * (facts["height"] // VAE_STRIDE)
-            * (facts["width"] // VAE_STRIDE)
-        )
+        images = facts["batch"] * (2 if kind.guides and request.guidance and not kind.apart else 1)
+        channels = shipped_models()[kind.parts["vae"]]["latent_channels"]
+        numbers = kind.inputs * channels * (facts["height"] // VAE_STRIDE) * (facts["width"] // VAE_STRIDE)
         if other := [part for part in request.parts if not _has_weights(modules[part.role], part)]:
             unlike.append((len(other), f"{other[0].role} has other weights than {other[0].component}"))
         elif (seen.images, seen.numbers) != (images, numbers):
@@ -394,6 +394,22 @@ def _request(pipe: Any, seen: Seen, card: Card, software: Software, **facts: Any
         else:
             return request
     raise ValueError(min(unlike)[1] if unlike else f"vaemem does not know the pipeline {type(pipe).__name__}")
+
+
+def _is_guided(kind: Pipeline, seen: Seen, call: Mapping[str, Any], batch: int) -> bool:
+    """Return whether the pipeline's call has guidance."""
+    if not kind.apart:
+        return seen.images == 2 * batch
+    return call.get("negative_prompt") is not None if kind.unguided else call.get("guidance_scale", math.inf) > 1
+
+
+def _tiles_of(vae: Any) -> tuple[int, float]:
+    """Return the side of a VAE's tiles and the part that they share; zeros if height and width differ."""
+    if hasattr(vae, "tile_overlap_factor"):
+        return vae.tile_sample_min_size, vae.tile_overlap_factor
+    sides = {vae.tile_sample_min_height, vae.tile_sample_min_width}
+    strides = {vae.tile_sample_stride_height, vae.tile_sample_stride_width}
+    return (max(sides), 1 - max(strides) / max(sides)) if len(sides) == len(strides) == 1 else (0, 0.0)
 
 
 def _find_release(class_name: str) -> tuple[str | None, list[str]]:
@@ -424,9 +440,10 @@ def _predict_phases(
     )  # fmt: skip
     about, system = torch.cuda.get_device_properties(place), "windows" if sys.platform == "win32" else "linux"
     card, sizes = find_card(about.name, about.total_memory, used, system), ("height", "width", "batch", "steps")
-    request = _request(pipe, seen, card, software, image="image" in call, **{name: facts[name] for name in sizes})
+    asked = {name: facts[name] for name in sizes}
+    request = _request(pipe, seen, card, software, call, image="image" in call, **asked)
     tile = usual_tile(request.part("vae").component)
-    if facts["vae"] == "tiled" and (pipe.vae.tile_sample_min_size, pipe.vae.tile_overlap_factor) != (tile, 0.25):
+    if facts["vae"] == "tiled" and _tiles_of(pipe.vae) != (tile, 0.25):
         raise ValueError(f"its tiles do not have {tile} pixels a side with an overlap of a quarter")
     prediction = PipelinePrediction(request.run_with(facts["offload"], facts["vae"]))
     notes += prediction.notes
