@@ -131,6 +131,24 @@ def _flux_call(sizes: Sizes, dtype: torch.dtype, guidance: bool, channels: int =
     }  # fmt: skip
 
 
+# Chroma's mask has a row and a column for each token of the prompt and of the picture.
+CHROMA_POINTS = [
+    *FLUX_POINTS,
+    *points("n h w t", (1, 80, 56, 128), (1, 40, 40, 440), (1, 112, 66, 200), (2, 128, 128, 512), (4, 30, 44, 333)),
+]
+CHROMA_MONOMIALS = products(["", "n"], ["", "t", "h1 w1", "t t", "t h1 w1", "h1 w1 h1 w1"])
+
+
+def _chroma_call(sizes: Sizes, dtype: torch.dtype) -> Call:
+    n, t, patches = sizes["n"], sizes["t"], sizes["h"] // 2 * (sizes["w"] // 2)
+    return (), {
+        "hidden_states": torch.empty(n, patches, 64, dtype=dtype), "timestep": torch.empty(n, dtype=dtype),
+        "encoder_hidden_states": torch.empty(n, t, 4096, dtype=dtype), "txt_ids": torch.empty(t, 3, dtype=dtype),
+        "img_ids": torch.empty(patches, 3, dtype=dtype), "attention_mask": torch.empty(n, t + patches, dtype=dtype),
+        "joint_attention_kwargs": {}, "return_dict": False,
+    }  # fmt: skip
+
+
 def _sd3_call(sizes: Sizes, dtype: torch.dtype) -> Call:
     n = sizes["n"]
     return (), {
@@ -437,6 +455,11 @@ MODULES = {
         " t tokens", BUILDERS["pixart-sigma-transformer"],
         _pixart_call, PIXART_POINTS, PIXART_CHECKS, [*PATCH_MONOMIALS, "h", "w", "h1", "w1"], PATCHES,
         (*SINGLE, *EVEN, PIXART_OWN), dtypes=HALF,
+    ),
+    "chroma-transformer": Module(
+        "ChromaTransformer2DModel of Chroma1-HD; n images, an even latent h x w, t tokens",
+        BUILDERS["chroma-transformer"],
+        _chroma_call, CHROMA_POINTS, FLUX_CHECKS, CHROMA_MONOMIALS, PATCHES, (*SINGLE, *EVEN), dtypes=HALF,
     ),
     "qwen-image-transformer": Module(
         "QwenImageTransformer2DModel of Qwen-Image; n images, an even latent h x w, t tokens; not the first call, which"

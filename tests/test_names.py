@@ -127,7 +127,7 @@ SHARED = [
     ("SG161222/RealVisXL_V4.0", "sdxl", "sdxl"), ("SG161222/RealVisXL_V5.0", "sdxl", "sdxl"),
     ("lodestones/Chroma1-HD", "flux", ""), ("Alpha-VLLM/Lumina-Image-2.0", "flux", ""),
     ("HiDream-ai/HiDream-I1-Full", "flux", ""), ("Qwen/Qwen-Image-Edit-2511", "qwen-image", ""),
-    ("Qwen/Qwen-Image", "qwen-image", "qwen-image"), ("Qwen/Qwen-Image-2512", "qwen-image", "qwen-image"),
+    ("Qwen/Qwen-Image-2512", "qwen-image", "qwen-image"),
     ("Wan-AI/Wan2.2-T2V-A14B-Diffusers", "wan2.1", ""), ("wan-ai/wan2.2-i2v-a14b", "wan2.1", ""),
     ("someone/FLUX.1-dev", "flux", "flux"), ("stabilityai/stable-diffusion-3.5-large-turbo", "sd3", "sd35-large"),
 ]  # fmt: skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -30,8 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_vaes import RELEASE, OneFrame, diffusers_vae
 
 from vaemem import SimulatedProcess, _core, predict_pipeline
-from vaemem.pipelines.components import PIPELINES
-from vaemem.pipelines.steps import QWEN_TEMPLATE
+from vaemem.pipelines.components import PIPELINES, count_seen
+from vaemem.pipelines.steps import QWEN_EDIT_TEMPLATE, QWEN_PATCH, QWEN_TEMPLATE
 from vaemem.prediction.profiles import Conv
 from vaemem.pytorch import record
 
@@ -117,6 +118,9 @@ def built(name):
     elif name == "qwen-image":
         pipeline = diffusers.QwenImagePipeline(**parts, **none)
         without_values(pipeline)
+    elif name == "qwen-image-edit":
+        pipeline = diffusers.QwenImageEditPipeline(**parts, **none, processor=None)
+        without_encoding(pipeline, kind)
     elif name.startswith("sd3"):
         parts["vae"].register_to_config(shift_factor=0.0609)
         pipeline = diffusers.StableDiffusion3Pipeline(**parts, **none, tokenizer_2=None, tokenizer_3=None)
@@ -141,6 +145,23 @@ def without_values(pipeline):
     pipeline._get_qwen_prompt_embeds = lambda *given: (encode(*given)[0], None)
 
 
+def without_encoding(pipeline, kind):
+    """Let Qwen-Image-Edit's pipeline encode as many tokens without an image, whose encoder looks at its values."""
+
+    def encode(prompt, image, device):
+        seen = count_seen(*image.size)
+        ids = torch.zeros(1, QWEN_EDIT_TEMPLATE + kind.tokens + kind.joined + seen, dtype=torch.int64, device=device)
+        mask, pixels = torch.ones_like(ids), torch.zeros(4 * seen, QWEN_PATCH, device=device)
+        output = pipeline.text_encoder(input_ids=ids, attention_mask=mask, output_hidden_states=True)
+        selected = output.hidden_states[-1].clone()
+        del pixels
+        return torch.stack([torch.cat([selected[0, QWEN_EDIT_TEMPLATE:]])]), None
+
+    pipeline._get_qwen_prompt_embeds = encode
+    pipeline.image_processor = Images()
+    pipeline.image_processor.preprocess = lambda image, height, width: torch.zeros(1, 3, height, width)
+
+
 CASES = {  # {pipeline: ((output_type, last phase, steps, GPU, side, MiB that reserved memory may be off), ...)}
     "sd15": (("latent", "denoise", 2, "T4", 512), ("pt", "decode", 2, "T4", 512)),
     "sd21": (("pt", "decode", 2, "T4", 768),),
@@ -150,6 +171,7 @@ CASES = {  # {pipeline: ((output_type, last phase, steps, GPU, side, MiB that re
     "sd35-medium": (("latent", "denoise", 1, "RTX 4090", 1024),),
     "pixart-sigma": (("latent", "denoise", 2, "T4", 1024), ("pt", "decode", 1, "RTX 4090", 768)),
     "qwen-image": (("latent", "denoise", 2, "H200", 1024), ("pt", "decode", 1, "H200", 768)),
+    "qwen-image-edit": (("latent", "encode image", 1, "H200", 512), ("latent", "denoise", 1, "H200", 1024, 4)),
     "flux": (("pt", "decode", 1, "H200", 768),),
     "flux-kontext": (("latent", "encode image", 1, "RTX 4090", 1024), ("latent", "denoise", 1, "RTX 4090", 1024, 2)),
     "flux-fill": (("latent", "encode image", 1, "RTX 4090", 768), ("latent", "denoise", 1, "RTX 4090", 1024, 4)),
@@ -166,6 +188,7 @@ def more(name, side):
         "sdxl-refiner": {"strength": 1.0},
         "pixart-sigma": {"use_resolution_binning": False},
         "qwen-image": {"negative_prompt": "x"},
+        "qwen-image-edit": {"image": SimpleNamespace(size=(1024, 1024)), "negative_prompt": "x"},
         "flux-kontext": {"max_area": side**2},
         "flux-fill": {"mask_image": torch.zeros(1, 1, side, side)},
     }.get(name, {})

@@ -53,8 +53,8 @@ diffusers_version : str, optional
 pipeline : str
     ``"sd15"``, ``"sd21"``, ``"sdxl"``, ``"sdxl-refiner"``, ``"sd3"``, ``"sd35-medium"``, ``"sd35-large"``,
     ``"pixart-sigma"``, ``"flux"``, ``"flux-schnell"``, ``"flux-kontext"``, ``"flux-fill"``, ``"qwen-image"``,
-    ``"zimage-turbo"``, ``"flux2"``, ``"flux2-klein"`` or ``"flux2-klein-9b"``; or a model with the same modules, such
-    as ``"RunDiffusion/Juggernaut-XL-v9"``.
+    ``"qwen-image-edit"``, ``"zimage-turbo"``, ``"flux2"``, ``"flux2-klein"`` or ``"flux2-klein-9b"``; or a model with
+    the same modules, such as ``"RunDiffusion/Juggernaut-XL-v9"``.
 prompt_tokens : int, optional
     The prompt's length, at most 8192. The default is 77, or the pipeline's max_sequence_length: 512 for FLUX, 256 for
     SD 3 (of T5's prompt), 300 for PixArt-Sigma. SD 1.5, SD 2.1 and SDXL pad to 77 and encode longer prompts in parts of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -42,6 +43,7 @@ class Pipeline(NamedTuple):
     most_side: the image's longest side in pixels, if the denoiser has no positions beyond it
     joined: tokens that the denoiser gets besides `tokens`: CLIP's, or the end of a template
     inputs: how many times as many numbers as the picture's latents the denoiser gets: those of other images too
+    sees: whether its text encoder gets the image too, whose tokens the denoiser gets with the prompt's
     sized: an argument of the pipeline's call; without it the picture has about 1024x1024 pixels, whatever was asked
     """
 
@@ -64,6 +66,7 @@ class Pipeline(NamedTuple):
     most_side: int = MOST_SIDE
     joined: int = 0
     inputs: int = 1
+    sees: bool = False
     sized: str = ""
 
     @property
@@ -101,6 +104,17 @@ class Pipeline(NamedTuple):
         return [role for role in self.parts if role.startswith("text_encoder")]
 
 
+def scale_edited(height: int, width: int) -> tuple[int, int]:
+    """Return the sides of an image of these proportions as Qwen-Image-Edit scales it: about 1024x1024 pixels."""
+    wide = math.sqrt(1024 * 1024 * width / height)
+    return round(wide * height / width / 32) * 32, round(wide / 32) * 32
+
+
+def count_seen(height: int, width: int) -> int:
+    """Count the tokens of an image for Qwen2.5-VL, which takes 28x28 pixels as one."""
+    return round(height / 28) * round(width / 28)
+
+
 _FLUX = Pipeline(
     about="FluxPipeline of black-forest-labs/FLUX.1-dev",
     parts={"text_encoder": "clip-l-flux", "text_encoder_2": "t5-xxl", "transformer": "flux-transformer", "vae": "flux"},
@@ -116,6 +130,12 @@ _FLUX2 = Pipeline(
 _KLEIN = _FLUX2._replace(
     about="Flux2KleinPipeline of black-forest-labs/FLUX.2-klein-4B", width=7680, steps=4, guidance_embeds=False,
     parts={**_FLUX2.parts, "text_encoder": "qwen3-4b-flux2", "transformer": "flux2-klein-transformer"},
+)  # fmt: skip
+_QWEN = Pipeline(
+    about="QwenImagePipeline of Qwen/Qwen-Image",
+    parts={"text_encoder": "qwen2.5-vl-7b", "transformer": "qwen-image-transformer", "vae": "qwen-image"},
+    dtype="bfloat16", width=3584, tokens=77, most_tokens=MOST_SEQUENCE, steps=50, guides=True, apart=True,
+    unguided=True, begins=False, floors=True, since=42, joined=5,
 )  # fmt: skip
 _SD3 = Pipeline(
     about="StableDiffusion3Pipeline of stabilityai/stable-diffusion-3-medium-diffusers",
@@ -174,11 +194,9 @@ PIPELINES = {
         about="FluxFillPipeline of black-forest-labs/FLUX.1-Fill-dev", begins=False, inputs=6, steps=50, since=42,
         parts={**_FLUX.parts, "transformer": "flux-fill-transformer"},
     ),
-    "qwen-image": Pipeline(
-        about="QwenImagePipeline of Qwen/Qwen-Image",
-        parts={"text_encoder": "qwen2.5-vl-7b", "transformer": "qwen-image-transformer", "vae": "qwen-image"},
-        dtype="bfloat16", width=3584, tokens=77, most_tokens=MOST_SEQUENCE, steps=50, guides=True, apart=True,
-        unguided=True, begins=False, floors=True, since=42, joined=5,
+    "qwen-image": _QWEN,
+    "qwen-image-edit": _QWEN._replace(
+        about="QwenImageEditPipeline of Qwen/Qwen-Image-Edit", inputs=2, joined=7, sees=True,
     ),
     "zimage-turbo": Pipeline(
         about="ZImagePipeline of Tongyi-MAI/Z-Image-Turbo",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from vaemem.pipelines.components import CLIP_TOKENS, MOST_SEQUENCE
+from vaemem.pipelines.components import CLIP_TOKENS, MOST_SEQUENCE, VAE_STRIDE, count_seen, scale_edited
 from vaemem.pipelines.steps import (
     PhaseRun,
     check_safety,
@@ -18,20 +18,18 @@ from vaemem.pipelines.steps import (
     decode_image,
     decode_qwen_image,
     denoise_by_unet,
+    denoise_qwen,
     encode_flux_prompt,
     encode_image,
     encode_qwen_prompt,
     encode_sdxl_prompt,
     encode_text,
     guide,
-    guide_by_norm,
     join_sdxl_prompts,
     load_components,
     postprocess,
     prepare_flux,
     prepare_latents,
-    prepare_qwen_tables,
-    qwen_tokens,
     repeat,
     step_scheduler,
 )
@@ -306,7 +304,7 @@ def play_flux_fill(run: PhaseRun) -> None:
 
 def play_qwen_image(run: PhaseRun) -> None:
     """Play QwenImagePipeline. Guidance is a second call of the transformer, with a negative prompt of equal length."""
-    q, v, (batch, _, h, w) = run.request, run.v, run.latent_shape
+    q, (_, _, h, w) = run.request, run.latent_shape
 
     load_components(run)
 
@@ -316,16 +314,36 @@ def play_qwen_image(run: PhaseRun) -> None:
 
     with run.phase("denoise", "transformer"):
         prepare_latents(run)
-        prepare_qwen_tables(run, h // 2 * (w // 2))
-        for _ in run.steps(q.steps):
-            v.timestep = run.tensor("timestep", (batch,))
-            for variable in ("noise_pred", "neg_noise_pred") if q.guidance else ("noise_pred",):
-                divided = run.tensor("timestep / 1000", (batch,))
-                setattr(v, variable, run.call("transformer", n=batch, h=h, w=w, t=qwen_tokens(run)))
-                run.drop(divided)
-            if q.guidance:
-                guide_by_norm(run)
-            step_scheduler(run)
+        denoise_qwen(run, (h, w))
+
+    with run.phase("decode", "vae"):
+        decode_qwen_image(run)
+
+
+def play_qwen_image_edit(run: PhaseRun) -> None:
+    """Play QwenImageEditPipeline with an image of the picture's proportions. The text encoder's vision tower is not
+    played: its memory is less than that of the scores for words."""
+    q, v, (batch, channels, h, w) = run.request, run.v, run.latent_shape
+    height, width = scale_edited(q.height, q.width)
+    image_latent = (batch, channels, height // VAE_STRIDE, width // VAE_STRIDE)
+
+    load_components(run)
+
+    with run.phase("encode prompt", "text_encoder"):
+        for kind in ("", "negative_") if q.guidance else ("",):
+            encode_qwen_prompt(run, kind, count_seen(height, width))
+
+    with run.phase("encode image", "vae"):
+        v.image = run.tensor("image", (1, 3, height, width))
+        v.image_latents = run.encode(v.image)
+        v.image_latents = run.tensor("image_latents, normalised", (1, *image_latent[1:]))
+        v.image_latents = run.tensor("image_latents", image_latent)
+        v.image_latents = run.tensor("image_latents, packed", image_latent)
+        del v.image
+
+    with run.phase("denoise", "transformer"):
+        prepare_latents(run)
+        denoise_qwen(run, (h, w), image_latent[2:])
 
     with run.phase("decode", "vae"):
         decode_qwen_image(run)
@@ -401,6 +419,7 @@ PHASES: Mapping[str, Callable[[PhaseRun], None]] = {
     "FluxKontextPipeline": play_flux_kontext,
     "FluxFillPipeline": play_flux_fill,
     "QwenImagePipeline": play_qwen_image,
+    "QwenImageEditPipeline": play_qwen_image_edit,
     "ZImagePipeline": play_z_image,
     "Flux2Pipeline": play_flux2,
     "Flux2KleinPipeline": play_flux2,

@@ -111,7 +111,7 @@ class PipelineRun:
         if part.upcast:
             x = process.elementwise(image, "image", "float32")
         self._convert(vae, "float32")
-        self._count_vae("encode", image.shape[0])
+        self._count_vae("encode", image.shape)
         posterior = self._call_vae(process.encode, vae, x)
         latents = process.sample(posterior)
         scaled = process.elementwise(latents, "latents", part.dtype)
@@ -161,13 +161,14 @@ class PipelineRun:
         assert isinstance(vae, LoadedVAE)
         return vae
 
-    def _count_vae(self, op: str, images: int = 0) -> None:
-        """Count the work of the VAE's call, by any decoder, and the memory that vaemem allocates for it."""
+    def _count_vae(self, op: str, shape: Sequence[int] = ()) -> None:
+        """Count the work of the VAE's call, by any decoder, and the memory that vaemem allocates for it. shape: the
+        images', or the picture's"""
         request, part = self.request, self.parts["vae"]
+        images, _, height, width = shape or (request.batch, 3, request.height, request.width)
         dtype = "float32" if part.upcast and request.vae != "vaemem" else part.dtype
         flops, attended, moved = vae_counts(
-            part.component, op, dtype, request.height, request.width, images or request.batch, request.tile,
-            self.process.diffusers_release,
+            part.component, op, dtype, height, width, images, request.tile, self.process.diffusers_release
         )  # fmt: skip
         if "vae" in request.on_cpu:
             self.process.count(host_flops=flops)

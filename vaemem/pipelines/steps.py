@@ -10,7 +10,9 @@ from vaemem.pipelines.components import CLIP_TOKENS, MOST_SEQUENCE
 from vaemem.pipelines.pipeline_request import PLACES, Part, PipelineRequest
 from vaemem.prediction.held import Tensor, Variables
 
-QWEN_TEMPLATE, QWEN_TOKENS = 34, 1024  # tokens of the template before the prompt; the most after it
+# Tokens of the templates before the part that is kept; the most after it without an image.
+QWEN_TEMPLATE, QWEN_EDIT_TEMPLATE, QWEN_TOKENS = 34, 64, 1024
+QWEN_PATCH = 2 * 3 * 14 * 14  # numbers of a patch of an image, twice in time
 QWEN_PLACES, QWEN_ANGLES = 4096, 128  # of the transformer's tables of positions; 64 complex numbers a place
 
 
@@ -164,25 +166,47 @@ def encode_flux_prompt(run: PhaseRun) -> None:
             v.pooled_prompt_embeds = run.tensor("pooled_prompt_embeds", pooled)
 
 
-def qwen_tokens(run: PhaseRun) -> int:
-    """Count the tokens of a prompt's embeddings: the prompt's and the end of the template's, cut by the pipeline."""
-    return min(run.request.tokens + run.request.pipeline.joined, MOST_SEQUENCE)
-
-
-def encode_qwen_prompt(run: PhaseRun, kind: str) -> None:
-    """Encode a prompt in the template of Qwen-Image's pipelines; keep the tokens from the prompt on."""
+def encode_qwen_prompt(run: PhaseRun, kind: str, seen: int = 0) -> None:
+    """Encode a prompt in the template of Qwen-Image's pipelines; keep the tokens after the instruction. seen: an
+    image's tokens, for whose encoder nothing is played; with an image nothing is cut"""
     q, v, width = run.request, run.v, run.request.pipeline.width
-    tokens = min(q.tokens + q.pipeline.joined, QWEN_TOKENS)
-    whole = tokens + QWEN_TEMPLATE
+    tokens = seen + q.tokens + q.pipeline.joined
+    kept = tokens if seen else min(tokens, MOST_SEQUENCE)
+    tokens = tokens if seen else min(tokens, QWEN_TOKENS)
+    whole = tokens + (QWEN_EDIT_TEMPLATE if seen else QWEN_TEMPLATE)
     if "text_encoder" in run.parts:
         returned = [run.tensor(name, (1, whole), "int64") for name in ("input_ids", "attention_mask")]
+        if seen:
+            returned.append(run.tensor("pixel_values", (4 * seen, QWEN_PATCH), "float32"))
         returned.append(run.call("text_encoder", n=1, t=whole))  # the outputs of all layers, keys, values and logits
         returned.append(run.tensor("selected", (whole, width)))
         joined = run.tensor("split_hidden_states", (tokens, width))
         embeds = run.tensor("prompt_embeds", (1, tokens, width))
         run.drop(joined, *returned)
         setattr(v, f"{kind}prompt_embeds", embeds)
-    setattr(v, f"{kind}prompt_embeds", run.tensor(f"{kind}prompt_embeds", (q.batch, qwen_tokens(run), width)))
+    setattr(v, f"{kind}prompt_embeds", run.tensor(f"{kind}prompt_embeds", (q.batch, kept, width)))
+
+
+def denoise_qwen(run: PhaseRun, *images: tuple[int, int]) -> None:
+    """Play the loop of Qwen-Image's pipelines. images: sides of the latents that the transformer gets, the picture's
+    first"""
+    q, v, (batch, channels, *_) = run.request, run.v, run.latent_shape
+    patches = [h // 2 * (w // 2) for h, w in images]
+    prepare_qwen_tables(run, *patches)
+    for _ in run.steps(q.steps):
+        if len(images) > 1:
+            v.latent_model_input = run.tensor("latent_model_input", (batch, sum(patches), 4 * channels))
+        v.timestep = run.tensor("timestep", (batch,))
+        for kind in ("", "negative_") if q.guidance else ("",):
+            divided = run.tensor("timestep / 1000", (batch,))
+            tokens = getattr(v, f"{kind}prompt_embeds").shape[1]
+            # The recording depends on the number of patches alone.
+            noise = run.call("transformer", n=batch, h=2 * sum(patches), w=2, t=tokens)
+            setattr(v, "neg_noise_pred" if kind else "noise_pred", noise)
+            run.drop(divided)
+        if q.guidance:
+            guide_by_norm(run)
+        step_scheduler(run)
 
 
 def prepare_qwen_tables(run: PhaseRun, *patches: int) -> None:

@@ -146,6 +146,7 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "pixart-sigma-transformer": partial(
         _cast, "diffusers:PixArtTransformer2DModel", sample_size=128, out_channels=8, caption_channels=4096,
         interpolation_scale=2, use_additional_conditions=False),
+    "chroma-transformer": partial(_make, "diffusers:ChromaTransformer2DModel"),
     "qwen-image-transformer": partial(_make, "diffusers:QwenImageTransformer2DModel"),
     "qwen2.5-vl-7b": partial(_make, "transformers:Qwen2_5_VLForConditionalGeneration", **_QWEN_VL),
     "flux2-transformer": partial(_make, _FLUX2),

@@ -23,7 +23,7 @@ import torch
 from vaemem._common import MIB, __version__, whole
 from vaemem._errors import ArgumentError, ArgumentTypeError
 from vaemem._render import Bullets, Columns, Facts, Sheet, Shown, Sizer
-from vaemem.pipelines.components import PIPELINES, VAE_STRIDE, Pipeline, weights_of
+from vaemem.pipelines.components import PIPELINES, VAE_STRIDE, Pipeline, count_seen, scale_edited, weights_of
 from vaemem.pipelines.pipeline_request import Part, PipelineArguments, PipelineRequest, image_sides, resolve_pipeline
 from vaemem.pipelines.predict_pipeline import PipelinePrediction
 from vaemem.prediction.gpus import CONTEXT
@@ -379,7 +379,7 @@ def _request(
             del components["vae"]  # the default for SDXL
         facts["image"] = facts["image"] and not kind.encodes
         given = PipelineArguments(
-            name, prompt_tokens=seen.tokens - kind.joined, components=components,
+            name, prompt_tokens=seen.tokens - kind.joined - _count_seen(kind, facts), components=components,
             guidance=_is_guided(kind, seen, call, facts["batch"]), dtype=_dtype(_denoiser(pipe)), **facts,
         )  # fmt: skip
         request = resolve_pipeline(given, card, software)
@@ -394,6 +394,11 @@ def _request(
         else:
             return request
     raise ValueError(min(unlike)[1] if unlike else f"vaemem does not know the pipeline {type(pipe).__name__}")
+
+
+def _count_seen(kind: Pipeline, facts: Mapping[str, Any]) -> int:
+    """Count the tokens of the denoiser's prompt that are an image's, if the text encoder gets it."""
+    return count_seen(*scale_edited(facts["height"], facts["width"])) if kind.sees else 0
 
 
 def _is_guided(kind: Pipeline, seen: Seen, call: Mapping[str, Any], batch: int) -> bool:
