@@ -561,7 +561,11 @@ def test_random_weights_are_those_of_the_named_pipeline(name, monkeypatch):
     monkeypatch.setattr(loading, "BUILDERS", builders)
     pipe = loading._random_pipeline(name, PIPELINES[name].dtype)
     noise, images = _core.models()[kind.parts["vae"]]["latent_channels"], 1 + (kind.guides and not kind.apart)
-    seen = measuring_pipelines.Seen(images, kind.inputs * noise * 64 * 64, 77 + kind.joined)
+    seen = measuring_pipelines.Seen(
+        images,
+        kind.inputs * noise * 64 * 64,
+        77 + kind.joined + measuring_pipelines._count_seen(kind, {"height": 512, "width": 512}),
+    )
     question = measuring_pipelines._request(
         pipe, seen, find_card("H200"), Software(), {}, height=512, width=512, batch=1, steps=2, image=False,
     )  # fmt: skip

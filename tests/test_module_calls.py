@@ -70,6 +70,7 @@ def described(value):
         ("sd3", "text_encoder_2", "openclip-g", 1),
         ("sd3", "text_encoder_3", "t5-xxl-sd3", 1),
         ("sd3", "transformer", "sd3-transformer", 2),
+        ("chroma", "transformer", "chroma-transformer", 1),
         ("qwen", "text_encoder", "qwen2.5-vl-7b", 1),
         ("qwen", "transformer", "qwen-image-transformer", 1),
         ("pixart", "text_encoder", "t5-xxl-masked", 1),

@@ -126,13 +126,13 @@ def test_attention_by_the_math_path_takes_the_steps_of_the_module(module, name):
         ("flux-fill-transformer", 11902391360), ("sd21-unet", 865910724), ("openclip-h", 340387840),
         ("sd35-large-transformer", 8056627520), ("sdxl-refiner-unet", 2259526660),
         ("pixart-sigma-transformer", 610856096), ("t5-xxl-masked", 4762310656),
-        ("qwen-image-transformer", 20430401088), ("qwen2.5-vl-7b", 8292166656),
+        ("chroma-transformer", 8899983424), ("qwen-image-transformer", 20430401088), ("qwen2.5-vl-7b", 8292166656),
     ],
 )  # fmt: skip
 def test_parameters_are_as_many_as_published(name, parameters):
     """SD 3.5's numbers are the configs', because none was found. Buffers do not count: positions of CLIP, SD 3 and
     PixArt, frequencies of Qwen3."""
-    buffers = "position_ids", "inv_freq", "pos_embed.pos_embed"
+    buffers = "position_ids", "inv_freq", "pos_embed.pos_embed", "mod_proj"
     weights = [w for w in programs.load_program(name).weights if not w.name.endswith(buffers)]
     assert sum(math.prod(weight.shape) for weight in weights) == parameters
 

@@ -140,6 +140,18 @@ def flux_fill(folder):
     return flux_kontext(folder, "FluxFillPipeline", 64 + 64 + 4 * 4**2)  # this VAE makes 4x4 pixels one
 
 
+def chroma(folder):
+    torch.manual_seed(7)
+    tokenizer, encoder = t5()
+    transformer = diffusers.ChromaTransformer2DModel(
+        in_channels=64, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=32, axes_dims_rope=(4, 4, 8), approximator_num_channels=8, approximator_hidden_dim=16,
+        approximator_layers=1,
+    )  # fmt: skip
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    return diffusers.ChromaPipeline(scheduler, autoencoder("flux"), encoder, tokenizer, transformer)
+
+
 def qwen_image(folder):
     """Its template is cut to the prompts' length, so nothing of it is dropped."""
     torch.manual_seed(6)
@@ -181,7 +193,7 @@ def flux2(name: str = "flux2"):
 PIPELINES = {"sd": stable_diffusion, "sdxl": stable_diffusion_xl, "flux": flux}
 LATER = {
     "sd-refiner": sdxl_refiner, "sd3": stable_diffusion_3, "pixart": pixart_sigma, "kontext": flux_kontext,
-    "fill": flux_fill, "qwen": qwen_image,
+    "fill": flux_fill, "chroma": chroma, "qwen": qwen_image,
 }  # fmt: skip
 
 

@@ -26,11 +26,11 @@ ATTENTIONS = {
     "flux2-klein-9b-transformer": (32, 16, 512), "sd3-transformer": (24, 16, 333),
     "sd35-medium-transformer": (24, 16, 333), "sd35-large-transformer": (38, 16, 333),
     "pixart-sigma-transformer": (16, 16, 0), "flux-fill-transformer": (24, 16, 512),
-    "qwen-image-transformer": (24, 16, 82),
+    "qwen-image-transformer": (24, 16, 82), "chroma-transformer": (24, 16, 512),
 }  # fmt: skip
 NOT_EXAMINED = (
     "Searched: runs of one image by VAEs, and weights and attention scores of the denoisers and text encoders of"
-    " SD 1.5, SD 2.1, SDXL, SD 3, PixArt-Sigma, FLUX.1, FLUX.2, Qwen-Image and Z-Image."
+    " SD 1.5, SD 2.1, SDXL, SD 3, PixArt-Sigma, FLUX.1, FLUX.2, Chroma, Qwen-Image and Z-Image."
     " Not searched: batches, videos, other models and tensors."
 )
 
@@ -102,9 +102,8 @@ def _scores(low: int, high: int, names: Sequence[str], ranks: Iterable[int]) -> 
     """Yield scores, heads x tokens x tokens, of one image, and of two, which guidance runs at once."""
     for name, images, (size, dtype) in itertools.product(ATTENTIONS, (1, 2), [*NUMBERS.items()][:2]):
         heads, side, text = ATTENTIONS[name]
-        if name not in names or (
-            images > 1 and name.startswith(("flux", "qwen", A_VAE))
-        ):  # guidance is an input, or another call
+        is_alone = name.startswith(("flux", "qwen", "chroma", A_VAE))  # guidance is an input, or another call
+        if name not in names or (images > 1 and is_alone):
             continue
         least, most = ((max(math.sqrt(at / (heads * images * size)) - text, 0)) * side**2 for at in (low, high))
         for height, width in (one for rank in ranks for one in list_sizes(rank, [(least, most)])):

@@ -194,6 +194,11 @@ PIPELINES = {
         about="FluxFillPipeline of black-forest-labs/FLUX.1-Fill-dev", begins=False, inputs=6, steps=50, since=42,
         parts={**_FLUX.parts, "transformer": "flux-fill-transformer"},
     ),
+    "chroma": _FLUX._replace(
+        about="ChromaPipeline of lodestones/Chroma1-HD", pooled=0, steps=35, guides=True, apart=True,
+        guidance_embeds=False, begins=False, since=42,
+        parts={"text_encoder": "t5-xxl-masked", "transformer": "chroma-transformer", "vae": "flux"},
+    ),
     "qwen-image": _QWEN,
     "qwen-image-edit": _QWEN._replace(
         about="QwenImageEditPipeline of Qwen/Qwen-Image-Edit", inputs=2, joined=7, sees=True,

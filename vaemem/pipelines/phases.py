@@ -25,6 +25,7 @@ from vaemem.pipelines.steps import (
     encode_sdxl_prompt,
     encode_text,
     guide,
+    guide_apart,
     join_sdxl_prompts,
     load_components,
     postprocess,
@@ -302,6 +303,41 @@ def play_flux_fill(run: PhaseRun) -> None:
         decode_image(run)
 
 
+def play_chroma(run: PhaseRun) -> None:
+    """Play ChromaPipeline: FLUX.1's with a mask of the padding. Guidance is a second call of the transformer."""
+    q, v, (batch, _, h, w) = run.request, run.v, run.latent_shape
+    patches, kinds = h // 2 * (w // 2), ("", "negative_") if q.guidance else ("",)
+
+    load_components(run)
+
+    with run.phase("encode prompt", "text_encoder"):
+        for kind in kinds:
+            encoded = encode_text(run, "text_encoder", q.tokens, inputs=("text_input_ids", "attention_mask"))
+            embeds = (batch, q.tokens, q.pipeline.width)
+            setattr(v, f"{kind}prompt_embeds", repeat(run, f"{kind}prompt_embeds", embeds, encoded))
+            setattr(v, f"{kind}prompt_attention_mask", run.tensor("prompt_attention_mask", embeds[:2]))
+            setattr(v, f"{kind}text_ids", run.tensor("text_ids", (q.tokens, 3)))
+
+    with run.phase("denoise", "transformer"):
+        prepare_latents(run)
+        v.latent_image_ids = run.tensor("latent_image_ids", (patches, 3))
+        for kind in kinds:
+            setattr(v, f"{kind}attention_mask", run.tensor("attention_mask", (batch, q.tokens + patches)))
+        for _ in run.steps(q.steps):
+            v.timestep = run.tensor("timestep", (batch,))
+            for kind in kinds:
+                divided = run.tensor("timestep / 1000", (batch,))
+                noise = run.call("transformer", n=batch, h=h, w=w, t=q.tokens)
+                setattr(v, "neg_noise_pred" if kind else "noise_pred", noise)
+                run.drop(divided)
+            if q.guidance:
+                guide_apart(run, "noise_pred")
+            step_scheduler(run)
+
+    with run.phase("decode", "vae"):
+        decode_image(run)
+
+
 def play_qwen_image(run: PhaseRun) -> None:
     """Play QwenImagePipeline. Guidance is a second call of the transformer, with a negative prompt of equal length."""
     q, (_, _, h, w) = run.request, run.latent_shape
@@ -418,6 +454,7 @@ PHASES: Mapping[str, Callable[[PhaseRun], None]] = {
     "FluxPipeline": play_flux,
     "FluxKontextPipeline": play_flux_kontext,
     "FluxFillPipeline": play_flux_fill,
+    "ChromaPipeline": play_chroma,
     "QwenImagePipeline": play_qwen_image,
     "QwenImageEditPipeline": play_qwen_image_edit,
     "ZImagePipeline": play_z_image,

@@ -251,16 +251,20 @@ def guide(run: PhaseRun, shape: Sequence[int] = ()) -> None:
     run.drop(scaled)
 
 
+def guide_apart(run: PhaseRun, variable: str) -> None:
+    """``neg_noise_pred + guidance_scale * (noise_pred - neg_noise_pred)``, of two calls of the denoiser."""
+    difference = run.tensor("noise_pred - neg_noise_pred", run.latent_shape)
+    scaled = run.tensor("guidance_scale * ...", run.latent_shape)
+    run.drop(difference)
+    setattr(run.v, variable, run.tensor(variable, run.latent_shape))
+    run.drop(scaled)
+
+
 def guide_by_norm(run: PhaseRun) -> None:
-    """``comb_pred * (cond_norm / noise_norm)`` with ``comb_pred = neg_noise_pred + true_cfg_scale * (noise_pred -
-    neg_noise_pred)``."""
+    """``comb_pred * (cond_norm / noise_norm)``."""
     v, latent = run.v, run.latent_shape
     norms = (latent[0], latent[2] // 2 * (latent[3] // 2), 1)
-    difference = run.tensor("noise_pred - neg_noise_pred", latent)
-    scaled = run.tensor("true_cfg_scale * ...", latent)
-    run.drop(difference)
-    v.comb_pred = run.tensor("comb_pred", latent)
-    run.drop(scaled)
+    guide_apart(run, "comb_pred")
     v.cond_norm = run.tensor("cond_norm", norms)
     v.noise_norm = run.tensor("noise_norm", norms)
     ratio = run.tensor("cond_norm / noise_norm", norms)

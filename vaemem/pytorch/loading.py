@@ -146,7 +146,7 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "pixart-sigma-transformer": partial(
         _cast, "diffusers:PixArtTransformer2DModel", sample_size=128, out_channels=8, caption_channels=4096,
         interpolation_scale=2, use_additional_conditions=False),
-    "chroma-transformer": partial(_make, "diffusers:ChromaTransformer2DModel"),
+    "chroma-transformer": partial(_cast, "diffusers:ChromaTransformer2DModel"),
     "qwen-image-transformer": partial(_make, "diffusers:QwenImageTransformer2DModel"),
     "qwen2.5-vl-7b": partial(_make, "transformers:Qwen2_5_VLForConditionalGeneration", **_QWEN_VL),
     "flux2-transformer": partial(_make, _FLUX2),
@@ -199,7 +199,7 @@ def _random_pipeline(name: str, dtype: str) -> Any:
         if role in kind.encoders:
             length = CLIP_TOKENS if component in CLIPS else 512
             parts[role.replace("text_encoder", "tokenizer")] = _tokenizer(length)
-    shifted = "flux", "flux-kontext", "flux-fill", "qwen-image"
+    shifted = "flux", "flux-kontext", "flux-fill", "qwen-image", "qwen-image-edit"
     flow = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=name in shifted)
     betas = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
     parts["scheduler"] = {
@@ -207,7 +207,7 @@ def _random_pipeline(name: str, dtype: str) -> Any:
         "sd21": diffusers.DDIMScheduler(**betas, clip_sample=False, prediction_type="v_prediction"),
         **dict.fromkeys(("sdxl", "sdxl-refiner"), diffusers.EulerDiscreteScheduler(**betas)),
     }.get(name, flow)
-    without = dict.fromkeys(("safety_checker", "feature_extractor", "text_encoder", "tokenizer"))
+    without = dict.fromkeys(("safety_checker", "feature_extractor", "text_encoder", "tokenizer", "processor"))
     without |= {"requires_safety_checker": False, "add_watermarker": False, "is_distilled": True}
     without |= {"requires_aesthetics_score": True}
     known = inspect.signature(build).parameters
