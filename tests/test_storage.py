@@ -86,6 +86,15 @@ def test_tables_of_positions_stay_as_they_are(name, type, rule):
     assert table.type == "bfloat16" and len(table.shape) == 3
 
 
+@pytest.mark.parametrize(
+    ("type", "rule"), [("nf4", "bitsandbytes"), ("int8wo", "libraries"), ("fp8", "layerwise"), ("Q4_K", "comfyui-gguf")]
+)
+def test_chromas_table_of_modulations_stays_as_it_is(type, rule):
+    """A matrix that is no layer's weight."""
+    (table,) = (w for w in stored(weights_of("chroma-transformer"), type, rule) if w.name.endswith("mod_proj"))
+    assert table.type == "bfloat16"
+
+
 def test_int8_has_a_scale_a_row():
     assert tensor_bytes((96, 64), "int8") == 96 * 64 + 4 * 96
 

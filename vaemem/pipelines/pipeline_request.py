@@ -198,9 +198,9 @@ class Part:
 def _groups_of(component: str, blocks: int) -> tuple[Group, ...]:
     """Group a component's weights by leaves, or by blocks if a group has some."""
     names = [weight.name for weight in weights_of(component)]
-    # Recordings do not tell buffers of the run's dtype from parameters: PatchEmbed's table of positions is one.
+    # Recordings do not tell buffers of the run's dtype from parameters: PatchEmbed's and Chroma's tables are some.
     own = {weight.name for weight in weights_of(component) if weight.dtype not in ("run", "kept")}
-    buffers = own | {name for name in names if name.endswith("pos_embed.pos_embed")}
+    buffers = own | {name for name in names if name.endswith(("pos_embed.pos_embed", "mod_proj"))}
     within = VAE_BLOCKS if _has_blocks(component) else ()
     return tuple(block_groups(names, blocks, within, buffers) if blocks else leaf_groups(names, buffers))
 

@@ -125,19 +125,19 @@ RULES = {
         " and convolutions with biases, but for norms, embeddings of positions and patches, the first and last layer",
         ("fp8",), (2, 3, 4, 5),
         r"norm|pos_embed|patch_embed|^proj_in\.|^proj_out\.|(^|\.)t_embedder\.|cap_embedder\.|adaln_single"
-        rf"|scale_shift_table|{EMBEDDINGS}",
+        rf"|scale_shift_table|mod_proj|{EMBEDDINGS}",
         biases=True,
     ),
     "bitsandbytes": _Rule(
         "diffusers and transformers with BitsAndBytesConfig (_replace_with_bnb_linear): every nn.Linear's weight; the"
         " head stays (get_keys_to_not_convert), and T5's wo in float32 (_keep_in_fp32_modules)",
-        BITSANDBYTES, (2,), rf"(^|\.)lm_head\.|pos_embed|scale_shift_table|{EMBEDDINGS}",
+        BITSANDBYTES, (2,), rf"(^|\.)lm_head\.|pos_embed|scale_shift_table|mod_proj|{EMBEDDINGS}",
         single=r"\.DenseReluDense\.wo\.",
     ),
     "libraries": _Rule(
         "diffusers and transformers with TorchAoConfig and QuantoConfig: every nn.Linear's weight, as by bitsandbytes;"
         " matrices with sides that the kernels do not take stay (torchao/quantization/quant_api.py)",
-        SIXTEEN_BITS, (2,), rf"(^|\.)lm_head\.|pos_embed|scale_shift_table|{EMBEDDINGS}",
+        SIXTEEN_BITS, (2,), rf"(^|\.)lm_head\.|pos_embed|scale_shift_table|mod_proj|{EMBEDDINGS}",
         single=r"\.DenseReluDense\.wo\.",
     ),
     "comfyui-gguf": _Rule(
@@ -145,7 +145,7 @@ RULES = {
         " except those of first and last layers, embeddings of time, and Z-Image's refiners",
         GGML, (2, 4),
         rf"{_FLUX_ENDS}|(class|time|add)_embedding\.|time_embed\.|label_emb\.|^conv_in\.|^conv_out\.|^input_blocks\.0\.0\."
-        r"|^out\.2\.|t_embedder\.|x_embedder\.|cap_embedder\.|context_refiner\.|noise_refiner\.|pos_embed",
+        r"|^out\.2\.|t_embedder\.|x_embedder\.|cap_embedder\.|context_refiner\.|noise_refiner\.|pos_embed|mod_proj",
         vectors="float32", least=1025, flat=True,
     ),
     "sd.cpp": _Rule(
