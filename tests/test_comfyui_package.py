@@ -18,7 +18,7 @@ import engine
 
 import vaemem
 from vaemem.comfyui import install
-from vaemem.pytorch import comfyui
+from vaemem.pytorch import comfyui_vae
 
 CARD = dict(gpu="RTX 3060", memory=12 << 30, torch_version="2.6.0", cudnn_version="9.1.0")
 
@@ -179,16 +179,18 @@ def ignore(done, total):
 def test_whole_decodes_and_encodes(vae, z):
     calls = []
     want = vae.decode(z)
-    got = comfyui.decode_whole(vae, z, Manager(), lambda *rows: calls.append(rows))
+    got = comfyui_vae.decode_whole(vae, z, Manager(), lambda *rows: calls.append(rows))
     assert torch.equal(got, want) and got.shape == (2, 40, 48, 3) and 0 <= got.min() < got.max() <= 1
     done = [done for done, _ in calls]
     assert done == sorted(done) and calls[-1][0] == calls[-1][1]
     limit = vae.first_stage_model.ours.smallest("decode", 40, 48, 2)
-    assert torch.equal(comfyui.decode_whole(vae, z, Manager(), ignore, comfyui.Place("cpu", limit + (1 << 20))), want)
+    assert torch.equal(
+        comfyui_vae.decode_whole(vae, z, Manager(), ignore, comfyui_vae.Place("cpu", limit + (1 << 20))), want
+    )
     with refused("memory_limit"):
-        comfyui.decode_whole(vae, z, Manager(), ignore, comfyui.Place(limit=1 << 16))
+        comfyui_vae.decode_whole(vae, z, Manager(), ignore, comfyui_vae.Place(limit=1 << 16))
     photo = torch.rand(2, 43, 50, 4)  # RGBA, and no multiples of the factor
-    latents = comfyui.encode_whole(vae, photo, Manager(), ignore)
+    latents = comfyui_vae.encode_whole(vae, photo, Manager(), ignore)
     x = vae.process_input(vae.vae_encode_crop_pixels(photo[..., :3])).movedim(-1, 1).contiguous()
     assert torch.equal(latents, torch.from_numpy(vae.first_stage_model.ours.encode(x.numpy()).mode()))
     assert latents.shape == (2, 4, 10, 12)
@@ -207,39 +209,39 @@ def test_a_cancelled_run_ends(op, vae, z):
 
     vae.first_stage_model.decode = fail
     with pytest.raises(Interrupted):
-        getattr(comfyui, op)(vae, torch.rand(1, 40, 48, 3) if op == "encode_whole" else z, Manager(), cancel)
+        getattr(comfyui_vae, op)(vae, torch.rand(1, 40, 48, 3) if op == "encode_whole" else z, Manager(), cancel)
     assert vae.tiles == []
 
 
 def test_places(vae, z):
     with refused("device", "'gpu', but ComfyUI runs the VAE on cpu"):
-        comfyui.decode_whole(vae, z, Manager(), ignore, comfyui.Place("gpu"))
+        comfyui_vae.decode_whole(vae, z, Manager(), ignore, comfyui_vae.Place("gpu"))
     with refused("device"):
-        comfyui.decode_whole(vae, z, Manager(), ignore, comfyui.Place("tpu"))
+        comfyui_vae.decode_whole(vae, z, Manager(), ignore, comfyui_vae.Place("tpu"))
     vae.device = torch.device("cuda:7")  # which this machine lacks
-    assert comfyui.choose_device(vae, "auto") == comfyui.choose_device(vae, "cpu") == "cpu"
+    assert comfyui_vae.choose_device(vae, "auto") == comfyui_vae.choose_device(vae, "cpu") == "cpu"
     with refused("device"):
-        comfyui.choose_device(vae, "gpu")
+        comfyui_vae.choose_device(vae, "gpu")
 
 
 def test_vaes_that_vaemem_does_not_know(vae, z):
     for held in (None, torch.nn.Linear(2, 2)):
         vae.first_stage_model = held
-        for call in (comfyui.decode_whole, comfyui.decode_safely):
+        for call in (comfyui_vae.decode_whole, comfyui_vae.decode_safely):
             with refused("vae"):
                 call(vae, z, Manager(), ignore)
 
 
 def test_videos_are_refused(vae, z):
-    want = comfyui.decode_whole(vae, z, Manager(), ignore)
-    assert torch.equal(comfyui.decode_whole(vae, z.unsqueeze(2), Manager(), ignore), want)  # one frame each
-    for call in (comfyui.decode_whole, comfyui.decode_safely):
+    want = comfyui_vae.decode_whole(vae, z, Manager(), ignore)
+    assert torch.equal(comfyui_vae.decode_whole(vae, z.unsqueeze(2), Manager(), ignore), want)  # one frame each
+    for call in (comfyui_vae.decode_whole, comfyui_vae.decode_safely):
         with refused("latents"):
             call(vae, z.unsqueeze(2).repeat(1, 1, 3, 1, 1), Manager(), ignore)
     vae.latent_dim = 3
     with refused("pixels"):
-        comfyui.encode_whole(vae, torch.rand(2, 40, 48, 3), Manager(), ignore)
-    assert comfyui.encode_whole(vae, torch.rand(1, 40, 48, 3), Manager(), ignore).shape == (1, 4, 1, 10, 12)
+        comfyui_vae.encode_whole(vae, torch.rand(2, 40, 48, 3), Manager(), ignore)
+    assert comfyui_vae.encode_whole(vae, torch.rand(1, 40, 48, 3), Manager(), ignore).shape == (1, 4, 1, 10, 12)
 
 
 def test_packed_latents():
@@ -247,8 +249,8 @@ def test_packed_latents():
     ours = vae.first_stage_model.ours
     z = torch.randn(1, 4 * ours.arch["latent_channels"], 4, 5)
     want = vae.process_output(torch.from_numpy(ours.decode(z.numpy(), scaled=True))).movedim(1, -1)
-    assert torch.equal(comfyui.decode_whole(vae, z, Manager(), ignore), want)
-    assert comfyui.encode_whole(vae, torch.rand(1, *want.shape[1:]), Manager(), ignore).shape == z.shape
+    assert torch.equal(comfyui_vae.decode_whole(vae, z, Manager(), ignore), want)
+    assert comfyui_vae.encode_whole(vae, torch.rand(1, *want.shape[1:]), Manager(), ignore).shape == z.shape
 
 
 ERRORS = {
@@ -261,7 +263,7 @@ ERRORS = {
 @pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
 def test_a_decode_runs_out_of_memory(error, vae, z):
     want = vae.decode(z)
-    pixels, notes = comfyui.decode_safely(vae, z, Manager(), ignore)
+    pixels, notes = comfyui_vae.decode_safely(vae, z, Manager(), ignore)
     assert torch.equal(pixels, want) and notes == ()
     made = []
 
@@ -271,12 +273,12 @@ def test_a_decode_runs_out_of_memory(error, vae, z):
         raise type(error)(*error.args)
 
     vae.first_stage_model.decode = fail
-    pixels, notes = comfyui.decode_safely(vae, z, Manager(), ignore)
+    pixels, notes = comfyui_vae.decode_safely(vae, z, Manager(), ignore)
     assert torch.equal(pixels, want) and len(notes) == 1 and vae.tiles == []
     assert made[0]() is None  # the failed call keeps no tensor
     vae.first_stage_model.decode = lambda samples: 1 / 0
     with pytest.raises(ZeroDivisionError):
-        comfyui.decode_safely(vae, z, Manager(), ignore)
+        comfyui_vae.decode_safely(vae, z, Manager(), ignore)
 
 
 def test_prediction_decides(vae, z, monkeypatch):
@@ -284,31 +286,31 @@ def test_prediction_decides(vae, z, monkeypatch):
     z, calls, manager, free = torch.randn(2, 4, 40, 40), [], Manager(), {"free": 4 << 30}
     want, theirs = vae.decode(z), vae.first_stage_model.decode
     vae.first_stage_model.decode = lambda z: calls.append(1) or theirs(z)
-    monkeypatch.setattr(comfyui, "describe_card", lambda device: CARD | free)
+    monkeypatch.setattr(comfyui_vae, "describe_card", lambda device: CARD | free)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
-    assert torch.equal(comfyui.decode_safely(vae, z, manager, ignore).pixels, want) and calls == [1]
+    assert torch.equal(comfyui_vae.decode_safely(vae, z, manager, ignore).pixels, want) and calls == [1]
     ((models, needed),) = manager.loaded
-    arch = comfyui.recognise(vae)
+    arch = comfyui_vae.recognise(vae)
     how = CARD | {"runtime": "comfyui", "protocol": "cold"}
     assert models == [vae.patcher] and needed == vaemem.predict(arch, "decode", 160, 160, "float32", **how).upper
     assert vae.memory_used_decode(z.shape, z.dtype) == 1  # the user's VAE is as it was
     free["free"] = 1 << 20
-    pixels, notes = comfyui.decode_safely(vae, z, manager, ignore)
+    pixels, notes = comfyui_vae.decode_safely(vae, z, manager, ignore)
     assert torch.equal(pixels, want) and calls == [1] and "does not fit" in notes[0] and vae.tiles == []
-    monkeypatch.setattr(comfyui, "describe_card", lambda device: CARD | free | {"gpu": "an unknown card"})
-    assert comfyui.decode_safely(vae, z, manager, ignore).notes == () and calls == [1, 1]
+    monkeypatch.setattr(comfyui_vae, "describe_card", lambda device: CARD | free | {"gpu": "an unknown card"})
+    assert comfyui_vae.decode_safely(vae, z, manager, ignore).notes == () and calls == [1, 1]
 
 
 def test_an_estimate(vae):
     pytest.importorskip("matplotlib")
     pytest.importorskip("PIL")
-    found = comfyui.estimate(vae, 256, 320, "RTX 4060")
+    found = comfyui_vae.estimate(vae, 256, 320, "RTX 4060")
     want = vaemem.predict(
-        comfyui.recognise(vae), "decode", 256, 320, gpu="RTX 4060", runtime="comfyui", protocol="cold"
+        comfyui_vae.recognise(vae), "decode", 256, 320, gpu="RTX 4060", runtime="comfyui", protocol="cold"
     )
     assert found.text == want.to_text() and found.nbytes == want.peak_reserved - want.reserved + want.upper
     assert (
         found.picture.shape[0] == 1 and found.picture.shape[3] == 3 and found.picture.min() < found.picture.max() <= 1
     )
     with refused("gpu"):
-        comfyui.estimate(vae, 256, 320)
+        comfyui_vae.estimate(vae, 256, 320)

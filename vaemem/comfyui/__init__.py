@@ -1,6 +1,6 @@
 """Nodes for ComfyUI. `install` copies the folder ``node_package``, which ComfyUI loads; vaemem never imports it.
 
-The nodes pass ComfyUI's objects to `vaemem.pytorch.comfyui`, which does the work.
+The nodes pass ComfyUI's objects to `vaemem.pytorch.comfyui_vae`, which does the work.
 """
 
 from __future__ import annotations

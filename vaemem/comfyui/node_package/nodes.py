@@ -9,7 +9,7 @@ from typing import Any
 from comfy import model_management, utils
 from comfy_api.v0_0_2 import ComfyExtension, io
 
-from vaemem.pytorch import comfyui
+from vaemem.pytorch import comfyui_vae
 
 _GIB = 1 << 30
 _CATEGORY = "vaemem"
@@ -32,12 +32,12 @@ def _place_inputs() -> list[Any]:
     device = "auto: ComfyUI's card if vaemem can use it, otherwise the CPU."
     return [
         io.Float.Input("memory_limit", default=0.0, min=0.0, max=1024.0, step=0.01, tooltip=limit),
-        io.Combo.Input("device", options=list(comfyui.DEVICES), default="auto", tooltip=device),
+        io.Combo.Input("device", options=list(comfyui_vae.DEVICES), default="auto", tooltip=device),
     ]
 
 
-def _place(memory_limit: float, device: str) -> comfyui.Place:
-    return comfyui.Place(device, int(memory_limit * _GIB))
+def _place(memory_limit: float, device: str) -> comfyui_vae.Place:
+    return comfyui_vae.Place(device, int(memory_limit * _GIB))
 
 
 class VAEDecode(io.ComfyNode):
@@ -55,7 +55,7 @@ class VAEDecode(io.ComfyNode):
     @classmethod
     def execute(cls, samples: Any, vae: Any, memory_limit: float, device: str) -> io.NodeOutput:
         place = _place(memory_limit, device)
-        return io.NodeOutput(comfyui.decode_whole(vae, samples["samples"], model_management, _poll(), place))
+        return io.NodeOutput(comfyui_vae.decode_whole(vae, samples["samples"], model_management, _poll(), place))
 
 
 class VAEEncode(io.ComfyNode):
@@ -73,7 +73,7 @@ class VAEEncode(io.ComfyNode):
     @classmethod
     def execute(cls, pixels: Any, vae: Any, memory_limit: float, device: str) -> io.NodeOutput:
         place = _place(memory_limit, device)
-        return io.NodeOutput({"samples": comfyui.encode_whole(vae, pixels, model_management, _poll(), place)})
+        return io.NodeOutput({"samples": comfyui_vae.encode_whole(vae, pixels, model_management, _poll(), place)})
 
 
 class DecodeSafely(io.ComfyNode):
@@ -91,7 +91,7 @@ class DecodeSafely(io.ComfyNode):
 
     @classmethod
     def execute(cls, samples: Any, vae: Any) -> io.NodeOutput:
-        pixels, notes = comfyui.decode_safely(vae, samples["samples"], model_management, _poll())
+        pixels, notes = comfyui_vae.decode_safely(vae, samples["samples"], model_management, _poll())
         for note in notes:
             logging.warning("Decode, safely (vaemem): %s", note)
         return io.NodeOutput(pixels.reshape(-1, *pixels.shape[-3:]), "\n".join(notes) or "ComfyUI decoded")
@@ -121,7 +121,7 @@ class VRAMEstimate(io.ComfyNode):
 
     @classmethod
     def execute(cls, vae: Any, width: int, height: int, card: str) -> io.NodeOutput:
-        found = comfyui.estimate(vae, height, width, card.strip())
+        found = comfyui_vae.estimate(vae, height, width, card.strip())
         return io.NodeOutput(found.text, found.nbytes / _GIB, found.picture)
 
 
