@@ -106,6 +106,9 @@ class FirstStage:
     def parameters(self):
         return iter(self.state_dict().values())
 
+    def buffers(self):
+        return iter(())
+
     def decode(self, z):
         return torch.from_numpy(self.ours.decode(z.numpy()))
 
@@ -156,7 +159,10 @@ class Manager:
     """comfy.model_management."""
 
     def __init__(self):
-        self.loaded = []
+        self.loaded, self.freed = [], []
+
+    def free_memory(self, needed, device):
+        self.freed.append(needed)
 
     def load_models_gpu(self, models, memory_required, force_full_load):
         self.loaded.append((models, memory_required))
@@ -301,6 +307,37 @@ def test_prediction_decides(vae, z, monkeypatch):
     assert comfyui_vae.decode_safely(vae, z, manager, ignore).notes == () and calls == [1, 1]
 
 
+def test_a_card_is_freed_first_and_may_fail(vae, z, monkeypatch):
+    """A stand-in for the card: the engine on the CPU. Without one the CPU decodes, and the notes say so."""
+    load, asked, want = vaemem.VAE.load, [], vae.decode(z)
+
+    def load_here(tensors, parts, device, dtype):
+        asked.append((device, dtype))
+        if device != "cpu" and fails:
+            raise MemoryError("the card is full")
+        return load(tensors, parts=parts)
+
+    monkeypatch.setattr(comfyui_vae, "choose_device", lambda vae, device: "cpu" if device == "cpu" else "cuda:0")
+    monkeypatch.setattr(comfyui_vae.VAE, "load", load_here)
+    vae.vae_dtype, vae.memory_used_decode, fails, manager = torch.bfloat16, lambda shape, dtype: 1000, False, Manager()
+    limit = 1 << 30
+    for place in (comfyui_vae.Place(), comfyui_vae.Place("gpu", limit)):
+        assert torch.equal(comfyui_vae.decode_whole(vae, z, manager, ignore, place), want)
+    weights = sum(one.nbytes for one in vae.first_stage_model.parameters())
+    assert manager.freed == [1000 + weights, limit] and asked == [("cuda:0", "bfloat16")] * 2
+
+    def fail(samples):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    vae.first_stage_model.decode = fail
+    for fails in (False, True):
+        asked.clear()
+        pixels, notes = comfyui_vae.decode_safely(vae, z, manager, ignore)
+        assert torch.equal(pixels, want) and len(notes) == 1 + fails
+        assert asked == [("cuda:0", "bfloat16"), *[("cpu", "float32")] * fails]
+    assert "the card is full" in notes[1]
+
+
 def test_an_estimate(vae):
     pytest.importorskip("matplotlib")
     pytest.importorskip("PIL")
@@ -314,3 +351,14 @@ def test_an_estimate(vae):
     )
     with refused("gpu"):
         comfyui_vae.estimate(vae, 256, 320)
+    shapes, least, gib = [], 1 << 30, 1 << 30
+    model = SimpleNamespace(model=SimpleNamespace(latent_format=SimpleNamespace(latent_channels=4)))
+    model.memory_required = lambda shape: shapes.append(shape) or 2 * gib
+    manager = SimpleNamespace(minimum_inference_memory=lambda: least, extra_reserved_memory=lambda: gib)
+    for size, rest in ((3 * gib, ""), (6 * gib, "; ComfyUI sends the other 1.74 GB for each step")):
+        model.model_size = lambda size=size: size
+        more = comfyui_vae.estimate(vae, 256, 320, "RTX 4060", model, manager, 3)
+        said = f"{found.text}\n\nSampler: {min(size / gib, want.available / gib - 3):.2f} of the model's"
+        assert more.text.replace(" GB of", " of").startswith(said) and more.text.endswith(f"by its own estimate{rest}.")
+        assert more.nbytes == size + 3 * gib and shapes[-1] == [6, 4, 64, 80]
+        assert more.picture.shape[2] > found.picture.shape[2]

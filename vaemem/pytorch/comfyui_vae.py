@@ -20,6 +20,7 @@ import torch
 
 from vaemem._common import choose, latent_factor, need
 from vaemem._errors import ArgumentError
+from vaemem._render import in_gb
 from vaemem.engine import weights
 from vaemem.engine.arguments import Poll
 from vaemem.engine.configs import Arch
@@ -262,26 +263,52 @@ def decode_safely(vae: Any, latents: torch.Tensor, manager: Any, poll: Poll) -> 
 
 
 class CardEstimate(NamedTuple):
-    """A prediction for a node. nbytes: the most that PyTorch reserves. picture: (1, H, W, 3), 0 to 1."""
+    """A prediction for a node. nbytes: the most on the card besides the CUDA context. picture: (1, H, W, 3), 0 to 1."""
 
     text: str
     nbytes: int
     picture: torch.Tensor
 
 
-def estimate(vae: Any, height: int, width: int, gpu: str = "") -> CardEstimate:
-    """Predict the decode of a picture on a card, without running anything.
+def estimate(
+    vae: Any, height: int, width: int, gpu: str = "", model: Any = None, manager: Any = None, batch: int = 1
+) -> CardEstimate:
+    """Predict the decode of a picture on a card, without running anything. With a model, add ComfyUI's own estimate for
+    the sampler.
 
     On ComfyUI's own card, the memory of other programs counts; models of ComfyUI do not, because it can unload them.
+    ComfyUI splits a batch for its decode, so that counts one picture.
     """
     arch, used = recognise(vae), 0
     if not gpu and vae.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(vae.device)
         used = max(total - free - torch.cuda.memory_reserved(vae.device) - CONTEXT, 0)
     answer = predict_decode(vae, arch, height, width, gpu, used=used)
-    phases = [phase._replace(name="VAE decode") for phase in answer.result.phases]
-    picture = _draw(SimpleNamespace(phases=phases), answer.available)
-    return CardEstimate(answer.to_text(), answer.peak_reserved - answer.reserved + answer.upper, picture)
+    text, nbytes = answer.to_text(), answer.peak_reserved - answer.reserved + answer.upper
+    phases: list[Any] = [phase._replace(name="VAE decode") for phase in answer.result.phases]
+    if model is not None:
+        factor = latent_factor(arch) * (2 if _is_packed(arch) else 1)
+        frames = [1] if vae.latent_dim == 3 else []
+        # The prompt and the negative prompt in one call.
+        shape = [2 * batch, model.model.latent_format.latent_channels, *frames, height // factor, width // factor]
+        sampler = _estimate_sampler(model, shape, manager, answer.available)
+        phases.insert(0, sampler)
+        text, nbytes = f"{text}\n\n{sampler.text}", max(nbytes, sampler.weights + sampler.activations)
+    return CardEstimate(text, nbytes, _draw(SimpleNamespace(phases=phases), answer.available))
+
+
+def _estimate_sampler(model: Any, shape: list[int], manager: Any, available: int) -> Any:
+    """Return a phase for `plot.pipeline`, and in words how much of the model ComfyUI loads."""
+    weights, called = int(model.model_size()), int(model.memory_required(shape))
+    kept = int(max(manager.minimum_inference_memory(), called + manager.extra_reserved_memory()))
+    room = max(available - kept, 0)
+    rest = "" if weights <= room else f"; ComfyUI sends the other {in_gb(weights - room)} for each step"
+    text = (
+        f"Sampler: {in_gb(min(weights, room))} of the model's {in_gb(weights)} fit next to the {in_gb(kept)} that "
+        f"ComfyUI keeps free for a call, by its own estimate{rest}."
+    )
+    empty = dict.fromkeys(("workspace", "cached", "outside"), 0)
+    return SimpleNamespace(name="sampler", weights=weights, activations=kept, text=text, **empty)
 
 
 def _draw(run: Any, available: int) -> torch.Tensor:

@@ -101,6 +101,7 @@ class VRAMEstimate(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         card = "A card such as RTX 4060. Empty: the card that ComfyUI runs on."
+        model = "With a model, ComfyUI's own estimate for the sampler is added."
         return io.Schema(
             node_id="vaemem.VRAMEstimate",
             display_name="VRAM estimate (vaemem)",
@@ -111,6 +112,8 @@ class VRAMEstimate(io.ComfyNode):
                 io.Int.Input("width", default=1024, min=16, max=16384, step=8),
                 io.Int.Input("height", default=1024, min=16, max=16384, step=8),
                 io.String.Input("card", default="", tooltip=card),
+                io.Int.Input("batch_size", default=1, min=1, max=4096),
+                io.Model.Input("model", optional=True, tooltip=model),
             ],
             outputs=[
                 io.String.Output(display_name="verdict"),
@@ -120,8 +123,8 @@ class VRAMEstimate(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, vae: Any, width: int, height: int, card: str) -> io.NodeOutput:
-        found = comfyui_vae.estimate(vae, height, width, card.strip())
+    def execute(cls, vae: Any, width: int, height: int, card: str, batch_size: int, model: Any = None) -> io.NodeOutput:
+        found = comfyui_vae.estimate(vae, height, width, card.strip(), model, model_management, batch_size)
         return io.NodeOutput(found.text, found.nbytes / _GIB, found.picture)
 
 
