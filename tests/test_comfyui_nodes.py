@@ -42,11 +42,18 @@ class ComfyUI:
             (stubs / "torchvision" / "transforms.py").touch()
             paths.append(str(stubs))
         env = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+        self.env = env | {"PYTHONPATH": os.pathsep.join([*paths, str(root)])}
         command = [sys.executable, "main.py", "--cpu", "--disable-api-nodes", "--port", self.address.partition(":")[2]]
         with open(log, "wb") as file:
-            self.process = subprocess.Popen(
-                command, cwd=root, stdout=file, stderr=file, env=env | {"PYTHONPATH": os.pathsep.join(paths)}
-            )
+            self.process = subprocess.Popen(command, cwd=root, stdout=file, stderr=file, env=self.env)
+
+    def python(self, *words: str) -> str:
+        """Run Python where ComfyUI's modules can be imported. Return what it prints."""
+        ran = subprocess.run(
+            [sys.executable, *words], cwd=self.root, env=self.env, capture_output=True, text=True, encoding="utf-8"
+        )
+        assert ran.returncode == 0, ran.stderr[-3000:]
+        return ran.stdout
 
     def get(self, path: str, data: object = None):
         body = None if data is None else json.dumps(data).encode()
@@ -249,6 +256,18 @@ def test_the_registry_reads_the_package(comfyui):
         "found = read('custom_nodes/vaemem');"
         "print(found.project.name, found.project.dependencies, found.tool_comfy.publisher_id)"
     )
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
-    said = subprocess.run([sys.executable, "-c", code], cwd=comfyui.root, env=env, capture_output=True, text=True)
-    assert "vaemem-nodes ['vaemem[plot]" in said.stdout, said.stderr
+    assert comfyui.python("-c", code).startswith("vaemem-nodes ['vaemem[plot]")
+
+
+def test_families(comfyui):
+    """ComfyUI's classes of every family, with the real shapes."""
+    lines = [line.split() for line in comfyui.python(str(HERE / "comfyui_families.py")).splitlines()]
+    assert len(lines) >= 7 and {name for name, *_ in lines} >= {
+        "sdxl",
+        "flux",
+        "wan",
+        "wan2.2",
+        "taesd",
+        "hunyuanimage",
+    }
+    assert [name for name, *numbers in lines if not all(float(number) < CLOSE for number in numbers)] == []

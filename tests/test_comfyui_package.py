@@ -94,7 +94,7 @@ def test_a_later_comfyui_without_the_api_is_refused(root, monkeypatch):
 # ---- the VAE's work ----
 
 
-class FirstStage:
+class AutoencoderKL:
     """ComfyUI's autoencoder. Its decode is vaemem's, so that pictures are the same to the bit."""
 
     def __init__(self, ours: vaemem.VAE):
@@ -124,7 +124,7 @@ class ComfyVAE:
         config = engine.config(name) | (
             {} if name == "wan" else {"block_out_channels": (32, 64, 64), "norm_num_groups": 32}
         )
-        self.first_stage_model, self.tiles = FirstStage(vaemem.VAE.random(config=config)), []
+        self.first_stage_model, self.tiles = AutoencoderKL(vaemem.VAE.random(config=config)), []
         self.memory_used_decode = lambda shape, dtype: 1
 
     def process_input(self, pixels):
@@ -231,7 +231,10 @@ def test_places(vae, z):
 
 
 def test_vaes_that_vaemem_does_not_know(vae, z):
-    for held in (None, torch.nn.Linear(2, 2)):
+    class Other(AutoencoderKL):  # which may compute something else
+        pass
+
+    for held in (None, torch.nn.Linear(2, 2), Other(vae.first_stage_model.ours)):
         vae.first_stage_model = held
         for call in (comfyui_vae.decode_whole, comfyui_vae.decode_safely):
             with refused("vae"):
@@ -257,6 +260,15 @@ def test_packed_latents():
     want = vae.process_output(torch.from_numpy(ours.decode(z.numpy(), scaled=True))).movedim(1, -1)
     assert torch.equal(comfyui_vae.decode_whole(vae, z, Manager(), ignore), want)
     assert comfyui_vae.encode_whole(vae, torch.rand(1, *want.shape[1:]), Manager(), ignore).shape == z.shape
+
+
+def test_scaled_latents(vae, z):
+    """TAESD's wrapper in ComfyUI has a scale and a shift."""
+    want, photo = comfyui_vae.decode_whole(vae, z, Manager(), ignore), torch.rand(1, 40, 48, 3)
+    latents = comfyui_vae.encode_whole(vae, photo, Manager(), ignore)
+    vae.first_stage_model.vae_scale, vae.first_stage_model.vae_shift = torch.tensor(0.5), torch.tensor(-2.0)
+    assert torch.allclose(comfyui_vae.decode_whole(vae, z * 2 - 2, Manager(), ignore), want, atol=1e-5)
+    assert torch.equal(comfyui_vae.encode_whole(vae, photo, Manager(), ignore), latents * 2 - 2)
 
 
 ERRORS = {

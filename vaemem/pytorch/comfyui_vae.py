@@ -33,6 +33,8 @@ from vaemem.pytorch.decoding import attempt, describe_card
 from vaemem.pytorch.free_memory import count_bytes, first_line, free_cache, release
 
 DEVICES = ("auto", "cpu", "gpu")
+# ComfyUI's autoencoders that compute the same as vaemem. Others may have the same tensors, and compute something else.
+_CLASSES = ("AutoencoderKL", "AutoencodingEngine", "WanVAE", "TAESD")
 _TILED = ("decode_tiled_", "decode_tiled_1d", "decode_tiled_3d")  # what ComfyUI's decode calls if memory runs out
 
 
@@ -61,16 +63,25 @@ def recognise(vae: Any) -> Arch:
     module = getattr(vae, "first_stage_model", None)
     if module is None:
         raise ArgumentError("vae", "a VAE with weights", "none", "load a checkpoint with a VAE, or a VAE's file")
+    name, why = type(module).__name__, ""
     try:
-        return weights.arch_of(module.state_dict())
+        if name in _CLASSES:
+            return weights.arch_of(module.state_dict())
     except ValueError as error:
-        wanted, advice = "a VAE for images that vaemem knows", "use ComfyUI's own node for this one"
-        raise ArgumentError("vae", wanted, f"{type(module).__name__} ({first_line(error)})", advice) from None
+        why = f" ({first_line(error)})"
+    wanted = f"a VAE for images: one of {', '.join(_CLASSES)} that vaemem knows"
+    raise ArgumentError("vae", wanted, f"{name}{why}", "use ComfyUI's own node for this one")
 
 
 def _is_packed(arch: Arch) -> bool:
     """Return whether ComfyUI's latents are packed and normalised, as FLUX.2's pipelines hold them."""
     return "patch_size" in arch
+
+
+def _scaling(vae: Any) -> tuple[float, float]:
+    """Return the scale and the shift between ComfyUI's latents and those of the network; TAESD's wrapper has them."""
+    module = vae.first_stage_model
+    return float(getattr(module, "vae_scale", 1.0)), float(getattr(module, "vae_shift", 0.0))
 
 
 def _card_number(vae: Any) -> int:
@@ -122,7 +133,7 @@ def _limit(place: Place, device: str) -> Limit:
 # ---- running ----
 
 
-def _images(latents: torch.Tensor, arch: Arch) -> torch.Tensor:
+def _images(latents: torch.Tensor) -> torch.Tensor:
     """Return the latents of images as (N, C, h, w), float32, in the host's memory. Video VAEs have frames, too."""
     if latents.ndim == 5 and latents.shape[2] == 1:
         latents = latents[:, :, 0]
@@ -135,7 +146,9 @@ def _images(latents: torch.Tensor, arch: Arch) -> torch.Tensor:
 def decode_whole(vae: Any, latents: torch.Tensor, manager: Any, poll: Poll, place: Place = _ANYWHERE) -> torch.Tensor:
     """Decode latents whole and exactly, within a limit. Return pictures as ComfyUI has them: (N, H, W, 3), 0 to 1."""
     arch = recognise(vae)
-    z, device = _images(latents, arch), choose_device(vae, place.device)
+    device, (scale, shift) = choose_device(vae, place.device), _scaling(vae)
+    z = _images(latents)
+    z = z if (scale, shift) == (1, 0) else (z - shift) * scale
     if device != "cpu":
         _make_room(vae, "decode", latents.shape, place.limit, manager)
     with _open(vae, "decode", device) as ours:
@@ -165,6 +178,8 @@ def encode_whole(vae: Any, pixels: torch.Tensor, manager: Any, poll: Poll, place
     with _open(vae, "encode", device) as ours:
         how: Any = {"scaled": _is_packed(arch), "progress": poll, "memory_limit": _limit(place, device)}
         latents = torch.from_numpy(np.ascontiguousarray(ours.encode(x.numpy(), **how).mode()))
+    scale, shift = _scaling(vae)
+    latents = latents if (scale, shift) == (1, 0) else latents / scale + shift
     return (latents.unsqueeze(2) if has_frames else latents).to(vae.output_device)
 
 
@@ -238,7 +253,7 @@ def decode_safely(vae: Any, latents: torch.Tensor, manager: Any, poll: Poll) -> 
     vaemem decodes on the card within the free memory, or otherwise on the CPU.
     """
     arch = recognise(vae)
-    _images(latents[:1], arch)
+    _images(latents[:1])
     whole, notes = _whole(vae), list[str]()
 
     def run() -> tuple[Any, str]:
