@@ -552,3 +552,15 @@ def run_backends(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """
     rows = vaemem.backends(**asked)
     print(Columns([*rows[0]], [[str(value) for value in row.values()] for row in rows]).text())
+
+
+@command("vaemem.comfyui:install", "comfyui_path")
+def run_comfyui(args: argparse.Namespace, asked: dict[str, Any]) -> None:
+    """Install vaemem's nodes into a ComfyUI.
+
+    vaemem comfyui ComfyUI
+    """
+    from vaemem.comfyui import install
+
+    print(f"The nodes are in {install(**asked)}.")
+    print("Start ComfyUI with a Python that has vaemem and matplotlib. The nodes are in the category vaemem.")

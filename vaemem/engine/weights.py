@@ -281,6 +281,14 @@ def look(path: Any) -> Contents:
     return Contents(file, layout, arch, parts, dtypes, len(names))
 
 
+def arch_of(state: Mapping[str, Any]) -> Arch:
+    """Return the architecture of a whole VAE's tensors in memory, from names and shapes alone. Errors are `load`'s."""
+    source = _source_in_memory(state)
+    layout, prefix, arch = layouts.detect(source.shapes)
+    _match_names(source, arch, "all", layout, prefix)
+    return arch
+
+
 def read_tensors(file: Path) -> dict[str, np.ndarray]:
     """Read every tensor of a weights file that has a readable type."""
     with _open_source(file) as source:

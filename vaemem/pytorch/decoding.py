@@ -92,7 +92,7 @@ class SafeDecode:
                 return None, why
             return decode(theirs, z), ""
 
-        result, why = _attempt(run)
+        result, why = attempt(run)
         if not why:
             return result
         ours = _copy(vae, self._drop_in)
@@ -120,7 +120,7 @@ def _guard(vae: Any, drop_in: Any) -> SafeDecode:
     return guard if isinstance(guard, SafeDecode) else SafeDecode(vae, drop_in)
 
 
-def _attempt(call: Callable[[], tuple[Any, str]]) -> tuple[Any, str]:
+def attempt(call: Callable[[], tuple[Any, str]]) -> tuple[Any, str]:
     """Return a call's result; if memory runs out, None and why. Nothing keeps the tensors of the failed call."""
     try:
         return call()

@@ -1,0 +1,336 @@
+"""ComfyUI's VAEs, computed by vaemem, for the nodes of `vaemem.comfyui`. Nothing here imports ComfyUI.
+
+A ``vae`` is an object of ComfyUI's class VAE (``comfy/sd.py``), and a ``manager`` is its module
+``comfy.model_management``. Both are arguments. These of the VAE's names are used: ``first_stage_model``, ``patcher``,
+``device``, ``output_device``, ``vae_dtype``, ``latent_dim``, ``disable_offload``, ``memory_used_encode``,
+``memory_used_decode``, ``process_input``, ``process_output``, ``vae_encode_crop_pixels``, ``decode``, and the names of
+its tiled decodes.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import sys
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+
+from vaemem._common import choose, latent_factor, need
+from vaemem._errors import ArgumentError
+from vaemem._render import in_gb
+from vaemem.engine import weights
+from vaemem.engine.arguments import Poll
+from vaemem.engine.configs import Arch
+from vaemem.engine.device import backends
+from vaemem.engine.limits import Limit, available_memory
+from vaemem.engine.vae import VAE
+from vaemem.prediction.gpus import CONTEXT
+from vaemem.prediction.predict import Prediction, predict
+from vaemem.pytorch.decoding import attempt, describe_card
+from vaemem.pytorch.free_memory import count_bytes, first_line, free_cache, release
+
+DEVICES = ("auto", "cpu", "gpu")
+# ComfyUI's autoencoders that compute the same as vaemem. Others may have the same tensors, and compute something else.
+_CLASSES = ("AutoencoderKL", "AutoencodingEngine", "WanVAE", "TAESD")
+_TILED = ("decode_tiled_", "decode_tiled_1d", "decode_tiled_3d")  # what ComfyUI's decode calls if memory runs out
+
+
+class Place(NamedTuple):
+    """Where and in how much memory vaemem runs. device: one of `DEVICES`. limit: in bytes; 0 means the free memory."""
+
+    device: str = "auto"
+    limit: int = 0
+
+
+_ANYWHERE = Place()
+
+
+class Safe(NamedTuple):
+    """Pictures of `decode_safely`, and why and where vaemem decoded them; no notes if ComfyUI decoded them."""
+
+    pixels: torch.Tensor
+    notes: tuple[str, ...]
+
+
+# ---- the VAE ----
+
+
+def recognise(vae: Any) -> Arch:
+    """Return the architecture of a loaded VAE; ArgumentError if vaemem has none such."""
+    module = getattr(vae, "first_stage_model", None)
+    if module is None:
+        raise ArgumentError("vae", "a VAE with weights", "none", "load a checkpoint with a VAE, or a VAE's file")
+    name, why = type(module).__name__, ""
+    try:
+        if name in _CLASSES:
+            return weights.arch_of(module.state_dict())
+    except ValueError as error:
+        why = f" ({first_line(error)})"
+    wanted = f"a VAE for images: one of {', '.join(_CLASSES)} that vaemem knows"
+    raise ArgumentError("vae", wanted, f"{name}{why}", "use ComfyUI's own node for this one")
+
+
+def _is_packed(arch: Arch) -> bool:
+    """Return whether ComfyUI's latents are packed and normalised, as FLUX.2's pipelines hold them."""
+    return "patch_size" in arch
+
+
+def _scaling(vae: Any) -> tuple[float, float]:
+    """Return the scale and the shift between ComfyUI's latents and those of the network; TAESD's wrapper has them."""
+    module = vae.first_stage_model
+    return float(getattr(module, "vae_scale", 1.0)), float(getattr(module, "vae_shift", 0.0))
+
+
+def _card_number(vae: Any) -> int:
+    return vae.device.index if vae.device.index is not None else torch.cuda.current_device()
+
+
+def choose_device(vae: Any, device: str) -> str:
+    """Return where vaemem runs this VAE: "cpu", or "cuda:0". "auto" means ComfyUI's card if vaemem can use it."""
+    choose("device", device, DEVICES)
+    on_card = vae.device.type == "cuda"
+    if device == "gpu" and not on_card:
+        raise ArgumentError("device", "'cpu' or 'auto'", f"'gpu', but ComfyUI runs the VAE on {vae.device}")
+    if device == "cpu" or not on_card:
+        return "cpu"
+    name = f"cuda:{_card_number(vae)}"
+    row = next((row for row in backends(_dtype_on(vae, name)) if row["device"] in (name, "cuda")), None)
+    if row is None or not row["usable"]:
+        if device == "gpu":
+            raise ArgumentError("device", "'cpu'", "'gpu'", row["why"] if row else f"vaemem finds no {name}")
+        return "cpu"
+    return name
+
+
+def _dtype_on(vae: Any, device: str) -> Any:
+    """Return the type of numbers: ComfyUI's on a card, and float32 on the CPU."""
+    return "float32" if device == "cpu" else str(vae.vae_dtype).removeprefix("torch.")
+
+
+def _open(vae: Any, op: str, device: str) -> VAE:
+    """Copy one half of the VAE's weights into vaemem's."""
+    tensors, parts = vae.first_stage_model.state_dict(), "decoder" if op == "decode" else "encoder"
+    return VAE.load(tensors, parts=parts, device=device, dtype=_dtype_on(vae, device))
+
+
+def _make_room(vae: Any, op: str, shape: Any, limit: int, manager: Any) -> None:
+    """Let ComfyUI unload other models from the card: for a limit, or as much as for its own run."""
+    needed = limit or getattr(vae, f"memory_used_{op}")(shape, vae.vae_dtype) + count_bytes(vae.first_stage_model)
+    manager.free_memory(needed, vae.device)
+    free_cache()
+
+
+def _limit(place: Place, device: str) -> Limit:
+    """Return the limit of a run. On a system that does not report its free memory there is none."""
+    if place.limit:
+        return place.limit
+    return None if device == "cpu" and available_memory() is None else "auto"
+
+
+# ---- running ----
+
+
+def _images(latents: torch.Tensor) -> torch.Tensor:
+    """Return the latents of images as (N, C, h, w), float32, in the host's memory. Video VAEs have frames, too."""
+    if latents.ndim == 5 and latents.shape[2] == 1:
+        latents = latents[:, :, 0]
+    if latents.ndim != 4:
+        wanted, advice = "latents of images", "use ComfyUI's VAE Decode for videos and sound"
+        raise ArgumentError("latents", wanted, f"the shape {tuple(latents.shape)}", advice)
+    return latents.detach().to("cpu", torch.float32).contiguous()
+
+
+def decode_whole(vae: Any, latents: torch.Tensor, manager: Any, poll: Poll, place: Place = _ANYWHERE) -> torch.Tensor:
+    """Decode latents whole and exactly, within a limit. Return pictures as ComfyUI has them: (N, H, W, 3), 0 to 1."""
+    arch = recognise(vae)
+    device, (scale, shift) = choose_device(vae, place.device), _scaling(vae)
+    z = _images(latents)
+    z = z if (scale, shift) == (1, 0) else (z - shift) * scale
+    if device != "cpu":
+        _make_room(vae, "decode", latents.shape, place.limit, manager)
+    with _open(vae, "decode", device) as ours:
+        how: Any = {"scaled": _is_packed(arch), "progress": poll, "memory_limit": _limit(place, device)}
+        pixels = torch.from_numpy(ours.decode(z.numpy(), **how))
+    for picture in pixels.split(1):  # one after the other, because process_output copies
+        picture.copy_(vae.process_output(picture))
+    return pixels.to(vae.output_device).movedim(1, -1)
+
+
+def encode_whole(vae: Any, pixels: torch.Tensor, manager: Any, poll: Poll, place: Place = _ANYWHERE) -> torch.Tensor:
+    """Encode pictures whole and exactly, within a limit. Return latents as ComfyUI's VAE does: the distribution's mode.
+
+    As there, sides are cropped to multiples of the VAE's factor.
+    """
+    arch = recognise(vae)
+    has_frames = vae.latent_dim == 3
+    if has_frames and len(pixels) > 1:
+        got = f"{len(pixels)}, which this VAE takes for a video"
+        raise ArgumentError("pixels", "one picture", got, "encode one after the other, or use ComfyUI's VAE Encode")
+    cropped = vae.vae_encode_crop_pixels(pixels[..., :3]).movedim(-1, 1)
+    x = vae.process_input(cropped.to("cpu", torch.float32)).contiguous()
+    device = choose_device(vae, place.device)
+    if device != "cpu":
+        shape = (1, x.shape[1], 1, *x.shape[2:]) if has_frames else x.shape
+        _make_room(vae, "encode", shape, place.limit, manager)
+    with _open(vae, "encode", device) as ours:
+        how: Any = {"scaled": _is_packed(arch), "progress": poll, "memory_limit": _limit(place, device)}
+        latents = torch.from_numpy(np.ascontiguousarray(ours.encode(x.numpy(), **how).mode()))
+    scale, shift = _scaling(vae)
+    latents = latents if (scale, shift) == (1, 0) else latents / scale + shift
+    return (latents.unsqueeze(2) if has_frames else latents).to(vae.output_device)
+
+
+# ---- ComfyUI's own decode, and vaemem's if it does not fit ----
+
+
+class _Tiles(MemoryError):
+    """ComfyUI's decode ran out of memory and would go on in tiles."""
+
+
+def _whole(vae: Any) -> Any:
+    """Return a VAE whose decode raises if it would go on in tiles. It shares everything else with the first one."""
+    whole = copy.copy(vae)
+
+    def refuse(*samples: Any, **tiles: Any) -> None:
+        raise _Tiles("ComfyUI would decode in tiles")
+
+    for name in _TILED:
+        if not callable(getattr(vae, name, None)):
+            raise ArgumentError("vae", f"a VAE of ComfyUI with {name}", type(vae).__name__, "use VAE Decode (vaemem)")
+        setattr(whole, name, refuse)
+    return whole
+
+
+def _explain_misfit(vae: Any, whole: Any, arch: Arch, latents: torch.Tensor, manager: Any) -> str:
+    """Say why ComfyUI's decode does not fit the card, after it has unloaded other models; "" if it may fit.
+
+    If the decode is predicted, `whole` gets the prediction as its estimate of memory: by this ComfyUI makes room, and
+    chooses how many images run at once. Windows' driver uses the host's memory and raises nothing, so a tight decode
+    does not fit there.
+    """
+    if describe_card(vae.device) is None:
+        return ""
+    packed = 2 if _is_packed(arch) else 1
+    height, width = (side * packed * latent_factor(arch) for side in latents.shape[-2:])
+    windows = sys.platform == "win32"
+    try:
+        needed = predict_decode(vae, arch, height, width).upper
+        manager.load_models_gpu([vae.patcher], memory_required=needed, force_full_load=vae.disable_offload)
+        held = sum(one.nbytes for one in vae.first_stage_model.parameters() if one.device == vae.device)
+        card: Any = describe_card(vae.device)
+        used = max(card["memory"] - card["free"] - CONTEXT - held, 0)
+        answer = predict_decode(vae, arch, height, width, used=used, safe=windows)
+    except ValueError:  # an unknown card or version: ComfyUI tries
+        return ""
+    whole.memory_used_decode = lambda shape, dtype: needed
+    return "" if answer.fits else f"ComfyUI's decode {answer.summary}"
+
+
+def predict_decode(vae: Any, arch: Arch, height: int, width: int, gpu: str = "", **how: Any) -> Prediction:
+    """Predict ComfyUI's decode of one picture, on ComfyUI's card or on another one."""
+    card = describe_card(vae.device)
+    if gpu:
+        how["gpu"] = gpu
+    elif card is None:
+        raise ArgumentError("gpu", "a card such as 'RTX 4060'", "none", "ComfyUI runs the VAE on the CPU, so name one")
+    else:
+        del card["free"]
+        how |= card | {"allocator": torch.cuda.get_allocator_backend()}
+    # On the CPU ComfyUI has other types than on a card.
+    dtype = None if card is None else str(vae.vae_dtype).removeprefix("torch.")
+    system = "windows" if sys.platform == "win32" else "linux"
+    return predict(
+        arch, "decode", height, width, cast(Any, dtype), runtime="comfyui", protocol="cold", os=system, **how
+    )
+
+
+def decode_safely(vae: Any, latents: torch.Tensor, manager: Any, poll: Poll) -> Safe:
+    """Decode by ComfyUI. If that does not fit, or runs out of memory, decode by vaemem, and never in tiles.
+
+    vaemem decodes on the card within the free memory, or otherwise on the CPU.
+    """
+    arch = recognise(vae)
+    _images(latents[:1])
+    whole, notes = _whole(vae), list[str]()
+
+    def run() -> tuple[Any, str]:
+        why = _explain_misfit(vae, whole, arch, latents, manager)
+        return (None, why) if why else (whole.decode(latents), "")
+
+    pixels, why = attempt(run)
+    if not why:
+        return Safe(pixels, ())
+    if (device := choose_device(vae, "auto")) != "cpu":
+        notes.append(f"{why}. vaemem decodes on {device} in the free memory")
+        try:
+            return Safe(decode_whole(vae, latents, manager, poll, Place("gpu")), tuple(notes))
+        except (ImportError, MemoryError, ValueError) as error:
+            why = f"vaemem cannot decode on {device}: {first_line(error)}"
+            release(error)
+    notes.append(f"{why}. vaemem decodes on the CPU")
+    return Safe(decode_whole(vae, latents, manager, poll, Place("cpu")), tuple(notes))
+
+
+# ---- before a run ----
+
+
+class CardEstimate(NamedTuple):
+    """A prediction for a node. nbytes: the most on the card besides the CUDA context. picture: (1, H, W, 3), 0 to 1."""
+
+    text: str
+    nbytes: int
+    picture: torch.Tensor
+
+
+def estimate(
+    vae: Any, height: int, width: int, gpu: str = "", model: Any = None, manager: Any = None, batch: int = 1
+) -> CardEstimate:
+    """Predict the decode of a picture on a card, without running anything. With a model, add ComfyUI's own estimate for
+    the sampler.
+
+    On ComfyUI's own card, the memory of other programs counts; models of ComfyUI do not, because it can unload them.
+    ComfyUI splits a batch for its decode, so that counts one picture.
+    """
+    arch, used = recognise(vae), 0
+    if not gpu and vae.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(vae.device)
+        used = max(total - free - torch.cuda.memory_reserved(vae.device) - CONTEXT, 0)
+    answer = predict_decode(vae, arch, height, width, gpu, used=used)
+    text, nbytes = answer.to_text(), answer.peak_reserved - answer.reserved + answer.upper
+    phases: list[Any] = [phase._replace(name="VAE decode") for phase in answer.result.phases]
+    if model is not None:
+        factor = latent_factor(arch) * (2 if _is_packed(arch) else 1)
+        frames = [1] if vae.latent_dim == 3 else []
+        # The prompt and the negative prompt in one call.
+        shape = [2 * batch, model.model.latent_format.latent_channels, *frames, height // factor, width // factor]
+        sampler = _estimate_sampler(model, shape, manager, answer.available)
+        phases.insert(0, sampler)
+        text, nbytes = f"{text}\n\n{sampler.text}", max(nbytes, sampler.weights + sampler.activations)
+    return CardEstimate(text, nbytes, _draw(SimpleNamespace(phases=phases), answer.available))
+
+
+def _estimate_sampler(model: Any, shape: list[int], manager: Any, available: int) -> Any:
+    """Return a phase for `plot.pipeline`, and in words how much of the model ComfyUI loads."""
+    weights, called = int(model.model_size()), int(model.memory_required(shape))
+    kept = int(max(manager.minimum_inference_memory(), called + manager.extra_reserved_memory()))
+    room = max(available - kept, 0)
+    rest = "" if weights <= room else f"; ComfyUI sends the other {in_gb(weights - room)} for each step"
+    text = (
+        f"Sampler: {in_gb(min(weights, room))} of the model's {in_gb(weights)} fit next to the {in_gb(kept)} that "
+        f"ComfyUI keeps free for a call, by its own estimate{rest}."
+    )
+    empty = dict.fromkeys(("workspace", "cached", "outside"), 0)
+    return SimpleNamespace(name="sampler", weights=weights, activations=kept, text=text, **empty)
+
+
+def _draw(run: Any, available: int) -> torch.Tensor:
+    """Draw the phases of a run and the card's memory."""
+    from vaemem import plot
+
+    file = io.BytesIO()
+    plot.pipeline(run, available).savefig(file, format="png", dpi=150, bbox_inches="tight")
+    pixels = np.asarray(need("PIL.Image", "the picture").open(file).convert("RGB"), np.float32)
+    return torch.from_numpy(pixels / 255)[None]
