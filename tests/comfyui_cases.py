@@ -70,3 +70,9 @@ def layer_name(index):
 def line(case, step, models):
     """A line of the golden file. models: (name, bytes counted, bytes there), the last requested first."""
     return " ".join([f"{case}.{step}", *(f"{name}:{loaded}/{there}" for name, loaded, there in models)])
+
+
+# Real models: pipelines on cards of these bytes, two pictures one after the other.
+PIPELINES = {"sd15": (1, 4, 64, 64), "sdxl": (1, 4, 128, 128), "flux": (2, 16, 128, 128)}  # and their latents
+CARDS = [round(size * 2**30) for size in (1.4, 3.5, 5.5, 7.5, 11.3, 23)]
+ROLES = "text_encoder", "denoiser", "vae"

@@ -6,9 +6,7 @@ A GPU is faked: the models' device is no CPU, get_free_memory counts the layers 
 module moves nothing. The modules are ComfyUI's own layers without data. Everything else is ComfyUI's code.
 """
 
-import importlib.abc
-import importlib.machinery
-import os
+import itertools
 import sys
 import types
 from pathlib import Path
@@ -16,51 +14,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 import comfyui_cases as cases
 
-ABSENT = "torchvision", "torchaudio", "torchsde", "kornia", "av", "spandrel", "aiohttp"  # nothing here calls them
-
-
-class Stub(types.ModuleType):
-    """A module that has every name."""
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {})
-
-
-class Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ABSENT:
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec):
-        return Stub(spec.name)
-
-    def exec_module(self, module):
-        pass
-
-
-def import_comfyui():
-    """Import ComfyUI from the folder that COMFYUI names, as on a card; return its manager."""
-    sys.path.insert(0, os.environ["COMFYUI"])
-    import transformers
-
-    for name in ("CLIPTokenizer", "T5TokenizerFast"):  # first: it looks for torchvision, too
-        getattr(transformers, name)
-    sys.meta_path.append(Stubs())
-    sys.argv = sys.argv[:1]
-    from comfy.cli_args import args
-
-    args.cpu = True
-    import comfy.model_management as manager
-
-    manager.cpu_state = manager.CPUState.GPU
-    manager.is_nvidia = lambda: True
-    manager.MIN_WEIGHT_MEMORY_RATIO = 0.0  # an NVIDIA card's
-    manager.ENABLE_PYTORCH_ATTENTION = True
-    manager.soft_empty_cache = lambda *_: None
-    return manager
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+from comfyui_code import import_comfyui
 
 
 def make_model(name, layers, rest):
@@ -81,12 +36,14 @@ def make_model(name, layers, rest):
 
 
 def bytes_there(model):
-    """Bytes of a model's weights on the card."""
-    owners = (m for m in model.modules() if getattr(m, "place", "cpu") != "cpu")
-    return sum(p.numel() * p.element_size() for m in owners for p in m._parameters.values() if p is not None)
+    """Bytes of a model's weights on the card, as its state dict has them."""
+    owners = [m for m in model.modules() if getattr(m, "place", "cpu") != "cpu"]
+    tensors = [t for m in owners for own in (m._parameters, m._buffers) for name, t in own.items()
+               if t is not None and name not in m._non_persistent_buffers_set]  # fmt: skip
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def run(manager, case):
+def run(manager, size, models, requests, references=()):
     """Yield the models after each request: (name, bytes counted, bytes there)."""
     import comfy.model_patcher
     import torch
@@ -97,21 +54,18 @@ def run(manager, case):
         return module
 
     card, cpu = torch.device("cuda", 0), torch.device("cpu")
-    manager.vram_state = getattr(manager.VRAMState, {"normal": "NORMAL_VRAM", "novram": "NO_VRAM"}[case.state])
-    manager.EXTRA_RESERVED_VRAM, manager.DISABLE_SMART_MEMORY = case.reserved, not case.smart
     manager.current_loaded_models.clear()
-    models = [make_model(cases.name(i), layers, rest) for i, (layers, rest, _) in enumerate(case.models)]
     patchers = [comfy.model_patcher.ModelPatcher(model, card, cpu) for model in models]
-    held = [patcher for patcher, (*_, more) in zip(patchers, case.models, strict=True) for _ in range(more)]
+    held = [patcher for patcher, more in zip(patchers, references, strict=False) for _ in range(more)]
 
     def free(device=None, torch_free_too=False):
-        total = case.card - sum(map(bytes_there, models))
+        total = size - sum(map(bytes_there, models))
         return (total, 0) if torch_free_too else total
 
     torch.nn.Module.to, kept = move, torch.nn.Module.to
     manager.get_free_memory = free
     try:
-        for index, needed, least, whole in case.requests:
+        for index, needed, least, whole in requests:
             manager.load_models_gpu([patchers[index]], needed, minimum_memory_required=least, force_full_load=whole)
             listed = [one.model.model for one in manager.current_loaded_models]
             assert all(one in listed for one in models if bytes_there(one))
@@ -121,15 +75,56 @@ def run(manager, case):
         held.clear()
 
 
+def run_case(manager, case):
+    manager.vram_state = getattr(manager.VRAMState, {"normal": "NORMAL_VRAM", "novram": "NO_VRAM"}[case.state])
+    manager.EXTRA_RESERVED_VRAM, manager.DISABLE_SMART_MEMORY = case.reserved, not case.smart
+    models = [make_model(cases.name(i), layers, rest) for i, (layers, rest, _) in enumerate(case.models)]
+    return run(manager, case.card, models, case.requests, [references for *_, references in case.models])
+
+
+def make_vae(channels):
+    """ComfyUI's VAE of SD and SDXL, or of FLUX."""
+    import comfy.sd
+    import torch
+
+    with torch.device("meta"):
+        state = {"decoder.conv_in.weight": torch.empty(512, channels, 3, 3),
+                 "encoder.down.2.downsample.conv.weight": torch.empty(512, 512, 3, 3)}  # fmt: skip
+        if channels == 4:
+            state["post_quant_conv.weight"] = torch.empty(4, 4, 1, 1)
+        return comfy.sd.VAE(sd=state, device=torch.device("cpu"), dtype=torch.bfloat16)
+
+
+def real(manager):
+    """Yield lines for ComfyUI's own models of whole workflows, with its own estimates."""
+    import torch
+    from comfyui_modules import COMFYUI_MODULES
+    from modules import make
+
+    manager.vram_state, manager.DISABLE_SMART_MEMORY = manager.VRAMState.NORMAL_VRAM, False
+    manager.EXTRA_RESERVED_VRAM = 400 << 20
+    for name, (images, *latent) in cases.PIPELINES.items():
+        part = "transformer" if name == "flux" else "unet"
+        dtype = torch.bfloat16 if name == "flux" else torch.float16
+        for card in cases.CARDS:
+            vae = make_vae(latent[0])
+            models = [make(COMFYUI_MODULES[f"{name}-{one}"], dtype) for one in ("clip", part)]
+            models.append(vae.first_stage_model)
+            for role, model in zip(cases.ROLES, models, strict=True):
+                model.called = role
+            one, both = (models[1].memory_required([n * images, *latent]) for n in (1, 2))
+            decode = vae.memory_used_decode((images, *latent), torch.bfloat16)
+            requests = [(0, 0, None, False), (1, both, one, False), (2, decode, None, False)] * 2
+            for step, found in enumerate(run(manager, card, models, requests)):
+                yield cases.line(f"{name}@{card}", step, found)
+
+
 def estimates():
     """Yield lines of estimates: of denoisers and of VAEs."""
     import comfy.model_base
-    import comfy.sd
     import comfy.supported_models
     import torch
 
-    config = {"double_z": True, "z_channels": 4, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 128,
-              "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0}  # fmt: skip
     for kind, dtype in cases.USED:
         model = types.SimpleNamespace(
             memory_usage_factor=getattr(comfy.supported_models, kind).memory_usage_factor, memory_usage_factor_conds=(),
@@ -138,8 +133,7 @@ def estimates():
         for shape in cases.SHAPES:
             found = comfy.model_base.BaseModel.memory_required(model, list(shape))
             yield f"{kind} {dtype} {'x'.join(map(str, shape))} {found!r}"
-    with torch.device("meta"):
-        vae = comfy.sd.VAE(sd={}, device=torch.device("cpu"), config={"params": {"ddconfig": config, "embed_dim": 4}})
+    vae = make_vae(4)
     for op in ("decode", "encode"):
         for dtype in ("float16", "float32"):
             for shape in cases.SHAPES:
@@ -153,9 +147,9 @@ def main():
     logging.disable()
     manager = import_comfyui()
     for number in range(cases.CASES):
-        for step, models in enumerate(run(manager, cases.make_case(number))):
+        for step, models in enumerate(run_case(manager, cases.make_case(number))):
             print(cases.line(number, step, models))
-    for line in estimates():
+    for line in itertools.chain(estimates(), real(manager)):
         print(line)
 
 

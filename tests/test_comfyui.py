@@ -8,14 +8,26 @@ from pathlib import Path
 import comfyui_cases as cases
 import pytest
 
+from vaemem import _core
 from vaemem.pipelines.comfyui import USAGE, Layer, ManagedModel, Manager, estimate_denoiser, estimate_vae
+from vaemem.pipelines.comfyui_run import WORKFLOWS, layers_of
+from vaemem.pipelines.components import weights_of
+from vaemem.pipelines.storage import stored
+from vaemem.prediction.runtimes import architecture
 
 HERE = Path(__file__).parent
 GOLDEN = HERE / "golden" / "comfyui.txt"
 
 
-def play(case):
+def play(size, models, requests, *settings):
     """Yield the models after each request, as the oracle does."""
+    manager = Manager(lambda: size - sum(model.bytes_there for model in models), *settings)
+    for index, needed, least, whole in requests:
+        manager.load(models[index], needed, least, whole)
+        yield [(model.name, model.loaded, model.bytes_there) for model in manager.models]
+
+
+def play_case(case):
     models = [
         ManagedModel(
             cases.name(i),
@@ -25,11 +37,28 @@ def play(case):
         )
         for i, (layers, rest, references) in enumerate(case.models)
     ]
-    free = lambda: case.card - sum(model.bytes_there for model in models)  # noqa: E731
-    manager = Manager(free, case.reserved, case.state, case.smart)
-    for index, needed, least, whole in case.requests:
-        manager.load(models[index], needed, least, whole)
-        yield [(model.name, model.loaded, model.bytes_there) for model in manager.models]
+    return play(case.card, models, case.requests, case.reserved, case.state, case.smart)
+
+
+def real():
+    """Yield the lines of whole workflows, with the recorded models."""
+    for name, (images, *latent) in cases.PIPELINES.items():
+        work = WORKFLOWS[name]
+        dtype = work.dtypes[0]
+        weights = {
+            "text_encoder": (weights_of(work.encoder), "float16"), "denoiser": (weights_of(work.denoiser), dtype),
+            "vae": (_core.Trace.parameters(architecture(name), "comfyui"), "bfloat16"),
+        }  # fmt: skip
+        one, both = (estimate_denoiser(USAGE[work.kind], (n * images, *latent), dtype) for n in (1, 2))
+        decode = estimate_vae("decode", (images, *latent), "bfloat16")
+        requests = [(0, 0, None, False), (1, both, one, False), (2, decode, None, False)] * 2
+        for card in cases.CARDS:
+            models = [
+                ManagedModel(role, *layers_of([(w.name, w.bytes) for w in stored(found, type, "all", type)]))
+                for role, (found, type) in weights.items()
+            ]
+            for step, there in enumerate(play(card, models, requests)):
+                yield cases.line(f"{name}@{card}", step, there)
 
 
 def estimates():
@@ -46,9 +75,9 @@ def test_the_decisions_are_comfyuis():
     found = [
         cases.line(number, step, models)
         for number in range(cases.CASES)
-        for step, models in enumerate(play(cases.make_case(number)))
+        for step, models in enumerate(play_case(cases.make_case(number)))
     ]
-    assert [*found, *estimates()] == GOLDEN.read_text("utf-8").splitlines()
+    assert [*found, *estimates(), *real()] == GOLDEN.read_text("utf-8").splitlines()
 
 
 @pytest.mark.apps

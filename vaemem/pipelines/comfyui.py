@@ -23,7 +23,7 @@ INFERENCE, RESERVED = 0.8 * 2**30, 400 * MIB
 RESERVED_ON_WINDOWS, MORE_ON_LARGE, LARGE = 600 * MIB, 100 * MIB, 15 * 1024 * MIB
 LEAST_WEIGHTS = 128 * MIB  # of a model, whatever its call needs
 ROOM = 1.1  # it frees this many times the weights that it loads
-NORMAL, NO_VRAM = "normal", "novram"  # --lowvram differs from normal for text encoders only: they run on the CPU
+NORMAL, NO_VRAM = "normal", "novram"  # as --lowvram, too, the manager does the same as without an option
 
 
 class Layer(NamedTuple):
@@ -107,12 +107,17 @@ class ManagedModel:
 
 
 class Manager:
-    """The card's models, the last requested first. free: returns the card's free bytes, PyTorch's cache included."""
+    """The card's models, the last requested first."""
 
-    def __init__(self, free: Callable[[], int], reserved: float = RESERVED, state: str = NORMAL, smart: bool = True):
-        """smart: False as with ``--disable-smart-memory``, which removes models whole."""
+    def __init__(
+        self, free: Callable[[], int], reserved: float = RESERVED, state: str = NORMAL, smart: bool = True,
+        freed: Callable[[bool], None] = lambda left: None,
+    ):  # fmt: skip
+        """free: returns the card's free bytes, PyTorch's cache included. smart: False as with
+        ``--disable-smart-memory``, which removes models whole. freed: is called after `free`, with whether a model
+        left."""
         self.models: list[ManagedModel] = []
-        self._free, self._reserved, self._state, self._smart = free, reserved, state, smart
+        self._free, self._reserved, self._state, self._smart, self._freed = free, reserved, state, smart, freed
 
     @property
     def least_free(self) -> float:
@@ -162,6 +167,7 @@ class Manager:
             if self.models[i].unload(wanted - free if self._smart else None):
                 gone.append(self.models[i])
         self.models = [model for model in self.models if model not in gone]
+        self._freed(bool(gone))
         return gone
 
 
