@@ -99,6 +99,7 @@ class ScriptRecorder(Recorder):
         super().__init__(recording, find_gpu("RTX 4090"))
 
     def enter(self, name: str) -> None:
+        self.sweep()  # so that frees before the call come before weights that are sent for it
         outer = self.path[-1] if self.path else ""
         super().enter(name)
         own = outer in ("", self._root) or name.startswith(f"{outer}.")

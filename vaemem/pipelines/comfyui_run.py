@@ -189,7 +189,7 @@ class ComfyUIRun:
         passing = [
             Passing(layer.name, layer.name, "weight", size, BY_DIFFUSERS)
             for layer in (sent if role != CLIP else ())
-            for size in self._sizes[role][layer.name]
+            for size in reversed(self._sizes[role][layer.name])  # the bias comes first
         ]
         recording = programs.load_program(part.component)
         trace = recording.trace(part.dtype, process.gpu, passing, **sizes)

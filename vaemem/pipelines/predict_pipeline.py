@@ -487,7 +487,7 @@ class ComfyUIPrediction(_Played):
     --------
     >>> p = predict_pipeline("sdxl", 1024, 1024, gpu="RTX 2060", runtime="comfyui")
     >>> p.placed["denoise"]["unet"], p.left["denoise"], p.batched
-    ((..., 5134935368), ['text_encoder'], True)
+    ((4425361928, 5134967368), ['text_encoder'], True)
     """
 
     def __init__(self, request: PipelineRequest):
