@@ -358,6 +358,8 @@ def resolve_workflow(
         raise ArgumentError("pipeline", f"one of {', '.join(WORKFLOWS)} with runtime='comfyui'", repr(name))
     if given.image:
         raise ArgumentError("image", "False with runtime='comfyui', whose workflow begins with an empty latent", "True")
+    if offload == "--disable-dynamic-vram":  # newer versions then have the classic manager
+        offload = COMFYUI_OPTIONS[0]
     if isinstance(offload, str) and re.search("aimdo|dynamic", offload):
         raise ArgumentError("offload", ", ".join(map(repr, COMFYUI_OPTIONS)), repr(offload), DYNAMIC)
     offload = meant("offload", offload, COMFYUI_OPTIONS)
