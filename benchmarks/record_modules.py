@@ -1,6 +1,7 @@
 """Records the components of pipelines for vaemem/data/modules, as vaemem/pipelines/programs.py replays them.
 
-    python benchmarks/record_modules.py [NAME ...]     # without names: all
+    python benchmarks/record_modules.py [NAME ...]                              # without names: all
+    COMFYUI=path python benchmarks/record_modules.py comfyui/sdxl-unet ...      # of benchmarks/comfyui_modules.py
 
 Each module runs under fake tensors at several sizes. Its calls must be the same at all of them, submodule by submodule
 and event by event, but for the sizes; each size is then fitted as a polynomial with the fewest terms that is exact at
@@ -20,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from comfyui_code import version as comfyui_version
 from modules import MODULES, Module, make
 from torch.utils.flop_counter import flop_registry
 
@@ -31,6 +33,7 @@ from vaemem.pytorch.recorder import Recorder, Recording
 from vaemem.pytorch.recording import record_by
 
 OUT = Path(__file__).parent.parent / "vaemem" / "data" / "modules"
+FOLDER = "comfyui/"
 MOST_TERMS = 3
 NEGLIGIBLE = {"aten.any.default"}  # of a whole tensor: its blocks of threads share 1 KiB, which goes at once
 
@@ -96,6 +99,7 @@ class ScriptRecorder(Recorder):
         super().__init__(recording, find_gpu("RTX 4090"))
 
     def enter(self, name: str) -> None:
+        self.sweep()  # so that frees before the call come before weights that are sent for it
         outer = self.path[-1] if self.path else ""
         super().enter(name)
         own = outer in ("", self._root) or name.startswith(f"{outer}.")
@@ -275,12 +279,22 @@ def case_of(module: Module, values: Mapping[str, int]) -> str:
     return "".join(f"; {case}" for case in (*held, *others))
 
 
+def find_module(name: str) -> Module:
+    """Return a module by its name; ComfyUI's are after its folder's name."""
+    if not name.startswith(FOLDER):
+        return MODULES[name]
+    from comfyui_modules import COMFYUI_MODULES
+
+    return COMFYUI_MODULES[name.removeprefix(FOLDER)]
+
+
 def record(name: str, say: Callable[[str], None] = print) -> dict[str, Any]:
     """Record a module: return the contents of its file in data/modules."""
-    module = MODULES[name]
+    module, is_comfyui = find_module(name), name.startswith(FOLDER)
+    packages = ("torch",) if is_comfyui else ("diffusers", "transformers", "torch")
+    sources = [comfyui_version()] if is_comfyui else []
     data: dict[str, Any] = {
-        "about": module.about,
-        "source": ", ".join(f"{package} {version(package)}" for package in ("diffusers", "transformers", "torch")),
+        "about": module.about, "source": ", ".join([*sources, *(f"{one} {version(one)}" for one in packages)]),
         "variables": list(module.points[0]), "derived": module.derived,
         "weights": weights(module), "calls": {},
     }  # fmt: skip
@@ -300,7 +314,7 @@ def record(name: str, say: Callable[[str], None] = print) -> dict[str, Any]:
 
 def check(name: str, data: Mapping[str, Any]) -> None:
     """The replay takes the same steps as a recording at sizes that were not used for the fit."""
-    gpu, module = find_gpu("RTX 4090"), MODULES[name]
+    gpu, module = find_gpu("RTX 4090"), find_module(name)
     for dtype, sizes in itertools.product(module.dtypes, module.checks):
         replayed = Recorded(name, data).trace(str(dtype).removeprefix("torch."), gpu, **sizes).steps
         steps = record_at(module, sizes, dtype, Recorder(Recording(), gpu)).trace.steps

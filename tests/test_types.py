@@ -39,7 +39,7 @@ vaemem.predict("sdxl", "decode", 512, 512, "float61")  # wrong
 vaemem.predict("sdxl", "decode", 512, 512, runtime="comfy")  # wrong
 vaemem.predict_pipeline("sdxl", 512, 512, runtime="mlx")  # wrong
 vaemem.predict_pipeline("sdxl", 512, 512, runtime="sd.cpp", torch_version="2.7.1")  # wrong
-vaemem.plan_pipeline("sdxl", 512, 512, runtime="comfyui")  # wrong
+vaemem.plan_pipeline("sdxl", 512, 512, runtime="forge")  # wrong
 vaemem.VAE.load("vae.safetensors", dtype="int8")  # wrong
 vaemem.VAE.random("sdxl").estimate("decode_tiled", 64, 64)  # wrong
 vaemem.tradeoff("sdxl", "both", 64, 64)  # wrong
@@ -74,8 +74,10 @@ def test_overloads_have_the_functions_own_parameters():
     from vaemem.pipelines.predict_pipeline import predict_pipeline
 
     known = inspect.signature(predict_pipeline).parameters
-    by_torch, by_ggml = (inspect.signature(one).parameters for one in get_overloads(predict_pipeline))
+    by_torch, *others = (inspect.signature(one).parameters for one in get_overloads(predict_pipeline))
     assert {name: one.default for name, one in by_torch.items()} == {name: one.default for name, one in known.items()}
-    assert {name: known[name].default for name in by_ggml if name != "runtime"} == {
-        name: one.default for name, one in by_ggml.items() if name != "runtime"
-    }
+    assert len(others) == 2
+    for other in others:
+        assert {name: known[name].default for name in other if name != "runtime"} == {
+            name: one.default for name, one in other.items() if name != "runtime"
+        }

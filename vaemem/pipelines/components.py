@@ -235,6 +235,7 @@ def known_pipeline(argument: str, name: Any) -> str:
 # Arguments that a runtime does not use.
 WITHOUT = {
     "diffusers": ("flash", "cache_limit"),
+    "comfyui": ("image", "flash", "cache_limit", "types", "vae_memory_limit", "diffusers_version"),
     "sd.cpp": (
         "image", "cache_limit", "dtype", "vae_memory_limit", "cudnn_version", "torch_version", "diffusers_version",
     ),

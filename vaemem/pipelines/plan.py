@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
@@ -15,21 +16,22 @@ from vaemem.engine.limits import parse_size
 from vaemem.engine.names import shared_note
 from vaemem.engine.weights import told_bytes
 from vaemem.pipelines import ways_mlx
+from vaemem.pipelines.comfyui_run import COMFYUI_OPTIONS, resolve_workflow
 from vaemem.pipelines.components import CLIPS, PIPELINES, known_pipeline, refuse, weights_of
 from vaemem.pipelines.group_offload import GROUPS_SINCE
 from vaemem.pipelines.pipeline_request import PipelineArguments, PipelineRequest, parts_of, resolve_pipeline
-from vaemem.pipelines.predict_pipeline import PipelinePrediction
+from vaemem.pipelines.predict_pipeline import ComfyUIPrediction, PipelinePrediction
 from vaemem.pipelines.quantising import SCHEMES, UNSENT
 from vaemem.pipelines.recipe import diffusers_code
 from vaemem.pipelines.ways import PipelinePlan, Room, outcome, runs_out
 from vaemem.prediction.gpus import CONTEXT, Gpu, sold
 from vaemem.prediction.planned import Way
-from vaemem.prediction.request import Software, find_card
+from vaemem.prediction.request import Card, Software, find_card
 from vaemem.prediction.seconds import Machine, machine_of
 from vaemem.prediction.usual import FIXED
 from vaemem.prediction.verdict import judge_phases
 
-PlannedRuntime = Literal["diffusers", "sd.cpp", "mlx"]
+PlannedRuntime = Literal["diffusers", "sd.cpp", "mlx", "comfyui"]
 PLANNED_RUNTIMES = get_args(PlannedRuntime)
 # GPU memory of vaemem's decode without its weights, in units of T = 128 * height * width * bytes per number. Plans need
 # 3.03 to 3.19 from 256x256 to 4096x4096 (docs/CUDA.md).
@@ -147,15 +149,16 @@ def plan_pipeline(
         return PipelinePlan(f"{title} on a Mac of {memory}", ways, Room(sold(memory) * share // of), safe=safe)
     from vaemem.sdcpp import running  # half of this module's import
 
-    dtype = meant("dtype", known.dtype if dtype is None else dtype, DTYPES)
+    asked, dtype = dtype, meant("dtype", known.dtype if dtype is None else dtype, DTYPES)
     card = find_card(gpu, memory, used, os)
-    available = card.available(CONTEXT if runtime == "diffusers" else running.SDCPP_CONTEXT)
+    available = card.available(running.SDCPP_CONTEXT if runtime == "sd.cpp" else CONTEXT)
     room = Room(available, host, time_limit)
     steps = known.steps if steps is None else whole("steps", steps)
     if time_limit is not None and not real(time_limit) > 0:
         raise ArgumentError("time_limit", "more than 0 seconds", repr(time_limit))
     named = None if card.assumed else card.gpu
-    likely = machine_of(named, card.gpu.total_memory, dtype, runtime, link, cpu, cores)
+    program = "diffusers" if runtime == "comfyui" else runtime  # both run PyTorch
+    likely = machine_of(named, card.gpu.total_memory, dtype, program, link, cpu, cores)
     is_known = named is not None and not card.gpu.coarse  # whether its speed is known
     machine = likely if is_known or calibrate else None
     kinds = None if types is None else listed(types, str)
@@ -170,13 +173,14 @@ def plan_pipeline(
         verdicts = [judge_phases(way.phases, available, kept_more=card.kept_more) for way in ways]
         ways = [way._replace(unsure=one.tight_because) for way, one in zip(ways, verdicts, strict=True)]
     else:
-        software = Software(
-            torch_version=torch_version, cudnn_version=cudnn_version, diffusers_version=diffusers_version
-        )
+        software = Software(runtime, torch_version, cudnn_version, diffusers_version=diffusers_version)
         title = title.replace("by diffusers", f"by {software.program}")
         given = PipelineArguments(
-            pipeline, height, width, batch, prompt_tokens, guidance, dtype, components, image, steps
+            pipeline, height, width, batch, prompt_tokens, guidance, asked, components, image, steps
         )  # fmt: skip
+    if runtime == "comfyui":
+        ways = comfyui_ways(given, card, software, machine)
+    elif runtime == "diffusers":
         ways = diffusers_ways(resolve_pipeline(given, card, software), components, machine, kinds)
     title = f"{title}, {steps} steps, on {card.gpu.name}"
     return PipelinePlan(title, ways, room, machine, calibrate, taken, safe, card.assumed)
@@ -266,3 +270,23 @@ def _way(p: PipelinePrediction, name: str, settings: Mapping[str, Any], changes:
     phases = tuple(phase._replace(work=work) for phase, work in zip(p.phases, works, strict=True))
     notes = (*p.notes, *[SEQUENTIAL] * (settings["offload"] == "sequential"), *[GROUPS] * bool(p.request.group))
     return Way(name, settings, phases, p.host, changes, notes, runs_out(p.judged), True, p.tight_because)
+
+
+def comfyui_ways(
+    given: PipelineArguments, card: Card, software: Software, machine: Machine | None
+) -> list[Way]:  # fmt: skip
+    """List the ways of a workflow: with each option of the program, and with either node for the decode."""
+    found = []
+    for option, vae in itertools.product(COMFYUI_OPTIONS, ("whole", "tiled")):
+        p = ComfyUIPrediction(resolve_workflow(given, card, software, option, vae))
+        phases = tuple(phase._replace(work=p.work(phase, machine)) for phase in p.phases)
+        words, given_words = ("no option", "") if option == "none" else (option, f" {option}")
+        node = "VAE Decode (Tiled)" if vae == "tiled" else "VAE Decode"
+        changes = "tiles are blended where they overlap" if vae == "tiled" or p.tiled else ""
+        code = f"python main.py{given_words}  # with the node {node}"
+        settings = {"offload": option, "vae": vae}
+        found.append(
+            Way(f"{words}, {node}", settings, phases, p.host, changes, p.notes, runs_out(p.judged), True,
+                p.tight_because, code)
+        )  # fmt: skip
+    return found

@@ -17,6 +17,8 @@ from vaemem._common import __version__, as_csv, flag, meant, whole, write
 from vaemem._render import Actions, Block, Bullets, Columns, Sizer, in_gb
 from vaemem._types import Dtype
 from vaemem.engine.names import shared_note
+from vaemem.pipelines.comfyui import VERSION as COMFYUI_VERSION
+from vaemem.pipelines.comfyui_run import ComfyUIRun, describe_decisions, plays_of, resolve_workflow
 from vaemem.pipelines.components import CLIP_TOKENS, PIPELINES, known_pipeline, refuse
 from vaemem.pipelines.pipeline_request import (
     OFFLOADS,
@@ -41,7 +43,7 @@ from vaemem.prediction.seconds import Machine, machine_of, peak, vae_work
 from vaemem.prediction.usual import FIXED, OVERFLOWING
 from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, judge_phases, judge_played
 
-PredictedRuntime = Literal["diffusers", "sd.cpp"]
+PredictedRuntime = Literal["diffusers", "sd.cpp", "comfyui"]
 PREDICTED_RUNTIMES: tuple[PredictedRuntime, ...] = get_args(PredictedRuntime)
 BY_VAEMEM = "vaemem's code has run on one kind of GPU only, an H100"
 _PARTS = ("weights", "activations", "workspace", "cached", "outside")  # their sum is a phase's total
@@ -169,7 +171,58 @@ def _play_phases(request: PipelineRequest, workspace: Any, point: Point) -> dict
     return seen
 
 
-class PipelinePrediction(_Phases):
+class _Played(_Phases):
+    """Phases of a pipeline that a simulated process of PyTorch played."""
+
+    request: PipelineRequest
+    pipeline: str = alias("request.name")
+    least: int = alias("judged.least")
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        return {part.role: part for part in self.request.parts}
+
+    def work(self, phase: Phase, machine: Machine | None = None) -> dict[str, float]:
+        """Return a phase's work after loading, for `vaemem.prediction.seconds.Machine`. If a short prompt is encoded in
+        less time than it takes to read the encoders' weights, reading them is the work. A VAE converted to float32
+        counts as the FLOPs that take the same time in the pipeline's type, because the rate is for that type.
+
+        Examples
+        --------
+        >>> p = predict_pipeline("sd15", 512, 512, gpu="T4", offload="model")
+        >>> [sorted(p.work(phase)) for phase in p.phases[-2:]]
+        [['link', 'unet'], ['link', 'memory', 'vae']]
+        """
+        q = self.request
+        vae = q.part("vae")
+        work = {q.pipeline.denoiser if phase.name == "denoise" else "transformer": float(phase.flops)}
+        if phase.name in ("encode image", "decode"):
+            is_slower = vae.upcast and q.vae != "vaemem"
+            slower = peak(q.card.gpu, vae.dtype) / peak(q.card.gpu, "float32") if is_slower else 1
+            work = vae_work(slower * phase.flops, slower * phase.attended, phase.moved)
+        if machine and phase.flops and phase.name == "encode prompt":
+            read = {"memory": float(sum(part.nbytes for part in q.parts if part.role in q.pipeline.encoders))}
+            work = max(work, read, key=lambda one: machine.seconds(one).likely)
+        work |= {"link": float(phase.sent), "cpu": float(phase.host_flops)}
+        if q.group and phase.name != "load":  # its groups go back to the host, or come from the disk
+            work |= {"disk": work["link"]} if q.group.offload_to_disk_path else {"link": 2 * work["link"]}
+        return {name: amount for name, amount in work.items() if amount}
+
+    def _seconds(self) -> dict[str, dict[str, float]]:
+        if self.coarse:
+            return {}
+        machine, whole = machine_of(self.card.gpu, dtype=self.request.dtype), Counter[str]()
+        works: dict[str, Any] = {phase.name: self.work(phase, machine) for phase in self.phases if phase.name != "load"}
+        for work in works.values():
+            whole.update(work)  # adds counts, also fractions
+        took = {name: machine.seconds(work) for name, work in {**works, "whole": whole}.items()}
+        return {
+            name: {"seconds": one.likely, "seconds_low": one.low, "seconds_high": one.high}
+            for name, one in took.items()
+        }
+
+
+class PipelinePrediction(_Played):
     """Prediction for diffusers, as `predict_pipeline` returns it. Sizes are in bytes.
 
     Attributes
@@ -223,10 +276,6 @@ class PipelinePrediction(_Phases):
     >>> p.phases[-1].peak_tensors[0]
     PeakTensor(name='decoder.up_blocks.2.upsamplers.0.conv [workspace]', bytes=605159440)
     """
-
-    request: PipelineRequest
-    pipeline: str = alias("request.name")
-    least: int = alias("judged.least")
 
     def __init__(self, request: PipelineRequest):
         self.request, self.model_note = request, request.model_note
@@ -304,49 +353,6 @@ class PipelinePrediction(_Phases):
     @functools.cached_property
     def timeline(self) -> tuple[Moment, ...]:
         return tuple(self._run.timeline())
-
-    @property
-    def parts(self) -> dict[str, Part]:
-        return {part.role: part for part in self.request.parts}
-
-    def work(self, phase: Phase, machine: Machine | None = None) -> dict[str, float]:
-        """Return a phase's work after loading, for `vaemem.prediction.seconds.Machine`. If a short prompt is encoded in
-        less time than it takes to read the encoders' weights, reading them is the work. A VAE converted to float32
-        counts as the FLOPs that take the same time in the pipeline's type, because the rate is for that type.
-
-        Examples
-        --------
-        >>> p = predict_pipeline("sd15", 512, 512, gpu="T4", offload="model")
-        >>> [sorted(p.work(phase)) for phase in p.phases[-2:]]
-        [['link', 'unet'], ['link', 'memory', 'vae']]
-        """
-        q = self.request
-        vae = q.part("vae")
-        work = {q.pipeline.denoiser if phase.name == "denoise" else "transformer": float(phase.flops)}
-        if phase.name in ("encode image", "decode"):
-            is_slower = vae.upcast and q.vae != "vaemem"
-            slower = peak(q.card.gpu, vae.dtype) / peak(q.card.gpu, "float32") if is_slower else 1
-            work = vae_work(slower * phase.flops, slower * phase.attended, phase.moved)
-        if machine and phase.flops and phase.name == "encode prompt":
-            read = {"memory": float(sum(part.nbytes for part in q.parts if part.role in q.pipeline.encoders))}
-            work = max(work, read, key=lambda one: machine.seconds(one).likely)
-        work |= {"link": float(phase.sent), "cpu": float(phase.host_flops)}
-        if q.group and phase.name != "load":  # its groups go back to the host, or come from the disk
-            work |= {"disk": work["link"]} if q.group.offload_to_disk_path else {"link": 2 * work["link"]}
-        return {name: amount for name, amount in work.items() if amount}
-
-    def _seconds(self) -> dict[str, dict[str, float]]:
-        if self.coarse:
-            return {}
-        machine, whole = machine_of(self.card.gpu, dtype=self.request.dtype), Counter[str]()
-        works: dict[str, Any] = {phase.name: self.work(phase, machine) for phase in self.phases if phase.name != "load"}
-        for work in works.values():
-            whole.update(work)  # adds counts, also fractions
-        took = {name: machine.seconds(work) for name, work in {**works, "whole": whole}.items()}
-        return {
-            name: {"seconds": one.likely, "seconds_low": one.low, "seconds_high": one.high}
-            for name, one in took.items()
-        }
 
     @functools.cached_property
     def formula(self) -> Formula:
@@ -455,6 +461,97 @@ class GraphPrediction(_Phases):
         return run | {"runtime": "sd.cpp", "way": self.way.name}
 
 
+class ComfyUIPrediction(_Played):
+    """Prediction for ComfyUI, as `predict_pipeline` returns it. Sizes are in bytes.
+
+    Attributes
+    ----------
+    title, phases, peak, bottleneck, fits, verdict, summary, spare, on_card, out_of_memory_at, available, band, upper
+        As in `PipelinePrediction`. The run is always on this card, because the manager's decisions depend on it.
+    least : int
+        The least `available` with which the workflow goes through, in pages of 2 MiB. With less the manager decides
+        otherwise, and that is played.
+    placed : dict of str to dict
+        For each phase the models that the manager keeps on the card: {role: (bytes counted as loaded, bytes of all)}.
+    left : dict of str to list of str
+        For each phase the roles of the models that leave the card.
+    estimates : dict of str to (int, int)
+        For each phase ComfyUI's estimate for the call, and the bytes that the call allocates besides weights. ComfyUI
+        has no estimate for prompts. It keeps 0.8 GiB free for any call.
+    batched : bool
+        Whether the denoiser's calls have both prompts. Otherwise they come one after the other.
+    tiled : bool
+        Whether the whole decode runs out of memory, so that ComfyUI decodes in tiles.
+    host : int
+        Bytes of weights in the host's memory: all of them, at the start.
+    notes : tuple of str
+        Known omissions, and substitutes for missing data.
+
+    Examples
+    --------
+    >>> p = predict_pipeline("sdxl", 1024, 1024, gpu="RTX 2060", runtime="comfyui")
+    >>> p.placed["denoise"]["unet"], p.left["denoise"], p.batched
+    ((4425361928, 5134967368), ['text_encoder'], True)
+    """
+
+    def __init__(self, request: PipelineRequest):
+        self.request, self.model_note = request, request.model_note
+        q, card = request, request.card
+        batch = f", {q.batch} images" if q.batch > 1 else ""
+        option = "" if q.offload == "none" else f", {q.offload}"
+        self.title = f"{q.name} {q.height}x{q.width}{batch} by {COMFYUI_VERSION} ({card.gpu.name}, VAE {q.vae}{option})"
+        here = ComfyUIRun(request, card.available())
+        run = ComfyUIRun(request, card.available(), here.process.workspace, here)
+        process, phases, played = run.process, run.phases(), here.phases()
+        self._process, self._cudnn = process, getattr(process.workspace, "cudnn_version", None)
+        self._run_row = {
+            "model": q.name, "op": "pipeline", "height": q.height, "width": q.width, "batch": q.batch,
+            "tokens": q.tokens, "dtype": q.dtype, "runtime": "comfyui", "device": card.gpu.name,
+            "way": f"VAE {q.vae}{option}", "source": "predicted",
+            "versions": f"torch {process.torch_version}, {COMFYUI_VERSION}, vaemem {__version__}",
+        }  # fmt: skip
+        self.placed, self.left, self.batched, self.tiled = run.placed, run.left, run.batched, run.tiled
+        self.estimates = {one.name: (int(run.estimates[one.name]), one.allocated - one.weights) for one in phases}
+        self.host = run.nbytes
+        self.result, self.here = _as_far_as(phases, here.full), Result(played, here.full)
+        self.notes = (*here.process.substitutions, *describe_decisions(run))
+        took = self.here.fullest.total if played else 0
+        self.judged = judge_played(plays_of(run, not here.full), here.process, self.peak, took, here.full)
+
+    def _asked_data(self) -> dict[str, Any]:
+        q = self.request
+        names = "height width batch tokens dtype guidance steps offload vae"
+        return {"pipeline": q.name, "runtime": "comfyui", **{name: getattr(q, name) for name in names.split()}}
+
+    def _more_data(self) -> dict[str, Any]:
+        phases = [
+            {
+                "phase": name, "estimate_bytes": guess, "allocated_bytes": took, "left": self.left[name],
+                "models": [
+                    {"role": role, "loaded_bytes": loaded, "bytes": size}
+                    for role, (loaded, size) in self.placed[name].items()
+                ],
+            }
+            for name, (guess, took) in self.estimates.items()
+        ]  # fmt: skip
+        decisions = {"phases": phases, "tiled": self.tiled, "batched": self.batched}
+        return super()._more_data() | {"comfyui": decisions}
+
+    def _blocks(self, size: Sizer) -> list[Block]:
+        rows = []
+        for name, models in self.placed.items():
+            there = (
+                role if loaded == whole else f"{role} ({size(loaded)} of {size(whole)})"
+                for role, (loaded, whole) in models.items()
+            )
+            guess, took = self.estimates[name]
+            estimate = size(guess) if guess else "none"
+            rows.append([name, estimate, size(took), ", ".join(self.left[name]), ", ".join(there)])
+        header = ["phase", "estimate", "needed", "leaves", "models on the card"]
+        title = "ComfyUI's estimate of each phase besides weights, and its decisions about models:"
+        return [self._grid(size), Columns(header, rows, title=title), Bullets(self.notes, detail=True)]
+
+
 @overload
 def predict_pipeline(
     pipeline: str, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None,
@@ -476,6 +573,16 @@ def predict_pipeline(
 ) -> GraphPrediction: ...  # fmt: skip
 
 
+@overload
+def predict_pipeline(
+    pipeline: str, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None, guidance: bool = True,
+    dtype: Dtype | None = None, *, runtime: Literal["comfyui"], components: Mapping[str, Any] | None = None,
+    offload: str = "none", vae: str = "whole", steps: int | None = None, gpu: str | None = None,
+    memory: int | str | None = None, used: int | str = 0, cudnn_version: str | None = None,
+    torch_version: str | None = None, safe: bool = False, os: str = "linux",
+) -> ComfyUIPrediction: ...  # fmt: skip
+
+
 @shared
 def predict_pipeline(
     pipeline: str, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None,
@@ -485,7 +592,7 @@ def predict_pipeline(
     used: int | str = 0, cudnn_version: str | None = None, torch_version: str | None = None,
     runtime: PredictedRuntime = "diffusers", safe: bool = False, os: str = "linux",
     diffusers_version: str | None = None,
-) -> PipelinePrediction | GraphPrediction:  # fmt: skip
+) -> PipelinePrediction | GraphPrediction | ComfyUIPrediction:  # fmt: skip
     """Predict a pipeline's GPU memory in each phase: weights, activations, workspaces, and whether it fits.
 
     Parameters
@@ -512,7 +619,7 @@ def predict_pipeline(
         A limit for vaemem's decoder, weights included: bytes, or ``"1 GB"``.
     image, steps : shared
     gpu, memory, used, cudnn_version, torch_version, safe, os, diffusers_version : shared
-    runtime : {"diffusers", "sd.cpp"}
+    runtime : {"diffusers", "sd.cpp", "comfyui"}
         The program that runs it. For stable-diffusion.cpp, `offload` is ``"none"``, ``"cond_only"``,
         ``"--clip-on-cpu"``, ``"--offload-to-cpu"`` or ``"freed after use"``. `vae` is ``"whole"``, ``"direct"``,
         ``"tiled"``, ``"direct tiled"`` or ``"on CPU tiled"``. `components` are types of ggml, sizes (``"6.8 GiB"``) or
@@ -522,9 +629,14 @@ def predict_pipeline(
         ``"--offload-to-cpu --diffusion-fa"``. These choose the VAE's convolution. Otherwise, without ``"direct"``, the
         answer covers both: by im2col, as without ``--vae-conv-direct``, and directly.
 
+        For ComfyUI, `offload` is ``"none"``, or the option ``"--lowvram"``, ``"--novram"`` or
+        ``"--disable-smart-memory"``; its manager decides the rest. `vae` is ``"whole"``, which falls back to tiles, or
+        ``"tiled"``, also with a side. `components` may have a type for ``"vae"``. sd15, sdxl, flux and flux-schnell
+        are known.
+
     Returns
     -------
-    PipelinePrediction, or GraphPrediction for sd.cpp
+    PipelinePrediction, GraphPrediction for sd.cpp, or ComfyUIPrediction
 
     Raises
     ------
@@ -569,9 +681,14 @@ def predict_pipeline(
         }  # fmt: skip
         available = card.available(running.SDCPP_CONTEXT)
         return GraphPrediction(run, ways[0], available, card, flag("safe", safe), ways[-1], model_note)
-    software = Software(torch_version=torch_version, cudnn_version=cudnn_version, diffusers_version=diffusers_version)
     given = PipelineArguments(
         pipeline, height, width, batch, prompt_tokens, guidance, dtype, components, image, steps, flag("safe", safe)
     )  # fmt: skip
+    if runtime == "comfyui":
+        refuse(runtime, vae_memory_limit=vae_memory_limit, diffusers_version=diffusers_version)
+        software = Software(runtime, torch_version, cudnn_version)
+        request = resolve_workflow(given, find_card(gpu, memory, used, os), software, offload, vae)
+        return ComfyUIPrediction(replace(request, model_note=model_note))
+    software = Software(torch_version=torch_version, cudnn_version=cudnn_version, diffusers_version=diffusers_version)
     request = replace(resolve_pipeline(given, find_card(gpu, memory, used, os), software), model_note=model_note)
     return PipelinePrediction(request.run_with(offload, vae, vae_memory_limit))

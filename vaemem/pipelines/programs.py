@@ -120,17 +120,18 @@ def _weights(nodes: list[str], index: int, prefix: str) -> Iterable[Weight]:
 
 
 @functools.cache
-def recorded() -> tuple[str, ...]:
-    """List the names of the recorded modules."""
-    folder = resources.files("vaemem.data") / "modules"
-    return tuple(sorted(file.name.removesuffix(".json") for file in folder.iterdir() if file.name.endswith(".json")))
+def recorded(folder: str = "") -> tuple[str, ...]:
+    """List the names of the recorded modules, or of those in a folder: ``"older"``, ``"comfyui"``."""
+    files = (resources.files("vaemem.data") / "modules").joinpath(folder).iterdir()
+    return tuple(sorted(file.name.removesuffix(".json") for file in files if file.name.endswith(".json")))
 
 
 @functools.cache
 def load_program(name: str) -> Recorded:
-    """Return a recorded module; ValueError for another. ``"older/..."`` is one of `older`."""
-    component = name.removeprefix(_OLDER)
-    choose("component", component, recorded())
+    """Return a recorded module; ValueError for another. ``"older/..."`` is one of `older`, and ``"comfyui/..."`` one
+    of ComfyUI's models."""
+    folder, _, component = name.rpartition("/")
+    choose("component", component, recorded(folder))
     return Recorded(component, json.loads(shipped("modules", f"{name}.json")))
 
 

@@ -26,9 +26,9 @@ _BLAS = {getattr(aten, name).default for name in ("mm", "bmm", "baddbmm", "addmv
 _PLAIN_NAMES = """
     empty empty_like empty_strided new_empty zeros zeros_like ones ones_like full full_like new_zeros new_ones
     new_full arange clone _to_copy copy_ cat stack constant_pad_nd upsample_nearest2d _upsample_nearest_exact2d
-    embedding index_select gather _softmax _log_softmax native_layer_norm _unsafe_view repeat roll tril triu lift_fresh
-    scalar_tensor randn rand randn_like rand_like native_dropout fill_ zero_ avg_pool2d glu index fill linspace flip eye
-    rms_norm _fused_rms_norm masked_fill masked_fill_ scatter_
+    embedding index_select gather _softmax _log_softmax native_layer_norm _unsafe_view repeat roll tril triu triu_
+    lift_fresh scalar_tensor randn rand randn_like rand_like native_dropout fill_ zero_ avg_pool2d glu index fill
+    linspace flip eye rms_norm _fused_rms_norm masked_fill masked_fill_ scatter_
 """
 _PLAIN = {getattr(aten, name) for name in _PLAIN_NAMES.split() if hasattr(aten, name)}
 

@@ -1,0 +1,143 @@
+"""The models of ComfyUI that benchmarks/record_modules.py records if COMFYUI names its folder, as its nodes call them.
+
+A denoiser is recorded with everything that apply_model does: the conversions between the sampler's float32 and the
+model's type, too. Text encoders have float16 weights, and convert each for its call: they compute in float32.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from comfyui_code import import_comfyui
+from modules import (
+    EVEN,
+    FLUX_CHECKS,
+    FLUX_POINTS,
+    HALF,
+    PATCH_MONOMIALS,
+    PATCHES,
+    SINGLE,
+    UNET_CHECKS,
+    UNET_POINTS,
+    Call,
+    Module,
+    Sizes,
+    halved,
+    levels,
+    points,
+    products,
+)
+
+from vaemem.pytorch.loading import default_dtype
+
+import_comfyui()
+import comfy.sd1_clip
+import comfy.sdxl_clip
+import comfy.supported_models
+import comfy.text_encoders.flux
+
+# The models' own numbers.
+UNET = {
+    "use_checkpoint": False, "image_size": 32, "out_channels": 4, "use_spatial_transformer": True, "legacy": False,
+    "in_channels": 4, "model_channels": 320, "use_temporal_attention": False, "use_temporal_resblock": False,
+}  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    "SD15": {
+        **UNET, "adm_in_channels": None, "num_res_blocks": [2] * 4, "transformer_depth": [1, 1, 1, 1, 1, 1, 0, 0],
+        "channel_mult": [1, 2, 4, 4], "transformer_depth_middle": 1, "use_linear_in_transformer": False,
+        "context_dim": 768, "transformer_depth_output": [1] * 9 + [0] * 3,
+    },
+    "SDXL": {
+        **UNET, "adm_in_channels": 2816, "num_classes": "sequential", "num_res_blocks": [2] * 3,
+        "transformer_depth": [0, 0, 2, 2, 10, 10], "channel_mult": [1, 2, 4], "transformer_depth_middle": 10,
+        "use_linear_in_transformer": True, "context_dim": 2048,
+        "transformer_depth_output": [0, 0, 0, 2, 2, 2, 10, 10, 10],
+    },
+    "Flux": {
+        "image_model": "flux", "in_channels": 16, "out_channels": 16, "patch_size": 2, "vec_in_dim": 768,
+        "context_in_dim": 4096, "hidden_size": 3072, "mlp_ratio": 4.0, "num_heads": 24, "depth": 19,
+        "depth_single_blocks": 38, "axes_dim": [16, 56, 56], "theta": 10000, "qkv_bias": True, "guidance_embed": True,
+    },
+}  # fmt: skip
+CONFIGS["FluxSchnell"] = CONFIGS["Flux"] | {"guidance_embed": False}
+
+
+def build_denoiser(kind: str) -> torch.nn.Module:
+    """ComfyUI's model of a class of comfy/supported_models.py."""
+    model = getattr(comfy.supported_models, kind)(CONFIGS[kind])
+    model.set_inference_dtype(torch.get_default_dtype(), None)
+    with default_dtype(torch.float32):  # of its tables
+        return model.get_model({}, device="meta")
+
+
+def build_encoder(kind: Any, *types: torch.dtype) -> torch.nn.Module:
+    with default_dtype(torch.float32):  # of logit_scale
+        return kind(*types, device="meta", dtype=torch.float16)
+
+
+def _call_denoiser(sizes: Sizes, dtype: torch.dtype, channels: int, width: int, **given: Any) -> Call:
+    n = sizes["n"]
+    x, sigma = torch.empty(n, channels, sizes["h"], sizes["w"]), torch.empty(n)
+    made = {name: torch.empty(n, size) if size else torch.empty(n) for name, size in given.items()}
+    return (x, sigma), {"c_crossattn": torch.empty(n, sizes["t"], width), **made}
+
+
+def _apply(model: Any, *args: Any, **kwargs: Any) -> Any:
+    return model.apply_model(*args, **kwargs)
+
+
+def _tokens(count: int) -> list[list[tuple[int, float]]]:
+    return [[(1000, 1.0)] * 77] * count
+
+
+def _encode(model: Any, tokens: Any) -> Any:
+    return model.encode_token_weights(tokens)
+
+
+def _denoiser(kind: str, about: str, given: dict[str, Any]) -> Module:
+    halvings = 2 if kind == "SDXL" else 3
+    return Module(
+        f"{about}, as BaseModel.apply_model runs it; n images, twice with guidance, a latent h x w, t tokens",
+        partial(build_denoiser, kind), partial(_call_denoiser, **given), UNET_POINTS, UNET_CHECKS,
+        products(["", "n"], ["", "t"], levels(halvings)), halved(halvings), dtypes=HALF, run=_apply,
+    )  # fmt: skip
+
+
+def _flux(kind: str, about: str, given: dict[str, Any]) -> Module:
+    return Module(
+        f"{about}, as BaseModel.apply_model runs it; n images, an even latent h x w, t tokens",
+        partial(build_denoiser, kind), partial(_call_denoiser, channels=16, width=4096, y=768, **given), FLUX_POINTS,
+        FLUX_CHECKS, [*PATCH_MONOMIALS, "h1", "w1"], PATCHES, (*SINGLE, *EVEN), dtypes=HALF, run=_apply,
+    )  # fmt: skip
+
+
+# The code loops over sections of 77 tokens: each number of them is a case.
+SECTIONS = [points("n", *((n,) for n in range(1, 5)))] * 2
+COUNTS = [f"1 n = {n}" for n in range(1, 5)]
+COMFYUI_MODULES = {
+    "sd15-unet": _denoiser("SD15", "SD 1.5's UNet", {"channels": 4, "width": 768}),
+    "sdxl-unet": _denoiser("SDXL", "SDXL's UNet", {"channels": 4, "width": 2048, "y": 2816}),
+    "flux-transformer": _flux("Flux", "FLUX.1-dev's transformer", {"guidance": 0}),
+    "flux-schnell-transformer": _flux("FluxSchnell", "FLUX.1-schnell's transformer", {}),
+    "sd15-clip": Module(
+        "SD1ClipModel; up to 4 sections of 77 tokens",
+        partial(build_encoder, comfy.sd1_clip.SD1ClipModel),
+        lambda sizes, dtype: (({"l": _tokens(sizes["n"])},), {}), *SECTIONS, [""], cases=COUNTS,
+        dtypes=HALF[:1], run=_encode,
+    ),
+    "sdxl-clip": Module(
+        "SDXLClipModel; up to 4 sections of 77 tokens",
+        partial(build_encoder, comfy.sdxl_clip.SDXLClipModel),
+        lambda sizes, dtype: (({"l": _tokens(sizes["n"]), "g": _tokens(sizes["n"])},), {}), *SECTIONS, [""],
+        cases=COUNTS, dtypes=HALF[:1], run=_encode,
+    ),
+    "flux-clip": Module(
+        "FluxClipModel: T5 with t tokens, then CLIP with 77",
+        partial(build_encoder, comfy.text_encoders.flux.FluxClipModel, torch.float16),
+        lambda sizes, dtype: (({"l": _tokens(1), "t5xxl": [[(1000, 1.0)] * sizes["t"]]},), {}),
+        points("t", (256,), (300,), (512,), (777,), (341,)), points("t", (400,), (1024,)), ["", "t", "t t"],
+        dtypes=HALF[:1], run=_encode,
+    ),
+}  # fmt: skip

@@ -1,0 +1,78 @@
+"""Random cards, models and requests for ComfyUI's memory management: the same numbers on every machine.
+
+tests/comfyui_oracle.py runs ComfyUI's own code on them, and tests/test_comfyui.py the rules of vaemem.
+"""
+
+from typing import NamedTuple
+
+CASES = 200
+MIB = 1 << 20
+USED = [("SD15", "float16"), ("SDXL", "float16"), ("SDXL", "float32"), ("Flux", "bfloat16"), ("Flux", "float16")]
+SHAPES = [(1, 4, 64, 64), (2, 4, 128, 128), (3, 16, 131, 77), (4, 16, 96, 160), (1, 16, 1, 1)]
+
+
+class Random:
+    """A linear congruential generator (Knuth's MMIX)."""
+
+    def __init__(self, seed):
+        self.state = seed
+
+    def below(self, n):
+        self.state = (6364136223846793005 * self.state + 1442695040888963407) % 2**64
+        return (self.state >> 33) % n
+
+    def size(self):
+        """A multiple of 2, each power of two up to 1 GiB as likely."""
+        return 2 * (1 + self.below(1 << self.below(30)))
+
+
+class Case(NamedTuple):
+    """models: (layers as (bytes, whether it casts), bytes in no layer, references more) of each, named a, b, c.
+    requests: (model, bytes needed, least bytes or None, whether whole)."""
+
+    card: int
+    reserved: int
+    state: str
+    smart: bool
+    models: list
+    requests: list
+
+
+def make_case(number):
+    random = Random(number * 7919 + 17)
+    models = []
+    for _ in range(2 + random.below(3)):
+        count, unit = 1 + random.below(12), MIB * (1 + random.below(80)) if random.below(3) else random.size() // 8
+        layers = [(2 * (1 + unit * random.below(16)), random.below(8) > 0) for _ in range(count)]
+        if random.below(2):  # layers of any size, and equal ones, as blocks have
+            layers += [(random.size(), random.below(8) > 0) for _ in range(1 + random.below(4))]
+            layers += layers[: 1 + random.below(4)] * (1 + random.below(3))
+        models.append((layers, random.size() // 64 if random.below(3) == 0 else 0, random.below(3)))
+    whole = sum(size for layers, *_ in models for size, _ in layers)
+    reserved = [400 * MIB, 400 * MIB, 700 * MIB, random.size()][random.below(4)]
+    card = reserved + 820 * MIB + random.below(256 * MIB + whole * 5 // 4)
+    requests = []
+    for _ in range(3 + random.below(5)):
+        needed = random.size() if random.below(2) else random.below(1 + card)
+        least = needed // 2 if random.below(2) else None
+        requests.append((random.below(len(models)), needed, least, random.below(10) == 0))
+    return Case(card, reserved, "novram" if random.below(12) == 0 else "normal", random.below(12) > 0, models, requests)
+
+
+def name(model):
+    return "abcd"[model]
+
+
+def layer_name(index):
+    return f"layer{index}"
+
+
+def line(case, step, models):
+    """A line of the golden file. models: (name, bytes counted, bytes there), the last requested first."""
+    return " ".join([f"{case}.{step}", *(f"{name}:{loaded}/{there}" for name, loaded, there in models)])
+
+
+# Real models: pipelines on cards of these bytes, two pictures one after the other.
+PIPELINES = {"sd15": (1, 4, 64, 64), "sdxl": (1, 4, 128, 128), "flux": (2, 16, 128, 128)}  # and their latents
+CARDS = [round(size * 2**30) for size in (1.4, 3.5, 5.5, 7.5, 11.3, 23)]
+ROLES = "text_encoder", "denoiser", "vae"

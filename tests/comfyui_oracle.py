@@ -1,0 +1,157 @@
+"""Run ComfyUI's own memory management on the cases of tests/comfyui_cases.py, and print its decisions.
+
+    COMFYUI=path/to/ComfyUI python tests/comfyui_oracle.py
+
+A GPU is faked: the models' device is no CPU, get_free_memory counts the layers that were moved to it, and moving a
+module moves nothing. The modules are ComfyUI's own layers without data. Everything else is ComfyUI's code.
+"""
+
+import itertools
+import sys
+import types
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+import comfyui_cases as cases
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+from comfyui_code import import_comfyui
+
+
+def make_model(name, layers, rest):
+    """A module of ComfyUI's layers. It has other weights of `rest` bytes, which are in no layer."""
+    import comfy.ops
+    import torch
+
+    with torch.device("meta"):
+        model = torch.nn.Module()
+        for index, (size, casts) in enumerate(layers):
+            kind = comfy.ops.disable_weight_init.Linear if casts else torch.nn.Linear
+            layer = kind(1, size // 2, bias=False, dtype=torch.float16)
+            setattr(model, cases.layer_name(index), layer)
+        if rest:
+            model.rest = torch.nn.Parameter(torch.empty(rest, dtype=torch.uint8), requires_grad=False)
+    model.called = name
+    return model
+
+
+def bytes_there(model):
+    """Bytes of a model's weights on the card, as its state dict has them."""
+    owners = [m for m in model.modules() if getattr(m, "place", "cpu") != "cpu"]
+    tensors = [t for m in owners for own in (m._parameters, m._buffers) for name, t in own.items()
+               if t is not None and name not in m._non_persistent_buffers_set]  # fmt: skip
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def run(manager, size, models, requests, references=()):
+    """Yield the models after each request: (name, bytes counted, bytes there)."""
+    import comfy.model_patcher
+    import torch
+
+    def move(module, device):
+        for each in module.modules():
+            each.place = torch.device(device).type
+        return module
+
+    card, cpu = torch.device("cuda", 0), torch.device("cpu")
+    manager.current_loaded_models.clear()
+    patchers = [comfy.model_patcher.ModelPatcher(model, card, cpu) for model in models]
+    held = [patcher for patcher, more in zip(patchers, references, strict=False) for _ in range(more)]
+
+    def free(device=None, torch_free_too=False):
+        total = size - sum(map(bytes_there, models))
+        return (total, 0) if torch_free_too else total
+
+    torch.nn.Module.to, kept = move, torch.nn.Module.to
+    manager.get_free_memory = free
+    try:
+        for index, needed, least, whole in requests:
+            manager.load_models_gpu([patchers[index]], needed, minimum_memory_required=least, force_full_load=whole)
+            listed = [one.model.model for one in manager.current_loaded_models]
+            assert all(one in listed for one in models if bytes_there(one))
+            yield [(one.called, one.model_loaded_weight_memory, bytes_there(one)) for one in listed]
+    finally:
+        torch.nn.Module.to = kept
+        held.clear()
+
+
+def run_case(manager, case):
+    manager.vram_state = getattr(manager.VRAMState, {"normal": "NORMAL_VRAM", "novram": "NO_VRAM"}[case.state])
+    manager.EXTRA_RESERVED_VRAM, manager.DISABLE_SMART_MEMORY = case.reserved, not case.smart
+    models = [make_model(cases.name(i), layers, rest) for i, (layers, rest, _) in enumerate(case.models)]
+    return run(manager, case.card, models, case.requests, [references for *_, references in case.models])
+
+
+def make_vae(channels):
+    """ComfyUI's VAE of SD and SDXL, or of FLUX."""
+    import comfy.sd
+    import torch
+
+    with torch.device("meta"):
+        state = {"decoder.conv_in.weight": torch.empty(512, channels, 3, 3),
+                 "encoder.down.2.downsample.conv.weight": torch.empty(512, 512, 3, 3)}  # fmt: skip
+        if channels == 4:
+            state["post_quant_conv.weight"] = torch.empty(4, 4, 1, 1)
+        return comfy.sd.VAE(sd=state, device=torch.device("cpu"), dtype=torch.bfloat16)
+
+
+def real(manager):
+    """Yield lines for ComfyUI's own models of whole workflows, with its own estimates."""
+    import torch
+    from comfyui_modules import COMFYUI_MODULES
+    from modules import make
+
+    manager.vram_state, manager.DISABLE_SMART_MEMORY = manager.VRAMState.NORMAL_VRAM, False
+    manager.EXTRA_RESERVED_VRAM = 400 << 20
+    for name, (images, *latent) in cases.PIPELINES.items():
+        part = "transformer" if name == "flux" else "unet"
+        dtype = torch.bfloat16 if name == "flux" else torch.float16
+        for card in cases.CARDS:
+            vae = make_vae(latent[0])
+            models = [make(COMFYUI_MODULES[f"{name}-{one}"], dtype) for one in ("clip", part)]
+            models.append(vae.first_stage_model)
+            for role, model in zip(cases.ROLES, models, strict=True):
+                model.called = role
+            one, both = (models[1].memory_required([n * images, *latent]) for n in (1, 2))
+            decode = vae.memory_used_decode((images, *latent), torch.bfloat16)
+            requests = [(0, 0, None, False), (1, both, one, False), (2, decode, None, False)] * 2
+            for step, found in enumerate(run(manager, card, models, requests)):
+                yield cases.line(f"{name}@{card}", step, found)
+
+
+def estimates():
+    """Yield lines of estimates: of denoisers and of VAEs."""
+    import comfy.model_base
+    import comfy.supported_models
+    import torch
+
+    for kind, dtype in cases.USED:
+        model = types.SimpleNamespace(
+            memory_usage_factor=getattr(comfy.supported_models, kind).memory_usage_factor, memory_usage_factor_conds=(),
+            memory_usage_shape_process={}, get_dtype=lambda: None, manual_cast_dtype=getattr(torch, dtype),
+        )  # fmt: skip
+        for shape in cases.SHAPES:
+            found = comfy.model_base.BaseModel.memory_required(model, list(shape))
+            yield f"{kind} {dtype} {'x'.join(map(str, shape))} {found!r}"
+    vae = make_vae(4)
+    for op in ("decode", "encode"):
+        for dtype in ("float16", "float32"):
+            for shape in cases.SHAPES:
+                found = getattr(vae, f"memory_used_{op}")(shape, getattr(torch, dtype))
+                yield f"{op} {dtype} {'x'.join(map(str, shape))} {found!r}"
+
+
+def main():
+    import logging
+
+    logging.disable()
+    manager = import_comfyui()
+    for number in range(cases.CASES):
+        for step, models in enumerate(run_case(manager, cases.make_case(number))):
+            print(cases.line(number, step, models))
+    for line in itertools.chain(estimates(), real(manager)):
+        print(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""ComfyUI's memory management, as vaemem/pipelines/comfyui.py has it, compared with ComfyUI's own decisions."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import comfyui_cases as cases
+import pytest
+
+import vaemem
+from vaemem import _core
+from vaemem.pipelines.comfyui import USAGE, Layer, ManagedModel, Manager, estimate_denoiser, estimate_vae
+from vaemem.pipelines.comfyui_run import WORKFLOWS, layers_of
+from vaemem.pipelines.components import weights_of
+from vaemem.pipelines.storage import stored
+from vaemem.prediction.runtimes import architecture
+
+HERE = Path(__file__).parent
+GOLDEN = HERE / "golden" / "comfyui.txt"
+
+
+def play(size, models, requests, *settings):
+    """Yield the models after each request, as the oracle does."""
+    manager = Manager(lambda: size - sum(model.bytes_there for model in models), *settings)
+    for index, needed, least, whole in requests:
+        manager.load(models[index], needed, least, whole)
+        yield [(model.name, model.loaded, model.bytes_there) for model in manager.models]
+
+
+def play_case(case):
+    models = [
+        ManagedModel(
+            cases.name(i),
+            [Layer(size, cases.layer_name(j), casts) for j, (size, casts) in enumerate(layers)],
+            rest,
+            references,
+        )
+        for i, (layers, rest, references) in enumerate(case.models)
+    ]
+    return play(case.card, models, case.requests, case.reserved, case.state, case.smart)
+
+
+def real():
+    """Yield the lines of whole workflows, with the recorded models."""
+    for name, (images, *latent) in cases.PIPELINES.items():
+        work = WORKFLOWS[name]
+        dtype = work.dtypes[0]
+        weights = {
+            "text_encoder": (weights_of(work.encoder), "float16"), "denoiser": (weights_of(work.denoiser), dtype),
+            "vae": (_core.Trace.parameters(architecture(name), "comfyui"), "bfloat16"),
+        }  # fmt: skip
+        one, both = (estimate_denoiser(USAGE[work.kind], (n * images, *latent), dtype) for n in (1, 2))
+        decode = estimate_vae("decode", (images, *latent), "bfloat16")
+        requests = [(0, 0, None, False), (1, both, one, False), (2, decode, None, False)] * 2
+        for card in cases.CARDS:
+            models = [
+                ManagedModel(role, *layers_of([(w.name, w.bytes) for w in stored(found, type, "all", type)]))
+                for role, (found, type) in weights.items()
+            ]
+            for step, there in enumerate(play(card, models, requests)):
+                yield cases.line(f"{name}@{card}", step, there)
+
+
+def estimates():
+    for kind, dtype in cases.USED:
+        for shape in cases.SHAPES:
+            yield f"{kind} {dtype} {'x'.join(map(str, shape))} {estimate_denoiser(USAGE[kind], shape, dtype)!r}"
+    for op in ("decode", "encode"):
+        for dtype in ("float16", "float32"):
+            for shape in cases.SHAPES:
+                yield f"{op} {dtype} {'x'.join(map(str, shape))} {estimate_vae(op, shape, dtype)!r}"
+
+
+def test_the_decisions_are_comfyuis():
+    found = [
+        cases.line(number, step, models)
+        for number in range(cases.CASES)
+        for step, models in enumerate(play_case(cases.make_case(number)))
+    ]
+    assert [*found, *estimates(), *real()] == GOLDEN.read_text("utf-8").splitlines()
+
+
+def predict(pipeline, side, gpu, *args, **given):
+    return vaemem.predict_pipeline(pipeline, side, side, *args, runtime="comfyui", gpu=gpu, **given)
+
+
+def test_a_large_card_keeps_all_models():
+    p = predict("sdxl", 1024, "RTX 4090")
+    loaded = {role: part.nbytes for role, part in p.parts.items()}
+    assert {role: size for role, (size, _) in p.placed["decode"].items()} == loaded | {"unet": loaded["unet"] - 10240}
+    assert p.left == {"encode prompt": [], "denoise": [], "decode": []} and p.batched and not p.tiled
+    assert p.verdict == "fits" and p.estimates["decode"][0] > 1.5 * p.estimates["decode"][1]
+
+
+def test_a_small_card_loads_in_part():
+    p = predict("flux", 1024, "RTX 4060")
+    loaded, whole = p.placed["denoise"]["transformer"]
+    assert p.left["denoise"] == ["text_encoder"] and loaded < whole / 2 and p.verdict == "fits"
+    denoise = next(phase for phase in p.phases if phase.name == "denoise")
+    assert loaded <= denoise.weights < loaded + (128 << 20)  # rounded up, and with the running layer
+    assert denoise.sent == pytest.approx(loaded + p.request.steps * (whole - loaded), rel=1e-5)  # but for tables
+    smaller = predict("flux", 1024, "RTX 4060", offload="--novram")
+    assert smaller.placed["denoise"]["transformer"] == (0, whole) and smaller.placed["encode prompt"] == {}
+    assert smaller.peak < p.peak
+
+
+def test_without_room_it_decodes_in_tiles_and_runs_prompts_alone():
+    p = predict("sd15", 1024, "RTX 3060", memory="1500 MiB")
+    assert p.tiled and not p.batched and p.out_of_memory_at is None and p.verdict == "tight"
+    alone = predict("sd15", 1024, "RTX 3060", memory="1500 MiB", vae="tiled")
+    assert not alone.tiled and alone.phases[-1].allocated == p.phases[-1].allocated
+
+
+def test_the_least_memory_is_where_it_begins_to_go_through():
+    p = predict("sd15", 512, "RTX 3060", torch_version="2.7.1")
+    taken = p.available - p.least
+    assert predict("sd15", 512, "RTX 3060", used=taken, torch_version="2.7.1").fits
+    less = predict("sd15", 512, "RTX 3060", used=taken + (8 << 20), torch_version="2.7.1")
+    assert not less.fits and less.out_of_memory_at
+
+
+def test_a_plan_names_the_options():
+    plan = vaemem.plan_pipeline("sd15", 512, 512, gpu="RTX 3060", runtime="comfyui")
+    way = plan["--lowvram, VAE Decode (Tiled)"].way
+    assert way.code == "python main.py --lowvram  # with the node VAE Decode (Tiled)"
+    assert [phase.total for phase in way.phases] == [
+        phase.total for phase in predict("sd15", 512, "RTX 3060", **way.settings).phases
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argument", "given"),
+    [
+        ("offload", {"offload": "comfy-aimdo"}),
+        ("offload", {"offload": "model"}),
+        ("vae", {"vae": "sliced"}),
+        ("vae", {"vae": "tiled 100"}),
+        ("image", {"image": True}),
+        ("components", {"components": {"unet": "float16"}}),
+        ("dtype", {"dtype": "float32"}),
+        ("gpu", {"gpu": "GTX 1650"}),
+        ("gpu", {"gpu": "RX 7900 XTX"}),
+        ("pipeline", {"pipeline": "sd3"}),
+        ("vae_memory_limit", {"vae_memory_limit": "1 GB"}),
+        ("diffusers_version", {"diffusers_version": "0.35.0"}),
+    ],
+)
+def test_what_has_no_answer_is_refused(argument, given):
+    with pytest.raises(vaemem.ArgumentError) as refused:
+        predict(**{"pipeline": "sd15", "side": 512, "gpu": "T4"} | given)
+    assert refused.value.argument == argument
+
+
+def ask_comfyui(script, *args):
+    """Run a script on ComfyUI's code; return what it prints."""
+    if "COMFYUI" not in os.environ:
+        pytest.skip("COMFYUI names no folder of ComfyUI")
+    command = [sys.executable, HERE / script, *args]
+    ran = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=False)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+@pytest.mark.apps
+@pytest.mark.parametrize("name", ["sd15-unet", "flux-transformer"])
+def test_layers_come_for_their_calls_as_in_comfyui(name):
+    ask_comfyui("comfyui_sent.py", name)
+
+
+@pytest.mark.apps
+def test_the_golden_file_is_comfyuis():
+    printed = ask_comfyui("comfyui_oracle.py")
+    if os.environ.get("VAEMEM_GOLDEN") == "1":
+        GOLDEN.write_text(printed, "utf-8")
+    assert printed == GOLDEN.read_text("utf-8")

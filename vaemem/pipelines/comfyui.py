@@ -1,0 +1,207 @@
+"""ComfyUI's classic memory management: which models leave the card, and how much of a model is loaded.
+
+Read in ComfyUI 0.3.64 (a125cd8): comfy/model_management.py, model_patcher.py, sampler_helpers.py, model_base.py and
+sd.py, on an NVIDIA card. tests/golden/comfyui.txt has decisions of that code on 200 random cards, and a test compares
+these rules with them. Patches (LoRA), hooks, and requests for several models at once are not here.
+
+Before a node runs a model, it loads the model with an estimate of the memory that its call needs. The manager frees
+that much and the model's weights, plus a tenth of them. Then it loads as many layers as the rest of the card takes, the
+largest first. A layer that has no room is sent for each of its calls. Newer versions may leave all this to another
+manager (comfy-aimdo), which is not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from vaemem._common import ELEMENT_BYTES, MIB
+
+VERSION = "ComfyUI 0.3.64"
+# Bytes that it keeps for calls and for other programs (minimum_inference_memory, EXTRA_RESERVED_VRAM).
+INFERENCE, RESERVED = 0.8 * 2**30, 400 * MIB
+RESERVED_ON_WINDOWS, MORE_ON_LARGE, LARGE = 600 * MIB, 100 * MIB, 15 * 1024 * MIB
+LEAST_WEIGHTS = 128 * MIB  # of a model, whatever its call needs
+ROOM = 1.1  # it frees this many times the weights that it loads
+NORMAL, NO_VRAM = "normal", "novram"  # as --lowvram, too, the manager does the same as without an option
+
+
+class Layer(NamedTuple):
+    """A module without submodules, or with submodules that have no weights. casts: whether its weights can be sent for
+    each of its calls; otherwise its own code moves them."""
+
+    bytes: int
+    name: str
+    casts: bool = True
+
+
+class ManagedModel:
+    """A model as the manager knows it.
+
+    Attributes
+    ----------
+    name : str
+    layers : list of Layer
+        Largest first; of equals the last by name.
+    nbytes : int
+        Bytes of all its weights. Some may be in no layer; they come with the whole model only.
+    loaded : int
+        Bytes that the manager counts as on the card.
+    is_partial : bool
+        Whether the last load left a layer out.
+    there : set of str
+        Layers on the card. Their bytes may differ from `loaded`: a layer stays if a later load does not choose it.
+    """
+
+    def __init__(self, name: str, layers: Iterable[Layer], rest: int = 0, references: int = 0):
+        """references: more Python references to it than to other models; of equals the fewest leave first."""
+        self.name, self.references, self._rest = name, references, rest
+        self.layers = sorted(layers, reverse=True)
+        self.nbytes = rest + sum(layer.bytes for layer in self.layers)
+        self.loaded, self.is_partial, self.is_whole = 0, False, False
+        self.there: set[str] = set()
+
+    @property
+    def bytes_there(self) -> int:
+        """Bytes of its weights on the card."""
+        on_card = sum(layer.bytes for layer in self.layers if layer.name in self.there)
+        return on_card + self._rest * self.is_whole
+
+    @property
+    def sent(self) -> list[Layer]:
+        """Layers that are sent for each call."""
+        return [layer for layer in self.layers if layer.name not in self.there]
+
+    def load(self, more: float) -> None:
+        """Load up to `more` further bytes of layers (ModelPatcher.partially_load)."""
+        if self.loaded and not self.is_partial:
+            return
+        limit, loaded = self.loaded + more, 0
+        is_whole, self.is_partial = limit > self.nbytes, False
+        for layer in self.layers:
+            if is_whole or loaded + layer.bytes < limit:
+                loaded += layer.bytes
+                self.there.add(layer.name)
+            else:
+                self.is_partial |= layer.casts
+        self.is_whole |= is_whole
+        self.loaded = self.nbytes if is_whole else loaded
+
+    def unload(self, wanted: float | None = None) -> bool:
+        """Free `wanted` bytes, the smallest layers first, or all. Return whether the model left the card."""
+        if wanted is not None and wanted < self.loaded:
+            freed = 0
+            for layer in reversed(self.layers):
+                if wanted < freed:
+                    break
+                if layer.name in self.there:
+                    self.there.remove(layer.name)
+                    freed += layer.bytes
+            self.is_partial = True
+            self.loaded -= freed
+            if freed >= wanted:
+                return False
+        self.there.clear()
+        self.loaded, self.is_partial, self.is_whole = 0, False, False
+        return True
+
+
+class Manager:
+    """The card's models, the last requested first."""
+
+    def __init__(
+        self, free: Callable[[], int], reserved: float = RESERVED, state: str = NORMAL, smart: bool = True,
+        freed: Callable[[bool], None] = lambda left: None,
+    ):  # fmt: skip
+        """free: returns the card's free bytes, PyTorch's cache included. smart: False as with
+        ``--disable-smart-memory``, which removes models whole. freed: is called after `free`, with whether a model
+        left."""
+        self.models: list[ManagedModel] = []
+        self._free, self._reserved, self._state, self._smart, self._freed = free, reserved, state, smart, freed
+
+    @property
+    def least_free(self) -> float:
+        """Bytes that it keeps free for any call."""
+        return INFERENCE + self._reserved
+
+    def load(
+        self, model: ManagedModel, needed: float = 0, least: float | None = None, whole: bool = False
+    ) -> list[ManagedModel]:
+        """Load a model for a call (``load_models_gpu``). Return the models that leave.
+
+        needed: bytes that its call may need, by its own estimate
+        least: bytes without which the call fails, by the same estimate
+        whole: load all layers whatever the room
+        """
+        extra = max(self.least_free, needed + self._reserved)
+        least = extra if least is None else max(self.least_free, least + self._reserved)
+        if model in self.models:
+            self.models.remove(model)
+        left = self.free((model.nbytes - model.loaded) * ROOM + extra)
+        if self._free() < least:
+            left += self.free(least)
+        model.load(self._room(model, least, whole))
+        self.models.insert(0, model)
+        return left
+
+    def _room(self, model: ManagedModel, least: float, whole: bool) -> float:
+        """Return the bytes of further weights that the model may load."""
+        if self._state == NO_VRAM:
+            return 0.1
+        if whole:
+            return 1e32
+        free = self._free() + model.loaded
+        return max(0.1, max(LEAST_WEIGHTS, free - least) - model.loaded)
+
+    def free(self, wanted: float) -> list[ManagedModel]:
+        """Unload models until `wanted` bytes are free: first those with most bytes in the host, then those with fewest
+        references, then the smallest. Return the models that left the card (``free_memory``)."""
+        order = sorted(
+            (model.loaded - model.nbytes, model.references, model.nbytes, i) for i, model in enumerate(self.models)
+        )
+        gone = list[ManagedModel]()
+        for *_, i in order:
+            free = self._free()
+            if self._smart and free > wanted:
+                break
+            if self.models[i].unload(wanted - free if self._smart else None):
+                gone.append(self.models[i])
+        self.models = [model for model in self.models if model not in gone]
+        self._freed(bool(gone))
+        return gone
+
+
+# ---- its estimates ----
+
+# memory_usage_factor by the class in comfy/supported_models.py.
+USAGE = {"SD15": 1.0, "SDXL": 0.8, "Flux": 3.1}
+
+
+def estimate_denoiser(usage: float, shape: Sequence[int], dtype: str) -> float:
+    """Estimate a denoiser's bytes (BaseModel.memory_required). shape: (images, channels, height, width) of the
+    latents; twice the images with guidance. dtype: in which it computes.
+
+    Examples
+    --------
+    >>> estimate_denoiser(USAGE["SDXL"], (2, 4, 128, 128), "float16") / 2**20
+    524.288
+    """
+    images, _, *sides = shape
+    area = images
+    for side in sides:
+        area *= side
+    return area * ELEMENT_BYTES[dtype] * 0.01 * usage * (1024 * 1024)
+
+
+def estimate_vae(op: str, shape: Sequence[int], dtype: str) -> int:
+    """Estimate the bytes of AutoencoderKL's call (VAE.memory_used_decode, memory_used_encode), whatever the number of
+    images. shape: (images, channels, height, width) of the latents to decode or of the pixels to encode.
+
+    Examples
+    --------
+    >>> estimate_vae("decode", (1, 4, 128, 128), "bfloat16") >> 20
+    4356
+    """
+    *_, height, width = shape
+    per_pixel = {"decode": 2178 * 64, "encode": 1767}[op]
+    return per_pixel * height * width * ELEMENT_BYTES[dtype]

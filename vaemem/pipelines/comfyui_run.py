@@ -1,0 +1,403 @@
+"""Play a workflow of ComfyUI: its manager's decisions, and the memory of each phase on the card.
+
+The workflow has ComfyUI's nodes for a picture from text: a loader, CLIPTextEncode for the prompts, KSampler with
+Euler's steps, VAEDecode. Models are those of a start: in the host's memory. ComfyUI's own modules were recorded
+(data/modules/comfyui); the rest is written after comfy/samplers.py and comfy/k_diffusion/sampling.py. Latents between
+the nodes are in the host's memory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from vaemem import _core
+from vaemem._common import meant, whole
+from vaemem._core import OutOfMemoryError
+from vaemem._errors import ArgumentError
+from vaemem.pipelines import programs
+from vaemem.pipelines.comfyui import (
+    LARGE,
+    MORE_ON_LARGE,
+    NO_VRAM,
+    NORMAL,
+    RESERVED,
+    RESERVED_ON_WINDOWS,
+    USAGE,
+    VERSION,
+    Layer,
+    ManagedModel,
+    Manager,
+    estimate_denoiser,
+    estimate_vae,
+)
+from vaemem.pipelines.components import CLIP_TOKENS, PIPELINES, VAE_STRIDE, vae_counts, weights_of
+from vaemem.pipelines.phases import count_calls
+from vaemem.pipelines.pipeline_request import Part, PipelineArguments, PipelineRequest, image_sides
+from vaemem.pipelines.pipeline_run import PLAYED_STEPS
+from vaemem.pipelines.storage import stored
+from vaemem.prediction.held import LoadedVAE, Tensor
+from vaemem.prediction.passing import BY_DIFFUSERS, Passing
+from vaemem.prediction.planned import Phase
+from vaemem.prediction.plays import Plays
+from vaemem.prediction.process import PeakTensor
+from vaemem.prediction.request import PAGE, Card, Software
+from vaemem.prediction.runtimes import architecture, shipped_models
+from vaemem.prediction.usual import BFLOAT16_SM, usual_dtypes
+
+CLIP = "text_encoder"  # the role of all text encoders together, which are one model for the manager
+FALLBACK_TILE = 512  # pixels of a tile's side after a decode ran out of memory
+LOW, NO, WHOLE = "--lowvram", "--novram", "--disable-smart-memory"
+COMFYUI_OPTIONS = ("none", LOW, NO, WHOLE)  # none: without an option
+LEAST_SM = 70
+_SLOW_HALF = re.compile(r"\b16[356]0|\bT(500|550|600|1000|1200|2000)|MX[45]50|CMP 30HX")  # it computes in float32 there
+DYNAMIC = (
+    "the dynamic manager of newer versions (comfy-aimdo) moves weights page by page on a GPU, which nobody modelled"
+)
+
+
+class _Workflow(NamedTuple):
+    """The models of a workflow. kind: the denoiser's class in comfy/supported_models.py; encoder, denoiser: recorded
+    modules; width, pooled: channels of a prompt's embeddings, and of the vector; least_tokens: of a prompt, 0 if the
+    encoder takes sections of 77."""
+
+    kind: str
+    encoder: str
+    denoiser: str
+    dtypes: tuple[str, str]  # of the denoiser, on cards with bfloat16 and without
+    width: int
+    pooled: int = 0
+    least_tokens: int = 0
+
+
+_FLUX = _Workflow(
+    "Flux", "comfyui/flux-clip", "comfyui/flux-transformer", ("bfloat16", "float16"), 4096, 768, least_tokens=256
+)  # fmt: skip
+WORKFLOWS = {
+    "sd15": _Workflow("SD15", "comfyui/sd15-clip", "comfyui/sd15-unet", ("float16", "float16"), 768),
+    "sdxl": _Workflow("SDXL", "comfyui/sdxl-clip", "comfyui/sdxl-unet", ("float16", "float16"), 2048, 2816),
+    "flux": _FLUX,
+    "flux-schnell": _FLUX._replace(denoiser="comfyui/flux-schnell-transformer"),
+}
+# Layers whose class is not one of comfy/ops.py. Their own code moves their weights.
+_PLAIN_LAYERS = re.compile(r"\.(query|key)_norm$|^t5xxl\..*layer_norm$")
+_EMBEDDINGS = ".token_embedding", ".shared"
+# Buffers of modules without parameters, which are no layers; and those that no state dict has.
+_TABLES = re.compile(r"^(model_sampling|noise_augmentor)\b")
+_NOT_SAVED = re.compile(r"^noise_augmentor\.data_(mean|std)$")
+
+
+def layers_of(weights: Sequence[tuple[str, int]]) -> tuple[list[Layer], int]:
+    """Return a model's layers as the manager finds them, and the bytes in no layer. weights: (name, bytes)."""
+    owned: dict[str, int] = {}
+    for name, size in weights:
+        if _NOT_SAVED.match(name):
+            continue
+        owner = name.rpartition(".")[0]
+        owned[owner] = owned.get(owner, 0) + size
+    outer = {owner[:end] for owner in owned for end in _ends(owner)}
+    found = [
+        Layer(size, owner, not _PLAIN_LAYERS.search(owner))
+        for owner, size in owned.items()
+        if owner and owner not in outer and not _TABLES.match(owner)
+    ]
+    return found, sum(owned.values()) - sum(layer.bytes for layer in found)
+
+
+def _ends(owner: str) -> Iterator[int]:
+    """Yield the ends of the names of the modules around a module; that of the outermost is 0."""
+    yield from (match.start() for match in re.finditer(r"\.", owner))
+
+
+class ComfyUIRun:
+    """A workflow, with the manager's decisions for a card of `available` bytes. It ends where memory runs out."""
+
+    def __init__(
+        self, request: PipelineRequest, available: int, workspace: Any = None, again: ComfyUIRun | None = None
+    ):
+        """again: a run on that card, to play with room for everything."""
+        self.request, self.available = request, available
+        device = {} if again else {"total_memory": max(available, PAGE)}
+        self.process = request.start(workspace, **device)
+        self.models: dict[str, ManagedModel] = {}
+        self._sizes: dict[str, dict[str, list[int]]] = {}  # bytes of each layer's tensors, by role; "" is the rest
+        self._held: dict[str, dict[str, list[int]]] = {}  # their addresses on the card
+        for part in request.parts:
+            weights = [(weight.name, weight.bytes) for weight in part.weights]
+            layers, rest = layers_of(weights)
+            names = {layer.name for layer in layers}
+            sizes = self._sizes[part.role] = {}
+            for name, size in weights:
+                owner = name.rpartition(".")[0]
+                sizes.setdefault(owner if owner in names else "", []).append(size)
+            self.models[part.role], self._held[part.role] = ManagedModel(part.role, layers, rest), {}
+        windows = RESERVED_ON_WINDOWS + MORE_ON_LARGE * (request.card.gpu.total_memory > LARGE)
+        reserved = windows if request.card.kept_more else RESERVED
+        state, smart = NO_VRAM if request.offload == NO else NORMAL, request.offload != WHOLE
+        self.manager = Manager(self.free, reserved, state, smart, self._empty)
+        self.estimates: dict[str, float] = {}  # by phase
+        self.left: dict[str, list[str]] = {}  # roles of the models that leave, by phase
+        self.placed: dict[str, dict[str, tuple[int, int]]] = {}  # bytes counted and of all, by phase and role
+        self.tiled: bool = bool(again and again.tiled)  # whether the decode runs out of memory, and runs again in tiles
+        self.clip_on_cpu = False  # whether text encoders compute on the CPU for want of room; played as on the card
+        self.batched = True  # whether both prompts run in one call of the denoiser
+        self.full: tuple[str, PeakTensor] | None = None
+        try:
+            for phase in (self._encode, self._denoise, self._decode):
+                phase()
+        except OutOfMemoryError as error:
+            self.full = self._phase, PeakTensor(self.process.frames[error.tag], error.requested)
+
+    # ---- the card ----
+
+    def free(self) -> int:
+        """Return the card's free bytes: get_free_memory, after the weights have moved."""
+        for role, model in self.models.items():
+            held, chosen = self._held[role], {*model.there, *[""] * model.is_whole}
+            for name in [name for name in held if name not in chosen]:
+                self.process.release(held.pop(name))
+            for name in [layer.name for layer in model.layers] + [""]:
+                if name in chosen and name not in held and name in self._sizes[role]:
+                    held[name] = self.process.hold_all(f"weights of {role}", self._sizes[role][name])
+                    self.process.count(sent=sum(self._sizes[role][name]))
+        return self.available - self.process.allocated
+
+    def _empty(self, left: bool) -> None:
+        """Play the end of free_memory: PyTorch's cache goes if models left, or if it is a quarter of the free bytes."""
+        free = self.free()
+        if left or self.process.reserved - self.process.allocated > 0.25 * free:
+            self.process.empty_cache()
+
+    def _load(self, phase: str, role: str, estimate: float = 0, least: float | None = None) -> None:
+        """Load the model of a phase, which begins then: any models that leave have left."""
+        self._phase, self.estimates[phase] = phase, estimate
+        gone = self.manager.load(self.models[role], estimate, least)
+        self.free()
+        self.left.setdefault(phase, []).extend(model.name for model in gone)
+        self.placed[phase] = {model.name: (model.loaded, model.nbytes) for model in self.manager.models}
+        self.process.reset_peak()
+
+    def _tensor(self, name: str, shape: Sequence[int], dtype: str = "float32") -> Tensor:
+        return self.process.tensor(shape, dtype, name)
+
+    def _call(self, role: str, **sizes: int) -> Tensor:
+        """Call a model; layers that are not on the card come for their calls."""
+        part, model, process = self.request.part(role), self.models[role], self.process
+        sent = model.sent
+        # Text encoders convert each weight for its call, wherever it is: the recording has the copies.
+        passing = [
+            Passing(layer.name, layer.name, "weight", size, BY_DIFFUSERS)
+            for layer in (sent if role != CLIP else ())
+            for size in reversed(self._sizes[role][layer.name])  # the bias comes first
+        ]
+        recording = programs.load_program(part.component)
+        trace = recording.trace(part.dtype, process.gpu, passing, **sizes)
+        left = process.call(trace)
+        process.count(flops=trace.flops, sent=sum(layer.bytes for layer in sent))
+        return Tensor(process, f"output of {role}", (), part.dtype, left.values())
+
+    # ---- the nodes ----
+
+    def _encode(self) -> None:
+        """Play CLIPTextEncode for each prompt. Its result goes to the host, or is there."""
+        q, work = self.request, WORKFLOWS[self.request.name]
+        sizes = {"t": q.tokens} if work.least_tokens else {"n": count_calls(q.tokens, CLIP_TOKENS)}
+        prompts = 2 if q.guidance else 1
+        if q.offload in (LOW, NO):  # they run on the CPU
+            part = q.part(CLIP)
+            flops = programs.load_program(part.component).trace(part.dtype, self.process.gpu, (), **sizes).flops
+            self._phase, self.estimates["encode prompt"] = "encode prompt", 0
+            self.placed["encode prompt"], self.left["encode prompt"] = {}, []
+            self.process.count(host_flops=prompts * flops)
+        else:
+            self._load("encode prompt", CLIP)
+            self.clip_on_cpu = any(layer.name.endswith(_EMBEDDINGS) for layer in self.models[CLIP].sent)
+            for _ in range(prompts):  # the second request for the model changes nothing
+                self.process.drop(self._call(CLIP, **sizes))
+        self.process.read(name="encode prompt")
+
+    def _denoise(self) -> None:
+        """Play KSampler: Euler's steps, with latents in float32."""
+        q, run = self.request, self.process
+        usage, (n, *latent) = USAGE[WORKFLOWS[q.name].kind], self.latent_shape
+        one, both = (estimate_denoiser(usage, (count, *latent), q.dtype) for count in (n, 2 * n))
+        self._load("denoise", q.pipeline.denoiser, both, one)
+        held = [self._tensor(name, (n, *latent)) for name in ("noise", "latent_image", "x")]
+        held += [self._tensor("sigmas", (q.steps + 1,)), self._tensor("s_in", (n,))]
+        for step in range(min(q.steps, PLAYED_STEPS)):
+            run.count_times(q.steps - step if step == PLAYED_STEPS - 1 else 1)
+            denoised = self._predict(n, latent, both)
+            difference = self._tensor("x - denoised", (n, *latent))
+            d = self._tensor("d", (n, *latent))
+            run.drop(difference)
+            moved = self._tensor("d * dt", (n, *latent))
+            x = self._tensor("x", (n, *latent))
+            run.drop(moved, d, denoised, held[2])
+            held[2] = x
+        run.count_times(1)
+        run.drop(*held)
+        run.read(name="denoise")
+
+    def _predict(self, n: int, latent: Sequence[int], both: float) -> Tensor:
+        """Play sampling_function: both prompts in one call if one and a half times the estimate is free, otherwise one
+        after the other."""
+        q, work, run = self.request, WORKFLOWS[self.request.name], self.process
+        prompts, shape = (2 if q.guidance else 1), (n, *latent)
+        sums = [self._tensor(name, shape) for name in ("out_conds", "out_counts") for _ in range(2)]
+        tokens = q.tokens if work.least_tokens else CLIP_TOKENS * count_calls(q.tokens, CLIP_TOKENS)
+        sizes: dict[str, tuple[int, ...]] = {"context": (n, tokens, work.width)}
+        sizes |= {"y": (n, work.pooled)} if work.pooled else {}
+        conds = [self._tensor(name, size) for _ in range(prompts) for name, size in sizes.items()]
+        masks = [self._tensor("mult", shape) for _ in range(prompts)]
+        self.batched = prompts == 1 or both * 1.5 < self.free()
+        for count in [prompts] if self.batched else [1] * prompts:
+            m = count * n
+            given = [self._tensor("input_x", (m, *latent)), self._tensor("timestep", (m,))]
+            given += [self._tensor(f"{name}, joined", (m, *size[1:])) for name, size in sizes.items()]
+            output = self._call(q.pipeline.denoiser, n=m, h=latent[1], w=latent[2], t=tokens)
+            for _ in range(count):
+                run.drop(self._tensor("output * mult", shape))
+            run.drop(output, *given)
+        run.drop(*masks, *conds)
+        result = self._tensor("cfg_result", shape)
+        run.drop(self._tensor("cond_pred - uncond_pred", shape), *sums)
+        return result
+
+    def _decode(self) -> None:
+        """Play VAEDecode or VAEDecodeTiled. If a whole decode runs out of memory, it decodes in tiles."""
+        q, part = self.request, self.request.part("vae")
+        estimate = estimate_vae("decode", self.latent_shape, part.dtype)
+        self._load("decode", "vae", estimate)
+        largest = max((layer.bytes for layer in self.models["vae"].sent), default=0)
+        passing = self.process.hold("weights of vae", largest) if largest else 0
+        weights = [address for held in self._held["vae"].values() for address in held]
+        vae = LoadedVAE(self.process, architecture(part.component), "comfyui", part.dtype, weights)
+        if q.vae == "whole" and not self.tiled:
+            batch = max(1, int(self.free() / estimate))
+            try:
+                for first in range(0, q.batch, batch):
+                    self._decode_part(vae, min(batch, q.batch - first), 0)
+            except OutOfMemoryError:
+                self.tiled = True
+        if self.tiled or q.vae != "whole":
+            self._decode_part(vae, q.batch, q.tile or FALLBACK_TILE)
+        if passing:
+            self.process.release([passing])
+        self.process.read(name="decode")
+
+    def _decode_part(self, vae: LoadedVAE, images: int, tile: int) -> None:
+        q, part, shape = self.request, self.request.part("vae"), (images, *self.latent_shape[1:])
+        flops, attended, moved = vae_counts(part.component, "decode", part.dtype, q.height, q.width, images, tile)
+        self.process.count(flops=flops, attended=attended, moved=moved)
+        latents = self.process.tensor(shape, vae.dtype, "latents", host=True)
+        self.process.drop(self.process.decode(vae, latents, tile=tile))
+
+    @property
+    def latent_shape(self) -> tuple[int, int, int, int]:
+        """(images, channels, height, width) of the latents."""
+        q, channels = self.request, shipped_models()[self.request.part("vae").component]["latent_channels"]
+        return q.batch, channels, q.height // VAE_STRIDE, q.width // VAE_STRIDE
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its weights."""
+        return sum(part.nbytes for part in self.request.parts)
+
+    def phases(self) -> tuple[Phase, ...]:
+        part = self.request.part("vae")
+        names = {f"weights of {part.component}": "weights of vae"}
+        return tuple(Phase.read(self.process, number, names) for number in range(len(self.process.readings)))
+
+
+class _Plays(Plays):
+    """Bounds of a workflow. On a smaller card the manager decides otherwise, so `least` plays it again."""
+
+    request: PipelineRequest
+
+    def least(self, has_other_plans: bool) -> int:
+        low, high = (size // PAGE for size in self.search)
+        while low + 1 < high:
+            middle = (low + high) // 2
+            fails = ComfyUIRun(self.request, middle * PAGE, self.process.workspace).full
+            low, high = (middle, high) if fails else (low, middle)
+        return high * PAGE
+
+
+def plays_of(run: ComfyUIRun, has_room: bool) -> Plays:
+    """Return the bounds of a run with room for everything. has_room: whether the card has enough."""
+    phases, most = run.phases(), max(phase.total for phase in run.phases())
+    low, high = (0, max(run.available, most)) if has_room else (run.available, 2 * most + 4 * run.nbytes)
+    exact = [(0, phase.weights) for phase in phases]
+    return _Plays(run.request, run.process, exact, (low, -(-high // PAGE) * PAGE))
+
+
+def describe_decisions(run: ComfyUIRun) -> Iterator[str]:
+    """List omissions, and what the manager's decisions change."""
+    yield f"{VERSION} (a125cd8) with its classic memory management, read and not run on a GPU"
+    yield "it starts with no model on the card, and with more free memory on the host than on the card"
+    if run.request.offload in (LOW, NO):
+        yield f"text encoders run on the CPU with {run.request.offload}"
+    yield "ComfyUI prefers cuDNN's attention, whose workspaces are unknown; PyTorch's flash attention stands for it"
+    if not run.batched:
+        yield "the denoiser runs once for each prompt, because one and a half times ComfyUI's estimate is not free"
+    if run.tiled:
+        yield f"the whole decode runs out of memory, so ComfyUI decodes in tiles of {FALLBACK_TILE} pixels"
+    if run.models["vae"].sent:
+        yield "vae: of its layers that come for their calls, the largest counts during the whole decode"
+    if run.clip_on_cpu:
+        yield "text encoders: ComfyUI computes on the CPU, because the embedding of tokens has no room on the card"
+
+
+def resolve_workflow(
+    given: PipelineArguments, card: Card, software: Software, offload: Any, vae: Any
+) -> PipelineRequest:
+    """Resolve names and defaults of a workflow. ValueError names the argument that has no answer."""
+    name, known = given.pipeline, PIPELINES[given.pipeline]
+    if name not in WORKFLOWS:
+        raise ArgumentError("pipeline", f"one of {', '.join(WORKFLOWS)} with runtime='comfyui'", repr(name))
+    if given.image:
+        raise ArgumentError("image", "False with runtime='comfyui', whose workflow begins with an empty latent", "True")
+    if offload == "--disable-dynamic-vram":  # newer versions then have the classic manager
+        offload = COMFYUI_OPTIONS[0]
+    if isinstance(offload, str) and re.search("aimdo|dynamic", offload):
+        raise ArgumentError("offload", ", ".join(map(repr, COMFYUI_OPTIONS)), repr(offload), DYNAMIC)
+    offload = meant("offload", offload, COMFYUI_OPTIONS)
+    how, _, side = str(vae).partition(" ")
+    if how == "tiled" and side and not (side.isdecimal() and int(side) and int(side) % (2 * VAE_STRIDE) == 0):
+        raise ArgumentError("vae", "the side of a tile in pixels, a multiple of 16 as in 'tiled 512'", repr(vae))
+    vae = f"tiled {side or FALLBACK_TILE}" if how == "tiled" else meant("vae", vae, ("whole", "tiled"))
+    gpu = card.gpu
+    if gpu.maker != "NVIDIA" or gpu.sm < LEAST_SM or _SLOW_HALF.search(gpu.name):
+        least = (
+            f"an NVIDIA card of compute capability {LEAST_SM / 10:.1f} or more but no GTX 16, with runtime='comfyui'"
+        )
+        raise ArgumentError("gpu", least, repr(gpu.name), "ComfyUI chooses other types and sizes there")
+    height, width = image_sides(given.height, given.width, known.stride, f" for {name}", known.most_side)
+    work, half = WORKFLOWS[name], card.gpu.sm >= BFLOAT16_SM
+    asked = work.least_tokens or CLIP_TOKENS if given.prompt_tokens is None else given.prompt_tokens
+    tokens = max(whole("prompt_tokens", asked), work.least_tokens)
+    types = {CLIP: "float16", known.denoiser: given.dtype or work.dtypes[0 if half else 1],
+             "vae": usual_dtypes("comfyui", known.parts["vae"], card.gpu.sm, False).dtype}  # fmt: skip
+    for role, type in (given.components or {}).items():
+        if role != "vae":
+            raise ArgumentError("components", "a type for 'vae' only, with runtime='comfyui'", repr(role))
+        types[role] = meant("components['vae']", type, ("float16", "bfloat16", "float32"))
+    modules = {CLIP: work.encoder, known.denoiser: work.denoiser, "vae": known.parts["vae"]}
+    parts = tuple(_part(role, component, types[role]) for role, component in modules.items())
+    guidance = given.guidance and known.guides
+    return PipelineRequest(
+        card, software, name, height, width, whole("batch", given.batch), tokens, guidance, given.steps, False, parts,
+        offload=offload, vae=vae, safe=given.safe,
+    )  # fmt: skip
+
+
+def _part(role: str, component: str, dtype: str) -> Part:
+    """Store a model's weights in a type."""
+    weights: Iterable[Sequence[Any]]
+    if component in shipped_models():
+        weights = _core.Trace.parameters(architecture(component), "comfyui")
+    else:
+        weights = weights_of(component)
+        meant("dtype", dtype, programs.load_program(component).dtypes)
+    return Part(role, component, dtype, tuple(stored(weights, dtype, "all", dtype)))
