@@ -17,7 +17,7 @@ from vaemem.pipelines.storage import stored
 from vaemem.prediction.runtimes import architecture
 
 HERE = Path(__file__).parent
-GOLDEN = HERE / "golden" / "comfyui.txt"
+GOLDEN = HERE / "comfyui_decisions.txt"
 
 
 def play(size, models, requests, *settings):

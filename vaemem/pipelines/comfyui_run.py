@@ -33,9 +33,9 @@ from vaemem.pipelines.comfyui import (
     estimate_vae,
 )
 from vaemem.pipelines.components import CLIP_TOKENS, PIPELINES, VAE_STRIDE, vae_counts, weights_of
-from vaemem.pipelines.phases import count_calls
 from vaemem.pipelines.pipeline_request import Part, PipelineArguments, PipelineRequest, image_sides
 from vaemem.pipelines.pipeline_run import PLAYED_STEPS
+from vaemem.pipelines.steps import count_calls
 from vaemem.pipelines.storage import stored
 from vaemem.prediction.held import LoadedVAE, Tensor
 from vaemem.prediction.passing import BY_DIFFUSERS, Passing

@@ -153,7 +153,20 @@ class Part:
     @functools.cached_property
     def sent(self) -> dict[str, list[tuple[Any, ...]]]:
         """{submodule: [(name, bytes)]} of the weights that sequential offload has on the device during its call."""
-        return tie(self._by_module({w.name: [("{}", w.bytes)] for w in self.weights}))
+        return tie(self._by_module({w.name: [("{}", w.bytes)] for w in self.weights if w not in self.left}))
+
+    @functools.cached_property
+    def left(self) -> tuple[Stored, ...]:
+        """The weights that sequential offload leaves on the device: diffusers has accelerate offload buffers only if
+        the module has parameters of its own."""
+        has_own = any("." not in weight.name for weight in weights_of(self.component))
+        buffers = () if has_own else _buffers_of(self.component)
+        return tuple(weight for weight in self.weights if weight.name in buffers)
+
+    @property
+    def passed(self) -> int:
+        """Bytes that sequential offload sends for a call."""
+        return self.nbytes - sum(weight.bytes for weight in self.left)
 
     def sent_by(self, offload: str | GroupOffload) -> Sequence[Passing]:
         """List the weights that offloading sends for its submodules' calls."""
@@ -195,12 +208,19 @@ class Part:
 
 
 @functools.cache
+def _buffers_of(component: str) -> frozenset[str]:
+    """Name the buffers among a component's weights. Recordings do not tell those of the run's dtype from parameters:
+    PatchEmbed's and Chroma's tables are some."""
+    tables = ("pos_embed.pos_embed", "mod_proj")
+    found = weights_of(component)
+    return frozenset(w.name for w in found if w.dtype not in ("run", "kept") or w.name.endswith(tables))
+
+
+@functools.cache
 def _groups_of(component: str, blocks: int) -> tuple[Group, ...]:
     """Group a component's weights by leaves, or by blocks if a group has some."""
     names = [weight.name for weight in weights_of(component)]
-    # Recordings do not tell buffers of the run's dtype from parameters: PatchEmbed's and Chroma's tables are some.
-    own = {weight.name for weight in weights_of(component) if weight.dtype not in ("run", "kept")}
-    buffers = own | {name for name in names if name.endswith(("pos_embed.pos_embed", "mod_proj"))}
+    buffers = _buffers_of(component)
     within = VAE_BLOCKS if _has_blocks(component) else ()
     return tuple(block_groups(names, blocks, within, buffers) if blocks else leaf_groups(names, buffers))
 

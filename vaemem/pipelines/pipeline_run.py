@@ -39,6 +39,8 @@ class PipelineRun:
         ]  # by offloading
         self.calls: list[tuple[str, Any]] = []  # roles, and the process's record of their calls
         self._loaded: dict[str, list[int] | LoadedVAE] = {}  # addresses; no entry if it is not in PyTorch's memory
+        for role in self.moved if request.offload == "sequential" else ():
+            process.hold_all(f"weights of {role}", [size for one in self.parts[role].left for size in one.pieces])
 
     # ---- components ----
 
@@ -98,7 +100,7 @@ class PipelineRun:
         offload = (self.request.group or self.request.offload) if role in self.moved else "none"
         trace = part.trace(process.gpu, offload, **sizes)
         left = process.call(trace)
-        process.count(flops=trace.flops, sent=part.nbytes if offload == "sequential" else trace.sent)
+        process.count(flops=trace.flops, sent=part.passed if offload == "sequential" else trace.sent)
         self.calls.append((role, process.last_call))
         return Tensor(process, f"output of {role}", (), part.dtype, left.values())
 

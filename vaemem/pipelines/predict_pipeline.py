@@ -5,21 +5,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import os
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal, get_args, overload
 
 from vaemem._arguments import shared
-from vaemem._common import __version__, as_csv, flag, meant, whole, write
-from vaemem._render import Actions, Block, Bullets, Columns, Sizer, in_gb
+from vaemem._common import __version__, flag, meant, whole
+from vaemem._render import Block, Bullets, Columns, Sizer
 from vaemem._types import Dtype
 from vaemem.engine.names import shared_note
 from vaemem.pipelines.comfyui import VERSION as COMFYUI_VERSION
 from vaemem.pipelines.comfyui_run import ComfyUIRun, describe_decisions, plays_of, resolve_workflow
 from vaemem.pipelines.components import CLIP_TOKENS, PIPELINES, known_pipeline, refuse
+from vaemem.pipelines.phased import PhasedAnswer, as_far_as
 from vaemem.pipelines.pipeline_request import (
     OFFLOADS,
     PLACES,
@@ -30,7 +30,7 @@ from vaemem.pipelines.pipeline_request import (
 )
 from vaemem.pipelines.pipeline_run import play_pipeline
 from vaemem.pipelines.quantising import BITSANDBYTES, SIXTEEN_BITS
-from vaemem.prediction.answer import Answer, alias, largest_tensor
+from vaemem.prediction.answer import alias
 from vaemem.prediction.closed import PlayedPeak
 from vaemem.prediction.formula import Formula
 from vaemem.prediction.lines import Grid, Point
@@ -46,118 +46,6 @@ from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, judge_phases, judge_pl
 PredictedRuntime = Literal["diffusers", "sd.cpp", "comfyui"]
 PREDICTED_RUNTIMES: tuple[PredictedRuntime, ...] = get_args(PredictedRuntime)
 BY_VAEMEM = "vaemem's code has run on one kind of GPU only, an H100"
-_PARTS = ("weights", "activations", "workspace", "cached", "outside")  # their sum is a phase's total
-_OUTCOMES = {True: "goes through", False: "runs out", None: "not reached"}
-
-
-def _as_far_as(phases: Sequence[Phase], full: tuple[str, PeakTensor] | None) -> Result:
-    """Mark the phases: they go through until memory runs out in one; later phases are not reached."""
-    done = next((i for i, phase in enumerate(phases) if full and phase.name == full[0]), len(phases))
-    outcomes = [*[True] * done, False, *[None] * len(phases)]  # one or more per phase
-    reached = (phase._replace(fits=fits) for phase, fits in zip(phases, outcomes, strict=False))
-    return Result(tuple(reached), full)
-
-
-class _Phases(Answer):
-    """Phases of a predicted pipeline, common to all runtimes. Printing it shows one line per phase."""
-
-    kind = "pipeline"
-    host: int
-    _run_row: dict[str, Any]  # values common to all rows of a table
-    phases: tuple[Phase, ...] = alias("result.phases")
-    out_of_memory_at: tuple[str, PeakTensor] | None = alias("result.out_of_memory_at")
-    on_card: int | None = alias("judged.took")
-    peak: int = alias("result.fullest.total")
-    bottleneck: str = alias("result.fullest.name")
-    band: tuple[int, int] = alias("judged.band")
-    upper: int = alias("judged.upper")
-
-    # ---- files ----
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Return rows of a `vaemem.Table`: one per phase, and one for the whole, which reserves as much as the fullest
-        phase. Rows of diffusers have seconds if the card's speed is known. They count all steps and weights sent over
-        PCIe 3.0 x16, but no loading from a disk.
-
-        Examples
-        --------
-        >>> table = Table(predict_pipeline("sd15", 512, 512, gpu="T4").rows())
-        >>> [(row["phase"], row["reserved_bytes"] >> 20) for row in table[-2:]]
-        [('decode', 3238), ('whole', 3238)]
-        >>> print(fit(Table([*table, *predict_pipeline("sd15", 768, 768, gpu="T4").rows()]).filter(phase="decode")))
-        sd15 pipeline decode: allocated_bytes = ...
-        """
-        rows: list[dict[str, Any]] = [
-            {
-                "phase": phase.name, "allocated_bytes": phase.allocated, "reserved_bytes": phase.total,
-                "weights_bytes": phase.weights, "activations_bytes": phase.activations,
-                "scratch_bytes": phase.workspace,
-            }
-            for phase in self.phases
-        ]  # fmt: skip
-        most = max(phase.allocated for phase in self.phases)
-        rows.append({"phase": "whole", "allocated_bytes": most, "reserved_bytes": self.peak})
-        lasts = self._seconds()
-        return [self._run_row | row | lasts.get(row["phase"], {}) for row in rows]
-
-    def _seconds(self) -> dict[str, dict[str, float]]:
-        """Return the columns of time for each phase and the whole, if it is known."""
-        return {}
-
-    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str | None:
-        """Write one line per phase as CSV to a file, or return it as text.
-
-        Examples
-        --------
-        >>> predict_pipeline("sd15", 512, 512, gpu="T4").to_csv().splitlines()[0]
-        'phase,total_bytes,fits,...'
-        """
-        return write(path, as_csv(self._lines()))
-
-    def _more_data(self) -> dict[str, Any]:
-        return {"bottleneck": self.bottleneck, "host_bytes": self.host}
-
-    # ---- for people ----
-
-    def _facts(self, size: Sizer) -> list[tuple[str, str]]:
-        least, most = self.band
-        label, text = self._peak_fact(size)
-        sure = f" ({size(least)} to {size(most)})" if least != most else ""
-        host = f"{size(self.host)} of weights" if self.host else ""
-        return [(label, f"in {self.bottleneck}{sure}, {text}"), ("host", host)]
-
-    def _grid(self, size: Sizer) -> Columns:
-        """Make one row per phase; leave out a column if no phase has a value for it."""
-        cells: dict[str, list[str]] = {
-            "phase": [phase.name for phase in self.phases],
-            "outcome": [_OUTCOMES[phase.fits] for phase in self.phases],
-            "on the card": [size(phase.total) for phase in self.phases],
-        }
-        for name in _PARTS:
-            if any(getattr(phase, name) for phase in self.phases):
-                cells[name] = [size(getattr(phase, name)) for phase in self.phases]
-        largest = [largest_tensor(phase) for phase in self.phases]
-        if any(largest):
-            cells["largest tensor"] = [f"{one.name}, {size(one.bytes)}" if one else "" for one in largest]
-        return Columns(list(cells), list(zip(*cells.values(), strict=True)))
-
-    def _blocks(self, size: Sizer) -> list[Block]:
-        tried = [(one.describe(size), one.command) for one in self.would_fit]
-        return [
-            self._grid(size), *[Actions("What would fit, with everything else unchanged:", tried)] * bool(tried),
-            Bullets(self.notes, detail=True),
-        ]  # fmt: skip
-
-    @property
-    def would_fit(self) -> tuple[Advice, ...]:
-        """Other settings with which it goes through; none if it fits."""
-        return ()
-
-    def __repr__(self) -> str:
-        shown = "; ".join(
-            f"{phase.name} {in_gb(phase.total)} ({in_gb(phase.weights)} of weights)" for phase in self.phases
-        )
-        return f"<{type(self).__name__} {self.title}: {self.summary}; {shown}>"
 
 
 def _play_phases(request: PipelineRequest, workspace: Any, point: Point) -> dict[str, PlayedPeak]:
@@ -171,7 +59,7 @@ def _play_phases(request: PipelineRequest, workspace: Any, point: Point) -> dict
     return seen
 
 
-class _Played(_Phases):
+class _Played(PhasedAnswer):
     """Phases of a pipeline that a simulated process of PyTorch played."""
 
     request: PipelineRequest
@@ -304,7 +192,7 @@ class PipelinePrediction(_Played):
         full = lacking and (phases[len(played)].name, lacking)
         if over := next((phase for phase in played if phase.outside and phase.total > available), None):
             full = over.name, PeakTensor("vaemem's memory limit", over.outside)
-        self.result, self.here = _as_far_as(phases, full), Result(played, full)
+        self.result, self.here = as_far_as(phases, full), Result(played, full)
         self.notes = (*(process if full else here).substitutions, *_notes(q))
         self.judged = judge_played(
             self._plays(), here, self.peak, self.here.fullest.total if played else 0, full,
@@ -404,7 +292,7 @@ def _notes(q: PipelineRequest) -> Iterator[str]:
             yield f"vae: vaemem decodes in {part.dtype}{upcast}; {BY_VAEMEM}"
 
 
-class GraphPrediction(_Phases):
+class GraphPrediction(PhasedAnswer):
     """Prediction for stable-diffusion.cpp, as `predict_pipeline` returns it. Each model is a graph with one buffer.
 
     Attributes
@@ -442,7 +330,7 @@ class GraphPrediction(_Phases):
         self.judged = judge_phases(
             way.phases, available, self.direct.phases, kept_more=card.kept_more, safe=safe, no_room=no_room
         )
-        self.result = _as_far_as(way.phases, self.judged.out_of_memory_at)
+        self.result = as_far_as(way.phases, self.judged.out_of_memory_at)
         self.here = self.result
 
     def __reduce__(self) -> Any:
@@ -513,7 +401,7 @@ class ComfyUIPrediction(_Played):
         self.placed, self.left, self.batched, self.tiled = run.placed, run.left, run.batched, run.tiled
         self.estimates = {one.name: (int(run.estimates[one.name]), one.allocated - one.weights) for one in phases}
         self.host = run.nbytes
-        self.result, self.here = _as_far_as(phases, here.full), Result(played, here.full)
+        self.result, self.here = as_far_as(phases, here.full), Result(played, here.full)
         self.notes = (*here.process.substitutions, *describe_decisions(run))
         took = self.here.fullest.total if played else 0
         self.judged = judge_played(plays_of(run, not here.full), here.process, self.peak, took, here.full)
@@ -575,8 +463,9 @@ def predict_pipeline(
 
 @overload
 def predict_pipeline(
-    pipeline: str, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None, guidance: bool = True,
-    dtype: Dtype | None = None, *, runtime: Literal["comfyui"], components: Mapping[str, Any] | None = None,
+    pipeline: str, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None,
+    guidance: bool | None = None, dtype: Dtype | None = None, *, runtime: Literal["comfyui"],
+    components: Mapping[str, Any] | None = None,
     offload: str = "none", vae: str = "whole", steps: int | None = None, gpu: str | None = None,
     memory: int | str | None = None, used: int | str = 0, cudnn_version: str | None = None,
     torch_version: str | None = None, safe: bool = False, os: str = "linux",

@@ -8,7 +8,9 @@ from vaemem._common import need
 
 need("torch", "vaemem.pytorch")
 
+from vaemem.pipelines.recorded import RecordedPrediction
 from vaemem.prediction.predict import ModulePrediction
+from vaemem.pytorch.any_pipeline import predict_pipeline
 from vaemem.pytorch.applying import Applied, apply
 from vaemem.pytorch.decoding import SafeDecode, safe_decode
 from vaemem.pytorch.loading import load_pipeline
@@ -22,9 +24,25 @@ if TYPE_CHECKING:
     from vaemem.pytorch.autoencoder import AutoencoderKL, AutoencoderKLWan, AutoencoderTiny
 
 __all__ = [
-    "Applied", "AutoencoderKL", "AutoencoderKLWan", "AutoencoderTiny", "MeasuredPhase", "MeasuredPipeline",
-    "ModulePrediction", "OffloadStrategy", "Recording", "SafeDecode", "apply", "load_pipeline", "measure",
-    "measure_pipeline", "predict_peak", "record", "safe_decode",
+    "Applied",
+    "AutoencoderKL",
+    "AutoencoderKLWan",
+    "AutoencoderTiny",
+    "MeasuredPhase",
+    "MeasuredPipeline",
+    "ModulePrediction",
+    "OffloadStrategy",
+    "RecordedPrediction",
+    "Recording",
+    "SafeDecode",
+    "apply",
+    "load_pipeline",
+    "measure",
+    "measure_pipeline",
+    "predict_peak",
+    "predict_pipeline",
+    "record",
+    "safe_decode",
 ]  # fmt: skip
 
 

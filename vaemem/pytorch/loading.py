@@ -174,7 +174,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 # ---- pipelines ----
 
 
-class _Undrawn(TorchFunctionMode):
+class Undrawn(TorchFunctionMode):
     """Skips the random initialisation of weights, which takes minutes for FLUX."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -183,7 +183,7 @@ class _Undrawn(TorchFunctionMode):
         return given[0] if getattr(func, "__name__", "") in drawn else func(*args, **(kwargs or {}))
 
 
-def _random_pipeline(name: str, dtype: str) -> Any:
+def random_pipeline(name: str, dtype: str) -> Any:
     diffusers, kind = need("diffusers", f"random weights of {name}"), PIPELINES[name]
     build = getattr(diffusers, kind.class_name, None)
     if build is None:
@@ -191,7 +191,7 @@ def _random_pipeline(name: str, dtype: str) -> Any:
     parts: dict[str, Any] = {}
     noise = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)) / 50
     for role, component in kind.parts.items():
-        with default_dtype(getattr(torch, dtype)), _Undrawn():
+        with default_dtype(getattr(torch, dtype)), Undrawn():
             parts[role] = BUILDERS[component]().eval()
         for weight in parts[role].parameters():
             for piece in weight.data.view(-1).split(len(noise)):
@@ -278,7 +278,7 @@ def load_pipeline(
         need("accelerate", f"offload {offload}")
     if random:
         name = known_pipeline("source", source)
-        pipe = _random_pipeline(name, dtype or PIPELINES[name].dtype)
+        pipe = random_pipeline(name, dtype or PIPELINES[name].dtype)
     else:
         loader = need("diffusers", "load_pipeline").DiffusionPipeline
         try:

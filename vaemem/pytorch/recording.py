@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,21 +48,22 @@ _REFUSED = {
         " enable_nested_tensor=False, or no src_key_padding_mask",
     ),
 }
+MASKS = torch.bool, torch.uint8  # dtypes of an index that says which elements
 _REASONS = {"does not require grad": NO_GRADIENTS, "torch.compile stance": NO_COMPILER}  # by PyTorch's messages
 
 
 class Eager(TorchFunctionMode):
     """Replaces calls that behave differently under fake tensors and on a GPU."""
 
-    def __init__(self, recorder: Recorder):
+    def __init__(self, recorder: Recorder, refused: Mapping[str, str] = _REFUSED):
         super().__init__()
-        self._recorder = recorder
+        self._recorder, self._refused = recorder, refused
         # The bindings of contiguous(), copy_() and indexing need a CUDA build; the operators below them do not.
         self._replacements: dict[Any, Callable[..., Any]] = {
             torch.Tensor.contiguous: aten.contiguous.default,
             torch.Tensor.copy_: aten.copy_.default,
-            torch.Tensor.__getitem__: _get_item,
-            torch.Tensor.__setitem__: _set_item,
+            torch.Tensor.__getitem__: self._get_item,
+            torch.Tensor.__setitem__: self._set_item,
             scaled_dot_product_attention: recorder.attention,
             torch._native_multi_head_attention: self._multi_head_attention,
             torch._transformer_encoder_layer_fwd: self._encoder_layer,
@@ -74,12 +75,37 @@ class Eager(TorchFunctionMode):
         if func in self._replacements:
             with self:
                 return self._replacements[func](*args, **kwargs)
-        if func.__name__ in _REFUSED:
-            raise ArgumentError(self._recorder.name(), "", _REFUSED[func.__name__])
+        if func.__name__ in self._refused:
+            raise ArgumentError(self._recorder.name(), "", self._refused[func.__name__])
         if func is linear:
             with setting(self._recorder, adds_in_place=True):  # its bias
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def number(self, _: Any) -> int:
+        """Return the number in a tensor that is an index. Any number gives the same view."""
+        return 0
+
+    def places(self, _: Any) -> Sequence[Any]:
+        """Return the places of what a mask selects, by dimension."""
+        raise ArgumentError("an index of bools", "", NO_CONTENTS)
+
+    def _get_item(self, x: Any, key: Any) -> Any:
+        x, tensors = _view(x, key, self.number)
+        found = list[Any]()
+        for one in tensors:
+            found += [one] if one is None or one.dtype not in MASKS else self.places(one)
+        return aten.index.Tensor(x, found) if tensors else x
+
+    def _set_item(self, x: Any, key: Any, value: Any) -> None:
+        x, tensors = _view(x, key, self.number)
+        if tensors:
+            value = value if isinstance(value, torch.Tensor) else torch.full((), value, dtype=x.dtype, device=x.device)
+            aten.index_put_.default(x, tensors, value)
+        elif isinstance(value, torch.Tensor):
+            aten.copy_.default(x, value)
+        else:
+            aten.fill_.Scalar(x, value)
 
     # The fast paths of nn.MultiheadAttention and nn.TransformerEncoderLayer: two operators that fake tensors lack,
     # written so that tensors live as long as in C++. Sources: native_multi_head_attention_cuda (native/transformers/
@@ -198,6 +224,11 @@ def check_module(module: torch.nn.Module, call: Any) -> None:
     if module.training:
         advice = "training keeps tensors for the backward pass, which are not modelled"
         raise ArgumentError("module", "a module in eval mode, module.eval()", "one in training mode", advice)
+    check_compiled(module, call)
+
+
+def check_compiled(module: torch.nn.Module, call: Any = None) -> None:
+    """Refuse a compiled module or call."""
     for name, m in module.named_modules():
         if hasattr(m, "_orig_mod") or m._compiled_call_impl:
             raise ArgumentError(name or "module", "", NO_COMPILER)
@@ -205,9 +236,9 @@ def check_module(module: torch.nn.Module, call: Any) -> None:
         raise ArgumentError("call", "", NO_COMPILER)
 
 
-def _view(x: Any, key: Any, sets: bool = False) -> tuple[Any, list[Any]]:
+def _view(x: Any, key: Any, number: Callable[[Any], int]) -> tuple[Any, list[Any]]:
     """Apply the integers, slices, None and Ellipsis of an index to x. Return the view, and the tensors of the index by
-    dimension of the view."""
+    dimension of the view. number: what a tensor without dimensions stands for."""
     keys = list(key) if isinstance(key, tuple) else [key]
     consumed = [
         k.dim() if isinstance(k, torch.Tensor) and k.dtype is torch.bool else int(k is not None and k is not Ellipsis)
@@ -226,30 +257,12 @@ def _view(x: Any, key: Any, sets: bool = False) -> tuple[Any, list[Any]]:
             dim += 1
         elif isinstance(k, int) and not isinstance(k, bool):
             x = aten.select.int(x, dim, k)
-        elif isinstance(k, torch.Tensor) and not k.dim() and k.dtype not in (torch.bool, torch.uint8):
-            x = aten.select.int(x, dim, 0)  # any number gives the same view
+        elif isinstance(k, torch.Tensor) and not k.dim() and k.dtype not in MASKS:
+            x = aten.select.int(x, dim, number(k))
         else:
-            if isinstance(k, torch.Tensor) and k.dtype in (torch.bool, torch.uint8) and not sets:
-                raise ArgumentError("an index of bools", "", NO_CONTENTS)
             tensors[dim] = k if isinstance(k, torch.Tensor) else torch.tensor(k, device=x.device)
             dim += max(count, 1)
     return x, [tensors.get(i) for i in range(max(tensors) + 1)] if tensors else []
-
-
-def _get_item(x: Any, key: Any) -> Any:
-    x, tensors = _view(x, key)
-    return aten.index.Tensor(x, tensors) if tensors else x
-
-
-def _set_item(x: Any, key: Any, value: Any) -> None:
-    x, tensors = _view(x, key, sets=True)
-    if tensors:
-        value = value if isinstance(value, torch.Tensor) else torch.full((), value, dtype=x.dtype, device=x.device)
-        aten.index_put_.default(x, tensors, value)
-    elif isinstance(value, torch.Tensor):
-        aten.copy_.default(x, value)
-    else:
-        aten.fill_.Scalar(x, value)
 
 
 # ---- recordings ----

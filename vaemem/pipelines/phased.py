@@ -1,0 +1,127 @@
+"""An answer in phases, for any program and any way to predict it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from vaemem._common import as_csv, write
+from vaemem._render import Actions, Block, Bullets, Columns, Sizer, in_gb
+from vaemem.prediction.answer import Answer, alias, largest_tensor
+from vaemem.prediction.planned import Phase, Result
+from vaemem.prediction.predict import Advice
+from vaemem.prediction.process import PeakTensor
+
+_PARTS = ("weights", "activations", "workspace", "cached", "outside")  # their sum is a phase's total
+_OUTCOMES = {True: "goes through", False: "runs out", None: "not reached"}
+
+
+def as_far_as(phases: Sequence[Phase], full: tuple[str, PeakTensor] | None) -> Result:
+    """Mark the phases: they go through until memory runs out in one; later phases are not reached."""
+    done = next((i for i, phase in enumerate(phases) if full and phase.name == full[0]), len(phases))
+    outcomes = [*[True] * done, False, *[None] * len(phases)]  # one or more per phase
+    reached = (phase._replace(fits=fits) for phase, fits in zip(phases, outcomes, strict=False))
+    return Result(tuple(reached), full)
+
+
+class PhasedAnswer(Answer):
+    """Phases of a predicted pipeline, common to all runtimes. Printing it shows one line per phase."""
+
+    kind = "pipeline"
+    host: int
+    _run_row: dict[str, Any]  # values common to all rows of a table
+    phases: tuple[Phase, ...] = alias("result.phases")
+    out_of_memory_at: tuple[str, PeakTensor] | None = alias("result.out_of_memory_at")
+    on_card: int | None = alias("judged.took")
+    peak: int = alias("result.fullest.total")
+    bottleneck: str = alias("result.fullest.name")
+    band: tuple[int, int] = alias("judged.band")
+    upper: int = alias("judged.upper")
+
+    # ---- files ----
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return rows of a `vaemem.Table`: one per phase, and one for the whole, which reserves as much as the fullest
+        phase. Rows of diffusers have seconds if the card's speed is known. They count all steps and weights sent over
+        PCIe 3.0 x16, but no loading from a disk.
+
+        Examples
+        --------
+        >>> table = Table(predict_pipeline("sd15", 512, 512, gpu="T4").rows())
+        >>> [(row["phase"], row["reserved_bytes"] >> 20) for row in table[-2:]]
+        [('decode', 3238), ('whole', 3238)]
+        >>> print(fit(Table([*table, *predict_pipeline("sd15", 768, 768, gpu="T4").rows()]).filter(phase="decode")))
+        sd15 pipeline decode: allocated_bytes = ...
+        """
+        rows: list[dict[str, Any]] = [
+            {
+                "phase": phase.name, "allocated_bytes": phase.allocated, "reserved_bytes": phase.total,
+                "weights_bytes": phase.weights, "activations_bytes": phase.activations,
+                "scratch_bytes": phase.workspace,
+            }
+            for phase in self.phases
+        ]  # fmt: skip
+        most = max(phase.allocated for phase in self.phases)
+        rows.append({"phase": "whole", "allocated_bytes": most, "reserved_bytes": self.peak})
+        lasts = self._seconds()
+        return [self._run_row | row | lasts.get(row["phase"], {}) for row in rows]
+
+    def _seconds(self) -> dict[str, dict[str, float]]:
+        """Return the columns of time for each phase and the whole, if it is known."""
+        return {}
+
+    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str | None:
+        """Write one line per phase as CSV to a file, or return it as text.
+
+        Examples
+        --------
+        >>> predict_pipeline("sd15", 512, 512, gpu="T4").to_csv().splitlines()[0]
+        'phase,total_bytes,fits,...'
+        """
+        return write(path, as_csv(self._lines()))
+
+    def _more_data(self) -> dict[str, Any]:
+        return {"bottleneck": self.bottleneck, "host_bytes": self.host}
+
+    # ---- for people ----
+
+    def _facts(self, size: Sizer) -> list[tuple[str, str]]:
+        least, most = self.band
+        label, text = self._peak_fact(size)
+        sure = f" ({size(least)} to {size(most)})" if least != most else ""
+        host = f"{size(self.host)} of weights" if self.host else ""
+        return [(label, f"in {self.bottleneck}{sure}, {text}"), ("host", host)]
+
+    def _grid(self, size: Sizer) -> Columns:
+        """Make one row per phase; leave out a column if no phase has a value for it."""
+        cells: dict[str, list[str]] = {
+            "phase": [phase.name for phase in self.phases],
+            "outcome": [_OUTCOMES[phase.fits] for phase in self.phases],
+            "on the card": [size(phase.total) for phase in self.phases],
+        }
+        for name in _PARTS:
+            if any(getattr(phase, name) for phase in self.phases):
+                cells[name] = [size(getattr(phase, name)) for phase in self.phases]
+        largest = [largest_tensor(phase) for phase in self.phases]
+        if any(largest):
+            cells["largest tensor"] = [f"{one.name}, {size(one.bytes)}" if one else "" for one in largest]
+        return Columns(list(cells), list(zip(*cells.values(), strict=True)))
+
+    def _blocks(self, size: Sizer) -> list[Block]:
+        tried = [(one.describe(size), one.command) for one in self.would_fit]
+        return [
+            self._grid(size), *[Actions("What would fit, with everything else unchanged:", tried)] * bool(tried),
+            Bullets(self.notes, detail=True),
+        ]  # fmt: skip
+
+    @property
+    def would_fit(self) -> tuple[Advice, ...]:
+        """Other settings with which it goes through; none if it fits."""
+        return ()
+
+    def __repr__(self) -> str:
+        shown = "; ".join(
+            f"{phase.name} {in_gb(phase.total)} ({in_gb(phase.weights)} of weights)" for phase in self.phases
+        )
+        return f"<{type(self).__name__} {self.title}: {self.summary}; {shown}>"

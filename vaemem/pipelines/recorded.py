@@ -1,0 +1,175 @@
+"""A pipeline that was recorded on the user's machine: what its process does in order, and the prediction from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from vaemem import _core
+from vaemem._common import __version__
+from vaemem.pipelines.phased import PhasedAnswer, as_far_as
+from vaemem.prediction.answer import alias
+from vaemem.prediction.planned import Phase
+from vaemem.prediction.plays import Plays
+from vaemem.prediction.process import SimulatedProcess
+from vaemem.prediction.request import PAGE, Request
+from vaemem.prediction.verdict import judge_played
+
+
+class ProcessScript:
+    """What a process does to the card's memory. It is written like a `Trace`, but has phases, and may empty the cache
+    and free in any of them."""
+
+    def __init__(self) -> None:
+        self.actions: list[tuple[str, Any]] = []
+        self._phase = ""
+        self._trace, self._used = _core.Trace(), False
+        self._taken: list[tuple[int, int]] = []  # for each storage its action's index, and its number there
+
+    # ---- writing ----
+
+    def take(self, size: int, name: str) -> int:
+        """Allocate; return the storage's number."""
+        return self._number(self._trace.take(size, name))
+
+    def give(self, number: int) -> None:
+        """Free a storage."""
+        action, local = self._taken[number]
+        if action == len(self.actions):
+            self._trace.give(local)
+            return
+        self._cut()
+        if not self.actions or self.actions[-1][0] != "free":
+            self.actions.append(("free", []))
+        self.actions[-1][1].append((action, local))
+
+    def blas(self, name: str, lt: bool = False) -> None:
+        """Allocate the workspace of matrix products, if there is none yet."""
+        self._used = True
+        self._trace.blas(name, lt)
+
+    def conv(self, question: tuple[Any, ...], name: str) -> None:
+        """Run a convolution with its workspace."""
+        self._used = True
+        self._trace.conv(question, name)
+
+    def attend(self, call: tuple[Any, ...], kernel: str, sm: int, multiprocessors: int, name: str) -> int | None:
+        """Run an attention; return its output's number."""
+        self._used = True
+        number = self._trace.attend(call, kernel, sm, multiprocessors, name)
+        return None if number is None else self._number(number)
+
+    def empty_cache(self) -> None:
+        """Empty the cache."""
+        self._cut()
+        self.actions.append(("empty", None))
+
+    def begin(self, phase: str) -> None:
+        """Begin a phase."""
+        self._cut()
+        self.actions.append(("begin", phase))
+        self._phase = phase
+
+    def end(self) -> None:
+        """End the phase, if one has begun."""
+        self._cut()
+        if self._phase:
+            self.actions.append(("end", self._phase))
+        self._phase = ""
+
+    def _number(self, local: int) -> int:
+        self._used = True
+        self._taken.append((len(self.actions), local))
+        return len(self._taken) - 1
+
+    def _cut(self) -> None:
+        if self._used:
+            self.actions.append(("call", self._trace))
+            self._trace, self._used = _core.Trace(), False
+
+    # ---- playing ----
+
+    def play(self, process: SimulatedProcess) -> None:
+        """Do it all in a fresh process, and read the counters at the end of each phase."""
+        left = dict[tuple[int, int], int]()
+        for i, (kind, what) in enumerate(self.actions):
+            if kind == "call":
+                left |= {(i, number): address for number, address in process.call(what).items()}
+            elif kind == "free":
+                process.release([left.pop(one) for one in what])
+            elif kind == "empty":
+                process.empty_cache()
+            elif kind == "begin":
+                process.reset_peak()
+            else:
+                process.read(name=what)
+
+
+@dataclass(frozen=True)
+class RecordedRequest(Request):
+    """A recorded pipeline on a card.
+
+    script: what its process does
+    title: the pipeline and its call
+    unmodelled: how often each operator without counted memory ran
+    notes: what the recording supposed
+    """
+
+    script: ProcessScript
+    title: str
+    unmodelled: Mapping[str, int] = field(default_factory=dict, kw_only=True)
+    notes: tuple[str, ...] = field(default=(), kw_only=True)
+
+
+class RecordedPrediction(PhasedAnswer):
+    """Prediction of a pipeline that was recorded on this machine, as `vaemem.pytorch.predict_pipeline` returns it.
+    Sizes are in bytes.
+
+    Attributes
+    ----------
+    phases : tuple of Phase
+        In the order of the run: load (if something is loaded first), encode prompt, encode image, denoise, decode. A
+        component of another kind belongs to denoise.
+    peak, bottleneck, fits, summary, spare, on_card, out_of_memory_at, available, least, band, upper
+        As in `PipelinePrediction`.
+    verdict : str
+        ``"tight"`` or ``"does not fit"``, because nobody compared this pipeline with a run.
+    notes : tuple of str
+        What the recording supposed, and operators without counted memory.
+
+    Examples
+    --------
+    >>> p = vaemem.pytorch.predict_pipeline("...", "a cat", height=1024, width=1024, gpu="RTX 4060")  # doctest: +SKIP
+    """
+
+    request: RecordedRequest
+    least: int = alias("judged.least")
+
+    def __init__(self, request: RecordedRequest):
+        self.request, self.title, self.host = request, f"{request.title} ({request.card.gpu.name})", 0
+        process = self._process = request.start()
+        request.script.play(process)
+        phases = self._phases_of(process)
+        most, available = max(phase.total for phase in phases), process.available
+        here, lacking = (process, None) if process.most_reserved <= available else request.repeat(process, available)
+        played = phases if here is process else self._phases_of(here)
+        full = lacking and (phases[len(played)].name, lacking)
+        self.result, self.here = as_far_as(phases, full), as_far_as(played, full)
+        cudnn = getattr(process.workspace, "cudnn_version", None)
+        self._run_row = {
+            "model": request.title, "op": "pipeline", "runtime": "diffusers", "device": request.card.gpu.name,
+            "source": "predicted", "versions": f"torch {process.torch_version}, cudnn {cudnn}, vaemem {__version__}",
+        }  # fmt: skip
+        missing = [f"not counted: {what} ({count} times)" for what, count in request.unmodelled.items()]
+        self.notes = (*(process if full else here).substitutions, *request.notes, *missing)
+        low = max(phase.allocated - phase.workspace for phase in phases)
+        plays = Plays(request, process, [(0, phase.weights) for phase in phases], (low, -(-most // PAGE) * PAGE))
+        took = self.here.fullest.total if played else 0
+        self.judged = judge_played(plays, here, most, took, full, untried="nobody compared this pipeline with a run")
+
+    def _asked_data(self) -> dict[str, Any]:
+        return {"pipeline": self.request.title, "runtime": "diffusers"}
+
+    def _phases_of(self, process: SimulatedProcess) -> tuple[Phase, ...]:
+        return tuple(Phase.read(process, number, {}) for number in range(len(process.readings)))
