@@ -33,10 +33,10 @@ def is_there(package):
 
 
 def modules():
-    """All of vaemem, but for what stays at home and what wants a package that is not there."""
+    """All of vaemem, except what stays at home, what ComfyUI imports, and what wants a package that is not there."""
     yield vaemem
     for module in pkgutil.walk_packages(vaemem.__path__, "vaemem."):
-        if not {"_core", "_cuda", "__main__", *(() if TORCH else ("pytorch",))} & set(module.name.split(".")):
+        if not {"_core", "_cuda", "__main__", "node_package", *(() if TORCH else ("pytorch",))} & set(module.name.split(".")):
             yield importlib.import_module(module.name)
 
 

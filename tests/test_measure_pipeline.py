@@ -525,7 +525,7 @@ def test_the_command_refuses_before_anything_is_built(arguments, message, monkey
 
 
 def test_what_is_loaded_is_checked_before_it_is_built(monkeypatch, capsys):
-    monkeypatch.setattr(loading, "_random_pipeline", lambda *_: pytest.fail("it was built"))
+    monkeypatch.setattr(loading, "random_pipeline", lambda *_: pytest.fail("it was built"))
     with refused("dtype"):
         load_pipeline("sd15", "int8", random=True)
     with monkeypatch.context() as without:
@@ -559,7 +559,7 @@ def test_random_weights_are_those_of_the_named_pipeline(name, monkeypatch):
 
     builders = {component: functools.partial(on_meta, build) for component, build in loading.BUILDERS.items()}
     monkeypatch.setattr(loading, "BUILDERS", builders)
-    pipe = loading._random_pipeline(name, PIPELINES[name].dtype)
+    pipe = loading.random_pipeline(name, PIPELINES[name].dtype)
     noise, images = _core.models()[kind.parts["vae"]]["latent_channels"], 1 + (kind.guides and not kind.apart)
     seen = measuring_pipelines.Seen(
         images,

@@ -384,7 +384,8 @@ def _request(
         )  # fmt: skip
         request = resolve_pipeline(given, card, software)
         images = facts["batch"] * (2 if kind.guides and request.guidance and not kind.apart else 1)
-        channels = shipped_models()[kind.parts["vae"]]["latent_channels"]
+        known = shipped_models()[kind.parts["vae"]]["latent_channels"]
+        channels = pipe.vae.config.get("latent_channels", known)  # Qwen-Image's VAE has another name for them
         numbers = kind.inputs * channels * (facts["height"] // VAE_STRIDE) * (facts["width"] // VAE_STRIDE)
         if other := [part for part in request.parts if not _has_weights(modules[part.role], part)]:
             unlike.append((len(other), f"{other[0].role} has other weights than {other[0].component}"))
