@@ -122,7 +122,7 @@ def _weights(nodes: list[str], index: int, prefix: str) -> Iterable[Weight]:
 @functools.cache
 def recorded(folder: str = "") -> tuple[str, ...]:
     """List the names of the recorded modules, or of those in a folder: ``"older"``, ``"comfyui"``."""
-    files = (resources.files("vaemem.data") / "modules").joinpath(folder).iterdir()
+    files = resources.files("vaemem.data").joinpath("modules", *filter(None, [folder])).iterdir()
     return tuple(sorted(file.name.removesuffix(".json") for file in files if file.name.endswith(".json")))
 
 
