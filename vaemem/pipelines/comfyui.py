@@ -1,8 +1,8 @@
 """ComfyUI's classic memory management: which models leave the card, and how much of a model is loaded.
 
 Read in ComfyUI 0.3.64 (a125cd8): comfy/model_management.py, model_patcher.py, sampler_helpers.py, model_base.py and
-sd.py, on an NVIDIA card. tests/comfyui_decisions.txt has decisions of that code on 200 random cards, and a test compares
-these rules with them. Patches (LoRA), hooks, and requests for several models at once are not here.
+sd.py, on an NVIDIA card. tests/comfyui_decisions.txt has that code's decisions on 200 random cards, and a test
+compares these rules with them. Patches (LoRA), hooks, and requests for several models at once are not here.
 
 Before a node runs a model, it loads the model with an estimate of the memory that its call needs. The manager frees
 that much and the model's weights, plus a tenth of them. Then it loads as many layers as the rest of the card takes, the
