@@ -173,7 +173,7 @@ in_place = rm -rf build/$(1) && mkdir -p build/$(1) && cp -r setup.py pyproject.
 # notebooks, formulas over whole domains, pipelines, errors of every kind of numbers, ramps of tiles, plans of whole models, the
 # README, tables and what is made of them, profiles, the command line, messages, documents, types, saves by several
 # processes, and what is said of names, counts and rooms.
-NOT_THE_CORE := 'cuda_[!v]*' 'cuda_vae.py' 'emulator*' 'isa*' 'fuzz*' 'threads*' 'demo*' 'handmade*' 'notebooks*' 'bound*' 'integration*' 'comfyui*' \
+NOT_THE_CORE := 'cuda_[!v]*' 'cuda_vae.py' 'emulator*' 'isa*' 'fuzz*' 'threads*' 'demo*' 'handmade*' 'notebooks*' 'bound*' 'integration*' 'comfyui*' 'any_pipeline*' \
 	'pipelines*' 'plan*' 'groups*' 'products*' 'module_calls*' 'whole_*' 'seconds*' 'storage*' 'ggml*' 'numbers*' 'sizes*' \
 	'other_vaes*' 'predict*' 'benchmarks*' 'examples*' 'gpu_session*' 'dtypes*' 'gguf*' 'readme*' 'workspace*' 'report*' 'table*' \
 	'estimators*' 'published*' 'record_profiles*' 'sweep*' 'fit*' 'formula*' 'guide*' 'command_line*' 'questions*' 'names*' 'rooms*' \
