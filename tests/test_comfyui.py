@@ -153,7 +153,7 @@ def test_what_has_no_answer_is_refused(argument, given):
 
 
 def ask_comfyui(script, *args):
-    """Run a script on ComfyUI's code; return what it prints."""
+    """Run a script that imports ComfyUI's code; return its output."""
     if "COMFYUI" not in os.environ:
         pytest.skip("COMFYUI names no folder of ComfyUI")
     command = [sys.executable, HERE / script, *args]

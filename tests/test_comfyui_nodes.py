@@ -48,7 +48,7 @@ class ComfyUI:
             self.process = subprocess.Popen(command, cwd=root, stdout=file, stderr=file, env=self.env)
 
     def python(self, *words: str) -> str:
-        """Run Python where ComfyUI's modules can be imported. Return what it prints."""
+        """Run Python that can import ComfyUI's modules; return its output."""
         ran = subprocess.run(
             [sys.executable, *words], cwd=self.root, env=self.env, capture_output=True, text=True, encoding="utf-8"
         )

@@ -135,7 +135,7 @@ def test_accelerates_hooks_send_what_the_walk_says(case, op, first, monkeypatch)
 @pytest.mark.parametrize("op", ["encode", "decode"])
 @pytest.mark.parametrize("tile", [0, 32])
 def test_accelerates_hooks_on_a_vae_of_videos(op, tile, monkeypatch):
-    """As before, without the convolutions, whose filters have five dimensions here."""
+    """The same for these VAEs. Their convolutions are left out, because their filters have five dimensions."""
     arch = architecture(config("qwen"))
     vae = of_config(config("qwen"), torch.float32, "cpu")
     accelerate.cpu_offload(vae, torch.device("cpu"))

@@ -38,7 +38,7 @@ from vaemem.pytorch import record
 
 
 class Tokenizer:
-    """Pads to what is asked for, or to its own length; of no padding, or to the longest, there are a few tokens."""
+    """Pads to `max_length`, by default its own. Other paddings give a few tokens."""
 
     model_max_length, unpadded = 77, 5
     added_tokens_encoder = ()
@@ -149,7 +149,7 @@ def without_values(pipeline):
 
 
 def without_encoding(pipeline, kind):
-    """Let Qwen-Image-Edit's pipeline encode as many tokens without an image, whose encoder looks at its values."""
+    """Let Qwen-Image-Edit's pipeline encode as many tokens, but no image: the image's encoder looks at values."""
 
     def encode(prompt, image, device):
         seen = count_seen(*image.size)

@@ -83,7 +83,7 @@ WORKFLOWS = {
 # Layers whose class is not one of comfy/ops.py. Their own code moves their weights.
 _PLAIN_LAYERS = re.compile(r"\.(query|key)_norm$|^t5xxl\..*layer_norm$")
 _EMBEDDINGS = ".token_embedding", ".shared"
-# Buffers of modules without parameters, which are no layers; and those that no state dict has.
+# Buffers whose modules are no layers, because they have no parameters. Buffers that no state dict has.
 _TABLES = re.compile(r"^(model_sampling|noise_augmentor)\b")
 _NOT_SAVED = re.compile(r"^noise_augmentor\.data_(mean|std)$")
 
@@ -338,7 +338,7 @@ def describe_decisions(run: ComfyUIRun) -> Iterator[str]:
     yield "it starts with no model on the card, and with more free memory on the host than on the card"
     if run.request.offload in (LOW, NO):
         yield f"text encoders run on the CPU with {run.request.offload}"
-    yield "ComfyUI prefers cuDNN's attention, whose workspaces are unknown; PyTorch's flash attention stands for it"
+    yield "PyTorch's flash attention was played; ComfyUI prefers cuDNN's, whose workspaces are unknown"
     if not run.batched:
         yield "the denoiser runs once for each prompt, because one and a half times ComfyUI's estimate is not free"
     if run.tiled:

@@ -43,7 +43,7 @@ class Pipeline(NamedTuple):
     most_side: the image's longest side in pixels, if the denoiser has no positions beyond it
     joined: tokens that the denoiser gets besides `tokens`: CLIP's, or the end of a template
     inputs: how many times as many numbers as the picture's latents the denoiser gets: those of other images too
-    sees: whether its text encoder gets the image too, whose tokens the denoiser gets with the prompt's
+    sees: whether its text encoder also gets the image. The image's tokens then go to the denoiser with the prompt's
     sized: an argument of the pipeline's call; without it the picture has about 1024x1024 pixels, whatever was asked
     """
 

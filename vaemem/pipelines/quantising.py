@@ -1,5 +1,5 @@
-"""Layers of bitsandbytes, torchao and optimum-quanto: the tensors that a layer stores, and those that its call takes
-besides input and output. They follow the libraries' sources. Tests run all layers that a CPU can run."""
+"""Layers of bitsandbytes, torchao and optimum-quanto: their stored tensors, and the temporary tensors of a call. They
+follow the libraries' sources. Tests run all layers that a CPU can run."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from vaemem._errors import ArgumentError, NoFileError
 from vaemem._types import Dtype
 from vaemem.pipelines.recorded import RecordedPrediction, RecordedRequest
 from vaemem.prediction.request import Software, find_card
+from vaemem.pytorch.converting import modules_of
 from vaemem.pytorch.loading import Undrawn, default_dtype
 from vaemem.pytorch.pipeline_recorder import PipelineRecorder, recording_pipelines
 from vaemem.pytorch.recording import check_compiled
@@ -29,10 +30,6 @@ _STEPS = "num_inference_steps"
 
 def _to_card(pipe: Any) -> None:
     pipe.to("cuda")
-
-
-def _modules(pipe: Any) -> dict[str, torch.nn.Module]:
-    return {role: part for role, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
 
 
 def _open(source: str, dtype: torch.dtype) -> Any:
@@ -64,11 +61,10 @@ def _open(source: str, dtype: torch.dtype) -> Any:
 
 def _check(pipe: Any) -> None:
     """Refuse what a recording would get wrong."""
-    for role, module in _modules(pipe).items():
+    for role, module in modules_of(pipe).items():
         check_compiled(module)
-        plain = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
         for x in (*module.parameters(), *module.buffers()):
-            if type(x) not in plain:
+            if type(x) not in (torch.Tensor, torch.nn.Parameter):
                 advice = "vaemem.predict_pipeline knows quantised weights of known pipelines"
                 raise ArgumentError("pipe", f"plain weights in {role}", type(x).__name__, advice)
         if any(hasattr(m, "_hf_hook") or hasattr(m, "_diffusers_hook") for m in module.modules()):
@@ -79,7 +75,7 @@ def _check(pipe: Any) -> None:
 def _copy(pipe: Any, recorder: PipelineRecorder) -> Any:
     """Copy a pipeline with fake weights on the host in place of its own."""
     fakes = dict[int, Any]()
-    for role, module in _modules(pipe).items():
+    for role, module in modules_of(pipe).items():
         for x in (*module.parameters(), *module.buffers()):
             fakes.setdefault(id(x), recorder.weight(x, role))
     return copy.deepcopy(pipe, fakes)
@@ -97,7 +93,7 @@ def _phase_of(role: str, method: str) -> str:
 @contextlib.contextmanager
 def _following(pipe: Any, recorder: PipelineRecorder) -> Iterator[None]:
     """Tell the recorder which module runs, and which phase begins with a component's call."""
-    modules = _modules(pipe)
+    modules = modules_of(pipe)
     roles = {id(module): role for role, module in modules.items()}
     names = {
         id(m): f"{role}.{name}".strip(".") for role, module in modules.items() for name, m in module.named_modules()
@@ -153,7 +149,7 @@ def predict_pipeline(
         ``num_inference_steps`` is given, because later steps take the same memory.
     prepare : callable
         Called with the pipeline before its call: ``lambda pipe: pipe.enable_model_cpu_offload(device="cuda")``,
-        tiles, slices, LoRA, a compiled scheduler. By default ``pipe.to("cuda")``.
+        tiles, slices. By default ``pipe.to("cuda")``.
     dtype : str
         Type of the weights if `pipe` is a folder.
     gpu, memory, used, cudnn_version, torch_version, safe, os : shared

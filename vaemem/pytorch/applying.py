@@ -22,7 +22,7 @@ from vaemem.pipelines.recipe import describe_stay, placing_code, roles_on_cpu, v
 from vaemem.pipelines.ways import Outcome, PipelinePlan
 from vaemem.prediction.planned import Way
 from vaemem.prediction.usual import FIXED
-from vaemem.pytorch.converting import convert
+from vaemem.pytorch.converting import convert, modules_of
 from vaemem.pytorch.free_memory import first_line, is_out_of_memory, release
 from vaemem.pytorch.measuring import find_device
 
@@ -133,7 +133,7 @@ class _State:
 
     def __init__(self, pipe: Any):
         self.vae, self.tiles = pipe.vae, {name: getattr(pipe.vae, name, None) for name in _TILES}
-        self.parts, self.dtype = _modules(pipe), pipe.vae.dtype
+        self.parts, self.dtype = modules_of(pipe), pipe.vae.dtype
         self.places: dict[str, Any] = {role: part.device for role, part in self.parts.items()}
         hooks = [type(part._hf_hook).__name__ for part in self.parts.values() if hasattr(part, "_hf_hook")]
         self.offload = "" if not hooks else "model" if "CpuOffload" in hooks else "sequential"
@@ -143,7 +143,7 @@ class _State:
     def reset(self, pipe: Any) -> None:
         """Set all but the places back. A decode that failed may leave the VAE in another dtype."""
         pipe.remove_all_hooks()
-        for part in _modules(pipe).values():
+        for part in modules_of(pipe).values():
             _remove_groups(part)
         pipe.vae = self.vae
         if self.vae.dtype != self.dtype:
@@ -184,10 +184,6 @@ def _remove_groups(part: torch.nn.Module) -> None:
             registry.remove_hook(name, recurse=True)
 
 
-def _modules(pipe: Any) -> dict[str, torch.nn.Module]:
-    return {role: part for role, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
-
-
 def _arguments_of(way: Any, pipe: Any) -> Mapping[str, Any]:
     """Return the arguments of `vaemem.predict_pipeline` that a way stands for, checked, with their defaults."""
     if isinstance(way, PipelinePlan):
@@ -202,7 +198,7 @@ def _arguments_of(way: Any, pipe: Any) -> Mapping[str, Any]:
         raise ArgumentError("way", f"a way of diffusers, with {', '.join(_SETTINGS)}", ", ".join(sorted(other)))
     offload, vae, components, limit, dtype = map({**_SETTINGS, **settings}.get, _SETTINGS)
     with inside("way"):
-        known, _, vae, _ = check_way(_modules(pipe), offload, vae, limit)
+        known, _, vae, _ = check_way(modules_of(pipe), offload, vae, limit)
         if not isinstance(components or {}, Mapping):
             raise ArgumentError("components", "{role: type}", repr(components))
         dtype = None if dtype is None else meant("dtype", dtype, DTYPES)
@@ -213,7 +209,7 @@ def _arguments_of(way: Any, pipe: Any) -> Mapping[str, Any]:
 def _check_types(pipe: Any, settings: Mapping[str, Any]) -> None:
     """Refuse types in which the pipeline is not loaded: a loaded pipeline cannot change them."""
     components, dtype = settings["components"], settings["dtype"]
-    types = {**({} if dtype is None else dict.fromkeys(_modules(pipe).keys() & _ROLES, dtype)), **components}
+    types = {**({} if dtype is None else dict.fromkeys(modules_of(pipe).keys() & _ROLES, dtype)), **components}
     for role, kind in types.items():
         part = getattr(pipe, role, None)
         loaded = str(getattr(part, "dtype", None)).removeprefix("torch.")
@@ -251,7 +247,7 @@ def _describe(settings: Mapping[str, Any], pipe: Any, where: str) -> tuple[list[
     else:
         steps.append(_OFFLOADS["none" if isinstance(offload, Mapping) else offload].format(where))
     class_name = find_drop_in(pipe).__name__ if how == "vaemem" else ""
-    return [*vae_code(vae, limit, class_name), *placing_code(offload, _modules(pipe), where)], tuple(steps)
+    return [*vae_code(vae, limit, class_name), *placing_code(offload, modules_of(pipe), where)], tuple(steps)
 
 
 def _list_next(plan: PipelinePlan, pipe: Any) -> Iterator[Outcome]:

@@ -1,10 +1,15 @@
-"""Convert modules to another dtype."""
+"""Find a pipeline's modules, and convert them to another dtype."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+
+
+def modules_of(pipe: Any) -> dict[str, torch.nn.Module]:
+    """Return {role: module} of a pipeline's components."""
+    return {role: part for role, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
 
 
 def convert(module: Any, dtype: torch.dtype) -> Any:

@@ -30,7 +30,7 @@ from vaemem.prediction.gpus import CONTEXT
 from vaemem.prediction.planned import Phase
 from vaemem.prediction.request import Card, Software, find_card, usual_tile
 from vaemem.prediction.runtimes import LAST_DIFFUSERS, diffusers_release, shipped_models
-from vaemem.pytorch.converting import convert
+from vaemem.pytorch.converting import convert, modules_of
 from vaemem.pytorch.measuring import CpuMeter, CudaMeter, cudnn_version, find_device, what_ran
 from vaemem.tables.table import Table
 
@@ -269,7 +269,7 @@ class _Phases:
                 self.begin("decode" if "denoise" in self._names else "encode image")
 
         with contextlib.ExitStack() as stack:
-            for role, module in _modules(pipe).items():
+            for role, module in modules_of(pipe).items():
                 if role.startswith("text_encoder"):
                     stack.callback(module.register_forward_pre_hook(encode_prompt).remove)
             stack.callback(denoiser.register_forward_pre_hook(denoise, with_kwargs=True).remove)
@@ -280,10 +280,6 @@ class _Phases:
 
 
 # ---- the pipeline ----
-
-
-def _modules(pipe: Any) -> dict[str, Any]:
-    return {role: part for role, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
 
 
 def _denoiser(pipe: Any) -> Any:
@@ -310,7 +306,7 @@ def _place(module: Any, device: Any) -> str:
 
 def _offload(pipe: Any, device: Any) -> str:
     excluded = pipe._exclude_from_cpu_offload
-    places = {_place(module, device) for role, module in _modules(pipe).items() if role not in excluded}
+    places = {_place(module, device) for role, module in modules_of(pipe).items() if role not in excluded}
     return " and ".join(sorted(places))
 
 
@@ -343,7 +339,7 @@ def _list_unpredictable(pipe: Any, call: Mapping[str, Any]) -> Iterator[str]:
         yield "torch.backends.cudnn.benchmark"
     if not (torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.mem_efficient_sdp_enabled()):
         yield "attention without PyTorch's own kernels"
-    for role, module in _modules(pipe).items():
+    for role, module in modules_of(pipe).items():
         processors = {type(one).__name__ for one in getattr(module, "attn_processors", {}).values()}
         if type(module).__module__.partition(".")[0] not in ("diffusers", "transformers"):
             yield f"{role}, which is a {type(module).__module__}.{type(module).__name__}"
@@ -366,7 +362,7 @@ def _request(
 ) -> PipelineRequest:
     """Make the request to `vaemem.predict_pipeline` for this pipeline; a ValueError says why there is none. call: the
     arguments of the pipeline's call"""
-    modules, class_name = _modules(pipe), type(pipe).__name__.replace("Img2Img", "")
+    modules, class_name = modules_of(pipe), type(pipe).__name__.replace("Img2Img", "")
     unlike: list[tuple[int, str]] = []  # of each pipeline with that class: how many parts differ, and the first
     for name, kind in PIPELINES.items():
         if kind.class_name not in (class_name, type(pipe).__name__):
@@ -543,7 +539,7 @@ def measure_pipeline(
         phases, (used, outside) = _Phases(meter), _measure_others(place)
         try:
             if is_made:
-                own = [tensor for module in _modules(pipe).values() for tensor in _tensors(module)]
+                own = [tensor for module in modules_of(pipe).values() for tensor in _tensors(module)]
                 outside -= sum(tensor.nbytes for tensor in own if tensor.device == place)
             else:
                 phases.begin("load")

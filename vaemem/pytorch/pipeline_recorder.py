@@ -60,7 +60,7 @@ class PipelineRecorder(Recorder):
         return bool(self._alive)
 
     def empty_cache(self) -> None:
-        """Empty the cache of what is free by now."""
+        """Empty the cache, after noting the storages that died."""
         self.sweep()
         self.script.empty_cache()
 
@@ -144,12 +144,7 @@ class PipelineRecorder(Recorder):
 
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator on fake tensors, and follow the contents."""
-        try:
-            out = super().__torch_dispatch__(func, types, args, kwargs)
-        except ArgumentError:  # it asks for contents
-            if (real := self._follow(func, args, kwargs)) is None:
-                raise
-            return tree_map(self._put, real)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
         made = [x for x in tree_flatten(out)[0] if isinstance(x, FakeTensor)]
         if all(x.numel() <= MOST_KNOWN for x in made):
             reals = [x for x in tree_flatten(self._follow(func, args, kwargs))[0] if isinstance(x, torch.Tensor)]
@@ -159,14 +154,17 @@ class PipelineRecorder(Recorder):
             out.__dict__["role"] = self._role
         return out
 
+    def by_contents(self, func: Any, args: Any, kwargs: Any) -> Any:
+        real = self._follow(func, args, kwargs)
+        return super().by_contents(func, args, kwargs) if real is None else tree_map(self._put, real)
+
     def _put(self, real: Any) -> Any:
-        """Return a fake tensor on the card with these contents."""
+        """Return a fake tensor on the card with these contents. The recorder binds it as any operator's output."""
         if not isinstance(real, torch.Tensor):
             return real
         with setting(self, _silent=True):
             made = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="cuda")
         made.__dict__["contents"] = real
-        self.bind(made)
         return made
 
 
@@ -224,10 +222,10 @@ class FakeGpu(FakeTensorMode):
 
 
 def _make_fake(cls: Any, first: Any, *args: Any, real: Any = FakeTensor.__new__, **kwargs: Any) -> Any:
-    """Make a fake tensor; a parameter if it is called as Parameter is, as accelerate does with a parameter's class."""
-    return (torch.nn.Parameter if isinstance(first, torch.Tensor) else lambda *a, **k: real(cls, *a, **k))(
-        first, *args, **kwargs
-    )
+    """Make a fake tensor; or a parameter, if `first` is its data: accelerate calls the class of a parameter so."""
+    if isinstance(first, torch.Tensor):
+        return torch.nn.Parameter(first, *args, **kwargs)
+    return real(cls, first, *args, **kwargs)
 
 
 def _swap(a: torch.Tensor, b: torch.Tensor) -> None:

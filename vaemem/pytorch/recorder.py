@@ -170,8 +170,7 @@ class Recorder(TorchDispatchMode):
         try:
             out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
-            asks = f"{func} reads a value (.item() and `if` on a tensor do)"
-            raise ArgumentError(self.name(), "", NO_CONTENTS, asks) from None
+            out = self.by_contents(func, args, kwargs)
         if torch.Tag.pointwise in func.tags and not func._schema.is_mutable and func.overloadpacket not in _PLAIN:
             out = self._as_eager(func, args, out)
         elif func is aten.view.default:
@@ -195,6 +194,11 @@ class Recorder(TorchDispatchMode):
         elif not _is_plain(func) and not _sums_in_a_block(func, out, *args):
             self._count_unmodelled(str(func))
         return out
+
+    def by_contents(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the result of an operator that needs its arguments' contents. Here there are none."""
+        asks = f"{func} reads a value (.item() and `if` on a tensor do)"
+        raise ArgumentError(self.name(), "", NO_CONTENTS, asks) from None
 
     def _count_unmodelled(self, what: str) -> None:
         self.recording.unmodelled[what] = self.recording.unmodelled.get(what, 0) + 1
