@@ -89,12 +89,13 @@ class PipelineRecorder(Recorder):
         """Return the contents, or zeros."""
         if (real := self.contents(x)) is not None:
             return real
-        self.guesses[self.name()] += 1
         with unset_fake_temporarily():
             return torch.zeros(x.shape, dtype=x.dtype)
 
     def read(self, x: torch.Tensor) -> Any:
-        """Return the number in a tensor; 0 if it is unknown."""
+        """Return the number in a tensor. If it is unknown, note that and return 0: the code may decide by it."""
+        if self.contents(x) is None:
+            self.guesses[self.name()] += 1
         with unset_fake_temporarily():
             return self.guess(x).item()
 
