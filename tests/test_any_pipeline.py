@@ -139,7 +139,7 @@ def test_a_script_frees_in_any_phase():
     script.begin("a")
     first, second = script.take(1 << 20, "x"), script.take(2 << 20, "y")
     script.end()
-    script.begin("b")
+    script.begin("a")
     script.give(first)
     third = script.take(4 << 20, "z")
     script.give(third)
@@ -148,6 +148,7 @@ def test_a_script_frees_in_any_phase():
     script.end()
     script.play(process)
     a, b = process.readings
+    assert [what for kind, what in script.actions if kind == "end"] == ["a", "a 2"]
     assert (a.peak_allocated, b.peak_allocated) == (3 << 20, 6 << 20)
     assert process.allocated == process.reserved == 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,7 @@ class ProcessScript:
 
     def __init__(self) -> None:
         self.actions: list[tuple[str, Any]] = []
-        self._phase = ""
+        self._phase, self._times = "", Counter[str]()
         self._trace, self._used = _core.Trace(), False
         self._taken: list[tuple[int, int]] = []  # for each storage its action's index, and its number there
 
@@ -66,10 +67,11 @@ class ProcessScript:
         self.actions.append(("empty", None))
 
     def begin(self, phase: str) -> None:
-        """Begin a phase."""
+        """Begin a phase. The second one of that name is "denoise 2"."""
         self._cut()
-        self.actions.append(("begin", phase))
-        self._phase = phase
+        self._times[phase] += 1
+        self._phase = phase if self._times[phase] == 1 else f"{phase} {self._times[phase]}"
+        self.actions.append(("begin", self._phase))
 
     def end(self) -> None:
         """End the phase, if one has begun."""
