@@ -249,6 +249,13 @@ def test_estimate(comfyui):
     assert event["exception_message"].startswith("gpu")
 
 
+def test_whole_workflows(comfyui):
+    """ComfyUI's models of known files are recognised, with the VAE that belongs to them."""
+    found = comfyui.python(str(HERE / "comfyui_workflows.py")).splitlines()
+    channels = {"sd15": 4, "sdxl": 4, "flux": 16, "flux-schnell": 16}
+    assert found == [f"{name} {n} {name if channels[name] == n else 'sampler'}" for name in channels for n in (4, 16)]
+
+
 def test_the_registry_reads_the_package(comfyui):
     """ComfyUI's own parser of a node package's pyproject.toml."""
     code = (

@@ -18,6 +18,10 @@ import engine
 
 import vaemem
 from vaemem.comfyui import install
+from vaemem.pipelines.comfyui_run import WORKFLOWS
+from vaemem.pipelines.components import PIPELINES, weights_of
+from vaemem.prediction.gpus import CONTEXT
+from vaemem.prediction.runtimes import architecture
 from vaemem.pytorch import comfyui_vae
 
 CARD = dict(gpu="RTX 3060", memory=12 << 30, torch_version="2.6.0", cudnn_version="9.1.0")
@@ -364,7 +368,8 @@ def test_an_estimate(vae):
     with refused("gpu"):
         comfyui_vae.estimate(vae, 256, 320)
     shapes, least, gib = [], 1 << 30, 1 << 30
-    model = SimpleNamespace(model=SimpleNamespace(latent_format=SimpleNamespace(latent_channels=4)))
+    inside = {"latent_format": SimpleNamespace(latent_channels=4), "diffusion_model": torch.nn.Linear(1, 1)}
+    model = SimpleNamespace(model=SimpleNamespace(**inside))
     model.memory_required = lambda shape: shapes.append(shape) or 2 * gib
     manager = SimpleNamespace(minimum_inference_memory=lambda: least, extra_reserved_memory=lambda: gib)
     for size, rest in ((3 * gib, ""), (6 * gib, "; ComfyUI sends the other 1.74 GB for each step")):
@@ -374,3 +379,43 @@ def test_an_estimate(vae):
         assert more.text.replace(" GB of", " of").startswith(said) and more.text.endswith(f"by its own estimate{rest}.")
         assert more.nbytes == size + 3 * gib and shapes[-1] == [6, 4, 64, 80]
         assert more.picture.shape[2] > found.picture.shape[2]
+
+
+def model_of(kind, dtype=torch.float32, cast=None):
+    """A stand-in for ComfyUI's object of a denoiser, with the shapes of the known one."""
+    prefix = "diffusion_model."
+    known = [one for one in weights_of(WORKFLOWS[kind].denoiser) if one.name.startswith(prefix)]
+    weights = {one.name.removeprefix(prefix): torch.empty(one.shape, device="meta") for one in known}
+    base = SimpleNamespace(
+        diffusion_model=SimpleNamespace(state_dict=lambda: weights), get_dtype=lambda: dtype, manual_cast_dtype=cast,
+        latent_format=SimpleNamespace(latent_channels=4),
+    )  # fmt: skip
+    return SimpleNamespace(model=base, model_size=lambda: 1 << 30, memory_required=lambda shape: 1 << 30)
+
+
+def test_the_estimate_of_a_known_workflow(monkeypatch):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("PIL")
+    kind = "flux-schnell"
+    arch = architecture(PIPELINES[kind].parts["vae"])
+    monkeypatch.setattr(comfyui_vae, "recognise", lambda vae: arch)
+    vae = SimpleNamespace(device=torch.device("cpu"), vae_dtype=torch.float32, latent_dim=2)
+    found = comfyui_vae.estimate(vae, 768, 1024, "RTX 4060", model_of(kind))
+    want = vaemem.predict_pipeline(kind, 768, 1024, gpu="RTX 4060", runtime="comfyui")
+    assert found.text == want.to_text() and found.nbytes == want.upper
+
+    monkeypatch.setattr(comfyui_vae, "describe_card", lambda device: CARD | {"free": 0})
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (9 << 30, 12 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1 << 30)
+    vae.device, vae.vae_dtype = torch.device("cuda"), torch.float16
+    found = comfyui_vae.estimate(vae, 768, 1024, "", model_of(kind, torch.bfloat16), None, 2)
+    ways = {"dtype": "bfloat16", "components": {"vae": "float16"}, "used": (2 << 30) - CONTEXT}
+    assert found.text == vaemem.predict_pipeline(kind, 768, 1024, 2, runtime="comfyui", **ways, **CARD).to_text()
+
+    # Other types, and another VAE: the decode, and ComfyUI's own estimate for the sampler.
+    manager = SimpleNamespace(minimum_inference_memory=lambda: 1 << 30, extra_reserved_memory=lambda: 0)
+    fp8, cast = model_of(kind, torch.float8_e4m3fn), model_of(kind, torch.float16, torch.bfloat16)
+    for model, vae_arch in ((fp8, arch), (cast, arch), (model_of(kind, torch.bfloat16), architecture("sd3"))):
+        monkeypatch.setattr(comfyui_vae, "recognise", lambda vae, vae_arch=vae_arch: vae_arch)
+        monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+        assert "\n\nSampler: " in comfyui_vae.estimate(vae, 768, 1024, "", model, manager).text

@@ -13,11 +13,12 @@ import copy
 import io
 import sys
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from vaemem import _core
 from vaemem._common import choose, latent_factor, need
 from vaemem._errors import ArgumentError
 from vaemem._render import in_gb
@@ -27,6 +28,10 @@ from vaemem.engine.configs import Arch
 from vaemem.engine.device import backends
 from vaemem.engine.limits import Limit, available_memory
 from vaemem.engine.vae import VAE
+from vaemem.pipelines.comfyui_run import WORKFLOWS
+from vaemem.pipelines.components import PIPELINES, weights_of
+from vaemem.pipelines.predict_pipeline import predict_pipeline
+from vaemem.pipelines.programs import load_program
 from vaemem.prediction.gpus import CONTEXT
 from vaemem.prediction.predict import Prediction, predict
 from vaemem.pytorch.decoding import attempt, describe_card
@@ -105,9 +110,13 @@ def choose_device(vae: Any, device: str) -> str:
     return name
 
 
+def _name_type(dtype: Any) -> Any:
+    return str(dtype).removeprefix("torch.")
+
+
 def _dtype_on(vae: Any, device: str) -> Any:
     """Return the type of numbers: ComfyUI's on a card, and float32 on the CPU."""
-    return "float32" if device == "cpu" else str(vae.vae_dtype).removeprefix("torch.")
+    return "float32" if device == "cpu" else _name_type(vae.vae_dtype)
 
 
 def _open(vae: Any, op: str, device: str) -> VAE:
@@ -229,22 +238,26 @@ def _explain_misfit(vae: Any, whole: Any, arch: Arch, latents: torch.Tensor, man
     return "" if answer.fits else f"ComfyUI's decode {answer.summary}"
 
 
+def _card_of(vae: Any, gpu: str) -> dict[str, Any]:
+    """Return the arguments of a prediction that name ComfyUI's card, or another one."""
+    system = {"os": "windows" if sys.platform == "win32" else "linux"}
+    if gpu:
+        return system | {"gpu": gpu}
+    card = describe_card(vae.device)
+    if card is None:
+        raise ArgumentError("gpu", "a card such as 'RTX 4060'", "none", "ComfyUI runs the VAE on the CPU, so name one")
+    del card["free"]
+    return system | card
+
+
 def predict_decode(vae: Any, arch: Arch, height: int, width: int, gpu: str = "", **how: Any) -> Prediction:
     """Predict ComfyUI's decode of one picture, on ComfyUI's card or on another one."""
-    card = describe_card(vae.device)
-    if gpu:
-        how["gpu"] = gpu
-    elif card is None:
-        raise ArgumentError("gpu", "a card such as 'RTX 4060'", "none", "ComfyUI runs the VAE on the CPU, so name one")
-    else:
-        del card["free"]
-        how |= card | {"allocator": torch.cuda.get_allocator_backend()}
+    if not gpu and vae.device.type == "cuda":
+        how["allocator"] = torch.cuda.get_allocator_backend()
+    how |= _card_of(vae, gpu)
     # On the CPU ComfyUI has other types than on a card.
-    dtype = None if card is None else str(vae.vae_dtype).removeprefix("torch.")
-    system = "windows" if sys.platform == "win32" else "linux"
-    return predict(
-        arch, "decode", height, width, cast(Any, dtype), runtime="comfyui", protocol="cold", os=system, **how
-    )
+    dtype = None if vae.device.type == "cpu" else _name_type(vae.vae_dtype)
+    return predict(arch, "decode", height, width, dtype, runtime="comfyui", protocol="cold", **how)
 
 
 def decode_safely(vae: Any, latents: torch.Tensor, manager: Any, poll: Poll) -> Safe:
@@ -288,8 +301,8 @@ class CardEstimate(NamedTuple):
 def estimate(
     vae: Any, height: int, width: int, gpu: str = "", model: Any = None, manager: Any = None, batch: int = 1
 ) -> CardEstimate:
-    """Predict the decode of a picture on a card, without running anything. With a model, add ComfyUI's own estimate for
-    the sampler.
+    """Predict on a card, without running anything: with a model that `predict_pipeline` knows the whole workflow, and
+    otherwise the decode of a picture. With another model, add ComfyUI's own estimate for the sampler.
 
     On ComfyUI's own card, the memory of other programs counts; models of ComfyUI do not, because it can unload them.
     ComfyUI splits a batch for its decode, so that counts one picture.
@@ -298,6 +311,10 @@ def estimate(
     if not gpu and vae.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(vae.device)
         used = max(total - free - torch.cuda.memory_reserved(vae.device) - CONTEXT, 0)
+    if model is not None and (workflow := _workflow_of(vae, arch, model)):
+        given: Any = {**workflow, "height": height, "width": width, "batch": batch, "used": used, **_card_of(vae, gpu)}
+        whole = predict_pipeline(runtime="comfyui", **given)
+        return CardEstimate(whole.to_text(), whole.upper, _draw(whole, whole.available))
     answer = predict_decode(vae, arch, height, width, gpu, used=used)
     text, nbytes = answer.to_text(), answer.peak_reserved - answer.reserved + answer.upper
     phases: list[Any] = [phase._replace(name="VAE decode") for phase in answer.result.phases]
@@ -310,6 +327,24 @@ def estimate(
         phases.insert(0, sampler)
         text, nbytes = f"{text}\n\n{sampler.text}", max(nbytes, sampler.weights + sampler.activations)
     return CardEstimate(text, nbytes, _draw(SimpleNamespace(phases=phases), answer.available))
+
+
+def _workflow_of(vae: Any, arch: Arch, model: Any) -> dict[str, Any]:
+    """Return arguments of `predict_pipeline` for the workflow that has both models in these types, or nothing."""
+    held = model.model.diffusion_model.state_dict()
+    shapes = {f"diffusion_model.{name}": tuple(one.shape) for name, one in held.items()}
+    decoder = tuple(_core.Trace.parameters(dict(arch), "diffusers"))
+    for name, work in WORKFLOWS.items():
+        recorded = load_program(work.denoiser)
+        known = {one.name: one.shape for one in recorded.weights if one.name.startswith("diffusion_model.")}
+        if shapes != known or decoder != weights_of(PIPELINES[name].parts["vae"]):
+            continue
+        if vae.device.type == "cpu":  # where ComfyUI has other types than on a card
+            return {"pipeline": name}
+        dtype = _name_type(model.model.get_dtype())
+        if model.model.manual_cast_dtype is None and dtype in recorded.dtypes:
+            return {"pipeline": name, "dtype": dtype, "components": {"vae": _name_type(vae.vae_dtype)}}
+    return {}
 
 
 def _estimate_sampler(model: Any, shape: list[int], manager: Any, available: int) -> Any:

@@ -101,12 +101,14 @@ class VRAMEstimate(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         card = "A card such as RTX 4060. Empty: the card that ComfyUI runs on."
-        model = "With a model, ComfyUI's own estimate for the sampler is added."
+        model = (
+            "SD 1.5, SDXL, FLUX.1: the whole workflow is predicted. Others add ComfyUI's own estimate for the sampler."
+        )
         return io.Schema(
             node_id="vaemem.VRAMEstimate",
             display_name="VRAM estimate (vaemem)",
             category=_CATEGORY,
-            description="Predict whether ComfyUI's decode of a picture fits a card, before anything runs.",
+            description="Predict whether a workflow, or its decode, fits a card, before anything runs.",
             inputs=[
                 io.Vae.Input("vae"),
                 io.Int.Input("width", default=1024, min=16, max=16384, step=8),
