@@ -17,12 +17,13 @@ torch = pytest.importorskip("torch")
 import engine
 
 import vaemem
-from vaemem.comfyui import install
+from vaemem.nodes import install_comfyui as install
 from vaemem.pipelines.comfyui_run import WORKFLOWS
 from vaemem.pipelines.components import PIPELINES, weights_of
 from vaemem.prediction.gpus import CONTEXT
 from vaemem.prediction.runtimes import architecture
 from vaemem.pytorch import comfyui_vae
+from vaemem.pytorch.places import ANYWHERE, Place
 
 CARD = dict(gpu="RTX 3060", memory=12 << 30, torch_version="2.6.0", cudnn_version="9.1.0")
 
@@ -60,10 +61,10 @@ def test_other_folders_stay_as_they_are(root, tmp_path):
     (root / "main.py").touch()
     other = root / "custom_nodes" / "vaemem"
     other.mkdir(parents=True)
-    (other / "pyproject.toml").write_text('[project]\nname = "another"\n')
+    (other / "README.md").write_text("# another\n")
     with refused("path"):
         install(root)
-    assert [path.name for path in other.iterdir()] == ["pyproject.toml"]
+    assert [path.name for path in other.iterdir()] == ["README.md"]
     shutil.rmtree(other)
     other.symlink_to(root / "comfy")
     with refused("path"):
@@ -194,11 +195,9 @@ def test_whole_decodes_and_encodes(vae, z):
     done = [done for done, _ in calls]
     assert done == sorted(done) and calls[-1][0] == calls[-1][1]
     limit = vae.first_stage_model.ours.smallest("decode", 40, 48, 2)
-    assert torch.equal(
-        comfyui_vae.decode_whole(vae, z, Manager(), ignore, comfyui_vae.Place("cpu", limit + (1 << 20))), want
-    )
+    assert torch.equal(comfyui_vae.decode_whole(vae, z, Manager(), ignore, Place("cpu", limit + (1 << 20))), want)
     with refused("memory_limit"):
-        comfyui_vae.decode_whole(vae, z, Manager(), ignore, comfyui_vae.Place(limit=1 << 16))
+        comfyui_vae.decode_whole(vae, z, Manager(), ignore, Place(limit=1 << 16))
     photo = torch.rand(2, 43, 50, 4)  # RGBA, and no multiples of the factor
     latents = comfyui_vae.encode_whole(vae, photo, Manager(), ignore)
     x = vae.process_input(vae.vae_encode_crop_pixels(photo[..., :3])).movedim(-1, 1).contiguous()
@@ -224,14 +223,14 @@ def test_a_cancelled_run_ends(op, vae, z):
 
 
 def test_places(vae, z):
-    with refused("device", "'gpu', but ComfyUI runs the VAE on cpu"):
-        comfyui_vae.decode_whole(vae, z, Manager(), ignore, comfyui_vae.Place("gpu"))
+    with refused("device", "'gpu', but the VAE runs on cpu"):
+        comfyui_vae.decode_whole(vae, z, Manager(), ignore, Place("gpu"))
     with refused("device"):
-        comfyui_vae.decode_whole(vae, z, Manager(), ignore, comfyui_vae.Place("tpu"))
+        comfyui_vae.decode_whole(vae, z, Manager(), ignore, Place("tpu"))
     vae.device = torch.device("cuda:7")  # which this machine lacks
-    assert comfyui_vae.choose_device(vae, "auto") == comfyui_vae.choose_device(vae, "cpu") == "cpu"
+    assert comfyui_vae.choose_device(vae) == comfyui_vae.choose_device(vae, Place("cpu")) == "cpu"
     with refused("device"):
-        comfyui_vae.choose_device(vae, "gpu")
+        comfyui_vae.choose_device(vae, Place("gpu"))
 
 
 def test_vaes_that_vaemem_does_not_know(vae, z):
@@ -333,11 +332,13 @@ def test_a_card_is_freed_first_and_may_fail(vae, z, monkeypatch):
             raise MemoryError("the card is full")
         return load(tensors, parts=parts)
 
-    monkeypatch.setattr(comfyui_vae, "choose_device", lambda vae, device: "cpu" if device == "cpu" else "cuda:0")
+    monkeypatch.setattr(
+        comfyui_vae, "choose_device", lambda vae, place=ANYWHERE: "cpu" if place.device == "cpu" else "cuda:0"
+    )
     monkeypatch.setattr(comfyui_vae.VAE, "load", load_here)
     vae.vae_dtype, vae.memory_used_decode, fails, manager = torch.bfloat16, lambda shape, dtype: 1000, False, Manager()
     limit = 1 << 30
-    for place in (comfyui_vae.Place(), comfyui_vae.Place("gpu", limit)):
+    for place in (Place(), Place("gpu", limit)):
         assert torch.equal(comfyui_vae.decode_whole(vae, z, manager, ignore, place), want)
     weights = sum(one.nbytes for one in vae.first_stage_model.parameters())
     assert manager.freed == [1000 + weights, limit] and asked == [("cuda:0", "bfloat16")] * 2
@@ -415,7 +416,7 @@ def test_the_estimate_of_a_known_workflow(monkeypatch):
     # Other types, and another VAE: the decode, and ComfyUI's own estimate for the sampler.
     manager = SimpleNamespace(minimum_inference_memory=lambda: 1 << 30, extra_reserved_memory=lambda: 0)
     fp8, cast = model_of(kind, torch.float8_e4m3fn), model_of(kind, torch.float16, torch.bfloat16)
-    for model, vae_arch in ((fp8, arch), (cast, arch), (model_of(kind, torch.bfloat16), architecture("sd3"))):
+    for model, vae_arch in ((fp8, arch), (cast, arch), (model_of(kind, torch.bfloat16), architecture("sdxl"))):
         monkeypatch.setattr(comfyui_vae, "recognise", lambda vae, vae_arch=vae_arch: vae_arch)
         monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
         assert "\n\nSampler: " in comfyui_vae.estimate(vae, 768, 1024, "", model, manager).text

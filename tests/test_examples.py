@@ -35,7 +35,7 @@ def is_there(package):
 def modules():
     """All of vaemem, except what stays at home, what ComfyUI imports, and what wants a package that is not there."""
     yield vaemem
-    without = {"_core", "_cuda", "__main__", "node_package", *(() if TORCH else ("pytorch",))}
+    without = {"_core", "_cuda", "__main__", "comfyui", "invokeai", *(() if TORCH else ("pytorch",))}
     for module in pkgutil.walk_packages(vaemem.__path__, "vaemem."):
         if not without & set(module.name.split(".")):
             yield importlib.import_module(module.name)

@@ -554,13 +554,25 @@ def run_backends(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     print(Columns([*rows[0]], [[str(value) for value in row.values()] for row in rows]).text())
 
 
-@command("vaemem.comfyui:install", "comfyui_path")
+@command("vaemem.nodes:install_comfyui", "comfyui_path")
 def run_comfyui(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """Install vaemem's nodes into a ComfyUI.
 
     vaemem comfyui ComfyUI
     """
-    from vaemem.comfyui import install
+    from vaemem.nodes import install_comfyui
 
-    print(f"The nodes are in {install(**asked)}.")
+    print(f"The nodes are in {install_comfyui(**asked)}.")
     print("Start ComfyUI with a Python that has vaemem and matplotlib. The nodes are in the category vaemem.")
+
+
+@command("vaemem.nodes:install_invokeai", "invokeai_path")
+def run_invokeai(args: argparse.Namespace, asked: dict[str, Any]) -> None:
+    """Install vaemem's nodes into an InvokeAI.
+
+    vaemem invokeai invokeai
+    """
+    from vaemem.nodes import install_invokeai
+
+    print(f"The nodes are in {install_invokeai(**asked)}.")
+    print("Start InvokeAI with a Python that has vaemem. The names of the nodes end in (vaemem).")

@@ -117,7 +117,7 @@ def _flag(help: str | Later = "", **settings: Any) -> FlagSettings:
 
 # Positional arguments.
 WORDS = "formula_of formula_op model op tiled_op sizes size table no_table latents images file pipeline".split()
-WORDS += ["application", "batched_size", "message", "source", "run", "comfyui_path"]
+WORDS += ["application", "batched_size", "message", "source", "run", "comfyui_path", "invokeai_path"]
 
 # By the names of arguments.
 FLAGS: dict[str, FlagSettings] = {
@@ -136,6 +136,7 @@ FLAGS: dict[str, FlagSettings] = {
     "table": _flag("A CSV table of vaemem or of the PyTorch benchmark; - reads a pipe.", metavar="CSV"),
     "out": _flag("The folder for all results."),
     "comfyui_path": _flag("ComfyUI's folder, with main.py in it.", dest="path", metavar="PATH"),
+    "invokeai_path": _flag("InvokeAI's root, with invokeai.yaml in it.", dest="path", metavar="PATH"),
     # of files
     "weights": _flag("A safetensors or GGUF file, or a diffusers directory.", required=True, metavar="FILE"),
     "of_run": _flag("The model, if you know it.", metavar="MODEL", dest="model"),

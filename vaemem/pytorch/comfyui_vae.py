@@ -1,4 +1,4 @@
-"""ComfyUI's VAEs, computed by vaemem, for the nodes of `vaemem.comfyui`. Nothing here imports ComfyUI.
+"""ComfyUI's VAEs, computed by vaemem, for the nodes of `vaemem.nodes`. Nothing here imports ComfyUI.
 
 A ``vae`` is an object of ComfyUI's class VAE (``comfy/sd.py``), and a ``manager`` is its module
 ``comfy.model_management``. Both are arguments. These of the VAE's names are used: ``first_stage_model``, ``patcher``,
@@ -19,14 +19,12 @@ import numpy as np
 import torch
 
 from vaemem import _core
-from vaemem._common import choose, latent_factor, need
+from vaemem._common import latent_factor, need
 from vaemem._errors import ArgumentError
 from vaemem._render import in_gb
 from vaemem.engine import weights
 from vaemem.engine.arguments import Poll
 from vaemem.engine.configs import Arch
-from vaemem.engine.device import backends
-from vaemem.engine.limits import Limit, available_memory
 from vaemem.engine.vae import VAE
 from vaemem.pipelines.comfyui_run import WORKFLOWS
 from vaemem.pipelines.components import PIPELINES, weights_of
@@ -36,21 +34,11 @@ from vaemem.prediction.gpus import CONTEXT
 from vaemem.prediction.predict import Prediction, predict
 from vaemem.pytorch.decoding import attempt, describe_card
 from vaemem.pytorch.free_memory import count_bytes, first_line, free_cache, release
+from vaemem.pytorch.places import ANYWHERE, Place
 
-DEVICES = ("auto", "cpu", "gpu")
 # ComfyUI's autoencoders that compute the same as vaemem. Others may have the same tensors, and compute something else.
 _CLASSES = ("AutoencoderKL", "AutoencodingEngine", "WanVAE", "TAESD")
 _TILED = ("decode_tiled_", "decode_tiled_1d", "decode_tiled_3d")  # what ComfyUI's decode calls if memory runs out
-
-
-class Place(NamedTuple):
-    """Where and in how much memory vaemem runs. device: one of `DEVICES`. limit: in bytes; 0 means the free memory."""
-
-    device: str = "auto"
-    limit: int = 0
-
-
-_ANYWHERE = Place()
 
 
 class Safe(NamedTuple):
@@ -89,29 +77,13 @@ def _scaling(vae: Any) -> tuple[float, float]:
     return float(getattr(module, "vae_scale", 1.0)), float(getattr(module, "vae_shift", 0.0))
 
 
-def _card_number(vae: Any) -> int:
-    return vae.device.index if vae.device.index is not None else torch.cuda.current_device()
-
-
-def choose_device(vae: Any, device: str) -> str:
-    """Return where vaemem runs this VAE: "cpu", or "cuda:0". "auto" means ComfyUI's card if vaemem can use it."""
-    choose("device", device, DEVICES)
-    on_card = vae.device.type == "cuda"
-    if device == "gpu" and not on_card:
-        raise ArgumentError("device", "'cpu' or 'auto'", f"'gpu', but ComfyUI runs the VAE on {vae.device}")
-    if device == "cpu" or not on_card:
-        return "cpu"
-    name = f"cuda:{_card_number(vae)}"
-    row = next((row for row in backends(_dtype_on(vae, name)) if row["device"] in (name, "cuda")), None)
-    if row is None or not row["usable"]:
-        if device == "gpu":
-            raise ArgumentError("device", "'cpu'", "'gpu'", row["why"] if row else f"vaemem finds no {name}")
-        return "cpu"
-    return name
-
-
 def _name_type(dtype: Any) -> Any:
     return str(dtype).removeprefix("torch.")
+
+
+def choose_device(vae: Any, place: Place = ANYWHERE) -> str:
+    """Return where vaemem runs this VAE: "cpu", or a card such as "cuda:0"."""
+    return place.device_for(vae.device, _name_type(vae.vae_dtype))
 
 
 def _dtype_on(vae: Any, device: str) -> Any:
@@ -132,13 +104,6 @@ def _make_room(vae: Any, op: str, shape: Any, limit: int, manager: Any) -> None:
     free_cache()
 
 
-def _limit(place: Place, device: str) -> Limit:
-    """Return the limit of a run. On a system that does not report its free memory there is none."""
-    if place.limit:
-        return place.limit
-    return None if device == "cpu" and available_memory() is None else "auto"
-
-
 # ---- running ----
 
 
@@ -152,23 +117,23 @@ def _images(latents: torch.Tensor) -> torch.Tensor:
     return latents.detach().to("cpu", torch.float32).contiguous()
 
 
-def decode_whole(vae: Any, latents: torch.Tensor, manager: Any, poll: Poll, place: Place = _ANYWHERE) -> torch.Tensor:
+def decode_whole(vae: Any, latents: torch.Tensor, manager: Any, poll: Poll, place: Place = ANYWHERE) -> torch.Tensor:
     """Decode latents whole and exactly, within a limit. Return pictures as ComfyUI has them: (N, H, W, 3), 0 to 1."""
     arch = recognise(vae)
-    device, (scale, shift) = choose_device(vae, place.device), _scaling(vae)
+    device, (scale, shift) = choose_device(vae, place), _scaling(vae)
     z = _images(latents)
     z = z if (scale, shift) == (1, 0) else (z - shift) * scale
     if device != "cpu":
         _make_room(vae, "decode", latents.shape, place.limit, manager)
     with _open(vae, "decode", device) as ours:
-        how: Any = {"scaled": _is_packed(arch), "progress": poll, "memory_limit": _limit(place, device)}
+        how: Any = {"scaled": _is_packed(arch), "progress": poll, "memory_limit": place.limit_on(device)}
         pixels = torch.from_numpy(ours.decode(z.numpy(), **how))
     for picture in pixels.split(1):  # one after the other, because process_output copies
         picture.copy_(vae.process_output(picture))
     return pixels.to(vae.output_device).movedim(1, -1)
 
 
-def encode_whole(vae: Any, pixels: torch.Tensor, manager: Any, poll: Poll, place: Place = _ANYWHERE) -> torch.Tensor:
+def encode_whole(vae: Any, pixels: torch.Tensor, manager: Any, poll: Poll, place: Place = ANYWHERE) -> torch.Tensor:
     """Encode pictures whole and exactly, within a limit. Return latents as ComfyUI's VAE does: the distribution's mode.
 
     As there, sides are cropped to multiples of the VAE's factor.
@@ -180,12 +145,12 @@ def encode_whole(vae: Any, pixels: torch.Tensor, manager: Any, poll: Poll, place
         raise ArgumentError("pixels", "one picture", got, "encode one after the other, or use ComfyUI's VAE Encode")
     cropped = vae.vae_encode_crop_pixels(pixels[..., :3]).movedim(-1, 1)
     x = vae.process_input(cropped.to("cpu", torch.float32)).contiguous()
-    device = choose_device(vae, place.device)
+    device = choose_device(vae, place)
     if device != "cpu":
         shape = (1, x.shape[1], 1, *x.shape[2:]) if has_frames else x.shape
         _make_room(vae, "encode", shape, place.limit, manager)
     with _open(vae, "encode", device) as ours:
-        how: Any = {"scaled": _is_packed(arch), "progress": poll, "memory_limit": _limit(place, device)}
+        how: Any = {"scaled": _is_packed(arch), "progress": poll, "memory_limit": place.limit_on(device)}
         latents = torch.from_numpy(np.ascontiguousarray(ours.encode(x.numpy(), **how).mode()))
     scale, shift = _scaling(vae)
     latents = latents if (scale, shift) == (1, 0) else latents / scale + shift
@@ -252,11 +217,11 @@ def _card_of(vae: Any, gpu: str) -> dict[str, Any]:
 
 def predict_decode(vae: Any, arch: Arch, height: int, width: int, gpu: str = "", **how: Any) -> Prediction:
     """Predict ComfyUI's decode of one picture, on ComfyUI's card or on another one."""
-    if not gpu and vae.device.type == "cuda":
-        how["allocator"] = torch.cuda.get_allocator_backend()
     how |= _card_of(vae, gpu)
+    if not gpu:
+        how["allocator"] = torch.cuda.get_allocator_backend()
     # On the CPU ComfyUI has other types than on a card.
-    dtype = None if vae.device.type == "cpu" else _name_type(vae.vae_dtype)
+    dtype = _name_type(vae.vae_dtype) if describe_card(vae.device) else None
     return predict(arch, "decode", height, width, dtype, runtime="comfyui", protocol="cold", **how)
 
 
@@ -276,7 +241,7 @@ def decode_safely(vae: Any, latents: torch.Tensor, manager: Any, poll: Poll) -> 
     pixels, why = attempt(run)
     if not why:
         return Safe(pixels, ())
-    if (device := choose_device(vae, "auto")) != "cpu":
+    if (device := choose_device(vae)) != "cpu":
         notes.append(f"{why}. vaemem decodes on {device} in the free memory")
         try:
             return Safe(decode_whole(vae, latents, manager, poll, Place("gpu")), tuple(notes))
@@ -339,7 +304,7 @@ def _workflow_of(vae: Any, arch: Arch, model: Any) -> dict[str, Any]:
         known = {one.name: one.shape for one in recorded.weights if one.name.startswith("diffusion_model.")}
         if shapes != known or decoder != weights_of(PIPELINES[name].parts["vae"]):
             continue
-        if vae.device.type == "cpu":  # where ComfyUI has other types than on a card
+        if not describe_card(vae.device):  # on the CPU ComfyUI has other types than on a card
             return {"pipeline": name}
         dtype = _name_type(model.model.get_dtype())
         if model.model.manual_cast_dtype is None and dtype in recorded.dtypes:

@@ -10,6 +10,7 @@ from comfy import model_management, utils
 from comfy_api.v0_0_2 import ComfyExtension, io
 
 from vaemem.pytorch import comfyui_vae
+from vaemem.pytorch.places import DEVICES, Place
 
 _GIB = 1 << 30
 _CATEGORY = "vaemem"
@@ -32,12 +33,12 @@ def _place_inputs() -> list[Any]:
     device = "auto: ComfyUI's card if vaemem can use it, otherwise the CPU."
     return [
         io.Float.Input("memory_limit", default=0.0, min=0.0, max=1024.0, step=0.01, tooltip=limit),
-        io.Combo.Input("device", options=list(comfyui_vae.DEVICES), default="auto", tooltip=device),
+        io.Combo.Input("device", options=list(DEVICES), default="auto", tooltip=device),
     ]
 
 
-def _place(memory_limit: float, device: str) -> comfyui_vae.Place:
-    return comfyui_vae.Place(device, int(memory_limit * _GIB))
+def _place(memory_limit: float, device: str) -> Place:
+    return Place(device, int(memory_limit * _GIB))
 
 
 class VAEDecode(io.ComfyNode):
