@@ -25,7 +25,7 @@ SAY_BUILD = echo "Installing vaemem and what it needs in $(VENV): the C core and
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.* ## (.*)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "make %-12s %s\n", $$1, $$2 }'
 
-.PHONY: help demo test golden docs site bench check thorough lint asan clang pythons packages fuzz older quantised ray apps windows format wheels clean \
+.PHONY: help demo test golden docs site bench check thorough lint asan clang pythons packages fuzz older quantised ray apps invokeai windows format wheels clean \
         build-gpu test-gpu bench-gpu check-gpu gpu-pack gpu-session reproduce
 
 demo: $(VENV)/demo.stamp ## the demo's page: out/index.html
@@ -173,7 +173,7 @@ in_place = rm -rf build/$(1) && mkdir -p build/$(1) && cp -r setup.py pyproject.
 # notebooks, formulas over whole domains, pipelines, errors of every kind of numbers, ramps of tiles, plans of whole models, the
 # README, tables and what is made of them, profiles, the command line, messages, documents, types, saves by several
 # processes, and what is said of names, counts and rooms.
-NOT_THE_CORE := 'cuda_[!v]*' 'cuda_vae.py' 'emulator*' 'isa*' 'fuzz*' 'threads*' 'demo*' 'handmade*' 'notebooks*' 'bound*' 'integration*' 'comfyui*' 'any_pipeline*' \
+NOT_THE_CORE := 'cuda_[!v]*' 'cuda_vae.py' 'emulator*' 'isa*' 'fuzz*' 'threads*' 'demo*' 'handmade*' 'notebooks*' 'bound*' 'integration*' 'comfyui*' 'invokeai*' 'any_pipeline*' \
 	'pipelines*' 'plan*' 'groups*' 'products*' 'module_calls*' 'whole_*' 'seconds*' 'storage*' 'ggml*' 'numbers*' 'sizes*' \
 	'other_vaes*' 'predict*' 'benchmarks*' 'examples*' 'gpu_session*' 'dtypes*' 'gguf*' 'readme*' 'workspace*' 'report*' 'table*' \
 	'estimators*' 'published*' 'record_profiles*' 'sweep*' 'fit*' 'formula*' 'guide*' 'command_line*' 'questions*' 'names*' 'rooms*' \
@@ -209,7 +209,11 @@ NOT_OF_COMFYUI := ^(torch|torchvision|torchaudio|spandrel|comfyui-workflow-templ
 apps: $(VENV)/test.stamp ## the tests in ComfyUI itself; COMFYUI=path names its sources
 	@test -f "$(COMFYUI)/main.py" || { echo "apps: COMFYUI=path names no folder of ComfyUI"; exit 1; }
 	mkdir -p build && grep -vE '$(NOT_OF_COMFYUI)' "$(COMFYUI)/requirements.txt" > build/comfyui.txt
-	$(call in_own_environment,apps,torch==2.13.0 -r build/comfyui.txt,COMFYUI="$(abspath $(COMFYUI))") -rs -n 0 -m apps
+	$(call in_own_environment,apps,torch==2.13.0 -r build/comfyui.txt,COMFYUI="$(abspath $(COMFYUI))") -rs -n 0 -m apps tests/test_comfyui_nodes.py
+
+INVOKEAI := torch==2.13.0 invokeai==6.14.0
+invokeai: $(VENV)/test.stamp ## the tests in InvokeAI itself (gigabytes to install)
+	$(call in_own_environment,invokeai,$(INVOKEAI)) -rs -n 0 -m apps tests/test_invokeai_nodes.py
 
 # A wheel for Windows, and its tests under wine, where there is one.
 windows: $(BIN)/python ## dist/windows: a wheel for Windows, tested under wine (ten minutes)

@@ -18,6 +18,7 @@ import engine
 
 import vaemem
 from vaemem.nodes import install_comfyui as install
+from vaemem.nodes import install_invokeai
 from vaemem.pipelines.comfyui_run import WORKFLOWS
 from vaemem.pipelines.components import PIPELINES, weights_of
 from vaemem.prediction.gpus import CONTEXT
@@ -69,6 +70,17 @@ def test_other_folders_stay_as_they_are(root, tmp_path):
     other.symlink_to(root / "comfy")
     with refused("path"):
         install(root)
+
+
+def test_the_nodes_for_invokeai(tmp_path):
+    with refused("path", got="one without invokeai.yaml"):
+        install_invokeai(tmp_path)
+    (tmp_path / "invokeai.yaml").touch()
+    # InvokeAI imports it by the folder's name, which must not be vaemem.
+    for _ in range(2):
+        target = install_invokeai(tmp_path)
+    assert target == tmp_path / "nodes" / "vaemem_nodes"
+    assert {path.name for path in target.iterdir()} == {"__init__.py", "invocations.py", "README.md"}
 
 
 def load_nodes(root, monkeypatch, version: str, *modules: str) -> ModuleType:

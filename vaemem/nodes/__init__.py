@@ -51,14 +51,14 @@ def install_invokeai(path: str | os.PathLike[str]) -> Path:
     Returns
     -------
     Path
-        The new folder, ``nodes/vaemem``.
+        The new folder, ``nodes/vaemem_nodes``. InvokeAI imports it by its name, so it cannot be ``vaemem``.
 
     Raises
     ------
     ValueError, OSError
-        The path is not InvokeAI's root, or something else lies in ``nodes/vaemem``. Nothing was changed.
+        The path is not InvokeAI's root, or something else lies in ``nodes/vaemem_nodes``. Nothing was changed.
     """
-    return _install(path, "InvokeAI's root", ("invokeai.yaml",), "invokeai", "nodes/vaemem")
+    return _install(path, "InvokeAI's root", ("invokeai.yaml",), "invokeai", "nodes/vaemem_nodes")
 
 
 def _install(path: str | os.PathLike[str], wanted: str, marks: tuple[str, ...], source: str, place: str) -> Path:

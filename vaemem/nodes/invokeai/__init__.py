@@ -1,4 +1,4 @@
-"""Nodes of vaemem for InvokeAI. This file checks InvokeAI's version; nodes.py has the nodes."""
+"""Nodes of vaemem for InvokeAI. This file checks InvokeAI's version; invocations.py has the nodes."""
 
 import re
 
@@ -10,6 +10,6 @@ if tuple(map(int, re.findall(r"\d+", version)[:2])) < _OLDEST:
     known = ".".join(map(str, _OLDEST))
     raise ImportError(f"vaemem's nodes know InvokeAI {known} and later releases; this is InvokeAI {version}: update it")
 
-from .nodes import ImageToLatents, LatentsToImage
+from .invocations import ImageToLatents, LatentsToImage
 
 __all__ = ["ImageToLatents", "LatentsToImage"]
