@@ -38,7 +38,7 @@ def pytest_cmdline_main(config):
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m picks
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     known = set()
     for item in items:
         one_in, function = item.get_closest_marker("one_in"), item.nodeid.partition("[")[0]
@@ -49,6 +49,14 @@ def pytest_collection_modifyitems(items):
         known.add(function)
         if SANITIZED and item.get_closest_marker("resident"):
             item.add_marker(pytest.mark.skip(reason="the sanitizer's own memory would be measured"))
+    if share := os.environ.get("VAEMEM_SHARE"):  # "0/3": the first of three shares of the thorough tests (.ci/run)
+        mine, shares = map(int, share.split("/"))
+        parts: tuple[list, list] = [], []
+        for item in items:
+            is_left = item.get_closest_marker("thorough") and zlib.crc32(item.nodeid.encode()) % shares != mine
+            parts[bool(is_left)].append(item)
+        items[:], left_out = parts
+        config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture(autouse=True)
