@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from vaemem._common import setting
 from vaemem._errors import ArgumentError
 from vaemem.pipelines.recorded import ProcessScript
 from vaemem.prediction.planned import OF_WEIGHTS
 from vaemem.prediction.request import Card
-from vaemem.pytorch.recorder import Recorder, Recording, aten
+from vaemem.pytorch.recorder import Recorder, Recording, aten, leaves_of, map_leaves
 from vaemem.pytorch.recording import Eager, imitating_gpu
 
 MOST_KNOWN = 1 << 17  # elements of a tensor whose contents are followed
@@ -101,15 +100,14 @@ class PipelineRecorder(Recorder):
 
     def _follow(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return what an operator makes of the contents of its arguments; None if they are unknown."""
-        flat, spec = tree_flatten((args, kwargs))
-        reals = {id(x): self.contents(x) for x in flat if isinstance(x, torch.Tensor)}
+        given = args, kwargs
+        reals = {id(x): self.contents(x) for x in leaves_of(given) if isinstance(x, torch.Tensor)}
         unset = torch.Tag.nondeterministic_seeded in func.tags or func.overloadpacket in _UNSET
         if unset or any(real is None or real.numel() > MOST_KNOWN for real in reals.values()):
             if func._schema.is_mutable:
                 self._forget(func, args)
             return None
-        on_host = [reals.get(id(x), _CPU if isinstance(x, torch.device) else x) for x in flat]
-        args, kwargs = tree_unflatten(on_host, spec)
+        args, kwargs = map_leaves(lambda x: reals.get(id(x), _CPU if isinstance(x, torch.device) else x), given)
         with unset_fake_temporarily():
             return func(*args, **kwargs)
 
@@ -128,7 +126,7 @@ class PipelineRecorder(Recorder):
         if self._silent:
             return func(*args, **kwargs)
         to = torch.device(kwargs.get("device") or _CPU).type
-        if to == "cpu" and not any(isinstance(x, FakeTensor) for x in tree_flatten((args, kwargs))[0]):
+        if to == "cpu" and not any(isinstance(x, FakeTensor) for x in leaves_of((args, kwargs))):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         if func.overloadpacket in _READ:
@@ -146,9 +144,9 @@ class PipelineRecorder(Recorder):
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator on fake tensors, and follow the contents."""
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        made = [x for x in tree_flatten(out)[0] if isinstance(x, FakeTensor)]
+        made = [x for x in leaves_of(out) if isinstance(x, FakeTensor)]
         if all(x.numel() <= MOST_KNOWN for x in made):
-            reals = [x for x in tree_flatten(self._follow(func, args, kwargs))[0] if isinstance(x, torch.Tensor)]
+            reals = [x for x in leaves_of(self._follow(func, args, kwargs)) if isinstance(x, torch.Tensor)]
             for x, real in zip(made, reals, strict=False):
                 x.__dict__["contents"] = real
         if self._role:
@@ -157,7 +155,7 @@ class PipelineRecorder(Recorder):
 
     def by_contents(self, func: Any, args: Any, kwargs: Any) -> Any:
         real = self._follow(func, args, kwargs)
-        return super().by_contents(func, args, kwargs) if real is None else tree_map(self._put, real)
+        return super().by_contents(func, args, kwargs) if real is None else map_leaves(self._put, real)
 
     def _put(self, real: Any) -> Any:
         """Return a fake tensor on the card with these contents. The recorder binds it as any operator's output."""
@@ -187,8 +185,8 @@ class _Python(Eager):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.cuda:
             func, args, kwargs = torch.Tensor.to, (args[0], "cuda"), {}
-        args, kwargs = tree_map(_with_index, (args, kwargs or {}))
-        if not any(isinstance(x, FakeTensor) for x in tree_flatten((args, kwargs))[0]):
+        args, kwargs = map_leaves(_with_index, (args, kwargs or {}))
+        if not any(isinstance(x, FakeTensor) for x in leaves_of((args, kwargs))):
             return func(*args, **kwargs)
         data: Any = torch.Tensor.data
         if func == data.__get__:
