@@ -111,6 +111,7 @@ def record_calls(calls, returns):
     return [path.read_text("utf-8").splitlines() for path in (calls, returns)]
 
 
+@pytest.mark.thorough
 @tools.wants_32_bits
 @pytest.mark.skipif("VAEMEM_SANITIZED" in os.environ, reason="300 answers take minutes")
 def test_answers_in_32_bits(narrow, tmp_path):

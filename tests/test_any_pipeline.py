@@ -34,7 +34,7 @@ WAYS = {
     "block_level": lambda pipe: pipe.enable_group_offload(CUDA, offload_type="block_level", num_blocks_per_group=1),
     "leaf_level": lambda pipe: pipe.enable_group_offload(CUDA, offload_type="leaf_level"),
 }
-SIZES = {"height": 64, "width": 64, "output_type": "pil", "gpu": "RTX 4090"}
+SIZES = {"height": 64, "width": 64, "num_inference_steps": 4, "output_type": "pil", "gpu": "RTX 4090"}
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +85,7 @@ def test_answers_as_tables(predictions):
     assert p.to_csv().count("\n") == 1 + len(p.phases) and len(p.rows()) == 1 + len(p.phases)
 
 
+@pytest.mark.thorough
 def test_a_card_without_room(pipe):
     p = predict_any(pipe, "a", **SIZES, memory="1 GB", used=(512 - 18) << 20)
     assert p.verdict == "does not fit" and p.on_card is None
@@ -171,6 +172,7 @@ def test_refusals(pipe):
     assert not torch.cuda.is_available()
 
 
+@pytest.mark.thorough
 def test_a_folder_without_weights(pipe, predictions, tmp_path):
     pipe.save_pretrained(tmp_path)
     for file in [*tmp_path.rglob("*.safetensors")]:
@@ -181,6 +183,7 @@ def test_a_folder_without_weights(pipe, predictions, tmp_path):
         predict_any(str(tmp_path / "none"))
 
 
+@pytest.mark.thorough
 def test_a_pipeline_that_takes_a_picture(pipe):
     other = diffusers.StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False)
     other.set_progress_bar_config(disable=True)
@@ -207,6 +210,7 @@ def test_a_controlnet(pipe, predictions):
     assert not [note for note in p.notes if "read a number" in note]
 
 
+@pytest.mark.thorough
 def test_a_video():
     """More frames take more in the steps and in the decode, which goes frame by frame and keeps some."""
     tokenizer, _ = torch_pipelines.t5()

@@ -335,6 +335,7 @@ def test_other_vaes(tmp_path, model, op):
     assert 0 < float(row["rms_error"]) < 1e-5
 
 
+@pytest.mark.thorough
 def test_a_photograph_there_and_back(tmp_path):
     """With random weights nothing but that both agree, and that PSNR is what it is called."""
     pytest.importorskip("diffusers")
@@ -522,6 +523,7 @@ def test_single_passes(monkeypatch, case, dtype, element):
     assert 0 < float(row["rms_error"]) < {4: 1e-6, 2: 1e-2}[element] and float(row["max_error"]) > 0
 
 
+@pytest.mark.thorough
 def test_predictions(tmp_path):
     header, *lines = run("predictions.py", "--sizes 2", tmp_path).splitlines()
     assert header.startswith("CPU ms, medians")

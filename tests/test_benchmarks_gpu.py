@@ -425,6 +425,7 @@ def torch_memory(tmp_path, case: str, before: str = "") -> tuple[subprocess.Comp
     return done, table(path) if path.exists() else []
 
 
+@pytest.mark.thorough
 def test_torch_memory_without_diffusers(tmp_path):
     from test_measure import cpu_meter_or_skip
 

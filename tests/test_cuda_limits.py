@@ -92,6 +92,7 @@ def test_chains_as_graphs(kind):
             assert (run(memory_limit=limit) == first).all()
 
 
+@pytest.mark.thorough
 def test_graphs_of_too_many_kernels_are_not_kept():
     """The smallest plan of so tall an image has more than 4096 of them."""
     emulator, there, size = gpu.emulator(), on_gpu("qwen", "bfloat16"), (768, 8)

@@ -269,7 +269,7 @@ def variants(tile):
 CASES = [(tile, k, up, size) for tile in TILES for k, up in variants(tile) for size in SIZES]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @every_dtype
 @pytest.mark.parametrize("tile,k,up,size", CASES, ids=lambda v: str(v).replace(" ", ""))
 def test_numbers(conv, dtype, tile, k, up, size):
@@ -340,7 +340,7 @@ def test_fused(conv, dtype, tile, in_c, out):
     check(case, conv(case, tile, wider=16, add_is_y=True, grid=3), tile)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @every_dtype
 @every_tile
 @pytest.mark.parametrize("in_c", [96, 144])
@@ -385,7 +385,7 @@ def test_up_is_nearest_then_3x3(conv, dtype, tile):
     close(conv(case, tile).y, want, UNIT[dtype] * np.abs(want) + 4 * E * (np.abs(want) + 8))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(18)
 @every_dtype
 @pytest.mark.parametrize(
     "in_c,out,tile",
@@ -451,7 +451,7 @@ def test_sums_about_a_mean(conv, dtype, tile, mean):
     check(case, conv(case, tile), tile)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(24)
 @every_dtype
 @every_tile
 def test_same_bits(conv, dtype, tile):
@@ -468,7 +468,7 @@ def test_same_bits(conv, dtype, tile):
 # ---- NaN and Inf ----
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(16)
 @every_dtype
 @every_tile
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

@@ -29,7 +29,7 @@ def sized(*sizes):
     return pytest.mark.parametrize(("name", "size"), [*((name, size) for name in SMALL for size in sizes), *others])
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(20)
 @every_dtype
 @sized((12, 5), (3, 16))
 def test_decode(name, dtype, size):
@@ -38,7 +38,7 @@ def test_decode(name, dtype, size):
     assert error(there.decode(z), cpu.decode(z)) < LIMIT[dtype]
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(10)
 @every_dtype
 @sized((48, 20), (12, 64))
 def test_encode(name, dtype, size):

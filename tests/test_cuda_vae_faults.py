@@ -260,6 +260,7 @@ def test_memory_that_runs_out_is_tried_again_with_a_smaller_plan(hosted):
     assert retried > 2 and there.last_run.notes == () and there.last_run.peak_bytes == first.peak_bytes
 
 
+@pytest.mark.thorough
 def test_a_driver_that_refuses_memory_is_asked_for_less():
     """From the allocation of the arena on: code 2 is the driver's for no memory."""
     emulator = gpu.emulator()

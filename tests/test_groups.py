@@ -117,7 +117,7 @@ COMPONENTS = {
 }
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("offload", [LEAF, BLOCK, BLOCKS], ids=str)
 @pytest.mark.parametrize("component", COMPONENTS)
 def test_a_component_of_full_size_moves_what_the_hooks_move(component, offload, monkeypatch):

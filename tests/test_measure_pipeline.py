@@ -140,6 +140,7 @@ def test_full_size_to_the_byte(monkeypatch, name, gpu, side, batch):
     assert said.rows[0].estimate == pytest.approx(said.rows[0].measured, rel=0.05)
 
 
+@pytest.mark.thorough
 def test_a_prompt_that_is_not_encoded_is_not_predicted(monkeypatch):
     """SDXL's negative prompt is zeros where none is given."""
     measured = on_a_card(monkeypatch, built("sdxl"), "sdxl", "RTX 4090", 256, steps=1, output_type="latent")

@@ -73,7 +73,7 @@ def test_arena_is_kept_grown_and_trimmed():
     vae.trim()
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("op", ["encode", "decode"])
 @pytest.mark.parametrize("name", SMALL)

@@ -41,7 +41,7 @@ def small(request):
     return vae, inputs, {op: run_core(exact, op, x)[0] for op, x in inputs.items()}
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @every_run
 @both_ways
 def test_error_beside_float32(small, op, dtype, precision, backend):

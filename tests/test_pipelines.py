@@ -428,7 +428,7 @@ ALIKE = ("sd35-medium", "sd35-large", "flux-schnell", "flux-fill", "flux2", "flu
 KINDS = [name for name in PIPELINES if name not in ALIKE]
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(27)
 @pytest.mark.parametrize(("gpu", "offload"), [("T4", "none"), ("RTX 4060", "model"), ("A100 80GB", "sequential")])
 @pytest.mark.parametrize("pipeline", KINDS)
 def test_every_pipeline_has_a_formula(pipeline, gpu, offload):

@@ -58,7 +58,7 @@ def peaks(trace, gpu):
     return process.peak_allocated, process.peak_reserved
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(28)
 @pytest.mark.parametrize("name", programs.recorded())
 def test_the_replay_takes_the_steps_of_the_module(module, name):
     """At sizes that the fit has not seen, on GPUs whose attention differs: each step and its bytes, and the weights."""
@@ -93,7 +93,7 @@ def assert_replayed(name, module):
         assert [(weight.name, weight.nbytes(run)) for weight in programs.load_program(name).weights] == fresh.weights
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(14)
 @pytest.mark.parametrize("name", KINDS)
 def test_attention_by_the_math_path_takes_the_steps_of_the_module(module, name):
     """On cards without a fused kernel for bfloat16, of one picture or prompt and of several. FLOPs are those of fused
@@ -283,7 +283,7 @@ def test_what_passes_through_lives_for_its_modules_call():
     assert len(gives) == 1 and within == {f"weights of {layer} [weight]", layer, f"{layer} [workspace]"}
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", KINDS)
 def test_flops_are_those_that_pytorch_counts(module, name):
     import torch
