@@ -72,10 +72,11 @@ class Script:
 
     def conv(self, question: tuple[Any, ...], name: str) -> None:
         dtype, n, c, h, w, k, r, stride, padding, layout, dilation, groups, output_padding, *depth = question
-        uneven = any(len(set(extent)) > 1 for extent in (r, stride, padding))
-        if uneven or set(dilation) != {1} or groups > 1 or output_padding or depth:
-            raise ValueError(f"{name}: expected a plain 2d convolution with a square filter")
-        self._add("conv", dtype, layout, n, c, h, w, k, r[0], stride[0], padding[0])
+        uneven = any(len({*extent[-2:]}) > 1 for extent in (r, stride, padding))
+        mixes = bool(depth) and (r[0], stride[0], padding[0]) != (1, 1, 0)
+        if uneven or set(dilation) != {1} or groups > 1 or output_padding or mixes:
+            raise ValueError(f"{name}: expected a plain convolution with a square filter, of one frame if it has depth")
+        self._add("conv", dtype, layout, n, c, h, w, k, r[-1], stride[-1], padding[-1], *depth)
 
     def attention(self, call: AttentionCall) -> int:
         self.taken += 1

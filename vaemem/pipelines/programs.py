@@ -6,6 +6,7 @@ variables. Convolutions and attentions stay questions: their workspaces, and whi
 
 A file of data/modules holds, for dtypes and the cases in which a call takes the same steps (``"float16; 1 n = 1"``):
 `sizes`, the polynomials (``"1280 n h w + 640"``); `convs` and `attentions`, their arguments as indices into `sizes`;
+a convolution of each frame has the number of frames as one more;
 an attention's last one says which of queries, keys and values lie token by token in memory, all heads of one before the
 next (``"qkv"``); and `modules`, one text a distinct module call, the outermost last, of words:
 
@@ -101,7 +102,8 @@ def _lines(name: str, data: Mapping[str, Any]) -> Iterator[str]:
         yield f"call {key}"
         yield from (f"size {size}" for size in call["sizes"])
         for *asked, layout in call["convs"]:
-            yield " ".join(map(str, ["conv", *asked, int(layout == "nhwc")]))
+            kind = "conv" if len(asked) == 9 else "conv3"
+            yield " ".join(map(str, [kind, *asked, int(layout == "nhwc")]))
         for *asked, mask, causal, grouped, by_token in call["attentions"]:
             elements, row, boolean = mask or (0, 0, False)
             flags = map(int, (causal, grouped, bool(mask), boolean, *(name in by_token for name in "qkv")))
