@@ -18,7 +18,8 @@ next (``"qkv"``); and `modules`, one text a distinct module call, the outermost 
                     /conv1=12 one that belongs to another module, by its whole name
 
 `weights` are written in the same way: ``weight:run:320,4,3,3`` a tensor with dtype and shape ("run" is the module's
-own dtype, "kept" the same, except float32 if it is float16), ``conv1=12`` a submodule.
+own dtype, "kept" the same, except float32 if it is float16, "single" a parameter in float32 in any case), ``conv1=12``
+a submodule.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ DTYPE_BYTES = {**ELEMENT_BYTES, "int64": 8, "bool": 1}
 
 
 class Weight(NamedTuple):
-    """A parameter or buffer. dtype: its own; "run" if it has the module's; or "kept" if transformers keeps it in
-    float32 in a module of float16."""
+    """A parameter or buffer. dtype: its own; "run" if it has the module's; "kept" if transformers keeps it in float32
+    in a module of float16; or "single" if it is a parameter that diffusers keeps in float32."""
 
     name: str
     shape: tuple[int, ...]
@@ -62,7 +63,7 @@ class Weight(NamedTuple):
     def type_in(self, dtype: str) -> str:
         """Return its type if the module is loaded in `dtype`."""
         kept = "float32" if dtype == "float16" else dtype
-        return {"run": dtype, "kept": kept}.get(self.dtype, self.dtype)
+        return {"run": dtype, "kept": kept, "single": "float32"}.get(self.dtype, self.dtype)
 
     def nbytes(self, dtype: str) -> int:
         return math.prod(self.shape) * DTYPE_BYTES[self.type_in(dtype)]

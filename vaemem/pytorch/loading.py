@@ -206,7 +206,8 @@ def random_pipeline(name: str, dtype: str) -> Any:
     parts: dict[str, Any] = {}
     noise = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)) / 50
     for role, component in kind.parts.items():
-        with default_dtype(getattr(torch, dtype)), Undrawn():
+        usual = (role == "vae" and kind.vae_dtype) or dtype
+        with default_dtype(getattr(torch, usual)), Undrawn():
             parts[role] = BUILDERS[component]().eval()
         for weight in parts[role].parameters():
             for piece in weight.data.view(-1).split(len(noise)):
@@ -221,6 +222,10 @@ def random_pipeline(name: str, dtype: str) -> Any:
         "sd15": diffusers.PNDMScheduler(**betas, skip_prk_steps=True),
         "sd21": diffusers.DDIMScheduler(**betas, clip_sample=False, prediction_type="v_prediction"),
         **dict.fromkeys(("sdxl", "sdxl-refiner"), diffusers.EulerDiscreteScheduler(**betas)),
+        **dict.fromkeys(
+            ("wan-1.3b", "wan-14b"),
+            diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+        ),
     }.get(name, flow)
     without = dict.fromkeys(("safety_checker", "feature_extractor", "text_encoder", "tokenizer", "processor"))
     without |= {"requires_safety_checker": False, "add_watermarker": False, "is_distilled": True}

@@ -69,8 +69,8 @@ def pixels(row: Row) -> int:
 _SERIES = operator.itemgetter(*KEY, "source", "group")
 # Columns that name a compared row.
 _SHOWN = (
-    *("model", "op", "phase", "height", "width", "batch", "tokens", "dtype", "tile", "tile_overlap", "runtime"),
-    *("device", "group"),
+    *("model", "op", "phase", "height", "width", "batch", "tokens", "frames", "dtype", "tile", "tile_overlap"),
+    *("runtime", "device", "group"),
 )
 # Columns by which errors are grouped.
 _GROUP = ("model", "op", "dtype", "tile", "tile_overlap")
@@ -559,7 +559,7 @@ def _pipeline_row(row: Row, bound: Mapping[str, Any]) -> Row | None:
     way = re.fullmatch(r"offload (none|model|sequential), VAE (whole|tiled|sliced)", row["way"] or "")
     if not way or row["model"] not in PIPELINES or row["runtime"] != "diffusers" or row["device"] == "cpu":
         return None
-    said: dict[str, Any] = {name: row[name] for name in ("height", "width", "batch", "dtype")}
+    said: dict[str, Any] = {name: row[name] for name in ("height", "width", "batch", "dtype", "frames")}
     said |= {"prompt_tokens": row["tokens"], "offload": way[1], "vae": way[2], "image": row["phase"] == "encode image"}
     told = {name: value for name, value in (said | {"gpu": row["device"]}).items() if value is not None}
     made = predict_pipeline(row["model"], **told | dict(bound))
