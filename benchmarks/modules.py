@@ -496,14 +496,14 @@ MODULES = {
     "umt5-xxl": Module(
         "UMT5EncoderModel of UMT5 XXL with a mask of the padding, as Wan 2.1 calls it; n prompts of t tokens",
         BUILDERS["umt5-xxl"], _two_arguments, LONG_POINTS, LONG_CHECKS, TEXT_MONOMIALS, cases=SINGLE,
-        dtypes=HALF, run=lambda module, *args, **kwargs: module(*args, **kwargs)[0],
+        dtypes=(torch.bfloat16,), run=lambda module, *args, **kwargs: module(*args, **kwargs)[0],
     ),
     **{
         f"{name}-transformer": Module(
             f"WanTransformer3DModel of {about}; n videos, f latent frames of an even h x w, t tokens",
             BUILDERS[f"{name}-transformer"], _wan_call, WAN_POINTS, WAN_CHECKS,
             [*products(["", "n"], ["", "t", "f h1 w1"]), "f", "h", "w"], PATCHES, (*SINGLE, *EVEN),
-            dtypes=HALF, run=lambda module, *args, **kwargs: module(*args, **kwargs)[0],
+            dtypes=(torch.bfloat16,), run=lambda module, *args, **kwargs: module(*args, **kwargs)[0],
         )
         for name, about in (("wan-1.3b", "Wan2.1-T2V-1.3B"), ("wan-14b", "Wan2.1-T2V-14B"))
     },
