@@ -288,7 +288,9 @@ class ComfyUIRun:
 
     def _decode_part(self, vae: LoadedVAE, images: int, tile: int) -> None:
         q, part, shape = self.request, self.request.part("vae"), (images, *self.latent_shape[1:])
-        flops, attended, moved = vae_counts(part.component, "decode", part.dtype, q.height, q.width, images, tile)
+        flops, attended, moved = vae_counts(
+            part.component, "decode", part.dtype, q.height, q.width, batch=images, tile=tile
+        )
         self.process.count(flops=flops, attended=attended, moved=moved)
         latents = self.process.tensor(shape, vae.dtype, "latents", host=True)
         self.process.drop(self.process.decode(vae, latents, tile=tile))

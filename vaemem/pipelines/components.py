@@ -13,7 +13,7 @@ from vaemem._errors import ArgumentError, Named
 from vaemem.engine.names import find_called
 from vaemem.pipelines.programs import Weight, load_program
 from vaemem.prediction.job import MOST_SIDE
-from vaemem.prediction.runtimes import LAST_DIFFUSERS, WAN, architecture, shipped_models
+from vaemem.prediction.runtimes import WAN, architecture, shipped_models
 
 CLIPS = ("clip-l", "clip-l-sdxl", "clip-l-flux", "clip-l-sd3", "openclip-g", "openclip-h")
 CLIP_TOKENS = 77
@@ -286,20 +286,8 @@ def weights_of(component: str) -> tuple[Weight, ...]:
 
 
 @functools.lru_cache(maxsize=256)
-def vae_counts(
-    model: str,
-    op: str,
-    dtype: str,
-    height: int,
-    width: int,
-    batch: int = 1,
-    tile: int = 0,
-    release: int = LAST_DIFFUSERS,
-    frames: int = 1,
-) -> tuple[int, int, int]:
+def vae_counts(model: str, op: str, dtype: str, height: int, width: int, **more: int) -> tuple[int, int, int]:
     """Count a VAE run's FLOPs, its attention's FLOPs, and the bytes moved, tiles included. Sizes are in image
-    pixels. frames: of the latents"""
-    trace = _core.Trace.vae(
-        architecture(model), "diffusers", op, dtype, height, width, batch, tile, release=release, frames=frames
-    )
+    pixels. more: further arguments of `Trace.vae`"""
+    trace = _core.Trace.vae(architecture(model), "diffusers", op, dtype, height, width, **more)
     return trace.flops, trace.attended, trace.moved

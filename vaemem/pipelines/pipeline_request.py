@@ -52,6 +52,7 @@ TORCH_WAYS = ("whole", "tiled", "sliced")
 VAE_WAYS = (*TORCH_WAYS, "vaemem")
 WEIGHT_TYPES = [name for name in TYPES if SPELT.get(name, name) not in ("float64", "int64", "bool")]  # tables, masks
 KEPT_TRACES = 4  # of each component
+UNSAVED = "rope."  # Wan's tables of positions, which are not persistent
 # Places of weights after from_pretrained, before offloading: the CPU (device_map="cpu"); the card, until they are
 # offloaded; or the card for good.
 PLACES = ("on cpu", "on cuda", "kept on cuda")
@@ -166,9 +167,10 @@ class Part:
     @functools.cached_property
     def left(self) -> tuple[Stored, ...]:
         """The weights that sequential offload leaves on the device: diffusers has accelerate offload buffers only if
-        the module has parameters of its own."""
-        has_own = any("." not in weight.name for weight in weights_of(self.component))
-        buffers = () if has_own else _buffers_of(self.component)
+        the module has parameters of its own, and never those that state dicts leave out."""
+        buffers = _buffers_of(self.component)
+        if any("." not in weight.name for weight in weights_of(self.component)):
+            buffers = frozenset(name for name in buffers if name.startswith(UNSAVED))
         return tuple(weight for weight in self.weights if weight.name in buffers)
 
     @property

@@ -169,8 +169,8 @@ class PipelineRun:
         images, _, height, width = shape or (request.batch, 3, request.height, request.width)
         dtype = "float32" if part.upcast and request.vae != "vaemem" else part.dtype
         flops, attended, moved = vae_counts(
-            part.component, op, dtype, height, width, images, request.tile, self.process.diffusers_release,
-            request.latent_frames,
+            part.component, op, dtype, height, width, batch=images, tile=request.tile,
+            release=self.process.diffusers_release, frames=request.latent_frames,
         )  # fmt: skip
         if "vae" in request.on_cpu:
             self.process.count(host_flops=flops)
