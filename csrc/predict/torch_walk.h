@@ -24,8 +24,8 @@
 enum { EXTERNAL = UINT32_MAX }; /* the id of the caller's input */
 
 /* CHANNELS_LAST_ONE: dense in channels-last order, batch 1, but with strides that PyTorch does not recognise as
- * channels_last (the batch's is too small). Group norms and convolutions copy it; interpolation returns NCHW. BY_FRAME: all
- * channels of a frame before the next frame. */
+ * channels_last (the batch's is too small). Group norms and convolutions copy it; interpolation returns NCHW.
+ * BY_FRAME: all channels of a frame before the next frame. */
 typedef enum layout { CONTIGUOUS, CHANNELS_LAST, CHANNELS_LAST_ONE, BY_FRAME } layout;
 
 typedef struct tensor {
