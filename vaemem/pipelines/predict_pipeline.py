@@ -171,6 +171,7 @@ class PipelinePrediction(_Played):
         q = request
         batch = f", {q.batch} images" if q.batch > 1 else ""
         on_cpu = f", {' and '.join(q.on_cpu)} on the CPU" if q.on_cpu else ""
+        frames = f", {q.frames} frames" if q.pipeline.frames else ""
         where = self._where = f"{q.card.gpu.name}, offload {q.offload}, VAE {q.vae}{on_cpu}"
         self.title = f"{q.name} {q.size}{batch} by {q.software.program} ({where})"
         self._run = play_pipeline(request)
@@ -180,9 +181,8 @@ class PipelinePrediction(_Played):
         ran = f"torch {process.torch_version}{f', cudnn {cudnn}' if cudnn else ''}"
         self._run_row = {
             "model": q.name, "op": "pipeline", "height": q.height, "width": q.width, "batch": q.batch,
-            "tokens": q.tokens, "frames": q.frames if q.pipeline.frames else None, "dtype": q.dtype,
-            "runtime": "diffusers", "device": q.card.gpu.name,
-            "way": f"offload {q.offload}, VAE {q.vae}{on_cpu}", "source": "predicted",
+            "tokens": q.tokens, "dtype": q.dtype, "runtime": "diffusers", "device": q.card.gpu.name,
+            "way": f"offload {q.offload}, VAE {q.vae}{frames}{on_cpu}", "source": "predicted",
             "versions": f"{ran}, {q.software.program}, vaemem {__version__}",
         }  # fmt: skip
         on_disk = q.group and q.group.offload_to_disk_path

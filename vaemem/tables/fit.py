@@ -16,7 +16,7 @@ from vaemem._errors import ArgumentError
 from vaemem._render import Bullets, Columns, Sheet, Sizer, Typeset
 from vaemem.tables.table import BYTE_COLUMNS, Row, Table, as_ran, check_complete, differing, in_words
 
-KEY = ("model", "op", "phase", "dtype", "tile", "tile_overlap", "runtime", "way", "device", "batch", "tokens", "frames")
+KEY = ("model", "op", "phase", "dtype", "tile", "tile_overlap", "runtime", "way", "device", "batch", "tokens")
 TARGETS = (*BYTE_COLUMNS, "seconds")
 
 
@@ -65,7 +65,6 @@ class FittedLine(Typeset):
     device: str | None
     batch: int | None
     tokens: int | None
-    frames: int | None
     target: str
     quantile: float | None
     a: float

@@ -42,7 +42,6 @@ SCHEMA: tuple[Column, ...] = (
     Column("width", "count", "of the image, in pixels"),
     Column("batch", "count", "images in one run"),
     Column("tokens", "count", "of a pipeline's prompt"),
-    Column("frames", "count", "of a pipeline's video"),
     Column("dtype", "text", "of the activations: float32, float16 or bfloat16"),
     Column("tile", "count", "side of a tile in pixels, for a run in tiles; an image that fits in one tile runs whole"),
     Column("tile_overlap", "ratio", "share of a tile's side that overlaps the next tile, if a program can set it"),
@@ -158,9 +157,8 @@ def as_ran(row: Mapping[str, Any]) -> Row:
 
 
 # Columns that only some runs have, and the form of their values in a name.
-_OF_SOME = ("phase", "tile", "tile_overlap", "frames")
+_OF_SOME = ("phase", "tile", "tile_overlap")
 _WORDS = {"tile": "tile {}", "tile_overlap": "overlap {:g}", "batch": "batch {}", "tokens": "tokens {}"}
-_WORDS |= {"frames": "{} frames"}
 
 
 def differing(rows: Iterable[Mapping[str, Any]], names: Iterable[str]) -> list[str]:
