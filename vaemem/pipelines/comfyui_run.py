@@ -34,8 +34,7 @@ from vaemem.pipelines.comfyui import (
 )
 from vaemem.pipelines.components import CLIP_TOKENS, PIPELINES, VAE_STRIDE, vae_counts, weights_of
 from vaemem.pipelines.pipeline_request import Part, PipelineArguments, PipelineRequest, image_sides
-from vaemem.pipelines.pipeline_run import PLAYED_STEPS
-from vaemem.pipelines.steps import count_calls
+from vaemem.pipelines.steps import PLAYED_STEPS, count_calls
 from vaemem.pipelines.storage import stored
 from vaemem.prediction.held import LoadedVAE, Tensor
 from vaemem.prediction.passing import BY_DIFFUSERS, Passing

@@ -286,7 +286,7 @@ def weights_of(component: str) -> tuple[Weight, ...]:
 
 
 @functools.lru_cache(maxsize=256)
-def vae_counts(model: str, op: str, dtype: str, height: int, width: int, **more: int) -> tuple[int, int, int]:
+def vae_counts(model: str, op: str, dtype: str, height: int, width: int, **more: Any) -> tuple[int, int, int]:
     """Count a VAE run's FLOPs, its attention's FLOPs, and the bytes moved, tiles included. Sizes are in image
     pixels. more: further arguments of `Trace.vae`"""
     trace = _core.Trace.vae(architecture(model), "diffusers", op, dtype, height, width, **more)
