@@ -211,6 +211,23 @@ def _with_tables(transformer: Any, *tables: torch.Tensor, **kwargs: Any) -> Any:
     return transformer(**kwargs)[0]
 
 
+# Latents f x h x w.
+WAN_POINTS = points(
+    "n f h w t", (1, 21, 60, 104, 512), (1, 1, 62, 90, 77), (1, 5, 96, 40, 300), (1, 13, 48, 122, 256),
+    (2, 9, 96, 64, 256), (2, 1, 62, 90, 77), (3, 4, 48, 122, 300), (4, 2, 100, 50, 512), (5, 3, 64, 64, 128),
+)  # fmt: skip
+WAN_CHECKS = points("n f h w t", (1, 21, 90, 160, 512), (2, 3, 66, 58, 128))
+
+
+def _wan_call(sizes: Sizes, dtype: torch.dtype) -> Call:
+    n, f, h, w, t = (sizes[name] for name in "nfhwt")
+    return (), {
+        "hidden_states": torch.empty(n, 16, f, h, w, dtype=dtype),
+        "timestep": torch.empty((), dtype=torch.int64).expand(n),
+        "encoder_hidden_states": torch.empty(n, t, 4096, dtype=dtype), "attention_kwargs": None, "return_dict": False,
+    }  # fmt: skip
+
+
 # Z-Image pads tokens and patches to multiples of 32, where they are none; its batch is a list, of up to 4 images here
 # with prompts of one length.
 ZIMAGE_SIZES = (
@@ -270,6 +287,10 @@ def _one_argument(sizes: Sizes, dtype: torch.dtype) -> Call:
 
 def _masked_tokens(sizes: Sizes, dtype: torch.dtype) -> Call:
     return (_ids(sizes),), {"attention_mask": torch.empty(sizes["n"], sizes["t"], dtype=torch.int64)}
+
+
+def _two_arguments(sizes: Sizes, dtype: torch.dtype) -> Call:
+    return (_ids(sizes), torch.empty(sizes["n"], sizes["t"], dtype=torch.int64)), {}
 
 
 def _tokens_alone(sizes: Sizes, dtype: torch.dtype) -> Call:
@@ -472,6 +493,20 @@ MODULES = {
         " tokens with their template", BUILDERS["qwen2.5-vl-7b"],
         _counted_tokens, LONG_POINTS, LONG_CHECKS, TEXT_MONOMIALS, cases=SINGLE, dtypes=HALF,
     ),
+    "umt5-xxl": Module(
+        "UMT5EncoderModel of UMT5 XXL with a mask of the padding, as Wan 2.1 calls it; n prompts of t tokens",
+        BUILDERS["umt5-xxl"], _two_arguments, LONG_POINTS, LONG_CHECKS, TEXT_MONOMIALS, cases=SINGLE,
+        dtypes=(torch.bfloat16,), run=lambda module, *args, **kwargs: module(*args, **kwargs)[0],
+    ),
+    **{
+        f"{name}-transformer": Module(
+            f"WanTransformer3DModel of {about}; n videos, f latent frames of an even h x w, t tokens",
+            BUILDERS[f"{name}-transformer"], _wan_call, WAN_POINTS, WAN_CHECKS,
+            [*products(["", "n"], ["", "t", "f h1 w1"]), "f", "h", "w"], PATCHES, (*SINGLE, *EVEN),
+            dtypes=(torch.bfloat16,), run=lambda module, *args, **kwargs: module(*args, **kwargs)[0],
+        )
+        for name, about in (("wan-1.3b", "Wan2.1-T2V-1.3B"), ("wan-14b", "Wan2.1-T2V-14B"))
+    },
     "zimage-transformer": Module(
         "ZImageTransformer2DModel of Z-Image-Turbo; n images, an even latent h x w, t tokens of each prompt",
         BUILDERS["zimage-transformer"],

@@ -72,10 +72,11 @@ class Script:
 
     def conv(self, question: tuple[Any, ...], name: str) -> None:
         dtype, n, c, h, w, k, r, stride, padding, layout, dilation, groups, output_padding, *depth = question
-        uneven = any(len(set(extent)) > 1 for extent in (r, stride, padding))
-        if uneven or set(dilation) != {1} or groups > 1 or output_padding or depth:
-            raise ValueError(f"{name}: expected a plain 2d convolution with a square filter")
-        self._add("conv", dtype, layout, n, c, h, w, k, r[0], stride[0], padding[0])
+        uneven = any(len({*extent[-2:]}) > 1 for extent in (r, stride, padding))
+        mixes = bool(depth) and (r[0], stride[0], padding[0]) != (1, 1, 0)
+        if uneven or set(dilation) != {1} or groups > 1 or output_padding or mixes:
+            raise ValueError(f"{name}: expected a plain convolution with a square filter, of one frame if it has depth")
+        self._add("conv", dtype, layout, n, c, h, w, k, r[-1], stride[-1], padding[-1], *depth)
 
     def attention(self, call: AttentionCall) -> int:
         self.taken += 1
@@ -249,11 +250,13 @@ def weights(module: Module) -> list[str]:
 
     def write(part: torch.nn.Module) -> int:
         words = [f"{name}={write(child)}" for name, child in part.named_children()]
-        for own in (part._parameters, part._buffers):
-            for name, tensor in own.items():
+        for held in (part._parameters, part._buffers):
+            for name, tensor in held.items():
                 if tensor is not None and id(tensor) not in seen:
                     seen.add(id(tensor))
-                    own = "kept" if id(tensor) in kept else str(tensor.dtype).removeprefix("torch.")
+                    is_single = held is part._parameters and tensor.dtype is torch.float32
+                    own = "single" if is_single else str(tensor.dtype).removeprefix("torch.")
+                    own = "kept" if id(tensor) in kept else own
                     kind = "run" if tensor.dtype is dtype else own
                     words.append(f"{name}:{kind}:{','.join(map(str, tensor.shape))}")
         return nodes.setdefault(" ".join(words), len(nodes))
@@ -312,13 +315,19 @@ def record(name: str, say: Callable[[str], None] = print) -> dict[str, Any]:
     return data
 
 
+def settle(steps: Sequence[Any]) -> list[Any]:
+    """Return a trace's steps without names, with frees that follow each other in the order of their numbers."""
+    groups = itertools.groupby((step[:3] for step in steps), lambda step: step[0] == "give")
+    return [step for are_gives, group in groups for step in (sorted(group) if are_gives else group)]
+
+
 def check(name: str, data: Mapping[str, Any]) -> None:
     """The replay takes the same steps as a recording at sizes that were not used for the fit."""
     gpu, module = find_gpu("RTX 4090"), find_module(name)
     for dtype, sizes in itertools.product(module.dtypes, module.checks):
         replayed = Recorded(name, data).trace(str(dtype).removeprefix("torch."), gpu, **sizes).steps
         steps = record_at(module, sizes, dtype, Recorder(Recording(), gpu)).trace.steps
-        if [step[:3] for step in replayed] != [step[:3] for step in steps]:
+        if settle(replayed) != settle(steps):
             raise ValueError(f"{name}: takes other steps than the fit says at {sizes} in {dtype}")
 
 

@@ -359,7 +359,7 @@ static void vae(void) {
     if (!*found) stop("want a known model");
     vm_arch arch = **found;
     snprintf(arch.name, sizeof arch.name, "%s", name);
-    vm_trace_vae v = {.arch = &arch};
+    vm_trace_vae v = {.arch = &arch, .frames = 1};
     v.runtime = (vm_trace_runtime)choose(vm_trace_runtime_name, VM_TORCH_RUNTIMES);
     v.op = (vm_op)choose(ops, 2);
     v.dtype = dtype();

@@ -184,6 +184,7 @@ CALLS = {
     "predict_largest": (lambda **given: predict_largest("sdxl", "decode", **given), CARD | ONE),
     "predict_peak": (predict_peak, {"used": 1 << 20}),
     "predict_pipeline": (lambda **given: predict_pipeline("sd15", **given).to_json(), PIPELINE),
+    "predict_pipeline of a video": (lambda **given: predict_pipeline("wan-1.3b", 64, 64, **given).title, {"frames": 5}),
     "predict_pipeline of vaemem": (
         lambda **given: predict_pipeline("sd15", 512, 512, vae="vaemem", **given).to_json(),
         {"vae_memory_limit": 2 << 30},
@@ -191,6 +192,14 @@ CALLS = {
     "predict_sweep": (
         lambda **given: predict_sweep("sd15", "decode_tiled", gpu="RTX 3060", **given).to_csv(),
         {"sizes": 640, "batch": [1, 2], "tile": [512, 256]},
+    ),
+    "plan_pipeline of a video": (
+        lambda **given: plan_pipeline("wan-1.3b", 64, 64, runtime="diffusers", **given).title,
+        {"frames": 5},
+    ),
+    "predict_sweep of videos": (
+        lambda **given: predict_sweep("wan-1.3b", "pipeline", 64, gpu="H100", **given).to_csv(),
+        {"frames": [5, 9]},
     ),
     "predict_sweep of pipelines": (
         lambda **given: predict_sweep("sd15", "pipeline", 64, gpu="RTX 3060", **given).to_csv(),

@@ -26,7 +26,7 @@ LATER = {
 }
 
 
-def case(kind, arch, op, height, width, batch=1, dtype="float32", tile=0, slicing=False, tile_overlap=0.25):
+def case(kind, arch, op, height, width, batch=1, dtype="float32", tile=0, slicing=False, tile_overlap=0.25, frames=1):
     diffusers = pytest.importorskip("diffusers")
     if not hasattr(diffusers, kind):  # the older release
         pytest.skip(f"diffusers {diffusers.__version__} has no {kind}")
@@ -38,11 +38,11 @@ def case(kind, arch, op, height, width, batch=1, dtype="float32", tile=0, slicin
             stride = int(tile * (1 - tile_overlap))
             vae.enable_tiling(tile, tile, stride, stride)
 
-    lives_as_recorded(arch, op, height, width, batch, dtype, tile, slicing, tile_overlap, prepare, kind)
+    lives_as_recorded(arch, op, height, width, batch, dtype, tile, slicing, tile_overlap, prepare, kind, frames=frames)
 
 
 def lives_as_recorded(
-    arch, op, height, width, batch, dtype, tile, slicing, tile_overlap, prepare, kind, channels_last=False
+    arch, op, height, width, batch, dtype, tile, slicing, tile_overlap, prepare, kind, channels_last=False, frames=1
 ):
     """prepare: what is done to diffusers' module, of the class that is called so, before it runs."""
     import torch
@@ -58,10 +58,10 @@ def lives_as_recorded(
     prepare(vae)
     if channels_last:
         vae = vae.to(memory_format=torch.channels_last)
-    frames = (1,) * (arch["family"] == "wan")
+    times = (frames,) * (arch["family"] == "wan")
     shapes = {
-        "decode": (arch["latent_channels"], *frames, height // factor, width // factor),
-        "encode": (arch["in_channels"], *frames, height, width),
+        "decode": (arch["latent_channels"], *times, height // factor, width // factor),
+        "encode": (arch["in_channels"], *times, height, width),
     }
     x = torch.empty(batch, *shapes[op], dtype=run, device="meta")
     posterior = "latents" if is_tiny else "latent_dist"
@@ -69,7 +69,7 @@ def lives_as_recorded(
     recording = record(vae, x, call=call)
     built = _core.Trace.vae(
         arch, "diffusers", op, dtype, height, width, batch, tile, slicing, tile_overlap=tile_overlap,
-        release=RELEASE, channels_last=channels_last,
+        release=RELEASE, channels_last=channels_last, frames=frames,
     )  # fmt: skip
     assert_same(built, recording.trace)
     if arch["family"] != "hunyuan_image":  # whose attention is matrix products, which a recording does not count
@@ -197,6 +197,34 @@ def test_tiny_autoencoders_by_name():
 )
 def test_frames_in_tiles_and_slices_live_as_recorded(cut, kind, op):
     case(kind, SMALL, op, *cut)
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    "sizes, frames",
+    [
+        ((SMALL, 24, 40, 2, "bfloat16"), 4),
+        ((QWEN, 96, 64), 2),
+        ((QWEN, 16, 24), 21),
+        ((SMALL, 48, 72, 1, "float32", 48), 3),
+        ((SMALL, 48, 72, 2, "float16", 64, True, 0.5), 2),
+    ],
+)
+def test_frames_of_a_video_live_as_recorded(sizes, frames):
+    case("AutoencoderKLWan", sizes[0], "decode", *sizes[1:], frames=frames)
+
+
+def test_only_one_class_decodes_frames():
+    wan = _core.models()["qwen-image"] | {"name": "wan2.1"}
+    assert _core.Trace.vae(wan, "diffusers", "decode", "float32", 64, 64, frames=2).flops
+    for arch, runtime, op in (
+        (wan, "comfyui", "decode"), (wan, "diffusers", "encode"), (_core.models()["wan2.2"], "diffusers", "decode"),
+        (_core.models()["sd15"], "diffusers", "decode"),
+    ):  # fmt: skip
+        with refused("frames"):
+            _core.Trace.vae(arch, runtime, op, "float32", 64, 64, frames=2)
+    with refused("frames"):
+        _core.Trace.vae(wan, "diffusers", "decode", "float32", 64, 64, frames=1025)
 
 
 @pytest.mark.parametrize("op", ["encode", "decode"])

@@ -126,6 +126,7 @@ static void show_calls(vm_lookup *l, const vm_arch *arch, vm_trace_runtime runti
                                         .op = (vm_op)(k % 2),
                                         .dtype = (vm_dtype)(k / 2),
                                         .first = (vm_dtype)(k / 2),
+                                        .frames = 1,
                                         .height = calls[i].height,
                                         .width = calls[i].width,
                                         .batch = calls[i].batch,

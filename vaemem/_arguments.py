@@ -53,16 +53,17 @@ diffusers_version : str, optional
 pipeline : str
     ``"sd15"``, ``"sd21"``, ``"sdxl"``, ``"sdxl-refiner"``, ``"sd3"``, ``"sd35-medium"``, ``"sd35-large"``,
     ``"pixart-sigma"``, ``"flux"``, ``"flux-schnell"``, ``"flux-kontext"``, ``"flux-fill"``, ``"chroma"``,
-    ``"qwen-image"``, ``"qwen-image-edit"``, ``"zimage-turbo"``, ``"flux2"``, ``"flux2-klein"`` or
-    ``"flux2-klein-9b"``; or a model with the same modules, such as ``"RunDiffusion/Juggernaut-XL-v9"``.
+    ``"qwen-image"``, ``"qwen-image-edit"``, ``"zimage-turbo"``, ``"flux2"``, ``"flux2-klein"``,
+    ``"flux2-klein-9b"``, ``"wan-1.3b"`` or ``"wan-14b"``; or a model with the same modules, such as
+    ``"RunDiffusion/Juggernaut-XL-v9"``.
 prompt_tokens : int, optional
-    The prompt's length, at most 8192. The default is 77, or the pipeline's max_sequence_length: 512 for FLUX and
+    The prompt's length, at most 8192. The default is 77, or the pipeline's max_sequence_length: 512 for FLUX, Wan and
     Chroma, 256 for SD 3 (of T5's prompt), 300 for PixArt-Sigma. SD 1.5, SD 2.1 and SDXL pad to 77 and encode longer
     prompts in parts of 77. Qwen-Image pads nothing, adds a template, and cuts the result to 512 tokens.
 guidance : bool, optional
-    Whether SD 1.5, SD 2.1, SDXL, SD 3, PixArt-Sigma, Chroma and Qwen-Image denoise each image twice. The default is
-    that of the pipeline's call: Qwen-Image does so only with a negative prompt, the others always. FLUX and FLUX.2 take
-    guidance as a number; Z-Image-Turbo and FLUX.2-klein take none.
+    Whether SD 1.5, SD 2.1, SDXL, SD 3, PixArt-Sigma, Chroma, Qwen-Image and Wan denoise each image twice. The default
+    is that of the pipeline's call: Qwen-Image does so only with a negative prompt, the others always. FLUX and FLUX.2
+    take guidance as a number; Z-Image-Turbo and FLUX.2-klein take none.
 components : dict, optional
     Storage of components' weights, by role (``"text_encoder"``, ``"text_encoder_2"``, ``"unet"``, ``"transformer"``,
     ``"vae"``). A value is a type that `vaemem.pipelines.storage.tensor_bytes` takes (``"nf4"``, ``"Q8_0"``, ``"fp8"``,
@@ -77,8 +78,12 @@ image : bool
     Whether the VAE first encodes an image, as in image-to-image pipelines.
 steps : int, optional
     How often the denoiser runs. Memory is that of two steps; FLOPs count all steps.
+frames : int, optional
+    Frames of a video, 81 by default. diffusers makes 4 n + 1 frames: the prediction is for the rounded number, and the
+    answer says so. None for pipelines that make images.
 dtype of a pipeline : str, optional
-    The type of the computation: float16 for SD 1.5 and SDXL, bfloat16 for Chroma, FLUX, FLUX.2, Qwen-Image and Z-Image.
+    The type of the computation: float16 for SD 1.5 and SDXL, bfloat16 for Chroma, FLUX, FLUX.2, Qwen-Image, Wan and
+    Z-Image. Wan's VAE stays in float32 unless `components` names its type.
 models of a sweep : names or VAE objects, or one of them
     A name gets random weights for this sweep: memory and time do not depend on their values.
 ops of a sweep : str or sequence of str

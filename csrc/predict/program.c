@@ -125,8 +125,9 @@ typedef struct module {
     size_t first, steps, takes, reach, plays, depth, path;
 } module;
 
-/* A convolution or an attention. flag: nhwc; or is_causal, enable_gqa, whether there is a mask and of booleans, which
- * of queries, keys and values lie token by token. */
+/* A convolution or an attention. flag: nhwc, and whether the last size is a number of frames; or is_causal, enable_gqa,
+ * whether there is a mask and of booleans, which of queries, keys and values lie token by token. */
+enum { NHWC, FRAMES };
 typedef struct question {
     int dtype; /* -1: the call's own */
     uint32_t size[9];
@@ -270,6 +271,12 @@ static vm_status read_question(vm_program *p, const char *at, int list, size_t s
 
 static vm_status read_conv(vm_program *p, char *line) { return read_question(p, line, CONVS, 8, 1); }
 
+static vm_status read_conv3(vm_program *p, char *line) {
+    const vm_status s = read_question(p, line, CONVS, 9, 1);
+    if (!s) p->question[CONVS][p->count[CONVS] - 1].flag[FRAMES] = true;
+    return s;
+}
+
 static vm_status read_attention(vm_program *p, char *line) { return read_question(p, line, ATTENTIONS, 9, 7); }
 
 /* Reads one word, which ends with 0. */
@@ -332,8 +339,8 @@ static vm_status read_line(vm_program *p, char *line) {
         vm_status (*read)(vm_program *p, char *line);
     } kinds[] = {{"variables", -1, read_variables}, {"derived", -1, read_derived},
                  {"call", -2, read_call},           {"size", SIZES, read_size},
-                 {"conv", CONVS, read_conv},        {"attention", ATTENTIONS, read_attention},
-                 {"module", MODULES, read_module}};
+                 {"conv", CONVS, read_conv},        {"conv3", CONVS, read_conv3},
+                 {"module", MODULES, read_module},  {"attention", ATTENTIONS, read_attention}};
     const char *at = line;
     const word kind = next_word(&at);
     char *rest = line + kind.length + (line[kind.length] == ' ');
@@ -546,7 +553,8 @@ static const module *outermost(const player *y) {
 /* Looks up a question and its sizes. Returns: its dtype. */
 static vm_dtype look_up(const player *y, int list, uint32_t number, const question **q, int64_t n[9]) {
     *q = &y->p->question[list][y->call->own[list].first + number];
-    for (int i = 0; i < (list == CONVS ? 8 : 9); i++) n[i] = y->size[(*q)->size[i]];
+    const int sizes = list == CONVS && !(*q)->flag[FRAMES] ? 8 : 9;
+    for (int i = 0; i < sizes; i++) n[i] = y->size[(*q)->size[i]];
     return (*q)->dtype < 0 ? y->asked->dtype : (vm_dtype)(*q)->dtype;
 }
 
@@ -556,7 +564,11 @@ static vm_conv to_conv(const player *y, uint32_t number) {
     const vm_dtype dtype = look_up(y, CONVS, number, &q, n);
     vm_conv conv = vm_conv_square(dtype, n, n[4], n[5], n[6], n[7]);
     conv.tf32 = true;
-    conv.nhwc = q->flag[0];
+    conv.nhwc = q->flag[NHWC];
+    if (q->flag[FRAMES]) {
+        conv.dims = 3;
+        conv.size[0] = n[8];
+    }
     return conv;
 }
 

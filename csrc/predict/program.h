@@ -12,6 +12,8 @@
  *   conv run s s s s s s s s 0
  *                              a convolution: dtype ("run" is the call's own), n, c, h, w, k, r, stride, padding;
  *                              whether it is NHWC
+ *   conv3 run s s s s s s s s s 0
+ *                              the same for each of some frames; their number is the last size
  *   attention run s s s s s s s s s 0 1 1 0 1 1 1
  *                              n, heads of queries, of keys, queries, keys, depth of these and of values, a mask's
  *                              elements, those of a row; is_causal, enable_gqa, whether there is a mask and of

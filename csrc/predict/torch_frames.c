@@ -1,8 +1,12 @@
-/* One frame of diffusers' AutoencoderKLWan and AutoencoderKLQwenImage, which are made for videos.
+/* Frames of diffusers' AutoencoderKLWan and AutoencoderKLQwenImage, which are made for videos.
  *
  * They run an image as 3D. Every causal convolution copies its input into three frames, the first two zeros. A
  * convolution wider than a pixel also caches a clone of its input for later frames; these clones live until the call
  * ends. Norms are F.normalize, factor by factor.
+ *
+ * AutoencoderKLWan also decodes videos here: latent frame by latent frame. Then a convolution reads two cached frames
+ * instead of zeros, and caches its input's last two. An upsampler may double the frames by a convolution to twice the
+ * channels, except in the first latent frame. In a tensor the rows of all its frames count as rows (walk_frame.times).
  *
  *            resnet: (1x1x1 shortcut) norm1 silu conv1 norm2 silu conv2 add
  *   encode   conv_in | levels: resnets, pad + strided conv | mid: resnet attention resnet | norm silu conv_out | 1x1x1
@@ -25,20 +29,42 @@ enum { WITH_TILES = 34, FLOAT_NORM = 38 };
 
 static bool is_comfyui(const walk *w) { return w->vae->runtime == VM_TORCH_COMFYUI; }
 
-static void keep(walk *w, frame *f, const tensor *x, path name) {
-    if (is_wan(w) && !is_comfyui(w) && f->count < MOST_CACHED)
-        f->cached[f->count++] = take_like(w, x, at(name, " [cache]"));
+static const tensor none = {.id = EXTERNAL};
+
+/* Returns: the next module's cache; no frames when it is called first. */
+static tensor recall(const frame *f) { return f->next < f->count ? f->cached[f->next] : none; }
+
+/* Replaces it. */
+static void keep(walk *w, frame *f, tensor recent) {
+    if (f->next == MOST_CACHED) return;
+    if (f->next < f->count)
+        give(w, &f->cached[f->next]);
+    else
+        f->count++;
+    f->cached[f->next++] = recent;
+}
+
+/* Clones the last two frames of x, or the last of `before` and x. */
+static tensor recent_frames(walk *w, const frame *f, const tensor *x, const tensor *before, path name) {
+    const path cache = at(name, " [cache]");
+    const uint64_t rows = x->h / f->times;
+    if (!is_wan(w) || is_comfyui(w)) return none;
+    tensor recent = take(w, x->n, x->c, VM_MIN(f->times, 2) * rows, x->w, either(x) ? CONTIGUOUS : x->layout, cache);
+    if (f->times < 2 && before->h) bind(w, &recent, take(w, x->n, x->c, 2 * rows, x->w, CONTIGUOUS, cache));
+    return recent;
 }
 
 static void forget(walk *w, frame *f) {
     for (size_t i = 0; i < f->count; i++) give(w, &f->cached[i]);
-    f->count = 0;
+    f->count = f->next = 0;
 }
 
-/* A causal convolution without its cache. */
-static tensor causal(walk *w, const tensor *x, uint64_t k, uint64_t side, path name) {
+/* A causal convolution of `times` frames. Its filter has as many frames as `depth`, and `before` has frames before
+ * those of x, instead of zeros. */
+static tensor convolve(walk *w, uint64_t times, const tensor *x, const tensor *before, uint64_t k, uint64_t depth,
+                       uint64_t side, path name) {
     const bool pads = !is_comfyui(w);
-    const uint64_t border = pads ? side - 1 : 0, h = x->h + border, wide = x->w + border;
+    const uint64_t border = pads ? side - 1 : 0, h = x->h / times + border, wide = x->w + border;
     if (!is_wan(w)) return conv(w, x, k, side, 1, side / 2, name);
     if (!w->vae->arch->slices) {
         const tensor padded = take(w, x->n, x->c, h, wide, x->layout, at(name, " [pad]"));
@@ -47,27 +73,40 @@ static tensor causal(walk *w, const tensor *x, uint64_t k, uint64_t side, path n
         return y;
     }
     begin(w, name);
+    const uint64_t all = pads ? times + depth - 1 : times;
     tensor copy = *x; /* of the input, or of the filters */
-    if (pads) copy = take(w, x->n, VM_PRODUCT64(x->c, side), h, wide, CONTIGUOUS, at(name, " [pad]"));
-    const tensor in = pads ? *x : contiguous(w, x, name);
+    if (before->h) copy = take(w, x->n, x->c, before->h + x->h, x->w, CONTIGUOUS, at(name, " [cat]"));
+    const tensor joined = copy;
+    const layout layout = depth == 1 && x->layout == BY_FRAME ? BY_FRAME : CONTIGUOUS; /* without zeros it is a clone */
+    if (pads) copy = take(w, x->n, VM_PRODUCT64(x->c, all), h, wide, layout, at(name, " [pad]"));
+    if (before->h) give(w, &joined);
+    const tensor in = contiguous(w, pads ? &copy : x, name);
     const tensor y = take(w, x->n, k, x->h, x->w, CONTIGUOUS, name);
     if (!pads && side > 1) copy = take(w, k, x->c, side, side, CONTIGUOUS, at(name, " [filter]"));
     const int64_t shape[4] = {(int64_t)x->n, (int64_t)x->c, (int64_t)h, (int64_t)wide};
     vm_conv question = vm_conv_square(w->dtype, shape, (int64_t)k, (int64_t)side, 1, pads ? 0 : (int64_t)side / 2);
     question.tf32 = true;
     question.dims = 3;
-    if (pads) question.size[0] = question.filter[0] = (int64_t)side;
+    question.size[0] = (int64_t)all;
+    if (pads) question.filter[0] = (int64_t)depth;
     if (!w->status) w->status = vm_trace_conv(w->t, &question, at(name, " [workspace]").text);
+    if (in.id != copy.id) give_copy(w, &in, x);
     give_copy(w, &copy, x);
-    give_copy(w, &in, x);
     end(w, name);
     return y;
 }
 
+/* A convolution of single pixels of `times` frames. */
+static tensor mix(walk *w, uint64_t times, const tensor *x, uint64_t k, path name) {
+    return convolve(w, times, x, &none, k, 1, 1, name);
+}
+
 /* A causal convolution with its cache. */
 static tensor remember_and_convolve(walk *w, frame *f, const tensor *x, uint64_t c, path name) {
-    keep(w, f, x, name);
-    return causal(w, x, c, 3, name);
+    const tensor before = recall(f), recent = recent_frames(w, f, x, &before, name);
+    const tensor y = convolve(w, f->times, x, &before, c, 3, 3, name);
+    keep(w, f, recent);
+    return y;
 }
 
 /* GroupNorm; or F.normalize(x) * scale * gamma + bias. From 0.38 on, half precision is normalised in float32, and a
@@ -103,7 +142,7 @@ static tensor resnet(walk *w, frame *f, const tensor *x, uint64_t c, path name) 
     const char *const *own = vm_walk_names(w->vae->arch, w->vae->runtime)->in_resnet;
     const path shortcut = at(name, ".%s", own[4]);
     tensor skip = *x;
-    if (x->c != c && !comfyui) skip = causal(w, x, c, 1, shortcut);
+    if (x->c != c && !comfyui) skip = mix(w, f->times, x, c, shortcut);
     tensor h = *x;
     for (int i = 0; i < 4; i += 2) {
         const path norm = at(name, ".%s", own[i]);
@@ -113,7 +152,7 @@ static tensor resnet(walk *w, frame *f, const tensor *x, uint64_t c, path name) 
         silu(w, &h, norm);
         bind(w, &h, remember_and_convolve(w, f, &h, c, at(name, ".%s", own[i + 1])));
     }
-    if (x->c != c && comfyui) skip = causal(w, x, c, 1, shortcut);
+    if (x->c != c && comfyui) skip = mix(w, f->times, x, c, shortcut);
     const tensor y = take_like(w, &h, name);
     vm_trace_move(w->t, y.bytes); /* reads two tensors */
     give_copy(w, &skip, x);
@@ -186,10 +225,16 @@ static tensor shuffle(walk *w, const tensor *x, uint64_t c, bool down, path name
 static tensor upsample(walk *w, const tensor *x, uint64_t c, path name) {
     const bool widens = element(w) < 4 && !is_comfyui(w);
     const uint64_t size = widens ? 4 : element(w);
+    const bool by_frame = x->layout == BY_FRAME;
     tensor in = *x;
-    if (widens) in = take_sized(w, x->n, x->c, x->h, x->w, CONTIGUOUS, size, at(name, " [float]"));
+    if (widens)
+        in = take_sized(w, x->n, x->c, x->h, x->w, by_frame ? BY_FRAME : CONTIGUOUS, size, at(name, " [float]"));
     const layout layout = x->layout == CHANNELS_LAST ? CHANNELS_LAST : CONTIGUOUS;
     tensor wide = take_sized(w, x->n, x->c, 2 * x->h, 2 * x->w, layout, size, at(name, " [nearest 2x]"));
+    if (by_frame) {
+        const tensor copy = take_sized(w, x->n, x->c, x->h, x->w, CONTIGUOUS, size, at(name, " [contiguous]"));
+        give(w, &copy);
+    }
     give_copy(w, &in, x);
     if (widens) bind(w, &wide, take_like(w, &wide, at(name, " [nearest 2x, to %s]", vm_dtype_name(w->dtype))));
     const tensor y = conv3(w, &wide, c, name);
@@ -197,20 +242,62 @@ static tensor upsample(walk *w, const tensor *x, uint64_t c, path name) {
     return y;
 }
 
+/* Doubles the frames, after the first latent frame. In the second one its cache has no frames yet. */
+static tensor double_frames(walk *w, frame *f, const tensor *x, path name) {
+    const tensor before = recall(f);
+    if (f->next == f->count) {
+        keep(w, f, none);
+        return *x;
+    }
+    tensor recent = recent_frames(w, f, x, &before, name);
+    if (f->times < 2 && !before.h) { /* joins zeros and its clone */
+        const tensor zeros = take_like(w, &recent, at(name, " [zeros]"));
+        const tensor joined = take(w, x->n, x->c, 2 * x->h, x->w, CONTIGUOUS, at(name, " [cache]"));
+        give(w, &zeros);
+        bind(w, &recent, joined);
+    }
+    const tensor y = convolve(w, f->times, x, &before, 2 * x->c, 3, 1, name);
+    keep(w, f, recent);
+    const tensor stacked = take(w, x->n, x->c, 2 * x->h, x->w, CONTIGUOUS, at(name, " [stack]"));
+    give(w, &y);
+    f->times *= 2;
+    return stacked;
+}
+
 static tensor resample(walk *w, frame *f, const tensor *x, const part *p) {
-    const bool down = w->vae->op == VM_ENCODE;
+    const bool down = w->vae->op == VM_ENCODE, temporal = vm_walk_is_temporal(w->vae->arch, p->level - !down);
     const path own = at(p->name, ".resample.1");
     if (!is_wan(w)) return shuffle(w, x, p->out, down, p->name);
-    if (!down) return upsample(w, x, p->out, own);
-    const tensor y = vm_walk_downsample(w, x, own);
-    if (vm_walk_is_temporal(w->vae->arch, p->level))
-        keep(w, f, &y, own); /* the frames' downsampler caches its last input */
+    if (down) {
+        const tensor y = vm_walk_downsample(w, x, own), before = none;
+        if (temporal) keep(w, f, recent_frames(w, f, &y, &before, own)); /* its convolution over frames reads it */
+        return y;
+    }
+    tensor in = *x;
+    if (temporal && w->vae->frames > 1) in = double_frames(w, f, x, at(p->name, ".time_conv"));
+    if (f->times == 1) return upsample(w, &in, p->out, own);
+    tensor images = in; /* of one video a view, otherwise a copy */
+    if (x->n > 1) {
+        images = take(w, x->n, x->c, in.h, x->w, CONTIGUOUS, at(p->name, " [images]"));
+        give_copy(w, &in, x);
+    } else {
+        images.layout = BY_FRAME;
+    }
+    images.n *= f->times;
+    images.h /= f->times;
+    tensor y = upsample(w, &images, p->out, own);
+    give_copy(w, &images, x);
+    y.n = x->n;
+    y.h *= f->times;
+    y.layout = BY_FRAME;
     return y;
 }
 
-/* Encoder or decoder. */
+/* Encoder or decoder, of an image or of a latent frame. */
 static tensor half(walk *w, frame *f, const tensor *x) {
     static const blocks own = {remember_and_convolve, resnet, attention, resample, normalise, silu};
+    f->next = 0;
+    f->times = 1;
     return vm_walk_half(w, f, &own, x);
 }
 
@@ -219,24 +306,39 @@ tensor vm_walk_patch(walk *w, const tensor *x, bool back) {
     return take(w, x->n, c, h, wide, CONTIGUOUS, at((path){""}, back ? "unpatchify" : "patchify"));
 }
 
+/* The decoder for each latent frame, with the result so far in a new tensor each time. */
+static tensor decode_frames(walk *w, frame *f, const tensor *latents) {
+    tensor one = *latents;
+    one.h /= w->vae->frames;
+    tensor all = half(w, f, &one);
+    for (uint64_t i = 1; !w->status && i < w->vae->frames; i++) {
+        bind(w, &f->result, half(w, f, &one));
+        bind(w, &all, take(w, all.n, all.c, all.h + f->result.h, all.w, CONTIGUOUS, (path){"decode [cat of frames]"}));
+    }
+    return all;
+}
+
 tensor vm_walk_frame(walk *w, const tensor *x) {
     const uint64_t z = w->vae->arch->latent_channels;
     const bool patches = w->vae->arch->image_patch;
-    frame f = {0};
+    frame f = {.result = none};
     tensor h, y;
     if (!is_wan(w)) return half(w, &f, x);
     if (w->vae->op == VM_DECODE) {
         const bool comfyui = is_comfyui(w);
-        const tensor latents = causal(w, x, z, 1, at((path){""}, comfyui ? "conv2" : "post_quant_conv"));
-        h = half(w, &f, &latents);
+        tensor rows = *x;
+        rows.h *= w->vae->frames;
+        const tensor latents = mix(w, w->vae->frames, &rows, z, at((path){""}, comfyui ? "conv2" : "post_quant_conv"));
+        h = decode_frames(w, &f, &latents);
         if (patches) bind(w, &h, vm_walk_patch(w, &h, true));
         y = take_like(w, &h, at((path){""}, comfyui ? "decode [cat]" : "decode [clamp]"));
         forget(w, &f);
         give(w, &latents);
+        give(w, &f.result);
     } else {
         const tensor image = patches ? vm_walk_patch(w, x, false) : *x;
         h = half(w, &f, &image);
-        y = causal(w, &h, 2 * z, 1, at((path){""}, is_comfyui(w) ? "conv1" : "quant_conv"));
+        y = mix(w, 1, &h, 2 * z, at((path){""}, is_comfyui(w) ? "conv1" : "quant_conv"));
         if (w->vae->release < WITH_TILES) { /* splits mean and log-variance, and joins them again */
             const tensor moments = take_like(w, &y, (path){"encode [cat]"});
             forget(w, &f);
@@ -251,22 +353,42 @@ tensor vm_walk_frame(walk *w, const tensor *x) {
     return y;
 }
 
+/* A tile's decode, with a list of its latent frames' results. The last one is bound until the next one exists. */
+static uint64_t decode_tile(walk *w, frame *f, const tensor *part) {
+    uint64_t rows = 0;
+    for (size_t i = 0; i < f->parts; i++) give(w, &f->part[i]);
+    f->parts = 0;
+    for (uint64_t i = 0; !w->status && i < w->vae->frames; i++) {
+        give(w, &f->named);
+        f->named = mix(w, 1, part, w->vae->arch->latent_channels, (path){"post_quant_conv"});
+        const tensor image = half(w, f, &f->named);
+        if (i)
+            f->part[f->parts++] = f->result;
+        else
+            give(w, &f->result);
+        f->result = image;
+        rows += image.h;
+    }
+    return rows;
+}
+
 /* The tile before has left its cache. A decode also leaves latents and image, bound until the next ones exist; an
- * encode leaves its moments. */
+ * encode leaves its moments. The frames of a tile count as channels. */
 tensor vm_walk_frame_tile(walk *w, frame *f, const tensor *part) {
-    const uint64_t z = w->vae->arch->latent_channels;
+    uint64_t rows;
     forget(w, f);
-    give(w, &f->named);
     if (w->vae->op == VM_DECODE) {
-        f->named = causal(w, part, z, 1, (path){"post_quant_conv"});
-        bind(w, &f->result, half(w, f, &f->named));
+        rows = decode_tile(w, f, part);
     } else {
         give(w, &f->result);
         const tensor h = half(w, f, part);
-        f->result = causal(w, &h, 2 * z, 1, (path){"quant_conv"});
+        f->result = mix(w, 1, &h, 2 * w->vae->arch->latent_channels, (path){"quant_conv"});
         give(w, &h);
+        rows = f->result.h;
     }
-    return take_like(w, &f->result, (path){"cat"});
+    const tensor *y = &f->result;
+    if (w->status) return *part;
+    return take(w, y->n, y->c * (rows * f->times / y->h), y->h / f->times, y->w, CONTIGUOUS, (path){"cat"});
 }
 
 void vm_walk_frame_tiles_done(walk *w, frame *f) {

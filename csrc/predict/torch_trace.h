@@ -182,6 +182,7 @@ typedef struct vm_trace_vae {
     vm_dtype dtype;
     vm_dtype first; /* of post_quant_conv, decoder.conv_in and .mid_block, which diffusers' upcast_vae leaves in half */
     uint64_t height, width, batch; /* of the image; multiples of vm_arch_factor */
+    uint64_t frames;               /* latent frames; 1 for an image */
     uint64_t tile;                 /* side of a tile in pixels; 0: tiling is off */
     double tile_overlap;           /* diffusers' tile_overlap_factor: the part of a side that tiles share */
     bool slicing;

@@ -91,10 +91,10 @@ static tensor tiled(walk *w, const tensor *x, tiling tiles) {
     const uint64_t extent = tiles.extent, limit = tiles.out - extent;
     const path blending = {"blend"}, cat = {"cat"};
     tensor *grid;
-    if (!w->status) w->status = vm_scratch_new(rows * cols + rows, sizeof *grid, &grid);
+    if (!w->status) w->status = vm_scratch_new(rows * cols + rows + (size_t)w->vae->frames, sizeof *grid, &grid);
     if (w->status) return *x;
     tensor *strip = grid + rows * cols;
-    frame f = {.named = {.id = EXTERNAL}, .result = {.id = EXTERNAL}};
+    frame f = {.named = {.id = EXTERNAL}, .result = {.id = EXTERNAL}, .part = strip + rows};
     for (size_t i = 0; !w->status && i < rows * cols; i++) {
         tensor part = *x;
         part.h = VM_MIN(in, x->h - i / cols * step);
@@ -126,6 +126,7 @@ static tensor tiled(walk *w, const tensor *x, tiling tiles) {
         bind(w, &y, take(w, y.n, y.c, y.h, y.w, CONTIGUOUS, cat));
     }
     for (size_t i = 0; i < rows * cols + rows; i++) give(w, &grid[i]);
+    for (size_t i = 0; i < f.parts; i++) give(w, &f.part[i]);
     give(w, &f.result);
     vm_scratch_free(grid);
     return y;
@@ -341,11 +342,17 @@ static void (*const call[VM_TORCH_RUNTIMES])(walk *w, tensor x) = {
 
 /* ---- the API ---- */
 
+enum { MOST_FRAMES = 1 << 10 };
+
 /* VM_EINVAL if the runtime's code cannot do the request. */
 static vm_status check_runtime(const vm_trace_vae *v) {
     const char *name = vm_trace_runtime_name[v->runtime];
     const quant quant = vm_walk_frames[v->runtime].quant;
     const int convs = v->arch->use_quant_conv + v->arch->use_post_quant_conv;
+    if (v->frames > 1 && (strcmp(v->arch->name, "wan2.1") || v->runtime != VM_TORCH_DIFFUSERS || v->op != VM_DECODE))
+        return vm_fail(VM_EINVAL,
+                       VM_EXPECTED("frames", "1 unless diffusers' AutoencoderKLWan decodes", "%" PRIu64 " for %s"),
+                       v->frames, v->arch->name);
     if (v->arch->family != VM_KL) return vm_walk_check_class(v);
     if (v->arch->patch_size[0] && v->runtime != VM_TORCH_DIFFUSERS && !vm_walk_frames[v->runtime].packs)
         return vm_fail(VM_EINVAL,
@@ -386,6 +393,8 @@ static vm_status check(const vm_trace_vae *v) {
                            i ? "width" : "height", factor, side[i]);
     if (!v->batch || v->batch > 1u << 16)
         return vm_fail(VM_EINVAL, VM_EXPECTED("batch", "1 to 65536", "%" PRIu64), v->batch);
+    if (!v->frames || v->frames > MOST_FRAMES)
+        return vm_fail(VM_EINVAL, VM_EXPECTED("frames", "1 to %d", "%" PRIu64), MOST_FRAMES, v->frames);
     const uint64_t multiple = call[v->runtime] == call_comfyui ? 2 * factor : factor; /* ComfyUI halves tiles */
     if (v->tile && (v->tile % multiple || v->tile < 4 * factor || v->tile > 1u << 20))
         return vm_fail(VM_EINVAL,
@@ -424,7 +433,7 @@ vm_status vm_trace_vae_build(const vm_trace_vae *vae, vm_trace **out) {
     if (s) return s;
     const tiling tiles = tiling_of(vae);
     const uint64_t rows = VM_MAX(tiles.rows, 1), cols = VM_MAX(tiles.cols, 1), slices = vae->slicing ? vae->batch : 1;
-    if (VM_PRODUCT64(rows, cols, slices) > MOST_CALLS)
+    if (VM_PRODUCT64(rows, cols, slices, vae->frames) > MOST_CALLS)
         return vm_fail(VM_EOVERFLOW,
                        "tile, slicing: expected at most %d tiles in all, got %" PRIu64 " x %" PRIu64 " of %" PRIu64
                        " slices",

@@ -5,7 +5,7 @@
  *   torch_attention.c  the attention blocks
  *   torch_halves.c     encoders and decoders as lists of modules
  *   torch_coders.c     the other blocks of AutoencoderKL
- *   torch_frames.c     one frame of VAEs that are made for videos
+ *   torch_frames.c     frames of VAEs that are made for videos
  *   torch_tiny.c       tiny autoencoders
  *   torch_tiled_vae.c  AutoencoderKL's encoder and decoder tile by tile, as in A1111's extension
  *   torch_vae.c        the methods around them, tiles and slices
@@ -24,8 +24,9 @@
 enum { EXTERNAL = UINT32_MAX }; /* the id of the caller's input */
 
 /* CHANNELS_LAST_ONE: dense in channels-last order, batch 1, but with strides that PyTorch does not recognise as
- * channels_last (the batch's is too small). Group norms and convolutions copy it; interpolation returns NCHW. */
-typedef enum layout { CONTIGUOUS, CHANNELS_LAST, CHANNELS_LAST_ONE } layout;
+ * channels_last (the batch's is too small). Group norms and convolutions copy it; interpolation returns NCHW.
+ * BY_FRAME: all channels of a frame before the next frame. */
+typedef enum layout { CONTIGUOUS, CHANNELS_LAST, CHANNELS_LAST_ONE, BY_FRAME } layout;
 
 typedef struct tensor {
     uint32_t id;
@@ -226,14 +227,18 @@ uint64_t vm_walk_pad(const vm_trace_vae *vae);
 tensor vm_walk_tiny(walk *w, const tensor *x);
 tensor vm_walk_tiny_tiles(walk *w, const tensor *x, uint64_t in, uint64_t out, uint64_t step);
 
-/* ---- one frame ---- */
+/* ---- frames ---- */
 
 enum { MOST_CACHED = 2 * VM_MAX_LEVELS * (VM_MAX_LAYERS + 1) + VM_MAX_LEVELS + 6 };
 
-/* What outlives the encoder or decoder: the cache of features, and names of a tile's latents and result. */
+/* What outlives the encoder or decoder: the cache of features, names of a tile's latents and result, and the results of
+ * the tile's latent frames before. */
 typedef struct frame {
-    size_t count;
+    size_t count, next; /* of the cached; and the next module's */
+    uint64_t times;     /* frames of the running module */
     tensor cached[MOST_CACHED], named, result;
+    size_t parts;
+    tensor *part; /* [vae->frames], borrowed */
 } frame;
 
 /* ---- encoders and decoders ---- */
@@ -294,7 +299,7 @@ tensor vm_walk_repeat(walk *w, const tensor *x, uint64_t frames, uint64_t side, 
 /* *h += moved, and gives moved back. */
 void vm_walk_add(walk *w, tensor *h, tensor moved, path name);
 
-/* Walks one frame: moments or the image. */
+/* Walks all frames: moments, the image, or the frames as rows. */
 tensor vm_walk_frame(walk *w, const tensor *x);
 /* An image's patches of 2x2 pixels as channels, or back. */
 tensor vm_walk_patch(walk *w, const tensor *x, bool back);

@@ -55,19 +55,20 @@ vm_trace *vm_py_trace(PyObject *object) {
 /* ---- from an architecture ---- */
 
 static PyObject *trace_vae(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"arch",          "runtime", "op",      "dtype",        "height",          "width",
-                            "batch",         "tile",    "slicing", "sm",           "multiprocessors", "free_bytes",
-                            "channels_last", "first",   "passing", "tile_overlap", "release",         NULL};
+    static char *names[] = {
+        "arch",    "runtime",      "op",      "dtype",           "height",     "width",         "batch",
+        "tile",    "slicing",      "sm",      "multiprocessors", "free_bytes", "channels_last", "first",
+        "passing", "tile_overlap", "release", "frames",          NULL};
     const char *runtime, *op;
     vm_arch arch;
     vm_trace_vae vae = {.arch = &arch, .tile_overlap = 0.25, .gpu = {.sm = 89, .multiprocessors = 128}, .release = 42};
-    long long height, width, batch = 1, tile = 0, free_bytes = 0;
+    long long height, width, batch = 1, tile = 0, free_bytes = 0, frames = 1;
     int slicing = 0, channels_last = 0;
     PyObject *first = Py_None, *passing = NULL;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&ssO&LL|LLpiiLpOOdi:vae", names, vm_py_to_arch, &arch, &runtime,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&ssO&LL|LLpiiLpOOdiL:vae", names, vm_py_to_arch, &arch, &runtime,
                                      &op, vm_py_to_dtype, &vae.dtype, &height, &width, &batch, &tile, &slicing,
                                      &vae.gpu.sm, &vae.gpu.multiprocessors, &free_bytes, &channels_last, &first,
-                                     &passing, &vae.tile_overlap, &vae.release))
+                                     &passing, &vae.tile_overlap, &vae.release, &frames))
         return NULL;
     vae.first = vae.dtype;
     if (first != Py_None && !vm_py_to_dtype(first, &vae.first)) return NULL;
@@ -76,16 +77,17 @@ static PyObject *trace_vae(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (o < 0) return NULL;
     if (free_bytes < 0)
         return vm_py_refuse(PyExc_ValueError, VM_EXPECTED("free_bytes", "0 or more", "%lld"), free_bytes);
-    if (height < 1 || width < 1 || batch < 1 || tile < 0)
-        return vm_py_refuse(
-            PyExc_ValueError,
-            VM_EXPECTED("height, width, batch, tile", "1 or more (a tile of 0 is none)", "%lld, %lld, %lld, %lld"),
-            height, width, batch, tile);
+    if (height < 1 || width < 1 || batch < 1 || tile < 0 || frames < 1)
+        return vm_py_refuse(PyExc_ValueError,
+                            VM_EXPECTED("height, width, batch, tile, frames", "1 or more (a tile of 0 is none)",
+                                        "%lld, %lld, %lld, %lld, %lld"),
+                            height, width, batch, tile, frames);
     vae.runtime = (vm_trace_runtime)r;
     vae.op = (vm_op)o;
     vae.height = (uint64_t)height;
     vae.width = (uint64_t)width;
     vae.batch = (uint64_t)batch;
+    vae.frames = (uint64_t)frames;
     vae.tile = (uint64_t)tile;
     vae.gpu.free_bytes = (uint64_t)free_bytes;
     vae.slicing = slicing;
@@ -287,12 +289,12 @@ static PyMethodDef methods[] = {
     {"vae", VM_PY_KEYWORDS(trace_vae), METH_VARARGS | METH_KEYWORDS | METH_CLASS,
      "vae($type, /, arch, runtime, op, dtype, height, width, batch=1, tile=0, slicing=False, sm=89, "
      "multiprocessors=128, free_bytes=0, channels_last=False, first=None, passing=(), tile_overlap=0.25, "
-     "release=42)\n--\n\nReturns the trace of encode or decode of a VAE, from its arch dict. tile: side in "
+     "release=42, frames=1)\n--\n\nReturns the trace of encode or decode of a VAE, from its arch dict. tile: side in "
      "pixels, 0 for none. free_bytes: free GPU memory when the call begins, which a1111 checks; 0: unlimited. "
      "first: the dtype of post_quant_conv, decoder.conv_in and decoder.mid_block, which diffusers' upcast_vae "
      "leaves in half precision. passing: weights that come for some modules' calls, as for Program.trace. "
      "tile_overlap: the part of a side that diffusers' tiles share. release: 38 for diffusers 0.38, whose class "
-     "runs a video's VAE."},
+     "runs a video's VAE. frames: latent frames of a decode by AutoencoderKLWan; 1 for an image."},
     {"parameters", trace_parameters, METH_VARARGS | METH_STATIC,
      "parameters(arch, runtime, /)\n--\n\nReturns [(name, shape, dtype)] in the order in which Module.to moves "
      "them. dtype: run (the module's) or int64."},

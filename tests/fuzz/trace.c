@@ -3,7 +3,7 @@
 #include "input.h"
 
 static vm_trace *build(input *in) {
-    const vm_arch arch = take_arch(in);
+    vm_arch arch = take_arch(in);
     const uint64_t how = take(in, 1);
     vm_trace_vae v = {.arch = &arch,
                       .runtime = how & 1 ? take(in, 1) % VM_TORCH_RUNTIMES : VM_TORCH_DIFFUSERS,
@@ -23,6 +23,8 @@ static vm_trace *build(input *in) {
     const vm_passing passing[] = {{"decoder", "decoder", "all", 512, VM_BY_DIFFUSERS},
                                   {"decoder.conv_in", "decoder", "weight", 64, VM_BY_ACCELERATE}};
     v.passing = (vm_passings){more & 8 ? 2 : 0, passing};
+    v.frames = more & 4 ? 3 : 1;
+    if (more & 4) snprintf(arch.name, sizeof arch.name, "wan2.1");
     v.tile_overlap = more & 16 ? (double)(more / 32) / 8 : 0.25;
     vm_trace *t;
     if (how & 128) {

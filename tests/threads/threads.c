@@ -249,7 +249,8 @@ static void play(vm_talloc *a, const vm_trace *t) {
 }
 
 static vm_trace *new_trace(void) {
-    const vm_trace_vae vae = {.arch = &arch, .op = VM_DECODE, .height = 64, .width = 64, .batch = 1, .gpu = {89, 128}};
+    const vm_trace_vae vae = {
+        .arch = &arch, .op = VM_DECODE, .height = 64, .width = 64, .batch = 1, .frames = 1, .gpu = {89, 128}};
     vm_trace *t;
     CHECK(!vm_trace_vae_build(&vae, &t));
     return t;

@@ -36,8 +36,8 @@ _WEIGHTS, _RUN = "weights output of_model config", "memory_limit progress device
 _OF_VAE = (
     "weights_dtype tile tile_overlap slicing protocol channels_last allow_tf32 allocator cudnn_benchmark calibrate_rows"
 )
-_OF_PIPELINE = "offload vae vae_memory_limit prompt_tokens guidance image steps components"
-_PIPELINE = "pipeline size batch used prompt_tokens guidance image steps dtype components"
+_OF_PIPELINE = "offload vae vae_memory_limit prompt_tokens guidance image steps components frames"
+_PIPELINE = "pipeline size batch used prompt_tokens guidance image steps dtype components frames"
 _SECONDS = "calibrate flash cache_limit time_limit link cpu cores"
 _SOFTWARE = "memory os cudnn_version torch_version diffusers_version"
 _ENGINE_SWEEP = "models ops of_sizes dtypes batches device precision memory_limit"
@@ -314,8 +314,8 @@ def run_sweep_estimated(args: argparse.Namespace, asked: dict[str, Any]) -> None
 
 @command(
     "vaemem:predict_sweep",
-    "models sweep_ops of_sizes batches sweep_tiles sweep_overlaps prompt_lengths dtypes gpus sweep_runtime"
-    " sweep_offload sweep_vae csv format",
+    "models sweep_ops of_sizes batches sweep_tiles sweep_overlaps prompt_lengths video_lengths dtypes gpus"
+    " sweep_runtime sweep_offload sweep_vae csv format",
 )
 def run_sweep_predicted(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """Predict PyTorch's memory and time at each size on GPUs.

@@ -217,6 +217,7 @@ FLAGS: dict[str, FlagSettings] = {
     "engine": _flag("Answer for our own engine instead, in this memory, such as '2 GiB'.", metavar="SIZE"),
     # of pipelines
     "prompt_tokens": _flag(metavar="TOKENS", option="--tokens"),
+    "frames": _flag(metavar="N"),
     "offload": _flag(
         "Offloading: none, model (enable_model_cpu_offload), sequential (enable_sequential_cpu_offload), leaf_level or "
         "'block_level 1' with the blocks of a group (enable_group_offload); or places of components, such as "
@@ -262,6 +263,7 @@ FLAGS |= {
         dest="offload"),
     "sweep_vae": _flag("For pipelines: the VAE runs whole, tiled or sliced.", default=None, dest="vae"),
     "prompt_lengths": _like("prompt_tokens", type=count, nargs="+"),
+    "video_lengths": _like("frames", type=count, nargs="+"),
     "usual_sizes": _like("sizes", default=[512, 1024, 2048]),
     "only_sizes": _like("sizes", help="Take only these sizes."),
     "float32": _like("dtype", default="float32"),

@@ -34,8 +34,7 @@ from vaemem.pipelines.comfyui import (
 )
 from vaemem.pipelines.components import CLIP_TOKENS, PIPELINES, VAE_STRIDE, vae_counts, weights_of
 from vaemem.pipelines.pipeline_request import Part, PipelineArguments, PipelineRequest, image_sides
-from vaemem.pipelines.pipeline_run import PLAYED_STEPS
-from vaemem.pipelines.steps import count_calls
+from vaemem.pipelines.steps import PLAYED_STEPS, count_calls
 from vaemem.pipelines.storage import stored
 from vaemem.prediction.held import LoadedVAE, Tensor
 from vaemem.prediction.passing import BY_DIFFUSERS, Passing
@@ -288,7 +287,9 @@ class ComfyUIRun:
 
     def _decode_part(self, vae: LoadedVAE, images: int, tile: int) -> None:
         q, part, shape = self.request, self.request.part("vae"), (images, *self.latent_shape[1:])
-        flops, attended, moved = vae_counts(part.component, "decode", part.dtype, q.height, q.width, images, tile)
+        flops, attended, moved = vae_counts(
+            part.component, "decode", part.dtype, q.height, q.width, batch=images, tile=tile
+        )
         self.process.count(flops=flops, attended=attended, moved=moved)
         latents = self.process.tensor(shape, vae.dtype, "latents", host=True)
         self.process.drop(self.process.decode(vae, latents, tile=tile))

@@ -13,12 +13,14 @@ from vaemem._errors import ArgumentError, Named
 from vaemem.engine.names import find_called
 from vaemem.pipelines.programs import Weight, load_program
 from vaemem.prediction.job import MOST_SIDE
-from vaemem.prediction.runtimes import LAST_DIFFUSERS, architecture, shipped_models
+from vaemem.prediction.runtimes import WAN, architecture, shipped_models
 
 CLIPS = ("clip-l", "clip-l-sdxl", "clip-l-flux", "clip-l-sd3", "openclip-g", "openclip-h")
 CLIP_TOKENS = 77
 MOST_SEQUENCE = 512  # tokens: FluxPipeline's longest prompt; other pipelines pad prompts to this length
 VAE_STRIDE = 8  # pixels of the image per side of a latent's pixel
+FRAME_STRIDE = 4  # frames of a video per frame of its latents, after the first one
+MOST_FRAMES = FRAME_STRIDE * 1023 + 1  # latent frames that Wan's transformer has positions for
 
 
 class Pipeline(NamedTuple):
@@ -45,6 +47,8 @@ class Pipeline(NamedTuple):
     inputs: how many times as many numbers as the picture's latents the denoiser gets: those of other images too
     sees: whether its text encoder also gets the image. The image's tokens then go to the denoiser with the prompt's
     sized: an argument of the pipeline's call; without it the picture has about 1024x1024 pixels, whatever was asked
+    frames: of its videos by default; 0 if it makes images
+    vae_dtype: the usual one of its VAE, if that differs
     """
 
     about: str
@@ -68,6 +72,8 @@ class Pipeline(NamedTuple):
     inputs: int = 1
     sees: bool = False
     sized: str = ""
+    frames: int = 0
+    vae_dtype: str = ""
 
     @property
     def class_name(self) -> str:
@@ -144,6 +150,12 @@ _SD3 = Pipeline(
     dtype="float16", width=4096, pooled=2048, tokens=256, most_tokens=MOST_SEQUENCE, steps=28, guides=True,
     since=42, most_side=3072, joined=CLIP_TOKENS,
 )  # fmt: skip
+_WAN = Pipeline(
+    about="WanPipeline of Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+    parts={"text_encoder": "umt5-xxl", "transformer": "wan-1.3b-transformer", "vae": WAN}, dtype="bfloat16",
+    width=4096, tokens=512, most_tokens=MOST_SEQUENCE, steps=50, guides=True, apart=True, begins=False, since=42,
+    frames=81, vae_dtype="float32",
+)  # fmt: skip
 PIPELINES = {
     "sd15": Pipeline(
         about="StableDiffusionPipeline of stable-diffusion-v1-5/stable-diffusion-v1-5",
@@ -214,6 +226,11 @@ PIPELINES = {
         about="Flux2KleinPipeline of black-forest-labs/FLUX.2-klein-9B", width=12288,
         parts={**_KLEIN.parts, "text_encoder": "qwen3-8b-flux2", "transformer": "flux2-klein-9b-transformer"},
     ),
+    "wan-1.3b": _WAN,
+    "wan-14b": _WAN._replace(
+        about="WanPipeline of Wan-AI/Wan2.1-T2V-14B-Diffusers",
+        parts={**_WAN.parts, "transformer": "wan-14b-transformer"},
+    ),
 }  # fmt: skip
 
 
@@ -235,13 +252,14 @@ def known_pipeline(argument: str, name: Any) -> str:
 # Arguments that a runtime does not use.
 WITHOUT = {
     "diffusers": ("flash", "cache_limit"),
-    "comfyui": ("image", "flash", "cache_limit", "types", "vae_memory_limit", "diffusers_version"),
+    "comfyui": ("image", "flash", "cache_limit", "types", "vae_memory_limit", "diffusers_version", "frames"),
     "sd.cpp": (
         "image", "cache_limit", "dtype", "vae_memory_limit", "cudnn_version", "torch_version", "diffusers_version",
+        "frames",
     ),
     "mlx": (
         "gpu", "host_memory", "calibrate", "time_limit", "types", "flash", "image", "steps", "prompt_tokens", "dtype",
-        "cudnn_version", "torch_version", "diffusers_version",
+        "cudnn_version", "torch_version", "diffusers_version", "frames",
     ),
 }  # fmt: skip
 
@@ -254,26 +272,22 @@ def refuse(runtime: str, **given: Any) -> None:
             raise ArgumentError(name, wanted, repr(value))
 
 
+def is_vae(component: str) -> bool:
+    """Tell whether a component is a VAE, rather than a recorded module."""
+    return component == WAN or component in shipped_models()
+
+
 @functools.cache
 def weights_of(component: str) -> tuple[Weight, ...]:
     """List a component's weights, in the order in which ``Module.to`` moves them."""
-    if component not in shipped_models():
+    if not is_vae(component):
         return load_program(component).weights
     return tuple(Weight(*one) for one in _core.Trace.parameters(architecture(component), "diffusers"))
 
 
 @functools.lru_cache(maxsize=256)
-def vae_counts(
-    model: str,
-    op: str,
-    dtype: str,
-    height: int,
-    width: int,
-    batch: int = 1,
-    tile: int = 0,
-    release: int = LAST_DIFFUSERS,
-) -> tuple[int, int, int]:
+def vae_counts(model: str, op: str, dtype: str, height: int, width: int, **more: Any) -> tuple[int, int, int]:
     """Count a VAE run's FLOPs, its attention's FLOPs, and the bytes moved, tiles included. Sizes are in image
-    pixels."""
-    trace = _core.Trace.vae(architecture(model), "diffusers", op, dtype, height, width, batch, tile, release=release)
+    pixels. more: further arguments of `Trace.vae`"""
+    trace = _core.Trace.vae(architecture(model), "diffusers", op, dtype, height, width, **more)
     return trace.flops, trace.attended, trace.moved

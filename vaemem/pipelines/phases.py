@@ -17,6 +17,7 @@ from vaemem.pipelines.steps import (
     count_calls,
     decode_image,
     decode_qwen_image,
+    decode_video,
     denoise_by_unet,
     denoise_qwen,
     encode_flux_prompt,
@@ -33,6 +34,7 @@ from vaemem.pipelines.steps import (
     prepare_latents,
     repeat,
     step_scheduler,
+    step_unipc,
 )
 from vaemem.prediction.held import Tensor
 
@@ -445,6 +447,38 @@ def play_flux2(run: PhaseRun) -> None:
         decode_image(run)
 
 
+def play_wan(run: PhaseRun) -> None:
+    """Play WanPipeline, which makes videos: latents in float32. Guidance is a second call of the transformer."""
+    q, v, (batch, _, f, h, w) = run.request, run.v, run.latent_shape
+    kinds, width = ("", "negative_") if q.guidance else ("",), q.pipeline.width
+
+    load_components(run)
+
+    with run.phase("encode prompt", "text_encoder"):
+        for kind in kinds if "text_encoder" in run.parts else ():
+            encoded = encode_text(run, "text_encoder", q.tokens, inputs=("text_input_ids", "mask"))
+            cut = run.tensor("prompt_embeds, cut", (1, q.tokens, width))
+            stacked = run.tensor("prompt_embeds, stacked", (1, q.tokens, width))
+            run.drop(cut, *encoded)
+            embeds = repeat(run, f"{kind}prompt_embeds", (batch, q.tokens, width), [stacked])
+            setattr(v, f"{kind}prompt_embeds", embeds)
+
+    with run.phase("denoise", "transformer"):
+        prepare_latents(run, "float32")
+        v.mask = run.tensor("mask", run.latent_shape, "float32")
+        for step in run.steps(q.steps):
+            v.latent_model_input = run.tensor("latent_model_input", run.latent_shape)
+            for kind in kinds:
+                noise = run.call("transformer", n=batch, f=f, h=h, w=w, t=q.tokens)
+                setattr(v, "noise_uncond" if kind else "noise_pred", noise)
+            if q.guidance:
+                guide_apart(run, "noise_pred")
+            step_unipc(run, step)
+
+    with run.phase("decode", "vae"):
+        decode_video(run)
+
+
 PHASES: Mapping[str, Callable[[PhaseRun], None]] = {
     "StableDiffusionPipeline": play_stable_diffusion,
     "StableDiffusionXLPipeline": play_stable_diffusion_xl,
@@ -460,4 +494,5 @@ PHASES: Mapping[str, Callable[[PhaseRun], None]] = {
     "ZImagePipeline": play_z_image,
     "Flux2Pipeline": play_flux2,
     "Flux2KleinPipeline": play_flux2,
+    "WanPipeline": play_wan,
 }

@@ -17,7 +17,15 @@ from vaemem.engine.configs import config_of
 from vaemem.engine.limits import parse_size
 from vaemem.engine.weights import tensor_types
 from vaemem.pipelines import programs
-from vaemem.pipelines.components import PIPELINES, VAE_STRIDE, Pipeline, weights_of
+from vaemem.pipelines.components import (
+    FRAME_STRIDE,
+    MOST_FRAMES,
+    PIPELINES,
+    VAE_STRIDE,
+    Pipeline,
+    is_vae,
+    weights_of,
+)
 from vaemem.pipelines.group_offload import GROUPS_SINCE, OFFLOAD_TYPES, GroupOffload
 from vaemem.pipelines.quantising import BITSANDBYTES, FOREIGN, SCHEMES, SIXTEEN_BITS, UNSENT, layer_working
 from vaemem.pipelines.storage import GGML, SPELT, TYPES, Stored, stored
@@ -36,7 +44,7 @@ from vaemem.prediction.passing import (
 )
 from vaemem.prediction.predict import SMALL_TILE
 from vaemem.prediction.request import Card, Request, Software, usual_tile
-from vaemem.prediction.runtimes import architecture, diffusers_release, shipped_models
+from vaemem.prediction.runtimes import architecture, diffusers_release
 
 MOST_TOKENS = 1 << 13  # of a prompt: diffusers' encoders take 77 or 512 at a time
 OFFLOADS = ("none", "model", "sequential")
@@ -44,6 +52,7 @@ TORCH_WAYS = ("whole", "tiled", "sliced")
 VAE_WAYS = (*TORCH_WAYS, "vaemem")
 WEIGHT_TYPES = [name for name in TYPES if SPELT.get(name, name) not in ("float64", "int64", "bool")]  # tables, masks
 KEPT_TRACES = 4  # of each component
+UNSAVED = "rope."  # Wan's tables of positions, which are not persistent
 # Places of weights after from_pretrained, before offloading: the CPU (device_map="cpu"); the card, until they are
 # offloaded; or the card for good.
 PLACES = ("on cpu", "on cuda", "kept on cuda")
@@ -158,9 +167,10 @@ class Part:
     @functools.cached_property
     def left(self) -> tuple[Stored, ...]:
         """The weights that sequential offload leaves on the device: diffusers has accelerate offload buffers only if
-        the module has parameters of its own."""
-        has_own = any("." not in weight.name for weight in weights_of(self.component))
-        buffers = () if has_own else _buffers_of(self.component)
+        the module has parameters of its own, and never those that state dicts leave out."""
+        buffers = _buffers_of(self.component)
+        if any("." not in weight.name for weight in weights_of(self.component)):
+            buffers = frozenset(name for name in buffers if name.startswith(UNSAVED))
         return tuple(weight for weight in self.weights if weight.name in buffers)
 
     @property
@@ -211,9 +221,9 @@ class Part:
 def _buffers_of(component: str) -> frozenset[str]:
     """Name the buffers among a component's weights. Recordings do not tell those of the run's dtype from parameters:
     PatchEmbed's and Chroma's tables are some."""
-    tables = ("pos_embed.pos_embed", "mod_proj")
+    tables, parameters = ("pos_embed.pos_embed", "mod_proj"), ("run", "kept", "single")
     found = weights_of(component)
-    return frozenset(w.name for w in found if w.dtype not in ("run", "kept") or w.name.endswith(tables))
+    return frozenset(w.name for w in found if w.dtype not in parameters or w.name.endswith(tables))
 
 
 @functools.cache
@@ -226,8 +236,9 @@ def _groups_of(component: str, blocks: int) -> tuple[Group, ...]:
 
 
 def _has_blocks(component: str) -> bool:
-    """Tell whether it is an AutoencoderKL."""
-    return component in shipped_models() and config_of(architecture(component))["_class_name"] == "AutoencoderKL"
+    """Tell whether it is a VAE with a class that names its blocks."""
+    named = ("AutoencoderKL", "AutoencoderKLWan")
+    return is_vae(component) and config_of(architecture(component))["_class_name"] in named
 
 
 @functools.lru_cache(maxsize=32)
@@ -240,19 +251,19 @@ def _typed(
 
 def _part(role: str, component: str, dtype: str, given: Any, upcast: bool) -> Part:
     """Return a component's weights in a type, or as in a file, with their place of loading and their source."""
-    is_vae, place, source, what = component in shipped_models(), "", "", f"components[{role!r}]"
+    is_module, place, source, what = not is_vae(component), "", "", f"components[{role!r}]"
     if isinstance(given, str) and not os.path.exists(given) and (spoken := _SPOKEN.fullmatch(given)):
         given, source, place = (part or "" for part in spoken.group("type", "source", "place"))
     # from_pretrained quantises on the card; people short of memory load quantised files to the CPU.
     place, name = place.lower() or PLACES[bool(source) and given not in SIXTEEN_BITS], str(given)
     is_file = isinstance(given, os.PathLike) or name.endswith((".safetensors", ".gguf")) or os.path.exists(name)
-    if is_file and given not in DTYPES and not is_vae:
+    if is_file and given not in DTYPES and is_module:
         with inside(what, path=str(given), caught=(ValueError,)):
             held = tuple(stored(weights_of(component), None, tensor_types(given)))
         return Part(role, component, dtype, held, place=place)
     if why := FOREIGN.get(name.lower()):
         raise ArgumentError(what, "", f"{why}, got {name!r}")
-    given = meant(what, given, DTYPES if is_vae else WEIGHT_TYPES)
+    given = meant(what, given, WEIGHT_TYPES if is_module else DTYPES)
     if source and given not in SCHEMES:
         raise ArgumentError(what, f"'from {source}' after {', '.join(SCHEMES)}", f"it after {given!r}")
     if given in SIXTEEN_BITS and dtype == "float32":
@@ -280,7 +291,8 @@ def parts_of(pipeline: Pipeline, dtype: str, components: Mapping[str, Any], rele
         choose("components", role, known)
     parts = []
     for role, component in known.items():
-        given = components.get(role, None if role in pipeline.optional else dtype)
+        usual = (role == "vae" and pipeline.vae_dtype) or dtype
+        given = components.get(role, None if role in pipeline.optional else usual)
         if given not in (None, "none"):
             upcast = role == "vae" and pipeline.upcasts and role not in components
             parts.append(_part(role, programs.older(component, release), dtype, given, upcast))
@@ -308,6 +320,7 @@ class PipelineRequest(Request):
     vae: str = "whole"
     vae_limit: int = 0
     group: GroupOffload | None = None  # if it is the kind of offloading
+    frames: int = 1  # of a video
     made_of: str = ""  # the requested size, if the pipeline changes it
     model_note: str = ""  # names the model whose modules stand for this one's
 
@@ -317,6 +330,16 @@ class PipelineRequest(Request):
 
     def part(self, role: str) -> Part:
         return next(part for part in self.parts if part.role == role)
+
+    @property
+    def size(self) -> str:
+        """The image's size, or the video's."""
+        return describe_size(self.height, self.width, self.frames if self.pipeline.frames else None)
+
+    @property
+    def latent_frames(self) -> int:
+        """Frames of its latents; 1 for an image."""
+        return (self.frames - 1) // FRAME_STRIDE + 1
 
     @property
     def dtype(self) -> str:
@@ -351,7 +374,7 @@ class PipelineRequest(Request):
 
     @property
     def groups_vae(self) -> bool:
-        """Whether block_level can offload its VAE: only AutoencoderKL, of the classes here, names its blocks."""
+        """Whether block_level can offload its VAE: AutoencoderKL and AutoencoderKLWan name their blocks."""
         return _has_blocks(self.part("vae").component)
 
     def run_with(self, offload: Any, vae: str, vae_memory_limit: int | str | None = None) -> PipelineRequest:
@@ -361,6 +384,8 @@ class PipelineRequest(Request):
         if self.encodes and (vae == "vaemem" or "vae" in on_cpu):
             got = ("one on the CPU or ", Named("vae", "vaemem"))
             raise ArgumentError("image" if self.image else "vae", "PyTorch's VAE on the device", got)
+        if self.pipeline.frames and vae == "vaemem":
+            raise ArgumentError("vae", f"{', '.join(TORCH_WAYS)} for a video", "'vaemem', which decodes one frame")
         check_card(self.parts, self.card)
         for part in self.parts:
             if offload == "sequential" and part.has(UNSENT):
@@ -444,6 +469,11 @@ def image_sides(
     return sides["height"], sides["width"]
 
 
+def describe_size(height: int, width: int, frames: int | None) -> str:
+    """Describe the size of an image, or of a video."""
+    return f"{height}x{width}{'' if frames is None else f', {frames} frames'}"
+
+
 @dataclass(frozen=True)
 class PipelineArguments:
     """Arguments of `vaemem.predict_pipeline` for its output, as documented there."""
@@ -459,6 +489,17 @@ class PipelineArguments:
     image: bool
     steps: int
     safe: bool = False
+    frames: int | None = None
+
+
+def _find_frames(given: PipelineArguments, pipeline: Pipeline) -> int:
+    """Return the frames that a pipeline makes: 1 for an image."""
+    if pipeline.frames:
+        frames = pipeline.frames if given.frames is None else whole("frames", given.frames, most=MOST_FRAMES)
+        return frames // FRAME_STRIDE * FRAME_STRIDE + 1
+    if given.frames is not None:
+        raise ArgumentError("frames", f"None with {given.pipeline}, which makes images", repr(given.frames))
+    return 1
 
 
 def resolve_pipeline(given: PipelineArguments, card: Card, software: Software) -> PipelineRequest:
@@ -473,17 +514,17 @@ def resolve_pipeline(given: PipelineArguments, card: Card, software: Software) -
         why = "takes an image in every call" if known.encodes else "is not known to begin with an image"
         raise ArgumentError("image", f"False with {pipeline}, which {why}", "True")
     dtype = known.dtype if given.dtype is None else meant("dtype", given.dtype, DTYPES)
-    height, width = given.height, given.width
-    said = f"{height}x{width}"
+    height, width, frames = given.height, given.width, _find_frames(given, known)
+    said = describe_size(height, width, given.frames)
     if known.floors:
         sides = {"height": height, "width": width}.items()
         height, width = (whole(name, side, least=known.stride) // known.stride * known.stride for name, side in sides)
     height, width = image_sides(height, width, known.stride, f" for {pipeline}", known.most_side)
-    made_of = "" if said == f"{height}x{width}" else said
+    made_of = "" if said == describe_size(height, width, given.frames and frames) else said
     tokens = given.prompt_tokens
     tokens = known.tokens if tokens is None else whole("prompt_tokens", tokens, most=MOST_TOKENS)
     parts = parts_of(known, dtype, given.components or {}, release)
     return PipelineRequest(
         card, software, pipeline, height, width, whole("batch", given.batch), tokens, given.guidance, given.steps,
-        given.image, parts, safe=given.safe, made_of=made_of,
+        given.image, parts, safe=given.safe, frames=frames, made_of=made_of,
     )  # fmt: skip

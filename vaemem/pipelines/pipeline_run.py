@@ -10,19 +10,18 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from vaemem.pipelines import programs
-from vaemem.pipelines.components import VAE_STRIDE, vae_counts
+from vaemem.pipelines.components import VAE_STRIDE, is_vae, vae_counts
 from vaemem.pipelines.phases import PHASES
 from vaemem.pipelines.pipeline_request import Part, PipelineRequest
 from vaemem.pipelines.quantising import BITSANDBYTES
+from vaemem.pipelines.steps import PLAYED_STEPS
 from vaemem.pipelines.storage import Stored
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.held import LoadedVAE, Tensor, Variables, arch_key
 from vaemem.prediction.passing import pass_vae
 from vaemem.prediction.planned import Phase
 from vaemem.prediction.process import Moment, SimulatedProcess, moments
-from vaemem.prediction.runtimes import LAST_PARTLY_UPCAST, architecture, shipped_models
-
-PLAYED_STEPS = 2  # of the denoiser; the cache and the sizes are the same from the second one on
+from vaemem.prediction.runtimes import LAST_PARTLY_UPCAST, architecture
 
 
 class PipelineRun:
@@ -51,7 +50,7 @@ class PipelineRun:
         self._loaded[role] = []
         if role in self.request.on_cpu or (role == "vae" and self.request.vae == "vaemem"):
             return
-        if part.component in shipped_models():
+        if is_vae(part.component):
             # With model offload a VAE is upcast on the CPU, before its call loads it.
             is_upcast = part.upcast and self.request.offload == "model"
             first = part.dtype if is_upcast and self._is_partly_upcast and not self.request.encodes else None
@@ -170,7 +169,8 @@ class PipelineRun:
         images, _, height, width = shape or (request.batch, 3, request.height, request.width)
         dtype = "float32" if part.upcast and request.vae != "vaemem" else part.dtype
         flops, attended, moved = vae_counts(
-            part.component, op, dtype, height, width, images, request.tile, self.process.diffusers_release
+            part.component, op, dtype, height, width, batch=images, tile=request.tile,
+            release=self.process.diffusers_release, frames=request.latent_frames,
         )  # fmt: skip
         if "vae" in request.on_cpu:
             self.process.count(host_flops=flops)
@@ -191,10 +191,11 @@ class PipelineRun:
     # ---- tensors, phases ----
 
     @functools.cached_property
-    def latent_shape(self) -> tuple[int, int, int, int]:
-        """(batch, channels, height, width) of the latents."""
-        request, channels = self.request, shipped_models()[self.parts["vae"].component]["latent_channels"]
-        return request.batch, channels, request.height // VAE_STRIDE, request.width // VAE_STRIDE
+    def latent_shape(self) -> tuple[int, ...]:
+        """(batch, channels, height, width) of the latents; a video's frames come before the height."""
+        request, channels = self.request, architecture(self.parts["vae"].component)["latent_channels"]
+        frames = [request.latent_frames] if request.pipeline.frames else []
+        return request.batch, channels, *frames, request.height // VAE_STRIDE, request.width // VAE_STRIDE
 
     def tensor(self, name: str, shape: Sequence[int], dtype: str | None = None) -> Tensor:
         """Create a tensor, in the denoiser's dtype by default."""

@@ -51,7 +51,7 @@ def plan_pipeline(
     calibrate: Mapping[str, float] | None = None, time_limit: float | None = None, flash: bool = False,
     cache_limit: int | str | None = None, link: str = "PCIe 3.0 x16", cpu: str = "AVX2", cores: int | None = None,
     cudnn_version: str | None = None, torch_version: str | None = None, safe: bool = True,
-    os: str = "linux", diffusers_version: str | None = None,
+    os: str = "linux", diffusers_version: str | None = None, frames: int | None = None,
 ) -> PipelinePlan:  # fmt: skip
     """List the sensible ways to run a pipeline: whether each fits, where it runs out, how long it takes.
 
@@ -75,7 +75,7 @@ def plan_pipeline(
     prompt_tokens, guidance, image, steps : shared
     dtype of a pipeline : shared
     components : shared
-    cudnn_version, torch_version, diffusers_version : shared
+    cudnn_version, torch_version, diffusers_version, frames : shared
     types : str or sequence of str or None, optional
         Types to try for the largest components' weights; None stands for their own type, the default. By default
         diffusers also tries ``"Q8_0"`` and ``"nf4"`` if the denoiser takes more than half of the card. sd.cpp also
@@ -132,7 +132,7 @@ def plan_pipeline(
         runtime, prompt_tokens=prompt_tokens, steps=steps, dtype=dtype, cudnn_version=cudnn_version,
         torch_version=torch_version, diffusers_version=diffusers_version, gpu=gpu, host_memory=host_memory,
         calibrate=calibrate or None,
-        time_limit=time_limit, types=types, flash=flash, cache_limit=cache_limit, image=image,
+        time_limit=time_limit, types=types, flash=flash, cache_limit=cache_limit, image=image, frames=frames,
     )  # fmt: skip
     known, batch = PIPELINES[pipeline], whole("batch", batch)
     height, width = whole("height", height), whole("width", width)
@@ -176,12 +176,14 @@ def plan_pipeline(
         software = Software(runtime, torch_version, cudnn_version, diffusers_version=diffusers_version)
         title = title.replace("by diffusers", f"by {software.program}")
         given = PipelineArguments(
-            pipeline, height, width, batch, prompt_tokens, guidance, asked, components, image, steps
+            pipeline, height, width, batch, prompt_tokens, guidance, asked, components, image, steps, frames=frames
         )  # fmt: skip
     if runtime == "comfyui":
         ways = comfyui_ways(given, card, software, machine)
     elif runtime == "diffusers":
-        ways = diffusers_ways(resolve_pipeline(given, card, software), components, machine, kinds)
+        request = resolve_pipeline(given, card, software)
+        title = title.replace(f"{height}x{width}", request.size)
+        ways = diffusers_ways(request, components, machine, kinds)
     title = f"{title}, {steps} steps, on {card.gpu.name}"
     return PipelinePlan(title, ways, room, machine, calibrate, taken, safe, card.assumed)
 
@@ -245,7 +247,7 @@ def diffusers_ways(
             if (is_group and (kind or release < GROUPS_SINCE)) or any(part.has(unmoved) for part in stored.parts):
                 continue
             # vaemem only decodes, and hooks on submodules work with PyTorch's modules only.
-            for vae in by_torch if q.encodes or is_hooked else [*by_torch, "vaemem"]:
+            for vae in by_torch if q.encodes or pipeline.frames or is_hooked else [*by_torch, "vaemem"]:
                 is_fixed = vae.endswith(" in float16")
                 held = {**given, "vae": "float16"} if is_fixed else given
                 settings: dict[str, Any] = {"offload": offload, "vae": vae.removesuffix(" in float16")}

@@ -39,6 +39,7 @@ from vaemem.prediction.plays import Plays
 from vaemem.prediction.predict import Advice
 from vaemem.prediction.process import ROUNDED_UP, Moment, PeakTensor
 from vaemem.prediction.request import PAGE, Card, Software, find_card, usual_tile
+from vaemem.prediction.runtimes import WAN
 from vaemem.prediction.seconds import Machine, machine_of, peak, vae_work
 from vaemem.prediction.usual import FIXED, OVERFLOWING
 from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, judge_phases, judge_played
@@ -170,8 +171,9 @@ class PipelinePrediction(_Played):
         q = request
         batch = f", {q.batch} images" if q.batch > 1 else ""
         on_cpu = f", {' and '.join(q.on_cpu)} on the CPU" if q.on_cpu else ""
+        frames = f", {q.frames} frames" if q.pipeline.frames else ""
         where = self._where = f"{q.card.gpu.name}, offload {q.offload}, VAE {q.vae}{on_cpu}"
-        self.title = f"{q.name} {q.height}x{q.width}{batch} by {q.software.program} ({where})"
+        self.title = f"{q.name} {q.size}{batch} by {q.software.program} ({where})"
         self._run = play_pipeline(request)
         process, moved = self._run.process, (*q.on_cpu, *self._run.moved)
         self._process = process
@@ -180,7 +182,7 @@ class PipelinePrediction(_Played):
         self._run_row = {
             "model": q.name, "op": "pipeline", "height": q.height, "width": q.width, "batch": q.batch,
             "tokens": q.tokens, "dtype": q.dtype, "runtime": "diffusers", "device": q.card.gpu.name,
-            "way": f"offload {q.offload}, VAE {q.vae}{on_cpu}", "source": "predicted",
+            "way": f"offload {q.offload}, VAE {q.vae}{frames}{on_cpu}", "source": "predicted",
             "versions": f"{ran}, {q.software.program}, vaemem {__version__}",
         }  # fmt: skip
         on_disk = q.group and q.group.offload_to_disk_path
@@ -197,7 +199,7 @@ class PipelinePrediction(_Played):
         self.judged = judge_played(
             self._plays(), here, self.peak, self.here.fullest.total if played else 0, full,
             untried=BY_VAEMEM if q.vae == "vaemem" and "H100" not in q.card.gpu.name else "",
-            covers=f", at {q.height}x{q.width} as diffusers runs {q.made_of}" if q.made_of else "",
+            covers=f", at {q.size} as diffusers runs {q.made_of}" if q.made_of else "",
         )  # fmt: skip
 
     def _plays(self) -> Plays:
@@ -230,7 +232,7 @@ class PipelinePrediction(_Played):
         q = self.request
         names = "height width batch tokens dtype guidance steps image offload vae"
         types = {part.role: part.dtype for part in q.parts}
-        run = {name: getattr(q, name) for name in names.split()}
+        run = {name: getattr(q, name) for name in (*names.split(), *["frames"] * bool(q.pipeline.frames))}
         return {"pipeline": q.name, "runtime": "diffusers", **run, "on_cpu": list(q.on_cpu), "components": types}
 
     def _more_data(self) -> dict[str, Any]:
@@ -258,7 +260,8 @@ class PipelinePrediction(_Played):
 def _notes(q: PipelineRequest) -> Iterator[str]:
     """List the uncounted memory of the parts, and settings that run differently than asked."""
     if q.made_of:
-        yield f"{q.made_of}: {q.pipeline.class_name} makes {q.height}x{q.width} of it, multiples of {q.pipeline.stride}"
+        known = "4 n + 1 frames" if q.pipeline.frames else f"multiples of {q.pipeline.stride}"
+        yield f"{q.made_of}: {q.pipeline.class_name} makes {q.size} of it, {known}"
     if q.pipeline.sized and (q.height, q.width) != (1024, 1024):
         yield f"{q.pipeline.class_name} makes about 1024x1024 pixels of it unless its call has {q.pipeline.sized}"
     for part in q.parts:
@@ -281,7 +284,7 @@ def _notes(q: PipelineRequest) -> Iterator[str]:
         if part.role == "vae" and q.tile not in (0, usual_tile(part.component)):
             side, stride = q.tile, 3 * q.tile // 4
             code = f"set vae.tile_sample_min_size = {side} and tile_latent_min_size to an eighth"
-            if part.component == "qwen-image":
+            if part.component in ("qwen-image", WAN):
                 code = f"call vae.enable_tiling({side}, {side}, {stride}, {stride})"
             yield f"vae: for these tiles {code}"
         is_converted = part.upcast or q.vae == "vaemem" or not q.pipeline.upcasts
@@ -448,7 +451,7 @@ def predict_pipeline(
     image: bool = False, steps: int | None = None, gpu: str | None = None, memory: int | str | None = None,
     used: int | str = 0, cudnn_version: str | None = None, torch_version: str | None = None,
     runtime: Literal["diffusers"] = "diffusers", safe: bool = False, os: str = "linux",
-    diffusers_version: str | None = None,
+    diffusers_version: str | None = None, frames: int | None = None,
 ) -> PipelinePrediction: ...  # fmt: skip
 
 
@@ -480,7 +483,7 @@ def predict_pipeline(
     image: bool = False, steps: int | None = None, gpu: str | None = None, memory: int | str | None = None,
     used: int | str = 0, cudnn_version: str | None = None, torch_version: str | None = None,
     runtime: PredictedRuntime = "diffusers", safe: bool = False, os: str = "linux",
-    diffusers_version: str | None = None,
+    diffusers_version: str | None = None, frames: int | None = None,
 ) -> PipelinePrediction | GraphPrediction | ComfyUIPrediction:  # fmt: skip
     """Predict a pipeline's GPU memory in each phase: weights, activations, workspaces, and whether it fits.
 
@@ -507,7 +510,7 @@ def predict_pipeline(
     vae_memory_limit : int or str, optional
         A limit for vaemem's decoder, weights included: bytes, or ``"1 GB"``.
     image, steps : shared
-    gpu, memory, used, cudnn_version, torch_version, safe, os, diffusers_version : shared
+    gpu, memory, used, cudnn_version, torch_version, safe, os, diffusers_version, frames : shared
     runtime : {"diffusers", "sd.cpp", "comfyui"}
         The program that runs it. For stable-diffusion.cpp, `offload` is ``"none"``, ``"cond_only"``,
         ``"--clip-on-cpu"``, ``"--offload-to-cpu"`` or ``"freed after use"``. `vae` is ``"whole"``, ``"direct"``,
@@ -554,7 +557,7 @@ def predict_pipeline(
         from vaemem.sdcpp import graphs, running  # a third of this module's import
 
         refuse(
-            runtime, dtype=dtype, image=image, vae_memory_limit=vae_memory_limit,
+            runtime, dtype=dtype, image=image, vae_memory_limit=vae_memory_limit, frames=frames,
             cudnn_version=cudnn_version, torch_version=torch_version, diffusers_version=diffusers_version,
         )  # fmt: skip
         card = find_card(gpu, memory, used, os)
@@ -571,10 +574,11 @@ def predict_pipeline(
         available = card.available(running.SDCPP_CONTEXT)
         return GraphPrediction(run, ways[0], available, card, flag("safe", safe), ways[-1], model_note)
     given = PipelineArguments(
-        pipeline, height, width, batch, prompt_tokens, guidance, dtype, components, image, steps, flag("safe", safe)
+        pipeline, height, width, batch, prompt_tokens, guidance, dtype, components, image, steps, flag("safe", safe),
+        frames,
     )  # fmt: skip
     if runtime == "comfyui":
-        refuse(runtime, vae_memory_limit=vae_memory_limit, diffusers_version=diffusers_version)
+        refuse(runtime, vae_memory_limit=vae_memory_limit, diffusers_version=diffusers_version, frames=frames)
         software = Software(runtime, torch_version, cudnn_version)
         request = resolve_workflow(given, find_card(gpu, memory, used, os), software, offload, vae)
         return ComfyUIPrediction(replace(request, model_note=model_note))

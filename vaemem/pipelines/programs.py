@@ -6,6 +6,7 @@ variables. Convolutions and attentions stay questions: their workspaces, and whi
 
 A file of data/modules holds, for dtypes and the cases in which a call takes the same steps (``"float16; 1 n = 1"``):
 `sizes`, the polynomials (``"1280 n h w + 640"``); `convs` and `attentions`, their arguments as indices into `sizes`;
+a convolution of each frame has the number of frames as one more;
 an attention's last one says which of queries, keys and values lie token by token in memory, all heads of one before the
 next (``"qkv"``); and `modules`, one text a distinct module call, the outermost last, of words:
 
@@ -17,7 +18,8 @@ next (``"qkv"``); and `modules`, one text a distinct module call, the outermost 
                     /conv1=12 one that belongs to another module, by its whole name
 
 `weights` are written in the same way: ``weight:run:320,4,3,3`` a tensor with dtype and shape ("run" is the module's
-own dtype, "kept" the same, except float32 if it is float16), ``conv1=12`` a submodule.
+own dtype, "kept" the same, except float32 if it is float16, "single" a parameter in float32 in any case), ``conv1=12``
+a submodule.
 """
 
 from __future__ import annotations
@@ -46,8 +48,8 @@ DTYPE_BYTES = {**ELEMENT_BYTES, "int64": 8, "bool": 1}
 
 
 class Weight(NamedTuple):
-    """A parameter or buffer. dtype: its own; "run" if it has the module's; or "kept" if transformers keeps it in
-    float32 in a module of float16."""
+    """A parameter or buffer. dtype: its own; "run" if it has the module's; "kept" if transformers keeps it in float32
+    in a module of float16; or "single" if it is a parameter that diffusers keeps in float32."""
 
     name: str
     shape: tuple[int, ...]
@@ -61,7 +63,7 @@ class Weight(NamedTuple):
     def type_in(self, dtype: str) -> str:
         """Return its type if the module is loaded in `dtype`."""
         kept = "float32" if dtype == "float16" else dtype
-        return {"run": dtype, "kept": kept}.get(self.dtype, self.dtype)
+        return {"run": dtype, "kept": kept, "single": "float32"}.get(self.dtype, self.dtype)
 
     def nbytes(self, dtype: str) -> int:
         return math.prod(self.shape) * DTYPE_BYTES[self.type_in(dtype)]
@@ -101,7 +103,8 @@ def _lines(name: str, data: Mapping[str, Any]) -> Iterator[str]:
         yield f"call {key}"
         yield from (f"size {size}" for size in call["sizes"])
         for *asked, layout in call["convs"]:
-            yield " ".join(map(str, ["conv", *asked, int(layout == "nhwc")]))
+            kind = "conv" if len(asked) == 9 else "conv3"
+            yield " ".join(map(str, [kind, *asked, int(layout == "nhwc")]))
         for *asked, mask, causal, grouped, by_token in call["attentions"]:
             elements, row, boolean = mask or (0, 0, False)
             flags = map(int, (causal, grouped, bool(mask), boolean, *(name in by_token for name in "qkv")))

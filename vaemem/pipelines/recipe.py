@@ -32,7 +32,7 @@ def vae_code(vae: str, limit: int | str | None = None, class_name: str = "Autoen
         return [f"from vaemem.pytorch import {class_name}", made]
     if how != "tiled" or not side:
         return ["pipe.vae.enable_tiling()"] * (how == "tiled")
-    if class_name == "AutoencoderKLQwenImage":  # its tiles share a quarter, as AutoencoderKL's do
+    if class_name in ("AutoencoderKLQwenImage", "AutoencoderKLWan"):  # their tiles share a quarter, as AutoencoderKL's
         return [f"pipe.vae.enable_tiling({side}, {side}, {3 * int(side) // 4}, {3 * int(side) // 4})"]
     sides = f"{side}, {int(side) // VAE_STRIDE}"
     return ["pipe.vae.enable_tiling()", f"pipe.vae.tile_sample_min_size, pipe.vae.tile_latent_min_size = {sides}"]
@@ -118,7 +118,9 @@ def diffusers_code(
     pipe.enable_model_cpu_offload()
     """
     types = dict(components or {})
-    fixed = types.pop("vae", None) == "float16"
+    given = types.pop("vae", pipeline.vae_dtype)
+    fixed, apart = given == "float16" and not pipeline.vae_dtype, pipeline.vae_dtype and given != dtype
+    class_name = config_of(architecture(pipeline.parts["vae"]))["_class_name"]
     keyword, imports = dtype_keyword(release), [pipeline.class_name]
     told = [f'"{pipeline.repository}"', f"{keyword}=torch.{dtype}"]
     lines, more = [], []
@@ -142,12 +144,16 @@ def diffusers_code(
         if role not in (*quantised, *cast):
             lines.append(f"# {role} in {kind}: load it first, such as from a GGUF file, and pass it as {role}={role}")
             told.append(f"{role}={role}")
+    if apart:
+        imports.insert(0, class_name)
+        where = f'"{pipeline.repository}", subfolder="vae", {keyword}=torch.{given}'
+        lines.append(f"vae = {class_name}.from_pretrained({where})")
+        told.append("vae=vae")
     lines += [f"pipe = {pipeline.class_name}.from_pretrained(", f"    {', '.join(told)}", ")"]
     if fixed:
         imports.insert(0, "AutoencoderKL")
         lines.append(f'pipe.vae = AutoencoderKL.from_pretrained("{FIXED}", {keyword}=torch.float16)')
     lines += [line for role in cast for line in _casting_code(role, dtype)]
-    class_name = config_of(architecture(pipeline.parts["vae"]))["_class_name"]
     lines += [*vae_code(vae, vae_memory_limit, class_name), *placing_code(offload, pipeline.parts)]
     more += [line for line in lines if line.startswith("from ")]
     lines = [line for line in lines if not line.startswith(("from ", "import "))]

@@ -10,6 +10,7 @@ from vaemem.pipelines.components import CLIP_TOKENS, MOST_SEQUENCE
 from vaemem.pipelines.pipeline_request import PLACES, Part, PipelineRequest
 from vaemem.prediction.held import Tensor, Variables
 
+PLAYED_STEPS = 2  # of the denoiser; the cache and the sizes are the same from the second one on
 # Tokens of the templates before the part that is kept; the most after it without an image.
 QWEN_TEMPLATE, QWEN_EDIT_TEMPLATE, QWEN_TOKENS = 34, 64, 1024
 QWEN_PATCH = 2 * 3 * 14 * 14  # numbers of a patch of an image, twice in time
@@ -25,8 +26,8 @@ class PhaseRun(Protocol):
     v: Variables
 
     @property
-    def latent_shape(self) -> tuple[int, int, int, int]:
-        """(batch, channels, height, width) of the latents."""
+    def latent_shape(self) -> tuple[int, ...]:
+        """(batch, channels, height, width) of the latents; a video's frames come before the height."""
 
     def phase(self, name: str, first: str | None = None) -> AbstractContextManager[None]:
         """Begin a phase once its `first` component is on the device; read the counters at its end."""
@@ -277,6 +278,34 @@ def step_scheduler(run: PhaseRun, dtype: str | None = None) -> None:
     temporary = [run.tensor("scheduler.step", run.latent_shape, "float32") for _ in range(2)]
     run.v.latents = run.tensor("latents", run.latent_shape, dtype)
     run.drop(*temporary)
+
+
+def step_unipc(run: PhaseRun, step: int) -> None:
+    """UniPCMultistepScheduler's step: it keeps its last two outputs and the last sample. From the third call on, the
+    denoiser finds all of them."""
+    v, latent = run.v, run.latent_shape
+    v.model_outputs_0 = run.tensor("scheduler.model_outputs", latent, "float32")
+    if step or run.request.steps > PLAYED_STEPS:
+        v.model_outputs_1 = run.tensor("scheduler.model_outputs", latent, "float32")
+    temporary = [run.tensor("scheduler.step", latent, "float32") for _ in range(2)]
+    v.last_sample = run.tensor("scheduler.last_sample", latent, "float32") if step else v.latents
+    v.latents = run.tensor("latents", latent, "float32")
+    run.drop(*temporary)
+
+
+def decode_video(run: PhaseRun) -> None:
+    """``latents / latents_std + latents_mean``, the decode, and ``video_processor.postprocess_video``."""
+    q, v, dtype, channels = run.request, run.v, run.parts["vae"].dtype, run.latent_shape[1]
+    if dtype != "float32":
+        v.latents = run.tensor(f"latents in {dtype}", run.latent_shape, dtype)
+    v.latents_mean = run.tensor("latents_mean", (channels,), dtype)
+    v.latents_std = run.tensor("latents_std", (channels,), dtype)
+    divided = run.tensor("latents / latents_std", run.latent_shape, dtype)
+    v.latents = run.tensor("latents", run.latent_shape, dtype)
+    run.drop(divided)
+    v.video = run.decode(v.latents)
+    for name in () if "vae" in q.on_cpu else ("frames * 0.5", "frames * 0.5 + 0.5", "frames, clamped"):
+        v.frames = run.tensor(name, (q.frames, 3, q.height, q.width), dtype)  # one video after the other
 
 
 def decode_image(run: PhaseRun) -> None:

@@ -17,7 +17,7 @@ from vaemem._errors import ArgumentError
 from vaemem.prediction.gpus import CONTEXT, Gpu, find_gpu
 from vaemem.prediction.held import LoadedVAE, Tensor, addresses_of, arch_key
 from vaemem.prediction.passing import FIRST
-from vaemem.prediction.runtimes import RUNTIMES, architecture, diffusers_release
+from vaemem.prediction.runtimes import RUNTIMES, WAN, architecture, diffusers_release
 from vaemem.prediction.snapshot import CachingAllocator
 from vaemem.prediction.workspace import torch_for, torch_release, workspace_on
 
@@ -335,7 +335,7 @@ class SimulatedProcess:
         self, vae: LoadedVAE, latents: Tensor, *, tile: int = 0, tile_overlap: float = 0.25, slicing: bool = False
     ) -> Tensor:
         """Call the model's ``decode``; return the image. Parameters as in `encode`; latents (N, latent_channels, H/8,
-        W/8)."""
+        W/8); those of a video have frames before the height, and make 4 frames of each but the first."""
         return self._call_vae(vae, "decode", latents, tile, tile_overlap, slicing)
 
     def sample(self, posterior: Tensor, name: str = "latents") -> Tensor:
@@ -643,7 +643,8 @@ class SimulatedProcess:
             raise ArgumentError(op, "a model and an input that were not dropped")
         arch = vae.arch
         channels = arch["in_channels"] if encodes else vae.latent_channels
-        if len(x.shape) != 4 or x.shape[1] != channels:
+        is_video = len(x.shape) == 5 and not encodes and arch["name"] == WAN
+        if (len(x.shape) != 4 and not is_video) or x.shape[1] != channels:
             raise ArgumentError(op, f"a tensor (N, {channels}, height, width)", str(x.shape))
         first = vae.dtype if encodes or not vae.first else vae.first
         if x.dtype != first:
@@ -652,12 +653,12 @@ class SimulatedProcess:
         if bool(x.storages) == runtime.host:
             place = "the host (tensor(..., host=True))" if runtime.host else "the device"
             raise ArgumentError(op, f"an input on {place} with the runtime {vae.runtime}", repr(x))
-        batch, _, h, w = x.shape
+        batch, _, *frames, h, w = x.shape
         height, width = (h, w) if encodes else (h * vae.factor, w * vae.factor)
         if encodes:
             result = (batch, vae.latent_channels, h // vae.factor, w // vae.factor)
         else:
-            result = (batch, arch["out_channels"], height, width)
+            result = (batch, arch["out_channels"], *(4 * (count - 1) + 1 for count in frames), height, width)
         # cudaMemGetInfo's free bytes plus the allocator's unused bytes, as A1111's get_available_vram adds them.
         free = max(self.available - self.allocated, 0) if runtime.looks_at_memory else 0
         passing = vae.passing(vae.dtype, first) if vae.passing else ()
@@ -665,7 +666,7 @@ class SimulatedProcess:
             vae.key, runtime=vae.runtime, op=op, dtype=vae.dtype, height=height, width=width, batch=batch,
             tile=tile, slicing=slicing, sm=self.gpu.sm, multiprocessors=self.gpu.multiprocessors, free_bytes=free,
             channels_last=vae.channels_last, first=first, passing=passing, tile_overlap=tile_overlap,
-            release=self.diffusers_release,
+            release=self.diffusers_release, frames=math.prod(frames),
         )  # fmt: skip
         return self._as_tensor(f"{op} of {arch['name']}", self.call(trace), result, vae.dtype)
 

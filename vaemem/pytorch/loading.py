@@ -19,7 +19,7 @@ from vaemem._types import Dtype
 from vaemem.pipelines.components import CLIP_TOKENS, CLIPS, PIPELINES, known_pipeline
 from vaemem.pipelines.pipeline_request import OFFLOADS, TORCH_WAYS
 from vaemem.pipelines.recipe import dtype_keyword
-from vaemem.prediction.runtimes import architecture
+from vaemem.prediction.runtimes import WAN, architecture
 from vaemem.pytorch.measuring import find_device, vae_builder
 
 # ---- components ----
@@ -47,6 +47,15 @@ def _kept(class_name: str, config_name: str, **settings: Any) -> Any:
     for name, part in module.named_modules():
         if name.endswith(".wo") and part.weight.dtype is torch.float16:
             part.float()
+    return module
+
+
+def _wan(**settings: Any) -> Any:
+    """Make Wan's transformer. diffusers keeps some of its modules in float32 (_keep_in_fp32_modules)."""
+    module = _make("diffusers:WanTransformer3DModel", **settings)
+    for name, weight in module.named_parameters():
+        if {*module._keep_in_fp32_modules} & {*name.split(".")}:
+            weight.data = weight.data.float()
     return module
 
 
@@ -118,6 +127,10 @@ BUILDERS: dict[str, Callable[[], Any]] = {
         _kept, "transformers:T5EncoderModel", "transformers:T5Config", vocab_size=32128, d_model=4096, d_kv=64,
         d_ff=10240, num_layers=24, num_heads=64, feed_forward_proj="gated-gelu", tie_word_embeddings=False,
         use_cache=False)),
+    "umt5-xxl": partial(
+        _kept, "transformers:UMT5EncoderModel", "transformers:UMT5Config", vocab_size=256384, d_model=4096, d_kv=64,
+        d_ff=10240, num_layers=24, num_heads=64, feed_forward_proj="gated-gelu", tie_word_embeddings=False,
+        use_cache=False),
     "qwen3-4b": partial(_make, "transformers:Qwen3Model", **_QWEN3),
     "qwen3-4b-flux2": partial(_make, "transformers:Qwen3ForCausalLM", **_QWEN3),
     "qwen3-8b-flux2": partial(
@@ -156,7 +169,9 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "flux2-klein-9b-transformer": partial(
         _make, _FLUX2, num_single_layers=24, num_attention_heads=32, joint_attention_dim=12288,
         guidance_embeds=False),
-    **{model: partial(_vae, model) for model in _core.models()},
+    "wan-1.3b-transformer": partial(_wan, num_attention_heads=12, ffn_dim=8960, num_layers=30),
+    "wan-14b-transformer": partial(_wan),
+    **{model: partial(_vae, model) for model in (*_core.models(), WAN)},
 }  # fmt: skip
 
 
@@ -191,7 +206,8 @@ def random_pipeline(name: str, dtype: str) -> Any:
     parts: dict[str, Any] = {}
     noise = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)) / 50
     for role, component in kind.parts.items():
-        with default_dtype(getattr(torch, dtype)), Undrawn():
+        usual = (role == "vae" and kind.vae_dtype) or dtype
+        with default_dtype(getattr(torch, usual)), Undrawn():
             parts[role] = BUILDERS[component]().eval()
         for weight in parts[role].parameters():
             for piece in weight.data.view(-1).split(len(noise)):
@@ -206,6 +222,10 @@ def random_pipeline(name: str, dtype: str) -> Any:
         "sd15": diffusers.PNDMScheduler(**betas, skip_prk_steps=True),
         "sd21": diffusers.DDIMScheduler(**betas, clip_sample=False, prediction_type="v_prediction"),
         **dict.fromkeys(("sdxl", "sdxl-refiner"), diffusers.EulerDiscreteScheduler(**betas)),
+        **dict.fromkeys(
+            ("wan-1.3b", "wan-14b"),
+            diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+        ),
     }.get(name, flow)
     without = dict.fromkeys(("safety_checker", "feature_extractor", "text_encoder", "tokenizer", "processor"))
     without |= {"requires_safety_checker": False, "add_watermarker": False, "is_distilled": True}

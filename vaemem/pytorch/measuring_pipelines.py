@@ -29,7 +29,7 @@ from vaemem.pipelines.predict_pipeline import PipelinePrediction
 from vaemem.prediction.gpus import CONTEXT
 from vaemem.prediction.planned import Phase
 from vaemem.prediction.request import Card, Software, find_card, usual_tile
-from vaemem.prediction.runtimes import LAST_DIFFUSERS, diffusers_release, shipped_models
+from vaemem.prediction.runtimes import LAST_DIFFUSERS, architecture, diffusers_release
 from vaemem.pytorch.converting import convert, modules_of
 from vaemem.pytorch.measuring import CpuMeter, CudaMeter, cudnn_version, find_device, what_ran
 from vaemem.tables.table import Table
@@ -380,9 +380,10 @@ def _request(
         )  # fmt: skip
         request = resolve_pipeline(given, card, software)
         images = facts["batch"] * (2 if kind.guides and request.guidance and not kind.apart else 1)
-        known = shipped_models()[kind.parts["vae"]]["latent_channels"]
+        known = architecture(kind.parts["vae"])["latent_channels"]
         channels = pipe.vae.config.get("latent_channels", known)  # Qwen-Image's VAE has another name for them
         numbers = kind.inputs * channels * (facts["height"] // VAE_STRIDE) * (facts["width"] // VAE_STRIDE)
+        numbers *= request.latent_frames
         if other := [part for part in request.parts if not _has_weights(modules[part.role], part)]:
             unlike.append((len(other), f"{other[0].role} has other weights than {other[0].component}"))
         elif (seen.images, seen.numbers) != (images, numbers):

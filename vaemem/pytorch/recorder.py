@@ -39,6 +39,9 @@ def _is_plain(func: Any) -> bool:
     return own or (func._schema.name.endswith("_") and torch.Tag.inplace_view in func.tags)
 
 
+_UPSAMPLES = {aten.upsample_nearest2d, aten._upsample_nearest_exact2d}  # they copy an input that is not dense in NCHW
+
+
 # A sum over a dimension allocates only its output if one block of threads computes each element. It does so for fewer
 # than 256 numbers a thread; 4 threads share an element, or a warp of 32 along a dense dimension (setReduceConfig in
 # Reduce.cuh: 512 threads, for 32 elements each of up to 4 outputs).
@@ -207,6 +210,8 @@ class Recorder(TorchDispatchMode):
             self._trace.blas(self.name("workspace"), fused)
         elif func in _BLAS:
             self._trace.blas(self.name())
+        elif func.overloadpacket in _UPSAMPLES and out.is_contiguous() and not args[0].is_contiguous():
+            self._trace.give(self.borrow(args[0].numel() * args[0].element_size(), "contiguous"))
         elif not _is_plain(func) and not _sums_in_a_block(func, out, *args):
             self._count_unmodelled(str(func))
         return out

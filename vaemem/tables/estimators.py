@@ -556,11 +556,13 @@ def _pipeline_row(row: Row, bound: Mapping[str, Any]) -> Row | None:
     from vaemem.pipelines.components import PIPELINES
     from vaemem.pipelines.predict_pipeline import predict_pipeline  # half of this package's import
 
-    way = re.fullmatch(r"offload (none|model|sequential), VAE (whole|tiled|sliced)", row["way"] or "")
+    known = r"offload (none|model|sequential), VAE (whole|tiled|sliced)(?:, (\d+) frames)?"
+    way = re.fullmatch(known, row["way"] or "")
     if not way or row["model"] not in PIPELINES or row["runtime"] != "diffusers" or row["device"] == "cpu":
         return None
     said: dict[str, Any] = {name: row[name] for name in ("height", "width", "batch", "dtype")}
     said |= {"prompt_tokens": row["tokens"], "offload": way[1], "vae": way[2], "image": row["phase"] == "encode image"}
+    said |= {"frames": way[3] and int(way[3])}
     told = {name: value for name, value in (said | {"gpu": row["device"]}).items() if value is not None}
     made = predict_pipeline(row["model"], **told | dict(bound))
     return next((one for one in Table(made.rows()) if one["phase"] == (row["phase"] or "whole")), None)

@@ -143,7 +143,8 @@ def predict_sweep(
     dtypes: Dtype | Sequence[Dtype] | None = None, *, gpu: str | Sequence[str] | None = None,
     batch: int | Sequence[int] = 1, tile: int | Sequence[int] | None = None,
     tile_overlap: float | Sequence[float] | None = None, prompt_tokens: int | Sequence[int] | None = None,
-    progress: Progress = None, executor: Executor | None = None, **others: Any,
+    frames: int | Sequence[int] | None = None, progress: Progress = None, executor: Executor | None = None,
+    **others: Any,
 ) -> Table:  # fmt: skip
     """Predict PyTorch's memory and time at each size on GPUs.
 
@@ -164,6 +165,8 @@ def predict_sweep(
         For tiled ops: the part of its side that a tile shares with the next.
     prompt_tokens : int or sequence of int, optional
         For pipelines: the length of the prompt.
+    frames : int or sequence of int, optional
+        For pipelines of videos: the number of frames.
     progress : bool or callable, optional
         As `measure_sweep` takes it.
     executor : shared
@@ -194,7 +197,7 @@ def predict_sweep(
     [('sd15', 512, 1962), ('sd15', 768, 2570), ('sdxl', 512, 5342), ('sdxl', 768, 5536)]
     """
     cases = _cases(ops, sizes, batch, (*TILED_OPS, "pipeline"))
-    options = {"tile": tile, "tile_overlap": tile_overlap, "prompt_tokens": prompt_tokens}
+    options = {"tile": tile, "tile_overlap": tile_overlap, "prompt_tokens": prompt_tokens, "frames": frames}
     lists = {name: _several(name, value, ()) for name, value in options.items() if value is not None}
     taken = {case.op: _predictor(case.op)[1] for case in cases}
     for name in (*lists, *others):

@@ -1,0 +1,159 @@
+"""A pipeline that makes videos, by name: Wan 2.1."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+from errors import refused
+
+from vaemem import Table, plan_pipeline, predict_pipeline
+from vaemem.pipelines import components, programs
+
+wan = partial(predict_pipeline, "wan-1.3b", 128, 192, gpu="RTX 4090")
+
+
+def test_frames_are_a_size():
+    few, asked, rounded = (wan(frames=frames) for frames in (5, 80, 81))
+    assert asked.phases == rounded.phases and not rounded.request.made_of
+    assert asked.request.made_of == "128x192, 80 frames" and asked.title == rounded.title
+    assert asked.to_dict()["asked"]["frames"] == 81
+    assert wan().phases == rounded.phases
+    sizes = [(a.allocated, b.allocated) for a, b in zip(few.phases, rounded.phases, strict=True)]
+    assert [a < b for a, b in sizes] == [False, False, True, True]
+    assert {row["way"] for row in Table(few.rows())} == {"offload none, VAE whole, 5 frames"}
+
+
+def test_the_vae_stays_in_float32():
+    half = wan(frames=9, components={"vae": "bfloat16"})
+    whole = wan(frames=9)
+    assert 2 * half.parts["vae"].nbytes == whole.parts["vae"].nbytes
+    assert half.phases[-1].activations < whole.phases[-1].activations
+    single = {w.name for w in components.weights_of("wan-1.3b-transformer") if w.dtype == "single"}
+    assert "condition_embedder.time_embedder.linear_1.weight" in single and "scale_shift_table" in single
+
+
+def test_ways_of_a_plan():
+    plan = plan_pipeline("wan-1.3b", 128, 192, frames=33, gpu="RTX 4090")
+    assert all(one.way.settings["vae"] != "vaemem" for one in plan.outcomes)
+    code = plan["no offload, VAE whole"].way.code
+    assert "AutoencoderKLWan.from_pretrained" in code and "dtype=torch.float32" in code and "vae=vae" in code
+
+
+def test_refusals():
+    with refused("frames"):
+        predict_pipeline("sd15", 512, 512, frames=9)
+    with refused("frames", "0"):
+        wan(frames=0)
+    with refused("frames"):
+        predict_pipeline("sd15", 512, 512, frames=9, runtime="sd.cpp")
+    with refused("vae"):
+        wan(vae="vaemem", vae_memory_limit="8 GB")
+    with refused("height", "136"):
+        predict_pipeline("wan-14b", 136, 192)
+    with refused("image"):
+        wan(image=True)
+    for name in ("Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", "Wan-AI/Wan2.2-T2V-A14B", "wan2.1"):
+        with refused("pipeline"):
+            predict_pipeline(name, 128, 192)
+
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+WIDTH = 64  # of the small text encoder
+
+
+@pytest.fixture(scope="module")
+def small():
+    """Builds a pipeline with a small text encoder and transformer; their recordings replace those of "wan-1.3b"."""
+    torch = pytest.importorskip("torch")
+    diffusers, _ = pytest.importorskip("diffusers"), pytest.importorskip("accelerate")
+    if not BENCHMARKS.exists() or not hasattr(diffusers, "WanPipeline"):
+        pytest.skip("needs the sources, and a diffusers with WanPipeline")
+    sys.path.insert(0, str(BENCHMARKS))
+    import record_modules
+    import torch_pipelines
+    from modules import MODULES
+
+    from vaemem.pytorch.loading import BUILDERS, Undrawn, default_dtype
+
+    tokenizer, _ = torch_pipelines.t5()
+    text, kind = MODULES["umt5-xxl"], components.PIPELINES["wan-1.3b"]
+    transformer = MODULES[kind.parts["transformer"]]
+
+    def call(sizes, dtype):
+        args, kwargs = transformer.call(sizes, dtype)
+        return args, kwargs | {"encoder_hidden_states": torch.empty(sizes["n"], sizes["t"], WIDTH, dtype=dtype)}
+
+    layers = {"d_model": WIDTH, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "vocab_size": len(tokenizer)}
+    heads = {"num_attention_heads": 4, "attention_head_dim": 32, "text_dim": WIDTH, "freq_dim": 32, "ffn_dim": 128}
+    modules = {
+        "small-umt5": text._replace(build=partial(text.build, **layers)),
+        "small-wan": transformer._replace(build=partial(transformer.build, **heads, num_layers=2), call=call),
+    }
+    load = programs.load_program
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in modules.items():
+            patch.setitem(MODULES, name, module)
+        made = {name: programs.Recorded(name, record_modules.record(name, lambda _: None)) for name in modules}
+        for room in (programs, components):
+            patch.setattr(room, "load_program", lambda name: made.get(name) or load(name))
+        parts = kind.parts | {"text_encoder": "small-umt5", "transformer": "small-wan"}
+        patch.setitem(components.PIPELINES, "wan-1.3b", kind._replace(width=WIDTH, parts=parts))
+
+        def pipeline():
+            with torch.device("meta"), default_dtype(torch.bfloat16), Undrawn():
+                encoder, denoiser = (one.build().eval() for one in modules.values())
+            with torch.device("meta"):
+                vae = BUILDERS["wan2.1"]().eval()
+            scheduler = diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True)
+            pipe = diffusers.WanPipeline(tokenizer, encoder, vae, scheduler, denoiser)
+            pipe.set_progress_bar_config(disable=True)
+            return pipe
+
+        yield pipeline
+
+
+def place(pipe, offload):
+    import torch
+
+    if offload == "none":
+        pipe.to("cuda")
+    elif offload.endswith("level"):
+        pipe.enable_group_offload(torch.device("cuda"), offload_type=offload, num_blocks_per_group=1)
+    else:
+        getattr(pipe, f"enable_{offload}_cpu_offload")(device="cuda")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("offload", "frames", "batch", "vae", "steps", "less"),
+    [
+        ("none", 5, 1, "whole", 3, 0),
+        ("model", 17, 2, "tiled", 1, 0),
+        ("sequential", 9, 1, "whole", 2, 0),
+        ("leaf_level", 9, 1, "whole", 2, 0),
+        ("block_level", 9, 1, "whole", 2, 2 * 1024 * 32 * 4),  # the tables of positions, twice from the second call on
+    ],
+)
+def test_the_pipelines_own_code_takes_as_much(small, offload, frames, batch, vae, steps, less):
+    """To the byte, in each phase. Only there is loading a phase if nothing but prompts and tables is loaded."""
+    from vaemem.pytorch import predict_pipeline as predict_any
+
+    size = {"height": 64, "width": 96} if vae == "whole" else {"height": 96, "width": 288}
+
+    def prepare(pipe):
+        if vae == "tiled":
+            pipe.vae.enable_tiling()
+        place(pipe, offload)
+
+    how = {"num_frames": frames, "num_videos_per_prompt": batch, "num_inference_steps": steps}
+    real = predict_any(small(), "a", **size, **how, gpu="RTX 4090", prepare=prepare)
+    p = predict_pipeline(
+        "wan-1.3b", *size.values(), batch, frames=frames, gpu="RTX 4090", offload=offload, vae=vae, steps=steps
+    )
+    found = {phase.name: phase.allocated for phase in real.phases if phase.name != "load"}
+    predicted = {phase.name: phase.allocated for phase in p.phases if phase.name != "load"}
+    predicted["denoise"] += less
+    assert found == predicted
