@@ -8,6 +8,7 @@
  *
  * A norm on load first needs the sums of its whole input. If that input is streamed, the chain runs in rounds: first up
  * to that tensor, only measuring its rows; then again from the beginning, with the sums known. */
+#include <math.h>
 #include <string.h>
 
 #include "vm.h"
@@ -29,7 +30,7 @@ static size_t reads_to(const vm_stage *s, size_t k) {
 
 size_t vm_chain_stages(const vm_plan *plan, const vm_chain *chain, vm_stage *stage) {
     const vm_backend *b = plan->request.backend;
-    const unsigned threads = plan->request.limits.threads;
+    const size_t threads = plan->request.limits.threads;
     const int first = chain->first, last = chain->last;
     for (int i = first; i <= last; i++) {
         const vm_node *n = &plan->graph->node[i];
@@ -40,13 +41,43 @@ size_t vm_chain_stages(const vm_plan *plan, const vm_chain *chain, vm_stage *sta
                         .y_rows = p->y.h,
                         .x = n->x >= first ? n->x - first : VM_NONE,
                         .add = n->add >= first ? n->add - first : VM_NONE};
-        s->each = VM_MAX((threads + s->cut.columns - 1) / s->cut.columns, 1);
-        if (chain->steps) s->each = VM_MAX((s->cut.rows + chain->steps - 1) / chain->steps, s->each);
-        s->ahead = threads > s->cut.columns
-                       ? 2
-                       : 1; /* 2: threads stay busy while the input is made; 1: rings are as low as possible */
+        s->ahead = threads > s->cut.columns ? 2 : 1; /* 2: threads stay busy while the input is made */
+        s->least = chain->steps ? (s->cut.rows + chain->steps - 1) / chain->steps : 1;
+        s->most = VM_MAX(threads > 1 ? 4 * ((threads + s->cut.columns - 1) / s->cut.columns) : 1, s->least);
     }
     return (size_t)(last - first + 1);
+}
+
+/* Returns: a stage's rows of tiles next to `tall` rows of a tensor of `all`. */
+static size_t rows_of_tiles(const vm_stage *s, size_t tall, size_t all) {
+    const size_t made = all * s->cut.out_rows;
+    return VM_MAX((tall * s->y_rows + made - 1) / made, 1);
+}
+
+static double flops_of(const vm_plan *plan, int node) { return vm_pass_flops(&plan->step[node].pass); }
+
+/* Sets how many rows of tiles each active stage makes per step: few, so that rings are low, but by its share of the
+ * work each stage has tasks for its share of the threads. All advance equally, by a multiple of `tall` rows of the
+ * tallest tensor, which are next to the coarsest row of tiles. */
+static void set_steps(const vm_plan *plan, int first, vm_stage *stage, size_t stages) {
+    size_t all = 0, tall = 0, times = 1;
+    double work = 0;
+    for (size_t i = 0; i < stages; i++) {
+        if (!stage[i].active) continue;
+        all = VM_MAX(all, stage[i].y_rows);
+        work += flops_of(plan, first + (int)i);
+    }
+    for (size_t i = 0; i < stages; i++)
+        if (stage[i].active) tall = VM_MAX(tall, stage[i].cut.out_rows * (all / stage[i].y_rows));
+    for (size_t i = 0; i < stages; i++) {
+        const double share = flops_of(plan, first + (int)i) / work * plan->request.limits.threads;
+        const size_t tasks = stage[i].cut.columns * rows_of_tiles(&stage[i], tall, all);
+        if (stage[i].active) times = VM_MAX(times, (size_t)ceil(share / (double)tasks - 1e-9));
+    }
+    for (size_t i = 0; i < stages; i++) {
+        vm_stage *s = &stage[i];
+        s->each = VM_MAX(times > 1 ? VM_MIN(rows_of_tiles(s, times * tall, all), s->most) : 1, s->least);
+    }
 }
 
 bool vm_chain_round(const vm_plan *plan, int first, vm_stage *stage, size_t stages, size_t round, int *target) {
@@ -69,6 +100,7 @@ bool vm_chain_round(const vm_plan *plan, int first, vm_stage *stage, size_t stag
         for (size_t k = 0; stage[i].active && k < 2; k++)
             if (sources[k] != VM_NONE) stage[sources[k]].active = stage[sources[k]].read = true;
     }
+    set_steps(plan, first, stage, stages);
     return true;
 }
 
@@ -91,7 +123,7 @@ static void find_wanted(const vm_stage *stage, size_t stages, size_t *wanted) {
         if (!stage[i].read) wanted[i] = lowest + reach;
 }
 
-static bool ready(const vm_stage *stage, const vm_stage *s, size_t k) {
+bool vm_stage_ready(const vm_stage *stage, const vm_stage *s, size_t k) {
     const vm_stage *x = s->x == VM_NONE ? NULL : &stage[s->x], *add = s->add == VM_NONE ? NULL : &stage[s->add];
     return (!x || vm_stage_made(x, x->done) >= reads_to(s, k)) &&
            (!add || vm_stage_made(add, add->done) >= vm_stage_made(s, k + 1));
@@ -106,7 +138,7 @@ bool vm_chain_step(vm_stage *stage, size_t stages) {
         vm_stage *s = &stage[i];
         if (!s->active) continue;
         while (s->now < s->each && s->done + s->now < s->cut.rows && vm_stage_made(s, s->done + s->now) < wanted[i] &&
-               ready(stage, s, s->done + s->now))
+               vm_stage_ready(stage, s, s->done + s->now))
             s->now++;
         more |= s->now > 0;
     }
@@ -158,7 +190,7 @@ vm_manner vm_chain_manner(const vm_plan *plan, const vm_chain *chain, int node) 
     vm_chain_stages(plan, &(vm_chain){.first = node, .last = node, .tight = chain->tight, .steps = chain->steps},
                     &stage);
     const bool alone = chain->first == chain->last;
-    const size_t at_once = alone ? stage.cut.rows : VM_MIN(stage.each, stage.cut.rows);
+    const size_t at_once = alone ? stage.cut.rows : VM_MIN(stage.most, stage.cut.rows);
     return (vm_manner){.at_once = at_once, .stepped = !alone || !plan->ample, .tight = chain->tight};
 }
 

@@ -119,6 +119,10 @@ size_t vm_plan_row_bytes(const vm_plan *plan, int node) {
     return row_bytes(plan, VM_BLOCKS(plan->step[node].pass.y.c), node);
 }
 
+size_t vm_plan_pitch_bytes(const vm_plan *plan, int node) {
+    return row_bytes(plan, plan->piece[plan->step[node].y].pitch, node);
+}
+
 /* Returns: the node whose memory this one's tensor may take, pixel by pixel, in any order of the rows; VM_NONE. */
 static int place_of(const vm_plan *plan, int node) {
     const vm_node *n = &plan->graph->node[node];
@@ -166,6 +170,17 @@ static size_t byte_of_row(const vm_plan *plan, int piece, int from, size_t row) 
     return row * row_bytes(plan, p->pitch, from);
 }
 
+size_t vm_plan_read_from(const vm_plan *plan, const vm_chain *chain, const vm_stage *stage, size_t stages, int piece) {
+    size_t read = plan->piece[piece].bytes;
+    for (size_t i = 0; i < stages; i++) {
+        const vm_stage *s = &stage[i];
+        const vm_node *n = &plan->graph->node[chain->first + (int)i];
+        read = VM_MIN(read, byte_of_row(plan, piece, n->x, vm_stage_from(s, s->done)));
+        read = VM_MIN(read, byte_of_row(plan, piece, n->add, vm_stage_made(s, s->done)));
+    }
+    return read;
+}
+
 /* Returns: how far after the beginning of `piece` its heir may begin without overwriting a row still to be read. */
 static ptrdiff_t shift_of(const vm_plan *plan, const vm_chain *c, int piece, const int *output, size_t outputs) {
     vm_stage stage[VM_CHAIN];
@@ -175,16 +190,11 @@ static ptrdiff_t shift_of(const vm_plan *plan, const vm_chain *c, int piece, con
     for (size_t round = 0; vm_chain_round(plan, c->first, stage, stages, round, &target); round++)
         for (vm_repeats seen = {.steps = 0}; target == VM_NONE && vm_chain_step(stage, stages);
              vm_chain_skip(&seen, stage, stages)) {
-            size_t read = plan->piece[piece].bytes, written = 0;
-            for (size_t i = 0; i < stages; i++) {
-                const vm_stage *s = &stage[i];
-                const vm_node *n = &plan->graph->node[c->first + (int)i];
-                read = VM_MIN(read, byte_of_row(plan, piece, n->x, vm_stage_from(s, s->done)));
-                read = VM_MIN(read, byte_of_row(plan, piece, n->add, vm_stage_made(s, s->done)));
-            }
+            const size_t read = vm_plan_read_from(plan, c, stage, stages, piece);
+            size_t written = 0;
             for (size_t o = 0; o < outputs; o++) {
                 const vm_stage *s = &stage[output[o] - c->first];
-                const size_t row = row_bytes(plan, plan->piece[plan->step[output[o]].y].pitch, output[o]);
+                const size_t row = vm_plan_pitch_bytes(plan, output[o]);
                 if (s->now) written = VM_MAX(written, vm_stage_made(s, s->done + s->now) * row);
             }
             if (written) shift = VM_MIN(shift, (ptrdiff_t)read - (ptrdiff_t)written);

@@ -5,8 +5,8 @@
  * where the workers never existed.
  *
  * Work comes as n tasks. Threads take the next task from a counter, so which thread runs which task is random and must
- * not matter: tasks write disjoint memory. The caller's thread works too; only it calls poll, about twenty times a
- * second, between its tasks and while it waits. */
+ * not matter: tasks write disjoint memory. A task that was taken is run, so another may wait for it (flow.c). The
+ * caller's thread works too; only it calls poll, about twenty times a second, between its tasks and while it waits. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdatomic.h>
@@ -53,11 +53,14 @@ static void poll_now(vm_pool *p) {
     if (p->poll(p->poll_context, p->rows_before + part, p->rows_total)) atomic_store(&p->stop, true);
 }
 
+static bool forked(const vm_pool *p) { return p->threads > 1 && p->process != getpid(); }
+
 static void take_tasks(vm_pool *p, unsigned thread) {
     for (size_t i; !atomic_load(&p->stop) && (i = atomic_fetch_add(&p->next, 1)) < p->tasks;) {
         p->fn(p->job, i, thread);
         atomic_fetch_add(&p->done, 1);
         if (thread == 0) poll_now(p);
+        if (thread == 0 && forked(p)) return; /* a task may wait for another thread's */
     }
 }
 
@@ -114,8 +117,6 @@ vm_status vm_pool_open(vm_pool *p, unsigned threads, size_t rows_total, vm_poll 
     vm_pool_close(p);
     return vm_fail(VM_ENOMEM, "threads: expected %u, the system gave %u (set VAEMEM_THREADS)", threads, got);
 }
-
-static bool forked(const vm_pool *p) { return p->threads > 1 && p->process != getpid(); }
 
 void vm_pool_close(vm_pool *p) {
     if (forked(p)) return;

@@ -149,45 +149,25 @@ static void unguard(const walk *w) {
     if (w->device->addressable) ASAN_UNPOISON_MEMORY_REGION(w->arena, w->m->arena_bytes);
 }
 
-/* The tasks of one step of a chain: some of each stage. */
-typedef struct batch {
-    const vm_stage *stage;
-    const vm_tasks *tasks;
-    size_t stages;
-} batch;
-
-static size_t tasks_of(const vm_stage *s, const vm_tasks *tasks) { return tasks->fn ? s->now * s->cut.columns : 0; }
-
-static void batch_task(const void *job, size_t task, unsigned thread) {
-    const batch *b = job;
-    for (size_t i = 0; i < b->stages; i++) {
-        const vm_stage *s = &b->stage[i];
-        const size_t n = tasks_of(s, &b->tasks[i]);
-        if (task < n) {
-            b->tasks[i].fn(b->tasks[i].job, s->done * s->cut.columns + task, thread);
-            return;
-        }
-        task -= n;
-    }
-}
-
 /* Makes the host wait now and then while it enqueues. */
 static vm_status keep_pace(const walk *w, size_t step, size_t rows) {
     return check(w, w->device->step_enqueued(w->backend, step, rows, w->run->wait ? &w->exec : NULL));
 }
 
-/* Runs the stages' current step. */
-static vm_status run_step(const walk *w, const vm_stage *stage, const vm_tasks *tasks, size_t stages) {
-    size_t n = 0, rows = 0;
-    for (size_t i = 0; i < stages; i++) {
-        const vm_stage *s = &stage[i];
-        n += tasks_of(s, &tasks[i]);
-        rows += vm_stage_made(s, s->done + s->now) - vm_stage_made(s, s->done);
+/* Enqueues a round step by step, on a device whose tiles are not tasks. */
+static vm_status enqueue_round(const walk *w, vm_stage *stage, const vm_tasks *tasks, size_t stages) {
+    vm_status s = VM_OK;
+    while (!s && vm_chain_step(stage, stages)) {
+        size_t rows = 0;
+        for (size_t i = 0; i < stages && !s; i++) {
+            const vm_stage *at = &stage[i];
+            rows += vm_stage_made(at, at->done + at->now) - vm_stage_made(at, at->done);
+            if (at->now) s = check(w, tasks[i].rows(&tasks[i], at->done, at->now));
+        }
+        if (!s) s = w->exec.each(w->exec.pool, 0, rows, NULL, NULL);
+        if (!s) s = keep_pace(w, SIZE_MAX, 0);
     }
-    vm_status s = w->exec.each(w->exec.pool, n, rows, batch_task, &(batch){stage, tasks, stages});
-    for (size_t i = 0; i < stages && !s; i++)
-        if (stage[i].now && tasks[i].rows) s = check(w, tasks[i].rows(&tasks[i], stage[i].done, stage[i].now));
-    return s ? s : keep_pace(w, SIZE_MAX, 0);
+    return s;
 }
 
 /* Runs row by row. Each pass is prepared in its first round. */
@@ -207,7 +187,10 @@ static vm_status run_stepped(walk *w, const vm_chain *c, size_t item) {
             s = check(w, w->backend->prepare(w->backend, pass, &at[i], &w->exec, &tasks[i]));
             ready[i] = true;
         }
-        while (!s && vm_chain_step(stage, stages)) s = run_step(w, stage, tasks, stages);
+        if (s) break;
+        const size_t last = target == VM_NONE ? stages - 1 : (size_t)target;
+        s = tasks[last].fn ? vm_flow_run(w->plan, c, stage, tasks, stages, &w->exec)
+                           : enqueue_round(w, stage, tasks, stages);
     }
     return s;
 }

@@ -4,6 +4,7 @@
  *   model.c    joins these three into one object, in a device's memory
  *   chain.c    passes that run together    choose.c   picks the chains    layout.c   places every byte before the run
  *   plan.c     turns a request into a plan
+ *   flow.c     runs a chain's tasks as soon as their rows are there
  *   run.c      runs it on a backend     mem.c      the only allocator            pool.c     the only threads
  *
  * Ownership: whoever calls *_new owns the object and gives it to *_free, which accepts NULL and half-built objects. A
@@ -197,6 +198,7 @@ typedef struct vm_stage {
     vm_cut cut;
     size_t x_rows, y_rows; /* rows of its tensors */
     int x, add;            /* stages that make them; VM_NONE: they exist from the beginning */
+    size_t least, most;    /* rows of tiles per step in any round, at least and at most */
     size_t each, ahead;    /* most rows of tiles per step, and steps whose input may be made in advance */
     bool active, read;     /* in this round; read: by another stage */
     size_t done, now;      /* rows of tiles before this step, and in it */
@@ -237,10 +239,18 @@ double vm_chain_work(const struct vm_plan *plan, const vm_chain *chain);
 /* Before row k of tiles. Returns: rows of output made so far; first row of input still needed. */
 size_t vm_stage_made(const vm_stage *stage, size_t k);
 size_t vm_stage_from(const vm_stage *stage, size_t k);
+/* Returns: whether the rows that row k of tiles of `s` reads are done. */
+bool vm_stage_ready(const vm_stage *stage, const vm_stage *s, size_t k);
 /* Whether nodes [first, last] can be a chain. */
 bool vm_chain_can(const struct vm_plan *plan, int first, int last);
 /* Returns: FLOPs of all its rounds for one batch item; of `node` only, unless that is VM_NONE. */
 double vm_chain_flops(const struct vm_plan *plan, int first, int last, int node);
+
+/* ---- flow.c ---- */
+
+/* Runs a round of a chain whose tiles are tasks. stage: as vm_chain_round left it. */
+vm_status vm_flow_run(const struct vm_plan *plan, const vm_chain *chain, const vm_stage *stage, const vm_tasks *tasks,
+                      size_t stages, const vm_exec *exec);
 
 /* ---- plan.c, layout.c: every byte of a run, before it runs ---- */
 

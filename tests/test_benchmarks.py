@@ -21,6 +21,7 @@ import decode
 import memory
 import passes
 import predictions
+import tools
 from cases import Attention, Conv
 from decode import Bar, Case, Entry
 from engine import config
@@ -72,6 +73,17 @@ def test_a_folder_is_encoded_as_diffusers_does(tmp_path):
         rows = list(csv.DictReader(f))
     assert [(row["contestant"], row["batch"]) for row in rows] == [("vaemem", "1"), ("diffusers", "2")]
     assert all(int(row["base_mib"]) < int(row["peak_mib"]) and float(row["images_per_second"]) for row in rows)
+
+
+@pytest.mark.thorough
+def test_many_threads_are_modelled(tmp_path):
+    """On more threads than there are tasks the efficiency is lower."""
+    if not tools.runs("gcc"):
+        pytest.skip("there is no gcc")
+    run("scaling.py", "--model --size 64 --threads 2 256 --limits 0", tmp_path)
+    with open(tmp_path / "scaling_model_64.csv") as f:
+        found = {row["threads"]: float(row["efficiency"]) for row in csv.DictReader(f) if row["pass"] == "all"}
+    assert 0 < found["256"] < found["2"] <= 1
 
 
 @pytest.mark.thorough

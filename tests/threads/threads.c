@@ -127,12 +127,12 @@ static const vm_arch arch = {.name = "small",
 static const vm_backend *backend;
 
 /* Its filters are zero, and its biases larger than float16's numbers: there every thread stores what is not finite. */
-static vm_model *new_model(void) {
+static vm_model *new_model(const vm_arch *arch) {
     static const float zero[32 * 1024];
     float large[64];
     vm_model *m;
     for (size_t i = 0; i < sizeof large / sizeof *large; i++) large[i] = 1e5f;
-    CHECK(!vm_model_new(&arch, VM_DECODER, backend, &m));
+    CHECK(!vm_model_new(arch, VM_DECODER, backend, &m));
     for (size_t i = 0; i < m->tensors; i++) {
         const vm_weight *w = &m->tensor[i].weight;
         CHECK(w->out * w->in * w->ksize * w->ksize <= (w->vector ? sizeof large : sizeof zero) / sizeof(float));
@@ -172,7 +172,7 @@ static void decode(vm_model *m, vm_poll poll) {
 }
 
 static void *own_model(void *unused) {
-    vm_model *m = new_model();
+    vm_model *m = new_model(&arch);
     for (int i = 0; i < ROUNDS; i++) decode(m, NULL);
     decode(m, poll_stop);
     vm_model_free(m);
@@ -201,9 +201,35 @@ static void *shared_model(void *context) {
     return NULL;
 }
 
+/* Within the smallest limit rows are streamed through rings: threads overwrite rows that others have read. */
+static void stream(void) {
+    enum { SIDES = 4 };
+    vm_arch without_attention = arch;
+    without_attention.mid_block_add_attention = false;
+    vm_model *m = new_model(&without_attention);
+    vm_request ask = request();
+    float *in = calloc(SIDES * SIDES * LATENTS, sizeof *in), *out = calloc(SIDES * SIDES * PIXELS, sizeof *out);
+    vm_plan *plan;
+    ask.height = ask.width = SIDES * SIDE;
+    ask.limits.threads = CREW;
+    ask.memory_limit = 1;
+    CHECK(in && out && vm_plan_new(m, &ask, &plan) == VM_ELIMIT);
+    ask.memory_limit = plan->reserved;
+    vm_plan_free(m, plan);
+    CHECK(!vm_plan_new(m, &ask, &plan) && plan->work > 1);
+    const ptrdiff_t pixel = sizeof *in, row = SIDES * SIDE / 2 * pixel, channel = SIDES * SIDE / 2 * row;
+    vm_run run = {
+        .in = {in, 'f', sizeof *in, .channel = channel, .row = row, .pixel = pixel}, .out = out, .wait = true};
+    CHECK(!vm_plan_run(m, plan, &run));
+    vm_plan_free(m, plan);
+    vm_model_free(m);
+    free(in);
+    free(out);
+}
+
 static void models(void) {
     crew(own_model, NULL);
-    shared s = {PTHREAD_MUTEX_INITIALIZER, new_model()};
+    shared s = {PTHREAD_MUTEX_INITIALIZER, new_model(&arch)};
     crew(shared_model, &s);
     vm_model_free(s.object);
 }
@@ -298,6 +324,8 @@ int main(void) {
             backend = vm_backend_at(dtype, p, 0);
             models();
         }
+    backend = vm_backend_at(VM_F32, VM_HIGHEST, 0);
+    stream();
     puts("ok");
     return 0;
 }
