@@ -51,10 +51,11 @@ diffusers_version : str, optional
     float32, a decode's first blocks stay in half precision before 0.36. Before 0.37 ``channels_last`` takes more
     copies.
 pipeline : str
-    ``"sd15"``, ``"sd21"``, ``"sdxl"``, ``"sdxl-refiner"``, ``"sd3"``, ``"sd35-medium"``, ``"sd35-large"``,
-    ``"pixart-sigma"``, ``"flux"``, ``"flux-schnell"``, ``"flux-kontext"``, ``"flux-fill"``, ``"chroma"``,
-    ``"qwen-image"``, ``"qwen-image-edit"``, ``"zimage-turbo"``, ``"flux2"``, ``"flux2-klein"`` or
-    ``"flux2-klein-9b"``; or a model with the same modules, such as ``"RunDiffusion/Juggernaut-XL-v9"``.
+    ``"sd15"``, ``"sd15-controlnet"``, ``"sd21"``, ``"sdxl"``, ``"sdxl-controlnet"``, ``"sdxl-refiner"``, ``"sd3"``,
+    ``"sd35-medium"``, ``"sd35-large"``, ``"pixart-sigma"``, ``"flux"``, ``"flux-schnell"``, ``"flux-kontext"``,
+    ``"flux-fill"``, ``"chroma"``, ``"qwen-image"``, ``"qwen-image-edit"``, ``"zimage-turbo"``, ``"flux2"``,
+    ``"flux2-klein"`` or ``"flux2-klein-9b"``; or a model with the same modules, such as
+    ``"RunDiffusion/Juggernaut-XL-v9"``.
 prompt_tokens : int, optional
     The prompt's length, at most 8192. The default is 77, or the pipeline's max_sequence_length: 512 for FLUX and
     Chroma, 256 for SD 3 (of T5's prompt), 300 for PixArt-Sigma. SD 1.5, SD 2.1 and SDXL pad to 77 and encode longer
@@ -65,12 +66,12 @@ guidance : bool, optional
     guidance as a number; Z-Image-Turbo and FLUX.2-klein take none.
 components : dict, optional
     Storage of components' weights, by role (``"text_encoder"``, ``"text_encoder_2"``, ``"unet"``, ``"transformer"``,
-    ``"vae"``). A value is a type that `vaemem.pipelines.storage.tensor_bytes` takes (``"nf4"``, ``"Q8_0"``, ``"fp8"``,
-    ``"int8wo"``, ``"float32"``), or the path of a safetensors or GGUF file. Weights stay in the types that the file's
-    header lists; ``from_pretrained(torch_dtype=...)`` would change them. None, or ``"none"``, leaves a text encoder
-    out. By default the file holds that type and is loaded to the CPU. Words after the type change this: ``"nf4 from
-    bfloat16"`` is quantised on the card during loading, ``"nf4 on cuda"`` is loaded on the card, and ``"int8 kept on
-    cuda"`` stays there.
+    ``"controlnet"``, ``"vae"``). A value is a type that `vaemem.pipelines.storage.tensor_bytes` takes (``"nf4"``,
+    ``"Q8_0"``, ``"fp8"``, ``"int8wo"``, ``"float32"``), or the path of a safetensors or GGUF file. Weights stay in the
+    types that the file's header lists; ``from_pretrained(torch_dtype=...)`` would change them. None, or ``"none"``,
+    leaves a text encoder out. By default the file holds that type and is loaded to the CPU. Words after the type change
+    this: ``"nf4 from bfloat16"`` is quantised on the card during loading, ``"nf4 on cuda"`` is loaded on the card, and
+    ``"int8 kept on cuda"`` stays there.
     SD 1.5 has its ``"safety_checker"`` only if it is named. SDXL's VAE is stored in float16 and converted to float32
     for its call unless this names its type.
 image : bool

@@ -122,7 +122,14 @@ def diffusers_code(
     keyword, imports = dtype_keyword(release), [pipeline.class_name]
     told = [f'"{pipeline.repository}"', f"{keyword}=torch.{dtype}"]
     lines, more = [], []
-    quantised = [role for role, kind in types.items() if kind in SCHEMES]
+    for role, about in pipeline.aside.items():
+        if types.get(role, "fp8") != "fp8":
+            continue
+        kind, _, repository = about.split()
+        imports.insert(0, kind)
+        lines.append(f'{role} = {kind}.from_pretrained("{repository}", {keyword}=torch.{dtype})')
+        told.append(f"{role}={role}")
+    quantised = [role for role, kind in types.items() if kind in SCHEMES and role not in pipeline.aside]
     if quantised:
         more.append("from diffusers.quantizers import PipelineQuantizationConfig  # diffusers 0.34 or later")
         lines.append("quantization_config = PipelineQuantizationConfig(quant_mapping={")
