@@ -252,13 +252,14 @@ def known_pipeline(argument: str, name: Any) -> str:
 # Arguments that a runtime does not use.
 WITHOUT = {
     "diffusers": ("flash", "cache_limit"),
-    "comfyui": ("image", "flash", "cache_limit", "types", "vae_memory_limit", "diffusers_version"),
+    "comfyui": ("image", "flash", "cache_limit", "types", "vae_memory_limit", "diffusers_version", "lora"),
     "sd.cpp": (
         "image", "cache_limit", "dtype", "vae_memory_limit", "cudnn_version", "torch_version", "diffusers_version",
+        "lora",
     ),
     "mlx": (
         "gpu", "host_memory", "calibrate", "time_limit", "types", "flash", "image", "steps", "prompt_tokens", "dtype",
-        "cudnn_version", "torch_version", "diffusers_version",
+        "cudnn_version", "torch_version", "diffusers_version", "lora",
     ),
 }  # fmt: skip
 

@@ -10,6 +10,7 @@ from vaemem._common import distinct
 from vaemem.engine.configs import config_of
 from vaemem.pipelines.components import VAE_STRIDE, Pipeline
 from vaemem.pipelines.group_offload import GroupOffload
+from vaemem.pipelines.lora import Lora
 from vaemem.pipelines.quantising import SCHEMES
 from vaemem.prediction.runtimes import LAST_DIFFUSERS, architecture
 from vaemem.prediction.usual import FIXED
@@ -99,7 +100,7 @@ def dtype_keyword(release: int) -> str:
 def diffusers_code(
     pipeline: Pipeline, dtype: str, offload: str | Mapping[str, Any] = "none", vae: str = "whole",
     components: Mapping[str, Any] | None = None, vae_memory_limit: int | str | None = None,
-    release: int = LAST_DIFFUSERS,
+    release: int = LAST_DIFFUSERS, loras: Sequence[Lora] = (),
 ) -> str:  # fmt: skip
     """Return the program for arguments of `vaemem.predict_pipeline`, up to the call of the pipeline.
 
@@ -153,6 +154,9 @@ def diffusers_code(
     if fixed:
         imports.insert(0, "AutoencoderKL")
         lines.append(f'pipe.vae = AutoencoderKL.from_pretrained("{FIXED}", {keyword}=torch.float16)')
+    for lora in loras:
+        lines.append(f'pipe.load_lora_weights("{lora.file or "your LoRA"}")')
+        lines += ["pipe.fuse_lora()"] * lora.fused
     lines += [line for role in cast for line in _casting_code(role, dtype)]
     class_name = config_of(architecture(pipeline.parts["vae"]))["_class_name"]
     lines += [*vae_code(vae, vae_memory_limit, class_name), *placing_code(offload, pipeline.parts)]
