@@ -107,6 +107,36 @@ def _sdxl_unet_call(sizes: Sizes, dtype: torch.dtype, width: int = 2048, ids: in
     return _unet_call(sizes, dtype, width, torch.float32, added_cond_kwargs=added)
 
 
+def _condition(sizes: Sizes, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {"controlnet_cond": torch.empty(sizes["n"], 3, 8 * sizes["h"], 8 * sizes["w"], dtype=dtype)}
+
+
+def _sd15_controlnet_call(sizes: Sizes, dtype: torch.dtype) -> Call:
+    how = {"conditioning_scale": 0.5, "guess_mode": False}
+    return _unet_call(sizes, dtype, 768, torch.int64, **_condition(sizes, dtype), **how)
+
+
+def _sdxl_controlnet_call(sizes: Sizes, dtype: torch.dtype) -> Call:
+    how = {"conditioning_scale": 0.5, "guess_mode": False}
+    args, kwargs = _sdxl_unet_call(sizes, dtype)
+    return args, {**kwargs, **_condition(sizes, dtype), **how}
+
+
+def _controlled(call: Callable[[Sizes, torch.dtype], Call], *channels: Sequence[int]) -> Any:
+    """A UNet's call with a ControlNet's residuals: of these channels after 0, 1, ... halvings of the latent."""
+
+    def controlled(sizes: Sizes, dtype: torch.dtype) -> Call:
+        args, kwargs = call(sizes, dtype)
+        h, w, residuals = sizes["h"], sizes["w"], list[torch.Tensor]()
+        for level in channels:
+            residuals += [torch.empty(sizes["n"], c, h, w, dtype=dtype) for c in level]
+            h, w = -(-h // 2), -(-w // 2)
+        added = {"down_block_additional_residuals": residuals[:-1], "mid_block_additional_residual": residuals[-1]}
+        return args, {**kwargs, **added}
+
+    return controlled
+
+
 # ---- transformers of images, whose latents h x w are even and come as patches of 2 x 2 ----
 
 PATCHES = halved(1)
@@ -359,6 +389,28 @@ MODULES = {
         "UNet2DConditionModel of stable-diffusion-xl-base-1.0; n images, twice with guidance, a latent h x w, t tokens",
         BUILDERS["sdxl-unet"],
         _sdxl_unet_call, UNET_POINTS, UNET_CHECKS, products(["", "n"], ["", "t"], levels(2)), halved(2),
+    ),
+    "sd15-controlnet": Module(
+        "ControlNetModel for stable-diffusion-v1-5; n images, twice with guidance, a latent h x w, t tokens",
+        BUILDERS["sd15-controlnet"],
+        _sd15_controlnet_call, UNET_POINTS, UNET_CHECKS, products(["", "n"], ["", "t"], levels(3)), halved(3),
+    ),
+    "sdxl-controlnet": Module(
+        "ControlNetModel for stable-diffusion-xl-base-1.0; n images, twice with guidance, a latent h x w, t tokens",
+        BUILDERS["sdxl-controlnet"],
+        _sdxl_controlnet_call, UNET_POINTS, UNET_CHECKS, products(["", "n"], ["", "t"], levels(2)), halved(2),
+    ),
+    "sd15-controlled-unet": Module(
+        "UNet2DConditionModel of stable-diffusion-v1-5 with a ControlNet's residuals; n images, twice with guidance,"
+        " a latent h x w, t tokens", BUILDERS["sd15-controlled-unet"],
+        _controlled(_sd15_unet_call, (320,) * 3, (320, 640, 640), (640, 1280, 1280), (1280,) * 4),
+        UNET_POINTS, UNET_CHECKS, products(["", "n"], ["", "t"], levels(3)), halved(3),
+    ),
+    "sdxl-controlled-unet": Module(
+        "UNet2DConditionModel of stable-diffusion-xl-base-1.0 with a ControlNet's residuals; n images, twice with"
+        " guidance, a latent h x w, t tokens", BUILDERS["sdxl-controlled-unet"],
+        _controlled(_sdxl_unet_call, (320,) * 3, (320, 640, 640), (640, 1280, 1280, 1280)),
+        UNET_POINTS, UNET_CHECKS, products(["", "n"], ["", "t"], levels(2)), halved(2),
     ),
     "sdxl-refiner-unet": Module(
         "UNet2DConditionModel of stable-diffusion-xl-refiner-1.0; n images, twice with guidance, a latent h x w,"

@@ -235,7 +235,9 @@ def test_a_video():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("name", "way"), [("sd15", "block_level"), ("sd3", "sequential")])
+@pytest.mark.parametrize(
+    ("name", "way"), [("sd15", "block_level"), ("sd3", "sequential"), ("sdxl-controlnet", "model")]
+)
 def test_a_known_pipeline_of_full_size(name, way):
     """Both ways to predict agree, except for schedulers' own tensors and the allocator's rounding; with sequential
     offload also for frees that recordings note late."""
@@ -243,7 +245,8 @@ def test_a_known_pipeline_of_full_size(name, way):
     with accelerate.init_empty_weights():
         pipe = random_pipeline(name, "float16")
     known = {phase.name: phase for phase in predict_pipeline(name, 512, 512, gpu="RTX 4090", offload=way).phases}
-    p = predict_any(pipe, "word", height=512, width=512, gpu="RTX 4090", prepare=WAYS[way])
+    more = {"image": torch.zeros(1, 3, 512, 512)} if name.endswith("controlnet") else {}
+    p = predict_any(pipe, "word", height=512, width=512, gpu="RTX 4090", prepare=WAYS[way], **more)
     there = [phase for phase in p.phases if phase.name in known]  # only here is loading a phase if buffers are loaded
     assert len(there) == len(known)
     for phase in there:

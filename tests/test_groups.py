@@ -289,7 +289,7 @@ def test_a_safety_checker_is_moved_too():
 # ---- layerwise casting ----
 
 
-CAST = [name for name in MODULES if name.endswith(("-unet", "-transformer")) and "older" not in name]
+CAST = [name for name in MODULES if name.endswith(("-unet", "-transformer", "-controlnet")) and "older" not in name]
 CAST += ["clip-l", "openclip-g", "t5-xxl", "qwen3-4b"]
 
 
@@ -309,7 +309,9 @@ def test_what_is_stored_in_float8(component):
     types = {name: str(tensor.dtype) for name, tensor in getattr(pipe, role).named_parameters()}
     ours = {weight.name for weight in part.weights if weight.type == "fp8"}
     assert ours == {name for name, kind in types.items() if "float8" in kind} != set()
-    assert lines[-1].startswith(("pipe.unet.", "pipe.transformer.")) is not role.startswith("text_encoder")
+    assert lines[-1].startswith(("pipe.unet.", "pipe.transformer.", "pipe.controlnet.")) is not role.startswith(
+        "text_encoder"
+    )
 
 
 def test_a_layer_computes_in_the_dtype_of_the_run(monkeypatch):

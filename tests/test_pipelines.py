@@ -424,7 +424,8 @@ def test_a_formula_with_the_length_of_the_prompt():
     assert found.predict(512, 512) == found.predict(512, 512, 1, 512)
 
 
-ALIKE = ("sd35-medium", "sd35-large", "flux-schnell", "flux-fill", "flux2", "flux2-klein-9b")  # each like another one
+# Each is like another one.
+ALIKE = ("sdxl-controlnet", "sd35-medium", "sd35-large", "flux-schnell", "flux-fill", "flux2", "flux2-klein-9b")
 KINDS = [name for name in PIPELINES if name not in ALIKE]
 
 
@@ -486,6 +487,23 @@ def test_an_image_in_every_call():
         assert phase(one, "encode image").flops == phase(two, "encode image").flops > 0
     fill, kontext = (predict_pipeline(name, 512, 512, gpu="H200", steps=1) for name in ("flux-fill", "flux-kontext"))
     assert phase(kontext, "denoise").flops > 1.4 * phase(fill, "denoise").flops  # 512 tokens of the prompt are the same
+
+
+def test_a_controlnet_stays_to_the_end():
+    """With model offload it comes while the text encoder is there, and no component's call makes it leave."""
+    p = predict_pipeline("sd15-controlnet", 512, 512, gpu="RTX 4060", offload="model")
+    held = [
+        {name.removeprefix("weights of ") for name, _ in one.peak_tensors if name.startswith("weights")}
+        for one in p.phases
+    ]
+    assert held == [{"text_encoder"}, {"controlnet", "unet"}, {"controlnet", "vae"}]
+    plain = predict_pipeline("sd15", 512, 512, gpu="RTX 4060", offload="model")
+    more = [a.allocated - b.allocated for a, b in zip(p.phases, plain.phases, strict=True)]
+    assert more[0] >= 0 and min(more[1:]) > p.parts["controlnet"].nbytes
+    code = plan_pipeline("sdxl-controlnet", 1024, 1024, gpu="RTX 4090").recommended.way.code
+    assert "controlnet = ControlNetModel.from_pretrained(" in code and "controlnet=controlnet" in code
+    with refused("image", "True"):
+        predict_pipeline("sd15-controlnet", 512, 512, image=True)
 
 
 def test_a_picture_that_gets_another_size_is_announced():

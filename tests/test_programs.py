@@ -30,6 +30,8 @@ ALIKE = (
     "qwen3-8b-flux2",
     "clip-l-sdxl",
     "wan-14b-transformer",
+    "sdxl-controlnet",
+    "sdxl-controlled-unet",
 )
 KINDS = [name for name in programs.recorded() if name not in ALIKE]
 OLDER = [name for name in programs.recorded() if programs.older(name, programs.LAST_OLDER) != name]
@@ -125,7 +127,8 @@ def test_attention_by_the_math_path_takes_the_steps_of_the_module(module, name):
         ("flux2-transformer", 32223281152), ("clip-l-sd3", 123650304), ("t5-xxl-sd3", 4762310656),
         ("sd3-transformer", 2028328000), ("sd35-medium-transformer", 2243171520),
         ("flux-fill-transformer", 11902391360), ("sd21-unet", 865910724), ("openclip-h", 340387840),
-        ("sd35-large-transformer", 8056627520), ("sdxl-refiner-unet", 2259526660),
+        ("sd15-controlnet", 361279120), ("sdxl-controlnet", 1251014160), ("sd15-controlled-unet", 859520964),
+        ("sdxl-controlled-unet", 2567463684), ("sd35-large-transformer", 8056627520), ("sdxl-refiner-unet", 2259526660),
         ("pixart-sigma-transformer", 610856096), ("t5-xxl-masked", 4762310656),
         ("chroma-transformer", 8899983424), ("qwen-image-transformer", 20430401088), ("qwen2.5-vl-7b", 8292166656),
         ("umt5-xxl", 5680910336), ("wan-1.3b-transformer", 1418996800), ("wan-14b-transformer", 14288491584),

@@ -102,11 +102,11 @@ def built(name):
     vae = vae.vae if isinstance(vae, OneFrame) else vae
     parts = {role: vae if role == "vae" else make(MODULES[part], dtype) for role, part in kind.parts.items()}
     none = {"tokenizer": None, "scheduler": diffusers.DDIMScheduler(clip_sample=False, steps_offset=1)}
-    if name in ("sd15", "sd21"):
+    if name in ("sd15", "sd15-controlnet", "sd21"):
         rest = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
-        pipeline = diffusers.StableDiffusionPipeline(**parts, **none, **rest)
-    elif name == "sdxl":
-        pipeline = diffusers.StableDiffusionXLPipeline(**parts, **none, tokenizer_2=None, add_watermarker=False)
+        pipeline = getattr(diffusers, kind.class_name)(**parts, **none, **rest)
+    elif name in ("sdxl", "sdxl-controlnet"):
+        pipeline = getattr(diffusers, kind.class_name)(**parts, **none, tokenizer_2=None, add_watermarker=False)
     elif name == "sdxl-refiner":
         parts["vae"].register_to_config(force_upcast=False)  # it would change weights' dtype, which is not recorded
         none |= {"text_encoder": None, "tokenizer_2": None, "requires_aesthetics_score": True}
@@ -133,6 +133,7 @@ def built(name):
         parts["vae"].register_to_config(shift_factor=0.1159)
         pipeline = getattr(diffusers, kind.class_name)(**parts, **none, tokenizer_2=None)
         pipeline.image_processor = pipeline.mask_processor = Images()
+    pipeline.control_image_processor = Images()
     pipeline.tokenizer = pipeline.tokenizer_2 = pipeline.tokenizer_3 = Tokenizer()
     if name == "qwen-image":
         pipeline.tokenizer.unpadded = QWEN_TEMPLATE + kind.tokens + kind.joined
@@ -167,8 +168,10 @@ def without_encoding(pipeline, kind):
 
 CASES = {  # {pipeline: ((output_type, last phase, steps, GPU, side, MiB that reserved memory may be off), ...)}
     "sd15": (("latent", "denoise", 2, "T4", 512), ("pt", "decode", 2, "T4", 512)),
+    "sd15-controlnet": (("latent", "denoise", 2, "T4", 512), ("pt", "decode", 2, "T4", 512)),
     "sd21": (("pt", "decode", 2, "T4", 768),),
     "sdxl": (("latent", "denoise", 1, "RTX 4090", 768),),  # to decode it changes weights' dtype, which is not recorded
+    "sdxl-controlnet": (("latent", "denoise", 2, "RTX 4090", 768),),
     "sdxl-refiner": (("latent", "encode image", 1, "RTX 4090", 768), ("latent", "denoise", 1, "RTX 4090", 768, 6)),
     "sd3": (("latent", "denoise", 2, "T4", 1024), ("pt", "decode", 2, "RTX 4090", 768)),
     "sd35-medium": (("latent", "denoise", 1, "RTX 4090", 1024),),
@@ -187,7 +190,8 @@ CASES = {  # {pipeline: ((output_type, last phase, steps, GPU, side, MiB that re
 
 def more(name, side):
     """Further arguments of a pipeline's call."""
-    image = {"image": torch.zeros(1, 3, side, side)} if PIPELINES[name].encodes else {}
+    takes = PIPELINES[name].encodes or "controlnet" in PIPELINES[name].parts
+    image = {"image": torch.zeros(1, 3, side, side)} if takes else {}
     return image | {
         "sdxl-refiner": {"strength": 1.0},
         "pixart-sigma": {"use_resolution_binning": False},

@@ -51,10 +51,10 @@ diffusers_version : str, optional
     float32, a decode's first blocks stay in half precision before 0.36. Before 0.37 ``channels_last`` takes more
     copies.
 pipeline : str
-    ``"sd15"``, ``"sd21"``, ``"sdxl"``, ``"sdxl-refiner"``, ``"sd3"``, ``"sd35-medium"``, ``"sd35-large"``,
-    ``"pixart-sigma"``, ``"flux"``, ``"flux-schnell"``, ``"flux-kontext"``, ``"flux-fill"``, ``"chroma"``,
-    ``"qwen-image"``, ``"qwen-image-edit"``, ``"zimage-turbo"``, ``"flux2"``, ``"flux2-klein"``,
-    ``"flux2-klein-9b"``, ``"wan-1.3b"`` or ``"wan-14b"``; or a model with the same modules, such as
+    ``"sd15"``, ``"sd15-controlnet"``, ``"sd21"``, ``"sdxl"``, ``"sdxl-controlnet"``, ``"sdxl-refiner"``, ``"sd3"``,
+    ``"sd35-medium"``, ``"sd35-large"``, ``"pixart-sigma"``, ``"flux"``, ``"flux-schnell"``, ``"flux-kontext"``,
+    ``"flux-fill"``, ``"chroma"``, ``"qwen-image"``, ``"qwen-image-edit"``, ``"zimage-turbo"``, ``"flux2"``,
+    ``"flux2-klein"``, ``"flux2-klein-9b"``, ``"wan-1.3b"`` or ``"wan-14b"``; or a model with the same modules, such as
     ``"RunDiffusion/Juggernaut-XL-v9"``.
 prompt_tokens : int, optional
     The prompt's length, at most 8192. The default is 77, or the pipeline's max_sequence_length: 512 for FLUX, Wan and
@@ -66,14 +66,19 @@ guidance : bool, optional
     take guidance as a number; Z-Image-Turbo and FLUX.2-klein take none.
 components : dict, optional
     Storage of components' weights, by role (``"text_encoder"``, ``"text_encoder_2"``, ``"unet"``, ``"transformer"``,
-    ``"vae"``). A value is a type that `vaemem.pipelines.storage.tensor_bytes` takes (``"nf4"``, ``"Q8_0"``, ``"fp8"``,
-    ``"int8wo"``, ``"float32"``), or the path of a safetensors or GGUF file. Weights stay in the types that the file's
-    header lists; ``from_pretrained(torch_dtype=...)`` would change them. None, or ``"none"``, leaves a text encoder
-    out. By default the file holds that type and is loaded to the CPU. Words after the type change this: ``"nf4 from
-    bfloat16"`` is quantised on the card during loading, ``"nf4 on cuda"`` is loaded on the card, and ``"int8 kept on
-    cuda"`` stays there.
+    ``"controlnet"``, ``"vae"``). A value is a type that `vaemem.pipelines.storage.tensor_bytes` takes (``"nf4"``,
+    ``"Q8_0"``, ``"fp8"``, ``"int8wo"``, ``"float32"``), or the path of a safetensors or GGUF file. Weights stay in the
+    types that the file's header lists; ``from_pretrained(torch_dtype=...)`` would change them. None, or ``"none"``,
+    leaves a text encoder out. By default the file holds that type and is loaded to the CPU. Words after the type change
+    this: ``"nf4 from bfloat16"`` is quantised on the card during loading, ``"nf4 on cuda"`` is loaded on the card, and
+    ``"int8 kept on cuda"`` stays there.
     SD 1.5 has its ``"safety_checker"`` only if it is named. SDXL's VAE is stored in float16 and converted to float32
     for its call unless this names its type.
+lora : int, str, dict, or a list of these, optional
+    A LoRA that ``load_lora_weights`` keeps beside the layers: a safetensors file, whose header names them; or a rank
+    such as ``16``, for the denoiser's layers that diffusers' training scripts choose. A dict has ``"file"``, or
+    ``"rank"`` and ``"target_modules"``. ``"fused": True`` is a LoRA after ``fuse_lora`` as well, also ``"16 fused"``.
+    A LoRA that was fused and unloaded takes nothing. SD 1.5, SDXL and FLUX.1 are known.
 image : bool
     Whether the VAE first encodes an image, as in image-to-image pipelines.
 steps : int, optional

@@ -249,7 +249,7 @@ class Program:
     def __init__(self, text: str) -> None: ...
     def trace(
         self, dtype: str, sizes: tuple[int, ...], sm: int, multiprocessors: int,
-        passing: Sequence[tuple[Any, ...]], /,
+        passing: Sequence[tuple[Any, ...]], companions: Sequence[tuple[str, int, int, int]] = (), /,
     ) -> Trace: ...  # fmt: skip
 
 def read_pickle(data: bytes, /, named: bool = False) -> Any: ...

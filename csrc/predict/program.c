@@ -651,6 +651,39 @@ static bool has_outermost(const player *y, const module *caller) {
     return false;
 }
 
+/* Finds the storage that a layer leaves, *number of those taken. Returns: its step; NULL if there is none. */
+static const step *find_output(const player *y, const module *m, size_t *number) {
+    const step *each = &y->p->step[m->first], *found = NULL;
+    for (size_t i = 0, taken = 0; i < m->steps; i++) {
+        if (each[i].kind == '=' || each[i].kind == 'a') return NULL;
+        if (each[i].kind != '+') continue;
+        bool stays = true;
+        for (size_t j = i + 1, later = ++taken; j < m->steps; j++) {
+            later += each[j].kind == '+';
+            stays = stays && !(each[j].kind == '-' && later - each[j].number == taken - 1);
+        }
+        if (stays) found = &each[i], *number = y->taken - m->takes + taken - 1;
+    }
+    return found;
+}
+
+/* Plays the low-rank pairs beside a layer. */
+static vm_status play_companions(player *y, const module *m, const char *path) {
+    const vm_companions *all = &y->asked->companion;
+    const step *first = &y->p->step[m->first], *conv = first;
+    vm_status s = VM_OK;
+    for (size_t i = 0, number = 0; !s && i < all->count; i++) {
+        if (strcmp(all->item[i].module, path)) continue;
+        const step *output = find_output(y, m, &number);
+        if (!output) return vm_fail(VM_EINVAL, VM_EXPECTED("companions", "a layer's name", "%s"), path);
+        while (conv < first + m->steps && conv->kind != 'c') conv++;
+        const vm_conv of = conv < first + m->steps ? to_conv(y, conv->number) : (vm_conv){0};
+        s = vm_companion_play(&all->item[i], &y->through, (uint64_t)y->size[output->number], first_product(y, m),
+                              of.dims ? &of : NULL, &y->id[number]);
+    }
+    return s;
+}
+
 /* Plays a module. path: "" for the outermost, NULL for its caller. */
 static vm_status play(player *y, uint32_t index, const char *path, const char *shown) {
     const module *m = &y->p->module[y->call->own[MODULES].first + index];
@@ -658,12 +691,12 @@ static vm_status play(player *y, uint32_t index, const char *path, const char *s
     const uint64_t product = y->asked->passing.count ? first_product(y, m) : 0;
     vm_status s = path ? vm_passage_begin(&y->through, path, shown, product) : VM_OK;
     for (size_t i = 0; !s && i < m->steps; i++) s = play_step(y, &y->p->step[m->first + i], path, shown);
-    return s || !path ? s : vm_passage_end(&y->through, path);
+    if (!s && path) s = vm_passage_end(&y->through, path);
+    return s || !path ? s : play_companions(y, m, path);
 }
 
 vm_status vm_program_trace(const vm_program *p, const vm_program_call *call, vm_trace **out) {
     player y = {0};
-    *out = NULL;
     vm_status s = prepare(&y, p, call);
     if (!s) s = vm_scratch_new(outermost(&y)->takes + 1, sizeof *y.id, &y.id);
     if (!s) s = vm_trace_new(&y.t);
@@ -672,9 +705,7 @@ vm_status vm_program_trace(const vm_program *p, const vm_program_call *call, vm_
     vm_scratch_free(y.size);
     vm_scratch_free(y.id);
     vm_passage_free(&y.through);
-    if (s)
-        vm_trace_free(y.t);
-    else
-        *out = y.t;
+    if (s) vm_trace_free(y.t);
+    *out = s ? NULL : y.t;
     return s;
 }

@@ -46,6 +46,7 @@ typedef struct vm_program_call {
     int64_t value[VM_PROGRAM_NAMES]; /* of the given variables */
     vm_trace_gpu gpu;
     vm_passings passing;
+    vm_companions companion;
 } vm_program_call;
 
 /* Writes the trace of a call on a GPU, with its FLOPs. VM_EINVAL: a dtype or a case that was not recorded. */

@@ -76,3 +76,48 @@ vm_status vm_passage_end(vm_passage *p, const char *module) {
     p->count = first;
     return s;
 }
+
+/* ---- low-rank pairs ---- */
+
+/* Multiplies by one of a pair. */
+static vm_status multiply(const vm_companion *of, vm_passage *p, const char *half, uint64_t bytes, uint64_t flops,
+                          const vm_conv *conv, uint32_t *id) {
+    char path[VM_PROGRAM_PATH + 8], text[VM_TRACE_LABEL];
+    snprintf(path, sizeof path, "%s.%s", of->module, half);
+    vm_status s = vm_passage_begin(p, path, path, 0);
+    if (!s) s = vm_trace_take(p->t, bytes, path, id);
+    if (!s && conv) s = vm_trace_conv(p->t, conv, vm_trace_label(text, path, "workspace"));
+    if (!s && !conv) {
+        vm_trace_count(p->t, flops);
+        s = vm_trace_blas(p->t, VM_TRACE_CUBLAS, path);
+    }
+    return s ? s : vm_passage_end(p, path);
+}
+
+static int64_t out_along(const vm_conv *c, int d) {
+    return (c->size[d] + 2 * c->padding[d] - c->filter[d]) / c->stride[d] + 1;
+}
+
+vm_status vm_companion_play(const vm_companion *of, vm_passage *p, uint64_t bytes, uint64_t flops, const vm_conv *conv,
+                            uint32_t *id) {
+    const uint64_t inner = bytes / of->rows * of->rank;
+    uint32_t a, b, scaled, sum;
+    vm_conv first, second;
+    if (conv) {
+        const int64_t x[] = {conv->n, (int64_t)of->rank, out_along(conv, 1), out_along(conv, 2)};
+        first = *conv;
+        first.k = (int64_t)of->rank;
+        second = vm_conv_square(conv->dtype, x, conv->k, 1, 1, 0);
+        second.tf32 = conv->tf32, second.nhwc = conv->nhwc;
+    }
+    vm_status s = multiply(of, p, "lora_A", inner, flops / of->rows * of->rank, conv ? &first : NULL, &a);
+    if (!s) s = multiply(of, p, "lora_B", bytes, flops / of->columns * of->rank, conv ? &second : NULL, &b);
+    if (!s) s = vm_trace_give(p->t, a);
+    if (!s) s = vm_trace_take(p->t, bytes, of->module, &scaled);
+    if (!s) s = vm_trace_give(p->t, b);
+    if (!s) s = vm_trace_take(p->t, bytes, of->module, &sum);
+    if (!s) s = vm_trace_give(p->t, *id);
+    if (!s) s = vm_trace_give(p->t, scaled);
+    *id = sum;
+    return s;
+}

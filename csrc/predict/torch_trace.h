@@ -128,6 +128,24 @@ void vm_passage_free(vm_passage *p);
 vm_status vm_passage_begin(vm_passage *p, const char *module, const char *shown, uint64_t product);
 vm_status vm_passage_end(vm_passage *p, const char *module);
 
+/* A low-rank pair beside a layer, as peft keeps it: A multiplies the layer's input, and B the result. It is scaled and
+ * added to the layer's output in a new tensor. */
+typedef struct vm_companion {
+    const char *module;           /* borrowed: the layer's */
+    uint64_t rank, rows, columns; /* of the pair; of the layer's weight as a matrix */
+} vm_companion;
+
+typedef struct vm_companions {
+    size_t count;
+    const vm_companion *item; /* [count], borrowed; those of one layer in the order in which they are added */
+} vm_companions;
+
+/* Plays a pair after its layer's call. bytes, flops: of the layer's output; conv: its convolution, NULL for a linear
+ * layer. *id: the output, then the sum. Weights that pass through "module.lora_A" and "module.lora_B" come and leave.
+ */
+vm_status vm_companion_play(const vm_companion *of, vm_passage *p, uint64_t bytes, uint64_t flops, const vm_conv *conv,
+                            uint32_t *id);
+
 /* A storage whose allocation may have failed: then the call's earlier storages had fitted. */
 typedef struct vm_trace_want {
     uint32_t name;

@@ -34,13 +34,13 @@ static int to_values(const vm_program *p, PyObject *given, int64_t value[VM_PROG
 
 static PyObject *program_trace(Program *self, PyObject *args) {
     vm_program_call call = {0};
-    PyObject *given, *passing, *result = NULL;
-    if (!PyArg_ParseTuple(args, "O&OiiO:trace", vm_py_to_dtype, &call.dtype, &given, &call.gpu.sm,
-                          &call.gpu.multiprocessors, &passing) ||
+    PyObject *given, *passing, *companions = NULL, *layers = NULL, *result = NULL;
+    if (!PyArg_ParseTuple(args, "O&OiiO|O:trace", vm_py_to_dtype, &call.dtype, &given, &call.gpu.sm,
+                          &call.gpu.multiprocessors, &passing, &companions) ||
         to_values(self->program, given, call.value))
         return NULL;
     PyObject *texts = vm_py_to_passings(passing, &call.passing);
-    if (texts) {
+    if (texts && (!companions || (layers = vm_py_to_companions(companions, &call.companion)))) {
         vm_trace *trace;
         vm_status s;
         Py_BEGIN_ALLOW_THREADS
@@ -57,17 +57,21 @@ static PyObject *program_trace(Program *self, PyObject *args) {
         Py_XDECREF(type);
     }
     PyMem_Free((void *)call.passing.item);
+    PyMem_Free((void *)call.companion.item);
     Py_XDECREF(texts);
+    Py_XDECREF(layers);
     return result;
 }
 
 static PyMethodDef methods[] = {
     {"trace", (PyCFunction)program_trace, METH_VARARGS,
-     "trace($self, dtype, sizes, sm, multiprocessors, passing, /)\n--\n\nReturns the trace of a call on a GPU. "
+     "trace($self, dtype, sizes, sm, multiprocessors, passing, companions=(), /)\n--\n\nReturns the trace of a call on "
+     "a GPU. "
      "passing: [(module, until, name, bytes, by, row_bytes=0, row_flops=0, lives=0)], sorted by module, of tensors "
      "that "
      "come for a module's call and leave after that of `until`. by: 0 if they are made there, 1 if accelerate's hooks "
-     "send them, 2 if diffusers' do. The others: csrc/predict/torch_trace.h."},
+     "send them, 2 if diffusers' do. companions: [(module, rank, rows, columns)] of low-rank pairs beside layers. The "
+     "others: csrc/predict/torch_trace.h."},
     {NULL, NULL, 0, NULL}};
 
 static PyType_Slot slots[] = {{Py_tp_new, program_new},

@@ -49,6 +49,34 @@ PyObject *vm_py_to_passings(PyObject *given, void *out) {
     return texts;
 }
 
+PyObject *vm_py_to_companions(PyObject *given, void *out) {
+    vm_companions *to = out;
+    PyObject *texts = PySequence_Tuple(given); /* a copy: its texts are borrowed */
+    *to = (vm_companions){0};
+    if (!texts) return NULL;
+    const size_t count = (size_t)PyTuple_Size(texts);
+    vm_companion *each = PyMem_Calloc(count + 1, sizeof *each);
+    if (!each) PyErr_NoMemory();
+    for (size_t i = 0; each && i < count && !PyErr_Occurred(); i++) {
+        PyObject *one = PyTuple_GetItem(texts, (Py_ssize_t)i);
+        unsigned long long rank = 0, rows = 0, columns = 0;
+        if (!PyTuple_Check(one))
+            vm_py_refuse(PyExc_TypeError, VM_EXPECTED("companions", "tuples", "%R"), one);
+        else if (PyArg_ParseTuple(one, "sKKK:companions", &each[i].module, &rank, &rows, &columns)) {
+            if (!rank || !rows || !columns)
+                vm_py_refuse(PyExc_ValueError, VM_EXPECTED("companions", "a rank and sides above 0", "%R"), one);
+            each[i].rank = rank, each[i].rows = rows, each[i].columns = columns;
+        }
+    }
+    if (PyErr_Occurred()) {
+        PyMem_Free(each);
+        Py_DECREF(texts);
+        return NULL;
+    }
+    *to = (vm_companions){count, each};
+    return texts;
+}
+
 /* ---- architectures ---- */
 
 /* Adds an arch's own value; steals the reference to it. */

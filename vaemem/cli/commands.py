@@ -36,8 +36,8 @@ _WEIGHTS, _RUN = "weights output of_model config", "memory_limit progress device
 _OF_VAE = (
     "weights_dtype tile tile_overlap slicing protocol channels_last allow_tf32 allocator cudnn_benchmark calibrate_rows"
 )
-_OF_PIPELINE = "offload vae vae_memory_limit prompt_tokens guidance image steps components frames"
-_PIPELINE = "pipeline size batch used prompt_tokens guidance image steps dtype components frames"
+_OF_PIPELINE = "offload vae vae_memory_limit prompt_tokens guidance image steps components frames lora"
+_PIPELINE = "pipeline size batch used prompt_tokens guidance image steps dtype components frames lora"
 _SECONDS = "calibrate flash cache_limit time_limit link cpu cores"
 _SOFTWARE = "memory os cudnn_version torch_version diffusers_version"
 _ENGINE_SWEEP = "models ops of_sizes dtypes batches device precision memory_limit"

@@ -227,6 +227,9 @@ FLAGS: dict[str, FlagSettings] = {
     "components": _flag(
         "The type of a component's weights, or their file, such as transformer=Q8_0. Repeat it for others.",
         type=_pair, metavar="ROLE=TYPE", action="append", option="--component"),
+    "lora": _flag(
+        "A LoRA: its file, or a rank such as 16; 'FILE fused' after fuse_lora. Repeat it for others.",
+        metavar="FILE or RANK", action="append"),
     "calibrate": _flag(
         "Measured seconds of a way on this machine, by its name in the plan. Repeat it for others.",
         type=_measured, metavar="WAY=SECONDS", action="append", option="--measured"),

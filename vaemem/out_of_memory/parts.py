@@ -72,6 +72,7 @@ def find_parts(message: OomMessage, parts: Sequence[str], is_weight: bool) -> li
     """List weights and scores in some parts of a pipeline. is_weight: whether only weights can match."""
     low, high = message.range
     names = [name for name in recorded() if ("denoiser" if _denoises(name) else "text encoder") in parts]
+    names = [name for name in names if "controlled" not in name]  # these have the UNet's weights and scores
     found = [
         OtherTensor(name, tensor, count, dtype, None, None, numbers * size)
         for name, (size, dtype) in itertools.product(names, NUMBERS.items())
@@ -84,7 +85,7 @@ def find_parts(message: OomMessage, parts: Sequence[str], is_weight: bool) -> li
 
 
 def _denoises(name: str) -> bool:
-    return name.endswith(("unet", "transformer"))
+    return name.endswith(("unet", "transformer", "controlnet"))
 
 
 @functools.cache

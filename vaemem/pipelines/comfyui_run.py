@@ -191,7 +191,7 @@ class ComfyUIRun:
             for size in reversed(self._sizes[role][layer.name])  # the bias comes first
         ]
         recording = programs.load_program(part.component)
-        trace = recording.trace(part.dtype, process.gpu, passing, **sizes)
+        trace = recording.trace(part.dtype, process.gpu, passing, (), **sizes)
         left = process.call(trace)
         process.count(flops=trace.flops, sent=sum(layer.bytes for layer in sent))
         return Tensor(process, f"output of {role}", (), part.dtype, left.values())
@@ -205,7 +205,7 @@ class ComfyUIRun:
         prompts = 2 if q.guidance else 1
         if q.offload in (LOW, NO):  # they run on the CPU
             part = q.part(CLIP)
-            flops = programs.load_program(part.component).trace(part.dtype, self.process.gpu, (), **sizes).flops
+            flops = programs.load_program(part.component).trace(part.dtype, self.process.gpu, (), (), **sizes).flops
             self._phase, self.estimates["encode prompt"] = "encode prompt", 0
             self.placed["encode prompt"], self.left["encode prompt"] = {}, []
             self.process.count(host_flops=prompts * flops)

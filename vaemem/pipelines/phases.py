@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from vaemem.pipelines.components import CLIP_TOKENS, MOST_SEQUENCE, VAE_STRIDE, count_seen, scale_edited
 from vaemem.pipelines.steps import (
     PhaseRun,
+    call_unet,
     check_safety,
     count_calls,
     decode_image,
@@ -25,11 +26,13 @@ from vaemem.pipelines.steps import (
     encode_qwen_prompt,
     encode_sdxl_prompt,
     encode_text,
+    first_denoiser,
     guide,
     guide_apart,
     join_sdxl_prompts,
     load_components,
     postprocess,
+    prepare_condition,
     prepare_flux,
     prepare_latents,
     repeat,
@@ -40,11 +43,10 @@ from vaemem.prediction.held import Tensor
 
 
 def play_stable_diffusion(run: PhaseRun) -> None:
-    """Play StableDiffusionPipeline: SD 1.5 and SD 2.1."""
-    q, v, (batch, *latent) = run.request, run.v, run.latent_shape
-    _, h, w = latent
+    """Play StableDiffusionPipeline: SD 1.5 and SD 2.1; and StableDiffusionControlNetPipeline."""
+    q, v, batch = run.request, run.v, run.request.batch
     calls = count_calls(q.tokens, CLIP_TOKENS)
-    tokens, images = calls * CLIP_TOKENS, 2 * batch if q.guidance else batch
+    tokens = calls * CLIP_TOKENS
 
     load_components(run)
 
@@ -56,17 +58,16 @@ def play_stable_diffusion(run: PhaseRun) -> None:
             encoded = encode_text(run, "text_encoder", CLIP_TOKENS, calls)
             v.negative_prompt_embeds = repeat(run, "negative_prompt_embeds", embeds, encoded)
             v.prompt_embeds = run.tensor("prompt_embeds, both", (2, *embeds))
+        prepare_condition(run)
 
     if q.image:
         with run.phase("encode image", "vae"):
             encode_image(run)
 
-    with run.phase("denoise", "unet"):
+    with run.phase("denoise", first_denoiser(run)):
         prepare_latents(run)
         for _ in run.steps(q.steps):
-            if q.guidance:
-                v.latent_model_input = run.tensor("latent_model_input", (images, *latent))
-            v.noise_pred = run.call("unet", n=images, h=h, w=w, t=tokens)
+            call_unet(run, tokens)
             if q.guidance:
                 guide(run)
             step_scheduler(run)
@@ -81,7 +82,7 @@ def play_stable_diffusion(run: PhaseRun) -> None:
 
 
 def play_stable_diffusion_xl(run: PhaseRun) -> None:
-    """Play StableDiffusionXLPipeline: SDXL."""
+    """Play StableDiffusionXLPipeline: SDXL; and StableDiffusionXLControlNetPipeline."""
     q, v, batch = run.request, run.v, run.request.batch
     calls = count_calls(q.tokens, CLIP_TOKENS)
 
@@ -92,7 +93,7 @@ def play_stable_diffusion_xl(run: PhaseRun) -> None:
         with run.phase("encode image", "vae"):
             encode_image(run)
 
-    with run.phase("denoise", "unet"):
+    with run.phase("denoise", first_denoiser(run)):
         prepare_latents(run)
         v.add_time_ids = run.tensor("add_time_ids", (2 * batch if q.guidance else batch, 6))
         denoise_by_unet(run, calls)
@@ -481,7 +482,9 @@ def play_wan(run: PhaseRun) -> None:
 
 PHASES: Mapping[str, Callable[[PhaseRun], None]] = {
     "StableDiffusionPipeline": play_stable_diffusion,
+    "StableDiffusionControlNetPipeline": play_stable_diffusion,
     "StableDiffusionXLPipeline": play_stable_diffusion_xl,
+    "StableDiffusionXLControlNetPipeline": play_stable_diffusion_xl,
     "StableDiffusionXLImg2ImgPipeline": play_sdxl_refiner,
     "StableDiffusion3Pipeline": play_stable_diffusion_3,
     "PixArtSigmaPipeline": play_pixart_sigma,

@@ -6,6 +6,7 @@ import functools
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -27,6 +28,7 @@ from vaemem.pipelines.components import (
     weights_of,
 )
 from vaemem.pipelines.group_offload import GROUPS_SINCE, OFFLOAD_TYPES, GroupOffload
+from vaemem.pipelines.lora import LORAS_SINCE, Lora, Pair, pairs_of, read_loras
 from vaemem.pipelines.quantising import BITSANDBYTES, FOREIGN, SCHEMES, SIXTEEN_BITS, UNSENT, layer_working
 from vaemem.pipelines.storage import GGML, SPELT, TYPES, Stored, stored
 from vaemem.prediction.gpus import Gpu
@@ -79,6 +81,8 @@ class Part:
         Where it is loaded: one of `PLACES`.
     source : str
         The dtype of its file, if a library quantises the weights on loading; "" if the file has them quantised.
+    pairs : tuple of Pair
+        LoRAs' low-rank pairs beside its layers. `weights` has theirs too.
     """
 
     role: str
@@ -88,6 +92,7 @@ class Part:
     upcast: bool = False
     place: str = PLACES[0]
     source: str = ""
+    pairs: tuple[Pair, ...] = ()
 
     def __reduce__(self) -> Any:
         """Copy and pickle it without its traces, which are made again."""
@@ -110,7 +115,8 @@ class Part:
                 for at, made in self.working.items()
                 for name, size, *rows in made
             ]
-            trace = recording.trace(self.dtype, gpu, [*self.sent_by(offload), *working], **wanted)
+            companions = [pair.companion for pair in self.pairs if not pair.fused]
+            trace = recording.trace(self.dtype, gpu, [*self.sent_by(offload), *working], companions, **wanted)
             for oldest in list(kept)[: len(kept) + 1 - KEPT_TRACES]:
                 kept.pop(oldest, None)
             kept[key] = trace
@@ -148,7 +154,8 @@ class Part:
     def _by_module(self, made: Mapping[str, Sequence[tuple[Any, ...]]]) -> dict[str, list[tuple[Any, ...]]]:
         """Group the tensors of each weight, (name, bytes, ...), by submodule. A file may put the model's name before a
         submodule's. If its tensors have other names, the largest of them represents the whole call, under ""."""
-        modules = {weight.module for weight in weights_of(self.component)}
+        added = (weight for pair in self.pairs for weight in pair.weights)
+        modules = {weight.module for weight in (*weights_of(self.component), *added)}
         found: dict[str, list[tuple[Any, ...]]] = {}
         for name, tensors in made.items():
             module, _, own = name.rpartition(".")
@@ -241,6 +248,22 @@ def _has_blocks(component: str) -> bool:
     return is_vae(component) and config_of(architecture(component))["_class_name"] in named
 
 
+def _with_pairs(part: Part, pairs: Sequence[Pair]) -> Part:
+    """Put low-rank pairs beside a component's layers, each after its layer's weights and in their type."""
+    kinds = {weight.name.removesuffix(".weight"): weight.type for weight in part.weights}
+    added = dict[str, list[Stored]]()
+    for pair in pairs:
+        if (kind := SPELT.get(kinds.get(pair.module, ""), kinds.get(pair.module, ""))) not in DTYPES:
+            why = "nobody compared LoRAs beside quantised or cast weights"
+            wanted = f"{', '.join(DTYPES)} with a LoRA"
+            raise ArgumentError(f"components[{part.role!r}]", wanted, kind or "other names of tensors", why)
+        added.setdefault(pair.module, []).extend(stored(pair.weights, kind, "all", kind))
+    last = {weight.name.rpartition(".")[0]: i for i, weight in enumerate(part.weights)}
+    after = {last[module]: more for module, more in added.items()}
+    weights = [one for i, weight in enumerate(part.weights) for one in (weight, *after.get(i, ()))]
+    return replace(part, weights=tuple(weights), pairs=tuple(pairs))
+
+
 @functools.lru_cache(maxsize=32)
 def _typed(
     role: str, component: str, dtype: str, given: str, rule: str, upcast: bool, place: str, source: str
@@ -282,7 +305,9 @@ def _part(role: str, component: str, dtype: str, given: Any, upcast: bool) -> Pa
     return _typed(role, component, dtype, given, rule, upcast, place, source)
 
 
-def parts_of(pipeline: Pipeline, dtype: str, components: Mapping[str, Any], release: int) -> tuple[Part, ...]:
+def parts_of(
+    pipeline: Pipeline, dtype: str, components: Mapping[str, Any], release: int, loras: Sequence[Lora] = ()
+) -> tuple[Part, ...]:  # fmt: skip
     """Make a pipeline's parts. `components` is the argument of `predict_pipeline`. release: diffusers', 42 for 0.42."""
     if not isinstance(components, Mapping):
         raise ArgumentError("components", "{role: type or file}", repr(components))
@@ -298,7 +323,9 @@ def parts_of(pipeline: Pipeline, dtype: str, components: Mapping[str, Any], rele
             parts.append(_part(role, programs.older(component, release), dtype, given, upcast))
         elif role not in (*pipeline.encoders, *pipeline.optional):
             raise ArgumentError("components", f"a type or a file for {role}", "None")
-    return tuple(parts)
+    named = {part.role: weights_of(part.component) for part in parts if not is_vae(part.component)}
+    pairs = pairs_of(loras, pipeline.denoiser, named)
+    return tuple(_with_pairs(part, pairs[part.role]) if pairs.get(part.role) else part for part in parts)
 
 
 @dataclass(frozen=True)
@@ -321,6 +348,7 @@ class PipelineRequest(Request):
     vae_limit: int = 0
     group: GroupOffload | None = None  # if it is the kind of offloading
     frames: int = 1  # of a video
+    loras: tuple[Lora, ...] = ()
     made_of: str = ""  # the requested size, if the pipeline changes it
     model_note: str = ""  # names the model whose modules stand for this one's
 
@@ -392,6 +420,10 @@ class PipelineRequest(Request):
                 stored_in = next(type for type in UNSENT if part.has([type]))
                 needed = f"none or model with components[{part.role!r}] in {stored_in}"
                 raise ArgumentError("offload", needed, "'sequential'", "accelerate does not bring such weights back")
+            layers = Counter(pair.module for pair in part.pairs)
+            if part.pairs and (group or (offload == "sequential" and max(layers.values()) > 1)):
+                wanted = "none, model, or sequential with one LoRA for each layer"
+                raise ArgumentError("offload", wanted, repr(offload), "nobody compared how LoRAs are moved otherwise")
         if group:
             self._check_group(group, vae)
         held = self.part("vae").nbytes
@@ -490,6 +522,7 @@ class PipelineArguments:
     steps: int
     safe: bool = False
     frames: int | None = None
+    lora: Any = None
 
 
 def _find_frames(given: PipelineArguments, pipeline: Pipeline) -> int:
@@ -523,8 +556,12 @@ def resolve_pipeline(given: PipelineArguments, card: Card, software: Software) -
     made_of = "" if said == describe_size(height, width, given.frames and frames) else said
     tokens = given.prompt_tokens
     tokens = known.tokens if tokens is None else whole("prompt_tokens", tokens, most=MOST_TOKENS)
-    parts = parts_of(known, dtype, given.components or {}, release)
+    loras = read_loras(pipeline, given.lora)
+    if loras and release < LORAS_SINCE:
+        needed = f"0.{LORAS_SINCE} or later with a LoRA"
+        raise ArgumentError("diffusers_version", needed, repr(software.diffusers_version))
+    parts = parts_of(known, dtype, given.components or {}, release, loras)
     return PipelineRequest(
         card, software, pipeline, height, width, whole("batch", given.batch), tokens, given.guidance, given.steps,
-        given.image, parts, safe=given.safe, frames=frames, made_of=made_of,
+        given.image, parts, safe=given.safe, loras=loras, frames=frames, made_of=made_of,
     )  # fmt: skip

@@ -80,12 +80,14 @@ class PipelineRun:
             self.process.empty_cache()
 
     def bring(self, role: str) -> None:
-        """Prepare a component's call: accelerate's hook unloads the previous component with a hook."""
+        """Prepare a component's call: accelerate's hook unloads the previous component in the sequence."""
         if self.request.offload != "model" or role not in self.moved:
             return
-        for other in self.moved[: self.moved.index(role)][-1:]:
-            if other in self._loaded:
-                self.unload(other)
+        if role not in self.request.pipeline.aside:
+            chain = [other for other in self.moved if other not in self.request.pipeline.aside]
+            for other in chain[: chain.index(role)][-1:]:
+                if other in self._loaded:
+                    self.unload(other)
         if role not in self._loaded:
             self.load(role)
 

@@ -46,7 +46,7 @@ def plan_pipeline(
     pipeline: str, height: int, width: int, batch: int = 1, *, memory: int | str | None = None,
     host_memory: int | str | None = None, gpu: str | Gpu | None = None, runtime: PlannedRuntime = "diffusers",
     prompt_tokens: int | None = None, guidance: bool | None = None, image: bool = False, steps: int | None = None,
-    dtype: Dtype | None = None, components: Mapping[str, Any] | None = None,
+    dtype: Dtype | None = None, components: Mapping[str, Any] | None = None, lora: Any = None,
     types: str | Sequence[str | None] | None = None, used: int | str = 0,
     calibrate: Mapping[str, float] | None = None, time_limit: float | None = None, flash: bool = False,
     cache_limit: int | str | None = None, link: str = "PCIe 3.0 x16", cpu: str = "AVX2", cores: int | None = None,
@@ -74,7 +74,7 @@ def plan_pipeline(
         (`vaemem.pipelines.ways_mlx`), without seconds.
     prompt_tokens, guidance, image, steps : shared
     dtype of a pipeline : shared
-    components : shared
+    components, lora : shared
     cudnn_version, torch_version, diffusers_version, frames : shared
     types : str or sequence of str or None, optional
         Types to try for the largest components' weights; None stands for their own type, the default. By default
@@ -129,7 +129,7 @@ def plan_pipeline(
     image, flash, safe = flag("image", image), flag("flash", flash), flag("safe", safe)
     guidance = not PIPELINES[pipeline].unguided if guidance is None else flag("guidance", guidance)
     refuse(
-        runtime, prompt_tokens=prompt_tokens, steps=steps, dtype=dtype, cudnn_version=cudnn_version,
+        runtime, lora=lora, prompt_tokens=prompt_tokens, steps=steps, dtype=dtype, cudnn_version=cudnn_version,
         torch_version=torch_version, diffusers_version=diffusers_version, gpu=gpu, host_memory=host_memory,
         calibrate=calibrate or None,
         time_limit=time_limit, types=types, flash=flash, cache_limit=cache_limit, image=image, frames=frames,
@@ -176,7 +176,8 @@ def plan_pipeline(
         software = Software(runtime, torch_version, cudnn_version, diffusers_version=diffusers_version)
         title = title.replace("by diffusers", f"by {software.program}")
         given = PipelineArguments(
-            pipeline, height, width, batch, prompt_tokens, guidance, asked, components, image, steps, frames=frames
+            pipeline, height, width, batch, prompt_tokens, guidance, asked, components, image, steps, lora=lora,
+            frames=frames,
         )  # fmt: skip
     if runtime == "comfyui":
         ways = comfyui_ways(given, card, software, machine)
@@ -219,7 +220,8 @@ def diffusers_ways(
     than half of the card."""
     q, pipeline, release = request, request.pipeline, request.software.release
     if types is None:
-        types = (None, *SMALLER) if 2 * q.part(pipeline.denoiser).nbytes > q.card.available() else (None,)
+        is_large = 2 * q.part(pipeline.denoiser).nbytes > q.card.available()
+        types = (None, *SMALLER) if is_large and not q.loras else (None,)
     # A smaller type is worthwhile for the denoiser and for text encoders other than CLIP.
     large = [pipeline.denoiser, *(role for role in pipeline.encoders if pipeline.parts[role] not in CLIPS)]
     by_block: dict[str, Any] = {"offload_type": "block_level", "num_blocks_per_group": 1}
@@ -237,14 +239,15 @@ def diffusers_ways(
     found = []
     for kind in types:
         given = {**components, **({} if kind is None else {role: kind for role in large if role not in components})}
-        stored = q if kind is None else replace(q, parts=parts_of(pipeline, q.dtype, given, release))
+        stored = q if kind is None else replace(q, parts=parts_of(pipeline, q.dtype, given, release, q.loras))
         for place, offload in offloads.items():
             if not offload:  # there is no text encoder
                 continue
             is_group = place.startswith("group")
             is_hooked = is_group or offload == "sequential"
             unmoved = SCHEMES if is_group else UNSENT if is_hooked else ()
-            if (is_group and (kind or release < GROUPS_SINCE)) or any(part.has(unmoved) for part in stored.parts):
+            is_left_out = is_group and (kind or q.loras or release < GROUPS_SINCE)
+            if is_left_out or any(part.has(unmoved) for part in stored.parts):
                 continue
             # vaemem only decodes, and hooks on submodules work with PyTorch's modules only.
             for vae in by_torch if q.encodes or pipeline.frames or is_hooked else [*by_torch, "vaemem"]:
@@ -258,10 +261,10 @@ def diffusers_ways(
                     how, settings["vae_memory_limit"] = f"VAE by vaemem in {limit}", limit
                 if kind:
                     how, changes = f"{how}, {kind}", [*changes, f"weights in {kind} are rounded"]
-                run = replace(stored, parts=parts_of(pipeline, q.dtype, held, release)) if is_fixed else stored
+                run = replace(stored, parts=parts_of(pipeline, q.dtype, held, release, q.loras)) if is_fixed else stored
                 p = PipelinePrediction(run.run_with(offload, settings["vae"], settings.get("vae_memory_limit")))
                 way = _way(p, f"{place}, {how}", settings, " and ".join(changes), machine)
-                code = diffusers_code(pipeline, **settings, release=release)
+                code = diffusers_code(pipeline, **settings, release=release, loras=q.loras)
                 found.append(way._replace(code=code))
     return found
 

@@ -172,7 +172,8 @@ class PipelinePrediction(_Played):
         batch = f", {q.batch} images" if q.batch > 1 else ""
         on_cpu = f", {' and '.join(q.on_cpu)} on the CPU" if q.on_cpu else ""
         frames = f", {q.frames} frames" if q.pipeline.frames else ""
-        where = self._where = f"{q.card.gpu.name}, offload {q.offload}, VAE {q.vae}{on_cpu}"
+        more = on_cpu + "".join(f", LoRA {lora}" for lora in q.loras)
+        where = self._where = f"{q.card.gpu.name}, offload {q.offload}, VAE {q.vae}{more}"
         self.title = f"{q.name} {q.size}{batch} by {q.software.program} ({where})"
         self._run = play_pipeline(request)
         process, moved = self._run.process, (*q.on_cpu, *self._run.moved)
@@ -182,7 +183,7 @@ class PipelinePrediction(_Played):
         self._run_row = {
             "model": q.name, "op": "pipeline", "height": q.height, "width": q.width, "batch": q.batch,
             "tokens": q.tokens, "dtype": q.dtype, "runtime": "diffusers", "device": q.card.gpu.name,
-            "way": f"offload {q.offload}, VAE {q.vae}{frames}{on_cpu}", "source": "predicted",
+            "way": f"offload {q.offload}, VAE {q.vae}{frames}{more}", "source": "predicted",
             "versions": f"{ran}, {q.software.program}, vaemem {__version__}",
         }  # fmt: skip
         on_disk = q.group and q.group.offload_to_disk_path
@@ -233,7 +234,8 @@ class PipelinePrediction(_Played):
         names = "height width batch tokens dtype guidance steps image offload vae"
         types = {part.role: part.dtype for part in q.parts}
         run = {name: getattr(q, name) for name in (*names.split(), *["frames"] * bool(q.pipeline.frames))}
-        return {"pipeline": q.name, "runtime": "diffusers", **run, "on_cpu": list(q.on_cpu), "components": types}
+        run |= {"on_cpu": list(q.on_cpu), "components": types, "lora": [str(lora) for lora in q.loras]}
+        return {"pipeline": q.name, "runtime": "diffusers", **run}
 
     def _more_data(self) -> dict[str, Any]:
         versions = {"torch": self._process.torch_version, "cudnn": self._cudnn}
@@ -265,6 +267,9 @@ def _notes(q: PipelineRequest) -> Iterator[str]:
     if q.pipeline.sized and (q.height, q.width) != (1024, 1024):
         yield f"{q.pipeline.class_name} makes about 1024x1024 pixels of it unless its call has {q.pipeline.sized}"
     for part in q.parts:
+        if part.pairs:
+            size = sum(weight.bytes for weight in part.weights if ".lora_" in weight.name)
+            yield f"{part.role}: LoRAs beside {len({pair.module for pair in part.pairs})} layers, {size} bytes"
         if q.group and part.role not in q.resident and len(part.groups(q.group)) == 1:
             yield f"{part.role}: comes whole for its call; its class has no list of blocks for block_level"
         kind = next((one for one in BITSANDBYTES if part.has([one])), "")
@@ -447,11 +452,11 @@ class ComfyUIPrediction(_Played):
 def predict_pipeline(
     pipeline: str, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None,
     guidance: bool | None = None, dtype: Dtype | None = None, *, components: Mapping[str, Any] | None = None,
-    offload: str | Mapping[str, Any] = "none", vae: str = "whole", vae_memory_limit: int | str | None = None,
-    image: bool = False, steps: int | None = None, gpu: str | None = None, memory: int | str | None = None,
-    used: int | str = 0, cudnn_version: str | None = None, torch_version: str | None = None,
-    runtime: Literal["diffusers"] = "diffusers", safe: bool = False, os: str = "linux",
-    diffusers_version: str | None = None, frames: int | None = None,
+    lora: Any = None, offload: str | Mapping[str, Any] = "none", vae: str = "whole",
+    vae_memory_limit: int | str | None = None, image: bool = False, steps: int | None = None, gpu: str | None = None,
+    memory: int | str | None = None, used: int | str = 0, cudnn_version: str | None = None,
+    torch_version: str | None = None, runtime: Literal["diffusers"] = "diffusers", safe: bool = False,
+    os: str = "linux", diffusers_version: str | None = None, frames: int | None = None,
 ) -> PipelinePrediction: ...  # fmt: skip
 
 
@@ -479,10 +484,10 @@ def predict_pipeline(
 def predict_pipeline(
     pipeline: str, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None,
     guidance: bool | None = None, dtype: Dtype | None = None, *, components: Mapping[str, Any] | None = None,
-    offload: str | Mapping[str, Any] = "none", vae: str = "whole", vae_memory_limit: int | str | None = None,
-    image: bool = False, steps: int | None = None, gpu: str | None = None, memory: int | str | None = None,
-    used: int | str = 0, cudnn_version: str | None = None, torch_version: str | None = None,
-    runtime: PredictedRuntime = "diffusers", safe: bool = False, os: str = "linux",
+    lora: Any = None, offload: str | Mapping[str, Any] = "none", vae: str = "whole",
+    vae_memory_limit: int | str | None = None, image: bool = False, steps: int | None = None, gpu: str | None = None,
+    memory: int | str | None = None, used: int | str = 0, cudnn_version: str | None = None,
+    torch_version: str | None = None, runtime: PredictedRuntime = "diffusers", safe: bool = False, os: str = "linux",
     diffusers_version: str | None = None, frames: int | None = None,
 ) -> PipelinePrediction | GraphPrediction | ComfyUIPrediction:  # fmt: skip
     """Predict a pipeline's GPU memory in each phase: weights, activations, workspaces, and whether it fits.
@@ -497,7 +502,7 @@ def predict_pipeline(
         Images of one prompt.
     prompt_tokens, guidance : shared
     dtype of a pipeline : shared
-    components : shared
+    components, lora : shared
     offload : str or dict
         The kind of offloading: ``"none"``, ``"model"`` (``enable_model_cpu_offload``) or ``"sequential"``
         (``enable_sequential_cpu_offload``); or a place for some components, such as ``{"text_encoder_2": "cpu"}``. The
@@ -557,7 +562,7 @@ def predict_pipeline(
         from vaemem.sdcpp import graphs, running  # a third of this module's import
 
         refuse(
-            runtime, dtype=dtype, image=image, vae_memory_limit=vae_memory_limit, frames=frames,
+            runtime, lora=lora, dtype=dtype, image=image, vae_memory_limit=vae_memory_limit, frames=frames,
             cudnn_version=cudnn_version, torch_version=torch_version, diffusers_version=diffusers_version,
         )  # fmt: skip
         card = find_card(gpu, memory, used, os)
@@ -575,10 +580,12 @@ def predict_pipeline(
         return GraphPrediction(run, ways[0], available, card, flag("safe", safe), ways[-1], model_note)
     given = PipelineArguments(
         pipeline, height, width, batch, prompt_tokens, guidance, dtype, components, image, steps, flag("safe", safe),
-        frames,
+        frames, lora,
     )  # fmt: skip
     if runtime == "comfyui":
-        refuse(runtime, vae_memory_limit=vae_memory_limit, diffusers_version=diffusers_version, frames=frames)
+        refuse(
+            runtime, lora=lora, vae_memory_limit=vae_memory_limit, diffusers_version=diffusers_version, frames=frames
+        )
         software = Software(runtime, torch_version, cudnn_version)
         request = resolve_workflow(given, find_card(gpu, memory, used, os), software, offload, vae)
         return ComfyUIPrediction(replace(request, model_note=model_note))

@@ -28,7 +28,7 @@ import functools
 import json
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -80,17 +80,21 @@ class Recorded:
         self.weights = tuple(_weights(data["weights"], len(data["weights"]) - 1, ""))
         self._program = _core.Program("\n".join(_lines(name, data)))
 
-    def trace(self, dtype: str, gpu: Gpu, passing: Iterable[Passing] = (), **sizes: int) -> _core.Trace:
+    def trace(
+        self, dtype: str, gpu: Gpu, passing: Iterable[Passing] = (),
+        companions: Sequence[tuple[str, int, int, int]] = (), **sizes: int,
+    ) -> _core.Trace:  # fmt: skip
         """Trace a call's memory on a GPU, with a value for each of `variables`. ValueError if it was not recorded.
 
         passing: tensors that are there only during some submodules' calls; those of one module in their order
+        companions: (layer, rank, rows, columns of its weight) of the low-rank pairs beside layers
         """
         if set(sizes) != set(self.variables):
             raise ArgumentError(self.name, ", ".join(self.variables), ", ".join(sizes))
         choose("dtype", dtype, self.dtypes)
         through = sorted(passing, key=operator.attrgetter("module"))
         given = tuple(sizes[name] for name in self.variables)
-        return self._program.trace(dtype, given, gpu.sm, gpu.multiprocessors, through)
+        return self._program.trace(dtype, given, gpu.sm, gpu.multiprocessors, through, companions)
 
 
 def _lines(name: str, data: Mapping[str, Any]) -> Iterator[str]:

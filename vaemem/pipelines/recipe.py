@@ -10,6 +10,7 @@ from vaemem._common import distinct
 from vaemem.engine.configs import config_of
 from vaemem.pipelines.components import VAE_STRIDE, Pipeline
 from vaemem.pipelines.group_offload import GroupOffload
+from vaemem.pipelines.lora import Lora
 from vaemem.pipelines.quantising import SCHEMES
 from vaemem.prediction.runtimes import LAST_DIFFUSERS, architecture
 from vaemem.prediction.usual import FIXED
@@ -99,7 +100,7 @@ def dtype_keyword(release: int) -> str:
 def diffusers_code(
     pipeline: Pipeline, dtype: str, offload: str | Mapping[str, Any] = "none", vae: str = "whole",
     components: Mapping[str, Any] | None = None, vae_memory_limit: int | str | None = None,
-    release: int = LAST_DIFFUSERS,
+    release: int = LAST_DIFFUSERS, loras: Sequence[Lora] = (),
 ) -> str:  # fmt: skip
     """Return the program for arguments of `vaemem.predict_pipeline`, up to the call of the pipeline.
 
@@ -124,7 +125,14 @@ def diffusers_code(
     keyword, imports = dtype_keyword(release), [pipeline.class_name]
     told = [f'"{pipeline.repository}"', f"{keyword}=torch.{dtype}"]
     lines, more = [], []
-    quantised = [role for role, kind in types.items() if kind in SCHEMES]
+    for role, about in pipeline.aside.items():
+        if types.get(role, "fp8") != "fp8":
+            continue
+        kind, _, repository = about.split()
+        imports.insert(0, kind)
+        lines.append(f'{role} = {kind}.from_pretrained("{repository}", {keyword}=torch.{dtype})')
+        told.append(f"{role}={role}")
+    quantised = [role for role, kind in types.items() if kind in SCHEMES and role not in pipeline.aside]
     if quantised:
         more.append("from diffusers.quantizers import PipelineQuantizationConfig  # diffusers 0.34 or later")
         lines.append("quantization_config = PipelineQuantizationConfig(quant_mapping={")
@@ -153,6 +161,9 @@ def diffusers_code(
     if fixed:
         imports.insert(0, "AutoencoderKL")
         lines.append(f'pipe.vae = AutoencoderKL.from_pretrained("{FIXED}", {keyword}=torch.float16)')
+    for lora in loras:
+        lines.append(f'pipe.load_lora_weights("{lora.file or "your LoRA"}")')
+        lines += ["pipe.fuse_lora()"] * lora.fused
     lines += [line for role in cast for line in _casting_code(role, dtype)]
     lines += [*vae_code(vae, vae_memory_limit, class_name), *placing_code(offload, pipeline.parts)]
     more += [line for line in lines if line.startswith("from ")]

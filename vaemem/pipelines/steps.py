@@ -105,6 +105,31 @@ def repeat(run: PhaseRun, name: str, shape: Sequence[int], encoded: Sequence[Ten
     return repeated
 
 
+def prepare_condition(run: PhaseRun) -> None:
+    """Play ``prepare_image``: the ControlNet's picture for each image, twice with guidance."""
+    if "controlnet" in run.parts:
+        q, v, shape = run.request, run.v, (3, run.request.height, run.request.width)
+        dtype = run.parts["controlnet"].dtype
+        v.image = run.tensor("condition", (q.batch, *shape), dtype)
+        if q.guidance:
+            v.image = run.tensor("condition, twice", (2 * q.batch, *shape), dtype)
+
+
+def first_denoiser(run: PhaseRun) -> str:
+    return "controlnet" if "controlnet" in run.parts else "unet"
+
+
+def call_unet(run: PhaseRun, tokens: int) -> None:
+    """Call the UNet, after its ControlNet, if it has one. Residuals stay until those of the next step are there."""
+    q, v, (batch, channels, h, w) = run.request, run.v, run.latent_shape
+    images = 2 * batch if q.guidance else batch
+    if q.guidance:
+        v.latent_model_input = run.tensor("latent_model_input", (images, channels, h, w))
+    if "controlnet" in run.parts:
+        v.residuals = run.call("controlnet", n=images, h=h, w=w, t=tokens)
+    v.noise_pred = run.call("unet", n=images, h=h, w=w, t=tokens)
+
+
 def encode_sdxl_prompt(run: PhaseRun, calls: int, joins: bool = True) -> None:
     """Play the phase ``encode prompt`` of SDXL's pipelines, with one text encoder or two. joins: `join_sdxl_prompts`,
     which image-to-image does later."""
@@ -128,6 +153,7 @@ def encode_sdxl_prompt(run: PhaseRun, calls: int, joins: bool = True) -> None:
         if q.guidance:
             v.negative_pooled_prompt_embeds = run.tensor("negative_pooled_prompt_embeds", pooled)
         run.drop(*prompt_embeds_list)
+        prepare_condition(run)
         if joins:
             join_sdxl_prompts(run, calls)
 
@@ -142,12 +168,9 @@ def join_sdxl_prompts(run: PhaseRun, calls: int) -> None:
 
 def denoise_by_unet(run: PhaseRun, calls: int) -> None:
     """Play the loop of SDXL's pipelines."""
-    q, v, (batch, channels, h, w) = run.request, run.v, run.latent_shape
-    images = 2 * batch if q.guidance else batch
+    q = run.request
     for _ in run.steps(q.steps):
-        if q.guidance:
-            v.latent_model_input = run.tensor("latent_model_input", (images, channels, h, w))
-        v.noise_pred = run.call("unet", n=images, h=h, w=w, t=calls * CLIP_TOKENS)
+        call_unet(run, calls * CLIP_TOKENS)
         if q.guidance:
             guide(run)
         step_scheduler(run)

@@ -64,7 +64,14 @@ def _vae(model: str) -> Any:
 
 
 _UNET, _FLUX = "diffusers:UNet2DConditionModel", "diffusers:FluxTransformer2DModel"
-_FLUX2 = "diffusers:Flux2Transformer2DModel"
+_FLUX2, _CONTROLNET = "diffusers:Flux2Transformer2DModel", "diffusers:ControlNetModel"
+_SDXL: dict[str, Any] = {
+    "block_out_channels": (320, 640, 1280), "cross_attention_dim": 2048, "attention_head_dim": (5, 10, 20),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    "transformer_layers_per_block": (1, 2, 10), "use_linear_projection": True, "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256, "projection_class_embeddings_input_dim": 2816,
+}  # fmt: skip
 _CLIP: dict[str, Any] = {
     "config_name": "transformers:CLIPTextConfig", "vocab_size": 49408, "bos_token_id": 0, "eos_token_id": 2,
     "pad_token_id": 1,
@@ -94,7 +101,9 @@ BUILDERS: dict[str, Callable[[], Any]] = {
         projection_dim=768, vision_config=dict(
             hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16, patch_size=14,
             image_size=224, projection_dim=768)),
-    "sd15-unet": partial(_make, _UNET, sample_size=64, cross_attention_dim=768, attention_head_dim=8),
+    **dict.fromkeys(
+        ("sd15-unet", "sd15-controlled-unet"),
+        partial(_make, _UNET, sample_size=64, cross_attention_dim=768, attention_head_dim=8)),
     "sdxl-refiner-unet": partial(
         _make, _UNET, sample_size=128, block_out_channels=(384, 768, 1536, 1536), cross_attention_dim=1280,
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
@@ -104,12 +113,10 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "sd21-unet": partial(
         _make, _UNET, sample_size=96, cross_attention_dim=1024, attention_head_dim=(5, 10, 20, 20),
         use_linear_projection=True, upcast_attention=True),
-    "sdxl-unet": partial(
-        _make, _UNET, sample_size=128, block_out_channels=(320, 640, 1280), cross_attention_dim=2048,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"), attention_head_dim=(5, 10, 20),
-        transformer_layers_per_block=(1, 2, 10), use_linear_projection=True, addition_embed_type="text_time",
-        addition_time_embed_dim=256, projection_class_embeddings_input_dim=2816),
+    **dict.fromkeys(("sdxl-unet", "sdxl-controlled-unet"), partial(_make, _UNET, sample_size=128, **_SDXL)),
+    "sd15-controlnet": partial(_make, _CONTROLNET, cross_attention_dim=768),
+    "sdxl-controlnet": partial(
+        _make, _CONTROLNET, **{name: value for name, value in _SDXL.items() if name != "up_block_types"}),
     "flux-transformer": partial(_make, _FLUX, guidance_embeds=True),
     "flux-schnell-transformer": partial(_make, _FLUX, guidance_embeds=False),
     "flux-fill-transformer": partial(_make, _FLUX, in_channels=384, out_channels=64, guidance_embeds=True),
@@ -219,9 +226,9 @@ def random_pipeline(name: str, dtype: str) -> Any:
     flow = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=name in shifted)
     betas = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
     parts["scheduler"] = {
-        "sd15": diffusers.PNDMScheduler(**betas, skip_prk_steps=True),
+        **dict.fromkeys(("sd15", "sd15-controlnet"), diffusers.PNDMScheduler(**betas, skip_prk_steps=True)),
         "sd21": diffusers.DDIMScheduler(**betas, clip_sample=False, prediction_type="v_prediction"),
-        **dict.fromkeys(("sdxl", "sdxl-refiner"), diffusers.EulerDiscreteScheduler(**betas)),
+        **dict.fromkeys(("sdxl", "sdxl-controlnet", "sdxl-refiner"), diffusers.EulerDiscreteScheduler(**betas)),
         **dict.fromkeys(
             ("wan-1.3b", "wan-14b"),
             diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
