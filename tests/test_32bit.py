@@ -22,6 +22,7 @@ PREDICT = [
     "process.c",
     "process_again.c",
     "process_play.c",
+    "polynomial.c",
     "process_replay.c",
     "program.c",
     "torch_alloc.c",

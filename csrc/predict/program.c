@@ -1,115 +1,10 @@
-/* Reads programs, and plays them.
- *
- * Polynomials stay text: they are short, and evaluated once per call. Words become steps. */
+/* Reads programs, and plays them. Polynomials stay text; words become steps. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "polynomial.h"
 #include "program.h"
-
-/* ---- words and polynomials ---- */
-
-/* A word of a text, up to a space or a semicolon. */
-typedef struct word {
-    const char *at;
-    size_t length;
-} word;
-
-/* Returns: the next word, past spaces; of length 0 at the text's end or a semicolon. */
-static word next_word(const char **at) {
-    while (**at == ' ') ++*at;
-    const word w = {*at, strcspn(*at, " ;")};
-    *at += w.length;
-    return w;
-}
-
-static bool word_is(word w, const char *text) { return strlen(text) == w.length && !memcmp(w.at, text, w.length); }
-
-/* Parses a whole word; false if it is no number or does not fit. */
-static bool to_number(word w, int64_t *out) {
-    const bool negative = w.length && *w.at == '-';
-    *out = 0;
-    for (size_t i = negative; i < w.length; i++) {
-        const int digit = w.at[i] - '0';
-        if (digit < 0 || digit > 9 || __builtin_mul_overflow(*out, 10, out) || __builtin_add_overflow(*out, digit, out))
-            return false;
-    }
-    *out = negative ? -*out : *out;
-    return w.length > negative;
-}
-
-/* Variables by name. */
-typedef struct scope {
-    size_t count;
-    const char *const *name;
-    const int64_t *value;
-} scope;
-
-static vm_status wrong(const char *text) {
-    return vm_fail(VM_EINVAL, VM_EXPECTED("polynomial", "terms such as \"640 n h + 5\" of its variables", "\"%.60s\""),
-                   text);
-}
-
-/* Evaluates the polynomial at *at, and moves *at to the end of its text or of its side of an equation. */
-static vm_status evaluate(const scope *known, const char **at, int64_t *out) {
-    const char *text = *at;
-    int64_t total = 0, term = 0;
-    bool over = false, has_term = false;
-    for (;;) {
-        const word w = next_word(at);
-        const bool ends = !w.length || word_is(w, "=") || word_is(w, "!=");
-        if (ends || word_is(w, "+")) {
-            if (!has_term) return wrong(text);
-            over |= __builtin_add_overflow(total, term, &total);
-            has_term = false;
-            if (ends) break;
-        } else if (!has_term) {
-            if (!to_number(w, &term)) return wrong(text);
-            has_term = true;
-        } else {
-            size_t i = 0;
-            while (i < known->count && !word_is(w, known->name[i])) i++;
-            if (i == known->count) return wrong(text);
-            over |= __builtin_mul_overflow(term, known->value[i], &term);
-        }
-    }
-    if (over) return vm_fail(VM_EOVERFLOW, "polynomial: expected a value below 2^63, got more of \"%.60s\"", text);
-    *out = total;
-    return VM_OK;
-}
-
-/* Evaluates a whole text, "640 n h w + 5". */
-static vm_status evaluate_all(const scope *known, const char *text, int64_t *out) {
-    const char *at = text;
-    vm_status s = evaluate(known, &at, out);
-    return s || (!*at && at[-1] != '=') ? s : wrong(text);
-}
-
-/* Evaluates the case at *at, "1 n = 1" or "1 n != 1", and moves *at to the text's end or a semicolon. */
-static vm_status case_holds(const scope *known, const char **at, bool *out) {
-    const char *text = *at;
-    int64_t left, right;
-    *out = false;
-    vm_status s = evaluate(known, at, &left);
-    if (s) return s;
-    if (*at == text || (*at)[-1] != '=') return wrong(text);
-    const bool equal = (*at)[-2] != '!';
-    s = evaluate(known, at, &right);
-    *out = !s && (left == right) == equal;
-    return s || (*at)[-1] != '=' ? s : wrong(text);
-}
-
-/* *out: whether all cases of a call hold, "1 n = 1; 1 h != 2 h1". */
-static vm_status all_hold(const scope *known, const char *cases, bool *out) {
-    vm_status s = VM_OK;
-    bool held;
-    *out = true;
-    for (const char *at = cases; !s && *at; at += *at == ';') {
-        s = case_holds(known, &at, &held);
-        *out = *out && held;
-    }
-    return s;
-}
 
 /* ---- a program's parts ---- */
 
@@ -168,9 +63,9 @@ struct vm_program {
 
 static const int64_t zeros[VM_PROGRAM_NAMES];
 
-static int dtype_of(word w) {
+static int dtype_of(vm_word w) {
     for (int d = VM_F32; d <= VM_BF16; d++)
-        if (word_is(w, vm_dtype_name((vm_dtype)d))) return d;
+        if (vm_word_is(w, vm_dtype_name((vm_dtype)d))) return d;
     return -1;
 }
 
@@ -179,9 +74,9 @@ static span *own(vm_program *p, int list) { return &p->call[p->calls - 1].own[li
 static vm_status bad(const char *want) { return vm_fail(VM_EINVAL, VM_EXPECTED("", "%s", ""), want); }
 
 /* Parses an index into one of the call's lists. */
-static bool to_index(vm_program *p, word w, int list, uint32_t *out) {
+static bool to_index(vm_program *p, vm_word w, int list, uint32_t *out) {
     int64_t number;
-    if (!to_number(w, &number) || number < 0 || (uint64_t)number >= own(p, list)->count) return false;
+    if (!vm_to_number(w, &number) || number < 0 || (uint64_t)number >= own(p, list)->count) return false;
     *out = (uint32_t)number;
     return true;
 }
@@ -212,13 +107,13 @@ static vm_status read_variables(vm_program *p, char *line) {
 /* VM_EINVAL if the polynomial uses an unknown variable. */
 static vm_status check_polynomial(const vm_program *p, const char *text) {
     int64_t value;
-    return evaluate_all(&(scope){p->names, p->name, zeros}, text, &value);
+    return vm_evaluate(&(vm_scope){p->names, p->name, zeros}, text, &value);
 }
 
 static vm_status read_derived(vm_program *p, char *line) {
     const char *at = cut(line);
     derived d;
-    if (!to_number(next_word(&at), &d.by) || !to_number(next_word(&at), &d.to) || d.by < 1 || d.to < 1)
+    if (!vm_to_number(vm_next_word(&at), &d.by) || !vm_to_number(vm_next_word(&at), &d.to) || d.by < 1 || d.to < 1)
         return bad("a name, two numbers of 1 or more, and a polynomial");
     d.polynomial = at;
     vm_status s = check_polynomial(p, at);
@@ -234,14 +129,14 @@ static vm_status read_call(vm_program *p, char *line) {
     *c = (recorded){.cases = ""};
     for (int list = 0; list < LISTS; list++) c->own[list].first = p->count[list];
     const char *at = line;
-    for (word w; (w = next_word(&at)).length;) {
+    for (vm_word w; (w = vm_next_word(&at)).length;) {
         const int dtype = dtype_of(w);
         if (dtype < 0) return bad("dtypes, and cases behind semicolons");
         c->dtypes |= 1u << dtype;
     }
     if (*at) c->cases = at + 1;
     bool held;
-    return all_hold(&(scope){p->names, p->name, zeros}, c->cases, &held);
+    return vm_all_hold(&(vm_scope){p->names, p->name, zeros}, c->cases, &held);
 }
 
 static vm_status read_size(vm_program *p, char *line) {
@@ -254,14 +149,14 @@ static vm_status read_size(vm_program *p, char *line) {
 /* Reads a dtype, the indices of `sizes` sizes, and `flags` flags. */
 static vm_status read_question(vm_program *p, const char *at, int list, size_t sizes, size_t flags) {
     question q = {0};
-    word w = next_word(&at);
+    vm_word w = vm_next_word(&at);
     q.dtype = dtype_of(w);
-    bool good = q.dtype >= 0 || word_is(w, "run");
-    for (size_t i = 0; i < sizes; i++) good = good && to_index(p, next_word(&at), SIZES, &q.size[i]);
+    bool good = q.dtype >= 0 || vm_word_is(w, "run");
+    for (size_t i = 0; i < sizes; i++) good = good && to_index(p, vm_next_word(&at), SIZES, &q.size[i]);
     for (size_t i = 0; i < flags; i++) {
-        w = next_word(&at);
-        q.flag[i] = word_is(w, "1");
-        good = good && (q.flag[i] || word_is(w, "0"));
+        w = vm_next_word(&at);
+        q.flag[i] = vm_word_is(w, "1");
+        good = good && (q.flag[i] || vm_word_is(w, "0"));
     }
     if (!good || *at) return vm_fail(VM_EINVAL, VM_EXPECTED("", "a dtype, %zu sizes and %zu flags", ""), sizes, flags);
     vm_status s = vm_scratch_grow(&p->question[list], p->count[list], sizeof q);
@@ -285,14 +180,14 @@ static bool read_step(vm_program *p, char *text, step *out) {
     if (equals) {
         *equals = 0;
         *out = (step){'=', 0, text};
-        return to_index(p, (word){equals + 1, strlen(equals + 1)}, MODULES, &out->number);
+        return to_index(p, (vm_word){equals + 1, strlen(equals + 1)}, MODULES, &out->number);
     }
     const size_t digits = strcspn(text + 1, ":");
-    const word number = {text + 1, digits};
+    const vm_word number = {text + 1, digits};
     int64_t ago;
     *out = (step){*text, 0, text[1 + digits] ? text + 2 + digits : ""};
     if (*text == '-') {
-        if (!to_number(number, &ago) || ago < 1 || ago > VM_TRACE_STEPS) return false;
+        if (!vm_to_number(number, &ago) || ago < 1 || ago > VM_TRACE_STEPS) return false;
         out->number = (uint32_t)ago;
         return true;
     }
@@ -342,15 +237,15 @@ static vm_status read_line(vm_program *p, char *line) {
                  {"conv", CONVS, read_conv},        {"conv3", CONVS, read_conv3},
                  {"module", MODULES, read_module},  {"attention", ATTENTIONS, read_attention}};
     const char *at = line;
-    const word kind = next_word(&at);
+    const vm_word kind = vm_next_word(&at);
     char *rest = line + kind.length + (line[kind.length] == ' ');
-    if (word_is(kind, "name")) {
+    if (vm_word_is(kind, "name")) {
         p->title = rest;
         return VM_OK;
     }
     for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
         const int list = kinds[i].list;
-        if (!word_is(kind, kinds[i].kind)) continue;
+        if (!vm_word_is(kind, kinds[i].kind)) continue;
         if (list == -1 ? p->calls > 0 : list >= 0 && !p->calls) break;
         vm_status s = kinds[i].read(p, rest);
         if (!s && list >= 0) own(p, list)->count = p->count[list] - own(p, list)->first;
@@ -417,7 +312,7 @@ static vm_status derive(const vm_program *p, int64_t value[VM_PROGRAM_NAMES]) {
     for (size_t i = p->given; i < p->names; i++) {
         const derived *d = &p->follows[i];
         int64_t of;
-        vm_status s = evaluate_all(&(scope){i, p->name, value}, d->polynomial, &of);
+        vm_status s = vm_evaluate(&(vm_scope){i, p->name, value}, d->polynomial, &of);
         if (s) return s;
         if (of < 0)
             return vm_fail(VM_EINVAL, VM_EXPECTED("%s", "sizes of 0 or more", "less as %s"), p->title, p->name[i]);
@@ -473,7 +368,7 @@ static void append_case(char text[VM_SENTENCE], const char *one) {
 }
 
 /* Reports which cases were recorded, among those whose left sides meet none. */
-static vm_status not_recorded(const vm_program *p, vm_dtype dtype, const scope *known) {
+static vm_status not_recorded(const vm_program *p, vm_dtype dtype, const vm_scope *known) {
     const char *found[CASES];
     const size_t count = distinct_cases(p, dtype, found);
     char all[VM_SENTENCE] = "", unmet[VM_SENTENCE] = "", got[VM_SENTENCE] = "";
@@ -486,7 +381,7 @@ static vm_status not_recorded(const vm_program *p, vm_dtype dtype, const scope *
             const char *at = found[k];
             if (!same_to("!=", found[i], at)) continue;
             append_case(alike, at);
-            if (case_holds(known, &at, &held)) return VM_EOVERFLOW;
+            if (vm_case_holds(known, &at, &held)) return VM_EOVERFLOW;
             met |= held;
         }
         append(all, ", and ", alike);
@@ -517,7 +412,7 @@ typedef struct player {
 /* Chooses the call, and evaluates its sizes. */
 static vm_status prepare(player *y, const vm_program *p, const vm_program_call *asked) {
     int64_t value[VM_PROGRAM_NAMES];
-    const scope known = {p->names, p->name, value};
+    const vm_scope known = {p->names, p->name, value};
     bool has_dtype = false;
     memcpy(value, asked->value, sizeof value);
     vm_status s = derive(p, value);
@@ -527,7 +422,7 @@ static vm_status prepare(player *y, const vm_program *p, const vm_program_call *
         bool held;
         if (!(p->call[i].dtypes >> asked->dtype & 1)) continue;
         has_dtype = true;
-        if ((s = all_hold(&known, p->call[i].cases, &held))) return s;
+        if ((s = vm_all_hold(&known, p->call[i].cases, &held))) return s;
         if (held) y->call = &p->call[i];
     }
     if (!has_dtype)
@@ -537,7 +432,7 @@ static vm_status prepare(player *y, const vm_program *p, const vm_program_call *
     const span sizes = y->call->own[SIZES];
     s = vm_scratch_new(sizes.count, sizeof *y->size, &y->size);
     for (size_t i = 0; !s && i < sizes.count; i++) {
-        s = evaluate_all(&known, p->size[sizes.first + i], &y->size[i]);
+        s = vm_evaluate(&known, p->size[sizes.first + i], &y->size[i]);
         if (!s && y->size[i] < 0)
             s = vm_fail(VM_EINVAL, VM_EXPECTED("%s", "sizes of 0 or more", "%lld of %.60s"), p->title,
                         (long long)y->size[i], p->size[sizes.first + i]);
