@@ -27,9 +27,9 @@ A peer that is not installed (pip install '.[bench]') is left out, with a messag
 Errors compare the small run with PyTorch's in float64: the largest |y - reference|, and the relative RMS, |y -
 reference| / |reference|. `first` is that run's seconds, compilation included. With --check equal to --size there is
 only one compilation. Resident sizes: `base` before the model is loaded, `peak` during warm runs; `planned` is our own
-estimate, weights included. The peak in FLOP/s is that of the unit that the kernels use, measured after each run. At the
-end the results are compared with the project's targets (BARS). --bars measures nothing and compares all existing
-results.
+estimate, weights included. Processor seconds are those of all threads, which a busy machine disturbs less. The peak
+in FLOP/s is that of the unit that the kernels use, measured after each run. At the end the results are compared with
+the project's targets (BARS). --bars measures nothing and compares all existing results.
 """
 
 from __future__ import annotations
@@ -280,10 +280,10 @@ def answers(args: dict) -> Iterator[dict]:
     settled_rss()  # what loading left in malloc is no part of a run
     while True:
         reset_peak_rss()
-        start = time.perf_counter()
+        start, work = time.perf_counter(), time.process_time()
         contestant.run(data)
-        seconds = time.perf_counter() - start
-        yield {"seconds": seconds, "rss": peak_rss(), "base": contestant.base} | contestant.more()
+        seconds, work = time.perf_counter() - start, time.process_time() - work
+        yield {"seconds": seconds, "processor": work, "rss": peak_rss(), "base": contestant.base} | contestant.more()
 
 
 # ---- the contest ----
@@ -428,6 +428,7 @@ def row(case: Case, args: argparse.Namespace, entry: Entry, others: dict[str, En
         "fastest": round(min(entry.seconds), 3),
         "slowest": round(max(entry.seconds), 3),
         "first": entry.greeting["first"],
+        "processor_seconds": figure("processor", median, 1, 3),
         "runs": len(results),
     }
     for name in ("vaemem", *PEERS):
@@ -451,6 +452,7 @@ def shown(line: dict) -> str:
     parts += [
         f"{line[f'ratio_to_{peer}']:5.2f} of {peer}" for peer in ("torch", "openvino") if line[f"ratio_to_{peer}"]
     ]
+    parts += [f"{line['processor_seconds']:.2f} processor s"] * bool(line["processor_seconds"])
     parts += [f"{line['peak_rss_mib']:5d} MiB" + f" ({line['planned_mib']} planned)" * bool(line["planned_mib"])]
     parts += [f"error {line['rms_error']} (max {line['max_error']})"] * bool(line["rms_error"])
     if line["share_of_peak"]:

@@ -292,7 +292,7 @@ static inline void *vm_pixel(const vm_view *v, size_t y, size_t block, size_t x)
 
 /* How the plan computes a pass. */
 typedef struct vm_manner {
-    size_t at_once; /* most rows of tiles in progress at the same time: all of them, or a step's */
+    size_t at_once; /* most rows of tiles in progress at the same time: all of them, or some steps' */
     bool stepped;   /* rows of tiles may be computed a few at a time; otherwise it runs whole, with ample memory */
     /* Least memory at any cost in time. On a CPU each task transforms the weights that it needs in its scratch;
      * otherwise one transformed copy is kept. On a GPU rows of tiles are low. */
