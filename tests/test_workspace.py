@@ -463,8 +463,8 @@ def test_every_recorded_version_knows_batches():
 
 # Modules whose convolutions cuDNN was not asked about: patches of transformers, and the refiner's.
 BY_RULE = {
-    "pixart-sigma-transformer", "sd3-transformer", "sd35-large-transformer", "sd35-medium-transformer",
-    "sdxl-refiner-unet",
+    "sd15-controlnet", "sdxl-controlnet", "pixart-sigma-transformer", "sd3-transformer",
+    "sd35-large-transformer", "sd35-medium-transformer", "sdxl-refiner-unet",
 }  # fmt: skip
 
 
