@@ -77,11 +77,12 @@ static PyObject *trace_vae(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (o < 0) return NULL;
     if (free_bytes < 0)
         return vm_py_refuse(PyExc_ValueError, VM_EXPECTED("free_bytes", "0 or more", "%lld"), free_bytes);
-    if (height < 1 || width < 1 || batch < 1 || tile < 0 || frames < 1)
-        return vm_py_refuse(PyExc_ValueError,
-                            VM_EXPECTED("height, width, batch, tile, frames", "1 or more (a tile of 0 is none)",
-                                        "%lld, %lld, %lld, %lld, %lld"),
-                            height, width, batch, tile, frames);
+    if (height < 1 || width < 1 || batch < 1 || tile < 0)
+        return vm_py_refuse(
+            PyExc_ValueError,
+            VM_EXPECTED("height, width, batch, tile", "1 or more (a tile of 0 is none)", "%lld, %lld, %lld, %lld"),
+            height, width, batch, tile);
+    if (frames < 1) return vm_py_refuse(PyExc_ValueError, VM_EXPECTED("frames", "1 or more", "%lld"), frames);
     vae.runtime = (vm_trace_runtime)r;
     vae.op = (vm_op)o;
     vae.height = (uint64_t)height;

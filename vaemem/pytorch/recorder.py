@@ -39,7 +39,8 @@ def _is_plain(func: Any) -> bool:
     return own or (func._schema.name.endswith("_") and torch.Tag.inplace_view in func.tags)
 
 
-_UPSAMPLES = {aten.upsample_nearest2d, aten._upsample_nearest_exact2d}  # they copy an input that is not dense in NCHW
+# They copy an input that is not dense. The copy is counted if its rows are dense, as those of a video's frames.
+_UPSAMPLES = {aten.upsample_nearest2d, aten._upsample_nearest_exact2d}
 
 
 # A sum over a dimension allocates only its output if one block of threads computes each element. It does so for fewer
@@ -210,7 +211,7 @@ class Recorder(TorchDispatchMode):
             self._trace.blas(self.name("workspace"), fused)
         elif func in _BLAS:
             self._trace.blas(self.name())
-        elif func.overloadpacket in _UPSAMPLES and out.is_contiguous() and not args[0].is_contiguous():
+        elif func.overloadpacket in _UPSAMPLES and not args[0].is_contiguous() and args[0].stride(-1) == 1:
             self._trace.give(self.borrow(args[0].numel() * args[0].element_size(), "contiguous"))
         elif not _is_plain(func) and not _sums_in_a_block(func, out, *args):
             self._count_unmodelled(str(func))
