@@ -461,8 +461,9 @@ def test_every_recorded_version_knows_batches():
             assert recorded["batches"]["held_out"] == 500, name
 
 
-# Modules whose convolutions cuDNN was not asked about: patches of transformers, and the refiner's.
+# Modules whose convolutions cuDNN was not asked about: patches of transformers, the refiner's and ControlNets'.
 BY_RULE = {
+    "wan-1.3b-transformer", "wan-14b-transformer",
     "sd15-controlnet", "sdxl-controlnet", "pixart-sigma-transformer", "sd3-transformer",
     "sd35-large-transformer", "sd35-medium-transformer", "sdxl-refiner-unet",
 }  # fmt: skip

@@ -118,6 +118,6 @@ vm_status vm_companion_play(const vm_companion *of, vm_passage *p, uint64_t byte
     if (!s) s = vm_trace_take(p->t, bytes, of->module, &sum);
     if (!s) s = vm_trace_give(p->t, *id);
     if (!s) s = vm_trace_give(p->t, scaled);
-    *id = sum;
+    if (!s) *id = sum;
     return s;
 }

@@ -57,7 +57,7 @@ def _names(kind):
     for entry in json.loads(shipped("models.json"))["models"]:
         if entry.get(kind):
             found.setdefault(entry[kind], []).extend(name for name in entry["names"] if "/" in name and "*" not in name)
-    return found
+    return {name: others for name, others in found.items() if others}
 
 
 def _offer_pipeline(name):
