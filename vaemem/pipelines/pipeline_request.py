@@ -102,12 +102,13 @@ class Part:
     def _traces(self) -> dict[Any, _core.Trace]:
         return {}
 
-    def trace(self, gpu: Gpu, offload: str | GroupOffload, **sizes: int) -> _core.Trace:
-        """Trace a call's memory on a GPU, with the weights that offloading sends for its submodules. `sizes` may have
-        more than its variables. The last traces are kept, because making one takes longer than playing it."""
+    def trace(self, gpu: Gpu, offload: str | GroupOffload, later: bool = False, **sizes: int) -> _core.Trace:
+        """Trace a call's memory on a GPU, with the weights that offloading sends for its submodules. later: whether it
+        is not the first call. `sizes` may have more than its variables. The last traces are kept, because making one
+        takes longer than playing it."""
         recording, kept = programs.load_program(self.component), self._traces
         wanted = {name: sizes[name] for name in recording.variables}
-        key = (gpu.name, gpu.sm, gpu.multiprocessors, offload, *wanted.items())
+        key = (gpu.name, gpu.sm, gpu.multiprocessors, offload, later, *wanted.items())
         trace = kept.get(key)
         if trace is None:
             working = [
@@ -116,7 +117,7 @@ class Part:
                 for name, size, *rows in made
             ]
             companions = [pair.companion for pair in self.pairs if not pair.fused]
-            trace = recording.trace(self.dtype, gpu, [*self.sent_by(offload), *working], companions, **wanted)
+            trace = recording.trace(self.dtype, gpu, [*self.sent_by(offload, later), *working], companions, **wanted)
             for oldest in list(kept)[: len(kept) + 1 - KEPT_TRACES]:
                 kept.pop(oldest, None)
             kept[key] = trace
@@ -185,10 +186,10 @@ class Part:
         """Bytes that sequential offload sends for a call."""
         return self.nbytes - sum(weight.bytes for weight in self.left)
 
-    def sent_by(self, offload: str | GroupOffload) -> Sequence[Passing]:
-        """List the weights that offloading sends for its submodules' calls."""
+    def sent_by(self, offload: str | GroupOffload, later: bool = False) -> Sequence[Passing]:
+        """List the weights that offloading sends for its submodules' calls, in its first call or a later one."""
         if isinstance(offload, GroupOffload):
-            return pass_groups(self.groups(offload), self._sizes)
+            return pass_groups(self.groups(offload), self._sizes, later and not offload.offload_to_disk_path)
         by = self.sent.items() if offload == "sequential" else ()
         return [Passing(at, at, name, size, BY_ACCELERATE) for at, sent in by for name, size in sent]
 

@@ -96,10 +96,11 @@ class PipelineRun:
         self.bring(role)
         part, process = self.parts[role], self.process
         if role in self.request.on_cpu:
-            process.count(host_flops=part.trace(find_gpu(programs.ANY_GPU), "none", **sizes).flops)
+            process.count(host_flops=part.trace(find_gpu(programs.ANY_GPU), "none", False, **sizes).flops)
             return Tensor(process, f"output of {role}", (), part.dtype, ())
         offload = (self.request.group or self.request.offload) if role in self.moved else "none"
-        trace = part.trace(process.gpu, offload, **sizes)
+        later = bool(self.request.group) and any(one == role for one, _ in self.calls)
+        trace = part.trace(process.gpu, offload, later, **sizes)
         left = process.call(trace)
         process.count(flops=trace.flops, sent=part.passed if offload == "sequential" else trace.sent)
         self.calls.append((role, process.last_call))

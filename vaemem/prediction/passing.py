@@ -43,11 +43,14 @@ class Group(NamedTuple):
     """Weights that come together when the call of `begins` begins, and leave together when that of `ends` ends.
 
     names: of the weights, in the order in which they come
+    again: of those that come twice from the second call on. The group moves a buffer of a submodule by replacing it,
+        and then moves the old one too (ModuleGroup.buffers)
     """
 
     begins: str
     ends: str
     names: tuple[str, ...]
+    again: tuple[str, ...] = ()
 
 
 _Tree = dict[str, Any]  # submodules by name, and of weights None
@@ -115,7 +118,8 @@ def _block_groups(
             rest += _sorted(_listed(inner, f"{prefix}{name}."), buffers)
     rest += _sorted((f"{prefix}{name}" for name, inner in tree.items() if inner is None), buffers)
     if rest:
-        yield Group(path, path, tuple(rest))
+        again = (name for name in rest if name in buffers and "." in name.removeprefix(prefix))
+        yield Group(path, path, tuple(rest), tuple(again))
 
 
 def _cut(blocks_of: _Tree, path: str, blocks: int, buffers: Collection[str]) -> Iterator[Group]:
@@ -128,12 +132,12 @@ def _cut(blocks_of: _Tree, path: str, blocks: int, buffers: Collection[str]) -> 
             yield Group(f"{path}.{first}", f"{path}.{last}", tuple(itertools.chain(*each)))
 
 
-def pass_groups(groups: Sequence[Group], sizes: Mapping[str, int]) -> tuple[Passing, ...]:
-    """List the weights of groups as they pass. sizes: their bytes, by name."""
+def pass_groups(groups: Sequence[Group], sizes: Mapping[str, int], later: bool = False) -> tuple[Passing, ...]:
+    """List the weights of groups as they pass. sizes: their bytes, by name; later: after a first call."""
     found = list[Passing]()
     for group in groups:
         is_leaf = all(name.rpartition(".")[0] == group.begins for name in group.names)
-        for name in group.names:
+        for name in (*group.names, *(group.again if later else ())):
             own = name.rpartition(".")[2] if is_leaf else ""
             found.append(Passing(group.begins, group.ends, own, sizes[name], BY_DIFFUSERS))
     return tuple(sorted(found, key=operator.attrgetter("module")))
