@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(config, items):
         known.add(function)
         if SANITIZED and item.get_closest_marker("resident"):
             item.add_marker(pytest.mark.skip(reason="the sanitizer's own memory would be measured"))
-    if share := os.environ.get("VAEMEM_SHARE"):  # "0/3": the first of three shares of the thorough tests (.ci/run)
+    if share := os.environ.get("VAEMEM_SHARE"):  # "0/6": the first of six shares of the thorough tests (.ci/run)
         mine, shares = map(int, share.split("/"))
         parts: tuple[list, list] = [], []
         for item in items:
