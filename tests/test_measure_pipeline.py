@@ -23,10 +23,11 @@ import torch_pipelines
 from diffusers.models.attention_processor import AttnProcessor
 
 import vaemem.pytorch
-from vaemem import SimulatedProcess, Table, _core, compare, predict, predict_pipeline
+from vaemem import SimulatedProcess, Table, compare, predict, predict_pipeline
 from vaemem.__main__ import main
 from vaemem.pipelines.components import CLIPS, PIPELINES
 from vaemem.prediction.request import Software, find_card
+from vaemem.prediction.runtimes import architecture
 from vaemem.pytorch import (
     MeasuredPhase,
     MeasuredPipeline,
@@ -561,10 +562,10 @@ def test_random_weights_are_those_of_the_named_pipeline(name, monkeypatch):
     builders = {component: functools.partial(on_meta, build) for component, build in loading.BUILDERS.items()}
     monkeypatch.setattr(loading, "BUILDERS", builders)
     pipe = loading.random_pipeline(name, PIPELINES[name].dtype)
-    noise, images = _core.models()[kind.parts["vae"]]["latent_channels"], 1 + (kind.guides and not kind.apart)
+    noise, images = architecture(kind.parts["vae"])["latent_channels"], 1 + (kind.guides and not kind.apart)
     seen = measuring_pipelines.Seen(
         images,
-        kind.inputs * noise * 64 * 64,
+        kind.inputs * noise * 64 * 64 * (kind.frames // 4 + 1),
         77 + kind.joined + measuring_pipelines._count_seen(kind, {"height": 512, "width": 512}),
     )
     question = measuring_pipelines._request(

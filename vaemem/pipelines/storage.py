@@ -124,8 +124,8 @@ RULES = {
         "diffusers' enable_layerwise_casting (hooks/layerwise_casting.py, and each model's own patterns): linear layers"
         " and convolutions with biases, but for norms, embeddings of positions and patches, the first and last layer",
         ("fp8",), (2, 3, 4, 5),
-        r"norm|pos_embed|patch_embed|^proj_in\.|^proj_out\.|(^|\.)t_embedder\.|cap_embedder\.|adaln_single"
-        rf"|scale_shift_table|mod_proj|{EMBEDDINGS}",
+        r"norm|pos_embed|patch_embed|^proj_in\.|^proj_out\.|(^|\.)t_embedder\.|cap_embedder\."
+        rf"|condition_embedder|adaln_single|scale_shift_table|mod_proj|{EMBEDDINGS}",
         biases=True,
     ),
     "bitsandbytes": _Rule(
