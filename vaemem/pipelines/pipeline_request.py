@@ -504,7 +504,7 @@ def image_sides(
 
 def describe_size(height: int, width: int, frames: int | None) -> str:
     """Describe the size of an image, or of a video."""
-    return f"{height}x{width}{'' if frames is None else f', {frames} frames'}"
+    return f"{height}x{width}" + ("" if frames is None else f", {frames} frames")
 
 
 @dataclass(frozen=True)
