@@ -548,7 +548,7 @@ static bool has_outermost(const player *y, const module *caller) {
 
 /* Finds the storage that a layer leaves, *number of those taken. Returns: its step; NULL if there is none. */
 static const step *find_output(const player *y, const module *m, size_t *number) {
-    const step *each = &y->p->step[m->first], *found = NULL;
+    const step *each = m->steps ? &y->p->step[m->first] : NULL, *found = NULL;
     for (size_t i = 0, taken = 0; i < m->steps; i++) {
         if (each[i].kind == '=' || each[i].kind == 'a') return NULL;
         if (each[i].kind != '+') continue;
@@ -565,7 +565,8 @@ static const step *find_output(const player *y, const module *m, size_t *number)
 /* Plays the low-rank pairs beside a layer. */
 static vm_status play_companions(player *y, const module *m, const char *path) {
     const vm_companions *all = &y->asked->companion;
-    const step *first = &y->p->step[m->first], *conv = first;
+    if (!all->count) return VM_OK;
+    const step *first = m->steps ? &y->p->step[m->first] : NULL, *conv = first;
     vm_status s = VM_OK;
     for (size_t i = 0, number = 0; !s && i < all->count; i++) {
         if (strcmp(all->item[i].module, path)) continue;
