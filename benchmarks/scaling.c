@@ -296,7 +296,7 @@ static int run_all(int words, char **word) {
     return 0;
 }
 
-/* ---- what is measured for the model ---- */
+/* ---- measurements for the model ---- */
 
 static void no_task(const void *job, size_t task, unsigned thread) { (void)job, (void)task, (void)thread; }
 

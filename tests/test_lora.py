@@ -1,4 +1,4 @@
-"""LoRAs beside a pipeline's layers: what peft's layers take, from a rank or from a file."""
+"""LoRAs of pipelines: the memory of peft's layers, from a rank or from a file."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 
-def beside(layer, ranks):
+def attach(layer, ranks):
     """A layer with pairs as peft's lora.Linear and lora.Conv2d have them."""
     import torch
 
-    class Beside(torch.nn.Module):
+    class WithPairs(torch.nn.Module):
         def __init__(self):
             super().__init__()
             self.base_layer = layer
@@ -46,11 +46,11 @@ def beside(layer, ranks):
                 result = result + second(first(x)) * 0.5
             return result
 
-    return Beside()
+    return WithPairs()
 
 
 def test_pairs_take_what_peft_takes(monkeypatch):
-    """Each step and its bytes: beside a linear layer with a bias and one without, and beside a convolution. The sum
+    """Each step and its bytes: of a linear layer with a bias, one without, and a convolution. The sum
     takes the place of the layer's output."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("diffusers")
@@ -67,7 +67,7 @@ def test_pairs_take_what_peft_takes(monkeypatch):
             self.conv = torch.nn.Conv2d(4, 12, 3, stride=2, padding=1)
             self.up, self.down = torch.nn.Linear(12, 40), torch.nn.Linear(40, 12, bias=False)
             for name, some in ranks.items():
-                setattr(self, name, beside(getattr(self, name), some))
+                setattr(self, name, attach(getattr(self, name), some))
 
         def forward(self, x):
             x = self.conv(x).flatten(2).transpose(1, 2).contiguous()

@@ -562,7 +562,7 @@ static const step *find_output(const player *y, const module *m, size_t *number)
     return found;
 }
 
-/* Plays the low-rank pairs beside a layer. */
+/* Plays a layer's low-rank pairs. */
 static vm_status play_companions(player *y, const module *m, const char *path) {
     const vm_companions *all = &y->asked->companion;
     if (!all->count) return VM_OK;

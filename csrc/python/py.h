@@ -21,6 +21,7 @@ int vm_py_to_arch(PyObject *dict, void *arch);
 /* Reads tuples (module, until, name, bytes, by, row_bytes=0, row_flops=0, lives=0) into vm_passings. The caller frees
  * its items with PyMem_Free. Returns: a new reference that keeps their texts, NULL with an exception set. */
 PyObject *vm_py_to_passings(PyObject *given, void *passings);
+/* The same of tuples (module, rank, rows, columns) and vm_companions. */
 PyObject *vm_py_to_companions(PyObject *given, void *companions);
 /* Returns: a set of the CPU's kernels, NULL with an exception set. name: NULL or "" for the best usable one. */
 const vm_backend *vm_py_backend(const char *name, vm_dtype dtype, vm_precision precision);

@@ -66,12 +66,11 @@ static PyObject *program_trace(Program *self, PyObject *args) {
 static PyMethodDef methods[] = {
     {"trace", (PyCFunction)program_trace, METH_VARARGS,
      "trace($self, dtype, sizes, sm, multiprocessors, passing, companions=(), /)\n--\n\nReturns the trace of a call on "
-     "a GPU. "
-     "passing: [(module, until, name, bytes, by, row_bytes=0, row_flops=0, lives=0)], sorted by module, of tensors "
-     "that "
-     "come for a module's call and leave after that of `until`. by: 0 if they are made there, 1 if accelerate's hooks "
-     "send them, 2 if diffusers' do. companions: [(module, rank, rows, columns)] of low-rank pairs beside layers. The "
-     "others: csrc/predict/torch_trace.h."},
+     "a GPU. passing: [(module, until, name, bytes, by, row_bytes=0, row_flops=0, lives=0)], sorted by module, of "
+     "tensors that come for a module's call and leave after that of `until`. by: 0 if they are made there, 1 if "
+     "accelerate's hooks send them, 2 if diffusers' do. companions: [(module, rank, rows, columns)], the low-rank "
+     "pairs "
+     "of layers. The others: csrc/predict/torch_trace.h."},
     {NULL, NULL, 0, NULL}};
 
 static PyType_Slot slots[] = {{Py_tp_new, program_new},

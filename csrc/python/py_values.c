@@ -18,62 +18,65 @@ static PyObject *tuple(size_t n, PyObject *(*item)(const void *context, size_t i
 
 PyObject *vm_py_sizes(const size_t *size, size_t count) { return tuple(count, size_item, size); }
 
-/* ---- tensors that pass through calls ---- */
+/* ---- lists of tuples ---- */
 
-PyObject *vm_py_to_passings(PyObject *given, void *out) {
-    vm_passings *to = out;
+/* Reads tuples into *items of `size` bytes each, by `read`, which sets an exception if a tuple is wrong. Returns: a new
+ * reference that keeps the tuples' texts; NULL with an exception set, and no items. */
+static PyObject *read_tuples(PyObject *given, const char *name, size_t size, void (*read)(PyObject *one, void *item),
+                             size_t *count, void **items) {
     PyObject *texts = PySequence_Tuple(given); /* a copy: its texts are borrowed */
-    *to = (vm_passings){0};
+    *count = 0, *items = NULL;
     if (!texts) return NULL;
-    const size_t count = (size_t)PyTuple_Size(texts);
-    vm_passing *each = PyMem_Calloc(count + 1, sizeof *each);
+    const size_t n = (size_t)PyTuple_Size(texts);
+    char *each = PyMem_Calloc(n + 1, size);
     if (!each) PyErr_NoMemory();
-    for (size_t i = 0; each && i < count && !PyErr_Occurred(); i++) {
+    for (size_t i = 0; each && i < n && !PyErr_Occurred(); i++) {
         PyObject *one = PyTuple_GetItem(texts, (Py_ssize_t)i);
-        int by = 0;
-        unsigned long long bytes = 0, row_bytes = 0, row_flops = 0;
-        if (!PyTuple_Check(one))
-            vm_py_refuse(PyExc_TypeError, VM_EXPECTED("passing", "tuples", "%R"), one);
-        else if (PyArg_ParseTuple(one, "sssKi|KKI:passing", &each[i].module, &each[i].until, &each[i].name, &bytes, &by,
-                                  &row_bytes, &row_flops, &each[i].lives)) {
-            each[i].bytes = bytes, each[i].by = (vm_sender)by;
-            each[i].row_bytes = row_bytes, each[i].row_flops = row_flops;
-        }
+        if (PyTuple_Check(one))
+            read(one, each + i * size);
+        else
+            vm_py_refuse(PyExc_TypeError, VM_EXPECTED("%s", "tuples", "%R"), name, one);
     }
     if (PyErr_Occurred()) {
         PyMem_Free(each);
         Py_DECREF(texts);
         return NULL;
     }
-    *to = (vm_passings){count, each};
+    *count = n, *items = each;
     return texts;
+}
+
+static void read_passing(PyObject *one, void *item) {
+    vm_passing *p = item;
+    int by = 0;
+    unsigned long long bytes = 0, row_bytes = 0, row_flops = 0;
+    if (PyArg_ParseTuple(one, "sssKi|KKI:passing", &p->module, &p->until, &p->name, &bytes, &by, &row_bytes, &row_flops,
+                         &p->lives))
+        p->bytes = bytes, p->by = (vm_sender)by, p->row_bytes = row_bytes, p->row_flops = row_flops;
+}
+
+PyObject *vm_py_to_passings(PyObject *given, void *out) {
+    vm_passings *to = out;
+    void *items;
+    PyObject *texts = read_tuples(given, "passing", sizeof *to->item, read_passing, &to->count, &items);
+    to->item = items;
+    return texts;
+}
+
+static void read_companion(PyObject *one, void *item) {
+    vm_companion *c = item;
+    unsigned long long rank = 0, rows = 0, columns = 0;
+    if (!PyArg_ParseTuple(one, "sKKK:companions", &c->module, &rank, &rows, &columns)) return;
+    if (!rank || !rows || !columns)
+        vm_py_refuse(PyExc_ValueError, VM_EXPECTED("companions", "a rank and sides above 0", "%R"), one);
+    c->rank = rank, c->rows = rows, c->columns = columns;
 }
 
 PyObject *vm_py_to_companions(PyObject *given, void *out) {
     vm_companions *to = out;
-    PyObject *texts = PySequence_Tuple(given); /* a copy: its texts are borrowed */
-    *to = (vm_companions){0};
-    if (!texts) return NULL;
-    const size_t count = (size_t)PyTuple_Size(texts);
-    vm_companion *each = PyMem_Calloc(count + 1, sizeof *each);
-    if (!each) PyErr_NoMemory();
-    for (size_t i = 0; each && i < count && !PyErr_Occurred(); i++) {
-        PyObject *one = PyTuple_GetItem(texts, (Py_ssize_t)i);
-        unsigned long long rank = 0, rows = 0, columns = 0;
-        if (!PyTuple_Check(one))
-            vm_py_refuse(PyExc_TypeError, VM_EXPECTED("companions", "tuples", "%R"), one);
-        else if (PyArg_ParseTuple(one, "sKKK:companions", &each[i].module, &rank, &rows, &columns)) {
-            if (!rank || !rows || !columns)
-                vm_py_refuse(PyExc_ValueError, VM_EXPECTED("companions", "a rank and sides above 0", "%R"), one);
-            each[i].rank = rank, each[i].rows = rows, each[i].columns = columns;
-        }
-    }
-    if (PyErr_Occurred()) {
-        PyMem_Free(each);
-        Py_DECREF(texts);
-        return NULL;
-    }
-    *to = (vm_companions){count, each};
+    void *items;
+    PyObject *texts = read_tuples(given, "companions", sizeof *to->item, read_companion, &to->count, &items);
+    to->item = items;
     return texts;
 }
 

@@ -1,4 +1,4 @@
-"""LoRAs of diffusers: low-rank pairs that peft keeps beside layers, from a rank or from a file's header."""
+"""LoRAs of diffusers: peft's low-rank pairs for layers, from a rank or from a file's header."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ class Lora:
         what = self.file or f"rank {self.rank}"
         return f"{what}{' in ' + ', '.join(self.target_modules) if self.target_modules else ''}{' fused' * self.fused}"
 
-    def pairs(self, role: str, weights: Sequence[Weight], has_layers: bool) -> list[Pair]:
-        """List the pairs beside the layers of a component. has_layers: whether it is the denoiser."""
+    def pairs(self, role: str, weights: Sequence[Weight], is_denoiser: bool) -> list[Pair]:
+        """List the pairs for a component's layers. is_denoiser: a LoRA of a rank has layers only there."""
         layers = {one.module: one.shape for one in weights if one.name.endswith(".weight") and len(one.shape) in (2, 4)}
         if self.file:
             named = {alias: module for module in layers for alias in _aliases(role, module)}
@@ -104,7 +104,7 @@ class Lora:
             return [Pair(module, layers[module], rank, self.fused) for module, rank in ranks]
         targets = self.target_modules or _TARGETS.get(role, ())
         found = [module for module in layers if any(f".{module}".endswith(f".{target}") for target in targets)]
-        return [Pair(module, layers[module], self.rank, self.fused) for module in found] if has_layers else []
+        return [Pair(module, layers[module], self.rank, self.fused) for module in found] if is_denoiser else []
 
 
 def _aliases(role: str, module: str) -> list[str]:

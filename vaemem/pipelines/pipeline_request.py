@@ -82,7 +82,7 @@ class Part:
     source : str
         The dtype of its file, if a library quantises the weights on loading; "" if the file has them quantised.
     pairs : tuple of Pair
-        LoRAs' low-rank pairs beside its layers. `weights` has theirs too.
+        LoRAs' low-rank pairs for its layers. `weights` has theirs too.
     """
 
     role: str
@@ -250,12 +250,12 @@ def _has_blocks(component: str) -> bool:
 
 
 def _with_pairs(part: Part, pairs: Sequence[Pair]) -> Part:
-    """Put low-rank pairs beside a component's layers, each after its layer's weights and in their type."""
+    """Add low-rank pairs to a component, each after its layer's weights and in their type."""
     kinds = {weight.name.removesuffix(".weight"): weight.type for weight in part.weights}
     added = dict[str, list[Stored]]()
     for pair in pairs:
         if (kind := SPELT.get(kinds.get(pair.module, ""), kinds.get(pair.module, ""))) not in DTYPES:
-            why = "nobody compared LoRAs beside quantised or cast weights"
+            why = "nobody compared LoRAs with quantised or cast weights"
             wanted = f"{', '.join(DTYPES)} with a LoRA"
             raise ArgumentError(f"components[{part.role!r}]", wanted, kind or "other names of tensors", why)
         added.setdefault(pair.module, []).extend(stored(pair.weights, kind, "all", kind))

@@ -270,7 +270,7 @@ def _notes(q: PipelineRequest) -> Iterator[str]:
         if part.pairs:
             size = sum(weight.bytes for weight in part.weights if ".lora_" in weight.name)
             layers = {pair.module for pair in part.pairs}  # here, because Brython reads no braces within braces
-            yield f"{part.role}: LoRAs beside {len(layers)} layers, {size} bytes"
+            yield f"{part.role}: LoRAs for {len(layers)} layers, {size} bytes"
         if q.group and part.role not in q.resident and len(part.groups(q.group)) == 1:
             yield f"{part.role}: comes whole for its call; its class has no list of blocks for block_level"
         kind = next((one for one in BITSANDBYTES if part.has([one])), "")

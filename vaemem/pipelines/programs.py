@@ -87,7 +87,7 @@ class Recorded:
         """Trace a call's memory on a GPU, with a value for each of `variables`. ValueError if it was not recorded.
 
         passing: tensors that are there only during some submodules' calls; those of one module in their order
-        companions: (layer, rank, rows, columns of its weight) of the low-rank pairs beside layers
+        companions: (layer, rank, rows, columns of its weight) of the layers' low-rank pairs
         """
         if set(sizes) != set(self.variables):
             raise ArgumentError(self.name, ", ".join(self.variables), ", ".join(sizes))
