@@ -25,6 +25,7 @@ PREDICT = [
     "polynomial.c",
     "process_replay.c",
     "program.c",
+    "program_read.c",
     "torch_alloc.c",
     "torch_attention.c",
     "torch_blocks.c",

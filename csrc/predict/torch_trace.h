@@ -128,8 +128,8 @@ void vm_passage_free(vm_passage *p);
 vm_status vm_passage_begin(vm_passage *p, const char *module, const char *shown, uint64_t product);
 vm_status vm_passage_end(vm_passage *p, const char *module);
 
-/* A layer's low-rank pair, as peft keeps it. A multiplies the layer's input, and B multiplies that. The product is scaled
- * and added to the layer's output in a new tensor. */
+/* A layer's low-rank pair, as peft keeps it. A multiplies the layer's input, and B multiplies that. The product is
+ * scaled and added to the layer's output in a new tensor. */
 typedef struct vm_companion {
     const char *module;           /* borrowed: the layer's */
     uint64_t rank, rows, columns; /* of the pair; of the layer's weight as a matrix */
