@@ -350,3 +350,19 @@ def test_a_layer_computes_in_the_dtype_of_the_run(monkeypatch):
     assert ours == held and len(held) > 10
     after = {name for name, tensor in flux.named_parameters() if tensor.dtype is torch.float8_e4m3fn}
     assert after == {weight.name for weight in stored_ if weight.type == "fp8"}
+
+
+def test_buffers_come_twice_after_the_first_call():
+    """As tests/test_any_pipeline.py finds with diffusers' own hooks, for SD 3 (thorough)."""
+    pipeline = PIPELINES["sd3"]
+    part = next(one for one in parts_of(pipeline, pipeline.dtype, {}, 42) if one.role == "transformer")
+    table = next(weight.bytes for weight in part.weights if weight.name == "pos_embed.pos_embed")
+
+    def sent(offload, later):
+        return sum(one.bytes for one in part.sent_by(offload, later))
+
+    to_disk = GroupOffload("block_level", 1, "a folder")
+    assert sent(BLOCK, False) == sent(to_disk, True) == part.nbytes and sent(BLOCK, True) == part.nbytes + table
+    assert sent(LEAF, True) == sent(LEAF, False)
+    own = block_groups(["table", "norm.table", "norm.weight"], 1, (), {"table", "norm.table"})
+    assert [group.again for group in own] == [("norm.table",)]  # a module's own buffer is moved in place
