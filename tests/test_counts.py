@@ -185,6 +185,14 @@ CALLS = {
     "predict_peak": (predict_peak, {"used": 1 << 20}),
     "predict_pipeline": (lambda **given: predict_pipeline("sd15", **given).to_json(), PIPELINE),
     "predict_pipeline of a video": (lambda **given: predict_pipeline("wan-1.3b", 64, 64, **given).title, {"frames": 5}),
+    "predict_pipeline of an image": (
+        lambda **given: predict_pipeline("sd15", 96, 64, **given).title,
+        {"image": (72, 64)},
+    ),
+    "plan_pipeline of an image": (
+        lambda **given: plan_pipeline("sd15", 96, 64, runtime="diffusers", **given).title,
+        {"image": (72, 64)},
+    ),
     "predict_pipeline of vaemem": (
         lambda **given: predict_pipeline("sd15", 512, 512, vae="vaemem", **given).to_json(),
         {"vae_memory_limit": 2 << 30},

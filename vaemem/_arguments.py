@@ -79,8 +79,9 @@ lora : int, str, dict, or a list of these, optional
     layers of the denoiser that diffusers' training scripts choose. A dict has ``"file"``, or
     ``"rank"`` and ``"target_modules"``. ``"fused": True`` is a LoRA after ``fuse_lora`` as well, also ``"16 fused"``.
     A LoRA that was fused and unloaded takes nothing. SD 1.5, SDXL and FLUX.1 are known.
-image : bool
-    Whether the VAE first encodes an image, as in image-to-image pipelines.
+image : bool, or (int, int)
+    Whether the VAE first encodes an image, as in image-to-image pipelines. A size means a hires fix: the same process
+    first makes an image of this (height, width), and begins with it.
 steps : int, optional
     How often the denoiser runs. Memory is that of two steps; FLOPs count all steps.
 frames : int, optional

@@ -30,7 +30,6 @@ from vaemem.pipelines.steps import (
     guide,
     guide_apart,
     join_sdxl_prompts,
-    load_components,
     postprocess,
     prepare_condition,
     prepare_flux,
@@ -47,8 +46,6 @@ def play_stable_diffusion(run: PhaseRun) -> None:
     q, v, batch = run.request, run.v, run.request.batch
     calls = count_calls(q.tokens, CLIP_TOKENS)
     tokens = calls * CLIP_TOKENS
-
-    load_components(run)
 
     with run.phase("encode prompt", "text_encoder"):
         embeds = (batch, tokens, q.pipeline.width)
@@ -82,47 +79,22 @@ def play_stable_diffusion(run: PhaseRun) -> None:
 
 
 def play_stable_diffusion_xl(run: PhaseRun) -> None:
-    """Play StableDiffusionXLPipeline: SDXL; and StableDiffusionXLControlNetPipeline."""
+    """Play SDXL: StableDiffusionXLPipeline, StableDiffusionXLControlNetPipeline and StableDiffusionXLImg2ImgPipeline.
+    The refiner is one of the last kind, with the second text encoder alone and an image in every call."""
     q, v, batch = run.request, run.v, run.request.batch
     calls = count_calls(q.tokens, CLIP_TOKENS)
+    numbers = 5 if q.pipeline.encodes else 6  # the refiner's scores of beauty take the place of a size
 
-    load_components(run)
-    encode_sdxl_prompt(run, calls)
+    encode_sdxl_prompt(run, calls, joins=not q.encodes)
 
-    if q.image:
+    if q.encodes:
         with run.phase("encode image", "vae"):
             encode_image(run)
+            join_sdxl_prompts(run, calls)
 
     with run.phase("denoise", first_denoiser(run)):
         prepare_latents(run)
-        v.add_time_ids = run.tensor("add_time_ids", (2 * batch if q.guidance else batch, 6))
-        denoise_by_unet(run, calls)
-
-    with run.phase("decode", "vae"):
-        decode_image(run)
-
-
-def play_sdxl_refiner(run: PhaseRun) -> None:
-    """Play StableDiffusionXLImg2ImgPipeline of SDXL's refiner: the second text encoder alone, and always an image."""
-    q, v, batch = run.request, run.v, run.request.batch
-    calls = count_calls(q.tokens, CLIP_TOKENS)
-
-    load_components(run)
-    encode_sdxl_prompt(run, calls, joins=False)
-
-    with run.phase("encode image", "vae"):
-        v.timesteps = run.tensor("timesteps", (q.steps,), "float32")
-        v.latent_timestep = run.tensor("latent_timestep", (batch,), "float32")
-        v.image = run.tensor("image", (1, 3, q.height, q.width))
-        v.init_latents = run.encode(v.image)
-        v.init_latents = run.tensor("init_latents", run.latent_shape)
-        v.noise = run.tensor("noise", run.latent_shape)
-        v.latents = run.tensor("latents", run.latent_shape)
-        del v.image, v.init_latents, v.noise
-        join_sdxl_prompts(run, calls)
-
-    with run.phase("denoise", "unet"):
-        v.add_time_ids = run.tensor("add_time_ids", (2 * batch if q.guidance else batch, 5))
+        v.add_time_ids = run.tensor("add_time_ids", (2 * batch if q.guidance else batch, numbers))
         denoise_by_unet(run, calls)
 
     with run.phase("decode", "vae"):
@@ -135,8 +107,6 @@ def play_stable_diffusion_3(run: PhaseRun) -> None:
     q, v, (batch, *latent) = run.request, run.v, run.latent_shape
     _, h, w = latent
     tokens, images = CLIP_TOKENS + q.tokens, 2 * batch if q.guidance else batch
-
-    load_components(run)
 
     with run.phase("encode prompt", next(role for role in q.pipeline.parts if role in run.parts)):
         embeds, pooled = (batch, tokens, q.pipeline.width), (batch, q.pipeline.pooled)
@@ -187,8 +157,6 @@ def play_pixart_sigma(run: PhaseRun) -> None:
     q, v, (batch, channels, h, w) = run.request, run.v, run.latent_shape
     images = 2 * batch if q.guidance else batch
 
-    load_components(run)
-
     with run.phase("encode prompt", "text_encoder"):
         embeds, mask = (batch, q.tokens, q.pipeline.width), (batch, q.tokens)
         for kind in ("", "negative_") if q.guidance else ("",):
@@ -220,12 +188,13 @@ def play_flux(run: PhaseRun) -> None:
     """Play FluxPipeline: FLUX.1-dev, and FLUX.1-schnell without a guidance input."""
     q, v, (batch, _, h, w) = run.request, run.v, run.latent_shape
 
-    load_components(run)
     encode_flux_prompt(run)
 
     if q.image:
         with run.phase("encode image", "vae"):
+            v.latent_image_ids = run.tensor("latent_image_ids", (h // 2 * (w // 2), 3))
             encode_image(run)
+            v.latents = run.tensor("latents, packed", run.latent_shape)
 
     with run.phase("denoise", "transformer"):
         prepare_latents(run)
@@ -244,11 +213,9 @@ def play_flux_kontext(run: PhaseRun) -> None:
     """Play FluxKontextPipeline with an image of the picture's size. Its tokens follow the picture's."""
     q, v, (batch, channels, h, w) = run.request, run.v, run.latent_shape
 
-    load_components(run)
     encode_flux_prompt(run)
 
     with run.phase("encode image", "vae"):
-        v.text_ids = run.tensor("text_ids", (q.tokens, 3))
         v.image = run.tensor("image", (1, 3, q.height, q.width))
         v.image_latents = run.encode(v.image)
         v.image_latents = run.tensor("image_latents", run.latent_shape)
@@ -274,11 +241,9 @@ def play_flux_fill(run: PhaseRun) -> None:
     """Play FluxFillPipeline. Each token has the picture's 64 numbers, the masked image's 64 and the mask's 256."""
     q, v, (batch, channels, h, w) = run.request, run.v, run.latent_shape
 
-    load_components(run)
     encode_flux_prompt(run)
 
     with run.phase("encode image", "vae"):
-        v.text_ids = run.tensor("text_ids", (q.tokens, 3))
         v.timesteps = run.tensor("timesteps", (q.steps,), "float32")
         v.latent_timestep = run.tensor("latent_timestep", (batch,), "float32")
         v.image = run.tensor("image", (1, 3, q.height, q.width))
@@ -310,8 +275,6 @@ def play_chroma(run: PhaseRun) -> None:
     """Play ChromaPipeline: FLUX.1's with a mask of the padding. Guidance is a second call of the transformer."""
     q, v, (batch, _, h, w) = run.request, run.v, run.latent_shape
     patches, kinds = h // 2 * (w // 2), ("", "negative_") if q.guidance else ("",)
-
-    load_components(run)
 
     with run.phase("encode prompt", "text_encoder"):
         for kind in kinds:
@@ -345,8 +308,6 @@ def play_qwen_image(run: PhaseRun) -> None:
     """Play QwenImagePipeline. Guidance is a second call of the transformer, with a negative prompt of equal length."""
     q, (_, _, h, w) = run.request, run.latent_shape
 
-    load_components(run)
-
     with run.phase("encode prompt", "text_encoder"):
         for kind in ("", "negative_") if q.guidance else ("",):
             encode_qwen_prompt(run, kind)
@@ -365,8 +326,6 @@ def play_qwen_image_edit(run: PhaseRun) -> None:
     q, v, (batch, channels, h, w) = run.request, run.v, run.latent_shape
     height, width = scale_edited(q.height, q.width)
     image_latent = (batch, channels, height // VAE_STRIDE, width // VAE_STRIDE)
-
-    load_components(run)
 
     with run.phase("encode prompt", "text_encoder"):
         for kind in ("", "negative_") if q.guidance else ("",):
@@ -391,8 +350,6 @@ def play_qwen_image_edit(run: PhaseRun) -> None:
 def play_z_image(run: PhaseRun) -> None:
     """Play ZImagePipeline: it keeps latents in float32. Its transformer sees the prompt without the padding."""
     q, v, (batch, _, h, w) = run.request, run.v, run.latent_shape
-
-    load_components(run)
 
     with run.phase("encode prompt", "text_encoder"):
         encoded = encode_text(run, "text_encoder", MOST_SEQUENCE, count_calls(q.tokens, MOST_SEQUENCE))
@@ -423,8 +380,6 @@ def play_flux2(run: PhaseRun) -> None:
     calls = count_calls(q.tokens, MOST_SEQUENCE)
     tokens = calls * MOST_SEQUENCE
 
-    load_components(run)
-
     with run.phase("encode prompt", "text_encoder"):
         encoded = encode_text(run, "text_encoder", MOST_SEQUENCE, calls, inputs=("input_ids", "attention_mask"))
         v.prompt_embeds = repeat(run, "prompt_embeds", (batch, tokens, q.pipeline.width), encoded)
@@ -452,8 +407,6 @@ def play_wan(run: PhaseRun) -> None:
     """Play WanPipeline, which makes videos: latents in float32. Guidance is a second call of the transformer."""
     q, v, (batch, _, f, h, w) = run.request, run.v, run.latent_shape
     kinds, width = ("", "negative_") if q.guidance else ("",), q.pipeline.width
-
-    load_components(run)
 
     with run.phase("encode prompt", "text_encoder"):
         for kind in kinds if "text_encoder" in run.parts else ():
@@ -485,7 +438,7 @@ PHASES: Mapping[str, Callable[[PhaseRun], None]] = {
     "StableDiffusionControlNetPipeline": play_stable_diffusion,
     "StableDiffusionXLPipeline": play_stable_diffusion_xl,
     "StableDiffusionXLControlNetPipeline": play_stable_diffusion_xl,
-    "StableDiffusionXLImg2ImgPipeline": play_sdxl_refiner,
+    "StableDiffusionXLImg2ImgPipeline": play_stable_diffusion_xl,
     "StableDiffusion3Pipeline": play_stable_diffusion_3,
     "PixArtSigmaPipeline": play_pixart_sigma,
     "FluxPipeline": play_flux,

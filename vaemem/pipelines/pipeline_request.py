@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from vaemem import _core
-from vaemem._common import DTYPES, ELEMENT_BYTES, choose, meant, whole
+from vaemem._common import DTYPES, ELEMENT_BYTES, choose, flag, meant, whole
 from vaemem._errors import ArgumentError, Named, inside
 from vaemem.engine.configs import config_of
 from vaemem.engine.limits import parse_size
@@ -350,6 +350,7 @@ class PipelineRequest(Request):
     group: GroupOffload | None = None  # if it is the kind of offloading
     frames: int = 1  # of a video
     loras: tuple[Lora, ...] = ()
+    first: tuple[int, int] | None = None  # the size of the image that the pipeline makes first, to begin with it
     made_of: str = ""  # the requested size, if the pipeline changes it
     model_note: str = ""  # names the model whose modules stand for this one's
 
@@ -364,6 +365,11 @@ class PipelineRequest(Request):
     def size(self) -> str:
         """The image's size, or the video's."""
         return describe_size(self.height, self.width, self.frames if self.pipeline.frames else None)
+
+    @property
+    def after(self) -> str:
+        """Words for the image that it makes first."""
+        return f"after {describe_size(*self.first, None)}" if self.first else ""
 
     @property
     def latent_frames(self) -> int:
@@ -393,6 +399,14 @@ class PipelineRequest(Request):
     def encodes(self) -> bool:
         """Whether its VAE encodes an image too."""
         return self.image or self.pipeline.encodes
+
+    @property
+    def calls(self) -> tuple[PipelineRequest, ...]:
+        """The pipeline's calls in turn: if it begins with an image of its own, the call that makes the image is one."""
+        if self.first is None:
+            return (self,)
+        height, width = self.first
+        return replace(self, height=height, width=width, image=False, first=None), self
 
     @property
     def resident(self) -> tuple[str, ...]:
@@ -519,7 +533,7 @@ class PipelineArguments:
     guidance: bool
     dtype: Any
     components: Mapping[str, Any] | None
-    image: bool
+    image: bool | tuple[int, int]
     steps: int
     safe: bool = False
     frames: int | None = None
@@ -536,6 +550,25 @@ def _find_frames(given: PipelineArguments, pipeline: Pipeline) -> int:
     return 1
 
 
+def begins_with(image: Any) -> bool | tuple[int, int]:
+    """Check the argument `image` of `vaemem.predict_pipeline`: whether there is one, or the size of its own image."""
+    if not isinstance(image, tuple | list):
+        return flag("image", image)
+    if len(image) != 2:
+        raise ArgumentError("image", "True, False, or (height, width) of the image to make first", repr(image))
+    with inside("image"):
+        return whole("height", image[0]), whole("width", image[1])
+
+
+def _made(pipeline: str, height: int, width: int) -> tuple[int, int]:
+    """Return the sides of the image that a pipeline makes for these."""
+    known = PIPELINES[pipeline]
+    if known.floors:
+        sides = {"height": height, "width": width}.items()
+        height, width = (whole(name, side, least=known.stride) // known.stride * known.stride for name, side in sides)
+    return image_sides(height, width, known.stride, f" for {pipeline}", known.most_side)
+
+
 def resolve_pipeline(given: PipelineArguments, card: Card, software: Software) -> PipelineRequest:
     """Resolve names and defaults, without offloading and with a whole VAE. ValueError names the argument that has no
     answer."""
@@ -546,14 +579,13 @@ def resolve_pipeline(given: PipelineArguments, card: Card, software: Software) -
         raise ArgumentError("diffusers_version", needed, repr(software.diffusers_version))
     if given.image and not known.begins:
         why = "takes an image in every call" if known.encodes else "is not known to begin with an image"
-        raise ArgumentError("image", f"False with {pipeline}, which {why}", "True")
+        raise ArgumentError("image", f"False with {pipeline}, which {why}", str(given.image))
     dtype = known.dtype if given.dtype is None else meant("dtype", given.dtype, DTYPES)
     height, width, frames = given.height, given.width, _find_frames(given, known)
     said = describe_size(height, width, given.frames)
-    if known.floors:
-        sides = {"height": height, "width": width}.items()
-        height, width = (whole(name, side, least=known.stride) // known.stride * known.stride for name, side in sides)
-    height, width = image_sides(height, width, known.stride, f" for {pipeline}", known.most_side)
+    height, width = _made(pipeline, height, width)
+    with inside("image"):
+        first = None if isinstance(given.image, bool) else _made(pipeline, *given.image)
     made_of = "" if said == describe_size(height, width, given.frames and frames) else said
     tokens = given.prompt_tokens
     tokens = known.tokens if tokens is None else whole("prompt_tokens", tokens, most=MOST_TOKENS)
@@ -564,5 +596,5 @@ def resolve_pipeline(given: PipelineArguments, card: Card, software: Software) -
     parts = parts_of(known, dtype, given.components or {}, release, loras)
     return PipelineRequest(
         card, software, pipeline, height, width, whole("batch", given.batch), tokens, given.guidance, given.steps,
-        given.image, parts, safe=given.safe, loras=loras, frames=frames, made_of=made_of,
+        bool(given.image), parts, safe=given.safe, loras=loras, frames=frames, first=first, made_of=made_of,
     )  # fmt: skip

@@ -6,13 +6,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from vaemem.pipelines import programs
 from vaemem.pipelines.components import VAE_STRIDE, is_vae, vae_counts
 from vaemem.pipelines.phases import PHASES
-from vaemem.pipelines.pipeline_request import Part, PipelineRequest
+from vaemem.pipelines.pipeline_request import PLACES, Part, PipelineRequest
 from vaemem.pipelines.quantising import BITSANDBYTES
 from vaemem.pipelines.steps import PLAYED_STEPS
 from vaemem.pipelines.storage import Stored
@@ -40,8 +41,43 @@ class PipelineRun:
         self._loaded: dict[str, list[int] | LoadedVAE] = {}  # addresses; no entry if it is not in PyTorch's memory
         for role in self.moved if request.offload == "sequential" else ():
             process.hold_all(f"weights of {role}", [size for one in self.parts[role].left for size in one.pieces])
+        self._names = Counter[str]()  # of phases, and how many had each
+
+    def play(self) -> None:
+        """Load the pipeline, and play its calls."""
+        self._load_components()
+        for number, request in enumerate(self.request.calls):
+            if number:
+                self._return()
+            self.request = request
+            PHASES[request.pipeline.class_name](self)
+
+    def _return(self) -> None:
+        """End a call: the image becomes a picture in the host's memory, ``maybe_free_model_hooks`` unloads everything,
+        and variables go. The scheduler keeps its timesteps."""
+        self.v.delete("image")
+        for role in [*self._loaded] if self.request.offload == "model" else ():
+            if role in self.moved:
+                self.unload(role)
+        self.v.delete(*(name for name in self.v if name != "timesteps"))
 
     # ---- components ----
+
+    def _load_components(self) -> None:
+        """Play ``from_pretrained``, then ``to("cuda")`` or an offload. If everything starts on the CPU and is
+        offloaded, there is no such phase: components move to the device when they are called."""
+        early = [role for role, part in self.parts.items() if part.place != PLACES[0]]  # by from_pretrained
+        stay = [role for role in self.parts if role not in self.moved]
+        if early or stay:
+            with self.phase("load"):
+                for role in early:
+                    self.load(role, quantises=bool(self.parts[role].source))
+                for role in early:
+                    if role not in stay:
+                        self.unload(role)
+                for role in stay:
+                    if role not in early:
+                        self.load(role)
 
     def load(self, role: str, quantises: bool = False) -> None:
         """Play ``component.to("cuda")``; or ``from_pretrained`` with bitsandbytes. It sends each matrix in half
@@ -193,7 +229,7 @@ class PipelineRun:
 
     # ---- tensors, phases ----
 
-    @functools.cached_property
+    @property
     def latent_shape(self) -> tuple[int, ...]:
         """(batch, channels, height, width) of the latents; a video's frames come before the height."""
         request, channels = self.request, architecture(self.parts["vae"].component)["latent_channels"]
@@ -213,12 +249,13 @@ class PipelineRun:
     @contextlib.contextmanager
     def phase(self, name: str, first: str | None = None) -> Iterator[None]:
         """Begin a phase once its `first` component is on the device; any earlier component to unload is then gone.
-        Read the counters at the end."""
+        Read the counters at the end. The second phase of a name is numbered."""
         if first:
             self.bring(first)
         self.process.reset_peak()
         yield
-        self.process.read(name=name)
+        self._names[name] += 1
+        self.process.read(name=f"{name} {self._names[name]}" if self._names[name] > 1 else name)
 
     def phases_on(self, process: SimulatedProcess) -> tuple[Phase, ...]:
         """Return the phases of a process: this run's, or one that repeats it on another device."""
@@ -243,5 +280,5 @@ class PipelineRun:
 def play_pipeline(request: PipelineRequest, workspace: Any = None) -> PipelineRun:
     """Run the pipeline, with room for it, on a fresh process as `Request.start` makes it."""
     run = PipelineRun(request, request.start(workspace))
-    PHASES[request.pipeline.class_name](run)
+    run.play()
     return run

@@ -19,7 +19,13 @@ from vaemem.pipelines import ways_mlx
 from vaemem.pipelines.comfyui_run import COMFYUI_OPTIONS, resolve_workflow
 from vaemem.pipelines.components import CLIPS, PIPELINES, known_pipeline, refuse, weights_of
 from vaemem.pipelines.group_offload import GROUPS_SINCE
-from vaemem.pipelines.pipeline_request import PipelineArguments, PipelineRequest, parts_of, resolve_pipeline
+from vaemem.pipelines.pipeline_request import (
+    PipelineArguments,
+    PipelineRequest,
+    begins_with,
+    parts_of,
+    resolve_pipeline,
+)
 from vaemem.pipelines.predict_pipeline import ComfyUIPrediction, PipelinePrediction
 from vaemem.pipelines.quantising import SCHEMES, UNSENT
 from vaemem.pipelines.recipe import diffusers_code
@@ -45,8 +51,8 @@ SMALLER = ("Q8_0", "nf4")  # GGUF's and bitsandbytes'
 def plan_pipeline(
     pipeline: str, height: int, width: int, batch: int = 1, *, memory: int | str | None = None,
     host_memory: int | str | None = None, gpu: str | Gpu | None = None, runtime: PlannedRuntime = "diffusers",
-    prompt_tokens: int | None = None, guidance: bool | None = None, image: bool = False, steps: int | None = None,
-    dtype: Dtype | None = None, components: Mapping[str, Any] | None = None, lora: Any = None,
+    prompt_tokens: int | None = None, guidance: bool | None = None, image: bool | tuple[int, int] = False,
+    steps: int | None = None, dtype: Dtype | None = None, components: Mapping[str, Any] | None = None, lora: Any = None,
     types: str | Sequence[str | None] | None = None, used: int | str = 0,
     calibrate: Mapping[str, float] | None = None, time_limit: float | None = None, flash: bool = False,
     cache_limit: int | str | None = None, link: str = "PCIe 3.0 x16", cpu: str = "AVX2", cores: int | None = None,
@@ -126,7 +132,7 @@ def plan_pipeline(
     taken = tuple(filter(None, [shared_note(pipeline, "pipeline")]))
     pipeline = known_pipeline("pipeline", pipeline)
     runtime = meant("runtime", runtime, PLANNED_RUNTIMES)
-    image, flash, safe = flag("image", image), flag("flash", flash), flag("safe", safe)
+    image, flash, safe = begins_with(image), flag("flash", flash), flag("safe", safe)
     guidance = not PIPELINES[pipeline].unguided if guidance is None else flag("guidance", guidance)
     refuse(
         runtime, lora=lora, prompt_tokens=prompt_tokens, steps=steps, dtype=dtype, cudnn_version=cudnn_version,
@@ -183,7 +189,7 @@ def plan_pipeline(
         ways = comfyui_ways(given, card, software, machine)
     elif runtime == "diffusers":
         request = resolve_pipeline(given, card, software)
-        title = title.replace(f"{height}x{width}", request.size)
+        title = title.replace(f"{height}x{width}", f"{request.size} {request.after}".strip())
         ways = diffusers_ways(request, components, machine, kinds)
     title = f"{title}, {steps} steps, on {card.gpu.name}"
     return PipelinePlan(title, ways, room, machine, calibrate, taken, safe, card.assumed)

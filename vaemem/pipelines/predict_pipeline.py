@@ -26,6 +26,7 @@ from vaemem.pipelines.pipeline_request import (
     Part,
     PipelineArguments,
     PipelineRequest,
+    begins_with,
     resolve_pipeline,
 )
 from vaemem.pipelines.pipeline_run import play_pipeline
@@ -84,12 +85,12 @@ class _Played(PhasedAnswer):
         """
         q = self.request
         vae = q.part("vae")
-        work = {q.pipeline.denoiser if phase.name == "denoise" else "transformer": float(phase.flops)}
-        if phase.name in ("encode image", "decode"):
+        work = {q.pipeline.denoiser if phase.kind == "denoise" else "transformer": float(phase.flops)}
+        if phase.kind in ("encode image", "decode"):
             is_slower = vae.upcast and q.vae != "vaemem"
             slower = peak(q.card.gpu, vae.dtype) / peak(q.card.gpu, "float32") if is_slower else 1
             work = vae_work(slower * phase.flops, slower * phase.attended, phase.moved)
-        if machine and phase.flops and phase.name == "encode prompt":
+        if machine and phase.flops and phase.kind == "encode prompt":
             read = {"memory": float(sum(part.nbytes for part in q.parts if part.role in q.pipeline.encoders))}
             work = max(work, read, key=lambda one: machine.seconds(one).likely)
         work |= {"link": float(phase.sent), "cpu": float(phase.host_flops)}
@@ -172,7 +173,7 @@ class PipelinePrediction(_Played):
         batch = f", {q.batch} images" if q.batch > 1 else ""
         on_cpu = f", {' and '.join(q.on_cpu)} on the CPU" if q.on_cpu else ""
         frames = f", {q.frames} frames" if q.pipeline.frames else ""
-        more = on_cpu + "".join(f", LoRA {lora}" for lora in q.loras)
+        more = on_cpu + f", {q.after}" * bool(q.first) + "".join(f", LoRA {lora}" for lora in q.loras)
         where = self._where = f"{q.card.gpu.name}, offload {q.offload}, VAE {q.vae}{more}"
         self.title = f"{q.name} {q.size}{batch} by {q.software.program} ({where})"
         self._run = play_pipeline(request)
@@ -234,6 +235,7 @@ class PipelinePrediction(_Played):
         names = "height width batch tokens dtype guidance steps image offload vae"
         types = {part.role: part.dtype for part in q.parts}
         run = {name: getattr(q, name) for name in (*names.split(), *["frames"] * bool(q.pipeline.frames))}
+        run["image"] = list(q.first) if q.first else q.image
         run |= {"on_cpu": list(q.on_cpu), "components": types, "lora": [str(lora) for lora in q.loras]}
         return {"pipeline": q.name, "runtime": "diffusers", **run}
 
@@ -454,8 +456,8 @@ def predict_pipeline(
     pipeline: str, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None,
     guidance: bool | None = None, dtype: Dtype | None = None, *, components: Mapping[str, Any] | None = None,
     lora: Any = None, offload: str | Mapping[str, Any] = "none", vae: str = "whole",
-    vae_memory_limit: int | str | None = None, image: bool = False, steps: int | None = None, gpu: str | None = None,
-    memory: int | str | None = None, used: int | str = 0, cudnn_version: str | None = None,
+    vae_memory_limit: int | str | None = None, image: bool | tuple[int, int] = False, steps: int | None = None,
+    gpu: str | None = None, memory: int | str | None = None, used: int | str = 0, cudnn_version: str | None = None,
     torch_version: str | None = None, runtime: Literal["diffusers"] = "diffusers", safe: bool = False,
     os: str = "linux", diffusers_version: str | None = None, frames: int | None = None,
 ) -> PipelinePrediction: ...  # fmt: skip
@@ -486,8 +488,8 @@ def predict_pipeline(
     pipeline: str, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None,
     guidance: bool | None = None, dtype: Dtype | None = None, *, components: Mapping[str, Any] | None = None,
     lora: Any = None, offload: str | Mapping[str, Any] = "none", vae: str = "whole",
-    vae_memory_limit: int | str | None = None, image: bool = False, steps: int | None = None, gpu: str | None = None,
-    memory: int | str | None = None, used: int | str = 0, cudnn_version: str | None = None,
+    vae_memory_limit: int | str | None = None, image: bool | tuple[int, int] = False, steps: int | None = None,
+    gpu: str | None = None, memory: int | str | None = None, used: int | str = 0, cudnn_version: str | None = None,
     torch_version: str | None = None, runtime: PredictedRuntime = "diffusers", safe: bool = False, os: str = "linux",
     diffusers_version: str | None = None, frames: int | None = None,
 ) -> PipelinePrediction | GraphPrediction | ComfyUIPrediction:  # fmt: skip
@@ -556,7 +558,7 @@ def predict_pipeline(
     model_note = shared_note(pipeline, "pipeline")
     pipeline = known_pipeline("pipeline", pipeline)
     runtime = meant("runtime", runtime, PREDICTED_RUNTIMES)
-    kind, image = PIPELINES[pipeline], flag("image", image)
+    kind, image = PIPELINES[pipeline], begins_with(image)
     guidance = not kind.unguided if guidance is None else flag("guidance", guidance)
     steps = kind.steps if steps is None else whole("steps", steps)
     if runtime == "sd.cpp":

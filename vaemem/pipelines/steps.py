@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from vaemem.pipelines.components import CLIP_TOKENS, MOST_SEQUENCE
-from vaemem.pipelines.pipeline_request import PLACES, Part, PipelineRequest
+from vaemem.pipelines.pipeline_request import Part, PipelineRequest
 from vaemem.prediction.held import Tensor, Variables
 
 PLAYED_STEPS = 2  # of the denoiser; the cache and the sizes are the same from the second one on
@@ -22,7 +22,6 @@ class PhaseRun(Protocol):
 
     request: PipelineRequest
     parts: dict[str, Part]  # by role; a text encoder may be missing, and prompts then come encoded
-    moved: list[str]  # roles of the components that offloading moves
     v: Variables
 
     @property
@@ -34,12 +33,6 @@ class PhaseRun(Protocol):
 
     def steps(self, count: int) -> Iterator[int]:
         """Loop over the denoiser's steps."""
-
-    def load(self, role: str, quantises: bool = False) -> None:
-        """Move a component to the device."""
-
-    def unload(self, role: str) -> None:
-        """Move a component to the CPU."""
 
     def call(self, role: str, **sizes: int) -> Tensor:
         """Call a component other than the VAE; return its output."""
@@ -58,23 +51,6 @@ class PhaseRun(Protocol):
 
     def drop(self, *tensors: Tensor) -> None:
         """Free temporary values."""
-
-
-def load_components(run: PhaseRun) -> None:
-    """Play ``from_pretrained``, then ``to("cuda")`` or an offload. If everything starts on the CPU and is offloaded,
-    there is no such phase: components move to the device when they are called."""
-    early = [role for role, part in run.parts.items() if part.place != PLACES[0]]  # by from_pretrained
-    stay = [role for role in run.parts if role not in run.moved]
-    if early or stay:
-        with run.phase("load"):
-            for role in early:
-                run.load(role, quantises=bool(run.parts[role].source))
-            for role in early:
-                if role not in stay:
-                    run.unload(role)
-            for role in stay:
-                if role not in early:
-                    run.load(role)
 
 
 def first_encoder(run: PhaseRun) -> str:
@@ -188,6 +164,7 @@ def encode_flux_prompt(run: PhaseRun) -> None:
         v.prompt_embeds = repeat(run, "prompt_embeds", (batch, q.tokens, q.pipeline.width), encoded)
         if "text_encoder" not in run.parts:
             v.pooled_prompt_embeds = run.tensor("pooled_prompt_embeds", pooled)
+        v.text_ids = run.tensor("text_ids", (q.tokens, 3))
 
 
 def encode_qwen_prompt(run: PhaseRun, kind: str, seen: int = 0) -> None:
@@ -243,25 +220,32 @@ def prepare_qwen_tables(run: PhaseRun, *patches: int) -> None:
 def prepare_flux(run: PhaseRun, patches: int) -> None:
     """Make the inputs of FLUX.1's transformer besides latents and prompts. patches: of all images together."""
     q, v = run.request, run.v
-    v.text_ids = run.tensor("text_ids", (q.tokens, 3))
-    v.latent_image_ids = run.tensor("latent_image_ids", (patches, 3))
+    if "latent_image_ids" not in v:
+        v.latent_image_ids = run.tensor("latent_image_ids", (patches, 3))
     v.timestep = run.tensor("timestep", (q.batch,))
     if q.pipeline.guidance_embeds:
         v.guidance = run.tensor("guidance", (1,), "float32")
 
 
 def encode_image(run: PhaseRun) -> None:
-    """Begin image-to-image: make the image's latents, and noise to add to them."""
+    """Play ``prepare_latents`` of image-to-image: noise is added to the latents of one image, or of all images that the
+    call before made."""
     q, v, dtype = run.request, run.v, run.parts["vae"].dtype
-    v.init_image = run.tensor("init_image", (q.batch, 3, q.height, q.width), dtype)
-    v.init_latents = run.encode(v.init_image)
-    v.noise = run.tensor("noise", run.latent_shape, dtype)
+    v.timesteps = run.tensor("timesteps", (q.steps,), "float32")
+    v.latent_timestep = run.tensor("latent_timestep", (q.batch,), "float32")
+    v.image = run.tensor("image", (q.batch if q.first else 1, 3, q.height, q.width), dtype)
+    v.init_latents = run.encode(v.image)
+    v.init_latents = run.tensor("init_latents", run.latent_shape)
+    v.noise = run.tensor("noise", run.latent_shape)
+    v.latents = run.tensor("latents", run.latent_shape)
+    del v.image, v.init_latents, v.noise
 
 
 def prepare_latents(run: PhaseRun, dtype: str | None = None) -> None:
-    """Make ``timesteps`` and ``latents``."""
-    run.v.timesteps = run.tensor("timesteps", (run.request.steps,), "float32")
-    run.v.latents = run.tensor("latents", run.latent_shape, dtype)
+    """Make ``timesteps`` and ``latents``, if no image began them."""
+    if "latents" not in run.v:
+        run.v.timesteps = run.tensor("timesteps", (run.request.steps,), "float32")
+        run.v.latents = run.tensor("latents", run.latent_shape, dtype)
 
 
 def guide(run: PhaseRun, shape: Sequence[int] = ()) -> None:

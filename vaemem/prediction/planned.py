@@ -21,7 +21,7 @@ def weights_and_workspaces(tensors: Iterable[PeakTensor]) -> tuple[int, int]:
 class Phase(NamedTuple):
     """The memory and work of one phase of a pipeline. Sizes in bytes.
 
-    name: load, encode prompt, encode image, denoise, decode
+    name: load, encode prompt, encode image, denoise, decode; the second of a name ends in 2
     allocated, reserved: the peaks of PyTorch's counters
     weights: of components on the device at the peak, as the allocator rounded them up at loading
     workspace: of convolutions and products, at the peak
@@ -82,6 +82,11 @@ class Phase(NamedTuple):
 
     def __hash__(self) -> int:
         return hash(self[:-1])  # the work is a dict
+
+    @property
+    def kind(self) -> str:
+        """Its name without a number."""
+        return self.name.rstrip("0123456789 ")
 
     @property
     def cached(self) -> int:

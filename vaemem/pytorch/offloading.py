@@ -65,7 +65,7 @@ class OffloadStrategy:
             if part.role in asked.pipeline.parts
         )
         asked = replace(asked, parts=parts)
-        alone = PipelinePrediction(asked.run_with("model", asked.vae, asked.vae_limit or None))
+        alone = PipelinePrediction(replace(asked, first=None).run_with("model", asked.vae, asked.vae_limit or None))
         phases = {phase.name: phase for phase in alone.phases}
         kind, stored = asked.pipeline, {part.role: part.nbytes for part in asked.parts}
         denoise, encode = phases["denoise"], phases["encode prompt"]
