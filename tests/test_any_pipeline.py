@@ -165,7 +165,7 @@ def test_refusals(pipe):
         predict_any(compiled, "a", **SIZES)
 
     def streams(one):
-        one.enable_group_offload(CUDA, offload_type="leaf_level", use_stream=True)
+        one.enable_group_offload(CUDA, offload_type="leaf_level", use_stream=True, record_stream=True)
 
     with refused("prepare"):
         predict_any(pipe, "a", **SIZES, prepare=streams)
@@ -232,6 +232,22 @@ def test_a_video():
     few, many = (predict_any(pipe, "a", height=64, width=64, num_frames=n, gpu="RTX 4090") for n in (5, 13))
     assert [phase.name for phase in few.phases] == ["load", "encode prompt", "denoise", "decode"]
     assert [a.allocated < b.allocated for a, b in zip(few.phases, many.phases, strict=True)][2:] == [True, True]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("way", ["leaf_level", "block_level"])
+def test_prefetching_of_full_size(way):
+    """A stream's memory is apart: PyTorch reserves as much as diffusers' own hooks make it reserve."""
+    settings = {"offload_type": way, "use_stream": True, "num_blocks_per_group": 1 if way == "block_level" else None}
+    with accelerate.init_empty_weights():
+        pipe = random_pipeline("sd15", "float16")
+    how = {"height": 512, "width": 512, "gpu": "RTX 4090"}
+    p = predict_any(pipe, "word", **how, prepare=lambda pipe: pipe.enable_group_offload(CUDA, **settings))
+    known = predict_pipeline("sd15", **how, offload=settings)
+    for one, other in zip(p.phases, known.phases, strict=True):
+        assert one.name == other.name and one.reserved == other.reserved
+        assert abs(one.allocated - other.allocated) < 3 << 20  # the scheduler's own tensors
+    assert p.phases[1].reserved > predict_pipeline("sd15", **how, offload=way).phases[1].reserved
 
 
 @pytest.mark.thorough

@@ -6,6 +6,7 @@ The hooks run on real modules of full size under fake tensors, and on small ones
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -41,6 +42,10 @@ from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.held import arch_key
 from vaemem.prediction.passing import VAE_BLOCKS, block_groups, leaf_groups, pass_vae, tie
 
+STREAM = torch.cpu.Stream()  # with one method more: nothing overlaps on a CPU
+STREAM.synchronize = lambda: None
+
+
 LEAF = GroupOffload("leaf_level")
 BLOCK, BLOCKS = (GroupOffload("block_level", count) for count in (1, 3))
 
@@ -49,7 +54,7 @@ class Watched:
     """Notes the bytes of each tensor that the hooks bring, and of each group that they take away."""
 
     def __init__(self, monkeypatch):
-        self.seen, self.there = [], set()
+        self.seen, self.there, self.monkeypatch = [], set(), monkeypatch
         group = group_offloading.ModuleGroup
 
         def transfer(this, tensor, source, stream, real=group._transfer_tensor_to_device):
@@ -66,6 +71,23 @@ class Watched:
 
         monkeypatch.setattr(group, "_transfer_tensor_to_device", transfer)
         monkeypatch.setattr(group, "offload_", offload)
+
+    def run_again(self, module, offload, call):
+        """Note the second call with a stream, on which diffusers refuses the CPU."""
+        group = group_offloading.ModuleGroup
+        self.monkeypatch.setattr(group, "_to_cpu", staticmethod(lambda tensor, _: tensor.data))
+        self.monkeypatch.setattr(group, "_pinned_memory_tensors", lambda this: nullcontext(this.cpu_param_dict))
+        kind = group_offloading.GroupOffloadingType(offload.offload_type)
+        config = group_offloading.GroupOffloadingConfig(
+            torch.device("cpu"), torch.device("cpu"), kind, False, False, False, offload.num_blocks_per_group,
+            stream=STREAM, block_modules=getattr(module, "_group_offload_block_modules", None),
+        )  # fmt: skip
+        group_offloading._apply_group_offloading(module, config)
+        with torch.no_grad():
+            call(module)
+            self.seen.clear()
+            call(module)
+        return self.seen
 
     def run(self, module, offload, call):
         settings = {name: value for name, value in offload.settings.items() if name != "exclude_modules"}
@@ -117,8 +139,15 @@ COMPONENTS = {
 }
 
 
-@pytest.mark.one_in(8)
-@pytest.mark.parametrize("offload", [LEAF, BLOCK, BLOCKS], ids=str)
+# With a stream: the second call, which prefetches. From a disk no buffers come twice, which are not watched here.
+STREAMED = [
+    GroupOffload("leaf_level", use_stream=True),
+    GroupOffload("block_level", 1, offload_to_disk_path="a folder", use_stream=True),
+]
+
+
+@pytest.mark.one_in(12)
+@pytest.mark.parametrize("offload", [LEAF, BLOCK, BLOCKS, *STREAMED], ids=str)
 @pytest.mark.parametrize("component", COMPONENTS)
 def test_a_component_of_full_size_moves_what_the_hooks_move(component, offload, monkeypatch):
     """Each tensor in order, and how many leave together, during a call."""
@@ -126,14 +155,16 @@ def test_a_component_of_full_size_moves_what_the_hooks_move(component, offload, 
     # In float16 T5 converts weights while it is made, which fake tensors cannot.
     dtype, sizes = "bfloat16" if "t5" in component else PIPELINES[name].dtype, module.checks[0]
     part = next(one for one in parts_of(PIPELINES[name], dtype, {role: dtype}, 42) if one.role == role)
-    trace = part.trace(find_gpu("H100"), offload, **sizes)
+    trace = part.trace(find_gpu("H100"), offload, offload.use_stream, **sizes)
     # So do transformers; they are made before. `to_empty` would untie T5's embeddings.
     early = make(module, getattr(torch, dtype)) if "transformer" in component else None
     with FakeTensorMode(allow_non_fake_inputs=True):
         args, kwargs = module.call(sizes, getattr(torch, dtype))
         built = early.to_empty(device="cpu") if early else make(module, getattr(torch, dtype), "cpu")
         run = module.run or (lambda it, *args, **kwargs: it(*args, **kwargs))
-        real = Watched(monkeypatch).run(built, offload, lambda it: run(it, *args, **kwargs))
+        watched = Watched(monkeypatch)
+        watch = watched.run_again if offload.use_stream else watched.run
+        real = watch(built, offload, lambda it: run(it, *args, **kwargs))
     same(predicted(trace), real)
     assert trace.sent == sum(size for kind, size in real if kind == "come")
 
@@ -241,7 +272,8 @@ def test_the_denoiser_holds_one_group_at_a_time():
         ({"offload_type": "block_level"}, ("offload['num_blocks_per_group']", "None")),
         ({"offload_type": "block"}, ("offload['offload_type']", "'block'")),
         ({"offload_type": "leaf_level", "streams": True}, ("offload", "'streams'")),
-        ({"offload_type": "leaf_level", "use_stream": True}, ("offload['use_stream']", "True")),
+        ({"offload_type": "leaf_level", "record_stream": True}, ("offload['record_stream']", "True")),
+        ({"offload_type": "leaf_level", "use_stream": 1}, ("offload['use_stream']", "1")),
         ({"offload_type": "leaf_level", "exclude_modules": ["unets"]}, ("offload['exclude_modules']", "'unets'")),
     ],
 )
@@ -271,6 +303,26 @@ def test_a_disk_replaces_the_hosts_memory():
     assert disk.host == 0 < there.host and disk.peak == there.peak
     (a, b), sent = (one.work(one.phases[-2]) for one in (there, disk)), there.phases[-2].sent
     assert a["link"] == 2 * sent == 2 * b["link"] == 2 * b["disk"] and "disk" not in a
+
+
+def test_a_stream_prefetches_and_pins():
+    """Two groups are on the card at a time, in memory of their own; pinned copies take powers of two."""
+    q = {"height": 512, "width": 512, "gpu": "RTX 3060", "steps": 2}
+    for way in ("leaf_level", "block_level 1"):
+        plain, stream = (predict_pipeline("sd15", offload=way + more, **q) for more in ("", " stream"))
+        settings = {"offload_type": way.partition(" ")[0], "use_stream": True, "low_cpu_mem_usage": True}
+        settings["num_blocks_per_group"] = 4 if " " in way else None  # of which diffusers makes 1
+        unpinned = predict_pipeline("sd15", offload=settings, **q)
+        assert [p.reserved for p in unpinned.phases] == [p.reserved for p in stream.phases]
+        (_, a, _), (_, b, _) = plain.phases, stream.phases
+        assert a.weights < b.weights and a.reserved < b.reserved and a.sent == b.sent
+        assert plain.work(a)["link"] == 2 * stream.work(b)["link"]
+        assert plain.host == unpinned.host < stream.host < 2 * plain.host
+        assert stream.request.group.settings["use_stream"] and "use_stream=true" not in str(stream.request.group)
+    with refused("offload", "'block_level 1 stream'"):
+        predict_pipeline("sd15", offload="block_level stream", vae="tiled", **q)
+    for way in ("leaf_level stream", "block_level 1 stream"):
+        assert str(GroupOffload.read(way)) == way
 
 
 def test_bitsandbytes_is_refused():

@@ -35,7 +35,8 @@ def a_trace(r, names="abc"):
     for _ in range(r.randint(1, 20)):
         what = r.choice("tttgcbl")
         if what == "t":
-            held.append(trace.take(r.choice([0, 1000, 3 << 20, r.randint(1, 1 << 25)]), r.choice(names)))
+            size = r.choice([0, 1000, 3 << 20, r.randint(1, 1 << 25)])
+            held.append(trace.take(size, r.choice(names), r.choice((0, 0, 1, 3))))
         elif what == "g" and held:
             trace.give(held.pop(r.randrange(len(held))))
         elif what == "c":

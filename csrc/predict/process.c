@@ -42,17 +42,17 @@ size_t vm_process_refused(const vm_process *p) { return p->refused; }
 
 /* ---- the script ---- */
 
-vm_status vm_process_push(vm_process *p, vm_trace_op op, uint32_t id, uint32_t name, uint64_t bytes) {
+vm_status vm_process_push(vm_process *p, vm_trace_step step) {
     vm_trace *t = p->script;
     if (t->steps == UINT32_MAX) return vm_fail(VM_EOVERFLOW, "process: expected fewer than 2^32 steps");
-    if (op == VM_TRACE_TAKE) {
+    if (step.op == VM_TRACE_TAKE) {
         vm_status s = vm_scratch_grow(&p->storage, t->ids, sizeof *p->storage);
         if (s) return s;
-        p->storage[t->ids] = (storage){.bytes = bytes, .name = name};
-        id = t->ids++;
+        p->storage[t->ids] = (storage){.bytes = step.bytes, .name = step.name, .stream = step.stream};
+        step.id = t->ids++;
     }
     vm_status s = vm_scratch_grow(&t->step, t->steps, sizeof *t->step);
-    if (!s) t->step[t->steps++] = (vm_trace_step){op, id, name, bytes};
+    if (!s) t->step[t->steps++] = step;
     return s;
 }
 
@@ -200,7 +200,7 @@ const vm_reading *vm_process_readings(const vm_process *p, size_t *count) {
 vm_status vm_process_give(vm_process *p, uint32_t id) {
     const size_t from = p->script->steps;
     vm_status s = expect_event(p);
-    if (!s) s = vm_process_push(p, VM_TRACE_GIVE, id, 0, 0);
+    if (!s) s = vm_process_push(p, (vm_trace_step){.op = VM_TRACE_GIVE, .id = id});
     if (!s) s = vm_talloc_free(p->talloc, p->storage[id].address);
     if (s) {
         forget(p, from);
@@ -221,7 +221,7 @@ vm_status vm_process_release(vm_process *p, uint64_t address) {
 vm_status vm_process_empty_cache(vm_process *p) {
     const size_t from = p->script->steps;
     vm_status s = expect_event(p);
-    if (!s) s = vm_process_push(p, VM_TRACE_EMPTY, 0, 0, 0);
+    if (!s) s = vm_process_push(p, (vm_trace_step){.op = VM_TRACE_EMPTY});
     if (!s) add_event(p, (event){.kind = EVENT_EMPTY, .from = from});
     return done(p, s ? s : vm_talloc_empty_cache(p->talloc));
 }
@@ -232,7 +232,8 @@ vm_status vm_process_take(vm_process *p, uint32_t stamp, uint32_t name, const ui
     const uint32_t first = p->script->ids;
     size_t at = from;
     vm_status s = expect_event(p);
-    for (size_t i = 0; !s && i < count; i++) s = vm_process_push(p, VM_TRACE_TAKE, 0, name, bytes[i]);
+    for (size_t i = 0; !s && i < count; i++)
+        s = vm_process_push(p, (vm_trace_step){.op = VM_TRACE_TAKE, .name = name, .bytes = bytes[i]});
     run r = run_of(p);
     r.stamp = &stamp;
     if (!s) s = vm_scratch_new(count, sizeof *r.allocated, &r.allocated);
@@ -298,9 +299,10 @@ vm_status vm_process_append(vm_process *p, const vm_trace *t, uint32_t *conv) {
         s = vm_names_add(&p->script->names, vm_names_get(&t->names, i), &name[i]);
     for (size_t i = 0; !s && i < t->convs; i++) s = vm_process_question(p, &t->conv[i], &conv[i]);
     for (size_t i = 0; !s && i < t->steps; i++) {
-        const vm_trace_step *const step = &t->step[i];
-        const uint32_t id = step->op == VM_TRACE_CONV ? conv[step->id] : first + step->id;
-        s = vm_process_push(p, step->op, id, name[step->name], step->bytes);
+        vm_trace_step step = t->step[i];
+        step.id = step.op == VM_TRACE_CONV ? conv[step.id] : first + step.id;
+        step.name = name[step.name];
+        s = vm_process_push(p, step);
     }
     vm_scratch_free(name);
     return s ? s : vm_process_note_stretches(p, t, 0, t->steps, start);

@@ -29,7 +29,7 @@ static vm_status add_change(course *c, size_t step, uint64_t reserved) {
     return s;
 }
 
-/* ---- a plain allocator's pool ---- */
+/* ---- a plain allocator's pools: a large and a small one for each stream ---- */
 
 typedef enum act { TAKE, GIVE, BORROW, CONVOLVE, EMPTY } act;
 
@@ -57,10 +57,10 @@ static vm_status add_note(score *o, note n) {
 }
 
 /* A request: a note of the pool that serves it, with its bytes rounded. */
-static vm_status add_request(score o[2], const vm_process *p, note n) {
+static vm_status add_request(score *o, const vm_process *p, uint32_t stream, note n) {
     if (!n.size) return VM_OK;
     n.size = vm_talloc_round(vm_talloc_settings(p->talloc), n.size);
-    return add_note(&o[n.size <= TA_SMALL], n);
+    return add_note(&o[2 * stream + (n.size <= TA_SMALL)], n);
 }
 
 /* Ends stretch x of the script, which begins at note `from`. takes: whether it allocates a cuBLAS workspace. */
@@ -73,28 +73,29 @@ static vm_status add_stretch(score *o, const vm_trace_stretch *x, size_t from, b
 
 /* Reads step i. kept: cuBLAS's workspaces so far; each is kept from its first use on, under a number that no storage
  * has. *takes: whether the step allocates one of them. */
-static vm_status read_step(score o[2], const vm_process *p, uint32_t i, bool kept[2], bool *takes) {
+static vm_status read_step(score *o, size_t pools, const vm_process *p, uint32_t i, bool kept[2], bool *takes) {
     const vm_trace_step *const step = &p->script->step[i];
     const bool lt = step->op == VM_TRACE_CUBLASLT;
     const note first = {TAKE, i, p->script->ids, p->blas.cublas_bytes};
     vm_status s = VM_OK;
     switch (step->op) {
-    case VM_TRACE_TAKE: return add_request(o, p, (note){TAKE, i, step->id, step->bytes});
-    case VM_TRACE_GIVE: return add_request(o, p, (note){GIVE, i, step->id, p->storage[step->id].bytes});
+    case VM_TRACE_TAKE: return add_request(o, p, step->stream, (note){TAKE, i, step->id, step->bytes});
+    case VM_TRACE_GIVE:
+        return add_request(o, p, p->storage[step->id].stream, (note){GIVE, i, step->id, p->storage[step->id].bytes});
     case VM_TRACE_CONV:
         for (int k = 0; !s && k < 2; k++)
             if (o[k].most[step->id]) s = add_note(&o[k], (note){CONVOLVE, i, step->id, o[k].most[step->id]});
         return s;
     case VM_TRACE_EMPTY:
-        for (int k = 0; !s && k < 2; k++) s = add_note(&o[k], (note){EMPTY, i, 0, 0});
+        for (size_t k = 0; !s && k < pools; k++) s = add_note(&o[k], (note){EMPTY, i, 0, 0});
         return s;
     case VM_TRACE_CUBLASLT:
     case VM_TRACE_CUBLAS:
         if (lt && p->blas.cublaslt_use == VM_CUBLASLT_EACH)
-            return add_request(o, p, (note){BORROW, i, 0, p->blas.cublaslt_bytes});
+            return add_request(o, p, 0, (note){BORROW, i, 0, p->blas.cublaslt_bytes});
         *takes |= !kept[CUBLAS] || (lt && !kept[CUBLASLT]);
-        if (!kept[CUBLAS]) s = add_request(o, p, first);
-        if (!s && lt && !kept[CUBLASLT]) s = add_request(o, p, (note){TAKE, i, first.id, p->blas.cublaslt_bytes});
+        if (!kept[CUBLAS]) s = add_request(o, p, 0, first);
+        if (!s && lt && !kept[CUBLASLT]) s = add_request(o, p, 0, (note){TAKE, i, first.id, p->blas.cublaslt_bytes});
         kept[CUBLAS] = true;
         kept[CUBLASLT] |= lt;
         return s;
@@ -102,18 +103,18 @@ static vm_status read_step(score o[2], const vm_process *p, uint32_t i, bool kep
     }
 }
 
-/* o: of the large and of the small pool. */
-static vm_status read_scores(const vm_process *p, size_t until, score o[2]) {
+static vm_status read_scores(const vm_process *p, size_t until, score *o, size_t pools) {
     const vm_trace *const script = p->script;
-    size_t from[2] = {0, 0}, next = 0;
+    size_t from[2 * VM_TRACE_STREAMS] = {0}, next = 0;
     bool takes = false, kept[2] = {false, p->blas.cublaslt_use != VM_CUBLASLT_KEPT};
     vm_status s = VM_OK;
     for (uint32_t i = 0; !s && i < until; i++) {
         const vm_trace_stretch *const x = next < script->stretches ? &script->stretch[next] : NULL;
-        if (x && i == x->from) from[0] = o[0].notes, from[1] = o[1].notes, takes = false;
-        s = read_step(o, p, i, kept, &takes);
+        if (x && i == x->from) takes = false;
+        for (size_t k = 0; x && i == x->from && k < pools; k++) from[k] = o[k].notes;
+        s = read_step(o, pools, p, i, kept, &takes);
         if (s || !x || i + 1 < x->until) continue;
-        for (int k = 0; !s && k < 2; k++) s = add_stretch(&o[k], x, from[k], takes);
+        for (size_t k = 0; !s && k < pools; k++) s = add_stretch(&o[k], x, from[k], takes);
         next++;
     }
     return s;
@@ -245,20 +246,21 @@ static vm_status play_pool(const score *o, size_t rows) {
     return s;
 }
 
-static vm_status play_pools(const vm_process *p, size_t until, uint64_t *workspace, size_t rows, course *course) {
+static vm_status play_pools(const vm_process *p, size_t until, uint64_t *workspace, size_t rows, size_t pools,
+                            course *course) {
     const size_t convs = p->script->convs;
-    score o[2];
+    score o[2 * VM_TRACE_STREAMS];
     uint64_t *most;
-    vm_status s = vm_scratch_new(convs, 2 * sizeof *most, &most);
+    vm_status s = vm_scratch_new(convs, pools * sizeof *most, &most);
     if (s) return s;
-    for (int k = 0; k < 2; k++)
+    for (size_t k = 0; k < pools; k++)
         o[k] = (score){.ids = p->script->ids + (size_t)1,
                        .kinds = p->script->kinds,
                        .convs = convs,
-                       .small = k,
+                       .small = k % 2,
                        .workspace = workspace,
-                       .most = most + (size_t)k * convs,
-                       .course = course + (size_t)k * rows};
+                       .most = most + k * convs,
+                       .course = course + k * rows};
     for (size_t i = 0; !s && i < rows * convs; i++) {
         if (!workspace[i]) continue;
         if (workspace[i] > VM_TALLOC_LARGEST) s = vm_fail(VM_EOVERFLOW, "again: expected workspaces of at most 2^60");
@@ -266,8 +268,8 @@ static vm_status play_pools(const vm_process *p, size_t until, uint64_t *workspa
         uint64_t *const m = &o[workspace[i] <= TA_SMALL].most[i % convs];
         *m = VM_MAX(*m, workspace[i]);
     }
-    if (!s) s = read_scores(p, until, o);
-    for (int k = 0; k < 2; k++) {
+    if (!s) s = read_scores(p, until, o, pools);
+    for (size_t k = 0; k < pools; k++) {
         if (!s) s = play_pool(&o[k], rows);
         vm_scratch_free(o[k].note);
         vm_scratch_free(o[k].stretch);
@@ -292,44 +294,47 @@ static vm_status play_row(const vm_process *p, size_t until, uint64_t *workspace
     return s;
 }
 
-/* Returns: the most bytes reserved in a span by both pools; with `above` beyond those before it. */
-static uint64_t most_of(const course pool[2], const vm_process_span *span, bool above) {
-    size_t at[2] = {0, 0};
-    uint64_t held[2] = {0, 0}, before = 0, most = 0;
+/* Returns: the most bytes reserved in a span by all pools; with `above` beyond those before it. The courses of a row's
+ * pools are `rows` apart. */
+static uint64_t most_of(const course *pool, size_t rows, size_t pools, const vm_process_span *span, bool above) {
+    size_t at[2 * VM_TRACE_STREAMS] = {0};
+    uint64_t held[2 * VM_TRACE_STREAMS] = {0}, sum = 0, before = 0, most = 0;
     for (;;) {
         const change *next = NULL;
-        int of = 0;
-        for (int i = 0; i < 2; i++)
-            if (at[i] < pool[i].changes && (!next || pool[i].change[at[i]].step < next->step))
-                next = &pool[i].change[at[i]], of = i;
+        size_t of = 0;
+        for (size_t i = 0; i < pools; i++) {
+            const course *const c = &pool[i * rows];
+            if (at[i] < c->changes && (!next || c->change[at[i]].step < next->step)) next = &c->change[at[i]], of = i;
+        }
         if (!next || next->step >= span->until) return above ? most - before : most;
+        sum += next->reserved - held[of];
         held[of] = next->reserved;
         at[of]++;
-        most = VM_MAX(most, held[0] + held[1]);
-        if (next->step < span->since) before = most = held[0] + held[1];
+        most = VM_MAX(most, sum);
+        if (next->step < span->since) before = most = sum;
     }
 }
 
 vm_status vm_process_again(const vm_process *p, const vm_process_span *span, size_t spans, bool above,
                            uint64_t *workspace, size_t rows, uint64_t *most) {
     course *course;
-    size_t until = 0;
+    size_t until = 0, pools = 2;
     for (size_t i = 0; i < spans; i++) {
         if (span[i].since > span[i].until || span[i].until > p->script->steps)
             return vm_fail(VM_EINVAL, VM_EXPECTED("again", "spans of %zu steps", "one from %zu until %zu"),
                            p->script->steps, span[i].since, span[i].until);
         until = VM_MAX(until, span[i].until);
     }
-    vm_status s = vm_scratch_new(2 * rows, sizeof *course, &course);
+    for (size_t i = 0; i < until; i++) pools = VM_MAX(pools, 2 + 2 * (size_t)p->script->step[i].stream);
+    vm_status s = vm_scratch_new(rows, pools * sizeof *course, &course);
     if (!s && vm_talloc_is_plain(p->talloc)) {
-        s = play_pools(p, until, workspace, rows, course);
+        s = play_pools(p, until, workspace, rows, pools, course);
     } else {
         for (size_t i = 0; !s && i < rows; i++) s = play_row(p, until, workspace + i * p->script->convs, &course[i]);
     }
     for (size_t i = 0; !s && i < rows; i++)
-        for (size_t j = 0; j < spans; j++)
-            most[i * spans + j] = most_of((const struct course[]){course[i], course[rows + i]}, &span[j], above);
-    for (size_t i = 0; course && i < 2 * rows; i++)
+        for (size_t j = 0; j < spans; j++) most[i * spans + j] = most_of(course + i, rows, pools, &span[j], above);
+    for (size_t i = 0; course && i < pools * rows; i++)
         if (!course[i].borrowed) vm_scratch_free(course[i].change);
     vm_scratch_free(course);
     return s;

@@ -35,7 +35,7 @@ vm_status vm_play_step(run *r, const vm_trace_step *step, uint64_t *height) {
     vm_status s;
     vm_talloc_tag(a, r->stamp ? *r->stamp : step->name);
     switch (step->op) {
-    case VM_TRACE_TAKE: return vm_talloc_malloc(a, step->bytes, 0, address);
+    case VM_TRACE_TAKE: return vm_talloc_malloc(a, step->bytes, step->stream, address);
     case VM_TRACE_GIVE:
         s = *address ? vm_talloc_free(a, *address) : VM_OK; /* 0: a storage of 0 bytes */
         if (!s) *address = 0;

@@ -8,7 +8,7 @@ typedef struct storage {
     uint64_t address; /* 0: absent */
     uint64_t bytes;
     uint32_t rounded; /* bytes that the allocator added by rounding; 0 for storages of calls and copies */
-    uint32_t name;
+    uint32_t name, stream;
 } storage;
 
 /* A cuBLAS workspace that PyTorch keeps. */
@@ -104,7 +104,7 @@ vm_status vm_process_end(vm_process *p, uint32_t name);
 /* Finds or adds the convolution: its number, and a place for its workspaces. */
 vm_status vm_process_question(vm_process *p, const vm_conv *conv, uint32_t *number);
 /* Adds a step to the script; a take's storage gets the next number. */
-vm_status vm_process_push(vm_process *p, vm_trace_op op, uint32_t id, uint32_t name, uint64_t bytes);
+vm_status vm_process_push(vm_process *p, vm_trace_step step);
 /* Copies the stretches among a trace's steps [from, until), which are the script's steps from `to` on. */
 vm_status vm_process_note_stretches(vm_process *p, const vm_trace *t, size_t from, size_t until, size_t to);
 /* Appends a trace's steps to the script. conv: [t->convs], out: the numbers of its convolutions in the script. */

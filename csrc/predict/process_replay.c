@@ -47,9 +47,10 @@ static vm_status call(vm_process *p, const vm_process *from, const event *e, uin
     const uint32_t first = p->script->ids;
     vm_status s = VM_OK;
     for (size_t i = e->from; !s && i < e->until; i++) {
-        const vm_trace_step *const x = &from->script->step[i];
-        if (x->op == VM_TRACE_TAKE) map[x->id] = p->script->ids;
-        s = vm_process_push(p, x->op, x->op == VM_TRACE_GIVE ? map[x->id] : x->id, x->name, x->bytes);
+        vm_trace_step x = from->script->step[i];
+        if (x.op == VM_TRACE_TAKE) map[x.id] = p->script->ids;
+        if (x.op == VM_TRACE_GIVE) x.id = map[x.id];
+        s = vm_process_push(p, x);
     }
     if (!s) s = vm_process_note_stretches(p, from->script, e->from, e->until, start);
     return s ? s : vm_process_run(p, start, first, NULL, NULL, NULL);

@@ -32,10 +32,12 @@ static vm_status come(vm_passage *p, const vm_passing *one, const char *shown, u
         return vm_fail(VM_EINVAL, VM_EXPECTED("passing", "modules whose calls begin and end in turn", "%s"),
                        one->until);
     /* A trace keeps the ends of names; the front says that these are weights. */
-    const size_t length = strlen(shown), most = VM_NAME - 1 - 11 - (*one->name ? strlen(one->name) + 3 : 0);
+    const char *const what = one->early ? "" : one->name;
+    if (one->early) shown = one->name;
+    const size_t length = strlen(shown), most = VM_NAME - 1 - 11 - (*what ? strlen(what) + 3 : 0);
     if (one->by == VM_BY_DIFFUSERS && length > most) shown += length - most;
     snprintf(label, sizeof label, "%s%.*s", one->row_bytes ? "" : "weights of ", VM_PROGRAM_PATH, shown);
-    vm_status s = vm_trace_take(p->t, bytes, vm_trace_label(text, label, one->name), &id);
+    vm_status s = vm_trace_take_on(p->t, one->stream, bytes, vm_trace_label(text, label, what), &id);
     if (!s && one->by != VM_BY_NONE) s = vm_trace_send(p->t, bytes, one->by == VM_BY_ACCELERATE);
     if (!s) p->there[p->count++] = (vm_there){id, one};
     return s;
@@ -69,11 +71,17 @@ vm_status vm_passage_begin(vm_passage *p, const char *module, const char *shown,
 
 vm_status vm_passage_end(vm_passage *p, const char *module) {
     vm_status s = VM_OK;
-    size_t first = p->count;
-    while (first && !strcmp(p->there[first - 1].of->until, module)) first--;
-    for (size_t i = first, last = p->count - 1; !s && i < p->count; i++)
-        s = vm_trace_give(p->t, p->there[p->in_order ? i : first + last - i].id);
-    p->count = first;
+    size_t kept = 0;
+    for (size_t i = p->count; !s && !p->in_order && i-- > 0;)
+        if (!strcmp(p->there[i].of->until, module)) s = vm_trace_give(p->t, p->there[i].id);
+    for (size_t i = 0; !s && i < p->count; i++) {
+        const vm_there one = p->there[i];
+        if (strcmp(one.of->until, module))
+            p->there[kept++] = one;
+        else if (p->in_order)
+            s = vm_trace_give(p->t, one.id);
+    }
+    if (!s) p->count = kept;
     return s;
 }
 

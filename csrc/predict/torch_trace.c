@@ -49,18 +49,28 @@ const char *vm_trace_label(char text[VM_TRACE_LABEL], const char *name, const ch
 
 /* ---- steps ---- */
 
-static vm_status add(vm_trace *t, vm_trace_op op, uint32_t id, uint64_t bytes, const char *name) {
-    uint32_t index = 0;
-    vm_status s = name ? intern(t, name, &index) : VM_OK;
+static vm_status add_step(vm_trace *t, vm_trace_step step, const char *name) {
+    vm_status s = name ? intern(t, name, &step.name) : VM_OK;
     if (!s) s = grow(&t->step, t->steps, sizeof *t->step);
-    if (!s) t->step[t->steps++] = (vm_trace_step){.op = op, .id = id, .name = index, .bytes = bytes};
+    if (!s) t->step[t->steps++] = step;
     return s;
 }
 
+static vm_status add(vm_trace *t, vm_trace_op op, uint32_t id, uint64_t bytes, const char *name) {
+    return add_step(t, (vm_trace_step){.op = op, .id = id, .bytes = bytes}, name);
+}
+
 vm_status vm_trace_take(vm_trace *t, uint64_t bytes, const char *name, uint32_t *id) {
+    return vm_trace_take_on(t, 0, bytes, name, id);
+}
+
+vm_status vm_trace_take_on(vm_trace *t, uint32_t stream, uint64_t bytes, const char *name, uint32_t *id) {
     if (bytes > VM_TALLOC_LARGEST)
         return vm_fail(VM_EOVERFLOW, "%s: expected a storage of at most 2^60 bytes, got more", name);
-    vm_status s = add(t, VM_TRACE_TAKE, t->ids, bytes, name);
+    if (stream >= VM_TRACE_STREAMS)
+        return vm_fail(VM_EINVAL, VM_EXPECTED("stream", "one below %d", "%u"), VM_TRACE_STREAMS, stream);
+    const vm_trace_step step = {.op = VM_TRACE_TAKE, .id = t->ids, .stream = stream, .bytes = bytes};
+    vm_status s = add_step(t, step, name);
     if (s) return s;
     *id = t->ids++;
     vm_trace_move(t, 2 * bytes);
@@ -92,7 +102,7 @@ static bool is_same_stretch(const vm_trace *t, const vm_trace_stretch *x, size_t
     const vm_trace_step *a = t->step + x->from, *b = t->step + from;
     uint32_t shift = 0; /* taken from the first step that names a storage */
     for (size_t i = 0; i < t->steps - from; i++, a++, b++) {
-        if (a->op != b->op || a->bytes != b->bytes || a->name != b->name) return false;
+        if (a->op != b->op || a->bytes != b->bytes || a->name != b->name || a->stream != b->stream) return false;
         const bool stores = a->op == VM_TRACE_TAKE || a->op == VM_TRACE_GIVE;
         if (stores && !shift) shift = b->id - a->id;
         if (b->id - a->id != (stores ? shift : 0)) return false;

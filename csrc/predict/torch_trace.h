@@ -29,9 +29,10 @@ typedef enum vm_trace_op {
 
 typedef struct vm_trace_step {
     vm_trace_op op;
-    uint32_t id;    /* of a storage, or of a convolution */
-    uint32_t name;  /* by number */
-    uint64_t bytes; /* as requested */
+    uint32_t id;     /* of a storage, or of a convolution */
+    uint32_t name;   /* by number */
+    uint32_t stream; /* of a storage's allocation; 0: PyTorch's own */
+    uint64_t bytes;  /* as requested */
 } vm_trace_step;
 
 /* Steps that free all they allocate, such as those of a tile. Stretches of one kind have equal steps, apart from the
@@ -64,6 +65,9 @@ enum { VM_TRACE_STEPS = 1 << 22 };
 /* VM_EOVERFLOW above VM_TALLOC_LARGEST, which catches every overflowed product of sizes. Names longer than VM_NAME - 1
  * bytes lose their front. */
 vm_status vm_trace_take(vm_trace *t, uint64_t bytes, const char *name, uint32_t *id);
+/* PyTorch keeps the memory of streams apart. VM_EINVAL from VM_TRACE_STREAMS on. */
+enum { VM_TRACE_STREAMS = 64 };
+vm_status vm_trace_take_on(vm_trace *t, uint32_t stream, uint64_t bytes, const char *name, uint32_t *id);
 vm_status vm_trace_give(vm_trace *t, uint32_t id);
 /* Writes "name [what]", or only name if what is ""; keeps as much of the end as a trace keeps of names. */
 enum { VM_TRACE_LABEL = 2 * VM_NAME + 4 };
@@ -99,6 +103,8 @@ typedef struct vm_passing {
     /* row_bytes more for each row of the module's first product, which has row_flops FLOPs a row */
     uint64_t row_bytes, row_flops;
     uint32_t lives; /* it leaves once that many later tensors of the module are there; 0: with `until` */
+    /* As of vm_trace_take_on; and whether it comes before its own module's call. Then its name says which module. */
+    uint32_t stream, early;
 } vm_passing;
 
 typedef struct vm_passings {
@@ -106,7 +112,7 @@ typedef struct vm_passings {
     const vm_passing *item; /* [count], borrowed; sorted by module, and within one in the caller's order */
 } vm_passings;
 
-/* One that is there. Those that come last leave first. */
+/* One that is there. */
 typedef struct vm_there {
     uint32_t id;
     const vm_passing *of;

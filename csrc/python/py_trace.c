@@ -131,9 +131,9 @@ static PyObject *trace_parameters(PyObject *Py_UNUSED(type), PyObject *args) {
 static PyObject *trace_take(Trace *self, PyObject *args) {
     unsigned long long bytes;
     const char *name;
-    uint32_t id;
-    if (!PyArg_ParseTuple(args, "Ks:take", &bytes, &name)) return NULL;
-    vm_status s = vm_trace_take(self->trace, bytes, name, &id);
+    uint32_t id, stream = 0;
+    if (!PyArg_ParseTuple(args, "Ks|I:take", &bytes, &name, &stream)) return NULL;
+    vm_status s = vm_trace_take_on(self->trace, stream, bytes, name, &id);
     return s ? vm_py_raise(s) : PyLong_FromUnsignedLong(id);
 }
 
@@ -300,7 +300,7 @@ static PyMethodDef methods[] = {
      "parameters(arch, runtime, /)\n--\n\nReturns [(name, shape, dtype)] in the order in which Module.to moves "
      "them. dtype: run (the module's) or int64."},
     {"take", (PyCFunction)trace_take, METH_VARARGS,
-     "take($self, bytes, name, /)\n--\n\nTakes a storage. Returns its id."},
+     "take($self, bytes, name, stream=0, /)\n--\n\nTakes a storage, on a stream of PyTorch. Returns its id."},
     {"give", (PyCFunction)trace_give, METH_O, "give($self, id, /)\n--\n\nFrees a storage: its last reference is gone."},
     {"wants", (PyCFunction)trace_wants, METH_VARARGS,
      "wants($self, low, high, segments, spare=0, /)\n--\n\nReturns [(name, bytes, the call's bytes before it)] of "

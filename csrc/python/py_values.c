@@ -48,11 +48,12 @@ static PyObject *read_tuples(PyObject *given, const char *name, size_t size, voi
 
 static void read_passing(PyObject *one, void *item) {
     vm_passing *p = item;
-    int by = 0;
+    int by = 0, early = 0;
     unsigned long long bytes = 0, row_bytes = 0, row_flops = 0;
-    if (PyArg_ParseTuple(one, "sssKi|KKI:passing", &p->module, &p->until, &p->name, &bytes, &by, &row_bytes, &row_flops,
-                         &p->lives))
-        p->bytes = bytes, p->by = (vm_sender)by, p->row_bytes = row_bytes, p->row_flops = row_flops;
+    if (PyArg_ParseTuple(one, "sssKi|KKIIp:passing", &p->module, &p->until, &p->name, &bytes, &by, &row_bytes,
+                         &row_flops, &p->lives, &p->stream, &early))
+        p->bytes = bytes, p->by = (vm_sender)by, p->row_bytes = row_bytes, p->row_flops = row_flops,
+        p->early = early != 0;
 }
 
 PyObject *vm_py_to_passings(PyObject *given, void *out) {

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from vaemem import _core
-from vaemem._common import DTYPES, ELEMENT_BYTES, choose, flag, meant, whole
+from vaemem._common import DTYPES, ELEMENT_BYTES, choose, distinct, flag, meant, whole
 from vaemem._errors import ArgumentError, Named, inside
 from vaemem.engine.configs import config_of
 from vaemem.engine.limits import parse_size
@@ -35,6 +35,7 @@ from vaemem.prediction.gpus import Gpu
 from vaemem.prediction.job import MOST_SIDE
 from vaemem.prediction.passing import (
     BY_ACCELERATE,
+    BY_DIFFUSERS,
     BY_NONE,
     VAE_BLOCKS,
     Group,
@@ -44,6 +45,7 @@ from vaemem.prediction.passing import (
     pass_groups,
     tie,
 )
+from vaemem.prediction.planned import OF_WEIGHTS
 from vaemem.prediction.predict import SMALL_TILE
 from vaemem.prediction.request import Card, Request, Software, usual_tile
 from vaemem.prediction.runtimes import architecture, diffusers_release
@@ -54,6 +56,7 @@ TORCH_WAYS = ("whole", "tiled", "sliced")
 VAE_WAYS = (*TORCH_WAYS, "vaemem")
 WEIGHT_TYPES = [name for name in TYPES if SPELT.get(name, name) not in ("float64", "int64", "bool")]  # tables, masks
 KEPT_TRACES = 4  # of each component
+ROLES = tuple(distinct(role for one in PIPELINES.values() for role in (*one.parts, *one.optional)))
 UNSAVED = "rope."  # Wan's tables of positions, which are not persistent
 # Places of weights after from_pretrained, before offloading: the CPU (device_map="cpu"); the card, until they are
 # offloaded; or the card for good.
@@ -117,7 +120,9 @@ class Part:
                 for name, size, *rows in made
             ]
             companions = [pair.companion for pair in self.pairs if not pair.fused]
-            trace = recording.trace(self.dtype, gpu, [*self.sent_by(offload, later), *working], companions, **wanted)
+            order = self._order(offload, gpu, wanted) if later else ()
+            sent = self.sent_by(offload, later, order)
+            trace = recording.trace(self.dtype, gpu, [*sent, *working], companions, **wanted)
             for oldest in list(kept)[: len(kept) + 1 - KEPT_TRACES]:
                 kept.pop(oldest, None)
             kept[key] = trace
@@ -186,16 +191,45 @@ class Part:
         """Bytes that sequential offload sends for a call."""
         return self.nbytes - sum(weight.bytes for weight in self.left)
 
-    def sent_by(self, offload: str | GroupOffload, later: bool = False) -> Sequence[Passing]:
-        """List the weights that offloading sends for its submodules' calls, in its first call or a later one."""
+    def sent_by(self, offload: str | GroupOffload, later: bool = False, order: Sequence[int] = ()) -> Sequence[Passing]:
+        """List the weights that offloading sends for its submodules' calls, in its first call or a later one. order:
+        of its groups' calls, if they are prefetched."""
         if isinstance(offload, GroupOffload):
-            return pass_groups(self.groups(offload), self._sizes, later and not offload.offload_to_disk_path)
+            moves_again = later and not offload.offload_to_disk_path
+            return pass_groups(self.groups(offload), self._sizes, moves_again, self.stream_of(offload), order)
         by = self.sent.items() if offload == "sequential" else ()
         return [Passing(at, at, name, size, BY_ACCELERATE) for at, sent in by for name, size in sent]
 
     def groups(self, offload: GroupOffload) -> tuple[Group, ...]:
         """Return its weights as group offloading moves them together."""
         return _groups_of(self.component, offload.num_blocks_per_group or 0)
+
+    def stream_of(self, offload: GroupOffload) -> int:
+        """Return the stream on which its groups come: each component has one of its own."""
+        return 1 + ROLES.index(self.role) if offload.use_stream else 0
+
+    def _order(self, offload: str | GroupOffload, gpu: Gpu, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the numbers of the groups in the order of their modules' calls, if a later call prefetches them."""
+        if not isinstance(offload, GroupOffload) or not offload.use_stream:
+            return ()
+        numbered = [
+            Passing(group.begins, group.ends, str(number), 1, BY_DIFFUSERS)
+            for number, group in enumerate(self.groups(offload))
+            if group.begins
+        ]
+        trace = programs.load_program(self.component).trace(self.dtype, gpu, numbered, (), **sizes)
+        taken = (name for op, _, _, name in trace.steps if op == "take" and name.startswith(OF_WEIGHTS))
+        return tuple(int(name.rpartition("[")[2].removesuffix("]")) for name in taken)
+
+    def host_bytes(self, offload: GroupOffload | None) -> int:
+        """Bytes of its weights in the host's memory. PyTorch rounds pinned ones up to powers of two."""
+        if offload is None or not offload.pins:
+            return self.nbytes
+        return sum(
+            self._sizes[name] if group.is_rest else 1 << (self._sizes[name] - 1).bit_length()
+            for group in self.groups(offload)
+            for name in group.names
+        )
 
     @functools.cached_property
     def _sizes(self) -> dict[str, int]:
@@ -469,6 +503,11 @@ class PipelineRequest(Request):
                 wanted = f"leaf_level, or the vae in exclude_modules with {self.name}"
                 raise ArgumentError("offload", wanted, repr(str(group)), why)
             part.sent_by(group)
+            repeats = vae != "whole" or self.pipeline.frames or self.first
+            if part.role == "vae" and group.use_stream and group.num_blocks_per_group and repeats:
+                why = "from its second call on, the decoder prefetches its blocks, which is not predicted"
+                wanted = "leaf_level, the vae in exclude_modules, or one image in one whole decode"
+                raise ArgumentError("offload", wanted, repr(str(group)), why)
 
 
 def check_way(

@@ -194,7 +194,9 @@ class PipelineRun:
         part, group = self.parts["vae"], self.request.group
         if (group or self.request.offload == "sequential") and "vae" not in self._loaded:
             arch = architecture(part.component)
-            passing = functools.partial(pass_vae, arch_key(arch), groups=part.groups(group) if group else None)
+            stream = part.stream_of(group) if group else 0
+            groups = part.groups(group) if group else None
+            passing = functools.partial(pass_vae, arch_key(arch), groups=groups, stream=stream)
             self._loaded["vae"] = LoadedVAE(self.process, arch, "diffusers", part.dtype, (), passing=passing)
         self.bring("vae")
         vae = self._loaded["vae"]

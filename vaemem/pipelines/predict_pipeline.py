@@ -94,8 +94,12 @@ class _Played(PhasedAnswer):
             read = {"memory": float(sum(part.nbytes for part in q.parts if part.role in q.pipeline.encoders))}
             work = max(work, read, key=lambda one: machine.seconds(one).likely)
         work |= {"link": float(phase.sent), "cpu": float(phase.host_flops)}
-        if q.group and phase.name != "load":  # its groups go back to the host, or come from the disk
-            work |= {"disk": work["link"]} if q.group.offload_to_disk_path else {"link": 2 * work["link"]}
+        if q.group and phase.name != "load":  # its groups come from the disk; or go back to the host, but for copies
+            back = 1 if q.group.use_stream else 2
+            work |= {"disk": work["link"]} if q.group.offload_to_disk_path else {"link": back * work["link"]}
+        if q.group and q.group.use_stream and machine:  # weights come while the card computes: the longer counts
+            moved: dict[str, float] = {name: work.pop(name) for name in ("link", "disk") if name in work}
+            work = max(work, moved, key=lambda one: machine.seconds(one).likely)
         return {name: amount for name, amount in work.items() if amount}
 
     def _seconds(self) -> dict[str, dict[str, float]]:
@@ -188,7 +192,7 @@ class PipelinePrediction(_Played):
             "versions": f"{ran}, {q.software.program}, vaemem {__version__}",
         }  # fmt: skip
         on_disk = q.group and q.group.offload_to_disk_path
-        self.host = sum(part.nbytes for part in q.parts if part.role in moved and not on_disk)
+        self.host = sum(part.host_bytes(q.group) for part in q.parts if part.role in moved and not on_disk)
         available = process.available
         here, lacking = (process, None) if process.most_reserved <= available else q.repeat(process, available)
         phases = self._run.phases_on(process)
@@ -268,6 +272,10 @@ def _notes(q: PipelineRequest) -> Iterator[str]:
         yield f"{q.made_of}: {q.pipeline.class_name} makes {q.size} of it, {known}"
     if q.pipeline.sized and (q.height, q.width) != (1024, 1024):
         yield f"{q.pipeline.class_name} makes about 1024x1024 pixels of it unless its call has {q.pipeline.sized}"
+    if q.group and q.group.use_stream:
+        yield "prefetching on a stream was compared with diffusers' hooks on a card that was not there, never on a GPU"
+    if q.group and q.group.pins:
+        yield "the host's copies are pinned, which PyTorch rounds up to powers of two, but for the rest of a component"
     for part in q.parts:
         if part.pairs:
             size = sum(weight.bytes for weight in part.weights if ".lora_" in weight.name)
@@ -510,8 +518,9 @@ def predict_pipeline(
         The kind of offloading: ``"none"``, ``"model"`` (``enable_model_cpu_offload``) or ``"sequential"``
         (``enable_sequential_cpu_offload``); or a place for some components, such as ``{"text_encoder_2": "cpu"}``. The
         others run on the GPU. ``"block_level"``, ``"block_level 4"`` and ``"leaf_level"`` are group offloading
-        (``enable_group_offload``) with one or four blocks per group, or by leaves. A dict of the method's own arguments
-        says more: ``{"offload_type": "leaf_level", "exclude_modules": ["vae"]}``. Streams are not predicted.
+        (``enable_group_offload``) with one or four blocks per group, or by leaves. ``"leaf_level stream"`` and
+        ``"block_level 1 stream"`` also have ``use_stream=True``. A dict of the method's own arguments says more:
+        ``{"offload_type": "leaf_level", "exclude_modules": ["vae"]}``.
     vae : str
         How the VAE runs: ``"whole"``, ``"tiled"``, ``"tiled 512"`` with the side of the tiles in pixels, ``"sliced"``,
         or ``"vaemem"``: by this package, within `vae_memory_limit`.

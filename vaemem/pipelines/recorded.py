@@ -30,9 +30,9 @@ class ProcessScript:
 
     # ---- writing ----
 
-    def take(self, size: int, name: str) -> int:
-        """Allocate; return the storage's number."""
-        return self._number(self._trace.take(size, name))
+    def take(self, size: int, name: str, stream: int = 0) -> int:
+        """Allocate on a stream; return the storage's number."""
+        return self._number(self._trace.take(size, name, stream))
 
     def give(self, number: int) -> None:
         """Free a storage."""

@@ -27,6 +27,8 @@ class Passing(NamedTuple):
     by: who sends it
     row_bytes, row_flops: more bytes for each row of the module's first product, and the FLOPs of such a row
     lives: it leaves once that many later tensors of the module are there; 0: with `until`
+    stream: the stream of PyTorch on which it is allocated; memory of streams is kept apart
+    early: it comes before its own module's call; `name` says which module
     """
 
     module: str
@@ -37,6 +39,8 @@ class Passing(NamedTuple):
     row_bytes: int = 0
     row_flops: int = 0
     lives: int = 0
+    stream: int = 0
+    early: bool = False
 
 
 class Group(NamedTuple):
@@ -45,12 +49,14 @@ class Group(NamedTuple):
     names: of the weights, in the order in which they come
     again: of those that come twice from the second call on. The group moves a buffer of a submodule by replacing it,
         and then moves the old one too (ModuleGroup.buffers)
+    is_rest: what is left of a module outside its blocks; use_stream does not apply to it
     """
 
     begins: str
     ends: str
     names: tuple[str, ...]
     again: tuple[str, ...] = ()
+    is_rest: bool = False
 
 
 _Tree = dict[str, Any]  # submodules by name, and of weights None
@@ -119,7 +125,7 @@ def _block_groups(
     rest += _sorted((f"{prefix}{name}" for name, inner in tree.items() if inner is None), buffers)
     if rest:
         again = (name for name in rest if name in buffers and "." in name.removeprefix(prefix))
-        yield Group(path, path, tuple(rest), tuple(again))
+        yield Group(path, path, tuple(rest), tuple(again), is_rest=True)
 
 
 def _cut(blocks_of: _Tree, path: str, blocks: int, buffers: Collection[str]) -> Iterator[Group]:
@@ -132,15 +138,29 @@ def _cut(blocks_of: _Tree, path: str, blocks: int, buffers: Collection[str]) -> 
             yield Group(f"{path}.{first}", f"{path}.{last}", tuple(itertools.chain(*each)))
 
 
-def pass_groups(groups: Sequence[Group], sizes: Mapping[str, int], later: bool = False) -> tuple[Passing, ...]:
-    """List the weights of groups as they pass. sizes: their bytes, by name; later: after a first call."""
-    found = list[Passing]()
-    for group in groups:
+def pass_groups(
+    groups: Sequence[Group], sizes: Mapping[str, int], later: bool = False, stream: int = 0,
+    order: Sequence[int] = (),
+) -> tuple[Passing, ...]:  # fmt: skip
+    """List the weights of groups as they pass. sizes: their bytes, by name; later: after a first call.
+
+    stream: with use_stream, on which the groups come
+    order: numbers of the groups as their modules are called. Each then comes with the group called before it, the first
+        with the outermost module. So diffusers prefetches after a first call that taught it the order
+    """
+    found, early = list[Passing](), list[Passing]()
+    before = {after: groups[one].begins for one, after in itertools.pairwise(order)} | dict.fromkeys(order[:1], "")
+    for number, group in enumerate(groups):
         is_leaf = all(name.rpartition(".")[0] == group.begins for name in group.names)
+        on = 0 if group.is_rest else stream
         for name in (*group.names, *(group.again if later else ())):
-            own = name.rpartition(".")[2] if is_leaf else ""
-            found.append(Passing(group.begins, group.ends, own, sizes[name], BY_DIFFUSERS))
-    return tuple(sorted(found, key=operator.attrgetter("module")))
+            if number in before:
+                one = Passing(before[number], group.ends, name, sizes[name], BY_DIFFUSERS, stream=on, early=True)
+                early.append(one)
+            else:
+                own = name.rpartition(".")[2] if is_leaf else ""
+                found.append(Passing(group.begins, group.ends, own, sizes[name], BY_DIFFUSERS, stream=on))
+    return tuple(sorted([*found, *early], key=operator.attrgetter("module")))
 
 
 def vae_sizes(parameters: Sequence[tuple[str, tuple[int, ...], str]], dtype: str, first: str) -> dict[str, int]:
@@ -153,12 +173,13 @@ def vae_sizes(parameters: Sequence[tuple[str, tuple[int, ...], str]], dtype: str
 
 @functools.lru_cache(maxsize=64)
 def pass_vae(
-    arch: tuple[tuple[str, Any], ...], dtype: str, first: str | None = None, groups: tuple[Group, ...] | None = None
-) -> tuple[Passing, ...]:
+    arch: tuple[tuple[str, Any], ...], dtype: str, first: str | None = None, groups: tuple[Group, ...] | None = None,
+    stream: int = 0,
+) -> tuple[Passing, ...]:  # fmt: skip
     """List the weights of diffusers' class for a VAE as they pass: in groups, or each submodule's by accelerate."""
     sizes = vae_sizes(_core.Trace.parameters(dict(arch), "diffusers"), dtype, first or dtype)
     if groups is not None:
-        return pass_groups(groups, sizes)
+        return pass_groups(groups, sizes, stream=stream)
     owned = [(*name.rpartition(".")[::2], size) for name, size in sizes.items()]
     found = [Passing(at, at, own, size, BY_ACCELERATE) for at, own, size in owned]
     return tuple(sorted(found, key=operator.attrgetter("module")))

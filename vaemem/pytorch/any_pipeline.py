@@ -161,7 +161,7 @@ def predict_pipeline(
     Raises
     ------
     ValueError
-        The run asks for contents that do not exist, uses several streams, or has quantised, compiled or offloaded
+        The run asks for contents that do not exist, calls ``record_stream``, or has quantised, compiled or offloaded
         components.
     OSError
         Files are missing.

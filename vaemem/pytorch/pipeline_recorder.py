@@ -7,6 +7,7 @@ keeps its contents, if they follow from the host's.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -23,7 +24,7 @@ from vaemem.pytorch.recorder import Recorder, Recording, aten, leaves_of, map_le
 from vaemem.pytorch.recording import Eager, imitating_gpu
 
 MOST_KNOWN = 1 << 17  # elements of a tensor whose contents are followed
-NO_STREAMS = "expected a run on one stream, got another: PyTorch keeps memory apart by streams, which is not modelled"
+UNKNOWN_END = "expected a run without record_stream: when the memory is free again depends on the card's speed"
 _CPU = torch.device("cpu")
 _READ = (aten._local_scalar_dense, aten.item)
 _SAME_WEIGHT = {aten._to_copy.default, aten.detach.default, aten.alias.default}  # a weight afterwards, as before
@@ -183,6 +184,10 @@ class _Python(Eager):
         return found
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.record_stream:
+            raise ArgumentError("prepare", "", UNKNOWN_END)
+        if func in (torch.Tensor.pin_memory, torch.Tensor.is_pinned):  # the card's memory is the same
+            return args[0].detach() if func is torch.Tensor.pin_memory else False
         if func is torch.Tensor.cuda:
             func, args, kwargs = torch.Tensor.to, (args[0], "cuda"), {}
         args, kwargs = map_leaves(_with_index, (args, kwargs or {}))
@@ -233,19 +238,35 @@ def _swap(a: torch.Tensor, b: torch.Tensor) -> None:
     torch._C._swap_tensor_impl(a, b)
 
 
-def _refuse_streams(*_: Any, **__: Any) -> Any:
-    raise ArgumentError("prepare", "", NO_STREAMS)
+class _Stream:
+    """A stream of the card that is not there. Everything on it happens at once."""
+
+    def __init__(self, recorder: PipelineRecorder, number: int):
+        self._recorder, self.number = recorder, number
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("synchronize", "wait_stream", "wait_event", "record_event", "query"):
+            raise AttributeError(name)
+        return lambda *_: True
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Play ``with torch.cuda.stream(...)``."""
+        with setting(self._recorder, stream=self.number):
+            yield
 
 
 @contextlib.contextmanager
 def recording_pipelines(recorder: PipelineRecorder) -> Iterator[None]:
     """Record what Python code does to the card's memory during the block, as if there were a GPU."""
-    card, gpu = recorder.card, recorder.card.gpu
+    card, gpu, numbers = recorder.card, recorder.card.gpu, itertools.count(1)
     answers = {
         "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0,
         "synchronize": lambda *_: None, "ipc_collect": lambda: None, "empty_cache": recorder.empty_cache,
         "mem_get_info": lambda *_: (card.available(), gpu.total_memory),
-        "get_device_capability": lambda *_: divmod(gpu.sm, 10), "Stream": _refuse_streams,
+        "get_device_capability": lambda *_: divmod(gpu.sm, 10),
+        "Stream": lambda *_, **__: _Stream(recorder, next(numbers)), "stream": _Stream.current,
+        "current_stream": lambda *_: _Stream(recorder, recorder.stream),
     }  # fmt: skip
     with (
         FakeGpu(allow_non_fake_inputs=True), torch.no_grad(), imitating_gpu(recorder), setting(torch.cuda, **answers),
