@@ -409,6 +409,12 @@ def model_of(kind, dtype=torch.float32, cast=None):
 def test_the_estimate_of_a_known_workflow(monkeypatch):
     pytest.importorskip("matplotlib")
     pytest.importorskip("PIL")
+    kind = "qwen-image"
+    monkeypatch.setattr(comfyui_vae, "recognise", lambda vae: architecture("wan2.1"))  # as WanVAE's tensors are
+    vae = SimpleNamespace(device=torch.device("cpu"), vae_dtype=torch.bfloat16, latent_dim=3)
+    found = comfyui_vae.estimate(vae, 512, 512, "RTX 4060", model_of(kind))
+    assert found.text == vaemem.predict_pipeline(kind, 512, 512, gpu="RTX 4060", runtime="comfyui").to_text()
+
     kind = "flux-schnell"
     arch = architecture(PIPELINES[kind].parts["vae"])
     monkeypatch.setattr(comfyui_vae, "recognise", lambda vae: arch)
