@@ -55,6 +55,8 @@ DYNAMIC = (
     "the dynamic manager of newer versions (comfy-aimdo) moves weights page by page on a GPU, which nobody modelled"
 )
 
+NO_FLUX2 = f"{VERSION} has no FLUX.2; releases that have it send layers on further streams, which nobody modelled"
+
 
 class _Workflow(NamedTuple):
     """The models of a workflow.
@@ -392,7 +394,8 @@ def resolve_workflow(
     """Resolve names and defaults of a workflow. ValueError names the argument that has no answer."""
     name, known = given.pipeline, PIPELINES[given.pipeline]
     if name not in WORKFLOWS:
-        raise ArgumentError("pipeline", f"one of {', '.join(WORKFLOWS)} with runtime='comfyui'", repr(name))
+        why = NO_FLUX2 if name.startswith("flux2") else ""
+        raise ArgumentError("pipeline", f"one of {', '.join(WORKFLOWS)} with runtime='comfyui'", repr(name), why)
     if given.image:
         raise ArgumentError("image", "False with runtime='comfyui', whose workflow begins with an empty latent", "True")
     if offload == "--disable-dynamic-vram":  # newer versions then have the classic manager
