@@ -189,6 +189,8 @@ def ask_comfyui(script, *args):
     """Run a script that imports ComfyUI's code; return its output."""
     if "COMFYUI" not in os.environ:
         pytest.skip("COMFYUI names no folder of ComfyUI")
+    if '"0.3.64"' not in Path(os.environ["COMFYUI"], "comfyui_version.py").read_text("utf-8"):
+        pytest.skip("COMFYUI is not 0.3.64")
     command = [sys.executable, HERE / script, *args]
     ran = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=False)
     assert ran.returncode == 0, ran.stderr
@@ -199,6 +201,12 @@ def ask_comfyui(script, *args):
 @pytest.mark.parametrize("name", ["sd15-unet", "flux-transformer", "qwen-image-transformer"])
 def test_layers_come_for_their_calls_as_in_comfyui(name):
     ask_comfyui("comfyui_sent.py", name)
+
+
+@pytest.mark.apps
+@pytest.mark.parametrize("name", ["sd15", "sdxl", "flux", "qwen-image"])
+def test_the_sampler_is_comfyuis(name):
+    ask_comfyui("comfyui_sampler.py", name)
 
 
 @pytest.mark.apps

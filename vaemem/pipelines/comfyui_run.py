@@ -36,7 +36,7 @@ from vaemem.pipelines.components import CLIP_TOKENS, PIPELINES, VAE_STRIDE, vae_
 from vaemem.pipelines.pipeline_request import Part, PipelineArguments, PipelineRequest, image_sides
 from vaemem.pipelines.steps import PLAYED_STEPS, QWEN_TEMPLATE, count_calls
 from vaemem.pipelines.storage import stored
-from vaemem.prediction.held import LoadedVAE, Tensor
+from vaemem.prediction.held import LoadedVAE, Tensor, Variables
 from vaemem.prediction.passing import BY_DIFFUSERS, Passing
 from vaemem.prediction.planned import Phase
 from vaemem.prediction.plays import Plays
@@ -64,7 +64,6 @@ class _Workflow(NamedTuple):
     kind: the denoiser's class in comfy/supported_models.py
     encoder, denoiser: recorded modules
     dtypes: of the denoiser, on cards with bfloat16 and without
-    width, pooled: channels of a prompt's embeddings, and of the vector
     tokens, least_tokens: of a prompt by default, and at least; the least is 0 if the encoder takes sections of 77
     template: tokens that the encoder gets besides the prompt's: those that are cut from its output, and the others
     joins: whether both prompts can run in one call of the denoiser. If not, they have different lengths
@@ -78,8 +77,6 @@ class _Workflow(NamedTuple):
     encoder: str
     denoiser: str
     dtypes: tuple[str, str]
-    width: int
-    pooled: int = 0
     tokens: int = CLIP_TOKENS
     least_tokens: int = 0
     template: tuple[int, int] = (0, 0)
@@ -91,16 +88,15 @@ class _Workflow(NamedTuple):
 
 
 _FLUX = _Workflow(
-    "Flux", "comfyui/flux-clip", "comfyui/flux-transformer", ("bfloat16", "float16"), 4096, 768, tokens=256,
-    least_tokens=256,
+    "Flux", "comfyui/flux-clip", "comfyui/flux-transformer", ("bfloat16", "float16"), tokens=256, least_tokens=256,
 )  # fmt: skip
 WORKFLOWS = {
-    "sd15": _Workflow("SD15", "comfyui/sd15-clip", "comfyui/sd15-unet", ("float16", "float16"), 768),
-    "sdxl": _Workflow("SDXL", "comfyui/sdxl-clip", "comfyui/sdxl-unet", ("float16", "float16"), 2048, 2816),
+    "sd15": _Workflow("SD15", "comfyui/sd15-clip", "comfyui/sd15-unet", ("float16", "float16")),
+    "sdxl": _Workflow("SDXL", "comfyui/sdxl-clip", "comfyui/sdxl-unet", ("float16", "float16")),
     "flux": _FLUX,
     "flux-schnell": _FLUX._replace(denoiser="comfyui/flux-schnell-transformer"),
     "qwen-image": _Workflow(
-        "QwenImage", "comfyui/qwen-image-clip", "comfyui/qwen-image-transformer", ("bfloat16", "bfloat16"), 3584,
+        "QwenImage", "comfyui/qwen-image-clip", "comfyui/qwen-image-transformer", ("bfloat16", "bfloat16"),
         least_tokens=1, template=(QWEN_TEMPLATE, PIPELINES["qwen-image"].joined), joins=False,
         encoder_dtype="bfloat16", vae="WanVAE", fallback=256, least_sm=BFLOAT16_SM,
     ),
@@ -250,51 +246,63 @@ class ComfyUIRun:
         self.process.read(name="encode prompt")
 
     def _denoise(self) -> None:
-        """Play KSampler: Euler's steps, with latents in float32."""
+        """Play KSampler: Euler's steps, with latents in float32. A name keeps the noise that they begin with."""
         q, run = self.request, self.process
         usage, (n, *latent) = USAGE[self._work.kind], self.latent_shape
         one, both = (estimate_denoiser(usage, (count, *latent), q.dtype) for count in (n, 2 * n))
         self._load("denoise", q.pipeline.denoiser, both, one)
-        held = [self._tensor(name, (n, *latent)) for name in ("noise", "latent_image", "x")]
-        held += [self._tensor("sigmas", (q.steps + 1,)), self._tensor("s_in", (n,))]
+        v = Variables(run)
+        v.noise, v.latent_image = (self._tensor(name, (n, *latent)) for name in ("noise", "latent_image"))
+        v.sigmas = self._tensor("sigmas", (q.steps + 1,))
+        v.x = v.scaled_noise = self._tensor("x", (n, *latent))
+        v.s_in = self._tensor("s_in", (n,))
         for step in range(min(q.steps, PLAYED_STEPS)):
             run.count_times(q.steps - step if step == PLAYED_STEPS - 1 else 1)
-            denoised = self._predict(n, latent, both)
+            v.denoised = self._predict(n, latent, both)
             difference = self._tensor("x - denoised", (n, *latent))
-            d = self._tensor("d", (n, *latent))
+            v.d = self._tensor("d", (n, *latent))
             run.drop(difference)
+            v.dt = self._tensor("dt", (1,))
             moved = self._tensor("d * dt", (n, *latent))
-            x = self._tensor("x", (n, *latent))
-            run.drop(moved, d, denoised, held[2])
-            held[2] = x
+            v.x = self._tensor("x", (n, *latent))
+            run.drop(moved)
         run.count_times(1)
-        run.drop(*held)
+        v.delete(*v)
         run.read(name="denoise")
 
     def _predict(self, n: int, latent: Sequence[int], both: float) -> Tensor:
         """Play sampling_function: both prompts in one call if one and a half times the estimate is free, otherwise one
-        after the other."""
-        q, work, run = self.request, self._work, self.process
+        after the other. The prompts' embeddings stay in the host's memory until the model casts them."""
+        q, work, run, v = self.request, self._work, self.process, Variables(self.process)
         prompts, shape = (2 if q.guidance else 1), (n, *latent)
-        sums = [self._tensor(name, shape) for name in ("out_conds", "out_counts") for _ in range(2)]
+        v.timestep = self._tensor("timestep", (n,))
+        for i in range(2):
+            setattr(v, f"out_conds_{i}", self._tensor("out_conds", shape))
+            ones = self._tensor("ones", shape)
+            setattr(v, f"out_counts_{i}", self._tensor("out_counts", shape))
+            run.drop(ones)
+        for i in range(prompts):
+            ones = self._tensor("mask", shape)
+            setattr(v, f"mult_{i}", self._tensor("mult", shape))
+            run.drop(ones)
+        self.batched = prompts == 1 or (work.joins and both * 1.5 < self.free())
+        calls = 1 if self.batched else prompts
         tokens = CLIP_TOKENS * count_calls(q.tokens, CLIP_TOKENS)
         tokens = q.tokens + work.template[1] if work.least_tokens else tokens
-        sizes: dict[str, tuple[int, ...]] = {"context": (n, tokens, work.width)}
-        sizes |= {"y": (n, work.pooled)} if work.pooled else {}
-        conds = [self._tensor(name, size) for _ in range(prompts) for name, size in sizes.items()]
-        masks = [self._tensor("mult", shape) for _ in range(prompts)]
-        self.batched = prompts == 1 or (work.joins and both * 1.5 < self.free())
-        for count in [prompts] if self.batched else [1] * prompts:
-            m = count * n
-            given = [self._tensor("input_x", (m, *latent)), self._tensor("timestep", (m,))]
-            given += [self._tensor(f"{name}, joined", (m, *size[1:])) for name, size in sizes.items()]
-            output = self._call(q.pipeline.denoiser, n=m, h=latent[1], w=latent[2], t=tokens)
-            for _ in range(count):
+        for call in range(calls):
+            v.delete("input_x", *[f"mult_{call - 1}"] * call)
+            m = prompts // calls * n
+            v.input_x = self._tensor("input_x", (m, *latent))
+            v.timestep_ = self._tensor("timestep, joined", (m,))
+            v.output = self._call(q.pipeline.denoiser, n=m, h=latent[1], w=latent[2], t=tokens)
+            for _ in range(prompts // calls):
                 run.drop(self._tensor("output * mult", shape))
-            run.drop(output, *given)
-        run.drop(*masks, *conds)
+        v.delete("input_x", "timestep_", "output", *(f"mult_{i}" for i in range(prompts)))
+        v.difference = self._tensor("cond_pred - uncond_pred", shape)
+        v.scaled = self._tensor("(cond_pred - uncond_pred) * cond_scale", shape)
+        v.delete("difference")
         result = self._tensor("cfg_result", shape)
-        run.drop(self._tensor("cond_pred - uncond_pred", shape), *sums)
+        v.delete(*v)
         return result
 
     def _decode(self) -> None:
