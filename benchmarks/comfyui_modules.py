@@ -37,6 +37,7 @@ import comfy.sd1_clip
 import comfy.sdxl_clip
 import comfy.supported_models
 import comfy.text_encoders.flux
+import comfy.text_encoders.qwen_image
 
 # The models' own numbers.
 UNET = {
@@ -61,6 +62,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "depth_single_blocks": 38, "axes_dim": [16, 56, 56], "theta": 10000, "qkv_bias": True, "guidance_embed": True,
     },
 }  # fmt: skip
+CONFIGS["QwenImage"] = {"image_model": "qwen_image", "in_channels": 64, "num_layers": 60}
 CONFIGS["FluxSchnell"] = CONFIGS["Flux"] | {"guidance_embed": False}
 
 
@@ -72,9 +74,9 @@ def build_denoiser(kind: str) -> torch.nn.Module:
         return model.get_model({}, device="meta")
 
 
-def build_encoder(kind: Any, *types: torch.dtype) -> torch.nn.Module:
+def build_encoder(kind: Any, *types: torch.dtype, dtype: torch.dtype = torch.float16) -> torch.nn.Module:
     with default_dtype(torch.float32):  # of logit_scale
-        return kind(*types, device="meta", dtype=torch.float16)
+        return kind(*types, device="meta", dtype=dtype)
 
 
 def _call_denoiser(sizes: Sizes, dtype: torch.dtype, channels: int, width: int, **given: Any) -> Call:
@@ -88,12 +90,23 @@ def _apply(model: Any, *args: Any, **kwargs: Any) -> Any:
     return model.apply_model(*args, **kwargs)
 
 
+def _call_qwen(sizes: Sizes, dtype: torch.dtype) -> Call:
+    n = sizes["n"]
+    x, sigma = torch.empty(n, 16, 1, sizes["h"], sizes["w"]), torch.empty(n)
+    return (x, sigma), {"c_crossattn": torch.empty(n, sizes["t"], 3584)}
+
+
 def _tokens(count: int) -> list[list[tuple[int, float]]]:
     return [[(1000, 1.0)] * 77] * count
 
 
 def _encode(model: Any, tokens: Any) -> Any:
     return model.encode_token_weights(tokens)
+
+
+def _encode_alone(model: Any, tokens: Any) -> Any:
+    """Encode without removing the template, which happens in the host's memory."""
+    return comfy.sd1_clip.SD1ClipModel.encode_token_weights(model, tokens)
 
 
 def _denoiser(kind: str, about: str, given: dict[str, Any]) -> Module:
@@ -132,6 +145,18 @@ COMFYUI_MODULES = {
         partial(build_encoder, comfy.sdxl_clip.SDXLClipModel),
         lambda sizes, dtype: (({"l": _tokens(sizes["n"]), "g": _tokens(sizes["n"])},), {}), *SECTIONS, [""],
         cases=COUNTS, dtypes=HALF[:1], run=_encode,
+    ),
+    "qwen-image-transformer": Module(
+        "Qwen-Image's transformer, as BaseModel.apply_model runs it; n images, an even latent h x w, t tokens",
+        partial(build_denoiser, "QwenImage"), _call_qwen, FLUX_POINTS, FLUX_CHECKS, [*PATCH_MONOMIALS, "h1", "w1"],
+        PATCHES, (*SINGLE, *EVEN), dtypes=HALF[1:], run=_apply,
+    ),
+    "qwen-image-clip": Module(
+        "QwenImageTEModel: Qwen2.5-VL with t tokens, those of the template too; without pictures",
+        partial(build_encoder, comfy.text_encoders.qwen_image.QwenImageTEModel, dtype=torch.bfloat16),
+        lambda sizes, dtype: (({"qwen25_7b": [[(1000, 1.0)] * sizes["t"]]},), {}),
+        points("t", (116,), (47,), (256,), (333,), (512,)), points("t", (200,), (1063,)), ["", "t", "t t"],
+        dtypes=HALF[1:], run=_encode_alone,
     ),
     "flux-clip": Module(
         "FluxClipModel: T5 with t tokens, then CLIP with 77",

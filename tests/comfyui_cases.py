@@ -3,12 +3,24 @@
 tests/comfyui_oracle.py runs ComfyUI's own code on them, and tests/test_comfyui.py the rules of vaemem.
 """
 
+import hashlib
+import itertools
 from typing import NamedTuple
 
 CASES = 200
 MIB = 1 << 20
 USED = [("SD15", "float16"), ("SDXL", "float16"), ("SDXL", "float32"), ("Flux", "bfloat16"), ("Flux", "float16")]
+USED += [("QwenImage", "bfloat16")]
+VAES = {"AutoencoderKL": (), "WanVAE": (1,)}  # and the frames of their images
+# Decodes: the shape of the latents' (images, height, width), and the pixels of a tile's side.
+DECODED = ["sdxl", "flux", "qwen-image"]
+DECODES = [(1, 64, 48, 0), (2, 40, 66, 0), (3, 33, 20, 0), (1, 40, 72, 256)]
 SHAPES = [(1, 4, 64, 64), (2, 4, 128, 128), (3, 16, 131, 77), (4, 16, 96, 160), (1, 16, 1, 1)]
+
+
+def with_frames(shape, vae):
+    """A shape as a VAE of a class takes it."""
+    return *shape[:2], *VAES[vae], *shape[2:]
 
 
 class Random:
@@ -72,7 +84,16 @@ def line(case, step, models):
     return " ".join([f"{case}.{step}", *(f"{name}:{loaded}/{there}" for name, loaded, there in models)])
 
 
-# Real models: pipelines on cards of these bytes, two pictures one after the other.
-PIPELINES = {"sd15": (1, 4, 64, 64), "sdxl": (1, 4, 128, 128), "flux": (2, 16, 128, 128)}  # and their latents
+def decode_line(name, size, steps):
+    """A line for a decode's steps (kind, number, bytes), with frees that follow each other in their numbers' order."""
+    groups = itertools.groupby((step[:3] for step in steps), lambda step: step[0] == "give")
+    ordered = [step for are_gives, group in groups for step in (sorted(group) if are_gives else group)]
+    digest = hashlib.sha256(repr(ordered).encode()).hexdigest()[:16]
+    return f"decode {name} {'x'.join(map(str, size))} {len(ordered)} steps {digest}"
+
+
+# Real models: pipelines on cards of these bytes, two pictures one after the other. And their latents.
+PIPELINES = {"sd15": (1, 4, 64, 64), "sdxl": (1, 4, 128, 128), "flux": (2, 16, 128, 128)}
+PIPELINES |= {"qwen-image": (1, 16, 1, 160, 104)}
 CARDS = [round(size * 2**30) for size in (1.4, 3.5, 5.5, 7.5, 11.3, 23)]
 ROLES = "text_encoder", "denoiser", "vae"

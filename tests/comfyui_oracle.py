@@ -82,12 +82,15 @@ def run_case(manager, case):
     return run(manager, case.card, models, case.requests, [references for *_, references in case.models])
 
 
-def make_vae(channels):
-    """ComfyUI's VAE of SD and SDXL, or of FLUX."""
+def make_vae(channels, kind="AutoencoderKL"):
+    """ComfyUI's VAE of SD and SDXL, of FLUX, or Wan's."""
     import comfy.sd
     import torch
 
     with torch.device("meta"):
+        if kind == "WanVAE":
+            state = {"decoder.middle.0.residual.0.gamma": torch.empty(384, 1, 1, 1)}
+            return comfy.sd.VAE(sd=state, device=torch.device("cpu"), dtype=torch.bfloat16)
         state = {"decoder.conv_in.weight": torch.empty(512, channels, 3, 3),
                  "encoder.down.2.downsample.conv.weight": torch.empty(512, 512, 3, 3)}  # fmt: skip
         if channels == 4:
@@ -104,10 +107,10 @@ def real(manager):
     manager.vram_state, manager.DISABLE_SMART_MEMORY = manager.VRAMState.NORMAL_VRAM, False
     manager.EXTRA_RESERVED_VRAM = 400 << 20
     for name, (images, *latent) in cases.PIPELINES.items():
-        part = "transformer" if name == "flux" else "unet"
-        dtype = torch.bfloat16 if name == "flux" else torch.float16
+        part = "unet" if name.startswith("sd") else "transformer"
+        dtype = torch.float16 if part == "unet" else torch.bfloat16
         for card in cases.CARDS:
-            vae = make_vae(latent[0])
+            vae = make_vae(latent[0], "WanVAE" if name == "qwen-image" else "AutoencoderKL")
             models = [make(COMFYUI_MODULES[f"{name}-{one}"], dtype) for one in ("clip", part)]
             models.append(vae.first_stage_model)
             for role, model in zip(cases.ROLES, models, strict=True):
@@ -133,12 +136,40 @@ def estimates():
         for shape in cases.SHAPES:
             found = comfy.model_base.BaseModel.memory_required(model, list(shape))
             yield f"{kind} {dtype} {'x'.join(map(str, shape))} {found!r}"
-    vae = make_vae(4)
-    for op in ("decode", "encode"):
-        for dtype in ("float16", "float32"):
-            for shape in cases.SHAPES:
-                found = getattr(vae, f"memory_used_{op}")(shape, getattr(torch, dtype))
-                yield f"{op} {dtype} {'x'.join(map(str, shape))} {found!r}"
+    for kind, op in itertools.product(cases.VAES, ("decode", "encode")):
+        estimate = getattr(make_vae(4, kind), f"memory_used_{op}")
+        for dtype, shape in itertools.product(("float16", "float32"), cases.SHAPES):
+            found = estimate(cases.with_frames(shape, kind), getattr(torch, dtype))
+            yield f"{kind} {op} {dtype} {'x'.join(map(str, shape))} {found!r}"
+
+
+def decodes():
+    """Yield lines of the VAEs' whole and tiled decodes, recorded, as decode and decode_tiled call them."""
+    import torch
+
+    from vaemem.pytorch import record
+
+    for name, size in itertools.product(cases.DECODED, cases.DECODES):
+        n, h, w, tile = size
+        is_video, side, overlap = name == "qwen-image", tile // 8, min(64, tile // 4) // 8
+        vae = make_vae(4 if name == "sdxl" else 16, "WanVAE" if is_video else "AutoencoderKL").first_stage_model
+        squares = [(side, side)] if is_video else [(2 * side, side // 2), (side // 2, 2 * side), (side, side)]
+
+        def run(vae, x, tile=tile, overlap=overlap, squares=squares):
+            if not tile:
+                vae.decode(torch.empty_like(x))  # .to(device)
+            for sides in squares if tile else ():
+                starts = [
+                    range(0, s - overlap, t - overlap) if s > t else [0]
+                    for s, t in zip(x.shape[-2:], sides, strict=True)
+                ]
+                for i, j in itertools.product(*starts):
+                    part = x[..., i : i + sides[0], j : j + sides[1]]
+                    vae.decode(torch.empty(part.shape, dtype=x.dtype, device=x.device)).float()
+
+        shape = cases.with_frames((n, 4 if name == "sdxl" else 16, h, w), "WanVAE" if is_video else "AutoencoderKL")
+        x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        yield cases.decode_line(name, size, record(vae.to(torch.bfloat16), x, call=run).trace.steps)
 
 
 def main():
@@ -149,7 +180,7 @@ def main():
     for number in range(cases.CASES):
         for step, models in enumerate(run_case(manager, cases.make_case(number))):
             print(cases.line(number, step, models))
-    for line in itertools.chain(estimates(), real(manager)):
+    for line in itertools.chain(estimates(), decodes(), real(manager)):
         print(line)
 
 

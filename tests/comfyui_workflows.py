@@ -17,6 +17,7 @@ comfy.options.enable_args_parsing()
 import comfy.model_detection
 import torch
 from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine
+from comfy.ldm.wan.vae import WanVAE
 
 from vaemem.pipelines.comfyui_run import WORKFLOWS
 from vaemem.pipelines.components import weights_of
@@ -34,23 +35,29 @@ def denoiser_of(name):
     return config.get_model({}, device="meta")
 
 
-def vae_of(channels):
-    """ComfyUI's VAE of SD, or of FLUX, which has no quant convs."""
+def vae_of(family):
+    """ComfyUI's VAE of SD, of FLUX, which has no quant convs, or Wan's."""
+    channels = 4 if family == "sd" else 16
     params = {
         "double_z": True, "z_channels": channels, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 128,
         "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0,
     }  # fmt: skip
     place = "comfy.ldm.modules.diffusionmodules.model."
     with torch.device("meta"):
-        if channels == 4:
+        if family == "sd":
             module = AutoencoderKL(ddconfig=params, embed_dim=channels)
+        elif family == "wan":
+            module = WanVAE(
+                dim=96, z_dim=channels, dim_mult=[1, 2, 4, 4], num_res_blocks=2, attn_scales=[], dropout=0.0,
+                temperal_downsample=[False, True, True],
+            )  # fmt: skip
         else:
             module = AutoencodingEngine(
                 regularizer_config={"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"},
                 encoder_config={"target": f"{place}Encoder", "params": params},
                 decoder_config={"target": f"{place}Decoder", "params": params},
             )
-    return SimpleNamespace(first_stage_model=module, device=torch.device("cpu"), latent_dim=2)
+    return SimpleNamespace(first_stage_model=module, device=torch.device("cpu"), latent_dim=3 if family == "wan" else 2)
 
 
 class Manager:
@@ -60,7 +67,7 @@ class Manager:
 for name in WORKFLOWS:
     model = denoiser_of(name)
     patcher = SimpleNamespace(model=model, model_size=lambda: 1 << 30, memory_required=model.memory_required)
-    for channels in (4, 16):
-        text = comfyui_vae.estimate(vae_of(channels), 1024, 1024, "RTX 4090", patcher, Manager).text
+    for family in ("sd", "flux", *["wan"] * (name == "qwen-image")):  # older ComfyUI's is refused with other models
+        text = comfyui_vae.estimate(vae_of(family), 1024, 1024, "RTX 4090", patcher, Manager).text
         (run,) = (line.split()[1] for line in text.splitlines() if line.startswith("  run "))
-        print(name, channels, "sampler" if "\n\nSampler: " in text else run)
+        print(name, family, "sampler" if "\n\nSampler: " in text else run)

@@ -1,5 +1,6 @@
 """ComfyUI's memory management, as vaemem/pipelines/comfyui.py has it, compared with ComfyUI's own decisions."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from vaemem import _core
 from vaemem.pipelines.comfyui import USAGE, Layer, ManagedModel, Manager, estimate_denoiser, estimate_vae
 from vaemem.pipelines.comfyui_run import WORKFLOWS, layers_of
 from vaemem.pipelines.components import weights_of
+from vaemem.pipelines.programs import load_program
 from vaemem.pipelines.storage import stored
 from vaemem.prediction.runtimes import architecture
 
@@ -47,11 +49,12 @@ def real():
         work = WORKFLOWS[name]
         dtype = work.dtypes[0]
         weights = {
-            "text_encoder": (weights_of(work.encoder), "float16"), "denoiser": (weights_of(work.denoiser), dtype),
+            "text_encoder": (weights_of(work.encoder), work.encoder_dtype),
+            "denoiser": (weights_of(work.denoiser), dtype),
             "vae": (_core.Trace.parameters(architecture(name), "comfyui"), "bfloat16"),
-        }  # fmt: skip
+        }
         one, both = (estimate_denoiser(USAGE[work.kind], (n * images, *latent), dtype) for n in (1, 2))
-        decode = estimate_vae("decode", (images, *latent), "bfloat16")
+        decode = estimate_vae("decode", (images, *latent), "bfloat16", work.vae)
         requests = [(0, 0, None, False), (1, both, one, False), (2, decode, None, False)] * 2
         for card in cases.CARDS:
             models = [
@@ -66,10 +69,21 @@ def estimates():
     for kind, dtype in cases.USED:
         for shape in cases.SHAPES:
             yield f"{kind} {dtype} {'x'.join(map(str, shape))} {estimate_denoiser(USAGE[kind], shape, dtype)!r}"
-    for op in ("decode", "encode"):
-        for dtype in ("float16", "float32"):
-            for shape in cases.SHAPES:
-                yield f"{op} {dtype} {'x'.join(map(str, shape))} {estimate_vae(op, shape, dtype)!r}"
+    for kind, op, dtype, shape in itertools.product(
+        cases.VAES, ("decode", "encode"), ("float16", "float32"), cases.SHAPES
+    ):
+        found = estimate_vae(op, cases.with_frames(shape, kind), dtype, kind)
+        yield f"{kind} {op} {dtype} {'x'.join(map(str, shape))} {found!r}"
+
+
+def decodes():
+    for name, size in itertools.product(cases.DECODED, cases.DECODES):
+        images, h, w, tile = size
+        sides = 8 * h, 8 * w
+        trace = _core.Trace.vae(
+            architecture(name), "comfyui", "decode", "bfloat16", *sides, images, tile=tile, older=True
+        )
+        yield cases.decode_line(name, size, trace.steps)
 
 
 def test_the_decisions_are_comfyuis():
@@ -78,7 +92,7 @@ def test_the_decisions_are_comfyuis():
         for number in range(cases.CASES)
         for step, models in enumerate(play_case(cases.make_case(number)))
     ]
-    assert [*found, *estimates(), *real()] == GOLDEN.read_text("utf-8").splitlines()
+    assert [*found, *estimates(), *decodes(), *real()] == GOLDEN.read_text("utf-8").splitlines()
 
 
 def predict(pipeline, side, gpu, *args, **given):
@@ -112,6 +126,22 @@ def test_without_room_it_decodes_in_tiles_and_runs_prompts_alone():
     assert not alone.tiled and alone.phases[-1].allocated == p.phases[-1].allocated
 
 
+def test_prompts_of_other_lengths_run_alone():
+    """Qwen-Image's: the encoder gets the template, the denoiser the end of it."""
+    p = predict("qwen-image", 1024, "H200", batch=2)
+    assert p.request.guidance and not p.batched and p.left["decode"] == [] and p.estimates["decode"][0] == 7000 * 2**21
+    encode, denoise, _ = p.phases
+    gpu, dtype, (encoder, denoiser, _) = p.request.card.gpu, "bfloat16", (part.component for part in p.request.parts)
+    encoded = load_program(encoder).trace(dtype, gpu, t=34 + 77 + 5)
+    denoised = load_program(denoiser).trace(dtype, gpu, n=2, h=128, w=128, t=77 + 5)
+    assert encode.flops == 2 * encoded.flops and denoise.flops == 2 * p.request.steps * denoised.flops
+    alone = predict("qwen-image", 1024, "H200", batch=2, guidance=False)
+    assert alone.batched and alone.phases[1].flops * 2 == denoise.flops
+    small = predict("qwen-image", 1024, "RTX 3060", memory="3.5 GB")
+    tiled = predict("qwen-image", 1024, "RTX 3060", memory="3.5 GB", vae="tiled 256")
+    assert small.tiled and small.phases[-1].allocated == tiled.phases[-1].allocated and not small.batched
+
+
 def test_the_least_memory_is_where_it_begins_to_go_through():
     p = predict("sd15", 512, "RTX 3060", torch_version="2.7.1")
     taken = p.available - p.least
@@ -142,6 +172,9 @@ def test_a_plan_names_the_options():
         ("gpu", {"gpu": "GTX 1650"}),
         ("gpu", {"gpu": "RX 7900 XTX"}),
         ("pipeline", {"pipeline": "sd3"}),
+        ("pipeline", {"pipeline": "flux2"}),
+        ("gpu", {"pipeline": "qwen-image"}),
+        ("dtype", {"pipeline": "qwen-image", "gpu": "RTX 3060", "dtype": "float16"}),
         ("vae_memory_limit", {"vae_memory_limit": "1 GB"}),
         ("diffusers_version", {"diffusers_version": "0.35.0"}),
     ],
@@ -156,6 +189,8 @@ def ask_comfyui(script, *args):
     """Run a script that imports ComfyUI's code; return its output."""
     if "COMFYUI" not in os.environ:
         pytest.skip("COMFYUI names no folder of ComfyUI")
+    if '"0.3.64"' not in Path(os.environ["COMFYUI"], "comfyui_version.py").read_text("utf-8"):
+        pytest.skip("COMFYUI is not 0.3.64")
     command = [sys.executable, HERE / script, *args]
     ran = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=False)
     assert ran.returncode == 0, ran.stderr
@@ -163,9 +198,15 @@ def ask_comfyui(script, *args):
 
 
 @pytest.mark.apps
-@pytest.mark.parametrize("name", ["sd15-unet", "flux-transformer"])
+@pytest.mark.parametrize("name", ["sd15-unet", "flux-transformer", "qwen-image-transformer"])
 def test_layers_come_for_their_calls_as_in_comfyui(name):
     ask_comfyui("comfyui_sent.py", name)
+
+
+@pytest.mark.apps
+@pytest.mark.parametrize("name", ["sd15", "sdxl", "flux", "qwen-image"])
+def test_the_sampler_is_comfyuis(name):
+    ask_comfyui("comfyui_sampler.py", name)
 
 
 @pytest.mark.apps

@@ -252,8 +252,9 @@ def test_estimate(comfyui):
 def test_whole_workflows(comfyui):
     """ComfyUI's models of known files are recognised, with the VAE that belongs to them."""
     found = comfyui.python(str(HERE / "comfyui_workflows.py")).splitlines()
-    channels = {"sd15": 4, "sdxl": 4, "flux": 16, "flux-schnell": 16}
-    assert found == [f"{name} {n} {name if channels[name] == n else 'sampler'}" for name in channels for n in (4, 16)]
+    vaes = {"sd15": "sd", "sdxl": "sd", "flux": "flux", "flux-schnell": "flux", "qwen-image": "wan"}
+    tried = [(name, vae) for name in vaes for vae in ("sd", "flux", "wan") if vae != "wan" or name == "qwen-image"]
+    assert found == [f"{name} {vae} {name if vaes[name] == vae else 'sampler'}" for name, vae in tried]
 
 
 def test_the_registry_reads_the_package(comfyui):

@@ -409,6 +409,20 @@ def model_of(kind, dtype=torch.float32, cast=None):
 def test_the_estimate_of_a_known_workflow(monkeypatch):
     pytest.importorskip("matplotlib")
     pytest.importorskip("PIL")
+    kind = "qwen-image"
+    monkeypatch.setattr(comfyui_vae, "recognise", lambda vae: architecture("wan2.1"))  # as WanVAE's tensors are
+    vae = SimpleNamespace(device=torch.device("cpu"), vae_dtype=torch.bfloat16, latent_dim=3)
+    found = comfyui_vae.estimate(vae, 512, 512, "RTX 4060", model_of(kind))
+    assert found.text == vaemem.predict_pipeline(kind, 512, 512, gpu="RTX 4060", runtime="comfyui").to_text()
+
+    # Before ComfyUI's pull request 13014: only the workflow is predicted.
+    vae.first_stage_model = SimpleNamespace(conv2=SimpleNamespace(_padding=(0,) * 6))
+    assert comfyui_vae.estimate(vae, 512, 512, "RTX 4060", model_of(kind)).text == found.text
+    with refused("vae", names=["13014"]):
+        comfyui_vae.estimate(vae, 512, 512, "RTX 4060")
+    del vae.first_stage_model.conv2._padding
+    assert comfyui_vae.estimate(vae, 512, 512, "RTX 4060").text
+
     kind = "flux-schnell"
     arch = architecture(PIPELINES[kind].parts["vae"])
     monkeypatch.setattr(comfyui_vae, "recognise", lambda vae: arch)

@@ -62,8 +62,8 @@ prompt_tokens : int, optional
     prompts in parts of 77. Qwen-Image pads nothing, adds a template, and cuts the result to 512 tokens.
 guidance : bool, optional
     Whether SD 1.5, SD 2.1, SDXL, SD 3, PixArt-Sigma, Chroma, Qwen-Image and Wan denoise each image twice. The default
-    is that of the pipeline's call: Qwen-Image does so only with a negative prompt, the others always. FLUX and FLUX.2
-    take guidance as a number; Z-Image-Turbo and FLUX.2-klein take none.
+    is that of the pipeline's call: Qwen-Image does so only with a negative prompt, which ComfyUI's workflows have; the
+    others always do. FLUX and FLUX.2 take guidance as a number; Z-Image-Turbo and FLUX.2-klein take none.
 components : dict, optional
     Storage of components' weights, by role (``"text_encoder"``, ``"text_encoder_2"``, ``"unet"``, ``"transformer"``,
     ``"controlnet"``, ``"vae"``). A value is a type that `vaemem.pipelines.storage.tensor_bytes` takes (``"nf4"``,

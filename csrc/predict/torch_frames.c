@@ -22,12 +22,13 @@
  * Releases differ: vm_trace_vae.release selects one.
  *
  * ComfyUI's WanVAE (comfy/ldm/wan/vae.py since its #13014) caches nothing for one frame. Its convolutions copy the last
- * slice of their filters, and pad nothing; its decoder keeps the middle's output. */
+ * slice of their filters, and pad nothing; its decoder keeps the middle's output. Before, it cached as the others. */
 #include "torch_walk.h"
 
 enum { WITH_TILES = 34, FLOAT_NORM = 38 };
 
 static bool is_comfyui(const walk *w) { return w->vae->runtime == VM_TORCH_COMFYUI; }
+static bool caches(const walk *w) { return !is_comfyui(w) || w->vae->older; }
 
 static const tensor none = {.id = EXTERNAL};
 
@@ -48,7 +49,7 @@ static void keep(walk *w, frame *f, tensor recent) {
 static tensor recent_frames(walk *w, const frame *f, const tensor *x, const tensor *before, path name) {
     const path cache = at(name, " [cache]");
     const uint64_t rows = x->h / f->times;
-    if (!is_wan(w) || is_comfyui(w)) return none;
+    if (!is_wan(w) || !caches(w)) return none;
     tensor recent = take(w, x->n, x->c, VM_MIN(f->times, 2) * rows, x->w, either(x) ? CONTIGUOUS : x->layout, cache);
     if (f->times < 2 && before->h) bind(w, &recent, take(w, x->n, x->c, 2 * rows, x->w, CONTIGUOUS, cache));
     return recent;
@@ -63,7 +64,7 @@ static void forget(walk *w, frame *f) {
  * those of x, instead of zeros. */
 static tensor convolve(walk *w, uint64_t times, const tensor *x, const tensor *before, uint64_t k, uint64_t depth,
                        uint64_t side, path name) {
-    const bool pads = !is_comfyui(w);
+    const bool pads = caches(w);
     const uint64_t border = pads ? side - 1 : 0, h = x->h / times + border, wide = x->w + border;
     if (!is_wan(w)) return conv(w, x, k, side, 1, side / 2, name);
     if (!w->vae->arch->slices) {
@@ -331,7 +332,11 @@ tensor vm_walk_frame(walk *w, const tensor *x) {
         const tensor latents = mix(w, w->vae->frames, &rows, z, at((path){""}, comfyui ? "conv2" : "post_quant_conv"));
         h = decode_frames(w, &f, &latents);
         if (patches) bind(w, &h, vm_walk_patch(w, &h, true));
-        y = take_like(w, &h, at((path){""}, comfyui ? "decode [cat]" : "decode [clamp]"));
+        y = h;
+        if (!comfyui || !w->vae->older) {
+            y = take_like(w, &h, at((path){""}, comfyui ? "decode [cat]" : "decode [clamp]"));
+            give(w, &h);
+        }
         forget(w, &f);
         give(w, &latents);
         give(w, &f.result);
@@ -348,8 +353,8 @@ tensor vm_walk_frame(walk *w, const tensor *x) {
             forget(w, &f);
         }
         give_copy(w, &image, x);
+        give(w, &h);
     }
-    give(w, &h);
     return y;
 }
 

@@ -174,7 +174,12 @@ class Manager:
 # ---- its estimates ----
 
 # memory_usage_factor by the class in comfy/supported_models.py.
-USAGE = {"SD15": 1.0, "SDXL": 0.8, "Flux": 3.1}
+USAGE = {"SD15": 1.0, "SDXL": 0.8, "Flux": 3.1, "QwenImage": 1.8}
+# Numbers for each pixel, or for each number of a latent's channel, by the VAE's class.
+VAE_USAGE = {
+    "AutoencoderKL": {"decode": 2178 * 64, "encode": 1767},
+    "WanVAE": {"decode": 7000 * 64, "encode": 6000},
+}
 
 
 def estimate_denoiser(usage: float, shape: Sequence[int], dtype: str) -> float:
@@ -193,9 +198,9 @@ def estimate_denoiser(usage: float, shape: Sequence[int], dtype: str) -> float:
     return area * ELEMENT_BYTES[dtype] * 0.01 * usage * (1024 * 1024)
 
 
-def estimate_vae(op: str, shape: Sequence[int], dtype: str) -> int:
-    """Estimate the bytes of AutoencoderKL's call (VAE.memory_used_decode, memory_used_encode), whatever the number of
-    images. shape: (images, channels, height, width) of the latents to decode or of the pixels to encode.
+def estimate_vae(op: str, shape: Sequence[int], dtype: str, kind: str = "AutoencoderKL") -> int:
+    """Estimate the bytes of a VAE's call (VAE.memory_used_decode, memory_used_encode), whatever the number of images.
+    shape: (images, channels, height, width) of the latents to decode or of the pixels to encode.
 
     Examples
     --------
@@ -203,5 +208,4 @@ def estimate_vae(op: str, shape: Sequence[int], dtype: str) -> int:
     4356
     """
     *_, height, width = shape
-    per_pixel = {"decode": 2178 * 64, "encode": 1767}[op]
-    return per_pixel * height * width * ELEMENT_BYTES[dtype]
+    return VAE_USAGE[kind][op] * height * width * ELEMENT_BYTES[dtype]

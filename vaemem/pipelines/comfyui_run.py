@@ -34,9 +34,9 @@ from vaemem.pipelines.comfyui import (
 )
 from vaemem.pipelines.components import CLIP_TOKENS, PIPELINES, VAE_STRIDE, vae_counts, weights_of
 from vaemem.pipelines.pipeline_request import Part, PipelineArguments, PipelineRequest, image_sides
-from vaemem.pipelines.steps import PLAYED_STEPS, count_calls
+from vaemem.pipelines.steps import PLAYED_STEPS, QWEN_TEMPLATE, count_calls
 from vaemem.pipelines.storage import stored
-from vaemem.prediction.held import LoadedVAE, Tensor
+from vaemem.prediction.held import LoadedVAE, Tensor, Variables
 from vaemem.prediction.passing import BY_DIFFUSERS, Passing
 from vaemem.prediction.planned import Phase
 from vaemem.prediction.plays import Plays
@@ -46,7 +46,7 @@ from vaemem.prediction.runtimes import architecture, shipped_models
 from vaemem.prediction.usual import BFLOAT16_SM, usual_dtypes
 
 CLIP = "text_encoder"  # the role of all text encoders together, which are one model for the manager
-FALLBACK_TILE = 512  # pixels of a tile's side after a decode ran out of memory
+FALLBACK_TILE = 512  # pixels of a tile's side by default, and after AutoencoderKL's decode ran out of memory
 LOW, NO, WHOLE = "--lowvram", "--novram", "--disable-smart-memory"
 COMFYUI_OPTIONS = ("none", LOW, NO, WHOLE)  # none: without an option
 LEAST_SM = 70
@@ -55,33 +55,57 @@ DYNAMIC = (
     "the dynamic manager of newer versions (comfy-aimdo) moves weights page by page on a GPU, which nobody modelled"
 )
 
+NO_FLUX2 = f"{VERSION} has no FLUX.2; releases that have it send layers on further streams, which nobody modelled"
+
 
 class _Workflow(NamedTuple):
-    """The models of a workflow. kind: the denoiser's class in comfy/supported_models.py; encoder, denoiser: recorded
-    modules; width, pooled: channels of a prompt's embeddings, and of the vector; least_tokens: of a prompt, 0 if the
-    encoder takes sections of 77."""
+    """The models of a workflow.
+
+    kind: the denoiser's class in comfy/supported_models.py
+    encoder, denoiser: recorded modules
+    dtypes: of the denoiser, on cards with bfloat16 and without
+    tokens, least_tokens: of a prompt by default, and at least; the least is 0 if the encoder takes sections of 77
+    template: tokens that the encoder gets besides the prompt's: those that are cut from its output, and the others
+    joins: whether both prompts can run in one call of the denoiser. If not, they have different lengths
+    encoder_dtype: in which the text encoder's weights are stored
+    vae: the VAE's class
+    fallback: pixels of a tile's side after a whole decode ran out of memory
+    least_sm: of a card
+    """
 
     kind: str
     encoder: str
     denoiser: str
-    dtypes: tuple[str, str]  # of the denoiser, on cards with bfloat16 and without
-    width: int
-    pooled: int = 0
+    dtypes: tuple[str, str]
+    tokens: int = CLIP_TOKENS
     least_tokens: int = 0
+    template: tuple[int, int] = (0, 0)
+    joins: bool = True
+    encoder_dtype: str = "float16"
+    vae: str = "AutoencoderKL"
+    fallback: int = FALLBACK_TILE
+    least_sm: int = LEAST_SM
 
 
 _FLUX = _Workflow(
-    "Flux", "comfyui/flux-clip", "comfyui/flux-transformer", ("bfloat16", "float16"), 4096, 768, least_tokens=256
+    "Flux", "comfyui/flux-clip", "comfyui/flux-transformer", ("bfloat16", "float16"), tokens=256, least_tokens=256,
 )  # fmt: skip
 WORKFLOWS = {
-    "sd15": _Workflow("SD15", "comfyui/sd15-clip", "comfyui/sd15-unet", ("float16", "float16"), 768),
-    "sdxl": _Workflow("SDXL", "comfyui/sdxl-clip", "comfyui/sdxl-unet", ("float16", "float16"), 2048, 2816),
+    "sd15": _Workflow("SD15", "comfyui/sd15-clip", "comfyui/sd15-unet", ("float16", "float16")),
+    "sdxl": _Workflow("SDXL", "comfyui/sdxl-clip", "comfyui/sdxl-unet", ("float16", "float16")),
     "flux": _FLUX,
     "flux-schnell": _FLUX._replace(denoiser="comfyui/flux-schnell-transformer"),
-}
-# Layers whose class is not one of comfy/ops.py. Their own code moves their weights.
-_PLAIN_LAYERS = re.compile(r"\.(query|key)_norm$|^t5xxl\..*layer_norm$")
-_EMBEDDINGS = ".token_embedding", ".shared"
+    "qwen-image": _Workflow(
+        "QwenImage", "comfyui/qwen-image-clip", "comfyui/qwen-image-transformer", ("bfloat16", "bfloat16"),
+        least_tokens=1, template=(QWEN_TEMPLATE, PIPELINES["qwen-image"].joined), joins=False,
+        encoder_dtype="bfloat16", vae="WanVAE", fallback=256, least_sm=BFLOAT16_SM,
+    ),
+}  # fmt: skip
+# Weights of layers whose class is not one of comfy/ops.py. Their own code moves them.
+_PLAIN = re.compile(
+    r"\.(query|key)_norm\.scale$|^t5xxl\..*layer_norm\.weight$|(_layernorm|\.model\.norm)\.weight$|\.gamma$"
+)
+_EMBEDDINGS = ".token_embedding", ".shared", ".embed_tokens"
 # Buffers whose modules are no layers, because they have no parameters. Buffers that no state dict has.
 _TABLES = re.compile(r"^(model_sampling|noise_augmentor)\b")
 _NOT_SAVED = re.compile(r"^noise_augmentor\.data_(mean|std)$")
@@ -90,6 +114,7 @@ _NOT_SAVED = re.compile(r"^noise_augmentor\.data_(mean|std)$")
 def layers_of(weights: Sequence[tuple[str, int]]) -> tuple[list[Layer], int]:
     """Return a model's layers as the manager finds them, and the bytes in no layer. weights: (name, bytes)."""
     owned: dict[str, int] = {}
+    plain = {name.rpartition(".")[0] for name, _ in weights if _PLAIN.search(name)}
     for name, size in weights:
         if _NOT_SAVED.match(name):
             continue
@@ -97,7 +122,7 @@ def layers_of(weights: Sequence[tuple[str, int]]) -> tuple[list[Layer], int]:
         owned[owner] = owned.get(owner, 0) + size
     outer = {owner[:end] for owner in owned for end in _ends(owner)}
     found = [
-        Layer(size, owner, not _PLAIN_LAYERS.search(owner))
+        Layer(size, owner, owner not in plain)
         for owner, size in owned.items()
         if owner and owner not in outer and not _TABLES.match(owner)
     ]
@@ -177,6 +202,10 @@ class ComfyUIRun:
         self.placed[phase] = {model.name: (model.loaded, model.nbytes) for model in self.manager.models}
         self.process.reset_peak()
 
+    @property
+    def _work(self) -> _Workflow:
+        return WORKFLOWS[self.request.name]
+
     def _tensor(self, name: str, shape: Sequence[int], dtype: str = "float32") -> Tensor:
         return self.process.tensor(shape, dtype, name)
 
@@ -200,8 +229,8 @@ class ComfyUIRun:
 
     def _encode(self) -> None:
         """Play CLIPTextEncode for each prompt. Its result goes to the host, or is there."""
-        q, work = self.request, WORKFLOWS[self.request.name]
-        sizes = {"t": q.tokens} if work.least_tokens else {"n": count_calls(q.tokens, CLIP_TOKENS)}
+        q, work = self.request, self._work
+        sizes = {"t": q.tokens + sum(work.template)} if work.least_tokens else {"n": count_calls(q.tokens, CLIP_TOKENS)}
         prompts = 2 if q.guidance else 1
         if q.offload in (LOW, NO):  # they run on the CPU
             part = q.part(CLIP)
@@ -217,61 +246,75 @@ class ComfyUIRun:
         self.process.read(name="encode prompt")
 
     def _denoise(self) -> None:
-        """Play KSampler: Euler's steps, with latents in float32."""
+        """Play KSampler: Euler's steps, with latents in float32. A name keeps the noise that they begin with."""
         q, run = self.request, self.process
-        usage, (n, *latent) = USAGE[WORKFLOWS[q.name].kind], self.latent_shape
+        usage, (n, *latent) = USAGE[self._work.kind], self.latent_shape
         one, both = (estimate_denoiser(usage, (count, *latent), q.dtype) for count in (n, 2 * n))
         self._load("denoise", q.pipeline.denoiser, both, one)
-        held = [self._tensor(name, (n, *latent)) for name in ("noise", "latent_image", "x")]
-        held += [self._tensor("sigmas", (q.steps + 1,)), self._tensor("s_in", (n,))]
+        v = Variables(run)
+        v.noise, v.latent_image = (self._tensor(name, (n, *latent)) for name in ("noise", "latent_image"))
+        v.sigmas = self._tensor("sigmas", (q.steps + 1,))
+        v.x = v.scaled_noise = self._tensor("x", (n, *latent))
+        v.s_in = self._tensor("s_in", (n,))
         for step in range(min(q.steps, PLAYED_STEPS)):
             run.count_times(q.steps - step if step == PLAYED_STEPS - 1 else 1)
-            denoised = self._predict(n, latent, both)
+            v.denoised = self._predict(n, latent, both)
             difference = self._tensor("x - denoised", (n, *latent))
-            d = self._tensor("d", (n, *latent))
+            v.d = self._tensor("d", (n, *latent))
             run.drop(difference)
+            v.dt = self._tensor("dt", (1,))
             moved = self._tensor("d * dt", (n, *latent))
-            x = self._tensor("x", (n, *latent))
-            run.drop(moved, d, denoised, held[2])
-            held[2] = x
+            v.x = self._tensor("x", (n, *latent))
+            run.drop(moved)
         run.count_times(1)
-        run.drop(*held)
+        v.delete(*v)
         run.read(name="denoise")
 
     def _predict(self, n: int, latent: Sequence[int], both: float) -> Tensor:
         """Play sampling_function: both prompts in one call if one and a half times the estimate is free, otherwise one
-        after the other."""
-        q, work, run = self.request, WORKFLOWS[self.request.name], self.process
+        after the other. The prompts' embeddings stay in the host's memory until the model casts them."""
+        q, work, run, v = self.request, self._work, self.process, Variables(self.process)
         prompts, shape = (2 if q.guidance else 1), (n, *latent)
-        sums = [self._tensor(name, shape) for name in ("out_conds", "out_counts") for _ in range(2)]
-        tokens = q.tokens if work.least_tokens else CLIP_TOKENS * count_calls(q.tokens, CLIP_TOKENS)
-        sizes: dict[str, tuple[int, ...]] = {"context": (n, tokens, work.width)}
-        sizes |= {"y": (n, work.pooled)} if work.pooled else {}
-        conds = [self._tensor(name, size) for _ in range(prompts) for name, size in sizes.items()]
-        masks = [self._tensor("mult", shape) for _ in range(prompts)]
-        self.batched = prompts == 1 or both * 1.5 < self.free()
-        for count in [prompts] if self.batched else [1] * prompts:
-            m = count * n
-            given = [self._tensor("input_x", (m, *latent)), self._tensor("timestep", (m,))]
-            given += [self._tensor(f"{name}, joined", (m, *size[1:])) for name, size in sizes.items()]
-            output = self._call(q.pipeline.denoiser, n=m, h=latent[1], w=latent[2], t=tokens)
-            for _ in range(count):
+        v.timestep = self._tensor("timestep", (n,))
+        for i in range(2):
+            setattr(v, f"out_conds_{i}", self._tensor("out_conds", shape))
+            ones = self._tensor("ones", shape)
+            setattr(v, f"out_counts_{i}", self._tensor("out_counts", shape))
+            run.drop(ones)
+        for i in range(prompts):
+            ones = self._tensor("mask", shape)
+            setattr(v, f"mult_{i}", self._tensor("mult", shape))
+            run.drop(ones)
+        self.batched = prompts == 1 or (work.joins and both * 1.5 < self.free())
+        calls = 1 if self.batched else prompts
+        tokens = CLIP_TOKENS * count_calls(q.tokens, CLIP_TOKENS)
+        tokens = q.tokens + work.template[1] if work.least_tokens else tokens
+        for call in range(calls):
+            v.delete("input_x", *[f"mult_{call - 1}"] * call)
+            m = prompts // calls * n
+            v.input_x = self._tensor("input_x", (m, *latent))
+            v.timestep_ = self._tensor("timestep, joined", (m,))
+            v.output = self._call(q.pipeline.denoiser, n=m, h=latent[1], w=latent[2], t=tokens)
+            for _ in range(prompts // calls):
                 run.drop(self._tensor("output * mult", shape))
-            run.drop(output, *given)
-        run.drop(*masks, *conds)
+        v.delete("input_x", "timestep_", "output", *(f"mult_{i}" for i in range(prompts)))
+        v.difference = self._tensor("cond_pred - uncond_pred", shape)
+        v.scaled = self._tensor("(cond_pred - uncond_pred) * cond_scale", shape)
+        v.delete("difference")
         result = self._tensor("cfg_result", shape)
-        run.drop(self._tensor("cond_pred - uncond_pred", shape), *sums)
+        v.delete(*v)
         return result
 
     def _decode(self) -> None:
         """Play VAEDecode or VAEDecodeTiled. If a whole decode runs out of memory, it decodes in tiles."""
         q, part = self.request, self.request.part("vae")
-        estimate = estimate_vae("decode", self.latent_shape, part.dtype)
+        estimate = estimate_vae("decode", self.latent_shape, part.dtype, self._work.vae)
         self._load("decode", "vae", estimate)
         largest = max((layer.bytes for layer in self.models["vae"].sent), default=0)
         passing = self.process.hold("weights of vae", largest) if largest else 0
         weights = [address for held in self._held["vae"].values() for address in held]
         vae = LoadedVAE(self.process, architecture(part.component), "comfyui", part.dtype, weights)
+        vae.older = True
         if q.vae == "whole" and not self.tiled:
             batch = max(1, int(self.free() / estimate))
             try:
@@ -280,7 +323,7 @@ class ComfyUIRun:
             except OutOfMemoryError:
                 self.tiled = True
         if self.tiled or q.vae != "whole":
-            self._decode_part(vae, q.batch, q.tile or FALLBACK_TILE)
+            self._decode_part(vae, q.batch, q.tile or self._work.fallback)
         if passing:
             self.process.release([passing])
         self.process.read(name="decode")
@@ -340,10 +383,13 @@ def describe_decisions(run: ComfyUIRun) -> Iterator[str]:
     if run.request.offload in (LOW, NO):
         yield f"text encoders run on the CPU with {run.request.offload}"
     yield "PyTorch's flash attention was played; ComfyUI prefers cuDNN's, whose workspaces are unknown"
+    work = WORKFLOWS[run.request.name]
     if not run.batched:
-        yield "the denoiser runs once for each prompt, because one and a half times ComfyUI's estimate is not free"
+        free = "one and a half times ComfyUI's estimate is not free"
+        why = free if work.joins else "their lengths differ; both were played with the same"
+        yield f"the denoiser runs once for each prompt, because {why}"
     if run.tiled:
-        yield f"the whole decode runs out of memory, so ComfyUI decodes in tiles of {FALLBACK_TILE} pixels"
+        yield f"the whole decode runs out of memory, so ComfyUI decodes in tiles of {work.fallback} pixels"
     if run.models["vae"].sent:
         yield "vae: of its layers that come for their calls, the largest counts during the whole decode"
     if run.clip_on_cpu:
@@ -356,7 +402,8 @@ def resolve_workflow(
     """Resolve names and defaults of a workflow. ValueError names the argument that has no answer."""
     name, known = given.pipeline, PIPELINES[given.pipeline]
     if name not in WORKFLOWS:
-        raise ArgumentError("pipeline", f"one of {', '.join(WORKFLOWS)} with runtime='comfyui'", repr(name))
+        why = NO_FLUX2 if name.startswith("flux2") else ""
+        raise ArgumentError("pipeline", f"one of {', '.join(WORKFLOWS)} with runtime='comfyui'", repr(name), why)
     if given.image:
         raise ArgumentError("image", "False with runtime='comfyui', whose workflow begins with an empty latent", "True")
     if offload == "--disable-dynamic-vram":  # newer versions then have the classic manager
@@ -368,18 +415,17 @@ def resolve_workflow(
     if how == "tiled" and side and not (side.isdecimal() and int(side) and int(side) % (2 * VAE_STRIDE) == 0):
         raise ArgumentError("vae", "the side of a tile in pixels, a multiple of 16 as in 'tiled 512'", repr(vae))
     vae = f"tiled {side or FALLBACK_TILE}" if how == "tiled" else meant("vae", vae, ("whole", "tiled"))
-    gpu = card.gpu
-    if gpu.maker != "NVIDIA" or gpu.sm < LEAST_SM or _SLOW_HALF.search(gpu.name):
-        least = (
-            f"an NVIDIA card of compute capability {LEAST_SM / 10:.1f} or more but no GTX 16, with runtime='comfyui'"
-        )
-        raise ArgumentError("gpu", least, repr(gpu.name), "ComfyUI chooses other types and sizes there")
+    gpu, work = card.gpu, WORKFLOWS[name]
+    if gpu.maker != "NVIDIA" or gpu.sm < work.least_sm or _SLOW_HALF.search(gpu.name):
+        least = f"an NVIDIA card of compute capability {work.least_sm / 10:.1f} or more but no GTX 16"
+        needed = f"{least}, with {name} and runtime='comfyui'"
+        raise ArgumentError("gpu", needed, repr(gpu.name), "ComfyUI chooses other types and sizes there")
     height, width = image_sides(given.height, given.width, known.stride, f" for {name}", known.most_side)
-    work, half = WORKFLOWS[name], card.gpu.sm >= BFLOAT16_SM
-    asked = work.least_tokens or CLIP_TOKENS if given.prompt_tokens is None else given.prompt_tokens
+    half = gpu.sm >= BFLOAT16_SM
+    asked = work.tokens if given.prompt_tokens is None else given.prompt_tokens
     tokens = max(whole("prompt_tokens", asked), work.least_tokens)
-    types = {CLIP: "float16", known.denoiser: given.dtype or work.dtypes[0 if half else 1],
-             "vae": usual_dtypes("comfyui", known.parts["vae"], card.gpu.sm, False).dtype}  # fmt: skip
+    types = {CLIP: work.encoder_dtype, known.denoiser: given.dtype or work.dtypes[0 if half else 1],
+             "vae": usual_dtypes("comfyui", known.parts["vae"], gpu.sm, False).dtype}  # fmt: skip
     for role, type in (given.components or {}).items():
         if role != "vae":
             raise ArgumentError("components", "a type for 'vae' only, with runtime='comfyui'", repr(role))

@@ -108,6 +108,10 @@ class Pipeline(NamedTuple):
         """Whether it converts SDXL's VAE from float16 to float32 for its calls."""
         return self.class_name.startswith("StableDiffusionXL") and self.parts["vae"] == "sdxl"
 
+    def guides_in(self, runtime: str) -> bool:
+        """Whether it guides by default. ComfyUI's workflows always have a negative prompt."""
+        return runtime == "comfyui" or not self.unguided
+
     @property
     def encoders(self) -> list[str]:
         return [role for role in self.parts if role.startswith("text_encoder")]

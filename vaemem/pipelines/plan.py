@@ -133,7 +133,7 @@ def plan_pipeline(
     pipeline = known_pipeline("pipeline", pipeline)
     runtime = meant("runtime", runtime, PLANNED_RUNTIMES)
     image, flash, safe = begins_with(image), flag("flash", flash), flag("safe", safe)
-    guidance = not PIPELINES[pipeline].unguided if guidance is None else flag("guidance", guidance)
+    guidance = PIPELINES[pipeline].guides_in(runtime) if guidance is None else flag("guidance", guidance)
     refuse(
         runtime, lora=lora, prompt_tokens=prompt_tokens, steps=steps, dtype=dtype, cudnn_version=cudnn_version,
         torch_version=torch_version, diffusers_version=diffusers_version, gpu=gpu, host_memory=host_memory,

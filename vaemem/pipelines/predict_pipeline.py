@@ -540,8 +540,8 @@ def predict_pipeline(
 
         For ComfyUI, `offload` is ``"none"``, or the option ``"--lowvram"``, ``"--novram"`` or
         ``"--disable-smart-memory"``; its manager decides the rest. `vae` is ``"whole"``, which falls back to tiles, or
-        ``"tiled"``, also with a side. `components` may have a type for ``"vae"``. sd15, sdxl, flux and flux-schnell
-        are known.
+        ``"tiled"``, also with a side. `components` may have a type for ``"vae"``. sd15, sdxl, flux, flux-schnell and
+        qwen-image are known.
 
     Returns
     -------
@@ -568,7 +568,7 @@ def predict_pipeline(
     pipeline = known_pipeline("pipeline", pipeline)
     runtime = meant("runtime", runtime, PREDICTED_RUNTIMES)
     kind, image = PIPELINES[pipeline], begins_with(image)
-    guidance = not kind.unguided if guidance is None else flag("guidance", guidance)
+    guidance = kind.guides_in(runtime) if guidance is None else flag("guidance", guidance)
     steps = kind.steps if steps is None else whole("steps", steps)
     if runtime == "sd.cpp":
         from vaemem.sdcpp import graphs, running  # a third of this module's import

@@ -197,7 +197,7 @@ def _explain_misfit(vae: Any, whole: Any, arch: Arch, latents: torch.Tensor, man
         card: Any = describe_card(vae.device)
         used = max(card["memory"] - card["free"] - CONTEXT - held, 0)
         answer = predict_decode(vae, arch, height, width, used=used, safe=windows)
-    except ValueError:  # an unknown card or version: ComfyUI tries
+    except ValueError:  # an unknown card or version, or an older WanVAE: ComfyUI tries
         return ""
     whole.memory_used_decode = lambda shape, dtype: needed
     return "" if answer.fits else f"ComfyUI's decode {answer.summary}"
@@ -215,8 +215,17 @@ def _card_of(vae: Any, gpu: str) -> dict[str, Any]:
     return system | card
 
 
+def _refuse_older(vae: Any) -> None:
+    """Refuse a WanVAE that caches the inputs of its convolutions even for one image. Its padding in time is a tuple."""
+    padding = getattr(getattr(getattr(vae, "first_stage_model", None), "conv2", None), "_padding", None)
+    if isinstance(padding, tuple):
+        advice = "update ComfyUI; an older one needs about three times as much memory"
+        raise ArgumentError("vae", "a WanVAE since ComfyUI's pull request 13014", "an older one", advice)
+
+
 def predict_decode(vae: Any, arch: Arch, height: int, width: int, gpu: str = "", **how: Any) -> Prediction:
     """Predict ComfyUI's decode of one picture, on ComfyUI's card or on another one."""
+    _refuse_older(vae)
     how |= _card_of(vae, gpu)
     if not gpu:
         how["allocator"] = torch.cuda.get_allocator_backend()

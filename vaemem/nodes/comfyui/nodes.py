@@ -103,7 +103,8 @@ class VRAMEstimate(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         card = "A card such as RTX 4060. Empty: the card that ComfyUI runs on."
         model = (
-            "SD 1.5, SDXL, FLUX.1: the whole workflow is predicted. Others add ComfyUI's own estimate for the sampler."
+            "SD 1.5, SDXL, FLUX.1, Qwen-Image: the whole workflow is predicted. Others add ComfyUI's own estimate for "
+            "the sampler."
         )
         return io.Schema(
             node_id="vaemem.VRAMEstimate",
