@@ -332,11 +332,8 @@ tensor vm_walk_frame(walk *w, const tensor *x) {
         const tensor latents = mix(w, w->vae->frames, &rows, z, at((path){""}, comfyui ? "conv2" : "post_quant_conv"));
         h = decode_frames(w, &f, &latents);
         if (patches) bind(w, &h, vm_walk_patch(w, &h, true));
-        y = h;
-        if (!comfyui || !w->vae->older) {
-            y = take_like(w, &h, at((path){""}, comfyui ? "decode [cat]" : "decode [clamp]"));
-            give(w, &h);
-        }
+        const bool copies = !comfyui || !w->vae->older;
+        y = copies ? take_like(w, &h, at((path){""}, comfyui ? "decode [cat]" : "decode [clamp]")) : h;
         forget(w, &f);
         give(w, &latents);
         give(w, &f.result);
@@ -353,8 +350,8 @@ tensor vm_walk_frame(walk *w, const tensor *x) {
             forget(w, &f);
         }
         give_copy(w, &image, x);
-        give(w, &h);
     }
+    if (y.id != h.id) give(w, &h);
     return y;
 }
 
