@@ -347,8 +347,22 @@ static vm_passings passings(void) {
         item[i].row_bytes = number();
         item[i].row_flops = number();
         item[i].lives = (uint32_t)number();
+        item[i].stream = (uint32_t)number();
+        item[i].early = (uint32_t)number();
     }
     return (vm_passings){count, item};
+}
+
+static vm_companions companions(void) {
+    const size_t count = (size_t)number();
+    vm_companion *item = room(count, sizeof *item);
+    for (size_t i = 0; i < count; i++) {
+        item[i].module = field();
+        item[i].rank = number();
+        item[i].rows = number();
+        item[i].columns = number();
+    }
+    return (vm_companions){count, item};
 }
 
 static void vae(void) {
@@ -359,16 +373,17 @@ static void vae(void) {
     if (!*found) stop("want a known model");
     vm_arch arch = **found;
     snprintf(arch.name, sizeof arch.name, "%s", name);
-    vm_trace_vae v = {.arch = &arch, .frames = 1};
+    vm_trace_vae v = {.arch = &arch};
     v.runtime = (vm_trace_runtime)choose(vm_trace_runtime_name, VM_TORCH_RUNTIMES);
     v.op = (vm_op)choose(ops, 2);
     v.dtype = dtype();
     v.first = dtype();
     v.tile_overlap = strtod(field(), NULL);
-    const uint64_t *of = some(10);
+    const uint64_t *of = some(12);
     v.height = of[0], v.width = of[1], v.batch = of[2], v.tile = of[3];
     v.slicing = of[4], v.channels_last = of[5], v.release = (int)of[6];
     v.gpu = (vm_trace_gpu){(int)of[7], (int)of[8], of[9]};
+    v.frames = of[10], v.older = of[11];
     v.passing = passings();
     vm_trace *t;
     const vm_status s = vm_trace_vae_build(&v, &t);
@@ -394,10 +409,12 @@ static void module(void) {
     of = some(2);
     call.gpu = (vm_trace_gpu){(int)of[0], (int)of[1], 0};
     call.passing = passings();
+    call.companion = companions();
     vm_trace *t;
     const vm_status s = vm_program_trace(p, &call, &t);
     say_trace(s, t);
     free((void *)call.passing.item);
+    free((void *)call.companion.item);
 }
 
 /* ---- processes ---- */

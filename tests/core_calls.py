@@ -214,8 +214,13 @@ class Workspace(StandIn):
 # ---- traces ----
 
 
-def flat(passing: Any) -> list[Any]:
-    return [len(passing), *itertools.chain(*((*one, *[0] * (8 - len(one))) for one in passing))]
+def flat(tuples: Any, width: int) -> list[Any]:
+    """Their number, and their items; absent ones are 0."""
+    return [len(tuples), *map(_plain, itertools.chain(*((*one, *[0] * (width - len(one))) for one in tuples)))]
+
+
+def _plain(item: Any) -> Any:
+    return int(item) if isinstance(item, bool) else item
 
 
 class Trace:
@@ -228,15 +233,17 @@ class Trace:
         self, arch: dict[str, Any], runtime: str, op: str, dtype: str, height: int, width: int, batch: int = 1,
         tile: int = 0, slicing: bool = False, sm: int = 89, multiprocessors: int = 128, free_bytes: int = 0,
         channels_last: bool = False, first: str | None = None, passing: Any = (), tile_overlap: float = 0.25,
-        release: int = 42,
+        release: int = 42, frames: int = 1, older: bool = False,
     ) -> Any:  # fmt: skip
         options = locals()
         del options["self"]
         models = _core.models().values()
         model = next((one["name"] for one in models if one | {"name": ""} == arch | {"name": ""}), "")
-        numbers = (height, width, batch, tile, slicing, channels_last, release, sm, multiprocessors, free_bytes)
-        overlap = f"{tile_overlap:.17g}"
-        made = "vae", model, arch["name"], runtime, op, dtype, first or dtype, overlap, words(numbers), *flat(passing)
+        numbers = (
+            height, width, batch, tile, slicing, channels_last, release, sm, multiprocessors, free_bytes, frames, older,
+        )  # fmt: skip
+        overlap, through = f"{tile_overlap:.17g}", flat(passing, 10)
+        made = "vae", model, arch["name"], runtime, op, dtype, first or dtype, overlap, words(numbers), *through
         try:
             return log.keep_trace(_core.Trace.vae(**options), *made)
         except (ValueError, OverflowError) as error:
@@ -250,9 +257,11 @@ class Program(StandIn):
         log.line(["program", text.replace("\n", "\t")])
         log.add("program", self)
 
-    def trace(self, dtype: str, sizes: tuple[int, ...], sm: int, multiprocessors: int, passing: Any) -> Any:
-        made = dtype, words(sizes), words((sm, multiprocessors)), *flat(passing)
-        trace = self._bare.trace(dtype, sizes, sm, multiprocessors, passing)
+    def trace(
+        self, dtype: str, sizes: tuple[int, ...], sm: int, multiprocessors: int, passing: Any, companions: Any
+    ) -> Any:
+        made = dtype, words(sizes), words((sm, multiprocessors)), *flat(passing, 10), *flat(companions, 4)
+        trace = self._bare.trace(dtype, sizes, sm, multiprocessors, passing, companions)
         return log.keep_trace(trace, "module", log.number("program", self), *made)
 
 

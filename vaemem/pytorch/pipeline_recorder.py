@@ -184,8 +184,6 @@ class _Python(Eager):
         return found
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.record_stream:
-            raise ArgumentError("prepare", "", UNKNOWN_END)
         if func in (torch.Tensor.pin_memory, torch.Tensor.is_pinned):  # the card's memory is the same
             return args[0].detach() if func is torch.Tensor.pin_memory else False
         if func is torch.Tensor.cuda:
@@ -238,6 +236,10 @@ def _swap(a: torch.Tensor, b: torch.Tensor) -> None:
     torch._C._swap_tensor_impl(a, b)
 
 
+def _refuse_record_stream(*_: Any) -> None:
+    raise ArgumentError("prepare", "", UNKNOWN_END)
+
+
 class _Stream:
     """A stream of the card that is not there. Everything on it happens at once."""
 
@@ -270,7 +272,8 @@ def recording_pipelines(recorder: PipelineRecorder) -> Iterator[None]:
     }  # fmt: skip
     with (
         FakeGpu(allow_non_fake_inputs=True), torch.no_grad(), imitating_gpu(recorder), setting(torch.cuda, **answers),
-        setting(torch.utils, swap_tensors=_swap), setting(FakeTensor, __new__=_make_fake), recorder, _Python(recorder),
+        setting(torch.utils, swap_tensors=_swap), setting(FakeTensor, __new__=_make_fake),
+        setting(torch.Tensor, record_stream=_refuse_record_stream), recorder, _Python(recorder),
     ):  # fmt: skip
         yield
     recorder.sweep()
