@@ -120,6 +120,7 @@ def test_stored_sizes_of_a_denoiser():
     ("type", "settings", "argument", "got"),
     [
         ("svdquant", {}, "components['transformer']", "'svdquant'"),
+        ("torch.compile", {}, "components['transformer']", "'torch.compile'"),
         ("int8wo on cuda", {}, "components['transformer']", "'int8wo on cuda'"),
         ("float8dq", {"gpu": "T4"}, "components['transformer']", "Tesla T4 (7.5)"),
         ("qint4", {"offload": "sequential"}, "offload", "'sequential'"),
