@@ -60,7 +60,7 @@ class Script:
         self.calls[-1].append(event)
         return self.taken
 
-    def take(self, size: int, name: str, stream: int = 0) -> int:
+    def take(self, size: int, name: str) -> int:
         self.taken += 1
         return self._add("take", name.partition(" [")[2].rstrip("]"), size)
 

@@ -5,6 +5,7 @@ The hooks run on real modules of full size under fake tensors, and on small ones
 
 from __future__ import annotations
 
+import ast
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -36,7 +37,7 @@ from vaemem.pipelines.components import PIPELINES, weights_of
 from vaemem.pipelines.group_offload import GroupOffload
 from vaemem.pipelines.pipeline_request import Part, parts_of
 from vaemem.pipelines.programs import Weight
-from vaemem.pipelines.recipe import diffusers_code
+from vaemem.pipelines.recipe import diffusers_code, placing_code
 from vaemem.pipelines.storage import stored
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.held import arch_key
@@ -311,14 +312,15 @@ def test_a_stream_prefetches_and_pins():
     for way in ("leaf_level", "block_level 1"):
         plain, stream = (predict_pipeline("sd15", offload=way + more, **q) for more in ("", " stream"))
         settings = {"offload_type": way.partition(" ")[0], "use_stream": True, "low_cpu_mem_usage": True}
-        settings["num_blocks_per_group"] = 4 if " " in way else None  # of which diffusers makes 1
+        settings["num_blocks_per_group"] = 4 if " " in way else None  # diffusers makes it 1
         unpinned = predict_pipeline("sd15", offload=settings, **q)
         assert [p.reserved for p in unpinned.phases] == [p.reserved for p in stream.phases]
         (_, a, _), (_, b, _) = plain.phases, stream.phases
         assert a.weights < b.weights and a.reserved < b.reserved and a.sent == b.sent
         assert plain.work(a)["link"] == 2 * stream.work(b)["link"]
         assert plain.host == unpinned.host < stream.host < 2 * plain.host
-        assert stream.request.group.settings["use_stream"] and "use_stream=true" not in str(stream.request.group)
+        code = placing_code(str(stream.request.group), ["unet"])
+        assert "use_stream=True" in code[-1] and ast.parse("\n".join(code))
     with refused("offload", "'block_level 1 stream'"):
         predict_pipeline("sd15", offload="block_level stream", vae="tiled", **q)
     for way in ("leaf_level stream", "block_level 1 stream"):

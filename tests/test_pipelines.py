@@ -551,8 +551,11 @@ def test_an_image_that_the_pipeline_makes_first():
                 assert abs(later.allocated - alone.allocated) < 2 * MIB and later.flops == alone.flops
         assert phase(both, "encode image").flops == 2 * phase(second, "encode image").flops
         assert both.to_dict()["asked"]["image"] == [512, 384] and len(both.rows()) == len(both.phases) + 1
+        heights = {row["phase"]: row["height"] for row in both.rows()}
+        assert (heights["denoise"], heights["denoise 2"], heights["whole"]) == (512, 1024, 1024)
     assert both.formula.predict(1024, 768, 2) >= both.peak
     plan = plan_pipeline("sd15", 1024, 768, gpu="RTX 3060", image=(512, 384))
+    assert "later.enable_model_cpu_offload()" in plan["model offload, VAE whole"].way.code
     assert "after 512x384" in plan.title and plan["no offload, VAE whole"].way.peak.name == "decode 2"
     for wrong in ((512,), (511, 512), (0, 512), "512x512"):
         with refused("image"):

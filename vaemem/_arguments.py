@@ -83,7 +83,8 @@ image : bool, or (int, int)
     Whether the VAE first encodes an image, as in image-to-image pipelines. A size means a hires fix: the same process
     first makes an image of this (height, width), and begins with it.
 steps : int, optional
-    How often the denoiser runs. Memory is that of two steps; FLOPs count all steps.
+    How often the denoiser runs in each call. Memory is that of two steps; FLOPs count all steps. Image-to-image does
+    fewer with a strength below 1: pass these.
 frames : int, optional
     Frames of a video, 81 by default. diffusers makes 4 n + 1 frames: the prediction is for the rounded number, and the
     answer says so. None for pipelines that make images.

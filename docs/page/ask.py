@@ -14,6 +14,7 @@ from vaemem._render import COLOURS, Bullets, in_gb, share
 from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, TIGHT
 
 KEYWORDS = {"torch": "torch_version", "cudnn": "cudnn_version", "tokens": "prompt_tokens", "component": "components"}
+KEYWORDS["hires-from"] = "image"
 OFF = {"no-tf32": "allow_tf32", "no-guidance": "guidance"}
 NUMBERS = {"height": int, "width": int, "batch": int, "tile": int, "tokens": int, "steps": int, "tile-overlap": float}
 PARTS = {"weights": "weights", "tensors": "activations", "workspaces": "workspace", "cached": "cached"}
@@ -41,6 +42,9 @@ def _keywords(run):
             found.setdefault(keyword, {})[role] = kind
         elif name == "offload" and "=" in value:
             found[keyword] = dict(one.split("=", 1) for one in value.split(","))
+        elif name == "hires-from":
+            sides = [_number(int, side) for side in value.split("x")]
+            found[keyword] = sides[0], sides[-1]
         elif name in OFF:
             found[OFF[name]] = False
         else:

@@ -36,8 +36,8 @@ _WEIGHTS, _RUN = "weights output of_model config", "memory_limit progress device
 _OF_VAE = (
     "weights_dtype tile tile_overlap slicing protocol channels_last allow_tf32 allocator cudnn_benchmark calibrate_rows"
 )
-_OF_PIPELINE = "offload vae vae_memory_limit prompt_tokens guidance image steps components frames lora"
-_PIPELINE = "pipeline size batch used prompt_tokens guidance image steps dtype components frames lora"
+_OF_PIPELINE = "offload vae vae_memory_limit prompt_tokens guidance image hires_from steps components frames lora"
+_PIPELINE = "pipeline size batch used prompt_tokens guidance image hires_from steps dtype components frames lora"
 _SECONDS = "calibrate flash cache_limit time_limit link cpu cores"
 _SOFTWARE = "memory os cudnn_version torch_version diffusers_version"
 _ENGINE_SWEEP = "models ops of_sizes dtypes batches device precision memory_limit"
@@ -441,8 +441,8 @@ def run_plan(args: argparse.Namespace, asked: dict[str, Any]) -> int:
 
 @command(
     "vaemem:predict_pipeline",
-    "formula_of formula_op gpu formula_runtime dtype components offload vae vae_memory_limit image guidance memory"
-    " cudnn_version torch_version diffusers_version all fit_format",
+    "formula_of formula_op gpu formula_runtime dtype components offload vae vae_memory_limit image hires_from guidance"
+    " memory cudnn_version torch_version diffusers_version all fit_format",
 )
 def run_formula(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """Write the memory of a VAE or a pipeline as an equation.

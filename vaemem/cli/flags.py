@@ -224,9 +224,10 @@ FLAGS: dict[str, FlagSettings] = {
         "text_encoder=cpu,text_encoder_2=cpu, with the others on the GPU. Default: none.",
         type=_offload, metavar="OFFLOAD"),
     "guidance": _flag("Denoise each image twice, or once.", action=argparse.BooleanOptionalAction),
-    "image": _flag(
-        "Begin with an image, as in image-to-image; or, with a size, with one that the same process makes first, as in "
-        "a hires fix.", nargs="?", const=True, type=_size, metavar="HxW"),
+    "image": _flag("Begin with an image, as in image-to-image.", action="store_true"),
+    "hires_from": _flag(
+        "A hires fix: the same process first makes an image of this size, and begins with it.",
+        dest="image", option="--hires-from", type=_size, metavar="HxW"),
     "components": _flag(
         "The type of a component's weights, or their file, such as transformer=Q8_0. Repeat it for others.",
         type=_pair, metavar="ROLE=TYPE", action="append", option="--component"),

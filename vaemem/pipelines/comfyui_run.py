@@ -65,7 +65,7 @@ class _Workflow(NamedTuple):
     encoder, denoiser: recorded modules
     dtypes: of the denoiser, on cards with bfloat16 and without
     tokens, least_tokens: of a prompt by default, and at least; the least is 0 if the encoder takes sections of 77
-    template: tokens that the encoder gets besides the prompt's: those that are cut from its output, and the others
+    template: tokens of the encoder besides the prompt's: how many are cut from its output, and how many stay
     joins: whether both prompts can run in one call of the denoiser. If not, they have different lengths
     encoder_dtype: in which the text encoder's weights are stored
     vae: the VAE's class
@@ -101,7 +101,7 @@ WORKFLOWS = {
         encoder_dtype="bfloat16", vae="WanVAE", fallback=256, least_sm=BFLOAT16_SM,
     ),
 }  # fmt: skip
-# Weights of layers whose class is not one of comfy/ops.py. Their own code moves them.
+# The class of these layers is not in comfy/ops.py. Their own code moves their weights.
 _PLAIN = re.compile(
     r"\.(query|key)_norm\.scale$|^t5xxl\..*layer_norm\.weight$|(_layernorm|\.model\.norm)\.weight$|\.gamma$"
 )
@@ -386,7 +386,7 @@ def describe_decisions(run: ComfyUIRun) -> Iterator[str]:
     work = WORKFLOWS[run.request.name]
     if not run.batched:
         free = "one and a half times ComfyUI's estimate is not free"
-        why = free if work.joins else "their lengths differ; both were played with the same"
+        why = free if work.joins else "prompts usually differ in length; both are predicted with prompt_tokens"
         yield f"the denoiser runs once for each prompt, because {why}"
     if run.tiled:
         yield f"the whole decode runs out of memory, so ComfyUI decodes in tiles of {work.fallback} pixels"
@@ -405,7 +405,9 @@ def resolve_workflow(
         why = NO_FLUX2 if name.startswith("flux2") else ""
         raise ArgumentError("pipeline", f"one of {', '.join(WORKFLOWS)} with runtime='comfyui'", repr(name), why)
     if given.image:
-        raise ArgumentError("image", "False with runtime='comfyui', whose workflow begins with an empty latent", "True")
+        raise ArgumentError(
+            "image", "False with runtime='comfyui', whose workflow begins with an empty latent", str(given.image)
+        )
     if offload == "--disable-dynamic-vram":  # newer versions then have the classic manager
         offload = COMFYUI_OPTIONS[0]
     if isinstance(offload, str) and re.search("aimdo|dynamic", offload):

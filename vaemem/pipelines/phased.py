@@ -31,6 +31,7 @@ class PhasedAnswer(Answer):
     kind = "pipeline"
     host: int
     _run_row: dict[str, Any]  # values common to all rows of a table
+    _sizes: Sequence[dict[str, int]] = ()  # of each phase's image, if they differ
     phases: tuple[Phase, ...] = alias("result.phases")
     out_of_memory_at: tuple[str, PeakTensor] | None = alias("result.out_of_memory_at")
     on_card: int | None = alias("judged.took")
@@ -58,9 +59,9 @@ class PhasedAnswer(Answer):
             {
                 "phase": phase.name, "allocated_bytes": phase.allocated, "reserved_bytes": phase.total,
                 "weights_bytes": phase.weights, "activations_bytes": phase.activations,
-                "scratch_bytes": phase.workspace,
+                "scratch_bytes": phase.workspace, **size,
             }
-            for phase in self.phases
+            for phase, size in zip(self.phases, self._sizes or [{}] * len(self.phases), strict=True)
         ]  # fmt: skip
         most = max(phase.allocated for phase in self.phases)
         rows.append({"phase": "whole", "allocated_bytes": most, "reserved_bytes": self.peak})

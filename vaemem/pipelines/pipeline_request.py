@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from vaemem import _core
-from vaemem._common import DTYPES, ELEMENT_BYTES, choose, distinct, flag, meant, whole
+from vaemem._common import DTYPES, ELEMENT_BYTES, choose, distinct, meant, whole
 from vaemem._errors import ArgumentError, Named, inside
 from vaemem.engine.configs import config_of
 from vaemem.engine.limits import parse_size
@@ -591,10 +591,10 @@ def _find_frames(given: PipelineArguments, pipeline: Pipeline) -> int:
 
 def begins_with(image: Any) -> bool | tuple[int, int]:
     """Check the argument `image` of `vaemem.predict_pipeline`: whether there is one, or the size of its own image."""
-    if not isinstance(image, tuple | list):
-        return flag("image", image)
-    if len(image) != 2:
-        raise ArgumentError("image", "True, False, or (height, width) of the image to make first", repr(image))
+    if not isinstance(image, tuple | list) or len(image) != 2:
+        if not isinstance(image, bool):
+            raise ArgumentError("image", "True, False, or (height, width) of the image to make first", repr(image))
+        return image
     with inside("image"):
         return whole("height", image[0]), whole("width", image[1])
 

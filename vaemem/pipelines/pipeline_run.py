@@ -42,6 +42,7 @@ class PipelineRun:
         for role in self.moved if request.offload == "sequential" else ():
             process.hold_all(f"weights of {role}", [size for one in self.parts[role].left for size in one.pieces])
         self._names = Counter[str]()  # of phases, and how many had each
+        self.sizes: list[dict[str, int]] = []  # of the image that each phase makes
 
     def play(self) -> None:
         """Load the pipeline, and play its calls."""
@@ -257,6 +258,7 @@ class PipelineRun:
         self.process.reset_peak()
         yield
         self._names[name] += 1
+        self.sizes.append({"height": self.request.height, "width": self.request.width})
         self.process.read(name=f"{name} {self._names[name]}" if self._names[name] > 1 else name)
 
     def phases_on(self, process: SimulatedProcess) -> tuple[Phase, ...]:

@@ -28,7 +28,7 @@ from vaemem.pipelines.pipeline_request import (
 )
 from vaemem.pipelines.predict_pipeline import ComfyUIPrediction, PipelinePrediction
 from vaemem.pipelines.quantising import SCHEMES, UNSENT
-from vaemem.pipelines.recipe import diffusers_code
+from vaemem.pipelines.recipe import diffusers_code, hires_code
 from vaemem.pipelines.ways import PipelinePlan, Room, outcome, runs_out
 from vaemem.prediction.gpus import CONTEXT, Gpu, sold
 from vaemem.prediction.planned import Way
@@ -271,7 +271,8 @@ def diffusers_ways(
                 p = PipelinePrediction(run.run_with(offload, settings["vae"], settings.get("vae_memory_limit")))
                 way = _way(p, f"{place}, {how}", settings, " and ".join(changes), machine)
                 code = diffusers_code(pipeline, **settings, release=release, loras=q.loras)
-                found.append(way._replace(code=code))
+                after = hires_code(q.first, q.height, q.width, offload) if q.first else []
+                found.append(way._replace(code="\n".join([code, *after])))
     return found
 
 

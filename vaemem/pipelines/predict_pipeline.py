@@ -94,7 +94,9 @@ class _Played(PhasedAnswer):
             read = {"memory": float(sum(part.nbytes for part in q.parts if part.role in q.pipeline.encoders))}
             work = max(work, read, key=lambda one: machine.seconds(one).likely)
         work |= {"link": float(phase.sent), "cpu": float(phase.host_flops)}
-        if q.group and phase.name != "load":  # its groups come from the disk; or go back to the host, but for copies
+        if (
+            q.group and phase.name != "load"
+        ):  # its groups come from the disk, or go back to the host unless it has copies
             back = 1 if q.group.use_stream else 2
             work |= {"disk": work["link"]} if q.group.offload_to_disk_path else {"link": back * work["link"]}
         if q.group and q.group.use_stream and machine:  # weights come while the card computes: the longer counts
@@ -195,7 +197,7 @@ class PipelinePrediction(_Played):
         self.host = sum(part.host_bytes(q.group) for part in q.parts if part.role in moved and not on_disk)
         available = process.available
         here, lacking = (process, None) if process.most_reserved <= available else q.repeat(process, available)
-        phases = self._run.phases_on(process)
+        phases, self._sizes = self._run.phases_on(process), self._run.sizes
         played = phases if here is process else self._run.phases_on(here)
         full = lacking and (phases[len(played)].name, lacking)
         if over := next((phase for phase in played if phase.outside and phase.total > available), None):
@@ -274,8 +276,10 @@ def _notes(q: PipelineRequest) -> Iterator[str]:
         yield f"{q.pipeline.class_name} makes about 1024x1024 pixels of it unless its call has {q.pipeline.sized}"
     if q.group and q.group.use_stream:
         yield "prefetching on a stream was compared with diffusers' hooks on a card that was not there, never on a GPU"
+        if q.group.num_blocks_per_group:
+            yield "with use_stream diffusers takes one block per group, whatever num_blocks_per_group says"
     if q.group and q.group.pins:
-        yield "the host's copies are pinned, which PyTorch rounds up to powers of two, but for the rest of a component"
+        yield "the host's copies are pinned: PyTorch rounds them up to powers of two; those outside blocks are not pinned"
     for part in q.parts:
         if part.pairs:
             size = sum(weight.bytes for weight in part.weights if ".lora_" in weight.name)

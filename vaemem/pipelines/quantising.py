@@ -187,12 +187,12 @@ BITSANDBYTES = tuple(name for name, scheme in SCHEMES.items() if scheme.config =
 # torchao's and quanto's, which compute in 16 bits.
 SIXTEEN_BITS = tuple(name for name in SCHEMES if name not in BITSANDBYTES)
 UNSENT = tuple(name for name, scheme in SCHEMES.items() if not scheme.is_sent)
-# What people name that this package does not know.
+# Names of kernels and compilers that are not predicted.
 FOREIGN = {
     "svdquant": "SVDQuant uses Nunchaku's own kernels, and their memory is not known",
     "nunchaku": "the memory of Nunchaku's own kernels is not known",
     "sdnq": "SDNQ compiles its own kernels, and their memory is not known",
-    "torch.compile": "the memory of compiled modules is not known; predict the module as it is without torch.compile",
+    "torch.compile": "predict the module without torch.compile; the memory of compiled modules is not known",
 }
 
 

@@ -39,6 +39,27 @@ def vae_code(vae: str, limit: int | str | None = None, class_name: str = "Autoen
     return ["pipe.vae.enable_tiling()", f"pipe.vae.tile_sample_min_size, pipe.vae.tile_latent_min_size = {sides}"]
 
 
+def hires_code(first: tuple[int, int], height: int, width: int, offload: Any) -> list[str]:
+    """Return the lines that make a second pipeline of a first one's components, for a hires fix.
+
+    Examples
+    --------
+    >>> print(*hires_code((512, 768), 1024, 1536, "none"), sep="\\n")
+    from diffusers import AutoPipelineForImage2Image
+    <BLANKLINE>
+    later = AutoPipelineForImage2Image.from_pipe(pipe)
+    # image = pipe(prompt, height=512, width=768).images[0].resize((1536, 1024))
+    # image = later(prompt, image=image).images[0]
+    """
+    again = ["later.enable_model_cpu_offload()"] * (offload == "model")
+    calls = [
+        f"# image = pipe(prompt, height={first[0]}, width={first[1]}).images[0].resize(({width}, {height}))",
+        "# image = later(prompt, image=image).images[0]",
+    ]
+    made = "later = AutoPipelineForImage2Image.from_pipe(pipe)"
+    return ["from diffusers import AutoPipelineForImage2Image", "", made, *again, *calls]
+
+
 def roles_on_cpu(offload: str | Mapping[str, Any]) -> list[str]:
     """Return the components that an `offload` of `vaemem.predict_pipeline` leaves on the CPU."""
     if not isinstance(offload, Mapping) or GroupOffload.read(offload):
@@ -89,7 +110,7 @@ def _casting_code(role: str, dtype: str) -> list[str]:
 
 
 def _quoted(value: object) -> str:
-    return json.dumps(value)
+    return json.dumps(value) if isinstance(value, str | list) else repr(value)
 
 
 def dtype_keyword(release: int) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from vaemem import _core
 from vaemem._common import __version__
+from vaemem._errors import ArgumentError
 from vaemem.pipelines.phased import PhasedAnswer, as_far_as
 from vaemem.prediction.answer import alias
 from vaemem.prediction.planned import Phase
@@ -24,15 +25,16 @@ class ProcessScript:
 
     def __init__(self) -> None:
         self.actions: list[tuple[str, Any]] = []
+        self.stream = 0  # PyTorch's current one, by number
         self._phase, self._times = "", Counter[str]()
         self._trace, self._used = _core.Trace(), False
         self._taken: list[tuple[int, int]] = []  # for each storage its action's index, and its number there
 
     # ---- writing ----
 
-    def take(self, size: int, name: str, stream: int = 0) -> int:
-        """Allocate on a stream; return the storage's number."""
-        return self._number(self._trace.take(size, name, stream))
+    def take(self, size: int, name: str) -> int:
+        """Allocate on the current stream; return the storage's number."""
+        return self._number(self._trace.take(size, name, self.stream))
 
     def give(self, number: int) -> None:
         """Free a storage."""
@@ -47,17 +49,17 @@ class ProcessScript:
 
     def blas(self, name: str, lt: bool = False) -> None:
         """Allocate the workspace of matrix products, if there is none yet."""
-        self._used = True
+        self._compute()
         self._trace.blas(name, lt)
 
     def conv(self, question: tuple[Any, ...], name: str) -> None:
         """Run a convolution with its workspace."""
-        self._used = True
+        self._compute()
         self._trace.conv(question, name)
 
     def attend(self, call: tuple[Any, ...], kernel: str, sm: int, multiprocessors: int, name: str) -> int | None:
         """Run an attention; return its output's number."""
-        self._used = True
+        self._compute()
         number = self._trace.attend(call, kernel, sm, multiprocessors, name)
         return None if number is None else self._number(number)
 
@@ -79,6 +81,13 @@ class ProcessScript:
         if self._phase:
             self.actions.append(("end", self._phase))
         self._phase = ""
+
+    def _compute(self) -> None:
+        """Note an operator that may have a workspace."""
+        if self.stream:
+            wanted = "only copies on a stream of its own"
+            raise ArgumentError("prepare", wanted, "products", "the workspaces of streams are not predicted")
+        self._used = True
 
     def _number(self, local: int) -> int:
         self._used = True

@@ -49,7 +49,7 @@ class Group(NamedTuple):
     names: of the weights, in the order in which they come
     again: of those that come twice from the second call on. The group moves a buffer of a submodule by replacing it,
         and then moves the old one too (ModuleGroup.buffers)
-    is_rest: what is left of a module outside its blocks; use_stream does not apply to it
+    is_rest: the module's weights outside its blocks; use_stream does not apply to them
     """
 
     begins: str

@@ -239,9 +239,8 @@ def _describe(settings: Mapping[str, Any], pipe: Any, where: str) -> tuple[list[
     group = GroupOffload.read(offload)
     if group:
         excluded = f", but {' and '.join(group.exclude_modules)} stay there" if group.exclude_modules else ""
-        steps.append(
-            f"the weights of groups ({group.settings['offload_type']}) are on {where} for their calls{excluded}"
-        )
+        early = ", and come during the call before" * group.use_stream
+        steps.append(f"the weights of groups ({group.offload_type}) are on {where} for their calls{early}{excluded}")
     elif on_cpu := roles_on_cpu(offload):
         steps.append(f"{describe_stay(on_cpu)}, and the others are on {where}")
     else:

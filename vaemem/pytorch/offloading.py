@@ -65,8 +65,10 @@ class OffloadStrategy:
             if part.role in asked.pipeline.parts
         )
         asked = replace(asked, parts=parts)
-        alone = PipelinePrediction(replace(asked, first=None).run_with("model", asked.vae, asked.vae_limit or None))
-        phases = {phase.name: phase for phase in alone.phases}
+        alone = PipelinePrediction(asked.run_with("model", asked.vae, asked.vae_limit or None))
+        phases = dict[str, Any]()  # of a kind the one that takes most
+        for phase in alone.phases:
+            phases[phase.kind] = max(phase, phases.get(phase.kind, phase), key=lambda one: one.total)
         kind, stored = asked.pipeline, {part.role: part.nbytes for part in asked.parts}
         denoise, encode = phases["denoise"], phases["encode prompt"]
         of_vae = [phases[name].total for name in ("encode image", "decode") if name in phases]

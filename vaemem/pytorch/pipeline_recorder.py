@@ -241,34 +241,43 @@ def _refuse_record_stream(*_: Any) -> None:
 
 
 class _Stream:
-    """A stream of the card that is not there. Everything on it happens at once."""
+    """A stream or an event of the card that is not there. Everything on it happens at once."""
 
-    def __init__(self, recorder: PipelineRecorder, number: int):
-        self._recorder, self.number = recorder, number
+    def __init__(self, script: ProcessScript, number: int):
+        self._script, self.number = script, number
+        self._before = list[int]()
 
     def __getattr__(self, name: str) -> Any:
-        if name not in ("synchronize", "wait_stream", "wait_event", "record_event", "query"):
-            raise AttributeError(name)
-        return lambda *_: True
+        if name not in ("synchronize", "wait_stream", "wait_event", "record_event", "query", "record", "wait"):
+            raise ArgumentError("prepare", "streams that only wait for others", f"their {name}")
+        return lambda *_: self
 
-    @contextlib.contextmanager
-    def current(self) -> Iterator[None]:
-        """Play ``with torch.cuda.stream(...)``."""
-        with setting(self._recorder, stream=self.number):
-            yield
+    def __enter__(self) -> _Stream:
+        self._before.append(self._script.stream)
+        self._script.stream = self.number
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._script.stream = self._before.pop()
+
+
+def _refuse_set_stream(*_: Any) -> None:
+    raise ArgumentError("prepare", "with torch.cuda.stream(...)", "torch.cuda.set_stream")
 
 
 @contextlib.contextmanager
 def recording_pipelines(recorder: PipelineRecorder) -> Iterator[None]:
     """Record what Python code does to the card's memory during the block, as if there were a GPU."""
-    card, gpu, numbers = recorder.card, recorder.card.gpu, itertools.count(1)
+    card, gpu, script, numbers = recorder.card, recorder.card.gpu, recorder.script, itertools.count(1)
     answers = {
         "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0,
         "synchronize": lambda *_: None, "ipc_collect": lambda: None, "empty_cache": recorder.empty_cache,
         "mem_get_info": lambda *_: (card.available(), gpu.total_memory),
         "get_device_capability": lambda *_: divmod(gpu.sm, 10),
-        "Stream": lambda *_, **__: _Stream(recorder, next(numbers)), "stream": _Stream.current,
-        "current_stream": lambda *_: _Stream(recorder, recorder.stream),
+        "Stream": lambda *_, **__: _Stream(script, next(numbers)), "set_stream": _refuse_set_stream,
+        "stream": lambda stream: contextlib.nullcontext() if stream is None else stream,
+        "current_stream": lambda *_: _Stream(script, script.stream), "default_stream": lambda *_: _Stream(script, 0),
+        "Event": lambda *_, **__: _Stream(script, 0),
     }  # fmt: skip
     with (
         FakeGpu(allow_non_fake_inputs=True), torch.no_grad(), imitating_gpu(recorder), setting(torch.cuda, **answers),

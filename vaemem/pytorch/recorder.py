@@ -123,7 +123,6 @@ class Recorder(TorchDispatchMode):
         self.adds_in_place = False
         self.caches_casts = False  # inside a region of autocast with its cache on
         self._silent = False  # the recorder itself runs operators
-        self.stream = 0  # PyTorch's current one, by number
 
     # ---- storages ----
 
@@ -145,7 +144,7 @@ class Recorder(TorchDispatchMode):
         storage = tensor.untyped_storage()
         known = self._alive.get(storage._cdata)
         if tensor.device.type == "cuda" and storage._cdata not in self._kept and (not known or known[0].expired()):
-            number = self._trace.take(storage.nbytes(), self.name(), self.stream) if number is None else number
+            number = self._trace.take(storage.nbytes(), self.name()) if number is None else number
             self._alive[storage._cdata] = (StorageWeakRef(storage), number)
 
     def enter(self, name: str) -> None:
@@ -162,7 +161,7 @@ class Recorder(TorchDispatchMode):
 
     def borrow(self, count: int, what: str) -> int:
         """Record an allocation of `count` bytes; return its number in the trace."""
-        return self._trace.take(count, self.name(what), self.stream)
+        return self._trace.take(count, self.name(what))
 
     # ---- operators ----
 
