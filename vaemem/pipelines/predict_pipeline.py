@@ -279,7 +279,7 @@ def _notes(q: PipelineRequest) -> Iterator[str]:
         if q.group.num_blocks_per_group:
             yield "with use_stream diffusers takes one block per group, whatever num_blocks_per_group says"
     if q.group and q.group.pins:
-        yield "the host's copies are pinned: PyTorch rounds them up to powers of two; those outside blocks are not pinned"
+        yield "the host's copies are pinned: PyTorch rounds them up to powers of two; not those outside blocks"
     for part in q.parts:
         if part.pairs:
             size = sum(weight.bytes for weight in part.weights if ".lora_" in weight.name)

@@ -149,7 +149,7 @@ def pass_groups(
         with the outermost module. So diffusers prefetches after a first call that taught it the order
     """
     found, early = list[Passing](), list[Passing]()
-    before = {after: groups[one].begins for one, after in itertools.pairwise(order)} | dict.fromkeys(order[:1], "")
+    before = dict(zip(order, ["", *(groups[number].begins for number in order)], strict=False))
     for number, group in enumerate(groups):
         is_leaf = all(name.rpartition(".")[0] == group.begins for name in group.names)
         on = 0 if group.is_rest else stream
