@@ -75,7 +75,7 @@ components : dict, optional
     SD 1.5 has its ``"safety_checker"`` only if it is named. SDXL's VAE is stored in float16 and converted to float32
     for its call unless this names its type.
 lora : int, str, dict, or a list of these, optional
-    A LoRA after ``load_lora_weights``: its safetensors file, whose header is read; or a rank such as ``16``, for the
+    A LoRA after ``load_lora_weights``: its safetensors file (only its header counts), or a rank such as ``16``, for the
     layers of the denoiser that diffusers' training scripts choose. A dict has ``"file"``, or
     ``"rank"`` and ``"target_modules"``. ``"fused": True`` is a LoRA after ``fuse_lora`` as well, also ``"16 fused"``.
     A LoRA that was fused and unloaded takes nothing. SD 1.5, SDXL and FLUX.1 are known.
