@@ -213,15 +213,15 @@ static vm_card card(void) {
     return c;
 }
 
-/* As rule(); then as, before, possible, and compute capabilities. */
+/* As rule(); then as, since, before, standing, and compute capabilities. */
 static vm_card_rule card_rule(void) {
     vm_card_rule r = {.rule = rule()};
     size_t count;
     const uint64_t *of = numbers(&count);
-    if (count < 3 || count > 3 + VM_RULE_CAPABILITIES) stop("want a rule's versions and compute capabilities");
-    r.as = (int)of[0], r.before = (int)of[1], r.possible = of[2];
-    while (r.capabilities < count - 3) {
-        r.capability[r.capabilities] = (int)of[3 + r.capabilities];
+    if (count < 4 || count > 4 + VM_RULE_CAPABILITIES) stop("want a rule's versions and compute capabilities");
+    r.as = (int)of[0], r.since = (int)of[1], r.before = (int)of[2], r.standing = (vm_standing)of[3];
+    while (r.capabilities < count - 4) {
+        r.capability[r.capabilities] = (int)of[4 + r.capabilities];
         r.capabilities++;
     }
     return r;
@@ -382,7 +382,7 @@ static void vae(void) {
     const uint64_t *of = some(12);
     v.height = of[0], v.width = of[1], v.batch = of[2], v.tile = of[3];
     v.slicing = of[4], v.channels_last = of[5], v.release = (int)of[6];
-    v.gpu = (vm_trace_gpu){(int)of[7], (int)of[8], of[9]};
+    v.gpu = (vm_trace_gpu){(int)of[7], (int)of[8], of[9], 0};
     v.frames = of[10], v.older = of[11];
     v.passing = passings();
     vm_trace *t;
@@ -407,7 +407,7 @@ static void module(void) {
     if (count > VM_PROGRAM_NAMES) stop("want fewer values");
     for (size_t i = 0; i < count; i++) call.value[i] = (int64_t)of[i];
     of = some(2);
-    call.gpu = (vm_trace_gpu){(int)of[0], (int)of[1], 0};
+    call.gpu = (vm_trace_gpu){(int)of[0], (int)of[1], 0, (int)of[2]};
     call.passing = passings();
     call.companion = companions();
     vm_trace *t;

@@ -155,8 +155,9 @@ def of_card(card: tuple[str, int, int]) -> list[str]:
 
 
 def of_card_rule(given: tuple[dict[str, Any], int, int, tuple[int, ...], bool]) -> list[str]:
-    rule, other, before, capabilities, possible = given
-    return [of_rule(rule), words((other, before, possible, *capabilities))]
+    rule, other, since, before, capabilities, standing = given
+    number = ("taken", "possible", "measured").index(standing)
+    return [of_rule(rule), words((other, since, before, number, *capabilities))]
 
 
 def counted(parts: Iterable[list[str]]) -> list[Any]:
@@ -258,10 +259,11 @@ class Program(StandIn):
         log.add("program", self)
 
     def trace(
-        self, dtype: str, sizes: tuple[int, ...], sm: int, multiprocessors: int, passing: Any, companions: Any
-    ) -> Any:
-        made = dtype, words(sizes), words((sm, multiprocessors)), *flat(passing, 10), *flat(companions, 4)
-        trace = self._bare.trace(dtype, sizes, sm, multiprocessors, passing, companions)
+        self, dtype: str, sizes: tuple[int, ...], sm: int, multiprocessors: int, cudnn: int, passing: Any,
+        companions: Any,
+    ) -> Any:  # fmt: skip
+        made = dtype, words(sizes), words((sm, multiprocessors, cudnn)), *flat(passing, 10), *flat(companions, 4)
+        trace = self._bare.trace(dtype, sizes, sm, multiprocessors, cudnn, passing, companions)
         return log.keep_trace(trace, "module", log.number("program", self), *made)
 
 

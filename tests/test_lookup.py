@@ -128,8 +128,8 @@ def said(lookup, conv):
 
 
 def test_the_first_entry_that_answers():
-    large = {"dtypes": ["float16"], "pixels": [400, 1000], "formula": ["o", 0, 0, 0, 0]}, 0, 0, (), False
-    small = {"dtypes": ["float16"], "pixels": [1, 100]}, 90800, 0, (), False
+    large = {"dtypes": ["float16"], "pixels": [400, 1000], "formula": ["o", 0, 0, 0, 0]}, 0, 0, 0, (), "taken"
+    small = {"dtypes": ["float16"], "pixels": [1, 100]}, 90800, 0, 0, (), "taken"
     known = [(89, version, (), profile(), False) for version in (90800, 91002)]
     lookup = a_workspace(a_catalogue(*known, rules=(large,)), rules=(small,))
     assert said(lookup, question(10)) == (7, 0, 0, 0, 0, 0, None, 0)
@@ -208,8 +208,8 @@ def test_every_allocation_fails_once():
             (86, 90800, (), made, False),
         )
         rules = (
-            (GOOD["rules"][0], 0, 0, (89,), False), (GOOD["rules"][0], 0, 90800, (89,), True),
-            ({"dtypes": ["float16"], "pixels": [1, 80]}, 90701, 0, (), False),
+            (GOOD["rules"][0], 0, 0, 0, (89,), "taken"), (GOOD["rules"][0], 0, 0, 90800, (89,), "possible"),
+            ({"dtypes": ["float16"], "pixels": [1, 80]}, 90701, 0, 0, (), "taken"),
         )  # fmt: skip
         catalogue = a_catalogue(*known, rules=rules, samples=(CARD, ("3090", 86, 82)))
         workspace = a_workspace(catalogue, rules=rules[2:], coarse=True, cudnn=90701)
@@ -381,7 +381,7 @@ def test_rows():
         (86, 91002, (), constant(30), False),
         (89, 90701, (), constant(40), True),
     ]
-    possible = {"dtypes": ["float16"], "formula": ["", 0, 0, 0, 50]}, 0, 90800, (89,), True
+    possible = {"dtypes": ["float16"], "formula": ["", 0, 0, 0, 50]}, 0, 0, 90800, (89,), "possible"
     catalogue = a_catalogue(*known, rules=[possible], samples=[("v100", 70, 80)])
     other = question()._replace(c=9)  # no profile holds it
     i, o, f = (2 * n for n in (8 * 144, 16 * 144, 8 * 16 * 9))
@@ -405,12 +405,28 @@ def test_rows():
     assert workspace.rows(False, workspace) == []  # nothing was asked about
 
 
+def test_a_measured_rule_replaces_nothing():
+    """It holds from one version to before another, and widens no band."""
+    known = [(89, version, (), constant(10), False) for version in (90800, 91002, 92000)]
+
+    def asked(version, standing):
+        rule = {"dtypes": ["float16"], "formula": ["", 0, 0, 0, 50]}, 0, 91000, 92000, (89,), standing
+        workspace = a_workspace(a_catalogue(*known, rules=[rule]), cudnn=version)
+        count = workspace.conv(question())[0]
+        return count, workspace.rows(False, workspace)
+
+    assert asked(91002, "measured") == (50, []) and asked(91002, "taken") == (50, [(10,)])
+    assert [asked(version, "measured") for version in (90800, 92000)] == [(10, [])] * 2
+
+
 def test_bad_catalogues_and_workspaces():
     with refused("card"):
         a_workspace(card=("x" * 64, 89, 1))
     with refused("rule"):
-        a_catalogue(rules=[({}, 0, 0, (89,) * 17, False)])
-    for wrong in (dict(card=1), dict(card=("x", 89)), dict(rules=(1,)), dict(rules=((1, 0, 0, (), 0),))):
+        a_catalogue(rules=[({}, 0, 0, 0, (89,) * 17, "taken")])
+    with refused("standing"):
+        a_catalogue(rules=[({}, 0, 0, 0, (), "known")])
+    for wrong in (dict(card=1), dict(card=("x", 89)), dict(rules=(1,)), dict(rules=((1, 0, 0, 0, (), "taken"),))):
         with pytest.raises((TypeError, ValueError)):
             a_workspace(**wrong)
     for load in (lambda number: 1 / 0, lambda number: (1, False), lambda number: None):

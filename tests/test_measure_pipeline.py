@@ -26,6 +26,7 @@ import vaemem.pytorch
 from vaemem import SimulatedProcess, Table, compare, predict, predict_pipeline
 from vaemem.__main__ import main
 from vaemem.pipelines.components import CLIPS, PIPELINES
+from vaemem.pipelines.group_offload import GroupOffload
 from vaemem.prediction.request import Software, find_card
 from vaemem.prediction.runtimes import architecture
 from vaemem.pytorch import (
@@ -318,6 +319,56 @@ def test_borders_with_sequential_offload(small):
     found = measure_pipeline(pipe, 48, 32, prompt=None, steps=2, **embeds)
     assert state(pipe) == before and found.asked["offload"] == "sequential"
     assert Meter.log == ["clear", "reset", "unet", "unet", "read", "reset", "vae", "read"]
+
+
+GROUPS = [
+    (("leaf_level",), {}, "leaf_level"),
+    (("block_level", 2), {}, "block_level 2"),
+    (("leaf_level",), {"exclude_modules": ["vae"]}, "leaf_level and none"),
+]
+
+
+@pytest.mark.parametrize(("words", "more", "said"), GROUPS)
+def test_groups_are_recognised(small, words, more, said):
+    """And predicted as they are: what is excluded stays."""
+    pipe, place = small("sd"), torch.device("cpu")
+    kind, *blocks = words
+    settings = {"offload_type": kind, "num_blocks_per_group": blocks[0] if blocks else None} | more
+    pipe.enable_group_offload(place, place, **settings)
+    assert measured(pipe).asked["offload"] == said
+    found = measuring_pipelines._groups(pipe)
+    assert GroupOffload.read(found) == GroupOffload.read(settings) and not found["use_stream"]
+    assert measuring_pipelines._groups(small("sd")) is None
+    if not more:
+        other = small("sd")
+        other.unet.enable_group_offload(place, place, offload_type="leaf_level")
+        other.vae.enable_group_offload(place, place, offload_type="block_level", num_blocks_per_group=1)
+        with pytest.raises(ValueError, match="different kinds"):
+            measuring_pipelines._groups(other)
+
+
+def test_a_controlnet_begins_the_denoising(small):
+    pipe = small("sd")
+    control = diffusers.ControlNetModel.from_unet(pipe.unet, conditioning_embedding_out_channels=(16, 16, 32))
+    control.conv_in.register_forward_pre_hook(lambda *_: Meter.log.append("controlnet"))
+    image = pytest.importorskip("PIL.Image").new("RGB", (32, 48))
+    found = measured(diffusers.StableDiffusionControlNetPipeline(**pipe.components, controlnet=control), image=image)
+    assert [phase.name for phase in found.phases] == ["encode prompt", "denoise", "decode"]
+    begins = Meter.log.index("controlnet")
+    assert Meter.log[begins - 2 : begins + 2] == ["read", "reset", "controlnet", "unet"]
+
+
+def test_tied_weights_that_sequential_offload_parts():
+    """T5's embedding has two names. accelerate leaves a tensor of each on the device "meta"."""
+    pipe = built("sd3")
+    part = predict_pipeline("sd3", 512, 512, gpu="RTX 4090").request.part("text_encoder_3")
+    encoder = pipe.text_encoder_3
+    assert measuring_pipelines._has_weights(encoder, part)
+    encoder.encoder.embed_tokens.weight = torch.nn.Parameter(torch.empty_like(encoder.shared.weight))
+    assert len({id(weight) for weight in encoder.parameters()}) == len(part.weights) + 1
+    assert measuring_pipelines._has_weights(encoder, part)
+    encoder.more = torch.nn.Embedding(32128, 4096, device="meta", dtype=torch.float16)
+    assert not measuring_pipelines._has_weights(encoder, part)
 
 
 @pytest.mark.older

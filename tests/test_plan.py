@@ -264,7 +264,7 @@ def test_vaemems_decoder_is_tight_where_it_never_ran():
     asked = {"height": 512, "width": 512, "vae": "vaemem", "vae_memory_limit": "1 GB"}
     there, here = (predict_pipeline("sd15", gpu=gpu, **asked) for gpu in ("RTX 4090", "H100"))
     assert (there.verdict, here.verdict) == ("tight", "fits")
-    assert there.summary.endswith("; vaemem's code has run on one kind of GPU only, an H100")
+    assert there.summary.endswith("; vaemem's code has run on one kind of GPU only, an H100 and an H200")
     assert not predict_pipeline("sd15", gpu="RTX 4090", **asked, safe=True).fits and here.tight_because == ""
 
 

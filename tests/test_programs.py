@@ -160,7 +160,7 @@ def test_equations_of_cases():
     def taken(case="1 n = 1", size="8", **sizes):
         names, values = " ".join(sizes), tuple(sizes.values())
         text = f"variables {names}\ncall float16; {case}\nsize {size}\nmodule +0:it -1\nmodule =0"
-        return Program(text).trace("float16", values, 89, 128, ()).steps[0][2]
+        return Program(text).trace("float16", values, 89, 128, 0, ()).steps[0][2]
 
     assert taken("1 h w != 2 t + 1", h=3, w=3, t=5) == 8
     assert taken("1 n = 2", "640 n h h + -5 h + 7", n=2, h=3) == 11512
@@ -219,11 +219,11 @@ def test_sizes_that_do_not_fit_are_said():
     program = Program(SMALL)
     for sizes, error in (((1, 1 << 61), OverflowError), ((1, -2), ValueError), ((1, 1 << 70), OverflowError)):
         with pytest.raises(error):
-            program.trace("float16", sizes, 89, 128, ())
+            program.trace("float16", sizes, 89, 128, 0, ())
     with refused("small"):
-        program.trace("float16", (1, 3), 89, 128, ())
+        program.trace("float16", (1, 3), 89, 128, 0, ())
     with refused("dtype", "float32"):
-        program.trace("float32", (1, 2), 89, 128, ())
+        program.trace("float32", (1, 2), 89, 128, 0, ())
 
 
 @pytest.mark.parametrize(("dtype", "sm", "flags"), [("float16", 89, "0 0 0 0"), ("bfloat16", 75, "0 1 1 1")])
@@ -233,7 +233,7 @@ def test_every_failing_allocation_is_said(dtype, sm, flags):
     def ask():
         program = Program(text)
         passing = [("b", "b", "weight", 8, 0), ("b.a", "b.a", "weight", 8, 1)]
-        return program.trace(dtype, (1, 8), sm, 128, passing).steps
+        return program.trace(dtype, (1, 8), sm, 128, 0, passing).steps
 
     expected, nth = ask(), 1
     assert any(name.endswith("[attention]") for *_, name in expected)

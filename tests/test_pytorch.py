@@ -395,7 +395,9 @@ def test_sdpa_kernel_chooses():
             attention(*[(2, 4, 128, 60)] * 3)
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         recording = attention(shape, shape, shape)
-        assert takes(recording) == [out] and recording.unmodelled == {"the workspace of cuDNN's attention": 1}
+        assert takes(recording) == [8, 8, out, 256, out]  # the queries lie head by head, so the output is copied
+        assert recording.unmodelled == {"the workspace of cuDNN's attention": 1}
+        assert not attention(shape, shape, shape, gpu="H100").unmodelled
     with sdpa_kernel(SDPBackend.MATH):
         scores = rows * 128 * 4
         assert takes(attention(shape, shape, shape)).count(scores) == 3 and not attention(*[shape] * 3).unmodelled
@@ -444,7 +446,60 @@ def test_pytorchs_order_of_kernels(change, kernel):
 
     call = AttentionCall(asked.pop("dtype"), tensor(4, 128), tensor(heads, length), tensor(heads, length), **asked)
     order = ("flash", "efficient", "cudnn", "math") if kernel == "cudnn" else ("flash", "efficient", "math", "cudnn")
-    assert _core.Trace.choose_kernel(call, sm, order) == kernel
+    assert _core.Trace.choose_kernel(call, sm, 0, order) == kernel
+
+
+def test_rows_of_a_mask_that_lie_apart():
+    """No fused kernel takes such a mask: T5's bias before transformers 5.23, for one (check_last_dim_stride_equals_1).
+    An H200 ran it by the math kernel."""
+    from vaemem import _core
+    from vaemem.prediction.eager import AttentionCall, Heads, Mask
+
+    heads = Heads((1, 64, 512, 64), (64 * 512 * 64, 64, 64 * 64, 1))
+    order = ("cudnn", "flash", "efficient", "math")
+    for strided, kernel in ((False, "cudnn"), (True, "math")):
+        call = AttentionCall("bfloat16", heads, heads, heads, Mask(64 * 512 * 512, 512, False, strided))
+        assert _core.Trace.choose_kernel(call, 90, 91900, order) == kernel
+        q = torch.empty(1, 64, 512, 64, dtype=torch.bfloat16)
+        bias = torch.empty(1, 512, 512, 64, dtype=torch.bfloat16).permute(0, 3, 1, 2)
+        mask = bias if strided else bias.contiguous()
+        found = record(Calls(F.scaled_dot_product_attention), q, q, q, mask).trace
+        names = {name for _, _, size, name in found.steps if size == 4 * 64 * 512 * 512}
+        assert bool(names) == strided  # the math kernel's scores
+
+
+@pytest.mark.parametrize(
+    "gpu, torch_version, cudnn_version, first",
+    [
+        ("H100", "2.11.0", None, 91900), ("H200", "2.11.0", None, 91900), ("B200", "2.11.0", None, 91900),
+        ("H100", "2.7.1", None, 0), ("H100", "2.10.0", "9.15.0", 0), ("H100", "2.10.0", "9.15.1", 91501),
+        ("RTX 5090", "2.11.0", None, 0), ("RTX 4090", "2.11.0", None, 0), ("RX 7900 XTX", "2.11.0", None, 0),
+    ],
+)  # fmt: skip
+def test_where_cudnns_attention_comes_first(gpu, torch_version, cudnn_version, first):
+    from vaemem.prediction.gpus import find_gpu
+    from vaemem.prediction.workspace import cudnn_attention
+
+    assert cudnn_attention(find_gpu(gpu), torch_version, cudnn_version) == first
+
+
+def test_what_cudnns_attention_takes():
+    """As an H200 was seen to: two numbers, the output, 256 bytes. The output lies as the queries do; one that lies head
+    by head is copied."""
+    from vaemem import _core
+    from vaemem.prediction.eager import AttentionCall, Heads
+
+    size, sizes = 2 * 4 * 128 * 160 * 2, []
+    for strides in ((4 * 128 * 160, 160, 4 * 160, 1), (4 * 128 * 160, 128 * 160, 160, 1)):
+        heads = Heads((2, 4, 128, 160), strides)
+        trace = _core.Trace()
+        trace.attend(AttentionCall("float16", heads, heads, heads), "cudnn", 90, 132, "x")
+        sizes.append([step[2] for step in trace.steps if step[0] == "take"])
+    assert sizes == [[8, 8, size, 256], [8, 8, size, 256, size]]
+    call = AttentionCall("float16", heads, heads, heads)
+    for cudnn, kernel in ((90900, "flash"), (91000, "cudnn")):  # heads of 160 channels
+        assert _core.Trace.choose_kernel(call, 90, cudnn, ("cudnn", "flash", "math")) == kernel
+    assert _core.Trace.choose_kernel(call, 100, 91900, ("cudnn", "flash", "math")) == "flash"
 
 
 @pytest.mark.parametrize("how", [{}, {"is_causal": True}, {"mask": "float"}, {"mask": "bool"}, {"enable_gqa": True}])

@@ -484,7 +484,7 @@ def test_no_convolution_of_a_recorded_module_is_left_to_a_rule(name):
             for torch_version in ("2.7.1", "2.9.1", "2.11.0", "2.12.0", None):
                 workspace = Workspace(gpu, torch_version=torch_version)
                 sources = [workspace.conv(*conv)[1] for conv in found]
-                is_ruled |= not all(source.startswith("profile: ") for source in sources)
+                is_ruled |= not all(source.startswith(("profile: ", "measured: ")) for source in sources)
     assert is_ruled == (name in BY_RULE)
 
 
@@ -565,6 +565,17 @@ def test_the_inferred_profile_answers_for_its_version_alone():
         tensor, filters = 512 * 128 * 128 * 4, 512 * 512 * 9 * 4
         assert count < tensor + filters + 1024  # i+f
         assert max(answers[-1] for answers in older.alternatives()) > 4 * tensor + filters  # i+f+3o
+
+
+def test_the_run_time_engine_of_1x1_on_hopper():
+    """As an H100 and an H200 took it with cuDNN 9.19.0. Without a card cuDNN answers i + o."""
+    question = "bfloat16", 1, 256, 1024, 1024, 128, 1
+    for gpu in ("H100", "H200"):
+        measured = Workspace(gpu, torch_version="2.11.0")
+        assert measured.conv(*question)[0] == 400 and measured.conv(*question)[1].startswith("measured: 1x1")
+        assert not measured.substitutions and not measured.alternatives()
+    for gpu, version in (("H100", "9.10.2"), ("A100", "9.19.0"), ("RTX 5090", "9.19.0")):
+        assert not Workspace(gpu, version).conv(*question)[1].startswith("measured")
 
 
 def test_rules_of_older_versions():
@@ -869,7 +880,7 @@ def test_the_rule_is_as_good_as_it_says(name):
     wanted = [("float16", WIDE, 3, 0.7), ("float32", WIDE, 3, 0.5)]
     if gpu.sm >= 80:
         wanted.append(("float16", POINTWISE, 1, 0.5))
-    rule = Workspace(gpu, profile.version, catalogue=profiles.Catalogue({}))
+    rule = Workspace(gpu, profile.version, catalogue=profiles.Catalogue({}, ()))
     for dtype, channels, r, share in wanted:
         near = []
         for c, k in channels:

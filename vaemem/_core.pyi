@@ -158,8 +158,8 @@ class Trace:
     def empty_cache(self) -> None: ...
     def conv(self, question: tuple[Any, ...], name: str, /) -> None: ...
     @staticmethod
-    def choose_kernel(call: tuple[Any, ...], sm: int, enabled: tuple[str, ...], /) -> str: ...
-    def attend(self, call: tuple[Any, ...], kernel: str, sm: int, multiprocessors: int, name: str, /) -> int | None: ...
+    def choose_kernel(call: tuple[Any, ...], sm: int, cudnn: int, enabled: tuple[str, ...], /) -> str: ...
+    def attend(self, call: tuple[Any, ...], kernel: str, sm: int, multiprocessors: int, name: str, /) -> int: ...
 
 class Profile:
     def __new__(
@@ -170,9 +170,9 @@ class Profile:
     def conv(self, question: tuple[Any, ...], tf32: bool, /) -> tuple[int, int, int] | None: ...
 
 _Card = tuple[str, int, int]  # key, compute capability, multiprocessors
-# A rule, the version that answers in its place or 0, the version before which it holds or 0, compute capabilities, and
-# whether it is only possible.
-_CardRule = tuple[Mapping[str, Any], int, int, tuple[int, ...], bool]
+# A rule, the version that answers in its place or 0, the versions from which and before which it holds or 0, compute
+# capabilities, and its standing: taken, possible or measured.
+_CardRule = tuple[Mapping[str, Any], int, int, int, tuple[int, ...], str]
 
 class Catalogue:
     # Profiles are (compute capability, version, the cards they are limited to).
@@ -248,7 +248,7 @@ class Process:
 class Program:
     def __init__(self, text: str) -> None: ...
     def trace(
-        self, dtype: str, sizes: tuple[int, ...], sm: int, multiprocessors: int,
+        self, dtype: str, sizes: tuple[int, ...], sm: int, multiprocessors: int, cudnn: int,
         passing: Sequence[tuple[Any, ...]], companions: Sequence[tuple[str, int, int, int]] = (), /,
     ) -> Trace: ...  # fmt: skip
 

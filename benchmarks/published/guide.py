@@ -197,7 +197,7 @@ def _channels_last() -> Finding:
 def _flash() -> Finding:
     heads = ((1, 1, _TILE, 512), (_TILE * 512, _TILE * 512, 512, 1))
     call = (DTYPE, heads, heads, heads, None, False, False)
-    chosen = _core.Trace.choose_kernel(call, find_gpu(CARD).sm, ("flash", "efficient", "math"))
+    chosen = _core.Trace.choose_kernel(call, find_gpu(CARD).sm, 0, ("flash", "efficient", "math"))
     found = f"of flash, efficient and math PyTorch takes {chosen} for one head of 512 channels, the VAEs' middle block"
     return _judged(chosen == "flash", COUNTED, found)
 

@@ -135,7 +135,7 @@ vm_status vm_catalogue_relatives(vm_catalogue *c, int sm, int version, vm_profil
 }
 
 bool vm_card_rule_holds(const vm_card_rule *rule, int sm, int version) {
-    if (rule->before && version && version >= rule->before) return false;
+    if (version && (version < rule->since || (rule->before && version >= rule->before))) return false;
     for (size_t i = 0; i < rule->capabilities; i++)
         if (rule->capability[i] == sm) return true;
     return !rule->capabilities;

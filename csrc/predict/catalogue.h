@@ -16,14 +16,18 @@ typedef struct vm_card {
     int sm, multiprocessors;
 } vm_card;
 
+/* What a rule is worth: inferred, and taken all the same; possible, so that it only widens the band; or measured on a
+ * card, so that it replaces nothing. */
+typedef enum vm_standing { VM_RULE_TAKEN, VM_RULE_POSSIBLE, VM_RULE_MEASURED, VM_STANDINGS } vm_standing;
+
 /* A rule that answers before profiles do. Versions are numbers as in vm_lookup_torch. */
 typedef struct vm_card_rule {
     vm_rule rule;
     int as;                               /* the version whose profile answers; 0: the rule's formula */
-    int before;                           /* valid for cuDNN before this version; 0: for any */
+    int since, before;                    /* valid for cuDNN from one version to before another; 0: for any */
     int capability[VM_RULE_CAPABILITIES]; /* valid for these */
     size_t capabilities;                  /* 0: for any */
-    bool possible;                        /* uncertain: it only widens the band */
+    vm_standing standing;
 } vm_card_rule;
 
 /* A profile in the catalogue. Before it is loaded, `profile` is NULL. */

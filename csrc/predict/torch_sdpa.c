@@ -23,7 +23,9 @@ static const char *any_rejects(const vm_sdpa *c, bool grouped) {
 
 static bool is_dense(const vm_heads *h) { return !h->strided || h->depth == 1; }
 
-static bool all_dense(const vm_sdpa *c) { return is_dense(&c->q) && is_dense(&c->k) && is_dense(&c->v); }
+static bool all_dense(const vm_sdpa *c) {
+    return is_dense(&c->q) && is_dense(&c->k) && is_dense(&c->v) && !c->mask_strided;
+}
 
 static bool is_new_and_half(const vm_sdpa *c, int sm) { return c->dtype != VM_F32 && sm >= 80; }
 
@@ -47,32 +49,36 @@ static const char *efficient_rejects(const vm_sdpa *c, int sm) {
     if (c->dtype == VM_BF16 && sm < 80) return "needs compute capability 8.0 for bfloat16";
     if (q != c->k.depth || q % unit || v % unit || !q || !v) return depths[unit];
     if (c->q.strided || c->k.strided || c->v.strided) return "needs the elements of a head side by side";
+    if (c->mask_strided) return "needs the elements of a mask's row side by side";
     return any_rejects(c, false);
 }
 
-static const char *cudnn_rejects(const vm_sdpa *c, int sm) {
-    const uint64_t q = c->q.depth, k = c->k.depth, v = c->v.depth;
-    if (!is_new_and_half(c, sm)) return "needs half precision and compute capability 8.0";
-    if (q % 8 || k % 8 || v % 8 || q > 128 || k > 128 || v > 128)
-        return "needs heads of a multiple of 8 channels, 128 at most";
+/* cuDNN 9.10 and later take 256 channels on Hopper. */
+static const char *cudnn_rejects(const vm_sdpa *c, const vm_trace_gpu *gpu) {
+    const uint64_t q = c->q.depth, k = c->k.depth, v = c->v.depth,
+                   most = gpu->sm == 90 && gpu->cudnn >= 91000 ? 256 : 128;
+    if (!is_new_and_half(c, gpu->sm)) return "needs half precision and compute capability 8.0";
+    if (q % 8 || k % 8 || v % 8 || q > most || k > most || v > most)
+        return most == 256 ? "needs heads of a multiple of 8 channels, 256 at most"
+                           : "needs heads of a multiple of 8 channels, 128 at most";
     if (c->k.length == 1) return "needs more than one key";
     return all_dense(c) ? any_rejects(c, true) : "needs the elements of a head side by side";
 }
 
-static const char *rejects(const vm_sdpa *c, vm_attention_kernel kernel, int sm) {
+static const char *rejects(const vm_sdpa *c, vm_attention_kernel kernel, const vm_trace_gpu *gpu) {
     switch (kernel) {
-    case VM_ATTENTION_FLASH: return flash_rejects(c, sm);
-    case VM_ATTENTION_EFFICIENT: return efficient_rejects(c, sm);
-    case VM_ATTENTION_CUDNN: return cudnn_rejects(c, sm);
+    case VM_ATTENTION_FLASH: return flash_rejects(c, gpu->sm);
+    case VM_ATTENTION_EFFICIENT: return efficient_rejects(c, gpu->sm);
+    case VM_ATTENTION_CUDNN: return cudnn_rejects(c, gpu);
     default: return NULL;
     }
 }
 
-vm_status vm_sdpa_choose(const vm_sdpa *call, int sm, const vm_attention_kernel *enabled, size_t count,
+vm_status vm_sdpa_choose(const vm_sdpa *call, const vm_trace_gpu *gpu, const vm_attention_kernel *enabled, size_t count,
                          vm_attention_kernel *out) {
     char reasons[VM_SENTENCE] = "";
     for (size_t i = 0; i < count; i++) {
-        const char *why = rejects(call, *out = enabled[i], sm);
+        const char *why = rejects(call, *out = enabled[i], gpu);
         if (!why) return VM_OK;
         const size_t used = strlen(reasons);
         snprintf(reasons + used, sizeof reasons - used, "%s%s %s", i ? "; " : "", vm_attention_kernel_name[enabled[i]],

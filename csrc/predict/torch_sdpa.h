@@ -8,7 +8,7 @@
 #include "../vm.h"
 
 typedef enum vm_attention_kernel {
-    VM_ATTENTION_USUAL, /* flash if possible, then memory-efficient, then math: PyTorch's order without cuDNN */
+    VM_ATTENTION_USUAL, /* flash if possible, then memory-efficient, then math; before them cuDNN's if it comes first */
     VM_ATTENTION_FLASH,
     VM_ATTENTION_EFFICIENT,
     VM_ATTENTION_MATH,
@@ -30,13 +30,20 @@ typedef struct vm_sdpa {
     vm_dtype dtype;
     vm_heads q, k, v;
     bool masked, boolean;    /* whether there is a mask, and whether its elements are booleans */
+    bool mask_strided;       /* the elements of a mask's row are not adjacent */
     bool causal, grouped;    /* is_causal, enable_gqa */
     uint64_t mask, mask_row; /* the mask's elements in total, and in one row (a query's keys) */
 } vm_sdpa;
 
-/* *out: the first enabled kernel that accepts the call on a card of compute capability `sm` (89 for 8.9). VM_EINVAL if
- * none does; PyTorch raises then. */
-vm_status vm_sdpa_choose(const vm_sdpa *call, int sm, const vm_attention_kernel *enabled, size_t count,
+typedef struct vm_trace_gpu {
+    int sm; /* compute capability, 89 for 8.9 */
+    int multiprocessors;
+    uint64_t free_bytes; /* free memory when the call begins; 0: unlimited */
+    int cudnn;           /* cuDNN's version if PyTorch tries its attention first (as in vm_lookup_torch), otherwise 0 */
+} vm_trace_gpu;
+
+/* *out: the first enabled kernel that accepts the call on a card. VM_EINVAL if none does; PyTorch raises then. */
+vm_status vm_sdpa_choose(const vm_sdpa *call, const vm_trace_gpu *gpu, const vm_attention_kernel *enabled, size_t count,
                          vm_attention_kernel *out);
 
 #endif

@@ -37,9 +37,9 @@ struct vm_workspace {
 
 /* Returns: whether a lookup uses a rule. own: one of the card's, not the catalogue's. */
 static bool uses_rule(const vm_workspace *w, recipe r, const vm_card_rule *rule, bool own) {
-    if (own) return r.rules == CARD_RULES || (r.rules == TAKEN_RULES && !rule->possible);
+    if (own) return r.rules == CARD_RULES || (r.rules == TAKEN_RULES && rule->standing != VM_RULE_POSSIBLE);
     if (!vm_card_rule_holds(rule, w->of.card.sm, r.version)) return false;
-    return rule->possible ? r.rules == POSSIBLE_RULES : r.rules == TAKEN_RULES && r.version;
+    return rule->standing == VM_RULE_POSSIBLE ? r.rules == POSSIBLE_RULES : r.rules == TAKEN_RULES && r.version;
 }
 
 typedef struct entries {
@@ -252,7 +252,8 @@ static vm_status add_possible(vm_workspace *w, rows *r, const vm_profile_list *n
     int oldest = -1;
     vm_status s = VM_OK;
     for (size_t i = 0; i < c->rules; i++)
-        holds = holds || (c->rule[i].possible && vm_card_rule_holds(&c->rule[i], w->of.card.sm, version));
+        holds = holds ||
+                (c->rule[i].standing == VM_RULE_POSSIBLE && vm_card_rule_holds(&c->rule[i], w->of.card.sm, version));
     for (size_t i = 0; !s && holds && i < near->count; i++) {
         const int number = (int)near->number[i];
         const vm_recorded *const one = &c->recorded[number];
@@ -325,6 +326,13 @@ static bool differs(const vm_workspace *w, const vm_recorded *r) {
     return r->inferred || !same || (w->of.torch.cudnn && w->of.torch.cudnn != r->version);
 }
 
+/* Returns: whether an entry replaces missing data of the card or the version. */
+static bool is_substitute(const vm_workspace *w, const vm_workspace_entry *e) {
+    if (e->rule < 0) return differs(w, &w->catalogue->recorded[e->recorded]);
+    const size_t rule = (size_t)e->rule;
+    return (rule < w->rules ? w->rule[rule] : w->catalogue->rule[rule - w->rules]).standing != VM_RULE_MEASURED;
+}
+
 /* *substituted: an answer replaces missing data of the card or the version; *guessed: a rule guessed. */
 static vm_status find_substitutes(vm_workspace *w, const rows *r, bool *substituted, bool *guessed) {
     for (size_t i = 0; i < r->convs; i++) {
@@ -336,8 +344,7 @@ static vm_status find_substitutes(vm_workspace *w, const rows *r, bool *substitu
         const vm_source *const source = &vm_lookup_sources(w->lookup, &sources)[known.source];
         *guessed = *guessed || source->why;
         if (source->why) continue;
-        const vm_workspace_entry entry = w->entry[source->entry];
-        *substituted = *substituted || entry.rule >= 0 || differs(w, &w->catalogue->recorded[entry.recorded]);
+        *substituted = *substituted || is_substitute(w, &w->entry[source->entry]);
     }
     return VM_OK;
 }

@@ -35,8 +35,8 @@ static int to_values(const vm_program *p, PyObject *given, int64_t value[VM_PROG
 static PyObject *program_trace(Program *self, PyObject *args) {
     vm_program_call call = {0};
     PyObject *given, *passing, *companions = NULL, *layers = NULL, *result = NULL;
-    if (!PyArg_ParseTuple(args, "O&OiiO|O:trace", vm_py_to_dtype, &call.dtype, &given, &call.gpu.sm,
-                          &call.gpu.multiprocessors, &passing, &companions) ||
+    if (!PyArg_ParseTuple(args, "O&OiiiO|O:trace", vm_py_to_dtype, &call.dtype, &given, &call.gpu.sm,
+                          &call.gpu.multiprocessors, &call.gpu.cudnn, &passing, &companions) ||
         to_values(self->program, given, call.value))
         return NULL;
     PyObject *texts = vm_py_to_passings(passing, &call.passing);
@@ -65,8 +65,10 @@ static PyObject *program_trace(Program *self, PyObject *args) {
 
 static PyMethodDef methods[] = {
     {"trace", (PyCFunction)program_trace, METH_VARARGS,
-     "trace($self, dtype, sizes, sm, multiprocessors, passing, companions=(), /)\n--\n\nReturns the trace of a call on "
-     "a GPU. passing: [(module, until, name, bytes, by, row_bytes=0, row_flops=0, lives=0)], sorted by module, of "
+     "trace($self, dtype, sizes, sm, multiprocessors, cudnn, passing, companions=(), /)\n--\n\nReturns the trace of a "
+     "call on "
+     "a GPU. cudnn: cuDNN's version if PyTorch tries its attention first, otherwise 0. passing: [(module, until, name, "
+     "bytes, by, row_bytes=0, row_flops=0, lives=0)], sorted by module, of "
      "tensors that come for a module's call and leave after that of `until`. by: 0 if they are made there, 1 if "
      "accelerate's hooks send them, 2 if diffusers' do. companions: [(module, rank, rows, columns)], the low-rank "
      "pairs "

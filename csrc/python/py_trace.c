@@ -216,7 +216,7 @@ static int to_heads(PyObject *pair, void *out) {
 static int to_sdpa(PyObject *call, void *out) {
     PyObject *mask;
     vm_sdpa *a = out;
-    int boolean = 0, causal, grouped;
+    int boolean = 0, strided = 0, causal, grouped;
     long long elements = 0, row = 0;
     *a = (vm_sdpa){0};
     if (!is_tuple(call) || !PyArg_ParseTuple(call, "O&O&O&O&Opp:call", vm_py_to_dtype, &a->dtype, to_heads, &a->q,
@@ -224,10 +224,11 @@ static int to_sdpa(PyObject *call, void *out) {
         return 0;
     a->masked = mask != Py_None;
     if (a->masked && !is_tuple(mask)) return 0;
-    if (a->masked && !PyArg_ParseTuple(mask, "LLp:mask", &elements, &row, &boolean)) return 0;
+    if (a->masked && !PyArg_ParseTuple(mask, "LLp|p:mask", &elements, &row, &boolean, &strided)) return 0;
     a->mask = (uint64_t)elements;
     a->mask_row = (uint64_t)row;
     a->boolean = boolean;
+    a->mask_strided = strided;
     a->causal = causal;
     a->grouped = grouped;
     return 1;
@@ -235,10 +236,11 @@ static int to_sdpa(PyObject *call, void *out) {
 
 static PyObject *trace_choose_kernel(PyObject *Py_UNUSED(null), PyObject *args) {
     vm_sdpa call;
-    int sm;
+    vm_trace_gpu gpu = {0};
     PyObject *names;
     vm_attention_kernel enabled[VM_ATTENTION_KERNELS], chosen;
-    if (!PyArg_ParseTuple(args, "O&iO!:choose_kernel", to_sdpa, &call, &sm, &PyTuple_Type, &names)) return NULL;
+    if (!PyArg_ParseTuple(args, "O&iiO!:choose_kernel", to_sdpa, &call, &gpu.sm, &gpu.cudnn, &PyTuple_Type, &names))
+        return NULL;
     const Py_ssize_t count = VM_MIN(PyTuple_Size(names), VM_ATTENTION_KERNELS);
     for (Py_ssize_t i = 0; i < count; i++) {
         const char *name = PyUnicode_AsUTF8AndSize(PyTuple_GetItem(names, i), NULL);
@@ -246,7 +248,7 @@ static PyObject *trace_choose_kernel(PyObject *Py_UNUSED(null), PyObject *args) 
         if (k < 0) return NULL;
         enabled[i] = (vm_attention_kernel)k;
     }
-    vm_status s = vm_sdpa_choose(&call, sm, enabled, (size_t)count, &chosen);
+    vm_status s = vm_sdpa_choose(&call, &gpu, enabled, (size_t)count, &chosen);
     return s ? vm_py_raise(s) : PyUnicode_FromString(vm_attention_kernel_name[chosen]);
 }
 
@@ -260,8 +262,7 @@ static PyObject *trace_attend(Trace *self, PyObject *args) {
     const int k = choose("kernel", kernel, vm_attention_kernel_name, VM_ATTENTION_KERNELS);
     if (k < 0) return NULL;
     vm_status s = vm_trace_attention(self->trace, &call, (vm_attention_kernel)k, &gpu, name, &id);
-    if (s) return vm_py_raise(s);
-    return k == VM_ATTENTION_CUDNN ? Py_NewRef(Py_None) : PyLong_FromUnsignedLong(id);
+    return s ? vm_py_raise(s) : PyLong_FromUnsignedLong(id);
 }
 
 /* ---- reading ---- */
@@ -316,12 +317,12 @@ static PyMethodDef methods[] = {
     {"conv", (PyCFunction)trace_conv, METH_VARARGS,
      "conv($self, question, name, /)\n--\n\nAdds a convolution's workspace. question: in the format of convs."},
     {"choose_kernel", trace_choose_kernel, METH_VARARGS | METH_STATIC,
-     "choose_kernel(call, sm, enabled, /)\n--\n\nReturns the first of the enabled kernels that accepts an "
-     "attention on a card of compute capability sm (89 for 8.9). Raises ValueError if none does: PyTorch would "
-     "raise."},
+     "choose_kernel(call, sm, cudnn, enabled, /)\n--\n\nReturns the first of the enabled kernels that accepts an "
+     "attention on a card of compute capability sm (89 for 8.9) with a version of cuDNN (91900 for 9.19.0, 0 if it is "
+     "not known). Raises ValueError if none does: PyTorch would raise."},
     {"attend", (PyCFunction)trace_attend, METH_VARARGS,
      "attend($self, call, kernel, sm, multiprocessors, name, /)\n--\n\nAdds an attention by a chosen kernel, or "
-     "by the usual one. Returns the id of its output; None for cuDNN's, which counts nothing."},
+     "by the usual one. Returns the id of its output."},
     {NULL, NULL, 0, NULL}};
 
 static PyGetSetDef attributes[] = {

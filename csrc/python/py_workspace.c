@@ -46,15 +46,20 @@ static int to_card(PyObject *object, vm_card *out) {
     return 0;
 }
 
-/* (dict, version that answers or 0, valid before version or 0, compute capabilities, whether only possible) */
+/* (dict, version that answers or 0, valid from version and before version or 0, compute capabilities, standing) */
 static int to_card_rule(PyObject *object, vm_card_rule *out) {
     PyObject *dict, *capabilities;
-    int possible;
+    static const char *const names[VM_STANDINGS] = {"taken", "possible", "measured"};
+    const char *standing;
     *out = (vm_card_rule){0};
-    if (check_tuple("rule", object) || !PyArg_ParseTuple(object, "OiiO!p:rule", &dict, &out->as, &out->before,
-                                                         &PyTuple_Type, &capabilities, &possible))
+    if (check_tuple("rule", object) || !PyArg_ParseTuple(object, "OiiiO!s:rule", &dict, &out->as, &out->since,
+                                                         &out->before, &PyTuple_Type, &capabilities, &standing))
         return -1;
-    out->possible = possible;
+    while (out->standing < VM_STANDINGS && strcmp(names[out->standing], standing) != 0) out->standing++;
+    if (out->standing == VM_STANDINGS) {
+        vm_py_refuse(PyExc_ValueError, VM_EXPECTED("standing", "taken, possible or measured", "%s"), standing);
+        return -1;
+    }
     if (PyTuple_Size(capabilities) > VM_RULE_CAPABILITIES) {
         vm_py_refuse(PyExc_ValueError, VM_EXPECTED("rule", "up to %d compute capabilities", "%R"), VM_RULE_CAPABILITIES,
                      object);

@@ -105,13 +105,15 @@ class Part:
     def _traces(self) -> dict[Any, _core.Trace]:
         return {}
 
-    def trace(self, gpu: Gpu, offload: str | GroupOffload, later: bool = False, **sizes: int) -> _core.Trace:
+    def trace(
+        self, gpu: Gpu, offload: str | GroupOffload, later: bool = False, cudnn: int = 0, **sizes: int
+    ) -> _core.Trace:
         """Trace a call's memory on a GPU, with the weights that offloading sends for its submodules. later: whether it
-        is not the first call. `sizes` may have more than its variables. The last traces are kept, because making one
-        takes longer than playing it."""
+        is not the first call. cudnn: as `cudnn_attention` gives it. `sizes` may have more than its variables. The last
+        traces are kept, because making one takes longer than playing it."""
         recording, kept = programs.load_program(self.component), self._traces
         wanted = {name: sizes[name] for name in recording.variables}
-        key = (gpu.name, gpu.sm, gpu.multiprocessors, offload, later, *wanted.items())
+        key = (gpu.name, gpu.sm, gpu.multiprocessors, cudnn, offload, later, *wanted.items())
         trace = kept.get(key)
         if trace is None:
             working = [
@@ -122,7 +124,7 @@ class Part:
             companions = [pair.companion for pair in self.pairs if not pair.fused]
             order = self._order(offload, gpu, wanted) if later else ()
             sent = self.sent_by(offload, later, order)
-            trace = recording.trace(self.dtype, gpu, [*sent, *working], companions, **wanted)
+            trace = recording.trace(self.dtype, gpu, [*sent, *working], companions, cudnn, **wanted)
             for oldest in list(kept)[: len(kept) + 1 - KEPT_TRACES]:
                 kept.pop(oldest, None)
             kept[key] = trace
@@ -501,6 +503,10 @@ class PipelineRequest(Request):
             if part.role == "vae" and group.num_blocks_per_group and not self.groups_vae:
                 why = "its class names no blocks, and a decode does not call the module that would bring its weights"
                 wanted = f"leaf_level, or the vae in exclude_modules with {self.name}"
+                raise ArgumentError("offload", wanted, repr(str(group)), why)
+            if part.upcast and group.use_stream:
+                why = "diffusers converts it to float32, its weights come back in float16, and the decode fails"
+                wanted = "no stream, the vae in exclude_modules, or components['vae'] in float16"
                 raise ArgumentError("offload", wanted, repr(str(group)), why)
             part.sent_by(group)
             repeats = vae != "whole" or self.pipeline.frames or self.first

@@ -137,7 +137,7 @@ class PipelineRun:
             return Tensor(process, f"output of {role}", (), part.dtype, ())
         offload = (self.request.group or self.request.offload) if role in self.moved else "none"
         later = bool(self.request.group) and any(one == role for one, _ in self.calls)
-        trace = part.trace(process.gpu, offload, later, **sizes)
+        trace = part.trace(process.gpu, offload, later, process.cudnn_attention, **sizes)
         left = process.call(trace)
         process.count(flops=trace.flops, sent=part.passed if offload == "sequential" else trace.sent)
         self.calls.append((role, process.last_call))

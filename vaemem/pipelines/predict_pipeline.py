@@ -47,7 +47,8 @@ from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, judge_phases, judge_pl
 
 PredictedRuntime = Literal["diffusers", "sd.cpp", "comfyui"]
 PREDICTED_RUNTIMES: tuple[PredictedRuntime, ...] = get_args(PredictedRuntime)
-BY_VAEMEM = "vaemem's code has run on one kind of GPU only, an H100"
+_TRIED = ("NVIDIA H100", "NVIDIA H200")
+BY_VAEMEM = "vaemem's code has run on one kind of GPU only, an H100 and an H200"
 
 
 def _play_phases(request: PipelineRequest, workspace: Any, point: Point) -> dict[str, PlayedPeak]:
@@ -137,7 +138,7 @@ class PipelinePrediction(_Played):
     verdict : str
         ``"fits"``, even by `upper`; ``"tight"``; or ``"does not fit"``. A tight run goes through, but not by `upper`;
         or it depends on PyTorch's release of cached memory, on unknown next plans of a cuDNN before 9.8, or on
-        vaemem's decoder on a card other than an H100, where it never ran.
+        vaemem's decoder on a card other than an H100 or H200, where it never ran.
     summary : str
         The verdict with its figures and its reason, in one sentence.
     spare : int
@@ -206,7 +207,7 @@ class PipelinePrediction(_Played):
         self.notes = (*(process if full else here).substitutions, *_notes(q))
         self.judged = judge_played(
             self._plays(), here, self.peak, self.here.fullest.total if played else 0, full,
-            untried=BY_VAEMEM if q.vae == "vaemem" and "H100" not in q.card.gpu.name else "",
+            untried=BY_VAEMEM if q.vae == "vaemem" and not q.card.gpu.name.startswith(_TRIED) else "",
             covers=f", at {q.size} as diffusers runs {q.made_of}" if q.made_of else "",
         )  # fmt: skip
 
@@ -275,7 +276,6 @@ def _notes(q: PipelineRequest) -> Iterator[str]:
     if q.pipeline.sized and (q.height, q.width) != (1024, 1024):
         yield f"{q.pipeline.class_name} makes about 1024x1024 pixels of it unless its call has {q.pipeline.sized}"
     if q.group and q.group.use_stream:
-        yield "prefetching on a stream was compared with diffusers' hooks on a card that was not there, never on a GPU"
         if q.group.num_blocks_per_group:
             yield "with use_stream diffusers takes one block per group, whatever num_blocks_per_group says"
     if q.group and q.group.pins:

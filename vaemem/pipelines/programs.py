@@ -82,19 +82,20 @@ class Recorded:
 
     def trace(
         self, dtype: str, gpu: Gpu, passing: Iterable[Passing] = (),
-        companions: Sequence[tuple[str, int, int, int]] = (), **sizes: int,
+        companions: Sequence[tuple[str, int, int, int]] = (), cudnn: int = 0, **sizes: int,
     ) -> _core.Trace:  # fmt: skip
         """Trace a call's memory on a GPU, with a value for each of `variables`. ValueError if it was not recorded.
 
         passing: tensors that are there only during some submodules' calls; those of one module in their order
         companions: (layer, rank, rows, columns of its weight) of the layers' low-rank pairs
+        cudnn: as `cudnn_attention` gives it
         """
         if set(sizes) != set(self.variables):
             raise ArgumentError(self.name, ", ".join(self.variables), ", ".join(sizes))
         choose("dtype", dtype, self.dtypes)
         through = sorted(passing, key=operator.attrgetter("module"))
         given = tuple(sizes[name] for name in self.variables)
-        return self._program.trace(dtype, given, gpu.sm, gpu.multiprocessors, through, companions)
+        return self._program.trace(dtype, given, gpu.sm, gpu.multiprocessors, cudnn, through, companions)
 
 
 def _lines(name: str, data: Mapping[str, Any]) -> Iterator[str]:

@@ -57,11 +57,10 @@ class ProcessScript:
         self._compute()
         self._trace.conv(question, name)
 
-    def attend(self, call: tuple[Any, ...], kernel: str, sm: int, multiprocessors: int, name: str) -> int | None:
+    def attend(self, call: tuple[Any, ...], kernel: str, sm: int, multiprocessors: int, name: str) -> int:
         """Run an attention; return its output's number."""
         self._compute()
-        number = self._trace.attend(call, kernel, sm, multiprocessors, name)
-        return None if number is None else self._number(number)
+        return self._number(self._trace.attend(call, kernel, sm, multiprocessors, name))
 
     def empty_cache(self) -> None:
         """Empty the cache."""

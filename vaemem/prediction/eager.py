@@ -15,11 +15,13 @@ class Heads(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """An attention's mask: all its elements, the elements of one row (a query's keys), and whether they are boolean."""
+    """An attention's mask: all its elements, the elements of one row (a query's keys), whether they are boolean, and
+    whether those of a row are apart in memory."""
 
     elements: int
     row: int
     boolean: bool = False
+    strided: bool = False
 
 
 class AttentionCall(NamedTuple):

@@ -19,7 +19,7 @@ from vaemem.prediction.held import LoadedVAE, Tensor, addresses_of, arch_key
 from vaemem.prediction.passing import FIRST
 from vaemem.prediction.runtimes import RUNTIMES, WAN, architecture, diffusers_release
 from vaemem.prediction.snapshot import CachingAllocator
-from vaemem.prediction.workspace import torch_for, torch_release, workspace_on
+from vaemem.prediction.workspace import cudnn_attention, torch_for, torch_release, workspace_on
 
 Workspaces = tuple[int, ...]  # bytes of each of a process's convolutions
 PhaseBytes = tuple[int, int]  # of a phase: bytes that its reading leaves out, and bytes of its reading that are exact
@@ -161,6 +161,7 @@ class SimulatedProcess:
         elif not hasattr(workspace, "conv"):
             raise ArgumentError("workspace", "an object whose conv(...) answers, as Workspace's", repr(workspace))
         self.workspace = workspace
+        self.cudnn_attention = cudnn_attention(self.gpu, self.torch_version, getattr(workspace, "cudnn_version", None))
         self.allocator = CachingAllocator(history=False) if allocator is None else allocator
         self._core = _core.Process(self.allocator, **blas_settings(self.gpu, self.torch_version))
         room = self.gpu.available(CONTEXT, used)

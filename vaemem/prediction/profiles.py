@@ -25,7 +25,7 @@ If input or output has more than 2^31 elements, cuDNN works on a part of the bat
 and ``p`` (output pixels) then describe the largest such part. A single image of 2^31 or more takes no workspace.
 
 A file may also hold rules that precede its trees, and name the file that answers the rest. An inferred profile answers
-for its own version only. ``older.json`` holds rules for versions that were never recorded. `Catalogue` lists all of
+for its own version only. ``rules.json`` holds rules for versions that were never recorded. `Catalogue` lists all of
 them; ``csrc/predict/catalogue.c`` decides which one answers for a card.
 """
 
@@ -225,10 +225,10 @@ def card_of(gpu: Gpu) -> tuple[str, int, int]:
     return gpu.key, gpu.sm, gpu.multiprocessors
 
 
-def card_rule(rule: Mapping[str, Any]) -> tuple[Mapping[str, Any], int, int, tuple[int, ...], bool]:
-    """Return a rule of ``older.json`` or of a card, as the core takes it."""
-    other, before = (version_number(rule[name]) if name in rule else 0 for name in ("as", "before"))
-    return rule, other, before, tuple(rule.get("capabilities", ())), rule["standing"] == "possible"
+def card_rule(rule: Mapping[str, Any]) -> tuple[Mapping[str, Any], int, int, int, tuple[int, ...], str]:
+    """Return a rule of ``rules.json`` or of a card, as the core takes it."""
+    other, since, before = (version_number(rule[name]) if name in rule else 0 for name in ("as", "since", "before"))
+    return rule, other, since, before, tuple(rule.get("capabilities", ())), rule["standing"]
 
 
 # A card of each compute capability. An unrecorded card may have the workspaces of any of them.
@@ -243,7 +243,7 @@ class Catalogue:
     files : iterable of str, or dict, optional
         Names of profile files. A dict may give a `Profile` for a name; None stands for the shipped one.
     older : iterable of dict, optional
-        Rules such as those of ``older.json``.
+        Rules such as those of ``rules.json``.
 
     Attributes
     ----------
@@ -258,7 +258,7 @@ class Catalogue:
     ):  # fmt: skip
         names = tuple(profile_files() if files is None else files)
         given = {name: one for name, one in files.items() if one} if isinstance(files, Mapping) else {}
-        self.older = list(json.loads(shipped("profiles", "older.json"))["rules"] if older is None else older)
+        self.older = list(json.loads(shipped("profiles", "rules.json"))["rules"] if older is None else older)
         self._load = functools.partial(_nth_profile, names, given)
         recorded = []
         for name in names:

@@ -106,6 +106,16 @@ def cudnn_of_torch(version: str) -> str:
     return known[build]
 
 
+def cudnn_attention(gpu: Gpu, torch_version: str, cudnn_version: str | None) -> int:
+    """Return the number of cuDNN's version if PyTorch tries cuDNN's attention first, otherwise 0: from 2.10 on with
+    cuDNN above 9.15.0, on compute capability 9.0 and 10.0 (check_prefer_cudnn_attention in sdp_utils.cpp).
+    cudnn_version: by default the one that this PyTorch brings."""
+    if gpu.maker != "NVIDIA" or gpu.sm not in (90, 100) or torch_release(torch_version) < (2, 10):
+        return 0
+    number = version_number(cudnn_version or cudnn_of_torch(torch_version))
+    return number if number > 91500 else 0
+
+
 def _has_kernels(gpu: Gpu, release: str, build: str) -> bool:
     least, most = KERNELS[build]
     return max(least, 75 if (release, build) in WITHOUT_VOLTA else 0) <= gpu.sm <= most
@@ -287,8 +297,10 @@ class Workspace:
         source = profile.source(steps, number) if profile else "rule"
         if rule >= 0 or not profile:
             said = self._rules[rule]
+            is_measured = said["standing"] == "measured"
+            source = "measured" if is_measured else source
             what = said["name"] + (f", in cuDNN before {said['before']}" if "before" in said else "")
-            return f"{source}: {what}; from {said['from']}", f"a rule for {what}"
+            return f"{source}: {what}; from {said['from']}", "" if is_measured else f"a rule for {what}"
         return source + self._wanted(profile.version), self._differs(profile)
 
     def _describe_guess(self, why: str, form: int) -> tuple[str, str]:

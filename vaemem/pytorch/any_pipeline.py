@@ -19,6 +19,7 @@ from vaemem._errors import ArgumentError, NoFileError
 from vaemem._types import Dtype
 from vaemem.pipelines.recorded import RecordedPrediction, RecordedRequest
 from vaemem.prediction.request import Software, find_card
+from vaemem.prediction.workspace import cudnn_attention, torch_for
 from vaemem.pytorch.converting import modules_of
 from vaemem.pytorch.loading import Undrawn, default_dtype
 from vaemem.pytorch.pipeline_recorder import PipelineRecorder, recording_pipelines
@@ -187,7 +188,7 @@ def predict_pipeline(
     if _STEPS in inspect.signature(type(pipe).__call__).parameters and _STEPS not in kwargs:
         kwargs[_STEPS] = RECORDED_STEPS
         notes.append(f"{RECORDED_STEPS} steps were recorded; later ones take the same memory")
-    recorder = PipelineRecorder(card)
+    recorder = PipelineRecorder(card, cudnn_attention(card.gpu, torch_for(card.gpu, torch_version), cudnn_version))
     with recording_pipelines(recorder):
         pipe = _copy(pipe, recorder)
         with _following(pipe, recorder):

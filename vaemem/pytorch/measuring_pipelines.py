@@ -37,12 +37,13 @@ from vaemem.tables.table import Table
 # Arguments of a pipeline's call that do not change the prediction, or only what the denoiser's first call shows.
 _HARMLESS = {
     "output_type", "negative_prompt", "guidance_scale", "max_sequence_length", "generator", "image", "strength",
-    "mask_image", "max_area", "use_resolution_binning",
+    "mask_image", "max_area", "use_resolution_binning", "num_frames",
 }  # fmt: skip
 # Attention processors that use PyTorch's own attention, as in the recorded modules.
 _PROCESSORS = {
     "AttnProcessor2_0", "FluxAttnProcessor2_0", "FluxAttnProcessor", "JointAttnProcessor2_0",
-    "ZSingleStreamAttnProcessor", "QwenDoubleStreamAttnProcessor2_0",
+    "ZSingleStreamAttnProcessor", "QwenDoubleStreamAttnProcessor2_0", "Flux2AttnProcessor",
+    "Flux2ParallelSelfAttnProcessor", "WanAttnProcessor",
 }  # fmt: skip
 _COUNTERS = ("allocated", "reserved")
 
@@ -272,6 +273,8 @@ class _Phases:
             for role, module in modules_of(pipe).items():
                 if role.startswith("text_encoder"):
                     stack.callback(module.register_forward_pre_hook(encode_prompt).remove)
+                elif role == "controlnet":
+                    stack.callback(module.register_forward_pre_hook(lambda m, _: self.begin("denoise", m)).remove)
             stack.callback(denoiser.register_forward_pre_hook(denoise, with_kwargs=True).remove)
             stack.enter_context(_before(vae, "encode", lambda **_: self.begin("encode image", vae)))
             stack.enter_context(_before(vae, "decode", lambda **_: self.begin("decode", vae)))
@@ -294,10 +297,33 @@ def _tensors(module: Any) -> list[Any]:
     return [*module.parameters(), *module.buffers()]
 
 
+def _group_settings(module: Any) -> dict[str, Any] | None:
+    """Return the arguments of the module's ``enable_group_offload``, or None."""
+    registries = (getattr(part, "_diffusers_hook", None) for part in module.modules())
+    hooks = (registry.get_hook("group_offloading") for registry in registries if registry is not None)
+    if (hook := next((one for one in hooks if one is not None), None)) is None:
+        return None
+    used, same = hook.config, ("num_blocks_per_group", "offload_to_disk_path", "low_cpu_mem_usage", "record_stream")
+    settings = {"offload_type": used.offload_type.value, "use_stream": used.stream is not None}
+    return settings | {name: getattr(used, name) for name in same}
+
+
+def _groups(pipe: Any) -> dict[str, Any] | None:
+    """Return the arguments of the pipeline's ``enable_group_offload``, or None. ValueError if components differ."""
+    found = {role: _group_settings(module) for role, module in modules_of(pipe).items()}
+    settings = [one for one in found.values() if one]
+    if any(one != settings[0] for one in settings):
+        raise ValueError("components are offloaded in groups of different kinds")
+    return settings[0] | {"exclude_modules": [role for role in found if not found[role]]} if settings else None
+
+
 def _place(module: Any, device: Any) -> str:
     """Return how a component gets to the device: "none" if it stays there."""
     if _is_moved_whole(module):
         return "model"
+    if settings := _group_settings(module):
+        blocks = settings["num_blocks_per_group"]
+        return f"{settings['offload_type']}{f' {blocks}' * bool(blocks)}{' stream' * settings['use_stream']}"
     places = {tensor.device for tensor in _tensors(module)}
     if torch.device("meta") in places:  # accelerate's place for weights that it loads for their calls
         return "sequential"
@@ -354,7 +380,11 @@ def _list_unpredictable(pipe: Any, call: Mapping[str, Any]) -> Iterator[str]:
 def _has_weights(module: Any, part: Part) -> bool:
     """Return whether a module has the recorded tensors of a component, under any names."""
     stored = Counter((weight.shape, weight.bytes) for weight in part.weights)
-    return stored == Counter((tuple(tensor.shape), tensor.nbytes) for tensor in _tensors(module))
+    tied = getattr(module, "_tied_weights_keys", None) or ()
+    apart = [weight for name, weight in module.named_parameters() if name in tied and weight.is_meta]
+    found = Counter((tuple(tensor.shape), tensor.nbytes) for tensor in _tensors(module))
+    # Sequential offload puts tied weights on the device "meta" one by one.
+    return stored in (found, found - Counter((tuple(tensor.shape), tensor.nbytes) for tensor in apart))
 
 
 def _request(
@@ -373,7 +403,7 @@ def _request(
         components = {role: _dtype(modules[role]) if role in modules else None for role in known}
         if kind.parts["vae"] == "sdxl" and components["vae"] == "float16" and pipe.vae.config.force_upcast:
             del components["vae"]  # the default for SDXL
-        facts["image"] = facts["image"] and not kind.encodes
+        facts["image"] = facts["image"] and not kind.encodes and class_name != type(pipe).__name__
         given = PipelineArguments(
             name, prompt_tokens=seen.tokens - kind.joined - _count_seen(kind, facts), components=components,
             guidance=_is_guided(kind, seen, call, facts["batch"]), dtype=_dtype(_denoiser(pipe)), **facts,
@@ -443,12 +473,12 @@ def _predict_phases(
     )  # fmt: skip
     about, system = torch.cuda.get_device_properties(place), "windows" if sys.platform == "win32" else "linux"
     card, sizes = find_card(about.name, about.total_memory, used, system), ("height", "width", "batch", "steps")
-    asked = {name: facts[name] for name in sizes}
+    asked = {name: facts[name] for name in sizes} | {"frames": call.get("num_frames")}
     request = _request(pipe, seen, card, software, call, image="image" in call, **asked)
     tile = usual_tile(request.part("vae").component)
     if facts["vae"] == "tiled" and _tiles_of(pipe.vae) != (tile, 0.25):
         raise ValueError(f"its tiles do not have {tile} pixels a side with an overlap of a quarter")
-    prediction = PipelinePrediction(request.run_with(facts["offload"], facts["vae"]))
+    prediction = PipelinePrediction(request.run_with(_groups(pipe) or facts["offload"], facts["vae"]))
     notes += prediction.notes
     if prediction.out_of_memory_at:
         where, lacking = prediction.out_of_memory_at

@@ -38,8 +38,8 @@ class PipelineRecorder(Recorder):
     guesses: {module: how often it read a number that nobody knows}
     """
 
-    def __init__(self, card: Card):
-        super().__init__(Recording(), card.gpu)
+    def __init__(self, card: Card, cudnn: int = 0):
+        super().__init__(Recording(), card.gpu, cudnn)
         self.card, self.script, self.guesses = card, ProcessScript(), Counter[str]()
         self._trace: Any = self.script
         self._phase, self._begun = "", True  # a phase begins with the first operator that does not move a weight

@@ -111,10 +111,11 @@ def map_leaves(f: Callable[[Any], Any], x: Any) -> Any:
 class Recorder(TorchDispatchMode):
     """Follows storages through the operators that run."""
 
-    def __init__(self, recording: Recording, gpu: Gpu):
+    def __init__(self, recording: Recording, gpu: Gpu, cudnn: int = 0):
+        """cudnn: as `cudnn_attention` gives it"""
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording, self._trace = recording, recording.trace
-        self._gpu = gpu
+        self._gpu, self._cudnn = gpu, cudnn
         self.path: list[str] = []
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}  # by storage address: allocations of the call
         self._kept: dict[int, StorageWeakRef] = {}  # by storage address: allocated before the call; keeps the address
@@ -317,11 +318,13 @@ class Recorder(TorchDispatchMode):
         if q.dtype not in _DTYPES:
             raise ArgumentError("scaled_dot_product_attention", "float32, float16 or bfloat16", str(q.dtype))
         queries, keys, values = (Heads(tuple(x.shape), x.stride()) for x in (q, k, v))
-        size = None if mask is None else Mask(mask.numel(), mask.shape[-1], mask.dtype is torch.bool)
+        size = None
+        if mask is not None:
+            size = Mask(mask.numel(), mask.shape[-1], mask.dtype is torch.bool, mask.stride(-1) != 1)
         call = AttentionCall(_DTYPES[q.dtype], queries, keys, values, size, causal, grouped)
-        return call, _core.Trace.choose_kernel(call, self._gpu.sm, _enabled_kernels())
+        return call, _core.Trace.choose_kernel(call, self._gpu.sm, self._cudnn, _enabled_kernels(self._cudnn > 0))
 
-    def attend(self, call: AttentionCall, kernel: str) -> int | None:
+    def attend(self, call: AttentionCall, kernel: str) -> int:
         """Record a kernel's allocations; return the number of its output in the trace."""
         return self._trace.attend(call, kernel, self._gpu.sm, self._gpu.multiprocessors, self.name())
 
@@ -348,7 +351,7 @@ class Recorder(TorchDispatchMode):
                 )[0]
         if dropout_p:
             self._count_unmodelled("scaled_dot_product_attention with dropout")
-        if kernel == "cudnn":
+        if kernel == "cudnn" and self._gpu.sm != 90:
             self._count_unmodelled("the workspace of cuDNN's attention")
         number = self.attend(call, kernel)
         batch, heads, queries, _ = q.shape
@@ -368,9 +371,10 @@ NO_COMPILER = (
 )
 
 
-def _enabled_kernels() -> tuple[str, ...]:
+def _enabled_kernels(cudnn_first: bool) -> tuple[str, ...]:
     """List the kernels of scaled_dot_product_attention that are enabled, in PyTorch's order (``torch.nn.attention.
-    sdpa_kernel``, ``torch.backends.cuda.enable_flash_sdp`` and others)."""
+    sdpa_kernel``, ``torch.backends.cuda.enable_flash_sdp`` and others). cudnn_first: whether cuDNN's precedes them if
+    nobody has set an order."""
     backend, switches = torch.nn.attention.SDPBackend, torch.backends.cuda
     known = {
         backend.FLASH_ATTENTION: ("flash", switches.flash_sdp_enabled()),
@@ -378,5 +382,10 @@ def _enabled_kernels() -> tuple[str, ...]:
         backend.CUDNN_ATTENTION: ("cudnn", switches.cudnn_sdp_enabled()),
         backend.MATH: ("math", switches.math_sdp_enabled()),
     }
-    order = (known.get(backend(one), ("", False)) for one in torch._C._get_sdp_priority_order())
-    return tuple(name for name, is_on in order if is_on)
+    order = torch._C._get_sdp_priority_order()
+    if cudnn_first and order == _USUAL_ORDER:
+        order = sorted(order, key=lambda one: backend(one) is not backend.CUDNN_ATTENTION)
+    return tuple(name for name, is_on in (known.get(backend(one), ("", False)) for one in order) if is_on)
+
+
+_USUAL_ORDER = torch._C._get_sdp_priority_order()
