@@ -323,6 +323,12 @@ def test_a_stream_prefetches_and_pins():
         assert "use_stream=True" in code[-1] and ast.parse("\n".join(code))
     with refused("offload", "'block_level 1 stream'"):
         predict_pipeline("sd15", offload="block_level stream", vae="tiled", **q)
+    sdxl = {"height": 1024, "width": 1024, "gpu": "RTX 3060"}
+    with refused("offload", "'leaf_level stream'"):  # its VAE would come back in float16
+        predict_pipeline("sdxl", offload="leaf_level stream", **sdxl)
+    kept = {"offload_type": "leaf_level", "use_stream": True, "exclude_modules": ["vae"]}
+    assert predict_pipeline("sdxl", offload=kept, **sdxl).fits
+    assert predict_pipeline("sdxl", offload="leaf_level stream", components={"vae": "float16"}, **sdxl).fits
     for way in ("leaf_level stream", "block_level 1 stream"):
         assert str(GroupOffload.read(way)) == way
 

@@ -149,7 +149,7 @@ def test_what_would_fit_instead_fits_when_it_is_opened(arguments):
         ("largest", 'sdxl decode 1024 --gpu "RTX 4060"', "824x824"),
         ("largest", 'sdxl encode 512 --gpu "RTX 3060" --dtype fp16', "14"),
         ("plan", 'sdxl 1024 --gpu "RTX 4060"', "Take sequential offload, VAE whole."),
-        ("plan", 'flux 1024 --gpu "RTX 3060" --component vae=float32', "Take sequential offload, VAE whole."),
+        ("plan", 'flux 1024 --gpu "RTX 3060" --component vae=float32', "Take streamed group offload, VAE whole."),
         ("plan", 'zimage-turbo 1024 --gpu "RTX 3060" --runtime sd.cpp', "Take --offload-to-cpu, VAE whole."),
     ],
 )  # fmt: skip

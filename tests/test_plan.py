@@ -230,7 +230,7 @@ def small_card():
 def test_ways_of_diffusers_are_predictions(small_card):
     """Each way is `predict_pipeline` asked so, with its phases, verdicts and bytes."""
     names = [one.way.name for one in small_card.outcomes]
-    assert len(names) == 15 and names[0] == "no offload, VAE whole" and "sequential offload, VAE whole" in names
+    assert len(names) == 17 and names[0] == "no offload, VAE whole" and "sequential offload, VAE whole" in names
     for name, settings in (
         ("no offload, VAE whole", {}),
         ("model offload, VAE tiled", {"offload": "model", "vae": "tiled"}),

@@ -382,7 +382,7 @@ def _rows(pattern: str, **equals: str) -> list[dict[str, str]]:
 def _times(names: tuple[tuple[str, str], ...]) -> dict[str, float]:
     """Return the time of each first contestant over that of the second, measured in one process, by name and size."""
     found = {}
-    for file in sorted(_RESULTS.glob("decode_gpu_*.csv")):
+    for file in sorted(_RESULTS.glob("decode_gpu_nvidia_h100_*.csv")):
         took = {(r["contestant"], r["op"], r["height"], r["dtype"]): float(r["ms"]) for r in _rows(file.name)}
         for (name, *run), ms in took.items():
             for first, second in names:
@@ -403,7 +403,7 @@ def _first_run() -> Finding:
         for how in ("cold", "warm")
     )
     more = [seconds / later[run] for run, seconds in first.items() if run in later]
-    compiled = distinct(r["notes"] for r in _rows("decode_gpu_*.csv", contestant="torch compile"))
+    compiled = distinct(r["notes"] for r in _rows("decode_gpu_nvidia_h100_*.csv", contestant="torch compile"))
     found = (
         f"on an H100 the first of {len(more)} runs each took {min(more):.1f} to {max(more):.1f} times as long as the"
         " third, without cudnn.benchmark: PyTorch loads kernels and cuDNN chooses plans. torch.compile"
@@ -462,7 +462,7 @@ def _fused() -> Finding:
 
 def _graphs() -> Finding:
     times = _times((("vaemem graphs", "vaemem"), ("vaemem cudnn, graphs", "vaemem cudnn")))
-    eager = [float(r["host_ms"]) / float(r["ms"]) for r in _rows("decode_gpu_*.csv", contestant="torch eager")]
+    eager = [float(r["host_ms"]) / float(r["ms"]) for r in _rows("decode_gpu_nvidia_h100_*.csv", contestant="torch eager")]
     found = (
         f"times on an H100 as shares of those without graphs: {_ratios(times)}. PyTorch's calls return after"
         f" {100 * min(eager):.0f} to {100 * max(eager):.0f}% of a run's time, so the GPU rarely waits for a launch"
