@@ -462,7 +462,9 @@ def _fused() -> Finding:
 
 def _graphs() -> Finding:
     times = _times((("vaemem graphs", "vaemem"), ("vaemem cudnn, graphs", "vaemem cudnn")))
-    eager = [float(r["host_ms"]) / float(r["ms"]) for r in _rows("decode_gpu_nvidia_h100_*.csv", contestant="torch eager")]
+    eager = [
+        float(r["host_ms"]) / float(r["ms"]) for r in _rows("decode_gpu_nvidia_h100_*.csv", contestant="torch eager")
+    ]
     found = (
         f"times on an H100 as shares of those without graphs: {_ratios(times)}. PyTorch's calls return after"
         f" {100 * min(eager):.0f} to {100 * max(eager):.0f}% of a run's time, so the GPU rarely waits for a launch"

@@ -173,8 +173,8 @@ vm_status vm_trace_norm(vm_trace *t, vm_dtype dtype, uint64_t n, uint64_t c, uin
                         const char *name, uint32_t stats[2]);
 
 /* scaled_dot_product_attention without dropout, by a kernel from vm_sdpa_choose, or the usual one. The output is taken
- * and stays. Temporaries come and go: the kernel's own, a copy of a boolean mask as numbers, and a mask with rows padded
- * to a multiple of 8, if the kernel needs it. The output ends token by token, as modules use it: flash and
+ * and stays. Temporaries come and go: the kernel's own, a copy of a boolean mask as numbers, and a mask with rows
+ * padded to a multiple of 8, if the kernel needs it. The output ends token by token, as modules use it: flash and
  * memory-efficient kernels write it so, cuDNN's writes it as the queries lie, and the math path head by head; what lies
  * head by head is copied. FLOPs are counted. name: of the calling module. */
 vm_status vm_trace_attention(vm_trace *t, const vm_sdpa *call, vm_attention_kernel kernel, const vm_trace_gpu *gpu,

@@ -45,7 +45,6 @@ VAE_LIMIT = 3.2
 SEQUENTIAL = "Sequential offload: transfers of weights are counted; the overhead of accelerate's hooks is not."
 GROUPS = "Group offload without streams: weights go to the card and back, and both count; nothing overlaps."
 STREAM = "leaf_level stream"
-STREAM_EXCEPT_VAE = {"offload_type": "leaf_level", "use_stream": True, "exclude_modules": ["vae"]}  # for one in float32
 SMALLER = ("Q8_0", "nf4")  # GGUF's and bitsandbytes'
 
 
@@ -262,8 +261,9 @@ def diffusers_ways(
             for vae in by_torch if q.encodes or pipeline.frames or is_hooked else [*by_torch, "vaemem"]:
                 is_fixed = vae.endswith(" in float16")
                 held = {**given, "vae": "float16"} if is_fixed else given
-                moved = STREAM_EXCEPT_VAE if offload == STREAM and q.part("vae").upcast and not is_fixed else offload
-                settings: dict[str, Any] = {"offload": moved, "vae": vae.removesuffix(" in float16")}
+                if offload == STREAM and q.part("vae").upcast and not is_fixed:
+                    continue  # diffusers' decode fails
+                settings: dict[str, Any] = {"offload": offload, "vae": vae.removesuffix(" in float16")}
                 settings |= {"dtype": q.dtype} | ({"components": held} if held else {})
                 how, changes = f"VAE {vae}", ["tiles are blended where they overlap"] * vae.startswith("tiled")
                 changes += [f"{FIXED} decodes it a little differently"] * is_fixed
@@ -272,10 +272,10 @@ def diffusers_ways(
                 if kind:
                     how, changes = f"{how}, {kind}", [*changes, f"weights in {kind} are rounded"]
                 run = replace(stored, parts=parts_of(pipeline, q.dtype, held, release, q.loras)) if is_fixed else stored
-                p = PipelinePrediction(run.run_with(moved, settings["vae"], settings.get("vae_memory_limit")))
+                p = PipelinePrediction(run.run_with(offload, settings["vae"], settings.get("vae_memory_limit")))
                 way = _way(p, f"{place}, {how}", settings, " and ".join(changes), machine)
                 code = diffusers_code(pipeline, **settings, release=release, loras=q.loras)
-                after = hires_code(q.first, q.height, q.width, moved) if q.first else []
+                after = hires_code(q.first, q.height, q.width, offload) if q.first else []
                 found.append(way._replace(code="\n".join([code, *after])))
     return found
 
@@ -285,7 +285,11 @@ def _way(p: PipelinePrediction, name: str, settings: Mapping[str, Any], changes:
     works = (read if phase.name == "load" else p.work(phase, machine) for phase in p.phases)
     phases = tuple(phase._replace(work=work) for phase, work in zip(p.phases, works, strict=True))
     group = p.request.group
-    notes = (*p.notes, *[SEQUENTIAL] * (settings["offload"] == "sequential"), *[GROUPS] * (group is not None and not group.use_stream))
+    notes = (
+        *p.notes,
+        *[SEQUENTIAL] * (settings["offload"] == "sequential"),
+        *[GROUPS] * (group is not None and not group.use_stream),
+    )
     return Way(name, settings, phases, p.host, changes, notes, runs_out(p.judged), True, p.tight_because)
 
 
