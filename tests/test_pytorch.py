@@ -483,6 +483,14 @@ def test_where_cudnns_attention_comes_first(gpu, torch_version, cudnn_version, f
     assert cudnn_attention(find_gpu(gpu), torch_version, cudnn_version) == first
 
 
+def test_a_modules_attention_depends_on_the_release():
+    """Flash attention has sums of 4 bytes for each query and head; cuDNN's has none."""
+    heads = meta(1, 4096, 8, 64).transpose(1, 2)  # token by token
+    module = Calls(lambda q: F.scaled_dot_product_attention(q, q, q))
+    old, new = (predict_peak(module, heads, gpu="H100", torch_version=one) for one in ("2.7.1", "2.11.0"))
+    assert old.allocated > new.allocated
+
+
 def test_what_cudnns_attention_takes():
     """As an H200 was seen to: two numbers, the output, 256 bytes. The output lies as the queries do; one that lies head
     by head is copied."""

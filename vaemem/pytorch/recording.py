@@ -34,6 +34,7 @@ from vaemem.prediction.benchmark import USUAL_PROTOCOL
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.predict import ModulePrediction
 from vaemem.prediction.request import ModuleRequest, Software, find_card
+from vaemem.prediction.workspace import cudnn_attention, torch_for
 from vaemem.pytorch.recorder import NO_COMPILER, NO_CONTENTS, NO_GRADIENTS, Recorder, Recording, aten
 
 _REFUSED = {
@@ -423,10 +424,12 @@ def predict_peak(
     17
     """
     software = Software(torch_version=torch_version, cudnn_version=cudnn_version, protocol=protocol)
-    recording = record(module, *args, gpu=gpu, call=call, autocast=autocast, **kwargs)
+    card = find_card(gpu, used=used)
+    cudnn = cudnn_attention(card.gpu, torch_for(card.gpu, torch_version), cudnn_version)
+    recording = record_by(Recorder(Recording(), card.gpu, cudnn), module, args, kwargs, call, autocast)
     held = [("weights", size) for _, size in recording.weights] + recording.inputs
     given = [*module.parameters(), *tree_flatten((args, kwargs))[0]]
     with_gradients = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in given)
     more = ("torch.no_grad() for a call with gradients, which would keep more",) if with_gradients else ()
-    card, trace, unmodelled = find_card(gpu, used=used), recording.trace, recording.unmodelled
-    return ModulePrediction(ModuleRequest(card, software, trace, held, unmodelled=unmodelled, supposed=more))
+    asked = ModuleRequest(card, software, recording.trace, held, unmodelled=recording.unmodelled, supposed=more)
+    return ModulePrediction(asked)
