@@ -384,7 +384,7 @@ def _enabled_kernels(cudnn_first: bool) -> tuple[str, ...]:
     }
     order = torch._C._get_sdp_priority_order()
     if cudnn_first and order == _USUAL_ORDER:
-        order = sorted(order, key=lambda one: backend(one) is not backend.CUDNN_ATTENTION)
+        order = sorted(order, key=lambda one: backend(one) != backend.CUDNN_ATTENTION)
     return tuple(name for name, is_on in (known.get(backend(one), ("", False)) for one in order) if is_on)
 
 
