@@ -99,7 +99,6 @@ print(sys.version, platform.platform(), *(f"{name} {version(name)}" for name in 
 import torch, vaemem
 print("cuDNN", torch.backends.cudnn.version(), "CUDA", torch.version.cuda, "vaemem", vaemem.__file__)
 print(*vaemem.backends("bfloat16"), sep="\\n")"""
-VAEMEM = [sys.executable, "-P", "-m", "vaemem"]
 KERNELS = [f"tests/test_{name}.py" for name in ("cuda_kernels", "cuda_store", "cuda_attention", "cuda_own_conv")]
 ON_GPU = {"VAEMEM_TEST_GPU": "1"}
 PEERS = ["--graphs", "--case-seconds", "5", "--peers", "eager", "channels_last"]
@@ -152,9 +151,7 @@ STEPS = {
     "memcheck": Step(90, lambda s: [sanitizer("memcheck")], ON_GPU),
     "racecheck": Step(90, lambda s: [sanitizer("racecheck")], ON_GPU),
     "counters": Step(90, lambda s: [counters("regex:^vm_(conv|attention)")]),
-    "pipelines": Step(
-        80, lambda s: [[*VAEMEM, "measure", "sdxl", "1024", *"--random --steps 4 --offload model".split()]]
-    ),
+    "pipelines": Step(330, lambda s: [pipelines(s)]),
 }
 CALLS = {
     "first": "build versions one dlpack headline large predict compile kernels passes".split(),
@@ -179,6 +176,11 @@ def tiles(scale: Scale) -> Command:
 
 def scaling(scale: Scale) -> Command:
     return bench("scaling.py", *(["--size", "32", "--rounds", "1"] if scale.small else ["--dtypes", "bfloat16"]))
+
+
+def pipelines(scale: Scale) -> Command:
+    small = ["--device", "cpu", "--small", "--cases", "sd15:512x512"] if scale.small else ["--jobs", "6"]
+    return bench("pipelines_gpu.py", "--seconds", "310", *small)
 
 
 def encode(scale: Scale) -> Command:

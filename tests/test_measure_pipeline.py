@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import json
+import re
 import sys
 import types
 from dataclasses import replace
@@ -623,6 +625,8 @@ def test_random_weights_are_those_of_the_named_pipeline(name, monkeypatch):
         pipe, seen, find_card("H200"), Software(), {}, height=512, width=512, batch=1, steps=2, image=False,
     )  # fmt: skip
     assert question.name == name and question.parts == predict_pipeline(name, 512, 512, gpu="H200").request.parts
+    asked = set(re.findall(r"self\.scheduler\.(\w+)", inspect.getsource(type(pipe))))
+    assert all(hasattr(pipe.scheduler, one) for one in asked)
     role = kind.encoders[0]
     tokenizer = getattr(pipe, role.replace("text_encoder", "tokenizer"))
     ids = tokenizer("a cat", padding="max_length", truncation=True, return_tensors="pt").input_ids

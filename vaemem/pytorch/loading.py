@@ -228,6 +228,7 @@ def random_pipeline(name: str, dtype: str) -> Any:
     parts["scheduler"] = {
         **dict.fromkeys(("sd15", "sd15-controlnet"), diffusers.PNDMScheduler(**betas, skip_prk_steps=True)),
         "sd21": diffusers.DDIMScheduler(**betas, clip_sample=False, prediction_type="v_prediction"),
+        "pixart-sigma": diffusers.DPMSolverMultistepScheduler(),
         **dict.fromkeys(("sdxl", "sdxl-controlnet", "sdxl-refiner"), diffusers.EulerDiscreteScheduler(**betas)),
         **dict.fromkeys(
             ("wan-1.3b", "wan-14b"),
