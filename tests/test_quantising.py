@@ -81,7 +81,7 @@ def test_a_tensor_that_lives_until_the_next_is_there():
     program = Program("name m\nvariables n\ncall float16; 1 n = 1\nsize 84 n\nsize 1000 n\nmodule +1 b0 -1\nmodule a=0")
     passing = [("a", "a", "whole", 4096, 0, 0, 0, 1), ("a", "a", "product", 8, 0, 600, 12, 0)]
     plain, found = (
-        [step[:3] for step in program.trace("float16", (1,), 89, 128, given).steps] for given in ((), passing)
+        [step[:3] for step in program.trace("float16", (1,), 89, 128, 0, given).steps] for given in ((), passing)
     )
     taken = [("take", 0, 4096), ("take", 1, 8 + 7 * 600), ("give", 0, 0), ("take", 2, 1000)]
     assert found[:4] == taken and found[-1] == ("give", 1, 0) and len(found) == len(plain) + 4
