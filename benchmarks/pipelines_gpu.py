@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from common import RESULTS, append_row, commit
@@ -118,7 +119,7 @@ def quantised(module: Any, kind: str, torch: Any) -> Any:
         "nf4": lambda: diffusers.BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=module.dtype),
         "int8": lambda: diffusers.BitsAndBytesConfig(load_in_8bit=True),
-        "int8wo": lambda: diffusers.TorchAoConfig(torchao_type("Int8WeightOnlyConfig")),
+        "int8wo": lambda: diffusers.TorchAoConfig(resolve_name("torchao.quantization:Int8WeightOnlyConfig")()),
         "qint8": lambda: diffusers.QuantoConfig(weights_dtype="int8"),
     }[kind]()  # fmt: skip
     shared = Path("/dev/shm") if Path("/dev/shm").exists() else None
@@ -128,12 +129,6 @@ def quantised(module: Any, kind: str, torch: Any) -> Any:
         module.save_pretrained(folder)
         made = type(module).from_pretrained(folder, quantization_config=settings, torch_dtype=module.dtype)
     return made.eval()
-
-
-def torchao_type(name: str) -> Any:
-    from torchao import quantization
-
-    return getattr(quantization, name)()
 
 
 def make(case: Case, device: str, torch: Any) -> Any:

@@ -11,7 +11,7 @@ from errors import refused
 from vaemem import formula, predict, predict_pipeline
 from vaemem.prediction.closed import PlayedPeak
 from vaemem.prediction.formula import Formula
-from vaemem.prediction.lines import COUNTERS, RAISED, Grid, Point, least_above
+from vaemem.prediction.lines import COUNTERS, RAISED, Grid, PhaseLine, Point, _uncovered, least_above
 
 MIB = 1 << 20
 
@@ -113,6 +113,16 @@ def test_a_phase_whose_peak_lies_in_two_places():
     assert {line.phase for line in found.allocated.lines} == {"step, workspace", "step, attention"}
     assert found.allocated.excess < 0.02 and r"\text{step, attention}" in found.latex()
     check_bounds(found)
+
+
+def test_a_line_below_another_is_left_out():
+    """Two places of a peak whose lines differ little: the higher line says all."""
+    lines = [PhaseLine(f"step, {name}", "bound", law, 0.0, 0.0, "", {}) for name, law in (
+        ("a", {"N*MP": 5.0, "": 2.0}), ("b", {"N*MP": 6.0, "": 2.0}), ("c", {"N*MP": 6.0, "N": 1.0}), ("d", {"": 2.0}),
+        ("e", {"N*MP": 6.0, "": 2.0}),
+    )]  # fmt: skip
+    assert [line.phase for line in _uncovered(lines)] == ["step, b", "step, c"]
+    assert [line.phase for line in _uncovered(lines[2:])] == ["step, c", "step, e"]
 
 
 def test_a_batch_that_takes_less_per_image_than_one_image():

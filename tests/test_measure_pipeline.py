@@ -332,7 +332,7 @@ GROUPS = [
 
 @pytest.mark.parametrize(("words", "more", "said"), GROUPS)
 def test_groups_are_recognised(small, words, more, said):
-    """And predicted as they are: what is excluded stays."""
+    """The arguments of enable_group_offload are found again, also which components it left out."""
     pipe, place = small("sd"), torch.device("cpu")
     kind, *blocks = words
     settings = {"offload_type": kind, "num_blocks_per_group": blocks[0] if blocks else None} | more

@@ -722,8 +722,8 @@ def test_the_upper_bound_needs_neither_9_7_nor_its_rules(table):
 @pytest.mark.thorough
 def test_the_upper_bound_needs_nothing_from_the_table_itself(table, monkeypatch):
     files = [name for name in profiles.profile_files() if profiles.load_profile(name).how != "inferred"]
-    older = [rule for rule in profiles.shipped_catalogue().older if "seed_table" not in rule["from"]]
-    asked = profiles.Catalogue(files, older)
+    rules = [rule for rule in profiles.shipped_catalogue().rules if "seed_table" not in rule["from"]]
+    asked = profiles.Catalogue(files, rules)
     monkeypatch.setattr(workspace, "shipped_catalogue", lambda: asked)
     assert predict("sdxl", "decode", 64, 64, "float16").substitutions == ("cuDNN 9.8.0 for 9.7.1",)
     assert replay.covered(table, torch_version=replay.TORCH) == len(table)

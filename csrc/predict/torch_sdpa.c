@@ -13,6 +13,7 @@ const char *const vm_attention_kernel_name[VM_ATTENTION_KERNELS] = {[VM_ATTENTIO
 /* Returns: why no fused kernel accepts a call, or NULL. grouped: whether the kernel lets queries share keys. */
 static const char *any_rejects(const vm_sdpa *c, bool grouped) {
     const vm_heads *q = &c->q, *k = &c->k, *v = &c->v;
+    if (c->mask_strided) return "needs the elements of a mask's row side by side";
     if (q->dims != 4 || k->dims != 4 || v->dims != 4) return "needs 4 dimensions";
     if (q->batch != k->batch || q->batch != v->batch) return "needs one size of batch";
     const bool shares = grouped && c->grouped && k->heads == v->heads && k->heads && q->heads % k->heads == 0;
@@ -23,9 +24,7 @@ static const char *any_rejects(const vm_sdpa *c, bool grouped) {
 
 static bool is_dense(const vm_heads *h) { return !h->strided || h->depth == 1; }
 
-static bool all_dense(const vm_sdpa *c) {
-    return is_dense(&c->q) && is_dense(&c->k) && is_dense(&c->v) && !c->mask_strided;
-}
+static bool all_dense(const vm_sdpa *c) { return is_dense(&c->q) && is_dense(&c->k) && is_dense(&c->v); }
 
 static bool is_new_and_half(const vm_sdpa *c, int sm) { return c->dtype != VM_F32 && sm >= 80; }
 
@@ -49,7 +48,6 @@ static const char *efficient_rejects(const vm_sdpa *c, int sm) {
     if (c->dtype == VM_BF16 && sm < 80) return "needs compute capability 8.0 for bfloat16";
     if (q != c->k.depth || q % unit || v % unit || !q || !v) return depths[unit];
     if (c->q.strided || c->k.strided || c->v.strided) return "needs the elements of a head side by side";
-    if (c->mask_strided) return "needs the elements of a mask's row side by side";
     return any_rejects(c, false);
 }
 

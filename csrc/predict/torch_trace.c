@@ -272,8 +272,8 @@ static vm_status efficient(vm_trace *t, const vm_sdpa *a, const char *name, uint
     return s;
 }
 
-/* The output, between a seed and an offset of random numbers, which it does not need; and 256 bytes of workspace, as
- * seen on an H200 with cuDNN 9.19, for heads of 40 to 160 channels. Whether other cards need more is not known. */
+/* A seed and an offset for dropout, the output, and 256 bytes of workspace: so on an H200 with cuDNN 9.19, for heads of
+ * 40 to 160 channels. Whether other cards need more is not known. */
 static vm_status cudnn(vm_trace *t, const vm_sdpa *a, const char *name, uint32_t *id) {
     const uint64_t bytes = VM_PRODUCT64(a->q.batch, a->q.heads, a->q.length, a->v.depth, vm_dtype_bytes(a->dtype));
     const uint64_t workspace = 256;

@@ -18,7 +18,7 @@ from vaemem.engine.weights import told_bytes
 from vaemem.pipelines import ways_mlx
 from vaemem.pipelines.comfyui_run import COMFYUI_OPTIONS, resolve_workflow
 from vaemem.pipelines.components import CLIPS, PIPELINES, known_pipeline, refuse, weights_of
-from vaemem.pipelines.group_offload import GROUPS_SINCE
+from vaemem.pipelines.group_offload import GROUPS_SINCE, GroupOffload
 from vaemem.pipelines.pipeline_request import (
     PipelineArguments,
     PipelineRequest,
@@ -251,7 +251,7 @@ def diffusers_ways(
         for place, offload in offloads.items():
             if not offload:  # there is no text encoder
                 continue
-            is_group = "group offload" in place
+            is_group = GroupOffload.read(offload) is not None
             is_hooked = is_group or offload == "sequential"
             unmoved = SCHEMES if is_group else UNSENT if is_hooked else ()
             is_left_out = is_group and (kind or q.loras or release < GROUPS_SINCE)

@@ -262,6 +262,19 @@ def _excess(lines: Sequence[PhaseLine], points: Sequence[Point], sizes: np.ndarr
     return float(above.max()), float(np.median(above[_usual(points)]))
 
 
+def _uncovered(lines: Sequence[PhaseLine]) -> list[PhaseLine]:
+    """Leave out the lines of a phase that are above another one nowhere: the largest decides, so they say nothing."""
+
+    def covers(a: PhaseLine, b: PhaseLine) -> bool:
+        return all(a.law.get(power, 0) >= b.law.get(power, 0) for power in {*a.law, *b.law})
+
+    kept = list[PhaseLine]()
+    for line in lines:
+        if not any(covers(other, line) for other in kept):
+            kept = [*(other for other in kept if not covers(line, other)), line]
+    return kept
+
+
 def _usual(points: Sequence[Point]) -> np.ndarray:
     """Mark all sizes but the smallest, which are played more densely; mark all if there are no larger ones."""
     large = np.array([point.batch * point.height * point.width > SMALL for point in points])
@@ -312,7 +325,7 @@ class _Sizes:
         if max(line.excess for line in lines) <= TOO_HIGH or len(places) == 1:
             return lines
         parts = [self._some(where.rpartition(" [")[2].rstrip("]"), some) for where, some in places.items()]
-        split = [part.line() for place in parts for part in place._by_batch()]
+        split = _uncovered([part.line() for place in parts for part in place._by_batch()])
         return min(lines, split, key=lambda lines: _excess(lines, self.points, self.sizes)[0])
 
     def line(self) -> PhaseLine:

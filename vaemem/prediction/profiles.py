@@ -25,8 +25,8 @@ If input or output has more than 2^31 elements, cuDNN works on a part of the bat
 and ``p`` (output pixels) then describe the largest such part. A single image of 2^31 or more takes no workspace.
 
 A file may also hold rules that precede its trees, and name the file that answers the rest. An inferred profile answers
-for its own version only. ``rules.json`` holds rules for versions that were never recorded. `Catalogue` lists all of
-them; ``csrc/predict/catalogue.c`` decides which one answers for a card.
+for its own version only. ``rules.json`` holds rules for versions that were never recorded, and for what only a card
+shows. `Catalogue` lists all of them; ``csrc/predict/catalogue.c`` decides which one answers for a card.
 """
 
 import functools
@@ -236,36 +236,36 @@ ONE_OF_EACH = ("V100", "T4", "A100", "RTX 3090", "RTX 4090", "H100", "B200", "RT
 
 
 class Catalogue:
-    """Profiles, and rules for versions that were never recorded: by default everything that ships.
+    """Profiles, and the rules that come before them: by default everything that ships.
 
     Parameters
     ----------
     files : iterable of str, or dict, optional
         Names of profile files. A dict may give a `Profile` for a name; None stands for the shipped one.
-    older : iterable of dict, optional
+    rules : iterable of dict, optional
         Rules such as those of ``rules.json``.
 
     Attributes
     ----------
-    older : list of dict
+    rules : list of dict
     core : _core.Catalogue
         Chooses among them.
     """
 
     def __init__(
         self, files: Iterable[str] | Mapping[str, Profile | None] | None = None,
-        older: Iterable[Mapping[str, Any]] | None = None,
+        rules: Iterable[Mapping[str, Any]] | None = None,
     ):  # fmt: skip
         names = tuple(profile_files() if files is None else files)
         given = {name: one for name, one in files.items() if one} if isinstance(files, Mapping) else {}
-        self.older = list(json.loads(shipped("profiles", "rules.json"))["rules"] if older is None else older)
+        self.rules = list(json.loads(shipped("profiles", "rules.json"))["rules"] if rules is None else rules)
         self._load = functools.partial(_nth_profile, names, given)
         recorded = []
         for name in names:
             sm, keys, number = _about(given[name]) if name in given else profile_files()[name]
             recorded.append((sm, number, tuple(card_of(find_gpu(key)) for key in keys)))
         self.core = _core.Catalogue(
-            tuple(recorded), tuple(map(card_rule, self.older)), tuple(card_of(find_gpu(name)) for name in ONE_OF_EACH),
+            tuple(recorded), tuple(map(card_rule, self.rules)), tuple(card_of(find_gpu(name)) for name in ONE_OF_EACH),
             functools.partial(_for_core, self._load),
         )  # fmt: skip
 

@@ -214,7 +214,7 @@ class Workspace:
             shipped = cudnn_of_torch(torch_version)
         self.cudnn_version = shipped if cudnn_version is None else cudnn_version
         self.tf32, self._catalogue = tf32, catalogue or shipped_catalogue()
-        self._rules = [*self.gpu.rules, *self._catalogue.older]  # as the core numbers them
+        self._rules = [*self.gpu.rules, *self._catalogue.rules]  # as the core numbers them
         major, minor = torch_release(torch_version) if torch_version else (0, 0)
         is_290 = bool(torch_version and torch_version.startswith("2.9.0"))
         self._core = _core.Workspace(
@@ -295,13 +295,13 @@ class Workspace:
             return self._describe_guess(why, form)
         profile = self._catalogue.profile(recorded) if recorded >= 0 else None
         source = profile.source(steps, number) if profile else "rule"
-        if rule >= 0 or not profile:
-            said = self._rules[rule]
-            is_measured = said["standing"] == "measured"
-            source = "measured" if is_measured else source
-            what = said["name"] + (f", in cuDNN before {said['before']}" if "before" in said else "")
-            return f"{source}: {what}; from {said['from']}", "" if is_measured else f"a rule for {what}"
-        return source + self._wanted(profile.version), self._differs(profile)
+        if rule < 0 and profile:
+            return source + self._wanted(profile.version), self._differs(profile)
+        said = self._rules[rule]
+        what = said["name"] + (f", in cuDNN before {said['before']}" if "before" in said else "")
+        if said["standing"] == "measured":
+            return f"measured: {what}; from {said['from']}", ""
+        return f"{source}: {what}; from {said['from']}", f"a rule for {what}"
 
     def _describe_guess(self, why: str, form: int) -> tuple[str, str]:
         return f"rule: {why}; uncertain (no profile has this convolution)", _RULED[form]
