@@ -710,7 +710,7 @@ def test_the_upper_bound_holds_where_nothing_was_asked():
 def test_the_upper_bound_needs_neither_9_7_nor_its_rules(table):
     """The seed table's rows ran with cuDNN 9.7.1 on an RTX 4090. How much other versions and cards differ covers all of
     them but one, which is 0.5% above, where nothing is known of any version before 9.8. (Of whole images here.)"""
-    asked = profiles.Catalogue([name for name in profiles.profile_files() if name != "sm89_cudnn9.7.1.json"], older=[])
+    asked = profiles.Catalogue([name for name in profiles.profile_files() if name != "sm89_cudnn9.7.1.json"], rules=[])
     with mock.patch.object(workspace, "shipped_catalogue", lambda: asked):
         assert predict("sdxl", "decode", 64, 64, "float16").substitutions == ("cuDNN 9.8.0 for 9.7.1",)
         whole = [
