@@ -196,8 +196,8 @@ older: $(VENV)/test.stamp ## the tests that also run with an older diffusers, 0.
 	$(call in_own_environment,older,$(OLDER)) -rs -n logical --dist worksteal -m "older and not thorough"
 
 # Layers of the libraries that quantise models, and of peft, in an environment of their own.
-quantised: $(VENV)/test.stamp ## quantised layers and LoRAs compared with torchao's, optimum-quanto's and peft's
-	$(call in_own_environment,quantised,torch==2.13.0 torchao==0.18.0 optimum-quanto==0.2.7 peft==0.21.2) -rs -n 0 -m "" \
+quantised: $(VENV)/test.stamp ## quantised layers and LoRAs compared with those of bitsandbytes, torchao, optimum-quanto and peft
+	$(call in_own_environment,quantised,torch==2.13.0 torchao==0.18.0 optimum-quanto==0.2.7 bitsandbytes==0.50.2 peft==0.21.2) -rs -n 0 -m "" \
 	    tests/test_quantising.py tests/test_lora.py
 
 # Ray's own cluster of two nodes, in an environment of its own.

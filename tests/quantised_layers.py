@@ -1,13 +1,41 @@
-"""Print what real layers of torchao and optimum-quanto store and take on the CPU, as JSON: {type: [bytes of the stored
-tensors, peak of a call with a bias, peak without one]}, one line for each argument OUTPUTS,INPUTS,ROWS.
+"""Print what real layers of bitsandbytes, torchao and optimum-quanto store and take on the CPU, as JSON: {type: [bytes
+of the stored tensors, peak of a call with a bias, peak without one]}, one line for each argument OUTPUTS,INPUTS,ROWS.
 tests/test_quantising.py compares it with the package's numbers."""
 
 import json
 import sys
 import weakref
+from functools import partial
+from unittest.mock import MagicMock
+
+import torch
+
+# bitsandbytes' functions for CUDA, which its operators call on a GPU. Their kernels do nothing: only sizes count here.
+KERNELS = {}
+
+
+def keep_kernel(name, device):
+    def keep(function):
+        if device in ("default", "cuda"):
+            KERNELS[name.replace("::", ".") + ".default"] = function
+        return function
+
+    return keep
+
+
+register_kernel, torch.library.register_kernel = torch.library.register_kernel, keep_kernel
+torch._C._cuda_getCurrentRawStream = lambda device: 0
+import bitsandbytes
+import bitsandbytes.cextension
+
+bitsandbytes.cextension.lib = MagicMock(**{"cigemmlt_32.return_value": 0})
+from bitsandbytes.backends.cuda import ops
+
+ops.CUBLAS_Context = MagicMock()
+ops._gemm_4bit_use_custom_fn = lambda *given: False  # its kernel for few rows unpacks nothing
+torch.library.register_kernel = register_kernel
 
 import optimum.quanto as quanto
-import torch
 import torchao.quantization as torchao
 from optimum.quanto.library.qbytes_mm import qbytes_mm
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,6 +51,9 @@ class LiveBytes(TorchDispatchMode):
         self.sizes, self.peak = {}, 0
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if str(operator) in KERNELS:
+            with self:
+                return KERNELS[str(operator)](*args, **(kwargs or {}))
         given = {one.untyped_storage()._cdata for one in tree_leaves((args, kwargs)) if self.is_plain(one)}
         result = operator(*args, **(kwargs or {}))
         for one in filter(self.is_plain, tree_leaves(result)):
@@ -36,7 +67,7 @@ class LiveBytes(TorchDispatchMode):
 
     @staticmethod
     def is_plain(one):
-        return type(one) in (torch.Tensor, torch.nn.Parameter)
+        return type(one) in (torch.Tensor, torch.nn.Parameter, bitsandbytes.nn.Int8Params, bitsandbytes.nn.Params4bit)
 
 
 def stored_bytes(tensor):
@@ -57,6 +88,26 @@ def by_quanto(weights):
     return quantise
 
 
+def by_bitsandbytes(make, kind):
+    def quantise(model):
+        (linear,) = model
+        layer = make(linear.in_features, linear.out_features, bias=linear.bias is not None).eval()
+        layer.bias = linear.bias
+        with LiveBytes():
+            layer.weight = kind(linear.weight.detach(), requires_grad=False).to("cpu")
+        model[0] = layer
+
+    return quantise
+
+
+def stored_by_bitsandbytes(layer):
+    if isinstance(layer, bitsandbytes.nn.Linear8bitLt):
+        return [layer.state.CB.nbytes, layer.state.SCB.nbytes]
+    state = layer.weight.quant_state
+    nested = [state.offset, state.state2.absmax, state.state2.code] if state.nested else []
+    return [one.nbytes for one in (layer.weight, state.absmax, state.code, *nested)]
+
+
 def measure(quantise, outputs, inputs, rows):
     peaks, given = [], torch.ones(1, rows, inputs, dtype=torch.bfloat16)
     for has_bias in (True, False):
@@ -66,7 +117,10 @@ def measure(quantise, outputs, inputs, rows):
             model(given)
         peaks.append(live.peak)
     (layer,) = model
-    sizes = stored_bytes(layer.weight) + [one.nbytes for one in layer.buffers()]
+    if type(layer).__module__.startswith("bitsandbytes"):
+        sizes = stored_by_bitsandbytes(layer)
+    else:
+        sizes = stored_bytes(layer.weight) + [one.nbytes for one in layer.buffers()]
     return [sorted(sizes, reverse=True), *peaks]
 
 
@@ -76,7 +130,13 @@ def main():
     torch.ops.quanto.qbytes_mm = qbytes_mm
     intmm._is_device = lambda *given: False
     intmm.safe_int_mm = lambda given, weight: torch._int_mm(given, weight.contiguous())
+    eight = partial(bitsandbytes.nn.Linear8bitLt, has_fp16_weights=False, threshold=6.0)
+    four = partial(bitsandbytes.nn.Linear4bit, quant_type="nf4", compute_dtype=torch.bfloat16)
+    in_four = partial(bitsandbytes.nn.Params4bit, quant_type="nf4")
     ways = {
+        "int8": by_bitsandbytes(eight, partial(bitsandbytes.nn.Int8Params, has_fp16_weights=False)),
+        "nf4": by_bitsandbytes(four, partial(in_four, compress_statistics=False)),
+        "nf4 double": by_bitsandbytes(four, partial(in_four, compress_statistics=True)),
         "int8wo": by_torchao(torchao.Int8WeightOnlyConfig),
         "int8dq": by_torchao(torchao.Int8DynamicActivationInt8WeightConfig),
         "float8wo": by_torchao(torchao.Float8WeightOnlyConfig),

@@ -805,5 +805,6 @@ def test_the_code_of_a_way_runs(pipeline, batch, monkeypatch):
         monkeypatch.setattr(real, "from_pretrained", made := mock.MagicMock(return_value=pipe))
         monkeypatch.setattr(diffusers.AutoencoderKL, "from_pretrained", mock.MagicMock())
         monkeypatch.setattr(AutoencoderKL, "from_module", mock.MagicMock())
+        monkeypatch.setattr(diffusers.FluxTransformer2DModel, "from_single_file", mock.MagicMock())
         exec(one.way.code, dict(roles))
         assert made.called, one.way.name

@@ -28,10 +28,10 @@ MIB, GIB = 2**20, 2**30
 FLUX = (
     ({}, 31.447, 36.166, 0.001, 0.001),
     ({"transformer": "fp8"}, 23.682, 28.451, 0.001, 0.001),
-    ({"transformer": "Q8_0"}, 21.502, 25.973, 0.001, 0.003),
-    ({"transformer": "Q4_1"}, 16.838, 21.326, 0.001, 0.003),
-    ({"transformer": "Q2_K"}, 13.264, 17.752, 0.001, 0.003),
-    (dict.fromkeys(("transformer", "text_encoder_2"), "int8 from bfloat16"), 19.273, 24.432, 0.03, 0.04),
+    ({"transformer": "Q8_0"}, 21.502, 25.973, 0.0001, 0.003),
+    ({"transformer": "Q4_1"}, 16.838, 21.326, 0.0001, 0.004),
+    ({"transformer": "Q2_K"}, 13.264, 17.752, 0.0001, 0.004),
+    (dict.fromkeys(("transformer", "text_encoder_2"), "int8 from bfloat16"), 19.273, 24.432, 0.03, 0.02),
     (dict.fromkeys(("transformer", "text_encoder_2"), "nf4 from bfloat16"), 12.584, 17.281, 0.002, 0.02),
 )
 

@@ -1,6 +1,8 @@
-"""Layers of torchao and optimum-quanto: the tensors that they store and take, compared with the libraries' own. These
-run on the CPU, in an environment of their own (make quantised)."""
+"""Layers of bitsandbytes, torchao and optimum-quanto, and of GGUF files in diffusers: the tensors that they store and
+take, compared with the libraries' own. The first three run on the CPU, in an environment of their own (make
+quantised)."""
 
+import ast
 import importlib.util
 import json
 import subprocess
@@ -12,14 +14,19 @@ from errors import refused
 
 from vaemem import plan_pipeline, predict_pipeline
 from vaemem._core import Program
+from vaemem.engine.weights import tensor_types
 from vaemem.pipelines.components import PIPELINES
-from vaemem.pipelines.pipeline_request import parts_of
-from vaemem.pipelines.quantising import SCHEMES, SIXTEEN_BITS, LinearLayer
-from vaemem.pipelines.storage import stored, tensor_bytes
+from vaemem.pipelines.pipeline_request import Part, parts_of
+from vaemem.pipelines.programs import Weight, load_program
+from vaemem.pipelines.quantising import BITSANDBYTES, SCHEMES, SIXTEEN_BITS, UNPACKING, LinearLayer, layer_working
+from vaemem.pipelines.storage import Stored, loaded, stored, tensor_bytes
 
-# Of a linear layer with 384 outputs, 512 inputs and 200 rows in bfloat16, by torchao 0.18.0 and optimum-quanto 0.2.7:
-# the stored tensors, and the most bytes that a call holds, with a bias and without one.
+# Of a linear layer with 384 outputs, 512 inputs and 200 rows in bfloat16, by bitsandbytes 0.50.2, torchao 0.18.0 and
+# optimum-quanto 0.2.7: the stored tensors, and the most bytes that a call holds, with a bias and without one.
 MEASURED = {
+    "int8": [[196608, 1536], 717600, 717600],
+    "nf4": [[98304, 12288, 64], 546816, 546816],
+    "nf4 double": [[98304, 3072, 1024, 64, 48, 4], 571392, 571392],
     "int8wo": [[196608, 1536, 384], 546816, 546816],
     "int8dq": [[196608, 1536, 384], 820200, 820200],
     "float8wo": [[196608, 1536], 1966080, 1966080],
@@ -35,7 +42,7 @@ def layer_of(type, outputs, inputs, rows):
     peaks = []
     for has_bias in (True, False):
         live, most = {}, 0
-        tensors = SCHEMES[type].working(LinearLayer(outputs, inputs, 2, has_bias))
+        tensors = SCHEMES[type].working(LinearLayer(outputs, inputs, "bfloat16", has_bias))
         for number, one in enumerate(tensors):
             live[number] = one.bytes + rows * one.row_bytes
             most = max(most, sum(live.values()))
@@ -43,7 +50,7 @@ def layer_of(type, outputs, inputs, rows):
                 if given.lives and earlier + given.lives == number:
                     live.pop(earlier)
         peaks.append(max(most, sum(live.values()) + 2 * outputs * rows))
-    (held,) = stored([("weight", (outputs, inputs))], type, "libraries")
+    (held,) = stored([("weight", (outputs, inputs))], type, "bitsandbytes" if type in BITSANDBYTES else "libraries")
     assert held.bytes == tensor_bytes((outputs, inputs), type) == sum(held.pieces)
     return [sorted(held.pieces, reverse=True), *peaks]
 
@@ -61,6 +68,152 @@ def test_layers_as_the_libraries_run_them():
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     measured = [*map(json.loads, run.stdout.splitlines())]
     assert measured == [{type: layer_of(type, *one) for type in MEASURED} for one in sizes]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_gguf_is_unpacked_as_by_diffusers(dtype):
+    """Its functions under fake tensors: each tensor, and how long it lives. Tables have at most 512 bytes."""
+    torch, gguf = pytest.importorskip("torch"), pytest.importorskip("gguf")
+    utils = pytest.importorskip("diffusers.quantizers.gguf.utils")
+    from vaemem.pytorch import record
+
+    assert {type.name for type in utils.SUPPORTED_GGUF_QUANT_TYPES} == UNPACKING.keys()
+    rows, columns, kind = 640, 1024, getattr(torch, dtype)
+    for type in utils.SUPPORTED_GGUF_QUANT_TYPES:
+        numbers, size = gguf.GGML_QUANT_SIZES[type]
+
+        def unpack(module, packed, size=size, numbers=numbers, type=type):
+            blocks = packed.view(torch.uint8).reshape(-1, size)
+            return utils.dequantize_functions[type](blocks, numbers, size).reshape(rows, columns).to(kind)
+
+        packed = torch.empty(rows, columns // numbers * size, dtype=torch.uint8)
+        steps = record(torch.nn.Module().eval(), packed, call=unpack).trace.steps
+        order = [number for op, number, bytes, _ in steps if op == "take" and bytes > 512]
+        real, seen = dict.fromkeys(order, 0), 0
+        for op, number, *_ in steps:
+            seen += op == "take" and number in real
+            if op == "give" and number in real:
+                real[number] = seen - 1 - order.index(number)
+        sizes = [bytes for op, number, bytes, _ in steps if op == "take" and number in real]
+        ours = layer_working(type.name, (rows, columns), dtype, False)
+        assert [(one.bytes, one.lives) for one in ours] == [*zip(sizes, real.values(), strict=True)], type.name
+
+
+@pytest.fixture(scope="module")
+def small_flux(tmp_path_factory):
+    """Load a small FLUX.1 from a GGUF file of Q8_0: (a function that loads it, its weights, arguments of a call)."""
+    torch, gguf = pytest.importorskip("torch"), pytest.importorskip("gguf")
+    pytest.importorskip("diffusers.quantizers.gguf.utils")
+    from diffusers import FluxTransformer2DModel, GGUFQuantizationConfig
+
+    torch.manual_seed(0)
+    model = FluxTransformer2DModel(
+        num_layers=1, num_single_layers=1, attention_head_dim=64, num_attention_heads=2, joint_attention_dim=64,
+        pooled_projection_dim=32, guidance_embeds=True, axes_dims_rope=(16, 24, 24),
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("flux")
+    model.save_config(folder)
+    weights = [Weight(name, tuple(tensor.shape)) for name, tensor in model.named_parameters()]
+    packed = {one.name for one in stored(weights, "Q8_0", "diffusers-gguf") if one.type == "Q8_0"}
+    writer = gguf.GGUFWriter(folder / "flux.gguf", "flux")
+    for name, tensor in model.named_parameters():
+        kind = gguf.GGMLQuantizationType.Q8_0 if name in packed else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(name, gguf.quants.quantize(tensor.detach().numpy(), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+    def load():
+        return FluxTransformer2DModel.from_single_file(
+            str(folder / "flux.gguf"), config=str(folder), torch_dtype=torch.bfloat16,
+            quantization_config=GGUFQuantizationConfig(compute_dtype=torch.bfloat16),
+        )  # fmt: skip
+
+    half = {"dtype": torch.bfloat16}
+    given = {
+        "hidden_states": torch.randn(1, 16, 64, **half), "encoder_hidden_states": torch.randn(1, 8, 64, **half),
+        "pooled_projections": torch.randn(1, 32, **half), "timestep": torch.ones(1, **half),
+        "guidance": torch.ones(1, **half), "img_ids": torch.zeros(16, 3), "txt_ids": torch.zeros(8, 3),
+    }  # fmt: skip
+    return load, weights, given, folder / "flux.gguf"
+
+
+def test_diffusers_loads_of_a_gguf_file_what_is_predicted(small_flux):
+    """By type, and from the file's header."""
+    load, weights, _, file = small_flux
+    real = {name: tensor.nbytes for name, tensor in load().named_parameters()}
+    by_type = {one.name: one.bytes for one in stored(weights, "Q8_0", "diffusers-gguf", "bfloat16")}
+    by_header = {one.name: one.bytes for one in loaded(stored(weights, None, tensor_types(file)), weights, "bfloat16")}
+    assert real == by_type == by_header
+
+
+def test_offloading_moves_weights_of_a_gguf_file(small_flux):
+    """Groups do, and the result stays; accelerate's sequential offload fails."""
+    import torch
+    from accelerate import cpu_offload
+    from diffusers.hooks import apply_group_offloading, group_offloading
+
+    load, weights, given, _ = small_flux
+    total = sum(one.bytes for one in stored(weights, "Q8_0", "diffusers-gguf", "bfloat16"))
+    with torch.no_grad():
+        expected = load()(**given).sample
+        for settings in ({"offload_type": "leaf_level"}, {"offload_type": "block_level", "num_blocks_per_group": 1}):
+            model, sent, group = load(), {}, group_offloading.ModuleGroup
+            with pytest.MonkeyPatch.context() as patch:
+
+                def watch(this, tensor, source, stream, real=group._transfer_tensor_to_device, sent=sent):
+                    sent[id(tensor)] = tensor.nbytes
+                    real(this, tensor, source, stream)
+
+                patch.setattr(group, "_transfer_tensor_to_device", watch)
+                apply_group_offloading(model, torch.device("cpu"), torch.device("cpu"), **settings)
+                assert torch.equal(model(**given).sample, expected) and sum(sent.values()) == total
+        model = load()
+        with pytest.raises(KeyError):
+            cpu_offload(model, torch.device("cpu"))
+            model(**given)
+    with refused("offload", names=["'sequential'"]):
+        predict_pipeline("flux", 512, 512, components={"transformer": "Q8_0"}, offload="sequential")
+
+
+def test_a_gguf_file_with_other_names(tmp_path):
+    """A layer has the type of a tensor of its shape, or else the usual one: here Q4_K for joined attentions."""
+    names = [(w.name, w.shape) for w in load_program("flux-transformer").weights]
+    other = [(f"blocks.{i}", shape) for i, (_, shape) in enumerate(names)]
+    held = [
+        (name, shape, "Q6_K" if shape == (3072, 12288) else "Q4_K" if len(shape) == 2 and shape[1] >= 256 else "F32",
+         tensor_bytes(shape, "Q4_K" if len(shape) == 2 and shape[1] >= 256 else "float32"))
+        for name, shape in other
+    ]  # fmt: skip
+    part = Part("transformer", "flux-transformer", "bfloat16", tuple(Stored(*one) for one in held))
+    down, up = (part.working[f"transformer_blocks.0.ff.net.{name}"] for name in ("2", "0.proj"))
+    assert len(down) == 11 and len(up) == 19 and down[-1] == up[-1] == ("weight, unpacked", 2 * 3072 * 12288, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "components", "argument", "got"),
+    [
+        ("flux", {"text_encoder_2": "Q8_0"}, "components['text_encoder_2']", "'Q8_0'"),
+        ("flux", {"transformer": "IQ2_XXS"}, "components['transformer']", "'IQ2_XXS'"),
+        ("pixart-sigma", {"transformer": "Q8_0"}, "components['transformer']", "'Q8_0'"),
+    ],
+)
+def test_what_diffusers_does_not_load_of_gguf_is_refused(pipeline, components, argument, got):
+    with refused(argument, names=[got]):
+        predict_pipeline(pipeline, 1024, 1024, gpu="RTX 4090", components=components)
+
+
+def test_plans_with_a_gguf_file(small_flux):
+    """Only the denoiser is packed, and the code loads it."""
+    plan = plan_pipeline("flux", 1024, 1024, gpu="RTX 4090", types=["Q8_0"])
+    assert all(one.way.settings["components"] == {"transformer": "Q8_0"} for one in plan.outcomes)
+    code = plan.outcomes[0].way.code
+    assert "FluxTransformer2DModel.from_single_file(" in code and "transformer=transformer" in code
+    ast.parse(code)
+    assert not [
+        one for one in plan_pipeline("pixart-sigma", 1024, 1024, gpu="GTX 1060").outcomes if "Q8" in one.way.name
+    ]
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="torchao is not installed (make quantised)")

@@ -67,10 +67,10 @@ guidance : bool, optional
 components : dict, optional
     Storage of components' weights, by role (``"text_encoder"``, ``"text_encoder_2"``, ``"unet"``, ``"transformer"``,
     ``"controlnet"``, ``"vae"``). A value is a type that `vaemem.pipelines.storage.tensor_bytes` takes (``"nf4"``,
-    ``"Q8_0"``, ``"fp8"``, ``"int8wo"``, ``"float32"``), or the path of a safetensors or GGUF file. Weights stay in the
-    types that the file's header lists; ``from_pretrained(torch_dtype=...)`` would change them. None, or ``"none"``,
-    leaves a text encoder out. By default the file holds that type and is loaded to the CPU. Words after the type change
-    this: ``"nf4 from bfloat16"`` is quantised on the card during loading, ``"nf4 on cuda"`` is loaded on the card, and
+    ``"Q8_0"``, ``"fp8"``, ``"int8wo"``, ``"float32"``), or the path of a safetensors or GGUF file. diffusers keeps
+    GGUF's blocks in denoisers only, and converts a file's floats to the dtype of the run. None, or ``"none"``, leaves a
+    text encoder out. By default the file holds that type and is loaded to the CPU. Words after the type change this:
+    ``"nf4 from bfloat16"`` is quantised on the card during loading, ``"nf4 on cuda"`` is loaded on the card, and
     ``"int8 kept on cuda"`` stays there.
     SD 1.5 has its ``"safety_checker"`` only if it is named. SDXL's VAE is stored in float16 and converted to float32
     for its call unless this names its type.

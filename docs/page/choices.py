@@ -7,9 +7,9 @@ from vaemem._common import DTYPES, TILED_OPS, shipped
 from vaemem.engine.configs import SAMPLE_SIZES
 from vaemem.out_of_memory.sizes import COMMON, MADE_SIZES
 from vaemem.pipelines.components import PIPELINES
-from vaemem.pipelines.pipeline_request import OFFLOADS, SMALL_TILE, TORCH_WAYS, WEIGHT_TYPES
+from vaemem.pipelines.pipeline_request import NOT_FROM_A_FILE, OFFLOADS, SMALL_TILE, TORCH_WAYS, WEIGHT_TYPES
 from vaemem.pipelines.quantising import SCHEMES
-from vaemem.pipelines.storage import GGML, PLAIN
+from vaemem.pipelines.storage import PLAIN, RULES
 from vaemem.prediction.gpus import coarse_names, find_gpu, gpu_names
 from vaemem.prediction.request import KEPT, TILED_SIDES, VAEArguments, resolve_vae
 from vaemem.prediction.runtimes import PROGRAM_NAMES, WAN, shipped_models
@@ -70,8 +70,10 @@ def _offer_pipeline(name):
         dtypes.append(dtype)
     encoders = ",".join(f"{role}=cpu" for role in known.encoders)
     LABELS["offload"][encoders] = "text encoders on the CPU"
-    types = [one for one in WEIGHT_TYPES if one in PLAIN or one in GGML or one in SCHEMES]  # each once
-    types = {role: DTYPES if role == "vae" else types for role in known.parts}
+    libraries = [one for one in WEIGHT_TYPES if one in PLAIN or one in SCHEMES]  # each once
+    types = {role: DTYPES if role == "vae" else libraries for role in known.parts}
+    if known.parts[known.denoiser] not in NOT_FROM_A_FILE:
+        types[known.denoiser] = [*libraries, *RULES["diffusers-gguf"].types]
     return {
         "dtype": dtypes, "offload": [*OFFLOADS, encoders], "vae": [*TORCH_WAYS, f"tiled {SMALL_TILE}"], "torch": [],
         "component": {role: ["", *(f"{role}={kind}" for kind in kinds)] for role, kinds in types.items()},

@@ -29,8 +29,16 @@ from vaemem.pipelines.components import (
 )
 from vaemem.pipelines.group_offload import GROUPS_SINCE, OFFLOAD_TYPES, GroupOffload
 from vaemem.pipelines.lora import LORAS_SINCE, Lora, Pair, pairs_of, read_loras
-from vaemem.pipelines.quantising import BITSANDBYTES, FOREIGN, SCHEMES, SIXTEEN_BITS, UNSENT, layer_working
-from vaemem.pipelines.storage import GGML, SPELT, TYPES, Stored, stored
+from vaemem.pipelines.quantising import (
+    BITSANDBYTES,
+    FOREIGN,
+    SCHEMES,
+    SIXTEEN_BITS,
+    UNPACKING,
+    UNSENT,
+    layer_working,
+)
+from vaemem.pipelines.storage import GGML, RULES, SPELT, TYPES, Stored, loaded, stored
 from vaemem.prediction.gpus import Gpu
 from vaemem.prediction.job import MOST_SIDE
 from vaemem.prediction.passing import (
@@ -57,6 +65,8 @@ VAE_WAYS = (*TORCH_WAYS, "vaemem")
 WEIGHT_TYPES = [name for name in TYPES if SPELT.get(name, name) not in ("float64", "int64", "bool")]  # tables, masks
 KEPT_TRACES = 4  # of each component
 ROLES = tuple(distinct(role for one in PIPELINES.values() for role in (*one.parts, *one.optional)))
+NOT_FROM_A_FILE = ("pixart-sigma-transformer",)  # its class has no from_single_file
+PACKED = "its file is taken to pack the matrices that ComfyUI-GGUF packs of FLUX.1; give the file to be exact"
 UNSAVED = "rope."  # Wan's tables of positions, which are not persistent
 # Places of weights after from_pretrained, before offloading: the CPU (device_map="cpu"); the card, until they are
 # offloaded; or the card for good.
@@ -86,6 +96,8 @@ class Part:
         The dtype of its file, if a library quantises the weights on loading; "" if the file has them quantised.
     pairs : tuple of Pair
         LoRAs' low-rank pairs for its layers. `weights` has theirs too.
+    note : str
+        What a reader should know about its weights.
     """
 
     role: str
@@ -96,6 +108,7 @@ class Part:
     place: str = PLACES[0]
     source: str = ""
     pairs: tuple[Pair, ...] = ()
+    note: str = ""
 
     def __reduce__(self) -> Any:
         """Copy and pickle it without its traces, which are made again."""
@@ -247,18 +260,30 @@ class Part:
     def working(self) -> dict[str, list[tuple[Any, ...]]]:
         """{submodule: [(name, bytes, row_bytes, row_flops, lives)]}, as of `Passing`: the tensors that a call takes
         because weights are stored in another type than that of the computation."""
-        smaller, size = (*GGML, *SCHEMES, "fp8"), ELEMENT_BYTES[self.dtype]
         names = {weight.name for weight in weights_of(self.component)}
         found = dict[str, list[tuple[Any, ...]]]()
-        for w in self.weights:
-            type = SPELT.get(w.type, w.type)
-            if type in smaller:
-                has_bias = w.name.removesuffix("weight") + "bias" in names
-                found[w.name] = [
-                    (one.name, one.bytes, one.row_bytes, 2 * math.prod(w.shape) if one.row_bytes else 0, one.lives)
-                    for one in layer_working(type, w.shape, size, has_bias)
-                ]
+        for name, shape, type in self._packed():
+            has_bias = name.removesuffix("weight") + "bias" in names
+            found[name] = [
+                (one.name, one.bytes, one.row_bytes, 2 * math.prod(shape) if one.row_bytes else 0, one.lives)
+                for one in layer_working(type, shape, self.dtype, has_bias)
+            ]
         return self._by_module({name: tensors for name, tensors in found.items() if tensors})
+
+    def _packed(self) -> list[tuple[str, tuple[int, ...], str]]:
+        """List the weights that are stored in another type than that of the computation: name, shape, and type. A GGUF
+        file may have other names, and join layers. Then a layer has the type of a tensor of its shape, or else the one
+        that most of the file's bytes have."""
+        packed = [(w.name, w.shape, w.type) for w in self.weights if w.type in (*UNPACKING, *SCHEMES, "fp8")]
+        known = {weight.name for weight in weights_of(self.component)}
+        if any(name in known or name.partition(".")[2] in known for name, *_ in packed) or not packed:
+            return packed
+        bytes_of = Counter[str]()
+        for weight in self.weights:
+            bytes_of[weight.type] += weight.bytes * (weight.type in UNPACKING)
+        by_shape, usual = {shape: type for _, shape, type in packed}, max(bytes_of, key=bytes_of.__getitem__)
+        layers = stored(weights_of(self.component), "Q8_0", "diffusers-gguf")
+        return [(w.name, w.shape, by_shape.get(w.shape, usual)) for w in layers if w.type == "Q8_0"]
 
 
 @functools.cache
@@ -306,7 +331,20 @@ def _typed(
     role: str, component: str, dtype: str, given: str, rule: str, upcast: bool, place: str, source: str
 ) -> Part:  # fmt: skip
     """Store the weights in a type: the same for every size and card."""
-    return Part(role, component, dtype, tuple(stored(weights_of(component), given, rule, dtype)), upcast, place, source)
+    held = tuple(stored(weights_of(component), given, rule, dtype))
+    note = PACKED if rule == "diffusers-gguf" else ""
+    return Part(role, component, dtype, held, upcast, place, source, note=note)
+
+
+def _check_gguf(what: str, role: str, component: str, type: str, got: str) -> None:
+    """Refuse a type of GGUF's that this component cannot have on the card."""
+    if type in GGML and role.startswith("text_encoder"):
+        why = "transformers unpacks a GGUF file when it loads it"
+        raise ArgumentError(what, "the dtype that it is unpacked to, or nf4 or int8", got, why)
+    if type in GGML and component in NOT_FROM_A_FILE:
+        raise ArgumentError(what, "another type", got, "diffusers cannot load this transformer from a GGUF file")
+    if type in GGML and type not in UNPACKING:
+        raise ArgumentError(what, f"{', '.join(RULES['diffusers-gguf'].types)}: diffusers unpacks no other", got)
 
 
 def _part(role: str, component: str, dtype: str, given: Any, upcast: bool) -> Part:
@@ -319,8 +357,10 @@ def _part(role: str, component: str, dtype: str, given: Any, upcast: bool) -> Pa
     is_file = isinstance(given, os.PathLike) or name.endswith((".safetensors", ".gguf")) or os.path.exists(name)
     if is_file and given not in DTYPES and is_module:
         with inside(what, path=str(given), caught=(ValueError,)):
-            held = tuple(stored(weights_of(component), None, tensor_types(given)))
-        return Part(role, component, dtype, held, place=place)
+            held = stored(weights_of(component), None, tensor_types(given))
+        for weight in held:
+            _check_gguf(what, role, component, weight.type, repr(name))
+        return Part(role, component, dtype, tuple(loaded(held, weights_of(component), dtype)), place=place)
     if why := FOREIGN.get(name.lower()):
         raise ArgumentError(what, "", f"{why}, got {name!r}")
     given = meant(what, given, WEIGHT_TYPES if is_module else DTYPES)
@@ -336,7 +376,8 @@ def _part(role: str, component: str, dtype: str, given: Any, upcast: bool) -> Pa
     rule = "layerwise" if given == "fp8" else "bitsandbytes" if given in BITSANDBYTES else "all"
     rule = "libraries" if given in SIXTEEN_BITS else rule
     if given in GGML:
-        rule = "llama.cpp" if role.startswith("text_encoder") else "comfyui-gguf"
+        _check_gguf(what, role, component, given, repr(given))
+        rule = "diffusers-gguf"
     if given in DTYPES:  # it computes in its stored type
         dtype, upcast = given, upcast and given == "float16"
     return _typed(role, component, dtype, given, rule, upcast, place, source)

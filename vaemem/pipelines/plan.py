@@ -20,6 +20,7 @@ from vaemem.pipelines.comfyui_run import COMFYUI_OPTIONS, resolve_workflow
 from vaemem.pipelines.components import CLIPS, PIPELINES, known_pipeline, refuse, weights_of
 from vaemem.pipelines.group_offload import GROUPS_SINCE, GroupOffload
 from vaemem.pipelines.pipeline_request import (
+    NOT_FROM_A_FILE,
     PipelineArguments,
     PipelineRequest,
     begins_with,
@@ -29,6 +30,7 @@ from vaemem.pipelines.pipeline_request import (
 from vaemem.pipelines.predict_pipeline import ComfyUIPrediction, PipelinePrediction
 from vaemem.pipelines.quantising import SCHEMES, UNSENT
 from vaemem.pipelines.recipe import diffusers_code, hires_code
+from vaemem.pipelines.storage import GGML
 from vaemem.pipelines.ways import PipelinePlan, Room, outcome, runs_out
 from vaemem.prediction.gpus import CONTEXT, Gpu, sold
 from vaemem.prediction.planned import Way
@@ -85,7 +87,8 @@ def plan_pipeline(
     cudnn_version, torch_version, diffusers_version, frames : shared
     types : str or sequence of str or None, optional
         Types to try for the largest components' weights; None stands for their own type, the default. By default
-        diffusers also tries ``"Q8_0"`` and ``"nf4"`` if the denoiser takes more than half of the card. sd.cpp also
+        diffusers also tries ``"Q8_0"``, for the denoiser alone, and ``"nf4"`` if the denoiser takes more than half of
+        the card. sd.cpp also
         tries ``"Q4_K"`` if nothing else fits.
     used, os : shared
     calibrate : dict of str to float, optional
@@ -229,7 +232,9 @@ def diffusers_ways(
     if types is None:
         is_large = 2 * q.part(pipeline.denoiser).nbytes > q.card.available()
         types = (None, *SMALLER) if is_large and not q.loras else (None,)
-    # A smaller type is worthwhile for the denoiser and for text encoders other than CLIP.
+        if pipeline.parts[pipeline.denoiser] in NOT_FROM_A_FILE:
+            types = tuple(kind for kind in types if kind not in GGML)
+    # A smaller type is worthwhile for the denoiser and for text encoders other than CLIP. GGUF's is for the denoiser.
     large = [pipeline.denoiser, *(role for role in pipeline.encoders if pipeline.parts[role] not in CLIPS)]
     by_block: dict[str, Any] = {"offload_type": "block_level", "num_blocks_per_group": 1}
     offloads: dict[str, Any] = {
@@ -246,7 +251,10 @@ def diffusers_ways(
     limit = f"{int((q.part('vae').nbytes + VAE_LIMIT * full) // MIB) + 1} MiB"  # vaemem decodes images one by one
     found = []
     for kind in types:
-        given = {**components, **({} if kind is None else {role: kind for role in large if role not in components})}
+        roles = [role for role in (large[:1] if kind in GGML else large) if kind and role not in components]
+        if kind and not roles:
+            continue
+        given = {**components, **dict.fromkeys(roles, kind)}
         stored = q if kind is None else replace(q, parts=parts_of(pipeline, q.dtype, given, release, q.loras))
         for place, offload in offloads.items():
             if not offload:  # there is no text encoder

@@ -30,7 +30,7 @@ from vaemem.pipelines.pipeline_request import (
     resolve_pipeline,
 )
 from vaemem.pipelines.pipeline_run import play_pipeline
-from vaemem.pipelines.quantising import BITSANDBYTES, SIXTEEN_BITS
+from vaemem.pipelines.quantising import BITSANDBYTES
 from vaemem.prediction.answer import alias
 from vaemem.prediction.closed import PlayedPeak
 from vaemem.prediction.formula import Formula
@@ -157,7 +157,7 @@ class PipelinePrediction(_Played):
     upper : int
         An upper bound of the process's memory on the card: the most of `band`, or of any version if none was given.
         Earlier runs add 20 MiB and a 16th of everything but weights. Weights in int8 add the 16th too, inferred from
-        one published run that took 3.5% more than predicted.
+        one published run that took 1.8% more than predicted.
     host : int
         Bytes of weights that the host keeps.
     timeline : tuple of Moment
@@ -213,7 +213,7 @@ class PipelinePrediction(_Played):
 
     def _plays(self) -> Plays:
         # LLM.int8()'s memory is not known to the byte. Hugging Face's published run with it (docs/PIPELINES.md)
-        # reserved 2.0% more than predicted after loading the weights, and 3.5% more at its peak.
+        # reserved 2.0% more than predicted after loading the weights, and 1.8% more at its peak.
         inexact = {f"weights of {part.role}" for part in self.request.parts if part.has(["int8"])}
         others = [
             (phase.outside, phase.weights - sum(size for name, size in phase.peak_tensors if name in inexact))
@@ -289,7 +289,7 @@ def _notes(q: PipelineRequest) -> Iterator[str]:
             yield f"{part.role}: comes whole for its call; its class has no list of blocks for block_level"
         kind = next((one for one in BITSANDBYTES if part.has([one])), "")
         if kind == "int8":
-            yield f"{part.role}: LLM.int8()'s temporary copies of activations are not counted"
+            yield f"{part.role}: LLM.int8()'s copies of columns with outliers are not counted"
         if kind == "int8" and q.offload == "model" and part.role not in q.resident:
             older = "with transformers before 5 or bitsandbytes before 0.48, int8 stays on the card"
             yield f"{part.role}: {older}; give 'int8 kept on cuda' for that"
@@ -299,8 +299,10 @@ def _notes(q: PipelineRequest) -> Iterator[str]:
             yield f"{part.role}: quanto's own kernels, compiled by nvcc, unpack nothing; the copies here are the most"
         if part.has(["int4wo"]):
             yield f"{part.role}: torchao's int4 kernels (mslk) were read, not run"
-        if part.working and not part.has(SIXTEEN_BITS):
-            yield f"{part.role}: unpacked weights are counted for the running layer; other temporaries are not"
+        if kind.startswith("nf4"):
+            yield f"{part.role}: calls with few rows may unpack no weights (bitsandbytes 0.50); here all layers do"
+        if part.note:
+            yield f"{part.role}: {part.note}"
         if part.role == "vae" and q.tile not in (0, usual_tile(part.component)):
             side, stride = q.tile, 3 * q.tile // 4
             code = f"set vae.tile_sample_min_size = {side} and tile_latent_min_size to an eighth"

@@ -1,11 +1,13 @@
-"""Layers of bitsandbytes, torchao and optimum-quanto: their stored tensors, and the temporary tensors of a call. They
-follow the libraries' sources. Tests run all layers that a CPU can run."""
+"""Layers of bitsandbytes, torchao and optimum-quanto, and of GGUF files in diffusers: their stored tensors, and the
+temporary tensors of a call. They follow the libraries' sources. Tests run all layers that a CPU can run."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from typing import NamedTuple
+
+from vaemem._common import ELEMENT_BYTES
 
 NF4_BLOCK, NESTED_BLOCK = 64, 256  # numbers that share a scale; scales that share theirs
 NF4_CODE, NESTED_CODE, OFFSET = 4 * 16, 4 * 256, 4  # float32: the values of 4 bits, of 8 bits, and a mean
@@ -32,16 +34,21 @@ class Working(NamedTuple):
 
 
 class LinearLayer(NamedTuple):
-    """A layer of `rows` outputs and `columns` inputs, which computes in a type of `element` bytes."""
+    """A layer of `rows` outputs and `columns` inputs, which computes in `dtype`."""
 
     rows: int
     columns: int
-    element: int
+    dtype: str
     has_bias: bool
 
     @property
     def numbers(self) -> int:
         return self.rows * self.columns
+
+    @property
+    def element(self) -> int:
+        """Bytes of a number."""
+        return ELEMENT_BYTES[self.dtype]
 
     def unpacked(self, lives: int = 0) -> Working:
         """The weight in the type that the layer computes in."""
@@ -136,20 +143,40 @@ def _qfloat8(layer: LinearLayer) -> tuple[Working, ...]:
     return whole._replace(name="weight, converted", lives=1), *layer.unpacked_for_product()
 
 
-def _unpacked(layer: LinearLayer) -> tuple[Working, ...]:
+def _int8(layer: LinearLayer) -> tuple[Working, ...]:
+    """Inputs are quantised from float16, after a search for outliers. Their columns, which are multiplied in float16
+    besides, are few and depend on the values: they are not counted. The product's own kernel writes float16."""
+    half = layer.dtype == "float16"
+    return (
+        *[Working("input in float16", 0, 2 * layer.columns, lives=5)] * (not half),
+        Working("input's scale", 0, 4), Working("input in int8", 0, layer.columns),
+        Working("magnitudes", 0, 2 * layer.columns, lives=1), Working("outliers", 0, layer.columns, lives=1),
+        Working("whether there are outliers", 1, lives=1), Working("product in int32", 0, 4 * layer.rows),
+        *[Working("product in float16", 0, 2 * layer.rows)] * (not half),
+    )  # fmt: skip
+
+
+def _nf4_unpacked(layer: LinearLayer) -> tuple[Working, ...]:
+    """Calls with few rows may have a kernel that unpacks nothing: always for up to 4, never for more than 1536."""
     return (layer.unpacked(),)
+
+
+def _nf4_double_unpacked(layer: LinearLayer) -> tuple[Working, ...]:
+    scales = 4 * -(-layer.numbers // NF4_BLOCK)
+    return Working("scales, unpacked", scales), Working("scales and mean", scales), layer.unpacked()
 
 
 _FOUR = 'load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.{dtype}'
 SCHEMES = {
-    # LLM.int8()'s copies of activations depend on their values, and are not counted.
     "int8": Scheme(
-        "LLM.int8() of bitsandbytes", lambda rows, columns: (4 * rows, rows * columns), lambda layer: (),
-        "BitsAndBytesConfig", "load_in_8bit=True",
+        "LLM.int8() of bitsandbytes", lambda rows, columns: (4 * rows, rows * columns), _int8, "BitsAndBytesConfig",
+        "load_in_8bit=True",
     ),
-    "nf4": Scheme("bitsandbytes, a scale for 64 numbers", _nf4, _unpacked, "BitsAndBytesConfig", _FOUR, is_sent=False),
+    "nf4": Scheme(
+        "bitsandbytes, a scale for 64 numbers", _nf4, _nf4_unpacked, "BitsAndBytesConfig", _FOUR, is_sent=False,
+    ),
     "nf4 double": Scheme(
-        "bitsandbytes, with scales in 8 bits", _nf4_double, _unpacked, "BitsAndBytesConfig",
+        "bitsandbytes, with scales in 8 bits", _nf4_double, _nf4_double_unpacked, "BitsAndBytesConfig",
         _FOUR + ", bnb_4bit_use_double_quant=True", is_sent=False,
     ),
     "int8wo": Scheme(
@@ -186,7 +213,6 @@ SCHEMES = {
 BITSANDBYTES = tuple(name for name, scheme in SCHEMES.items() if scheme.config == "BitsAndBytesConfig")
 # torchao's and quanto's, which compute in 16 bits.
 SIXTEEN_BITS = tuple(name for name in SCHEMES if name not in BITSANDBYTES)
-UNSENT = tuple(name for name, scheme in SCHEMES.items() if not scheme.is_sent)
 # Names of kernels and compilers that are not predicted.
 FOREIGN = {
     "svdquant": "SVDQuant uses Nunchaku's own kernels, and their memory is not known",
@@ -196,9 +222,44 @@ FOREIGN = {
 }
 
 
-def layer_working(type: str, shape: tuple[int, ...], element: int, has_bias: bool) -> tuple[Working, ...]:
-    """List what a layer's call takes if its weight is stored in a type. ggml's types and float8 are unpacked."""
-    if type in SCHEMES:
+# How diffusers unpacks a weight of a GGUF file (quantizers/gguf/utils.py, 0.42.1): the tensors that it makes, each as
+# its bytes for 256 numbers and, after a colon, `Working.lives`. The last one has the unpacked numbers. Tables of a few
+# numbers, such as the shifts, are left out. tests/test_quantising.py compares this with the functions themselves.
+GGUF_NUMBERS = 256
+UNPACKING = {
+    "BF16": "1024:1 1024",
+    "Q8_0": "512",
+    "Q4_0": "256:3 256:1 256:1 256:1 512",
+    "Q4_1": "256:1 256:2 512:1 512",
+    "Q5_0": "128:6 32:1 32:2 32:1 32:2 32:1 32:1 1024:3 256:3 1024:1 256:6 256:5 256:1 256:1 256:1 256:1 512",
+    "Q5_1": "128:6 32:1 32:2 32:1 32:2 32:1 32:1 1024:3 256:3 1024:1 256:5 256:4 256:1 256:2 512:1 512",
+    "Q2_K": "16:1 32:6 16:1 32:4 256:1 256:2 512:1 512",
+    "Q3_K": "16:18 16:17 16:3 16:1 16:1 16:2 16:1 16:11 32:10 256:2 256:3 256:7 256:1 256:5 256:3 256:1 256:1 256:1"
+    " 512",
+    "Q4_K": "4:5 4:3 4:1 4:1 4:1 8:12 4:5 4:3 4:1 4:1 4:1 8:6 16:5 16:4 256:1 256:2 512:1 512",
+    "Q5_K": "4:5 4:3 4:1 4:1 4:1 8:16 4:5 4:3 4:1 4:1 4:1 8:10 16:9 16:8 256:2 256:2 256:5 256:4 256:1 256:2 512:1 512",
+    "Q6_K": "32:9 256:1 256:7 256:1 256:5 256:1 256:1 256:1 256:1 512",
+    "IQ4_NL": "256:2 256:1 2048:1 1024:1 1024",
+    "IQ4_XS": "8:2 16:2 8:10 16:9 16:1 16:1 16:6 16:5 256:2 256:1 2048:1 1024:1 1024",
+}
+
+# Types whose weights accelerate's sequential offload cannot move. It makes GGUF's anew, without their type (1.15.0).
+UNSENT = (*(name for name, scheme in SCHEMES.items() if not scheme.is_sent), *UNPACKING)
+
+
+def _unpack_gguf(type: str, layer: LinearLayer) -> tuple[Working, ...]:
+    """The numbers are unpacked in float16 or float32, and then converted if the layer computes in another dtype."""
+    *steps, numbers = ([*map(int, one.split(":"))] for one in UNPACKING[type].split())
+    if layer.dtype != {2: "float16", 4: "float32"}[numbers[0] // GGUF_NUMBERS]:
+        steps.append([*numbers, 1])
+    made = (Working("weight, unpacking", size * layer.numbers // GGUF_NUMBERS, lives=lives) for size, lives in steps)
+    return *made, layer.unpacked()
+
+
+def layer_working(type: str, shape: tuple[int, ...], dtype: str, has_bias: bool) -> tuple[Working, ...]:
+    """List what a layer's call takes if its weight is stored in a type. Float8 is unpacked to the dtype of the call."""
+    if type in SCHEMES or type in UNPACKING:
         rows, columns = shape
-        return SCHEMES[type].working(LinearLayer(rows, columns, element, has_bias))
-    return (Working("{}, unpacked", math.prod(shape) * element),)
+        layer = LinearLayer(rows, columns, dtype, has_bias)
+        return SCHEMES[type].working(layer) if type in SCHEMES else _unpack_gguf(type, layer)
+    return (Working("{}, unpacked", math.prod(shape) * ELEMENT_BYTES[dtype]),)

@@ -11,7 +11,9 @@ from vaemem.engine.configs import config_of
 from vaemem.pipelines.components import VAE_STRIDE, Pipeline
 from vaemem.pipelines.group_offload import GroupOffload
 from vaemem.pipelines.lora import Lora
+from vaemem.pipelines.programs import load_program
 from vaemem.pipelines.quantising import SCHEMES
+from vaemem.pipelines.storage import GGML
 from vaemem.prediction.runtimes import LAST_DIFFUSERS, architecture
 from vaemem.prediction.usual import FIXED
 
@@ -109,6 +111,20 @@ def _casting_code(role: str, dtype: str) -> list[str]:
     return ["from diffusers.hooks import apply_layerwise_casting", made]
 
 
+def _gguf_code(pipeline: Pipeline, given: Any, dtype: str) -> list[str]:
+    """Return the lines that load the denoiser from a GGUF file."""
+    role = pipeline.denoiser
+    kind = load_program(pipeline.parts[role]).about.partition(" ")[0]
+    file = f"{role} in {given}.gguf" if given in GGML else str(given)
+    return [
+        f"from diffusers import GGUFQuantizationConfig, {kind}",
+        f"{role} = {kind}.from_single_file(",
+        f'    {_quoted(file)}, config="{pipeline.repository}", subfolder="{role}",',
+        f"    torch_dtype=torch.{dtype}, quantization_config=GGUFQuantizationConfig(compute_dtype=torch.{dtype}),",
+        ")",
+    ]
+
+
 def _quoted(value: object) -> str:
     return json.dumps(value) if isinstance(value, str | list) else repr(value)
 
@@ -171,7 +187,9 @@ def diffusers_code(
     cast = [role for role, kind in types.items() if kind == "fp8"]
     for role, kind in types.items():
         if role not in (*quantised, *cast):
-            lines.append(f"# {role} in {kind}: load it first, such as from a GGUF file, and pass it as {role}={role}")
+            is_gguf = role == pipeline.denoiser and (kind in GGML or str(kind).endswith(".gguf"))
+            made = _gguf_code(pipeline, kind, dtype) if is_gguf else []
+            lines += made or [f"# {role} in {kind}: load it first, and pass it as {role}={role}"]
             told.append(f"{role}={role}")
     if apart:
         imports.insert(0, class_name)

@@ -16,9 +16,9 @@ from vaemem._common import choose, distinct
 from vaemem._errors import ArgumentError
 from vaemem.engine.file_tensors import BLOCKS, QUANTISED
 from vaemem.pipelines.programs import Weight
-from vaemem.pipelines.quantising import BITSANDBYTES, SCHEMES, SIXTEEN_BITS
+from vaemem.pipelines.quantising import BITSANDBYTES, SCHEMES, SIXTEEN_BITS, UNPACKING
 
-__all__ = ["RULES", "TYPES", "Stored", "stored", "tensor_bytes"]
+__all__ = ["RULES", "TYPES", "Stored", "loaded", "stored", "tensor_bytes"]
 
 
 GGML = tuple(QUANTISED)
@@ -116,6 +116,11 @@ _FLUX_ENDS = (
     r"img_in\.|txt_in\.|time_in\.|vector_in\.|guidance_in\.|final_layer\."
     r"|^x_embedder\.|^context_embedder\.|^time_text_embed\.|^norm_out\.|^proj_out\."
 )
+# Names of the tensors that ComfyUI-GGUF's tools leave as they are.
+_NOT_PACKED = (
+    rf"{_FLUX_ENDS}|(class|time|add)_embedding\.|time_embed\.|label_emb\.|^conv_in\.|^conv_out\.|^input_blocks\.0\.0\."
+    r"|^out\.2\.|t_embedder\.|x_embedder\.|cap_embedder\.|context_refiner\.|noise_refiner\.|pos_embed|mod_proj"
+)
 RULES = {
     "all": _Rule(
         "every tensor, as module.to(dtype) and checkpoints in one dtype have it", tuple(PLAIN), (0, 1, 2, 3, 4, 5),
@@ -143,10 +148,12 @@ RULES = {
     "comfyui-gguf": _Rule(
         "ComfyUI-GGUF's tools, convert.py (it flattens a UNet's tensors) and lcpp.patch (for llama-quantize): matrices"
         " except those of first and last layers, embeddings of time, and Z-Image's refiners",
-        GGML, (2, 4),
-        rf"{_FLUX_ENDS}|(class|time|add)_embedding\.|time_embed\.|label_emb\.|^conv_in\.|^conv_out\.|^input_blocks\.0\.0\."
-        r"|^out\.2\.|t_embedder\.|x_embedder\.|cap_embedder\.|context_refiner\.|noise_refiner\.|pos_embed|mod_proj",
-        vectors="float32", least=1025, flat=True,
+        GGML, (2, 4), _NOT_PACKED, vectors="float32", least=1025, flat=True,
+    ),
+    "diffusers-gguf": _Rule(
+        "from_single_file of diffusers with GGUFQuantizationConfig and such a file: linear layers stay as they are, and"
+        " the rest becomes the dtype of the run (quantizers/gguf/utils.py, models/model_loading_utils.py)",
+        tuple(type for type in UNPACKING if type in GGML), (2,), _NOT_PACKED,
     ),
     "sd.cpp": _Rule(
         "stable-diffusion.cpp's tensor_should_be_converted (model_loader.cpp), and its layers' own types"
@@ -232,6 +239,28 @@ def stored(
     assert type is not None
     shapes = {tensor.name: tensor.shape for tensor in tensors}
     return [_store(tensor, shapes, type, rule, dtype) for tensor in tensors]
+
+
+def loaded(held: Iterable[Stored], weights: Iterable[Weight], dtype: str) -> list[Stored]:
+    """List a file's tensors as diffusers and transformers load them for a computation in a dtype: floats become it, but
+    for those that the model keeps in another. GGUF's blocks stay, and so do files of bitsandbytes, which hold bytes.
+
+    Examples
+    --------
+    >>> from vaemem.pipelines.storage import Stored, loaded
+    >>> loaded([Stored("proj.bias", (64,), "F32", 256), Stored("proj.weight", (64, 32), "Q8_0", 2176)], [], "float16")
+    [Stored(name='proj.bias', shape=(64,), type='float16', bytes=128),
+     Stored(name='proj.weight', shape=(64, 32), type='Q8_0', bytes=2176)]
+    """
+    tensors = [*held]
+    types = {tensor.type for tensor in tensors}
+    if types & {"U8", "I8"}:
+        return tensors
+    floats = {"F64", "F32", "F16", "F8_E4M3", "F8_E5M2", *(() if types & {*GGML} else ("BF16",))}
+    own = {weight.name: weight.type_in(dtype) for weight in weights}
+    return [
+        _as(Weight(one.name, one.shape), own.get(one.name, dtype)) if one.type in floats else one for one in tensors
+    ]
 
 
 def _as(tensor: Weight, type: str) -> Stored:
