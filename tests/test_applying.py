@@ -35,6 +35,7 @@ def on_the_cpu(monkeypatch):
     """Sequential offload refuses a CPU: accelerate's hooks are put on as diffusers does, but for the device."""
 
     def sequential(pipe, device):
+        pipe._offload_device = torch.device(device)
         for part in (pipe.unet, pipe.vae, pipe.text_encoder):
             accelerate.cpu_offload(part, torch.device(device))
 
@@ -90,6 +91,37 @@ def test_groups_are_set_and_undone(name, tmp_path):
     done.undo()
     assert levels() == [None] * 3 and state(pipe) == before
     assert torch.equal(torch_pipelines.pictures(pipe, "sd"), want)
+
+
+@pytest.mark.parametrize("offload", ["none", "model", "sequential", "leaf_level"])
+def test_casting_is_set_and_undone(offload, tmp_path, on_the_cpu):
+    """As diffusers' own calls do it. `undo` brings back every digit of the weights."""
+    pipe = torch_pipelines.stable_diffusion(tmp_path)
+    want, before = torch_pipelines.pictures(pipe, "sd"), state(pipe)
+    types = {"unet": "fp8", "text_encoder": "fp8"}
+    done = apply({"components": types, "offload": offload}, pipe, device="cpu")
+    assert "unet is stored in float8" in str(done) and "enable_layerwise_casting" in done.code
+    got = torch_pipelines.pictures(pipe, "sd")
+    kinds = {weight.dtype for part in (pipe.unet, pipe.text_encoder) for weight in part.parameters()}
+    assert kinds == {torch.float8_e4m3fn, torch.float32}
+
+    theirs = torch_pipelines.stable_diffusion(tmp_path)
+    theirs.unet.enable_layerwise_casting(torch.float8_e4m3fn, torch.float32)
+    embeddings = (torch.nn.Embedding,)
+    diffusers.hooks.apply_layerwise_casting(
+        theirs.text_encoder, torch.float8_e4m3fn, torch.float32, skip_modules_classes=embeddings
+    )
+    assert (got - torch_pipelines.pictures(theirs, "sd")).abs().max() < 1e-5 < (got - want).abs().max()
+
+    with refused("pipe", "fp8", names=["unet is loaded in float32"]):
+        apply({"components": {"unet": "float32"}}, pipe, device="cpu")
+    again = apply({"components": types, "offload": "model"}, pipe, device="cpu")
+    assert "casting" not in again.code and hasattr(pipe.unet, "_hf_hook")
+    again.undo()
+    done.undo()
+    assert state(pipe) == before and torch.equal(torch_pipelines.pictures(pipe, "sd"), want)
+    with refused("pipe", "float32", names=["vae is loaded in fp8"]):
+        apply({"components": {"vae": "fp8"}}, pipe, device="cpu")
 
 
 def test_our_decoder_is_set_and_undone(tmp_path):

@@ -32,10 +32,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch_vaes import diffusers_vae
 
 from vaemem import _core, plan_pipeline, predict_pipeline
-from vaemem.pipelines import pipeline_request
+from vaemem.pipelines import pipeline_parts
 from vaemem.pipelines.components import PIPELINES, weights_of
 from vaemem.pipelines.group_offload import GroupOffload
-from vaemem.pipelines.pipeline_request import Part, parts_of
+from vaemem.pipelines.pipeline_parts import Part, parts_of
 from vaemem.pipelines.programs import Weight
 from vaemem.pipelines.recipe import diffusers_code, placing_code
 from vaemem.pipelines.storage import stored
@@ -405,7 +405,7 @@ def test_a_layer_computes_in_the_dtype_of_the_run(monkeypatch):
              torch.zeros(1, **half), img_ids=torch.zeros(4, 3), txt_ids=torch.zeros(3, 3))  # fmt: skip
     stored_ = tuple(stored(weights, "fp8", "layerwise"))
     part = Part("transformer", "flux-schnell-transformer", "bfloat16", stored_)
-    monkeypatch.setattr(pipeline_request, "weights_of", lambda _: [Weight(*one) for one in weights])
+    monkeypatch.setattr(pipeline_parts, "weights_of", lambda _: [Weight(*one) for one in weights])
     ours = {module: sum(size for _, size, *_ in made) for module, made in part.working.items()}
     assert ours == held and len(held) > 10
     after = {name for name, tensor in flux.named_parameters() if tensor.dtype is torch.float8_e4m3fn}

@@ -16,7 +16,7 @@ from vaemem import plan_pipeline, predict_pipeline
 from vaemem._core import Program
 from vaemem.engine.weights import tensor_types
 from vaemem.pipelines.components import PIPELINES
-from vaemem.pipelines.pipeline_request import Part, parts_of
+from vaemem.pipelines.pipeline_parts import Part, parts_of
 from vaemem.pipelines.programs import Weight, load_program
 from vaemem.pipelines.quantising import BITSANDBYTES, SCHEMES, SIXTEEN_BITS, UNPACKING, LinearLayer, layer_working
 from vaemem.pipelines.storage import Stored, loaded, stored, tensor_bytes

@@ -7,7 +7,8 @@ from vaemem._common import DTYPES, TILED_OPS, shipped
 from vaemem.engine.configs import SAMPLE_SIZES
 from vaemem.out_of_memory.sizes import COMMON, MADE_SIZES
 from vaemem.pipelines.components import PIPELINES
-from vaemem.pipelines.pipeline_request import NOT_FROM_A_FILE, OFFLOADS, SMALL_TILE, TORCH_WAYS, WEIGHT_TYPES
+from vaemem.pipelines.pipeline_parts import NOT_FROM_A_FILE, WEIGHT_TYPES
+from vaemem.pipelines.pipeline_request import OFFLOADS, SMALL_TILE, TORCH_WAYS
 from vaemem.pipelines.quantising import SCHEMES
 from vaemem.pipelines.storage import PLAIN, RULES
 from vaemem.prediction.gpus import coarse_names, find_gpu, gpu_names

@@ -33,7 +33,8 @@ from vaemem.pipelines.comfyui import (
     estimate_vae,
 )
 from vaemem.pipelines.components import CLIP_TOKENS, PIPELINES, VAE_STRIDE, vae_counts, weights_of
-from vaemem.pipelines.pipeline_request import Part, PipelineArguments, PipelineRequest, image_sides
+from vaemem.pipelines.pipeline_parts import Part
+from vaemem.pipelines.pipeline_request import PipelineArguments, PipelineRequest, image_sides
 from vaemem.pipelines.steps import PLAYED_STEPS, QWEN_TEMPLATE, count_calls
 from vaemem.pipelines.storage import stored
 from vaemem.prediction.held import LoadedVAE, Tensor, Variables

@@ -1,409 +1,38 @@
-"""A request for a pipeline's prediction: its parts, as they are stored and run, and its call."""
+"""A request for a pipeline's prediction: its parts and its call."""
 
 from __future__ import annotations
 
-import functools
-import math
-import os
-import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from vaemem import _core
-from vaemem._common import DTYPES, ELEMENT_BYTES, choose, distinct, meant, whole
+from vaemem._common import DTYPES, choose, meant, whole
 from vaemem._errors import ArgumentError, Named, inside
-from vaemem.engine.configs import config_of
 from vaemem.engine.limits import parse_size
-from vaemem.engine.weights import tensor_types
-from vaemem.pipelines import programs
 from vaemem.pipelines.components import (
     FRAME_STRIDE,
     MOST_FRAMES,
     PIPELINES,
     VAE_STRIDE,
     Pipeline,
-    is_vae,
-    weights_of,
 )
 from vaemem.pipelines.group_offload import GROUPS_SINCE, OFFLOAD_TYPES, GroupOffload
-from vaemem.pipelines.lora import LORAS_SINCE, Lora, Pair, pairs_of, read_loras
+from vaemem.pipelines.lora import LORAS_SINCE, Lora, read_loras
+from vaemem.pipelines.pipeline_parts import Part, has_blocks, parts_of
 from vaemem.pipelines.quantising import (
-    BITSANDBYTES,
-    FOREIGN,
     SCHEMES,
-    SIXTEEN_BITS,
-    UNPACKING,
     UNSENT,
-    layer_working,
 )
-from vaemem.pipelines.storage import GGML, RULES, SPELT, TYPES, Stored, loaded, stored
-from vaemem.prediction.gpus import Gpu
 from vaemem.prediction.job import MOST_SIDE
-from vaemem.prediction.passing import (
-    BY_ACCELERATE,
-    BY_DIFFUSERS,
-    BY_NONE,
-    VAE_BLOCKS,
-    Group,
-    Passing,
-    block_groups,
-    leaf_groups,
-    pass_groups,
-    tie,
-)
-from vaemem.prediction.planned import OF_WEIGHTS
 from vaemem.prediction.predict import SMALL_TILE
 from vaemem.prediction.request import Card, Request, Software, usual_tile
-from vaemem.prediction.runtimes import architecture, diffusers_release
+from vaemem.prediction.runtimes import diffusers_release
 
 MOST_TOKENS = 1 << 13  # of a prompt: diffusers' encoders take 77 or 512 at a time
 OFFLOADS = ("none", "model", "sequential")
 TORCH_WAYS = ("whole", "tiled", "sliced")
 VAE_WAYS = (*TORCH_WAYS, "vaemem")
-WEIGHT_TYPES = [name for name in TYPES if SPELT.get(name, name) not in ("float64", "int64", "bool")]  # tables, masks
-KEPT_TRACES = 4  # of each component
-ROLES = tuple(distinct(role for one in PIPELINES.values() for role in (*one.parts, *one.optional)))
-NOT_FROM_A_FILE = ("pixart-sigma-transformer",)  # its class has no from_single_file
-PACKED = "its file is taken to pack the matrices that ComfyUI-GGUF packs of FLUX.1; give the file to be exact"
-UNSAVED = "rope."  # Wan's tables of positions, which are not persistent
-# Places of weights after from_pretrained, before offloading: the CPU (device_map="cpu"); the card, until they are
-# offloaded; or the card for good.
-PLACES = ("on cpu", "on cuda", "kept on cuda")
-_SPOKEN = re.compile(rf"(?P<type>.+?)(?: from (?P<source>\S+))?(?: (?P<place>{'|'.join(PLACES)}))?", re.I)
-
-
-@dataclass(frozen=True)
-class Part:
-    """A component as it is run.
-
-    Attributes
-    ----------
-    role : str
-        ``"unet"``, ``"vae"`` ...
-    component : str
-        A recorded module, or a VAE's name.
-    dtype : str
-        The type in which it computes.
-    weights : tuple of Stored
-        As they are stored; for a VAE in `dtype`.
-    upcast : bool
-        Whether a VAE is converted to float32 for its call, and back.
-    place : str
-        Where it is loaded: one of `PLACES`.
-    source : str
-        The dtype of its file, if a library quantises the weights on loading; "" if the file has them quantised.
-    pairs : tuple of Pair
-        LoRAs' low-rank pairs for its layers. `weights` has theirs too.
-    note : str
-        What a reader should know about its weights.
-    """
-
-    role: str
-    component: str
-    dtype: str
-    weights: tuple[Stored, ...]
-    upcast: bool = False
-    place: str = PLACES[0]
-    source: str = ""
-    pairs: tuple[Pair, ...] = ()
-    note: str = ""
-
-    def __reduce__(self) -> Any:
-        """Copy and pickle it without its traces, which are made again."""
-        return Part, tuple(getattr(self, one.name) for one in fields(self))
-
-    @functools.cached_property
-    def _traces(self) -> dict[Any, _core.Trace]:
-        return {}
-
-    def trace(
-        self, gpu: Gpu, offload: str | GroupOffload, later: bool = False, cudnn: int = 0, **sizes: int
-    ) -> _core.Trace:
-        """Trace a call's memory on a GPU, with the weights that offloading sends for its submodules. later: whether it
-        is not the first call. cudnn: as `cudnn_attention` gives it. `sizes` may have more than its variables. The last
-        traces are kept, because making one takes longer than playing it."""
-        recording, kept = programs.load_program(self.component), self._traces
-        wanted = {name: sizes[name] for name in recording.variables}
-        key = (gpu.name, gpu.sm, gpu.multiprocessors, cudnn, offload, later, *wanted.items())
-        trace = kept.get(key)
-        if trace is None:
-            working = [
-                Passing(at, at, name, size, BY_NONE, *rows)
-                for at, made in self.working.items()
-                for name, size, *rows in made
-            ]
-            companions = [pair.companion for pair in self.pairs if not pair.fused]
-            order = self._order(offload, gpu, wanted) if later else ()
-            sent = self.sent_by(offload, later, order)
-            trace = recording.trace(self.dtype, gpu, [*sent, *working], companions, cudnn, **wanted)
-            for oldest in list(kept)[: len(kept) + 1 - KEPT_TRACES]:
-                kept.pop(oldest, None)
-            kept[key] = trace
-        return trace
-
-    @functools.cached_property
-    def nbytes(self) -> int:
-        return sum(weight.bytes for weight in self.weights)
-
-    @functools.cached_property
-    def file_bytes(self) -> int:
-        """Bytes read from its file."""
-        return sum(weight.nbytes(self.source) for weight in weights_of(self.component)) if self.source else self.nbytes
-
-    def sent_bytes(self, weight: Stored) -> int:
-        """Bytes sent to the device if bitsandbytes quantises there: a matrix in float16 for int8 (Int8Params.cuda),
-        otherwise in the dtype of loading; other weights as they are stored."""
-        if weight.type not in BITSANDBYTES:
-            return weight.bytes
-        return math.prod(weight.shape) * ELEMENT_BYTES["float16" if weight.type == "int8" else self.dtype]
-
-    @functools.cached_property
-    def pieces(self) -> list[int]:
-        """List the bytes of the tensors that hold its weights, in order."""
-        return [size for weight in self.weights for size in weight.pieces]
-
-    @functools.cached_property
-    def _types(self) -> set[str]:
-        return {weight.type for weight in self.weights}
-
-    def has(self, types: Collection[str]) -> bool:
-        """Tell whether any of its weights is stored in one of these types."""
-        return not self._types.isdisjoint(types)
-
-    def _by_module(self, made: Mapping[str, Sequence[tuple[Any, ...]]]) -> dict[str, list[tuple[Any, ...]]]:
-        """Group the tensors of each weight, (name, bytes, ...), by submodule. A file may put the model's name before a
-        submodule's. If its tensors have other names, the largest of them represents the whole call, under ""."""
-        added = (weight for pair in self.pairs for weight in pair.weights)
-        modules = {weight.module for weight in (*weights_of(self.component), *added)}
-        found: dict[str, list[tuple[Any, ...]]] = {}
-        for name, tensors in made.items():
-            module, _, own = name.rpartition(".")
-            module = module if module in modules else module.partition(".")[2]
-            if module in modules:
-                found.setdefault(module, []).extend((called.format(own), *sizes) for called, *sizes in tensors)
-            elif tensors[0][1] > sum(size for _, size, *_ in found.get("", ())):
-                found[""] = [(tensors[0][0].format(name), *tensors[0][1:])]
-        return found
-
-    @functools.cached_property
-    def sent(self) -> dict[str, list[tuple[Any, ...]]]:
-        """{submodule: [(name, bytes)]} of the weights that sequential offload has on the device during its call."""
-        return tie(self._by_module({w.name: [("{}", w.bytes)] for w in self.weights if w not in self.left}))
-
-    @functools.cached_property
-    def left(self) -> tuple[Stored, ...]:
-        """The weights that sequential offload leaves on the device: diffusers has accelerate offload buffers only if
-        the module has parameters of its own, and never those that state dicts leave out."""
-        buffers = _buffers_of(self.component)
-        if any("." not in weight.name for weight in weights_of(self.component)):
-            buffers = frozenset(name for name in buffers if name.startswith(UNSAVED))
-        return tuple(weight for weight in self.weights if weight.name in buffers)
-
-    @property
-    def passed(self) -> int:
-        """Bytes that sequential offload sends for a call."""
-        return self.nbytes - sum(weight.bytes for weight in self.left)
-
-    def sent_by(self, offload: str | GroupOffload, later: bool = False, order: Sequence[int] = ()) -> Sequence[Passing]:
-        """List the weights that offloading sends for its submodules' calls, in its first call or a later one. order:
-        of its groups' calls, if they are prefetched."""
-        if isinstance(offload, GroupOffload):
-            moves_again = later and not offload.offload_to_disk_path
-            return pass_groups(self.groups(offload), self._sizes, moves_again, self.stream_of(offload), order)
-        by = self.sent.items() if offload == "sequential" else ()
-        return [Passing(at, at, name, size, BY_ACCELERATE) for at, sent in by for name, size in sent]
-
-    def groups(self, offload: GroupOffload) -> tuple[Group, ...]:
-        """Return its weights as group offloading moves them together."""
-        return _groups_of(self.component, offload.num_blocks_per_group or 0)
-
-    def stream_of(self, offload: GroupOffload) -> int:
-        """Return the stream on which its groups come: each component has one of its own."""
-        return 1 + ROLES.index(self.role) if offload.use_stream else 0
-
-    def _order(self, offload: str | GroupOffload, gpu: Gpu, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the numbers of the groups in the order of their modules' calls, if a later call prefetches them."""
-        if not isinstance(offload, GroupOffload) or not offload.use_stream:
-            return ()
-        numbered = [
-            Passing(group.begins, group.ends, str(number), 1, BY_DIFFUSERS)
-            for number, group in enumerate(self.groups(offload))
-            if group.begins
-        ]
-        trace = programs.load_program(self.component).trace(self.dtype, gpu, numbered, (), **sizes)
-        taken = (name for op, _, _, name in trace.steps if op == "take" and name.startswith(OF_WEIGHTS))
-        return tuple(int(name.rpartition("[")[2].removesuffix("]")) for name in taken)
-
-    def host_bytes(self, offload: GroupOffload | None) -> int:
-        """Bytes of its weights in the host's memory. PyTorch rounds pinned ones up to powers of two."""
-        if offload is None or not offload.pins:
-            return self.nbytes
-        return sum(
-            self._sizes[name] if group.is_rest else 1 << (self._sizes[name] - 1).bit_length()
-            for group in self.groups(offload)
-            for name in group.names
-        )
-
-    @functools.cached_property
-    def _sizes(self) -> dict[str, int]:
-        """Bytes of its weights by their names in diffusers. A file may put the model's name before them."""
-        known = {weight.name for weight in weights_of(self.component)}
-        named = {w.name if w.name in known else w.name.partition(".")[2]: w.bytes for w in self.weights}
-        if missing := known - named.keys():
-            got = f"a file without {min(missing)}"
-            raise ArgumentError(f"components[{self.role!r}]", "tensors named as in diffusers for group offloading", got)
-        return named
-
-    @functools.cached_property
-    def working(self) -> dict[str, list[tuple[Any, ...]]]:
-        """{submodule: [(name, bytes, row_bytes, row_flops, lives)]}, as of `Passing`: the tensors that a call takes
-        because weights are stored in another type than that of the computation."""
-        names = {weight.name for weight in weights_of(self.component)}
-        found = dict[str, list[tuple[Any, ...]]]()
-        for name, shape, type in self._packed():
-            has_bias = name.removesuffix("weight") + "bias" in names
-            found[name] = [
-                (one.name, one.bytes, one.row_bytes, 2 * math.prod(shape) if one.row_bytes else 0, one.lives)
-                for one in layer_working(type, shape, self.dtype, has_bias)
-            ]
-        return self._by_module({name: tensors for name, tensors in found.items() if tensors})
-
-    def _packed(self) -> list[tuple[str, tuple[int, ...], str]]:
-        """List the weights that are stored in another type than that of the computation: name, shape, and type. A GGUF
-        file may have other names, and join layers. Then a layer has the type of a tensor of its shape, or else the one
-        that most of the file's bytes have."""
-        packed = [(w.name, w.shape, w.type) for w in self.weights if w.type in (*UNPACKING, *SCHEMES, "fp8")]
-        known = {weight.name for weight in weights_of(self.component)}
-        if any(name in known or name.partition(".")[2] in known for name, *_ in packed) or not packed:
-            return packed
-        bytes_of = Counter[str]()
-        for weight in self.weights:
-            bytes_of[weight.type] += weight.bytes * (weight.type in UNPACKING)
-        by_shape, usual = {shape: type for _, shape, type in packed}, max(bytes_of, key=bytes_of.__getitem__)
-        layers = stored(weights_of(self.component), "Q8_0", "diffusers-gguf")
-        return [(w.name, w.shape, by_shape.get(w.shape, usual)) for w in layers if w.type == "Q8_0"]
-
-
-@functools.cache
-def _buffers_of(component: str) -> frozenset[str]:
-    """Name the buffers among a component's weights. Recordings do not tell those of the run's dtype from parameters:
-    PatchEmbed's and Chroma's tables are some."""
-    tables, parameters = ("pos_embed.pos_embed", "mod_proj"), ("run", "kept", "single")
-    found = weights_of(component)
-    return frozenset(w.name for w in found if w.dtype not in parameters or w.name.endswith(tables))
-
-
-@functools.cache
-def _groups_of(component: str, blocks: int) -> tuple[Group, ...]:
-    """Group a component's weights by leaves, or by blocks if a group has some."""
-    names = [weight.name for weight in weights_of(component)]
-    buffers = _buffers_of(component)
-    within = VAE_BLOCKS if _has_blocks(component) else ()
-    return tuple(block_groups(names, blocks, within, buffers) if blocks else leaf_groups(names, buffers))
-
-
-def _has_blocks(component: str) -> bool:
-    """Tell whether it is a VAE with a class that names its blocks."""
-    named = ("AutoencoderKL", "AutoencoderKLWan")
-    return is_vae(component) and config_of(architecture(component))["_class_name"] in named
-
-
-def _with_pairs(part: Part, pairs: Sequence[Pair]) -> Part:
-    """Add low-rank pairs to a component, each after its layer's weights and in their type."""
-    kinds = {weight.name.removesuffix(".weight"): weight.type for weight in part.weights}
-    added = dict[str, list[Stored]]()
-    for pair in pairs:
-        if (kind := SPELT.get(kinds.get(pair.module, ""), kinds.get(pair.module, ""))) not in DTYPES:
-            why = "nobody compared LoRAs with quantised or cast weights"
-            wanted = f"{', '.join(DTYPES)} with a LoRA"
-            raise ArgumentError(f"components[{part.role!r}]", wanted, kind or "other names of tensors", why)
-        added.setdefault(pair.module, []).extend(stored(pair.weights, kind, "all", kind))
-    last = {weight.name.rpartition(".")[0]: i for i, weight in enumerate(part.weights)}
-    after = {last[module]: more for module, more in added.items()}
-    weights = [one for i, weight in enumerate(part.weights) for one in (weight, *after.get(i, ()))]
-    return replace(part, weights=tuple(weights), pairs=tuple(pairs))
-
-
-@functools.lru_cache(maxsize=32)
-def _typed(
-    role: str, component: str, dtype: str, given: str, rule: str, upcast: bool, place: str, source: str
-) -> Part:  # fmt: skip
-    """Store the weights in a type: the same for every size and card."""
-    held = tuple(stored(weights_of(component), given, rule, dtype))
-    note = PACKED if rule == "diffusers-gguf" else ""
-    return Part(role, component, dtype, held, upcast, place, source, note=note)
-
-
-def _check_gguf(what: str, role: str, component: str, type: str, got: str) -> None:
-    """Refuse a type of GGUF's that this component cannot have on the card."""
-    if type in GGML and role.startswith("text_encoder"):
-        why = "transformers unpacks a GGUF file when it loads it"
-        raise ArgumentError(what, "the dtype that it is unpacked to, or nf4 or int8", got, why)
-    if type in GGML and component in NOT_FROM_A_FILE:
-        raise ArgumentError(what, "another type", got, "diffusers cannot load this transformer from a GGUF file")
-    if type in GGML and type not in UNPACKING:
-        raise ArgumentError(what, f"{', '.join(RULES['diffusers-gguf'].types)}: diffusers unpacks no other", got)
-
-
-def _part(role: str, component: str, dtype: str, given: Any, upcast: bool) -> Part:
-    """Return a component's weights in a type, or as in a file, with their place of loading and their source."""
-    is_module, place, source, what = not is_vae(component), "", "", f"components[{role!r}]"
-    if isinstance(given, str) and not os.path.exists(given) and (spoken := _SPOKEN.fullmatch(given)):
-        given, source, place = (part or "" for part in spoken.group("type", "source", "place"))
-    # from_pretrained quantises on the card; people short of memory load quantised files to the CPU.
-    place, name = place.lower() or PLACES[bool(source) and given not in SIXTEEN_BITS], str(given)
-    is_file = isinstance(given, os.PathLike) or name.endswith((".safetensors", ".gguf")) or os.path.exists(name)
-    if is_file and given not in DTYPES and is_module:
-        with inside(what, path=str(given), caught=(ValueError,)):
-            held = stored(weights_of(component), None, tensor_types(given))
-        for weight in held:
-            _check_gguf(what, role, component, weight.type, repr(name))
-        return Part(role, component, dtype, tuple(loaded(held, weights_of(component), dtype)), place=place)
-    if why := FOREIGN.get(name.lower()):
-        raise ArgumentError(what, "", f"{why}, got {name!r}")
-    given = meant(what, given, WEIGHT_TYPES if is_module else DTYPES)
-    if source and given not in SCHEMES:
-        raise ArgumentError(what, f"'from {source}' after {', '.join(SCHEMES)}", f"it after {given!r}")
-    if given in SIXTEEN_BITS and dtype == "float32":
-        raise ArgumentError(what, f"a computation in 16 bits with {given}", "one in float32")
-    if given in SIXTEEN_BITS and place != PLACES[0]:
-        got = f"'{given} {place}'"
-        raise ArgumentError(what, f"{given} without a place: diffusers loads and quantises it on the CPU", got)
-    source = meant(what, source, DTYPES) if source else ""
-    # Without a file, this runtime's rule chooses the tensors for a type.
-    rule = "layerwise" if given == "fp8" else "bitsandbytes" if given in BITSANDBYTES else "all"
-    rule = "libraries" if given in SIXTEEN_BITS else rule
-    if given in GGML:
-        _check_gguf(what, role, component, given, repr(given))
-        rule = "diffusers-gguf"
-    if given in DTYPES:  # it computes in its stored type
-        dtype, upcast = given, upcast and given == "float16"
-    return _typed(role, component, dtype, given, rule, upcast, place, source)
-
-
-def parts_of(
-    pipeline: Pipeline, dtype: str, components: Mapping[str, Any], release: int, loras: Sequence[Lora] = ()
-) -> tuple[Part, ...]:  # fmt: skip
-    """Make a pipeline's parts. `components` is the argument of `predict_pipeline`. release: diffusers', 42 for 0.42."""
-    if not isinstance(components, Mapping):
-        raise ArgumentError("components", "{role: type or file}", repr(components))
-    known = {**pipeline.parts, **pipeline.optional}
-    for role in components:
-        choose("components", role, known)
-    parts = []
-    for role, component in known.items():
-        usual = (role == "vae" and pipeline.vae_dtype) or dtype
-        given = components.get(role, None if role in pipeline.optional else usual)
-        if given not in (None, "none"):
-            upcast = role == "vae" and pipeline.upcasts and role not in components
-            parts.append(_part(role, programs.older(component, release), dtype, given, upcast))
-        elif role not in (*pipeline.encoders, *pipeline.optional):
-            raise ArgumentError("components", f"a type or a file for {role}", "None")
-    named = {part.role: weights_of(part.component) for part in parts if not is_vae(part.component)}
-    pairs = pairs_of(loras, pipeline.denoiser, named)
-    return tuple(_with_pairs(part, pairs[part.role]) if pairs.get(part.role) else part for part in parts)
 
 
 @dataclass(frozen=True)
@@ -495,7 +124,7 @@ class PipelineRequest(Request):
     @property
     def groups_vae(self) -> bool:
         """Whether block_level can offload its VAE: AutoencoderKL and AutoencoderKLWan name their blocks."""
-        return _has_blocks(self.part("vae").component)
+        return has_blocks(self.part("vae").component)
 
     def run_with(self, offload: Any, vae: str, vae_memory_limit: int | str | None = None) -> PipelineRequest:
         """Return a copy with these arguments of `predict_pipeline`. ValueError names an impossible one."""

@@ -13,7 +13,8 @@ from typing import Any
 from vaemem.pipelines import programs
 from vaemem.pipelines.components import VAE_STRIDE, is_vae, vae_counts
 from vaemem.pipelines.phases import PHASES
-from vaemem.pipelines.pipeline_request import PLACES, Part, PipelineRequest
+from vaemem.pipelines.pipeline_parts import PLACES, Part
+from vaemem.pipelines.pipeline_request import PipelineRequest
 from vaemem.pipelines.quantising import BITSANDBYTES
 from vaemem.pipelines.steps import PLAYED_STEPS
 from vaemem.pipelines.storage import Stored

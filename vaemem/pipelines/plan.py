@@ -19,14 +19,8 @@ from vaemem.pipelines import ways_mlx
 from vaemem.pipelines.comfyui_run import COMFYUI_OPTIONS, resolve_workflow
 from vaemem.pipelines.components import CLIPS, PIPELINES, known_pipeline, refuse, weights_of
 from vaemem.pipelines.group_offload import GROUPS_SINCE, GroupOffload
-from vaemem.pipelines.pipeline_request import (
-    NOT_FROM_A_FILE,
-    PipelineArguments,
-    PipelineRequest,
-    begins_with,
-    parts_of,
-    resolve_pipeline,
-)
+from vaemem.pipelines.pipeline_parts import NOT_FROM_A_FILE, parts_of
+from vaemem.pipelines.pipeline_request import PipelineArguments, PipelineRequest, begins_with, resolve_pipeline
 from vaemem.pipelines.predict_pipeline import ComfyUIPrediction, PipelinePrediction
 from vaemem.pipelines.quantising import SCHEMES, UNSENT
 from vaemem.pipelines.recipe import diffusers_code, hires_code

@@ -20,10 +20,9 @@ from vaemem.pipelines.comfyui import VERSION as COMFYUI_VERSION
 from vaemem.pipelines.comfyui_run import ComfyUIRun, describe_decisions, plays_of, resolve_workflow
 from vaemem.pipelines.components import CLIP_TOKENS, PIPELINES, known_pipeline, refuse
 from vaemem.pipelines.phased import PhasedAnswer, as_far_as
+from vaemem.pipelines.pipeline_parts import PLACES, Part
 from vaemem.pipelines.pipeline_request import (
     OFFLOADS,
-    PLACES,
-    Part,
     PipelineArguments,
     PipelineRequest,
     begins_with,

@@ -101,9 +101,15 @@ def placing_code(offload: str | Mapping[str, Any], roles: Iterable[str], device:
     return [f"pipe.enable_{offload}_cpu_offload({'' if device == 'cuda' else f'device={_quoted(device)}'})"]
 
 
-def _casting_code(role: str, dtype: str) -> list[str]:
+def casting_code(role: str, dtype: str) -> list[str]:
     """Return the lines that store a component in float8 and cast each layer for its call. The class of a text encoder
-    has no method for it; its embeddings stay."""
+    has no method for it; its embeddings stay.
+
+    Examples
+    --------
+    >>> casting_code("unet", "float16")
+    ['pipe.unet.enable_layerwise_casting(torch.float8_e4m3fn, torch.float16)']
+    """
     types = f"torch.float8_e4m3fn, torch.{dtype}"
     if not role.startswith("text_encoder"):
         return [f"pipe.{role}.enable_layerwise_casting({types})"]
@@ -203,7 +209,7 @@ def diffusers_code(
     for lora in loras:
         lines.append(f'pipe.load_lora_weights("{lora.file or "your LoRA"}")')
         lines += ["pipe.fuse_lora()"] * lora.fused
-    lines += [line for role in cast for line in _casting_code(role, dtype)]
+    lines += [line for role in cast for line in casting_code(role, dtype)]
     lines += [*vae_code(vae, vae_memory_limit, class_name), *placing_code(offload, pipeline.parts)]
     more += [line for line in lines if line.startswith("from ")]
     lines = [line for line in lines if not line.startswith(("from ", "import "))]

@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from vaemem.pipelines.components import CLIP_TOKENS, MOST_SEQUENCE
-from vaemem.pipelines.pipeline_request import Part, PipelineRequest
+from vaemem.pipelines.pipeline_parts import Part
+from vaemem.pipelines.pipeline_request import PipelineRequest
 from vaemem.prediction.held import Tensor, Variables
 
 PLAYED_STEPS = 2  # of the denoiser; the cache and the sizes are the same from the second one on

@@ -18,7 +18,7 @@ from vaemem._errors import ArgumentError, ArgumentTypeError, inside
 from vaemem.pipelines.components import PIPELINES
 from vaemem.pipelines.group_offload import GroupOffload
 from vaemem.pipelines.pipeline_request import check_way
-from vaemem.pipelines.recipe import describe_stay, placing_code, roles_on_cpu, vae_code
+from vaemem.pipelines.recipe import casting_code, describe_stay, placing_code, roles_on_cpu, vae_code
 from vaemem.pipelines.ways import Outcome, PipelinePlan
 from vaemem.prediction.planned import Way
 from vaemem.prediction.usual import FIXED
@@ -26,6 +26,7 @@ from vaemem.pytorch.converting import convert, modules_of
 from vaemem.pytorch.free_memory import first_line, is_out_of_memory, release
 from vaemem.pytorch.measuring import find_device
 
+_CASTING_HOOKS = ("layerwise_casting", "peft_autocast_disable")
 _GROUP_HOOKS = ("group_offloading", "layer_execution_tracker", "lazy_prefetch_group_offloading")
 _SETTINGS = {"offload": "none", "vae": "whole", "components": None, "vae_memory_limit": None, "dtype": None}
 _ROLES = {role for kind in PIPELINES.values() for role in kind.parts}
@@ -91,9 +92,11 @@ class Applied:
             self._pipe.vae.use_tiling = self._pipe.vae.use_slicing = False
             lines, self.steps = _describe(settings, self._pipe, str(self._place))
             self.code = "\n".join(lines)
+            for role in _cast_by(settings, self._pipe):
+                self._before.keep_weights(role)
             if settings["vae"] == "vaemem":  # its copy decodes: the original needs no room on the card
                 self._pipe.vae.to("cpu")
-            exec(self.code, {"pipe": self._pipe})
+            exec(self.code, {"pipe": self._pipe, "torch": torch})
         except BaseException as error:
             if not (self._ways and is_out_of_memory(error)):
                 self.undo()
@@ -123,7 +126,8 @@ class Applied:
         return error
 
     def undo(self) -> None:
-        """Set everything back: the VAE and its settings, the hooks, and the devices of the components."""
+        """Set everything back: the VAE and its settings, the hooks, the weights that were cast to float8, and the
+        devices of the components."""
         self._before.restore(self._pipe)
         self.steps, self.code = (), ""
 
@@ -139,12 +143,22 @@ class _State:
         self.offload = "" if not hooks else "model" if "CpuOffload" in hooks else "sequential"
         self.device = getattr(pipe, "_offload_device", None)
         self.groups = {role: config for role, part in self.parts.items() if (config := _group_config(part))}
+        self.weights: dict[str, dict[str, torch.Tensor]] = {}  # of components that are cast, on the host
+
+    def keep_weights(self, role: str) -> None:
+        """Keep a component's weights, which lose digits in float8. Those on the host are not copied."""
+        self.weights[role] = {name: one.data.cpu() for name, one in self.parts[role].named_parameters()}
 
     def reset(self, pipe: Any) -> None:
         """Set all but the places back. A decode that failed may leave the VAE in another dtype."""
         pipe.remove_all_hooks()
         for part in modules_of(pipe).values():
             _remove_groups(part)
+        for role, kept in self.weights.items():
+            _remove_casting(self.parts[role])
+            for name, one in self.parts[role].named_parameters():
+                one.data = kept[name].to(one.device)
+        self.weights.clear()
         pipe.vae = self.vae
         if self.vae.dtype != self.dtype:
             convert(self.vae, self.dtype)
@@ -165,6 +179,30 @@ class _State:
         for role, part in self.parts.items():
             if role not in self.groups and part.device != self.places[role]:  # quantised weights may refuse to move
                 part.to(self.places[role])
+
+
+def _is_cast(part: Any) -> bool:
+    """Tell whether diffusers' layerwise casting stores a component in a smaller type."""
+    modules = part.modules() if isinstance(part, torch.nn.Module) else ()
+    registries = (getattr(module, "_diffusers_hook", None) for module in modules)
+    return any(registry and registry.get_hook(_CASTING_HOOKS[0]) for registry in registries)
+
+
+def _remove_casting(part: torch.nn.Module) -> None:
+    """Remove the hooks of layerwise casting. The weights stay in float8."""
+    for module in part.modules():
+        registry = getattr(module, "_diffusers_hook", None)
+        if registry and (hook := registry.get_hook(_CASTING_HOOKS[0])):
+            hook.deinitalize_hook = lambda module: module  # diffusers' own raises, because it keeps no weights
+            for name in _CASTING_HOOKS:
+                registry.remove_hook(name, recurse=False)
+
+
+def _cast_by(settings: Mapping[str, Any], pipe: Any) -> list[str]:
+    """List the components that a way stores in float8, and that are not yet."""
+    return [
+        role for role, kind in settings["components"].items() if kind == "fp8" and not _is_cast(getattr(pipe, role))
+    ]
 
 
 def _group_config(part: torch.nn.Module) -> Any:
@@ -207,14 +245,17 @@ def _arguments_of(way: Any, pipe: Any) -> Mapping[str, Any]:
 
 
 def _check_types(pipe: Any, settings: Mapping[str, Any]) -> None:
-    """Refuse types in which the pipeline is not loaded: a loaded pipeline cannot change them."""
+    """Refuse types in which the pipeline is not loaded: a loaded pipeline can only be cast to float8."""
     components, dtype = settings["components"], settings["dtype"]
     types = {**({} if dtype is None else dict.fromkeys(modules_of(pipe).keys() & _ROLES, dtype)), **components}
     for role, kind in types.items():
         part = getattr(pipe, role, None)
+        if kind == "fp8" and role != "vae" and isinstance(part, torch.nn.Module):
+            continue
         loaded = str(getattr(part, "dtype", None)).removeprefix("torch.")
         loaded = "int8" if getattr(part, "is_loaded_in_8bit", False) else loaded
         loaded = "nf4" if getattr(part, "is_loaded_in_4bit", False) else loaded
+        loaded = "fp8" if _is_cast(part) else loaded
         if str(None if kind == "none" else kind).partition(" ")[0] != loaded:
             raise ArgumentError(
                 "pipe", f"a pipeline whose {role} is loaded in {kind}", loaded, "the way's code loads it so"
@@ -246,7 +287,11 @@ def _describe(settings: Mapping[str, Any], pipe: Any, where: str) -> tuple[list[
     else:
         steps.append(_OFFLOADS["none" if isinstance(offload, Mapping) else offload].format(where))
     class_name = find_drop_in(pipe).__name__ if how == "vaemem" else ""
-    return [*vae_code(vae, limit, class_name), *placing_code(offload, modules_of(pipe), where)], tuple(steps)
+    cast = _cast_by(settings, pipe)
+    steps += [f"{role} is stored in float8, and each layer is converted for its call" for role in cast]
+    types = {role: str(getattr(pipe, role).dtype).removeprefix("torch.") for role in cast}
+    lines = [line for role in cast for line in casting_code(role, types[role])]
+    return [*lines, *vae_code(vae, limit, class_name), *placing_code(offload, modules_of(pipe), where)], tuple(steps)
 
 
 def _list_next(plan: PipelinePlan, pipe: Any) -> Iterator[Outcome]:
@@ -273,7 +318,9 @@ def apply(way: Any, pipe: Any, *, device: Any = None, on_out_of_memory: str = "r
         A plan for diffusers (then its recommended way), one of its outcomes or ways, or arguments of
         `vaemem.predict_pipeline`: ``offload``, ``vae``, ``vae_memory_limit``, ``components`` and ``dtype``.
     pipe : diffusers.DiffusionPipeline
-        Components must be loaded in the way's types: its `dtype`, or their own in `components`. It is changed in place.
+        Components must be loaded in the way's types: its `dtype`, or their own in `components`. ``"fp8"`` casts a
+        loaded component to float8; `Applied.undo` brings its weights back, which are kept in the host's memory. The
+        pipeline is changed in place.
     device : torch.device or str, optional
         Where it runs; by default the GPU if PyTorch has one, otherwise the CPU.
     on_out_of_memory : {"raise", "next"}

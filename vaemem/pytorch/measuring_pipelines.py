@@ -24,7 +24,8 @@ from vaemem._common import MIB, __version__, whole
 from vaemem._errors import ArgumentError, ArgumentTypeError
 from vaemem._render import Bullets, Columns, Facts, Sheet, Shown, Sizer
 from vaemem.pipelines.components import PIPELINES, VAE_STRIDE, Pipeline, count_seen, scale_edited, weights_of
-from vaemem.pipelines.pipeline_request import Part, PipelineArguments, PipelineRequest, image_sides, resolve_pipeline
+from vaemem.pipelines.pipeline_parts import Part
+from vaemem.pipelines.pipeline_request import PipelineArguments, PipelineRequest, image_sides, resolve_pipeline
 from vaemem.pipelines.predict_pipeline import PipelinePrediction
 from vaemem.prediction.gpus import CONTEXT
 from vaemem.prediction.planned import Phase

@@ -10,7 +10,7 @@ import torch
 
 from vaemem._errors import ArgumentTypeError
 from vaemem.engine.limits import parse_size
-from vaemem.pipelines.pipeline_request import PLACES
+from vaemem.pipelines.pipeline_parts import PLACES
 from vaemem.pipelines.predict_pipeline import PipelinePrediction
 from vaemem.pytorch.free_memory import count_bytes, find_free
 from vaemem.pytorch.loading import BUILDERS
