@@ -55,7 +55,8 @@ def import_comfyui() -> Any:
     import comfy.model_management as manager
 
     manager.cpu_state = manager.CPUState.GPU
-    manager.is_nvidia, manager.supports_fp8_compute = lambda: True, lambda *_: False
+    manager.is_nvidia = lambda: True
+    manager.supports_fp8_compute = manager.supports_nvfp4_compute = lambda *_: False
     manager.MIN_WEIGHT_MEMORY_RATIO = 0.0  # an NVIDIA card's
     manager.soft_empty_cache = lambda *_: None
     return manager

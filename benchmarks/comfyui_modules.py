@@ -63,6 +63,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 CONFIGS["QwenImage"] = {"image_model": "qwen_image", "in_channels": 64, "num_layers": 60}
+CONFIGS["Flux2"] = {
+    "image_model": "flux2", "in_channels": 128, "out_channels": 128, "patch_size": 1, "vec_in_dim": None,
+    "context_in_dim": 15360, "hidden_size": 6144, "mlp_ratio": 3.0, "num_heads": 48, "depth": 8,
+    "depth_single_blocks": 48, "axes_dim": [32] * 4, "theta": 2000, "qkv_bias": False, "guidance_embed": True,
+    "global_modulation": True, "mlp_silu_act": True, "ops_bias": False, "default_ref_method": "index",
+    "ref_index_scale": 10.0, "txt_ids_dims": [3],
+}  # fmt: skip
 CONFIGS["FluxSchnell"] = CONFIGS["Flux"] | {"guidance_embed": False}
 
 
@@ -94,6 +101,12 @@ def _call_qwen(sizes: Sizes, dtype: torch.dtype) -> Call:
     n = sizes["n"]
     x, sigma = torch.empty(n, 16, 1, sizes["h"], sizes["w"]), torch.empty(n)
     return (x, sigma), {"c_crossattn": torch.empty(n, sizes["t"], 3584)}
+
+
+def _call_flux2(sizes: Sizes, dtype: torch.dtype) -> Call:
+    n = sizes["n"]
+    x, sigma = torch.empty(n, 128, sizes["h"], sizes["w"]), torch.empty(n)
+    return (x, sigma), {"c_crossattn": torch.empty(n, sizes["t"], 15360), "guidance": torch.empty(n)}
 
 
 def _tokens(count: int) -> list[list[tuple[int, float]]]:
@@ -166,3 +179,28 @@ COMFYUI_MODULES = {
         dtypes=HALF[:1], run=_encode,
     ),
 }  # fmt: skip
+# What 0.8.0 has, and 0.3.64 has not. Its latents are an eighth of the image's sides, and two by two in a channel.
+if hasattr(comfy.supported_models, "Flux2"):
+    COMFYUI_MODULES |= {
+        "flux2-transformer": Module(
+            "FLUX.2-dev's transformer with comfy-kitchen's kernels, as BaseModel.apply_model runs it; n images, a"
+            " latent h x w, t tokens",
+            partial(build_denoiser, "Flux2"), _call_flux2,
+            points(
+                "n h w t", (1, 64, 64, 512), (1, 31, 45, 577), (1, 48, 20, 600), (1, 24, 61, 700), (2, 48, 32, 512),
+                (2, 31, 45, 640), (3, 24, 61, 512), (4, 50, 25, 777), (5, 32, 32, 513),
+            ),
+            points("n h w t", (1, 52, 76, 512), (2, 33, 29, 900)),
+            [*products(["", "n"], ["", "t", "h w"]), "h", "w"], cases=SINGLE, dtypes=HALF[1:], run=_apply,
+        ),
+        "flux2-clip": Module(
+            "Flux2TEModel with 30 layers of Mistral 3: t tokens, those of the template too",
+            partial(
+                build_encoder, partial(comfy.text_encoders.flux.Flux2TEModel, model_options={"num_layers": 30}),
+                dtype=torch.bfloat16,
+            ),
+            lambda sizes, dtype: (({"mistral3_24b": [[(1000, 1.0)] * sizes["t"]]},), {}),
+            points("t", (116,), (47,), (256,), (333,), (512,)), points("t", (200,), (1063,)), ["", "t", "t t"],
+            dtypes=HALF[1:], run=_encode,
+        ),
+    }  # fmt: skip

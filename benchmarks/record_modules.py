@@ -35,7 +35,9 @@ from vaemem.pytorch.recording import record_by
 OUT = Path(__file__).parent.parent / "vaemem" / "data" / "modules"
 FOLDER = "comfyui/"
 MOST_TERMS = 3
-NEGLIGIBLE = {"aten.any.default"}  # of a whole tensor: its blocks of threads share 1 KiB, which goes at once
+# Operators that take little more than their outputs: `any` of a whole tensor, whose blocks of threads share 1 KiB that
+# goes at once; comfy-kitchen's kernel for CUDA, which makes its outputs alone.
+NEGLIGIBLE = {"aten.any.default", "comfy_kitchen.apply_rope.default"}
 
 # ---- what happens, as a tree of module calls ----
 

@@ -9,12 +9,7 @@ from typing import NamedTuple
 
 CASES = 200
 MIB = 1 << 20
-USED = [("SD15", "float16"), ("SDXL", "float16"), ("SDXL", "float32"), ("Flux", "bfloat16"), ("Flux", "float16")]
-USED += [("QwenImage", "bfloat16")]
-VAES = {"AutoencoderKL": (), "WanVAE": (1,)}  # and the frames of their images
-# Decodes: the shape of the latents' (images, height, width), and the pixels of a tile's side.
-DECODED = ["sdxl", "flux", "qwen-image"]
-DECODES = [(1, 64, 48, 0), (2, 40, 66, 0), (3, 33, 20, 0), (1, 40, 72, 256)]
+VAES = {"AutoencoderKL": (), "WanVAE": (1,), "Flux2": ()}  # and the frames of their images
 SHAPES = [(1, 4, 64, 64), (2, 4, 128, 128), (3, 16, 131, 77), (4, 16, 96, 160), (1, 16, 1, 1)]
 
 
@@ -92,8 +87,42 @@ def decode_line(name, size, steps):
     return f"decode {name} {'x'.join(map(str, size))} {len(ordered)} steps {digest}"
 
 
-# Real models: pipelines on cards of these bytes, two pictures one after the other. And their latents.
-PIPELINES = {"sd15": (1, 4, 64, 64), "sdxl": (1, 4, 128, 128), "flux": (2, 16, 128, 128)}
-PIPELINES |= {"qwen-image": (1, 16, 1, 160, 104)}
-CARDS = [round(size * 2**30) for size in (1.4, 3.5, 5.5, 7.5, 11.3, 23)]
+class Asked(NamedTuple):
+    """What a release of ComfyUI is asked besides random cases.
+
+    used: classes of denoisers, and dtypes, for estimates
+    vaes: classes of VAEs, for estimates
+    decoded, decodes: VAEs, and their latents' (images, height, width) with the pixels of a tile's side
+    pipelines: the latents of whole workflows, whose models are loaded twice in turn
+    cards: their bytes
+    converts: whether the manager knows which models compute in another dtype
+    """
+
+    used: list
+    vaes: list
+    decoded: list
+    decodes: list
+    pipelines: dict
+    cards: list
+    converts: bool = False
+
+
+def _cards(*sizes):
+    return [round(size * 2**30) for size in sizes]
+
+
+ASKED = {
+    "0.3.64": Asked(
+        [("SD15", "float16"), ("SDXL", "float16"), ("SDXL", "float32"), ("Flux", "bfloat16"), ("Flux", "float16"),
+         ("QwenImage", "bfloat16")], ["AutoencoderKL", "WanVAE"],
+        ["sdxl", "flux", "qwen-image"], [(1, 64, 48, 0), (2, 40, 66, 0), (3, 33, 20, 0), (1, 40, 72, 256)],
+        {"sd15": (1, 4, 64, 64), "sdxl": (1, 4, 128, 128), "flux": (2, 16, 128, 128),
+         "qwen-image": (1, 16, 1, 160, 104)}, _cards(1.4, 3.5, 5.5, 7.5, 11.3, 23),
+    ),
+    "0.8.0": Asked(
+        [("Flux2", "bfloat16")], ["Flux2"],
+        ["flux2"], [(1, 64, 48, 0), (2, 40, 66, 0), (3, 34, 20, 0), (1, 80, 144, 512)],
+        {"flux2": (1, 128, 64, 64)}, _cards(5.5, 7.5, 11.3, 23, 31, 47, 79, 110), converts=True,
+    ),
+}  # fmt: skip
 ROLES = "text_encoder", "denoiser", "vae"

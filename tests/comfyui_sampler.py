@@ -32,17 +32,17 @@ def main(name):
     p = vaemem.predict_pipeline(
         name, 8 * HEIGHT, 8 * WIDTH, IMAGES, steps=STEPS, gpu="H200", runtime="comfyui", dtype=work.dtypes[0]
     )
-    tokens = p.request.tokens + work.template[1]
+    tokens = max(p.request.tokens + work.template[1], work.least_joined)
     kind = comfy.conds.CONDCrossAttn if work.joins else comfy.conds.CONDRegular
     frames = (1,) if work.vae == "WanVAE" else ()
-    channels = 4 if name.startswith("sd") else 16
+    channels = {"sd15": 4, "sdxl": 4, "flux2": 128}.get(name, 16)
 
     def prompt(number):
         """A prompt's embeddings in the host's memory; prompts that cannot run in one call differ in length."""
         conds = {"c_crossattn": kind(torch.zeros(1, tokens - (0 if work.joins else number), PIPELINES[name].width))}
         if name in VECTORS:
             conds["y"] = comfy.conds.CONDRegular(torch.zeros(1, VECTORS[name]))
-        if name == "flux":
+        if name in ("flux", "flux2"):
             conds["guidance"] = comfy.conds.CONDRegular(torch.zeros(1))
         return [{"model_conds": conds, "uuid": number}]
 
@@ -61,7 +61,7 @@ def main(name):
     comfy.model_management.get_free_memory = lambda *_: 1 << 50
     model = make(COMFYUI_MODULES[work.denoiser.partition("/")[2]], getattr(torch, work.dtypes[0]))
     model.current_patcher = Patcher()
-    x = torch.empty(IMAGES, channels, *frames, HEIGHT, WIDTH, device="meta")
+    x = torch.empty(IMAGES, channels, *frames, HEIGHT // work.packed, WIDTH // work.packed, device="meta")
     recorded = record(model, x, call=run).trace
     held = [
         one.bytes

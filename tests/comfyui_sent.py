@@ -22,15 +22,18 @@ from vaemem.pytorch.recorder import Recorder, Recording
 
 
 def sending(code):
-    """Return cast_bias_weight with copies of the weights, as from another device."""
+    """Return cast_bias_weight with copies of the weights of layers that are sent, as from another device."""
 
-    def send(*args, **kwargs):
+    def send(layer, *args, **kwargs):
+        if not getattr(layer, "is_sent", False):
+            return code(layer, *args, **kwargs)
+
         def copy(weight, dtype=None, device=None, **_):
             return torch.empty_like(weight, dtype=dtype, device=device).copy_(weight)
 
         kept, manager.cast_to = manager.cast_to, copy
         try:
-            return code(*args, **kwargs)
+            return code(layer, *args, **kwargs)
         finally:
             manager.cast_to = kept
 
@@ -54,7 +57,7 @@ def main(name):
         model = built()
         for layer, m in model.named_modules():
             if layer in sent:
-                m.comfy_cast_weights = True
+                m.comfy_cast_weights = m.is_sent = True
         return model
 
     comfy.ops.cast_bias_weight = sending(comfy.ops.cast_bias_weight)

@@ -15,6 +15,7 @@ import comfy.options
 comfy.options.enable_args_parsing()
 
 import comfy.model_detection
+import comfy.supported_models
 import torch
 from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine
 from comfy.ldm.wan.vae import WanVAE
@@ -36,16 +37,17 @@ def denoiser_of(name):
 
 
 def vae_of(family):
-    """ComfyUI's VAE of SD, of FLUX, which has no quant convs, or Wan's."""
-    channels = 4 if family == "sd" else 16
+    """ComfyUI's VAE of SD, of FLUX, which has no quant convs, of FLUX.2, or Wan's."""
+    channels = {"sd": 4, "flux2": 32}.get(family, 16)
     params = {
         "double_z": True, "z_channels": channels, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 128,
         "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0,
     }  # fmt: skip
     place = "comfy.ldm.modules.diffusionmodules.model."
     with torch.device("meta"):
-        if family == "sd":
-            module = AutoencoderKL(ddconfig=params, embed_dim=channels)
+        if family in ("sd", "flux2"):
+            more = {"batch_norm_latent": True} if family == "flux2" else {}
+            module = AutoencoderKL(ddconfig=params | more, embed_dim=channels)
         elif family == "wan":
             module = WanVAE(
                 dim=96, z_dim=channels, dim_mult=[1, 2, 4, 4], num_res_blocks=2, attn_scales=[], dropout=0.0,
@@ -64,10 +66,13 @@ class Manager:
     minimum_inference_memory = extra_reserved_memory = staticmethod(lambda: 1 << 30)
 
 
+OWN = {"qwen-image": ["wan"], "flux2": ["flux2"]}  # an older ComfyUI's WanVAE is refused with other models
 for name in WORKFLOWS:
+    if name == "flux2" and not hasattr(comfy.supported_models, "Flux2"):
+        continue
     model = denoiser_of(name)
     patcher = SimpleNamespace(model=model, model_size=lambda: 1 << 30, memory_required=model.memory_required)
-    for family in ("sd", "flux", *["wan"] * (name == "qwen-image")):  # older ComfyUI's is refused with other models
+    for family in ("sd", "flux", *OWN.get(name, [])):
         text = comfyui_vae.estimate(vae_of(family), 1024, 1024, "RTX 4090", patcher, Manager).text
         (run,) = (line.split()[1] for line in text.splitlines() if line.startswith("  run "))
         print(name, family, "sampler" if "\n\nSampler: " in text else run)

@@ -11,7 +11,7 @@ import pytest
 
 import vaemem
 from vaemem import _core
-from vaemem.pipelines.comfyui import USAGE, Layer, ManagedModel, Manager, estimate_denoiser, estimate_vae
+from vaemem.pipelines.comfyui import RELEASES, USAGE, Layer, ManagedModel, Manager, estimate_denoiser, estimate_vae
 from vaemem.pipelines.comfyui_run import WORKFLOWS, layers_of
 from vaemem.pipelines.components import weights_of
 from vaemem.pipelines.programs import load_program
@@ -19,33 +19,40 @@ from vaemem.pipelines.storage import stored
 from vaemem.prediction.runtimes import architecture
 
 HERE = Path(__file__).parent
-GOLDEN = HERE / "comfyui_decisions.txt"
+RELEASE_OF = {one.name.rpartition(" ")[2]: one for one in RELEASES}  # by version
 
 
-def play(size, models, requests, *settings):
+def golden(version):
+    return HERE / f"comfyui_decisions_{version}.txt"
+
+
+def play(release, size, models, requests, *settings):
     """Yield the models after each request, as the oracle does."""
-    manager = Manager(lambda: size - sum(model.bytes_there for model in models), *settings)
+    manager = Manager(lambda: size - sum(model.bytes_there for model in models), *settings, release=release)
     for index, needed, least, whole in requests:
         manager.load(models[index], needed, least, whole)
         yield [(model.name, model.loaded, model.bytes_there) for model in manager.models]
 
 
-def play_case(case):
+def play_case(case, asked, release):
+    """Every other model computes in float32."""
     models = [
         ManagedModel(
             cases.name(i),
-            [Layer(size, cases.layer_name(j), casts) for j, (size, casts) in enumerate(layers)],
-            rest,
-            references,
+            [
+                Layer(size, cases.layer_name(j), casts, 2 * size * (casts and i % 2 and asked.converts))
+                for j, (size, casts) in enumerate(layers)
+            ],
+            rest, references, release,
         )
         for i, (layers, rest, references) in enumerate(case.models)
-    ]
-    return play(case.card, models, case.requests, case.reserved, case.state, case.smart)
+    ]  # fmt: skip
+    return play(release, case.card, models, case.requests, case.reserved, case.state, case.smart)
 
 
-def real():
+def real(asked, release):
     """Yield the lines of whole workflows, with the recorded models."""
-    for name, (images, *latent) in cases.PIPELINES.items():
+    for name, (images, *latent) in asked.pipelines.items():
         work = WORKFLOWS[name]
         dtype = work.dtypes[0]
         weights = {
@@ -56,43 +63,54 @@ def real():
         one, both = (estimate_denoiser(USAGE[work.kind], (n * images, *latent), dtype) for n in (1, 2))
         decode = estimate_vae("decode", (images, *latent), "bfloat16", work.vae)
         requests = [(0, 0, None, False), (1, both, one, False), (2, decode, None, False)] * 2
-        for card in cases.CARDS:
+        for card in asked.cards:
             models = [
-                ManagedModel(role, *layers_of([(w.name, w.bytes) for w in stored(found, type, "all", type)]))
+                ManagedModel(role, *layers_of([(w.name, w.bytes) for w in stored(found, type, "all", type)],
+                             2 * (role == "text_encoder" and asked.converts)), release=release)
                 for role, (found, type) in weights.items()
-            ]
-            for step, there in enumerate(play(card, models, requests)):
+            ]  # fmt: skip
+            for step, there in enumerate(play(release, card, models, requests)):
                 yield cases.line(f"{name}@{card}", step, there)
 
 
-def estimates():
-    for kind, dtype in cases.USED:
+def estimates(asked):
+    for kind, dtype in asked.used:
         for shape in cases.SHAPES:
             yield f"{kind} {dtype} {'x'.join(map(str, shape))} {estimate_denoiser(USAGE[kind], shape, dtype)!r}"
     for kind, op, dtype, shape in itertools.product(
-        cases.VAES, ("decode", "encode"), ("float16", "float32"), cases.SHAPES
+        asked.vaes, ("decode", "encode"), ("float16", "float32"), cases.SHAPES
     ):
         found = estimate_vae(op, cases.with_frames(shape, kind), dtype, kind)
         yield f"{kind} {op} {dtype} {'x'.join(map(str, shape))} {found!r}"
 
 
-def decodes():
-    for name, size in itertools.product(cases.DECODED, cases.DECODES):
+def decodes(asked, release):
+    for name, size in itertools.product(asked.decoded, asked.decodes):
         images, h, w, tile = size
         sides = 8 * h, 8 * w
         trace = _core.Trace.vae(
-            architecture(name), "comfyui", "decode", "bfloat16", *sides, images, tile=tile, older=True
+            architecture(name),
+            "comfyui",
+            "decode",
+            "bfloat16",
+            *sides,
+            images,
+            tile=tile,
+            older=release is RELEASES[0],
         )
         yield cases.decode_line(name, size, trace.steps)
 
 
-def test_the_decisions_are_comfyuis():
+@pytest.mark.parametrize("version", cases.ASKED)
+def test_the_decisions_are_comfyuis(version):
+    asked, release = cases.ASKED[version], RELEASE_OF[version]
     found = [
         cases.line(number, step, models)
         for number in range(cases.CASES)
-        for step, models in enumerate(play_case(cases.make_case(number)))
+        for step, models in enumerate(play_case(cases.make_case(number), asked, release))
     ]
-    assert [*found, *estimates(), *decodes(), *real()] == GOLDEN.read_text("utf-8").splitlines()
+    lines = [*found, *estimates(asked), *decodes(asked, release), *real(asked, release)]
+    assert lines == golden(version).read_text("utf-8").splitlines()
 
 
 def predict(pipeline, side, gpu, *args, **given):
@@ -172,7 +190,8 @@ def test_a_plan_names_the_options():
         ("gpu", {"gpu": "GTX 1650"}),
         ("gpu", {"gpu": "RX 7900 XTX"}),
         ("pipeline", {"pipeline": "sd3"}),
-        ("pipeline", {"pipeline": "flux2"}),
+        ("pipeline", {"pipeline": "flux2-klein"}),
+        ("gpu", {"pipeline": "flux2"}),
         ("gpu", {"pipeline": "qwen-image"}),
         ("dtype", {"pipeline": "qwen-image", "gpu": "RTX 3060", "dtype": "float16"}),
         ("vae_memory_limit", {"vae_memory_limit": "1 GB"}),
@@ -185,33 +204,39 @@ def test_what_has_no_answer_is_refused(argument, given):
     assert refused.value.argument == argument
 
 
-def ask_comfyui(script, *args):
-    """Run a script that imports ComfyUI's code; return its output."""
+def ask_comfyui(script, *args, versions=tuple(RELEASE_OF)):
+    """Run a script that imports ComfyUI's code, if it is one of these versions. Return the version and the output."""
     if "COMFYUI" not in os.environ:
         pytest.skip("COMFYUI names no folder of ComfyUI")
-    if '"0.3.64"' not in Path(os.environ["COMFYUI"], "comfyui_version.py").read_text("utf-8"):
-        pytest.skip("COMFYUI is not 0.3.64")
+    said = Path(os.environ["COMFYUI"], "comfyui_version.py").read_text("utf-8")
+    version = next((one for one in versions if f'"{one}"' in said), None)
+    if version is None:
+        pytest.skip(f"COMFYUI is not {' or '.join(versions)}")
     command = [sys.executable, HERE / script, *args]
     ran = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=False)
     assert ran.returncode == 0, ran.stderr
-    return ran.stdout
+    return version, ran.stdout
 
 
 @pytest.mark.apps
-@pytest.mark.parametrize("name", ["sd15-unet", "flux-transformer", "qwen-image-transformer"])
-def test_layers_come_for_their_calls_as_in_comfyui(name):
-    ask_comfyui("comfyui_sent.py", name)
+@pytest.mark.parametrize(
+    ("version", "name"),
+    [("0.3.64", "sd15-unet"), ("0.3.64", "flux-transformer"), ("0.3.64", "qwen-image-transformer"),
+     ("0.8.0", "flux2-transformer"), ("0.8.0", "flux2-clip")],
+)  # fmt: skip
+def test_layers_come_for_their_calls_as_in_comfyui(version, name):
+    ask_comfyui("comfyui_sent.py", name, versions=(version,))
 
 
 @pytest.mark.apps
-@pytest.mark.parametrize("name", ["sd15", "sdxl", "flux", "qwen-image"])
+@pytest.mark.parametrize("name", [name for name in WORKFLOWS if name != "flux-schnell"])
 def test_the_sampler_is_comfyuis(name):
-    ask_comfyui("comfyui_sampler.py", name)
+    ask_comfyui("comfyui_sampler.py", name, versions=(WORKFLOWS[name].release.name.rpartition(" ")[2],))
 
 
 @pytest.mark.apps
 def test_the_golden_file_is_comfyuis():
-    printed = ask_comfyui("comfyui_oracle.py")
+    version, printed = ask_comfyui("comfyui_oracle.py")
     if os.environ.get("VAEMEM_GOLDEN") == "1":
-        GOLDEN.write_text(printed, "utf-8")
-    assert printed == GOLDEN.read_text("utf-8")
+        golden(version).write_text(printed, "utf-8")
+    assert printed == golden(version).read_text("utf-8")

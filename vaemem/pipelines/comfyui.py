@@ -1,13 +1,15 @@
 """ComfyUI's classic memory management: which models leave the card, and how much of a model is loaded.
 
-Read in ComfyUI 0.3.64 (a125cd8): comfy/model_management.py, model_patcher.py, sampler_helpers.py, model_base.py and
-sd.py, on an NVIDIA card. tests/comfyui_decisions.txt has that code's decisions on 200 random cards, and a test
-compares these rules with them. Patches (LoRA), hooks, and requests for several models at once are not here.
+Read in ComfyUI 0.3.64 and 0.8.0 (`RELEASES`): comfy/model_management.py, model_patcher.py, sampler_helpers.py,
+model_base.py and sd.py, on an NVIDIA card. tests/comfyui_decisions_*.txt have that code's decisions on 200 random
+cards, and a test compares these rules with them. Patches (LoRA), hooks, and requests for several models at once are not
+here.
 
 Before a node runs a model, it loads the model with an estimate of the memory that its call needs. The manager frees
 that much and the model's weights, plus a tenth of them. Then it loads as many layers as the rest of the card takes, the
-largest first. A layer that has no room is sent for each of its calls. Newer versions may leave all this to another
-manager (comfy-aimdo), which is not here.
+largest first. A layer that has no room is sent for each of its calls. 0.8.0 sends layers on two streams in turn, and
+keeps room for the largest of them and the next two. Later versions may leave all this to another manager (comfy-aimdo),
+which is not here.
 """
 
 from __future__ import annotations
@@ -17,22 +19,47 @@ from typing import NamedTuple
 
 from vaemem._common import ELEMENT_BYTES, MIB
 
-VERSION = "ComfyUI 0.3.64"
+
+class Release(NamedTuple):
+    """A release of ComfyUI, as its manager decides there.
+
+    name, commit: of the source that was read
+    streams: on which it sends layers for their calls, in turn; 0: on PyTorch's own
+    least_weights: bytes of a model that it loads whatever its call needs
+    """
+
+    name: str
+    commit: str
+    streams: int
+    least_weights: int
+
+
+CLASSIC = Release("ComfyUI 0.3.64", "a125cd8", 0, 128 * MIB)
+STREAMED = Release("ComfyUI 0.8.0", "618b803", 2, 0)  # from a copy of its repository, pollockjj/ComfyUI
+RELEASES = CLASSIC, STREAMED
 # Bytes that it keeps for calls and for other programs (minimum_inference_memory, EXTRA_RESERVED_VRAM).
 INFERENCE, RESERVED = 0.8 * 2**30, 400 * MIB
 RESERVED_ON_WINDOWS, MORE_ON_LARGE, LARGE = 600 * MIB, 100 * MIB, 15 * 1024 * MIB
-LEAST_WEIGHTS = 128 * MIB  # of a model, whatever its call needs
 ROOM = 1.1  # it frees this many times the weights that it loads
 NORMAL, NO_VRAM = "normal", "novram"  # as --lowvram, too, the manager does the same as without an option
 
 
 class Layer(NamedTuple):
-    """A module without submodules, or with submodules that have no weights. casts: whether its weights can be sent for
-    each of its calls; otherwise its own code moves them."""
+    """A module without submodules, or with submodules that have no weights.
+
+    casts: whether its weights can be sent for each of its calls; otherwise its own code moves them
+    copied: bytes of its weights in the dtype of the call, if they are converted for it
+    """
 
     bytes: int
     name: str
     casts: bool = True
+    copied: int = 0
+
+    @property
+    def order(self) -> tuple[int, int, str]:
+        """By which layers are sorted: the largest first; of equals the last by name."""
+        return self.bytes + self.copied, self.bytes, self.name
 
 
 class ManagedModel:
@@ -42,7 +69,7 @@ class ManagedModel:
     ----------
     name : str
     layers : list of Layer
-        Largest first; of equals the last by name.
+        In the order in which they are loaded.
     nbytes : int
         Bytes of all its weights. Some may be in no layer; they come with the whole model only.
     loaded : int
@@ -53,13 +80,16 @@ class ManagedModel:
         Layers on the card. Their bytes may differ from `loaded`: a layer stays if a later load does not choose it.
     """
 
-    def __init__(self, name: str, layers: Iterable[Layer], rest: int = 0, references: int = 0):
+    def __init__(
+        self, name: str, layers: Iterable[Layer], rest: int = 0, references: int = 0, release: Release = CLASSIC
+    ):
         """references: more Python references to it than to other models; of equals the fewest leave first."""
-        self.name, self.references, self._rest = name, references, rest
-        self.layers = sorted(layers, reverse=True)
+        self.name, self.references, self._rest, self._streams = name, references, rest, release.streams
+        self.layers = sorted(layers, key=lambda layer: layer.order, reverse=True)
         self.nbytes = rest + sum(layer.bytes for layer in self.layers)
         self.loaded, self.is_partial, self.is_whole = 0, False, False
         self.there: set[str] = set()
+        self._buffer: float = 0  # room for layers that are sent
 
     @property
     def bytes_there(self) -> int:
@@ -73,37 +103,54 @@ class ManagedModel:
         return [layer for layer in self.layers if layer.name not in self.there]
 
     def load(self, more: float) -> None:
-        """Load up to `more` further bytes of layers (ModelPatcher.partially_load)."""
+        """Load up to `more` further bytes of layers, or unload some if that is negative (partially_load)."""
+        if more < 0:
+            self._unload_some(-more)
+            return
         if self.loaded and not self.is_partial:
             return
         limit, loaded = self.loaded + more, 0
-        is_whole, self.is_partial = limit > self.nbytes, False
-        for layer in self.layers:
-            if is_whole or loaded + layer.bytes < limit:
+        is_whole, self.is_partial, self._buffer = limit > self.nbytes, False, 0
+        for i, layer in enumerate(self.layers):
+            buffer = self._buffer
+            if self._streams:
+                later = self.layers[i + 1 : i + 1 + self._streams]
+                buffer = max(buffer, layer.bytes + layer.copied + sum(one.bytes for one in later))
+            if is_whole or loaded + layer.bytes + buffer < limit:
                 loaded += layer.bytes
                 self.there.add(layer.name)
             else:
                 self.is_partial |= layer.casts
+                self._buffer = buffer
         self.is_whole |= is_whole
         self.loaded = self.nbytes if is_whole else loaded
 
     def unload(self, wanted: float | None = None) -> bool:
         """Free `wanted` bytes, the smallest layers first, or all. Return whether the model left the card."""
-        if wanted is not None and wanted < self.loaded:
-            freed = 0
-            for layer in reversed(self.layers):
-                if wanted < freed:
-                    break
-                if layer.name in self.there:
-                    self.there.remove(layer.name)
-                    freed += layer.bytes
-            self.is_partial = True
-            self.loaded -= freed
-            if freed >= wanted:
-                return False
+        if wanted is not None and wanted < self.loaded and self._unload_some(wanted) >= wanted:
+            return False
         self.there.clear()
-        self.loaded, self.is_partial, self.is_whole = 0, False, False
+        self.loaded, self.is_partial, self.is_whole, self._buffer = 0, False, False, 0
         return True
+
+    def _unload_some(self, wanted: float) -> int:
+        """Unload the smallest layers until `wanted` bytes are free, and room for the layers that are then sent. Return
+        the bytes of the layers (partially_unload)."""
+        freed, before = 0, self._buffer
+        share = min(before / (self._streams + 1), self.layers[-1].bytes if self.layers else 0)
+        later = [share] * self._streams
+        for layer in reversed(self.layers):
+            if wanted + self._buffer - before < freed:
+                break
+            if layer.name in self.there:
+                self.there.remove(layer.name)
+                freed += layer.bytes
+                if self._streams:
+                    self._buffer = max(self._buffer, layer.bytes + layer.copied + sum(later))
+                    later = [*later[1:], layer.bytes]
+        self.is_partial = True
+        self.loaded -= freed
+        return freed
 
 
 class Manager:
@@ -111,13 +158,14 @@ class Manager:
 
     def __init__(
         self, free: Callable[[], int], reserved: float = RESERVED, state: str = NORMAL, smart: bool = True,
-        freed: Callable[[bool], None] = lambda left: None,
+        freed: Callable[[bool], None] = lambda left: None, release: Release = CLASSIC,
     ):  # fmt: skip
         """free: returns the card's free bytes, PyTorch's cache included. smart: False as with
         ``--disable-smart-memory``, which removes models whole. freed: is called after `free`, with whether a model
         left."""
         self.models: list[ManagedModel] = []
         self._free, self._reserved, self._state, self._smart, self._freed = free, reserved, state, smart, freed
+        self._comfyui = release
 
     @property
     def least_free(self) -> float:
@@ -145,13 +193,14 @@ class Manager:
         return left
 
     def _room(self, model: ManagedModel, least: float, whole: bool) -> float:
-        """Return the bytes of further weights that the model may load."""
+        """Return the bytes of further weights that the model may load; negative if it must unload some."""
         if self._state == NO_VRAM:
             return 0.1
         if whole:
             return 1e32
         free = self._free() + model.loaded
-        return max(0.1, max(LEAST_WEIGHTS, free - least) - model.loaded)
+        room = max(self._comfyui.least_weights, free - least) - model.loaded
+        return max(0.1, room) if self._comfyui is CLASSIC else room or 0.1
 
     def free(self, wanted: float) -> list[ManagedModel]:
         """Unload models until `wanted` bytes are free: first those with most bytes in the host, then those with fewest
@@ -174,11 +223,12 @@ class Manager:
 # ---- its estimates ----
 
 # memory_usage_factor by the class in comfy/supported_models.py.
-USAGE = {"SD15": 1.0, "SDXL": 0.8, "Flux": 3.1, "QwenImage": 1.8}
+USAGE = {"SD15": 1.0, "SDXL": 0.8, "Flux": 3.1, "QwenImage": 1.8, "Flux2": 3.1 * 4.0 * 2.36}
 # Numbers for each pixel, or for each number of a latent's channel, by the VAE's class.
-VAE_USAGE = {
+VAE_USAGE: dict[str, dict[str, float]] = {
     "AutoencoderKL": {"decode": 2178 * 64, "encode": 1767},
     "WanVAE": {"decode": 7000 * 64, "encode": 6000},
+    "Flux2": {"decode": 2178 * 64 * 4.0, "encode": 1767.0},  # AutoencoderKL, whose latents are packed two by two
 }
 
 
@@ -198,7 +248,7 @@ def estimate_denoiser(usage: float, shape: Sequence[int], dtype: str) -> float:
     return area * ELEMENT_BYTES[dtype] * 0.01 * usage * (1024 * 1024)
 
 
-def estimate_vae(op: str, shape: Sequence[int], dtype: str, kind: str = "AutoencoderKL") -> int:
+def estimate_vae(op: str, shape: Sequence[int], dtype: str, kind: str = "AutoencoderKL") -> float:
     """Estimate the bytes of a VAE's call (VAE.memory_used_decode, memory_used_encode), whatever the number of images.
     shape: (images, channels, height, width) of the latents to decode or of the pixels to encode.
 

@@ -9,7 +9,7 @@ the nodes are in the host's memory.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vaemem import _core
@@ -18,17 +18,19 @@ from vaemem._core import OutOfMemoryError
 from vaemem._errors import ArgumentError
 from vaemem.pipelines import programs
 from vaemem.pipelines.comfyui import (
+    CLASSIC,
     LARGE,
     MORE_ON_LARGE,
     NO_VRAM,
     NORMAL,
     RESERVED,
     RESERVED_ON_WINDOWS,
+    STREAMED,
     USAGE,
-    VERSION,
     Layer,
     ManagedModel,
     Manager,
+    Release,
     estimate_denoiser,
     estimate_vae,
 )
@@ -55,8 +57,7 @@ _SLOW_HALF = re.compile(r"\b16[356]0|\bT(500|550|600|1000|1200|2000)|MX[45]50|CM
 DYNAMIC = (
     "the dynamic manager of newer versions (comfy-aimdo) moves weights page by page on a GPU, which nobody modelled"
 )
-
-NO_FLUX2 = f"{VERSION} has no FLUX.2; releases that have it send layers on further streams, which nobody modelled"
+NO_KLEIN = f"of FLUX.2 only dev is known: {STREAMED.name} has no klein"
 
 
 class _Workflow(NamedTuple):
@@ -72,6 +73,9 @@ class _Workflow(NamedTuple):
     vae: the VAE's class
     fallback: pixels of a tile's side after a whole decode ran out of memory
     least_sm: of a card
+    release: of ComfyUI, whose code and manager it is
+    least_joined: tokens to which ComfyUI pads the prompt for the denoiser
+    packed: side of the squares of the VAE's latents that are one latent of the denoiser
     """
 
     kind: str
@@ -86,6 +90,9 @@ class _Workflow(NamedTuple):
     vae: str = "AutoencoderKL"
     fallback: int = FALLBACK_TILE
     least_sm: int = LEAST_SM
+    release: Release = CLASSIC
+    least_joined: int = 0
+    packed: int = 1
 
 
 _FLUX = _Workflow(
@@ -101,6 +108,11 @@ WORKFLOWS = {
         least_tokens=1, template=(QWEN_TEMPLATE, PIPELINES["qwen-image"].joined), joins=False,
         encoder_dtype="bfloat16", vae="WanVAE", fallback=256, least_sm=BFLOAT16_SM,
     ),
+    "flux2": _Workflow(
+        "Flux2", "comfyui/flux2-clip", "comfyui/flux2-transformer", ("bfloat16", "bfloat16"), tokens=128,
+        least_tokens=1, encoder_dtype="bfloat16", vae="Flux2", fallback=1024, least_sm=BFLOAT16_SM, release=STREAMED,
+        least_joined=512, packed=2,
+    ),
 }  # fmt: skip
 # The class of these layers is not in comfy/ops.py. Their own code moves their weights.
 _PLAIN = re.compile(
@@ -112,18 +124,21 @@ _TABLES = re.compile(r"^(model_sampling|noise_augmentor)\b")
 _NOT_SAVED = re.compile(r"^noise_augmentor\.data_(mean|std)$")
 
 
-def layers_of(weights: Sequence[tuple[str, int]]) -> tuple[list[Layer], int]:
-    """Return a model's layers as the manager finds them, and the bytes in no layer. weights: (name, bytes)."""
+def layers_of(weights: Sequence[tuple[str, int]], copied: int = 0) -> tuple[list[Layer], int]:
+    """Return a model's layers as the manager finds them, and the bytes in no layer. weights: (name, bytes). copied: how
+    many times as many bytes a layer's weights have in the dtype of its call, if they are converted for it."""
     owned: dict[str, int] = {}
+    converted: dict[str, int] = {}
     plain = {name.rpartition(".")[0] for name, _ in weights if _PLAIN.search(name)}
     for name, size in weights:
         if _NOT_SAVED.match(name):
             continue
-        owner = name.rpartition(".")[0]
+        owner, _, own = name.rpartition(".")
         owned[owner] = owned.get(owner, 0) + size
+        converted[owner] = converted.get(owner, 0) + copied * size * (own in ("weight", "bias"))
     outer = {owner[:end] for owner in owned for end in _ends(owner)}
     found = [
-        Layer(size, owner, owner not in plain)
+        Layer(size, owner, owner not in plain, converted[owner] * (owner not in plain))
         for owner, size in owned.items()
         if owner and owner not in outer and not _TABLES.match(owner)
     ]
@@ -150,17 +165,23 @@ class ComfyUIRun:
         self._held: dict[str, dict[str, list[int]]] = {}  # their addresses on the card
         for part in request.parts:
             weights = [(weight.name, weight.bytes) for weight in part.weights]
-            layers, rest = layers_of(weights)
+            # From 0.8.0 on the manager knows that text encoders compute in float32.
+            copied = 2 if part.role == CLIP and self._work.release.streams else 0
+            layers, rest = layers_of(weights, copied)
             names = {layer.name for layer in layers}
             sizes = self._sizes[part.role] = {}
             for name, size in weights:
                 owner = name.rpartition(".")[0]
                 sizes.setdefault(owner if owner in names else "", []).append(size)
-            self.models[part.role], self._held[part.role] = ManagedModel(part.role, layers, rest), {}
+            self.models[part.role], self._held[part.role] = (
+                ManagedModel(part.role, layers, rest, 0, self._work.release),
+                {},
+            )
         windows = RESERVED_ON_WINDOWS + MORE_ON_LARGE * (request.card.gpu.total_memory > LARGE)
         reserved = windows if request.card.kept_more else RESERVED
         state, smart = NO_VRAM if request.offload == NO else NORMAL, request.offload != WHOLE
-        self.manager = Manager(self.free, reserved, state, smart, self._empty)
+        self.manager = Manager(self.free, reserved, state, smart, self._empty, self._work.release)
+        self._layers_sent = 0  # so far, on streams in turn
         self.estimates: dict[str, float] = {}  # by phase
         self.left: dict[str, list[str]] = {}  # roles of the models that leave, by phase
         self.placed: dict[str, dict[str, tuple[int, int]]] = {}  # bytes counted and of all, by phase and role
@@ -213,11 +234,13 @@ class ComfyUIRun:
     def _call(self, role: str, **sizes: int) -> Tensor:
         """Call a model; layers that are not on the card come for their calls."""
         part, model, process = self.request.part(role), self.models[role], self.process
-        sent = model.sent
-        # Text encoders convert each weight for its call, wherever it is: the recording has the copies.
+        sent, turns = model.sent, self._work.release.streams
+        numbers = self._streams_of(part, sent, sizes) if turns else {}
+        # Text encoders convert each weight for its call, wherever it is: the recording has the copies. With streams the
+        # weight itself comes first.
         passing = [
-            Passing(layer.name, layer.name, "weight", size, BY_DIFFUSERS)
-            for layer in (sent if role != CLIP else ())
+            Passing(layer.name, layer.name, "weight", size, BY_DIFFUSERS, stream=numbers.get(layer.name, 0))
+            for layer in (sent if role != CLIP or turns else ())
             for size in reversed(self._sizes[role][layer.name])  # the bias comes first
         ]
         recording = programs.load_program(part.component)
@@ -225,6 +248,15 @@ class ComfyUIRun:
         left = process.call(trace)
         process.count(flops=trace.flops, sent=sum(layer.bytes for layer in sent))
         return Tensor(process, f"output of {role}", (), part.dtype, left.values())
+
+    def _streams_of(self, part: Part, sent: Sequence[Layer], sizes: Mapping[str, int]) -> dict[str, int]:
+        """Return the stream on which each layer comes: they take turns in the order of their calls."""
+        spans = {number: (layer.name, layer.name) for number, layer in enumerate(sent) if layer.casts}
+        found = dict[str, int]()
+        for number in part.order_of_calls(spans, self.process.gpu, sizes) if spans else ():
+            found[sent[number].name] = 1 + self._layers_sent % self._work.release.streams
+            self._layers_sent += 1
+        return found
 
     # ---- the nodes ----
 
@@ -241,7 +273,8 @@ class ComfyUIRun:
             self.process.count(host_flops=prompts * flops)
         else:
             self._load("encode prompt", CLIP)
-            self.clip_on_cpu = any(layer.name.endswith(_EMBEDDINGS) for layer in self.models[CLIP].sent)
+            away = any(layer.name.endswith(_EMBEDDINGS) for layer in self.models[CLIP].sent)
+            self.clip_on_cpu = away and work.release is CLASSIC
             for _ in range(prompts):  # the second request for the model changes nothing
                 self.process.drop(self._call(CLIP, **sizes))
         self.process.read(name="encode prompt")
@@ -289,7 +322,7 @@ class ComfyUIRun:
         self.batched = prompts == 1 or (work.joins and both * 1.5 < self.free())
         calls = 1 if self.batched else prompts
         tokens = CLIP_TOKENS * count_calls(q.tokens, CLIP_TOKENS)
-        tokens = q.tokens + work.template[1] if work.least_tokens else tokens
+        tokens = max(q.tokens + work.template[1], work.least_joined) if work.least_tokens else tokens
         for call in range(calls):
             v.delete("input_x", *[f"mult_{call - 1}"] * call)
             m = prompts // calls * n
@@ -315,7 +348,7 @@ class ComfyUIRun:
         passing = self.process.hold("weights of vae", largest) if largest else 0
         weights = [address for held in self._held["vae"].values() for address in held]
         vae = LoadedVAE(self.process, architecture(part.component), "comfyui", part.dtype, weights)
-        vae.older = True
+        vae.older = self._work.release is CLASSIC
         if q.vae == "whole" and not self.tiled:
             batch = max(1, int(self.free() / estimate))
             try:
@@ -342,7 +375,8 @@ class ComfyUIRun:
     def latent_shape(self) -> tuple[int, int, int, int]:
         """(images, channels, height, width) of the latents."""
         q, channels = self.request, shipped_models()[self.request.part("vae").component]["latent_channels"]
-        return q.batch, channels, q.height // VAE_STRIDE, q.width // VAE_STRIDE
+        side, stride = self._work.packed, VAE_STRIDE * self._work.packed
+        return q.batch, channels * side * side, q.height // stride, q.width // stride
 
     @property
     def nbytes(self) -> int:
@@ -379,12 +413,13 @@ def plays_of(run: ComfyUIRun, has_room: bool) -> Plays:
 
 def describe_decisions(run: ComfyUIRun) -> Iterator[str]:
     """List omissions, and what the manager's decisions change."""
-    yield f"{VERSION} (a125cd8) with its classic memory management, read and not run on a GPU"
+    work = WORKFLOWS[run.request.name]
+    source = f"{work.release.name} ({work.release.commit})"
+    yield f"{source} with its classic memory management, read and not run on a GPU"
     yield "it starts with no model on the card, and with more free memory on the host than on the card"
     if run.request.offload in (LOW, NO):
         yield f"text encoders run on the CPU with {run.request.offload}"
     yield "PyTorch's flash attention was played; ComfyUI prefers cuDNN's, whose workspaces are unknown"
-    work = WORKFLOWS[run.request.name]
     if not run.batched:
         free = "one and a half times ComfyUI's estimate is not free"
         why = free if work.joins else "prompts usually differ in length; both are predicted with prompt_tokens"
@@ -403,7 +438,7 @@ def resolve_workflow(
     """Resolve names and defaults of a workflow. ValueError names the argument that has no answer."""
     name, known = given.pipeline, PIPELINES[given.pipeline]
     if name not in WORKFLOWS:
-        why = NO_FLUX2 if name.startswith("flux2") else ""
+        why = NO_KLEIN if name.startswith("flux2") else ""
         raise ArgumentError("pipeline", f"one of {', '.join(WORKFLOWS)} with runtime='comfyui'", repr(name), why)
     if given.image:
         raise ArgumentError(

@@ -215,11 +215,17 @@ class Part:
         """Return the numbers of the groups in the order of their modules' calls, if a later call prefetches them."""
         if not isinstance(offload, GroupOffload) or not offload.use_stream:
             return ()
-        numbered = [
-            Passing(group.begins, group.ends, str(number), 1, BY_DIFFUSERS)
-            for number, group in enumerate(self.groups(offload))
-            if group.begins
-        ]
+        spans = {
+            number: (group.begins, group.ends) for number, group in enumerate(self.groups(offload)) if group.begins
+        }
+        return self.order_of_calls(spans, gpu, sizes)
+
+    def order_of_calls(
+        self, spans: Mapping[int, tuple[str, str]], gpu: Gpu, sizes: Mapping[str, int]
+    ) -> tuple[int, ...]:
+        """Return numbers in the order in which their submodules are called. spans: of each number the submodule whose
+        call begins it and the one whose call ends it."""
+        numbered = [Passing(begins, ends, str(number), 1, BY_DIFFUSERS) for number, (begins, ends) in spans.items()]
         trace = programs.load_program(self.component).trace(self.dtype, gpu, numbered, (), **sizes)
         taken = (name for op, _, _, name in trace.steps if op == "take" and name.startswith(OF_WEIGHTS))
         return tuple(int(name.rpartition("[")[2].removesuffix("]")) for name in taken)

@@ -16,8 +16,7 @@ from vaemem._common import __version__, flag, meant, whole
 from vaemem._render import Block, Bullets, Columns, Sizer
 from vaemem._types import Dtype
 from vaemem.engine.names import shared_note
-from vaemem.pipelines.comfyui import VERSION as COMFYUI_VERSION
-from vaemem.pipelines.comfyui_run import ComfyUIRun, describe_decisions, plays_of, resolve_workflow
+from vaemem.pipelines.comfyui_run import WORKFLOWS, ComfyUIRun, describe_decisions, plays_of, resolve_workflow
 from vaemem.pipelines.components import CLIP_TOKENS, PIPELINES, known_pipeline, refuse
 from vaemem.pipelines.phased import PhasedAnswer, as_far_as
 from vaemem.pipelines.pipeline_parts import PLACES, Part
@@ -410,8 +409,8 @@ class ComfyUIPrediction(_Played):
         self.request, self.model_note = request, request.model_note
         q, card = request, request.card
         batch = f", {q.batch} images" if q.batch > 1 else ""
-        option = "" if q.offload == "none" else f", {q.offload}"
-        self.title = f"{q.name} {q.height}x{q.width}{batch} by {COMFYUI_VERSION} ({card.gpu.name}, VAE {q.vae}{option})"
+        option, program = "" if q.offload == "none" else f", {q.offload}", WORKFLOWS[q.name].release.name
+        self.title = f"{q.name} {q.height}x{q.width}{batch} by {program} ({card.gpu.name}, VAE {q.vae}{option})"
         here = ComfyUIRun(request, card.available())
         run = ComfyUIRun(request, card.available(), here.process.workspace, here)
         process, phases, played = run.process, run.phases(), here.phases()
@@ -420,7 +419,7 @@ class ComfyUIPrediction(_Played):
             "model": q.name, "op": "pipeline", "height": q.height, "width": q.width, "batch": q.batch,
             "tokens": q.tokens, "dtype": q.dtype, "runtime": "comfyui", "device": card.gpu.name,
             "way": f"VAE {q.vae}{option}", "source": "predicted",
-            "versions": f"torch {process.torch_version}, {COMFYUI_VERSION}, vaemem {__version__}",
+            "versions": f"torch {process.torch_version}, {program}, vaemem {__version__}",
         }  # fmt: skip
         self.placed, self.left, self.batched, self.tiled = run.placed, run.left, run.batched, run.tiled
         self.estimates = {one.name: (int(run.estimates[one.name]), one.allocated - one.weights) for one in phases}
