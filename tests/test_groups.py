@@ -147,7 +147,7 @@ STREAMED = [
 ]
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(30)
 @pytest.mark.parametrize("offload", [LEAF, BLOCK, BLOCKS, *STREAMED], ids=str)
 @pytest.mark.parametrize("component", COMPONENTS)
 def test_a_component_of_full_size_moves_what_the_hooks_move(component, offload, monkeypatch):

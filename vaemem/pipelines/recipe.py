@@ -117,13 +117,11 @@ def casting_code(role: str, dtype: str) -> list[str]:
     return ["from diffusers.hooks import apply_layerwise_casting", made]
 
 
-def _gguf_code(pipeline: Pipeline, given: Any, dtype: str) -> list[str]:
-    """Return the lines that load the denoiser from a GGUF file."""
+def _gguf_code(pipeline: Pipeline, kind: str, given: Any, dtype: str) -> list[str]:
+    """Return the lines that load the denoiser, of the class `kind`, from a GGUF file."""
     role = pipeline.denoiser
-    kind = load_program(pipeline.parts[role]).about.partition(" ")[0]
     file = f"{role} in {given}.gguf" if given in GGML else str(given)
     return [
-        f"from diffusers import GGUFQuantizationConfig, {kind}",
         f"{role} = {kind}.from_single_file(",
         f'    {_quoted(file)}, config="{pipeline.repository}", subfolder="{role}",',
         f"    torch_dtype=torch.{dtype}, quantization_config=GGUFQuantizationConfig(compute_dtype=torch.{dtype}),",
@@ -193,10 +191,13 @@ def diffusers_code(
     cast = [role for role, kind in types.items() if kind == "fp8"]
     for role, kind in types.items():
         if role not in (*quantised, *cast):
-            is_gguf = role == pipeline.denoiser and (kind in GGML or str(kind).endswith(".gguf"))
-            made = _gguf_code(pipeline, kind, dtype) if is_gguf else []
-            lines += made or [f"# {role} in {kind}: load it first, and pass it as {role}={role}"]
             told.append(f"{role}={role}")
+            if role == pipeline.denoiser and (kind in GGML or str(kind).endswith(".gguf")):
+                loaded = load_program(pipeline.parts[role]).about.partition(" ")[0]
+                imports[:0] = "GGUFQuantizationConfig", loaded
+                lines += _gguf_code(pipeline, loaded, kind, dtype)
+            else:
+                lines.append(f"# {role} in {kind}: load it first, and pass it as {role}={role}")
     if apart:
         imports.insert(0, class_name)
         where = f'"{pipeline.repository}", subfolder="vae", {keyword}=torch.{given}'
