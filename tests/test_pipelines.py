@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import os
+import struct
 import subprocess
 import sys
 from collections import Counter
@@ -742,15 +743,20 @@ def test_the_safety_checker_stays_on_the_device(offload):
 def test_a_files_own_types(tmp_path):
     """Of a GGUF file the header says what each matrix takes; other floats become the dtype of the run."""
     pytest.importorskip("gguf")
-    from test_gguf import file_bytes, info
+    from test_gguf import file_bytes, info, value
 
     def write(name, tensors):
-        """A sparse file: only its header has contents."""
-        infos, end = [], 0
+        """A sparse file: only its header has contents. Packed convolutions have rows of 256, as by ComfyUI-GGUF."""
+        infos, values, end = [], [], 0
         for weight, kind in tensors:
-            infos.append(info(weight.name, weight.shape, kind, end))
-            end += -(-tensor_bytes(weight.shape, kind) // 32) * 32
-        (tmp_path / name).write_bytes(file_bytes(infos))
+            shape = weight.shape
+            if kind == packed and len(shape) == 4:
+                shape = math.prod(shape) // 256, 256
+                original = struct.pack("<IQ4i", 5, 4, *weight.shape)
+                values.append(value(f"comfy.gguf.orig_shape.{weight.name}", 9, original))
+            infos.append(info(weight.name, shape, kind, end))
+            end += -(-tensor_bytes(shape, kind) // 32) * 32
+        (tmp_path / name).write_bytes(file_bytes(infos, values))
         os.truncate(tmp_path / name, (tmp_path / name).stat().st_size + end)
         return tmp_path / name
 
@@ -765,6 +771,10 @@ def test_a_files_own_types(tmp_path):
     )
     layer = "down_blocks.0.attentions.0.transformer_blocks.0.ff.net.0.proj"
     assert part.working[layer] == [("weight, unpacked", 2560 * 320 * 2, 0, 0, 0)]
+    more = [packed if weight.shape == (320, 320, 3, 3) else kind for weight, kind in zip(weights, kinds, strict=True)]
+    convolutions = write("convolutions.gguf", zip(weights, more, strict=True))
+    with refused("components['unet']", names=["resnets.0.conv1.weight"]):
+        predict_pipeline("sd15", 512, 512, components={"unet": convolutions})
     few = write("few.gguf", [(weights[0], plain)])
     with refused("components['unet']", names=["859520964"]):
         predict_pipeline("sd15", 512, 512, components={"unet": few})
