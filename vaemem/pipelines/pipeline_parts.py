@@ -355,10 +355,8 @@ def _part(role: str, component: str, dtype: str, given: Any, upcast: bool) -> Pa
         for weight in held:
             _check_gguf(what, role, component, weight.type, repr(name))
             if weight.type in GGML and len(weight.shape) > 2:
-                why = "diffusers unpacks linear layers only"
-                raise ArgumentError(
-                    what, "a file that packs matrices only", f"{name!r}, which packs {weight.name}", why
-                )
+                packs = f"{name!r}, which packs {weight.name}"
+                raise ArgumentError(what, "a file that packs matrices only", packs, "diffusers unpacks linear layers")
         return Part(role, component, dtype, tuple(loaded(held, weights_of(component), dtype)), place=place)
     if why := FOREIGN.get(name.lower()):
         raise ArgumentError(what, "", f"{why}, got {name!r}")
