@@ -35,8 +35,8 @@ from vaemem.pytorch.recording import record_by
 OUT = Path(__file__).parent.parent / "vaemem" / "data" / "modules"
 FOLDER = "comfyui/"
 MOST_TERMS = 3
-# Operators that take little more than their outputs: `any` of a whole tensor, whose blocks of threads share 1 KiB that
-# goes at once; comfy-kitchen's kernel for CUDA, which makes its outputs alone.
+# Operators whose temporary memory may be ignored. `any` of a whole tensor takes 1 KiB and frees it at once.
+# comfy-kitchen's kernel for CUDA allocates nothing but its outputs.
 NEGLIGIBLE = {"aten.any.default", "comfy_kitchen.apply_rope.default"}
 
 # ---- what happens, as a tree of module calls ----

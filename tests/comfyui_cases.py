@@ -93,7 +93,7 @@ class Asked(NamedTuple):
     used: classes of denoisers, and dtypes, for estimates
     vaes: classes of VAEs, for estimates
     decoded, decodes: VAEs, and their latents' (images, height, width) with the pixels of a tile's side
-    pipelines: the latents of whole workflows, whose models are loaded twice in turn
+    pipelines: whole workflows, and the shapes of their latents; each workflow runs twice
     cards: their bytes
     converts: whether the manager knows which models compute in another dtype
     """

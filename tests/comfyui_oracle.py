@@ -46,8 +46,10 @@ def bytes_there(model):
 
 
 def run(manager, size, models, requests, references=(), single=()):
-    """Yield the models after each request: (name, bytes counted, bytes there). single: those that compute in float32,
-    which 0.8.0's CLIP says to its patcher."""
+    """Yield the models after each request: (name, bytes counted, bytes there).
+
+    single: models that compute in float32. In 0.8.0, ComfyUI's class CLIP tells its patcher so.
+    """
     import comfy.model_patcher
     import torch
 

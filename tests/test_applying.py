@@ -122,6 +122,9 @@ def test_casting_is_set_and_undone(offload, tmp_path, on_the_cpu):
     assert state(pipe) == before and torch.equal(torch_pipelines.pictures(pipe, "sd"), want)
     with refused("pipe", "float32", names=["vae is loaded in fp8"]):
         apply({"components": {"vae": "fp8"}}, pipe, device="cpu")
+    pipe.unet.half()  # another type than the way casts from
+    with refused("pipe", "float16", names=["unet is loaded in float32"]):
+        apply({"dtype": "float32", "components": {"unet": "fp8"}}, pipe, device="cpu")
 
 
 def test_our_decoder_is_set_and_undone(tmp_path):

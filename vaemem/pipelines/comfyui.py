@@ -228,7 +228,7 @@ USAGE = {"SD15": 1.0, "SDXL": 0.8, "Flux": 3.1, "QwenImage": 1.8, "Flux2": 3.1 *
 VAE_USAGE: dict[str, dict[str, float]] = {
     "AutoencoderKL": {"decode": 2178 * 64, "encode": 1767},
     "WanVAE": {"decode": 7000 * 64, "encode": 6000},
-    "Flux2": {"decode": 2178 * 64 * 4.0, "encode": 1767.0},  # AutoencoderKL, whose latents are packed two by two
+    "Flux2": {"decode": 2178 * 64 * 4.0, "encode": 1767.0},  # AutoencoderKL; a latent is 2 x 2 of its own
 }
 
 

@@ -73,8 +73,8 @@ class _Workflow(NamedTuple):
     vae: the VAE's class
     fallback: pixels of a tile's side after a whole decode ran out of memory
     least_sm: of a card
-    release: of ComfyUI, whose code and manager it is
-    least_joined: tokens to which ComfyUI pads the prompt for the denoiser
+    release: the release of ComfyUI whose code and manager are played
+    least_joined: the denoiser gets at least so many tokens; ComfyUI pads shorter prompts
     packed: side of the squares of the VAE's latents that are one latent of the denoiser
     """
 

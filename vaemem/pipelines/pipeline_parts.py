@@ -182,8 +182,8 @@ class Part:
 
     @functools.cached_property
     def left(self) -> tuple[Stored, ...]:
-        """The weights that sequential offload leaves on the device: diffusers has accelerate offload buffers only if
-        the module has parameters of its own, and never those that state dicts leave out."""
+        """The weights that sequential offload leaves on the device. They are buffers: all of them if the module has no
+        parameters of its own, otherwise those that a state dict does not contain."""
         buffers = _buffers_of(self.component)
         if any("." not in weight.name for weight in weights_of(self.component)):
             buffers = frozenset(name for name in buffers if name.startswith(UNSAVED))

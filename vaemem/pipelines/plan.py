@@ -82,8 +82,7 @@ def plan_pipeline(
     types : str or sequence of str or None, optional
         Types to try for the largest components' weights; None stands for their own type, the default. By default
         diffusers also tries ``"Q8_0"``, for the denoiser alone, and ``"nf4"`` if the denoiser takes more than half of
-        the card. sd.cpp also
-        tries ``"Q4_K"`` if nothing else fits.
+        the card. sd.cpp also tries ``"Q4_K"`` if nothing else fits.
     used, os : shared
     calibrate : dict of str to float, optional
         Seconds measured on this machine, by names of ways. They adjust the machine's rates, and with them the seconds

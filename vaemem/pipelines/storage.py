@@ -242,8 +242,10 @@ def stored(
 
 
 def loaded(held: Iterable[Stored], weights: Iterable[Weight], dtype: str) -> list[Stored]:
-    """List a file's tensors as diffusers and transformers load them for a computation in a dtype: floats become it, but
-    for those that the model keeps in another. GGUF's blocks stay, and so do files of bitsandbytes, which hold bytes.
+    """List a file's tensors as diffusers and transformers load them for a run in a dtype.
+
+    Floats become that dtype, except weights that the model keeps in another one. GGUF's blocks stay as they are. A file
+    that bitsandbytes quantised, which has tensors of bytes, stays as it is too.
 
     Examples
     --------

@@ -250,12 +250,12 @@ def _check_types(pipe: Any, settings: Mapping[str, Any]) -> None:
     types = {**({} if dtype is None else dict.fromkeys(modules_of(pipe).keys() & _ROLES, dtype)), **components}
     for role, kind in types.items():
         part = getattr(pipe, role, None)
-        if kind == "fp8" and role != "vae" and isinstance(part, torch.nn.Module):
-            continue
         loaded = str(getattr(part, "dtype", None)).removeprefix("torch.")
         loaded = "int8" if getattr(part, "is_loaded_in_8bit", False) else loaded
         loaded = "nf4" if getattr(part, "is_loaded_in_4bit", False) else loaded
         loaded = "fp8" if _is_cast(part) else loaded
+        if kind == "fp8" and role != "vae" and loaded in DTYPES:  # it can be cast, if it is in the way's dtype
+            kind = dtype or loaded
         if str(None if kind == "none" else kind).partition(" ")[0] != loaded:
             raise ArgumentError(
                 "pipe", f"a pipeline whose {role} is loaded in {kind}", loaded, "the way's code loads it so"
