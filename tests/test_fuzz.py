@@ -21,6 +21,15 @@ def test_python_targets(target):
         targets.TARGETS[target](file.read_bytes())
 
 
+def test_programs_in_c_compile():
+    """Every C program of tests and benchmarks, with the headers as they are: most of them run in thorough tests only."""
+    if not tools.runs(tools.c_compiler()):
+        pytest.skip(f"there is no C compiler {tools.c_compiler()}")
+    programs = sorted(path for folder in ("tests", "benchmarks") for path in (run.ROOT / folder).rglob("*.c"))
+    assert {run.HERE / f"{target}.c" for target in run.IN_C} < set(programs)
+    subprocess.run([tools.c_compiler(), "-std=gnu11", "-fsyntax-only", *programs], check=True)
+
+
 @pytest.mark.thorough
 def test_targets_in_c(tmp_path):
     if not tools.runs("cc", f"-fsanitize={run.SANITIZE}"):

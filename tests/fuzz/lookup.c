@@ -98,10 +98,11 @@ static vm_card a_card(input *in) {
 static vm_card_rule a_card_rule(input *in, const vm_conv *like) {
     return (vm_card_rule){.rule = a_rule(in, like),
                           .as = take(in, 1) & 1 ? 90000 + (int)take(in, 1) % 8 : 0,
+                          .since = take(in, 1) & 1 ? 90000 + (int)take(in, 1) % 8 : 0,
                           .before = take(in, 1) & 1 ? 90000 + (int)take(in, 1) % 8 : 0,
                           .capability = {a_card(in).sm},
                           .capabilities = take(in, 1) & 1,
-                          .possible = take(in, 1) & 1};
+                          .standing = (vm_standing)(take(in, 1) % VM_STANDINGS)};
 }
 
 static void check_rows(input *in, loaded *l, const vm_conv *conv, size_t convs, const vm_workspace_for *of) {
