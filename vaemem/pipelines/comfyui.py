@@ -26,16 +26,18 @@ class Release(NamedTuple):
     name, commit: of the source that was read
     streams: on which it sends layers for their calls, in turn; 0: on PyTorch's own
     least_weights: bytes of a model that it loads whatever its call needs
+    unloads: whether a model that is loaded already, and now has less room, unloads some of its weights
     """
 
     name: str
     commit: str
     streams: int
     least_weights: int
+    unloads: bool
 
 
-CLASSIC = Release("ComfyUI 0.3.64", "a125cd8", 0, 128 * MIB)
-STREAMED = Release("ComfyUI 0.8.0", "618b803", 2, 0)  # from a copy of its repository, pollockjj/ComfyUI
+CLASSIC = Release("ComfyUI 0.3.64", "a125cd8", 0, 128 * MIB, unloads=False)
+STREAMED = Release("ComfyUI 0.8.0", "618b803", 2, 0, unloads=True)  # from a copy of its repository, pollockjj/ComfyUI
 RELEASES = CLASSIC, STREAMED
 # Bytes that it keeps for calls and for other programs (minimum_inference_memory, EXTRA_RESERVED_VRAM).
 INFERENCE, RESERVED = 0.8 * 2**30, 400 * MIB
@@ -200,7 +202,7 @@ class Manager:
             return 1e32
         free = self._free() + model.loaded
         room = max(self._comfyui.least_weights, free - least) - model.loaded
-        return max(0.1, room) if self._comfyui is CLASSIC else room or 0.1
+        return room or 0.1 if self._comfyui.unloads else max(0.1, room)
 
     def free(self, wanted: float) -> list[ManagedModel]:
         """Unload models until `wanted` bytes are free: first those with most bytes in the host, then those with fewest
