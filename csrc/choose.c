@@ -40,7 +40,7 @@ static size_t stored_after(const vm_plan *plan, int at, int dead_by) {
  * between steps are read again in each step, next to enough work to hide that. Both constants were measured
  * (docs/SPEED.md). Halves that are multiplied as pairs are not counted: they are used as stored. */
 static size_t most_steps(const vm_plan *plan, int first, int last) {
-    enum { CACHE = 5 << 20, WORTH = 1600 /* FLOPs for each byte that is read again */ };
+    enum { CACHE = 21 << 18 /* 5.25 MiB */, WORTH = 1600 /* FLOPs for each byte that is read again */ };
     const vm_backend *b = plan->request.backend;
     size_t weights = 0;
     double flops = 0;

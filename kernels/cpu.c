@@ -91,14 +91,15 @@ typedef struct way {
 /* Chooses how to compute a pass, from its shape and its factors. Winograd's way is only for floats: bfloat16 would
  * round its sums and differences. It needs a 3x3 convolution of rows with at least 32 channels, and enough pixels to
  * repay transforming its weights. After nearest 2x floats have no other way. Pairs of only twice the speed of floats
- * lose to Winograd's way (72 products against 24), but win after nearest 2x (16 against 9). */
+ * lose to Winograd's way (72 products against 24), but win after nearest 2x (16 against 9) and with stride 2 (36
+ * against 25). */
 static way way_of(const vm_backend *b, const vm_pass *p) {
     enum { WORTH = 1024 /* pixels: with fewer, transforming the weights costs more than it saves */ };
-    const vm_cpu *cpu = b->self, *floats = cpu->pairs ? cpu->floats : cpu;
+    const vm_cpu *cpu = b->self, *floats = !cpu->pairs ? cpu : p->stride == 1 ? cpu->floats : NULL;
     if (p->kind == VM_PASS_ATTENTION) return (way){&vm_attention, cpu};
     if (p->kind == VM_PASS_MOVE) return (way){&vm_moves, cpu};
     if (p->up) return (way){cpu->pairs ? &vm_direct : &vm_winograd, cpu};
-    const bool three = p->ksize == 3 && p->stride == 1, rows = p->x_format == VM_ROWS;
+    const bool three = p->ksize == 3, rows = p->x_format == VM_ROWS;
     const bool worth = three && rows && p->x.c >= 2 * VM_BLOCK && p->y.h * p->y.w >= WORTH;
     return floats && worth ? (way){&vm_winograd, floats} : (way){&vm_direct, cpu};
 }

@@ -36,11 +36,13 @@ typedef struct vm_gemm {
 
 /* Winograd's way to a 3x3 convolution: rows*columns numbers f = columns*row + column represent a tile of height*width
  * output pixels. In: one channel block, `tiles` tiles side by side; v[f*v_step + t*16 + l] from x[row*x_row + column*16
- * + l], tile t's input of rows*columns pixels beginning at column width*t, or t after nearest 2x. Weights: [9][n] to
- * u[f*u_step + i]. Out: from m[f*m_step + t*16 + l] the pixels y[row*y_row + column*16 + l], row < y_rows <= height,
- * column < y_width <= width*tiles, plus bias and add (which may be y) unless these are NULL. */
+ * + l], tile t's input of rows*columns pixels beginning at column width*t (after nearest 2x t, with stride 2
+ * 2*width*t). Weights: [9][n] to u[g*u_step + i], g < u_rows*u_columns. At the end of a line numbers may share the
+ * last filter: f has g = u_columns*min(row, u_rows - 1) + min(column, u_columns - 1). Out: from m[f*m_step + t*16 + l]
+ * the pixels y[row*y_row + column*16 + l], row < y_rows <= height, column < y_width <= width*tiles, plus bias and add
+ * (which may be y) unless these are NULL. */
 typedef struct vm_transforms {
-    size_t rows, columns, height, width;
+    size_t rows, columns, height, width, u_rows, u_columns;
     void (*in)(float *v, size_t v_step, const float *x, size_t x_row, size_t tiles);
     void (*weights)(float *u, size_t u_step, const float *w, size_t n);
     void (*out)(float *y, size_t y_row, const float *m, size_t m_step, size_t y_rows, size_t y_width, const float *bias,
@@ -96,7 +98,7 @@ typedef struct vm_cpu_ops {
     void (*transpose)(float *y, const float *x);
     /* Packed halves to floats: y[2*s][l] and y[2*s + 1][l] from x[s][l][0] and x[s][l][1], s < steps. */
     void (*unpack)(float *y, vm_dtype dtype, const uint16_t *x, size_t steps);
-    vm_transforms winograd, upsampled; /* of a 3x3 convolution, and of one after nearest 2x */
+    vm_transforms winograd, upsampled, strided; /* of a 3x3 convolution, after nearest 2x, and with stride 2 */
 } vm_cpu_ops;
 
 /* Functions of a vm_transforms, from a folder's tiles_in, filters_in and tiles_out and the matrices down and across. */
@@ -116,8 +118,9 @@ typedef struct vm_cpu_ops {
 #define VM_CPU_OPS(MAX_PIXELS)                                                                                    \
     .floats = {1, MAX_PIXELS, VM_ROWS_FLAT, VM_STEPS, gemm, load, burn}, .store = store_rows, .squares = squares, \
     .stats = stats, .softmax = softmax, .rescale = rescale, .transpose = transpose, .unpack = unpack,             \
-    .winograd = {4, 6, 2, 4, winograd_in, winograd_weights, winograd_out},                                        \
-    .upsampled = {3, 3, 2, 2, upsampled_in, upsampled_weights, upsampled_out}
+    .winograd = {4, 6, 2, 4, 4, 6, winograd_in, winograd_weights, winograd_out},                                  \
+    .upsampled = {3, 3, 2, 2, 3, 3, upsampled_in, upsampled_weights, upsampled_out},                              \
+    .strided = {5, 5, 2, 2, 4, 4, strided_in, strided_weights, strided_out}
 
 extern const vm_cpu_ops vm_cpu_ref;
 extern const vm_products vm_pairs_ref;

@@ -6,16 +6,21 @@
  * q, r a filter's taps, b becomes the two pixels p a + (q + r) b and (p + q) b + r c. With s = (p + q + r) b, which
  * both share, these are p (a - b) + s and s + r (c - b). The same down the columns.
  *
- *   prepared: job | scale, shift, sums | x offsets | u [number][y block][x block][depth][16], if it is kept
+ * With stride 2 there are 25 numbers for four outputs instead of 36 products. Of five pixels a to e side by side, the
+ * even ones become the pixels p a + r c and p c + r e in the way above, with 3 products: p (a - c) + s and s + r (e -
+ * c), with s = (p + r) c. The odd ones add q b and q d. The same down the columns. So 25 numbers have 16 filters.
+ *
+ *   prepared: job | scale, shift, sums | x offsets | u [filter][y block][x block][depth][16], if it is kept
  *   scratch:  thread 0 | thread 1 ...
  *   thread:   x tile [x block][row][column][16] | v [number][x block][tile][16] | m [number][2 y blocks][tile][16]
- *             | u [number][2 y blocks][x blocks of a run][depth][16], if each task makes it
+ *             | u [filter][2 y blocks][x blocks of a run][depth][16], if each task makes it
  *             | y [2 rows][column][16], if results are not written in place
  *
- * A region of about PIXELS pixels is a task. It is finished for two blocks of output channels before the next two, so m
- * stays in a core's cache. Numbers are a cache line further apart than necessary: a tile writes all of them one after
- * another, and at a distance of a power of two they would evict each other. The points across are 2/3 and 3/2. Their
- * powers stay nearer to 1 than those of 1 and 2, which rounds less (docs/SPEED.md has the errors).
+ * A region of about PIXELS pixels (with stride 2, half as many) is a task. It is finished for two blocks of output
+ * channels before the next two, so m stays in a core's cache. Numbers are a cache line further apart than necessary: a
+ * tile writes all of them one after another, and at a distance of a power of two they would evict each other. The
+ * points across are 2/3 and 3/2. Their powers stay nearer to 1 than those of 1 and 2, which rounds less (docs/SPEED.md
+ * has the errors).
  *
  * The model keeps one copy of the weights. They are transformed when the pass begins. If that takes too much memory,
  * each task transforms them for two blocks of output channels and a run of input channels at a time, to the same
@@ -31,14 +36,14 @@ enum {
 };
 
 static const vm_transforms *transforms_of(const vm_cpu *cpu, const vm_pass *p) {
-    return p->up ? &cpu->ops->upsampled : &cpu->ops->winograd;
+    return p->up ? &cpu->ops->upsampled : p->stride == 2 ? &cpu->ops->strided : &cpu->ops->winograd;
 }
 
 /* A cell of the grid is one of Winograd's tiles, a tile of the grid a region of them. */
 static vm_grid make_grid(const vm_cpu *cpu, const vm_pass *p) {
     const vm_transforms *t = transforms_of(cpu, p);
     vm_grid g = vm_grid_of(p, t->height, t->width);
-    const size_t across = ACROSS / t->width, tile = t->height * t->width;
+    const size_t stride = (size_t)p->stride, across = ACROSS / stride / t->width, tile = stride * t->height * t->width;
     const size_t columns = (g.width + across - 1) / across, wide = (g.width + columns - 1) / columns;
     const size_t share = g.height * g.width / TASKS_WANTED;
     const size_t tiles = VM_MAX(VM_MIN(share, PIXELS / tile), PIXELS_LEAST / tile);
@@ -53,7 +58,7 @@ typedef struct layout {
     size_t work, offsets, kept, prepared; /* bytes into the pass's prepared memory, which begins with the job */
     size_t v, m, made, y, scratch;        /* bytes into the thread's scratch, which begins with the x tile */
     size_t x_row, x_plane;
-    size_t v_step, m_step, u_step, m_block; /* floats between numbers, and between blocks of m */
+    size_t v_step, m_step, u_step, m_block; /* floats between numbers or filters, and between blocks of m */
     size_t run;                             /* blocks of x multiplied at once */
     size_t u_run;                           /* blocks of x in u */
 } layout;
@@ -79,7 +84,7 @@ static layout make_layout(const vm_cpu *cpu, const vm_pass *p, const vm_grid *g,
     l.m_step = VM_MIN(yb, 2) * l.m_block + LINE;
     l.u_run = manner.tight ? VM_MIN(l.run, xb) : xb;
     l.u_step = vm_sum(VM_PRODUCT(manner.tight ? VM_MIN(yb, 2) : yb, l.u_run, l.depth, VM_BLOCK), LINE);
-    const size_t u = VM_PRODUCT(l.numbers, l.u_step, sizeof(float));
+    const size_t u = VM_PRODUCT(t->u_rows, t->u_columns, l.u_step, sizeof(float));
     vm_put_bytes(&l.prepared, sizeof(job), VM_ALIGN);
     l.work = vm_put_bytes(&l.prepared, vm_work_bytes(p, g, manner.at_once), VM_ALIGN);
     l.offsets = vm_put_bytes(&l.prepared, xb * sizeof(ptrdiff_t), VM_ALIGN);
@@ -126,6 +131,11 @@ static void keep_weights(const void *context, size_t task, unsigned thread) {
     transform_weights(j, j->u + task * j->l.u_run * j->l.depth * VM_BLOCK, task, 0, j->l.u_run);
 }
 
+/* Returns: which filter number f has. */
+static size_t filter_of(const vm_transforms *t, size_t f) {
+    return VM_MIN(f / t->columns, t->u_rows - 1) * t->u_columns + VM_MIN(f % t->columns, t->u_columns - 1);
+}
+
 /* Adds to m[f] the products of one run of input channels, from block `first` on. u begins with these, and has one or
  * two blocks of output channels. */
 static void multiply(const job *j, const region *r, size_t f, const float *u, size_t blocks, size_t first) {
@@ -139,7 +149,7 @@ static void multiply(const job *j, const region *r, size_t f, const float *u, si
                                                  .x = r->v + f * j->l.v_step,
                                                  .x_offset = j->offsets + first,
                                                  .x_pixel = VM_BLOCK,
-                                                 .w = u + f * j->l.u_step,
+                                                 .w = u + filter_of(j->transforms, f) * j->l.u_step,
                                                  .w_block = (ptrdiff_t)(j->l.u_run * j->l.depth * VM_BLOCK),
                                                  .add = first ? y : NULL,
                                                  .add_pixel = VM_BLOCK,

@@ -107,7 +107,7 @@ class Conv:
 
     @property
     def by_winograd(self) -> bool:
-        """Whether a CPU's backend that multiplies floats computes it by Winograd's way (the rule of kernels/cpu.c)."""
+        """Whether AVX512_BF16's backend computes it with floats, by Winograd's way (the rule of kernels/cpu.c)."""
         pixels = int(np.prod(self.y[1:]))
         return self.k == 3 and self.stride == 1 and not self.up and self.in_c >= 32 and pixels >= 1024
 
@@ -161,6 +161,9 @@ CONVS = [
     Conv(32, 16, 1, 1, up=True),
     Conv(160, 32, 2, 3, groups=8, add="in place"),
     # by Winograd on CPUs, from 1024 pixels and 32 channels on: odd sizes cut tiles short, 160 channels take two runs
+    Conv(32, 48, 66, 78, stride=2),
+    Conv(160, 40, 66, 266, stride=2),
+    Conv(48, 24, 18, 230, stride=2, tiny=True),
     Conv(32, 48, 33, 37, groups=8, add="apart"),
     Conv(64, 40, 16, 131, groups=8),
     Conv(160, 32, 40, 26, groups=8, add="in place"),

@@ -112,3 +112,18 @@ def test_the_pipelines_table_is_what_is_printed(capsys):
         assert outcome == (f"runs out in {ends[0]}" if ends else said.verdict)
         assert f"of {said.available / 2**20:.0f} that" in text
     assert len(shown) == 3
+
+
+def test_memory_of_the_plans():
+    """docs/MEMORY.md: MiB, and T besides the weights."""
+    _, table = rows("The memory of the plans", FILE.parent / "docs" / "MEMORY.md")
+    assert len(table) == 6
+    vae = vaemem.VAE.random("sdxl")
+    vae.threads = 2
+    for run, *cells in table:
+        op, size = run.split()
+        side = int(size.partition("x")[0])
+        got = vae.estimate(op, side, side)
+        parts = got.weights_bytes, got.activations_bytes, got.scratch_bytes, got.output_bytes, got.peak_bytes
+        besides = (got.peak_bytes - got.weights_bytes) / (128 * side**2 * 4)
+        assert cells == [*(f"{part / 2**20:.1f}" for part in parts), f"{besides:.2f} T"], run

@@ -149,11 +149,12 @@ static void unpack(float *y, vm_dtype dtype, const uint16_t *x, size_t steps) {
 /* ---- Winograd's transforms: Y = A^T [(G g G^T) * (B^T d B)] A, with other matrices down than across ---- */
 
 typedef struct line {
-    size_t numbers, pixels, step;
+    size_t numbers, filters, pixels, step;
     float in[6][6], weights[6][3], out[4][6]; /* B^T, G, A^T */
 } line;
 
 static const line two = {4,
+                         4,
                          2,
                          2,
                          {{1, 0, -1, 0}, {0, 1, 1, 0}, {0, -1, 1, 0}, {0, 1, 0, -1}},
@@ -166,6 +167,7 @@ static const line two = {4,
 #define U (.5f / (P * P * (P * P - Q * Q)))
 #define V (.5f / (Q * Q * (Q * Q - P * P)))
 static const line four = {6,
+                          6,
                           4,
                           4,
                           {{1, 0, -P * P - Q * Q, 0, 1, 0},
@@ -187,7 +189,16 @@ static const line four = {6,
 
 /* After nearest 2x, from a pixel and its neighbours. */
 static const line doubled = {
-    3, 2, 1, {{1, -1, 0}, {0, 1, 0}, {0, -1, 1}}, {{1, 0, 0}, {1, 1, 1}, {0, 0, 1}}, {{1, 1, 0}, {0, 1, 1}}};
+    3, 3, 2, 1, {{1, -1, 0}, {0, 1, 0}, {0, -1, 1}}, {{1, 0, 0}, {1, 1, 1}, {0, 0, 1}}, {{1, 1, 0}, {0, 1, 1}}};
+
+/* With stride 2: three numbers of the even pixels, and the odd ones, which share a filter. */
+static const line halved = {5,
+                            4,
+                            2,
+                            4,
+                            {{1, 0, -1, 0, 0}, {0, 0, 1, 0, 0}, {0, 0, -1, 0, 1}, {0, 1, 0, 0, 0}, {0, 0, 0, 1, 0}},
+                            {{1, 0, 0}, {1, 0, 1}, {0, 0, 1}, {0, 1, 0}},
+                            {{1, 1, 0, 1, 0}, {0, 1, 1, 0, 1}}};
 
 /* y[row][column] = sum of down[row][i] * across[column][j] * x[i*x_row + j*x_column], of 16 numbers each. */
 static void between(float y[L], const float *down, const float *across, size_t rows, size_t columns, const float *x,
@@ -211,8 +222,8 @@ static void tiles_in(const line *down, const line *across, float *v, size_t v_st
 }
 
 static void filters_in(const line *down, const line *across, float *u, size_t u_step, const float *w, size_t n) {
-    for (size_t r = 0; r < down->numbers; r++)
-        for (size_t c = 0; c < across->numbers; c++, u += u_step)
+    for (size_t r = 0; r < down->filters; r++)
+        for (size_t c = 0; c < across->filters; c++, u += u_step)
             for (size_t i = 0; i < n; i += L)
                 between(u + i, down->weights[r], across->weights[c], 3, 3, w + i, 3 * n, n);
 }
@@ -234,6 +245,7 @@ static void tiles_out(const line *down, const line *across, float *y, size_t y_r
 
 VM_TRANSFORMS(winograd, &two, &four)
 VM_TRANSFORMS(upsampled, &doubled, &doubled)
+VM_TRANSFORMS(strided, &halved, &halved)
 
 static double burn(size_t rounds, float *sink) {
     float x[8][L] = {{0}};

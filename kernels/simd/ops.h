@@ -255,12 +255,13 @@ static void unpack(float *y, vm_dtype dtype, const uint16_t *x, size_t steps) {
 
 /* ---- Winograd's transforms, the same for every line of a tile: down its columns, then across its rows ---- */
 
-/* F(2, 3), F(4, 3), and two pixels of a line after nearest 2x. */
-enum { TWO, FOUR, UP };
+/* F(2, 3), F(4, 3), and two pixels of a line after nearest 2x and with stride 2. */
+enum { TWO, FOUR, UP, STRIDED };
 
-INLINE int numbers(int way) { return way == FOUR ? 6 : way == TWO ? 4 : 3; }
+INLINE int numbers(int way) { return way == FOUR ? 6 : way == STRIDED ? 5 : way == TWO ? 4 : 3; }
+INLINE int filters(int way) { return way == STRIDED ? 4 : numbers(way); }
 INLINE int pixels_of(int way) { return way == FOUR ? 4 : 2; }
-INLINE int step_of(int way) { return way == UP ? 1 : pixels_of(way); }
+INLINE int step_of(int way) { return way == UP ? 1 : way == STRIDED ? 4 : pixels_of(way); }
 
 /* Points of FOUR besides 0 and infinity: P, -P, Q and -Q, which round less than 1 and 2; P * Q = 1. */
 #define P1 (2 / 3.)
@@ -276,6 +277,8 @@ INLINE void line_in(int way, vf *n, const vf *d) {
         n[0] = d[0] - d[2], n[1] = d[1] + d[2], n[2] = d[2] - d[1], n[3] = d[1] - d[3];
     } else if (way == UP) {
         n[0] = d[0] - d[1], n[1] = d[1], n[2] = d[2] - d[1];
+    } else if (way == STRIDED) {
+        n[0] = d[0] - d[2], n[1] = d[2], n[2] = d[4] - d[2], n[3] = d[1], n[4] = d[3];
     } else {
         const vf p_even = d[4] - d[2] * splat(Q2), p_odd = (d[3] - d[1] * splat(Q2)) * splat(P1);
         const vf q_even = d[4] - d[2] * splat(P2), q_odd = (d[3] - d[1] * splat(P2)) * splat(Q1);
@@ -287,7 +290,9 @@ INLINE void line_in(int way, vf *n, const vf *d) {
 /* n = G g, from three taps. */
 INLINE void line_weights(int way, vf *n, vf g0, vf g1, vf g2) {
     n[0] = g0, n[numbers(way) - 1] = g2;
-    if (way == TWO) {
+    if (way == STRIDED) {
+        n[1] = g0 + g2, n[2] = g2, n[3] = g1;
+    } else if (way == TWO) {
         n[1] = (g0 + g2 + g1) * splat(.5), n[2] = (g0 + g2 - g1) * splat(.5);
     } else if (way == UP) {
         n[1] = g0 + g2 + g1;
@@ -306,6 +311,8 @@ INLINE void line_out(int way, vf *y, const vf *n) {
         y[0] = n[0] + n[1] + n[2], y[1] = n[1] - n[2] - n[3];
     } else if (way == UP) {
         y[0] = n[0] + n[1], y[1] = n[1] + n[2];
+    } else if (way == STRIDED) {
+        y[0] = n[0] + n[1] + n[3], y[1] = n[1] + n[2] + n[4];
     } else {
         const vf p_even = n[1] + n[2], p_odd = n[1] - n[2], q_even = n[3] + n[4], q_odd = n[3] - n[4];
         y[0] = n[0] + p_even + q_even;
@@ -341,13 +348,13 @@ INLINE void filters_in(int down, int across, float *u, size_t u_step, const floa
             vf k[6];
             line_weights(down, k, at(w + (size_t)c * n + i), at(w + (size_t)(3 + c) * n + i),
                          at(w + (size_t)(6 + c) * n + i));
-            UNROLL for (int r = 0; r < numbers(down); r++) t[r][c] = k[r];
+            UNROLL for (int r = 0; r < filters(down); r++) t[r][c] = k[r];
         }
-        UNROLL for (int r = 0; r < numbers(down); r++) {
+        UNROLL for (int r = 0; r < filters(down); r++) {
             vf k[6];
             line_weights(across, k, t[r][0], t[r][1], t[r][2]);
-            UNROLL for (int c = 0; c < numbers(across); c++)
-                put(u + (size_t)(r * numbers(across) + c) * u_step + i, k[c]);
+            UNROLL for (int c = 0; c < filters(across); c++)
+                put(u + (size_t)(r * filters(across) + c) * u_step + i, k[c]);
         }
     }
 }
@@ -383,6 +390,7 @@ INLINE void tiles_out(int down, int across, float *y, size_t y_row, const float 
 
 VM_TRANSFORMS(winograd, TWO, FOUR)
 VM_TRANSFORMS(upsampled, UP, UP)
+VM_TRANSFORMS(strided, STRIDED, STRIDED)
 
 static double burn(size_t rounds, float *sink) {
     vf x[12]; /* a latency of 4 cycles on two ports needs at least 8 in flight */

@@ -316,19 +316,21 @@ static void test_transpose(const vm_cpu_ops *ops) {
 }
 
 /* Winograd's matrices along a line of a tile, B^T, G and A^T: of F(2, 3), of F(4, 3) at the points 0, 2/3, -2/3, 3/2, -3/2
- * and infinity, and of two pixels after nearest 2x (kernels/winograd.c). */
+ * and infinity, and of two pixels after nearest 2x and with stride 2 (kernels/winograd.c). */
 typedef struct matrices {
-    size_t numbers, pixels, step; /* step: input pixels from tile to tile */
+    size_t numbers, filters, pixels, step; /* step: input pixels from tile to tile */
     double in[6][6], weights[6][3], out[4][6];
 } matrices;
 
 static const matrices TWO = {4,
+                             4,
                              2,
                              2,
                              {{1, 0, -1, 0}, {0, 1, 1, 0}, {0, -1, 1, 0}, {0, 1, 0, -1}},
                              {{1, 0, 0}, {.5, .5, .5}, {.5, -.5, .5}, {0, 0, 1}},
                              {{1, 1, 1, 0}, {0, 1, -1, -1}}};
 static const matrices FOUR = {6,
+                              6,
                               4,
                               4,
                               {{1, 0, -97. / 36, 0, 1, 0},
@@ -348,17 +350,27 @@ static const matrices FOUR = {6,
                                {0, 4 / 9., 4 / 9., 2.25, 2.25, 0},
                                {0, 8 / 27., -8 / 27., 3.375, -3.375, 1}}};
 static const matrices DOUBLED = {
-    3, 2, 1, {{1, -1, 0}, {0, 1, 0}, {0, -1, 1}}, {{1, 0, 0}, {1, 1, 1}, {0, 0, 1}}, {{1, 1, 0}, {0, 1, 1}}};
+    3, 3, 2, 1, {{1, -1, 0}, {0, 1, 0}, {0, -1, 1}}, {{1, 0, 0}, {1, 1, 1}, {0, 0, 1}}, {{1, 1, 0}, {0, 1, 1}}};
+
+static const matrices HALVED = {5,
+                                4,
+                                2,
+                                4,
+                                {{1, 0, -1, 0, 0}, {0, 0, 1, 0, 0}, {0, 0, -1, 0, 1}, {0, 1, 0, 0, 0}, {0, 0, 0, 1, 0}},
+                                {{1, 0, 0}, {1, 0, 1}, {0, 0, 1}, {0, 1, 0}},
+                                {{1, 1, 0, 1, 0}, {0, 1, 1, 0, 1}}};
 
 /* What the matrices are for, in exact numbers: a line of a tile's input and three taps become its pixels. */
 static void test_matrices(const matrices *m) {
-    const size_t up = m == &DOUBLED;
+    const size_t up = m == &DOUBLED, stride = m == &HALVED ? 2 : 1;
     for (size_t d = 0; d < m->numbers; d++)
         for (size_t g = 0; g < 3; g++)
             for (size_t p = 0; p < m->pixels; p++) {
                 double y = 0;
-                for (size_t n = 0; n < m->numbers; n++) y += m->out[p][n] * m->weights[n][g] * m->in[n][d];
-                const size_t reads = up ? (p + g + 1) / 2 : p + g; /* the input that tap g of pixel p falls on */
+                for (size_t n = 0; n < m->numbers; n++)
+                    y += m->out[p][n] * m->weights[VM_MIN(n, m->filters - 1)][g] * m->in[n][d];
+                const size_t reads =
+                    up ? (p + g + 1) / 2 : stride * p + g; /* the input that tap g of pixel p falls on */
                 check((float)y, reads == d, 1e-6f, "pixel", p);
             }
 }
@@ -380,7 +392,8 @@ static void test_transforms(const vm_transforms *of, const matrices *down, const
     const float *x = array((rows - 1) * x_row + x_columns * L, one_in(4));
     float *v = filled(v_items, 777);
     test_matrices(down), test_matrices(across);
-    if (of->rows != rows || of->columns != columns || of->height != down->pixels || of->width != across->pixels)
+    if (of->rows != rows || of->columns != columns || of->height != down->pixels || of->width != across->pixels ||
+        of->u_rows != down->filters || of->u_columns != across->filters)
         fail("a tile of other sizes");
     of->in(v, v_step, x, x_row, tiles);
     for (size_t i = 0; i < v_items; i++) {
@@ -394,14 +407,15 @@ static void test_transforms(const vm_transforms *of, const matrices *down, const
 
     const size_t n = L * L * from_to(1, 3), u_step = n + below(3) * L;
     const float *w = array(9 * n, one_in(4));
-    float *u = filled((numbers - 1) * u_step + n, 777);
+    const size_t filters = down->filters * across->filters;
+    float *u = filled((filters - 1) * u_step + n, 777);
     of->weights(u, u_step, w, n);
-    for (size_t f = 0; f < numbers; f++)
-        for (size_t i = 0; i < u_step && (i < n || f + 1 < numbers); i++) {
+    for (size_t f = 0; f < filters; f++)
+        for (size_t i = 0; i < u_step && (i < n || f + 1 < filters); i++) {
             const sum untouched = {777, 0};
-            const sum want =
-                i < n ? between(down->weights[f / columns], across->weights[f % columns], 3, 3, w + i, 3 * n, n)
-                      : untouched;
+            const sum want = i < n ? between(down->weights[f / across->filters], across->weights[f % across->filters],
+                                             3, 3, w + i, 3 * n, n)
+                                   : untouched;
             check_sum(u[f * u_step + i], want, 12, "u", f * u_step + i);
         }
 
@@ -428,14 +442,15 @@ static void test_transforms(const vm_transforms *of, const matrices *down, const
 
 static void test_winograd(const vm_cpu_ops *ops) { test_transforms(&ops->winograd, &TWO, &FOUR); }
 static void test_upsampled(const vm_cpu_ops *ops) { test_transforms(&ops->upsampled, &DOUBLED, &DOUBLED); }
+static void test_strided(const vm_cpu_ops *ops) { test_transforms(&ops->strided, &HALVED, &HALVED); }
 
 static const struct {
     const char *name;
     void (*test)(const vm_cpu_ops *ops);
-} operations[] = {{"gemm", test_gemm},          {"load", test_load},           {"halves", test_halves},
-                  {"squares", test_squares},    {"stats", test_stats},         {"softmax", test_softmax},
-                  {"rescale", test_rescale},    {"transpose", test_transpose}, {"winograd", test_winograd},
-                  {"upsampled", test_upsampled}};
+} operations[] = {{"gemm", test_gemm},           {"load", test_load},           {"halves", test_halves},
+                  {"squares", test_squares},     {"stats", test_stats},         {"softmax", test_softmax},
+                  {"rescale", test_rescale},     {"transpose", test_transpose}, {"winograd", test_winograd},
+                  {"upsampled", test_upsampled}, {"strided", test_strided}};
 
 int main(int argc, char **argv) {
     const size_t rounds = argc > 2 ? strtoul(argv[2], NULL, 10) : 300;
