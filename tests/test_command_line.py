@@ -159,7 +159,10 @@ def test_backends_command(capsys):
             ["fits", "sdxl", "decode", "512", "--measured", "absent.csv"],
             "vaemem fits: --measured: absent.csv: expected",
         ),
-        (["fits", "sd15", "512", "--component", "unet=absent.gguf"], "vaemem .*'unet'.*absent.gguf: .* no such"),
+        (
+            ["fits", "sd15", "512", "--component", "unet=absent.gguf"],
+            "vaemem .*component unet: absent.gguf: .* no such",
+        ),
         (["fit", __file__], "vaemem fit: .*expected columns"),
         (
             ["fits", "sdxl", "512", "--tile", "512"],
@@ -620,3 +623,45 @@ def test_plan_prints_the_code_alone(capsys):
     asked = {"gpu": "RTX 3060", "memory": "4GB"}
     assert main(["plan", "sd15", "1024", "--gpu", asked["gpu"], "--memory", asked["memory"], "--code"]) == 0
     assert capsys.readouterr().out == vaemem.plan_pipeline("sd15", 1024, 1024, **asked).recommended.way.code + "\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("formula flux --runtime comfyui", "--runtime: expected diffusers with a whole pipeline, or the op of a VAE"),
+        ("fits zimage-turbo 768 --batch 6", "--batch: expected at most 4 with zimage-turbo"),
+        (
+            "fits sdxl 512 --component unet=I8",
+            "--component unet: expected one of float32, float16, bfloat16, fp8, int8",
+        ),
+        (
+            "fits sdxl 512 --component unet=nf4 --component unet=int8",
+            "--component: expected unet once, got nf4 and int8",
+        ),
+        ("fits sdxl 512 --lora 0", "--lora rank: expected a whole number of at least 1, got 0"),
+        ("fits sdxl 512 --lora fused", "--lora: expected a file that exists, a rank such as 16"),
+        ("fits sdxl 512 --memory -1", "--memory: expected a number of bytes, or a text such as"),
+        ("plan sdxl 512 --measured b=1 --measured b=2", "--measured: expected b once, got 1.0 and 2.0"),
+    ],
+)
+def test_refusals_name_the_flag(command, message, capsys):
+    words = command.split()
+    if words[0] != "formula":
+        words += ["--gpu", "T4"]
+    assert main(words) == 2
+    assert f"vaemem {words[0]}: {message}" in capsys.readouterr().err
+
+
+def test_types_may_be_spelt_as_files_spell_them(capsys):
+    for spelt, name in (("F32", "float32"), ("BF16", "bfloat16"), ("F8_E4M3", "fp8"), ("q4_k", "Q4_K")):
+        answers = []
+        for type in (spelt, name):
+            main(["fits", "flux", "512", "--component", f"transformer={type}", "--gpu", "H100", "--format", "json"])
+            answers.append(json.loads(capsys.readouterr().out)[0]["peak_bytes"])
+        assert answers[0] == answers[1]
+
+
+def test_a_script_is_all_that_code_prints(capsys):
+    assert main(["plan", "sdxl", "1024", "--gpu", "T4", "--time-limit", "1", "--code"]) == 1
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("Nothing fits.")

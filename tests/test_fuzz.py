@@ -22,7 +22,7 @@ def test_python_targets(target):
 
 
 def test_programs_in_c_compile():
-    """Every C program of tests and benchmarks, with the headers as they are: most of them run in thorough tests only."""
+    """Every C program of tests and benchmarks, with the headers as they are. Most run in thorough tests only."""
     if not tools.runs(tools.c_compiler()):
         pytest.skip(f"there is no C compiler {tools.c_compiler()}")
     programs = sorted(path for folder in ("tests", "benchmarks") for path in (run.ROOT / folder).rglob("*.c"))

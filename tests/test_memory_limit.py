@@ -21,7 +21,15 @@ from errors import refused
 import vaemem
 from vaemem import _core
 from vaemem.__main__ import main
-from vaemem.engine.limits import Plans, available_memory, linux_memory, needed_bytes, parse_size, resolve
+from vaemem.engine.limits import (
+    Plans,
+    available_memory,
+    find_largest,
+    linux_memory,
+    needed_bytes,
+    parse_size,
+    resolve,
+)
 
 CASES = int(os.environ.get("VAEMEM_LIMIT_CASES", "150"))
 MIB, GIB = 2**20, 2**30
@@ -327,8 +335,9 @@ def test_largest(vae):
         assert height % 4 == width % 4 == 0 and abs(width - aspect * height) <= 4 * max(1, aspect)
         assert vae.estimate("decode", height, width, memory_limit=limit).peak_bytes <= limit
     side = vae.largest("decode", limit)[0]
-    with refused("memory_limit"):
-        vae.estimate("decode", side + 4, side + 4, memory_limit=limit)
+    for more in range(4, 20, 4):
+        with refused("memory_limit"):
+            vae.estimate("decode", side + more, side + more, memory_limit=limit)
     vae.memory_limit = limit
     assert vae.largest("decode") == (side, side)
     vae.memory_limit = None
@@ -339,6 +348,23 @@ def test_largest(vae):
     for bad in (0, -1, float("nan"), float("inf"), "1", True, None, 1000):
         with refused("aspect"):
             vae.largest("decode", limit, bad)
+
+
+def test_find_largest_goes_on_while_a_larger_one_fits():
+    some, calls = {1, 2, 4, 7, 11}, []
+
+    def fits(n):
+        calls.append(n)
+        return n in some
+
+    def find(more, **how):
+        return find_largest(fits, 100, around=lambda n: range(n, n + more + 1), **how)
+
+    assert [find(more) for more in range(5)] == [4, 4, 4, 7, 11]
+    calls.clear()
+    assert find(4, every=True) == 4 and len(calls) == len(set(calls))
+    some.clear()
+    assert find(4) == 0
 
 
 @pytest.mark.parametrize("op", ["decode", "encode"])
@@ -434,7 +460,7 @@ def test_sweeps_and_the_command_line(vae, capsys):
         assert main([command, "sd15", "decode", "64x64"]) == 0
         assert "limit MiB" in capsys.readouterr().out
     assert main(["estimate", "sd15", "decode", "64x64", "--memory-limit", "9 lives"]) == 2
-    assert "--memory-limit: expected bytes as an integer" in capsys.readouterr().err
+    assert "--memory-limit: expected a number of bytes" in capsys.readouterr().err
 
 
 # ---- exactness ----

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
 from pathlib import Path
 
@@ -17,6 +19,8 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import modules
 import torch_pipelines
+
+from vaemem.pipelines.components import PIPELINES
 
 HEIGHT, WIDTH = 48, 32  # of torch_pipelines.pictures
 
@@ -110,3 +114,12 @@ def test_z_image_is_called_as_its_pipeline_does():
     args, kwargs = heard(pipe, "transformer", lambda: pipe(prompt_embeds=prompts, **how))
     want, named = modules.MODULES["zimage-transformer"].call({"n": 2, "t": 9, **latent(pipe)}, torch.bfloat16)
     assert described(args) == described(want) and described(kwargs) == described(named)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_the_longest_prompt_is_the_one_that_its_call_accepts(name):
+    kind = getattr(diffusers, PIPELINES[name].class_name, None)
+    if kind is None:
+        pytest.skip(f"this diffusers has no {PIPELINES[name].class_name}")
+    refuses = re.search(r"max_sequence_length > (\d+)", inspect.getsource(kind))
+    assert PIPELINES[name].longest == (int(refuses[1]) if refuses else 0)

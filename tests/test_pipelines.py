@@ -522,6 +522,13 @@ def test_a_picture_that_gets_another_size_is_announced():
         assert argument in notes[0] and argument not in notes[1]
 
 
+@pytest.mark.parametrize(("name", "most"), [("flux", 512), ("sd3", 512), ("qwen-image", 1024), ("flux2", 1 << 13)])
+def test_a_prompt_that_the_call_refuses_is_announced(name, most):
+    for tokens in {most, min(most + 1, 1 << 13)}:
+        p = predict_pipeline(name, 512, 512, gpu="H200", prompt_tokens=tokens)
+        assert any(f"refuses more than {most} tokens" in note for note in p.notes) == (tokens > most)
+
+
 def test_stable_diffusion_3_without_t5():
     """Its embeddings are zeros: the denoiser does the same work."""
     whole, short = (

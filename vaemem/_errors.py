@@ -82,7 +82,9 @@ class ArgumentError(ValueError):
         )
         problem = ", got ".join(filter(None, (wanted and f"expected {wanted}", got)))
         what = "; ".join(filter(None, (problem, advice)))
-        return ": ".join(filter(None, (flags.get(self.argument, self.argument), self.path, self.place, what)))
+        name, _, key = self.argument.partition("[")  # of "components['unet']"
+        named = f"{flags[name]} {key.strip(chr(39) + ']')}".strip() if name in flags else self.argument
+        return ": ".join(filter(None, (named, self.path, self.place, what)))
 
     def __str__(self) -> str:
         return self.message({})

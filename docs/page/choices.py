@@ -9,8 +9,7 @@ from vaemem.out_of_memory.sizes import COMMON, MADE_SIZES
 from vaemem.pipelines.components import PIPELINES
 from vaemem.pipelines.pipeline_parts import NOT_FROM_A_FILE, WEIGHT_TYPES
 from vaemem.pipelines.pipeline_request import OFFLOADS, SMALL_TILE, TORCH_WAYS
-from vaemem.pipelines.quantising import SCHEMES
-from vaemem.pipelines.storage import PLAIN, RULES
+from vaemem.pipelines.storage import RULES
 from vaemem.prediction.gpus import coarse_names, find_gpu, gpu_names
 from vaemem.prediction.request import KEPT, TILED_SIDES, VAEArguments, resolve_vae
 from vaemem.prediction.runtimes import PROGRAM_NAMES, WAN, shipped_models
@@ -71,7 +70,7 @@ def _offer_pipeline(name):
         dtypes.append(dtype)
     encoders = ",".join(f"{role}=cpu" for role in known.encoders)
     LABELS["offload"][encoders] = "text encoders on the CPU"
-    libraries = [one for one in WEIGHT_TYPES if one in PLAIN or one in SCHEMES]  # each once
+    libraries = [one for one in WEIGHT_TYPES if one not in RULES["diffusers-gguf"].types]
     types = {role: DTYPES if role == "vae" else libraries for role in known.parts}
     if known.parts[known.denoiser] not in NOT_FROM_A_FILE:
         types[known.denoiser] = [*libraries, *RULES["diffusers-gguf"].types]

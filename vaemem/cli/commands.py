@@ -435,7 +435,8 @@ def run_plan(args: argparse.Namespace, asked: dict[str, Any]) -> int:
     if args.code and plan.recommended:
         print(plan.recommended.way.code)
     else:
-        _print(plan, args)
+        with contextlib.redirect_stdout(sys.stderr if args.code else sys.stdout):  # which expects a script only
+            _print(plan, args)
     return 0 if plan.recommended else 1
 
 
@@ -452,6 +453,8 @@ def run_formula(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     side = 1024  # the size of the first answer
     of_pipeline = asked.keys() & {"components", "offload", "vae", "vae_memory_limit", "image", "guidance"}
     if args.op is None:
+        if (runtime := asked.pop("runtime", "diffusers")) != "diffusers":
+            raise ArgumentError("runtime", "diffusers with a whole pipeline, or the op of a VAE", repr(runtime))
         found = vaemem.predict_pipeline(args.model, side, side, **asked).formula
     elif of_pipeline:
         why = f"cannot be used with the VAE's {args.op}, only with a whole pipeline"

@@ -42,7 +42,7 @@ def count(text: str) -> int:
     except ValueError:
         number = -1
     if not 0 <= number < 1 << 63:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to 2^63, got {text[:80]!r}")
+        raise argparse.ArgumentTypeError(f"expected a whole number below 2^63, got {text[:80]!r}")
     return number
 
 
@@ -221,7 +221,7 @@ FLAGS: dict[str, FlagSettings] = {
     "offload": _flag(
         "Offloading: none, model (enable_model_cpu_offload), sequential (enable_sequential_cpu_offload), leaf_level or "
         "'block_level 1' with the blocks of a group (enable_group_offload); or places of components, such as "
-        "text_encoder=cpu,text_encoder_2=cpu, with the others on the GPU. Default: none.",
+        "text_encoder=cpu,text_encoder_2=cpu, with the others on the GPU.",
         type=_offload, metavar="OFFLOAD"),
     "guidance": _flag("Denoise each image twice, or once.", action=argparse.BooleanOptionalAction),
     "image": _flag("Begin with an image, as in image-to-image.", action="store_true"),

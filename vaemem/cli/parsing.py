@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import vaemem
 from vaemem._arguments import described
 from vaemem._common import check_writable, choose, letters
+from vaemem._errors import ArgumentError
 from vaemem.cli.commands import COMMANDS, Action, load_table
 from vaemem.cli.completion import offer
 from vaemem.cli.flags import FLAGS, WORDS, FlagSettings, Later, count
@@ -145,9 +146,19 @@ def _add_all(sub: _Parser, run: Action, names: str, flags: str) -> None:
             _add(sub, where, flag, known, texts)
 
 
+def _once(name: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a dict of a repeated flag's pairs, with each key once."""
+    made = dict[str, Any]()
+    for key, value in pairs:
+        if key in made:
+            raise ArgumentError(name, f"{key} once", f"{made[key]} and {value}")
+        made[key] = value
+    return made
+
+
 def _run(run: Action, known: Mapping[str, inspect.Parameter], args: argparse.Namespace) -> int | None:
     given = {name: value for name, value in vars(args).items() if name in known}
-    given |= {name: dict(given[name]) for name in ("components", "calibrate") if isinstance(given.get(name), list)}
+    given |= {name: _once(name, given[name]) for name in ("components", "calibrate") if type(given.get(name)) is list}
     if isinstance(given.get("calibrate"), str):
         given["calibrate"] = load_table(given["calibrate"])
     if getattr(args, "csv", None):

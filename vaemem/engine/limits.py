@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import re
 import sys
@@ -24,7 +25,7 @@ LARGEST_SEARCHED = 1 << 16  # pixels a side, and images in a batch; searches end
 
 def parse_size(argument: str, value: Any, least: int = 1) -> int:
     """Return bytes for an integer or a text: "512 MiB" (binary), "2 GB" (decimal). Fractions of a byte are dropped."""
-    wanted = "bytes as an integer, or a text such as '512 MiB' or '2 GB'"
+    wanted = "a number of bytes, or a text such as '512 MiB' or '2 GB', without a sign"
     if isinstance(value, str):
         if not (match := _SIZE.fullmatch(value)):
             raise ArgumentError(argument, wanted, repr(value[:80]))
@@ -253,20 +254,24 @@ def find_largest(
     """Return the largest number from 1 to `most` that fits, or 0.
 
     Whether a number fits is not monotone. `around` returns the numbers to try one by one around the result of
-    bisection. The result is the largest of them that fits; with `every`, the last one before the first that does not.
-    With `grain`, bisection stops when the number is known to one part in `grain`.
+    bisection, and around the largest of them that fits, until none fits; with `every`, the result is the last one
+    before the first that does not. With `grain`, bisection stops when the number is known to one part in `grain`.
     """
     # `low` fits (0 means none), `high` does not.
-    low, high = 0, min(64, most + 1)
+    low, high, fits = 0, min(64, most + 1), functools.cache(fits)
     while high <= most and fits(high):
         low, high = high, min(high * 2, most + 1)
     while high - low > 1 + (low // grain if grain else 0):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    also = [n for n in around(low) if n <= most and n != low] if low else []
+    if not low:
+        return 0
     if every:
+        also = [n for n in around(low) if n <= most and n != low]
         return next((n - 1 for n in also if not fits(n)), max([low, *also]))
-    return next((n for n in reversed(also) if n > low and fits(n)), low)
+    while more := next((n for n in reversed(around(low)) if low < n <= most and fits(n)), 0):
+        low = more
+    return low
 
 
 def check_aspect(aspect: Any) -> float:

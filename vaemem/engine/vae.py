@@ -316,9 +316,11 @@ class VAE(Model):
         output_type: OutputType = "float",
         staged: bool = True,
     ) -> tuple[int, int]:
-        """Return (height, width) of the largest image within a limit, by bisection and up to 4 latent pixels further.
+        """Return (height, width) of the largest image within a limit, by bisection, and by trying larger images until
+        none of the next 4, in steps of one latent pixel, fits.
 
-        `smallest` is not quite monotone in the size: sometimes a larger image fits too, or a smaller one does not.
+        `smallest` is not quite monotone in the size: sometimes a still larger image fits too, or a smaller one does
+        not.
 
         Parameters
         ----------

@@ -33,6 +33,7 @@ class Pipeline(NamedTuple):
     pooled: channels of the pooled embeddings; 0 if there are none
     tokens: length of the prompt by default
     most_tokens: longest prompt in one call of the text encoder: CLIP's, or the default max_sequence_length's limit
+    longest: tokens of the longest prompt that its call accepts (max_sequence_length); 0: it accepts any
     steps: by default
     guides: whether guidance takes each image through the denoiser twice
     apart: whether it does so in two calls of the denoiser, instead of one call of twice as many images
@@ -43,6 +44,7 @@ class Pipeline(NamedTuple):
     floors: whether it rounds sides down to multiples of `stride`; others refuse such sides
     since: the first release of diffusers in which it was read, 42 for 0.42; 0 for every known one
     most_side: the image's longest side in pixels, if the denoiser has no positions beyond it
+    most_batch: the largest batch with which its denoiser was recorded; 0: any
     joined: tokens that the denoiser gets besides `tokens`: CLIP's, or the end of a template
     inputs: how many times as many numbers as the picture's latents the denoiser gets: those of other images too
     sees: whether its text encoder also gets the image. The image's tokens then go to the denoiser with the prompt's
@@ -60,6 +62,7 @@ class Pipeline(NamedTuple):
     tokens: int
     most_tokens: int
     steps: int
+    longest: int = 0
     pooled: int = 0
     guides: bool = False
     apart: bool = False
@@ -70,6 +73,7 @@ class Pipeline(NamedTuple):
     floors: bool = False
     since: int = 0
     most_side: int = MOST_SIDE
+    most_batch: int = 0
     joined: int = 0
     inputs: int = 1
     sees: bool = False
@@ -131,8 +135,8 @@ def count_seen(height: int, width: int) -> int:
 _FLUX = Pipeline(
     about="FluxPipeline of black-forest-labs/FLUX.1-dev",
     parts={"text_encoder": "clip-l-flux", "text_encoder_2": "t5-xxl", "transformer": "flux-transformer", "vae": "flux"},
-    dtype="bfloat16", width=4096, pooled=768, tokens=512, most_tokens=MOST_SEQUENCE, steps=28, guidance_embeds=True,
-    floors=True,
+    dtype="bfloat16", width=4096, pooled=768, tokens=512, most_tokens=MOST_SEQUENCE, longest=512, steps=28,
+    guidance_embeds=True, floors=True,
 )  # fmt: skip
 _FLUX2 = Pipeline(
     about="Flux2Pipeline of black-forest-labs/FLUX.2-dev",
@@ -147,8 +151,8 @@ _KLEIN = _FLUX2._replace(
 _QWEN = Pipeline(
     about="QwenImagePipeline of Qwen/Qwen-Image",
     parts={"text_encoder": "qwen2.5-vl-7b", "transformer": "qwen-image-transformer", "vae": "qwen-image"},
-    dtype="bfloat16", width=3584, tokens=77, most_tokens=MOST_SEQUENCE, steps=50, guides=True, apart=True,
-    unguided=True, begins=False, floors=True, since=42, joined=5,
+    dtype="bfloat16", width=3584, tokens=77, most_tokens=MOST_SEQUENCE, longest=1024, steps=50, guides=True,
+    apart=True, unguided=True, begins=False, floors=True, since=42, joined=5,
 )  # fmt: skip
 _SD15 = Pipeline(
     about="StableDiffusionPipeline of stable-diffusion-v1-5/stable-diffusion-v1-5",
@@ -166,7 +170,7 @@ _SD3 = Pipeline(
     parts={"text_encoder": "clip-l-sd3", "text_encoder_2": "openclip-g", "text_encoder_3": "t5-xxl-sd3",
            "transformer": "sd3-transformer", "vae": "sd3"},
     dtype="float16", width=4096, pooled=2048, tokens=256, most_tokens=MOST_SEQUENCE, steps=28, guides=True,
-    since=42, most_side=3072, joined=CLIP_TOKENS,
+    since=42, most_side=3072, joined=CLIP_TOKENS, longest=512,
 )  # fmt: skip
 _WAN = Pipeline(
     about="WanPipeline of Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
@@ -239,7 +243,7 @@ PIPELINES = {
     "zimage-turbo": Pipeline(
         about="ZImagePipeline of Tongyi-MAI/Z-Image-Turbo",
         parts={"text_encoder": "qwen3-4b", "transformer": "zimage-transformer", "vae": "zimage"},
-        dtype="bfloat16", width=2560, tokens=77, most_tokens=MOST_SEQUENCE, steps=9,
+        dtype="bfloat16", width=2560, tokens=77, most_tokens=MOST_SEQUENCE, steps=9, most_batch=4,
     ),
     "flux2": _FLUX2,
     "flux2-klein": _KLEIN,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from vaemem import _core
-from vaemem._common import DTYPES, ELEMENT_BYTES, choose, distinct, meant
+from vaemem._common import DTYPES, ELEMENT_BYTES, SPELT_DTYPES, choose, distinct, letters, meant
 from vaemem._errors import ArgumentError, inside
 from vaemem.engine.configs import config_of
 from vaemem.engine.weights import tensor_types
@@ -33,7 +33,7 @@ from vaemem.pipelines.quantising import (
     UNPACKING,
     layer_working,
 )
-from vaemem.pipelines.storage import GGML, RULES, SPELT, TYPES, Stored, loaded, stored
+from vaemem.pipelines.storage import GGML, RULES, SPELT, Stored, loaded, stored
 from vaemem.prediction.gpus import Gpu
 from vaemem.prediction.passing import (
     BY_ACCELERATE,
@@ -50,7 +50,8 @@ from vaemem.prediction.passing import (
 from vaemem.prediction.planned import OF_WEIGHTS
 from vaemem.prediction.runtimes import architecture
 
-WEIGHT_TYPES = [name for name in TYPES if SPELT.get(name, name) not in ("float64", "int64", "bool")]  # tables, masks
+WEIGHT_TYPES = (*DTYPES, "fp8", *SCHEMES, *RULES["diffusers-gguf"].types)
+SPELT_TYPES = SPELT_DTYPES | {letters(spelt): name for spelt, name in SPELT.items()}
 KEPT_TRACES = 4  # of each component
 ROLES = tuple(distinct(role for one in PIPELINES.values() for role in (*one.parts, *one.optional)))
 NOT_FROM_A_FILE = ("pixart-sigma-transformer",)  # its class has no from_single_file
@@ -360,7 +361,10 @@ def _part(role: str, component: str, dtype: str, given: Any, upcast: bool) -> Pa
         return Part(role, component, dtype, tuple(loaded(held, weights_of(component), dtype)), place=place)
     if why := FOREIGN.get(name.lower()):
         raise ArgumentError(what, "", f"{why}, got {name!r}")
-    given = meant(what, given, WEIGHT_TYPES if is_module else DTYPES)
+    packed = next((type for type in GGML if letters(type) == letters(str(given))), "")
+    if is_module and packed:
+        _check_gguf(what, role, component, packed, repr(given))
+    given = meant(what, given, WEIGHT_TYPES if is_module else DTYPES, SPELT_TYPES)
     if source and given not in SCHEMES:
         raise ArgumentError(what, f"'from {source}' after {', '.join(SCHEMES)}", f"it after {given!r}")
     if given in SIXTEEN_BITS and dtype == "float32":
@@ -372,9 +376,7 @@ def _part(role: str, component: str, dtype: str, given: Any, upcast: bool) -> Pa
     # Without a file, this runtime's rule chooses the tensors for a type.
     rule = "layerwise" if given == "fp8" else "bitsandbytes" if given in BITSANDBYTES else "all"
     rule = "libraries" if given in SIXTEEN_BITS else rule
-    if given in GGML:
-        _check_gguf(what, role, component, given, repr(given))
-        rule = "diffusers-gguf"
+    rule = "diffusers-gguf" if given in GGML else rule
     if given in DTYPES:  # it computes in its stored type
         dtype, upcast = given, upcast and given == "float16"
     return _typed(role, component, dtype, given, rule, upcast, place, source)

@@ -304,12 +304,16 @@ def resolve_pipeline(given: PipelineArguments, card: Card, software: Software) -
     made_of = "" if said == describe_size(height, width, given.frames and frames) else said
     tokens = given.prompt_tokens
     tokens = known.tokens if tokens is None else whole("prompt_tokens", tokens, most=MOST_TOKENS)
+    batch = whole("batch", given.batch)
+    if 0 < known.most_batch < batch:
+        why = f"at most {known.most_batch} with {pipeline}, whose larger batches were not recorded"
+        raise ArgumentError("batch", why, str(batch))
     loras = read_loras(pipeline, given.lora)
     if loras and release < LORAS_SINCE:
         needed = f"0.{LORAS_SINCE} or later with a LoRA"
         raise ArgumentError("diffusers_version", needed, repr(software.diffusers_version))
     parts = parts_of(known, dtype, given.components or {}, release, loras)
     return PipelineRequest(
-        card, software, pipeline, height, width, whole("batch", given.batch), tokens, given.guidance, given.steps,
+        card, software, pipeline, height, width, batch, tokens, given.guidance, given.steps,
         bool(given.image), parts, safe=given.safe, loras=loras, frames=frames, first=first, made_of=made_of,
     )  # fmt: skip

@@ -273,6 +273,9 @@ def _notes(q: PipelineRequest) -> Iterator[str]:
         yield f"{q.made_of}: {q.pipeline.class_name} makes {q.size} of it, {known}"
     if q.pipeline.sized and (q.height, q.width) != (1024, 1024):
         yield f"{q.pipeline.class_name} makes about 1024x1024 pixels of it unless its call has {q.pipeline.sized}"
+    if 0 < q.pipeline.longest < q.tokens:
+        most = q.pipeline.longest
+        yield f"{q.pipeline.class_name} refuses more than {most} tokens; give longer prompts as prompt_embeds"
     if q.group and q.group.use_stream:
         if q.group.num_blocks_per_group:
             yield "with use_stream diffusers takes one block per group, whatever num_blocks_per_group says"

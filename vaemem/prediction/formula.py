@@ -250,9 +250,11 @@ def formula(
     """
     if op is None and isinstance(known := getattr(model, "formula", None), Formula):
         return known
+    if op is None and isinstance(model, str):
+        advice = f"the formula of a whole pipeline is predict_pipeline({model!r}, ...).formula"
+        raise ArgumentError("op", "'encode' or 'decode' of the VAE", f"None with {model!r}", advice)
     if op is None:
-        name = model if isinstance(model, str) else type(model).__name__
-        advice = f"the formula of a whole pipeline is predict_pipeline({name!r}, ...).formula"
-        raise ArgumentError("op", "'encode' or 'decode' of the VAE", f"None with {name!r}", advice)
+        known = "a VAE's name with an op, or what predict_pipeline returns for diffusers"
+        raise ArgumentError("model", known, type(model).__name__)
     given = VAEArguments(model, op, height, width, dtype=dtype, runtime=runtime, gpu=gpu, **settings)
     return VAEFormula(resolve_vae(given))

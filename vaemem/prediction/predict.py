@@ -582,7 +582,8 @@ def largest_batch(
     Notes
     -----
     Memory does not always grow with the batch, because cuDNN plans each batch by itself. So every batch within seven
-    tenths of bisection's result is predicted too. In tiles, or with slicing, bisection alone decides, to a 64th.
+    tenths of bisection's result is predicted too, and of the largest that fits. In tiles, or with slicing, bisection
+    alone decides.
 
     Examples
     --------
@@ -613,12 +614,15 @@ def _largest_size(request: VAERequest, aspect: float, every: bool) -> tuple[VAER
             raise OverflowError("beyond the search")
         return request.at(height, width)
 
-    return _largest(at, (TILED_SIDE if is_tiled else LARGEST_SEARCHED) // request.unit, every, 0 if is_tiled else 3)
+    most = (TILED_SIDE if is_tiled else LARGEST_SEARCHED) // request.unit
+    return _largest(at, most, every, 0 if is_tiled else 3, TILED_GRAIN if is_tiled else None)
 
 
-def _largest(at: Callable[[int], VAERequest], most: int, every: bool, tenths: int) -> tuple[VAERequest, bool]:
+def _largest(
+    at: Callable[[int], VAERequest], most: int, every: bool, tenths: int, grain: int | None = None
+) -> tuple[VAERequest, bool]:
     """Return at(n) for the largest n up to `most` that fits, and whether a larger one was played. tenths: the part of
-    bisection's result to try one by one around it; 0 if plays take long."""
+    bisection's result to try one by one around it; 0 if plays take long. grain: as for `find_largest`."""
     refused: dict[int, bool] = {}  # whether it was played; otherwise it is too large to play
 
     def fits(n: int) -> bool:
@@ -636,7 +640,7 @@ def _largest(at: Callable[[int], VAERequest], most: int, every: bool, tenths: in
 
     found = find_largest(
         fits, most, around=lambda n: range(n - n * tenths // 10, n + n * tenths // 10 + 1), every=every,
-        grain=None if tenths else TILED_GRAIN,
+        grain=grain,
     )  # fmt: skip
     if not found:
         smallest = Prediction(at(1))
