@@ -358,6 +358,14 @@ def test_progress_reaches_the_end(op):
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 
+@pytest.mark.parametrize("given", [3, "yes", [], 0.0])
+def test_progress_is_true_false_or_a_function(given):
+    vae = small_vae()
+    with pytest.raises(vaemem.ArgumentTypeError, match="progress: expected True, False, or a function of two numbers"):
+        vae.decode(latents(vae, 2, 2), progress=given)
+    assert vae.decode(latents(vae, 2, 2), progress=False) is not None
+
+
 def test_an_exception_in_progress_stops_the_run():
     vae = small_vae()
     z = latents(vae, 128, 128)

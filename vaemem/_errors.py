@@ -83,7 +83,8 @@ class ArgumentError(ValueError):
         problem = ", got ".join(filter(None, (wanted and f"expected {wanted}", got)))
         what = "; ".join(filter(None, (problem, advice)))
         name, _, key = self.argument.partition("[")  # of "components['unet']"
-        named = f"{flags[name]} {key.strip(chr(39) + ']')}".strip() if name in flags else self.argument
+        key = key.strip("']")
+        named = f"{flags[name]} {key}".strip() if name in flags else self.argument
         return ": ".join(filter(None, (named, self.path, self.place, what)))
 
     def __str__(self) -> str:

@@ -91,6 +91,8 @@ def polling(
     """
     if cancel is not None and not callable(getattr(cancel, "is_set", None)):
         raise ArgumentTypeError("cancel", "a threading.Event or None", type(cancel).__name__)
+    if progress is not None and not is_truth(progress) and not callable(progress):
+        raise ArgumentTypeError("progress", "True, False, or a function of two numbers", repr(progress))
     poll = progress if callable(progress) else None
     with contextlib.ExitStack() as stack:
         if progress and not poll:
