@@ -49,12 +49,12 @@ def pytest_collection_modifyitems(config, items):
         known.add(function)
         if SANITIZED and item.get_closest_marker("resident"):
             item.add_marker(pytest.mark.skip(reason="the sanitizer's own memory would be measured"))
-    # "0/6": the first of six shares of the thorough tests, or of all tests under sanitizers (.ci/run).
+    # "0/6": the first of six shares of the thorough tests, of those of packages, or of all under sanitizers (.ci/run).
     if share := os.environ.get("VAEMEM_SHARE"):
         mine, shares = map(int, share.split("/"))
         parts: tuple[list, list] = [], []
         for item in items:
-            is_shared = SANITIZED or item.get_closest_marker("thorough")
+            is_shared = SANITIZED or any(item.get_closest_marker(name) for name in ("thorough", "packages"))
             parts[bool(is_shared and zlib.crc32(item.nodeid.encode()) % shares != mine)].append(item)
         items[:], left_out = parts
         config.hook.pytest_deselected(items=left_out)
