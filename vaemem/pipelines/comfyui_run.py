@@ -74,7 +74,7 @@ class _Workflow(NamedTuple):
     fallback: pixels of a tile's side after a whole decode ran out of memory
     least_sm: of a card
     release: the release of ComfyUI whose code and manager are played
-    least_joined: the denoiser gets at least so many tokens; ComfyUI pads shorter prompts
+    least_joined: tokens to which ComfyUI pads the joined prompt before the denoiser, if it has fewer
     packed: side of the squares of the VAE's latents that are one latent of the denoiser
     """
 

@@ -83,8 +83,8 @@ class Lora:
         file, fused = given.get("file"), flag("lora['fused']", given.get("fused", False))
         if (file is None) == (given.get("rank") is None):
             raise ArgumentError("lora", "a rank or a file", repr(given))
-        if file is not None and (not isinstance(file, str | os.PathLike) or not os.path.exists(file)):
-            forms = "a file that exists, a rank such as 16, or one of these and ' fused' at its end"
+        if file is not None and (not isinstance(file, str | os.PathLike) or not os.fspath(file)):
+            forms = "a file, a rank such as 16, or one of these with ' fused' after it"
             raise ArgumentError("lora", forms, repr(file))
         targets = tuple(listed(given.get("target_modules") or (), str))
         if file is None:

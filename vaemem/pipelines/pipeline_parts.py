@@ -183,8 +183,8 @@ class Part:
 
     @functools.cached_property
     def left(self) -> tuple[Stored, ...]:
-        """The weights that sequential offload leaves on the device. They are buffers: all of them if the module has no
-        parameters of its own, otherwise those that a state dict does not contain."""
+        """The weights that sequential offload leaves on the device: buffers. If the module itself has a parameter, only
+        those stay that its state dict leaves out; otherwise all stay."""
         buffers = _buffers_of(self.component)
         if any("." not in weight.name for weight in weights_of(self.component)):
             buffers = frozenset(name for name in buffers if name.startswith(UNSAVED))

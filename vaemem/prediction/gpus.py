@@ -274,7 +274,7 @@ def sold(memory: int | str) -> int:
     >>> sold("12 GB")
     12884901888
     """
-    size = parse_size("memory", memory)  # refuses what is no size as it was written
+    parse_size("memory", memory)  # a refusal shows the text that was given
     size = parse_size("memory", re.sub(r"(?i)gb\b", "GiB", memory) if isinstance(memory, str) else memory)
     if size < 1 << 30:
         raise ArgumentError("memory", "1 GB or more, such as '16 GB'", repr(memory))
