@@ -38,7 +38,7 @@ static size_t stored_after(const vm_plan *plan, int at, int dead_by) {
 
 /* Returns: the most steps of a chain if memory must not cost time; 0: any number. Weights that do not stay in a cache
  * between steps are read again in each step, next to enough work to hide that. Both constants were measured
- * (docs/SPEED.md). Halves that are multiplied as pairs are not counted: they are used as stored. */
+ * (docs/SPEED.md). Pairs of bfloat16 that a direct product uses as stored are not counted. */
 static size_t most_steps(const vm_plan *plan, int first, int last) {
     enum { CACHE = 21 << 18 /* 5.25 MiB */, WORTH = 1600 /* FLOPs for each byte that is read again */ };
     const vm_backend *b = plan->request.backend;

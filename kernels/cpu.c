@@ -83,39 +83,33 @@ static bool neon_usable(void) { return !is_disabled("neon"); }
 
 static bool always(void) { return true; }
 
-typedef struct way {
-    const vm_method *method;
-    const vm_cpu *cpu;
-} way;
-
-/* Chooses how to compute a pass, from its shape and its factors. Winograd's way is only for floats: bfloat16 would
- * round its sums and differences. It needs a 3x3 convolution of rows with at least 32 channels, and enough pixels to
- * repay transforming its weights. After nearest 2x floats have no other way. Pairs of only twice the speed of floats
- * lose to Winograd's way (72 products against 24), but win after nearest 2x (16 against 9) and with stride 2 (36
- * against 25). */
-static way way_of(const vm_backend *b, const vm_pass *p) {
+/* Returns: whether a pass is computed by Winograd's way. It needs a 3x3 convolution of rows with at least 32 channels,
+ * and enough pixels to repay transforming its weights; after nearest 2x it always pays. Pairs take two blocks of
+ * channels. They round the numbers, so they take this way only where a whole run stays more exact than PyTorch's, and
+ * not split numbers (docs/SPEED.md). */
+static bool by_winograd(const vm_cpu *cpu, const vm_pass *p) {
     enum { WORTH = 1024 /* pixels: with fewer, transforming the weights costs more than it saves */ };
-    const vm_cpu *cpu = b->self, *floats = !cpu->pairs ? cpu : p->stride == 1 ? cpu->floats : NULL;
-    if (p->kind == VM_PASS_ATTENTION) return (way){&vm_attention, cpu};
-    if (p->kind == VM_PASS_MOVE) return (way){&vm_moves, cpu};
-    if (p->up) return (way){cpu->pairs ? &vm_direct : &vm_winograd, cpu};
-    const bool three = p->ksize == 3, rows = p->x_format == VM_ROWS;
-    const bool worth = three && rows && p->x.c >= 2 * VM_BLOCK && p->y.h * p->y.w >= WORTH;
-    return floats && worth ? (way){&vm_winograd, floats} : (way){&vm_direct, cpu};
+    if (p->ksize != 3 || p->x_format != VM_ROWS || !vm_transforms_of(cpu, p)) return false;
+    if (cpu->pairs && (cpu->pairs > 1 || p->x.c % (2 * VM_BLOCK))) return false;
+    return p->up || (p->x.c >= 2 * VM_BLOCK && p->y.h * p->y.w >= WORTH);
+}
+
+static const vm_method *method_of(const vm_cpu *cpu, const vm_pass *p) {
+    if (p->kind == VM_PASS_ATTENTION) return &vm_attention;
+    if (p->kind == VM_PASS_MOVE) return &vm_moves;
+    return by_winograd(cpu, p) ? &vm_winograd : &vm_direct;
 }
 
 static vm_cut cut(const vm_backend *b, const vm_pass *p, bool tight) {
     const double longer = 1.1; /* of a decode that transforms all its weights by task (docs/SPEED.md) */
-    const way w = way_of(b, p);
-    vm_cut c = w.method->cut(w.cpu, p);
+    vm_cut c = method_of(b->self, p)->cut(b->self, p);
     c.together = VM_MAX(c.out_rows, 2);
     c.cost = tight ? longer : 1;
     return c;
 }
 
 static vm_needs needs(const vm_backend *b, const vm_pass *p, const vm_limits *limits, vm_manner manner) {
-    const way w = way_of(b, p);
-    vm_needs n = w.method->needs(w.cpu, p, manner);
+    vm_needs n = method_of(b->self, p)->needs(b->self, p, manner);
     n.scratch = VM_PRODUCT(limits->threads, n.scratch);
     n.parts = p->stats; /* one: the tiles' sums are merged into it */
     return n;
@@ -130,8 +124,7 @@ static vm_status workspace(const vm_backend *b, const vm_pass *p, const vm_limit
 
 static vm_status prepare(const vm_backend *b, const vm_pass *p, const vm_operands *at, const vm_exec *exec,
                          vm_tasks *out) {
-    const way w = way_of(b, p);
-    return w.method->prepare(w.cpu, p, at, exec, out);
+    return method_of(b->self, p)->prepare(b->self, p, at, exec, out);
 }
 
 static vm_status run(const vm_backend *b, const vm_pass *p, const vm_operands *at, const vm_exec *exec) {
@@ -190,13 +183,9 @@ static const vm_backend avx2[KINDS] = VM_FLOATS("avx2", avx2_usable, vm_cpu_avx2
 static const vm_backend avx512[KINDS] = VM_FLOATS("avx512", avx512_usable, vm_cpu_avx512);
 /* These tables have no floats of their own. An entry exists if products of pairs (one, or three, for each product of
  * numbers) are faster than floats somewhere. AVX512_BF16's are about 2x as fast on Zen 4 and 5, AMX's 16x. */
-static const vm_cpu floats = {&vm_cpu_avx512, &vm_cpu_avx512.floats, VM_F32};
-static const vm_cpu widened = {&vm_cpu_avx512, &vm_cpu_avx512.floats, VM_BF16};
 static const vm_backend avx512bf16[KINDS] = {
-    [MEDIUM] =
-        VM_BACKEND("avx512bf16", avx512bf16_usable, vm_cpu_avx512, &vm_pairs_avx512bf16, VM_F32, VM_MEDIUM, 1, &floats),
-    [BRAIN] = VM_BACKEND("avx512bf16", avx512bf16_usable, vm_cpu_avx512, &vm_pairs_avx512bf16, VM_BF16, VM_HIGHEST, 1,
-                         &widened)};
+    [MEDIUM] = VM_BACKEND("avx512bf16", avx512bf16_usable, vm_cpu_avx512, &vm_pairs_avx512bf16, VM_F32, VM_MEDIUM, 1),
+    [BRAIN] = VM_BACKEND("avx512bf16", avx512bf16_usable, vm_cpu_avx512, &vm_pairs_avx512bf16, VM_BF16, VM_HIGHEST, 1)};
 static const vm_backend amx[KINDS] = {
     [HIGH] = VM_BACKEND("amx", amx_usable, VM_AMX_OPS, &vm_pairs_amx, VM_F32, VM_HIGH, 3),
     [MEDIUM] = VM_BACKEND("amx", amx_usable, VM_AMX_OPS, &vm_pairs_amx, VM_F32, VM_MEDIUM, 1),

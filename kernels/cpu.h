@@ -35,12 +35,15 @@ typedef struct vm_gemm {
 } vm_gemm;
 
 /* Winograd's way to a 3x3 convolution: rows*columns numbers f = columns*row + column represent a tile of height*width
- * output pixels. In: one channel block, `tiles` tiles side by side; v[f*v_step + t*16 + l] from x[row*x_row + column*16
- * + l], tile t's input of rows*columns pixels beginning at column width*t (after nearest 2x t, with stride 2
- * 2*width*t). Weights: [9][n] to u[g*u_step + i], g < u_rows*u_columns. At the end of a line numbers may share the
- * last filter: f has g = u_columns*min(row, u_rows - 1) + min(column, u_columns - 1). Out: from m[f*m_step + t*16 + l]
- * the pixels y[row*y_row + column*16 + l], row < y_rows <= height, column < y_width <= width*tiles, plus bias and add
- * (which may be y) unless these are NULL. */
+ * output pixels.
+ * In: one channel block, `tiles` tiles side by side; v[f*v_step + t*16 + l] from x[row*x_row + column*16 + l], tile t's
+ * input of rows*columns pixels beginning at column width*t (after nearest 2x t, with stride 2 2*width*t).
+ * Weights: n/16 input channels' [9][n] to u[g*u_step + i], i < n, g < u_rows*u_columns. At the end of a line numbers
+ * may share the last filter: f has g = u_columns*min(row, u_rows - 1) + min(column, u_columns - 1).
+ * Out: from m[f*m_step + t*16 + l] the pixels y[row*y_row + column*16 + l], row < y_rows <= height, column < y_width <=
+ * width*tiles, plus bias and add (which may be y) unless these are NULL.
+ * Pairs: v and u are rounded to bfloat16. Of a tile's 32 numbers, In writes the first 16 from v + t*16 on; the block's
+ * neighbour has the rest. Weights writes n/2 pairs, each of two input channels. */
 typedef struct vm_transforms {
     size_t rows, columns, height, width, u_rows, u_columns;
     void (*in)(float *v, size_t v_step, const float *x, size_t x_row, size_t tiles);
@@ -78,6 +81,8 @@ typedef struct vm_products {
     /* Runs `rounds` rounds of independent multiply-adds on registers only: the floor that benchmarks measure against.
      * Returns: the floating-point operations done; *sink keeps the compiler from dropping them. */
     double (*burn)(size_t rounds, float *sink);
+    /* Of a 3x3 convolution, after nearest 2x, and with stride 2; NULL if direct products are better. */
+    const vm_transforms *winograd, *upsampled, *strided;
 } vm_products;
 
 typedef struct vm_cpu_ops {
@@ -98,29 +103,34 @@ typedef struct vm_cpu_ops {
     void (*transpose)(float *y, const float *x);
     /* Packed halves to floats: y[2*s][l] and y[2*s + 1][l] from x[s][l][0] and x[s][l][1], s < steps. */
     void (*unpack)(float *y, vm_dtype dtype, const uint16_t *x, size_t steps);
-    vm_transforms winograd, upsampled, strided; /* of a 3x3 convolution, after nearest 2x, and with stride 2 */
 } vm_cpu_ops;
 
-/* Functions of a vm_transforms, from a folder's tiles_in, filters_in and tiles_out and the matrices down and across. */
-#define VM_TRANSFORMS(NAME, DOWN, ACROSS)                                                                        \
+/* Defines a vm_transforms by a folder's tiles_in, filters_in and tiles_out: to floats or to pairs (VM_BF16), by the
+ * matrices down and across, in tiles of these sizes. */
+#define VM_TRANSFORMS(NAME, DTYPE, DOWN, ACROSS, ...)                                                            \
     static void NAME##_in(float *v, size_t v_step, const float *x, size_t x_row, size_t tiles) {                 \
-        tiles_in(DOWN, ACROSS, v, v_step, x, x_row, tiles);                                                      \
+        tiles_in(DTYPE, DOWN, ACROSS, v, v_step, x, x_row, tiles);                                               \
     }                                                                                                            \
     static void NAME##_weights(float *u, size_t u_step, const float *w, size_t n) {                              \
-        filters_in(DOWN, ACROSS, u, u_step, w, n);                                                               \
+        filters_in(DTYPE, DOWN, ACROSS, u, u_step, w, n);                                                        \
     }                                                                                                            \
     static void NAME##_out(float *y, size_t y_row, const float *m, size_t m_step, size_t y_rows, size_t y_width, \
                            const float *bias, const float *add, size_t add_row) {                                \
         tiles_out(DOWN, ACROSS, y, y_row, m, m_step, y_rows, y_width, bias, add, add_row);                       \
-    }
+    }                                                                                                            \
+    static const vm_transforms NAME = {__VA_ARGS__, NAME##_in, NAME##_weights, NAME##_out};
+
+#define VM_TWO_FOUR \
+    4, 6, 2, 4, 4, 6 /* F(2x4, 3x3): rows, columns, height and width of a tile, filters down and across */
+#define VM_TWO_TWO 4, 4, 2, 2, 4, 4 /* F(2x2, 3x3) */
+#define VM_UPSAMPLED 3, 3, 2, 2, 3, 3
+#define VM_STRIDED 5, 5, 2, 2, 4, 4
 
 /* A folder's operations, by their common names. */
-#define VM_CPU_OPS(MAX_PIXELS)                                                                                    \
-    .floats = {1, MAX_PIXELS, VM_ROWS_FLAT, VM_STEPS, gemm, load, burn}, .store = store_rows, .squares = squares, \
-    .stats = stats, .softmax = softmax, .rescale = rescale, .transpose = transpose, .unpack = unpack,             \
-    .winograd = {4, 6, 2, 4, 4, 6, winograd_in, winograd_weights, winograd_out},                                  \
-    .upsampled = {3, 3, 2, 2, 3, 3, upsampled_in, upsampled_weights, upsampled_out},                              \
-    .strided = {5, 5, 2, 2, 4, 4, strided_in, strided_weights, strided_out}
+#define VM_CPU_OPS(MAX_PIXELS)                                                                            \
+    .floats = {1, MAX_PIXELS, VM_ROWS_FLAT, VM_STEPS, gemm, load, burn, &winograd, &upsampled, &strided}, \
+    .store = store_rows, .squares = squares, .stats = stats, .softmax = softmax, .rescale = rescale,      \
+    .transpose = transpose, .unpack = unpack
 
 extern const vm_cpu_ops vm_cpu_ref;
 extern const vm_products vm_pairs_ref;
@@ -136,15 +146,22 @@ bool vm_amx_permitted(void);
 extern const vm_cpu_ops vm_cpu_neon;
 #endif
 
-/* A backend's `self`: how it stores and multiplies numbers. floats: for a backend that multiplies pairs, the same
- * numbers multiplied as floats, for passes that are faster by Winograd's way; or NULL. */
+/* A backend's `self`: how it stores and multiplies numbers. */
 typedef struct vm_cpu {
     const vm_cpu_ops *ops;
     const vm_products *products;
     vm_dtype dtype;
     unsigned pairs; /* products of pairs per product of numbers: 1; 3 if split into two bfloat16; 0: floats */
-    const struct vm_cpu *floats;
 } vm_cpu;
+
+/* Returns: the same, but loading and multiplying floats. */
+static inline vm_cpu vm_with_floats(const vm_cpu *cpu) { return (vm_cpu){cpu->ops, &cpu->ops->floats, cpu->dtype, 0}; }
+
+/* Returns: how products compute a 3x3 convolution by Winograd's way; NULL: not at all. */
+static inline const vm_transforms *vm_transforms_of(const vm_cpu *cpu, const vm_pass *pass) {
+    const vm_products *p = cpu->products;
+    return pass->up ? p->upsampled : pass->stride == 2 ? p->strided : p->winograd;
+}
 
 /* ---- tile.c: a pass is computed in tiles of its output, each a task ---- */
 

@@ -99,7 +99,7 @@ static vm_status move_prepare(const vm_cpu *cpu, const vm_pass *pass, const vm_o
                               vm_tasks *out) {
     (void)exec;
     job *j = at->prepared;
-    *j = (job){.g = make_grid(pass), .cpu = {cpu->ops, &cpu->ops->floats, cpu->dtype, 0, NULL}};
+    *j = (job){.g = make_grid(pass), .cpu = vm_with_floats(cpu)};
     const layout l = make_layout(pass, &j->g, at->manner.at_once);
     j->work = vm_work_begin(&j->cpu, pass, at, &j->g, (char *)at->prepared + l.work);
     *out = (vm_tasks){move_tile, j, pass->stats ? vm_merge_rows : NULL};

@@ -2,6 +2,9 @@
  * Every 4x6 piece of the input (overlapping by two) and every 3x3 of weights become 24 numbers; per number, a plain
  * product over the channels; 24 results become 2x4 pixels. Tiles two rows high keep rings of streamed rows short.
  *
+ * Pairs of bfloat16 multiply twice as fast as floats, but round the numbers. F(2x2, 3x3) rounds less: 16 products of a
+ * 4x4 piece for four outputs instead of 36.
+ *
  * After nearest 2x there are 9 numbers, from a pixel and its neighbours. With a, b, c three pixels side by side and p,
  * q, r a filter's taps, b becomes the two pixels p a + (q + r) b and (p + q) b + r c. With s = (p + q + r) b, which
  * both share, these are p (a - b) + s and s + r (c - b). The same down the columns.
@@ -10,11 +13,12 @@
  * even ones become the pixels p a + r c and p c + r e in the way above, with 3 products: p (a - c) + s and s + r (e -
  * c), with s = (p + r) c. The odd ones add q b and q d. The same down the columns. So 25 numbers have 16 filters.
  *
- *   prepared: job | scale, shift, sums | x offsets | u [filter][y block][x block][depth][16], if it is kept
+ *   prepared: job | scale, shift, sums | x offsets | u [filter][y block][plane][depth][16], if it is kept
  *   scratch:  thread 0 | thread 1 ...
- *   thread:   x tile [x block][row][column][16] | v [number][x block][tile][16] | m [number][2 y blocks][tile][16]
- *             | u [filter][2 y blocks][x blocks of a run][depth][16], if each task makes it
+ *   thread:   x tile [x block][row][column][16] | v [number][plane][tile][16] | m [number][2 y blocks][tile][16]
+ *             | u [filter][2 y blocks][planes of a run][depth][16], if each task makes it
  *             | y [2 rows][column][16], if results are not written in place
+ *   x, m and y are floats, v and u factors of products. A plane of v is 16 channels, or 32 as pairs.
  *
  * A region of about PIXELS pixels (with stride 2, half as many) is a task. It is finished for two blocks of output
  * channels before the next two, so m stays in a core's cache. Numbers are a cache line further apart than necessary: a
@@ -35,13 +39,9 @@ enum {
     LINE = VM_ALIGN / sizeof(float),
 };
 
-static const vm_transforms *transforms_of(const vm_cpu *cpu, const vm_pass *p) {
-    return p->up ? &cpu->ops->upsampled : p->stride == 2 ? &cpu->ops->strided : &cpu->ops->winograd;
-}
-
 /* A cell of the grid is one of Winograd's tiles, a tile of the grid a region of them. */
 static vm_grid make_grid(const vm_cpu *cpu, const vm_pass *p) {
-    const vm_transforms *t = transforms_of(cpu, p);
+    const vm_transforms *t = vm_transforms_of(cpu, p);
     vm_grid g = vm_grid_of(p, t->height, t->width);
     const size_t stride = (size_t)p->stride, across = ACROSS / stride / t->width, tile = stride * t->height * t->width;
     const size_t columns = (g.width + across - 1) / across, wide = (g.width + columns - 1) / columns;
@@ -55,47 +55,52 @@ static vm_grid make_grid(const vm_cpu *cpu, const vm_pass *p) {
 
 typedef struct layout {
     size_t numbers, depth;                /* of a tile; input channels of a block of weights */
+    size_t planes, blocks;                /* of v, and blocks of input channels in one of them */
     size_t work, offsets, kept, prepared; /* bytes into the pass's prepared memory, which begins with the job */
     size_t v, m, made, y, scratch;        /* bytes into the thread's scratch, which begins with the x tile */
     size_t x_row, x_plane;
     size_t v_step, m_step, u_step, m_block; /* floats between numbers or filters, and between blocks of m */
-    size_t run;                             /* blocks of x multiplied at once */
-    size_t u_run;                           /* blocks of x in u */
+    size_t run;                             /* planes multiplied at once */
+    size_t u_run;                           /* planes in u */
 } layout;
 
 typedef struct job {
     vm_work work;
+    vm_cpu floats; /* work's: it loads x and stores y */
     vm_grid g;
     layout l;
+    const vm_products *products; /* of v and u */
     const vm_transforms *transforms;
     float *u; /* kept; NULL if each task makes its own */
     ptrdiff_t *offsets;
 } job;
 
 static layout make_layout(const vm_cpu *cpu, const vm_pass *p, const vm_grid *g, vm_manner manner) {
-    const vm_transforms *t = transforms_of(cpu, p);
-    layout l = {.numbers = t->rows * t->columns, .depth = VM_MIN(p->x.c, VM_BLOCK)};
+    const vm_transforms *t = vm_transforms_of(cpu, p);
+    layout l = {.numbers = t->rows * t->columns, .depth = VM_MIN(p->x.c, VM_BLOCK), .blocks = cpu->pairs ? 2 : 1};
     const size_t xb = VM_BLOCKS(p->x.c), yb = VM_BLOCKS(p->y.c), tiles = g->tile_h * g->tile_w;
+    const vm_cpu floats = vm_with_floats(cpu);
+    l.planes = xb / l.blocks;
     l.run = VM_MAX(cpu->products->steps / VM_BLOCK, 1);
     l.x_row = g->input_w * VM_BLOCK;
     l.x_plane = g->input_h * l.x_row;
     l.m_block = tiles * VM_BLOCK;
-    l.v_step = xb * l.m_block + LINE;
+    l.v_step = l.planes * l.m_block + LINE;
     l.m_step = VM_MIN(yb, 2) * l.m_block + LINE;
-    l.u_run = manner.tight ? VM_MIN(l.run, xb) : xb;
+    l.u_run = manner.tight ? VM_MIN(l.run, l.planes) : l.planes;
     l.u_step = vm_sum(VM_PRODUCT(manner.tight ? VM_MIN(yb, 2) : yb, l.u_run, l.depth, VM_BLOCK), LINE);
     const size_t u = VM_PRODUCT(t->u_rows, t->u_columns, l.u_step, sizeof(float));
     vm_put_bytes(&l.prepared, sizeof(job), VM_ALIGN);
     l.work = vm_put_bytes(&l.prepared, vm_work_bytes(p, g, manner.at_once), VM_ALIGN);
-    l.offsets = vm_put_bytes(&l.prepared, xb * sizeof(ptrdiff_t), VM_ALIGN);
+    l.offsets = vm_put_bytes(&l.prepared, l.planes * sizeof(ptrdiff_t), VM_ALIGN);
     l.kept = vm_put_bytes(&l.prepared, manner.tight ? 0 : u, VM_ALIGN);
     vm_put_bytes(&l.scratch, VM_PRODUCT(xb, l.x_plane, sizeof(float)), VM_ALIGN);
     l.v = vm_put_bytes(&l.scratch, VM_PRODUCT(l.numbers, l.v_step, sizeof(float)), VM_ALIGN);
     l.m = vm_put_bytes(&l.scratch, VM_PRODUCT(l.numbers, l.m_step, sizeof(float)), VM_ALIGN);
     l.made = vm_put_bytes(&l.scratch, manner.tight ? u : 0, VM_ALIGN);
-    l.y = vm_put_bytes(&l.scratch,
-                       vm_in_place(cpu, p) ? 0 : VM_PRODUCT(t->height, t->width, g->tile_w, VM_BLOCK, sizeof(float)),
-                       VM_ALIGN);
+    l.y = vm_put_bytes(
+        &l.scratch, vm_in_place(&floats, p) ? 0 : VM_PRODUCT(t->height, t->width, g->tile_w, VM_BLOCK, sizeof(float)),
+        VM_ALIGN);
     return l;
 }
 
@@ -115,14 +120,14 @@ typedef struct region {
     float *x, *v, *m, *u, *y; /* the thread's own */
 } region;
 
-/* Transforms the weights for one block of output channels and `blocks` of input channels. */
-static void transform_weights(const job *j, float *u, size_t y_block, size_t x_block, size_t blocks) {
+/* Transforms the weights for one block of output channels and `planes` of input channels. */
+static void transform_weights(const job *j, float *u, size_t y_block, size_t plane, size_t planes) {
     const vm_filter f = {j->work.at.weight, j->work.cpu->dtype, j->work.pass->x.c, 9};
     float unpacked[(9 * VM_BLOCK + 1) * VM_BLOCK];
-    const size_t n = j->l.depth * VM_BLOCK;
-    for (size_t b = 0; b < blocks; b++)
-        j->transforms->weights(u + b * n, j->l.u_step,
-                               vm_filter_block(unpacked, j->work.cpu->ops, &f, y_block, x_block + b), n);
+    const size_t n = j->l.depth * VM_BLOCK, blocks = j->l.blocks;
+    for (size_t b = 0; b < planes * blocks; b++)
+        j->transforms->weights(u + b * n / blocks, j->l.u_step,
+                               vm_filter_block(unpacked, j->work.cpu->ops, &f, y_block, plane * blocks + b), n);
 }
 
 static void keep_weights(const void *context, size_t task, unsigned thread) {
@@ -136,35 +141,35 @@ static size_t filter_of(const vm_transforms *t, size_t f) {
     return VM_MIN(f / t->columns, t->u_rows - 1) * t->u_columns + VM_MIN(f % t->columns, t->u_columns - 1);
 }
 
-/* Adds to m[f] the products of one run of input channels, from block `first` on. u begins with these, and has one or
+/* Adds to m[f] the products of one run of planes, from `first` on. u begins with these, and has one or
  * two blocks of output channels. */
 static void multiply(const job *j, const region *r, size_t f, const float *u, size_t blocks, size_t first) {
-    const size_t batches = VM_MIN(j->l.run, VM_BLOCKS(j->work.pass->x.c) - first);
+    const size_t batches = VM_MIN(j->l.run, j->l.planes - first);
     float *y = r->m + f * j->l.m_step;
-    vm_multiply(j->work.cpu->products, (vm_gemm){.rows = 1,
-                                                 .pixels = r->at.h * r->at.w,
-                                                 .blocks = blocks,
-                                                 .batches = batches,
-                                                 .depth = j->l.depth,
-                                                 .x = r->v + f * j->l.v_step,
-                                                 .x_offset = j->offsets + first,
-                                                 .x_pixel = VM_BLOCK,
-                                                 .w = u + filter_of(j->transforms, f) * j->l.u_step,
-                                                 .w_block = (ptrdiff_t)(j->l.u_run * j->l.depth * VM_BLOCK),
-                                                 .add = first ? y : NULL,
-                                                 .add_pixel = VM_BLOCK,
-                                                 .add_block = (ptrdiff_t)j->l.m_block,
-                                                 .y = y,
-                                                 .y_pixel = VM_BLOCK,
-                                                 .y_block = (ptrdiff_t)j->l.m_block});
+    vm_multiply(j->products, (vm_gemm){.rows = 1,
+                                       .pixels = r->at.h * r->at.w,
+                                       .blocks = blocks,
+                                       .batches = batches,
+                                       .depth = j->l.depth,
+                                       .x = r->v + f * j->l.v_step,
+                                       .x_offset = j->offsets + first,
+                                       .x_pixel = VM_BLOCK,
+                                       .w = u + filter_of(j->transforms, f) * j->l.u_step,
+                                       .w_block = (ptrdiff_t)(j->l.u_run * j->l.depth * VM_BLOCK),
+                                       .add = first ? y : NULL,
+                                       .add_pixel = VM_BLOCK,
+                                       .add_block = (ptrdiff_t)j->l.m_block,
+                                       .y = y,
+                                       .y_pixel = VM_BLOCK,
+                                       .y_block = (ptrdiff_t)j->l.m_block});
 }
 
 /* m = u v for one or two blocks of output channels, with as much of u at a time as exists. */
 static void multiply_all(const job *j, const region *r, size_t block, size_t blocks) {
-    const size_t xb = VM_BLOCKS(j->work.pass->x.c), n = j->l.depth * VM_BLOCK, u_block = j->l.u_run * n;
-    for (size_t from = 0, to; from < xb; from = to) {
+    const size_t planes = j->l.planes, n = j->l.depth * VM_BLOCK, u_block = j->l.u_run * n;
+    for (size_t from = 0, to; from < planes; from = to) {
         const float *u = j->u ? j->u + block * u_block : r->u;
-        to = VM_MIN(from + j->l.u_run, xb);
+        to = VM_MIN(from + j->l.u_run, planes);
         for (size_t o = 0; !j->u && o < blocks; o++)
             transform_weights(j, r->u + o * u_block, block + o, from, to - from);
         for (size_t f = 0; f < j->l.numbers; f++)
@@ -205,10 +210,12 @@ static void winograd_region(const void *context, size_t task, unsigned thread) {
                       .y = (float *)(own + j->l.y)};
     const vm_box input = vm_tile_input(&j->g, &r.at), output = vm_tile_output(&j->g, &r.at);
     vm_load_box(&j->work, &input, r.x, j->l.x_plane, j->l.x_row);
-    for (size_t b = 0; b < xb; b++)
+    for (size_t b = 0; b < xb; b++) {
+        float *v = r.v + b / j->l.blocks * j->l.m_block + b % j->l.blocks * VM_BLOCK / 2; /* or half of a pair's */
         for (size_t t = 0; t < r.at.h; t++)
-            j->transforms->in(r.v + (b * j->g.tile_h * j->g.tile_w + t * r.at.w) * VM_BLOCK, j->l.v_step,
+            j->transforms->in(v + t * r.at.w * VM_BLOCK, j->l.v_step,
                               r.x + b * j->l.x_plane + t * j->g.step_h * j->l.x_row, j->l.x_row, r.at.w);
+    }
     for (size_t b = 0; b < yb; b += 2) {
         const size_t blocks = VM_MIN(yb - b, 2);
         multiply_all(j, &r, b, blocks);
@@ -223,13 +230,15 @@ static vm_status winograd_prepare(const vm_cpu *cpu, const vm_pass *pass, const 
                                   vm_tasks *out) {
     char *prepared = at->prepared;
     job *j = at->prepared;
-    *j = (job){.g = make_grid(cpu, pass), .transforms = transforms_of(cpu, pass)};
+    *j = (job){.floats = vm_with_floats(cpu),
+               .g = make_grid(cpu, pass),
+               .products = cpu->products,
+               .transforms = vm_transforms_of(cpu, pass)};
     j->l = make_layout(cpu, pass, &j->g, at->manner);
-    j->work = vm_work_begin(cpu, pass, at, &j->g, prepared + j->l.work);
+    j->work = vm_work_begin(&j->floats, pass, at, &j->g, prepared + j->l.work);
     if (!at->manner.tight) j->u = (float *)(prepared + j->l.kept);
     j->offsets = (ptrdiff_t *)(prepared + j->l.offsets);
-    const size_t plane = j->g.tile_h * j->g.tile_w * VM_BLOCK;
-    for (size_t b = 0; b < VM_BLOCKS(pass->x.c); b++) j->offsets[b] = (ptrdiff_t)(b * plane);
+    for (size_t i = 0; i < j->l.planes; i++) j->offsets[i] = (ptrdiff_t)(i * j->l.m_block);
     *out = (vm_tasks){winograd_region, j, pass->stats ? vm_merge_rows : NULL};
     return j->u ? exec->each(exec->pool, VM_BLOCKS(pass->y.c), 0, keep_weights, j) : VM_OK;
 }

@@ -49,6 +49,7 @@ class Products(ctypes.Structure):
         ("gemm", ctypes.CFUNCTYPE(None, POINTER(Gemm))),
         ("load", c_void_p),
         ("burn", ctypes.CFUNCTYPE(c_double, c_size_t, POINTER(c_float))),
+        *((name, c_void_p) for name in ("winograd", "upsampled", "strided")),
     )
 
 

@@ -181,4 +181,4 @@ static double burn(size_t rounds, float *sink) {
     return 4.0 * TILE * TILE * 2 * TILE * 2 * (double)rounds;
 }
 
-const vm_products vm_pairs_amx = {VM_MANY, VM_MANY, 2 * VM_ROWS_FLAT, SIZE_MAX, gemm, VM_LOAD, burn};
+const vm_products vm_pairs_amx = {VM_MANY, VM_MANY, 2 * VM_ROWS_FLAT, SIZE_MAX, gemm, VM_LOAD, burn, NULL, NULL, NULL};

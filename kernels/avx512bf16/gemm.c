@@ -7,7 +7,12 @@
 #define VM_PIXELS 14
 #define VM_VECTORS 2
 #define VM_MULTIPLY(SUM, X, W) ((SUM) = (vf)_mm512_dpbf16_ps((__m512)(SUM), (__m512bh)(X), (__m512bh)(W)))
+#define VM_ROUND(X) ((vh)(__m256i)_mm512_cvtneps_pbh((__m512)(X)))
 #include "../simd/gemm.h"
+#include "../simd/winograd.h"
+
+VM_TRANSFORMS(winograd, VM_BF16, TWO, TWO, VM_TWO_TWO)
+VM_TRANSFORMS(upsampled, VM_BF16, UP, UP, VM_UPSAMPLED)
 
 static double burn(size_t rounds, float *sink) {
     vf sum[16]; /* 12 in flight were too few for two ports of a Zen 5 */
@@ -22,4 +27,5 @@ static double burn(size_t rounds, float *sink) {
     return 4.0 * 16 * VM_LANES * (double)rounds;
 }
 
-const vm_products vm_pairs_avx512bf16 = {1, VM_PIXELS, VM_ROWS_FLAT, VM_STEPS, gemm, vm_load_pairs_avx512bf16, burn};
+const vm_products vm_pairs_avx512bf16 = {1,    VM_PIXELS, VM_ROWS_FLAT, VM_STEPS, gemm, vm_load_pairs_avx512bf16,
+                                         burn, &winograd, &upsampled,   NULL};

@@ -212,20 +212,34 @@ static void between(float y[L], const float *down, const float *across, size_t r
     }
 }
 
-static void tiles_in(const line *down, const line *across, float *v, size_t v_step, const float *x, size_t x_row,
-                     size_t tiles) {
-    for (size_t r = 0; r < down->numbers; r++)
-        for (size_t c = 0; c < across->numbers; c++, v += v_step)
-            for (size_t t = 0; t < tiles; t++)
-                between(v + t * L, down->in[r], across->in[c], down->numbers, across->numbers, x + t * across->step * L,
-                        x_row, L);
+/* Stores 16 numbers of dtype to y, `each` apart. */
+static void put(vm_dtype dtype, void *y, size_t each, const float numbers[L]) {
+    for (size_t l = 0; l < L; l++) vm_set_element(dtype, y, each * l, numbers[l]);
 }
 
-static void filters_in(const line *down, const line *across, float *u, size_t u_step, const float *w, size_t n) {
+static void tiles_in(vm_dtype dtype, const line *down, const line *across, float *v, size_t v_step, const float *x,
+                     size_t x_row, size_t tiles) {
+    for (size_t r = 0; r < down->numbers; r++)
+        for (size_t c = 0; c < across->numbers; c++, v += v_step)
+            for (size_t t = 0; t < tiles; t++) {
+                float numbers[L];
+                between(numbers, down->in[r], across->in[c], down->numbers, across->numbers, x + t * across->step * L,
+                        x_row, L);
+                put(dtype, v + t * L, 1, numbers);
+            }
+}
+
+static void filters_in(vm_dtype dtype, const line *down, const line *across, float *u, size_t u_step, const float *w,
+                       size_t n) {
+    const size_t each = dtype == VM_BF16 ? 2 : 1; /* input channels in a step */
     for (size_t r = 0; r < down->filters; r++)
         for (size_t c = 0; c < across->filters; c++, u += u_step)
-            for (size_t i = 0; i < n; i += L)
-                between(u + i, down->weights[r], across->weights[c], 3, 3, w + i, 3 * n, n);
+            for (size_t i = 0; i < n / L; i++) {
+                float numbers[L];
+                between(numbers, down->weights[r], across->weights[c], 3, 3, w + i * L, 3 * n, n);
+                char *step = (char *)(u + i / each * L);
+                put(dtype, step + i % each * vm_dtype_bytes(dtype), each, numbers);
+            }
 }
 
 static void tiles_out(const line *down, const line *across, float *y, size_t y_row, const float *m, size_t m_step,
@@ -243,9 +257,11 @@ static void tiles_out(const line *down, const line *across, float *y, size_t y_r
         }
 }
 
-VM_TRANSFORMS(winograd, &two, &four)
-VM_TRANSFORMS(upsampled, &doubled, &doubled)
-VM_TRANSFORMS(strided, &halved, &halved)
+VM_TRANSFORMS(winograd, VM_F32, &two, &four, VM_TWO_FOUR)
+VM_TRANSFORMS(upsampled, VM_F32, &doubled, &doubled, VM_UPSAMPLED)
+VM_TRANSFORMS(strided, VM_F32, &halved, &halved, VM_STRIDED)
+VM_TRANSFORMS(winograd_pairs, VM_BF16, &two, &two, VM_TWO_TWO)
+VM_TRANSFORMS(upsampled_pairs, VM_BF16, &doubled, &doubled, VM_UPSAMPLED)
 
 static double burn(size_t rounds, float *sink) {
     float x[8][L] = {{0}};
@@ -258,4 +274,5 @@ static double burn(size_t rounds, float *sink) {
 }
 
 const vm_cpu_ops vm_cpu_ref = {VM_CPU_OPS(PIXELS)};
-const vm_products vm_pairs_ref = {1, PIXELS, VM_ROWS_FLAT, VM_STEPS, gemm_pairs, vm_load_pairs_ref, burn};
+const vm_products vm_pairs_ref = {1,    PIXELS,          VM_ROWS_FLAT,     VM_STEPS, gemm_pairs, vm_load_pairs_ref,
+                                  burn, &winograd_pairs, &upsampled_pairs, NULL};

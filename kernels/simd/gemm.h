@@ -1,22 +1,8 @@
-/* The batched product of cpu.h for vectors of VM_LANES floats, in the compiler's vector extension: one source for
- * floats and for pairs of bfloat16. The includer defines VM_LANES, VM_PIXELS, VM_VECTORS; for pairs, VM_MULTIPLY. */
-#include "../cpu.h"
+/* The batched product of cpu.h for vectors of VM_LANES floats: one source for floats and for pairs of bfloat16. The
+ * includer defines VM_LANES, VM_PIXELS, VM_VECTORS; for pairs, VM_MULTIPLY. */
+#include "vectors.h"
 
-#define VM_SUBS (VM_BLOCK / VM_LANES) /* vectors in a block */
-
-typedef float vf __attribute__((vector_size(4 * VM_LANES), aligned(4), may_alias));
-typedef int32_t vi __attribute__((vector_size(4 * VM_LANES)));
-
-#define INLINE static inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 16")
-
-/* v - 0 rather than v + 0: the compiler may drop only the first (-0 + 0 is 0). */
-INLINE vf splat(float v) { return v - (vf){0}; }
-INLINE vf at(const float *p) { return *(const vf *)p; }
-INLINE void put(float *p, vf v) { *(vf *)p = v; }
-INLINE vf pick(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
-
-/* ---- gemm: P pixels by V vectors of accumulators, one broadcast, V weights ---- */
+/* ---- P pixels by V vectors of accumulators, one broadcast, V weights ---- */
 
 /* A step: a number of x, or a pair, in every lane of a vector, times a row of weights. */
 #ifndef VM_MULTIPLY

@@ -5,19 +5,9 @@
 #include <string.h>
 
 #include "gemm.h"
-
-typedef uint32_t vu __attribute__((vector_size(4 * VM_LANES)));
-typedef uint16_t vh __attribute__((vector_size(2 * VM_LANES), aligned(2), may_alias));
-
-INLINE vu pick_bits(vi mask, vu yes, vu no) { return (yes & (vu)mask) | (no & ~(vu)mask); }
+#include "winograd.h"
 
 /* ---- rows of any type ---- */
-
-/* 16 bits to 32, and the lower half of 32. One instruction; the compiler would use several. */
-#ifndef VM_WIDEN
-#define VM_WIDEN(HALF) __builtin_convertvector(HALF, vu)
-#define VM_NARROW(BITS) __builtin_convertvector(BITS, vh)
-#endif
 
 /* Converts the bits of halves to floats. */
 INLINE vf of_half(vm_dtype dtype, vu half) {
@@ -42,7 +32,7 @@ INLINE vi narrow(vm_dtype dtype, void *y, size_t i, vf x) {
         return (vi)(size >= 0x7f800000);
     }
     if (dtype == VM_BF16) {
-        half = pick_bits((vi)(size > 0x7f800000), bits | 0x400000, bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        half = round_to_bfloat16(x);
         *(vh *)((uint16_t *)y + i) = VM_NARROW(half);
         return (vi)((half & 0x7f80) == 0x7f80);
     }
@@ -103,6 +93,11 @@ INLINE vf activated(vm_act act, vf x) {
     return x;
 }
 
+/* Of halves, if the instruction set has a faster way that keeps their precision. */
+#ifndef VM_ACTIVATED
+#define VM_ACTIVATED(DTYPE, ACT, X) activated(ACT, X)
+#endif
+
 INLINE void load_as(vm_dtype dtype, float *y, const vm_source *from, vm_act act) {
     for (size_t l = 0; l < VM_BLOCK; l += VM_LANES) {
         const vf a = from->scale ? at(from->scale + l) : splat(1), b = from->scale ? at(from->shift + l) : splat(0);
@@ -110,7 +105,7 @@ INLINE void load_as(vm_dtype dtype, float *y, const vm_source *from, vm_act act)
             vf x = widened(dtype, from->x, i);
             if (from->factor) x *= splat(from->factor[i / VM_BLOCK]);
             x = x * a + b;
-            put(y + i, activated(act, x));
+            put(y + i, dtype == VM_F32 ? activated(act, x) : VM_ACTIVATED(dtype, act, x));
         }
     }
 }
@@ -253,144 +248,9 @@ static void unpack(float *y, vm_dtype dtype, const uint16_t *x, size_t steps) {
         }
 }
 
-/* ---- Winograd's transforms, the same for every line of a tile: down its columns, then across its rows ---- */
-
-/* F(2, 3), F(4, 3), and two pixels of a line after nearest 2x and with stride 2. */
-enum { TWO, FOUR, UP, STRIDED };
-
-INLINE int numbers(int way) { return way == FOUR ? 6 : way == STRIDED ? 5 : way == TWO ? 4 : 3; }
-INLINE int filters(int way) { return way == STRIDED ? 4 : numbers(way); }
-INLINE int pixels_of(int way) { return way == FOUR ? 4 : 2; }
-INLINE int step_of(int way) { return way == UP ? 1 : way == STRIDED ? 4 : pixels_of(way); }
-
-/* Points of FOUR besides 0 and infinity: P, -P, Q and -Q, which round less than 1 and 2; P * Q = 1. */
-#define P1 (2 / 3.)
-#define P2 (4 / 9.)
-#define P3 (8 / 27.)
-#define Q1 (3 / 2.)
-#define Q2 (9 / 4.)
-#define Q3 (27 / 8.)
-
-/* n = B^T d, of equal length. */
-INLINE void line_in(int way, vf *n, const vf *d) {
-    if (way == TWO) {
-        n[0] = d[0] - d[2], n[1] = d[1] + d[2], n[2] = d[2] - d[1], n[3] = d[1] - d[3];
-    } else if (way == UP) {
-        n[0] = d[0] - d[1], n[1] = d[1], n[2] = d[2] - d[1];
-    } else if (way == STRIDED) {
-        n[0] = d[0] - d[2], n[1] = d[2], n[2] = d[4] - d[2], n[3] = d[1], n[4] = d[3];
-    } else {
-        const vf p_even = d[4] - d[2] * splat(Q2), p_odd = (d[3] - d[1] * splat(Q2)) * splat(P1);
-        const vf q_even = d[4] - d[2] * splat(P2), q_odd = (d[3] - d[1] * splat(P2)) * splat(Q1);
-        n[0] = d[0] + d[4] - d[2] * splat(P2 + Q2), n[5] = d[1] + d[5] - d[3] * splat(P2 + Q2);
-        n[1] = p_even + p_odd, n[2] = p_even - p_odd, n[3] = q_even + q_odd, n[4] = q_even - q_odd;
-    }
-}
-
-/* n = G g, from three taps. */
-INLINE void line_weights(int way, vf *n, vf g0, vf g1, vf g2) {
-    n[0] = g0, n[numbers(way) - 1] = g2;
-    if (way == STRIDED) {
-        n[1] = g0 + g2, n[2] = g2, n[3] = g1;
-    } else if (way == TWO) {
-        n[1] = (g0 + g2 + g1) * splat(.5), n[2] = (g0 + g2 - g1) * splat(.5);
-    } else if (way == UP) {
-        n[1] = g0 + g2 + g1;
-    } else {
-        const vf p = splat(.5 / (P2 * (P2 - Q2))), q = splat(.5 / (Q2 * (Q2 - P2)));
-        const vf p_even = g0 + g2 * splat(P2), p_odd = g1 * splat(P1), q_even = g0 + g2 * splat(Q2),
-                 q_odd = g1 * splat(Q1);
-        n[1] = (p_even + p_odd) * p, n[2] = (p_even - p_odd) * p, n[3] = (q_even + q_odd) * q,
-        n[4] = (q_even - q_odd) * q;
-    }
-}
-
-/* y = A^T n. */
-INLINE void line_out(int way, vf *y, const vf *n) {
-    if (way == TWO) {
-        y[0] = n[0] + n[1] + n[2], y[1] = n[1] - n[2] - n[3];
-    } else if (way == UP) {
-        y[0] = n[0] + n[1], y[1] = n[1] + n[2];
-    } else if (way == STRIDED) {
-        y[0] = n[0] + n[1] + n[3], y[1] = n[1] + n[2] + n[4];
-    } else {
-        const vf p_even = n[1] + n[2], p_odd = n[1] - n[2], q_even = n[3] + n[4], q_odd = n[3] - n[4];
-        y[0] = n[0] + p_even + q_even;
-        y[1] = p_odd * splat(P1) + q_odd * splat(Q1);
-        y[2] = p_even * splat(P2) + q_even * splat(Q2);
-        y[3] = p_odd * splat(P3) + q_odd * splat(Q3) + n[5];
-    }
-}
-
-INLINE void tiles_in(int down, int across, float *v, size_t v_step, const float *x, size_t x_row, size_t tiles) {
-    for (size_t i = 0; i < tiles * VM_BLOCK; i += VM_LANES) {
-        const float *d = x + i / VM_BLOCK * (size_t)step_of(across) * VM_BLOCK + i % VM_BLOCK;
-        vf t[6][6];
-        UNROLL for (int c = 0; c < numbers(across); c++) {
-            vf column[6], n[6];
-            UNROLL for (int r = 0; r < numbers(down); r++) column[r] = at(d + (size_t)r * x_row + c * VM_BLOCK);
-            line_in(down, n, column);
-            UNROLL for (int r = 0; r < numbers(down); r++) t[r][c] = n[r];
-        }
-        UNROLL for (int r = 0; r < numbers(down); r++) {
-            vf n[6];
-            line_in(across, n, t[r]);
-            UNROLL for (int c = 0; c < numbers(across); c++)
-                put(v + (size_t)(r * numbers(across) + c) * v_step + i, n[c]);
-        }
-    }
-}
-
-INLINE void filters_in(int down, int across, float *u, size_t u_step, const float *w, size_t n) {
-    for (size_t i = 0; i < n; i += VM_LANES) {
-        vf t[6][3];
-        UNROLL for (int c = 0; c < 3; c++) {
-            vf k[6];
-            line_weights(down, k, at(w + (size_t)c * n + i), at(w + (size_t)(3 + c) * n + i),
-                         at(w + (size_t)(6 + c) * n + i));
-            UNROLL for (int r = 0; r < filters(down); r++) t[r][c] = k[r];
-        }
-        UNROLL for (int r = 0; r < filters(down); r++) {
-            vf k[6];
-            line_weights(across, k, t[r][0], t[r][1], t[r][2]);
-            UNROLL for (int c = 0; c < filters(across); c++)
-                put(u + (size_t)(r * filters(across) + c) * u_step + i, k[c]);
-        }
-    }
-}
-
-INLINE void tiles_out(int down, int across, float *y, size_t y_row, const float *m, size_t m_step, size_t y_rows,
-                      size_t y_width, const float *bias, const float *add, size_t add_row) {
-    const size_t width = (size_t)pixels_of(across);
-    for (size_t l = 0; l < VM_BLOCK; l += VM_LANES) {
-        const vf b = bias ? at(bias + l) : (vf){0};
-        for (size_t x = 0; x < y_width; x += width) {
-            vf t[4][6];
-            UNROLL for (int c = 0; c < numbers(across); c++) {
-                vf column[6], k[4];
-                UNROLL for (int r = 0; r < numbers(down); r++) column[r] =
-                    at(m + (size_t)(r * numbers(across) + c) * m_step + x / width * VM_BLOCK + l);
-                line_out(down, k, column);
-                UNROLL for (int r = 0; r < pixels_of(down); r++) t[r][c] = k[r];
-            }
-            UNROLL for (int r = 0; r < pixels_of(down); r++) {
-                vf k[4];
-                if ((size_t)r >= y_rows) break;
-                line_out(across, k, t[r]);
-                UNROLL for (int c = 0; c < pixels_of(across); c++) {
-                    if (x + (size_t)c >= y_width) break;
-                    vf pixel = k[c] + b;
-                    if (add) pixel += at(add + (size_t)r * add_row + (x + (size_t)c) * VM_BLOCK + l);
-                    put(y + (size_t)r * y_row + (x + (size_t)c) * VM_BLOCK + l, pixel);
-                }
-            }
-        }
-    }
-}
-
-VM_TRANSFORMS(winograd, TWO, FOUR)
-VM_TRANSFORMS(upsampled, UP, UP)
-VM_TRANSFORMS(strided, STRIDED, STRIDED)
+VM_TRANSFORMS(winograd, VM_F32, TWO, FOUR, VM_TWO_FOUR)
+VM_TRANSFORMS(upsampled, VM_F32, UP, UP, VM_UPSAMPLED)
+VM_TRANSFORMS(strided, VM_F32, STRIDED, STRIDED, VM_STRIDED)
 
 static double burn(size_t rounds, float *sink) {
     vf x[12]; /* a latency of 4 cycles on two ports needs at least 8 in flight */

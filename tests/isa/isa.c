@@ -19,21 +19,26 @@
 
 #include "../../kernels/cpu.h"
 
-static const struct {
+typedef struct set {
     const char *name;
     const vm_cpu_ops *ops;
-} sets[] = {
-    {"ref", &vm_cpu_ref},
+    const vm_products *pairs; /* with Winograd's transforms; or NULL */
+} set;
+
+static const set sets[] = {
+    {"ref", &vm_cpu_ref, &vm_pairs_ref},
 #ifdef VM_HAVE_X86
-    {"sse", &vm_cpu_sse},   {"avx2", &vm_cpu_avx2}, {"avx512", &vm_cpu_avx512},
+    {"sse", &vm_cpu_sse, NULL},          {"avx2", &vm_cpu_avx2, NULL},
+    {"avx512", &vm_cpu_avx512, NULL},    {"avx512bf16", &vm_cpu_avx512, &vm_pairs_avx512bf16},
 #endif
 #ifdef VM_HAVE_NEON
-    {"neon", &vm_cpu_neon},
+    {"neon", &vm_cpu_neon, NULL},
 #endif
 };
 
 enum { L = VM_BLOCK };
-static const double U = 1. / (1 << 24), TINY = 1e-35 /* e^x is not computed below e^-87 */;
+static const double U = 1. / (1 << 24), HALF = 1. / (1 << 8) /* half a step of bfloat16 */,
+                    TINY = 1e-35 /* e^x is not computed below e^-87 */;
 
 /* ---- numbers ---- */
 
@@ -385,38 +390,62 @@ static sum between(const double *a, const double *b, size_t rows, size_t columns
     return s;
 }
 
-static void test_transforms(const vm_transforms *of, const matrices *down, const matrices *across) {
+/* Half h of pair i, as a float. */
+static float half_of(const float *pairs, size_t i, size_t h) { return vm_element(VM_BF16, pairs, 2 * i + h); }
+
+/* Checks a rounded sum. */
+static void check_half(float got, sum want, size_t terms, const char *what, size_t i) {
+    const double size = HALF * fabs(want.value) + (double)(terms + 2) * U * want.size;
+    check(got, want.value, size + TINY, what, i);
+}
+
+static void test_transforms(const vm_transforms *of, const matrices *down, const matrices *across, bool pairs) {
+    const sum untouched = {777, 0};
     const size_t rows = down->numbers, columns = across->numbers, numbers = rows * columns;
     const size_t tiles = from_to(1, 9), v_step = (tiles + below(3)) * L, v_items = (numbers - 1) * v_step + tiles * L;
     const size_t x_columns = across->step * (tiles - 1) + columns, x_row = (x_columns + below(3)) * L;
     const float *x = array((rows - 1) * x_row + x_columns * L, one_in(4));
+    const size_t second = pairs ? below(2) : 0; /* of the two blocks of a pair */
     float *v = filled(v_items, 777);
     test_matrices(down), test_matrices(across);
     if (of->rows != rows || of->columns != columns || of->height != down->pixels || of->width != across->pixels ||
         of->u_rows != down->filters || of->u_columns != across->filters)
         fail("a tile of other sizes");
-    of->in(v, v_step, x, x_row, tiles);
+    of->in(v + second * L / 2, v_step, x, x_row, tiles);
     for (size_t i = 0; i < v_items; i++) {
         const size_t f = i / v_step, t = i % v_step / L, l = i % L;
-        const sum untouched = {777, 0};
         const sum want = t < tiles ? between(down->in[f / columns], across->in[f % columns], rows, columns,
                                              x + t * across->step * L + l, x_row, L)
                                    : untouched;
-        check_sum(v[i], want, 24, "v", i);
+        const size_t tile = f * v_step / L + t;
+        if (!pairs || t >= tiles)
+            check_sum(v[i], want, 24, "v", i);
+        else
+            check_half(vm_element(VM_BF16, v, 2 * L * tile + second * L + l), want, 24, "v", i);
+        if (pairs && t < tiles && l < L / 2) /* the neighbour's */
+            check(v[tile * L + (1 - second) * L / 2 + l], 777, 0, "v", i);
     }
 
-    const size_t n = L * L * from_to(1, 3), u_step = n + below(3) * L;
+    const size_t n = L * L * from_to(1, 3), u_items = pairs ? n / 2 : n, u_step = u_items + below(3) * L;
     const float *w = array(9 * n, one_in(4));
     const size_t filters = down->filters * across->filters;
-    float *u = filled((filters - 1) * u_step + n, 777);
+    float *u = filled((filters - 1) * u_step + u_items, 777);
     of->weights(u, u_step, w, n);
     for (size_t f = 0; f < filters; f++)
-        for (size_t i = 0; i < u_step && (i < n || f + 1 < filters); i++) {
-            const sum untouched = {777, 0};
-            const sum want = i < n ? between(down->weights[f / across->filters], across->weights[f % across->filters],
-                                             3, 3, w + i, 3 * n, n)
-                                   : untouched;
-            check_sum(u[f * u_step + i], want, 12, "u", f * u_step + i);
+        for (size_t i = 0; i < u_step && (i < u_items || f + 1 < filters); i++) {
+            const size_t at = f * u_step + i, first = pairs ? i / L * 2 * L + i % L : i;
+            if (i >= u_items) {
+                check_sum(u[at], untouched, 0, "u", at);
+                continue;
+            }
+            for (size_t h = 0; h < (pairs ? 2 : 1); h++) {
+                const sum want = between(down->weights[f / across->filters], across->weights[f % across->filters], 3, 3,
+                                         w + first + h * L, 3 * n, n);
+                if (pairs)
+                    check_half(half_of(u, at, h), want, 12, "u", at);
+                else
+                    check_sum(u[at], want, 12, "u", at);
+            }
         }
 
     const size_t height = from_to(1, down->pixels), width = across->pixels * tiles - below(across->pixels);
@@ -440,9 +469,15 @@ static void test_transforms(const vm_transforms *of, const matrices *down, const
     }
 }
 
-static void test_winograd(const vm_cpu_ops *ops) { test_transforms(&ops->winograd, &TWO, &FOUR); }
-static void test_upsampled(const vm_cpu_ops *ops) { test_transforms(&ops->upsampled, &DOUBLED, &DOUBLED); }
-static void test_strided(const vm_cpu_ops *ops) { test_transforms(&ops->strided, &HALVED, &HALVED); }
+static void test_winograd(const vm_cpu_ops *ops) { test_transforms(ops->floats.winograd, &TWO, &FOUR, false); }
+static void test_upsampled(const vm_cpu_ops *ops) { test_transforms(ops->floats.upsampled, &DOUBLED, &DOUBLED, false); }
+static void test_strided(const vm_cpu_ops *ops) { test_transforms(ops->floats.strided, &HALVED, &HALVED, false); }
+
+/* To pairs: v and u are rounded. */
+static void test_pairs(const vm_products *pairs) {
+    test_transforms(pairs->winograd, &TWO, &TWO, true);
+    test_transforms(pairs->upsampled, &DOUBLED, &DOUBLED, true);
+}
 
 static const struct {
     const char *name;
@@ -450,7 +485,7 @@ static const struct {
 } operations[] = {{"gemm", test_gemm},           {"load", test_load},           {"halves", test_halves},
                   {"squares", test_squares},     {"stats", test_stats},         {"softmax", test_softmax},
                   {"rescale", test_rescale},     {"transpose", test_transpose}, {"winograd", test_winograd},
-                  {"upsampled", test_upsampled}, {"strided", test_strided}};
+                  {"upsampled", test_upsampled}, {"strided", test_strided},     {"pairs", NULL}};
 
 int main(int argc, char **argv) {
     const size_t rounds = argc > 2 ? strtoul(argv[2], NULL, 10) : 300;
@@ -463,7 +498,10 @@ int main(int argc, char **argv) {
             for (round_number = 0; round_number < rounds; round_number++) {
                 state = round_number + 1;
                 for (size_t k = 0; k < 8; k++) bits();
-                operations[o].test(sets[i].ops);
+                if (operations[o].test)
+                    operations[o].test(sets[i].ops);
+                else if (sets[i].pairs)
+                    test_pairs(sets[i].pairs);
                 release();
             }
         }
