@@ -212,10 +212,20 @@ vm_work vm_work_begin(const vm_cpu *cpu, const vm_pass *pass, const vm_operands 
 /* Returns: parts of a number in products: itself, or two bfloat16. */
 static inline size_t vm_parts(const vm_cpu *cpu) { return cpu->pairs > 1 ? 2 : 1; }
 
-/* x: planes of [rows][width][16] floats, one for 16 channels, `plane` floats apart; or of pairs, one for 32 channels.
- * If numbers are split, a second set of planes holds the rests. Zero outside the image. */
+/* Pixels of the input, normalised and activated, and zero outside the image.
+ * vm_load_box: x has planes of [rows][width][16] floats, one for 16 channels, `plane` floats apart and with rows `row`
+ * floats apart; or planes of pairs, one for 32 channels. If numbers are split, a second set of planes holds the rests.
+ * vm_load_block: one block of channels as floats.
+ * factor: [rows][width] floats, 1 over the length of each pixel, which vm_find_factors sums in the order of the blocks
+ * and then of the lanes; NULL if pixels are not normalised by themselves. vm_load_box finds them itself. */
 size_t vm_planes(const vm_cpu *cpu, size_t channels);
-void vm_load_box(const vm_work *work, const vm_box *box, float *x, size_t plane, size_t row);
+void vm_find_factors(const vm_work *work, const vm_box *box, float *factor);
+void vm_load_box(const vm_work *work, const vm_box *box, float *factor, float *x, size_t plane, size_t row);
+void vm_load_block(const vm_work *work, const vm_box *box, const float *factor, float *x, size_t block, size_t row);
+/* Returns: bytes of the factors of a tile's input. */
+static inline size_t vm_factor_bytes(const vm_pass *pass, const vm_grid *grid) {
+    return pass->norm == VM_NORM_PIXEL ? VM_PRODUCT(grid->input_h, grid->input_w, sizeof(float)) : 0;
+}
 /* gemm for any number of pixels: in as few groups as possible, of nearly equal size. */
 void vm_multiply(const vm_products *products, vm_gemm all);
 /* Returns: whether results are written to their final place. Otherwise vm_store_row moves them there from floats: n

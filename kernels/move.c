@@ -72,7 +72,7 @@ static void move_tile(const void *context, size_t task, unsigned thread) {
     float *x = (float *)own, *y = (float *)(own + l.y);
     const vm_tile tile = vm_grid_tile(&j->g, task);
     const vm_box input = vm_tile_input(&j->g, &tile), output = vm_tile_output(&j->g, &tile);
-    vm_load_box(&j->work, &input, x, l.plane, l.row);
+    vm_load_box(&j->work, &input, NULL, x, l.plane, l.row);
     for (size_t block = 0; block < VM_BLOCKS(p->y.c); block++) {
         for (size_t row = 0; row < output.rows; row++) {
             make_row(j, &l, x, y, block, row, tile.w);

@@ -187,50 +187,86 @@ static void put_row(const vm_work *j, float *to, size_t block, size_t plane, siz
     put(j, to, block, plane, &from);
 }
 
-enum { PIXELS = 64 /* pixels whose lengths are found at a time: loading then finds them in cache */ };
+/* A row of a box: columns of padding, pixels of the image from x on, columns of padding. */
+typedef struct span {
+    size_t left, x, pixels, right;
+} span;
 
-/* factor: 1 over the length of each of n pixels, summed in the order of the blocks and then of the lanes. */
-static void find_factors(const vm_work *j, float *factor, size_t y, size_t x, size_t n) {
+static span span_of(const vm_work *j, const vm_box *box) {
+    span s = {.left = box->left < 0 ? (size_t)-box->left : 0};
+    s.x = (size_t)(box->left + (ptrdiff_t)s.left);
+    s.pixels = VM_MIN(j->pass->x.w - s.x, box->width - s.left);
+    s.right = box->width - s.left - s.pixels;
+    return s;
+}
+
+static bool inside(const vm_work *j, ptrdiff_t y) { return y >= 0 && y < (ptrdiff_t)j->pass->x.h; }
+
+void vm_find_factors(const vm_work *j, const vm_box *box, float *factor) {
+    enum { SOME = 64 /* pixels of all blocks that are added up at a time */ };
     const vm_pass *p = j->pass;
     const float least = p->eps * p->x_scale;
-    float squares[PIXELS * VM_BLOCK] = {0};
-    for (size_t b = 0; b < VM_BLOCKS(p->x.c); b++)
-        j->cpu->ops->squares(squares, vm_pixel(&j->at.x, y, b, x), j->at.x.dtype, n);
-    for (size_t i = 0; i < n; i++) {
-        float sum = 0;
-        for (size_t l = 0; l < VM_BLOCK; l++) sum += squares[i * VM_BLOCK + l];
-        const float length = sqrtf(sum);
-        factor[i] = 1 / (length < least ? least : length); /* NaN stays */
+    const span s = span_of(j, box);
+    for (size_t r = 0; r < box->rows; r++) {
+        const ptrdiff_t y = box->top + (ptrdiff_t)r;
+        float *to = factor + r * box->width + s.left;
+        for (size_t done = 0, some; inside(j, y) && done < s.pixels; done += some, to += some) {
+            float squares[SOME * VM_BLOCK] = {0};
+            some = VM_MIN(s.pixels - done, SOME);
+            for (size_t b = 0; b < VM_BLOCKS(p->x.c); b++)
+                j->cpu->ops->squares(squares, vm_pixel(&j->at.x, (size_t)y, b, s.x + done), j->at.x.dtype, some);
+            for (size_t i = 0; i < some; i++) {
+                float sum = 0;
+                for (size_t l = 0; l < VM_BLOCK; l++) sum += squares[i * VM_BLOCK + l];
+                const float length = sqrtf(sum);
+                to[i] = 1 / (length < least ? least : length); /* NaN stays */
+            }
+        }
     }
 }
 
-void vm_load_box(const vm_work *j, const vm_box *box, float *x, size_t plane, size_t row) {
-    const vm_shape *s = &j->pass->x;
-    const size_t width = box->width, left = box->left < 0 ? (size_t)-box->left : 0; /* left: columns of padding */
-    const size_t x0 = (size_t)(box->left + (ptrdiff_t)left), n = VM_MIN(s->w - x0, width - left);
-    const size_t right = width - left - n, blocks = VM_BLOCKS(s->c), planes = vm_planes(j->cpu, s->c);
-    const bool half = j->cpu->pairs && blocks % 2; /* the last block has no neighbour */
+/* Zeroes the part of a plane that lies outside the image. */
+static void put_padding(const vm_work *j, const vm_box *box, float *x, size_t row) {
+    const span s = span_of(j, box);
+    for (size_t r = 0; r < box->rows; r++, x += row) {
+        const bool in = inside(j, box->top + (ptrdiff_t)r);
+        memset(x, 0, (in ? s.left : box->width) * VM_BLOCK * sizeof *x);
+        if (in) memset(x + (s.left + s.pixels) * VM_BLOCK, 0, s.right * VM_BLOCK * sizeof *x);
+    }
+}
+
+/* Loads the part of a channel block that lies in the image. */
+static void put_image(const vm_work *j, const vm_box *box, const float *factor, float *x, size_t block, size_t plane,
+                      size_t row) {
+    const span s = span_of(j, box);
     for (size_t r = 0; r < box->rows; r++) {
         const ptrdiff_t y = box->top + (ptrdiff_t)r;
-        const bool outside = y < 0 || y >= (ptrdiff_t)s->h;
-        for (size_t p = 0; p < planes; p++) {
-            float *to = x + p * plane + r * row;
-            const bool all = outside || (half && (p + 1) % ((blocks + 1) / 2) == 0);
-            memset(to, 0, (all ? width : left) * VM_BLOCK * sizeof *to);
-            if (!all) memset(to + (left + n) * VM_BLOCK, 0, right * VM_BLOCK * sizeof *to);
-        }
-        const bool of_pixels = j->pass->norm == VM_NORM_PIXEL;
-        for (size_t done = 0, some; !outside && done < n; done += some) {
-            float *to = x + r * row + (left + done) * VM_BLOCK, factor[PIXELS];
-            some = of_pixels ? VM_MIN(n - done, PIXELS) : n;
-            if (of_pixels) find_factors(j, factor, (size_t)y, x0 + done, some);
-            for (size_t b = 0; b < blocks; b++)
-                if (j->pass->x_format == VM_ROWS)
-                    put_row(j, to, b, plane, (size_t)y, x0 + done, some, of_pixels ? factor : NULL);
-                else
-                    put_pixels(j, to, b, plane, (size_t)y, x0, n);
-        }
+        const size_t first = r * box->width + s.left;
+        float *to = x + r * row + s.left * VM_BLOCK;
+        if (!inside(j, y)) continue;
+        if (j->pass->x_format == VM_ROWS)
+            put_row(j, to, block, plane, (size_t)y, s.x, s.pixels, factor ? factor + first : NULL);
+        else
+            put_pixels(j, to, block, plane, (size_t)y, s.x, s.pixels);
     }
+}
+
+void vm_load_block(const vm_work *j, const vm_box *box, const float *factor, float *x, size_t block, size_t row) {
+    put_padding(j, box, x, row);
+    put_image(j, box, factor, x, block, 0, row);
+}
+
+void vm_load_box(const vm_work *j, const vm_box *box, float *factor, float *x, size_t plane, size_t row) {
+    const size_t blocks = VM_BLOCKS(j->pass->x.c), planes = vm_planes(j->cpu, j->pass->x.c),
+                 set = planes / vm_parts(j->cpu);
+    const bool half = j->cpu->pairs && blocks % 2; /* the last block has no neighbour */
+    for (size_t p = 0; p < planes; p++) {
+        float *to = x + p * plane;
+        if (half && (p + 1) % set == 0) memset(to, 0, ((box->rows - 1) * row + box->width * VM_BLOCK) * sizeof *to);
+        put_padding(j, box, to, row);
+    }
+    if (factor) vm_find_factors(j, box, factor);
+    for (size_t b = 0; b < blocks; b++) put_image(j, box, factor, x, b, plane, row);
 }
 
 /* ---- multiply ---- */

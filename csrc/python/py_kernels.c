@@ -343,7 +343,7 @@ static PyObject *needs(PyObject *Py_UNUSED(module), PyObject *args) {
     if (!b) return NULL;
     p.kind = kind_of(kind, &p.move);
     p.up = up;
-    p.norm = VM_NORM_GROUP, p.stats = true; /* the most that the pass can need */
+    p.norm = VM_NORM_PIXEL, p.stats = true; /* the most that the pass can need */
     const vm_limits limits = {threads, 0};
     const vm_needs needed = b->needs(b, &p, &limits, (vm_manner){b->cut(b, &p, by_task).rows, false, by_task});
     return Py_BuildValue("nn", (Py_ssize_t)scratch_floats(&needed),
