@@ -57,6 +57,7 @@ bench: $(VENV)/bench.stamp ## speed and memory compared with PyTorch and OpenVIN
 	$(BIN)/python benchmarks/passes.py
 	$(BIN)/python benchmarks/passes.py --precision high
 	$(BIN)/python benchmarks/passes.py --dtype bfloat16
+	$(BIN)/python benchmarks/half_errors.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/memory.py --op encode
 	$(BIN)/python benchmarks/memory.py --size 2048 --rounds 0

@@ -7,8 +7,7 @@ With --op and no word after it, only single passes run.
 
 Whole runs of SDXL (passes_*.csv) list each pass with its FLOPs, its seconds (medians of the rounds) and its share of a
 peak. The peak is that of the unit that computes the products: FMA, or the unit for pairs of bfloat16. It is measured on
-registers, on the same threads, just after each run. With AVX512_BF16 the unit for pairs counts for all passes, even for
-passes that floats compute.
+registers, on the same threads, just after each run.
 
 Single passes (conv_*.csv, attention_*.csv) are the models' cases in tests/cases.py; --small takes the tests' small
 cases instead, as a trial. Each is first compared with float64. Then it is timed in turns with oneDNN through PyTorch in

@@ -235,25 +235,22 @@ static void put_padding(const vm_work *j, const vm_box *box, float *x, size_t ro
     }
 }
 
-/* Loads the part of a channel block that lies in the image. */
-static void put_image(const vm_work *j, const vm_box *box, const float *factor, float *x, size_t block, size_t plane,
-                      size_t row) {
+/* Loads the pixels of a channel block that lie in the image, in row r of the box. */
+static void put_image(const vm_work *j, const vm_box *box, size_t r, const float *factor, float *x, size_t block,
+                      size_t plane, size_t row) {
     const span s = span_of(j, box);
-    for (size_t r = 0; r < box->rows; r++) {
-        const ptrdiff_t y = box->top + (ptrdiff_t)r;
-        const size_t first = r * box->width + s.left;
-        float *to = x + r * row + s.left * VM_BLOCK;
-        if (!inside(j, y)) continue;
-        if (j->pass->x_format == VM_ROWS)
-            put_row(j, to, block, plane, (size_t)y, s.x, s.pixels, factor ? factor + first : NULL);
-        else
-            put_pixels(j, to, block, plane, (size_t)y, s.x, s.pixels);
-    }
+    const ptrdiff_t y = box->top + (ptrdiff_t)r;
+    float *to = x + r * row + s.left * VM_BLOCK;
+    if (!inside(j, y)) return;
+    if (j->pass->x_format == VM_ROWS)
+        put_row(j, to, block, plane, (size_t)y, s.x, s.pixels, factor ? factor + r * box->width + s.left : NULL);
+    else
+        put_pixels(j, to, block, plane, (size_t)y, s.x, s.pixels);
 }
 
 void vm_load_block(const vm_work *j, const vm_box *box, const float *factor, float *x, size_t block, size_t row) {
     put_padding(j, box, x, row);
-    put_image(j, box, factor, x, block, 0, row);
+    for (size_t r = 0; r < box->rows; r++) put_image(j, box, r, factor, x, block, 0, row);
 }
 
 void vm_load_box(const vm_work *j, const vm_box *box, float *factor, float *x, size_t plane, size_t row) {
@@ -266,7 +263,8 @@ void vm_load_box(const vm_work *j, const vm_box *box, float *factor, float *x, s
         put_padding(j, box, to, row);
     }
     if (factor) vm_find_factors(j, box, factor);
-    for (size_t b = 0; b < blocks; b++) put_image(j, box, factor, x, b, plane, row);
+    for (size_t r = 0; r < box->rows; r++)
+        for (size_t b = 0; b < blocks; b++) put_image(j, box, r, factor, x, b, plane, row);
 }
 
 /* ---- multiply ---- */
