@@ -83,7 +83,7 @@ static bool neon_usable(void) { return !is_disabled("neon"); }
 
 static bool always(void) { return true; }
 
-/* Returns: whether a pass is computed by Winograd's way. It needs a 3x3 convolution of rows with at least 32 channels,
+/* Returns: whether a pass is computed by Winograd's way. It needs a 3x3 convolution of rows with at least 16 channels,
  * and enough pixels to repay transforming its weights; after nearest 2x it always pays. Pairs take two blocks of
  * channels. They round the numbers, so they take this way only where a whole run stays more exact than PyTorch's, and
  * not split numbers (docs/SPEED.md). */
@@ -91,7 +91,7 @@ static bool by_winograd(const vm_cpu *cpu, const vm_pass *p) {
     enum { WORTH = 1024 /* pixels: with fewer, transforming the weights costs more than it saves */ };
     if (p->ksize != 3 || p->x_format != VM_ROWS || !vm_transforms_of(cpu, p)) return false;
     if (cpu->pairs && (cpu->pairs > 1 || p->x.c % (2 * VM_BLOCK))) return false;
-    return p->up || (p->x.c >= 2 * VM_BLOCK && p->y.h * p->y.w >= WORTH);
+    return p->up || (p->x.c >= VM_BLOCK && p->y.h * p->y.w >= WORTH);
 }
 
 static const vm_method *method_of(const vm_cpu *cpu, const vm_pass *p) {

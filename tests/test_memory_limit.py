@@ -416,7 +416,8 @@ def test_tradeoff_falls_in_memory_and_rises_in_work(vae, op):
     runs = vae.tradeoff(op, 192, 128)
     assert len(runs) > 1 and runs[0].work == 1
     for fast, small in itertools.pairwise(runs):
-        assert small.peak_bytes < fast.peak_bytes and small.work > fast.work and sum(small.flops) > sum(fast.flops)
+        assert small.peak_bytes < fast.peak_bytes and small.work > fast.work
+        assert sum(small.flops) >= sum(fast.flops), "weights that each task transforms count as work, not as FLOPs"
     assert runs[-1].peak_bytes <= vae.smallest(op, 192, 128) <= runs[-1].reserved_bytes
     assert {kind for _, kind in runs[-1].values} == {"stored", "streamed"}
     assert [name for name, _ in runs[0].values] == list(runs[0].passes)
