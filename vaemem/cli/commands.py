@@ -380,21 +380,21 @@ def run_largest(args: argparse.Namespace, asked: dict[str, Any]) -> None:
         if args.size and getattr(args, name, 1) != 1:
             raise ArgumentError(name, "", "cannot be used with a size, because its largest batch is found")
     batch, title = asked.pop("batch", 1), "A batch of {2}" if args.size else "{0}x{1}"
-    if args.engine:
+    if args.memory_limit:
         model, op, dtype = asked.pop("model"), asked.pop("op"), asked.pop("dtype", "float32")
         if asked:
             named = [part for one in asked.items() for part in (", ", Named(*one))][1:]
             wanted = "no flag of a card besides, because our own engine runs in that memory"
-            raise ArgumentError("engine", wanted, tuple(named))
+            raise ArgumentError("memory_limit", wanted, tuple(named))
         from vaemem.engine.configs import known_arch
 
         vae = _bare(known_arch(model), dtype, args.precision)
         if args.size:
             height, width = args.size
-            batch = vae.largest_batch(op, height, width, args.engine)
+            batch = vae.largest_batch(op, height, width, args.memory_limit)
         else:
-            height, width = vae.largest(op, args.engine, args.aspect, batch)
-        run = vae.estimate(op, height, width, batch, memory_limit=args.engine)
+            height, width = vae.largest(op, args.memory_limit, args.aspect, batch)
+        run = vae.estimate(op, height, width, batch, memory_limit=args.memory_limit)
         print(title.format(height, width, batch), run, sep="\n")
         return
     if args.precision != "highest":

@@ -214,7 +214,8 @@ FLAGS: dict[str, FlagSettings] = {
     "run": _flag("The run: a VAE's operation and one size or more in pixels, such as decode 1024 or decode 512x768; or"
         " sizes alone, for a whole pipeline.", nargs="+", action=_Run, metavar="[OP] SIZE", dest="run_words"),
     "aspect": _flag("Width divided by height.", type=float, default=1.0),
-    "engine": _flag("Answer for our own engine instead, in this memory, such as '2 GiB'.", metavar="SIZE"),
+    "engine": _flag("Answer for our own engine instead, in this memory, such as '2 GiB'.", metavar="SIZE",
+        dest="memory_limit", option="--engine"),
     # of pipelines
     "prompt_tokens": _flag(metavar="TOKENS", option="--tokens"),
     "frames": _flag(metavar="N"),
