@@ -85,8 +85,8 @@ static bool always(void) { return true; }
 
 /* Returns: whether a pass is computed by Winograd's way. It needs a 3x3 convolution of rows with at least 16 channels,
  * and enough pixels to repay transforming its weights; after nearest 2x it always pays. Pairs take two blocks of
- * channels. They round the numbers, so they take this way only where a whole run stays more exact than PyTorch's, and
- * not split numbers (docs/SPEED.md). */
+ * channels. They round the numbers, so they take this way only where a decode or encode with random weights stays more
+ * exact than PyTorch's. Split numbers never do (docs/SPEED.md). */
 static bool by_winograd(const vm_cpu *cpu, const vm_pass *p) {
     enum { WORTH = 1024 /* pixels: with fewer, transforming the weights costs more than it saves */ };
     if (p->ksize != 3 || p->x_format != VM_ROWS || !vm_transforms_of(cpu, p)) return false;

@@ -155,7 +155,7 @@ CONVS = [
     Conv(24, 24, 9, 67, up=True),
     Conv(32, 16, 1, 1, up=True),
     Conv(160, 32, 2, 3, groups=8, add="in place"),
-    # by Winograd on CPUs, from 1024 pixels and 32 channels on: odd sizes cut tiles short, 160 channels take two runs
+    # by Winograd on CPUs, from 1024 pixels and 16 channels on: odd sizes cut tiles short, 160 channels take two runs
     Conv(32, 48, 66, 78, stride=2),
     Conv(160, 40, 66, 266, stride=2),
     Conv(48, 24, 18, 230, stride=2, tiny=True),

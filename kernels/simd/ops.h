@@ -93,7 +93,7 @@ INLINE vf activated(vm_act act, vf x) {
     return x;
 }
 
-/* Of halves, if the instruction set has a faster way that keeps their precision. */
+/* Of halves, if the instruction set has a faster way that is exact enough for them. */
 #ifndef VM_ACTIVATED
 #define VM_ACTIVATED(DTYPE, ACT, X) activated(ACT, X)
 #endif

@@ -189,14 +189,25 @@ static void test_load(const vm_cpu_ops *ops) {
     const vm_act act = (vm_act)below(4);
     const bool affine = one_in(2);
     const float *scale = affine ? array(L, one_in(8)) : NULL, *shift = affine ? array(L, one_in(8)) : NULL;
+    const vm_dtype dtype = one_in(2) ? VM_F32 : one_in(2) ? VM_F16 : VM_BF16;
     float *x = array(n, one_in(4));
     if (one_in(2)) /* where e^x overflows and where it vanishes */
         for (size_t i = 0; i < n; i++) x[i] *= 100;
-    const float *before = copy(x, n);
+    float *halves = array(n / 2, false), *before = copy(x, n);
+    for (size_t i = 0; dtype != VM_F32 && i < n; i++) {
+        vm_set_element(dtype, halves, i, x[i]);
+        before[i] = vm_element(dtype, halves, i);
+    }
     float *y = one_in(2) ? x : array(n, false);
     const float *factor = affine && one_in(2) ? array(pixels, false) : NULL;
-    ops->floats.load(
-        y, NULL, &(vm_source){.x = x, .pixels = pixels, .scale = scale, .shift = shift, .factor = factor, .act = act});
+    ops->floats.load(y, NULL,
+                     &(vm_source){.x = dtype == VM_F32 ? x : halves,
+                                  .dtype = dtype,
+                                  .pixels = pixels,
+                                  .scale = scale,
+                                  .shift = shift,
+                                  .factor = factor,
+                                  .act = act});
     for (size_t i = 0; i < n; i++) {
         sum s = {0, 0};
         const double times = (affine ? (double)scale[i % L] : 1) * (factor ? (double)factor[i / L] : 1);
@@ -206,7 +217,8 @@ static void test_load(const vm_cpu_ops *ops) {
          * the quotient */
         const double t = s.value, relu = t < 0 ? 0 : t;
         const double want[] = {t, t / (1 + exp(-t)), relu, 3 * tanh(t / 3)}; /* the bound is made of numbers up to 6 */
-        const double made[] = {0, 6 * U * fabs(want[VM_ACT_SILU]) + TINY, 0, 36 * U};
+        const double sigmoid = dtype == VM_F32 ? 6 * U : dtype == VM_F16 ? 64 * U : 4096 * U; /* of halves on AVX-512 */
+        const double made[] = {0, sigmoid * fabs(want[VM_ACT_SILU]) + TINY, 0, dtype == VM_F32 ? 36 * U : 400 * U};
         check(y[i], want[act], (affine ? 4.4 * U * s.size : 0) + made[act], "y", i);
     }
 }
