@@ -3,7 +3,7 @@
  * for the next GroupNorm while it is in cache.
  *
  *   prepared: job | scale, shift, sums | x offsets | filters, unless packed ones are used directly
- *   scratch:  thread 0: x tile, lengths of its pixels, y tile | thread 1 ...
+ *   scratch:  thread 0: x tile, inverse lengths of its pixels, y tile | thread 1 ...
  *   x tile:   [plane][rows + halo][columns + halo][16]    a plane is 16 channels, or 32 as pairs of bfloat16
  *
  * A long sum is made of short ones, over one or a few blocks of input channels at a time. That keeps a run's weights in
@@ -39,7 +39,7 @@ static vm_grid make_grid(const vm_cpu *cpu, const vm_pass *p) {
 /* Numbers are floats or pairs of bfloat16, four bytes each. */
 typedef struct layout {
     size_t work, offsets, filters, prepared; /* bytes into the pass's prepared memory, which begins with the job */
-    size_t factors, y, scratch;              /* bytes into the thread's scratch, which begins with the x tile */
+    size_t inverses, y, scratch;             /* bytes into the thread's scratch, which begins with the x tile */
     size_t phases, taps, depth, batches;     /* filters side by side; taps and numbers of a batch */
     size_t run;                              /* batches multiplied at once */
     size_t rows;                             /* rows of weights per batch: with the rests, if numbers are split */
@@ -76,7 +76,7 @@ static layout make_layout(const vm_cpu *cpu, const vm_pass *p, const vm_grid *g,
     l.filters = vm_put_bytes(
         &l.prepared, as_packed(cpu, p) ? 0 : VM_PRODUCT(l.phases, VM_BLOCKS(p->y.c), l.w_block, number), VM_ALIGN);
     vm_put_bytes(&l.scratch, VM_PRODUCT(vm_planes(cpu, p->x.c), g->input_h, g->input_w, block), VM_ALIGN);
-    l.factors = vm_put_bytes(&l.scratch, vm_factor_bytes(p, g), VM_ALIGN);
+    l.inverses = vm_put_bytes(&l.scratch, vm_inverse_bytes(p, g), VM_ALIGN);
     l.y = vm_put_bytes(&l.scratch,
                        vm_in_place(cpu, p) ? 0 : VM_PRODUCT(2, g->tile_h, g->cell_h, g->tile_w, g->cell_w, block),
                        VM_ALIGN);
@@ -169,7 +169,7 @@ static void conv_tile(const void *context, size_t task, unsigned thread) {
     tile t = {.at = vm_grid_tile(&j->g, task), .x = (float *)own, .y = (float *)(own + j->l.y)};
     const vm_box input = vm_tile_input(&j->g, &t.at);
     t.out = vm_tile_output(&j->g, &t.at);
-    vm_load_box(&j->work, &input, p->norm == VM_NORM_PIXEL ? (float *)(own + j->l.factors) : NULL, t.x,
+    vm_load_box(&j->work, &input, p->norm == VM_NORM_PIXEL ? (float *)(own + j->l.inverses) : NULL, t.x,
                 j->g.input_h * j->g.input_w * VM_BLOCK, j->g.input_w * VM_BLOCK);
     for (size_t b = 0, yb = VM_BLOCKS(p->y.c); b < yb; b += 2) {
         const size_t blocks = VM_MIN(yb - b, 2);

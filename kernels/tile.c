@@ -202,14 +202,14 @@ static span span_of(const vm_work *j, const vm_box *box) {
 
 static bool inside(const vm_work *j, ptrdiff_t y) { return y >= 0 && y < (ptrdiff_t)j->pass->x.h; }
 
-void vm_find_factors(const vm_work *j, const vm_box *box, float *factor) {
+void vm_invert_lengths(const vm_work *j, const vm_box *box, float *inverse) {
     enum { SOME = 64 /* pixels of all blocks that are added up at a time */ };
     const vm_pass *p = j->pass;
     const float least = p->eps * p->x_scale;
     const span s = span_of(j, box);
     for (size_t r = 0; r < box->rows; r++) {
         const ptrdiff_t y = box->top + (ptrdiff_t)r;
-        float *to = factor + r * box->width + s.left;
+        float *to = inverse + r * box->width + s.left;
         for (size_t done = 0, some; inside(j, y) && done < s.pixels; done += some, to += some) {
             float squares[SOME * VM_BLOCK] = {0};
             some = VM_MIN(s.pixels - done, SOME);
@@ -236,24 +236,24 @@ static void put_padding(const vm_work *j, const vm_box *box, float *x, size_t ro
 }
 
 /* Loads the pixels of a channel block that lie in the image, in row r of the box. */
-static void put_image(const vm_work *j, const vm_box *box, size_t r, const float *factor, float *x, size_t block,
+static void put_image(const vm_work *j, const vm_box *box, size_t r, const float *inverse, float *x, size_t block,
                       size_t plane, size_t row) {
     const span s = span_of(j, box);
     const ptrdiff_t y = box->top + (ptrdiff_t)r;
     float *to = x + r * row + s.left * VM_BLOCK;
     if (!inside(j, y)) return;
     if (j->pass->x_format == VM_ROWS)
-        put_row(j, to, block, plane, (size_t)y, s.x, s.pixels, factor ? factor + r * box->width + s.left : NULL);
+        put_row(j, to, block, plane, (size_t)y, s.x, s.pixels, inverse ? inverse + r * box->width + s.left : NULL);
     else
         put_pixels(j, to, block, plane, (size_t)y, s.x, s.pixels);
 }
 
-void vm_load_block(const vm_work *j, const vm_box *box, const float *factor, float *x, size_t block, size_t row) {
+void vm_load_block(const vm_work *j, const vm_box *box, const float *inverse, float *x, size_t block, size_t row) {
     put_padding(j, box, x, row);
-    for (size_t r = 0; r < box->rows; r++) put_image(j, box, r, factor, x, block, 0, row);
+    for (size_t r = 0; r < box->rows; r++) put_image(j, box, r, inverse, x, block, 0, row);
 }
 
-void vm_load_box(const vm_work *j, const vm_box *box, float *factor, float *x, size_t plane, size_t row) {
+void vm_load_box(const vm_work *j, const vm_box *box, float *inverse, float *x, size_t plane, size_t row) {
     const size_t blocks = VM_BLOCKS(j->pass->x.c), planes = vm_planes(j->cpu, j->pass->x.c),
                  set = planes / vm_parts(j->cpu);
     const bool half = j->cpu->pairs && blocks % 2; /* the last block has no neighbour */
@@ -262,9 +262,9 @@ void vm_load_box(const vm_work *j, const vm_box *box, float *factor, float *x, s
         if (half && (p + 1) % set == 0) memset(to, 0, ((box->rows - 1) * row + box->width * VM_BLOCK) * sizeof *to);
         put_padding(j, box, to, row);
     }
-    if (factor) vm_find_factors(j, box, factor);
+    if (inverse) vm_invert_lengths(j, box, inverse);
     for (size_t r = 0; r < box->rows; r++)
-        for (size_t b = 0; b < blocks; b++) put_image(j, box, r, factor, x, b, plane, row);
+        for (size_t b = 0; b < blocks; b++) put_image(j, box, r, inverse, x, b, plane, row);
 }
 
 /* ---- multiply ---- */

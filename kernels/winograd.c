@@ -15,7 +15,7 @@
  *
  *   prepared: job | scale, shift, sums | x offsets | u [filter][y block][plane][depth][16], if it is kept
  *   scratch:  thread 0 | thread 1 ...
- *   thread:   lengths of pixels | a block of x [row][column][16] | v [number][plane][tile][16]
+ *   thread:   inverse lengths of pixels | a block of x [row][column][16] | v [number][plane][tile][16]
  *             | m [number][2 y blocks][tile][16]
  *             | u [filter][2 y blocks][planes of a run][depth][16], if each task makes it
  *             | y [2 rows][column][16], if results are not written in place
@@ -58,7 +58,7 @@ typedef struct layout {
     size_t numbers, depth;                /* of a tile; input channels of a block of weights */
     size_t planes, blocks;                /* of v, and blocks of input channels in one of them */
     size_t work, offsets, kept, prepared; /* bytes into the pass's prepared memory, which begins with the job */
-    size_t x, v, m, made, y, scratch;     /* bytes into the thread's scratch, which begins with factors of pixels */
+    size_t x, v, m, made, y, scratch;     /* bytes into the thread's scratch, which begins with the inverses */
     size_t x_row;
     size_t v_step, m_step, u_step, m_block; /* floats between numbers or filters, and between blocks of m */
     size_t run;                             /* planes multiplied at once */
@@ -94,7 +94,7 @@ static layout make_layout(const vm_cpu *cpu, const vm_pass *p, const vm_grid *g,
     l.work = vm_put_bytes(&l.prepared, vm_work_bytes(p, g, manner.at_once), VM_ALIGN);
     l.offsets = vm_put_bytes(&l.prepared, l.planes * sizeof(ptrdiff_t), VM_ALIGN);
     l.kept = vm_put_bytes(&l.prepared, manner.tight ? 0 : u, VM_ALIGN);
-    vm_put_bytes(&l.scratch, vm_factor_bytes(p, g), VM_ALIGN);
+    vm_put_bytes(&l.scratch, vm_inverse_bytes(p, g), VM_ALIGN);
     l.x = vm_put_bytes(&l.scratch, VM_PRODUCT(g->input_h, l.x_row, sizeof(float)), VM_ALIGN);
     l.v = vm_put_bytes(&l.scratch, VM_PRODUCT(l.numbers, l.v_step, sizeof(float)), VM_ALIGN);
     l.m = vm_put_bytes(&l.scratch, VM_PRODUCT(l.numbers, l.m_step, sizeof(float)), VM_ALIGN);
@@ -118,7 +118,7 @@ static vm_needs winograd_needs(const vm_cpu *cpu, const vm_pass *pass, vm_manner
 
 typedef struct region {
     vm_tile at;
-    float *factors, *x, *v, *m, *u, *y; /* the thread's own */
+    float *inverses, *x, *v, *m, *u, *y; /* the thread's own */
 } region;
 
 /* Transforms the weights for one block of output channels and `planes` of input channels. */
@@ -204,16 +204,16 @@ static void winograd_region(const void *context, size_t task, unsigned thread) {
     const size_t xb = VM_BLOCKS(p->x.c), yb = VM_BLOCKS(p->y.c);
     char *own = (char *)j->work.at.scratch + thread * j->work.at.scratch_each;
     const region r = {.at = vm_grid_tile(&j->g, task),
-                      .factors = p->norm == VM_NORM_PIXEL ? (float *)own : NULL,
+                      .inverses = p->norm == VM_NORM_PIXEL ? (float *)own : NULL,
                       .x = (float *)(own + j->l.x),
                       .v = (float *)(own + j->l.v),
                       .m = (float *)(own + j->l.m),
                       .u = (float *)(own + j->l.made),
                       .y = (float *)(own + j->l.y)};
     const vm_box input = vm_tile_input(&j->g, &r.at), output = vm_tile_output(&j->g, &r.at);
-    if (r.factors) vm_find_factors(&j->work, &input, r.factors);
+    if (r.inverses) vm_invert_lengths(&j->work, &input, r.inverses);
     for (size_t b = 0; b < xb; b++) {
-        vm_load_block(&j->work, &input, r.factors, r.x, b, j->l.x_row);
+        vm_load_block(&j->work, &input, r.inverses, r.x, b, j->l.x_row);
         float *v = r.v + b / j->l.blocks * j->l.m_block + b % j->l.blocks * VM_BLOCK / 2; /* or half of a pair's */
         for (size_t t = 0; t < r.at.h; t++)
             j->transforms->in(v + t * r.at.w * VM_BLOCK, j->l.v_step, r.x + t * j->g.step_h * j->l.x_row, j->l.x_row,

@@ -348,9 +348,9 @@ class ConvRun:
         size = conv64(np.abs(loaded), np.abs(weight), np.abs(bias), case) + np.abs(add)
         # A factor that is rounded to bfloat16 is off by up to half a step, independently of the others: by 0.42 of
         # that in root mean square, two factors by 0.6, and a sum by as much of the root of its squared terms. Seven
-        # times that is out of reach, and less than one term that is missing. After 2x up to four taps fall on the same
-        # rounded pixel, whose error all four carry: twice the root of four that are independent. By Winograd's way
-        # the factors are its numbers.
+        # times that is out of reach, and less than one term that is missing.
+        # After 2x up to four taps read one rounded pixel, so their errors are equal and add up to twice those of four
+        # pixels. By Winograd's way the rounded factors are the transformed numbers.
         if self.rounds:
             spread = winograd_spread(loaded, weight, case)
         else:

@@ -74,7 +74,7 @@ class _Workflow(NamedTuple):
     fallback: pixels of a tile's side after a whole decode ran out of memory
     least_sm: of a card
     release: the release of ComfyUI whose code and manager are played
-    least_joined: tokens to which ComfyUI pads the joined prompt before the denoiser, if it has fewer
+    least_joined: fewest tokens of the joined prompt in the denoiser; ComfyUI pads a shorter one to so many
     packed: side of the squares of the VAE's latents that are one latent of the denoiser
     """
 
