@@ -50,8 +50,8 @@ size_t vm_chain_stages(const vm_plan *plan, const vm_chain *chain, vm_stage *sta
 
 /* Returns: a stage's rows of tiles next to `tall` rows of a tensor of `all`. */
 static size_t rows_of_tiles(const vm_stage *s, size_t tall, size_t all) {
-    const size_t made = all * s->cut.out_rows;
-    return VM_MAX((tall * s->y_rows + made - 1) / made, 1);
+    const uint64_t made = (uint64_t)all * s->cut.out_rows; /* attention has one row of tiles, the whole image's */
+    return VM_MAX((size_t)(((uint64_t)tall * s->y_rows + made - 1) / made), 1);
 }
 
 static double flops_of(const vm_plan *plan, int node) { return vm_pass_flops(&plan->step[node].pass); }

@@ -37,16 +37,19 @@ static size_t pixel_bytes(const vm_request *r, vm_format format, size_t channels
 }
 
 static vm_status check_request(const vm_model *m, const vm_request *r) {
-    const size_t factor = vm_arch_factor(&m->arch), height = r->height, width = r->width;
+    const size_t factor = vm_arch_factor(&m->arch), side[2] = {r->height, r->width};
     const vm_op op = r->op;
     if (!(m->parts & 1u << op))
         return vm_fail(VM_EINVAL, "%s: this VAE was loaded without its %s", op == VM_ENCODE ? "encode" : "decode",
                        op == VM_ENCODE ? "encoder" : "decoder");
     if (!r->batch) return vm_fail(VM_EINVAL, VM_EXPECTED("batch", "1 or more", "0"));
-    if (!height || height % factor)
-        return vm_fail(VM_EINVAL, VM_EXPECTED("height", "a positive multiple of %zu", "%zu"), factor, height);
-    if (!width || width % factor)
-        return vm_fail(VM_EINVAL, VM_EXPECTED("width", "a positive multiple of %zu", "%zu"), factor, width);
+    for (int i = 0; i < 2; i++) {
+        const char *const name = i ? "width" : "height";
+        if (!side[i] || side[i] % factor)
+            return vm_fail(VM_EINVAL, VM_EXPECTED("%s", "a positive multiple of %zu", "%zu"), name, factor, side[i]);
+        if (side[i] > VM_MAX_SIDE)
+            return vm_fail(VM_EINVAL, VM_EXPECTED("%s", "at most %d", "%zu"), name, VM_MAX_SIDE, side[i]);
+    }
     if (r->scaled && !m->arch.scaling_known)
         return vm_fail(VM_EINVAL,
                        "scaled: the weights do not tell the scaling factor (sd15 and sdxl have the same "

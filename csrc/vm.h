@@ -67,6 +67,7 @@ size_t vm_mem_fail_at(size_t nth);
 /* ---- arch.c: the models ---- */
 
 enum { VM_MAX_LEVELS = 8, VM_MAX_LAYERS = 16, VM_MAX_STATISTICS = 128 };
+enum { VM_MAX_SIDE = 1 << 20 }; /* pixels of an image; products of two sides then fit into 64 bits with room to spare */
 
 typedef enum vm_op { VM_ENCODE, VM_DECODE, VM_OPS } vm_op;
 

@@ -7,8 +7,10 @@ import subprocess
 
 import pytest
 import tools
+from errors import refused
 
 import vaemem
+from vaemem._common import MOST_SIDE
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -26,7 +28,7 @@ def test_huge_sizes_are_refused_or_right():
     draw = random.Random(0)
     planned = refused = 0
     for _ in range(2000):
-        height, width = (8 * draw.randint(1, 1 << draw.randint(0, 57)) for _ in range(2))
+        height, width = (8 * draw.randint(1, 1 << draw.randint(0, 17)) for _ in range(2))
         batch = draw.randint(1, 1 << draw.randint(0, 62))
         vae.threads = draw.choice((1, 2, 64, 1024))
         try:
@@ -42,6 +44,33 @@ def test_huge_sizes_are_refused_or_right():
         assert max(n for _, n in run.timeline) == run.peak_bytes >= largest + run.output_bytes
         assert all(0 <= n <= run.peak_bytes for _, n in run.timeline)
     assert planned > 200 and refused > 200
+
+
+@pytest.mark.parametrize("side", [MOST_SIDE + 8, 1 << 35, 1 << 62])
+@pytest.mark.parametrize("name", ["height", "width"])
+def test_a_side_has_a_largest_value(name, side):
+    """At every door of the engine. Beyond it, products of rows would pass 64 bits."""
+    sides, vae = {"height": 64, "width": 64, name: side}, vaemem.VAE.random("sdxl", parts="decoder", config=SMALL)
+    for tiling in (None, vaemem.Tiling(64)):
+        with refused(name, wanted=f"at most {MOST_SIDE}", got=side):
+            vae.estimate("decode", **sides, tiling=tiling)
+    size = (sides["height"], sides["width"])
+    for call in (
+        lambda: vae.smallest("decode", *size),
+        lambda: vaemem.tradeoff(vae, "decode", *size),
+        lambda: vaemem.estimate_sweep(vae, "decode", [size]),
+        lambda: vae.largest_batch("decode", *size, memory_limit="1 GiB"),
+    ):
+        with refused(name, wanted=f"at most {MOST_SIDE}", got=side):
+            call()
+    with refused(name, got=side):
+        vaemem.predict("sdxl", "decode", *size, gpu="T4")
+
+
+def test_the_largest_sides_have_plans():
+    vae = vaemem.VAE.random("sdxl", parts="decoder", config=SMALL)
+    for size in ((MOST_SIDE, MOST_SIDE), (MOST_SIDE, 8), (8, MOST_SIDE)):
+        assert vae.estimate("decode", *size).output_bytes == 3 * 4 * size[0] * size[1]
 
 
 def run_with_core(name, program, *flags):

@@ -270,9 +270,8 @@ def test_bad_input(call, exception, message):
 
 
 def test_sizes_that_no_memory_holds():
-    for size in ((2**40, 2**40), (2**62, 4), (8, 8, 2**60)):
-        with pytest.raises(OverflowError, match="addressed"):
-            small_vae().estimate("decode", *size)
+    with pytest.raises(OverflowError, match="addressed"):
+        small_vae().estimate("decode", 8, 8, 2**60)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -45,6 +45,7 @@ Name = TypeVar("Name", bound=str)
 Content = TypeVar("Content", str, bytes)
 
 MIB = 1 << 20
+MOST_SIDE = 1 << 20  # pixels of an image's side, as the core has it
 DTYPES: tuple[DtypeName, ...] = get_args(DtypeName)  # the types in which models run
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 SPELT_DTYPES = {  # other spellings; "float" has 32 bits in torch and 64 in NumPy

@@ -388,18 +388,18 @@ static vm_status check_runtime(const vm_trace_vae *v) {
 static vm_status check(const vm_trace_vae *v) {
     const uint64_t factor = unit_of(v), side[2] = {v->height, v->width};
     for (int i = 0; i < 2; i++)
-        if (!side[i] || side[i] % factor || side[i] > 1u << 20)
-            return vm_fail(VM_EINVAL, VM_EXPECTED("%s", "a multiple of %" PRIu64 " up to 2^20", "%" PRIu64),
-                           i ? "width" : "height", factor, side[i]);
+        if (!side[i] || side[i] % factor || side[i] > VM_MAX_SIDE)
+            return vm_fail(VM_EINVAL, VM_EXPECTED("%s", "a multiple of %" PRIu64 " up to %d", "%" PRIu64),
+                           i ? "width" : "height", factor, VM_MAX_SIDE, side[i]);
     if (!v->batch || v->batch > 1u << 16)
         return vm_fail(VM_EINVAL, VM_EXPECTED("batch", "1 to 65536", "%" PRIu64), v->batch);
     if (!v->frames || v->frames > MOST_FRAMES)
         return vm_fail(VM_EINVAL, VM_EXPECTED("frames", "1 to %d", "%" PRIu64), MOST_FRAMES, v->frames);
     const uint64_t multiple = call[v->runtime] == call_comfyui ? 2 * factor : factor; /* ComfyUI halves tiles */
-    if (v->tile && (v->tile % multiple || v->tile < 4 * factor || v->tile > 1u << 20))
+    if (v->tile && (v->tile % multiple || v->tile < 4 * factor || v->tile > VM_MAX_SIDE))
         return vm_fail(VM_EINVAL,
-                       VM_EXPECTED("tile", "a multiple of %" PRIu64 ", at least %" PRIu64 ", at most 2^20", "%" PRIu64),
-                       multiple, 4 * factor, v->tile);
+                       VM_EXPECTED("tile", "a multiple of %" PRIu64 ", at least %" PRIu64 ", at most %d", "%" PRIu64),
+                       multiple, 4 * factor, VM_MAX_SIDE, v->tile);
     if (v->tile && !(v->tile_overlap >= 0 && (double)(v->tile / factor) * (1 - v->tile_overlap) >= 1))
         return vm_fail(
             VM_EINVAL,

@@ -13,7 +13,7 @@ from numbers import Real
 from operator import add
 from typing import Any
 
-from vaemem._common import choose, distinct, mib
+from vaemem._common import MOST_SIDE, choose, distinct, mib
 from vaemem._errors import ArgumentError, ArgumentTypeError, Named
 from vaemem.engine.arguments import Poll, as_int
 from vaemem.engine.arrays import Arrays, ends_of
@@ -93,7 +93,8 @@ def cut(
         wanted = f"whole latents, a multiple of 1/{side} for sample_size {size}"
         raise ArgumentError("overlap", wanted, str(tiling.overlap))
     height, width = request["height"], request["width"]
-    if max(height, width) <= size or min(height, width, request["batch"]) < 1 or height % factor or width % factor:
+    is_whole = not (height % factor or width % factor)
+    if not (is_whole and min(height, width, request["batch"]) >= 1 and size < max(height, width) <= MOST_SIDE):
         return None
     return _Tiles(runner, tiling, request, side, shared)
 

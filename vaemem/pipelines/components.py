@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from vaemem import _core
-from vaemem._common import letters, meant
+from vaemem._common import MOST_SIDE, letters, meant
 from vaemem._errors import ArgumentError, Named
 from vaemem.engine.names import find_called
 from vaemem.pipelines.programs import Weight, load_program
-from vaemem.prediction.job import MOST_SIDE
 from vaemem.prediction.runtimes import WAN, architecture, shipped_models
 
 CLIPS = ("clip-l", "clip-l-sdxl", "clip-l-flux", "clip-l-sd3", "openclip-g", "openclip-h")

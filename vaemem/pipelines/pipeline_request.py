@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vaemem._common import DTYPES, choose, meant, whole
+from vaemem._common import DTYPES, MOST_SIDE, choose, meant, whole
 from vaemem._errors import ArgumentError, Named, inside
 from vaemem.engine.limits import parse_size
 from vaemem.pipelines.components import (
@@ -24,7 +24,6 @@ from vaemem.pipelines.quantising import (
     SCHEMES,
     UNSENT,
 )
-from vaemem.prediction.job import MOST_SIDE
 from vaemem.prediction.predict import SMALL_TILE
 from vaemem.prediction.request import Card, Request, Software, usual_tile
 from vaemem.prediction.runtimes import diffusers_release
