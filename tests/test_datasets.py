@@ -637,6 +637,163 @@ def test_captions_and_sources(tmp_path):
         list_images([tmp_path / "cut.tar"])
 
 
+def tar_of(path, members, **how):
+    """Write a tar file of (name, bytes) or (name, type of link, target)."""
+    with tarfile.open(path, "w", **how) as tar:
+        for name, *held in members:
+            one = tarfile.TarInfo(name)
+            if len(held) == 1:
+                one.size = len(held[0])
+            else:
+                one.type, one.linkname = held
+            tar.addfile(one, io.BytesIO(held[0]) if len(held) == 1 else None)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[:1024],  # cut between two members
+        lambda data: data[: 1024 + 512],  # ... in the middle of a member
+        lambda data: data[: 1024 + 100],  # ... and of a header
+        lambda data: data[:1024] + b"x" + data[1025:],  # a header that is damaged
+        lambda data: data[:1024] + bytes(512) + data[1536:],  # ... or missing
+        lambda data: data + data,
+        lambda data: data[:124] + (-512).to_bytes(12, signed=True) + data[136:],
+        lambda data: with_checksum(data, 124, (-512).to_bytes(12, signed=True)),  # a size before the member
+    ],
+)
+def test_a_tar_file_that_is_cut_or_damaged_is_refused(damage, tmp_path):
+    tar_of(tmp_path / "x.tar", [(f"{i}.png", bytes([i]) * 500) for i in range(4)])
+    whole = (tmp_path / "x.tar").read_bytes()
+    assert len(list_images([tmp_path / "x.tar"])) == 4
+    (tmp_path / "x.tar").write_bytes(damage(whole))
+    with refused("images", path=tmp_path / "x.tar"):
+        list_images([tmp_path / "x.tar"])
+
+
+def with_checksum(data, at, field):
+    """Return a tar file with another field in its first header, and the checksum of that."""
+    data = bytearray(data)
+    data[at : at + len(field)], data[148:156] = field, b" " * 8
+    data[148:156] = b"%06o\0 " % sum(data[:512])
+    return bytes(data)
+
+
+def test_links_in_a_tar_file_lead_to_members(tmp_path):
+    """One that leads nowhere is its image's error."""
+    members = [("a/x.png", b"one"), ("./a/x.txt", b"caption"), ("b/y.png", tarfile.LNKTYPE, "a/x.png")]
+    members += [("b/z.png", tarfile.SYMTYPE, "../a/x.png"), ("b/z.txt", tarfile.SYMTYPE, "w.txt")]
+    members += [("b/w.txt", tarfile.SYMTYPE, "../a/x.txt"), ("pipe.png", tarfile.FIFOTYPE, "")]
+    members += [("loop.png", tarfile.SYMTYPE, "loop.png"), ("out.png", tarfile.SYMTYPE, "/etc/hostname")]
+    tar_of(tmp_path / "x.tar", members)
+    found = {item.name.removeprefix("x.tar/"): item for item in list_images([tmp_path / "x.tar"])}
+    good = {"a/x.png": (b"one", "caption"), "b/y.png": (b"one", None), "b/z.png": (b"one", "caption")}
+    assert {name: found.pop(name).open()() for name in good} == good
+    assert {*found} == {"pipe.png", "loop.png", "out.png"}
+    for item in found.values():
+        with refused("image"):
+            item.open()()
+
+
+def test_sparse_members_of_a_tar_file_have_their_holes(tmp_path):
+    """Members that GNU tar stores without their zeros."""
+    picture = file_of(drawn(16, 16))
+    with open(tmp_path / "hole.png", "wb") as f:
+        f.write(picture)
+        f.truncate(1 << 20)
+    (tmp_path / "next.png").write_bytes(picture)
+    for form in ("oldgnu", "posix"):
+        make = ["tar", "--sparse", f"--format={form}", "-cf", f"{form}.tar", "hole.png", "next.png"]
+        if subprocess.run(make, cwd=tmp_path, capture_output=True).returncode:
+            pytest.skip("there is no GNU tar")
+        hole, after = list_images([tmp_path / f"{form}.tar"])
+        assert (tmp_path / f"{form}.tar").stat().st_size < 1 << 19 and hole.size == 1 << 20
+        assert hole.open()()[0] == (tmp_path / "hole.png").read_bytes() and after.open()()[0] == picture
+
+
+def test_a_file_that_claims_more_than_it_holds_is_its_images_error(weights, tmp_path):
+    """A sparse file of a terabyte, on disk and in a tar file; more rows of Parquet than bytes."""
+    (tmp_path / "set").mkdir()
+    with open(tmp_path / "set" / "a.png", "wb") as f:
+        f.truncate(1 << 40)
+    summary = encode_dataset([tmp_path / "set"], tmp_path / "out", Encoder(weights("tiny")))
+    assert [*summary.errors] == ["a.png"]
+    if not subprocess.run(
+        ["tar", "--sparse", "-cf", "a.tar", "set/a.png"], cwd=tmp_path, capture_output=True
+    ).returncode:
+        summary = encode_dataset([tmp_path / "a.tar"], tmp_path / "tar", Encoder(weights("tiny")))
+        assert [*summary.errors] == ["a.tar/set/a.png"]
+
+
+def test_rows_of_parquet_that_take_no_space(tmp_path):
+    """More rows than bytes are refused before they are listed. A picture that many rows share is read once."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "x.parquet"
+    parquet.write_table(arrow.table({"image": arrow.nulls(10**6, arrow.binary())}), path)
+    with refused("images", path=path, names=[10**6]):
+        list_images([path])
+    picture, before = os.urandom(1 << 20), arrow.total_allocated_bytes()
+    for image in ([picture] * 500, [{"bytes": picture}] * 500):
+        parquet.write_table(arrow.table({"image": image}), path)
+        del image
+        before = arrow.total_allocated_bytes()
+        reads = [item.open() for item in list_images([path])]
+        assert path.stat().st_size < 2 << 20 and reads[499]()[0] == picture
+        assert arrow.total_allocated_bytes() - before < 16 << 20
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    picture, path = file_of(drawn(16, 16)), tmp_path / "x.parquet"
+    for names in (["image", "image"], ["image", "text", "text"]):
+        parquet.write_table(arrow.Table.from_arrays([arrow.array([picture])] * len(names), names), path)
+        with refused("images", wanted=f"one column named {names[-1]!r}", path=path):
+            list_images([path])
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes and links of POSIX systems")
+def test_pipes_among_images_are_passed_over(weights, tmp_path):
+    """Nothing waits for a writer, of images or captions."""
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "good.png").write_bytes(file_of(drawn(16, 16)))
+    (tmp_path / "set" / "said.png").write_bytes(file_of(drawn(16, 16)))
+    for name in ("pipe.png", "said.txt"):
+        os.mkfifo(tmp_path / "set" / name)
+    (tmp_path / "set" / "zero.png").symlink_to("/dev/zero")
+    summary = encode_dataset([tmp_path / "set"], tmp_path / "out", Encoder(weights("tiny")))
+    assert sorted(summary.errors) == ["pipe.png", "said.png", "zero.png"] and summary.images == 1
+    os.mkfifo(tmp_path / "x.tar")
+    for path in (tmp_path / "x.tar", tmp_path / "set" / "pipe.png"):
+        with refused("images", path=path):
+            list_images([path])
+
+
+@pytest.mark.parametrize("trainer", ["", "kohya:sdxl"])
+@pytest.mark.parametrize("length", [200, 248, 251, 255])
+def test_names_of_any_length(length, trainer, weights, tmp_path):
+    """A caption's name, or a cache's, that is too long ends no run."""
+    (tmp_path / "set").mkdir()
+    name = "x" * (length - 4) + ".png"
+    for one in (name, "y.png"):
+        (tmp_path / "set" / one).write_bytes(file_of(drawn(64, 64)))
+    cache = find_cache(trainer, "") if trainer else None
+    how = Preparation(side=64, step=16, cache=cache, sides=(16, 64) if cache else None)
+    summary = encode_dataset([tmp_path / "set"], tmp_path / "out", Encoder(weights("sd"), sample=0), how)
+    is_kept = length == 200 or not trainer
+    assert [*summary.errors] == ([] if is_kept else [name]) and summary.images == 1 + is_kept
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes and links of POSIX systems")
+def test_links_that_double_the_paths_are_refused(tmp_path):
+    """2^24 paths lead to the last folder."""
+    for i in range(25):
+        (tmp_path / str(i)).mkdir()
+        for name in "ab" * (i < 24):
+            (tmp_path / str(i) / name).symlink_to(f"../{i + 1}")
+    with refused("images", wanted="at most 16 paths to one folder"):
+        list_images([tmp_path / "0"])
+
+
 @pytest.mark.parametrize(
     "links", [{"a/loop": "."}, {"a/up": "../.."}, {"a/other": "../../other", "../other/back": "../set"}]
 )

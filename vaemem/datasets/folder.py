@@ -9,6 +9,7 @@ Each file is written under another name, synced to disk and renamed. So a shard 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -150,18 +151,24 @@ class CacheFolder(Folder):
         self._cache = cache
 
     def commit(self, number: int, shard: Shard) -> None:
-        """Write the files of each image, and at last the record."""
-        records = {}
+        """Write the files of each image, and at last the record. A name that becomes too long is its image's error."""
+        records, errors = {}, dict(shard.errors)
         for name, record in shard.records.items():
             files = self._cache.files(
                 self._cache, name, Placed(*(record[key] for key in Placed._fields)), shard.latents[name]
             )
-            for path, data in files.items():
-                target = path_within(self.path.parent, path)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                write(target, data)
+            try:
+                for path, data in files.items():
+                    target = path_within(self.path.parent, path)
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    write(target, data)
+            except OSError as error:
+                if error.errno != errno.ENAMETOOLONG:
+                    raise
+                errors[name] = str(error.strerror)
+                continue
             records[name] = record | {"files": {path: hashlib.sha256(data).hexdigest() for path, data in files.items()}}
-        write(self.shard(number), json.dumps({"records": records, "errors": shard.errors}, indent=1) + "\n")
+        write(self.shard(number), json.dumps({"records": records, "errors": errors}, indent=1) + "\n")
 
     def read(self, path: Path, latents: bool = True) -> Shard:
         """Read the record of a shard."""

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import hashlib
 import os
+import posixpath
+import stat
 import tarfile
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +27,10 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", "
 CAPTIONS = (".txt", ".caption")  # next to an image, with its stem
 IMAGE_COLUMNS, CAPTION_COLUMNS = ("image", "jpg", "png"), ("caption", "text")  # of Parquet files, the likeliest first
 UNREADABLE = (FileNotFoundError, PermissionError)  # the faults of a file; any other OSError is the system's
+NO_FILE = (errno.ENOENT, errno.EISDIR, errno.ENAMETOOLONG)  # there is no such file, or cannot be
+MOST_BYTES = 1 << 31  # of an image's file
+MOST_PATHS = 16  # to one folder, by links
+MOST_LINKS = 40  # one behind the other, as in Linux
 
 Read = Callable[[], tuple[bytes, str | None]]  # an image's bytes and caption
 
@@ -78,6 +87,8 @@ def _images_of(source: str) -> Iterator[SourceImage]:
             yield from _images_of(match)
     elif os.path.isdir(source):
         yield from _folder(Path(source))
+    elif not os.path.isfile(source):
+        raise FileError("images", "a file or a folder", "a pipe or a device", path=source)
     elif source.endswith((".tar", ".parquet")):
         yield from (_tar if source.endswith(".tar") else _parquet)(source)
     elif source.lower().endswith(SUFFIXES):
@@ -88,7 +99,8 @@ def _images_of(source: str) -> Iterator[SourceImage]:
 
 def _folder(folder: Path) -> Iterator[SourceImage]:
     """Yield the images below a folder, without hidden ones. OSError for a folder that cannot be read; FileError for a
-    link that leads back to a folder around it."""
+    link that leads back to a folder around it, and for a folder to which links make more than MOST_PATHS paths."""
+    paths = Counter[tuple[int, int]]()  # by folder
 
     def fail(error: OSError) -> None:
         raise error
@@ -97,6 +109,11 @@ def _folder(folder: Path) -> Iterator[SourceImage]:
         here = Path(path)
         if any(here.samefile(one) for one in here.parents if one.is_relative_to(folder)):
             raise FileError("images", "folders without loops", "a link to a folder around it", "remove it", path=here)
+        about = here.stat()
+        paths[one := (about.st_dev, about.st_ino)] += 1
+        if paths[one] > MOST_PATHS:  # links to folders of links would double the paths at every level
+            wanted = f"at most {MOST_PATHS} paths to one folder"
+            raise FileError("images", wanted, "more", "remove links to it", path=here)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(files):
             if name.lower().endswith(SUFFIXES) and not name.startswith("."):
@@ -105,10 +122,13 @@ def _folder(folder: Path) -> Iterator[SourceImage]:
 
 def _file(path: Path, name: str) -> SourceImage:
     def read() -> tuple[bytes, str | None]:
-        data = path.read_bytes()
+        data = _bytes_of(path)
         for suffix in CAPTIONS:
-            with contextlib.suppress(FileNotFoundError, IsADirectoryError):
-                return data, _text(path.with_suffix(suffix).read_bytes())
+            try:
+                return data, _text(_bytes_of(path.with_suffix(suffix)))
+            except OSError as error:
+                if error.errno not in NO_FILE:
+                    raise
         return data, None
 
     size = 0  # of an unreadable file; reading it reports the error
@@ -117,21 +137,50 @@ def _file(path: Path, name: str) -> SourceImage:
     return SourceImage(name, size, lambda: read)
 
 
+def _bytes_of(path: Path) -> bytes:
+    """Return a file's bytes. ArgumentError for a pipe or a device, which may never end, and for a file too large."""
+    about = path.stat()
+    if not (stat.S_ISREG(about.st_mode) or stat.S_ISDIR(about.st_mode)):
+        raise ArgumentError("image", "a regular file", "a pipe or a device")
+    _check_bytes(about.st_size)
+    return path.read_bytes()
+
+
+def _check_bytes(size: int) -> None:
+    if size > MOST_BYTES:
+        raise ArgumentError("image", f"a file of at most {MOST_BYTES} bytes", str(size))
+
+
 def _text(data: bytes) -> str:
     return data.decode("utf-8", "replace").strip()
 
 
 def _tar(path: str) -> Iterator[SourceImage]:
-    """Yield the images of an uncompressed tar file. A caption is a member with the image's stem."""
-    with reading("images", "an uncompressed tar file", path), tarfile.open(path, "r:") as tar:
-        members = [one for one in tar if one.isfile()]
-    stem_of = {one.name: os.path.splitext(one.name)[0] for one in members}
+    """Yield the images of an uncompressed tar file. A caption is a member with the image's stem. Links lead to other
+    members."""
+    with reading("images", "an uncompressed tar file", path):
+        members = _members(path)
+    by_name = {posixpath.normpath(one.name): one for one in members}
+    stem_of = {one.name: os.path.splitext(posixpath.normpath(one.name))[0] for one in members}
     captions = {stem_of[one.name]: one for one in members if one.name.endswith(CAPTIONS)}
 
+    def follow(one: tarfile.TarInfo | None) -> tarfile.TarInfo | None:
+        for _ in range(MOST_LINKS):
+            if one is None or not (one.issym() or one.islnk()):
+                break
+            base = posixpath.dirname(one.name) if one.issym() else ""
+            one = by_name.get(posixpath.normpath(posixpath.join(base, one.linkname)))
+        return one if one and one.isfile() else None
+
     def part(member: tarfile.TarInfo) -> bytes:
-        with open(path, "rb") as f:
-            f.seek(member.offset_data)
-            return f.read(member.size)
+        if not (one := follow(member)):
+            raise ArgumentError("image", "a file, or a link to one in the same tar file", "another member")
+        _check_bytes(one.size)
+        try:
+            with tarfile.open(path, "r:") as tar, tarfile.ExFileObject(tar, one) as file:
+                return file.read()
+        except tarfile.TarError as error:  # the file has changed
+            raise FileError("images", "an uncompressed tar file", str(error), path=path) from None
 
     def read(member: tarfile.TarInfo) -> tuple[bytes, str | None]:
         caption = captions.get(stem_of[member.name])
@@ -140,7 +189,25 @@ def _tar(path: str) -> Iterator[SourceImage]:
     for one in members:
         if one.name.lower().endswith(SUFFIXES):
             inner = "/".join(step for step in one.name.split("/") if step not in ("", ".", ".."))
-            yield SourceImage(f"{os.path.basename(path)}/{inner}", one.size, partial(partial, read, one))
+            size = held.size if (held := follow(one)) else 0
+            yield SourceImage(f"{os.path.basename(path)}/{inner}", size, partial(partial, read, one))
+
+
+def _members(path: str) -> list[tarfile.TarInfo]:
+    """Return the members of a tar file, without folders. ValueError unless they and zeros are the whole file: tarfile
+    stops without a word at a damaged header, and where the file is cut between two members."""
+    members = list[tarfile.TarInfo]()
+    with open(path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
+        for one in tar:
+            if one.size < 0:
+                raise ValueError(f"a size below 0 at byte {one.offset}")
+            if not one.isdir():
+                members.append(one)
+        file.seek(tar.offset)
+        first, rest = file.read(tarfile.BLOCKSIZE), iter(lambda: file.read(1 << 20), b"")
+        if len(first) < tarfile.BLOCKSIZE or any(part.count(0) < len(part) for part in chain([first], rest)):
+            raise ValueError(f"the file is cut or damaged at byte {tar.offset}, or another one was appended there")
+    return members
 
 
 class _Rows:
@@ -163,7 +230,9 @@ def _parquet(path: str) -> Iterator[SourceImage]:
         need("pyarrow.types", "reading Parquet"),
     )
     with reading("images", "a Parquet file", path), parquet.ParquetFile(path) as file:
-        schema, metadata = file.schema_arrow, file.metadata
+        schema, metadata, size = file.schema_arrow, file.metadata, os.path.getsize(path)
+    if metadata.num_rows > size:  # runs of equal rows take no space
+        raise FileError("images", "a Parquet file of images", f"{metadata.num_rows} rows in {size} bytes", path=path)
 
     def holds_bytes(kind: Any) -> bool:
         if types.is_struct(kind) and (index := kind.get_field_index("bytes")) >= 0:
@@ -176,11 +245,17 @@ def _parquet(path: str) -> Iterator[SourceImage]:
         got = f"{len(found)} columns of bytes among {', '.join(schema.names)}"
         raise FileError("images", f"one column of images, or one named {' or '.join(IMAGE_COLUMNS)}", got, path=path)
     columns = [(usual or found)[0], *[name for name in CAPTION_COLUMNS if name in schema.names][:1]]
+    if twice := [name for name in columns if schema.names.count(name) > 1]:
+        raise FileError("images", f"one column named {twice[0]!r}", "several", path=path)
+    # Repeated values stay dictionaries: a megabyte that is repeated a thousand times is read as one.
+    leaves = map(metadata.schema.column, range(metadata.num_columns))
+    kept = {*columns, f"{columns[0]}.bytes"}
+    repeated = [leaf.path for leaf in leaves if leaf.path in kept and leaf.physical_type == "BYTE_ARRAY"]
     in_use = weakref.WeakValueDictionary[int, _Rows]()
 
     def load(group: int) -> list[Any]:
         try:
-            with parquet.ParquetFile(path, metadata=metadata, pre_buffer=False) as file:
+            with parquet.ParquetFile(path, metadata=metadata, pre_buffer=False, read_dictionary=repeated) as file:
                 table = file.read_row_group(group, columns, use_threads=False)
         except OSError as error:
             if error.errno:
@@ -196,7 +271,7 @@ def _parquet(path: str) -> Iterator[SourceImage]:
     def open_row(group: int, row: int) -> Read:
         return partial(read, in_use.setdefault(group, _Rows(partial(load, group))), row)
 
-    size, number = os.path.getsize(path), 0
+    number = 0
     for group in range(metadata.num_row_groups):
         for row in range(metadata.row_group(group).num_rows):
             yield SourceImage(f"{os.path.basename(path)}/{number:09d}", size, partial(open_row, group, row))
