@@ -330,7 +330,7 @@ def test_any_config(tmp_path):
         ({"op": "decode_tiled", "tile": 0}, ("tile", 0)),
         ({"op": "decode_tiled", "tile": True}, ("tile", "True")),
         ({"height": True}, ("height", "True")),
-        ({"torch_version": "1.13.1"}, ("torch_version", "'1.13.1'")),
+        ({"torch_version": "1.12.1"}, ("torch_version", "'1.12.1'")),
         ({"cudnn_version": "nine"}, ("cudnn_version", "'nine'")),
         ({"runtime": "bfl"}, ("runtime", "bfl")),
         ({"runtime": "fooocus"}, ("runtime", "'fooocus'")),

@@ -498,13 +498,13 @@ def test_versions():
     assert Workspace("RTX 4090", torch_version="2.9.1").conv("float16", 1, 128, 512, 512, 128, 3)[1] == exact
 
 
-@pytest.mark.parametrize("version", ["nine", "7.6", "8.9.7", "99.0", "9", "9.100.0", "9.1.0.70.1", "", 9.1])
-def test_what_is_no_cudnn_9_is_refused(version):
+@pytest.mark.parametrize("version", ["nine", "7.6", "10.0", "99.0", "8", "9", "9.100.0", "9.1.0.70.1", "", 9.1])
+def test_what_is_no_cudnn_8_or_9_is_refused(version):
     with refused("cudnn_version"):
         Workspace("RTX 4090", version)
 
 
-@pytest.mark.parametrize("version", ["1.13", 2.7, "2.7.1+rocm6.3", "2.7.1+cpu", "2.7.1+cu130", "2.7.1a"])
+@pytest.mark.parametrize("version", ["1.12", "1.1.3", 2.7, "2.7.1+rocm6.3", "2.7.1+cpu", "2.7.1+cu130", "2.7.1a"])
 def test_builds_without_a_known_cudnn_are_refused(version):
     with refused("torch_version", names=[version]):
         Workspace("RTX 4090", torch_version=version)
@@ -531,6 +531,46 @@ def test_a_build_runs_on_the_cards_that_it_has_kernels_for(gpu, version):
     else:
         with refused("torch_version", names=[f"{sm // 10}.{sm % 10}"]):
             SimulatedProcess(gpu, torch_version=version)
+
+
+def test_a_bare_release_is_the_build_of_pypi_everywhere():
+    """The process, the answer and the table's row name it. Without a build, a release's other builds are other ones."""
+    for gpu, version, meant in (
+        ("RTX 4090", "2.7.1", "2.7.1+cu126"), ("V100", "2.1", "2.1+cu121"), ("T4", "2.9.1", "2.9.1+cu128"),
+    ):  # fmt: skip
+        assert SimulatedProcess(gpu, torch_version=version).torch_version == meant
+        bare, full = (predict("sdxl", "decode", 64, 64, "float32", gpu=gpu, torch_version=v) for v in (version, meant))
+        assert bare.torch_version == meant and bare.rows() == full.rows()
+        assert meant in bare.rows()[0]["versions"]
+
+
+def test_the_oldest_known_release_stands_for_older_ones():
+    """They bring cuDNN 8; the rules for cuDNN before 9.2 and the oldest recorded version answer."""
+    oldest = predict("sdxl", "encode", 1024, 1024, "float16", gpu="RTX 4090", torch_version="2.4.1")
+    assert not any("PyTorch" in what for what in oldest.substitutions)
+    for version, cudnn in (("2.3.1", "8.9.2"), ("2.1.2+cu118", "8.7.0"), ("2.0.1", "8.5.0"), ("1.13.1", "8.5.0")):
+        p = predict("sdxl", "encode", 1024, 1024, "float16", gpu="RTX 4090", torch_version=version)
+        assert p.torch_version.startswith(version) and p.cudnn_version == cudnn
+        assert (p.allocated, p.reserved, p.upper) == (oldest.allocated, oldest.reserved, oldest.upper)
+        first, second, *_ = p.substitutions
+        assert first.startswith(f"PyTorch 2.4 for {p.torch_version}") and second == f"cuDNN 9.8.0 for {cudnn}"
+        assert ("scaled_dot_product_attention" in first) == version.startswith("1.")
+    with refused("torch_version", names=["2.0.1", "2.0+cu118"]):
+        predict("sdxl", "encode", 1024, 1024, gpu="H100", torch_version="2.0.1")
+
+
+PUBLISHED_2_1_AND_2_2 = (  # max_memory_allocated in MiB, of Hugging Face's benchmarks with diffusers of 2023
+    ("sd15", 512, "V100", 4455.4, {"batch": 4, "components": {"safety_checker": "float16"}, "torch_version": "2.1.0"}),
+    ("sdxl", 1024, "A100", 9173.0, {"dtype": "bfloat16", "components": {"vae": "bfloat16"}, "torch_version": "2.2.0"}),
+    ("sdxl", 1024, "A100", 17230.8, {"dtype": "float32", "torch_version": "2.2.0"}),
+)
+
+
+@pytest.mark.parametrize("name, side, gpu, measured, given", PUBLISHED_2_1_AND_2_2)
+def test_published_peaks_of_older_releases(name, side, gpu, measured, given):
+    p = predict_pipeline(name, side, side, gpu=gpu, **given)
+    assert max(phase.allocated for phase in p.result.phases) == pytest.approx(measured * (1 << 20), rel=0.003)
+    assert p.notes[0].startswith("PyTorch 2.4 for 2.")
 
 
 def test_a_build_that_runs_is_named_and_is_the_usual_one():

@@ -43,9 +43,9 @@ os : str
 cudnn_version, torch_version : str, optional
     The versions that run, such as ``"9.10.2"`` and ``"2.9.1+cu128"``. The defaults are 2.7.1+cu128 and its cuDNN,
     9.7.1. That build has no kernels for Volta, whose defaults are 2.7.1+cu126 and 9.5.1. A `torch_version` without a
-    CUDA build, ``"2.7.1"``, is PyPI's.
-    Some versions (below 9.8) could not be queried. The nearest version with data then stands in, as `Prediction.band`
-    and `Prediction.substitutions` say.
+    CUDA build, ``"2.7.1"``, is PyPI's: ``"2.7.1+cu126"``. Releases from 1.13 on have answers; the operators of 2.4
+    stand for older ones. Some versions of cuDNN (below 9.8) could not be queried. The nearest version with data then
+    stands in, as `Prediction.band` and `Prediction.substitutions` say.
 diffusers_version : str, optional
     The release of diffusers, from ``"0.33.0"`` to ``"0.42.1"``; the default is 0.42. When SDXL's VAE is converted to
     float32, a decode's first blocks stay in half precision before 0.36. Before 0.37 ``channels_last`` takes more

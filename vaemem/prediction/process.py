@@ -19,7 +19,13 @@ from vaemem.prediction.held import LoadedVAE, Tensor, addresses_of, arch_key
 from vaemem.prediction.passing import FIRST
 from vaemem.prediction.runtimes import RUNTIMES, WAN, architecture, diffusers_release
 from vaemem.prediction.snapshot import CachingAllocator
-from vaemem.prediction.workspace import cudnn_attention, torch_for, torch_release, workspace_on
+from vaemem.prediction.workspace import (
+    cudnn_attention,
+    torch_for,
+    torch_release,
+    torch_substitution,
+    workspace_on,
+)
 
 Workspaces = tuple[int, ...]  # bytes of each of a process's convolutions
 PhaseBytes = tuple[int, int]  # of a phase: bytes that its reading leaves out, and bytes of its reading that are exact
@@ -220,13 +226,13 @@ class SimulatedProcess:
 
     @property
     def substitutions(self) -> tuple[str, ...]:
-        """Substitutes for the requested cuDNN and GPU (a given `workspace` names its own), and for workspaces that the
-        card could not give."""
+        """Substitutes for the requested PyTorch, cuDNN and GPU (a given `workspace` names its own), and for workspaces
+        that the card could not give."""
         smaller, pooled = self._core.refused, self.allocator._settings()["driver_pool"]
         fallback = f"0 bytes for cuDNN's next plan if a workspace does not fit ({smaller} of the convolutions)"
         pool = "a pool of the driver's that wastes nothing"
-        said = getattr(self.workspace, "substitutions", ())
-        return (*said, *([fallback] if smaller else []), *([pool] if pooled else []))
+        said, older = getattr(self.workspace, "substitutions", ()), torch_substitution(self.torch_version)
+        return (*[older] * bool(older), *said, *([fallback] if smaller else []), *([pool] if pooled else []))
 
     # ---- actions ----
 

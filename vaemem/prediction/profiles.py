@@ -120,10 +120,10 @@ class Conv(NamedTuple):
 
 def version_number(version: str) -> int:
     """Return 10000 * major + 100 * minor + patch of ``"9.10.2"``; ignore a fourth part. ValueError for anything but a
-    version of cuDNN 9: only its heuristics were recorded."""
+    version of cuDNN 8 or 9. Only the heuristics of 9 were recorded; they stand for those of 8."""
     number = _version_number(version) if isinstance(version, str) else None
     if number is None:
-        raise ArgumentError("cudnn_version", "a version of cuDNN 9 such as '9.10.2'", repr(version))
+        raise ArgumentError("cudnn_version", "a version of cuDNN 8 or 9 such as '9.10.2'", repr(version))
     return number
 
 
@@ -134,8 +134,8 @@ def number_of(version: str | None) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _version_number(version: str) -> int | None:
-    match = re.fullmatch(r"9\.(\d{1,2})(?:\.(\d{1,2})(?:\.\d+)?)?", version)
-    return 90000 + 100 * int(match[1]) + int(match[2] or 0) if match else None
+    match = re.fullmatch(r"([89])\.(\d{1,2})(?:\.(\d{1,2})(?:\.\d+)?)?", version)
+    return 10000 * int(match[1]) + 100 * int(match[2]) + int(match[3] or 0) if match else None
 
 
 def sizes(conv: Conv) -> dict[str, int]:

@@ -36,8 +36,14 @@ from vaemem.prediction.profiles import (
 from vaemem.prediction.runtimes import DEFAULT_TORCH
 
 # The cuDNN of PyTorch's wheels for Linux, by release and CUDA build: first PyPI's build (from its package metadata),
-# then the builds of download.pytorch.org (the release branches' generate_binary_build_matrix.py).
+# then the builds of download.pytorch.org (the release branches' generate_binary_build_matrix.py, and before 2.4
+# common/install_cuda.sh of pytorch/builder).
 CUDNN_OF_TORCH = {
+    "1.13": {"cu117": "8.5.0", "cu116": "8.3.2"},
+    "2.0": {"cu117": "8.5.0", "cu118": "8.7.0"},
+    "2.1": {"cu121": "8.9.2", "cu118": "8.7.0"},
+    "2.2": {"cu121": "8.9.2", "cu118": "8.7.0"},
+    "2.3": {"cu121": "8.9.2", "cu118": "8.7.0"},
     "2.4": {"cu121": "9.1.0", "cu118": "9.1.0", "cu124": "9.1.0"},
     "2.5": {"cu124": "9.1.0", "cu118": "9.1.0", "cu121": "9.1.0"},
     "2.6": {"cu124": "9.1.0", "cu118": "9.1.0", "cu126": "9.5.1"},
@@ -56,10 +62,13 @@ CUDNN_OF_TORCH = {
 # torch.cuda.get_arch_list() of some). Each major version between them has kernels, which also run on its later minor
 # versions. No build has PTX for older cards: it has only 12.0's, which cannot run on earlier cards.
 KERNELS = {
+    **dict.fromkeys(("cu116", "cu117"), (70, 89)),
     **dict.fromkeys(("cu118", "cu121", "cu124", "cu126"), (70, 90)),
     **dict.fromkeys(("cu128", "cu129"), (70, 120)),
     **dict.fromkeys(("cu130", "cu132"), (75, 120)),
 }
+OLDEST_TORCH = 2, 4  # the oldest release with known operators. They stand for the older releases' operators.
+SDPA_TORCH = 2, 0  # the first release with scaled_dot_product_attention
 WITHOUT_VOLTA = {("2.7", "cu128"), ("2.11", "cu128")}  # pytorch/pytorch#157517 brought it back, #172352 ended it
 
 
@@ -96,6 +105,15 @@ def torch_release(version: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def torch_substitution(version: str) -> str:
+    """Return the note on the release that stands for an older one; "" if its own operators are known."""
+    release = torch_release(version)
+    if release >= OLDEST_TORCH:
+        return ""
+    lacks = ", which has no scaled_dot_product_attention" if release < SDPA_TORCH else ""
+    return f"PyTorch {'.'.join(map(str, OLDEST_TORCH))} for {version}{lacks}"
+
+
 def cudnn_of_torch(version: str) -> str:
     """Return the cuDNN of a build of PyTorch; ValueError if it is unknown."""
     release, build = torch_build(version)
@@ -122,7 +140,8 @@ def _has_kernels(gpu: Gpu, release: str, build: str) -> bool:
 
 
 def torch_for(gpu: Gpu, version: str | None) -> str:
-    """Return the given version, or the default release's first build that runs on the card.
+    """Return the version with its build: ``"2.7.1+cu126"`` for ``"2.7.1"``, which means PyPI's build everywhere. None
+    means the default release's first build that runs on the card.
 
     Raises
     ------
@@ -139,7 +158,8 @@ def torch_for(gpu: Gpu, version: str | None) -> str:
     release, build = torch_build(DEFAULT_TORCH if version is None else version)
     builds = CUDNN_OF_TORCH[release]
     if build not in builds or _has_kernels(gpu, release, build):
-        return DEFAULT_TORCH if version is None else version
+        version = DEFAULT_TORCH if version is None else version
+        return version if "+" in version else f"{version}+{build}"
     others = [other for other in builds if _has_kernels(gpu, release, other)]
     if version is None:
         return f"{DEFAULT_TORCH.partition('+')[0]}+{others[0]}"
