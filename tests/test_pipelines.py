@@ -229,7 +229,7 @@ def test_bitsandbytes_quantises_matrix_by_matrix_as_it_loads(kind):
 
 def test_a_quantised_file_is_loaded_to_the_cpu_unless_it_is_said():
     """Offloaded by model, two components in nf4 never lie on the card together then; loaded on the card they do."""
-    asked = {"height": 1024, "width": 1024, "gpu": "RTX 3060", "offload": "model"}
+    asked = {"height": 1024, "width": 1024, "gpu": "RTX 3080", "memory": "10 GB", "offload": "model"}
     found = {
         place: predict_pipeline("flux", **asked, components=dict.fromkeys(LARGE, f"nf4{place}"))
         for place in ("", " on cpu", " on cuda", " kept on cuda", " from bfloat16", " from bfloat16 on cpu")
@@ -250,8 +250,7 @@ def test_a_quantised_file_is_loaded_to_the_cpu_unless_it_is_said():
     assert all(one.weights >= both for one in kept.phases[1:]) and kept.host == default.host - both
     assert [sum("loaded with device_map='cpu'" in note for note in one.notes) for one in (default, there)] == [2, 0]
     assert all(part.file_bytes == part.nbytes for part in default.parts.values())
-    larger = [quantised.parts[role].file_bytes > 2 * default.parts[role].nbytes for role in LARGE]
-    assert larger == [True, False], "T5's wo is float32 in both"
+    assert all(quantised.parts[role].file_bytes > 2 * default.parts[role].nbytes for role in LARGE)
 
 
 def test_any_component_may_be_loaded_on_the_card():

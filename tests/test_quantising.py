@@ -18,8 +18,8 @@ from vaemem.engine.weights import tensor_types
 from vaemem.pipelines.components import PIPELINES
 from vaemem.pipelines.pipeline_parts import Part, parts_of
 from vaemem.pipelines.programs import Weight, load_program
-from vaemem.pipelines.quantising import BITSANDBYTES, SCHEMES, SIXTEEN_BITS, UNPACKING, LinearLayer, layer_working
-from vaemem.pipelines.storage import Stored, loaded, stored, tensor_bytes
+from vaemem.pipelines.quantising import SCHEMES, SIXTEEN_BITS, UNPACKING, LinearLayer, layer_working
+from vaemem.pipelines.storage import Stored, loaded, rule_of, stored, tensor_bytes
 
 # Of a linear layer with 384 outputs, 512 inputs and 200 rows in bfloat16, by bitsandbytes 0.50.2, torchao 0.18.0 and
 # optimum-quanto 0.2.7: the stored tensors, and the most bytes that a call holds, with a bias and without one.
@@ -50,7 +50,7 @@ def layer_of(type, outputs, inputs, rows):
                 if given.lives and earlier + given.lives == number:
                     live.pop(earlier)
         peaks.append(max(most, sum(live.values()) + 2 * outputs * rows))
-    (held,) = stored([("weight", (outputs, inputs))], type, "bitsandbytes" if type in BITSANDBYTES else "libraries")
+    (held,) = stored([("weight", (outputs, inputs))], type, rule_of(type, 42))
     assert held.bytes == tensor_bytes((outputs, inputs), type) == sum(held.pieces)
     return [sorted(held.pieces, reverse=True), *peaks]
 
@@ -68,6 +68,26 @@ def test_layers_as_the_libraries_run_them():
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     measured = [*map(json.loads, run.stdout.splitlines())]
     assert measured == [{type: layer_of(type, *one) for type in MEASURED} for one in sizes]
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="torchao is not installed (make quantised)")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_text_encoders_as_transformers_quantises_them(dtype):
+    command = [sys.executable, Path(__file__).with_name("quantised_text_encoders.py"), dtype]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    for type, (weights, sizes) in json.loads(run.stdout.splitlines()[-1]).items():
+        held = stored(weights, type, rule_of(type, 42), dtype)
+        counted = 2 if type == "qint8" else None  # not the two scales of activations, which are buffers
+        assert {one.name: sum(one.pieces[:counted]) for one in held} == sizes
+
+
+def test_t5_in_bfloat16():
+    """The bytes of FLUX.1's T5: its wo, 24 matrices of 4096x10240, stay in bfloat16 with transformers 5."""
+    for type, mib in (("nf4", 4115.4), ("int8wo", 4672.1), ("qint8", 5629.1)):
+        found = predict_pipeline("flux", 1024, 1024, gpu="RTX 4090", components={"text_encoder_2": type})
+        assert found.parts["text_encoder_2"].nbytes / 2**20 == pytest.approx(mib, abs=0.05)
+    wan = predict_pipeline("wan-1.3b", 480, 832, gpu="RTX 4090", components={"text_encoder": "nf4"})
+    assert {one.type for one in wan.parts["text_encoder"].weights} == {"nf4", "bfloat16"}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

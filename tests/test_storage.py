@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from vaemem.engine.weights import tensor_types
 from vaemem.pipelines import programs
 from vaemem.pipelines.components import weights_of
-from vaemem.pipelines.storage import GGML, RULES, TYPES, Stored, stored, tensor_bytes
+from vaemem.pipelines.storage import GGML, RULES, TYPES, Stored, rule_of, stored, tensor_bytes
 
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
@@ -26,8 +26,12 @@ def on_meta(build, *args, **kwargs):
         return build(*args, **kwargs)
 
 
-def inventory(module) -> list[tuple[str, tuple[int, ...]]]:
-    return [(name, tuple(tensor.shape)) for name, tensor in module.named_parameters()]
+def inventory(module) -> list[tuple[str, tuple[int, ...], str]]:
+    kept = [f".{name}." for name in getattr(module, "_keep_in_fp32_modules", None) or ()]
+    return [
+        (name, tuple(tensor.shape), "kept" if any(one in name for one in kept) else "run")
+        for name, tensor in module.named_parameters()
+    ]
 
 
 def flux(**settings):
@@ -87,7 +91,7 @@ def test_tables_of_positions_stay_as_they_are(name, type, rule):
 
 
 @pytest.mark.parametrize(
-    ("type", "rule"), [("nf4", "bitsandbytes"), ("int8wo", "libraries"), ("fp8", "layerwise"), ("Q4_K", "comfyui-gguf")]
+    ("type", "rule"), [("nf4", "bitsandbytes"), ("int8wo", "torchao"), ("fp8", "layerwise"), ("Q4_K", "comfyui-gguf")]
 )
 def test_chromas_table_of_modulations_stays_as_it_is(type, rule):
     """A matrix that is no layer's weight."""
@@ -147,10 +151,26 @@ def test_bitsandbytes_takes_linear_layers_alone(build):
     module = build()
     linear = {f"{name}.weight" for name, part in module.named_modules() if isinstance(part, torch.nn.Linear)}
     by_type = {tensor.name: tensor.type for tensor in stored(inventory(module), "nf4", "bitsandbytes")}
-    single = {name for name, kind in by_type.items() if kind == "float32"}
-    assert single == ({name for name in linear if ".wo." in name} if build is t5 else set())
-    assert {name for name, kind in by_type.items() if kind == "nf4"} == linear - single
-    assert set(by_type.values()) <= {"nf4", "bfloat16", "float32"}
+    kept = {name for name in linear if ".wo." in name}
+    assert {name for name, kind in by_type.items() if kind == "nf4"} == linear - kept
+    assert set(by_type.values()) <= {"nf4", "bfloat16"} and bool(kept) == (build is t5)
+
+
+@pytest.mark.parametrize(
+    ("type", "release", "in_bfloat16", "in_float16"),
+    [
+        ("nf4", 42, "bfloat16", "float32"), ("nf4", 34, "float32", "float32"),
+        ("int8", 42, "bfloat16", "float32"), ("int8", 34, "float32", "float32"),
+        ("int8wo", 42, "int8wo", "int8wo"), ("int8wo", 34, "bfloat16", "float32"),
+        ("qint8", 42, "bfloat16", "float32"), ("qint8", 34, "bfloat16", "float32"),
+    ],
+)  # fmt: skip
+def test_t5s_second_layer_by_library_and_release(type, release, in_bfloat16, in_float16):
+    """Measured: small T5s and UMT5s loaded by transformers 5.23.0 and 4.57.6. tests/test_quantising.py repeats the
+    first."""
+    for dtype, expected in (("bfloat16", in_bfloat16), ("float16", in_float16)):
+        held = stored(inventory(t5()), type, rule_of(type, release), dtype)
+        assert {one.type for one in held if ".wo." in one.name} == {expected}
 
 
 @pytest.mark.parametrize("build", [flux, unet, sd3, pixart])

@@ -33,7 +33,7 @@ from vaemem.pipelines.quantising import (
     UNPACKING,
     layer_working,
 )
-from vaemem.pipelines.storage import GGML, RULES, SPELT, Stored, loaded, stored
+from vaemem.pipelines.storage import GGML, RULES, SPELT, Stored, loaded, rule_of, stored
 from vaemem.prediction.gpus import Gpu
 from vaemem.prediction.passing import (
     BY_ACCELERATE,
@@ -255,13 +255,13 @@ class Part:
     def working(self) -> dict[str, list[tuple[Any, ...]]]:
         """{submodule: [(name, bytes, row_bytes, row_flops, lives)]}, as of `Passing`: the tensors that a call takes
         because weights are stored in another type than that of the computation."""
-        names = {weight.name for weight in weights_of(self.component)}
+        dtypes = {weight.name: weight.type_in(self.dtype) for weight in weights_of(self.component)}
         found = dict[str, list[tuple[Any, ...]]]()
         for name, shape, type in self._packed():
-            has_bias = name.removesuffix("weight") + "bias" in names
+            has_bias = name.removesuffix("weight") + "bias" in dtypes
             found[name] = [
                 (one.name, one.bytes, one.row_bytes, 2 * math.prod(shape) if one.row_bytes else 0, one.lives)
-                for one in layer_working(type, shape, self.dtype, has_bias)
+                for one in layer_working(type, shape, dtypes.get(name, self.dtype), has_bias)
             ]
         return self._by_module({name: tensors for name, tensors in found.items() if tensors})
 
@@ -342,7 +342,7 @@ def _check_gguf(what: str, role: str, component: str, type: str, got: str) -> No
         raise ArgumentError(what, f"{', '.join(RULES['diffusers-gguf'].types)}: diffusers unpacks no other", got)
 
 
-def _part(role: str, component: str, dtype: str, given: Any, upcast: bool) -> Part:
+def _part(role: str, component: str, dtype: str, given: Any, upcast: bool, release: int) -> Part:
     """Return a component's weights in a type, or as in a file, with their place of loading and their source."""
     is_module, place, source, what = not is_vae(component), "", "", f"components[{role!r}]"
     if isinstance(given, str) and not os.path.exists(given) and (spoken := _SPOKEN.fullmatch(given)):
@@ -373,13 +373,10 @@ def _part(role: str, component: str, dtype: str, given: Any, upcast: bool) -> Pa
         got = f"'{given} {place}'"
         raise ArgumentError(what, f"{given} without a place: diffusers loads and quantises it on the CPU", got)
     source = meant(what, source, DTYPES) if source else ""
-    # Without a file, this runtime's rule chooses the tensors for a type.
-    rule = "layerwise" if given == "fp8" else "bitsandbytes" if given in BITSANDBYTES else "all"
-    rule = "libraries" if given in SIXTEEN_BITS else rule
-    rule = "diffusers-gguf" if given in GGML else rule
     if given in DTYPES:  # it computes in its stored type
         dtype, upcast = given, upcast and given == "float16"
-    return _typed(role, component, dtype, given, rule, upcast, place, source)
+    # Without a file, this runtime's rule chooses the tensors for a type.
+    return _typed(role, component, dtype, given, rule_of(given, release), upcast, place, source)
 
 
 def parts_of(
@@ -397,7 +394,7 @@ def parts_of(
         given = components.get(role, None if role in pipeline.optional else usual)
         if given not in (None, "none"):
             upcast = role == "vae" and pipeline.upcasts and role not in components
-            parts.append(_part(role, programs.older(component, release), dtype, given, upcast))
+            parts.append(_part(role, programs.older(component, release), dtype, given, upcast, release))
         elif role not in (*pipeline.encoders, *pipeline.optional):
             raise ArgumentError("components", f"a type or a file for {role}", "None")
     named = {part.role: weights_of(part.component) for part in parts if not is_vae(part.component)}

@@ -210,9 +210,11 @@ SCHEMES = {
         ), LinearLayer.product, "QuantoConfig", 'weights_dtype="int4"', columns=GROUP, sm=80, is_sent=False,
     ),
 }  # fmt: skip
-BITSANDBYTES = tuple(name for name, scheme in SCHEMES.items() if scheme.config == "BitsAndBytesConfig")
-# torchao's and quanto's, which compute in 16 bits.
-SIXTEEN_BITS = tuple(name for name in SCHEMES if name not in BITSANDBYTES)
+BITSANDBYTES, TORCHAO, QUANTO = (
+    tuple(name for name, scheme in SCHEMES.items() if scheme.config == f"{library}Config")
+    for library in ("BitsAndBytes", "TorchAo", "Quanto")
+)
+SIXTEEN_BITS = (*TORCHAO, *QUANTO)  # they compute in 16 bits
 # Names of kernels and compilers that are not predicted.
 FOREIGN = {
     "svdquant": "SVDQuant uses Nunchaku's own kernels, and their memory is not known",

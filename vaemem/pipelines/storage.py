@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 from vaemem._common import choose, distinct
 from vaemem._errors import ArgumentError
 from vaemem.engine.file_tensors import BLOCKS, QUANTISED
-from vaemem.pipelines.programs import Weight
-from vaemem.pipelines.quantising import BITSANDBYTES, SCHEMES, SIXTEEN_BITS, UNPACKING
+from vaemem.pipelines.programs import LAST_OLDER, Weight
+from vaemem.pipelines.quantising import BITSANDBYTES, QUANTO, SCHEMES, TORCHAO, UNPACKING
 
-__all__ = ["RULES", "TYPES", "Stored", "loaded", "stored", "tensor_bytes"]
+__all__ = ["RULES", "TYPES", "Stored", "loaded", "rule_of", "stored", "tensor_bytes"]
 
 
 GGML = tuple(QUANTISED)
@@ -121,6 +121,9 @@ _NOT_PACKED = (
     rf"{_FLUX_ENDS}|(class|time|add)_embedding\.|time_embed\.|label_emb\.|^conv_in\.|^conv_out\.|^input_blocks\.0\.0\."
     r"|^out\.2\.|t_embedder\.|x_embedder\.|cap_embedder\.|context_refiner\.|noise_refiner\.|pos_embed|mod_proj"
 )
+# Names of tables and heads that no library quantises, and of the layers in transformers' _keep_in_fp32_modules.
+_UNQUANTISED = rf"(^|\.)lm_head\.|pos_embed|scale_shift_table|mod_proj|{EMBEDDINGS}"
+_KEPT = r"\.DenseReluDense\.wo\."
 RULES = {
     "all": _Rule(
         "every tensor, as module.to(dtype) and checkpoints in one dtype have it", tuple(PLAIN), (0, 1, 2, 3, 4, 5),
@@ -134,16 +137,28 @@ RULES = {
         biases=True,
     ),
     "bitsandbytes": _Rule(
-        "diffusers and transformers with BitsAndBytesConfig (_replace_with_bnb_linear): every nn.Linear's weight; the"
-        " head stays (get_keys_to_not_convert), and T5's wo in float32 (_keep_in_fp32_modules)",
-        BITSANDBYTES, (2,), rf"(^|\.)lm_head\.|pos_embed|scale_shift_table|mod_proj|{EMBEDDINGS}",
-        single=r"\.DenseReluDense\.wo\.",
+        "diffusers and transformers 5 with BitsAndBytesConfig (_replace_with_bnb_linear): every nn.Linear's weight; the"
+        " head stays (get_keys_to_not_convert), and so do layers of _keep_in_fp32_modules: T5's and UMT5's wo",
+        BITSANDBYTES, (2,), f"{_UNQUANTISED}|{_KEPT}",
     ),
-    "libraries": _Rule(
-        "diffusers and transformers with TorchAoConfig and QuantoConfig: every nn.Linear's weight, as by bitsandbytes;"
-        " matrices with sides that the kernels do not take stay (torchao/quantization/quant_api.py)",
-        SIXTEEN_BITS, (2,), rf"(^|\.)lm_head\.|pos_embed|scale_shift_table|mod_proj|{EMBEDDINGS}",
-        single=r"\.DenseReluDense\.wo\.",
+    "bitsandbytes, transformers 4": _Rule(
+        "the same with transformers 4.51 to 4.57, whose quantizers set use_keep_in_fp32_modules: wo in float32",
+        BITSANDBYTES, (2,), _UNQUANTISED, single=_KEPT,
+    ),
+    "torchao": _Rule(
+        "diffusers and transformers 5 with TorchAoConfig: every nn.Linear's weight, also T5's wo, because"
+        " should_convert_module gets the weight's name, which does not end in wo; the head stays, and so do matrices"
+        " with sides that the kernels do not take (torchao/quantization/quant_api.py)",
+        TORCHAO, (2,), _UNQUANTISED,
+    ),
+    "torchao, transformers 4": _Rule(
+        "the same with transformers 4.51 to 4.57, which compare parts of names: wo stays",
+        TORCHAO, (2,), f"{_UNQUANTISED}|{_KEPT}",
+    ),
+    "quanto": _Rule(
+        "diffusers and transformers with QuantoConfig (replace_with_quanto_layers): as with bitsandbytes; matrices that"
+        " the kernels do not take stay",
+        QUANTO, (2,), f"{_UNQUANTISED}|{_KEPT}",
     ),
     "comfyui-gguf": _Rule(
         "ComfyUI-GGUF's tools, convert.py (it flattens a UNet's tensors) and lcpp.patch (for llama-quantize): matrices"
@@ -169,6 +184,15 @@ RULES = {
         GGML, (2,), r"relative_attention_bias\.", vectors="float32", odd="float16", embeddings="Q6_K",
     ),
 }  # fmt: skip
+
+
+def rule_of(type: str, release: int) -> str:
+    """Name the rule by which diffusers and transformers store a type without a file. release: diffusers', 42 for 0.42;
+    up to `LAST_OLDER` transformers is taken to be 4."""
+    old = ", transformers 4" if release <= LAST_OLDER else ""
+    rules = {"layerwise": ["fp8"], f"bitsandbytes{old}": BITSANDBYTES, f"torchao{old}": TORCHAO, "quanto": QUANTO,
+             "diffusers-gguf": GGML}  # fmt: skip
+    return next((rule for rule, types in rules.items() if type in types), "all")
 
 
 class Stored(NamedTuple):
@@ -282,7 +306,7 @@ def _store(tensor: Weight, shapes: dict[str, tuple[int, ...]], type: str, rule: 
     if dims == 1 and 1 not in rule.dims:
         return _as(tensor, rule.vectors or dtype)
     if dims not in rule.dims or re.search(rule.keeps, goes):
-        return _as(tensor, (rule.images if dims == 4 else None) or dtype)
+        return _as(tensor, (rule.images if dims == 4 else None) or tensor.type_in(dtype))
     if rule.embeddings and type != "Q8_0" and re.search(EMBEDDINGS, name):
         type = rule.embeddings
     together, _ = BLOCKS.get(type, (1, 0))
