@@ -73,8 +73,8 @@ def plan_pipeline(
     runtime : {"diffusers", "sd.cpp", "mlx"}
         sd.cpp is stable-diffusion.cpp with CUDA (`vaemem.sdcpp.running`). Its `components` are ggml types such as
         ``"Q8_0"`` (the default of FLUX and Z-Image), sizes such as ``"6.8 GiB"``, or files. With mlx, `memory` is the
-        Mac's, and Metal is assumed to get two thirds. An mlx plan covers the denoiser's weights and the decode
-        (`vaemem.pipelines.ways_mlx`), without seconds.
+        Mac's, and Metal is assumed to get two thirds. An mlx plan is for mflux. It covers all weights and the decode
+        (`vaemem.pipelines.ways_mlx`), without other activations and seconds.
     prompt_tokens, guidance, image, steps : shared
     dtype of a pipeline : shared
     components, lora : shared
@@ -92,7 +92,7 @@ def plan_pipeline(
     flash : bool
         Whether stable-diffusion.cpp runs with ``--diffusion-fa``.
     cache_limit : int or str, optional
-        Memory that MLX's allocator may keep.
+        Freed memory that MLX's allocator may keep, by ``--mlx-cache-limit-gb``.
     link : str
         The link between host and card, such as ``"PCIe 4.0 x16"``, by its name in `vaemem.prediction.seconds`.
     cpu : str
@@ -146,9 +146,13 @@ def plan_pipeline(
         if memory is None:
             raise ArgumentError("memory", "the memory of the Mac, such as '16 GB'", "None")
         share, of = ways_mlx.WORKING_SET
-        role, limit = known.denoiser, None if cache_limit is None else parse_size("cache_limit", cache_limit, least=0)
-        weights = weights_bytes(role, known.parts[role], components.get(role, known.dtype))
-        ways = ways_mlx.mlx_ways(known.parts["vae"], height, width, weights, limit)
+        limit = None if cache_limit is None else parse_size("cache_limit", cache_limit, least=0)
+        sizes = {
+            role: weights_bytes(role, known.parts[role], components.get(role, known.dtype))
+            for role in (*known.encoders, known.denoiser)
+        }
+        denoiser = sizes.pop(known.denoiser)
+        ways = ways_mlx.mlx_ways(known.parts["vae"], height, width, sum(sizes.values()), denoiser, limit)
         return PipelinePlan(f"{title} on a Mac of {memory}", ways, Room(sold(memory) * share // of), safe=safe)
     from vaemem.sdcpp import running  # half of this module's import
 

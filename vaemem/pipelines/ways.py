@@ -141,11 +141,11 @@ class PipelinePlan(Shown):
     --------
     >>> plan = plan_pipeline("sd15", 1536, 1536, memory="16 GB", runtime="mlx")
     >>> plan.recommended.way.name
-    'whole VAE, denoiser kept, bfloat16'
-    >>> plan["decoder only, denoiser unloaded, float32"].summary
+    '--vae-tiling'
+    >>> plan["mflux without options"].summary
     'runs out in decode, ... short'
     >>> print(plan)
-    Take whole VAE, denoiser kept, bfloat16. It is the plainest of ...
+    Take --vae-tiling. It is the plainest of ...
     """
 
     def __init__(
@@ -304,7 +304,7 @@ class PipelinePlan(Shown):
         Examples
         --------
         >>> plan_pipeline("sd15", 1536, 1536, memory="16 GB", runtime="mlx").rows()[0]["way"]
-        'whole VAE, denoiser kept, bfloat16'
+        'mflux without options'
         """
         best, rows = self.recommended, []
         for one in self.outcomes:

@@ -1,17 +1,24 @@
-"""Predict MLX's memory for decoding on Apple Silicon, as far as its sources show it.
+"""Predict the memory of mflux, which runs diffusers' models with MLX on Apple Silicon.
 
-Weights, the tensors of each convolution and the work space that MLX's Metal backend makes for it are known: they are
-sizes in mlx/backend/metal/conv.cpp (read at 029bf18, of 2024, and at 846d176, of August 2026; both agree for these
-convolutions from 512x512 up). The scores of the attention are known too, because MLX has no fused kernel with one head
-of 512 (scaled_dot_product_attention.cpp). Some facts are unknown: how many tensors of a lazily evaluated graph live at
-once, the memory of unfinished command buffers and of a running transformer, and all times. So a peak here is the least,
-with MLX's graph evaluated block by block.
+MLX evaluates a decode's whole graph at once. The CPU encodes operations into command buffers, and allocates outputs and
+work space as it encodes. The GPU follows, and memory is free again when its last command buffer is done. MLX stops
+encoding while ten command buffers are unfinished, or while more than its memory limit is in use. In a large decode each
+operation fills a command buffer, so the memory of eleven operations lives at once (`_MetalQueue`). All this was read in
+MLX at 846d176, of August 2026: mlx/transforms.cpp and eval.cpp, device.cpp, conv.cpp and allocator.cpp of its Metal
+backend. Convolutions from 512x512 up are the same at 029bf18, of 2024.
+
+mflux's decoders of FLUX.1 and FLUX.2 normalise in float32. Its published peaks of FLUX.2 klein agree within 2%
+(tests/test_mlx.py). Other VAEs are assumed to run the same operations. The activations of denoisers and text encoders
+are unknown, and so are all times.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from vaemem import _core
@@ -21,10 +28,15 @@ from vaemem.prediction.planned import Phase, Way
 
 # Winograd's F(6x6, 3x3): 64 numbers for each tile of 6 x 6 outputs.
 WINOGRAD_TILE, WINOGRAD_NUMBERS = 6, 64
+# Unfinished command buffers: MAX_ACTIVE_TASKS in transforms.cpp.
+IN_FLIGHT = 10
+# A command buffer of an M Max or Ultra ends after more kernels or numbers than these (device.cpp). On other chips it
+# ends after 40, so less of a small decode lives at once.
+BUFFER_KERNELS, BUFFER_NUMBERS = 50, 50 << 20
 
 
 class MetalConv(NamedTuple):
-    """A convolution of the decoder: name, height, width, channels in and out, kernel, and numbers held meanwhile."""
+    """A convolution of the decoder: name, height, width, channels in and out, and kernel."""
 
     name: str
     height: int
@@ -32,7 +44,6 @@ class MetalConv(NamedTuple):
     c: int
     k: int
     r: int
-    held: int
 
 
 def workspace(conv: MetalConv, dtype: str, lowering: str = "mlx") -> int:
@@ -50,50 +61,138 @@ def workspace(conv: MetalConv, dtype: str, lowering: str = "mlx") -> int:
 
     Examples
     --------
-    >>> full = MetalConv("a 3x3 of 128 channels", 1536, 2304, 128, 128, 3, 0)
+    >>> full = MetalConv("a 3x3 of 128 channels", 1536, 2304, 128, 128, 3)
     >>> [round(workspace(full, dtype, "im2col") / 2**30, 1) for dtype in ("bfloat16", "float32")]
     [7.6, 15.2]
     >>> [round(workspace(full, dtype) / 2**30, 1) for dtype in ("bfloat16", "float32")]
     [3.8, 7.7]
     """
+    return ELEMENT_BYTES[dtype] * sum(_scratch(conv, lowering))
+
+
+def _scratch(conv: MetalConv, lowering: str) -> tuple[int, ...]:
+    """List the numbers of each buffer of a convolution's work space."""
     choose("lowering", lowering, ("mlx", "im2col"))
-    element = ELEMENT_BYTES[dtype]
     if lowering == "im2col":
-        return element * conv.height * conv.width * conv.r * conv.r * conv.c
+        return (conv.height * conv.width * conv.r * conv.r * conv.c,)
     is_large = conv.c + conv.k >= 256 and conv.height * conv.width >= 4096
     if conv.r != 3 or conv.c % 32 or conv.k % 32 or not is_large:
-        return 0
+        return ()
     rows, columns = (-(-side // WINOGRAD_TILE) for side in (conv.height, conv.width))
     padded = (WINOGRAD_TILE * rows + 2) * (WINOGRAD_TILE * columns + 2) * conv.c
-    turned = WINOGRAD_NUMBERS * (rows * columns * (conv.c + conv.k) + conv.c * conv.k)
-    return element * (padded + turned)
+    tiles = WINOGRAD_NUMBERS * rows * columns
+    return WINOGRAD_NUMBERS * conv.c * conv.k, tiles * conv.c, tiles * conv.k, padded
 
 
 def convs(model: str, height: int, width: int) -> Iterator[MetalConv]:
-    """List the decoder's convolutions in order, each with the numbers that its block holds in addition."""
+    """List the decoder's convolutions in order."""
     choose("model", model, _core.models())
     trace = _core.Trace.vae(_core.models()[model], "diffusers", "decode", "bfloat16", height, width)
-    held = 0
     for op, index, _, name in trace.steps:
         name = name.removesuffix(" [workspace]").removesuffix(".conv")
         if op == "conv" and name.startswith("decoder."):
             _, _, c, h, w, k, r = trace.convs[index][:7]
             assert isinstance(r, int)
-            if not name.endswith(".conv2"):  # conv2 keeps the numbers that wait for the end of the block, as conv1 does
-                held = h * w * {"conv1": c, "conv_shortcut": k}.get(name.rpartition(".")[2], 0)
-            yield MetalConv(name, h, w, c, k, r, held)
+            yield MetalConv(name, h, w, c, k, r)
 
 
-class _LeastDecode(NamedTuple):
-    """The least memory of a decode without weights: bytes of work space and in all, and the convolution."""
+@dataclass(eq=False)
+class _Buffer:
+    """A buffer: its numbers and bytes, its holders (arrays and command buffers), and whether it is work space."""
+
+    numbers: int
+    size: int
+    holders: int = 1
+    is_scratch: bool = False
+
+
+class _DecodePeak(NamedTuple):
+    """The peak of a decode without weights: bytes of work space and in all, and the layer that is being encoded."""
 
     at: str
     workspace: int
     total: int
 
 
-def decode(model: str, height: int, width: int, dtype: str = "bfloat16", lowering: str = "mlx") -> _LeastDecode:
-    """Compute the least memory for MLX to decode one image, without weights.
+class _MetalQueue:
+    """Play MLX's evaluation of a graph, with at most `in_flight` unfinished command buffers. With 0, each operation is
+    done before the next one begins."""
+
+    def __init__(self, element: int, in_flight: int) -> None:
+        self.element, self.in_flight, self.at = element, in_flight, ""
+        self.peak = _DecodePeak("", 0, 0)
+        self._live: set[_Buffer] = set()
+        self._unfinished: deque[list[_Buffer]] = deque()
+        self._held: list[_Buffer] = []  # by the command buffer that is being encoded
+        self._seen: set[_Buffer] = set()  # the buffers that its kernels read and write
+        self._kernels = 0
+
+    def allocate(self, numbers: int, element: int = 0, is_scratch: bool = False) -> _Buffer:
+        made = _Buffer(numbers, numbers * (element or self.element), is_scratch=is_scratch)
+        self._live.add(made)
+        total = sum(one.size for one in self._live)
+        if total > self.peak.total:
+            self.peak = _DecodePeak(self.at, sum(one.size for one in self._live if one.is_scratch), total)
+        return made
+
+    def encode(
+        self, *reads: _Buffer, numbers: int = 0, element: int = 0, keep: bool = False, scratch: tuple[int, ...] = (),
+    ) -> _Buffer:  # fmt: skip
+        """Encode an operation and return its output. Without `numbers`, it is written over the first input. The graph's
+        hold on the inputs passes to the command buffer, unless the graph keeps them for later operations."""
+        made = self.allocate(numbers, element) if numbers else reads[0]
+        taken = [self.allocate(count, is_scratch=True) for count in scratch]
+        held = [one for one in reads if one is not made]
+        for one in held:
+            one.holders += keep
+        self._held += held + taken
+        self._seen.update((made, *reads, *taken))
+        self._kernels += 5 if scratch else 1  # Winograd fills, copies, transforms twice and multiplies
+        is_full = self._kernels > BUFFER_KERNELS or sum(one.numbers for one in self._seen) > BUFFER_NUMBERS
+        if is_full or not self.in_flight:
+            self._unfinished.append(self._held)
+            self._held, self._seen, self._kernels = [], set(), 0
+            if len(self._unfinished) > self.in_flight:
+                self._finish()
+        return made
+
+    def _finish(self) -> None:
+        """Finish the oldest command buffer."""
+        for one in self._unfinished.popleft():
+            one.holders -= 1
+            if not one.holders:
+                self._live.remove(one)
+
+    def normalise(self, x: _Buffer, keep: bool = False) -> _Buffer:
+        """GroupNorm in float32 and SiLU. Splitting into groups copies, and so does merging them."""
+        wide = self.encode(x, numbers=x.numbers, element=4, keep=keep)
+        split = self.encode(wide, numbers=x.numbers, element=4)
+        merged = self.encode(self.encode(split), numbers=x.numbers, element=4)
+        scaled = self.encode(self.encode(merged))
+        return self.encode(self.encode(scaled, numbers=x.numbers))
+
+    def convolve(self, x: _Buffer, conv: MetalConv, lowering: str) -> _Buffer:
+        """Convolve and add the bias."""
+        self.at = conv.name
+        return self.encode(self.encode(x, numbers=conv.height * conv.width * conv.k, scratch=_scratch(conv, lowering)))
+
+    def attend(self, x: _Buffer, pixels: int) -> _Buffer:
+        """Attend from every pixel to every other, in one head: MLX has no fused kernel for its 512 channels
+        (scaled_dot_product_attention.cpp)."""
+        self.at = "decoder.mid_block.attentions.0"
+        normal = self.normalise(x, keep=True)
+        query, key = (self.encode(normal, numbers=x.numbers, keep=True) for _ in range(2))
+        value = self.encode(normal, numbers=x.numbers)
+        scores = self.allocate(pixels * pixels, is_scratch=True)
+        scores = self.encode(self.encode(scores, query, key))
+        attended = self.encode(self.encode(scores, value, numbers=x.numbers), numbers=x.numbers)
+        return self.encode(attended, x)
+
+
+def decode(
+    model: str, height: int, width: int, dtype: str = "bfloat16", lowering: str = "mlx", in_flight: int = IN_FLIGHT,
+) -> _DecodePeak:  # fmt: skip
+    """Compute the peak of mflux's decode of one image, without weights.
 
     Parameters
     ----------
@@ -104,57 +203,62 @@ def decode(model: str, height: int, width: int, dtype: str = "bfloat16", lowerin
     dtype : {"bfloat16", "float16", "float32"}
         The type of latents and weights. If one of them is float32, MLX promotes its computation to float32.
     lowering : {"mlx", "im2col"}
+    in_flight : int
+        Unfinished command buffers. MLX has at most ten. With 0 the peak is the least: each operation is done before the
+        next one begins. A low `mx.set_memory_limit` has that effect.
 
     Returns
     -------
-    _LeastDecode
+    _DecodePeak
 
     Examples
     --------
-    >>> most = decode("flux", 1536, 2304)
-    >>> most.at, round(most.workspace / 2**30, 1), round(most.total / 2**30, 1)
-    ('decoder.up_blocks.2.upsamplers.0', 7.7, 11.1)
+    >>> for in_flight in (10, 0):
+    ...     peak = decode("flux2", 1024, 1024, in_flight=in_flight)
+    ...     print(peak.at, round(peak.total / 2**30, 1))
+    decoder.up_blocks.3.resnets.0.conv1 8.9
+    decoder.up_blocks.2.upsamplers.0 3.3
     """
-    dtype = meant("dtype", dtype, DTYPES)
-    element, found = ELEMENT_BYTES[dtype], []
-    for conv in convs(model, height, width):
-        own = workspace(conv, dtype, lowering)
-        total = own + element * (conv.height * conv.width * (conv.c + conv.k) + conv.held)
-        found.append(_LeastDecode(conv.name, own, total))
-    arch = _core.models()[model]
-    if arch["mid_block_add_attention"]:
-        # Scores of every pixel with every other, plus queries, keys, values and the block's input.
-        blocks = arch.get("decoder_block_out_channels", arch["block_out_channels"])
-        pixels = (height * width) >> (2 * (len(blocks) - 1))
-        scores = element * pixels * pixels
-        total = scores + 4 * element * pixels * blocks[-1]
-        found.insert(0, _LeastDecode("decoder.mid_block.attentions.0", scores, total))
-    return max(found, key=lambda one: one.total)
+    queue = _MetalQueue(ELEMENT_BYTES[meant("dtype", dtype, DTYPES)], in_flight)
+    steps, x = [*convs(model, height, width)], None
+    for block, members in itertools.groupby(steps, lambda conv: conv.name.rpartition(".")[0]):
+        layers = {conv.name.rpartition(".")[2]: conv for conv in members}
+        first = next(iter(layers.values()))
+        pixels, queue.at = first.height * first.width, first.name
+        x = x or queue.allocate(pixels * first.c)
+        if "conv1" in layers:
+            y = queue.convolve(queue.normalise(x, keep=True), layers["conv1"], lowering)
+            y = queue.convolve(queue.normalise(y), layers["conv2"], lowering)
+            shortcut = layers.get("conv_shortcut")
+            x = queue.encode(y, queue.convolve(x, shortcut, lowering) if shortcut else x)
+        elif "attentions" not in block:
+            if "upsamplers" in block:  # rows twice, then columns
+                x = queue.encode(queue.encode(x, numbers=pixels * first.c // 2), numbers=pixels * first.c)
+            for layer, conv in layers.items():
+                x = queue.convolve(queue.normalise(x) if layer == "conv_out" else x, conv, lowering)
+        if block == "decoder.mid_block.resnets.0" and _core.models()[model]["mid_block_add_attention"]:
+            x = queue.attend(x, pixels)
+    return queue.peak
 
 
-# ---- ways of running it ----
+# ---- ways of running mflux ----
 
 # The share of the memory that Metal recommends on a Mac of 16 GB (10922 MiB in llama.cpp's logs). With 64 GB it is
 # three quarters.
 WORKING_SET = (2, 3)
+TILE = 512  # pixels of a tile's side (TilingConfig)
+LIMITED = "memory limit"
 MLX_NOTES = (
-    "MLX: sizes of weights, and of the tensors and work space of the decode's largest step, as its sources make them: "
-    "the least, with the graph evaluated block by block.",
-    "Not known for MLX: the memory of the denoiser and the text encoder while they run, of a lazily evaluated graph, "
-    "of command buffers and of earlier caches; and all times, loading included. The text encoder's weights are not "
-    "counted.",
-    "A buffer of all columns (im2col), 9 C_in H W numbers, is what MLX makes for none of these convolutions.",
+    "mflux loads weights when they are first used. Without --low-ram all stay, except that the command line of newer"
+    " releases drops the text encoders. With it, text encoders leave before the first step, and the denoiser after the"
+    " last.",
+    "MLX encodes up to ten command buffers ahead of the GPU, and each holds its tensors and work space. A cache limit"
+    " bounds only freed memory, so it does not lower this peak.",
+    "Not known for MLX: activations of the denoiser and the text encoders (1.5 and 1.1 GB were published for FLUX.2"
+    " klein at 1024x1024), the memory of quantising while loading, and all times.",
 )
-
-
-# Weights of the VAE or its decoder, dtype, whether the denoiser's are kept, tiles, convolutions; the plainest first.
-WAYS = (
-    ("all", "bfloat16", True, False, "mlx"), ("decoder", "bfloat16", True, False, "mlx"),
-    ("all", "bfloat16", False, False, "mlx"), ("decoder", "bfloat16", False, False, "mlx"),
-    ("decoder", "float32", False, False, "mlx"), ("decoder", "bfloat16", False, False, "im2col"),
-    ("decoder", "float32", False, False, "im2col"), ("decoder", "bfloat16", False, True, "mlx"),
-)  # fmt: skip
-TILE = 512  # pixels of a tile's side
+SCRIPT = "a script with a memory limit"  # calls mx.set_memory_limit
+UNSURE = "mflux has no option for it, and nobody published a run; call mx.set_memory_limit before generate_image"
 
 
 def vae_bytes(model: str, parts: str, dtype: str) -> int:
@@ -170,22 +274,33 @@ def vae_bytes(model: str, parts: str, dtype: str) -> int:
     return ELEMENT_BYTES[dtype] * sum(math.prod(shape) for _, shape in tensors)
 
 
-def mlx_ways(model: str, height: int, width: int, denoiser: int, cache_limit: int | None) -> list[Way]:
-    """List ways of decoding with MLX: the whole VAE or its decoder, and the denoiser's weights (bytes) kept or unloaded
-    before. The limit of the allocator's cache (``mx.set_cache_limit``) is added whole, as an upper bound. None: the
-    cache may fill the memory limit, and is not counted."""
-    made, cached = [], cache_limit or 0
-    for parts, dtype, kept, tiled, lowering in WAYS:
+def mlx_ways(
+    model: str, height: int, width: int, encoders: int, denoiser: int, cache_limit: int | None,
+) -> list[Way]:  # fmt: skip
+    """List ways of running mflux, the plainest first. encoders, denoiser: bytes of their weights. The limit of the
+    allocator's cache is added whole, as an upper bound. Without one, MLX takes the cache back when it needs memory, and
+    it is not counted."""
+    # --low-ram chooses tiles too, but not for FLUX.2's VAE, because they would differ in colour.
+    is_flux2 = model.startswith("flux2")
+    options: dict[str, tuple[bool, bool, int]] = {  # whether weights leave; tiles; unfinished command buffers
+        "mflux without options": (False, False, IN_FLIGHT),
+        "--vae-tiling": (False, True, IN_FLIGHT),
+        "--low-ram": (True, not is_flux2, IN_FLIGHT),
+        **({"--low-ram --vae-tiling": (True, True, IN_FLIGHT)} if is_flux2 else {}),
+        SCRIPT: (True, False, 0),
+    }
+    made, cached, vae = [], cache_limit or 0, vae_bytes(model, "all", "bfloat16")
+    for name, (leave, tiled, in_flight) in options.items():
         sides = (min(TILE, height), min(TILE, width)) if tiled else (height, width)
-        most, vae = decode(model, *sides, dtype, lowering).total, vae_bytes(model, parts, dtype)
-        words = ["decoder only" if parts == "decoder" else "whole VAE", f"denoiser {'kept' if kept else 'unloaded'}"]
-        name = ", ".join([*words, dtype, *[f"tiles of {TILE}"] * tiled, *[lowering] * (lowering == "im2col")])
-        settings = {"parts": parts, "dtype": dtype, "unload": not kept, "tile": TILE if tiled else None}
+        most, kept = decode(model, *sides, in_flight=in_flight).total, 0 if leave else encoders
         phases = (
-            Phase.planned("load", denoiser + vae, 0, {"disk": float(denoiser + vae)}),
-            Phase.planned("denoise", denoiser + vae, cached, {}),
-            Phase.planned("decode", vae + denoiser * kept, most + cached, {}),
+            Phase.planned("encode prompt", encoders, cached, {}),
+            Phase.planned("denoise", denoiser + kept, cached, {}),
+            Phase.planned("decode", vae + (0 if leave else denoiser + kept), most + cached, {}),
         )
-        changes = "tiles are blended where they overlap" if tiled else ""
-        made.append(Way(name, settings | {"cache_limit": cache_limit}, phases, changes=changes, notes=MLX_NOTES))
+        settings = {"low_ram": leave, "tile": TILE if tiled else None, "in_flight": in_flight}
+        settings["cache_limit"] = cache_limit
+        changes = "tiles are normalised one by one and blended where they overlap" if sides != (height, width) else ""
+        unsure = "" if in_flight else UNSURE
+        made.append(Way(name, settings, phases, changes=changes, notes=MLX_NOTES, unsure=unsure))
     return made
