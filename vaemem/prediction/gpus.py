@@ -83,6 +83,7 @@ class Gpu(NamedTuple):
 
 
 _BRANDS = re.compile(r"nvidia|geforce|tesla|quadro|rtx|\bgpu\b|\bgeneration\b|[^a-z0-9]")
+MOST_NAME = 100  # characters: no card has a longer name
 _CAPABILITY = re.compile(r"sm_?(\d{1,2})(\d)a?|(?:compute capability )?(\d{1,2})\.(\d)")
 _SLICE = re.compile(r"(.+?)\W+mig\W+([1-7])g\.(\d+)gb(?:\+me)?")
 _SIZED = re.compile(r"(.+?)\W*(\d+)\s*gb")
@@ -223,6 +224,8 @@ def find_gpu(name: str | Gpu, memory: int | str | None = None) -> Gpu:
         return _with(name, size)
     if not isinstance(name, str):
         raise ArgumentTypeError("gpu", "a name such as 'RTX 4090'", type(name).__name__)
+    if len(name) > MOST_NAME:
+        raise ArgumentError("gpu", f"a name of at most {MOST_NAME} characters", f"{len(name)}")
     text = name.strip().lower()
     capability, _, full = text.partition(" (as ")
     if match := _CAPABILITY.fullmatch(capability):
