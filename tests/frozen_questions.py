@@ -6,6 +6,8 @@ SHARES = {
     "predict": 1800, "process": 420, "predict_pipeline": 470, "plan_pipeline": 150, "would_fit": 70,
     "predict_largest": 60, "closed_form": 30,
 }  # fmt: skip
+# The first questions cover VAEs and eight pipelines. The later ones cover every pipeline, way and program.
+FIRST, LATER_SHARES = 3000, {"any_pipeline": 1400, "comfyui": 450, "any_plan": 150}
 KL = "diffusers invokeai comfyui forge"
 UNETS, DITS, OURS = f"{KL} a1111 a1111-medvram", f"{KL} bfl", "diffusers invokeai"
 PROGRAMS = {
@@ -188,11 +190,82 @@ def about_process(r, call):
     return given | {"steps": steps, "settings": settings} | some(r, conf=(0.5, ["backend:cudaMallocAsync", *CONFS]))
 
 
+EVERY = [
+    "sd15", "sd15-controlnet", "sd21", "sdxl", "sdxl-controlnet", "sdxl-refiner", "sd3", "sd35-medium", "sd35-large",
+    "pixart-sigma", "flux", "flux-schnell", "flux-kontext", "flux-fill", "chroma", "qwen-image", "qwen-image-edit",
+    "zimage-turbo", "flux2", "flux2-klein", "flux2-klein-9b", "wan-1.3b", "wan-14b",
+]  # fmt: skip
+SCHEMES = [
+    "fp8", "Q8_0", "Q4_K", "Q6_K", "nf4", "nf4 double", "nf4 on cuda", "nf4 from bfloat16", "int8", "int8 from float16",
+    "int8 kept on cuda", "int8wo", "int8dq", "int4wo", "float8wo", "float8dq", "qint8", "qfloat8", "qint4",
+]  # fmt: skip
+GROUPS = [
+    "block_level", "block_level 1", "block_level 4", "leaf_level", "leaf_level stream", "block_level 1 stream",
+    {"offload_type": "leaf_level", "use_stream": True, "low_cpu_mem_usage": True},
+    {"offload_type": "block_level", "num_blocks_per_group": 2, "exclude_modules": ["vae"]},
+    {"offload_type": "leaf_level", "offload_to_disk_path": "offloaded"},
+]  # fmt: skip
+BEGIN = ["sd15", "sd21", "sdxl", "sd3", "sd35-medium", "sd35-large", "flux", "flux-schnell"]
+TWO_ENCODERS = ["sdxl", "sdxl-controlnet", "flux", "flux-schnell", "flux-kontext", "flux-fill"]
+WORKFLOWS = ["sd15", "sdxl", "flux", "flux-schnell", "qwen-image"]
+
+
+def about_any_pipeline(r, call):
+    """Every pipeline of diffusers, with every kind of offloading, storage and call."""
+    name = r.choice(EVERY)
+    is_video, plans = name.startswith("wan"), call == "any_plan"
+    height, width = (480, 832) if is_video else sides(r, r.choice((1024, 1024, 1536)), (32, 64, 64))
+    asked = about_card(r) | {"pipeline": name, "height": height, "width": width}
+    asked |= {"frames": r.choice((1, 17, 33, 81))} if is_video else some(r, batch=(0.25, [2, 3, 4, 8]))
+    begins, is_old = name in BEGIN, name in PIPELINES
+    image, versions = [True, [512, 512], [512, 768]], ["0.36.0", "0.39.0", "0.42.0"]
+    asked |= some(
+        r, guidance=(0.25, [True, False]), steps=(0.25, [1, 2, 4, 20]), prompt_tokens=(0.3, [1, 40, 77, 150, 300, 512]),
+        dtype=(0.1, DTYPES), image=(0.35 * begins + 0.02, image), lora=(0.2 * begins + 0.02, [{"rank": 16}, {"rank": 64, "fused": True}, [{"rank": 8}, {"rank": 32}]]),
+        diffusers_version=(0.2 * is_old + 0.01, versions),
+    )  # fmt: skip
+    roles = ["unet" if name.startswith(("sd15", "sd21", "sdxl")) else "transformer", "text_encoder"]
+    roles += ["text_encoder_2"] * (name in TWO_ENCODERS or name.startswith("sd3"))
+    roles += ["text_encoder_3"] * name.startswith("sd3") + ["controlnet"] * name.endswith("controlnet")
+    parts = {role: r.choice(SCHEMES) for role in r.sample(roles, r.choice((1, 1, 2)))} if r.random() < 0.45 else {}
+    parts |= some(r, vae=(0.1, ["float16", "float32"]), safety_checker=(0.3 * (name == "sd15"), ["float16"]))
+    asked |= {"components": parts} if parts else {}
+    if plans:
+        return asked | some(
+            r, types=(0.3, ["Q8_0", ["nf4", None], "int8wo"]), host_memory=(0.5, ["8 GB", "16 GB", "32 GB", "64 GB"]),
+            time_limit=(0.1, [60.0]), runtime=(0.2 * (name in WORKFLOWS), ["comfyui"]),
+        )  # fmt: skip
+    places = ["none", "model", "sequential", {"text_encoder": "cpu"}, {"vae": "cpu"}, *GROUPS]
+    ways = some(r, offload=(0.8, places), vae=(0.5, ["tiled", "tiled 512", "tiled 256", "sliced", "vaemem"]))
+    return asked | ways | ({"vae_memory_limit": r.choice(["1 GB", "3 GB"])} if ways.get("vae") == "vaemem" else {})
+
+
+def about_comfyui(r, call):
+    """ComfyUI's workflows, with each option of its memory manager and each node for the decode."""
+    height, width = sides(r, r.choice((1024, 1536, 2048)), (64,))
+    asked = about_card(r) | {"pipeline": r.choice(WORKFLOWS), "height": height, "width": width, "runtime": "comfyui"}
+    return asked | some(
+        r, offload=(0.5, ["--lowvram", "--novram", "--disable-smart-memory"]), steps=(0.2, [1, 4, 20]),
+        vae=(0.4, ["tiled", "tiled 256", "tiled 1024"]), batch=(0.25, [2, 4]), guidance=(0.25, [True, False]),
+        prompt_tokens=(0.3, [40, 77, 150, 300]), components=(0.2, [{"vae": "float32"}, {"vae": "float16"}]),
+    )  # fmt: skip
+
+
+def later(r):
+    """One of the later questions: a call of `predict_pipeline` or of `plan_pipeline`."""
+    (kind,) = r.choices([*LATER_SHARES], [*LATER_SHARES.values()])
+    asked = about_comfyui(r, kind) if kind == "comfyui" else about_any_pipeline(r, kind)
+    return {"call": "plan_pipeline" if kind == "any_plan" else "predict_pipeline"} | asked
+
+
 def questions(count, seed):
-    """So many questions, as plain JSON: each call has its share, and each question its own random numbers."""
+    """Return `count` questions as plain JSON. Each call has its share, and each question its own random numbers."""
     made = []
     for number in range(count):
         r = random.Random(f"{seed} {number}")
+        if number >= FIRST:
+            made.append(later(r))
+            continue
         (call,) = r.choices([*SHARES], [*SHARES.values()])
         ask = {"process": about_process, "predict_pipeline": about_pipeline, "plan_pipeline": about_pipeline}
         made.append({"call": call} | ask.get(call, about_vae)(r, call))
