@@ -690,6 +690,13 @@ def test_formulas_in_a_notebook():
     assert shown.count("\n|") == 10 + 2, "a line per phase and counter, two for decode"
 
 
+def test_an_image_of_another_type_than_the_vae_is_refused():
+    """FluxFillPipeline encodes images in the type of its prompt, and PyTorch refuses that by a VAE of another type."""
+    with refused("components['vae']", "float16", names=["bfloat16"]):
+        predict_pipeline("flux-fill", 192, 576, gpu="RTX 4090", components={"vae": "float16"})
+
+
+
 @pytest.mark.parametrize(
     ("pipeline", "height", "given", "message"),
     [

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from vaemem._errors import ArgumentError
 from vaemem.pipelines import programs
 from vaemem.pipelines.components import VAE_STRIDE, is_vae, vae_counts
 from vaemem.pipelines.phases import PHASES
@@ -152,6 +153,9 @@ class PipelineRun:
         vae, x = self._vae(), image
         if part.upcast:
             x = process.elementwise(image, "image", "float32")
+        elif x.dtype != vae.dtype:
+            advice = "the pipeline gives its VAE an image of this type"
+            raise ArgumentError("components['vae']", x.dtype, vae.dtype, advice)
         self._convert(vae, "float32")
         self._count_vae("encode", image.shape)
         posterior = self._call_vae(process.encode, vae, x)
