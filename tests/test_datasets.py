@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from pathlib import Path
 
@@ -408,6 +409,11 @@ def test_check_finds_what_is_wrong(photos, weights, tmp_path, capsys):
         ("bucket_sides", "", {"side": 32, "step": 16, "sides": (64, 16)}),
         ("bucket_sides", "", {"side": 32, "step": 16, "sides": (48, 64)}),
         ("bucket_sides", "musubi:zi", {"side": 32, "step": 16, "sides": (16, 64)}),
+        ("buckets", "", {"side": 10**12}),
+        ("buckets", "kohya:sdxl", {"side": 10**12}),
+        ("buckets", "musubi:zi", {"side": 1 << 62}),
+        ("bucket_sides", "", {"side": 64, "sides": (8, 8 * 10**12)}),
+        ("step", "", {"side": 64, "step": 8 * 10**12}),
     ],
 )
 def test_buckets_that_cannot_be_are_refused_at_once(argument, trainer, how, weights, tmp_path):
@@ -483,6 +489,96 @@ def test_parts_that_end_together_list_all_errors(photos, weights, tmp_path, monk
     assert files_of(out) == files_of(tmp_path / "whole")
     checked = encode_dataset([photos[0]], out, part=(2, 2), check=True, **given)
     assert checked.images + first.images == last.images
+
+
+def test_two_runs_that_begin_together_share_one_manifest(tmp_path, monkeypatch):
+    """One that has found no manifest writes its own before another looks."""
+    refusals, write = [], vaemem.datasets.folder.write
+
+    def claim_again():
+        with refused("out", names=["seed"], path=tmp_path) as caught:
+            Folder(tmp_path).claim({"seed": 2})
+        refusals.append(str(caught.value))
+
+    other = threading.Thread(target=claim_again)
+
+    def write_late(path, content):
+        if not other.ident:
+            other.start()
+            other.join(0.5)
+        write(path, content)
+
+    monkeypatch.setattr(vaemem.datasets.folder, "write", write_late)
+    Folder(tmp_path).claim({"seed": 1})
+    other.join(60)
+    assert len(refusals) == 1 and Folder(tmp_path).manifest()["seed"] == 1
+
+
+@pytest.mark.parametrize("trainer", ["", "kohya:sdxl"])
+def test_a_shard_of_other_settings_is_found(trainer, singles, weights, tmp_path):
+    """As two runs leave it that began together where there are no locks."""
+    encode = ["encode", str(singles), "--weights", str(weights("sd")), "--buckets", "64", "--shard", "1"]
+    encode += ["--for", trainer, "--step", "16"] if trainer else []
+    runs = {seed: [*encode, "--sample", str(seed), "-o", str(tmp_path / str(seed))] for seed in (1, 2)}
+    assert [main(run) for run in runs.values()] == [0, 0]
+    one, two = (next((tmp_path / str(seed)).rglob("latents-00000.*")) for seed in runs)
+    one.write_bytes(two.read_bytes())
+    assert main(runs[1]) == main([*runs[1], "--check"]) == 1
+    if not trainer:
+        assert main(["decode", str(tmp_path / "1"), "--weights", str(weights("sd")), "-o", str(tmp_path / "x")]) == 2
+    one.unlink()
+    assert main(runs[1]) == main([*runs[1], "--check"]) == 0
+
+
+def rewritten(path, change):
+    """Change the records in a shard's file."""
+    data = path.read_bytes()
+    if path.suffix == ".json":
+        path.write_text(json.dumps(change(json.loads(data))))
+        return
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    about = {name: json.loads(text) for name, text in header["__metadata__"].items() if name != "manifest"}
+    header["__metadata__"] = {name: json.dumps(value) for name, value in change(about).items()}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+
+
+@pytest.mark.parametrize("trainer", ["", "kohya:sdxl"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda about: {"records": about["records"]},
+        lambda about: about | {"records": []},
+        lambda about: about | {"errors": []},
+        lambda about: about | {"records": {name: [] for name in about["records"]}},
+        lambda about: about | {"records": {name: {} for name in about["records"]}},
+        lambda about: about | {"records": {n: one | {"crop": [1]} for n, one in about["records"].items()}},
+        lambda about: about | {"records": {n: one | {"sha256": 1, "files": 1} for n, one in about["records"].items()}},
+        lambda about: about | {"records": {f"{name}x": one for name, one in about["records"].items()}},
+    ],
+)
+def test_damaged_records_are_damaged_shards(change, trainer, singles, weights, tmp_path, capsys):
+    encode = ["encode", str(singles), "--weights", str(weights("sd")), "--buckets", "64", "--shard", "1"]
+    encode += ["-o", str(tmp_path), *(["--for", trainer, "--step", "16"] if trainer else [])]
+    assert main(encode) == 0
+    path = next(tmp_path.rglob("latents-00000.*"))
+    rewritten(path, change)
+    assert main([*encode, "--check"]) == main(encode) == 1
+    assert str(path) in capsys.readouterr().err
+    if not trainer:
+        decode = ["decode", str(tmp_path), "--weights", str(weights("sd")), "-o", str(tmp_path / "x")]
+        assert main(decode) == 2 and str(path) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", '{"format": "vaemem', "[]", '{"name": "a web page"}', '{"format": "FORMAT"}'])
+def test_a_damaged_manifest_is_named(text, photos, weights, tmp_path):
+    path = tmp_path / "manifest.json"
+    path.write_text(text.replace("FORMAT", vaemem.datasets.folder.FORMAT))
+    with refused("out", path=path if "FORMAT" not in text else tmp_path):
+        encode_dataset([photos[0]], tmp_path, Encoder(weights("tiny")))
+    with refused("latents", path=path):
+        decode_dataset(tmp_path, tmp_path / "x", Decoder(weights("tiny")))
 
 
 def test_another_data_set_is_refused(photos, weights, tmp_path):

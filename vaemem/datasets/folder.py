@@ -1,7 +1,8 @@
 """A folder of latents:
 
     manifest.json               the VAE, the settings and the images; every run must agree with it
-    latents-00000.safetensors   a tensor for each image, by name; the metadata tell sizes, crops, captions and errors
+    latents-00000.safetensors   a tensor for each image, by name; the metadata tell sizes, crops, captions and errors,
+                                and name the manifest
     errors.csv                  the images that could not be encoded
 
 Each file is written under another name, synced to disk and renamed. So a shard is there whole or not at all.
@@ -10,6 +11,7 @@ Each file is written under another name, synced to disk and renamed. So a shard 
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -19,11 +21,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vaemem._common import as_csv, reading, replacing, write
+from vaemem._common import as_csv, reading, replacing, write, writing_folder
 from vaemem._errors import ArgumentError, FileError, NoFileError
 from vaemem.datasets.buckets import Placed
 from vaemem.datasets.trainers import Cache
-from vaemem.engine.file_tensors import FILE_NAMES, FLOATS, read_tensor, safetensors_header, safetensors_start
+from vaemem.engine.file_tensors import (
+    FILE_NAMES,
+    FLOATS,
+    are_sizes,
+    read_tensor,
+    safetensors_header,
+    safetensors_start,
+)  # fmt: skip
 
 FORMAT = "vaemem latents 1"
 MANIFEST, ERRORS = "manifest.json", "errors.csv"
@@ -55,29 +64,50 @@ class Folder:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        self._claimed: dict[str, Any] | None = None  # the manifest of this run
 
     def manifest(self) -> dict[str, Any]:
         """Return the description of the folder's latents; ValueError if there is none."""
         path = self.path / MANIFEST
         if not path.is_file():
             raise NoFileError("out", f"a folder with {MANIFEST}, which vaemem encode writes", "none", path=self.path)
-        return dict(json.loads(path.read_bytes()))
+        with reading("out", "a description of latents", path):
+            held = json.loads(path.read_bytes())
+        if not isinstance(held, dict) or held.get("format") != FORMAT:
+            raise FileError("out", f"a description of {FORMAT}", "another", path=path)
+        return held
 
     def claim(self, manifest: Mapping[str, Any], must_exist: bool = False) -> None:
-        """Make the folder; ValueError if it has latents that another manifest describes."""
-        manifest = {"format": FORMAT, **manifest}
-        if must_exist or (self.path / MANIFEST).exists():
-            old, new = _flat(self.manifest()), _flat(manifest)
-            for key in {**new, **old}:
-                if old.get(key) != new.get(key):
-                    wanted, advice = (
-                        f"a folder whose {key} is {new.get(key)}",
-                        "choose another folder or remove this one",
-                    )
-                    raise FileError("out", wanted, str(old.get(key)), advice, path=self.path)
-        else:
-            self.path.mkdir(parents=True, exist_ok=True)
-            write(self.path / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+        """Make the folder; ValueError if it has latents that another manifest describes. Of processes that claim it at
+        once, one writes its manifest, and the others compare theirs."""
+        self._claimed = {"format": FORMAT, **manifest}
+        if must_exist:
+            self._compare(self._claimed)
+            return
+        with writing_folder(self.path):
+            if (self.path / MANIFEST).exists():
+                self._compare(self._claimed)
+            else:
+                write(self.path / MANIFEST, json.dumps(self._claimed, indent=2) + "\n")
+
+    def _compare(self, manifest: Mapping[str, Any]) -> None:
+        """Raise FileError if another manifest describes the folder."""
+        old, new = _flat(self.manifest()), _flat(manifest)
+        for key in {**new, **old}:
+            if old.get(key) != new.get(key):
+                wanted, advice = f"a folder whose {key} is {new.get(key)}", "choose another folder or remove this one"
+                raise FileError("out", wanted, str(old.get(key)), advice, path=self.path)
+
+    @functools.cached_property
+    def _digest(self) -> str:
+        """A hash of the manifest, which the shards name."""
+        return hashlib.sha256(json.dumps(self._claimed or self.manifest(), sort_keys=True).encode()).hexdigest()
+
+    def _check_manifest(self, path: Path, about: Mapping[str, str]) -> None:
+        """Raise FileError for a shard of another manifest, as processes may leave it on file systems without locks."""
+        if about.get("manifest", self._digest) != self._digest:
+            advice = "remove it and encode again"
+            raise FileError("out", f"a shard of this folder's {MANIFEST}", "one of another", advice, path=path)
 
     def shard(self, number: int) -> Path:
         """Return the path of a shard, which exists once it is whole."""
@@ -95,7 +125,7 @@ class Folder:
             for end, latent in zip(("", FLIPPED), latents, strict=False)
         }
         records = {name: record | {"sha256": _hash_of(shard.latents[name])} for name, record in shard.records.items()}
-        about = {"records": json.dumps(records), "errors": json.dumps(shard.errors)}
+        about = {"manifest": self._digest, "records": json.dumps(records), "errors": json.dumps(shard.errors)}
         entries = ((name, FILE_NAMES[latent.dtype.name], latent.shape) for name, latent in tensors.items())
         with replacing(self.shard(number)) as f:
             f.write(safetensors_start(entries, about))
@@ -103,11 +133,15 @@ class Folder:
                 f.write(latent.view(FLOATS[FILE_NAMES[latent.dtype.name]][0]).data)
 
     def read(self, path: Path, latents: bool = True) -> Shard:
-        """Read a shard, without latents from its header alone. ValueError for a damaged file."""
+        """Read a shard, without latents from its header alone. ValueError for a damaged one, or of another manifest."""
         with reading("out", "a shard of latents", path), open(path, "rb") as f:
             tensors, about = safetensors_header(f)
             records, errors = json.loads(about["records"]), json.loads(about["errors"])
+            _check_records(records, errors, "sha256", str)
+            if lost := records.keys() - {one.name for one in tensors}:
+                raise ValueError(f"it has no latent of {min(lost)}")
             held = {one.name: read_tensor(f, one, one.shape) for one in tensors if latents}
+        self._check_manifest(path, about)
         found = {name: [held[key] for key in (name, name + FLIPPED) if key in held] for name in records if latents}
         return Shard(records, found, errors)
 
@@ -168,13 +202,16 @@ class CacheFolder(Folder):
                 errors[name] = str(error.strerror)
                 continue
             records[name] = record | {"files": {path: hashlib.sha256(data).hexdigest() for path, data in files.items()}}
-        write(self.shard(number), json.dumps({"records": records, "errors": errors}, indent=1) + "\n")
+        about = {"manifest": self._digest, "records": records, "errors": errors}
+        write(self.shard(number), json.dumps(about, indent=1) + "\n")
 
     def read(self, path: Path, latents: bool = True) -> Shard:
         """Read the record of a shard."""
         with reading("out", "the record of a shard", path):
             held = json.loads(path.read_bytes())
-            return Shard(held["records"], {}, held["errors"])
+            _check_records(held["records"], held["errors"], "files", dict)
+        self._check_manifest(path, held)
+        return Shard(held["records"], {}, held["errors"])
 
     def changed(self, shard: Shard) -> Iterator[str]:
         """Yield the images with a file that is missing or has changed."""
@@ -195,6 +232,19 @@ def path_within(folder: Path, name: str) -> Path:
 
 def _hash_of(latents: Sequence[np.ndarray]) -> str:
     return hashlib.sha256(b"".join(latent.tobytes() for latent in latents)).hexdigest()
+
+
+def _check_records(records: Any, errors: Any, more: str, kind: type) -> None:
+    """Raise ValueError unless records and errors are as `commit` writes them. more: another key, with its type."""
+
+    def is_whole(record: Any) -> bool:
+        if not (isinstance(record, dict) and isinstance(record.get(more), kind)):
+            return False
+        pairs: list[Any] = [record.get(part) for part in Placed._fields]
+        return all(are_sizes(pair) and len(pair) == 2 for pair in pairs)
+
+    if not (isinstance(records, dict) and isinstance(errors, dict) and all(map(is_whole, records.values()))):
+        raise ValueError("its records are damaged")
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

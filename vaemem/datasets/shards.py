@@ -25,7 +25,7 @@ from vaemem._common import latent_factor, need, saved, whole, write
 from vaemem._errors import ArgumentError, Named, inside
 from vaemem.datasets import buckets
 from vaemem.datasets.encoder import Decoder, Encoder
-from vaemem.datasets.folder import FLIPPED, CacheFolder, Folder, Shard, Summary, path_within
+from vaemem.datasets.folder import FLIPPED, MANIFEST, CacheFolder, Folder, Shard, Summary, path_within
 from vaemem.datasets.sources import UNREADABLE, Read, SourceImage, digest_of, list_images
 from vaemem.datasets.trainers import Cache, stem_of
 from vaemem.engine.configs import config_of
@@ -33,6 +33,7 @@ from vaemem.engine.images import read_image, to_pillow
 
 SHARD = 256  # images; their latents wait in memory
 BATCH_PIXELS = 1 << 20  # of images of one size in a run: one run of many small images is faster than many runs
+MOST_BUCKET = 1 << 16  # pixels of a bucket's side: the list of buckets is as long
 AHEAD = 32  # images that are read and scaled before their turn
 READERS = 4  # threads that read and scale while the engine encodes
 
@@ -79,6 +80,9 @@ class Preparation:
         step = self.step or (cache.step if cache else factor)
         if step % factor:
             raise ArgumentError("step", f"a multiple of {factor} for this VAE", str(step))
+        for name, one in (("buckets", side), ("bucket_sides", self.sides and max(self.sides)), ("step", step)):
+            if one is not None:
+                whole(name, one, most=MOST_BUCKET)
         if side is not None and side < step:
             raise ArgumentError("buckets", f"at least {step}, the step of their sides", str(side))
         if self.sides:
@@ -281,7 +285,8 @@ def decode_dataset(
     if a name leads out of `out`."""
     need("PIL.Image", "writing pictures")
     folder, done = Folder(path), 0
-    decoder = replace(decoder, scaled=folder.manifest()["settings"]["scaled"])
+    with inside("latents", path=folder.path / MANIFEST, caught=(KeyError, TypeError)):
+        decoder = replace(decoder, scaled=folder.manifest()["settings"]["scaled"])
     shards = folder.shards()
     for number, file in enumerate(shards, 1):
         shard = folder.read(file)
