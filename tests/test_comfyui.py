@@ -138,9 +138,9 @@ def test_a_small_card_loads_in_part():
 
 
 def test_without_room_it_decodes_in_tiles_and_runs_prompts_alone():
-    p = predict("sd15", 1024, "RTX 3060", memory="1500 MiB")
+    p = predict("sd15", 1024, "RTX 3060", memory="1110 MiB")
     assert p.tiled and not p.batched and p.out_of_memory_at is None and p.verdict == "tight"
-    alone = predict("sd15", 1024, "RTX 3060", memory="1500 MiB", vae="tiled")
+    alone = predict("sd15", 1024, "RTX 3060", memory="1110 MiB", vae="tiled")
     assert not alone.tiled and alone.phases[-1].allocated == p.phases[-1].allocated
 
 

@@ -21,7 +21,7 @@ from vaemem.nodes import install_comfyui as install
 from vaemem.nodes import install_invokeai
 from vaemem.pipelines.comfyui_run import WORKFLOWS
 from vaemem.pipelines.components import PIPELINES, weights_of
-from vaemem.prediction.gpus import CONTEXT
+from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.runtimes import architecture
 from vaemem.pytorch import comfyui_vae
 from vaemem.pytorch.places import ANYWHERE, Place
@@ -385,7 +385,7 @@ def test_an_estimate(vae):
     model = SimpleNamespace(model=SimpleNamespace(**inside))
     model.memory_required = lambda shape: shapes.append(shape) or 2 * gib
     manager = SimpleNamespace(minimum_inference_memory=lambda: least, extra_reserved_memory=lambda: gib)
-    for size, rest in ((3 * gib, ""), (6 * gib, "; ComfyUI sends the other 1.74 GB for each step")):
+    for size, rest in ((3 * gib, ""), (6 * gib, "; ComfyUI sends the other 1.48 GB for each step")):
         model.model_size = lambda size=size: size
         more = comfyui_vae.estimate(vae, 256, 320, "RTX 4060", model, manager, 3)
         said = f"{found.text}\n\nSampler: {min(size / gib, want.available / gib - 3):.2f} of the model's"
@@ -436,7 +436,8 @@ def test_the_estimate_of_a_known_workflow(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1 << 30)
     vae.device, vae.vae_dtype = torch.device("cuda"), torch.float16
     found = comfyui_vae.estimate(vae, 768, 1024, "", model_of(kind, torch.bfloat16), None, 2)
-    ways = {"dtype": "bfloat16", "components": {"vae": "float16"}, "used": (2 << 30) - CONTEXT}
+    used = (2 << 30) - find_gpu(CARD["gpu"], CARD["memory"]).context
+    ways = {"dtype": "bfloat16", "components": {"vae": "float16"}, "used": used}
     assert found.text == vaemem.predict_pipeline(kind, 768, 1024, 2, runtime="comfyui", **ways, **CARD).to_text()
 
     # Other types, and another VAE: the decode, and ComfyUI's own estimate for the sampler.

@@ -12,7 +12,7 @@ from vaemem import _core
 from vaemem.prediction.planned import Phase
 from vaemem.prediction.plays import bound_of
 from vaemem.prediction.process import PeakTensor, SimulatedProcess
-from vaemem.prediction.verdict import Verdict, judge_phases
+from vaemem.prediction.verdict import SPILLS, Verdict, judge_phases
 
 MIB = 1 << 20
 
@@ -104,3 +104,22 @@ def test_what_a_run_takes_with_other_workspaces(above):
         p.takes(phases, 1)
     with refused("workspaces"):
         p.takes(phases, others=[(1, 2)])
+
+
+def test_windows_spills_before_pytorch_frees_its_cache():
+    """Every verdict says where spilling begins; a tight one promises nothing of the cache."""
+    for most, took in ((80, 80), (120, 90), (300, None)):
+        full = ("decode", PeakTensor("x", 5)) if took is None else None
+        here, there = (
+            Verdict(100, most, took, full, kept_more=10, windows=windows).summarize("{} B".format)
+            for windows in (False, True)
+        )
+        assert there.endswith(SPILLS) and "spilling begins between 90 B and 100 B" in there
+        assert "spilling" not in here and "frees its cache" not in there
+    assert "20 B of it go to the host's memory" in Verdict(100, 120, 90, windows=True).explain("{} B".format)
+
+
+def test_the_context_may_keep_more_than_usual():
+    verdict = Verdict(100, 90, 90, plays=Bounds(95), kept_more=6)
+    assert verdict.word == "tight" and verdict.tight_because.startswith("the CUDA context may keep")
+    assert Verdict(100, 90, 90, plays=Bounds(95), kept_more=5).word == "fits"

@@ -270,7 +270,6 @@ def test_what_a_way_lacks_would_have_done(small_card):
     available = small_card.room.card
 
     def fits(more):
-        # What a card of that size has beside a context: 97% of it, less 512 MiB.
         used = predict_pipeline("sd15", 1024, 1024, gpu="RTX 3060").available - available - more
         return predict_pipeline("sd15", 1024, 1024, gpu="RTX 3060", used=used).fits
 

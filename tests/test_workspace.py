@@ -21,6 +21,36 @@ MIB = 1 << 20
 
 # ---- GPUs ----
 
+
+def test_the_context_of_a_card_follows_from_its_threads():
+    """Readings of the driver's counter beside PyTorch's, from a laptop's card to a B200: most within 15%."""
+    data = json.loads(shipped("contexts.json"))
+    readings = [(find_gpu(one["card"]), one["mib"] * MIB) for one in data["readings"]]
+    off = sorted(abs(size / gpu.context - 1) for gpu, size in readings)
+    assert off[len(off) // 2] < 0.11 and off[len(off) * 3 // 4] < 0.2
+    assert all(size <= gpu.context_most for gpu, size in readings) and all(one["source"] for one in data["readings"])
+    assert max(size / gpu.context_most for gpu, size in readings) == pytest.approx(1, abs=0.01)
+    small, large, whole = map(find_gpu, ("RTX 4060", "H100", "A100 80GB"))
+    assert small.context < 128 * MIB and 600 * MIB < large.context < 640 * MIB
+    assert large.available() == large.reported_memory - large.context
+    assert find_gpu("A100 80GB MIG 3g.40gb").context < whole.context
+    for unmeasured in ("RX 7900 XTX", "GTX 1070"):
+        gpu = find_gpu(unmeasured)
+        assert gpu.context == gpu.context_most == 512 * MIB
+
+
+def test_a_verdict_counts_with_the_largest_context():
+    gpu = find_gpu("RTX 4090")
+    p = predict("sdxl", "decode", 1024, 1024, "float16", gpu=gpu, torch_version="2.9.1")
+    spare = p.available - p.judged.upper
+    for less, verdict in ((spare - gpu.context_most + gpu.context, "fits"), (spare, "tight")):
+        one = predict("sdxl", "decode", 1024, 1024, "float16", gpu=gpu, torch_version="2.9.1", used=less)
+        assert one.verdict == verdict
+    assert "the CUDA context may keep" in one.summary
+    assert "0.44 GB for the CUDA context (up to 0.52 GB)" in p.to_text(width=200)
+    assert p.to_dict()["card"]["context_most_bytes"] == gpu.context_most
+
+
 NAMES = [
     ("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 4090"),
     ("RTX 4090", "NVIDIA GeForce RTX 4090"),

@@ -39,7 +39,8 @@ used : int or str
     The card's memory that others hold, such as the desktop and other models: bytes, or ``"1.5 GB"``.
 os : str
     ``"linux"`` or ``"windows"``. Windows' display driver model keeps 125 to 850 MiB more of a card. A run that fits
-    with 125 MiB less but not with 850 MiB less is tight.
+    with 125 MiB less but not with 850 MiB less is tight. Beyond the card's memory Windows uses the host's, which is
+    slow, and the verdict says where that begins.
 cudnn_version, torch_version : str, optional
     The versions that run, such as ``"9.10.2"`` and ``"2.9.1+cu128"``. The defaults are 2.7.1+cu128 and its cuDNN,
     9.7.1. That build has no kernels for Volta, whose defaults are 2.7.1+cu126 and 9.5.1. A `torch_version` without a

@@ -15,7 +15,7 @@ from vaemem._common import ELEMENT_BYTES, MIB
 from vaemem.out_of_memory.messages import OomMessage
 from vaemem.out_of_memory.refusals import AGREES, LEAST_LOWERED, LOWERED, PLAYED, SHARP, Refusable, Refusals, list_steps
 from vaemem.out_of_memory.sizes import Areas, Size, list_sizes
-from vaemem.prediction.gpus import CONTEXT, Gpu
+from vaemem.prediction.gpus import Gpu
 from vaemem.prediction.predict import Prediction
 from vaemem.prediction.process import parameter_bytes
 from vaemem.prediction.request import Card, VAEArguments, VAERequest, resolve_vae
@@ -238,7 +238,7 @@ def _make_found(
         others = max(figures["allocated"] - refused.before, 0)
         beside = figures["allocated"] - refused.before + _weights(kind.model, kind.dtype)
         room = sum(figures.get(name, 0) for name in ("allocated", "cached", "free")) - others
-        request = replace(request, card=Card(kind.card, max(kind.card.reported_memory - CONTEXT - room, 0)))
+        request = replace(request, card=Card(kind.card, kind.card.available(room)))
     types = kind.dtype if kind.dtype == "float32" else "float16 or bfloat16"
     match = Match(
         ALIKE.get(kind.model, kind.model), kind.op, job.height, job.width, types, kind.runtime, refused.tensor,

@@ -178,7 +178,7 @@ class ComfyUIRun:
                 {},
             )
         windows = RESERVED_ON_WINDOWS + MORE_ON_LARGE * (request.card.gpu.total_memory > LARGE)
-        reserved = windows if request.card.kept_more else RESERVED
+        reserved = windows if request.card.is_windows else RESERVED
         state, smart = NO_VRAM if request.offload == NO else NORMAL, request.offload != WHOLE
         self.manager = Manager(self.free, reserved, state, smart, self._empty, self._work.release)
         self._layers_sent = 0  # so far, on streams in turn

@@ -26,7 +26,7 @@ from vaemem.pipelines.quantising import SCHEMES, UNSENT
 from vaemem.pipelines.recipe import diffusers_code, hires_code
 from vaemem.pipelines.storage import GGML
 from vaemem.pipelines.ways import PipelinePlan, Room, outcome, runs_out
-from vaemem.prediction.gpus import CONTEXT, Gpu, sold
+from vaemem.prediction.gpus import Gpu, sold
 from vaemem.prediction.planned import Way
 from vaemem.prediction.request import Card, Software, find_card
 from vaemem.prediction.seconds import Machine, machine_of
@@ -158,7 +158,7 @@ def plan_pipeline(
 
     asked, dtype = dtype, meant("dtype", known.dtype if dtype is None else dtype, DTYPES)
     card = find_card(gpu, memory, used, os)
-    available = card.available(running.SDCPP_CONTEXT if runtime == "sd.cpp" else CONTEXT)
+    available = card.available()
     room = Room(available, host, time_limit)
     steps = known.steps if steps is None else whole("steps", steps)
     if time_limit is not None and not real(time_limit) > 0:
@@ -177,7 +177,8 @@ def plan_pipeline(
         ways = make([words for kind in kinds or [None] for words in running.planned_words(flash, kind)])
         if kinds is None and not any(outcome(way, room, None).fits for way in ways):
             ways += make(running.planned_words(flash, running.SMALLER_TYPE))
-        verdicts = [judge_phases(way.phases, available, kept_more=card.kept_more) for way in ways]
+        keeps = {"kept_more": card.kept_more, "windows": card.is_windows}
+        verdicts = [judge_phases(way.phases, available, **keeps) for way in ways]
         ways = [way._replace(unsure=one.tight_because) for way, one in zip(ways, verdicts, strict=True)]
     else:
         software = Software(runtime, torch_version, cudnn_version, diffusers_version=diffusers_version)

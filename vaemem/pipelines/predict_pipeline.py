@@ -146,7 +146,7 @@ class PipelinePrediction(_Played):
     out_of_memory_at : tuple of (str, PeakTensor) or None
         The phase, and the tensor that cannot be allocated.
     available : int
-        The card's memory without a CUDA context (512 MiB) and without the memory that others use.
+        The card's memory without a CUDA context and without the memory that others use.
     least, least_band : int, tuple of int
         The least `available` with which the run goes through, in pages of 2 MiB, if cuDNN's next plans need no
         workspace. If the next plans are unknown, the band ends at the least with the first plan's workspaces.
@@ -354,8 +354,9 @@ class GraphPrediction(PhasedAnswer):
         self.host, self.notes, self._card = way.host, way.notes, card
         no_room = "it goes through only with direct convolution"
         self.judged = judge_phases(
-            way.phases, available, self.direct.phases, kept_more=card.kept_more, safe=safe, no_room=no_room
-        )
+            way.phases, available, self.direct.phases, kept_more=card.kept_more, windows=card.is_windows,
+            safe=safe, no_room=no_room,
+        )  # fmt: skip
         self.result = as_far_as(way.phases, self.judged.out_of_memory_at)
         self.here = self.result
 
@@ -405,7 +406,7 @@ class ComfyUIPrediction(_Played):
     --------
     >>> p = predict_pipeline("sdxl", 1024, 1024, gpu="RTX 2060", runtime="comfyui")
     >>> p.placed["denoise"]["unet"], p.left["denoise"], p.batched
-    ((4425361928, 5134967368), ['text_encoder'], True)
+    ((4652184320, 5134967368), ['text_encoder'], True)
     """
 
     def __init__(self, request: PipelineRequest):
@@ -595,8 +596,7 @@ def predict_pipeline(
             "model": pipeline, "height": height, "width": width, "batch": batch, "tokens": prompt_tokens,
             "device": card.gpu.name, "versions": graphs.SDCPP_VERSION,
         }  # fmt: skip
-        available = card.available(running.SDCPP_CONTEXT)
-        return GraphPrediction(run, ways[0], available, card, flag("safe", safe), ways[-1], model_note)
+        return GraphPrediction(run, ways[0], card.available(), card, flag("safe", safe), ways[-1], model_note)
     given = PipelineArguments(
         pipeline, height, width, batch, prompt_tokens, guidance, dtype, components, image, steps, flag("safe", safe),
         frames, lora,

@@ -9,7 +9,6 @@ from typing import Any
 
 from vaemem._render import Bar, Block, Bullets, Columns, Facts, Sheet, Shown, Sizer, in_gb, in_mib
 from vaemem.prediction.benchmark import USUAL_PROTOCOL
-from vaemem.prediction.gpus import CONTEXT
 from vaemem.prediction.planned import OF_WEIGHTS, Phase, Result, weights_and_workspaces
 from vaemem.prediction.plays import Plays
 from vaemem.prediction.process import Moment, PeakTensor, SimulatedProcess
@@ -92,7 +91,7 @@ class Answer(Shown):
         parts = {
             "weights": phase.weights, "tensors": phase.activations, "workspaces": phase.workspace,
             "cached": phase.cached, **({"vaemem": phase.outside} if phase.outside else {}),
-            "CUDA context": size - available - card.taken if available else min(CONTEXT, size),
+            "CUDA context": size - available - card.taken if available else min(card.gpu.context, size),
             "others": card.used + card.held, "Windows": card.kept[0],
         }  # fmt: skip
         return parts | {"spare": max(size - sum(parts.values()), 0)}
@@ -108,6 +107,7 @@ class Answer(Shown):
             "card": {
                 "name": card.gpu.name, "assumed": self.assumed_card, "memory_bytes": card.gpu.total_memory,
                 "reported_bytes": card.gpu.reported_memory, "used_bytes": card.used, "available_bytes": self.available,
+                "context_bytes": card.gpu.context, "context_most_bytes": card.gpu.context_most,
             },
             "peak_bytes": judged.most, "band_bytes": judged.band, "upper_bytes": judged.upper,
             "on_card_bytes": judged.took, "least_bytes": judged.least, "least_band_bytes": judged.least_band,
@@ -153,7 +153,9 @@ class Answer(Shown):
         'run'
         """
         card, parts = self.card, self._parts
-        taken = {"the CUDA context": parts["CUDA context"], "others": card.used + card.held, "Windows": card.kept[0]}
+        more = card.gpu.context_most - card.gpu.context  # assumed, not measured on this machine
+        context = f"the CUDA context{f' (up to {size(card.gpu.context_most)})' if more else ''}"
+        taken = {context: parts["CUDA context"], "others": card.used + card.held, "Windows": card.kept[0]}
         less = ", ".join(f"{size(part)} for {what}" for what, part in taken.items() if part)
         at = f"{card.gpu.name}: {size(card.gpu.reported_memory)}, less {less}"
         return [("run", self._run_text), ("model", self.model_note), ("card", at)]

@@ -11,10 +11,9 @@ from vaemem._common import MIB, shipped
 from vaemem._errors import ArgumentError, ArgumentTypeError, Named
 from vaemem.engine.limits import parse_size
 
-# Bytes of the card that a CUDA context takes, with the kernels that it loads on first use. The context alone took
-# 426 MiB on an RTX 6000 Ada (PyTorch 2.10+cu130, nvidia-smi: unslothai/unsloth-zoo#1053); around 400 MB is usual since
-# CUDA 11.7 (pytorch/pytorch#109888). The rest is room for the kernels; their size was not measured.
-CONTEXT = 512 * MIB
+# The bytes by which an RTX 4060 Laptop and an RTX 4070 Laptop report less than 8 GiB: 7.63 GiB
+# (robbyant-research/MagicQuill#126, and a log with driver 590.48.01).
+KEPT_BY_DRIVER = 384 * MIB
 
 
 class Gpu(NamedTuple):
@@ -59,13 +58,26 @@ class Gpu(NamedTuple):
 
     @property
     def reported_memory(self) -> int:
-        """`total_memory` as CUDA would report it. A size in whole GiB is nominal, and graphics cards report up to 3%
-        less (RTX 3070 2.7%, 4090 2.0%; from the read cards of this list, ECC off)."""
-        return self.total_memory if self.total_memory % (1 << 30) else self.total_memory * 97 // 100
+        """`total_memory` as CUDA would report it. A size in whole GiB is nominal. Graphics cards report up to 3% less
+        (RTX 3070 2.7%, 4090 2.0%; from the read cards of this list, ECC off), and small ones up to `KEPT_BY_DRIVER`."""
+        if self.total_memory % (1 << 30):
+            return self.total_memory
+        return self.total_memory - max(self.total_memory * 3 // 100, KEPT_BY_DRIVER)
 
-    def available(self, context: int, used: int | str = 0) -> int:
+    @property
+    def context(self) -> int:
+        """Bytes that a process's CUDA context usually takes of the card, with the kernels that it loads. On a card that
+        nobody measured, room for it."""
+        return int(_contexts()["unmeasured"]) if self.coarse else _context_of(self.properties)
+
+    @property
+    def context_most(self) -> int:
+        """The most bytes that a context may take: as far above `context` as any reading in ``data/contexts.json``."""
+        return self.context + (0 if self.coarse else _context_excess())
+
+    def available(self, used: int | str = 0) -> int:
         """Return the bytes of the card that a process can have, after its CUDA context and other users."""
-        return max(self.reported_memory - context - parse_size("used", used, least=0), 0)
+        return max(self.reported_memory - self.context - parse_size("used", used, least=0), 0)
 
     @property
     def multiprocessors(self) -> int:
@@ -101,6 +113,24 @@ _UNRECORDED = re.compile(
 
 
 _MAKERS = re.compile(r"amd|radeon|instinct|intel|apple|\barc\b")
+
+
+@functools.cache
+def _contexts() -> dict[str, Any]:
+    return dict(json.loads(shipped("contexts.json")))
+
+
+def _context_of(properties: dict[str, Any]) -> int:
+    """Return the bytes of a context on a card with these properties."""
+    threads = properties["multiProcessorCount"] * properties["maxThreadsPerSM"]
+    return int(_contexts()["base"] + _contexts()["per_thread"] * threads)
+
+
+@functools.cache
+def _context_excess() -> int:
+    """Return the most bytes by which a measured context was above its card's usual one."""
+    readings = _contexts()["readings"]
+    return max(one["mib"] * MIB - _context_of(find_gpu(one["card"]).properties) for one in readings)
 
 
 def _key(name: str) -> str:
@@ -253,6 +283,14 @@ def known_gpu(name: Any) -> Gpu | None:
         return find_gpu(name)
     except ValueError:
         return None
+
+
+def context_of(name: str, memory: int) -> int:
+    """Return `Gpu.context` of the card of that name as a running program sees it."""
+    try:
+        return (known_gpu(name) or find_gpu(name, memory)).context
+    except ValueError:
+        return int(_contexts()["unmeasured"])
 
 
 @functools.cache

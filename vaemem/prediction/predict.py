@@ -146,8 +146,8 @@ class Prediction(SimulatedAnswer):
         first plan's workspace, which the card has to provide.
     available : int
         Bytes of the card that PyTorch's allocator can have: `total_memory`, less 3% if that is a nominal size (whole
-        GiB; CUDA reports less), less 512 MiB for the CUDA context and its kernels (426 MiB were measured for a context
-        alone), less ``used=``.
+        GiB; CUDA reports less), less the CUDA context and its kernels (by the card: ``data/contexts.json``), less
+        ``used=``.
     weights_bytes : int
         Bytes of the weights between runs.
     total_memory : int
@@ -173,7 +173,7 @@ class Prediction(SimulatedAnswer):
     --------
     >>> p = predict("sdxl", "decode", 1024, 1024, "float16", gpu="RTX 4060", used="1 GB")
     >>> p.verdict, p.spare >> 20, p.peak_reserved >> 20, p.least_reserved >> 20
-    ('fits', 1982, 4466, 1882)
+    ('fits', 2247, 4466, 1882)
     >>> p.peak_tensors[0].name
     'decoder.up_blocks.2.upsamplers.0.conv [workspace]'
     >>> p.save_snapshot("decode.pickle")  # for pytorch.org/memory_viz
@@ -377,7 +377,7 @@ def shell_command(request: VAERequest, verb: str = "fits") -> str:
             "gpu": card.gpu.name.removeprefix("NVIDIA ").removeprefix("GeForce "),
             "memory": None if is_whole else _sized(card.gpu.total_memory, 1 << 30),
             "used": _sized(card.used, 10**9) if card.used else None,
-            "os": "windows" if card.kept_more else None, "dtype": None if is_usual else job.dtype,
+            "os": "windows" if card.is_windows else None, "dtype": None if is_usual else job.dtype,
             "weights-dtype": None if is_usual or job.dtype == job.weights_dtype else job.weights_dtype,
             "runtime": _program(request), "tile": job.tile,
             "tile-overlap": None if job.tile_overlap == usual_overlap(job.arch) else job.tile_overlap,
@@ -534,9 +534,9 @@ def predict_largest(
     Examples
     --------
     >>> predict_largest("sdxl", "decode", "float16", gpu="RTX 4060", used="1 GB")
-    (1176, 1176)
+    (1208, 1208)
     >>> predict_largest("sdxl", "decode", "float16", gpu="RTX 4060", used="1 GB", safe=False)
-    (1952, 1952)
+    (1992, 1992)
     """
     for name in ("height", "width"):
         if name in others:

@@ -14,7 +14,7 @@ from vaemem import _core
 from vaemem._common import DTYPES, ELEMENT_BYTES, MIB, meant, whole, wholes
 from vaemem._core import OutOfMemoryError
 from vaemem._errors import ArgumentError
-from vaemem.prediction.gpus import CONTEXT, Gpu, find_gpu
+from vaemem.prediction.gpus import Gpu, find_gpu
 from vaemem.prediction.held import LoadedVAE, Tensor, addresses_of, arch_key
 from vaemem.prediction.passing import FIRST
 from vaemem.prediction.runtimes import RUNTIMES, WAN, architecture, diffusers_release
@@ -170,7 +170,7 @@ class SimulatedProcess:
         self.cudnn_attention = cudnn_attention(self.gpu, self.torch_version, getattr(workspace, "cudnn_version", None))
         self.allocator = CachingAllocator(history=False) if allocator is None else allocator
         self._core = _core.Process(self.allocator, **blas_settings(self.gpu, self.torch_version))
-        room = self.gpu.available(CONTEXT, used)
+        room = self.gpu.available(used)
         self.available: int = self.allocator._settings()["total_memory"] or room
         self.sources = Counter[str]()  # how many workspaces each source gave
         self.last_call: tuple[_core.Trace, Any, Any] | None = None

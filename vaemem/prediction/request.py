@@ -27,7 +27,7 @@ from vaemem.engine.configs import SAMPLE_SIZES, config_of, named_sample_size, sa
 from vaemem.engine.limits import parse_size
 from vaemem.engine.names import shared_note
 from vaemem.prediction.benchmark import PROTOCOLS, USUAL_PROTOCOL, benchmark
-from vaemem.prediction.gpus import CONTEXT, Gpu, find_gpu, known_gpu, present_gpu, sold
+from vaemem.prediction.gpus import Gpu, find_gpu, known_gpu, present_gpu, sold
 from vaemem.prediction.job import OVERLAP, TINY_OVERLAP, Job
 from vaemem.prediction.process import PeakTensor, Reading, SimulatedProcess
 from vaemem.prediction.profiles import version_number
@@ -83,12 +83,17 @@ class Card:
 
     @property
     def kept_more(self) -> int:
-        """How much more the operating system may keep."""
-        return self.kept[1] - self.kept[0]
+        """How much more of the card the operating system and the CUDA context may keep."""
+        return self.kept[1] - self.kept[0] + self.gpu.context_most - self.gpu.context
 
-    def available(self, context: int = CONTEXT) -> int:
+    @property
+    def is_windows(self) -> bool:
+        """Whether the operating system is Windows, which keeps a part of the card."""
+        return self.kept[1] > 0
+
+    def available(self) -> int:
         """Return the bytes that a process can have after its context, other users and `kept`."""
-        return self.gpu.available(context, self.taken)
+        return self.gpu.available(self.taken)
 
 
 def find_card(gpu: Any, memory: int | str | None = None, used: int | str = 0, os: str = "linux") -> Card:

@@ -13,10 +13,11 @@ from vaemem.prediction.planned import Phase
 from vaemem.prediction.plays import Plays, Takes
 from vaemem.prediction.process import PeakTensor, SimulatedProcess
 
-# NVIDIA's page 5490, "System Memory Fallback for Stable Diffusion".
+# NVIDIA's page 5490, "System Memory Fallback for Stable Diffusion". The driver's memory then never ends before the
+# host's, so PyTorch, which frees its cache only after a refusal (CUDACachingAllocator.cpp), keeps it.
 SPILLS = (
-    ". Windows drivers since 536.40 use the host's memory instead, many times slower, unless their CUDA - Sysmem"
-    " Fallback Policy is Prefer No Sysmem Fallback"
+    "Windows drivers since 536.40 use the host's memory, many times slower, unless their CUDA - Sysmem Fallback Policy"
+    " is Prefer No Sysmem Fallback"
 )
 FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"
 
@@ -44,7 +45,9 @@ class Verdict:
     least_most : int, optional
         The most that it takes on the more economical of two ways, if nobody said which way it goes.
     kept_more : int
-        How much less than `available` the card may give, because the operating system keeps more.
+        How much less than `available` the card may give, because the CUDA context or the operating system keeps more.
+    windows : bool
+        Whether the operating system is Windows. Its driver hands out the host's memory beyond the card's.
     guesses : bool
         Whether it succeeds only with unknown plans of cuDNN.
     untried : str
@@ -73,6 +76,7 @@ class Verdict:
     plays: Plays | None = None
     least_most: int | None = None
     kept_more: int = 0
+    windows: bool = False
     guesses: bool = False
     untried: str = ""
     safe: bool = False
@@ -174,24 +178,34 @@ class Verdict:
             guess = "it goes through only if cuDNN's next plans need no workspace, which is unknown for this version"
             return f"{guess}; it {self.needs(size)}"
         if why == NO_ROOM:
-            freed = "it goes through because PyTorch frees its cache"
-            return self.no_room or f"{freed}; with more room it would take {size(self.most)}; it {self.needs(size)}"
+            freed = f"it goes through because PyTorch frees its cache; with more room it would take {size(self.most)}"
+            if self.windows:
+                spilled = f"{size(self.most - self.available)} of it go to the host's memory"
+                freed = f"its cache grows to {size(self.most)}; {spilled}, because PyTorch frees nothing before that"
+            return self.no_room or f"{freed}; it {self.needs(size)}"
         if why == MARGINAL and self.upper > self.available:
             reason = "" if self.has_version else ", because no version of PyTorch or cuDNN was named"
             return f"it may take up to {size(self.upper)}{f', {self.between}' if self.between else reason}"
         if why == MARGINAL:
-            return f"Windows may keep {size(self.kept_more)} more of the card"
+            keeper = "Windows and the CUDA context" if self.windows else "the CUDA context"
+            return f"{keeper} may keep {size(self.kept_more)} more of the card"
         return self.untried if why == UNTRIED else ""
 
     def summarize(self, size: Sizer) -> str:
         """Return the verdict in a sentence with its numbers. size: a function that formats bytes."""
+        if not self.windows:
+            return self._summarize(size)
+        first, last = (size(max(self.available - more, 0)) for more in (self.kept_more, 0))
+        return f"{self._summarize(size)}; spilling begins between {first} and {last}: from there on {SPILLS}"
+
+    def _summarize(self, size: Sizer) -> str:
         told = self.covers + (", from rough data on such a card" if self.coarse else "")
         if self.took is None:
             phase, (name, request) = self.out_of_memory_at or ("", ("", 0))
             there = f"{f'in {phase} ' if phase else ''}at {name}, which tries to allocate {size(request)}"
             short = f", {size(-self.spare)} short" if self.spare < 0 else ""  # on a larger card the run can need more
             needs = f"it {self.needs(size)}, and the card gives {size(self.available)}{self.besides}{short}"
-            return f"{self.word}{told}: {needs}; it runs out {there}{SPILLS if self.kept_more else ''}"
+            return f"{self.word}{told}: {needs}; it runs out {there}"
         took = f"it {self.takes(size)} that the card gives{self.besides}"
         if because := self.explain(size):
             return f"{self.word}{told}: {took}; {because}"
@@ -211,6 +225,7 @@ def judge_played(
     request, process = plays.request, plays.process
     return Verdict(
         process.available, most, None if full else took, full, plays, kept_more=request.card.kept_more,
+        windows=request.card.is_windows,
         guesses=here.guessed_plans, safe=request.safe, has_version=request.software.has_version,
         coarse=bool(process.gpu.coarse), between=getattr(process.workspace, "between", ""), **words,
     )  # fmt: skip

@@ -30,7 +30,7 @@ from vaemem.pipelines.comfyui_run import WORKFLOWS
 from vaemem.pipelines.components import PIPELINES, weights_of
 from vaemem.pipelines.predict_pipeline import predict_pipeline
 from vaemem.pipelines.programs import load_program
-from vaemem.prediction.gpus import CONTEXT
+from vaemem.prediction.gpus import context_of
 from vaemem.prediction.predict import Prediction, predict
 from vaemem.pytorch.decoding import attempt, describe_card
 from vaemem.pytorch.free_memory import count_bytes, first_line, free_cache, release
@@ -195,7 +195,7 @@ def _explain_misfit(vae: Any, whole: Any, arch: Arch, latents: torch.Tensor, man
         manager.load_models_gpu([vae.patcher], memory_required=needed, force_full_load=vae.disable_offload)
         held = sum(one.nbytes for one in vae.first_stage_model.parameters() if one.device == vae.device)
         card: Any = describe_card(vae.device)
-        used = max(card["memory"] - card["free"] - CONTEXT - held, 0)
+        used = max(card["memory"] - card["free"] - context_of(card["gpu"], card["memory"]) - held, 0)
         answer = predict_decode(vae, arch, height, width, used=used, safe=windows)
     except ValueError:  # an unknown card or version, or an older WanVAE: ComfyUI tries
         return ""
@@ -284,7 +284,9 @@ def estimate(
     arch, used = recognise(vae), 0
     if not gpu and vae.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(vae.device)
-        used = max(total - free - torch.cuda.memory_reserved(vae.device) - CONTEXT, 0)
+        card: Any = describe_card(vae.device)
+        context = context_of(card["gpu"], card["memory"])
+        used = max(total - free - torch.cuda.memory_reserved(vae.device) - context, 0)
     if model is not None and (workflow := _workflow_of(vae, arch, model)):
         given: Any = {**workflow, "height": height, "width": width, "batch": batch, "used": used, **_card_of(vae, gpu)}
         whole = predict_pipeline(runtime="comfyui", **given)

@@ -16,7 +16,7 @@ from vaemem._common import latent_factor
 from vaemem._errors import ArgumentError
 from vaemem.engine.limits import available_memory
 from vaemem.engine.vae import VAE
-from vaemem.prediction.gpus import CONTEXT
+from vaemem.prediction.gpus import context_of
 from vaemem.prediction.predict import predict
 from vaemem.pytorch.converting import convert
 from vaemem.pytorch.free_memory import find_free, first_line, free_cache, is_out_of_memory, release
@@ -175,7 +175,8 @@ def explain_misfit(vae: Any, z: torch.Tensor) -> str:
     config = {**vae.config, "_class_name": type(vae).__name__}
     tiled = getattr(vae, "use_tiling", False)
     held = sum(weight.nbytes for weight in vae.parameters() if weight.device == z.device)
-    used, windows = max(card["memory"] - card.pop("free") - CONTEXT - held, 0), sys.platform == "win32"
+    windows, context = sys.platform == "win32", context_of(card["gpu"], card["memory"])
+    used = max(card["memory"] - card.pop("free") - context - held, 0)
     try:
         factor = latent_factor(config)
         answer = predict(

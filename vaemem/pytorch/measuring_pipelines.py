@@ -27,7 +27,7 @@ from vaemem.pipelines.components import PIPELINES, VAE_STRIDE, Pipeline, count_s
 from vaemem.pipelines.pipeline_parts import Part
 from vaemem.pipelines.pipeline_request import PipelineArguments, PipelineRequest, image_sides, resolve_pipeline
 from vaemem.pipelines.predict_pipeline import PipelinePrediction
-from vaemem.prediction.gpus import CONTEXT
+from vaemem.prediction.gpus import context_of
 from vaemem.prediction.planned import Phase
 from vaemem.prediction.request import Card, Software, find_card, usual_tile
 from vaemem.prediction.runtimes import LAST_DIFFUSERS, architecture, diffusers_release
@@ -602,7 +602,8 @@ def _measure_others(place: Any) -> tuple[int, int]:
         return 0, 0
     free, total = torch.cuda.mem_get_info(place)
     requested = torch.cuda.memory_stats(place)["requested_bytes.all.current"]
-    return max(total - free - torch.cuda.memory_reserved(place) - CONTEXT, 0), requested
+    context = context_of(torch.cuda.get_device_name(place), total)
+    return max(total - free - torch.cuda.memory_reserved(place) - context, 0), requested
 
 
 def _describe(pipe: Any, place: Any, facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,15 +12,12 @@ import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from vaemem._common import MIB, choose
+from vaemem._common import choose
 from vaemem._errors import ArgumentError
 from vaemem.engine.weights import told_bytes
 from vaemem.prediction.planned import Phase, Way
 from vaemem.sdcpp.graphs import COMPONENTS, DEFAULT_TILE, GGML_TYPES, SDCPP_VERSION, Graph, graph
 
-# A CUDA context alone took 426 MiB on an RTX 6000 Ada (unslothai/unsloth-zoo#1053). The memory of ggml's kernels is
-# unknown.
-SDCPP_CONTEXT = 426 * MIB
 SMALLER_TYPE = "Q4_K"  # tried if nothing fits
 PROMPT_TOKENS = 64  # default for Z-Image's prompt with its template, which is not padded
 
