@@ -1,5 +1,6 @@
 """Print what real layers of bitsandbytes, torchao and optimum-quanto store and take on the CPU, as JSON: {type: [bytes
-of the stored tensors, peak of a call with a bias, peak without one]}, one line for each argument OUTPUTS,INPUTS,ROWS.
+of the stored tensors, peak of a call with a bias, peak without one, bytes for each number that quantising holds]}, one
+line for each argument OUTPUTS,INPUTS,ROWS. bitsandbytes quantises in one kernel: None.
 tests/test_quantising.py compares it with the package's numbers."""
 
 import json
@@ -112,12 +113,15 @@ def measure(quantise, outputs, inputs, rows):
     peaks, given = [], torch.ones(1, rows, inputs, dtype=torch.bfloat16)
     for has_bias in (True, False):
         model = torch.nn.Sequential(torch.nn.Linear(inputs, outputs, bias=has_bias)).to(torch.bfloat16)
-        quantise(model)
+        with torch.no_grad(), LiveBytes() as quantising:
+            quantise(model)
         with torch.no_grad(), LiveBytes() as live:
             model(given)
         peaks.append(live.peak)
     (layer,) = model
-    if type(layer).__module__.startswith("bitsandbytes"):
+    is_bitsandbytes = type(layer).__module__.startswith("bitsandbytes")
+    peaks.append(None if is_bitsandbytes else round(quantising.peak / (outputs * inputs)))
+    if is_bitsandbytes:
         sizes = stored_by_bitsandbytes(layer)
     else:
         sizes = stored_bytes(layer.weight) + [one.nbytes for one in layer.buffers()]

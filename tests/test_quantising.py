@@ -22,18 +22,19 @@ from vaemem.pipelines.quantising import SCHEMES, SIXTEEN_BITS, UNPACKING, Linear
 from vaemem.pipelines.storage import Stored, loaded, rule_of, stored, tensor_bytes
 
 # Of a linear layer with 384 outputs, 512 inputs and 200 rows in bfloat16, by bitsandbytes 0.50.2, torchao 0.18.0 and
-# optimum-quanto 0.2.7: the stored tensors, and the most bytes that a call holds, with a bias and without one.
+# optimum-quanto 0.2.7: the stored tensors, the most bytes that a call holds, with a bias and without one, and the bytes
+# for each number that quantising holds.
 MEASURED = {
-    "int8": [[196608, 1536], 717600, 717600],
-    "nf4": [[98304, 12288, 64], 546816, 546816],
-    "nf4 double": [[98304, 3072, 1024, 64, 48, 4], 571392, 571392],
-    "int8wo": [[196608, 1536, 384], 546816, 546816],
-    "int8dq": [[196608, 1536, 384], 820200, 820200],
-    "float8wo": [[196608, 1536], 1966080, 1966080],
-    "float8dq": [[196608, 4], 1331204, 1331204],
-    "qint8": [[196608, 768, 2, 2], 546816, 546816],
-    "qfloat8": [[196608, 768, 2, 2], 786432, 786432],
-    "qint4": [[98304, 6144, 2, 2], 307200, 153600],
+    "int8": [[196608, 1536], 717600, 717600, None],
+    "nf4": [[98304, 12288, 64], 546816, 546816, None],
+    "nf4 double": [[98304, 3072, 1024, 64, 48, 4], 571392, 571392, None],
+    "int8wo": [[196608, 1536, 384], 546816, 546816, 8],
+    "int8dq": [[196608, 1536, 384], 820200, 820200, 8],
+    "float8wo": [[196608, 1536], 1966080, 1966080, 13],
+    "float8dq": [[196608, 4], 1331204, 1331204, 13],
+    "qint8": [[196608, 768, 2, 2], 546816, 546816, 4],
+    "qfloat8": [[196608, 768, 2, 2], 786432, 786432, 4],
+    "qint4": [[98304, 6144, 2, 2], 307200, 153600, 6],
 }
 
 
@@ -52,7 +53,7 @@ def layer_of(type, outputs, inputs, rows):
         peaks.append(max(most, sum(live.values()) + 2 * outputs * rows))
     (held,) = stored([("weight", (outputs, inputs))], type, rule_of(type, 42))
     assert held.bytes == tensor_bytes((outputs, inputs), type) == sum(held.pieces)
-    return [sorted(held.pieces, reverse=True), *peaks]
+    return [sorted(held.pieces, reverse=True), *peaks, SCHEMES[type].quantising]
 
 
 @pytest.mark.parametrize("type", MEASURED)
@@ -79,6 +80,98 @@ def test_text_encoders_as_transformers_quantises_them(dtype):
         held = stored(weights, type, rule_of(type, 42), dtype)
         counted = 2 if type == "qint8" else None  # not the two scales of activations, which are buffers
         assert {one.name: sum(one.pieces[:counted]) for one in held} == sizes
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="torchao is not installed (make quantised)")
+def test_what_the_libraries_own_functions_quantise():
+    """quanto takes convolutions too, and both take T5's wo and the head."""
+    import optimum.quanto as quanto
+    import torchao.quantization as torchao
+    from diffusers import PixArtTransformer2DModel, UNet2DConditionModel
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    def models():
+        yield UNet2DConditionModel(
+            block_out_channels=(32, 64), layers_per_block=1, cross_attention_dim=32, norm_num_groups=8,
+            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        )  # fmt: skip
+        yield PixArtTransformer2DModel(
+            num_layers=1, caption_channels=64, num_attention_heads=2, attention_head_dim=16, cross_attention_dim=32,
+            sample_size=8, norm_num_groups=8, use_additional_conditions=False,
+        )  # fmt: skip
+        yield T5ForConditionalGeneration(T5Config(vocab_size=32, d_model=64, d_kv=16, d_ff=128, num_layers=1))
+
+    def by_quanto(model):
+        quanto.quantize(model, weights=quanto.qint8)
+        quanto.freeze(model)
+
+    def by_torchao(model):
+        torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+
+    for type, quantise in (("qint8", by_quanto), ("int8wo", by_torchao)):
+        for model in models():
+            weights = [(name, tuple(one.shape)) for name, one in model.named_parameters(remove_duplicate=False)]
+            quantise(model)
+            real = {name for name, one in model.named_parameters() if hasattr(one, "__tensor_flatten__")}
+            held = stored(weights, type, rule_of(type, 42, is_direct=True))
+            assert {one.name for one in held if one.type == type} == real
+
+
+def test_a_unet_that_quanto_quantises_directly():
+    """Convolutions have a scale for each output, and are unpacked for their calls (measured: 2n bytes in int8)."""
+    direct, by_config = (
+        predict_pipeline("sd15", 512, 512, gpu="T4", components={"unet": type}).parts["unet"]
+        for type in ("qint8 directly", "qint8")
+    )
+    (conv,) = (one for one in direct.weights if one.name == "mid_block.resnets.0.conv1.weight")
+    assert conv.pieces == (1280 * 1280 * 9, 2 * 1280, 2, 2)
+    assert direct.working["mid_block.resnets.0.conv1"] == [("weight, unpacked", 2 * 1280 * 1280 * 9, 0, 0, 0)]
+    assert "mid_block.resnets.0.conv1" not in by_config.working and direct.nbytes < 0.7 * by_config.nbytes
+
+
+# GiB of max_memory_allocated in the README of github.com/sayakpaul/diffusers-torchao, for FLUX.1-dev at 1024x1024 on an
+# H100, with quantize_ after pipe.to("cuda"), neither compiled nor fused. With one image the peak is in load: the whole
+# weights, and one matrix's temporary tensors. torchao of 2024 took fewer of these.
+@pytest.mark.parametrize(
+    ("type", "batch", "gib"),
+    [
+        ("int8wo", 1, 31.607), ("int8dq", 1, 31.608), ("float8wo", 1, 31.607), ("float8dq", 1, 31.817),
+        ("int8wo", 8, 36.457), ("int8dq", 8, 36.458), ("float8wo", 8, 36.434), ("float8dq", 8, 36.428),
+    ],
+)  # fmt: skip
+def test_quantised_on_the_card_as_published(type, batch, gib):
+    asked = {"gpu": "H100", "batch": batch, "components": {"transformer": f"{type} from bfloat16 on cuda"}}
+    found = predict_pipeline("flux", 1024, 1024, **asked)
+    most = max(found.phases, key=lambda phase: phase.allocated)
+    assert most.name == ("load" if batch == 1 else "decode")
+    assert -0.001 < most.allocated / 2**30 / gib - 1 < (0.016 if batch == 1 else 0.001)
+
+
+def test_the_order_of_cast_and_move():
+    """Cast first, only float8 comes to the card. Published (max_memory_reserved, FLUX.1-dev at 1024x1024, float8 before
+    the move, on an H100): 24250.4 MiB loaded, and 15995.9 MiB at the peak of model offload."""
+    asked = {"height": 1024, "width": 1024, "gpu": "H100"}
+    found = {
+        (order, offload): predict_pipeline("flux", **asked, offload=offload, components={"transformer": f"fp8{order}"})
+        for order in ("", " from bfloat16", " from bfloat16 on cuda", " from bfloat16 kept on cuda")
+        for offload in ("none", "model")
+    }
+    before = found["", "none"].phases
+    assert before == found[" from bfloat16", "none"].phases
+    assert before[0].reserved / 2**20 == pytest.approx(24250.4, abs=0.5)
+    assert found["", "model"].peak / 2**20 == pytest.approx(15995.9, rel=0.001)
+    whole = predict_pipeline("flux", **asked)
+    after = found[" from bfloat16 on cuda", "none"]
+    assert 0 <= after.phases[0].allocated - whole.phases[0].allocated < 32 << 20
+    assert after.phases[0].reserved == pytest.approx(whole.phases[0].reserved, rel=0.01)
+    assert after.phases[1].allocated == pytest.approx(before[1].allocated, rel=0.01)
+    load, *rest = found[" from bfloat16 on cuda", "model"].phases
+    assert load.allocated >= whole.parts["transformer"].nbytes
+    assert [one.allocated for one in rest] == [one.allocated for one in found["", "model"].phases]
+    kept = found[" from bfloat16 kept on cuda", "model"]
+    assert all(phase.weights >= kept.parts["transformer"].nbytes for phase in kept.phases)
+    assert any("before it comes" in note for note in after.notes)
 
 
 def test_t5_in_bfloat16():
@@ -295,6 +388,8 @@ def test_stored_sizes_of_a_denoiser():
         ("svdquant", {}, "components['transformer']", "'svdquant'"),
         ("torch.compile", {}, "components['transformer']", "'torch.compile'"),
         ("int8wo on cuda", {}, "components['transformer']", "'int8wo on cuda'"),
+        ("int4wo from bfloat16 on cuda", {}, "components['transformer']", "'int4wo from bfloat16 on cuda'"),
+        ("nf4 directly", {}, "components['transformer']", "'nf4'"),
         ("float8dq", {"gpu": "T4"}, "components['transformer']", "Tesla T4 (7.5)"),
         ("qint4", {"offload": "sequential"}, "offload", "'sequential'"),
         ("int8wo", {"dtype": "float32"}, "components['transformer']", "one in float32"),

@@ -60,7 +60,9 @@ UNSAVED = "rope."  # Wan's tables of positions, which are not persistent
 # Places of weights after from_pretrained, before offloading: the CPU (device_map="cpu"); the card, until they are
 # offloaded; or the card for good.
 PLACES = ("on cpu", "on cuda", "kept on cuda")
-_SPOKEN = re.compile(rf"(?P<type>.+?)(?: from (?P<source>\S+))?(?: (?P<place>{'|'.join(PLACES)}))?", re.I)
+_SPOKEN = re.compile(
+    rf"(?P<type>.+?)(?P<direct> directly)?(?: from (?P<source>\S+))?(?: (?P<place>{'|'.join(PLACES)}))?", re.I
+)
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Part:
     place : str
         Where it is loaded: one of `PLACES`.
     source : str
-        The dtype of its file, if a library quantises the weights on loading; "" if the file has them quantised.
+        The dtype of its file, if the weights are quantised or cast after the file is read; "" if the file has them so.
     pairs : tuple of Pair
         LoRAs' low-rank pairs for its layers. `weights` has theirs too.
     note : str
@@ -141,10 +143,15 @@ class Part:
         """Bytes read from its file."""
         return sum(weight.nbytes(self.source) for weight in weights_of(self.component)) if self.source else self.nbytes
 
+    @property
+    def is_cast_on_card(self) -> bool:
+        """Whether it comes to the card whole, and a library casts or quantises it there."""
+        return bool(self.source) and self.place != PLACES[0] and not self.has(BITSANDBYTES)
+
     def sent_bytes(self, weight: Stored) -> int:
-        """Bytes sent to the device if bitsandbytes quantises there: a matrix in float16 for int8 (Int8Params.cuda),
+        """Bytes sent to the device if a library quantises there: a matrix in float16 for int8 (Int8Params.cuda),
         otherwise in the dtype of loading; other weights as they are stored."""
-        if weight.type not in BITSANDBYTES:
+        if weight.type not in (*SCHEMES, "fp8"):
             return weight.bytes
         return math.prod(weight.shape) * ELEMENT_BYTES["float16" if weight.type == "int8" else self.dtype]
 
@@ -342,13 +349,25 @@ def _check_gguf(what: str, role: str, component: str, type: str, got: str) -> No
         raise ArgumentError(what, f"{', '.join(RULES['diffusers-gguf'].types)}: diffusers unpacks no other", got)
 
 
+def _check_direct(what: str, given: str, place: str, source: str, direct: str) -> None:
+    """Check how torchao or quanto is called: by a config on the CPU, or its own function, there or on the card."""
+    if direct and given not in SIXTEEN_BITS:
+        raise ArgumentError(what, f"'directly' after {', '.join(SIXTEEN_BITS)}", f"it after {given!r}")
+    if given in SIXTEEN_BITS and place != PLACES[0]:
+        if not source:
+            wanted = f"'{given} from bfloat16 {place}', which is quantised there, or {given} without a place"
+            raise ArgumentError(what, wanted, f"'{given}{direct} {place}'")
+        if SCHEMES[given].quantising is None:
+            why = "nobody measured the memory of quantising on the card"
+            raise ArgumentError(what, f"{given} without a place", f"'{given}{direct} from {source} {place}'", why)
+
+
 def _part(role: str, component: str, dtype: str, given: Any, upcast: bool, release: int) -> Part:
     """Return a component's weights in a type, or as in a file, with their place of loading and their source."""
-    is_module, place, source, what = not is_vae(component), "", "", f"components[{role!r}]"
+    is_module, place, source, direct, what = not is_vae(component), "", "", "", f"components[{role!r}]"
     if isinstance(given, str) and not os.path.exists(given) and (spoken := _SPOKEN.fullmatch(given)):
-        given, source, place = (part or "" for part in spoken.group("type", "source", "place"))
-    # from_pretrained quantises on the card; people short of memory load quantised files to the CPU.
-    place, name = place.lower() or PLACES[bool(source) and given not in SIXTEEN_BITS], str(given)
+        given, direct, source, place = (part or "" for part in spoken.group("type", "direct", "source", "place"))
+    place, name = place.lower(), str(given)
     is_file = isinstance(given, os.PathLike) or name.endswith((".safetensors", ".gguf")) or os.path.exists(name)
     if is_file and given not in DTYPES and is_module:
         with inside(what, path=str(given), caught=(ValueError,)):
@@ -358,25 +377,29 @@ def _part(role: str, component: str, dtype: str, given: Any, upcast: bool, relea
             if weight.type in GGML and len(weight.shape) > 2:
                 packs = f"{name!r}, which packs {weight.name}"
                 raise ArgumentError(what, "a file that packs matrices only", packs, "diffusers unpacks linear layers")
-        return Part(role, component, dtype, tuple(loaded(held, weights_of(component), dtype)), place=place)
+        return Part(role, component, dtype, tuple(loaded(held, weights_of(component), dtype)), place=place or PLACES[0])
     if why := FOREIGN.get(name.lower()):
         raise ArgumentError(what, "", f"{why}, got {name!r}")
     packed = next((type for type in GGML if letters(type) == letters(str(given))), "")
     if is_module and packed:
         _check_gguf(what, role, component, packed, repr(given))
     given = meant(what, given, WEIGHT_TYPES if is_module else DTYPES, SPELT_TYPES)
-    if source and given not in SCHEMES:
-        raise ArgumentError(what, f"'from {source}' after {', '.join(SCHEMES)}", f"it after {given!r}")
+    # from_pretrained quantises with bitsandbytes on the card; people short of memory load quantised files to the CPU.
+    place = place or PLACES[bool(source) and given in BITSANDBYTES]
+    if source and given not in (*SCHEMES, "fp8"):
+        raise ArgumentError(what, f"'from {source}' after fp8, {', '.join(SCHEMES)}", f"it after {given!r}")
     if given in SIXTEEN_BITS and dtype == "float32":
         raise ArgumentError(what, f"a computation in 16 bits with {given}", "one in float32")
-    if given in SIXTEEN_BITS and place != PLACES[0]:
-        got = f"'{given} {place}'"
-        raise ArgumentError(what, f"{given} without a place: diffusers loads and quantises it on the CPU", got)
+    _check_direct(what, given, place, source, direct)
     source = meant(what, source, DTYPES) if source else ""
+    is_direct = bool(direct) or (given in SIXTEEN_BITS and place != PLACES[0])
+    if given == "qint4" and is_direct and any(len(weight.shape) == 4 for weight in weights_of(component)):
+        got = f"{component}, which has convolutions"
+        raise ArgumentError(what, "qint8, or qint4 by a config", got, "nobody compared quanto's convolutions in int4")
     if given in DTYPES:  # it computes in its stored type
         dtype, upcast = given, upcast and given == "float16"
     # Without a file, this runtime's rule chooses the tensors for a type.
-    return _typed(role, component, dtype, given, rule_of(given, release), upcast, place, source)
+    return _typed(role, component, dtype, given, rule_of(given, release, is_direct), upcast, place, source)
 
 
 def parts_of(

@@ -16,7 +16,7 @@ from vaemem.pipelines.components import VAE_STRIDE, is_vae, vae_counts
 from vaemem.pipelines.phases import PHASES
 from vaemem.pipelines.pipeline_parts import PLACES, Part
 from vaemem.pipelines.pipeline_request import PipelineRequest
-from vaemem.pipelines.quantising import BITSANDBYTES
+from vaemem.pipelines.quantising import BITSANDBYTES, SCHEMES
 from vaemem.pipelines.steps import PLAYED_STEPS
 from vaemem.pipelines.storage import Stored
 from vaemem.prediction.gpus import find_gpu
@@ -69,18 +69,23 @@ class PipelineRun:
     def _load_components(self) -> None:
         """Play ``from_pretrained``, then ``to("cuda")`` or an offload. If everything starts on the CPU and is
         offloaded, there is no such phase: components move to the device when they are called."""
-        early = [role for role, part in self.parts.items() if part.place != PLACES[0]]  # by from_pretrained
         stay = [role for role in self.parts if role not in self.moved]
+        early = [role for role, part in self.parts.items() if part.place != PLACES[0]]  # by from_pretrained
+        # If pipe.to moves everything, a component that is cast on the card comes with the others.
+        early = [role for role in early if role not in stay or not self.parts[role].is_cast_on_card]
         if early or stay:
             with self.phase("load"):
                 for role in early:
                     self.load(role, quantises=bool(self.parts[role].source))
                 for role in early:
                     if role not in stay:
+                        self._cast(role)
                         self.unload(role)
-                for role in stay:
-                    if role not in early:
-                        self.load(role)
+                late = [role for role in stay if role not in early]
+                for role in late:
+                    self.load(role, quantises=self.parts[role].is_cast_on_card)
+                for role in late:
+                    self._cast(role)
 
     def load(self, role: str, quantises: bool = False) -> None:
         """Play ``component.to("cuda")``; or ``from_pretrained`` with bitsandbytes. It sends each matrix in half
@@ -100,17 +105,40 @@ class PipelineRun:
             self._loaded[role] = process.hold_all(name, part.pieces)
             process.count(sent=part.nbytes)
         else:
-            self._loaded[role] = [address for weight in part.weights for address in self._quantise(part, weight)]
-            process.count(sent=sum(map(part.sent_bytes, part.weights)))
+            sizes = [part.sent_bytes(weight) for weight in part.weights]
+            process.count(sent=sum(sizes))
+            if part.is_cast_on_card:
+                self._loaded[role] = process.hold_all(f"weights of {role}, not cast yet", sizes)
+            else:
+                held = (self._quantise(part, *pair) for pair in zip(part.weights, sizes, strict=True))
+                self._loaded[role] = [address for one in held for address in one]
 
-    def _quantise(self, part: Part, weight: Stored) -> list[int]:
-        """Send a weight to the device. If it is a matrix, bitsandbytes quantises it there."""
+    def _quantise(self, part: Part, weight: Stored, size: int) -> list[int]:
+        """Send a weight of a size to the device. If it is a matrix, bitsandbytes quantises it there."""
         whole = list[int]()
         if weight.type in BITSANDBYTES:
-            whole = [self.process.hold(f"{weight.name} of {part.role}, not quantised yet", part.sent_bytes(weight))]
+            whole = [self.process.hold(f"{weight.name} of {part.role}, not quantised yet", size)]
         held = self.process.hold_all(f"weights of {part.role}", weight.pieces)
         self.process.release(whole)
         return held
+
+    def _cast(self, role: str) -> None:
+        """Cast or quantise a component on the card, weight by weight, if it came there whole."""
+        part, process, held = self.parts[role], self.process, self._loaded[role]
+        if not part.is_cast_on_card or not held:
+            return
+        assert isinstance(held, list)
+        self._loaded[role] = made = list[int]()
+        for weight, whole in zip(part.weights, held, strict=True):
+            if weight.type not in (*SCHEMES, "fp8"):
+                made.append(whole)
+                continue
+            scheme = SCHEMES.get(weight.type)
+            if scheme and scheme.quantising:
+                size = scheme.quantising * math.prod(weight.shape)
+                process.release([process.hold(f"{weight.name} of {role}, quantising", size)])
+            made += process.hold_all(f"weights of {role}", weight.pieces)
+            process.release([whole])
 
     def unload(self, role: str) -> None:
         held = self._loaded.pop(role)

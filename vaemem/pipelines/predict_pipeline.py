@@ -288,6 +288,8 @@ def _notes(q: PipelineRequest) -> Iterator[str]:
             yield f"{part.role}: LoRAs for {len(layers)} layers, {size} bytes"
         if q.group and part.role not in q.resident and len(part.groups(q.group)) == 1:
             yield f"{part.role}: comes whole for its call; its class has no list of blocks for block_level"
+        if part.is_cast_on_card:
+            yield f"{part.role}: comes to the card whole; if it is cast or quantised before it comes, load takes less"
         kind = next((one for one in BITSANDBYTES if part.has([one])), "")
         if kind == "int8":
             yield f"{part.role}: LLM.int8()'s copies of columns with outliers are not counted"

@@ -74,6 +74,7 @@ class Scheme(NamedTuple):
     columns, both: what the columns, or both sides, must be a multiple of; other matrices are not quantised
     sm: least compute capability of the GPU
     is_sent: whether accelerate's sequential offload can move its tensors
+    quantising: bytes for each number that quantising a matrix on the card holds besides it; None if not measured
     """
 
     about: str
@@ -85,6 +86,7 @@ class Scheme(NamedTuple):
     both: int = 1
     sm: int = 0
     is_sent: bool = True
+    quantising: int | None = None
 
 
 def _nf4(rows: int, columns: int) -> tuple[int, ...]:
@@ -181,10 +183,11 @@ SCHEMES = {
     ),
     "int8wo": Scheme(
         "torchao's Int8WeightOnlyConfig", _int8_rows, _int8wo, "TorchAoConfig", "Int8WeightOnlyConfig()",
+        quantising=8,
     ),
     "int8dq": Scheme(
         "torchao's Int8DynamicActivationInt8WeightConfig", _int8_rows, _int8dq, "TorchAoConfig",
-        "Int8DynamicActivationInt8WeightConfig()",
+        "Int8DynamicActivationInt8WeightConfig()", quantising=8,
     ),
     "int4wo": Scheme(
         "torchao's Int4WeightOnlyConfig", lambda rows, columns: (
@@ -193,21 +196,25 @@ SCHEMES = {
     ),
     "float8wo": Scheme(
         "torchao's Float8WeightOnlyConfig", lambda rows, columns: (rows * columns, 4 * rows), _float8wo,
-        "TorchAoConfig", "Float8WeightOnlyConfig()",
+        "TorchAoConfig", "Float8WeightOnlyConfig()", quantising=13,
     ),
     "float8dq": Scheme(
         "torchao's Float8DynamicActivationFloat8WeightConfig", lambda rows, columns: (rows * columns, 4), _float8dq,
         "TorchAoConfig", "Float8DynamicActivationFloat8WeightConfig()", both=16, sm=89,
+        quantising=13,
     ),
     "qint8": Scheme(
         "optimum-quanto", _quanto, LinearLayer.unpacked_for_product, "QuantoConfig", 'weights_dtype="int8"',
-        is_sent=False,
+        is_sent=False, quantising=4,
     ),
-    "qfloat8": Scheme("optimum-quanto", _quanto, _qfloat8, "QuantoConfig", 'weights_dtype="float8"', is_sent=False),
+    "qfloat8": Scheme(
+        "optimum-quanto", _quanto, _qfloat8, "QuantoConfig", 'weights_dtype="float8"', is_sent=False, quantising=4,
+    ),
     "qint4": Scheme(
         "optimum-quanto, by tinygemm", lambda rows, columns: (
             rows * columns // 2, 4 * rows * columns // GROUP, 2, 2
         ), LinearLayer.product, "QuantoConfig", 'weights_dtype="int4"', columns=GROUP, sm=80, is_sent=False,
+        quantising=6,
     ),
 }  # fmt: skip
 BITSANDBYTES, TORCHAO, QUANTO = (
@@ -261,7 +268,7 @@ def _unpack_gguf(type: str, layer: LinearLayer) -> tuple[Working, ...]:
 def layer_working(type: str, shape: tuple[int, ...], dtype: str, has_bias: bool) -> tuple[Working, ...]:
     """List what a layer's call takes if its weight is stored in a type. Float8 is unpacked to the dtype of the call."""
     if type in SCHEMES or type in UNPACKING:
-        rows, columns = shape
-        layer = LinearLayer(rows, columns, dtype, has_bias)
+        # A convolution adds its bias in place.
+        layer = LinearLayer(shape[0], math.prod(shape[1:]), dtype, has_bias and len(shape) == 2)
         return SCHEMES[type].working(layer) if type in SCHEMES else _unpack_gguf(type, layer)
     return (Working("{}, unpacked", math.prod(shape) * ELEMENT_BYTES[dtype]),)

@@ -48,7 +48,7 @@ def tensor_bytes(shape: Sequence[int], type: str) -> int:
     Raises
     ------
     ValueError
-        An unknown type, rows that are not a multiple of a block, or scales for a tensor that is not a matrix.
+        An unknown type, rows that are not a multiple of a block, or scales for a tensor of one dimension.
 
     Notes
     -----
@@ -73,9 +73,9 @@ def tensor_bytes(shape: Sequence[int], type: str) -> int:
 
 def _pieces(shape: Sequence[int], type: str) -> tuple[int, ...]:
     """List the bytes of a library's tensors for a matrix, in the order in which quantising makes them."""
-    if len(shape) != 2:
-        raise ArgumentError("shape", f"a matrix for {type}", str(tuple(shape)))
-    return SCHEMES[type].pieces(*shape)
+    if len(shape) < 2:
+        raise ArgumentError("shape", f"a matrix, or a convolution's filters, for {type}", str(tuple(shape)))
+    return SCHEMES[type].pieces(shape[0], math.prod(shape[1:]))
 
 
 EMBEDDINGS = r"(^|\.)(embed_tokens|shared|token_embedding|position_embedding|relative_attention_bias)\."
@@ -122,7 +122,8 @@ _NOT_PACKED = (
     r"|^out\.2\.|t_embedder\.|x_embedder\.|cap_embedder\.|context_refiner\.|noise_refiner\.|pos_embed|mod_proj"
 )
 # Names of tables and heads that no library quantises, and of the layers in transformers' _keep_in_fp32_modules.
-_UNQUANTISED = rf"(^|\.)lm_head\.|pos_embed|scale_shift_table|mod_proj|{EMBEDDINGS}"
+_TABLES = rf"pos_embed\.pos_embed|scale_shift_table|mod_proj|{EMBEDDINGS}"
+_UNQUANTISED = rf"(^|\.)lm_head\.|{_TABLES}"
 _KEPT = r"\.DenseReluDense\.wo\."
 RULES = {
     "all": _Rule(
@@ -160,6 +161,14 @@ RULES = {
         " the kernels do not take stay",
         QUANTO, (2,), f"{_UNQUANTISED}|{_KEPT}",
     ),
+    "torchao directly": _Rule(
+        "torchao's quantize_ (_is_linear): every nn.Linear's weight, also heads",
+        TORCHAO, (2,), _TABLES,
+    ),
+    "quanto directly": _Rule(
+        "quanto.quantize and freeze (nn/qmodule.py): the weights of every nn.Linear and nn.Conv2d",
+        QUANTO, (2, 4), _TABLES,
+    ),
     "comfyui-gguf": _Rule(
         "ComfyUI-GGUF's tools, convert.py (it flattens a UNet's tensors) and lcpp.patch (for llama-quantize): matrices"
         " except those of first and last layers, embeddings of time, and Z-Image's refiners",
@@ -186,12 +195,14 @@ RULES = {
 }  # fmt: skip
 
 
-def rule_of(type: str, release: int) -> str:
+def rule_of(type: str, release: int, is_direct: bool = False) -> str:
     """Name the rule by which diffusers and transformers store a type without a file. release: diffusers', 42 for 0.42;
-    up to `LAST_OLDER` transformers is taken to be 4."""
+    up to `LAST_OLDER` transformers is taken to be 4. is_direct: whether the library's own function quantises."""
     old = ", transformers 4" if release <= LAST_OLDER else ""
     rules = {"layerwise": ["fp8"], f"bitsandbytes{old}": BITSANDBYTES, f"torchao{old}": TORCHAO, "quanto": QUANTO,
              "diffusers-gguf": GGML}  # fmt: skip
+    if is_direct:
+        rules = {"torchao directly": TORCHAO, "quanto directly": QUANTO}
     return next((rule for rule, types in rules.items() if type in types), "all")
 
 
@@ -310,8 +321,10 @@ def _store(tensor: Weight, shapes: dict[str, tuple[int, ...]], type: str, rule: 
     if rule.embeddings and type != "Q8_0" and re.search(EMBEDDINGS, name):
         type = rule.embeddings
     together, _ = BLOCKS.get(type, (1, 0))
-    if type in SCHEMES and (shape[-1] % SCHEMES[type].columns or any(side % SCHEMES[type].both for side in shape)):
-        return _as(tensor, dtype)
+    if type in SCHEMES:
+        sides = (*shape[:1], math.prod(shape[1:]))
+        if sides[1] % SCHEMES[type].columns or any(side % SCHEMES[type].both for side in sides):
+            return _as(tensor, dtype)
     if rule.flat and shape[-1] % 256 and math.prod(shape) % 256 == 0:
         shape = (math.prod(shape) // 256, 256)
     is_odd = bool(shape) and shape[-1] % together > 0
