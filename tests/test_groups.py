@@ -37,7 +37,7 @@ from vaemem.pipelines.components import PIPELINES, weights_of
 from vaemem.pipelines.group_offload import GroupOffload
 from vaemem.pipelines.pipeline_parts import Part, parts_of
 from vaemem.pipelines.programs import Weight
-from vaemem.pipelines.recipe import diffusers_code, placing_code
+from vaemem.pipelines.recipe import diffusers_code, placing_steps, write_steps
 from vaemem.pipelines.storage import stored
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.held import arch_key
@@ -319,8 +319,8 @@ def test_a_stream_prefetches_and_pins():
         assert a.weights < b.weights and a.reserved < b.reserved and a.sent == b.sent
         assert plain.work(a)["link"] == 2 * stream.work(b)["link"]
         assert plain.host == unpinned.host < stream.host < 2 * plain.host
-        code = placing_code(str(stream.request.group), ["unet"])
-        assert "use_stream=True" in code[-1] and ast.parse("\n".join(code))
+        code = write_steps(placing_steps(str(stream.request.group), ["unet"]))
+        assert "use_stream=True" in code and ast.parse(code)
     with refused("offload", "'block_level 1 stream'"):
         predict_pipeline("sd15", offload="block_level stream", vae="tiled", **q)
     sdxl = {"height": 1024, "width": 1024, "gpu": "RTX 3060"}

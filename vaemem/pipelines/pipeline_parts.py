@@ -60,7 +60,7 @@ UNSAVED = "rope."  # Wan's tables of positions, which are not persistent
 # Places of weights after from_pretrained, before offloading: the CPU (device_map="cpu"); the card, until they are
 # offloaded; or the card for good.
 PLACES = ("on cpu", "on cuda", "kept on cuda")
-_SPOKEN = re.compile(
+SPOKEN = re.compile(
     rf"(?P<type>.+?)(?P<direct> directly)?(?: from (?P<source>\S+))?(?: (?P<place>{'|'.join(PLACES)}))?", re.I
 )
 
@@ -365,7 +365,7 @@ def _check_direct(what: str, given: str, place: str, source: str, direct: str) -
 def _part(role: str, component: str, dtype: str, given: Any, upcast: bool, release: int) -> Part:
     """Return a component's weights in a type, or as in a file, with their place of loading and their source."""
     is_module, place, source, direct, what = not is_vae(component), "", "", "", f"components[{role!r}]"
-    if isinstance(given, str) and not os.path.exists(given) and (spoken := _SPOKEN.fullmatch(given)):
+    if isinstance(given, str) and not os.path.exists(given) and (spoken := SPOKEN.fullmatch(given)):
         given, direct, source, place = (part or "" for part in spoken.group("type", "direct", "source", "place"))
     place, name = place.lower(), str(given)
     is_file = isinstance(given, os.PathLike) or name.endswith((".safetensors", ".gguf")) or os.path.exists(name)

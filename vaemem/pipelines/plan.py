@@ -23,7 +23,7 @@ from vaemem.pipelines.pipeline_parts import NOT_FROM_A_FILE, parts_of
 from vaemem.pipelines.pipeline_request import PipelineArguments, PipelineRequest, begins_with, resolve_pipeline
 from vaemem.pipelines.predict_pipeline import ComfyUIPrediction, PipelinePrediction
 from vaemem.pipelines.quantising import SCHEMES, UNSENT
-from vaemem.pipelines.recipe import diffusers_code, hires_code
+from vaemem.pipelines.recipe import diffusers_steps, hires_steps, write_script
 from vaemem.pipelines.storage import GGML
 from vaemem.pipelines.ways import PipelinePlan, Room, outcome, runs_out
 from vaemem.prediction.gpus import Gpu, sold
@@ -280,9 +280,9 @@ def diffusers_ways(
                 run = replace(stored, parts=parts_of(pipeline, q.dtype, held, release, q.loras)) if is_fixed else stored
                 p = PipelinePrediction(run.run_with(offload, settings["vae"], settings.get("vae_memory_limit")))
                 way = _way(p, f"{place}, {how}", settings, " and ".join(changes), machine)
-                code = diffusers_code(pipeline, **settings, release=release, loras=q.loras)
-                after = hires_code(q.first, q.height, q.width, offload) if q.first else []
-                found.append(way._replace(code="\n".join([code, *after])))
+                steps = diffusers_steps(pipeline, **settings, release=release, loras=q.loras)
+                steps += hires_steps(q.first, q.height, q.width, offload) if q.first else []
+                found.append(way._replace(code=write_script(steps)))
     return found
 
 

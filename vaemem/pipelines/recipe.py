@@ -1,65 +1,186 @@
-"""The lines of Python that run a pipeline of diffusers in one of a plan's ways."""
+"""The lines of Python that run a pipeline of diffusers in one of a plan's ways.
+
+A script is a list of steps. `write_script` writes them, and `vaemem.pytorch.apply` runs the same steps on a pipeline
+without any text in between. A text from outside, such as a file's name, is a value of a step: it is written as a
+literal, and never into a comment or a name.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from vaemem._common import distinct
+from vaemem._common import DTYPES, distinct, meant
 from vaemem.engine.configs import config_of
 from vaemem.pipelines.components import VAE_STRIDE, Pipeline
 from vaemem.pipelines.group_offload import GroupOffload
 from vaemem.pipelines.lora import Lora
+from vaemem.pipelines.pipeline_parts import NOT_FROM_A_FILE, PLACES, SPELT_TYPES, SPOKEN, WEIGHT_TYPES
 from vaemem.pipelines.programs import load_program
-from vaemem.pipelines.quantising import SCHEMES
+from vaemem.pipelines.quantising import BITSANDBYTES, SCHEMES
 from vaemem.pipelines.storage import GGML
 from vaemem.prediction.runtimes import LAST_DIFFUSERS, architecture
 from vaemem.prediction.usual import FIXED
 
+WIDTH = 100  # of a script's lines
+_LIBRARIES = ("diffusers", "torch", "transformers")  # scripts import them whole if a name begins with one
 
-def vae_code(vae: str, limit: int | str | None = None, class_name: str = "AutoencoderKL") -> list[str]:
-    """Return the lines that set how a pipeline's VAE runs: the argument `vae` of `vaemem.predict_pipeline`. class_name:
+
+class Name(NamedTuple):
+    """A name in a script: "pipe.unet", "torch.float16". module: where its first word is imported from, if it is."""
+
+    text: str
+    module: str = ""
+
+
+class Call(NamedTuple):
+    """A call in a script, with its arguments: literals, names, other calls, and lists and dicts of these."""
+
+    does: Name
+    given: tuple[Any, ...] = ()
+    named: Mapping[str, Any] = {}
+
+
+class Step(NamedTuple):
+    """A line of a script. value: a call or a literal. target: the variable or attribute that gets it, if any does.
+    note: a comment, in this package's own words; without a value it is a line of its own."""
+
+    value: Any = None
+    target: str = ""
+    note: str = ""
+
+
+def call(does: str | Name, *given: Any, **named: Any) -> Step:
+    """Return the step that makes a call."""
+    return Step(Call(does if isinstance(does, Name) else Name(does), given, named))
+
+
+def _as_type(dtype: str) -> Name:
+    return Name(f"torch.{dtype}")
+
+
+# ---- writing ----
+
+
+def _write(value: Any, indent: str = "", used: int = 0, whole: bool = False) -> str:
+    """Write a value. indent: of its line. used: columns that the line has before it. whole: keep it on one line."""
+    if isinstance(value, Name):
+        return value.text
+    if isinstance(value, str):
+        return json.dumps(value) if value.isascii() else repr(value)
+    if isinstance(value, Call):
+        begin, end = f"{value.does.text}(", ")"
+        items = [*(("", one) for one in value.given), *((f"{name}=", one) for name, one in value.named.items())]
+    elif isinstance(value, Mapping):
+        begin, end, items = "{", "}", [(f"{_write(name)}: ", one) for name, one in value.items()]
+    elif isinstance(value, list | tuple):
+        begin, end = "[]" if isinstance(value, list) else ("(", ",)" if len(value) == 1 else ")")
+        items = [("", one) for one in value]
+    else:
+        return repr(value)
+    line = ", ".join(word + _write(one, whole=True) for word, one in items)
+    if whole or not items or used + len(begin + line + end) <= WIDTH:
+        return f"{begin}{line}{end}"
+    inner = f"{indent}    "
+    if len(inner + line) <= WIDTH and not isinstance(value, Mapping):
+        return f"{begin}\n{inner}{line}\n{indent}{end}"
+    lines = [f"{inner}{word}{_write(one, inner, len(inner + word))},\n" for word, one in items]
+    return f"{begin}\n{''.join(lines)}{indent}{end}"
+
+
+def _write_step(step: Step) -> str:
+    target = f"{step.target} = " if step.target else ""
+    note = f"# {step.note}" if step.note else ""
+    if step.value is None:
+        return note
+    return "  ".join(filter(None, [target + _write(step.value, used=len(target)), note]))
+
+
+def _names(value: Any) -> Iterable[Name]:
+    """Yield the names in a value."""
+    if isinstance(value, Name):
+        yield value
+    elif isinstance(value, Call):
+        yield from _names([value.does, *value.given, *value.named.values()])
+    elif isinstance(value, Mapping | list | tuple):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _names(one)
+
+
+def write_steps(steps: Iterable[Step]) -> str:
+    """Write steps without their imports."""
+    return "\n".join(map(_write_step, steps))
+
+
+def write_script(steps: Sequence[Step]) -> str:
+    """Write steps as a script, with the imports that they need.
+
+    Examples
+    --------
+    >>> print(write_script([call("pipe.unet.to", Name("torch.float16")), call("pipe.load_lora_weights", "a'\\\\nb")]))
+    import torch
+    <BLANKLINE>
+    pipe.unet.to(torch.float16)
+    pipe.load_lora_weights("a'\\nb")
+    """
+    names = [name for step in steps for name in _names(step.value)]
+    roots = {name.text.partition(".")[0] for name in names if not name.module}
+    imports = [f"import {library}" for library in _LIBRARIES if library in roots]
+    for module in distinct(["diffusers", *(name.module for name in names if name.module)]):
+        if known := sorted({name.text.partition(".")[0] for name in names if name.module == module}):
+            imports.append(f"from {module} import {', '.join(known)}")
+    return "\n".join([*imports, *[""] * bool(imports), write_steps(steps)])
+
+
+# ---- the parts of a script ----
+
+
+def vae_steps(vae: str, limit: int | str | None = None, class_name: str = "AutoencoderKL") -> list[Step]:
+    """Return the steps that set how a pipeline's VAE runs: the argument `vae` of `vaemem.predict_pipeline`. class_name:
     the VAE's.
 
     Examples
     --------
-    >>> vae_code("sliced")
-    ['pipe.vae.enable_slicing()']
+    >>> print(write_steps(vae_steps("tiled 256")))
+    pipe.vae.enable_tiling()
+    pipe.vae.tile_sample_min_size = 256
+    pipe.vae.tile_latent_min_size = 32
     """
     how, _, side = vae.partition(" ")
     if how == "sliced":
-        return ["pipe.vae.enable_slicing()"]
+        return [call("pipe.vae.enable_slicing")]
     if how == "vaemem":
-        made = f"pipe.vae = {class_name}.from_module(pipe.vae, memory_limit={_quoted(limit)})"
-        return [f"from vaemem.pytorch import {class_name}", made]
+        made = Call(Name(f"{class_name}.from_module", "vaemem.pytorch"), (Name("pipe.vae"),), {"memory_limit": limit})
+        return [Step(made, "pipe.vae")]
     if how != "tiled" or not side:
-        return ["pipe.vae.enable_tiling()"] * (how == "tiled")
+        return [call("pipe.vae.enable_tiling")] * (how == "tiled")
+    pixels, stride = int(side), 3 * int(side) // 4
     if class_name in ("AutoencoderKLQwenImage", "AutoencoderKLWan"):  # their tiles share a quarter, as AutoencoderKL's
-        return [f"pipe.vae.enable_tiling({side}, {side}, {3 * int(side) // 4}, {3 * int(side) // 4})"]
-    sides = f"{side}, {int(side) // VAE_STRIDE}"
-    return ["pipe.vae.enable_tiling()", f"pipe.vae.tile_sample_min_size, pipe.vae.tile_latent_min_size = {sides}"]
+        return [call("pipe.vae.enable_tiling", pixels, pixels, stride, stride)]
+    return [
+        call("pipe.vae.enable_tiling"), Step(pixels, "pipe.vae.tile_sample_min_size"),
+        Step(pixels // VAE_STRIDE, "pipe.vae.tile_latent_min_size"),
+    ]  # fmt: skip
 
 
-def hires_code(first: tuple[int, int], height: int, width: int, offload: Any) -> list[str]:
-    """Return the lines that make a second pipeline of a first one's components, for a hires fix.
+def hires_steps(first: tuple[int, int], height: int, width: int, offload: Any) -> list[Step]:
+    """Return the steps that make a second pipeline of a first one's components, for a hires fix.
 
     Examples
     --------
-    >>> print(*hires_code((512, 768), 1024, 1536, "none"), sep="\\n")
-    from diffusers import AutoPipelineForImage2Image
-    <BLANKLINE>
+    >>> print(write_steps(hires_steps((512, 768), 1024, 1536, "none")))
     later = AutoPipelineForImage2Image.from_pipe(pipe)
     # image = pipe(prompt, height=512, width=768).images[0].resize((1536, 1024))
     # image = later(prompt, image=image).images[0]
     """
-    again = ["later.enable_model_cpu_offload()"] * (offload == "model")
-    calls = [
-        f"# image = pipe(prompt, height={first[0]}, width={first[1]}).images[0].resize(({width}, {height}))",
-        "# image = later(prompt, image=image).images[0]",
-    ]
-    made = "later = AutoPipelineForImage2Image.from_pipe(pipe)"
-    return ["from diffusers import AutoPipelineForImage2Image", "", made, *again, *calls]
+    made = Call(Name("AutoPipelineForImage2Image.from_pipe", "diffusers"), (Name("pipe"),))
+    one = f"pipe(prompt, height={first[0]}, width={first[1]}).images[0].resize(({width}, {height}))"
+    return [
+        Step(made, "later"), *[call("later.enable_model_cpu_offload")] * (offload == "model"),
+        Step(note=f"image = {one}"), Step(note="image = later(prompt, image=image).images[0]"),
+    ]  # fmt: skip
 
 
 def roles_on_cpu(offload: str | Mapping[str, Any]) -> list[str]:
@@ -80,57 +201,39 @@ def describe_stay(roles: Sequence[str]) -> str:
     return f"{' and '.join(roles)} stay{'s' * (len(roles) == 1)} on the CPU"
 
 
-def placing_code(offload: str | Mapping[str, Any], roles: Iterable[str], device: str = "cuda") -> list[str]:
-    """Return the lines that offload a pipeline, or put its components in place.
+def placing_steps(offload: str | Mapping[str, Any], roles: Iterable[str], device: str = "cuda") -> list[Step]:
+    """Return the steps that offload a pipeline, or put its components in place.
 
     Examples
     --------
-    >>> print(*placing_code("block_level 2", ["unet", "vae"]), sep="\\n")
-    import torch
+    >>> print(write_steps(placing_steps("block_level 2", ["unet", "vae"])))
     pipe.enable_group_offload(torch.device("cuda"), offload_type="block_level", num_blocks_per_group=2)
     """
     if group := GroupOffload.read(offload):
-        given = [f"{name}={_quoted(value)}" for name, value in group.settings.items()]
-        return ["import torch", f"pipe.enable_group_offload(torch.device({_quoted(device)}), {', '.join(given)})"]
+        return [call("pipe.enable_group_offload", Call(Name("torch.device"), (device,)), **group.settings)]
     if on_cpu := roles_on_cpu(offload):
-        note = f"# {describe_stay(on_cpu)}: pass pipe.encode_prompt's embeddings to the pipeline"
+        note = f"{describe_stay(on_cpu)}: pass pipe.encode_prompt's embeddings to the pipeline"
         places = dict.fromkeys(on_cpu, "cpu") | {role: device for role in roles if role not in on_cpu}
-        return [note, *(f"pipe.{role}.to({_quoted(place)})" for role, place in places.items())]
+        return [Step(note=note), *(call(f"pipe.{role}.to", place) for role, place in places.items())]
     if offload == "none" or isinstance(offload, Mapping):
-        return [f"pipe.to({_quoted(device)})"]
-    return [f"pipe.enable_{offload}_cpu_offload({'' if device == 'cuda' else f'device={_quoted(device)}'})"]
+        return [call("pipe.to", device)]
+    return [call(f"pipe.enable_{offload}_cpu_offload", **({} if device == "cuda" else {"device": device}))]
 
 
-def casting_code(role: str, dtype: str) -> list[str]:
-    """Return the lines that store a component in float8 and cast each layer for its call. The class of a text encoder
+def casting_steps(role: str, dtype: str) -> list[Step]:
+    """Return the steps that store a component in float8 and cast each layer for its call. The class of a text encoder
     has no method for it; its embeddings stay.
 
     Examples
     --------
-    >>> casting_code("unet", "float16")
-    ['pipe.unet.enable_layerwise_casting(torch.float8_e4m3fn, torch.float16)']
+    >>> print(write_steps(casting_steps("unet", "float16")))
+    pipe.unet.enable_layerwise_casting(torch.float8_e4m3fn, torch.float16)
     """
-    types = f"torch.float8_e4m3fn, torch.{dtype}"
+    types = _as_type("float8_e4m3fn"), _as_type(dtype)
     if not role.startswith("text_encoder"):
-        return [f"pipe.{role}.enable_layerwise_casting({types})"]
-    made = f"apply_layerwise_casting(pipe.{role}, {types}, skip_modules_classes=(torch.nn.Embedding,))"
-    return ["from diffusers.hooks import apply_layerwise_casting", made]
-
-
-def _gguf_code(pipeline: Pipeline, kind: str, given: Any, dtype: str) -> list[str]:
-    """Return the lines that load the denoiser, of the class `kind`, from a GGUF file."""
-    role = pipeline.denoiser
-    file = f"{role} in {given}.gguf" if given in GGML else str(given)
-    return [
-        f"{role} = {kind}.from_single_file(",
-        f'    {_quoted(file)}, config="{pipeline.repository}", subfolder="{role}",',
-        f"    torch_dtype=torch.{dtype}, quantization_config=GGUFQuantizationConfig(compute_dtype=torch.{dtype}),",
-        ")",
-    ]
-
-
-def _quoted(value: object) -> str:
-    return json.dumps(value) if isinstance(value, str | list) else repr(value)
+        return [call(f"pipe.{role}.enable_layerwise_casting", *types)]
+    does = Name("apply_layerwise_casting", "diffusers.hooks")
+    return [call(does, Name(f"pipe.{role}"), *types, skip_modules_classes=(Name("torch.nn.Embedding"),))]
 
 
 def dtype_keyword(release: int) -> str:
@@ -138,82 +241,153 @@ def dtype_keyword(release: int) -> str:
     return "dtype" if release >= 40 else "torch_dtype"
 
 
-def diffusers_code(
+def _read_type(given: Any) -> tuple[str, str, str]:
+    """Read an item of the argument `components` as `parts_of` does: a type with its place, or a file."""
+    name = "none" if given is None else os.fspath(given)
+    if name == "none" or isinstance(given, os.PathLike) or name.endswith((".safetensors", ".gguf")):
+        return "", "", name
+    spoken = None if os.path.exists(name) else SPOKEN.fullmatch(name)
+    if spoken is None:
+        return "", "", name
+    return meant("components", spoken["type"], WEIGHT_TYPES, SPELT_TYPES), (spoken["place"] or "").lower(), ""
+
+
+class _Loading:
+    """The steps that load a pipeline, filled component by component.
+
+    before, after: steps before and after the pipeline's ``from_pretrained``
+    told: arguments of that call
+    types: of components that are loaded in another dtype than the pipeline's
+    quantised: settings of libraries, by component
+    on_cpu: whether bitsandbytes quantises on the CPU; by default it does on the card
+    """
+
+    def __init__(self, pipeline: Pipeline, dtype: str, release: int):
+        self.pipeline, self.dtype, self.keyword = pipeline, dtype, dtype_keyword(release)
+        self.before, self.after = list[Step](), list[Step]()
+        self.told, self.types = dict[str, Any](), dict[str, str]()
+        self.quantised, self.on_cpu = dict[str, Any](), False
+
+    def add(self, role: str, given: Any) -> None:
+        """Load a component as an item of the argument `components` says."""
+        kind, place, file = _read_type(given)
+        if file == "none":
+            self.told[role] = None
+        elif kind in SCHEMES:
+            self.quantised[role] = self._settings(role, kind)
+            self.on_cpu |= kind in BITSANDBYTES and place in ("", PLACES[0]) and " from " not in str(given)
+        elif kind in DTYPES:
+            self.types |= {} if kind == self.dtype else {role: kind}
+        elif kind != "fp8":
+            self._load_file(role, file or f"{role} in {kind}.gguf", kind in GGML or file.endswith(".gguf"))
+
+    def add_aside(self, role: str, about: str) -> None:
+        """Load a component of another repository. about: its class and the repository"""
+        class_name, _, repository = about.split()
+        named: dict[str, Any] = {self.keyword: _as_type(self.types.pop(role, self.dtype))}
+        if settings := self.quantised.pop(role, None):
+            named |= {"quantization_config": settings} | ({"device_map": "cpu"} if self.on_cpu else {})
+        if role not in self.told:
+            self.apart(role, f"{class_name}.from_pretrained", repository, **named)
+
+    def apart(self, role: str, does: str, *given: Any, **named: Any) -> None:
+        """Load a component by itself, and pass it to the pipeline."""
+        self.before.append(Step(Call(Name(does, "diffusers"), given, named), role))
+        self.told[role] = Name(role)
+
+    def _settings(self, role: str, kind: str) -> Call:
+        """Return the call that makes the settings of a library of `SCHEMES`."""
+        library = "transformers" if role.startswith("text_encoder") else "diffusers"
+        scheme = SCHEMES[kind]
+        settings = scheme.settings.format(dtype=self.dtype)
+        if library == "transformers":
+            settings = settings.replace("weights_dtype", "weights")  # QuantoConfig's
+        given: tuple[Any, ...] = tuple(map(Name, settings.split(", ")))
+        if settings.endswith("Config()"):
+            given = (Call(Name(settings.removesuffix("()"), "torchao.quantization")),)
+        return Call(Name(f"{library}.{scheme.config}"), given)
+
+    def _load_file(self, role: str, file: str, is_packed: bool) -> None:
+        """Load a component from a file. A class without a loader for files gets the file's weights afterwards."""
+        component = {**self.pipeline.parts, **self.pipeline.optional}[role]
+        if role.startswith("text_encoder") or component in NOT_FROM_A_FILE:
+            weights = Call(Name("load_file", "safetensors.torch"), (file,))
+            self.after.append(call(f"pipe.{role}.load_state_dict", weights))
+            return
+        class_name, named = load_program(component).about.partition(" ")[0], dict[str, Any]()
+        named[self.keyword] = _as_type(self.dtype)
+        if os.path.isdir(file):
+            self.apart(role, f"{class_name}.from_pretrained", file, **named)
+            return
+        if is_packed:
+            config = Name("GGUFQuantizationConfig", "diffusers")
+            named["quantization_config"] = Call(config, (), {"compute_dtype": _as_type(self.dtype)})
+        where = {"config": self.pipeline.repository, "subfolder": role}
+        if about := self.pipeline.aside.get(role):
+            where = {"config": about.split()[-1]}
+        self.apart(role, f"{class_name}.from_single_file", file, **where, **named)
+
+    def steps(self) -> list[Step]:
+        """Return all steps that load the pipeline."""
+        named, dtype = self.told, _as_type(self.dtype)
+        types = {"default": dtype} | {role: _as_type(type) for role, type in self.types.items()}
+        named = {self.keyword: types if self.types else dtype} | named
+        before = [*self.before]
+        if self.quantised:
+            config = Name("PipelineQuantizationConfig", "diffusers.quantizers")
+            made = Call(config, (), {"quant_mapping": self.quantised})
+            before.append(Step(made, "quantization_config"))
+            named["quantization_config"] = Name("quantization_config")
+            if self.on_cpu:  # by default bitsandbytes quantises on the card, and its results stay there
+                named["device_map"] = "cpu"
+        does = Name(f"{self.pipeline.class_name}.from_pretrained", "diffusers")
+        made = Call(does, (self.pipeline.repository,), named)
+        return [*before, Step(made, "pipe"), *self.after]
+
+
+def diffusers_steps(
     pipeline: Pipeline, dtype: str, offload: str | Mapping[str, Any] = "none", vae: str = "whole",
     components: Mapping[str, Any] | None = None, vae_memory_limit: int | str | None = None,
     release: int = LAST_DIFFUSERS, loras: Sequence[Lora] = (),
-) -> str:  # fmt: skip
+) -> list[Step]:  # fmt: skip
+    """Return the steps of `diffusers_code`."""
+    given = dict.fromkeys(pipeline.optional, "none") | ({"vae": pipeline.vae_dtype} if pipeline.vae_dtype else {})
+    given |= dict(components or {})
+    loading = _Loading(pipeline, dtype, release)
+    if given.get("vae") == "float16" and pipeline.upcasts:
+        loading.apart("vae", "AutoencoderKL.from_pretrained", FIXED, **{loading.keyword: _as_type("float16")})
+        given.pop("vae")
+    for role, kind in given.items():
+        loading.add(role, kind)
+    for role, about in pipeline.aside.items():
+        loading.add_aside(role, about)
+    steps = loading.steps()
+    for lora in loras:
+        steps.append(call("pipe.load_lora_weights", lora.file or "your LoRA"))
+        steps += [call("pipe.fuse_lora")] * lora.fused
+    cast = [role for role, kind in given.items() if _read_type(kind)[0] == "fp8"]
+    steps += [step for role in cast for step in casting_steps(role, dtype)]
+    class_name = config_of(architecture(pipeline.parts["vae"]))["_class_name"]
+    roles = [role for role in pipeline.parts if loading.told.get(role, role) is not None]
+    return [*steps, *vae_steps(vae, vae_memory_limit, class_name), *placing_steps(offload, roles)]
+
+
+def diffusers_code(pipeline: Pipeline, dtype: str, **settings: Any) -> str:
     """Return the program for arguments of `vaemem.predict_pipeline`, up to the call of the pipeline.
 
     Examples
     --------
     >>> from vaemem.pipelines.components import PIPELINES
-    >>> print(diffusers_code(PIPELINES["sd15"], "float16", "model", "tiled 256"))
+    >>> print(diffusers_code(PIPELINES["sd15"], "float16", offload="model", vae="tiled 256"))
     import torch
     from diffusers import StableDiffusionPipeline
     <BLANKLINE>
     pipe = StableDiffusionPipeline.from_pretrained(
-        "stable-diffusion-v1-5/stable-diffusion-v1-5", dtype=torch.float16
+        "stable-diffusion-v1-5/stable-diffusion-v1-5", dtype=torch.float16, safety_checker=None
     )
     pipe.vae.enable_tiling()
-    pipe.vae.tile_sample_min_size, pipe.vae.tile_latent_min_size = 256, 32
+    pipe.vae.tile_sample_min_size = 256
+    pipe.vae.tile_latent_min_size = 32
     pipe.enable_model_cpu_offload()
     """
-    types = dict(components or {})
-    given = types.pop("vae", pipeline.vae_dtype)
-    fixed, apart = given == "float16" and not pipeline.vae_dtype, pipeline.vae_dtype and given != dtype
-    class_name = config_of(architecture(pipeline.parts["vae"]))["_class_name"]
-    keyword, imports = dtype_keyword(release), [pipeline.class_name]
-    told = [f'"{pipeline.repository}"', f"{keyword}=torch.{dtype}"]
-    lines, more = [], []
-    for role, about in pipeline.aside.items():
-        if types.get(role, "fp8") != "fp8":
-            continue
-        kind, _, repository = about.split()
-        imports.insert(0, kind)
-        lines.append(f'{role} = {kind}.from_pretrained("{repository}", {keyword}=torch.{dtype})')
-        told.append(f"{role}={role}")
-    quantised = [role for role, kind in types.items() if kind in SCHEMES and role not in pipeline.aside]
-    if quantised:
-        more.append("from diffusers.quantizers import PipelineQuantizationConfig  # diffusers 0.34 or later")
-        lines.append("quantization_config = PipelineQuantizationConfig(quant_mapping={")
-        for role in quantised:
-            config, settings = SCHEMES[types[role]].config, SCHEMES[types[role]].settings.replace("{dtype}", dtype)
-            library = "transformers" if role.startswith("text_encoder") else "diffusers"
-            if library == "transformers":
-                settings = settings.replace("weights_dtype", "weights")  # QuantoConfig's
-            lines.append(f'    "{role}": {library}.{config}({settings}),')
-            more.append(f"import {library}")
-            if settings.endswith("Config()"):
-                more.append(f"from torchao.quantization import {settings.removesuffix('()')}")
-        lines.append("})")
-        told.append("quantization_config=quantization_config")
-    cast = [role for role, kind in types.items() if kind == "fp8"]
-    for role, kind in types.items():
-        if role not in (*quantised, *cast):
-            told.append(f"{role}={role}")
-            if role == pipeline.denoiser and (kind in GGML or str(kind).endswith(".gguf")):
-                loaded = load_program(pipeline.parts[role]).about.partition(" ")[0]
-                imports[:0] = "GGUFQuantizationConfig", loaded
-                lines += _gguf_code(pipeline, loaded, kind, dtype)
-            else:
-                lines.append(f"# {role} in {kind}: load it first, and pass it as {role}={role}")
-    if apart:
-        imports.insert(0, class_name)
-        where = f'"{pipeline.repository}", subfolder="vae", {keyword}=torch.{given}'
-        lines.append(f"vae = {class_name}.from_pretrained({where})")
-        told.append("vae=vae")
-    lines += [f"pipe = {pipeline.class_name}.from_pretrained(", f"    {', '.join(told)}", ")"]
-    if fixed:
-        imports.insert(0, "AutoencoderKL")
-        lines.append(f'pipe.vae = AutoencoderKL.from_pretrained("{FIXED}", {keyword}=torch.float16)')
-    for lora in loras:
-        lines.append(f'pipe.load_lora_weights("{lora.file or "your LoRA"}")')
-        lines += ["pipe.fuse_lora()"] * lora.fused
-    lines += [line for role in cast for line in casting_code(role, dtype)]
-    lines += [*vae_code(vae, vae_memory_limit, class_name), *placing_code(offload, pipeline.parts)]
-    more += [line for line in lines if line.startswith("from ")]
-    lines = [line for line in lines if not line.startswith(("from ", "import "))]
-    plain = sorted({line for line in more if line.startswith("import ")})
-    more = distinct(line for line in more if not line.startswith("import "))
-    return "\n".join([*plain, "import torch", f"from diffusers import {', '.join(imports)}", *more, "", *lines])
+    return write_script(diffusers_steps(pipeline, dtype, **settings))

@@ -1,11 +1,13 @@
 """Set on a pipeline of diffusers what a way of `vaemem.plan_pipeline` says.
 
-The lines of the way's own script (`vaemem.pipelines.recipe`) run on the pipeline, so the code that a plan shows is what
-happens here.
+The steps of the way's own script (`vaemem.pipelines.recipe`) run on the pipeline, so the code that a plan shows is what
+happens here. The steps are calls and values: no text is run.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -18,7 +20,17 @@ from vaemem._errors import ArgumentError, ArgumentTypeError, inside
 from vaemem.pipelines.components import PIPELINES
 from vaemem.pipelines.group_offload import GroupOffload
 from vaemem.pipelines.pipeline_request import check_way
-from vaemem.pipelines.recipe import casting_code, describe_stay, placing_code, roles_on_cpu, vae_code
+from vaemem.pipelines.recipe import (
+    Call,
+    Name,
+    Step,
+    casting_steps,
+    describe_stay,
+    placing_steps,
+    roles_on_cpu,
+    vae_steps,
+    write_script,
+)
 from vaemem.pipelines.ways import Outcome, PipelinePlan
 from vaemem.prediction.planned import Way
 from vaemem.prediction.usual import FIXED
@@ -90,13 +102,14 @@ class Applied:
         try:
             self._before.reset(self._pipe)
             self._pipe.vae.use_tiling = self._pipe.vae.use_slicing = False
-            lines, self.steps = _describe(settings, self._pipe, str(self._place))
-            self.code = "\n".join(lines)
+            steps, self.steps = _describe(settings, self._pipe, str(self._place))
+            self.code = write_script(steps)
             for role in _cast_by(settings, self._pipe):
                 self._before.keep_weights(role)
             if settings["vae"] == "vaemem":  # its copy decodes: the original needs no room on the card
                 self._pipe.vae.to("cpu")
-            exec(self.code, {"pipe": self._pipe, "torch": torch})
+            for step in steps:
+                _run(step, self._pipe)
         except BaseException as error:
             if not (self._ways and is_out_of_memory(error)):
                 self.undo()
@@ -266,8 +279,29 @@ def _check_types(pipe: Any, settings: Mapping[str, Any]) -> None:
         )
 
 
-def _describe(settings: Mapping[str, Any], pipe: Any, where: str) -> tuple[list[str], tuple[str, ...]]:
-    """Return the lines that set a way, and words for them."""
+def _value(value: Any, pipe: Any) -> Any:
+    """Return the object that a value of a step stands for. Its names are the recipe's own."""
+    if isinstance(value, Name):
+        first, *rest = value.text.split(".")
+        own = {"pipe": pipe, "torch": torch}
+        root = getattr(importlib.import_module(value.module), first) if value.module else own[first]
+        return functools.reduce(getattr, rest, root)
+    if isinstance(value, Call):
+        named = {name: _value(one, pipe) for name, one in value.named.items()}
+        return _value(value.does, pipe)(*(_value(one, pipe) for one in value.given), **named)
+    return tuple(_value(one, pipe) for one in value) if isinstance(value, tuple) else value
+
+
+def _run(step: Step, pipe: Any) -> None:
+    """Make a step's call, and set the attribute that gets its value."""
+    value = _value(step.value, pipe)
+    if step.target:
+        owner, _, name = step.target.rpartition(".")
+        setattr(_value(Name(owner), pipe), name, value)
+
+
+def _describe(settings: Mapping[str, Any], pipe: Any, where: str) -> tuple[list[Step], tuple[str, ...]]:
+    """Return the steps that set a way, and words for them."""
     from vaemem.pytorch.autoencoder import find_drop_in
 
     offload, vae = settings["offload"], settings["vae"]
@@ -290,8 +324,9 @@ def _describe(settings: Mapping[str, Any], pipe: Any, where: str) -> tuple[list[
     cast = _cast_by(settings, pipe)
     steps += [f"{role} is stored in float8, and each layer is converted for its call" for role in cast]
     types = {role: str(getattr(pipe, role).dtype).removeprefix("torch.") for role in cast}
-    lines = [line for role in cast for line in casting_code(role, types[role])]
-    return [*lines, *vae_code(vae, limit, class_name), *placing_code(offload, modules_of(pipe), where)], tuple(steps)
+    made = [step for role in cast for step in casting_steps(role, types[role])]
+    made += [*vae_steps(vae, limit, class_name), *placing_steps(offload, modules_of(pipe), where)]
+    return made, tuple(steps)
 
 
 def _list_next(plan: PipelinePlan, pipe: Any) -> Iterator[Outcome]:

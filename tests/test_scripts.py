@@ -1,0 +1,202 @@
+"""Every kind of script that a plan writes runs through diffusers' own loader, on small pipelines in the real layout.
+
+Its weights are where the way says, in the types that it says.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import tokenize
+
+import pytest
+
+from vaemem import plan_pipeline
+from vaemem.pipelines.components import PIPELINES
+from vaemem.pipelines.group_offload import GroupOffload
+from vaemem.pipelines.lora import Lora
+from vaemem.pipelines.quantising import BITSANDBYTES
+from vaemem.pipelines.recipe import diffusers_steps, placing_steps, roles_on_cpu, write_script
+from vaemem.prediction.usual import FIXED
+
+torch = pytest.importorskip("torch")
+diffusers = pytest.importorskip("diffusers")
+pytest.importorskip("transformers")
+
+import fake_card
+import torch_pipelines
+
+from vaemem.pytorch import autoencoder
+from vaemem.pytorch.applying import _group_config, _is_cast
+from vaemem.pytorch.converting import modules_of
+
+GROUPS = {"offload_type": "leaf_level"}
+CONTROLNET = PIPELINES["sd15-controlnet"].aside["controlnet"].split()[-1]
+
+
+def save(folder, name: str) -> None:
+    """Save a small pipeline where the scripts of a pipeline look for its repository."""
+    pipeline, dtype = PIPELINES[name], getattr(torch, PIPELINES[name].dtype)
+    make = {"sd15-controlnet": "sd", "sd35-medium": "sd3"}.get(name, name.partition("-")[0].removesuffix("15"))
+    pipe = {**torch_pipelines.PIPELINES, **torch_pipelines.LATER}[make](folder)
+    for part in modules_of(pipe).values():
+        torch.nn.Module.to(part, dtype)
+    pipe.save_pretrained(folder / pipeline.repository)
+    if pipeline.optional:  # the repository has a safety checker, which the plan leaves out
+        index = folder / pipeline.repository / "model_index.json"
+        listed = json.loads(index.read_text()) | {
+            "safety_checker": ["stable_diffusion", "StableDiffusionSafetyChecker"]
+        }
+        index.write_text(json.dumps(listed))
+    if name == "sd15-controlnet":
+        diffusers.ControlNetModel.from_unet(pipe.unet).save_pretrained(folder / CONTROLNET)
+    if pipeline.upcasts:
+        pipe.vae.save_pretrained(folder / FIXED)
+    if name == "flux":
+        save_gguf(pipe.transformer, folder / "transformer in Q8_0.gguf")
+
+
+def save_gguf(module, path) -> None:
+    """Write a module's weights as a GGUF file: matrices in Q8_0, the rest in float32."""
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(path, "flux")
+    for name, weight in module.state_dict().items():
+        array = weight.float().numpy()
+        if array.ndim == 2 and array.shape[1] % 32 == 0:
+            packed = gguf.quants.quantize(array, gguf.GGMLQuantizationType.Q8_0)
+            writer.add_tensor(name, packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+        else:
+            writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def run(script: str):
+    """Run a script on a machine with a card, as it seems. Return its pipeline, and the bytes that went to the card."""
+    names: dict = {}
+    with fake_card.Moves() as moves:
+        exec(script, names)
+    return names["pipe"], moves.bytes
+
+
+def kind_of(weight) -> str:
+    """Name the type in which a weight is stored, as `components` does."""
+    if hasattr(weight, "quant_type"):
+        return "Q8_0"
+    return getattr(weight, "kind", "") if getattr(weight, "is_quantised", False) else str(weight.dtype)[6:]
+
+
+def check(one, pipe, moved: int, name: str) -> None:
+    """Compare a pipeline with the way whose script made it."""
+    settings, kinds = one.way.settings, one.way.settings.get("components", {})
+    offload, on_cpu = settings["offload"], roles_on_cpu(settings["offload"])
+    group = GroupOffload.read(offload)
+    parts = modules_of(pipe)
+    assert set(parts) == {role for role in PIPELINES[name].parts if kinds.get(role) != "none"}
+    if settings["vae"] == "vaemem":
+        assert isinstance(parts.pop("vae"), autoencoder._DropIn)
+    stay = parts.keys() - set(on_cpu) if offload == "none" or on_cpu else set(group.exclude_modules if group else ())
+    for role, part in parts.items():
+        weights = dict(part.named_parameters())
+        places = {weight.device.type for weight in weights.values()}
+        if offload == "sequential":
+            assert hasattr(part, "_hf_hook") and places == {"meta"}, role
+        else:
+            assert places == {"meta" if role in stay else "cpu"}, role
+        kind, usual = kinds.get(role, ""), PIPELINES[name].vae_dtype if role == "vae" else ""
+        dtype = kind if kind in ("float16", "bfloat16", "float32") else usual or settings["dtype"]
+        # transformers keeps T5's `wo` in float32 if the rest is in float16.
+        found = {kind_of(weight) for name, weight in weights.items() if not name.endswith(".wo.weight")}
+        wanted = {"fp8": {"float8_e4m3fn", dtype}, "": {dtype}, dtype: {dtype}}.get(kind, {kind, dtype})
+        assert found == wanted, role
+        assert _is_cast(part) == (kind == "fp8") and (_group_config(part) is not None) == bool(
+            group and role not in stay
+        )
+        if kind in BITSANDBYTES:  # every linear layer, but those that transformers keeps
+            linear = {n: m for n, m in part.named_modules() if isinstance(m, torch.nn.Linear)}
+            assert {kind_of(m.weight) for n, m in linear.items() if not n.endswith((".wo", "lm_head"))} == {kind}
+    held = sum(weight.nbytes for role in stay for weight in parts[role].parameters())
+    with_buffers = parts if offload == "sequential" else stay
+    buffers = sum(buffer.nbytes for role in with_buffers for buffer in parts[role].buffers())
+    assert held <= moved <= held + buffers, "nothing else was on the card, not even for a while"
+    how = settings["vae"].partition(" ")
+    if how[0] != "vaemem":
+        assert (pipe.vae.use_tiling, pipe.vae.use_slicing) == (how[0] == "tiled", how[0] == "sliced")
+    if how[2] and hasattr(pipe.vae, "tile_sample_min_size"):
+        assert pipe.vae.tile_sample_min_size == int(how[2]) == 8 * pipe.vae.tile_latent_min_size
+
+
+PLANS = {
+    "flux": {"types": [None, "Q8_0", "nf4", "fp8"], "gpu": "RTX 4060"},
+    "sd15": {}, "sd15, two": {"batch": 2}, "sd15, after a smaller one": {"image": (256, 256)},
+    "sd15, an encoder in float32": {"components": {"text_encoder": "float32"}, "types": [None]},
+    "sd15-controlnet": {"types": [None, "fp8"]}, "sdxl": {"types": [None, "nf4", "int8"]},
+    "sd35-medium": {"components": {"text_encoder_3": "none"}, "types": [None, "nf4"]},
+    "chroma": {"types": [None, "nf4 double"]}, "pixart-sigma": {"types": [None, "int8"]},
+    "qwen-image": {"types": [None, "nf4"]},
+}  # fmt: skip
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("case", PLANS)
+def test_scripts_do_what_their_ways_promise(case, tmp_path, monkeypatch):
+    name, asked = case.partition(",")[0], {"gpu": "RTX 3060"} | PLANS[case]
+    save(tmp_path, name)
+    monkeypatch.chdir(tmp_path)
+    fake_card.put_in(monkeypatch)
+    monkeypatch.setattr(autoencoder._DropIn, "_apply", lambda vae, *_, **__: vae)  # vaemem's copy needs a real card
+    seen: set = set()
+    for one in plan_pipeline(name, 512, 512, **asked).outcomes:
+        place, vae, kind = one.way.settings["offload"], one.way.settings["vae"], one.way.settings.get("components")
+        pairs = {repr((place, kind)), repr((vae, kind))}
+        if pairs <= seen:
+            continue
+        seen |= pairs
+        pipe, moved = run(one.way.code)
+        try:
+            check(one, pipe, moved, name)
+        except AssertionError as error:
+            raise AssertionError(f"{one.way.name}\n{one.way.code}") from error
+
+
+HOSTILE = ["a\"); raise SystemExit(3)  # .safetensors", "b\nraise SystemExit(3)\n.safetensors", "c'\\.safetensors",
+           "C:\\new\\users\\x.safetensors", "\u202e\U0001f600\udcff.safetensors"]  # fmt: skip
+
+
+@pytest.mark.parametrize("file", HOSTILE)
+def test_a_text_from_outside_is_a_literal(file):
+    """Whatever it holds: the script has one literal with just this text, and no comment has any of it."""
+    for components, count in (({"unet": file, "text_encoder": file}, 4), ({"unet": f"{file}.gguf"}, 2)):
+        steps = diffusers_steps(PIPELINES["sd15"], "float16", components=components, loras=[Lora(file)])
+        script = write_script([*steps, *placing_steps(GROUPS | {"offload_to_disk_path": file}, ["unet"])])
+        nodes = [*ast.walk(ast.parse(script.encode("utf-8")))]
+        assert [one.value for one in nodes if isinstance(one, ast.Constant)].count(file) == count
+        assert not any(isinstance(one, ast.Raise) for one in nodes)
+        tokens = tokenize.generate_tokens(io.StringIO(script).readline)
+        assert not any(one.type == tokenize.COMMENT for one in tokens)
+
+
+def test_files_are_loaded(tmp_path, monkeypatch):
+    """A denoiser's file by its class, a text encoder's into the loaded module."""
+    from safetensors.torch import load_file, save_file
+
+    save(tmp_path, "sd15")
+    monkeypatch.chdir(tmp_path)
+    pipe = diffusers.StableDiffusionPipeline.from_pretrained(
+        PIPELINES["sd15"].repository, dtype=torch.float16, safety_checker=None
+    )
+    for role in ("unet", "text_encoder"):
+        part = getattr(pipe, role)
+        for weight in part.parameters():
+            torch.nn.init.normal_(weight)
+        save_file({name: one.contiguous() for name, one in part.state_dict().items()}, f"{role} '1'.safetensors")
+    files = {role: f"{role} '1'.safetensors" for role in ("unet", "text_encoder")}
+    steps = diffusers_steps(PIPELINES["sd15"], "float16", components=files)
+    loaded, _ = run(write_script(steps).replace('.to("cuda")', '.to("cpu")'))
+    for role, file in files.items():
+        weights = getattr(loaded, role).state_dict()
+        for name, weight in load_file(file).items():
+            assert torch.equal(weights[name], weight), name
