@@ -111,9 +111,11 @@ def test_z_image_is_called_as_its_pipeline_does():
     prompts = [torch.zeros(9, 32, dtype=torch.bfloat16) for _ in range(2)]
     how = {"height": HEIGHT, "width": WIDTH, "num_inference_steps": 2, "guidance_scale": 0.0, "output_type": "latent"}
     pipe.set_progress_bar_config(disable=True)
-    args, kwargs = heard(pipe, "transformer", lambda: pipe(prompt_embeds=prompts, **how))
-    want, named = modules.MODULES["zimage-transformer"].call({"n": 2, "t": 9, **latent(pipe)}, torch.bfloat16)
-    assert described(args) == described(want) and described(kwargs) == described(named)
+    for scale, images in ((0.0, 2), (4.0, 4)):  # Z-Image guides, and Z-Image-Turbo does not
+        how |= {"guidance_scale": scale, "negative_prompt_embeds": prompts}
+        args, kwargs = heard(pipe, "transformer", lambda: pipe(prompt_embeds=prompts, **how))  # noqa: B023
+        want, named = modules.MODULES["zimage-transformer"].call({"n": images, "t": 9, **latent(pipe)}, torch.bfloat16)
+        assert described(args) == described(want) and described(kwargs) == described(named)
 
 
 @pytest.mark.parametrize("name", PIPELINES)

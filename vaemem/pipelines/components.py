@@ -43,7 +43,7 @@ class Pipeline(NamedTuple):
     floors: whether it rounds sides down to multiples of `stride`; others refuse such sides
     since: the first release of diffusers in which it was read, 42 for 0.42; 0 for every known one
     most_side: the image's longest side in pixels, if the denoiser has no positions beyond it
-    most_batch: the largest batch with which its denoiser was recorded; 0: any
+    most_batch: the most images in one call with which its denoiser was recorded; 0: any
     joined: tokens that the denoiser gets besides `tokens`: CLIP's, or the end of a template
     inputs: how many times as many numbers as the picture's latents the denoiser gets: those of other images too
     sees: whether its text encoder also gets the image. The image's tokens then go to the denoiser with the prompt's
@@ -115,6 +115,10 @@ class Pipeline(NamedTuple):
         """Whether it guides by default. ComfyUI's workflows always have a negative prompt."""
         return runtime == "comfyui" or not self.unguided
 
+    def most_images(self, guidance: bool) -> int:
+        """Return the largest batch that is known, 0 for any. Guidance doubles the images of a call."""
+        return self.most_batch // 2 if guidance and self.guides else self.most_batch
+
     @property
     def encoders(self) -> list[str]:
         return [role for role in self.parts if role.startswith("text_encoder")]
@@ -176,6 +180,11 @@ _WAN = Pipeline(
     parts={"text_encoder": "umt5-xxl", "transformer": "wan-1.3b-transformer", "vae": WAN}, dtype="bfloat16",
     width=4096, tokens=512, most_tokens=MOST_SEQUENCE, steps=50, guides=True, apart=True, begins=False, since=42,
     frames=81, vae_dtype="float32",
+)  # fmt: skip
+_ZIMAGE = Pipeline(
+    about="ZImagePipeline of Tongyi-MAI/Z-Image",
+    parts={"text_encoder": "qwen3-4b", "transformer": "zimage-transformer", "vae": "zimage"},
+    dtype="bfloat16", width=2560, tokens=77, most_tokens=MOST_SEQUENCE, steps=50, guides=True, most_batch=4,
 )  # fmt: skip
 PIPELINES = {
     "sd15": _SD15,
@@ -239,10 +248,9 @@ PIPELINES = {
     "qwen-image-edit": _QWEN._replace(
         about="QwenImageEditPipeline of Qwen/Qwen-Image-Edit", inputs=2, joined=7, sees=True,
     ),
-    "zimage-turbo": Pipeline(
-        about="ZImagePipeline of Tongyi-MAI/Z-Image-Turbo",
-        parts={"text_encoder": "qwen3-4b", "transformer": "zimage-transformer", "vae": "zimage"},
-        dtype="bfloat16", width=2560, tokens=77, most_tokens=MOST_SEQUENCE, steps=9, most_batch=4,
+    "zimage": _ZIMAGE,
+    "zimage-turbo": _ZIMAGE._replace(
+        about="ZImagePipeline of Tongyi-MAI/Z-Image-Turbo", steps=9, guides=False,
     ),
     "flux2": _FLUX2,
     "flux2-klein": _KLEIN,

@@ -29,6 +29,7 @@ from vaemem.pipelines.steps import (
     first_denoiser,
     guide,
     guide_apart,
+    guide_each,
     join_sdxl_prompts,
     postprocess,
     prepare_condition,
@@ -348,12 +349,16 @@ def play_qwen_image_edit(run: PhaseRun) -> None:
 
 
 def play_z_image(run: PhaseRun) -> None:
-    """Play ZImagePipeline: it keeps latents in float32. Its transformer sees the prompt without the padding."""
+    """Play ZImagePipeline: it keeps latents in float32. Its transformer sees the prompt without the padding. The
+    negative prompt counts as long as the prompt."""
     q, v, (batch, _, h, w) = run.request, run.v, run.latent_shape
+    kinds = ("", "negative_") if q.guidance and q.pipeline.guides else ("",)
 
     with run.phase("encode prompt", "text_encoder"):
-        encoded = encode_text(run, "text_encoder", MOST_SEQUENCE, count_calls(q.tokens, MOST_SEQUENCE))
-        v.prompt_embeds = repeat(run, "prompt_embeds", (batch, q.tokens, q.pipeline.width), encoded)
+        for kind in kinds:
+            encoded = encode_text(run, "text_encoder", MOST_SEQUENCE, count_calls(q.tokens, MOST_SEQUENCE))
+            embeds = repeat(run, f"{kind}prompt_embeds", (batch, q.tokens, q.pipeline.width), encoded)
+            setattr(v, f"{kind}prompt_embeds", embeds)
 
     if q.image:
         with run.phase("encode image", "vae"):
@@ -364,8 +369,14 @@ def play_z_image(run: PhaseRun) -> None:
         v.timestep = run.tensor("timestep", (batch,), "float32")
         for _ in run.steps(q.steps):
             v.latent_model_input = run.tensor("latent_model_input", run.latent_shape)
-            v.noise_pred = v.model_out_list = run.call("transformer", n=batch, h=h, w=w, t=q.tokens)
+            if len(kinds) > 1:
+                v.latents_typed = v.latent_model_input
+                v.latent_model_input = run.tensor("latent_model_input, twice", (2, *run.latent_shape))
+            v.model_out_list = run.call("transformer", n=len(kinds) * batch, h=h, w=w, t=q.tokens)
+            v.delete("noise_pred")
+            predicted = guide_each(run) if len(kinds) > 1 else []
             stacked = run.tensor("noise_pred", run.latent_shape, "float32")
+            v.delete(*predicted[:-1])
             v.noise_pred = run.tensor("- noise_pred", run.latent_shape, "float32")
             run.drop(stacked)
             step_scheduler(run, "float32")

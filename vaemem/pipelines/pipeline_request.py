@@ -304,8 +304,9 @@ def resolve_pipeline(given: PipelineArguments, card: Card, software: Software) -
     tokens = given.prompt_tokens
     tokens = known.tokens if tokens is None else whole("prompt_tokens", tokens, most=MOST_TOKENS)
     batch = whole("batch", given.batch)
-    if 0 < known.most_batch < batch:
-        why = f"at most {known.most_batch} with {pipeline}, whose larger batches were not recorded"
+    most = known.most_images(given.guidance)
+    if 0 < most < batch:
+        why = f"at most {most} with {pipeline}, whose larger batches were not recorded"
         raise ArgumentError("batch", why, str(batch))
     loras = read_loras(pipeline, given.lora)
     if loras and release < LORAS_SINCE:

@@ -172,7 +172,7 @@ def plan_pipeline(
     if kinds == []:
         raise ArgumentError("types", "at least one type, or None", "none")
     if runtime == "sd.cpp":
-        made = pipeline, height, width, batch, steps, guidance, prompt_tokens, components
+        made = pipeline, height, width, batch, steps, guidance and known.guides, prompt_tokens, components
         make = functools.partial(running.sdcpp_ways, *made)
         ways = make([words for kind in kinds or [None] for words in running.planned_words(flash, kind)])
         if kinds is None and not any(outcome(way, room, None).fits for way in ways):

@@ -32,7 +32,7 @@ from vaemem.pipelines.quantising import BITSANDBYTES
 from vaemem.prediction.answer import alias
 from vaemem.prediction.closed import PlayedPeak
 from vaemem.prediction.formula import Formula
-from vaemem.prediction.lines import Grid, Point
+from vaemem.prediction.lines import BATCHES, Grid, Point
 from vaemem.prediction.planned import Phase, Result, Way
 from vaemem.prediction.plays import Plays
 from vaemem.prediction.predict import Advice
@@ -261,7 +261,8 @@ class PipelinePrediction(_Played):
         tokens = max(q.tokens, q.pipeline.most_tokens) if q.pipeline.most_tokens > CLIP_TOKENS else 0
         play = functools.partial(_play_phases, q, self._process.workspace)
         at = Point(q.height, q.width, q.batch, q.tokens if tokens else 0)
-        found = Formula(f"{q.name}, {self._where}", Grid(tokens, q.tile), at, play)
+        batches = range(1, (q.pipeline.most_images(q.guidance) or BATCHES[-1]) + 1)
+        found = Formula(f"{q.name}, {self._where}", Grid(tokens, q.tile, batches=batches), at, play)
         found.assumed_card = self.assumed_card
         return found
 
@@ -590,7 +591,7 @@ def predict_pipeline(
         card = find_card(gpu, memory, used, os)
         height, width, batch = whole("height", height), whole("width", width), whole("batch", batch)
         prompt_tokens = None if prompt_tokens is None else whole("prompt_tokens", prompt_tokens)
-        made = pipeline, height, width, batch, steps, guidance, prompt_tokens, components or {}
+        made = pipeline, height, width, batch, steps, guidance and kind.guides, prompt_tokens, components or {}
         words = running.words_of(pipeline, offload, vae)
         direct = running.with_direct(pipeline, offload, words)
         ways = running.sdcpp_ways(*made, [words, direct] if direct != words else [words])

@@ -269,6 +269,20 @@ def guide_apart(run: PhaseRun, variable: str) -> None:
     run.drop(scaled)
 
 
+def guide_each(run: PhaseRun) -> list[str]:
+    """``pos + guidance_scale * (pos - neg)`` in float32, image by image. Return the results' variables."""
+    v, (batch, *latent) = run.v, run.latent_shape
+    names = [f"pred_{number}" for number in range(batch)]
+    for name in names:
+        v.pos, v.neg = (run.tensor(name, latent, "float32") for name in ("pos", "neg"))
+        difference = run.tensor("pos - neg", latent, "float32")
+        scaled = run.tensor("guidance_scale * ...", latent, "float32")
+        run.drop(difference)
+        setattr(v, name, run.tensor("pred", latent, "float32"))
+        run.drop(scaled)
+    return names
+
+
 def guide_by_norm(run: PhaseRun) -> None:
     """``comb_pred * (cond_norm / noise_norm)``."""
     v, latent = run.v, run.latent_shape

@@ -126,7 +126,7 @@ class Grid:
         tokens = f", prompts of 1 to {self.tokens} tokens" * bool(self.tokens)
         tiles = f", tiles of {self.tile}" * bool(self.tile)
         sides = f"multiples of {GRID_SIDES.step} pixels from {GRID_SIDES[0]} to {GRID_SIDES[-1]} up to {RATIO}:1"
-        batches = f"{BATCHES[0]} to {BATCHES[-1]} images with N*MP below {MOST_PIXELS >> 20}"
+        batches = f"{self.batches[0]} to {self.batches[-1]} images with N*MP below {MOST_PIXELS >> 20}"
         return f"{sides}, {batches}{tokens}{tiles}"
 
 

@@ -394,7 +394,7 @@ def _request(
     """Make the request to `vaemem.predict_pipeline` for this pipeline; a ValueError says why there is none. call: the
     arguments of the pipeline's call"""
     modules, class_name = modules_of(pipe), type(pipe).__name__.replace("Img2Img", "")
-    unlike: list[tuple[int, str]] = []  # of each pipeline with that class: how many parts differ, and the first
+    unlike: list[tuple[int, str]] = []  # of each pipeline with that class: how many parts differ, and in what
     for name, kind in PIPELINES.items():
         if kind.class_name not in (class_name, type(pipe).__name__):
             continue
@@ -419,7 +419,7 @@ def _request(
             unlike.append((len(other), f"{other[0].role} has other weights than {other[0].component}"))
         elif (seen.images, seen.numbers) != (images, numbers):
             got, wanted = f"{seen.images} latents of {seen.numbers} numbers", f"{images} of {numbers}"
-            raise ValueError(f"the denoiser is called with {got}, and {name}'s with {wanted}")
+            unlike.append((0, f"the denoiser is called with {got}, and {name}'s with {wanted}"))
         else:
             return request
     raise ValueError(min(unlike)[1] if unlike else f"vaemem does not know the pipeline {type(pipe).__name__}")

@@ -45,7 +45,7 @@ MODELS = {
     "sdxl": Models({"text_encoder": "clip-l", "text_encoder_2": "clip-g"}, "unet-sdxl", "sdxl"),
     "flux": Models({"text_encoder": "clip-l", "text_encoder_2": "t5-xxl"}, "flux-dev", "flux"),
     "flux-schnell": Models({"text_encoder": "clip-l", "text_encoder_2": "t5-xxl"}, "flux-schnell", "flux"),
-    "zimage-turbo": Models({"text_encoder": "qwen3-4b"}, "zimage", "flux"),
+    **dict.fromkeys(("zimage", "zimage-turbo"), Models({"text_encoder": "qwen3-4b"}, "zimage", "flux")),
 }
 
 _ENCODERS, _DENOISER, _VAE = _ALL = ("text encoders", "denoiser", "VAE")
@@ -193,6 +193,8 @@ def sdcpp_ways(
 
     Parameters
     ----------
+    guidance : bool
+        Whether the denoiser runs twice for each image and step.
     components : dict
         By role: a type of ggml's such as ``"Q8_0"``, a size such as ``"6.8 GiB"``, or a file. Overrides types among
         the words.
@@ -204,7 +206,7 @@ def sdcpp_ways(
     for role in components:
         choose("components", role, models)
     stored = {role: _weights(role, given) for role, given in components.items()}
-    usual, prompts = known.type, 2 if known.role == "unet" and guidance else 1
+    usual, prompts = known.type, 2 if guidance else 1
     # Z-Image and its encoder take the prompt at its own length; others pad it.
     length = PROMPT_TOKENS if tokens is None and COMPONENTS[known.denoiser].tokens is None else tokens
 
