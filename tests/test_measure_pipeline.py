@@ -568,8 +568,7 @@ def test_the_command(small, tmp_path, monkeypatch, capsys):
         (["absent", "516"], "height: expected a multiple of 8 up to 1048576, got 516"),
         (
             ["cogview4", "512", "--random"],
-            f"source: expected one of {', '.join(PIPELINES)}, got 'cogview4'; only the VAE (cogview4) of this model is"
-            " known: use vaemem fits or vaemem.predict",
+            "source: only the VAE of 'cogview4' is known; vaemem fits cogview4 decode 1024x1024 predicts it",
         ),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 
 import ml_dtypes
 import numpy as np
@@ -129,6 +130,9 @@ SHARED = [
     ("HiDream-ai/HiDream-I1-Full", "flux", ""), ("Qwen/Qwen-Image-Edit-2511", "qwen-image", ""),
     ("Qwen/Qwen-Image-2512", "qwen-image", "qwen-image"),
     ("Wan-AI/Wan2.2-T2V-A14B-Diffusers", "wan2.1", ""), ("wan-ai/wan2.2-i2v-a14b", "wan2.1", ""),
+    ("black-forest-labs/FLUX.1-Depth-dev", "flux", ""), ("FLUX.1-Canny-dev", "flux", ""),
+    ("Wan-AI/Wan2.1-VACE-14B", "wan2.1", ""), ("krea2", "qwen-image", ""), ("krea/Krea-2-Turbo", "qwen-image", ""),
+    ("anima", "qwen-image", ""), ("Z-Image-Edit", "zimage", ""),
     ("someone/FLUX.1-dev", "flux", "flux"), ("stabilityai/stable-diffusion-3.5-large-turbo", "sd3", "sd35-large"),
 ]  # fmt: skip
 
@@ -144,6 +148,41 @@ def test_models_that_have_anothers_vae(written, vae, pipeline):
     else:
         with refused("pipeline"):
             predict_pipeline(written, 512, 512)
+
+
+@pytest.mark.parametrize(
+    "name, vae",
+    [("black-forest-labs/FLUX.2-small-decoder", "flux2-small"), ("EQ-SDXL-VAE", "sdxl"), ("anima", "qwen-image")],
+)
+def test_a_refusal_names_a_command_that_works(name, vae, capsys):
+    with refused("pipeline") as caught:
+        predict_pipeline(name, 512, 512)
+    command = re.search(r"vaemem (fits .* 1024x1024)", caught.value.advice)[1]
+    assert main([*shlex.split(command), "--gpu", "H200"]) == 0 and vae in capsys.readouterr().out
+
+
+def test_refusals_list_the_names_of_the_runtime():
+    for runtime in ("sd.cpp", "comfyui"):
+        with refused("pipeline", "'vqgan'") as unknown:
+            predict_pipeline("vqgan", 512, 512, runtime=runtime)
+        with refused("pipeline", "'wan-14b'") as other:
+            vaemem.plan_pipeline("wan-14b", 512, 512, runtime=runtime)
+        assert "sdxl" in unknown.value.wanted and "wan" not in unknown.value.wanted + other.value.wanted
+        assert "runtime='diffusers' predicts it" in str(other.value)
+    with refused("pipeline", "'Wan 2.1'") as several:
+        predict_pipeline("Wan 2.1", 480, 832, frames=81)
+    assert "wan-1.3b or wan-14b" in several.value.wanted
+    with refused("components['transformer']", "'Q4_K_X'") as near:
+        predict_pipeline("flux", 512, 512, gpu="T4", components={"transformer": "Q4_K_X"})
+    assert "'Q4_K'" in near.value.advice
+
+
+def test_the_base_models_of_klein_guide():
+    """Model cards of FLUX.2 klein's base models: 50 steps and guidance, which denoises twice; klein itself: 4."""
+    base, klein = (predict_pipeline(name, 512, 512, gpu="H200") for name in ("FLUX.2-klein-base-4B", "klein"))
+    assert (base.request.name, base.request.steps, klein.request.steps) == ("flux2-klein-base", 50, 4)
+    twice, once = (next(phase for phase in p.phases if phase.name == "denoise") for p in (base, klein))
+    assert twice.flops / 50 == 2 * once.flops / 4 and 0 < twice.allocated - once.allocated < 2**24
 
 
 def test_a_pipeline_of_anothers_modules_says_so():

@@ -113,7 +113,7 @@ def built(name):
         pipeline = diffusers.StableDiffusionXLImg2ImgPipeline(**parts, **none, add_watermarker=False)
         pipeline.image_processor = Images()
     elif name.startswith("flux2"):
-        own = {} if name == "flux2" else {"is_distilled": True}
+        own = {} if name == "flux2" else {"is_distilled": "base" not in name}
         pipeline = getattr(diffusers, kind.class_name)(**parts, **none, **own)
     elif name == "chroma":
         parts["vae"].register_to_config(shift_factor=0.1159)
@@ -184,6 +184,7 @@ CASES = {  # {pipeline: ((output_type, last phase, steps, GPU, side, MiB that re
     "flux-fill": (("latent", "encode image", 1, "RTX 4090", 768), ("latent", "denoise", 1, "RTX 4090", 1024, 4)),
     "flux2": (("latent", "denoise", 1, "H200", 1024),),  # to unpack latents for a decode it looks at their places
     "flux2-klein": (("latent", "denoise", 2, "RTX 4090", 1024), ("pt", "decode", 2, "H200", 768)),
+    "flux2-klein-base": (("latent", "denoise", 2, "RTX 4090", 1024), ("pt", "decode", 2, "H200", 768)),
     "flux2-klein-9b": (("pt", "decode", 1, "RTX 4090", 768),),
 }
 

@@ -55,16 +55,17 @@ pipeline : str
     ``"sd15"``, ``"sd15-controlnet"``, ``"sd21"``, ``"sdxl"``, ``"sdxl-controlnet"``, ``"sdxl-refiner"``, ``"sd3"``,
     ``"sd35-medium"``, ``"sd35-large"``, ``"pixart-sigma"``, ``"flux"``, ``"flux-schnell"``, ``"flux-kontext"``,
     ``"flux-fill"``, ``"chroma"``, ``"qwen-image"``, ``"qwen-image-edit"``, ``"zimage"``, ``"zimage-turbo"``,
-    ``"flux2"``, ``"flux2-klein"``, ``"flux2-klein-9b"``, ``"wan-1.3b"`` or ``"wan-14b"``; or a model with the same
-    modules, such as ``"RunDiffusion/Juggernaut-XL-v9"``.
+    ``"flux2"``, ``"flux2-klein"``, ``"flux2-klein-base"``, ``"flux2-klein-9b"``, ``"flux2-klein-base-9b"``,
+    ``"wan-1.3b"`` or ``"wan-14b"``; or a model with the same modules, such as ``"RunDiffusion/Juggernaut-XL-v9"``.
 prompt_tokens : int, optional
     The prompt's length, at most 8192. The default is 77, or the pipeline's max_sequence_length: 512 for FLUX, Wan and
     Chroma, 256 for SD 3 (of T5's prompt), 300 for PixArt-Sigma. SD 1.5, SD 2.1 and SDXL pad to 77 and encode longer
     prompts in parts of 77. Qwen-Image pads nothing, adds a template, and cuts the result to 512 tokens.
 guidance : bool, optional
-    Whether SD 1.5, SD 2.1, SDXL, SD 3, PixArt-Sigma, Chroma, Qwen-Image, Z-Image and Wan denoise each image twice. The
-    default is that of the pipeline's call: Qwen-Image does so only with a negative prompt, which ComfyUI's workflows
-    have; the others always do. FLUX and FLUX.2 take guidance as a number; Z-Image-Turbo and FLUX.2-klein take none.
+    Whether SD 1.5, SD 2.1, SDXL, SD 3, PixArt-Sigma, Chroma, Qwen-Image, Z-Image, FLUX.2-klein-base and Wan
+    denoise each image twice. The default is that of the pipeline's call: Qwen-Image does so only with a negative
+    prompt, which ComfyUI's workflows have; the others always do. FLUX and FLUX.2 take guidance as a number;
+    Z-Image-Turbo and FLUX.2-klein take none.
 components : dict, optional
     Storage of components' weights, by role (``"text_encoder"``, ``"text_encoder_2"``, ``"unet"``, ``"transformer"``,
     ``"controlnet"``, ``"vae"``). A value is a type that `vaemem.pipelines.storage.tensor_bytes` takes (``"nf4"``,

@@ -76,8 +76,9 @@ def choose(argument: str, value: Any, among: Iterable[str]) -> None:
     known = tuple(among)
     if value not in known:
         wanted = " or ".join(known) if len(known) == 2 else f"one of {', '.join(known)}"
-        near = difflib.get_close_matches(str(value).casefold(), known, 1)
-        raise ArgumentError(argument, wanted, repr(value), f"did you mean {near[0]!r}?" if near else "")
+        folded = {name.casefold(): name for name in known}
+        near = difflib.get_close_matches(str(value).casefold(), folded, 1)
+        raise ArgumentError(argument, wanted, repr(value), f"did you mean {folded[near[0]]!r}?" if near else "")
 
 
 def spread(

@@ -16,6 +16,7 @@ class Called(NamedTuple):
     pipeline: the recorded pipeline with the model's modules; "" if there is none
     of: the model that its VAE and modules belong to, if that is another one
     vae_of: the same if only the VAE is another model's
+    needs: the names that a pipeline needs if this one means several
     why: why there is no answer for the model
     """
 
@@ -23,6 +24,7 @@ class Called(NamedTuple):
     pipeline: str = ""
     of: str = ""
     vae_of: str = ""
+    needs: str = ""
     why: str = ""
 
 

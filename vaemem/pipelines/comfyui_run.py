@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from vaemem import _core
 from vaemem._common import meant, whole
 from vaemem._core import OutOfMemoryError
-from vaemem._errors import ArgumentError
+from vaemem._errors import ArgumentError, Named
 from vaemem.pipelines import programs
 from vaemem.pipelines.comfyui import (
     CLASSIC,
@@ -438,8 +438,9 @@ def resolve_workflow(
     """Resolve names and defaults of a workflow. ValueError names the argument that has no answer."""
     name, known = given.pipeline, PIPELINES[given.pipeline]
     if name not in WORKFLOWS:
-        why = NO_KLEIN if name.startswith("flux2") else ""
-        raise ArgumentError("pipeline", f"one of {', '.join(WORKFLOWS)} with runtime='comfyui'", repr(name), why)
+        why = f"{NO_KLEIN}; " if name.startswith("flux2") else ""
+        wanted = f"one of {', '.join(WORKFLOWS)} with runtime='comfyui'"
+        raise ArgumentError("pipeline", wanted, repr(name), (why, Named("runtime", "diffusers"), " predicts it"))
     if given.image:
         raise ArgumentError(
             "image", "False with runtime='comfyui', whose workflow begins with an empty latent", str(given.image)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+import shlex
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from vaemem import _core
@@ -151,6 +152,11 @@ _KLEIN = _FLUX2._replace(
     about="Flux2KleinPipeline of black-forest-labs/FLUX.2-klein-4B", width=7680, steps=4, guidance_embeds=False,
     parts={**_FLUX2.parts, "text_encoder": "qwen3-4b-flux2", "transformer": "flux2-klein-transformer"},
 )  # fmt: skip
+_KLEIN_9B = _KLEIN._replace(
+    about="Flux2KleinPipeline of black-forest-labs/FLUX.2-klein-9B", width=12288,
+    parts={**_KLEIN.parts, "text_encoder": "qwen3-8b-flux2", "transformer": "flux2-klein-9b-transformer"},
+)  # fmt: skip
+_UNDISTILLED: Any = {"steps": 50, "guides": True, "apart": True}
 _QWEN = Pipeline(
     about="QwenImagePipeline of Qwen/Qwen-Image",
     parts={"text_encoder": "qwen2.5-vl-7b", "transformer": "qwen-image-transformer", "vae": "qwen-image"},
@@ -248,15 +254,18 @@ PIPELINES = {
     "qwen-image-edit": _QWEN._replace(
         about="QwenImageEditPipeline of Qwen/Qwen-Image-Edit", inputs=2, joined=7, sees=True,
     ),
-    "zimage": _ZIMAGE,
     "zimage-turbo": _ZIMAGE._replace(
         about="ZImagePipeline of Tongyi-MAI/Z-Image-Turbo", steps=9, guides=False,
     ),
+    "zimage": _ZIMAGE,
     "flux2": _FLUX2,
     "flux2-klein": _KLEIN,
-    "flux2-klein-9b": _KLEIN._replace(
-        about="Flux2KleinPipeline of black-forest-labs/FLUX.2-klein-9B", width=12288,
-        parts={**_KLEIN.parts, "text_encoder": "qwen3-8b-flux2", "transformer": "flux2-klein-9b-transformer"},
+    "flux2-klein-base": _KLEIN._replace(
+        about="Flux2KleinPipeline of black-forest-labs/FLUX.2-klein-base-4B", **_UNDISTILLED,
+    ),
+    "flux2-klein-9b": _KLEIN_9B,
+    "flux2-klein-base-9b": _KLEIN_9B._replace(
+        about="Flux2KleinPipeline of black-forest-labs/FLUX.2-klein-base-9B", **_UNDISTILLED,
     ),
     "wan-1.3b": _WAN,
     "wan-14b": _WAN._replace(
@@ -266,19 +275,21 @@ PIPELINES = {
 }  # fmt: skip
 
 
-def known_pipeline(argument: str, name: Any) -> str:
-    """Find a pipeline by its name. If there is none, a ValueError names the argument."""
+def known_pipeline(argument: str, name: Any, among: Iterable[str] = ()) -> str:
+    """Find a pipeline by its name. If there is none, a ValueError lists the names in `among`, by default all."""
     is_own = isinstance(name, str) and letters(name) in map(letters, PIPELINES)
     called = None if is_own else find_called(name)
+    vae = called.vae if called else next((vae for vae in shipped_models() if letters(vae) == letters(str(name))), "")
     if called and called.pipeline:
         return called.pipeline
-    vae = called.vae if called else next((vae for vae in shipped_models() if letters(vae) == letters(str(name))), "")
+    if called and called.needs:
+        raise ArgumentError(argument, called.needs, repr(name))
     if vae and not is_own:
-        known = f"only the VAE ({vae}) of this model is known: use vaemem fits or vaemem.predict"
-        raise ArgumentError(argument, f"one of {', '.join(PIPELINES)}", repr(name), known)
+        advice = f"vaemem fits {shlex.quote(name)} decode 1024x1024 predicts it"
+        raise ArgumentError(argument, "", f"only the VAE of {name!r} is known", advice)
     if called:
         raise ArgumentError(argument, "", f"{called.why}, got {name!r}")
-    return meant(argument, name, PIPELINES, {})
+    return meant(argument, name, PIPELINES if is_own else [*among] or PIPELINES, {})
 
 
 # Arguments that a runtime does not use.

@@ -352,7 +352,7 @@ def play_z_image(run: PhaseRun) -> None:
     """Play ZImagePipeline: it keeps latents in float32. Its transformer sees the prompt without the padding. The
     negative prompt counts as long as the prompt."""
     q, v, (batch, _, h, w) = run.request, run.v, run.latent_shape
-    kinds = ("", "negative_") if q.guidance and q.pipeline.guides else ("",)
+    kinds = ("", "negative_") if q.guided else ("",)
 
     with run.phase("encode prompt", "text_encoder"):
         for kind in kinds:
@@ -369,12 +369,12 @@ def play_z_image(run: PhaseRun) -> None:
         v.timestep = run.tensor("timestep", (batch,), "float32")
         for _ in run.steps(q.steps):
             v.latent_model_input = run.tensor("latent_model_input", run.latent_shape)
-            if len(kinds) > 1:
+            if q.guided:
                 v.latents_typed = v.latent_model_input
                 v.latent_model_input = run.tensor("latent_model_input, twice", (2, *run.latent_shape))
             v.model_out_list = run.call("transformer", n=len(kinds) * batch, h=h, w=w, t=q.tokens)
             v.delete("noise_pred")
-            predicted = guide_each(run) if len(kinds) > 1 else []
+            predicted = guide_each(run) if q.guided else []
             stacked = run.tensor("noise_pred", run.latent_shape, "float32")
             v.delete(*predicted[:-1])
             v.noise_pred = run.tensor("- noise_pred", run.latent_shape, "float32")
@@ -386,27 +386,34 @@ def play_z_image(run: PhaseRun) -> None:
 
 
 def play_flux2(run: PhaseRun) -> None:
-    """Play Flux2Pipeline: FLUX.2-dev; and Flux2KleinPipeline without a guidance input."""
+    """Play Flux2Pipeline: FLUX.2-dev; and Flux2KleinPipeline without a guidance input. Its base models guide."""
     q, v, (batch, _, h, w) = run.request, run.v, run.latent_shape
-    calls = count_calls(q.tokens, MOST_SEQUENCE)
+    calls, kinds = count_calls(q.tokens, MOST_SEQUENCE), ("", "negative_") if q.guided else ("",)
     tokens = calls * MOST_SEQUENCE
 
     with run.phase("encode prompt", "text_encoder"):
-        encoded = encode_text(run, "text_encoder", MOST_SEQUENCE, calls, inputs=("input_ids", "attention_mask"))
-        v.prompt_embeds = repeat(run, "prompt_embeds", (batch, tokens, q.pipeline.width), encoded)
+        for kind in kinds:
+            encoded = encode_text(run, "text_encoder", MOST_SEQUENCE, calls, inputs=("input_ids", "attention_mask"))
+            embeds = repeat(run, f"{kind}prompt_embeds", (batch, tokens, q.pipeline.width), encoded)
+            setattr(v, f"{kind}prompt_embeds", embeds)
 
     with run.phase("denoise", "transformer"):
         prepare_latents(run)
-        v.text_ids = run.tensor("text_ids", (batch, tokens, 4), "int64")
+        for kind in kinds:
+            setattr(v, f"{kind}text_ids", run.tensor(f"{kind}text_ids", (batch, tokens, 4), "int64"))
         v.latent_ids = run.tensor("latent_ids", (batch, h // 2 * (w // 2), 4), "int64")
         v.timestep = run.tensor("timestep", (batch,))
         if q.pipeline.guidance_embeds:
             v.guidance = run.tensor("guidance", (1,), "float32")
         for _ in run.steps(q.steps):
             v.latent_model_input = v.latents  # it holds them until the next step, or the end
-            divided = run.tensor("timestep / 1000", (batch,))
-            v.noise_pred = run.call("transformer", n=batch, h=h, w=w, t=tokens)
-            run.drop(divided)
+            for kind in kinds:
+                divided = run.tensor("timestep / 1000", (batch,))
+                noise = run.call("transformer", n=batch, h=h, w=w, t=tokens)
+                setattr(v, "neg_noise_pred" if kind else "noise_pred", noise)
+                run.drop(divided)
+            if q.guided:
+                guide_apart(run, "noise_pred")
             step_scheduler(run)
 
     with run.phase("decode", "vae"):

@@ -77,6 +77,11 @@ class PipelineRequest(Request):
         return f"after {describe_size(*self.first, None)}" if self.first else ""
 
     @property
+    def guided(self) -> bool:
+        """Whether the denoiser sees each image twice."""
+        return self.guidance and self.pipeline.guides
+
+    @property
     def latent_frames(self) -> int:
         """Frames of its latents; 1 for an image."""
         return (self.frames - 1) // FRAME_STRIDE + 1

@@ -21,7 +21,7 @@ from vaemem.pipelines.components import CLIPS, PIPELINES, known_pipeline, refuse
 from vaemem.pipelines.group_offload import GROUPS_SINCE, GroupOffload
 from vaemem.pipelines.pipeline_parts import NOT_FROM_A_FILE, parts_of
 from vaemem.pipelines.pipeline_request import PipelineArguments, PipelineRequest, begins_with, resolve_pipeline
-from vaemem.pipelines.predict_pipeline import ComfyUIPrediction, PipelinePrediction
+from vaemem.pipelines.predict_pipeline import ComfyUIPrediction, PipelinePrediction, pipelines_of
 from vaemem.pipelines.quantising import SCHEMES, UNSENT
 from vaemem.pipelines.recipe import diffusers_steps, hires_steps, write_script
 from vaemem.pipelines.storage import GGML
@@ -127,8 +127,8 @@ def plan_pipeline(
     32 s (19 to 52)
     """
     taken = tuple(filter(None, [shared_note(pipeline, "pipeline")]))
-    pipeline = known_pipeline("pipeline", pipeline)
     runtime = meant("runtime", runtime, PLANNED_RUNTIMES)
+    pipeline = known_pipeline("pipeline", pipeline, pipelines_of(runtime))
     image, flash, safe = begins_with(image), flag("flash", flash), flag("safe", safe)
     guidance = PIPELINES[pipeline].guides_in(runtime) if guidance is None else flag("guidance", guidance)
     refuse(

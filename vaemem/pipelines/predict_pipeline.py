@@ -7,7 +7,7 @@ import functools
 import itertools
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal, get_args, overload
 
@@ -470,6 +470,15 @@ class ComfyUIPrediction(_Played):
         return [self._grid(size), Columns(header, rows, title=title), Bullets(self.notes, detail=True)]
 
 
+def pipelines_of(runtime: str) -> Iterable[str]:
+    """Return the names of a runtime's pipelines."""
+    if runtime == "sd.cpp":
+        from vaemem.sdcpp import running  # a third of this module's import
+
+        return running.MODELS
+    return WORKFLOWS if runtime == "comfyui" else PIPELINES
+
+
 @overload
 def predict_pipeline(
     pipeline: str, height: int, width: int, batch: int = 1, prompt_tokens: int | None = None,
@@ -576,8 +585,8 @@ def predict_pipeline(
     (True, 'decode')
     """
     model_note = shared_note(pipeline, "pipeline")
-    pipeline = known_pipeline("pipeline", pipeline)
     runtime = meant("runtime", runtime, PREDICTED_RUNTIMES)
+    pipeline = known_pipeline("pipeline", pipeline, pipelines_of(runtime))
     kind, image = PIPELINES[pipeline], begins_with(image)
     guidance = kind.guides_in(runtime) if guidance is None else flag("guidance", guidance)
     steps = kind.steps if steps is None else whole("steps", steps)

@@ -98,7 +98,7 @@ _BRANDS = re.compile(r"nvidia|geforce|tesla|quadro|rtx|\bgpu\b|\bgeneration\b|[^
 MOST_NAME = 100  # characters: no card has a longer name
 _CAPABILITY = re.compile(r"sm_?(\d{1,2})(\d)a?|(?:compute capability )?(\d{1,2})\.(\d)")
 _SLICE = re.compile(r"(.+?)\W+mig\W+([1-7])g\.(\d+)gb(?:\+me)?")
-_SIZED = re.compile(r"(.+?)\W*(\d+)\s*gb")
+_SIZED = re.compile(r"(.+?)\W*(\d+)\s*g(?:i?b)?", re.IGNORECASE)
 # Other makers, by the beginnings of names.
 _OTHERS = {
     "AMD": re.compile(r"amd|radeon|instinct|gfx\d|rx ?\d|mi\d|strix|ryzen|80[456]0s"),
@@ -107,7 +107,7 @@ _OTHERS = {
 }
 # NVIDIA's unrecorded cards: Kepler to Pascal, cards newer than the recorded ones, and embedded ones.
 _UNRECORDED = re.compile(
-    r"(nvidia|geforce|tesla|quadro|\W)*(gtx ?(6|7|9|10)\d\d|titan x|[kmp]\d{1,4}\b|g?b300|gb10\b|dgx spark|jetson|orin|"
+    r"(nvidia|geforce|tesla|quadro|\W)*(gtx ?(6|7|9|10)\d\d|titan x|[kmp]\d{1,4}\b|g?b300|jetson|orin|"
     r"xavier|thor)"
 )
 
@@ -153,7 +153,7 @@ class _Kind(NamedTuple):
 
 @functools.cache
 def _coarse() -> dict[str, tuple[str, int, _Kind]]:
-    """Return {key: (name, GB as sold, its kind)} of cards without recorded answers of cuDNN."""
+    """Return {key: (name, GB as sold, its kind)} of cards that no cuDNN was asked about. 0 GB: the host's memory."""
     return {
         _key(name): (
             " ".join(filter(None, (kind["maker"], kind["brand"], name))), gigabytes,
@@ -179,6 +179,9 @@ def _find_coarse(name: str, size: int | None) -> Gpu | None:
     if listed is None:
         return None
     full, gigabytes, kind = listed
+    if not size and not gigabytes:
+        advice = ("pass its part of that, such as ", Named("memory", "96 GB"), ", for a rough answer")
+        raise ArgumentError("gpu", "", f"{full} shares the host's memory", advice)
     card = find_gpu(kind.stand_in, size or gigabytes << 30)
     why = f"{card.name} for {full}, without cuDNN's answers: tensors are known, workspaces lie in a range"
     if kind.maker != "NVIDIA":
@@ -266,13 +269,14 @@ def find_gpu(name: str | Gpu, memory: int | str | None = None) -> Gpu:
         return _with(_slice(find_gpu(match[1]), int(match[2]), int(match[3])), size)
     keys = _table()[1]
     card = keys.get(_key(name)) or keys.get(_key(re.sub(r"^(laptop|mobile) (.*)$", r"\2 \1", text)))
-    if card is None and (match := _SIZED.fullmatch(text)) and (card := keys.get(_key(match[1]))):
-        nominal = int(match[2]) << 30
+    sized = _SIZED.fullmatch(name.strip())
+    nominal = int(sized[2]) << 30 if sized else 0
+    if card is None and sized and (card := keys.get(_key(f"{sized[1]} {sized[2]}gb")) or keys.get(_key(sized[1]))):
         if size is None and not 0.9 * nominal < card.total_memory <= nominal:  # another variant of the card
             size = nominal
     if card is not None:
         return _with(card, size)
-    if coarse := _find_coarse(name, size):
+    if coarse := _find_coarse(name, size) or (_find_coarse(sized[1], size or nominal) if sized and nominal else None):
         return coarse
     raise _unknown(name)
 

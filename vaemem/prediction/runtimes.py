@@ -12,6 +12,7 @@ from vaemem import _core
 from vaemem._errors import ArgumentError
 from vaemem._types import Program
 from vaemem.engine.configs import config_of, named_model, read_config
+from vaemem.engine.names import find_called
 
 DEFAULT_TORCH = "2.7.1+cu128"  # predictions were compared with measurements of this build
 # Releases of diffusers with known code, 36 for 0.36. Tests run the first one and the last one. A prediction means the
@@ -91,8 +92,9 @@ def architecture(model: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str,
     if is_path or isinstance(model, Mapping | os.PathLike):
         return read_config(model)
     arch = dict(known[named_model("model", model, "an arch dict (VAE.arch)", "a config.json")])
-    is_wan = arch["name"] == "qwen-image" and str(model).rpartition("/")[2].lower().startswith("wan")
-    return arch | {"name": WAN} if is_wan else arch
+    called = find_called(model)
+    is_wan = str(model).rpartition("/")[2].lower().startswith("wan") or (called and called.of == "Wan 2.1")
+    return arch | {"name": WAN} if is_wan and arch["name"] == "qwen-image" else arch
 
 
 def diffusers_release(version: str | None, needed: str = "") -> int:

@@ -396,7 +396,7 @@ def _request(
     modules, class_name = modules_of(pipe), type(pipe).__name__.replace("Img2Img", "")
     unlike: list[tuple[int, str]] = []  # of each pipeline with that class: how many parts differ, and in what
     for name, kind in PIPELINES.items():
-        if kind.class_name not in (class_name, type(pipe).__name__):
+        if kind.class_name not in (class_name, type(pipe).__name__) or kind.guides == pipe.config.get("is_distilled"):
             continue
         known = {**kind.parts, **kind.optional}
         if others := modules.keys() - known:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from vaemem._common import choose
-from vaemem._errors import ArgumentError
+from vaemem._errors import ArgumentError, Named
 from vaemem.engine.weights import told_bytes
 from vaemem.prediction.planned import Phase, Way
 from vaemem.sdcpp.graphs import COMPONENTS, DEFAULT_TILE, GGML_TYPES, SDCPP_VERSION, Graph, graph
@@ -102,7 +102,8 @@ def options_of(pipeline: str) -> dict[str, Mapping[str, object]]:
     """Return the program's options for each word, in the order of words in a way. A type applies to the denoiser and to
     encoders other than CLIP. ValueError for a pipeline that sd.cpp does not have here."""
     if pipeline not in MODELS:
-        raise ArgumentError("pipeline", f"one of {', '.join(MODELS)} with sd.cpp", repr(pipeline))
+        advice = (Named("runtime", "diffusers"), " predicts it")
+        raise ArgumentError("pipeline", f"one of {', '.join(MODELS)} with sd.cpp", repr(pipeline), advice)
     known = MODELS[pipeline]
     tensors = [TENSORS[model] for model in (known.denoiser, *known.encoders.values()) if model in TENSORS]
     types = {word: ",".join(f"{name}={kind}" for name in tensors) for word, kind in TYPES_BY_WORD.items()}
