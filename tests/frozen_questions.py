@@ -207,6 +207,7 @@ GROUPS = [
 ]  # fmt: skip
 BEGIN = ["sd15", "sd21", "sdxl", "sd3", "sd35-medium", "sd35-large", "flux", "flux-schnell"]
 TWO_ENCODERS = ["sdxl", "sdxl-controlnet", "flux", "flux-schnell", "flux-kontext", "flux-fill"]
+LORAS = [{"rank": 16}, {"rank": 64, "fused": True}, [{"rank": 8}, {"rank": 32}]]
 WORKFLOWS = ["sd15", "sdxl", "flux", "flux-schnell", "qwen-image"]
 
 
@@ -221,7 +222,7 @@ def about_any_pipeline(r, call):
     image, versions = [True, [512, 512], [512, 768]], ["0.36.0", "0.39.0", "0.42.0"]
     asked |= some(
         r, guidance=(0.25, [True, False]), steps=(0.25, [1, 2, 4, 20]), prompt_tokens=(0.3, [1, 40, 77, 150, 300, 512]),
-        dtype=(0.1, DTYPES), image=(0.35 * begins + 0.02, image), lora=(0.2 * begins + 0.02, [{"rank": 16}, {"rank": 64, "fused": True}, [{"rank": 8}, {"rank": 32}]]),
+        dtype=(0.1, DTYPES), image=(0.35 * begins + 0.02, image), lora=(0.2 * begins + 0.02, LORAS),
         diffusers_version=(0.2 * is_old + 0.01, versions),
     )  # fmt: skip
     roles = ["unet" if name.startswith(("sd15", "sd21", "sdxl")) else "transformer", "text_encoder"]

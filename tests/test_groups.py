@@ -32,12 +32,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch_vaes import diffusers_vae
 
 from vaemem import _core, plan_pipeline, predict_pipeline
+from vaemem._script import write_script, write_steps
 from vaemem.pipelines import pipeline_parts
 from vaemem.pipelines.components import PIPELINES, weights_of
 from vaemem.pipelines.group_offload import GroupOffload
 from vaemem.pipelines.pipeline_parts import Part, parts_of
 from vaemem.pipelines.programs import Weight
-from vaemem.pipelines.recipe import diffusers_code, placing_steps, write_steps
+from vaemem.pipelines.recipe import casting_steps, placing_steps
 from vaemem.pipelines.storage import stored
 from vaemem.prediction.gpus import find_gpu
 from vaemem.prediction.held import arch_key
@@ -362,16 +363,13 @@ def test_what_is_stored_in_float8(component):
     )
     pipeline = PIPELINES[name]
     part = next(one for one in parts_of(pipeline, pipeline.dtype, {role: "fp8"}, 42) if one.role == role)
-    code = diffusers_code(pipeline, pipeline.dtype, components={role: "fp8"})
-    lines = [line for line in code.splitlines() if "layerwise" in line]
     pipe = SimpleNamespace(**{role: make(MODULES[component], getattr(torch, pipeline.dtype))})
-    exec("\n".join(lines), {"pipe": pipe, "torch": torch})
+    script = write_script(casting_steps(role, pipeline.dtype))
+    exec(script, {"pipe": pipe})
     types = {name: str(tensor.dtype) for name, tensor in getattr(pipe, role).named_parameters()}
     ours = {weight.name for weight in part.weights if weight.type == "fp8"}
     assert ours == {name for name, kind in types.items() if "float8" in kind} != set()
-    assert lines[-1].startswith(("pipe.unet.", "pipe.transformer.", "pipe.controlnet.")) is not role.startswith(
-        "text_encoder"
-    )
+    assert (f"pipe.{role}.enable_layerwise_casting" in script) is not role.startswith("text_encoder")
 
 
 def test_a_layer_computes_in_the_dtype_of_the_run(monkeypatch):

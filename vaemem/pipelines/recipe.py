@@ -1,18 +1,16 @@
 """The lines of Python that run a pipeline of diffusers in one of a plan's ways.
 
-A script is a list of steps. `write_script` writes them, and `vaemem.pytorch.apply` runs the same steps on a pipeline
-without any text in between. A text from outside, such as a file's name, is a value of a step: it is written as a
-literal, and never into a comment or a name.
+A script is a list of steps (`vaemem._script`), and `vaemem.pytorch.apply` runs the same steps on a pipeline.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from vaemem._common import DTYPES, distinct, meant
+from vaemem._common import DTYPES, meant
+from vaemem._script import Call, Identifier, Step, call, write_script
 from vaemem.engine.configs import config_of
 from vaemem.pipelines.components import VAE_STRIDE, Pipeline
 from vaemem.pipelines.group_offload import GroupOffload
@@ -24,117 +22,9 @@ from vaemem.pipelines.storage import GGML
 from vaemem.prediction.runtimes import LAST_DIFFUSERS, architecture
 from vaemem.prediction.usual import FIXED
 
-WIDTH = 100  # of a script's lines
-_LIBRARIES = ("diffusers", "torch", "transformers")  # scripts import them whole if a name begins with one
 
-
-class Name(NamedTuple):
-    """A name in a script: "pipe.unet", "torch.float16". module: where its first word is imported from, if it is."""
-
-    text: str
-    module: str = ""
-
-
-class Call(NamedTuple):
-    """A call in a script, with its arguments: literals, names, other calls, and lists and dicts of these."""
-
-    does: Name
-    given: tuple[Any, ...] = ()
-    named: Mapping[str, Any] = {}
-
-
-class Step(NamedTuple):
-    """A line of a script. value: a call or a literal. target: the variable or attribute that gets it, if any does.
-    note: a comment, in this package's own words; without a value it is a line of its own."""
-
-    value: Any = None
-    target: str = ""
-    note: str = ""
-
-
-def call(does: str | Name, *given: Any, **named: Any) -> Step:
-    """Return the step that makes a call."""
-    return Step(Call(does if isinstance(does, Name) else Name(does), given, named))
-
-
-def _as_type(dtype: str) -> Name:
-    return Name(f"torch.{dtype}")
-
-
-# ---- writing ----
-
-
-def _write(value: Any, indent: str = "", used: int = 0, whole: bool = False) -> str:
-    """Write a value. indent: of its line. used: columns that the line has before it. whole: keep it on one line."""
-    if isinstance(value, Name):
-        return value.text
-    if isinstance(value, str):
-        return json.dumps(value) if value.isascii() else repr(value)
-    if isinstance(value, Call):
-        begin, end = f"{value.does.text}(", ")"
-        items = [*(("", one) for one in value.given), *((f"{name}=", one) for name, one in value.named.items())]
-    elif isinstance(value, Mapping):
-        begin, end, items = "{", "}", [(f"{_write(name)}: ", one) for name, one in value.items()]
-    elif isinstance(value, list | tuple):
-        begin, end = "[]" if isinstance(value, list) else ("(", ",)" if len(value) == 1 else ")")
-        items = [("", one) for one in value]
-    else:
-        return repr(value)
-    line = ", ".join(word + _write(one, whole=True) for word, one in items)
-    if whole or not items or used + len(begin + line + end) <= WIDTH:
-        return f"{begin}{line}{end}"
-    inner = f"{indent}    "
-    if len(inner + line) <= WIDTH and not isinstance(value, Mapping):
-        return f"{begin}\n{inner}{line}\n{indent}{end}"
-    lines = [f"{inner}{word}{_write(one, inner, len(inner + word))},\n" for word, one in items]
-    return f"{begin}\n{''.join(lines)}{indent}{end}"
-
-
-def _write_step(step: Step) -> str:
-    target = f"{step.target} = " if step.target else ""
-    note = f"# {step.note}" if step.note else ""
-    if step.value is None:
-        return note
-    return "  ".join(filter(None, [target + _write(step.value, used=len(target)), note]))
-
-
-def _names(value: Any) -> Iterable[Name]:
-    """Yield the names in a value."""
-    if isinstance(value, Name):
-        yield value
-    elif isinstance(value, Call):
-        yield from _names([value.does, *value.given, *value.named.values()])
-    elif isinstance(value, Mapping | list | tuple):
-        for one in value.values() if isinstance(value, Mapping) else value:
-            yield from _names(one)
-
-
-def write_steps(steps: Iterable[Step]) -> str:
-    """Write steps without their imports."""
-    return "\n".join(map(_write_step, steps))
-
-
-def write_script(steps: Sequence[Step]) -> str:
-    """Write steps as a script, with the imports that they need.
-
-    Examples
-    --------
-    >>> print(write_script([call("pipe.unet.to", Name("torch.float16")), call("pipe.load_lora_weights", "a'\\\\nb")]))
-    import torch
-    <BLANKLINE>
-    pipe.unet.to(torch.float16)
-    pipe.load_lora_weights("a'\\nb")
-    """
-    names = [name for step in steps for name in _names(step.value)]
-    roots = {name.text.partition(".")[0] for name in names if not name.module}
-    imports = [f"import {library}" for library in _LIBRARIES if library in roots]
-    for module in distinct(["diffusers", *(name.module for name in names if name.module)]):
-        if known := sorted({name.text.partition(".")[0] for name in names if name.module == module}):
-            imports.append(f"from {module} import {', '.join(known)}")
-    return "\n".join([*imports, *[""] * bool(imports), write_steps(steps)])
-
-
-# ---- the parts of a script ----
+def _as_type(dtype: str) -> Identifier:
+    return Identifier(f"torch.{dtype}")
 
 
 def vae_steps(vae: str, limit: int | str | None = None, class_name: str = "AutoencoderKL") -> list[Step]:
@@ -143,6 +33,7 @@ def vae_steps(vae: str, limit: int | str | None = None, class_name: str = "Autoe
 
     Examples
     --------
+    >>> from vaemem._script import write_steps
     >>> print(write_steps(vae_steps("tiled 256")))
     pipe.vae.enable_tiling()
     pipe.vae.tile_sample_min_size = 256
@@ -152,8 +43,8 @@ def vae_steps(vae: str, limit: int | str | None = None, class_name: str = "Autoe
     if how == "sliced":
         return [call("pipe.vae.enable_slicing")]
     if how == "vaemem":
-        made = Call(Name(f"{class_name}.from_module", "vaemem.pytorch"), (Name("pipe.vae"),), {"memory_limit": limit})
-        return [Step(made, "pipe.vae")]
+        does = Identifier(f"{class_name}.from_module", "vaemem.pytorch")
+        return [Step(Call(does, (Identifier("pipe.vae"),), {"memory_limit": limit}), "pipe.vae")]
     if how != "tiled" or not side:
         return [call("pipe.vae.enable_tiling")] * (how == "tiled")
     pixels, stride = int(side), 3 * int(side) // 4
@@ -170,12 +61,13 @@ def hires_steps(first: tuple[int, int], height: int, width: int, offload: Any) -
 
     Examples
     --------
+    >>> from vaemem._script import write_steps
     >>> print(write_steps(hires_steps((512, 768), 1024, 1536, "none")))
     later = AutoPipelineForImage2Image.from_pipe(pipe)
     # image = pipe(prompt, height=512, width=768).images[0].resize((1536, 1024))
     # image = later(prompt, image=image).images[0]
     """
-    made = Call(Name("AutoPipelineForImage2Image.from_pipe", "diffusers"), (Name("pipe"),))
+    made = Call(Identifier("AutoPipelineForImage2Image.from_pipe", "diffusers"), (Identifier("pipe"),))
     one = f"pipe(prompt, height={first[0]}, width={first[1]}).images[0].resize(({width}, {height}))"
     return [
         Step(made, "later"), *[call("later.enable_model_cpu_offload")] * (offload == "model"),
@@ -206,11 +98,12 @@ def placing_steps(offload: str | Mapping[str, Any], roles: Iterable[str], device
 
     Examples
     --------
+    >>> from vaemem._script import write_steps
     >>> print(write_steps(placing_steps("block_level 2", ["unet", "vae"])))
     pipe.enable_group_offload(torch.device("cuda"), offload_type="block_level", num_blocks_per_group=2)
     """
     if group := GroupOffload.read(offload):
-        return [call("pipe.enable_group_offload", Call(Name("torch.device"), (device,)), **group.settings)]
+        return [call("pipe.enable_group_offload", Call(Identifier("torch.device"), (device,)), **group.settings)]
     if on_cpu := roles_on_cpu(offload):
         note = f"{describe_stay(on_cpu)}: pass pipe.encode_prompt's embeddings to the pipeline"
         places = dict.fromkeys(on_cpu, "cpu") | {role: device for role in roles if role not in on_cpu}
@@ -226,14 +119,15 @@ def casting_steps(role: str, dtype: str) -> list[Step]:
 
     Examples
     --------
+    >>> from vaemem._script import write_steps
     >>> print(write_steps(casting_steps("unet", "float16")))
     pipe.unet.enable_layerwise_casting(torch.float8_e4m3fn, torch.float16)
     """
     types = _as_type("float8_e4m3fn"), _as_type(dtype)
     if not role.startswith("text_encoder"):
         return [call(f"pipe.{role}.enable_layerwise_casting", *types)]
-    does = Name("apply_layerwise_casting", "diffusers.hooks")
-    return [call(does, Name(f"pipe.{role}"), *types, skip_modules_classes=(Name("torch.nn.Embedding"),))]
+    does = Identifier("apply_layerwise_casting", "diffusers.hooks")
+    return [call(does, Identifier(f"pipe.{role}"), *types, skip_modules_classes=(Identifier("torch.nn.Embedding"),))]
 
 
 def dtype_keyword(release: int) -> str:
@@ -274,7 +168,7 @@ class _Loading:
         if file == "none":
             self.told[role] = None
         elif kind in SCHEMES:
-            self.quantised[role] = self._settings(role, kind)
+            self.quantised[role] = self._configure(role, kind)
             self.on_cpu |= kind in BITSANDBYTES and place in ("", PLACES[0]) and " from " not in str(given)
         elif kind in DTYPES:
             self.types |= {} if kind == self.dtype else {role: kind}
@@ -292,26 +186,26 @@ class _Loading:
 
     def apart(self, role: str, does: str, *given: Any, **named: Any) -> None:
         """Load a component by itself, and pass it to the pipeline."""
-        self.before.append(Step(Call(Name(does, "diffusers"), given, named), role))
-        self.told[role] = Name(role)
+        self.before.append(Step(Call(Identifier(does, "diffusers"), given, named), role))
+        self.told[role] = Identifier(role)
 
-    def _settings(self, role: str, kind: str) -> Call:
+    def _configure(self, role: str, kind: str) -> Call:
         """Return the call that makes the settings of a library of `SCHEMES`."""
         library = "transformers" if role.startswith("text_encoder") else "diffusers"
         scheme = SCHEMES[kind]
         settings = scheme.settings.format(dtype=self.dtype)
         if library == "transformers":
             settings = settings.replace("weights_dtype", "weights")  # QuantoConfig's
-        given: tuple[Any, ...] = tuple(map(Name, settings.split(", ")))
+        given: tuple[Any, ...] = tuple(map(Identifier, settings.split(", ")))
         if settings.endswith("Config()"):
-            given = (Call(Name(settings.removesuffix("()"), "torchao.quantization")),)
-        return Call(Name(f"{library}.{scheme.config}"), given)
+            given = (Call(Identifier(settings.removesuffix("()"), "torchao.quantization")),)
+        return Call(Identifier(f"{library}.{scheme.config}"), given)
 
     def _load_file(self, role: str, file: str, is_packed: bool) -> None:
         """Load a component from a file. A class without a loader for files gets the file's weights afterwards."""
         component = {**self.pipeline.parts, **self.pipeline.optional}[role]
         if role.startswith("text_encoder") or component in NOT_FROM_A_FILE:
-            weights = Call(Name("load_file", "safetensors.torch"), (file,))
+            weights = Call(Identifier("load_file", "safetensors.torch"), (file,))
             self.after.append(call(f"pipe.{role}.load_state_dict", weights))
             return
         class_name, named = load_program(component).about.partition(" ")[0], dict[str, Any]()
@@ -320,7 +214,7 @@ class _Loading:
             self.apart(role, f"{class_name}.from_pretrained", file, **named)
             return
         if is_packed:
-            config = Name("GGUFQuantizationConfig", "diffusers")
+            config = Identifier("GGUFQuantizationConfig", "diffusers")
             named["quantization_config"] = Call(config, (), {"compute_dtype": _as_type(self.dtype)})
         where = {"config": self.pipeline.repository, "subfolder": role}
         if about := self.pipeline.aside.get(role):
@@ -334,13 +228,13 @@ class _Loading:
         named = {self.keyword: types if self.types else dtype} | named
         before = [*self.before]
         if self.quantised:
-            config = Name("PipelineQuantizationConfig", "diffusers.quantizers")
+            config = Identifier("PipelineQuantizationConfig", "diffusers.quantizers")
             made = Call(config, (), {"quant_mapping": self.quantised})
             before.append(Step(made, "quantization_config"))
-            named["quantization_config"] = Name("quantization_config")
+            named["quantization_config"] = Identifier("quantization_config")
             if self.on_cpu:  # by default bitsandbytes quantises on the card, and its results stay there
                 named["device_map"] = "cpu"
-        does = Name(f"{self.pipeline.class_name}.from_pretrained", "diffusers")
+        does = Identifier(f"{self.pipeline.class_name}.from_pretrained", "diffusers")
         made = Call(does, (self.pipeline.repository,), named)
         return [*before, Step(made, "pipe"), *self.after]
 

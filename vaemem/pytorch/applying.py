@@ -17,20 +17,11 @@ import torch
 
 from vaemem._common import DTYPES, choose, meant
 from vaemem._errors import ArgumentError, ArgumentTypeError, inside
+from vaemem._script import Call, Identifier, Step, write_script
 from vaemem.pipelines.components import PIPELINES
 from vaemem.pipelines.group_offload import GroupOffload
 from vaemem.pipelines.pipeline_request import check_way
-from vaemem.pipelines.recipe import (
-    Call,
-    Name,
-    Step,
-    casting_steps,
-    describe_stay,
-    placing_steps,
-    roles_on_cpu,
-    vae_steps,
-    write_script,
-)
+from vaemem.pipelines.recipe import casting_steps, describe_stay, placing_steps, roles_on_cpu, vae_steps
 from vaemem.pipelines.ways import Outcome, PipelinePlan
 from vaemem.prediction.planned import Way
 from vaemem.prediction.usual import FIXED
@@ -281,7 +272,7 @@ def _check_types(pipe: Any, settings: Mapping[str, Any]) -> None:
 
 def _value(value: Any, pipe: Any) -> Any:
     """Return the object that a value of a step stands for. Its names are the recipe's own."""
-    if isinstance(value, Name):
+    if isinstance(value, Identifier):
         first, *rest = value.text.split(".")
         own = {"pipe": pipe, "torch": torch}
         root = getattr(importlib.import_module(value.module), first) if value.module else own[first]
@@ -297,7 +288,7 @@ def _run(step: Step, pipe: Any) -> None:
     value = _value(step.value, pipe)
     if step.target:
         owner, _, name = step.target.rpartition(".")
-        setattr(_value(Name(owner), pipe), name, value)
+        setattr(_value(Identifier(owner), pipe), name, value)
 
 
 def _describe(settings: Mapping[str, Any], pipe: Any, where: str) -> tuple[list[Step], tuple[str, ...]]:
