@@ -60,8 +60,8 @@ static vm_status check_request(const vm_model *m, const vm_request *r) {
 static vm_status check_fits(const vm_request *r, size_t bytes) {
     if (bytes <= PTRDIFF_MAX) return VM_OK;
     return vm_fail(VM_EOVERFLOW,
-                   "size: a batch of %zu at %zu x %zu with %u threads takes more bytes than can be addressed", r->batch,
-                   r->height, r->width, r->limits.threads);
+                   VM_EXPECTED("batch", "a run whose bytes can be addressed", "%zu of %zux%zu with %u threads"),
+                   r->batch, r->height, r->width, r->limits.threads);
 }
 
 static vm_status build(const vm_model *m, vm_plan *plan) {
@@ -80,7 +80,10 @@ static vm_status build(const vm_model *m, vm_plan *plan) {
         s = check_fits(r, VM_PRODUCT(vm_plan_row_bytes(plan, i), plan->step[i].pass.y.h, 8));
     }
     if (!s) s = vm_plan_choose(m, plan);
-    return s ? s : check_fits(r, vm_sum(plan->reserved, VM_PRODUCT(vm_sum(plan->in_bytes, plan->out_bytes), r->batch)));
+    if (s && s != VM_ELIMIT) return s;
+    const size_t in_all = vm_sum(plan->reserved, VM_PRODUCT(vm_sum(plan->in_bytes, plan->out_bytes), r->batch));
+    const vm_status fits = check_fits(r, in_all); /* also of the least plan, whose bytes a limit's refusal names */
+    return fits ? fits : s;
 }
 
 vm_status vm_plan_new(const vm_model *m, const vm_request *request, vm_plan **out) {

@@ -184,6 +184,7 @@ def test_a_plan_names_the_options():
         ("offload", {"offload": "model"}),
         ("vae", {"vae": "sliced"}),
         ("vae", {"vae": "tiled 100"}),
+        ("vae", {"vae": "tiled \u0665\u0661\u0662"}),
         ("image", {"image": True}),
         ("components", {"components": {"unet": "float16"}}),
         ("dtype", {"dtype": "float32"}),

@@ -1,5 +1,6 @@
 """The command line: what each command prints, what it refuses and how it ends."""
 
+import errno
 import inspect
 import io
 import itertools
@@ -19,6 +20,7 @@ import pytest
 from engine import TWO_LEVELS
 
 import vaemem
+import vaemem.nodes
 from vaemem import VAE, Table
 from vaemem.__main__ import main
 from vaemem._arguments import described
@@ -95,6 +97,97 @@ def test_long_commands_show_on_stderr_how_far_they_are(command, stream, monkeypa
     else:
         assert "\r" not in said and all(re.fullmatch(r".*: \d+%, \d+ s left", line) for line in said.splitlines())
     assert "s left" not in capsys.readouterr().out
+
+
+@pytest.fixture
+def comfyui(tmp_path):
+    """A folder that looks like ComfyUI's. Its name has an escape sequence, and a byte that is not UTF-8."""
+    folder = tmp_path / "\x1b]0;title\x07\x9b2J\udce9"
+    try:
+        (folder / "comfy").mkdir(parents=True)
+    except (OSError, UnicodeEncodeError):
+        pytest.skip("the file system has no such names")
+    for name in ("main.py", "nodes.py", "comfy/sd.py"):
+        (folder / name).write_text("")
+    return folder
+
+
+@pytest.mark.parametrize("stream", [Terminal, io.StringIO])
+def test_no_name_of_a_file_controls_the_terminal(stream, comfyui, monkeypatch):
+    """Neither in answers nor in errors. Elsewhere it is written as it is."""
+    monkeypatch.setattr(sys, "stdout", stream())
+    monkeypatch.setattr(sys, "stderr", stream())
+    out, err = sys.stdout, sys.stderr
+    assert main(["comfyui", str(comfyui)]) == 0
+    assert main(["info", f"{comfyui}/none.safetensors"]) == 2
+    for said in (out.getvalue(), err.getvalue()):
+        assert ("\\x1b]0;title\\x07\\x9b2J" in said) == (stream is Terminal)
+        assert bool(re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", said)) == (stream is not Terminal)
+
+
+def test_colours_reach_the_terminal(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    out = sys.stdout
+    assert main("fits sdxl decode 512 --gpu T4".split()) == 0
+    assert out.getvalue().startswith("\x1b[1;")
+
+
+def test_a_name_that_the_encoding_lacks_is_escaped(comfyui, monkeypatch):
+    for encoding in ("utf-8", "ascii"):
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding))
+        out = sys.stdout
+        assert main(["comfyui", str(comfyui)]) == 0
+        assert b"\\udce9" in out.buffer.getvalue()
+
+
+def test_a_full_disk_is_named_and_the_next_copy_succeeds(comfyui, monkeypatch, capsys):
+    write = vaemem.nodes.write
+
+    def fail(path, content):
+        if path.suffix == ".py":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        write(path, content)
+
+    monkeypatch.setattr(vaemem.nodes, "write", fail)
+    assert main(["comfyui", str(comfyui)]) == 2
+    said = capsys.readouterr().err
+    assert os.strerror(errno.ENOSPC)[1:] in said and ".py" in said and "[(" not in said
+    monkeypatch.undo()
+    assert main(["comfyui", str(comfyui)]) == 0
+    assert (comfyui / "custom_nodes" / "vaemem" / "nodes.py").is_file()
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError()])
+def test_no_error_is_empty(error, monkeypatch, capsys):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(vaemem, "estimate_sweep", fail)
+    assert main(["estimate", "sdxl", "decode", "64"]) == 2
+    assert re.fullmatch(r"vaemem estimate: \S.*\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "module", ["vaemem.cli.completion", "vaemem.cli.parsing", "vaemem.cli.commands", "vaemem._core"]
+)
+def test_ctrl_c_while_the_command_is_imported(module):
+    """It ends with 130, and no traceback."""
+    program = f"""
+import sys
+
+class Stop:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Stop())
+from vaemem.__main__ import main
+sys.exit(main(["estimate", "sdxl", "decode", "64"]))
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 130
+    assert re.fullmatch(r"vaemem( estimate)?: stopped\n", ended.stderr)
 
 
 class Stopped:

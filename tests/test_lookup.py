@@ -436,3 +436,11 @@ def test_bad_catalogues_and_workspaces():
                 use(catalogue)
     with refused("catalogue", "int", kind=TypeError):
         a_workspace(7)
+    catalogue = _core.Catalogue(((89, 91002, ()), (89, 92000, ())), (), (), lambda number: 1 / 0)
+    for version in (-1, -(1 << 31), 1 << 31, 1 << 70):
+        for call in (
+            lambda v: catalogue.near(CARD, v), lambda v: catalogue.nearest(CARD, v),
+            lambda v: catalogue.relatives(89, v), lambda v: _core.Catalogue(((89, v, ()),), (), (), None),
+        ):  # fmt: skip
+            with refused("version", got=version):
+                call(version)

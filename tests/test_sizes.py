@@ -23,19 +23,19 @@ SMALL = {
 
 
 def test_huge_sizes_are_refused_or_right():
-    """An estimate is at least its largest tensor and its output, or OverflowError says that it cannot be."""
+    """An estimate is at least its largest tensor and its output, or an error says that it cannot be."""
     vae = vaemem.VAE.random("sdxl", parts="decoder", config=SMALL)
     draw = random.Random(0)
-    planned = refused = 0
+    planned = too_large = 0
     for _ in range(2000):
         height, width = (8 * draw.randint(1, 1 << draw.randint(0, 17)) for _ in range(2))
         batch = draw.randint(1, 1 << draw.randint(0, 62))
         vae.threads = draw.choice((1, 2, 64, 1024))
         try:
             run = vae.estimate("decode", height, width, batch)
-        except OverflowError as error:
-            assert "addressed" in str(error) or "too large" in str(error)
-            refused += 1
+        except vaemem.ArgumentOverflowError as error:
+            assert error.argument == "batch"
+            too_large += 1
             continue
         planned += 1
         largest = 32 * height * width * 4
@@ -43,7 +43,7 @@ def test_huge_sizes_are_refused_or_right():
         assert run.reserved_bytes >= run.peak_bytes and run.reserved_bytes >= largest + run.output_bytes
         assert max(n for _, n in run.timeline) == run.peak_bytes >= largest + run.output_bytes
         assert all(0 <= n <= run.peak_bytes for _, n in run.timeline)
-    assert planned > 200 and refused > 200
+    assert planned > 200 and too_large > 200
 
 
 @pytest.mark.parametrize("side", [MOST_SIDE + 8, 1 << 35, 1 << 62])
@@ -65,6 +65,24 @@ def test_a_side_has_a_largest_value(name, side):
             call()
     with refused(name, got=side):
         vaemem.predict("sdxl", "decode", *size, gpu="T4")
+
+
+@pytest.mark.parametrize("batch", [1 << 53, 1 << 62])
+def test_a_batch_that_no_memory_holds_is_refused(batch):
+    """Also by searches for the least limit."""
+    vae = vaemem.VAE.random("sdxl", parts="decoder", config=SMALL)
+    for call in (
+        lambda: vae.estimate("decode", 64, 64, batch),
+        lambda: vae.smallest("decode", 64, 64, batch),
+        lambda: vae.tradeoff("decode", 64, 64, batch),
+        lambda: vae.largest("decode", "1 GiB", batch=batch),
+        lambda: vae.estimate("decode", 1 << 20, 1 << 20, batch, tiling=vaemem.Tiling(1 << 17)),
+    ):
+        with refused("batch", kind=vaemem.ArgumentOverflowError):
+            call()
+    for pipeline, how in (("sdxl", {}), ("flux", {"offload": "model"}), ("sdxl", {"runtime": "comfyui"})):
+        with refused("batch", wanted="at most 65536"):
+            vaemem.predict_pipeline(pipeline, 1024, 1024, batch=batch, gpu="T4", **how)
 
 
 def test_the_largest_sides_have_plans():

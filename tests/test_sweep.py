@@ -120,6 +120,14 @@ def test_what_ends_a_sweep_carries_the_finished_rows(vae):
     assert not len(getattr(caught.value, "table", ()))
 
 
+def test_an_array_without_an_axis_is_one_value(vae):
+    with refused("sizes"):
+        estimate_sweep(vae, "decode", np.array(32))
+    assert estimate_sweep(vae, np.array("decode"), 32, batch=np.array(2))[0]["batch"] == 2
+    with refused("dtypes"):
+        estimate_sweep(vae, "decode", 32, dtypes=np.array(5))
+
+
 def test_full_models_by_name():
     """Random weights are made for the sweep; nothing runs. 512x512 holds what the README promises."""
     for row in estimate_sweep(sizes=512):

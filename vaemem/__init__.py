@@ -14,7 +14,14 @@ from vaemem._common import __version__ as __version__
 if _TYPE_CHECKING:
     from vaemem import plot as plot
     from vaemem._core import OutOfMemoryError
-    from vaemem._errors import ArgumentError, ArgumentTypeError, FileError, MissingPackageError, NoFileError
+    from vaemem._errors import (
+        ArgumentError,
+        ArgumentOverflowError,
+        ArgumentTypeError,
+        FileError,
+        MissingPackageError,
+        NoFileError,
+    )
     from vaemem.datasets.encoder import Decoder, Encoder
     from vaemem.engine.arguments import Cancelled
     from vaemem.engine.device import DeviceArray, backends
@@ -41,7 +48,7 @@ if _TYPE_CHECKING:
 # parts.
 _NAMES = {
     "_core": "OutOfMemoryError",
-    "_errors": "ArgumentError ArgumentTypeError FileError MissingPackageError NoFileError",
+    "_errors": "ArgumentError ArgumentOverflowError ArgumentTypeError FileError MissingPackageError NoFileError",
     "datasets.encoder": "Decoder Encoder",
     "engine.arguments": "Cancelled",
     "engine.device": "DeviceArray backends",
@@ -69,11 +76,11 @@ _PLACES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for 
 _PLACES |= {name: f"{__name__}.{name}" for name in ("_core", "engine", "prediction", "tables")}  # modules
 
 __all__ = [
-    "ESTIMATORS", "VAE", "ArgumentError", "ArgumentTypeError", "CachingAllocator", "Cancelled", "Decoder",
-    "DeviceArray", "Encoded", "Encoder", "Estimator", "FileError", "MissingPackageError", "NoFileError",
-    "OutOfMemoryError", "PipelinePlan", "PipelinePrediction", "Prediction", "Replay", "Run", "SimulatedProcess",
-    "Table", "Tiling", "backends", "bound", "compare", "estimate_sweep", "explain", "fit", "formula",
-    "largest_batch", "measure_sweep", "plan_pipeline", "predict", "predict_largest", "predict_pipeline",
+    "ESTIMATORS", "VAE", "ArgumentError", "ArgumentOverflowError", "ArgumentTypeError", "CachingAllocator",
+    "Cancelled", "Decoder", "DeviceArray", "Encoded", "Encoder", "Estimator", "FileError", "MissingPackageError",
+    "NoFileError", "OutOfMemoryError", "PipelinePlan", "PipelinePrediction", "Prediction", "Replay", "Run",
+    "SimulatedProcess", "Table", "Tiling", "backends", "bound", "compare", "estimate_sweep", "explain", "fit",
+    "formula", "largest_batch", "measure_sweep", "plan_pipeline", "predict", "predict_largest", "predict_pipeline",
     "predict_sweep", "replay", "report", "seed_table", "tradeoff",
 ]  # fmt: skip
 

@@ -46,6 +46,7 @@ Content = TypeVar("Content", str, bytes)
 
 MIB = 1 << 20
 MOST_SIDE = 1 << 20  # pixels of an image's side, as the core has it
+MOST_BATCH = 1 << 16  # images in a predicted run, as the core has it
 DTYPES: tuple[DtypeName, ...] = get_args(DtypeName)  # the types in which models run
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 SPELT_DTYPES = {  # other spellings; "float" has 32 bits in torch and 64 in NumPy
@@ -176,10 +177,16 @@ def real(value: Any) -> float:
     return float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
 
 
+def number_in(text: str) -> int | None:
+    """Return the whole number that ASCII digits spell, or None for any other text."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else None
+
+
 def listed(value: Any, single: type | tuple[type, ...]) -> list[Any]:
     """List the items of a sequence; list anything else as one item. single: iterable types that count as one item,
-    such as str."""
-    return list(value) if isinstance(value, Iterable) and not isinstance(value, single) else [value]
+    such as str. NumPy's arrays without an axis always do."""
+    is_one = not isinstance(value, Iterable) or isinstance(value, single) or getattr(value, "ndim", 1) == 0
+    return [value] if is_one else list(value)
 
 
 def distinct(values: Iterable[Any]) -> list[Any]:

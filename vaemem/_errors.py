@@ -4,6 +4,7 @@ Exception
 ├── ValueError
 │   └── ArgumentError           an argument has a value that cannot be used
 │       ├── ArgumentTypeError   ... or a type (also a TypeError)
+│       ├── ArgumentOverflowError  ... or a size too large to compute with (also an OverflowError)
 │       └── FileError           a file that an argument names cannot be used
 │           └── NoFileError     ... or is not there (also a FileNotFoundError)
 ├── ImportError
@@ -101,6 +102,19 @@ class ArgumentTypeError(ArgumentError, TypeError):
     ... except vaemem.ArgumentTypeError as error:
     ...     print(error)
     gpu: expected a name such as 'RTX 4090', got int
+    """
+
+
+class ArgumentOverflowError(ArgumentError, OverflowError):
+    """An argument has a size that is too large to compute with: its bytes pass what 64 bits hold.
+
+    Examples
+    --------
+    >>> try:
+    ...     vae.estimate("decode", 1024, 1024, batch=2**50)
+    ... except vaemem.ArgumentOverflowError as error:
+    ...     print(error.argument, "|", error.wanted)
+    batch | a run whose bytes can be addressed
     """
 
 

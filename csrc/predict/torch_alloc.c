@@ -292,6 +292,8 @@ static const char *format_size(uint64_t bytes, char text[32]) {
 
 static vm_status out_of_memory(vm_talloc *a, const request *r) {
     vm_talloc_oom *o = &a->oom;
+    if (!a->config.total_memory && !a->config.allowed_memory) /* addresses ended, not a device */
+        return vm_fail(VM_EOVERFLOW, VM_EXPECTED("bytes", "at most 2^60 in all", "more"));
     *o = (vm_talloc_oom){.requested = r->bytes,
                          .wanted = segment_size(a, r),
                          .total = a->config.total_memory,
@@ -308,7 +310,7 @@ static vm_status out_of_memory(vm_talloc *a, const request *r) {
     return vm_fail(
         VM_ENOMEM,
         "simulated device: no %s to allocate; capacity %s%s, %s free, %s allocated, %s reserved but unallocated",
-        format_size(o->wanted, t[0]), o->total ? format_size(o->total, t[1]) : "without end", allowed,
+        format_size(o->wanted, t[0]), o->total ? format_size(o->total, t[1]) : "not set", allowed,
         format_size(o->free, t[2]), format_size(o->allocated, t[3]),
         format_size(o->reserved - o->allocated, (char[32]){0}));
 }
@@ -318,7 +320,7 @@ vm_status vm_talloc_malloc(vm_talloc *a, uint64_t bytes, uint64_t stream, uint64
     a->out_of_memory = false;
     if (!bytes) return VM_OK;
     if (bytes > VM_TALLOC_LARGEST)
-        return vm_fail(VM_EOVERFLOW, "bytes: expected at most 2^60, got %llu", (unsigned long long)bytes);
+        return vm_fail(VM_EOVERFLOW, VM_EXPECTED("bytes", "at most 2^60", "%llu"), (unsigned long long)bytes);
     vm_status s = ta_make_room(a);
     if (s) return s;
     const uint64_t size = vm_talloc_round(&a->config, bytes);

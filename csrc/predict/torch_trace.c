@@ -10,7 +10,7 @@
 
 /* Makes room for one more item in *array; no kind has more items than there may be steps. */
 static vm_status grow(void *array, size_t count, size_t item) {
-    if (count == VM_TRACE_STEPS) return vm_fail(VM_EOVERFLOW, "trace: expected at most %zu steps, got more", count);
+    if (count == VM_TRACE_STEPS) return vm_fail(VM_EOVERFLOW, VM_EXPECTED("trace", "at most %zu steps", "more"), count);
     return vm_scratch_grow(array, count, item);
 }
 
@@ -66,7 +66,7 @@ vm_status vm_trace_take(vm_trace *t, uint64_t bytes, const char *name, uint32_t 
 
 vm_status vm_trace_take_on(vm_trace *t, uint32_t stream, uint64_t bytes, const char *name, uint32_t *id) {
     if (bytes > VM_TALLOC_LARGEST)
-        return vm_fail(VM_EOVERFLOW, "%s: expected a storage of at most 2^60 bytes, got more", name);
+        return vm_fail(VM_EOVERFLOW, VM_EXPECTED("%s", "a storage of at most 2^60 bytes", "more"), name);
     if (stream >= VM_TRACE_STREAMS)
         return vm_fail(VM_EINVAL, VM_EXPECTED("stream", "one below %d", "%u"), VM_TRACE_STREAMS, stream);
     const vm_trace_step step = {.op = VM_TRACE_TAKE, .id = t->ids, .stream = stream, .bytes = bytes};

@@ -139,7 +139,7 @@ static PyObject *allocator_round(Allocator *self, PyObject *size) {
     uint64_t bytes;
     if (to_uint64(size, "bytes", &bytes)) return NULL;
     if (bytes > VM_TALLOC_LARGEST)
-        return PyErr_Format(PyExc_OverflowError, "bytes: expected at most 2^60, got %R", size);
+        return vm_py_refuse(PyExc_OverflowError, VM_EXPECTED("bytes", "at most 2^60", "%R"), size);
     return PyLong_FromUnsignedLongLong(vm_talloc_round(vm_talloc_settings(self->talloc), bytes));
 }
 

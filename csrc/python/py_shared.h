@@ -16,7 +16,7 @@
 /* A method with keywords, cast for PyMethodDef. */
 #define VM_PY_KEYWORDS(f) ((PyCFunction)(void (*)(void))(f))
 
-/* Makes an ArgumentError or an ArgumentTypeError of VM_EXPECTED_IN's parts, or of one text. Steals the text. */
+/* Makes an error of a class of ArgumentErrors, of VM_EXPECTED_IN's parts, or of one text. Steals the text. */
 static inline PyObject *vm_py_argument_error(const char *class, PyObject *text) {
     PyObject *separator = PyUnicode_FromString(VM_SPLIT), *module = PyImport_ImportModule("vaemem._errors");
     PyObject *part = text && separator && module ? PyUnicode_Split(text, separator, 3) : NULL, *error = NULL;
@@ -32,15 +32,18 @@ static inline PyObject *vm_py_argument_error(const char *class, PyObject *text) 
     return error;
 }
 
-/* Raises an ArgumentError for ValueError, an ArgumentTypeError for TypeError. format: as PyErr_Format takes it, also
- * VM_EXPECTED. Returns: NULL. */
+/* Raises an ArgumentError for ValueError, an ArgumentTypeError for TypeError, an ArgumentOverflowError for
+ * OverflowError. format: as PyErr_Format takes it, also VM_EXPECTED. Returns: NULL. */
 static inline PyObject *vm_py_refuse(PyObject *type, const char *format, ...) {
     va_list args;
     PyErr_Clear(); /* another one that this replaces */
     va_start(args, format);
     PyObject *text = PyUnicode_FromFormatV(format, args);
     va_end(args);
-    PyObject *error = vm_py_argument_error(type == PyExc_TypeError ? "ArgumentTypeError" : "ArgumentError", text);
+    const char *const class = type == PyExc_TypeError       ? "ArgumentTypeError"
+                              : type == PyExc_OverflowError ? "ArgumentOverflowError"
+                                                            : "ArgumentError";
+    PyObject *error = vm_py_argument_error(class, text);
     if (error) PyErr_SetObject((PyObject *)Py_TYPE(error), error);
     Py_XDECREF(error);
     return NULL;
@@ -64,12 +67,10 @@ static inline bool vm_py_is(PyObject *object, destructor dealloc) {
 
 /* Raises the status as a Python exception with vm_error(), unless one is set. Returns: NULL. */
 static inline PyObject *vm_py_raise(vm_status status) {
-    PyObject *type = status == VM_ENOMEM      ? PyExc_MemoryError
-                     : status == VM_EOVERFLOW ? PyExc_OverflowError
-                                              : PyExc_RuntimeError;
     if (PyErr_Occurred()) return NULL;
     if (status == VM_EINVAL) return vm_py_refuse(PyExc_ValueError, "%s", vm_error_parts());
-    PyErr_SetString(type, vm_error());
+    if (status == VM_EOVERFLOW) return vm_py_refuse(PyExc_OverflowError, "%s", vm_error_parts());
+    PyErr_SetString(status == VM_ENOMEM ? PyExc_MemoryError : PyExc_RuntimeError, vm_error());
     return NULL;
 }
 

@@ -96,13 +96,24 @@ static vm_status load(void *context, size_t number, const vm_profile **profile, 
     return failed ? VM_EINVAL : VM_OK;
 }
 
+/* For PyArg_ParseTuple's O&: a version of cuDNN as an int. Differences of two then fit. */
+static int to_version(PyObject *object, void *out) {
+    const long version = PyLong_AsLong(object);
+    if (!(version == -1 && PyErr_Occurred()) && version >= 0 && version <= INT_MAX) {
+        *(int *)out = (int)version;
+        return 1;
+    }
+    vm_py_refuse(PyExc_ValueError, VM_EXPECTED("version", "a number from 0 to %d", "%R"), INT_MAX, object);
+    return 0;
+}
+
 /* (compute capability, version, its cards) */
 static int add_recorded(Catalogue *self, PyObject *object) {
     int sm, version;
     PyObject *cards;
     vm_card *card = NULL;
     if (check_tuple("recorded", object) ||
-        !PyArg_ParseTuple(object, "iiO!:recorded", &sm, &version, &PyTuple_Type, &cards))
+        !PyArg_ParseTuple(object, "iO&O!:recorded", &sm, to_version, &version, &PyTuple_Type, &cards))
         return -1;
     const size_t count = (size_t)PyTuple_Size(cards);
     int failed = count ? vm_py_check(vm_scratch_new(count, sizeof *card, &card)) : 0;
@@ -163,7 +174,7 @@ static PyObject *catalogue_near(Catalogue *self, PyObject *args) {
     vm_card card;
     int version;
     vm_profile_list found;
-    if (!PyArg_ParseTuple(args, "Oi:near", &object, &version) || to_card(object, &card) ||
+    if (!PyArg_ParseTuple(args, "OO&:near", &object, to_version, &version) || to_card(object, &card) ||
         vm_py_check(vm_catalogue_near(self->catalogue, &card, version, &found)))
         return NULL;
     return to_list(&found);
@@ -173,7 +184,7 @@ static PyObject *catalogue_nearest(Catalogue *self, PyObject *args) {
     PyObject *object;
     vm_card card;
     int version, number;
-    if (!PyArg_ParseTuple(args, "Oi:nearest", &object, &version) || to_card(object, &card) ||
+    if (!PyArg_ParseTuple(args, "OO&:nearest", &object, to_version, &version) || to_card(object, &card) ||
         vm_py_check(vm_catalogue_nearest(self->catalogue, &card, version, &number)))
         return NULL;
     return PyLong_FromLong(number);
@@ -182,7 +193,7 @@ static PyObject *catalogue_nearest(Catalogue *self, PyObject *args) {
 static PyObject *catalogue_relatives(Catalogue *self, PyObject *args) {
     int sm, version;
     vm_profile_list found;
-    if (!PyArg_ParseTuple(args, "ii:relatives", &sm, &version) ||
+    if (!PyArg_ParseTuple(args, "iO&:relatives", &sm, to_version, &version) ||
         vm_py_check(vm_catalogue_relatives(self->catalogue, sm, version, &found)))
         return NULL;
     return to_list(&found);

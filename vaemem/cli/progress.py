@@ -31,12 +31,12 @@ def show_progress(name: str, unit: str = "") -> Iterator[Callable[[int, int], No
         picture = f"[{'#' * drawn}{'-' * (WIDTH - drawn)}] " if moves else ""
         speed = f", {done / max(now - started, 1e-9):.1f} {unit}/s" if unit else ""
         line = f"{name}: {picture}{100 * done // total}%{speed}, {left:.0f} s left"
-        file.write(f"\r{line}\x1b[K" if moves else f"{line}\n")
+        getattr(file, "draw", file.write)(f"\r{line}\x1b[K" if moves else f"{line}\n")
         file.flush()
 
     try:
         yield tell
     finally:
         if moves and shown > started:
-            file.write("\r\x1b[K")
+            getattr(file, "draw", file.write)("\r\x1b[K")
             file.flush()

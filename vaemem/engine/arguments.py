@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from vaemem._common import choose, is_truth, need
+from vaemem._common import choose, is_truth, need, number_in
 from vaemem._errors import ArgumentError, ArgumentTypeError
 
 OutputType = Literal["float", "uint8", "pil"]
@@ -31,9 +31,9 @@ def default_threads() -> int:
     text = os.environ.get("VAEMEM_THREADS")
     if text is None:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if not text.isdigit() or not 1 <= int(text) <= 1024:
+    if not 1 <= (threads := number_in(text) or 0) <= 1024:
         raise ArgumentError("VAEMEM_THREADS", "a number from 1 to 1024", repr(text))
-    return int(text)
+    return threads
 
 
 def as_int(name: str, value: Any) -> int:

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from vaemem import _core
-from vaemem._common import DTYPES, PRECISIONS, __version__, choose, distinct, flag, meant, mib
+from vaemem._common import DTYPES, PRECISIONS, __version__, choose, distinct, flag, meant, mib, number_in
 from vaemem._errors import ArgumentError, ArgumentTypeError
 from vaemem._types import Dtype, DtypeName, Precision
 from vaemem.engine.cudnn_path import find_cudnn
@@ -307,7 +307,7 @@ def open_device(
     _warn_of_change(stacklevel=3)
     name = str(device)
     kind, colon, number = name.partition(":")
-    if name != "cpu" and (kind != "cuda" or (colon and not (number.isdecimal() and len(number) <= 4))):
+    if name != "cpu" and (kind != "cuda" or (colon and not (number_in(number) is not None and len(number) <= 4))):
         raise ArgumentError("device", "cpu, cuda or cuda:N", repr(name[:80]))
     autotune = flag("autotune", autotune)
     dtype, precision = _check_numbers(dtype, precision)

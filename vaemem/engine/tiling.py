@@ -14,7 +14,7 @@ from operator import add
 from typing import Any
 
 from vaemem._common import MOST_SIDE, choose, distinct, mib
-from vaemem._errors import ArgumentError, ArgumentTypeError, Named
+from vaemem._errors import ArgumentError, ArgumentOverflowError, ArgumentTypeError, Named
 from vaemem.engine.arguments import Poll, as_int
 from vaemem.engine.arrays import Arrays, ends_of
 from vaemem.engine.device import itemsize
@@ -171,7 +171,7 @@ class _Tiles:
             tiles = _join(tiles, make_run(request, self.runner.core.plan(**request)), down * across)
         assert tiles is not None
         if (held := self.output_bytes() + self.scratch_bytes()) > sys.maxsize:
-            raise OverflowError(f"height, width: expected an image whose bytes can be addressed, got {held} of them")
+            raise ArgumentOverflowError("batch", "images whose bytes can be addressed", f"{held} of them")
         return self.report(tiles, self.request.get("own_output", True), None)
 
     def report(self, tiles: Run, own_output: bool, seconds: float | None) -> Run:

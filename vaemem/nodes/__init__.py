@@ -8,9 +8,9 @@ work.
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
+from vaemem._common import write
 from vaemem._errors import FileError, NoFileError
 from vaemem.engine.arguments import as_path
 
@@ -33,8 +33,10 @@ def install_comfyui(path: str | os.PathLike[str]) -> Path:
 
     Raises
     ------
-    ValueError, OSError
+    ValueError
         The path is not ComfyUI's folder, or something else lies in ``custom_nodes/vaemem``. Nothing was changed.
+    OSError
+        A file cannot be written. The next call replaces the part that was.
     """
     marks = ("main.py", "nodes.py", "comfy/sd.py")
     return _install(path, "ComfyUI's folder", marks, "comfyui", "custom_nodes/vaemem")
@@ -55,8 +57,10 @@ def install_invokeai(path: str | os.PathLike[str]) -> Path:
 
     Raises
     ------
-    ValueError, OSError
+    ValueError
         The path is not InvokeAI's root, or something else lies in ``nodes/vaemem_nodes``. Nothing was changed.
+    OSError
+        A file cannot be written. The next call replaces the part that was.
     """
     return _install(path, "InvokeAI's root", ("invokeai.yaml",), "invokeai", "nodes/vaemem_nodes")
 
@@ -72,7 +76,12 @@ def _install(path: str | os.PathLike[str], wanted: str, marks: tuple[str, ...], 
     target = root / place
     if (target.exists() or target.is_symlink()) and not _is_ours(target):
         raise FileError("path", "no other vaemem among the nodes", "one", "move it away", path=target)
-    shutil.copytree(_HERE / source, target, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+    # First the file that marks a copy as ours, so that the next call replaces a part of one.
+    for file in sorted((_HERE / source).rglob("*"), key=lambda file: file.name != _README):
+        if file.is_file() and file.parent.name != "__pycache__":
+            copy = target / file.relative_to(_HERE / source)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            write(copy, file.read_bytes())
     return target
 
 

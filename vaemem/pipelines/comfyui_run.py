@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vaemem import _core
-from vaemem._common import meant, whole
+from vaemem._common import MOST_BATCH, meant, whole
 from vaemem._core import OutOfMemoryError
 from vaemem._errors import ArgumentError, Named
 from vaemem.pipelines import programs
@@ -36,7 +36,7 @@ from vaemem.pipelines.comfyui import (
 )
 from vaemem.pipelines.components import CLIP_TOKENS, PIPELINES, VAE_STRIDE, vae_counts, weights_of
 from vaemem.pipelines.pipeline_parts import Part
-from vaemem.pipelines.pipeline_request import PipelineArguments, PipelineRequest, image_sides
+from vaemem.pipelines.pipeline_request import PipelineArguments, PipelineRequest, image_sides, is_tile
 from vaemem.pipelines.steps import PLAYED_STEPS, QWEN_TEMPLATE, count_calls
 from vaemem.pipelines.storage import stored
 from vaemem.prediction.held import LoadedVAE, Tensor, Variables
@@ -451,7 +451,7 @@ def resolve_workflow(
         raise ArgumentError("offload", ", ".join(map(repr, COMFYUI_OPTIONS)), repr(offload), DYNAMIC)
     offload = meant("offload", offload, COMFYUI_OPTIONS)
     how, _, side = str(vae).partition(" ")
-    if how == "tiled" and side and not (side.isdecimal() and int(side) and int(side) % (2 * VAE_STRIDE) == 0):
+    if how == "tiled" and side and not is_tile(side, 2 * VAE_STRIDE):
         raise ArgumentError("vae", "the side of a tile in pixels, a multiple of 16 as in 'tiled 512'", repr(vae))
     vae = f"tiled {side or FALLBACK_TILE}" if how == "tiled" else meant("vae", vae, ("whole", "tiled"))
     gpu, work = card.gpu, WORKFLOWS[name]
@@ -471,9 +471,9 @@ def resolve_workflow(
         types[role] = meant("components['vae']", type, ("float16", "bfloat16", "float32"))
     modules = {CLIP: work.encoder, known.denoiser: work.denoiser, "vae": known.parts["vae"]}
     parts = tuple(_part(role, component, types[role]) for role, component in modules.items())
-    guidance = given.guidance and known.guides
+    guidance, batch = given.guidance and known.guides, whole("batch", given.batch, most=MOST_BATCH)
     return PipelineRequest(
-        card, software, name, height, width, whole("batch", given.batch), tokens, guidance, given.steps, False, parts,
+        card, software, name, height, width, batch, tokens, guidance, given.steps, False, parts,
         offload=offload, vae=vae, safe=given.safe,
     )  # fmt: skip
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vaemem._common import choose, flag, listed, whole
+from vaemem._common import choose, flag, listed, number_in, whole
 from vaemem._errors import ArgumentError
 
 GROUPS_SINCE = 42  # the release of diffusers whose hooks were read: 0.42
@@ -49,7 +49,7 @@ class GroupOffload:
         how, _, count = words.removesuffix(_STREAM).partition(" ")
         if how not in OFFLOAD_TYPES or isinstance(given, Mapping):
             return None
-        blocks = {"num_blocks_per_group": int(count) if count.isdecimal() else count or 1}
+        blocks = {"num_blocks_per_group": number_in(count) or count or 1}
         settings = {"offload_type": how, "use_stream": use_stream}
         return cls._check(settings | (blocks if how == "block_level" or count else {}))
 

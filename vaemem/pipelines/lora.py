@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from vaemem._common import choose, flag, listed, whole
+from vaemem._common import choose, flag, listed, number_in, whole
 from vaemem._errors import ArgumentError, inside
 from vaemem.engine.weights import tensor_types
 from vaemem.pipelines.programs import Weight
@@ -75,8 +75,8 @@ class Lora:
             text, _, last = str(given).rpartition(" ")
             fused = last == "fused" and not os.path.exists(str(given))
             what: Any = text if fused else given
-            is_rank = isinstance(what, int) or str(what).isdecimal()
-            given = {"rank": int(what) if str(what).isdecimal() else what} if is_rank else {"file": what}
+            rank = what if isinstance(what, int) else number_in(str(what))
+            given = {"file": what} if rank is None else {"rank": rank}
             given |= {"fused": fused}
         for name in given:
             choose("lora", name, LORA_SETTINGS)

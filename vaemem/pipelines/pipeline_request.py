@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vaemem._common import DTYPES, MOST_SIDE, choose, meant, whole
+from vaemem._common import DTYPES, MOST_BATCH, MOST_SIDE, choose, meant, number_in, whole
 from vaemem._errors import ArgumentError, Named, inside
 from vaemem.engine.limits import parse_size
 from vaemem.pipelines.components import (
@@ -205,7 +205,7 @@ def check_way(
         on_cpu, offload = tuple(role for role, place in offload.items() if place == "cpu"), "none"
     offload = offload if group else meant("offload", offload, (*OFFLOADS, *OFFLOAD_TYPES))
     how, _, side = str(vae).partition(" ")
-    if how == "tiled" and side and not (side.isdecimal() and int(side) and int(side) % VAE_STRIDE == 0):
+    if how == "tiled" and side and not is_tile(side, VAE_STRIDE):
         raise ArgumentError("vae", f"the side of a tile, a multiple of {VAE_STRIDE} as in 'tiled 512'", repr(vae))
     vae = vae if how == "tiled" and side else meant("vae", vae, VAE_WAYS)
     if (vae == "vaemem") != (vae_memory_limit is not None):
@@ -213,6 +213,12 @@ def check_way(
         raise ArgumentError("vae_memory_limit", wanted, f"{vae_memory_limit!r} with {vae!r}")
     limit = 0 if vae_memory_limit is None else parse_size("vae_memory_limit", vae_memory_limit)
     return offload, on_cpu, vae, limit
+
+
+def is_tile(side: str, unit: int) -> bool:
+    """Tell whether a text is the side of a tile: a multiple of `unit` pixels."""
+    pixels = number_in(side) or 0
+    return 0 < pixels <= MOST_SIDE and pixels % unit == 0
 
 
 def check_card(parts: Sequence[Part], card: Card) -> None:
@@ -308,7 +314,7 @@ def resolve_pipeline(given: PipelineArguments, card: Card, software: Software) -
     made_of = "" if said == describe_size(height, width, given.frames and frames) else said
     tokens = given.prompt_tokens
     tokens = known.tokens if tokens is None else whole("prompt_tokens", tokens, most=MOST_TOKENS)
-    batch = whole("batch", given.batch)
+    batch = whole("batch", given.batch, most=MOST_BATCH)
     most = known.most_images(given.guidance)
     if 0 < most < batch:
         why = f"at most {most} with {pipeline}, whose larger batches were not recorded"

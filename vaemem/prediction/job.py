@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vaemem._common import DTYPES, MOST_SIDE, TILED_OPS, choose, real, whole
+from vaemem._common import DTYPES, MOST_BATCH, MOST_SIDE, TILED_OPS, choose, real, whole
 from vaemem._errors import ArgumentError
 from vaemem._types import DtypeName, TiledOp
 
 OVERLAP, TINY_OVERLAP = 0.25, 0.125  # diffusers' tile_overlap_factor, the part of its side that a tile shares
-MOST = {"height": MOST_SIDE, "width": MOST_SIDE, "tile": MOST_SIDE, "batch": 1 << 16}  # as the core has them
+MOST = {"height": MOST_SIDE, "width": MOST_SIDE, "tile": MOST_SIDE, "batch": MOST_BATCH}
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vaemem import _core
-from vaemem._common import MIB, choose, replacing, whole
+from vaemem._common import MIB, choose, number_in, replacing, whole
 from vaemem._errors import ArgumentError, FileError, inside
 
 UNLIMITED = (1 << 64) - 1  # the core's value if blocks of any size may be split
@@ -42,7 +42,7 @@ def _divisions(value: Any) -> Sequence[int]:
             result[last + 1 :] = [count] * (INTERVALS - last - 1)
             continue
         name = "roundup_power2_divisions size in MiB"
-        size = whole(name, int(key) if isinstance(key, str) and key.isdecimal() else key)
+        size = whole(name, (isinstance(key, str) and number_in(key)) or key)
         if size & (size - 1):
             raise ArgumentError(name, "a power of two", repr(key))
         last = min(size.bit_length() - 1, INTERVALS - 1)

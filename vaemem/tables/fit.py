@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vaemem._common import ELEMENT_BYTES, MIB, choose, chosen, grouped, meant, mib, need, real
+from vaemem._common import ELEMENT_BYTES, MIB, MOST_SIDE, choose, chosen, grouped, meant, mib, need, real
 from vaemem._errors import ArgumentError
 from vaemem._render import Bullets, Columns, Sheet, Sizer, Typeset
 from vaemem.tables.table import BYTE_COLUMNS, Row, Table, as_ran, check_complete, differing, in_words
@@ -120,8 +120,8 @@ class FittedLine(Typeset):
             A size below 1, an unknown dtype, or a dtype that the formula was not fitted to.
         """
         for name, pixels in (("height", height), ("width", width)):
-            if not real(pixels) >= 1:
-                raise ArgumentError(name, "at least 1", repr(pixels))
+            if not 1 <= real(pixels) <= MOST_SIDE:
+                raise ArgumentError(name, f"from 1 to {MOST_SIDE}", repr(pixels))
         dtype = self.dtype or "float32" if dtype is None else meant("dtype", dtype, ELEMENT_BYTES)
         if self.dtype not in (None, dtype):
             raise ArgumentError("dtype", f"{self.dtype}, which {self.name} was fitted to", repr(dtype))
