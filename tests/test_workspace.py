@@ -267,10 +267,15 @@ def test_an_answer_about_another_makers_card_names_no_version_of_cuda_or_cudnn(n
         predict("sdxl", "decode", 512, 512, gpu=name, memory=memory, torch_version="2.7.1+cu128")
 
 
-def test_without_tensor_cores_float16_takes_twice_input_output_and_filter():
-    """As was measured on Pascal, whose float32 is as on the T4; and as may be on a GTX 16, which nobody measured."""
+def test_without_tensor_cores_float16_computes_in_float32():
+    """As was measured on Pascal: float32 copies, and the workspace of strict float32, as on the T4. And as may be on a
+    GTX 16, which nobody measured."""
     conv = (1, 128, 512, 512, 128, 3)
-    twice = 2 * (2 * 64 * MIB + 9 * 128 * 128 * 2)
+    twice = 2 * (2 * 64 * MIB + 9 * 128 * 128 * 2) + 128 * (100 * 128 + 4)  # Winograd's filter last
+    assert Workspace("P100").conv("float16", 2, 2560, 16, 16, 1280, 3)[0] >> 20 == 432
+    for more in ({"r": 1, "padding": 0}, {"r": 3, "stride": 2}):  # not by Winograd's way
+        wide = Conv("float16", 1, 128, 512, 512, 128, **more)
+        assert Workspace("P100").conv(*wide)[0] == 2 * sum(2 * count for count in wide.elements)
     for name in ("GTX 1070", "P100", "TITAN X"):
         count, source = Workspace(name, "9.7.1").conv("float16", *conv)
         assert count == twice and "half precision without tensor cores" in source
@@ -280,8 +285,23 @@ def test_without_tensor_cores_float16_takes_twice_input_output_and_filter():
     for name, memory in (("GTX 1660", None), ("GTX 970", "4 GB")):
         p = predict("sd15", "decode", 512, 512, "float16", gpu=name, memory=memory)
         like = predict("sd15", "decode", 512, 512, "float16", gpu="GTX 1070", memory=memory)
-        assert p.reserved < like.reserved <= p.band[1] < p.upper
+        assert p.allocated < like.allocated and p.band[0] <= like.reserved <= p.band[1] < p.upper
     assert not find_gpu("T4").rules
+
+
+PASCAL = (  # MiB of max_memory_allocated, gperdrizet/unit-6-assignments: 512x512 with diffusers of 2026
+    ("sd15", "none", 3519.1, 3519.1), ("sd15", "model", 2707.8, 2707.8), ("sd15", "sequential", 1463.6, 1463.6),
+    ("sdxl", "none", 7663.1, None), ("sdxl", "model", 5472.6, 5470.9), ("sdxl", "sequential", 777.3, 777.3),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name, offload, p100, gtx_1070", PASCAL)
+def test_published_peaks_on_pascal(name, offload, p100, gtx_1070):
+    checker = {"components": {"safety_checker": "float16"}} if name == "sd15" else {}
+    for gpu, measured in (("P100", p100), ("GTX 1070", gtx_1070)):
+        p = predict_pipeline(name, 512, 512, dtype="float16", offload=offload, gpu=gpu, memory="16 GB", **checker)
+        if measured:
+            assert max(one.allocated for one in p.result.phases) == pytest.approx(measured * MIB, rel=5e-4)
 
 
 def test_an_unknown_gpu_is_refused_with_the_nearest_names():

@@ -160,6 +160,18 @@ void vm_profile_free(vm_profile *p) {
     vm_scratch_free(p);
 }
 
+/* cuDNN's strict float32 computes 3x3 convolutions with stride 1 by Winograd's way. Returns: bytes of their transformed
+ * filter; 0 for others. */
+static uint64_t winograd_filter(const vm_conv *c) {
+    const bool is = is_plain(c) && c->filter[1] == 3 && c->stride[1] == 1;
+    return is ? VM_PRODUCT64((uint64_t)c->k, vm_sum64(VM_PRODUCT64(100, (uint64_t)c->c), 4)) : 0;
+}
+
+static vm_status rule_bytes(const vm_rule *rule, const vm_conv *c, const uint64_t size[VM_SIZES], uint64_t *bytes) {
+    const vm_status s = vm_formula_bytes(&rule->formula, size, bytes);
+    return s || !rule->winograd ? s : check_fits(vm_sum64(*bytes, winograd_filter(c)), bytes);
+}
+
 /* Returns: whether a rule covers a convolution. strict: its float32 may not use TF32; no rule covers that. */
 static bool applies(const vm_rule *rule, const vm_conv *c, bool strict) {
     if (c->nhwc || (strict && c->dtype == VM_F32) || !is_plain(c) || !(rule->dtypes >> c->dtype & 1)) return false;
@@ -292,15 +304,13 @@ static const vm_formula *formula_of(const vm_profile *p, const vm_conv *c, bool 
 /* *ends: the profile has a tree, but nothing was recorded at this size. */
 static vm_status answer_here(const vm_profile *p, const vm_conv *c, bool strict, bool *found, uint64_t *bytes,
                              int *rule, bool *ends) {
-    const vm_formula *formula = NULL;
     uint64_t size[VM_SIZES];
-    vm_status s = vm_conv_sizes(c, size);
-    for (size_t i = 0; !s && !formula && i < p->rules; i++)
-        if (applies(&p->rule[i], c, strict)) formula = &p->rule[i].formula, *rule = (int)i;
-    if (!s && !formula) {
-        formula = formula_of(p, c, strict, size);
-        *ends = formula && formula->index == NO_FORMULA;
-    }
+    const vm_status s = vm_conv_sizes(c, size);
+    for (size_t i = 0; !s && i < p->rules; i++)
+        if (applies(&p->rule[i], c, strict))
+            return *rule = (int)i, *found = true, rule_bytes(&p->rule[i], c, size, bytes);
+    const vm_formula *const formula = s ? NULL : formula_of(p, c, strict, size);
+    *ends = formula && formula->index == NO_FORMULA;
     *found = formula && !*ends;
     return s || !*found ? s : vm_formula_bytes(formula, size, bytes);
 }
@@ -396,8 +406,8 @@ static vm_formula usual_rule(const vm_lookup_torch *t, bool tf32, const vm_conv 
     if (c->nhwc && single && !copies_all) return *why = "input + filter, TF32", both;
     if (c->nhwc) return *why = "nothing to transpose in channels_last", none;
     if (t->sm < 75 && t->guessed >= 91100) return *why = "none for Volta since cuDNN 9.11", none;
-    if (strict && is_plain(c) && c->filter[1] == 3 && c->stride[1] == 1 && t->sm < 90) {
-        const uint64_t filter = VM_PRODUCT64((uint64_t)c->k, vm_sum64(VM_PRODUCT64(100, (uint64_t)c->c), 4));
+    const uint64_t filter = winograd_filter(c);
+    if (strict && filter && t->sm < 90) {
         *why = "Winograd's transformed filter, strict float32";
         return (vm_formula){.constant = (int64_t)VM_MIN(filter, INT64_MAX)};
     }
@@ -515,7 +525,7 @@ static vm_status answer(const vm_lookup *l, const vm_conv *c, vm_source *source,
         if (e->profile)
             s = vm_profile_conv(e->profile, c, e->has_rule || l->tf32, &found, bytes, &how);
         else if (!(s = vm_conv_sizes(c, size)))
-            s = vm_formula_bytes(&e->rule.formula, size, bytes);
+            s = rule_bytes(&e->rule, c, size, bytes);
         if (found) source->entry = (int)i, source->how = how;
     }
     if (s || found) return s;

@@ -50,6 +50,7 @@ typedef struct vm_rule {
     size_t pairs;                       /* of channels; 0: any channels */
     int64_t channels[VM_RULE_PAIRS][2]; /* of input and output */
     vm_formula formula;
+    bool winograd; /* the workspace also has Winograd's transformed filter, as in strict float32 */
 } vm_rule;
 
 typedef struct vm_profile vm_profile;

@@ -107,6 +107,9 @@ static int read_rule(PyObject *dict, bool formula, vm_rule *rule) {
     if (to_dtypes(dict, rule) || to_extent(dict, "r", &rule->r) || to_extent(dict, "stride", &rule->stride) ||
         (pixels && to_pair(pixels, range)))
         return -1;
+    const int winograd = item(dict, "winograd") ? PyObject_IsTrue(item(dict, "winograd")) : 0;
+    if (winograd < 0) return -1;
+    rule->winograd = winograd;
     rule->least = range[0];
     rule->most = range[1];
     if (formula && (!item(dict, "formula") || to_formula(item(dict, "formula"), &rule->formula)))
