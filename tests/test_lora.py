@@ -178,6 +178,8 @@ def test_files_in_the_spellings_of_diffusers_and_kohya(tmp_path):
     for change, words in (
         ({"unet.down_blocks.9.to_q.lora_B.weight": [640, 24]}, ["down_blocks.9"]),
         ({f"unet.{LAYER}.lokr_w1": [4, 4]}, ["lokr_w1"]),
+        ({f"unet.{LAYER}.lora_B.weight": [640]}, ["lora_B", "(640,)"]),
+        ({f"unet.{LAYER}.lora_A.weight": []}, ["lora_A", "()"]),
     ):
         file = file_of(tmp_path / "other.safetensors", peft | change)
         with refused("lora", names=words):

@@ -307,7 +307,9 @@ def test_a_gguf_file_with_other_names(tmp_path):
 @pytest.mark.parametrize(
     ("pipeline", "components", "argument", "got"),
     [
-        ("flux", {"text_encoder_2": "Q8_0"}, "components['text_encoder_2']", "'Q8_0'"),
+        ("flux", {"text_encoder": "Q8_0"}, "components['text_encoder']", "'Q8_0'"),
+        ("qwen-image", {"transformer": "Q4_K_M"}, "components['transformer']", "'Q4_K_M'"),
+        ("qwen-image", {"text_encoder": "q5_k_m"}, "components['text_encoder']", "'q5_k_m'"),
         ("flux", {"transformer": "IQ2_XXS"}, "components['transformer']", "'IQ2_XXS'"),
         ("pixart-sigma", {"transformer": "Q8_0"}, "components['transformer']", "'Q8_0'"),
     ],
@@ -315,6 +317,19 @@ def test_a_gguf_file_with_other_names(tmp_path):
 def test_what_diffusers_does_not_load_of_gguf_is_refused(pipeline, components, argument, got):
     with refused(argument, names=[got]):
         predict_pipeline(pipeline, 1024, 1024, gpu="RTX 4090", components=components)
+
+
+def test_gguf_files_by_their_names_on_the_hub():
+    """A mixture on the card; transformers unpacks a text encoder's file."""
+    found = predict_pipeline("flux", 1024, 1024, gpu="RTX 4090", components={"transformer": "q4_k_m"})
+    types = {one.type for one in found.parts["transformer"].weights}
+    assert types == {"Q4_K", "Q5_K", "bfloat16"}
+    working = found.parts["transformer"].working["transformer_blocks.0.attn.to_q"]
+    assert len(working) > len(found.parts["transformer"].working["transformer_blocks.0.ff.net.2"])  # Q5_K's steps
+    whole = predict_pipeline("zimage-turbo", 1024, 1024, gpu="RTX 4090")
+    for type in ("Q8_0", "Q5_K_M", "IQ2_XXS"):
+        packed = predict_pipeline("zimage-turbo", 1024, 1024, gpu="RTX 4090", components={"text_encoder": type})
+        assert packed.phases == whole.phases and any("unpacks its GGUF file" in note for note in packed.notes)
 
 
 def test_plans_with_a_gguf_file(small_flux):

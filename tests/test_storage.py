@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from vaemem.engine.weights import tensor_types
 from vaemem.pipelines import programs
 from vaemem.pipelines.components import weights_of
-from vaemem.pipelines.storage import GGML, RULES, TYPES, Stored, rule_of, stored, tensor_bytes
+from vaemem.pipelines.storage import GGML, MIXTURES, RULES, TYPES, Stored, rule_of, stored, tensor_bytes
 
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
@@ -141,7 +141,7 @@ def test_what_cannot_be_stored_is_refused():
 
 
 def test_every_rule_has_types_and_every_type_a_rule():
-    assert {name for rule in RULES.values() for name in rule.types} <= set(TYPES)
+    assert {name for rule in RULES.values() for name in rule.types} <= {*TYPES, *MIXTURES}
     assert set(GGML) < set(TYPES)
     assert set(GGML) | {"nf4", "nf4 double", "int8", "fp8", "float32"} <= {n for r in RULES.values() for n in r.types}
 
@@ -270,3 +270,28 @@ def test_files_that_comfyui_gguf_made():
     weights = programs.load_program("flux-transformer").weights
     for kind, size in (("Q8_0", 12708281504), ("Q4_0", 6791167136)):
         assert 0 < size - total(weights, kind, rule) < 1e5
+
+
+# The matrices that ComfyUI-GGUF's lcpp.patch gives another type, counted by hand in the authors' files: their number,
+# the numbers in each, and the type. FLUX.1: img_attn.qkv and txt_attn.qkv of 19 double blocks. Z-Image: attention.qkv
+# and feed_forward.w2 of 30 layers. Wan 14B: self_attn.v, cross_attn.v and ffn.2 of 40 blocks.
+_QKV, _MLP, _V, _FFN = 3 * 3072 * 3072, 3840 * 10240, 5120 * 5120, 5120 * 13824
+LIFTED = {
+    ("flux", "Q4_K_S"): [], ("flux", "Q3_K_L"): [(38, _QKV, "Q4_K")], ("flux", "Q4_K_M"): [(38, _QKV, "Q5_K")],
+    ("flux", "Q5_K_M"): [(38, _QKV, "Q6_K")], ("zimage", "Q4_K_S"): [(30, _MLP, "Q5_K")],
+    ("zimage", "Q4_K_M"): [(30, 3 * 3840 * 3840, "Q5_K"), (30, _MLP, "Q6_K")],
+    ("wan-14b", "Q3_K_M"): [(2, _V, "Q5_K"), (78, _V, "Q4_K"), (40, _FFN, "Q4_K")],
+    ("wan-14b", "Q4_K_S"): [(4, _V, "Q5_K"), (40, _FFN, "Q5_K")],
+    ("wan-14b", "Q4_K_M"): [(80, _V, "Q6_K"), (40, _FFN, "Q6_K")], ("wan-14b", "Q5_K_S"): [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "mixture"), LIFTED)
+def test_mixtures_as_comfyui_gguf_makes_them(model, mixture):
+    weights, usual = weights_of(f"{model}-transformer"), mixture[:4]
+    more = sum(
+        count * numbers * (tensor_bytes((256,), type) - tensor_bytes((256,), usual)) // 256
+        for count, numbers, type in LIFTED[model, mixture]
+    )
+    for rule in ("comfyui-gguf", "diffusers-gguf"):
+        assert total(weights, mixture, rule) - total(weights, usual, rule) == more

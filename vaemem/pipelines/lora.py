@@ -124,6 +124,8 @@ def _ranks(tensors: Sequence[tuple[str, tuple[int, ...], str, int]]) -> list[tup
     found = dict[str, int]()
     for name, shape, *_ in tensors:
         half = _HALF.fullmatch(name)
+        if half and len(shape) < 2:
+            raise ArgumentError("path", "matrices", f"{name!r} of shape {shape}")
         if half and half["up"]:
             found[half["layer"]] = shape[1]
         elif not half and not name.endswith(".alpha"):

@@ -33,7 +33,7 @@ from vaemem.pipelines.quantising import (
     UNPACKING,
     layer_working,
 )
-from vaemem.pipelines.storage import GGML, RULES, SPELT, Stored, loaded, rule_of, stored
+from vaemem.pipelines.storage import GGML, MIXTURES, RULES, SPELT, Stored, loaded, rule_of, stored
 from vaemem.prediction.gpus import Gpu
 from vaemem.prediction.passing import (
     BY_ACCELERATE,
@@ -55,6 +55,9 @@ SPELT_TYPES = SPELT_DTYPES | {letters(spelt): name for spelt, name in SPELT.item
 KEPT_TRACES = 4  # of each component
 ROLES = tuple(distinct(role for one in PIPELINES.values() for role in (*one.parts, *one.optional)))
 NOT_FROM_A_FILE = ("pixart-sigma-transformer",)  # its class has no from_single_file
+UNPACKED = ("t5-", "umt5-", "qwen3-")  # text encoders that transformers loads from GGUF files, and unpacks
+UNMIXED = ("qwen-image-transformer",)  # denoisers that ComfyUI-GGUF's convert.py does not know
+UNPACKS = "transformers unpacks its GGUF file when it loads it"
 PACKED = "its file is taken to pack the matrices that ComfyUI-GGUF packs of FLUX.1; give the file to be exact"
 UNSAVED = "rope."  # Wan's tables of positions, which are not persistent
 # Places of weights after from_pretrained, before offloading: the CPU (device_map="cpu"); the card, until they are
@@ -339,13 +342,18 @@ def _typed(
 
 
 def _check_gguf(what: str, role: str, component: str, type: str, got: str) -> None:
-    """Refuse a type of GGUF's that this component cannot have on the card."""
-    if type in GGML and role.startswith("text_encoder"):
-        why = "transformers unpacks a GGUF file when it loads it"
-        raise ArgumentError(what, "the dtype that it is unpacked to, or nf4 or int8", got, why)
-    if type in GGML and component in NOT_FROM_A_FILE:
+    """Refuse a type of GGUF's that diffusers or transformers cannot load this component from."""
+    if type not in (*GGML, *MIXTURES):
+        return
+    if role.startswith("text_encoder"):
+        if not component.rpartition("/")[2].startswith(UNPACKED):
+            raise ArgumentError(what, "another type", got, "transformers cannot load this encoder from a GGUF file")
+    elif component in NOT_FROM_A_FILE:
         raise ArgumentError(what, "another type", got, "diffusers cannot load this transformer from a GGUF file")
-    if type in GGML and type not in UNPACKING:
+    elif type in MIXTURES and component in UNMIXED:
+        why = "the tool with a known mixture does not make its files"
+        raise ArgumentError(what, "the file itself, or one type such as 'Q4_K'", got, why)
+    elif type in GGML and type not in UNPACKING:
         raise ArgumentError(what, f"{', '.join(RULES['diffusers-gguf'].types)}: diffusers unpacks no other", got)
 
 
@@ -374,15 +382,20 @@ def _part(role: str, component: str, dtype: str, given: Any, upcast: bool, relea
             held = stored(weights_of(component), None, tensor_types(given))
         for weight in held:
             _check_gguf(what, role, component, weight.type, repr(name))
+        if role.startswith("text_encoder") and any(weight.type in GGML for weight in held):
+            return replace(_typed(role, component, dtype, dtype, "all", upcast, place or PLACES[0], ""), note=UNPACKS)
+        for weight in held:
             if weight.type in GGML and len(weight.shape) > 2:
                 packs = f"{name!r}, which packs {weight.name}"
                 raise ArgumentError(what, "a file that packs matrices only", packs, "diffusers unpacks linear layers")
         return Part(role, component, dtype, tuple(loaded(held, weights_of(component), dtype)), place=place or PLACES[0])
     if why := FOREIGN.get(name.lower()):
         raise ArgumentError(what, "", f"{why}, got {name!r}")
-    packed = next((type for type in GGML if letters(type) == letters(str(given))), "")
+    packed = next((type for type in (*GGML, *MIXTURES) if letters(type) == letters(str(given))), "")
     if is_module and packed:
         _check_gguf(what, role, component, packed, repr(given))
+        if role.startswith("text_encoder"):
+            return replace(_typed(role, component, dtype, dtype, "all", upcast, place or PLACES[0], ""), note=UNPACKS)
     given = meant(what, given, WEIGHT_TYPES if is_module else DTYPES, SPELT_TYPES)
     # from_pretrained quantises with bitsandbytes on the card; people short of memory load quantised files to the CPU.
     place = place or PLACES[bool(source) and given in BITSANDBYTES]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -28,6 +29,25 @@ PLAIN = {  # as files spell them
 }  # fmt: skip
 SPELT = {spelt: name for name, spelt in PLAIN.items()}
 TYPES = tuple(distinct((*PLAIN, *GGML, *SCHEMES, *BLOCKS)))
+# Mixtures of types in a file, by its name on the Hub: most matrices' type, and the types of kinds of layers. "Q5_K 2
+# Q4_K" is Q5_K for the first two. ComfyUI-GGUF's lcpp.patch (img_tensor_get_type) mixes them so.
+MIXTURES: dict[str, tuple[str, dict[str, str]]] = {
+    "Q3_K_S": ("Q3_K", {}),
+    "Q3_K_M": ("Q3_K", {"values": "Q5_K 2 Q4_K", "joined": "Q4_K", "down": "Q4_K"}),
+    "Q3_K_L": ("Q3_K", {"values": "Q5_K", "joined": "Q4_K", "down": "Q5_K"}),
+    "Q4_K_S": ("Q4_K", {"values": "Q5_K 4 Q4_K", "down": "Q5_K"}),
+    "Q4_K_M": ("Q4_K", {"values": "Q6_K", "joined": "Q5_K", "down": "Q6_K"}),
+    "Q5_K_S": ("Q5_K", {}),
+    "Q5_K_M": ("Q5_K", {"values": "Q6_K", "joined": "Q6_K", "down": "Q6_K"}),
+}
+# The kinds in diffusers' names. The tool reads the authors' names: FLUX.1's, FLUX.2's and SD 3's double blocks and
+# Z-Image's layers have queries, keys and values in one matrix; the last matrix of an MLP has a name that it knows in
+# Wan's blocks, Z-Image's layers and UNets.
+_KINDS = {
+    "values": r"^blocks\.\d+\.attn[12]\.to_v\.|attentions\..*\.attn[12]\.to_v\.",
+    "joined": r"^transformer_blocks\.\d+\.attn\.(to|add)_[qkv](_proj)?\.|^layers\.\d+\.attention\.to_[qkv]\.",
+    "down": r"^blocks\.\d+\.ffn\.net\.2\.|attentions\..*\.ff\.net\.2\.|^layers\.\d+\.feed_forward\.w2\.",
+}
 
 
 def tensor_bytes(shape: Sequence[int], type: str) -> int:
@@ -119,7 +139,7 @@ _FLUX_ENDS = (
 # Names of the tensors that ComfyUI-GGUF's tools leave as they are.
 _NOT_PACKED = (
     rf"{_FLUX_ENDS}|(class|time|add)_embedding\.|time_embed\.|label_emb\.|^conv_in\.|^conv_out\.|^input_blocks\.0\.0\."
-    r"|^out\.2\.|t_embedder\.|x_embedder\.|cap_embedder\.|context_refiner\.|noise_refiner\.|pos_embed|mod_proj"
+    r"|^out\.2\.|condition_embedder\.|t_embedder\.|x_embedder\.|cap_embedder\.|context_refiner\.|noise_refiner\.|pos_embed|mod_proj"
 )
 # Names of tables and heads that no library quantises, and of the layers in transformers' _keep_in_fp32_modules.
 _TABLES = rf"pos_embed\.pos_embed|scale_shift_table|mod_proj|{EMBEDDINGS}"
@@ -172,12 +192,12 @@ RULES = {
     "comfyui-gguf": _Rule(
         "ComfyUI-GGUF's tools, convert.py (it flattens a UNet's tensors) and lcpp.patch (for llama-quantize): matrices"
         " except those of first and last layers, embeddings of time, and Z-Image's refiners",
-        GGML, (2, 4), _NOT_PACKED, vectors="float32", least=1025, flat=True,
+        (*GGML, *MIXTURES), (2, 4), _NOT_PACKED, vectors="float32", least=1025, flat=True,
     ),
     "diffusers-gguf": _Rule(
         "from_single_file of diffusers with GGUFQuantizationConfig and such a file: linear layers stay as they are, and"
         " the rest becomes the dtype of the run (quantizers/gguf/utils.py, models/model_loading_utils.py)",
-        tuple(type for type in UNPACKING if type in GGML), (2,), _NOT_PACKED,
+        (*(type for type in UNPACKING if type in GGML), *MIXTURES), (2,), _NOT_PACKED,
     ),
     "sd.cpp": _Rule(
         "stable-diffusion.cpp's tensor_should_be_converted (model_loader.cpp), and its layers' own types"
@@ -200,7 +220,7 @@ def rule_of(type: str, release: int, is_direct: bool = False) -> str:
     up to `LAST_OLDER` transformers is taken to be 4. is_direct: whether the library's own function quantises."""
     old = ", transformers 4" if release <= LAST_OLDER else ""
     rules = {"layerwise": ["fp8"], f"bitsandbytes{old}": BITSANDBYTES, f"torchao{old}": TORCHAO, "quanto": QUANTO,
-             "diffusers-gguf": GGML}  # fmt: skip
+             "diffusers-gguf": (*GGML, *MIXTURES)}  # fmt: skip
     if is_direct:
         rules = {"torchao directly": TORCHAO, "quanto directly": QUANTO}
     return next((rule for rule, types in rules.items() if type in types), "all")
@@ -231,7 +251,7 @@ def stored(
         As diffusers and transformers name them, such as `vaemem.pipelines.programs.Recorded.weights`. A dtype other
         than ``"run"`` is the tensor's own, and stays.
     type : str or None
-        One of the rule's types, as for `tensor_bytes`; None with a file's list.
+        One of the rule's types, as for `tensor_bytes`, or one of `MIXTURES`; None with a file's list.
     rule : str, or list of (name, shape, type, bytes)
         One of `RULES`; or the tensors of a file, as `vaemem.engine.weights.tensor_types` lists them. These are then
         returned, under the file's own names.
@@ -272,8 +292,8 @@ def stored(
         return listed + [_as(tensor, "int64") for tensor in buffers if tensor.name not in there]
     choose("type", type, rule.types)
     assert type is not None
-    shapes = {tensor.name: tensor.shape for tensor in tensors}
-    return [_store(tensor, shapes, type, rule, dtype) for tensor in tensors]
+    shapes, types = {tensor.name: tensor.shape for tensor in tensors}, _mixed(tensors, type)
+    return [_store(tensor, shapes, one, rule, dtype) for tensor, one in zip(tensors, types, strict=True)]
 
 
 def loaded(held: Iterable[Stored], weights: Iterable[Weight], dtype: str) -> list[Stored]:
@@ -302,6 +322,19 @@ def loaded(held: Iterable[Stored], weights: Iterable[Weight], dtype: str) -> lis
 
 def _as(tensor: Weight, type: str) -> Stored:
     return Stored(tensor.name, tensor.shape, type, tensor_bytes(tensor.shape, type))
+
+
+def _mixed(tensors: Sequence[Weight], type: str) -> list[str]:
+    """List each tensor's type of a mixture, or the type itself."""
+    usual, kinds = MIXTURES.get(type, (type, {}))
+    types, seen = [usual] * len(tensors), Counter[str]()
+    for i, tensor in enumerate(tensors):
+        kind = next((kind for kind in kinds if re.search(_KINDS[kind], tensor.name)), "")
+        if kind:
+            first, *rest = kinds[kind].split()
+            seen[kind] += tensor.name.endswith(".weight")
+            types[i] = rest[1] if rest and seen[kind] > int(rest[0]) else first
+    return types
 
 
 def _store(tensor: Weight, shapes: dict[str, tuple[int, ...]], type: str, rule: _Rule, dtype: str) -> Stored:
