@@ -12,8 +12,10 @@ import vaemem
 from vaemem import _core, explain
 from vaemem.__main__ import main
 from vaemem._common import shipped
+from vaemem.out_of_memory import clues, kinds, messages
 from vaemem.out_of_memory.parts import A_VAE, ATTENTIONS
 from vaemem.out_of_memory.sizes import list_sizes, rank_of
+from vaemem.pipelines.pipeline_run import PipelineRun
 from vaemem.prediction.runtimes import architecture
 from vaemem.sdcpp.graphs import graph
 
@@ -196,7 +198,7 @@ def test_what_is_supposed_of_the_card_is_said():
     hip = explain(text.replace("CUDA out", "HIP out"))
     assert "--gpu 'AMD Radeon RX" in str(hip) and "(same memory)" in hip.to_text(width=999)
     with refused("error"):
-        explain("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 4294967296 bytes.")
+        explain("RESOURCE_EXHAUSTED: quota of requests per minute")
 
 
 HIP_TILE = (
@@ -235,7 +237,8 @@ FRAMES = {
 @pytest.mark.parametrize("wanted", ["4.00 GiB", "512.00 MiB"])
 def test_no_vae_is_named_where_the_traceback_goes_past_it(part, wanted):
     e = explain(FRAMES[part] + FULL.format(wanted))
-    assert not e.matches and e.prediction is None and not e.is_told
+    assert all(match.offload for match in e.matches), "only whole pipelines' runs"
+    assert not any(match.op in ("decode", "encode", "encode image") for match in e.matches) and not e.is_told
     assert any("VAE runs were not searched" in note for note in e.notes)
     assert any("Not searched:" in note for note in e.notes), "what was not examined is said"
 
@@ -252,8 +255,11 @@ def test_weights_of_denoisers_are_known():
     (part,) = e.parts
     assert (part.model, part.bytes, part.alike) == ("flux2-transformer", 648 * MIB, 48)
     assert part.tensor == "single_transformer_blocks.0.attn.to_qkv_mlp_proj.weight"
-    alone = explain(FULL.format("648.00 MiB"), model="sdxl", op="decode", runtime="comfyui")
-    assert part in alone.parts and not alone.is_told and "most likely" not in str(alone)
+    alone = explain(FULL.format("648.00 MiB"))
+    assert alone.candidates[0] == part and alone.matches and not alone.is_told and "most likely" not in str(alone)
+    assert any("All weights of flux2 do not fit" in note and "vaemem plan flux2" in note for note in alone.notes)
+    narrowed = explain(FULL.format("648.00 MiB"), model="sdxl", op="decode", runtime="comfyui")
+    assert not narrowed.parts and narrowed.matches and {match.models for match in narrowed.matches} == {"SD1.5, SDXL"}
 
 
 def test_scores_of_attentions_are_products():
@@ -296,12 +302,12 @@ def test_directml_names_the_tensors_bytes():
     [
         (SPILLED, "Windows' driver had already spilled"),
         (SMALL, "may be for any tensor of less than 10 MiB"),
-        ("torch.OutOfMemoryError: Allocation on device ", "The message has no figures"),
-        ("RuntimeError: CUDA error: out of memory", "The message has no figures"),
+        ("torch.OutOfMemoryError: Allocation on device ", "has no figures"),
+        ("RuntimeError: CUDA error: out of memory", "outside PyTorch's allocator"),
         (
             "RuntimeError: [enforce fail at alloc_cpu.cpp:72] data. DefaultCPUAllocator: not enough memory: you tried "
             "to allocate 4294967296 bytes.",
-            "Host memory ran out, not the card's: 4096 MiB",
+            "Host memory ran out, not the card's.",
         ),
         ("CUDA out of memory. Tried to allocate 9.99 GiB (GPU 0; 24.00 GiB total capacity)", "Searched: "),
     ],
@@ -398,3 +404,185 @@ def test_what_a_trace_wants():
     ), "whatever fits beside what came before"
     segments = [one for one in wanted if 1 << 20 < one[1] < 10 * MIB]
     assert trace.wants(20 * MIB, 20 * MIB, True) == segments[:8]
+
+
+# ---- messages that people posted, of other memories and models ----
+
+CUDA = (
+    "CUDA out of memory. Tried to allocate {}. GPU 0 has a total capacity of {} of which {} is free. Of the allocated"
+    " memory {} is allocated by PyTorch, and {} is reserved by PyTorch but unallocated."
+)
+WAN = CUDA.format("884.00 MiB", "12.00 GiB", "38.73 MiB", "6.68 GiB", "3.96 GiB")
+QWEN = CUDA.format("5.06 GiB", "15.56 GiB", "2.74 GiB", "6.55 GiB", "5.53 GiB")
+FLUX2 = CUDA.format("648.00 MiB", "47.53 GiB", "176.88 MiB", "47.08 GiB", "14.45 MiB")
+SCHNELL = CUDA.format("90.00 MiB", "14.74 GiB", "12.12 MiB", "14.60 GiB", "4.05 MiB")
+GITHUB = "https://github.com/"
+# (text, source, attributes of the first candidate, words of the answer)
+REPORTS = [
+    (
+        f'File "wan/modules/vae.py", line 34, in forward {WAN} --task t2v-1.3B --size 480*832',
+        "Wan-Video/Wan2.1/issues/161",
+        {"models": "wan-1.3b", "op": "decode", "frames": 81, "bytes": 96 * 6 * 482 * 834 * 4}, "wan-1.3b",
+    ),
+    (
+        f"{QWEN} Qwen-Image", "pytorch/pytorch/issues/177406",
+        {"models": "Qwen-Image", "op": "decode", "height": 1024, "width": 1024, "bytes": 96 * 27 * 1024**2 * 2},
+        "with PyTorch 2.9.1",
+    ),
+    (
+        "RuntimeError: Invalid buffer size: 2.25 GB 'height': 768, 'width': 512",
+        "invoke-ai/InvokeAI/issues/3168",
+        {"model": "sd15-unet", "height": 512, "width": 768, "bytes": 2 * 8 * 6144**2 * 4}, "Metal refuses one buffer",
+    ),
+    (
+        FLUX2, "black-forest-labs/flux2/issues/23", {"model": "flux2-transformer", "bytes": 648 * MIB},
+        "All weights of flux2 do not fit",
+    ),
+    (
+        f"FLUX.1-schnell pipe.enable_model_cpu_offload() {SCHNELL}", "black-forest-labs/flux/issues/459",
+        {"model": "flux-schnell-transformer", "bytes": 90 * MIB}, "vaemem plan flux-schnell",
+    ),
+    (
+        'File "models/autoencoders/autoencoder_kl_hunyuan_video.py", line 79, in forward CUDA out of memory. Tried to'
+        " allocate 14.34 GiB. GPU 0 has a total capacity of 23.51 GiB of which 3.00 GiB is free.",
+        "lllyasviel/FramePack/issues/790", None, "HunyuanVideo, which vaemem does not know",
+    ),
+    (
+        "ggml_vulkan: Requested buffer size exceeds device buffer size limit: ErrorOutOfDeviceMemory unet compute"
+        " buffer size: 830.86 MB", "leejet/stable-diffusion.cpp/issues/673",
+        {"models": "sdxl", "op": "denoise", "height": 1024, "width": 1024}, "sd.cpp",
+    ),
+    (
+        "t5 params backend buffer size =  5757.05 MB(RAM) (242 tensors)", "leejet/stable-diffusion.cpp/issues/942",
+        None, "the weights of t5",
+    ),
+    (
+        "onnxruntime::BFCArena::AllocateRawInternal(size_t, bool) Failed to allocate memory for requested buffer of"
+        " size 8388608000", "microsoft/onnxruntime/issues/9939", None, "ONNX Runtime's arena",
+    ),
+    (
+        "XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 7406166528 bytes.",
+        "google-deepmind/alphafold/issues/1023", None, "no single tensor's",
+    ),
+    ("RuntimeError: HIP error: out of memory", "Comfy-Org/ComfyUI/issues/7761", None, "outside PyTorch's allocator"),
+    ("UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY", "intel/compute-runtime/issues/916", None, "Level Zero"),
+    (
+        "DefaultCPUAllocator: not enough memory: you tried to allocate 14643363840 bytes.",
+        "Suzie1/ComfyUI_Comfyroll_CustomNodes/issues/92", None, "Host memory ran out",
+    ),
+    (
+        'File "ComfyUI/comfy/sd.py", line 641, in encode torch.OutOfMemoryError: Allocation on device',
+        "Comfy-Org/ComfyUI/issues/7761", None, "in a VAE, in its encode",
+    ),
+]  # fmt: skip
+UNSOURCED = [  # the programs' own words, with other numbers
+    ("[metal::malloc] Attempting to allocate 30601641984 bytes which is greater than the maximum allowed", "MLX"),
+    ("Command buffer execution failed: Insufficient Memory (00000008:kIOGPUCommandBuffer", "macOS ended"),
+    ("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", "its own handle"), ("CUDA driver error: out of memory", "The driver"),
+    ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "its own handle"),
+    ("Not enough memory, use lower resolution (max approx. 896x896). Need: 2.0GB free, Have:1.4GB free", "scores"),
+    (
+        "MPS backend out of memory (MPS allocated: 17.36 GB, other allocations: 613.56 MB, max allowed: 18.13 GB). Tried"
+        " to allocate 5.00 MB on private pool.", "does not identify the run",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "source", "first", "said"), REPORTS, ids=[one[1] for one in REPORTS])
+def test_reports(text, source, first, said):
+    e = explain(text)
+    found = e.candidates[0] if e.candidates and first is not None else None
+    assert {name: getattr(found, name) for name in first or ()} == (first or {}), (GITHUB + source, e)
+    assert said in e.to_text(width=999)
+
+
+@pytest.mark.parametrize(("text", "said"), UNSOURCED)
+def test_other_memories(text, said):
+    e = explain(text)
+    assert said in e.to_text(width=999) and e.prediction is None and not e.is_told
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "gpu", "op", "tensor"),
+    [
+        ("sdxl", (1024, 1024), "RTX 4060", "denoise", "up_blocks.1.attentions.1.transformer_blocks.1.ff.net.0"),
+        ("zimage-turbo", (1024, 1024), "RTX 4090", None, None),
+    ],
+)
+def test_what_fits_predicts_is_explained(name, size, gpu, op, tensor):
+    """The message of a pipeline's own prediction, with its model and card, names that run first."""
+    p = vaemem.predict_pipeline(name, *size, gpu=gpu)
+    if p.verdict != "does not fit":
+        pytest.skip("it fits")
+    process = p.request.start(total_memory=p.available)
+    with pytest.raises(vaemem.OutOfMemoryError) as caught:
+        PipelineRun(p.request, process).play()
+    full = caught.value
+    sizes = {"wanted": full.wanted, "free": full.free, "allocated": full.allocated, "total": p.reported_memory}
+    text = NATIVE.format(**{n: printed(v) for n, v in {**sizes, "cached": full.reserved - full.allocated}.items()})
+    e = explain(text, model=name, gpu=gpu)
+    first = e.candidates[0]
+    assert (first.models, first.op, first.height, first.width) == (name, op or p.out_of_memory_at[0], *size)
+    assert first.played and first.agrees and e.is_told and (first.tensor, first.bytes) == tuple(p.out_of_memory_at[1])
+    assert tensor in (None, first.tensor)
+    fits = "vaemem fits sdxl 1024x1024 --gpu 'RTX 4060' --offload model"
+    assert name != "sdxl" or fits in str(e)
+
+
+@pytest.mark.parametrize("wanted", ["80.00 MiB", "20.00 MiB"])
+def test_weights_that_do_not_fit_end_in_a_plan(wanted):
+    e = explain(CUDA.format(wanted, "7.76 GiB", "4.00 MiB", "7.60 GiB", "4.05 MiB"), model="flux", gpu="RTX 4060")
+    assert any("All weights of flux do not fit" in note and "vaemem plan flux " in note for note in e.notes)
+    assert e.prediction is None or isinstance(e.matches[0].offload, str)
+
+
+@pytest.mark.parametrize("wanted", ["5.00 MB", "1.00 MiB", "512 bytes", "0 bytes"])
+def test_small_requests_identify_nothing(wanted):
+    for text in (
+        f"CUDA out of memory. Tried to allocate {wanted}.",
+        f"Currently allocated : 5.96 GiB Requested : {wanted} Device limit : 12.00 GiB",
+    ):
+        e = explain(text)
+        assert not e.candidates and e.prediction is None and "does not identify the run" in e.to_text(width=999)
+
+
+def test_sizes_of_equal_memory_are_listed_together():
+    buffer = graph("vae-decoder", 896, 1152, model="sdxl").buffer
+    e = explain(f"ggml_gallocr_reserve_n: failed to allocate Intel(R) Arc(TM) Graphics buffer of size {buffer}")
+    first = e.matches[0]
+    assert {(768, 1344), (896, 1152)} <= {(first.height, first.width), *first.also} and "768x1344" in str(first)
+
+
+def test_no_pattern_takes_longer_than_the_text_is_long():
+    """No repeat is without an end: then the time grows with the text."""
+    from re import _constants, _parser
+
+    patterns = [kind.pattern for kind in kinds.KINDS] + [words for words, *_ in clues.NAMED]
+    for module in (messages, clues):
+        for value in vars(module).values():
+            of = [value] if isinstance(value, re.Pattern) else value.values() if isinstance(value, dict) else ()
+            for one in of:
+                patterns += [one.pattern] if isinstance(one, re.Pattern) else [one] if isinstance(one, str) else []
+                patterns += [each for each in one if isinstance(each, str)] if isinstance(one, tuple) else []
+    patterns += [pattern for pattern, *_ in clues._SIZES]
+
+    def repeats(parsed):
+        for op, argument in parsed:
+            if op in (_constants.MAX_REPEAT, _constants.MIN_REPEAT):
+                yield argument[1]
+            for part in argument if isinstance(argument, tuple) else (argument,):
+                for each in part if isinstance(part, list) else [part]:
+                    if isinstance(each, _parser.SubPattern):
+                        yield from repeats(each)
+
+    assert len(patterns) > 60
+    for pattern in patterns:
+        assert all(most <= 400 for most in repeats(_parser.parse(pattern))), pattern
+
+
+def test_a_long_log_is_read_at_once():
+    for word in ("vae", "autoencoder", 'File "', "unet_", "1 ", "Requested : ", "wan "):
+        text = f"{word * (120_000 // len(word))} CUDA error: out of memory"
+        assert "outside PyTorch's allocator" in explain(text).to_text(width=999)
+    with refused("gpu"):
+        vaemem.predict("sdxl", "decode", 512, 512, gpu="- " * 10_000)

@@ -84,8 +84,10 @@ def _run_of(command, run=()):
     if words[0] == "vaemem":
         if words[1] != "fits":
             return None
-        height, width = words[4].split("x")
-        run, found, words = (), [["model", words[2]], ["op", words[3]], ["height", height], ["width", width]], words[5:]
+        op = [] if words[3][0].isdecimal() else [words.pop(3)]  # a pipeline has none
+        height, width = words[3].split("x")
+        found = [["model", words[2]], *(["op", one] for one in op), ["height", height], ["width", width]]
+        run, words = (), words[4:]
     flags = []
     for word in words:
         if word.startswith("--"):
@@ -241,15 +243,13 @@ def largest(run):
 
 def explain(message):
     """Explain an out-of-memory message."""
-    from vaemem.prediction.predict import shell_command  # the first answer needs little of the package
-
     found = vaemem.explain(message)
     sheet, prediction = found._sheet(in_gb), found.prediction
     return {
         "sentences": [sheet.headline],
         "lists": [[block.title, list(block.items)] for block in sheet.blocks if isinstance(block, Bullets)],
-        "run": prediction and _run_of(shell_command(prediction.request)),
-        "ways": _ways(prediction.would_fit) if prediction else [],
+        "run": prediction and _run_of(found.command),
+        "ways": _ways(prediction.would_fit, _run_of(found.command)) if prediction else [],
     }  # fmt: skip
 
 

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
+import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from vaemem._common import MIB, OPS, meant
-from vaemem._render import Actions, Block, Bullets, Sheet, Shown, Sizer
+from vaemem._errors import ArgumentError
+from vaemem._render import Actions, Block, Bullets, Sheet, Shown, Sizer, in_gb
 from vaemem._types import Op, Program
 from vaemem.engine.configs import named_model
-from vaemem.out_of_memory import messages
-from vaemem.out_of_memory.messages import OomMessage
-from vaemem.out_of_memory.parts import A_VAE, NOT_EXAMINED, OtherTensor, find_parts
-from vaemem.out_of_memory.refusals import AGREES
+from vaemem.out_of_memory.clues import WAN22, Clues, read_clues
+from vaemem.out_of_memory.graph_runs import find_graphs, name_component
+from vaemem.out_of_memory.kinds import GRAPH, POOL, WHOLE
+from vaemem.out_of_memory.messages import SLACK, OomMessage, interpret, read_message
+from vaemem.out_of_memory.parts import A_VAE, NOT_EXAMINED, OtherTensor, find_parts, models_with
+from vaemem.out_of_memory.pipeline_runs import find_pipeline_runs, lacks_room
+from vaemem.out_of_memory.refusals import AGREES, PLAYED
 from vaemem.out_of_memory.runs import ALIKE, TELLING, Found, Match, find_runs, predict_rounded
-from vaemem.out_of_memory.sizes import MADE_SIZES
+from vaemem.out_of_memory.sizes import MADE_SIZES, VIDEO_SIZES, Size
+from vaemem.pipelines.components import PIPELINES, known_pipeline
+from vaemem.pipelines.pipeline_request import PipelineRequest
+from vaemem.pipelines.predict_pipeline import PipelinePrediction
 from vaemem.prediction.gpus import Gpu, coarse_names, find_gpu, gpu_names
-from vaemem.prediction.predict import Prediction
-from vaemem.prediction.runtimes import PROGRAM_NAMES
-from vaemem.sdcpp.graphs import LATENT_CHANNELS, SDCPP_VERSION, graph
+from vaemem.prediction.predict import Prediction, shell_command
+from vaemem.prediction.request import Card
+from vaemem.prediction.runtimes import PROGRAM_NAMES, WAN
+from vaemem.sdcpp.graphs import LATENT_CHANNELS, SDCPP_VERSION
 
 MOST_MATCHES = 5
 MANY = (89, 86, 120)  # compute capabilities of the commonest cards
+# {operation of a match: the part of a pipeline that it belongs to, or "" for any}; others are the VAE's.
+PART_OF = {"load": "", "encode prompt": "text encoder", "denoise": "denoiser"}
 USUAL_CARD = 24 << 30  # bytes of the assumed card if a message does not name its size
 
 
@@ -33,39 +45,55 @@ class Explanation(Shown):
     ----------
     said : dict of str to int
         Figures of the message: requested, total, free, allocated, cached.
+    candidates : tuple of Match or OtherTensor
+        All of `matches` and `parts`, the likeliest first: those that run out there when played, then by how common the
+        run is.
     matches : tuple of Match
-        The likeliest first: runs that run out there when played, then by how usual the size is.
-    notes : tuple of str
-        Other conclusions from the message.
-    prediction : Prediction or None
-        The likeliest run on such a card, with the memory held by others; see `Prediction.would_fit`.
+        Runs that request it.
     parts : tuple of OtherTensor
         Weights and scores of denoisers and text encoders with as many bytes.
+    notes : tuple of str
+        Other conclusions from the message.
+    prediction : Prediction, PipelinePrediction or None
+        The likeliest run on such a card, with the memory held by others; see `Prediction.would_fit`. None if that run
+        is not played, because it may not be the true one.
     is_told : bool
-        Whether the message identifies the first match: only that one agrees best with all figures.
+        Whether the message identifies the first candidate: only that one agrees best with all figures.
+    command : str
+        The command that predicts the likeliest run; "" without a prediction.
     """
 
     def __init__(
-        self, said: dict[str, int], matches: Sequence[Match], notes: Sequence[str], prediction: Prediction | None,
-        parts: Sequence[OtherTensor] = (), is_told: bool = False,
+        self, said: dict[str, int], candidates: Sequence[Match | OtherTensor], notes: Sequence[str],
+        prediction: Prediction | PipelinePrediction | None = None, is_told: bool = False, names_tensor: bool = True,
     ):  # fmt: skip
-        self.said, self.matches, self.notes, self.prediction = said, tuple(matches), tuple(notes), prediction
-        self.parts, self.is_told = tuple(parts), is_told
+        self.said, self.candidates, self.notes, self.prediction = said, tuple(candidates), tuple(notes), prediction
+        self.matches = tuple(one for one in candidates if isinstance(one, Match))
+        self.parts = tuple(one for one in candidates if isinstance(one, OtherTensor))
+        self.is_told, self._names_tensor = is_told, names_tensor
+
+    @property
+    def command(self) -> str:
+        if self.prediction is None:
+            return ""
+        request = self.prediction.request
+        return _command(request) if isinstance(request, PipelineRequest) else shell_command(request)
 
     def _sheet(self, size: Sizer) -> Sheet:
-        weights = [part for part in self.parts if part.height is None]
-        rest: list[Any] = [*self.matches, *self.parts]
-        if self.matches and not self.matches[0].played:  # nothing tells that run, and a weight has one size
-            rest = [*weights, *self.matches, *(part for part in self.parts if part not in weights)]
+        rest = list(map(str, self.candidates))
         headline = f"It was most likely {rest.pop(0)}." if self.is_told else ""
         others = "It may also have been:" if headline else "It may have been one of these:"
         sizes = ", ".join(f"{name} {amount / MIB:.2f}" for name, amount in self.said.items())
         fitting = self.prediction.would_fit if self.prediction else ()
-        blocks: list[Block] = [Bullets([*map(str, rest)], title=others if headline else "")] * bool(rest)
+        blocks: list[Block] = [Bullets(rest, title=others if headline else "")] * bool(rest)
         blocks += [Bullets([*self.notes, *[f"The message names, in MiB: {sizes}."] * bool(sizes)])]
-        tried = [(one.describe(size), one.command) for one in fitting]
-        blocks += [Actions("What would have fitted, for the first run of a VAE:", tried)] * bool(tried)
-        return Sheet(headline or (others if rest else "No known tensor has that size."), blocks)
+        whole = self.command if self.prediction and self.prediction.kind == "pipeline" else ""
+        tried = [(one.describe(size), f"{whole} {one.command}" if whole else one.command) for one in fitting]
+        first = self.matches[0] if self.matches else None
+        title = first and f"What would have fitted, for {first.models} {first.op} {first.height}x{first.width}:"
+        blocks += [Actions(str(title), tried)] * bool(tried)
+        nothing = "No known tensor has that size." if self._names_tensor else "The message does not say which tensor."
+        return Sheet(headline or (others if rest else nothing), blocks)
 
     def _data(self) -> dict[str, Any]:
         return {
@@ -79,26 +107,41 @@ class Explanation(Shown):
         }
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """What is searched: the named or given models' VAEs and pipelines, operations, programs, and cards. is_named:
+    whether a model was named, so that no other is searched."""
+
+    models: list[str]
+    pipelines: list[str]
+    ops: list[str]
+    runtimes: list[str]
+    cards: list[Gpu]
+    is_named: bool
+
+
 def explain(
     error: str | BaseException, *, model: str | None = None, op: Op | None = None, gpu: str | None = None,
     runtime: Program | None = None,
 ) -> Explanation:  # fmt: skip
-    """Find the VAE run, its size and its tensor that an out-of-memory message is about, and what would fit.
+    """Find the run, its size and its tensor that an out-of-memory message is about, and what would fit.
 
     Parameters
     ----------
     error : str or exception
-        PyTorch's message (any version, native or cudaMallocAsync), as ComfyUI, A1111, diffusers and others show it,
-        with the lines around it. Or stable-diffusion.cpp's, or the ``torch.OutOfMemoryError`` itself.
-    model, op, runtime : str, optional
-        Known facts about the run, as for `vaemem.predict`.
+        The message, with the lines around it: PyTorch's of any version, as ComfyUI, A1111, diffusers and others show
+        it; or DirectML's, Metal's, MLX's, ONNX Runtime's or ggml's; or the ``torch.OutOfMemoryError`` itself.
+    model : str, optional
+        A model or a pipeline. Then no other is searched.
+    op, runtime : str, optional
+        Known facts about a VAE's run, as for `vaemem.predict`.
     gpu : str, optional
-        The card; by default one with the memory that the message names.
+        The card; by default one that the text names, or one with the memory that the message names.
 
     Returns
     -------
     Explanation
-        Without matches if no tensor of a VAE has that size.
+        Without matches if no tensor of a run has that size.
 
     Raises
     ------
@@ -107,8 +150,8 @@ def explain(
 
     Notes
     -----
-    The search covers runs of one image at common sizes, in float32 and half precision. PyTorch's message names the
-    segment requested from the driver: 2 and 20 MiB may be for any smaller tensor.
+    The search covers runs of one image or video by VAEs and by whole pipelines, at common sizes. PyTorch's message
+    names the segment requested from the driver: 2 and 20 MiB may be for any smaller tensor.
 
     Examples
     --------
@@ -119,55 +162,65 @@ def explain(
     (2048, 'float32')
     """
     text = " ".join(str(error).split())
-    models = messages.find_models(text) or [*ALIKE] if model is None else [named_model("model", model)]
-    ops = messages.find_ops(text) if op is None else [meant("op", op, OPS)]
-    runtimes = messages.find_programs(text) if runtime is None else [meant("runtime", runtime, PROGRAM_NAMES)]
-    if (size := messages.read_host_bytes(text)) is not None:
-        note = f"Host memory ran out, not the card's: {size / MIB:.0f} MiB were requested."
-        return Explanation({"requested": size}, (), (note,), None)
-    graphs = [name for name in models if name in LATENT_CHANNELS]
-    if (size := messages.read_buffer_bytes(text)) is not None:
-        return _explain_graph(size, graphs, ops)
-    if (size := messages.read_pool_bytes(text)) is not None:
-        return _explain_graph(size, graphs, ops, is_pool=True)
-    message = messages.read_message(text)
-    if message is None:
-        note = (
-            "The message has no figures: ComfyUI shortens it, or it is not from PyTorch's allocator (but from the CUDA"
-            " context, cuDNN or pinned memory). vaemem fits MODEL decode HxW --gpu CARD says whether a run fits."
-        )
-        return Explanation({}, (), (note,), None)
-    through, is_weight = messages.find_pipeline_parts(text), messages.loads_weights(text)
-    cards = _find_cards(message) if gpu is None else [find_gpu(gpu)]
-    may_run = not message.is_small and "VAE" in through and not is_weight
-    runs = find_runs(message, models, ops, runtimes, cards) if may_run else []
-    parts = [] if message.is_small else find_parts(message, through, is_weight)
-    has_vae = bool(runs) or any(part.model == A_VAE for part in parts)
-    notes = list(messages.interpret(message, has_vae, through, is_weight))
-    if runs and gpu is None:
-        card = runs[0].request.card.gpu.name
-        has_size = "total" in message.bytes
-        missing = "card" if has_size else "card's memory"
-        notes.append(f"The message does not name the {missing}; assumed: {card}{' (same memory)' * has_size}.")
-    is_told = _identifies_first(runs) and not any(part.height is None for part in parts)
-    if not (is_told or message.is_small):
-        notes.append(NOT_EXAMINED)
-    matches = [one.match for one in runs[:MOST_MATCHES]]
-    is_predicted = runs and not (message.is_tile or message.is_directml or message.maker == "Apple")
-    prediction = predict_rounded(runs[0].request) if is_predicted else None
-    return Explanation(message.bytes, matches, notes, prediction, parts[:MOST_MATCHES], is_told)
+    message = read_message(text)
+    clues = read_clues(text)
+    asked = _find_asked(message, clues, model, op, gpu, runtime)
+    if message.kind.size in (GRAPH, POOL):
+        return _explain_graph(message, text, clues, asked)
+    notes: list[str] = []
+    if clues.is_unknown and model is None:
+        notes.append(f"The text names {clues.model}, which vaemem does not know: no run of it was searched.")
+    elif clues.model == WAN22 and model is None:
+        notes.append("It was Wan 2.2's TI2V-5B: vaemem predicts one frame of its VAE, so no video of it was searched.")
+    if message.kind.size == WHOLE or notes:
+        return _explain_whole(message, clues, asked, notes)
+    return _explain_tensor(message, clues, asked, has_gpu=gpu is not None, has_op=op is not None)
 
 
-def _identifies_first(runs: Sequence[Found]) -> bool:
-    """Return whether the first run agrees with all figures of the message, and better than any other."""
-    is_first = bool(runs) and all(one.fit < runs[0].fit for one in runs[1:])
-    return is_first and runs[0].fit >= AGREES and runs[0].match.bytes >= TELLING
+def _find_asked(
+    message: OomMessage, clues: Clues, model: str | None, op: str | None, gpu: str | None, runtime: str | None
+) -> _Asked:
+    """Resolve the arguments. The text's own words take the place of arguments that were not given."""
+    models, pipelines = [clues.model] if clues.model else [], list(clues.pipelines)
+    if model is not None:
+        with contextlib.suppress(ValueError):
+            pipelines = [known_pipeline("model", model)]
+            models = []
+        if pipelines != [model] or not model.startswith("wan"):
+            try:
+                models = [named_model("model", model)]
+            except ArgumentError:
+                if not models and (not pipelines or pipelines == list(clues.pipelines)):
+                    raise
+        vaes = [PIPELINES[name].parts["vae"] for name in pipelines]
+        if not models or WAN in vaes:
+            models = vaes[:1]
+    models = [name for name in models if name != WAN]
+    is_named = bool(models or pipelines)
+    ops: list[str] = list(clues.ops) if op is None else [meant("op", op, OPS)]
+    runtimes: list[str] = list(clues.programs) if runtime is None else [meant("runtime", runtime, PROGRAM_NAMES)]
+    if gpu is not None:
+        cards = [find_gpu(gpu)]
+    elif clues.gpu and message.maker == "NVIDIA" and _has_size(clues.gpu, message):
+        cards = [clues.gpu]
+    else:
+        cards = _find_cards(message)
+    if not is_named:
+        models, pipelines = [*ALIKE], [*PIPELINES]
+    return _Asked(models, pipelines, ops, runtimes, cards, is_named)
+
+
+def _has_size(card: Gpu, message: OomMessage) -> bool:
+    """Return whether a card has the memory that a message names."""
+    total = message.bytes.get("total")
+    return total is None or abs(card.reported_memory - total) < total // 20
 
 
 def _find_cards(message: OomMessage) -> list[Gpu]:
     """List cards with the memory that a message names, one of each compute capability; or the nearest."""
     size = message.bytes.get("total", USUAL_CARD)
-    names = gpu_names() if message.maker == "NVIDIA" else coarse_names(message.maker)
+    maker = message.maker or "NVIDIA"
+    names = gpu_names() if maker == "NVIDIA" else coarse_names(maker)
     cards = [find_gpu(name) for name in names] or [find_gpu(f"apple {round(size / 2**30)} GB", max(size, 1 << 30))]
     least = min(abs(card.reported_memory - size) for card in cards)
     within = max(least, message.within.get("total", 0))
@@ -178,35 +231,181 @@ def _find_cards(message: OomMessage) -> list[Gpu]:
     )
 
 
-# ---- stable-diffusion.cpp's graphs ----
+# ---- a message about one tensor ----
 
 
-def _explain_graph(size: int, models: Sequence[str], ops: Sequence[str], is_pool: bool = False) -> Explanation:
-    """Find VAE graphs with a compute buffer of this size, or with a product's copy of this size in the pool. Another
-    version's buffer may differ by a thousandth."""
-    matches = []
-    for (height, width), model, op, direct in itertools.product(MADE_SIZES, models, ops, (False, True)):
-        if height % 8 or width % 8:
-            continue
-        # Bytes for a pixel (`vaemem.ESTIMATORS`), to skip graphs before they are simulated.
-        least = {("decode", False): 6656, ("decode", True): 2816, ("encode", False): 3382, ("encode", True): 1538}
-        rough = max(least[op, direct], 160 + height * width // 1024) * height * width
-        if is_pool:
-            rough = 0 if direct else {"decode": 512, "encode": 256}[op] * height * width
-        if 0.9 * rough - MIB < size < 1.1 * rough + MIB:
-            simulated = graph(f"vae-{op}r", height, width, model=model, conv_direct=direct)
-            needed = simulated.pool if is_pool else simulated.buffer
-            if abs(needed - size) <= size // 1000:
-                how = "sd.cpp --vae-conv-direct" if direct else "sd.cpp"
-                run = model, op, height, width, "float32", how
-                what = "a product's copy in the pool" if is_pool else "the compute buffer"
-                matches.append(Match(*run, what, needed, beside=None, played=True))
-    matches.sort(key=lambda match: abs(match.bytes - size))
+def _explain_tensor(message: OomMessage, clues: Clues, asked: _Asked, has_gpu: bool, has_op: bool) -> Explanation:
+    """Search the runs that request a tensor of a message's size, and the weights and scores of that size."""
+    through, is_weight = clues.parts, clues.is_weight
+    known = models_with(asked.pipelines) if asked.is_named else None
+    parts = [] if message.is_small and not asked.is_named else find_parts(message, through, is_weight, known)
+    full = _find_lacking(message, clues, asked, parts)
+    runs: list[Found] = []
+    if not message.is_small and "VAE" in through and not is_weight:
+        runs = find_runs(message, asked.models, asked.ops, asked.runtimes, asked.cards, clues.sizes)
+    if not (is_weight or message.is_tile or message.is_lowered) and (asked.is_named or not message.is_small):
+        names = [name for name in asked.pipelines if PIPELINES[name].frames or not (has_op or through == ["VAE"])]
+        for of_video in (False, True):  # if no model is named, these are searched only if nothing else agrees
+            if asked.is_named or all(one.fit < (PLAYED if of_video else AGREES) for one in runs):
+                some = [name for name in names if bool(PIPELINES[name].frames) == of_video]
+                runs += find_pipeline_runs(message, some, clues, asked.cards[0], asked.is_named)
+        runs = [run for run in runs if PART_OF.get(run.match.op, "VAE") in (*through, "")]
+        runs.sort(key=lambda one: one.order)
+    ranked = _rank(message, runs, parts, bool(full), clues.sizes)
+    has_vae = bool(runs) or any(part.model == A_VAE for part in parts)
+    notes = list(interpret(message, has_vae, through, is_weight))
+    if runs and not has_gpu and clues.gpu is None:
+        notes.append(_name_card(message, runs[0].request.card.gpu))
+    is_told = _identifies_first(runs, ranked)
+    if not (is_told or message.is_small):
+        notes.append(NOT_EXAMINED)
+    notes += [_say_lacking(full)] if full else []
+    first = next((run for run in runs if run.match is ranked[0]), None) if ranked else None
+    few = {id(one) for kind in (Match, OtherTensor) for one in _some(ranked, kind)}
+    ranked = [one for one in ranked if id(one) in few]
+    return Explanation(message.bytes, ranked, notes, _predict(message, first, clues.sizes), is_told)
+
+
+def _rank(
+    message: OomMessage, runs: Sequence[Found], parts: Sequence[OtherTensor], is_lacking: bool,
+    sizes: Sequence[Size],
+) -> list[Match | OtherTensor]:  # fmt: skip
+    """Put runs, weights and scores into one order. A weight agrees if all weights do not fit, and if little was cached:
+    a cache grows with the first run. If anything has one of the sizes that the text names, leave out other sizes."""
+    is_loading = is_lacking and message.bytes.get("cached", SLACK) < SLACK
+    ranked: list[tuple[tuple[int, ...], Match | OtherTensor]] = [(run.order, run.match) for run in runs]
+    for part in parts:
+        fit = AGREES if is_loading and part.height is None else PLAYED * (is_lacking and part.height is None)
+        ranked.append(((-fit, 2 + (part.height is not None), 0, 0), part))
+    found = [one for _, one in sorted(ranked, key=lambda one: one[0])]
+    told = {tuple(sorted(size)) for size in sizes}
+    fitting = [one for one in found if one.height is None or tuple(sorted((one.height, one.width or 0))) in told]
+    return fitting if any(one.height for one in fitting) else found
+
+
+def _some(ranked: Sequence[Match | OtherTensor], kind: type) -> list[Match | OtherTensor]:
+    return [one for one in ranked if isinstance(one, kind)][:MOST_MATCHES]
+
+
+def _identifies_first(runs: Sequence[Found], ranked: Sequence[Match | OtherTensor]) -> bool:
+    """Return whether the first run agrees with all figures of the message, and better than anything else."""
+    if not runs or runs[0].match is not ranked[0] or any(isinstance(one, OtherTensor) for one in ranked[1:2]):
+        return False
+    is_first = all(one.fit < runs[0].fit for one in runs[1:])
+    return is_first and runs[0].fit >= AGREES and (runs[0].match.bytes >= TELLING or runs[0].fit > AGREES)
+
+
+def _predict(
+    message: OomMessage, first: Found | None, sizes: Sequence[Size]
+) -> Prediction | PipelinePrediction | None:
+    """Predict the first run, so that advice can follow. There is none for an unusual size that the text does not name
+    and the figures do not confirm; nor for tiles, and for cards whose library is not simulated."""
+    if first is None or message.is_tile or (message.is_exact and message.maker != "NVIDIA"):
+        return None
+    size = first.match.height, first.match.width
+    if message.tells and first.fit < AGREES and size not in (*MADE_SIZES, *VIDEO_SIZES, *sizes):
+        return None
+    if isinstance(first.request, PipelineRequest):
+        return PipelinePrediction(first.request)
+    return predict_rounded(first.request)
+
+
+def _name_card(message: OomMessage, card: Gpu) -> str:
+    has_size = "total" in message.bytes
+    missing = "card" if has_size else "card's memory"
+    return f"The message does not name the {missing}; assumed: {card.name}{' (same memory)' * has_size}."
+
+
+# ---- weights that do not fit ----
+
+
+def _find_lacking(
+    message: OomMessage, clues: Clues, asked: _Asked, parts: Sequence[OtherTensor]
+) -> PipelineRequest | None:
+    """Return the pipeline whose weights do not all fit on the card, if the message may come from loading them."""
+    total = message.bytes.get("total")
+    card = asked.cards[0]
+    if total is None and not asked.is_named:
+        return None
+    if total and not _has_size(card, message):
+        card = card._replace(total_memory=total)
+    weights = {part.model for part in parts if part.height is None}
+    may_load = clues.is_weight or bool(weights) or message.is_small
+    if not may_load or not (asked.is_named or weights):
+        return None
+    for name in asked.pipelines:
+        if asked.is_named or weights & set(PIPELINES[name].parts.values()):
+            if full := lacks_room(name, Card(card)):
+                return full
+    return None
+
+
+def _say_lacking(full: PipelineRequest) -> str:
+    needed, room = sum(part.nbytes for part in full.parts), full.card.available()
+    frames = f" --frames {full.frames}" * (full.frames > 1)
+    run = f"vaemem plan {full.name} {full.height}x{full.width}{frames} --gpu {shlex.quote(_short(full.card.gpu))}"
+    return (
+        f"All weights of {full.name} do not fit: they take {in_gb(needed)}, and the card gives {in_gb(room)}."
+        f" Run {run}, which compares ways that fit."
+    )
+
+
+def _short(gpu: Gpu) -> str:
+    return gpu.name.removeprefix("NVIDIA ").removeprefix("GeForce ")
+
+
+def _command(q: PipelineRequest) -> str:
+    words = ["vaemem", "fits", q.name, f"{q.height}x{q.width}"]
+    words += ["--frames", str(q.frames)] if q.frames > 1 else []
+    return shlex.join([*words, "--gpu", _short(q.card.gpu)])
+
+
+# ---- messages without one tensor's size ----
+
+
+def _explain_whole(message: OomMessage, clues: Clues, asked: _Asked, notes: list[str]) -> Explanation:
+    """Say what a message means that has no tensor's size, and what its traceback shows."""
+    kind = message.kind
+    notes += [f"{kind.meaning} {kind.advice}"] * bool(kind.meaning)
+    if size := message.bytes.get("requested"):
+        notes.append(f"{size / MIB:.0f} MiB were requested.")
+    if clues.has_frames and len(clues.parts) < 3:
+        where = " and a ".join(clues.parts)
+        op = f", in its {clues.ops[0]}" * (clues.parts == ["VAE"] and len(clues.ops) == 1)
+        notes.append(f"The traceback is in a {where}{op}.")
+    full = None
+    if asked.is_named and kind.maker == "NVIDIA":
+        name, size_of = asked.pipelines[0] if asked.pipelines else asked.models[0], clues.sizes[:1] or ((1024, 1024),)
+        height, width = size_of[0]
+        card = asked.cards[0]
+        if not clues.is_unknown and clues.model != WAN22:
+            words = ["vaemem", "fits", name, f"{height}x{width}", "--gpu", _short(card)]
+            notes.append(f"Run {shlex.join(words)} to see the memory of each part of {name}.")
+            has_card = clues.gpu is not None or "total" in message.bytes
+            full = lacks_room(name, Card(card)) if name in PIPELINES and has_card else None
+    notes += [_say_lacking(full)] if full else []
+    return Explanation(message.bytes, (), notes, names_tensor=False)
+
+
+def _explain_graph(message: OomMessage, text: str, clues: Clues, asked: _Asked) -> Explanation:
+    """Find a component's graph with a compute buffer, or with a product's copy in the pool, of this size."""
+    is_weights = "params backend buffer" in message.kind.pattern
+    component = name_component(text, is_weights)
+    if is_weights:
+        note = (
+            f"It is the buffer of the weights of {component or 'one component'}. Weights of fewer bits"
+            " (--type q8_0), or --offload-to-cpu, need less of the card."
+        )
+        return Explanation(message.bytes, (), (note,), names_tensor=False)
+    models = [name for name in asked.models if name in LATENT_CHANNELS] if asked.is_named else ["sdxl", "flux"]
+    matches = find_graphs(message, component, models, asked.ops)
     notes = [f"Graphs are those of {SDCPP_VERSION}."]
-    if matches and matches[0].runtime == "sd.cpp":
+    if matches and matches[0].runtime == "sd.cpp" and matches[0].op in OPS:
         how = "vaemem plan MODEL HxW --runtime sd.cpp says how much"
         notes.append(f"--vae-conv-direct and --vae-tiling reduce it: {how}.")
+    elif matches and matches[0].op == "denoise":
+        notes.append("--diffusion-fa stores no scores of attention, and so reduces it.")
     if not matches:
-        notes.insert(0, "No VAE's graph at a usual size has as many bytes: it was another model's, or its weights.")
-    notes.append("Searched: graphs of VAEs at usual sizes. Denoisers, text encoders and weights are not.")
-    return Explanation({"requested": size}, matches[:MOST_MATCHES], notes, None)
+        notes.insert(0, "No VAE's or UNet's graph has as many bytes: it was another model's, or its weights.")
+    notes.append("Searched: graphs of VAEs, and of the UNets of SD 1.5 and SDXL if the log names one.")
+    return Explanation(message.bytes, matches[:MOST_MATCHES], notes)

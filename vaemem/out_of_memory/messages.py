@@ -1,100 +1,72 @@
-"""Read an out-of-memory message and the lines around it."""
+"""Read the figures of an out-of-memory message."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from vaemem._common import MIB, OPS
+from vaemem._common import MIB
 from vaemem._errors import ArgumentError
+from vaemem.out_of_memory.kinds import KINDS, POOL, SEGMENT, SIZE, TENSOR, Kind
 
 SEGMENT_STEP = 2 * MIB  # the native allocator requests multiples of this
 SLACK = 64 * MIB  # for workspaces of products and the allocator's rounding
-SMALL_SEGMENTS = (SEGMENT_STEP, 20 * MIB)  # requested for any smaller tensor
-# {words in a text: model}; the first that matches counts.
-NAMED = {r"flux": "flux", r"sdxl|\bxl\b": "sdxl", r"qwen": "qwen-image", r"\bwan|KLWan": "wan2.1"}
+SMALL = 20 * MIB  # the native allocator requests this for any tensor of 1 to 10 MiB; many runs make smaller requests
+LOOK_AHEAD = 1.05  # ggml's pool requests this much more than a product's copy
 _UNITS = {"b": 1, "k": 1 << 10, "m": MIB, "g": 1 << 30, "t": 1 << 40}  # by first letter
-_NUMBER = r"\d{1,12}(?:[.,]\d{1,6})?"
-_SIZE = rf"({_NUMBER} ?(?:bytes|[KMGT]i?B))"
-# Patterns of the figures in messages.
+# Patterns of the figures in PyTorch's messages.
 _FIGURES = {
-    "requested": (
-        rf"Tried to allocate {_SIZE}", rf"Requested\s*: ?{_SIZE}", rf"Could not allocate tensor with ({_NUMBER} bytes)",
+    "requested": (rf"Tried to allocate {SIZE}", rf"Requested ?: ?{SIZE}"),
+    "total": (
+        rf"total capaci?ty of {SIZE}", rf"{SIZE} total capacity", rf"Device limit ?: ?{SIZE}", rf"max allowed: {SIZE}",
     ),
-    "total": (rf"total capaci?ty of {_SIZE}", rf"{_SIZE} total capacity", rf"Device limit\s*: ?{_SIZE}"),
-    "free": (rf"of which {_SIZE} is free", rf"{_SIZE} free;", rf"Free \(according to CUDA\)\s*: ?{_SIZE}"),
+    "free": (rf"of which {SIZE} is free", rf"{SIZE} free;", rf"Free \(according to CUDA\) ?: ?{SIZE}"),
     "allocated": (
-        rf"{_SIZE} is allocated by PyTorch", rf"{_SIZE} already allocated", rf"Currently allocated\s*: ?{_SIZE}",
+        rf"{SIZE} is allocated by PyTorch", rf"{SIZE} already allocated", rf"Currently allocated ?: ?{SIZE}",
+        rf"MPS allocated: {SIZE}",
     ),
-    "cached": (rf"{_SIZE} is reserved by PyTorch but unallocated",),
-    "reserved": (rf"{_SIZE} (?:reserved in total by PyTorch|cached\))",),
-    "process": (rf"this process has {_SIZE} memory in use",),
+    "cached": (rf"{SIZE} is reserved by PyTorch but unallocated",),
+    "reserved": (rf"{SIZE} (?:reserved in total by PyTorch|cached\))",),
+    "process": (rf"this process has {SIZE} memory in use",),
 }  # fmt: skip
-# ggml's messages with any backend: CUDA and ROCm, Vulkan, SYCL, Metal, CANN. The graph's allocator has one for all.
-_BUFFER = (
-    r"failed to allocate [\w.:-]+ buffer of size (\d{1,15})\b",
-    rf"allocating ({_NUMBER}) MiB on device \d+: \w+ failed",
-    r"Device memory allocation of size (\d{1,15}) failed",
-    r"can't allocate (\d{1,15}) Bytes of memory on device",
-    rf"failed to allocate buffer, size = {{0,8}}({_NUMBER}) MiB",
-    rf"vae compute buffer size[:=]? *({_NUMBER}) MB",
-    rf"compute buffer size[:=]? *({_NUMBER}) MB",
-)
-_POOL = (rf"pool\[\d+\]: alloc of ({_NUMBER}) MiB failed",)
-LOOK_AHEAD = 1.05  # the pool requests this much more than a product's copy
-_HOST = re.compile(r"DefaultCPUAllocator:.{0,99}? tried to allocate (\d{1,15}) bytes", re.I)
-_BARE = re.compile(r"Allocation on device|(CUDA|HIP|XPU|CUDA error:) out of memory", re.I)
-_BEGINS = re.compile(r"Tried to allocate|Currently allocated|Could not allocate tensor", re.I)  # figures begin here
-_TILED = re.compile(r"tiled_|retrying with tiled|tiled vae|vae\w*tiled", re.I)
-# Makers of cards other than NVIDIA's, for which answers are coarse. DirectML mostly runs on AMD's.
-_MAKERS = {
-    "HIP out of memory": "AMD", "XPU out of memory": "Intel", "MPS backend out of memory": "Apple",
-    "not enough GPU video memory": "AMD",
-}  # fmt: skip
-# Parts of a pipeline by files and functions in a traceback, or by the node that ComfyUI names.
-_PARTS = {
-    "VAE": (
-        r"VAE(?:De|En)code|autoencoder\w*\.py|[\\/]vae\w*\.py|first_stage|diffusionmodules[\\/]model\.py|\.py decode"
-        r"|\bsd\.py encode\b|(?:de|en)code_tiled"
-    ),
-    "denoiser": (
-        r"KSampler|SamplerCustom|calc_cond_batch|apply_model|k_diffusion|openaimodel\.py|ldm[\\/]\w+[\\/]model\.py"
-        r"|flux[\\/]model\.py|transformer_\w+\.py|unet_(?!2d_blocks)\w+\.py"
-    ),
-    "text encoder": (
-        r"CLIPTextEncode|encode_prompt|encode_from_tokens|text_encoders?[\\/]|sd1_clip\.py|modeling_\w+\.py forward"
-        r"|transformers[\\/](?:models|integrations)[\\/]"
-    ),
-}
-_FRAME = re.compile(r'File "([^"]{1,400})", line \d{1,6}, in ([\w<>.]{1,100})')
-_NODE = re.compile(r"(?:executing|Node Type:\W{0,4}) ?(\w{1,100})")
-_LOADS = re.compile(
-    r"module\.py (?:convert|_apply)\b|model_patcher\.py|cast_bias_weight|cast_to_device|set_module_tensor_to_device"
-)
+BEGINS = re.compile(r"MPS backend out|Tried to allocate|Currently allocated|Could not allocate tensor", re.I)
+_TILED = re.compile(r"tiled_|retrying with tiled|tiled vae|vae\w{0,40}tiled", re.I)
 
 
 @dataclass(frozen=True)
 class OomMessage:
-    """A message of PyTorch's.
+    """A message, and its kind.
 
     bytes: its figures by name
     within: the largest error of each figure, which is printed with two decimals
-    is_native: whether it is the native allocator's
     is_tile: whether a run in tiles raised it
-    maker: of the card
     """
 
+    kind: Kind
     bytes: dict[str, int]
     within: dict[str, int]
-    is_native: bool
     is_tile: bool
-    maker: str
+
+    @property
+    def maker(self) -> str:
+        """The maker of the card."""
+        return self.kind.maker
+
+    @property
+    def is_native(self) -> bool:
+        """Whether it is the native allocator's, which requests segments."""
+        return self.kind.size == SEGMENT
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether its size is one tensor's, to the byte or to the printed digits."""
+        return self.kind.size == TENSOR
 
     @property
     def is_small(self) -> bool:
-        """Whether the request may stand for any smaller tensor."""
-        return self.is_native and self.bytes["requested"] in SMALL_SEGMENTS
+        """Whether many runs make such a request."""
+        return self.bytes["requested"] <= SMALL
 
     @property
     def tells(self) -> bool:
@@ -102,10 +74,15 @@ class OomMessage:
         return {"allocated", "cached", "free"} <= self.bytes.keys()
 
     @property
+    def room(self) -> int | None:
+        """Bytes that the process could have: allocated, cached and free. None if the message does not say it."""
+        return sum(self.bytes[name] for name in ("allocated", "cached", "free")) if self.tells else None
+
+    @property
     def range(self) -> tuple[int, int]:
         """The tensor has more bytes than the first number and at most the second, because segments are rounded up."""
         size, within = self.bytes["requested"], self.within["requested"]
-        return size - within - (SEGMENT_STEP if self.is_native else 1), size + within
+        return max(size - within - (SEGMENT_STEP if self.is_native else 1), 0), size + within
 
     @property
     def spare(self) -> int:
@@ -117,115 +94,61 @@ class OomMessage:
     @property
     def is_lowered(self) -> bool:
         """Whether the card's library may copy a convolution's input for each filter element, as MIOpen does."""
-        return self.maker == "AMD" and not self.is_directml
-
-    @property
-    def is_directml(self) -> bool:
-        """Whether it is DirectML's, which names only the tensor's own bytes."""
-        return self.maker == "AMD" and not self.is_native
+        return self.maker == "AMD" and self.is_native
 
 
-def read_host_bytes(text: str) -> int | None:
-    """Return the bytes of a failed allocation in host memory; None if the text has no such message."""
-    found = _HOST.search(text)
-    return int(found[1]) if found else None
-
-
-def read_buffer_bytes(text: str) -> int | None:
-    """Return the bytes of the buffer in a message of ggml's, or None."""
-    buffer = _first(_BUFFER, text)
-    return round(_number(buffer) * (MIB if re.search("[.,]", buffer) else 1)) if buffer else None
-
-
-def read_pool_bytes(text: str) -> int | None:
-    """Return the bytes of a product's copy in a message about ggml's pool, or None."""
-    pool = _first(_POOL, text)
-    return round(_number(pool) * MIB / LOOK_AHEAD) if pool else None
-
-
-def read_message(text: str) -> OomMessage | None:
-    """Read PyTorch's first message in a text; None if it has no figures. ValueError for another text."""
-    begins = [found.start() for found in _BEGINS.finditer(text)]
+def read_message(text: str) -> OomMessage:
+    """Read the first message in a text without line breaks; ValueError if it has none."""
+    for kind in KINDS:
+        if found := re.search(kind.pattern, text, re.I):
+            break
+    else:
+        raise ArgumentError("error", "an out-of-memory message of PyTorch's or ggml's", repr(text[:200]))
+    begins = [one.start() for one in BEGINS.finditer(text)]
     figures = text[begins[0] : begins[1] if len(begins) > 1 else None] if begins else ""
+    if "MPS" in figures[:3].upper():
+        figures = text[begins[0] : begins[2] if len(begins) > 2 else None]
     read = {name: _bytes(size) for name, patterns in _FIGURES.items() if (size := _first(patterns, figures))}
-    if "requested" not in read:
-        if not (_BARE.search(text) or begins):
-            raise ArgumentError("error", "an out-of-memory message of PyTorch's or ggml's", repr(text[:200]))
-        return None
+    if found.groups() and "requested" not in read:
+        read["requested"] = _bytes(found[found.lastindex or 1])
     figures_bytes, within = ({name: one[i] for name, one in read.items()} for i in (0, 1))
     if "reserved" in figures_bytes:
         figures_bytes["cached"] = max(figures_bytes.pop("reserved") - figures_bytes.get("allocated", 0), 0)
         within["cached"] = within.pop("reserved") + within.get("allocated", 0)
+    if kind.size == POOL:
+        figures_bytes["requested"] = round(figures_bytes["requested"] / LOOK_AHEAD)
     # Text before the figures belongs to their run; text behind them too, unless another message follows.
-    is_tile = bool(_TILED.search(text if len(begins) == 1 else text[: begins[0]]))
-    maker = next((maker for words, maker in _MAKERS.items() if words.lower() in text.lower()), "NVIDIA")
-    return OomMessage(figures_bytes, within, "tried to allocate" in figures.lower(), is_tile, maker)
+    is_tile = bool(_TILED.search(text if len(begins) == 1 else text[: begins[0]] if begins else text))
+    return OomMessage(kind, figures_bytes, within, is_tile)
 
 
-def _first(patterns: Sequence[str], text: str) -> str:
+def _first(patterns: tuple[str, ...], text: str) -> str:
     """Return the group of the first pattern that matches; "" if none does."""
     return next((found[1] for pattern in patterns if (found := re.search(pattern, text, re.I))), "")
 
 
-def _number(text: str) -> float:
-    return float(text.replace(",", "."))
-
-
 def _bytes(text: str) -> tuple[int, int]:
     """Return a size and its largest error."""
-    number, unit = re.split(r" ?(?=[A-Za-z])", text, maxsplit=1)
-    size = _UNITS[unit[0].lower()]
-    return round(_number(number) * size), size // 200 + 1
+    number, unit = re.split(r" ?(?=[A-Za-z]|$)", text.replace(",", "."), maxsplit=1)
+    size = _UNITS[(unit or "b")[0].lower()]
+    value = float(number) * size
+    return round(value), 0 if size == 1 else size // (200 if "." in number else 2) + 1
 
 
-# ---- the lines around a message ----
-
-
-def find_models(text: str) -> list[str]:
-    """Return the model that a text names, in a list; empty if it names none."""
-    return [model for words, model in NAMED.items() if re.search(words, text, re.I)][:1]
-
-
-def find_ops(text: str) -> list[str]:
-    """Return the operations that a text may be about, from the functions in its traceback."""
-    named: list[str] = [op for op in OPS if re.search(rf"{op}(?:_first_stage|_tiled|r\.)|vae[._ ]?{op}", text, re.I)]
-    return named or ["decode", "encode"]
-
-
-def find_pipeline_parts(text: str) -> list[str]:
-    """Return the parts of a pipeline in a traceback, of `_PARTS`; all if it has none."""
-    begins = [found.start() for found in _BEGINS.finditer(text)]
-    text = text[: begins[1] if len(begins) > 1 else None]
-    frames = [" ".join(frame) for frame in _FRAME.findall(text)] + _NODE.findall(text)
-    where = "\n".join(frames) or text
-    return [part for part, names in _PARTS.items() if re.search(names, where)] or [*_PARTS]
-
-
-def loads_weights(text: str) -> bool:
-    """Return whether a traceback's frames move or cast a weight."""
-    return any(_LOADS.search(" ".join(frame)) for frame in _FRAME.findall(text))
-
-
-def find_programs(text: str) -> list[str]:
-    """Return the programs that a text may come from, by its files and lines."""
-    if re.search(r"comfy", text, re.I) or "Device limit" in text:
-        return ["comfyui"]
-    if re.search(r"webui|decode_first_stage", text):
-        return ["a1111"]
-    if "diffusers" in text:
-        return ["diffusers"]
-    return ["diffusers", "comfyui", "a1111"]
-
-
-def interpret(message: OomMessage, has_matches: bool, parts: Sequence[str], is_weight: bool) -> Iterator[str]:
-    """Yield notes on a message's figures and on the parts in its traceback."""
-    figures = message.bytes
-    if message.is_small:
-        size = figures["requested"] // MIB
+def interpret(message: OomMessage, has_matches: bool, parts: list[str], is_weight: bool) -> Iterator[str]:
+    """Yield notes on a message's kind, its figures and the parts in its traceback."""
+    figures, size = message.bytes, message.bytes["requested"]
+    if message.kind.meaning:
+        yield f"{message.kind.meaning} {message.kind.advice}"
+    if message.is_small and message.is_native:
+        what = "less than 10 MiB" if size == SMALL else "less than 1 MiB" if size == SEGMENT_STEP else ""
+        what = f"may be for any tensor of {what}" if what else "is of a size that many tensors have"
         yield (
-            f"PyTorch requested a segment of {size} MiB, which may be for any tensor of less than"
-            f" {10 if size == 20 else 1} MiB: it does not identify the run. The card was full before that."
+            f"PyTorch requested a segment of {size / MIB:g} MiB, which {what}: it does not identify the run. The card"
+            " was full before that."
         )
+    elif message.is_small:
+        yield f"{size / MIB:.3g} MiB were requested, which many tensors have: the size does not identify the run."
     elif is_weight:
         yield "The traceback moves a weight to the card; no VAE has one of this size, so VAE runs were not searched."
     elif "VAE" not in parts:
@@ -241,5 +164,5 @@ def interpret(message: OomMessage, has_matches: bool, parts: Sequence[str], is_w
         yield "It was raised in tiles, which ComfyUI and Forge retry in: the size is a tile's."
     if "allocated" in figures and figures["allocated"] > figures.get("total", figures["allocated"]):
         yield "More was allocated than the card has: Windows' driver had already spilled to host memory."
-    if figures.get("free", -1) >= figures["requested"]:
+    if figures.get("free", -1) >= size:
         yield "The card had more free than was requested: the limit was lower, or the host's page file was full."

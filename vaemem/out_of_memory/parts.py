@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from vaemem._common import MIB
 from vaemem.out_of_memory.messages import OomMessage
 from vaemem.out_of_memory.sizes import list_sizes
+from vaemem.pipelines.components import PIPELINES
 from vaemem.pipelines.programs import load_program, recorded
 
 # Bytes of a number: half precision, float32 (in which LoRAs are added), and fp8.
@@ -28,10 +29,11 @@ ATTENTIONS = {
     "pixart-sigma-transformer": (16, 16, 0), "flux-fill-transformer": (24, 16, 512),
     "qwen-image-transformer": (24, 16, 82), "chroma-transformer": (24, 16, 512),
 }  # fmt: skip
+MOST_AREA = 1 << 24  # pixels of an image with scores
 NOT_EXAMINED = (
-    "Searched: runs of one image by VAEs, and weights and attention scores of the denoisers and text encoders of"
-    " SD 1.5, SD 2.1, SDXL, SD 3, PixArt-Sigma, FLUX.1, FLUX.2, Chroma, Qwen-Image and Z-Image."
-    " Not searched: batches, videos, other models and tensors."
+    "Searched: runs of one image by VAEs, runs of one image or video by the pipelines of SD 1.5, SD 2.1, SDXL, SD 3,"
+    " PixArt-Sigma, FLUX.1, FLUX.2, Chroma, Qwen-Image, Z-Image and Wan 2.1, their weights, and attention scores."
+    " Not searched: batches and other models."
 )
 
 
@@ -68,10 +70,19 @@ class OtherTensor(NamedTuple):
         return f"{self.model}{image}: {self.tensor} in {self.dtype}, {self.bytes / MIB:.0f} MiB{like}"
 
 
-def find_parts(message: OomMessage, parts: Sequence[str], is_weight: bool) -> list[OtherTensor]:
-    """List weights and scores in some parts of a pipeline. is_weight: whether only weights can match."""
+def models_with(pipelines: Sequence[str]) -> set[str]:
+    """Return the recorded modules of some pipelines, and their VAEs."""
+    return {part for name in pipelines for part in PIPELINES[name].parts.values()} | {A_VAE}
+
+
+def find_parts(
+    message: OomMessage, parts: Sequence[str], is_weight: bool, among: Collection[str] | None = None
+) -> list[OtherTensor]:
+    """List weights and scores in some parts of a pipeline. is_weight: whether only weights can match. among: the
+    recorded modules to search, by default all."""
     low, high = message.range
     names = [name for name in recorded() if ("denoiser" if _denoises(name) else "text encoder") in parts]
+    names = [name for name in names if among is None or name in among]
     names = [name for name in names if "controlled" not in name]  # these have the UNet's weights and scores
     found = [
         OtherTensor(name, tensor, count, dtype, None, None, numbers * size)
@@ -80,7 +91,7 @@ def find_parts(message: OomMessage, parts: Sequence[str], is_weight: bool) -> li
         if low < numbers * size <= high
     ]
     names += [A_VAE] * ("VAE" in parts)
-    ranks = range(4) if message.is_directml else range(2)  # exact bytes identify rare sizes
+    ranks = range(4) if message.is_exact else range(2)  # exact bytes identify rare sizes
     return found if is_weight else [*found, *_scores(low, high, names, ranks)]
 
 
@@ -107,7 +118,7 @@ def _scores(low: int, high: int, names: Sequence[str], ranks: Iterable[int]) -> 
         if name not in names or (images > 1 and is_alone):
             continue
         least, most = ((max(math.sqrt(at / (heads * images * size)) - text, 0)) * side**2 for at in (low, high))
-        for height, width in (one for rank in ranks for one in list_sizes(rank, [(least, most)])):
+        for height, width in (one for rank in ranks for one in list_sizes(rank, [(least, min(most, MOST_AREA))])):
             tokens = -(-height // side) * -(-width // side) + text
             scores = images * heads * tokens**2 * size
             if low < scores <= high:

@@ -1,14 +1,16 @@
-"""Play a VAE's run with limited room: what it is refused, and how well that agrees with a message."""
+"""Play a run with limited room: what it is refused, and how well that agrees with a message."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from vaemem import _core
 from vaemem._common import MIB
 from vaemem.out_of_memory.messages import SEGMENT_STEP, OomMessage
+from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.profiles import Conv
-from vaemem.prediction.request import VAERequest
+from vaemem.prediction.request import Request
 from vaemem.prediction.workspace import im2col_bytes
 
 PLAYED, AGREES = 1, 2  # fits: refused there; and the figures agree
@@ -26,45 +28,66 @@ class Storage(NamedTuple):
     elements: int = 0
 
 
-def list_steps(trace: _core.Trace) -> list[Storage]:
-    """List the allocation of each step of a call; 0 bytes for none."""
+def list_steps(trace: _core.Trace, is_own: bool = False) -> list[Storage]:
+    """List the allocation of each step of a call; 0 bytes for none. is_own: whether PyTorch keeps convolutions of
+    videos in half precision from cuDNN, and allocates their columns itself."""
     return [
-        _lowered(trace.convs[number], name) if op == "conv" else Storage(name, size if op == "take" else 0)
+        _lowered(trace.convs[number], name, is_own) if op == "conv" else Storage(name, size if op == "take" else 0)
         for op, number, size, name in trace.steps
     ]
 
 
-def _lowered(fields: Any, name: str) -> Storage:
+def _takes(trace: _core.Trace) -> list[Storage]:
+    """List the same without columns of convolutions."""
+    return [Storage(name, size if op == "take" else 0) for op, _, size, name in trace.steps]
+
+
+def _lowered(fields: Any, name: str, is_own: bool) -> Storage:
     """Return the columns of a convolution's input; 0 bytes if it needs none."""
     conv = Conv(*fields)
+    if is_own and conv.depth and conv.dtype != "float32":
+        return Storage(name, im2col_bytes(conv), LEAST_LOWERED)
     return Storage(f"{name.removesuffix(' [workspace]')} {LOWERED}", im2col_bytes(conv), max(conv.elements[:2]))
 
 
 class Refusable(NamedTuple):
-    """A step of a run that may have been refused. before: bytes allocated before it."""
+    """A step of a run that may have been refused. before: bytes allocated before it. call: the number of its call."""
 
     tensor: str
     bytes: int
     before: int
+    call: int = 0
 
 
 class Refusal(NamedTuple):
-    """A refused step of a run, and the allocator's bytes then."""
+    """A refused step of a run, the allocator's bytes then, and the number of phases before it."""
 
     tensor: str
     bytes: int
     allocated: int
     cached: int
     free: int
+    phase: int
+
+
+Calls = Sequence[tuple[_core.Trace, Any]]  # each with the most bytes that the process has at each step
 
 
 class Refusals:
-    """Plays a run with different room; each room once."""
+    """Plays a run with different room; each room once.
 
-    def __init__(self, request: VAERequest):
-        self._request, self._process = request, request.start()
+    play: plays the request on a process by a protocol, and returns its calls. is_own: as in `list_steps`.
+    has_convs: whether a convolution's columns count, too
+    """
+
+    def __init__(
+        self, request: Request, play: Callable[[SimulatedProcess, str | None], Calls], is_own: bool = False,
+        has_convs: bool = True,
+    ):  # fmt: skip
+        self._request, self._play, self._process = request, play, request.start()
+        self._is_own, self._has_convs = is_own, has_convs
         self._known: dict[int, Refusal | None] = {}
-        request.play(self._process, "cold")
+        self._calls = play(self._process, "cold")
 
     @property
     def plays(self) -> int:
@@ -73,18 +96,27 @@ class Refusals:
 
     def requests(self, message: OomMessage) -> list[Refusable]:
         """List steps that may have been refused: everything before them fitted."""
-        assert self._process.last_call is not None
-        trace, heights, _ = self._process.last_call
         low, high = message.range
-        now, most, found = 0, 0, dict[Refusable, None]()
-        for (op, *_), storage, height in zip(trace.steps, list_steps(trace), heights.tolist(), strict=True):
-            may_fail = op != "conv" or message.is_lowered or storage.elements >= LEAST_LOWERED
-            if may_fail and low < storage.bytes <= high and most <= now + max(message.spare, storage.bytes):
-                found[Refusable(storage.name, storage.bytes, now)] = None
-            if op != "conv":
-                now = height  # for a convolution it includes the workspace, which is free again
-                most = max(most, now)
+        most, found = 0, dict[Refusable, None]()
+        for number, (trace, heights) in enumerate(self._calls):
+            now = 0
+            if not (self._has_convs or trace.wants(low, high, False, 1 << 62)):
+                most = max(most, int(heights.max(initial=0)))
+                continue
+            steps = list_steps(trace, self._is_own) if self._has_convs else _takes(trace)
+            for (op, *_), storage, height in zip(trace.steps, steps, heights.tolist(), strict=True):
+                may_fail = op != "conv" or message.is_lowered or storage.elements >= LEAST_LOWERED
+                if may_fail and low < storage.bytes <= high and most <= now + max(message.spare, storage.bytes):
+                    found[Refusable(storage.name, storage.bytes, now, number)] = None
+                if op != "conv":
+                    now = height  # for a convolution it includes the workspace, which is free again
+                    most = max(most, now)
         return list(found)
+
+    def phase_of(self, refusal: Refusal) -> str:
+        """Return the name of the phase in which a refusal is; "" if the run has no phases."""
+        is_known = refusal.phase < len(self._process.readings)
+        return str(self._process.counted(refusal.phase)["name"]) if is_known else ""
 
     def at(self, room: int) -> Refusal | None:
         """Return the refusal with this room in bytes; None if the run fits."""
@@ -93,11 +125,11 @@ class Refusals:
             process = self._request.start(self._process.workspace, total_memory=room)
             self._known[room] = None
             try:
-                self._request.play(process)
+                self._play(process, None)
             except _core.OutOfMemoryError as full:
                 cached = full.reserved - full.allocated
-                refusal = Refusal(process.frames[full.tag], full.requested, full.allocated, cached, full.free)
-                self._known[room] = refusal
+                name, phase = process.frames[full.tag], len(process.readings)
+                self._known[room] = Refusal(name, full.requested, full.allocated, cached, full.free, phase)
         return self._known[room]
 
     def fits(self, message: OomMessage, least: int) -> dict[Refusable, int]:

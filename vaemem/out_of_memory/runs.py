@@ -13,23 +13,38 @@ from typing import Any, NamedTuple
 from vaemem import _core
 from vaemem._common import ELEMENT_BYTES, MIB
 from vaemem.out_of_memory.messages import OomMessage
-from vaemem.out_of_memory.refusals import AGREES, LEAST_LOWERED, LOWERED, PLAYED, SHARP, Refusable, Refusals, list_steps
-from vaemem.out_of_memory.sizes import Areas, Size, list_sizes
+from vaemem.out_of_memory.refusals import (
+    AGREES,
+    LEAST_LOWERED,
+    LOWERED,
+    PLAYED,
+    SHARP,
+    Calls,
+    Refusable,
+    Refusals,
+    list_steps,
+)
+from vaemem.out_of_memory.sizes import MADE_SIZES, Areas, Size, list_sizes
+from vaemem.pipelines.pipeline_request import PipelineRequest
 from vaemem.prediction.gpus import Gpu
 from vaemem.prediction.predict import Prediction
-from vaemem.prediction.process import parameter_bytes
+from vaemem.prediction.process import SimulatedProcess, parameter_bytes
 from vaemem.prediction.request import Card, VAEArguments, VAERequest, resolve_vae
 from vaemem.prediction.runtimes import architecture, code_of
 
 # VAEs with different tensors: SDXL's are SD1.5's and Playground's, FLUX.1's are SD3's, Z-Image's and CogView4's.
 ALIKE = {"sdxl": "SD1.5, SDXL", "flux": "FLUX.1, SD3, Z-Image", "flux2": "FLUX.2", "qwen-image": "Qwen-Image"}
+# Releases of PyTorch that keep 3D convolutions in half precision from cuDNN (why_own in csrc/predict/lookup.c), and
+# so allocate other memory for the VAEs of videos. None is the default release.
+RELEASES = None, "2.9.1"
 VIDEO_TILE = 256  # pixels a side, of ComfyUI's tiles for video VAEs
 TELLING = 64 * MIB  # many runs make smaller requests
 LISTED, RARE = [(0, 1)], [(2,), (3,), (4,)]  # ranks of sizes that are searched together
+TOLD = -5  # rank of a size that the text names: more common than any other
 MOST_PLAYS = 1500  # of all runs: seconds
 ROUNDED = 10**8  # bytes: unit for memory held by others
 REFERENCE = 1024  # pixels a side of a run from whose tensors other areas follow
-_LARGEST = 1 << 26  # pixels: no image is larger
+_LARGEST = 1 << 24  # pixels: few images are larger
 NEARLY = 0.002  # of an area: tensors with padding grow a little slower
 MOST_CHANNELS = 512  # of a convolution, for each pixel of the image
 
@@ -53,6 +68,12 @@ class Match(NamedTuple):
         Whether this run, played on such a card with `beside` allocated, runs out at this tensor.
     agrees : bool
         Whether its reserved but unallocated bytes then agree with the message, to the printed digits.
+    frames : int
+        Frames of the video; 1 for an image.
+    offload : str
+        How a whole pipeline is offloaded; "" for a VAE alone.
+    also : tuple of (int, int)
+        Other sizes with the same memory.
     """
 
     models: str
@@ -66,6 +87,9 @@ class Match(NamedTuple):
     beside: int | None
     played: bool
     agrees: bool = False
+    frames: int = 1
+    offload: str = ""
+    also: tuple[tuple[int, int], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """As `Explanation.to_dict` has it, with `beside` as ``beside_bytes``.
@@ -80,8 +104,11 @@ class Match(NamedTuple):
 
     def __str__(self) -> str:
         held = "" if self.beside is None else f"; PyTorch held {self.beside / MIB:.0f} MiB besides its tensors"
+        size = " or ".join(f"{height}x{width}" for height, width in ((self.height, self.width), *self.also))
+        frames = f", {self.frames} frames," if self.frames > 1 else ""
+        way = f", offload {self.offload}" if self.offload else ""
         return (
-            f"{self.models} {self.op} {self.height}x{self.width} {self.dtype} by {self.runtime}: {self.tensor},"
+            f"{self.models} {self.op} {size}{frames} {self.dtype} by {self.runtime}{way}: {self.tensor},"
             f" {self.bytes / MIB:.0f} MiB{held}"
         )
 
@@ -90,9 +117,16 @@ class Found(NamedTuple):
     """A match and its request. fit: how well it agrees, from 0; rare: how unusual the run is."""
 
     match: Match
-    request: VAERequest
+    request: VAERequest | PipelineRequest
     fit: int
     rare: int
+
+    @property
+    def order(self) -> tuple[int, int, int, int]:
+        """The likeliest have the least: how well a run agrees comes first, then how common it is."""
+        size = self.match.height, self.match.width
+        common = MADE_SIZES.index(size) if size in MADE_SIZES else len(MADE_SIZES)
+        return -min(self.fit, AGREES), self.rare, -self.fit, common
 
 
 class _Kind(NamedTuple):
@@ -103,10 +137,12 @@ class _Kind(NamedTuple):
     runtime: str
     dtype: str
     card: Gpu
+    torch: str | None = None
 
     def request_at(self, height: int, width: int, allocator: str) -> VAERequest:
         """Return the request for this run at a size, in pixels."""
         settings: dict[str, Any] = {"runtime": self.runtime, "gpu": self.card, "allocator": allocator}
+        settings["torch_version"] = self.torch
         request = resolve_vae(VAEArguments(self.model, self.op, height, width, **settings))
         if ELEMENT_BYTES[request.job.dtype] == ELEMENT_BYTES[self.dtype]:
             return request
@@ -115,27 +151,37 @@ class _Kind(NamedTuple):
 
 
 def find_runs(
-    message: OomMessage, models: Sequence[str], ops: Sequence[str], runtimes: Sequence[str], cards: Sequence[Gpu]
-) -> list[Found]:
+    message: OomMessage, models: Sequence[str], ops: Sequence[str], runtimes: Sequence[str], cards: Sequence[Gpu],
+    told: Sequence[Size] = (),
+) -> list[Found]:  # fmt: skip
     """List runs that may have raised the message, the likeliest first.
 
-    Common sizes are searched before rare ones, on every card, until a run agrees with all figures.
+    Common sizes are searched before rare ones, on every card, until a run agrees with all figures. told: sizes that the
+    text names. If a run of one of them fits, others are not searched.
     """
     found: list[Found] = []
     plays = MOST_PLAYS
     ranks = LISTED + RARE if message.bytes["requested"] >= TELLING and not message.is_tile else LISTED
+    ranks = [(TOLD,)] * bool(told and not message.is_tile) + ranks
     for some, card in itertools.product(ranks, cards):
         kinds = [_Kind(*one, card) for one in itertools.product(models, ops, runtimes, ("float16", "float32"))]
+        kinds += [kind._replace(torch=release) for kind in kinds if _is_of_video(kind) for release in RELEASES[1:]]
         for rank, kind in itertools.product(some, sorted(kinds, key=_rarity)):
-            for height, width in _sizes(message, kind, rank) if plays > 0 else ():
+            for height, width in (told if rank == TOLD else _sizes(message, kind, rank)) if plays > 0 else ():
                 if plays > 0:
                     with contextlib.suppress(ValueError):  # an impossible run
                         run, played = _try_run(message, kind, height, width, rank)
                         plays -= played
                         found += run
-        if any(one.fit >= AGREES or not message.tells for one in found):
+        if any(one.fit >= AGREES or one.rare < 0 or not message.tells for one in found):
             break
     return _rank_runs(found)
+
+
+def _is_of_video(kind: _Kind) -> bool:
+    """Return whether a run has convolutions that other releases of PyTorch run with their own code."""
+    is_half = kind.dtype != "float32" and kind.runtime == "diffusers"
+    return is_half and architecture(kind.model).get("family") == "wan"
 
 
 def _rarity(kind: _Kind) -> int:
@@ -143,7 +189,8 @@ def _rarity(kind: _Kind) -> int:
     given = VAEArguments(kind.model, kind.op, REFERENCE, REFERENCE, runtime=kind.runtime, gpu=kind.card)
     usual = resolve_vae(given).job.dtype
     is_other_type = ELEMENT_BYTES[usual] != ELEMENT_BYTES[kind.dtype]
-    return 2 * is_other_type + (kind.op == "encode") + (kind.runtime not in ("diffusers", "comfyui"))
+    is_rare = (kind.op == "encode") + (kind.runtime not in ("diffusers", "comfyui")) + (kind.torch is not None)
+    return 2 * is_other_type + is_rare
 
 
 # ---- sizes ----
@@ -210,15 +257,22 @@ def _try_run(message: OomMessage, kind: _Kind, height: int, width: int, rank: in
     if not _may_match(message, kind, height, width, rank):
         return [], 0
     request = kind.request_at(height, width, "native" if message.is_native else "cudaMallocAsync")
-    refusals = Refusals(request)
+    refusals = Refusals(request, functools.partial(_play, request), is_own=kind.torch is not None)
     fits = refusals.fits(message, _weights(kind.model, kind.dtype) // 2)  # at least half of the weights were loaded
     best = [_make_found(message, kind, request, *max(fits.items(), key=lambda one: one[1]), rank)] if fits else []
     return best, refusals.plays
 
 
+def _play(request: VAERequest, process: SimulatedProcess, protocol: str | None) -> Calls:
+    request.play(process, protocol)
+    assert process.last_call is not None
+    return [process.last_call[:2]]
+
+
 def _may_match(message: OomMessage, kind: _Kind, height: int, width: int, rank: int) -> bool:
     """Return whether a run has a step that may have been refused."""
-    if rank in LISTED[0] and (message.is_lowered or height * width >= LEAST_LOWERED // MOST_CHANNELS):
+    may_lower = message.is_lowered or kind.torch is not None or height * width >= LEAST_LOWERED // MOST_CHANNELS
+    if rank in (TOLD, *LISTED[0]) and may_lower:
         return True
     code, card = code_of(kind.runtime, kind.model), kind.card
     trace = _core.Trace.vae(
@@ -241,7 +295,8 @@ def _make_found(
         request = replace(request, card=Card(kind.card, kind.card.available(room)))
     types = kind.dtype if kind.dtype == "float32" else "float16 or bfloat16"
     match = Match(
-        ALIKE.get(kind.model, kind.model), kind.op, job.height, job.width, types, kind.runtime, refused.tensor,
+        ALIKE.get(kind.model, kind.model), kind.op, job.height, job.width, types,
+        f"{kind.runtime} with PyTorch {kind.torch}" if kind.torch else kind.runtime, refused.tensor,
         refused.bytes, beside, fit >= PLAYED and not refused.tensor.endswith(LOWERED), fit >= AGREES,
     )  # fmt: skip
     is_sharp = message.within.get("cached", SHARP) < SHARP
@@ -252,7 +307,7 @@ def _rank_runs(runs: Iterable[Found]) -> list[Found]:
     """Return each run once, with all models that fit as well; the likeliest first."""
     found: dict[tuple[Any, ...], Found] = {}
     names: dict[tuple[Any, ...], dict[str, None]] = {}
-    for one in sorted(runs, key=lambda one: (-one.fit, one.rare)):
+    for one in sorted(runs, key=lambda one: one.order):
         match = one.match
         run = match.op, match.height, match.width, match.dtype, match.runtime
         first = found.setdefault(run, one)

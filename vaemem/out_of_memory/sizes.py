@@ -19,6 +19,11 @@ MADE_SIZES = (
     (1600, 1600), (1664, 1664), (2304, 2304), (2560, 2560), (3072, 3072), (2160, 3840), (4096, 4096),
     (1328, 1328), (928, 1664), (1104, 1472), (1056, 1584),  # Qwen-Image's
 )  # fmt: skip
+# Sizes of videos, the commonest first: Wan's own, and smaller ones.
+VIDEO_SIZES = (
+    (480, 832), (720, 1280), (704, 1280), (544, 960), (512, 512), (640, 640), (480, 480), (576, 1024), (480, 640),
+    (512, 768), (768, 768), (960, 960), (320, 576), (624, 624),
+)  # fmt: skip
 COMMON = 25  # of these sizes are much commoner than the others
 RATIOS = (1, 5 / 4, 4 / 3, 3 / 2, 16 / 10, 16 / 9, 2, 21 / 9)
 WIDEST = 2.4  # largest ratio of two sides

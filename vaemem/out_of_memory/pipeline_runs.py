@@ -1,0 +1,181 @@
+"""Find the run of a whole pipeline that raises a message: solve for sizes and frames, and play it as `fits` does."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from vaemem.out_of_memory.clues import Clues
+from vaemem.out_of_memory.messages import OomMessage
+from vaemem.out_of_memory.refusals import AGREES, PLAYED, Calls, Refusals
+from vaemem.out_of_memory.runs import TELLING, TOLD, Found, Match
+from vaemem.out_of_memory.sizes import VIDEO_SIZES, Areas, Size, list_sizes
+from vaemem.pipelines.components import FRAME_STRIDE, PIPELINES
+from vaemem.pipelines.pipeline_request import PipelineArguments, PipelineRequest, resolve_pipeline
+from vaemem.pipelines.pipeline_run import PipelineRun, play_pipeline
+from vaemem.prediction.gpus import Gpu, find_gpu
+from vaemem.prediction.process import SimulatedProcess
+from vaemem.prediction.request import USUAL_GPU, Card, Software
+
+WAYS = "none", "model"  # of offloading: the two that people use most
+REFERENCE = (1024, 1024), (1024, 2048)  # two sizes, from whose tensors other areas follow
+FRAMES = 81, 41  # two videos, from whose tensors other frames follow; the first is Wan's default
+FEW = 100  # frames: usual videos are shorter
+MOST_POINTS = 60  # sizes of a pipeline that are played
+MOST = 257  # frames of a video that is searched
+MOST_AREA = 1 << 23  # pixels of an image that is searched
+NEARLY = 0.002  # of an area
+
+
+def request_for(
+    name: str, size: Size, frames: int = 1, offload: str = "none", card: Card | None = None
+) -> PipelineRequest:
+    """Return the request for a pipeline with its defaults; ValueError for an impossible size."""
+    known, (height, width) = PIPELINES[name], size
+    given = PipelineArguments(
+        name, height, width, 1, None, known.guides_in("diffusers"), None, None, False, known.steps,
+        frames=frames if known.frames else None,
+    )  # fmt: skip
+    return resolve_pipeline(given, card or Card(find_gpu(USUAL_GPU)), Software()).run_with(offload, "whole")
+
+
+def find_pipeline_runs(
+    message: OomMessage, names: Sequence[str], clues: Clues, gpu: Gpu, is_named: bool
+) -> list[Found]:
+    """List runs of pipelines that may have raised the message. is_named: whether they are the named model's."""
+    found: list[Found] = []
+    for name in names:
+        known = PIPELINES[name]
+        for rank, size, frames in _points(message, name, clues, gpu, is_named):
+            for offload in WAYS:
+                with contextlib.suppress(ValueError):  # an impossible run
+                    request = request_for(name, size, frames, offload, Card(gpu))
+                    found += _try_run(message, request, rank + (offload != WAYS[0]) + (known.since > 0))
+    return found
+
+
+def lacks_room(name: str, card: Card) -> PipelineRequest | None:
+    """Return the request of a pipeline whose weights do not all fit on a card, otherwise None."""
+    known = PIPELINES[name]
+    side = 1024 if name != "sd15" else 512
+    size = VIDEO_SIZES[0] if known.frames else (side, side)
+    request = request_for(name, size, known.frames or 1, card=card)
+    return request if sum(part.nbytes for part in request.parts) > card.available() else None
+
+
+# ---- sizes and frames ----
+
+
+def _points(
+    message: OomMessage, name: str, clues: Clues, gpu: Gpu, is_named: bool
+) -> Iterator[tuple[int, Size, int]]:
+    """Yield (rank, size, frames) of runs with a tensor of the message's size, the commonest first."""
+    if not PIPELINES[name].frames:
+        yield from ((TOLD, size, 1) for size in clues.sizes)
+        if not clues.sizes or not is_named:
+            areas = _areas(name, gpu, message)
+            ranks = range(5) if is_named and message.bytes["requested"] >= TELLING else range(2)
+            sizes = ((rank, size, 1) for rank in ranks for size in list_sizes(rank, areas))
+            yield from itertools.islice(sizes, MOST_POINTS)
+        elif message.is_small:
+            yield from ((0, size, 1) for size in REFERENCE[:1])
+        return
+    for rank, size in enumerate(clues.sizes or VIDEO_SIZES):
+        solved = [clues.frames] if clues.frames else _solve_frames(name, size, gpu, message)
+        for frames in dict.fromkeys((clues.frames or FRAMES[0], *solved)):
+            unusual = (rank > 1) + (frames != FRAMES[0]) + (frames > FEW)
+            yield (TOLD if clues.sizes else unusual), size, frames
+
+
+@functools.lru_cache(maxsize=512)
+def _tensors(name: str, size: Size, frames: int, sm: int) -> dict[tuple[str, str, int], int]:
+    """Return the bytes of the tensors in the calls of a run with unlimited memory, by role, module and number; of a
+    video only the largest of each module."""
+    run = play_pipeline(request_for(name, size, frames, WAYS[1], Card(find_gpu(f"sm_{sm}"))))
+    found: dict[tuple[str, str, int], int] = {}
+    is_video = bool(PIPELINES[name].frames)
+    for role, trace in {(role, trace) for role, (trace, *_) in run.calls if role != "vae" or is_video}:
+        numbers = Counter[str]()
+        for op, _, taken, module in trace.steps:
+            if op == "take":
+                numbers[module] += not is_video
+                key = role, module, numbers[module]
+                found[key] = max(found.get(key, 0), taken)
+    return found
+
+
+def _areas(name: str, gpu: Gpu, message: OomMessage) -> Areas:
+    """Return ranges of image areas in which a pipeline has a tensor of the message's size."""
+    with contextlib.suppress(ValueError):
+        (low, high), base = message.range, REFERENCE[0][0] * REFERENCE[0][1]
+        found = set[tuple[float, float]]()
+        small, large = (_tensors(name, size, 1, gpu.sm) for size in REFERENCE)
+        for key in small.keys() & large.keys():
+            at, grows = small[key], large[key] - small[key]
+            if grows > 0 and at:
+                power = 1 if grows < 2 * at else 2  # scores grow with the square
+                least, most = (
+                    base * (1 + (bound - at) / grows if power == 1 else (bound / at) ** 0.5) for bound in (low, high)
+                )
+                if 0 < least < MOST_AREA:
+                    found.add((least * (1 - NEARLY), min(most * (1 + NEARLY), MOST_AREA)))
+        return sorted(found)
+    return []
+
+
+def _solve_frames(name: str, size: Size, gpu: Gpu, message: OomMessage) -> list[int]:
+    """Return the numbers of frames with which a video has a tensor of the message's size."""
+    many, few = (_tensors(name, size, frames, gpu.sm) for frames in FRAMES)
+    found = set[int]()
+    for key in many.keys() & few.keys():
+        each = (many[key] - few[key]) / (FRAMES[0] - FRAMES[1])
+        if each > 0:
+            least, most = (FRAMES[0] + (bound - many[key]) / each for bound in message.range)
+            first = -(-max(int(least), 1) // FRAME_STRIDE) * FRAME_STRIDE + 1
+            found |= {*range(first, min(int(most), MOST) + 1, FRAME_STRIDE)}
+    return sorted(found)[:3]
+
+
+# ---- one run ----
+
+
+def _play(roles: list[str], request: PipelineRequest, process: SimulatedProcess, protocol: str | None) -> Calls:
+    """Play a pipeline. Return its calls, and add the role of each to `roles`."""
+    run = PipelineRun(request, process)
+    run.play()
+    own = [(role, call) for role, call in run.calls if role != "vae" or request.pipeline.frames]
+    roles += [role for role, _ in own]
+    return [(trace, allocated) for _, (trace, allocated, _) in own]
+
+
+def _try_run(message: OomMessage, request: PipelineRequest, rare: int) -> list[Found]:
+    """Return a run if one of its steps may have been refused, played with the room that the message leaves it."""
+    roles: list[str] = []
+    refusals = Refusals(request, functools.partial(_play, roles, request), has_convs=False)
+    low, high = message.range
+    full = refusals.at(message.room or request.card.available())
+    if full and low < full.bytes <= high:
+        figures, within = message.bytes, message.within
+        agrees = message.tells and abs(full.cached - figures["cached"]) <= within["cached"]
+        is_alone = "allocated" in figures and abs(full.allocated - figures["allocated"]) <= within["allocated"]
+        fit = PLAYED + (AGREES - PLAYED) * agrees + (agrees and is_alone)
+        phase = refusals.phase_of(full)
+        return [Found(_match(request, phase, full.tensor, full.bytes, True, agrees), request, fit, rare)]
+    fits = {} if message.is_small else refusals.fits(message, 0)
+    if not fits:
+        return []
+    refused, fit = max(fits.items(), key=lambda one: one[1])
+    role = roles[refused.call]
+    phase = "decode" if role == "vae" else "denoise" if role == request.pipeline.denoiser else "encode prompt"
+    match = _match(request, phase, refused.tensor, refused.bytes, fit >= PLAYED, fit >= AGREES)
+    return [Found(match, request, fit, rare)]
+
+
+def _match(request: PipelineRequest, phase: str, tensor: str, size: int, played: bool, agrees: bool) -> Match:
+    return Match(
+        request.name, phase.rstrip(" 0123456789"), request.height, request.width, request.dtype, "diffusers",
+        tensor, size, None, played, agrees, request.frames, request.offload,
+    )  # fmt: skip
