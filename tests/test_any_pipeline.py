@@ -21,7 +21,7 @@ from errors import refused
 from vaemem import ArgumentError, SimulatedProcess, predict_pipeline
 from vaemem.pipelines.recorded import ProcessScript
 from vaemem.prediction.request import find_card
-from vaemem.pytorch import RecordedPrediction
+from vaemem.pytorch import RecordedPrediction, safe_decode
 from vaemem.pytorch import predict_pipeline as predict_any
 from vaemem.pytorch.loading import random_pipeline
 from vaemem.pytorch.pipeline_recorder import PipelineRecorder, recording_pipelines
@@ -77,6 +77,15 @@ def test_the_pipeline_stays_as_it_is(pipe, predictions):
     assert all(x.device.type == "cpu" and type(x) is torch.nn.Parameter for x in pipe.unet.parameters())
     assert not hasattr(pipe.unet, "_hf_hook") and "decode" not in vars(pipe.vae)
     assert not torch.cuda.is_available() and torch.ones(3).sum().item() == 3
+
+
+def test_a_guarded_pipeline_is_predicted_as_without_its_guards(pipe, predictions):
+    guards = [safe_decode(pipe), safe_decode(pipe)]
+    p = predict_any(pipe, "a", **SIZES, prepare=WAYS["model"])
+    assert [phase.reserved for phase in p.phases] == [phase.reserved for phase in predictions["model"].phases]
+    assert pipe.vae.decode is guards[1] and guards[1]._before is guards[0]
+    for guard in guards:
+        guard.undo()
 
 
 def test_answers_as_tables(predictions):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 
 import pytest
 from errors import refused
@@ -16,6 +17,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from vaemem.pytorch import OffloadStrategy
+from vaemem.pytorch.offloading import choose_fewest
 
 GB = 10**9
 CPU, CARD = torch.device("cpu"), torch.device("cuda:0")
@@ -137,3 +139,19 @@ def test_parts_that_stay_on_the_card_count_once():
         assert working("flux", **{role: f"{loaded} kept on cuda"}) == working("flux", **{role: loaded})
     assert working("flux", vae="bfloat16 kept on cuda") == working("flux", vae="bfloat16 on cuda")
     assert working("sd15", safety_checker="float16") == working("sd15")
+
+
+def test_many_components_take_no_long_time():
+    """40 components, of which no two sets are alike: listing all sets takes days."""
+    draw = random.Random(0)
+    sizes = [(draw.randint(1, 6 * GB), number) for number in range(40)]
+    lacking = sum(size for size, _ in sizes) // 2
+    start = time.perf_counter()
+    total = sum(dict((number, size) for size, number in sizes)[one] for one in choose_fewest(sizes, lacking))
+    assert lacking <= total < 1.001 * lacking and time.perf_counter() - start < 20
+    assert len(choose_fewest(sizes, 10**15)) == 40
+
+
+def test_a_device_without_a_report_of_its_memory_is_refused(strategy):
+    with refused("device", "'cpu'"):
+        strategy([], "unet", torch.nn.Linear(1, 1), CPU)

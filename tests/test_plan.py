@@ -248,7 +248,7 @@ def test_a_plan_and_a_prediction_say_the_same_of_every_way(pipeline, gpu, memory
     os = "windows" if gpu in ("RTX 4060", "RTX 3090") else "linux"
     asked = {"height": 1024, "width": 1024, "gpu": gpu, "memory": memory, "os": os}
     for runtime in ("diffusers", "sd.cpp"):
-        for one in plan_pipeline(pipeline, **asked, runtime=runtime).outcomes:
+        for one in plan_pipeline(pipeline, **asked, runtime=runtime, host_memory="999 GB").outcomes:
             settings = one.way.settings if runtime == "diffusers" else {"offload": one.way.name}
             p = predict_pipeline(pipeline, **asked, runtime=runtime, **settings)
             assert (p.verdict, p.tight_because, p.fits) == (one.verdict, one.way.unsure, one.fits), one.way.name
@@ -280,7 +280,8 @@ def test_the_small_card_gets_offloading(small_card):
     assert small_card["no offload, VAE whole"].fails_in == "decode"
     assert small_card.recommended.way.name == "sequential offload, VAE whole"
     assert "model offload, VAE whole would take" in small_card.reason and "is tight: " in small_card.reason
-    assert f"It keeps {small_card.recommended.way.host / GIB:.2f} GB of weights in the host's" in small_card.reason
+    kept = f"{small_card.recommended.way.host / GIB:.2f} GB of weights, of an assumed 32 GB"
+    assert f"The host's memory keeps {kept}." in small_card.reason
     quick = plan_pipeline("sd15", 1024, 1024, gpu="RTX 3060", memory="4 GB", safe=False)
     assert quick.recommended.way.name == "model offload, VAE whole"
     slow, fast = (small_card[f"{offload} offload, VAE whole"].seconds for offload in ("sequential", "model"))
@@ -446,6 +447,64 @@ def test_a_run_that_no_rate_was_taken_from():
     plan = plan_pipeline("flux", 512, 512, gpu="L40S", steps=50, types=[None])
     took = plan["no offload, VAE whole"].seconds
     assert took.low < 8.71 < took.high and took.high / took.low < 4
+
+
+def test_both_ways_are_said_first():
+    """The best way with the same picture, and the fastest if the decode may differ: the headline and two first rows."""
+    tiled, rounded = way("t", seconds=3, changes="tiles show"), way("r", seconds=1, changes="rounded", rounds=True)
+    plan = PipelinePlan("", [way("a"), tiled, rounded, way("b", seconds=20)], Room(5 * MIB), MACHINE)
+    assert (plan.recommended.way.name, plan.alternative.way.name) == ("a", "t")
+    assert "If a slightly different decode is fine, take t: it takes 3 s" in plan.to_dict()["summary"]
+    assert plan.to_dict()["alternative"] == "t" and "r would take 1 s" in plan.reason
+    assert [one.way.name for one in plan._ranked[:2]] == ["a", "t"]
+    slow = PipelinePlan("", [way("a"), way("t", seconds=9.5, changes="tiles show")], Room(5 * MIB), MACHINE)
+    assert slow.alternative is None and slow.to_dict()["alternative"] is None
+    assert PipelinePlan("", [way("a"), rounded], Room(5 * MIB), MACHINE).alternative is None
+
+
+def test_the_hosts_memory_is_assumed_aloud(monkeypatch):
+    """32 GB, unless the question is about this machine, or gives it. FLUX.1's pinned weights are 47.8 GB."""
+    asked = {"height": 1024, "width": 1024}
+    plan = plan_pipeline("flux", gpu="RTX 3060", **asked)
+    assert plan["streamed group offload, VAE whole"].fails_in == "host" and plan.room.host == 32 * 10**9
+    assert "of weights, of an assumed 32 GB." in plan.to_dict()["summary"]
+    assert plan.to_dict()["host"] == {"available_bytes": 32 * 10**9, "assumed": "an assumed 32 GB"}
+    told = plan_pipeline("flux", gpu="RTX 3060", **asked, host_memory="64 GiB")
+    assert told["streamed group offload, VAE whole"].fits and "of weights, of 64.00 GB." in told.reason
+    monkeypatch.setattr("vaemem.prediction.request.present_gpu", lambda: find_gpu("RTX 3060"))
+    monkeypatch.setattr("vaemem.pipelines.plan.available_memory", lambda: 50 * GIB)
+    here = plan_pipeline("flux", **asked)
+    assert here.room.host == 50 * GIB and "of weights, of 50.00 GB free in this machine." in here.reason
+    assert plan_pipeline("flux", gpu="RTX 3060", **asked).room.host == 32 * 10**9, "another machine's card is meant"
+    monkeypatch.setattr("vaemem.pipelines.plan.available_memory", lambda: None)
+    assert plan_pipeline("flux", **asked).room.host == 32 * 10**9
+
+
+def test_a_plan_says_what_it_does_not_try_with_a_lora():
+    plan = plan_pipeline("sdxl", 1024, 1024, gpu="RTX 4060", lora=16)
+    assert not any("group" in one.way.name for one in plan.outcomes) and "With a LoRA, group offload" in str(plan)
+    assert "LoRA" not in str(plan_pipeline("sdxl", 1024, 1024, gpu="RTX 4060", types=[None]))
+
+
+def test_what_would_fit_offers_groups_and_smaller_weights():
+    """Each line's command, asked so, goes through. The last line names the plan."""
+    p = predict_pipeline("flux", 1024, 1024, gpu="RTX 3060")
+    found = {one.what: one for one in p.would_fit}
+    nf4 = {"transformer": "nf4", "text_encoder_2": "nf4"}
+    for what, how in {
+        "offload leaf_level stream, VAE whole": {"offload": "leaf_level stream"},
+        "offload model, VAE whole, transformer in nf4, text_encoder_2 in nf4": {"offload": "model", "components": nf4},
+    }.items():
+        other = predict_pipeline("flux", 1024, 1024, gpu="RTX 3060", **how)
+        assert (found[what].verdict, found[what].needed) == (other.verdict, other.judged.here[1]) and other.fits
+    assert "--component transformer=nf4 --component text_encoder_2=nf4 --offload model" in p.to_text(width=999)
+    assert "vaemem plan flux 1024x1024 --gpu 'NVIDIA GeForce RTX 3060'" in p.to_text(width=999)
+    assert "vaemem plan" not in str(predict_pipeline("sd15", 512, 512, gpu="RTX 3060"))
+
+
+def test_the_hosts_memory_is_in_a_predictions_first_lines():
+    p = predict_pipeline("flux", 1024, 1024, gpu="RTX 3060", offload="leaf_level stream")
+    assert f"The host's memory keeps {p.host / GIB:.2f} GB of weights." in p.to_text(width=999).splitlines()[0]
 
 
 def test_the_host_may_be_too_small():
@@ -711,7 +770,7 @@ def test_a_plan_tries_a_float16_vae_and_tiles_smaller_than_the_image():
         "components": {"vae": "float16"},
     }
     assert "madebyollin/sdxl-vae-fp16-fix" in fixed.way.changes and "blended" in tiled.way.changes
-    assert "model offload, VAE whole in float16 would take" in plan.reason
+    assert plan.alternative is fixed and "fine, take model offload, VAE whole in float16: it takes" in plan.reason
     names = [one.way.name for one in plan_pipeline("sdxl", 512, 512, gpu="RTX 3070", types=[None]).outcomes]
     assert not any("tiled" in name for name in names)
     told = plan_pipeline("sdxl", 1024, 1024, gpu="RTX 3070", types=[None], components={"vae": "float32"})

@@ -12,6 +12,7 @@ from vaemem.prediction.answer import Answer, alias, largest_tensor
 from vaemem.prediction.planned import Phase, Result
 from vaemem.prediction.predict import Advice
 from vaemem.prediction.process import PeakTensor
+from vaemem.prediction.verdict import FITS
 
 _PARTS = ("weights", "activations", "workspace", "cached", "outside")  # their sum is a phase's total
 _OUTCOMES = {True: "goes through", False: "runs out", None: "not reached"}
@@ -91,8 +92,10 @@ class PhasedAnswer(Answer):
         least, most = self.band
         label, text = self._peak_fact(size)
         sure = f" ({size(least)} to {size(most)})" if least != most else ""
-        host = f"{size(self.host)} of weights" if self.host else ""
-        return [(label, f"in {self.bottleneck}{sure}, {text}"), ("host", host)]
+        return [(label, f"in {self.bottleneck}{sure}, {text}")]
+
+    def _costs(self, size: Sizer) -> list[str]:
+        return [f"The host's memory keeps {size(self.host)} of weights."] * bool(self.host)
 
     def _grid(self, size: Sizer) -> Columns:
         """Make one row per phase; leave out a column if no phase has a value for it."""
@@ -111,6 +114,8 @@ class PhasedAnswer(Answer):
 
     def _blocks(self, size: Sizer) -> list[Block]:
         tried = [(one.describe(size), one.command) for one in self.would_fit]
+        if self.verdict != FITS and (plan := self._plan()):
+            tried.append(("more ways, and how long each takes:", plan))
         return [
             self._grid(size), *[Actions("What would fit, with everything else unchanged:", tried)] * bool(tried),
             Bullets(self.notes, detail=True),
@@ -120,6 +125,10 @@ class PhasedAnswer(Answer):
     def would_fit(self) -> tuple[Advice, ...]:
         """Other settings with which it goes through; none if it fits."""
         return ()
+
+    def _plan(self) -> str:
+        """Return the command that plans such a run; "" if there is none."""
+        return ""
 
     def __repr__(self) -> str:
         shown = "; ".join(

@@ -11,6 +11,7 @@ from vaemem._common import DTYPES, MOST_BATCH, MOST_SIDE, choose, meant, number_
 from vaemem._errors import ArgumentError, Named, inside
 from vaemem.engine.limits import parse_size
 from vaemem.pipelines.components import (
+    CLIPS,
     FRAME_STRIDE,
     MOST_FRAMES,
     PIPELINES,
@@ -19,11 +20,12 @@ from vaemem.pipelines.components import (
 )
 from vaemem.pipelines.group_offload import GROUPS_SINCE, OFFLOAD_TYPES, GroupOffload
 from vaemem.pipelines.lora import LORAS_SINCE, Lora, read_loras
-from vaemem.pipelines.pipeline_parts import Part, has_blocks, parts_of
+from vaemem.pipelines.pipeline_parts import NOT_FROM_A_FILE, Part, has_blocks, parts_of
 from vaemem.pipelines.quantising import (
     SCHEMES,
     UNSENT,
 )
+from vaemem.pipelines.storage import GGML
 from vaemem.prediction.predict import SMALL_TILE
 from vaemem.prediction.request import Card, Request, Software, usual_tile
 from vaemem.prediction.runtimes import diffusers_release
@@ -32,6 +34,7 @@ MOST_TOKENS = 1 << 13  # of a prompt: diffusers' encoders take 77 or 512 at a ti
 OFFLOADS = ("none", "model", "sequential")
 TORCH_WAYS = ("whole", "tiled", "sliced")
 VAE_WAYS = (*TORCH_WAYS, "vaemem")
+SMALLER = ("Q8_0", "nf4")  # types of weights to try if large ones do not fit: GGUF's and bitsandbytes'
 
 
 @dataclass(frozen=True)
@@ -219,6 +222,14 @@ def is_tile(side: str, unit: int) -> bool:
     """Tell whether a text is the side of a tile: a multiple of `unit` pixels."""
     pixels = number_in(side) or 0
     return 0 < pixels <= MOST_SIDE and pixels % unit == 0
+
+
+def smaller_roles(pipeline: Pipeline, kind: str) -> list[str]:
+    """List the components with which a smaller type of weights is worthwhile: the denoiser, and text encoders other
+    than CLIP. GGUF's types are for the denoiser, if its class can load such a file."""
+    if kind in GGML:
+        return [pipeline.denoiser] * (pipeline.parts[pipeline.denoiser] not in NOT_FROM_A_FILE)
+    return [pipeline.denoiser, *(role for role in pipeline.encoders if pipeline.parts[role] not in CLIPS)]
 
 
 def check_card(parts: Sequence[Part], card: Card) -> None:

@@ -12,19 +12,25 @@ from vaemem._arguments import shared
 from vaemem._common import DTYPES, ELEMENT_BYTES, MIB, flag, listed, meant, real, whole
 from vaemem._errors import ArgumentError
 from vaemem._types import Dtype
-from vaemem.engine.limits import parse_size
+from vaemem.engine.limits import available_memory, parse_size
 from vaemem.engine.names import shared_note
 from vaemem.engine.weights import told_bytes
 from vaemem.pipelines import ways_mlx
 from vaemem.pipelines.comfyui_run import COMFYUI_OPTIONS, resolve_workflow
-from vaemem.pipelines.components import CLIPS, PIPELINES, known_pipeline, refuse, weights_of
+from vaemem.pipelines.components import PIPELINES, known_pipeline, refuse, weights_of
 from vaemem.pipelines.group_offload import GROUPS_SINCE, GroupOffload
-from vaemem.pipelines.pipeline_parts import NOT_FROM_A_FILE, parts_of
-from vaemem.pipelines.pipeline_request import PipelineArguments, PipelineRequest, begins_with, resolve_pipeline
+from vaemem.pipelines.pipeline_parts import parts_of
+from vaemem.pipelines.pipeline_request import (
+    SMALLER,
+    PipelineArguments,
+    PipelineRequest,
+    begins_with,
+    resolve_pipeline,
+    smaller_roles,
+)
 from vaemem.pipelines.predict_pipeline import ComfyUIPrediction, PipelinePrediction, pipelines_of
 from vaemem.pipelines.quantising import SCHEMES, UNSENT
 from vaemem.pipelines.recipe import diffusers_steps, hires_steps, write_script
-from vaemem.pipelines.storage import GGML
 from vaemem.pipelines.ways import PipelinePlan, Room, outcome, runs_out
 from vaemem.prediction.gpus import Gpu, sold
 from vaemem.prediction.planned import Way
@@ -41,7 +47,12 @@ VAE_LIMIT = 3.2
 SEQUENTIAL = "Sequential offload: transfers of weights are counted; the overhead of accelerate's hooks is not."
 GROUPS = "Group offload without streams: weights go to the card and back, and both count; nothing overlaps."
 STREAM = "leaf_level stream"
-SMALLER = ("Q8_0", "nf4")  # GGUF's and bitsandbytes'
+USUAL_HOST = "32 GB"  # if the host's memory is neither given nor known
+HERE = "{} free in this machine"
+WITH_LORA = (
+    "With a LoRA, group offload and smaller types of weights are not tried, although diffusers has them: nobody"
+    " compared their memory."
+)
 
 
 @shared
@@ -66,7 +77,9 @@ def plan_pipeline(
     memory : int or str, optional
         The card's memory, as cards are sold (``"12 GB"``), if its name does not tell it or no card is named.
     host_memory : int or str, optional
-        Host memory for weights that are not on the card. By default there is enough.
+        Host memory for weights that are not on the card. By default, if the question is about this machine, its free
+        memory: if no card and no memory is named, and the machine has a card. Otherwise 32 GB are assumed, as the first
+        lines say.
     gpu : str or Gpu, optional
         The card. By default this machine's card if no `memory` is given. Otherwise a card of that memory or an RTX 4090
         stands for it, as the first line says. Seconds then need measurements in `calibrate`.
@@ -139,7 +152,6 @@ def plan_pipeline(
     )  # fmt: skip
     known, batch = PIPELINES[pipeline], whole("batch", batch)
     height, width = whole("height", height), whole("width", width)
-    host = None if host_memory is None else parse_size("host_memory", host_memory)
     title = f"{pipeline} {height}x{width}{f', {batch} images' if batch > 1 else ''} by {runtime}"
     components = components or {}
     if runtime == "mlx":
@@ -159,7 +171,8 @@ def plan_pipeline(
     asked, dtype = dtype, meant("dtype", known.dtype if dtype is None else dtype, DTYPES)
     card = find_card(gpu, memory, used, os)
     available = card.available()
-    room = Room(available, host, time_limit)
+    host, of_host = _host_memory(host_memory, gpu is None and memory is None and not card.assumed)
+    room = Room(available, host, time_limit, of_host)
     steps = known.steps if steps is None else whole("steps", steps)
     if time_limit is not None and not real(time_limit) > 0:
         raise ArgumentError("time_limit", "more than 0 seconds", repr(time_limit))
@@ -194,7 +207,16 @@ def plan_pipeline(
         title = title.replace(f"{height}x{width}", f"{request.size} {request.after}".strip())
         ways = diffusers_ways(request, components, machine, kinds)
     title = f"{title}, {steps} steps, on {card.gpu.name}"
-    return PipelinePlan(title, ways, room, machine, calibrate, taken, safe, card.assumed)
+    left_out = WITH_LORA if runtime == "diffusers" and request.loras else ""
+    return PipelinePlan(title, ways, room, machine, calibrate, taken, safe, card.assumed, left_out)
+
+
+def _host_memory(given: int | str | None, is_here: bool) -> tuple[int, str]:
+    """Return the host's memory for weights, and what it is. is_here: whether the question is about this machine."""
+    if given is not None:
+        return parse_size("host_memory", given), ""
+    free = available_memory() if is_here else None
+    return (parse_size("host_memory", USUAL_HOST), f"an assumed {USUAL_HOST}") if free is None else (free, HERE)
 
 
 def weights_bytes(role: str, component: str, given: Any) -> int:
@@ -230,10 +252,6 @@ def diffusers_ways(
     if types is None:
         is_large = 2 * q.part(pipeline.denoiser).nbytes > q.card.available()
         types = (None, *SMALLER) if is_large and not q.loras else (None,)
-        if pipeline.parts[pipeline.denoiser] in NOT_FROM_A_FILE:
-            types = tuple(kind for kind in types if kind not in GGML)
-    # A smaller type is worthwhile for the denoiser and for text encoders other than CLIP. GGUF's is for the denoiser.
-    large = [pipeline.denoiser, *(role for role in pipeline.encoders if pipeline.parts[role] not in CLIPS)]
     by_block: dict[str, Any] = {"offload_type": "block_level", "num_blocks_per_group": 1}
     offloads: dict[str, Any] = {
         "no offload": "none",
@@ -249,7 +267,7 @@ def diffusers_ways(
     limit = f"{int((q.part('vae').nbytes + VAE_LIMIT * full) // MIB) + 1} MiB"  # vaemem decodes images one by one
     found = []
     for kind in types:
-        roles = [role for role in (large[:1] if kind in GGML else large) if kind and role not in components]
+        roles = [role for role in smaller_roles(pipeline, kind) if role not in components] if kind else []
         if kind and not roles:
             continue
         given = {**components, **dict.fromkeys(roles, kind)}
@@ -282,7 +300,7 @@ def diffusers_ways(
                 way = _way(p, f"{place}, {how}", settings, " and ".join(changes), machine)
                 steps = diffusers_steps(pipeline, **settings, release=release, loras=q.loras)
                 steps += hires_steps(q.first, q.height, q.width, offload) if q.first else []
-                found.append(way._replace(code=write_script(steps)))
+                found.append(way._replace(code=write_script(steps), rounds=kind is not None))
     return found
 
 

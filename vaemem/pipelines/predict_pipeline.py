@@ -19,16 +19,18 @@ from vaemem.engine.names import shared_note
 from vaemem.pipelines.comfyui_run import WORKFLOWS, ComfyUIRun, describe_decisions, plays_of, resolve_workflow
 from vaemem.pipelines.components import CLIP_TOKENS, PIPELINES, known_pipeline, refuse
 from vaemem.pipelines.phased import PhasedAnswer, as_far_as
-from vaemem.pipelines.pipeline_parts import PLACES, Part
+from vaemem.pipelines.pipeline_parts import PLACES, Part, parts_of
 from vaemem.pipelines.pipeline_request import (
     OFFLOADS,
+    SMALLER,
     PipelineArguments,
     PipelineRequest,
     begins_with,
     resolve_pipeline,
+    smaller_roles,
 )
 from vaemem.pipelines.pipeline_run import play_pipeline
-from vaemem.pipelines.quantising import BITSANDBYTES
+from vaemem.pipelines.quantising import BITSANDBYTES, SCHEMES, UNPACKING
 from vaemem.prediction.answer import alias
 from vaemem.prediction.closed import PlayedPeak
 from vaemem.prediction.formula import Formula
@@ -224,16 +226,23 @@ class PipelinePrediction(_Played):
     @functools.cached_property
     def would_fit(self) -> tuple[Advice, ...]:
         q, found = self.request, list[Advice]()
-        for offload, vae in itertools.product(OFFLOADS, ("whole", *q.tilings)) if self.verdict != FITS else ():
-            if (offload, vae) == (q.offload, q.vae):
-                continue
+        if self.verdict == FITS:
+            return ()
+        for run, offload, vae, words in _others(q):
             with contextlib.suppress(ValueError):
-                other = PipelinePrediction(q.run_with(offload, vae))
+                other = PipelinePrediction(run.run_with(offload, vae))
                 if other.verdict != DOES_NOT_FIT:
-                    what = f"offload {offload}, VAE {vae}"
-                    words = shlex.join(["--offload", offload, "--vae", vae])
-                    found.append(Advice(what, other.verdict, other.judged.here[1], self.available, words))
+                    typed = "".join(f", {one.replace('=', ' in ')}" for one in words)
+                    command = [*(one for word in words for one in ("--component", word)), "--offload", offload]
+                    shown = shlex.join([*command, "--vae", vae])
+                    needed = other.judged.here[1]
+                    what = f"offload {offload}, VAE {vae}{typed}"
+                    found.append(Advice(what, other.verdict, needed, self.available, shown))
         return tuple(found)
+
+    def _plan(self) -> str:
+        q = self.request
+        return shlex.join(["vaemem", "plan", q.name, f"{q.height}x{q.width}", "--gpu", q.card.gpu.name])
 
     def _asked_data(self) -> dict[str, Any]:
         q = self.request
@@ -265,6 +274,26 @@ class PipelinePrediction(_Played):
         found = Formula(f"{q.name}, {self._where}", Grid(tokens, q.tile, batches=batches), at, play)
         found.assumed_card = self.assumed_card
         return found
+
+
+def _others(q: PipelineRequest) -> Iterator[tuple[PipelineRequest, str, str, list[str]]]:
+    """Yield other ways to run a request: the request, how it is offloaded, how its VAE runs, and types of components.
+    Groups come on a stream if they can, and smaller types are those that a plan tries."""
+    for offload, vae in itertools.product(OFFLOADS, ("whole", *q.tilings)):
+        if (offload, vae) != (q.offload, q.vae):
+            yield q, offload, vae, []
+    for offload in ("leaf_level", "leaf_level stream"):
+        if offload != q.offload:
+            yield q, offload, "whole", []
+    for kind in SMALLER:
+        large = [part.role for part in q.parts if not part.has({*SCHEMES, *UNPACKING, "fp8"})]
+        roles = [role for role in smaller_roles(q.pipeline, kind) if role in large]
+        with contextlib.suppress(ValueError):
+            made = parts_of(q.pipeline, q.dtype, dict.fromkeys(roles, kind), q.software.release, q.loras)
+            by_role = {part.role: part for part in made if part.role in roles}
+            run = replace(q, parts=tuple(by_role.get(part.role, part) for part in q.parts))
+            for offload in ("none", "model") if roles else ():
+                yield run, offload, "whole", [f"{role}={kind}" for role in roles]
 
 
 def _notes(q: PipelineRequest) -> Iterator[str]:

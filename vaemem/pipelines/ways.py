@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import pandas
 
 NEXT = 3  # ways shown next to the recommended one
+WORTH = 0.1  # part of a way's time that another way must save to be named
 
 
 class Room(NamedTuple):
@@ -30,11 +31,14 @@ class Room(NamedTuple):
         Bytes; None if unknown, so that everything fits.
     seconds : float or None
         The time limit.
+    of_host : str
+        Words for `host` if it was not given: ``"an assumed 32 GB"``, ``"{} free in this machine"``.
     """
 
     card: int | None
     host: int | None = None
     seconds: float | None = None
+    of_host: str = ""
 
 
 class Outcome(NamedTuple):
@@ -99,7 +103,7 @@ def outcome(way: Way, room: Room, machine: Machine | None) -> Outcome:
         out = runs_out(judge_phases(way.phases, room.card))
     took = machine.seconds(way.work) if machine else None
     each = {phase.name: machine.seconds(phase.work) for phase in way.phases} if machine else {}
-    host, seconds = (math.inf if there is None else there for there in room[1:])
+    host, seconds = (math.inf if there is None else there for there in room[1:3])
     fails: list[tuple[str | None, float]] = [out] if out else []
     fails += [("host", way.host - host)] if way.host > host else []
     fails += [("time", took.likely - seconds)] if took and took.likely > seconds else []
@@ -136,6 +140,8 @@ class PipelinePlan(Shown):
         The assumptions.
     assumed_card : str
         A sentence that names the card that stands for yours, if none was named and none is present; "" otherwise.
+    left_out : str
+        A sentence on ways that are not tried, and why; "" otherwise.
 
     Examples
     --------
@@ -151,14 +157,14 @@ class PipelinePlan(Shown):
     def __init__(
         self, title: str, ways: Sequence[Way], room: Room, machine: Machine | None = None,
         measured: Mapping[str, float] | None = None, notes: Sequence[str] = (), safe: bool = True,
-        assumed_card: str = "",
+        assumed_card: str = "", left_out: str = "",
     ):  # fmt: skip
         """Plan some ways. `measured` holds seconds by a way's name and calibrates the machine. Raise ValueError for an
         unknown way or impossible seconds."""
         if measured and machine:
             machine = machine.calibrated(_runs(ways, measured))
         self.title, self.room, self.machine, self.safe = title, room, machine, safe
-        self.assumed_card = assumed_card
+        self.assumed_card, self.left_out = assumed_card, left_out
         self.measured, self._model_note = dict(measured or {}), " ".join(notes)
         self.outcomes = tuple(outcome(way, room, machine) for way in ways)
         self.notes = tuple(distinct([*notes, *(note for way in ways for note in way.notes)]))
@@ -217,14 +223,32 @@ class PipelinePlan(Shown):
     @property
     def reason(self) -> str:
         """Say which way to take and why, and why not others."""
-        best, cost = self.recommended, ""
-        if best:
-            cost = f" It takes {best.seconds}." if best.seconds else ""
-            cost += f" It keeps {in_gb(best.way.host)} of weights in the host's memory." if best.way.host else ""
-        return " ".join([self._headline(in_gb, cost), *self._why_not(in_gb)])
+        return " ".join([self._headline(in_gb), *self._why_not(in_gb)])
 
-    def _headline(self, size: Sizer, cost: str = "") -> str:
-        """Say what to do, and why. cost: sentences on the way's cost."""
+    @property
+    def alternative(self) -> Outcome | None:
+        """Return the fastest way that fits if a slightly different decode is fine: the VAE in tiles, or a VAE that
+        stays in float16. It saves at least a tenth of the recommended way's time. None if there is no such way."""
+        best = self.recommended
+        others = [one for one in self.outcomes if one.verdict == FITS and one.way.changes and not one.way.rounds]
+        other = _quickest(others)
+        if best is None or best.way.changes or best.seconds is None or other is None or other.seconds is None:
+            return None
+        return other if other.seconds.likely <= (1 - WORTH) * best.seconds.likely else None
+
+    def _cost(self, one: Outcome, size: Sizer) -> str:
+        """Say what a way costs: time, and the host's memory."""
+        took = f" It takes {one.seconds}." if one.seconds else ""
+        host = f" The host's memory keeps {self._held(one, size)}." if one.way.host else ""
+        return took + host
+
+    def _held(self, one: Outcome, size: Sizer) -> str:
+        """Say which part of the host's memory a way takes."""
+        room = "" if self.room.host is None else f", of {(self.room.of_host or '{}').format(size(self.room.host))}"
+        return f"{size(one.way.host)} of weights{room}"
+
+    def _headline(self, size: Sizer) -> str:
+        """Say what to do, why, and what is faster if the decode may differ a little."""
         best = self.recommended
         if best is None:
             nearest = self._ranked[0]
@@ -245,25 +269,35 @@ class PipelinePlan(Shown):
         else:
             which = f"It is the {'fastest' if best.seconds else 'plainest'} of {which}"
         tight = f" It is tight: {best.way.unsure}." if best.way.unsure else ""
-        return f"Take {best.way.name}. {which}.{cost}{self._of_measured(best)}{tight}"
+        said = f"Take {best.way.name}. {which}.{self._cost(best, size)}{self._of_measured(best)}{tight}"
+        if other := self.alternative:
+            sure = "" if self.is_faster(other, best) else ", which may be no faster"
+            said += f" If a slightly different decode is fine, take {other.way.name}: it takes {other.seconds}{sure}"
+            if other.way.host != best.way.host:
+                said += f" and keeps {size(other.way.host)} on the host"
+            said += f"; {other.way.changes}."
+        return said
 
     def _why_not(self, size: Sizer) -> list[str]:
-        """Say why not to take the plainest way, and which ways would be faster."""
+        """Say why not to take the plainest way, which ways would be faster, and which were not tried."""
         best, plainest = self.recommended, self.outcomes[0]
+        said = [self.left_out] * bool(self.left_out)
         if best is None:
-            return []
+            return said
         plain = best is plainest or plainest.fits
-        return [*([] if plain else [f"{plainest.way.name}: {plainest.summarize(size)}."]), *self._faster(best)]
+        return [*([] if plain else [f"{plainest.way.name}: {plainest.summarize(size)}."]), *self._faster(best), *said]
 
     @property
     def _ranked(self) -> list[Outcome]:
-        """Sort all ways: the recommended one, ways that fit, tight ones (each with those that change the picture last),
-        and ways that fail: first those that take too long, then without host memory, then without the card's."""
-        order, best = {None: 0, "time": 1, "host": 2}, self.recommended
+        """Sort all ways: the recommended one, `alternative`, ways that fit, tight ones (each with those that change the
+        picture last), and ways that fail: first those that take too long, then without host memory, then without the
+        card's."""
+        order, best, beside = {None: 0, "time": 1, "host": 2}, self.recommended, self.alternative
 
         def rank(one: Outcome) -> tuple[Any, ...]:
             last = one.short if one.fails_in else one.seconds.likely if one.seconds else 0.0
-            return one is not best, order.get(one.fails_in, 3), one.verdict != FITS, bool(one.way.changes), last
+            first = [one is not best, one is not beside]
+            return *first, order.get(one.fails_in, 3), one.verdict != FITS, bool(one.way.changes), last
 
         return sorted(self.outcomes, key=rank)
 
@@ -280,7 +314,8 @@ class PipelinePlan(Shown):
 
     def _faster(self, best: Outcome) -> Iterator[str]:
         """Yield the fastest tight way and the fastest way that changes the picture, if the best way is neither. Each
-        must save at least a tenth of the best way's time. Without seconds, yield the plainest tight way."""
+        must save at least a tenth of the time of the ways to take. Without seconds, yield the plainest tight way."""
+        beside = self.alternative
         tight = [one for one in self.outcomes if one.verdict == TIGHT and not one.way.changes]
         changed = [one for one in self.outcomes if one.verdict == FITS and one.way.changes]
         for others, is_apart in ((tight, best.verdict == FITS), (changed, not best.way.changes)):
@@ -290,7 +325,8 @@ class PipelinePlan(Shown):
             if best.seconds is None or other.seconds is None:
                 is_worth, took = others is tight, ""
             else:
-                is_worth, sure = other.seconds.likely <= 0.9 * best.seconds.likely, self.is_faster(other, best)
+                least = beside.seconds if beside and beside.seconds and others is changed else best.seconds
+                is_worth, sure = other.seconds.likely <= (1 - WORTH) * least.likely, self.is_faster(other, best)
                 took = f" would take {other.seconds}{'' if sure else ', which may be no faster'}, and"
             why = f"is tight: {other.way.unsure}" if others is tight else f"changes the picture: {other.way.changes}"
             if is_worth:
@@ -339,9 +375,10 @@ class PipelinePlan(Shown):
             "answer": "plan", "asked": {"title": self.title}, "verdict": best.verdict if best else DOES_NOT_FIT,
             "recommended": best.way.name if best else None, "code": best.way.code if best else "",
             "summary": self._headline(in_gb), "reason": self.reason,
+            "alternative": self.alternative.way.name if self.alternative else None,
             "card": {"assumed": self.assumed_card, "available_bytes": self.room.card},
-            "host": {"available_bytes": self.room.host}, "ways": self.rows(), "rates": rates,
-            "notes": list(self.notes),
+            "host": {"available_bytes": self.room.host, "assumed": self.room.of_host}, "ways": self.rows(),
+            "rates": rates, "notes": list(self.notes),
         }  # fmt: skip
 
     def to_pandas(self) -> pandas.DataFrame:
@@ -382,7 +419,7 @@ class PipelinePlan(Shown):
         if best:
             took = str(best.seconds) if best.seconds else ""
             held = share(best.way.peak.total, room.card, size) if room.card else size(best.way.peak.total)
-            host = f"{size(best.way.host)} of weights" if best.way.host else ""
+            host = self._held(best, size) if best.way.host else ""
             facts += [("card", f"{held}, at the peak in {best.way.peak.name}"), ("host", host), ("time", took)]
         code = [Code(best.way.code)] if best and best.way.code else []
         shown = self._rows(self._ranked[: 1 + NEXT], size, phases=False)

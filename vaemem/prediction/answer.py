@@ -139,7 +139,7 @@ class Answer(Shown):
     def _sheet(self, size: Sizer) -> Sheet:
         summary, gpu = self.summarize(size), self.card.gpu
         sentences = (f"{clause[0].upper()}{clause[1:]}." for clause in summary.split("; "))
-        headline = " ".join([*sentences, *[self.assumed_card] * bool(self.assumed_card)])
+        headline = " ".join([*sentences, *self._costs(size), *[self.assumed_card] * bool(self.assumed_card)])
         bar = Bar(self._parts, gpu.reported_memory, size)
         facts = [*self.facts(size), *self._facts(size)]
         return Sheet(headline, [bar, Facts(facts), *self._blocks(size)], self.verdict)
@@ -163,6 +163,10 @@ class Answer(Shown):
     @property
     def _run_text(self) -> str:
         return self.title
+
+    def _costs(self, size: Sizer) -> list[str]:
+        """Say what the run takes besides the card's memory."""
+        return []
 
     def _facts(self, size: Sizer) -> list[tuple[str, str]]:
         return []

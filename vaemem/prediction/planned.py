@@ -132,6 +132,8 @@ class Way(NamedTuple):
         Bytes of the host's memory for weights and buffers that are not on the card.
     changes : str
         How it changes the picture; "" if it does not.
+    rounds : bool
+        Whether it changes it by smaller weights, and not by another decode alone.
     notes : tuple of str
         Assumptions.
     out : tuple of (str, int), optional
@@ -154,6 +156,7 @@ class Way(NamedTuple):
     played: bool = False
     unsure: str = ""
     code: str = ""
+    rounds: bool = False
 
     @property
     def work(self) -> dict[str, float]:

@@ -21,6 +21,7 @@ from vaemem.pipelines.recorded import RecordedPrediction, RecordedRequest
 from vaemem.prediction.request import Software, find_card
 from vaemem.prediction.workspace import cudnn_attention, torch_for
 from vaemem.pytorch.converting import modules_of
+from vaemem.pytorch.decoding import SafeDecode
 from vaemem.pytorch.loading import Undrawn, default_dtype
 from vaemem.pytorch.pipeline_recorder import PipelineRecorder, recording_pipelines
 from vaemem.pytorch.recording import check_compiled
@@ -74,12 +75,16 @@ def _check(pipe: Any) -> None:
 
 
 def _copy(pipe: Any, recorder: PipelineRecorder) -> Any:
-    """Copy a pipeline with fake weights on the host in place of its own."""
+    """Copy a pipeline with fake weights on the host in place of its own, and without guards of `safe_decode`."""
     fakes = dict[int, Any]()
     for role, module in modules_of(pipe).items():
         for x in (*module.parameters(), *module.buffers()):
             fakes.setdefault(id(x), recorder.weight(x, role))
-    return copy.deepcopy(pipe, fakes)
+    copied = copy.deepcopy(pipe, fakes)
+    for module in modules_of(copied).values():
+        while isinstance(guard := vars(module).get("decode"), SafeDecode):
+            guard.undo()
+    return copied
 
 
 def _phase_of(role: str, method: str) -> str:

@@ -8,12 +8,17 @@ from typing import Any
 
 import torch
 
+from vaemem._errors import ArgumentError
+
 _TEXTS = ("out of memory", "STATUS_ALLOC_FAILED", "can't allocate memory")  # CUDA's and its libraries', and the CPU's
 
 
 def find_free(device: Any) -> int:
-    """Return the bytes that this process can still allocate on a device: free memory, and PyTorch's unused blocks."""
-    backend: Any = getattr(torch, torch.device(device).type)
+    """Return the bytes that this process can still allocate on a device: free memory, and PyTorch's unused blocks.
+    ValueError for a device that does not report its memory, such as the CPU."""
+    backend: Any = getattr(torch, torch.device(device).type, None)
+    if not all(hasattr(backend, name) for name in ("mem_get_info", "memory_reserved", "memory_allocated")):
+        raise ArgumentError("device", "one that reports its free memory, such as 'cuda'", repr(str(device)))
     unused = backend.memory_reserved(device) - backend.memory_allocated(device)
     return int(backend.mem_get_info(device)[0] + unused)
 

@@ -238,12 +238,15 @@ def sdcpp_ways(
         last, _ = kinds[[*known.encoders][-1]]  # None for a size or a file
         phases, host = _phases(words, graphs, known.role, "cpu" if (last or usual) == "f16" else "cpu Q8_0")
         changes = ["tiles are blended where they overlap"] if "tiled" in words else []
-        changes += [f"weights in {word} are rounded" for word in words if word in TYPES_BY_WORD]
+        rounded = [f"weights in {word} are rounded" for word in words if word in TYPES_BY_WORD]
         vae_words = [word for word in words if word in VAE_FLAGS]
         name = ", ".join([words[0], f"VAE {', '.join(vae_words) or 'whole'}", *words[1 + len(vae_words) :]])
         settings = {flag: value for word in words for flag, value in options[word].items()}
         code = " ".join(flag if value is True else shlex.join([flag, str(value)]) for flag, value in settings.items())
-        return Way(name, settings, phases, host, " and ".join(changes), SDCPP_NOTES, code=code or "no options")
+        return Way(
+            name, settings, phases, host, " and ".join(changes + rounded), SDCPP_NOTES, code=code or "no options",
+            rounds=bool(rounded),
+        )  # fmt: skip
 
     return [way(words) for words in wanted]
 
