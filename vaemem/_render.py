@@ -6,6 +6,7 @@ An answer makes its content once, as a `Sheet`. Each kind of block knows how it 
 from __future__ import annotations
 
 import html
+import itertools
 import json
 import os
 import re
@@ -19,7 +20,9 @@ from vaemem._common import MIB, whole, write
 
 Sizer = Callable[[float], str]  # how a size in bytes is written
 GB = 1 << 30  # as cards are sold
-NARROW = 80  # columns, if nothing says how wide the terminal is
+NARROW = 80  # columns of a paragraph, if nothing says how wide the terminal is
+ANY_WIDTH = 1 << 20  # columns of a table, if its reader is no terminal
+TEXT = 16  # columns that a wrapped column of text keeps
 _COLOURS = {"fits": "32", "tight": "33", "does not fit": "31"}  # green, yellow, red
 
 
@@ -59,7 +62,7 @@ class Facts:
     def _filled(self) -> list[tuple[str, str]]:
         return [(label, text) for label, text in self.pairs if text]
 
-    def text(self, width: int, wide: bool) -> str:
+    def text(self, width: int) -> str:
         cut = max((len(label) for label, _ in self._filled), default=0) + 2
         return "\n".join(_wrapped(text, width, f"  {label:<{cut}}", " " * (cut + 2)) for label, text in self._filled)
 
@@ -78,23 +81,30 @@ class Facts:
 
 @dataclass(frozen=True)
 class Columns:
-    """A table. A terminal that is too narrow gets its first columns; ``all=True`` shows all. best: the index of the row
-    that stands out. whole: whether all columns are always shown."""
+    """A table. In a narrow terminal, texts wrap. If that is not enough, the last columns are only named, and
+    ``all=True`` shows them below, after the columns that tell the rows apart. best: the index of the row that stands
+    out."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     best: int | None = None
     title: str = ""
-    whole: bool = False
     detail: bool = False
 
-    def text(self, width: int = NARROW, wide: bool = True) -> str:
-        found = _table(self.header, self.rows)
-        for count in range(len(self.header), 1, -1):
-            found = _table(self.header[:count], [row[:count] for row in self.rows])
-            if wide or self.whole or max(map(len, found.splitlines())) <= width:
-                break
-        return "\n".join(filter(None, [_wrapped(self.title, width, "", ""), found]))
+    def text(self, width: int = ANY_WIDTH, all: bool = True) -> str:
+        columns, counts = [*zip(self.header, *self.rows, strict=True)], range(1, len(self.header))
+        keys = next((count for count in counts if len({tuple(row[:count]) for row in self.rows}) == len(self.rows)), 1)
+        bands = [columns[:keys]]
+        for column in columns[keys:]:
+            if len(bands[-1]) > keys and sum(map(_least, bands[-1])) + 2 * len(bands[-1]) + _least(column) > width:
+                bands.append(columns[:keys])
+            bands[-1].append(column)
+        tables = [_table(*_fitted(band, width)) for band in bands]
+        if len(bands) > 1 and not all:
+            left_out = ", ".join(column[0] for band in bands[1:] for column in band[keys:])
+            tables[1:] = [_wrapped(f"--all (all=True) adds: {left_out}", width, "", "")]
+        title = _wrapped(self.title, min(width, NARROW), "", "")
+        return "\n".join(filter(None, [title, ("\n\n" if all else "\n").join(tables)]))
 
     def markdown(self) -> str:
         return "\n\n".join(filter(None, [_plain(self.title), _table(self.header, self.rows, markdown=True)]))
@@ -123,7 +133,7 @@ class Actions:
     pairs: Sequence[tuple[str, str]]
     detail: bool = False
 
-    def text(self, width: int, wide: bool) -> str:
+    def text(self, width: int) -> str:
         lines = [self.title]
         for what, how in self.pairs:
             lines += [_wrapped(what, width, "  ", "    "), textwrap.indent(how, "    ")]
@@ -145,7 +155,7 @@ class Code:
     lines: str
     detail: bool = False
 
-    def text(self, width: int, wide: bool) -> str:
+    def text(self, width: int) -> str:
         return textwrap.indent(self.lines, "    ")
 
     def markdown(self) -> str:
@@ -163,7 +173,7 @@ class Bullets:
     title: str = ""
     detail: bool = False
 
-    def text(self, width: int, wide: bool) -> str:
+    def text(self, width: int) -> str:
         items = (_wrapped(item, width, "- ", "  ") for item in self.items)
         return "\n".join(filter(None, [_wrapped(self.title, width, "", ""), *items]))
 
@@ -193,7 +203,7 @@ class Bar:
     sizer: Sizer = in_gb
     detail: bool = False
 
-    def text(self, width: int, wide: bool) -> str:
+    def text(self, width: int) -> str:
         return ""
 
     def markdown(self) -> str:
@@ -232,13 +242,16 @@ class Sheet:
     def shown(self, all: bool) -> Iterable[Block]:
         return (block for block in self.blocks if all or not block.detail)
 
-    def text(self, all: bool = False, width: int = NARROW, colour: bool = False) -> str:
-        """Return the text for a terminal of `width` columns."""
+    def text(self, all: bool = False, width: int = NARROW, colour: bool = False, tables: int = 0) -> str:
+        """Return the text for a terminal of `width` columns. tables: columns for tables, if that differs."""
         headline = _wrapped(self.headline, width, "", "")
         if colour:
             cut = len(self.verdict)
             headline = f"\x1b[1;{_COLOURS.get(self.verdict, '39')}m{headline[:cut]}\x1b[22;39m{headline[cut:]}"
-        blocks = [block.text(width, all) for block in self.shown(all)]
+        blocks = [
+            block.text(tables or width, all) if isinstance(block, Columns) else block.text(width)
+            for block in self.shown(all)
+        ]
         return "\n\n".join([headline, *filter(None, blocks)])
 
     def markdown(self, all: bool = False) -> str:
@@ -259,6 +272,28 @@ def _plain(text: str) -> str:
 
 def _are_numbers(cells: Sequence[str]) -> bool:
     return all(cell[:1] in tuple("0123456789+-.…") or not cell for cell in cells)
+
+
+def _least(column: Sequence[str]) -> int:
+    """Return the fewest columns of a terminal that a table's column needs. Numbers do not wrap, and words do not."""
+    longest = max(map(len, column))
+    if _are_numbers(column[1:]):
+        return longest
+    return max(min(longest, TEXT), *(len(word) for cell in column for word in cell.split()), 3)
+
+
+def _fitted(columns: Sequence[Sequence[str]], width: int) -> tuple[Sequence[str], list[tuple[str, ...]]]:
+    """Wrap the texts of a table's columns to a width, the widest column first. Return the header and the rows."""
+    widths, least = [max(map(len, column)) for column in columns], [*map(_least, columns)]
+    while sum(widths) + 2 * len(widths) - 2 > width and widths != least:
+        widest = max(range(len(widths)), key=lambda i: (widths[i] > least[i], widths[i]))
+        widths[widest] -= 1
+    lines = []
+    for row in zip(*columns, strict=True):
+        cells = [textwrap.wrap(cell, w, break_long_words=False) for cell, w in zip(row, widths, strict=True)]
+        lines.append([*itertools.zip_longest(*cells, fillvalue="")] or [row])
+    (header, *more), *rows = lines
+    return header, [*more, *itertools.chain.from_iterable(rows)]
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]], markdown: bool = False) -> str:
@@ -324,7 +359,7 @@ class Shown:
         exact : bool
             Whether to show sizes in MiB. By default they are in GB of 1024 MiB, as cards are sold.
         width : int, optional
-            Columns; by default the terminal's, or 80.
+            Columns; by default the terminal's. Otherwise paragraphs have 80, and tables all that they need.
         colour : bool
             Whether to colour the verdict.
 
@@ -333,8 +368,9 @@ class Shown:
         >>> print(predict("sdxl", "decode", 1024, 1024, gpu="RTX 4090").to_text(exact=True))
         Fits: ...
         """
-        width = shutil.get_terminal_size((NARROW, 24)).columns if width is None else whole("width", width)
-        return self._sheet(in_mib if exact else in_gb).text(all, width, colour)
+        found = shutil.get_terminal_size((0, 0)).columns if width is None else whole("width", width)
+        sheet = self._sheet(in_mib if exact else in_gb)
+        return sheet.text(all, found or NARROW, colour, found or ANY_WIDTH)
 
     def to_markdown(self, all: bool = False, exact: bool = False) -> str:
         """Return the answer as Markdown, with the parameters of `to_text`.

@@ -144,7 +144,7 @@ class Formula(Typeset):
             *[f"PyTorch refuses {len(self.left_out)} more sizes. They are left out."] * bool(self.left_out),
         ]
         lines = [cells for one in equations for cells in one.cells()]
-        return Sheet(self._headline(size), [Columns(HEADER, lines, title=title, whole=True), Bullets(notes)])
+        return Sheet(self._headline(size), [Columns(HEADER, lines, title=title), Bullets(notes)])
 
 
 class VAEFormula(Formula):

@@ -165,8 +165,8 @@ def _coarse() -> dict[str, tuple[str, int, _Kind]]:
 
 
 def coarse_names(maker: str) -> list[str]:
-    """Return the names of a maker's cards without recorded answers of cuDNN."""
-    return [name for name, *_ in _coarse().values() if name.startswith(maker)]
+    """Return the names of a maker's cards of their own memory without recorded answers of cuDNN."""
+    return [name for name, gigabytes, _ in _coarse().values() if gigabytes and name.startswith(maker)]
 
 
 def _find_coarse(name: str, size: int | None) -> Gpu | None:

@@ -174,7 +174,7 @@ class FittedLine(Typeset):
              _percent(r.error), f"{r.constant:.5g}")
             for r in self.rows
         ]  # fmt: skip
-        return Columns(header, cells, title=f"{self.name}: {self._summary()}", whole=True, detail=detail)
+        return Columns(header, cells, title=f"{self.name}: {self._summary()}", detail=detail)
 
 
 class Fit(Typeset, Sequence[FittedLine]):
