@@ -29,6 +29,7 @@ from vaemem import (
     predict_sweep,
 )
 from vaemem.__main__ import main
+from vaemem._errors import ArgumentOverflowError
 from vaemem._render import in_gb, in_mib
 from vaemem.pipelines.plan import weights_bytes
 from vaemem.prediction import profiles, workspace
@@ -286,6 +287,21 @@ def test_bfloat16_without_engines_is_said():
     p = predict("sdxl", "decode", 256, 256, dtype="bfloat16", gpu="T4", torch_version="2.9.1")
     assert "below compute capability 8.0" in p.workspace_source
     assert p.allocated > predict("sdxl", "decode", 256, 256, "float16", gpu="T4", torch_version="2.9.1").allocated
+
+
+@pytest.mark.parametrize(
+    "play, got",
+    [
+        (lambda side, batch: predict("sdxl", "decode", side, side, batch=batch), "1048576x1048576, a batch of 65536"),
+        (lambda side, batch: predict("sdxl", "decode", side, side, runtime="a1111"), "1048576x1048576, a batch of 1"),
+        (lambda side, batch: predict_pipeline("sdxl", side, side, batch), "1048576x1048576, a batch of 65536"),
+    ],
+)
+def test_a_run_with_more_bytes_than_are_counted_is_refused(play, got):
+    """By its arguments, not by the core's words for a storage, a polynomial or an allocator without a limit."""
+    with refused("height, width, batch", got, kind=ArgumentOverflowError) as error:
+        play(1 << 20, 1 << 16)
+    assert isinstance(error.value, OverflowError) and isinstance(error.value, ValueError)
 
 
 def test_any_config(tmp_path):

@@ -24,6 +24,7 @@ from vaemem.prediction.held import LoadedVAE, Tensor, Variables, arch_key
 from vaemem.prediction.passing import pass_vae
 from vaemem.prediction.planned import Phase
 from vaemem.prediction.process import Moment, SimulatedProcess, moments
+from vaemem.prediction.request import refusing_too_large
 from vaemem.prediction.runtimes import LAST_PARTLY_UPCAST, architecture
 
 
@@ -317,5 +318,6 @@ class PipelineRun:
 def play_pipeline(request: PipelineRequest, workspace: Any = None) -> PipelineRun:
     """Run the pipeline, with room for it, on a fresh process as `Request.start` makes it."""
     run = PipelineRun(request, request.start(workspace))
-    run.play()
+    with refusing_too_large(f"{request.size}, a batch of {request.batch}"):
+        run.play()
     return run

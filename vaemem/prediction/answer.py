@@ -12,7 +12,7 @@ from vaemem.prediction.benchmark import USUAL_PROTOCOL
 from vaemem.prediction.planned import OF_WEIGHTS, Phase, Result, weights_and_workspaces
 from vaemem.prediction.plays import Plays
 from vaemem.prediction.process import Moment, PeakTensor, SimulatedProcess
-from vaemem.prediction.request import Card, ModuleRequest, VAERequest
+from vaemem.prediction.request import Card, ModuleRequest, VAERequest, refusing_too_large
 from vaemem.prediction.verdict import Verdict, judge_played
 
 SHOWN_TENSORS = 8  # of a peak
@@ -202,7 +202,8 @@ class SimulatedAnswer(Answer):
         """covers, besides: as in `Verdict`."""
         self.request, self._process = request, request.start()
         self.protocol, process = request.software.protocol, self._process
-        self.allocated, self.reserved, self.peak_allocated, self.peak_reserved = request.play(process)
+        with refusing_too_large(request.size):
+            self.allocated, self.reserved, self.peak_allocated, self.peak_reserved = request.play(process)
         self.gpu, self.total_memory = process.gpu.name, process.gpu.total_memory
         self.reported_memory, self.used = process.gpu.reported_memory, request.card.used
         self.torch_version = process.torch_version

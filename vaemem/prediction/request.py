@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from vaemem._common import (
     listed,
     meant,
 )
-from vaemem._errors import ArgumentError, Named
+from vaemem._errors import ArgumentError, ArgumentOverflowError, Named
 from vaemem._types import Program
 from vaemem.engine.configs import SAMPLE_SIZES, config_of, named_sample_size, sample_size_of
 from vaemem.engine.limits import parse_size
@@ -241,6 +242,22 @@ def _called_by_comfyui(gpu: Gpu, software: Software) -> Workspace | None:
     return Workspace(gpu, cudnn, "2.8.0", software.allow_tf32)
 
 
+@contextlib.contextmanager
+def refusing_too_large(size: str) -> Iterator[None]:
+    """Play a run on a process without a memory limit; ArgumentOverflowError if it has more bytes than the core counts.
+
+    Examples
+    --------
+    >>> from vaemem.prediction.request import refusing_too_large
+    >>> with refusing_too_large("64x64"):
+    ...     image = vaemem.SimulatedProcess("RTX 4090").tensor((1, 4, 8, 8), "float16")
+    """
+    try:
+        yield
+    except (OverflowError, _core.OutOfMemoryError) as error:
+        raise ArgumentOverflowError("height, width, batch", "a run that can be played", size, "use a smaller one") from error
+
+
 @dataclass(frozen=True)
 class VAERequest(Request):
     """A VAE's run, for `vaemem.predict`. assumed: the types that were chosen if none was named, and why. taken: the
@@ -278,6 +295,11 @@ class VAERequest(Request):
         if workspace is self.workspace is None and self.code == "comfyui" and self.job.arch.get("family") == "wan":
             workspace = _called_by_comfyui(self.card.gpu, self.software)
         return super().start(workspace, **device)
+
+    @property
+    def size(self) -> str:
+        """The size in words."""
+        return f"{self.job.height}x{self.job.width}, a batch of {self.job.batch}"
 
     def at(self, height: int, width: int) -> VAERequest:
         """Return the same request at another size."""
@@ -338,6 +360,7 @@ class ModuleRequest(Request):
 
     trace: _core.Trace
     held: Sequence[tuple[str, int]]
+    size = "a module's call"
     unmodelled: Mapping[str, int] = field(default_factory=dict, kw_only=True)
     supposed: tuple[str, ...] = field(default=(), kw_only=True)
 
