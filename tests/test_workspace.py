@@ -289,6 +289,17 @@ def test_without_tensor_cores_float16_computes_in_float32():
     assert not find_gpu("T4").rules
 
 
+@pytest.mark.parametrize(
+    "batch, measured, release", [(4, 40437.8, None), (8, 48649.2, None), (16, 63025.2, "0.33.0")]
+)
+def test_published_peaks_of_batches_around_2_31_elements(batch, measured, release):
+    """FLUX.1 in bfloat16 on an H100. The input of the last level's first convolution has 2^31 elements for 8 images."""
+    p = predict_pipeline(
+        "flux", 1024, 1024, batch, dtype="bfloat16", gpu="H100", torch_version="2.6.0", diffusers_version=release
+    )
+    assert max(one.allocated for one in p.result.phases) / MIB == pytest.approx(measured, abs=2)
+
+
 PASCAL = (  # MiB of max_memory_allocated, gperdrizet/unit-6-assignments: 512x512 with diffusers of 2026
     ("sd15", "none", 3519.1, 3519.1), ("sd15", "model", 2707.8, 2707.8), ("sd15", "sequential", 1463.6, 1463.6),
     ("sdxl", "none", 7663.1, None), ("sdxl", "model", 5472.6, 5470.9), ("sdxl", "sequential", 777.3, 777.3),

@@ -130,7 +130,7 @@ def _context_of(properties: dict[str, Any]) -> int:
 def _context_excess() -> int:
     """Return the most bytes by which a measured context was above its card's usual one."""
     readings = _contexts()["readings"]
-    return max(one["mib"] * MIB - _context_of(find_gpu(one["card"]).properties) for one in readings)
+    return max(int(one["mib"]) * MIB - _context_of(find_gpu(one["card"]).properties) for one in readings)
 
 
 def _key(name: str) -> str:
