@@ -356,7 +356,7 @@ class GraphPrediction(PhasedAnswer):
     Attributes
     ----------
     title, phases, peak, bottleneck, fits, verdict, summary, spare, on_card, out_of_memory_at, available, host, notes
-        As in `PipelinePrediction`, with a context of 426 MiB. A phase's `activations` are the graph's buffer and
+        As in `PipelinePrediction`. A phase's `activations` are the graph's buffer and
         ggml-cuda's memory for its largest product; allocated and reserved are the same.
     way : Way
         The settings of the run, under their name in `vaemem.plan_pipeline`.

@@ -93,7 +93,7 @@ TENSORS = {"t5-xxl": "text_encoders.t5xxl", "qwen3-4b": "text_encoders.llm"}
 TENSORS |= {known.denoiser: "model.diffusion_model" for known in MODELS.values()}
 SDCPP_NOTES = (
     f"{SDCPP_VERSION}: compute buffers are those of its graphs and ggml's allocator (docs/GGML.md), plus ggml-cuda's"
-    " memory for the largest product and 426 MiB for the CUDA context. cond_only is the option of pull request 1477,"
+    " memory for the largest product. cond_only is the option of pull request 1477,"
     " which a server is built on; the other options are its own.",
 )
 
