@@ -107,6 +107,17 @@ def test_an_overflow_of_float16_changes_no_other_image(tmp_path):
     assert np.array_equal(encode({"image": [bright, dark, bright]})["latent"][1], want)
 
 
+def test_a_latent_beyond_the_range_of_the_dtype_is_its_images_error(tmp_path):
+    tensors = small_vae().state_dict()
+    tensors["quant_conv.bias"] += 100_000
+    vaemem.VAE.load(tensors, config=config("sd")).save(tmp_path / "vae")
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "a.png").write_bytes(file_of(drawn(16, 16)))
+    for dtype, images in (("float32", 1), ("bfloat16", 1), ("float16", 0)):
+        summary = encode_dataset([tmp_path / "set"], tmp_path / dtype, Encoder(tmp_path / "vae", dtype=dtype))
+        assert summary.images == images and (summary.errors == {}) == bool(images)
+
+
 def test_decoder_reads_what_the_encoder_gives(weights):
     pictures = [drawn(30, 24, 1), drawn(16, 16, 2)]
     vae = vaemem.VAE.load(weights("sd"))

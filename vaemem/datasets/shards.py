@@ -269,9 +269,10 @@ class _Batches:
                 self._shard.errors.update({name: str(error) for name, _ in images})
                 return
         for i, (name, one) in enumerate(images):
-            latents = found[i :: len(images)]
+            with np.errstate(over="ignore"):  # float16 has infinity for numbers beyond its range
+                latents = [latent.astype(self._encoder.dtype) for latent in found[i :: len(images)]]
             if all(np.isfinite(latent).all() for latent in latents):
-                self._shard.latents[name] = [latent.astype(self._encoder.dtype) for latent in latents]
+                self._shard.latents[name] = latents
                 caption = {} if one.caption is None else {"caption": one.caption}
                 self._shard.records[name] = one.placed._asdict() | caption
             else:

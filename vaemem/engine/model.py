@@ -172,6 +172,7 @@ class Model:
         dtype : {"float32", "float16", "bfloat16"}
             Type of weights and activations; sums and statistics are float32. Arrays in host memory are float32 or bytes
             with every dtype. Weights of another type are rounded; the attribute `rounded` and the VAE's repr say so.
+            Weights beyond its range are refused.
         precision : {"highest", "high", "medium"}
             How float32 products are computed, as in ``torch.set_float32_matmul_precision``. "highest": in float32.
             "high": a CPU with fast bfloat16 products may use three of them, on the leading 16 bits of each factor.
@@ -191,7 +192,8 @@ class Model:
         ValueError
             A bad argument; a file that is damaged, of another kind or of no VAE (one from before PyTorch 1.6: the error
             says how to convert it); a tensor that is missing, extra, misshapen, cut, of another dtype or without
-            numbers (on "meta", sparse, masked). After any error nothing stays allocated.
+            numbers (on "meta", sparse, masked); a weight beyond the range of `dtype`. After any error nothing stays
+            allocated.
         OSError
             The file cannot be read. FileNotFoundError: there is no such file, or no weights or config in a directory.
         ImportError
