@@ -15,7 +15,7 @@ from vaemem._types import Op, Program
 from vaemem.engine.configs import named_model
 from vaemem.out_of_memory.clues import WAN22, Clues, read_clues
 from vaemem.out_of_memory.graph_runs import find_graphs, name_component
-from vaemem.out_of_memory.kinds import GRAPH, POOL, WHOLE
+from vaemem.out_of_memory.kinds import GRAPH, NO_TENSOR, POOL
 from vaemem.out_of_memory.messages import SLACK, OomMessage, interpret, read_message
 from vaemem.out_of_memory.parts import A_VAE, NOT_EXAMINED, OtherTensor, find_parts, models_with
 from vaemem.out_of_memory.pipeline_runs import find_pipeline_runs, lacks_room
@@ -89,9 +89,9 @@ class Explanation(Shown):
         blocks += [Bullets([*self.notes, *[f"The message names, in MiB: {sizes}."] * bool(sizes)])]
         whole = self.command if self.prediction and self.prediction.kind == "pipeline" else ""
         tried = [(one.describe(size), f"{whole} {one.command}" if whole else one.command) for one in fitting]
-        first = self.matches[0] if self.matches else None
-        title = first and f"What would have fitted, for {first.models} {first.op} {first.height}x{first.width}:"
-        blocks += [Actions(str(title), tried)] * bool(tried)
+        words = shlex.split(self.command)[2:]  # the model, the operation if it is a VAE's, and the size
+        named = " ".join(words[: 2 if whole else 3])
+        blocks += [Actions(f"What would have fitted, for {named}:", tried)] * bool(tried)
         nothing = "No known tensor has that size." if self._names_tensor else "The message does not say which tensor."
         return Sheet(headline or (others if rest else nothing), blocks)
 
@@ -172,7 +172,7 @@ def explain(
         notes.append(f"The text names {clues.model}, which vaemem does not know: no run of it was searched.")
     elif clues.model == WAN22 and model is None:
         notes.append("It was Wan 2.2's TI2V-5B: vaemem predicts one frame of its VAE, so no video of it was searched.")
-    if message.kind.size == WHOLE or notes:
+    if message.kind.size == NO_TENSOR or notes:
         return _explain_whole(message, clues, asked, notes)
     return _explain_tensor(message, clues, asked, has_gpu=gpu is not None, has_op=op is not None)
 
@@ -244,7 +244,8 @@ def _explain_tensor(message: OomMessage, clues: Clues, asked: _Asked, has_gpu: b
     if not message.is_small and "VAE" in through and not is_weight:
         runs = find_runs(message, asked.models, asked.ops, asked.runtimes, asked.cards, clues.sizes)
     if not (is_weight or message.is_tile or message.is_lowered) and (asked.is_named or not message.is_small):
-        names = [name for name in asked.pipelines if PIPELINES[name].frames or not (has_op or through == ["VAE"])]
+        may_denoise = "denoiser" in through and not has_op
+        names = [name for name in asked.pipelines if may_denoise or (PIPELINES[name].frames and "VAE" in through)]
         for of_video in (False, True):  # if no model is named, these are searched only if nothing else agrees
             if asked.is_named or all(one.fit < (PLAYED if of_video else AGREES) for one in runs):
                 some = [name for name in names if bool(PIPELINES[name].frames) == of_video]

@@ -13,9 +13,9 @@ from vaemem.out_of_memory.runs import Match
 from vaemem.out_of_memory.sizes import Areas, Size, list_sizes
 from vaemem.sdcpp.graphs import LATENT_CHANNELS, graph
 
-MOST_SIDE = 4096  # pixels of a square that is tried
-RANKS = range(4)  # of sizes: common ones, multiples of 64, and multiples of 8 in usual shapes
-CLOSE = 1000  # another version's buffer may differ by a thousandth
+_MOST_SIDE = 4096  # pixels of a square that is tried
+_RANKS = range(4)  # of sizes: common ones, multiples of 64, and multiples of 8 in usual shapes
+_CLOSE = 1000  # another version's buffer may differ by a thousandth
 _WHOSE = re.compile(
     r"([\w.-]{1,40}) (?:params backend|compute) buffer|([\w.-]{1,40}): failed to allocate the compute buffer"
 )
@@ -38,11 +38,11 @@ def find_graphs(message: OomMessage, component: str, models: Sequence[str], ops:
         if is_pool and options.get("conv_direct"):
             continue
         areas = _solve(size, is_pool, what, options)
-        for rank in RANKS if areas else ():
+        for rank in _RANKS if areas else ():
             sizes = [one for one in list_sizes(rank, areas) if not (one[0] % _step(what) or one[1] % _step(what))]
             for alike in grouped(sizes, lambda one: one[0] * one[1]).values():
                 needed = _needs(is_pool, what, alike[0], options)
-                within = size // CLOSE if rank < 2 else message.within["requested"]  # rare sizes must fit
+                within = size // _CLOSE if rank < 2 else message.within["requested"]  # rare sizes must fit
                 if abs(needed - size) <= within:
                     how = "sd.cpp" + "".join(f" {flag}" for key, flag in _FLAGS.items() if options.get(key))
                     tensor = "a product's copy in the pool" if is_pool else "the compute buffer"
@@ -87,12 +87,12 @@ def _needs(is_pool: bool, component: str, size: Size, options: dict[str, Any]) -
 def _solve(size: int, is_pool: bool, component: str, options: dict[str, Any]) -> Areas:
     """Return the range of areas, between two squares, in which a component needs these bytes; empty if none does."""
     step = max(_step(component), 32)
-    low, high = 1, MOST_SIDE // step
-    if size < 8 * MIB or _needs(is_pool, component, (MOST_SIDE, MOST_SIDE), options) < size * (1 - 1 / CLOSE):
+    low, high = 1, _MOST_SIDE // step
+    if size < 8 * MIB or _needs(is_pool, component, (_MOST_SIDE, _MOST_SIDE), options) < size * (1 - 1 / _CLOSE):
         return []
     while low < high:
         middle = (low + high) // 2
-        if _needs(is_pool, component, (middle * step, middle * step), options) < size * (1 - 1 / CLOSE):
+        if _needs(is_pool, component, (middle * step, middle * step), options) < size * (1 - 1 / _CLOSE):
             low = middle + 1
         else:
             high = middle

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from vaemem._common import MIB
 from vaemem._errors import ArgumentError
-from vaemem.out_of_memory.kinds import KINDS, POOL, SEGMENT, SIZE, TENSOR, Kind
+from vaemem.out_of_memory.kinds import MESSAGE_KINDS, POOL, SEGMENT, SIZE, TENSOR, Kind
 
 SEGMENT_STEP = 2 * MIB  # the native allocator requests multiples of this
 SLACK = 64 * MIB  # for workspaces of products and the allocator's rounding
-SMALL = 20 * MIB  # the native allocator requests this for any tensor of 1 to 10 MiB; many runs make smaller requests
+MOST_SMALL = 20 * MIB  # the native allocator requests this for any tensor of 1 to 10 MiB; many runs request less
 LOOK_AHEAD = 1.05  # ggml's pool requests this much more than a product's copy
 _UNITS = {"b": 1, "k": 1 << 10, "m": MIB, "g": 1 << 30, "t": 1 << 40}  # by first letter
 # Patterns of the figures in PyTorch's messages.
@@ -66,7 +66,7 @@ class OomMessage:
     @property
     def is_small(self) -> bool:
         """Whether many runs make such a request."""
-        return self.bytes["requested"] <= SMALL
+        return self.bytes["requested"] <= MOST_SMALL
 
     @property
     def tells(self) -> bool:
@@ -99,7 +99,7 @@ class OomMessage:
 
 def read_message(text: str) -> OomMessage:
     """Read the first message in a text without line breaks; ValueError if it has none."""
-    for kind in KINDS:
+    for kind in MESSAGE_KINDS:
         if found := re.search(kind.pattern, text, re.I):
             break
     else:
@@ -141,7 +141,7 @@ def interpret(message: OomMessage, has_matches: bool, parts: list[str], is_weigh
     if message.kind.meaning:
         yield f"{message.kind.meaning} {message.kind.advice}"
     if message.is_small and message.is_native:
-        what = "less than 10 MiB" if size == SMALL else "less than 1 MiB" if size == SEGMENT_STEP else ""
+        what = "less than 10 MiB" if size == MOST_SMALL else "less than 1 MiB" if size == SEGMENT_STEP else ""
         what = f"may be for any tensor of {what}" if what else "is of a size that many tensors have"
         yield (
             f"PyTorch requested a segment of {size / MIB:g} MiB, which {what}: it does not identify the run. The card"

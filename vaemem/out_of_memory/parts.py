@@ -29,7 +29,7 @@ ATTENTIONS = {
     "pixart-sigma-transformer": (16, 16, 0), "flux-fill-transformer": (24, 16, 512),
     "qwen-image-transformer": (24, 16, 82), "chroma-transformer": (24, 16, 512),
 }  # fmt: skip
-MOST_AREA = 1 << 24  # pixels of an image with scores
+_MOST_AREA = 1 << 24  # pixels of an image with scores
 NOT_EXAMINED = (
     "Searched: runs of one image by VAEs, runs of one image or video by the pipelines of SD 1.5, SD 2.1, SDXL, SD 3,"
     " PixArt-Sigma, FLUX.1, FLUX.2, Chroma, Qwen-Image, Z-Image and Wan 2.1, their weights, and attention scores."
@@ -118,7 +118,7 @@ def _scores(low: int, high: int, names: Sequence[str], ranks: Iterable[int]) -> 
         if name not in names or (images > 1 and is_alone):
             continue
         least, most = ((max(math.sqrt(at / (heads * images * size)) - text, 0)) * side**2 for at in (low, high))
-        for height, width in (one for rank in ranks for one in list_sizes(rank, [(least, min(most, MOST_AREA))])):
+        for height, width in (one for rank in ranks for one in list_sizes(rank, [(least, min(most, _MOST_AREA))])):
             tokens = -(-height // side) * -(-width // side) + text
             scores = images * heads * tokens**2 * size
             if low < scores <= high:

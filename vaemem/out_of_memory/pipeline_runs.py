@@ -20,14 +20,14 @@ from vaemem.prediction.gpus import Gpu, find_gpu
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.request import USUAL_GPU, Card, Software
 
-WAYS = "none", "model"  # of offloading: the two that people use most
-REFERENCE = (1024, 1024), (1024, 2048)  # two sizes, from whose tensors other areas follow
-FRAMES = 81, 41  # two videos, from whose tensors other frames follow; the first is Wan's default
-FEW = 100  # frames: usual videos are shorter
-MOST_POINTS = 60  # sizes of a pipeline that are played
-MOST = 257  # frames of a video that is searched
-MOST_AREA = 1 << 23  # pixels of an image that is searched
-NEARLY = 0.002  # of an area
+_WAYS = "none", "model"  # of offloading: the two that people use most
+_REFERENCE = (1024, 1024), (1024, 2048)  # two sizes, from whose tensors other areas follow
+_FRAMES = 81, 41  # two videos, from whose tensors other frames follow; the first is Wan's default
+_FEW = 100  # frames: usual videos are shorter
+_MOST_POINTS = 16  # sizes of a pipeline that are played
+_MOST = 257  # frames of a video that is searched
+_MOST_AREA = 1 << 23  # pixels of an image that is searched
+_NEARLY = 0.002  # of an area
 
 
 def request_for(
@@ -50,10 +50,10 @@ def find_pipeline_runs(
     for name in names:
         known = PIPELINES[name]
         for rank, size, frames in _points(message, name, clues, gpu, is_named):
-            for offload in WAYS:
+            for offload in _WAYS:
                 with contextlib.suppress(ValueError):  # an impossible run
                     request = request_for(name, size, frames, offload, Card(gpu))
-                    found += _try_run(message, request, rank + (offload != WAYS[0]) + (known.since > 0))
+                    found += _try_run(message, request, rank + (offload != _WAYS[0]) + (known.since > 0))
     return found
 
 
@@ -79,14 +79,14 @@ def _points(
             areas = _areas(name, gpu, message)
             ranks = range(5) if is_named and message.bytes["requested"] >= TELLING else range(2)
             sizes = ((rank, size, 1) for rank in ranks for size in list_sizes(rank, areas))
-            yield from itertools.islice(sizes, MOST_POINTS)
+            yield from itertools.islice(sizes, _MOST_POINTS)
         elif message.is_small:
-            yield from ((0, size, 1) for size in REFERENCE[:1])
+            yield from ((0, size, 1) for size in _REFERENCE[:1])
         return
     for rank, size in enumerate(clues.sizes or VIDEO_SIZES):
         solved = [clues.frames] if clues.frames else _solve_frames(name, size, gpu, message)
-        for frames in dict.fromkeys((clues.frames or FRAMES[0], *solved)):
-            unusual = (rank > 1) + (frames != FRAMES[0]) + (frames > FEW)
+        for frames in dict.fromkeys((clues.frames or _FRAMES[0], *solved)):
+            unusual = (rank > 1) + (frames != _FRAMES[0]) + (frames > _FEW)
             yield (TOLD if clues.sizes else unusual), size, frames
 
 
@@ -94,7 +94,7 @@ def _points(
 def _tensors(name: str, size: Size, frames: int, sm: int) -> dict[tuple[str, str, int], int]:
     """Return the bytes of the tensors in the calls of a run with unlimited memory, by role, module and number; of a
     video only the largest of each module."""
-    run = play_pipeline(request_for(name, size, frames, WAYS[1], Card(find_gpu(f"sm_{sm}"))))
+    run = play_pipeline(request_for(name, size, frames, _WAYS[1], Card(find_gpu(f"sm_{sm}"))))
     found: dict[tuple[str, str, int], int] = {}
     is_video = bool(PIPELINES[name].frames)
     for role, trace in {(role, trace) for role, (trace, *_) in run.calls if role != "vae" or is_video}:
@@ -110,9 +110,9 @@ def _tensors(name: str, size: Size, frames: int, sm: int) -> dict[tuple[str, str
 def _areas(name: str, gpu: Gpu, message: OomMessage) -> Areas:
     """Return ranges of image areas in which a pipeline has a tensor of the message's size."""
     with contextlib.suppress(ValueError):
-        (low, high), base = message.range, REFERENCE[0][0] * REFERENCE[0][1]
+        (low, high), base = message.range, _REFERENCE[0][0] * _REFERENCE[0][1]
         found = set[tuple[float, float]]()
-        small, large = (_tensors(name, size, 1, gpu.sm) for size in REFERENCE)
+        small, large = (_tensors(name, size, 1, gpu.sm) for size in _REFERENCE)
         for key in small.keys() & large.keys():
             at, grows = small[key], large[key] - small[key]
             if grows > 0 and at:
@@ -120,22 +120,22 @@ def _areas(name: str, gpu: Gpu, message: OomMessage) -> Areas:
                 least, most = (
                     base * (1 + (bound - at) / grows if power == 1 else (bound / at) ** 0.5) for bound in (low, high)
                 )
-                if 0 < least < MOST_AREA:
-                    found.add((least * (1 - NEARLY), min(most * (1 + NEARLY), MOST_AREA)))
+                if 0 < least < _MOST_AREA:
+                    found.add((least * (1 - _NEARLY), min(most * (1 + _NEARLY), _MOST_AREA)))
         return sorted(found)
     return []
 
 
 def _solve_frames(name: str, size: Size, gpu: Gpu, message: OomMessage) -> list[int]:
     """Return the numbers of frames with which a video has a tensor of the message's size."""
-    many, few = (_tensors(name, size, frames, gpu.sm) for frames in FRAMES)
+    many, few = (_tensors(name, size, frames, gpu.sm) for frames in _FRAMES)
     found = set[int]()
     for key in many.keys() & few.keys():
-        each = (many[key] - few[key]) / (FRAMES[0] - FRAMES[1])
+        each = (many[key] - few[key]) / (_FRAMES[0] - _FRAMES[1])
         if each > 0:
-            least, most = (FRAMES[0] + (bound - many[key]) / each for bound in message.range)
+            least, most = (_FRAMES[0] + (bound - many[key]) / each for bound in message.range)
             first = -(-max(int(least), 1) // FRAME_STRIDE) * FRAME_STRIDE + 1
-            found |= {*range(first, min(int(most), MOST) + 1, FRAME_STRIDE)}
+            found |= {*range(first, min(int(most), _MOST) + 1, FRAME_STRIDE)}
     return sorted(found)[:3]
 
 

@@ -36,7 +36,7 @@ from vaemem.prediction.runtimes import architecture, code_of
 ALIKE = {"sdxl": "SD1.5, SDXL", "flux": "FLUX.1, SD3, Z-Image", "flux2": "FLUX.2", "qwen-image": "Qwen-Image"}
 # Releases of PyTorch that keep 3D convolutions in half precision from cuDNN (why_own in csrc/predict/lookup.c), and
 # so allocate other memory for the VAEs of videos. None is the default release.
-RELEASES = None, "2.9.1"
+TORCH_RELEASES = None, "2.9.1"
 VIDEO_TILE = 256  # pixels a side, of ComfyUI's tiles for video VAEs
 TELLING = 64 * MIB  # many runs make smaller requests
 LISTED, RARE = [(0, 1)], [(2,), (3,), (4,)]  # ranks of sizes that are searched together
@@ -165,7 +165,8 @@ def find_runs(
     ranks = [(TOLD,)] * bool(told and not message.is_tile) + ranks
     for some, card in itertools.product(ranks, cards):
         kinds = [_Kind(*one, card) for one in itertools.product(models, ops, runtimes, ("float16", "float32"))]
-        kinds += [kind._replace(torch=release) for kind in kinds if _is_of_video(kind) for release in RELEASES[1:]]
+        of_video = [kind for kind in kinds if _is_of_video(kind)]
+        kinds += [kind._replace(torch=release) for kind in of_video for release in TORCH_RELEASES[1:]]
         for rank, kind in itertools.product(some, sorted(kinds, key=_rarity)):
             for height, width in (told if rank == TOLD else _sizes(message, kind, rank)) if plays > 0 else ():
                 if plays > 0:
