@@ -90,7 +90,8 @@ MESSAGE_KINDS = (
     ),
     Kind(
         r"kIOGPUCommandBufferCallbackErrorOutOfMemory|Command buffer execution failed.{0,40}Insufficient Memory",
-        NO_TENSOR, "Apple", "macOS ended a command buffer, because the memory that the GPU shares with all programs ran out.",
+        NO_TENSOR, "Apple",
+        "macOS ended a command buffer, because the memory that the GPU shares with all programs ran out.",
         "Close other programs, use a smaller image, or weights of fewer bits.",
     ),
     Kind(
