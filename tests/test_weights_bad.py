@@ -433,3 +433,97 @@ def test_peak_memory_of_a_real_size(tmp_path):
             peak, held[dtype] = grown(dtype, file)
             assert 0.9 * held[dtype] < peak <= held[dtype] + number * largest + slack, (dtype, file)
     assert held["bfloat16"] < 0.51 * held["float32"]
+
+
+# ---- other architectures, wrappers and shards ----
+
+
+def shaped(shapes):
+    """Tensors of these shapes that take no memory."""
+    return {name: np.broadcast_to(np.float32(0), shape) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("AsymmetricAutoencoderKL", "AsymmetricAutoencoderKL has"),
+        ("AutoencoderKLTemporalDecoder", "Stable Video Diffusion's VAE has"),
+        ("AutoencoderKLHunyuanVideo", "a VAE of videos"),
+        ("AutoencoderKLCogVideoX", "a VAE of videos"),
+        ("AutoencoderKLAllegro", "only 248 of 704 tensors"),
+        ("AutoencoderKLMagvit", "only 2 of 228 tensors"),
+        ("VQModel", "a VQ model"),
+    ],
+)
+def test_a_vae_of_another_architecture_is_unknown(kind, said):
+    """diffusers' own classes: an error says what they are, or that they are unknown, and never the nearest model."""
+    torch, diffusers = pytest.importorskip("torch"), pytest.importorskip("diffusers")
+    if not hasattr(diffusers, kind):
+        pytest.skip(f"this diffusers has no {kind}")
+    with torch.device("meta"):
+        module = getattr(diffusers, kind)()
+    with refused(names=["unknown architecture", said]) as caught:
+        weights.arch_of(shaped({name: tensor.shape for name, tensor in module.state_dict().items()}))
+    assert not any(f"{name}'s" in str(caught.value) for name in _core.models())
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        # taehv.pth: its TPool and TGrow, between blocks like TAESD's
+        (["encoder.0.weight", "encoder.2.conv.weight", "encoder.4.conv.0.weight", "decoder.7.conv.weight"], "TAEHV"),
+        # Stable Cascade's stage_a.safetensors
+        (["in_block.1.weight", "down_blocks.0.depthwise.1.weight", "vquantizer.codebook.weight"], "a VQ model"),
+        # svd.safetensors
+        (["first_stage_model.decoder.mid.block_1.time_stack.in_layers.0.weight"], "Stable Video Diffusion"),
+    ],
+)
+def test_files_of_other_autoencoders(names, said):
+    with refused(names=["unknown architecture", said]):
+        weights.arch_of(shaped(dict.fromkeys(names, (8, 8, 3, 3))))
+
+
+@pytest.mark.parametrize(
+    "wrapper",
+    "module. _orig_mod. model_state_dict. ema_model.module. net. vae_state_dict. params_ema. a.b.c.".split(),
+)
+@pytest.mark.parametrize("model", ["sd", "taesd"])
+def test_whatever_precedes_every_name_is_a_wrapper(tmp_path, wrapper, model):
+    """In flat names and in nested mappings."""
+    tensors = tensors_of(make() if model == "sd" else make(_core.models()["taesd"]))
+    wrapped = {wrapper + name: tensor for name, tensor in tensors.items()}
+    same(weights.load(write(tmp_path / "b.safetensors", wrapped)), tensors)
+    nested = tensors
+    for key in reversed(wrapper.split(".")[:-1]):
+        nested = {key: nested, "epoch": 3, "optimizer": {"state": {0: {}}, "param_groups": []}}
+    same(weights.load(nested), tensors)
+
+
+def test_the_average_over_the_training_comes_first(tmp_path):
+    other, tensors = tensors_of(make(seed=1)), tensors_of(make())
+    for average in ("ema.", "ema_model.", "params_ema."):
+        both = {f"model.{name}": tensor for name, tensor in other.items()}
+        both |= {average + name: tensor for name, tensor in tensors.items()}
+        same(weights.load(write(tmp_path / "a.safetensors", both)), tensors)
+
+
+def test_a_vae_in_several_files(tmp_path):
+    model_dir = tmp_path / "vae"
+    VAE.random("taesd").save(model_dir)
+    whole = safetensors_numpy.load_file(model_dir / weights.WEIGHTS)
+    (model_dir / weights.WEIGHTS).unlink()
+    names = [f"diffusion_pytorch_model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    where = {name: names[i % 2] for i, name in enumerate(sorted(whole))}
+    for file in names:
+        write(model_dir / file, {name: whole[name] for name in whole if where[name] == file})
+    index = model_dir / weights.INDICES[0]
+    index.write_text(json.dumps({"metadata": {}, "weight_map": where}), "utf-8")
+    same(weights.load(model_dir), whole)
+    same(weights.load(index), whole)
+    for wrong in ("{}", "nonsense", json.dumps({"weight_map": {"a": "../b"}}), json.dumps({"weight_map": {"a": 3}})):
+        index.write_text(wrong, "utf-8")
+        with refused("path", path=index):
+            weights.load(model_dir)
+    index.write_text(json.dumps({"weight_map": where | {"more": "absent.safetensors"}}), "utf-8")
+    with refused("path", path=model_dir / "absent.safetensors"):
+        weights.load(model_dir)

@@ -36,10 +36,9 @@ Shapes = Mapping[str, Shape]  # by tensor name
 Spelt = Mapping[str, str]  # names in another layout
 
 LAYOUTS = ("diffusers", "ldm", "bfl", "wan", "hunyuan", tiny.AUTHORS)
-# Keys under which programs nest a model's tensors. Several may follow each other, as in ``ema.vae.``.
-_WRAPPERS = ("ema", "state_dict", "model", "vae", "first_stage_model")
-_WRAPPED = re.compile(rf"(?:(?:{'|'.join(_WRAPPERS)})\.)*")
-_DEEPEST = 4  # wrappers in a row
+# Whatever precedes a VAE's names is a wrapper, as ``module.`` or ``ema.vae.``.
+_WRAPPED = re.compile(r"((?:[^.]+\.)*?)(?:encoder|decoder)\.")
+_DEEPEST = 4  # mappings in mappings
 
 # ---- names ----
 
@@ -108,7 +107,7 @@ def spell(names: Iterable[str], layout: str, levels: int, prefix: str = "", laye
     return spelt
 
 
-def _file_shapes(name: str, shape: Shape) -> tuple[Shape, ...]:
+def file_shapes(name: str, shape: Shape) -> tuple[Shape, ...]:
     """Return the shapes in which files hold a tensor of the core, number for number.
 
     These are its own shape; for a matrix a 1x1 convolution; a convolution over one frame (HunyuanImage's); in GGUF,
@@ -142,15 +141,15 @@ def half_of(name: str) -> str | None:
 
 
 def unwrap(held: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return a mapping's values by name, with those of mappings nested under a wrapper's name, as ``ema.encoder...``.
-    Visit each mapping once, even if it is referenced twice."""
+    """Return a mapping's values by name, with those of nested mappings under joined names, as ``ema.encoder...``. Visit
+    each mapping once, even if it is referenced twice."""
     found, left, seen = {}, [("", held)], {id(held)}
     while left:
         prefix, mapping = left.pop()
         for name, value in mapping.items():
             if not isinstance(name, str):
                 continue
-            if name not in _WRAPPERS or not isinstance(value, Mapping):
+            if not isinstance(value, Mapping):
                 found[prefix + name] = value
             elif id(value) not in seen and prefix.count(".") < _DEEPEST:
                 seen.add(id(value))
@@ -159,9 +158,16 @@ def unwrap(held: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _prefixes(names: Iterable[str]) -> list[str]:
-    """List the prefixes that tensors may have: averages over the training first, longer before shorter."""
-    found = {match[0] for match in map(_WRAPPED.match, names) if match}
-    return sorted({*found, ""}, key=lambda prefix: ("ema." not in prefix, -len(prefix), prefix))
+    """List the prefixes that tensors may have: averages over the training first, longer before shorter. Files of one
+    half do not name it, so what all their names share may be a wrapper too."""
+    names = list(names)
+    found = {match[1] for match in map(_WRAPPED.match, names) if match}
+    if names and not found:
+        start = re.split(r"\d", names[0])[0]
+        shared = start[: start.rfind(".") + 1]
+        found = {shared} if all(name.startswith(shared) for name in names) else found
+    average = re.compile(r"(.*[._])?ema[._]")
+    return sorted({*found, ""}, key=lambda prefix: (average.match(prefix) is None, -len(prefix), prefix))
 
 
 # ---- checking ----
@@ -189,7 +195,7 @@ def check_shapes(
         got = shapes.get(in_file)
         if got is None:
             problems.append(f"missing {in_file}: expected {shape}, got no such tensor")
-        elif got not in _file_shapes(name, shape):
+        elif got not in file_shapes(name, shape):
             problems.append(f"{in_file}: expected {shape}, got {shown(got)}")
         elif faults and in_file in faults:
             problems.append(f"{in_file}: {faults[in_file]}")
@@ -212,13 +218,28 @@ _MARKS |= {"model.diffusion_model.joint_blocks.": "sd3", "model.diffusion_model.
 
 # Names in other files of a pipeline that no VAE has: diffusers', the first authors', llama.cpp's.
 _DIFFUSION = r"model\.diffusion_model|(input|output|down|up|double|single|joint|transformer)_blocks|\w+_refiner"
-_TEXT = r"text_model|text_encoders|cond_stage_model|conditioner|token_embd|(enc\.)?blk|model\.layers|encoder\.block"
+_TEXT = r"text_model|text_encoders|cond_stage_model|conditioner|token_embd|(enc\.)?blk|model\.layers"
+_TEXT += r"|encoder\.block\.\d+\.layer"
 _OTHERS = {"a diffusion model": re.compile(rf"({_DIFFUSION})\."), "a text encoder": re.compile(rf"({_TEXT})\.")}
 
 
+# Names that only VAEs of other architectures have.
+_OTHER_VAES = {
+    "TAEHV, a tiny autoencoder of videos,": r"(en|de)coder\.\d+\.conv\.weight",
+    "AsymmetricAutoencoderKL": r"decoder\.condition_encoder\.",
+    "Stable Video Diffusion's VAE": r"decoder\..*(time_stack|temporal_res_block|time_conv_out|time_mix_conv)\.",
+    "a VAE of videos such as HunyuanVideo's": r"(en|de)coder\..*\.conv[12]?\.conv\.weight",
+    "a VQ model such as Stable Cascade's stage A": r"(vquantizer|quantize)\.",
+}
+
+
 def find_layout(names: Iterable[str]) -> tuple[str, str]:
-    """Return (layout, prefix) of a file's names; old spellings of diffusers are ``"diffusers-old"``."""
+    """Return (layout, prefix) of a file's names; old spellings of diffusers are ``"diffusers-old"``. ValueError for
+    names of no VAE, or of one that is known and not run here."""
     names = list(names)
+    for what, spelling in _OTHER_VAES.items():
+        if seen := next(filter(re.compile(rf"(?:[^.]+\.)*?{spelling}").match, names), None):
+            raise ArgumentError("", "", f"unknown architecture: {what} has tensors like {shown(seen)}")
     prefixes = _prefixes(names)
     if found := tiny.tiny_layout(names, prefixes):
         return found
@@ -275,13 +296,17 @@ def _find_nearest(archs: Iterable[Arch], in_file: Shapes, layout: str, prefix: s
     for arch in archs:
         tensors = dict(_core.Model(arch).tensors)
         spelt = spell(tensors, layout, len(arch["block_out_channels"]), prefix, arch["layers_per_block"])
-        counts.append((sum(in_file.get(spelt[n]) in _file_shapes(n, shape) for n, shape in tensors.items()), arch))
+        counts.append((sum(in_file.get(spelt[n]) in file_shapes(n, shape) for n, shape in tensors.items()), arch))
     count, nearest = max(counts, key=lambda one: one[0])
     if 2 * count < len(names):
-        known = f"{nearest['name']}'s, the nearest" if nearest["name"] != "custom" else "the nearest"
-        problem = f"other shapes than the known models have ({count} of {len(names)} tensors are like {known})"
-        raise ArgumentError("", "", f"unknown architecture: {problem}", ("pass ", Named("config")))
+        raise unknown_architecture(count, len(names))
     return nearest
+
+
+def unknown_architecture(count: int, of: int) -> ArgumentError:
+    """Make the error for tensors of no known model."""
+    problem = f"unknown architecture: only {count} of {of} tensors have names and shapes of a known model"
+    return ArgumentError("", "", problem, ("pass ", Named("config")))
 
 
 def _find_video_arch(shapes: Shapes, in_file: Shapes, layout: str, prefix: str, parts: str) -> Arch:

@@ -29,10 +29,13 @@ PARTS = ("all", "encoder", "decoder")
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 WEIGHTS_FP16 = "diffusion_pytorch_model.fp16.safetensors"
 WEIGHTS_TORCH = "diffusion_pytorch_model.bin"
+INDICES = tuple(f"{WEIGHTS}.index{variant}.json" for variant in ("", ".fp16"))  # of weights in several files
 PIPELINE = "model_index.json"  # in a pipeline's directory
 SAVED_WITH = "vaemem.config"  # metadata key of the config in weights saved to a directory; this config decides
 SAVED_LAYOUTS = ("diffusers", "ldm", "bfl")  # layouts that `save` writes
 PICKLES = (".bin", ".ckpt", ".pt", ".pth")  # suffixes of PyTorch files and of old diffusers files
+
+KNOWN_SHARE = 0.75  # of a file's tensors, which a guessed architecture must have; fewer are another architecture's
 
 # ---- reading ----
 
@@ -64,7 +67,8 @@ def _locate(path: Path) -> Path:
         return path
     if not stat.S_ISDIR(mode):
         raise FileError("path", wanted, "neither", path=path)
-    files = [path / name for name in (WEIGHTS, WEIGHTS_FP16, WEIGHTS_TORCH) if (path / name).is_file()]
+    usual = (WEIGHTS, WEIGHTS_FP16, *INDICES, WEIGHTS_TORCH)
+    files = [path / name for name in usual if (path / name).is_file()]
     if not files:
         pickles = [file for file in sorted(path.iterdir()) if file.suffix in PICKLES]
         have = f"only {pickles[0].name}" if pickles else "none"
@@ -120,21 +124,29 @@ def read(
 def _load_from(source: _Source, arch: Arch | None, parts: str, where: Mapping[str, Any]) -> _core.Model:
     shapes = source.shapes
     layout, prefix = layouts.find_layout(shapes)
+    is_guessed = arch is None
     if parts == "all" and (half := tiny.HALVES.get(layout)):
         raise ArgumentError("", ("both halves, or ", Named("parts", half)), f"a file of the {half} alone")
     arch = arch or layouts.detect(shapes, parts)[2]
-    spelt = _match_names(source, arch, parts, layout, prefix)
+    spelt = _match_names(source, arch, parts, layout, prefix, is_guessed)
     result = _core.Model(arch, parts, **where)
     for tensor, shape in result.tensors:
         result.set_tensor(tensor, source.read(spelt[tensor], shape))
     return result
 
 
-def _match_names(source: _Source, arch: Arch, parts: str, layout: str, prefix: str) -> dict[str, str]:
-    """Return {core name: source name}; ValueError unless the source has all tensors in the right shape and type."""
+def _match_names(
+    source: _Source, arch: Arch, parts: str, layout: str, prefix: str, is_guessed: bool
+) -> dict[str, str]:  # fmt: skip
+    """Return {core name: source name}; ValueError unless the source has all tensors in the right shape and type. If the
+    architecture is guessed, it must have most of the source's tensors."""
     shapes, tensors = source.shapes, dict(_core.Model(arch, parts).tensors)
     spelt = layouts.spell(tensors, layout, len(arch["block_out_channels"]), prefix, arch["layers_per_block"])
-    extra = {prefix + name for name in layouts.ours(shapes, prefix, parts)} - set(spelt.values())
+    own = {prefix + name for name in layouts.ours(shapes, prefix, parts)}
+    extra = own - set(spelt.values())
+    count = sum(shapes.get(spelt[name]) in layouts.file_shapes(name, shape) for name, shape in tensors.items())
+    if is_guessed and count < KNOWN_SHARE * len(own):
+        raise layouts.unknown_architecture(count, len(own))
     readable, types = ", ".join(source.readable), {name: tensor.dtype for name, tensor in source.tensors.items()}
     faults = {
         name: f"expected {readable}, got {dtype}" for name, dtype in types.items() if dtype not in source.readable
@@ -200,6 +212,35 @@ class _Source(NamedTuple):
 
 @contextlib.contextmanager
 def _open_source(file: Path) -> Iterator[_Source]:
+    """Open a weights file, or all files of an index."""
+    if not (file.suffix == ".json" and ".index" in file.suffixes):
+        with _open_file(file) as source:
+            yield source
+        return
+    with contextlib.ExitStack() as stack:
+        shards = [stack.enter_context(_open_file(shard)) for shard in _shards_of(file)]
+        held = {name: shard for shard in shards for name in shard.tensors}
+        tensors = {name: shard.tensors[name] for name, shard in held.items()}
+        yield _Source(tensors, lambda name, shape: held[name].read(name, shape), shards[0].readable, shards[0].about)
+
+
+def _shards_of(index: Path) -> list[Path]:
+    """Return the files of an index next to it."""
+    try:
+        names = sorted({*json.loads(index.read_text("utf-8"))["weight_map"].values()})
+        files = [index.parent / name for name in names if Path(name).name == name]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        names, files = [], []
+    if not files or len(files) < len(names):
+        raise FileError("path", "an index with a weight_map of tensors to files", "none", path=index)
+    for file in files:
+        if not file.is_file():
+            raise NoFileError("path", "every file of the index", "no such file", path=file)
+    return files
+
+
+@contextlib.contextmanager
+def _open_file(file: Path) -> Iterator[_Source]:
     """Open a weights file. The first bytes of GGUF and PyTorch files are no valid header length of safetensors."""
     headers = {"GGUF": file_tensors.gguf_header, "PyTorch": torch_files.torch_header}
     headers["safetensors"] = file_tensors.safetensors_header
@@ -271,12 +312,13 @@ def look(path: Any) -> Contents:
     file = _locate(as_path(path, "path"))
     with _open_source(file) as source:
         layout, prefix, arch = layouts.detect(source.shapes)
-        arch = _find_config(source, path)[0] or arch
+        found = _find_config(source, path)[0]
+        arch = found or arch
         names = layouts.ours(source.shapes, prefix, "all")
         halves = {half for name in names if (half := layouts.half_of(name))}
         parts = halves.pop() if len(halves) == 1 else tiny.HALVES.get(layout, "all")
         with inside("path", path=file, caught=(ValueError,)):
-            _match_names(source, arch, parts, layout, prefix)
+            _match_names(source, arch, parts, layout, prefix, is_guessed=found is None)
     dtypes = tuple(sorted({source.tensors[prefix + name].dtype for name in names}))
     return Contents(file, layout, arch, parts, dtypes, len(names))
 
@@ -285,7 +327,7 @@ def arch_of(state: Mapping[str, Any]) -> Arch:
     """Return the architecture of a whole VAE's tensors in memory, from names and shapes alone. Errors are `load`'s."""
     source = _source_in_memory(state)
     layout, prefix, arch = layouts.detect(source.shapes)
-    _match_names(source, arch, "all", layout, prefix)
+    _match_names(source, arch, "all", layout, prefix, is_guessed=True)
     return arch
 
 
