@@ -12,7 +12,7 @@ from errors import refused
 from traces import lifetimes
 
 from vaemem import plan_pipeline, predict_pipeline
-from vaemem.pipelines.components import weights_of
+from vaemem.pipelines.components import PIPELINES, weights_of
 from vaemem.pipelines.lora import Lora
 from vaemem.pipelines.programs import Recorded
 from vaemem.prediction.gpus import find_gpu
@@ -101,8 +101,15 @@ def test_pairs_take_what_peft_takes(monkeypatch):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "component", "targets"),
-    [("sd15", "sd15-unet", ["conv1", "proj_in", "to_k", "ff.net.2"]), ("flux", "flux-transformer", [])],
-)
+    [
+        ("sd15", "sd15-unet", ["conv1", "proj_in", "to_k", "ff.net.2"]), ("flux", "flux-transformer", []),
+        ("sd3", "sd3-transformer", []), ("zimage-turbo", "zimage-transformer", []),
+        ("zimage-turbo", "zimage-transformer", ["w1", "w2", "w3", "adaLN_modulation.0"]),
+        ("flux2-klein", "flux2-klein-transformer", []), ("chroma", "chroma-transformer", []),
+        ("qwen-image", "qwen-image-transformer", ["to_q", "add_k_proj", "img_mlp.net.2"]),
+        ("wan-1.3b", "wan-1.3b-transformer", ["to_k", "ffn.net.0.proj"]),
+    ],
+)  # fmt: skip
 def test_pairs_of_full_size_take_what_peft_takes(name, component, targets):
     """peft's own layers in a module of full size: each step, and the weights in order."""
     torch = pytest.importorskip("torch")
@@ -122,12 +129,13 @@ def test_pairs_of_full_size_take_what_peft_takes(name, component, targets):
     with torch.device("meta"):
         peft.inject_adapter_in_model(peft.LoraConfig(r=16, target_modules=layers), built)
         args, kwargs = module.call(sizes, dtype)
-    for layer in built.modules():  # as diffusers leaves them
-        for own, weight in layer._parameters.items():
+        args = (*(module.tables(sizes) if module.tables else ()), *args)
+    for name, layer in built.named_modules():  # as diffusers leaves them
+        for own, weight in layer._parameters.items() if "lora_" in name else ():
             layer._parameters[own] = weight if weight is None else Parameter(weight.data.to(dtype))
     gpu = find_gpu("RTX 4090")
     fresh = record_by(Recorder(Recording(), gpu), built.eval(), args, kwargs, module.run)
-    assert [step[:3] for step in part.trace(gpu, "none", **sizes).steps] == [step[:3] for step in fresh.trace.steps]
+    assert lifetimes(part.trace(gpu, "none", **sizes).steps) == lifetimes(fresh.trace.steps)
     assert [weight.bytes for weight in part.weights] == [size for _, size in fresh.weights]
 
 
@@ -207,10 +215,43 @@ def test_weights_and_calls_with_a_lora():
     assert with_pairs.to_dict()["asked"]["lora"] == ["rank 64 in ff.net.0.proj"]
 
 
+def test_pipelines_take_loras_as_diffusers_do():
+    diffusers = pytest.importorskip("diffusers")
+    for name, pipeline in PIPELINES.items():
+        size = (480, 832) if pipeline.frames else (1024, 1024)
+        if not hasattr(getattr(diffusers, pipeline.class_name), "load_lora_weights"):
+            with refused("lora"):
+                predict_pipeline(name, *size, gpu="H100", lora=16)
+            continue
+        pairs = predict_pipeline(name, *size, gpu="H100", lora=16).parts[pipeline.denoiser].pairs
+        assert any(pair.module.endswith("to_q") or "to_qkv" in pair.module for pair in pairs)
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "spellings"),
+    [
+        ("zimage-turbo", "layers.3.attention.to_q", ["transformer.{}", "diffusion_model.{}", "{}"]),
+        ("qwen-image", "transformer_blocks.3.attn.to_k", ["transformer.{}", "{}"]),
+        ("wan-1.3b", "blocks.7.ffn.net.2", ["transformer.{}", "diffusion_model.blocks.7.ffn.2"]),
+        ("wan-1.3b", "blocks.7.attn2.to_out.0", ["transformer.{}", "diffusion_model.blocks.7.cross_attn.o"]),
+    ],
+)
+def test_files_for_transformers(tmp_path, name, layer, spellings):
+    size = (480, 832) if name.startswith("wan") else (1024, 1024)
+    denoiser = PIPELINES[name].parts["transformer"]
+    (rows, columns) = {one.module: one.shape for one in weights_of(denoiser) if one.name.endswith("weight")}[layer]
+    for number, spelling in enumerate(spellings):
+        found = spelling.format(layer)
+        tensors = {f"{found}.lora_A.weight": [24, columns], f"{found}.lora_B.weight": [rows, 24]}
+        file = file_of(tmp_path / f"{number}.safetensors", tensors)
+        (pair,) = predict_pipeline(name, *size, gpu="H100", lora=file).parts["transformer"].pairs
+        assert (pair.module, pair.rank, pair.shape) == (layer, 24, (rows, columns))
+
+
 @pytest.mark.parametrize(
     ("how", "argument"),
     [
-        ({"pipeline": "sd3"}, "lora"),
+        ({"pipeline": "pixart-sigma"}, "lora"),
         ({"lora": 0}, "lora['rank']"),
         ({"lora": {"rank": 4, "alpha": 1}}, "lora"),
         ({"lora": {"rank": 4, "target_modules": ["to_x"]}}, "lora"),

@@ -873,3 +873,28 @@ def test_z_image_is_not_its_turbo():
         for name in ("zimage", "zimage-turbo")
     ]
     assert times[0] == 2 * times[1]
+
+
+def test_tiles_and_slices_together():
+    """Each image of a batch is decoded alone, in tiles."""
+    how = {"gpu": "RTX 4090", "batch": 4}
+    peak = {
+        vae: phase(predict_pipeline("sd15", 1024, 1024, **how, vae=vae), "decode").activations
+        for vae in ("tiled 512", "sliced", "tiled 512 and sliced")
+    }
+    one = phase(predict_pipeline("sd15", 1024, 1024, gpu="RTX 4090", vae="tiled 512"), "decode").activations
+    assert peak["tiled 512 and sliced"] < min(peak["tiled 512"], peak["sliced"])
+    images, latents = 3 * 3 * 1024 * 1024 * 2, 64 * MIB  # of the other three images; what the pipeline holds
+    assert one <= peak["tiled 512 and sliced"] <= one + 2 * images + latents
+    again = predict_pipeline("sd15", 1024, 1024, **how, vae="sliced and tiled")
+    assert again.request.vae == "tiled and sliced"
+    for wrong in ("whole and sliced", "sliced and vaemem"):
+        with refused("vae"):
+            predict_pipeline("sd15", 1024, 1024, **how, vae=wrong)
+
+
+def test_tiles_that_cut_nothing_are_noted():
+    for size, vae, is_noted in ((1024, "tiled", True), (1280, "tiled", False), (1024, "tiled 512", False),
+                                (512, "tiled 512", True), (1024, "whole", False)):  # fmt: skip
+        found = predict_pipeline("sdxl", size, size, gpu="RTX 4090", vae=vae)
+        assert any("do not cut" in note for note in found.notes) == is_noted

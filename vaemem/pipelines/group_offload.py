@@ -12,10 +12,9 @@ from vaemem._errors import ArgumentError
 GROUPS_SINCE = 42  # the release of diffusers whose hooks were read: 0.42
 OFFLOAD_TYPES = ("block_level", "leaf_level")
 UNKNOWN = {
-    "record_stream": "when memory can be used again would depend on the card's speed",
     "non_blocking": "nobody compared it; with use_stream diffusers sets it itself",
 }
-SWITCHES = ("use_stream", "low_cpu_mem_usage")
+SWITCHES = ("use_stream", "low_cpu_mem_usage", "record_stream")
 GROUP_SETTINGS = ("offload_type", "num_blocks_per_group", "offload_to_disk_path", "exclude_modules", *SWITCHES)
 _STREAM = " stream"
 
@@ -30,6 +29,9 @@ class GroupOffload:
     exclude_modules: roles of components that stay on the device
     use_stream: a component's groups come on a stream of its own, each during the call before it
     low_cpu_mem_usage: weights are not pinned in the host's memory ahead
+    record_stream: PyTorch waits for the GPU before a group's memory is used again, and not diffusers when it leaves.
+        Tensors and their order are the same. If memory would run out, PyTorch waits for all groups first
+        (CUDACachingAllocator's release_cached_blocks)
     """
 
     offload_type: str
@@ -38,6 +40,7 @@ class GroupOffload:
     exclude_modules: tuple[str, ...] = ()
     use_stream: bool = False
     low_cpu_mem_usage: bool = False
+    record_stream: bool = False
 
     @classmethod
     def read(cls, given: Any) -> GroupOffload | None:
@@ -60,7 +63,10 @@ class GroupOffload:
         for name, why in UNKNOWN.items():
             if flag(f"offload[{name!r}]", given.get(name, False)):
                 raise ArgumentError(f"offload[{name!r}]", "False", "True", why)
-        use_stream, low_cpu = (flag(f"offload[{name!r}]", given.get(name, False)) for name in SWITCHES)
+        switches = [flag(f"offload[{name!r}]", given.get(name, False)) for name in SWITCHES]
+        use_stream, _, record_stream = switches
+        if record_stream and not use_stream:
+            raise ArgumentError("offload['record_stream']", "use_stream with it, as diffusers does", "True without it")
         kind = given["offload_type"]
         choose("offload['offload_type']", kind, OFFLOAD_TYPES)
         count = given.get("num_blocks_per_group")
@@ -71,7 +77,7 @@ class GroupOffload:
             raise ArgumentError("offload['num_blocks_per_group']", "None with leaf_level", repr(count))
         path = given.get("offload_to_disk_path")
         excluded = tuple(listed(given.get("exclude_modules") or (), str))
-        return cls(kind, count, None if path is None else str(path), excluded, use_stream, low_cpu)
+        return cls(kind, count, None if path is None else str(path), excluded, *switches)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -85,8 +91,8 @@ class GroupOffload:
         count = f" {self.num_blocks_per_group}" if self.num_blocks_per_group else ""
         disk = f" to {self.offload_to_disk_path}" if self.offload_to_disk_path else ""
         excluded = f" except {' and '.join(self.exclude_modules)}" if self.exclude_modules else ""
-        unpinned = ", low_cpu_mem_usage" * self.low_cpu_mem_usage
-        return f"{self.offload_type}{count}{_STREAM * self.use_stream}{disk}{excluded}{unpinned}"
+        others = "".join(f", {name}" for name in SWITCHES[1:] if getattr(self, name))
+        return f"{self.offload_type}{count}{_STREAM * self.use_stream}{disk}{excluded}{others}"
 
     @property
     def pins(self) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from vaemem._common import choose, flag, listed, number_in, whole
@@ -15,17 +16,21 @@ from vaemem.pipelines.programs import Weight
 
 LORAS_SINCE = 42  # the release of diffusers in which loading was read: 0.42
 LORA_SETTINGS = ("file", "rank", "target_modules", "fused")
-# Layers that diffusers' training scripts choose: train_dreambooth_lora_sdxl.py and train_dreambooth_lora_flux.py.
+# Layers that diffusers' training scripts choose (train_dreambooth_lora_*.py of SDXL, FLUX.1, SD 3, FLUX.2, Qwen-Image
+# and Z-Image), by the beginning of a pipeline's name. Others get the attention's, as most scripts choose.
 _ATTENTION = ("to_k", "to_q", "to_v", "to_out.0")
-_FLUX = (*(f"attn.{name}" for name in (*_ATTENTION, "add_k_proj", "add_q_proj", "add_v_proj", "to_add_out")),
-         "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")  # fmt: skip
-_TARGETS = {"unet": _ATTENTION, "transformer": _FLUX}
-_KNOWN = ("sd15", "sd15-controlnet", "sdxl", "sdxl-controlnet", "flux", "flux-schnell", "flux-kontext", "flux-fill")
+_JOINT = tuple(f"attn.{name}" for name in (*_ATTENTION, "add_k_proj", "add_q_proj", "add_v_proj", "to_add_out"))
+_FLUX = (*_JOINT, "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
+_TARGETS = {"sd3": _JOINT, "flux2": (*_ATTENTION, "to_qkv_mlp_proj", "attn.to_out"), "flux": _FLUX, "chroma": _FLUX}
+_WITHOUT = ("pixart-sigma",)  # pipelines without load_lora_weights
 _UP, _DOWN = r"lora_B|lora_up|lora\.up", r"lora_A|lora_down|lora\.down"
 _HALF = re.compile(rf"(?P<layer>.+?)\.(?:(?P<down>{_DOWN})|(?P<up>{_UP}))(?:\.\w+)?\.weight")
 # Kohya's prefixes of roles; diffusers' are the roles.
 _KOHYA = {"lora_unet_": ("unet", "transformer"), "lora_te1_": ("text_encoder",), "lora_te_": ("text_encoder",),
           "lora_te2_": ("text_encoder_2",)}  # fmt: skip
+# The names of Wan's authors for diffusers' layers.
+_AUTHORS = {"attn1.to_out.0": "self_attn.o", "attn2.to_out.0": "cross_attn.o", "attn1.to_": "self_attn.",
+            "attn2.to_": "cross_attn.", "ffn.net.0.proj": "ffn.0", "ffn.net.2": "ffn.2"}  # fmt: skip
 
 
 class Pair(NamedTuple):
@@ -60,6 +65,7 @@ class Lora:
 
     rank, target_modules: of a LoRA without a file, in the denoiser; the layers have these names, or end in them
     ranks: of a file's layers, by the name that the file gives them
+    usual: layers of a LoRA of a rank without target_modules
     """
 
     file: str | None = None
@@ -67,6 +73,7 @@ class Lora:
     target_modules: tuple[str, ...] = ()
     fused: bool = False
     ranks: tuple[tuple[str, int], ...] = ()
+    usual: tuple[str, ...] = _ATTENTION
 
     @classmethod
     def read(cls, given: Any) -> Lora:
@@ -105,17 +112,21 @@ class Lora:
             named = {alias: module for module in layers for alias in _aliases(role, module)}
             ranks = [(named[name], rank) for name, rank in self.ranks if name in named]
             return [Pair(module, layers[module], rank, self.fused) for module, rank in ranks]
-        targets = self.target_modules or _TARGETS.get(role, ())
+        targets = self.target_modules or self.usual
         found = [module for module in layers if any(f".{module}".endswith(f".{target}") for target in targets)]
         return [Pair(module, layers[module], self.rank, self.fused) for module in found] if is_denoiser else []
 
 
 def _aliases(role: str, module: str) -> list[str]:
-    """List a layer's names in files: diffusers', with and without transformers' ``text_model``, and kohya's."""
+    """List a layer's names in files: diffusers', with and without transformers' ``text_model``; kohya's; and for a
+    transformer ComfyUI's, and Wan's authors'."""
     found = []
     for name in dict.fromkeys((module, module.removeprefix("text_model."), f"text_model.{module}")):
         found.append(f"{role}.{name}")
         found += [prefix + name.replace(".", "_") for prefix, roles in _KOHYA.items() if role in roles]
+    if role == "transformer":
+        theirs = functools.reduce(lambda name, pair: name.replace(*pair), _AUTHORS.items(), module)
+        found += [f"{prefix}{name}" for name in (module, theirs) for prefix in ("diffusion_model.", "")]
     return found
 
 
@@ -137,9 +148,11 @@ def read_loras(name: str, given: Any) -> tuple[Lora, ...]:
     """Read the argument `lora` of a pipeline: one LoRA, or several."""
     if given is None:
         return ()
-    if name not in _KNOWN:
-        raise ArgumentError("lora", f"None with {name}: LoRAs are known for {', '.join(_KNOWN)}", repr(given))
-    return tuple(Lora.read(one) for one in (given if isinstance(given, list | tuple) else [given]))
+    if name in _WITHOUT:
+        raise ArgumentError("lora", f"None with {name}: its pipeline has no load_lora_weights", repr(given))
+    usual = next((layers for start, layers in _TARGETS.items() if name.startswith(start)), _ATTENTION)
+    given = given if isinstance(given, list | tuple) else [given]
+    return tuple(replace(Lora.read(one), usual=usual) for one in given)
 
 
 def pairs_of(loras: Sequence[Lora], denoiser: str, components: Mapping[str, Sequence[Weight]]) -> dict[str, list[Pair]]:

@@ -35,6 +35,7 @@ OFFLOADS = ("none", "model", "sequential")
 TORCH_WAYS = ("whole", "tiled", "sliced")
 VAE_WAYS = (*TORCH_WAYS, "vaemem")
 SMALLER = ("Q8_0", "nf4")  # types of weights to try if large ones do not fit: GGUF's and bitsandbytes'
+SLICED_TOO = " and sliced"  # after a tiled way
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,13 @@ class PipelineRequest(Request):
     @property
     def tile(self) -> int:
         """The side of the VAE's tiles in pixels; 0 if there are none."""
-        how, _, side = self.vae.partition(" ")
+        how, _, side = self.vae.removesuffix(SLICED_TOO).partition(" ")
         return (int(side) if side else usual_tile(self.part("vae").component)) if how == "tiled" else 0
+
+    @property
+    def uncut(self) -> bool:
+        """Whether the VAE's tiles cut none of its images."""
+        return bool(self.tile) and all(max(one.height, one.width) <= self.tile for one in self.calls)
 
     @property
     def tilings(self) -> list[str]:
@@ -207,10 +213,12 @@ def check_way(
             choose(f"offload[{role!r}]", place, ("cpu", "cuda"))
         on_cpu, offload = tuple(role for role, place in offload.items() if place == "cpu"), "none"
     offload = offload if group else meant("offload", offload, (*OFFLOADS, *OFFLOAD_TYPES))
-    how, _, side = str(vae).partition(" ")
+    vae = f"{str(vae).removeprefix('sliced and ')}{SLICED_TOO}" if str(vae).startswith("sliced and ") else str(vae)
+    how, _, side = vae.removesuffix(SLICED_TOO).partition(" ")
+    sliced_too = SLICED_TOO if how == "tiled" and vae.endswith(SLICED_TOO) else ""
     if how == "tiled" and side and not is_tile(side, VAE_STRIDE):
         raise ArgumentError("vae", f"the side of a tile, a multiple of {VAE_STRIDE} as in 'tiled 512'", repr(vae))
-    vae = vae if how == "tiled" and side else meant("vae", vae, VAE_WAYS)
+    vae = vae if how == "tiled" and side else meant("vae", vae.removesuffix(sliced_too), VAE_WAYS) + sliced_too
     if (vae == "vaemem") != (vae_memory_limit is not None):
         wanted = ("a limit with ", Named("vae", "vaemem"), " and None with any other")
         raise ArgumentError("vae_memory_limit", wanted, f"{vae_memory_limit!r} with {vae!r}")

@@ -254,7 +254,7 @@ class PipelineRun:
             self.process.count(flops=flops, attended=attended, moved=moved, outside=request.vae_limit)
 
     def _call_vae(self, method: Callable[..., Tensor], vae: LoadedVAE, x: Tensor) -> Tensor:
-        result = method(vae, x, tile=self.request.tile, slicing=self.request.vae == "sliced")
+        result = method(vae, x, tile=self.request.tile, slicing=self.request.vae.endswith("sliced"))
         self.calls.append(("vae", self.process.last_call))
         self.process.count(sent=self.calls[-1][1][0].sent)
         return result

@@ -37,7 +37,7 @@ from vaemem.prediction.formula import Formula
 from vaemem.prediction.lines import BATCHES, Grid, Point
 from vaemem.prediction.planned import Phase, Result, Way
 from vaemem.prediction.plays import Plays
-from vaemem.prediction.predict import Advice
+from vaemem.prediction.predict import SMALL_TILE, Advice
 from vaemem.prediction.process import ROUNDED_UP, Moment, PeakTensor
 from vaemem.prediction.request import PAGE, Card, Software, find_card, usual_tile
 from vaemem.prediction.runtimes import WAN
@@ -309,6 +309,12 @@ def _notes(q: PipelineRequest) -> Iterator[str]:
     if q.group and q.group.use_stream:
         if q.group.num_blocks_per_group:
             yield "with use_stream diffusers takes one block per group, whatever num_blocks_per_group says"
+    if q.uncut:
+        smaller = f"; give 'tiled {SMALL_TILE}' for smaller ones" if max(q.height, q.width) > SMALL_TILE else ""
+        yield f"vae: tiles of {q.tile} pixels do not cut this image, so its decode is whole{smaller}"
+    if q.group and q.group.record_stream:
+        yield "record_stream: while there is room, PyTorch reserves more than here, for weights that wait for the GPU"
+        yield "record_stream: before memory runs out, PyTorch waits for them; so the run needs about as much as here"
     if q.group and q.group.pins:
         yield "the host's copies are pinned: PyTorch rounds them up to powers of two; not those outside blocks"
     for part in q.parts:
@@ -572,7 +578,7 @@ def predict_pipeline(
         ``{"offload_type": "leaf_level", "exclude_modules": ["vae"]}``.
     vae : str
         How the VAE runs: ``"whole"``, ``"tiled"``, ``"tiled 512"`` with the side of the tiles in pixels, ``"sliced"``,
-        or ``"vaemem"``: by this package, within `vae_memory_limit`.
+        ``"tiled and sliced"``, or ``"vaemem"``: by this package, within `vae_memory_limit`.
     vae_memory_limit : int or str, optional
         A limit for vaemem's decoder, weights included: bytes, or ``"1 GB"``.
     image, steps : shared

@@ -39,9 +39,9 @@ def vae_steps(vae: str, limit: int | str | None = None, class_name: str = "Autoe
     pipe.vae.tile_sample_min_size = 256
     pipe.vae.tile_latent_min_size = 32
     """
+    if vae.endswith("sliced"):
+        return [*vae_steps(vae.removesuffix("sliced").removesuffix(" and ")), call("pipe.vae.enable_slicing")]
     how, _, side = vae.partition(" ")
-    if how == "sliced":
-        return [call("pipe.vae.enable_slicing")]
     if how == "vaemem":
         does = Identifier(f"{class_name}.from_module", "vaemem.pytorch")
         return [Step(Call(does, (Identifier("pipe.vae"),), {"memory_limit": limit}), "pipe.vae")]

@@ -338,7 +338,7 @@ def _offload(pipe: Any, device: Any) -> str:
 
 
 def _vae_way(vae: Any, batch: int) -> str:
-    """Return how the VAE runs: "whole", "tiled", "sliced". diffusers slices only batches."""
+    """Return how the VAE runs: "whole", "tiled", "sliced", "tiled and sliced". diffusers slices only batches."""
     ways = {"tiled": getattr(vae, "use_tiling", False), "sliced": getattr(vae, "use_slicing", False) and batch > 1}
     return " and ".join(name for name, is_on in ways.items() if is_on) or "whole"
 
@@ -477,7 +477,7 @@ def _predict_phases(
     asked = {name: facts[name] for name in sizes} | {"frames": call.get("num_frames")}
     request = _request(pipe, seen, card, software, call, image="image" in call, **asked)
     tile = usual_tile(request.part("vae").component)
-    if facts["vae"] == "tiled" and _tiles_of(pipe.vae) != (tile, 0.25):
+    if facts["vae"].startswith("tiled") and _tiles_of(pipe.vae) != (tile, 0.25):
         raise ValueError(f"its tiles do not have {tile} pixels a side with an overlap of a quarter")
     prediction = PipelinePrediction(request.run_with(_groups(pipe) or facts["offload"], facts["vae"]))
     notes += prediction.notes
