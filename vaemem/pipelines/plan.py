@@ -207,8 +207,9 @@ def plan_pipeline(
         title = title.replace(f"{height}x{width}", f"{request.size} {request.after}".strip())
         ways = diffusers_ways(request, components, machine, kinds)
     title = f"{title}, {steps} steps, on {card.gpu.name}"
-    left_out = WITH_LORA if runtime == "diffusers" and request.loras else ""
-    return PipelinePlan(title, ways, room, machine, calibrate, taken, safe, card.assumed, left_out)
+    plan = PipelinePlan(title, ways, room, machine, calibrate, taken, safe, card.assumed)
+    plan.left_out = WITH_LORA if runtime == "diffusers" and request.loras else ""
+    return plan
 
 
 def _host_memory(given: int | str | None, is_here: bool) -> tuple[int, str]:

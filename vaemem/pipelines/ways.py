@@ -157,14 +157,14 @@ class PipelinePlan(Shown):
     def __init__(
         self, title: str, ways: Sequence[Way], room: Room, machine: Machine | None = None,
         measured: Mapping[str, float] | None = None, notes: Sequence[str] = (), safe: bool = True,
-        assumed_card: str = "", left_out: str = "",
+        assumed_card: str = "",
     ):  # fmt: skip
         """Plan some ways. `measured` holds seconds by a way's name and calibrates the machine. Raise ValueError for an
         unknown way or impossible seconds."""
         if measured and machine:
             machine = machine.calibrated(_runs(ways, measured))
         self.title, self.room, self.machine, self.safe = title, room, machine, safe
-        self.assumed_card, self.left_out = assumed_card, left_out
+        self.assumed_card, self.left_out = assumed_card, ""
         self.measured, self._model_note = dict(measured or {}), " ".join(notes)
         self.outcomes = tuple(outcome(way, room, machine) for way in ways)
         self.notes = tuple(distinct([*notes, *(note for way in ways for note in way.notes)]))
