@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 from vaemem._arguments import shared
 from vaemem._common import DTYPES, ELEMENT_BYTES, MIB, flag, listed, meant, real, whole
 from vaemem._errors import ArgumentError
+from vaemem._script import write_script
 from vaemem._types import Dtype
 from vaemem.engine.limits import available_memory, parse_size
 from vaemem.engine.names import shared_note
@@ -30,7 +31,7 @@ from vaemem.pipelines.pipeline_request import (
 )
 from vaemem.pipelines.predict_pipeline import ComfyUIPrediction, PipelinePrediction, pipelines_of
 from vaemem.pipelines.quantising import SCHEMES, UNSENT
-from vaemem.pipelines.recipe import diffusers_steps, hires_steps, write_script
+from vaemem.pipelines.recipe import diffusers_steps, hires_steps
 from vaemem.pipelines.ways import PipelinePlan, Room, outcome, runs_out
 from vaemem.prediction.gpus import Gpu, sold
 from vaemem.prediction.planned import Way
@@ -190,7 +191,7 @@ def plan_pipeline(
         ways = make([words for kind in kinds or [None] for words in running.planned_words(flash, kind)])
         if kinds is None and not any(outcome(way, room, None).fits for way in ways):
             ways += make(running.planned_words(flash, running.SMALLER_TYPE))
-        keeps = {"kept_more": card.kept_more, "windows": card.is_windows}
+        keeps: dict[str, Any] = {"kept_more": card.kept_more, "windows": card.is_windows}
         verdicts = [judge_phases(way.phases, available, **keeps) for way in ways]
         ways = [way._replace(unsure=one.tight_because) for way, one in zip(ways, verdicts, strict=True)]
     else:
