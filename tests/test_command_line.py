@@ -4,6 +4,7 @@ import errno
 import inspect
 import io
 import itertools
+import importlib.util
 import json
 import os
 import re
@@ -759,3 +760,25 @@ def test_a_script_is_all_that_code_prints(capsys):
     assert main(["plan", "sdxl", "1024", "--gpu", "T4", "--time-limit", "1", "--code"]) == 1
     out, err = capsys.readouterr()
     assert not out and err.startswith("Nothing fits.")
+
+
+def test_backends_and_info_as_json(tmp_path, capsys):
+    assert main(["backends", "--format", "json"]) == 0
+    assert [row["name"] for row in json.loads(capsys.readouterr().out)] == [row["name"] for row in vaemem.backends()]
+    vaemem.VAE.random("taesd").save(tmp_path / "vae")
+    assert main(["info", str(tmp_path / "vae"), "--sizes", "64", "--format", "json"]) == 0
+    held = json.loads(capsys.readouterr().out)
+    assert (held["model"], held["layout"], held["parts"]) == ("taesd", "diffusers", "all")
+    assert held["parameters"] == vaemem.VAE.random("taesd").parameters and held["runs"]
+
+
+def test_a_vae_and_modules_complete_by_tab():
+    """As IPython asks jedi; and names of modules that are no part of them are not offered."""
+    jedi = pytest.importorskip("jedi")
+    vae = vaemem.VAE.random("taesd")
+    offered = {found.name for found in jedi.Interpreter("vae.", [{"vae": vae}]).complete()}
+    assert {"decode", "dtype", "precision", "estimate"} <= offered
+    assert "tile_peaks" in dir(vaemem.plot) and not {"np", "Any"} & {*dir(vaemem.plot)}
+    if importlib.util.find_spec("torch"):
+        pytorch = importlib.import_module("vaemem.pytorch")
+        assert {"AutoencoderKL", "AutoencoderKLFlux2", "measure"} <= {*dir(pytorch)}

@@ -30,6 +30,14 @@ _SHIPPED_LINES = ("--", ":", "-.")
 _DASH = 5.0  # in line widths
 _GREY, _LIGHT = "#6E6E6E", "#D0D0D0"
 
+__all__ = [
+    "estimator_errors", "implied_constants", "memory_vs_pixels", "pipeline", "tile_peaks", "timeline", "tradeoff",
+]  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 def memory_vs_pixels(table: Table, fit: Fit | None = None, target: str = "allocated_bytes") -> Figure:
     """Plot memory against the number of pixels: a panel per operation, a colour per model, runtime, card, batch and

@@ -6,6 +6,7 @@ const $ = (id) => document.getElementById(id);
 const form = $("form");
 const DEPENDENT = ["dtype", "offload", "vae", "tile", "slicing", "torch"];
 let choices;
+if (location.protocol !== "file:") $("needs-server").remove();
 
 function make(tag, settings = {}, ...children) {
   const element = Object.assign(document.createElement(tag), settings);

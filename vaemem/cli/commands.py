@@ -186,7 +186,7 @@ def _bare(arch: Arch, dtype: str = "float32", precision: str = "highest", parts:
     return vaemem.VAE(_core.Model(arch, parts, **where))
 
 
-@command("vaemem:VAE.load", "file usual_sizes dtype precision")
+@command("vaemem:VAE.load", "file usual_sizes dtype precision plain_format")
 def run_info(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """Show what a weights file holds, and the memory of its runs.
 
@@ -197,11 +197,17 @@ def run_info(args: argparse.Namespace, asked: dict[str, Any]) -> None:
 
     found = look(args.file)
     vae, config = _bare(found.arch, parts=found.parts, **asked), config_of(found.arch)
+    runs = vaemem.estimate_sweep(vae, [op for op in OPS if found.parts in ("all", f"{op}r")], args.sizes)
+    if args.format == "json":
+        held = {**found._asdict(), "file": str(found.file), "bytes": os.path.getsize(found.file), "arch": config}
+        held |= {"model": vae.model, "parameters": vae.parameters, "runs": json.loads(str(runs.to_json()))}
+        print(json.dumps(held, indent=1, ensure_ascii=False))
+        return
     alone = "" if found.parts == "all" else f", the {found.parts} alone"
     print(f"{found.file}: {found.layout} layout, {found.tensors} tensors of {', '.join(found.dtypes)}{alone}")
     print(f"model {vae.model}, {vae.parameters:,} parameters, {os.path.getsize(found.file) / MIB:.2f} MiB on disk")
     print("; ".join(f"{name} {value}" for name, value in config.items() if not name.endswith("_block_types")))
-    print(vaemem.estimate_sweep(vae, [op for op in OPS if found.parts in ("all", f"{op}r")], args.sizes))
+    print(runs)
 
 
 def _print_all(answers: Sequence[Any], args: argparse.Namespace) -> None:
@@ -547,13 +553,16 @@ def run_bound(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     _print(found, args)
 
 
-@command("vaemem:backends", "dtype precision")
+@command("vaemem:backends", "dtype precision plain_format")
 def run_backends(args: argparse.Namespace, asked: dict[str, Any]) -> None:
     """List instruction sets and GPUs that the engine supports.
 
     vaemem backends
     """
     rows = vaemem.backends(**asked)
+    if args.format == "json":
+        print(json.dumps(rows, indent=1, ensure_ascii=False))
+        return
     print(Columns([*rows[0]], [[str(value) for value in row.values()] for row in rows]).text())
 
 

@@ -292,7 +292,8 @@ def decode_dataset(
     for number, file in enumerate(shards, 1):
         shard = folder.read(file)
         with inside("latents", path=file):
-            targets = {name: path_within(Path(out), f"{name}.png") for name in shard.records}
+            files = {name: name if name.lower().endswith(".png") else f"{name}.png" for name in shard.records}
+            targets = {name: path_within(Path(out), file) for name, file in files.items()}
         names = list(targets)
         for batch in (names[start : start + AHEAD] for start in range(0, len(names), AHEAD)):
             placed = [buckets.Placed(*(shard.records[name][part] for part in buckets.Placed._fields)) for name in batch]

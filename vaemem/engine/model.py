@@ -15,7 +15,6 @@ from vaemem import _core
 from vaemem._common import latent_factor
 from vaemem._core import Model as Core
 from vaemem._errors import ArgumentError, ArgumentTypeError
-from vaemem._types import Dtype, DtypeName, Precision
 from vaemem.engine import weights
 from vaemem.engine.arguments import Poll
 from vaemem.engine.arrays import Arrays, DeviceTile
@@ -24,8 +23,10 @@ from vaemem.engine.device import Device, open_device
 from vaemem.engine.limits import Plans, needed_bytes
 from vaemem.engine.records import Run, make_run
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # names of Literals too: jedi cannot complete a property that returns one at run time
     from typing import Self
+
+    from vaemem._types import Dtype, DtypeName, Precision
 
 
 # In some models float16 activations overflow. GroupNorm cancels any factor, so a power of two costs only the last bits

@@ -46,10 +46,16 @@ __all__ = [
 ]  # fmt: skip
 
 
+_NEWER = ("AutoencoderKLFlux2", "AutoencoderKLQwenImage", "AutoencoderKLQwenImage21")  # not in every diffusers
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_NEWER})
+
+
 def __getattr__(name: str) -> Any:
     """Import the drop-ins on first use: only they need diffusers."""
-    newer = ("AutoencoderKLFlux2", "AutoencoderKLQwenImage", "AutoencoderKLQwenImage21")
-    if name in ("AutoencoderKL", "AutoencoderKLWan", "AutoencoderTiny", *newer):
+    if name in ("AutoencoderKL", "AutoencoderKLWan", "AutoencoderTiny", *_NEWER):
         from vaemem.pytorch import autoencoder
 
         return getattr(autoencoder, name)

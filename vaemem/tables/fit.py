@@ -7,7 +7,7 @@ import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
@@ -202,7 +202,13 @@ class Fit(Typeset, Sequence[FittedLine]):
     def __len__(self) -> int:
         return len(self.formulas)
 
-    def __getitem__(self, index: Any) -> Any:
+    @overload
+    def __getitem__(self, index: int) -> FittedLine: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[FittedLine, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> FittedLine | tuple[FittedLine, ...]:
         return self.formulas[index]
 
     def find(self, **key: object) -> FittedLine:
