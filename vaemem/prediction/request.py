@@ -255,7 +255,8 @@ def refusing_too_large(size: str) -> Iterator[None]:
     try:
         yield
     except (OverflowError, _core.OutOfMemoryError) as error:
-        raise ArgumentOverflowError("height, width, batch", "a run that can be played", size, "use a smaller one") from error
+        what = "a run that can be played"
+        raise ArgumentOverflowError("height, width, batch", what, size, "use a smaller one") from error
 
 
 @dataclass(frozen=True)
