@@ -12,7 +12,7 @@ from vaemem.out_of_memory.clues import Clues
 from vaemem.out_of_memory.messages import OomMessage
 from vaemem.out_of_memory.refusals import AGREES, PLAYED, Calls, Refusals
 from vaemem.out_of_memory.runs import TELLING, TOLD, Found, Match
-from vaemem.out_of_memory.sizes import VIDEO_SIZES, Areas, Size, list_sizes
+from vaemem.out_of_memory.sizes import MADE_SIZES, VIDEO_SIZES, Areas, Size, list_sizes
 from vaemem.pipelines.components import FRAME_STRIDE, PIPELINES
 from vaemem.pipelines.pipeline_request import PipelineArguments, PipelineRequest, resolve_pipeline
 from vaemem.pipelines.pipeline_run import PipelineRun, play_pipeline
@@ -24,6 +24,7 @@ _WAYS = "none", "model"  # of offloading: the two that people use most
 _REFERENCE = (1024, 1024), (1024, 2048)  # two sizes, from whose tensors other areas follow
 _FRAMES = 81, 41  # two videos, from whose tensors other frames follow; the first is Wan's default
 _FEW = 100  # frames: usual videos are shorter
+_USUAL = 8  # sizes of the named model that are played, whatever tensors they have
 _MOST_POINTS = 16  # sizes of a pipeline that are played
 _MOST = 257  # frames of a video that is searched
 _MOST_AREA = 1 << 23  # pixels of an image that is searched
@@ -78,10 +79,10 @@ def _points(
         if not clues.sizes or not is_named:
             areas = _areas(name, gpu, message)
             ranks = range(5) if is_named and message.bytes["requested"] >= TELLING else range(2)
-            sizes = ((rank, size, 1) for rank in ranks for size in list_sizes(rank, areas))
-            yield from itertools.islice(sizes, _MOST_POINTS)
-        elif message.is_small:
-            yield from ((0, size, 1) for size in _REFERENCE[:1])
+            sizes = [(0, size) for size in MADE_SIZES[: _USUAL * is_named]]  # played in any case: the VAE's calls too
+            others = ((rank, size) for rank in ranks for size in list_sizes(rank, areas))
+            sizes += itertools.islice(others, _MOST_POINTS)
+            yield from ((rank, size, 1) for rank, size in dict.fromkeys(sizes))
         return
     for rank, size in enumerate(clues.sizes or VIDEO_SIZES):
         solved = [clues.frames] if clues.frames else _solve_frames(name, size, gpu, message)
