@@ -55,7 +55,10 @@ SPELT_TYPES = SPELT_DTYPES | {letters(spelt): name for spelt, name in SPELT.item
 KEPT_TRACES = 4  # of each component
 ROLES = tuple(distinct(role for one in PIPELINES.values() for role in (*one.parts, *one.optional)))
 NOT_FROM_A_FILE = ("pixart-sigma-transformer",)  # its class has no from_single_file
-UNPACKED = ("t5-", "umt5-", "qwen3-")  # text encoders that transformers loads from GGUF files, and unpacks
+UNPACKED = {  # text encoders that transformers loads from GGUF files, and unpacks, with their classes
+    "t5-": "T5EncoderModel", "umt5-": "UMT5EncoderModel", "qwen3-4b-flux2": "Qwen3ForCausalLM",
+    "qwen3-8b-flux2": "Qwen3ForCausalLM", "qwen3-": "Qwen3Model",
+}  # fmt: skip
 UNMIXED = ("qwen-image-transformer",)  # denoisers that ComfyUI-GGUF's convert.py does not know
 UNPACKS = "transformers unpacks its GGUF file when it loads it"
 PACKED = "its file is taken to pack the matrices that ComfyUI-GGUF packs of FLUX.1; give the file to be exact"
@@ -346,7 +349,7 @@ def _check_gguf(what: str, role: str, component: str, type: str, got: str) -> No
     if type not in (*GGML, *MIXTURES):
         return
     if role.startswith("text_encoder"):
-        if not component.rpartition("/")[2].startswith(UNPACKED):
+        if not component.rpartition("/")[2].startswith(tuple(UNPACKED)):
             raise ArgumentError(what, "another type", got, "transformers cannot load this encoder from a GGUF file")
     elif component in NOT_FROM_A_FILE:
         raise ArgumentError(what, "another type", got, "diffusers cannot load this transformer from a GGUF file")

@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from vaemem._common import DTYPES, meant
+from vaemem._common import DTYPES, distinct, letters, meant
 from vaemem._script import Call, Identifier, Step, call, write_script
 from vaemem.engine.configs import config_of
 from vaemem.pipelines.components import VAE_STRIDE, Pipeline
 from vaemem.pipelines.group_offload import GroupOffload
 from vaemem.pipelines.lora import Lora
-from vaemem.pipelines.pipeline_parts import NOT_FROM_A_FILE, PLACES, SPELT_TYPES, SPOKEN, WEIGHT_TYPES
+from vaemem.pipelines.pipeline_parts import NOT_FROM_A_FILE, PLACES, SPELT_TYPES, SPOKEN, UNPACKED, WEIGHT_TYPES
 from vaemem.pipelines.programs import load_program
-from vaemem.pipelines.quantising import BITSANDBYTES, SCHEMES
-from vaemem.pipelines.storage import GGML
+from vaemem.pipelines.quantising import BITSANDBYTES, QUANTO, SCHEMES, SIXTEEN_BITS
+from vaemem.pipelines.storage import GGML, MIXTURES
 from vaemem.prediction.runtimes import LAST_DIFFUSERS, architecture
 from vaemem.prediction.usual import FIXED
+
+_TORCHAO = "torchao.quantization"
 
 
 def _as_type(dtype: str) -> Identifier:
@@ -135,15 +137,67 @@ def dtype_keyword(release: int) -> str:
     return "dtype" if release >= 40 else "torch_dtype"
 
 
-def _read_type(given: Any) -> tuple[str, str, str]:
-    """Read an item of the argument `components` as `parts_of` does: a type with its place, or a file."""
-    name = "none" if given is None else os.fspath(given)
-    if name == "none" or isinstance(given, os.PathLike) or name.endswith((".safetensors", ".gguf")):
-        return "", "", name
-    spoken = None if os.path.exists(name) else SPOKEN.fullmatch(name)
-    if spoken is None:
-        return "", "", name
-    return meant("components", spoken["type"], WEIGHT_TYPES, SPELT_TYPES), (spoken["place"] or "").lower(), ""
+def quantising_steps(role: str, kind: str) -> list[Step]:
+    """Return the steps by which torchao's or quanto's own function quantises a component where it is.
+
+    Examples
+    --------
+    >>> from vaemem._script import write_steps
+    >>> print(write_steps(quantising_steps("unet", "int8wo")))
+    quantize_(pipe.unet, Int8WeightOnlyConfig())
+    """
+    module, quanto = Identifier(f"pipe.{role}"), "optimum.quanto"
+    if kind in QUANTO:
+        made = call(Identifier("quantize", quanto), module, weights=Identifier(kind, quanto))
+        return [made, call(Identifier("freeze", quanto), module)]
+    return [call(Identifier("quantize_", _TORCHAO), module, _torchao_config(kind))]
+
+
+def _torchao_config(kind: str) -> Call:
+    return Call(Identifier(SCHEMES[kind].settings.removesuffix("()"), _TORCHAO))
+
+
+class _Wish(NamedTuple):
+    """An item of the argument `components`, as `parts_of` reads it: a type with its place and source, or a file. file:
+    its path, or "none" for no component."""
+
+    kind: str
+    file: str
+    place: str = PLACES[0]
+    is_from: bool = False
+    is_direct: bool = False
+
+    @classmethod
+    def read(cls, given: Any) -> _Wish:
+        name = "none" if given is None else os.fspath(given)
+        if _is_file(given, name):
+            return cls("", name)
+        spoken = SPOKEN.fullmatch(name)
+        name, direct, source, place = spoken.group("type", "direct", "source", "place") if spoken else (name, *[""] * 3)
+        if _is_file(name, name):
+            return cls("", name, (place or PLACES[0]).lower())
+        packed = next((type for type in (*GGML, *MIXTURES) if letters(type) == letters(name)), "")
+        kind = packed or meant("components", name, WEIGHT_TYPES, SPELT_TYPES)
+        place = (place or PLACES[bool(source) and kind in BITSANDBYTES]).lower()
+        is_direct = bool(direct) or (kind in SIXTEEN_BITS and place != PLACES[0])
+        return cls(kind, "", place, bool(source), is_direct)
+
+    @property
+    def changes_on_card(self) -> bool:
+        """Whether the component is cast or quantised after it came to the card."""
+        return self.is_from and self.place != PLACES[0] and self.kind not in BITSANDBYTES
+
+    def changing_steps(self, role: str, dtype: str) -> list[Step]:
+        """Return the steps that cast or quantise the loaded component."""
+        if self.is_direct:
+            return quantising_steps(role, self.kind)
+        return casting_steps(role, dtype) if self.kind == "fp8" else []
+
+
+def _is_file(given: Any, name: str) -> bool:
+    """Tell whether an item of `components` is a file, or "none"."""
+    ends = ("none", ".safetensors", ".gguf")
+    return isinstance(given, os.PathLike) or name.endswith(ends[1:]) or name == ends[0] or os.path.exists(name)
 
 
 class _Loading:
@@ -154,6 +208,7 @@ class _Loading:
     types: of components that are loaded in another dtype than the pipeline's
     quantised: settings of libraries, by component
     on_cpu: whether bitsandbytes quantises on the CPU; by default it does on the card
+    wishes: items of `components`
     """
 
     def __init__(self, pipeline: Pipeline, dtype: str, release: int):
@@ -161,19 +216,21 @@ class _Loading:
         self.before, self.after = list[Step](), list[Step]()
         self.told, self.types = dict[str, Any](), dict[str, str]()
         self.quantised, self.on_cpu = dict[str, Any](), False
+        self.wishes = dict[str, _Wish]()
 
     def add(self, role: str, given: Any) -> None:
         """Load a component as an item of the argument `components` says."""
-        kind, place, file = _read_type(given)
+        wish = self.wishes[role] = _Wish.read(given)
+        kind, file = wish.kind, wish.file
         if file == "none":
             self.told[role] = None
         elif kind in SCHEMES:
-            self.quantised[role] = self._configure(role, kind)
-            self.on_cpu |= kind in BITSANDBYTES and place in ("", PLACES[0]) and " from " not in str(given)
+            self.quantised |= {} if wish.is_direct else {role: self._configure(role, kind)}
+            self.on_cpu |= kind in BITSANDBYTES and not wish.is_from  # what is stored so needs no card
         elif kind in DTYPES:
             self.types |= {} if kind == self.dtype else {role: kind}
         elif kind != "fp8":
-            self._load_file(role, file or f"{role} in {kind}.gguf", kind in GGML or file.endswith(".gguf"))
+            self._load_file(role, file or f"{role} in {kind}.gguf")
 
     def add_aside(self, role: str, about: str) -> None:
         """Load a component of another repository. about: its class and the repository"""
@@ -184,9 +241,9 @@ class _Loading:
         if role not in self.told:
             self.apart(role, f"{class_name}.from_pretrained", repository, **named)
 
-    def apart(self, role: str, does: str, *given: Any, **named: Any) -> None:
+    def apart(self, role: str, does: str, *given: Any, library: str = "diffusers", **named: Any) -> None:
         """Load a component by itself, and pass it to the pipeline."""
-        self.before.append(Step(Call(Identifier(does, "diffusers"), given, named), role))
+        self.before.append(Step(Call(Identifier(does, library), given, named), role))
         self.told[role] = Identifier(role)
 
     def _configure(self, role: str, kind: str) -> Call:
@@ -198,12 +255,17 @@ class _Loading:
             settings = settings.replace("weights_dtype", "weights")  # QuantoConfig's
         given: tuple[Any, ...] = tuple(map(Identifier, settings.split(", ")))
         if settings.endswith("Config()"):
-            given = (Call(Identifier(settings.removesuffix("()"), "torchao.quantization")),)
+            given = (_torchao_config(kind),)
         return Call(Identifier(f"{library}.{scheme.config}"), given)
 
-    def _load_file(self, role: str, file: str, is_packed: bool) -> None:
+    def _load_file(self, role: str, file: str) -> None:
         """Load a component from a file. A class without a loader for files gets the file's weights afterwards."""
-        component = {**self.pipeline.parts, **self.pipeline.optional}[role]
+        component, is_packed = {**self.pipeline.parts, **self.pipeline.optional}[role], file.endswith(".gguf")
+        if role.startswith("text_encoder") and is_packed:
+            encoder = next(does for name, does in UNPACKED.items() if component.startswith(name))
+            told: dict[str, Any] = {"gguf_file": file, self.keyword: _as_type(self.dtype)}
+            self.apart(role, f"{encoder}.from_pretrained", ".", library="transformers", **told)
+            return
         if role.startswith("text_encoder") or component in NOT_FROM_A_FILE:
             weights = Call(Identifier("load_file", "safetensors.torch"), (file,))
             self.after.append(call(f"pipe.{role}.load_state_dict", weights))
@@ -221,6 +283,29 @@ class _Loading:
             where = {"config": about.split()[-1]}
         self.apart(role, f"{class_name}.from_single_file", file, **where, **named)
 
+    def place(self, offload: str | Mapping[str, Any], vae: list[Step]) -> list[Step]:
+        """Return the steps that cast or quantise the loaded components, set the VAE, and offload or place all, in the
+        order that the components' types promise. vae: the steps for the VAE"""
+        roles = [role for role in self.pipeline.parts if self.told.get(role, role) is not None]
+        wishes = {role: self.wishes[role] for role in roles if role in self.wishes}
+        late = [role for role, one in wishes.items() if one.changes_on_card]
+        steps = [step for role in wishes if role not in late for step in wishes[role].changing_steps(role, self.dtype)]
+        group = GroupOffload.read(offload)
+        if offload == "none" or (isinstance(offload, Mapping) and not group):
+            steps += [*vae, *placing_steps(offload, roles)]
+            return [*steps, *(step for role in late for step in wishes[role].changing_steps(role, self.dtype))]
+        early = [role for role, one in wishes.items() if one.place != PLACES[0]]
+        early = [role for role in early if self.on_cpu or role not in self.quantised]  # the others are there already
+        kept = [role for role, one in wishes.items() if one.place == PLACES[2]]
+        steps += [call(f"pipe.{role}.to", "cuda") for role in early]
+        for role in early:
+            steps += wishes[role].changing_steps(role, self.dtype) if role in late else []
+            steps += [call(f"pipe.{role}.to", "cpu")] * (role not in kept)
+        if group and kept:
+            offload = group.settings | {"exclude_modules": distinct([*group.exclude_modules, *kept])}
+        note = f"the plan keeps {' and '.join(kept)} on the card, but diffusers offloads the whole pipeline"
+        return [*steps, *vae, *[Step(note=note)] * bool(kept and not group), *placing_steps(offload, roles)]
+
     def steps(self) -> list[Step]:
         """Return all steps that load the pipeline."""
         named, dtype = self.told, _as_type(self.dtype)
@@ -232,6 +317,12 @@ class _Loading:
             made = Call(config, (), {"quant_mapping": self.quantised})
             before.append(Step(made, "quantization_config"))
             named["quantization_config"] = Identifier("quantization_config")
+            wishes = {role: self.wishes[role] for role in self.quantised}
+            sent = [role for role, one in wishes.items() if one.kind in BITSANDBYTES and one.place != PLACES[0]]
+            sent = [role for role in sent if wishes[role].is_from]
+            if self.on_cpu and sent:
+                note = f"{' and '.join(sent)}: quantised on the CPU too, and not on the card as the plan says"
+                before.append(Step(note=note))
             if self.on_cpu:  # by default bitsandbytes quantises on the card, and its results stay there
                 named["device_map"] = "cpu"
         does = Identifier(f"{self.pipeline.class_name}.from_pretrained", "diffusers")
@@ -249,7 +340,8 @@ def diffusers_steps(
     given |= dict(components or {})
     loading = _Loading(pipeline, dtype, release)
     if given.get("vae") == "float16" and pipeline.upcasts:
-        loading.apart("vae", "AutoencoderKL.from_pretrained", FIXED, **{loading.keyword: _as_type("float16")})
+        half: dict[str, Any] = {loading.keyword: _as_type("float16")}
+        loading.apart("vae", "AutoencoderKL.from_pretrained", FIXED, **half)
         given.pop("vae")
     for role, kind in given.items():
         loading.add(role, kind)
@@ -259,11 +351,8 @@ def diffusers_steps(
     for lora in loras:
         steps.append(call("pipe.load_lora_weights", lora.file or "your LoRA"))
         steps += [call("pipe.fuse_lora")] * lora.fused
-    cast = [role for role, kind in given.items() if _read_type(kind)[0] == "fp8"]
-    steps += [step for role in cast for step in casting_steps(role, dtype)]
     class_name = config_of(architecture(pipeline.parts["vae"]))["_class_name"]
-    roles = [role for role in pipeline.parts if loading.told.get(role, role) is not None]
-    return [*steps, *vae_steps(vae, vae_memory_limit, class_name), *placing_steps(offload, roles)]
+    return [*steps, *loading.place(offload, vae_steps(vae, vae_memory_limit, class_name))]
 
 
 def diffusers_code(pipeline: Pipeline, dtype: str, **settings: Any) -> str:
