@@ -173,7 +173,7 @@ CALLS = {
         PIPELINE | {"host_memory": 8 << 30, "cores": 4},
     ),
     "plan_pipeline of mlx": (
-        lambda **given: plan_pipeline("sd15", 512, 512, runtime="mlx", **given).to_json(),
+        lambda **given: plan_pipeline("zimage", 512, 512, runtime="mlx", **given).to_json(),
         {"memory": 16 << 30, "cache_limit": 1 << 30},
     ),
     "plot.pipeline": (

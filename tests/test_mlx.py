@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from errors import refused
 
 from vaemem import plan_pipeline
 from vaemem.pipelines import ways_mlx
@@ -110,3 +111,8 @@ def test_low_ram_tiles_unless_the_vae_is_flux2s():
     assert plan["--low-ram"].way.changes and not plan["mflux without options"].way.changes
     small = plan_pipeline("flux-dev", 512, 512, memory="64 GB", runtime="mlx")
     assert not small["--low-ram"].way.changes  # one tile
+
+
+def test_pipelines_that_mflux_does_not_have_are_refused():
+    with refused("pipeline", "'sdxl'", names=["zimage-turbo"]):
+        plan_pipeline("sdxl", 1024, 1024, memory="16 GB", runtime="mlx")

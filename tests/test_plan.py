@@ -160,7 +160,7 @@ def test_loading_is_said_apart(small_card):
     offloaded = by_sdcpp()["--offload-to-cpu, VAE whole"].way.phases
     assert [phase.name for phase in offloaded] == ["load", "encode prompt", "denoise", "decode"]
     assert everything[0].work == offloaded[0].work == {"disk": everything[0].weights} and offloaded[0].weights == 0
-    mac = plan_pipeline("sd15", 512, 512, memory="16 GB", runtime="mlx")
+    mac = plan_pipeline("zimage", 512, 512, memory="16 GB", runtime="mlx")
     for one in mac.outcomes:
         assert [phase.name for phase in one.way.phases] == ["encode prompt", "denoise", "decode"]
         assert one.seconds is None

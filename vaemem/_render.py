@@ -333,8 +333,8 @@ class Shown:
 
         Examples
         --------
-        >>> plan_pipeline("sd15", 1536, 1536, memory="16 GB", runtime="mlx").to_dict()["recommended"]
-        'whole VAE, denoiser kept, bfloat16'
+        >>> plan_pipeline("zimage-turbo", 1536, 1536, memory="24 GB", runtime="mlx").to_dict()["recommended"]
+        '--low-ram'
         """
         return self._data()
 

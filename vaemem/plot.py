@@ -361,7 +361,7 @@ def pipeline(run: Any, available: int | None = None) -> Figure:
 
     Examples
     --------
-    >>> plan = plan_pipeline("sd15", 1536, 1536, memory="16 GB", runtime="mlx")
+    >>> plan = plan_pipeline("zimage-turbo", 1536, 1536, memory="24 GB", runtime="mlx")
     >>> plot.pipeline(plan.recommended, plan.room.card).savefig("pipeline.png")
     """
     way = getattr(run, "way", run)

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from vaemem._arguments import shared
 from vaemem._common import DTYPES, ELEMENT_BYTES, MIB, flag, listed, meant, real, whole
-from vaemem._errors import ArgumentError
+from vaemem._errors import ArgumentError, Named
 from vaemem._script import write_script
 from vaemem._types import Dtype
 from vaemem.engine.limits import available_memory, parse_size
@@ -156,6 +156,9 @@ def plan_pipeline(
     title = f"{pipeline} {height}x{width}{f', {batch} images' if batch > 1 else ''} by {runtime}"
     components = components or {}
     if runtime == "mlx":
+        if pipeline not in ways_mlx.MFLUX:
+            advice = (Named("runtime", "diffusers"), " predicts it")
+            raise ArgumentError("pipeline", f"one of {', '.join(ways_mlx.MFLUX)} with mflux", repr(pipeline), advice)
         if memory is None:
             raise ArgumentError("memory", "the memory of the Mac, such as '16 GB'", "None")
         share, of = ways_mlx.WORKING_SET

@@ -31,6 +31,7 @@ from vaemem.pipelines.pipeline_request import (
 )
 from vaemem.pipelines.pipeline_run import play_pipeline
 from vaemem.pipelines.quantising import BITSANDBYTES, SCHEMES, UNPACKING
+from vaemem.pipelines.ways_mlx import MFLUX
 from vaemem.prediction.answer import alias
 from vaemem.prediction.closed import PlayedPeak
 from vaemem.prediction.formula import Formula
@@ -511,7 +512,7 @@ def pipelines_of(runtime: str) -> Iterable[str]:
         from vaemem.sdcpp import running  # a third of this module's import
 
         return running.MODELS
-    return WORKFLOWS if runtime == "comfyui" else PIPELINES
+    return {"comfyui": WORKFLOWS, "mlx": MFLUX}.get(runtime, PIPELINES)
 
 
 @overload

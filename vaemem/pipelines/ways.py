@@ -145,11 +145,11 @@ class PipelinePlan(Shown):
 
     Examples
     --------
-    >>> plan = plan_pipeline("sd15", 1536, 1536, memory="16 GB", runtime="mlx")
+    >>> plan = plan_pipeline("zimage-turbo", 1536, 1536, memory="24 GB", runtime="mlx")
     >>> plan.recommended.way.name
-    '--vae-tiling'
+    '--low-ram'
     >>> plan["mflux without options"].summary
-    'runs out in decode, ... short'
+    'runs out in denoise, ... short'
     >>> print(plan)
     Take --vae-tiling. It is the plainest of ...
     """
@@ -339,7 +339,7 @@ class PipelinePlan(Shown):
 
         Examples
         --------
-        >>> plan_pipeline("sd15", 1536, 1536, memory="16 GB", runtime="mlx").rows()[0]["way"]
+        >>> plan_pipeline("zimage-turbo", 1536, 1536, memory="24 GB", runtime="mlx").rows()[0]["way"]
         'mflux without options'
         """
         best, rows = self.recommended, []
@@ -363,7 +363,7 @@ class PipelinePlan(Shown):
 
         Examples
         --------
-        >>> plan_pipeline("sd15", 1536, 1536, memory="16 GB", runtime="mlx").to_csv().splitlines()[0]
+        >>> plan_pipeline("zimage-turbo", 1536, 1536, memory="24 GB", runtime="mlx").to_csv().splitlines()[0]
         'way,fits,...'
         """
         return write(path, as_csv(self.rows()))
@@ -386,7 +386,7 @@ class PipelinePlan(Shown):
 
         Examples
         --------
-        >>> plan = plan_pipeline("sd15", 1536, 1536, memory="16 GB", runtime="mlx")
+        >>> plan = plan_pipeline("zimage-turbo", 1536, 1536, memory="24 GB", runtime="mlx")
         >>> int(plan.to_pandas()["recommended"].sum())
         1
         """

@@ -26,6 +26,11 @@ from vaemem._common import DTYPES, ELEMENT_BYTES, choose, meant
 from vaemem.engine.weights import PARTS
 from vaemem.prediction.planned import Phase, Way
 
+# The pipelines of mflux: its models/common/config/model_config.py at 0229d66, and models/chroma.
+MFLUX = (
+    "flux", "flux-schnell", "flux-kontext", "flux-fill", "chroma", "qwen-image", "qwen-image-edit", "zimage",
+    "zimage-turbo", "flux2-klein", "flux2-klein-9b", "flux2-klein-base", "flux2-klein-base-9b",
+)  # fmt: skip
 # Winograd's F(6x6, 3x3): 64 numbers for each tile of 6 x 6 outputs.
 WINOGRAD_TILE, WINOGRAD_NUMBERS = 6, 64
 # Unfinished command buffers: MAX_ACTIVE_TASKS in transforms.cpp.
