@@ -434,10 +434,10 @@ vm_status vm_trace_vae_build(const vm_trace_vae *vae, vm_trace **out) {
     const tiling tiles = tiling_of(vae);
     const uint64_t rows = VM_MAX(tiles.rows, 1), cols = VM_MAX(tiles.cols, 1), slices = vae->slicing ? vae->batch : 1;
     if (VM_PRODUCT64(rows, cols, slices, vae->frames) > MOST_CALLS)
-        return vm_fail(VM_EOVERFLOW,
-                       VM_EXPECTED("tile, slicing", "at most %d tiles in all",
-                                   "%" PRIu64 " x %" PRIu64 " of %" PRIu64 " slices"),
-                       MOST_CALLS, rows, cols, slices);
+        return vm_fail(
+            VM_EOVERFLOW,
+            VM_EXPECTED("tile, slicing", "at most %d tiles in all", "%" PRIu64 " x %" PRIu64 " of %" PRIu64 " slices"),
+            MOST_CALLS, rows, cols, slices);
     s = vm_trace_new(out);
     if (s) return s;
     const bool decodes = vae->op == VM_DECODE;

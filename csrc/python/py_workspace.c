@@ -1,6 +1,8 @@
 /* vaemem._core.Catalogue and Workspace: cuDNN's recorded answers, and the workspaces of a card's convolutions.
  * vaemem/prediction/profiles.py and workspace.py name and show them. Both are used with the GIL held. Loading a profile
  * runs Python code, so convolutions are copied first. */
+#include <limits.h>
+
 #include "../predict/torch_trace.h"
 #include "../predict/workspace.h"
 #include "py_profile.h"
