@@ -24,6 +24,8 @@ class Moves(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         given = [*args, *(kwargs or {}).values()]
+        if func is torch.Tensor.to and args[0].is_meta and any(str(one) == "cpu" for one in given):  # it comes back
+            return torch.zeros_like(args[0], device="cpu")
         swapped = any(isinstance(one, str | torch.device) and _is_card(one) for one in given)
         if not swapped or func in (torch.device, torch._C._nn._parse_to):
             return func(*args, **(kwargs or {}))
@@ -89,6 +91,28 @@ class Linear8bitLt(torch.nn.Linear):
     def __init__(self, inputs, outputs, bias=True, **settings):
         super().__init__(inputs, outputs, bias)
         self.weight = Int8Params(self.weight)
+
+
+def put_quantisers_in(monkeypatch) -> list[tuple[str, str, str]]:
+    """Put in torchao's and quanto's functions. Return their calls: a name, a type, and the module's device."""
+    calls: list[tuple[str, str, str]] = []
+
+    def note(name):
+        def called(module, config=None, weights=""):
+            kind = type(config).__name__ if config else weights
+            calls.append((name, kind, next(module.parameters()).device.type.replace("meta", "cuda")))
+
+        return called
+
+    torchao, quanto = types.ModuleType("torchao.quantization"), types.ModuleType("optimum.quanto")
+    torchao.quantize_, quanto.quantize, quanto.freeze = map(note, ("quantize_", "quantize", "freeze"))
+    for kind in ("Int8WeightOnlyConfig", "Float8WeightOnlyConfig"):
+        setattr(torchao, kind, type(kind, (), {}))
+    quanto.qint8, quanto.qfloat8, quanto.qint4 = "qint8", "qfloat8", "qint4"
+    for module in (torchao, quanto):
+        monkeypatch.setitem(sys.modules, module.__name__.partition(".")[0], types.ModuleType("outer"))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return calls
 
 
 class _Torch:

@@ -61,8 +61,36 @@ def save(folder, name: str) -> None:
 def save_gguf(module, path) -> None:
     """Write a module's weights as a GGUF file: matrices in Q8_0, the rest in float32."""
     gguf = pytest.importorskip("gguf")
-    writer = gguf.GGUFWriter(path, "flux")
-    for name, weight in module.state_dict().items():
+    write_tensors(gguf.GGUFWriter(path, "flux"), module.state_dict())
+
+
+def save_gguf_t5(path):
+    """Write a small T5 encoder as a GGUF file, as llama.cpp names its tensors: matrices in Q8_0. Return the encoder."""
+    gguf = pytest.importorskip("gguf")
+    import transformers
+
+    config = transformers.T5Config(
+        vocab_size=32, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, feed_forward_proj="gated-gelu"
+    )
+    encoder = transformers.T5EncoderModel(config)
+    writer = gguf.GGUFWriter(path, "t5encoder")
+    writer.add_block_count(config.num_layers)
+    writer.add_embedding_length(config.d_model)
+    writer.add_feed_forward_length(config.d_ff)
+    writer.add_head_count(config.num_heads)
+    writer.add_key_length(config.d_kv)
+    writer.add_vocab_size(config.vocab_size)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.T5ENCODER, config.num_layers)
+    weights = {name: one for name, one in encoder.state_dict().items() if "embed" not in name}
+    write_tensors(writer, {names.get_name(name, [".weight"]): one for name, one in weights.items()})
+    return encoder
+
+
+def write_tensors(writer, weights) -> None:
+    """Write a GGUF file: matrices in Q8_0, the rest in float32."""
+    import gguf
+
+    for name, weight in weights.items():
         array = weight.float().numpy()
         if array.ndim == 2 and array.shape[1] % 32 == 0:
             packed = gguf.quants.quantize(array, gguf.GGMLQuantizationType.Q8_0)
@@ -201,3 +229,86 @@ def test_files_are_loaded(tmp_path, monkeypatch):
         weights = getattr(loaded, role).state_dict()
         for name, weight in load_file(file).items():
             assert torch.equal(weights[name], weight), name
+
+
+def run_sd15(tmp_path, monkeypatch, unet: str, offload="none", vae: str = "whole"):
+    """Run the script of SD 1.5 with a type of its UNet. Return the script, the pipeline, and the bytes that went to the
+    card for the UNet."""
+    save(tmp_path, "sd15")
+    monkeypatch.chdir(tmp_path)
+    fake_card.put_in(monkeypatch)
+    script = write_script(
+        diffusers_steps(PIPELINES["sd15"], "float16", components={"unet": unet}, offload=offload, vae=vae)
+    )
+    pipe, moved = run(script)
+    others = [pipe.text_encoder, pipe.vae] if offload == "none" else []
+    tensors = [one for part in others for one in (*part.parameters(), *part.buffers())]
+    return script, pipe, moved - sum(one.nbytes for one in tensors)
+
+
+@pytest.mark.parametrize("offload", ["none", "model", "leaf_level"])
+@pytest.mark.parametrize("form", ["fp8", "fp8 from float16", "fp8 on cuda", "fp8 from float16 on cuda"])
+def test_a_component_is_cast_where_its_type_says(form, offload, tmp_path, monkeypatch):
+    """On the card it comes there whole: two bytes a number, not one."""
+    _, pipe, moved = run_sd15(tmp_path, monkeypatch, form, offload)
+    weights = [*pipe.unet.parameters()]
+    assert _is_cast(pipe.unet) and {one.device.type for one in weights} == {"meta" if offload == "none" else "cpu"}
+    whole, cast = (sum(size * one.numel() for one in weights) for size in (2, 1))
+    cast += sum(one.numel() for one in weights if one.dtype == torch.float16)
+    comes = offload == "none" or "on cuda" in form
+    assert moved == (whole if "from float16 on cuda" in form else cast if comes else 0)
+
+
+DIRECT = {
+    "int8wo from float16 on cuda": [("quantize_", "Int8WeightOnlyConfig", "cuda")],
+    "float8wo directly": [("quantize_", "Float8WeightOnlyConfig", "cpu")],
+    "qint8 directly": [("quantize", "qint8", "cpu"), ("freeze", "", "cpu")],
+    "qfloat8 from float16 on cuda": [("quantize", "qfloat8", "cuda"), ("freeze", "", "cuda")],
+}
+
+
+@pytest.mark.parametrize("offload", ["none", "model"])
+@pytest.mark.parametrize("form", DIRECT)
+def test_a_library_quantises_where_its_type_says(form, offload, tmp_path, monkeypatch):
+    calls = fake_card.put_quantisers_in(monkeypatch)
+    run_sd15(tmp_path, monkeypatch, form, offload)
+    assert calls == DIRECT[form]
+
+
+def test_a_kept_component_stays_if_diffusers_can_keep_it(tmp_path, monkeypatch):
+    said = "# the plan keeps unet on the card, but diffusers offloads the whole pipeline"
+    script, pipe, _ = run_sd15(tmp_path, monkeypatch, "float16 kept on cuda", "leaf_level")
+    assert said not in script and {one.device.type for one in pipe.unet.parameters()} == {"meta"}
+    script, pipe, _ = run_sd15(tmp_path, monkeypatch, "float16 kept on cuda", "model")
+    assert said in script and {one.device.type for one in pipe.unet.parameters()} == {"cpu"}
+
+
+def test_streams_tiles_and_slices(tmp_path, monkeypatch):
+    group = GROUPS | {"use_stream": True, "record_stream": True}
+    _, pipe, _ = run_sd15(tmp_path, monkeypatch, "float16", group, "tiled and sliced")
+    assert _group_config(pipe.unet).record_stream and pipe.vae.use_tiling and pipe.vae.use_slicing
+
+
+def test_bitsandbytes_on_both_sides_is_said():
+    """device_map is the whole pipeline's, so a script cannot have one component of each."""
+    both = {"transformer": "nf4", "text_encoder_2": "nf4 from bfloat16"}
+    script = write_script(diffusers_steps(PIPELINES["flux"], "bfloat16", components=both))
+    assert "# text_encoder_2: quantised on the CPU too, and not on the card as the plan says" in script
+    alone = {"text_encoder_2": "nf4 from bfloat16", "transformer": "bfloat16"}
+    assert "device_map" not in write_script(diffusers_steps(PIPELINES["flux"], "bfloat16", components=alone))
+
+
+def test_gguf_files_by_their_names(tmp_path, monkeypatch):
+    """A mixture is a file of that name; a text encoder's file is unpacked by transformers."""
+    save(tmp_path, "flux")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "transformer in Q8_0.gguf").rename(tmp_path / "transformer in Q4_K_M.gguf")
+    encoder = save_gguf_t5(tmp_path / "text_encoder_2 in IQ4_XS.gguf")
+    given = {"transformer": "q4_k_m", "text_encoder_2": "iq4_xs"}
+    steps = diffusers_steps(PIPELINES["flux"], "bfloat16", components=given)
+    pipe, _ = run(write_script(steps).replace('.to("cuda")', '.to("cpu")'))
+    assert "Q8_0" in {kind_of(one) for one in pipe.transformer.parameters()}
+    found = dict(pipe.text_encoder_2.named_parameters())
+    assert {one.dtype for one in found.values()} == {torch.bfloat16}
+    for name, one in encoder.named_parameters():
+        assert (found[name].float() - one).abs().max() <= one.abs().max() / 64, name
