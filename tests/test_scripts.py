@@ -198,11 +198,14 @@ HOSTILE = ["a\"); raise SystemExit(3)  # .safetensors", "b\nraise SystemExit(3)\
 @pytest.mark.parametrize("file", HOSTILE)
 def test_a_text_from_outside_is_a_literal(file):
     """Whatever it holds: the script has one literal with just this text, and no comment has any of it."""
-    for components, count in (({"unet": file, "text_encoder": file}, 4), ({"unet": f"{file}.gguf"}, 2)):
-        steps = diffusers_steps(PIPELINES["sd15"], "float16", components=components, loras=[Lora(file)])
+    packed = f"{file}.gguf"
+    cases = [("sd15", {"unet": file, "text_encoder": file}, 4, 0), ("flux", {"transformer": packed}, 2, 1)]
+    for name, components, count, gguf in [*cases, ("flux", {"text_encoder_2": packed}, 2, 1)]:
+        steps = diffusers_steps(PIPELINES[name], "float16", components=components, loras=[Lora(file)])
         script = write_script([*steps, *placing_steps(GROUPS | {"offload_to_disk_path": file}, ["unet"])])
         nodes = [*ast.walk(ast.parse(script.encode("utf-8")))]
-        assert [one.value for one in nodes if isinstance(one, ast.Constant)].count(file) == count
+        texts = [one.value for one in nodes if isinstance(one, ast.Constant)]
+        assert (texts.count(file), texts.count(packed)) == (count, gguf)
         assert not any(isinstance(one, ast.Raise) for one in nodes)
         tokens = tokenize.generate_tokens(io.StringIO(script).readline)
         assert not any(one.type == tokenize.COMMENT for one in tokens)
