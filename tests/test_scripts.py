@@ -135,6 +135,8 @@ def check(one, pipe, moved: int, name: str) -> None:
             assert hasattr(part, "_hf_hook") and places == {"meta"}, role
         else:
             assert places == {"meta" if role in stay else "cpu"}, role
+        if offload == "none" or on_cpu:  # no hook sends inputs elsewhere
+            assert not any(hasattr(module, "_hf_hook") for module in part.modules()), role
         kind, usual = kinds.get(role, ""), PIPELINES[name].vae_dtype if role == "vae" else ""
         dtype = kind if kind in ("float16", "bfloat16", "float32") else usual or settings["dtype"]
         # transformers keeps T5's `wo` in float32 if the rest is in float16.

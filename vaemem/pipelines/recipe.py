@@ -292,7 +292,8 @@ class _Loading:
         steps = [step for role in wishes if role not in late for step in wishes[role].changing_steps(role, self.dtype)]
         group = GroupOffload.read(offload)
         if offload == "none" or (isinstance(offload, Mapping) and not group):
-            steps += [*vae, *placing_steps(offload, roles)]
+            # device_map leaves hooks that send the inputs of bitsandbytes' layers to the CPU. Offloading removes them.
+            steps += [*vae, *[call("pipe.remove_all_hooks")] * self.on_cpu, *placing_steps(offload, roles)]
             return [*steps, *(step for role in late for step in wishes[role].changing_steps(role, self.dtype))]
         early = [role for role, one in wishes.items() if one.place != PLACES[0]]
         early = [role for role in early if self.on_cpu or role not in self.quantised]  # the others are there already
