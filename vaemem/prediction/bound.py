@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 # The default sides in pixels. Workspaces jump between small sizes, and cuDNN has other plans for sides that are no
 # multiples of 64. benchmarks/bounds.py compares the formulas with predictions of other sizes.
 SIDES = 256, 264, 320, 384, 448, 512, 520, 616, 720, 768, 832, 1024, 1088, 1216, 1384, 1408, 1536, 2048
+_MADE: dict[str, Bound] = {}  # a process's bounds by their arguments: each takes half a minute
 BETWEEN = 1.002  # factor of a formula above the predictions, for the sizes between
 
 _BYTES = """
@@ -225,8 +226,9 @@ def bound(
 
     Notes
     -----
-    Without a version, all formulas for one card take about 15 seconds for ComfyUI and 30 for InvokeAI. The formulas are
-    checked at the sizes of the domain only, and for one image at a time.
+    Without a version, all formulas for one card take about half a minute of CPU time for ComfyUI, and more for InvokeAI.
+    A process makes them once for the same arguments. The formulas are checked at the sizes of the domain only, and for
+    one image at a time.
 
     Tiles have sides of 512, 768 and 1024 pixels, in images with sides of multiples of 512. FLUX.2's images have sides
     of multiples of 16 in ComfyUI; other sides are left out there.
@@ -245,6 +247,9 @@ def bound(
     for name, given in (("sides", pixels), ("gpu", gpus)):
         if not given:
             raise ArgumentError(name, "one or more", "none")
+    question = repr((application, kept, dtypes, gpus, memory, cudnn_version, torch_version, pixels))
+    if question in _MADE:
+        return _MADE[question]
     estimates = {
         name: estimate._replace(models=tuple(model for model in estimate.models if kept is None or model in kept))
         for name, estimate in APPLICATIONS[application].estimates.items()
@@ -273,7 +278,10 @@ def bound(
     lines = [line.above(sizes) for (line, _, points), sizes in finished if len(sizes) == len(points)]
     if not lines:
         raise RuntimeError("executor: its workers died before a formula was finished; pass one with living workers")
-    return Bound(application, lines, domain.describe(estimates.values()))
+    made = Bound(application, lines, domain.describe(estimates.values()))
+    if len(lines) == len(sweeps):
+        _MADE[question] = made
+    return made
 
 
 class _Domain(NamedTuple):
