@@ -82,7 +82,7 @@ static vm_status build(const vm_model *m, vm_plan *plan) {
     if (!s) s = vm_plan_choose(m, plan);
     if (s && s != VM_ELIMIT) return s;
     const size_t in_all = vm_sum(plan->reserved, VM_PRODUCT(vm_sum(plan->in_bytes, plan->out_bytes), r->batch));
-    const vm_status fits = check_fits(r, in_all); /* also of the least plan, whose bytes a limit's refusal names */
+    const vm_status fits = check_fits(r, in_all); /* checks the least plan too: a limit's refusal names its bytes */
     return fits ? fits : s;
 }
 

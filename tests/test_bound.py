@@ -248,7 +248,7 @@ def test_what_is_left_out_is_named():
 
 def test_progress():
     calls: list[tuple[int, int]] = []
-    asked = {"sides": (264, 520), "torch_version": TORCH}  # of no other test, whose bound would be there already
+    asked = {"sides": (264, 520), "torch_version": TORCH}  # other tests have other sides, so this bound is not made yet
     told = bound("comfyui", "sdxl", "float16", progress=lambda *step: calls.append(step), **asked)
     assert calls == [(done, 2 * 4) for done in range(1, 9)]  # encode and decode at four sizes
     assert told is bound("comfyui", "SDXL", "fp16", **asked), "made once for the same arguments"

@@ -142,7 +142,7 @@ def test_parts_that_stay_on_the_card_count_once():
 
 
 def test_many_components_take_no_long_time():
-    """40 components, of which no two sets are alike: listing all sets takes days."""
+    """Choose among 40 components with different sums for all sets: a list of all sets takes days."""
     draw = random.Random(0)
     sizes = [(draw.randint(1, 6 * GB), number) for number in range(40)]
     lacking = sum(size for size, _ in sizes) // 2

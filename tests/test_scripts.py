@@ -146,7 +146,7 @@ def check(one, pipe, moved: int, name: str) -> None:
         assert _is_cast(part) == (kind == "fp8") and (_group_config(part) is not None) == bool(
             group and role not in stay
         )
-        if kind in BITSANDBYTES:  # every linear layer, but those that transformers keeps
+        if kind in BITSANDBYTES:  # every linear layer that transformers does not keep
             linear = {n: m for n, m in part.named_modules() if isinstance(m, torch.nn.Linear)}
             assert {kind_of(m.weight) for n, m in linear.items() if not n.endswith((".wo", "lm_head"))} == {kind}
     held = sum(weight.nbytes for role in stay for weight in parts[role].parameters())

@@ -99,7 +99,7 @@ def _images_of(source: str) -> Iterator[SourceImage]:
 
 def _folder(folder: Path) -> Iterator[SourceImage]:
     """Yield the images below a folder, without hidden ones. OSError for a folder that cannot be read; FileError for a
-    link that leads back to a folder around it, and for a folder to which links make more than MOST_PATHS paths."""
+    link that leads back to a folder around it, and for a folder with more than MOST_PATHS paths by links."""
     paths = Counter[tuple[int, int]]()  # by folder
 
     def fail(error: OSError) -> None:

@@ -10,7 +10,7 @@ from vaemem._common import OPS
 from vaemem.out_of_memory.messages import BEGINS
 from vaemem.prediction.gpus import Gpu, known_gpu
 
-WAN22 = "wan2.2"  # the VAE of TI2V-5B, of which only one frame is predicted
+WAN22 = "wan2.2"  # TI2V-5B's VAE: one frame alone is predicted
 # (words in a text, its VAE, its pipelines); the first that matches counts. No VAE: the model is unknown.
 NAMED = (
     (r"hunyuan.{0,2}video|hyvideo|hy1\.5", "HunyuanVideo", ()), (r"framepack", "FramePack", ()),

@@ -46,8 +46,8 @@ class Explanation(Shown):
     said : dict of str to int
         Figures of the message: requested, total, free, allocated, cached.
     candidates : tuple of Match or OtherTensor
-        All of `matches` and `parts`, the likeliest first: those that run out there when played, then by how common the
-        run is.
+        All of `matches` and `parts`, the likeliest first: runs that a play confirms stand before others, and common
+        runs before rare ones.
     matches : tuple of Match
         Runs that request it.
     parts : tuple of OtherTensor

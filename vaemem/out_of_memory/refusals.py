@@ -1,4 +1,4 @@
-"""Play a run with limited room: what it is refused, and how well that agrees with a message."""
+"""Play a run with limited room, and compare the refused request with a message."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ def plan_pipeline(
 
 
 def _host_memory(given: int | str | None, is_here: bool) -> tuple[int, str]:
-    """Return the host's memory for weights, and what it is. is_here: whether the question is about this machine."""
+    """Return the host's memory for weights, and words for its source. is_here: whether this machine is meant."""
     if given is not None:
         return parse_size("host_memory", given), ""
     free = available_memory() if is_here else None

@@ -279,7 +279,7 @@ class PipelinePrediction(_Played):
 
 def _others(q: PipelineRequest) -> Iterator[tuple[PipelineRequest, str, str, list[str]]]:
     """Yield other ways to run a request: the request, how it is offloaded, how its VAE runs, and types of components.
-    Groups come on a stream if they can, and smaller types are those that a plan tries."""
+    Groups come on a stream if they can. The smaller types are a plan's."""
     for offload, vae in itertools.product(OFFLOADS, ("whole", *q.tilings)):
         if (offload, vae) != (q.offload, q.vae):
             yield q, offload, vae, []

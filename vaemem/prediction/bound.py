@@ -226,9 +226,8 @@ def bound(
 
     Notes
     -----
-    Without a version, all formulas for one card take about half a minute of CPU time for ComfyUI, and more for InvokeAI.
-    A process makes them once for the same arguments. The formulas are checked at the sizes of the domain only, and for
-    one image at a time.
+    Without a version, all formulas for one card take about half a minute of CPU time. A process makes them once for the
+    same arguments. The formulas are checked at the sizes of the domain only, and for one image at a time.
 
     Tiles have sides of 512, 768 and 1024 pixels, in images with sides of multiples of 512. FLUX.2's images have sides
     of multiples of 16 in ComfyUI; other sides are left out there.
