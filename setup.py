@@ -56,6 +56,9 @@ ZIG = [sys.executable, "-m", "ziglang", "cc", "-target", TARGET]
 STABLE_ABI = not sysconfig.get_config_var("Py_GIL_DISABLED")
 # What a library needs beyond its objects: the import library of Python's DLL, or leave to let the loader find Python.
 DLL = "python3" if STABLE_ABI else f"python3{sys.version_info[1]}t"
+# The table of other libraries' functions is read-only once the library is loaded. This costs nothing while code runs.
+# Flags of the compiler, such as -fstack-protector-strong, were tried too: 2 to 5% slower on a busy machine.
+HARDENED = ["-Wl,-z,relro,-z,now"] if "linux" in (TARGET or sys.platform) else []
 LINK = {"windows": [os.path.join(ROOT, "libs", f"{DLL}.lib")], "macos": ["-undefined", "dynamic_lookup"]}
 FLAGS = {
     "csrc": COMMON,
@@ -229,7 +232,7 @@ extensions = [
         py_limited_api=STABLE_ABI,
         depends=headers,
         libraries=["m", "pthread"],
-        extra_link_args=SANITIZE,
+        extra_link_args=[*SANITIZE, *HARDENED],
     )
     for name, sources in {
         "vaemem._core": core,
@@ -251,7 +254,7 @@ if cuda:
             py_limited_api=STABLE_ABI,
             depends=headers + sorted(glob.glob("kernels/cuda/*.cu")),
             libraries=["m", "pthread", "dl"],
-            extra_link_args=SANITIZE,
+            extra_link_args=[*SANITIZE, *HARDENED],
         )
     )
 elif WANTS_CUDA == "1":

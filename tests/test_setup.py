@@ -3,11 +3,14 @@
 import os
 import runpy
 import stat
+import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
 
 import pytest
+
+from vaemem import _core
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -47,3 +50,10 @@ def test_cuda_is_built_if_it_is_asked_for(extensions, tmp_path, capsys):
         extensions(CUDA_HOME=str(tmp_path), VAEMEM_CUDA="1")
     with pytest.raises(SystemExit, match=r"VAEMEM_CUDA: .*'yes'"):
         extensions(VAEMEM_CUDA="yes")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of ELF files")
+def test_extensions_are_bound_when_they_are_loaded():
+    """Nobody can write to their table of other libraries' functions afterwards."""
+    told = subprocess.run(["readelf", "-dlW", _core.__file__], capture_output=True, text=True, check=True).stdout
+    assert "GNU_RELRO" in told and "NOW" in told.partition("Dynamic section")[2]
