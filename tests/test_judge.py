@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 from errors import refused
 
-from vaemem import _core
+from vaemem import _core, predict
 from vaemem.prediction.planned import Phase
 from vaemem.prediction.plays import bound_of
 from vaemem.prediction.process import PeakTensor, SimulatedProcess
@@ -112,11 +112,18 @@ def test_windows_spills_before_pytorch_frees_its_cache():
         full = ("decode", PeakTensor("x", 5)) if took is None else None
         here, there = (
             Verdict(100, most, took, full, kept_more=10, windows=windows).summarize("{} B".format)
-            for windows in (False, True)
+            for windows in ("", SPILLS)
         )
         assert there.endswith(SPILLS) and "spilling begins between 90 B and 100 B" in there
-        assert "spilling" not in here and "frees its cache" not in there
-    assert "20 B of it go to the host's memory" in Verdict(100, 120, 90, windows=True).explain("{} B".format)
+        assert "spilling" not in here and "goes through" not in there
+    tight = Verdict(100, 120, 90, windows=SPILLS).summarize("{} B".format)
+    assert "20 B of that goes to the host's memory" in tight and "could run with 90 of the 100 B" in tight
+
+
+def test_what_drivers_of_other_makers_do_is_not_nvidias():
+    for gpu, is_nvidia in (("RTX 3060", True), ("RX 7900 XTX", False), ("Arc B580", False)):
+        summary = predict("sd15", "decode", 512, 512, gpu=gpu, os="windows").judged.summarize("{} B".format)
+        assert "spilling begins between" in summary and ("CUDA - Sysmem" in summary) == is_nvidia
 
 
 def test_the_context_may_keep_more_than_usual():

@@ -113,6 +113,11 @@ def test_low_ram_tiles_unless_the_vae_is_flux2s():
     assert not small["--low-ram"].way.changes  # one tile
 
 
+def test_components_that_mflux_does_not_have_are_refused():
+    with refused("components", "'unet'"):
+        plan_pipeline("flux", 1024, 1024, memory="64 GB", runtime="mlx", components={"unet": "bfloat16"})
+
+
 def test_pipelines_that_mflux_does_not_have_are_refused():
     with refused("pipeline", "'sdxl'", names=["zimage-turbo"]):
         plan_pipeline("sdxl", 1024, 1024, memory="16 GB", runtime="mlx")

@@ -531,6 +531,17 @@ def test_weights_that_do_not_fit_end_in_a_plan(wanted):
     assert e.prediction is None or isinstance(e.matches[0].offload, str)
 
 
+def test_a_line_of_a_run_that_succeeds_is_no_message():
+    """stable-diffusion.cpp writes the size of a buffer whether or not it gets it: the error behind it counts."""
+    e = explain("vae compute buffer size: 1664.00 MB(VRAM) CUDA error: out of memory, flux dev on an RTX 4060")
+    assert not e.candidates and "outside PyTorch's allocator" in str(e) and "All weights of flux do not fit" in str(e)
+
+
+def test_an_unknown_models_graph_lists_nothing():
+    e = explain("HunyuanVideo: ggml_gallocr_reserve_n: failed to allocate Vulkan0 buffer of size 6976176128")
+    assert not e.candidates and "HunyuanVideo, which vaemem does not know" in str(e)
+
+
 @pytest.mark.parametrize("wanted", ["5.00 MB", "1.00 MiB", "512 bytes", "0 bytes"])
 def test_small_requests_identify_nothing(wanted):
     for text in (

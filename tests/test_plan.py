@@ -280,7 +280,7 @@ def test_the_small_card_gets_offloading(small_card):
     assert small_card["no offload, VAE whole"].fails_in == "decode"
     assert small_card.recommended.way.name == "sequential offload, VAE whole"
     assert "model offload, VAE whole would take" in small_card.reason and "is tight: " in small_card.reason
-    kept = f"{small_card.recommended.way.host / GIB:.2f} GB of weights, of an assumed 32 GB"
+    kept = f"{small_card.recommended.way.host / GIB:.2f} GB of weights, of 30.00 GB in an assumed machine of 32 GB"
     assert f"The host's memory keeps {kept}." in small_card.reason
     quick = plan_pipeline("sd15", 1024, 1024, gpu="RTX 3060", memory="4 GB", safe=False)
     assert quick.recommended.way.name == "model offload, VAE whole"
@@ -466,18 +466,31 @@ def test_the_hosts_memory_is_assumed_aloud(monkeypatch):
     """32 GB, unless the question is about this machine, or gives it. FLUX.1's pinned weights are 47.8 GB."""
     asked = {"height": 1024, "width": 1024}
     plan = plan_pipeline("flux", gpu="RTX 3060", **asked)
-    assert plan["streamed group offload, VAE whole"].fails_in == "host" and plan.room.host == 32 * 10**9
-    assert "of weights, of an assumed 32 GB." in plan.to_dict()["summary"]
-    assert plan.to_dict()["host"] == {"available_bytes": 32 * 10**9, "assumed": "an assumed 32 GB"}
+    assert plan["streamed group offload, VAE whole"].fails_in == "host" and plan.room.host == 30 << 30
+    assert "of weights, of 30.00 GB in an assumed machine of 32 GB." in plan.to_dict()["summary"]
+    assert plan.to_dict()["host"] == {"available_bytes": 30 << 30, "source": "30.00 GB in an assumed machine of 32 GB"}
     told = plan_pipeline("flux", gpu="RTX 3060", **asked, host_memory="64 GiB")
     assert told["streamed group offload, VAE whole"].fits and "of weights, of 64.00 GB." in told.reason
     monkeypatch.setattr("vaemem.prediction.request.present_gpu", lambda: find_gpu("RTX 3060"))
     monkeypatch.setattr("vaemem.pipelines.plan.available_memory", lambda: 50 * GIB)
     here = plan_pipeline("flux", **asked)
     assert here.room.host == 50 * GIB and "of weights, of 50.00 GB free in this machine." in here.reason
-    assert plan_pipeline("flux", gpu="RTX 3060", **asked).room.host == 32 * 10**9, "another machine's card is meant"
+    assert plan_pipeline("flux", gpu="RTX 3060", **asked).room.host == 30 << 30, "another machine's card is meant"
     monkeypatch.setattr("vaemem.pipelines.plan.available_memory", lambda: None)
-    assert plan_pipeline("flux", **asked).room.host == 32 * 10**9
+    assert plan_pipeline("flux", **asked).room.host == 30 << 30
+
+
+def test_a_refusal_for_the_hosts_memory_says_what_was_assumed():
+    plan = plan_pipeline("flux", 1024, 1024, gpu="RTX 4060", types=[None])
+    assert plan.recommended is None
+    assert plan.to_dict()["summary"].endswith(" short, of 30.00 GB in an assumed machine of 32 GB.")
+
+
+def test_types_of_gguf_are_for_the_denoiser():
+    """Also mixtures, in any spelling."""
+    for kind in ("Q4_K_M", "q8_0"):
+        plan = plan_pipeline("flux", 1024, 1024, gpu="RTX 4090", types=[kind])
+        assert {*plan.outcomes[0].way.settings["components"]} == {"transformer"}
 
 
 def test_a_plan_says_what_it_does_not_try_with_a_lora():

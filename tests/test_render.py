@@ -56,3 +56,13 @@ def test_a_pipe_gets_every_column(monkeypatch, capsys):
     assert main([*asked, "--all"]) == 0
     table = capsys.readouterr().out.partition("All 17 ways")[2].partition("\n\n  ")[0]
     assert max(map(len, table.splitlines())) <= 80
+
+
+def test_a_column_without_texts_is_drawn():
+    assert Columns(("a", ""), [("x", ""), ("y", "")]).text(80).split() == ["a", "x", "y"]
+
+
+def test_options_are_no_numbers():
+    """A column of them stands to the left."""
+    options = Columns(("way", "GB"), [("--low-ram", "1"), ("--vae-tiling", "22")]).text(80)
+    assert options.splitlines()[1].startswith("--low-ram ")

@@ -140,6 +140,9 @@ def test_variants_of_a_card_are_told_by_their_memory():
     assert find_gpu("4060 Ti").total_memory == 8 << 30
     for gpu in (find_gpu("4060 Ti 16GB"), find_gpu("4060 Ti", "16 GB"), find_gpu("4060 Ti", memory=16 << 30)):
         assert gpu.total_memory == json.loads(gpu.device_json)["totalGlobalMem"] == 16 << 30
+    for name in ("RTX 4060 0g", "RTX 4060 99999gb"):
+        with refused("gpu"):
+            find_gpu(name)
     assert find_gpu("4060ti 16g") == find_gpu("4060 Ti 16GB")
     for name in ("M4 Max 48GB", "Strix Halo 48 GiB", "GB10 48g"):  # cards that need their memory
         assert find_gpu(name).total_memory == 48 << 30 and find_gpu(name).coarse

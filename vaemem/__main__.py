@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:  # main imports all others, so that Ctrl-C meanwhile ends the command in its way
     import argparse
 
-# The colours of answers are kept (_render.py), and lines and tabs.
-_CONTROL = re.compile(r"(\x1b\[(?:1;\d\d|22;39)m)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# Kept are the colours of answers (_render.py), lines, tabs, and tqdm's carriage returns at either end of a text.
+_CONTROL = re.compile(r"(\x1b\[(?:1;\d\d|22;39)m|\A\r|\r\Z)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def _describe(error: BaseException, args: argparse.Namespace) -> str:

@@ -41,7 +41,6 @@ def make_demo(out: str | os.PathLike[str] = "out", weights: str | os.PathLike[st
     path, ``out/index.html``; ``out/report.md`` has the same contents.
     """
     need("PIL.Image", "the demo", "matplotlib.figure", "tqdm.auto")  # fail now, not after minutes of work
-    need("PIL.Image", "the demo", "matplotlib.figure", "tqdm.auto")  # now, not after minutes of work
     started, folder = time.perf_counter(), Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     if is_handmade := weights is None:

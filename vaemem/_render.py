@@ -271,7 +271,7 @@ def _plain(text: str) -> str:
 
 
 def _are_numbers(cells: Sequence[str]) -> bool:
-    return all(cell[:1] in tuple("0123456789+-.…") or not cell for cell in cells)
+    return all(not cell or re.match(r"[+-]?[\d.…]", cell) for cell in cells)
 
 
 def _least(column: Sequence[str]) -> int:
@@ -290,7 +290,7 @@ def _fitted(columns: Sequence[Sequence[str]], width: int) -> tuple[Sequence[str]
         widths[widest] -= 1
     lines = []
     for row in zip(*columns, strict=True):
-        cells = [textwrap.wrap(cell, w, break_long_words=False) for cell, w in zip(row, widths, strict=True)]
+        cells = [textwrap.wrap(cell, max(w, 1), break_long_words=False) for cell, w in zip(row, widths, strict=True)]
         lines.append([*itertools.zip_longest(*cells, fillvalue="")] or [row])
     (header, *more), *rows = lines
     return header, [*more, *itertools.chain.from_iterable(rows)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any, NamedTuple
 
 from vaemem._common import distinct
@@ -60,7 +61,7 @@ def _write(value: Any, indent: str = "", used: int = 0, whole: bool = False) -> 
         begin, end = "[]" if isinstance(value, list) else ("(", ",)" if len(value) == 1 else ")")
         items = [("", one) for one in value]
     else:
-        return repr(value)
+        return repr(int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value)
     line = ", ".join(word + _write(one, whole=True) for word, one in items)
     if whole or not items or used + len(begin + line + end) <= LINE:
         return f"{begin}{line}{end}"

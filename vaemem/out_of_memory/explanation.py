@@ -165,13 +165,13 @@ def explain(
     message = read_message(text)
     clues = read_clues(text)
     asked = _find_asked(message, clues, model, op, gpu, runtime)
-    if message.kind.size in (GRAPH, POOL):
-        return _explain_graph(message, text, clues, asked)
     notes: list[str] = []
     if clues.is_unknown and model is None:
         notes.append(f"The text names {clues.model}, which vaemem does not know: no run of it was searched.")
     elif clues.model == WAN22 and model is None:
         notes.append("It was Wan 2.2's TI2V-5B: vaemem predicts one frame of its VAE, so no video of it was searched.")
+    if message.kind.size in (GRAPH, POOL) and not notes:
+        return _explain_graph(message, text, clues, asked)
     if message.kind.size == NO_TENSOR or notes:
         return _explain_whole(message, clues, asked, notes)
     return _explain_tensor(message, clues, asked, has_gpu=gpu is not None, has_op=op is not None)

@@ -11,7 +11,7 @@ from vaemem.out_of_memory.kinds import POOL
 from vaemem.out_of_memory.messages import OomMessage
 from vaemem.out_of_memory.runs import Match
 from vaemem.out_of_memory.sizes import Areas, Size, list_sizes
-from vaemem.sdcpp.graphs import LATENT_CHANNELS, graph
+from vaemem.sdcpp.graphs import graph
 
 _MOST_SIDE = 4096  # pixels of a square that is tried
 _RANKS = range(4)  # of sizes: common ones, multiples of 64, and multiples of 8 in usual shapes
@@ -66,10 +66,10 @@ def _runs(
     if is_unet:
         for name in ("sdxl", "sd15"):
             for flash in (False, True):
-                if name in models or not models:
+                if name in models:
                     yield ("denoise", name, f"unet-{name}"), {"flash": flash}
         return
-    for name in models or LATENT_CHANNELS:
+    for name in models:
         for op in ops:
             for direct in (False, True):
                 yield (op, name, f"vae-{op}r"), {"model": name, "conv_direct": direct}

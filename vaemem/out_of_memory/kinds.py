@@ -49,9 +49,6 @@ MESSAGE_KINDS = (
     Kind(rf"Device memory allocation of size {COUNT} failed", GRAPH, ""),
     Kind(rf"can't allocate {COUNT} Bytes of memory on device", GRAPH, ""),
     Kind(rf"failed to allocate buffer, size = {{0,8}}({NUMBER} MiB)", GRAPH, ""),
-    Kind(rf"vae compute buffer size ?[:=]? {{0,4}}({NUMBER} MB)", GRAPH, ""),
-    Kind(rf"compute buffer size ?[:=]? {{0,4}}({NUMBER} MB)", GRAPH, ""),
-    Kind(rf"params backend buffer (?:size ?[:=]? {{0,4}}|\( ?)({NUMBER} MB)", GRAPH, ""),
     Kind(rf"MPS backend out of memory.{{0,200}}?Tried to allocate {SIZE}", TENSOR, "Apple"),
     Kind(
         rf"Invalid buffer size: {SIZE}", TENSOR, "Apple",
@@ -94,19 +91,29 @@ MESSAGE_KINDS = (
         "macOS ended a command buffer, because the memory that the GPU shares with all programs ran out.",
         "Close other programs, use a smaller image, or weights of fewer bits.",
     ),
-    Kind(
-        r"ErrorOutOfDeviceMemory", NO_TENSOR, "", "The Vulkan driver refused one buffer, or had no memory left.",
-        _SMALLER,
-    ),
-    Kind(
-        r"(?:CUDA|HIP)(?: driver)? error: out of memory|(?:cuda|hip)Error(?:MemoryAllocation|OutOfMemory)",
-        NO_TENSOR, "",
-        "The driver refused memory outside PyTorch's allocator, for the context, a kernel or pinned host memory; or an"
-        " earlier call failed.", _FREE_CARD,
+    *(
+        Kind(
+            rf"{api}(?: driver)? error: out of memory|{api.lower()}Error(?:MemoryAllocation|OutOfMemory)",
+            NO_TENSOR, maker,
+            "The driver refused memory outside PyTorch's allocator, for the context, a kernel or pinned host memory; or"
+            " an earlier call failed.", _FREE_CARD,
+        )
+        for api, maker in (("CUDA", "NVIDIA"), ("HIP", "AMD"))
     ),
     Kind(
         r"Allocation on device", NO_TENSOR, "NVIDIA", "ComfyUI cuts PyTorch's message: it has no figures.",
         "vaemem fits MODEL HxW --runtime comfyui --gpu CARD says whether a run fits.",
     ),
-    Kind(r"(?:CUDA|HIP|XPU|MPS backend) out of memory", NO_TENSOR, "", "The message has no figures.", _FREE_CARD),
+    *(
+        Kind(f"{api} out of memory", NO_TENSOR, maker, "The message has no figures.", _FREE_CARD)
+        for api, maker in (("CUDA", "NVIDIA"), ("HIP", "AMD"), ("XPU", "Intel"), ("MPS backend", "Apple"))
+    ),
+    # stable-diffusion.cpp also writes these three lines when it succeeds, so that any other message counts before them.
+    Kind(rf"vae compute buffer size ?[:=]? {{0,4}}({NUMBER} MB)", GRAPH, ""),
+    Kind(rf"compute buffer size ?[:=]? {{0,4}}({NUMBER} MB)", GRAPH, ""),
+    Kind(rf"params backend buffer (?:size ?[:=]? {{0,4}}|\( ?)({NUMBER} MB)", GRAPH, ""),
+    Kind(
+        r"ErrorOutOfDeviceMemory", NO_TENSOR, "", "The Vulkan driver refused one buffer, or had no memory left.",
+        _SMALLER,
+    ),
 )  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vaemem._common import DTYPES, MOST_BATCH, MOST_SIDE, choose, meant, number_in, whole
+from vaemem._common import DTYPES, MOST_BATCH, MOST_SIDE, choose, letters, meant, number_in, whole
 from vaemem._errors import ArgumentError, Named, inside
 from vaemem.engine.limits import parse_size
 from vaemem.pipelines.components import (
@@ -25,7 +25,7 @@ from vaemem.pipelines.quantising import (
     SCHEMES,
     UNSENT,
 )
-from vaemem.pipelines.storage import GGML
+from vaemem.pipelines.storage import GGML, MIXTURES
 from vaemem.prediction.predict import SMALL_TILE
 from vaemem.prediction.request import Card, Request, Software, usual_tile
 from vaemem.prediction.runtimes import diffusers_release
@@ -235,7 +235,7 @@ def is_tile(side: str, unit: int) -> bool:
 def smaller_roles(pipeline: Pipeline, kind: str) -> list[str]:
     """List the components with which a smaller type of weights is worthwhile: the denoiser, and text encoders other
     than CLIP. GGUF's types are for the denoiser, if its class can load such a file."""
-    if kind in GGML:
+    if letters(kind) in map(letters, (*GGML, *MIXTURES)):
         return [pipeline.denoiser] * (pipeline.parts[pipeline.denoiser] not in NOT_FROM_A_FILE)
     return [pipeline.denoiser, *(role for role in pipeline.encoders if pipeline.parts[role] not in CLIPS)]
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Literal, get_args
 
 from vaemem._arguments import shared
-from vaemem._common import DTYPES, ELEMENT_BYTES, MIB, flag, listed, meant, real, whole
+from vaemem._common import DTYPES, ELEMENT_BYTES, MIB, choose, flag, listed, meant, real, whole
 from vaemem._errors import ArgumentError, Named
 from vaemem._script import write_script
 from vaemem._types import Dtype
@@ -48,8 +48,9 @@ VAE_LIMIT = 3.2
 SEQUENTIAL = "Sequential offload: transfers of weights are counted; the overhead of accelerate's hooks is not."
 GROUPS = "Group offload without streams: weights go to the card and back, and both count; nothing overlaps."
 STREAM = "leaf_level stream"
-USUAL_HOST = "32 GB"  # if the host's memory is neither given nor known
-HERE = "{} free in this machine"
+# If the host's memory is neither given nor known: a usual machine, and the part that everything else on it takes.
+USUAL_HOST, FOR_OTHERS = "32 GB", 2 << 30
+HERE, USUAL = "{} free in this machine", f"{{}} in an assumed machine of {USUAL_HOST}"
 WITH_LORA = (
     "With a LoRA, group offload and smaller types of weights are not tried, although diffusers has them: nobody"
     " compared their memory."
@@ -79,8 +80,8 @@ def plan_pipeline(
         The card's memory, as cards are sold (``"12 GB"``), if its name does not tell it or no card is named.
     host_memory : int or str, optional
         Host memory for weights that are not on the card. By default, if the question is about this machine, its free
-        memory: if no card and no memory is named, and the machine has a card. Otherwise 32 GB are assumed, as the first
-        lines say.
+        memory: if no card and no memory is named, and the machine has a card. Otherwise 30 GB of a
+        machine of 32 GB are assumed, as the first lines say.
     gpu : str or Gpu, optional
         The card. By default this machine's card if no `memory` is given. Otherwise a card of that memory or an RTX 4090
         stands for it, as the first line says. Seconds then need measurements in `calibrate`.
@@ -163,6 +164,8 @@ def plan_pipeline(
             raise ArgumentError("memory", "the memory of the Mac, such as '16 GB'", "None")
         share, of = ways_mlx.WORKING_SET
         limit = None if cache_limit is None else parse_size("cache_limit", cache_limit, least=0)
+        for role in components:
+            choose("components", role, (*known.encoders, known.denoiser))
         sizes = {
             role: weights_bytes(role, known.parts[role], components.get(role, known.dtype))
             for role in (*known.encoders, known.denoiser)
@@ -221,7 +224,7 @@ def _host_memory(given: int | str | None, is_here: bool) -> tuple[int, str]:
     if given is not None:
         return parse_size("host_memory", given), ""
     free = available_memory() if is_here else None
-    return (parse_size("host_memory", USUAL_HOST), f"an assumed {USUAL_HOST}") if free is None else (free, HERE)
+    return (sold(USUAL_HOST) - FOR_OTHERS, USUAL) if free is None else (free, HERE)
 
 
 def weights_bytes(role: str, component: str, given: Any) -> int:

@@ -35,6 +35,7 @@ from vaemem.pipelines.ways_mlx import MFLUX
 from vaemem.prediction.answer import alias
 from vaemem.prediction.closed import PlayedPeak
 from vaemem.prediction.formula import Formula
+from vaemem.prediction.gpus import known_gpu
 from vaemem.prediction.lines import BATCHES, Grid, Point
 from vaemem.prediction.planned import Phase, Result, Way
 from vaemem.prediction.plays import Plays
@@ -44,7 +45,7 @@ from vaemem.prediction.request import PAGE, Card, Software, find_card, usual_til
 from vaemem.prediction.runtimes import WAN
 from vaemem.prediction.seconds import Machine, machine_of, peak, vae_work
 from vaemem.prediction.usual import FIXED, OVERFLOWING
-from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, judge_phases, judge_played
+from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, describe_spilling, judge_phases, judge_played
 
 PredictedRuntime = Literal["diffusers", "sd.cpp", "comfyui"]
 PREDICTED_RUNTIMES: tuple[PredictedRuntime, ...] = get_args(PredictedRuntime)
@@ -242,8 +243,16 @@ class PipelinePrediction(_Played):
         return tuple(found)
 
     def _plan(self) -> str:
-        q = self.request
-        return shlex.join(["vaemem", "plan", q.name, f"{q.height}x{q.width}", "--gpu", q.card.gpu.name])
+        """Write the command that plans this run; "" if it has settings that this does not write."""
+        q, card = self.request, self.request.card
+        if q.image or q.first or q.loras or q.software.has_version or known_gpu(card.gpu.name) != card.gpu:
+            return ""
+        given = {
+            "batch": q.batch if q.batch > 1 else None, "used": card.used or None,
+            "os": "windows" if card.is_windows else None, "frames": q.frames if q.pipeline.frames else None,
+        }  # fmt: skip
+        words = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
+        return shlex.join(["vaemem", "plan", q.name, f"{q.height}x{q.width}", "--gpu", card.gpu.name, *words])
 
     def _asked_data(self) -> dict[str, Any]:
         q = self.request
@@ -393,8 +402,8 @@ class GraphPrediction(PhasedAnswer):
         self.host, self.notes, self._card = way.host, way.notes, card
         no_room = "it goes through only with direct convolution"
         self.judged = judge_phases(
-            way.phases, available, self.direct.phases, kept_more=card.kept_more, windows=card.is_windows,
-            safe=safe, no_room=no_room,
+            way.phases, available, self.direct.phases, kept_more=card.kept_more,
+            windows=describe_spilling(card.gpu, card.is_windows), safe=safe, no_room=no_room,
         )  # fmt: skip
         self.result = as_far_as(way.phases, self.judged.out_of_memory_at)
         self.here = self.result

@@ -292,7 +292,8 @@ class _Loading:
         steps = [step for role in wishes if role not in late for step in wishes[role].changing_steps(role, self.dtype)]
         group = GroupOffload.read(offload)
         if offload == "none" or (isinstance(offload, Mapping) and not group):
-            # device_map leaves hooks that send the inputs of bitsandbytes' layers to the CPU. Offloading removes them.
+            # device_map leaves hooks that send the inputs of bitsandbytes' layers to the CPU. Only model and sequential
+            # offload remove them.
             steps += [*vae, *[call("pipe.remove_all_hooks")] * self.on_cpu, *placing_steps(offload, roles)]
             return [*steps, *(step for role in late for step in wishes[role].changing_steps(role, self.dtype))]
         early = [role for role, one in wishes.items() if one.place != PLACES[0]]
@@ -302,6 +303,7 @@ class _Loading:
         for role in early:
             steps += wishes[role].changing_steps(role, self.dtype) if role in late else []
             steps += [call(f"pipe.{role}.to", "cpu")] * (role not in kept)
+        steps += [call("pipe.remove_all_hooks")] * bool(group and self.on_cpu)
         if group and kept:
             offload = group.settings | {"exclude_modules": distinct([*group.exclude_modules, *kept])}
         note = f"the plan keeps {' and '.join(kept)} on the card, but diffusers offloads the whole pipeline"

@@ -32,7 +32,7 @@ class Room(NamedTuple):
     seconds : float or None
         The time limit.
     of_host : str
-        Words for `host` if it was not given: ``"an assumed 32 GB"``, ``"{} free in this machine"``.
+        Words for `host` if it was not given: ``"{} free in this machine"``.
     """
 
     card: int | None
@@ -244,15 +244,19 @@ class PipelinePlan(Shown):
 
     def _held(self, one: Outcome, size: Sizer) -> str:
         """Say which part of the host's memory a way takes."""
-        room = "" if self.room.host is None else f", of {(self.room.of_host or '{}').format(size(self.room.host))}"
-        return f"{size(one.way.host)} of weights{room}"
+        return f"{size(one.way.host)} of weights{self._of_host(size)}"
+
+    def _of_host(self, size: Sizer) -> str:
+        """Say how much memory the host has for weights."""
+        return "" if self.room.host is None else f", of {(self.room.of_host or '{}').format(size(self.room.host))}"
 
     def _headline(self, size: Sizer) -> str:
         """Say what to do, why, and what is faster if the decode may differ a little."""
         best = self.recommended
         if best is None:
             nearest = self._ranked[0]
-            return f"Nothing fits. {nearest.way.name} comes nearest: {nearest.summarize(size)}."
+            host = self._of_host(size) if nearest.fails_in == "host" else ""
+            return f"Nothing fits. {nearest.way.name} comes nearest: {nearest.summarize(size)}{host}."
         alone, peers = len(self._alike) == 1, [one.way.name for one in self._peers if one is not best]
         through = "fit" if best.verdict == FITS else "go through"
         if alone:
@@ -377,7 +381,8 @@ class PipelinePlan(Shown):
             "summary": self._headline(in_gb), "reason": self.reason,
             "alternative": self.alternative.way.name if self.alternative else None,
             "card": {"assumed": self.assumed_card, "available_bytes": self.room.card},
-            "host": {"available_bytes": self.room.host, "assumed": self.room.of_host}, "ways": self.rows(),
+            "host": {"available_bytes": self.room.host, "source": self._of_host(in_gb).removeprefix(", of ")},
+            "ways": self.rows(),
             "rates": rates, "notes": list(self.notes),
         }  # fmt: skip
 

@@ -257,6 +257,7 @@ MLX_NOTES = (
     "mflux loads weights when they are first used. Without --low-ram all stay, except that the command line of newer"
     " releases drops the text encoders. With it, text encoders leave before the first step, and the denoiser after the"
     " last.",
+    "mflux makes the images of a batch one by one.",
     "MLX encodes up to ten command buffers ahead of the GPU, and each holds its tensors and work space. A cache limit"
     " bounds only freed memory, so it does not lower this peak.",
     "Not known for MLX: activations of the denoiser and the text encoders (1.5 and 1.1 GB were published for FLUX.2"

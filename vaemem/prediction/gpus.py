@@ -98,7 +98,7 @@ _BRANDS = re.compile(r"nvidia|geforce|tesla|quadro|rtx|\bgpu\b|\bgeneration\b|[^
 MOST_NAME = 100  # characters: no card has a longer name
 _CAPABILITY = re.compile(r"sm_?(\d{1,2})(\d)a?|(?:compute capability )?(\d{1,2})\.(\d)")
 _SLICE = re.compile(r"(.+?)\W+mig\W+([1-7])g\.(\d+)gb(?:\+me)?")
-_SIZED = re.compile(r"(.+?)\W*(\d+)\s*g(?:i?b)?", re.IGNORECASE)
+_SIZED = re.compile(r"(.+?)\W*(?<!\d)([1-9]\d{0,3})\s*g(?:i?b)?", re.IGNORECASE)
 # Other makers, by the beginnings of names.
 _OTHERS = {
     "AMD": re.compile(r"amd|radeon|instinct|gfx\d|rx ?\d|mi\d|strix|ryzen|80[456]0s"),

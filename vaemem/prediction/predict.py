@@ -145,9 +145,9 @@ class Prediction(SimulatedAnswer):
         Both are `least_reserved`, unless cuDNN's next plans are unknown. The second then assumes that they need the
         first plan's workspace, which the card has to provide.
     available : int
-        Bytes of the card that PyTorch's allocator can have: `total_memory`, less 3% if that is a nominal size (whole
-        GiB; CUDA reports less), less the CUDA context and its kernels (by the card: ``data/contexts.json``), less
-        ``used=``.
+        Bytes of the card that PyTorch's allocator can have: `total_memory`, less 3% and at least 384 MiB if that is a
+        nominal size (whole GiB; CUDA reports less), less the CUDA context and its kernels (by the card:
+        ``data/contexts.json``), less ``used=``.
     weights_bytes : int
         Bytes of the weights between runs.
     total_memory : int

@@ -9,6 +9,7 @@ from typing import Any
 
 from vaemem import _core
 from vaemem._render import Sizer, in_gb, share
+from vaemem.prediction.gpus import Gpu
 from vaemem.prediction.planned import Phase
 from vaemem.prediction.plays import Plays, Takes
 from vaemem.prediction.process import PeakTensor, SimulatedProcess
@@ -19,6 +20,7 @@ SPILLS = (
     "Windows drivers since 536.40 use the host's memory, many times slower, unless their CUDA - Sysmem Fallback Policy"
     " is Prefer No Sysmem Fallback"
 )
+SPILLS_ELSEWHERE = "the driver may use the host's memory, many times slower"  # of other makers' cards on Windows
 FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"
 
 
@@ -46,8 +48,8 @@ class Verdict:
         The most that it takes on the more economical of two ways, if nobody said which way it goes.
     kept_more : int
         How much less than `available` the card may give, because the CUDA context or the operating system keeps more.
-    windows : bool
-        Whether the operating system is Windows. Its driver hands out the host's memory beyond the card's.
+    windows : str
+        On Windows, the driver's doing beyond the card's memory, in words; "" elsewhere.
     guesses : bool
         Whether it succeeds only with unknown plans of cuDNN.
     untried : str
@@ -76,7 +78,7 @@ class Verdict:
     plays: Plays | None = None
     least_most: int | None = None
     kept_more: int = 0
-    windows: bool = False
+    windows: str = ""
     guesses: bool = False
     untried: str = ""
     safe: bool = False
@@ -180,8 +182,8 @@ class Verdict:
         if why == NO_ROOM:
             freed = f"it goes through because PyTorch frees its cache; with more room it would take {size(self.most)}"
             if self.windows:
-                spilled = f"{size(self.most - self.available)} of it go to the host's memory"
-                freed = f"its cache grows to {size(self.most)}; {spilled}, because PyTorch frees nothing before that"
+                spilled = f"PyTorch's cache grows to {size(self.most)}, and {size(self.most - self.available)} of that"
+                freed = f"{spilled} goes to the host's memory, because PyTorch frees its cache only after a refusal"
             return self.no_room or f"{freed}; it {self.needs(size)}"
         if why == MARGINAL and self.upper > self.available:
             reason = "" if self.has_version else ", because no version of PyTorch or cuDNN was named"
@@ -196,7 +198,7 @@ class Verdict:
         if not self.windows:
             return self._summarize(size)
         first, last = (size(max(self.available - more, 0)) for more in (self.kept_more, 0))
-        return f"{self._summarize(size)}; spilling begins between {first} and {last}: from there on {SPILLS}"
+        return f"{self._summarize(size)}; spilling begins between {first} and {last}: from there on {self.windows}"
 
     def _summarize(self, size: Sizer) -> str:
         told = self.covers + (", from rough data on such a card" if self.coarse else "")
@@ -206,10 +208,18 @@ class Verdict:
             short = f", {size(-self.spare)} short" if self.spare < 0 else ""  # on a larger card the run can need more
             needs = f"it {self.needs(size)}, and the card gives {size(self.available)}{self.besides}{short}"
             return f"{self.word}{told}: {needs}; it runs out {there}"
-        took = f"it {self.takes(size)} that the card gives{self.besides}"
+        runs = self.takes(size)
+        if self.windows and self.why == NO_ROOM:
+            runs = f"could run with {runs.removeprefix('takes ')}"
+        took = f"it {runs} that the card gives{self.besides}"
         if because := self.explain(size):
             return f"{self.word}{told}: {took}; {because}"
         return f"{self.word}{told}: {took}, at most {size(self.upper)}; {size(self.spare)} to spare"
+
+
+def describe_spilling(gpu: Gpu, is_windows: bool) -> str:
+    """Return the field `windows` of a verdict for a card."""
+    return (SPILLS if gpu.name.startswith(("NVIDIA", "sm_")) else SPILLS_ELSEWHERE) if is_windows else ""
 
 
 def judge_played(
@@ -225,7 +235,7 @@ def judge_played(
     request, process = plays.request, plays.process
     return Verdict(
         process.available, most, None if full else took, full, plays, kept_more=request.card.kept_more,
-        windows=request.card.is_windows,
+        windows=describe_spilling(process.gpu, request.card.is_windows),
         guesses=here.guessed_plans, safe=request.safe, has_version=request.software.has_version,
         coarse=bool(process.gpu.coarse), between=getattr(process.workspace, "between", ""), **words,
     )  # fmt: skip
