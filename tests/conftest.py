@@ -10,6 +10,7 @@ import pytest
 # While other programs keep the processors busy, a thread of torch's that waits for another one by spinning takes the
 # time that the other one needs: several times as much as the work itself. GNU's OpenMP reads this when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.pop("COLUMNS", None)  # pytest-xdist sets a terminal's width, but a test reads output as a pipe does
 
 pytest.register_assert_rewrite("errors")  # so that a failed comparison shows both sides
 

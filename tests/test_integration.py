@@ -96,14 +96,14 @@ def test_what_others_hold(recipes, monkeypatch):
     assert recipes.used_by_others() == 3 * GIB  # the cache can be given back
 
 
-@pytest.mark.parametrize("side, used, tile", [(1024, 1, None), (2048, 1, 1024), (2048, 6, 512), (2048, 7, 0)])
+@pytest.mark.parametrize("side, used, tile", [(1024, 1, None), (2048, 1, 1024), (2048, 6, 768), (2048, 7.4, 0)])
 def test_tiles_where_the_whole_image_does_not_fit(recipes, monkeypatch, side, used, tile):
     card = Card()
-    card.others = used * GIB
+    card.others = int(used * GIB)
     card.stand_in(monkeypatch)
     found = recipes.tile_for("sdxl", side, side)
     assert found == tile
-    asked = {"dtype": "float16", "gpu": "RTX 4060", "used": used * GIB}
+    asked = {"dtype": "float16", "gpu": "RTX 4060", "used": int(used * GIB)}
     assert vaemem.predict("sdxl", "decode", side, side, **asked).fits is (tile is None)
     if tile:
         assert vaemem.predict("sdxl", "decode_tiled", side, side, tile=tile, **asked).fits

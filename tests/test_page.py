@@ -146,10 +146,10 @@ def test_what_would_fit_instead_fits_when_it_is_opened(arguments):
 @pytest.mark.parametrize(
     ("do", "arguments", "expected"),
     [
-        ("largest", 'sdxl decode 1024 --gpu "RTX 4060"', "824x824"),
+        ("largest", 'sdxl decode 1024 --gpu "RTX 4060"', "840x840"),
         ("largest", 'sdxl encode 512 --gpu "RTX 3060" --dtype fp16', "14"),
         ("plan", 'sdxl 1024 --gpu "RTX 4060"', "Take sequential offload, VAE whole."),
-        ("plan", 'flux 1024 --gpu "RTX 3060" --component vae=float32', "Take streamed group offload, VAE whole."),
+        ("plan", 'flux 1024 --gpu "RTX 3060" --component vae=float32', "Take model offload, VAE whole, nf4."),
         ("plan", 'zimage-turbo 1024 --gpu "RTX 3060" --runtime sd.cpp', "Take --offload-to-cpu, VAE whole."),
     ],
 )  # fmt: skip
@@ -301,7 +301,7 @@ def test_the_address_goes_back_and_forth(page):
     wait(shown)
     shown.click("#further button")
     shown.wait_for_selector("#further a")
-    assert "824x824" in shown.inner_text("#further")
+    assert "840x840" in shown.inner_text("#further")
     assert shown.inner_text("#verdict") == before and shown.input_value("[name=op]") == "decode"
     shown.fill("[name=gpu]", "RTX 4069")
     shown.press("[name=gpu]", "Tab")

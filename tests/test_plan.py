@@ -556,7 +556,8 @@ def test_phases_are_drawn(small_card):
 
 
 def test_the_command(capsys):
-    asked = ["plan", "sd15", "512", "--runtime", "mlx", "--memory", "16GB", "--component", "unet=6.8 GiB"]
+    asked = ["plan", "zimage-turbo", "512", "--runtime", "mlx", "--memory", "64GB"]
+    asked += ["--component", "transformer=6.8 GiB"]
     assert main(asked) == 0
     said = capsys.readouterr().out
     assert said.startswith("Take mflux without options. It is the plainest of")

@@ -935,7 +935,7 @@ def test_a_notebook_shows_a_bar():
             assert f"</span> {name} {in_gb(one._parts[name])}</span>" in shown
     assert sum(p._parts.values()) == p.reported_memory and "spare" in p._repr_html_()
     pipe = predict_pipeline("sdxl", 1024, 1024, gpu="RTX 4060", offload="model")
-    assert "CUDA context 0.11 GB" in pipe._repr_html_() and pipe._repr_html_().count("<tr>") == 8
+    assert "CUDA context 0.11 GB" in pipe._repr_html_() and pipe._repr_html_().count("<tr>") == 7
 
 
 @pytest.mark.parametrize("protocol", ["warm", "kept"])

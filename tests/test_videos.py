@@ -39,7 +39,7 @@ def test_ways_of_a_plan():
     plan = plan_pipeline("wan-1.3b", 128, 192, frames=33, gpu="RTX 4090")
     assert all(one.way.settings["vae"] != "vaemem" for one in plan.outcomes)
     code = plan["no offload, VAE whole"].way.code
-    assert "AutoencoderKLWan.from_pretrained" in code and "dtype=torch.float32" in code and "vae=vae" in code
+    assert 'dtype={"default": torch.bfloat16, "vae": torch.float32}' in code
 
 
 def test_refusals():

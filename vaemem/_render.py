@@ -289,7 +289,7 @@ def _fitted(columns: Sequence[Sequence[str]], width: int) -> tuple[Sequence[str]
         widest = max(range(len(widths)), key=lambda i: (widths[i] > least[i], widths[i]))
         widths[widest] -= 1
     lines = []
-    for row in zip(*columns, strict=True):
+    for row in zip(*columns, strict=True) if columns else [()]:
         cells = [textwrap.wrap(cell, max(w, 1), break_long_words=False) for cell, w in zip(row, widths, strict=True)]
         lines.append([*itertools.zip_longest(*cells, fillvalue="")] or [row])
     (header, *more), *rows = lines

@@ -157,11 +157,11 @@ def plan_pipeline(
     title = f"{pipeline} {height}x{width}{f', {batch} images' if batch > 1 else ''} by {runtime}"
     components = components or {}
     if runtime == "mlx":
+        if memory is None:
+            raise ArgumentError("memory", "the memory of the Mac, such as '16 GB'", "None")
         if pipeline not in ways_mlx.MFLUX:
             advice = (Named("runtime", "diffusers"), " predicts it")
             raise ArgumentError("pipeline", f"one of {', '.join(ways_mlx.MFLUX)} with mflux", repr(pipeline), advice)
-        if memory is None:
-            raise ArgumentError("memory", "the memory of the Mac, such as '16 GB'", "None")
         share, of = ways_mlx.WORKING_SET
         limit = None if cache_limit is None else parse_size("cache_limit", cache_limit, least=0)
         for role in components:

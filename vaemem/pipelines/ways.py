@@ -151,7 +151,7 @@ class PipelinePlan(Shown):
     >>> plan["mflux without options"].summary
     'runs out in denoise, ... short'
     >>> print(plan)
-    Take --vae-tiling. It is the plainest of ...
+    Take --low-ram. ...
     """
 
     def __init__(
