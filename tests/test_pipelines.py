@@ -700,7 +700,6 @@ def test_an_image_of_another_type_than_the_vae_is_refused():
         predict_pipeline("flux-fill", 192, 576, gpu="RTX 4090", components={"vae": "float16"})
 
 
-
 @pytest.mark.parametrize(
     ("pipeline", "height", "given", "message"),
     [

@@ -292,9 +292,7 @@ def test_without_tensor_cores_float16_computes_in_float32():
     assert not find_gpu("T4").rules
 
 
-@pytest.mark.parametrize(
-    "batch, measured, release", [(4, 40437.8, None), (8, 48649.2, None), (16, 63025.2, "0.33.0")]
-)
+@pytest.mark.parametrize("batch, measured, release", [(4, 40437.8, None), (8, 48649.2, None), (16, 63025.2, "0.33.0")])
 def test_published_peaks_of_batches_around_2_31_elements(batch, measured, release):
     """FLUX.1 in bfloat16 on an H100. The input of the last level's first convolution has 2^31 elements for 8 images."""
     p = predict_pipeline(

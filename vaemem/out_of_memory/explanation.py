@@ -296,9 +296,7 @@ def _identifies_first(runs: Sequence[Found], ranked: Sequence[Match | OtherTenso
     return is_first and runs[0].fit >= AGREES and (runs[0].match.bytes >= TELLING or runs[0].fit > AGREES)
 
 
-def _predict(
-    message: OomMessage, first: Found | None, sizes: Sequence[Size]
-) -> Prediction | PipelinePrediction | None:
+def _predict(message: OomMessage, first: Found | None, sizes: Sequence[Size]) -> Prediction | PipelinePrediction | None:
     """Predict the first run, so that advice can follow. There is none for an unusual size that the text does not name
     and the figures do not confirm; nor for tiles, and for cards whose library is not simulated."""
     if first is None or message.is_tile or (message.is_exact and message.maker != "NVIDIA"):

@@ -70,9 +70,7 @@ def lacks_room(name: str, card: Card) -> PipelineRequest | None:
 # ---- sizes and frames ----
 
 
-def _points(
-    message: OomMessage, name: str, clues: Clues, gpu: Gpu, is_named: bool
-) -> Iterator[tuple[int, Size, int]]:
+def _points(message: OomMessage, name: str, clues: Clues, gpu: Gpu, is_named: bool) -> Iterator[tuple[int, Size, int]]:
     """Yield (rank, size, frames) of runs with a tensor of the message's size, the commonest first."""
     if not PIPELINES[name].frames:
         yield from ((TOLD, size, 1) for size in clues.sizes)
