@@ -247,7 +247,7 @@ def bound(
         if not given:
             raise ArgumentError(name, "one or more", "none")
     question = repr((application, kept, dtypes, gpus, memory, cudnn_version, torch_version, pixels))
-    if question in _MADE:
+    if executor is None and question in _MADE:
         return _MADE[question]
     estimates = {
         name: estimate._replace(models=tuple(model for model in estimate.models if kept is None or model in kept))
