@@ -226,7 +226,7 @@ class _Loading:
             self.told[role] = None
         elif kind in SCHEMES:
             self.quantised |= {} if wish.is_direct else {role: self._configure(role, kind)}
-            self.on_cpu |= kind in BITSANDBYTES and not wish.is_from  # what is stored so needs no card
+            self.on_cpu |= kind in BITSANDBYTES and not wish.is_from  # a file that is quantised already needs no card
         elif kind in DTYPES:
             self.types |= {} if kind == self.dtype else {role: kind}
         elif kind != "fp8":

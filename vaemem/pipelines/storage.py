@@ -163,7 +163,7 @@ RULES = {
         BITSANDBYTES, (2,), f"{_UNQUANTISED}|{_KEPT}",
     ),
     "bitsandbytes, transformers 4": _Rule(
-        "the same with transformers 4.51 to 4.57, whose quantizers set use_keep_in_fp32_modules: wo in float32",
+        "the same with transformers 4.51 to 4.57. Their quantizers set use_keep_in_fp32_modules: wo in float32",
         BITSANDBYTES, (2,), _UNQUANTISED, single=_KEPT,
     ),
     "torchao": _Rule(

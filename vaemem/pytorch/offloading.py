@@ -99,8 +99,8 @@ class OffloadStrategy:
 def choose_fewest(sizes: Sequence[tuple[int, Any]], lacking: int) -> list[Any]:
     """Choose the items with the fewest bytes together that reach `lacking`; all items if none do.
 
-    Sums below `lacking` are kept, and the least of the others. If there are more than `MOST_SETS`, one of those that
-    differ by less than that part of `lacking` is kept: the largest.
+    Keep the sums below `lacking`, and the least sum above it. If there are more than `MOST_SETS`, keep only the largest
+    of the sums that differ by less than this part of `lacking`.
 
     Examples
     --------
