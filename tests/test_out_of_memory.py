@@ -531,6 +531,11 @@ def test_weights_that_do_not_fit_end_in_a_plan(wanted):
     assert e.prediction is None or isinstance(e.matches[0].offload, str)
 
 
+def test_zimage_and_its_turbo_are_told_apart():
+    for text, names in (("Z-Image-Turbo", ("zimage-turbo",)), ("Tongyi-MAI/Z-Image", ("zimage", "zimage-turbo"))):
+        assert clues.read_clues(f"{text} CUDA out of memory. Tried to allocate 90.00 MiB.").pipelines == names
+
+
 def test_a_line_of_a_run_that_succeeds_is_no_message():
     """stable-diffusion.cpp writes the size of a buffer whether or not it gets it: the error behind it counts."""
     e = explain("vae compute buffer size: 1664.00 MB(VRAM) CUDA error: out of memory, flux dev on an RTX 4060")
