@@ -141,15 +141,16 @@ static vm_formula to_formula(const uint64_t *of) {
 static vm_rule rule(void) {
     size_t count;
     const uint64_t *of = numbers(&count);
-    if (count < 15 || count > 15 + 2 * VM_RULE_PAIRS) stop("want a rule's numbers");
+    if (count < 16 || count > 16 + 2 * VM_RULE_PAIRS) stop("want a rule's numbers");
     vm_rule r = {(unsigned)of[0],
                  (int64_t)of[1],
                  (int64_t)of[2],
                  (int64_t)of[3],
                  (int64_t)of[4],
-                 .pairs = (count - 15) / 2,
-                 .formula = to_formula(of + 5)};
-    for (size_t i = 15; i < count; i++) r.channels[(i - 15) / 2][(i - 15) % 2] = (int64_t)of[i];
+                 .pairs = (count - 16) / 2,
+                 .formula = to_formula(of + 5),
+                 .winograd = of[15]};
+    for (size_t i = 16; i < count; i++) r.channels[(i - 16) / 2][i % 2] = (int64_t)of[i];
     return r;
 }
 

@@ -130,13 +130,20 @@ def of_formula(formula: list[Any] | None) -> str:
     return words((*times.values(), *formula[1:]))
 
 
+RULE = {"dtypes", "r", "stride", "pixels", "channels", "formula", "winograd"}
+# For people, or written beside the rule.
+TOLD = {"name", "from", "seen", "as", "since", "before", "standing", "capabilities"}
+
+
 def of_rule(rule: dict[str, Any]) -> str:
+    if unknown := set(rule) - RULE - TOLD:
+        stop(f"expected a rule of {sorted(RULE)}, got {sorted(unknown)} too")
     dtypes = sum(1 << DTYPES.index(one) for one in rule["dtypes"])
     least, most = rule.get("pixels", (1, (1 << 63) - 1))
     formula = of_formula(rule["formula"]) if "formula" in rule else words([0] * 10)
     channels = itertools.chain(*rule.get("channels", ()))
     asked = words((dtypes, rule.get("r", 0), rule.get("stride", 0), least, most))
-    return " ".join(filter(None, (asked, formula, words(channels))))
+    return " ".join(filter(None, (asked, formula, words((rule.get("winograd", False),)), words(channels))))
 
 
 class Profile(StandIn):
