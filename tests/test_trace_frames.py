@@ -30,7 +30,7 @@ def case(kind, arch, op, height, width, batch=1, dtype="float32", tile=0, slicin
     diffusers = pytest.importorskip("diffusers")
     if not hasattr(diffusers, kind):  # the older release
         pytest.skip(f"diffusers {diffusers.__version__} has no {kind}")
-    arch = arch | {"name": NAMES[kind]}
+    arch = arch if arch["name"] == "wan2.2" else arch | {"name": NAMES[kind]}
 
     def prepare(vae):
         vae.spatial_compression_ratio = latent_factor(arch)
@@ -214,11 +214,25 @@ def test_frames_of_a_video_live_as_recorded(sizes, frames):
     case("AutoencoderKLWan", sizes[0], "decode", *sizes[1:], frames=frames)
 
 
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    ("sizes", "frames"),
+    [
+        ((64, 96), 2), ((64, 96, 2, "bfloat16"), 4), ((16, 16, 1, "float16"), 3), ((32, 48), 6),
+        ((96, 128, 1, "float32", 64), 3), ((96, 128, 2, "float16", 64, True, 0.5), 2),
+    ],
+)  # fmt: skip
+def test_frames_of_a_residual_video_live_as_recorded(sizes, frames):
+    """Wan 2.2's: a level's input is repeated in time too, and the first latent frame keeps the last of its copies."""
+    case("AutoencoderKLWan", _core.models()["wan2.2"], "decode", *sizes, frames=frames)
+
+
 def test_only_one_class_decodes_frames():
     wan = _core.models()["qwen-image"] | {"name": "wan2.1"}
     assert _core.Trace.vae(wan, "diffusers", "decode", "float32", 64, 64, frames=2).flops
     for arch, runtime, op in (
-        (wan, "comfyui", "decode"), (wan, "diffusers", "encode"), (_core.models()["wan2.2"], "diffusers", "decode"),
+        (wan, "comfyui", "decode"), (wan, "diffusers", "encode"), (_core.models()["wan2.2"], "diffusers", "encode"),
+        (_core.models()["qwen-image-2.1"], "diffusers", "decode"),
         (_core.models()["sd15"], "diffusers", "decode"),
     ):  # fmt: skip
         with refused("frames"):
