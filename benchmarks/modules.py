@@ -258,6 +258,14 @@ def _wan_call(sizes: Sizes, dtype: torch.dtype) -> Call:
     }  # fmt: skip
 
 
+def _wan_5b_call(sizes: Sizes, dtype: torch.dtype) -> Call:
+    """Each token has a time of its own (expand_timesteps)."""
+    n, f, h, w = (sizes[name] for name in "nfhw")
+    args, kwargs = _wan_call(sizes, dtype)
+    times = torch.empty(f * (h // 2) * (w // 2)).unsqueeze(0).expand(n, -1)
+    return args, kwargs | {"hidden_states": torch.empty(n, 48, f, h, w, dtype=dtype), "timestep": times}
+
+
 # Z-Image pads tokens and patches to multiples of 32, where they are none; its batch is a list, of up to 4 images here
 # with prompts of one length.
 ZIMAGE_SIZES = (
@@ -553,11 +561,14 @@ MODULES = {
     **{
         f"{name}-transformer": Module(
             f"WanTransformer3DModel of {about}; n videos, f latent frames of an even h x w, t tokens",
-            BUILDERS[f"{name}-transformer"], _wan_call, WAN_POINTS, WAN_CHECKS,
+            BUILDERS[f"{name}-transformer"], call, WAN_POINTS, WAN_CHECKS,
             [*products(["", "n"], ["", "t", "f h1 w1"]), "f", "h", "w"], PATCHES, (*SINGLE, *EVEN),
             dtypes=(torch.bfloat16,), run=lambda module, *args, **kwargs: module(*args, **kwargs)[0],
         )
-        for name, about in (("wan-1.3b", "Wan2.1-T2V-1.3B"), ("wan-14b", "Wan2.1-T2V-14B"))
+        for name, about, call in (
+            ("wan-1.3b", "Wan2.1-T2V-1.3B", _wan_call), ("wan-14b", "Wan2.1-T2V-14B", _wan_call),
+            ("wan2.2-5b", "Wan2.2-TI2V-5B", _wan_5b_call),
+        )
     },
     "zimage-transformer": Module(
         "ZImageTransformer2DModel of Z-Image-Turbo; n images, an even latent h x w, t tokens of each prompt",

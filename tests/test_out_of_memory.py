@@ -503,13 +503,17 @@ def test_other_memories(text, said):
 
 
 @pytest.mark.parametrize(
-    ("used", "op", "tensor"),
-    [("0.3 GB", "denoise", "up_blocks.1.attentions.1.transformer_blocks.1.ff.net.0"), (0, "decode", None)],
+    ("name", "gpu", "used", "op", "tensor", "advice"),
+    [
+        ("sdxl", "RTX 4060", "0.3 GB", "denoise", "up_blocks.1.attentions.1.transformer_blocks.1.ff.net.0", ""),
+        ("sdxl", "RTX 4060", 0, "decode", None, ""),
+        ("wan2.2-5b", "RTX 4090", 0, "decode", "decoder.up_blocks.3.resnets.0.conv1 [pad]", " --vae tiled"),
+    ],
 )
-def test_what_fits_predicts_is_explained(used, op, tensor):
+def test_what_fits_predicts_is_explained(name, gpu, used, op, tensor, advice):
     """The message of a pipeline's own prediction, with its model and card, names that run first."""
-    name, size, gpu = "sdxl", (1024, 1024), "RTX 4060"
-    p = vaemem.predict_pipeline(name, *size, gpu=gpu, used=used)
+    size, how = ((704, 1280), {"offload": "model"}) if name.startswith("wan") else ((1024, 1024), {})
+    p = vaemem.predict_pipeline(name, *size, gpu=gpu, used=used, **how)
     process = p.request.start(total_memory=p.available)
     with pytest.raises(vaemem.OutOfMemoryError) as caught:
         PipelineRun(p.request, process).play()
@@ -521,7 +525,9 @@ def test_what_fits_predicts_is_explained(used, op, tensor):
     assert (first.models, first.op, first.height, first.width) == (name, op, *size) and p.out_of_memory_at[0] == op
     assert first.played and first.agrees and e.is_told and (first.tensor, first.bytes) == tuple(p.out_of_memory_at[1])
     assert tensor in (None, first.tensor)
-    assert "vaemem fits sdxl 1024x1024 --gpu 'RTX 4060' --offload model" in str(e)
+    frames = " --frames 81" * bool(how)
+    words = f"vaemem fits {name} {size[0]}x{size[1]}{frames} --gpu '{gpu}' --offload model{advice}"
+    assert words in " ".join(str(e).split())
 
 
 @pytest.mark.parametrize("wanted", ["80.00 MiB", "20.00 MiB"])

@@ -30,6 +30,7 @@ ALIKE = (
     "qwen3-8b-flux2",
     "clip-l-sdxl",
     "wan-14b-transformer",
+    "wan2.2-5b-transformer",
     "sdxl-controlnet",
     "sdxl-controlled-unet",
 )
@@ -132,6 +133,7 @@ def test_attention_by_the_math_path_takes_the_steps_of_the_module(module, name):
         ("pixart-sigma-transformer", 610856096), ("t5-xxl-masked", 4762310656),
         ("chroma-transformer", 8899983424), ("qwen-image-transformer", 20430401088), ("qwen2.5-vl-7b", 8292166656),
         ("umt5-xxl", 5680910336), ("wan-1.3b-transformer", 1418996800), ("wan-14b-transformer", 14288491584),
+        ("wan2.2-5b-transformer", 4999787712),
     ],
 )  # fmt: skip
 def test_parameters_are_as_many_as_published(name, parameters):

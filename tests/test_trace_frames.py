@@ -304,8 +304,8 @@ def test_what_frames_cannot_is_refused_by_name(change, message):
     with refused(*message):
         predict("qwen-image", **{"op": "decode", "height": 512, "width": 512} | change)
     with refused("passing"):
-        wan22, sent = _core.models()["wan2.2"], [("decoder", "decoder", "", 1, 2)]
-        _core.Trace.vae(wan22, "diffusers", "decode", "float16", 64, 64, passing=sent)
+        qwen, sent = _core.models()["qwen-image-2.1"], [("decoder", "decoder", "", 1, 2)]
+        _core.Trace.vae(qwen, "diffusers", "decode", "float16", 64, 64, passing=sent)
     with refused("channels_last", names=["hunyuanimage-2.1"]):
         predict("hunyuanimage-2.1", "decode", 512, 512, channels_last=True)
     with refused("runtime", "comfyui", names=["wan2.2"]):

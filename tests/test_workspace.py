@@ -529,7 +529,7 @@ def test_every_recorded_version_knows_batches():
 
 # Modules whose convolutions cuDNN was not asked about: patches of transformers, the refiner's and ControlNets'.
 BY_RULE = {
-    "wan-1.3b-transformer", "wan-14b-transformer",
+    "wan-1.3b-transformer", "wan-14b-transformer", "wan2.2-5b-transformer",
     "sd15-controlnet", "sdxl-controlnet", "pixart-sigma-transformer", "sd3-transformer",
     "sd35-large-transformer", "sd35-medium-transformer", "sdxl-refiner-unet",
 }  # fmt: skip

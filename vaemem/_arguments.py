@@ -56,7 +56,8 @@ pipeline : str
     ``"sd35-medium"``, ``"sd35-large"``, ``"pixart-sigma"``, ``"flux"``, ``"flux-schnell"``, ``"flux-kontext"``,
     ``"flux-fill"``, ``"chroma"``, ``"qwen-image"``, ``"qwen-image-edit"``, ``"zimage"``, ``"zimage-turbo"``,
     ``"flux2"``, ``"flux2-klein"``, ``"flux2-klein-base"``, ``"flux2-klein-9b"``, ``"flux2-klein-base-9b"``,
-    ``"wan-1.3b"`` or ``"wan-14b"``; or a model with the same modules, such as ``"RunDiffusion/Juggernaut-XL-v9"``.
+    ``"wan-1.3b"``, ``"wan-14b"`` or ``"wan2.2-5b"``; or a model with the same modules, such as
+    ``"RunDiffusion/Juggernaut-XL-v9"``.
 prompt_tokens : int, optional
     The prompt's length, at most 8192. The default is 77, or the pipeline's max_sequence_length: 512 for FLUX, Wan and
     Chroma, 256 for SD 3 (of T5's prompt), 300 for PixArt-Sigma. SD 1.5, SD 2.1 and SDXL pad to 77 and encode longer

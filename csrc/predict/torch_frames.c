@@ -444,8 +444,7 @@ vm_status vm_walk_check_class(const vm_trace_vae *v) {
             VM_EINVAL,
             VM_EXPECTED("tile", "None for the encode of %s: its class needs five dimensions and raises in tiles", ""),
             name);
-    const bool has_modules =
-        v->arch->family == VM_WAN && v->arch->slices && !v->arch->residual && v->runtime == VM_TORCH_DIFFUSERS;
+    const bool has_modules = v->arch->family == VM_WAN && v->arch->slices && v->runtime == VM_TORCH_DIFFUSERS;
     if ((v->passing.count && !has_modules) || v->first != v->dtype)
         return vm_fail(VM_EINVAL, VM_EXPECTED("%s", "another model than %s, whose submodules have none", ""),
                        v->first == v->dtype ? "passing" : "first", name);

@@ -298,6 +298,8 @@ def _frames_config(arch: Mapping[str, Any]) -> Arch:
     config |= {key: _decimal(arch.get(key)) for key in _STATISTICS}
     more = {key: count * (4 if patch else 1) for key, count in ends.items()} | {"patch_size": patch}
     more |= {"decoder_base_dim": None if decoder[0] == base else decoder[0], "is_residual": times is not None}
+    if patch:  # diffusers' WanPipeline makes the latents' size with it; its default is 8
+        more["scale_factor_spatial"] = int(patch) << (len(widths) - 1)
     name = _class_of({key: value for key, value in arch.items() if key != "_class_name"})
     if name == "AutoencoderKLQwenImage21":
         more["decoder_base_dim"] = decoder[0]

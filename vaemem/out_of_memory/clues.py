@@ -10,14 +10,13 @@ from vaemem._common import OPS
 from vaemem.out_of_memory.messages import BEGINS
 from vaemem.prediction.gpus import Gpu, known_gpu
 
-WAN22 = "wan2.2"  # TI2V-5B's VAE: one frame alone is predicted
 # (words in a text, its VAE, its pipelines); the first that matches counts. No VAE: the model is unknown.
 NAMED = (
     (r"hunyuan.{0,2}video|hyvideo|hy1\.5", "HunyuanVideo", ()), (r"framepack", "FramePack", ()),
     (r"ltx.?video|\bltxv", "LTX-Video", ()), (r"cogvideo", "CogVideoX", ()), (r"mochi", "Mochi", ()),
     (r"animatediff", "AnimateDiff", ()), (r"stable.video.diffusion|\bsvd_", "Stable Video Diffusion", ()),
     (r"kandinsky", "Kandinsky", ()), (r"\bsana\b", "Sana", ()), (r"stable.cascade", "Stable Cascade", ()),
-    (r"wan2\.2.{0,9}(?:ti2v|5b)|vae2_2|ti2v.?5b", WAN22, ()),
+    (r"wan2\.2.{0,9}(?:ti2v|5b)|vae2_2|ti2v.?5b", "wan2.2", ("wan2.2-5b",)),
     (r"\bwan.{0,40}14b|14b.{0,40}\bwan", "wan2.1", ("wan-14b",)),
     (r"\bwan.{0,40}1\.3b|1\.3b.{0,40}\bwan", "wan2.1", ("wan-1.3b",)),
     (r"\bwan|klwan", "wan2.1", ("wan-1.3b", "wan-14b")),
@@ -107,7 +106,7 @@ def read_clues(text: str) -> Clues:
     of_video = _FRAMES.search(text)
     gpu = _GPU.search(text)
     return Clues(
-        model, pipelines, bool(model) and not pipelines and model != WAN22, _find_ops(frames, text),
+        model, pipelines, bool(model) and not pipelines, _find_ops(frames, text),
         _find_programs(text), tuple(dict.fromkeys(_find_sizes(text))),
         int(of_video[1] or of_video[2]) if of_video else 0, parts or [*_PARTS], bool(frames),
         any(_LOADS.search(frame) for frame in frames), known_gpu(gpu[1]) if gpu else None,

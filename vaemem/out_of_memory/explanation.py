@@ -13,7 +13,7 @@ from vaemem._errors import ArgumentError
 from vaemem._render import Actions, Block, Bullets, Sheet, Shown, Sizer, in_gb
 from vaemem._types import Op, Program
 from vaemem.engine.configs import named_model
-from vaemem.out_of_memory.clues import WAN22, Clues, read_clues
+from vaemem.out_of_memory.clues import Clues, read_clues
 from vaemem.out_of_memory.graph_runs import find_graphs, name_component
 from vaemem.out_of_memory.kinds import GRAPH, NO_TENSOR, POOL
 from vaemem.out_of_memory.messages import SLACK, OomMessage, interpret, read_message
@@ -168,8 +168,6 @@ def explain(
     notes: list[str] = []
     if clues.is_unknown and model is None:
         notes.append(f"The text names {clues.model}, which vaemem does not know: no run of it was searched.")
-    elif clues.model == WAN22 and model is None:
-        notes.append("It was Wan 2.2's TI2V-5B: vaemem predicts one frame of its VAE, so no video of it was searched.")
     if message.kind.size in (GRAPH, POOL) and not notes:
         return _explain_graph(message, text, clues, asked)
     if message.kind.size == NO_TENSOR or notes:
@@ -377,7 +375,7 @@ def _explain_whole(message: OomMessage, clues: Clues, asked: _Asked, notes: list
         name, size_of = asked.pipelines[0] if asked.pipelines else asked.models[0], clues.sizes[:1] or ((1024, 1024),)
         height, width = size_of[0]
         card = asked.cards[0]
-        if not clues.is_unknown and clues.model != WAN22:
+        if not clues.is_unknown:
             words = ["vaemem", "fits", name, f"{height}x{width}", "--gpu", _short(card)]
             notes.append(f"Run {shlex.join(words)} to see the memory of each part of {name}.")
             has_card = clues.gpu is not None or "total" in message.bytes

@@ -32,8 +32,8 @@ ATTENTIONS = {
 _MOST_AREA = 1 << 24  # pixels of an image with scores
 NOT_EXAMINED = (
     "Searched: runs of one image by VAEs, runs of one image or video by the pipelines of SD 1.5, SD 2.1, SDXL, SD 3,"
-    " PixArt-Sigma, FLUX.1, FLUX.2, Chroma, Qwen-Image, Z-Image and Wan 2.1, their weights, and attention scores."
-    " Not searched: batches and other models."
+    " PixArt-Sigma, FLUX.1, FLUX.2, Chroma, Qwen-Image, Z-Image, Wan 2.1 and Wan 2.2 5B, their weights, and attention"
+    " scores. Not searched: batches and other models."
 )
 
 

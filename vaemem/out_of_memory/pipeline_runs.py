@@ -82,7 +82,9 @@ def _points(message: OomMessage, name: str, clues: Clues, gpu: Gpu, is_named: bo
             sizes += itertools.islice(others, _MOST_POINTS)
             yield from ((rank, size, 1) for rank, size in dict.fromkeys(sizes))
         return
-    for rank, size in enumerate(clues.sizes or VIDEO_SIZES):
+    stride = PIPELINES[name].stride
+    usual = [size for size in VIDEO_SIZES if not (size[0] % stride or size[1] % stride)]  # others are rounded to these
+    for rank, size in enumerate(clues.sizes or usual):
         solved = [clues.frames] if clues.frames else _solve_frames(name, size, gpu, message)
         for frames in dict.fromkeys((clues.frames or _FRAMES[0], *solved)):
             unusual = (rank > 1) + (frames != _FRAMES[0]) + (frames > _FEW)

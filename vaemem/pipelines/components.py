@@ -53,6 +53,8 @@ class Pipeline(NamedTuple):
     sized: an argument of the pipeline's call; without it the picture has about 1024x1024 pixels, whatever was asked
     frames: of its videos by default; 0 if it makes images
     vae_dtype: the usual one of its VAE, if that differs
+    factor: pixels of the image per side of a latent's pixel
+    times: whether each token of the denoiser has a time of its own (expand_timesteps)
     """
 
     about: str
@@ -80,6 +82,8 @@ class Pipeline(NamedTuple):
     sized: str = ""
     frames: int = 0
     vae_dtype: str = ""
+    factor: int = VAE_STRIDE
+    times: bool = False
     aside: Mapping[str, str] = {}
 
     @property
@@ -100,7 +104,7 @@ class Pipeline(NamedTuple):
     @property
     def stride(self) -> int:
         """Divisor of the image's sides, in pixels: transformers read latents in squares of two."""
-        return VAE_STRIDE * (2 if self.denoiser == "transformer" else 1)
+        return self.factor * (2 if self.denoiser == "transformer" else 1)
 
     @property
     def encodes(self) -> bool:
@@ -185,7 +189,7 @@ _WAN = Pipeline(
     about="WanPipeline of Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
     parts={"text_encoder": "umt5-xxl", "transformer": "wan-1.3b-transformer", "vae": WAN}, dtype="bfloat16",
     width=4096, tokens=512, most_tokens=MOST_SEQUENCE, steps=50, guides=True, apart=True, begins=False, since=42,
-    frames=81, vae_dtype="float32",
+    frames=81, vae_dtype="float32", floors=True,
 )  # fmt: skip
 _ZIMAGE = Pipeline(
     about="ZImagePipeline of Tongyi-MAI/Z-Image",
@@ -271,6 +275,10 @@ PIPELINES = {
     "wan-14b": _WAN._replace(
         about="WanPipeline of Wan-AI/Wan2.1-T2V-14B-Diffusers",
         parts={**_WAN.parts, "transformer": "wan-14b-transformer"},
+    ),
+    "wan2.2-5b": _WAN._replace(
+        about="WanPipeline of Wan-AI/Wan2.2-TI2V-5B-Diffusers",
+        parts={**_WAN.parts, "transformer": "wan2.2-5b-transformer", "vae": "wan2.2"}, factor=16, times=True,
     ),
 }  # fmt: skip
 

@@ -440,6 +440,8 @@ def play_wan(run: PhaseRun) -> None:
         v.mask = run.tensor("mask", run.latent_shape, "float32")
         for step in run.steps(q.steps):
             v.latent_model_input = run.tensor("latent_model_input", run.latent_shape)
+            if q.pipeline.times:
+                v.timestep = run.tensor("timestep", (f, h // 2, w // 2), "float32")
             for kind in kinds:
                 noise = run.call("transformer", n=batch, f=f, h=h, w=w, t=q.tokens)
                 setattr(v, "noise_uncond" if kind else "noise_pred", noise)

@@ -12,7 +12,7 @@ from typing import Any
 
 from vaemem._errors import ArgumentError
 from vaemem.pipelines import programs
-from vaemem.pipelines.components import VAE_STRIDE, is_vae, vae_counts
+from vaemem.pipelines.components import is_vae, vae_counts
 from vaemem.pipelines.phases import PHASES
 from vaemem.pipelines.pipeline_parts import PLACES, Part
 from vaemem.pipelines.pipeline_request import PipelineRequest
@@ -270,8 +270,8 @@ class PipelineRun:
     def latent_shape(self) -> tuple[int, ...]:
         """(batch, channels, height, width) of the latents; a video's frames come before the height."""
         request, channels = self.request, architecture(self.parts["vae"].component)["latent_channels"]
-        frames = [request.latent_frames] if request.pipeline.frames else []
-        return request.batch, channels, *frames, request.height // VAE_STRIDE, request.width // VAE_STRIDE
+        factor, frames = request.pipeline.factor, [request.latent_frames] if request.pipeline.frames else []
+        return request.batch, channels, *frames, request.height // factor, request.width // factor
 
     def tensor(self, name: str, shape: Sequence[int], dtype: str | None = None) -> Tensor:
         """Create a tensor, in the denoiser's dtype by default."""

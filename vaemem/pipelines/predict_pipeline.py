@@ -42,7 +42,7 @@ from vaemem.prediction.plays import Plays
 from vaemem.prediction.predict import SMALL_TILE, Advice
 from vaemem.prediction.process import ROUNDED_UP, Moment, PeakTensor
 from vaemem.prediction.request import PAGE, Card, Software, find_card, usual_tile
-from vaemem.prediction.runtimes import WAN
+from vaemem.prediction.runtimes import WANS
 from vaemem.prediction.seconds import Machine, machine_of, peak, vae_work
 from vaemem.prediction.usual import FIXED, OVERFLOWING
 from vaemem.prediction.verdict import DOES_NOT_FIT, FITS, describe_spilling, judge_phases, judge_played
@@ -355,7 +355,7 @@ def _notes(q: PipelineRequest) -> Iterator[str]:
         if part.role == "vae" and q.tile not in (0, usual_tile(part.component)):
             side, stride = q.tile, 3 * q.tile // 4
             code = f"set vae.tile_sample_min_size = {side} and tile_latent_min_size to an eighth"
-            if part.component in ("qwen-image", WAN):
+            if part.component in ("qwen-image", *WANS):
                 code = f"call vae.enable_tiling({side}, {side}, {stride}, {stride})"
             yield f"vae: for these tiles {code}"
         is_converted = part.upcast or q.vae == "vaemem" or not q.pipeline.upcasts
@@ -572,8 +572,9 @@ def predict_pipeline(
     ----------
     pipeline : shared
     height, width : int
-        The image's size in pixels: multiples of 8, and of 16 for Z-Image. With FLUX and FLUX.2, diffusers rounds sizes
-        down to multiples of 16. The prediction is then for the smaller size, and the answer says so.
+        The image's size in pixels: multiples of 8, and of 16 for Z-Image. With FLUX, FLUX.2 and Wan, diffusers rounds
+        sizes down to multiples of 16 (Wan 2.2's 5B: 32). The prediction is then for the smaller size, and the answer
+        says so.
     batch : int
         Images of one prompt.
     prompt_tokens, guidance : shared

@@ -29,9 +29,9 @@ from vaemem.prediction.gpus import known_gpu
 from vaemem.prediction.job import MOST
 from vaemem.prediction.process import parameter_bytes
 from vaemem.prediction.request import ModuleRequest, VAEArguments, VAERequest, resolve_vae, usual_overlap
-from vaemem.prediction.runtimes import RUNTIMES, architecture, followed
+from vaemem.prediction.runtimes import RUNTIMES, WANS, architecture, followed
 from vaemem.prediction.seconds import Seconds
-from vaemem.prediction.usual import FIXED, OVERFLOWING, SENDING, WANS, held_by, usual_dtypes
+from vaemem.prediction.usual import FIXED, OVERFLOWING, SENDING, held_by, usual_dtypes
 from vaemem.prediction.verdict import DOES_NOT_FIT, FITS
 
 # Limits of the search in tiles, because a larger image may take no more memory: pixels a side, and pixels in all.

@@ -17,7 +17,7 @@ from vaemem._errors import ArgumentError
 from vaemem.prediction.gpus import Gpu, find_gpu
 from vaemem.prediction.held import LoadedVAE, Tensor, addresses_of, arch_key
 from vaemem.prediction.passing import FIRST
-from vaemem.prediction.runtimes import RUNTIMES, WAN, architecture, diffusers_release
+from vaemem.prediction.runtimes import RUNTIMES, WANS, architecture, diffusers_release
 from vaemem.prediction.snapshot import CachingAllocator
 from vaemem.prediction.workspace import (
     cudnn_attention,
@@ -650,7 +650,7 @@ class SimulatedProcess:
             raise ArgumentError(op, "a model and an input that were not dropped")
         arch = vae.arch
         channels = arch["in_channels"] if encodes else vae.latent_channels
-        is_video = len(x.shape) == 5 and not encodes and arch["name"] == WAN
+        is_video = len(x.shape) == 5 and not encodes and arch["name"] in WANS
         if (len(x.shape) != 4 and not is_video) or x.shape[1] != channels:
             raise ArgumentError(op, f"a tensor (N, {channels}, height, width)", str(x.shape))
         first = vae.dtype if encodes or not vae.first else vae.first

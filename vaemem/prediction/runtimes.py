@@ -51,6 +51,7 @@ PROGRAM_NAMES: tuple[Program, ...] = get_args(Program)  # of both tables
 
 # The name here of a video VAE with another model's tensors: its class, and so its code, differs.
 WAN = "wan2.1"
+WANS = WAN, "wan2.2"  # AutoencoderKLWan's
 
 
 def code_of(program: str, model: str) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from vaemem._common import letters
-from vaemem.prediction.runtimes import LAST_DIFFUSERS, LAST_PARTLY_UPCAST
+from vaemem.prediction.runtimes import LAST_DIFFUSERS, LAST_PARTLY_UPCAST, WANS
 
 # The types of diffusers' pipelines, as their documentation loads them (torch_dtype=...), by model.
 PIPELINE_DTYPES = {
@@ -20,7 +20,6 @@ PIPELINE_DTYPES = {
     "qwen-image": "bfloat16", "qwen-image-2.1": "bfloat16", "hunyuanimage-2.1": "bfloat16",
     "wan2.1": "float32", "wan2.2": "float32",  # the VAE; the rest of the pipeline is in bfloat16
 }  # fmt: skip
-WANS = ("wan2.1", "wan2.2")
 # Models with a VAE that overflows in float16: its config says force_upcast, which StableDiffusionXLPipeline obeys.
 OVERFLOWING = ("sdxl", "playground-v2.5")
 FIXED = "madebyollin/sdxl-vae-fp16-fix"  # SDXL's with weights that do not overflow

@@ -178,6 +178,9 @@ BUILDERS: dict[str, Callable[[], Any]] = {
         guidance_embeds=False),
     "wan-1.3b-transformer": partial(_wan, num_attention_heads=12, ffn_dim=8960, num_layers=30),
     "wan-14b-transformer": partial(_wan),
+    "wan2.2-5b-transformer": partial(
+        _wan, num_attention_heads=24, ffn_dim=14336, num_layers=30, in_channels=48, out_channels=48
+    ),
     **{model: partial(_vae, model) for model in (*_core.models(), WAN)},
 }  # fmt: skip
 
@@ -231,7 +234,7 @@ def random_pipeline(name: str, dtype: str) -> Any:
         "pixart-sigma": diffusers.DPMSolverMultistepScheduler(),
         **dict.fromkeys(("sdxl", "sdxl-controlnet", "sdxl-refiner"), diffusers.EulerDiscreteScheduler(**betas)),
         **dict.fromkeys(
-            ("wan-1.3b", "wan-14b"),
+            ("wan-1.3b", "wan-14b", "wan2.2-5b"),
             diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
         ),
     }.get(name, flow)
