@@ -88,6 +88,7 @@ CASES = [
     Case("sdxl", 1024, 1024, kind="image", offload="model", gpu=14, host=12),
     Case("sdxl", 768, 768, kind="hires", gpu=40, host=10),
     Case("sdxl", 1024, 1024, components={"vae": "float16"}, gpu=12, host=10),
+    Case("sdxl", 1024, 1024, batch=8, components={"vae": "float16"}, gpu=60, host=10),  # a batch of 2^31 elements
     Case("sd3", 1024, 1024, offload="model", gpu=16, host=20),
     Case("sd3", 1024, 1024, offload="leaf_level stream", gpu=8, host=45),
     Case("qwen-image", 1024, 1024, offload="model", gpu=45, host=64),
