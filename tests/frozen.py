@@ -5,8 +5,9 @@
     python tests/frozen.py renew FILE [--jobs 2]
 
 A line of FILE is a question and its answer. `check` asks the file's questions again, the last one first, so that an
-answer that depends on those before it shows. `renew` puts the new answers into the file. No cuDNN, driver or GPU is
-found, and no torch: the answers are the same on every machine.
+answer that depends on those before it shows. It counts three kinds of differences apart: names of tensors, timelines,
+and the rest, which are numbers and verdicts (`kind_of`). `renew` puts the new answers into the file. No cuDNN, driver
+or GPU is found, and no torch: the answers are the same on every machine.
 """
 
 import argparse
@@ -197,15 +198,25 @@ def differences(then, now, key=""):
         yield key.lstrip("."), then, now
 
 
+def kind_of(key, then, now):
+    """A timeline is frozen as its length, a sum of its numbers and a sum of its names. Elsewhere a name is a text."""
+    if key.startswith("timeline"):
+        return "names" if key.endswith("[2]") else "timelines"
+    has_name = {type(then), type(now)} == {str} or key.startswith("readings.out_of_memory_at")
+    return "names" if has_name and not key.startswith(("verdict", "refusal", "asked", "software")) else "numbers"
+
+
 def check(path, jobs):
     """Prints what differs; whether anything does."""
-    lines, different = load(path)[::-1], 0
+    lines, different, kinds = load(path)[::-1], 0, Counter()
     for line, now in zip(lines, answers([line["question"] for line in lines], jobs), strict=True):
         found = [*differences(line["answer"], now)]
         different += bool(found)
+        kinds.update({kind_of(*one) for one in found})
         for key, *both in found:
             print(json.dumps(line["question"]), key, "then {}, now {}".format(*map(json.dumps, both)), sep="\n  ")
-    print(f"{different} of {len(lines)} answers differ")
+    apart = "; ".join(f"in {kind}: {count}" for kind, count in sorted(kinds.items()))
+    print(f"{different} of {len(lines)} answers differ", apart, sep=", " if apart else "")
     return different > 0
 
 

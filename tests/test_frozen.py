@@ -5,6 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import frozen
+import pytest
+
 import vaemem
 
 HERE = Path(__file__).parent
@@ -20,3 +23,16 @@ def test_answers_are_what_they_were():
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "0 of 200 answers differ\n"), done.stdout[-8000:]
+
+
+@pytest.mark.parametrize(
+    ("key", "then", "now", "kind"),
+    [
+        ("timeline[0]", 7, 8, "timelines"), ("timeline[2]", 7, 8, "names"), ("band[1]", 7, 8, "numbers"),
+        ("readings.decode[13][0]", "conv_in", "conv_out", "names"), ("readings.decode[13][1]", 7, 8, "numbers"),
+        ("readings.out_of_memory_at", ["decode", "conv_in"], None, "names"),
+        ("verdict.verdict", "fits", "tight", "numbers"), ("refusal", "ValueError: gpu", "ValueError: size", "numbers"),
+    ],
+)  # fmt: skip
+def test_kinds_of_differences(key, then, now, kind):
+    assert frozen.kind_of(key, then, now) == kind
