@@ -12,8 +12,8 @@
  *   encode   conv_in | levels: resnets, pad + strided conv | mid: resnet attention resnet | norm silu conv_out | 1x1x1
  *   decode   1x1x1 | conv_in | mid | levels: resnets, nearest 2x + conv to half the channels | norm silu conv_out clamp
  *
- * Residual ones (Wan 2.2's) clone a level's input, reshape it to the channels, frames and pixels of the level's output,
- * and add it. Their upsamplers keep the channels. Patches of 2x2 pixels are copies before the encoder and after the decoder.
+ * Residual ones (Wan 2.2's) clone a level's input, reshape it to the channels, frames and pixels of its output, and add
+ * it. Their upsamplers keep the channels. Patches of 2x2 pixels are copies before the encoder and after the decoder.
  * AutoencoderKLQwenImage21 is the same with 2D convolutions.
  *
  * AutoencoderKLHunyuanImage has these blocks with GroupNorm, 2D convolutions, three projections and no cache. It
