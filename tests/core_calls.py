@@ -131,7 +131,7 @@ def of_formula(formula: list[Any] | None) -> str:
 
 
 RULE = {"dtypes", "r", "stride", "pixels", "channels", "formula", "winograd"}
-# For people, or written beside the rule.
+# What a line of a rule leaves out: words for readers, and versions and cards, which `of_card_rule` adds.
 TOLD = {"name", "from", "seen", "as", "since", "before", "standing", "capabilities"}
 
 

@@ -617,7 +617,7 @@ def test_random_weights_are_those_of_the_named_pipeline(name, monkeypatch):
     noise, images = architecture(kind.parts["vae"])["latent_channels"], 1 + (kind.guides and not kind.apart)
     seen = measuring_pipelines.Seen(
         images,
-        kind.inputs * noise * 64 * 64 * (kind.frames // 4 + 1),
+        kind.inputs * noise * (512 // kind.factor) ** 2 * (kind.frames // 4 + 1),
         77 + kind.joined + measuring_pipelines._count_seen(kind, {"height": 512, "width": 512}),
     )
     question = measuring_pipelines._request(

@@ -10,7 +10,9 @@ import pytest
 from errors import refused
 
 from vaemem import Table, plan_pipeline, predict_pipeline
+from vaemem.engine.configs import config_of
 from vaemem.pipelines import components, programs
+from vaemem.prediction.runtimes import architecture
 
 wan = partial(predict_pipeline, "wan-1.3b", 128, 192, gpu="RTX 4090")
 
@@ -64,6 +66,25 @@ def test_refusals():
     for name in ("Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", "Wan-AI/Wan2.2-T2V-A14B", "wan2.1"):
         with refused("pipeline"):
             predict_pipeline(name, 128, 192)
+
+
+def test_a_latents_pixel_covers_as_much_in_diffusers(monkeypatch):
+    """The VAE's config and the random pipeline say what Wan 2.2's files on the Hub say; diffusers' defaults differ."""
+    torch, diffusers = pytest.importorskip("torch"), pytest.importorskip("diffusers")
+    from vaemem.pytorch import loading
+
+    kind = components.PIPELINES["wan2.2-5b"]
+    config = config_of(architecture("wan2.2"))
+    assert config["scale_factor_spatial"] == kind.factor == 16
+    assert "scale_factor_spatial" not in config_of(architecture("wan2.1"))
+    small = {"base_dim": 8, "decoder_base_dim": 8, "num_res_blocks": 1}
+    for role, component in kind.parts.items():
+        monkeypatch.setitem(loading.BUILDERS, component, lambda: torch.nn.Linear(2, 2))
+        if role == "vae":
+            vae = partial(diffusers.AutoencoderKLWan.from_config, config | small)
+            monkeypatch.setitem(loading.BUILDERS, component, vae)
+    pipe = loading.random_pipeline("wan2.2-5b", "bfloat16")
+    assert (pipe.vae_scale_factor_spatial, pipe.config.expand_timesteps) == (16, True)
 
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"

@@ -349,8 +349,8 @@ static vm_status check_runtime(const vm_trace_vae *v) {
     const char *name = vm_trace_runtime_name[v->runtime];
     const quant quant = vm_walk_frames[v->runtime].quant;
     const int convs = v->arch->use_quant_conv + v->arch->use_post_quant_conv;
-    const bool is_wan = (v->arch->residual && v->arch->slices) || !strcmp(v->arch->name, "wan2.1");
-    if (v->frames > 1 && (!is_wan || v->runtime != VM_TORCH_DIFFUSERS || v->op != VM_DECODE))
+    const bool is_of_videos = (v->arch->residual && v->arch->slices) || !strcmp(v->arch->name, "wan2.1");
+    if (v->frames > 1 && (!is_of_videos || v->runtime != VM_TORCH_DIFFUSERS || v->op != VM_DECODE))
         return vm_fail(VM_EINVAL,
                        VM_EXPECTED("frames", "1 unless diffusers' AutoencoderKLWan decodes", "%" PRIu64 " for %s"),
                        v->frames, v->arch->name);

@@ -342,7 +342,8 @@ class SimulatedProcess:
         self, vae: LoadedVAE, latents: Tensor, *, tile: int = 0, tile_overlap: float = 0.25, slicing: bool = False
     ) -> Tensor:
         """Call the model's ``decode``; return the image. Parameters as in `encode`; latents (N, latent_channels, H/8,
-        W/8); those of a video have frames before the height, and make 4 frames of each but the first."""
+        W/8), or (..., H/16, W/16) for Wan 2.2. Those of a video have frames before the height, and make 4 frames of
+        each but the first."""
         return self._call_vae(vae, "decode", latents, tile, tile_overlap, slicing)
 
     def sample(self, posterior: Tensor, name: str = "latents") -> Tensor:

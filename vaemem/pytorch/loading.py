@@ -240,7 +240,7 @@ def random_pipeline(name: str, dtype: str) -> Any:
     }.get(name, flow)
     without = dict.fromkeys(("safety_checker", "feature_extractor", "text_encoder", "tokenizer", "processor"))
     without |= {"requires_safety_checker": False, "add_watermarker": False, "is_distilled": not kind.guides}
-    without |= {"requires_aesthetics_score": True}
+    without |= {"requires_aesthetics_score": True, "expand_timesteps": kind.times}
     known = inspect.signature(build).parameters
     return build(**{key: value for key, value in without.items() if key in known} | parts)
 

@@ -23,7 +23,7 @@ import torch
 from vaemem._common import MIB, __version__, whole
 from vaemem._errors import ArgumentError, ArgumentTypeError
 from vaemem._render import Bullets, Columns, Facts, Sheet, Shown, Sizer
-from vaemem.pipelines.components import PIPELINES, VAE_STRIDE, Pipeline, count_seen, scale_edited, weights_of
+from vaemem.pipelines.components import PIPELINES, Pipeline, count_seen, scale_edited, weights_of
 from vaemem.pipelines.pipeline_parts import Part
 from vaemem.pipelines.pipeline_request import PipelineArguments, PipelineRequest, image_sides, resolve_pipeline
 from vaemem.pipelines.predict_pipeline import PipelinePrediction
@@ -413,7 +413,7 @@ def _request(
         images = facts["batch"] * (2 if kind.guides and request.guidance and not kind.apart else 1)
         known = architecture(kind.parts["vae"])["latent_channels"]
         channels = pipe.vae.config.get("latent_channels", known)  # Qwen-Image's VAE has another name for them
-        numbers = kind.inputs * channels * (facts["height"] // VAE_STRIDE) * (facts["width"] // VAE_STRIDE)
+        numbers = kind.inputs * channels * (facts["height"] // kind.factor) * (facts["width"] // kind.factor)
         numbers *= request.latent_frames
         if other := [part for part in request.parts if not _has_weights(modules[part.role], part)]:
             unlike.append((len(other), f"{other[0].role} has other weights than {other[0].component}"))
