@@ -2,10 +2,9 @@
  * and prints what each returns, and what verdicts follow from them. test_32bit.py builds it for addresses of 32 bits.
  *
  * A line is the name of a call and its fields, separated by tabs. A field is a text, or numbers separated by spaces.
- * Profiles, workspaces and programs count from 0 within the file; traces, processes and rows of other workspaces within
+ * Profiles, workspaces and programs count from 0 within the file; traces, scripts, plays and rows of other workspaces within
  * a question. Every line prints one line. */
 #include "../csrc/predict/judge.h"
-#include "../csrc/predict/process.h"
 #include "../csrc/predict/program.h"
 #include "../csrc/predict/workspace.h"
 
@@ -88,7 +87,7 @@ typedef struct table {
     size_t count;
 } table;
 
-static table profiles, workspaces, programs, traces, processes, allocators, rows;
+static table profiles, workspaces, programs, traces, scripts, plays, allocators, rows;
 
 static void add(table *t, void *item) {
     if (t->count == sizeof t->item / sizeof *t->item) stop("too many");
@@ -114,13 +113,14 @@ static void say_made(vm_status s, table *t, void *made) {
 }
 
 static void clear(void) {
-    for (size_t i = 0; i < processes.count; i++) {
-        vm_process_free(processes.item[i]);
+    for (size_t i = 0; i < plays.count; i++) {
+        vm_play_free(plays.item[i]);
         vm_talloc_delete(allocators.item[i]);
     }
+    for (size_t i = 0; i < scripts.count; i++) vm_script_free(scripts.item[i]);
     for (size_t i = 0; i < traces.count; i++) vm_trace_free(traces.item[i]);
     for (size_t i = 0; i < rows.count; i++) free(rows.item[i]);
-    processes.count = allocators.count = traces.count = rows.count = 0;
+    scripts.count = plays.count = allocators.count = traces.count = rows.count = 0;
 }
 
 static void question(void) {
@@ -273,17 +273,21 @@ static void workspace(void) {
     say_made(s, &workspaces, w);
 }
 
-/* The convolutions of "trace", "process" or "workspace", and its number. */
+/* The convolutions of "trace", "script" or "workspace", and its number. */
 static vm_conv *convs(size_t *count) {
-    static const char *const kinds[] = {"trace", "process", "workspace"};
-    const table *const tables[] = {&traces, &processes, &workspaces};
+    static const char *const kinds[] = {"trace", "script", "workspace"};
+    const table *const tables[] = {&traces, &scripts, &workspaces};
     const int kind = choose(kinds, 3);
     void *const of = get(tables[kind], (size_t)number());
-    const vm_trace *t = kind == 0 ? of : kind == 1 ? vm_process_script(of) : NULL;
-    const vm_known *known = t ? NULL : vm_lookup_known(vm_workspace_lookup(of), count);
-    if (t) *count = t->convs;
+    const vm_trace *const t = of;
+    const vm_script *const script = of;
+    const vm_known *known = NULL;
+    if (kind == 2)
+        known = vm_lookup_known(vm_workspace_lookup(of), count);
+    else
+        *count = kind ? script->convs : t->convs;
     vm_conv *conv = room(*count, sizeof *conv);
-    for (size_t i = 0; i < *count; i++) conv[i] = t ? t->conv[i] : known[i].conv;
+    for (size_t i = 0; i < *count; i++) conv[i] = known ? known[i].conv : kind ? script->conv[i] : t->conv[i];
     return conv;
 }
 
@@ -418,9 +422,105 @@ static void module(void) {
     free((void *)call.companion.item);
 }
 
-/* ---- processes ---- */
+/* ---- scripts ---- */
 
-static void process(void) {
+static void make_script(void) {
+    vm_script *script;
+    if (vm_script_new(&script)) stop(vm_error());
+    add(&scripts, script);
+}
+
+static vm_script *a_script(void) { return get(&scripts, (size_t)number()); }
+
+static uint64_t handle_of(const vm_script *s, uint32_t id) { return s->storage[id].bytes ? (uint64_t)id + 1 : 0; }
+
+static void say_written(const vm_script *script, vm_status s) {
+    printf(" events %zu", script->events);
+    if (s) printf(" error: %s", vm_error());
+}
+
+static void take(void) {
+    vm_script *script = a_script();
+    const char *stamp = field(), *name = field();
+    size_t count;
+    uint32_t first;
+    const uint64_t *bytes = numbers(&count);
+    const vm_status s = vm_script_take(script, stamp, name, bytes, count, &first);
+    for (size_t i = 0; !s && i < count; i++) say("", (uint64_t[]){handle_of(script, first + (uint32_t)i)}, 1);
+    say_written(script, s);
+}
+
+/* Handles of storages as their numbers. */
+static uint32_t *storages(size_t *count) {
+    const uint64_t *handle = numbers(count);
+    uint32_t *id = room(*count, sizeof *id);
+    for (size_t i = 0; i < *count; i++) id[i] = (uint32_t)(handle[i] - 1);
+    return id;
+}
+
+static void replace(void) {
+    vm_script *script = a_script();
+    const char *stamp = field();
+    size_t count;
+    uint32_t *id = storages(&count);
+    const uint64_t *bytes = numbers(&count);
+    const vm_status s = vm_script_replace(script, stamp, id, bytes, count);
+    for (size_t i = 0; !s && i < count; i++) say("", (uint64_t[]){handle_of(script, id[i])}, 1);
+    say_written(script, s);
+    free(id);
+}
+
+static void give(void) {
+    vm_script *script = a_script();
+    size_t count, kept = 0;
+    uint32_t *id = storages(&count);
+    for (size_t i = 0; i < count; i++)
+        if (id[i] != UINT32_MAX) id[kept++] = id[i]; /* others have 0 bytes */
+    say_written(script, vm_script_give(script, id, kept));
+    free(id);
+}
+
+static void say_left(const vm_script *script, const vm_event *e) {
+    for (uint32_t i = 0; i < e->count; i++)
+        printf(" %u:%" PRIu64, (unsigned)script->call[e->of].left[i], handle_of(script, e->first + i));
+}
+
+static void empty(void) {
+    vm_script *script = a_script();
+    say_written(script, vm_script_empty_cache(script));
+}
+
+static void reset(void) {
+    vm_script *script = a_script();
+    say_written(script, vm_script_reset_peak(script));
+}
+
+static void read_counters(void) {
+    vm_script *script = a_script();
+    const vm_status s = vm_script_read(script, field());
+    const vm_phase *const p = &script->phase[script->phases - 1];
+    const vm_work *const w = &p->work;
+    printf(" %s", vm_names_get(&script->names, p->name));
+    say("", (uint64_t[]){w->flops, w->attended, w->moved, w->sent, w->host_flops, p->outside}, 6);
+    say_written(script, s);
+}
+
+static void count_work(void) {
+    vm_script *script = a_script();
+    const uint64_t *of = some(6);
+    vm_script_count(script, &(vm_work){of[0], of[1], of[2], of[3], of[4]}, of[5]);
+    say_written(script, VM_OK);
+}
+
+static void times(void) {
+    vm_script *script = a_script();
+    vm_script_times(script, number());
+    say_written(script, VM_OK);
+}
+
+/* ---- plays ---- */
+
+static vm_talloc *allocator(void) {
     const uint64_t *of = some(24);
     vm_talloc_config c = {.total_memory = of[0],
                           .allowed_memory = of[1],
@@ -432,37 +532,53 @@ static void process(void) {
                           .history = of[7],
                           .gc_threshold = strtod(field(), NULL)};
     for (int i = 0; i < VM_TALLOC_INTERVALS; i++) c.roundup_divisions[i] = (uint32_t)of[8 + i];
-    of = some(3);
-    const vm_process_blas blas = {of[0], of[1], (vm_cublaslt)of[2]};
     vm_talloc *a;
-    vm_process *p;
-    if (vm_talloc_new(&c, &a) || vm_process_new(a, &blas, &p)) stop(vm_error());
+    if (vm_talloc_new(&c, &a)) stop(vm_error());
     add(&allocators, a);
-    add(&processes, p);
+    return a;
 }
 
-static size_t which; /* process */
-static vm_process *chosen(void) { return get(&processes, which = (size_t)number()); }
+static void play(void) {
+    const vm_script *script = a_script();
+    vm_talloc *const a = allocator();
+    const uint64_t *of = some(4);
+    const vm_blas blas = {of[1], of[2], (vm_cublaslt)of[3]};
+    vm_play *p;
+    if (vm_play_new(script, a, &blas, of[0], &p)) stop(vm_error());
+    vm_play_note_heights(p, true);
+    add(&plays, p);
+}
 
-static void say_readings(const vm_process *p) {
+static size_t which; /* play */
+static vm_play *chosen(void) { return get(&plays, which = (size_t)number()); }
+
+static void elsewhere(void) {
+    const vm_play *like = chosen();
+    vm_talloc *const a = allocator();
+    vm_play *p;
+    if (vm_play_elsewhere(like, a, number(), false, &p)) stop(vm_error());
+    vm_play_note_heights(p, true);
+    add(&plays, p);
+}
+
+/* What the counters say, and where memory ran out. */
+static void say_state(const vm_play *p, vm_status s) {
+    const vm_talloc *a = allocators.item[which];
+    const vm_talloc_oom *full = s ? vm_play_oom(p) : NULL;
     size_t count;
-    const vm_reading *r = vm_process_readings(p, &count);
-    for (size_t i = 0; i < count; i++) {
-        const vm_work *const w = &r[i].work;
+    const vm_reading *const r = vm_play_readings(p, &count);
+    say(" state",
+        (uint64_t[]){(uint64_t)CURRENT(a, VM_TALLOC_ALLOCATED_BYTES), (uint64_t)CURRENT(a, VM_TALLOC_RESERVED_BYTES),
+                     (uint64_t)PEAK(a, VM_TALLOC_ALLOCATED_BYTES), (uint64_t)PEAK(a, VM_TALLOC_RESERVED_BYTES),
+                     vm_play_most_reserved(p), vm_play_refused(p), count},
+        7);
+    for (size_t i = count - !!count; i < count; i++)
         say(" reading",
             (uint64_t[]){r[i].span.since, r[i].span.until, r[i].base_allocated, r[i].base_reserved, r[i].peak_allocated,
                          r[i].peak_reserved},
             6);
-        printf(" %s", vm_names_get(&vm_process_script(p)->names, r[i].name));
-        say("", (uint64_t[]){w->flops, w->attended, w->moved, w->sent, w->host_flops, r[i].outside}, 6);
-    }
-}
-
-/* Where memory ran out, and what the counters say. */
-static void say_state(const vm_process *p, vm_status s) {
-    const vm_talloc_oom *full = s ? vm_process_last_oom(p) : NULL;
     if (full) {
-        printf(" full %s", vm_names_get(&vm_process_script(p)->names, full->tag));
+        printf(" full %s", vm_names_get(&vm_play_script(p)->names, full->tag));
         say("",
             (uint64_t[]){full->requested, full->wanted, full->total, full->free, full->allowed, full->allocated,
                          full->reserved},
@@ -470,44 +586,20 @@ static void say_state(const vm_process *p, vm_status s) {
     } else if (s) {
         printf(" error: %s", vm_error());
     }
-    const vm_talloc *a = allocators.item[which];
-    say(" state",
-        (uint64_t[]){(uint64_t)CURRENT(a, VM_TALLOC_ALLOCATED_BYTES), (uint64_t)CURRENT(a, VM_TALLOC_RESERVED_BYTES),
-                     (uint64_t)PEAK(a, VM_TALLOC_ALLOCATED_BYTES), (uint64_t)PEAK(a, VM_TALLOC_RESERVED_BYTES),
-                     vm_process_most_reserved(p), vm_process_refused(p)},
-        6);
 }
 
-static void hold(void) {
-    vm_process *p = chosen();
-    const char *stamp = field(), *name = field();
-    size_t count;
-    const uint64_t *bytes = numbers(&count);
-    uint64_t *address = room(count, sizeof *address);
-    const vm_status s = vm_process_hold(p, stamp, name, bytes, count, address);
-    if (!s) say("", address, count);
-    say_state(p, s);
-    free(address);
+static void run(void) {
+    vm_play *p = chosen();
+    size_t taken;
+    say_state(p, vm_play_run(p, &taken));
 }
 
-static void copy(void) {
-    vm_process *p = chosen();
-    const char *stamp = field();
-    size_t count, done;
-    uint64_t *address = numbers(&count);
-    const uint64_t *bytes = numbers(&count);
-    const vm_status s = vm_process_copy(p, stamp, address, bytes, count, &done);
-    say("", address, count);
-    say_state(p, s);
-}
+/* The script of a play belongs to this file. */
+static vm_script *written(const vm_play *p) { return (vm_script *)vm_play_script(p); }
 
-static void give(void) {
-    vm_process *p = chosen();
-    size_t count;
-    const uint64_t *address = numbers(&count);
-    vm_status s = VM_OK;
-    for (size_t i = 0; !s && i < count; i++) s = vm_process_release(p, address[i]);
-    say_state(p, s);
+static void follow(void) {
+    vm_play *p = chosen();
+    say_state(p, vm_play_follow(p, written(p)));
 }
 
 /* The greatest of so many numbers, and a sum in which their order counts. */
@@ -521,97 +613,59 @@ static void say_curve(const char *name, const uint64_t *of, size_t count) {
 }
 
 /* Workspaces: as in the last call of answers(), or two fields of numbers. */
-static void play(void) {
-    vm_process *p = chosen();
-    const vm_trace *t = get(&traces, (size_t)number());
+static void call(void) {
+    vm_play *p = chosen();
+    vm_script *const script = written(p);
+    vm_trace *t = get(&traces, (size_t)number());
     size_t count = answers_count;
     const uint64_t *workspace = answered[0], *next = answered[1];
+    const vm_event *e;
     if (at) workspace = numbers(&count), next = numbers(&count);
     if (count != t->convs) stop("want a workspace for each convolution");
-    uint64_t *address = room(t->ids, sizeof *address), *allocated = room(t->steps, sizeof *allocated),
-             *reserved = room(t->steps, sizeof *reserved);
-    const vm_status s = vm_process_call(p, t, workspace, next, address, allocated, reserved);
-    for (uint32_t i = 0; !s && i < t->ids; i++)
-        if (address[i]) printf(" %u:%" PRIu64, (unsigned)i, address[i]);
+    if (vm_script_call(script, t, &e)) stop(vm_error());
+    const vm_event event = *e;
+    if (vm_play_answer(p, &script->call[event.of], workspace, next)) stop(vm_error());
+    const vm_status s = vm_play_follow(p, script);
     if (!s) {
-        say_curve(" allocated", allocated, t->steps);
-        say_curve(" reserved", reserved, t->steps);
+        const vm_heights *const h = vm_play_heights(p);
+        say_left(script, &event);
+        say_curve(" allocated", h->allocated, h->of->trace->steps);
+        say_curve(" reserved", h->reserved, h->of->trace->steps);
     }
-    say_state(p, s);
-    free(reserved);
-    free(allocated);
-    free(address);
-}
-
-static void empty(void) {
-    vm_process *p = chosen();
-    say_state(p, vm_process_empty_cache(p));
-}
-
-static void reset(void) {
-    vm_process *p = chosen();
-    say_state(p, vm_process_reset_peak(p));
-}
-
-static void read_counters(void) {
-    vm_process *p = chosen();
-    const vm_status s = vm_process_read(p, field());
-    say_readings(p);
-    say_state(p, s);
-}
-
-static void count_work(void) {
-    vm_process *p = chosen();
-    const uint64_t *of = some(6);
-    vm_process_count(p, &(vm_work){of[0], of[1], of[2], of[3], of[4]}, of[5]);
-    say_state(p, VM_OK);
-}
-
-static void times(void) {
-    vm_process *p = chosen();
-    vm_process_times(p, number());
-    say_state(p, VM_OK);
-}
-
-static void replay(void) {
-    vm_process *p = chosen();
-    const vm_process *from = get(&processes, (size_t)number());
-    const vm_status s = vm_process_replay(p, from, number());
-    say_readings(p);
     say_state(p, s);
 }
 
 static void least(void) {
-    const vm_process *p = chosen();
+    const vm_play *p = chosen();
     const uint64_t *of = some(3);
     uint64_t bytes;
-    if (vm_process_least(p, of[0], of[1], of[2], &bytes))
+    if (vm_judge_least(p, of[0], of[1], of[2], &bytes))
         printf("error: %s", vm_error());
     else
         say("", &bytes, 1);
 }
 
-static void say_live(const vm_process *p, vm_process_list *live) {
+static void say_live(const vm_play *p, vm_live_list *live) {
     for (size_t i = 0; i < live->count; i++)
         if (live->item[i].bytes)
-            printf(" %s %" PRIu64 " %" PRIu64, vm_names_get(&vm_process_script(p)->names, live->item[i].name),
+            printf(" %s %" PRIu64 " %" PRIu64, vm_names_get(&vm_play_script(p)->names, live->item[i].name),
                    live->item[i].bytes, live->item[i].rounded);
     vm_scratch_free(live->item);
 }
 
 static void peak(void) {
-    const vm_process *p = chosen();
-    const vm_trace_step *step;
-    vm_process_list live;
-    if (vm_process_peak(p, (size_t)number(), &live, &step)) stop(vm_error());
-    printf(" %s", step ? vm_names_get(&vm_process_script(p)->names, step->name) : "-");
+    const vm_play *p = chosen();
+    uint32_t step;
+    vm_live_list live;
+    if (vm_play_peak(p, (size_t)number(), &live, &step)) stop(vm_error());
+    printf(" %s", step == VM_NO_NAME ? "-" : vm_names_get(&vm_play_script(p)->names, step));
     say_live(p, &live);
 }
 
 static void baseline(void) {
-    const vm_process *p = chosen();
-    vm_process_list live;
-    if (vm_process_baseline(p, &live)) stop(vm_error());
+    const vm_play *p = chosen();
+    vm_live_list live;
+    if (vm_play_baseline(p, &live)) stop(vm_error());
     say_live(p, &live);
 }
 
@@ -619,11 +673,11 @@ static void baseline(void) {
 
 /* Rows of make_rows() by their numbers. */
 static void takes(void) {
-    vm_process *p = chosen();
+    const vm_play *p = chosen();
     const uint64_t *of = some(3); /* first reading, whether bytes count above the baseline, rows that are likely */
     size_t phases, count;
     const uint64_t *phase = numbers(&phases), *row = numbers(&count);
-    const size_t width = vm_process_script(p)->convs;
+    const size_t width = vm_play_script(p)->convs;
     uint64_t *all = room(count * width, sizeof *all);
     vm_judge_phase *each = room(phases / 2, sizeof *each);
     vm_takes found;
@@ -660,17 +714,20 @@ static const struct {
     {"vae", vae},
     {"program", program},
     {"module", module},
-    {"process", process},
-    {"hold", hold},
-    {"copy", copy},
-    {"release", give},
-    {"call", play},
+    {"script", make_script},
+    {"take", take},
+    {"replace", replace},
+    {"give", give},
     {"empty", empty},
     {"reset", reset},
     {"count", count_work},
     {"times", times},
     {"read", read_counters},
-    {"replay", replay},
+    {"play", play},
+    {"elsewhere", elsewhere},
+    {"run", run},
+    {"follow", follow},
+    {"call", call},
     {"least", least},
     {"peak", peak},
     {"baseline", baseline},

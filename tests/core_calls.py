@@ -56,7 +56,7 @@ class Log:
         return stop(f"expected a {kind} of this question, got {thing!r}") if found is None else found
 
     def begin(self, question: Any) -> None:
-        self._made |= {"trace": {}, "process": {}, "row": {}}
+        self._made |= {"trace": {}, "script": {}, "play": {}, "row": {}}
         self.verdicts.clear()
         self.line(["question", question["call"]], question["call"])
 
@@ -69,8 +69,8 @@ class Log:
         return self.number("trace", trace)
 
     def of(self, thing: Any) -> tuple[str, int]:
-        """Kind and number of a trace, a process or a workspace."""
-        kind = {Process: "process", Workspace: "workspace"}.get(type(thing), "trace")
+        """Kind and number of a trace, a script or a workspace."""
+        kind = {Script: "script", Workspace: "workspace"}.get(type(thing), "trace")
         return kind, self.trace(thing) if kind == "trace" else self.number(kind, thing)
 
     def keep_trace(self, trace: Any, *made: Any) -> Any:
@@ -206,7 +206,7 @@ class Workspace(StandIn):
         workspaces, following, sources = found
         line = ["answers", log.number("workspace", self), *asked]
         log.line(line, listed("", sources) + listed(" bytes", workspaces) + listed(" next", following))
-        Process.answered = workspaces, following
+        Play.answered = workspaces, following
         return found
 
     def rows(self, every: bool, of: Any) -> Any:
@@ -274,7 +274,7 @@ class Program(StandIn):
         return log.keep_trace(trace, "module", log.number("program", self), *made)
 
 
-# ---- processes ----
+# ---- scripts and plays ----
 
 
 def curve(of: Any) -> str:
@@ -284,67 +284,124 @@ def curve(of: Any) -> str:
     return listed("", (len(of), max(of, default=0), sums.sum(dtype=np.uint64)))
 
 
-class Process(StandIn):
-    _unwritten = "bytes_at"
-    answered: tuple[Any, Any] = (None, None)  # what Workspace.answers returned last
+def do(line: Iterable[Any], call: Callable[[], Any], said: Callable[[Any], str], names: Any = None) -> Any:
+    """Make a call, and write what it returned or refused. said: what follows, with None after a failure."""
+    result, failed = None, ""
+    try:
+        result = call()
+        return result
+    except _core.OutOfMemoryError as full:
+        figures = "requested wanted total free allowed allocated reserved"
+        failed = listed(f" full {names()[full.tag]}", [getattr(full, name) for name in figures.split()])
+        raise
+    except (ValueError, OverflowError) as error:
+        failed = f" error: {error}"
+        raise
+    finally:
+        log.line(line, said(result) + failed)
 
-    def __init__(self, allocator: Any, cublas_bytes: int, cublaslt_bytes: int, cublaslt_use: str):
-        self._bare = _core.Process(allocator, cublas_bytes, cublaslt_bytes, cublaslt_use)
-        self._allocator = allocator
-        of = allocator._settings()
-        names = "total_memory allowed_memory max_split_size max_non_split_rounding reservation expandable_segments"
-        numbers = [of[name] for name in f"{names} driver_pool history".split()]
-        blas = cublas_bytes, cublaslt_bytes, ("each", "kept", "shared").index(cublaslt_use)
-        log.line(["process", words((*numbers, *of["divisions"])), f"{of['gc_threshold']:.17g}", words(blas)])
-        log.add("process", self)
+
+def left_by(found: Any) -> str:
+    return "".join(f" {number}:{handle}" for number, handle in (found or {}).items())
+
+
+class Script(StandIn):
+    _unwritten = "bytes_of"
+
+    def __init__(self) -> None:
+        self._bare = _core.Script()
+        log.line(["script"])
+        log.add("script", self)
 
     @property
     def number(self) -> int:
-        return log.number("process", self)
+        return log.number("script", self)
+
+    def _do(self, line: list[Any], call: Callable[[], Any], said: Callable[[Any], str] = lambda _: "") -> Any:
+        return do(line, call, lambda found: said(found) + listed(" events", (self._bare.events,)))
+
+    def take(self, name: str, sizes: Iterable[int], stamp: str | None = None) -> list[int]:
+        sizes = list(sizes)
+        line = ["take", self.number, stamp or name, name, words(sizes)]
+        return self._do(line, lambda: self._bare.take(name, sizes, stamp), lambda found: listed("", found or ()))
+
+    def replace(self, stamp: str, storages: list[int], sizes: Iterable[int]) -> list[int]:
+        sizes = list(sizes)
+        line = ["replace", self.number, stamp, words(storages), words(sizes)]
+        return self._do(line, lambda: self._bare.replace(stamp, storages, sizes), lambda new: listed("", new or ()))
+
+    def give(self, storages: Iterable[int]) -> None:
+        storages = list(storages)
+        self._do(["give", self.number, words(storages)], lambda: self._bare.give(storages))
+
+    def empty_cache(self) -> None:
+        self._do(["empty", self.number], self._bare.empty_cache)
+
+    def reset_peak(self) -> None:
+        self._do(["reset", self.number], self._bare.reset_peak)
+
+    def count(self, *work: int) -> None:
+        self._do(["count", self.number, words(work)], lambda: self._bare.count(*work))
+
+    def times(self, times: int) -> None:
+        self._do(["times", self.number, times], lambda: self._bare.times(times))
+
+    def read(self, name: str) -> None:
+        def said(_: Any) -> str:
+            name, *work = self._bare.phases[-1]
+            return listed(f" {name}", work)
+
+        self._do(["read", self.number, name], lambda: self._bare.read(name), said)
+
+
+def of_allocator(allocator: Any) -> list[str]:
+    of = allocator._settings()
+    names = "total_memory allowed_memory max_split_size max_non_split_rounding reservation expandable_segments"
+    numbers = [of[name] for name in f"{names} driver_pool history".split()]
+    return [words((*numbers, *of["divisions"])), f"{of['gc_threshold']:.17g}"]
+
+
+class Play(StandIn):
+    _unwritten = "note_heights"
+    answered: tuple[Any, Any] = (None, None)  # what Workspace.answers returned last
+
+    def __init__(
+        self, script: Script, allocator: Any, memory: int, cublas_bytes: int, cublaslt_bytes: int, cublaslt_use: str
+    ):
+        use = ("each", "kept", "shared").index(cublaslt_use)
+        line = ["play", script.number, *of_allocator(allocator), words((memory, cublas_bytes, cublaslt_bytes, use))]
+        bare = _core.Play(script._bare, allocator, memory, cublas_bytes, cublaslt_bytes, cublaslt_use)
+        self._begin(bare, script, allocator, line)
+
+    def _begin(self, bare: Any, script: Script, allocator: Any, line: list[Any]) -> None:
+        self._bare, self._script, self._allocator = bare, script, allocator
+        log.line(line)
+        log.add("play", self)
+
+    def elsewhere(self, allocator: Any, memory: int) -> Play:
+        other = object.__new__(Play)
+        line = ["elsewhere", self.number, *of_allocator(allocator), memory]
+        other._begin(self._bare.elsewhere(allocator, memory), self._script, allocator, line)
+        return other
+
+    @property
+    def number(self) -> int:
+        return log.number("play", self)
 
     def _state(self) -> str:
         a = self._allocator
         counters = a.memory_allocated(), a.memory_reserved(), a.max_memory_allocated(), a.max_memory_reserved()
-        return listed(" state", (*counters, self._bare.most_reserved, self._bare.refused))
+        state = listed(" state", (*counters, self._bare.most_reserved, self._bare.refused, len(self._bare.readings)))
+        return state + "".join(listed(" reading", (*span, *four)) for span, *four in self._bare.readings[-1:])
 
-    def _readings(self) -> str:
-        return "".join(
-            listed(" reading", (*span, *counters[:4])) + listed(f" {counters[4]}", counters[5:])
-            for span, *counters in self._bare.readings
-        )
+    def _do(self, line: list[Any], call: Callable[[], Any], said: Callable[[Any], str] = lambda _: "") -> Any:
+        return do(line, call, lambda found: said(found) + self._state(), lambda: self._script.names)
 
-    def _do(self, line: Iterable[Any], call: Callable[[], Any], said: Callable[[Any], str]) -> Any:
-        """said: what the call returned, None if it failed."""
-        failed = ""
-        try:
-            result = call()
-            returned = said(result)
-            return result
-        except _core.OutOfMemoryError as full:
-            names = "requested wanted total free allowed allocated reserved"
-            figures = [getattr(full, name) for name in names.split()]
-            failed, returned = listed(f" full {self._bare.frames[full.tag]}", figures), said(None)
-            raise
-        except (ValueError, OverflowError) as error:
-            failed, returned = f" error: {error}", said(None)
-            raise
-        finally:
-            log.line(line, returned + failed + self._state())
+    def run(self) -> None:
+        self._do(["run", self.number], self._bare.run)
 
-    def hold(self, name: str, sizes: Iterable[int], stamp: str | None = None) -> list[int]:
-        sizes = list(sizes)
-        line = ["hold", self.number, stamp or name, name, words(sizes)]
-        return self._do(line, lambda: self._bare.hold(name, sizes, stamp), lambda found: listed("", found or ()))
-
-    def copy(self, stamp: str, addresses: list[int], sizes: Iterable[int]) -> None:
-        sizes = list(sizes)
-        line = ["copy", self.number, stamp, words(addresses), words(sizes)]
-        self._do(line, lambda: self._bare.copy(stamp, addresses, sizes), lambda _: listed("", addresses))
-
-    def release(self, addresses: Iterable[int]) -> None:
-        addresses = list(addresses)
-        line = ["release", self.number, words(addresses)]
-        self._do(line, lambda: self._bare.release(addresses), lambda _: "")
+    def follow(self) -> None:
+        self._do(["follow", self.number], self._bare.follow)
 
     def call(self, trace: Any, workspaces: Any, following: Any) -> Any:
         line = ["call", self.number, log.trace(trace)]
@@ -354,30 +411,10 @@ class Process(StandIn):
         def said(found: Any) -> str:
             if found is None:
                 return ""
-            left, allocated, reserved = found
-            stays = "".join(f" {number}:{address}" for number, address in left.items())
-            return f"{stays} allocated{curve(allocated)} reserved{curve(reserved)}"
+            allocated, reserved = map(curve, self._bare.heights)
+            return f"{left_by(found)} allocated{allocated} reserved{reserved}"
 
         return self._do(line, lambda: self._bare.call(trace, workspaces, following), said)
-
-    def empty_cache(self) -> None:
-        self._do(["empty", self.number], self._bare.empty_cache, lambda _: "")
-
-    def reset_peak(self) -> None:
-        self._do(["reset", self.number], self._bare.reset_peak, lambda _: "")
-
-    def count(self, *work: int) -> None:
-        self._do(["count", self.number, words(work)], lambda: self._bare.count(*work), lambda _: "")
-
-    def times(self, times: int) -> None:
-        self._do(["times", self.number, times], lambda: self._bare.times(times), lambda _: "")
-
-    def read(self, name: str) -> None:
-        self._do(["read", self.number, name], lambda: self._bare.read(name), lambda _: self._readings())
-
-    def replay(self, other: Process, first_only: bool) -> None:
-        line = ["replay", self.number, other.number, int(first_only)]
-        self._do(line, lambda: self._bare.replay(other._bare, first_only), lambda _: self._readings())
 
     def least(self, first_only: bool, low: int, high: int) -> int:
         found: int = self._bare.least(first_only, low, high)
@@ -415,7 +452,7 @@ def write_verdict(v: Verdict) -> None:
 class Core:
     """Stands in for vaemem._core: calls of these names are written, the others are not."""
 
-    Profile, Catalogue, Workspace, Program, Process = Profile, Catalogue, Workspace, Program, Process
+    Profile, Catalogue, Workspace, Program, Script, Play = Profile, Catalogue, Workspace, Program, Script, Play
     Trace = Trace()
 
     def __getattr__(self, name: str) -> Any:

@@ -19,13 +19,14 @@ PREDICT = [
     "catalogue.c",
     "judge.c",
     "lookup.c",
-    "process.c",
-    "process_again.c",
-    "process_play.c",
+    "play.c",
+    "play_live.c",
+    "play_rows.c",
+    "play_steps.c",
     "polynomial.c",
-    "process_replay.c",
     "program.c",
     "program_read.c",
+    "script.c",
     "torch_alloc.c",
     "torch_attention.c",
     "torch_blocks.c",
@@ -133,7 +134,7 @@ def check_spread(called, wide):
     """Of every kind there are many: A1111's calls where memory is short, refusals, verdicts, more than 4 GiB."""
     counts = Counter(line.partition("\t")[0] for line in called)
     rare = {name: count for name, count in counts.items() if count < 15}
-    assert counts["question"] == 300 and len(counts) == 26 and rare == {"catalogue": 1}
+    assert counts["question"] == 300 and len(counts) == 29 and rare == {"catalogue": 1}
     a1111 = [line for line in called if line.startswith("vae\t") and "\ta1111\t" in line]
     assert len(a1111) > 30 and sum(not line.endswith(" 0") for line in a1111) > 30  # their free bytes
     assert sum(" full " in line for line in wide) > 30

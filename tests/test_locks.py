@@ -57,7 +57,7 @@ def test_a_trace_and_a_script_on_one_allocator():
         steps["id"] = np.arange(40_000) // 2 % 500
         steps["op"] = np.arange(40_000) % 2
         steps["bytes"] = 513 + 64 * (np.arange(40_000) % 91)
-        process = _core.Process(allocator, cublas_bytes=0, cublaslt_bytes=0, cublaslt_use="each")
+        play = _core.Play(_core.Script(), allocator, 0, cublas_bytes=0, cublaslt_bytes=0, cublaslt_use="each")
         stop = threading.Event()
         def script():
             while not stop.is_set():
@@ -65,7 +65,7 @@ def test_a_trace_and_a_script_on_one_allocator():
         other = threading.Thread(target=script)
         other.start()
         for _ in range(200):
-            process.call(trace, [], [])
+            play.call(trace, [], [])
         stop.set()
         other.join()
         assert allocator.memory_allocated() == 0
@@ -419,7 +419,7 @@ def test_blocks_that_shrink_while_they_are_read():
     assert not items and allocator.memory_allocated() == 99 * 512
 
 
-def test_rows_whose_numbers_change_the_process_that_reads_them():
+def test_rows_whose_numbers_change_the_script_that_they_are_for():
     from vaemem import SimulatedProcess
 
     def conv(n):
@@ -435,8 +435,8 @@ def test_rows_whose_numbers_change_the_process_that_reads_them():
     process = SimulatedProcess("RTX 4090")
     process.call(conv(1))
     with refused("workspaces"):
-        process._core.again(((Calls(),),), ((0, process._core.steps),))
-    assert len(process._core.again(((0, 0),), ((0, process._core.steps),))) == 1
+        process._play.rows(((Calls(),),), ((0, process._script.events),))
+    assert len(process._play.rows(((0, 0),), ((0, process._script.events),))) == 1
 
 
 @pytest.mark.parametrize("key", ["latents_mean", "latents_std"])

@@ -67,7 +67,7 @@ def test_weights_of_a_vae_are_the_models():
     for model in ("sd15", "sdxl", "flux", "zimage"):
         p = SimulatedProcess("T4")
         held = p.load(model, "float16", "diffusers")
-        assert [p._core.bytes_at(at) for at in held.storages] == [
+        assert [p._script.bytes_of(at) for at in held.storages] == [
             weight.nbytes("float16") for weight in weights_of(model)
         ]
 

@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 from errors import refused
+from playing import Playing
 
 from vaemem import CachingAllocator, OutOfMemoryError, SimulatedProcess, _core
 from vaemem.prediction.held import Variables
@@ -15,7 +16,7 @@ BLAS = {"cublas_bytes": 8 << 20, "cublaslt_bytes": 1 << 20}
 
 def process(use="each", **device):
     allocator = CachingAllocator(history=False, **device)
-    return allocator, _core.Process(allocator, **BLAS, cublaslt_use=use)
+    return allocator, Playing(allocator, **BLAS, cublaslt_use=use)
 
 
 def pairs(listed):
@@ -118,19 +119,19 @@ def test_as_the_plain_model(seed, use):
         what = r.choice(["hold", "hold", "release", "call", "call", "reset", "copy", "many", "look"])
         if what == "hold":
             size = r.choice([0, 512, r.randint(1, 1 << 26)])
-            plain.take("x", core.hold("x", [size]), [size])
+            plain.take("x", core.take("x", [size]), [size])
         elif what == "many":
             sizes = [r.randint(0, 1 << 22) for _ in range(r.randint(0, 90))]
-            plain.take("many", core.hold("many", sizes), sizes)
+            plain.take("many", core.take("many", sizes), sizes)
         elif what == "release" and held:
             gone = r.sample(held, r.randint(1, len(held)))
-            core.release(gone)
+            core.give(gone)
             for address in gone:
                 del plain.live[address]
         elif what == "copy" and held:
             old = r.sample(held, r.randint(1, min(len(held), 5)))
             new, sizes = list(old), [r.choice([0, r.randint(1, 1 << 24)]) for _ in old]
-            core.copy("weights", new, sizes)
+            core.replace("weights", new, sizes)
             most = plain.most  # of several copies: which one made the peak is seen below, with one copy
             for before, after, size in zip(old, new, sizes, strict=True):
                 if not size:
@@ -155,29 +156,29 @@ def test_as_the_plain_model(seed, use):
             assert sum(size for _, size in pairs(core.baseline())) == sum(size for _, size in plain.live.values())
         assert peak(core) == plain.peak()
         for address in r.sample(held, min(len(held), 3)):
-            assert core.bytes_at(address) == plain.live.get(address, (None, 0))[1]
-    assert core.bytes_at(0) == core.bytes_at(513) == 0
+            assert core.bytes_of(address) == plain.live.get(address, (None, 0))[1]
+    assert core.bytes_of(0) == core.bytes_of(513) == 0
 
 
 def test_a_full_device():
     """What the failed call took is given back; what was copied before stays copied; a workspace of cuBLAS's stays."""
     allocator, core = process("kept", total_memory=64 << 20)
-    first = core.hold("a", [10 << 20, 10 << 20])
+    first = core.take("a", [10 << 20, 10 << 20])
     with pytest.raises(OutOfMemoryError) as full:
-        core.hold("b", [10 << 20, 60 << 20])
-    assert core.frames[full.value.tag] == "b" and full.value.requested == 60 << 20
+        core.take("b", [10 << 20, 60 << 20])
+    assert core.names[full.value.tag] == "b" and full.value.requested == 60 << 20
     assert allocator.memory_allocated() == 20 << 20
     addresses = list(first)
     with pytest.raises(OutOfMemoryError):
-        core.copy("weights", addresses, [12 << 20, 60 << 20])
+        core.replace("weights", addresses, [12 << 20, 60 << 20])
     assert addresses[0] != first[0] and addresses[1] == first[1]
-    assert [core.bytes_at(address) >> 20 for address in addresses] == [12, 10] and core.bytes_at(first[0]) == 0
+    assert [core.bytes_of(address) >> 20 for address in addresses] == [12, 10] and core.bytes_of(first[0]) == 0
     trace = _core.Trace()
     trace.blas("product")
     trace.take(60 << 20, "too much")
     with pytest.raises(OutOfMemoryError) as full:
         core.call(trace, [], [])
-    assert core.frames[full.value.tag] == "too much"
+    assert core.names[full.value.tag] == "too much"
     assert allocator.memory_allocated() == (22 << 20) + BLAS["cublas_bytes"]
     short = _core.Trace()
     short.blas("product")
@@ -211,10 +212,10 @@ def test_no_device_is_large_enough():
 def test_weights_are_placed():
     allocator, core = process()
     sizes = [1 << 20, 512, 3 << 20]
-    addresses = core.hold("weights of sd15", sizes, "weights")
-    assert [core.bytes_at(address) for address in addresses] == sizes
-    assert peak(core) == (None, [("weights of sd15", sum(sizes))]) and core.frames == ["weights", "weights of sd15"]
-    core.release(addresses)
+    addresses = core.take("weights of sd15", sizes, "weights")
+    assert [core.bytes_of(address) for address in addresses] == sizes
+    assert peak(core) == (None, [("weights of sd15", sum(sizes))]) and core.names == ["weights", "weights of sd15"]
+    core.give(addresses)
     assert allocator.memory_allocated() == 0
 
 
@@ -226,49 +227,49 @@ def test_again():
 
     def played(number):
         allocator, core = process("kept")
-        held = core.hold("held", [3 << 20, 0, 50 << 20])
+        held = core.take("held", [3 << 20, 0, 50 << 20])
         for trace in (*traces, *traces):
             wanted = [
                 takes.setdefault((conv, number), r.randint(0, 1 << r.choice((12, 20, 25)))) for conv in trace.convs
             ]
             left, *_ = core.call(trace, wanted, wanted)
-            core.copy("weights", held[:1], [4 << 20]) if trace is traces[1] else None
-            core.release(left.values())
+            core.replace("weights", held[:1], [4 << 20]) if trace is traces[1] else None
+            core.give(left.values())
             core.empty_cache()
-            held = core.hold("held", [5 << 20])
+            held = core.take("held", [5 << 20])
         return core, allocator
 
     one, two = played(1), played(2)
     for core, _ in (one, two):
         rows = tuple(tuple(takes[conv, number] for conv in core.convs) for number in (1, 2, 1))
         most = [[allocator.max_memory_reserved()] for _, allocator in (one, two, one)]
-        assert core.again(rows, ((0, core.steps),)) == most
+        assert core.rows(rows, ((0, core.events),)) == most
     with refused("workspaces"):
-        one[0].again(((),), ())
-    with refused("again"):
-        one[0].again((), ((0, one[0].steps + 1),))
-    with refused("again"):
-        one[0].again((), ((3, 2),))
+        one[0].rows(((),), ())
+    with refused("rows"):
+        one[0].rows((), ((0, one[0].events + 1),))
+    with refused("rows"):
+        one[0].rows((), ((3, 2),))
 
 
 @pytest.mark.parametrize("conf", ["", "max_split_size_mb:32", "expandable_segments:True"])
 def test_again_of_many_at_once(conf):
     """Rows that make the same segments are played once: each alone says the same as all together."""
     r = random.Random(9)
-    core = _core.Process(CachingAllocator.from_conf(conf, history=False), **BLAS, cublaslt_use="kept")
+    core = Playing(CachingAllocator.from_conf(conf, history=False), **BLAS, cublaslt_use="kept")
     traces = [a_trace(r) for _ in range(3)]
-    core.hold("held", [3 << 20, 50 << 20])
+    core.take("held", [3 << 20, 50 << 20])
     for trace in (*traces, *traces):
         wanted = [r.randint(0, 1 << 25) for _ in trace.convs]
         left, *_ = core.call(trace, wanted, wanted)
-        core.release(left.values())
+        core.give(left.values())
         core.empty_cache()
-    half, steps = core.steps // 2, core.steps
+    half, steps = core.events // 2, core.events
     rows = [tuple(r.randint(0, 1 << r.choice((12, 19, 21, 26))) for _ in core.convs) for _ in range(20)]
     rows += [tuple(size + r.randint(0, 600) for size in row) for row in rows]
     spans = ((0, steps), (half, steps), (half, steps - 3), (half, half))
-    alone = [core.again((row,), spans)[0] for row in rows]
-    assert core.again(tuple(rows), spans) == alone
+    alone = [core.rows((row,), spans)[0] for row in rows]
+    assert core.rows(tuple(rows), spans) == alone
     assert len({tuple(most) for most in alone}) > 3 and all(most[3] == 0 for most in alone)
 
 
@@ -295,8 +296,8 @@ def test_stretches(runtime, side, use, mib, conf):
 
     def said(call):
         allocator = CachingAllocator.from_conf(conf, history=False, total_memory=mib << 20 or None)
-        core, heights = _core.Process(allocator, **BLAS, cublaslt_use=use), []
-        weights = core.hold("weights", [3 << 20, 1 << 12] * 20)
+        core, heights = Playing(allocator, **BLAS, cublaslt_use=use), []
+        weights = core.take("weights", [3 << 20, 1 << 12] * 20)
         for _ in range(2):
             core.reset_peak()
             try:
@@ -305,11 +306,11 @@ def test_stretches(runtime, side, use, mib, conf):
                 heights.append(str(full))
             else:
                 heights += [one.tolist() for one in found]
-                core.release(left.values())
+                core.give(left.values())
             core.read("")
-            core.release([weights.pop()])
-        spans = ((0, core.steps), (core.steps // 2, core.steps))
-        played = core.readings, core.peak(0), allocator.stats(), core.refused, [] if mib else core.again(rows, spans)
+            core.give([weights.pop()])
+        spans = ((0, core.events), (core.events // 2, core.events))
+        played = core.readings, core.peak(0), allocator.stats(), core.refused, [] if mib else core.rows(rows, spans)
         return heights, played, core.least(False, 0, core.most_reserved)
 
     assert said(trace) == said(twin)
@@ -317,20 +318,21 @@ def test_stretches(runtime, side, use, mib, conf):
 
 def play(core):
     trace = a_trace(random.Random(1))
-    held = core.hold("held", [1 << 20] * 40)
-    core.copy("weights", held, [2 << 20] * 40)
-    core.hold("weights of sd15", [1 << 20, 512] * 100, "weights")
+    held = core.take("held", [1 << 20] * 40)
+    core.replace("weights", held, [2 << 20] * 40)
+    core.take("weights of sd15", [1 << 20, 512] * 100, "weights")
     core.reset_peak()
     left, *_ = core.call(trace, [1 << 20] * len(trace.convs), [0] * len(trace.convs))
-    core.release([*left.values(), *held[::2]])
+    core.give([*left.values(), *held[::2]])
     core.empty_cache()
-    core.again(tuple([size << 20] * len(core.convs) for size in (1, 9)), ((0, core.steps),))
+    core.rows(tuple([size << 20] * len(core.convs) for size in (1, 9)), ((0, core.events),))
     core.count(1, 2, 3, 4, 5, 6)
     core.read("a phase")
-    other = process()[1]
-    other.replay(core, False)
+    other, error = core.elsewhere(CachingAllocator(history=False))
+    if error:
+        raise error
     assert other.readings == core.readings and other.peak(0) == core.peak(0)
-    return core.peak(), core.baseline(), core.frames, core.readings, core.least(True, 0, core.most_reserved)
+    return core.peak(), core.baseline(), core.names, core.readings, core.least(True, 0, core.most_reserved)
 
 
 def test_phases_have_names_and_work():
@@ -340,7 +342,7 @@ def test_phases_have_names_and_work():
     core.count(100, 0, 0, 0, 1, 6)
     core.times(1)
     core.count(1000, 0, 0, 0, 0, 0)
-    core.hold("x", [1 << 20])
+    core.take("x", [1 << 20])
     core.read("denoise")
     core.times(1 << 40)
     core.count(1 << 40, 1 << 23, 0, (1 << 24) - 1, 1, 0)
@@ -349,12 +351,10 @@ def test_phases_have_names_and_work():
     core.count(1 << 60, 0, 0, 0, 0, 1 << 62)
     core.read("")
     most = (1 << 64) - 1
-    assert [reading[5:] for reading in core.readings] == [
+    assert core.phases == [
         ("denoise", 2001, 2, 3, 4, 15, 7), ("", most, 1 << 63, 0, most, 1 << 40, 1 << 62),
     ]  # fmt: skip
-    _, other = process(total_memory=64 << 20)
-    other.times(3)
-    other.replay(core, False)
+    other, _ = core.elsewhere(CachingAllocator(total_memory=64 << 20, history=False))
     assert other.readings == core.readings
     with pytest.raises(ValueError, match="null"):
         core.read("a\0b")
@@ -363,32 +363,31 @@ def test_phases_have_names_and_work():
 def test_a_phase_that_is_not_reached_has_no_reading():
     _, core = process()
     core.count(1, 0, 0, 0, 0, 0)
-    core.hold("x", [1 << 20])
+    core.take("x", [1 << 20])
     core.read("small")
-    core.hold("y", [1 << 30])
+    core.take("y", [1 << 30])
     core.read("large")
-    _, other = process(total_memory=64 << 20)
-    with pytest.raises(OutOfMemoryError):
-        other.replay(core, False)
+    other, full = core.elsewhere(CachingAllocator(total_memory=64 << 20, history=False))
+    assert isinstance(full, OutOfMemoryError)
     assert other.readings == core.readings[:1]
 
 
 def test_what_the_allocator_rounded_up():
     """Of each storage when it is taken: to 512 bytes, and where a large block's remainder is too small to split off."""
     _, core = process()
-    small, large = core.hold("w", [1, 513, 1024]), core.hold("large", [20 << 20, 0])
+    small, large = core.take("w", [1, 513, 1024]), core.take("large", [20 << 20, 0])
     assert core.peak()[1] == [("w", 1538, 511 + 511), ("large", 20 << 20, 0)]
-    core.release(large[:1])
-    core.hold("v", [(20 << 20) - 5000])
-    core.copy("w", small, [4096, 0, 0])  # its rounding stays what it was
+    core.give(large[:1])
+    core.take("v", [(20 << 20) - 5000])
+    core.replace("w", small, [4096, 0, 0])  # its rounding stays what it was
     core.reset_peak()
     assert core.baseline() == [("w", 1537 + 4096, 1022), ("v", (20 << 20) - 5000, 5000)]
-    late = core.hold("w", [1000])  # what comes after the peak, but in the phase, is rounded up too
-    core.release(late)
+    late = core.take("w", [1000])  # what comes after the peak, but in the phase, is rounded up too
+    core.give(late)
     core.read("")
     assert core.peak(0)[1][0] == ("w", 1537 + 4096 + 1000, 1022 + 24)
-    core.release([*small, *late[:0]])
-    core.hold("w", [1])
+    core.give([*small, *late[:0]])
+    core.take("w", [1])
     assert core.peak()[1][0][2] == 511  # none of the earlier ones
 
 
@@ -412,32 +411,34 @@ def test_every_allocation_fails_once():
 def test_bad_arguments():
     allocator, core = process()
     trace = a_trace(random.Random(3))
-    with refused("address"):
-        core.release([512])
-    [address] = core.hold("x", [512])
-    core.release([address])
+    with refused("storage"):
+        core.give([512])
+    [address] = core.take("x", [512])
+    core.give([address])
     with pytest.raises(ValueError):
-        core.release([address])
-    with refused("copy"):
-        core.copy("weights", [address], [1])
+        core.give([address])
+    with refused("storage"):
+        core.replace("weights", [address], [1])
     with refused("bytes", 2):
-        core.copy("weights", [address], [1, 2])
+        core.replace("weights", [address], [1, 2])
     with refused("bytes"):
-        core.hold("x", [1 << 64])
+        core.take("x", [1 << 64])
     with pytest.raises((ValueError, OverflowError)):
-        core.hold("x", [-1])
+        core.take("x", [-1])
     with pytest.raises(OverflowError):
-        core.hold("x", [(1 << 60) + 1])
+        core.take("x", [(1 << 60) + 1])
     with pytest.raises(TypeError):
-        core.hold("x", ["1"])
+        core.take("x", ["1"])
     with refused("workspaces, next"):
         core.call(trace, [1] * (len(trace.convs) + 1), [])
     with refused("trace", kind=TypeError):
         core.call(allocator, [], [])
     with refused("allocator", names=["CachingAllocator"], kind=TypeError):
-        _core.Process(trace, **BLAS, cublaslt_use="each")
+        _core.Play(core.script, trace, 0, **BLAS, cublaslt_use="each")
+    with refused("script", kind=TypeError):
+        _core.Play(trace, allocator, 0, **BLAS, cublaslt_use="each")
     with refused("cublaslt_use"):
-        _core.Process(allocator, **BLAS, cublaslt_use="never")
+        Playing(allocator, **BLAS, cublaslt_use="never")
     assert core.peak()[1] == [("x", 512, 0)]
 
 
@@ -449,7 +450,7 @@ def test_a_process_keeps_what_it_names():
     left, *_ = core.call(trace, [], [])
     del trace
     gc.collect()
-    assert "a name of its own" in core.frames and peak(core)[1] == [("a name of its own", 1000)]
+    assert "a name of its own" in core.names and peak(core)[1] == [("a name of its own", 1000)]
     allocator.mine = core
     del allocator, core
     gc.collect()
@@ -484,7 +485,7 @@ def test_a_failed_call_leaves_no_trace_in_others():
         p.takes([(0, 0)], first=99)
     before = p.allocated
     foreign = p.allocator.malloc(1 << 20)
-    with refused("address"):
+    with refused("storage"):
         p.release([foreign])
     assert p.allocated == before + (1 << 20)
     p.allocator.free(foreign)

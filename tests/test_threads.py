@@ -11,7 +11,8 @@ ROOT = Path(__file__).parent.parent
 SOURCES = [
     "csrc/*.c",
     "csrc/predict/torch_*.c",
-    "csrc/predict/process*.c",
+    "csrc/predict/play*.c",
+    "csrc/predict/script.c",
     "kernels/*.c",
     "kernels/ref/*.c",
     "tests/threads/threads.c",

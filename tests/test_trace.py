@@ -7,6 +7,7 @@ import random
 
 import pytest
 from errors import refused
+from playing import Playing
 from traces import assert_same, left_by
 
 from vaemem import CachingAllocator, OutOfMemoryError, _core
@@ -615,7 +616,7 @@ def test_a_gpu_has_multiprocessors(multiprocessors):
 
 def process(use="each", **device):
     allocator = CachingAllocator(**device)
-    return allocator, _core.Process(allocator, cublas_bytes=8519680, cublaslt_bytes=1 << 20, cublaslt_use=use)
+    return allocator, Playing(allocator, 8519680, 1 << 20, use)
 
 
 def test_a_run_on_an_allocator():
@@ -653,7 +654,7 @@ def test_a_full_device_gives_everything_back():
     with pytest.raises(OutOfMemoryError) as caught:
         core.call(trace, *[[0] * len(trace.convs)] * 2)
     assert caught.value.requested >= 1 << 20 and caught.value.total == 256 << 20
-    assert core.frames[caught.value.tag].startswith("decoder.")
+    assert core.names[caught.value.tag].startswith("decoder.")
     live = allocator.memory_allocated()
     assert live == 8519680  # cuBLAS keeps its own
 
@@ -670,7 +671,7 @@ def test_the_next_plans_workspace():
         full, core = process(total_memory=70 << 20)
         with pytest.raises(OutOfMemoryError) as caught:
             core.call(trace, [50 << 20], [following << 20])
-        assert caught.value.requested == 50 << 20 and core.frames[caught.value.tag] == "conv"
+        assert caught.value.requested == 50 << 20 and core.names[caught.value.tag] == "conv"
     with pytest.raises(OutOfMemoryError) as caught:
         core.call(trace, [50 << 20], [45 << 20])  # which does not fit either
     assert caught.value.requested == 45 << 20 and full.memory_allocated() == 0

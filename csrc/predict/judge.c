@@ -3,6 +3,8 @@
 
 #include "sizes.h"
 
+enum { PAGE = 2 << 20 };
+
 const char *const vm_verdict_name[VM_VERDICTS] = {"does not fit", "tight", "fits"};
 const char *const vm_reason_name[VM_REASONS] = {"", "guesses", "no room", "marginal", "untried"};
 
@@ -34,11 +36,11 @@ static uint64_t most_of(const vm_judge_phase *phase, const uint64_t *reserved, s
     return most;
 }
 
-vm_status vm_judge_rows(vm_process *p, const vm_judge_phase *phase, size_t first, size_t phases, bool above,
+vm_status vm_judge_rows(const vm_play *p, const vm_judge_phase *phase, size_t first, size_t phases, bool above,
                         uint64_t *row, size_t rows, size_t likely, vm_takes *out) {
     size_t readings;
-    const vm_reading *const reading = vm_process_readings(p, &readings);
-    vm_process_span *span = NULL;
+    const vm_reading *const reading = vm_play_readings(p, &readings);
+    vm_span *span = NULL;
     uint64_t *reserved = NULL; /* [rows + 1][phases]; the last row is the run as played, then each phase's most */
     if (first > readings || phases > readings - first)
         return vm_fail(VM_EINVAL, VM_EXPECTED("judge", "a reading for each of %zu phases", "%zu from number %zu on"),
@@ -50,7 +52,7 @@ vm_status vm_judge_rows(vm_process *p, const vm_judge_phase *phase, size_t first
         span[i] = r->span;
         reserved[rows * phases + i] = r->peak_reserved - (above ? r->base_reserved : 0);
     }
-    if (!s && rows && phases) s = vm_process_again(p, span, phases, above, row, rows, reserved);
+    if (!s && rows && phases) s = vm_play_rows(p, span, phases, above, row, rows, reserved);
     if (!s) {
         uint64_t *const most = reserved + rows * phases;
         const uint64_t own = most_of(phase, most, phases);
@@ -66,4 +68,88 @@ vm_status vm_judge_rows(vm_process *p, const vm_judge_phase *phase, size_t first
     vm_scratch_free(reserved);
     vm_scratch_free(span);
     return s;
+}
+
+/* ---- the least device ---- */
+
+/* The outcome of a play, the same on every device from `most` on and below `refused`. */
+typedef struct tried {
+    uint64_t most, refused;
+    bool full;
+    uint64_t with_outside; /* peak of PyTorch's memory plus the memory outside it; 0 if none is outside */
+} tried;
+
+typedef struct search {
+    const vm_play *p;
+    bool first_only, same; /* same: a device that is no larger than needed changes nothing */
+    tried *tried;
+    size_t count;
+} search;
+
+static tried outcome(const vm_play *p) {
+    size_t count;
+    const vm_reading *reading = vm_play_readings(p, &count);
+    const vm_phase *const phase = vm_play_script(p)->phase;
+    tried t = {.most = vm_play_most_reserved(p),
+               .refused = vm_talloc_get_stats(vm_play_device(p))->least_refused,
+               .full = vm_play_oom(p)};
+    for (size_t i = 0; i < count; i++)
+        if (phase[i].outside) t.with_outside = VM_MAX(t.with_outside, reading[i].peak_reserved + phase[i].outside);
+    return t;
+}
+
+static vm_status try(const search *s, uint64_t capacity, tried *out) {
+    size_t taken;
+    vm_play *p;
+    vm_status status = vm_play_elsewhere(s->p, NULL, capacity, s->first_only, &p);
+    if (status) return status;
+    status = vm_play_run(p, &taken);
+    if (!status || vm_play_oom(p)) {
+        *out = outcome(p);
+        status = VM_OK;
+    }
+    vm_play_free(p);
+    return status;
+}
+
+static vm_status fits(search *s, uint64_t capacity, bool *out) {
+    const tried *found = NULL;
+    for (size_t i = 0; i < s->count && s->same && !found; i++) {
+        const tried *t = &s->tried[i];
+        if (t->most <= capacity && (!t->refused || capacity < t->refused)) found = t;
+    }
+    if (!found) {
+        vm_status status = vm_scratch_grow(&s->tried, s->count, sizeof *s->tried);
+        if (!status) status = try(s, VM_MAX(capacity, PAGE), &s->tried[s->count]);
+        if (status) return status;
+        found = &s->tried[s->count++];
+    }
+    *out = !found->full && found->with_outside <= capacity;
+    return VM_OK;
+}
+
+vm_status vm_judge_least(const vm_play *p, bool first_only, uint64_t low, uint64_t high, uint64_t *least) {
+    search s = {.p = p, .first_only = first_only, .same = vm_talloc_is_plain(vm_play_device(p)) && !vm_play_walked(p)};
+    uint64_t little = low < high ? low / PAGE : 0, enough = high / PAGE; /* in pages */
+    bool is = false;
+    vm_status status = vm_scratch_grow(&s.tried, 0, sizeof *s.tried);
+    if (!status) s.tried[s.count++] = outcome(p); /* the device with enough room */
+    if (!status) status = fits(&s, enough * PAGE, &is);
+    while (!status && !is) { /* `high` may be too little: with more room A1111 splits its attention less */
+        little = enough;
+        enough = VM_MAX(2 * enough, 1);
+        if (enough > VM_TALLOC_LARGEST / PAGE) status = vm_fail(VM_EOVERFLOW, "least: no device is large enough");
+        if (!status) status = fits(&s, enough * PAGE, &is);
+    }
+    while (!status && enough - little > 1) {
+        const uint64_t middle = (little + enough) / 2;
+        status = fits(&s, middle * PAGE, &is);
+        if (is)
+            enough = middle;
+        else
+            little = middle;
+    }
+    *least = enough * PAGE;
+    vm_scratch_free(s.tried);
+    return status;
 }

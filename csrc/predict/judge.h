@@ -1,12 +1,12 @@
 /* Decides whether a run fits a card, from numbers alone, for every runtime.
  *
- *   script, played on the card (process.h) -> what the run takes there, or that it runs out
+ *   script, played on the card (play.h) -> what the run takes there, or that it runs out
  *   readings with other workspaces, and a margin -> the bound
  *   these numbers -> fits, tight or does not fit, and why */
 #ifndef VM_JUDGE_H
 #define VM_JUDGE_H
 
-#include "process.h"
+#include "play.h"
 
 /* The bound of a process that is predicted to reserve `reserved` bytes: one 16th more, plus 20 MiB for whatever ran
  * before. `exact` bytes, such as weights, get no 16th. Returns: UINT64_MAX if the bound needs more than 64 bits.
@@ -26,11 +26,16 @@ typedef struct vm_takes {
     uint64_t own, least, most, bound;
 } vm_takes;
 
-/* Sums up a process's readings from number `first` on, one per phase. above: count only bytes beyond each reading's
+/* Sums up a play's readings from number `first` on, one per phase. above: count only bytes beyond each reading's
  * baseline. row: [rows][script->convs], overwritten: other plausible sets of workspaces. The first `likely` rows count
  * for the least and the most; all rows count for the bound. */
-vm_status vm_judge_rows(vm_process *p, const vm_judge_phase *phase, size_t first, size_t phases, bool above,
+vm_status vm_judge_rows(const vm_play *p, const vm_judge_phase *phase, size_t first, size_t phases, bool above,
                         uint64_t *row, size_t rows, size_t likely, vm_takes *out);
+
+/* Finds the smallest device, in pages of 2 MiB, on which the script of a play succeeds, with room for the memory outside
+ * PyTorch. low: too few bytes; high: enough bytes, as far as known. If the script succeeds on some device and fails on a
+ * larger one, there are several borders; the search finds one of them. first_only: as of vm_play_elsewhere. */
+vm_status vm_judge_least(const vm_play *p, bool first_only, uint64_t low, uint64_t high, uint64_t *least);
 
 typedef enum vm_verdict { VM_DOES_NOT_FIT, VM_TIGHT, VM_FITS, VM_VERDICTS } vm_verdict;
 extern const char *const vm_verdict_name[VM_VERDICTS];

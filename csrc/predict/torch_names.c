@@ -47,6 +47,12 @@ vm_status vm_names_add(vm_names *n, const char *text, uint32_t *number) {
     return VM_OK;
 }
 
+bool vm_names_find(const vm_names *n, const char *text, uint32_t *number) {
+    const uint32_t found = n->bins ? *find(n, text, strlen(text) + 1) : 0;
+    if (found) *number = found - 1;
+    return found;
+}
+
 void vm_names_free(vm_names *n) {
     vm_scratch_free(n->text);
     vm_scratch_free(n->at);

@@ -13,6 +13,8 @@ typedef struct vm_names {
 
 /* *number: the number of text, which is copied if new. */
 vm_status vm_names_add(vm_names *n, const char *text, uint32_t *number);
+/* Returns: whether text has a number. */
+bool vm_names_find(const vm_names *n, const char *text, uint32_t *number);
 void vm_names_free(vm_names *n);
 
 /* Borrowed until the next name is added. */

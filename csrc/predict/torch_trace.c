@@ -16,14 +16,55 @@ static vm_status grow(void *array, size_t count, size_t item) {
 
 vm_status vm_trace_new(vm_trace **out) { return vm_scratch_new(1, sizeof **out, out); }
 
+vm_trace *vm_trace_share(vm_trace *t) {
+    t->shared++;
+    return t;
+}
+
 void vm_trace_free(vm_trace *t) {
     if (!t) return;
+    if (t->shared) {
+        t->shared--;
+        return;
+    }
     vm_scratch_free(t->step);
     vm_scratch_free(t->conv);
     vm_names_free(&t->names);
     vm_scratch_free(t->stretch);
-    vm_scratch_free(t->again);
+    vm_scratch_free(t->walk);
     vm_scratch_free(t);
+}
+
+/* Copies a growing array of a trace. */
+static vm_status copy_items(const void *from, size_t count, size_t item, void *out) {
+    const vm_status s = vm_scratch_new(vm_mem_capacity(count), item, out);
+    if (!s && count) memcpy(*(void **)out, from, count * item);
+    return s;
+}
+
+vm_status vm_trace_own(vm_trace **t) {
+    const vm_trace *const from = *t;
+    vm_trace *own;
+    uint32_t number;
+    if (!from->shared) return VM_OK;
+    vm_status s = vm_trace_new(&own);
+    if (s) return s;
+    s = copy_items(from->step, from->steps, sizeof *own->step, &own->step);
+    if (!s) s = copy_items(from->conv, from->convs, sizeof *own->conv, &own->conv);
+    if (!s) s = copy_items(from->stretch, from->stretches, sizeof *own->stretch, &own->stretch);
+    for (size_t i = 0; !s && i < from->names.count; i++)
+        s = vm_names_add(&own->names, vm_names_get(&from->names, i), &number);
+    if (!s && from->walk) s = vm_trace_vae_copy(from->walk, &own->walk);
+    if (s) {
+        vm_trace_free(own);
+        return s;
+    }
+    own->steps = from->steps, own->convs = from->convs, own->stretches = from->stretches;
+    own->ids = from->ids, own->kinds = from->kinds;
+    own->flops = from->flops, own->attended = from->attended, own->moved = from->moved, own->sent = from->sent;
+    vm_trace_free(*t);
+    *t = own;
+    return VM_OK;
 }
 
 /* ---- names ---- */

@@ -1,7 +1,7 @@
 /* What a PyTorch call allocates and frees in the caching allocator, in order: storages of tensors, and operators'
  * temporaries, on the eager CUDA path of PyTorch 2.5 and later.
  *
- *   torch_trace.c  the trace, and its operators' temporaries (process.h plays it on a simulated allocator)
+ *   torch_trace.c  the trace, and its operators' temporaries (play.h plays it on a simulated allocator)
  *   torch_passing.c  tensors that are there only for some modules' calls
  *   torch_vae.c    the traces of the VAEs, from an architecture (torch_walk.h describes the method)
  *
@@ -23,8 +23,7 @@ typedef enum vm_trace_op {
     VM_TRACE_CONV,     /* the workspace of convolution `id`, allocated and freed */
     VM_TRACE_CUBLAS,   /* cuBLAS: the first use allocates its workspace, which stays */
     VM_TRACE_CUBLASLT, /* cuBLASLt: its own workspace, see vm_trace_blas */
-    VM_TRACE_EMPTY,    /* torch.cuda.empty_cache */
-    VM_TRACE_NOTHING   /* a step that a process undid (process.h) */
+    VM_TRACE_EMPTY     /* torch.cuda.empty_cache */
 } vm_trace_op;
 
 typedef struct vm_trace_step {
@@ -51,13 +50,18 @@ typedef struct vm_trace {
     vm_trace_step *step;
     vm_conv *conv; /* distinct questions */
     vm_names names;
-    vm_trace_stretch *stretch;  /* in order, not nested */
-    uint32_t kinds;             /* of stretches */
-    struct vm_trace_vae *again; /* owned: how to walk the call again if its steps depend on the free memory; or NULL */
+    vm_trace_stretch *stretch; /* in order, not nested */
+    uint32_t kinds;            /* of stretches */
+    struct vm_trace_vae *walk; /* owned: how to walk the call if its steps depend on the free memory; or NULL */
+    size_t shared;             /* users besides the first one */
 } vm_trace;
 
 vm_status vm_trace_new(vm_trace **out);
-void vm_trace_free(vm_trace *t); /* accepts NULL */
+void vm_trace_free(vm_trace *t); /* accepts NULL; only the last user's call frees the trace */
+/* Adds a user. Nobody may change a shared trace. Users come and go in one thread at a time. Returns: t. */
+vm_trace *vm_trace_share(vm_trace *t);
+/* Makes *t a trace that nobody shares: a copy, if somebody does. */
+vm_status vm_trace_own(vm_trace **t);
 
 /* Longer traces are refused, which bounds their memory: 96 MiB of steps. */
 enum { VM_TRACE_STEPS = 1 << 22 };

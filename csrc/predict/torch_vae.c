@@ -453,7 +453,7 @@ vm_status vm_trace_vae_build(const vm_trace_vae *vae, vm_trace **out) {
                                 .h = vae->height / scale,
                                 .w = vae->width / scale});
     vm_passage_free(&w.through);
-    if (!w.status && vae->runtime == VM_TORCH_A1111) w.status = vm_trace_vae_copy(vae, &(*out)->again);
+    if (!w.status && vae->runtime == VM_TORCH_A1111) w.status = vm_trace_vae_copy(vae, &(*out)->walk);
     if (w.status) {
         vm_trace_free(*out);
         *out = NULL;

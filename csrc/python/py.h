@@ -35,7 +35,7 @@ bool vm_py_is_bfloat16(PyArrayObject *a);
 /* A tuple of integers. */
 PyObject *vm_py_sizes(const size_t *size, size_t count);
 
-/* Threads. Simulations (CachingAllocator, Process, Trace, Workspace) are read and changed with the GIL held. No pointer
+/* Threads. Simulations (CachingAllocator, Script, Play, Trace, Workspace) are read and changed with the GIL held. No pointer
  * into them is kept while Python code may run: it may append to their lists, but removes nothing. A Model has a lock
  * (py_model.h), because its runs release the GIL. vaemem._cuda.Backend has none: its C locks itself, without the GIL.
  * Accounts (mem.c) lock themselves too. */
@@ -46,9 +46,13 @@ PyObject *vm_py_sizes(const size_t *size, size_t count);
 struct vm_conv;
 int vm_py_to_conv(PyObject *question, void *conv);
 PyObject *vm_py_from_conv(const struct vm_conv *conv);
-/* Returns: a list of a trace's convolutions. */
-struct vm_trace;
-PyObject *vm_py_convs(const struct vm_trace *trace);
+/* Returns: a list of convolutions, of a trace or a script. */
+PyObject *vm_py_convs(const struct vm_conv *conv, size_t count);
+
+/* Returns: a new array of a sequence's integers, for PyMem_Free; NULL with an exception set. name: of the argument. */
+uint64_t *vm_py_to_numbers(const char *name, PyObject *sequence, size_t *count);
+/* For vm_py_list: an item of an array of uint64_t. */
+PyObject *vm_py_number_item(const void *numbers, size_t i);
 
 /* py_allocator.c: raises allocator.OutOfMemoryError with vm_error() and the figures. */
 struct vm_talloc;
@@ -58,15 +62,20 @@ void vm_py_raise_full(PyObject *allocator, const struct vm_talloc_oom *oom);
 struct vm_talloc *vm_py_allocator(PyObject *object);
 
 /* py_trace.c: the trace inside a Trace, borrowed. NULL: TypeError. */
+struct vm_trace;
 struct vm_trace *vm_py_trace(PyObject *object);
-/* py_process.c: a Process's script; NULL if object is no Process. */
-const struct vm_trace *vm_py_script(PyObject *object);
+/* py_script.c: the script inside a Script, borrowed; NULL without an exception if object is no Script. */
+struct vm_script;
+struct vm_script *vm_py_script(PyObject *object);
+/* Returns: {id: handle} of the storages that a call leaves, by their ids in the trace. */
+struct vm_event;
+PyObject *vm_py_left(const struct vm_script *script, const struct vm_event *call);
 /* Wraps a trace in a Trace, a type of the module. Owns the trace from now on, even on failure. */
 PyObject *vm_py_wrap_trace(PyTypeObject *type, struct vm_trace *trace);
 
 /* The module's contents, by file. */
-extern PyType_Spec vm_py_model_type, vm_py_trace_type, vm_py_process_type, vm_py_program_type, vm_py_profile_type,
-    vm_py_catalogue_type, vm_py_workspace_type;
+extern PyType_Spec vm_py_model_type, vm_py_trace_type, vm_py_script_type, vm_py_play_type, vm_py_program_type,
+    vm_py_profile_type, vm_py_catalogue_type, vm_py_workspace_type;
 extern PyMethodDef vm_py_unpickle[], vm_py_convolutions[], vm_py_judges[];
 int vm_py_add_allocator(PyObject *module); /* with its exception; -1 with one set */
 

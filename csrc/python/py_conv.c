@@ -104,9 +104,13 @@ PyObject *vm_py_from_conv(const vm_conv *c) {
     return whole;
 }
 
-static PyObject *conv_item(const void *trace, size_t i) {
-    const vm_conv c = ((const vm_trace *)trace)->conv[i]; /* a copy: Python code may run meanwhile and append to them */
-    return vm_py_from_conv(&c);
-}
+static PyObject *conv_item(const void *convs, size_t i) { return vm_py_from_conv(&((const vm_conv *)convs)[i]); }
 
-PyObject *vm_py_convs(const vm_trace *t) { return vm_py_list(t->convs, conv_item, t); }
+PyObject *vm_py_convs(const vm_conv *conv, size_t count) {
+    vm_conv *copy = PyMem_Malloc((count + 1) * sizeof *copy); /* Python code may run meanwhile and append to them */
+    if (!copy) return PyErr_NoMemory();
+    if (count) memcpy(copy, conv, count * sizeof *copy);
+    PyObject *list = vm_py_list(count, conv_item, copy);
+    PyMem_Free(copy);
+    return list;
+}

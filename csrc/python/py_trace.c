@@ -134,14 +134,16 @@ static PyObject *trace_take(Trace *self, PyObject *args) {
     const char *name;
     uint32_t id, stream = 0;
     if (!PyArg_ParseTuple(args, "Ks|I:take", &bytes, &name, &stream)) return NULL;
-    vm_status s = vm_trace_take_on(self->trace, stream, bytes, name, &id);
+    vm_status s = vm_trace_own(&self->trace);
+    if (!s) s = vm_trace_take_on(self->trace, stream, bytes, name, &id);
     return s ? vm_py_raise(s) : PyLong_FromUnsignedLong(id);
 }
 
 static PyObject *trace_give(Trace *self, PyObject *number) {
     const unsigned long id = PyLong_AsUnsignedLong(number);
     if (PyErr_Occurred()) return NULL;
-    return vm_py_none_or_raise(vm_trace_give(self->trace, (uint32_t)VM_MIN(id, UINT32_MAX)));
+    const vm_status s = vm_trace_own(&self->trace);
+    return vm_py_none_or_raise(s ? s : vm_trace_give(self->trace, (uint32_t)VM_MIN(id, UINT32_MAX)));
 }
 
 typedef struct wants {
@@ -170,18 +172,21 @@ static PyObject *trace_blas(Trace *self, PyObject *args) {
     const char *name;
     int lt = 0;
     if (!PyArg_ParseTuple(args, "s|p:blas", &name, &lt)) return NULL;
-    return vm_py_none_or_raise(vm_trace_blas(self->trace, lt ? VM_TRACE_CUBLASLT : VM_TRACE_CUBLAS, name));
+    const vm_status s = vm_trace_own(&self->trace);
+    return vm_py_none_or_raise(s ? s : vm_trace_blas(self->trace, lt ? VM_TRACE_CUBLASLT : VM_TRACE_CUBLAS, name));
 }
 
 static PyObject *trace_empty_cache(Trace *self, PyObject *Py_UNUSED(ignored)) {
-    return vm_py_none_or_raise(vm_trace_empty_cache(self->trace));
+    const vm_status s = vm_trace_own(&self->trace);
+    return vm_py_none_or_raise(s ? s : vm_trace_empty_cache(self->trace));
 }
 
 static PyObject *trace_conv(Trace *self, PyObject *args) {
     const char *name;
     vm_conv conv;
     if (!PyArg_ParseTuple(args, "O&s:conv", vm_py_to_conv, &conv, &name)) return NULL;
-    return vm_py_none_or_raise(vm_trace_conv(self->trace, &conv, name));
+    const vm_status s = vm_trace_own(&self->trace);
+    return vm_py_none_or_raise(s ? s : vm_trace_conv(self->trace, &conv, name));
 }
 
 /* ---- attention ---- */
@@ -261,7 +266,8 @@ static PyObject *trace_attend(Trace *self, PyObject *args) {
         return NULL;
     const int k = choose("kernel", kernel, vm_attention_kernel_name, VM_ATTENTION_KERNELS);
     if (k < 0) return NULL;
-    vm_status s = vm_trace_attention(self->trace, &call, (vm_attention_kernel)k, &gpu, name, &id);
+    vm_status s = vm_trace_own(&self->trace);
+    if (!s) s = vm_trace_attention(self->trace, &call, (vm_attention_kernel)k, &gpu, name, &id);
     return s ? vm_py_raise(s) : PyLong_FromUnsignedLong(id);
 }
 
@@ -275,7 +281,9 @@ static PyObject *step_item(const void *trace, size_t i) {
                                                    : PyUnicode_FromString(vm_names_get(&t->names, step->name)));
 }
 
-static PyObject *trace_convs(Trace *self, void *Py_UNUSED(closure)) { return vm_py_convs(self->trace); }
+static PyObject *trace_convs(Trace *self, void *Py_UNUSED(closure)) {
+    return vm_py_convs(self->trace->conv, self->trace->convs);
+}
 
 static PyObject *trace_steps(Trace *self, void *Py_UNUSED(closure)) {
     return vm_py_list(self->trace->steps, step_item, self->trace);

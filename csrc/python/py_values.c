@@ -319,3 +319,29 @@ int vm_py_to_threads(PyObject *number, void *out) {
     vm_py_refuse(PyExc_ValueError, VM_EXPECTED("threads", "1 to %d", "%ld"), VM_PY_THREADS, threads);
     return 0;
 }
+
+/* ---- lists of numbers ---- */
+
+uint64_t *vm_py_to_numbers(const char *name, PyObject *sequence, size_t *count) {
+    PyObject *list = PySequence_Tuple(sequence); /* a copy: an item's __index__ may change the sequence */
+    if (!list) return NULL;
+    *count = (size_t)PyTuple_Size(list);
+    uint64_t *number = PyMem_Calloc(*count + 1, sizeof *number);
+    if (!number) PyErr_NoMemory();
+    for (size_t i = 0; number && i < *count; i++) {
+        PyObject *index = PyNumber_Index(PyTuple_GetItem(list, (Py_ssize_t)i));
+        if (index) number[i] = PyLong_AsUnsignedLongLong(index);
+        if (index && PyErr_Occurred())
+            vm_py_refuse(PyExc_ValueError, VM_EXPECTED("%s", "integers from 0 to 2^64 - 1", "%R"), name, index);
+        Py_XDECREF(index);
+        if (!PyErr_Occurred()) continue;
+        PyMem_Free(number);
+        number = NULL;
+    }
+    Py_DECREF(list);
+    return number;
+}
+
+PyObject *vm_py_number_item(const void *numbers, size_t i) {
+    return PyLong_FromUnsignedLongLong(((const uint64_t *)numbers)[i]);
+}

@@ -3,7 +3,7 @@
  * runs Python code, so convolutions are copied first. */
 #include <limits.h>
 
-#include "../predict/torch_trace.h"
+#include "../predict/script.h"
 #include "../predict/workspace.h"
 #include "py_profile.h"
 
@@ -249,17 +249,22 @@ static PyObject *workspace_conv(Workspace *self, PyObject *question) {
     return Py_BuildValue("(KI)", (unsigned long long)known.bytes, (unsigned)known.source);
 }
 
-/* A copy of the convolutions of a Trace, a Process or a Workspace. */
+/* A copy of the convolutions of a Trace, a Script or a Workspace. */
 static int copy_convs(PyObject *of, vm_conv **out, size_t *count) {
     const vm_known *known = NULL;
-    const vm_trace *t = NULL;
-    if (vm_py_is(of, (destructor)workspace_dealloc))
+    const vm_conv *conv = NULL;
+    const vm_script *const script = vm_py_script(of);
+    if (vm_py_is(of, (destructor)workspace_dealloc)) {
         known = vm_lookup_known(vm_workspace_lookup(((Workspace *)of)->workspace), count);
-    else if (!(t = vm_py_script(of)) && !(t = vm_py_trace(of)))
-        return -1;
-    if (t) *count = t->convs;
+    } else if (script) {
+        conv = script->conv, *count = script->convs;
+    } else {
+        const vm_trace *const t = vm_py_trace(of);
+        if (!t) return -1;
+        conv = t->conv, *count = t->convs;
+    }
     if (vm_py_check(vm_scratch_new(*count, sizeof **out, out))) return -1;
-    for (size_t i = 0; i < *count; i++) (*out)[i] = t ? t->conv[i] : known[i].conv;
+    for (size_t i = 0; i < *count; i++) (*out)[i] = known ? known[i].conv : conv[i];
     return 0;
 }
 
@@ -361,7 +366,7 @@ static PyMethodDef workspace_methods[] = {
     {"conv", (PyCFunction)workspace_conv, METH_O,
      "conv($self, question, /)\n--\n\nReturns (bytes, number of the source) of a convolution."},
     {"answers", (PyCFunction)workspace_answers, METH_O,
-     "answers($self, of, /)\n--\n\nReturns three lists for the convolutions of a Trace, a Process or another "
+     "answers($self, of, /)\n--\n\nReturns three lists for the convolutions of a Trace, a Script or another "
      "Workspace: bytes, bytes of the next plan, and numbers of the sources."},
     {"rows", (PyCFunction)workspace_rows, METH_VARARGS,
      "rows($self, every, of, /)\n--\n\nReturns every other plausible tuple of bytes for the same convolutions. "

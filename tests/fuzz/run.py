@@ -1,6 +1,6 @@
 """Fuzzes what reads strangers' input and what adds up sizes: `python tests/fuzz/run.py --seconds N [--target NAME]`.
 
-Targets in C (plan, trace, program, process, lookup, allocator) run under clang's libFuzzer, guided by coverage, where
+Targets in C (plan, trace, program, script, lookup, allocator) run under clang's libFuzzer, guided by coverage, where
 there is clang; elsewhere under a plain random mutator; both with AddressSanitizer and UndefinedBehaviorSanitizer.
 Targets in Python (unpickle, safetensors, gguf, table) run under one that knows their formats. An input that fails is
 kept in build/fuzz/failed, and the exit code is 1; put it into tests/fuzz/corpus once it is mended, and
@@ -22,7 +22,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-IN_C = ("plan", "trace", "program", "process", "lookup", "allocator")
+IN_C = ("plan", "trace", "program", "script", "lookup", "allocator")
 IN_PYTHON = ("unpickle", "safetensors", "gguf", "table")
 SOURCES = ("csrc/*.c", "csrc/predict/*.c", "kernels/*.c", "kernels/ref/*.c")
 FLAGS = ["-std=gnu11", "-O1", "-g", "-Wno-missing-field-initializers", "-fno-sanitize-recover=all"]

@@ -1,5 +1,5 @@
-/* Traces built from any architecture or step by step, and run: what a run does not keep is given back. */
-#include "../../csrc/predict/process.h"
+/* Traces built from any architecture or step by step, and run: what a call does not keep is given back. */
+#include "../../csrc/predict/play.h"
 #include "input.h"
 
 static vm_trace *build(input *in) {
@@ -82,10 +82,11 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     input in = {data, data + size};
     const uint64_t how = take(&in, 1);
     vm_talloc_config config = {.total_memory = how & 2 ? number(&in) << 20 : 0, .expandable_segments = how & 4};
-    const vm_process_blas blas = {number(&in), number(&in), how / 8 % 3};
+    const vm_blas blas = {number(&in), number(&in), how / 8 % 3};
     const uint64_t workspace = number(&in);
     vm_talloc *talloc;
-    vm_process *p;
+    vm_script *script;
+    vm_play *p;
     vm_trace *t = how & 1 ? build(&in) : record(&in);
     if (!t || vm_talloc_new(&config, &talloc)) {
         vm_trace_free(t);
@@ -94,23 +95,30 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     vm_trace_want want[VM_TRACE_WANTS];
     size_t wants;
     CHECK(!vm_trace_wants(t, workspace, UINT64_MAX, how & 64, workspace / 2, want, &wants) && wants <= VM_TRACE_WANTS);
-    CHECK(!vm_process_new(talloc, &blas, &p));
-    uint64_t *workspaces = calloc(t->convs + 1, 8), *address = calloc(t->ids + 1, 8);
-    uint64_t *allocated = calloc(t->steps + 1, 8), *reserved = calloc(t->steps + 1, 8);
+    CHECK(!vm_script_new(&script) && !vm_play_new(script, talloc, &blas, config.total_memory, &p));
+    vm_play_note_heights(p, true);
+    uint64_t *workspaces = calloc(t->convs + 1, 8);
     for (size_t i = 0; i < t->convs; i++) workspaces[i] = workspace;
     uint64_t *next = calloc(t->convs + 1, 8); /* 0 bytes for other plans, or none */
     if (!(how & 128)) memcpy(next, workspaces, t->convs * sizeof *next);
-    const vm_status s = vm_process_call(p, t, workspaces, next, address, allocated, reserved);
-    for (size_t i = 0; i < t->steps && !s; i++) CHECK(allocated[i] <= reserved[i]);
-    for (size_t i = 0; i < t->ids; i++) CHECK(!address[i] || (!s && !vm_process_release(p, address[i])));
+    const vm_event *e;
+    CHECK(!vm_script_call(script, t, &e));
+    const vm_event event = *e;
+    CHECK(!vm_play_answer(p, &script->call[event.of], workspaces, next));
+    if (!vm_play_follow(p, script)) {
+        const vm_heights *const h = vm_play_heights(p);
+        for (size_t i = 0; i < h->of->trace->steps; i++) CHECK(h->allocated[i] <= h->reserved[i]);
+        for (uint32_t i = 0; i < event.count; i++) {
+            const uint32_t id = event.first + i;
+            CHECK(vm_play_has(p, id) && !vm_script_give(script, &id, 1) && !vm_play_follow(p, script));
+        }
+    }
     const uint64_t left = (uint64_t)vm_talloc_get_stats(talloc)->of[VM_TALLOC_ALLOCATED_BYTES][VM_TALLOC_ALL].current;
     CHECK(left <= vm_talloc_round(&config, blas.cublas_bytes) + vm_talloc_round(&config, blas.cublaslt_bytes));
     free(workspaces);
     free(next);
-    free(address);
-    free(allocated);
-    free(reserved);
-    vm_process_free(p);
+    vm_play_free(p);
+    vm_script_free(script);
     vm_talloc_delete(talloc);
     vm_trace_free(t);
     return 0;

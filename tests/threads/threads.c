@@ -6,7 +6,7 @@
 #include <string.h>
 #include <time.h>
 
-#include "../../csrc/predict/process.h"
+#include "../../csrc/predict/play.h"
 #include "../../csrc/vm.h"
 
 enum { CREW = 3, ROUNDS = 2, SIDE = 32, PIXELS = 3 * SIDE * SIDE, LATENTS = 4 * (SIDE / 2) * (SIDE / 2) };
@@ -257,56 +257,73 @@ static void accounts(void) {
     vm_mem_release(mem);
 }
 
-/* ---- simulated allocators ---- */
+/* ---- scripts on simulated devices ---- */
 
-static void play(vm_talloc *a, const vm_trace *t) {
-    uint64_t *workspace = calloc(t->convs + 1, sizeof *workspace), *address = calloc(t->ids + 1, sizeof *address);
-    uint64_t *height = calloc(2 * t->steps + 1, sizeof *height);
-    const vm_process_blas blas = {0};
-    vm_process *p;
-    CHECK(workspace && address && height && !vm_process_new(a, &blas, &p));
-    CHECK(!vm_process_call(p, t, workspace, workspace, address, height, height + t->steps));
-    for (uint32_t i = 0; i < t->ids; i++) CHECK(!address[i] || !vm_process_release(p, address[i]));
-    CHECK(!vm_talloc_get_stats(a)->of[VM_TALLOC_ALLOCATED_BYTES][VM_TALLOC_ALL].current);
-    vm_process_free(p);
-    free(workspace);
-    free(address);
-    free(height);
-}
-
-static vm_trace *new_trace(void) {
+/* A call of a VAE, and everything that it leaves given. */
+static vm_script *new_script(void) {
     const vm_trace_vae vae = {
         .arch = &arch, .op = VM_DECODE, .height = 64, .width = 64, .batch = 1, .frames = 1, .gpu = {89, 128}};
+    vm_script *script;
     vm_trace *t;
-    CHECK(!vm_trace_vae_build(&vae, &t));
-    return t;
+    const vm_event *e;
+    CHECK(!vm_trace_vae_build(&vae, &t) && !vm_script_new(&script) && !vm_script_call(script, t, &e));
+    vm_trace_free(t);
+    const vm_event event = *e;
+    for (uint32_t id = event.first; id < event.first + event.count; id++) CHECK(!vm_script_give(script, &id, 1));
+    CHECK(!vm_script_read(script, "decode"));
+    return script;
 }
 
-static void *own_allocator(void *unused) {
+static void play(vm_talloc *a, const vm_script *script) {
+    const vm_blas blas = {0};
+    vm_play *p;
+    size_t taken, count;
+    CHECK(!vm_play_new(script, a, &blas, 0, &p) && !vm_play_run(p, &taken));
+    CHECK(!vm_talloc_get_stats(a)->of[VM_TALLOC_ALLOCATED_BYTES][VM_TALLOC_ALL].current);
+    CHECK(vm_play_readings(p, &count) && count == 1);
+    vm_play_free(p);
+}
+
+static void *own_script(void *unused) {
     const vm_talloc_config config = {.history = true};
+    vm_script *script = new_script();
     vm_talloc *a;
-    vm_trace *t = new_trace();
     CHECK(!vm_talloc_new(&config, &a));
-    for (int i = 0; i < ROUNDS; i++) play(a, t);
+    for (int i = 0; i < ROUNDS; i++) play(a, script);
     vm_talloc_delete(a);
-    vm_trace_free(t);
+    vm_script_free(script);
     return unused;
+}
+
+/* Plays of one script on allocators of their own. */
+static void *shared_script(void *script) {
+    for (int i = 0; i < ROUNDS; i++) {
+        const vm_talloc_config config = {.expandable_segments = i % 2};
+        vm_talloc *a;
+        CHECK(!vm_talloc_new(&config, &a));
+        play(a, script);
+        vm_talloc_delete(a);
+    }
+    return NULL;
 }
 
 static void *shared_allocator(void *context) {
     shared *s = context;
-    vm_trace *t = new_trace();
+    vm_script *script = new_script();
     for (int i = 0; i < ROUNDS; i++) {
         pthread_mutex_lock(&s->lock);
-        play(s->object, t);
+        play(s->object, script);
         pthread_mutex_unlock(&s->lock);
     }
-    vm_trace_free(t);
+    vm_script_free(script);
     return NULL;
 }
 
-static void allocators(void) {
-    crew(own_allocator, NULL);
+static void plays(void) {
+    crew(own_script, NULL);
+    vm_script *script = new_script();
+    crew(shared_script, script);
+    vm_script_free(script);
     const vm_talloc_config config = {.expandable_segments = true};
     vm_talloc *a;
     CHECK(!vm_talloc_new(&config, &a));
@@ -318,7 +335,7 @@ static void allocators(void) {
 int main(void) {
     pools();
     accounts();
-    allocators();
+    plays();
     for (vm_dtype dtype = VM_F32; dtype <= VM_BF16; dtype++)
         for (vm_precision p = VM_HIGHEST; p <= (dtype == VM_F32 ? VM_HIGH : VM_HIGHEST); p++) {
             backend = vm_backend_at(dtype, p, 0);

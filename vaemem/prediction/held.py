@@ -21,15 +21,15 @@ class _Held:
 
     def __init__(self, process: Any, storages: Iterable[int]):
         self._process = process
-        self.storages: list[int] | None = list(storages)  # addresses, in order; None once dropped
+        self.storages: list[int] | None = list(storages)  # handles, in order; None once dropped
 
     @property
     def nbytes(self) -> int:
-        return sum(map(self._process._core.bytes_at, self.storages or ()))
+        return sum(map(self._process._script.bytes_of, self.storages or ()))
 
 
-def addresses_of(argument: str, held: Any, *kinds: type[_Held]) -> list[int] | None:
-    """Return the addresses that a thing of these kinds holds, None after `drop`; TypeError for anything else."""
+def storages_of(argument: str, held: Any, *kinds: type[_Held]) -> list[int] | None:
+    """Return the handles that a thing of these kinds holds, None after `drop`; TypeError for anything else."""
     if not isinstance(held, kinds):
         wanted = " or ".join(one.__name__ for one in kinds)
         raise ArgumentTypeError(argument, f"a {wanted} of this process", type(held).__name__)

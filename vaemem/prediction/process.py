@@ -11,18 +11,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vaemem import _core
-from vaemem._common import DTYPES, ELEMENT_BYTES, MIB, meant, whole, wholes
+from vaemem._common import DTYPES, ELEMENT_BYTES, meant, whole, wholes
 from vaemem._core import OutOfMemoryError
 from vaemem._errors import ArgumentError
 from vaemem.prediction.gpus import Gpu, find_gpu
-from vaemem.prediction.held import LoadedVAE, Tensor, addresses_of, arch_key
+from vaemem.prediction.held import LoadedVAE, Tensor, arch_key, storages_of
 from vaemem.prediction.passing import FIRST
 from vaemem.prediction.runtimes import RUNTIMES, WANS, architecture, diffusers_release
 from vaemem.prediction.snapshot import CachingAllocator
 from vaemem.prediction.workspace import (
+    answers_of,
+    blas_settings,
     cudnn_attention,
     torch_for,
-    torch_release,
     torch_substitution,
     workspace_on,
 )
@@ -31,18 +32,6 @@ Workspaces = tuple[int, ...]  # bytes of each of a process's convolutions
 PhaseBytes = tuple[int, int]  # of a phase: bytes that its reading leaves out, and bytes of its reading that are exact
 _COUNTS, _MOST = ("flops", "attended", "moved", "sent", "host_flops", "outside"), (1 << 64) - 1  # of a phase; of each
 ROUNDED_UP = "[rounded up by the allocator]"  # to 512 bytes, and remainders of blocks that are too small to split off
-# PyTorch allocates cuBLASLt's workspace in each call up to the first release. It keeps it up to the second release.
-# Later releases use cuBLAS's workspace.
-_LAST_EACH, _LAST_KEPT = (2, 8), (2, 11)
-
-
-def blas_settings(gpu: Gpu, torch_version: str) -> dict[str, Any]:
-    """Return the bytes of cuBLAS's and cuBLASLt's workspaces, and how PyTorch keeps the latter (CublasHandlePool.cpp,
-    CUDABlas.cpp)."""
-    release = torch_release(torch_version)
-    use = "each" if release <= _LAST_EACH else "kept" if release <= _LAST_KEPT else "shared"
-    cublas = 32 * MIB if gpu.sm == 90 else 2 * 4 * MIB + 8 * 16 * 1024
-    return {"cublas_bytes": cublas, "cublaslt_bytes": MIB, "cublaslt_use": use}
 
 
 class Moment(NamedTuple):
@@ -169,9 +158,13 @@ class SimulatedProcess:
         self.workspace = workspace
         self.cudnn_attention = cudnn_attention(self.gpu, self.torch_version, getattr(workspace, "cudnn_version", None))
         self.allocator = CachingAllocator(history=False) if allocator is None else allocator
-        self._core = _core.Process(self.allocator, **blas_settings(self.gpu, self.torch_version))
         room = self.gpu.available(used)
         self.available: int = self.allocator._settings()["total_memory"] or room
+        self._script = _core.Script()
+        self._play = _core.Play(
+            self._script, self.allocator, max(self.available, 0), **blas_settings(self.gpu, self.torch_version)
+        )
+        self._play.note_heights(True)
         self.sources = Counter[str]()  # how many workspaces each source gave
         self.last_call: tuple[_core.Trace, Any, Any] | None = None
 
@@ -200,20 +193,20 @@ class SimulatedProcess:
     @property
     def most_reserved(self) -> int:
         """Bytes: the peak since the process began, regardless of resets."""
-        return self._core.most_reserved
+        return self._play.most_reserved
 
     @property
     def readings(self) -> list[Reading]:
         """The readings of `read` so far."""
         return [
             Reading(allocated - base_allocated, reserved - base_reserved, allocated, reserved)
-            for _, base_allocated, base_reserved, allocated, reserved, *_ in self._core.readings
+            for _, base_allocated, base_reserved, allocated, reserved in self._play.readings
         ]
 
     @property
     def guessed_plans(self) -> bool:
         """Whether a convolution could not get its workspace, and cuDNN is not known to have a plan without one."""
-        return bool(self._core.refused) and not self._knows_plans
+        return bool(self._play.refused) and not self._knows_plans
 
     @property
     def _knows_plans(self) -> bool:
@@ -228,7 +221,7 @@ class SimulatedProcess:
     def substitutions(self) -> tuple[str, ...]:
         """Substitutes for the requested PyTorch, cuDNN and GPU (a given `workspace` names its own), and for workspaces
         that the card could not give."""
-        smaller, pooled = self._core.refused, self.allocator._settings()["driver_pool"]
+        smaller, pooled = self._play.refused, self.allocator._settings()["driver_pool"]
         fallback = f"0 bytes for cuDNN's next plan if a workspace does not fit ({smaller} of the convolutions)"
         pool = "a pool of the driver's that wastes nothing"
         said, older = getattr(self.workspace, "substitutions", ()), torch_substitution(self.torch_version)
@@ -259,13 +252,13 @@ class SimulatedProcess:
         key, name = arch_key(arch), f"weights of {arch['name']}"
         sizes, filters = parameter_bytes(key, runtime, dtype)
         if first is None:
-            placed = self._core.hold(name, sizes, "weights")
+            placed = self._hold(name, sizes, "weights")
         else:
             types = dtype, meant("first", first, DTYPES)
             sizes = tuple(count * ELEMENT_BYTES[types[is_first]] for count, is_first in _parameters(key, runtime))
-            placed = self._core.hold(name, sizes)
+            placed = self._hold(name, sizes)
         if channels_last:
-            self._core.copy("weights", placed, [size * of for size, of in zip(sizes, filters, strict=True)])
+            self._replace(placed, [size * of for size, of in zip(sizes, filters, strict=True)])
         first = None if first == dtype else first
         return LoadedVAE(self, arch, runtime, dtype, placed, first=first, channels_last=channels_last)
 
@@ -282,11 +275,11 @@ class SimulatedProcess:
         """
         dtype = meant("dtype", dtype, DTYPES)
         first = dtype if first is None else meant("first", first, DTYPES)
-        if (storages := addresses_of("vae", vae, LoadedVAE)) is None:
+        if (storages := storages_of("vae", vae, LoadedVAE)) is None:
             raise ArgumentError("vae", "a VAE that is there", "one that was dropped")
         old, new = (vae.dtype, vae.first or vae.dtype), (dtype, first)
         if old != new and vae.passing is None:
-            self._core.copy("weights", storages, [
+            self._replace(storages, [
                 count * ELEMENT_BYTES[new[is_first]] * (old[is_first] != new[is_first])
                 for count, is_first in _parameters(vae.key, vae.runtime)
             ])  # fmt: skip
@@ -301,22 +294,22 @@ class SimulatedProcess:
         return Tensor(self, name, shape, dtype, ()) if host else self._take(name, shape, dtype)
 
     def hold(self, name: str, size: int) -> int:
-        """Allocate `size` bytes for good under a name. Return the address for `release` (0 for 0 bytes)."""
-        return self._core.hold(name, [whole("size", size, 0)])[0]
+        """Allocate `size` bytes for good under a name. Return a handle for `release` (0 for 0 bytes)."""
+        return self._hold(name, [whole("size", size, 0)])[0]
 
     def hold_all(self, name: str, sizes: Sequence[int]) -> list[int]:
-        """Allocate each of these sizes in bytes under one name, as `hold` does. Return the addresses.
+        """Allocate each of these sizes in bytes under one name, as `hold` does. Return the handles.
 
         Examples
         --------
         >>> len(vaemem.SimulatedProcess("RTX 4090").hold_all("prompt", [512, 1024]))
         2
         """
-        return self._core.hold(name, wholes("sizes", sizes))
+        return self._hold(name, wholes("sizes", sizes))
 
     def elementwise(self, x: Tensor, name: str = "scaled", dtype: str | None = None) -> Tensor:
         """Make a new tensor of x's shape: ``x * 0.5``, or ``x.to(dtype)`` with another dtype."""
-        addresses_of("x", x, Tensor)
+        storages_of("x", x, Tensor)
         return self._take(name, x.shape, dtype or x.dtype)
 
     def encode(
@@ -348,7 +341,7 @@ class SimulatedProcess:
 
     def sample(self, posterior: Tensor, name: str = "latents") -> Tensor:
         """Call ``posterior.sample()``: mean + std * noise."""
-        addresses_of("posterior", posterior, Tensor)
+        storages_of("posterior", posterior, Tensor)
         noise = self._take(f"{name} [noise]", posterior.shape, posterior.dtype)
         product = self._take(f"{name} [std * noise]", posterior.shape, posterior.dtype)
         latents = self._take(name, posterior.shape, posterior.dtype)
@@ -361,7 +354,7 @@ class SimulatedProcess:
         Returns
         -------
         dict
-            {id: address} of the storages that it leaves. Pass the addresses to `release` to free them.
+            {id: handle} of the storages that it leaves. Pass the handles to `release` to free them.
 
         Raises
         ------
@@ -379,15 +372,16 @@ class SimulatedProcess:
         (1572864, 1)
         >>> p.release(left.values())
         """
-        wanted, following, sources = _answers(self.workspace, trace)
+        wanted, following, sources = answers_of(self.workspace, trace)
         self.sources.update(sources)
-        left, allocated, reserved = self._core.call(trace, wanted, following)
-        self.last_call = (trace, allocated, reserved)
+        left = self._play.call(trace, wanted, following)
+        self.last_call = (trace, *self._play.heights)
         return left
 
-    def release(self, addresses: Iterable[int]) -> None:
-        """Free the storages that `call` left."""
-        self._core.release(wholes("addresses", addresses))
+    def release(self, storages: Iterable[int]) -> None:
+        """Free storages by the handles that `hold` and `call` returned."""
+        self._script.give(wholes("storages", storages))
+        self._play.follow()
 
     def drop(self, *things: Tensor | LoadedVAE | None) -> None:
         """Free tensors or models, as if their last name went out of scope. Ignore None.
@@ -400,18 +394,20 @@ class SimulatedProcess:
         for thing in things:
             if thing is None:
                 continue
-            if (storages := addresses_of("drop", thing, Tensor, LoadedVAE)) is None:
+            if (storages := storages_of("drop", thing, Tensor, LoadedVAE)) is None:
                 raise ArgumentError("drop", "", f"{thing!r} was dropped before")
             self.release(storages)
             thing.storages = None
 
     def empty_cache(self) -> None:
         """Call ``torch.cuda.empty_cache()``."""
-        self._core.empty_cache()
+        self._script.empty_cache()
+        self._play.follow()
 
     def reset_peak(self) -> None:
         """Call ``torch.cuda.reset_peak_memory_stats()``."""
-        self._core.reset_peak()
+        self._script.reset_peak()
+        self._play.follow()
 
     def count(
         self, *, flops: int = 0, attended: int = 0, moved: int = 0, sent: int = 0, host_flops: int = 0, outside: int = 0
@@ -440,7 +436,7 @@ class SimulatedProcess:
         {'name': 'decode', 'flops': 5, 'attended': 0, 'moved': 0, 'sent': 0, 'host_flops': 0, 'outside': 64}
         """
         given = zip(_COUNTS, (flops, attended, moved, sent, host_flops, outside), strict=True)
-        self._core.count(*(whole(name, count, 0, _MOST) for name, count in given))
+        self._script.count(*(whole(name, count, 0, _MOST) for name, count in given))
 
     def count_times(self, times: int) -> None:
         """Make `count` multiply work by `times` from now on: one played step stands for all steps of a loop.
@@ -453,7 +449,7 @@ class SimulatedProcess:
         >>> p.counted(0)["flops"]
         101
         """
-        self._core.times(whole("times", times, most=_MOST))
+        self._script.times(whole("times", times, most=_MOST))
 
     def read(self, outside: int = 0, name: str = "") -> Reading:
         """End a phase: read the counters since the last `reset_peak`, and the work since the last reading. Add the
@@ -476,7 +472,8 @@ class SimulatedProcess:
         1088
         """
         self.count(outside=outside)
-        self._core.read(name)
+        self._script.read(name)
+        self._play.follow()
         return self.readings[-1]
 
     def counted(self, number: int) -> dict[str, Any]:
@@ -490,13 +487,14 @@ class SimulatedProcess:
         'load'
         """
         number = whole("number", number, 0, len(self.readings) - 1)
-        return dict(zip(("name", *_COUNTS), self._core.readings[number][5:], strict=True))
+        return dict(zip(("name", *_COUNTS), self._script.phases[number], strict=True))
 
     # ---- the same on another device ----
 
     def repeat(self, process: SimulatedProcess) -> PeakTensor | None:
         """Repeat everything that another process did, as far as this new process's device has memory. cuDNN's next
-        plans and A1111's attention depend on the free memory here. Return the request that failed, if any.
+        plans and A1111's attention depend on the free memory here. Return the request that failed, if any. Write
+        nothing more to either of them: they share one script.
 
         Examples
         --------
@@ -506,8 +504,10 @@ class SimulatedProcess:
         >>> small.repeat(p)
         PeakTensor(name='weights', bytes=3221225472)
         """
+        self._script, self.sources = process._script, process.sources
+        self._play = process._play.elsewhere(self.allocator, self.available)
         try:
-            self._core.replay(process._core, False)
+            self._play.run()
         except OutOfMemoryError as full:
             return PeakTensor(self.frames[full.tag], full.requested)
         return None
@@ -530,14 +530,14 @@ class SimulatedProcess:
         3072
         """
         low, high = whole("low", low, 0), whole("high", high, 0)
-        return self._core.least(not (has_other_plans or self._knows_plans), low, high)
+        return self._play.least(not (has_other_plans or self._knows_plans), low, high)
 
     # ---- history ----
 
     @property
     def frames(self) -> list[str]:
         """Names by tag; the allocator's history and its errors refer to tags."""
-        return self._core.frames
+        return self._script.names
 
     def peak(self, reading: int | None = None) -> tuple[str, list[PeakTensor], dict[str, int]]:
         """Return the peak since `reset_peak`, or of a reading by its index: `peak_step`, `peak_tensors`, and the bytes
@@ -556,7 +556,7 @@ class SimulatedProcess:
         if reading is not None:
             number = whole("reading", reading, 0, len(self.readings) - 1)
             most = self.readings[number].peak_allocated
-        step, live = self._core.peak(number)
+        step, live = self._play.peak(number)
         found = sorted(((name, size) for name, size, _ in live), key=lambda tensor: -tensor[1])
         rounded = most - sum(size for _, size in found)
         tensors = [PeakTensor(name, size) for name, size in (*found, (ROUNDED_UP, rounded)) if size]
@@ -589,11 +589,11 @@ class SimulatedProcess:
 
         Return None if the peak lies outside of the calls.
         """
-        step, tensors = self._core.peak()
+        step, tensors = self._play.peak()
         if step is None:
             return None
         found = Counter({name: size for name, size, _ in tensors})
-        found.subtract({name: size for name, size, _ in self._core.baseline()})
+        found.subtract({name: size for name, size, _ in self._play.baseline()})
         return step, {name: size for name, size in found.items() if size}
 
     def timeline(self) -> list[Moment]:
@@ -620,7 +620,7 @@ class SimulatedProcess:
         True
         """
         known = getattr(self.workspace, "alternatives", None)
-        return known(every, self._core) if known else []
+        return known(every, self._script) if known else []
 
     def takes(
         self, phases: Sequence[PhaseBytes], first: int = 0, above: bool = False, others: Sequence[Workspaces] = (),
@@ -642,11 +642,11 @@ class SimulatedProcess:
         True
         """
         first, likely = whole("first", first, 0), len(others) if likely is None else whole("likely", likely, 0)
-        return self._core.takes(tuple(phases), first, above, tuple(others), likely)
+        return self._play.takes(tuple(phases), first, above, tuple(others), likely)
 
     def _call_vae(self, vae: LoadedVAE, op: str, x: Tensor, tile: int, tile_overlap: float, slicing: bool) -> Tensor:
         encodes, tile = op == "encode", whole("tile", tile, 0)
-        model, given = addresses_of("vae", vae, LoadedVAE), addresses_of("image" if encodes else "latents", x, Tensor)
+        model, given = storages_of("vae", vae, LoadedVAE), storages_of("image" if encodes else "latents", x, Tensor)
         if model is None or given is None:
             raise ArgumentError(op, "a model and an input that were not dropped")
         arch = vae.arch
@@ -682,15 +682,22 @@ class SimulatedProcess:
         """Return the storages that `call` left, as one tensor."""
         return Tensor(self, name, shape, dtype, left.values())
 
+    def _hold(self, name: str, sizes: Sequence[int], stamp: str | None = None) -> list[int]:
+        placed = self._script.take(name, sizes, stamp)
+        self._play.follow()
+        return placed
+
+    def _replace(self, storages: list[int], sizes: Sequence[int]) -> None:
+        """Copy weights one by one; drop each old one. If memory runs out, those that were copied stay copied."""
+        old = list(storages)
+        storages[:] = self._script.replace("weights", storages, sizes)
+        try:
+            self._play.follow()
+        except MemoryError:
+            pairs = zip(storages, old, strict=True)
+            storages[:] = [new if self._script.bytes_of(new) else before for new, before in pairs]
+            raise
+
     def _take(self, name: str, shape: Sequence[int], dtype: str) -> Tensor:
         size = math.prod(shape) * ELEMENT_BYTES[dtype]
         return Tensor(self, name, shape, dtype, [self.hold(name, size)])
-
-
-def _answers(workspace: Any, trace: _core.Trace) -> tuple[list[int], list[int], list[str]]:
-    """Return `Workspace.answers`. If a workspace has only `conv`, build the same from its answers."""
-    if hasattr(workspace, "answers"):
-        answers: tuple[list[int], list[int], list[str]] = workspace.answers(trace)
-        return answers
-    said = [workspace.conv(*question) for question in trace.convs]
-    return [count for count, _ in said], [0] * len(said), [source for _, source in said]

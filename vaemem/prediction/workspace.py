@@ -20,7 +20,7 @@ import re
 from typing import Any
 
 from vaemem import _core
-from vaemem._common import choose
+from vaemem._common import MIB, choose
 from vaemem._errors import ArgumentError
 from vaemem.prediction.gpus import Gpu, find_gpu
 from vaemem.prediction.profiles import (
@@ -70,6 +70,9 @@ KERNELS = {
 OLDEST_TORCH = 2, 4  # the oldest release with known operators. They stand for the older releases' operators.
 SDPA_TORCH = 2, 0  # the first release with scaled_dot_product_attention
 WITHOUT_VOLTA = {("2.7", "cu128"), ("2.11", "cu128")}  # pytorch/pytorch#157517 brought it back, #172352 ended it
+# PyTorch allocates cuBLASLt's workspace in each call up to the first release. It keeps it up to the second release.
+# Later releases use cuBLAS's workspace.
+_LAST_EACH, _LAST_KEPT = (2, 8), (2, 11)
 
 
 _match_version = functools.lru_cache(maxsize=256)(re.compile(r"(\d+\.\d+)(?:\.\d+)*(?:\+([a-z]+)([\w.]*))?").fullmatch)
@@ -180,7 +183,7 @@ _OWN = (
 )
 
 
-Convolutions = _core.Trace | _core.Process | _core.Workspace  # types that hold convolutions
+Convolutions = _core.Trace | _core.Script | _core.Workspace  # types that hold convolutions
 
 
 class Workspace:
@@ -400,3 +403,21 @@ _RULED = (  # the case behind a guess, by the core's vm_conv_form
     "a rule for channels_last convolutions without recorded answers of cuDNN",
     "a rule for convolutions that are not square, 2d and whole, without recorded answers of cuDNN",
 )
+
+
+def blas_settings(gpu: Gpu, torch_version: str) -> dict[str, Any]:
+    """Return the bytes of cuBLAS's and cuBLASLt's workspaces, and how PyTorch keeps the latter (CublasHandlePool.cpp,
+    CUDABlas.cpp)."""
+    release = torch_release(torch_version)
+    use = "each" if release <= _LAST_EACH else "kept" if release <= _LAST_KEPT else "shared"
+    cublas = 32 * MIB if gpu.sm == 90 else 2 * 4 * MIB + 8 * 16 * 1024
+    return {"cublas_bytes": cublas, "cublaslt_bytes": MIB, "cublaslt_use": use}
+
+
+def answers_of(workspace: Any, trace: _core.Trace) -> tuple[list[int], list[int], list[str]]:
+    """Return `Workspace.answers`. If a workspace has only `conv`, build the same from its answers."""
+    if hasattr(workspace, "answers"):
+        answers: tuple[list[int], list[int], list[str]] = workspace.answers(trace)
+        return answers
+    said = [workspace.conv(*question) for question in trace.convs]
+    return [count for count, _ in said], [0] * len(said), [source for _, source in said]

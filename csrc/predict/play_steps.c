@@ -1,5 +1,5 @@
-/* Plays steps of a process's script on an allocator. */
-#include "process_play.h"
+/* Plays a call's steps on an allocator (play_parts.h). */
+#include "play_parts.h"
 
 #include <string.h>
 
@@ -30,24 +30,24 @@ static vm_status convolve(run *r, uint32_t id, uint64_t *height) {
 
 vm_status vm_play_step(run *r, const vm_trace_step *step, uint64_t *height) {
     vm_talloc *const a = r->talloc;
-    const bool stored = step->op == VM_TRACE_TAKE || step->op == VM_TRACE_GIVE;
-    uint64_t *const address = stored ? &r->storage[step->id].address : NULL;
+    uint64_t *address;
     vm_status s;
-    vm_talloc_tag(a, r->stamp ? *r->stamp : step->name);
+    if (r->of->trace->names.count) vm_talloc_tag(a, r->of->name[step->name]);
     switch (step->op) {
-    case VM_TRACE_TAKE: return vm_talloc_malloc(a, step->bytes, step->stream, address);
+    case VM_TRACE_TAKE: return vm_talloc_malloc(a, step->bytes, step->stream, &r->address[step->id]);
     case VM_TRACE_GIVE:
-        s = *address ? vm_talloc_free(a, *address) : VM_OK; /* 0: a storage of 0 bytes */
+        address = &r->address[step->id];
+        s = *address ? vm_talloc_free(a, *address) : VM_OK; /* 0: a storage of 0 bytes, or given before */
         if (!s) *address = 0;
         return s;
-    case VM_TRACE_CONV: return convolve(r, step->id, height);
+    case VM_TRACE_CONV: return convolve(r, r->of->conv[step->id], height);
     case VM_TRACE_EMPTY: return vm_talloc_empty_cache(a);
     case VM_TRACE_CUBLASLT:
         if (r->blas->cublaslt_use == VM_CUBLASLT_EACH) return borrow(r, r->blas->cublaslt_bytes, height);
-        s = keep(r, r->blas->cublas_bytes, &r->kept[CUBLAS].address); /* cuBLASLt uses cuBLAS's handle */
+        s = keep(r, r->blas->cublas_bytes, r->cublas[CUBLAS]); /* cuBLASLt uses cuBLAS's handle */
         if (s || r->blas->cublaslt_use == VM_CUBLASLT_SHARED) return s;
-        return keep(r, r->blas->cublaslt_bytes, &r->kept[CUBLASLT].address);
-    case VM_TRACE_CUBLAS: return keep(r, r->blas->cublas_bytes, &r->kept[CUBLAS].address);
+        return keep(r, r->blas->cublaslt_bytes, r->cublas[CUBLASLT]);
+    case VM_TRACE_CUBLAS: return keep(r, r->blas->cublas_bytes, r->cublas[CUBLAS]);
     default: return VM_OK;
     }
 }
@@ -61,56 +61,54 @@ typedef struct memory {
 /* Between stretches, equal numbers mean equal blocks. others: steps played outside of stretches. */
 static size_t version_of(const run *r, size_t others) {
     const vm_talloc_stats *s = vm_talloc_get_stats(r->talloc);
-    const size_t kept = (r->kept[CUBLAS].address != 0) + (r->kept[CUBLASLT].address != 0);
+    const size_t kept = (*r->cublas[CUBLAS] != 0) + (*r->cublas[CUBLASLT] != 0);
     return 1 + others + kept + (size_t)(s->num_device_alloc + s->num_device_free + s->num_ooms);
 }
 
-/* Skips a stretch that runs like the one in m. start: the first step of r's heights. */
-static void pass_over(run *r, const vm_trace_stretch *x, const memory *m, size_t start) {
-    const size_t to = x->from - start, from = m->from - start, bytes = (x->until - x->from) * sizeof *r->allocated;
-    if (r->allocated) memcpy(r->allocated + to, r->allocated + from, bytes);
-    if (r->reserved) memcpy(r->reserved + to, r->reserved + from, bytes);
+/* Skips a stretch that runs like the one in m. */
+static void pass_over(run *r, const vm_trace_stretch *x, const memory *m) {
+    const size_t bytes = (x->until - x->from) * sizeof *r->allocated;
+    if (r->allocated) memcpy(r->allocated + x->from, r->allocated + m->from, bytes);
+    if (r->reserved) memcpy(r->reserved + x->from, r->reserved + m->from, bytes);
     vm_talloc_count_again(r->talloc, &m->before, &m->after);
 }
 
-static vm_status play_one(run *r, const vm_trace *script, size_t at, size_t start, uint64_t *most) {
+static vm_status play_one(run *r, size_t at, uint64_t *most) {
     uint64_t height = 0;
-    vm_status s = vm_play_step(r, &script->step[at], &height);
+    const bool had[2] = {*r->cublas[CUBLAS], *r->cublas[CUBLASLT]};
+    vm_status s = vm_play_step(r, &r->of->trace->step[at], &height);
     for (int k = 0; k < 2; k++) /* cuBLAS's may exist though cuBLASLt's was refused */
-        if (r->kept[k].address && r->kept[k].step == NEVER) r->kept[k].step = at;
+        if (*r->cublas[k] && !had[k]) r->kept_at[k] = at;
     if (s) return s;
     height = VM_MAX(height, vm_play_now(r->talloc, VM_TALLOC_ALLOCATED_BYTES));
     if (height > *most) *most = height, r->highest = at;
-    if (r->allocated) r->allocated[at - start] = height;
-    if (r->reserved) r->reserved[at - start] = vm_play_now(r->talloc, VM_TALLOC_RESERVED_BYTES);
+    if (r->allocated) r->allocated[at] = height;
+    if (r->reserved) r->reserved[at] = vm_play_now(r->talloc, VM_TALLOC_RESERVED_BYTES);
     return VM_OK;
 }
 
-vm_status vm_play(run *r, const vm_trace *script, size_t *at, size_t until) {
-    const size_t start = *at;
-    size_t next = script->stretches, others = 0, version = 0;
+vm_status vm_play_steps(run *r, size_t *at) {
+    const vm_trace *const t = r->of->trace;
+    const size_t stretches = vm_talloc_forgets(r->talloc) ? t->stretches : 0;
+    size_t next = 0, others = 0, version = 0;
     uint64_t most = 0;
     memory *known = NULL;
     vm_status s = VM_OK;
-    while (next && script->stretch[next - 1].from >= start) next--;
-    if (!vm_talloc_forgets(r->talloc)) next = script->stretches;
-    /* A call's first stretch is of its first kind. */
-    const uint32_t first = next < script->stretches ? script->stretch[next].kind : script->kinds;
-    if (first < script->kinds) s = vm_scratch_new(script->kinds - first, sizeof *known, &known);
-    while (!s && *at < until) {
-        const vm_trace_stretch *x = next < script->stretches ? &script->stretch[next] : NULL;
-        memory *m = x ? &known[x->kind - first] : NULL;
+    if (stretches) s = vm_scratch_new(t->kinds, sizeof *known, &known);
+    for (*at = 0; !s && *at < t->steps;) {
+        const vm_trace_stretch *x = next < stretches ? &t->stretch[next] : NULL;
+        memory *m = x ? &known[x->kind] : NULL;
         if (x && *at == x->from) {
             version = version_of(r, others);
             if (m->version == version) {
-                pass_over(r, x, m, start);
+                pass_over(r, x, m);
                 *at = x->until;
                 next++;
                 continue;
             }
             m->before = *vm_talloc_get_stats(r->talloc);
         }
-        if ((s = play_one(r, script, *at, start, &most))) break;
+        if ((s = play_one(r, *at, &most))) break;
         others += !x || *at < x->from;
         if (++*at != (x ? x->until : 0)) continue;
         if (version_of(r, others) == version) {
