@@ -46,10 +46,10 @@ def simulated(op, **given):
     return getattr(process, op)(process.load("sdxl", "float16"), x, **given).shape
 
 
-def release(addresses):
+def release(storages):
     process = SimulatedProcess()
     process.hold("x", 512)
-    process.release(addresses)
+    process.release(storages)
 
 
 def snapshot():
@@ -133,7 +133,7 @@ CALLS = {
     "SimulatedProcess.peak_step": (lambda **given: read_process().peak_step(**given), {"number": 0}),
     "SimulatedProcess.peak_tensors": (lambda **given: read_process().peak_tensors(**given), {"reading": 0}),
     "SimulatedProcess.read": (lambda **given: read_process().read(**given), {"outside": 512}),
-    "SimulatedProcess.release": (release, {"addresses": [SimulatedProcess().hold("x", 512)]}),
+    "SimulatedProcess.release": (release, {"storages": [SimulatedProcess().hold("x", 512)]}),
     "SimulatedProcess.takes": (lambda **given: read_process().takes([], **given), {"first": 1, "likely": 0}),
     "SimulatedProcess.tensor": (
         lambda **given: repr(SimulatedProcess().tensor(dtype="float16", **given)),

@@ -62,7 +62,9 @@ def test_what_runs_out_does_not_fit_and_nothing_more_is_needed():
     # A card that may give nothing: whatever is taken is too much.
     assert Verdict(0, 0, 0, plays=Bounds(1), kept_more=5).why == "marginal"
     with pytest.raises(TypeError):
-        _core.judge(True, False, False, 1, 1, "much", lambda size: True)
+        _core.judge(True, False, False, 1, 1, "much", 1)
+    assert _core.judge(True, False, False, 10, 1, 9, 9, True) == ("", "")
+    assert _core.judge(True, False, False, 10, 1, 9, 10, True) == ("tight", "marginal")
 
 
 def test_without_processes_a_run_takes_what_it_says():
@@ -85,13 +87,13 @@ def test_what_a_run_takes_with_other_workspaces(above):
         p.reset_peak()
         p.drop(p.decode(vae, p.tensor((1, 4, side, side), "float16")))
         p.read()
-    convs = len(p._core.convs)
+    convs = len(p._script.convs)
     rows = [tuple(r.choice((0, 1 << 20, 300 << 20, 1 << 30)) for _ in range(convs)) for _ in range(9)]
-    spans = tuple(span for span, *_ in p._core.readings)
+    spans = tuple(span for span, *_ in p._play.readings)
     own = [one.reserved if above else one.peak_reserved for one in p.readings]
     phases = [(r.randrange(1 << 28), r.randrange(1 << 30)) for _ in own]
     for first, likely in ((0, 9), (1, 4), (2, 0), (3, 1)):
-        reserved = [own[first:], *(row[first:] for row in p._core.again(tuple(rows), spans, above))]
+        reserved = [own[first:], *(row[first:] for row in p._play.rows(tuple(rows), spans, above))]
         found = [list(zip(row, phases, strict=False)) for row in reserved]
         totals = [max([size + beside for size, (beside, _) in row], default=0) for row in found]
         most = [max(sizes) for sizes in zip(*reserved, strict=True)]

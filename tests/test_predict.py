@@ -55,7 +55,7 @@ MIB, GB = 1 << 20, 1 << 30
 
 def repeated(p, capacity):
     """The process that a prediction played, on a device of so many bytes, and what it lacks there."""
-    return p.request.repeat(p._process, capacity)
+    return p.request.play_on(capacity, p._process)
 
 
 # ---- the seed table ----
@@ -425,7 +425,7 @@ def test_channels_last_copies_filters_one_by_one():
     largest = 512 * 512 * 9 * 2
     assert process.peak_allocated - plain.peak_allocated <= largest + MIB < process.peak_reserved
     order = [2 * math.prod(shape) for _, shape, _ in _core.Trace.parameters(_core.models()["sdxl"], "diffusers")]
-    held = [process._core.bytes_at(at) for at in vae.storages]
+    held = [process._script.bytes_of(at) for at in vae.storages]
     assert held == order  # Module.to goes through them in the old order
 
 

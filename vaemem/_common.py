@@ -6,6 +6,7 @@ import contextlib
 import csv
 import difflib
 import errno
+import functools
 import importlib
 import io
 import itertools
@@ -119,6 +120,7 @@ def spread(
         warnings.warn(text, RuntimeWarning, stacklevel=level)  # at the caller's line, outside vaemem
 
 
+@functools.lru_cache(maxsize=4096)
 def letters(name: str) -> str:
     """Normalize a name for comparison: ignore case, spaces, dots, slashes, - and _."""
     return re.sub(r"[\s./_-]+", "", name.casefold())

@@ -198,8 +198,8 @@ class Workspace:
 
 def judge_bound(reserved: int, exact: int, /) -> int: ...
 def judge(
-    fits: bool, guesses: bool, untried: bool, available: int, kept_more: int, most: int,
-    may_take: Callable[[int], bool], /,
+    fits: bool, guesses: bool, untried: bool, available: int, kept_more: int, most: int, bound: int,
+    is_rough: bool = False, /,
 ) -> tuple[str, str]: ...  # fmt: skip
 def conv_sizes(question: tuple[Any, ...], /) -> tuple[int, ...]: ...
 def formula_bytes(formula: list[Any], sizes: tuple[int, ...], /) -> int: ...

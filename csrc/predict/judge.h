@@ -32,12 +32,13 @@ typedef struct vm_takes {
 vm_status vm_judge_rows(const vm_play *p, const vm_judge_phase *phase, size_t first, size_t phases, bool above,
                         uint64_t *row, size_t rows, size_t likely, vm_takes *out);
 
-/* Finds the smallest device, in pages of 2 MiB, on which the script of a play succeeds, with room for the memory outside
- * PyTorch. low: too few bytes; high: enough bytes, as far as known. If the script succeeds on some device and fails on a
- * larger one, there are several borders; the search finds one of them. first_only: as of vm_play_elsewhere. */
+/* Finds the smallest device, in pages of 2 MiB, on which the script of a play succeeds, with room for the memory
+ * outside PyTorch. low: too few bytes; high: enough bytes, as far as known. If the script succeeds on some device and
+ * fails on a larger one, there are several borders; the search finds one of them. first_only: as of
+ * vm_play_elsewhere. */
 vm_status vm_judge_least(const vm_play *p, bool first_only, uint64_t low, uint64_t high, uint64_t *least);
 
-typedef enum vm_verdict { VM_DOES_NOT_FIT, VM_TIGHT, VM_FITS, VM_VERDICTS } vm_verdict;
+typedef enum vm_verdict { VM_DOES_NOT_FIT, VM_TIGHT, VM_FITS, VM_UNDECIDED, VM_VERDICTS } vm_verdict;
 extern const char *const vm_verdict_name[VM_VERDICTS];
 
 /* Why a run is tight. */
@@ -59,11 +60,11 @@ typedef struct vm_card_use {
     uint64_t available; /* bytes that the card gives the run */
     uint64_t kept_more; /* bytes to subtract from it because the operating system may keep more */
     uint64_t most;      /* bytes that the run takes on a card with room for everything */
-    /* Returns: whether the bound is at least `bytes`. Called last, if everything else fits: it is slow. */
-    bool (*may_take)(void *context, uint64_t bytes);
-    void *context;
+    uint64_t bound;     /* the most that the run takes; or as much of it as is known, */
+    bool is_rough;      /* because the bound is slow to find */
 } vm_card_use;
 
+/* VM_UNDECIDED: the verdict depends on the rest of the bound. */
 vm_verdict vm_judge(const vm_card_use *use, vm_reason *why);
 
 #endif

@@ -37,8 +37,7 @@ vm_status vm_play_answer(vm_play *p, const vm_called *c, const uint64_t *workspa
  * the first *taken storages. */
 vm_status vm_play_run(vm_play *p, size_t *taken);
 /* Plays the event that was just written to its script, for scripts that are written while they are played. The script
- * forgets an
- * event that fails, and a take that fails gives back what it took. */
+ * forgets an event that fails, and a take that fails gives back what it took. */
 vm_status vm_play_follow(vm_play *p, vm_script *script);
 const vm_talloc_oom *vm_play_oom(const vm_play *p); /* NULL unless the last event filled the device */
 

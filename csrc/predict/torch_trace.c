@@ -42,11 +42,9 @@ static vm_status copy_items(const void *from, size_t count, size_t item, void *o
     return s;
 }
 
-vm_status vm_trace_own(vm_trace **t) {
-    const vm_trace *const from = *t;
-    vm_trace *own;
+static vm_status copy(const vm_trace *from, vm_trace **out) {
     uint32_t number;
-    if (!from->shared) return VM_OK;
+    vm_trace *own;
     vm_status s = vm_trace_new(&own);
     if (s) return s;
     s = copy_items(from->step, from->steps, sizeof *own->step, &own->step);
@@ -54,7 +52,6 @@ vm_status vm_trace_own(vm_trace **t) {
     if (!s) s = copy_items(from->stretch, from->stretches, sizeof *own->stretch, &own->stretch);
     for (size_t i = 0; !s && i < from->names.count; i++)
         s = vm_names_add(&own->names, vm_names_get(&from->names, i), &number);
-    if (!s && from->walk) s = vm_trace_vae_copy(from->walk, &own->walk);
     if (s) {
         vm_trace_free(own);
         return s;
@@ -62,7 +59,17 @@ vm_status vm_trace_own(vm_trace **t) {
     own->steps = from->steps, own->convs = from->convs, own->stretches = from->stretches;
     own->ids = from->ids, own->kinds = from->kinds;
     own->flops = from->flops, own->attended = from->attended, own->moved = from->moved, own->sent = from->sent;
-    vm_trace_free(*t);
+    *out = own;
+    return VM_OK;
+}
+
+vm_status vm_trace_own(vm_trace **t) {
+    vm_trace *own = *t;
+    vm_status s = own->shared ? copy(*t, &own) : VM_OK;
+    if (s) return s;
+    if (own != *t) vm_trace_free(*t);
+    vm_scratch_free(own->walk);
+    own->walk = NULL;
     *t = own;
     return VM_OK;
 }

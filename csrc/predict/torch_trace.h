@@ -60,7 +60,7 @@ vm_status vm_trace_new(vm_trace **out);
 void vm_trace_free(vm_trace *t); /* accepts NULL; only the last user's call frees the trace */
 /* Adds a user. Nobody may change a shared trace. Users come and go in one thread at a time. Returns: t. */
 vm_trace *vm_trace_share(vm_trace *t);
-/* Makes *t a trace that nobody shares: a copy, if somebody does. */
+/* Makes *t a trace that may change: a copy, if somebody shares it. It has no walk any more. */
 vm_status vm_trace_own(vm_trace **t);
 
 /* Longer traces are refused, which bounds their memory: 96 MiB of steps. */

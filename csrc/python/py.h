@@ -35,10 +35,10 @@ bool vm_py_is_bfloat16(PyArrayObject *a);
 /* A tuple of integers. */
 PyObject *vm_py_sizes(const size_t *size, size_t count);
 
-/* Threads. Simulations (CachingAllocator, Script, Play, Trace, Workspace) are read and changed with the GIL held. No pointer
- * into them is kept while Python code may run: it may append to their lists, but removes nothing. A Model has a lock
- * (py_model.h), because its runs release the GIL. vaemem._cuda.Backend has none: its C locks itself, without the GIL.
- * Accounts (mem.c) lock themselves too. */
+/* Threads. Simulations (CachingAllocator, Script, Play, Trace, Workspace) are read and changed with the GIL held. No
+ * pointer into them is kept while Python code may run: it may append to their lists, but removes nothing. A Model has
+ * a lock (py_model.h), because its runs release the GIL. vaemem._cuda.Backend has none: its C locks itself, without
+ * the GIL. Accounts (mem.c) lock themselves too. */
 
 /* A convolution: (dtype, n, c, h, w, k, r, stride, padding, layout), optionally followed by (dilation, groups,
  * output_padding, depth). r, stride, padding, dilation and output_padding are an int, or one for each dimension.

@@ -8,30 +8,15 @@ static PyObject *judge_bound(PyObject *Py_UNUSED(module), PyObject *args) {
     return PyLong_FromUnsignedLongLong(vm_judge_bound(reserved, exact));
 }
 
-/* True if the callable raises; the exception then stays set. */
-static bool may_take(void *context, uint64_t bytes) {
-    PyObject *answer = PyObject_CallFunction(context, "K", (unsigned long long)bytes);
-    const int is = answer ? PyObject_IsTrue(answer) : 1;
-    Py_XDECREF(answer);
-    return is != 0;
-}
-
 static PyObject *judge(PyObject *Py_UNUSED(module), PyObject *args) {
-    int fits, guesses, untried;
-    unsigned long long available, kept_more, most;
-    vm_card_use use = {.may_take = may_take};
+    int fits, guesses, untried, is_rough = 0;
+    unsigned long long available, kept_more, most, bound;
     vm_reason why;
-    if (!PyArg_ParseTuple(args, "pppKKKO:judge", &fits, &guesses, &untried, &available, &kept_more, &most,
-                          &use.context))
+    if (!PyArg_ParseTuple(args, "pppKKKK|p:judge", &fits, &guesses, &untried, &available, &kept_more, &most, &bound,
+                          &is_rough))
         return NULL;
-    use.fits = fits;
-    use.guesses = guesses;
-    use.untried = untried;
-    use.available = available;
-    use.kept_more = kept_more;
-    use.most = most;
+    const vm_card_use use = {fits, guesses, untried, available, kept_more, most, bound, is_rough};
     const vm_verdict verdict = vm_judge(&use, &why);
-    if (PyErr_Occurred()) return NULL;
     return Py_BuildValue("(ss)", vm_verdict_name[verdict], vm_reason_name[why]);
 }
 
@@ -40,7 +25,7 @@ PyMethodDef vm_py_judges[] = {
      "judge_bound(reserved, exact, /)\n--\n\nReturns the bound of a process that is predicted to reserve these "
      "bytes; the exact ones get no margin."},
     {"judge", judge, METH_VARARGS,
-     "judge(fits, guesses, untried, available, kept_more, most, may_take, /)\n--\n\nReturns (verdict, why it is "
-     "tight): whether a run fits a card. may_take(bytes): whether the run's bound is at least `bytes`; called "
-     "last."},
+     "judge(fits, guesses, untried, available, kept_more, most, bound, is_rough=False, /)\n--\n\nReturns (verdict, why "
+     "it is tight): whether a run fits a card. is_rough: the bound may be larger. If the verdict depends on the rest, "
+     "it is ''."},
     {NULL, NULL, 0, NULL}};

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from vaemem._common import as_csv, write
 from vaemem._render import Actions, Block, Bullets, Columns, Sizer, in_gb
 from vaemem.prediction.answer import Answer, alias, largest_tensor
 from vaemem.prediction.planned import Phase, Result
+from vaemem.prediction.plays import Plays
 from vaemem.prediction.predict import Advice
-from vaemem.prediction.process import PeakTensor
-from vaemem.prediction.verdict import FITS
+from vaemem.prediction.process import PeakTensor, SimulatedProcess
+from vaemem.prediction.request import PAGE, Request
+from vaemem.prediction.verdict import FITS, judge_played
 
 _PARTS = ("weights", "activations", "workspace", "cached", "outside")  # their sum is a phase's total
 _OUTCOMES = {True: "goes through", False: "runs out", None: "not reached"}
@@ -24,6 +26,11 @@ def as_far_as(phases: Sequence[Phase], full: tuple[str, PeakTensor] | None) -> R
     outcomes = [*[True] * done, False, *[None] * len(phases)]  # one or more per phase
     reached = (phase._replace(fits=fits) for phase, fits in zip(phases, outcomes, strict=False))
     return Result(tuple(reached), full)
+
+
+def read_phases(process: SimulatedProcess, names: Mapping[str, str]) -> tuple[Phase, ...]:
+    """Read all phases of a process. names: as of `Phase.read`."""
+    return tuple(Phase.read(process, number, names) for number in range(len(process.readings)))
 
 
 class PhasedAnswer(Answer):
@@ -40,6 +47,35 @@ class PhasedAnswer(Answer):
     bottleneck: str = alias("result.fullest.name")
     band: tuple[int, int] = alias("judged.band")
     upper: int = alias("judged.upper")
+
+    def _judge(
+        self, process: SimulatedProcess, names: Mapping[str, str], inexact: Collection[str] = (), **words: Any
+    ) -> SimulatedProcess:  # fmt: skip
+        """Judge the phases that a process with room played, and play them on the card. Set `result`, `here` and
+        `judged`. Return the process on the card.
+
+        names: as of `Phase.read`
+        inexact: names of weights whose bytes are not exact
+        words: fields of `Verdict`
+        """
+        request: Request = self.request
+        here, lacking = request.play_on_card(process)
+        phases = read_phases(process, names)
+        played = phases if here is process else read_phases(here, names)
+        full = lacking and (phases[len(played)].name, lacking)
+        if over := next((phase for phase in played if phase.outside and phase.total > process.available), None):
+            full = over.name, PeakTensor("vaemem's memory limit", over.outside)
+        self.result, self.here = as_far_as(phases, full), Result(played, full)
+        exact = [
+            (phase.outside, phase.weights - sum(size for name, size in phase.peak_tensors if name in inexact))
+            for phase in phases
+        ]
+        # A phase needs at least its tensors without workspaces.
+        low = max(phase.allocated - phase.workspace for phase in phases)
+        plays = Plays(request, process, exact, (low, -(-self.peak // PAGE) * PAGE))
+        took = self.here.fullest.total if played else 0
+        self.judged = judge_played(plays, here, self.peak, took, full, **words)
+        return here
 
     # ---- files ----
 

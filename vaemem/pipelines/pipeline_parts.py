@@ -112,6 +112,10 @@ class Part:
         return Part, tuple(getattr(self, one.name) for one in fields(self))
 
     @functools.cached_property
+    def _passed_groups(self) -> dict[Any, tuple[Passing, ...]]:
+        return {}
+
+    @functools.cached_property
     def _traces(self) -> dict[Any, _core.Trace]:
         return {}
 
@@ -212,8 +216,11 @@ class Part:
         """List the weights that offloading sends for its submodules' calls, in its first call or a later one. order:
         of its groups' calls, if they are prefetched."""
         if isinstance(offload, GroupOffload):
-            moves_again = later and not offload.offload_to_disk_path
-            return pass_groups(self.groups(offload), self._sizes, moves_again, self.stream_of(offload), order)
+            blocks, stream = offload.num_blocks_per_group or 0, self.stream_of(offload)
+            key = blocks, stream, later and not offload.offload_to_disk_path, tuple(order)
+            if key not in self._passed_groups:
+                self._passed_groups[key] = pass_groups(self.groups(offload), self._sizes, key[2], stream, order)
+            return self._passed_groups[key]
         by = self.sent.items() if offload == "sequential" else ()
         return [Passing(at, at, name, size, BY_ACCELERATE) for at, sent in by for name, size in sent]
 

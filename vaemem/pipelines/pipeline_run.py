@@ -20,10 +20,9 @@ from vaemem.pipelines.quantising import BITSANDBYTES, SCHEMES
 from vaemem.pipelines.steps import PLAYED_STEPS
 from vaemem.pipelines.storage import Stored
 from vaemem.prediction.gpus import find_gpu
-from vaemem.prediction.held import LoadedVAE, Tensor, Variables, arch_key
+from vaemem.prediction.held import LoadedVAE, Moment, Tensor, Variables, arch_key, moments
 from vaemem.prediction.passing import pass_vae
-from vaemem.prediction.planned import Phase
-from vaemem.prediction.process import Moment, SimulatedProcess, moments
+from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.request import refusing_too_large
 from vaemem.prediction.runtimes import LAST_PARTLY_UPCAST, architecture
 
@@ -295,11 +294,10 @@ class PipelineRun:
         self.sizes.append({"height": self.request.height, "width": self.request.width})
         self.process.read(name=f"{name} {self._names[name]}" if self._names[name] > 1 else name)
 
-    def phases_on(self, process: SimulatedProcess) -> tuple[Phase, ...]:
-        """Return the phases of a process: this run's, or one that repeats it on another device."""
-        # The process names a VAE's weights by the model.
-        names = {f"weights of {part.component}": f"weights of {role}" for role, part in self.parts.items()}
-        return tuple(Phase.read(process, number, names) for number in range(len(process.readings)))
+    @property
+    def names(self) -> dict[str, str]:
+        """Names of peak tensors to replace: the process names a VAE's weights by the model."""
+        return {f"weights of {part.component}": f"weights of {role}" for role, part in self.parts.items()}
 
     def steps(self, count: int) -> Iterator[int]:
         """Play the first steps of a loop. The last one played represents all later steps."""

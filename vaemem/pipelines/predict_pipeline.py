@@ -18,7 +18,7 @@ from vaemem._types import Dtype
 from vaemem.engine.names import shared_note
 from vaemem.pipelines.comfyui_run import WORKFLOWS, ComfyUIRun, describe_decisions, plays_of, resolve_workflow
 from vaemem.pipelines.components import CLIP_TOKENS, PIPELINES, known_pipeline, refuse
-from vaemem.pipelines.phased import PhasedAnswer, as_far_as
+from vaemem.pipelines.phased import PhasedAnswer, as_far_as, read_phases
 from vaemem.pipelines.pipeline_parts import PLACES, Part, parts_of
 from vaemem.pipelines.pipeline_request import (
     OFFLOADS,
@@ -36,12 +36,12 @@ from vaemem.prediction.answer import alias
 from vaemem.prediction.closed import PlayedPeak
 from vaemem.prediction.formula import Formula
 from vaemem.prediction.gpus import known_gpu
+from vaemem.prediction.held import Moment
 from vaemem.prediction.lines import BATCHES, Grid, Point
 from vaemem.prediction.planned import Phase, Result, Way
-from vaemem.prediction.plays import Plays
 from vaemem.prediction.predict import SMALL_TILE, Advice
-from vaemem.prediction.process import ROUNDED_UP, Moment, PeakTensor
-from vaemem.prediction.request import PAGE, Card, Software, find_card, usual_tile
+from vaemem.prediction.process import ROUNDED_UP
+from vaemem.prediction.request import Card, Software, find_card, usual_tile
 from vaemem.prediction.runtimes import WANS
 from vaemem.prediction.seconds import Machine, machine_of, peak, vae_work
 from vaemem.prediction.usual import FIXED, OVERFLOWING
@@ -58,7 +58,7 @@ def _play_phases(request: PipelineRequest, workspace: Any, point: Point) -> dict
     at = replace(request, height=point.height, width=point.width, batch=point.batch)
     run = play_pipeline(replace(at, tokens=point.tokens or at.tokens), workspace)
     seen = {}
-    for one in run.phases_on(run.process):
+    for one in read_phases(run.process, run.names):
         tensors = {name: size for name, size in one.peak_tensors if name != ROUNDED_UP}
         seen[one.name] = PlayedPeak(one.total, one.allocated, one.where, tensors)
     return seen
@@ -198,32 +198,16 @@ class PipelinePrediction(_Played):
         }  # fmt: skip
         on_disk = q.group and q.group.offload_to_disk_path
         self.host = sum(part.host_bytes(q.group) for part in q.parts if part.role in moved and not on_disk)
-        available = process.available
-        here, lacking = (process, None) if process.most_reserved <= available else q.repeat(process, available)
-        phases, self._sizes = self._run.phases_on(process), self._run.sizes
-        played = phases if here is process else self._run.phases_on(here)
-        full = lacking and (phases[len(played)].name, lacking)
-        if over := next((phase for phase in played if phase.outside and phase.total > available), None):
-            full = over.name, PeakTensor("vaemem's memory limit", over.outside)
-        self.result, self.here = as_far_as(phases, full), Result(played, full)
-        self.notes = (*(process if full else here).substitutions, *_notes(q))
-        self.judged = judge_played(
-            self._plays(), here, self.peak, self.here.fullest.total if played else 0, full,
+        self._sizes = self._run.sizes
+        # LLM.int8()'s memory is not known to the byte. Hugging Face's published run with it (docs/PIPELINES.md)
+        # reserved 2.0% more than predicted after loading the weights, and 1.8% more at its peak.
+        inexact = {f"weights of {part.role}" for part in q.parts if part.has(["int8"])}
+        here = self._judge(
+            process, self._run.names, inexact,
             untried=BY_VAEMEM if q.vae == "vaemem" and not q.card.gpu.name.startswith(_TRIED) else "",
             covers=f", at {q.size} as diffusers runs {q.made_of}" if q.made_of else "",
         )  # fmt: skip
-
-    def _plays(self) -> Plays:
-        # LLM.int8()'s memory is not known to the byte. Hugging Face's published run with it (docs/PIPELINES.md)
-        # reserved 2.0% more than predicted after loading the weights, and 1.8% more at its peak.
-        inexact = {f"weights of {part.role}" for part in self.request.parts if part.has(["int8"])}
-        others = [
-            (phase.outside, phase.weights - sum(size for name, size in phase.peak_tensors if name in inexact))
-            for phase in self.phases
-        ]
-        # A phase needs at least its tensors without workspaces.
-        low = max(phase.allocated - phase.workspace for phase in self.phases)
-        return Plays(self.request, self._process, others, (low, -(-self.peak // PAGE) * PAGE))
+        self.notes = (*(process if self.judged.out_of_memory_at else here).substitutions, *_notes(q))
 
     @functools.cached_property
     def would_fit(self) -> tuple[Advice, ...]:

@@ -10,13 +10,10 @@ from typing import Any
 from vaemem import _core
 from vaemem._common import __version__
 from vaemem._errors import ArgumentError
-from vaemem.pipelines.phased import PhasedAnswer, as_far_as
+from vaemem.pipelines.phased import PhasedAnswer
 from vaemem.prediction.answer import alias
-from vaemem.prediction.planned import Phase
-from vaemem.prediction.plays import Plays
 from vaemem.prediction.process import SimulatedProcess
-from vaemem.prediction.request import PAGE, Request
-from vaemem.prediction.verdict import judge_played
+from vaemem.prediction.request import Request
 
 
 class ProcessScript:
@@ -160,26 +157,15 @@ class RecordedPrediction(PhasedAnswer):
         self.request, self.title, self.host = request, f"{request.title} ({request.card.gpu.name})", 0
         process = self._process = request.start()
         request.script.play(process)
-        phases = self._phases_of(process)
-        most, available = max(phase.total for phase in phases), process.available
-        here, lacking = (process, None) if process.most_reserved <= available else request.repeat(process, available)
-        played = phases if here is process else self._phases_of(here)
-        full = lacking and (phases[len(played)].name, lacking)
-        self.result, self.here = as_far_as(phases, full), as_far_as(played, full)
         cudnn = getattr(process.workspace, "cudnn_version", None)
         self._run_row = {
             "model": request.title, "op": "pipeline", "runtime": "diffusers", "device": request.card.gpu.name,
             "source": "predicted", "versions": f"torch {process.torch_version}, cudnn {cudnn}, vaemem {__version__}",
         }  # fmt: skip
         missing = [f"not counted: {what} ({count} times)" for what, count in request.unmodelled.items()]
-        self.notes = (*(process if full else here).substitutions, *request.notes, *missing)
-        low = max(phase.allocated - phase.workspace for phase in phases)
-        plays = Plays(request, process, [(0, phase.weights) for phase in phases], (low, -(-most // PAGE) * PAGE))
-        took = self.here.fullest.total if played else 0
-        self.judged = judge_played(plays, here, most, took, full, untried="nobody compared this pipeline with a run")
+        here = self._judge(process, {}, untried="nobody compared this pipeline with a run")
+        used = (process if self.judged.out_of_memory_at else here).substitutions
+        self.notes = (*used, *request.notes, *missing)
 
     def _asked_data(self) -> dict[str, Any]:
         return {"pipeline": self.request.title, "runtime": "diffusers"}
-
-    def _phases_of(self, process: SimulatedProcess) -> tuple[Phase, ...]:
-        return tuple(Phase.read(process, number, {}) for number in range(len(process.readings)))

@@ -9,9 +9,10 @@ from typing import Any
 
 from vaemem._render import Bar, Block, Bullets, Columns, Facts, Sheet, Shown, Sizer, in_gb, in_mib
 from vaemem.prediction.benchmark import USUAL_PROTOCOL
+from vaemem.prediction.held import Moment
 from vaemem.prediction.planned import OF_WEIGHTS, Phase, Result, weights_and_workspaces
 from vaemem.prediction.plays import Plays
-from vaemem.prediction.process import Moment, PeakTensor, SimulatedProcess
+from vaemem.prediction.process import PeakTensor, SimulatedProcess
 from vaemem.prediction.request import Card, ModuleRequest, VAERequest, refusing_too_large
 from vaemem.prediction.verdict import Verdict, judge_played
 
@@ -209,8 +210,7 @@ class SimulatedAnswer(Answer):
         self.torch_version = process.torch_version
         self.cudnn_version: str | None = getattr(process.workspace, "cudnn_version", None)
         self.workspace_source, available, most = process.workspace_source, process.available, process.most_reserved
-        # With room for everything no request is ever refused, so the run does not change.
-        here, full = (process, None) if most <= available else request.repeat(process, available)
+        here, full = request.play_on_card(process)
         self.out_of_memory_at, self.substitutions, self._here = full, here.substitutions, here
         plays = Plays(
             request, process, [(self.peak_reserved - self.reserved, 0)], (0, most if full else min(most, available)),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from vaemem import _core
 from vaemem._common import MIB, latent_factor
 from vaemem._errors import ArgumentTypeError
 from vaemem.prediction.passing import Passing
@@ -139,3 +140,21 @@ class Variables:
     def _free(self, tensor: Tensor | None) -> None:
         if not any(tensor is other for other in self._held.values()):
             self._process.drop(tensor)
+
+
+class Moment(NamedTuple):
+    """A step of a call: the module that acted, and the peak bytes that the process had allocated and reserved."""
+
+    name: str
+    allocated: int
+    reserved: int
+
+
+def moments(trace: _core.Trace, allocated: Any, reserved: Any, caller: str = "") -> Iterator[Moment]:
+    """Yield a call's steps, each with the most bytes that were allocated and reserved in it. `caller` precedes each
+    name."""
+    owner: dict[int, str] = {}
+    for (op, id_, _, name), *counters in zip(trace.steps, allocated.tolist(), reserved.tolist(), strict=True):
+        if op == "take":
+            owner[id_] = name
+        yield Moment(f"free {caller}{owner[id_]}" if op == "give" else caller + name, *counters)

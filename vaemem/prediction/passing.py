@@ -151,15 +151,15 @@ def pass_groups(
     found, early = list[Passing](), list[Passing]()
     before = dict(zip(order, ["", *(groups[number].begins for number in order)], strict=False))
     for number, group in enumerate(groups):
+        names, on = (*group.names, *(group.again if later else ())), 0 if group.is_rest else stream
+        if number in before:
+            at, ends = before[number], group.ends
+            early += [Passing(at, ends, name, sizes[name], BY_DIFFUSERS, 0, 0, 0, on, True) for name in names]
+            continue
         is_leaf = all(name.rpartition(".")[0] == group.begins for name in group.names)
-        on = 0 if group.is_rest else stream
-        for name in (*group.names, *(group.again if later else ())):
-            if number in before:
-                one = Passing(before[number], group.ends, name, sizes[name], BY_DIFFUSERS, stream=on, early=True)
-                early.append(one)
-            else:
-                own = name.rpartition(".")[2] if is_leaf else ""
-                found.append(Passing(group.begins, group.ends, own, sizes[name], BY_DIFFUSERS, stream=on))
+        for name in names:
+            own = name.rpartition(".")[2] if is_leaf else ""
+            found.append(Passing(group.begins, group.ends, own, sizes[name], BY_DIFFUSERS, 0, 0, 0, on))
     return tuple(sorted([*found, *early], key=operator.attrgetter("module")))
 
 

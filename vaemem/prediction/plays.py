@@ -53,12 +53,15 @@ class Plays:
         self.request, self.process, self.phases, self.search = request, process, tuple(phases), search
         self.protocols = tuple(dict.fromkeys(protocols)) or ("",)
         self._above = bool(protocols)
-        self._played = {self.protocols[0]: process}
+        self._played, self._least = {self.protocols[0]: process}, dict[bool, int]()
 
     def least(self, has_other_plans: bool) -> int:
         """Find the least memory with which the request succeeds. has_other_plans: whether to assume that cuDNN has
         plans without workspace if that is unknown."""
-        return self.process.least(*self.search, has_other_plans)
+        assumed = has_other_plans or self.process.knows_plans
+        if assumed not in self._least:
+            self._least[assumed] = self.process.least(*self.search, assumed)
+        return self._least[assumed]
 
     @functools.cached_property
     def takes(self) -> Takes:
@@ -80,10 +83,9 @@ class Plays:
         return max(self.takes.bound, *bounds, self._native.bound if self._native else 0)
 
     def low_bounds(self) -> Iterator[int]:
-        """Yield lower bounds of `bound` that are quick to compute: as played, and with the largest workspaces."""
+        """Yield lower bounds of `bound` that are quick to compute: as each protocol played."""
         for protocol in self.protocols:
             yield self._take(protocol).bound
-        yield self._take(self.protocols[0], sorted(self._every, key=sum)[-1:]).bound
 
     @functools.cached_property
     def _likely(self) -> list[Workspaces]:

@@ -7,7 +7,7 @@ import functools
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vaemem import _core
@@ -15,7 +15,7 @@ from vaemem._common import DTYPES, ELEMENT_BYTES, meant, whole, wholes
 from vaemem._core import OutOfMemoryError
 from vaemem._errors import ArgumentError
 from vaemem.prediction.gpus import Gpu, find_gpu
-from vaemem.prediction.held import LoadedVAE, Tensor, arch_key, storages_of
+from vaemem.prediction.held import LoadedVAE, Moment, Tensor, arch_key, moments, storages_of
 from vaemem.prediction.passing import FIRST
 from vaemem.prediction.runtimes import RUNTIMES, WANS, architecture, diffusers_release
 from vaemem.prediction.snapshot import CachingAllocator
@@ -34,14 +34,6 @@ _COUNTS, _MOST = ("flops", "attended", "moved", "sent", "host_flops", "outside")
 ROUNDED_UP = "[rounded up by the allocator]"  # to 512 bytes, and remainders of blocks that are too small to split off
 
 
-class Moment(NamedTuple):
-    """A step of a call: the module that acted, and the peak bytes that the process had allocated and reserved."""
-
-    name: str
-    allocated: int
-    reserved: int
-
-
 class Reading(NamedTuple):
     """The counters of a run, in bytes: above the baseline (the bytes held when the peaks were reset), and absolute."""
 
@@ -58,16 +50,6 @@ class PeakTensor(NamedTuple):
     bytes: int
 
 
-def moments(trace: _core.Trace, allocated: Any, reserved: Any, caller: str = "") -> Iterator[Moment]:
-    """Yield a call's steps, each with the most bytes that were allocated and reserved in it. `caller` precedes each
-    name."""
-    owner: dict[int, str] = {}
-    for (op, id_, _, name), *counters in zip(trace.steps, allocated.tolist(), reserved.tolist(), strict=True):
-        if op == "take":
-            owner[id_] = name
-        yield Moment(f"free {caller}{owner[id_]}" if op == "give" else caller + name, *counters)
-
-
 @functools.lru_cache(maxsize=256)
 def _vae_trace(arch: tuple[tuple[str, Any], ...], **call: Any) -> _core.Trace:
     return _core.Trace.vae(dict(arch), **call)
@@ -79,6 +61,18 @@ def _parameters(arch: tuple[tuple[str, Any], ...], runtime: str) -> list[tuple[i
     loading."""
     made = _core.Trace.parameters(dict(arch), runtime)
     return [(math.prod(shape), name.startswith(FIRST)) for name, shape, _ in made]
+
+
+@functools.lru_cache(maxsize=256)
+def _converted(
+    arch: tuple[tuple[str, Any], ...], runtime: str, old: tuple[str, str], new: tuple[str, str]
+) -> list[int]:  # fmt: skip
+    """Return the bytes of each parameter that is copied to another dtype, and 0 for the others. old, new: the dtypes of
+    the model and of its `FIRST` blocks."""
+    return [
+        count * ELEMENT_BYTES[new[is_first]] * (old[is_first] != new[is_first])
+        for count, is_first in _parameters(arch, runtime)
+    ]
 
 
 @functools.lru_cache(maxsize=256)
@@ -206,10 +200,11 @@ class SimulatedProcess:
     @property
     def guessed_plans(self) -> bool:
         """Whether a convolution could not get its workspace, and cuDNN is not known to have a plan without one."""
-        return bool(self._play.refused) and not self._knows_plans
+        return bool(self._play.refused) and not self.knows_plans
 
     @property
-    def _knows_plans(self) -> bool:
+    def knows_plans(self) -> bool:
+        """Whether cuDNN is known to have a plan without workspace for each convolution."""
         return getattr(self.workspace, "has_plan_without", False)
 
     @property
@@ -279,10 +274,7 @@ class SimulatedProcess:
             raise ArgumentError("vae", "a VAE that is there", "one that was dropped")
         old, new = (vae.dtype, vae.first or vae.dtype), (dtype, first)
         if old != new and vae.passing is None:
-            self._replace(storages, [
-                count * ELEMENT_BYTES[new[is_first]] * (old[is_first] != new[is_first])
-                for count, is_first in _parameters(vae.key, vae.runtime)
-            ])  # fmt: skip
+            self._replace(storages, _converted(vae.key, vae.runtime, old, new))
         vae.dtype, vae.first = dtype, None if first == dtype else first
 
     def tensor(self, shape: Sequence[int], dtype: str, name: str = "input", *, host: bool = False) -> Tensor:
@@ -530,7 +522,7 @@ class SimulatedProcess:
         3072
         """
         low, high = whole("low", low, 0), whole("high", high, 0)
-        return self._play.least(not (has_other_plans or self._knows_plans), low, high)
+        return self._play.least(not (has_other_plans or self.knows_plans), low, high)
 
     # ---- history ----
 

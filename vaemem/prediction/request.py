@@ -223,11 +223,17 @@ class Request:
             allow_tf32=software.allow_tf32, used=self.card.taken, diffusers_version=software.diffusers_version,
         )  # fmt: skip
 
-    def repeat(self, process: SimulatedProcess, capacity: int) -> tuple[SimulatedProcess, PeakTensor | None]:
-        """Repeat a process on a device of `capacity` bytes, as far as that has memory. Return the new process, and the
-        request that failed, if any."""
+    def play_on(self, capacity: int, process: SimulatedProcess) -> tuple[SimulatedProcess, PeakTensor | None]:
+        """Play the script of a process on a device of `capacity` bytes, as far as that has memory. Return a process
+        with the new play, and the request that failed, if any."""
         other = self.start(process.workspace, total_memory=max(capacity, PAGE))
         return other, other.repeat(process)
+
+    def play_on_card(self, process: SimulatedProcess) -> tuple[SimulatedProcess, PeakTensor | None]:
+        """Play the script of a process that had room on the card, as `play_on` does. If the card has as much room, no
+        request is ever refused, so it is the same process."""
+        available = process.available
+        return (process, None) if process.most_reserved <= available else self.play_on(available, process)
 
 
 def _called_by_comfyui(gpu: Gpu, software: Software) -> Workspace | None:

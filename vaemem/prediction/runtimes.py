@@ -92,7 +92,12 @@ def architecture(model: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str,
     is_path = isinstance(model, str) and model not in known and os.path.exists(model)
     if is_path or isinstance(model, Mapping | os.PathLike):
         return read_config(model)
-    arch = dict(known[named_model("model", model, "an arch dict (VAE.arch)", "a config.json")])
+    return dict(_named_architecture(model))
+
+
+@functools.lru_cache(maxsize=256)
+def _named_architecture(model: str) -> dict[str, Any]:
+    arch = shipped_models()[named_model("model", model, "an arch dict (VAE.arch)", "a config.json")]
     called = find_called(model)
     is_wan = str(model).rpartition("/")[2].lower().startswith("wan") or (called and called.of == "Wan 2.1")
     return arch | {"name": WAN} if is_wan and arch["name"] == "qwen-image" else arch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,10 +92,14 @@ class Verdict:
 
     @functools.cached_property
     def _judged(self) -> tuple[str, str]:
-        return _core.judge(
-            self.took is not None, self.guesses, bool(self.untried), max(self.available, 0), self.kept_more, self.most,
-            self._may_take,
-        )  # fmt: skip
+        goes = self.took is not None, self.guesses, bool(self.untried)
+        sizes = max(self.available, 0), self.kept_more, self.most
+        # The bound is slow to find. Less than all of it often decides.
+        for rough in itertools.chain((0,), self.plays.low_bounds() if self.plays else ()):
+            word, why = _core.judge(*goes, *sizes, rough, True)
+            if word:
+                return word, why
+        return _core.judge(*goes, *sizes, self.upper)
 
     @property
     def word(self) -> str:
@@ -110,10 +115,6 @@ class Verdict:
     def fits(self) -> bool:
         # A run that succeeds fits. If it has to fit safely, the verdict decides.
         return self.took is not None and (not self.safe or self.word == FITS)
-
-    def _may_take(self, size: int) -> bool:
-        """Return whether `upper` is at least `size` bytes. A few bounds often show it before all are known."""
-        return any(bound >= size for bound in (self.plays.low_bounds() if self.plays else ())) or self.upper >= size
 
     @functools.cached_property
     def least(self) -> int:
