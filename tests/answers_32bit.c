@@ -624,7 +624,7 @@ static void call(void) {
     if (count != t->convs) stop("want a workspace for each convolution");
     if (vm_script_call(script, t, &e)) stop(vm_error());
     const vm_event event = *e;
-    if (vm_play_answer(p, &script->call[event.of], workspace, next)) stop(vm_error());
+    if (vm_play_answer_call(p, &script->call[event.of], workspace, next)) stop(vm_error());
     const vm_status s = vm_play_follow(p, script);
     if (!s) {
         const vm_heights *const h = vm_play_heights(p);

@@ -19,7 +19,7 @@ import torch_pipelines
 from errors import refused
 
 from vaemem import ArgumentError, SimulatedProcess, predict_pipeline
-from vaemem.pipelines.recorded import ProcessScript
+from vaemem.pipelines.recorded import ScriptWriter
 from vaemem.prediction.request import find_card
 from vaemem.pytorch import RecordedPrediction, safe_decode
 from vaemem.pytorch import predict_pipeline as predict_any
@@ -145,7 +145,7 @@ def test_contents_follow_until_they_are_unknown():
 
 
 def test_a_script_frees_in_any_phase():
-    script, process = ProcessScript(), SimulatedProcess("RTX 4090")
+    script, process = ScriptWriter(), SimulatedProcess("RTX 4090")
     script.begin("a")
     first, second = script.take(1 << 20, "x"), script.take(2 << 20, "y")
     script.end()
@@ -156,9 +156,9 @@ def test_a_script_frees_in_any_phase():
     script.give(second)
     script.empty_cache()
     script.end()
-    script.play(process)
+    process.play(script.script)
     a, b = process.readings
-    assert [what for kind, what in script.actions if kind == "end"] == ["a", "a 2"]
+    assert [name for name, *_ in script.script.phases] == ["a", "a 2"]
     assert (a.peak_allocated, b.peak_allocated) == (3 << 20, 6 << 20)
     assert process.allocated == process.reserved == 0
 

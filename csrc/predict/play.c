@@ -89,7 +89,13 @@ static vm_status make_room(vm_play *p) {
     return s;
 }
 
-vm_status vm_play_answer(vm_play *p, const vm_called *c, const uint64_t *workspace, const uint64_t *next) {
+vm_status vm_play_answer(vm_play *p, const uint64_t *workspace, const uint64_t *next) {
+    const vm_status s = make_room(p);
+    for (size_t i = 0; !s && i < p->convs; i++) p->workspaces[i].first = workspace[i], p->workspaces[i].next = next[i];
+    return s;
+}
+
+vm_status vm_play_answer_call(vm_play *p, const vm_called *c, const uint64_t *workspace, const uint64_t *next) {
     const vm_status s = make_room(p);
     for (size_t i = 0; !s && i < c->trace->convs; i++)
         p->workspaces[c->conv[i]].first = workspace[i], p->workspaces[c->conv[i]].next = next[i];

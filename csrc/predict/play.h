@@ -28,9 +28,11 @@ vm_status vm_play_new(const vm_script *script, vm_talloc *talloc, const vm_blas 
 vm_status vm_play_elsewhere(const vm_play *like, vm_talloc *talloc, uint64_t memory, bool first_only, vm_play **out);
 void vm_play_free(vm_play *p); /* accepts NULL */
 
-/* Sets the workspaces of a trace's convolutions, in its order, which the script has: of cuDNN's first plan, and of the
- * next plan if the first cannot be allocated. PyTorch caches the plan that ran. */
-vm_status vm_play_answer(vm_play *p, const vm_called *c, const uint64_t *workspace, const uint64_t *next);
+/* Sets the workspaces of the script's convolutions, in its order: of cuDNN's first plan, and of the next plan if the
+ * first cannot be allocated. PyTorch caches the plan that ran. vm_play_answer_call: of the convolutions of a trace that
+ * was called. */
+vm_status vm_play_answer(vm_play *p, const uint64_t *workspace, const uint64_t *next);
+vm_status vm_play_answer_call(vm_play *p, const vm_called *c, const uint64_t *workspace, const uint64_t *next);
 
 /* Plays the events that were not played yet. VM_ENOMEM if the device is full: vm_play_oom has the figures; or if this
  * machine has no memory. The event that fails counts as played: it freed what it allocated, except that a take keeps

@@ -10,6 +10,8 @@ typedef struct Play {
     PyObject *allocator; /* a CachingAllocator */
 } Play;
 
+#define CHANGED VM_EXPECTED("workspaces", "a script that does not change while they are read", "")
+
 static const char *const cublaslt_name[] = {"each", "kept", "shared"};
 
 /* Makes a Play that holds its script and its allocator. */
@@ -88,20 +90,46 @@ static PyObject *play_elsewhere(Play *self, PyObject *args) {
                       vm_play_elsewhere(self->play, vm_py_allocator(allocator), memory, false, &other->play));
 }
 
+/* Reads two sequences of `count` workspaces, for PyMem_Free; -1 with an exception set. */
+static int to_answers(PyObject *workspaces, PyObject *following, size_t count, uint64_t **workspace, uint64_t **next) {
+    size_t first = 0, others = 0;
+    *next = NULL;
+    if ((*workspace = vm_py_to_numbers("workspaces", workspaces, &first)))
+        *next = vm_py_to_numbers("next", following, &others);
+    if (*next && first == count && others == count) return 0;
+    if (*next)
+        vm_py_refuse(PyExc_ValueError, VM_EXPECTED("workspaces, next", "%zu of each", "%zu and %zu"), count, first,
+                     others);
+    PyMem_Free(*workspace);
+    PyMem_Free(*next);
+    return -1;
+}
+
+static PyObject *play_answer(Play *self, PyObject *args) {
+    PyObject *workspaces, *following;
+    uint64_t *workspace, *next;
+    if (!PyArg_ParseTuple(args, "OO:answer", &workspaces, &following)) return NULL;
+    const size_t convs = self->written->convs;
+    if (to_answers(workspaces, following, convs, &workspace, &next)) return NULL;
+    if (self->written->convs == convs)
+        vm_py_check(vm_play_answer(self->play, workspace, next));
+    else
+        vm_py_refuse(PyExc_ValueError, CHANGED);
+    PyMem_Free(workspace);
+    PyMem_Free(next);
+    return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+}
+
 static PyObject *play_call(Play *self, PyObject *args) {
     PyObject *trace, *workspaces, *following, *left = NULL;
-    size_t count, others;
+    uint64_t *workspace, *next;
     const vm_event *e;
     if (!PyArg_ParseTuple(args, "OOO:call", &trace, &workspaces, &following)) return NULL;
     vm_trace *const t = vm_py_trace(trace);
-    uint64_t *workspace = t ? vm_py_to_numbers("workspaces", workspaces, &count) : NULL;
-    uint64_t *next = workspace ? vm_py_to_numbers("next", following, &others) : NULL;
-    if (next && (count != t->convs || others != t->convs)) {
-        vm_py_refuse(PyExc_ValueError, VM_EXPECTED("workspaces, next", "%zu of each", "%zu and %zu"), t->convs, count,
-                     others);
-    } else if (next && !vm_py_check(vm_script_call(self->written, t, &e))) {
+    if (!t || to_answers(workspaces, following, t->convs, &workspace, &next)) return NULL;
+    if (!vm_py_check(vm_script_call(self->written, t, &e))) {
         const vm_event event = *e;
-        const vm_status s = vm_play_answer(self->play, &self->written->call[event.of], workspace, next);
+        const vm_status s = vm_play_answer_call(self->play, &self->written->call[event.of], workspace, next);
         if (!check(self, s ? s : vm_play_follow(self->play, self->written))) left = vm_py_left(self->written, &event);
         if (s) vm_script_failed(self->written, 0);
     }
@@ -235,7 +263,7 @@ static uint64_t *to_workspaces(Play *self, PyObject *rows) {
     const size_t convs = self->written->convs;
     uint64_t *workspace = to_rows("workspaces", rows, convs);
     if (!workspace || self->written->convs == convs) return workspace;
-    vm_py_refuse(PyExc_ValueError, VM_EXPECTED("workspaces", "a script that does not change while they are read", ""));
+    vm_py_refuse(PyExc_ValueError, CHANGED);
     PyMem_Free(workspace);
     return NULL;
 }
@@ -302,6 +330,9 @@ static PyMethodDef methods[] = {
      "call($self, trace, workspaces, next, /)\n--\n\nWrites a call of a trace to the script, and plays it. Its "
      "convolutions take these workspaces, or those of next if they cannot be allocated. Returns {id: handle} of the "
      "storages that it leaves."},
+    {"answer", (PyCFunction)play_answer, METH_VARARGS,
+     "answer($self, workspaces, next, /)\n--\n\nSets the workspaces of the script's convolutions, and those of cuDNN's "
+     "next plans, which are used if the first cannot be allocated."},
     {"elsewhere", (PyCFunction)play_elsewhere, METH_VARARGS,
      "elsewhere($self, allocator, memory, /)\n--\n\nReturns a new play of the same script with the same workspaces on "
      "another device. memory: its bytes, as a program sees them."},

@@ -42,7 +42,7 @@ static void call(vm_play *p, vm_script *script, vm_trace *t, input *in, bool ste
         workspace[i] = steady ? (uint64_t)t->conv[i].size[1] * 1234567 : number(in) % ((uint64_t)1 << 33);
     if (!vm_script_call(script, t, &e)) {
         const vm_event event = *e;
-        vm_status s = vm_play_answer(p, &script->call[event.of], workspace, next);
+        vm_status s = vm_play_answer_call(p, &script->call[event.of], workspace, next);
         if (s) vm_script_failed(script, 0);
         if (!s) s = vm_play_follow(p, script);
         vm_mem_fail_at(0);

@@ -104,7 +104,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     const vm_event *e;
     CHECK(!vm_script_call(script, t, &e));
     const vm_event event = *e;
-    CHECK(!vm_play_answer(p, &script->call[event.of], workspaces, next));
+    CHECK(!vm_play_answer_call(p, &script->call[event.of], workspaces, next));
     if (!vm_play_follow(p, script)) {
         const vm_heights *const h = vm_play_heights(p);
         for (size_t i = 0; i < h->of->trace->steps; i++) CHECK(h->allocated[i] <= h->reserved[i]);

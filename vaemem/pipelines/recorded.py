@@ -12,20 +12,25 @@ from vaemem._common import __version__
 from vaemem._errors import ArgumentError
 from vaemem.pipelines.phased import PhasedAnswer
 from vaemem.prediction.answer import alias
-from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.request import Request
 
 
-class ProcessScript:
-    """What a process does to the card's memory. It is written like a `Trace`, but has phases, and may empty the cache
-    and free in any of them."""
+class ScriptWriter:
+    """Writes a script like a `Trace`, but with phases. Any of them may empty the cache and free.
+
+    Attributes
+    ----------
+    script : vaemem._core.Script
+        Whole after `end`.
+    """
 
     def __init__(self) -> None:
-        self.actions: list[tuple[str, Any]] = []
+        self.script = _core.Script()
+        self._left: list[dict[int, int]] = []  # by each call, {id: handle}
         self.stream = 0  # PyTorch's current one, by number
         self._phase, self._times = "", Counter[str]()
         self._trace, self._used = _core.Trace(), False
-        self._taken: list[tuple[int, int]] = []  # for each storage its action's index, and its number there
+        self._taken: list[tuple[int, int]] = []  # for each storage its call's number, and its id there
 
     # ---- writing ----
 
@@ -35,14 +40,12 @@ class ProcessScript:
 
     def give(self, number: int) -> None:
         """Free a storage."""
-        action, local = self._taken[number]
-        if action == len(self.actions):
+        call, local = self._taken[number]
+        if call == len(self._left):
             self._trace.give(local)
             return
         self._cut()
-        if not self.actions or self.actions[-1][0] != "free":
-            self.actions.append(("free", []))
-        self.actions[-1][1].append((action, local))
+        self.script.give([self._left[call].pop(local)])
 
     def blas(self, name: str, lt: bool = False) -> None:
         """Allocate the workspace of matrix products, if there is none yet."""
@@ -62,20 +65,20 @@ class ProcessScript:
     def empty_cache(self) -> None:
         """Empty the cache."""
         self._cut()
-        self.actions.append(("empty", None))
+        self.script.empty_cache()
 
     def begin(self, phase: str) -> None:
         """Begin a phase. The second one of that name is "denoise 2"."""
         self._cut()
         self._times[phase] += 1
         self._phase = phase if self._times[phase] == 1 else f"{phase} {self._times[phase]}"
-        self.actions.append(("begin", self._phase))
+        self.script.reset_peak()
 
     def end(self) -> None:
         """End the phase, if one has begun."""
         self._cut()
         if self._phase:
-            self.actions.append(("end", self._phase))
+            self.script.read(self._phase)
         self._phase = ""
 
     def _compute(self) -> None:
@@ -87,43 +90,26 @@ class ProcessScript:
 
     def _number(self, local: int) -> int:
         self._used = True
-        self._taken.append((len(self.actions), local))
+        self._taken.append((len(self._left), local))
         return len(self._taken) - 1
 
     def _cut(self) -> None:
         if self._used:
-            self.actions.append(("call", self._trace))
+            self._left.append(self.script.call(self._trace))
             self._trace, self._used = _core.Trace(), False
-
-    # ---- playing ----
-
-    def play(self, process: SimulatedProcess) -> None:
-        """Do it all in a fresh process, and read the counters at the end of each phase."""
-        left = dict[tuple[int, int], int]()
-        for i, (kind, what) in enumerate(self.actions):
-            if kind == "call":
-                left |= {(i, number): address for number, address in process.call(what).items()}
-            elif kind == "free":
-                process.release([left.pop(one) for one in what])
-            elif kind == "empty":
-                process.empty_cache()
-            elif kind == "begin":
-                process.reset_peak()
-            else:
-                process.read(name=what)
 
 
 @dataclass(frozen=True)
 class RecordedRequest(Request):
     """A recorded pipeline on a card.
 
-    script: what its process does
+    script: what the pipeline does with the memory
     title: the pipeline and its call
     unmodelled: how often each operator without counted memory ran
     notes: what the recording supposed
     """
 
-    script: ProcessScript
+    script: _core.Script
     title: str
     unmodelled: Mapping[str, int] = field(default_factory=dict, kw_only=True)
     notes: tuple[str, ...] = field(default=(), kw_only=True)
@@ -156,7 +142,7 @@ class RecordedPrediction(PhasedAnswer):
     def __init__(self, request: RecordedRequest):
         self.request, self.title, self.host = request, f"{request.title} ({request.card.gpu.name})", 0
         process = self._process = request.start()
-        request.script.play(process)
+        process.play(request.script)
         cudnn = getattr(process.workspace, "cudnn_version", None)
         self._run_row = {
             "model": request.title, "op": "pipeline", "runtime": "diffusers", "device": request.card.gpu.name,

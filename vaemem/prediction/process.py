@@ -154,10 +154,8 @@ class SimulatedProcess:
         self.allocator = CachingAllocator(history=False) if allocator is None else allocator
         room = self.gpu.available(used)
         self.available: int = self.allocator._settings()["total_memory"] or room
-        self._script = _core.Script()
-        self._play = _core.Play(
-            self._script, self.allocator, max(self.available, 0), **blas_settings(self.gpu, self.torch_version)
-        )
+        self._script, self._blas = _core.Script(), blas_settings(self.gpu, self.torch_version)
+        self._play = _core.Play(self._script, self.allocator, max(self.available, 0), **self._blas)
         self._play.note_heights(True)
         self.sources = Counter[str]()  # how many workspaces each source gave
         self.last_call: tuple[_core.Trace, Any, Any] | None = None
@@ -481,7 +479,25 @@ class SimulatedProcess:
         number = whole("number", number, 0, len(self.readings) - 1)
         return dict(zip(("name", *_COUNTS), self._script.phases[number], strict=True))
 
-    # ---- the same on another device ----
+    # ---- whole scripts ----
+
+    def play(self, script: _core.Script) -> None:
+        """Play a script in this new process.
+
+        Examples
+        --------
+        >>> script = vaemem._core.Script()
+        >>> held = script.take("weights", [3 << 30])
+        >>> p = vaemem.SimulatedProcess("RTX 4090")
+        >>> p.play(script)
+        >>> p.allocated >> 30
+        3
+        """
+        self._script, self._play = script, _core.Play(script, self.allocator, max(self.available, 0), **self._blas)
+        wanted, following, sources = answers_of(self.workspace, script)
+        self.sources.update(sources)
+        self._play.answer(wanted, following)
+        self._play.run()
 
     def repeat(self, process: SimulatedProcess) -> PeakTensor | None:
         """Repeat everything that another process did, as far as this new process's device has memory. cuDNN's next
@@ -532,9 +548,9 @@ class SimulatedProcess:
         return self._script.names
 
     def peak(self, reading: int | None = None) -> tuple[str, list[PeakTensor], dict[str, int]]:
-        """Return the peak since `reset_peak`, or of a reading by its index: `peak_step`, `peak_tensors`, and the bytes
-        that the allocator gave each name beyond its requests until the phase ended. These bytes leave out calls and
-        conversions.
+        """Return the peak since `reset_peak`, or of a reading by its index: the step of a call that makes it (""
+        outside of calls), `peak_tensors`, and the bytes that the allocator gave each name beyond its requests until the
+        phase ended. These bytes leave out calls and conversions.
 
         Examples
         --------
@@ -562,19 +578,6 @@ class SimulatedProcess:
         If a workspace is refused later in the call that made the peak, its substitute counts instead.
         """
         return self.peak(reading)[1]
-
-    def peak_step(self, number: int) -> str:
-        """Return the step of a call that makes the peak of a reading, by its index; "" outside of calls.
-
-        Examples
-        --------
-        >>> p = vaemem.SimulatedProcess("RTX 4090")
-        >>> image = p.decode(p.load("sd15", "float16"), p.tensor((1, 4, 64, 64), "float16"))
-        >>> reading = p.read()
-        >>> p.peak_step(0)
-        'decoder.up_blocks.2.upsamplers.0.conv [workspace]'
-        """
-        return self.peak(whole("number", number, 0, len(self.readings) - 1))[0]
 
     def peak_above_baseline(self) -> tuple[str, dict[str, int]] | None:
         """Return the step that makes the peak, and {name: bytes} allocated since `reset_peak` and still live then.

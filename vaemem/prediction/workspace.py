@@ -414,10 +414,10 @@ def blas_settings(gpu: Gpu, torch_version: str) -> dict[str, Any]:
     return {"cublas_bytes": cublas, "cublaslt_bytes": MIB, "cublaslt_use": use}
 
 
-def answers_of(workspace: Any, trace: _core.Trace) -> tuple[list[int], list[int], list[str]]:
+def answers_of(workspace: Any, of: _core.Trace | _core.Script) -> tuple[list[int], list[int], list[str]]:
     """Return `Workspace.answers`. If a workspace has only `conv`, build the same from its answers."""
     if hasattr(workspace, "answers"):
-        answers: tuple[list[int], list[int], list[str]] = workspace.answers(trace)
+        answers: tuple[list[int], list[int], list[str]] = workspace.answers(of)
         return answers
-    said = [workspace.conv(*question) for question in trace.convs]
+    said = [workspace.conv(*question) for question in of.convs]
     return [count for count, _ in said], [0] * len(said), [source for _, source in said]

@@ -207,8 +207,6 @@ def predict_pipeline(
     recorder.script.end()
     for name, count in recorder.guesses.items():
         notes.append(f"{name} read a number that only a real run has ({count} times); 0 was taken")
-    title = source or "a pipeline"
-    request = RecordedRequest(
-        card, software, recorder.script, title, safe=safe, unmodelled=recorder.recording.unmodelled, notes=tuple(notes)
-    )
+    title, script, unmodelled = source or "a pipeline", recorder.script.script, recorder.recording.unmodelled
+    request = RecordedRequest(card, software, script, title, safe=safe, unmodelled=unmodelled, notes=tuple(notes))
     return RecordedPrediction(request)

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 
 from vaemem._common import setting
 from vaemem._errors import ArgumentError
-from vaemem.pipelines.recorded import ProcessScript
+from vaemem.pipelines.recorded import ScriptWriter
 from vaemem.prediction.planned import OF_WEIGHTS
 from vaemem.prediction.request import Card
 from vaemem.pytorch.recorder import Recorder, Recording, aten, leaves_of, map_leaves
@@ -40,7 +40,7 @@ class PipelineRecorder(Recorder):
 
     def __init__(self, card: Card, cudnn: int = 0):
         super().__init__(Recording(), card.gpu, cudnn)
-        self.card, self.script, self.guesses = card, ProcessScript(), Counter[str]()
+        self.card, self.script, self.guesses = card, ScriptWriter(), Counter[str]()
         self._trace: Any = self.script
         self._phase, self._begun = "", True  # a phase begins with the first operator that does not move a weight
         self._role = ""  # the component whose weight moves
@@ -243,7 +243,7 @@ def _refuse_record_stream(*_: Any) -> None:
 class _Stream:
     """A stream or an event of the card that is not there. Everything on it happens at once."""
 
-    def __init__(self, script: ProcessScript, number: int):
+    def __init__(self, script: ScriptWriter, number: int):
         self._script, self.number = script, number
         self._before = list[int]()
 
