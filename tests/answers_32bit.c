@@ -674,16 +674,19 @@ static void baseline(void) {
 /* Rows of make_rows() by their numbers. */
 static void takes(void) {
     const vm_play *p = chosen();
-    const uint64_t *of = some(3); /* first reading, whether bytes count above the baseline, rows that are likely */
+    const uint64_t *of = some(2); /* whether bytes count above the baseline, rows that are likely */
     size_t phases, count;
     const uint64_t *phase = numbers(&phases), *row = numbers(&count);
     const size_t width = vm_play_script(p)->convs;
     uint64_t *all = room(count * width, sizeof *all);
-    vm_judge_phase *each = room(phases / 2, sizeof *each);
+    vm_judge_phase *each = room(phases / 4, sizeof *each);
     vm_takes found;
-    for (size_t i = 0; i < phases / 2; i++) each[i] = (vm_judge_phase){phase[2 * i], phase[2 * i + 1]};
+    for (size_t i = 0; i < phases / 4; i++) {
+        const uint64_t *const one = phase + 4 * i;
+        each[i] = (vm_judge_phase){(size_t)one[0], one[1], one[2], one[3]};
+    }
     for (size_t i = 0; i < count; i++) memcpy(all + i * width, get(&rows, (size_t)row[i]), width * sizeof *all);
-    if (vm_judge_rows(p, each, (size_t)of[0], phases / 2, of[1], all, count, (size_t)of[2], &found)) stop(vm_error());
+    if (vm_judge_rows(p, each, phases / 4, of[0], all, count, (size_t)of[1], &found)) stop(vm_error());
     say("", (uint64_t[]){found.own, found.least, found.most, found.bound}, 4);
     free(each);
     free(all);

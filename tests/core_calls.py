@@ -421,9 +421,9 @@ class Play(StandIn):
         log.line(["least", self.number, words((first_only, low, high))], f" {found}")
         return found
 
-    def takes(self, phases: Any, first: int, above: bool, rows: Any, likely: int) -> Any:
-        found = self._bare.takes(phases, first, above, rows, likely)
-        numbers = words((first, above, likely)), words(itertools.chain(*phases))
+    def takes(self, phases: Any, above: bool, rows: Any, likely: int) -> Any:
+        found = self._bare.takes(phases, above, rows, likely)
+        numbers = words((above, likely)), words(itertools.chain(*phases))
         line = ["takes", self.number, *numbers, words(log.number("row", row) for row in rows)]
         log.line(line, listed("", found))
         return found

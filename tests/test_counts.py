@@ -130,7 +130,6 @@ CALLS = {
     "SimulatedProcess.hold_all": (lambda **given: SimulatedProcess().hold_all("x", **given), {"sizes": [512, 513]}),
     "SimulatedProcess.least": (lambda **given: read_process().least(**given), {"low": 0, "high": 4 << 20}),
     "SimulatedProcess.peak": (lambda **given: str(read_process().peak(**given)), {"reading": 0}),
-    "SimulatedProcess.peak_step": (lambda **given: read_process().peak_step(**given), {"number": 0}),
     "SimulatedProcess.peak_tensors": (lambda **given: read_process().peak_tensors(**given), {"reading": 0}),
     "SimulatedProcess.read": (lambda **given: read_process().read(**given), {"outside": 512}),
     "SimulatedProcess.release": (release, {"storages": [SimulatedProcess().hold("x", 512)]}),

@@ -249,9 +249,10 @@ class Play:
     def rows(
         self, rows: tuple[Sequence[int], ...], spans: tuple[tuple[int, int], ...], above: bool = True, /
     ) -> list[list[int]]: ...
-    # (As it was played, least, most, bound); a phase is (bytes that its reading leaves out, bytes that are exact).
+    # (As it was played, least, most, bound); a phase is (number of its reading, bytes that the reading leaves out,
+    # bytes that are exact, whether it counts for the bound alone).
     def takes(
-        self, phases: tuple[tuple[int, int], ...], first: int, above: bool, rows: tuple[Sequence[int], ...],
+        self, phases: tuple[tuple[int, int, int, bool], ...], above: bool, rows: tuple[Sequence[int], ...],
         likely: int, /,
     ) -> tuple[int, int, int, int]: ...  # fmt: skip
 

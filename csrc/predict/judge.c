@@ -32,26 +32,28 @@ vm_verdict vm_judge(const vm_card_use *use, vm_reason *why) {
     return *why == VM_REASON_NONE ? VM_FITS : VM_TIGHT;
 }
 
-/* Returns: the most bytes of any phase. reserved: [phases], by PyTorch's allocator. */
+/* Returns: the most bytes of any phase that counts. reserved: [phases], by PyTorch's allocator. */
 static uint64_t most_of(const vm_judge_phase *phase, const uint64_t *reserved, size_t phases) {
     uint64_t most = 0;
-    for (size_t i = 0; i < phases; i++) most = VM_MAX(most, vm_sum64(reserved[i], phase[i].outside));
+    for (size_t i = 0; i < phases; i++)
+        if (!phase[i].bound_only) most = VM_MAX(most, vm_sum64(reserved[i], phase[i].outside));
     return most;
 }
 
-vm_status vm_judge_rows(const vm_play *p, const vm_judge_phase *phase, size_t first, size_t phases, bool above,
-                        uint64_t *row, size_t rows, size_t likely, vm_takes *out) {
+vm_status vm_judge_rows(const vm_play *p, const vm_judge_phase *phase, size_t phases, bool above, uint64_t *row,
+                        size_t rows, size_t likely, vm_takes *out) {
     size_t readings;
     const vm_reading *const reading = vm_play_readings(p, &readings);
     vm_span *span = NULL;
     uint64_t *reserved = NULL; /* [rows + 1][phases]; the last row is the run as played, then each phase's most */
-    if (first > readings || phases > readings - first)
-        return vm_fail(VM_EINVAL, VM_EXPECTED("judge", "a reading for each of %zu phases", "%zu from number %zu on"),
-                       phases, readings, first);
+    for (size_t i = 0; i < phases; i++)
+        if (phase[i].reading >= readings)
+            return vm_fail(VM_EINVAL, VM_EXPECTED("judge", "a reading of %zu", "number %zu"), readings,
+                           phase[i].reading);
     vm_status s = vm_scratch_new(phases, sizeof *span, &span);
     if (!s) s = vm_scratch_new(rows + 1, phases * sizeof *reserved, &reserved);
     for (size_t i = 0; !s && i < phases; i++) {
-        const vm_reading *const r = &reading[first + i];
+        const vm_reading *const r = &reading[phase[i].reading];
         span[i] = r->span;
         reserved[rows * phases + i] = r->peak_reserved - (above ? r->base_reserved : 0);
     }

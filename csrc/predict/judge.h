@@ -15,10 +15,13 @@
  * most 0.7%. A 16th covers the largest, with room for unmeasured sizes. A small run may need one more large segment. */
 uint64_t vm_judge_bound(uint64_t reserved, uint64_t exact);
 
-/* outside: bytes on the card that a phase's reading leaves out, such as the baseline or memory outside PyTorch. exact:
- * bytes of the reading that are exact, such as weights. */
+/* A phase, by the number of its reading. outside: bytes on the card that the reading leaves out, such as the baseline
+ * or memory outside PyTorch. exact: bytes of the reading that are exact, such as weights. bound_only: counts for the
+ * bound alone. */
 typedef struct vm_judge_phase {
+    size_t reading;
     uint64_t outside, exact;
+    bool bound_only;
 } vm_judge_phase;
 
 /* Bytes that a run takes: as played; the least and the most over several sets of workspaces; and the bound of all. */
@@ -26,11 +29,11 @@ typedef struct vm_takes {
     uint64_t own, least, most, bound;
 } vm_takes;
 
-/* Sums up a play's readings from number `first` on, one per phase. above: count only bytes beyond each reading's
- * baseline. row: [rows][script->convs], overwritten: other plausible sets of workspaces. The first `likely` rows count
- * for the least and the most; all rows count for the bound. */
-vm_status vm_judge_rows(const vm_play *p, const vm_judge_phase *phase, size_t first, size_t phases, bool above,
-                        uint64_t *row, size_t rows, size_t likely, vm_takes *out);
+/* Sums up phases of a play. above: count only bytes beyond each reading's baseline. row: [rows][script->convs],
+ * overwritten: other plausible sets of workspaces. The first `likely` rows count for the least and the most; all rows
+ * count for the bound. */
+vm_status vm_judge_rows(const vm_play *p, const vm_judge_phase *phase, size_t phases, bool above, uint64_t *row,
+                        size_t rows, size_t likely, vm_takes *out);
 
 /* Finds the smallest device, in pages of 2 MiB, on which the script of a play succeeds, with room for the memory
  * outside PyTorch. low: too few bytes; high: enough bytes, as far as known. If the script succeeds on some device and

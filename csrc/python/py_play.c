@@ -298,22 +298,29 @@ static PyObject *play_rows(Play *self, PyObject *args) {
 }
 
 static PyObject *play_takes(Play *self, PyObject *args) {
-    PyObject *pairs, *rows;
-    Py_ssize_t first, likely;
+    PyObject *tuples, *rows;
+    Py_ssize_t likely;
     int above;
     vm_takes takes = {0};
-    uint64_t *workspace = NULL, *phase;
-    if (!PyArg_ParseTuple(args, "O!npO!n:takes", &PyTuple_Type, &pairs, &first, &above, &PyTuple_Type, &rows, &likely))
+    uint64_t *workspace = NULL, *number;
+    if (!PyArg_ParseTuple(args, "O!pO!n:takes", &PyTuple_Type, &tuples, &above, &PyTuple_Type, &rows, &likely))
         return NULL;
-    const size_t count = (size_t)PyTuple_Size(rows), phases = (size_t)PyTuple_Size(pairs);
-    if ((phase = to_rows("phases", pairs, 2))) workspace = to_workspaces(self, rows);
-    if (workspace && (first < 0 || likely < 0))
-        vm_py_refuse(PyExc_ValueError, VM_EXPECTED("first, likely", "0 or more", ""));
+    const size_t count = (size_t)PyTuple_Size(rows), phases = (size_t)PyTuple_Size(tuples);
+    if ((number = to_rows("phases", tuples, 4))) workspace = to_workspaces(self, rows);
+    vm_judge_phase *phase = workspace ? PyMem_Calloc(phases + 1, sizeof *phase) : NULL;
+    for (size_t i = 0; phase && i < phases; i++) {
+        const uint64_t *const one = number + 4 * i;
+        phase[i] = (vm_judge_phase){(size_t)VM_MIN(one[0], UINT32_MAX), one[1], one[2], one[3]};
+    }
+    if (workspace && !phase)
+        PyErr_NoMemory();
+    else if (workspace && likely < 0)
+        vm_py_refuse(PyExc_ValueError, VM_EXPECTED("likely", "0 or more", "%zd"), likely);
     else if (workspace)
-        vm_py_check(vm_judge_rows(self->play, (const vm_judge_phase *)phase, (size_t)first, phases, above, workspace,
-                                  count, (size_t)likely, &takes));
-    PyMem_Free(workspace);
+        vm_py_check(vm_judge_rows(self->play, phase, phases, above, workspace, count, (size_t)likely, &takes));
     PyMem_Free(phase);
+    PyMem_Free(workspace);
+    PyMem_Free(number);
     if (PyErr_Occurred()) return NULL;
     return Py_BuildValue("(KKKK)", (unsigned long long)takes.own, (unsigned long long)takes.least,
                          (unsigned long long)takes.most, (unsigned long long)takes.bound);
@@ -353,10 +360,10 @@ static PyMethodDef methods[] = {
      "in each span (since, until) of events, on fresh devices like the play's: a list for each row of workspaces of "
      "the script's convolutions. above: only bytes beyond those reserved before the span."},
     {"takes", (PyCFunction)play_takes, METH_VARARGS,
-     "takes($self, phases, first, above, rows, likely, /)\n--\n\nReturns (as played, least, most, bound): bytes "
-     "of the phases, which are the readings from `first` on, over rows of other plausible workspaces. phases: "
-     "(bytes outside PyTorch, bytes that are exact). above: only bytes beyond the baselines. The first `likely` "
-     "rows count for the least and the most, all for the bound."},
+     "takes($self, phases, above, rows, likely, /)\n--\n\nReturns (as played, least, most, bound): bytes of the phases "
+     "over rows of other plausible workspaces. phases: (number of its reading, bytes outside PyTorch, bytes that are "
+     "exact, whether it counts for the bound alone). above: only bytes beyond the baselines. The first `likely` rows "
+     "count for the least and the most, all for the bound."},
     {NULL, NULL, 0, NULL}};
 
 static PyGetSetDef attributes[] = {

@@ -27,8 +27,9 @@ from vaemem.out_of_memory.refusals import (
 from vaemem.out_of_memory.sizes import MADE_SIZES, Areas, Size, list_sizes
 from vaemem.pipelines.pipeline_request import PipelineRequest
 from vaemem.prediction.gpus import Gpu
+from vaemem.prediction.held import parameter_bytes
 from vaemem.prediction.predict import Prediction
-from vaemem.prediction.process import SimulatedProcess, parameter_bytes
+from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.request import Card, VAEArguments, VAERequest, resolve_vae
 from vaemem.prediction.runtimes import architecture, code_of
 

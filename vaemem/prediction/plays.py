@@ -65,10 +65,13 @@ class Plays:
 
     @functools.cached_property
     def takes(self) -> Takes:
-        """The request's memory by its own protocol. The bound covers every cuDNN unless a version was named."""
+        """The request's memory by its own protocol. The bound covers every cuDNN unless a version was named, and other
+        protocols if the same process played them."""
         known = set(self._likely)
         rows = [*self._likely, *(row for row in self._every if row not in known)]
-        mine = self._take(self.protocols[0], rows, len(self._likely))
+        process, first = self._play(self.protocols[0])
+        also = [number for other, number in map(self._play, self.protocols[1:]) if other is process]
+        mine = self._take(process, first, rows, len(self._likely), also)
         if not self._native:
             return mine
         native = self._native.takes
@@ -79,13 +82,14 @@ class Plays:
     @functools.cached_property
     def bound(self) -> int:
         """The most that the request takes by any protocol."""
-        bounds = [self._take(protocol, self._every).bound for protocol in self.protocols[1:]]
+        others = [one for one in map(self._play, self.protocols[1:]) if one[0] is not self.process]
+        bounds = [self._take(process, first, self._every).bound for process, first in others]
         return max(self.takes.bound, *bounds, self._native.bound if self._native else 0)
 
     def low_bounds(self) -> Iterator[int]:
         """Yield lower bounds of `bound` that are quick to compute: as each protocol played."""
         for protocol in self.protocols:
-            yield self._take(protocol).bound
+            yield self._take(*self._play(protocol)).bound
 
     @functools.cached_property
     def _likely(self) -> list[Workspaces]:
@@ -97,12 +101,18 @@ class Plays:
         """Plausible sets of workspaces for every cuDNN, unless a version was named."""
         return self._likely if self.request.software.has_version else self.process.alternatives(True)
 
-    def _take(self, protocol: str, rows: Sequence[Workspaces] = (), likely: int = 0) -> Takes:
-        process, first = self._play(protocol) if self._above else (self.process, 0)
-        return Takes(*process.takes(self.phases, first, self._above, rows, likely))
+    def _take(
+        self, process: SimulatedProcess, first: int, rows: Sequence[Workspaces] = (), likely: int = 0,
+        also: Sequence[int] = (),
+    ) -> Takes:  # fmt: skip
+        """Sum up a process's readings from number `first` on. also: readings that count for the bound alone."""
+        bounds = dict.fromkeys(also, self.phases[0])
+        return Takes(*process.takes(self.phases, first, self._above, rows, likely, bounds))
 
     def _play(self, protocol: str) -> tuple[SimulatedProcess, int]:
         """Return a process that played the same call by a protocol, and the number of the protocol's reading."""
+        if not self._above:
+            return self.process, 0
         if protocol == "cold":
             for other, process in self._played.items():
                 if len(process.readings) > PROTOCOLS[other].runs or not PROTOCOLS[other].warmups:

@@ -26,8 +26,8 @@ from vaemem.prediction.answer import SimulatedAnswer
 from vaemem.prediction.benchmark import USUAL_PROTOCOL
 from vaemem.prediction.closed import derive
 from vaemem.prediction.gpus import known_gpu
+from vaemem.prediction.held import parameter_bytes
 from vaemem.prediction.job import MOST
-from vaemem.prediction.process import parameter_bytes
 from vaemem.prediction.request import ModuleRequest, VAEArguments, VAERequest, resolve_vae, usual_overlap
 from vaemem.prediction.runtimes import RUNTIMES, WANS, architecture, followed
 from vaemem.prediction.seconds import Seconds

@@ -8,6 +8,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from vaemem import _core
@@ -15,8 +16,17 @@ from vaemem._common import DTYPES, ELEMENT_BYTES, meant, whole, wholes
 from vaemem._core import OutOfMemoryError
 from vaemem._errors import ArgumentError
 from vaemem.prediction.gpus import Gpu, find_gpu
-from vaemem.prediction.held import LoadedVAE, Moment, Tensor, arch_key, moments, storages_of
-from vaemem.prediction.passing import FIRST
+from vaemem.prediction.held import (
+    LoadedVAE,
+    Moment,
+    Tensor,
+    arch_key,
+    converted_bytes,
+    moments,
+    parameter_bytes,
+    parameters_of,
+    storages_of,
+)
 from vaemem.prediction.runtimes import RUNTIMES, WANS, architecture, diffusers_release
 from vaemem.prediction.snapshot import CachingAllocator
 from vaemem.prediction.workspace import (
@@ -30,6 +40,7 @@ from vaemem.prediction.workspace import (
 
 Workspaces = tuple[int, ...]  # bytes of each of a process's convolutions
 PhaseBytes = tuple[int, int]  # of a phase: bytes that its reading leaves out, and bytes of its reading that are exact
+ReadingBytes = Mapping[int, PhaseBytes]  # by the index of a reading
 _COUNTS, _MOST = ("flops", "attended", "moved", "sent", "host_flops", "outside"), (1 << 64) - 1  # of a phase; of each
 ROUNDED_UP = "[rounded up by the allocator]"  # to 512 bytes, and remainders of blocks that are too small to split off
 
@@ -53,37 +64,6 @@ class PeakTensor(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def _vae_trace(arch: tuple[tuple[str, Any], ...], **call: Any) -> _core.Trace:
     return _core.Trace.vae(dict(arch), **call)
-
-
-@functools.lru_cache(maxsize=64)
-def _parameters(arch: tuple[tuple[str, Any], ...], runtime: str) -> list[tuple[int, bool]]:
-    """Return each parameter's number of elements, and whether it belongs to the `FIRST` blocks, in the order of
-    loading."""
-    made = _core.Trace.parameters(dict(arch), runtime)
-    return [(math.prod(shape), name.startswith(FIRST)) for name, shape, _ in made]
-
-
-@functools.lru_cache(maxsize=256)
-def _converted(
-    arch: tuple[tuple[str, Any], ...], runtime: str, old: tuple[str, str], new: tuple[str, str]
-) -> list[int]:  # fmt: skip
-    """Return the bytes of each parameter that is copied to another dtype, and 0 for the others. old, new: the dtypes of
-    the model and of its `FIRST` blocks."""
-    return [
-        count * ELEMENT_BYTES[new[is_first]] * (old[is_first] != new[is_first])
-        for count, is_first in _parameters(arch, runtime)
-    ]
-
-
-@functools.lru_cache(maxsize=256)
-def parameter_bytes(
-    arch: tuple[tuple[str, Any], ...], runtime: str, dtype: str
-) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-    """Return the bytes of each parameter, in the order of loading, and whether it is a filter. Only filters, with four
-    dimensions, have a memory format."""
-    made = _core.Trace.parameters(dict(arch), runtime)
-    sizes = tuple(math.prod(shape) * (ELEMENT_BYTES[dtype] if own == "run" else 8) for _, shape, own in made)
-    return sizes, tuple(len(shape) == 4 for _, shape, _ in made)
 
 
 class SimulatedProcess:
@@ -248,7 +228,7 @@ class SimulatedProcess:
             placed = self._hold(name, sizes, "weights")
         else:
             types = dtype, meant("first", first, DTYPES)
-            sizes = tuple(count * ELEMENT_BYTES[types[is_first]] for count, is_first in _parameters(key, runtime))
+            sizes = tuple(count * ELEMENT_BYTES[types[is_first]] for count, is_first in parameters_of(key, runtime))
             placed = self._hold(name, sizes)
         if channels_last:
             self._replace(placed, [size * of for size, of in zip(sizes, filters, strict=True)])
@@ -272,7 +252,7 @@ class SimulatedProcess:
             raise ArgumentError("vae", "a VAE that is there", "one that was dropped")
         old, new = (vae.dtype, vae.first or vae.dtype), (dtype, first)
         if old != new and vae.passing is None:
-            self._replace(storages, _converted(vae.key, vae.runtime, old, new))
+            self._replace(storages, converted_bytes(vae.key, vae.runtime, old, new))
         vae.dtype, vae.first = dtype, None if first == dtype else first
 
     def tensor(self, shape: Sequence[int], dtype: str, name: str = "input", *, host: bool = False) -> Tensor:
@@ -619,13 +599,14 @@ class SimulatedProcess:
 
     def takes(
         self, phases: Sequence[PhaseBytes], first: int = 0, above: bool = False, others: Sequence[Workspaces] = (),
-        likely: int | None = None,
+        likely: int | None = None, bounds: ReadingBytes = MappingProxyType({}),
     ) -> tuple[int, int, int, int]:  # fmt: skip
         """Return the bytes that a run takes in the phases of the readings from number `first` on: as played, the least
         and the most over the first `likely` of the other workspaces (by default all), and the bound.
 
         phases: the `PhaseBytes` of each phase. above: whether only bytes beyond each reading's baseline count. others:
-        as returned by `alternatives`.
+        as returned by `alternatives`. bounds: by the indices of other readings, their `PhaseBytes`; they count for the
+        bound alone.
 
         Examples
         --------
@@ -637,7 +618,9 @@ class SimulatedProcess:
         True
         """
         first, likely = whole("first", first, 0), len(others) if likely is None else whole("likely", likely, 0)
-        return self._play.takes(tuple(phases), first, above, tuple(others), likely)
+        given = [(first + i, *one, False) for i, one in enumerate(phases)]
+        given += [(number, *one, True) for number, one in bounds.items()]
+        return self._play.takes(tuple(given), above, tuple(others), likely)
 
     def _call_vae(self, vae: LoadedVAE, op: str, x: Tensor, tile: int, tile_overlap: float, slicing: bool) -> Tensor:
         encodes, tile = op == "encode", whole("tile", tile, 0)
