@@ -246,6 +246,25 @@ def test_one_name_has_one_meaning():
     assert {name: where for name, where in homes.items() if len(where) > 1 and name not in SHARED} == {}
 
 
+RETIRED = {"score", "replay", "repeat", "again", "process"}  # a program's text is a script, and a device's run a play
+# Replays of a recorded history have PyTorch's own decisions; the other two are PyTorch's names.
+KEPT = {"Replay", "replay", "SimulatedProcess", "vm_talloc_count_again", "vm_walk_repeat", "repeat"}
+
+
+def words_of(name: str) -> set[str]:
+    return set(re.findall("[a-z]+", re.sub("([A-Z])", r"_\1", name).lower()))
+
+
+def test_retired_words():
+    """A script is written, a play plays it. Words that meant either are in no name of prediction."""
+    public = re.compile(r"^ *(?:def|class) ([A-Za-z]\w*)", re.MULTILINE)
+    files = [path for room in ("prediction", "pipelines") for path in (ROOT / "vaemem" / room).glob("*.py")]
+    names = {name for path in files for name in public.findall(path.read_text("utf-8"))}
+    for header in (ROOT / "csrc/predict").glob("*.h"):
+        names |= set(re.findall(r"\b(vm_\w+)", header.read_text("utf-8")))
+    assert len(names) > 700 and {name for name in names - KEPT if words_of(name) & RETIRED} == set()
+
+
 def test_files_are_short():
     """The rule stands in CONTRIBUTING.md. Tests may be longer: they are lists of cases."""
     lengths = {

@@ -479,17 +479,17 @@ class SimulatedProcess:
         self._play.answer(wanted, following)
         self._play.run()
 
-    def repeat(self, process: SimulatedProcess) -> PeakTensor | None:
-        """Repeat everything that another process did, as far as this new process's device has memory. cuDNN's next
-        plans and A1111's attention depend on the free memory here. Return the request that failed, if any. Write
-        nothing more to either of them: they share one script.
+    def play_of(self, process: SimulatedProcess) -> PeakTensor | None:
+        """Play everything that another process did in this new one, as far as its device has memory. cuDNN's next plans
+        and A1111's attention depend on the free memory here. Return the request that failed, if any. Write nothing
+        more to either of them: they share one script.
 
         Examples
         --------
         >>> p = vaemem.SimulatedProcess("RTX 4090")
         >>> left = p.hold("weights", 3 << 30)
         >>> small = vaemem.SimulatedProcess(allocator=vaemem.CachingAllocator(total_memory=2 << 30))
-        >>> small.repeat(p)
+        >>> small.play_of(p)
         PeakTensor(name='weights', bytes=3221225472)
         """
         self._script, self.sources = process._script, process.sources

@@ -227,7 +227,7 @@ class Request:
         """Play the script of a process on a device of `capacity` bytes, as far as that has memory. Return a process
         with the new play, and the request that failed, if any."""
         other = self.start(process.workspace, total_memory=max(capacity, PAGE))
-        return other, other.repeat(process)
+        return other, other.play_of(process)
 
     def play_on_card(self, process: SimulatedProcess) -> tuple[SimulatedProcess, PeakTensor | None]:
         """Play the script of a process that had room on the card, as `play_on` does. If the card has as much room, no
