@@ -285,7 +285,7 @@ def curve(of: Any) -> str:
 
 
 def do(line: Iterable[Any], call: Callable[[], Any], said: Callable[[Any], str], names: Any = None) -> Any:
-    """Make a call, and write what it returned or refused. said: what follows, with None after a failure."""
+    """Make a call, and write its result or its error. said: formats the result, None after a failure."""
     result, failed = None, ""
     try:
         result = call()

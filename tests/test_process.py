@@ -493,6 +493,43 @@ def test_a_failed_call_leaves_no_trace_in_others():
     p.release([held])
 
 
+def test_a_trace_that_changes_after_its_call():
+    """A script keeps the trace as it was called."""
+    _, core = process()
+    trace = _core.Trace()
+    trace.conv(("float16", 1, 64, 64, 64, 64, 3, 1, 1, "nchw"), "conv [workspace]")
+    trace.take(1 << 20, "first")
+    core.call(trace, [5 << 20], [0])
+    trace.take(2 << 20, "second")
+    trace.blas("product")
+    core.read("")
+    left, *_ = core.call(trace, [5 << 20], [0])
+    assert len(left) == 2 and len(core.names) == 7
+    other, _ = core.elsewhere(CachingAllocator(history=False))
+    assert other.readings == core.readings and core.readings[0][3] == 5 << 20
+    assert pairs(other.peak()[1]) == [("first", 2 << 20), ("second", 2 << 20), ("cublas [workspace]", 8 << 20)]
+
+
+def test_a_script_that_was_written_elsewhere():
+    """A process plays it whole, if it is new; a process that plays another's does nothing more."""
+    script = _core.Script()
+    [held] = script.take("weights", [3 << 30])
+    script.read("load")
+    p, small = SimulatedProcess(), SimulatedProcess(allocator=CachingAllocator(total_memory=2 << 30, history=False))
+    p.play(script)
+    assert p.allocated == 3 << 30 and p.counted(0)["name"] == "load"
+    assert small.play_of(p).bytes == 3 << 30
+    for call in (lambda: small.hold("x", 1), lambda: small.call(_core.Trace()), lambda: small.play_of(p)):
+        with refused("process"):
+            call()
+    with refused("script"):
+        p.play(script)
+    p.release([held])
+    assert p.allocated == 0 and script.events == 3
+    with refused("workspaces, next"):
+        p._play.answer([1], [])
+
+
 def test_variables_that_are_not_bound():
     v = Variables(SimulatedProcess())
     assert not hasattr(v, "x") and getattr(v, "x", 7) == 7

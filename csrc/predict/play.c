@@ -147,7 +147,7 @@ static vm_status give(vm_play *p, uint32_t id) {
     return s;
 }
 
-/* Storages that come, and those that they replace. The rounding of the replaced ones counts. */
+/* Takes an event's storages. Each may replace another storage, which keeps the count of rounded bytes. */
 static vm_status take(vm_play *p, const vm_event *e, size_t *taken) {
     uint64_t before = vm_play_now(p->talloc, VM_TALLOC_ALLOCATED_BYTES);
     place highest = {p->event, 0};
@@ -228,8 +228,7 @@ static void note_refused(vm_play *p, const uint64_t *workspace) {
 
 /* Plays a call's steps. Frees what a failed call allocated. */
 static vm_status play_call(vm_play *p, const vm_event *e, const vm_called *c, run *r) {
-    size_t at = 0;
-    const vm_status s = vm_play_steps(r, &at);
+    const vm_status s = vm_play_steps(r);
     if (s && vm_talloc_last_oom(p->talloc)) p->full = true, p->oom = *vm_talloc_last_oom(p->talloc);
     for (uint32_t id = 0; s && id < c->trace->ids; id++)
         if (p->address[id] && !vm_talloc_free(p->talloc, p->address[id])) p->address[id] = 0;

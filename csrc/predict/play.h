@@ -35,11 +35,11 @@ vm_status vm_play_answer(vm_play *p, const uint64_t *workspace, const uint64_t *
 vm_status vm_play_answer_call(vm_play *p, const vm_called *c, const uint64_t *workspace, const uint64_t *next);
 
 /* Plays the events that were not played yet. VM_ENOMEM if the device is full: vm_play_oom has the figures; or if this
- * machine has no memory. The event that fails counts as played: it freed what it allocated, except that a take keeps
- * the first *taken storages. */
+ * machine has no memory. An event that fails counts as played. A call frees what it allocated; a take keeps the first
+ * *taken storages. */
 vm_status vm_play_run(vm_play *p, size_t *taken);
 /* Plays the event that was just written to its script, for scripts that are written while they are played. The script
- * forgets an event that fails, and a take that fails gives back what it took. */
+ * forgets an event that fails. A take that fails frees its storages. */
 vm_status vm_play_follow(vm_play *p, vm_script *script);
 const vm_talloc_oom *vm_play_oom(const vm_play *p); /* NULL unless the last event filled the device */
 

@@ -25,7 +25,7 @@ static void add_kept(lister *l, int k) {
     add(l, k == CUBLAS ? s->cublas : s->cublaslt, k == CUBLAS ? l->p->blas.cublas_bytes : l->p->blas.cublaslt_bytes);
 }
 
-/* Marks what the first `comes` storages of an event and the first `goes` of those that go leave. */
+/* Marks the first `comes` storages that an event takes as live, and the first `goes` that it frees as not live. */
 static void mark_event(lister *l, const vm_event *e, size_t comes, size_t goes) {
     for (size_t i = 0; i < comes; i++) l->live[e->first + i] = true;
     for (size_t i = 0; i < goes; i++) l->live[l->p->script->going[e->gone + i]] = false;
@@ -59,7 +59,7 @@ static void add_call(lister *l, place at, uint64_t workspace, bool *there) {
         add(l, c->name[last->name], p->blas.cublaslt_bytes);
 }
 
-/* Lists what is live outside of calls. */
+/* Lists the live storages outside of calls. */
 static void add_outside(lister *l, place at) {
     const vm_script *const s = l->p->script;
     const kept *const used = l->p->kept;

@@ -94,7 +94,7 @@ typedef struct run {
 uint64_t vm_play_now(const vm_talloc *a, vm_talloc_kind kind);
 vm_status vm_play_step(run *r, const vm_trace_step *step, uint64_t *height);
 /* Plays all steps of a call. Skips a stretch if an earlier one of its kind left the allocator as it is now: it would
- * run the same way. *at: how many steps were played. */
-vm_status vm_play_steps(run *r, size_t *at);
+ * run the same way. */
+vm_status vm_play_steps(run *r);
 
 #endif

@@ -87,30 +87,30 @@ static vm_status play_one(run *r, size_t at, uint64_t *most) {
     return VM_OK;
 }
 
-vm_status vm_play_steps(run *r, size_t *at) {
+vm_status vm_play_steps(run *r) {
     const vm_trace *const t = r->of->trace;
     const size_t stretches = vm_talloc_forgets(r->talloc) ? t->stretches : 0;
-    size_t next = 0, others = 0, version = 0;
+    size_t at = 0, next = 0, others = 0, version = 0;
     uint64_t most = 0;
     memory *known = NULL;
     vm_status s = VM_OK;
     if (stretches) s = vm_scratch_new(t->kinds, sizeof *known, &known);
-    for (*at = 0; !s && *at < t->steps;) {
+    while (!s && at < t->steps) {
         const vm_trace_stretch *x = next < stretches ? &t->stretch[next] : NULL;
         memory *m = x ? &known[x->kind] : NULL;
-        if (x && *at == x->from) {
+        if (x && at == x->from) {
             version = version_of(r, others);
             if (m->version == version) {
                 pass_over(r, x, m);
-                *at = x->until;
+                at = x->until;
                 next++;
                 continue;
             }
             m->before = *vm_talloc_get_stats(r->talloc);
         }
-        if ((s = play_one(r, *at, &most))) break;
-        others += !x || *at < x->from;
-        if (++*at != (x ? x->until : 0)) continue;
+        if ((s = play_one(r, at, &most))) break;
+        others += !x || at < x->from;
+        if (++at != (x ? x->until : 0)) continue;
         if (version_of(r, others) == version) {
             m->version = version;
             m->from = x->from;

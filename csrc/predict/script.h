@@ -4,8 +4,8 @@
  *   storages, names, convolutions                        numbered from 0, in order of first use
  *   play.h plays a script on a device, judge.h judges the plays
  *
- * A call plays a trace. What a trace takes and frees has numbers within the trace; what it leaves has numbers in the
- * script. Plays only read a script, so threads may share one that is complete. */
+ * A call plays a trace. Storages that a trace frees again have numbers within the trace only. Storages that it leaves
+ * also have numbers in the script. Plays only read a script, so threads may share a complete one. */
 #ifndef VM_SCRIPT_H
 #define VM_SCRIPT_H
 
@@ -30,7 +30,7 @@ typedef struct vm_event {
     size_t gone, goes;     /* storages that go: first and number in the script's list */
 } vm_event;
 
-/* name: what it is called at a peak; stream: of its allocation, 0: PyTorch's own. */
+/* name: its name in lists of live storages. stream: the CUDA stream of its allocation; 0 is PyTorch's default. */
 typedef struct vm_storage {
     uint64_t bytes; /* as requested */
     uint32_t name, stream;
@@ -90,7 +90,7 @@ vm_status vm_script_take(vm_script *s, const char *stamp, const char *name, cons
 vm_status vm_script_replace(vm_script *s, const char *stamp, uint32_t *id, const uint64_t *bytes, size_t count);
 /* VM_EINVAL if one is not there. */
 vm_status vm_script_give(vm_script *s, const uint32_t *id, size_t count);
-/* Shares the trace, which must not change from now on. *event: what it wrote, borrowed until the next call. */
+/* Shares the trace: nobody may change it from now on. *event: the new event, borrowed until the next one. */
 vm_status vm_script_call(vm_script *s, vm_trace *t, const vm_event **event);
 vm_status vm_script_empty_cache(vm_script *s);
 vm_status vm_script_reset_peak(vm_script *s);
@@ -103,8 +103,8 @@ void vm_script_count(vm_script *s, const vm_work *work, uint64_t outside);
 /* Multiplies work counted from now on: one played step of a loop stands for `times` steps. */
 void vm_script_times(vm_script *s, uint64_t times);
 
-/* Notes that the last event failed when it was played, after `taken` of its storages were there. They stay; what comes
- * after them never came, nor went the storages that it would have replaced. */
+/* Notes that the last event failed when it was played, after `taken` of its storages were there. Those
+ * stay. The rest never came, and the storages that the rest would have replaced are still there. */
 void vm_script_failed(vm_script *s, size_t taken);
 
 /* Finds a trace's names and convolutions in a script. VM_EINVAL if the script lacks one. Free *out with

@@ -174,7 +174,7 @@ static PyObject *script_phases(Script *self, void *Py_UNUSED(closure)) {
     return vm_py_list(self->script->phases, phase_item, self->script);
 }
 
-/* ---- what it has ---- */
+/* ---- contents ---- */
 
 static PyObject *name_item(const void *names, size_t i) { return PyUnicode_FromString(vm_names_get(names, i)); }
 

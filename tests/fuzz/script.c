@@ -1,5 +1,5 @@
-/* Any script, played while it is written: what is said to be there was taken, and the peak is no more than the
- * allocator's. An allocation of the core's own may fail at any step. */
+/* Writes and plays any script. Storages that the script has are allocated, and no list of live storages exceeds the
+ * allocator's peak. An allocation of the core's own may fail at any step. */
 #include "../../csrc/predict/judge.h"
 #include "input.h"
 
@@ -117,8 +117,8 @@ static void check(const vm_play *p, const vm_script *script, const uint32_t held
     vm_scratch_free(list.item);
 }
 
-/* The same on a device of so many bytes, with every allocation of the core's own failing once in a while; without end
- * and without failures all is as it was. */
+/* Plays the script on a device of `total` bytes. The allocation number `fails` of the core fails. same: expect equal
+ * readings, because the device is unlimited and nothing fails. */
 static void elsewhere(const vm_play *from, uint64_t total, bool first_only, uint64_t fails, bool same) {
     size_t count, counted, taken;
     vm_play *p;

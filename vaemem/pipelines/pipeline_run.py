@@ -40,7 +40,7 @@ class PipelineRun:
             role for role in self.parts if request.offload != "none" and role not in resident
         ]  # by offloading
         self.calls: list[tuple[str, Any]] = []  # roles, and the process's record of their calls
-        self._loaded: dict[str, list[int] | LoadedVAE] = {}  # addresses; no entry if it is not in PyTorch's memory
+        self._loaded: dict[str, list[int] | LoadedVAE] = {}  # handles; no entry if it is not in PyTorch's memory
         for role in self.moved if request.offload == "sequential" else ():
             process.hold_all(f"weights of {role}", [size for one in self.parts[role].left for size in one.pieces])
         self._names = Counter[str]()  # of phases, and how many had each
@@ -111,7 +111,7 @@ class PipelineRun:
                 self._loaded[role] = process.hold_all(f"weights of {role}, not cast yet", sizes)
             else:
                 held = (self._quantise(part, *pair) for pair in zip(part.weights, sizes, strict=True))
-                self._loaded[role] = [address for one in held for address in one]
+                self._loaded[role] = [handle for one in held for handle in one]
 
     def _quantise(self, part: Part, weight: Stored, size: int) -> list[int]:
         """Send a weight of a size to the device. If it is a matrix, bitsandbytes quantises it there."""
@@ -276,8 +276,8 @@ class PipelineRun:
         """Create a tensor, in the denoiser's dtype by default."""
         dtype = dtype or self.request.dtype
         size = math.prod(shape) * programs.DTYPE_BYTES[dtype]
-        address = self.process.hold(name, size)
-        return Tensor(self.process, name, shape, dtype, [address] if address else ())
+        handle = self.process.hold(name, size)
+        return Tensor(self.process, name, shape, dtype, [handle] if handle else ())
 
     def drop(self, *tensors: Tensor) -> None:
         self.process.drop(*tensors)

@@ -137,6 +137,7 @@ class SimulatedProcess:
         self._script, self._blas = _core.Script(), blas_settings(self.gpu, self.torch_version)
         self._play = _core.Play(self._script, self.allocator, max(self.available, 0), **self._blas)
         self._play.note_heights(True)
+        self._writes = True  # whether the script is its own
         self.sources = Counter[str]()  # how many workspaces each source gave
         self.last_call: tuple[_core.Trace, Any, Any] | None = None
 
@@ -344,13 +345,14 @@ class SimulatedProcess:
         """
         wanted, following, sources = answers_of(self.workspace, trace)
         self.sources.update(sources)
+        self._check_writes()
         left = self._play.call(trace, wanted, following)
         self.last_call = (trace, *self._play.heights)
         return left
 
     def release(self, storages: Iterable[int]) -> None:
         """Free storages by the handles that `hold` and `call` returned."""
-        self._script.give(wholes("storages", storages))
+        self._writer.give(wholes("storages", storages))
         self._play.follow()
 
     def drop(self, *things: Tensor | LoadedVAE | None) -> None:
@@ -371,12 +373,12 @@ class SimulatedProcess:
 
     def empty_cache(self) -> None:
         """Call ``torch.cuda.empty_cache()``."""
-        self._script.empty_cache()
+        self._writer.empty_cache()
         self._play.follow()
 
     def reset_peak(self) -> None:
         """Call ``torch.cuda.reset_peak_memory_stats()``."""
-        self._script.reset_peak()
+        self._writer.reset_peak()
         self._play.follow()
 
     def count(
@@ -406,7 +408,7 @@ class SimulatedProcess:
         {'name': 'decode', 'flops': 5, 'attended': 0, 'moved': 0, 'sent': 0, 'host_flops': 0, 'outside': 64}
         """
         given = zip(_COUNTS, (flops, attended, moved, sent, host_flops, outside), strict=True)
-        self._script.count(*(whole(name, count, 0, _MOST) for name, count in given))
+        self._writer.count(*(whole(name, count, 0, _MOST) for name, count in given))
 
     def count_times(self, times: int) -> None:
         """Make `count` multiply work by `times` from now on: one played step stands for all steps of a loop.
@@ -419,7 +421,7 @@ class SimulatedProcess:
         >>> p.counted(0)["flops"]
         101
         """
-        self._script.times(whole("times", times, most=_MOST))
+        self._writer.times(whole("times", times, most=_MOST))
 
     def read(self, outside: int = 0, name: str = "") -> Reading:
         """End a phase: read the counters since the last `reset_peak`, and the work since the last reading. Add the
@@ -442,7 +444,7 @@ class SimulatedProcess:
         1088
         """
         self.count(outside=outside)
-        self._script.read(name)
+        self._writer.read(name)
         self._play.follow()
         return self.readings[-1]
 
@@ -473,6 +475,7 @@ class SimulatedProcess:
         >>> p.allocated >> 30
         3
         """
+        self._check_new("script")
         self._script, self._play = script, _core.Play(script, self.allocator, max(self.available, 0), **self._blas)
         wanted, following, sources = answers_of(self.workspace, script)
         self.sources.update(sources)
@@ -481,8 +484,8 @@ class SimulatedProcess:
 
     def play_of(self, process: SimulatedProcess) -> PeakTensor | None:
         """Play everything that another process did in this new one, as far as its device has memory. cuDNN's next plans
-        and A1111's attention depend on the free memory here. Return the request that failed, if any. Write nothing
-        more to either of them: they share one script.
+        and A1111's attention depend on the free memory here. Return the request that failed, if any. The script stays
+        the other's: this process does nothing more.
 
         Examples
         --------
@@ -492,7 +495,8 @@ class SimulatedProcess:
         >>> small.play_of(p)
         PeakTensor(name='weights', bytes=3221225472)
         """
-        self._script, self.sources = process._script, process.sources
+        self._check_new("process")
+        self._script, self.sources, self._writes = process._script, process.sources, False
         self._play = process._play.elsewhere(self.allocator, self.available)
         try:
             self._play.run()
@@ -660,15 +664,28 @@ class SimulatedProcess:
         """Return the storages that `call` left, as one tensor."""
         return Tensor(self, name, shape, dtype, left.values())
 
+    def _check_new(self, argument: str) -> None:
+        if self._script.events or not self._writes:
+            raise ArgumentError(argument, "a new process to play it", "one that did something before")
+
+    def _check_writes(self) -> None:
+        if not self._writes:
+            raise ArgumentError("process", "one with a script of its own", "one that played another's (play_of)")
+
+    @property
+    def _writer(self) -> _core.Script:
+        self._check_writes()
+        return self._script
+
     def _hold(self, name: str, sizes: Sequence[int], stamp: str | None = None) -> list[int]:
-        placed = self._script.take(name, sizes, stamp)
+        placed = self._writer.take(name, sizes, stamp)
         self._play.follow()
         return placed
 
     def _replace(self, storages: list[int], sizes: Sequence[int]) -> None:
         """Copy weights one by one; drop each old one. If memory runs out, those that were copied stay copied."""
         old = list(storages)
-        storages[:] = self._script.replace("weights", storages, sizes)
+        storages[:] = self._writer.replace("weights", storages, sizes)
         try:
             self._play.follow()
         except MemoryError:
