@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from vaemem.pytorch.fitting import products
 from vaemem.pytorch.loading import BUILDERS, default_dtype
 
 Sizes = Mapping[str, int]
@@ -39,14 +40,6 @@ class Module(NamedTuple):
     dtypes: Sequence[torch.dtype] = (*HALF, torch.float32)
     run: Callable[..., Any] | None = None
     tables: Callable[[Sizes], Sequence[torch.Tensor]] | None = None
-
-
-def products(*factors: Sequence[str]) -> list[str]:
-    """Every product of one of each: products(["", "n"], ["", "t"]) is ["", "t", "n", "n t"]."""
-    made = [""]
-    for choices in factors:
-        made = [f"{one} {other}".strip() for one in made for other in choices]
-    return made
 
 
 def make(module: Module, dtype: torch.dtype, device: str = "meta") -> torch.nn.Module:

@@ -15,11 +15,11 @@ from modules import make
 
 import vaemem
 from vaemem.pipelines.comfyui_run import WORKFLOWS
-from vaemem.pipelines.components import PIPELINES
 from vaemem.pytorch import record
 
 IMAGES, HEIGHT, WIDTH, STEPS = 2, 96, 64, 3
 VECTORS = {"sdxl": 2816, "flux": 768}  # and their numbers
+WIDTHS = {"sd15": 768, "sdxl": 2048, "qwen-image": 3584, "flux2": 15360}  # channels of the prompt's embeddings
 
 
 def main(name):
@@ -39,7 +39,7 @@ def main(name):
 
     def prompt(number):
         """A prompt's embeddings in the host's memory; prompts that cannot run in one call differ in length."""
-        conds = {"c_crossattn": kind(torch.zeros(1, tokens - (0 if work.joins else number), PIPELINES[name].width))}
+        conds = {"c_crossattn": kind(torch.zeros(1, tokens - (0 if work.joins else number), WIDTHS.get(name, 4096)))}
         if name in VECTORS:
             conds["y"] = comfy.conds.CONDRegular(torch.zeros(1, VECTORS[name]))
         if name in ("flux", "flux2"):

@@ -109,18 +109,20 @@ def test_nothing_stands_in_for_cudnns_answers(gpu):
     assert found.notes == () and found.band == (found.peak, found.peak)
 
 
-def test_steps_beyond_the_second_take_no_more(monkeypatch):
-    before = predict_pipeline("sd15", 512, 512, gpu="T4")
-    monkeypatch.setattr(pipeline_run, "PLAYED_STEPS", 5)
-    after = predict_pipeline("sd15", 512, 512, gpu="T4")
-    assert [p._replace(peak_tensors=()) for p in before.phases] == [p._replace(peak_tensors=()) for p in after.phases]
+def test_steps_beyond_the_first_ones_take_no_more():
+    few, many = (predict_pipeline("sd15", 512, 512, gpu="T4", steps=steps).phases for steps in (8, 80))
+    for one, other in zip(few, many, strict=True):
+        same = ("name", "reserved", "where", "weights", "workspace")
+        assert [getattr(one, name) for name in same] == [getattr(other, name) for name in same]
+        assert 0 <= other.allocated - one.allocated <= 512  # the scheduler's timesteps
 
 
 def test_guidance_and_steps_double_the_work():
     both = phase(predict_pipeline("sd15", 512, 512, steps=10), "denoise")
     alone = phase(predict_pipeline("sd15", 512, 512, steps=10, guidance=False), "denoise")
     longer = phase(predict_pipeline("sd15", 512, 512, steps=20), "denoise")
-    assert alone.activations < both.activations and both.flops == 2 * alone.flops and longer.flops == 2 * both.flops
+    assert alone.activations < both.activations and both.flops == 2 * alone.flops
+    assert 11 * longer.flops == 21 * both.flops  # PNDM's scheduler asks the denoiser once more
     assert longer.allocated - both.allocated <= 512
 
 
@@ -145,7 +147,8 @@ def test_sequential_offload_sends_every_submodules_weights():
     denoise = phase(found, "denoise")
     largest = max(sum(size for _, size in held) for held in unet.sent.values())
     left = 1024  # the text encoder's buffer stays on the card
-    assert denoise.sent == 3 * unet.nbytes and 0 < denoise.weights <= largest + left
+    # PNDM calls the UNet once more than it has steps.
+    assert denoise.sent == 4 * unet.nbytes and 0 < denoise.weights <= largest + left
     model = phase(predict_pipeline("sd15", 512, 512, gpu="T4", offload="model"), "denoise")
     assert denoise.allocated < model.allocated - unet.nbytes + largest + MIB
 
@@ -566,7 +569,7 @@ def test_an_image_that_the_pipeline_makes_first():
             assert later.kind == alone.name and later.reserved >= alone.reserved
             assert both.work(later) or later.kind == "encode image"
             if alone.name in ("denoise", "decode"):  # both images are encoded, one alone
-                assert abs(later.allocated - alone.allocated) < 2 * MIB and later.flops == alone.flops
+                assert abs(later.allocated - alone.allocated) < 8 * MIB and later.flops == alone.flops
         assert phase(both, "encode image").flops == 2 * phase(second, "encode image").flops
         assert both.to_dict()["asked"]["image"] == [512, 384] and len(both.rows()) == len(both.phases) + 1
         heights = {row["phase"]: row["height"] for row in both.rows()}

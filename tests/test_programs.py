@@ -254,12 +254,13 @@ def test_every_failing_allocation_is_said(dtype, sm, flags):
 
 def test_a_wrong_fit_is_refused(modules):
     """A size that is no polynomial of the variables, and calls that differ from size to size."""
-    from record_modules import Fit, ModuleCall, Writer
+    from vaemem.pytorch.fitting import PolynomialFit
+    from vaemem.pytorch.module_writer import ModuleCall, Writer
 
     values = [{"n": n, "t": t} for n, t in ((1, 2), (2, 5), (3, 3), (4, 9), (5, 7))]
-    fit = Fit(["", "n", "t", "n t"], values)
+    fit = PolynomialFit(["", "n", "t", "n t"], values)
     assert fit.polynomials[fit.index(tuple(3 * v["n"] * v["t"] + 7 * v["n"] for v in values))] == "7 n + 3 n t"
-    with pytest.raises(ValueError, match="no polynomial"):
+    with pytest.raises(ValueError, match="a polynomial"):
         fit.index(tuple(2 ** v["t"] for v in values))
     short, long = ModuleCall("m"), ModuleCall("m")
     long.append(("take", "", 8))
@@ -315,7 +316,9 @@ def test_what_the_recorder_writes_is_replayed(modules, monkeypatch):
     """From recordings at several sizes to a file's data, whose replay is compared at a size beside them."""
     import record_modules
     import torch
-    from modules import Module, points, products
+    from modules import Module, points
+
+    from vaemem.pytorch.fitting import products
 
     class Attention(torch.nn.Module):
         def __init__(self):

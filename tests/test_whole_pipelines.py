@@ -1,13 +1,10 @@
-"""diffusers' own pipelines, whole and of full size, recorded under fake tensors beside `predict_pipeline`.
-
-The tokenizer and the scheduler are stand-ins: the real ones look at what tensors hold, which is not there.
-"""
+"""diffusers' own pipelines, whole and of full size, with their own schedulers, run under fake tensors next to
+`predict_pipeline`."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -20,274 +17,59 @@ if not BENCHMARKS.exists():
     pytest.skip("the sources are not here", allow_module_level=True)
 sys.path.insert(0, str(BENCHMARKS))
 
-from diffusers.image_processor import VaeImageProcessor
+import record_pipelines
 from diffusers.pipelines import pipeline_utils
 from diffusers.quantizers.quantization_config import QuantizationMethod
 from diffusers.utils.import_utils import compare_versions
-from modules import MODULES, make
 from packaging.version import parse
-from record_modules import NEGLIGIBLE
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch_vaes import RELEASE, OneFrame, diffusers_vae
+from torch_vaes import RELEASE
 
-from vaemem import SimulatedProcess, _core, predict_pipeline
-from vaemem.pipelines.components import PIPELINES, count_seen
-from vaemem.pipelines.steps import QWEN_EDIT_TEMPLATE, QWEN_PATCH, QWEN_TEMPLATE
+from vaemem import predict_pipeline
+from vaemem.pipelines.components import PIPELINES
 from vaemem.prediction.profiles import Conv
-from vaemem.pytorch import record
+from vaemem.pytorch import predict_pipeline as predict_any
 
-
-class Tokenizer:
-    """Pads to `max_length`, by default its own. Other paddings give a few tokens."""
-
-    model_max_length, unpadded = 77, 5
-    added_tokens_encoder = ()
-
-    def __call__(self, prompt, padding=None, max_length=77, **_):
-        length = max_length if padding == "max_length" else self.unpadded
-        count = 1 if isinstance(prompt, str) else len(prompt)
-        ids = torch.zeros(count, length, dtype=torch.int64)
-        return transformers.BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
-
-    def apply_chat_template(self, messages, tokenize=False, **kwargs):
-        return self([""] * len(messages), **kwargs) if tokenize else messages[0]["content"]
-
-    def tokenize(self, prompt):
-        return [prompt]
-
-
-class Images(VaeImageProcessor):
-    """Takes pictures of the right size as they are; the real one looks at what they hold."""
-
-    def preprocess(self, image, *_, **__):
-        return image
-
-    def resize(self, image, *_, **__):
-        return image
-
-
-class Scheduler:
-    """As Euler's for flow matching, in the two tensors that a step makes."""
-
-    order, init_noise_sigma = 1, 1.0
-
-    def __init__(self):
-        self.config = {}
-
-    def set_timesteps(self, steps=None, device=None, sigmas=None, mu=None):
-        count = steps if sigmas is None else len(sigmas)
-        self.timesteps = torch.arange(count, device=device, dtype=torch.float32)
-
-    def set_begin_index(self, _):
-        pass
-
-    def scale_model_input(self, sample, _):
-        return sample
-
-    def add_noise(self, sample, noise, _):
-        return noise + sample
-
-    def scale_noise(self, sample, _, noise):
-        return 0.1 * noise + 0.9 * sample
-
-    def step(self, noise, _, sample, return_dict=False):
-        return ((sample.to(torch.float32) + 0.1 * noise).to(noise.dtype),)
-
-
-def built(name):
-    """A module of the pipeline's components, and the pipeline that calls them, both on the device "meta"."""
-    kind = PIPELINES[name]
-    dtype = getattr(torch, kind.dtype)
-    vae = diffusers_vae(_core.models()[kind.parts["vae"]], dtype)
-    vae = vae.vae if isinstance(vae, OneFrame) else vae
-    parts = {role: vae if role == "vae" else make(MODULES[part], dtype) for role, part in kind.parts.items()}
-    none = {"tokenizer": None, "scheduler": diffusers.DDIMScheduler(clip_sample=False, steps_offset=1)}
-    if name in ("sd15", "sd15-controlnet", "sd21"):
-        rest = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
-        pipeline = getattr(diffusers, kind.class_name)(**parts, **none, **rest)
-    elif name in ("sdxl", "sdxl-controlnet"):
-        pipeline = getattr(diffusers, kind.class_name)(**parts, **none, tokenizer_2=None, add_watermarker=False)
-    elif name == "sdxl-refiner":
-        parts["vae"].register_to_config(force_upcast=False)  # it would change weights' dtype, which is not recorded
-        none |= {"text_encoder": None, "tokenizer_2": None, "requires_aesthetics_score": True}
-        pipeline = diffusers.StableDiffusionXLImg2ImgPipeline(**parts, **none, add_watermarker=False)
-        pipeline.image_processor = Images()
-    elif name.startswith("flux2"):
-        own = {} if name == "flux2" else {"is_distilled": "base" not in name}
-        pipeline = getattr(diffusers, kind.class_name)(**parts, **none, **own)
-    elif name == "chroma":
-        parts["vae"].register_to_config(shift_factor=0.1159)
-        pipeline = diffusers.ChromaPipeline(**parts, **none)
-    elif name == "qwen-image":
-        pipeline = diffusers.QwenImagePipeline(**parts, **none)
-        without_values(pipeline)
-    elif name == "qwen-image-edit":
-        pipeline = diffusers.QwenImageEditPipeline(**parts, **none, processor=None)
-        without_encoding(pipeline, kind)
-    elif name.startswith("sd3"):
-        parts["vae"].register_to_config(shift_factor=0.0609)
-        pipeline = diffusers.StableDiffusion3Pipeline(**parts, **none, tokenizer_2=None, tokenizer_3=None)
-    elif name == "pixart-sigma":
-        pipeline = diffusers.PixArtSigmaPipeline(**parts, **none)
-    else:
-        parts["vae"].register_to_config(shift_factor=0.1159)
-        pipeline = getattr(diffusers, kind.class_name)(**parts, **none, tokenizer_2=None)
-        pipeline.image_processor = pipeline.mask_processor = Images()
-    pipeline.control_image_processor = Images()
-    pipeline.tokenizer = pipeline.tokenizer_2 = pipeline.tokenizer_3 = Tokenizer()
-    if name == "qwen-image":
-        pipeline.tokenizer.unpadded = QWEN_TEMPLATE + kind.tokens + kind.joined
-    pipeline.scheduler = Scheduler()
-    pipeline.set_progress_bar_config(disable=True)
-    return torch.nn.ModuleDict(parts).eval(), pipeline
-
-
-def without_values(pipeline):
-    """Let Qwen-Image's pipeline encode a prompt without a look at its mask, which is all ones: the same tensors."""
-    encode = pipeline._get_qwen_prompt_embeds
-    pipeline._extract_masked_hidden = lambda hidden, _: hidden.clone()
-    pipeline._get_qwen_prompt_embeds = lambda *given: (encode(*given)[0], None)
-
-
-def without_encoding(pipeline, kind):
-    """Let Qwen-Image-Edit's pipeline encode as many tokens, but no image: the image's encoder looks at values."""
-
-    def encode(prompt, image, device):
-        seen = count_seen(*image.size)
-        ids = torch.zeros(1, QWEN_EDIT_TEMPLATE + kind.tokens + kind.joined + seen, dtype=torch.int64, device=device)
-        mask, pixels = torch.ones_like(ids), torch.zeros(4 * seen, QWEN_PATCH, device=device)
-        output = pipeline.text_encoder(input_ids=ids, attention_mask=mask, output_hidden_states=True)
-        selected = output.hidden_states[-1].clone()
-        del pixels
-        return torch.stack([torch.cat([selected[0, QWEN_EDIT_TEMPLATE:]])]), None
-
-    pipeline._get_qwen_prompt_embeds = encode
-    pipeline.image_processor = Images()
-    pipeline.image_processor.preprocess = lambda image, height, width: torch.zeros(1, 3, height, width)
-
-
-CASES = {  # {pipeline: ((output_type, last phase, steps, GPU, side, MiB that reserved memory may be off), ...)}
-    "sd15": (("latent", "denoise", 2, "T4", 512), ("pt", "decode", 2, "T4", 512)),
-    "sd15-controlnet": (("latent", "denoise", 2, "T4", 512), ("pt", "decode", 2, "T4", 512)),
-    "sd21": (("pt", "decode", 2, "T4", 768),),
-    "sdxl": (("latent", "denoise", 1, "RTX 4090", 768),),  # to decode it changes weights' dtype, which is not recorded
-    "sdxl-controlnet": (("latent", "denoise", 2, "RTX 4090", 768),),
-    "sdxl-refiner": (("latent", "encode image", 1, "RTX 4090", 768), ("latent", "denoise", 1, "RTX 4090", 768, 6)),
-    "sd3": (("latent", "denoise", 2, "T4", 1024), ("pt", "decode", 2, "RTX 4090", 768)),
-    "sd35-medium": (("latent", "denoise", 1, "RTX 4090", 1024),),
-    "pixart-sigma": (("latent", "denoise", 2, "T4", 1024), ("pt", "decode", 1, "RTX 4090", 768)),
-    "chroma": (("latent", "denoise", 2, "RTX 4090", 1024), ("pt", "decode", 1, "H200", 768)),
-    "qwen-image": (("latent", "denoise", 2, "H200", 1024), ("pt", "decode", 1, "H200", 768)),
-    "qwen-image-edit": (("latent", "encode image", 1, "H200", 512), ("latent", "denoise", 1, "H200", 1024, 4)),
-    "flux": (("pt", "decode", 1, "H200", 768),),
-    "flux-kontext": (("latent", "encode image", 1, "RTX 4090", 1024), ("latent", "denoise", 1, "RTX 4090", 1024, 2)),
-    "flux-fill": (("latent", "encode image", 1, "RTX 4090", 768), ("latent", "denoise", 1, "RTX 4090", 1024, 4)),
-    "flux2": (("latent", "denoise", 1, "H200", 1024),),  # to unpack latents for a decode it looks at their places
-    "flux2-klein": (("latent", "denoise", 2, "RTX 4090", 1024), ("pt", "decode", 2, "H200", 768)),
-    "flux2-klein-base": (("latent", "denoise", 2, "RTX 4090", 1024), ("pt", "decode", 2, "H200", 768)),
-    "flux2-klein-9b": (("pt", "decode", 1, "RTX 4090", 768),),
-}
-
-
-def more(name, side):
-    """Further arguments of a pipeline's call."""
-    takes = PIPELINES[name].encodes or "controlnet" in PIPELINES[name].parts
-    image = {"image": torch.zeros(1, 3, side, side)} if takes else {}
-    return image | {
-        "sdxl-refiner": {"strength": 1.0},
-        "pixart-sigma": {"use_resolution_binning": False},
-        "qwen-image": {"negative_prompt": "x"},
-        "qwen-image-edit": {"image": SimpleNamespace(size=(1024, 1024)), "negative_prompt": "x"},
-        "flux-kontext": {"max_area": side**2},
-        "flux-fill": {"mask_image": torch.zeros(1, 1, side, side)},
-    }.get(name, {})
+CASES = [  # pipeline, whether it begins with an image, side, images, steps, GPU
+    ("sd15", False, 512, 1, 2, "T4"),
+    ("sd15", True, 768, 1, 3, "RTX 3060"),
+    ("sd15-controlnet", False, 512, 1, 2, "T4"),
+    ("sd21", False, 768, 2, 1, "T4"),
+    ("sdxl", False, 768, 1, 3, "RTX 4090"),
+    ("sdxl", True, 768, 1, 1, "RTX 4090"),
+    ("sdxl-controlnet", False, 768, 1, 2, "RTX 4090"),
+    ("sdxl-refiner", False, 768, 1, 2, "RTX 4090"),
+    ("sd3", False, 1024, 1, 2, "RTX 4090"),
+    ("sd35-medium", False, 1024, 1, 1, "RTX 4090"),
+    ("pixart-sigma", False, 768, 1, 4, "RTX 4090"),
+    ("chroma", False, 768, 1, 1, "H200"),
+    ("flux", False, 768, 1, 2, "H200"),
+    ("flux", True, 1024, 1, 2, "H200"),
+    ("flux-kontext", False, 1024, 2, 1, "RTX 4090"),
+    ("flux-fill", False, 768, 1, 1, "RTX 4090"),
+    ("flux2-klein", False, 768, 1, 2, "H200"),
+]
 
 
 @pytest.mark.one_in(24)
-@pytest.mark.parametrize("name, case", [(name, case) for name, cases in CASES.items() for case in cases])
-def test_a_pipeline_to_the_byte(name, case):
-    """All that a pipeline allocates up to a phase's end: at the peak, and reserved, as predicted."""
-    output, phase, steps, gpu, side, *batch = case
-    parts, pipeline = built(name)
-    asked = {"height": side, "width": side}
-    asked |= {"num_inference_steps": steps, "num_images_per_prompt": (*batch, 1)[0]}
-    if name == "sdxl-refiner":  # it takes the image's size
-        del asked["height"], asked["width"]
-    recording = record(
-        parts,
-        gpu=gpu,
-        call=lambda _: pipeline(prompt="x", **asked, **more(name, side), output_type=output).images,
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}{', image' * case[1]}")
+def test_a_pipeline_as_its_own_code_runs(case):
+    """What a pipeline's own code allocates in each phase beyond the loaded weights, components included."""
+    name, begins, side, images, steps, gpu = case
+    kind = PIPELINES[name]
+    at = record_pipelines.point_of(name, begins, side, images, steps)
+    pipe = record_pipelines.build(name, kind.dtype, "", record_pipelines.sibling(name, begins), at["u"], 0)
+    record_pipelines.prepare(pipe, kind, at)
+    own = predict_any(pipe, gpu=gpu, **record_pipelines.ask(pipe, kind, at))
+    predicted = predict_pipeline(
+        name, side, side, images, prompt_tokens=at["t"], guidance=bool(kind.guides), image=begins, steps=steps, gpu=gpu
     )
-    assert recording.unmodelled.keys() <= NEGLIGIBLE
-    process = SimulatedProcess(gpu)
-    for name_, size in recording.weights:
-        process.hold(name_, size)
-    process.call(recording.trace)
-    how = {"components": {"vae": "float16"}} if name == "sdxl-refiner" else {}
-    how |= {"guidance": True} if "negative_prompt" in more(name, side) else {}
-    predicted = predict_pipeline(name, side, side, *batch, gpu=gpu, steps=steps, **how)
-    predicted = next(p for p in predicted.phases if p.name == phase)
-    assert process.peak_above_baseline()[0].endswith(predicted.where)
-    unknown = 22_528 if (name, phase) == ("qwen-image", "decode") else 0  # of 56 GiB; nobody found which tensors
-    assert predicted.allocated + unknown == process.peak_allocated
-    # One or two of the allocator's small segments may go another way: when prompts are let go was not followed there.
-    is_flux = PIPELINES[name].parts.get("text_encoder") == "clip-l-flux"
-    segments = 1 if is_flux or name == "qwen-image-edit" else 2 if name == "sdxl-refiner" else 0
-    assert abs(predicted.reserved - process.peak_reserved) <= segments << 21
-
-
-# {pipeline: ((its image-to-image, side of the image that it makes first or 0, side, output_type, phase, GPU), ...)}
-BEGUN = {
-    "sd15": (
-        ("StableDiffusionImg2ImgPipeline", 0, 768, "latent", "encode image", "T4"),
-        ("StableDiffusionImg2ImgPipeline", 512, 768, "latent", "encode image", "RTX 3060"),
-        ("StableDiffusionImg2ImgPipeline", 512, 1024, "pt", "decode 2", "T4"),
-    ),
-    "sdxl": (("StableDiffusionXLImg2ImgPipeline", 512, 768, "latent", "encode image", "RTX 4090"),),
-    "sd3": (("StableDiffusion3Img2ImgPipeline", 512, 1024, "pt", "decode 2", "RTX 4090"),),
-    "flux": (("FluxImg2ImgPipeline", 512, 1024, "latent", "encode image", "H200"),),
-}
-
-
-@pytest.mark.one_in(12)
-@pytest.mark.parametrize("name, case", [(name, case) for name, cases in BEGUN.items() for case in cases])
-def test_a_picture_from_a_picture_to_the_byte(name, case):
-    """Image-to-image, alone or after the call that makes the image: what the first call leaves counts."""
-    class_name, first, side, output, phase, gpu = case
-    parts, pipeline = built(name)
-    components, how = pipeline.components, {}
-    if name == "sdxl":
-        how["components"] = {"vae": "float16"}
-        parts["vae"].register_to_config(force_upcast=False)
-        components["add_watermarker"] = False
-    if name == "sd15":
-        components["requires_safety_checker"] = False
-    later = getattr(diffusers, class_name)(**components)
-    later.image_processor = Images()
-    later.set_progress_bar_config(disable=True)
-
-    def call(_):
-        if first:
-            pipeline(prompt="x", height=first, width=first, num_inference_steps=2, output_type="pt")
-        sides = {} if name in ("sd15", "sdxl") else {"height": side, "width": side}
-        image = torch.zeros(1, 3, side, side)
-        return later(prompt="x", image=image, strength=1.0, num_inference_steps=2, output_type=output, **sides).images
-
-    recording = record(parts, gpu=gpu, call=call)
-    assert recording.unmodelled.keys() <= NEGLIGIBLE
-    process = SimulatedProcess(gpu)
-    for name_, size in recording.weights:
-        process.hold(name_, size)
-    process.call(recording.trace)
-    image = (first, first) if first else True
-    phases = predict_pipeline(name, side, side, gpu=gpu, steps=2, image=image, **how).phases
-    *_, denoise, decode = phases
-    fullest = next(p for p in phases if p.name == phase)
-    assert process.peak_above_baseline()[0].endswith(fullest.where)
-    assert fullest.allocated == process.peak_allocated
-    # In FLUX one small segment goes another way, as above.
-    reserved = (denoise if output == "latent" else decode).reserved
-    assert abs(reserved - process.peak_reserved) <= (name == "flux") << 21
+    known = {phase.name: phase for phase in predicted.phases}
+    assert [phase.name for phase in own.phases] == [*known]
+    loaded = known["load"].allocated - own.phases[0].allocated  # the allocator rounds up by the order of loading
+    for phase in own.phases[1:]:
+        assert abs(known[phase.name].allocated - phase.allocated - loaded) <= 1 << 20, phase.name
+        assert abs(known[phase.name].reserved - phase.reserved) <= 0.05 * phase.reserved, phase.name
 
 
 class Convolutions(TorchDispatchMode):

@@ -37,7 +37,6 @@ from vaemem.pipelines.comfyui import (
 from vaemem.pipelines.components import CLIP_TOKENS, PIPELINES, VAE_STRIDE, vae_counts, weights_of
 from vaemem.pipelines.pipeline_parts import Part
 from vaemem.pipelines.pipeline_request import PipelineArguments, PipelineRequest, image_sides, is_tile
-from vaemem.pipelines.steps import PLAYED_STEPS, QWEN_TEMPLATE, count_calls
 from vaemem.pipelines.storage import stored
 from vaemem.prediction.held import LoadedVAE, Tensor, Variables
 from vaemem.prediction.passing import BY_DIFFUSERS, Passing
@@ -54,10 +53,17 @@ LOW, NO, WHOLE = "--lowvram", "--novram", "--disable-smart-memory"
 COMFYUI_OPTIONS = ("none", LOW, NO, WHOLE)  # none: without an option
 LEAST_SM = 70
 _SLOW_HALF = re.compile(r"\b16[356]0|\bT(500|550|600|1000|1200|2000)|MX[45]50|CMP 30HX")  # it computes in float32 there
+PLAYED_STEPS = 2  # of the denoiser; the cache and the sizes are the same from the second one on
+_QWEN_TEMPLATE = 34  # tokens of the template before the part that is kept
 DYNAMIC = (
     "the dynamic manager of newer versions (comfy-aimdo) moves weights page by page on a GPU, which nobody modelled"
 )
 NO_KLEIN = f"of FLUX.2 only dev is known: {STREAMED.name} has no klein"
+
+
+def _count_sections(tokens: int) -> int:
+    """Count the sections of a prompt for CLIP, the last one with padding."""
+    return -(-tokens // CLIP_TOKENS)
 
 
 class _Workflow(NamedTuple):
@@ -105,7 +111,7 @@ WORKFLOWS = {
     "flux-schnell": _FLUX._replace(denoiser="comfyui/flux-schnell-transformer"),
     "qwen-image": _Workflow(
         "QwenImage", "comfyui/qwen-image-clip", "comfyui/qwen-image-transformer", ("bfloat16", "bfloat16"),
-        least_tokens=1, template=(QWEN_TEMPLATE, PIPELINES["qwen-image"].joined), joins=False,
+        least_tokens=1, template=(_QWEN_TEMPLATE, PIPELINES["qwen-image"].joined), joins=False,
         encoder_dtype="bfloat16", vae="WanVAE", fallback=256, least_sm=BFLOAT16_SM,
     ),
     "flux2": _Workflow(
@@ -263,7 +269,7 @@ class ComfyUIRun:
     def _encode(self) -> None:
         """Play CLIPTextEncode for each prompt. Its result goes to the host, or is there."""
         q, work = self.request, self._work
-        sizes = {"t": q.tokens + sum(work.template)} if work.least_tokens else {"n": count_calls(q.tokens, CLIP_TOKENS)}
+        sizes = {"t": q.tokens + sum(work.template)} if work.least_tokens else {"n": _count_sections(q.tokens)}
         prompts = 2 if q.guidance else 1
         if q.offload in (LOW, NO):  # they run on the CPU
             part = q.part(CLIP)
@@ -321,7 +327,7 @@ class ComfyUIRun:
             run.drop(ones)
         self.batched = prompts == 1 or (work.joins and both * 1.5 < self.free())
         calls = 1 if self.batched else prompts
-        tokens = CLIP_TOKENS * count_calls(q.tokens, CLIP_TOKENS)
+        tokens = CLIP_TOKENS * _count_sections(q.tokens)
         tokens = max(q.tokens + work.template[1], work.least_joined) if work.least_tokens else tokens
         for call in range(calls):
             v.delete("input_x", *[f"mult_{call - 1}"] * call)

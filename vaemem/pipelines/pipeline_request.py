@@ -7,16 +7,19 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vaemem._common import DTYPES, MOST_BATCH, MOST_SIDE, choose, letters, meant, number_in, whole
+from vaemem._common import DTYPES, ELEMENT_BYTES, MOST_BATCH, MOST_SIDE, choose, letters, meant, number_in, whole
 from vaemem._errors import ArgumentError, Named, inside
 from vaemem.engine.limits import parse_size
 from vaemem.pipelines.components import (
     CLIPS,
     FRAME_STRIDE,
     MOST_FRAMES,
+    MOST_SEQUENCE,
     PIPELINES,
     VAE_STRIDE,
     Pipeline,
+    count_seen,
+    scale_edited,
 )
 from vaemem.pipelines.group_offload import GROUPS_SINCE, OFFLOAD_TYPES, GroupOffload
 from vaemem.pipelines.lora import LORAS_SINCE, Lora, read_loras
@@ -89,6 +92,21 @@ class PipelineRequest(Request):
     def latent_frames(self) -> int:
         """Frames of its latents; 1 for an image."""
         return (self.frames - 1) // FRAME_STRIDE + 1
+
+    @property
+    def text(self) -> str:
+        """The name of the pipeline's text."""
+        return text_name(self.name, self.image)
+
+    @property
+    def variables(self) -> dict[str, int]:
+        """What sizes in the pipeline's text follow from."""
+        vae, roles = self.part("vae"), [part.role for part in self.parts]
+        return variables_of(
+            self.pipeline, self.height, self.width, n=self.batch, f=self.latent_frames, t=self.tokens, s=self.steps,
+            e=ELEMENT_BYTES[self.dtype], v=ELEMENT_BYTES[vae.dtype], g=int(self.guided), u=int(vae.upcast),
+            c=int("safety_checker" in roles), i=int(self.image),
+        )  # fmt: skip
 
     @property
     def dtype(self) -> str:
@@ -224,6 +242,21 @@ def check_way(
         raise ArgumentError("vae_memory_limit", wanted, f"{vae_memory_limit!r} with {vae!r}")
     limit = 0 if vae_memory_limit is None else parse_size("vae_memory_limit", vae_memory_limit)
     return offload, on_cpu, vae, limit
+
+
+def text_name(pipeline: str, image: bool) -> str:
+    """Return the name of a pipeline's text. image: whether it begins with one, unlike by itself"""
+    name = PIPELINES[pipeline].text or pipeline
+    return f"{name}, image" if image else name
+
+
+def variables_of(pipeline: Pipeline, height: int, width: int, **more: int) -> dict[str, int]:
+    """Return the variables of a pipeline's text for an image's size. more: those that follow from nothing else"""
+    sides = scale_edited(height, width) if pipeline.sees else (height, width)
+    (h, w), (y, x) = ((a // pipeline.factor, b // pipeline.factor) for a, b in ((height, width), sides))
+    padded = -(-more["t"] // MOST_SEQUENCE) * MOST_SEQUENCE
+    patches = {"p": h // 2 * (w // 2), "q": y // 2 * (x // 2), "k": count_seen(*sides)}
+    return {"h": h, "w": w, "y": y, "x": x, "m": padded, **patches, **more}
 
 
 def is_tile(side: str, unit: int) -> bool:

@@ -1,26 +1,25 @@
 """Play a pipeline of diffusers on a simulated process: load and unload components, allocate and free tensors, and read
-the counters at the end of each phase. vaemem/pipelines/phases.py has the steps of each pipeline."""
+the counters at the end of each phase. The pipeline's text (vaemem/pipelines/text.py) has its steps."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from vaemem import _core
 from vaemem._errors import ArgumentError
 from vaemem.pipelines import programs
-from vaemem.pipelines.components import is_vae, vae_counts
-from vaemem.pipelines.phases import PHASES
+from vaemem.pipelines.components import CLIP_TOKENS, CLIPS, is_vae, vae_counts
 from vaemem.pipelines.pipeline_parts import PLACES, Part
 from vaemem.pipelines.pipeline_request import PipelineRequest
 from vaemem.pipelines.quantising import BITSANDBYTES, SCHEMES
-from vaemem.pipelines.steps import PLAYED_STEPS
 from vaemem.pipelines.storage import Stored
+from vaemem.pipelines.text import load_text, phase_of, play_text
 from vaemem.prediction.gpus import find_gpu
-from vaemem.prediction.held import LoadedVAE, Moment, Tensor, Variables, arch_key, moments
+from vaemem.prediction.held import LoadedVAE, Moment, Tensor, arch_key, moments
 from vaemem.prediction.passing import pass_vae
 from vaemem.prediction.process import SimulatedProcess
 from vaemem.prediction.request import refusing_too_large
@@ -33,7 +32,7 @@ class PipelineRun:
     (``enable_sequential_cpu_offload``) each submodule's weights are loaded for its call, and unloaded after it."""
 
     def __init__(self, request: PipelineRequest, process: SimulatedProcess):
-        self.request, self.process, self.v = request, process, Variables(process)
+        self.request, self.process = request, process
         self.parts = {part.role: part for part in request.parts}  # in the order of ``model_cpu_offload_seq``
         resident = request.resident
         self.moved = [
@@ -45,24 +44,27 @@ class PipelineRun:
             process.hold_all(f"weights of {role}", [size for one in self.parts[role].left for size in one.pieces])
         self._names = Counter[str]()  # of phases, and how many had each
         self.sizes: list[dict[str, int]] = []  # of the image that each phase makes
+        self._phase = ""  # the one that runs
+        self._converted: dict[str, str] = {}  # types of components that the pipeline converted
+        self._more: dict[int, list[int]] = {}  # by a handle, others that are freed with it
 
     def play(self) -> None:
         """Load the pipeline, and play its calls."""
         self._load_components()
+        left = dict[str, list[int]]()
         for number, request in enumerate(self.request.calls):
             if number:
                 self._return()
             self.request = request
-            PHASES[request.pipeline.class_name](self)
+            self.process.reset_peak()
+            play_text(load_text(request.text), request.variables, self, left)
+            self._end_phase()
 
     def _return(self) -> None:
-        """End a call: the image becomes a picture in the host's memory, ``maybe_free_model_hooks`` unloads everything,
-        and variables go. The scheduler keeps its timesteps."""
-        self.v.delete("image")
+        """End a call: ``maybe_free_model_hooks`` unloads everything."""
         for role in [*self._loaded] if self.request.offload == "model" else ():
             if role in self.moved:
                 self.unload(role)
-        self.v.delete(*(name for name in self.v if name != "timesteps"))
 
     # ---- components ----
 
@@ -74,18 +76,19 @@ class PipelineRun:
         # If pipe.to moves everything, a component that is cast on the card comes with the others.
         early = [role for role in early if role not in stay or not self.parts[role].is_cast_on_card]
         if early or stay:
-            with self.phase("load"):
-                for role in early:
-                    self.load(role, quantises=bool(self.parts[role].source))
-                for role in early:
-                    if role not in stay:
-                        self._cast(role)
-                        self.unload(role)
-                late = [role for role in stay if role not in early]
-                for role in late:
-                    self.load(role, quantises=self.parts[role].is_cast_on_card)
-                for role in late:
+            for role in early:
+                self.load(role, quantises=bool(self.parts[role].source))
+            for role in early:
+                if role not in stay:
                     self._cast(role)
+                    self.unload(role)
+            late = [role for role in stay if role not in early]
+            for role in late:
+                self.load(role, quantises=self.parts[role].is_cast_on_card)
+            for role in late:
+                self._cast(role)
+            self._phase = "load"
+            self._end_phase()
 
     def load(self, role: str, quantises: bool = False) -> None:
         """Play ``component.to("cuda")``; or ``from_pretrained`` with bitsandbytes. It sends each matrix in half
@@ -95,10 +98,10 @@ class PipelineRun:
         if role in self.request.on_cpu or (role == "vae" and self.request.vae == "vaemem"):
             return
         if is_vae(part.component):
-            # With model offload a VAE is upcast on the CPU, before its call loads it.
-            is_upcast = part.upcast and self.request.offload == "model"
-            first = part.dtype if is_upcast and self._is_partly_upcast and not self.request.encodes else None
-            vae = process.load(part.component, "float32" if is_upcast else part.dtype, "diffusers", first=first)
+            dtype = self._converted.get(role, part.dtype)
+            is_partly = dtype != part.dtype and self._is_partly_upcast and not self.request.encodes
+            first = part.dtype if is_partly else None
+            vae = process.load(part.component, dtype, "diffusers", first=first)
             self._loaded[role] = vae
             process.count(sent=vae.nbytes)
         elif not quantises:
@@ -158,70 +161,93 @@ class PipelineRun:
         if role not in self._loaded:
             self.load(role)
 
-    def call(self, role: str, **sizes: int) -> Tensor:
-        """Call a recorded module, and return its output. `sizes` may have more than its variables."""
+    def call(self, role: str, method: str, given: int, kept: int, **sizes: int) -> Sequence[int]:
+        """Call a component; return its outputs. A missing text encoder has none: prompts come encoded. CLIP encodes
+        a longer prompt in several calls. A module that was recorded with more outputs than the pipeline's text knows
+        frees them with the last one; with fewer, some are not there."""
+        self._begin_phase(phase_of(role, method), role)
+        if role not in self.parts:
+            return ()
+        if is_vae(self.parts[role].component):
+            run = self._encode if method == "encode" else self._decode
+            return self._keep(run(given, **sizes), kept)
+        if role.startswith("text_encoder") and self.parts[role].component.rpartition("/")[2] in CLIPS:
+            calls, section = -(-sizes["t"] // CLIP_TOKENS), sizes | {"t": min(sizes["t"], CLIP_TOKENS)}
+            found = [self._keep(self._call(role, **section), kept) for _ in range(calls)]
+            for handle, *more in zip(*found, strict=True):
+                self._more[handle] = [*self._more.pop(handle, ()), *more]
+            return found[0]
+        return self._keep(self._call(role, **sizes), kept)
+
+    def _keep(self, outputs: Sequence[int], kept: int) -> Sequence[int]:
+        """Return so many of a call's outputs."""
+        if not outputs:
+            return ()
+        if not kept:
+            self.process.release(outputs)
+        elif more := [*outputs[kept:]]:
+            self._more[outputs[kept - 1]] = more
+        return [*outputs[:kept], *[0] * (kept - len(outputs))]
+
+    def _call(self, role: str, **sizes: int) -> Sequence[int]:
+        """Call a recorded module."""
         self.bring(role)
         part, process = self.parts[role], self.process
         if role in self.request.on_cpu:
             process.count(host_flops=part.trace(find_gpu(programs.ANY_GPU), "none", False, **sizes).flops)
-            return Tensor(process, f"output of {role}", (), part.dtype, ())
+            return ()
         offload = (self.request.group or self.request.offload) if role in self.moved else "none"
         later = bool(self.request.group) and any(one == role for one, _ in self.calls)
         trace = part.trace(process.gpu, offload, later, process.cudnn_attention, **sizes)
         left = process.call(trace)
         process.count(flops=trace.flops, sent=part.passed if offload == "sequential" else trace.sent)
         self.calls.append((role, process.last_call))
-        return Tensor(process, f"output of {role}", (), part.dtype, left.values())
+        return [left[id_] for id_ in sorted(left)]
 
     # ---- the VAE ----
 
-    def encode(self, image: Tensor) -> Tensor:
-        """Play ``vae.encode(image).latent_dist.sample()``, scaled."""
-        part, process = self.parts["vae"], self.process
-        vae, x = self._vae(), image
-        if part.upcast:
-            x = process.elementwise(image, "image", "float32")
-        elif x.dtype != vae.dtype:
-            advice = "the pipeline gives its VAE an image of this type"
-            raise ArgumentError("components['vae']", x.dtype, vae.dtype, advice)
-        self._convert(vae, "float32")
-        self._count_vae("encode", image.shape)
-        posterior = self._call_vae(process.encode, vae, x)
-        latents = process.sample(posterior)
-        scaled = process.elementwise(latents, "latents", part.dtype)
-        process.drop(posterior, latents, None if x is image else x)
-        self._convert(vae, part.dtype)
-        return scaled
-
-    def upcast(self) -> str:
-        """Play ``upcast_vae``. Return the type of the latents that the VAE decodes."""
-        request, part = self.request, self.parts["vae"]
-        if not part.upcast or "vae" in request.on_cpu or request.vae == "vaemem":
-            return part.dtype
+    def convert(self, role: str, dtype: str) -> None:
+        """Convert the VAE's weights. With model offload they are converted on the CPU, before its call loads them."""
+        request, part = self.request, self.parts[role]
+        dtype = dtype if dtype == "float32" else part.dtype
+        self._converted[role] = dtype
+        skips = role in request.on_cpu or request.vae == "vaemem"
+        if skips or (request.offload == "model" and role in self.moved and role not in self._loaded):
+            return
         vae = self._vae()
-        if vae.dtype != "float32":
-            self._convert(vae, "float32")
-            if self._is_partly_upcast:
-                self._convert(vae, "float32", first=part.dtype)
-        return vae.first or vae.dtype
+        self.process.convert(vae, dtype)
+        if dtype == "float32" and self._is_partly_upcast and self._phase == "denoise":
+            self.process.convert(vae, dtype, part.dtype)
 
     @property
     def _is_partly_upcast(self) -> bool:
         return self.process.diffusers_release <= LAST_PARTLY_UPCAST
 
-    def decode(self, latents: Tensor) -> Tensor:
-        """Play ``vae.decode(latents).sample``, or vaemem's decoder. Its memory is not PyTorch's: the whole limit counts
-        while it runs, and the image becomes a tensor."""
-        request, dtype = self.request, self.parts["vae"].dtype
+    def _encode(self, given: int, n: int, f: int, h: int, w: int) -> Sequence[int]:
+        """Play ``vae.encode(image)``."""
+        vae, dtype = self._vae(), self.request.dtype
+        if self.request.pipeline.inputs > 1 and vae.dtype != dtype:
+            advice = "the pipeline gives its VAE an image of this type"
+            raise ArgumentError("components['vae']", dtype, vae.dtype, advice)
+        images = self.request.batch if self.request.first else n  # all that the call before made
+        image = Tensor(self.process, "image", (images, 3, h, w), vae.dtype, [given])
+        self._count_vae("encode", image.shape)
+        return self._call_vae(self.process.encode, vae, image).storages or ()
+
+    def _decode(self, given: int, n: int, f: int, h: int, w: int) -> Sequence[int]:
+        """Play ``vae.decode(latents)``, or vaemem's decoder. That allocates its own memory: its whole limit counts. The
+        image becomes a tensor."""
+        request, process, part = self.request, self.process, self.parts["vae"]
         self._count_vae("decode")
         if "vae" in request.on_cpu:
-            return Tensor(self.process, "image", (), dtype, ())
+            return ()
         if request.vae == "vaemem":
-            return self.tensor("image", (request.batch, 3, request.height, request.width), latents.dtype)
+            shape = request.batch, 3, request.height, request.width
+            return [self.take("image", math.prod(shape) * programs.DTYPE_BYTES[part.dtype])]
         vae = self._vae()
-        image = self._call_vae(self.process.decode, vae, latents)
-        self._convert(vae, dtype)
-        return image
+        shape = (n, vae.latent_channels, *([f] if request.pipeline.frames else []), h, w)
+        latents = Tensor(process, "latents", shape, vae.first or vae.dtype, [given])
+        return self._call_vae(process.decode, vae, latents).storages or ()
 
     def _vae(self) -> LoadedVAE:
         """Return the VAE on the device; if offloading loads its weights for their calls, without them."""
@@ -258,54 +284,46 @@ class PipelineRun:
         self.process.count(sent=self.calls[-1][1][0].sent)
         return result
 
-    def _convert(self, vae: LoadedVAE, dtype: str, first: str | None = None) -> None:
-        """Convert the weights of a VAE that is upcast for its call."""
-        if self.parts["vae"].upcast:
-            self.process.convert(vae, dtype, first)
-
     # ---- tensors, phases ----
 
-    @property
-    def latent_shape(self) -> tuple[int, ...]:
-        """(batch, channels, height, width) of the latents; a video's frames come before the height."""
-        request, channels = self.request, architecture(self.parts["vae"].component)["latent_channels"]
-        factor, frames = request.pipeline.factor, [request.latent_frames] if request.pipeline.frames else []
-        return request.batch, channels, *frames, request.height // factor, request.width // factor
+    def take(self, name: str, size: int) -> int:
+        return self.process.hold(name, size)
 
-    def tensor(self, name: str, shape: Sequence[int], dtype: str | None = None) -> Tensor:
-        """Create a tensor, in the denoiser's dtype by default."""
-        dtype = dtype or self.request.dtype
-        size = math.prod(shape) * programs.DTYPE_BYTES[dtype]
-        handle = self.process.hold(name, size)
-        return Tensor(self.process, name, shape, dtype, [handle] if handle else ())
+    def free(self, handle: int) -> None:
+        if handle:
+            self.process.release([handle, *self._more.pop(handle, ())])
 
-    def drop(self, *tensors: Tensor) -> None:
-        self.process.drop(*tensors)
+    def multiply(self, lt: bool) -> None:
+        trace = _core.Trace()
+        trace.blas("matrix product", lt)
+        self.process.call(trace)
 
-    @contextlib.contextmanager
-    def phase(self, name: str, first: str | None = None) -> Iterator[None]:
-        """Begin a phase once its `first` component is on the device; any earlier component to unload is then gone.
-        Read the counters at the end. The second phase of a name is numbered."""
-        if first:
-            self.bring(first)
-        self.process.reset_peak()
-        yield
-        self._names[name] += 1
+    def stand_for(self, steps: int) -> None:
+        self.process.count_times(steps)
+
+    def _begin_phase(self, name: str, role: str) -> None:
+        """Begin a phase once its first component is on the device; any earlier component to unload is then gone. The
+        first phase has begun with the call. No name: it belongs to the phase before."""
+        if name and name != self._phase:
+            if begun := bool(self._phase):
+                self._end_phase()
+            self.bring(role)
+            if begun:
+                self.process.reset_peak()
+            self._phase = name
+
+    def _end_phase(self) -> None:
+        """Read the counters. The second phase of a name is numbered."""
+        self._names[self._phase] += 1
+        number = self._names[self._phase]
         self.sizes.append({"height": self.request.height, "width": self.request.width})
-        self.process.read(name=f"{name} {self._names[name]}" if self._names[name] > 1 else name)
+        self.process.read(name=f"{self._phase} {number}" if number > 1 else self._phase)
+        self._phase = ""
 
     @property
     def names(self) -> dict[str, str]:
         """Names of peak tensors to replace: the process names a VAE's weights by the model."""
         return {f"weights of {part.component}": f"weights of {role}" for role, part in self.parts.items()}
-
-    def steps(self, count: int) -> Iterator[int]:
-        """Play the first steps of a loop. The last one played represents all later steps."""
-        played = min(count, PLAYED_STEPS)
-        for step in range(played):
-            self.process.count_times(count - step if step == played - 1 else 1)
-            yield step
-        self.process.count_times(1)
 
     def timeline(self) -> Iterator[Moment]:
         """List every call step by step; names begin with the role."""

@@ -139,7 +139,7 @@ def plan_pipeline(
     >>> plan.recommended.way.name
     'model offload, VAE whole'
     >>> print(plan.recommended.seconds)
-    32 s (19 to 52)
+    32 s (20 to 53)
     """
     taken = tuple(filter(None, [shared_note(pipeline, "pipeline")]))
     runtime = meant("runtime", runtime, PLANNED_RUNTIMES)

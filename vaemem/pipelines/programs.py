@@ -34,9 +34,10 @@ from typing import Any, NamedTuple
 
 from vaemem import _core
 from vaemem._common import ELEMENT_BYTES, choose, distinct, shipped
-from vaemem._errors import ArgumentError
+from vaemem._errors import ArgumentError, inside
 from vaemem.prediction.gpus import Gpu
 from vaemem.prediction.passing import Passing
+from vaemem.prediction.recordings import find_component, is_recorded_component
 
 ANY_GPU = "H100 PCIe"  # FLOPs are the same on all
 # Up to this release of diffusers, these modules have another recording, with diffusers 0.33.0 and transformers 4.57.6.
@@ -138,6 +139,10 @@ def recorded(folder: str = "") -> tuple[str, ...]:
 def load_program(name: str) -> Recorded:
     """Return a recorded module; ValueError for another. ``"older/..."`` is one of `older`, and ``"comfyui/..."`` one
     of ComfyUI's models."""
+    if is_recorded_component(name):
+        data, role = find_component(name)
+        with inside("pipeline", path=name.rpartition(":")[0], caught=(ValueError, TypeError)):
+            return Recorded(role, data["modules"][role])
     folder, _, component = name.rpartition("/")
     choose("component", component, recorded(folder))
     return Recorded(component, json.loads(shipped("modules", f"{name}.json")))

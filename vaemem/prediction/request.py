@@ -32,6 +32,7 @@ from vaemem.prediction.gpus import Gpu, find_gpu, known_gpu, present_gpu, sold
 from vaemem.prediction.job import OVERLAP, TINY_OVERLAP, Job
 from vaemem.prediction.process import PeakTensor, Reading, SimulatedProcess
 from vaemem.prediction.profiles import version_number
+from vaemem.prediction.recordings import find_component, is_recorded_component
 from vaemem.prediction.runtimes import (
     DEFAULT_TORCH,
     PROGRAM_NAMES,
@@ -502,6 +503,9 @@ def usual_overlap(arch: Mapping[str, Any]) -> float:
 
 def usual_tile(model: Any) -> int:
     """Return the side in pixels of the tiles that diffusers' ``enable_tiling`` cuts: the config's sample_size."""
+    if isinstance(model, str) and is_recorded_component(model):
+        data, role = find_component(model)
+        model = data["vaes"][role]
     is_named = isinstance(model, str) and (model in SAMPLE_SIZES or not os.path.exists(model))
     size = named_sample_size(model) if is_named else sample_size_of(model, "")
     if size is None:

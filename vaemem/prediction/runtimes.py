@@ -13,6 +13,7 @@ from vaemem._errors import ArgumentError
 from vaemem._types import Program
 from vaemem.engine.configs import config_of, named_model, read_config
 from vaemem.engine.names import find_called
+from vaemem.prediction.recordings import find_component, is_recorded_component
 
 DEFAULT_TORCH = "2.7.1+cu128"  # predictions were compared with measurements of this build
 # Releases of diffusers with known code, 36 for 0.36. Tests run the first one and the last one. A prediction means the
@@ -89,6 +90,9 @@ def architecture(model: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str,
         is_shipped = repr(model) in _written()
         return dict(model) if is_shipped else read_config(model) | {"name": str(model.get("name", "custom"))}
     known = shipped_models()
+    if isinstance(model, str) and is_recorded_component(model):
+        data, role = find_component(model)
+        return read_config(data["vaes"][role])
     is_path = isinstance(model, str) and model not in known and os.path.exists(model)
     if is_path or isinstance(model, Mapping | os.PathLike):
         return read_config(model)

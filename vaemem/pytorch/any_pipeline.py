@@ -18,6 +18,7 @@ from vaemem._common import DTYPES, flag, meant, need
 from vaemem._errors import ArgumentError, NoFileError
 from vaemem._types import Dtype
 from vaemem.pipelines.recorded import RecordedPrediction, RecordedRequest
+from vaemem.pipelines.text import phase_of
 from vaemem.prediction.request import Software, find_card
 from vaemem.prediction.workspace import cudnn_attention, torch_for
 from vaemem.pytorch.converting import modules_of
@@ -34,7 +35,7 @@ def _to_card(pipe: Any) -> None:
     pipe.to("cuda")
 
 
-def _open(source: str, dtype: torch.dtype) -> Any:
+def open_pipeline(source: str, dtype: torch.dtype) -> Any:
     """Build a pipeline from the configs of a folder, with weights on "meta"."""
     diffusers, accelerate = (need(name, "predict_pipeline from a folder") for name in ("diffusers", "accelerate"))
     try:
@@ -61,7 +62,7 @@ def _open(source: str, dtype: torch.dtype) -> Any:
     return diffusers.DiffusionPipeline.from_pretrained(source, **parts, local_files_only=True)
 
 
-def _check(pipe: Any) -> None:
+def check_pipeline(pipe: Any) -> None:
     """Refuse what a recording would get wrong."""
     for role, module in modules_of(pipe).items():
         check_compiled(module)
@@ -87,15 +88,6 @@ def _copy(pipe: Any, recorder: PipelineRecorder) -> Any:
     return copied
 
 
-def _phase_of(role: str, method: str) -> str:
-    """Return the phase of a component's call."""
-    if "vae" in role or "vqvae" in role:
-        return "encode image" if method == "encode" else "decode"
-    if "text_encoder" in role:
-        return "encode prompt"
-    return "encode image" if "image_encoder" in role else "denoise"
-
-
 @contextlib.contextmanager
 def _following(pipe: Any, recorder: PipelineRecorder) -> Iterator[None]:
     """Tell the recorder which module runs, and which phase begins with a component's call."""
@@ -107,14 +99,14 @@ def _following(pipe: Any, recorder: PipelineRecorder) -> Iterator[None]:
 
     def enter(m: torch.nn.Module, _: Any) -> None:
         if not recorder.path and id(m) in roles:
-            recorder.begin(_phase_of(roles[id(m)], "forward"))
+            recorder.begin(phase_of(roles[id(m)], "forward"))
         recorder.enter(names.get(id(m)) or type(m).__name__)
 
     def calling(role: str, method: str, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def called(*args: Any, **kwargs: Any) -> Any:
             if not recorder.path:
-                recorder.begin(_phase_of(role, method))
+                recorder.begin(phase_of(role, method))
             recorder.enter(role)
             try:
                 return call(*args, **kwargs)
@@ -187,8 +179,8 @@ def predict_pipeline(
     software = Software(torch_version=torch_version, cudnn_version=cudnn_version)
     safe, dtype = flag("safe", safe), meant("dtype", dtype, DTYPES)
     source = pipe if isinstance(pipe, str) else ""
-    pipe = _open(source, getattr(torch, dtype)) if source else pipe
-    _check(pipe)
+    pipe = open_pipeline(source, getattr(torch, dtype)) if source else pipe
+    check_pipeline(pipe)
     notes = list[str]()
     if _STEPS in inspect.signature(type(pipe).__call__).parameters and _STEPS not in kwargs:
         kwargs[_STEPS] = RECORDED_STEPS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pkgutil import resolve_name
 from typing import Any
@@ -209,19 +209,33 @@ class Undrawn(TorchFunctionMode):
 
 
 def random_pipeline(name: str, dtype: str) -> Any:
+    """Build a pipeline with random weights."""
+    pipe = build_pipeline(name, dtype)
+    noise = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)) / 50
+    for role in PIPELINES[name].parts:
+        for weight in getattr(pipe, role).parameters():
+            for piece in weight.data.view(-1).split(len(noise)):
+                piece.copy_(noise[: len(piece)])
+    return pipe
+
+
+def build_pipeline(
+    name: str, dtype: str, vae_dtype: str = "", device: str = "cpu", class_name: str = "", more: Mapping[str, str] = {},
+) -> Any:  # fmt: skip
+    """Build a pipeline from configs, with weights that nobody set.
+
+    class_name: of a sibling with the same components
+    more: optional components by their roles
+    """
     diffusers, kind = need("diffusers", f"random weights of {name}"), PIPELINES[name]
-    build = getattr(diffusers, kind.class_name, None)
+    build = getattr(diffusers, class_name or kind.class_name, None)
     if build is None:
         raise ImportError(f"random: expected a diffusers that has {kind.class_name}, got {diffusers.__version__}")
     parts: dict[str, Any] = {}
-    noise = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)) / 50
-    for role, component in kind.parts.items():
-        usual = (role == "vae" and kind.vae_dtype) or dtype
-        with default_dtype(getattr(torch, usual)), Undrawn():
+    for role, component in {**kind.parts, **more}.items():
+        usual = (role == "vae" and (vae_dtype or kind.vae_dtype)) or dtype
+        with default_dtype(getattr(torch, usual)), Undrawn(), torch.device(device):
             parts[role] = BUILDERS[component]().eval()
-        for weight in parts[role].parameters():
-            for piece in weight.data.view(-1).split(len(noise)):
-                piece.copy_(noise[: len(piece)])
         if role in kind.encoders:
             length = CLIP_TOKENS if component in CLIPS else 512
             parts[role.replace("text_encoder", "tokenizer")] = _tokenizer(length)
@@ -240,8 +254,10 @@ def random_pipeline(name: str, dtype: str) -> Any:
     }.get(name, flow)
     without = dict.fromkeys(("safety_checker", "feature_extractor", "text_encoder", "tokenizer", "processor"))
     without |= {"requires_safety_checker": False, "add_watermarker": False, "is_distilled": not kind.guides}
-    without |= {"requires_aesthetics_score": True, "expand_timesteps": kind.times}
+    without |= {"requires_aesthetics_score": name == "sdxl-refiner", "expand_timesteps": kind.times}
     known = inspect.signature(build).parameters
+    if "safety_checker" in more:
+        parts["feature_extractor"] = need("transformers", "a safety checker").CLIPImageProcessor()
     return build(**{key: value for key, value in without.items() if key in known} | parts)
 
 

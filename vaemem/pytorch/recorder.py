@@ -148,6 +148,10 @@ class Recorder(TorchDispatchMode):
             number = self._trace.take(storage.nbytes(), self.name()) if number is None else number
             self._alive[storage._cdata] = (StorageWeakRef(storage), number)
 
+    def number_of(self, address: int) -> int:
+        """Return the number in the trace of a storage that lives, by its address; -1 if it is older."""
+        return self._alive[address][1] if address in self._alive else -1
+
     def enter(self, name: str) -> None:
         """Begin a module's call."""
         self.path.append(name)

@@ -194,7 +194,7 @@ def predict_sweep(
     [4258, 4258]
     >>> whole = predict_sweep(["sd15", "sdxl"], "pipeline", (512, 768), gpu="T4", offload="model").filter(phase="whole")
     >>> [(row["model"], row["height"], row["reserved_bytes"] >> 20) for row in whole]
-    [('sd15', 512, 1962), ('sd15', 768, 2570), ('sdxl', 512, 5342), ('sdxl', 768, 5536)]
+    [('sd15', 512, 1962), ('sd15', 768, 2574), ('sdxl', 512, 5342), ('sdxl', 768, 5536)]
     """
     cases = _cases(ops, sizes, batch, (*TILED_OPS, "pipeline"))
     options = {"tile": tile, "tile_overlap": tile_overlap, "prompt_tokens": prompt_tokens, "frames": frames}

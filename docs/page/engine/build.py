@@ -138,8 +138,9 @@ def main(out: Path) -> None:
     for path in [*shown, *ENGINE.glob("*.js"), BRYTHON / "brython.js"]:
         shutil.copy(path, out)
     package = ROOT / "vaemem"
-    data = {p.relative_to(package).as_posix(): p.read_text("utf-8") for p in sorted(package.glob("data/**/*.json"))}
-    first = {name: data[name] for name in data if not re.search("/modules/|/sm7", name)}
+    files = sorted([*package.glob("data/**/*.json"), *package.glob("data/pipelines/*.txt")])
+    data = {path.relative_to(package).as_posix(): path.read_text("utf-8") for path in files}
+    first = {name: data[name] for name in data if not re.search("/modules/|/pipelines/|/sm7", name)}
     write_json(out / "data.json", pack(first))
     for name in data.keys() - first:
         (out / name).parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,190 @@
+"""Pipelines as text: reading, playing, and what the recorder writes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from errors import refused
+
+from vaemem import predict_pipeline
+from vaemem.pipelines.components import PIPELINES
+from vaemem.pipelines.pipeline_request import text_name, variables_of
+from vaemem.pipelines.text import PipelineText, load_text, play_text
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+AT = dict.fromkeys("n h w f p y x q k t m s e v g u c i".split(), 1)
+
+
+class Run:
+    """Writes down what a text does."""
+
+    def __init__(self):
+        self.done, self.live = [], {}
+
+    def take(self, name, size):
+        self.done.append(f"+{name} {size}")
+        self.live[len(self.done)] = name
+        return len(self.done)
+
+    def free(self, handle):
+        self.done.append(f"-{self.live.pop(handle)}" if handle else "-nothing")
+
+    def call(self, role, method, given, kept, **sizes):
+        self.done.append(f"{role}.{method} {sizes} after {self.live.get(given)}")
+        return () if role == "missing" else [self.take(role, 0)]
+
+    def convert(self, role, dtype):
+        self.done.append(f"{role} in {dtype}")
+
+    def multiply(self, lt):
+        self.done.append(f"blas {lt}")
+
+    def stand_for(self, steps):
+        if steps > 1:
+            self.done.append(f"{steps} times")
+
+
+def play(text, left=None, **at):
+    run = Run()
+    play_text(PipelineText(text), AT | at, run, {} if left is None else left)
+    return run.done
+
+
+STEPS = """\
+case
+take 2 n + 3 | x
+steps 1 s
+step
+take 4 | second
+each
+take 5 | later
+last
+take 6 | last
+end
+free 0 | x
+"""
+
+
+@pytest.mark.parametrize(
+    ("steps", "wanted"),
+    [
+        (1, []),
+        (2, ["+last 6"]),
+        (3, ["+second 4", "+last 6"]),
+        (4, ["+second 4", "+later 5", "+last 6"]),
+        (9, ["+second 4", "6 times", "+later 5", "+last 6"]),
+    ],
+)
+def test_steps(steps, wanted):
+    assert play(STEPS, s=steps, n=7) == ["+x 17", *wanted, "-x"]
+
+
+def test_lines_do_what_they_say():
+    text = """# A comment
+
+case 1 n = 2; 1 g != 1
+case
+when 1 n = 2; 1 g != 1
+take 8 | x
+when 1 n != 2
+take 1 | x
+take 2 | x
+free 1 | x
+call unet forward n=2 n; h=3 | 1
+free 0 | unet
+convert vae float32
+blas lt
+repeat 1 n + -1
+take 7 | y
+done
+free 0 2 | y
+when
+free 0 | x
+"""
+    assert play(text, n=2, g=0) == ["+x 8", "-x"]
+    done = play(text, n=3)
+    assert done[:4] == ["+x 1", "+x 2", "-x", "unet.forward {'n': 6, 'h': 3} after None"]
+    assert done[4:] == ["+unet 0", "-unet", "vae in float32", "blas True", "+y 7", "+y 7", "-y", "-y", "-x"]
+
+
+def test_a_missing_component_leaves_nothing():
+    assert play("case\ncall missing forward t=1 | 2\nfree 1 | missing\nfree 0 | missing") == [
+        "missing.forward {'t': 1} after None",
+        "-nothing",
+        "-nothing",
+    ]
+
+
+def test_a_second_call_replaces_what_the_first_left():
+    text, left, run = PipelineText("case\ntake 4 s | timesteps\ntake 1 | x\nfree 0 | x"), {}, Run()
+    play_text(text, AT | {"s": 2}, run, left)
+    play_text(text, AT | {"s": 3}, run, left)
+    assert run.done == ["+timesteps 8", "+x 1", "-x", "+timesteps 12", "-timesteps", "+x 1", "-x"]
+    assert [*run.live.values()] == ["timesteps"]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("go on", "line 3: expected a known word, got 'go'"),
+        ("take 3 z | x", "line 3: expected variables among"),
+        ("take many | x", "line 3: invalid literal"),
+        ("take | x", "line 3: invalid literal"),
+        ("call unet forward n | 1", "line 3"),
+        ("call unet forward n=1 | some", "line 3"),
+        ("repeat 1 n", "expected done after every repeat"),
+        ("repeat 1 n\nrepeat 1 n", "line 4: expected a known word, got 'repeat'"),
+        ("done", "line 3: expected a known word"),
+        ("convert vae", "line 3"),
+    ],
+)
+def test_a_wrong_line_is_named(line, said):
+    with pytest.raises(ValueError, match=said):
+        PipelineText(f"case\ntake 1 | x\n{line}\n")
+
+
+def test_what_was_not_recorded_is_refused():
+    with refused("pipeline"):
+        next(PipelineText("case 1 n = 2\n").played(AT))
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_each_pipeline_has_its_text(name):
+    """In all cases that a request can have."""
+    kind = PIPELINES[name]
+    for begun in (False, True) if kind.begins else (False,):
+        text = load_text(text_name(name, begun))
+        for e, g in ((2, 0), (4, 0), *[(2, 1), (4, 1)] * kind.guides):
+            most = kind.most_images(bool(g)) or 9
+            for n in (1, 2, most):
+                for u, c in {(0, 0), (int(kind.upcasts and e == 2), 0), (0, int(bool(kind.optional)))}:
+                    at = variables_of(kind, 512, 768, n=n, f=3, t=40, s=20, e=e, v=e, g=g, u=u, c=c, i=int(begun))
+                    parts = [part for part, _ in text.played(at)]
+                    roles = [line.words[0] for part in parts for line in part if line.kind == "call"]
+                    assert {*roles} == {*kind.parts} | ({"safety_checker"} if c else set()), (name, at)
+
+
+@pytest.fixture(scope="module")
+def recorder():
+    for package in ("torch", "diffusers", "transformers"):
+        pytest.importorskip(package)
+    if not BENCHMARKS.exists():
+        pytest.skip("the sources are not here")
+    sys.path.insert(0, str(BENCHMARKS))
+    import record_pipelines
+
+    return record_pipelines
+
+
+@pytest.mark.one_in(24)
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_text_does_what_the_pipeline_does(recorder, name):
+    """At a size that was not fitted, event by event. `record_pipelines.check` raises for another event."""
+    recorder.check(name, most=1)
+
+
+def test_predictions_name_tensors_by_the_pipelines_code():
+    phases = {phase.name: phase for phase in predict_pipeline("sd15", 512, 512, gpu="T4").phases}
+    assert "prompt_embeds" in dict(phases["denoise"].peak_tensors)

@@ -1,0 +1,306 @@
+"""Pipelines as text: what a pipeline's own code does around its components' calls, recorded once with PyTorch.
+
+vaemem/pytorch/text_writer.py writes a text, data/pipelines has them. Each line is a word, what follows it, and, after
+a bar, a name:
+
+    case 1 g = 1; 1 u = 0           runs with these variables were recorded, for which all equations hold; others are
+                                    refused, if no other case holds. Others are 1 n != 1, 1 s > 3
+    when 1 g = 1                    the lines up to the next "when" apply if this holds; without equations, always
+    take 2048 n t e | embeds        allocate bytes for a tensor
+    free 0 | embeds                 free the oldest tensor of this name; 1 is the next one
+    free 0 3 | embeds               do so three times
+    call unet n=2 n; h=1 h | 1      call a component, or a VAE's encode or decode; it leaves so many outputs, which have
+                                    the component's role as their name
+    repeat 1 n                      do the lines up to "done" so often; nothing within it repeats
+    convert vae float32             convert a component's weights to a type
+    blas                            multiply matrices outside of components, by cuBLAS; or "blas lt", by cuBLASLt
+    steps 1 s                       so many steps of the scheduler; the lines before the first of the next ones are the
+                                    first step's, and of what precedes it
+    step                            the lines of another step follow; after "each" those of the one that is repeated,
+                                    after "last" those of the last one, if it differs
+    end                             the lines after the steps follow
+
+A size is a polynomial: ``"1280 n h w + 640"``. Its variables are
+
+    n, t, s         images, tokens of the prompt, steps
+    m               tokens with padding to a multiple of 512
+    h, w, f, p      sides of the latents, their frames, and patches of 2 x 2 in one of them
+    y, x, q, k      sides and patches of the latents of an image that goes in, as the pipeline scales it, and its tokens
+                    for a text encoder
+    e, v            bytes of an element of the denoiser and of the VAE
+    g, u, c, i      1 or 0: whether it guides, whether the VAE is converted to float32 for its calls, whether there is a
+                    safety checker, whether it begins with an image
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from vaemem._common import shipped
+from vaemem._errors import ArgumentError, inside
+from vaemem.prediction.recordings import is_recording, read_recording
+
+VARIABLES = "n h w f p y x q k t m s e v g u c i".split()
+_MOST = 1 << 17  # lines
+_MOST_KEPT = 16  # sizes, with what a text does at each
+
+
+class _Polynomial(NamedTuple):
+    """A sum of products of variables."""
+
+    terms: tuple[tuple[int, tuple[str, ...]], ...]
+
+    @classmethod
+    def read(cls, text: str) -> _Polynomial:
+        """Read ``"1280 n h w + 640"``; ValueError for anything else."""
+        terms = list[tuple[int, tuple[str, ...]]]()
+        for term in text.split(" + "):
+            factor, *names = term.split() or [""]
+            if unknown := [name for name in names if name not in VARIABLES]:
+                raise ValueError(f"expected variables among {' '.join(VARIABLES)}, got {unknown[0]!r}")
+            terms.append((int(factor), tuple(names)))
+        return cls(tuple(terms))
+
+    def value(self, at: Mapping[str, int]) -> int:
+        """Return its value with these variables."""
+        return sum(factor * math.prod([at[name] for name in names]) for factor, names in self.terms)
+
+
+class _Line(NamedTuple):
+    """A line of a text: its word, the words after it, a polynomial of its size, those of a call, its name, and
+    lines that it repeats."""
+
+    kind: str
+    words: tuple[str, ...] = ()
+    size: _Polynomial = _Polynomial(())
+    sizes: tuple[tuple[str, _Polynomial], ...] = ()
+    name: str = ""
+    block: tuple[_Line, ...] = ()
+
+
+class _Action(NamedTuple):
+    """A line with numbers in place of polynomials."""
+
+    kind: str
+    words: tuple[str, ...]
+    size: int
+    sizes: Mapping[str, int]
+    name: str
+
+
+_Equation = tuple[_Polynomial, str, _Polynomial]  # two sides, and the sign between them
+_SIGNS = {" != ": operator.ne, " > ": operator.gt, " = ": operator.eq}
+
+
+class PipelineText:
+    """A pipeline's text.
+
+    cases: equations of what was recorded; those of one hold for every run that it knows
+    lines: in order, each with its conditions
+    """
+
+    def __init__(self, text: str):
+        self.cases, self.lines = list[tuple[_Equation, ...]](), list[tuple[tuple[_Equation, ...], _Line]]()
+        when = tuple[_Equation, ...]()
+        self._worked_out = dict[tuple[tuple[str, int], ...], list[tuple[list[_Action], int]]]()
+        repeated: list[tuple[tuple[_Equation, ...], _Line]] | None = None  # what precedes a repeat that has not ended
+        for at, line in enumerate(text.splitlines(), 1):
+            word, _, rest = line.partition(" ")
+            given, _, name = rest.partition(" | ")
+            with inside(f"line {at}", caught=(ValueError,)):
+                if at > _MOST:
+                    raise ValueError(f"expected at most {_MOST} lines")
+                if word in ("case", "when"):
+                    equations = tuple(map(_read_equation, filter(None, given.split("; "))))
+                    self.cases += [equations] * (word == "case")
+                    when = when if word == "case" else equations
+                elif word == "steps":
+                    self.lines.append((when, _Line("steps", size=_Polynomial.read(given))))
+                elif word == "repeat" and repeated is None:
+                    times, repeated, self.lines = _Polynomial.read(given), self.lines, []
+                elif word == "done" and repeated is not None:
+                    block = tuple(one for _, one in self.lines)
+                    self.lines, repeated = [*repeated, (when, _Line("repeat", size=times, block=block))], None
+                elif word and word != "#":
+                    self.lines += ((when, one) for one in _read_line(word, given, name))
+        if repeated is not None:
+            raise ArgumentError("text", "done after every repeat", "the end")
+
+    def played(self, at: Mapping[str, int]) -> Iterator[tuple[Sequence[_Line], int]]:
+        """Yield what is done up to the end of the first step, the further ones, and what follows; and how many steps
+        each stands for. ValueError if nothing was recorded with these variables."""
+        if not any(_hold(case, at) for case in self.cases):
+            got = ", ".join(f"{name} = {value}" for name, value in at.items())
+            raise ArgumentError("pipeline", "a case that was recorded", got)
+        names, parts, known, count = [""], [list[_Line]()], dict[tuple[_Equation, ...], bool](), 1
+        for when, line in self.lines:
+            if when not in known:
+                known[when] = _hold(when, at)
+            if not known[when]:
+                continue
+            if line.kind == "steps":
+                count = line.size.value(at)
+            elif line.kind == "part":
+                names.append(line.name)
+                parts.append([])
+            else:
+                times = line.size.value(at) if line.kind == "repeat" else 1
+                if times * len(line.block) > _MOST:
+                    raise OverflowError(f"expected at most {_MOST} lines")
+                parts[-1] += line.block * times if line.kind == "repeat" else (line,)
+        end = parts.pop() if names[-1] == "end" else []
+        last = parts.pop() if "last" in names and count > 1 else None
+        between = parts[1 : count if last is None else count - 1]
+        yield parts[0], 1
+        for number, part in enumerate(between, 2):
+            is_each = number == len(parts)
+            yield part, count - number + (last is None) if is_each else 1
+        if last is not None:
+            yield last, 1
+        yield end, 1
+
+    def actions(self, at: Mapping[str, int]) -> list[tuple[list[_Action], int]]:
+        """Return what `played` yields, with numbers in place of polynomials. If the second step takes and leaves what
+        further ones do, it stands for them too."""
+        key = tuple(at.items())
+        if key not in self._worked_out:
+            parts = [([_act(line, at) for line in lines], steps) for lines, steps in self.played(at)]
+            if len(parts) > 3 and parts[2][1] > 1 and _do_the_same(*(actions for actions, _ in parts[:3])):
+                parts[1:3] = [(parts[1][0], parts[1][1] + parts[2][1])]
+            while len(self._worked_out) >= _MOST_KEPT:
+                self._worked_out.pop(next(iter(self._worked_out)), None)
+            self._worked_out[key] = parts
+        return self._worked_out[key]
+
+
+def _act(line: _Line, at: Mapping[str, int]) -> _Action:
+    sizes = {name: size.value(at) for name, size in line.sizes}
+    return _Action(line.kind, line.words, line.size.value(at), sizes, line.name)
+
+
+def _do_the_same(before: Sequence[_Action], one: Sequence[_Action], other: Sequence[_Action]) -> bool:
+    """Tell whether two steps do the same with tensors of other names, and leave tensors of the same names and sizes."""
+    if [action[:4] for action in one] != [action[:4] for action in other]:
+        return False
+    live = dict[str, list[int]]()
+    states = list[dict[str, list[int]]]()
+    for part in (before, one, other):
+        for action in part:
+            there = live.setdefault(action.name, [])
+            if action.kind == "free":
+                if int(action.words[0]) >= len(there):
+                    return False
+                there.pop(int(action.words[0]))
+            elif action.kind in ("take", "call"):
+                there += [action.size] * (int(action.words[2]) if action.kind == "call" else 1)
+        states.append({name: [*sizes] for name, sizes in live.items() if sizes})
+    return states[1] == states[2]
+
+
+def _hold(equations: Iterable[_Equation], at: Mapping[str, int]) -> bool:
+    return all(_SIGNS[sign](left.value(at), right.value(at)) for left, sign, right in equations)
+
+
+def _read_equation(text: str) -> _Equation:
+    sign = next((sign for sign in _SIGNS if sign in text), " = ")
+    left, _, right = text.partition(sign)
+    return _Polynomial.read(left), sign, _Polynomial.read(right)
+
+
+def _read_line(word: str, given: str, name: str) -> Iterator[_Line]:
+    if word in ("step", "each", "last", "end"):
+        yield _Line("part", name=word)
+    elif word == "take":
+        yield _Line(word, size=_Polynomial.read(given), name=name)
+    elif word == "free":
+        place, count = map(int, [*given.split(), "1"][:2])
+        yield from [_Line(word, (str(place),), name=name)] * min(count, _MOST)
+    elif word == "call":
+        role, method, sizes = [*given.split(" ", 2), ""][:3]
+        pairs = [pair.split("=", 1) for pair in filter(None, sizes.split("; "))]
+        read = tuple((variable, _Polynomial.read(size)) for variable, size in pairs)
+        yield _Line(word, (role, method, str(int(name))), sizes=read, name=role)
+    elif word == "convert":
+        role, dtype = given.split()
+        yield _Line(word, (role, dtype))
+    elif word == "blas":
+        yield _Line(word, (given,))
+    else:
+        raise ValueError(f"expected a known word, got {word!r}")
+
+
+class _Run(Protocol):
+    """What a text needs to be played. `PipelineRun` is one. Handles are of tensors, 0 for one that is not there."""
+
+    def take(self, name: str, size: int) -> int:
+        """Allocate a tensor; return its handle."""
+
+    def free(self, handle: int) -> None:
+        """Free a tensor."""
+
+    def call(self, role: str, method: str, given: int, kept: int, **sizes: int) -> Sequence[int]:
+        """Call a component; return the handles of so many outputs, or none if there are none. given: the tensor that
+        was taken last"""
+
+    def convert(self, role: str, dtype: str) -> None:
+        """Convert a component's weights."""
+
+    def multiply(self, lt: bool) -> None:
+        """Multiply matrices."""
+
+    def stand_for(self, steps: int) -> None:
+        """Count the work from now on as that of so many steps."""
+
+
+def play_text(text: PipelineText, at: Mapping[str, int], run: _Run, left: dict[str, list[int]]) -> None:
+    """Play a text with these variables. left: tensors by name that earlier calls left. One is freed as soon as another
+    of its name is there; new ones that stay are added."""
+    given, earlier = 0, {name: [*handles] for name, handles in left.items()}
+    left.clear()
+    for actions, steps in text.actions(at):
+        run.stand_for(steps)
+        for kind, words, size, sizes, name in actions:
+            live = left.setdefault(name, [])
+            if kind == "take":
+                given = run.take(name, size)
+                live.append(given)
+                for old in earlier.pop(name, ()):
+                    run.free(old)
+            elif kind == "free":
+                place = int(words[0])
+                if place >= len(live):
+                    raise ArgumentError("text", f"more than {place} tensors of that name", f"free {place} | {name}")
+                run.free(live.pop(place))
+            elif kind == "call":
+                role, method, kept = words
+                live += run.call(role, method, given, int(kept), **sizes) or [0] * int(kept)
+            elif kind == "convert":
+                run.convert(*words)
+            else:
+                run.multiply(words[0] == "lt")
+    run.stand_for(1)
+    left.update(earlier)
+
+
+def phase_of(role: str, method: str) -> str:
+    """Return the phase that a component's call belongs to; "" for the one that runs."""
+    if role == "safety_checker":
+        return ""
+    if "vae" in role or "vqvae" in role:
+        return "encode image" if method == "encode" else "decode"
+    if "text_encoder" in role:
+        return "encode prompt"
+    return "encode image" if "image_encoder" in role else "denoise"
+
+
+@functools.cache
+def load_text(name: str) -> PipelineText:
+    """Return a pipeline's text by the name of its file."""
+    if is_recording(name):
+        with inside("pipeline", path=name):
+            return PipelineText(read_recording(name)["text"])
+    return PipelineText(shipped("pipelines", f"{name}.txt"))

@@ -1,0 +1,180 @@
+"""Write a module's call as text for vaemem/pipelines/programs.py: a tree of calls, and sizes as polynomials."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import Any, cast
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from vaemem.prediction.eager import AttentionCall
+from vaemem.prediction.gpus import find_gpu
+from vaemem.pytorch.fitting import PolynomialFit
+from vaemem.pytorch.recorder import Recorder, Recording
+
+
+class ModuleCall(list[Any]):
+    """Events in order: tuples, and calls of submodules with their names."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self.name = name
+
+
+class Script:
+    """Takes a recording's events in place of `vaemem._core.Trace`."""
+
+    def __init__(self) -> None:
+        self.calls = [ModuleCall("")]
+        self.taken = 0
+        self.flops = 0  # of the operator that runs
+
+    def _add(self, *event: Any) -> int:
+        self.calls[-1].append(event)
+        return self.taken
+
+    def take(self, size: int, name: str) -> int:
+        self.taken += 1
+        return self._add("take", name.partition(" [")[2].rstrip("]"), size)
+
+    def give(self, number: int) -> None:
+        self._add("give", self.taken - number + 1)
+
+    def blas(self, name: str, lt: bool = False) -> None:
+        self._add("blas", "l" if lt else "b", self.flops)
+
+    def conv(self, question: tuple[Any, ...], name: str) -> None:
+        dtype, n, c, h, w, k, r, stride, padding, layout, dilation, groups, output_padding, *depth = question
+        uneven = any(len({*extent[-2:]}) > 1 for extent in (r, stride, padding))
+        mixes = bool(depth) and (r[0], stride[0], padding[0]) != (1, 1, 0)
+        if uneven or set(dilation) != {1} or groups > 1 or output_padding or mixes:
+            raise ValueError(f"{name}: expected a plain convolution with a square filter, of one frame if it has depth")
+        self._add("conv", dtype, layout, n, c, h, w, k, r[-1], stride[-1], padding[-1], *depth)
+
+    def attention(self, call: AttentionCall) -> int:
+        self.taken += 1
+        q, k, v = call[1:4]
+        if not all(x.strides[-1] == 1 or x.shape[-1] == 1 for x in (q, k, v)):
+            raise ValueError("attention: expected the elements of a head side by side")
+        mask = (call.mask.elements, call.mask.row) if call.mask else ()
+        kind = None if call.mask is None else call.mask.boolean
+        by_token = "".join(name for name, x in zip("qkv", (q, k, v), strict=True) if x.strides[1] < x.strides[2])
+        sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3])
+        return self._add("attention", call.dtype, kind, call.causal, call.grouped, by_token, *sizes, *mask)
+
+
+class ScriptRecorder(Recorder):
+    """Records a `Script`."""
+
+    def __init__(self, root: str) -> None:
+        recording = Recording()
+        self.script = Script()
+        recording.trace = cast(Any, self.script)
+        self._root = root
+        super().__init__(recording, find_gpu("RTX 4090"))
+
+    def enter(self, name: str) -> None:
+        self.sweep()  # so that frees before the call come before weights that are sent for it
+        outer = self.path[-1] if self.path else ""
+        super().enter(name)
+        own = outer in ("", self._root) or name.startswith(f"{outer}.")
+        short = name.removeprefix(f"{outer}.") if own else f"/{name}"
+        call = ModuleCall("" if name == self._root else short)
+        self.script.calls[-1].append(call)
+        self.script.calls.append(call)
+
+    def leave(self) -> None:
+        super().leave()
+        self.script.calls.pop()
+
+    def attend(self, call: AttentionCall, kernel: str) -> int:
+        if kernel not in ("flash", "efficient"):  # of which all that they take is counted
+            raise ValueError(f"{self.name()}: expected a fused kernel, got {kernel}")
+        return self.script.attention(call)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        count = flop_registry.get(func.overloadpacket, int)
+        products = (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.baddbmm)
+        if func.overloadpacket in products:
+            self.script.flops = count(*args, **(kwargs or {}), out_val=None)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class Writer:
+    """Makes one text of equal calls at several sizes."""
+
+    def __init__(self, fit: PolynomialFit, dtype: str):
+        self.fit, self.dtype = fit, dtype
+        self.modules: dict[str, int] = {}
+        self.convs: list[Any] = []
+        self.attentions: list[Any] = []
+
+    def write(self, calls: Sequence[ModuleCall]) -> int:
+        """The index of what these calls, of one module at several sizes, do."""
+        lengths = {len(call) for call in calls}
+        if len(lengths) > 1:
+            raise ValueError(f"{calls[0].name}: takes other steps at other sizes ({sorted(lengths)})")
+        words = []
+        for events in zip(*calls, strict=True):
+            if isinstance(events[0], ModuleCall):
+                same = all(isinstance(e, ModuleCall) and e.name == events[0].name for e in events)
+                self._same(same, calls[0], events)
+                words.append(f"{events[0].name}={self.write(events)}")
+            else:
+                words.append(self._word(calls[0], events))
+        return self.modules.setdefault(" ".join(words), len(self.modules))
+
+    def _same(self, same: bool, call: ModuleCall, events: Sequence[Any]) -> None:
+        if not same:
+            raise ValueError(f"{call.name}: takes other steps at other sizes: {[str(e)[:80] for e in events]}")
+
+    def _word(self, call: ModuleCall, events: Sequence[tuple[Any, ...]]) -> str:
+        kind, *_ = events[0]
+        fixed = {"take": 2, "give": 2, "blas": 2, "conv": 3, "attention": 6}[kind]
+        self._same(all(e[:fixed] == events[0][:fixed] for e in events), call, events)
+        indices = [self.fit.index(values) for values in zip(*(e[fixed:] for e in events), strict=True)]
+        if kind == "take":
+            return f"+{indices[0]}" + (f":{events[0][1]}".replace(" ", "_") if events[0][1] else "")
+        if kind == "give":
+            return f"-{events[0][1]}"
+        if kind == "blas":
+            return f"{events[0][1]}{indices[0]}"
+        own = "run" if events[0][1] == self.dtype else events[0][1]
+        if kind == "conv":
+            return f"c{_intern(self.convs, [own, *indices, events[0][2]])}"
+        _, _, boolean, causal, grouped, by_token = events[0][:6]
+        mask = None if boolean is None else [*indices[7:], boolean]
+        return f"a{_intern(self.attentions, [own, *indices[:7], mask, causal, grouped, by_token])}"
+
+
+def _intern(table: list[Any], row: list[Any]) -> int:
+    if row not in table:
+        table.append(row)
+    return table.index(row)
+
+
+def weights_text(module: torch.nn.Module, dtype: torch.dtype, kept: Container[int] = ()) -> list[str]:
+    """Return a module's tensors, one text a distinct submodule, as programs.py reads them.
+
+    dtype: the module's own; its tensors of another one have it in any case
+    kept: ids of parameters that are float32 in float16 only
+    """
+    nodes: dict[str, int] = {}
+    seen: set[int] = set()
+
+    def write(part: torch.nn.Module) -> int:
+        words = [f"{name}={write(child)}" for name, child in part.named_children()]
+        for held in (part._parameters, part._buffers):
+            for name, tensor in held.items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    is_single = held is part._parameters and tensor.dtype is torch.float32
+                    own = "single" if is_single else str(tensor.dtype).removeprefix("torch.")
+                    own = "kept" if id(tensor) in kept else own
+                    kind = "run" if tensor.dtype is dtype else own
+                    words.append(f"{name}:{kind}:{','.join(map(str, tensor.shape))}")
+        return nodes.setdefault(" ".join(words), len(nodes))
+
+    write(module)
+    return list(nodes)

@@ -1,0 +1,404 @@
+"""Record what a pipeline's own code does around its components' calls: the events of a pipeline's text.
+
+The components run on "meta", without their weights and without a recorder: only their outputs count here. A tensor is
+named by the source code that makes it.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import copy
+import functools
+import gc
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from vaemem._common import setting
+from vaemem._errors import ArgumentError
+from vaemem.prediction.request import Card
+from vaemem.pytorch.converting import modules_of
+from vaemem.pytorch.pipeline_recorder import PipelineRecorder, recording_pipelines
+from vaemem.pytorch.recorder import leaves_of, map_leaves
+
+_INNER = tuple(str(Path(module.__file__ or "").parent) for module in (torch, contextlib, sys.modules["vaemem"]))
+_LONGEST = 60  # characters of a tensor's name
+
+
+class Event(NamedTuple):
+    """Something that a pipeline does.
+
+    kind: take, free, call, convert, blas, or step, which ends a step of the scheduler
+    words: what has to be the same at every size: a tensor's name; role, method, and how many outputs are kept
+    size: bytes
+    shapes: of a call's tensors, by the parameter's name; of a list, its first tensor's
+    """
+
+    kind: str
+    words: tuple[str, ...]
+    size: int = 0
+    shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+
+def shapes_of(given: Mapping[str, Any]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Return the shapes of a call's tensors, by the parameter's name; of a list, its first tensor's."""
+    first = {name: leaves_of(x)[:1] for name, x in given.items()}
+    return tuple((name, tuple(x.shape)) for name, found in first.items() for x in found if isinstance(x, torch.Tensor))
+
+
+class _Queues:
+    """Live storages by name, the oldest first."""
+
+    def __init__(self) -> None:
+        self._name = dict[int, str]()
+        self._live = dict[str, list[int]]()
+
+    def add(self, number: int, name: str) -> None:
+        self._name[number] = name
+        self._live.setdefault(name, []).append(number)
+
+    def remove(self, number: int) -> tuple[str, ...]:
+        """Return the storage's name, and its place in the name's queue."""
+        name = self._name.pop(number)
+        place = self._live[name].index(number)
+        del self._live[name][place]
+        return name, str(place)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._name
+
+
+class EventWriter:
+    """Takes the place of a pipeline recorder's script. Lists events; what a component's call does within is left out,
+    and outputs that nobody keeps."""
+
+    def __init__(self) -> None:
+        self.events = list[Event]()
+        self.stream, self.hidden = 0, True
+        self._count, self._queues = 0, _Queues()
+        self._call: list[int] | None = None  # outputs of the last call that live, until something else happens
+        self._outputs: tuple[int, ...] = ()  # all of them, in the order of their making
+        self.kept = list[tuple[int, ...]]()  # for each call, which of its outputs stay
+
+    def take(self, size: int, name: str) -> int:
+        self._count += 1
+        if not self.hidden and size:  # no bytes take none
+            self._add("take", (name,), size)
+            self._queues.add(self._count, name)
+        return self._count
+
+    def give(self, number: int) -> None:
+        if self._call and number in self._call:
+            self._call.remove(number)
+        elif number in self._queues:  # others are weights
+            self.events.append(Event("free", self._queues.remove(number)))
+
+    def blas(self, name: str, lt: bool = False) -> None:
+        if not self.hidden:
+            self._add("blas", ("lt" if lt else "",))
+
+    def conv(self, question: tuple[Any, ...], name: str) -> None:
+        if not self.hidden:
+            raise ArgumentError("pipe", "convolutions in its components", f"one at {name}")
+
+    def attend(self, *call: Any) -> int:
+        if not self.hidden:
+            raise ArgumentError("pipe", "attention in its components", f"one at {call[-1]}")
+        return self.take(0, "")
+
+    def call(self, role: str, method: str, given: Mapping[str, Any]) -> None:
+        self._settle()
+        self.events.append(Event("call", (role, method), shapes=shapes_of(given)))
+
+    def leave(self, outputs: list[int]) -> None:
+        self._outputs, self._call = tuple(outputs), outputs
+
+    def mark(self, kind: str, *words: str) -> None:
+        self._add(kind, words)
+
+    def begin(self, phase: str) -> None:
+        """Phases follow from the roles of calls."""
+
+    def empty_cache(self) -> None:
+        """Only offloading does so here."""
+
+    def end(self) -> None:
+        self._settle()
+
+    def _add(self, kind: str, words: tuple[str, ...], size: int = 0) -> None:
+        self._settle()
+        self.events.append(Event(kind, words, size))
+
+    def _settle(self) -> None:
+        """End a call: name the outputs that are kept."""
+        if self._call is None:
+            return
+        kept, self._call = self._call, None
+        at = max(i for i, event in enumerate(self.events) if event.kind == "call")
+        self.kept.append(tuple(map(self._outputs.index, kept)))
+        role, method = self.events[at].words
+        self.events[at] = self.events[at]._replace(words=(role, method, str(len(kept))))
+        for number in kept:
+            self._queues.add(number, role)
+
+
+# ---- names ----
+
+
+@functools.cache
+def _tree(path: str) -> ast.Module | None:
+    try:
+        return ast.parse(Path(path).read_text("utf-8"))
+    except (OSError, SyntaxError):
+        return None
+
+
+@functools.cache
+def _named_at(code: CodeType, instruction: int) -> str:
+    """Name what an instruction makes: the variable, if it is a statement's whole value, or else the expression."""
+    positions = [*code.co_positions()][instruction // 2] if hasattr(code, "co_positions") else ()
+    tree = _tree(code.co_filename)
+    if tree is None or None in positions or not positions:
+        return code.co_name
+    line, end, column, end_column = positions
+    span, found = (line, column, end, end_column), code.co_name
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)) and node.value is not None:
+            if span == _span(node) or any(span == _span(one) for one in _viewed(node.value)):
+                return ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+        elif isinstance(node, ast.expr) and span == _span(node):
+            *_, root = _viewed(node)
+            found = ast.unparse(root if isinstance(root, ast.Name | ast.Attribute) else node)
+    return found if len(found) <= _LONGEST else found[: _LONGEST - 3] + "..."
+
+
+_VIEWS = {"view", "reshape", "permute", "transpose", "squeeze", "unsqueeze", "expand", "chunk", "flatten", "to", "type"}
+
+
+def _span(node: Any) -> tuple[Any, ...]:
+    return node.lineno, node.col_offset, node.end_lineno, node.end_col_offset
+
+
+def _viewed(value: ast.expr) -> Iterator[ast.expr]:
+    """Yield an expression, and those that it is a view of."""
+    yield value
+    if isinstance(value, ast.Subscript):
+        yield from _viewed(value.value)
+    elif isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _VIEWS:
+        yield from _viewed(value.func.value)
+
+
+def _name_here() -> str:
+    """Name the tensor that the code outside of PyTorch makes now."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame and frame.f_code.co_filename.startswith(_INNER):
+        frame = frame.f_back
+    return _named_at(frame.f_code, frame.f_lasti).replace("\n", " ") if frame else "call"
+
+
+# ---- components ----
+
+
+class _Order(TorchDispatchMode):
+    """Notes the order in which storages are made."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.at = dict[int, int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is torch.ops.aten._local_scalar_dense:  # a mask's contents: all ones
+            return {torch.bool: True, torch.float32: 1.0}.get(args[0].dtype, 1)
+        out = func(*args, **(kwargs or {}))
+        for x in leaves_of(out):
+            if isinstance(x, torch.Tensor):
+                self.at[x.untyped_storage()._cdata] = len(self.at)
+        return out
+
+
+class ComponentCall(NamedTuple):
+    """A call of a component, with arguments on "meta". kept: which of its outputs' storages the pipeline keeps, by the
+    order of their making"""
+
+    role: str
+    method: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    kept: tuple[int, ...] = ()
+
+
+class TextRecorder(PipelineRecorder):
+    """Records the events of a pipeline's call."""
+
+    def __init__(self, card: Card):
+        super().__init__(card)
+        self.writer = EventWriter()
+        self.script: Any = self.writer
+        self._trace = self.writer
+        self._outputs = dict[Any, Any]()  # of components' calls, on "meta"
+        self.calls = list[ComponentCall]()  # of a pipeline's call
+
+    def copy(self, pipe: Any) -> Any:
+        """Copy a pipeline, with fake weights on the card."""
+        fakes = dict[int, Any]()
+        with setting(self, _silent=True):
+            for module in modules_of(pipe).values():
+                for x in (*module.parameters(), *module.buffers()):
+                    made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
+                    made = torch.nn.Parameter(made, x.requires_grad) if isinstance(x, torch.nn.Parameter) else made
+                    self.adopt(made)
+                    fakes[id(x)] = made
+        return copy.deepcopy(pipe, fakes)
+
+    def name(self, what: str = "") -> str:
+        return _name_here() if not self.writer.hidden else ""
+
+    @contextlib.contextmanager
+    def hiding(self) -> Iterator[None]:
+        """Leave out what happens: weights move, or a component computes."""
+        self.sweep()
+        before, self.writer.hidden = self.writer.hidden, True
+        yield
+        self.sweep()
+        self.writer.hidden = before
+
+    def component(self, role: str, method: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a component on "meta", and return fake tensors on the card like its outputs. A call like an earlier one
+        has the same outputs."""
+        given = [x for x in leaves_of((args, kwargs)) if isinstance(x, torch.Tensor)]
+        others = [x for x in leaves_of((args, kwargs)) if not isinstance(x, torch.Tensor)]
+        self.sweep()
+        self.writer.call(role, method, inspect.signature(run).bind(*args, **kwargs).arguments)
+        key = role, method, repr(others), *((x.shape, x.stride(), x.dtype) for x in given)
+        with setting(self, _silent=True), _disable_current_modes(), torch._C.DisableTorchFunction():
+            to_meta = functools.partial(torch.empty_strided, device="meta")
+            args, kwargs = map_leaves(
+                lambda x: to_meta(x.shape, x.stride(), dtype=x.dtype) if isinstance(x, torch.Tensor) else x,
+                (args, kwargs),
+            )
+            self.calls.append(ComponentCall(role, method, args, kwargs))
+            if key not in self._outputs:
+                with _Order() as order:
+                    output = run(*args, **kwargs)
+                self._outputs[key] = output, order.at
+        del given, others, args, kwargs
+        result, numbers = self._on_card(*self._outputs[key])
+        self.writer.leave(numbers)
+        return result
+
+    def _on_card(self, output: Any, order_of: Mapping[int, int]) -> tuple[Any, list[int]]:
+        """Copy an output on "meta" to the card. Return also the numbers of its storages, the first made first."""
+        storages, made, numbers = dict[int, Any](), dict[int, torch.Tensor](), list[int]()
+
+        def note(x: torch.Tensor) -> torch.Tensor:
+            storages[x.untyped_storage()._cdata] = x.untyped_storage()
+            return x
+
+        def copied(x: torch.Tensor) -> torch.Tensor:
+            whole = made[x.untyped_storage()._cdata].view(x.dtype)
+            return whole.as_strided(x.shape, x.stride(), x.storage_offset())
+
+        _copy_with(output, note)
+        with self.hiding():
+            for address in sorted(storages, key=lambda address: order_of.get(address, -1)):
+                with setting(self, _silent=True):
+                    made[address] = torch.empty(storages[address].nbytes(), dtype=torch.uint8, device="cuda")
+                numbers.append(self.writer.take(0, ""))
+                self.bind(made[address], numbers[-1])
+            with setting(self, _silent=True):
+                return _copy_with(output, copied), numbers
+
+
+def _copy_with(x: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """Copy an object, with something in place of each tensor in it."""
+    with setting(torch.Tensor, __deepcopy__=lambda tensor, memo: change(tensor)):
+        return copy.deepcopy(x)
+
+
+@contextlib.contextmanager
+def _following(original: Any, pipe: Any, recorder: TextRecorder) -> Iterator[None]:
+    """Note calls of components, conversions of their weights, and the scheduler's steps."""
+    originals = modules_of(original)
+
+    def calling(role: str, method: str) -> Callable[..., Any]:
+        run = getattr(originals[role], method)
+
+        @functools.wraps(run)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            return recorder.component(role, method, run, args, kwargs)
+
+        return called
+
+    def moving(role: str, to: Callable[..., Any]) -> Callable[..., Any]:
+        def moved(*args: Any, **kwargs: Any) -> Any:
+            types = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype)]
+            recorder.sweep()
+            for dtype in types:
+                recorder.writer.mark("convert", role, str(dtype).removeprefix("torch."))
+                torch.nn.Module.to(originals[role], dtype=dtype)
+            with recorder.hiding():
+                return to(*args, **kwargs)
+
+        return moved
+
+    wrapped = contextlib.ExitStack()
+    for role, module in modules_of(pipe).items():
+        methods = {name: calling(role, name) for name in {"forward", "encode", "decode"} & {*dir(module)}}
+        wrapped.enter_context(setting(module, **methods, to=moving(role, module.to)))
+    step = pipe.scheduler.step
+
+    def stepping(*args: Any, **kwargs: Any) -> Any:
+        out = step(*args, **kwargs)
+        recorder.sweep()
+        recorder.writer.mark("step")
+        return out
+
+    with wrapped, setting(pipe.scheduler, step=stepping):
+        yield
+
+
+@contextlib.contextmanager
+def _without_cycles() -> Iterator[None]:
+    """Let Python's garbage collector, which frees cycles of objects now and then, free none."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+class RecordedCall(NamedTuple):
+    """What a pipeline did in a call, and its components' calls."""
+
+    events: list[Event]
+    calls: list[ComponentCall]
+
+
+def record_calls(pipe: Any, calls: Iterable[Callable[[Any], Any]], card: Card) -> list[RecordedCall]:
+    """Record what a pipeline with weights on "meta" does in calls, each of them as if it were the first."""
+    recorder, found = TextRecorder(card), list[RecordedCall]()
+    with recording_pipelines(recorder), recorder.hiding():
+        copied = recorder.copy(pipe)
+        for call in calls:
+            copied.scheduler = copy.deepcopy(pipe.scheduler)
+            recorder.script = recorder._trace = recorder.writer = EventWriter()
+            recorder.calls = []
+            with _following(pipe, copied, recorder), _without_cycles():
+                recorder.writer.hidden = False
+                output = call(copied)
+                recorder.sweep()
+                del output
+                recorder.sweep()
+                recorder.writer.hidden = True
+            recorder.writer.end()
+            kept = zip(recorder.calls, recorder.writer.kept, strict=True)
+            found.append(RecordedCall(recorder.writer.events, [one._replace(kept=which) for one, which in kept]))
+    return found

@@ -1,0 +1,382 @@
+"""Write a pipeline's text from recordings at several sizes (`vaemem.pipelines.text` has the format).
+
+Recordings that do the same become one case. They may differ in sizes, in the number of steps, and in how often they do
+the same for each image. Which variables tell the cases apart is found here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from vaemem._errors import ArgumentError
+from vaemem.pipelines.text import PipelineText
+from vaemem.pytorch.fitting import PolynomialFit, products
+from vaemem.pytorch.text_recorder import Event
+
+Values = Mapping[str, int]  # of the text's variables
+_Shapes = Sequence[tuple[str, tuple[int, ...]]]
+# The role, method and shapes of a call, and the text's variables -> the component's variables
+VariablesOf = Callable[[str, str, _Shapes, Values], Values]
+_Key = tuple[str, tuple[str, ...]]  # what has to be the same at every size: an event's kind and words
+_PLACES = ["", "h w", "t", "h", "w", "s", "m", "f", "f h w", "p", "y x", "q", "y", "x", "k"]
+_TELLING = "g i u c e v n s t".split()  # variables that the code may decide by, the likeliest first
+_HOLDS = {"=": operator.eq, "!=": operator.ne, ">": operator.gt}
+_MANY_STEPS = 5  # of these, some do the same
+_LEAST_LOOPED = 3  # fewer repetitions may be there by accident
+
+
+class Loop(NamedTuple):
+    """What happens for each image. more: how often it happens more than there are images: 0 or -1"""
+
+    more: int
+    block: tuple[_Key, ...]
+
+    @property
+    def times(self) -> str:
+        return "1 n" if not self.more else f"1 n + {self.more}"
+
+
+def _split(events: Sequence[Event]) -> list[list[Event]]:
+    """Split a recording at the ends of steps. What follows the last one is the last part."""
+    parts: list[list[Event]] = [[]]
+    for event in events:
+        if event.kind == "step":
+            parts.append([])
+        else:
+            parts[-1].append(event)
+    return parts if len(parts) > 1 else [*parts, []]
+
+
+def _name_steps(parts: Sequence[list[Event]]) -> tuple[list[list[Event]], list[str]]:
+    """Return a recording's parts, in which steps that do the same are there once, and names of all but the first part:
+    step; each, for all further ones but a last one that differs; last; end."""
+    first, *steps, end = parts
+    differing = list[list[Event]]()
+    for i, step in enumerate(steps[:-1]):
+        differing.append(step)
+        if all(other == step for other in steps[i + 1 : -1]):
+            break
+    names = ["step"] * len(differing)
+    if names:
+        names[-1] = "each"
+    if steps and (not differing or steps[-1] != differing[-1]):
+        differing.append(steps[-1])
+        names.append("last")
+    return [first, *differing, end], [*names, "end"]
+
+
+def _key(event: Event) -> _Key:
+    return event.kind, event.words
+
+
+def _fold(events: Sequence[Event], images: int) -> list[_Key | Loop]:
+    """Find what happens for each image."""
+    keys, folded, at = [*map(_key, events)], list[_Key | Loop](), 0
+    while at < len(keys):
+        loop = _loop_at(keys, at, images)
+        folded.append(loop or keys[at])
+        at += (images + loop.more) * len(loop.block) if loop else 1
+    return folded
+
+
+def _loop_at(keys: Sequence[_Key], at: int, images: int) -> Loop | None:
+    """Find a block that happens exactly once for each image from a place on, or for each image but one."""
+    for length in range(1, (len(keys) - at) // max(images - 1, 1) + 1):
+        block, times = keys[at : at + length], 1
+        while keys[at + times * length : at + (times + 1) * length] == block:
+            times += 1
+        is_alone = at < length or keys[at - length : at] != block
+        is_accident = length > 1 and len(set(block)) == 1  # equal events, which happen to be a multiple
+        if times >= _LEAST_LOOPED and is_alone and not is_accident and times - images in (0, -1):
+            return Loop(times - images, tuple(block))
+    return None
+
+
+def _align(folded: Sequence[_Key | Loop], events: Sequence[Event], images: int) -> list[list[Event | None]] | None:
+    """Return the events of each item's lines, None for one that does not happen; or None if the events are others."""
+    found, at = list[list[Event | None]](), 0
+    for item in folded:
+        block, times = (item.block, images + item.more) if isinstance(item, Loop) else ((item,), 1)
+        piece = [*events[at : at + times * len(block)]]
+        first = piece[: len(block)]
+        if [*map(_key, piece)] != [*block] * times or piece != first * times:
+            return None
+        found.append([*first] or [None] * len(block))
+        at += len(piece)
+    return found if at == len(events) else None
+
+
+def _nothing(folded: Sequence[_Key | Loop]) -> list[list[Event | None]]:
+    """Return what `_align` does for a part that does not happen."""
+    return [[None] * len(item.block) if isinstance(item, Loop) else [None] for item in folded]
+
+
+class _Case:
+    """Recordings that do the same."""
+
+    def __init__(self, at: Values, parts: Sequence[list[Event]]):
+        named, self.names = _name_steps(parts)
+        self.folded = [_fold(part, at["n"]) for part in named]
+        self.points, self.steps = list[Values](), list[int]()
+        self.events = list[list[list[Event | None]]]()  # by point, item and line
+
+    def _numbers(self, steps: int) -> list[int] | None:
+        """Return the numbers of the parts of so many steps, in order; None if there are none for so many."""
+        names = ["first", *self.names]
+        last = [names.index("last")] if "last" in names and steps > 1 else []
+        each = names.index("each") if "each" in names else len(names) - 2 - ("last" in names)
+        count = steps - len(last)
+        if count > each + 1 and "each" not in names:
+            return None
+        return [*(min(number, each) for number in range(count)), *last, len(names) - 1]
+
+    def join(self, at: Values, parts: Sequence[list[Event]]) -> bool:
+        """Add a recording, if it does the same."""
+        aligned: list[Any] = [None] * len(self.folded)
+        numbers = self._numbers(len(parts) - 1)
+        if numbers is None:
+            return False
+        for number, events in zip(numbers, parts, strict=True):
+            found = _align(self.folded[number], events, at["n"])
+            if found is None or aligned[number] not in (None, found):
+                return False
+            aligned[number] = found
+        flat = list[list[Event | None]]()
+        for found, folded, name in zip(aligned, self.folded, ["", *self.names], strict=True):
+            flat += [[Event("part", (name,))]] * bool(name)
+            flat += _nothing(folded) if found is None else found
+        self.points.append(at)
+        self.events.append(flat)
+        self.steps.append(len(parts) - 1)
+        return True
+
+    def items(self) -> Iterator[tuple[str, _Key | Loop]]:
+        """Yield what it does, each item with its part: first, step 1, ..., each, last or end. A part begins with an
+        item of its own."""
+        labels = [f"step {number}" if name == "step" else name for number, name in enumerate(self.names, 1)]
+        for label, folded, name in zip(["first", *labels], self.folded, ["", *self.names], strict=True):
+            yield from ((label, key) for key in ([("part", (name,))] if name else []))
+            yield from ((label, key) for key in folded)
+
+
+class _Item:
+    """Something that some cases do: a line, or a loop of lines."""
+
+    def __init__(self, key: _Key | Loop):
+        self.key = key
+        self.at = dict[int, int]()  # by the number of a case, its place there
+
+
+def _merge(cases: Sequence[_Case]) -> Iterator[_Item]:
+    """Yield the cases' items, in which the same one of several cases is there once, part by part."""
+    items = [[*case.items()] for case in cases]
+    labels = {label for each in items for label, _ in each}
+    steps = sorted((label for label in labels if label.startswith("step")), key=lambda label: int(label.split()[1]))
+    for part in ("first", *steps, "each", "last", "end"):
+        merged = list[_Item]()
+        for number, each in enumerate(items):
+            places = [place for place, (label, _) in enumerate(each) if label == part]
+            together = list[_Item]()
+            known, keys = [item.key for item in merged], [each[place][1] for place in places]
+            for how, first, last, begin, end in difflib.SequenceMatcher(
+                None, known, keys, autojunk=False
+            ).get_opcodes():
+                together += merged[first:last]
+                if how != "equal":
+                    together += map(_Item, keys[begin:end])
+                for item, place in zip(together[len(together) - (end - begin) :], places[begin:end], strict=True):
+                    item.at[number] = place
+            merged = together
+        yield from merged
+
+
+class _Text:
+    """Cases as one list of lines, in which sizes are polynomials."""
+
+    def __init__(self, cases: Sequence[_Case], variables_of: VariablesOf):
+        self.cases, self.variables_of = cases, variables_of
+        self._fits = dict[tuple[bool, tuple[tuple[int, int], ...]], PolynomialFit]()
+        self._groups = dict[frozenset[int], list[tuple[frozenset[int], str]]]()
+        self._is_decoded = False  # the VAE's type explains sizes from here on, if the denoiser's does too
+
+    def steps(self) -> Iterator[str]:
+        """Yield lines with the number of steps, by cases if it does not follow from one polynomial."""
+        everyone = frozenset(range(len(self.cases)))
+        try:
+            yield self._steps(everyone)
+        except ArgumentError:
+            for number in sorted(everyone):
+                yield f"when {self._apart(frozenset([number]))[0][1]}"
+                yield self._steps(frozenset([number]))
+            yield "when"
+
+    def _steps(self, numbers: frozenset[int]) -> str:
+        cases = [self.cases[number] for number in sorted(numbers)]
+        fit = PolynomialFit(["s", ""], [at for case in cases for at in case.points])
+        return f"steps {fit.find(tuple(count for case in cases for count in case.steps))}"
+
+    def lines(self) -> Iterator[str]:
+        """Yield its lines. Those after "when" apply if equations hold."""
+        among = ""
+        for item in _merge(self.cases):
+            for numbers, now in self._together(item):
+                if now != among:
+                    yield f"when {now}".strip()
+                among = now
+                yield from self._item(item, numbers)
+
+    def _together(self, item: _Item) -> Iterator[tuple[frozenset[int], str]]:
+        """Yield the numbers of an item's cases with their equations: together if their sizes have one polynomial."""
+        for numbers, equations in self._apart(frozenset(item.at)):
+            try:
+                [*self._item(item, numbers)]
+                yield numbers, equations
+            except ArgumentError:
+                if len(numbers) == 1:
+                    raise
+                yield from (self._apart(frozenset([number]))[0] for number in sorted(numbers))
+
+    def _apart(self, numbers: frozenset[int]) -> list[tuple[frozenset[int], str]]:
+        """Split cases into the fewest groups that equations tell from all other cases."""
+        if numbers not in self._groups:
+            self._groups[numbers] = self._split(numbers)
+        return self._groups[numbers]
+
+    def _split(self, numbers: frozenset[int]) -> list[tuple[frozenset[int], str]]:
+        found = max((one for one in self._told if one <= numbers), key=len, default=frozenset[int]())
+        if len(found) > 1:
+            equations, rest = self._told[found], numbers - found
+            return [(found, equations), *(self._apart(rest) if rest else ())]
+        own = {number: case.points for number, case in enumerate(self.cases)}
+        others = {number: [at for other, points in own.items() if other != number for at in points] for number in own}
+        return [(frozenset([one]), equations_of(own[one], others[one])) for one in sorted(numbers)]
+
+    @functools.cached_property
+    def _told(self) -> dict[frozenset[int], str]:
+        """Cases that a few equations tell from all others, with these."""
+        points = [(number, at) for number, case in enumerate(self.cases) for at in case.points]
+        whole = [
+            sum(1 << i for i, (number, _) in enumerate(points) if number == case) for case in range(len(self.cases))
+        ]
+        known = dict[int, str]()  # equations by the points at which they hold, as bits
+        for name in _TELLING:
+            values = sorted({at[name] for _, at in points})
+            signs = ["=", "!=", ">"] if len(values) > 2 else ["="]
+            for sign, value in itertools.product(signs, values if len(values) > 1 else ()):
+                held = sum(1 << i for i, (_, at) in enumerate(points) if _HOLDS[sign](at[name], value))
+                known.setdefault(held, f"1 {name} {sign} {value}")
+        found = {frozenset(range(len(self.cases))): ""}
+        for count in (1, 2, 3):
+            for chosen in itertools.combinations(known.items(), count):
+                mask = functools.reduce(operator.and_, (held for held, _ in chosen))
+                parts = [mask & case for case in whole]
+                if mask and all(part in (0, case) for part, case in zip(parts, whole, strict=True)):
+                    cases = frozenset(number for number, part in enumerate(parts) if part)
+                    found.setdefault(cases, "; ".join(text for _, text in chosen))
+        return found
+
+    def _item(self, item: _Item, numbers: Iterable[int]) -> Iterator[str]:
+        """Yield the lines of an item in some cases."""
+        points = [(number, i) for number in sorted(numbers) for i in range(len(self.cases[number].points))]
+        events = [self.cases[number].events[i][item.at[number]] for number, i in points]
+        lines = [[*zip(points, line, strict=True)] for line in zip(*events, strict=True)]
+        if isinstance(item.key, Loop):
+            yield f"repeat {item.key.times}"
+            yield from map(self._line, lines)
+            yield "done"
+        elif item.key[0] != "part":
+            yield self._line(lines[0])
+        else:
+            yield item.key[1][0]
+
+    def _line(self, events: Sequence[tuple[tuple[int, int], Event | None]]) -> str:
+        there, known = tuple(point for point, event in events if event), [event for _, event in events if event]
+        kind, words, *_ = known[0]
+        if kind == "take":
+            return f"take {self._find(there, [event.size for event in known])} | {words[0]}"
+        if kind == "free":
+            return f"free {words[1]} | {words[0]}"
+        if kind != "call":
+            return " ".join(filter(None, [kind, *words]))
+        role, method, kept = words
+        at = [self.cases[number].points[i] for number, i in there]
+        found = [self.variables_of(role, method, one.shapes, point) for one, point in zip(known, at, strict=True)]
+        sizes = {each: self._find(there, [one[each] for one in found]) for each in found[0]}
+        self._is_decoded |= method == "decode"
+        given = "; ".join(f"{each}={size}" for each, size in sizes.items())
+        return f"call {role} {method} {given} | {kept}"
+
+    def _find(self, there: tuple[tuple[int, int], ...], sizes: Sequence[int]) -> str:
+        key = self._is_decoded, there
+        if key not in self._fits:
+            types = ["", "v", "e"] if self._is_decoded else ["", "e", "v"]
+            points = [self.cases[number].points[i] for number, i in there]
+            self._fits[key] = PolynomialFit(products(["", "n"], _PLACES, types), points)
+        return self._fits[key].find(tuple(sizes))
+
+
+def write_text(recorded: Sequence[tuple[Values, Sequence[Event]]], variables_of: VariablesOf) -> Iterator[str]:
+    """Yield the lines of a text. ValueError if steps differ and no variable tells why, or sizes fit no polynomial.
+
+    recorded: what the pipeline does with each of several values of the variables
+    """
+    cases = list[_Case]()
+    # What repeats shows with many steps, and with many images.
+    for at, events in sorted(recorded, key=lambda one: (one[0]["s"] < _MANY_STEPS, -one[0]["n"])):
+        parts = _split(events)
+        if not any(case.join(at, parts) for case in cases):
+            cases.append(_Case(at, parts))
+            cases[-1].join(at, parts)
+    for case in cases:
+        others = [at for one in cases if one is not case for at in one.points]
+        yield f"case {equations_of(case.points, others)}".strip()
+    text = _Text(cases, variables_of)
+    for line, same in itertools.groupby(itertools.chain(text.steps(), text.lines())):
+        count = len([*same])
+        joined = line.startswith("free ") and count > 1
+        yield from [line.replace(" |", f" {count} |", 1)] if joined else [line] * count
+
+
+def equations_of(
+    own: Sequence[Values], others: Sequence[Values], telling: Sequence[str] = _TELLING, most: int = 7
+) -> str:  # fmt: skip
+    """Find the fewest equations of variables that hold at all of one's own points, and that tell them from the others.
+    An equation may also be an inequation: n != 1, s > 3.
+
+    telling: the variables
+    most: equations
+    """
+    values = {(name, at[name]) for at in others for name in telling}
+    equal = [(name, "=", own[0][name]) for name in telling if all(at[name] == own[0][name] for at in own)]
+    unequal = [(name, "!=", value) for name, value in sorted(values) if all(at[name] != value for at in own)]
+    few, many = ([one for one in equal if (one[2] > 1) == is_many] for is_many in (False, True))
+    below = {name: [at[name] for at in others if at[name] < min(one[name] for one in own)] for name in telling}
+    above = [(name, ">", max(found)) for name, found in below.items() if len({*found}) > 1]
+    for count in range(most + 1):
+        for chosen in itertools.combinations([*few, *above, *unequal, *many], count):
+            if not any(all(_HOLDS[how](at[name], value) for name, how, value in chosen) for at in others):
+                return "; ".join(f"1 {name} {how} {value}" for name, how, value in chosen)
+    raise ArgumentError("points", "steps that differ by a variable", f"others at {dict(own[0])}")
+
+
+def check_text(text: PipelineText, at: Values, events: Sequence[Event], variables_of: VariablesOf) -> None:
+    """Raise ValueError if a text does something else with these values of the variables than a recording."""
+    played = [line for part, _ in text.played(at) for line in part]
+    done = [event for part in _name_steps(_split(events))[0] for event in part]
+    for line, event in itertools.zip_longest(played, done):
+        says = does = None
+        if line is not None:
+            sizes = {name: size.value(at) for name, size in line.sizes}
+            says = line.kind, line.name, line.words, line.size.value(at), sizes
+        if event is not None:
+            kind, words, size, shapes = event
+            name, more = (words[0], words[1:]) if kind in ("take", "free") else ("", words)
+            role = words[0] if kind == "call" else name
+            does = kind, role, more, size, dict(variables_of(words[0], words[1], shapes, at)) if kind == "call" else {}
+        if says != does:
+            raise ArgumentError("text", f"{does}, as recorded at {dict(at)}", str(says))
